@@ -36,10 +36,12 @@ impl AdminClient<'_> {
     ) -> Result<Value, Failure> {
         let authority = self.address.strip_prefix("http://").unwrap_or(self.address).trim_end_matches('/');
         if authority.rsplit_once(':').is_none_or(|(_, port)| port.parse::<u16>().is_err()) {
-            return Err(format!("`{}` names no port; an address is http://HOST:PORT", self.address).into());
+            return Err(format!("`{}` has no port, expected http://HOST:PORT", self.address).into());
         }
         if path.bytes().any(|byte| !byte.is_ascii_graphic()) {
-            return Err(format!("`{path}` is no path: it has spaces, or what cannot be printed").into());
+            return Err(
+                format!("`{path}` is not a path: it contains spaces or unprintable characters").into()
+            );
         }
         let mut lines = String::new();
         if let Some(file) = self.token_file {
@@ -50,7 +52,7 @@ impl AdminClient<'_> {
         }
         for header in headers {
             if !header.contains(':') || header.contains(['\r', '\n']) {
-                return Err(format!("`{header}` is not `NAME: VALUE`").into());
+                return Err(format!("invalid header `{header}`, expected `NAME: VALUE`").into());
             }
             let _ = write!(lines, "{header}\r\n");
         }
@@ -69,13 +71,13 @@ impl AdminClient<'_> {
         let mut answer = Vec::new();
         stream.take(ANSWER_BYTES_MAX).read_to_end(&mut answer)?;
         let text = String::from_utf8_lossy(&answer);
-        let (head, body) = text.split_once("\r\n\r\n").ok_or("what answers there is not a router")?;
+        let (head, body) = text.split_once("\r\n\r\n").ok_or("the server at this address is not a router")?;
         let status = head.split(' ').nth(1).unwrap_or_default();
         let value: Value = serde_json::from_str(body).unwrap_or(Value::Null);
         match (status, &value["error"]["message"]) {
             ("200", _) if !value.is_null() => Ok(value),
             (_, Value::String(message)) => Err(format!("{status}: {message}").into()),
-            _ => Err(format!("the router answers {status}").into()),
+            _ => Err(format!("the router returned status {status}").into()),
         }
     }
 }

@@ -15,7 +15,7 @@ use baton_engine::transport::KvTransport;
 use baton_router::listen_address;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-/// A front door and engines for disaggregated LLM serving
+/// Router and inference engine for disaggregated LLM serving
 #[derive(Debug, Parser)]
 #[command(version, about, max_term_width = 100)]
 pub(crate) struct Cli {
@@ -34,51 +34,47 @@ pub(crate) enum Command {
     Engine(Box<EngineArgs>),
     /// Run the router
     Router(RouterArgs),
-    /// Check a router configuration and print what is in effect
+    /// Validate a router configuration and print the effective one
     Check(CheckArgs),
-    /// Say why a request went where it went, or where one would go
+    /// Explain how a request was routed, or how one would be
     Explain(ExplainArgs),
-    /// Watch a deployment: blocks by state, leases and why they are held, requests by phase
+    /// Show blocks by state, leases and why they are held, and requests by phase, as they change
     Top(Box<baton_bench::top::TopArgs>),
-    /// Examine a deployment: leave it in every phase of a request and prove that the blocks came back. Exits with 1 if
-    /// something is wrong, with 2 if it could not look: nobody answers, no engine is in view, no disconnect was proved, or the
-    /// options make no sense
+    /// Cancel requests in each phase and verify that all KV blocks are freed
     Doctor(Box<baton_bench::doctor::DoctorArgs>),
-    /// API keys of the router's clients
+    /// Create API keys for clients of the router
     Key(KeyArgs),
-    /// Ask a router or an engine how it is: exits with 0 if the answer is 200, else with 1
+    /// Check a router or an engine: exit with 0 if it responds with 200, otherwise with 1
     Health(HealthArgs),
     /// Compare the engine with golden outputs made by make_tiny.py
     Parity(ParityArgs),
-    /// Measure: what disconnects cost a deployment (`disconnect`), load (`serve`), front doors side by side (`compare`), and
-    /// the parts against baselines from the same run
+    /// Measure disconnects, load, gateways, engines and transfers, most beside a baseline of the same run
     Bench(BenchArgs),
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct UpArgs {
-    /// Hugging Face checkpoint folder; the built-in demo model by default
+    /// Hugging Face checkpoint directory [default: built-in demo model]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
-    /// Where the router serves clients
+    /// Address of the router for clients
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8000", value_parser = listen_address)]
     pub(crate) listen: SocketAddr,
-    /// Where the router serves people and monitors, on loopback. Without it the admin listener is at 127.0.0.1:8081, or at
-    /// any free port where that one is taken; which it is gets printed
+    /// Admin address of the router, on loopback [default: 127.0.0.1:8081, or a free port if it is taken]
     #[arg(long, value_name = "ADDR", value_parser = listen_address)]
     pub(crate) admin_listen: Option<SocketAddr>,
-    /// Options passed on to both engines, after `--`
+    /// Options of both engines, after `--`
     #[arg(last = true, value_name = "ENGINE OPTIONS")]
     pub(crate) engine_options: Vec<String>,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum RoleArg {
-    /// Prefills and lends its blocks
+    /// Computes prompts and leases their blocks
     Prefill,
     /// Fetches blocks and decodes
     Decode,
-    /// Everything
+    /// Serves both legs
     Both,
 }
 
@@ -94,13 +90,13 @@ impl From<RoleArg> for Role {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum KvTransportArg {
-    /// Device to device or shared memory between engines of one host, TCP between others
+    /// Device to device or shared memory on one host, TCP between hosts
     Auto,
     /// Shared memory only
     Shm,
-    /// TCP only; shared memory is not offered either
+    /// TCP only, without an offer of shared memory
     Tcp,
-    /// NIXL where both engines have its library, otherwise as auto
+    /// NIXL if both engines have its library, otherwise as auto
     Nixl,
 }
 
@@ -121,7 +117,7 @@ pub(crate) enum KvDtypeArg {
     F32,
     /// Half the memory
     F16,
-    /// Half the memory, coarser
+    /// Half the memory, less precise than f16
     Bf16,
 }
 
@@ -140,7 +136,7 @@ pub(crate) enum DtypeArg {
     /// Exact
     #[value(name = "float32", alias = "float")]
     Float32,
-    /// The inputs of matrix products are rounded to bf16: coarser, and many times faster where the machine has AMX
+    /// Rounds inputs of matrix products to bf16: less precise, and many times faster with AMX
     Bfloat16,
 }
 
@@ -155,15 +151,15 @@ impl From<DtypeArg> for KvDtype {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum QuantizeArg {
-    /// 8-bit integers with a scale for every 64 weights of a row
+    /// 8-bit integers with one scale per 64 weights of a row
     Int8,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum LoadFailureArg {
-    /// Compute the prompt on the decode engine
+    /// Recomputes the prompt on the decode engine
     Recompute,
-    /// Answer with an error that the router can act on
+    /// Fails with an error code that the router acts on
     Fail,
 }
 
@@ -178,93 +174,92 @@ impl From<LoadFailureArg> for LoadFailurePolicy {
 
 #[derive(Debug, Args)]
 pub(crate) struct EngineArgs {
-    /// Hugging Face checkpoint folder; the built-in demo model by default
+    /// Hugging Face checkpoint directory [default: built-in demo model]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
-    /// Name that requests use; the folder's name by default
-    #[arg(long)]
+    /// Model name in requests [default: name of the checkpoint directory]
+    #[arg(long, value_name = "NAME")]
     pub(crate) served_model_name: Option<String>,
-    /// Which legs it serves
-    #[arg(long, value_enum, default_value = "both")]
+    /// Legs that this engine serves
+    #[arg(long, value_name = "NAME", value_enum, default_value = "both")]
     pub(crate) role: RoleArg,
-    /// Device to compute on: cpu, or cuda:N
-    #[arg(long, default_value = "cpu")]
+    /// Device to compute on
+    #[arg(long, value_name = "cpu|cuda:N", default_value = "cpu")]
     pub(crate) device: DeviceChoice,
-    /// Where HTTP is served; port 0 takes a free one
-    #[arg(long, default_value = "127.0.0.1:8100", value_parser = listen_address)]
+    /// HTTP address; port 0 picks a free port
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8100", value_parser = listen_address)]
     pub(crate) listen: SocketAddr,
-    /// Where other engines read KV blocks; by default a free port of the HTTP address's host
-    #[arg(long, value_parser = listen_address)]
+    /// Address where other engines read KV blocks [default: a free port on the host of --listen]
+    #[arg(long, value_name = "ADDR", value_parser = listen_address)]
     pub(crate) side_channel: Option<SocketAddr>,
-    /// How KV blocks travel between engines
-    #[arg(long, value_enum, default_value = "auto")]
+    /// Transport of KV blocks between engines
+    #[arg(long, value_name = "NAME", value_enum, default_value = "auto")]
     pub(crate) kv_transport: KvTransportArg,
-    /// NIXL's library, libnixl_capi.so, for --kv-transport nixl; by default looked for where the system and Python keep it
+    /// NIXL library for --kv-transport nixl [default: libnixl_capi.so of the system or of Python]
     #[arg(long, value_name = "FILE", env = "BATON_NIXL_LIBRARY")]
     pub(crate) nixl_library: Option<PathBuf>,
-    /// Host that other engines are told to reach the side channel at
-    #[arg(long)]
+    /// Host that other engines use to reach the side channel [default: the address of --side-channel]
+    #[arg(long, value_name = "HOST")]
     pub(crate) side_channel_host: Option<String>,
-    /// Shards of the KV cache, by heads: each has its own memory, side channel and fetch workers
-    #[arg(long, default_value_t = 1)]
+    /// Shards of the KV cache, by heads, each with its own memory, side channel and fetch workers
+    #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) kv_ranks: usize,
-    /// Tokens of one KV block
-    #[arg(long, default_value_t = 16)]
+    /// Tokens per KV block
+    #[arg(long, value_name = "N", default_value_t = 16)]
     pub(crate) block_size: usize,
-    /// Size of the KV pool, in MiB; by default 512, and on a GPU what --gpu-memory-utilization leaves
+    /// Size of the KV pool in MiB [default: 512; on a GPU what --gpu-memory-utilization leaves]
     #[arg(long, value_name = "MIB", conflicts_with = "gpu_memory_utilization")]
     pub(crate) kv_cache_mib: Option<usize>,
-    /// Share of a GPU's memory for weights, buffers and KV pool together; by default 0.9, unless the pool's size is given.
-    /// The pool's copy in host memory is as large, and takes at most half of what the host has available
-    #[arg(long, value_name = "SHARE")]
+    /// Share of GPU memory for weights, buffers and KV pool [default: 0.9, unless the pool's size is given]
+    #[arg(long, value_name = "FRACTION")]
     pub(crate) gpu_memory_utilization: Option<f64>,
-    /// Blocks of the KV pool; wins over --kv-cache-mib and --gpu-memory-utilization
-    #[arg(long)]
+    /// Blocks of the KV pool; overrides --kv-cache-mib and --gpu-memory-utilization
+    #[arg(long, value_name = "N")]
     pub(crate) kv_blocks: Option<usize>,
-    /// What is computed with; by default float32 on the CPU and, on a GPU, the element type of the KV cache
-    #[arg(long, value_enum)]
+    /// Element type of computation [default: float32 on the CPU, the KV cache's type on a GPU]
+    #[arg(long, value_name = "TYPE", value_enum)]
     pub(crate) dtype: Option<DtypeArg>,
-    /// Element type of the KV cache, on a GPU of everything; by default f32 on the CPU and bf16 on a GPU
-    #[arg(long, value_enum)]
+    /// Element type of the KV cache, on a GPU of everything [default: f32 on the CPU, bf16 on a GPU]
+    #[arg(long, value_name = "TYPE", value_enum)]
     pub(crate) kv_cache_dtype: Option<KvDtypeArg>,
-    /// Round the weights' matrices when they are loaded; by default they stay as they are
-    #[arg(long, value_enum)]
+    /// Quantize weight matrices when they are loaded [default: keep them as stored]
+    #[arg(long, value_name = "TYPE", value_enum)]
     pub(crate) quantize: Option<QuantizeArg>,
-    /// Tokens of one sequence at most; the model's own limit by default, which is the largest value
-    #[arg(long)]
+    /// Maximum tokens per sequence [default and upper limit: the model's own limit]
+    #[arg(long, value_name = "N")]
     pub(crate) max_model_len: Option<usize>,
-    /// Sequences that run or fetch at once
-    #[arg(long, default_value_t = 64)]
+    /// Maximum sequences that run or fetch at once
+    #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) max_num_seqs: usize,
-    /// Tokens of one step
-    #[arg(long, default_value_t = 512)]
+    /// Maximum tokens per step, at least --max-num-seqs
+    #[arg(long, value_name = "N", default_value_t = 512)]
     pub(crate) max_num_batched_tokens: usize,
-    /// Engine cores in this process, each with its own KV pool, scheduler and side channel (`X-data-parallel-rank`)
-    #[arg(long, default_value_t = 1)]
+    /// Engine cores in this process, each with its own KV pool and side channel (`X-data-parallel-rank`)
+    #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) data_parallel_size: usize,
-    /// Sequences that wait; more are answered 429
-    #[arg(long, default_value_t = 1024)]
+    /// Maximum waiting sequences; further ones are refused with 429
+    #[arg(long, value_name = "N", default_value_t = 1024)]
     pub(crate) max_waiting: usize,
-    /// Seconds that an unread lease lives
-    #[arg(long, default_value_t = 30.0)]
+    /// Lifetime of an unread lease in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 30.0)]
     pub(crate) kv_lease_duration: f64,
-    /// What becomes of a request whose blocks cannot be fetched
-    #[arg(long, value_enum, default_value = "recompute")]
+    /// Handling of a request whose blocks cannot be fetched
+    #[arg(long, value_name = "NAME", value_enum, default_value = "recompute")]
     pub(crate) kv_load_failure_policy: LoadFailureArg,
-    /// Host memory that KV blocks are offloaded to, in MiB; 0 is none
+    /// Size of the host memory tier in MiB; 0 disables it
     #[arg(long, default_value_t = 0, value_name = "MIB")]
     pub(crate) kv_offload_host_mib: usize,
-    /// Directory that KV blocks are offloaded to; they survive a restart. One engine per directory
+    /// Directory of the disk tier, which survives a restart; one engine per directory
     #[arg(long, value_name = "DIR", requires = "kv_offload_disk_mib")]
     pub(crate) kv_offload_disk: Option<PathBuf>,
-    /// Size of the files there, in MiB. Those of another model, layout or rank are neither counted nor deleted
+    /// Size of the disk tier in MiB; files of other models, layouts or ranks are not counted or deleted
     #[arg(long, value_name = "MIB", requires = "kv_offload_disk")]
     pub(crate) kv_offload_disk_mib: Option<u64>,
-    /// Reads from prefill engines at once
-    #[arg(long, default_value_t = 4)]
+    /// Concurrent reads from prefill engines
+    #[arg(long, value_name = "N", default_value_t = 4)]
     pub(crate) fetch_workers: usize,
-    /// Threads that compute; all cores by default
-    #[arg(long)]
+    /// Compute threads [default: all cores]
+    #[arg(long, value_name = "N")]
     pub(crate) threads: Option<usize>,
     /// Milliseconds to wait before each step: for demonstrations and tests
     #[arg(long, hide = true)]
@@ -272,14 +267,15 @@ pub(crate) struct EngineArgs {
     /// The device fails after so many steps: for tests
     #[arg(long, hide = true)]
     pub(crate) device_fails_after: Option<u64>,
-    /// File with the cluster secret; needed beyond loopback
+    /// File with the cluster secret; required beyond loopback
     #[arg(long, value_name = "FILE", env = "BATON_CLUSTER_SECRET_FILE")]
     pub(crate) cluster_secret_file: Option<PathBuf>,
-    /// Seconds after which a client whose host acknowledges nothing has left; 0 is what the system does, at least 1 otherwise
-    #[arg(long, default_value_t = 20.0)]
+    /// Seconds until a client whose host acknowledges nothing counts as gone: 1 or more, or 0 for the
+    /// system's own limit
+    #[arg(long, value_name = "SECONDS", default_value_t = 20.0)]
     pub(crate) client_lost: f64,
-    /// Seconds that requests and leases may take to end at shutdown
-    #[arg(long, default_value_t = 30.0)]
+    /// Maximum seconds for requests and leases to end at shutdown
+    #[arg(long, value_name = "SECONDS", default_value_t = 30.0)]
     pub(crate) shutdown_timeout: f64,
     /// Shut down when standard input ends: for supervisors
     #[arg(long, hide = true)]
@@ -291,10 +287,10 @@ pub(crate) struct RouterArgs {
     /// Configuration file
     #[arg(short, long, value_name = "FILE")]
     pub(crate) config: PathBuf,
-    /// Take the listening sockets of the router that waits at this path, if one does; it ends when this one serves. And
-    /// wait there for the next
+    /// Unix socket for a restart without downtime: take over the running router's listeners, then wait for
+    /// the next one
     #[arg(long, value_name = "PATH")]
-    pub(crate) handover: Option<PathBuf>,
+    pub(crate) takeover_socket: Option<PathBuf>,
     /// Shut down when standard input ends: for supervisors
     #[arg(long, hide = true)]
     pub(crate) until_stdin_ends: bool,
@@ -308,12 +304,11 @@ pub(crate) struct CheckArgs {
     /// Print the JSON schema of configuration files
     #[arg(long, conflicts_with = "file")]
     pub(crate) schema: bool,
-    /// The files that it names (secrets, keys, certificates) are elsewhere: they are named, and not looked at
+    /// Skip referenced files (secrets, keys, certificates) and list them
     #[arg(long)]
     pub(crate) no_files: bool,
-    /// Print instead what changes from this file, or from what a router has in effect (its admin address), to FILE:
-    /// `- key: old` and `+ key: new`
-    #[arg(long, value_name = "OLD|http://HOST:PORT")]
+    /// Print changes to FILE instead, from another file or from a running router (its admin URL)
+    #[arg(long, value_name = "FILE|URL")]
     pub(crate) diff: Option<String>,
     /// File with the token of that router's admin listener
     #[arg(long, value_name = "FILE", env = "BATON_ADMIN_TOKEN_FILE")]
@@ -328,38 +323,38 @@ pub(crate) struct KeyArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum KeyVerb {
-    /// Make a key: prints it, once, and its entry for `auth.keys`
+    /// Create a key and print it once, with its entry for `auth.keys`
     New {
-        /// Its name in logs and limits
-        #[arg(long)]
+        /// Name of the key in logs and limits
+        #[arg(long, value_name = "NAME")]
         id: String,
-        /// Whose key it is
-        #[arg(long)]
+        /// Tenant of the key
+        #[arg(long, value_name = "NAME")]
         tenant: String,
     },
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct ExplainArgs {
-    /// The request's id: the router's, or the client's `x-request-id`. Without it, the latest requests
+    /// Request id, from the router or the client's `x-request-id` [default: list the latest requests]
     #[arg(value_name = "ID", conflicts_with = "dry_run")]
     pub(crate) id: Option<String>,
-    /// Say instead where a request with this body would go; no engine hears of it
+    /// Explain where a request with this body would go, without sending it to an engine
     #[arg(long, value_name = "FILE")]
     pub(crate) dry_run: Option<PathBuf>,
-    /// The endpoint of the dry run; by default what the body is for
-    #[arg(long, requires = "dry_run")]
+    /// Endpoint of the dry run [default: the chat endpoint if the body has `messages`, else completions]
+    #[arg(long, value_name = "ENDPOINT", requires = "dry_run")]
     pub(crate) path: Option<String>,
-    /// Whose request it is, where the router has `auth`
-    #[arg(long, requires = "dry_run")]
+    /// Tenant of the dry run, if the router has `auth`
+    #[arg(long, value_name = "NAME", requires = "dry_run")]
     pub(crate) tenant: Option<String>,
-    /// A header of the dry run's request, `NAME: VALUE`
-    #[arg(long = "header", value_name = "HEADER", requires = "dry_run")]
+    /// Header of the dry run's request (repeatable)
+    #[arg(long = "header", value_name = "NAME: VALUE", requires = "dry_run")]
     pub(crate) headers: Vec<String>,
-    /// The router's admin listener
+    /// Admin URL of the router
     #[arg(long, default_value = "http://127.0.0.1:8081", value_name = "URL", env = "BATON_ADMIN")]
     pub(crate) admin: String,
-    /// File with the admin listener's token
+    /// File with the token of the admin listener
     #[arg(long, value_name = "FILE", env = "BATON_ADMIN_TOKEN_FILE")]
     pub(crate) admin_token_file: Option<PathBuf>,
     /// Print JSON
@@ -369,21 +364,20 @@ pub(crate) struct ExplainArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct HealthArgs {
-    /// What to ask: `http://HOST:PORT` whether it takes requests (`/ready`, or `/health` of an engine, which has no `/ready`);
-    /// `http://HOST:PORT/health` whether the process lives, which a router without engines and one that drains does, too
+    /// URL to check: without a path that it takes requests (`/ready`), with `/health` that the process runs
     #[arg(value_name = "URL", default_value = "http://127.0.0.1:8081/ready")]
     pub(crate) url: String,
-    /// How long to wait for each step of the answer, in milliseconds
+    /// Timeout of each step in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 2000)]
     pub(crate) timeout_ms: u64,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct ParityArgs {
-    /// Device to compute on: cpu, or cuda:N
-    #[arg(long, default_value = "cpu")]
+    /// Device to compute on
+    #[arg(long, value_name = "cpu|cuda:N", default_value = "cpu")]
     pub(crate) device: DeviceChoice,
-    /// Folder made by make_tiny.py
+    /// Directory made by make_tiny.py
     #[arg(value_name = "DIR")]
     pub(crate) dir: PathBuf,
 }

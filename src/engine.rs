@@ -103,7 +103,7 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     options.cluster_secret = args.cluster_secret_file.as_deref().map(secret).transpose()?;
     options.client_lost = seconds(args.client_lost, "--client-lost")?;
     if !(options.client_lost.is_zero() || CLIENT_LOST.contains(&options.client_lost)) {
-        return Err("--client-lost is 0, or 1 to 3600 seconds".into());
+        return Err("--client-lost must be 0, or from 1 to 3600 seconds".into());
     }
     options.shutdown_timeout = seconds(args.shutdown_timeout, "--shutdown-timeout")?;
     Ok(options)
@@ -118,7 +118,7 @@ fn download(folder: &Path) -> Option<String> {
     };
     (is_part(organisation) && is_part(name)).then(|| {
         format!(
-            "nothing is downloaded here: `hf download {organisation}/{name} --local-dir {name}` fetches that model of \
+            "models are not downloaded: `hf download {organisation}/{name} --local-dir {name}` fetches that model of \
              the Hugging Face hub, for `--model {name}`"
         )
     })
@@ -130,7 +130,7 @@ fn kv_dtype(args: &EngineArgs) -> Result<KvDtype, Failure> {
     match (args.device, cache, computed) {
         (DeviceChoice::Cpu, cache, _) => Ok(cache.unwrap_or(KvDtype::F32)),
         (DeviceChoice::Accelerator(_), Some(cache), Some(computed)) if cache != computed => {
-            Err("--dtype and --kv-cache-dtype are the same on this device".into())
+            Err("--dtype and --kv-cache-dtype must be equal on this device".into())
         }
         (DeviceChoice::Accelerator(_), cache, computed) => Ok(cache.or(computed).unwrap_or(KvDtype::Bf16)),
     }
@@ -143,7 +143,7 @@ fn weights(args: &EngineArgs) -> Result<WeightMode, Failure> {
         (true, None) => Ok(WeightMode::Bf16),
         (false, Some(QuantizeArg::Int8)) => Ok(WeightMode::Int8),
         (true, Some(QuantizeArg::Int8)) => {
-            Err("--dtype bfloat16 does not go with --quantize: int8 weights are multiplied in float32".into())
+            Err("--dtype bfloat16 conflicts with --quantize: int8 weights are multiplied in float32".into())
         }
     }
 }

@@ -47,7 +47,7 @@ fn told(answer: &Value) -> String {
             requests.iter().partition(|request| request["steps"].is_array());
         accounts.iter().for_each(|request| request_of(&mut out, request));
         if requests.is_empty() {
-            out.push_str("no request is remembered\n");
+            out.push_str("no requests are kept\n");
         } else if !lines.is_empty() {
             list(&mut out, &lines);
         }
@@ -142,7 +142,7 @@ fn request_of(out: &mut String, request: &Value) {
                 disaggregation(out, step);
                 Ok(())
             }
-            "ask" => writeln!(out, "{leg}: {engine} is asked"),
+            "ask" => writeln!(out, "{leg}: sent to {engine}"),
             "answer" => writeln!(out, "{leg}: {engine} {}", text(&step["came"])),
             _ => writeln!(out, "{}", text(&step["how"])),
         };
@@ -167,7 +167,7 @@ fn choice(out: &mut String, leg: &str, choice: &Value) {
     let left_out = choice["held"]["kv_events_left_out"].as_object().into_iter().flatten();
     let left_out: Vec<String> = left_out.map(|(why, count)| format!("{why} {count}")).collect();
     if !left_out.is_empty() {
-        let _ = writeln!(out, "              KV events left out: {}", left_out.join(", "));
+        let _ = writeln!(out, "              KV events ignored: {}", left_out.join(", "));
     }
     for candidate in choice["candidates"].as_array().into_iter().flatten() {
         let _ = writeln!(
@@ -246,7 +246,7 @@ mod tests {
         for part in [
             "request abc (client's mine), /v1/completions at 2025-11-20 17:00:00.123 UTC, model m: 200 completed after 1.25 s",
             "0.210 ms  decode: d:1 (least_load: least loaded; holds 3 of 8 chunks)",
-            "KV events left out: attention 12, tier 3",
+            "KV events ignored: attention 12, tier 3",
             "* d:1  in flight 0",
             "- d:2  full",
             "and 2 more that could not",

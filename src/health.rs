@@ -18,17 +18,15 @@ const ANSWER_BYTES_MAX: u64 = 64 << 10;
 /// Succeeds if the answer is 200.
 pub(crate) fn run(args: &HealthArgs) -> Result<(), Failure> {
     if args.url.starts_with("https://") {
-        return Err(
-            "TLS is not spoken here; a router's admin listener answers the same: http://HOST:8081".into()
-        );
+        return Err("https is not supported; use the router's admin listener: http://HOST:8081".into());
     }
-    let asked = args.url.strip_prefix("http://").ok_or("an address begins with http://")?;
+    let asked = args.url.strip_prefix("http://").ok_or("the address must begin with http://")?;
     if asked.bytes().any(|byte| !byte.is_ascii_graphic()) {
-        return Err(format!("`{asked}` has spaces, or what cannot be printed").into());
+        return Err(format!("`{asked}` contains spaces or unprintable characters").into());
     }
     let (authority, path) = asked.split_once('/').unwrap_or((asked, ""));
     if authority.rsplit_once(':').is_none_or(|(_, port)| port.parse::<u16>().is_err()) {
-        return Err(format!("`{authority}` names no port; an address is http://HOST:PORT").into());
+        return Err(format!("`{authority}` has no port, expected http://HOST:PORT").into());
     }
     let within = Duration::from_millis(args.timeout_ms.max(1));
     let (path, answer) = match path {
@@ -40,7 +38,7 @@ pub(crate) fn run(args: &HealthArgs) -> Result<(), Failure> {
     };
     match answer.status.as_str() {
         "200" => Ok(()),
-        status => Err(format!("{authority} answers /{path} with {status}: {}", answer.said).into()),
+        status => Err(format!("{authority} returned status {status} for /{path}: {}", answer.said).into()),
     }
 }
 
@@ -61,7 +59,7 @@ fn ask(authority: &str, path: &str, within: Duration) -> Result<Answer, Failure>
     stream.take(ANSWER_BYTES_MAX).read_to_end(&mut answer).map_err(silent)?;
     let text = String::from_utf8_lossy(&answer);
     if !text.starts_with("HTTP/1.") {
-        return Err(format!("what answers at {authority} is not HTTP, or wants TLS").into());
+        return Err(format!("the server at {authority} does not use HTTP, or requires TLS").into());
     }
     Ok(Answer {
         status: text.split(' ').nth(1).unwrap_or_default().to_owned(),
@@ -103,7 +101,11 @@ mod tests {
     fn without_a_path_the_question_is_whether_requests_are_taken() {
         for path in ["", "/"] {
             let (told, _) = asked(path, &[("/ready", "503")]);
-            assert_eq!(told, Err("it answers /ready with 503: why".to_owned()), "a router without engines");
+            assert_eq!(
+                told,
+                Err("it returned status 503 for /ready: why".to_owned()),
+                "a router without engines"
+            );
             assert!(asked(path, &[("/ready", "200")]).0.is_ok());
             let (told, paths) = asked(path, &[("/ready", "404"), ("/health", "200")]);
             assert!(told.is_ok() && paths.len() == 2, "an engine");

@@ -21,7 +21,7 @@ use clap::Parser;
 use out::{CLOSED, Out, is_closed, note};
 
 /// glibc's allocator locks an arena for each block that another thread frees, and with a scheduler that moves tasks between
-/// threads many blocks are. ARCHITECTURE.md has the number.
+/// threads many blocks are. docs/explanation/decisions/0013-allocator.md has the number.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

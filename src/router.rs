@@ -21,7 +21,7 @@ pub(crate) fn run(args: &RouterArgs) -> Result<(), Failure> {
     let ended = runtime.block_on(async {
         let stop = shutdown::on_signal(args.until_stdin_ends)?;
         let supervised = Inherited::from_supervisor().map_err(|error| format!("LISTEN_FDS: {error}"))?;
-        let inherited = match &args.handover {
+        let inherited = match &args.takeover_socket {
             Some(path) if supervised.is_empty() => {
                 let path = path.clone();
                 let asked = move || {
@@ -32,7 +32,7 @@ pub(crate) fn run(args: &RouterArgs) -> Result<(), Failure> {
             _ => supervised,
         };
         let mut router = Router::bind_with(config, inherited).await?;
-        if let Some(path) = &args.handover {
+        if let Some(path) = &args.takeover_socket {
             router.hand_over_at(path).map_err(|error| format!("{}: {error}", path.display()))?;
         }
         say(&format!("ready http={} admin={}", router.local_addr(), router.admin_addr()));
@@ -91,13 +91,13 @@ pub(crate) fn check(args: &CheckArgs) -> Result<(), Failure> {
     let named = config.named_files();
     if args.no_files {
         let not_seen = |NamedFile { key, file: of, .. }: &NamedFile| {
-            note(format_args!("{}: not looked at: {key}: {}", file.display(), of.display()));
+            note(format_args!("{}: not checked: {key}: {}", file.display(), of.display()));
         };
         named.iter().for_each(not_seen);
     } else {
         let problems: Vec<_> = named.iter().filter_map(unreadable).collect();
         if !problems.is_empty() {
-            let hint = "where these files are elsewhere, `--no-files` checks all but them";
+            let hint = "`--no-files` skips these files";
             return Err(format!("{}: {}\n{hint}", file.display(), problems.join("\n")).into());
         }
         config.secret()?;

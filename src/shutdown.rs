@@ -26,7 +26,7 @@ pub(crate) fn on_signal(until_stdin_ends: bool) -> std::io::Result<CancellationT
             _ = interrupt.recv() => {}
             _ = terminate.recv() => {}
         }
-        tracing::warn!("second signal: ending at once");
+        tracing::warn!("second signal received, exiting");
         // Nothing of ours is settled any more; peers notice by themselves.
         #[allow(clippy::disallowed_methods)] // that is what a second signal asks for
         std::process::exit(130);

@@ -25,10 +25,10 @@ fn file(folder: &Path, name: &str, text: &str) -> String {
 #[test]
 fn an_engine_refuses_element_types_that_do_not_go_together() {
     let (sound, _, said) = out(&baton(&["engine", "--dtype", "bfloat16", "--quantize", "int8"]));
-    assert!(!sound && said.contains("--dtype bfloat16 does not go with --quantize"), "{said}");
+    assert!(!sound && said.contains("--dtype bfloat16 conflicts with --quantize"), "{said}");
     let mixed = ["engine", "--device", "cuda:0", "--dtype", "bfloat16", "--kv-cache-dtype", "f32"];
     let (sound, _, said) = out(&baton(&mixed));
-    assert!(!sound && said.contains("--dtype and --kv-cache-dtype are the same"), "{said}");
+    assert!(!sound && said.contains("--dtype and --kv-cache-dtype must be equal"), "{said}");
     let (sound, _, said) = out(&baton(&["engine", "--dtype", "float16"]));
     assert!(!sound && said.contains("float32") && said.contains("bfloat16"), "{said}");
 }
@@ -53,7 +53,7 @@ fn an_engine_beyond_loopback_needs_a_secret() {
         "--cluster-secret-file",
         &short,
     ]));
-    assert!(!started && said.contains("at least 16 bytes"), "{said}");
+    assert!(!started && said.contains("expected at least 16"), "{said}");
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn check_without_files_judges_a_configuration_whose_secrets_are_elsewhere() {
     for (line, key) in
         not_seen.iter().zip(["admin.token_file: /nowhere/token", "cluster_secret_file: /nowhere/secret"])
     {
-        assert_eq!(*line, format!("{there}: not looked at: {key}"));
+        assert_eq!(*line, format!("{there}: not checked: {key}"));
     }
     // What the file itself says is judged as ever.
     let wrong = file(folder.path(), "wrong.yaml", &secrets.replace("token_file", "tokn_file"));
@@ -272,7 +272,8 @@ fn the_judge_of_cancelled_requests_finds_what_is_planted() {
     let (sound, said, wrong) = out(&checked);
     assert!(sound && said.contains("finds every planted fault"), "{said}{wrong}");
     // What is committed holds under the judge of today.
-    let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/2026-11-23-aiperf.json");
+    let kept =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/disconnect/2026-11-23-aiperf-zen5.json.gz");
     let again =
         Command::new("python3").arg(judge).arg("--again").arg(kept).output().expect("it ran just now");
     let (sound, said, wrong) = out(&again);
@@ -384,7 +385,7 @@ fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
     let events =
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/2026-11-23-disconnect/events.jsonl.gz");
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/disconnect/sample/events.jsonl.gz");
     std::fs::copy(events, folder.path().join("events.jsonl.gz")).unwrap();
     let folder = folder.path().to_str().unwrap();
     let commands: [&[&str]; 14] = [
@@ -399,7 +400,7 @@ fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
         &["explain", "--admin", &admin],
         &["explain", "--admin", &admin, "--json"],
         &["top", "--once", "--admin", &admin],
-        &["doctor", &client, "--admin", &admin, "--look-only"],
+        &["doctor", &client, "--admin", &admin, "--no-requests"],
         &["bench", "report", folder],
         &["bench", "report", "--json", folder],
     ];
@@ -415,7 +416,7 @@ fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
         (&["check", &wrong], 1),
         (&["check", "--no-such-option"], 2),
         (&["explain", "no-such-request", "--admin", &admin], 1),
-        (&["doctor", &client, "--admin", "http://127.0.0.1:1", "--look-only"], 1),
+        (&["doctor", &client, "--admin", "http://127.0.0.1:1", "--no-requests"], 1),
     ];
     for (command, code) in commands {
         assert_eq!(unread(command, false).status.code(), Some(code), "{command:?}");

@@ -58,7 +58,7 @@ impl Machine {
 
     /// The binary: an engine that answers, and this for every other command.
     fn baton(&self, others: &str) -> String {
-        let log = "the KV cache takes what the device has left";
+        let log = "KV cache sized from free device memory";
         let engine = format!("echo '{log}' >&2; echo 'ready http={}'; exec cat >/dev/null", engine());
         self.program("baton", &format!("#!/bin/sh\nif [ \"$1\" = engine ]; then {engine}; fi\n{others}"))
     }
@@ -129,8 +129,8 @@ fn all_that_is_said_is_kept() {
     let first = log().expect("it is written down");
     for said in [
         "called: parity ",
-        "called: bench handoff --device cuda:0 --transport auto,shm,tcp --json --fail-over\n",
-        "--json --fail-over --model DIR --tokens 4096 --chunk 512 --pace-ms 1\n",
+        "called: bench handoff --device cuda:0 --transport auto,shm,tcp --json --fail-on-miss\n",
+        "--json --fail-on-miss --model DIR --tokens 4096 --chunk 512 --pace-ms 1\n",
         "a complaint\n",
         "test result: ok. 3 passed",
         "== every promise of a transport, between pools in device memory of two processes\n",

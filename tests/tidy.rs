@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 
 #[path = "tidy/pages.rs"]
 mod pages;
+#[path = "tidy/words.rs"]
+mod words;
 
 /// Longest source file, in lines. Past 500 there is usually a second idea in it.
 const LINES_MAX: usize = 600;
@@ -246,7 +248,7 @@ fn code(page: &str) -> impl Iterator<Item = &str> {
 }
 
 /// The pages that are a map of the sources.
-const MAPS: &[&str] = &["ARCHITECTURE.md", "docs/source-reports.md"];
+const MAPS: &[&str] = &["ARCHITECTURE.md", "docs/explanation/source-reports.md"];
 
 #[test]
 fn the_maps_name_only_files_that_exist() {
@@ -271,7 +273,8 @@ fn the_maps_name_only_files_that_exist() {
 
 #[test]
 fn the_page_of_the_reports_names_only_tests_and_mutations_that_exist() {
-    let page = fs::read_to_string(root().join("docs/source-reports.md")).expect("the page is there");
+    let page =
+        fs::read_to_string(root().join("docs/explanation/source-reports.md")).expect("the page is there");
     let all: String = sources().map(|(_, text)| text).collect();
     let mutations = fs::read_to_string(root().join("tests/model/mutations.rs")).expect("they are there");
     let plain = |word: &&str| word.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');

@@ -181,7 +181,7 @@ if wanted pool; then
     fi
     kill "$engine" 2>/dev/null
     wait "$engine" 2>/dev/null
-    grep "the KV cache takes what the device has left" "$work/pool.log" || failed+=("pool (nothing was chosen)")
+    grep "KV cache sized from free device memory" "$work/pool.log" || failed+=("pool (nothing was chosen)")
     case "$answer" in
         "HTTP/1.1 200"*) ;;
         *)
@@ -229,7 +229,7 @@ fi
 if wanted pipelined; then
     step "what a handoff costs whose blocks are read while the prompt is computed"
     # One that costs more than it may is kept too: its report says how much. The software device's times say nothing.
-    how=(--fail-over)
+    how=(--fail-on-miss)
     [ "$device" = software ] && how=(--tokens 96 --chunk 32 --repetitions 1)
     "$baton" bench handoff --device "$device" --transport auto,shm,tcp --json "${how[@]}" \
         >"$work/pipelined.json" || failed+=("pipelined")
@@ -243,7 +243,7 @@ if wanted pipelined; then
         echo "-- a model of 214 million parameters, weights made up"
         "$baton" bench engine --write-model "$work/made-up" --rounds 1 --decode-tokens 1 --exact-only >/dev/null \
             || failed+=("pipelined (the model cannot be made)")
-        "$baton" bench handoff --device "$device" --transport auto,shm,tcp --json --fail-over \
+        "$baton" bench handoff --device "$device" --transport auto,shm,tcp --json --fail-on-miss \
             --model "$work/made-up" --tokens 4096 --chunk 512 --pace-ms 1 \
             >"$work/pipelined-214m.json" || failed+=("pipelined, 214 million parameters")
         if [ -s "$work/pipelined-214m.json" ]; then

@@ -9,7 +9,7 @@
 //! |---|---|
 //! | TTFT, gaps between tokens, requests per second | streams in a closed loop of `--concurrency` clients; percentiles by nearest rank over a round, then median and spread over the rounds |
 //! | CPU per 1,000 requests | user and system time of all threads of the subject over the round |
-//! | the gap | `--victims` streams per round: each client leaves (FIN) when the prefill engine has written down that it lent the blocks, while the decode engine, which takes `--admission-delay-ms` to look at a request, has not; from then on the prefill engine's own log says when the blocks came home and why. **Stranded** is a victim whose blocks came home because the lease's time was up. Its block-seconds count from when the client had left |
+//! | the gap | `--cancels` streams per round: each client cancels (FIN) after the prefill engine has logged `lease_opened` and before the decode engine, which takes `--admission-delay-ms`, has admitted the request. The prefill engine's log then reports when the blocks are free and why. **Stranded** is a request whose lease expired. Its block-seconds count from the cancel |
 //!
 //! The first target is what the others' ratios are over, of the same round.
 
@@ -28,45 +28,44 @@ use crate::load::Target;
 use crate::router::peers::{self, Engines, ProgramArgs, Skips};
 use crate::router::subject::Subject;
 use crate::sim_fleet::{Dialect, EnginePlan, FleetPlan, SimFleet};
-pub use gap::{Fate, Victim};
+pub use gap::{CancelledRequest, Fate};
 pub use report::{CompareReport, GapReport, TargetReport};
 
 /// What to compare.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CompareArgs {
     /// Rounds; medians and spread are over them
-    #[arg(long, default_value_t = 5, value_parser = at_least_one)]
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_one)]
     pub rounds: usize,
-    /// Requests of each target and round
-    #[arg(long, default_value_t = 200, value_parser = at_least_one)]
+    /// Requests per target and round
+    #[arg(long, value_name = "N", default_value_t = 200, value_parser = at_least_one)]
     pub requests: usize,
-    /// Clients at a time
-    #[arg(long, default_value_t = 8, value_parser = at_least_one)]
+    /// Concurrent clients
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_one)]
     pub concurrency: usize,
-    /// Words of a prompt; each is a token of the simulated engines
-    #[arg(long, default_value_t = 256, value_parser = at_least_one)]
+    /// Words of a prompt, each one token of the simulated engines
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = at_least_one)]
     pub prompt_tokens: usize,
-    /// Tokens of an answer
-    #[arg(long, default_value_t = 32, value_parser = at_least_one)]
+    /// Tokens of a response
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = at_least_one)]
     pub output_tokens: usize,
-    /// Clients that leave in the gap, of each target and round; 0 to leave it out
-    #[arg(long, default_value_t = 20)]
-    pub victims: usize,
-    /// Whose verbs and rules the engines have
-    #[arg(long, value_enum, default_value_t = Dialect::Vllm)]
+    /// Requests cancelled in the gap, per target and round; 0 skips the measurement
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    pub cancels: usize,
+    /// Protocol and rules of the simulated engines
+    #[arg(long, value_name = "NAME", value_enum, default_value_t = Dialect::Vllm)]
     pub dialect: Dialect,
-    /// Milliseconds that a decode engine takes to look at a request, where clients leave
-    #[arg(long, default_value_t = 100)]
+    /// Milliseconds until a decode engine admits a request, where requests are cancelled
+    #[arg(long, value_name = "MS", default_value_t = 100)]
     pub admission_delay_ms: u64,
-    /// Milliseconds that blocks are lent for, where clients leave. vLLM's default is 30,000; a stranded victim is
-    /// waited for so long
-    #[arg(long, default_value_t = 3_000)]
+    /// Lease duration in milliseconds, where requests are cancelled; vLLM's default is 30,000
+    #[arg(long, value_name = "MS", default_value_t = 3_000)]
     pub lease_ms: u64,
-    /// Another endpoint, as NAME=URL; may be given several times
+    /// Further endpoint to compare (repeatable)
     #[arg(long, value_name = "NAME=URL")]
     pub target: Vec<Named>,
-    /// The name of the model to ask them for
-    #[arg(long, default_value = "sim")]
+    /// Model name in all requests
+    #[arg(long, value_name = "NAME", default_value = "sim")]
     pub model: String,
     /// The programs of the front doors
     #[command(flatten)]
@@ -186,14 +185,14 @@ async fn measure(args: &CompareArgs) -> Result<CompareReport, BenchError> {
     }
     stop(contenders);
     drop(fleet);
-    if args.victims > 0 {
+    if args.cancels > 0 {
         let (fleet, engines) = start(args.engine_with_a_gap())?;
         let contenders = self::contenders(args, engines, false, &skips).await?;
         for round in 0..args.rounds {
             for turn in 0..contenders.len() {
                 let contender = &contenders[(turn + round) % contenders.len()];
-                let victims = gap::round(args, &fleet, contender, round).await?;
-                report.of(&contender.name).gap.get_or_insert_default().add(victims);
+                let cancelled = gap::round(args, &fleet, contender, round).await?;
+                report.of(&contender.name).gap.get_or_insert_default().add(cancelled);
             }
         }
         stop(contenders);
@@ -269,7 +268,7 @@ mod tests {
             concurrency: 4,
             prompt_tokens: 40,
             output_tokens: 4,
-            victims: 3,
+            cancels: 3,
             dialect: Dialect::Vllm,
             admission_delay_ms: 150,
             lease_ms: 1_000,
@@ -288,14 +287,14 @@ mod tests {
             assert!(target.requests_per_second.median > 0.0, "{table}");
             assert!(target.ttft_p99_ms.median >= target.ttft_p50_ms.median, "{table}");
             assert!(target.cpu_s_per_1000.as_ref().is_some_and(|cpu| cpu.median > 0.0), "{table}");
-            let gap = target.gap.as_ref().expect("victims");
-            assert_eq!((gap.victims, gap.missed), (6, 0), "{table}");
+            let gap = target.gap.as_ref().expect("cancelled");
+            assert_eq!((gap.cancels, gap.missed), (6, 0), "{table}");
         }
         // What the toy proxy does not tell anybody, nobody knows; what the router does, P does.
-        let toy = report.of("toy-proxy").gap.clone().expect("victims");
+        let toy = report.of("toy-proxy").gap.clone().expect("cancelled");
         assert_eq!(toy.stranded, 6, "{table}");
         assert!(toy.stranded_block_seconds_per_1000 > 0.0, "{table}");
-        let baton = report.of("baton").gap.clone().expect("victims");
+        let baton = report.of("baton").gap.clone().expect("cancelled");
         assert_eq!((baton.stranded, baton.stranded_block_seconds_per_1000), (0, 0.0), "{table}");
         // Whoever has the JSON can count again, and knows of what.
         let json = serde_json::to_value(&report).expect("JSON");
@@ -303,7 +302,7 @@ mod tests {
         assert!(json["machine"].is_string() && json.get("commit").is_some());
         let toy =
             json["targets"].as_array().into_iter().flatten().find(|target| target["name"] == "toy-proxy");
-        let raw = toy.and_then(|toy| toy["gap"]["raw"].as_array()).expect("victims");
+        let raw = toy.and_then(|toy| toy["gap"]["raw"].as_array()).expect("cancelled");
         assert!(raw.len() == 6 && raw.iter().all(|one| one["reason"] == "lease_expired"), "{raw:#?}");
         assert!(raw.iter().all(|one| one["freed_us"].as_u64() > one["left_us"].as_u64()), "{raw:#?}");
     }

@@ -14,7 +14,6 @@
 mod acts;
 pub(crate) mod aim;
 mod analyse;
-mod bystanders;
 mod deployment;
 mod dist;
 mod faults;
@@ -39,6 +38,7 @@ mod summary;
 #[cfg(test)]
 mod tests;
 pub(crate) mod timeline;
+mod uncancelled;
 mod untold;
 mod vanished;
 pub(crate) mod watch;
@@ -48,6 +48,7 @@ use std::time::SystemTime;
 
 use crate::BenchError;
 pub use options::{DisconnectOptions, ReportOptions};
+pub(crate) use report::escaped;
 use summary::Summary;
 
 /// Runs the benchmark and writes its folder.
@@ -70,7 +71,7 @@ pub fn run(options: &DisconnectOptions, out: &mut dyn Write) -> Result<(), Bench
         (Err(error), Ok(())) => return Err(error),
         (Err(_), Err(_)) => return played,
     };
-    if played.is_err() && summary.calm.is_none() && summary.left == 0 {
+    if played.is_err() && summary.calm.is_none() && summary.cancelled == 0 {
         // Nothing was learnt before it went wrong: a report would say that nothing was found.
         for file in ["summary.json", "series.json", "report.html"] {
             std::fs::remove_file(options.out.join(file))?;

@@ -37,53 +37,51 @@ const ADMIN: &str = "http://127.0.0.1:8081";
 /// Where the deployment is, and how it is looked at.
 #[derive(Clone, Debug, Args)]
 pub struct DoctorArgs {
-    /// Where clients reach it: a router, or an engine
+    /// Endpoint for clients: of a router, or of an engine
     #[arg(value_name = "URL", default_value = URL)]
     url: String,
-    /// The router's admin listener, for its configuration and its engines; of each, where there are several routers.
-    /// For the default URL `baton up`'s, http://127.0.0.1:8081
+    /// Admin URL of a router (repeatable) [default: http://127.0.0.1:8081, if URL is the default too]
     #[arg(long, value_name = "URL", env = "BATON_ADMIN")]
     admin: Vec<String>,
-    /// An engine, besides those that the routers know
+    /// Further engine, besides those that the routers list (repeatable)
     #[arg(long, value_name = "URL")]
     engine: Vec<String>,
-    /// The model that is asked for; the first that is served by default
-    #[arg(long)]
+    /// Model to request [default: the first that is listed]
+    #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// File with the API key that clients show
+    /// File with the clients' API key
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
-    /// File with the admin listeners' token
+    /// File with the token of the admin listeners
     #[arg(long, value_name = "FILE", env = "BATON_ADMIN_TOKEN_FILE")]
     admin_token_file: Option<PathBuf>,
     /// File with the cluster secret
     #[arg(long, value_name = "FILE", env = "BATON_CLUSTER_SECRET_FILE")]
     cluster_secret_file: Option<PathBuf>,
-    /// Certificates in PEM that sign the URL's own, in place of the system's
+    /// Certificates in PEM that sign the URL's own, instead of the system's
     #[arg(long, value_name = "FILE")]
     ca_file: Option<PathBuf>,
-    /// Only look: no request is sent to a model
+    /// Inspect the deployment without sending requests to a model
     #[arg(long)]
-    look_only: bool,
-    /// Judge disconnects by the engines' metrics, as if they had no event log
+    no_requests: bool,
+    /// Use only the engines' metrics, as if they had no event log
     #[arg(long)]
     metrics_only: bool,
-    /// Requests that are tried for each phase
+    /// Maximum requests per phase
     #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..=1000), value_name = "N")]
-    tries: u32,
+    requests_per_phase: u32,
     /// Words of a prompt
     #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u32).range(16..=100_000), value_name = "N")]
-    words: u32,
-    /// Seconds that blocks may take to come back
+    prompt_words: u32,
+    /// Maximum seconds until all blocks are freed
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=600), value_name = "SECONDS")]
-    within: u64,
-    /// Warnings count as findings. What was skipped does not: with --look-only what was looked at is judged, no more; without
-    /// it the verdict is 2 if no disconnect was proved
+    free_within: u64,
+    /// Treat warnings as findings; skipped checks are no findings
     #[arg(long)]
     strict: bool,
-    /// A check whose warnings are meant so, and are no findings: `exposure` where clients need no key on purpose
+    /// Ignore warnings of this check (repeatable)
     #[arg(long, value_enum, value_name = "CHECK")]
-    accept: Vec<Warning>,
+    ignore: Vec<Warning>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -154,8 +152,8 @@ fn site(args: &DoctorArgs) -> Result<Site, BenchError> {
 }
 
 async fn examine(args: &DoctorArgs, site: Site, target: Target) -> Result<Checkup, BenchError> {
-    let DoctorArgs { strict, look_only, .. } = *args;
-    let mut checkup = Checkup::new(checkup::Terms { strict, look_only, accepted: args.accept.clone() });
+    let DoctorArgs { strict, no_requests, .. } = *args;
+    let mut checkup = Checkup::new(checkup::Terms { strict, no_requests, accepted: args.ignore.clone() });
     let seen = look::look(&site, &mut checkup).await;
     let tried = try_out(args, &seen, target, &mut checkup).await;
     epochs::again(&seen.engines, &site.admins, &mut checkup).await;
@@ -169,9 +167,9 @@ async fn try_out(
     target: Target,
     checkup: &mut Checkup,
 ) -> Result<(), BenchError> {
-    if args.look_only {
+    if args.no_requests {
         for check in ["lease", "request", "disconnects"] {
-            checkup.skip(check, "", "--look-only");
+            checkup.skip(check, "", "--no-requests");
         }
         return Ok(());
     }
@@ -179,18 +177,17 @@ async fn try_out(
         // Of a lease the engines are asked themselves.
         probe::leases(seen, checkup).await;
         for check in ["request", "disconnects"] {
-            checkup.skip(check, "", "the door does not answer");
+            checkup.skip(check, "", "the endpoint does not respond");
         }
         return Ok(());
     }
     if !seen.engines.iter().any(|engine| engine.up) {
-        checkup
-            .unseen("no engine is in view: name the router's admin listener (--admin) or engines (--engine)");
+        checkup.unseen("no engine is known: add --admin or --engine");
         return Ok(());
     }
     probe::leases(seen, checkup).await;
     let Some(model) = args.model.clone().or_else(|| seen.model.clone()) else {
-        checkup.skip("disconnects", "", "no model is served; name one with --model");
+        checkup.skip("disconnects", "", "no model is listed: add --model");
         return Ok(());
     };
     let limits = Limits {
@@ -201,15 +198,15 @@ async fn try_out(
     let client = Client::open(target, limits, Connections::Fresh).await?;
     let terms = leave::Terms {
         model,
-        tries: args.tries,
-        words: args.words as usize,
-        within: Duration::from_secs(args.within),
+        tries: args.requests_per_phase,
+        words: args.prompt_words as usize,
+        within: Duration::from_secs(args.free_within),
     };
     let (told, untold): (Vec<_>, Vec<_>) = seen.engines.iter().filter(|e| e.up).partition(|e| e.events);
     if !told.is_empty() && untold.is_empty() && !args.metrics_only {
         leave::exactly(&client, &told, &terms, checkup).await;
     } else {
-        let why = if args.metrics_only { "--metrics-only" } else { "not every engine keeps a log of events" };
+        let why = if args.metrics_only { "--metrics-only" } else { "not every engine has an event log" };
         usage::coarsely(&client, &seen.engines, &terms, why, checkup).await;
     }
     Ok(())

@@ -54,28 +54,28 @@ const MADE_UP_CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_t
 /// Options of `baton bench engine`.
 #[derive(Args, Clone, Debug)]
 pub struct EngineBench {
-    /// Checkpoint folder; without it a made-up 214M-parameter bf16 model is measured
-    #[arg(long)]
+    /// Checkpoint directory [default: a generated bf16 model with 214M parameters]
+    #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
-    /// Write the made-up model to a folder that is not there yet, 430 MB, and measure that: as a process too
+    /// Write the generated model (430 MB) to a new directory and measure it, also as a process
     #[arg(long, value_name = "DIR", conflicts_with = "model")]
     pub write_model: Option<PathBuf>,
     /// Print one JSON object instead of a table
     #[arg(long)]
     pub json: bool,
-    /// Threads of the engine and of every baseline; all cores by default
-    #[arg(long)]
+    /// Threads of the engine and of every baseline [default: all cores]
+    #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
     /// Alternating rounds of all measurements
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, value_name = "N", default_value_t = 5)]
     pub rounds: usize,
-    /// Tokens decoded in each round
-    #[arg(long, default_value_t = 24)]
+    /// Tokens decoded per round
+    #[arg(long, value_name = "N", default_value_t = 24)]
     pub decode_tokens: usize,
-    /// Only the default element types
+    /// Measure only the default element types
     #[arg(long)]
     pub exact_only: bool,
-    /// Fail where a target is missed: 85% of the limit, 300 tokens/s, 2 s, 1.15 times the memory
+    /// Fail if a target is missed: 85% of the limit, 300 tokens/s, 2 s, 1.15 times the memory
     #[arg(long)]
     pub fail_on_miss: bool,
 }

@@ -17,7 +17,7 @@
 //! `refused_share`; `room`, see below; `endings`, `leases`, `faults` by name; `digest` of everything that happened. `growth[]`:
 //! for each run the `p50` and `mean` of each cost over those of the same policy's smallest fleet.
 //!
-//! `room`, with `--room`, is of decode engines: `busiest`, most requests at one over its room; and of all looks while requests
+//! `room`, with `--engine-capacity`, is of decode engines: `busiest`, most requests at one over its room; and of all looks while requests
 //! came, one each virtual second, the means of `over_share` (engines with more than their room), `waiting_share` and
 //! `free_share` (over all room, the requests that had none and what was free) and `turned_away_share` (clients that had been
 //! refused and had not asked again).
@@ -52,40 +52,40 @@ const ROUTERS_MAX: usize = 64;
 /// What to simulate.
 #[derive(Clone, Debug, clap::Args)]
 pub struct FleetOptions {
-    /// Fleet sizes, separated by `,`; half of the engines prefill, half decode
-    #[arg(long, value_delimiter = ',', default_values_t = [10, 100, 1_000])]
+    /// Fleet sizes, separated by commas; half of the engines prefill, half decode
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [10, 100, 1_000])]
     pub engines: Vec<usize>,
     /// Requests alive at once
-    #[arg(long, default_value_t = 100_000)]
+    #[arg(long, value_name = "N", default_value_t = 100_000)]
     pub requests: usize,
-    /// Requests that come after the first so many, for each of them; at least 0
-    #[arg(long, default_value_t = 1.0)]
+    /// Requests after the first ones, as a multiple of --requests; 0 or more
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
     pub turnover: f64,
     /// Policies of both legs, as in a configuration, separated by `;` (in quotes)
     #[arg(
-        long,
+        long, value_name = "NAME;...",
         value_delimiter = ';',
         default_values_t = ["round_robin", "random", "power_of_two", "least_load", "consistent_hash", "prefix_aware"]
             .map(str::to_owned)
     )]
     pub policy: Vec<String>,
-    /// Routers that share the fleet and know nothing of each other
-    #[arg(long, default_value_t = 1)]
+    /// Routers that share the fleet without knowing of each other
+    #[arg(long, value_name = "N", default_value_t = 1)]
     pub routers: usize,
-    /// Requests of one router at one decode engine; none: no bound
-    #[arg(long)]
+    /// Maximum requests of one router at one decode engine [default: no limit]
+    #[arg(long, value_name = "N")]
     pub max_in_flight: Option<usize>,
-    /// Requests waiting in a decode engine from which on it is full, as it says every second; needs --room
-    #[arg(long, requires = "room")]
+    /// Waiting requests at which a decode engine is full, reported every second; needs --engine-capacity
+    #[arg(long, value_name = "N", requires = "engine_capacity")]
     pub max_waiting: Option<u32>,
-    /// Requests that one decode engine works on at once, whoever sent them: what is beyond is counted
-    #[arg(long)]
-    pub room: Option<u32>,
-    /// Keeps no explanations of decisions (`explain.requests: 0`)
+    /// Requests that one decode engine runs at once, from all routers; the excess is counted
+    #[arg(long, value_name = "N")]
+    pub engine_capacity: Option<u32>,
+    /// Keep no explanations of decisions (`explain.requests: 0`)
     #[arg(long)]
     pub no_explain: bool,
-    /// What is drawn follows from it
-    #[arg(long, default_value_t = 1)]
+    /// Seed of all random draws
+    #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
     /// Print one JSON object
     #[arg(long)]
@@ -134,7 +134,7 @@ fn run_with(options: &FleetOptions, plant: Option<Plant>, out: &mut dyn Write) -
                 routers: options.routers,
                 max_in_flight: options.max_in_flight,
                 max_waiting: options.max_waiting,
-                room: options.room,
+                room: options.engine_capacity,
                 explain: !options.no_explain,
                 seed: options.seed,
                 plant,
@@ -178,11 +178,16 @@ fn check(options: &FleetOptions) -> Result<(), FleetError> {
     if !(1..=ROUTERS_MAX).contains(&options.routers) || options.routers > options.requests {
         return wrong(format!("--routers {}: 1 to {ROUTERS_MAX}, and one request for each", options.routers));
     }
-    if options.max_in_flight == Some(0) || options.max_waiting == Some(0) || options.room == Some(0) {
-        return wrong("--max-in-flight, --max-waiting and --room: 0: nobody could be asked".to_owned());
+    if options.max_in_flight == Some(0)
+        || options.max_waiting == Some(0)
+        || options.engine_capacity == Some(0)
+    {
+        return wrong(
+            "--max-in-flight, --max-waiting and --engine-capacity: 0: nobody could be asked".to_owned(),
+        );
     }
-    if options.max_waiting.is_some() && options.room.is_none() {
-        return wrong("--max-waiting: nobody waits in an engine without --room".to_owned());
+    if options.max_waiting.is_some() && options.engine_capacity.is_none() {
+        return wrong("--max-waiting: nobody waits in an engine without --engine-capacity".to_owned());
     }
     Ok(())
 }
@@ -200,7 +205,7 @@ fn report(options: &FleetOptions, runs: &[(String, usize, Outcome)]) -> Value {
     json!({
         "date": machine::today(), "commit": machine::commit(), "machine": machine::described(),
         "requests": options.requests, "turnover": options.turnover, "routers": options.routers,
-        "max_in_flight": options.max_in_flight, "max_waiting": options.max_waiting, "room": options.room,
+        "max_in_flight": options.max_in_flight, "max_waiting": options.max_waiting, "engine_capacity": options.engine_capacity,
         "explain": !options.no_explain, "seed": options.seed,
         "clock_ns": runs.first().map(|(_, _, outcome)| outcome.costs.clock_ns()),
         "memory": memory,
@@ -216,7 +221,7 @@ fn of_run(options: &FleetOptions, policy: &str, engines: usize, outcome: &Outcom
         .imbalance
         .each_ref()
         .map(|leg| json!({"mean": rounded(leg.mean()), "worst": rounded(leg.worst)}));
-    let room = options.room.map(|room| {
+    let room = options.engine_capacity.map(|room| {
         json!({
             "busiest": rounded(f64::from(outcome.most_at_one[1]) / f64::from(room)),
             "over_share": rounded(share(outcome.crowd.over, outcome.crowd.engines)),

@@ -31,17 +31,17 @@ const HEAD_DIMS: [usize; 8] = [16, 32, 48, 64, 80, 96, 112, 128];
 /// Options of `baton bench gpu`.
 #[derive(Args, Clone, Debug)]
 pub struct GpuBench {
-    /// Which GPU, by the driver's number
-    #[arg(long, default_value_t = 0)]
+    /// Number of the GPU, as the driver counts
+    #[arg(long, value_name = "N", default_value_t = 0)]
     pub device: usize,
     /// Print one JSON object instead of a table
     #[arg(long)]
     pub json: bool,
-    /// Check kernels only
+    /// Check kernels and measure nothing
     #[arg(long)]
     pub check_only: bool,
-    /// Layers of the model whose speed is measured; 32 are Llama 3.1 8B's, of 16 GB of weights
-    #[arg(long, default_value_t = 32)]
+    /// Layers of the measured model; 32 is the depth of Llama 3.1 8B, with 16 GB of weights
+    #[arg(long, value_name = "N", default_value_t = 32)]
     pub layers: usize,
 }
 

@@ -13,7 +13,7 @@
 //! early one cannot hide.
 //!
 //! An early read may add one chunk's share and 2 ms. The report says of each transport whether it does (`judged`), and with
-//! `--fail-over` one that adds more fails the command.
+//! `--fail-on-miss` one that adds more fails the command.
 //!
 //! `--json` prints one object: `date`, `commit`, `machine`, `driver` (of a GPU), `command`, `prompt_tokens`, `chunk_tokens`, `pace_ms` (the least time of the prefill engine's steps), `device`,
 //! `device_name` (a GPU's own), `kv_bytes` of the prompt, `repetitions`, `transports`: by name `early_ms`,
@@ -44,33 +44,33 @@ const POOL_MIB: usize = 512;
 /// What to measure.
 #[derive(Clone, Debug, clap::Args)]
 pub struct HandoffOptions {
-    /// A model folder; by default the built-in model
+    /// Checkpoint directory [default: built-in demo model]
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
-    /// Tokens of a prompt
-    #[arg(long, default_value_t = 1536)]
+    /// Tokens of the prompt
+    #[arg(long, value_name = "N", default_value_t = 1536)]
     pub tokens: usize,
-    /// Tokens of one step of the prefill engine
-    #[arg(long, default_value_t = 256)]
+    /// Tokens per step of the prefill engine
+    #[arg(long, value_name = "N", default_value_t = 256)]
     pub chunk: usize,
-    /// The least time of a step of the prefill engine, in milliseconds: as if its device were slower
-    #[arg(long, default_value_t = 20)]
+    /// Minimum time per step of the prefill engine in milliseconds, as on a slower device
+    #[arg(long, value_name = "MS", default_value_t = 20)]
     pub pace_ms: u64,
-    /// Where both engines compute: cpu, cuda:N, software
-    #[arg(long, default_value_t)]
+    /// Device of both engines
+    #[arg(long, value_name = "cpu|cuda:N|software", default_value_t)]
     pub device: DeviceChoice,
-    /// Transports
-    #[arg(long, value_delimiter = ',', default_values_t = ["shm".to_owned(), "tcp".to_owned()])]
+    /// Transports to measure, separated by commas
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',', default_values_t = ["shm".to_owned(), "tcp".to_owned()])]
     pub transport: Vec<String>,
-    /// Repetitions
-    #[arg(long, default_value_t = 11)]
+    /// Repetitions of each measurement
+    #[arg(long, value_name = "N", default_value_t = 11)]
     pub repetitions: usize,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Fail where an early read adds more than a chunk's share and 2 ms
+    /// Fail if an early read adds more than one chunk's share and 2 ms
     #[arg(long)]
-    pub fail_over: bool,
+    pub fail_on_miss: bool,
 }
 
 /// Why nothing could be measured.
@@ -126,7 +126,7 @@ pub fn run(options: &HandoffOptions, out: &mut dyn Write) -> Result<(), BenchErr
     } else {
         print(&report, out)?;
     }
-    if options.fail_over && !over.is_empty() {
+    if options.fail_on_miss && !over.is_empty() {
         return Err(HandoffError::Over(over).into());
     }
     Ok(())

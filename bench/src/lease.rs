@@ -47,14 +47,14 @@ const WAYS: [&str; 5] = ["fetched", "released", "expired", "renewed", "map"];
 /// What to measure.
 #[derive(Clone, Debug, clap::Args)]
 pub struct LeaseOptions {
-    /// Numbers of live leases
-    #[arg(long, value_delimiter = ',', default_values_t = [1, 10, 100, 1_000, 10_000, 100_000])]
+    /// Numbers of live leases, separated by commas
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [1, 10, 100, 1_000, 10_000, 100_000])]
     pub live: Vec<usize>,
-    /// Leases per repetition and way
-    #[arg(long, default_value_t = 20_000)]
+    /// Leases per repetition of each measurement
+    #[arg(long, value_name = "N", default_value_t = 20_000)]
     pub rounds: usize,
-    /// Repetitions
-    #[arg(long, default_value_t = 11)]
+    /// Repetitions of each measurement
+    #[arg(long, value_name = "N", default_value_t = 11)]
     pub repetitions: usize,
     /// Print one JSON object
     #[arg(long)]

@@ -1,6 +1,7 @@
 //! Measures running systems and their parts, against baselines from the same run.
 #![deny(clippy::print_stderr)] // it panics where standard error is closed: `note`
 
+pub mod chart;
 pub mod compare;
 pub mod disconnect;
 pub mod doctor;
@@ -29,37 +30,40 @@ use clap::Subcommand;
 /// What can be measured.
 #[derive(Debug, Subcommand)]
 pub enum Benchmark {
-    /// The CPU engine, against this machine's read bandwidth and its matrix library
+    /// Measure the CPU engine against this machine's read bandwidth and a matrix library
     Engine(engine::EngineBench),
-    /// The CUDA executor on a GPU: every kernel against its twin, then speeds beside the GPU's own limits
+    /// Check every CUDA kernel against its reference kernel, then measure speeds against the GPU's limits
     Gpu(gpu::GpuBench),
-    /// Every kernel through NVIDIA's run-time compiler, for every architecture; needs no GPU
+    /// Compile every kernel with NVIDIA's run-time compiler for every architecture; needs no GPU
     GpuCompile(gpu::compile::GpuCompile),
-    /// Every kernel's own code on an emulation of CUDA's threads, against its twin; needs a C++ compiler and no GPU
+    /// Run every kernel on emulated CUDA threads against its reference kernel; needs a C++ compiler, no GPU
     GpuEmulate(gpu::emulate::GpuEmulate),
-    /// KV blocks from one process to another on one device, beside copies inside it
+    /// Measure KV block transfers between two processes on one device, beside copies inside it
     GpuIpc(gpu::ipc::GpuIpc),
-    /// KV blocks from one process to another by NIXL, from device memory to device memory, and broken off on the way
+    /// Check and measure KV block transfers by NIXL between device memories, including interrupted ones
     GpuNixl(gpu::nixl::GpuNixl),
-    /// What of a handoff a client waits for, when blocks are read while they are computed and when afterwards
+    /// Measure how long a client waits for a handoff, with early and with late reads
     Handoff(handoff::HandoffOptions),
-    /// KV blocks over the transport, against a bare writev/readv loop and memcpy
+    /// Measure KV block transfers against a bare writev/readv loop and memcpy
     Transfer(transfer::TransferOptions),
-    /// One lease from open to close, with up to 100,000 others alive
+    /// Measure one lease from open to close, with up to 100,000 other live leases
     Lease(lease::LeaseOptions),
-    /// A simulated fleet: what a decision costs with up to 1,000 engines and 100,000 requests alive, and every lease settled
+    /// Simulate fleets of up to 1,000 engines: measure routing decisions and check that every lease is
+    /// settled
     Fleet(fleet::FleetOptions),
-    /// What the router adds to a request, against a client that makes both hops itself
+    /// Measure what the router adds to a request, against a client that makes both hops itself
     Router(router::RouterArgs),
-    /// Load on any OpenAI-compatible endpoint, and what its clients see of it
+    /// Load an OpenAI-compatible endpoint and measure it as its clients see it
     Serve(Box<serve::ServeArgs>),
-    /// What clients that leave cost a deployment: a report, and every raw event beside it
+    /// Measure what cancelled requests cost a deployment, and write a report with all raw events
     Disconnect(Box<disconnect::DisconnectOptions>),
-    /// The report of `disconnect` again, from its raw events
+    /// Write the report of `disconnect` again from its raw events
     Report(disconnect::ReportOptions),
-    /// The same workload through several front doors, side by side: speed, and what clients strand that leave in the gap
+    /// Draw the charts of the documentation from the reports in `bench/results`
+    Chart(chart::ChartArgs),
+    /// Compare gateways under the same workload: speed, and blocks stranded by cancels in the gap
     Compare(Box<compare::CompareArgs>),
-    /// Simulated engines in the foreground, with vLLM's prefill/decode protocol and faults on demand
+    /// Run simulated engines with vLLM's prefill/decode protocol and faults on demand
     Sim(Box<sim::SimArgs>),
 }
 
@@ -91,6 +95,7 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
         Benchmark::Serve(options) => serve::run(&options, out),
         Benchmark::Disconnect(options) => disconnect::run(&options, out),
         Benchmark::Report(options) => disconnect::report(&options, out),
+        Benchmark::Chart(options) => chart::run(&options, out),
         Benchmark::Compare(options) => compare::run(&options, out),
         Benchmark::Sim(options) => sim::run(&options, out),
     }

@@ -42,37 +42,37 @@ pub use soak::SoakReport;
 /// What to measure.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RouterArgs {
-    /// Times that everything is measured; medians and spread are over them.
-    #[arg(long, default_value_t = 5)]
+    /// Repetitions of all measurements; medians and spread are over them
+    #[arg(long, value_name = "N", default_value_t = 5)]
     pub repetitions: usize,
-    /// Requests of each subject and repetition for the time to first token.
-    #[arg(long, default_value_t = 1_000)]
+    /// Requests per subject and repetition for the time to first token
+    #[arg(long, value_name = "N", default_value_t = 1_000)]
     pub requests: usize,
-    /// Requests of each kind, subject and repetition for CPU per request.
-    #[arg(long, default_value_t = 2_000)]
+    /// Requests per kind, subject and repetition for CPU per request
+    #[arg(long, value_name = "N", default_value_t = 2_000)]
     pub load_requests: usize,
-    /// Requests at a time for CPU per request under load.
-    #[arg(long, default_value_t = 64)]
+    /// Concurrent requests for CPU per request under load
+    #[arg(long, value_name = "N", default_value_t = 64)]
     pub concurrency: usize,
-    /// Tokens per answer.
-    #[arg(long, default_value_t = 64)]
+    /// Tokens per response
+    #[arg(long, value_name = "N", default_value_t = 64)]
     pub tokens: usize,
-    /// Between two tokens of a paced stream, in milliseconds.
-    #[arg(long, default_value_t = 10)]
+    /// Milliseconds between two tokens of a paced stream
+    #[arg(long, value_name = "MS", default_value_t = 10)]
     pub pause_ms: u64,
-    /// Open streams for the memory of one; 0 to leave it out.
-    #[arg(long, default_value_t = 2_000)]
+    /// Open streams for the memory per stream; 0 skips the measurement
+    #[arg(long, value_name = "N", default_value_t = 2_000)]
     pub streams: usize,
-    /// Clients that leave in each phase, for each subject; 0 to leave it out.
-    #[arg(long, default_value_t = 300)]
-    pub hangups: usize,
+    /// Cancelled requests per phase and subject; 0 skips the measurement
+    #[arg(long, value_name = "N", default_value_t = 300)]
+    pub cancels: usize,
     /// The programs of the front doors
     #[command(flatten)]
     pub programs: ProgramArgs,
-    /// Measure only the router's memory, over so many requests with 10 % cancels.
-    #[arg(long)]
+    /// Measure only the router's memory, over this many requests with 10 % cancels
+    #[arg(long, value_name = "N")]
     pub soak: Option<usize>,
-    /// Print one JSON object instead of a table.
+    /// Print one JSON object instead of a table
     #[arg(long)]
     pub json: bool,
 }
@@ -158,7 +158,7 @@ pub fn measure(args: &RouterArgs) -> Result<RouterReport, RouterBenchError> {
             }
         }
         for subject in &subjects {
-            if args.hangups > 0 {
+            if args.cancels > 0 {
                 hangup::measure(args, &engines, subject, report.of(subject.name)).await?;
             }
             if args.streams > 0 {
@@ -196,7 +196,7 @@ mod tests {
             tokens: 8,
             pause_ms: 1,
             streams: 0,
-            hangups: 3,
+            cancels: 3,
             programs: ProgramArgs::default(),
             soak: None,
             json: false,

@@ -2,7 +2,7 @@
 //!
 //! The workload is decided before a run begins (`crate::load::workload`); each request is sent at its time, whatever has
 //! become of those before (`crate::load::runner`); latencies count from that time. What the numbers mean is written at
-//! `metrics` and in `docs/benchmarks.md`.
+//! `metrics` and in `docs/reference/benchmark-metrics.md`.
 
 pub(crate) mod metrics;
 mod options;

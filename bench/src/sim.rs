@@ -20,41 +20,39 @@ use crate::sim_fleet::{Dialect, EnginePlan, FaultAt, FleetPlan, LoadFailure, Sim
 #[derive(Clone, Debug, clap::Args)]
 pub struct SimArgs {
     /// Prefill engines
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     pub prefill: usize,
     /// Decode engines
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     pub decode: usize,
-    /// The first engine's port on loopback, the next one's being one more; 0: free ones
-    #[arg(long, default_value_t = 0)]
+    /// First engine's port on loopback, the next engine's is one more; 0 picks free ports
+    #[arg(long, value_name = "N", default_value_t = 0)]
     pub port: u16,
     /// What they are like
     #[command(flatten)]
     pub engine: EngineOptions,
-    /// Something that is wrong, as `NAME[:VALUE][@ENGINE]`: never-aborts-prefill, never-aborts-decode, strands-gap,
-    /// double-free, stale-blocks, stalls-bystanders:MILLISECONDS, refuses:SHARE, dies:SECONDS; for example
-    /// refuses:0.2@decode-0. May be given several times
-    #[arg(long, value_name = "FAULT")]
+    /// Fault to inject, for example refuses:0.2@decode-0 (repeatable)
+    #[arg(long, value_name = "NAME[:VALUE][@ENGINE]")]
     pub fault: Vec<FaultAt>,
-    /// Write a configuration of `baton router` for these engines here
+    /// Write a `baton router` configuration for these engines to this file
     #[arg(long, value_name = "FILE")]
     pub router_config: Option<PathBuf>,
-    /// Where that configuration lets the router serve clients
-    #[arg(long, default_value = "127.0.0.1:8080", value_parser = baton_router::listen_address)]
+    /// Client address in that configuration
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8080", value_parser = baton_router::listen_address)]
     pub router_listen: SocketAddr,
-    /// And its admin listener
-    #[arg(long, default_value = "127.0.0.1:8081", value_parser = baton_router::listen_address)]
+    /// Admin address in that configuration
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8081", value_parser = baton_router::listen_address)]
     pub router_admin: SocketAddr,
     /// Stop when standard input ends
     #[arg(long)]
     pub until_stdin_ends: bool,
-    /// Measure how many requests an engine answers on one core, and stop
+    /// Measure how many requests an engine answers on one core, then exit
     #[arg(long)]
     pub self_test: bool,
     /// Requests of each kind for --self-test
-    #[arg(long, default_value_t = 60_000, value_parser = clap::value_parser!(u32).range(1_000..))]
+    #[arg(long, value_name = "N", default_value_t = 60_000, value_parser = clap::value_parser!(u32).range(1_000..))]
     pub self_test_requests: u32,
-    /// Print what --self-test measures as one JSON object
+    /// Print the result of --self-test as one JSON object
     #[arg(long, requires = "self_test")]
     pub json: bool,
 }
@@ -62,60 +60,59 @@ pub struct SimArgs {
 /// What every engine is like. A rate or a time of 0 takes no time at all.
 #[derive(Clone, Debug, clap::Args)]
 pub struct EngineOptions {
-    /// Whose verbs and rules they have
-    #[arg(long, value_enum, default_value_t = EnginePlan::default().dialect)]
+    /// Protocol and rules of the engines
+    #[arg(long, value_name = "NAME", value_enum, default_value_t = EnginePlan::default().dialect)]
     pub dialect: Dialect,
-    /// The model's name
-    #[arg(long, default_value = "sim")]
+    /// Model name in requests
+    #[arg(long, value_name = "NAME", default_value = "sim")]
     pub served_model_name: String,
-    /// Prompt tokens that are computed per second
-    #[arg(long, default_value_t = EnginePlan::default().prefill_rate)]
+    /// Prompt tokens computed per second
+    #[arg(long, value_name = "N", default_value_t = EnginePlan::default().prefill_rate)]
     pub prefill_rate: u64,
     /// Milliseconds before the first token of a prompt is computed
-    #[arg(long, default_value_t = 2.0, value_parser = milliseconds)]
+    #[arg(long, value_name = "MS", default_value_t = 2.0, value_parser = milliseconds)]
     pub prefill_overhead_ms: f64,
     /// Milliseconds per decoded token
-    #[arg(long, default_value_t = 5.0, value_parser = milliseconds)]
+    #[arg(long, value_name = "MS", default_value_t = 5.0, value_parser = milliseconds)]
     pub decode_ms: f64,
-    /// Prompt tokens in one step, over all requests (vLLM's --max-num-batched-tokens)
-    #[arg(long, default_value_t = EnginePlan::default().step_tokens)]
+    /// Maximum prompt tokens per step, over all requests (vLLM's --max-num-batched-tokens)
+    #[arg(long, value_name = "N", default_value_t = EnginePlan::default().step_tokens)]
     pub max_num_batched_tokens: usize,
-    /// Requests that compute at once
-    #[arg(long, default_value_t = EnginePlan::default().running_max)]
+    /// Maximum requests that compute at once
+    #[arg(long, value_name = "N", default_value_t = EnginePlan::default().running_max)]
     pub max_num_seqs: usize,
-    /// Requests that wait; one more is refused
-    #[arg(long, default_value_t = EnginePlan::default().waiting_max)]
+    /// Maximum waiting requests; further ones are refused
+    #[arg(long, value_name = "N", default_value_t = EnginePlan::default().waiting_max)]
     pub max_waiting: usize,
-    /// Blocks of each engine's pool
-    #[arg(long, default_value_t = EnginePlan::default().blocks)]
+    /// Blocks per engine
+    #[arg(long, value_name = "N", default_value_t = EnginePlan::default().blocks)]
     pub blocks: usize,
-    /// Tokens of a block
-    #[arg(long, default_value_t = EnginePlan::default().block_tokens)]
+    /// Tokens per block
+    #[arg(long, value_name = "N", default_value_t = EnginePlan::default().block_tokens)]
     pub block_size: usize,
-    /// Tokens of prompt and answer
-    #[arg(long, default_value_t = EnginePlan::default().context_tokens)]
+    /// Maximum tokens of prompt and response
+    #[arg(long, value_name = "N", default_value_t = EnginePlan::default().context_tokens)]
     pub max_model_len: usize,
-    /// Seconds that lent blocks are kept for their reader (vLLM's name; its older TTL was 480)
-    #[arg(long, default_value_t = 30.0, value_parser = seconds)]
+    /// Lease duration in seconds (vLLM's name; its older TTL was 480)
+    #[arg(long, value_name = "SECONDS", default_value_t = 30.0, value_parser = seconds)]
     pub kv_lease_duration: f64,
-    /// Decode engines send no signs of life for requests that wait (as before vLLM had them)
+    /// Send no heartbeats for waiting requests, as vLLM did before it had them
     #[arg(long)]
     pub no_heartbeats: bool,
-    /// Blocks that a decode engine reads per second
-    #[arg(long, default_value_t = EnginePlan::default().fetch_rate)]
+    /// Blocks read per second by a decode engine
+    #[arg(long, value_name = "N", default_value_t = EnginePlan::default().fetch_rate)]
     pub fetch_rate: u64,
-    /// Milliseconds from a handoff's arrival at a decode engine until it is in its queue: stretches the gap
-    #[arg(long, default_value_t = 0.0, value_parser = milliseconds)]
+    /// Milliseconds from a handoff's arrival at a decode engine until it is queued; lengthens the gap
+    #[arg(long, value_name = "MS", default_value_t = 0.0, value_parser = milliseconds)]
     pub admission_delay_ms: f64,
-    /// Milliseconds from the end of a request's work until its reply in one piece is written; a caller that has half-closed
-    /// by then does not get it [default: 1 for vllm, 0 for baton]
-    #[arg(long, value_parser = milliseconds)]
+    /// Milliseconds from the end of the work to the reply in one piece [default: 1 for vllm, 0 for baton]
+    #[arg(long, value_name = "MS", value_parser = milliseconds)]
     pub reply_delay_ms: Option<f64>,
-    /// Bytes of one token's KV, for what is told of transfers
-    #[arg(long, default_value_t = EnginePlan::default().bytes_per_token)]
+    /// KV bytes per token, for reported transfer sizes
+    #[arg(long, value_name = "N", default_value_t = EnginePlan::default().bytes_per_token)]
     pub bytes_per_token: u64,
-    /// What a decode engine does after a read that failed [default: recompute for baton, fail for vllm]
-    #[arg(long, value_enum)]
+    /// Handling of a failed read on a decode engine [default: recompute for baton, fail for vllm]
+    #[arg(long, value_name = "NAME", value_enum)]
     pub kv_load_failure_policy: Option<LoadFailure>,
 }
 

@@ -37,25 +37,25 @@ const ROWS_MAX: u16 = 400;
 /// What is watched, and how it is shown.
 #[derive(Clone, Debug, Args)]
 pub struct TopArgs {
-    /// The admin listener of a router; of each, where several routers share the engines [default: http://127.0.0.1:8081]
+    /// Admin URL of a router; of each router that shares the engines [default: http://127.0.0.1:8081]
     #[arg(long, value_name = "URL", env = "BATON_ADMIN")]
     admin: Vec<String>,
-    /// An engine that is asked directly; without --admin no router is asked
+    /// Engine to query directly (repeatable); without --admin no router is queried
     #[arg(long, value_name = "URL")]
     engine: Vec<String>,
-    /// File with the admin listeners' token
+    /// File with the token of the admin listeners
     #[arg(long, value_name = "FILE", env = "BATON_ADMIN_TOKEN_FILE")]
     admin_token_file: Option<PathBuf>,
-    /// File with the cluster secret, for engines that are asked directly
+    /// File with the cluster secret, for --engine
     #[arg(long, value_name = "FILE", env = "BATON_CLUSTER_SECRET_FILE")]
     cluster_secret_file: Option<PathBuf>,
-    /// Seconds between two looks; routers look at their engines once a second
+    /// Seconds between two updates; routers query their engines once a second
     #[arg(long, default_value_t = 1.0, value_parser = interval, value_name = "SECONDS")]
     interval: f64,
-    /// Print one frame as text and end; also where standard output is no terminal
+    /// Print one frame as text and exit; also if standard output is no terminal
     #[arg(long)]
     once: bool,
-    /// Print JSON, one line for each look
+    /// Print one line of JSON per update
     #[arg(long)]
     json: bool,
 }
@@ -108,11 +108,11 @@ fn nobody(snapshot: &baton_router::snapshot::Snapshot) -> Option<String> {
         .iter()
         .filter_map(|router| router.error.as_ref().map(|error| format!("router {}: {error}", router.admin)));
     let engines =
-        snapshot.engines.iter().filter(|engine| engine.source == baton_router::snapshot::Source::Nothing);
+        snapshot.engines.iter().filter(|engine| engine.source == baton_router::snapshot::Source::None);
     let engines =
         engines.map(|engine| format!("engine {}: {}", engine.engine, engine.error.as_deref().unwrap_or("?")));
     let answered = snapshot.routers.iter().any(|router| router.error.is_none())
-        || snapshot.engines.iter().any(|e| e.source != baton_router::snapshot::Source::Nothing);
+        || snapshot.engines.iter().any(|e| e.source != baton_router::snapshot::Source::None);
     (!answered).then(|| text::clean(&routers.chain(engines).collect::<Vec<_>>().join("; ")))
 }
 

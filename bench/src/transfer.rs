@@ -48,19 +48,19 @@ const LATENCY_BLOCK_BYTES: usize = 64 << 10;
 /// What to measure.
 #[derive(Clone, Debug, clap::Args)]
 pub struct TransferOptions {
-    /// Block sizes, in KiB
-    #[arg(long, value_delimiter = ',', default_values_t = [16, 64, 256, 2048])]
+    /// Block sizes in KiB, separated by commas
+    #[arg(long, value_name = "KIB,...", value_delimiter = ',', default_values_t = [16, 64, 256, 2048])]
     pub block_kib: Vec<usize>,
-    /// Bytes moved in one repetition, in MiB
-    #[arg(long, default_value_t = 128)]
+    /// Data moved per repetition in MiB
+    #[arg(long, value_name = "N", default_value_t = 128)]
     pub mib: usize,
     /// Repetitions per block size
-    #[arg(long, default_value_t = 11)]
+    #[arg(long, value_name = "N", default_value_t = 11)]
     pub repetitions: usize,
-    /// Reads of one block, and releases, whose latency is taken
-    #[arg(long, default_value_t = 2000)]
+    /// Reads of one block, and releases, that are timed for the latency
+    #[arg(long, value_name = "N", default_value_t = 2000)]
     pub rounds: usize,
-    /// NIXL's library, libnixl_capi.so; by default looked for where the system and Python keep it
+    /// NIXL library [default: libnixl_capi.so of the system or of Python]
     #[arg(long, value_name = "FILE", env = find::VARIABLE)]
     pub nixl_library: Option<PathBuf>,
     /// Print one JSON object

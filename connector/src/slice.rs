@@ -55,7 +55,7 @@ pub enum SliceError {
     #[error("the two layouts differ in layers, head size or element type")]
     Layouts,
     /// Tokens that are not there, or none at all.
-    #[error("tokens {start}..{end} of blocks that hold {held}")]
+    #[error("tokens {start}..{end} are not in blocks of {held} tokens")]
     Tokens {
         /// First token asked for.
         start: usize,
@@ -65,7 +65,7 @@ pub enum SliceError {
         held: usize,
     },
     /// Heads that are not there, or none at all.
-    #[error("heads {start}..{end} of {held}")]
+    #[error("heads {start}..{end} are not in a cache of {held} heads")]
     Heads {
         /// First head asked for.
         start: usize,

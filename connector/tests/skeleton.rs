@@ -1,5 +1,5 @@
 //! The smallest transport that keeps the promises: between threads of one process, over a bounded channel. For who writes
-//! one (`docs/contract.md`) to begin with, and to see what each promise asks.
+//! one (`docs/reference/contract.md`) to begin with, and to see what each promise asks.
 //!
 //! ```text
 //! consumer's thread                              producer's thread, one for each read

@@ -58,7 +58,7 @@ impl fmt::Display for BlockHash {
 
 /// Text that is not 64 hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a block hash has 64 hexadecimal digits")]
+#[error("invalid block hash, expected 64 hexadecimal digits")]
 pub struct NotABlockHash;
 
 impl std::str::FromStr for BlockHash {

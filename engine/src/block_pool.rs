@@ -44,7 +44,7 @@ pub struct BlockUsage {
 
 /// There are fewer reusable blocks than wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{wanted} blocks wanted, {available} can be had")]
+#[error("not enough blocks: {wanted} requested, {available} available")]
 pub struct OutOfBlocks {
     /// Blocks asked for.
     pub wanted: usize,
@@ -214,7 +214,7 @@ impl BlockPool {
     pub fn lend(&mut self, blocks: &[BlockId]) {
         for &id in blocks {
             self.recount(id, |block| {
-                block.active = block.active.checked_sub(1).expect("a lent block was held by its request");
+                block.active = block.active.checked_sub(1).expect("a leased block was held by its request");
                 block.leased += 1;
             });
         }
@@ -224,7 +224,7 @@ impl BlockPool {
     pub fn lend_too(&mut self, blocks: &[BlockId]) {
         for &id in blocks {
             self.recount(id, |block| {
-                assert!(block.active > 0, "a lent block is held by its request");
+                assert!(block.active > 0, "a leased block is held by its request");
                 block.leased += 1;
             });
         }

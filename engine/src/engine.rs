@@ -210,7 +210,7 @@ impl Engine {
         let eos = config.ends_of_text(tokenizer.eos());
         if eos.is_empty() {
             tracing::warn!(
-                "the checkpoint names no end-of-text token: only stop strings, stop_token_ids and max_tokens end a text"
+                "no end-of-text token in the checkpoint, only stop strings, stop_token_ids and max_tokens end a text"
             );
         }
         let executors = executors(&options, &config, progress)?;
@@ -343,7 +343,7 @@ impl Engine {
         });
         drop(closed.await);
         match served {
-            _ if failed => Err(std::io::Error::other("the step loop panicked; the log says where")),
+            _ if failed => Err(std::io::Error::other("the step loop panicked; see the log")),
             Ok(Ok(served)) => served,
             Ok(Err(_)) | Err(_) => Ok(()),
         }
@@ -358,8 +358,7 @@ fn side_channels(options: &EngineOptions) -> Result<Vec<TcpListener>, StartError
             0 => Some(0),
             port => u16::try_from(rank).ok().and_then(|rank| port.checked_add(rank)),
         };
-        let port =
-            port.ok_or_else(|| StartError::Options("there is no side channel above port 65535".into()))?;
+        let port = port.ok_or_else(|| StartError::Options("a side channel port is above 65535".into()))?;
         let at = SocketAddr::new(base.ip(), port);
         TcpListener::bind(at).map_err(system(format!("listen on {at} (--side-channel)")))
     };
@@ -397,13 +396,13 @@ fn on_device(
     let element = match options.kv_dtype {
         KvDtype::F32 => Element::F32,
         KvDtype::Bf16 => Element::Bf16,
-        KvDtype::F16 => return Err(wrong("--kv-cache-dtype is f32 or bf16 there".into())),
+        KvDtype::F16 => return Err(wrong("--kv-cache-dtype must be f32 or bf16".into())),
     };
     if options.weights != WeightMode::Stored {
-        return Err(wrong("weights stay as they are there: neither int8 nor the CPU's bfloat16".into()));
+        return Err(wrong("weights cannot be converted to int8 or bfloat16 on this device".into()));
     }
     if options.kv_ranks != 1 || options.data_parallel_size != 1 {
-        return Err(wrong("--kv-ranks and --data-parallel-size are 1 there".into()));
+        return Err(wrong("--kv-ranks and --data-parallel-size must be 1".into()));
     }
     let layout = config.kv_layout(options.block_tokens, options.kv_dtype);
     let positions = options.max_model_len.unwrap_or(config.max_positions);
@@ -462,36 +461,36 @@ fn max_model_len(options: &EngineOptions, config: &ModelConfig) -> Result<usize,
 fn check(options: &EngineOptions) -> Result<Option<Secret>, StartError> {
     let wrong = |what: &str| Err(StartError::Options(what.to_owned()));
     if options.data_parallel_size == 0 || options.data_parallel_size > DATA_PARALLEL_MAX {
-        return wrong("an engine has 1 to 64 data-parallel ranks");
+        return wrong("--data-parallel-size must be from 1 to 64");
     }
     if options.kv_ranks == 0 || options.kv_ranks > RANKS_MAX {
-        return wrong("a KV cache has 1 to 64 ranks");
+        return wrong("--kv-ranks must be from 1 to 64");
     }
     if options.block_tokens == 0 || options.block_tokens > 256 {
-        return wrong("a KV block has 1 to 256 tokens");
+        return wrong("--block-size must be from 1 to 256 tokens");
     }
     if options.max_num_seqs == 0 || options.max_num_batched_tokens < options.max_num_seqs {
         return wrong("max_num_batched_tokens must be at least max_num_seqs, which must be at least 1");
     }
     if options.gpu_memory_utilization.is_some_and(|share| !(share > 0.0 && share <= 1.0)) {
-        return wrong("gpu_memory_utilization is above 0 and at most 1");
+        return wrong("--gpu-memory-utilization must be above 0 and at most 1");
     }
     if options.gpu_memory_utilization.is_some() && options.device == DeviceChoice::Cpu {
-        return wrong("--gpu-memory-utilization is of a device with memory of its own: --device cuda:N");
+        return wrong("--gpu-memory-utilization needs a device with its own memory: --device cuda:N");
     }
     if options.kv_lease_duration < Duration::from_millis(100) {
         return wrong("kv_lease_duration must be at least 100 ms");
     }
     if options.side_channel.ip().is_unspecified() && options.side_channel_host.is_none() {
         return wrong(
-            "a side channel on an unspecified address (0.0.0.0 or ::) needs --side-channel-host: decode engines are \
-             told that host, and cannot reach an unspecified one",
+            "a side channel on an unspecified address (0.0.0.0 or ::) needs --side-channel-host: decode engines \
+             connect to that host, and cannot reach an unspecified one",
         );
     }
     let beyond_loopback = !is_loopback(&options.listen) || !is_loopback(&options.side_channel);
     if beyond_loopback && options.cluster_secret.is_none() {
         return wrong(
-            "listening beyond loopback needs --cluster-secret-file: without a secret anybody could release or read KV blocks",
+            "listening beyond loopback needs --cluster-secret-file: without a secret any host could release or read KV blocks",
         );
     }
     let secret = options.cluster_secret.as_ref().map(|text| Secret::new(text.as_bytes()));

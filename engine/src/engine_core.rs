@@ -158,10 +158,7 @@ impl<S: Surroundings> EngineCore<S> {
         }
         self.waits_since = None;
         let Some(id) = self.scheduler.first_waiting_consumer() else { return false };
-        tracing::warn!(
-            seq = id.0,
-            "nothing but leases holds blocks, and nobody can go on: a handoff is given up"
-        );
+        tracing::warn!(seq = id.0, "handoff given up: leases hold all blocks and no sequence can proceed");
         self.scheduler.fetch_event(id, Event::LeaseGone);
         self.carry_out_effects();
         true
@@ -177,7 +174,7 @@ impl<S: Surroundings> EngineCore<S> {
         let batch: Vec<SeqStep<'_>> = plan
             .iter()
             .map(|part| {
-                let sequence = sequences.get(&part.id).expect("what is planned is on the books");
+                let sequence = sequences.get(&part.id).expect("a planned sequence is known");
                 let draw = || Draw::of(&live.get(&part.id)?.sampling, place_of(sequence));
                 SeqStep {
                     tokens: &sequence.tokens()[part.start..part.start + part.count],
@@ -230,7 +227,7 @@ impl<S: Surroundings> EngineCore<S> {
             self.grow(part.id);
             return;
         };
-        let sequence = self.scheduler.sequence(part.id).expect("live sequences are on the books");
+        let sequence = self.scheduler.sequence(part.id).expect("live sequences are known");
         let place = place_of(sequence);
         let (prompt, (cached, fetched)) = (sequence.prompt_len(), sequence.reused());
         let sampled = match self.logits.drawn(row) {
@@ -241,7 +238,7 @@ impl<S: Surroundings> EngineCore<S> {
             }
         };
         let Some(sampled) = sampled else {
-            tracing::error!(request = %live.request, "a row of logits without a number");
+            tracing::error!(request = %live.request, "logits row contains no number");
             self.end_with(
                 part.id,
                 FinishReason::Error,
@@ -362,7 +359,7 @@ impl<S: Surroundings> EngineCore<S> {
         let Submission { sequence, sampling, index, tag, outbox, target, arrived } = submission;
         let (id, request) = (sequence.id, sequence.request.clone());
         if self.was_aborted_early(&request, matches!(sequence.purpose, Purpose::Produce { .. })) {
-            tracing::debug!(%request, "given up before it arrived");
+            tracing::debug!(%request, "request aborted before it arrived");
             self.surroundings.tell(&request, index, What::Refused { reason: ABORTED_EARLY, tag });
             let end = SeqEnd { reason: FinishReason::Abort, handoff: None };
             self.turn_away(&outbox, index, target.as_ref(), SeqEvent::Finished(Box::new(end)), ABORTED_EARLY);
@@ -457,7 +454,7 @@ impl<S: Surroundings> EngineCore<S> {
             }
             Effect::Recomputing(id) => {
                 self.surroundings.note(Fact::LoadFailed("recompute"));
-                tracing::info!(seq = id.0, "handoff could not be used; computing the prompt here");
+                tracing::info!(seq = id.0, "handoff not usable, prompt computed locally");
             }
             Effect::LendEarly(id) => self.lend_early(id),
             Effect::Offload(order) => {
@@ -483,7 +480,7 @@ impl<S: Surroundings> EngineCore<S> {
         let Some((finished, live)) = self.strike(id, reason) else { return };
         let (reason, handoff, key) = match finished {
             Finished::Lent(blocks) => {
-                let handoff = self.lend(&live, blocks, prompt.expect("it was on the books as a producer"));
+                let handoff = self.lend(&live, blocks, prompt.expect("it was known as a producer"));
                 let key = handoff.as_ref().map(|handoff| handoff.handle);
                 (reason, handoff, key)
             }

@@ -105,7 +105,7 @@ impl What {
             Self::Fetched(_) => "fetched",
             Self::FirstToken => "first_token",
             Self::Abort(_) => "abort",
-            Self::Lent { .. } => "lent",
+            Self::Lent { .. } => "lease_opened",
             Self::Replied(_) => "replied",
             Self::LeaseEnded { .. } => "lease_ended",
             Self::Ended { .. } => "ended",

@@ -101,8 +101,8 @@ impl Producer for KvRank {
     fn in_region(&self, blocks: &[BlockId]) -> Result<(), TransportError> {
         let Some(port) = &self.port else { return Ok(()) };
         port.in_region(blocks).map_err(|error| {
-            tracing::error!(%error, "lent blocks cannot be copied to host memory");
-            TransportError::Refused("the device does not give the blocks".into())
+            tracing::error!(%error, "cannot copy leased blocks to host memory");
+            TransportError::Refused("the device cannot copy the blocks".into())
         })
     }
 }

@@ -252,7 +252,7 @@ impl LeaseDesk {
             match lease.cause {
                 Cause::Expired => tracing::warn!(
                     request = %lease.request, blocks = lease.blocks.len(), done, expected, held,
-                    "lease expired: nobody fetched or released it in time"
+                    "lease expired before its blocks were fetched or released"
                 ),
                 Cause::Fetched | Cause::Released => tracing::debug!(
                     request = %lease.request, blocks = lease.blocks.len(), done, expected, held,
@@ -302,7 +302,11 @@ impl LeaseDesk {
                 ReadRefusal::Gone => TransportError::Gone,
                 ReadRefusal::Busy => TransportError::Refused("too many readers at once".into()),
                 ReadRefusal::Range { first, count, blocks } => TransportError::Refused(
-                    format!("entries {first}..{} of a table of {blocks}", first.saturating_add(count)).into(),
+                    format!(
+                        "entries {first}..{} are not in a block table of {blocks}",
+                        first.saturating_add(count)
+                    )
+                    .into(),
                 ),
             }
         })

@@ -142,7 +142,7 @@ impl EngineMetrics {
             fetching: make.gauge("baton_requests_fetching", "Requests that wait for a transfer."),
             loading: make
                 .gauge("baton_requests_loading", "Requests that wait for blocks from an offload tier."),
-            usage: make.gauge("vllm:kv_cache_usage_perc", "Held blocks, as a share from 0 to 1."),
+            usage: make.gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1."),
             blocks: states
                 .map(|state| make.gauge_with("baton_kv_blocks", "KV blocks by state.", "state", state)),
             leases: make.gauge("baton_kv_leases", "Live leases."),
@@ -150,30 +150,34 @@ impl EngineMetrics {
             ignored: make.counter("baton_late_events_total", "Late or repeated events that changed nothing."),
             prompt_tokens: make.counter("vllm:prompt_tokens_total", "Prompt tokens."),
             generation_tokens: make.counter("vllm:generation_tokens_total", "Generated tokens."),
-            prefix_queries: make.counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up."),
+            prefix_queries: make
+                .counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
             prefix_hits: make
                 .counter("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
-            external_queries: make
-                .counter("vllm:external_prefix_cache_queries_total", "Prompt tokens handed off."),
-            external_hits: make.counter("vllm:external_prefix_cache_hits_total", "Prompt tokens fetched."),
+            external_queries: make.counter(
+                "vllm:external_prefix_cache_queries_total",
+                "Prompt tokens of requests with a handoff.",
+            ),
+            external_hits: make
+                .counter("vllm:external_prefix_cache_hits_total", "Prompt tokens fetched from a producer."),
             ttft: make.histogram(
                 "vllm:time_to_first_token_seconds",
-                "Arrival to first token.",
+                "Time from arrival to the first token.",
                 &TTFT_SECONDS,
             ),
             itl: make.histogram(
                 "vllm:inter_token_latency_seconds",
-                "Between two tokens of a choice.",
+                "Time between two tokens of a choice.",
                 &ITL_SECONDS,
             ),
             e2e: make.histogram(
                 "vllm:e2e_request_latency_seconds",
-                "Arrival to the end of a choice.",
+                "Time from arrival to the end of a choice.",
                 &E2E_SECONDS,
             ),
             transfer_seconds: make.histogram(
                 "vllm:nixl_xfer_time_seconds",
-                "One fetch, any transport.",
+                "Time of one fetch, for all transports.",
                 &SHORT_SECONDS,
             ),
             transfer_bytes: make.histogram(
@@ -182,19 +186,17 @@ impl EngineMetrics {
                 &TRANSFER_BYTES,
             ),
             transfers_failed: make
-                .counter("vllm:nixl_num_failed_transfers", "Fetches that delivered nothing."),
+                .counter("vllm:nixl_num_failed_transfers", "Fetches that delivered no blocks."),
             leases_opened: make.counter("baton_kv_leases_opened_total", "Leases opened."),
-            early_leases: make.counter(
-                "baton_kv_early_leases_total",
-                "Of those, opened while their prefill still computed.",
-            ),
-            leased_blocks: make.counter("baton_kv_leased_blocks_total", "Blocks lent."),
+            early_leases: make
+                .counter("baton_kv_early_leases_total", "Leases opened while the prefill still computed."),
+            leased_blocks: make.counter("baton_kv_leased_blocks_total", "Blocks of opened leases."),
             // At zero from the start, as whatever an alarm takes the increase of: a series that begins with its first event
             // has not grown by it.
             expired: make.counter("vllm:nixl_num_kv_expired_reqs", "Leases that ended by expiry."),
             stranded: make.gauge(
                 "baton_kv_stranded_block_seconds",
-                "Blocks times seconds held by leases that ended by expiry.",
+                "Blocks times seconds of leases that ended by expiry.",
             ),
             ended: Handles::default(),
             carried: Handles::default(),
@@ -254,7 +256,7 @@ impl EngineMetrics {
     /// A sequence's end.
     pub fn finished(&self, reason: FinishReason, since_arrival: Duration) {
         self.e2e.record(since_arrival.as_secs_f64());
-        let help = "Sequences by how they ended; aborts and errors are counted too.";
+        let help = "Ended sequences by reason, including aborts and errors.";
         let label = reason.label();
         let make = || self.make().counter_with("vllm:request_success_total", help, "finished_reason", label);
         self.ended.with([label, ""], make, |counter| counter.increment(1));
@@ -274,9 +276,9 @@ impl EngineMetrics {
     pub fn carried(&self, transport: &'static str, bytes: u64) {
         let make = || {
             let make = self.make();
-            let help = "Fetches whose blocks were valid, by transport.";
+            let help = "Fetches with valid blocks, by transport.";
             let fetches = make.counter_with("baton_kv_transfers_total", help, "transport", transport);
-            let help = "Bytes of such fetches, by transport.";
+            let help = "Bytes of fetches with valid blocks, by transport.";
             (fetches, make.counter_with("baton_kv_transfer_bytes_total", help, "transport", transport))
         };
         self.carried.with([transport, ""], make, |(fetches, sum)| {
@@ -289,7 +291,7 @@ impl EngineMetrics {
     #[must_use]
     pub fn mirrored(&self) -> Counts {
         let to = |side| {
-            let help = "Blocks copied between a device's own memory and its mirror in host memory, by where to \
+            let help = "Blocks copied between a device's own memory and its mirror in host memory, by destination \
                 (`device_in_step`: while a step waited).";
             self.make().counter_with("baton_kv_mirror_blocks_total", help, "to", side)
         };
@@ -299,8 +301,7 @@ impl EngineMetrics {
     /// Whether NIXL is here, and where it was found (`baton_nixl_info`).
     pub fn nixl(&self, (state, library): (&'static str, &str)) {
         let labels = [Label::new("state", state), Label::new("library", library.to_owned())];
-        let help =
-            "NIXL, as labels: `unwanted`, `missing` (blocks travel otherwise), or `here`, and its file.";
+        let help = "State of NIXL, as labels: `disabled`, `not_found` (another transport is used), or `loaded`, with its file.";
         self.make().gauge_labelled("baton_nixl_info", help, &labels).set(1.0);
     }
 
@@ -325,11 +326,11 @@ impl EngineMetrics {
     /// A lease has ended.
     pub fn lease_settled(&self, lease: &Settled) {
         let reason = known_reason(&lease.reason);
-        let help = "Leases by how they ended.";
+        let help = "Ended leases by cause.";
         let make = || self.make().counter_with("baton_kv_release_total", help, "cause", reason);
         self.releases.with([reason, ""], make, |counter| counter.increment(1));
         let (held, cause) = (lease.held.as_secs_f64(), lease.cause.label());
-        let help = "From open to close.";
+        let help = "Time from opening to end of a lease.";
         let make = || {
             let cause = [Label::new("cause", cause)];
             self.make().histogram_labelled("baton_lease_held_seconds", help, &SHORT_SECONDS, &cause)
@@ -352,7 +353,7 @@ impl EngineMetrics {
 
     /// A request that carried a handoff and was refused before it was queued.
     pub fn early_rejection(&self, reason: &'static str) {
-        let help = "Requests with a handoff that were refused; their lease was released.";
+        let help = "Requests with a handoff that the engine refused, releasing their lease.";
         let make = || self.make().counter_with("baton_early_rejections_total", help, "reason", reason);
         self.rejections.with([reason, ""], make, |counter| counter.increment(1));
     }
@@ -364,7 +365,7 @@ impl EngineMetrics {
             Label::new("num_gpu_blocks", blocks.to_string()),
         ];
         self.make()
-            .gauge_labelled("vllm:cache_config_info", "Blocks and their size, as labels.", &labels)
+            .gauge_labelled("vllm:cache_config_info", "Number and size of KV blocks, as labels.", &labels)
             .set(1.0);
     }
 
@@ -388,7 +389,7 @@ struct Registrar<'a> {
 impl Registrar<'_> {
     fn notices(&self, reason: &'static str, result: &'static str) -> Counter {
         let labels = [Label::new("reason", reason), Label::new("result", result)];
-        self.counter_labelled("baton_notify_total", "Release notices to producers.", &labels)
+        self.counter_labelled("baton_release_notices_total", "Release notices to producers.", &labels)
     }
 
     fn counter(&self, name: &'static str, help: &'static str) -> Counter {

@@ -447,7 +447,7 @@ impl Scheduler {
 
     /// Makes room for positions up to `end`.
     fn grow(&mut self, id: SeqId, end: usize) -> bool {
-        let sequence = self.sequences.get_mut(&id).expect("a running sequence is on the books");
+        let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
         let missing = end.div_ceil(self.config.block_tokens).saturating_sub(sequence.blocks.len());
         match self.pool.allocate(missing, Hold::Active) {
             Ok(taken) => {
@@ -461,7 +461,7 @@ impl Scheduler {
     /// Back to the head of the queue, to be computed again: prompt and what was generated.
     fn preempt(&mut self, id: SeqId) {
         self.running.retain(|&other| other != id);
-        let sequence = self.sequences.get_mut(&id).expect("a running sequence is on the books");
+        let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
         self.pool.give_back(&sequence.blocks, Hold::Active);
         sequence.blocks.clear();
         sequence.computed = 0;

@@ -155,7 +155,7 @@ pub async fn serve(
                 Ok(accepted) => accepted,
                 // Out of file descriptors, or a connection that died in the backlog: neither ends the server.
                 Err(error) => {
-                    tracing::warn!(%error, "accept failed");
+                    tracing::warn!(%error, "cannot accept connections");
                     tokio::time::sleep(Duration::from_millis(10)).await;
                     continue;
                 }

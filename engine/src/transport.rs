@@ -77,7 +77,7 @@ impl FoundNixl {
                 Self::Here(library)
             }
             Err(why) => {
-                tracing::warn!(%why, "KV blocks travel by shared memory and TCP");
+                tracing::warn!(error = %why, "NIXL not loaded, using shared memory and TCP");
                 Self::Missing
             }
         }
@@ -87,9 +87,9 @@ impl FoundNixl {
     #[must_use]
     pub fn label(&self) -> (&'static str, &str) {
         match self {
-            Self::Unwanted => ("unwanted", ""),
-            Self::Missing => ("missing", ""),
-            Self::Here(library) => ("here", library.origin()),
+            Self::Unwanted => ("disabled", ""),
+            Self::Missing => ("not_found", ""),
+            Self::Here(library) => ("loaded", library.origin()),
         }
     }
 
@@ -115,7 +115,7 @@ static NEVER: AtomicBool = AtomicBool::new(false);
 #[must_use]
 pub fn shared_pool(blocks: usize, block_bytes: usize) -> Region {
     baton_connector_shm::shared_pool(blocks, block_bytes).unwrap_or_else(|error| {
-        tracing::warn!(%error, "the KV pool cannot be shared with engines of this host; its blocks travel over TCP");
+        tracing::warn!(%error, "cannot share the KV pool on this host, using TCP");
         Region::allocate(blocks, block_bytes)
     })
 }
@@ -153,7 +153,7 @@ impl SideChannel {
             KvTransport::Auto | KvTransport::Nixl => match shm() {
                 Ok(server) => Some(server),
                 Err(error) => {
-                    tracing::warn!(%error, "KV blocks are not offered to engines of this host by shared memory");
+                    tracing::warn!(%error, "cannot serve KV blocks by shared memory");
                     None
                 }
             },
@@ -177,13 +177,13 @@ fn offered_by_nixl(
     port: Option<&Arc<Port>>,
 ) -> Vec<Arc<dyn Serve>> {
     let on_host = baton_connector_nixl::producer(&**library, producer.region());
-    let on_host = on_host.map_err(|why| tracing::warn!(%why, "KV blocks are not offered by NIXL"));
+    let on_host = on_host.map_err(|why| tracing::warn!(error = %why, "cannot serve KV blocks by NIXL"));
     let on_device = port.map(|port| {
         let pool = Arc::clone(port) as Arc<dyn baton_connector_nixl::DevicePool>;
         let batch_bytes = baton_connector_nixl::DEVICE_BATCH_BYTES;
         let offered = baton_connector_nixl::device_producer(&**library, pool, batch_bytes);
         let refused =
-            |why| tracing::warn!(%why, "NIXL offers KV blocks from host memory, and not from the device itself");
+            |why| tracing::warn!(error = %why, "cannot serve device memory by NIXL, using host memory");
         offered.map_err(refused)
     });
     on_host.into_iter().chain(on_device.into_iter().flatten()).collect()
@@ -193,8 +193,7 @@ fn offered_by_nixl(
 fn offered_device(port: &Arc<Port>) -> Option<Arc<dyn Serve>> {
     let pool = Arc::clone(port) as Arc<dyn DevicePool>;
     let offered = baton_connector_device::producer(pool, port.region(), baton_connector_device::BATCH_BYTES);
-    let refused =
-        |why| tracing::warn!(%why, "KV blocks are offered from host memory, and not from the device itself");
+    let refused = |why| tracing::warn!(error = %why, "cannot serve device memory, using host memory");
     offered.map_err(refused).ok()
 }
 
@@ -303,13 +302,13 @@ impl Nearest {
             match reached {
                 Ok(()) => return Ok(carrier),
                 Err(NotAdmitted::Absent(why)) if carrier == Carrier::NixlDevice => {
-                    tracing::info!(peer = %peer.address, %why, "NIXL does not read this peer's device");
+                    tracing::info!(peer = %peer.address, error = %why, "cannot read the peer's device memory by NIXL");
                 }
                 Err(NotAdmitted::Absent(why)) if carrier == Carrier::Device => {
-                    tracing::info!(peer = %peer.address, %why, "KV blocks of this peer come through host memory");
+                    tracing::info!(peer = %peer.address, error = %why, "cannot read the peer's device memory, using host memory");
                 }
                 Err(NotAdmitted::Absent(why)) => {
-                    tracing::debug!(peer = %peer.address, ?carrier, %why, "not read by this transport");
+                    tracing::debug!(peer = %peer.address, ?carrier, error = %why, "transport not usable for this peer");
                 }
                 Err(other) => return Err(other),
             }

@@ -236,7 +236,7 @@ impl Writer {
 
     fn complain(&self, error: &std::io::Error) {
         if let Some(held_back) = self.complained.due() {
-            tracing::warn!(%error, held_back, "the access log cannot be written");
+            tracing::warn!(%error, held_back, "cannot write the access log");
         }
     }
 }

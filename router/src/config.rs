@@ -102,9 +102,10 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub listen_tls: Option<ListenTlsConfig>,
-    /// Load balancers and proxies before the router, as networks (`10.0.0.0/8`) or addresses: to a connection from one of
-    /// them the client is the rightmost address of `X-Forwarded-For` that is not theirs. It is told apart by it where
-    /// nothing else says who it is, and logged. The header of anybody else is ignored. At most 256. Default: none.
+    /// Load balancers and proxies before the router, as networks (`10.0.0.0/8`) or addresses. For a
+    /// connection from one of them, the client is the rightmost address of `X-Forwarded-For` that is not in
+    /// this list. The router logs this address and distinguishes clients by it if they have no other
+    /// identity. It ignores the header from other addresses. At most 256. Default: none.
     #[serde(default)]
     #[garde(length(max = 256))]
     pub trusted_proxies: Vec<Cidr>,
@@ -116,14 +117,15 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub admin: AdminConfig,
-    /// The models and who serves them. At least one.
+    /// The models and their engines. At least one.
     #[garde(length(min = 1, max = 1024), dive)]
     pub models: Vec<ModelConfig>,
     /// Bounds on what clients may send and hold.
     #[serde(default)]
     #[garde(dive)]
     pub limits: LimitsConfig,
-    /// Who may use the router. Default: everybody; `Authorization` is then passed on to engines.
+    /// Clients that may use the router. Default: all clients; the router then passes `Authorization` on to
+    /// engines.
     #[serde(default)]
     #[garde(dive)]
     pub auth: Option<AuthConfig>,
@@ -139,19 +141,19 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub attempts: AttemptsConfig,
-    /// How much of the router's work may be second attempts.
+    /// Budget of retries, for the whole router.
     #[serde(default)]
     #[garde(dive)]
     pub retries: RetriesConfig,
-    /// How the router finds out which engines work.
+    /// How the router detects engines that fail.
     #[serde(default)]
     #[garde(dive)]
     pub health: HealthConfig,
-    /// What is kept for those who ask why a request went where it went.
+    /// Decisions kept for `GET /explain/{id}` and `baton explain`.
     #[serde(default)]
     #[garde(dive)]
     pub explain: ExplainConfig,
-    /// One line of JSON per request that is over.
+    /// One line of JSON per ended request.
     #[serde(default)]
     #[garde(dive)]
     pub access_log: AccessLogConfig,
@@ -159,16 +161,16 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub telemetry: TelemetryConfig,
-    /// Bounds on what the router remembers of the engines' caches.
+    /// Bounds of the known caches of engines.
     #[serde(default)]
     #[garde(dive)]
     pub prefix_index: PrefixIndexConfig,
-    /// How a changed configuration is noticed.
+    /// How the router detects a changed configuration.
     #[serde(default)]
     #[garde(dive)]
     pub reload: ReloadConfig,
-    /// Shared with the engines and sent to them as `x-baton-cluster-secret`. Baton engines beyond loopback
-    /// take the release verbs only with it. Prefer `cluster_secret_file`. Default: none.
+    /// Secret shared with the engines, sent as `x-baton-cluster-secret`. Baton engines beyond loopback accept
+    /// the release verbs only with it. Prefer `cluster_secret_file`. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[garde(inner(length(bytes, min = 16, max = 512)))]
     pub cluster_secret: Option<Secret>,
@@ -176,14 +178,14 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(skip)]
     pub cluster_secret_file: Option<PathBuf>,
-    /// On shutdown, how long requests in flight may go on before they are cut and settled, in milliseconds.
-    /// 0 to 3,600,000; default 30,000.
+    /// On shutdown, time after which the router ends and settles requests in flight, in milliseconds. 0 to
+    /// 3,600,000; default 30,000.
     #[serde(default = "default_drain_timeout_ms")]
     #[garde(range(max = 3_600_000))]
     pub drain_timeout_ms: u64,
-    /// On shutdown, how long the router goes on taking connections while `/ready` already says no and answers close
-    /// their connections, so that load balancers have time to see it; in milliseconds. A second signal ends the
-    /// wait. 0 to 600,000; default 0.
+    /// On shutdown, time during which the router still accepts connections, in milliseconds. `/ready` already
+    /// fails, and responses close their connections, so that load balancers can react. A second signal ends
+    /// this time. 0 to 600,000; default 0.
     #[serde(default)]
     #[garde(range(max = 600_000))]
     pub drain_delay_ms: u64,

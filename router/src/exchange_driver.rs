@@ -281,7 +281,7 @@ impl ExchangeDriver {
 
     async fn prefill_elsewhere(&mut self, session: &mut Session, ask: &Ask) -> Result<Elsewhere, Ended> {
         let silence = ask.model.bounds.prefill_silence;
-        let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
+        let pause = Duration::from_millis(self.generation.config.timeouts.liveness_probe_ms);
         let mut outgoing = self.outgoing(
             ask,
             Leg::Prefill,
@@ -388,7 +388,7 @@ impl ExchangeDriver {
                     Fallback::Aggregate | Fallback::None => self.prefill(session, ask).await?,
                 };
                 let answer = self.decode_with(session, ask, handoff).await?;
-                Ok(answer.expect("the prompt is computed anew once"))
+                Ok(answer.expect("the prompt is computed again once"))
             }
         }
     }
@@ -477,7 +477,7 @@ impl ExchangeDriver {
         let attempt = self.attempt(&engine);
         self.decode_engine = Some(Arc::clone(&engine));
         self.apply(Event::DecodeSent(attempt));
-        let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
+        let pause = Duration::from_millis(self.generation.config.timeouts.liveness_probe_ms);
         let bounds = &ask.model.bounds;
         let mut computing = self.computing.take();
         // What it waits for is bounded by itself.

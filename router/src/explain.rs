@@ -169,8 +169,8 @@ impl Account {
         self.tell(match *event {
             Event::PrefillSent(to) => step(to, Prefill, None),
             Event::DecodeSent(to) => step(to, Decode, None),
-            Event::PrefillLent(by, _) => step(by, Prefill, Some("lent")),
-            Event::PrefillEmpty(by) => step(by, Prefill, Some("lent nothing")),
+            Event::PrefillLent(by, _) => step(by, Prefill, Some("opened a lease")),
+            Event::PrefillEmpty(by) => step(by, Prefill, Some("opened no lease")),
             Event::PrefillRefused(by) => step(by, Prefill, Some("refused the request")),
             Event::PrefillFailed(by, failure) => step(by, Prefill, Some(failed(failure))),
             Event::DecodeAccepted(by) => step(by, Decode, Some("accepted")),
@@ -178,19 +178,19 @@ impl Account {
             Event::DecodeFailed(by, failure) => step(by, Decode, Some(failed(failure))),
             Event::FirstChunk(by) => step(by, Decode, Some("first bytes")),
             Event::StreamEnded(by) => step(by, Decode, Some("complete")),
-            Event::StreamBroken(by) => step(by, Decode, Some("broke off")),
-            Event::StreamCut(by) => step(by, Decode, Some("broke off; another goes on")),
+            Event::StreamBroken(by) => step(by, Decode, Some("failed")),
+            Event::StreamCut(by) => step(by, Decode, Some("failed; another engine continues")),
             Event::NotAdmitted => Step::Went("not admitted"),
-            Event::NoEngine => Step::Went("no engine could be asked"),
+            Event::NoEngine => Step::Went("no usable engine"),
             Event::PrefillSkipped => Step::Went("no remote prefill"),
-            Event::HandoffSpent => Step::Went("the handoff is spent; the prompt is computed anew"),
-            Event::GaveUp => Step::Went("gave up"),
-            Event::GaveUpFor(Cause::DecodeBusy) => {
-                Step::Went("gave up: the engines that are left had no room")
+            Event::HandoffSpent => {
+                Step::Went("no decode engine could use the handoff; the prompt is computed again")
             }
+            Event::GaveUp => Step::Went("gave up"),
+            Event::GaveUpFor(Cause::DecodeBusy) => Step::Went("gave up: the remaining engines are full"),
             Event::GaveUpFor(Cause::OutOfTime) => Step::Went("gave up: out of time"),
-            Event::GaveUpFor(_) => Step::Went("gave up: no engine is left"),
-            Event::ClientGone => Step::Went("the client left"),
+            Event::GaveUpFor(_) => Step::Went("gave up: no engine left"),
+            Event::ClientGone => Step::Went("cancelled by the client"),
             // Not a step of the request, which goes on from the handoff.
             Event::PrefillEnded(_) | Event::Dropped => return,
         });
@@ -220,10 +220,10 @@ impl Account {
 
 fn failed(failure: Failure) -> &'static str {
     match failure {
-        Failure::NotReached => "could not be reached",
-        Failure::Answered => "said that it cannot",
-        Failure::Unknown => "broke off or fell silent",
-        Failure::Unusable(_) => "answered with what cannot be used",
+        Failure::NotReached => "is unreachable",
+        Failure::Answered => "returned an error",
+        Failure::Unknown => "failed or did not respond",
+        Failure::Unusable(_) => "returned an unusable response",
     }
 }
 
@@ -250,7 +250,7 @@ mod tests {
         assert_eq!(names("mine"), ["c", "b"], "clients may repeat themselves");
         assert_eq!(names("chatcmpl-c.0123456789abcdef"), ["c"], "as an engine's reply names it");
         assert_eq!(names("cmpl-c-2"), ["c"]);
-        assert!(unknown(&ring).contains("the latest 2 of this router"), "{}", unknown(&ring));
+        assert!(unknown(&ring).contains("keeps the latest 2 "), "{}", unknown(&ring));
         ring.set_most(1);
         assert!(names("b").is_empty());
         ring.set_most(0);

@@ -91,7 +91,7 @@ impl Outside {
         observers: Observers,
     ) -> Result<Self, GenerationError> {
         let text = config.secret()?;
-        config.warnings().iter().for_each(|warning| tracing::warn!(warning, "configuration"));
+        config.warnings().iter().for_each(|warning| tracing::warn!(warning, "configuration warning"));
         let auth = config.auth.as_ref().map(|auth| Auth::build(auth, text.as_deref(), tenants));
         let access = match previous {
             Some(previous) => previous.access.next(&config.admin)?,

@@ -3,7 +3,7 @@
 //! Two ways, both of which pass on the listening sockets themselves, so that a connection that waits in their queue is
 //! accepted by whoever comes next:
 //!
-//! - **From a router that runs** (`--handover PATH`): it waits at a Unix socket at PATH for its successor. The successor asks
+//! - **From a router that runs** (`--takeover-socket PATH`): it waits at a Unix socket at PATH for its successor. The successor asks
 //!   there, gets the sockets, reads its configuration, says that it serves, and only then does the old one stop accepting. Its
 //!   last word is what operators have ordered it; the next one accepts nobody before it has heard that.
 //!   The old one ends what it has in flight, and ends.
@@ -64,7 +64,7 @@ impl Inherited {
         let mut left = listenfd::ListenFd::from_env();
         if left.len() > LISTENERS {
             return Err(io::Error::other(format!(
-                "{} sockets were left for this process; it knows what to do with two: for clients, and the admin listener",
+                "{} sockets were inherited, expected at most two: for clients and for the admin listener",
                 left.len()
             )));
         }
@@ -90,10 +90,9 @@ impl Inherited {
         from.set_write_timeout(Some(ANSWER_WITHIN))?;
         let mut sockets = receive(&mut from)?.into_iter();
         let mut listener = || -> io::Result<_> {
-            let socket =
-                sockets.next().ok_or_else(|| io::Error::other("two listening sockets were expected"))?;
+            let socket = sockets.next().ok_or_else(|| io::Error::other("expected two listening sockets"))?;
             if !rustix::net::sockopt::socket_acceptconn(&socket)? {
-                return Err(io::Error::other("a socket that was handed over does not listen"));
+                return Err(io::Error::other("an inherited socket does not listen"));
             }
             Ok(Some(std::net::TcpListener::from(socket)))
         };
@@ -118,13 +117,13 @@ impl Inherited {
     pub(crate) async fn serving(&mut self) -> Vec<(EngineUrl, Order)> {
         let Some(mut from) = self.from.take() else { return Vec::new() };
         if let Err(error) = from.write_all(&[SERVING]) {
-            tracing::warn!(%error, "the router before this one does not hear that it can end");
+            tracing::warn!(%error, "cannot notify the previous router");
             return Vec::new();
         }
         match tokio::time::timeout(ORDERS_WITHIN, heard(from)).await {
             Ok(Ok(text)) => read(&text),
             Ok(Err(error)) => unheard(&error),
-            Err(_) => unheard(&"it does not say in time"),
+            Err(_) => unheard(&"no response in time"),
         }
     }
 }
@@ -139,7 +138,7 @@ async fn heard(from: UnixStream) -> io::Result<String> {
 }
 
 fn unheard(why: &dyn std::fmt::Display) -> Vec<(EngineUrl, Order)> {
-    tracing::warn!(%why, "what operators ordered the router before this one is not known: an engine that was drained there is asked again");
+    tracing::warn!(error = %why, "cannot read operator orders of the previous router, its drained engines get requests again");
     Vec::new()
 }
 
@@ -154,7 +153,7 @@ fn written(orders: &[(EngineUrl, Order)]) -> String {
         };
         let line = format!("{verb} {url}\n");
         if text.len() + line.len() > ORDERS_BYTES_MAX {
-            tracing::warn!(left_out = orders.len() - number, "too many orders for the next router");
+            tracing::warn!(left_out = orders.len() - number, "too many operator orders for the next router");
             break;
         }
         text += &line;
@@ -175,7 +174,7 @@ fn read(text: &str) -> Vec<(EngineUrl, Order)> {
     let known = |line: &str| {
         let order = order(line);
         if order.is_none() {
-            tracing::warn!(line, "an order to the router before this one that this one does not know");
+            tracing::warn!(line, "unknown operator order from the previous router");
         }
         order
     };
@@ -200,7 +199,7 @@ impl Heir {
         };
         // One of an older version does not listen any more.
         if !text.is_empty() {
-            tracing::warn!(%error, orders = text.trim_end(), "the next router does not hear what operators have ordered: tell it again");
+            tracing::warn!(%error, orders = text.trim_end(), "cannot send operator orders to the next router");
         }
     }
 }
@@ -214,7 +213,7 @@ fn taken(
     let Some(inherited) = inherited else { return Ok(None) };
     let address = inherited.local_addr()?;
     if address.ip() != configured.ip() || (configured.port() != 0 && address.port() != configured.port()) {
-        tracing::warn!(key, %address, %configured, "the socket that was passed on is not where the configuration wants one; it is closed");
+        tracing::warn!(key, %address, %configured, "inherited socket does not match the configured address, socket closed");
         return Ok(None);
     }
     inherited.set_nonblocking(true)?;
@@ -228,7 +227,9 @@ fn receive(from: &mut UnixStream) -> io::Result<Vec<OwnedFd>> {
     let mut byte = [0];
     let told = recvmsg(&*from, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
     if told.bytes != 1 || byte[0] != HERE {
-        return Err(io::Error::other("who waits there is no router, or does not know this user"));
+        return Err(io::Error::other(
+            "the peer at the takeover socket is not a router or runs as another user",
+        ));
     }
     let sockets = control.drain().filter_map(|message| match message {
         RecvAncillaryMessage::ScmRights(sockets) => Some(sockets),
@@ -269,7 +270,7 @@ impl Successor {
         loop {
             match self.one().await {
                 Ok(heir) => return heir,
-                Err(error) => tracing::warn!(%error, "a handover came to nothing; this router goes on"),
+                Err(error) => tracing::warn!(%error, "socket takeover failed"),
             }
         }
     }
@@ -278,19 +279,19 @@ impl Successor {
         let (mut stream, _) = self.listener.accept().await?;
         let (theirs, ours) = (stream.peer_cred()?.uid(), rustix::process::geteuid().as_raw());
         if theirs != ours {
-            return Err(io::Error::other(format!("user {theirs} asked for the sockets of user {ours}")));
+            return Err(io::Error::other(format!("user {theirs} requested the sockets of user {ours}")));
         }
         stream.writable().await?;
         stream.try_io(tokio::io::Interest::WRITABLE, || {
             send(stream.as_fd(), [self.clients.as_fd(), self.admin.as_fd()])
         })?;
-        tracing::info!("the sockets were handed over; waiting until the next router serves");
+        tracing::info!("sockets passed to the next router");
         let mut said = [0];
         tokio::time::timeout(SERVES_WITHIN, stream.read_exact(&mut said)).await??;
         if said[0] == SERVING {
             Ok(Heir(stream))
         } else {
-            Err(io::Error::other("it does not say that it serves"))
+            Err(io::Error::other("the next router did not confirm that it serves"))
         }
     }
 }

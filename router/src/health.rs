@@ -239,10 +239,10 @@ impl Health {
 fn told(engine: &str, leg: Leg, is: Standing, why: &[&str], was: &[&str]) {
     let (leg, standing) = (leg.label(), is.label());
     match is {
-        Standing::Usable => tracing::info!(engine, leg, standing, ?was, "an engine is used again"),
-        Standing::Trial => tracing::info!(engine, leg, standing, ?was, "an engine is tried out"),
+        Standing::Usable => tracing::info!(engine, leg, standing, ?was, "engine returned to rotation"),
+        Standing::Trial => tracing::info!(engine, leg, standing, ?was, "engine on trial"),
         Standing::Out | Standing::Silent | Standing::Draining => {
-            tracing::warn!(engine, leg, standing, ?why, "an engine is not used");
+            tracing::warn!(engine, leg, standing, ?why, "engine removed from rotation");
         }
     }
 }

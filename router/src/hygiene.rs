@@ -65,7 +65,7 @@ pub(crate) enum Unclean {
     TooLarge,
     #[error("the head of the request did not arrive in time")]
     Late,
-    #[error("only HTTP/1.1 and HTTP/1.0 are spoken here")]
+    #[error("only HTTP/1.1 and HTTP/1.0 are supported")]
     Version,
     #[error("this method is not allowed here")]
     Method,

@@ -36,7 +36,7 @@ pub(crate) fn blame(error: &CallError) -> Blame {
 fn note_unreadable(engine: &Engine, why: Unreadable) {
     if let Some(held_back) = engine.trouble.due() {
         let engine = engine.authority();
-        tracing::warn!(engine, %why, held_back, "an engine's answer cannot be decoded");
+        tracing::warn!(engine, error = %why, held_back, "cannot decode the engine's response");
     }
 }
 
@@ -45,11 +45,7 @@ pub(crate) fn note_lack(engine: &Engine, refusal: &Refusal) {
     if refusal.is_lack_of_endpoint()
         && let Some(held_back) = engine.trouble.due()
     {
-        tracing::warn!(
-            engine = engine.authority(),
-            held_back,
-            "an engine does not have the endpoint of a request"
-        );
+        tracing::warn!(engine = engine.authority(), held_back, "engine does not have the request's endpoint");
     }
 }
 

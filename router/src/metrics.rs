@@ -1,7 +1,7 @@
 //! What the router counts. One registry per router, so that several in one process do not mix. What concerns
 //! engines that fail is in `metrics/resilience.rs`.
 //!
-//! Each part has a file below with its families as constants; [`families`] lists them all, and `docs/metrics.md` is
+//! Each part has a file below with its families as constants; [`families`] lists them all, and `docs/reference/metrics.md` is
 //! checked against it. A part that counts something adds a file, its `FAMILIES` to that list, and a field to
 //! [`Metrics`]. Handles are made once (when the router, a model or an engine is made); counting is a few atomic
 //! operations without a lock or an allocation: see [`registry`]. Values of labels come from configuration, never from

@@ -14,7 +14,7 @@ pub(crate) fn open(path: &Path) -> std::io::Result<File> {
     if file.metadata()?.is_file() {
         return Ok(file);
     }
-    Err(Error::new(ErrorKind::InvalidInput, "it is no regular file"))
+    Err(Error::new(ErrorKind::InvalidInput, "not a regular file"))
 }
 
 /// The text of a regular file of at most so many bytes.
@@ -25,7 +25,7 @@ pub(crate) fn read_text(path: &Path, most: u64) -> std::io::Result<String> {
     let mut text = String::new();
     open(path)?.take(most + 1).read_to_string(&mut text)?;
     if text.len() as u64 > most {
-        return Err(Error::new(ErrorKind::FileTooLarge, format!("it is larger than {most} bytes")));
+        return Err(Error::new(ErrorKind::FileTooLarge, format!("larger than {most} bytes")));
     }
     Ok(text)
 }
@@ -38,16 +38,14 @@ pub(crate) fn read_text(path: &Path, most: u64) -> std::io::Result<String> {
 pub(crate) fn append(path: &Path) -> std::io::Result<File> {
     let file = OpenOptions::new().create(true).append(true).custom_flags(libc::O_NONBLOCK).open(path);
     let file = file.map_err(|error| match error.raw_os_error() {
-        Some(libc::ENXIO) => {
-            Error::new(ErrorKind::NotConnected, "it is a pipe or a socket that nothing reads")
-        }
+        Some(libc::ENXIO) => Error::new(ErrorKind::NotConnected, "a pipe or a socket without a reader"),
         _ => error,
     })?;
     let kind = file.metadata()?.file_type();
     if kind.is_file() || kind.is_fifo() || kind.is_char_device() {
         return Ok(file);
     }
-    Err(Error::new(ErrorKind::InvalidInput, "it is no regular file, terminal or pipe"))
+    Err(Error::new(ErrorKind::InvalidInput, "not a regular file, terminal or pipe"))
 }
 
 #[cfg(test)]

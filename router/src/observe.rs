@@ -80,7 +80,7 @@ impl Watched {
                 leg = leg.label(),
                 reason = reason.label(),
                 held_back,
-                "an engine failed a request"
+                "engine failed a request"
             );
         }
     }

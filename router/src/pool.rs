@@ -382,7 +382,7 @@ pub(crate) fn another_first<T, E>(
     avoided: &[&[Arc<Engine>]],
     mut choose: impl FnMut(&[Arc<Engine>]) -> Result<T, E>,
 ) -> Result<T, E> {
-    let (last, others) = avoided.split_last().expect("whoever chooses says what to avoid, even if nothing");
+    let (last, others) = avoided.split_last().expect("the list of engines to avoid has an entry");
     for avoided in others {
         if let Ok(chosen) = choose(avoided) {
             return Ok(chosen);

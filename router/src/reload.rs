@@ -83,10 +83,10 @@ impl Reload {
         match self.0.install(config) {
             Ok(number) => {
                 for key in &restart {
-                    tracing::warn!(key, "changed, and takes effect at the next start");
+                    tracing::warn!(key, "changed key takes effect at the next start");
                 }
                 tracing::info!(generation = number, changes = changes.len(), "configuration accepted");
-                changes.iter().take(64).for_each(|change| tracing::debug!(change, "configuration"));
+                changes.iter().take(64).for_each(|change| tracing::debug!(change, "configuration changed"));
                 self.0.metrics.config.accepted();
                 self.0.reloads.note(None, restart);
                 Ok(number)
@@ -160,9 +160,9 @@ impl Reload {
     }
 
     fn reject(&self, error: &str) {
-        error
-            .lines()
-            .for_each(|problem| tracing::error!(problem, "configuration rejected; the old one stays"));
+        error.lines().for_each(|problem| {
+            tracing::error!(problem, "configuration rejected, the old one stays in effect")
+        });
         self.0.metrics.config.rejected();
         self.0.reloads.note(Some(error.to_owned()), Vec::new());
     }

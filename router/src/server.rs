@@ -175,7 +175,7 @@ impl Router {
         let Self { clients, admin, shared, connections_max, guards, mut inherited, mut successor } = self;
         // Before anybody is served, and before anybody orders something else: the router before this one accepts nobody now.
         for (url, order) in inherited.serving().await {
-            tracing::info!(engine = %url, ?order, "an operator's order to the router before this one");
+            tracing::info!(engine = %url, ?order, "operator order taken over from the previous router");
             shared.fleet.take_over(url, order);
         }
         let ready = Admin::new(Arc::clone(&shared));
@@ -206,7 +206,7 @@ impl Router {
                 // is either in what the next one hears, or refused.
                 admin.abort();
                 heir.hears(&shared.fleet.hand_over_orders()).await;
-                tracing::info!("the next router serves; this one ends what it has in flight");
+                tracing::info!("socket takeover complete, finishing requests in flight");
                 // Answers close their connections by now; idle ones may still bring a request.
                 tokio::time::sleep(delay).await;
             }
@@ -228,17 +228,12 @@ impl Router {
         let drain_timeout = shared.generation().config.drain_timeout();
         let in_flight = async { while connections.join_next().await.is_some() {} };
         if tokio::time::timeout(drain_timeout, in_flight).await.is_err() {
-            tracing::warn!(
-                connections = connections.len(),
-                "the drain timeout is over; cutting what is left"
-            );
+            tracing::warn!(connections = connections.len(), "drain timeout exceeded, connections closed");
             connections.shutdown().await;
         }
         shared.generation().observers.flush().await;
         if !shared.settler.paid(shared.settler.longest().min(PAY_WITHIN_MAX)).await {
-            tracing::warn!(
-                "some engines did not confirm an abort or a release, or did not answer; their leases will lapse"
-            );
+            tracing::warn!("settlement incomplete at shutdown, leases end by expiry");
         }
     }
 }
@@ -263,8 +258,7 @@ fn tell_of_orders(shared: &Shared) {
     if !drained.is_empty() {
         tracing::warn!(
             engines = drained.join(" "),
-            "operators have drained these engines, and that ends with this router: one that is started in its place asks them \
-             again, unless its configuration says `drain: true`, or it takes this one's place by --handover"
+            "operator drain orders end with this router; to keep them set `drain: true` or use --takeover-socket"
         );
     }
 }
@@ -293,7 +287,7 @@ async fn accept(
             Err(error) => {
                 // Out of file descriptors, mostly: wait for some to be closed instead of spinning.
                 if let Some(held_back) = TROUBLE.due() {
-                    tracing::warn!(%error, held_back, "cannot accept");
+                    tracing::warn!(%error, held_back, "cannot accept connections");
                 }
                 tokio::time::sleep(Duration::from_millis(10)).await;
                 continue;
@@ -422,7 +416,7 @@ async fn reread(shared: Arc<Shared>, guards: Guards) {
             shared.generation().reread(&shared.tenants);
         };
         if tokio::task::spawn_blocking(look).await.is_err() {
-            tracing::error!("reading files again failed; it is tried again");
+            tracing::error!("file reload failed");
         }
         looked = Instant::now();
     }

@@ -252,7 +252,7 @@ impl Settler {
             drop(backlog);
             self.metrics.settled(Settled::Refused);
             if let Some(held_back) = self.refused.due() {
-                tracing::warn!(held_back, "too many settlements wait; a lease is left to its expiry");
+                tracing::warn!(held_back, "too many pending settlements, lease ends by expiry");
             }
             return;
         }
@@ -355,7 +355,7 @@ impl Settler {
         let reading = Reading(Arc::clone(self));
         if self.reading.fetch_add(1, Ordering::Relaxed) >= self.terms.load().at_once {
             if let Some(held_back) = self.refused.due() {
-                tracing::warn!(held_back, "too many replies are awaited; a lease is left to its expiry");
+                tracing::warn!(held_back, "too many pending responses, lease ends by expiry");
             }
             return false;
         }
@@ -412,7 +412,7 @@ impl Settler {
         let (via, result) = self.released_via(engine, lent, cause, params.as_deref(), debtor).await;
         self.metrics.release(cause, via);
         tracing::debug!(request = %debtor.request, engine = engine.authority(), cause = cause.label(), ?via, ?result,
-            "released");
+            "lease released");
         self.metrics.settled(result);
     }
 
@@ -497,7 +497,7 @@ fn complain(engine: &Engine, outgoing: &Outgoing, left: u16, what: &str) {
     if let Some(held_back) = engine.trouble.due() {
         let request = outgoing.id.as_ref().map(RequestId::as_str);
         let (engine, path) = (engine.authority(), &*outgoing.path);
-        tracing::warn!(request, engine, path, what, left, held_back, "an abort or a release failed");
+        tracing::warn!(request, engine, path, what, left, held_back, "abort or release failed");
     }
 }
 

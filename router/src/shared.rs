@@ -164,7 +164,7 @@ impl Shared {
         let replaced =
             self.replace(&current, version, current.config.clone(), members, Outside::of(&current));
         if let Err(error) = &replaced {
-            tracing::warn!(%error, "what discovery found cannot be put into effect; it is tried again");
+            tracing::warn!(%error, "cannot apply discovered engines");
         }
         replaced.is_ok()
     }

@@ -101,11 +101,11 @@ pub struct RequestView {
 pub enum Source {
     /// It did not answer.
     #[default]
-    Nothing,
+    None,
     /// Its `/metrics` alone: a stock engine.
     Metrics,
     /// Its books.
-    Books,
+    DebugKv,
 }
 
 /// One engine.
@@ -117,7 +117,7 @@ pub struct EngineView {
     /// When it was looked at, by the clock of whoever looked. A router shows one look for a while: rates are of this time.
     pub at_us: u64,
     /// The admin listener of the router whose look it is; nothing where it was asked directly, and in what a router says.
-    pub seen_by: String,
+    pub observed_by: String,
     /// `prefill`, `decode` or `both`: what it says itself, or else the pools that it is in.
     pub role: String,
     /// The model that it serves.
@@ -255,7 +255,7 @@ impl LeaseView {
         };
         let held = match self.state.as_str() {
             "reading" => "a decode engine reads it",
-            "draining" => "it has ended; its readers are not quiet yet",
+            "draining" => "lease ended; its readers are not quiet yet",
             "growing" => "its prefill still computes",
             "offered" => "no decode engine has read it yet",
             other => return format!("its state is {other}"),
@@ -264,19 +264,21 @@ impl LeaseView {
         let readers = if self.state == "draining" { String::new() } else { readers };
         // Whether its request lives comes first: a narrow column cuts the end.
         match &self.request {
-            Request::InFlight { phase } => format!("request lives ({}): {held}{readers}", phase_name(phase)),
+            Request::InFlight { phase } => {
+                format!("request in flight ({}): {held}{readers}", phase_name(phase))
+            }
             Request::Over { outcome, .. } if is_read => {
-                format!("request over ({}): {held}{readers}", outcome.replace('_', " "))
+                format!("request ended ({}): {held}{readers}", outcome.replace('_', " "))
             }
             Request::Unknown => format!("{held}{readers}"),
             Request::Absent if is_read => format!("{held}{readers}"),
             Request::Over { outcome, ms_ago } => {
                 let outcome = outcome.replace('_', " ");
-                let settles = if *ms_ago < SETTLING_MS { "; its release is on the way" } else { "" };
-                format!("its request is over ({outcome}) for {:.1} s{settles}", *ms_ago as f64 / 1e3)
+                let settles = if *ms_ago < SETTLING_MS { "; release in progress" } else { "" };
+                format!("request ended ({outcome}) {:.1} s ago{settles}", *ms_ago as f64 / 1e3)
             }
-            Request::Absent if self.age_ms < SETTLING_MS => format!("{held}; it has just begun"),
-            Request::Absent => "no router in view knows its request".to_owned(),
+            Request::Absent if self.age_ms < SETTLING_MS => format!("{held}; just opened"),
+            Request::Absent => "no known router has its request".to_owned(),
         }
     }
 }
@@ -453,13 +455,17 @@ mod tests {
         };
         let mut told = std::collections::BTreeSet::new();
         paths(&serde_json::to_value(&snapshot).expect("JSON"), "", &mut told);
-        let page = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/watching.md");
-        let page = std::fs::read_to_string(page).expect("docs/watching.md is there");
+        let page = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/admin-api.md");
+        let page = std::fs::read_to_string(page).expect("docs/reference/admin-api.md is there");
         let table =
             page.split_once("<!-- kv: begin -->").and_then(|(_, rest)| rest.split_once("<!-- kv: end -->"));
         let rows = table.expect("the table begins and ends").0.lines();
         let named = rows.filter_map(|line| Some(line.strip_prefix("| `")?.split_once('`')?.0.to_owned()));
-        assert_eq!(named.collect::<std::collections::BTreeSet<_>>(), told, "docs/watching.md, and the JSON");
+        assert_eq!(
+            named.collect::<std::collections::BTreeSet<_>>(),
+            told,
+            "docs/reference/admin-api.md, and the JSON"
+        );
     }
 
     #[test]

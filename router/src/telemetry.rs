@@ -47,7 +47,7 @@ pub enum TelemetryError {
         source: std::io::Error,
     },
     /// A line of it is not `name: value`.
-    #[error("{file}:{line}: a header is `name: value`")]
+    #[error("{file}:{line}: invalid header, expected `name: value`")]
     Header {
         /// The file.
         file: String,
@@ -209,7 +209,7 @@ impl Shipping {
             Err(error) => {
                 self.metrics.observers.spans_dropped_failed.increment(count);
                 if let Some(held_back) = self.complained.due() {
-                    tracing::warn!(%error, held_back, "the collector does not take spans");
+                    tracing::warn!(%error, held_back, "span export failed");
                 }
             }
         }

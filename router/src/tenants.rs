@@ -172,12 +172,12 @@ impl Auth {
         tenants.metrics().reloaded(read.is_ok());
         match read {
             Ok(table) => {
-                tracing::info!(keys = table.len(), "the keys file was read again");
+                tracing::info!(keys = table.len(), "keys file reloaded");
                 tenants.keep(&table);
                 self.table.store(Arc::new(table));
             }
             Err(error) => {
-                tracing::error!(%error, "the keys file cannot be used; the old keys stay in effect")
+                tracing::error!(%error, "cannot reload the keys file, the old keys stay in effect")
             }
         }
     }

@@ -1,4 +1,4 @@
-//! `docs/cli.md`: every command and option, made from the definitions that the binary itself reads its arguments by.
+//! `docs/reference/cli.md`: every command and option, made from the definitions that the binary itself reads its arguments by.
 //!
 //! ```text
 //! BATON_WRITE_DOCS=1 cargo test --bin baton the_page_of_commands
@@ -100,21 +100,21 @@ fn commands() -> String {
 /// `BATON_WRITE_DOCS=1` writes the page's part instead of comparing it.
 #[test]
 fn the_page_of_commands_is_what_the_binary_understands() {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/cli.md");
-    let page = std::fs::read_to_string(&file).expect("docs/cli.md is there");
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference/cli.md");
+    let page = std::fs::read_to_string(&file).expect("docs/reference/cli.md is there");
     let (before, rest) = page.split_once(BEGIN).expect("the commands begin");
     let (old, after) = rest.split_once(END).expect("the commands end");
     let new = commands();
     if std::env::var_os("BATON_WRITE_DOCS").is_some() {
         std::fs::write(&file, format!("{before}{BEGIN}{new}{END}{after}"))
-            .expect("docs/cli.md can be written");
+            .expect("docs/reference/cli.md can be written");
         return;
     }
     let missing: Vec<_> = new.lines().filter(|line| !old.lines().any(|other| other == *line)).collect();
     let stale: Vec<_> = old.lines().filter(|line| !new.lines().any(|other| other == *line)).collect();
     assert!(
         old == new,
-        "docs/cli.md is not up to date; bring it up to date with\n  BATON_WRITE_DOCS=1 cargo test --bin baton \
+        "docs/reference/cli.md is not up to date; bring it up to date with\n  BATON_WRITE_DOCS=1 cargo test --bin baton \
          the_page_of_commands\nmissing:\n{}\nto be removed:\n{}",
         missing.join("\n"),
         stale.join("\n")

@@ -68,7 +68,7 @@ impl Child {
     pub(super) fn field(&self, key: &str) -> Result<&str, Failure> {
         let words = self.ready.iter().flat_map(|ready| ready.split(' '));
         let value = words.filter_map(|word| word.strip_prefix(key)?.strip_prefix('=')).next();
-        value.ok_or_else(|| format!("the {} process did not say its {key}", self.name).into())
+        value.ok_or_else(|| format!("the {} process did not report its {key}", self.name).into())
     }
 
     /// Waits for its end; says how it ended.

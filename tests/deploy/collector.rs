@@ -351,7 +351,7 @@ fn numbers_and_words_of_the_collector_go_together() {
         assert_eq!(status_code.status_codes, ["ERROR"]);
         assert!(latency.threshold_ms > 0 && (0.0..=100.0).contains(&probabilistic.sampling_percentage));
         assert!(numeric_attribute.min_value == 2 && numeric_attribute.max_value > 2);
-        let page = read(&ours("docs/observability.md"));
+        let page = read(&ours("docs/reference/traces.md"));
         assert!(page.contains(&format!("`{}`", numeric_attribute.key)), "a span's attribute");
         assert_eq!(
             (exporters.debug.verbosity.as_str(), exporters.otlphttp.compression.as_str()),
@@ -391,7 +391,7 @@ fn the_router_sends_to_where_the_collector_listens_and_writes_where_it_reads() {
 
 /// The fields of the access log: the page's table, which a test of the router's compares with its code.
 fn fields() -> BTreeSet<String> {
-    let page = read(&ours("docs/observability.md"));
+    let page = read(&ours("docs/reference/access-log.md"));
     let (_, rest) = page.split_once("<!-- fields: begin -->").expect("the table begins");
     let (table, _) = rest.split_once("<!-- fields: end -->").expect("the table ends");
     table.lines().filter_map(|line| Some(line.strip_prefix("| `")?.split('`').next()?.to_owned())).collect()
@@ -452,7 +452,7 @@ fn every_status_of_the_log_has_one_severity() {
     let Some(Operator::JsonParser { severity: of, .. }) = config.receivers.access.operators.first() else {
         panic!("lines are JSON");
     };
-    let page = read(&ours("docs/errors.md"));
+    let page = read(&ours("docs/reference/errors.md"));
     let told = page.lines().filter(|line| line.starts_with("| `")).skip(1).flat_map(|line| {
         let statuses = line.split(" | ").nth(1).expect("a status").split(", ");
         statuses.map(|status| status.parse::<u64>().expect("a number")).collect::<Vec<_>>()

@@ -78,7 +78,7 @@ impl Site {
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         let told: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
         let lines = told["checks"].as_array().expect("a list").iter();
-        let lines = lines.filter(|line| ["WARN", "FAIL", "MEANT"].map(Value::from).contains(&line["mark"]));
+        let lines = lines.filter(|line| ["WARN", "FAIL", "IGNORED"].map(Value::from).contains(&line["mark"]));
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let lines = lines
             .map(|line| (text(&line["mark"]), format!("{} {}", text(&line["check"]), text(&line["told"]))));
@@ -93,11 +93,11 @@ fn the_doctor_is_content_with_the_example_once_its_open_door_is_meant() {
     let (code, found) = site.doctor(folder.path(), &[]);
     assert_eq!((code, found.len()), (Some(1), 1), "{found:?}");
     assert!(found[0].0 == "WARN" && found[0].1.starts_with("exposure clients need neither key"), "{found:?}");
-    let (code, meant) = site.doctor(folder.path(), &["--accept", "exposure"]);
+    let (code, meant) = site.doctor(folder.path(), &["--ignore", "exposure"]);
     assert_eq!(code, Some(0), "{meant:?}");
-    assert_eq!(meant, [("MEANT".to_owned(), found[0].1.clone())]);
+    assert_eq!(meant, [("IGNORED".to_owned(), found[0].1.clone())]);
     // Nothing else is passed over with it.
-    let (code, found) = site.doctor(folder.path(), &["--accept", "clock", "--look-only"]);
+    let (code, found) = site.doctor(folder.path(), &["--ignore", "clock", "--no-requests"]);
     assert_eq!((code, found[0].0.as_str()), (Some(1), "WARN"), "{found:?}");
 
     // Whoever has no token reads why, in letters.

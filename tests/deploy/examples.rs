@@ -48,12 +48,17 @@ pub(crate) fn routers() -> Vec<PathBuf> {
 fn blocks(page: &str) -> Vec<(usize, String)> {
     let mut found = Vec::new();
     let mut open: Option<(usize, String)> = None;
+    // A block in a list is indented as a whole.
+    let mut indent = 0;
     for (number, line) in page.lines().enumerate() {
         match (&mut open, line.trim_start()) {
-            (None, "```yaml" | "```yml") => open = Some((number + 2, String::new())),
+            (None, "```yaml" | "```yml") => {
+                open = Some((number + 2, String::new()));
+                indent = line.len() - line.trim_start().len();
+            }
             (Some(_), "```") => found.extend(open.take()),
             (Some((_, text)), _) => {
-                text.push_str(line);
+                text.push_str(line.get(indent..).unwrap_or_default());
                 text.push('\n');
             }
             (None, _) => {}
@@ -234,5 +239,5 @@ fn a_configuration_that_is_wrong_is_found_wrong() {
     assert_eq!(checked(good, "good"), Vec::<String>::new());
     assert_eq!(checked(&good.replace("name", "nam"), "bad").len(), 1);
     let page = "text\n```yaml\na: 1\n```\n```sh\nx\n```\n  ```yaml\n  b: 2\n  ```\n";
-    assert_eq!(blocks(page), [(3, "a: 1\n".to_owned()), (9, "  b: 2\n".to_owned())]);
+    assert_eq!(blocks(page), [(3, "a: 1\n".to_owned()), (9, "b: 2\n".to_owned())]);
 }

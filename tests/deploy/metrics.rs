@@ -180,9 +180,9 @@ fn kinds(page: &str) -> BTreeMap<String, String> {
     types.map(|(name, kind)| (name.to_owned(), kind.to_owned())).collect()
 }
 
-/// The metrics of one table of `docs/metrics.md`, with their kinds.
+/// The metrics of one table of `docs/reference/metrics.md`, with their kinds.
 fn rows(table: &str) -> BTreeMap<String, String> {
-    let page = read(&ours("docs/metrics.md"));
+    let page = read(&ours("docs/reference/metrics.md"));
     let (_, rest) = page.split_once(&format!("<!-- {table}: begin -->\n")).expect("the table begins");
     let (rows, _) = rest.split_once(&format!("<!-- {table}: end -->")).expect("the table ends");
     let rows = rows.lines().filter_map(|line| line.strip_prefix("| `"));
@@ -194,7 +194,8 @@ fn rows(table: &str) -> BTreeMap<String, String> {
 fn differences(table: &BTreeMap<String, String>, live: &BTreeMap<String, String>) -> Vec<String> {
     let unlisted = live.iter().filter(|(name, kind)| table.get(*name) != Some(*kind));
     let untold = table.iter().filter(|(name, kind)| live.get(*name) != Some(*kind));
-    let unlisted = unlisted.map(|(name, kind)| format!("docs/metrics.md has no row for the {kind} {name}"));
+    let unlisted =
+        unlisted.map(|(name, kind)| format!("docs/reference/metrics.md has no row for the {kind} {name}"));
     unlisted.chain(untold.map(|(name, kind)| format!("nobody tells the {kind} {name}"))).collect()
 }
 
@@ -205,16 +206,16 @@ const OF_DEVICES: [&str; 1] = ["baton_kv_mirror_blocks_total"];
 fn every_metric_of_live_processes_has_a_row_and_every_row_a_metric() {
     let mut engine = rows("engine");
     for name in OF_DEVICES {
-        assert!(engine.remove(name).is_some(), "docs/metrics.md has no row for {name}");
+        assert!(engine.remove(name).is_some(), "docs/reference/metrics.md has no row for {name}");
     }
     let wrong = [differences(&rows("table"), &LIVE.router), differences(&engine, &LIVE.engines)].concat();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert!(LIVE.router.len() > 60 && LIVE.engines.len() > 40, "{:?}", LIVE.engines);
 }
 
-/// The tables of `docs/metrics.md`, which tests of router and engine compare with their code.
+/// The tables of `docs/reference/metrics.md`, which tests of router and engine compare with their code.
 pub(crate) fn documented() -> Metrics {
-    let page = read(&ours("docs/metrics.md"));
+    let page = read(&ours("docs/reference/metrics.md"));
     let rows = page
         .lines()
         .filter_map(|line| line.strip_prefix("| `"))
@@ -306,7 +307,7 @@ fn every_metric_and_label_of_a_rule_or_a_panel_is_told() {
         wrong.extend(found.into_iter().map(|problem| format!("{title}: {problem}")));
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    println!("in docs/metrics.md, and not told by the live router: {unseen:?}");
+    println!("in docs/reference/metrics.md, and not told by the live router: {unseen:?}");
     // There is no TLS and no discovery in it.
     assert!(unseen.len() <= 4, "{unseen:?}");
 }

@@ -175,7 +175,10 @@ fn routers_find_their_configuration_sound_listen_where_their_ports_say_and_answe
             let address = router.fact(if port == "http" { "http" } else { "admin" });
             let (status, said) = status(&address, &path);
             let (fine, told) = health(&format!("http://{address}{path}"));
-            assert!(fine == (status == 200) && (fine || told.contains("with 503: no engine")), "{told}");
+            assert!(
+                fine == (status == 200) && (fine || told.contains("status 503 for /ready: no engine")),
+                "{told}"
+            );
             match probe {
                 // There is no cluster here, so there is no engine; a router without one must not get requests.
                 "readinessProbe" => assert_eq!((status, said.trim()), (503, "no engine"), "{}", fleet.name),

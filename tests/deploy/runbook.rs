@@ -1,4 +1,4 @@
-//! `deploy/README.md` names alarms, files, options and metrics that exist, and every alarm is in it.
+//! `deploy/README.md` and the pages for operators name alarms, files, options and metrics that exist; every alarm is there.
 
 use std::collections::BTreeSet;
 
@@ -7,15 +7,25 @@ use serde_json::Value;
 use crate::metrics::{documented, rules};
 use crate::{baton, ours, parsed, read};
 
+const ALARMS: &str = "docs/how-to/alarms.md";
+const PAGES: [&str; 6] = [
+    "deploy/README.md",
+    "docs/how-to/kubernetes.md",
+    "docs/how-to/systemd.md",
+    "docs/how-to/sizing.md",
+    "docs/how-to/upgrade.md",
+    ALARMS,
+];
+
 fn page() -> String {
-    read(&ours("deploy/README.md"))
+    PAGES.map(|page| read(&ours(page))).join("\n")
 }
 
 #[test]
 fn every_alarm_has_a_section_and_every_section_an_alarm() {
     let page = page();
     let sections: BTreeSet<_> =
-        page.lines().filter_map(|line| line.strip_prefix("### ")).map(str::to_owned).collect();
+        read(&ours(ALARMS)).lines().filter_map(|line| line.strip_prefix("### ")).map(str::to_owned).collect();
     let alarms: BTreeSet<_> = rules().into_iter().map(|rule| rule.alert).collect();
     assert_eq!(sections, alarms);
     let words = page.split(|c: char| !c.is_ascii_alphanumeric());
@@ -58,7 +68,7 @@ fn every_file_and_every_command_that_it_names_is_there() {
 fn every_metric_and_key_that_it_names_exists() {
     let page = page();
     let known = documented();
-    let table = read(&ours("docs/metrics.md"));
+    let table = read(&ours("docs/reference/metrics.md"));
     let stock = ["vllm:nixl_num_kv_expired_reqs_total"];
     let words = page.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == ':'));
     let metrics: BTreeSet<_> =
@@ -70,7 +80,7 @@ fn every_metric_and_key_that_it_names_exists() {
             || stock.contains(&metric);
         assert!(there, "{metric}");
     }
-    let keys = read(&ours("docs/configuration.md"));
+    let keys = read(&ours("docs/reference/configuration.md"));
     let named = [
         "drain_delay_ms",
         "drain_timeout_ms",
@@ -121,7 +131,7 @@ fn cells(page: &str, first: &str) -> Vec<String> {
 fn the_example_of_sizing_adds_up_from_what_was_measured() {
     let page = page();
     let results: Value =
-        serde_json::from_str(&read(&ours("bench/results/2026-11-22-gpu.json"))).expect("JSON");
+        serde_json::from_str(&read(&ours("bench/results/gpu/2026-11-22-h200.json"))).expect("JSON");
     let speed = |what: &str| {
         let all = results["speeds"].as_array().expect("speeds");
         let found = all.iter().find(|speed| speed["what"] == what).unwrap_or_else(|| panic!("no {what}"));

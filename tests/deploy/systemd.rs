@@ -212,7 +212,7 @@ fn the_units_say_which_systemd_they_need() {
         let told = format!("systemd {} or newer", needed(&text));
         assert!(text.contains(&told), "{name} does not say: {told}");
     }
-    let page = read(&ours("deploy/README.md"));
+    let page = read(&ours("docs/how-to/systemd.md"));
     assert!(page.contains(&format!("systemd {} or newer", needed(&unit("baton-router.service")))));
 }
 

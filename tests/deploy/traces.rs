@@ -109,9 +109,9 @@ fn get(engine: &Process, path: &str) -> Value {
     Call::new(&engine.fact("http"), "GET", path, b"").reply().json()
 }
 
-/// The tree of `docs/observability.md`: each span's name with its kind and its parent's name, the first without one.
+/// The tree of `docs/reference/traces.md`: each span's name with its kind and its parent's name, the first without one.
 fn documented() -> BTreeMap<String, (String, Option<String>)> {
-    let page = read(&ours("docs/observability.md"));
+    let page = read(&ours("docs/reference/traces.md"));
     let (_, rest) = page.split_once("```text\nPOST /v1/").expect("the tree");
     let tree = format!("POST /v1/{}", rest.split("```").next().unwrap_or_default());
     let mut above: Vec<String> = Vec::new();
@@ -167,12 +167,12 @@ fn is_documented_tree(spans: &[Received]) {
     }
 }
 
-/// The attributes that the page names; a star stands for any ending.
+/// The attributes of the page's table.
 fn attributes() -> Vec<String> {
-    let page = read(&ours("docs/observability.md"));
-    let (_, rest) = page.split_once("- Attributes are OpenTelemetry's:").expect("the list");
-    let list = rest.split("\n- ").next().unwrap_or_default();
-    list.split('`').skip(1).step_by(2).map(str::to_owned).collect()
+    let page = read(&ours("docs/reference/traces.md"));
+    let (_, rest) = page.split_once("<!-- attributes: begin -->").expect("the table begins");
+    let (table, _) = rest.split_once("<!-- attributes: end -->").expect("the table ends");
+    table.lines().filter_map(|line| Some(line.strip_prefix("| `")?.split('`').next()?.to_owned())).collect()
 }
 
 #[test]

@@ -91,7 +91,7 @@ fn a_device_and_a_cpu_hand_over_through_host_memory_and_say_why() {
         answers(&cluster, 100);
         assert_eq!((carried(&cluster, "device"), carried(&cluster, "shm")), (0.0, 1.0));
         if decode == DEVICE {
-            let said = "come through host memory";
+            let said = "cannot read the peer's device memory, using host memory";
             assert!(cluster.decode.iter().any(|engine| engine.log().contains(said)), "it does not say why");
         }
         cluster.settled(PATIENCE);

@@ -12,7 +12,7 @@ use crate::harness::{Call, Process};
 /// client's going 20 ms late, which is what becomes of a few where a process is not given its turn. Of an engine that is
 /// never told they are many.
 const LOAD_DEPENDENT: [(&str, u64); 3] =
-    [("bystanders_slowed", u64::MAX), ("prefill_not_aborted", 3), ("decode_not_aborted", 3)];
+    [("uncancelled_slowed", u64::MAX), ("prefill_not_aborted", 3), ("decode_not_aborted", 3)];
 
 /// A short run, unless a test says otherwise. A second, the default, may pass where all tests of the workspace share two cores; the
 /// simulated engines' lease is four.
@@ -20,9 +20,9 @@ const SHORT: [[&str; 2]; 6] = [
     ["--stranded-after-ms", "2500"],
     ["--seconds", "1.5"],
     ["--rounds", "1"],
-    ["--victims", "5"],
+    ["--cancels", "5"],
     ["--phase-seconds", "4"],
-    ["--patience", "8"],
+    ["--final-wait", "8"],
 ];
 
 /// Runs the benchmark, short, and reads its summary.
@@ -89,15 +89,17 @@ fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
     let left = |phase: &str| {
         let rows = summary["phases"].as_array().expect("phases");
         let row = rows.iter().find(|row| row["phase"] == phase);
-        row.and_then(|row| row["left"].as_u64()).unwrap_or(0)
+        row.and_then(|row| row["cancelled"].as_u64()).unwrap_or(0)
     };
-    assert_eq!(summary["all"]["never_back"], 0, "{:#}", summary["all"]);
+    assert_eq!(summary["all"]["never_freed"], 0, "{:#}", summary["all"]);
     for phase in ["queued", "prefill", "stream"] {
         assert!(left(phase) > 0, "nobody left in phase {phase}: {:#}", summary["phases"]);
     }
-    assert!(summary["texts"]["compared"].as_u64() > Some(0) && summary["refused"]["left"].as_u64() > Some(0));
+    assert!(
+        summary["texts"]["compared"].as_u64() > Some(0) && summary["refused"]["cancelled"].as_u64() > Some(0)
+    );
     // Who is to leave in a storm leaves in it.
-    let leavers = &summary["storm_leavers"];
+    let leavers = &summary["storm_cancels"];
     let count = |name: &str| leavers[name].as_u64().expect("a count");
     assert!(count("drawn") > 0 && count("in_time") * 2 > count("drawn"), "{leavers:#}");
     let page = std::fs::read_to_string(folder.path().join("report.html")).expect("a report");
@@ -118,7 +120,10 @@ fn every_kill_meets_requests_and_nothing_is_found_of_what_comes_back() {
     assert_eq!(faults.len(), 3);
     for fault in faults {
         assert!(fault["in_flight"].as_u64() > Some(0), "it met nothing: {fault:#}");
-        assert!(fault["e2e_ms"]["max"].is_f64() && fault["leavers"]["left"].as_u64() > Some(0), "{fault:#}");
+        assert!(
+            fault["e2e_ms"]["max"].is_f64() && fault["cancelled"]["cancelled"].as_u64() > Some(0),
+            "{fault:#}"
+        );
         assert_eq!(fault["errors_after"], 0, "{fault:#}");
     }
 }
@@ -126,7 +131,7 @@ fn every_kill_meets_requests_and_nothing_is_found_of_what_comes_back() {
 /// What is shown as a sample is what its raw events say, and what this version says of them.
 #[test]
 fn the_committed_sample_report_is_what_its_events_say() {
-    let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/2026-11-23-disconnect");
+    let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/disconnect/sample");
     let folder = tempfile::tempdir().expect("a folder");
     let packed = "events.jsonl.gz";
     std::fs::copy(sample.join(packed), folder.path().join(packed)).expect("the sample's events");
@@ -236,7 +241,7 @@ fn blocks_that_are_stranded_in_the_gap_are_found() {
 #[test]
 fn an_engine_that_dies_by_itself_is_found() {
     // Whoever asks it then fails, in whatever part of the run that is; and that what it held was free again it told nobody.
-    let allowed = ["requests_failed", "bystanders_failed", "stranded", "gap_stranded"];
+    let allowed = ["requests_failed", "uncancelled_failed", "stranded", "gap_stranded"];
     is_found("dies:9@decode-0", "stream,unary,prefill,gap", &["engine_gone"], &allowed);
 }
 
@@ -249,13 +254,13 @@ fn blocks_that_are_freed_twice_are_found() {
 #[test]
 fn answers_from_stale_blocks_are_found() {
     // What is asked again reads as late as what was asked first.
-    is_found("stale-blocks", "gap,stream", &["wrong_texts"], &["texts_unsteady"]);
+    is_found("stale-blocks", "gap,stream", &["wrong_texts"], &["texts_nondeterministic"]);
 }
 
 #[test]
 fn bystanders_that_are_stalled_are_found() {
     // Nor does anybody's end come while nothing is computed: three that leave one after the other are a second.
-    is_found("stalls-bystanders", "stream", &["bystanders_slowed"], &["stranded"]);
+    is_found("stalls-uncancelled", "stream", &["uncancelled_slowed"], &["stranded"]);
 }
 
 #[test]
@@ -266,7 +271,7 @@ fn an_engine_that_only_tells_its_metrics_is_judged_by_them() {
     // Reads of 80 ms: who leaves in one leaves a lease behind, and they are many enough to be compared.
     let simulated = simulated_like(Some("strands-gap"), &["--fetch-rate", "100"]);
     let summary = judged_at(&simulated, &["--metrics-only", "--phases", "prefill,first-token"]);
-    is_judged("strands-gap", &summary, &["held_for_nobody", "leases_expired"], &[]);
+    is_judged("strands-gap", &summary, &["orphaned_blocks", "leases_expired"], &[]);
     // Samples of metrics say what the simulator's own log of the same minutes says, as far as they can.
     let exact = by_their_own_logs(&simulated)["all"]["block_seconds"].as_f64().expect("block-seconds");
     let sampled = &summary["sampled"];
@@ -322,21 +327,18 @@ fn engines_that_nobody_can_look_at_are_judged_by_their_clients_alone() {
     is_judged("nobody looks", &summary, &[], &[]);
     assert_eq!((&summary["exact"], &summary["engines"]), (&false.into(), &serde_json::json!([])));
     assert!(
-        summary["left"].as_u64() > Some(0) && summary["texts"]["compared"].as_u64() > Some(0),
+        summary["cancelled"].as_u64() > Some(0) && summary["texts"]["compared"].as_u64() > Some(0),
         "{summary:#}"
     );
-    assert!(summary["calm_stand_ins"]["ttft_ms"]["n"].as_u64() > Some(0), "{summary:#}");
+    assert!(summary["calm_paired"]["ttft_ms"]["n"].as_u64() > Some(0), "{summary:#}");
     let page = std::fs::read_to_string(simulated.folder.path().join("report.html")).expect("a report");
-    assert!(page.contains("no engine was watched"), "{page}");
-    assert!(
-        !page.contains("leases that only time has ended") && !page.contains("No block was stranded"),
-        "{page}"
-    );
+    assert!(page.contains("no engine was observed"), "{page}");
+    assert!(!page.contains("<b>Excused:</b>") && !page.contains("No block was stranded"), "{page}");
 }
 
 #[test]
 fn what_is_broken_and_mended_from_outside_is_told_and_bad_options_are_refused_early() {
-    let broken = ["--break", "nothing=true", "--mend", "nothing=true", "--phases", "stream"];
+    let broken = ["--fault", "nothing=true", "--recover", "nothing=true", "--phases", "stream"];
     let summary = judged_with(None, &broken);
     let faults = summary["faults"].as_array().expect("faults");
     assert_eq!(
@@ -346,15 +348,15 @@ fn what_is_broken_and_mended_from_outside_is_told_and_bad_options_are_refused_ea
     is_judged("nothing broken", &summary, &[], &[]);
     // It waited for requests in prefill and at their answers, and some of its clients left.
     assert!(faults[0]["in_flight"].as_u64() > Some(0) && faults[0]["waited_ms"].is_f64(), "{faults:#?}");
-    assert!(faults[0]["leavers"]["left"].as_u64() > Some(0), "{faults:#?}");
+    assert!(faults[0]["cancelled"]["cancelled"].as_u64() > Some(0), "{faults:#?}");
     let url = ["--url", "http://127.0.0.1:1", "--admin", "http://127.0.0.1:1"];
     for (wrong, says) in [
         (vec!["--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
-        (vec!["--share", "1.5"], "0 to 1"),
+        (vec!["--cancel-share", "1.5"], "0 to 1"),
         (vec!["--seconds", "0"], "--seconds"),
-        ([url.as_slice(), &["--break", "x"]].concat(), "NAME=COMMAND"),
-        ([url.as_slice(), &["--mend", "x=y"]].concat(), "no --break"),
-        ([url.as_slice(), &["--beside", "/dev/null"]].concat(), "/dev/null"),
+        ([url.as_slice(), &["--fault", "x"]].concat(), "NAME=COMMAND"),
+        ([url.as_slice(), &["--recover", "x=y"]].concat(), "no --fault"),
+        ([url.as_slice(), &["--compare-with", "/dev/null"]].concat(), "/dev/null"),
         (url.to_vec(), "127.0.0.1:1"),
         (vec!["--url", "http://127.0.0.1:1", "--engine", "prefil=http://127.0.0.1:2"], "not `prefil`"),
     ] {
@@ -384,14 +386,14 @@ fn went_on(summary: &Value) -> Option<f64> {
     assert_eq!(row["leg"], "prefill");
     let number = |name: &str| row[name].as_f64().expect("a number");
     let few = number("judged") < 10.0 || number("judged") < number("at_work") / 4.0;
-    (!few).then(|| (number("untold") + number("told_and_went_on")) / number("judged"))
+    (!few).then(|| (number("completed_without_abort") + number("continued_after_abort")) / number("judged"))
 }
 
 /// How long prefills have to be to be judged, and which share of them goes on where nobody stops, is what this machine shows now:
 /// the honest ones are held against the others of the same minute.
 #[test]
 fn short_prefills_that_nobody_stops_are_found_and_honest_ones_are_not() {
-    let options = ["--phases", "prefill,stream", "--victims", "30"];
+    let options = ["--phases", "prefill,stream", "--cancels", "30"];
     for engines in SHORT_PREFILL {
         let summary = judged_like(Some("never-aborts-prefill"), &engines, &options);
         let Some(never) = went_on(&summary) else { continue };
@@ -420,13 +422,13 @@ const ROUNDS: [&str; 6] = ["--seconds", "6", "--rounds", "4", "--phases", "prefi
 fn a_stall_after_each_abort_is_found() {
     let mut stall_ms = 40.0;
     for _ in 0..3 {
-        let fault = format!("stalls-bystanders:{stall_ms:.0}");
+        let fault = format!("stalls-uncancelled:{stall_ms:.0}");
         let summary = judged_with(Some(&fault), &ROUNDS);
-        let numbers = summary["bystanders"]["numbers"].as_array().expect("numbers");
+        let numbers = summary["uncancelled"]["numbers"].as_array().expect("numbers");
         let first = numbers.iter().rev().find(|number| number["measure"] == "ttft");
         println!("{fault}: {:?}, {first:?}", found(&summary));
-        if found(&summary).contains(&"bystanders_slowed") {
-            return is_judged(&fault, &summary, &["bystanders_slowed"], &["stranded"]);
+        if found(&summary).contains(&"uncancelled_slowed") {
+            return is_judged(&fault, &summary, &["uncancelled_slowed"], &["stranded"]);
         }
         let missing = first.and_then(|number| number["named_by_ms"].as_f64()).unwrap_or(stall_ms);
         stall_ms = (stall_ms + 2.0 * missing).min(300.0);
@@ -436,11 +438,11 @@ fn a_stall_after_each_abort_is_found() {
 
 #[test]
 fn clients_that_stall_are_measured() {
-    let options = ["--phases", "prefill,stream,unary", "--kinds", "stall", "--victims", "12"];
+    let options = ["--phases", "prefill,stream,unary", "--cancel-by", "stall", "--cancels", "12"];
     let summary = judged_with(None, &options);
     let stalls = &summary["kinds"][0];
     let number = |name: &str| stalls[name].as_u64().expect("a number");
     // Of the storm, where they ask for what all ask for (nothing else was asked for: otherwise nobody stalls there), most are too late.
-    assert!(stalls["kind"] == "stall" && number("left") >= 24, "{stalls:#}");
+    assert!(stalls["kind"] == "stall" && number("cancelled") >= 24, "{stalls:#}");
     assert!(number("too_late") > 0, "{stalls:#}");
 }

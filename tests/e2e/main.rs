@@ -17,6 +17,7 @@
 //! | `endings` | the router is killed, or told to stop; so is an engine |
 //! | `bad_input` | what no engine should hear of, and what clients may not choose |
 //! | `upgrade` | routers and engines are replaced under load: no request fails |
+//! | `pages` | the commands of README and tutorial |
 //! | `up` | `baton up`: its banner, its supervision, its end |
 //! | `vanish` | `baton bench disconnect` finds whether clients are noticed whose host is gone without a word |
 //! | `watching` | `baton top` and `baton doctor` |
@@ -32,6 +33,7 @@ mod endings;
 mod harness;
 mod judge;
 mod nixl;
+mod pages;
 mod recall;
 mod refusals;
 mod reports;

@@ -42,7 +42,7 @@ fn nixl_is(cluster: &Cluster, state: &str) {
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
 fn a_pair_with_nixl_answers_what_one_engine_answers() {
     let cluster = Cluster::new().prefill(NIXL).decode(NIXL).decode(NIXL).start();
-    nixl_is(&cluster, "here");
+    nixl_is(&cluster, "loaded");
     for tokens in [20, 100, 333, 1000] {
         answers(&cluster, tokens);
     }
@@ -119,7 +119,7 @@ fn a_device_and_a_cpu_with_nixl_meet_in_host_memory() {
 fn an_engine_that_finds_no_nixl_says_so_and_hands_over_without() {
     let missing = format!("{NIXL} --nixl-library /nowhere/libnixl_capi.so");
     let cluster = cluster(&missing, &missing);
-    nixl_is(&cluster, "missing");
+    nixl_is(&cluster, "not_found");
     answers(&cluster, 100);
     assert_eq!(carried(&cluster, "shm"), 1.0);
     cluster.settled(PATIENCE);

@@ -348,7 +348,7 @@ fn a_handoff_that_no_decode_engine_can_use_goes_back_and_the_answer_comes_all_th
 #[test]
 fn a_decode_engine_that_stands_still_hands_its_request_to_another_while_the_lease_lives() {
     let mut cluster =
-        Cluster::new().decode("").decode("").router("timeouts", json!({"alive_ms": 300})).start();
+        Cluster::new().decode("").decode("").router("timeouts", json!({"liveness_probe_ms": 300})).start();
     cluster.decode[0].pause();
     // Two, because equals take turns: one of them goes to the one that stands still.
     let calls = [0, 1].map(|_| cluster.send(&Ask::fresh(100)));

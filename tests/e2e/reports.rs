@@ -1,5 +1,5 @@
 //! The five reports from which this project learned, each as a test that fails on what was reported. The page that maps
-//! them to code and to the other tests is `docs/source-reports.md`.
+//! them to code and to the other tests is `docs/explanation/source-reports.md`.
 //!
 //! Leases are long here wherever it must not be time that frees: [`FOREVER`].
 

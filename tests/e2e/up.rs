@@ -11,7 +11,7 @@ use crate::harness::{Call, PATIENCE, Reply, Signal, ends, eventually, signal};
 const UP_WITHIN: Duration = Duration::from_secs(60);
 
 /// `baton up`, as a person starts it.
-struct Up {
+pub(crate) struct Up {
     child: Child,
     lines: Receiver<String>,
 }
@@ -25,7 +25,7 @@ fn what_is_wrong_with_both_engines_is_said_once() {
         .expect("the binary under test can be started");
     let said = String::from_utf8_lossy(&up.stderr);
     assert!(!up.status.success(), "{said}");
-    assert_eq!(said.matches("--kv-cache-dtype is f32 or bf16 there").count(), 1, "{said}");
+    assert_eq!(said.matches("--kv-cache-dtype must be f32 or bf16").count(), 1, "{said}");
     assert_eq!(said.matches("ended before it was ready").count(), 1, "{said}");
 }
 
@@ -37,7 +37,7 @@ struct Curl {
 }
 
 impl Up {
-    fn start() -> Self {
+    pub(crate) fn start() -> Self {
         Self::with(&[])
     }
 
@@ -77,6 +77,18 @@ impl Up {
         let (address, path) = url.split_once('/').expect("a URL with a path");
         let body = body.unwrap_or_else(|| panic!("no body: {line}")).to_owned();
         Curl { address: address.to_owned(), path: format!("/{path}"), body }
+    }
+
+    /// The addresses of the banner: for clients, and of the admin listener.
+    pub(crate) fn addresses(&self) -> (String, String) {
+        let curl = self.curl();
+        let admin = loop {
+            let line = self.lines.recv_timeout(UP_WITHIN).expect("the banner names the admin listener");
+            if let Some((_, rest)) = line.split_once("Watch it: http://") {
+                break rest.split('/').next().unwrap_or_default().to_owned();
+            }
+        };
+        (curl.address, admin)
     }
 
     /// Its child processes, by what they are: `router`, `prefill`, `decode`.

@@ -40,7 +40,11 @@ fn engine(name: &str, role: &str, listen: &str, folder: &Path) -> Process {
 
 fn router(name: &str, folder: &Path) -> Process {
     let path = |name: &str| folder.join(name).to_str().expect("a path").to_owned();
-    started(name, &["router", "--config", &path("router.yaml"), "--handover", &path("handover")], folder)
+    started(
+        name,
+        &["router", "--config", &path("router.yaml"), "--takeover-socket", &path("handover")],
+        folder,
+    )
 }
 
 /// The moment for the next step.
@@ -192,7 +196,7 @@ fn who_was_drained_is_drained_at_the_next_router_too() {
     front.signal(Signal::Terminate);
     front.ends_well(ENDS_WITHIN);
     let log = front.log();
-    let told = log.lines().find(|line| line.contains("operators have drained these engines"));
+    let told = log.lines().find(|line| line.contains("operator drain orders end with this router"));
     assert!(told.is_some_and(|line| line.contains(&drained)), "{log}");
 }
 

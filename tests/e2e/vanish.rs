@@ -9,7 +9,7 @@ use crate::judge::{is_judged, judged_at, simulated_at};
 fn judged(client_lost_ms: u64) -> Option<Value> {
     let lost = format!("timeouts: {{client_lost_ms: {client_lost_ms}}}\n");
     let simulated = simulated_at("0.0.0.0", None, &["--decode-ms", "20"], &lost);
-    let options = ["--phases", "stream", "--kinds", "fin,vanish", "--vanish-noticed-ms", "1000"];
+    let options = ["--phases", "stream", "--cancel-by", "fin,vanish", "--vanish-noticed-ms", "1000"];
     let summary = judged_at(&simulated, &options);
     if summary["not_played"].is_array() {
         eprintln!("SKIPPED: no client can vanish on this machine: {}", summary["not_played"]);
@@ -29,10 +29,10 @@ fn a_router_that_notices_vanished_clients_is_told_from_one_that_does_not() {
     assert!(vanished["noticed_ms"]["min"].as_f64() >= Some(900.0), "{vanished:#}");
     assert_eq!(number(vanished, "stranded"), 0, "{vanished:#}");
     let row = healthy["kinds"].as_array().expect("kinds").iter().find(|row| row["kind"] == "vanish");
-    assert_eq!(row.expect("a row")["left"], vanished["left"]);
-    let left = healthy["left"].as_u64().expect("a number");
+    assert_eq!(row.expect("a row")["cancelled"], vanished["cancelled"]);
+    let left = healthy["cancelled"].as_u64().expect("a number");
     assert_eq!(
-        healthy["all"]["left"].as_u64(),
+        healthy["all"]["cancelled"].as_u64(),
         Some(left),
         "they are not among those that can be known at once"
     );

@@ -58,15 +58,12 @@ fn the_doctor_leaves_a_healthy_deployment_in_every_phase_and_proves_that_the_blo
     {
         assert_eq!(told.marked("OK", check).len(), lines, "{check}: {}", told.text);
     }
-    assert!(
-        told.marked("OK", "epoch")[0]
-            .contains("2 engines are those that answered in the beginning; the routers reach the same")
-    );
+    assert!(told.marked("OK", "epoch")[0].contains("2 engines did not restart; the routers reach the same"));
     // It leaves nothing behind.
     cluster.settled(AT_ONCE * 5);
     let url = format!("http://{}", cluster.url);
     let (code, text) =
-        baton(&["doctor", &url, "--admin", &format!("http://{}", cluster.admin), "--look-only"]);
+        baton(&["doctor", &url, "--admin", &format!("http://{}", cluster.admin), "--no-requests"]);
     assert_eq!(code, Some(0), "{text}");
     assert!(text.contains("\nhealthy: ") && text.contains("SKIPPED  disconnects"), "{text}");
 }
@@ -83,10 +80,10 @@ fn the_doctor_that_sees_metrics_only_proves_what_they_show() {
     }
     cluster.settled(AT_ONCE * 5);
     let broken = simulated(Some("never-aborts-decode"));
-    let told = Told::at(&broken.url, &broken.admin, &["--metrics-only", "--within", "1"]);
+    let told = Told::at(&broken.url, &broken.admin, &["--metrics-only", "--free-within", "1"]);
     let failed = told.marked("FAIL", "disconnect");
     assert!(
-        failed.iter().any(|line| line.contains("did not abort") || line.contains("did not come back")),
+        failed.iter().any(|line| line.contains("did not abort") || line.contains("are not freed")),
         "{}",
         told.text
     );
@@ -97,18 +94,21 @@ fn the_doctor_that_looks_at_other_engines_than_those_that_answer_does_not_call_t
     let (answers, looked_at) = (Cluster::new().start(), Cluster::new().start());
     let (url, admin) = (format!("http://{}", answers.url), format!("http://{}", looked_at.admin));
     // As strict as it may be: a warning would be another verdict.
-    for more in [&["--accept", "exposure", "--strict"][..], &["--metrics-only", "--within", "1"]] {
+    for more in [&["--ignore", "exposure", "--strict"][..], &["--metrics-only", "--free-within", "1"]] {
         let told = Told::at(&url, &admin, more);
         assert_eq!(told.code, Some(2), "{}", told.text);
         assert!(told.marked("OK", "disconnect").is_empty(), "{}", told.text);
-        assert!(told.text.contains("could not look: no disconnect was proved, because "), "{}", told.text);
-        assert!(told.text.contains("\"verdict\": \"not_proved\"") && told.text.contains("it went elsewhere"));
+        assert!(told.text.contains("not examined: no disconnect was verified: "), "{}", told.text);
+        assert!(
+            told.text.contains("\"verdict\": \"not_proved\"")
+                && told.text.contains("other engines served it")
+        );
     }
     // One of two is not enough.
     let (code, text) =
         baton(&["doctor", &url, "--engine", &format!("http://{}", answers.prefill[0].address)]);
-    assert!(code == Some(2) && text.contains("who decodes is not in view"), "{code:?} {text}");
-    let told = Told::at(&url, &admin, &["--look-only"]);
+    assert!(code == Some(2) && text.contains("the decode engine is unknown"), "{code:?} {text}");
+    let told = Told::at(&url, &admin, &["--no-requests"]);
     assert_eq!(told.code, Some(0), "what was looked at is well: {}", told.text);
 }
 
@@ -119,7 +119,7 @@ fn the_doctor_names_an_engine_that_is_gone_and_leases_that_nobody_will_fetch() {
     let gone = cluster.decode[1].address.clone();
     cluster.decode[1].kill();
     eventually(PATIENCE, "the lease is called stranded", || {
-        let told = Told::of(&cluster, &["--look-only"]);
+        let told = Told::of(&cluster, &["--no-requests"]);
         assert_eq!(told.code, Some(1), "{}", told.text);
         let engines = told.marked("FAIL", "engine");
         assert!(engines.len() == 1 && engines[0].contains(&gone), "{}", told.text);
@@ -146,9 +146,9 @@ fn the_doctor_names_a_wrong_secret_and_blocks_that_do_not_fit() {
         .decode(&format!("{guarded} --block-size 24"))
         .router("cluster_secret_file", json!(Path::new(&right)))
         .start();
-    let told = Told::of(&cluster, &["--look-only", "--cluster-secret-file", &wrong]);
+    let told = Told::of(&cluster, &["--no-requests", "--cluster-secret-file", &wrong]);
     assert_eq!((told.code, told.marked("FAIL", "secret").len()), (Some(1), 2), "{}", told.text);
-    let told = Told::of(&cluster, &["--look-only", "--cluster-secret-file", &right]);
+    let told = Told::of(&cluster, &["--no-requests", "--cluster-secret-file", &right]);
     assert_eq!((told.code, told.marked("FAIL", "secret").len()), (Some(1), 0), "{}", told.text);
     let layout = told.marked("FAIL", "layout");
     assert!(layout.len() == 1 && layout[0].contains("16 and 24"), "{}", told.text);
@@ -161,7 +161,7 @@ fn the_doctor_that_sees_nobody_says_so() {
         std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("an address").port();
     let (code, text) = baton(&["doctor", &format!("http://127.0.0.1:{port}")]);
     assert_eq!(code, Some(2), "{text}");
-    assert!(text.contains("could not look"), "{text}");
+    assert!(text.contains("not examined"), "{text}");
     assert_eq!(baton(&["doctor", "not a url"]).0, Some(2));
     let (code, text) = baton(&["top", "--once", "--admin", &format!("http://127.0.0.1:{port}")]);
     assert_eq!(code, Some(1), "{text}");
@@ -175,22 +175,25 @@ fn the_doctor_that_meets_a_dead_door_says_which_and_finds_no_fault_besides() {
     let dead = listener.local_addr().expect("an address");
     drop(listener);
     let admin = format!("http://{}", cluster.admin);
-    for more in [&["--strict", "--accept", "exposure"][..], &["--look-only"]] {
+    for more in [&["--strict", "--ignore", "exposure"][..], &["--no-requests"]] {
         let told = Told::at(&format!("http://{dead}"), &admin, more);
         assert_eq!(told.code, Some(1), "{}", told.text);
         let verdict =
-            format!("NOT healthy: the door {dead} does not answer: cannot connect: Connection refused");
+            format!("NOT healthy: the endpoint {dead} does not respond: cannot connect: Connection refused");
         assert!(told.text.contains(&verdict), "{}", told.text);
         let failed = told.checks.iter().filter(|line| line["mark"] == "FAIL").collect::<Vec<_>>();
         assert!(failed.len() == 1 && failed[0]["check"] == "door", "{}", told.text);
-        assert!(!told.text.contains("nobody answers"), "{}", told.text);
-        let look_only = more == ["--look-only"];
+        assert!(!told.text.contains("no endpoint responds"), "{}", told.text);
+        let look_only = more == ["--no-requests"];
         // The engines can be asked, and are.
         assert_eq!(told.marked("OK", "lease").len(), usize::from(!look_only), "{}", told.text);
     }
     // An engine that is the door is gone once.
-    let told =
-        Told::at(&format!("http://{dead}"), &admin, &["--look-only", "--engine", &format!("http://{dead}")]);
+    let told = Told::at(
+        &format!("http://{dead}"),
+        &admin,
+        &["--no-requests", "--engine", &format!("http://{dead}")],
+    );
     assert!(told.marked("FAIL", "engine").is_empty() && told.code == Some(1), "{}", told.text);
 }
 

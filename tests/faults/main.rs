@@ -5,7 +5,7 @@
 //! cargo test --test faults                                    a small number of rounds, within a minute
 //! cargo test --test faults -- --rounds 1000 [--seed S]        the real thing
 //! cargo test --test faults -- --seed S --from R --rounds 1    one round again, with the same choices
-//! BATON_NIXL_LIBRARY=FILE cargo test --test faults            with NIXL instead of shared memory: docs/nixl.md
+//! BATON_NIXL_LIBRARY=FILE cargo test --test faults            with NIXL instead of shared memory: docs/how-to/nixl.md
 //! ```
 //!
 //! | file | what |

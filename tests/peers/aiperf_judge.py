@@ -11,6 +11,7 @@ judges that anew. Standard library only. See README.md in this folder.
 """
 
 import argparse
+import gzip
 import json
 import os
 import pathlib
@@ -197,7 +198,7 @@ def home_us(events):
         freed = [event["at_us"] for event in own if event["kind"] == "freed"]
         if freed:
             last.append(max(freed))
-        elif any(event["kind"] == "lent" or (event["kind"] == "ended" and event["blocks"]) for event in own):
+        elif any(event["kind"] == "lease_opened" or (event["kind"] == "ended" and event["blocks"]) for event in own):
             last.append(float("inf"))
     return max(last, default=None)
 
@@ -241,7 +242,7 @@ def judge(run):
     summary = {
         "requests": len(requests), "cancelled": len(cancelled), "engines_aborted": aborted, "failed": failed,
         "router_saw_leave": run["router_saw_leave"], **count, "lease_expiries": run["lease_expiries"],
-        "tokens_for_nobody": sum(e["generated"] for r in cancelled for e in r["events"]
+        "wasted_tokens": sum(e["generated"] for r in cancelled for e in r["events"]
                                  if e["kind"] == "ended" and e["engine"] == "decode"),
         "gone_to_told_ms_max": round(max(learnt, default=0) / 1000, 3),
         "gone_to_home_s_p50": round(homes[len(homes) // 2], 3) if homes else None,
@@ -281,7 +282,7 @@ def check():
             "router": {"id": "r", "outcome": "client_gone", "began_us": 0, "took_us": 5 * second + 10,
                        "asked": [["prefill", "p"], ["decode", "d"]]},
             "events": [
-                event("prefill", 4 * second, "lent", blocks=4), event("prefill", 4 * second + 9, "lease_ended", reason="transfer_done"),
+                event("prefill", 4 * second, "lease_opened", blocks=4), event("prefill", 4 * second + 9, "lease_ended", reason="transfer_done"),
                 event("prefill", 4 * second + 9, "freed", blocks=4), event("decode", 5 * second + 20, "abort", how="disconnect"),
                 event("decode", 5 * second + 30, "ended", outcome="abort", generated=3, blocks=4),
                 event("decode", 5 * second + 40, "freed", blocks=4),
@@ -404,7 +405,8 @@ def main():
         print("the judge finds every planted fault")
         return 0
     if options.again:
-        runs = json.loads(pathlib.Path(options.again).read_text())["runs"]
+        kept = pathlib.Path(options.again).read_bytes()
+        runs = json.loads(gzip.decompress(kept) if options.again.endswith(".gz") else kept)["runs"]
         return say_all(runs, sum([say(run) for run in runs]))
     binary = os.environ.get("BATON_BIN") or str(ROOT / "target/debug/baton")
     expect(pathlib.Path(binary).exists(), f"no {binary}: cargo build first, or set BATON_BIN")

@@ -246,7 +246,7 @@ def up(baton, folder, processes):
 
 
 def newest_report():
-    reports = sorted(ROOT.glob("bench/results/*-disconnect/report.html"))
+    reports = sorted(ROOT.glob("bench/results/disconnect/[0-9]*/report.html"))
     return reports[-1] if reports else None
 
 

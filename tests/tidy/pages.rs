@@ -7,10 +7,10 @@ use std::process::Command;
 use super::{assert_none, code, files, root, sources};
 
 /// Pages of which every test's name in backticks must be one of ours.
-const PAGES_WITH_TESTS: &[&str] = &["docs/contract.md", "docs/threat-model.md"];
+const PAGES_WITH_TESTS: &[&str] = &["docs/reference/contract.md", "docs/explanation/threat-model.md"];
 
 /// Every page, by its path from the root.
-fn pages() -> impl Iterator<Item = (String, String)> {
+pub(super) fn pages() -> impl Iterator<Item = (String, String)> {
     files().into_iter().filter(|(name, _)| name.ends_with(".md")).map(|(name, path)| {
         let text = fs::read_to_string(path).expect("a page is text");
         (name, text)
@@ -19,7 +19,7 @@ fn pages() -> impl Iterator<Item = (String, String)> {
 
 /// Where a line of a page stands.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Within {
+pub(super) enum Within {
     Prose,
     /// Between two fences.
     Code,
@@ -28,7 +28,7 @@ enum Within {
 }
 
 /// A page's lines with their numbers. Prose whose code goes on in the next line is one line.
-fn lines(page: &str) -> Vec<(usize, Within, String)> {
+pub(super) fn lines(page: &str) -> Vec<(usize, Within, String)> {
     let (mut lines, mut fenced): (Vec<(usize, Within, String)>, bool) = (Vec::new(), false);
     for (number, line) in page.lines().enumerate() {
         let within = match (line.trim_start().starts_with("```"), fenced) {
@@ -268,7 +268,7 @@ fn first_table(text: &str) -> Vec<Vec<&str>> {
 
 #[test]
 fn every_table_of_figures_in_the_comparison_names_its_command_its_day_and_its_report() {
-    let page = fs::read_to_string(root().join("docs/comparison.md")).expect("the page is there");
+    let page = fs::read_to_string(root().join("docs/explanation/comparison.md")).expect("the page is there");
     let mut measured = Vec::new();
     for section in page.split("\n## ").skip(1) {
         let (title, text) = section.split_once('\n').expect("a title");
@@ -291,8 +291,8 @@ fn every_table_of_figures_in_the_comparison_names_its_command_its_day_and_its_re
 fn the_comparison_of_leavers_is_what_its_report_says() {
     let read = |path: &str| fs::read_to_string(root().join(path)).expect("it is there");
     let report: serde_json::Value =
-        serde_json::from_str(&read("bench/results/2026-11-23-compare-vllm.json")).expect("JSON");
-    let page = read("docs/comparison.md");
+        serde_json::from_str(&read("bench/results/compare/2026-11-23-vllm-zen5.json")).expect("JSON");
+    let page = read("docs/explanation/comparison.md");
     let (_, section) = page.split_once("\n## Clients that leave").expect("the section");
     let rows = first_table(section);
     let targets = report["targets"].as_array().expect("front doors");

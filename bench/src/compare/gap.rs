@@ -40,7 +40,7 @@ pub enum Fate {
 
 /// One client that was to leave in the gap, and what the prefill engine wrote down of its blocks.
 #[derive(Clone, Debug, Serialize)]
-pub struct Victim {
+pub struct CancelledRequest {
     /// Which round.
     pub round: usize,
     /// The `user` of its request, which the engine's events carry.
@@ -102,19 +102,19 @@ pub(super) async fn round(
     fleet: &SimFleet,
     contender: &Contender,
     round: usize,
-) -> Result<Vec<Victim>, BenchError> {
+) -> Result<Vec<CancelledRequest>, BenchError> {
     let client = client(contender, Connections::Fresh).await?;
     let mut watch = Watch::of(fleet)?;
-    let mut victims = Vec::new();
-    for first in (0..args.victims).step_by(AT_ONCE) {
+    let mut cancelled = Vec::new();
+    for first in (0..args.cancels).step_by(AT_ONCE) {
         let mut calls = tokio::task::JoinSet::new();
         let mut leaving = Vec::new();
-        for number in first..args.victims.min(first + AT_ONCE) {
+        for number in first..args.cancels.min(first + AT_ONCE) {
             let (tag, leave) = (format!("{}-{round}-{number}", contender.name), CancellationToken::new());
             let (client, args, leaves) = (client.clone(), args.clone(), leave.clone());
             leaving.push((tag.clone(), leave));
             calls.spawn(async move {
-                let prompt = prompt(round * args.victims + number, args.prompt_tokens);
+                let prompt = prompt(round * args.cancels + number, args.prompt_tokens);
                 let wish = Wish::new(Endpoint::Completions, &args.model, &prompt, args.output_tokens as u32);
                 let ask = Wish { user: Some(&tag), ..wish }.ask();
                 let call = client.call(&ask, &Leave::When(leaves), Manner::Fin).await;
@@ -123,7 +123,7 @@ pub(super) async fn round(
         }
         for (tag, leave) in &leaving {
             // One that is never lent leaves all the same, and is counted as missed.
-            watch.until(tag, "lent", SLACK).await;
+            watch.until(tag, "lease_opened", SLACK).await;
             leave.cancel();
         }
         let mut left = HashMap::new();
@@ -133,16 +133,21 @@ pub(super) async fn round(
         }
         for (tag, _) in leaving {
             let call = &left[&tag];
-            victims.push(watch.judge(args, (round, tag), call).await);
+            cancelled.push(watch.judge(args, (round, tag), call).await);
         }
     }
-    Ok(victims)
+    Ok(cancelled)
 }
 
 impl Watch {
-    async fn judge(&mut self, args: &CompareArgs, (round, tag): (usize, String), call: &Call) -> Victim {
-        let lent = self.until(&tag, "lent", Duration::ZERO).await;
-        let mut victim = Victim {
+    async fn judge(
+        &mut self,
+        args: &CompareArgs,
+        (round, tag): (usize, String),
+        call: &Call,
+    ) -> CancelledRequest {
+        let lent = self.until(&tag, "lease_opened", Duration::ZERO).await;
+        let mut request = CancelledRequest {
             round,
             fate: Fate::Missed,
             left_us: call.left.map(Moment::us),
@@ -153,24 +158,24 @@ impl Watch {
             after_ms: 0.0,
             tag,
         };
-        let (Some(_), Some(left), Outcome::Left) = (lent, call.left, &call.outcome) else { return victim };
+        let (Some(_), Some(left), Outcome::Left) = (lent, call.left, &call.outcome) else { return request };
         if !call.tokens.is_empty() {
-            return victim;
+            return request;
         }
         let within = Duration::from_millis(args.lease_ms) + SLACK;
-        let Some(freed) = self.until(&victim.tag, "freed", within).await else {
-            victim.fate = Fate::Lost;
-            victim.after_ms = Moment::now().since(left).as_secs_f64() * 1e3;
-            return victim;
+        let Some(freed) = self.until(&request.tag, "freed", within).await else {
+            request.fate = Fate::Lost;
+            request.after_ms = Moment::now().since(left).as_secs_f64() * 1e3;
+            return request;
         };
-        let ended = self.until(&victim.tag, "lease_ended", Duration::ZERO).await;
-        victim.reason = ended.and_then(|ended| ended["reason"].as_str().map(str::to_owned));
-        victim.fate = match victim.reason.as_deref() {
+        let ended = self.until(&request.tag, "lease_ended", Duration::ZERO).await;
+        request.reason = ended.and_then(|ended| ended["reason"].as_str().map(str::to_owned));
+        request.fate = match request.reason.as_deref() {
             Some("lease_expired") => Fate::Stranded,
             _ => Fate::Home,
         };
-        victim.freed_us = freed["at_us"].as_u64();
-        victim.after_ms = victim.freed_us.unwrap_or(0).saturating_sub(left.us()) as f64 / 1e3;
-        victim
+        request.freed_us = freed["at_us"].as_u64();
+        request.after_ms = request.freed_us.unwrap_or(0).saturating_sub(left.us()) as f64 / 1e3;
+        request
     }
 }

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::calm::Round;
-use super::gap::{Fate, Victim};
+use super::gap::{CancelledRequest, Fate};
 use super::{CompareArgs, Contender};
 use crate::machine;
 use crate::router::report::Spread;
@@ -88,27 +88,27 @@ pub struct Ratios {
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct GapReport {
     /// Clients that left in it.
-    pub victims: usize,
+    pub cancels: usize,
     /// Clients that were to, and could not: nothing was lent, or the answer was there.
     pub missed: usize,
     /// Victims whose blocks came home by the end of the lease's time, or not at all.
     pub stranded: usize,
     /// Of those, not at all while anybody looked.
     pub lost: usize,
-    /// Blocks times seconds from a stranded victim's leaving until they were back, per 1,000 victims.
+    /// Blocks times seconds from the cancel of a stranded request until they are free, per 1,000 cancelled requests.
     pub stranded_block_seconds_per_1000: f64,
-    /// From leaving until the blocks were back, over all victims: median.
-    pub blocks_back_p50_ms: f64,
+    /// From the cancel until the blocks are free, over all cancelled requests: median.
+    pub time_to_free_p50_ms: f64,
     /// The same, 99th percentile.
-    pub blocks_back_p99_ms: f64,
+    pub time_to_free_p99_ms: f64,
     /// The same, greatest.
-    pub blocks_back_max_ms: f64,
+    pub time_to_free_max_ms: f64,
     /// `stranded_block_seconds_per_1000` of each round.
     pub rounds_block_seconds_per_1000: Spread,
     /// The median of each round from leaving until the blocks were back.
-    pub rounds_blocks_back_p50_ms: Spread,
+    pub rounds_time_to_free_p50_ms: Spread,
     /// Each client: every number above follows from these.
-    pub raw: Vec<Victim>,
+    pub raw: Vec<CancelledRequest>,
 }
 
 /// No number where there was no sample.
@@ -205,20 +205,20 @@ impl CompareReport {
                 "clients that leave in the gap; leases of {} ms, decode looks after {} ms",
                 self.lease_ms, self.admission_delay_ms
             ));
-            lines.push("blocks back: from a victim's leaving until they were free, ms".to_owned());
-            let heads = ["", "victims", "stranded", "missed", "block-s/1,000", "back p50", "p99", "max"];
+            lines.push("free: from the cancel until the blocks are free, ms".to_owned());
+            let heads = ["", "cancels", "stranded", "missed", "block-s/1,000", "free p50", "p99", "max"];
             let mut rows = vec![heads.map(str::to_owned).to_vec()];
             for (target, gap) in self.targets.iter().filter_map(|target| Some((target, target.gap.as_ref()?)))
             {
                 rows.push(vec![
                     target.name.clone(),
-                    gap.victims.to_string(),
+                    gap.cancels.to_string(),
                     gap.stranded.to_string(),
                     gap.missed.to_string(),
                     format!("{:.1}", gap.stranded_block_seconds_per_1000),
-                    number(gap.blocks_back_p50_ms),
-                    number(gap.blocks_back_p99_ms),
-                    number(gap.blocks_back_max_ms),
+                    number(gap.time_to_free_p50_ms),
+                    number(gap.time_to_free_p99_ms),
+                    number(gap.time_to_free_max_ms),
                 ]);
             }
             lines.extend(columns(&rows));
@@ -280,46 +280,46 @@ impl TargetReport {
 
 impl GapReport {
     /// Adds a round.
-    pub(super) fn add(&mut self, victims: Vec<Victim>) {
-        let round = Tally::of(&victims);
+    pub(super) fn add(&mut self, cancelled: Vec<CancelledRequest>) {
+        let round = Tally::of(&cancelled);
         if let Some(per_1000) = round.block_seconds_per_1000() {
             self.rounds_block_seconds_per_1000.add(per_1000);
-            self.rounds_blocks_back_p50_ms.add(percentile(&round.back_ms, 50.0));
+            self.rounds_time_to_free_p50_ms.add(percentile(&round.time_to_free_ms, 50.0));
         }
-        self.raw.extend(victims);
+        self.raw.extend(cancelled);
         let all = Tally::of(&self.raw);
-        let count = |fate: Fate| self.raw.iter().filter(|victim| victim.fate == fate).count();
+        let count = |fate: Fate| self.raw.iter().filter(|request| request.fate == fate).count();
         (self.missed, self.lost) = (count(Fate::Missed), count(Fate::Lost));
-        (self.victims, self.stranded) = (all.back_ms.len(), self.lost + count(Fate::Stranded));
-        let at = |p| percentile(&all.back_ms, p);
-        (self.blocks_back_p50_ms, self.blocks_back_p99_ms, self.blocks_back_max_ms) =
+        (self.cancels, self.stranded) = (all.time_to_free_ms.len(), self.lost + count(Fate::Stranded));
+        let at = |p| percentile(&all.time_to_free_ms, p);
+        (self.time_to_free_p50_ms, self.time_to_free_p99_ms, self.time_to_free_max_ms) =
             (at(50.0), at(99.0), at(100.0));
         self.stranded_block_seconds_per_1000 = all.block_seconds_per_1000().unwrap_or(0.0);
     }
 }
 
-/// What some victims come to.
+/// What some cancelled requests add up to.
 struct Tally {
     /// In order.
-    back_ms: Vec<f64>,
+    time_to_free_ms: Vec<f64>,
     /// Of those that were stranded or lost.
     block_seconds: f64,
 }
 
 impl Tally {
-    fn of(victims: &[Victim]) -> Self {
-        let left = || victims.iter().filter(|victim| victim.fate != Fate::Missed);
-        let stranded = left().filter(|victim| victim.fate != Fate::Home);
+    fn of(cancelled: &[CancelledRequest]) -> Self {
+        let left = || cancelled.iter().filter(|request| request.fate != Fate::Missed);
+        let stranded = left().filter(|request| request.fate != Fate::Home);
         Self {
-            back_ms: sorted(left().map(|victim| victim.after_ms).collect()),
-            block_seconds: stranded.map(|victim| victim.blocks as f64 * victim.after_ms / 1e3).sum(),
+            time_to_free_ms: sorted(left().map(|request| request.after_ms).collect()),
+            block_seconds: stranded.map(|request| request.blocks as f64 * request.after_ms / 1e3).sum(),
         }
     }
 
     fn block_seconds_per_1000(&self) -> Option<f64> {
         // A sum of nothing is −0.
         let seconds = self.block_seconds + 0.0;
-        (!self.back_ms.is_empty()).then(|| seconds * 1_000.0 / self.back_ms.len() as f64)
+        (!self.time_to_free_ms.is_empty()).then(|| seconds * 1_000.0 / self.time_to_free_ms.len() as f64)
     }
 }
 
@@ -343,12 +343,12 @@ mod tests {
             requests_per_second: spread(&[123_456.78 / scale]),
             cpu_s_per_1000: (scale < 3.0).then(|| spread(&[0.61 * scale])),
             gap: Some(GapReport {
-                victims: 1_000,
+                cancels: 1_000,
                 stranded: 1_000,
                 stranded_block_seconds_per_1000: 123_456.7,
-                blocks_back_p50_ms: 30_001.25,
-                blocks_back_p99_ms: 30_012.5,
-                blocks_back_max_ms: 30_012.75,
+                time_to_free_p50_ms: 30_001.25,
+                time_to_free_p99_ms: 30_012.5,
+                time_to_free_max_ms: 30_012.75,
                 ..GapReport::default()
             }),
             ..TargetReport::default()
@@ -392,7 +392,7 @@ mod tests {
     #[test]
     fn a_gap_is_counted_by_hand() {
         let mut gap = GapReport::default();
-        let victim = |after_ms, fate| Victim {
+        let request = |after_ms, fate| CancelledRequest {
             round: 0,
             tag: String::from("t"),
             fate,
@@ -403,13 +403,13 @@ mod tests {
             blocks: 4,
             after_ms,
         };
-        gap.add(vec![victim(2.0, Fate::Home), victim(3_000.0, Fate::Stranded), victim(0.0, Fate::Missed)]);
-        gap.add(vec![victim(1.0, Fate::Home), victim(500.0, Fate::Lost)]);
-        assert_eq!((gap.victims, gap.stranded, gap.missed, gap.lost), (4, 2, 1, 1));
-        // 4 × 3 s and 4 × 0.5 s, of four victims.
+        gap.add(vec![request(2.0, Fate::Home), request(3_000.0, Fate::Stranded), request(0.0, Fate::Missed)]);
+        gap.add(vec![request(1.0, Fate::Home), request(500.0, Fate::Lost)]);
+        assert_eq!((gap.cancels, gap.stranded, gap.missed, gap.lost), (4, 2, 1, 1));
+        // 4 × 3 s and 4 × 0.5 s, of four cancelled requests.
         assert_eq!(gap.stranded_block_seconds_per_1000, 14.0 * 250.0);
         assert_eq!(
-            (gap.blocks_back_p50_ms, gap.blocks_back_p99_ms, gap.blocks_back_max_ms),
+            (gap.time_to_free_p50_ms, gap.time_to_free_p99_ms, gap.time_to_free_max_ms),
             (2.0, 3_000.0, 3_000.0)
         );
         let rounds = &gap.rounds_block_seconds_per_1000;

@@ -63,14 +63,14 @@ impl Acts<'_> {
         self.watch.read_counters().await;
         let (put, act) = (|record| self.stage.recorder.put(&record), name.to_owned());
         let at_us = Moment::now().us();
-        put(Record::ActBegan { act: act.clone(), at_us, what });
+        put(Record::SegmentBegan { act: act.clone(), at_us, what });
         self.progress.part(name, at_us);
         let result = run.await;
         self.watch.home(self.stage.ghosts.patience(self.terms.settle)).await;
         self.watch.read_counters().await;
         // The next look carries the counters.
         self.watch.home(Duration::from_millis(100)).await;
-        put(Record::ActEnded { act, at_us: Moment::now().us() });
+        put(Record::SegmentEnded { act, at_us: Moment::now().us() });
         result
     }
 

@@ -186,7 +186,7 @@ mod tests {
             (0, "queued", 1_100),
             (0, "started", 1_200),
             (0, "ended", 21_200),
-            (0, "lent", 21_200),
+            (0, "lease_opened", 21_200),
             (1, "queued", 21_300),
             (1, "fetching", 21_500),
             (1, "fetched", 21_900),

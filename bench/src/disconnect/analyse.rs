@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use super::bystanders;
 use super::dist::{Dist, Times};
 use super::faults::{self, Fault};
 use super::findings;
@@ -12,8 +11,9 @@ use super::raw::{ActKind, Books, CallRecord, EngineFacts, Record, Run};
 use super::retries::Retries;
 use super::sampled;
 use super::series;
-use super::summary::{EngineRow, Group, KindRow, PhaseRow, Service, StormLeavers, Summary, Texts};
+use super::summary::{EngineRow, Group, KindRow, PhaseRow, Service, StormCancels, Summary, Texts};
 use super::timeline::{Leg, Timeline, Told};
+use super::uncancelled;
 use super::untold::{self, Telling};
 use super::vanished::{self, NotPlayed};
 
@@ -38,7 +38,7 @@ pub(crate) struct Facts {
     pub(crate) rate: Option<Rate>,
     /// Kinds of leaving that were not possible here, and why.
     pub(crate) not_played: Vec<NotPlayed>,
-    pub(crate) beside: Option<serde_json::Value>,
+    pub(crate) compared_with: Option<serde_json::Value>,
     /// Broken off, and when.
     pub(crate) interrupted: Option<u64>,
     /// Why it could not go on.
@@ -81,11 +81,11 @@ impl Facts {
                     facts.engines.retain(|known| known.engine != engine.engine);
                     facts.engines.push(engine.clone());
                 }
-                Record::ActBegan { act, at_us, what } => {
+                Record::SegmentBegan { act, at_us, what } => {
                     let (name, what) = (act.clone(), *what);
                     facts.acts.push(Act { name, what, began: *at_us, ended: u64::MAX });
                 }
-                Record::ActEnded { act, at_us } => {
+                Record::SegmentEnded { act, at_us } => {
                     if let Some(known) = facts.acts.iter_mut().rev().find(|known| known.name == *act) {
                         known.ended = *at_us;
                     }
@@ -94,7 +94,7 @@ impl Facts {
                 Record::Call(call) => facts.calls.push(call.clone()),
                 Record::Event(event) if !told.insert((event.engine, event.seq)) => {}
                 Record::Event(event) => facts.timelines.entry(event.tag.clone()).or_default().take(event),
-                Record::Books(books) => facts.books.push(books.clone()),
+                Record::EngineState(books) => facts.books.push(books.clone()),
                 Record::Interrupted { at_us } => facts.interrupted = Some(*at_us),
                 Record::Failed { why, .. } => facts.failed = Some(why.clone()),
                 Record::Restarted { engine, at_us } => {
@@ -105,7 +105,7 @@ impl Facts {
                 Record::NotPlayed { kind, why } => {
                     facts.not_played.push(NotPlayed { kind: *kind, why: why.clone() });
                 }
-                Record::Beside { compared } => facts.beside = Some(compared.clone()),
+                Record::ComparedWith { compared } => facts.compared_with = Some(compared.clone()),
                 Record::Lost { events, .. } => facts.lost += events,
                 Record::Fault { act, fault, at_us, mended, struck } => {
                     let (act, fault, struck) = (act.clone(), fault.clone(), struck.clone());
@@ -254,7 +254,7 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
             let ours = |call: &CallRecord| call.vanishes() == vanish && aimed_at(call) == Some(phase);
             let aimed = facts.calls.iter().filter(|call| ours(call)).count() as u64;
             let group = group(&|victim| victim.call.vanishes() == vanish && victim.phase == Some(phase));
-            (aimed + group.left > 0).then_some(PhaseRow { phase, aimed, group })
+            (aimed + group.cancelled > 0).then_some(PhaseRow { phase, aimed, group })
         };
         Phase::ALL.into_iter().filter_map(of).collect::<Vec<_>>()
     };
@@ -269,19 +269,19 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         let served = facts.calls.iter().filter(served).count() as u64;
         let over = |call: &&CallRecord| is(call) && facts.is_over_too_soon(call);
         let too_late = facts.calls.iter().filter(over).count() as u64;
-        let let_go = |call: &&CallRecord| is(call) && facts.is_let_go(call);
-        let let_go = facts.calls.iter().filter(let_go).count() as u64;
+        let dropped_by_server = |call: &&CallRecord| is(call) && facts.is_let_go(call);
+        let dropped_by_server = facts.calls.iter().filter(dropped_by_server).count() as u64;
         let again = |call: &&CallRecord| {
             let first = call.retries.as_deref();
             first.is_some_and(|first| kind_of.get(first) == Some(&kind)) && facts.counts(call)
         };
         let retries = Retries::of(facts.calls.iter().filter(again));
         let group = group(&|victim| is(victim.call));
-        (group.left + served + too_late > 0).then_some(KindRow {
+        (group.cancelled + served + too_late > 0).then_some(KindRow {
             kind,
             served,
             too_late,
-            let_go,
+            dropped_by_server,
             retries,
             group,
         })
@@ -290,7 +290,7 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         load: Load::of(&facts),
         exact: facts.exact(),
         requests: facts.calls.len() as u64,
-        left: victims.len() as u64,
+        cancelled: victims.len() as u64,
         all: group(&|victim| !victim.call.vanishes()),
         phases: phases(false),
         kinds: kinds.collect(),
@@ -299,17 +299,17 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         refused: refused(&facts),
         calm: service(&facts, &facts.acts_of(ActKind::Calm)),
         storm: service(&facts, &facts.acts_of(ActKind::Storm)),
-        storm_leavers: storm_leavers(&facts),
-        calm_stand_ins: stand_ins(&facts),
-        ttft_p99_over_calm_stand_ins: bystanders::ttft_p99_over_calm_stand_ins(&facts),
-        bystanders: bystanders::compared(&facts),
+        storm_cancels: storm_cancels(&facts),
+        calm_paired: stand_ins(&facts),
+        ttft_p99_over_calm_paired: uncancelled::ttft_p99_over_calm_paired(&facts),
+        uncancelled: uncancelled::compared(&facts),
         work: untold::rows(&victims, &telling).into_iter().map(|(row, _)| row).collect(),
         faults: faults::rows(&facts),
         excused_leases: findings::excused_leases(&facts),
         engines: facts.engines.iter().map(|engine| engine_row(&facts, engine)).collect(),
         texts: texts(&facts),
         sampled: sampled::of(&facts, victims.len() as u64).filter(|_| !facts.exact()),
-        beside: facts.beside.clone(),
+        compared_with: facts.compared_with.clone(),
         events_lost: facts.lost,
         interrupted: facts.interrupted.is_some(),
         failed: facts.failed.clone(),
@@ -331,7 +331,7 @@ pub(super) fn ms(us: u64) -> f64 {
 /// What these clients did to the engines.
 pub(super) fn grouped(victims: &[&Victim<'_>], facts: &Facts) -> Group {
     let exact = facts.exact();
-    let mut group = Group { exact, left: victims.len() as u64, ..Group::default() };
+    let mut group = Group { exact, cancelled: victims.len() as u64, ..Group::default() };
     let (mut told, mut back, mut back_at_p) = (Times::default(), Times::default(), Times::default());
     for Victim { call, timeline, gone, watched_until, .. } in victims {
         let Some(timeline) = timeline else { continue };
@@ -341,13 +341,13 @@ pub(super) fn grouped(victims: &[&Victim<'_>], facts: &Facts) -> Group {
             Told::Nobody => {}
             Told::All(at) => told.ended(ms(at.saturating_sub(*gone))),
             Told::Never => {
-                group.never_told += 1;
+                group.abort_not_received += 1;
                 told.never(watched);
             }
         }
         match timeline.home_at() {
             None => {
-                group.never_back += 1;
+                group.never_freed += 1;
                 // Blocks of a vanished client may be held for longer than the engines were watched.
                 let soon = call.vanishes() && watched <= ms(facts.stranded_after(call));
                 group.stranded += u64::from(!soon);
@@ -369,13 +369,13 @@ pub(super) fn grouped(victims: &[&Victim<'_>], facts: &Facts) -> Group {
         }
         group.block_seconds += timeline.block_seconds_after(*gone, *watched_until);
         let (prompt, answer) = timeline.work_after(*gone, u64::from(call.generated));
-        group.prompt_tokens_for_nobody += prompt;
-        group.answer_tokens_for_nobody += answer;
+        group.wasted_prompt_tokens += prompt;
+        group.wasted_response_tokens += answer;
         group.expired += u64::from(timeline.expired());
     }
-    (group.told_ms, group.back_ms) = (told.dist(), back.dist());
-    group.back_at_prefill_ms = back_at_p.dist();
-    group.block_seconds_per_1000 = group.block_seconds * 1_000.0 / group.left.max(1) as f64;
+    (group.abort_ms, group.time_to_free_ms) = (told.dist(), back.dist());
+    group.time_to_free_at_prefill_ms = back_at_p.dist();
+    group.block_seconds_per_1000 = group.block_seconds * 1_000.0 / group.cancelled.max(1) as f64;
     group
 }
 
@@ -402,7 +402,7 @@ fn refused(facts: &Facts) -> Option<Group> {
         .collect();
     let mut group = grouped(&victims.iter().collect::<Vec<_>>(), facts);
     // The refusal is the last that anybody hears of it; nobody has to be told.
-    (group.told_ms, group.never_told) = (Dist::default(), 0);
+    (group.abort_ms, group.abort_not_received) = (Dist::default(), 0);
     Some(group)
 }
 
@@ -421,10 +421,10 @@ pub(super) fn service(facts: &Facts, acts: &[&Act]) -> Option<Service> {
 }
 
 /// Who was to leave in the storms of all rounds, and who did so in time.
-fn storm_leavers(facts: &Facts) -> Option<StormLeavers> {
+fn storm_cancels(facts: &Facts) -> Option<StormCancels> {
     let storms: Vec<_> = facts.acts_of(ActKind::Storm).into_iter().map(|act| act.name.as_str()).collect();
     let arrivals = |call: &&CallRecord| storms.contains(&call.act.as_str()) && call.retries.is_none();
-    let mut leavers = StormLeavers::default();
+    let mut leavers = StormCancels::default();
     for call in facts.calls.iter().filter(arrivals) {
         leavers.requests += 1;
         leavers.drawn += u64::from(call.leaves.is_some());
@@ -436,7 +436,7 @@ fn storm_leavers(facts: &Facts) -> Option<StormLeavers> {
 
 /// What the requests of the calm got whose clients stay in the storm.
 fn stand_ins(facts: &Facts) -> Option<Service> {
-    let (rounds, _) = bystanders::rounds(facts);
+    let (rounds, _) = uncancelled::rounds(facts);
     let parts: Vec<Vec<&CallRecord>> =
         rounds.iter().map(|round| round.pairs.iter().map(|(calm, _)| *calm).collect()).collect();
     (!parts.is_empty()).then(|| served(&parts))
@@ -535,7 +535,7 @@ fn texts(facts: &Facts) -> Texts {
             .is_some_and(|act| matches!(act.what, ActKind::Calm | ActKind::Calibration))
     };
     let (unsteady, unanswered) = (facts.unsteady.len() as u64, facts.unanswered);
-    let mut texts = Texts { unsteady, unanswered, ..Texts::default() };
+    let mut texts = Texts { nondeterministic: unsteady, unanswered, ..Texts::default() };
     for (tag, ..) in facts.replays.iter().filter(|(_, text, said)| text.is_some() && said.is_some()) {
         texts.compared += 1;
         texts.compared_in_calm += u64::from(calm(tag));

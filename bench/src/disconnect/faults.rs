@@ -202,8 +202,8 @@ fn row(facts: &Facts, act: &Act, broken: Option<&Broken<'_>>) -> FaultRow {
         errors_after: failed(&mut calls.iter().filter(later)),
         stayed: service(facts, &[act]).unwrap_or_default(),
         retries: Retries::of(calls.iter().copied()),
-        left,
-        home_ms: home_after(facts, clients_gone, act.ended).map(|at| ms(at - clients_gone)),
+        cancelled: left,
+        all_free_ms: home_after(facts, clients_gone, act.ended).map(|at| ms(at - clients_gone)),
         expired,
         wrong_texts: wrong(facts).filter(|tag| in_act(tag)).count() as u64,
     }

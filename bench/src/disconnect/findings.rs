@@ -4,11 +4,11 @@ mod parts;
 
 pub(super) use self::parts::{excused_at_end, excused_leases};
 use super::analyse::{Act, Facts, Victim, wrong};
-use super::bystanders::{self, SLOWER};
 use super::phase::Phase;
 use super::raw::{ActKind, CallRecord};
 use super::summary::{Finding, Measure, Summary, UNTOLD_FEW, WorkRow};
 use super::timeline::Leg;
+use super::uncancelled::{self, SLOWER};
 use super::untold::{self, Telling};
 use super::vanished;
 
@@ -49,7 +49,7 @@ pub(crate) fn of(
     failures(facts, summary, &mut findings);
     harm(facts, summary, &mut findings);
     if !summary.exact {
-        held_for_nobody(facts, summary, &mut findings);
+        orphaned_blocks(facts, summary, &mut findings);
     }
     // Of a run that ended too soon nobody knows what would have come home.
     let at_the_end = summary.engines.iter().filter(|_| summary.failed.is_none());
@@ -58,16 +58,16 @@ pub(crate) fn of(
         let held = engine.held_at_end.map(|held| held.saturating_sub(excused));
         if let Some(held) = held.filter(|held| *held > 0) {
             let says = format!(
-                "{} still holds {} at the end, and no client is there",
+                "{} still holds {} at the end, without an open request",
                 engine.name,
                 engine.told(held)
             );
-            findings.push(finding("blocks_not_home", says, held, &[]));
+            findings.push(finding("blocks_not_freed", says, held, &[]));
         }
     }
     for fault in summary.faults.iter().filter(|fault| fault.errors_after > 0) {
         let (name, errors) = (&fault.fault, fault.errors_after);
-        let says = format!("{errors} requests failed that began after `{name}` was mended");
+        let says = format!("{errors} requests that began after the recovery of `{name}` failed");
         findings.push(finding("not_recovered", says, errors, &[]));
     }
     findings
@@ -82,13 +82,16 @@ pub(super) fn finding(name: &'static str, says: String, count: u64, tags: &[&str
 fn legs_not_aborted(victims: &[Victim<'_>], findings: &mut Vec<Finding>) {
     for (row, tags) in untold::rows(victims, &Telling::of(victims)) {
         let name = if row.leg == "prefill" { "prefill_not_aborted" } else { "decode_not_aborted" };
-        let (on, honest) = (row.untold + row.told_and_went_on, MISSED * row.by_chance * row.judged as f64);
+        let (on, honest) = (
+            row.completed_without_abort + row.continued_after_abort,
+            MISSED * row.by_chance * row.judged as f64,
+        );
         // Two standard deviations of what is counted.
         let at_most = RARE * row.judged as f64 + honest + 2.0 * honest.sqrt();
         if on >= UNTOLD_FEW && on as f64 > at_most {
-            let WorkRow { leg, judged, untold, .. } = row;
+            let WorkRow { leg, judged, completed_without_abort: untold, .. } = row;
             let says = format!(
-                "{on} of {judged} requests whose client left while the {leg} engine worked on them were computed to their end, {untold} of them without a word in the engine's log that anybody had told it: nobody did, or it took no notice"
+                "the {leg} engine computed {on} of {judged} cancelled requests to their end, {untold} of them without an abort in its event log"
             );
             findings.push(finding(name, says, on, &tags));
         }
@@ -120,13 +123,13 @@ fn stranded(facts: &Facts, victims: &[Victim<'_>], findings: &mut Vec<Finding>) 
         let (stranded, all, seconds) = (tags.len(), all.len(), limit as f64 / 1e6);
         let says = match phase {
             Some(Phase::Gap) => format!(
-                "{stranded} of {all} clients that left between prefill and decode stranded their blocks for more than {seconds} s: {why}"
+                "{stranded} of {all} requests cancelled between prefill and decode stranded their blocks for more than {seconds} s: {why}"
             ),
             Some(_) => format!(
-                "{stranded} of {all} clients that left after the prefill's end and before its reply was written stranded their blocks for more than {seconds} s: the engine's server dropped the reply, the only copy of the handoff"
+                "{stranded} of {all} requests cancelled after the prefill and before its reply was written stranded their blocks for more than {seconds} s: the engine's server dropped the reply, the only copy of the handoff"
             ),
             None => format!(
-                "the blocks of {stranded} of {all} clients that left in all the other phases together were not back within {seconds} s: {why}"
+                "{stranded} of {all} requests cancelled in the other phases stranded their blocks for more than {seconds} s: {why}"
             ),
         };
         findings.push(finding(name, says, stranded as u64, &tags));
@@ -151,15 +154,12 @@ pub(super) fn why_stranded(held: &[&Victim<'_>], limit: u64) -> String {
         }
     }
     let said = [
-        (untold, "an engine's log has no word that they had gone: nobody told it, or it took no notice"),
-        (late, "engines were told only later, and gave them back then"),
-        (kept, "engines were told, and did not give them back in time"),
+        (untold, "an engine's event log has no abort"),
+        (late, "engines received the abort later and freed the blocks then"),
+        (kept, "engines received the abort and did not free the blocks in time"),
     ];
-    let said: Vec<_> = said
-        .iter()
-        .filter(|(count, _)| *count > 0)
-        .map(|(count, what)| format!("of {count} {what}"))
-        .collect();
+    let said: Vec<_> =
+        said.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count}: {what}")).collect();
     said.join("; ")
 }
 
@@ -169,13 +169,13 @@ fn wrong_texts(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
     let tags: Vec<_> = wrong(facts).collect();
     let texts = &summary.texts;
     let steady = summary.exact && !facts.engines.iter().any(|engine| engine.batching_shows);
-    if steady && texts.unsteady > 0 {
-        let (unsteady, all) = (texts.unsteady, texts.compared + texts.unsteady);
+    if steady && texts.nondeterministic > 0 {
+        let (unsteady, all) = (texts.nondeterministic, texts.compared + texts.nondeterministic);
         let says = format!(
-            "{unsteady} of {all} prompts had an answer in the run, and two others when asked twice while all was quiet, of engines that say that batching changes nothing"
+            "{unsteady} of {all} prompts have two different responses without load, from engines that report exact batching"
         );
         let tags: Vec<_> = facts.unsteady.iter().map(String::as_str).collect();
-        findings.push(finding("texts_unsteady", says, unsteady, &tags));
+        findings.push(finding("texts_nondeterministic", says, unsteady, &tags));
     }
     let (calm, compared) = ((texts.wrong_in_calm, texts.compared_in_calm), texts.compared);
     if steady && texts.wrong > 0 {
@@ -204,14 +204,14 @@ fn wrong_texts(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
         let tags: Vec<_> = tags.iter().copied().filter(|tag| of_act(tag)).collect();
         let wrong = tags.len() as u64;
         if wrong > 0 && by_chance((wrong, all), calm) < CHANCE {
-            let says = said_wrong(wrong, all, &format!(" in part {}", act.name));
+            let says = said_wrong(wrong, all, &format!(" in segment {}", act.name));
             findings.push(finding("wrong_texts", says, wrong, &tags));
         }
     }
 }
 
 fn said_wrong(wrong: u64, compared: u64, part: &str) -> String {
-    format!("{wrong} of {compared} answers{part} are not what the same prompt gives when all is quiet")
+    format!("{wrong} of {compared} responses{part} differ from the response to the same prompt without load")
 }
 
 fn act_of<'a>(facts: &'a Facts, tag: &str) -> Option<&'a Act> {
@@ -241,7 +241,7 @@ fn failures(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
     if failed.len() as f64 > (2.0 * calm + RARE) * calls.len() as f64 {
         let tags: Vec<_> = failed.iter().map(|call| call.tag.as_str()).collect();
         let says = format!(
-            "{} of {} requests failed while clients left in one phase after the other",
+            "{} of {} requests failed in the segments with cancels by phase",
             failed.len(),
             calls.len()
         );
@@ -255,49 +255,43 @@ fn failures(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
         let restarts =
             facts.restarts.iter().filter(|(of, at)| *of == engine.engine && !on_purpose(*at)).count();
         if restarts > 0 {
-            let says =
-                format!("{name} was another process {restarts} times, and nobody had killed it on purpose");
+            let says = format!("{name} restarted {restarts} times without an injected fault");
             findings.push(finding("engine_restarted", says, restarts as u64, &[]));
         }
         let gone = summary.engines.iter().any(|row| row.name == *name && row.held_at_end.is_none());
         if gone {
-            findings.push(finding(
-                "engine_gone",
-                format!("{name} does not answer any more at the end"),
-                1,
-                &[],
-            ));
+            findings.push(finding("engine_gone", format!("{name} does not respond at the end"), 1, &[]));
         }
     }
 }
 
 fn refused(facts: &Facts, findings: &mut Vec<Finding>, summary: &Summary) {
     let Some(group) = summary.refused.as_ref().filter(|group| group.stranded > 0) else { return };
-    let (stranded, all) = (group.stranded, group.left);
+    let (stranded, all) = (group.stranded, group.cancelled);
     let seconds = facts.run.stranded_after_us as f64 / 1e6;
     let says = format!(
-        "{stranded} of {all} requests that the decode engine refused left their blocks at the prefill engine for more than {seconds} s"
+        "{stranded} of {all} requests that the decode engine refused stranded their blocks at the prefill engine for more than {seconds} s"
     );
     findings.push(finding("refused_stranded", says, stranded, &[]));
 }
 
 /// Where nobody tells of single requests: blocks that were held while no client was there at all.
-fn held_for_nobody(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
+fn orphaned_blocks(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
     let held: f64 = summary.engines.iter().map(|engine| engine.idle_block_seconds).sum();
     let sizeless = summary.engines.iter().any(|engine| engine.blocks == 0);
     // As if one client in fifty had stranded one block for as long as strands.
-    let chance = RARE * summary.left as f64 * facts.run.stranded_after_us as f64 / 1e6;
+    let chance = RARE * summary.cancelled as f64 * facts.run.stranded_after_us as f64 / 1e6;
     if held > chance {
         let says = format!(
-            "{held:.1} block-seconds{} were held while no client was there, after {} had left",
+            "{held:.1} block-seconds{} were held without an open request, after {} cancels",
             if sizeless {
-                " (of thousandths of a pool, where an engine does not tell its blocks)"
+                " (in thousandths of a pool, if an engine does not report its blocks)"
             } else {
                 ""
             },
-            summary.left
+            summary.cancelled
         );
-        findings.push(finding("held_for_nobody", says, held as u64, &[]));
+        findings.push(finding("orphaned_blocks", says, held as u64, &[]));
     }
 }
 
@@ -314,14 +308,13 @@ fn freed_twice(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
         if engine.too_many > 0 {
             let looks = engine.too_many;
             let says = format!(
-                "{name} had more blocks in its books than the {pool} of its pool at {looks} looks: some were freed twice"
+                "{name} reported more blocks than the {pool} of its pool in {looks} samples: blocks were freed twice"
             );
             findings.push(finding("freed_twice", says, looks, &[]));
         }
         if engine.too_few > 0 {
             let looks = engine.too_few;
-            let says =
-                format!("{name} had fewer blocks in its books than the {pool} of its pool at {looks} looks");
+            let says = format!("{name} reported fewer blocks than the {pool} of its pool in {looks} samples");
             findings.push(finding("blocks_lost", says, looks, &[]));
         }
     }
@@ -332,35 +325,35 @@ fn harm(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
     let rate = |of: &super::summary::Service| of.errors as f64 / of.requests.max(1) as f64;
     if storm.errors > 0 && rate(storm) > rate(calm) * MORE_ERRORS {
         let (errors, all) = (storm.errors, storm.requests);
-        let says = format!("{errors} of {all} clients that stayed got an error while others left");
+        let says = format!("{errors} of {all} uncancelled requests of the storms failed");
         let failed = |call: &&CallRecord| {
             call.leaves.is_none()
                 && call.outcome != "done"
                 && facts.act(&call.act).is_some_and(|act| act.what == ActKind::Storm)
         };
         let tags: Vec<_> = facts.calls.iter().filter(failed).map(|call| call.tag.as_str()).collect();
-        findings.push(finding("bystanders_failed", says, errors, &tags));
+        findings.push(finding("uncancelled_failed", says, errors, &tags));
     }
     for measure in Measure::ALL {
         // Who waits at the end of the queue shows most; where that is lost in noise, the middle may not be.
-        let numbers = summary.bystanders.numbers.iter().rev();
+        let numbers = summary.uncancelled.numbers.iter().rev();
         let Some(worst) = numbers.filter(|number| number.measure == measure).find(|number| number.slower)
         else {
             continue;
         };
         let (percentile, what, after) = (worst.percentile, measure.label(), worst.storm_ms);
         let says = format!(
-            "clients that stayed waited {after:.1} ms for their {what} at the {percentile}th percentile while others left, and {:.1} ms, for the same requests, when nobody did: {:.2} times as long (the target is {SLOWER}; from calm to calm it differs by {:.1} ms)",
+            "uncancelled requests waited {after:.1} ms for the {what} at p{percentile} in the storm and {:.1} ms in the calm: {:.2} times as long (the target is {SLOWER}; noise between calms: {:.1} ms)",
             worst.calm_ms, worst.over.median, worst.noise_ms
         );
         let harmed = |call: &&CallRecord| {
             call.leaves.is_none()
                 && call.retries.is_none()
                 && facts.act(&call.act).is_some_and(|act| act.what == ActKind::Storm)
-                && bystanders::of(measure, call).iter().any(|sample| *sample >= after)
+                && uncancelled::of(measure, call).iter().any(|sample| *sample >= after)
         };
         let tags: Vec<_> = facts.calls.iter().filter(harmed).map(|call| call.tag.as_str()).collect();
-        findings.push(finding("bystanders_slowed", says, 1, &tags));
+        findings.push(finding("uncancelled_slowed", says, 1, &tags));
     }
 }
 

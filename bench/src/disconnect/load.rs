@@ -93,20 +93,20 @@ impl fmt::Display for Load {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Rate { able_per_s, rate_per_s, chosen, .. } = self.rate;
         let why = match chosen {
-            Chosen::Asked => "as asked for",
+            Chosen::Asked => "as configured",
             Chosen::Half => "half of that",
             Chosen::AtMost => "the most without `--rate`",
             Chosen::AtLeast => "the least without `--rate`",
         };
         write!(
             f,
-            "{CALIBRATION_CLIENTS} clients, each asking one after another, got {able_per_s:.1} requests/s done; in calm and storm {rate_per_s:.1} requests/s are asked, {why}"
+            "{CALIBRATION_CLIENTS} sequential clients reach {able_per_s:.1} requests/s; calm and storm send {rate_per_s:.1} requests/s, {why}"
         )?;
         let (calm, storm) = (&self.late_calm_ms, &self.late_storm_ms);
         if calm.n.min(storm.n) > 0 {
             write!(
                 f,
-                "; they began later than they were due by {} (p50), {} (p99) in the calm and {}, {} in the storm",
+                "; start after the due time: {} (p50), {} (p99) in the calm and {}, {} in the storm",
                 report::ms(calm.p50),
                 report::ms(calm.p99),
                 report::ms(storm.p50),

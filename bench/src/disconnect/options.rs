@@ -14,111 +14,110 @@ const ROUND_SECONDS_MIN: f64 = 0.5;
 /// Options of `baton bench disconnect`.
 #[derive(Debug, clap::Args)]
 pub struct DisconnectOptions {
-    /// The deployment's OpenAI endpoint; without it a router, a prefill and a decode engine are started here
+    /// OpenAI endpoint of the deployment [default: start a router, a prefill and a decode engine]
     #[arg(long, value_name = "URL")]
     pub(super) url: Option<String>,
-    /// The router's admin listener, which knows the engines
+    /// Admin URL of the router, which lists the engines
     #[arg(long, value_name = "URL", requires = "url")]
     pub(super) admin: Option<String>,
-    /// An engine to watch; again for each. ROLE is `prefill`, `decode` or `both`
+    /// Engine to observe; ROLE is `prefill`, `decode` or `both` (repeatable)
     #[arg(long = "engine", value_name = "[ROLE=]URL", requires = "url")]
     pub(super) engines: Vec<String>,
-    /// Model that is asked for; the first that the endpoint lists by default
-    #[arg(long)]
+    /// Model to request [default: the first that the endpoint lists]
+    #[arg(long, value_name = "NAME")]
     pub(super) model: Option<String>,
-    /// Chat completions instead of completions
+    /// Request chat completions instead of completions
     #[arg(long)]
     pub(super) chat: bool,
-    /// File whose first line is the API key that clients show
+    /// File with the clients' API key in its first line
     #[arg(long, value_name = "FILE")]
     pub(super) api_key_file: Option<PathBuf>,
-    /// File whose first line is the token of the admin listener
+    /// File with the token of the admin listener in its first line
     #[arg(long, value_name = "FILE")]
     pub(super) admin_token_file: Option<PathBuf>,
-    /// File whose first line is the secret that engines want to see
+    /// File with the cluster secret in its first line
     #[arg(long, value_name = "FILE")]
     pub(super) cluster_secret_file: Option<PathBuf>,
-    /// Where events.jsonl, summary.json and report.html go
+    /// Directory for events.jsonl, summary.json and report.html
     #[arg(long, value_name = "DIR", default_value = "baton-disconnect")]
     pub(super) out: PathBuf,
-    /// Share of the requests that leave in the storm
-    #[arg(long, default_value_t = 0.5, value_parser = share)]
-    pub(super) share: f64,
-    /// Requests a second in calm and storm; half of what the deployment can do by default
-    #[arg(long)]
+    /// Share of requests that are cancelled in a storm
+    #[arg(long, value_name = "FRACTION", default_value_t = 0.5, value_parser = share)]
+    pub(super) cancel_share: f64,
+    /// Requests per second in calm and storm [default: half of what the deployment can serve]
+    #[arg(long, value_name = "N")]
     pub(super) rate: Option<f64>,
     /// Seconds of calm, and of storm, over all rounds
-    #[arg(long, default_value_t = 30.0)]
+    #[arg(long, value_name = "N", default_value_t = 30.0)]
     pub(super) seconds: f64,
-    /// Rounds of calm and storm, which share those seconds
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
+    /// Rounds of calm and storm, which share --seconds
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(super) rounds: u32,
-    /// Share of requests in calm and storm whose answer comes in one piece
-    #[arg(long, default_value_t = 0.2, value_parser = share)]
-    pub(super) unary: f64,
-    /// Phases in which clients leave, with commas between them
-    #[arg(long, value_delimiter = ',', default_values_t = Phase::ALL, value_enum)]
+    /// Share of requests in calm and storm with a response in one piece
+    #[arg(long, value_name = "FRACTION", default_value_t = 0.2, value_parser = share)]
+    pub(super) unary_share: f64,
+    /// Phases in which clients cancel, separated by commas
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',', default_values_t = Phase::ALL, value_enum)]
     pub(super) phases: Vec<Phase>,
-    /// How clients leave, with commas between them
-    #[arg(long, value_delimiter = ',', default_values_t = Kind::ALL, value_enum)]
-    pub(super) kinds: Vec<Kind>,
-    /// Milliseconds for which a client that stalls reads nothing before it resets; less where context or pools have no room
-    /// for an answer that goes on for as long
-    #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    /// Ways in which clients cancel, separated by commas
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',', default_values_t = Kind::ALL, value_enum)]
+    pub(super) cancel_by: Vec<Kind>,
+    /// Milliseconds a stalled client reads nothing before it resets; less if context or pools limit the
+    /// response
+    #[arg(long, value_name = "MS", default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..=600_000))]
     pub(super) stall_ms: u64,
-    /// Milliseconds within which a deployment has to notice that a client's host has vanished; the router that is started
-    /// here is configured so (`timeouts.client_lost_ms`)
-    #[arg(long, default_value_t = NOTICED_MS, value_parser = clap::value_parser!(u64).range(1_000..=3_600_000))]
+    /// Milliseconds to notice a vanished client; sets `timeouts.client_lost_ms` of a router started here
+    #[arg(long, value_name = "MS", default_value_t = NOTICED_MS, value_parser = clap::value_parser!(u64).range(1_000..=3_600_000))]
     pub(super) vanish_noticed_ms: u64,
-    /// Clients that leave in each phase
-    #[arg(long, default_value_t = 60, value_parser = victims)]
-    pub(super) victims: usize,
-    /// Seconds for each phase, at most
-    #[arg(long, default_value_t = 10.0)]
+    /// Cancelled requests per phase
+    #[arg(long, value_name = "N", default_value_t = 60, value_parser = victims)]
+    pub(super) cancels: usize,
+    /// Maximum seconds per phase
+    #[arg(long, value_name = "SECONDS", default_value_t = 10.0)]
     pub(super) phase_seconds: f64,
     /// Words of a prompt
-    #[arg(long, default_value_t = 120)]
+    #[arg(long, value_name = "N", default_value_t = 120)]
     pub(super) prompt_words: usize,
-    /// Tokens of an answer
-    #[arg(long, default_value_t = 48)]
+    /// Tokens of a response
+    #[arg(long, value_name = "N", default_value_t = 48)]
     pub(super) max_tokens: u32,
-    /// Milliseconds after which blocks of a client that has left count as stranded
-    #[arg(long, default_value_t = 1_000)]
+    /// Milliseconds after a cancel from which its blocks count as stranded
+    #[arg(long, value_name = "MS", default_value_t = 1_000)]
     pub(super) stranded_after_ms: u64,
-    /// Seconds that engines get to come to rest after each part of the run, at most
-    #[arg(long, default_value_t = 5.0)]
-    pub(super) settle: f64,
-    /// Seconds that engines get at the end, at most: as long as a lease, to see what becomes of it
-    #[arg(long, default_value_t = 35.0)]
-    pub(super) patience: f64,
-    /// Seconds for asking prompts again to compare their answers, at most
-    #[arg(long, default_value_t = 20.0)]
+    /// Maximum seconds for engines to become idle after each segment
+    #[arg(long, value_name = "SECONDS", default_value_t = 5.0)]
+    pub(super) quiesce: f64,
+    /// Maximum seconds for engines to become idle at the end; long enough for a lease to expire
+    #[arg(long, value_name = "SECONDS", default_value_t = 35.0)]
+    pub(super) final_wait: f64,
+    /// Maximum seconds to repeat prompts and compare their responses
+    #[arg(long, value_name = "SECONDS", default_value_t = 20.0)]
     pub(super) verify_seconds: f64,
-    /// Of the engines, look at metrics only, as if they had no event log
+    /// Use only the engines' metrics, as if they had no event log
     #[arg(long)]
     pub(super) metrics_only: bool,
-    /// What to run to break a part of the deployment under load, for each NAME; by `sh -c`
-    #[arg(long = "break", value_name = "NAME=COMMAND", requires = "url")]
-    pub(super) breaks: Vec<String>,
-    /// What to run to mend it again, a moment later
-    #[arg(long = "mend", value_name = "NAME=COMMAND", requires = "url")]
-    pub(super) mends: Vec<String>,
-    /// What `baton bench compare --json` has written: other front doors, to be shown beside this deployment
+    /// Command for `sh -c` that causes the fault NAME under load (repeatable)
+    #[arg(long, value_name = "NAME=COMMAND", requires = "url")]
+    pub(super) fault: Vec<String>,
+    /// Command for `sh -c` that ends the fault NAME a moment later (repeatable)
+    #[arg(long, value_name = "NAME=COMMAND", requires = "url")]
+    pub(super) recover: Vec<String>,
+    /// Output of `baton bench compare --json`, to show other gateways beside this deployment
     #[arg(long, value_name = "FILE")]
-    pub(super) beside: Option<PathBuf>,
-    /// Kill and restart nothing (only a deployment that was started here is killed at all)
+    pub(super) compare_with: Option<PathBuf>,
+    /// Kill and restart nothing; only a deployment that was started here is killed at all
     #[arg(long)]
     pub(super) no_faults: bool,
     /// Options of engines that are started here, after `--`
     #[arg(last = true, value_name = "ENGINE OPTIONS")]
     pub(super) engine_options: Vec<String>,
-    /// For the arrivals, the prompts and who leaves when
-    #[arg(long, default_value_t = 1)]
+    /// Seed of arrivals, prompts and cancels
+    #[arg(long, value_name = "N", default_value_t = 1)]
     pub(super) seed: u64,
     /// Print the summary as one JSON object
     #[arg(long)]
     pub(super) json: bool,
-    /// Fail when anything was found
+    /// Fail if there are findings
     #[arg(long)]
     pub(super) fail_on_findings: bool,
 }
@@ -126,7 +125,8 @@ pub struct DisconnectOptions {
 /// Options of `baton bench report`.
 #[derive(Debug, clap::Args)]
 pub struct ReportOptions {
-    /// A folder that `baton bench disconnect` has written; its events may be packed (`events.jsonl.gz`)
+    /// Directory written by `baton bench disconnect`; events may be compressed (`events.jsonl.gz`)
+    #[arg(value_name = "DIR")]
     pub(super) folder: PathBuf,
     /// Print the summary as one JSON object
     #[arg(long)]
@@ -174,8 +174,8 @@ impl DisconnectOptions {
         };
         positive("seconds", self.seconds)?;
         positive("phase-seconds", self.phase_seconds)?;
-        positive("settle", self.settle)?;
-        positive("patience", self.patience)?;
+        positive("quiesce", self.quiesce)?;
+        positive("final-wait", self.final_wait)?;
         positive("verify-seconds", self.verify_seconds)?;
         positive("rate", self.rate.unwrap_or(1.0))?;
         if self.seconds / f64::from(self.rounds) < ROUND_SECONDS_MIN {
@@ -204,17 +204,17 @@ impl DisconnectOptions {
         };
         serde_json::json!({
             "engines": engines, "chat": self.chat, "metrics_only": self.metrics_only,
-            "rate": self.rate, "seconds": self.seconds, "rounds": self.rounds, "share": self.share, "unary": self.unary,
-            "phases": self.phases, "kinds": self.kinds, "stall_ms": self.stall_ms, "vanish_noticed_ms": self.vanish_noticed_ms, "victims": self.victims, "phase_seconds": self.phase_seconds,
+            "rate": self.rate, "seconds": self.seconds, "rounds": self.rounds, "cancel_share": self.cancel_share, "unary_share": self.unary_share,
+            "phases": self.phases, "cancel_by": self.cancel_by, "stall_ms": self.stall_ms, "vanish_noticed_ms": self.vanish_noticed_ms, "cancels": self.cancels, "phase_seconds": self.phase_seconds,
             "prompt_words": self.prompt_words, "max_tokens": self.max_tokens,
-            "settle": self.settle, "patience": self.patience, "verify_seconds": self.verify_seconds,
-            "breaks": named(&self.breaks), "mends": named(&self.mends), "no_faults": self.no_faults,
+            "quiesce": self.quiesce, "final_wait": self.final_wait, "verify_seconds": self.verify_seconds,
+            "fault": named(&self.fault), "recover": named(&self.recover), "no_faults": self.no_faults,
             "engine_options": self.engine_options,
         })
     }
 
-    pub(super) fn beside(&self) -> Result<Option<serde_json::Value>, BenchError> {
-        let Some(file) = &self.beside else { return Ok(None) };
+    pub(super) fn compared_with(&self) -> Result<Option<serde_json::Value>, BenchError> {
+        let Some(file) = &self.compare_with else { return Ok(None) };
         let wrong = |error: &dyn std::fmt::Display| format!("{}: {error}", file.display());
         let text = std::fs::read(file).map_err(|error| wrong(&error))?;
         let compared: serde_json::Value = serde_json::from_slice(&text).map_err(|error| wrong(&error))?;
@@ -233,15 +233,15 @@ impl DisconnectOptions {
             _ => Err(format!("--{option} must be NAME=COMMAND, not `{text}`")),
         };
         let mut commands = BTreeMap::new();
-        for text in &self.breaks {
-            let (name, command) = named("break", text)?;
+        for text in &self.fault {
+            let (name, command) = named("fault", text)?;
             commands.insert(name, (command, None));
         }
-        for text in &self.mends {
-            let (name, command) = named("mend", text)?;
+        for text in &self.recover {
+            let (name, command) = named("recover", text)?;
             match commands.get_mut(&name) {
                 Some((_, mend)) => *mend = Some(command),
-                None => return Err(format!("--mend {name}=… mends what no --break breaks").into()),
+                None => return Err(format!("--recover {name}=… has no --fault {name}=…").into()),
             }
         }
         Ok(commands)
@@ -255,13 +255,13 @@ impl DisconnectOptions {
             rounds: self.rounds,
             phase: seconds(self.phase_seconds),
             fault: seconds((act * 1.5).max(4.0)),
-            fault_share: self.share / 2.0,
-            settle: seconds(self.settle),
+            fault_share: self.cancel_share / 2.0,
+            settle: seconds(self.quiesce),
             // Calibration finds a better one.
             rate: self.rate.unwrap_or(1.0),
-            unary: self.unary,
-            victims: self.victims,
-            kinds: self.kinds.clone(),
+            unary: self.unary_share,
+            victims: self.cancels,
+            kinds: self.cancel_by.clone(),
         }
     }
 }
@@ -288,7 +288,7 @@ mod tests {
             "out",
             "json",
             "fail_on_findings",
-            "beside",
+            "compare_with",
             "api_key_file",
             "admin_token_file",
             "cluster_secret_file",

@@ -7,21 +7,21 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Phase {
-    /// Sent, and nothing computes yet
+    /// The request is sent and no engine computes yet
     Queued,
     /// The prefill engine computes
     Prefill,
-    /// The prefill engine has lent the blocks, and its server has not written the reply that names them
+    /// The lease is open and the reply with its handle is not yet written
     Reply,
-    /// The prefill engine has lent the blocks, and the decode engine has not begun to read them
+    /// The lease is open and the decode engine does not read yet
     Gap,
-    /// The decode engine reads
+    /// The decode engine reads the blocks
     Fetch,
-    /// The blocks are there, and no token has reached the client
+    /// The blocks are read and no token has reached the client
     FirstToken,
     /// Tokens have reached the client
     Stream,
-    /// As `stream`, of a request whose answer comes in one piece
+    /// Like `stream`, for a response in one piece
     Unary,
 }
 
@@ -64,13 +64,13 @@ pub(crate) enum Kind {
     Fin,
     /// Resets its connection
     Rst,
-    /// Sends nothing any more, and reads on: what half of the world's proxies do
+    /// Closes its sending side and continues to read, as many proxies do
     HalfClose,
     /// Stops reading, keeps the connection for a while, then resets it
     Stall,
-    /// Runs out of patience as an SDK does: closes, and asks the same again, twice at most
+    /// Closes as an SDK does at a timeout, then repeats the request, at most twice
     Timeout,
-    /// Is gone with its host, without FIN or RST; played where the benchmark can make a network namespace
+    /// Disappears with its host, without FIN or RST; only where a network namespace can be made
     Vanish,
 }
 

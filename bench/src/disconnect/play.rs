@@ -36,10 +36,10 @@ const COMPARED: usize = 400;
 pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
     let progress = Progress::new(options.json);
     // Before anything is started: what is wrong with a file should not take a minute to be said.
-    let (beside, commands) = (options.beside()?, options.commands()?);
-    let mut vanishing = Vanishing::begin(&options.kinds).await;
+    let (beside, commands) = (options.compared_with()?, options.commands()?);
+    let mut vanishing = Vanishing::begin(&options.cancel_by).await;
     // Before anything is started, and below once it is known whether the deployment can be reached from there.
-    vanishing.kinds(&options.kinds)?;
+    vanishing.kinds(&options.cancel_by)?;
     let listen = vanishing.near().unwrap_or(Ipv4Addr::LOCALHOST);
     let deployment = deployment(options, listen, &progress).await?;
     let target = Target::parse(&deployment.url)?.with_key_file(options.api_key_file.as_deref())?;
@@ -47,7 +47,7 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
     let limits = Limits { total, answer_bytes: ANSWER_BYTES_MAX, ..Limits::default() };
     let client = Client::open(target, limits, Connections::Fresh).await?;
     let client = vanishing.client(client).await;
-    let kinds = vanishing.kinds(&options.kinds)?;
+    let kinds = vanishing.kinds(&options.cancel_by)?;
     if let Some(why) = vanishing.why_not() {
         progress.say(&format!("no client vanishes: {why}"));
     }
@@ -62,7 +62,7 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
         recorder.put(&Record::NotPlayed { kind: Kind::Vanish, why: why.to_owned() });
     }
     if let Some(compared) = beside {
-        recorder.put(&Record::Beside { compared });
+        recorder.put(&Record::ComparedWith { compared });
     }
     let every = Duration::from_millis(40);
     let terms = watch::Terms { prefix: prefix.clone(), every, metrics_only: options.metrics_only };
@@ -105,7 +105,7 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
         let rate = Rate::of(able, options.rate, stall);
         recorder.put(&Record::Load(rate));
         acts.terms.rate = rate.rate_per_s;
-        acts.rounds(options.share).await;
+        acts.rounds(options.cancel_share).await;
         for &phase in &options.phases {
             if !stage.exact && matches!(phase, Phase::Reply | Phase::Gap | Phase::Fetch) {
                 // Nobody tells when that is.
@@ -133,7 +133,7 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
                 *own() = Some(again);
             }
         }
-        watch.home(stage.ghosts.patience(Duration::from_secs_f64(options.patience))).await;
+        watch.home(stage.ghosts.patience(Duration::from_secs_f64(options.final_wait))).await;
         recorder.finish()?;
         let file = std::fs::File::open(options.out.join("events.jsonl"))?;
         let records = raw::read(&mut BufReader::new(file))?;
@@ -156,7 +156,7 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
     if let Err(error) = &result {
         recorder.put(&Record::Failed { at_us: at_us(), why: error.to_string() });
     }
-    watch.home(Duration::from_secs_f64(options.settle)).await;
+    watch.home(Duration::from_secs_f64(options.quiesce)).await;
     let mend = unmended.lock().unwrap_or_else(PoisonError::into_inner).take();
     if let Some(command) = mend {
         progress.say("mending what was broken");

@@ -24,9 +24,18 @@ pub(crate) enum Record {
     /// An engine that is watched, by its number in this file.
     Engine(EngineFacts),
     /// Part of the run has begun.
-    ActBegan { act: String, at_us: u64, what: ActKind },
+    SegmentBegan {
+        #[serde(rename = "segment")]
+        act: String,
+        at_us: u64,
+        what: ActKind,
+    },
     /// It is over: every call has ended, and the engines were given time to come to rest.
-    ActEnded { act: String, at_us: u64 },
+    SegmentEnded {
+        #[serde(rename = "segment")]
+        act: String,
+        at_us: u64,
+    },
     /// How much is asked for in calm, storm and faults.
     Load(Rate),
     /// A client's call.
@@ -34,11 +43,12 @@ pub(crate) enum Record {
     /// What an engine did.
     Event(EventRecord),
     /// What an engine's books said.
-    Books(Books),
+    EngineState(Books),
     /// Events of an engine that were overwritten before they were read.
     Lost { engine: usize, events: u64 },
     /// Something was broken, or mended, on purpose.
     Fault {
+        #[serde(rename = "segment")]
         act: String,
         fault: String,
         at_us: u64,
@@ -56,7 +66,7 @@ pub(crate) enum Record {
     /// A kind of leaving that was not possible here and was not played, and why.
     NotPlayed { kind: Kind, why: String },
     /// What `baton bench compare --json` has measured of other front doors.
-    Beside { compared: serde_json::Value },
+    ComparedWith { compared: serde_json::Value },
     /// The same prompt asked again when all was quiet.
     Replay {
         tag: String,
@@ -134,6 +144,7 @@ pub(crate) struct EngineFacts {
 /// One call of a client, in microseconds since the Unix epoch.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct CallRecord {
+    #[serde(rename = "segment")]
     pub(crate) act: String,
     /// The request's `user`.
     pub(crate) tag: String,
@@ -196,7 +207,7 @@ pub(crate) struct Leaves {
     pub(crate) kind: Kind,
 }
 
-/// One event of an engine's log. See `docs/observability.md`.
+/// One event of an engine's log. See `docs/reference/event-log.md`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct EventRecord {
     pub(crate) engine: usize,

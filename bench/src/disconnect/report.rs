@@ -7,15 +7,16 @@ use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
-use super::bystanders::SLOWER;
 use super::dist::Dist;
 use super::phase::{Kind, Phase};
 use super::sampled::Sampled;
-use super::summary::{Compared, FaultRow, Group, Series, Service, StormLeavers, Summary};
+use super::summary::{Compared, FaultRow, Group, Series, Service, StormCancels, Summary};
+use super::uncancelled::SLOWER;
 use super::vanished::Vanished;
 use crate::stats::{Spread, rounded};
 
 pub(crate) use page::page;
+pub(crate) use svg::escaped;
 
 /// Milliseconds as people read them.
 pub(super) fn ms(value: f64) -> String {
@@ -43,27 +44,26 @@ fn known(group: &Group, number: impl FnOnce() -> String) -> String {
     if group.exact { number() } else { "–".into() }
 }
 
-/// How many ran on untold, of those of which it can be said.
+/// How many completed without an abort, of those that are judged.
 fn ran_on(group: &Group) -> String {
     let judged = group.ran_on.filter(|ran_on| group.exact && ran_on.judged > 0);
-    judged
-        .map_or_else(|| "–".into(), |ran_on| format!("{} of {}", count(ran_on.untold), count(ran_on.judged)))
+    judged.map_or_else(
+        || "–".into(),
+        |ran_on| format!("{} of {}", count(ran_on.completed_without_abort), count(ran_on.judged)),
+    )
 }
 
-/// Rows of who stayed: the calm, of it the same requests as those of the storm, and the storm.
+/// Rows of uncancelled requests: the calm, its paired requests, and the storm.
 fn who_stayed(summary: &Summary) -> Vec<(&'static str, &Service)> {
-    let rows = [
-        ("calm", &summary.calm),
-        ("calm, the same requests", &summary.calm_stand_ins),
-        ("storm", &summary.storm),
-    ];
+    let rows =
+        [("calm", &summary.calm), ("calm, paired requests", &summary.calm_paired), ("storm", &summary.storm)];
     rows.into_iter().filter_map(|(name, service)| Some((name, service.as_ref()?))).collect()
 }
 
-/// Where other front doors are measured, for who has no table of them.
-const NOT_COMPARED: &str = "Not compared with other front doors: `baton bench compare --json > FILE` measures them, and `--beside FILE` puts them here.";
+/// How other gateways are measured, for a report without a table of them.
+const NOT_COMPARED: &str = "No comparison with other gateways: `baton bench compare --json > FILE` measures them, and `--compare-with FILE` adds them.";
 
-/// A number of who stayed that is above the target, named or not.
+/// A number of uncancelled requests above the target, reported as a finding or not.
 fn above(number: &Compared) -> String {
     let Compared { measure, percentile, calm_ms, storm_ms, over, rounds_above, slower, .. } = number;
     format!(
@@ -73,15 +73,15 @@ fn above(number: &Compared) -> String {
         ms(*calm_ms),
         ms(*storm_ms),
         over.runs.len(),
-        if *slower { "named" } else { "not named: it may be chance" },
+        if *slower { "a finding" } else { "no finding: within chance" },
     )
 }
 
-/// Who was to leave in the storms, and who did.
-fn storm_leavers(leavers: &StormLeavers) -> String {
-    let StormLeavers { requests, drawn, in_time, share_in_time } = leavers;
+/// How many requests of the storms were to be cancelled, and how many were in time.
+fn storm_cancels(leavers: &StormCancels) -> String {
+    let StormCancels { requests, drawn, in_time, share_in_time } = leavers;
     format!(
-        "Storms, all rounds together: {} of {} clients were to leave, and {} left while their request was not over ({:.1} % of all).",
+        "Storms, all rounds: {} of {} requests were selected for a cancel. {} were cancelled before they completed ({:.1} % of all).",
         count(*drawn),
         count(*requests),
         count(*in_time),
@@ -97,7 +97,7 @@ fn within_one_read(summary: &Summary) -> Option<String> {
     };
     let (calm, storm) = (share(&summary.calm)?, share(&summary.storm)?);
     Some(format!(
-        "ITL is between events as the client read them: {calm} of the calm's, {storm} of the storms' came with the one before in one read, and count as 0."
+        "ITL is the time between events as the client read them. {calm} of the calm events and {storm} of the storm events arrived in the same read as their predecessor and count as 0."
     ))
 }
 
@@ -114,10 +114,10 @@ pub(crate) fn series(summary: &Summary) -> Value {
     let of_phase = |(phase, times): &(Phase, Vec<f64>)| json!({"phase": phase, "n": times.len(), "never": never(times), "ms_percent": shares(times)});
     let pool = |(name, points): &(String, Vec<(f64, f64)>)| json!({"engine": name, "s_share": pairs(points)});
     let mut series = json!({
-        "parts": acts.iter().map(part).collect::<Vec<_>>(),
-        "blocks_back": back.iter().map(of_phase).collect::<Vec<_>>(),
-        "held_for_nobody_s_blocks": pairs(stranded),
-        "held_for_nobody_in_broken_parts_s_blocks": pairs(stranded_in_broken_parts),
+        "segments": acts.iter().map(part).collect::<Vec<_>>(),
+        "time_to_free": back.iter().map(of_phase).collect::<Vec<_>>(),
+        "stranded_s_blocks": pairs(stranded),
+        "stranded_in_fault_segments_s_blocks": pairs(stranded_in_broken_parts),
         "ttft_ms_percent": both(ttft),
         "itl_ms_percent": both(itl),
         "pools": pools.iter().map(pool).collect::<Vec<_>>(),
@@ -136,33 +136,33 @@ fn rounds(spread: &Spread) -> String {
     }
 }
 
-/// Leases that are no finding although only time has ended them.
+/// Leases that expired and are no finding.
 fn excused(summary: &Summary) -> Option<String> {
     let leases = summary.excused_leases;
     (leases > 0).then(|| {
         let (s, are) = if leases == 1 { ("", "is") } else { ("s", "are") };
-        format!("{leases} lease{s} that only time has ended {are} excused: what had to give them back, or had lent them, was killed meanwhile")
+        format!("{leases} expired lease{s} {are} excused: the process that had to release or serve them was killed")
     })
 }
 
-/// Whether a number of who stayed is named, and how far it is from that.
+/// Whether a number of uncancelled requests is a finding, and how far it is from that.
 fn slower(number: &Compared) -> String {
     match number.named_by_ms {
-        Some(more) => format!("named from {} more than that", ms(more)),
+        Some(more) => format!("a finding from {} more", ms(more)),
         None if number.slower => "SLOWER".into(),
-        None => "slower, but in fewer than three of four rounds".into(),
+        None => "slower, but in less than three of four rounds".into(),
     }
 }
 
-/// What looks at metrics say, and how much they may be wrong.
+/// Block-seconds from samples of metrics, with their error.
 fn from_samples(sampled: &Sampled) -> String {
     let Sampled { held, unknown_engines, per_1000, per_1000_off_by } = sampled;
     let without = match unknown_engines {
         0 => String::new(),
-        engines => format!(", without {engines} of which it cannot be said"),
+        engines => format!(", without {engines} engines that cannot be sampled"),
     };
     format!(
-        "from samples{without}: {} ± {}, in all {} ± {} (of {} looks {} were quiet; the longest time without one {:.1} s)",
+        "from samples{without}: {} ± {}, total {} ± {} ({} samples, {} without open requests; longest interval between those {:.1} s)",
         decimals(*per_1000),
         decimals(*per_1000_off_by),
         decimals(held.block_seconds),
@@ -197,44 +197,44 @@ fn count(value: u64) -> String {
     out
 }
 
-/// How clients stalled, and of how many the deployment has let go meanwhile.
+/// How clients stall, and how many of their connections the deployment closed.
 fn stalls(summary: &Summary) -> Option<String> {
     let row = summary.kinds.iter().find(|row| row.kind == Kind::Stall)?;
     let rate = summary.load.as_ref()?.rate;
     let asked = summary.run.options["stall_ms"].as_f64().unwrap_or(rate.stall_ms);
     let less = if rate.stall_ms < asked {
-        format!(", and not for {asked:.0} ms, for there is no room for an answer that goes on for longer")
+        format!(" (of {asked:.0} ms: context or pools have no room for a longer response)")
     } else {
         String::new()
     };
-    let let_go = match row.let_go {
+    let dropped_by_server = match row.dropped_by_server {
         0 => String::new(),
-        clients => format!("; {} of these the deployment let go before they reset", count(clients)),
+        clients => format!(". The deployment dropped {} of them before the reset", count(clients)),
     };
     Some(format!(
-        "Who stalls in a phase reads nothing for {:.0} ms{less}, of an answer of {} tokens{let_go}.",
+        "A stalling client stops reading for {:.0} ms{less} in a response of {} tokens{dropped_by_server}.",
         rate.stall_ms,
         count(u64::from(rate.stall_max_tokens))
     ))
 }
 
-/// Some lines on something that was broken.
+/// Some lines on one injected fault.
 fn of_fault(fault: &FaultRow) -> String {
-    let FaultRow { stayed, left, .. } = fault;
+    let FaultRow { stayed, cancelled: left, .. } = fault;
     let mut out = format!("{}: ", fault.fault);
     let met = fault.met.as_ref();
     let _ = match met {
-        None => write!(out, "it never struck"),
+        None => write!(out, "not injected"),
         Some(met) if met.phases.is_empty() => write!(out, "{} in flight", met.requests),
         Some(met) => write!(out, "{} in flight ({})", met.requests, met.by_phase()),
     };
     if met.is_some_and(|met| met.requests > 0) {
         let (stayed, failed) = (fault.stayed_in_flight, fault.failed_in_flight);
-        let _ = write!(out, "; of {stayed} of these the client stayed, and {failed} failed");
+        let _ = write!(out, ", {stayed} of them uncancelled, {failed} of those failed");
     }
     let _ = write!(
         out,
-        "\n  who stayed: {} of {} requests failed, {} of them after it was back; E2E p50 {}, p99 {}, max {}",
+        "\n  uncancelled: {} of {} requests failed, {} of them after the recovery; E2E p50 {}, p99 {}, max {}",
         stayed.errors,
         stayed.requests,
         fault.errors_after,
@@ -244,12 +244,12 @@ fn of_fault(fault: &FaultRow) -> String {
     );
     let _ = write!(
         out,
-        "\n  who left: {}, {} stranded; blocks back p50 {}, max {}; all blocks home: {}",
-        left.left,
+        "\n  cancelled: {}, {} stranded; time to free p50 {}, max {}; all blocks free after {}",
+        left.cancelled,
         known(left, || count(left.stranded)),
-        percentile(&left.back_ms, |dist| dist.p50),
-        percentile(&left.back_ms, |dist| dist.max),
-        fault.home_ms.map_or_else(|| "not in its part of the run".into(), ms),
+        percentile(&left.time_to_free_ms, |dist| dist.p50),
+        percentile(&left.time_to_free_ms, |dist| dist.max),
+        fault.all_free_ms.map_or_else(|| "not within its segment".into(), ms),
     );
     if let Some(told) = fault.retries.told() {
         let _ = write!(out, "\n  {told}");
@@ -266,11 +266,11 @@ pub(crate) fn text(summary: &Summary) -> String {
     };
     let run = &summary.run;
     line(format!(
-        "{} requests to {} ({}), {} left",
+        "{} requests to {} ({}), {} cancelled",
         count(summary.requests),
         run.model,
         run.target,
-        count(summary.left)
+        count(summary.cancelled)
     ));
     let nice = run.nice.map_or_else(String::new, |nice| format!(", at nice {nice}"));
     line(format!("by `{}`{nice}", run.command));
@@ -279,35 +279,35 @@ pub(crate) fn text(summary: &Summary) -> String {
     }
     if !summary.exact {
         line(
-            "Not every engine has an event log: phases are as aimed, and blocks are known from metrics only."
+            "Not every engine has an event log. Phases are the intended ones, and blocks come from metrics."
                 .into(),
         );
     }
     line(String::new());
     line(format!(
-        "{:<18} {:>6} {:>9} {:>10} {:>13} {:>10} {:>10} {:>15} {:>10} {:>14}",
-        "left in",
-        "left",
+        "{:<18} {:>9} {:>9} {:>9} {:>16} {:>10} {:>10} {:>16} {:>10} {:>14}",
+        "cancelled in",
+        "cancelled",
         "stranded",
-        "never told",
-        "ran on untold",
-        "told p50",
+        "no abort",
+        "ran to the end",
+        "abort p50",
         "p99",
-        "blocks back p50",
+        "time to free p50",
         "p99",
         "block-s/1000"
     ));
     let mut row = |name: &str, group: &Group| {
         line(format!(
-            "{name:<18} {:>6} {:>9} {:>10} {:>13} {:>10} {:>10} {:>15} {:>10} {:>14}",
-            group.left,
+            "{name:<18} {:>9} {:>9} {:>9} {:>16} {:>10} {:>10} {:>16} {:>10} {:>14}",
+            group.cancelled,
             known(group, || count(group.stranded)),
-            known(group, || count(group.never_told)),
+            known(group, || count(group.abort_not_received)),
             ran_on(group),
-            percentile(&group.told_ms, |dist| dist.p50),
-            percentile(&group.told_ms, |dist| dist.p99),
-            percentile(&group.back_ms, |dist| dist.p50),
-            percentile(&group.back_ms, |dist| dist.p99),
+            percentile(&group.abort_ms, |dist| dist.p50),
+            percentile(&group.abort_ms, |dist| dist.p99),
+            percentile(&group.time_to_free_ms, |dist| dist.p50),
+            percentile(&group.time_to_free_ms, |dist| dist.p99),
             match &summary.sampled {
                 Some(sampled) if name == "all" => format!("~{}", decimals(sampled.per_1000)),
                 _ => known(group, || decimals(group.block_seconds_per_1000)),
@@ -329,13 +329,13 @@ pub(crate) fn text(summary: &Summary) -> String {
         out.push('\n');
     };
     if let Some(sampled) = &summary.sampled {
-        line(format!("block-seconds per 1,000 that left, {}", from_samples(sampled)));
+        line(format!("block-seconds per 1,000 cancelled requests, {}", from_samples(sampled)));
     }
     line(String::new());
     if summary.calm.is_some() && summary.storm.is_some() {
         line(format!(
             "{:<24} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}",
-            "who stayed",
+            "uncancelled requests",
             "requests",
             "errors",
             "TTFT p50",
@@ -358,26 +358,26 @@ pub(crate) fn text(summary: &Summary) -> String {
                 percentile(&service.tpot_ms, |dist| dist.p99),
             ));
         }
-        for said in [summary.storm_leavers.as_ref().map(storm_leavers), within_one_read(summary)] {
+        for said in [summary.storm_cancels.as_ref().map(storm_cancels), within_one_read(summary)] {
             said.into_iter().for_each(&mut line);
         }
         if let Some(spread) = summary.judged_ttft_ratio() {
             let over = rounds(spread);
             line(format!(
-                "TTFT p99, storm over the same requests of the calm: {:.2} ({over})",
+                "TTFT p99, storm over the paired requests of the calm: {:.2} ({over})",
                 spread.median
             ));
         }
-        if !summary.bystanders.numbers.is_empty() {
-            let above: Vec<_> = summary.bystanders.above().map(above).collect();
+        if !summary.uncancelled.numbers.is_empty() {
+            let above: Vec<_> = summary.uncancelled.above().map(above).collect();
             let above = if above.is_empty() { "nothing".to_owned() } else { above.join("; ") };
-            line(format!("who stayed, above {SLOWER} times the calm's in the median of the rounds: {above}"));
+            line(format!("uncancelled requests, above {SLOWER} times the calm in the median round: {above}"));
         }
-        for number in &summary.bystanders.numbers {
+        for number in &summary.uncancelled.numbers {
             let Compared { measure, percentile, round, calm_ms, storm_ms, over, by_ms, noise_ms, .. } =
                 number;
             line(format!(
-                "{} p{percentile}: {} in the calm, {} in the storm of round {round}, {by_ms:+.1} ms, {:.2} times: {} (from calm to calm {})",
+                "{} p{percentile}: calm {}, storm {} in round {round}, {by_ms:+.1} ms, {:.2} times: {} (noise between calms {})",
                 measure.label(),
                 ms(*calm_ms),
                 ms(*storm_ms),
@@ -401,10 +401,10 @@ pub(crate) fn text(summary: &Summary) -> String {
     }
     let texts = &summary.texts;
     line(format!(
-        "texts: {} of {} compared were wrong; {} more could not be compared, for the same prompt gave different answers when all was quiet",
-        texts.wrong, texts.compared, texts.unsteady
+        "texts: {} of {} compared responses are wrong; {} more cannot be compared because their prompt has several responses without load",
+        texts.wrong, texts.compared, texts.nondeterministic
     ));
-    if summary.beside.is_none() {
+    if summary.compared_with.is_none() {
         line(NOT_COMPARED.into());
     }
     for unknown in summary.unknown() {
@@ -414,14 +414,14 @@ pub(crate) fn text(summary: &Summary) -> String {
         line(excused);
     }
     if summary.findings.is_empty() && !summary.unknown().is_empty() {
-        line("\nNothing was found in what was judged.".into());
+        line("\nNo findings in what was judged.".into());
     } else if summary.findings.is_empty() {
         line(
-            "\nNothing was found: no block was stranded by a client that left, freed twice or answered from after it was freed."
+            "\nNo findings: no block was stranded by a cancel, freed twice or read after it was freed."
                 .into(),
         );
     } else {
-        let mut found = String::from("\nFound:");
+        let mut found = String::from("\nFindings:");
         for finding in &summary.findings {
             let _ = write!(found, "\n  {}: {}", finding.name, finding.says);
         }

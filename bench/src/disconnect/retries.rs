@@ -39,7 +39,8 @@ impl Retries {
     /// In words; `None` where nothing was asked again.
     pub(crate) fn told(&self) -> Option<String> {
         let Self { asked, failed, gave_up } = self;
-        (*asked > 0)
-            .then(|| format!("{asked} asked again, {failed} of these failed, {gave_up} clients gave up"))
+        (*asked > 0).then(|| {
+            format!("{asked} retries, {failed} of them failed, {gave_up} clients without a response")
+        })
     }
 }

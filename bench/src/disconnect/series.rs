@@ -1,12 +1,12 @@
 //! What the report draws: samples and curves out of the raw events.
 
 use super::analyse::{Facts, Victim};
-use super::bystanders;
 use super::faults;
 use super::phase::Phase;
 use super::raw::CallRecord;
 use super::summary::Series;
 use super::timeline::Timeline;
+use super::uncancelled;
 
 /// Points of a curve.
 const POINTS_MAX: usize = 800;
@@ -49,7 +49,7 @@ pub(super) fn of(facts: &Facts, victims: &[Victim<'_>], vanished: &[Victim<'_>])
         (!times.is_empty()).then_some((phase, times))
     };
     // Who stayed, and the same requests of the calm: those that are compared.
-    let (rounds, _) = bystanders::rounds(facts);
+    let (rounds, _) = uncancelled::rounds(facts);
     let both = |of: &dyn Fn(&CallRecord) -> Vec<f64>| {
         let pairs = || rounds.iter().flat_map(|round| &round.pairs);
         let sorted = |calls: &mut dyn Iterator<Item = &CallRecord>| {

@@ -3,7 +3,6 @@
 use serde::ser::SerializeMap as _;
 use serde::{Serialize, Serializer};
 
-use super::bystanders::SLOWER;
 use super::dist::Dist;
 use super::flight::InFlight;
 use super::load::Load;
@@ -11,6 +10,7 @@ use super::phase::{Kind, Phase};
 use super::raw::Run;
 use super::retries::Retries;
 use super::sampled::{Held, Sampled};
+use super::uncancelled::SLOWER;
 use super::vanished::{self, NotPlayed, Vanished};
 use crate::stats::Spread;
 
@@ -19,7 +19,7 @@ const TEXTS_FEW: u64 = 50;
 /// Above this share of answers that cannot be compared, those that can say little of all.
 const TEXTS_UNSTEADY: f64 = 0.02;
 /// Of fewer clients a high percentile is one client's bad luck.
-pub(crate) const BYSTANDERS_FEW: usize = 20;
+pub(crate) const UNCANCELLED_FEW: usize = 20;
 /// Of fewer requests whether engines are told is not judged.
 pub(crate) const JUDGED_FEW: u64 = 10;
 /// Fewer that were not told are chance.
@@ -42,7 +42,7 @@ pub(crate) struct Summary {
     pub(crate) exact: bool,
     /// Calls of every kind.
     pub(crate) requests: u64,
-    pub(crate) left: u64,
+    pub(crate) cancelled: u64,
     pub(crate) all: Group,
     pub(crate) phases: Vec<PhaseRow>,
     pub(crate) kinds: Vec<KindRow>,
@@ -55,12 +55,12 @@ pub(crate) struct Summary {
     pub(crate) refused: Option<Group>,
     pub(crate) calm: Option<Service>,
     /// Of the calm the same requests as those whose clients stay in the storm.
-    pub(crate) calm_stand_ins: Option<Service>,
+    pub(crate) calm_paired: Option<Service>,
     pub(crate) storm: Option<Service>,
-    pub(crate) storm_leavers: Option<StormLeavers>,
+    pub(crate) storm_cancels: Option<StormCancels>,
     /// Round by round, the storm's p99 time to first token of clients that stayed over that of the same requests of the calm.
-    pub(crate) ttft_p99_over_calm_stand_ins: Option<Spread>,
-    pub(crate) bystanders: Bystanders,
+    pub(crate) ttft_p99_over_calm_paired: Option<Spread>,
+    pub(crate) uncancelled: Uncancelled,
     /// Legs of requests whose clients left while engines worked on them: prefill, and decode.
     pub(crate) work: Vec<WorkRow>,
     pub(crate) faults: Vec<FaultRow>,
@@ -73,7 +73,7 @@ pub(crate) struct Summary {
     pub(crate) sampled: Option<Sampled>,
     /// What `baton bench compare` says of other front doors.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) beside: Option<serde_json::Value>,
+    pub(crate) compared_with: Option<serde_json::Value>,
     /// It was broken off: there are fewer parts than there should be.
     pub(crate) interrupted: bool,
     /// Why it could not go on to its end.
@@ -104,27 +104,27 @@ pub(crate) struct Group {
     /// Engines told of single requests.
     pub(crate) exact: bool,
     /// Clients that left in time.
-    pub(crate) left: u64,
+    pub(crate) cancelled: u64,
     /// Of those, whose blocks were not back in time.
     pub(crate) stranded: u64,
     /// Of those, whose blocks were not back at all while they were watched.
-    pub(crate) never_back: u64,
+    pub(crate) never_freed: u64,
     /// From the client's going until every engine that had work for it had learnt of it, ms.
-    pub(crate) told_ms: Dist,
+    pub(crate) abort_ms: Dist,
     /// Clients of whose going an engine that had work for them never learnt.
-    pub(crate) never_told: u64,
+    pub(crate) abort_not_received: u64,
     /// From the client's going until the last block was back, ms.
-    pub(crate) back_ms: Dist,
+    pub(crate) time_to_free_ms: Dist,
     /// The same at the prefill engine alone.
-    pub(crate) back_at_prefill_ms: Dist,
+    pub(crate) time_to_free_at_prefill_ms: Dist,
     /// Blocks times seconds that they were held for clients that had left.
     pub(crate) block_seconds: f64,
     /// The same for every 1,000 clients that left.
     pub(crate) block_seconds_per_1000: f64,
     /// Tokens of prompts that were computed for nobody.
-    pub(crate) prompt_tokens_for_nobody: u64,
+    pub(crate) wasted_prompt_tokens: u64,
     /// Tokens of answers that were computed for nobody.
-    pub(crate) answer_tokens_for_nobody: u64,
+    pub(crate) wasted_response_tokens: u64,
     /// Leases that ended by time alone.
     pub(crate) expired: u64,
     /// Whether engines at work were told; `None` where that is not asked.
@@ -135,7 +135,7 @@ pub(crate) struct Group {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct RanOn {
     /// An engine came to its own end, and had not been told.
-    pub(crate) untold: u64,
+    pub(crate) completed_without_abort: u64,
     /// Of so many of which it can be said: see [`WorkRow::judged`].
     pub(crate) judged: u64,
 }
@@ -159,7 +159,7 @@ pub(crate) struct KindRow {
     /// Clients that were to leave, and whose request was over before they had: they are not in the other numbers.
     pub(crate) too_late: u64,
     /// Of those, were let go by the deployment while they read nothing.
-    pub(crate) let_go: u64,
+    pub(crate) dropped_by_server: u64,
     /// What those that left asked again.
     pub(crate) retries: Retries,
     #[serde(flatten)]
@@ -168,7 +168,7 @@ pub(crate) struct KindRow {
 
 /// Who was to leave in the storms, all rounds together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub(crate) struct StormLeavers {
+pub(crate) struct StormCancels {
     /// Of all requests of the storms, but for what was asked again.
     pub(crate) requests: u64,
     /// Were to leave.
@@ -199,7 +199,7 @@ pub(crate) struct Service {
 
 /// Clients that stayed, one by one beside the same requests of the calm.
 #[derive(Clone, Debug, Default, Serialize)]
-pub(crate) struct Bystanders {
+pub(crate) struct Uncancelled {
     pub(crate) requests: u64,
     pub(crate) rounds: u64,
     /// Rounds whose calm and storm are not of the same requests: one of them was broken off.
@@ -268,11 +268,11 @@ pub(crate) struct WorkRow {
     /// Of those, whether they were told can be said: they were, or had more left to do than telling takes.
     pub(crate) judged: u64,
     /// Of those judged, came to their own end and had not been told.
-    pub(crate) untold: u64,
+    pub(crate) completed_without_abort: u64,
     /// Of those judged, were told, and went on for long all the same.
-    pub(crate) told_and_went_on: u64,
+    pub(crate) continued_after_abort: u64,
     /// How long a leg has to have had left to be judged, ms: what telling takes in this run.
-    pub(crate) telling_ms: f64,
+    pub(crate) abort_delivery_ms: f64,
     /// The share of the untold that honest telling explains: as much of it was slower than they were quick.
     pub(crate) by_chance: f64,
 }
@@ -300,10 +300,9 @@ pub(crate) struct FaultRow {
     /// Errors of the clients that began after it was mended.
     pub(crate) errors_after: u64,
     /// What clients that left in this part did to the engines; what was held by an engine that was killed is gone with it.
-    #[serde(rename = "leavers")]
-    pub(crate) left: Group,
+    pub(crate) cancelled: Group,
     /// From the end of the last client until no engine held anything, ms; `None`: not within this part.
-    pub(crate) home_ms: Option<f64>,
+    pub(crate) all_free_ms: Option<f64>,
     pub(crate) expired: u64,
     pub(crate) wrong_texts: u64,
 }
@@ -348,7 +347,7 @@ pub(crate) struct Texts {
     pub(crate) wrong_in_calm: u64,
     /// Answers that are not what the prompt gave when all was quiet, where that gave two different answers: what is right
     /// is not known, and they are not among those compared.
-    pub(crate) unsteady: u64,
+    pub(crate) nondeterministic: u64,
     /// Prompts that had no answer when all was quiet.
     pub(crate) unanswered: u64,
 }
@@ -373,7 +372,7 @@ pub(crate) struct Series {
     pub(crate) itl: [Vec<f64>; 2],
 }
 
-impl Bystanders {
+impl Uncancelled {
     /// Numbers that are above the target in the median of the rounds, named or not.
     pub(crate) fn above(&self) -> impl Iterator<Item = &Compared> {
         self.numbers.iter().filter(|number| number.over.median > SLOWER)
@@ -383,7 +382,7 @@ impl Bystanders {
 impl Summary {
     /// The headline's ratio, where those who stayed are enough to be compared at all.
     pub(crate) fn judged_ttft_ratio(&self) -> Option<&Spread> {
-        self.ttft_p99_over_calm_stand_ins.as_ref().filter(|_| !self.bystanders.numbers.is_empty())
+        self.ttft_p99_over_calm_paired.as_ref().filter(|_| !self.uncancelled.numbers.is_empty())
     }
 
     /// What could not be judged, for people. Without it a clean bill would say more than is known.
@@ -395,28 +394,28 @@ impl Summary {
         add(self.failed.is_some(), format!("the run ended early: {failed}"));
         add(
             self.engines.is_empty(),
-            "no engine was watched (`--admin`, `--engine`): what becomes of blocks, leases and work is not known".into(),
+            "blocks, leases and wasted work: no engine was observed (`--admin`, `--engine`)".into(),
         );
         add(
             !self.exact && !self.engines.is_empty(),
-            "engines told metrics only: phases, times and blocks of single requests are not known".into(),
+            "phases, times and blocks of single requests: the engines report metrics only".into(),
         );
         for EngineRow { name, .. } in
             self.engines.iter().filter(|engine| !self.exact && engine.sampled.is_none())
         {
             let sizeless = self.engines.iter().any(|engine| engine.name == *name && engine.blocks == 0);
             let why = if sizeless {
-                "does not tell how many blocks its pool has (`num_gpu_blocks` of `vllm:cache_config_info`): what it held is told as a share of the pool"
+                "does not report the size of its pool (`num_gpu_blocks` of `vllm:cache_config_info`); held blocks are a share of the pool"
             } else {
-                "was at no look without a request while no client waited for its first token"
+                "had a request or a client before its first token in every sample"
             };
-            add(true, format!("block-seconds held for nobody: {name} {why}"));
+            add(true, format!("orphaned block-seconds: {name} {why}"));
         }
         let in_parts: u64 = self.faults.iter().map(|fault| fault.expired).sum();
         add(
             !self.exact && in_parts > 0,
             format!(
-                "{in_parts} leases ended by time alone while something was broken: of engines that tell metrics only nobody knows who had left them, then or before"
+                "{in_parts} leases that expired in fault segments: engines with metrics only do not report their requests"
             ),
         );
         for engine in self.engines.iter().filter(|engine| engine.excused_at_end > 0) {
@@ -425,92 +424,82 @@ impl Summary {
             add(
                 true,
                 format!(
-                    "{name} still holds {what} at the end, of leases whose time is not over and whose release was owed by what was broken: a longer `--patience` shows what becomes of them"
+                    "{name} still holds {what} at the end, of unexpired leases that a killed process had to release: a longer `--final-wait` shows their end"
                 ),
             );
         }
-        add(
-            self.events_lost > 0,
-            format!("{} events of engines were lost: counts are too small", self.events_lost),
-        );
-        add(self.texts.compared == 0, "no answer could be compared with another".into());
+        add(self.events_lost > 0, format!("exact counts: {} engine events were lost", self.events_lost));
+        add(self.texts.compared == 0, "responses: none could be compared".into());
         let few = self.texts.compared > 0 && self.texts.compared < TEXTS_FEW && self.requests >= TEXTS_FEW;
         add(
             few,
             format!(
-                "only {} of {} answers were compared in the time that there was (`--verify-seconds`)",
+                "all responses: only {} of {} were compared within `--verify-seconds`",
                 self.texts.compared, self.requests
             ),
         );
-        let Texts { compared, unsteady, unanswered, .. } = self.texts;
+        let Texts { compared, nondeterministic: unsteady, unanswered, .. } = self.texts;
         for (count, why) in
-            [(unsteady, "different answers when all was quiet"), (unanswered, "no answer when all was quiet")]
+            [(unsteady, "different responses without load"), (unanswered, "no response without load")]
         {
             let all = compared + unsteady + unanswered;
             add(
                 count as f64 > TEXTS_UNSTEADY * all as f64,
-                format!(
-                    "{count} of {all} answers: the same prompt gave {why}, so that nobody knows what is right"
-                ),
+                format!("{count} of {all} responses: the same prompt has {why}"),
             );
         }
         if self.calm.is_some() && self.storm.is_some() {
-            let Bystanders { requests, rounds, unpaired_rounds, numbers } = &self.bystanders;
+            let Uncancelled { requests, rounds, unpaired_rounds, numbers } = &self.uncancelled;
             add(
                 !numbers.iter().any(|number| number.measure == Measure::Ttft),
                 format!(
-                    "{requests} clients that stayed in {rounds} storms are too few to be compared by their first token with the same requests of the calm"
+                    "time to first token: {requests} uncancelled requests in {rounds} storms are too few"
                 ),
             );
-            let (above, all) = (self.bystanders.above().count(), numbers.len());
+            let (above, all) = (self.uncancelled.above().count(), numbers.len());
             add(
                 above * 2 > all && !numbers.iter().any(|number| number.slower),
                 format!(
-                    "{above} of {all} numbers of who stayed are above {SLOWER} times the calm's, and none by more than calms differ among themselves: whether who leaves harms them is not known"
+                    "effect on uncancelled requests: {above} of {all} numbers are above {SLOWER} times the calm, none beyond the noise between calms"
                 ),
             );
             add(
                 *unpaired_rounds > 0,
-                format!("{unpaired_rounds} rounds of calm and storm are not of the same requests"),
+                format!("{unpaired_rounds} rounds: calm and storm have different requests"),
             );
         }
         for row in self.work.iter().filter(|row| row.at_work > 0 && row.judged < JUDGED_FEW) {
             add(
-                self.exact && row.untold + row.told_and_went_on < UNTOLD_FEW,
+                self.exact && row.completed_without_abort + row.continued_after_abort < UNTOLD_FEW,
                 format!(
-                    "whether {} engines are told is known of only {} of {} requests whose clients left while they worked: the others were done within {:.1} ms, and telling takes as long",
-                    row.leg, row.judged, row.at_work, row.telling_ms
+                    "aborts at {} engines: only {} of {} cancelled requests are judged, the others completed within {:.1} ms, which an abort takes",
+                    row.leg, row.judged, row.at_work, row.abort_delivery_ms
                 ),
             );
         }
         let few = |row: &&KindRow| {
-            let (left, late) = (row.group.left, row.too_late);
+            let (left, late) = (row.group.cancelled, row.too_late);
             (left < KIND_FEW && late > left) || late > KIND_LATE * left
         };
         for row in self.kinds.iter().filter(few) {
             add(
                 true,
                 format!(
-                    "clients that leave by {}: only {} of {} were measured, the requests of the others were over before they had left",
+                    "cancel by {}: only {} of {} were measured, the other requests completed before their cancel",
                     row.kind.label(),
-                    row.group.left,
-                    row.group.left + row.too_late
+                    row.group.cancelled,
+                    row.group.cancelled + row.too_late
                 ),
             );
         }
         for phase in &self.phases {
-            let missed = phase.aimed > 0 && phase.group.left == 0 && self.exact;
-            add(missed, format!("no client was in phase {} when it left", phase.phase.label()));
+            let missed = phase.aimed > 0 && phase.group.cancelled == 0 && self.exact;
+            add(missed, format!("phase {}: no cancel was in it", phase.phase.label()));
         }
         for FaultRow { fault, met, missed, .. } in &self.faults {
             // One that never struck is one of a run that ended early.
             let Some(met) = met else { continue };
-            add(
-                met.requests == 0,
-                format!(
-                    "`{fault}` struck while no request was in flight: what it does to requests is not known"
-                ),
-            );
+            add(met.requests == 0, format!("effect of `{fault}` on requests: none was in flight"));
             let missed = missed.filter(|_| met.requests > 0);
             add(
                 missed.is_some(),
@@ -518,8 +507,8 @@ impl Summary {
             );
         }
         add(
-            self.refused.as_ref().is_some_and(|refused| refused.left == 0) && self.exact,
-            "nothing that was lent was refused by a decode engine".into(),
+            self.refused.as_ref().is_some_and(|refused| refused.cancelled == 0) && self.exact,
+            "refused handoffs: the decode engine refused none".into(),
         );
         unknown.extend(vanished::unknown(self));
         unknown
@@ -540,18 +529,18 @@ impl EngineRow {
 impl Serialize for Group {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(None)?;
-        map.serialize_entry("left", &self.left)?;
+        map.serialize_entry("cancelled", &self.cancelled)?;
         if self.exact {
             map.serialize_entry("stranded", &self.stranded)?;
-            map.serialize_entry("never_back", &self.never_back)?;
-            map.serialize_entry("told_ms", &self.told_ms)?;
-            map.serialize_entry("never_told", &self.never_told)?;
-            map.serialize_entry("blocks_back_ms", &self.back_ms)?;
-            map.serialize_entry("blocks_back_at_prefill_ms", &self.back_at_prefill_ms)?;
+            map.serialize_entry("never_freed", &self.never_freed)?;
+            map.serialize_entry("abort_ms", &self.abort_ms)?;
+            map.serialize_entry("abort_not_received", &self.abort_not_received)?;
+            map.serialize_entry("time_to_free_ms", &self.time_to_free_ms)?;
+            map.serialize_entry("time_to_free_at_prefill_ms", &self.time_to_free_at_prefill_ms)?;
             map.serialize_entry("block_seconds", &self.block_seconds)?;
             map.serialize_entry("block_seconds_per_1000", &self.block_seconds_per_1000)?;
-            map.serialize_entry("prompt_tokens_for_nobody", &self.prompt_tokens_for_nobody)?;
-            map.serialize_entry("answer_tokens_for_nobody", &self.answer_tokens_for_nobody)?;
+            map.serialize_entry("wasted_prompt_tokens", &self.wasted_prompt_tokens)?;
+            map.serialize_entry("wasted_response_tokens", &self.wasted_response_tokens)?;
             map.serialize_entry("expired", &self.expired)?;
             if let Some(ran_on) = &self.ran_on {
                 map.serialize_entry("ran_on", ran_on)?;

@@ -9,13 +9,13 @@ use super::raw::{self, ActKind, Books, CallRecord, EngineFacts, EventRecord, Lea
 use super::report;
 use super::summary::Summary;
 
-mod bystanders;
 mod faults;
 mod findings;
 mod folder;
 mod leavers;
 mod sampled;
 mod told;
+mod uncancelled;
 mod untold;
 mod vanish;
 
@@ -44,9 +44,9 @@ impl Script {
     }
 
     fn act(&mut self, act: &str, what: ActKind, from: u64, to: u64, calls: impl FnOnce(&mut Self, &str)) {
-        self.0.push(Record::ActBegan { act: act.into(), at_us: from * 1_000, what });
+        self.0.push(Record::SegmentBegan { act: act.into(), at_us: from * 1_000, what });
         calls(self, act);
-        self.0.push(Record::ActEnded { act: act.into(), at_us: to * 1_000 });
+        self.0.push(Record::SegmentEnded { act: act.into(), at_us: to * 1_000 });
     }
 
     /// A stream that is due at `due`, begins 1 ms later, and has tokens at these times.
@@ -98,8 +98,8 @@ impl Script {
                 tag: tag.into(),
                 kind: kind.into(),
                 leg: text(&["queued"]),
-                blocks: some(&["lent", "freed", "fetching"]),
-                left_ms: (kind == "lent").then_some(30_000),
+                blocks: some(&["lease_opened", "freed", "fetching"]),
+                left_ms: (kind == "lease_opened").then_some(30_000),
                 tokens: some(&["computed"]),
                 generated: (kind == "ended").then_some(number),
                 computed: (kind == "ended").then_some(100),
@@ -113,7 +113,15 @@ impl Script {
 
     fn books(&mut self, engine: usize, at: u64, held: u64, expired: u64, askew: i64) {
         let (at_us, total) = (at * 1_000, 100);
-        self.0.push(Record::Books(Books { engine, at_us, total, held, askew, expired, ..Books::default() }));
+        self.0.push(Record::EngineState(Books {
+            engine,
+            at_us,
+            total,
+            held,
+            askew,
+            expired,
+            ..Books::default()
+        }));
     }
 
     fn summary(&self) -> Summary {
@@ -136,7 +144,7 @@ fn lends(reason: &'static str, back: u64) -> [(&'static str, u64, u64, &'static 
         ("computed", 1_010, 60, ""),
         ("computed", 1_020, 100, ""),
         ("ended", 1_020, 1, "length"),
-        ("lent", 1_020, 7, ""),
+        ("lease_opened", 1_020, 7, ""),
         ("lease_ended", back, 7, reason),
         ("freed", back, 7, ""),
     ]
@@ -209,7 +217,7 @@ fn what_an_engine_aborted_for_a_leaving_was_not_over_before_it() {
         script.told(D, "left", &decode);
         script.books(P, 6_000, 0, 0, 0);
         let summary = script.summary();
-        assert_eq!((summary.left, summary.all.expired), (left, left));
+        assert_eq!((summary.cancelled, summary.all.expired), (left, left));
         near(summary.all.block_seconds, left as f64 * 7.0 * 4.0);
     }
 }
@@ -223,9 +231,9 @@ fn near(a: f64, b: f64) {
 fn every_number_of_a_healthy_storm() {
     let summary = storm().summary();
     assert!(summary.exact);
-    assert_eq!((summary.requests, summary.left), (12, 4));
+    assert_eq!((summary.requests, summary.cancelled), (12, 4));
     assert_eq!(summary.findings, []);
-    let hit: Vec<_> = summary.phases.iter().map(|row| (row.phase, row.aimed, row.group.left)).collect();
+    let hit: Vec<_> = summary.phases.iter().map(|row| (row.phase, row.aimed, row.group.cancelled)).collect();
     // Who aimed at the fetch hit the gap; who came too late counts nowhere.
     let expected = [
         (Phase::Queued, 1, 1),
@@ -238,34 +246,34 @@ fn every_number_of_a_healthy_storm() {
     let group = |phase: Phase| &summary.phases.iter().find(|row| row.phase == phase).expect("a row").group;
 
     let prefill = group(Phase::Prefill);
-    near(prefill.told_ms.p50, 2.0);
-    near(prefill.back_ms.p50, 5.0);
-    near(prefill.back_at_prefill_ms.p50, 5.0);
+    near(prefill.abort_ms.p50, 2.0);
+    near(prefill.time_to_free_ms.p50, 5.0);
+    near(prefill.time_to_free_at_prefill_ms.p50, 5.0);
     near(prefill.block_seconds, 7.0 * 0.005);
-    assert_eq!((prefill.prompt_tokens_for_nobody, prefill.answer_tokens_for_nobody), (60, 0));
+    assert_eq!((prefill.wasted_prompt_tokens, prefill.wasted_response_tokens), (60, 0));
 
     let gap = group(Phase::Gap);
-    near(gap.told_ms.p50, 3.0);
-    near(gap.back_ms.p99, 3.0);
+    near(gap.abort_ms.p50, 3.0);
+    near(gap.time_to_free_ms.p99, 3.0);
     near(gap.block_seconds_per_1000, 7.0 * 0.003 * 1_000.0);
-    assert_eq!((gap.prompt_tokens_for_nobody, gap.never_told, gap.stranded), (0, 0, 0));
+    assert_eq!((gap.wasted_prompt_tokens, gap.abort_not_received, gap.stranded), (0, 0, 0));
 
     let stream = group(Phase::Stream);
-    near(stream.told_ms.p50, 2.0);
-    near(stream.back_ms.p50, 11.0);
+    near(stream.abort_ms.p50, 2.0);
+    near(stream.time_to_free_ms.p50, 11.0);
     // P was done long before.
-    assert_eq!((stream.back_at_prefill_ms.n, stream.answer_tokens_for_nobody), (0, 6));
+    assert_eq!((stream.time_to_free_at_prefill_ms.n, stream.wasted_response_tokens), (0, 6));
     near(stream.block_seconds, 8.0 * 0.011);
 
     // The one in the queue never came to an engine.
-    assert_eq!(group(Phase::Queued).back_ms.n, 0);
+    assert_eq!(group(Phase::Queued).time_to_free_ms.n, 0);
     let all = &summary.all;
-    assert_eq!((all.left, all.back_ms.n, all.told_ms.n, all.expired), (4, 3, 3, 0));
-    near(all.back_ms.max, 11.0);
-    near(all.back_ms.mean, 19.0 / 3.0);
+    assert_eq!((all.cancelled, all.time_to_free_ms.n, all.abort_ms.n, all.expired), (4, 3, 3, 0));
+    near(all.time_to_free_ms.max, 11.0);
+    near(all.time_to_free_ms.mean, 19.0 / 3.0);
     near(all.block_seconds, 7.0 * 0.005 + 7.0 * 0.003 + 8.0 * 0.011);
     near(all.block_seconds_per_1000, all.block_seconds * 250.0);
-    let kinds: Vec<_> = summary.kinds.iter().map(|row| (row.kind, row.group.left)).collect();
+    let kinds: Vec<_> = summary.kinds.iter().map(|row| (row.kind, row.group.cancelled)).collect();
     assert_eq!(kinds, [(Kind::Fin, 3), (Kind::Rst, 1)]);
 
     let (calm, storm) = (summary.calm.as_ref().expect("calm"), summary.storm.as_ref().expect("storm"));
@@ -281,7 +289,7 @@ fn every_number_of_a_healthy_storm() {
     // 9 tokens from 10 to 341.
     near(calm.tokens_per_second, 9.0 / 0.331);
     near(storm.ttft_ms.p50, 12.0);
-    assert_eq!(summary.ttft_p99_over_calm_stand_ins.as_ref().expect("a round").runs, [0.3]);
+    assert_eq!(summary.ttft_p99_over_calm_paired.as_ref().expect("a round").runs, [0.3]);
     // Counters from before the run are nobody's fault.
     assert_eq!(summary.engines.iter().map(|engine| engine.expired).sum::<u64>(), 0);
     // Between two looks without a client nothing was held.
@@ -301,7 +309,7 @@ fn rounds_of_calm_and_storm_are_compared_pair_by_pair() {
         script.stayed(act, "c4", 3_100, &[3_140], "done");
     });
     let summary = script.summary();
-    let spread = summary.ttft_p99_over_calm_stand_ins.expect("rounds");
+    let spread = summary.ttft_p99_over_calm_paired.expect("rounds");
     assert_eq!(spread.runs, [0.3, 1.5]);
     // Of two the lower, which one of them has.
     near(spread.median, 0.3);
@@ -325,18 +333,18 @@ fn blocks_that_never_come_back_are_counted_until_nobody_looks_any_more() {
     script.books(P, 6_021, 7, 2, 0);
     script.books(D, 6_021, 0, 0, 0);
     let summary = script.summary();
-    assert_eq!(names(&summary), ["gap_stranded", "blocks_not_home"]);
+    assert_eq!(names(&summary), ["gap_stranded", "blocks_not_freed"]);
     let gap = summary.phases.iter().find(|row| row.phase == Phase::Gap).expect("a row");
-    assert_eq!((gap.group.never_back, gap.group.stranded), (1, 1));
+    assert_eq!((gap.group.never_freed, gap.group.stranded), (1, 1));
     near(gap.group.block_seconds, 7.0 * 0.003 + 7.0 * 5.0);
     // The other's were back after 3 ms; these were not while anybody looked.
-    let at_prefill = &gap.group.back_at_prefill_ms;
+    let at_prefill = &gap.group.time_to_free_at_prefill_ms;
     assert_eq!((at_prefill.n, at_prefill.never, at_prefill.watched_ms), (2, 1, 5_000.0));
     assert_eq!((at_prefill.min, at_prefill.p50, at_prefill.p99), (3.0, 3.0, f64::INFINITY));
     let written = serde_json::to_value(at_prefill).expect("JSON");
     assert_eq!((&written["p50"], &written["p99"]), (&3.0.into(), &serde_json::Value::Null));
     assert!(report::page(&summary).contains("<td>never</td>"));
-    assert_eq!(*at_prefill, gap.group.back_ms);
+    assert_eq!(*at_prefill, gap.group.time_to_free_ms);
     assert_eq!(summary.engines[P].held_at_end, Some(7));
 }
 
@@ -373,8 +381,8 @@ fn legs_that_go_on_for_nobody_are_named() {
         (shown(0), shown(1)),
         (&["p1", "p2", "p3"].map(str::to_owned)[..], &["d1", "d2", "d3"].map(str::to_owned)[..])
     );
-    assert_eq!(summary.all.answer_tokens_for_nobody, 6 + 3 * 61);
-    assert_eq!(summary.all.never_told, 3);
+    assert_eq!(summary.all.wasted_response_tokens, 6 + 3 * 61);
+    assert_eq!(summary.all.abort_not_received, 3);
 }
 
 #[test]
@@ -397,8 +405,8 @@ fn harm_to_who_stays_is_named() {
     });
     let summary = script.summary();
     // Two against three: whether anybody was slowed down is not known.
-    assert_eq!(names(&summary), ["bystanders_failed"]);
-    assert!(summary.unknown().iter().any(|what| what.contains("too few to be compared")));
+    assert_eq!(names(&summary), ["uncancelled_failed"]);
+    assert!(summary.unknown().iter().any(|what| what.contains("are too few")));
     assert_eq!(summary.findings[0].shown_by, ["failed"]);
 }
 
@@ -427,18 +435,18 @@ fn faults_and_refusals_are_counted_for_themselves() {
     let summary = script.summary();
     let refused = summary.refused.as_ref().expect("refused");
     // From the refusal, at 3,002.
-    assert_eq!((refused.left, refused.stranded), (1, 0));
-    near(refused.back_ms.p50, 2.0);
+    assert_eq!((refused.cancelled, refused.stranded), (1, 0));
+    near(refused.time_to_free_ms.p50, 2.0);
     let [fault] = &summary.faults[..] else { panic!("{:?}", summary.faults) };
     assert_eq!(
         (fault.fault.as_str(), fault.stayed.requests, fault.stayed.errors, fault.errors_after),
         ("decode killed", 3, 2, 1)
     );
     // The last client ended at 6,701.
-    near(fault.home_ms.expect("it was home"), 199.0);
+    near(fault.all_free_ms.expect("it was home"), 199.0);
     assert_eq!(names(&summary), ["not_recovered"]);
     // What is refused or killed is no client that left.
-    assert_eq!(summary.left, 4);
+    assert_eq!(summary.cancelled, 4);
 }
 
 /// A rank by counting, where the other is by sorting.
@@ -509,7 +517,7 @@ fn the_reports_say_what_the_summary_says_and_nothing_gets_out_of_its_place() {
 
 #[test]
 fn a_file_that_is_none_of_ours_is_refused_by_its_line() {
-    let text = b"{\"record\":\"act_ended\",\"act\":\"a\",\"at_us\":1}\nnonsense\n";
+    let text = b"{\"record\":\"segment_ended\",\"segment\":\"a\",\"at_us\":1}\nnonsense\n";
     let error = raw::read(&mut &text[..]).expect_err("no record").to_string();
     assert!(error.starts_with("line 2: "), "{error}");
     assert_eq!(Facts::of(&[]).victims().len(), 0);
@@ -556,9 +564,9 @@ fn a_leg_that_goes_on_although_it_was_told_is_named() {
     }
     let summary = script.summary();
     assert_eq!(names(&summary), ["decode_not_aborted"]);
-    assert_eq!((summary.work[1].untold, summary.work[1].told_and_went_on), (0, 3));
+    assert_eq!((summary.work[1].completed_without_abort, summary.work[1].continued_after_abort), (0, 3));
     // 80 of the 100 ms in which each said fifty, and six of the one that was told in time.
-    assert_eq!(summary.all.answer_tokens_for_nobody, 3 * 40 + 6);
+    assert_eq!(summary.all.wasted_response_tokens, 3 * 40 + 6);
 }
 
 #[test]
@@ -573,24 +581,11 @@ fn what_could_not_be_judged_is_said() {
     let summary = script.summary();
     let unknown = summary.unknown().join("; ");
     // Nobody was in the fetch, though one had aimed at it.
-    for said in ["broken off", "no more room", "3 events", "no answer could be compared", "phase fetch"] {
+    for said in ["broken off", "no more room", "3 engine events", "none could be compared", "phase fetch"] {
         assert!(unknown.contains(said), "{said}: {unknown}");
     }
     // What became of a call after that is nobody's fault.
     assert_eq!((names(&summary), summary.requests), (Vec::new(), 12));
     let (text, page) = (report::text(&summary), report::page(&summary));
     assert!(text.contains("in what was judged") && page.contains("in what was judged"));
-}
-
-#[test]
-fn who_half_closes_and_is_served_is_counted_apart() {
-    let mut script = storm();
-    script.act("phase stream", ActKind::Phase, 2_000, 5_000, |script, act| {
-        script.left(act, "h", 1_060, Kind::HalfClose, Phase::Stream, 3);
-        let Some(Record::Call(call)) = script.0.last_mut() else { panic!("a call") };
-        call.outcome = "done".into();
-    });
-    let summary = script.summary();
-    let row = summary.kinds.iter().find(|row| row.kind == Kind::HalfClose).expect("a row");
-    assert_eq!((row.served, row.group.left), (1, 0));
 }

@@ -112,7 +112,7 @@ impl Timeline {
             "fetched" => leg.fetched = Some((at, event.result.clone().unwrap_or_default())),
             "first_token" => leg.first_token = Some(at),
             "abort" => leg.told.push(at),
-            "lent" => {
+            "lease_opened" => {
                 leg.lent = Some((at, event.blocks.unwrap_or(0)));
                 leg.lease_life = event.left_ms.map(|left| left.saturating_mul(1_000));
             }
@@ -144,7 +144,7 @@ impl Timeline {
         let begins = event.kind == "queued" || event.kind == "refused";
         let ours = |leg: &Leg| leg.engine == event.engine;
         // Two legs of one request can be on one engine: what only one of them can do is that one's.
-        let of_lease = matches!(event.kind.as_str(), "lent" | "lease_ended" | "replied");
+        let of_lease = matches!(event.kind.as_str(), "lease_opened" | "lease_ended" | "replied");
         let of_fetch = matches!(event.kind.as_str(), "fetching" | "fetched");
         let fits = |leg: &Leg| ours(leg) && (!of_lease || leg.lends) && (!of_fetch || leg.fetches);
         let found = match event.kind.as_str() {
@@ -357,7 +357,7 @@ impl Leg {
         }
         // Blocks come with the first step, or with the read.
         let held = self.started.is_some() || self.fetching.is_some() || self.lent.is_some();
-        (held && self.freed.is_empty()).then_some("its blocks are not back")
+        (held && self.freed.is_empty()).then_some("its blocks are not freed")
     }
 
     /// It has begun and not ended, as far as is known.
@@ -408,7 +408,7 @@ mod tests {
             let mut event = event(engine, kind, at);
             match kind {
                 "computed" => event.tokens = Some(at),
-                "lent" => event.blocks = Some(7),
+                "lease_opened" => event.blocks = Some(7),
                 "freed" => event.blocks = Some(if engine == 0 { 7 } else { 8 }),
                 "fetching" => event.blocks = Some(6),
                 "lease_ended" => event.reason = Some("transfer_done".into()),
@@ -427,7 +427,7 @@ mod tests {
         (0, "computed", 100),
         (0, "first_token", 100),
         (0, "ended", 100),
-        (0, "lent", 101),
+        (0, "lease_opened", 101),
         (1, "queued", 110),
         (1, "fetching", 120),
         (1, "fetched", 140),
@@ -483,11 +483,15 @@ mod tests {
         let whole = Seen { done: Some(400), ..Seen::default() };
         assert!(told(&WHOLE).spans(&whole).contains(&(Phase::Unary, 150, 400)));
         // A lease that grows is lent and read while its prefill goes on: there is no gap.
-        let early =
-            [(0, "queued", 10), (0, "started", 20), (0, "lent", 30), (1, "queued", 35), (1, "fetching", 40)];
-        let mut early = early.to_vec();
-        early.extend([(0, "ended", 80), (1, "fetched", 90)]);
-        let early = told(&early);
+        let early = told(&[
+            (0, "queued", 10),
+            (0, "started", 20),
+            (0, "lease_opened", 30),
+            (1, "queued", 35),
+            (1, "fetching", 40),
+            (0, "ended", 80),
+            (1, "fetched", 90),
+        ]);
         let spans = early.spans(&seen);
         assert!(
             spans.contains(&(Phase::Prefill, 20, 80)) && spans.contains(&(Phase::Fetch, 80, 90)),
@@ -534,9 +538,8 @@ mod tests {
         assert_eq!(open(1), [(0, "it has not ended")]);
         assert_eq!(open(7), [(0, "its lease is live")]);
         assert_eq!(open(9), [(0, "its lease is live"), (1, "it has not ended")]);
-        assert_eq!(open(11), [(0, "its blocks are not back"), (1, "it has not ended")]);
-        assert_eq!(open(17), [(1, "its blocks are not back")]);
-        assert_eq!(open(18), []);
+        assert_eq!(open(11), [(0, "its blocks are not freed"), (1, "it has not ended")]);
+        assert_eq!((open(17), open(18)), (vec![(1, "its blocks are not freed")], vec![]));
         assert!(told(&WHOLE).was_handed_over());
         let unheld = told(&[(0, "queued", 1), (0, "abort", 2), (0, "ended", 3)]);
         assert_eq!(unheld.open().count(), 0, "it never held a block");

@@ -100,7 +100,7 @@ struct Course {
     judged: bool,
     /// How long it ran on, where that is judged.
     untold: Option<u64>,
-    told_and_went_on: bool,
+    continued_after_abort: bool,
 }
 
 fn course(victim: &Victim<'_>, lends: Option<bool>, enough_us: u64) -> Course {
@@ -113,7 +113,8 @@ fn course(victim: &Victim<'_>, lends: Option<bool>, enough_us: u64) -> Course {
                 course.judged = true;
                 // With the step that it was in it should have stopped.
                 let own = leg.ended.as_ref().filter(|ended| ended.outcome != "abort");
-                course.told_and_went_on |= own.is_some_and(|ended| ended.at > victim.gone + at + RACE_US);
+                course.continued_after_abort |=
+                    own.is_some_and(|ended| ended.at > victim.gone + at + RACE_US);
             }
             Fate::Untold(left) if left > enough_us => {
                 course.judged = true;
@@ -131,7 +132,7 @@ pub(crate) fn ran_on(victims: &[&Victim<'_>], telling: &Telling) -> RanOn {
     for victim in victims {
         let course = course(victim, None, telling.enough_us());
         ran_on.judged += u64::from(course.judged);
-        ran_on.untold += u64::from(course.untold.is_some());
+        ran_on.completed_without_abort += u64::from(course.untold.is_some());
     }
     ran_on
 }
@@ -142,20 +143,21 @@ pub(crate) fn rows<'a>(victims: &'a [Victim<'_>], telling: &Telling) -> Vec<(Wor
         .into_iter()
         .map(|(lends, leg)| {
             let enough_us = telling.enough_us();
-            let mut row = WorkRow { leg, telling_ms: enough_us as f64 / 1e3, ..WorkRow::default() };
+            let mut row = WorkRow { leg, abort_delivery_ms: enough_us as f64 / 1e3, ..WorkRow::default() };
             let (mut tags, mut chances) = (Vec::new(), 0.0);
             for victim in victims {
                 let course = course(victim, Some(lends), enough_us);
                 row.at_work += u64::from(course.at_work);
                 row.judged += u64::from(course.judged);
-                row.untold += u64::from(course.untold.is_some());
-                row.told_and_went_on += u64::from(course.told_and_went_on && course.untold.is_none());
+                row.completed_without_abort += u64::from(course.untold.is_some());
+                row.continued_after_abort +=
+                    u64::from(course.continued_after_abort && course.untold.is_none());
                 chances += course.untold.map_or(0.0, |left| telling.slower_than(left));
-                if course.untold.is_some() || course.told_and_went_on {
+                if course.untold.is_some() || course.continued_after_abort {
                     tags.push(victim.call.tag.as_str());
                 }
             }
-            row.by_chance = chances / row.untold.max(1) as f64;
+            row.by_chance = chances / row.completed_without_abort.max(1) as f64;
             (row, tags)
         })
         .collect()

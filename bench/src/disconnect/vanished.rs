@@ -147,7 +147,7 @@ pub(super) fn stranded(facts: &Facts, vanished: &[Victim<'_>], findings: &mut Ve
     let limit = facts.stranded_after(first.call);
     let tags: Vec<_> = held.iter().map(|victim| victim.call.tag.as_str()).collect();
     let says = format!(
-        "the blocks of {} of {} clients whose host vanished were not back within {} s: {}",
+        "{} of {} vanished clients stranded their blocks for more than {} s: {}",
         tags.len(),
         vanished.len(),
         limit as f64 / 1e6,
@@ -158,9 +158,10 @@ pub(super) fn stranded(facts: &Facts, vanished: &[Victim<'_>], findings: &mut Ve
 
 /// What could not be judged of them.
 pub(super) fn unknown(summary: &Summary) -> Vec<String> {
-    let not_played = summary.not_played.iter().map(|NotPlayed { kind, why }| {
-        format!("clients that leave by {}: none could, and none was to: {why}", kind.label())
-    });
+    let not_played = summary
+        .not_played
+        .iter()
+        .map(|NotPlayed { kind, why }| format!("cancel by {}: not possible here: {why}", kind.label()));
     let mut unknown: Vec<String> = not_played.collect();
     if let Some(Vanished { noticed_within_ms, noticed_ms, by_itself_ms, group, .. }) = &summary.vanished
         && group.exact
@@ -168,19 +169,19 @@ pub(super) fn unknown(summary: &Summary) -> Vec<String> {
         && group.stranded == 0
     {
         let longest = if by_itself_ms.n == 0 {
-            "none of them was at an engine".to_owned()
+            "none of them had reached an engine".to_owned()
         } else {
-            format!("the longest was over by itself after {}", super::report::ms(by_itself_ms.max))
+            format!("the longest completed after {}", super::report::ms(by_itself_ms.max))
         };
         unknown.push(format!(
-            "whether the deployment notices that a client's host has vanished: of {} requests {longest}, and it may take {} (`--vanish-noticed-ms`)",
-            group.left,
+            "detection of vanished clients: of {} requests {longest}, and the limit is {} (`--vanish-noticed-ms`)",
+            group.cancelled,
             super::report::ms(*noticed_within_ms)
         ));
     }
     for engine in summary.engines.iter().filter(|engine| engine.ghosts_at_end > 0) {
         unknown.push(format!(
-            "{} still holds {} at the end for clients that had vanished, of which it need not know yet",
+            "{} still holds {} at the end for vanished clients, within the limit for their detection",
             engine.name,
             engine.told(engine.ghosts_at_end)
         ));
@@ -194,8 +195,8 @@ impl Vanished {
         let Self { noticed_within_ms, noticed_ms, by_itself_ms, group, .. } = self;
         let within = super::report::ms(*noticed_within_ms);
         let mut said = format!(
-            "Vanished, and in none of the other rows: {} clients, of which the deployment has {within} to notice.",
-            group.left
+            "Vanished (in no other row): {} clients. The deployment has {within} to notice.",
+            group.cancelled
         );
         if group.exact {
             let times = |dist: &Dist| match dist.n {
@@ -207,7 +208,7 @@ impl Vanished {
                 ),
             };
             said += &format!(
-                " It ended {} requests{}; {} were over by themselves{}; {} held blocks for longer.",
+                " It aborted {} requests{}. {} completed on their own{}. {} held blocks for longer.",
                 noticed_ms.n,
                 times(noticed_ms),
                 by_itself_ms.n,

@@ -150,7 +150,7 @@ impl Feed {
         let mark = match (event.kind.as_str(), lends) {
             ("queued", _) => Mark::Queued,
             ("started", true) => Mark::PrefillStarted,
-            ("lent", _) => Mark::Lent,
+            ("lease_opened", _) => Mark::Lent,
             ("replied", true) => Mark::Replied,
             ("fetching", _) => Mark::Fetching,
             ("fetched", _) => Mark::Fetched,
@@ -387,7 +387,7 @@ impl Watched {
     async fn look(&self, feed: &Feed, recorder: &Recorder) {
         let Ok(books) = self.books().await else { return };
         feed.lock().held.insert(books.engine, (books.at_us, books.held, books.requests));
-        recorder.put(&Record::Books(books));
+        recorder.put(&Record::EngineState(books));
     }
 
     async fn books(&self) -> Result<Books, WebError> {
@@ -567,7 +567,7 @@ mod tests {
         };
         feed.take(&event("a", "queued"));
         assert!(!mine.is_cancelled());
-        feed.take(&event("a", "lent"));
+        feed.take(&event("a", "lease_opened"));
         assert!(mine.is_cancelled() && !other.is_cancelled());
         assert_eq!(feed.forget("a").map(|timeline| timeline.legs.len()), Some(1));
     }

@@ -10,24 +10,24 @@ use super::Verdict;
 use crate::top::text::clean;
 use crate::web::WebError;
 
-/// The checks that can warn, and so those that `--accept` takes.
+/// The checks that can warn, and so those that `--ignore` takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum Warning {
     /// Clients need no key
     Exposure,
-    /// The configuration that was read last was rejected
+    /// The latest configuration was rejected
     Reload,
     /// An engine is drained
     Standing,
-    /// The router may need more file descriptors than it may have
+    /// The router may need more file descriptors than its limit
     Descriptors,
-    /// An engine's clock differs from ours
+    /// An engine's clock differs from this machine's
     Clock,
     /// Engines have different versions
     Versions,
-    /// Leases have ended by time alone
+    /// Leases ended by expiry
     Expiries,
-    /// A lease cannot be given back
+    /// A lease cannot be released
     Lease,
     /// Leases are short
     #[value(name = "lease time", alias = "lease-time")]
@@ -57,7 +57,7 @@ pub(super) enum Mark {
     Ok,
     /// Nothing is broken, but somebody should know.
     Warn,
-    /// The same, and somebody does and means it so (`--accept`).
+    /// The same, and somebody does and means it so (`--ignore`).
     Meant,
     Fail,
     /// It could not be made.
@@ -69,7 +69,7 @@ impl Mark {
         match self {
             Self::Ok => "OK",
             Self::Warn => "WARN",
-            Self::Meant => "MEANT",
+            Self::Meant => "IGNORED",
             Self::Fail => "FAIL",
             Self::Skipped => "SKIPPED",
         }
@@ -107,7 +107,7 @@ pub(super) struct Terms {
     /// Warnings are findings.
     pub(super) strict: bool,
     /// Nothing was to be tried: what is judged is what was looked at.
-    pub(super) look_only: bool,
+    pub(super) no_requests: bool,
     /// Checks whose warnings are meant so.
     pub(super) accepted: Vec<Warning>,
 }
@@ -142,11 +142,11 @@ impl Checkup {
     /// Nobody answers where clients come in. What could not be tried for that is no fault of its own.
     pub(super) fn dead_door(&mut self, of: &str, error: &WebError) {
         let told = match error {
-            WebError::Unreachable(_, why) => format!("does not answer: {why}"),
-            WebError::Late(_, within) => format!("does not answer within {within:?}"),
+            WebError::Unreachable(_, why) => format!("does not respond: {why}"),
+            WebError::Late(_, within) => format!("does not respond within {within:?}"),
             other => other.to_string(),
         };
-        self.dead_door = Some(clean(&format!("the door {of} {told}")));
+        self.dead_door = Some(clean(&format!("the endpoint {of} {told}")));
         self.fail("door", of, told);
     }
 
@@ -180,7 +180,7 @@ impl Checkup {
     }
 
     /// Warnings are findings where somebody wants it so (`--strict`). What was skipped never is: it says nothing of the
-    /// deployment. But nothing is healthy of which no disconnect was proved, unless `--look-only` asks for less.
+    /// deployment. But nothing is healthy of which no disconnect was proved, unless `--no-requests` asks for less.
     pub(super) fn verdict(&self) -> Verdict {
         let findings = if self.terms.strict { self.findings() } else { self.count(Mark::Fail) };
         match (self.seen, findings, self.unproved()) {
@@ -194,15 +194,15 @@ impl Checkup {
     /// Why no disconnect was proved; `None` where one was (or was seen to leave blocks behind), or none was to be.
     fn unproved(&self) -> Option<String> {
         let of = |check: &'static str| self.lines.iter().filter(move |line| line.check == check);
-        if self.terms.look_only || of(DISCONNECT).any(|line| line.mark != Mark::Skipped) {
+        if self.terms.no_requests || of(DISCONNECT).any(|line| line.mark != Mark::Skipped) {
             return None;
         }
         let phases = of(DISCONNECT).count();
         if let Some(last) = of(DISCONNECT).next_back() {
-            return Some(format!("none of {phases} phases could be judged; {}: {}", last.of, last.told));
+            return Some(format!("none of {phases} phases could be tested; {}: {}", last.of, last.told));
         }
         if let Some(failed) = of("request").find(|line| line.mark == Mark::Fail) {
-            return Some(format!("a request without one failed: {}", failed.told));
+            return Some(format!("a request without a disconnect failed: {}", failed.told));
         }
         let skipped = of("disconnects").next_back();
         Some(skipped.map_or_else(|| "none was tried".to_owned(), |line| line.told.clone()))
@@ -223,25 +223,25 @@ impl Checkup {
         let plural =
             |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
         let (failed, warned) = (self.count(Mark::Fail), self.count(Mark::Warn));
-        let well = format!("{} well{skipped}", plural(self.count(Mark::Ok), "check"));
+        let well = format!("{} passed{skipped}", plural(self.count(Mark::Ok), "check"));
         let mut warnings =
             if warned > 0 { format!(", {}", plural(warned, "warning")) } else { String::new() };
         if let meant @ 1.. = self.count(Mark::Meant) {
             // A String takes whatever is written.
-            let _ = write!(warnings, ", {meant} meant so");
+            let _ = write!(warnings, ", {meant} ignored");
         }
-        let unproved = self.unproved().map(|why| format!("no disconnect was proved, because {why}"));
+        let unproved = self.unproved().map(|why| format!("no disconnect was verified: {why}"));
         match self.verdict() {
             Verdict::NotSeen if self.lines.iter().any(|line| line.mark == Mark::Ok) => {
-                format!("could not look: {well}, and nothing was seen of the engines")
+                format!("not examined: {well}, but no engine is known")
             }
-            Verdict::NotSeen => "could not look: nobody answers".to_owned(),
-            Verdict::Healthy if self.terms.look_only => {
-                format!("healthy: {well}{warnings}; nothing was tried (--look-only)")
+            Verdict::NotSeen => "not examined: no endpoint responds".to_owned(),
+            Verdict::Healthy if self.terms.no_requests => {
+                format!("healthy: {well}{warnings}; no request was sent (--no-requests)")
             }
             Verdict::Healthy => format!("healthy: {well}{warnings}"),
             Verdict::NotProved => {
-                format!("could not look: {}; {well}{warnings}", unproved.unwrap_or_default())
+                format!("not examined: {}; {well}{warnings}", unproved.unwrap_or_default())
             }
             Verdict::Findings => {
                 let (found, unproved) = match (&self.dead_door, failed) {
@@ -273,7 +273,7 @@ impl Checkup {
         }
         for unused in self.accepted_in_vain() {
             let unused = if unused.contains(' ') { format!("{unused:?}") } else { unused.to_owned() };
-            let _ = writeln!(text, "\n--accept {unused}: there was no such warning");
+            let _ = writeln!(text, "\n--ignore {unused}: no such warning");
         }
         let _ = writeln!(text, "\n{}", self.summary());
         text
@@ -289,8 +289,8 @@ impl Checkup {
                 Verdict::NotSeen => "not_seen",
                 Verdict::NotProved => "not_proved",
             },
-            "summary": self.summary(), "look_only": self.terms.look_only,
-            "ok": self.count(Mark::Ok), "warnings": self.count(Mark::Warn), "meant": self.count(Mark::Meant),
+            "summary": self.summary(), "no_requests": self.terms.no_requests,
+            "ok": self.count(Mark::Ok), "warnings": self.count(Mark::Warn), "ignored": self.count(Mark::Meant),
             "failures": self.count(Mark::Fail), "skipped": self.count(Mark::Skipped),
             "checks": self.lines.iter().map(line).collect::<Vec<_>>(),
         })
@@ -311,7 +311,7 @@ mod tests {
         checkup.saw();
         checkup.ok(DISCONNECT, "unary", "y");
         assert_eq!((checkup.verdict(), checkup.verdict().code()), (Verdict::Healthy, 0));
-        assert!(checkup.text().ends_with("\nhealthy: 1 check well, 1 skipped\n"), "{}", checkup.text());
+        assert!(checkup.text().ends_with("\nhealthy: 1 check passed, 1 skipped\n"), "{}", checkup.text());
         checkup.warn(Warning::Clock, "", "z");
         assert_eq!(checkup.verdict().code(), 0, "a warning breaks nothing");
         checkup.terms.strict = true;
@@ -322,9 +322,9 @@ mod tests {
         assert_eq!((checkup.verdict().code(), checkup.findings()), (0, 0), "what is meant so is no finding");
         assert_eq!(checkup.accepted_in_vain(), Vec::<&str>::new());
         checkup.terms.accepted.push(Warning::LeaseTime);
-        assert!(checkup.text().contains("--accept \"lease time\": there was no such warning"));
+        assert!(checkup.text().contains("--ignore \"lease time\": no such warning"));
         assert!(
-            checkup.text().contains("MEANT") && checkup.text().contains("1 meant so"),
+            checkup.text().contains("IGNORED") && checkup.text().contains("1 ignored"),
             "{}",
             checkup.text()
         );
@@ -339,14 +339,14 @@ mod tests {
 
     #[test]
     fn what_was_not_to_be_tried_is_no_finding_and_the_summary_says_how_far_was_looked() {
-        let mut checkup = Checkup::new(Terms { strict: true, look_only: true, ..Terms::default() });
+        let mut checkup = Checkup::new(Terms { strict: true, no_requests: true, ..Terms::default() });
         checkup.saw();
         checkup.ok("door", "", "answers");
-        checkup.skip("disconnects", "", "--look-only");
+        checkup.skip("disconnects", "", "--no-requests");
         assert_eq!(checkup.verdict(), Verdict::Healthy);
         let summary = checkup.summary();
-        assert_eq!(summary, "healthy: 1 check well, 1 skipped; nothing was tried (--look-only)");
-        assert_eq!(checkup.json()["look_only"], true);
+        assert_eq!(summary, "healthy: 1 check passed, 1 skipped; no request was sent (--no-requests)");
+        assert_eq!(checkup.json()["no_requests"], true);
         checkup.warn(Warning::Clock, "", "z");
         assert_eq!(checkup.verdict(), Verdict::Findings);
     }
@@ -357,24 +357,24 @@ mod tests {
             let mut checkup = Checkup::new(Terms { strict, ..Terms::default() });
             checkup.saw();
             checkup.ok("door", "", "answers");
-            assert!(checkup.summary().contains("because none was tried"), "{}", checkup.summary());
+            assert!(checkup.summary().contains("verified: none was tried"), "{}", checkup.summary());
             checkup.skip("disconnects", "", "it went elsewhere");
             assert_eq!((checkup.verdict(), checkup.verdict().code()), (Verdict::NotProved, 2));
             assert_eq!(
                 checkup.summary(),
-                "could not look: no disconnect was proved, because it went elsewhere; 1 check well, 1 skipped"
+                "not examined: no disconnect was verified: it went elsewhere; 1 check passed, 1 skipped"
             );
             assert_eq!(checkup.json()["verdict"], "not_proved");
             checkup.skip(DISCONNECT, "queued", "too quick");
             checkup.skip(DISCONNECT, "unary", "too quick, too");
             let summary = checkup.summary();
-            assert!(summary.contains("none of 2 phases could be judged; unary: too quick, too"), "{summary}");
+            assert!(summary.contains("none of 2 phases could be tested; unary: too quick, too"), "{summary}");
             checkup.warn(Warning::Clock, "", "z");
             let expected = if strict { Verdict::Findings } else { Verdict::NotProved };
             assert_eq!(checkup.verdict(), expected, "what was found is said first");
-            assert!(checkup.summary().contains("no disconnect was proved"), "{}", checkup.summary());
-            checkup.ok(DISCONNECT, "gap", "came back");
-            assert!(!checkup.summary().contains("proved"), "{}", checkup.summary());
+            assert!(checkup.summary().contains("no disconnect was verified"), "{}", checkup.summary());
+            checkup.ok(DISCONNECT, "gap", "freed");
+            assert!(!checkup.summary().contains("verified"), "{}", checkup.summary());
             assert_eq!(checkup.verdict(), if strict { Verdict::Findings } else { Verdict::Healthy });
         }
         // One that left blocks behind is no question of proof.
@@ -382,7 +382,7 @@ mod tests {
         checkup.saw();
         checkup.fail(DISCONNECT, "gap", "still held");
         assert_eq!(checkup.verdict(), Verdict::Findings);
-        assert!(!checkup.summary().contains("proved"), "{}", checkup.summary());
+        assert!(!checkup.summary().contains("verified"), "{}", checkup.summary());
     }
 
     #[test]
@@ -390,22 +390,24 @@ mod tests {
         let mut checkup = Checkup::new(Terms::default());
         let refused = || WebError::Unreachable("http://d:1/health".into(), "cannot connect: refused".into());
         checkup.dead_door("d:1", &refused());
-        assert_eq!(checkup.summary(), "could not look: nobody answers", "nobody else does either");
+        assert_eq!(checkup.summary(), "not examined: no endpoint responds", "nothing else responds");
         checkup.saw();
         checkup.ok("admin", "a:1", "in effect");
-        checkup.skip("request", "", "the door does not answer");
-        checkup.skip("disconnects", "", "the door does not answer");
-        let said =
-            "NOT healthy: the door d:1 does not answer: cannot connect: refused; 1 check well, 2 skipped";
+        checkup.skip("request", "", "the endpoint does not respond");
+        checkup.skip("disconnects", "", "the endpoint does not respond");
+        let said = "NOT healthy: the endpoint d:1 does not respond: cannot connect: refused; 1 check passed, 2 skipped";
         assert_eq!((checkup.summary().as_str(), checkup.verdict().code()), (said, 1));
-        assert!(checkup.text().starts_with("FAIL     door         d:1  does not answer: cannot connect"));
+        assert!(checkup.text().starts_with("FAIL     door         d:1  does not respond: cannot connect"));
         checkup.fail("engine", "p:1", "gone");
         let summary = checkup.summary();
-        assert!(summary.contains("cannot connect: refused; and 1 more failure; 1 check well"), "{summary}");
-        let mut late = Checkup::new(Terms { look_only: true, ..Terms::default() });
+        assert!(summary.contains("cannot connect: refused; and 1 more failure; 1 check passed"), "{summary}");
+        let mut late = Checkup::new(Terms { no_requests: true, ..Terms::default() });
         late.saw();
         late.dead_door("d:1", &WebError::Late("http://d:1/health".into(), Duration::from_secs(5)));
-        assert_eq!(late.summary(), "NOT healthy: the door d:1 does not answer within 5s; 0 checks well");
+        assert_eq!(
+            late.summary(),
+            "NOT healthy: the endpoint d:1 does not respond within 5s; 0 checks passed"
+        );
     }
 
     #[test]

@@ -68,7 +68,7 @@ pub(super) async fn again(engines: &[Engine], admins: &[Origin], checkup: &mut C
     let mut same = BTreeMap::new();
     for engine in engines.iter().filter(|engine| engine.up) {
         let Some(before) = &engine.run else {
-            checkup.skip("epoch", &engine.name, "it does not say when it was started anew");
+            checkup.skip("epoch", &engine.name, "it has no epoch: a restart would not be noticed");
             continue;
         };
         match Run::of(&engine.origin).await {
@@ -76,15 +76,15 @@ pub(super) async fn again(engines: &[Engine], admins: &[Origin], checkup: &mut C
                 same.insert(engine.name.as_str(), before);
             }
             Ok(now) => {
-                let now = now.map_or_else(|| "says nothing of it".to_owned(), |now| format!("is {now}"));
+                let now = now.map_or_else(|| "unknown".to_owned(), |now| now.to_string());
                 let told = format!(
-                    "was {before} and {now} now: it was started anew during the examination, or several answer at this \
+                    "{before} before, {now} now: it restarted during the examination, or several engines share this \
                      address"
                 );
                 checkup.fail("epoch", &engine.name, told);
             }
             Err(error) => {
-                let told = format!("was {before} and does not say it again: {error}");
+                let told = format!("{before} before, unknown now: {error}");
                 checkup.fail("epoch", &engine.name, told);
             }
         }
@@ -95,13 +95,9 @@ pub(super) async fn again(engines: &[Engine], admins: &[Origin], checkup: &mut C
     }
     if !same.is_empty() && !checkup.has_failed_any("epoch") {
         let one = same.len() == 1;
-        let those = if one {
-            "the engine is the one".to_owned()
-        } else {
-            format!("{} engines are those", same.len())
-        };
+        let those = if one { "the engine".to_owned() } else { format!("{} engines", same.len()) };
         let to = if agree > 0 { "; the routers reach the same" } else { "" };
-        checkup.ok("epoch", "", format!("{those} that answered in the beginning{to}"));
+        checkup.ok("epoch", "", format!("{those} did not restart{to}"));
     }
 }
 
@@ -117,7 +113,7 @@ async fn compared(admin: &Origin, same: &BTreeMap<&str, &Run>, checkup: &mut Che
         match same.get(name.as_str()) {
             Some(run) if differs(same, name, to_it) => {
                 let told = format!(
-                    "{run} to us, {to_it} to the router at {}: it reaches another engine",
+                    "{run} from here, {to_it} from the router at {}: it reaches another engine",
                     admin.authority()
                 );
                 checkup.fail("epoch", name, told);
@@ -170,7 +166,7 @@ mod tests {
                     checkup
                 };
                 let well = examined().await;
-                assert!(well.text().contains("2 engines are those that answered"), "{}", well.text());
+                assert!(well.text().contains("2 engines did not restart"), "{}", well.text());
                 fleet.restart(Role::Decode, 0).expect("its port is free again");
                 let anew = examined().await;
                 assert!(anew.has_failed("epoch", &addresses[1]), "{}", anew.text());

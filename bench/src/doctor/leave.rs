@@ -69,7 +69,7 @@ pub(super) async fn exactly(client: &Client, engines: &[&Engine], terms: &Terms,
     let watch = match Watch::begin(watched.collect(), &watching, &Arc::new(Recorder::nowhere())).await {
         Ok(watch) => watch,
         Err(error) => {
-            return checkup.fail("disconnects", "", format!("the event logs cannot be followed: {error}"));
+            return checkup.fail("disconnects", "", format!("cannot read the event logs: {error}"));
         }
     };
     let mut doctor = Doctor {
@@ -94,7 +94,7 @@ pub(super) async fn exactly(client: &Client, engines: &[&Engine], terms: &Terms,
             let rest: Vec<_> =
                 Phase::COMMON.into_iter().filter(|rest| *rest > phase && !failed(rest)).collect();
             for rest in rest {
-                checkup.skip("disconnect", rest.label(), "another phase failed before it was tried");
+                checkup.skip("disconnect", rest.label(), "not tried: another phase failed");
             }
             return;
         }
@@ -129,7 +129,7 @@ impl Doctor<'_> {
     async fn calm(&mut self, checkup: &mut Checkup) -> bool {
         for streaming in [Streaming::Streamed, Streaming::Whole] {
             let made = self.make(streaming, None).await;
-            let how = if streaming == Streaming::Whole { "in one piece" } else { "streamed" };
+            let how = if streaming == Streaming::Whole { "unary" } else { "streamed" };
             match &made.call.outcome {
                 Outcome::Done => {}
                 other => {
@@ -141,8 +141,8 @@ impl Doctor<'_> {
                 checkup.skip(
                     "disconnects",
                     "",
-                    "no engine in view told of our request: it went elsewhere, or its `user` field was taken out (then \
-                     --metrics-only judges by usage)",
+                    "no known engine logged the request: other engines served it, or a component removed its `user` \
+                     field (then use --metrics-only)",
                 );
                 return false;
             }
@@ -151,7 +151,7 @@ impl Doctor<'_> {
             // Some are told of in one event; what a prefill engine alone generates is one.
             if generated < made.call.tokens.len() as u64 / 2 {
                 let told = format!(
-                    "engines in view generated {generated} of the {} tokens that we were sent: who decodes is not in view",
+                    "known engines generated {generated} of {} tokens: the decode engine is unknown (add --engine)",
                     made.call.tokens.len()
                 );
                 checkup.skip("disconnects", "", told);
@@ -159,12 +159,12 @@ impl Doctor<'_> {
             }
             let open = self.open(&made.line);
             if !open.is_empty() {
-                checkup.fail("request", how, format!("it was answered, and {}", open.join("; ")));
+                checkup.fail("request", how, format!("completed, but {}", open.join("; ")));
                 return false;
             }
             let (blocks, engines) = freed(&made.line);
             let path = if made.line.was_handed_over() {
-                "prefilled and decoded apart"
+                "prefill and decode on two engines"
             } else {
                 "served by one engine"
             };
@@ -172,7 +172,7 @@ impl Doctor<'_> {
             checkup.ok(
                 "request",
                 how,
-                format!("{path}, {took:.1} ms; {blocks} blocks of {engines} engines came back"),
+                format!("{path}, {took:.1} ms; {blocks} blocks of {engines} engines freed"),
             );
         }
         true
@@ -207,14 +207,14 @@ impl Doctor<'_> {
             };
             // Its end was there before the client left.
             let Some(was) = was else {
-                *hit.entry("its end").or_insert(0) += 1;
+                *hit.entry("completed").or_insert(0) += 1;
                 continue;
             };
             *hit.entry(was.label()).or_insert(0) += 1;
             let open = self.open(&made.line);
             if !open.is_empty() {
                 let within = self.terms.within.as_secs();
-                let told = format!("{within} s after the client left: {}", open.join("; "));
+                let told = format!("{within} s after the disconnect: {}", open.join("; "));
                 checkup.fail("disconnect", was.label(), told);
                 return false;
             }
@@ -241,10 +241,7 @@ impl Doctor<'_> {
                 break;
             }
             if self.aims.median(Phase::Gap).is_some() {
-                self.did.push(format!(
-                    "with prompts of {} words, which are lent when they are whole",
-                    self.words
-                ));
+                self.did.push(format!("with prompts of {} words, leased when complete", self.words));
                 return;
             }
         }
@@ -274,11 +271,10 @@ impl Doctor<'_> {
         let (taken, refused) = self.crew.counts();
         if let (1.., Some((from, to))) = (taken + refused, self.aims.median(Phase::Gap)) {
             let short = to.saturating_sub(from).as_secs_f64() * 1e3;
-            let prompts =
-                if taken == 1 { "a prompt of ours".to_owned() } else { format!("{taken} prompts of ours") };
-            let no = if refused > 0 { format!(" ({refused} were refused)") } else { String::new() };
+            let prompts = if taken == 1 { "a prompt".to_owned() } else { format!("{taken} prompts") };
+            let no = if refused > 0 { format!(" ({refused} refused)") } else { String::new() };
             self.did.push(format!(
-                "the gap is {short:.1} ms here, so decode engines were given {prompts}{no} to look at the handoff later"
+                "the gap is {short:.1} ms, so the doctor delayed decode engines by {prompts}{no}"
             ));
         }
     }
@@ -297,24 +293,26 @@ impl Doctor<'_> {
     fn tell(&self, phase: Phase, hit: &BTreeMap<&'static str, u32>, checkup: &mut Checkup) {
         let Some(proof) = self.proofs.get(&phase) else {
             let seen =
-                hit.iter().map(|(what, times)| format!("{times} in {what}")).collect::<Vec<_>>().join(", ");
+                hit.iter().map(|(what, times)| format!("{times} × {what}")).collect::<Vec<_>>().join(", ");
             let why = if seen.is_empty() {
-                "no request here comes through this phase".to_owned()
+                "no request has this phase".to_owned()
             } else {
-                format!("over too quickly to be hit in {} tries: {seen}{}", self.terms.tries, self.aside())
+                format!("too short to hit in {} requests: {seen}{}", self.terms.tries, self.aside())
             };
             return checkup.skip("disconnect", phase.label(), why);
         };
-        let times =
-            if proof.left == 1 { "left once".to_owned() } else { format!("left {} times", proof.left) };
+        let times = if proof.left == 1 {
+            "cancelled once".to_owned()
+        } else {
+            format!("cancelled {} times", proof.left)
+        };
         let told = if proof.blocks == 0 {
-            format!("{times}: its request ended, and no engine held a block for it that had to come back")
+            format!("{times}: the request ended, and no engine held blocks for it")
         } else {
             let longest = proof.longest_us as f64 / 1e3;
             let engines = if proof.engines == 1 { "engine" } else { "engines" };
             format!(
-                "{times}: all blocks (up to {} of {} {engines}) were back {longest:.1} ms after the client had gone, at \
-                 the latest",
+                "{times}: all blocks (up to {} of {} {engines}) freed within {longest:.1} ms",
                 proof.blocks, proof.engines
             )
         };
@@ -424,11 +422,11 @@ pub(super) fn prompt(tag: &str, words: usize) -> String {
 /// What became of a call that should have been answered.
 pub(super) fn told(outcome: &Outcome) -> String {
     match outcome {
-        Outcome::Done => "answered".to_owned(),
-        Outcome::Left => "left".to_owned(),
+        Outcome::Done => "completed".to_owned(),
+        Outcome::Left => "cancelled".to_owned(),
         Outcome::Refused { status, message, .. } => format!("refused with {status}: {message}"),
-        Outcome::Failed { message, .. } => format!("an error in the stream: {message}"),
+        Outcome::Failed { message, .. } => format!("error in the stream: {message}"),
         Outcome::Broken { stage, why } => format!("broken ({}): {why}", stage.as_str()),
-        Outcome::TimedOut { stage } => format!("no answer in time ({})", stage.as_str()),
+        Outcome::TimedOut { stage } => format!("no response in time ({})", stage.as_str()),
     }
 }

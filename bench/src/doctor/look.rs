@@ -94,7 +94,7 @@ pub(super) async fn look(site: &Site, checkup: &mut Checkup) -> Seen {
         router(admin, &mut engines, &mut seen, checkup).await;
     }
     if site.admins.is_empty() {
-        checkup.skip("admin", "", "no admin listener is named (--admin): the router's side is not looked at");
+        checkup.skip("admin", "", "no admin listener is known: add --admin to check the router");
     }
     for (name, (origin, pools)) in engines {
         let origin = origin.map_or_else(
@@ -104,13 +104,13 @@ pub(super) async fn look(site: &Site, checkup: &mut Checkup) -> Seen {
         match origin {
             Ok(origin) => seen.engines.push(engine(origin, pools, checkup).await),
             Err(WebError::Url(url)) => {
-                checkup.skip("engine", &name, format!("{url} cannot be asked from here"))
+                checkup.skip("engine", &name, format!("{url} is not an address that can be checked"))
             }
             Err(error) => checkup.fail("engine", &name, error.to_string()),
         }
     }
     if seen.engines.is_empty() {
-        checkup.skip("engines", "", "no engine is known: give --admin or --engine");
+        checkup.skip("engines", "", "no engine is known: add --admin or --engine");
     }
     together(&seen, checkup);
     for admin in &site.admins {
@@ -126,7 +126,7 @@ pub(super) async fn look(site: &Site, checkup: &mut Checkup) -> Seen {
 /// Where clients come in.
 async fn door(site: &Site, seen: &mut Seen, checkup: &mut Checkup) {
     let Some(door) = &site.door else {
-        checkup.skip("door", &site.url, "over TLS, or below a path, it is only tried by requests");
+        checkup.skip("door", &site.url, "TLS, or a path in the URL: checked by requests only");
         (seen.answers, seen.model) = (true, site.model.clone());
         checkup.saw();
         return;
@@ -135,20 +135,20 @@ async fn door(site: &Site, seen: &mut Seen, checkup: &mut Checkup) {
         Ok(_) => {
             checkup.saw();
             seen.answers = true;
-            checkup.ok("door", door.authority(), "answers /health");
+            checkup.ok("door", door.authority(), "responds to /health");
         }
         Err(error @ WebError::Refused(..)) => {
             checkup.saw();
             seen.answers = true;
-            checkup.fail("door", door.authority(), format!("is not well: {error}"));
+            checkup.fail("door", door.authority(), format!("is not healthy: {error}"));
         }
         Err(error) => return checkup.dead_door(door.authority(), &error),
     }
     // Not everybody's front door has one.
     match door.get("/ready", PATIENCE).await {
-        Ok(_) => checkup.ok("ready", door.authority(), "requests are taken"),
+        Ok(_) => checkup.ok("ready", door.authority(), "accepts requests"),
         Err(error) if error.status().is_some_and(|status| status.is_server_error()) => {
-            checkup.fail("ready", door.authority(), format!("requests are not taken: {error}"));
+            checkup.fail("ready", door.authority(), format!("refuses requests: {error}"));
         }
         Err(_) => {}
     }
@@ -168,7 +168,7 @@ async fn router(admin: &Origin, engines: &mut Pools, seen: &mut Seen, checkup: &
         Ok(config) => config,
         Err(error) if error.status().is_some_and(|status| status.as_u16() == 401) => {
             checkup.saw();
-            return checkup.fail("admin", name, "asks for its token: --admin-token-file");
+            return checkup.fail("admin", name, "requires a token: add --admin-token-file");
         }
         Err(error) => return checkup.fail("admin", name, error.to_string()),
     };
@@ -178,7 +178,7 @@ async fn router(admin: &Origin, engines: &mut Pools, seen: &mut Seen, checkup: &
         checkup.warn(
             Warning::Reload,
             name,
-            "the configuration that was read last was rejected; the one before is in effect",
+            "the last configuration read was rejected; the previous one is in effect (see /config)",
         );
     }
     let config = config["config"].clone();
@@ -206,18 +206,18 @@ fn known_engine(told: &Value, engines: &mut Pools, checkup: &mut Checkup) {
     let (origin, known) = engines.entry(name.clone()).or_default();
     known.extend(pools);
     if origin.is_none() && told["url"].as_str().is_some_and(|url| url.starts_with("https://")) {
-        checkup.skip("engine", &name, "is reached by TLS; it is looked at through the router only");
+        checkup.skip("engine", &name, "uses TLS: checked through the router only");
     }
     for (leg, standing) in told["legs"].as_object().into_iter().flatten() {
         match standing["standing"].as_str() {
             Some("usable") | None => {}
-            Some("draining") => checkup.warn(Warning::Standing, &name, format!("{leg}: it is drained")),
+            Some("draining") => checkup.warn(Warning::Standing, &name, format!("{leg}: draining")),
             Some(how) => {
                 let reasons = told["reasons"].as_array().into_iter().flatten().map(text).collect::<Vec<_>>();
                 checkup.fail(
                     "standing",
                     &name,
-                    format!("{leg}: {how} to the router: {}", reasons.join(", ")),
+                    format!("{leg}: {how}, by the router: {}", reasons.join(", ")),
                 );
             }
         }
@@ -240,7 +240,7 @@ async fn exposure(admin: &Origin, config: &Value, checkup: &mut Checkup) {
         checkup.warn(
             Warning::Exposure,
             admin.authority(),
-            format!("clients need neither key nor certificate, and {listen} is beyond loopback (`auth`, `listen_tls`)"),
+            format!("clients need neither key nor certificate, and {listen} is beyond loopback: set `auth` or `listen_tls`"),
         );
     }
     match beyond(&config["admin"]["listen"]) {
@@ -255,13 +255,13 @@ async fn exposure(admin: &Origin, config: &Value, checkup: &mut Checkup) {
                 checkup.fail(
                     "exposure",
                     admin.authority(),
-                    format!("{listen} answers whoever asks, without a token"),
+                    format!("{listen} requires no token: set `admin.token_file`"),
                 );
             } else {
                 checkup.ok(
                     "exposure",
                     admin.authority(),
-                    "the admin listener asks for a token or a certificate",
+                    "the admin listener requires a token or a certificate",
                 );
             }
         }
@@ -273,7 +273,7 @@ fn descriptors(name: &str, samples: &Samples, config: &Value, checkup: &mut Chec
     let (Some(most), Some(open)) =
         (samples.sum("process_max_fds", &[]), samples.sum("process_open_fds", &[]))
     else {
-        return checkup.skip("descriptors", name, "it does not say how many file descriptors it may have");
+        return checkup.skip("descriptors", name, "its limit of file descriptors is unknown");
     };
     let limit = |key: &str| config["limits"][key].as_f64().unwrap_or(0.0);
     let (connections, in_flight) = (limit("connections"), limit("in_flight"));
@@ -288,7 +288,7 @@ fn descriptors(name: &str, samples: &Samples, config: &Value, checkup: &mut Chec
             Warning::Descriptors,
             name,
             format!(
-                "{told}; limits.connections {connections:.0} and limits.in_flight {in_flight:.0} could need \
+                "{told}; limits.connections {connections:.0} and limits.in_flight {in_flight:.0} may need \
                  {needed:.0}: raise `ulimit -n` or lower them"
             ),
         );
@@ -305,11 +305,11 @@ async fn engine(origin: Origin, pools: BTreeSet<(String, String)>, checkup: &mut
         Ok(_) => checkup.saw(),
         Err(error @ WebError::Refused(..)) => {
             checkup.saw();
-            checkup.fail("engine", &name, format!("is not well: {error}"));
+            checkup.fail("engine", &name, format!("is not healthy: {error}"));
             return engine;
         }
         Err(_) if checkup.has_failed("door", &name) => {
-            checkup.skip("engine", &name, "it is the door, which does not answer");
+            checkup.skip("engine", &name, "is the endpoint, which does not respond");
             return engine;
         }
         Err(error) => {
@@ -345,7 +345,7 @@ async fn engine(origin: Origin, pools: BTreeSet<(String, String)>, checkup: &mut
                 checkup.fail(
                     "secret",
                     &name,
-                    "refuses our cluster secret: --cluster-secret-file must be its own",
+                    "refuses the cluster secret: --cluster-secret-file must contain the engine's",
                 );
                 return engine;
             }
@@ -393,17 +393,17 @@ async fn stranger(engine: &Engine, checkup: &mut Checkup) {
         checkup.fail(
             "exposure",
             &engine.name,
-            "whoever reaches it can release blocks: it needs --cluster-secret-file",
+            "any client can release its blocks: start it with --cluster-secret-file",
         );
     } else {
-        checkup.ok("exposure", &engine.name, "asks strangers for the cluster secret");
+        checkup.ok("exposure", &engine.name, "requires the cluster secret");
     }
 }
 
 async fn clock(engine: &mut Engine, checkup: &mut Checkup) {
     let asked = now_us();
     let Ok(page) = engine.origin.get_json("/debug/kv/events?after=latest", PATIENCE).await else {
-        return checkup.skip("clock", &engine.name, "it keeps no log of events, which would tell its time");
+        return checkup.skip("clock", &engine.name, "no event log, so its time is unknown");
     };
     engine.events = true;
     engine.role = engine.role.take().or_else(|| page["engine"]["role"].as_str().map(str::to_owned));
@@ -413,13 +413,17 @@ async fn clock(engine: &mut Engine, checkup: &mut Checkup) {
         checkup.warn(
             Warning::Clock,
             &engine.name,
-            format!("{ahead:+.0} ms from ours: nothing breaks, but logs do not fit together"),
+            format!("{ahead:+.0} ms from this machine: nothing fails, but times in logs do not match"),
         );
     } else {
         checkup.ok(
             "clock",
             &engine.name,
-            if ahead == 0.0 { "agrees with ours".to_owned() } else { format!("{ahead:+.1} ms from ours") },
+            if ahead == 0.0 {
+                "equals this machine's".to_owned()
+            } else {
+                format!("{ahead:+.1} ms from this machine's")
+            },
         );
     }
 }
@@ -443,7 +447,7 @@ fn together(seen: &Seen, checkup: &mut Checkup) {
             checkup.fail(
                 "models",
                 &engine.name,
-                format!("is in the {leg} pool of `{model}` and serves {served}"),
+                format!("is in the {leg} pool of `{model}`, but serves {served}"),
             );
         }
     }
@@ -480,7 +484,7 @@ fn pairs(model: &str, prefill: &[&Engine], decode: &[&Engine], checkup: &mut Che
                     checkup.fail(
                         "layout",
                         model,
-                        format!("{} have other models or layouts ({one}, {other})", pair()),
+                        format!("{} have different models or layouts ({one}, {other})", pair()),
                     );
                 }
             }
@@ -499,11 +503,7 @@ fn pairs(model: &str, prefill: &[&Engine], decode: &[&Engine], checkup: &mut Che
     }
     if compared > 0 && checkup.findings() == before {
         let sizes = sizes.iter().map(u64::to_string).collect::<Vec<_>>().join(" and ");
-        checkup.ok(
-            "layout",
-            model,
-            format!("prefill and decode engines can read each other, blocks of {sizes} tokens"),
-        );
+        checkup.ok("layout", model, format!("prefill and decode engines match; blocks of {sizes} tokens"));
     }
 }
 
@@ -521,10 +521,10 @@ async fn held(admin: &Origin, checkup: &mut Checkup) {
             }
         }
         Err(error) if error.status().is_some_and(|status| status.as_u16() == 404) => {
-            return checkup.skip("stranded", name, "it has no /debug/kv: an older router");
+            return checkup.skip("stranded", name, "no /debug/kv: an older router");
         }
         Err(error) if error.status().is_none() => {
-            return checkup.skip("stranded", name, "the admin listener does not answer");
+            return checkup.skip("stranded", name, "the admin listener does not respond");
         }
         Err(error) => return checkup.fail("stranded", name, error.to_string()),
     };
@@ -537,14 +537,12 @@ async fn held(admin: &Origin, checkup: &mut Checkup) {
             checkup.warn(
                 Warning::Expiries,
                 of,
-                format!(
-                    "{expired} leases have ended by expiry since it started: nobody fetched or released them"
-                ),
+                format!("{expired} leases ended by expiry since its start: neither fetched nor released"),
             );
         }
     }
     match (books["stranded_leases"].as_u64(), books["stranded_blocks"].as_u64()) {
-        (Some(0), _) => checkup.ok("stranded", name, "no block is held for nobody"),
+        (Some(0), _) => checkup.ok("stranded", name, "no stranded blocks"),
         (Some(leases), Some(blocks)) => {
             let oldest =
                 books["leases"].as_array().into_iter().flatten().find(|lease| lease["stranded"] == true);
@@ -552,9 +550,9 @@ async fn held(admin: &Origin, checkup: &mut Checkup) {
             checkup.fail(
                 "stranded",
                 name,
-                format!("{blocks} blocks of {leases} leases are held for nobody; the oldest: {why}"),
+                format!("{blocks} stranded blocks of {leases} leases; the oldest: {why}"),
             );
         }
-        _ => checkup.skip("stranded", name, "not known: not every engine or router answers"),
+        _ => checkup.skip("stranded", name, "unknown: not every engine or router responds"),
     }
 }

@@ -17,7 +17,7 @@ const WORDS: usize = 40;
 const CONNECT: Duration = Duration::from_secs(2);
 /// A prefill on a busy engine.
 const PREFILL: Duration = Duration::from_secs(30);
-/// The router gives a silent decode engine up after `alive_ms` and two questions of two seconds each.
+/// The router gives a silent decode engine up after `liveness_probe_ms` and two questions of two seconds each.
 const QUESTIONS_MS: u64 = 4_000;
 /// A lease in a deployment without a router in view; vLLM's default is 30 s.
 const SHORT_MS: u64 = 5_000;
@@ -35,14 +35,14 @@ pub(super) async fn leases(seen: &Seen, checkup: &mut Checkup) {
         lease(engine, &seen.configs, checkup).await;
     }
     if asked == 0 {
-        checkup.skip("side channel", "", "no prefill engine of Baton's is in view");
+        checkup.skip("side channel", "", "no prefill engine of Baton is known");
     }
 }
 
 async fn lease(engine: &Engine, configs: &[Value], checkup: &mut Checkup) {
     let name = engine.name.as_str();
     let Some(model) = engine.models.first() else {
-        return checkup.skip("side channel", name, "it does not say which model it serves");
+        return checkup.skip("side channel", name, "it lists no model");
     };
     let tag = format!("baton-doctor-lease-{}", crate::top::source::now_us());
     let body = json!({
@@ -56,7 +56,7 @@ async fn lease(engine: &Engine, configs: &[Value], checkup: &mut Checkup) {
     };
     let lent = &answer["kv_transfer_params"];
     if lent.is_null() {
-        return checkup.fail("lease", name, "it computed a prompt and lent nothing");
+        return checkup.fail("lease", name, "it computed a prompt and opened no lease");
     }
     if let Some(left) = lent["remote_lease_left_ms"].as_u64() {
         duration(name, left, configs, checkup);
@@ -66,28 +66,28 @@ async fn lease(engine: &Engine, configs: &[Value], checkup: &mut Checkup) {
         return checkup.warn(
             Warning::Lease,
             name,
-            "it gave no handle: the blocks of this probe come back when its lease expires",
+            "it returned no handle: the blocks of this probe are freed when its lease expires",
         );
     };
     let release = json!({"handle": handle, "reason": "router_release"});
     match engine.origin.post_json("/kv/release", &release, PATIENCE).await {
         Ok(told) if told["result"] == "unknown" => {
-            checkup.fail("lease", name, "it does not know the lease that it has just given");
+            checkup.fail("lease", name, "it does not know the lease that it just opened");
         }
-        Ok(_) => checkup.ok("lease", name, "given, and given back"),
-        Err(error) => checkup.fail("lease", name, format!("it cannot be given back: {error}")),
+        Ok(_) => checkup.ok("lease", name, "opened and released"),
+        Err(error) => checkup.fail("lease", name, format!("it cannot be released: {error}")),
     }
 }
 
 fn duration(name: &str, left_ms: u64, configs: &[Value], checkup: &mut Checkup) {
     let seconds = |ms: u64| ms as f64 / 1e3;
-    let alive = configs.iter().filter_map(|config| config["timeouts"]["alive_ms"].as_u64()).max();
+    let alive = configs.iter().filter_map(|config| config["timeouts"]["liveness_probe_ms"].as_u64()).max();
     let Some(alive) = alive else {
         return if left_ms < SHORT_MS {
             checkup.warn(
                 Warning::LeaseTime,
                 name,
-                format!("{:.1} s is short: one pause of a decode engine outlives it", seconds(left_ms)),
+                format!("{:.1} s is short: a decode engine may pause for longer", seconds(left_ms)),
             );
         } else {
             checkup.ok("lease time", name, format!("{:.1} s", seconds(left_ms)));
@@ -96,15 +96,15 @@ fn duration(name: &str, left_ms: u64, configs: &[Value], checkup: &mut Checkup) 
     let needed = alive + QUESTIONS_MS;
     if left_ms < needed {
         let told = format!(
-            "{:.1} s, and the router gives a silent decode engine up after {:.1} s (timeouts.alive_ms): the handoff is \
-             gone by then",
+            "{:.1} s is too short: the router gives up an unresponsive decode engine after {:.1} s \
+             (timeouts.liveness_probe_ms)",
             seconds(left_ms),
             seconds(needed)
         );
         checkup.warn(Warning::LeaseTime, name, told);
     } else {
         let told = format!(
-            "{:.1} s; a silent decode engine is given up after {:.1} s",
+            "{:.1} s; the router gives up an unresponsive decode engine after {:.1} s",
             seconds(left_ms),
             seconds(needed)
         );
@@ -114,19 +114,19 @@ fn duration(name: &str, left_ms: u64, configs: &[Value], checkup: &mut Checkup) 
 
 async fn side_channel(name: &str, lent: &Value, checkup: &mut Checkup) {
     let (Some(host), Some(port)) = (lent["remote_host"].as_str(), lent["remote_port"].as_u64()) else {
-        return checkup.fail("side channel", name, "its handoff does not say where it is");
+        return checkup.fail("side channel", name, "its handoff contains no address");
     };
     let port = u16::try_from(port).unwrap_or(0);
     let place = format!("{host}:{port}");
     match tokio::time::timeout(CONNECT, tokio::net::TcpStream::connect((host, port))).await {
-        Ok(Ok(_)) => checkup.ok("side channel", name, format!("{place} can be connected to from here")),
+        Ok(Ok(_)) => checkup.ok("side channel", name, format!("{place} is reachable from here")),
         Ok(Err(error)) => {
-            checkup.fail("side channel", name, format!("{place} cannot be connected to from here: {error}"))
+            checkup.fail("side channel", name, format!("{place} is not reachable from here: {error}"))
         }
         Err(_) => checkup.fail(
             "side channel",
             name,
-            format!("{place} does not answer from here within {} s", CONNECT.as_secs()),
+            format!("{place} does not respond from here within {} s", CONNECT.as_secs()),
         ),
     }
 }

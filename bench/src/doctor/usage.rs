@@ -107,23 +107,15 @@ pub(super) async fn coarsely(
 ) {
     let engines: Vec<&Engine> = engines.iter().filter(|engine| engine.up).collect();
     if engines.is_empty() {
-        return checkup.skip(
-            "disconnects",
-            "",
-            "no engine is in view: nothing could be seen of a disconnect",
-        );
+        return checkup.skip("disconnects", "", "no engine is known: add --admin or --engine");
     }
     let Some(idle) = Usage::of(&engines).await else {
-        return checkup.skip(
-            "disconnects",
-            "",
-            "the engines keep no log of events, and tell no usage either",
-        );
+        return checkup.skip("disconnects", "", "the engines have neither event logs nor usage metrics");
     };
     checkup.skip(
         "disconnects",
         "",
-        format!("{why}: judged by usage before and after, which other users' requests disturb"),
+        format!("{why}: judged by usage, which requests of other clients disturb"),
     );
     let prefix = format!("baton-doctor-{:x}-", now_us());
     let call = |number: u32, tokens: u32, streaming: Streaming, leave: Leave| {
@@ -144,12 +136,12 @@ pub(super) async fn coarsely(
     let Some(ttft) = calm.ttft().filter(|_| calm.is_done()) else {
         return checkup.fail("request", "streamed", told(&calm.outcome));
     };
-    checkup.ok("request", "streamed", format!("answered after {:.1} ms", calm.e2e().as_secs_f64() * 1e3));
+    checkup.ok("request", "streamed", format!("completed after {:.1} ms", calm.e2e().as_secs_f64() * 1e3));
     if !was_counted(&engines, &idle, terms.within).await {
         return checkup.skip(
             "disconnects",
             "",
-            "it was answered, and no engine in view counted a token of it: it went elsewhere",
+            "it completed, but no known engine counted its tokens: other engines served it",
         );
     }
     let each = calm.e2e().saturating_sub(ttft) / (TOKENS - 1);
@@ -165,12 +157,12 @@ pub(super) async fn coarsely(
             Phase::Stream => (Streaming::Streamed, Leave::AfterTokens(2)),
             Phase::Unary => (Streaming::Whole, Leave::After((ttft * 2).min(whole / 2))),
             Phase::Reply | Phase::Gap | Phase::Fetch => {
-                checkup.skip("disconnect", phase.label(), "when it comes cannot be told from metrics");
+                checkup.skip("disconnect", phase.label(), "not visible in metrics");
                 continue;
             }
         };
         let Some(before) = Usage::of(&engines).await else {
-            checkup.skip("disconnect", phase.label(), "the engines told no usage before it");
+            checkup.skip("disconnect", phase.label(), "no usage metrics before the request");
             continue;
         };
         expired.get_or_insert(before.expired);
@@ -179,11 +171,7 @@ pub(super) async fn coarsely(
         match (made.left, &made.outcome) {
             (Some(_), _) => {}
             (None, Outcome::Done) => {
-                checkup.skip(
-                    "disconnect",
-                    phase.label(),
-                    "the answer was there before the client could leave",
-                );
+                checkup.skip("disconnect", phase.label(), "the response was complete before the disconnect");
                 continue;
             }
             (None, other) => {
@@ -213,31 +201,28 @@ pub(super) async fn coarsely(
                 let seconds = took.as_secs_f64();
                 if own_end < LOOK * LOOKS_APART {
                     let told = format!(
-                        "usage was back within {seconds:.1} s, but the answer would have ended by itself then"
+                        "usage was freed within {seconds:.1} s, but the response would have ended by then"
                     );
                     checkup.skip("disconnect", phase.label(), told);
                 } else if took > own_end.mul_f64(0.8) {
                     let told = format!(
-                        "usage was back after {seconds:.1} s, when the answer had ended by itself: engines did not abort it"
+                        "usage was freed after {seconds:.1} s, at the response's own end: the engines did not abort it"
                     );
                     checkup.fail("disconnect", phase.label(), told);
                 } else {
-                    let told =
-                        format!("usage was back within {seconds:.1} s (about then; judged by metrics)");
+                    let told = format!("usage was freed within about {seconds:.1} s (by metrics)");
                     checkup.ok("disconnect", phase.label(), told);
                 }
             }
             Err(None) => {
-                let told =
-                    format!("{} s after the client left, the engines tell no usage", terms.within.as_secs());
+                let told = format!("{} s after the disconnect: no usage metrics", terms.within.as_secs());
                 checkup.fail("disconnect", phase.label(), told);
                 break;
             }
             Err(Some(now)) => {
                 let told = format!(
-                    "{} s after the client left, usage is {:.2} % of a pool above what it was, and {:+.0} requests are \
-                     there: blocks did not come back, or somebody else uses the deployment (which phase it was is as it \
-                     was aimed at; metrics do not tell)",
+                    "{} s after the disconnect: usage is {:.2} % of a pool higher, with {:+.0} requests: blocks are not freed, \
+                     or another client uses the deployment (the phase is the intended one)",
                     terms.within.as_secs(),
                     (now.kv - before.kv).max(0.0) * 100.0,
                     now.requests - before.requests,
@@ -250,7 +235,7 @@ pub(super) async fn coarsely(
     let after = Usage::of(&engines).await.map_or(0.0, |usage| usage.expired);
     let ended = after - expired.unwrap_or(after);
     if ended > 0.0 {
-        checkup.fail("expiries", "", format!("{ended:.0} leases were ended by time alone meanwhile"));
+        checkup.fail("expiries", "", format!("{ended:.0} leases ended by expiry meanwhile"));
     }
 }
 

@@ -13,7 +13,7 @@ fn options() -> FleetOptions {
         routers: 1,
         max_in_flight: None,
         max_waiting: None,
-        room: None,
+        engine_capacity: None,
         no_explain: false,
         seed: 7,
         json: true,
@@ -120,7 +120,7 @@ fn full_engines_refuse_and_routers_that_know_nothing_of_each_other_admit_more() 
             routers,
             max_in_flight,
             max_waiting,
-            room,
+            engine_capacity: room,
             turnover: 20.0,
             ..options()
         };
@@ -155,7 +155,7 @@ fn options_that_make_no_sense_are_refused_before_anything_runs() {
         FleetOptions { turnover: f64::NAN, ..options() },
         FleetOptions { routers: 0, ..options() },
         FleetOptions { max_in_flight: Some(0), ..options() },
-        FleetOptions { room: Some(0), ..options() },
+        FleetOptions { engine_capacity: Some(0), ..options() },
         FleetOptions { max_waiting: Some(1), ..options() },
     ] {
         let refused = run(&wrong, &mut Vec::new());

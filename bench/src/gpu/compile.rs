@@ -15,8 +15,8 @@ use super::{HEAD_DIMS, Skipped};
 /// Options of `baton bench gpu-compile`.
 #[derive(Args, Clone, Debug)]
 pub struct GpuCompile {
-    /// Architectures
-    #[arg(long, value_delimiter = ',', default_value = "sm_80,sm_90a,sm_100a")]
+    /// Architectures, separated by commas
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',', default_value = "sm_80,sm_90a,sm_100a")]
     pub arch: Vec<String>,
 }
 

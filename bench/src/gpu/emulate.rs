@@ -21,8 +21,8 @@ const SHARED_BYTES: [usize; 2] = [227 << 10, 99 << 10];
 /// Options of `baton bench gpu-emulate`.
 #[derive(Args, Clone, Debug)]
 pub struct GpuEmulate {
-    /// Head widths
-    #[arg(long, value_delimiter = ',', default_values_t = HEAD_DIMS)]
+    /// Head widths, separated by commas
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = HEAD_DIMS)]
     pub head_dim: Vec<usize>,
 }
 

@@ -34,14 +34,14 @@ static GO: AtomicBool = AtomicBool::new(false);
 /// Options of `baton bench gpu-ipc`.
 #[derive(Args, Clone, Debug)]
 pub struct GpuIpc {
-    /// Which device: cuda:N, or software
-    #[arg(long, default_value = "cuda:0")]
+    /// Device to use
+    #[arg(long, value_name = "cuda:N|software", default_value = "cuda:0")]
     pub device: DeviceChoice,
     /// Tokens of the handoff, in the shape of Llama 3.1 8B
-    #[arg(long, default_value_t = 8192)]
+    #[arg(long, value_name = "N", default_value_t = 8192)]
     pub tokens: usize,
-    /// Reads that are timed
-    #[arg(long, default_value_t = 11)]
+    /// Timed reads
+    #[arg(long, value_name = "N", default_value_t = 11)]
     pub repetitions: usize,
     /// Print one JSON object instead of lines
     #[arg(long)]

@@ -31,22 +31,22 @@ mod trials;
 /// Options of `baton bench gpu-nixl`.
 #[derive(Args, Clone, Debug)]
 pub struct GpuNixl {
-    /// Which device: cuda:N, or software
-    #[arg(long, default_value = "cuda:0")]
+    /// Device to use
+    #[arg(long, value_name = "cuda:N|software", default_value = "cuda:0")]
     pub device: DeviceChoice,
     /// Tokens of the handoff, in the shape of Llama 3.1 8B
-    #[arg(long, default_value_t = 8192)]
+    #[arg(long, value_name = "N", default_value_t = 8192)]
     pub tokens: usize,
-    /// Reads that are timed
-    #[arg(long, default_value_t = 11)]
+    /// Timed reads
+    #[arg(long, value_name = "N", default_value_t = 11)]
     pub repetitions: usize,
-    /// MiB of one batch; engines take 32
-    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    /// Size of one batch in MiB; engines use 32
+    #[arg(long, value_name = "MIB", default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub batch_mib: u16,
-    /// Only trials with this in their name; may be given several times
+    /// Run only trials whose name contains this text (repeatable)
     #[arg(long, value_name = "TEXT")]
     pub trial: Vec<String>,
-    /// The library, and no other is looked for
+    /// NIXL library; no other one is searched for
     #[arg(long, env = find::VARIABLE, value_name = "FILE")]
     pub nixl_library: Option<PathBuf>,
     /// Print one JSON object instead of lines

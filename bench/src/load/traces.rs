@@ -26,13 +26,13 @@ const TOKENS_MAX: u64 = 10_000_000;
 /// The format of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Format {
-    /// As its first line looks
+    /// Detects the format from the first line
     Auto,
     /// Mooncake's JSON lines
     Mooncake,
     /// BurstGPT's CSV
     Burstgpt,
-    /// The CSV of Azure's LLM inference traces
+    /// CSV of Azure's LLM inference traces
     Azure,
 }
 

@@ -17,20 +17,20 @@ const REQUESTS_BY_TIME: usize = 200_000;
 /// The workload, as options.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct WorkloadArgs {
-    /// Requests of a run [default: 1000; with --duration or --trace what fits into it]
+    /// Requests per run [default: 1000; with --duration or --trace as many as fit]
     #[arg(long, value_name = "N")]
     pub(crate) num_prompts: Option<usize>,
     /// Seconds in which requests begin
-    #[arg(long, value_name = "S")]
+    #[arg(long, value_name = "SECONDS")]
     pub(crate) duration: Option<f64>,
-    /// Requests per second; inf: at once, or with --max-concurrency one after another in so many lanes
+    /// Requests per second; inf: all at once, or with --max-concurrency one after another per lane
     #[arg(long, default_value = "inf", value_name = "RATE")]
     pub(crate) request_rate: f64,
-    /// Shape of the gamma distribution of intervals: 1 is Poisson, less is burstier, inf a constant interval
+    /// Shape of the gamma distribution of intervals: 1 is Poisson, less is burstier, inf is constant
     #[arg(long, default_value_t = 1.0, value_name = "SHAPE")]
     pub(crate) burstiness: f64,
-    /// The rate goes from --ramp-up-start-rps to --ramp-up-end-rps, over the requests of a run
-    #[arg(long, requires = "ramp_up_start_rps", requires = "ramp_up_end_rps")]
+    /// Change of the rate from --ramp-up-start-rps to --ramp-up-end-rps over a run
+    #[arg(long, value_name = "NAME", requires = "ramp_up_start_rps", requires = "ramp_up_end_rps")]
     pub(crate) ramp_up_strategy: Option<Ramp>,
     /// Requests per second at the first request of a ramp
     #[arg(long, value_name = "RATE", requires = "ramp_up_strategy")]
@@ -38,59 +38,59 @@ pub(crate) struct WorkloadArgs {
     /// Requests per second at the last request of a ramp
     #[arg(long, value_name = "RATE", requires = "ramp_up_strategy")]
     pub(crate) ramp_up_end_rps: Option<f64>,
-    /// Requests arrive only for so many seconds, then for --burst-off none, and so on
-    #[arg(long, value_name = "S", requires = "burst_off")]
+    /// Seconds with arrivals, which alternate with --burst-off seconds without
+    #[arg(long, value_name = "SECONDS", requires = "burst_off")]
     pub(crate) burst_on: Option<f64>,
     /// Seconds without arrivals between two bursts
-    #[arg(long, value_name = "S", requires = "burst_on")]
+    #[arg(long, value_name = "SECONDS", requires = "burst_on")]
     pub(crate) burst_off: Option<f64>,
-    /// Requests in flight at most; what is due beyond waits here, and its wait counts
+    /// Maximum requests in flight; excess requests wait in the client, and the wait counts
     #[arg(long, value_name = "N")]
     pub(crate) max_concurrency: Option<usize>,
-    /// Tokens of a prompt: N, uniform:A-B, normal:MEAN:DEVIATION, lognormal:MEDIAN:SIGMA, zipf:A-B:S
+    /// Tokens per prompt: N, uniform:A-B, normal:MEAN:DEVIATION, lognormal:MEDIAN:SIGMA, zipf:A-B:S
     #[arg(long, visible_alias = "random-input-len", default_value = "512", value_name = "LENGTHS")]
     pub(crate) input_len: Lengths,
-    /// Tokens of an answer, likewise
+    /// Tokens per response, in the forms of --input-len
     #[arg(long, visible_alias = "random-output-len", default_value = "128", value_name = "LENGTHS")]
     pub(crate) output_len: Lengths,
-    /// Of the prompt, so many first tokens are shared with other requests
+    /// First tokens of the prompt that are shared with other requests
     #[arg(long, visible_alias = "random-prefix-len", default_value_t = 0, value_name = "TOKENS")]
     pub(crate) prefix_len: u32,
-    /// Different shared beginnings
+    /// Number of different shared prefixes
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub(crate) prefix_count: u32,
-    /// Share of the requests that have a shared beginning
-    #[arg(long, default_value_t = 1.0, value_name = "SHARE")]
+    /// Share of requests with a shared prefix
+    #[arg(long, default_value_t = 1.0, value_name = "FRACTION")]
     pub(crate) prefix_share: f64,
-    /// Replays a trace: when requests came, how long they were, and what they shared
+    /// Trace to replay: arrival times, lengths and shared prefixes
     #[arg(long, value_name = "FILE", conflicts_with_all = ["duration", "ramp_up_strategy", "burst_on"])]
     pub(crate) trace: Option<PathBuf>,
-    /// The trace's format
-    #[arg(long, default_value = "auto", requires = "trace")]
+    /// Format of the trace
+    #[arg(long, value_name = "NAME", default_value = "auto", requires = "trace")]
     pub(crate) trace_format: Format,
-    /// The trace's time passes so many times as fast
+    /// Factor by which the trace is replayed faster
     #[arg(long, default_value_t = 1.0, value_name = "FACTOR")]
     pub(crate) speedup: f64,
-    /// Only the first requests of the trace's file
+    /// Replay only the first N requests of the trace [default: all]
     #[arg(long, value_name = "N", requires = "trace")]
     pub(crate) limit: Option<usize>,
-    /// Longer prompts are cut to so many tokens
+    /// Maximum tokens per prompt; longer prompts are cut
     #[arg(long, value_name = "TOKENS")]
     pub(crate) max_input_len: Option<u32>,
-    /// Longer answers are cut to so many tokens
+    /// Maximum tokens per response; longer responses are cut
     #[arg(long, value_name = "TOKENS")]
     pub(crate) max_output_len: Option<u32>,
-    /// Determines lengths, words and arrivals; each further run takes the next
-    #[arg(long, default_value_t = 0)]
+    /// Seed of lengths, words and arrivals; each further run uses the next one
+    #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
 }
 
 /// How a rate changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Ramp {
-    /// By the same amount with each request
+    /// Adds the same amount with each request
     Linear,
-    /// By the same factor with each request
+    /// Multiplies by the same factor with each request
     Exponential,
 }
 

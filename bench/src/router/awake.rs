@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 ///
 /// A processor with nothing to do sleeps, and a virtual one is given back to its host; what it costs to wake it is no
 /// subject's doing. On an idle 2-core guest awake cores changed what the router adds to the first token by less than runs
-/// differ (medians of 106 and 105 µs, 2026-11-21, `bench/results/README.md`); other routers added 16 and 21 % less.
+/// differ (medians of 106 and 105 µs, 2026-11-21, `docs/performance/router.md`); other routers added 16 and 21 % less.
 pub(super) struct Awake {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,

@@ -103,7 +103,7 @@ async fn leave(
     engines.decode.behave(decode);
     let mut hangup = Hangup { phase: phase.name(), ..Hangup::default() };
     let mut times = histogram();
-    while hangup.seen < args.hangups && hangup.missed < MISSED_MAX {
+    while hangup.seen < args.cancels && hangup.missed < MISSED_MAX {
         match once(engines, subject, phase).await? {
             Some(took) => {
                 record(&mut times, took);

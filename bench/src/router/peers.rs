@@ -22,15 +22,15 @@ pub(crate) struct Engines {
 /// Where the programs are that front doors are started from: options of every benchmark that starts some.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct ProgramArgs {
-    /// The `baton` binary whose `router` is measured as a process of its own [default: this one; where this
-    /// is another program, the router runs on threads of it]
-    #[arg(long)]
+    /// `baton` binary to run the router as a process [default: this one, or threads if this is another
+    /// program]
+    #[arg(long, value_name = "FILE")]
     pub binary: Option<PathBuf>,
-    /// The nginx binary [default: the one in PATH]
-    #[arg(long, env = "BATON_BENCH_NGINX")]
+    /// Binary of nginx [default: the one in PATH]
+    #[arg(long, value_name = "FILE", env = "BATON_BENCH_NGINX")]
     pub nginx: Option<PathBuf>,
-    /// The folder with the programs of other routers, as `bench/peers.sh` leaves it
-    #[arg(long, env = "BATON_BENCH_PEERS")]
+    /// Directory with the programs of other routers, as made by `bench/peers.sh`
+    #[arg(long, value_name = "DIR", env = "BATON_BENCH_PEERS")]
     pub peers: Option<PathBuf>,
 }
 

@@ -11,23 +11,23 @@ use crate::load::workload::{Workload, WorkloadArgs};
 /// What to measure.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ServeArgs {
-    /// The endpoint: http(s)://HOST[:PORT][/PREFIX], with or without /v1
+    /// Endpoint: http(s)://HOST[:PORT][/PREFIX], with or without /v1
     #[arg(long, visible_alias = "base-url", value_name = "URL")]
     pub(crate) url: String,
     #[command(flatten)]
     pub(crate) endpoint: EndpointArgs,
     #[command(flatten)]
     pub(crate) workload: WorkloadArgs,
-    /// Requests before the first run, besides the one that tries out the endpoint
+    /// Requests before the first run, besides the one that probes the endpoint
     #[arg(long, visible_alias = "num-warmups", default_value_t = 0, value_name = "N")]
     pub(crate) warmup: usize,
-    /// Runs, one after another, each with the next seed; medians and spread are over them
+    /// Runs, each with the next seed; medians and spread are over them
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub(crate) repeat: usize,
-    /// What a good request keeps, in ms: ttft:MS, tpot:MS, e2e:MS; can be given several times
+    /// Limits of a good request in ms: ttft:MS, tpot:MS, e2e:MS (repeatable)
     #[arg(long, value_name = "METRIC:MS", num_args = 1..)]
     pub(crate) goodput: Vec<String>,
-    /// Percentiles of the report
+    /// Percentiles in the report, separated by commas
     #[arg(
         long,
         visible_alias = "metric-percentiles",
@@ -42,10 +42,10 @@ pub struct ServeArgs {
     /// Print one JSON object instead of a table
     #[arg(long)]
     pub(crate) json: bool,
-    /// Folder for summary.json and every call as a line of JSON (calls-RUN.jsonl)
+    /// Directory for summary.json and calls-RUN.jsonl, with one line of JSON per request
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Option<PathBuf>,
-    /// Exit with an error if a request failed
+    /// Fail if a request failed
     #[arg(long)]
     pub(crate) fail_on_error: bool,
 }
@@ -53,56 +53,56 @@ pub struct ServeArgs {
 /// Who is asked, and how.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct EndpointArgs {
-    /// The model's name [default: the first that /v1/models lists]
-    #[arg(long)]
+    /// Model name [default: the first that /v1/models lists]
+    #[arg(long, value_name = "NAME")]
     pub(crate) model: Option<String>,
-    /// The dialect
-    #[arg(long, default_value = "completions")]
+    /// API that requests use
+    #[arg(long, value_name = "NAME", default_value = "completions")]
     pub(crate) endpoint: Endpoint,
-    /// Prompts are token ids, of exact lengths; completions only
+    /// Send prompts as token ids, of exact lengths; completions only
     #[arg(long)]
     pub(crate) prompt_ids: bool,
-    /// Token ids are drawn from 0 to N - 1 [default: ids of common words, by /tokenize]
+    /// Draw token ids from 0 to N - 1 [default: ids of common words, by /tokenize]
     #[arg(long, value_name = "N", requires = "prompt_ids")]
     pub(crate) vocab_size: Option<u32>,
-    /// Answers may end by themselves; otherwise ignore_eos is sent where the endpoint understands it
+    /// Let responses end by themselves, without ignore_eos
     #[arg(long)]
     pub(crate) stop_at_eos: bool,
     /// As in vLLM; it is the default here
     #[arg(long, hide = true, conflicts_with = "stop_at_eos")]
     pub(crate) ignore_eos: bool,
-    /// Answers in one piece
+    /// Request responses in one piece
     #[arg(long)]
     pub(crate) no_stream: bool,
-    /// Each event says how many tokens there are (vLLM's continuous_usage_stats)
+    /// Request the number of tokens in each event (vLLM's continuous_usage_stats)
     #[arg(long, conflicts_with = "no_stream")]
     pub(crate) continuous_usage: bool,
-    /// Temperature of the answers
-    #[arg(long, default_value_t = 0.0)]
+    /// Sampling temperature
+    #[arg(long, value_name = "NUMBER", default_value_t = 0.0)]
     pub(crate) temperature: f64,
-    /// A JSON object that is put over every request's body
+    /// JSON object that overrides fields of each request body
     #[arg(long, value_name = "JSON")]
     pub(crate) extra_body: Option<String>,
-    /// A header of every request, NAME: VALUE
-    #[arg(long = "header", value_name = "HEADER")]
+    /// Header of each request (repeatable)
+    #[arg(long = "header", value_name = "NAME: VALUE")]
     pub(crate) headers: Vec<String>,
-    /// File with the API key [default: OPENAI_API_KEY, where it is set]
+    /// File with the API key [default: OPENAI_API_KEY, if it is set]
     #[arg(long, alias = "key-file", value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
     /// Certificates to trust, in PEM [default: the system's]
     #[arg(long, value_name = "FILE")]
     pub(crate) ca_file: Option<PathBuf>,
-    /// A connection for each request instead of kept ones
+    /// Open a new connection for each request
     #[arg(long)]
     pub(crate) fresh_connections: bool,
-    /// Retries as OpenAI's SDKs make them; theirs is 2
+    /// Retries, made as OpenAI's SDKs make them; they default to 2
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub(crate) retries: u32,
-    /// Seconds after which a request is given up
-    #[arg(long, default_value_t = 600.0, value_name = "S")]
+    /// Seconds until a request is given up
+    #[arg(long, default_value_t = 600.0, value_name = "SECONDS")]
     pub(crate) timeout: f64,
-    /// Each request's `user` is TAG-NUMBER: engines' events are found by it
-    #[arg(long, value_name = "TAG")]
+    /// Send `user: TEXT-NUMBER` with each request, to find it in the engines' event logs
+    #[arg(long, value_name = "TEXT")]
     pub(crate) tag: Option<String>,
 }
 

@@ -41,7 +41,7 @@ const NAMES: [(&str, Fault); 8] = [
     ("strands-gap", Fault::StrandsGap),
     ("double-free", Fault::DoubleFree),
     ("stale-blocks", Fault::StaleBlocks),
-    ("stalls-bystanders", Fault::StallsBystanders(STALL)),
+    ("stalls-uncancelled", Fault::StallsBystanders(STALL)),
     ("refuses", Fault::Refuses(0.5)),
     ("dies", Fault::Dies(Duration::from_secs(5))),
 ];
@@ -67,7 +67,7 @@ impl Fault {
             Self::StrandsGap => "strands-gap",
             Self::DoubleFree => "double-free",
             Self::StaleBlocks => "stale-blocks",
-            Self::StallsBystanders(_) => "stalls-bystanders",
+            Self::StallsBystanders(_) => "stalls-uncancelled",
             Self::Refuses(_) => "refuses",
             Self::Dies(_) => "dies",
         }
@@ -205,7 +205,7 @@ mod tests {
             assert_eq!(name.parse(), Ok(FaultAt::from(fault)));
         }
         let stalls = Fault::StallsBystanders(Duration::from_millis(20));
-        for written in ["stalls-bystanders:20", "stalls-bystanders:20ms"] {
+        for written in ["stalls-uncancelled:20", "stalls-uncancelled:20ms"] {
             assert_eq!(written.parse(), Ok(FaultAt::from(stalls)));
         }
         assert_eq!("refuses:0.25".parse::<FaultAt>().map(|at| at.fault), Ok(Fault::Refuses(0.25)));
@@ -216,9 +216,9 @@ mod tests {
             "refuses:",
             "dies:-1",
             "dies:x",
-            "stalls-bystanders:-1",
-            "stalls-bystanders:20s",
-            "stalls-bystanders:61000",
+            "stalls-uncancelled:-1",
+            "stalls-uncancelled:20s",
+            "stalls-uncancelled:61000",
             "strands-gap:1",
             "dies@decode",
             "dies@x-1",

@@ -7,9 +7,10 @@ use super::faults::{FaultAt, Faults};
 /// Which verbs and rules an engine has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Dialect {
-    /// Baton's engine: release and abort verbs, handles, reads that are verified.
+    /// Baton's engine: release and abort endpoints, handles, verified reads
     Baton,
-    /// Stock vLLM with the NixlConnector, as read and observed: no verbs, and whoever reads late reads what is there.
+    /// Stock vLLM with the NixlConnector: no release or abort endpoints, and a late read returns whatever the
+    /// blocks hold
     #[default]
     Vllm,
 }
@@ -28,9 +29,9 @@ impl Dialect {
 /// What a decode engine does whose read has failed (vLLM's `kv_load_failure_policy`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum LoadFailure {
-    /// Computes the prompt itself.
+    /// Recomputes the prompt
     Recompute,
-    /// Refuses the request.
+    /// Refuses the request
     Fail,
 }
 

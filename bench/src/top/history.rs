@@ -34,7 +34,7 @@ struct Told {
 impl Told {
     /// Takes one more look. False where it is the same one again.
     fn look(&mut self, engine: &EngineView) -> bool {
-        let seen = (engine.at_us, engine.seen_by.clone());
+        let seen = (engine.at_us, engine.observed_by.clone());
         if self.seen.as_ref() == Some(&seen) {
             return false;
         }

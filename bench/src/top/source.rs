@@ -85,7 +85,7 @@ impl Sources {
             return Ok(line);
         }
         if errors.is_empty() && !self.admins.is_empty() {
-            errors.push("no router in view remembers this request".to_owned());
+            errors.push("no known router has this request".to_owned());
         }
         let why = errors.join("; ");
         if self.engines.is_empty() {
@@ -94,7 +94,7 @@ impl Sources {
         let events = join_all(self.engines.iter().map(|engine| events_of(engine, id))).await;
         let line = Timeline::join(id, None, &events);
         if line.moments.is_empty() {
-            return Err(format!("{why}; no engine has logged it").trim_start_matches("; ").to_owned());
+            return Err(format!("{why}; no engine logged it").trim_start_matches("; ").to_owned());
         }
         Ok(line)
     }
@@ -111,7 +111,7 @@ fn escaped(id: &str) -> String {
 async fn router(admin: &Origin) -> Snapshot {
     let asked = admin.get_json("/debug/kv", ROUTER_PATIENCE).await;
     let told = asked.map_err(|error| match error.status() {
-        Some(status) if status.as_u16() == 404 => "it has no /debug/kv: an older router, or none".to_owned(),
+        Some(status) if status.as_u16() == 404 => "no /debug/kv: an older router, or none".to_owned(),
         _ => error.to_string(),
     });
     let told = told.and_then(|told| serde_json::from_value(told).map_err(|error| error.to_string()));
@@ -148,8 +148,8 @@ async fn engine(origin: &Origin) -> Snapshot {
     if let Ok(text) = metrics {
         view.read_metrics(&String::from_utf8_lossy(&text));
     }
-    if view.source == Source::Nothing && view.error.is_none() {
-        view.error = Some("it has neither books nor metrics".to_owned());
+    if view.source == Source::None && view.error.is_none() {
+        view.error = Some("it has neither /debug/kv nor metrics".to_owned());
     }
     Snapshot { at_us, engines: vec![view], leases, ..Snapshot::default() }
 }

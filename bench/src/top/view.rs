@@ -76,7 +76,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, app: &App, theme: Theme) {
     rest.height -= 1;
     frame.render_widget(Paragraph::new(keys(app, theme)), foot);
     if app.waiting {
-        frame.render_widget(Paragraph::new("asking…"), rest);
+        frame.render_widget(Paragraph::new("loading…"), rest);
         return;
     }
     if app.help {
@@ -194,17 +194,17 @@ fn keys(app: &App, theme: Theme) -> Line<'static> {
             Span::styled("/", theme.heading()),
             Span::raw(clean(&app.filter)),
             Span::raw("▏"),
-            Span::styled("  Enter: keep, Esc: drop", theme.dim()),
+            Span::styled("  Enter: keep, Esc: clear", theme.dim()),
         ]);
     }
     let mut text = match (&app.detail, app.list) {
-        (Some(_), _) => "q back  j/k move  r again",
+        (Some(_), _) => "q back  j/k move  r reload",
         (None, List::Leases) => "q quit  j/k move  Enter timeline  Tab requests  / filter  p pause  ? help",
         (None, List::Requests) => "q quit  j/k move  Enter timeline  Tab leases  / filter  p pause  ? help",
     }
     .to_owned();
     if !app.filter.is_empty() {
-        text = format!("filter `{}`, Esc drops it  {text}", clean(&app.filter));
+        text = format!("filter `{}`, Esc clears it  {text}", clean(&app.filter));
     }
     Line::styled(text, theme.dim())
 }
@@ -223,10 +223,10 @@ fn help(theme: Theme) -> Vec<Line<'static>> {
     // Short enough for 80 columns.
     for (keys, what) in [
         ("j k, arrows, PgUp PgDn, g G", "move in the list"),
-        ("Enter, x", "the life of the request that is selected"),
-        ("Tab", "leases or requests in flight"),
-        ("/", "only rows with these letters"),
-        ("p, Space", "hold the screen; rates are counted on"),
+        ("Enter, x", "timeline of the selected request"),
+        ("Tab", "switch between leases and requests in flight"),
+        ("/", "filter the rows"),
+        ("p, Space", "pause the screen; rates are still measured"),
         ("q, Ctrl-C", "quit"),
     ] {
         lines.push(Line::raw(format!("  {keys:<28} {what}")));

@@ -326,7 +326,7 @@ fn ask(link: &mut Link, frame: &[u8], stop: &AtomicBool) -> Result<Reply, Broken
 
 /// The question for what an order wants.
 fn request(order: &ReadOrder) -> Result<Request, String> {
-    const MANY: &str = "no table has so many entries";
+    const MANY: &str = "entry of the block table exceeds 32 bits";
     let (handle, reader) = (order.handle, order.reader);
     match &order.part {
         Part::Blocks { first } => {
@@ -341,7 +341,7 @@ fn request(order: &ReadOrder) -> Result<Request, String> {
         Part::Slice(slice) => {
             slice.check(order.into.len()).map_err(|error| error.to_string())?;
             let token = |at: usize| u32::try_from(at).map_err(|_| MANY);
-            let head = |at: usize| u16::try_from(at).map_err(|_| "no model has so many heads");
+            let head = |at: usize| u16::try_from(at).map_err(|_| "number of heads exceeds 16 bits");
             let (tokens, heads) = (&slice.cut.tokens, &slice.cut.heads);
             Ok(Request::Slice {
                 handle,

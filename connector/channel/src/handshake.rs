@@ -88,16 +88,16 @@ pub enum TurnedAway {
     #[error("not a baton consumer")]
     Stranger,
     /// Another version of this.
-    #[error("the consumer speaks version {0}")]
+    #[error("the consumer uses protocol version {0}, expected {VERSION}")]
     Version(u16),
     /// No secret, or another one.
     #[error("the consumer did not prove that it knows the cluster secret")]
     Unproved,
     /// A transport that is not served here.
-    #[error("the consumer asks for a transport that is not served here")]
+    #[error("the consumer requested a transport that this engine does not serve")]
     Service,
     /// An engine start that is over.
-    #[error("the consumer asks for another epoch")]
+    #[error("the consumer requested another epoch")]
     Epoch,
     /// Another model, or another shape.
     #[error("the consumer's blocks have another layout")]
@@ -308,7 +308,10 @@ pub fn introduce(
         }
         BUSY => return Err(NotAdmitted::absent("the producer has no connection free")),
         OTHER_VERSION => {
-            return Err(NotAdmitted::absent(format!("the producer speaks version {}", version(head))));
+            return Err(NotAdmitted::absent(format!(
+                "the producer uses protocol version {}, expected {VERSION}",
+                version(head)
+            )));
         }
         _ => return Err(NotAdmitted::absent("the producer and this engine do not share a cluster secret")),
     }

@@ -46,7 +46,7 @@ pub enum LinkError {
     #[error(transparent)]
     Wire(#[from] crate::wire::WireError),
     /// A message that may not come here.
-    #[error("an answer that does not fit the question")]
+    #[error("the response does not match the request")]
     Unexpected,
 }
 

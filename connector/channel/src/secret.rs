@@ -15,7 +15,7 @@ pub struct Secret(Arc<[u8]>);
 
 /// A secret of fewer than 16 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a cluster secret has at least {SECRET_MIN_BYTES} bytes, this one has {0}")]
+#[error("the cluster secret has {0} bytes, expected at least {SECRET_MIN_BYTES}")]
 pub struct SecretTooShort(pub usize);
 
 impl Secret {

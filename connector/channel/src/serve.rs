@@ -253,7 +253,7 @@ impl OpenReads {
 /// Why a connection ended.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Ended {
-    #[error("in its handshake: {0}")]
+    #[error("handshake failed: {0}")]
     Handshake(#[from] TurnedAway),
     #[error(transparent)]
     Link(#[from] LinkError),

@@ -250,7 +250,7 @@ impl Drop for Server {
 
 fn join(thread: Option<JoinHandle<()>>) {
     if thread.is_some_and(|thread| thread.join().is_err()) {
-        tracing::error!("a thread of the KV side channel panicked");
+        tracing::error!("KV side channel thread panicked");
     }
 }
 
@@ -319,7 +319,7 @@ fn report(shared: &Shared, ended: Result<(), Ended>) {
         }
         Err(Ended::Handshake(error)) => {
             shared.stats.handshakes_failed.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(listener = shared.own().name(), %error, "KV connection turned away");
+            tracing::warn!(listener = shared.own().name(), %error, "KV connection refused");
         }
     }
 }

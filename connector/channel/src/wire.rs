@@ -75,10 +75,10 @@ pub enum Reply {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
     /// Nobody here knows this kind.
-    #[error("a message of kind {0:#04x} is not known here")]
+    #[error("unknown message kind {0:#04x}")]
     Kind(u8),
     /// No message of this kind has this length.
-    #[error("a message of kind {kind:#04x} cannot be {len} bytes long")]
+    #[error("message of kind {kind:#04x} has an invalid length of {len} bytes")]
     Length {
         /// The message's kind.
         kind: u8,
@@ -86,7 +86,7 @@ pub enum WireError {
         len: usize,
     },
     /// A value that means nothing.
-    #[error("a field of a message of kind {0:#04x} is out of range")]
+    #[error("message of kind {0:#04x} has a field out of range")]
     Field(u8),
 }
 

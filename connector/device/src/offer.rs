@@ -80,7 +80,7 @@ pub struct Offer {
 
 /// Bytes that are no offer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("an offer of a pool that cannot be: {0}")]
+#[error("invalid pool offer: {0}")]
 pub(crate) struct NoOffer(&'static str);
 
 /// This process, as nobody else: process ids mean nothing between namespaces.
@@ -118,22 +118,22 @@ impl Offer {
         let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
         let sixteen = |at: usize| bytes[at..at + 16].try_into().expect("sixteen bytes");
         if bytes[0] != VERSION || bytes[3..8] != [0; 5] {
-            return Err(NoOffer("another version"));
+            return Err(NoOffer("unknown version"));
         }
         let kind = [Kind::Cuda, Kind::Software].into_iter().find(|kind| kind.byte() == bytes[1]);
-        let kind = kind.ok_or(NoOffer("a device of no known kind"))?;
+        let kind = kind.ok_or(NoOffer("unknown device kind"))?;
         let descriptor = match bytes[2] {
             0 => false,
             1 => true,
-            _ => return Err(NoOffer("neither with nor without a descriptor")),
+            _ => return Err(NoOffer("descriptor flag is neither 0 nor 1")),
         };
         let (batch_bytes, pool) = (number(40), Pool { block_bytes: number(48), blocks: number(56) });
         if !(1..=BATCH_MAX_BYTES).contains(&batch_bytes) {
-            return Err(NoOffer("batches of no possible size"));
+            return Err(NoOffer("batch size out of range"));
         }
         // Offsets are computed as signed numbers by some who take pointers.
         let bytes_of_pool = pool.bytes().filter(|&bytes| bytes > 0 && isize::try_from(bytes).is_ok());
-        bytes_of_pool.ok_or(NoOffer("its size is no number"))?;
+        bytes_of_pool.ok_or(NoOffer("pool size out of range"))?;
         Ok(Self {
             device: DeviceId { kind, uuid: sixteen(8) },
             process: sixteen(24),

@@ -31,7 +31,8 @@ impl Software {
 impl DevicePool for Software {
     fn export(&self) -> io::Result<Export> {
         let memory: Option<&SharedMemory> = (self.0.memory() as &dyn Any).downcast_ref();
-        let memory = memory.ok_or(io::Error::new(ErrorKind::Unsupported, "memory of this process alone"))?;
+        let memory =
+            memory.ok_or(io::Error::new(ErrorKind::Unsupported, "the memory is private to this process"))?;
         let descriptor = memory.readers().try_clone_to_owned()?;
         Ok(Export { device: Self::DEVICE, handle: [0; HANDLE_BYTES], descriptor: Some(descriptor) })
     }

@@ -291,7 +291,7 @@ impl Live {
         };
         if let Err(why) = thread::Builder::new().name("nixl-retire".into()).spawn(end) {
             // What was to be ended went with the closure: its drop has just ended the agent, without the courtesies.
-            tracing::error!(%why, "no thread for the end of a NIXL agent");
+            tracing::error!(error = %why, "cannot start the thread that ends a NIXL agent");
             turns.gone = true;
             self.retired.fetch_sub(1, Ordering::AcqRel);
             self.gone.notify_all();
@@ -329,14 +329,14 @@ impl Turn {
         // Loading it could change what is known of another producer, under its reads.
         let owner = body.agent.owner(&offer.metadata);
         if owner.is_some_and(|owner| owner != offer.name) {
-            return Err(error("the metadata is of another agent"));
+            return Err(error("the metadata belongs to another agent"));
         }
         let name = body.agent.add(&offer.metadata)?;
         if name != offer.name {
             // What it was is known too late: the other producer, if there is one, is read anew.
             body.agent.remove(&name);
             known.retain(|other| *other != name);
-            return Err(error("the metadata is of another agent"));
+            return Err(error("the metadata belongs to another agent"));
         }
         known.push(name);
         Ok(())

@@ -129,7 +129,8 @@ impl Capi {
     pub(crate) fn open(path: &Path) -> Result<Self, NixlError> {
         let origin = path.display().to_string();
         let name = CString::new(path.as_os_str().as_bytes());
-        let name = name.map_err(|_| NixlError(format!("{origin:?} is no file name").into()))?;
+        let name = name
+            .map_err(|_| NixlError(format!("invalid file name {origin:?}: contains a zero byte").into()))?;
         // SAFETY: a name that ends in zero. Opening runs the library's constructors: whoever names it, or has it
         // where the system looks for libraries, trusts it.
         let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
@@ -187,7 +188,7 @@ impl Library for Capi {
 }
 
 fn c_name(name: &str) -> Result<CString, NixlError> {
-    CString::new(name).map_err(|_| NixlError("an agent's name with a zero in it".into()))
+    CString::new(name).map_err(|_| NixlError("agent name contains a zero byte".into()))
 }
 
 struct CapiAgent {

@@ -65,7 +65,8 @@ impl Offering {
             name,
             metadata: agent.metadata()?,
         };
-        let rest = offer.encode().ok_or_else(|| NixlError("metadata that no consumer would read".into()))?;
+        let rest =
+            offer.encode().ok_or_else(|| NixlError("name or metadata of the agent is too long".into()))?;
         let offer = match &pool {
             Own::Host(_) => rest,
             Own::Device(_) => [&announce(memory.segment, grants.batch_bytes)[..], &rest].concat(),

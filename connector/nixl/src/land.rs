@@ -152,7 +152,7 @@ impl Reach for NixlDevice {
     ) -> Result<Result<(), TransportError>, LinkError> {
         let first = BlockId(0);
         if region.block_ptr(first) != self.pool.region().block_ptr(first) {
-            return Err(failed(NixlError("a read into memory that is not the device's".into())));
+            return Err(failed(NixlError("the read target is not the device's pool".into())));
         }
         let pool = Own::Device(Arc::clone(&self.pool));
         let landed = land(&self.agents, &pool, connection, (order, region), stop, &mut |_| ())?;
@@ -245,7 +245,7 @@ fn read(
         }
         state = agent.status(&request);
     };
-    tracing::warn!(peer = offer.name, error = %failure, "a NIXL read did not end; its blocks wait until its agent has");
+    tracing::warn!(peer = offer.name, error = %failure, "NIXL read not completed, blocks quarantined until its agent ends");
     turn.quarantine(request);
     Err(failure)
 }

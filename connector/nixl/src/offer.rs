@@ -49,7 +49,7 @@ pub(crate) struct Head {
 
 /// Bytes that are no offer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("an offer of a pool that cannot be: {0}")]
+#[error("invalid pool offer: {0}")]
 pub(crate) struct NoOffer(&'static str);
 
 /// What a device's pool is announced with.
@@ -67,15 +67,15 @@ pub(crate) fn announce(segment: Segment, batch_bytes: usize) -> [u8; DEVICE_BYTE
 
 /// What kind of memory a device's pool is announced to be in, and how reads are cut.
 pub(crate) fn announced(bytes: [u8; DEVICE_BYTES]) -> Result<(Segment, usize), NoOffer> {
-    let [VERSION, kind, 0, 0, a, b, c, d, batch @ ..] = bytes else { return Err(NoOffer("another version")) };
+    let [VERSION, kind, 0, 0, a, b, c, d, batch @ ..] = bytes else { return Err(NoOffer("unknown version")) };
     let segment = match (kind, u32::from_le_bytes([a, b, c, d])) {
         (0, 0) => Segment::Host,
         (1, ordinal) if ordinal < ORDINALS => Segment::Cuda(ordinal),
-        _ => return Err(NoOffer("memory of no known kind")),
+        _ => return Err(NoOffer("unknown memory kind")),
     };
     let batch = Some(u64::from_le_bytes(batch)).filter(|batch| (1..=BATCH_MAX_BYTES).contains(batch));
     let batch = batch.and_then(|batch| usize::try_from(batch).ok());
-    Ok((segment, batch.ok_or(NoOffer("batches of no possible size"))?))
+    Ok((segment, batch.ok_or(NoOffer("batch size out of range"))?))
 }
 
 impl Offer {
@@ -115,13 +115,14 @@ impl Head {
         let name = usize::from(u16::from_le_bytes([bytes[24], bytes[25]]));
         let metadata = u32::from_le_bytes(bytes[26..30].try_into().expect("four bytes")) as usize;
         let pool = block_bytes.checked_mul(blocks).filter(|&bytes| bytes > 0);
-        let end = pool.ok_or(NoOffer("its size is no number"))?.checked_add(base);
-        end.and_then(|end| usize::try_from(end).ok()).ok_or(NoOffer("it ends outside the address space"))?;
+        let end = pool.ok_or(NoOffer("pool size out of range"))?.checked_add(base);
+        end.and_then(|end| usize::try_from(end).ok())
+            .ok_or(NoOffer("pool ends outside the address space"))?;
         if base == 0 {
-            return Err(NoOffer("it begins at no address"));
+            return Err(NoOffer("pool begins at address 0"));
         }
         if !(1..=NAME_MAX_BYTES).contains(&name) || !(1..=METADATA_MAX_BYTES).contains(&metadata) {
-            return Err(NoOffer("a name or metadata of no possible length"));
+            return Err(NoOffer("length of name or metadata out of range"));
         }
         let offer = Offer { segment, block_bytes, blocks, base, name: String::new(), metadata: Vec::new() };
         Ok(Self { offer, name, metadata })
@@ -134,14 +135,14 @@ impl Head {
 
     /// The whole offer, from as many bytes as were asked for.
     pub(crate) fn complete(mut self, rest: &[u8]) -> Result<Offer, NoOffer> {
-        let (name, metadata) = rest.split_at_checked(self.name).ok_or(NoOffer("it is cut off"))?;
+        let (name, metadata) = rest.split_at_checked(self.name).ok_or(NoOffer("truncated"))?;
         if metadata.len() != self.metadata {
-            return Err(NoOffer("it is cut off"));
+            return Err(NoOffer("truncated"));
         }
         // Names go to C, to logs and into maps.
         let plain = name.iter().all(|byte| byte.is_ascii_graphic());
         let name = std::str::from_utf8(name).ok().filter(|_| plain);
-        self.offer.name = name.ok_or(NoOffer("a name that is none"))?.to_owned();
+        self.offer.name = name.ok_or(NoOffer("name is not printable ASCII"))?.to_owned();
         self.offer.metadata = metadata.to_vec();
         Ok(self.offer)
     }

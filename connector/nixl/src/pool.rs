@@ -53,7 +53,9 @@ impl Own {
                 let fits =
                     memory.base != 0 && memory.len >= len && memory.base.checked_add(memory.len).is_some();
                 fits.then_some(memory).ok_or_else(|| {
-                    NixlError(format!("{} bytes of a pool of {len} are on the device", memory.len).into())
+                    NixlError(
+                        format!("the device holds {} bytes of a pool of {len} bytes", memory.len).into(),
+                    )
                 })
             }
         }

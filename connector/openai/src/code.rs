@@ -1,6 +1,6 @@
 //! Every `code` that an error's envelope can have, with its statuses and its `type`: the one place in which they stand.
 //!
-//! `docs/errors.md` is made from this table; a test compares the two. Codes of other people's engines pass a router as they
+//! `docs/reference/errors.md` is made from this table; a test compares the two. Codes of other people's engines pass a router as they
 //! came and are not here.
 
 use std::borrow::Cow;
@@ -71,76 +71,76 @@ macro_rules! codes {
 
 codes! {
     MalformedRequest "malformed_request" [400], InvalidRequest, Router,
-        "The head is not HTTP as it must be, the body's chunks are malformed, or the body ended early. The connection is closed.";
+        "The head is not valid HTTP, the body's chunks are malformed, or the body ended early. The router closes the connection.";
     MalformedBody "malformed_body" [400], InvalidRequest, Both, "The body is not one JSON object.";
-    DuplicateField "duplicate_field" [400], InvalidRequest, Both, "A field is there twice; `param` names it.";
+    DuplicateField "duplicate_field" [400], InvalidRequest, Both, "A field occurs twice; `param` names it.";
     TooManyValues "too_many_values" [400], InvalidRequest, Both,
-        "More messages, prompts or values than a request may have.";
+        "The request has too many messages, prompts or values.";
     FieldTooLong "field_too_long" [400], InvalidRequest, Router,
-        "A field that is read here is longer than it may be; `param` names it.";
+        "A field that the router reads is too long; `param` names it.";
     UnsupportedParameter "unsupported_parameter" [400], InvalidRequest, Both,
-        "A field asks for what is not served here; `param` names it.";
+        "A field requests an unsupported feature; `param` names it.";
     UnsupportedContent "unsupported_content" [400], InvalidRequest, Both,
         "A message has a part that is not text.";
     ContextLengthExceeded "context_length_exceeded" [400], InvalidRequest, Engine,
         "Prompt and `max_tokens` do not fit the model's context.";
     ChatTemplate "chat_template" [400], InvalidRequest, Engine,
-        "The model's chat template refuses the conversation, or does not know it.";
+        "The model has no chat template, or its template cannot render the conversation.";
     InvalidDataParallelRank "invalid_data_parallel_rank" [400], InvalidRequest, Engine,
         "`X-data-parallel-rank` names no rank of this engine.";
-    InvalidApiKey "invalid_api_key" [401], Authentication, Router, "No API key, or an unknown one.";
-    ModelNotAllowed "model_not_allowed" [403], InvalidRequest, Router, "The key is good, but not for this model.";
-    ModelNotFound "model_not_found" [404], InvalidRequest, Both, "No such model here.";
-    NotFound "not_found" [404], InvalidRequest, Both, "No such path.";
+    InvalidApiKey "invalid_api_key" [401], Authentication, Router, "The API key is missing or unknown.";
+    ModelNotAllowed "model_not_allowed" [403], InvalidRequest, Router, "The key is valid, but not for this model.";
+    ModelNotFound "model_not_found" [404], InvalidRequest, Both, "The model does not exist here.";
+    NotFound "not_found" [404], InvalidRequest, Both, "The path does not exist.";
     UnsupportedEndpoint "unsupported_endpoint" [404], InvalidRequest, Both,
-        "A path of the OpenAI API, or of its usual extensions, that this server or the model's engines do not have.";
+        "The path is part of the OpenAI API or its usual extensions, but this server or the model's engines do not have it.";
     MethodNotAllowed "method_not_allowed" [405], InvalidRequest, Both,
-        "The path has other methods: `Allow` names them. Or it is a method that nobody has here.";
+        "The path has other methods, listed in `Allow`, or the server does not support this method on any path.";
     RequestTimeout "request_timeout" [408, 504], Timeout, Both,
-        "408: the request itself did not arrive in time. 504: the whole request took longer than it may.";
+        "408: the request itself did not arrive in time. 504: the whole request exceeded its time limit.";
     PayloadTooLarge "payload_too_large" [413], InvalidRequest, Both, "The body is over the limit.";
     PathTooLong "path_too_long" [414], InvalidRequest, Router, "The path is over the limit.";
     UnsupportedMediaType "unsupported_media_type" [415], InvalidRequest, Router,
         "The body is not sent as JSON, or is compressed.";
-    ExpectationFailed "expectation_failed" [417], InvalidRequest, Router, "Only `100-continue` can be expected.";
+    ExpectationFailed "expectation_failed" [417], InvalidRequest, Router, "`Expect` has a value other than `100-continue`.";
     RateLimitExceeded "rate_limit_exceeded" [429], RateLimit, Router,
-        "This client's limits, not the engines: a tenant's rate, tokens or requests at once.";
-    Overloaded "overloaded" [429], Overloaded, Both, "Queues are full, or all engines are busy, for everybody.";
+        "The client exceeds a limit of its key or tenant: requests per time, tokens per time, or concurrent requests.";
+    Overloaded "overloaded" [429], Overloaded, Both, "Queues are full or all engines are busy, for all clients.";
     QueueTimeout "queue_timeout" [429], Overloaded, Router,
-        "All engines were busy for as long as the request could wait.";
+        "All engines were busy until the request's wait ended.";
     HeadTooLarge "head_too_large" [431], InvalidRequest, Router, "The request's head is over the limit.";
-    ClientGone "client_gone" [499], ClientGone, Engine, "The client hung up first; for logs.";
-    InternalError "internal_error" [500], Server, Engine, "Our own mistake.";
+    ClientGone "client_gone" [499], ClientGone, Engine, "The client disconnected before the response. Only in logs.";
+    InternalError "internal_error" [500], Server, Engine, "Internal error of the engine.";
     BadGateway "bad_gateway" [502], Server, Router, "An engine failed while it worked on the request.";
     Misconfigured "misconfigured" [502], Server, Router,
-        "An engine does not accept this router's secret or key: the operator's to mend.";
+        "An engine refuses this router's cluster secret or API key. The operator must fix it.";
     MisconfiguredModel "misconfigured_model" [502], Server, Router,
-        "An engine does not serve the model that it is configured for: the operator's to mend.";
-    Unavailable "unavailable" [503], Unavailable, Both, "Nothing can serve this now.";
+        "An engine does not serve the model in its configuration. The operator must fix it.";
+    Unavailable "unavailable" [503], Unavailable, Both, "No engine can serve the request now.";
     EngineFailed "engine_failed" [503], Unavailable, EngineToRouter, "The engine's device has failed.";
     Draining "draining" [503], Unavailable, EngineToRouter, "The engine is shutting down.";
-    GatewayTimeout "gateway_timeout" [504], Timeout, Router, "An engine did not answer in time.";
+    GatewayTimeout "gateway_timeout" [504], Timeout, Router, "An engine did not respond in time.";
     HttpVersionNotSupported "http_version_not_supported" [505], InvalidRequest, Router,
-        "Only HTTP/1.1 and HTTP/1.0 are spoken here.";
+        "The server supports HTTP/1.1 and HTTP/1.0 only.";
     InvalidClusterSecret "invalid_cluster_secret" [401], Authentication, EngineToRouter,
         "The cluster's secret is missing or wrong.";
     InvalidKvTransferParams "invalid_kv_transfer_params" [400], InvalidRequest, EngineToRouter,
         "`kv_transfer_params` is not a handoff.";
     KvWrongRole "kv_wrong_role" [400], InvalidRequest, EngineToRouter,
-        "A handoff is asked of an engine whose role does not give or take one.";
+        "The request needs a handoff that the engine's role does not create or accept.";
     KvUnsupported "kv_unsupported" [400], InvalidRequest, EngineToRouter,
-        "A handoff is of one prompt and one choice, and this request has more.";
+        "The request has several prompts or choices. A handoff supports one of each.";
     KvLayoutMismatch "kv_layout_mismatch" [400], InvalidRequest, EngineToRouter,
-        "The producer's blocks have another layout or are of another model.";
+        "The producer's blocks have a different layout or model.";
     KvPromptMismatch "kv_prompt_mismatch" [400], InvalidRequest, EngineToRouter,
-        "The handoff is of another prompt.";
-    KvGone "kv_gone" [503], Unavailable, EngineToRouter, "The lease has ended: the blocks are not there any more.";
-    KvRefused "kv_refused" [503], Unavailable, EngineToRouter, "The producer does not let this engine read.";
+        "The handoff belongs to another prompt.";
+    KvGone "kv_gone" [503], Unavailable, EngineToRouter, "The lease has ended, and its blocks are no longer available.";
+    KvRefused "kv_refused" [503], Unavailable, EngineToRouter, "The producer refuses reads by this engine.";
     KvHandshakeFailed "kv_handshake_failed" [503], Unavailable, EngineToRouter,
-        "The producer's side channel cannot be reached.";
-    KvTransferFailed "kv_transfer_failed" [503], Unavailable, EngineToRouter, "The read of the blocks broke off.";
+        "The producer's side channel is unreachable.";
+    KvTransferFailed "kv_transfer_failed" [503], Unavailable, EngineToRouter, "Reading the blocks failed.";
     KvUnverified "kv_unverified" [503], Unavailable, EngineToRouter,
-        "The blocks were read, and nobody could say that the lease was live for all of it: they are not used.";
+        "The engine read the blocks but could not verify that the lease was live until the end, and discards them.";
 }
 
 impl Code {
@@ -193,9 +193,10 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
     }
 
-    /// The table of `docs/errors.md`.
+    /// The table of `docs/reference/errors.md`.
     fn table() -> String {
-        let mut rows = "| `code` | status | `type` | told by | what |\n|---|---|---|---|---|\n".to_owned();
+        let mut rows =
+            "| `code` | status | `type` | returned by | what |\n|---|---|---|---|---|\n".to_owned();
         for code in Code::ALL {
             let statuses: Vec<_> = code.statuses().iter().map(u16::to_string).collect();
             let (kind, teller) = (code.kind().as_str(), code.teller().label());
@@ -208,16 +209,16 @@ mod tests {
     /// `BATON_WRITE_DOCS=1` writes the table instead of comparing it.
     #[test]
     fn the_page_of_errors_is_the_table_of_codes() {
-        let file = root().join("docs/errors.md");
-        let page = std::fs::read_to_string(&file).expect("docs/errors.md is there");
+        let file = root().join("docs/reference/errors.md");
+        let page = std::fs::read_to_string(&file).expect("docs/reference/errors.md is there");
         let (begin, end) = ("<!-- codes: begin -->\n", "<!-- codes: end -->");
         let (before, rest) = page.split_once(begin).expect("the table begins");
         let (old, after) = rest.split_once(end).expect("the table ends");
         if std::env::var_os("BATON_WRITE_DOCS").is_some() {
             let new = format!("{before}{begin}{}{end}{after}", table());
-            std::fs::write(&file, new).expect("docs/errors.md can be written");
+            std::fs::write(&file, new).expect("docs/reference/errors.md can be written");
         } else {
-            assert_eq!(old, table(), "run this test with BATON_WRITE_DOCS=1 to write the table anew");
+            assert_eq!(old, table(), "run this test with BATON_WRITE_DOCS=1 to write the table");
         }
     }
 

@@ -179,7 +179,7 @@ impl RawBody {
             // It says in words what is wrong.
             None => match parse_object(&bytes, limits) {
                 Err(error) => Err(error),
-                Ok(_) => Err(ApiError::malformed("the body cannot be read in one way only")),
+                Ok(_) => Err(ApiError::malformed("the body is ambiguous")),
             },
         }
     }

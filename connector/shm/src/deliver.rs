@@ -41,7 +41,10 @@ impl ShmServer {
         options: ServerOptions,
     ) -> io::Result<Self> {
         if shared(producer.region()).is_none() {
-            return Err(io::Error::new(ErrorKind::Unsupported, "the pool is memory of this process alone"));
+            return Err(io::Error::new(
+                ErrorKind::Unsupported,
+                "the pool's memory is private to this process",
+            ));
         }
         let proof = if options.secret.is_some() { Proof::Secret } else { Proof::None };
         let mut services: Vec<Arc<dyn Serve>> = vec![Arc::new(Tables { proof })];

@@ -47,7 +47,7 @@ impl Passed {
     pub fn map(&self, pool: Pool) -> io::Result<Mapping> {
         let refused = |why: &str| io::Error::new(ErrorKind::InvalidData, why.to_owned());
         if seals_of(self.0.as_fd())? & NEEDED_SEALS != NEEDED_SEALS {
-            return Err(refused("the producer's memory could be taken away"));
+            return Err(refused("the producer's memory is not sealed against shrinking"));
         }
         let len = usize::try_from(self.0.metadata()?.len()).map_err(io::Error::other)?;
         let bytes = pool.bytes().filter(|&bytes| bytes > 0 && bytes <= len);

@@ -18,7 +18,7 @@ const OVERFLOW_USER: u32 = 65_534;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Stranger {
     /// Neither our user nor root.
-    #[error("a process of user {theirs}, and this engine is of user {ours}")]
+    #[error("the peer runs as user {theirs}, expected user {ours}")]
     User {
         /// Its user.
         theirs: u32,
@@ -26,7 +26,7 @@ pub enum Stranger {
         ours: u32,
     },
     /// Of another container, perhaps: an equal user there means nothing, and there is no secret.
-    #[error("a process of another namespace, and there is no cluster secret")]
+    #[error("the peer is in another namespace and no cluster secret is set")]
     Namespace,
 }
 

@@ -25,7 +25,7 @@ impl<S: Surroundings> EngineCore<S> {
     fn storable(&mut self, block: BlockId) -> bool {
         let stored = self.executor.store(&[block]);
         if let Err(error) = &stored {
-            tracing::error!(%error, "computed blocks cannot be stored");
+            tracing::error!(%error, "cannot store computed blocks");
         }
         stored.is_ok()
     }
@@ -33,9 +33,7 @@ impl<S: Surroundings> EngineCore<S> {
     /// Makes blocks readable from outside, and says which are. `None`: none may be read.
     pub(super) fn publish(&mut self, blocks: &[BlockId]) -> Option<Vec<BlockId>> {
         let published = self.executor.publish(blocks);
-        published
-            .inspect_err(|error| tracing::error!(%error, "computed blocks cannot be read from outside"))
-            .ok()
+        published.inspect_err(|error| tracing::error!(%error, "cannot publish computed blocks")).ok()
     }
 
     /// A device that other threads have found out of order is found so before their mail is: who waits for it has no
@@ -52,7 +50,7 @@ impl<S: Surroundings> EngineCore<S> {
     /// Ends every request; the engine is unhealthy from now on.
     pub(super) fn device_failed(&mut self, error: &ExecutorError) {
         let why = error.to_string();
-        tracing::error!(%error, "the device has failed; ending every request");
+        tracing::error!(%error, "device failed, all requests ended");
         self.surroundings.note(Fact::DeviceFailed(&why));
         self.end_all(FinishReason::Error, || SeqEvent::Unavailable("the engine's device failed"));
     }

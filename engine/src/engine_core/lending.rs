@@ -54,7 +54,7 @@ impl<S: Surroundings> EngineCore<S> {
         ready: Option<usize>,
     ) -> Option<Box<Handoff>> {
         let Some(handle) = self.surroundings.fresh_handle() else {
-            tracing::error!("no randomness for a handle; the blocks are freed");
+            tracing::error!("no randomness for a lease handle, blocks freed");
             self.scheduler.lease_ended(&blocks);
             return None;
         };
@@ -90,7 +90,7 @@ impl<S: Surroundings> EngineCore<S> {
                 }))
             }
             Err(refused) => {
-                tracing::debug!(%request, why = ?refused.why, "not lent");
+                tracing::debug!(%request, why = ?refused.why, "lease not opened");
                 self.scheduler.lease_ended(&refused.grant.blocks);
                 None
             }
@@ -101,7 +101,7 @@ impl<S: Surroundings> EngineCore<S> {
     fn make_lendable(&mut self, blocks: &[BlockId]) -> bool {
         let lent = self.executor.lend(blocks);
         if let Err(error) = &lent {
-            tracing::error!(%error, "computed blocks cannot be lent");
+            tracing::error!(%error, "cannot lease computed blocks");
         }
         lent.is_ok()
     }
@@ -147,7 +147,7 @@ impl<S: Surroundings> EngineCore<S> {
             return;
         }
         if !self.make_lendable(&fresh) {
-            let why = "computed blocks cannot be read from outside";
+            let why = "the engine cannot publish computed blocks";
             return self.end_with(id, FinishReason::Error, SeqEvent::Unavailable(why));
         }
         let ready = ready + fresh.len();

@@ -137,7 +137,7 @@ impl<D: Device> CudaExecutor<D> {
             tracing::warn!(
                 max_num_seqs = options.max_sequences,
                 recorded = bounds.bucket,
-                "decode steps of more sequences are not recorded as graphs and are slower; lower --max-num-seqs to avoid them"
+                "decode steps above the recorded graphs are slower, lower --max-num-seqs to avoid them"
             );
         }
         let shape = Shape {
@@ -412,7 +412,9 @@ fn blocks(
     let most = i32::MAX as usize / options.block_tokens;
     let share = match options.pool_size {
         PoolSize::Blocks(blocks) if blocks == 0 || blocks > most => {
-            return Err(LoadError::Unsupported(format!("a KV pool of {blocks} blocks on a device")));
+            return Err(LoadError::Unsupported(format!(
+                "the KV pool has {blocks} blocks, expected 1 to {most}"
+            )));
         }
         PoolSize::Blocks(blocks) => return Ok(blocks),
         PoolSize::Share(share) => share,
@@ -434,7 +436,7 @@ fn blocks(
         total_mib = total >> 20,
         free_mib = free >> 20,
         weights_and_buffers_mib = own >> 20,
-        "the KV cache takes what the device has left; --kv-cache-mib sets it"
+        "KV cache sized from free device memory"
     );
     Ok(chosen.blocks)
 }
@@ -444,14 +446,14 @@ fn bounds(config: &ModelConfig, options: &DeviceOptions) -> Result<Bounds, LoadE
     let unsupported = |what: String| Err(LoadError::Unsupported(what));
     kernels::supported(options.element, config.head_dim).map_err(LoadError::Unsupported)?;
     if options.block_tokens == 0 {
-        return unsupported("a block has tokens".into());
+        return unsupported("block size must be at least 1 token".into());
     }
     if options.max_rows == 0 || options.max_sequences == 0 || options.max_positions == 0 {
-        return unsupported("a step has rows, sequences and positions".into());
+        return unsupported("rows, sequences and positions of a step must be at least 1".into());
     }
     // Launches have a row of the grid for each row of a step.
     if options.max_rows > 65_535 {
-        return unsupported(format!("{} tokens in one step on a device, at most 65535", options.max_rows));
+        return unsupported(format!("a step has {} tokens, expected at most 65535", options.max_rows));
     }
     let bucket = BUCKETS.into_iter().find(|bucket| *bucket >= options.max_sequences);
     let bucket = bucket.unwrap_or(BUCKETS[BUCKETS.len() - 1]);

@@ -44,7 +44,7 @@ impl Executor for Failing {
         self.good_steps = self
             .good_steps
             .checked_sub(1)
-            .ok_or_else(|| ExecutorError::Device("it was to fail at this step".into()))?;
+            .ok_or_else(|| ExecutorError::Device("injected failure at this step".into()))?;
         self.inner.run(batch, logits, meanwhile)
     }
 

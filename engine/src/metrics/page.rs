@@ -1,4 +1,4 @@
-//! The engine's table in `docs/metrics.md`: made of what [`EngineMetrics`] tells once everything has happened to it.
+//! The engine's table in `docs/reference/metrics.md`: made of what [`EngineMetrics`] tells once everything has happened to it.
 //!
 //! ```text
 //! BATON_WRITE_DOCS=1 cargo test -p baton-engine the_table_of_the_documentation
@@ -33,7 +33,7 @@ fn everything() -> String {
     metrics.transfer(moment, 4096, true);
     metrics.transfer(moment, 0, false);
     metrics.carried("tcp", 4096);
-    metrics.nixl(("unwanted", ""));
+    metrics.nixl(("disabled", ""));
     metrics.mirrored().to_host.increment(1);
     metrics.load_failed("recompute");
     metrics.lease_opened(2);
@@ -93,17 +93,17 @@ fn ours(path: &str) -> PathBuf {
 /// `BATON_WRITE_DOCS=1` writes the table instead of comparing it.
 #[test]
 fn the_table_of_the_documentation_is_what_an_engine_tells() {
-    let path = ours("../docs/metrics.md");
-    let page = std::fs::read_to_string(&path).expect("docs/metrics.md is there");
+    let path = ours("../docs/reference/metrics.md");
+    let page = std::fs::read_to_string(&path).expect("docs/reference/metrics.md is there");
     let (begin, end) = ("<!-- engine: begin -->\n", "<!-- engine: end -->");
     let (before, rest) = page.split_once(begin).expect("the table begins");
     let (old, after) = rest.split_once(end).expect("the table ends");
     let new = table(&families());
     if std::env::var_os("BATON_WRITE_DOCS").is_some() {
         std::fs::write(&path, format!("{before}{begin}{new}{end}{after}"))
-            .expect("docs/metrics.md can be written");
+            .expect("docs/reference/metrics.md can be written");
     } else {
-        assert_eq!(old, new, "run this test with BATON_WRITE_DOCS=1 to write the table anew");
+        assert_eq!(old, new, "run this test with BATON_WRITE_DOCS=1 to write the table");
     }
 }
 

@@ -58,14 +58,15 @@ impl TierMetrics {
                     "baton_kv_offload_loaded_bytes_total",
                     "Bytes copied from a tier to the device.",
                 ),
-                evicted: counter("baton_kv_offload_evicted_blocks_total", "Blocks that made room in a tier."),
+                evicted: counter("baton_kv_offload_evicted_blocks_total", "Blocks evicted from a tier."),
             }
         };
-        let skipped = "Full blocks that a tier did not take: no slot or worker was free, or the disk rests.";
+        let skipped =
+            "Full blocks not stored in a tier: no slot or worker was free, or the disk is suspended.";
         let skipped = |tier: Tier| {
             make.counter_with("baton_kv_offload_skipped_blocks_total", skipped, "tier", tier.label())
         };
-        let failed = "Copies between tiers that failed, by what went wrong; nothing else came of it.";
+        let failed = "Failed copies between tiers, by fault. No request fails because of them.";
         Self {
             block_bytes: block_bytes as u64,
             host: of_tier(Tier::Host),
@@ -79,7 +80,7 @@ impl TierMetrics {
             faults: Fault::ALL.map(|fault| {
                 make.counter_with("baton_kv_offload_failures_total", failed, "fault", fault.label())
             }),
-            disk_rests: make.gauge("baton_kv_offload_disk_resting", "1 while a failing disk is left alone."),
+            disk_rests: make.gauge("baton_kv_offload_disk_suspended", "1 while a failing disk is suspended."),
         }
     }
 

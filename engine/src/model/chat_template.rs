@@ -259,8 +259,7 @@ fn named(value: Option<&Json>) -> Result<Vec<(String, String)>, ModelError> {
                 field("name").zip(field("template"))
             };
             let entries = entries.iter().map(entry).collect::<Option<Vec<_>>>();
-            entries
-                .ok_or_else(|| malformed("`chat_template` is a list of something else than named templates"))
+            entries.ok_or_else(|| malformed("`chat_template` lists entries other than named templates"))
         }
         Some(_) => Err(malformed("`chat_template` is neither a string nor a list")),
     }

@@ -58,7 +58,7 @@ impl Arena {
     pub fn store(&self, block: BlockId, slot: HostSlot) -> Result<(), Fault> {
         if let Some(port) = &self.port {
             return port.store(block, &self.slots, BlockId(slot.0)).map_err(|error| {
-                tracing::error!(%error, "a block cannot be copied to host memory, and is not stored");
+                tracing::error!(%error, "cannot copy a block to host memory, block not stored");
                 Fault::Io
             });
         }
@@ -132,7 +132,7 @@ impl Arena {
 }
 
 fn not_taken(error: DeviceError) -> Fault {
-    tracing::error!(%error, "a stored block cannot be copied to the device");
+    tracing::error!(%error, "cannot copy a stored block to the device");
     Fault::Io
 }
 

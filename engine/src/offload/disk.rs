@@ -67,7 +67,7 @@ impl DiskTier {
     /// [`Fault::Full`] or [`Fault::Io`].
     pub fn write(&self, hash: BlockHash, block: &[u8]) -> Result<(), Fault> {
         let header = header(&self.identity, hash, block);
-        self.volume.put(hash, &header, block).map_err(|error| fault(&error, "written"))
+        self.volume.put(hash, &header, block).map_err(|error| fault(&error, "write"))
     }
 
     /// A block's record, verified; the block begins at [`HEADER_BYTES`].
@@ -81,7 +81,7 @@ impl DiskTier {
             .get(hash, HEADER_BYTES + self.block_bytes + 1)
             .map_err(|error| fault(&error, "read"))?;
         if let Err(why) = verify(&self.identity, hash, self.block_bytes, &file) {
-            tracing::warn!(block = %hash, %why, "a file of the disk tier is damaged; it is deleted and the block computed");
+            tracing::warn!(block = %hash, error = %why, "damaged disk tier file deleted");
             // If it cannot be deleted it will be found out again.
             let _ = self.volume.remove(hash);
             return Err(Fault::Corrupt);
@@ -94,7 +94,7 @@ impl DiskTier {
     /// # Errors
     /// [`Fault::Io`]; some may have been deleted.
     pub fn delete(&self, hashes: &[BlockHash]) -> Result<(), Fault> {
-        hashes.iter().try_for_each(|&hash| self.volume.remove(hash).map_err(|error| fault(&error, "deleted")))
+        hashes.iter().try_for_each(|&hash| self.volume.remove(hash).map_err(|error| fault(&error, "delete")))
     }
 
     /// Writes, reads and deletes a record that is no block's: whether the disk works again.
@@ -109,8 +109,8 @@ impl DiskTier {
     }
 }
 
-fn fault(error: &io::Error, what: &str) -> Fault {
-    tracing::debug!(%error, "a record could not be {what}");
+fn fault(error: &io::Error, operation: &str) -> Fault {
+    tracing::debug!(%error, operation, "disk tier operation failed");
     match error.kind() {
         ErrorKind::NotFound => Fault::Missing,
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => Fault::Full,
@@ -260,10 +260,7 @@ fn look_through(path: &Path, bytes: u64) -> io::Result<Found> {
         let Ok(files) = fs::read_dir(folder.path()) else { continue };
         for file in files.flatten() {
             if blocks.len() >= FILES_MAX {
-                tracing::warn!(
-                    files = FILES_MAX,
-                    "the disk tier's folder holds more files than are looked at"
-                );
+                tracing::warn!(limit = FILES_MAX, "too many files in the disk tier, the rest are ignored");
                 break;
             }
             let path = file.path();

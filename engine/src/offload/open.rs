@@ -65,9 +65,7 @@ impl Tiers {
         let host_blocks = options.host_bytes / ranks / block_bytes;
         if options.host_bytes > 0 && host_blocks == 0 {
             let given = options.host_bytes;
-            return Err(format!(
-                "a host tier of {given} bytes holds none of the blocks of {block_bytes} bytes"
-            ));
+            return Err(format!("a host tier of {given} bytes cannot hold a block of {block_bytes} bytes"));
         }
         let mut config = TierConfig { host_blocks, disk_blocks: 0 };
         let (mut disk, mut found) = (None, Vec::new());
@@ -75,16 +73,14 @@ impl Tiers {
             let blocks = wanted.bytes / ranks as u64 / record_bytes(block_bytes);
             if blocks == 0 {
                 let (given, record) = (wanted.bytes, record_bytes(block_bytes));
-                return Err(format!(
-                    "a disk tier of {given} bytes holds none of the files of {record} bytes"
-                ));
+                return Err(format!("a disk tier of {given} bytes cannot hold a file of {record} bytes"));
             }
             config.disk_blocks = usize::try_from(blocks.min(DISK_BLOCKS_MAX)).expect("it is bounded");
             let identity = TierIdentity::new(layout, model, device.len());
             // A rank looks up its own blocks only: each has its own directory.
             let dir = if ranks > 1 { wanted.dir.join(format!("dp{rank}")) } else { wanted.dir.clone() };
             let (folder, there) = Folder::open(&dir, &identity, block_bytes)
-                .map_err(|error| format!("the disk tier cannot be opened: {error}"))?;
+                .map_err(|error| format!("cannot open the disk tier: {error}"))?;
             tracing::info!(
                 blocks = there.blocks.len(), damaged = there.damaged, foreign = there.foreign,
                 dir = %dir.display(), "disk tier opened"
@@ -99,7 +95,7 @@ impl Tiers {
         // Asked for and given back: what the system would never give is an error here, not an abort later.
         let granted = bytes.is_some_and(|bytes| Vec::<u8>::new().try_reserve_exact(bytes).is_ok());
         if !granted {
-            return Err(format!("there is no memory for a host tier of {} bytes", options.host_bytes));
+            return Err(format!("no memory for a host tier of {} bytes", options.host_bytes));
         }
         let arena = Arena::new(config.slots(), device).mirroring(port);
         Ok(Some(Self { config, found, arena, disk, pace: options.pace }))

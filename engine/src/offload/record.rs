@@ -50,7 +50,7 @@ impl TierIdentity {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotTheRecord {
     /// Its length is not that of a record.
-    #[error("{bytes} bytes instead of {wanted}")]
+    #[error("record has {bytes} bytes, expected {wanted}")]
     Length {
         /// Of the file.
         bytes: usize,
@@ -61,16 +61,16 @@ pub enum NotTheRecord {
     #[error("not a record")]
     Magic,
     /// Another version.
-    #[error("version {0}")]
+    #[error("unknown version {0}")]
     Version(u32),
     /// Its bytes are not those that were written.
     #[error("wrong checksum")]
     Checksum,
     /// It is another layout's or another model's.
-    #[error("of another layout or model")]
+    #[error("record of another layout or model")]
     Identity,
     /// It is another block.
-    #[error("another block")]
+    #[error("record of another block")]
     Hash,
 }
 

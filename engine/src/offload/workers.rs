@@ -204,7 +204,7 @@ impl Workers {
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         let left = deadline.saturating_duration_since(Instant::now());
         if ended.recv_timeout(left) == Err(RecvTimeoutError::Timeout) {
-            tracing::warn!("an offload thread did not end in time; it is left behind");
+            tracing::warn!("offload thread did not end in time");
         }
     }
 
@@ -374,7 +374,7 @@ impl Shared {
                     drop(queues);
                     let outcome = guarded(|| disk.try_out());
                     if self.lock().health.tried(outcome, Instant::now()) {
-                        tracing::info!("the disk tier works again");
+                        tracing::info!("disk tier recovered");
                         self.tell(Report::DiskIsBack);
                     }
                 }
@@ -401,10 +401,7 @@ impl Shared {
 
     fn tell_turn(&self, turn: Turn) {
         if turn == Turn::Rests {
-            tracing::warn!(
-                seconds = self.pace.disk_rest.as_secs_f64(),
-                "the disk tier fails; it is left alone for a while and nothing is cached on disk meanwhile"
-            );
+            tracing::warn!(seconds = self.pace.disk_rest.as_secs_f64(), "disk tier suspended after failures");
             self.tell(Report::DiskRests);
             self.to_disk.notify_one();
         }

@@ -134,7 +134,7 @@ impl FetchWorkers {
         let orders = match orders(&target, &shared.cache.geometry, first, into) {
             Ok(orders) => orders,
             Err(error) => {
-                tracing::warn!(seq = id.0, %error, "a handoff that cannot land here");
+                tracing::warn!(seq = id.0, %error, "handoff does not match the KV cache");
                 return shared.mailbox.fetch(id, Event::TransferFailed(FailureKind::Refused));
             }
         };
@@ -241,7 +241,7 @@ impl Shared {
             // A panic costs one fetch, not the worker: its rank must not be without. `Report` says that it is lost.
             let read = AssertUnwindSafe(|| self.read(rank, &job));
             let answered = std::panic::catch_unwind(read).unwrap_or_else(|_| {
-                tracing::error!(seq = job.run.id.0, rank, "a read panicked");
+                tracing::error!(seq = job.run.id.0, rank, "KV read panicked");
                 None
             });
             let jobs = &self.jobs(growing)[rank];
@@ -277,7 +277,7 @@ impl Shared {
         };
         match read {
             Ok(peer) if let Err(error) = brought => {
-                tracing::error!(seq = run.id.0, %error, "fetched blocks cannot be copied to the device");
+                tracing::error!(seq = run.id.0, %error, "cannot copy fetched blocks to the device");
                 report.last(gather::Event::Failed(FailureKind::Transfer));
                 self.give_up(&peer, job);
                 Some(true)
@@ -307,10 +307,12 @@ impl Shared {
                 match &error {
                     TransportError::Stopped => {}
                     _ if run.given_up.load(Ordering::Acquire) => {
-                        tracing::debug!(seq, from, rank, %error, "fetch of a request that has ended");
+                        tracing::debug!(seq, from, rank, %error, "fetch failed after its request ended");
                     }
                     // As when a client leaves: the router ends the lease before this engine hears of it.
-                    TransportError::Gone => tracing::info!(seq, from, rank, "fetch ended: the lease is over"),
+                    TransportError::Gone => {
+                        tracing::info!(seq, from, rank, "fetch ended, lease no longer open")
+                    }
                     _ => tracing::warn!(seq, from, rank, %error, "fetch failed"),
                 }
                 report.last(gather::Event::Failed(FailureKind::from(&error)));
@@ -373,7 +375,7 @@ impl Shared {
     fn give_up(&self, peer: &Peer, job: &Job) {
         let seq = job.run.id.0;
         if let Err(error) = self.transport.give_up(peer, job.order.handle, job.order.reader) {
-            tracing::debug!(seq, %error, "the producer waits for this reader until its drain deadline");
+            tracing::debug!(seq, %error, "cannot notify the producer of an ended fetch");
         }
     }
 }

@@ -95,7 +95,7 @@ impl Heartbeat {
             if self.sweep_is_due() {
                 transport.sweep();
                 for id in self.given_up() {
-                    tracing::warn!(seq = id.0, "no room for this handoff for too long; it is given up");
+                    tracing::warn!(seq = id.0, "handoff given up, no free blocks in time");
                     mailbox.fetch(id, Event::LeaseGone);
                 }
             }

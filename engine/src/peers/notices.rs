@@ -70,7 +70,7 @@ impl Notices {
         let mut queue = self.lock();
         let of_one = queue.lanes.get(&target.producer()).map_or(0, |lane| lane.waiting.len());
         if queue.count >= NOTICES_MAX || of_one >= NOTICES_OF_ONE_MAX {
-            tracing::warn!(reason, "too many release notices wait; this lease ends by expiry");
+            tracing::warn!(reason, "release notice dropped, lease ends by expiry");
             return;
         }
         let now = Instant::now();
@@ -94,10 +94,7 @@ impl Notices {
         while queue.count > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                tracing::warn!(
-                    notices = queue.count,
-                    "release notices were not delivered before the shutdown"
-                );
+                tracing::warn!(notices = queue.count, "release notices not delivered before shutdown");
                 return;
             }
             queue = self.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -150,7 +147,7 @@ impl Notices {
                 let given_up = before - lane.waiting.len();
                 *count -= given_up;
                 if given_up > 0 {
-                    tracing::warn!(%error, given_up, "releases were not delivered before the leases' expiry");
+                    tracing::warn!(%error, given_up, "release notices not delivered before lease expiry");
                 }
             }
         }

@@ -103,7 +103,7 @@ impl Scheduler {
         if gate.is_some_and(|leader| leader.computed < leader.prompt_len) {
             return Admission::Gated;
         }
-        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is on the books");
+        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is known");
         let fetches = matches!(sequence.purpose, Purpose::Consume(_));
         let most = sequence.tokens.len().div_ceil(block_tokens);
         if budget == 0 && !fetches && self.offload.is_none() {
@@ -142,7 +142,7 @@ impl Scheduler {
             Some(OFFLOAD) => return self.begin_load(id, in_tiers, fresh),
             Some(_) | None => {}
         }
-        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is on the books");
+        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is known");
         let taken = self.pool.allocate(fresh, Hold::Active).expect("room was checked");
         sequence.blocks.extend(taken);
         sequence.computed = cached;

@@ -37,7 +37,7 @@ impl Scheduler {
     /// prefix cache are its own already.
     pub(super) fn begin_fetch(&mut self, id: SeqId, fresh: usize) -> Admission {
         let block_tokens = self.config.block_tokens;
-        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is on the books");
+        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is known");
         let cached = sequence.shared * block_tokens;
         if sequence.prompt_len - cached.min(sequence.prompt_len) <= 1 {
             // All that would be fetched is the token that is computed anyway.
@@ -86,7 +86,7 @@ impl Scheduler {
                 Action::ReleaseAtProducer(reason) => self.effects.push(Effect::ReleaseAtProducer(id, reason)),
                 Action::Land => self.land(id),
                 Action::FreeLanding => {
-                    let mut sequence = self.sequences.remove(&id).expect("its fetch is on the books");
+                    let mut sequence = self.sequences.remove(&id).expect("a fetching sequence is known");
                     self.free_landing(&mut sequence);
                     self.sequences.insert(id, sequence);
                 }
@@ -114,7 +114,7 @@ impl Scheduler {
     }
 
     fn land(&mut self, id: SeqId) {
-        let sequence = self.sequences.get_mut(&id).expect("its fetch is on the books");
+        let sequence = self.sequences.get_mut(&id).expect("a fetching sequence is known");
         self.pool.landed(&sequence.blocks[sequence.shared..]);
         // The last token is computed here: its logits are what decoding starts from.
         sequence.computed = sequence.prompt_len - 1;
@@ -128,7 +128,7 @@ impl Scheduler {
 
     /// Queued again at the head, without a handoff; its blocks went back with [`Action::FreeLanding`].
     fn recompute(&mut self, id: SeqId) {
-        let sequence = self.sequences.get_mut(&id).expect("its fetch is on the books");
+        let sequence = self.sequences.get_mut(&id).expect("a fetching sequence is known");
         sequence.purpose = Purpose::Plain;
         // The tiers are asked next, when it is its turn again.
         sequence.connectors.apply(multi::Event::LoadFailed(HANDOFF));
@@ -142,7 +142,7 @@ impl Scheduler {
     }
 
     fn start_fetching(&mut self, id: SeqId) {
-        let sequence = self.sequences.get_mut(&id).expect("on the books");
+        let sequence = self.sequences.get_mut(&id).expect("the sequence is known");
         sequence.phase = Phase::Fetching;
         self.fetching += 1;
     }
@@ -158,7 +158,7 @@ impl Scheduler {
     }
 
     fn fetch(&mut self, id: SeqId) -> &mut Fetch {
-        fetch_of(self.sequences.get_mut(&id).expect("on the books"))
+        fetch_of(self.sequences.get_mut(&id).expect("the sequence is known"))
     }
 }
 

@@ -210,7 +210,7 @@ impl Scheduler {
     /// Makes a sequence's newly full blocks findable, and stores them.
     pub(super) fn register(&mut self, id: SeqId) {
         let block_tokens = self.config.block_tokens;
-        let sequence = self.sequences.get_mut(&id).expect("on the books");
+        let sequence = self.sequences.get_mut(&id).expect("the sequence is known");
         let from = sequence.registered;
         sequence.register(&mut self.pool, block_tokens);
         let Some(offload) = &mut self.offload else { return };
@@ -299,7 +299,7 @@ impl Scheduler {
     pub(super) fn begin_load(&mut self, id: SeqId, run: usize, fresh: usize) -> Admission {
         let into = self.pool.allocate(run, Hold::Landing).expect("room was checked");
         let rest = self.pool.allocate(fresh - run, Hold::Active).expect("room was checked");
-        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is on the books");
+        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is known");
         let offload = self.offload.as_mut().expect("its tiers have blocks");
         let first = sequence.shared;
         sequence.blocks.extend(&into);
@@ -426,7 +426,7 @@ impl Scheduler {
 
     /// Who loads a waiting sequence's prefix, if anybody has it.
     pub(super) fn choose_connector(&mut self, id: SeqId, in_tiers: usize) -> Option<Child> {
-        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is on the books");
+        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is known");
         let mut who = Children::NONE;
         if let Purpose::Consume(_) = sequence.purpose {
             who = who.with(HANDOFF);

@@ -96,8 +96,7 @@ impl Share {
         if before.saturating_add(bytes) > self.bodies.bytes_max {
             self.bodies.held.fetch_sub(bytes, Ordering::Relaxed);
             let most = self.bodies.bytes_max;
-            let message =
-                format!("requests are being read whose bodies have {most} bytes, which is the bound");
+            let message = format!("request bodies in memory have reached the limit of {most} bytes");
             return Err(ApiError::overloaded(message, QUEUE_RETRY));
         }
         self.bytes += bytes;

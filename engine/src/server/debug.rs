@@ -133,7 +133,7 @@ fn offload(in_flight: usize, counts: &OffloadCounts) -> Value {
     json!({
         "in_flight": in_flight, "host": tier(counts.host), "disk": tier(counts.disk),
         "hit_tokens": counts.hit_tokens, "not_stored": counts.not_stored, "not_written": counts.not_written,
-        "disk_rests": counts.disk_rests, "failures": Value::Object(faults.collect()),
+        "disk_suspended": counts.disk_rests, "failures": Value::Object(faults.collect()),
     })
 }
 
@@ -173,7 +173,7 @@ mod tests {
             (&sum["in_flight"], &sum["host"]["blocks"], &sum["host"]["stored"]),
             (&2.into(), &7.into(), &4.into())
         );
-        assert_eq!((&sum["failures"]["io"], &sum["disk_rests"]), (&7.into(), &true.into()));
+        assert_eq!((&sum["failures"]["io"], &sum["disk_suspended"]), (&7.into(), &true.into()));
         let mut none = Value::Null;
         add(&mut none, &Value::Null);
         assert_eq!(none, Value::Null, "without tiers there is nothing to be added up");

@@ -1,4 +1,4 @@
-//! `GET /debug/kv`: every field of it stands in `docs/observability.md`, and nothing else does.
+//! `GET /debug/kv`: every field of it stands in `docs/reference/admin-api.md`, and nothing else does.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -43,12 +43,13 @@ fn the_page_has_every_field_of_the_books_and_no_other() {
     let of_all: BTreeSet<_> = found.iter().filter(|path| !path.starts_with("engine.")).cloned().collect();
     assert_eq!(of_core, of_all);
     found.insert("cores[]".to_owned());
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/observability.md");
-    let page = std::fs::read_to_string(page).expect("docs/observability.md is there");
-    let table =
-        page.split_once("<!-- books: begin -->").and_then(|(_, rest)| rest.split_once("<!-- books: end -->"));
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/admin-api.md");
+    let page = std::fs::read_to_string(page).expect("docs/reference/admin-api.md is there");
+    let table = page
+        .split_once("<!-- engine fields: begin -->")
+        .and_then(|(_, rest)| rest.split_once("<!-- engine fields: end -->"));
     let rows =
         table.expect("the table begins and ends").0.lines().filter_map(|line| line.strip_prefix("| `"));
     let named: BTreeSet<_> = rows.filter_map(|row| Some(row.split_once('`')?.0.to_owned())).collect();
-    assert_eq!(named, found, "docs/observability.md, and what an engine says");
+    assert_eq!(named, found, "docs/reference/admin-api.md, and what an engine says");
 }

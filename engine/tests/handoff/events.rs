@@ -34,8 +34,17 @@ fn both_legs_are_told_from_arrival_to_the_last_block() {
     cluster.hand_over(&body);
     cluster.is_clean();
     let (p, d) = (told(&cluster.p, "me"), told(&cluster.d, "me"));
-    let of_p =
-        ["queued", "started", "computed", "computed", "first_token", "ended", "lent", "lease_ended", "freed"];
+    let of_p = [
+        "queued",
+        "started",
+        "computed",
+        "computed",
+        "first_token",
+        "ended",
+        "lease_opened",
+        "lease_ended",
+        "freed",
+    ];
     assert_eq!(kinds(&p), of_p);
     let of_d = ["queued", "fetching", "fetched", "started", "computed", "first_token", "ended", "freed"];
     assert_eq!(kinds(&d), of_d);

@@ -140,8 +140,9 @@ fn producer(secret: Option<&str>) -> Node {
 fn refused(case: &str, p: &Member<'_>, d: &Member<'_>, request: &Request, cause: &str, answer: Answer) {
     let label = format!("reason=\"{cause}\"");
     let counted = |d: &Member<'_>| d.series("baton_early_rejections_total", &label);
-    let noticed =
-        |d: &Member<'_>| d.series("baton_notify_total", "reason=\"consumer_rejected\",result=\"released\"");
+    let noticed = |d: &Member<'_>| {
+        d.series("baton_release_notices_total", "reason=\"consumer_rejected\",result=\"released\"")
+    };
     let before = (counted(d), noticed(d));
     let stream = request.send(d.0.http);
     match answer {
@@ -388,7 +389,7 @@ fn a_stream_that_was_accepted_and_never_started_gives_the_lease_back() {
         drop(call);
         Member(&p, None).has_its_blocks("left before the first event");
     }
-    let released = Member(&d, None).series("baton_notify_total", "result=\"released\"");
+    let released = Member(&d, None).series("baton_release_notices_total", "result=\"released\"");
     drop(running);
     d.is_clean();
     assert!(released >= 1.0, "D itself gave the first one back");
@@ -478,7 +479,7 @@ fn a_notice_is_repeated_until_the_producer_answers() {
     // A second notice of the same lease changes nothing and is answered.
     assert_eq!(d.decode(&refused, &lent).status, 400);
     Member(&d, None).until("again", "it is not answered", |d| {
-        d.series("baton_notify_total", "result=\"already\"") == 1.0
+        d.series("baton_release_notices_total", "result=\"already\"") == 1.0
     });
     d.stop();
     carried.join().expect("the door ends with its connection");

@@ -222,10 +222,10 @@ fn a_disk_that_breaks_while_requests_run_is_left_alone_and_used_again_when_it_is
         same_choices(&answer(&engine, &body(seed)), &answer(&plain, &body(seed)));
     }
     assert!(engine.metric("baton_kv_offload_failures_total") > 0.0);
-    engine.wait_until("the disk is not left alone", |kv| kv["offload"]["disk_rests"] == true);
+    engine.wait_until("the disk is not left alone", |kv| kv["offload"]["disk_suspended"] == true);
     same_choices(&answer(&engine, &body(9)), &answer(&plain, &body(9)));
     fs::remove_file(&below).expect("deleted");
-    engine.wait_until("the disk is not used again", |kv| kv["offload"]["disk_rests"] == false);
+    engine.wait_until("the disk is not used again", |kv| kv["offload"]["disk_suspended"] == false);
     same_choices(&answer(&engine, &body(10)), &answer(&plain, &body(10)));
     assert!(!files(&below).is_empty());
     engine.is_clean();
@@ -367,16 +367,16 @@ fn tiers_that_cannot_be_had_are_refused_at_the_start_with_a_reason() {
         let _inside = runtime.enter();
         Engine::start(options, &mut |_| {}).err().map(|error| error.to_string()).expect("refused")
     };
-    assert!(refused(&|options| options.offload.host_bytes = 100).contains("holds none of the blocks"));
+    assert!(refused(&|options| options.offload.host_bytes = 100).contains("cannot hold a block"));
     assert!(refused(&|options| options.offload.host_bytes = usize::MAX / 2).contains("no memory"));
     let small = refused(&|options| {
         disk(options, dir.path());
         options.offload.disk.as_mut().expect("set").bytes = 100;
     });
-    assert!(small.contains("holds none of the files"), "{small}");
+    assert!(small.contains("cannot hold a file"), "{small}");
     let file = dir.path().join("file");
     fs::write(&file, b"").expect("written");
-    assert!(refused(&|options| disk(options, &file)).contains("the disk tier cannot be opened"));
+    assert!(refused(&|options| disk(options, &file)).contains("cannot open the disk tier"));
     let _first = node(LLAMA, |options| disk(options, dir.path()));
     assert!(refused(&|options| disk(options, dir.path())).contains("in use by another engine"));
 }

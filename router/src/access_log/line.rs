@@ -1,4 +1,4 @@
-//! One line of the access log. `docs/observability.md` says what each field is; a test compares the two.
+//! One line of the access log. `docs/reference/access-log.md` says what each field is; a test compares the two.
 
 use std::io::Write;
 use std::net::IpAddr;

@@ -93,7 +93,7 @@ impl Access {
         }
         let site = headers.get("sec-fetch-site").map(|site| site.as_bytes());
         if headers.contains_key(ORIGIN) || !matches!(site, None | Some(b"none" | b"same-origin")) {
-            return Some("no page may ask here without `admin.token_file`");
+            return Some("requests from web pages need `admin.token_file`");
         }
         // Probes give whatever name they were told, and learn nothing else.
         let probe = matches!(path, "/health" | "/ready");
@@ -108,7 +108,7 @@ impl Access {
         match read(&token.file) {
             Ok(new) => token.current.store(new.into()),
             Err(error) => {
-                tracing::error!(%error, "the admin token cannot be read again; the old one stays in effect")
+                tracing::error!(%error, "cannot reload the admin token, the old one stays in effect")
             }
         }
     }

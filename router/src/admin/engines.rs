@@ -77,7 +77,7 @@ pub(super) fn order(shared: &Shared, name: &str, verb: &str) -> Answer {
     let order = match verb {
         "drain" => Order::Drain,
         "undrain" => Order::Undrain,
-        _ => return Answer::error(StatusCode::NOT_FOUND, "an engine can be drained and undrained"),
+        _ => return Answer::error(StatusCode::NOT_FOUND, "unknown order, expected drain or undrain"),
     };
     let name = name.replace("%3A", ":").replace("%3a", ":").replace("%2F", "/").replace("%2f", "/");
     let name = name.trim_end_matches('/');
@@ -86,11 +86,11 @@ pub(super) fn order(shared: &Shared, name: &str, verb: &str) -> Answer {
         return Answer::error(StatusCode::NOT_FOUND, "there is no such engine; /engines lists them");
     };
     if let Err(HandedOver) = shared.fleet.order(&engine, order) {
-        let why = "another router has taken this one's place, and its orders: nothing was changed here; ask again, that one answers";
+        let why = "not changed: another router has taken over this one's sockets; retry the request";
         let again = vec![(RETRY_AFTER, HeaderValue::from_static("1"))];
         return Answer::error(StatusCode::SERVICE_UNAVAILABLE, why).with_headers(again);
     }
-    tracing::info!(engine = engine.authority(), ?order, "an operator's order");
+    tracing::info!(engine = engine.authority(), ?order, "operator order received");
     Answer::json(one(&engine, shared, &shared.generation()))
 }
 

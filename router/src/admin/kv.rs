@@ -92,7 +92,7 @@ impl Books {
         if line.moments.is_empty() {
             return Answer::error(
                 StatusCode::NOT_FOUND,
-                "no request of that id is remembered, here or by an engine",
+                "no request with this id is known to this router or its engines",
             );
         }
         Answer::json(serde_json::to_value(&line).unwrap_or(Value::Null))
@@ -107,7 +107,7 @@ async fn take(shared: &Arc<Shared>) -> Snapshot {
         .map(|engine| async move {
             let asked = tokio::time::timeout_at(deadline, ask(&engine));
             asked.await.unwrap_or_else(|_| {
-                let error = Some("not asked: too many engines do not answer".to_owned());
+                let error = Some("not read: too many engines do not respond".to_owned());
                 let name = engine.authority().to_owned();
                 let view = EngineView { engine: name, at_us: now_us(), error, ..EngineView::default() };
                 (view, Vec::new())
@@ -261,8 +261,8 @@ async fn ask(engine: &Arc<Engine>) -> (EngineView, Vec<LeaseView>) {
     if let Ok((StatusCode::OK, body)) = metrics {
         view.read_metrics(&String::from_utf8_lossy(&body));
     }
-    if view.source == Source::Nothing && view.error.is_none() {
-        view.error = Some("it has neither books nor metrics".to_owned());
+    if view.source == Source::None && view.error.is_none() {
+        view.error = Some("it has neither /debug/kv nor metrics".to_owned());
     }
     (view, leases)
 }
@@ -311,11 +311,11 @@ async fn read_log(
         let path = format!("/debug/kv/events?after={after}&wait_ms=0&limit={limit}");
         match get(engine, path, PAGE_BYTES_MAX).await? {
             (StatusCode::OK, body) => Ok(body),
-            (StatusCode::NOT_FOUND, _) => Err("it keeps no log of events".to_owned()),
-            (status, _) => Err(format!("its log of events: {}", status.as_u16())),
+            (StatusCode::NOT_FOUND, _) => Err("it has no event log".to_owned()),
+            (status, _) => Err(format!("its event log: {}", status.as_u16())),
         }
     };
-    let odd = |_| "its log of events cannot be read".to_owned();
+    let odd = |_| "its event log cannot be read".to_owned();
     let asked_us = now_us();
     let body = read("latest", 1).await?;
     let latest: Page<'_> = serde_json::from_slice(&body).map_err(odd)?;

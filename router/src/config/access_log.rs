@@ -6,21 +6,23 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// One line of JSON per request that is over. Prompts, answers, keys and `Authorization` are never in it.
+/// One line of JSON per ended request. It never contains prompts, responses, keys or `Authorization`.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct AccessLogConfig {
     /// Whether lines are written. Default: false, which costs nothing.
     #[garde(skip)]
     pub enabled: bool,
-    /// The file that lines are appended to; a terminal, or a pipe that is read, is one too. It is opened anew on SIGUSR1, and within a second after it was renamed or
-    /// removed. Default: none, which is standard output.
+    /// The file to which lines are appended; it may be a terminal, or a pipe with a reader. The router opens
+    /// it again on SIGUSR1, and within a second after it is renamed or removed. Default: none, which is
+    /// standard output.
     #[garde(skip)]
     pub path: Option<PathBuf>,
-    /// The share of requests answered well that are logged; every other request always is. 0 to 1; default 1.
+    /// The share of successful requests that are logged; all other requests are always logged. 0 to 1;
+    /// default 1.
     #[garde(range(min = 0.0, max = 1.0))]
     pub sample: f64,
-    /// Whether lines say from which address the client came. Default: true.
+    /// Whether lines contain the client's address. Default: true.
     #[garde(skip)]
     pub client: bool,
     /// Lines that may wait for a slow disk; more are dropped and counted. 1 to 1,000,000; default 8,192.

@@ -20,8 +20,8 @@ pub struct AdminConfig {
     #[schemars(extend("format" = address::FORMAT))]
     #[garde(skip)]
     pub listen: SocketAddr,
-    /// A file whose first line, 16 bytes at least, is asked of everybody as `Authorization: Bearer`, except for
-    /// `/health` and `/ready`. Read again when it changes. Default: none.
+    /// A file whose first line, of at least 16 bytes, is the required token: `Authorization: Bearer`.
+    /// `/health` and `/ready` need no token. Read again when it changes. Default: none.
     #[garde(skip)]
     pub token_file: Option<PathBuf>,
     /// TLS for people and monitors. Default: none.

@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct AttemptsConfig {
-    /// Prefill engines that one request may ask. 1 to 16; default 2.
+    /// Prefill engines that one request may try. 1 to 16; default 2.
     #[garde(range(min = 1, max = 16))]
     pub prefill: u16,
-    /// Decode engines that one request may ask, with the same handoff. 1 to 16; default 3.
+    /// Decode engines that one request may try, with the same handoff. 1 to 16; default 3.
     #[garde(range(min = 1, max = 16))]
     pub decode: u16,
     /// Tries of one settlement. 1 to 16; default 4.

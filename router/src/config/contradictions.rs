@@ -41,14 +41,14 @@ pub(super) fn doubts(config: &RouterConfig) -> Vec<String> {
             let tells = |engine: &EngineConfig| engine.kv_events.is_some() || pool.kv_events.is_some();
             if config.auth.is_some() && (pool.kv_events.is_some() || engines.clone().any(tells)) {
                 doubts.push(format!(
-                    "models[{at}].{side}: `kv_events` has no effect with `auth`: every request is salted for its \
-                     tenant, and engines' names of salted blocks mean nothing to the router"
+                    "models[{at}].{side}: `kv_events` has no effect with `auth`: requests are salted per tenant, \
+                     and the router cannot match the hashes of salted blocks"
                 ));
             }
             if engines.any(|engine| engine.data_parallel_size > 1 && tells(engine)) {
                 doubts.push(format!(
-                    "models[{at}].{side}: `kv_events` hears the first rank of an engine with `data_parallel_size` \
-                     only; vLLM publishes rank N at the port + N"
+                    "models[{at}].{side}: `kv_events` subscribes only to the first rank of an engine with \
+                     `data_parallel_size`; vLLM publishes rank N at the port + N"
                 ));
             }
         }
@@ -58,7 +58,7 @@ pub(super) fn doubts(config: &RouterConfig) -> Vec<String> {
 
 fn listeners(config: &RouterConfig, found: &mut Vec<(String, String)>) {
     if config.listen.port() != 0 && config.listen == config.admin.listen {
-        found.push(("admin.listen".into(), "is the clients' address `listen` as well".into()));
+        found.push(("admin.listen".into(), "is the same address as `listen`".into()));
     }
     let admin = &config.admin;
     if admin.is_open(admin.listen, admin.asks_for_certificates()) {
@@ -70,7 +70,7 @@ fn listeners(config: &RouterConfig, found: &mut Vec<(String, String)>) {
 
 fn secrets(config: &RouterConfig, found: &mut Vec<(String, String)>) {
     if config.cluster_secret.is_some() && config.cluster_secret_file.is_some() {
-        let what = "is given beside `cluster_secret`; one of them says the secret";
+        let what = "conflicts with `cluster_secret`; set one of them";
         found.push(("cluster_secret_file".into(), what.into()));
     }
 }
@@ -163,8 +163,8 @@ fn without_effect(config: &RouterConfig, doubts: &mut Vec<String>) {
     for (at, model) in config.models.iter().enumerate() {
         if model.resume && model.fallback == Fallback::None {
             doubts.push(format!(
-                "models[{at}].resume: has no effect with `fallback: none`: whoever goes on with a stream computes its \
-                 prompt itself"
+                "models[{at}].resume: has no effect with `fallback: none`: the engine that continues a stream computes \
+                 its prompt"
             ));
         }
         for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
@@ -172,7 +172,7 @@ fn without_effect(config: &RouterConfig, doubts: &mut Vec<String>) {
             if load.interval_ms == 0 && (capacity.max_waiting.is_some() || capacity.max_kv_usage.is_some()) {
                 doubts.push(format!(
                     "models[{at}].{side}.capacity: `max_waiting` and `max_kv_usage` have no effect while \
-                     `health.load.interval_ms` is 0: nobody asks engines for their load"
+                     `health.load.interval_ms` is 0: the router does not read the load of engines"
                 ));
             }
         }
@@ -248,7 +248,7 @@ fn engines(pool: &PoolConfig, path: &str, found: &mut Vec<(String, String)>) {
     let mut seen = BTreeSet::new();
     for (at, engine) in pool.engines.iter().enumerate() {
         if !seen.insert(engine.url.authority()) {
-            found.push((format!("{path}.engines[{at}].url"), "the engine stands in this pool twice".into()));
+            found.push((format!("{path}.engines[{at}].url"), "the engine is in this pool twice".into()));
         }
     }
 }

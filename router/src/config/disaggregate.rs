@@ -4,23 +4,23 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Which requests are worth a remote prefill. Every condition that is set must hold; with the defaults all
-/// requests are.
+/// Conditions for a prefill by a prefill engine. All of them must hold; with the defaults they hold for every
+/// request.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct DisaggregateConfig {
-    /// Every request, whatever the other keys say. Default false.
+    /// Every request, regardless of the other keys. Default false.
     #[garde(skip)]
     pub always: bool,
     /// The prompt has at least this many tokens (estimated: `features.bytes_per_token`).
     /// 0 to 100,000,000; default 0.
     #[garde(range(max = 100_000_000))]
     pub min_prompt_tokens: u64,
-    /// The decode engine would have to compute at least this many tokens of it: what it holds already, as far
-    /// as the router knows, does not count. 0 to 100,000,000; default 0.
+    /// The decode engine would have to compute at least this many tokens of the prompt. Tokens in its known
+    /// cache do not count. 0 to 100,000,000; default 0.
     #[garde(range(max = 100_000_000))]
     pub min_uncached_tokens: u64,
-    /// At least this share of the prompt would have to be computed. 0.0 to 1.0; default 0.0.
+    /// The decode engine would have to compute at least this share of the prompt. 0.0 to 1.0; default 0.0.
     #[garde(range(min = 0.0, max = 1.0))]
     pub min_uncached_share: f64,
     /// The least loaded prefill engine has fewer requests in flight than this. 1 to 1,000,000; default: no bound.

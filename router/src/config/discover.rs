@@ -10,22 +10,22 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
 
 use super::pool::EngineConfig;
 
-/// Where a pool's engines are looked up. Several sources are taken together; an engine that the file lists keeps
-/// what the file says of it.
+/// Sources of a pool's engines. Several sources are combined. An engine that the configuration lists keeps
+/// its keys.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct DiscoverConfig {
     /// Every address of a host name. Default: none.
     #[garde(dive)]
     pub dns: Option<DnsConfig>,
-    /// A list of engines that something else writes. Default: none.
+    /// A list of engines that another program writes. Default: none.
     #[garde(dive)]
     pub file: Option<EndpointsFileConfig>,
     /// The EndpointSlices of a Kubernetes service. Default: none.
     #[garde(dive)]
     pub kubernetes: Option<KubernetesConfig>,
-    /// What is said of every engine that is found, as if the file listed it: the keys of an engine but `url`.
-    /// Labels and weights that a source gives come on top.
+    /// Keys of every discovered engine: those of a listed engine, except `url`. Labels and weights of a
+    /// source take precedence.
     #[garde(dive)]
     pub template: EngineTemplate,
 }
@@ -36,18 +36,18 @@ pub struct DiscoverConfig {
 )]
 #[serde(deny_unknown_fields)]
 pub struct DnsConfig {
-    /// The name, as the system's resolver takes it.
+    /// The host name, for the system's resolver.
     #[garde(length(bytes, min = 1, max = 253), custom(is_bare))]
     pub host: String,
     /// The port of every engine. 1 to 65,535.
     #[garde(range(min = 1))]
     pub port: u16,
-    /// How every engine is talked to: `http`, or `https` with `engine_tls`. Their certificates hold addresses, or the
-    /// name in `engine_tls.server_name`. Default `http`.
+    /// Scheme of every engine: `http`, or `https` with `engine_tls`. Its certificate contains its address, or
+    /// the name in `engine_tls.server_name`. Default `http`.
     #[serde(default)]
     #[garde(skip)]
     pub scheme: Scheme,
-    /// How often it is asked, in milliseconds. 100 to 3,600,000; default 5,000.
+    /// Interval of lookups, in milliseconds. 100 to 3,600,000; default 5,000.
     #[serde(default = "default_dns_refresh_ms")]
     #[garde(range(min = 100, max = 3_600_000))]
     pub refresh_ms: u64,
@@ -63,7 +63,7 @@ pub struct EndpointsFileConfig {
     /// The file.
     #[garde(skip)]
     pub path: PathBuf,
-    /// How often it is read, in milliseconds. 100 to 3,600,000; default 1,000.
+    /// Interval of reads, in milliseconds. 100 to 3,600,000; default 1,000.
     #[serde(default = "default_file_refresh_ms")]
     #[garde(range(min = 100, max = 3_600_000))]
     pub refresh_ms: u64,
@@ -80,7 +80,7 @@ pub struct KubernetesConfig {
     #[serde(default)]
     #[garde(inner(length(bytes, min = 1, max = 253)))]
     pub namespace: Option<String>,
-    /// The service's name. Default: none; then `selector` says which slices.
+    /// The service's name. Default: none; then `selector` chooses the slices.
     #[serde(default)]
     #[garde(inner(length(bytes, min = 1, max = 253)))]
     pub service: Option<String>,
@@ -91,24 +91,24 @@ pub struct KubernetesConfig {
     /// The port's name in the service, or its number.
     #[garde(skip)]
     pub port: PortName,
-    /// How every engine is talked to: `http`, or `https` with `engine_tls`. Their certificates hold addresses, or the
-    /// name in `engine_tls.server_name`. Default `http`.
+    /// Scheme of every engine: `http`, or `https` with `engine_tls`. Its certificate contains its address, or
+    /// the name in `engine_tls.server_name`. Default `http`.
     #[serde(default)]
     #[garde(skip)]
     pub scheme: Scheme,
-    /// How the API is reached from outside of the cluster. Default: as a pod does.
+    /// Kubeconfig of a router outside of the cluster. Default: the API and account of the router's pod.
     #[serde(default)]
     #[garde(skip)]
     pub kubeconfig_file: Option<PathBuf>,
 }
 
-/// How engines are talked to.
+/// Scheme of connections to engines.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Deserialize, Serialize, JsonSchema,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Scheme {
-    /// In the clear.
+    /// Without TLS.
     #[default]
     Http,
     /// With TLS.

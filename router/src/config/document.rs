@@ -167,7 +167,7 @@ impl Document {
     pub(super) fn read(text: &str) -> Result<Self, Unreadable> {
         let start = Place { line: 1, column: 1 };
         if text.len() > BYTES_MAX {
-            let what = format!("{} bytes are more than the {BYTES_MAX} that are read", text.len());
+            let what = format!("{} bytes exceed the limit of {BYTES_MAX}", text.len());
             return Err(Unreadable { place: start, what });
         }
         let mut builder = Builder {
@@ -191,7 +191,7 @@ impl Document {
         }
         match builder.root {
             Some(root) if !root.is_null() => Ok(Self { root, repeated: builder.repeated }),
-            _ => Err(Unreadable { place: start, what: "there is nothing in it".into() }),
+            _ => Err(Unreadable { place: start, what: "the file is empty".into() }),
         }
     }
 }
@@ -203,7 +203,7 @@ impl Builder {
             Event::DocumentStart(..) => {
                 self.documents += 1;
                 if self.documents > 1 {
-                    return refused("a second document begins; one is read");
+                    return refused("a second document, expected one");
                 }
             }
             Event::Scalar(text, style, anchor, _) => {
@@ -213,7 +213,7 @@ impl Builder {
             }
             Event::Alias(anchor) => match self.anchors.get(&anchor).cloned() {
                 Some(node) => self.close(node, 0)?,
-                None => return refused("an alias within what it names"),
+                None => return refused("an alias inside the value that it refers to"),
             },
             Event::SequenceStart(_, anchor, _) => {
                 self.opened(Open::List { place, anchor, items: Vec::new() }, place)?;
@@ -354,8 +354,8 @@ mod tests {
         assert!(refused("a: *nobody").contains("not YAML"));
         assert!(refused("a: [1").contains("not YAML"));
         assert!(refused("a: 1\n---\nb: 1\n").contains("second document"));
-        assert!(refused("").contains("nothing"));
-        assert!(refused("# only words\n").contains("nothing"));
+        assert!(refused("").contains("empty"));
+        assert!(refused("# only words\n").contains("empty"));
         let chain: String =
             (1..40).fold("a0: &a0 [x]\n".into(), |text, n| format!("{text}a{n}: &a{n} [*a{}]\n", n - 1));
         assert!(refused(&chain).contains("deeper"), "depth counts through aliases");

@@ -4,8 +4,7 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What the router looks at in a request to choose engines. It looks only where a policy, or `disaggregate`,
-/// asks for it.
+/// What the router reads of a request to choose engines, if a policy or `disaggregate` needs it.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct FeaturesConfig {
@@ -16,10 +15,10 @@ pub struct FeaturesConfig {
     /// about 128 tokens of English.
     #[garde(range(min = 64, max = 65_536))]
     pub chunk_bytes: usize,
-    /// Pieces of one prompt that are looked at, from its beginning. 1 to 4,096; default 512.
+    /// Pieces of one prompt that are compared, from its beginning. 1 to 4,096; default 512.
     #[garde(range(min = 1, max = 4096))]
     pub chunks_max: usize,
-    /// Bytes of a prompt's JSON for one token, where tokens have to be guessed. 0.5 to 64.0; default 4.0.
+    /// Bytes of a prompt's JSON per token, to estimate tokens. 0.5 to 64.0; default 4.0.
     #[garde(range(min = 0.5, max = 64.0))]
     pub bytes_per_token: f64,
 }

@@ -8,31 +8,31 @@ use serde::{Deserialize, Serialize};
 
 use crate::health::{breaker, checks, outlier, state};
 
-/// How the router finds out which engines work.
+/// How the router detects engines that fail.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct HealthConfig {
-    /// Asking engines.
+    /// Health checks of engines.
     #[garde(dive)]
     pub active: ActiveConfig,
-    /// Leaving an engine out because of what became of requests.
+    /// Ejecting an engine because of failed requests.
     #[garde(dive)]
     pub breaker: BreakerConfig,
-    /// Leaving an engine out because it is far worse than its pool's others.
+    /// Ejecting an engine that is far worse than the others of its pool.
     #[garde(dive)]
     pub outlier: OutlierConfig,
-    /// Asking engines for their load.
+    /// Reading the load of engines.
     #[garde(dive)]
     pub load: ReportedLoadConfig,
-    /// What happens when every engine of a pool is left out. Engines that answer nothing at all, and engines that
-    /// are drained, are not tried in either case. Default `fail_open`.
+    /// What happens if every engine of a pool is ejected. Unresponsive and draining engines get no requests
+    /// in either case. Default `fail_open`.
     #[garde(skip)]
     pub all_out: AllOut,
-    /// With less than this share of a pool's engines in use, in percent, the pool is used as if all of them were
-    /// well, as far as `all_out` allows. 0 to 100; default 0: only when none is left.
+    /// If less than this share of a pool's engines is usable, in percent, the router ignores ejections, as
+    /// far as `all_out` allows. 0 to 100; default 0: only if no engine is usable.
     #[garde(range(max = 100))]
     pub panic_percent: u8,
-    /// When `/ready` says yes. Default `any_model`.
+    /// When `/ready` returns 200. Default `any_model`.
     #[garde(skip)]
     pub ready: Ready,
 }
@@ -41,72 +41,72 @@ pub struct HealthConfig {
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct ActiveConfig {
-    /// How often an engine in use is asked, in milliseconds, give or take a fifth. An engine that is left out is
-    /// asked when its cool-down is over, whatever this says. 0 (never) to 3,600,000; default 10,000.
+    /// Interval of checks of an engine in use, in milliseconds, plus or minus a fifth. An ejected engine is
+    /// checked at the end of its cool-down, regardless of this value. 0 (never) to 3,600,000; default 10,000.
     #[garde(range(max = 3_600_000))]
     pub interval_ms: u64,
-    /// The wait for an answer, in milliseconds. 1 to 60,000; default 2,000.
+    /// Timeout of one check, in milliseconds. 1 to 60,000; default 2,000.
     #[garde(range(min = 1, max = 60_000))]
     pub timeout_ms: u64,
-    /// Good answers in a row that bring an engine back. 1 to 100; default 1.
+    /// Successful checks in a row that return an engine to use. 1 to 100; default 1.
     #[garde(range(min = 1, max = 100))]
     pub healthy: u32,
-    /// Bad answers in a row that take it out. 1 to 100; default 2.
+    /// Failed checks in a row that eject an engine. 1 to 100; default 2.
     #[garde(range(min = 1, max = 100))]
     pub unhealthy: u32,
 }
 
-/// What becomes of an engine that fails requests.
+/// When an engine that fails requests is ejected.
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct BreakerConfig {
-    /// Failures (5xx, broken connections, answers that do not come in time) in a row that take an engine out. One
-    /// that no other engine disproved counts only if the one before was another client's. An engine to which no
-    /// connection can be made, or that answers nothing at all, is out at once. 2 to 1,000; default 5.
+    /// Failures in a row that eject an engine: 5xx, broken connections, and responses that do not arrive in
+    /// time. A failure that no other engine disproved counts only if the previous one was another client's.
+    /// An engine that accepts no connection, or is unresponsive, is ejected at once. 2 to 1,000; default 5.
     #[garde(range(min = 2, max = 1000))]
     pub failures: u32,
-    /// How long it is out at first, in milliseconds; then it is asked for its health and gets one request.
-    /// Doubled with each failure. 1 to 3,600,000; default 1,000.
+    /// Duration of the first ejection, in milliseconds. Then the router checks the engine's health and sends
+    /// it one request. Each failure doubles the duration. 1 to 3,600,000; default 1,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub cool_down_ms: u64,
-    /// The longest of these, in milliseconds. 1 to 3,600,000; default 30,000.
+    /// Longest duration of an ejection, in milliseconds. 1 to 3,600,000; default 30,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub cool_down_max_ms: u64,
 }
 
-/// Engines that are far worse than their pool's others.
+/// Engines that are far worse than the others of their pool.
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct OutlierConfig {
-    /// How often engines are compared, in milliseconds. 0 (never) to 3,600,000; default 10,000.
+    /// Interval of comparisons, in milliseconds. 0 (never) to 3,600,000; default 10,000.
     #[garde(range(max = 3_600_000))]
     pub interval_ms: u64,
-    /// Answers in an interval below which nothing is concluded. 1 to 1,000,000; default 20.
+    /// Responses in an interval that a comparison needs at least. 1 to 1,000,000; default 20.
     #[garde(range(min = 1, max = 1_000_000))]
     pub requests_min: u64,
-    /// An engine is left out when more of its answers than this, in percent, are failures, and at least twice the
-    /// others' share. 1 to 100; default 30.
+    /// An engine is ejected if more than this share of its responses, in percent, are failures, and at least
+    /// twice the others' share. 1 to 100; default 30.
     #[garde(range(min = 1, max = 100))]
     pub failure_percent: u8,
-    /// An engine is left out when its mean time to the first byte is over this many times the others' median.
-    /// 0 (not looked at) to 1,000; default 0.
+    /// An engine is ejected if its mean time to the first byte exceeds this multiple of the others' median. 0
+    /// (not compared) to 1,000; default 0.
     #[garde(range(min = 0.0, max = 1000.0))]
     pub latency_factor: f64,
-    /// How long it is left out, in milliseconds, the first time; longer each time in a row.
-    /// 1 to 3,600,000; default 30,000.
+    /// Duration of the first ejection, in milliseconds; longer for each further one in a row. 1 to 3,600,000;
+    /// default 30,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub ejection_ms: u64,
-    /// The most of a pool that is left out for this, in percent; one engine always may be, the last one never.
-    /// 0 to 100; default 20.
+    /// Largest share of a pool that is ejected for this, in percent. One engine always may be, the last
+    /// engine never. 0 to 100; default 20.
     #[garde(range(max = 100))]
     pub max_ejected_percent: u8,
 }
 
-/// `GET /metrics` to every engine, for policies that look at an engine's own queue.
+/// `GET /metrics` to every engine, for policies that use an engine's own queue.
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct ReportedLoadConfig {
-    /// How often an engine is asked, in milliseconds. 0 (never) to 3,600,000; default 0.
+    /// Interval of reads of one engine, in milliseconds. 0 (never) to 3,600,000; default 0.
     #[garde(range(max = 3_600_000))]
     pub interval_ms: u64,
     /// A reading older than this, in milliseconds, is not used. 1 to 3,600,000; default 5,000.
@@ -114,25 +114,25 @@ pub struct ReportedLoadConfig {
     pub stale_ms: u64,
 }
 
-/// What happens when every engine of a pool is left out.
+/// What happens if every engine of a pool is ejected.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum AllOut {
-    /// They are tried nevertheless: whatever took all of them out may be over, or not be theirs.
+    /// The router uses them nevertheless: the cause may have ended, or may not be theirs.
     #[default]
     FailOpen,
     /// The request is refused with 503.
     Refuse,
 }
 
-/// When `/ready` says yes.
+/// When `/ready` returns 200.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Ready {
-    /// One model has a decode engine in use.
+    /// One model has a usable decode engine.
     #[default]
     AnyModel,
-    /// Every model has one.
+    /// Every model has a usable decode engine.
     EveryModel,
     /// Always, until the router drains.
     Always,

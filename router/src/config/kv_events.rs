@@ -13,12 +13,12 @@ pub struct KvEventsConfig {
     /// The port, at the engine's host. 1 to 65,535.
     #[garde(range(min = 1))]
     pub port: u16,
-    /// What its messages begin with; with an empty topic all are taken. At most 64 bytes; default: empty.
+    /// Prefix of its messages; an empty topic accepts all. At most 64 bytes; default: empty.
     #[serde(default)]
     #[garde(length(bytes, max = 64))]
     pub topic: String,
-    /// The router listens on this address of its own, and the engine connects to it: so vLLM does where its endpoint
-    /// names a host instead of `*`. One port for each engine. Default: the router connects to the engine.
+    /// The router listens on this address, and the engine connects to it. vLLM connects if its endpoint names
+    /// a host instead of `*`. Use one port per engine. Default: the router connects to the engine.
     #[serde(default)]
     #[garde(skip)]
     pub bind: Option<IpAddr>,

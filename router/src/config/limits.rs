@@ -8,26 +8,26 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct LimitsConfig {
-    /// Largest request body, in bytes; a larger one is answered 413. 1,024 to 1 GiB; default 32 MiB.
+    /// Largest request body, in bytes; a larger one gets 413. 1,024 to 1 GiB; default 32 MiB.
     #[garde(range(min = 1024, max = 1 << 30))]
     pub body_bytes: usize,
-    /// The sum of all bodies that are held at once, in bytes: as they arrive, until a decode engine has accepted
-    /// their requests. What goes beyond it is answered 429. Whole answers have as much again; what goes beyond that is
-    /// passed on as it comes. 1 MiB to 1 TiB; default 1 GiB.
+    /// Sum of the request bodies in memory, in bytes, from their arrival until a decode engine accepts the
+    /// request. Requests beyond it get 429. Whole responses have a second sum of this size; beyond it they
+    /// are passed on as they arrive. 1 MiB to 1 TiB; default 1 GiB.
     #[garde(range(min = 1_usize << 20, max = 1_usize << 40))]
     pub body_bytes_total: usize,
-    /// Largest head of a request (its line and headers), in bytes; a larger one is answered 431. 1,024 to 1 MiB;
+    /// Largest head of a request (its line and headers), in bytes; a larger one gets 431. 1,024 to 1 MiB;
     /// default 32 KiB.
     #[garde(range(min = 1024, max = 1 << 20))]
     pub head_bytes: usize,
-    /// Client connections at once; more wait in the kernel's queue. 1 to 1,000,000; default 16,384.
+    /// Concurrent client connections; more wait in the kernel's queue. 1 to 1,000,000; default 16,384.
     #[garde(range(min = 1, max = 1_000_000))]
     pub connections: usize,
-    /// Requests at once; more are answered 429 with `Retry-After`. 1 to 1,000,000; default 8,192.
+    /// Concurrent requests; more get 429 with `Retry-After`. 1 to 1,000,000; default 8,192.
     #[garde(range(min = 1, max = 1_000_000))]
     pub in_flight: usize,
-    /// Settlements (aborts and releases) at once. Twice `in_flight` more wait for their turn; a settlement beyond that
-    /// is counted and left to the lease's expiry. 1 to 1,000,000; default 4,096.
+    /// Concurrent settlements (aborts and releases). Up to twice `in_flight` more wait. A settlement beyond
+    /// that is counted, and its lease ends by expiry. 1 to 1,000,000; default 4,096.
     #[garde(range(min = 1, max = 1_000_000))]
     pub settlements: usize,
 }

@@ -27,36 +27,36 @@ pub struct ModelConfig {
     /// The engines that decode. At least one.
     #[garde(dive)]
     pub decode: PoolConfig,
-    /// What happens when no prefill engine can be had. Default `aggregate`.
+    /// What happens if no prefill engine is available. Default `aggregate`.
     #[serde(default)]
     #[garde(skip)]
     pub fallback: Fallback,
-    /// A decode engine begins to read a prompt's blocks while they are computed, where the prefill engine can lend them
-    /// so (Baton's can, for prompts that take more than one step). Costs the decode engine its blocks for the prompt
-    /// for as long as that takes. Default true.
+    /// A decode engine begins to read a prompt's blocks while the prefill engine computes them, if that
+    /// engine supports it. Baton's engine does, for prompts of more than one step. During this time the
+    /// decode engine already holds its blocks for the prompt. Default true.
     #[serde(default = "yes")]
     #[garde(skip)]
     pub early_handoff: bool,
-    /// A streamed answer whose decode engine dies in the middle is continued by another, from the tokens that were
-    /// sent, where the request allows it: see docs/resilience.md. Costs a look into every event of such a stream.
-    /// Needs `fallback: aggregate`. Default false.
+    /// If the decode engine of a stream fails, another one continues from the tokens that were sent, if the
+    /// request allows it: see docs/explanation/resilience.md. The router then reads every event of such a
+    /// stream. Needs `fallback: aggregate`. Default false.
     #[serde(default)]
     #[garde(skip)]
     pub resume: bool,
-    /// Bounds of this model's requests that differ from the router's. Default: none.
+    /// Timeouts of this model that differ from the router's. Default: none.
     #[serde(default)]
     #[garde(dive)]
     pub timeouts: ModelTimeouts,
-    /// Which requests are prefilled on another engine than the one that decodes them. Default: all.
+    /// Which requests are prefilled by a prefill engine. Default: all.
     #[serde(default)]
     #[garde(dive)]
     pub disaggregate: DisaggregateConfig,
-    /// Names of labels. A prefill engine that has the decode engine's values of them is preferred to one that
-    /// has not. At most 8; default: none.
+    /// Names of labels. The router prefers a prefill engine with the decode engine's values of these labels.
+    /// At most 8; default: none.
     #[serde(default)]
     #[garde(length(max = 8), inner(length(bytes, min = 1, max = 256)))]
     pub pair_by: Vec<String>,
-    /// What the router looks at in a request to choose engines.
+    /// What the router reads of a request to choose engines.
     #[serde(default)]
     #[garde(dive)]
     pub features: FeaturesConfig,
@@ -66,7 +66,7 @@ fn yes() -> bool {
     true
 }
 
-/// What happens when no prefill engine can be had.
+/// What happens if no prefill engine is available.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Fallback {

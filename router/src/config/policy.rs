@@ -21,26 +21,26 @@ const NAMES: &[&str] =
 #[derive(Clone, Debug, PartialEq, Serialize, Validate)]
 #[serde(rename_all = "snake_case")]
 pub enum PolicyConfig {
-    /// One after the other, as often as their weights say.
+    /// One after the other, by weight.
     RoundRobin(#[garde(dive)] NoParameters),
-    /// Any, as likely as their weights say.
+    /// A random engine, by weight.
     Random(#[garde(dive)] NoParameters),
-    /// The less loaded of two that are drawn by weight.
+    /// The less loaded of two engines drawn by weight.
     PowerOfTwo(#[garde(dive)] LoadConfig),
-    /// The least loaded for its weight; equals take turns.
+    /// The least loaded engine for its weight; equal engines take turns.
     LeastLoad(#[garde(dive)] LoadConfig),
-    /// The engine that the request's key belongs to, unless it has more than its share.
+    /// The engine of the request's key, unless it has more than its share.
     ConsistentHash(#[garde(dive)] ConsistentHashConfig),
-    /// The engine that holds most of the prompt, unless it is too busy for that.
+    /// The engine that has most of the prompt cached, unless it is too busy.
     PrefixAware(#[garde(dive)] PrefixAwareConfig),
 }
 
-/// A policy that has nothing to set.
+/// A policy without parameters.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct NoParameters {}
 
-/// What load is.
+/// The unit of load.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct LoadConfig {
@@ -49,11 +49,11 @@ pub struct LoadConfig {
     pub by: LoadUnit,
 }
 
-/// What load is counted in.
+/// The unit of load.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LoadUnit {
-    /// Requests in flight; where an engine's own metrics are polled, the larger of its number and ours.
+    /// Requests in flight. If the router reads the engine's metrics, the larger of both numbers.
     #[default]
     Requests,
     /// Prompt tokens of the requests in flight, estimated from the prompts' sizes.
@@ -64,11 +64,11 @@ pub enum LoadUnit {
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct ConsistentHashConfig {
-    /// What of a request is hashed: the first of these that it has. Default `[session, user, prefix]`.
+    /// The part of a request to hash: the first of these that it has. Default `[session, user, prefix]`.
     #[garde(length(min = 1, max = 3))]
     pub keys: Vec<AffinityKey>,
-    /// An engine takes at most this many times its fair share of the requests in flight; beyond it the next
-    /// engine of the key's order is asked. 1.0 to 100.0; default 1.25.
+    /// Limit of an engine's requests in flight, as a multiple of its fair share. At the limit the router
+    /// takes the next engine in the key's order. 1.0 to 100.0; default 1.25.
     #[garde(range(min = 1.0, max = 100.0))]
     pub load_factor: f64,
     /// The key `prefix` is this many chunks of the prompt (`features.chunk_bytes`). 1 to 1,024; default 4.
@@ -76,7 +76,7 @@ pub struct ConsistentHashConfig {
     pub prefix_chunks: usize,
 }
 
-/// What of a request says where it belongs.
+/// A part of a request that determines its engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum AffinityKey {
@@ -92,15 +92,15 @@ pub enum AffinityKey {
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct PrefixAwareConfig {
-    /// An engine is too busy for its cached prefix when it has this many more requests in flight than the least
-    /// loaded one, and `balance_rel` says so too. 0 to 100,000; default 8.
+    /// An engine is too busy for its cached prefix if it has this many more requests in flight than the least
+    /// loaded one, and `balance_rel` is reached too. 0 to 100,000; default 8.
     #[garde(range(max = 100_000))]
     pub balance_abs: u32,
-    /// An engine is too busy for its cached prefix when it has this many times the requests of the least loaded
-    /// one, and `balance_abs` says so too. 1.0 to 1,000.0; default 1.5.
+    /// An engine is too busy for its cached prefix if it has this many times the requests of the least loaded
+    /// one, and `balance_abs` is reached too. 1.0 to 1,000.0; default 1.5.
     #[garde(range(min = 1.0, max = 1000.0))]
     pub balance_rel: f64,
-    /// A shorter match than this share of the prompt is not worth a busier engine. 0.0 to 1.0; default 0.1.
+    /// Shortest match that justifies a busier engine, as a share of the prompt. 0.0 to 1.0; default 0.1.
     #[garde(range(min = 0.0, max = 1.0))]
     pub match_min: f64,
 }
@@ -191,17 +191,17 @@ impl<'de> Visitor<'de> for NameOrMap {
 #[serde(rename_all = "snake_case")]
 #[expect(dead_code, reason = "the schema is made of the type alone")]
 enum WithParameters {
-    /// One after the other, as often as their weights say.
+    /// One after the other, by weight.
     RoundRobin(NoParameters),
-    /// Any, as likely as their weights say.
+    /// A random engine, by weight.
     Random(NoParameters),
-    /// The less loaded of two that are drawn by weight.
+    /// The less loaded of two engines drawn by weight.
     PowerOfTwo(LoadConfig),
-    /// The least loaded for its weight; equals take turns.
+    /// The least loaded engine for its weight; equal engines take turns.
     LeastLoad(LoadConfig),
-    /// The engine that the request's key belongs to, unless it has more than its share.
+    /// The engine of the request's key, unless it has more than its share.
     ConsistentHash(ConsistentHashConfig),
-    /// The engine that holds most of the prompt, unless it is too busy for that.
+    /// The engine that has most of the prompt cached, unless it is too busy.
     PrefixAware(PrefixAwareConfig),
 }
 

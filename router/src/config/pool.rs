@@ -13,11 +13,11 @@ use super::kv_events::KvEventsConfig;
 use super::policy::PolicyConfig;
 use super::url::EngineUrl;
 
-/// Engines that can stand in for each other, and how one is chosen.
+/// Interchangeable engines, and the policy that chooses one.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct PoolConfig {
-    /// How one of them is chosen: a name, or `{name: {parameters}}`. Default `least_load`.
+    /// The policy that chooses an engine: a name, or `{name: {parameters}}`. Default `least_load`.
     #[serde(default)]
     #[garde(dive)]
     pub policy: PolicyConfig,
@@ -25,15 +25,16 @@ pub struct PoolConfig {
     #[serde(default)]
     #[garde(length(max = 32))]
     pub select: BTreeMap<String, String>,
-    /// Engines with all of these labels are chosen while one of them has room. At most 32. Default: none.
+    /// Engines with all of these labels are preferred while one of them has capacity. At most 32. Default:
+    /// none.
     #[serde(default)]
     #[garde(length(max = 32))]
     pub prefer: BTreeMap<String, String>,
-    /// Where its engines tell of their caches; an engine's own `kv_events` wins. Default: nowhere.
+    /// Where its engines publish KV events; an engine's own `kv_events` overrides it. Default: none.
     #[serde(default)]
     #[garde(dive)]
     pub kv_events: Option<KvEventsConfig>,
-    /// When an engine has no room for another request.
+    /// When an engine is full.
     #[serde(default)]
     #[garde(dive)]
     pub capacity: CapacityConfig,
@@ -41,7 +42,7 @@ pub struct PoolConfig {
     #[serde(default)]
     #[garde(length(max = 4096), dive)]
     pub engines: Vec<EngineConfig>,
-    /// Where further engines are looked up. Default: nowhere.
+    /// Sources of further engines. Default: none.
     #[serde(default)]
     #[garde(dive)]
     pub discover: Option<DiscoverConfig>,
@@ -54,59 +55,60 @@ pub struct EngineConfig {
     /// `http://HOST:PORT`, or `https://HOST:PORT` with `engine_tls`.
     #[garde(skip)]
     pub url: EngineUrl,
-    /// Its share of the work against the others' of its pool. 1 to 1,000; default 1.
+    /// Share of the work, relative to the other engines of its pool. 1 to 1,000; default 1.
     #[serde(default = "default_weight")]
     #[garde(range(min = 1, max = 1000))]
     pub weight: u32,
-    /// A file whose first line is sent to it as `Authorization: Bearer`, whatever the client sent: for a stock
-    /// engine's own `--api-key`. Default: none.
+    /// A file whose first line the router sends to the engine as `Authorization: Bearer`, instead of the
+    /// client's key. For the `--api-key` of a stock engine. Default: none.
     #[serde(default)]
     #[garde(skip)]
     pub api_key_file: Option<PathBuf>,
-    /// What it is, for policies and people: `zone: a`. At most 32. Default: none.
+    /// Labels for policies and people: `zone: a`. At most 32. Default: none.
     #[serde(default)]
     #[garde(length(max = 32))]
     pub labels: BTreeMap<String, String>,
-    /// Requests of this router in flight at once; an engine that has as many gets no more. 1 to 1,000,000.
+    /// Requests of this router in flight at the engine; at this number it gets no more. 1 to 1,000,000.
     /// Default: the pool's `capacity.max_in_flight`.
     #[serde(default)]
     #[garde(inner(range(min = 1, max = 1_000_000)))]
     #[schemars(range(min = 1, max = 1_000_000))]
     pub max_in_flight: Option<usize>,
-    /// Where it tells of its cache. Default: the pool's `kv_events`.
+    /// Where it publishes KV events. Default: the pool's `kv_events`.
     #[serde(default)]
     #[garde(dive)]
     pub kv_events: Option<KvEventsConfig>,
-    /// It finishes what it has and is given nothing new; `POST /engines/…/undrain` on the admin listener goes
-    /// before this. Default false.
+    /// The engine finishes its requests and gets no new ones. `POST /engines/…/undrain` on the admin listener
+    /// overrides this. Default false.
     #[serde(default)]
     #[garde(skip)]
     pub drain: bool,
-    /// How a lease that nobody will read is ended at this engine. One that prefills and decodes has what is said where it
-    /// prefills, and the same in every model. Default `auto`.
+    /// How the router ends a lease of this engine that no engine will read. An engine with both legs uses the
+    /// value of its prefill pool, the same in every model. Default `auto`.
     #[serde(default)]
     #[garde(skip)]
     pub release: ReleaseMode,
-    /// Data-parallel ranks behind the address. With more than one, each is a candidate with a load of its own, and
-    /// the router chooses it (`X-data-parallel-rank`); with one, the header is not sent. 1 to 256; default 1.
+    /// Data-parallel ranks behind the address. With more than one, each rank is a candidate with its own
+    /// load, and the router chooses it (`X-data-parallel-rank`). With one, the header is not sent. 1 to 256;
+    /// default 1.
     #[serde(default = "default_ranks")]
     #[garde(range(min = 1, max = 256))]
     pub data_parallel_size: u16,
 }
 
-/// How a lease that nobody will read is ended.
+/// How the router ends a lease that no engine will read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ReleaseMode {
-    /// By the release verb, where the engine has it (which is learnt once); otherwise as `refused_decode`.
+    /// By the release verb, if the engine has it (tested once); otherwise as `refused_decode`.
     #[default]
     Auto,
     /// By the release verb (`POST /kv/release`, `POST /abort_requests`) or not at all.
     Verb,
-    /// For stock vLLM: a decode engine is sent a request that its handler must refuse, with the handoff. Its refusal
-    /// tells the prefill engine, within 10 to 30 ms (measured 2026-11-20 on vLLM 0.32).
+    /// For stock vLLM: the router sends a decode engine the handoff in a request that its handler must
+    /// refuse. The refusal notifies the prefill engine, within 10 to 30 ms (vLLM 0.32).
     RefusedDecode,
-    /// Not at all: the lease runs out (30 s on stock vLLM).
+    /// Not at all: the lease expires (30 s on stock vLLM).
     Lease,
 }
 

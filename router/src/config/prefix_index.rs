@@ -4,13 +4,13 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Bounds on what the router remembers of the engines' caches: once for its own decisions, once for what engines
-/// tell of themselves. A chunk, or a KV block, takes about 110 bytes; nothing is taken before it is needed.
+/// Bounds of the known caches of engines: once for the router's own decisions, once for the engines' KV
+/// events. A chunk, or a KV block, takes about 110 bytes, allocated when needed.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct PrefixIndexConfig {
-    /// Chunks of one engine; the least recently used go first. About what its cache holds: with chunks of 512
-    /// bytes the default is two million tokens. 16 to 16,777,216; default 16,384.
+    /// Chunks of one engine; the least recently used are evicted first. Set it to about the size of its
+    /// cache: with chunks of 512 bytes the default is two million tokens. 16 to 16,777,216; default 16,384.
     #[garde(range(min = 16, max = 1 << 24))]
     pub chunks_per_engine: usize,
     /// Chunks of all engines. 16 to 268,435,456; default 2,097,152.

@@ -4,35 +4,34 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Requests that wait for a decode engine, per model. They wait only for engines with `max_in_flight`: one
-/// without takes whatever comes.
+/// Requests that wait for a decode engine, per model. They wait only for engines with `max_in_flight`; an
+/// engine without it accepts every request.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct QueueConfig {
-    /// Requests that wait at once; more are answered 429. As many again may wait that hold a finished prefill after a
-    /// decode engine failed them; they go first. 0 lets none wait. 0 to 1,000,000; default 1,024.
+    /// Requests that wait; more get 429. As many again may wait with a finished prefill after a decode engine
+    /// failed them, and go first. 0 disables the queue. 0 to 1,000,000; default 1,024.
     #[garde(range(max = 1_000_000))]
     pub requests: usize,
     /// The sum of their bodies, in bytes. 0 to 1 TiB; default 256 MiB.
     #[garde(range(max = 1_usize << 40))]
     pub bytes: usize,
-    /// Requests of one tenant that wait at once; without `auth` there are no tenants. 1 to 1,000,000;
-    /// default 256.
+    /// Requests of one tenant that wait; without `auth` there are no tenants. 1 to 1,000,000; default 256.
     #[garde(range(min = 1, max = 1_000_000))]
     pub tenant_requests: usize,
     /// The sum of the bodies of one tenant's waiting requests, in bytes. 1 to 1 TiB; default 64 MiB.
     #[garde(range(min = 1_usize, max = 1_usize << 40))]
     pub tenant_bytes: usize,
-    /// The longest wait before the first engine is asked, and each wait after an engine failed the request, in
-    /// milliseconds; a client's own deadline can only be shorter. 1 to 3,600,000; default 30,000.
+    /// Longest wait before the first attempt, and longest wait after an engine failed the request, in
+    /// milliseconds. A client's own deadline can only be shorter. 1 to 3,600,000; default 30,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub timeout_ms: u64,
-    /// How the engines' room is shared between priorities while all of them wait.
+    /// How priorities share the capacity of engines while all of them wait.
     #[garde(dive)]
     pub weights: PriorityWeights,
 }
 
-/// Shares of the priorities. None of them starves: each gets its share as soon as it waits.
+/// Shares of the priorities. No priority starves: each gets its share as soon as one of its requests waits.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct PriorityWeights {
@@ -47,13 +46,13 @@ pub struct PriorityWeights {
     pub low: u32,
 }
 
-/// How urgent a request is.
+/// Priority of a request.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize, Serialize, JsonSchema,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Priority {
-    /// Somebody waits for it and it is worth more than others.
+    /// Interactive, and more important than others.
     High,
     /// Default.
     #[default]

@@ -4,12 +4,13 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// How a changed configuration is noticed. SIGHUP always reads it, and the files that it names, again.
+/// How the router detects a changed configuration. SIGHUP always reloads it and the files that it names.
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct ReloadConfig {
-    /// How often the file, and the files that it names (secrets, keys, tokens, certificates), are read again and put
-    /// into effect when their content has changed, in milliseconds. 0 turns that off. 0 to 3,600,000; default 1,000.
+    /// Interval at which the router reads the file and the files that it names (secrets, keys, tokens,
+    /// certificates), in milliseconds. Changed content takes effect. 0 disables this. 0 to 3,600,000; default
+    /// 1,000.
     #[garde(range(max = 3_600_000))]
     pub poll_ms: u64,
 }

@@ -4,20 +4,21 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The budget of second attempts, over the whole router. Without one, engines that are too slow get more work
-/// the slower they are. `attempts` bounds one request; this bounds all of them together.
+/// The budget of retries, for the whole router. Without it, slow engines would get more work the slower they
+/// are. `attempts` bounds one request; this bounds all requests together.
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct RetriesConfig {
-    /// Second attempts at once, in percent of the requests in flight. 0 to 1,000; default 20.
+    /// Concurrent retries, in percent of the requests in flight. 0 to 1,000; default 20.
     #[garde(range(max = 1000))]
     pub budget_percent: u32,
-    /// Second attempts per second that are always allowed, so that a quiet router can try again too.
-    /// 0 to 1,000,000; default 10.
+    /// Retries per second that are always allowed, so that a router with few requests can retry. 0 to
+    /// 1,000,000; default 10.
     #[garde(range(max = 1_000_000))]
     pub min_per_second: u32,
-    /// The pause before a third attempt at a leg, in milliseconds, drawn between half and all of it and doubled
-    /// for each further one. The second attempt, at another engine, follows at once. 0 to 60,000; default 25.
+    /// The pause before the third attempt of a leg, in milliseconds. The router draws it between half and all
+    /// of this, and doubles it for each further attempt. The second attempt, at another engine, follows at
+    /// once. 0 to 60,000; default 25.
     #[garde(range(max = 60_000))]
     pub pause_ms: u64,
     /// The longest pause, in milliseconds. 0 to 60,000; default 250.

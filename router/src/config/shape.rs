@@ -102,8 +102,7 @@ impl<'a> Found<'a> {
             } else if schema["additionalProperties"].is_object() {
                 self.check(&schema["additionalProperties"], value, &below, &[]);
             } else if also.contains(&key.name.as_str()) {
-                let what =
-                    format!("`{}` is a second choice; only one of {} can be made", key.name, also.join(", "));
+                let what = format!("`{}` is a second choice, expected one of {}", key.name, also.join(", "));
                 self.tell(key.place, what);
             } else if schema["additionalProperties"] == Value::Bool(false) {
                 let unknown = hints::Unknown { name: &key.name, value, map: schema, path, also };

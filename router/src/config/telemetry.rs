@@ -11,11 +11,12 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct TelemetryConfig {
-    /// Where traces are sent. Default: none, which costs nothing; a client's W3C context is then passed on as it is.
+    /// Where traces are sent. Default: none, which costs nothing; a client's W3C context is then passed on
+    /// unchanged.
     #[garde(dive)]
     pub otlp: Option<OtlpConfig>,
-    /// Whether answers carry a `Server-Timing` header with the time of each phase before the answer began. It tells
-    /// clients how busy engines are. Default: false.
+    /// Whether responses have a `Server-Timing` header with the time of each phase before the response began.
+    /// It shows clients how busy engines are. Default: false.
     #[garde(skip)]
     pub server_timing: bool,
 }
@@ -24,16 +25,16 @@ pub struct TelemetryConfig {
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct OtlpConfig {
-    /// `http://HOST:PORT`; `/v1/traces` is added where there is no path. A collector that wants TLS is reached through
-    /// one on the same host.
+    /// `http://HOST:PORT`; `/v1/traces` is added if there is no path. To reach a collector with TLS, use a
+    /// second collector on the same host.
     #[garde(custom(is_http))]
     pub endpoint: String,
     /// A file with one header per line, `name: value`, for the collector: its credentials. Default: none.
     #[serde(default)]
     #[garde(skip)]
     pub headers_file: Option<PathBuf>,
-    /// The share of traces that begin here and are sent. Of a trace that a client began, the client decides. 0 to 1;
-    /// default 1.
+    /// The share of traces begun by the router that are sent. For a trace begun by a client, the client
+    /// decides. 0 to 1; default 1.
     #[serde(default = "whole")]
     #[garde(range(min = 0.0, max = 1.0))]
     pub sample_ratio: f64,

@@ -11,27 +11,28 @@ use sha2::{Digest, Sha256};
 
 use super::queue::Priority;
 
-/// Who may use the router. With this part every request needs a key, or a client certificate that is named here.
+/// Clients that may use the router. With this part every request needs a key, or a client certificate listed
+/// here.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct AuthConfig {
-    /// A file with the same `keys`, `certificates` and `tenants`, in addition to those here. It is read again when
-    /// it changes; one that cannot be used leaves the old entries in effect. Default: none.
+    /// A file with further `keys`, `certificates` and `tenants`, in addition to those here. Read again when
+    /// it changes; an invalid file leaves the old entries in effect. Default: none.
     #[garde(skip)]
     pub keys_file: Option<PathBuf>,
     /// API keys, by their hashes. `baton key new` makes one. At most 100,000. Default: none.
     #[garde(length(max = 100_000), dive)]
     pub keys: Vec<KeyConfig>,
-    /// Clients that are known by their certificate (`listen_tls.client_auth`). At most 10,000. Default: none.
+    /// Clients identified by their certificate (`listen_tls.client_auth`). At most 10,000. Default: none.
     #[garde(length(max = 10_000), dive)]
     pub certificates: Vec<CertificateConfig>,
-    /// Tenants that have limits of their own or another share than 1. A tenant that only keys name needs no entry.
-    /// At most 10,000. Default: none.
+    /// Tenants with limits, or with a share other than 1. Other tenants need no entry. At most 10,000.
+    /// Default: none.
     #[garde(length(max = 10_000), dive)]
     pub tenants: Vec<TenantConfig>,
-    /// A file whose first line is the secret from which each tenant's `cache_salt` is made; the same for all
-    /// routers in front of the same engines. Default: made from the cluster secret, and without that a new one at
-    /// every start, so that prefix caches start anew too.
+    /// A file whose first line is the secret from which each tenant's `cache_salt` is derived. Use the same
+    /// for all routers in front of the same engines. Default: derived from the cluster secret. Without that,
+    /// each start makes a new one, and prefix caches start empty.
     #[garde(skip)]
     pub cache_salt_file: Option<PathBuf>,
 }
@@ -55,16 +56,16 @@ pub struct KeysFile {
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct KeyConfig {
-    /// Its name in logs and limits; not secret. Each only once.
+    /// Name of the key in logs and limits; unique and not secret.
     #[garde(length(bytes, min = 1, max = 128))]
     pub id: String,
     /// `sha256:` and the SHA-256 of the key in 64 hexadecimal digits. Hashes of common words are refused.
     #[garde(custom(is_hash))]
     pub hash: String,
-    /// Whose key it is.
+    /// Tenant of the key.
     #[garde(length(bytes, min = 1, max = 128))]
     pub tenant: String,
-    /// The most urgent priority its requests may have. Default `normal`.
+    /// Highest priority that its requests may have. Default `normal`.
     #[serde(default)]
     #[garde(skip)]
     pub priority_max: Priority,
@@ -72,49 +73,49 @@ pub struct KeyConfig {
     #[serde(default)]
     #[garde(inner(length(max = 1024), inner(length(bytes, min = 1, max = 256))))]
     pub models: Option<Vec<String>>,
-    /// Its limits, beside its tenant's. Default: none.
+    /// Its limits, in addition to its tenant's. Default: none.
     #[serde(default)]
     #[garde(dive)]
     pub limits: RateLimitsConfig,
-    /// From when on it is refused: `2027-01-31` or `2027-01-31T12:00:00Z`. Default: never.
+    /// Time from which it is refused: `2027-01-31` or `2027-01-31T12:00:00Z`. Default: never.
     #[serde(default)]
     #[garde(inner(custom(is_moment)))]
     pub expires: Option<String>,
 }
 
-/// A client that is known by its certificate.
+/// A client identified by its certificate.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct CertificateConfig {
-    /// A name in the certificate: a DNS name or URI (SPIFFE) of its subject alternative names, or, where it has
-    /// none of either, its subject's common name. Compared exactly. Each only once.
+    /// A name in the certificate, compared exactly; unique. It is a DNS name or URI (SPIFFE) of the subject
+    /// alternative names. If there is neither, it is the subject's common name.
     #[garde(length(bytes, min = 1, max = 512))]
     pub name: String,
-    /// Whose certificate it is.
+    /// Tenant of the certificate.
     #[garde(length(bytes, min = 1, max = 128))]
     pub tenant: String,
-    /// As of a key. Default `normal`.
+    /// As for a key. Default `normal`.
     #[serde(default)]
     #[garde(skip)]
     pub priority_max: Priority,
-    /// As of a key. Default: all.
+    /// As for a key. Default: all.
     #[serde(default)]
     #[garde(inner(length(max = 1024), inner(length(bytes, min = 1, max = 256))))]
     pub models: Option<Vec<String>>,
-    /// As of a key. Default: none.
+    /// As for a key. Default: none.
     #[serde(default)]
     #[garde(dive)]
     pub limits: RateLimitsConfig,
 }
 
-/// A tenant: whose requests share a queue, limits and a prefix cache.
+/// A tenant. Its requests share a queue, limits and a prefix cache.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct TenantConfig {
-    /// As keys name it. Each only once.
+    /// The name that keys use; unique.
     #[garde(length(bytes, min = 1, max = 128))]
     pub name: String,
-    /// Its share of the queue against the other tenants' of the same priority. 1 to 1,000; default 1.
+    /// Share of the queue, relative to the other tenants of the same priority. 1 to 1,000; default 1.
     #[serde(default = "one")]
     #[garde(range(min = 1, max = 1000))]
     pub weight: u32,
@@ -124,7 +125,7 @@ pub struct TenantConfig {
     pub limits: RateLimitsConfig,
 }
 
-/// Bounds on how much and how fast. Each is without a bound by default.
+/// Limits of rates and of concurrency. By default there are none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct RateLimitsConfig {
@@ -132,13 +133,13 @@ pub struct RateLimitsConfig {
     #[garde(inner(range(min = 1_u64, max = 1_000_000_000_u64)))]
     #[schemars(range(min = 1_u64, max = 1_000_000_000_u64))]
     pub requests_per_minute: Option<u64>,
-    /// Tokens per minute, as a bucket: a prompt's (four bytes of text each, 1,024 for an image) and as many as the
-    /// request may generate; what `usage` tells beyond that is charged when the answer ends. 1 to 1,000,000,000,000;
-    /// default: no bound.
+    /// Tokens per minute, as a bucket: those of the prompt, and the most that the request may generate. Four
+    /// bytes of text are one token, an image is 1,024. Further tokens in `usage` are charged when the
+    /// response ends. 1 to 1,000,000,000,000; default: no bound.
     #[garde(inner(range(min = 1_u64, max = 1_000_000_000_000_u64)))]
     #[schemars(range(min = 1_u64, max = 1_000_000_000_000_u64))]
     pub tokens_per_minute: Option<u64>,
-    /// Requests at once. 1 to 1,000,000; default: no bound.
+    /// Concurrent requests. 1 to 1,000,000; default: no bound.
     #[garde(inner(range(min = 1, max = 1_000_000)))]
     #[schemars(range(min = 1, max = 1_000_000))]
     pub concurrent_requests: Option<u32>,
@@ -198,7 +199,7 @@ fn is_hash(hash: &str, _: &()) -> garde::Result {
             "must be `sha256:` and 64 hexadecimal digits, as `baton key new` prints them",
         )),
         Some(digest) if GUESSED.contains(&digest) => {
-            Err(garde::Error::new("is the hash of a key that anybody can guess; `baton key new` makes one"))
+            Err(garde::Error::new("is the hash of a key that is easy to guess; `baton key new` makes one"))
         }
         Some(_) => Ok(()),
     }

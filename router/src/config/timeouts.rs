@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct TimeoutsConfig {
-    /// The head of a client's request, from its first byte to its last; a slower one is answered 408. 1 to 3,600,000;
-    /// default 10,000.
+    /// The head of a client's request, from its first byte to its last; a slower one gets 408. 1 to
+    /// 3,600,000; default 10,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub head_ms: u64,
     /// A client's connection without a request, before the first one and between two. 1 to 3,600,000; default 75,000.
@@ -20,34 +20,34 @@ pub struct TimeoutsConfig {
     /// The whole body of a client's request. 1 to 3,600,000; default 30,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub body_ms: u64,
-    /// A client that takes no bytes of its answer. 1 to 3,600,000; default 60,000.
+    /// A client that reads no bytes of its response. 1 to 3,600,000; default 60,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub client_stall_ms: u64,
-    /// A client whose host acknowledges nothing, neither data nor keepalive probes, has left without a word: its
-    /// request is ended, whatever it waits for. A client that only reads slowly is not lost. 0 (what the system does,
-    /// which may be hours) to 3,600,000, at least 1,000; default 20,000.
+    /// A client whose host acknowledges neither data nor keepalive probes is lost: the router ends its
+    /// request in every phase. A client that only reads slowly is not lost. 0 (the system's timeout, which
+    /// may be hours) to 3,600,000, at least 1,000; default 20,000.
     #[garde(range(max = 3_600_000))]
     pub client_lost_ms: u64,
-    /// The same of an engine's host: its connections are broken. 0 (what the system does) to 3,600,000, at least
-    /// 1,000; default 20,000.
+    /// The same for an engine's host: its connections are broken. 0 (the system's timeout) to 3,600,000, at
+    /// least 1,000; default 20,000.
     #[garde(range(max = 3_600_000))]
     pub engine_lost_ms: u64,
     /// A connection to an engine. 1 to 60,000; default 2,000.
     #[garde(range(min = 1, max = 60_000))]
     pub connect_ms: u64,
-    /// A prefill engine that says nothing. 1 to 3,600,000; default 120,000.
+    /// A prefill engine that sends nothing. 1 to 3,600,000; default 120,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub prefill_silence_ms: u64,
-    /// A decode engine before the first byte of its answer. For an answer that is not streamed this is the
-    /// whole generation. 1 to 3,600,000; default 600,000.
+    /// A decode engine before the first byte of its response. Without streaming this is the whole generation.
+    /// 1 to 3,600,000; default 600,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub decode_first_byte_ms: u64,
-    /// An engine that has been asked and from which nothing has come for so long, on any connection, is asked for its
-    /// health; if nothing comes of two questions in a row, within 2 s each, it has failed. Shorter than a lease. 1 to
-    /// 3,600,000; default 5,000.
+    /// If an engine with a request sends nothing on any connection for this time, the router probes its
+    /// health. After two probes without a response, of 2 s each, the engine has failed. Shorter than a lease.
+    /// 1 to 3,600,000; default 5,000.
     #[garde(range(min = 1, max = 3_600_000))]
-    pub alive_ms: u64,
-    /// A decode engine between two pieces of its answer. 1 to 3,600,000; default 60,000.
+    pub liveness_probe_ms: u64,
+    /// A decode engine between two pieces of its response. 1 to 3,600,000; default 60,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub stream_silence_ms: u64,
     /// One try of a settlement.
@@ -58,9 +58,9 @@ pub struct TimeoutsConfig {
     /// longer (vLLM: 5 s). 0 to 3,600,000; default 4,000.
     #[garde(range(max = 3_600_000))]
     pub engine_idle_ms: u64,
-    /// A whole request, from its head to the last byte of its answer, its body and its wait included; then its engines
-    /// are told to stop. Before the
-    /// answer's head the client reads 504, in a stream a typed error. 0 (no bound) to 86,400,000; default 0.
+    /// A whole request, from its head to the last byte of its response, including its body and its wait. Then
+    /// the router aborts it on its engines. Before the response's head the client gets 504, in a stream a
+    /// typed error. 0 (no bound) to 86,400,000; default 0.
     #[garde(range(max = 86_400_000))]
     pub request_ms: u64,
 }
@@ -69,15 +69,15 @@ pub struct TimeoutsConfig {
 #[derive(Clone, Debug, Default, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelTimeouts {
-    /// A prefill engine that says nothing. 1 to 3,600,000.
+    /// A prefill engine that sends nothing. 1 to 3,600,000.
     #[garde(inner(range(min = 1, max = 3_600_000)))]
     #[schemars(range(min = 1, max = 3_600_000))]
     pub prefill_silence_ms: Option<u64>,
-    /// A decode engine before the first byte of its answer. 1 to 3,600,000.
+    /// A decode engine before the first byte of its response. 1 to 3,600,000.
     #[garde(inner(range(min = 1, max = 3_600_000)))]
     #[schemars(range(min = 1, max = 3_600_000))]
     pub decode_first_byte_ms: Option<u64>,
-    /// A decode engine between two pieces of its answer. 1 to 3,600,000.
+    /// A decode engine between two pieces of its response. 1 to 3,600,000.
     #[garde(inner(range(min = 1, max = 3_600_000)))]
     #[schemars(range(min = 1, max = 3_600_000))]
     pub stream_silence_ms: Option<u64>,
@@ -138,7 +138,7 @@ impl Default for TimeoutsConfig {
             connect_ms: 2_000,
             prefill_silence_ms: 120_000,
             decode_first_byte_ms: 600_000,
-            alive_ms: 5_000,
+            liveness_probe_ms: 5_000,
             stream_silence_ms: 60_000,
             settle_ms: 5_000,
             engine_idle_ms: 4_000,

@@ -29,8 +29,8 @@ pub struct ListenTlsConfig {
     #[serde(default = "default_handshake_ms")]
     #[garde(range(min = 1, max = 60_000))]
     pub handshake_ms: u64,
-    /// Handshakes that are computed at once; more wait, within `handshake_ms`. Waiting for a client takes no place. 1 to
-    /// 65,536; default 128.
+    /// Concurrent TLS handshakes; more wait, within `handshake_ms`. A handshake that waits for its client
+    /// does not count. 1 to 65,536; default 128.
     #[serde(default = "default_handshakes")]
     #[garde(range(min = 1, max = 65_536))]
     pub handshakes: usize,
@@ -40,16 +40,16 @@ pub struct ListenTlsConfig {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ClientAuth {
-    /// They are not asked for one.
+    /// Clients need no certificate.
     #[default]
     None,
-    /// They may show one; a wrong one is refused.
+    /// Clients may show a certificate; an invalid one is refused.
     Optional,
-    /// Without one there is no connection.
+    /// Clients must show a certificate.
     Require,
 }
 
-/// How engines with an `https://` address are talked to.
+/// TLS of connections to engines with an `https://` address.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct EngineTlsConfig {

@@ -36,7 +36,7 @@ fn read(path: &Path) -> Result<String, String> {
     let (mut text, most) = (String::new(), BYTES_MAX as u64 + 1);
     file.take(most).read_to_string(&mut text).map_err(|error| error.to_string())?;
     if text.len() > BYTES_MAX {
-        return Err(format!("it is larger than {BYTES_MAX} bytes"));
+        return Err(format!("larger than {BYTES_MAX} bytes"));
     }
     Ok(text)
 }
@@ -64,7 +64,7 @@ fn endpoints(text: &str) -> Result<Vec<Endpoint>, String> {
             Err(error) => {
                 wrong += 1;
                 if wrong <= TOLD_MAX {
-                    tracing::warn!(entry = at, error, "an entry of a discovery file is skipped");
+                    tracing::warn!(entry = at, error, "discovery file entry skipped");
                 }
             }
         }
@@ -85,14 +85,14 @@ fn endpoint(entry: &Value) -> Result<Endpoint, String> {
             let colons = address.contains(':') && !address.starts_with('[');
             if colons { format!("http://[{address}]:{port}") } else { format!("http://{address}:{port}") }
         }
-        (None, None) => return Err("it has neither `url` nor `address` and `port`".into()),
+        (None, None) => return Err("needs `url`, or `address` and `port`".into()),
     };
     let url = url.parse().map_err(|error: crate::config::UrlError| error.to_string())?;
     let weight = match &entry["weight"] {
         Value::Null => None,
         weight => {
             let weight = weight.as_u64().and_then(|w| u32::try_from(w).ok());
-            Some(weight.filter(|w| (1..=1000).contains(w)).ok_or("its weight is not 1 to 1,000")?)
+            Some(weight.filter(|w| (1..=1000).contains(w)).ok_or("weight must be from 1 to 1,000")?)
         }
     };
     let mut labels = BTreeMap::new();

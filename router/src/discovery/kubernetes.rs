@@ -100,7 +100,7 @@ fn put(slices: &mut Slices, slice: EndpointSlice) {
     if slices.len() < SLICES_MAX || slices.contains_key(&name) {
         slices.insert(name, slice);
     } else {
-        tracing::warn!(slice = name, "more than {SLICES_MAX} slices; this one is left out");
+        tracing::warn!(slice = name, limit = SLICES_MAX, "too many slices, slice ignored");
     }
 }
 

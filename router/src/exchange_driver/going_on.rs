@@ -65,7 +65,7 @@ impl ExchangeDriver {
             let plain = ask.owned.asks_for_usage().then_some(&plain as Plain<'_>);
             match self.ask_decode(session, ask, reserved, (&mut outgoing, plain), false).await? {
                 Attempted::Accepted(answer) => {
-                    tracing::info!(request = %self.debtor.request, engine = engine.authority(), "goes on");
+                    tracing::info!(request = %self.debtor.request, engine = engine.authority(), "stream resumed");
                     return Ok(Some(answer));
                 }
                 Attempted::Refused(_) => return Ok(None),

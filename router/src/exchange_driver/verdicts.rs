@@ -82,7 +82,7 @@ impl ExchangeDriver {
                     tracing::warn!(
                         prefill = producer.authority(),
                         decode = engine.authority(),
-                        "an engine cannot read the blocks of another: their models, versions or caches differ"
+                        "decode engine cannot read the prefill engine's blocks: models, versions or caches differ"
                     );
                 }
             }
@@ -167,14 +167,17 @@ impl ExchangeDriver {
                     engine = engine.authority(),
                     leg = leg.label(),
                     held_back,
-                    "an engine refuses this router's cluster secret or the key it is configured with"
+                    "engine refused the cluster secret or API key"
                 );
             }
             self.shared.metrics.misconfigured(leg);
         }
         if *refusal == Refusal::wrong_model() {
-            let what = "an engine does not serve the model that it is configured for";
-            tracing::error!(engine = engine.authority(), leg = leg.label(), "{what}");
+            tracing::error!(
+                engine = engine.authority(),
+                leg = leg.label(),
+                "engine does not serve its configured model"
+            );
             self.shared.metrics.resilience.wrong_model(leg);
         }
     }

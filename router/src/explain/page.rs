@@ -24,10 +24,10 @@ pub(crate) fn page(ring: &Ring, id: &str) -> Option<Value> {
 /// Why nothing is known of a name, and where to look.
 pub(crate) fn unknown(ring: &Ring) -> String {
     match ring.most.load(Ordering::Relaxed) {
-        0 => "no request is remembered: `explain.requests` is 0".to_owned(),
+        0 => "no requests are kept: `explain.requests` is 0".to_owned(),
         most => format!(
-            "no request of that id is remembered: the latest {most} of this router are (`explain.requests`); /explain, or `baton \
-             explain` without an id, lists the latest {} of them",
+            "no request with this id: this router keeps the latest {most} (`explain.requests`); /explain, or `baton explain` \
+             without an id, lists the latest {}",
             LISTED.min(most)
         ),
     }

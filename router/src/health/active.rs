@@ -131,7 +131,7 @@ fn eject_outliers(generation: &Generation) {
                         leg = leg.label(),
                         answers,
                         failures,
-                        "an engine is far worse than its pool's others and is left out for a while"
+                        "engine ejected"
                     );
                     engine.judge(|health, now, terms| health.eject(leg, now, terms));
                 } else {

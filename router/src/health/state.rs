@@ -149,7 +149,7 @@ impl EngineHealth {
         match self.order {
             Order::Drain => reasons.push("drained by an operator"),
             Order::None if terms.drain => reasons.push("drained by the configuration"),
-            _ if self.drains_until.is_some() => reasons.push("says that it drains"),
+            _ if self.drains_until.is_some() => reasons.push("reports that it drains"),
             Order::Undrain | Order::None => {}
         }
         for leg in legs {
@@ -379,8 +379,8 @@ impl Standing {
         match self {
             Self::Usable => "usable",
             Self::Trial => "trial",
-            Self::Out => "out",
-            Self::Silent => "silent",
+            Self::Out => "ejected",
+            Self::Silent => "unresponsive",
             Self::Draining => "draining",
         }
     }

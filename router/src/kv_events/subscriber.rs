@@ -190,10 +190,10 @@ async fn listen(source: Source, memory: Arc<Memory>, told: Arc<Told>) {
         match heard {
             Ok(0) => {}
             Ok(_) => pause = PAUSE,
-            Err(error) if failing => tracing::debug!(publisher, %error, "KV events cannot be had"),
+            Err(error) if failing => tracing::debug!(publisher, %error, "KV event subscription failed"),
             Err(error) => {
                 failing = true;
-                tracing::warn!(publisher, %error, "KV events cannot be had; it is tried again and again");
+                tracing::warn!(publisher, %error, "KV event subscription failed");
             }
         }
         tokio::time::sleep(pause).await;
@@ -295,13 +295,9 @@ impl Listener {
         {
             let (publisher, reason) = (&self.source.address, why.label());
             if why.is_a_surprise() {
-                tracing::warn!(
-                    publisher,
-                    reason,
-                    "KV events left out: the prefix index misses blocks of this engine"
-                );
+                tracing::warn!(publisher, reason, "KV events ignored, the prefix index is incomplete");
             } else {
-                tracing::info!(publisher, reason, "KV events left out");
+                tracing::info!(publisher, reason, "KV events ignored");
             }
         }
     }

@@ -24,13 +24,13 @@ pub(super) enum ZmtpError {
     #[error(transparent)]
     Io(#[from] std::io::Error),
     /// It does not speak ZMTP 3.
-    #[error("it does not speak ZMTP 3 without security")]
+    #[error("the peer does not use ZMTP 3 without security")]
     Greeting,
     /// It is no publisher.
-    #[error("it is not a PUB socket")]
+    #[error("the peer is not a PUB socket")]
     NotAPublisher,
     /// It sends more than any event is.
-    #[error("a frame of {0} bytes, or too many of them")]
+    #[error("a frame of {0} bytes or a message of too many frames")]
     TooLarge(u64),
 }
 

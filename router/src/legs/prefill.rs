@@ -227,7 +227,7 @@ fn understand(whole: &Whole, hosts: &Hosts) -> Prefilled {
         // A copy: a slice would keep the whole reply for as long as the answer lasts.
         Ok(facts) => Prefilled::Lent(params.into(), facts.handle, None),
         Err(error) => {
-            tracing::debug!(%error, "a prefill engine's reply cannot be handed on");
+            tracing::debug!(%error, "prefill engine's response not usable");
             let handle = serde_json::from_str(params).ok().as_ref().and_then(handle);
             Prefilled::Failed(Failure::Unusable(handle), Refusal::broken(), Blame::Engine)
         }

@@ -12,30 +12,29 @@ const SECONDS: &[f64] =
 static WAITING: Family = Family::gauge(
     "baton_router_queue_requests",
     &["priority"],
-    "Requests that wait for a decode engine, or, with one set aside, for a prefill engine.",
+    "Requests that wait for a decode engine, or for a prefill engine with a decode engine reserved.",
 );
 static OUTCOMES: Family = Family::counter(
     "baton_router_queue_outcomes_total",
     &["outcome"],
-    "Waits for an engine, of either leg, and requests that were not let into the queue. One that found room at once \
-     is not among them.",
+    "Ended waits for an engine, of both legs, and requests that the queue refused. Requests that did not wait are not \
+     counted.",
 );
 static WAITED: Family = Family::histogram(
     "baton_router_queue_wait_seconds",
     &[],
     SECONDS,
-    "How long those waited who waited, whatever came of it.",
+    "Time of requests in the queue, for all outcomes.",
 );
 static BODY_BYTES: Family = Family::gauge(
     "baton_router_body_bytes",
     &[],
-    "Bytes of clients' bodies that are held now, out of `limits.body_bytes_total`.",
+    "Bytes of request bodies in memory, of at most `limits.body_bytes_total`.",
 );
 static ANSWER_BYTES: Family = Family::gauge(
     "baton_router_answer_bytes",
     &[],
-    "Bytes of whole answers that are held now, out of as many as `limits.body_bytes_total`; answers of one piece are \
-     not counted.",
+    "Bytes of whole responses in memory, of at most `limits.body_bytes_total`. Responses of one piece are not counted.",
 );
 
 pub(super) static FAMILIES: &[&Family] = &[&WAITING, &OUTCOMES, &WAITED, &BODY_BYTES, &ANSWER_BYTES];

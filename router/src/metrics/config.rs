@@ -7,17 +7,17 @@ use super::registry::{Counter, Family, Gauge, Registry};
 static RELOADS: Family = Family::counter(
     "baton_router_config_reloads_total",
     &["result"],
-    "Configurations that were read again: `accepted`, or `rejected` and not put into effect.",
+    "Reloads of the configuration: `accepted`, or `rejected` and not in effect.",
 );
 static SUCCESSFUL: Family = Family::gauge(
     "baton_router_config_last_reload_successful",
     &[],
-    "Whether the configuration that was read last is in effect: 1, else 0.",
+    "1 if the last configuration read is in effect, else 0.",
 );
 static SUCCEEDED_AT: Family = Family::gauge(
     "baton_router_config_last_reload_success_timestamp_seconds",
     &[],
-    "When a configuration was last put into effect, in seconds since 1970.",
+    "Time at which the configuration took effect, in seconds since 1970.",
 );
 static REVISION: Family = Family::gauge(
     "baton_router_config_revision",
@@ -27,18 +27,18 @@ static REVISION: Family = Family::gauge(
 static ENDPOINTS: Family = Family::gauge(
     "baton_router_discovery_endpoints",
     &["source"],
-    "Engines in the last good answer of a source of discovery.",
+    "Engines in the last valid response of a discovery source.",
 );
 static FAILURES: Family = Family::counter(
     "baton_router_discovery_failures_total",
     &["source"],
-    "Answers of a source of discovery that could not be used; the last good one stays.",
+    "Failures of a discovery source. The last valid response stays in effect.",
 );
 /// Looked up when somebody asks.
 pub(crate) static STALE: Family = Family::gauge(
     "baton_router_discovery_stale_seconds",
     &["source"],
-    "For how long a source of discovery has failed; 0 while it works.",
+    "Time since a discovery source began to fail; 0 while it works.",
 );
 
 pub(super) static FAMILIES: &[&Family] =

@@ -13,46 +13,42 @@ use super::requests::FIRST_TOKEN;
 const CONNECT: &[f64] =
     &[0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 60.0];
 
-static REQUESTS: Family = Family::counter(
-    "baton_router_engine_requests_total",
-    &["engine", "leg"],
-    "Attempts that were made at an engine.",
-)
-.of_engines(1);
+static REQUESTS: Family =
+    Family::counter("baton_router_engine_requests_total", &["engine", "leg"], "Attempts at an engine.")
+        .of_engines(1);
 static ERRORS: Family = Family::counter(
     "baton_router_engine_errors_total",
     &["engine", "leg", "reason"],
-    "Attempts that failed: `unreachable`, `answered` (it said that it cannot), `broken` (a broken connection), \
-     `silent` (nothing came of it in time), `unusable` (a handoff that cannot be handed on), `refused` (the request itself), `died` (in the \
-     middle of its answer).",
+    "Failed attempts: `unreachable`, `answered` (error response), `broken` (connection broken), `silent` (no response in \
+     time), `unusable` (invalid handoff), `refused` (request at fault), `died` (failed during the response).",
 )
 .of_engines(Reason::ALL.len());
 static RESPONSE_SECONDS: Family = Family::histogram(
     "baton_router_engine_response_seconds",
     &["engine", "leg"],
     FIRST_TOKEN,
-    "From an attempt to a prefill engine's reply, or to the head of a decode engine's good answer.",
+    "From an attempt to a prefill engine's response, or to the head of a decode engine's successful response.",
 )
 .of_engines(1);
 static CONNECT_SECONDS: Family = Family::histogram(
     "baton_router_engine_connect_seconds",
     &["engine"],
     CONNECT,
-    "Time until a new connection to an engine was there.",
+    "Time to open a connection to an engine.",
 )
 .of_engines(1);
 static REPLAYS: Family = Family::counter(
     "baton_router_engine_replays_total",
     &["engine"],
-    "Requests that were sent a second time, on a new connection: the engine had closed the kept one before any byte of \
-     an answer. Such a request is one attempt.",
+    "Requests sent again on a new connection, because the engine closed the kept connection before its first byte. Such \
+     a request is one attempt.",
 )
 .of_engines(1);
 /// Looked up when somebody asks.
 pub(crate) static IN_FLIGHT: Family = Family::gauge(
     "baton_router_engine_requests_in_flight",
     &["engine"],
-    "Requests of this router that an engine works on.",
+    "Requests of this router in flight at an engine.",
 );
 /// Looked up when somebody asks.
 pub(crate) static POOL: Family =
@@ -61,7 +57,7 @@ pub(crate) static POOL: Family =
 pub(crate) static READY: Family = Family::gauge(
     "baton_router_pool_ready_engines",
     &["model", "leg"],
-    "Engines of a pool that would be chosen.",
+    "Engines of a pool that can be chosen.",
 );
 
 pub(super) static FAMILIES: &[&Family] =

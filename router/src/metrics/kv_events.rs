@@ -7,28 +7,28 @@ use crate::kv_events::Told;
 static CONNECTED: Family = Family::gauge(
     "baton_router_kv_events_connected",
     &["engine"],
-    "1 while the publisher of an engine's KV events is listened to. No sample: none is configured.",
+    "1 while the router is connected to an engine's publisher of KV events. No sample: none is configured.",
 );
 static BATCHES: Family = Family::counter(
     "baton_router_kv_events_batches_total",
     &["engine"],
-    "Messages of KV events that came from an engine since it is listened to.",
+    "Messages with KV events received from an engine.",
 );
 static GAPS: Family = Family::counter(
     "baton_router_kv_events_gaps_total",
     &["engine"],
-    "Times that messages were missed, or one could not be read: what the engine had told was forgotten.",
+    "Times that messages were lost or unreadable; the router then discards the engine's known blocks.",
 );
 static BLOCKS: Family = Family::gauge(
     "baton_router_kv_events_blocks",
     &["engine"],
-    "KV blocks that an engine is known to hold by what it told.",
+    "KV blocks that an engine holds, according to its events.",
 );
 
 static LEFT_OUT: Family = Family::counter(
     "baton_router_kv_events_left_out_total",
     &["engine", "reason"],
-    "Events that were left out, or of which a part was: malformed, attention, tier, extra_keys, parent, bound, type.",
+    "Events ignored in whole or in part: malformed, attention, tier, extra_keys, parent, bound, type.",
 );
 
 pub(super) static FAMILIES: &[&Family] = &[&CONNECTED, &BATCHES, &GAPS, &BLOCKS, &LEFT_OUT];

@@ -78,22 +78,19 @@ impl Via {
 const PROPAGATION: &[f64] =
     &[0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0];
 
-static RETRIES: Family = Family::counter(
-    "baton_router_retries_total",
-    &["leg"],
-    "Attempts at an engine after the first one of a leg.",
-);
+static RETRIES: Family =
+    Family::counter("baton_router_retries_total", &["leg"], "Attempts of a leg after the first.");
 static RECOMPUTES: Family = Family::counter(
     "baton_router_recomputes_total",
     &[],
-    "Handoffs that no decode engine could use; the prompt was computed anew.",
+    "Handoffs that no decode engine could use, so that the prompt was computed again.",
 );
 static MISCONFIGURED: Family = Family::counter(
     "baton_router_misconfigured_total",
     &["leg"],
-    "Answers of engines that refuse this router's cluster secret, or the API key that is configured for them.",
+    "Responses in which an engine refuses this router's cluster secret or its configured API key.",
 );
-static ABORTS: Family = Family::counter("baton_router_aborts_total", &["leg"], "Legs that were aborted.");
+static ABORTS: Family = Family::counter("baton_router_aborts_total", &["leg"], "Aborted legs.");
 static PROPAGATION_SECONDS: Family = Family::histogram(
     "baton_router_abort_propagation_seconds",
     &["leg"],
@@ -103,19 +100,19 @@ static PROPAGATION_SECONDS: Family = Family::histogram(
 static RELEASES: Family = Family::counter(
     "baton_router_releases_total",
     &["cause", "via"],
-    "Leases that the router gave back, by why and in which way.",
+    "Leases that the router released, by cause and method.",
 );
 static SETTLEMENTS: Family = Family::counter(
     "baton_router_settlements_total",
     &["result"],
-    "Aborts and releases that are over; all but `confirmed` leave a lease to its expiry.",
+    "Completed aborts and releases. All results but `confirmed` leave the lease to its expiry.",
 );
 static SETTLING: Family =
-    Family::gauge("baton_router_settlements_in_flight", &[], "Aborts and releases that are on their way.");
+    Family::gauge("baton_router_settlements_in_flight", &[], "Aborts and releases in progress.");
 static SETTLEMENTS_WAITING: Family = Family::gauge(
     "baton_router_settlements_waiting",
     &[],
-    "Aborts and releases that wait until one that is on its way is over.",
+    "Aborts and releases that wait for one in progress to complete.",
 );
 
 pub(super) static FAMILIES: &[&Family] = &[

@@ -3,17 +3,17 @@
 use super::registry::{Counter, Family, Registry};
 
 static LINES: Family =
-    Family::counter("baton_router_access_log_lines_total", &[], "Lines of the access log that were written.");
+    Family::counter("baton_router_access_log_lines_total", &[], "Written lines of the access log.");
 static LINES_DROPPED: Family = Family::counter(
     "baton_router_access_log_dropped_total",
     &[],
-    "Lines of the access log that were dropped: the queue was full, or the file could not be written.",
+    "Dropped lines of the access log: the queue was full, or the file was not writable.",
 );
-static SPANS: Family = Family::counter("baton_router_spans_total", &[], "Spans that the collector took.");
+static SPANS: Family = Family::counter("baton_router_spans_total", &[], "Spans that the collector accepted.");
 static SPANS_DROPPED: Family = Family::counter(
     "baton_router_spans_dropped_total",
     &["reason"],
-    "Spans that were dropped: `queue_full`, or `export_failed` twice.",
+    "Dropped spans: `queue_full`, or `export_failed` twice.",
 );
 
 pub(super) static FAMILIES: &[&Family] = &[&LINES, &LINES_DROPPED, &SPANS, &SPANS_DROPPED];

@@ -12,14 +12,16 @@ const KIB: f64 = 1024.0;
 
 static CPU: Family =
     Family::counter("process_cpu_seconds_total", &[], "User and system time of the process.");
-static RESIDENT: Family =
-    Family::gauge("process_resident_memory_bytes", &[], "Memory in use that is not swapped out.");
-static VIRTUAL: Family = Family::gauge("process_virtual_memory_bytes", &[], "Address space.");
-static THREADS: Family = Family::gauge("process_threads", &[], "Threads.");
+static RESIDENT: Family = Family::gauge("process_resident_memory_bytes", &[], "Resident memory.");
+static VIRTUAL: Family = Family::gauge("process_virtual_memory_bytes", &[], "Virtual memory.");
+static THREADS: Family = Family::gauge("process_threads", &[], "Threads of the process.");
 static OPEN_FDS: Family = Family::gauge("process_open_fds", &[], "File descriptors in use.");
-static MAX_FDS: Family = Family::gauge("process_max_fds", &[], "File descriptors that the process may use.");
-static START: Family =
-    Family::gauge("process_start_time_seconds", &[], "When the process began, in seconds since the epoch.");
+static MAX_FDS: Family = Family::gauge("process_max_fds", &[], "Limit of file descriptors of the process.");
+static START: Family = Family::gauge(
+    "process_start_time_seconds",
+    &[],
+    "Start time of the process, in seconds since the epoch.",
+);
 
 pub(super) static FAMILIES: &[&Family] = &[&CPU, &RESIDENT, &VIRTUAL, &THREADS, &OPEN_FDS, &MAX_FDS, &START];
 

@@ -29,54 +29,55 @@ const WAIT: &[f64] = &[
 static REQUESTS: Family = Family::counter(
     "baton_router_requests_total",
     &["model", "outcome", "code"],
-    "Requests that are over, by how they ended and the class of their status (`none`: the client got none). \
-     `not_admitted`: the queue was full or the wait too long; `no_engine`: a leg had no engine that could be asked; `passed`: one engine answered by itself (embeddings, \
-     tokens); `rejected`: refused before any engine was chosen.",
+    "Ended requests, by outcome and status class (`none`: no status sent). `not_admitted`: queue full or wait too \
+     long. `no_engine`: no usable engine for a leg. `passed`: served by one engine (embeddings, tokens). `rejected`: \
+     refused before an engine was chosen.",
 );
 static IN_FLIGHT: Family = Family::gauge(
     "baton_router_requests_in_flight",
     &[],
-    "Requests that hold a place of `limits.in_flight`.",
+    "Requests in flight, of at most `limits.in_flight`.",
 );
 static DISCONNECTS: Family = Family::counter(
     "baton_router_disconnects_total",
     &["phase"],
-    "Requests whose client left before the answer was complete, by the phase in which it left.",
+    "Cancelled requests, by phase: the client disconnected before the response was complete.",
 );
 static DURATION_SECONDS: Family = Family::histogram(
     "baton_router_request_duration_seconds",
     &["model"],
     DURATION,
-    "From a request's head to its end, however it ended.",
+    "From a request's head to its end, for all outcomes.",
 );
 static FIRST_TOKEN_SECONDS: Family = Family::histogram(
     "baton_router_time_to_first_token_seconds",
     &["model", "streaming"],
     FIRST_TOKEN,
-    "From a request's head to the first byte of its answer's body; without streaming that is the whole answer.",
+    "From a request's head to the first byte of the response body; without streaming, to the whole response.",
 );
 static INTER_TOKEN_SECONDS: Family = Family::histogram(
     "baton_router_inter_token_latency_seconds",
     &["model"],
     PER_TOKEN,
-    "Between two pieces of a streamed answer; engines send one per token or step.",
+    "Between two pieces of a streamed response; engines send one per token or step.",
 );
 static PER_TOKEN_SECONDS: Family = Family::histogram(
     "baton_router_time_per_output_token_seconds",
     &["model"],
     PER_TOKEN,
-    "Of a completed streamed answer with `usage`: from its first to its last piece, by its tokens after the first.",
+    "Time from the first to the last piece of a completed stream with `usage`, divided by its tokens after the first.",
 );
 static TOKENS: Family = Family::counter(
     "baton_router_tokens_total",
     &["model", "kind"],
-    "Tokens, as engines' `usage` has them: `prompt`, those of them that were `cached`, `completion` (of a stream that ended before its usage, the events that came).",
+    "Tokens, from the engines' `usage`: `prompt`, `cached` (part of prompt), `completion` (events, if a stream ended before \
+     its usage).",
 );
 static QUEUE_SECONDS: Family = Family::histogram(
     "baton_router_queue_seconds",
     &["model"],
     WAIT,
-    "From a request's head until the first engine is asked: body, checks, admission, choice.",
+    "From a request's head to the first attempt: body, checks, admission, choice.",
 );
 static PREFILL_SECONDS: Family = Family::histogram(
     "baton_router_prefill_seconds",
@@ -88,19 +89,20 @@ static GAP_SECONDS: Family = Family::histogram(
     "baton_router_gap_seconds",
     &["model"],
     WAIT,
-    "From the handoff until a decode engine is asked: the router's own part.",
+    "From the handoff to the first decode attempt: the router's part of the gap.",
 );
 static ACCEPT_SECONDS: Family = Family::histogram(
     "baton_router_accept_seconds",
     &["model"],
     FIRST_TOKEN,
-    "From the first decode attempt until the head of a good answer: its queue, the fetch, its first event; of stock vLLM, which sends the head of a stream at once, little of that.",
+    "From the first decode attempt to the head of a successful response: queue, fetch and first event. Stock vLLM sends \
+     the head of a stream at once, so that most of this is not included.",
 );
 static DECODE_SECONDS: Family = Family::histogram(
     "baton_router_decode_seconds",
     &["model"],
     DURATION,
-    "From when a decode engine took the request to the end of its answer.",
+    "From a decode engine's acceptance of a request to the end of its response.",
 );
 
 pub(super) static FAMILIES: &[&Family] = &[

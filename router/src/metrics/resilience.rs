@@ -7,23 +7,23 @@ use super::registry::{Counter, Family, Registry};
 pub(crate) static STANDINGS: Family = Family::gauge(
     "baton_router_engine_standing",
     &["engine", "leg", "standing"],
-    "1 for what an engine may be given: `usable`, `trial` (one request at a time), `out`, `silent`, `draining`.",
+    "1 for the state of an engine: `usable`, `trial` (one request at a time), `ejected`, `unresponsive`, `draining`.",
 );
 static RETRIES_REFUSED: Family = Family::counter(
     "baton_router_retries_refused_total",
     &["leg"],
-    "Second attempts that the budget of the whole router did not allow.",
+    "Retries that the retry budget did not allow.",
 );
 static RESUMES: Family = Family::counter(
     "baton_router_resumes_total",
     &["result"],
-    "Streams whose decode engine died in the middle: `resumed` by another, `failed` (none could be had), \
-     `not_allowed` (by the request, or by what was sent of its answer).",
+    "Streams whose decode engine failed during the response: `resumed` by another engine, `failed` (no engine available), \
+     `not_allowed` (by the request, or by the part already sent).",
 );
 static WRONG_MODEL: Family = Family::counter(
     "baton_router_wrong_model_total",
     &["leg"],
-    "Answers of engines that do not serve the model that they are configured for.",
+    "Responses of engines that do not serve their configured model.",
 );
 
 pub(super) static FAMILIES: &[&Family] = &[&STANDINGS, &RETRIES_REFUSED, &RESUMES, &WRONG_MODEL];

@@ -10,15 +10,15 @@ use crate::policy::Reason;
 static DISAGGREGATION: Family = Family::counter(
     "baton_router_disagg_decisions_total",
     &["decision", "reason"],
-    "Requests whose prefill was sent to another engine (`prefill_decode`) or left to the decode engine \
-     (`decode_only`), and why; each once. `prompt_logprobs` is for answers that tell of the prompt's tokens, too; \
-     `fell_back` for those that no prefill engine could be had for.",
+    "Requests by where the prefill runs, with the reason: on a prefill engine (`prefill_decode`) or on the decode engine \
+     (`decode_only`). `prompt_logprobs`: the response includes prompt tokens. `fell_back`: no prefill engine was \
+     available.",
 );
 
 static DECISIONS: Family = Family::counter(
     "baton_router_decisions_total",
     &["model", "leg", "policy", "reason"],
-    "Engines that were chosen, by policy and reason; `/explain` tells the reason of one request in the same words.",
+    "Choices of an engine, by policy and reason. `/explain` shows the same reason for one request.",
 );
 
 pub(super) static FAMILIES: &[&Family] = &[&DISAGGREGATION, &DECISIONS];

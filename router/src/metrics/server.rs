@@ -2,28 +2,28 @@
 
 use super::registry::{Counter, Family, Gauge, Registry};
 
-static BUILD: Family =
-    Family::gauge("baton_router_build_info", &["version"], "Always 1; the label is what is running.");
+static BUILD: Family = Family::gauge(
+    "baton_router_build_info",
+    &["version"],
+    "Always 1; the label is the version of the router.",
+);
 static GENERATION: Family = Family::gauge(
     "baton_router_config_generation",
     &[],
-    "Number of the configuration in effect, from 1, one more with each reload.",
+    "Number of the configuration in effect: 1 at the start, plus 1 for each reload.",
 );
-static CONNECTIONS: Family = Family::gauge("baton_router_connections_open", &[], "Connections of clients.");
+static CONNECTIONS: Family = Family::gauge("baton_router_connections_open", &[], "Open client connections.");
 static CONNECTED: Family =
-    Family::counter("baton_router_connections_total", &[], "Connections of clients that were accepted.");
+    Family::counter("baton_router_connections_total", &[], "Accepted client connections.");
 static REFUSED: Family = Family::counter(
     "baton_router_malformed_heads_total",
     &[],
-    "Requests that were refused for their head: malformed, too large, too slow.",
+    "Requests refused because of their head: malformed, too large or too slow.",
 );
 static REQUEST_BYTES: Family =
-    Family::counter("baton_router_request_body_bytes_total", &[], "Bytes of clients' bodies that were read.");
-static RESPONSE_BYTES: Family = Family::counter(
-    "baton_router_response_body_bytes_total",
-    &[],
-    "Bytes of bodies that were written to clients.",
-);
+    Family::counter("baton_router_request_body_bytes_total", &[], "Bytes read of request bodies.");
+static RESPONSE_BYTES: Family =
+    Family::counter("baton_router_response_body_bytes_total", &[], "Bytes written of response bodies.");
 
 pub(super) static FAMILIES: &[&Family] =
     &[&BUILD, &GENERATION, &CONNECTIONS, &CONNECTED, &REFUSED, &REQUEST_BYTES, &RESPONSE_BYTES];

@@ -11,20 +11,17 @@ const TENANTS_MAX: usize = 100;
 static REQUESTS: Family = Family::counter(
     "baton_router_tenant_requests_total",
     &["tenant"],
-    "Requests that a tenant's limits let in. The first 100 tenants have a label of their own, the rest are `other`.",
+    "Requests that a tenant's limits allowed. The first 100 tenants have their own label, the rest are `other`.",
 );
 static LIMITED: Family = Family::counter(
     "baton_router_rate_limited_total",
     &["limit"],
-    "Requests that a key's or tenant's limit refused.",
+    "Requests refused by a limit of a key or tenant.",
 );
 static UNKNOWN: Family =
-    Family::counter("baton_router_unauthorized_total", &["reason"], "Requests that were answered 401.");
-static RELOADS: Family = Family::counter(
-    "baton_router_keys_reloads_total",
-    &["result"],
-    "Times that the keys file was read again.",
-);
+    Family::counter("baton_router_unauthorized_total", &["reason"], "Requests refused with 401.");
+static RELOADS: Family =
+    Family::counter("baton_router_keys_reloads_total", &["result"], "Reloads of the keys file.");
 
 pub(super) static FAMILIES: &[&Family] = &[&REQUESTS, &LIMITED, &UNKNOWN, &RELOADS];
 

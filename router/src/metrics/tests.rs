@@ -196,7 +196,7 @@ fn series_of_an_engine_and_a_model_go_away_with_them() {
     assert!(!text.contains("10.0.0.1:8000") && !text.contains("model=\"m"), "{text}");
 }
 
-/// The table of `docs/metrics.md`.
+/// The table of `docs/reference/metrics.md`.
 fn table() -> String {
     let mut rows = String::from("| metric | kind | labels | what |\n|---|---|---|---|\n");
     let sorted: BTreeMap<_, _> = families().map(|family| (family.name, family)).collect();
@@ -211,16 +211,16 @@ fn table() -> String {
 /// `BATON_WRITE_DOCS=1` writes the table instead of comparing it.
 #[test]
 fn the_table_of_the_documentation_is_what_the_router_tells() {
-    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/metrics.md");
-    let page = std::fs::read_to_string(&path).expect("docs/metrics.md is there");
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/metrics.md");
+    let page = std::fs::read_to_string(&path).expect("docs/reference/metrics.md is there");
     let (begin, end) = ("<!-- table: begin -->\n", "<!-- table: end -->");
     let (before, rest) = page.split_once(begin).expect("the table begins");
     let (old, after) = rest.split_once(end).expect("the table ends");
     if std::env::var_os("BATON_WRITE_DOCS").is_some() {
         let new = format!("{before}{begin}{}{end}{after}", table());
-        std::fs::write(&path, new).expect("docs/metrics.md can be written");
+        std::fs::write(&path, new).expect("docs/reference/metrics.md can be written");
     } else {
-        assert_eq!(old, table(), "run this test with BATON_WRITE_DOCS=1 to write the table anew");
+        assert_eq!(old, table(), "run this test with BATON_WRITE_DOCS=1 to write the table");
     }
 }
 

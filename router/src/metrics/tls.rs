@@ -9,18 +9,17 @@ use super::registry::{Counter, Family, Gauge, Registry};
 static EXPIRY: Family = Family::gauge(
     "baton_router_certificate_expiry_seconds",
     &["use"],
-    "Seconds until a certificate of the router ends: the one that `clients`, `admin` or `engines` are shown. Below \
-     zero it has ended.",
+    "Seconds until the router's certificate for `clients`, `admin` or `engines` expires. Negative: it has expired.",
 );
 static RELOADS: Family = Family::counter(
     "baton_router_certificate_reloads_total",
     &["use", "result"],
-    "Times that certificate files had changed and were read again. After `failed` the old ones are in effect.",
+    "Reloads of changed certificate files. After `failed` the old ones stay in effect.",
 );
 static HANDSHAKES: Family = Family::counter(
     "baton_router_tls_handshakes_total",
     &["use", "result"],
-    "Handshakes with clients and monitors.",
+    "TLS handshakes with clients and monitors.",
 );
 
 pub(super) static FAMILIES: &[&Family] = &[&EXPIRY, &RELOADS, &HANDSHAKES];

@@ -23,7 +23,7 @@ impl EngineView {
         let blocks = &told["blocks"];
         let Some(total) = blocks["total"].as_u64() else { return false };
         let number = |name: &str| blocks[name].as_u64().unwrap_or(0);
-        self.source = Source::Books;
+        self.source = Source::DebugKv;
         self.blocks_total = Some(total);
         self.blocks = Some(Blocks {
             total,
@@ -98,7 +98,7 @@ impl EngineView {
                     let number = |name| label(series, name).and_then(|value| value.parse().ok());
                     self.block_size = number("block_size");
                     // One line for each rank.
-                    if self.source != Source::Books {
+                    if self.source != Source::DebugKv {
                         let blocks: Option<u64> = number("num_gpu_blocks");
                         self.blocks_total =
                             blocks.map_or(self.blocks_total, |n| Some(self.blocks_total.unwrap_or(0) + n));
@@ -115,7 +115,7 @@ impl EngineView {
             }
             known = true;
         }
-        if self.source != Source::Books && known {
+        if self.source != Source::DebugKv && known {
             self.source = Source::Metrics;
             (self.kv_usage, self.requests) = (usage, requests);
             // Baton's engines count it among the releases, too.
@@ -173,7 +173,10 @@ mod tests {
         let mut engine = EngineView { engine: "p:1".to_owned(), ..EngineView::default() };
         let mut leases = Vec::new();
         assert!(engine.read_books(&told, &mut leases));
-        assert_eq!((engine.source, engine.role.as_str(), engine.leases), (Source::Books, "prefill", Some(2)));
+        assert_eq!(
+            (engine.source, engine.role.as_str(), engine.leases),
+            (Source::DebugKv, "prefill", Some(2))
+        );
         assert_eq!(engine.kv_usage, Some(0.5));
         assert_eq!(leases.iter().map(|lease| lease.rank).collect::<Vec<_>>(), [0, 1], "each once");
         assert_eq!((leases[0].blocks, leases[0].left_ms), (3, None));
@@ -203,7 +206,7 @@ mod tests {
 
     #[test]
     fn releases_are_added_up_by_cause() {
-        let mut engine = EngineView { source: Source::Books, ..EngineView::default() };
+        let mut engine = EngineView { source: Source::DebugKv, ..EngineView::default() };
         let text = "baton_kv_release_total{model_name=\"cause=\",engine=\"0\",cause=\"fetched\"} 5\n\
             baton_kv_release_total{engine=\"1\",cause=\"fetched\"} 2\nbaton_kv_release_total{cause=\"client_gone\"} 1\n";
         assert!(engine.read_metrics(text));

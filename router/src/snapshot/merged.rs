@@ -25,7 +25,7 @@ impl Snapshot {
         let mut order = Vec::new();
         for (at, view) in views.into_iter().enumerate() {
             whole.at_us = whole.at_us.max(view.at_us);
-            let seen_by = view.routers.first().map_or(String::new(), |router| router.admin.clone());
+            let observed_by = view.routers.first().map_or(String::new(), |router| router.admin.clone());
             whole.routers.extend(view.routers);
             whole.requests.in_flight += view.requests.in_flight;
             for (phase, count) in view.requests.phases {
@@ -37,7 +37,7 @@ impl Snapshot {
                     // An older router's.
                     engine.at_us = view.at_us;
                 }
-                engine.seen_by.clone_from(&seen_by);
+                engine.observed_by.clone_from(&observed_by);
                 match places.get(&engine.engine) {
                     Some(&place) => absorb(&mut whole.engines[place], engine),
                     None => {
@@ -94,7 +94,7 @@ struct Sight {
 impl Sight {
     fn of(view: &Snapshot) -> Self {
         let listed = |request: &RequestView| (bare_id(&request.request_id).to_owned(), request.phase.clone());
-        let asked = view.engines.iter().filter(|engine| engine.source == Source::Books);
+        let asked = view.engines.iter().filter(|engine| engine.source == Source::DebugKv);
         Self {
             routers: view.routers.iter().any(|router| router.error.is_none()),
             engines: asked.map(|engine| engine.engine.clone()).collect(),
@@ -171,7 +171,7 @@ mod tests {
     fn view(admin: &str, engines: &[&str], leases: Vec<LeaseView>, requests: &[&str]) -> Snapshot {
         let engine = |name: &&str| EngineView {
             engine: (*name).to_owned(),
-            source: Source::Books,
+            source: Source::DebugKv,
             blocks: Some(Blocks { total: 100, leased: 100, ..Blocks::default() }),
             in_flight: Some(1),
             ..EngineView::default()
@@ -244,7 +244,7 @@ mod tests {
             vec![view("b", &["p:1"], vec![], &[]), deaf],
         ] {
             let merged = Snapshot::merge(views);
-            assert_eq!((merged.engines[0].source, &merged.engines[0].error), (Source::Books, &None));
+            assert_eq!((merged.engines[0].source, &merged.engines[0].error), (Source::DebugKv, &None));
         }
     }
 }

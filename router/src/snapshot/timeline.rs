@@ -119,8 +119,7 @@ impl Timeline {
             }
             if engine.ahead_us != 0 {
                 let ahead = engine.ahead_us as f64 / 1e3;
-                line.notes
-                    .push(format!("{}: its clock is {ahead:+.1} ms from ours; taken out", engine.engine));
+                line.notes.push(format!("{}: clock differs by {ahead:+.1} ms; corrected", engine.engine));
             }
             for event in engine.events.iter().filter(|event| concerns(event, &line.request_id)) {
                 let Some(at) = event["at_us"].as_u64() else { continue };
@@ -150,7 +149,7 @@ impl Timeline {
         }
         line.moments.sort_by_key(|moment| moment.at_us);
         if line.moments.len() > MOMENTS_MAX {
-            line.notes.push(format!("{} later moments are left out", line.moments.len() - MOMENTS_MAX));
+            line.notes.push(format!("{} later events are not shown", line.moments.len() - MOMENTS_MAX));
             line.moments.truncate(MOMENTS_MAX);
         }
         line
@@ -191,17 +190,17 @@ fn event_told(event: &Value) -> String {
     let blocks = |count: u64| if count == 1 { "1 block".to_owned() } else { format!("{count} blocks") };
     let told = match event["kind"].as_str().unwrap_or_default() {
         "queued" => format!("{}, {} prompt tokens", text("leg"), number("prompt")),
-        "started" if number("cached") > 0 => format!("{} tokens need no computing", number("cached")),
+        "started" if number("cached") > 0 => format!("{} tokens cached", number("cached")),
         "started" | "first_token" => String::new(),
         "computed" => format!("{} tokens of the prompt", number("tokens")),
         "fetching" | "freed" => blocks(number("blocks")),
         "fetched" => text("result"),
         "refused" => text("reason"),
         "abort" => format!("by {}", text("how")),
-        "lent" if event["growing"].as_bool() == Some(true) => {
+        "lease_opened" if event["growing"].as_bool() == Some(true) => {
             format!("{}, while it computes", blocks(number("blocks")))
         }
-        "lent" => {
+        "lease_opened" => {
             let left = event["left_ms"].as_u64().map(|left| format!(", for {:.1} s", left as f64 / 1e3));
             format!("{}{}", blocks(number("blocks")), left.unwrap_or_default())
         }
@@ -282,7 +281,7 @@ mod tests {
         assert_eq!(ahead, 5_000_000);
         let p = EngineEvents {
             engine: "p:1".to_owned(),
-            events: vec![event(5_001_000, "a", "lent")],
+            events: vec![event(5_001_000, "a", "lease_opened")],
             ahead_us: ahead,
             error: None,
         };

@@ -67,12 +67,12 @@ impl Permit {
             Err(error)
         };
         if !meters[0].enter() {
-            let message = format!("{} has as many requests in flight as it may", whose[0]);
+            let message = format!("{} has reached its limit of requests in flight", whose[0]);
             return refused(Limit::Concurrent, ApiError::rate_limited(message, COME_BACK));
         }
         if !meters[1].enter() {
             meters[0].exit();
-            let message = format!("{} has as many requests in flight as it may", whose[1]);
+            let message = format!("{} has reached its limit of requests in flight", whose[1]);
             return refused(Limit::Concurrent, ApiError::rate_limited(message, COME_BACK));
         }
         // From here on its drop lets others in.
@@ -84,7 +84,7 @@ impl Permit {
             return refused(Limit::Requests, told(whose[at], "requests", limit, 1, denied));
         }
         identity.tenant.requests.increment(1);
-        tracing::debug!(key = identity.name, tenant = %identity.tenant.name, "a request is let in");
+        tracing::debug!(key = identity.name, tenant = %identity.tenant.name, "request admitted");
         Ok(permit)
     }
 
@@ -176,7 +176,7 @@ fn take_both(buckets: [Option<&Bucket>; 2], amount: u64, now: u64) -> Result<(),
 fn told(whose: &str, what: &str, limit: u64, wanted: u64, denied: Denied) -> ApiError {
     match denied {
         Denied::Wait(wait) => {
-            let message = format!("{whose} may use {limit} {what} per minute; come back in {}", spoken(wait));
+            let message = format!("{whose} may use {limit} {what} per minute; retry in {}", spoken(wait));
             ApiError::rate_limited(message, wait)
         }
         Denied::TooMuch => {

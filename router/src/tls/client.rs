@@ -54,7 +54,7 @@ impl EngineTls {
         if let Some(read) = self.files.refresh(|| load(&self.config)) {
             self.metrics.reloaded(read.is_ok());
             if let Err(error) = read {
-                tracing::error!(%error, "engine_tls cannot be read again; the old files stay in effect");
+                tracing::error!(%error, "cannot reload engine_tls, the old files stay in effect");
             }
         }
         self.tell_expiry();

@@ -73,7 +73,7 @@ impl ServerTls {
             }
             Ok(Err(error)) => {
                 self.metrics.handshake(Handshake::Failed);
-                tracing::debug!(%error, "a handshake failed");
+                tracing::debug!(%error, "TLS handshake failed");
                 None
             }
             Err(_elapsed) => {
@@ -89,10 +89,10 @@ impl ServerTls {
             self.metrics.reloaded(read.is_ok());
             match read {
                 Ok(()) => {
-                    tracing::info!(certificate = %self.config.certificate.display(), "a new certificate is in effect");
+                    tracing::info!(certificate = %self.config.certificate.display(), "certificate reloaded");
                 }
                 Err(error) => {
-                    tracing::error!(%error, "a new certificate cannot be used; the old one stays in effect");
+                    tracing::error!(%error, "cannot reload the certificate, the old one stays in effect");
                 }
             }
         }

@@ -126,7 +126,7 @@ impl Addresses {
                 Err(error) => {
                     if let Some(held_back) = trouble.due() {
                         let kept = known.found.is_some();
-                        tracing::warn!(name = &*host, %error, kept, held_back, "an engine's name cannot be looked up");
+                        tracing::warn!(name = &*host, %error, kept, held_back, "cannot resolve the engine's name");
                     }
                     Err(Arc::new(error))
                 }

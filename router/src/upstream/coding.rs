@@ -68,10 +68,10 @@ impl Coding {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Unreadable {
     /// An unknown coding, or several.
-    #[error("its content coding is unknown")]
+    #[error("unknown content coding")]
     Unknown,
     /// The data is not of the coding that the head names.
-    #[error("its data is not of its content coding")]
+    #[error("the data does not match the content coding")]
     Malformed,
     /// Other answers have all windows.
     #[error("too many compressed answers at once")]

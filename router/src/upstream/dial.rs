@@ -55,7 +55,7 @@ impl Engine {
             Err(NoConnection::Ours(error)) => {
                 if let Some(held_back) = self.trouble.due() {
                     let engine = self.authority();
-                    tracing::error!(engine, %error, held_back, "this machine has no socket left for a connection");
+                    tracing::error!(engine, %error, held_back, "no socket available for a connection");
                 }
             }
             Err(NoConnection::Refused) => self.refused(),

@@ -61,10 +61,10 @@ enum Framing {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Lost {
     /// Before any byte of an answer: an idle connection may have been closed meanwhile.
-    #[error("it ended before an answer")]
+    #[error("closed before a response")]
     Unanswered,
     /// In the middle of an answer.
-    #[error("it ended in the middle of an answer")]
+    #[error("closed in the middle of a response")]
     Ended,
     /// The socket said so in the middle of an answer.
     #[error("{0}")]

@@ -142,7 +142,7 @@ fn of(
 }
 
 fn twice(before: Option<&[u8]>) -> Result<(), NotHead> {
-    before.map_or(Ok(()), |_| Err(NotHead("a length that is told twice")))
+    before.map_or(Ok(()), |_| Err(NotHead("a repeated length")))
 }
 
 /// How long the body of an answer is: RFC 9112, section 6.3, without what it tolerates.

@@ -119,7 +119,7 @@ impl EngineTerms {
                 Err(error) if listed.contains(&engine.url) => return Err(error),
                 Err(error) => {
                     if previous.is_none_or(|previous| previous.takes(&engine.url)) {
-                        tracing::warn!(engine = %engine.url, %error, "a discovered engine is left out");
+                        tracing::warn!(engine = %engine.url, %error, "discovered engine ignored");
                     }
                     terms.left_out.insert(engine.url.clone());
                 }

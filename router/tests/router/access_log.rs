@@ -49,7 +49,7 @@ fn usage() -> Act {
 
 /// The fields that the documentation explains.
 fn documented() -> BTreeSet<String> {
-    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/observability.md");
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/reference/access-log.md");
     let page = std::fs::read_to_string(page).unwrap();
     let (_, table) = page.split_once("<!-- fields: begin -->").unwrap();
     let (table, _) = table.split_once("<!-- fields: end -->").unwrap();
@@ -116,7 +116,7 @@ async fn a_line_says_what_became_of_a_request_and_nothing_secret() {
 
     let mut known: BTreeSet<String> = BTreeSet::from(["tenant".to_owned()]);
     known.extend([&line, &gone].into_iter().flat_map(|line| line.as_object().unwrap().keys().cloned()));
-    assert_eq!(known, documented(), "docs/observability.md explains every field");
+    assert_eq!(known, documented(), "docs/reference/access-log.md explains every field");
 }
 
 #[tokio::test]

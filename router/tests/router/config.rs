@@ -64,7 +64,7 @@ fn what_is_wrong_is_told_by_line_and_column() {
         (
             "        - url: http://127.0.0.1:2\n",
             "        - url: http://a:2\n        - url: http://a:2\n",
-            "9:16: `models[0].decode.engines[1].url`: the engine stands in this pool twice",
+            "9:16: `models[0].decode.engines[1].url`: the engine is in this pool twice",
         ),
         (
             "    prefill: {engines: [{url: 'http://127.0.0.1:1'}]}\n",
@@ -85,7 +85,7 @@ fn what_is_wrong_is_told_by_line_and_column() {
         (
             "listen: 127.0.0.1:0",
             "listen: 127.0.0.1:99\nadmin: {listen: '127.0.0.1:99'}",
-            "2:17: `admin.listen`: is the clients' address `listen` as well",
+            "2:17: `admin.listen`: is the same address as `listen`",
         ),
     ] {
         let yaml = GOOD.replace(from, to);
@@ -95,7 +95,7 @@ fn what_is_wrong_is_told_by_line_and_column() {
         assert!(said.starts_with(&place) || (told == "not YAML" && said.contains(told)), "{to}: {said}");
         assert_eq!(said.lines().count(), 1, "told once: {said}");
     }
-    assert_eq!(problem(""), "router.yaml:1:1: there is nothing in it");
+    assert_eq!(problem(""), "router.yaml:1:1: the file is empty");
 }
 
 #[test]

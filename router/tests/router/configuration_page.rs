@@ -1,4 +1,4 @@
-//! `docs/configuration.md` has a row for every configuration key, and each row names a test that exists.
+//! `docs/reference/configuration.md` has a row for every configuration key, and each row names a test that exists.
 //!
 //! What a row says of its key (type, default, bounds, words) comes from the JSON schema; only its last cell,
 //! the test, is written by hand. To bring the page up to date after a key was added or changed:
@@ -194,7 +194,7 @@ fn tests() -> BTreeSet<String> {
 
 #[test]
 fn the_page_has_a_row_for_every_key() {
-    let file = root().join("docs/configuration.md");
+    let file = root().join("docs/reference/configuration.md");
     let page = std::fs::read_to_string(&file).expect("the page is there");
     let (before, rest) = page.split_once(BEGIN).expect("the table has a beginning");
     let (table, after) = rest.split_once(END).expect("the table has an end");
@@ -224,7 +224,7 @@ fn the_page_has_a_row_for_every_key() {
         let stale: Vec<_> = there.difference(&here).copied().collect();
         assert!(
             table == wanted,
-            "docs/configuration.md is not up to date; bring it up to date with\n  BATON_WRITE_DOCS=1 cargo test -p \
+            "docs/reference/configuration.md is not up to date; bring it up to date with\n  BATON_WRITE_DOCS=1 cargo test -p \
              baton-router --test router the_page_has_a_row_for_every_key\nmissing:\n{}\nto be removed:\n{}",
             missing.join("\n"),
             stale.join("\n")
@@ -246,19 +246,22 @@ fn the_page_has_a_row_for_every_key() {
                 .map(|n| format!("{key}: there is no test {n}")),
         );
     }
-    assert!(wrong.is_empty(), "rows of docs/configuration.md:\n  {}", wrong.join("\n  "));
+    assert!(wrong.is_empty(), "rows of docs/reference/configuration.md:\n  {}", wrong.join("\n  "));
 }
 
-/// `docs/router.schema.json` is what `baton check --schema` prints, for editors; `BATON_WRITE_DOCS=1` writes it anew.
+/// `docs/reference/router.schema.json` is what `baton check --schema` prints, for editors; `BATON_WRITE_DOCS=1` writes it anew.
 #[test]
 fn the_schema_for_editors_is_that_of_the_code() {
-    let file = root().join("docs/router.schema.json");
+    let file = root().join("docs/reference/router.schema.json");
     let schema = serde_json::to_string_pretty(&RouterConfig::schema()).expect("a schema is JSON") + "\n";
     if std::env::var_os("BATON_WRITE_DOCS").is_some() {
         std::fs::write(&file, &schema).expect("the schema can be written");
     }
     let there = std::fs::read_to_string(&file).unwrap_or_default();
-    assert!(there == schema, "run this test with BATON_WRITE_DOCS=1 to write docs/router.schema.json anew");
+    assert!(
+        there == schema,
+        "run this test with BATON_WRITE_DOCS=1 to write docs/reference/router.schema.json anew"
+    );
 }
 
 /// The examples, by their names.

@@ -112,7 +112,7 @@ async fn what_engines_do_wrong_with_embeddings_is_their_own_as_it_is_with_what_i
         assert_eq!(post(system.address, "/v1/embeddings", &body).await.status, 200);
     }
     assert_eq!(broken.asked().len(), 3);
-    assert_eq!(standing(&system, &broken, "decode").await, "out");
+    assert_eq!(standing(&system, &broken, "decode").await, "ejected");
     let failed = format!("baton_router_engine_errors_total{{engine=\"{}\",leg=\"decode\"}}", broken.address);
     system.counts(&failed, 3.0).await;
     // Nobody is left: the request fails, and is told of as one of its model.

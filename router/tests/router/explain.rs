@@ -51,14 +51,14 @@ async fn a_request_is_explained_by_what_was_chosen_from_and_what_came_of_it() {
     assert_eq!(chosen[2]["removed"][0], json!({"engine": down.address.to_string(), "why": "tried"}));
     assert_eq!(steps(&account, "disaggregate")[0]["decision"], "prefill_decode");
     let came: Vec<_> = steps(&account, "answer").iter().map(|a| a["came"].as_str().unwrap()).collect();
-    assert_eq!(came[..2], ["lent", "broke off or fell silent"]);
+    assert_eq!(came[..2], ["opened a lease", "failed or did not respond"]);
     assert!(came.contains(&"accepted"), "{came:?}");
     let minted = account["id"].as_str().unwrap();
     assert_eq!(p.asked()[0].headers["x-request-id"], minted);
     assert_eq!(ended(&system, minted).await, account, "by either name");
     let unknown = get(system.admin, "/explain/unknown").await;
     assert_eq!(unknown.status, 404);
-    assert!(unknown.text().contains("the latest 4096 of this router"), "{}", unknown.text());
+    assert!(unknown.text().contains("keeps the latest 4096 "), "{}", unknown.text());
     let listed = get(system.admin, "/explain").await.json();
     let line = &listed["requests"][0];
     assert_eq!((&line["id"], &line["path"]), (&json!(minted), &json!("/v1/completions")));

@@ -485,7 +485,7 @@ async fn an_engine_that_took_a_request_and_answers_nothing_at_all_is_given_up_lo
     let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
     let dead = FakeEngine::always(Act::Hang).await.deaf();
     let live = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[&p], &[&dead, &live], "", "timeouts: {alive_ms: 50}").await;
+    let system = System::with(&[&p], &[&dead, &live], "", "timeouts: {liveness_probe_ms: 50}").await;
     for _ in 0..2 {
         // One of the two goes to the dead one first.
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
@@ -496,7 +496,7 @@ async fn an_engine_that_took_a_request_and_answers_nothing_at_all_is_given_up_lo
     assert!(p.releases().is_empty());
 
     let dead = FakeEngine::always(Act::Hang).await.deaf();
-    let system = System::with(&[&dead, &p], &[&live], "", "timeouts: {alive_ms: 50}").await;
+    let system = System::with(&[&dead, &p], &[&live], "", "timeouts: {liveness_probe_ms: 50}").await;
     for _ in 0..2 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
@@ -507,7 +507,7 @@ async fn an_engine_that_took_a_request_and_answers_nothing_at_all_is_given_up_lo
 async fn an_engine_that_is_slow_and_says_that_it_lives_is_waited_for() {
     let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
     let slow = FakeEngine::always(Act::WholeWhenTold(5)).await;
-    let system = System::with(&[&p], &[&slow], "", "timeouts: {alive_ms: 20}").await;
+    let system = System::with(&[&p], &[&slow], "", "timeouts: {liveness_probe_ms: 20}").await;
     let address = system.address;
     let asking = tokio::spawn(async move { post(address, "/v1/completions", &completion(false)).await });
     slow.wait("it has been asked many times", |d| d.health_asked() >= 10).await;

@@ -49,14 +49,14 @@ async fn a_silent_engine_costs_the_first_request_its_patience_and_no_later_one()
     let p = lender().await;
     let silent = FakeEngine::always(Act::Hang).await.deaf();
     let live = FakeEngine::always(Act::Whole(1)).await;
-    let top = "timeouts: {alive_ms: 20}\nhealth: {active: {interval_ms: 0, timeout_ms: 100}, \
+    let top = "timeouts: {liveness_probe_ms: 20}\nhealth: {active: {interval_ms: 0, timeout_ms: 100}, \
                breaker: {cool_down_ms: 50, cool_down_max_ms: 100}}";
     let system = System::with(&[&p], &[&silent, &live], "", top).await;
     for _ in 0..12 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     assert_eq!(silent.asked().len(), 1, "one request found out");
-    stands(&system, &silent, "decode", "silent").await;
+    stands(&system, &silent, "decode", "unresponsive").await;
     assert_eq!(shown(&system, &silent).await["reasons"], json!(["silent"]));
     let questions = silent.health_asked();
     silent.wait("it is asked again and again", |d| d.health_asked() > questions + 3).await;
@@ -106,9 +106,9 @@ async fn an_engine_that_fails_what_others_serve_is_left_out_after_so_many_in_a_r
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     assert_eq!(broken.asked().len(), 3);
-    assert_eq!(standing(&system, &broken, "decode").await, "out");
+    assert_eq!(standing(&system, &broken, "decode").await, "ejected");
     let series = format!(
-        "baton_router_engine_standing{{engine=\"{}\",leg=\"decode\",standing=\"out\"}}",
+        "baton_router_engine_standing{{engine=\"{}\",leg=\"decode\",standing=\"ejected\"}}",
         broken.address
     );
     system.counts(&series, 1.0).await;
@@ -195,7 +195,7 @@ async fn an_engine_that_takes_every_request_and_breaks_every_stream_is_left_out(
         ask([127, 0, 0, 2 + client / 2 % 2]).await;
     }
     assert_eq!(breaks.asked().len(), 8, "two more, of two others");
-    assert_eq!(standing(&system, &breaks, "decode").await, "out");
+    assert_eq!(standing(&system, &breaks, "decode").await, "ejected");
     assert_eq!(standing(&system, &good, "decode").await, "usable");
 }
 
@@ -213,9 +213,9 @@ async fn deaf(questions: usize) -> FakeEngine {
 async fn an_engine_that_was_deaf_to_one_request_only_is_asked_and_stays() {
     let p = lender().await;
     // Two questions while the request waits, and the one that decides.
-    for (questions, expected) in [(2, "usable"), (1000, "silent")] {
+    for (questions, expected) in [(2, "usable"), (1000, "unresponsive")] {
         let (busy, live) = (deaf(questions).await, FakeEngine::always(Act::Whole(1)).await);
-        let top = "timeouts: {alive_ms: 10}\nhealth: {active: {interval_ms: 0}, \
+        let top = "timeouts: {liveness_probe_ms: 10}\nhealth: {active: {interval_ms: 0}, \
                    breaker: {failures: 3, cool_down_ms: 60000, cool_down_max_ms: 60000}}";
         let system = System::with(&[&p], &[&busy, &live], "", top).await;
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
@@ -232,8 +232,7 @@ async fn a_request_that_two_engines_were_deaf_to_is_sent_to_no_other() {
     let [a, b, c] = &engines;
     for (prefill, decode) in [(vec![], vec![a, b, c]), (vec![a, b, c], vec![&d])] {
         let before = engines.iter().map(|engine| engine.asked().len()).sum::<usize>();
-        let top =
-            "timeouts: {alive_ms: 10}\nattempts: {prefill: 3, decode: 3}\nhealth: {active: {interval_ms: 0}}";
+        let top = "timeouts: {liveness_probe_ms: 10}\nattempts: {prefill: 3, decode: 3}\nhealth: {active: {interval_ms: 0}}";
         let system = System::with(&prefill, &decode, "", top).await;
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 504);
         let after = engines.iter().map(|engine| engine.asked().len()).sum::<usize>();
@@ -264,7 +263,7 @@ async fn an_engine_that_says_it_is_not_well_is_left_out_until_it_says_otherwise(
     let top = "health: {active: {interval_ms: 20, unhealthy: 2, healthy: 2}}";
     let system = System::with(&[&p], &[&ill, &good], "", top).await;
     ill.feel(false);
-    stands(&system, &ill, "decode", "out").await;
+    stands(&system, &ill, "decode", "ejected").await;
     assert_eq!(shown(&system, &ill).await["reasons"], json!(["fails its health checks"]));
     for _ in 0..4 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
@@ -291,7 +290,7 @@ async fn an_engine_far_worse_than_its_pools_others_is_left_out() {
                outlier: {interval_ms: 50, requests_min: 3, failure_percent: 20, ejection_ms: 60000}}";
     let system = System::with(&[&p], &[&flaky, &b, &c], "", top).await;
     let begun = std::time::Instant::now();
-    while standing(&system, &flaky, "decode").await != "out" {
+    while standing(&system, &flaky, "decode").await != "ejected" {
         assert!(begun.elapsed().as_secs() < 30, "{}", shown(&system, &flaky).await);
         let at = system.address;
         let asked: Vec<_> = (0..24)
@@ -347,7 +346,7 @@ async fn an_engine_that_says_it_drains_or_is_drained_by_the_configuration_gets_n
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     assert_eq!((leaving.asked().len(), drained.asked().len(), stays.asked().len()), (1, 0, 6));
-    assert_eq!(shown(&system, &leaving).await["reasons"], json!(["says that it drains"]));
+    assert_eq!(shown(&system, &leaving).await["reasons"], json!(["reports that it drains"]));
     assert_eq!(shown(&system, &drained).await["reasons"], json!(["drained by the configuration"]));
 }
 
@@ -382,7 +381,7 @@ async fn in_a_panic_health_is_not_looked_at() {
     let top = "health: {panic_percent: 60, active: {interval_ms: 20, unhealthy: 1}}";
     let system = System::with(&[&p], &[&ill, &good], "", top).await;
     ill.feel(false);
-    stands(&system, &ill, "decode", "out").await;
+    stands(&system, &ill, "decode", "ejected").await;
     for _ in 0..4 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }

@@ -119,7 +119,7 @@ async fn one_tenant_alone_cannot_take_the_only_engine_from_the_others_and_two_ca
     assert_eq!(standing(&k.system, &k.d, "decode").await, "usable");
     // From the same address, and the router's engines get the credentials of neither.
     assert_eq!(k.post(&k.b, &completion(false)).await.status, 502);
-    stands(&k.system, &k.d, "decode", "out").await;
+    stands(&k.system, &k.d, "decode", "ejected").await;
 }
 
 #[tokio::test]

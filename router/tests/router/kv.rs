@@ -82,7 +82,7 @@ async fn a_lease_is_held_for_its_request_and_stranded_when_its_client_has_left()
     let lender = engine(&told, &p);
     assert_eq!(
         (&lender["source"], &lender["role"], &lender["epoch"]),
-        (&json!("books"), &json!("prefill"), &json!("e"))
+        (&json!("debug_kv"), &json!("prefill"), &json!("e"))
     );
     assert_eq!((&lender["blocks"]["stranded"], &lender["blocks"]["leased"]), (&json!(7), &json!(14)));
     assert_eq!(lender["releases"], json!({"transfer_done": 41}));
@@ -125,7 +125,7 @@ async fn many_open_pages_cost_an_engine_one_question() {
     let begun = Instant::now();
     let all = (0..20).map(|_| get(system.admin, "/debug/kv"));
     let answers = futures::future::join_all(all).await;
-    assert!(answers.iter().all(|answer| answer.json()["engines"][0]["source"] == "books"));
+    assert!(answers.iter().all(|answer| answer.json()["engines"][0]["source"] == "debug_kv"));
     let asked = d.all().iter().filter(|seen| seen.path == "/debug/kv").count();
     // On a machine that stands still for long a snapshot may have become old meanwhile.
     assert!(asked as u64 <= 1 + begun.elapsed().as_secs(), "{asked}");
@@ -183,7 +183,7 @@ async fn a_request_is_followed_through_the_router_and_its_engines() {
         }
     };
     static ID: Mutex<String> = Mutex::new(String::new());
-    let p = FakeEngine::always(Act::Lend(Some(1))).await.ruled(logs(&["queued", "lent", "freed"]));
+    let p = FakeEngine::always(Act::Lend(Some(1))).await.ruled(logs(&["queued", "lease_opened", "freed"]));
     let d =
         FakeEngine::always(Act::Whole(1)).await.ruled(|seen| (seen.path == "/debug/kv/events").then(missing));
     let system = System::start(&[&p], &[&d]).await;
@@ -209,11 +209,11 @@ async fn a_request_is_followed_through_the_router_and_its_engines() {
     let at = p.address.to_string();
     assert_eq!((has("router", "arrived"), has("router", "over")), (1, 1), "{line:#}");
     assert_eq!(
-        (has(&at, "queued"), has(&at, "lent"), has(&at, "freed")),
+        (has(&at, "queued"), has(&at, "lease_opened"), has(&at, "freed")),
         (1, 1, 1),
         "each once, and not another's"
     );
-    assert!(line["notes"][0].as_str().unwrap().contains("no log of events"), "{line:#}");
+    assert!(line["notes"][0].as_str().unwrap().contains("no event log"), "{line:#}");
     assert_eq!(get(system.admin, "/debug/kv/requests/nobody").await.status, 404);
 }
 

@@ -20,7 +20,7 @@ async fn busy() -> FakeEngine {
 #[tokio::test]
 async fn an_engine_whose_streams_flow_is_alive_although_it_leaves_questions_unanswered() {
     let d = busy().await;
-    let top = "timeouts: {alive_ms: 20}\nhealth: {active: {interval_ms: 50, timeout_ms: 1000}}";
+    let top = "timeouts: {liveness_probe_ms: 20}\nhealth: {active: {interval_ms: 50, timeout_ms: 1000}}";
     let system = System::with(&[], &[&d], "", top).await;
     let mut streaming = Client::connect(system.address).await;
     streaming.post(PATH, &completion(true)).await;
@@ -38,7 +38,7 @@ async fn an_engine_whose_streams_flow_is_alive_although_it_leaves_questions_unan
     assert_eq!(standing(&system, &d, "decode").await, "usable");
     waiting.abort();
     // Nothing flows from here on.
-    stands(&system, &d, "decode", "out").await;
+    stands(&system, &d, "decode", "ejected").await;
 }
 
 #[tokio::test]
@@ -46,7 +46,7 @@ async fn an_engine_is_asked_once_for_all_requests_that_wait_for_it() {
     const PAUSE: Duration = Duration::from_millis(50);
     const QUESTIONS: usize = 10;
     let d = FakeEngine::always(Act::Hang).await;
-    let top = "timeouts: {alive_ms: 50}\nhealth: {active: {interval_ms: 0}}";
+    let top = "timeouts: {liveness_probe_ms: 50}\nhealth: {active: {interval_ms: 0}}";
     let system = System::with(&[], &[&d], "", top).await;
     let begun = Instant::now();
     let mut clients = Vec::new();

@@ -67,7 +67,7 @@ async fn an_engine_that_is_down_is_told_seldom_and_with_a_requests_id() {
     for engine in [d.address.to_string(), address] {
         assert!((1..=REQUESTS / 4).contains(&of(&engine)), "{engine}: {told:#?}");
     }
-    let named = told.iter().filter(|line| line.contains("an engine failed a request"));
+    let named = told.iter().filter(|line| line.contains("engine failed a request"));
     for line in named {
         assert!(
             line.contains("request=\"") && line.contains("reason=") && line.contains("held_back="),

@@ -82,7 +82,7 @@ impl Drop for Host {
 async fn system(host: &Host, prefill: &[&FakeEngine], decode: &FakeEngine) -> System {
     let urls: Vec<_> = prefill.iter().map(|p| format!("{{url: '{}'}}", p.url())).collect();
     System::of(&format!(
-        "listen: '{}.1:0'\nadmin: {{listen: '127.0.0.1:0'}}\ntimeouts: {{client_lost_ms: 1000, alive_ms: 3600000}}\n\
+        "listen: '{}.1:0'\nadmin: {{listen: '127.0.0.1:0'}}\ntimeouts: {{client_lost_ms: 1000, liveness_probe_ms: 3600000}}\n\
          queue: {{timeout_ms: 3600000}}\nhealth: {{active: {{interval_ms: 0}}}}\nmodels:\n  - name: m\n    prefill: \
          {{engines: [{}]}}\n    decode: {{engines: [{{url: '{}', max_in_flight: 1}}]}}\n",
         host.net,

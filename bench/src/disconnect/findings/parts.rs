@@ -16,7 +16,7 @@ pub(super) fn stranded(facts: &Facts, findings: &mut Vec<Finding>) {
     for broken in broken(facts).iter().filter(|broken| broken.act.ended < u64::MAX) {
         let fault = broken.fault;
         let after =
-            if broken.mended.is_some() { format!("`{fault}` was mended") } else { format!("`{fault}`") };
+            if broken.mended.is_some() { format!("`{fault}` recovered") } else { format!("`{fault}`") };
         let behind = |call: &CallRecord, leg: &Leg| {
             let back = leg.freed.first().map_or(facts.watched_until(), |(at, _)| *at);
             // A lease that is over is nobody's but the engine's.
@@ -29,7 +29,7 @@ pub(super) fn stranded(facts: &Facts, findings: &mut Vec<Finding>) {
         let tags: Vec<_> = of.map(|(call, _)| call.tag.as_str()).collect();
         if !tags.is_empty() {
             let says = format!(
-                "the blocks of {} requests were not back within {seconds} s after {after} and their clients had gone",
+                "{} requests stranded their blocks for more than {seconds} s after {after} and their cancel",
                 tags.len()
             );
             findings.push(finding("fault_stranded", says, tags.len() as u64, &tags));
@@ -39,7 +39,7 @@ pub(super) fn stranded(facts: &Facts, findings: &mut Vec<Finding>) {
             if let Some(held) = still_held(facts, broken, engine.engine) {
                 let name = &engine.name;
                 let says = format!(
-                    "{name} still held {held} blocks {seconds} s after {after} and the last client had gone"
+                    "{name} still held {held} blocks {seconds} s after {after} and the end of the last request"
                 );
                 findings.push(finding("fault_stranded", says, held, &[]));
             }
@@ -126,9 +126,7 @@ pub(super) fn expiries(facts: &Facts, summary: &Summary, findings: &mut Vec<Find
     let on_purpose = if summary.exact { excused.len() as u64 } else { in_parts };
     let expired = counted.saturating_sub(on_purpose).max(tags.len() as u64);
     if expired > 0 {
-        let says = format!(
-            "{expired} leases ended by time alone: nobody fetched their blocks, and nobody gave them back"
-        );
+        let says = format!("{expired} leases expired: their blocks were neither read nor released");
         findings.push(finding("leases_expired", says, expired, &tags));
     }
 }

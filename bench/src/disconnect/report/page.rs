@@ -5,14 +5,14 @@ mod words;
 
 use std::fmt::Write as _;
 
-use super::super::bystanders::SLOWER;
 use super::super::dist::Dist;
 use super::super::summary::{Group, Measure, Series, Service, Summary, Texts};
+use super::super::uncancelled::SLOWER;
 use super::super::vanished::Vanished;
 use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
 use super::{
     above, count, decimals, excused, from_samples, known, ms, never, percentile, ran_on, rounds,
-    storm_leavers, who_stayed, within_one_read,
+    storm_cancels, who_stayed, within_one_read,
 };
 
 const STYLE: &str = "
@@ -49,7 +49,7 @@ dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}li{margin:.25rem 0}
 ";
 
 /// The heading, and the name of the page.
-const TITLE: &str = "What clients that leave cost this deployment";
+const TITLE: &str = "What cancelled requests cost this deployment";
 
 /// The page.
 pub(crate) fn page(summary: &Summary) -> String {
@@ -65,17 +65,17 @@ pub(crate) fn page(summary: &Summary) -> String {
     tiles(summary, &mut out);
     verdict(summary, &mut out);
     // What other front doors do with the same is what a reader came for.
-    if summary.beside.is_some() {
+    if summary.compared_with.is_some() {
         beside::draw(summary, &mut out);
     }
     numbers(summary, &mut out);
     by_phase(summary, &mut out);
     stranded(summary, &mut out);
-    bystanders(summary, &mut out);
+    uncancelled(summary, &mut out);
     pools(summary, &mut out);
     by_kind(summary, &mut out);
     faults(summary, &mut out);
-    if summary.beside.is_none() {
+    if summary.compared_with.is_none() {
         beside::draw(summary, &mut out);
     }
     words::draw(summary, &mut out);
@@ -87,18 +87,18 @@ fn head(summary: &Summary, out: &mut String) {
     let run = &summary.run;
     let _ = write!(
         out,
-        "<p class=\"soft\">Baton · disconnect benchmark · {}</p><h1>{TITLE}</h1><p>{} requests to <b>{}</b> ({}); {} of their clients left before they had their answer.</p>",
+        "<p class=\"soft\">Baton · disconnect benchmark · {}</p><h1>{TITLE}</h1><p>{} requests to <b>{}</b> ({}); {} were cancelled by their clients.</p>",
         escaped(&run.date),
         count(summary.requests),
         escaped(&run.model),
         escaped(&run.target),
-        count(summary.left),
+        count(summary.cancelled),
     );
     if let Some(load) = &summary.load {
         let _ = write!(out, "<p class=\"note\">Load: {}.</p>", escaped(&load.to_string()));
     }
     if !summary.exact {
-        out.push_str("<p class=\"note\">Not every engine of this deployment tells what becomes of single requests. Phases are as they were aimed at, and blocks are known from the engines' metrics only.</p>");
+        out.push_str("<p class=\"note\">Not every engine has an event log. Phases are the intended ones, and blocks come from metrics.</p>");
     }
 }
 
@@ -111,7 +111,7 @@ fn tile(out: &mut String, value: &str, class: &str, what: &str) {
     );
 }
 
-/// At most four: what was stranded, how soon blocks were free, what the others noticed, whether answers were right.
+/// At most four: stranded blocks, time to free, uncancelled requests, wrong responses.
 fn tiles(summary: &Summary, out: &mut String) {
     out.push_str("<div class=\"tiles\">");
     let all = &summary.all;
@@ -120,23 +120,23 @@ fn tiles(summary: &Summary, out: &mut String) {
         let seconds = summary.run.stranded_after_us as f64 / 1e6;
         tile(
             out,
-            &format!("{} of {}", count(all.stranded), count(all.back_ms.n as u64)),
+            &format!("{} of {}", count(all.stranded), count(all.time_to_free_ms.n as u64)),
             class,
-            &format!("clients that left had KV blocks still held {seconds} s later"),
+            &format!("cancelled requests still held KV blocks {seconds} s later"),
         );
-        let p99 = percentile(&all.back_ms, |dist| dist.p99);
+        let p99 = percentile(&all.time_to_free_ms, |dist| dist.p99);
         tile(
             out,
-            &percentile(&all.back_ms, |dist| dist.p50),
+            &percentile(&all.time_to_free_ms, |dist| dist.p50),
             "",
-            &format!("from a client's leaving until its blocks were free: the median; 99 % within {p99}"),
+            &format!("from the cancel until the last block is free: median; 99 % within {p99}"),
         );
     }
     if let Some(sampled) = &summary.sampled {
         // What some engine held is missing.
         let at_least = if sampled.unknown_engines > 0 { "≥ " } else { "" };
         let what = format!(
-            "block-seconds held for clients that had left, per 1,000 of them; from samples of metrics, ± {}",
+            "block-seconds held per 1,000 cancelled requests; from samples of metrics, ± {}",
             decimals(sampled.per_1000_off_by)
         );
         tile(out, &format!("{at_least}{}", decimals(sampled.per_1000)), "", &what);
@@ -146,20 +146,20 @@ fn tiles(summary: &Summary, out: &mut String) {
             out,
             &format!("{:.2} ×", spread.median),
             "",
-            "time to first token (99th percentile) of clients that stayed while others left, over the same requests when none left",
+            "time to first token (p99) of uncancelled requests in the storm, over the paired requests of the calm",
         );
     }
     let texts = &summary.texts;
     let class = match texts {
-        Texts { wrong: 0, unsteady: 0, compared: 0, .. } => "",
-        Texts { wrong: 0, unsteady: 0, .. } => "good",
+        Texts { wrong: 0, nondeterministic: 0, compared: 0, .. } => "",
+        Texts { wrong: 0, nondeterministic: 0, .. } => "good",
         _ => "bad",
     };
     tile(
         out,
         &format!("{} of {}", count(texts.wrong), count(texts.compared)),
         class,
-        "answers differ from the answer to the same prompt without load",
+        "responses differ from the response to the same prompt without load",
     );
     out.push_str("</div>");
 }
@@ -169,38 +169,38 @@ fn numbers(summary: &Summary, out: &mut String) {
     let mut rows: Vec<(String, String)> = Vec::new();
     if summary.exact {
         let held = decimals(summary.all.block_seconds_per_1000);
-        rows.push(("block-seconds held for clients that had left, per 1,000 of them".into(), held));
+        rows.push(("block-seconds held per 1,000 cancelled requests".into(), held));
     }
     if let Some(spread) = summary.judged_ttft_ratio() {
         // Of few clients a number of another percentile is judged, of which this one says nothing.
-        let mut numbers = summary.bystanders.numbers.iter();
+        let mut numbers = summary.uncancelled.numbers.iter();
         let judged = numbers.find(|number| (number.measure, number.percentile) == (Measure::Ttft, 99));
         let over = format!("{:.2} × ({})", spread.median, rounds(spread));
-        rows.push(("time to first token of who stayed, 99th percentile, storm over calm".into(), over));
+        rows.push(("time to first token of uncancelled requests, p99, storm over calm".into(), over));
         if let Some(more) = judged.and_then(|number| number.named_by_ms) {
-            rows.push(("a storm slower by this much more would be a finding".into(), ms(more)));
+            rows.push(("a finding from this much more".into(), ms(more)));
         }
     }
-    if !summary.bystanders.numbers.is_empty() {
-        let above: Vec<_> = summary.bystanders.above().map(above).collect();
-        let mut many = format!("{} of {}", above.len(), summary.bystanders.numbers.len());
+    if !summary.uncancelled.numbers.is_empty() {
+        let above: Vec<_> = summary.uncancelled.above().map(above).collect();
+        let mut many = format!("{} of {}", above.len(), summary.uncancelled.numbers.len());
         if !above.is_empty() {
             let _ = write!(many, ": {}", above.join("; "));
         }
         rows.push((
-            format!("numbers of who stayed above {SLOWER} times the calm's, in the median of the rounds"),
+            format!("numbers of uncancelled requests above {SLOWER} times the calm, in the median round"),
             many,
         ));
     }
-    let unsteady = count(summary.texts.unsteady);
-    rows.push(("answers that could not be compared: the prompt has several without load".into(), unsteady));
+    let unsteady = count(summary.texts.nondeterministic);
+    rows.push(("responses that cannot be compared: the prompt has several without load".into(), unsteady));
     if !summary.engines.is_empty() {
         let expired: u64 = summary.engines.iter().map(|engine| engine.expired).sum();
         let excused = match summary.excused_leases {
             0 => String::new(),
             leases => format!("; {} excused", count(leases)),
         };
-        rows.push(("leases that ended by their time".into(), format!("{}{excused}", count(expired))));
+        rows.push(("expired leases".into(), format!("{}{excused}", count(expired))));
     }
     out.push_str("<h2>The whole run</h2><table class=\"numbers\"><tbody>");
     for (what, value) in rows {
@@ -219,18 +219,18 @@ fn verdict(summary: &Summary, out: &mut String) {
         let _ = write!(out, "<div class=\"verdict unknown\"><b>Not judged:</b><ul>{items}</ul></div>");
     }
     if summary.findings.is_empty() && !unknown.is_empty() {
-        out.push_str("<div class=\"verdict\"><b>Nothing was found</b> in what was judged.</div>");
+        out.push_str("<div class=\"verdict\"><b>No findings</b> in what was judged.</div>");
         return;
     }
     if summary.findings.is_empty() {
-        out.push_str("<div class=\"verdict\"><b>Nothing was found.</b> No block was stranded by a client that left, freed twice, or answered from after it was freed.");
+        out.push_str("<div class=\"verdict\"><b>No findings.</b> No block was stranded by a cancel, freed twice or read after it was freed.");
         if summary.storm.as_ref().is_some_and(|storm| storm.errors == 0) {
-            out.push_str(" Nobody who stayed failed for those who left.");
+            out.push_str(" No uncancelled request of the storms failed.");
         }
         out.push_str("</div>");
         return;
     }
-    let _ = write!(out, "<div class=\"verdict found\"><b>{} found:</b><ul>", summary.findings.len());
+    let _ = write!(out, "<div class=\"verdict found\"><b>{} findings:</b><ul>", summary.findings.len());
     for finding in &summary.findings {
         let _ = write!(out, "<li><code>{}</code>: {}", finding.name, escaped(&finding.says));
         if !finding.shown_by.is_empty() {
@@ -246,45 +246,45 @@ fn verdict(summary: &Summary, out: &mut String) {
     out.push_str("</ul></div>");
 }
 
-const GROUP_HEAD: &str = "<th>left</th><th>stranded</th><th>never told</th><th>ran on untold</th><th>told p50</th><th>p99</th><th>blocks back p50</th><th>p99</th><th>max</th><th>at prefill p99</th><th>block-s / 1,000</th><th>tokens for nobody</th>";
+const GROUP_HEAD: &str = "<th>cancelled</th><th>stranded</th><th>no abort</th><th>ran to the end</th><th>abort p50</th><th>p99</th><th>time to free p50</th><th>p99</th><th>max</th><th>at prefill p99</th><th>block-s / 1,000</th><th>wasted tokens</th>";
 
 fn group_cells(group: &Group, out: &mut String) {
     let stranded = match group.stranded {
         0 => known(group, || "0".into()),
         stranded => format!("<span class=\"bad\">{}</span>", count(stranded)),
     };
-    // Where fewer were measured than have left, how many.
+    // The number of samples, where it is not the number of cancelled requests.
     let measured = |dist: &Dist| match dist.n {
-        n if n == 0 || n as u64 == group.left => String::new(),
+        n if n == 0 || n as u64 == group.cancelled => String::new(),
         n => format!(" <small>of {}</small>", count(n as u64)),
     };
     let _ = write!(
         out,
         "<td>{}</td><td>{stranded}</td><td>{}</td><td>{}</td><td>{}</td><td>{}{}</td><td>{}</td><td>{}</td><td>{}{}</td><td>{}{}</td><td>{}</td><td>{}</td>",
-        count(group.left),
-        known(group, || count(group.never_told)),
+        count(group.cancelled),
+        known(group, || count(group.abort_not_received)),
         ran_on(group),
-        percentile(&group.told_ms, |dist| dist.p50),
-        percentile(&group.told_ms, |dist| dist.p99),
-        measured(&group.told_ms),
-        percentile(&group.back_ms, |dist| dist.p50),
-        percentile(&group.back_ms, |dist| dist.p99),
-        percentile(&group.back_ms, |dist| dist.max),
-        measured(&group.back_ms),
-        percentile(&group.back_at_prefill_ms, |dist| dist.p99),
-        measured(&group.back_at_prefill_ms),
+        percentile(&group.abort_ms, |dist| dist.p50),
+        percentile(&group.abort_ms, |dist| dist.p99),
+        measured(&group.abort_ms),
+        percentile(&group.time_to_free_ms, |dist| dist.p50),
+        percentile(&group.time_to_free_ms, |dist| dist.p99),
+        percentile(&group.time_to_free_ms, |dist| dist.max),
+        measured(&group.time_to_free_ms),
+        percentile(&group.time_to_free_at_prefill_ms, |dist| dist.p99),
+        measured(&group.time_to_free_at_prefill_ms),
         known(group, || decimals(group.block_seconds_per_1000)),
-        known(group, || count(group.prompt_tokens_for_nobody + group.answer_tokens_for_nobody)),
+        known(group, || count(group.wasted_prompt_tokens + group.wasted_response_tokens)),
     );
 }
 
 fn by_phase(summary: &Summary, out: &mut String) {
-    out.push_str("<h2>By the phase in which they left</h2>");
+    out.push_str("<h2>Cancelled requests by phase</h2>");
     let samples = || {
         summary.series.back.iter().flat_map(|(_, times)| times.iter().copied()).filter(|ms| ms.is_finite())
     };
     if samples().next().is_some() {
-        // A curve of those that never were back has no end: how many they are is said beside its name.
+        // A curve has no point for blocks that were never freed: its name has their number.
         let names = summary.series.back.iter().map(|(phase, times)| match never(times) {
             0 => phase.label().to_owned(),
             never => format!("{} ({} of {} never)", phase.label(), count(never), count(times.len() as u64)),
@@ -296,12 +296,12 @@ fn by_phase(summary: &Summary, out: &mut String) {
             steps: true,
         });
         let plot = Plot {
-            title: "How long blocks were held after their client had left, by phase",
+            title: "Time to free after a cancel, by phase",
             across: (
-                "milliseconds from the client's going until its last block was back (logarithmic)",
+                "milliseconds from the cancel until the last block is free (logarithmic)",
                 Scale::log(samples(), 0.01),
             ),
-            up: ("% of clients", Scale::Linear(100.0)),
+            up: ("% of requests", Scale::Linear(100.0)),
             curves: curves.collect(),
             spans: Vec::new(),
         };
@@ -322,17 +322,19 @@ fn by_phase(summary: &Summary, out: &mut String) {
         out.push_str("</tr>");
     }
     if let Some(vanished) = &summary.vanished {
-        out.push_str("<tr><td>vanished, and in none of the others</td>");
+        out.push_str("<tr><td>vanished, in no other row</td>");
         group_cells(&vanished.group, out);
         out.push_str("</tr>");
     }
-    out.push_str("<tr><td><b>all that left</b></td>");
+    out.push_str("<tr><td><b>all cancelled</b></td>");
     group_cells(&summary.all, out);
-    out.push_str("</tr></tbody></table></div><p class=\"note\">What each column counts: <a href=\"#words\">the words</a>.</p>");
+    out.push_str(
+        "</tr></tbody></table></div><p class=\"note\">Definitions: <a href=\"#words\">terms</a>.</p>",
+    );
     if let Some(sampled) = &summary.sampled {
         let _ = write!(
             out,
-            "<p class=\"note\">Block-seconds per 1,000 that left, {}.</p>",
+            "<p class=\"note\">Block-seconds per 1,000 cancelled requests, {}.</p>",
             from_samples(sampled)
         );
     }
@@ -351,16 +353,16 @@ fn stranded(summary: &Summary, out: &mut String) {
     if stranded.is_empty() && broken.is_empty() && vanished.is_empty() {
         return;
     }
-    out.push_str("<h2>Blocks held for clients that had left</h2>");
+    out.push_str("<h2>Blocks held for cancelled requests</h2>");
     let named = [
-        ("held for clients that had left", stranded),
-        ("where something was broken", broken),
-        ("held for clients that had vanished", vanished),
+        ("held for cancelled requests", stranded),
+        ("in segments with a fault", broken),
+        ("held for vanished clients", vanished),
     ];
     let there = || named.iter().filter(|(_, points)| !points.is_empty());
     let points = || there().flat_map(|(_, points)| points.iter().map(|(_, blocks)| *blocks));
     let plot = Plot {
-        title: "Blocks held for clients that had left, over the run",
+        title: "Blocks held for cancelled requests, over the run",
         across: ("seconds", Scale::Linear(end(summary))),
         up: ("blocks", Scale::linear(points())),
         curves: there()
@@ -371,11 +373,11 @@ fn stranded(summary: &Summary, out: &mut String) {
     out.push_str(&plot.draw());
 }
 
-fn bystanders(summary: &Summary, out: &mut String) {
+fn uncancelled(summary: &Summary, out: &mut String) {
     if summary.calm.is_none() || summary.storm.is_none() {
         return;
     }
-    out.push_str("<h2>Who stayed</h2><p class=\"note\">The same moments and kinds of requests in calm and in storm, round by round: in the calm nobody leaves, in the storm others do. Who stays in a storm is compared with the same requests of its calm.</p>");
+    out.push_str("<h2>Uncancelled requests</h2><p class=\"note\">Calm and storm send the same requests at the same moments, round by round. In the storm a share of them is cancelled. Each uncancelled request is compared with its paired request of the calm.</p>");
     let series = &summary.series;
     for (title, [calm, storm]) in
         [("Time to first token", &series.ttft), ("Time between tokens", &series.itl)]
@@ -418,18 +420,18 @@ fn bystanders(summary: &Summary, out: &mut String) {
         row(name, service);
     }
     out.push_str("</tbody></table></div>");
-    let notes = [summary.storm_leavers.as_ref().map(storm_leavers), within_one_read(summary)];
+    let notes = [summary.storm_cancels.as_ref().map(storm_cancels), within_one_read(summary)];
     for said in notes.into_iter().flatten() {
         let _ = write!(out, "<p class=\"note\">{}</p>", escaped(&said));
     }
-    if summary.bystanders.numbers.is_empty() {
+    if summary.uncancelled.numbers.is_empty() {
         return;
     }
     let _ = write!(
         out,
-        "<div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>who stayed</th><th>round</th><th>calm, the same requests</th><th>storm</th><th>difference</th><th>storm over calm</th><th>rounds</th><th>above {SLOWER}</th><th>from calm to calm</th><th>slower</th><th>a finding from</th></tr></thead><tbody>"
+        "<div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>measure</th><th>round</th><th>calm, paired requests</th><th>storm</th><th>difference</th><th>storm over calm</th><th>range of rounds</th><th>rounds above {SLOWER}</th><th>noise between calms</th><th>slower</th><th>a finding from</th></tr></thead><tbody>"
     );
-    for number in &summary.bystanders.numbers {
+    for number in &summary.uncancelled.numbers {
         let slower = if number.slower { "<span class=\"bad\">yes</span>" } else { "no" };
         let _ = write!(
             out,
@@ -474,7 +476,7 @@ fn pools(summary: &Summary, out: &mut String) {
         spans: acts(summary),
     };
     out.push_str(&plot.draw());
-    out.push_str("<div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>engine</th><th>role</th><th>blocks</th><th>held at most</th><th>held at the end</th><th>leases expired</th><th>block-s with no client</th></tr></thead><tbody>");
+    out.push_str("<div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>engine</th><th>role</th><th>blocks</th><th>held at most</th><th>held at the end</th><th>leases expired</th><th>block-s without a request</th></tr></thead><tbody>");
     for engine in &summary.engines {
         let told = |held: u64| {
             if engine.blocks > 0 { count(held) } else { format!("{:.1} %", held as f64 / 10.0) }
@@ -508,7 +510,7 @@ fn by_kind(summary: &Summary, out: &mut String) {
     }
     let _ = write!(
         out,
-        "<h2>By the way in which they left</h2><div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>how</th>{GROUP_HEAD}<th>served to the end</th><th>too late</th><th>asked again</th><th>of those failed</th></tr></thead><tbody>"
+        "<h2>Cancelled requests by kind</h2><div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>kind</th>{GROUP_HEAD}<th>completed</th><th>too late</th><th>retries</th><th>failed retries</th></tr></thead><tbody>"
     );
     for row in &summary.kinds {
         let (kind, served, late) = (row.kind.label(), count(row.served), count(row.too_late));
@@ -526,7 +528,7 @@ fn by_kind(summary: &Summary, out: &mut String) {
     let Some(vanished) = &summary.vanished else { return };
     let _ = write!(
         out,
-        "<h2>Clients that vanished, by phase</h2><div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>phase</th>{GROUP_HEAD}</tr></thead><tbody>"
+        "<h2>Vanished clients by phase</h2><div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>phase</th>{GROUP_HEAD}</tr></thead><tbody>"
     );
     for row in &vanished.phases {
         let _ = write!(out, "<tr><td>{}</td>", row.phase.label());
@@ -540,12 +542,12 @@ fn faults(summary: &Summary, out: &mut String) {
     if summary.faults.is_empty() {
         return;
     }
-    out.push_str("<h2>Parts that were broken</h2><p class=\"note\">Under load, of which some leave; mended in the same place. What was started for the run is killed, and started again at once.</p><div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>what</th><th>stranded</th><th>wrong texts</th><th>failed of who stayed</th><th>failed afterwards</th><th>leases expired</th><th>all blocks home</th><th>in flight when it struck</th><th>of those who stayed failed</th><th>E2E p50</th><th>p99</th><th>max</th><th>blocks back p50</th><th>max</th><th>asked again, failed</th></tr></thead><tbody>");
+    out.push_str("<h2>Faults</h2><p class=\"note\">Each fault is injected under load with cancels. Processes of this run are killed and restarted at once.</p><div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>fault</th><th>stranded</th><th>wrong texts</th><th>failed, uncancelled</th><th>failed after recovery</th><th>leases expired</th><th>all blocks free</th><th>in flight at the fault</th><th>failed of these, uncancelled</th><th>E2E p50</th><th>p99</th><th>max</th><th>time to free p50</th><th>max</th><th>retries, failed</th></tr></thead><tbody>");
     for fault in &summary.faults {
-        let super::FaultRow { stayed, retries, left, .. } = fault;
-        let home = fault.home_ms.map_or_else(|| "not in its part".to_owned(), ms);
+        let super::FaultRow { stayed, retries, cancelled: left, .. } = fault;
+        let home = fault.all_free_ms.map_or_else(|| "not within its segment".to_owned(), ms);
         let met = fault.met.as_ref().map_or_else(
-            || "never struck".to_owned(),
+            || "not injected".to_owned(),
             |met| match met.by_phase() {
                 phases if phases.is_empty() => count(met.requests),
                 phases => format!("{}<br><small>{}</small>", count(met.requests), escaped(&phases)),
@@ -555,7 +557,7 @@ fn faults(summary: &Summary, out: &mut String) {
             out,
             "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{home}</td><td>{met}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
             escaped(&fault.fault),
-            known(left, || format!("{} of {}", count(left.stranded), count(left.left))),
+            known(left, || format!("{} of {}", count(left.stranded), count(left.cancelled))),
             count(fault.wrong_texts),
             format_args!("{} of {}", count(stayed.errors), count(stayed.requests)),
             count(fault.errors_after),
@@ -564,8 +566,8 @@ fn faults(summary: &Summary, out: &mut String) {
             percentile(&stayed.e2e_ms, |dist| dist.p50),
             percentile(&stayed.e2e_ms, |dist| dist.p99),
             percentile(&stayed.e2e_ms, |dist| dist.max),
-            percentile(&left.back_ms, |dist| dist.p50),
-            percentile(&left.back_ms, |dist| dist.max),
+            percentile(&left.time_to_free_ms, |dist| dist.p50),
+            percentile(&left.time_to_free_ms, |dist| dist.max),
             format_args!("{}, {}", count(retries.asked), count(retries.failed)),
         );
     }

@@ -78,12 +78,15 @@ fn a_fault_is_told_with_what_it_met_and_what_became_of_that() {
     near(stayed.e2e_ms.p50, 51.0);
     near(stayed.e2e_ms.max, 101.0);
     // What was held by the engine that was killed is gone with it.
-    assert_eq!((fault.left.left, fault.left.stranded, fault.left.back_ms.n), (2, 0, 1));
-    near(fault.left.back_ms.max, 400.0);
-    assert_eq!((summary.left, names(&summary)), (4, vec!["not_recovered"]));
+    assert_eq!(
+        (fault.cancelled.cancelled, fault.cancelled.stranded, fault.cancelled.time_to_free_ms.n),
+        (2, 0, 1)
+    );
+    near(fault.cancelled.time_to_free_ms.max, 400.0);
+    assert_eq!((summary.cancelled, names(&summary)), (4, vec!["not_recovered"]));
     let told = serde_json::to_value(fault).expect("JSON");
     assert_eq!((&told["in_flight"], &told["phases"]["prefill"]), (&4.into(), &1.into()));
-    assert_eq!((&told["requests"], &told["leavers"]["left"]), (&5.into(), &2.into()));
+    assert_eq!((&told["requests"], &told["cancelled"]["cancelled"]), (&5.into(), &2.into()));
     for said in [report::text(&summary), report::page(&summary)] {
         assert!(said.contains("1 queued, 1 prefill, 1 gap, 1 mid-stream"), "{said}");
     }
@@ -116,10 +119,7 @@ fn a_fault_that_met_nothing_is_said_to_be_unjudged() {
     // As files from before were written, and as they are now.
     for wanted in [None, Some(Wanted::Prefill)] {
         let said = unjudged(wanted, &|script, act| script.stayed(act, "before", 2_900, &[2_910], "done"));
-        assert!(
-            matches!(&said[..], [one] if one.contains("no request was in flight")),
-            "{wanted:?}: {said:?}"
-        );
+        assert!(matches!(&said[..], [one] if one.contains("none was in flight")), "{wanted:?}: {said:?}");
     }
     let streams = |script: &mut Script, act: &str| {
         script.stayed(act, "d", 2_900, &[2_950, 3_020], "done");
@@ -128,7 +128,7 @@ fn a_fault_that_met_nothing_is_said_to_be_unjudged() {
     assert_eq!(unjudged(Some(Wanted::Stream), &streams), [""; 0]);
     let said = unjudged(Some(Wanted::Prefill), &streams);
     assert!(matches!(&said[..], [one] if one.contains("no request in prefill, with 1")), "{said:?}");
-    let older = br#"{"record":"fault","act":"a","fault":"x","at_us":1,"mended":false}"#;
+    let older = br#"{"record":"fault","segment":"a","fault":"x","at_us":1,"mended":false}"#;
     let read = raw::read(&mut &older[..]).expect("a record");
     assert!(matches!(&read[..], [Record::Fault { struck: None, .. }]), "{read:?}");
 }
@@ -182,27 +182,29 @@ fn blocks_of_a_lease_that_a_killed_router_owed_are_not_judged_before_its_time_is
     assert!(said(&summary), "{:?}", summary.unknown());
     // Nobody says whose the others are.
     let (found, excused, summary) = held(&script, 21_000, 9);
-    assert_eq!((found, excused, summary.findings[0].count), (vec!["blocks_not_home"], 7, 2));
+    assert_eq!((found, excused, summary.findings[0].count), (vec!["blocks_not_freed"], 7, 2));
     // They were back when P was looked at, and that is not told of yet.
     let (found, excused, summary) = held(&script, 21_000, 0);
     assert_eq!((found, excused, said(&summary)), (vec![], 0, false));
     // Nothing ended it when its time was over.
     assert_eq!(held(&script, 31_900, 7).1, 7);
     let (found, excused, _) = held(&script, 32_100, 7);
-    assert_eq!((found, excused), (vec!["blocks_not_home"], 0));
+    assert_eq!((found, excused), (vec!["blocks_not_freed"], 0));
 }
 
 #[test]
 fn what_a_killed_router_does_not_owe_is_not_excused() {
     // It was there for two seconds after the client had gone.
-    assert_eq!(held(&orphaned(1_000), 21_000, 7).0, ["fault_stranded", "blocks_not_home"]);
+    assert_eq!(held(&orphaned(1_000), 21_000, 7).0, ["fault_stranded", "blocks_not_freed"]);
     // The lease is over, and its blocks stayed; or came back with it.
-    for (kept, expected) in [(true, vec!["fault_stranded", "blocks_not_home"]), (false, vec![])] {
+    for (kept, expected) in [(true, vec!["fault_stranded", "blocks_not_freed"]), (false, vec![])] {
         let mut script = orphaned(3_002);
         let ended = lends("consumer_failed", 3_010);
         script.told(P, "lost", &ended[6..if kept { 7 } else { 8 }]);
         if !kept {
-            script.0.retain(|record| !matches!(record, Record::Books(books) if books.at_us == 16_000_000));
+            script
+                .0
+                .retain(|record| !matches!(record, Record::EngineState(books) if books.at_us == 16_000_000));
         }
         assert_eq!(held(&script, 21_000, if kept { 7 } else { 0 }).0, expected);
     }
@@ -217,7 +219,7 @@ fn what_a_killed_router_does_not_owe_is_not_excused() {
     });
     script.0.push(Record::Restarted { engine: P, at_us: 21_050_000 });
     let (found, excused, _) = held(&script, 24_000, 7);
-    assert_eq!((found, excused), (vec!["blocks_not_home"], 0));
+    assert_eq!((found, excused), (vec!["blocks_not_freed"], 0));
 }
 
 /// What an engine lent that was itself killed is in no books of the one that came after it.
@@ -231,5 +233,5 @@ fn what_died_with_an_engine_excuses_nothing_of_the_one_that_follows() {
     script.books(P, 18_000, 7, 2, 0);
     script.0.push(Record::Restarted { engine: P, at_us: 8_050_000 });
     let (found, excused, _) = held(&script, 21_000, 7);
-    assert_eq!((found, excused), (vec!["fault_stranded", "blocks_not_home"], 0));
+    assert_eq!((found, excused), (vec!["fault_stranded", "blocks_not_freed"], 0));
 }

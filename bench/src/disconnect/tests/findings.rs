@@ -13,13 +13,16 @@ fn a_lease_that_only_time_ends_is_named() {
     assert_eq!(names(&summary), ["gap_stranded", "leases_expired"]);
     assert_eq!(summary.findings[0].shown_by, ["held"]);
     assert!(
-        summary.findings[0].says.contains("of 1 an engine's log has no word"),
+        summary.findings[0].says.contains("1: an engine's event log has no abort"),
         "{}",
         summary.findings[0].says
     );
     let gap = summary.phases.iter().find(|row| row.phase == Phase::Gap).expect("a row");
-    assert_eq!((gap.group.left, gap.group.stranded, gap.group.expired, gap.group.never_told), (2, 1, 1, 1));
-    near(gap.group.back_ms.max, 29_999.0);
+    assert_eq!(
+        (gap.group.cancelled, gap.group.stranded, gap.group.expired, gap.group.abort_not_received),
+        (2, 1, 1, 1)
+    );
+    near(gap.group.time_to_free_ms.max, 29_999.0);
 }
 
 #[test]
@@ -40,12 +43,12 @@ fn who_was_told_and_kept_the_blocks_is_told_from_who_was_not() {
         found.expect("it is found").says.clone()
     };
     let all_told = says(&script);
-    let kept = "of 2 engines were told, and did not give them back in time";
+    let kept = "2: engines received the abort and did not free the blocks in time";
     assert!(all_told.contains("2 of 3") && all_told.ends_with(kept), "{all_told}");
     script.told(P, "untold", &lends(Cause::Expired.label(), 31_020));
     let one_was_not = says(&script);
     assert!(one_was_not.contains("3 of 4") && one_was_not.ends_with(kept), "{one_was_not}");
-    assert!(one_was_not.contains("of 1 an engine's log has no word that they had gone"), "{one_was_not}");
+    assert!(one_was_not.contains("1: an engine's event log has no abort"), "{one_was_not}");
     // Who is told late, and gives everything back at once, is not who keeps it.
     let mut late = storm();
     late.act("phase gap", ActKind::Phase, 2_000, 40_000, |script, act| {
@@ -53,7 +56,7 @@ fn who_was_told_and_kept_the_blocks_is_told_from_who_was_not() {
     });
     late.told(P, "late", &lends("client_gone", 4_020));
     assert!(
-        says(&late).ends_with("of 1 engines were told only later, and gave them back then"),
+        says(&late).ends_with("1: engines received the abort later and freed the blocks then"),
         "{}",
         says(&late)
     );
@@ -97,8 +100,8 @@ fn a_lease_that_was_open_when_a_router_was_killed_is_excused_and_no_other() {
     assert_eq!(summary.excused_leases, 1);
     // Its time was over long after the part of the run in which it was open, and is that part's all the same.
     assert_eq!(summary.faults[0].expired, 1);
-    assert!(report::text(&summary).contains("1 lease that only time has ended is excused"));
-    assert!(report::page(&summary).contains("<b>Excused:</b> 1 lease that"));
+    assert!(report::text(&summary).contains("1 expired lease is excused"));
+    assert!(report::page(&summary).contains("<b>Excused:</b> 1 expired lease"));
     // One more is somebody else's, and so is one that was lent when all was mended.
     let mut more = Script(script.0.clone());
     more.books(P, 34_000, 0, 4, 0);
@@ -176,13 +179,13 @@ fn a_deployment_that_does_not_say_the_same_twice_is_named_or_said_to_be_unjudged
     script.0.extend(vec![replay(Some("wordword"), &[], false); 96]);
     script.0.push(replay(None, &["word", "other"], false));
     let summary = script.summary();
-    assert_eq!((summary.texts.compared, summary.texts.wrong, summary.texts.unsteady), (96, 0, 1));
+    assert_eq!((summary.texts.compared, summary.texts.wrong, summary.texts.nondeterministic), (96, 0, 1));
     assert_eq!(
         (names(&summary), summary.findings[0].shown_by.as_slice()),
-        (vec!["texts_unsteady"], &["s1".to_owned()][..])
+        (vec!["texts_nondeterministic"], &["s1".to_owned()][..])
     );
     assert!(
-        report::text(&summary).contains("1 more could not be compared")
+        report::text(&summary).contains("1 more cannot be compared")
             && report::page(&summary).contains("several without load</td><td>1</td>")
     );
     // As files from before were written.
@@ -196,9 +199,9 @@ fn a_deployment_that_does_not_say_the_same_twice_is_named_or_said_to_be_unjudged
         }
     }
     let summary = script.summary();
-    assert_eq!((summary.texts.unsteady, summary.texts.unanswered, names(&summary)), (3, 1, vec![]));
+    assert_eq!((summary.texts.nondeterministic, summary.texts.unanswered, names(&summary)), (3, 1, vec![]));
     assert!(
-        unknown(&summary, "3 of 100 answers: ") && !unknown(&summary, "1 of 100"),
+        unknown(&summary, "3 of 100 responses: ") && !unknown(&summary, "1 of 100"),
         "{:?}",
         summary.unknown()
     );

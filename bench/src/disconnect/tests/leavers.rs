@@ -1,7 +1,7 @@
 //! Who was to leave in the storms, what was asked again, and what else the reports say of it.
 
 use super::super::retries::Retries;
-use super::super::summary::StormLeavers;
+use super::super::summary::StormCancels;
 use super::*;
 
 #[test]
@@ -20,15 +20,16 @@ fn who_leaves_a_storm_in_time_is_counted_and_said() {
         call.retries = Some("queued".into());
     });
     let summary = script.summary();
-    let leavers = summary.storm_leavers.expect("there were storms");
+    let leavers = summary.storm_cancels.expect("there were storms");
     // Of the first storm five of six, of whom one was too late.
-    let expected = StormLeavers { requests: 9, drawn: 7, in_time: 5, share_in_time: 5.0 / 9.0 };
+    let expected = StormCancels { requests: 9, drawn: 7, in_time: 5, share_in_time: 5.0 / 9.0 };
     assert_eq!(leavers, expected);
-    let says = "7 of 9 clients were to leave, and 5 left while their request was not over (55.6 % of all)";
+    let says =
+        "7 of 9 requests were selected for a cancel. 5 were cancelled before they completed (55.6 % of all)";
     assert!(report::text(&summary).contains(says) && report::page(&summary).contains(says));
     let json = serde_json::to_value(&summary).expect("JSON");
-    assert_eq!((&json["storm_leavers"]["drawn"], &json["storm_leavers"]["in_time"]), (&7.into(), &5.into()));
-    assert!(Script::new().summary().storm_leavers.is_none());
+    assert_eq!((&json["storm_cancels"]["drawn"], &json["storm_cancels"]["in_time"]), (&7.into(), &5.into()));
+    assert!(Script::new().summary().storm_cancels.is_none());
 }
 
 /// A client that runs out of patience, and what becomes of each time that it asks again.
@@ -69,8 +70,8 @@ fn what_is_asked_again_is_counted_by_kind_and_by_fault() {
         let row = page.split_once(&format!("<tr><td>{name}</td>")).expect("a row").1;
         row[..row.find("</tr>").expect("its end") + 5].to_owned()
     };
-    assert!(text.contains("timeout: 5 asked again, 3 of these failed, 1 clients gave up"), "{text}");
-    assert!(text.contains("\n  1 asked again, 1 of these failed, 1 clients gave up"), "{text}");
+    assert!(text.contains("timeout: 5 retries, 3 of them failed, 1 clients without a response"), "{text}");
+    assert!(text.contains("\n  1 retries, 1 of them failed, 1 clients without a response"), "{text}");
     assert!(kind("timeout").ends_with("<td>0</td><td>0</td><td>5</td><td>3</td></tr>"), "{page}");
     assert!(kind("FIN").ends_with("<td>0</td><td>1</td><td>–</td><td>–</td></tr>"), "{page}");
 }
@@ -82,12 +83,12 @@ fn the_reports_say_by_what_and_beside_what_it_was_measured() {
     (run.command, run.nice) = ("baton bench disconnect".into(), Some(-15));
     let summary = script.summary();
     for said in [report::text(&summary), report::page(&summary)] {
-        assert!(said.contains(", at nice -15") && said.contains("--beside FILE"), "{said}");
+        assert!(said.contains(", at nice -15") && said.contains("--compare-with FILE"), "{said}");
     }
-    script.0.push(Record::Beside { compared: serde_json::json!({"targets": []}) });
+    script.0.push(Record::ComparedWith { compared: serde_json::json!({"targets": []}) });
     let summary = script.summary();
     for said in [report::text(&summary), report::page(&summary)] {
-        assert!(!said.contains("--beside"), "{said}");
+        assert!(!said.contains("--compare-with"), "{said}");
     }
     // As files from before were written.
     let Some(Record::Run(run)) = script.0.first_mut() else { panic!("a run") };
@@ -98,17 +99,17 @@ fn the_reports_say_by_what_and_beside_what_it_was_measured() {
 #[test]
 fn what_is_drawn_is_there_as_numbers() {
     let series = report::series(&storm().summary());
-    assert_eq!(series["parts"][1], serde_json::json!({"name": "storm", "from_s": 1.0, "to_s": 2.0}));
+    assert_eq!(series["segments"][1], serde_json::json!({"name": "storm", "from_s": 1.0, "to_s": 2.0}));
     // Three clients whose blocks were back after 5, 3 and 11 ms, each in a phase of its own.
     let stream = serde_json::json!({"phase": "stream", "n": 1, "never": 0, "ms_percent": [[11.0, 100.0]]});
-    assert_eq!(series["blocks_back"].as_array().map(Vec::len), Some(3));
-    assert!(series["blocks_back"].as_array().expect("phases").contains(&stream), "{series:#}");
+    assert_eq!(series["time_to_free"].as_array().map(Vec::len), Some(3));
+    assert!(series["time_to_free"].as_array().expect("phases").contains(&stream), "{series:#}");
     assert_eq!(series["ttft_ms_percent"]["storm"], serde_json::json!([[12.0, 100.0]]));
     // Of the calm the one request whose client stays in the storm; it has one token.
     assert_eq!(series["ttft_ms_percent"]["calm"], serde_json::json!([[40.0, 100.0]]));
     assert_eq!(series["itl_ms_percent"], serde_json::json!({"calm": [], "storm": [[10.0, 100.0]]}));
     assert_eq!(series["pools"][P]["engine"], "prefill");
-    let held = series["held_for_nobody_s_blocks"].as_array().expect("points");
+    let held = series["stranded_s_blocks"].as_array().expect("points");
     assert_eq!(held.last().map(|point| &point[1]), Some(&0.0.into()));
 }
 
@@ -137,5 +138,18 @@ fn who_is_let_go_while_it_reads_nothing_is_told_from_who_came_too_late() {
     script.told(D, "over by itself", &[("ended", 1_301, 9, "length"), ("freed", 1_302, 8, "")]);
     let summary = script.summary();
     let row = summary.kinds.iter().find(|row| row.kind == Kind::Stall).expect("a row");
-    assert_eq!((row.group.left, row.too_late, row.let_go), (0, 2, 1));
+    assert_eq!((row.group.cancelled, row.too_late, row.dropped_by_server), (0, 2, 1));
+}
+
+#[test]
+fn who_half_closes_and_is_served_is_counted_apart() {
+    let mut script = storm();
+    script.act("phase stream", ActKind::Phase, 2_000, 5_000, |script, act| {
+        script.left(act, "h", 1_060, Kind::HalfClose, Phase::Stream, 3);
+        let Some(Record::Call(call)) = script.0.last_mut() else { panic!("a call") };
+        call.outcome = "done".into();
+    });
+    let summary = script.summary();
+    let row = summary.kinds.iter().find(|row| row.kind == Kind::HalfClose).expect("a row");
+    assert_eq!((row.served, row.group.cancelled), (1, 0));
 }

@@ -8,7 +8,7 @@ fn looks(script: &mut Script, engine: usize, at: impl Fn(u64) -> (u64, u64)) {
     for at_us in (0..=10_000_000_u64).step_by(40_000) {
         let (held, requests) = at(at_us / 1_000);
         let books = Books { engine, at_us, took_us: 2_000, total: 100, held, requests, ..Books::default() };
-        script.0.push(Record::Books(books));
+        script.0.push(Record::EngineState(books));
     }
 }
 
@@ -65,12 +65,12 @@ fn without_the_size_of_a_pool_or_a_quiet_look_nothing_is_said_and_that_is_told()
     let summary = told_by_metrics(0).summary();
     assert!(summary.sampled.is_none());
     let unknown = summary.unknown().join("; ");
-    assert!(unknown.contains("prefill does not tell how many blocks its pool has"), "{unknown}");
+    assert!(unknown.contains("prefill does not report the size of its pool"), "{unknown}");
     assert!(report::page(&summary).contains("<td>5.0 %</td>"), "held at most, as a share");
     let busy = |engines: &[usize]| {
         let mut busy = told_by_metrics(100);
         for record in &mut busy.0 {
-            if let Record::Books(books) = record
+            if let Record::EngineState(books) = record
                 && engines.contains(&books.engine)
             {
                 books.requests = 1;
@@ -80,18 +80,15 @@ fn without_the_size_of_a_pool_or_a_quiet_look_nothing_is_said_and_that_is_told()
     };
     let summary = busy(&[P, D]);
     let unknown = summary.unknown().join("; ");
-    assert!(
-        summary.sampled.is_none() && unknown.contains("prefill was at no look without a request"),
-        "{unknown}"
-    );
+    assert!(summary.sampled.is_none() && unknown.contains("prefill had a request or a client"), "{unknown}");
     // Of one engine it can be said, and of the other not.
     let summary = busy(&[D]);
     let sampled = summary.sampled.expect("it is known of one engine");
     assert_eq!((sampled.unknown_engines, summary.engines[D].sampled), (1, None));
     near(sampled.held.block_seconds, 7.0 * (3.96 + 0.04 + 0.02));
     let unknown = summary.unknown().join("; ");
-    assert!(unknown.contains("decode was at no look") && !unknown.contains("prefill was"), "{unknown}");
-    assert!(report::text(&summary).contains("without 1 of which it cannot be said"));
+    assert!(unknown.contains("decode had a request") && !unknown.contains("prefill had"), "{unknown}");
+    assert!(report::text(&summary).contains("without 1 engines that cannot be sampled"));
     assert!(report::page(&summary).contains("≥ 28,140.00"));
 }
 

@@ -25,7 +25,7 @@ fn the_load_is_told_with_what_the_deployment_can_do_and_how_late_the_benchmark_w
     assert_eq!((load.late_calm_ms.min, load.late_calm_ms.max), (1.0, 1.0));
     assert_eq!((load.late_storm_ms.p50, load.late_storm_ms.max), (0.0, 1.0));
     let said =
-        "got 4.2 requests/s done; in calm and storm 2.1 requests/s are asked, half of that; they began later";
+        "reach 4.2 requests/s; calm and storm send 2.1 requests/s, half of that; start after the due time";
     assert!(report::text(&summary).contains(said), "{}", report::text(&summary));
     assert!(report::page(&summary).contains(said));
     let written = serde_json::to_value(&summary).expect("JSON");
@@ -38,7 +38,7 @@ fn an_answer_that_nobody_compared_is_no_good_news() {
     let summary = storm().summary();
     assert_eq!(summary.texts.compared, 0);
     let page = report::page(&summary);
-    assert!(page.contains("<b class=\"\">0 of 0</b><span>answers differ"), "{page}");
+    assert!(page.contains("<b class=\"\">0 of 0</b><span>responses differ"), "{page}");
 }
 
 /// Every key of an object, and of those within it; but for those of `skip`.
@@ -60,10 +60,11 @@ fn keys(value: &Value, skip: &[&str], into: &mut BTreeSet<String>) {
 #[test]
 fn the_documentation_says_what_every_key_of_a_summary_means() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let page = std::fs::read_to_string(root.join("docs/disconnect.md")).expect("the documentation");
+    let page =
+        std::fs::read_to_string(root.join("docs/reference/disconnect-report.md")).expect("the documentation");
     let (_, table) = page.split_once("\n## summary.json\n").expect("its table");
     let (table, _) = table.split_once("\n## ").expect("what comes after it");
-    let sample = root.join("bench/results/2026-11-23-disconnect/summary.json");
+    let sample = root.join("bench/results/disconnect/2026-11-23-zen5/summary.json");
     let sample: Value = serde_json::from_slice(&std::fs::read(sample).expect("a sample")).expect("JSON");
     // One in which everything was well has no finding, nothing that never came, and nothing from samples of metrics.
     let mut script = storm();
@@ -78,7 +79,7 @@ fn the_documentation_says_what_every_key_of_a_summary_means() {
     assert!(!written["findings"].as_array().expect("an array").is_empty());
     let mut used = BTreeSet::new();
     // What another command writes is told where that is; options are those of the command line; and phases are the page's.
-    keys(&sample, &["beside", "options", "in_flight"], &mut used);
+    keys(&sample, &["compared_with", "options", "in_flight"], &mut used);
     keys(&written, &["options", "in_flight"], &mut used);
     keys(&serde_json::to_value(super::super::sampled::Sampled::default()).expect("JSON"), &[], &mut used);
     let phases = serde_json::to_value(Phase::ALL).expect("JSON");
@@ -86,5 +87,9 @@ fn the_documentation_says_what_every_key_of_a_summary_means() {
     let is_told = |key: &str| table.contains(&format!("`{key}`"));
     let untold: Vec<_> = used.iter().filter(|key| !is_phase(key) && !is_told(key)).collect();
     assert!(used.len() > 80, "{used:?}");
-    assert_eq!(untold, Vec::<&String>::new(), "keys that docs/disconnect.md does not tell");
+    assert_eq!(
+        untold,
+        Vec::<&String>::new(),
+        "keys that docs/reference/disconnect-report.md does not explain"
+    );
 }

@@ -69,22 +69,21 @@ fn short_prefills_that_nobody_stops_are_named() {
     let summary = run(&[telling(), untold].concat()).summary();
     assert_eq!(names(&summary), ["prefill_not_aborted"]);
     let says = &summary.findings[0].says;
-    assert!(says.starts_with("20 of 20 requests") && says.contains("20 of them without a word"), "{says}");
+    assert!(
+        says.contains("20 of 20 cancelled requests") && says.contains("20 of them without an abort"),
+        "{says}"
+    );
     // Over by themselves within 20 ms: neither told nor never told.
-    assert_eq!((summary.all.left, summary.all.never_told, summary.all.told_ms.n), (40, 0, 20));
-    near(summary.all.told_ms.max, 1.0);
+    assert_eq!((summary.all.cancelled, summary.all.abort_not_received, summary.all.abort_ms.n), (40, 0, 20));
+    near(summary.all.abort_ms.max, 1.0);
     let ran_on = summary.all.ran_on.expect("it is judged");
-    assert_eq!((ran_on.untold, ran_on.judged), (20, 40));
+    assert_eq!((ran_on.completed_without_abort, ran_on.judged), (20, 40));
     let json = serde_json::to_value(&summary).expect("JSON");
-    assert_eq!(json["all"]["ran_on"], serde_json::json!({"untold": 20, "judged": 40}));
+    assert_eq!(json["all"]["ran_on"], serde_json::json!({"completed_without_abort": 20, "judged": 40}));
     assert!(
         report::text(&summary).contains("20 of 40") && report::page(&summary).contains("<td>20 of 40</td>")
     );
-    assert!(
-        !summary.unknown().iter().any(|what| what.contains("engines are told")),
-        "{:?}",
-        summary.unknown()
-    );
+    assert!(!summary.unknown().iter().any(|what| what.contains("aborts at")), "{:?}", summary.unknown());
 }
 
 #[test]
@@ -93,11 +92,11 @@ fn a_leg_that_is_over_sooner_than_anybody_can_be_told_is_not_judged() {
     let summary = run(&[telling(), short].concat()).summary();
     assert_eq!(names(&summary), [""; 0]);
     let row = &summary.work[0];
-    assert_eq!((row.leg, row.at_work, row.judged, row.untold), ("prefill", 20, 0, 0));
+    assert_eq!((row.leg, row.at_work, row.judged, row.completed_without_abort), ("prefill", 20, 0, 0));
     // Nine of ten were told within 0.9 ms.
-    near(row.telling_ms, 0.9);
+    near(row.abort_delivery_ms, 0.9);
     let unknown = summary.unknown().join("; ");
-    assert!(unknown.contains("prefill engines are told is known of only 0 of 20"), "{unknown}");
+    assert!(unknown.contains("aborts at prefill engines: only 0 of 20"), "{unknown}");
     // Where nobody was told anything, nothing is known of how long that takes.
     let summary = run(&legs(20, (P, Then::Ends(19_000)))).summary();
     assert_eq!((names(&summary), summary.work[0].judged), (vec![], 0));
@@ -122,7 +121,7 @@ fn a_few_that_were_not_told_are_races_as_long_as_telling_is_as_slow() {
     // One of ten takes 8 ms to be told: of those that had 5 ms left one of ten is missed by honest engines too.
     let slow = legs(10, (P, Then::Told(8_000)));
     let summary = run(&[told(90), slow.clone(), untold(9, 5_000)].concat()).summary();
-    assert_eq!((names(&summary), summary.work[0].untold), (vec![], 9));
+    assert_eq!((names(&summary), summary.work[0].completed_without_abort), (vec![], 9));
     near(summary.work[0].by_chance, 0.1);
     // And twice as many are more than that, and than chance.
     let many = [told(90), slow.clone(), untold(60, 5_000)].concat();
@@ -135,7 +134,7 @@ fn a_few_that_were_not_told_are_races_as_long_as_telling_is_as_slow() {
     // Nobody needs more than 20 ms, however slow the others are told.
     let slower = legs(40, (P, Then::Told(60_000)));
     let summary = run(&[told(60), slower, untold(9, 21_000)].concat()).summary();
-    near(summary.work[0].telling_ms, 20.0);
+    near(summary.work[0].abort_delivery_ms, 20.0);
     assert_eq!(names(&summary), ["prefill_not_aborted"]);
 }
 
@@ -148,9 +147,9 @@ fn who_is_done_by_itself_is_told_only_where_it_was() {
         (Then::Told(15_000), 0, Some(15.0)),
     ] {
         let all = run(&[(P, then)]).summary().all;
-        assert_eq!((all.never_told, all.told_ms.n), (never, usize::from(told.is_some())), "{all:?}");
-        assert_eq!((all.told_ms.max, all.told_ms.never as u64), (told.unwrap_or(0.0), never));
-        assert_eq!(all.back_ms.n, 1, "its blocks were back all the same");
+        assert_eq!((all.abort_not_received, all.abort_ms.n), (never, usize::from(told.is_some())), "{all:?}");
+        assert_eq!((all.abort_ms.max, all.abort_ms.never as u64), (told.unwrap_or(0.0), never));
+        assert_eq!(all.time_to_free_ms.n, 1, "its blocks were back all the same");
     }
 }
 
@@ -222,11 +221,11 @@ fn who_came_too_late_is_counted_and_said() {
     });
     let summary = script.summary();
     let row = summary.kinds.iter().find(|row| row.kind == Kind::Stall).expect("a row");
-    assert_eq!((row.group.left, row.served, row.too_late), (2, 0, 11));
+    assert_eq!((row.group.cancelled, row.served, row.too_late), (2, 0, 11));
     let fin = summary.kinds.iter().find(|row| row.kind == Kind::Fin).expect("a row");
-    assert_eq!((fin.group.left, fin.too_late), (3, 1));
+    assert_eq!((fin.group.cancelled, fin.too_late), (3, 1));
     let unknown = summary.unknown().join("; ");
-    assert!(unknown.contains("clients that leave by stall: only 2 of 13 were measured"), "{unknown}");
+    assert!(unknown.contains("cancel by stall: only 2 of 13 were measured"), "{unknown}");
     assert!(report::page(&summary).contains("<th>too late</th>"));
     // Tokens that a stalled client does not look at have reached it all the same.
     let mut unread = Script(script.0.clone());
@@ -237,7 +236,7 @@ fn who_came_too_late_is_counted_and_said() {
     }
     let hit = |summary: &Summary| {
         let row = summary.phases.iter().find(|row| row.phase == Phase::Stream);
-        row.map(|row| row.group.left)
+        row.map(|row| row.group.cancelled)
     };
     assert_eq!((hit(&summary), hit(&unread.summary())), (Some(3), Some(3)));
 }

@@ -44,19 +44,19 @@ fn what_a_deployment_cannot_know_yet_is_no_finding_and_what_it_never_notices_is(
         // It is counted by itself, and as one of its kind.
         let vanished = summary.vanished.as_ref().expect("one");
         for group in [&vanished.group, &vanished.phases[0].group, &vanish_row(&summary).group] {
-            assert_eq!((group.left, group.stranded), (1, u64::from(found)), "{back}");
-            near(group.back_ms.max, (back - 1_060) as f64);
-            assert!(group.answer_tokens_for_nobody > 0);
+            assert_eq!((group.cancelled, group.stranded), (1, u64::from(found)), "{back}");
+            near(group.time_to_free_ms.max, (back - 1_060) as f64);
+            assert!(group.wasted_response_tokens > 0);
         }
         let (noticed, by_itself) = (vanished.noticed_ms.n, vanished.by_itself_ms.n);
         assert_eq!((noticed, by_itself), (usize::from(aborted && !found), usize::from(!aborted && !found)));
         // And in no number of those that can be known at once.
-        assert_eq!((summary.left, &summary.all.told_ms), (healthy.left, &healthy.all.told_ms));
+        assert_eq!((summary.cancelled, &summary.all.abort_ms), (healthy.cancelled, &healthy.all.abort_ms));
         near(summary.all.block_seconds, healthy.all.block_seconds);
-        let of = |summary: &Summary| summary.phases.iter().map(|row| row.group.left).collect::<Vec<_>>();
+        let of = |summary: &Summary| summary.phases.iter().map(|row| row.group.cancelled).collect::<Vec<_>>();
         assert_eq!((of(&summary), &summary.work), (of(&healthy), &healthy.work));
         // Where nothing had to be noticed, whether it would have been is not known.
-        let unjudged = "whether the deployment notices that a client's host has vanished";
+        let unjudged = "detection of vanished clients";
         let said = summary.unknown().iter().any(|what| what.contains(unjudged));
         assert_eq!(said, !aborted && !found, "{:?}", summary.unknown());
         let (text, page) = (report::text(&summary), report::page(&summary));
@@ -81,7 +81,7 @@ fn the_bound_is_what_was_asked_for() {
     script.books(D, 100_000, 0, 0, 0);
     let summary = script.summary();
     assert_eq!(names(&summary), ["vanished_stranded"]);
-    assert!(summary.findings[0].says.contains("not back within 4 s"), "{}", summary.findings[0].says);
+    assert!(summary.findings[0].says.contains("for more than 4 s"), "{}", summary.findings[0].says);
 }
 
 #[test]
@@ -95,10 +95,10 @@ fn what_is_held_when_a_run_is_broken_off_may_be_a_client_that_vanished() {
         script.books(P, watched, 0, 2, 0);
         script.books(D, watched, 7, 0, 0);
         let summary = script.summary();
-        let expected: &[&str] = if left_behind { &["vanished_stranded", "blocks_not_home"] } else { &[] };
+        let expected: &[&str] = if left_behind { &["vanished_stranded", "blocks_not_freed"] } else { &[] };
         assert_eq!(names(&summary), expected);
         let vanished = &summary.vanished.as_ref().expect("one").group;
-        assert_eq!((vanished.never_back, vanished.stranded), (1, u64::from(left_behind)));
+        assert_eq!((vanished.never_freed, vanished.stranded), (1, u64::from(left_behind)));
         let said = summary.unknown().iter().any(|what| what.contains("still holds 7 blocks at the end for"));
         assert_eq!(said, !left_behind, "{:?}", summary.unknown());
     }
@@ -119,7 +119,7 @@ fn engines_that_tell_metrics_only_are_accused_of_vanished_clients_from_the_bound
             script.books(D, at, 8, 0, 0);
         }
         script.books(D, 21_500, 0, 0, 0);
-        let named = |script: &Script| names(&script.summary()).contains(&"held_for_nobody");
+        let named = |script: &Script| names(&script.summary()).contains(&"orphaned_blocks");
         assert_eq!(named(&script), found);
         for at in (22_000..=40_000).step_by(500) {
             script.books(D, at, 8, 0, 0);
@@ -134,7 +134,7 @@ fn what_could_not_be_played_is_said() {
     let mut script = storm();
     script.0.push(Record::NotPlayed { kind: Kind::Vanish, why: "it needs <root>".into() });
     let summary = script.summary();
-    let said = "clients that leave by vanish: none could, and none was to: it needs ";
+    let said = "cancel by vanish: not possible here: it needs ";
     assert!(summary.unknown().iter().any(|what| what.contains(said)));
     assert!(report::text(&summary).contains(said) && report::page(&summary).contains(said));
     assert!(!summary.kinds.iter().any(|row| row.kind == Kind::Vanish) && summary.vanished.is_none());

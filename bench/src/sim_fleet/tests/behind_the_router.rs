@@ -70,7 +70,7 @@ async fn a_stock_engine_strands_the_blocks_of_a_caller_that_leaves_in_its_reply_
     let site = Site::with(engine);
     let (address, running) = router(&site.fleet).await;
     let caller = Caller::post(address, "/v1/completions", &ask(&prompt(1, 40), 5, "mine")).await;
-    site.event(Role::Prefill, "mine", "lent").await;
+    site.event(Role::Prefill, "mine", "lease_opened").await;
     caller.leaves(Leaves::Fin);
     let replied = site.event(Role::Prefill, "mine", "replied").await;
     assert_eq!((&replied["result"], site.usage(Role::Prefill).leased), (&json!("dropped"), 3));

@@ -42,7 +42,8 @@ async fn the_events_of_a_handoff_are_told_in_their_order() {
         let ask = ask(&prompt(1, 40), 5, "mine");
         let second = site.lent(&ask).await;
         site.complete(Role::Decode, &second).await;
-        let first = ["queued", "started", "computed", "first_token", "lent", "ended", "lease_ended", "freed"];
+        let first =
+            ["queued", "started", "computed", "first_token", "lease_opened", "ended", "lease_ended", "freed"];
         assert_eq!(site.kinds(Role::Prefill, "mine"), first);
         let second =
             ["queued", "fetching", "fetched", "started", "computed", "first_token", "ended", "freed"];
@@ -65,7 +66,7 @@ async fn a_caller_that_half_closes_before_the_reply_is_written_does_not_get_it()
             &first_leg(&ask(&prompt(1, 40), 5, "mine")),
         )
         .await;
-        site.event(Role::Prefill, "mine", "lent").await;
+        site.event(Role::Prefill, "mine", "lease_opened").await;
         caller.0.shutdown().await.expect("a half-close");
         let replied = site.event(Role::Prefill, "mine", "replied").await;
         assert_eq!(replied["result"], "dropped", "{dialect:?}");
@@ -210,7 +211,7 @@ async fn an_abort_by_name_finds_a_request_that_runs_that_has_lent_and_that_is_ye
         Caller(stream)
     };
     let _lent = named("lent", 10).await;
-    site.event(Role::Prefill, "lent", "lent").await;
+    site.event(Role::Prefill, "lent", "lease_opened").await;
     assert_eq!(abort("lent").await, "released");
     assert_eq!(site.event(Role::Prefill, "lent", "lease_ended").await["reason"], "aborted");
     let _runs = named("runs", 800).await;

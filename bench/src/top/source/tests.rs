@@ -50,7 +50,7 @@ fn sources(admins: &[&str]) -> Sources {
 /// A look of a router's at one engine, which has ended so many leases by then.
 fn look(engine: &str, at_us: u64, ended: u64) -> Value {
     json!({"at_us": at_us, "routers": [{}], "engines": [{"engine": engine, "at_us": at_us, "epoch": "e",
-        "source": "books", "releases": {"transfer_done": ended}}]})
+        "source": "debug_kv", "releases": {"transfer_done": ended}}]})
 }
 
 /// As routers said it that told no times of engines.
@@ -92,7 +92,7 @@ async fn every_router_has_looks_and_a_clock_of_its_own() {
     let sources = sources(&[&one, &two]);
     assert_eq!(rates(&sources, 6).await, [0.0, 10.0, 50.0, 50.0, 50.0, 50.0]);
     let snapshot = sources.snapshot().await;
-    let seen: Vec<_> = snapshot.engines.iter().map(|e| (e.at_us, e.seen_by.as_str())).collect();
+    let seen: Vec<_> = snapshot.engines.iter().map(|e| (e.at_us, e.observed_by.as_str())).collect();
     assert_eq!(seen, [(9_004_000_000, one.as_str()), (5_403_500_000, two.as_str())]);
 }
 
@@ -132,5 +132,5 @@ async fn the_router_that_had_a_request_tells_its_life() {
     assert_eq!((line.moments.len(), line.notes.len()), (1, 1), "who may have the account is named");
     assert!(line.notes[0].contains(&broken), "{:?}", line.notes);
     let line = sources(&[&forgot, &forgot]).timeline("a").await;
-    assert_eq!(line, Err("no router in view remembers this request".to_owned()));
+    assert_eq!(line, Err("no known router has this request".to_owned()));
 }

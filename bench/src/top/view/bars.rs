@@ -23,14 +23,14 @@ pub(super) enum State {
 
 /// In the order of a bar, with what each means.
 pub(super) const STATES: [(State, &str); 8] = [
-    (State::Active, "of requests that run"),
-    (State::Leased, "lent to a decode engine, under a lease"),
-    (State::Draining, "of leases that are over, until their readers are quiet"),
-    (State::Stranded, "of leases that nobody reads and whose request is over"),
+    (State::Active, "of running requests"),
+    (State::Leased, "leased to a decode engine"),
+    (State::Draining, "of ended leases, until their readers are quiet"),
+    (State::Stranded, "of leases without a reader, whose request has ended"),
     (State::Landing, "being written by a transfer"),
-    (State::Storing, "being copied to a tier below"),
-    (State::Cached, "nobody's; a repeated prompt finds them"),
-    (State::Free, "nobody's"),
+    (State::Storing, "being copied to a lower tier"),
+    (State::Cached, "unused; a repeated prompt finds them"),
+    (State::Free, "unused"),
 ];
 
 impl State {
@@ -120,7 +120,7 @@ pub(super) fn lines(app: &App, theme: Theme, width: u16, most: usize) -> Vec<Lin
     }
     let mut lines = vec![Line::from(legend)];
     if engines.is_empty() {
-        lines.push(Line::raw("no engine is in view"));
+        lines.push(Line::raw("no engine is known: add --admin or --engine"));
         return lines;
     }
     let two = 1 + 2 * engines.len() < most;
@@ -270,7 +270,7 @@ const SPARKS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█
 /// Leases that ended per second, by cause.
 pub(super) fn releases(app: &App, theme: Theme, width: u16, most: usize) -> Vec<Line<'static>> {
     const NAME: usize = 18;
-    let heads = format!("{:<NAME$}{:>6} {:>7}", "LEASES ENDED", "per s", "in all");
+    let heads = format!("{:<NAME$}{:>6} {:>7}", "LEASES ENDED", "per s", "total");
     let mut lines = vec![Line::styled(fit(&heads, usize::from(width)), theme.heading())];
     let causes = app.history.causes();
     if causes.is_empty() {

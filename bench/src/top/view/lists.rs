@@ -104,7 +104,7 @@ fn leases(app: &App, theme: Theme, width: usize) -> Listed {
         ("state", 8, false),
         ("age", 7, true),
         ("left", 7, true),
-        ("why it is held", why, false),
+        ("reason", why, false),
     ];
     let rows = leases.iter().map(|lease| {
         let stranded = lease.stranded == Some(true);
@@ -120,12 +120,7 @@ fn leases(app: &App, theme: Theme, width: usize) -> Listed {
         ];
         (cells, if stranded { theme.alarm() } else { Style::new() })
     });
-    (
-        head,
-        columns,
-        rows.collect(),
-        if app.filter.is_empty() { "no lease is live" } else { "no lease matches" },
-    )
+    (head, columns, rows.collect(), if app.filter.is_empty() { "no live leases" } else { "no lease matches" })
 }
 
 fn place(engine: &str, rank: u64) -> String {
@@ -163,8 +158,8 @@ fn requests(app: &App, width: usize) -> Listed {
         (cells, Style::new())
     });
     let empty = match (app.snapshot.routers.is_empty(), app.filter.is_empty()) {
-        (true, _) => "no router is in view: give one with --admin",
-        (false, true) => "nothing is in flight",
+        (true, _) => "no router is known: add --admin",
+        (false, true) => "no requests in flight",
         (false, false) => "no request matches",
     };
     (head, columns, rows.collect(), empty)

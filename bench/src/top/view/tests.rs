@@ -11,6 +11,9 @@ use ratatui::backend::TestBackend;
 use super::super::app::Key;
 use super::*;
 
+#[path = "picture.rs"]
+mod picture;
+
 fn drawn(app: &App, width: u16, height: u16, theme: Theme) -> (String, ratatui::buffer::Buffer) {
     let Ok(mut terminal) = Terminal::new(TestBackend::new(width, height));
     let Ok(_) = terminal.draw(|frame| draw(frame, app, theme));
@@ -30,13 +33,27 @@ fn looks_like(name: &str, app: &App, width: u16, height: u16) {
     assert!(frame == golden, "{name}: expected\n{golden}\nand it is\n{frame}");
 }
 
+/// Draws the picture of the documentation again and compares it.
+#[test]
+fn the_picture_of_a_storm_is_its_frame() {
+    let (_, frame) = drawn(&app(), 100, 34, Theme::Colours);
+    let picture =
+        picture::picture(&frame, "baton top: blocks by state, leases and requests in a storm of cancels");
+    let file = format!("{}/../docs/assets/top.svg", env!("CARGO_MANIFEST_DIR"));
+    if std::env::var_os("BATON_BLESS").is_some() {
+        std::fs::write(&file, &picture).expect("the picture can be written");
+    }
+    let there = std::fs::read_to_string(&file).unwrap_or_default();
+    assert!(there == picture, "BATON_BLESS=1 draws docs/assets/top.svg again");
+}
+
 fn engine(name: &str, role: &str) -> EngineView {
     EngineView {
         engine: name.to_owned(),
         role: role.to_owned(),
         model: Some("baton-demo".to_owned()),
         epoch: Some("e1".to_owned()),
-        source: Source::Books,
+        source: Source::DebugKv,
         standing: BTreeMap::from([(role.to_owned(), "usable".to_owned())]),
         leases: Some(0),
         ..EngineView::default()
@@ -77,7 +94,7 @@ fn storm() -> Snapshot {
         ..engine("vllm-0:8000", "decode")
     };
     let deaf = EngineView {
-        source: Source::Nothing,
+        source: Source::None,
         error: Some("no answer within 1 s".to_owned()),
         leases: None,
         ..engine("10.0.0.3:8100", "prefill")
@@ -192,7 +209,7 @@ fn nothing_is_known_without_a_router_and_that_is_what_is_shown() {
     app.take(snapshot);
     looks_like("engines-only-80x24", &app, 80, 24);
     let (empty, _) = drawn(&App::new(), 80, 24, Theme::Plain);
-    assert!(empty.contains("asking"), "{empty}");
+    assert!(empty.contains("loading"), "{empty}");
 }
 
 #[test]
@@ -214,7 +231,7 @@ fn a_request_is_shown_from_its_arrival_to_the_release_of_its_last_block() {
             moment(0, "router", "arrived", ""),
             moment(118, "router", "choose", "decode: 10.0.0.2:8100 (least_load: least loaded)"),
             moment(420, "10.0.0.1:8100", "queued", "prefill, 512 prompt tokens"),
-            moment(48_100, "10.0.0.1:8100", "lent", "32 blocks, for 30.0 s"),
+            moment(48_100, "10.0.0.1:8100", "lease_opened", "32 blocks, for 30.0 s"),
             moment(48_211, "router", "over", "499 client gone"),
             moment(
                 49_030,
@@ -224,13 +241,13 @@ fn a_request_is_shown_from_its_arrival_to_the_release_of_its_last_block() {
             ),
             moment(49_044, "10.0.0.1:8100", "freed", "32 blocks"),
         ],
-        notes: vec!["10.0.0.2:8100: it keeps no log of events".to_owned()],
+        notes: vec!["10.0.0.2:8100: it has no event log".to_owned()],
         ..Timeline::default()
     };
     let mut app = app();
     app.key(Key::Enter);
     let (asking, _) = drawn(&app, 80, 24, Theme::Plain);
-    assert!(asking.contains("asking the router"), "{asking}");
+    assert!(asking.contains("loading from the router"), "{asking}");
     app.told("5b1c6e0a-7d43-4f0e-9a55-0c6d1e2f3a4b", Ok(line));
     looks_like("timeline-100x16", &app, 100, 16);
     app.key(Key::Letter('j'));

@@ -19,7 +19,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, detail: &Detail, theme: Th
         Span::styled(fit(&clean(&detail.id), width.saturating_sub(9)), bold),
     ])];
     match &detail.line {
-        None => lines.push(Line::raw("asking the router and its engines…")),
+        None => lines.push(Line::raw("loading from the router and its engines…")),
         Some(Err(why)) => lines.push(Line::styled(clean(why), theme.alarm())),
         Some(Ok(line)) => {
             lines.push(Line::styled(fit(&summary(line), width), theme.dim()));
@@ -39,8 +39,8 @@ fn summary(line: &Timeline) -> String {
             let outcome = clean(line.outcome.as_deref().unwrap_or("")).replace('_', " ");
             format!("{status} {outcome} after {:.3} ms", took as f64 / 1e3)
         }
-        _ if line.moments.is_empty() => "nothing is known of it".to_owned(),
-        _ => "not over, as far as is known".to_owned(),
+        _ if line.moments.is_empty() => "unknown request".to_owned(),
+        _ => "in flight, as far as is known".to_owned(),
     });
     parts.join(", ")
 }

@@ -49,7 +49,7 @@ pub fn get(folder: Option<&Path>, source: &str, arch: &str) -> Result<Vec<u8>, D
     if let Some(path) = path
         && let Err(error) = keep(&path, &compiled.cubin)
     {
-        tracing::warn!(%error, path = %path.display(), "compiled kernels cannot be kept");
+        tracing::warn!(%error, path = %path.display(), "cannot cache compiled kernels");
     }
     Ok(compiled.cubin)
 }
@@ -74,7 +74,7 @@ fn read(path: &Path) -> Option<Vec<u8>> {
     let rest = file.strip_prefix(MARK)?;
     let (hash, cubin) = rest.split_at_checked(32)?;
     if Sha256::digest(cubin).as_slice() != hash {
-        tracing::warn!(path = %path.display(), "a file of compiled kernels is damaged; compiling them again");
+        tracing::warn!(path = %path.display(), "cached kernels damaged, compiled again");
         return None;
     }
     Some(cubin.to_vec())

@@ -206,11 +206,11 @@ pub enum DeviceError {
         what: String,
     },
     /// A step is larger than the executor was made for.
-    #[error("a step out of bounds: {0}")]
+    #[error("step out of bounds: {0}")]
     Step(String),
     /// Work was not over in time. It cannot be called off, so the device is given up: whatever this work may still write is
     /// used for nothing else any more.
-    #[error("{what} was not over after {} s; the device is given up", waited.as_secs())]
+    #[error("{what} not completed after {} s; the device is disabled", waited.as_secs())]
     Hung {
         /// Which work.
         what: &'static str,
@@ -218,10 +218,10 @@ pub enum DeviceError {
         waited: Duration,
     },
     /// The engine ends, and waits for no copy any more.
-    #[error("the engine is ending")]
+    #[error("the engine is shutting down")]
     Closed,
     /// The executor used the device in a way that is undefined. Only the software device can tell.
-    #[error("undefined on a device: {0}")]
+    #[error("undefined device operation: {0}")]
     Undefined(String),
 }
 

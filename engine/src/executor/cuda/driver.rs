@@ -129,7 +129,7 @@ impl CudaDevice {
             check("cuDeviceGetCount", sys::cuDeviceGetCount(&raw mut count))?;
             let at = i32::try_from(ordinal).ok().filter(|at| *at < count);
             let at = at.ok_or_else(|| {
-                DeviceError::Absent(format!("there is no cuda:{ordinal}: the driver shows {count} devices"))
+                DeviceError::Absent(format!("no device cuda:{ordinal}: the driver reports {count} devices"))
             })?;
             let mut device = 0;
             check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, at))?;
@@ -154,7 +154,7 @@ impl CudaDevice {
         };
         if capability < CAPABILITY_MIN {
             return Err(DeviceError::Absent(format!(
-                "{name} has compute capability {}.{}; 8.0 is the least that has bf16",
+                "{name} has compute capability {}.{}, expected at least 8.0 (bf16)",
                 capability.0, capability.1
             )));
         }
@@ -341,7 +341,7 @@ impl Device for CudaDevice {
         let result = unsafe { sys::cuMemHostRegister_v2(base, bytes, 0) };
         let locked = check("cuMemHostRegister", result);
         if let Err(error) = &locked {
-            tracing::warn!(%error, bytes, "the KV mirror cannot be page-locked; copies of blocks are slower");
+            tracing::warn!(%error, bytes, "KV mirror not page-locked, block copies are slower");
         }
         self.hosts.push(HostMemory::Region { region: region.clone(), locked: locked.is_ok() });
         Ok(Host(Self::count(self.hosts.len())))

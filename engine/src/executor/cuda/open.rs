@@ -86,7 +86,7 @@ impl FromStr for DeviceChoice {
             None if text == "cuda" => Ok(Self::Accelerator(Accelerator::Cuda(0))),
             None if text == "software" => Ok(Self::Accelerator(Accelerator::Software)),
             Some(("cuda", ordinal)) if cuda(ordinal).is_ok() => Ok(cuda(ordinal).expect("it was parsed")),
-            _ => Err(format!("device {text:?} is none of cpu, cuda:N (cuda is cuda:0), software")),
+            _ => Err(format!("unknown device {text:?}, expected cpu, cuda:N (cuda is cuda:0) or software")),
         }
     }
 }

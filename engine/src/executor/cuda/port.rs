@@ -424,7 +424,7 @@ impl DevicePool for Port {
 
     fn open(&self, offer: &Offer, descriptor: Option<OwnedFd>) -> io::Result<Box<dyn Opened>> {
         if offer.is_ours() {
-            let why = "a process does not open what it has exported itself";
+            let why = "a process cannot open memory that it exported itself";
             return Err(io::Error::new(ErrorKind::Unsupported, why));
         }
         let opened = self.memory.open(offer, descriptor)?;
@@ -467,10 +467,7 @@ impl Opened for Landing {
     fn copy(&self, runs: &[Run], region: &Region) -> io::Result<()> {
         let first = BlockId(0);
         if region.block_ptr(first) != self.region.block_ptr(first) {
-            return Err(io::Error::new(
-                ErrorKind::InvalidInput,
-                "a read into memory that is not the device's",
-            ));
+            return Err(io::Error::new(ErrorKind::InvalidInput, "the read target is not the device's pool"));
         }
         self.given_up.usable().map_err(io::Error::other)?;
         self.opened.copy(runs, region).inspect_err(|error| {

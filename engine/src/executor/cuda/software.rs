@@ -438,7 +438,7 @@ impl Device for SoftDevice {
 
     fn upload(&mut self, on: Stream, from: HostAt, to: Slice) -> Result<(), DeviceError> {
         if self.uploads_left.take_if(|left| *left == 0).is_some() {
-            return Err(DeviceError::Call { call: "upload", what: "it was to fail".into() });
+            return Err(DeviceError::Call { call: "upload", what: "injected failure".into() });
         }
         self.uploads_left.iter_mut().for_each(|left| *left -= 1);
         self.copy_host(on, from, to, false)

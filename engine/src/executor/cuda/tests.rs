@@ -422,7 +422,7 @@ fn a_copy_that_hangs_is_the_end_of_the_device() {
     let before = (device.device().launches, device.device().copies);
     let refused = |result: Result<(), ExecutorError>| {
         let why = result.unwrap_err().to_string();
-        assert!(why.contains("a copy of KV blocks was not over"), "{why}");
+        assert!(why.contains("a copy of KV blocks not completed"), "{why}");
     };
     device.landing(&table);
     refused(device.execute(&[step], &mut logits));
@@ -536,7 +536,7 @@ fn a_step_that_hangs_is_the_end_of_the_device() {
     let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsWanted::Last };
     device.device().hang();
     let why = device.execute(std::slice::from_ref(&step), &mut logits).unwrap_err().to_string();
-    assert!(why.contains("the device is given up"), "{why}");
+    assert!(why.contains("the device is disabled"), "{why}");
     device.device().recover();
     assert!(device.execute(&[step], &mut logits).is_err() && device.usable().is_err());
 }

@@ -1,4 +1,4 @@
-//! The table of other front doors, where there is one.
+//! The table of other gateways, where there is one.
 
 use std::fmt::Write as _;
 
@@ -6,20 +6,20 @@ use super::super::super::summary::Summary;
 use super::super::svg::escaped;
 use super::super::{NOT_COMPARED, count, ms};
 
-/// Front doors that are shown beside the deployment.
+/// Gateways in the table, at most.
 const BESIDE_MAX: usize = 20;
 
-/// Other front doors, as `baton bench compare` has measured them.
+/// Gateways as `baton bench compare` measured them.
 pub(super) fn draw(summary: &Summary, out: &mut String) {
-    let Some(compared) = &summary.beside else {
-        let _ = write!(out, "<h2>Other front doors</h2><p class=\"note\">{}</p>", escaped(NOT_COMPARED));
+    let Some(compared) = &summary.compared_with else {
+        let _ = write!(out, "<h2>Other gateways</h2><p class=\"note\">{}</p>", escaped(NOT_COMPARED));
         return;
     };
     let word = |name: &str| escaped(compared[name].as_str().unwrap_or_default());
     let or = |word: String, other: &str| if word.is_empty() { other.to_owned() } else { word };
     let _ = write!(
         out,
-        "<h2>Beside other front doors</h2><p class=\"note\">Each in front of the same simulated engines ({} dialect), on {}: {}. By <code>{}</code>, commit {}. In the gap, clients leave between prefill and decode; blocks are lent for {} s. Of {} rounds the median, with the least and the greatest; × is over the first front door in the same round.</p><div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th></th><th>left in the gap</th><th>stranded</th><th>block-s / 1,000</th><th>blocks back p50</th><th>p99</th><th>TTFT p50</th><th>p99</th><th>CPU s / 1,000</th><th>failed</th></tr></thead><tbody>",
+        "<h2>Comparison with other gateways</h2><p class=\"note\">Each gateway is in front of the same simulated engines ({} dialect). Date and machine: {}, {}. Command: <code>{}</code>, commit {}. Cancels are in the gap between prefill and decode; a lease lasts {} s. Values are the median of {} rounds, with minimum and maximum; × is the ratio to the first gateway in the same round.</p><div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>gateway</th><th>cancelled in the gap</th><th>stranded</th><th>block-s / 1,000</th><th>time to free p50</th><th>p99</th><th>TTFT p50</th><th>p99</th><th>CPU s / 1,000</th><th>failed</th></tr></thead><tbody>",
         word("dialect"),
         word("date"),
         word("machine"),
@@ -34,7 +34,7 @@ pub(super) fn draw(summary: &Summary, out: &mut String) {
         let told =
             |value: Option<f64>, told: &dyn Fn(f64) -> String| value.map_or_else(|| "–".to_owned(), told);
         let whole = |value: f64| count(value as u64);
-        // Until 2026-11-23 the files had the word of the event log.
+        // Older files have other keys.
         let back = |now: &str, before: &str| gap.get(now).unwrap_or(&gap[before]);
         let stranded = number(&gap["stranded"]);
         let class = if stranded.is_some_and(|stranded| stranded > 0.0) { " class=\"bad\"" } else { "" };
@@ -42,13 +42,13 @@ pub(super) fn draw(summary: &Summary, out: &mut String) {
             out,
             "<tr><td>{}</td><td>{}</td><td{class}>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
             escaped(target["name"].as_str().unwrap_or_default()),
-            told(number(&gap["victims"]), &whole),
+            told(number(back("cancels", "victims")), &whole),
             told(stranded, &whole),
             told(number(&gap["stranded_block_seconds_per_1000"]), &tenths)
                 + &range(&gap["rounds_block_seconds_per_1000"], &tenths),
-            told(number(back("blocks_back_p50_ms", "freed_p50_ms")), &ms)
-                + &range(back("rounds_blocks_back_p50_ms", "rounds_freed_p50_ms"), &ms),
-            told(number(back("blocks_back_p99_ms", "freed_p99_ms")), &ms),
+            told(number(back("time_to_free_p50_ms", "freed_p50_ms")), &ms)
+                + &range(back("rounds_time_to_free_p50_ms", "rounds_freed_p50_ms"), &ms),
+            told(number(back("time_to_free_p99_ms", "freed_p99_ms")), &ms),
             spread(&target["ttft_p50_ms"], &over["ttft_p50"], &ms),
             spread(&target["ttft_p99_ms"], &over["ttft_p99"], &ms),
             spread(&target["cpu_s_per_1000"], &over["cpu"], &|value| format!("{value:.2}")),

@@ -1,10 +1,10 @@
-//! What the report's words mean, and where its numbers are from.
+//! The report's terms, and the run that its numbers are from.
 
 use std::fmt::Write as _;
 
-use super::super::super::bystanders::SLOWER;
 use super::super::super::summary::Summary;
 use super::super::super::timeline::RACE_US;
+use super::super::super::uncancelled::SLOWER;
 use super::super::svg::escaped;
 
 pub(super) fn draw(summary: &Summary, out: &mut String) {
@@ -14,34 +14,34 @@ pub(super) fn draw(summary: &Summary, out: &mut String) {
     let nice = run.nice.map_or_else(String::new, |nice| format!(", at nice {nice}"));
     let vanished = summary.vanished.as_ref().map_or_else(String::new, |vanished| {
         format!(
-            "<dt>vanished</dt><dd>clients whose host was gone without FIN or RST: the deployment has {} to notice, and blocks count as stranded {seconds} s after that. They are in none of the numbers of all that left</dd>",
+            "<dt>vanished</dt><dd>requests whose client's host disappeared without FIN or RST. The deployment has {} to notice, and blocks are stranded {seconds} s after that. They are in no number of the cancelled requests</dd>",
             super::super::ms(vanished.noticed_within_ms)
         )
     });
     let _ = write!(
         out,
-        "<h2 id=\"words\">What the words mean</h2><dl>\
-         <dt>in flight</dt><dd>requests whose clients were there and which were not over when something broke, by the phase in which they were</dd>\
-         <dt>left</dt><dd>clients that were gone while their request was not over; the phase is the one it was in at that moment, by the engines' own times</dd>\
-         <dt>told</dt><dd>from the client's going until every engine that had work for it had learnt of it, by a closed connection, an abort or a release, or until its lease had been read to the end</dd>\
-         <dt>never told</dt><dd>clients of whose going an engine never learnt that had work for them for more than {soon_ms} ms longer. What was done within {soon_ms} ms by itself is in neither number; of those at work, “ran on untold” has it</dd>\
-         <dt>ran on untold</dt><dd>of clients that left while an engine worked for them: how many of them it computed to its own end for, without having been told, of so many of which that can be said: they were told, or had more left to do than telling takes nine times in ten in this run</dd>\
-         <dt>too late</dt><dd>clients that were to leave, and whose request was over before they had; they are in no other number</dd>\
-         <dt>asked again</dt><dd>by clients that ran out of patience, twice at most, as SDKs do; failed: of these calls; gave up: clients without a whole answer in the end. Such calls are neither among those who left nor among those who stayed</dd>\
-         <dt>blocks back</dt><dd>from the client's going until the last block of its request was free on every engine; only clients whose requests held blocks when they left, or came to hold them</dd>\
-         <dt>stranded</dt><dd>blocks that were not back {seconds} s after their client had left</dd>{vanished}\
-         <dt>block-s / 1,000</dt><dd>blocks times seconds held for clients that had left, for every 1,000 of them</dd>\
-         <dt>block-s with no client</dt><dd>blocks times seconds that an engine's books had as held while the benchmark had no request open at all, in the parts of the run: not while it waited at the end for what had not come back</dd>\
-         <dt>of N</dt><dd>beside a time: as many were measured, fewer than have left; the others held nothing there, or nobody had to be told</dd>\
-         <dt>tokens for nobody</dt><dd>tokens of prompts in steps that ended after the client had left, and of answers, taken evenly from the first to the last</dd>\
-         <dt>never</dt><dd>an engine did not learn that this client had gone, or its blocks were not back, for as long as anybody watched: in percentiles that is longer than every time that was measured, and a curve ends below 100 %. For how long it was watched is <code>watched_ms</code> of <code>summary.json</code></dd>\
-         <dt>from calm to calm</dt><dd>by how much the same number differs between the calms of the rounds, where nobody leaves; of one round between its halves; at least 2 ms. Who stayed is slower where the median of the rounds is above {SLOWER} times the calm's, and by more than this</dd>\
-         <dt>a finding from</dt><dd>how much slower still this number of the storm would have to be to be reported as a finding</dd>\
-         <dt>above {SLOWER} times</dt><dd>a number of who stayed whose ratio is above that in the median of the rounds, named or not: of few requests a high percentile is so by chance, too</dd>\
-         <dt>ITL</dt><dd>between two events with text, when the client read them: events that came with one read of the socket have nothing between them</dd>\
-         <dt>TPOT, average token</dt><dd>from the first token to the last, for each token after the first: one number for each streamed answer of at least two tokens</dd>\
-         <dt>percentiles</dt><dd>by nearest rank: the smallest sample that at least so many per cent of all do not exceed; of fewer than 100 samples the 99th is the greatest</dd>\
-         <dt>TTFT, E2E</dt><dd>from the moment at which the request was due, so that a client that is held up counts its waiting</dd>\
+        "<h2 id=\"words\">Terms</h2><dl>\
+         <dt>cancelled</dt><dd>requests whose client disconnected before the response was complete. The phase is the one at that moment, by the engines' clocks</dd>\
+         <dt>stranded</dt><dd>requests with blocks that are still held {seconds} s after the cancel</dd>{vanished}\
+         <dt>time to free</dt><dd>from the cancel until the last block of the request is free on every engine; only requests that held blocks</dd>\
+         <dt>abort p50, p99</dt><dd>from the cancel until every engine at work has received the abort, the release or the closed connection, or until the lease has been read to its end</dd>\
+         <dt>no abort</dt><dd>requests that an engine still processed more than {soon_ms} ms after the cancel, and whose abort it never received. Shorter rests count in “ran to the end” only</dd>\
+         <dt>ran to the end</dt><dd>requests that an engine completed without an abort, of those that are judged: the abort arrived, or more work was left than 90 % of the aborts of this run take to arrive</dd>\
+         <dt>too late</dt><dd>requests that completed before their cancel; in no other number</dd>\
+         <dt>retries</dt><dd>new attempts of clients with a timeout, at most two as in SDKs. Retries are neither cancelled nor uncancelled requests</dd>\
+         <dt>uncancelled</dt><dd>requests whose client stays connected, in calm, storm and fault segments</dd>\
+         <dt>in flight</dt><dd>connected requests at the moment of a fault, by phase</dd>\
+         <dt>block-s / 1,000</dt><dd>blocks times seconds held after the cancel, per 1,000 cancelled requests</dd>\
+         <dt>block-s without a request</dt><dd>blocks times seconds that an engine reports as held while the benchmark has no open request, in segments</dd>\
+         <dt>wasted tokens</dt><dd>prompt tokens of steps that ended after the cancel, and generated tokens, spread evenly from the first to the last</dd>\
+         <dt>of N</dt><dd>number of samples, where it is less than the number of cancelled requests: the others held no blocks or needed no abort</dd>\
+         <dt>never</dt><dd>not freed, or no abort, for as long as the run observed it (<code>watched_ms</code> in <code>summary.json</code>). In percentiles it is longer than every measured time, and a curve ends below 100 %</dd>\
+         <dt>noise between calms</dt><dd>how much the number differs between the calms of the rounds, or between the halves of a single calm; at least 2 ms. A storm is slower if its median round is above {SLOWER} times the calm and beyond this noise</dd>\
+         <dt>a finding from</dt><dd>additional time from which this number is a finding</dd>\
+         <dt>ITL</dt><dd>time between two events with text as the client read them; 0 for events of one socket read</dd>\
+         <dt>TPOT, average token</dt><dd>time from the first to the last token, divided by the tokens after the first; one number per streamed response</dd>\
+         <dt>TTFT, E2E</dt><dd>from the moment at which the request was due, so a delayed client counts its waiting time</dd>\
+         <dt>percentiles</dt><dd>by nearest rank; with fewer than 100 samples p99 is the maximum</dd>\
          </dl><h2>This run</h2><dl>\
          <dt>command</dt><dd><code>{}</code>{nice}</dd><dt>version</dt><dd>{}{}</dd><dt>machine</dt><dd>{}</dd><dt>date</dt><dd>{}</dd><dt>seed</dt><dd>{}</dd><dt>options</dt><dd><code>{}</code></dd>\
          <dt>raw events</dt><dd><code>events.jsonl</code> beside this page; <code>baton bench report DIR</code> computes everything here from it again</dd><dt>plots</dt><dd>as numbers: <code>series.json</code> beside this page</dd></dl>",

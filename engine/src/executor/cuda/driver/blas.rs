@@ -177,7 +177,7 @@ impl Blas {
         if suggestions.is_empty() {
             return Err(DeviceError::Call {
                 call: "cublasLtMatmulAlgoGetHeuristic",
-                what: format!("no way to compute {size:?}"),
+                what: format!("no matmul algorithm for {size:?}"),
             });
         }
         let mut fastest = (f32::INFINITY, suggestions[0]);

@@ -239,7 +239,7 @@ fn places(library: &Library, folders: &[PathBuf], packages: &[PathBuf]) -> Strin
     let wheels = match (library.wheels, packages) {
         ([], _) => String::new(),
         (wheels, []) => {
-            format!(", and {} of Python's packages, of which there are none", wheels.join(" and "))
+            format!(", and {} of Python's packages (none found)", wheels.join(" and "))
         }
         (wheels, packages) => format!(", and {} in {}", wheels.join(" and "), shown(packages)),
     };
@@ -305,7 +305,7 @@ mod tests {
         for word in ["libnothing-at-all.so.9", "LD_LIBRARY_PATH", "/usr/local/cuda/lib64", FOLDER_VARIABLE] {
             assert!(error(&[]).contains(word), "{}", error(&[]));
         }
-        assert!(error(&[]).contains("nvidia/nothing/lib of Python's packages, of which there are none"));
+        assert!(error(&[]).contains("nvidia/nothing/lib of Python's packages (none found)"));
         let packages = ["/nowhere/lib/python3.11/site-packages".into()];
         assert!(error(&packages).contains("nvidia/nothing/lib in /nowhere/lib/python3.11/site-packages"));
     }

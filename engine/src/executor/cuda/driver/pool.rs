@@ -84,7 +84,7 @@ fn ordinal_of(device: sys::CUdevice) -> Result<u32, DeviceError> {
             return Ok(ordinal.unsigned_abs());
         }
     }
-    Err(DeviceError::Undefined(format!("device {device} is none of {count}")))
+    Err(DeviceError::Undefined(format!("no device {device}: the driver reports {count} devices")))
 }
 
 /// Where an allocation begins, and its bytes, from an address inside.
@@ -209,7 +209,7 @@ impl CudaPool {
     /// Whether our device can copy from this one.
     fn reaches(&self, theirs: DeviceId) -> io::Result<()> {
         if theirs.kind != Kind::Cuda {
-            return Err(unsupported(format!("the producer's device ({theirs}) is none of CUDA")));
+            return Err(unsupported(format!("the producer's device ({theirs}) is not a CUDA device")));
         }
         if theirs.uuid == self.uuid {
             return Ok(());
@@ -313,7 +313,7 @@ impl PoolMemory for Arc<CudaPool> {
         match locked {
             Ok(()) => self.pinned.lock().unwrap_or_else(PoisonError::into_inner).push(host.clone()),
             Err(error) => {
-                tracing::warn!(%error, bytes, "the host tier cannot be page-locked; its copies are slower");
+                tracing::warn!(%error, bytes, "host tier not page-locked, block copies are slower");
             }
         }
     }

@@ -91,7 +91,7 @@ impl Emulation {
             false => unsafe { libc::dlsym(handle, c"baton_emulate".as_ptr()) },
         };
         if symbol.is_null() {
-            let source = std::io::Error::other("it cannot be loaded");
+            let source = std::io::Error::other("cannot be loaded");
             return Err(EmulationError::System { what: library.display().to_string(), source });
         }
         // SAFETY: the source defines this function with this signature.

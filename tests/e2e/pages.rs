@@ -1,0 +1,63 @@
+//! The commands of README and tutorial, run as they stand there against a `baton up`, with its ports.
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::up::Up;
+
+/// Blocks that are not run here, by a word of theirs, and why.
+const NOT_RUN: [(&str, &str); 6] = [
+    ("cargo run", "the binary under test is this build"),
+    ("export PATH", "the test sets PATH"),
+    ("vllm serve", "needs vLLM: tests/peers/vllm.sh"),
+    ("router.yaml", "needs vLLM; `every_router_configuration_in_a_page_passes_check` checks the file"),
+    ("hf download", "needs the network"),
+    ("baton engine", "fixed ports; tests/e2e and tests/deploy start such processes"),
+];
+/// What a block's output must contain, by a word of the block.
+const ANSWERS: [(&str, &str); 4] = [
+    ("\"stream\":true,\"stream_options\"", "data: [DONE]"),
+    ("/v1/chat/completions", "The red box holds a key."),
+    ("baton explain", "client_gone"),
+    ("baton doctor", "healthy"),
+];
+
+/// The shell blocks of a page.
+fn blocks(page: &str) -> Vec<String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(page);
+    let text = std::fs::read_to_string(path).expect("the page is there");
+    let blocks = text.split("```sh\n").skip(1).filter_map(|rest| rest.split_once("```"));
+    blocks.map(|(block, _)| block.to_owned()).collect()
+}
+
+#[test]
+fn the_commands_of_readme_and_tutorial_do_what_the_pages_say() {
+    let shell = |script: &str| Command::new("bash").args(["-c", script]).output();
+    if !shell("command -v curl").is_ok_and(|found| found.status.success()) {
+        println!("SKIPPED: bash or curl is not installed (commands of README and tutorial were not run)");
+        return;
+    }
+    let up = Up::start();
+    let (client, admin) = up.addresses();
+    let folder = Path::new(env!("CARGO_BIN_EXE_baton")).parent().expect("the binary is in a folder");
+    let mut run = 0;
+    for page in ["README.md", "docs/tutorial/first-request.md"] {
+        for block in blocks(page) {
+            if NOT_RUN.iter().any(|(word, _)| block.contains(word)) || block.contains("baton top") {
+                continue;
+            }
+            let here = block.replace("127.0.0.1:8000", &client).replace("127.0.0.1:8081", &admin);
+            // `baton explain` finds the default port by itself.
+            let here = here.replace("baton explain ", &format!("baton explain --admin http://{admin} "));
+            let path = format!("export PATH='{}':\"$PATH\"\n{here}", folder.display());
+            let output = shell(&path).expect("bash runs");
+            let said = String::from_utf8_lossy(&output.stdout);
+            let wanted = ANSWERS.iter().find(|(word, _)| block.contains(word)).map(|(_, answer)| answer);
+            let wanted = wanted.unwrap_or_else(|| panic!("{page}: nothing is expected of\n{block}"));
+            let log = String::from_utf8_lossy(&output.stderr);
+            assert!(said.contains(wanted), "{page}:\n{block}\n{said}\n{log}");
+            run += 1;
+        }
+    }
+    assert!(run >= 5, "only {run} blocks were run");
+}
