@@ -128,7 +128,7 @@ fn leaks(report: &Report) -> Result<Chart, BenchError> {
             name => name,
         };
         rows.push(Row {
-            text: format!("{stranded} of {all} leaked · {} ms", number(median)),
+            text: format!("{stranded} of {all} stranded · {} ms", number(median)),
             end: Some(high),
             ..Row::new(name, median)
         });
@@ -137,7 +137,10 @@ fn leaks(report: &Report) -> Result<Chart, BenchError> {
     Ok(Chart {
         title: "Time to free after 200 cancelled requests".to_owned(),
         scale: Scale::Log(0.1, 10_000.0),
-        axis: format!("milliseconds, log scale; the lease ends after {} ms", number(lease)),
+        axis: format!(
+            "milliseconds, log scale; bar p50, line to p99; the lease ends after {} ms",
+            number(lease)
+        ),
         groups: vec![Group { title: None, rows }],
         source: report.source(report.machine()),
     })
