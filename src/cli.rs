@@ -41,10 +41,16 @@ pub(crate) enum Command {
     /// Show blocks by state, leases and why they are held, and requests by phase, as they change
     Top(Box<baton_bench::top::TopArgs>),
     /// Cancel requests in each phase and verify that all KV blocks are freed
+    #[command(
+        after_help = "Exit codes: 0 healthy, 1 findings, 2 nothing could be checked, or no disconnect was verified"
+    )]
     Doctor(Box<baton_bench::doctor::DoctorArgs>),
     /// Create API keys for clients of the router
     Key(KeyArgs),
     /// Check a router or an engine: exit with 0 if it responds with 200, otherwise with 1
+    #[command(
+        after_help = "Without a path it requests /ready, and /health of an engine, which has no /ready"
+    )]
     Health(HealthArgs),
     /// Compare the engine with golden outputs made by make_tiny.py
     Parity(ParityArgs),

@@ -4,7 +4,7 @@
 #   bench/gpu/check.sh BATON [OUT]
 #
 # BATON is a built binary (`cargo build --release` makes target/release/baton); OUT is a folder for the results, by
-# default bench/results. It needs libcuda (the driver), libnvrtc and libcublasLt; a folder with the last two can be named
+# default bench/results/gpu. It needs libcuda (the driver), libnvrtc and libcublasLt; a folder with the last two can be named
 # in BATON_CUDA_LIBRARIES. CONFORMANCE, HANDOFF and E2E may name the built test binaries of engine/tests/conformance.rs,
 # engine/tests/handoff and tests/e2e (`cargo test -p baton-engine --test conformance --test handoff --no-run`,
 # `cargo test --test e2e --no-run`): their tests of devices then run on the GPU. The last two look for the repository where
@@ -42,7 +42,7 @@ case "${1:-}" in
         ;;
 esac
 baton=$1
-out=${2:-bench/results}
+out=${2:-bench/results/gpu}
 conformance=${CONFORMANCE:-}
 handoff=${HANDOFF:-}
 e2e=${E2E:-}

@@ -256,6 +256,17 @@ fn stop(contenders: Vec<Contender>) {
     contenders.into_iter().filter_map(|contender| contender.subject).for_each(Subject::stop);
 }
 
+/// A value of a target's `gap` in a report of this or an earlier version, by its present key.
+pub(crate) fn gap_value<'a>(gap: &'a serde_json::Value, key: &str) -> &'a serde_json::Value {
+    let earlier = [
+        key.replace("time_to_free", "blocks_back"),
+        key.replace("time_to_free", "freed"),
+        key.replace("cancels", "victims"),
+    ];
+    let found = std::iter::once(key).chain(earlier.iter().map(String::as_str)).find_map(|key| gap.get(key));
+    found.unwrap_or(&serde_json::Value::Null)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -199,7 +199,7 @@ impl Heir {
         };
         // One of an older version does not listen any more.
         if !text.is_empty() {
-            tracing::warn!(%error, orders = text.trim_end(), "cannot send operator orders to the next router");
+            tracing::warn!(%error, orders = text.trim_end(), "cannot send operator orders to the next router; repeat them there");
         }
     }
 }
@@ -270,7 +270,7 @@ impl Successor {
         loop {
             match self.one().await {
                 Ok(heir) => return heir,
-                Err(error) => tracing::warn!(%error, "socket takeover failed"),
+                Err(error) => tracing::warn!(%error, "socket takeover failed; this router continues"),
             }
         }
     }

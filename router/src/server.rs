@@ -416,7 +416,7 @@ async fn reread(shared: Arc<Shared>, guards: Guards) {
             shared.generation().reread(&shared.tenants);
         };
         if tokio::task::spawn_blocking(look).await.is_err() {
-            tracing::error!("file reload failed");
+            tracing::error!("file reload failed; it is retried");
         }
         looked = Instant::now();
     }

@@ -164,7 +164,7 @@ impl Shared {
         let replaced =
             self.replace(&current, version, current.config.clone(), members, Outside::of(&current));
         if let Err(error) = &replaced {
-            tracing::warn!(%error, "cannot apply discovered engines");
+            tracing::warn!(%error, "cannot apply discovered engines; it is retried");
         }
         replaced.is_ok()
     }

@@ -8,12 +8,14 @@ use crate::metrics::{documented, rules};
 use crate::{baton, ours, parsed, read};
 
 const ALARMS: &str = "docs/how-to/alarms.md";
-const PAGES: [&str; 6] = [
+const PAGES: [&str; 8] = [
     "deploy/README.md",
     "docs/how-to/kubernetes.md",
     "docs/how-to/systemd.md",
     "docs/how-to/sizing.md",
     "docs/how-to/upgrade.md",
+    "docs/how-to/stuck-blocks.md",
+    "docs/how-to/keys-and-tls.md",
     ALARMS,
 ];
 

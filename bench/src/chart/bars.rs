@@ -97,7 +97,7 @@ impl Chart {
             }
             let end = if self.scale == Scale::PerGroup { greatest(&group.rows) } else { all };
             let place = |value: f64| match self.scale {
-                Scale::Log(low, high) => (value.max(low) / low).ln() / (high / low).ln() * wide,
+                Scale::Log(low, high) => (value.clamp(low, high) / low).ln() / (high / low).ln() * wide,
                 Scale::Linear | Scale::PerGroup => value / end * wide,
             };
             for row in &group.rows {

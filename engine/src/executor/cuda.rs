@@ -436,7 +436,7 @@ fn blocks(
         total_mib = total >> 20,
         free_mib = free >> 20,
         weights_and_buffers_mib = own >> 20,
-        "KV cache sized from free device memory"
+        "KV cache sized from free device memory; --kv-cache-mib sets it"
     );
     Ok(chosen.blocks)
 }

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use super::super::super::summary::Summary;
 use super::super::svg::escaped;
 use super::super::{NOT_COMPARED, count, ms};
+use crate::compare::gap_value;
 
 /// Gateways in the table, at most.
 const BESIDE_MAX: usize = 20;
@@ -34,21 +35,20 @@ pub(super) fn draw(summary: &Summary, out: &mut String) {
         let told =
             |value: Option<f64>, told: &dyn Fn(f64) -> String| value.map_or_else(|| "–".to_owned(), told);
         let whole = |value: f64| count(value as u64);
-        // Older files have other keys.
-        let back = |now: &str, before: &str| gap.get(now).unwrap_or(&gap[before]);
+        let of_gap = |key: &str| gap_value(gap, key);
         let stranded = number(&gap["stranded"]);
         let class = if stranded.is_some_and(|stranded| stranded > 0.0) { " class=\"bad\"" } else { "" };
         let _ = write!(
             out,
             "<tr><td>{}</td><td>{}</td><td{class}>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
             escaped(target["name"].as_str().unwrap_or_default()),
-            told(number(back("cancels", "victims")), &whole),
+            told(number(of_gap("cancels")), &whole),
             told(stranded, &whole),
             told(number(&gap["stranded_block_seconds_per_1000"]), &tenths)
                 + &range(&gap["rounds_block_seconds_per_1000"], &tenths),
-            told(number(back("time_to_free_p50_ms", "freed_p50_ms")), &ms)
-                + &range(back("rounds_time_to_free_p50_ms", "rounds_freed_p50_ms"), &ms),
-            told(number(back("time_to_free_p99_ms", "freed_p99_ms")), &ms),
+            told(number(of_gap("time_to_free_p50_ms")), &ms)
+                + &range(of_gap("rounds_time_to_free_p50_ms"), &ms),
+            told(number(of_gap("time_to_free_p99_ms")), &ms),
             spread(&target["ttft_p50_ms"], &over["ttft_p50"], &ms),
             spread(&target["ttft_p99_ms"], &over["ttft_p99"], &ms),
             spread(&target["cpu_s_per_1000"], &over["cpu"], &|value| format!("{value:.2}")),
@@ -76,7 +76,27 @@ fn spread(of: &serde_json::Value, over: &serde_json::Value, told: &dyn Fn(f64) -
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Value, json};
+
+    /// The committed reports have the keys of three versions.
+    #[test]
+    fn reports_of_earlier_versions_are_read() {
+        let results = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("results/compare");
+        for file in ["2026-11-23-vllm-zen5.json", "2026-11-23-baton-zen5.json", "2026-11-22-baton-xeon.json"]
+        {
+            let text = std::fs::read(results.join(file)).expect("a report");
+            let report: Value = serde_json::from_slice(&text).expect("JSON");
+            let gap = &report["targets"][0]["gap"];
+            for key in ["cancels", "time_to_free_p50_ms", "time_to_free_p99_ms"] {
+                assert!(super::gap_value(gap, key).is_number(), "{file}: {key}");
+            }
+        }
+        let now = json!({"cancels": 3});
+        assert_eq!(
+            (super::gap_value(&now, "cancels"), super::gap_value(&now, "x")),
+            (&3.into(), &Value::Null)
+        );
+    }
 
     #[test]
     fn a_number_of_another_front_door_has_its_spread_and_its_ratio() {
