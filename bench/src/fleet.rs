@@ -183,11 +183,12 @@ fn check(options: &FleetOptions) -> Result<(), FleetError> {
         || options.engine_capacity == Some(0)
     {
         return wrong(
-            "--max-in-flight, --max-waiting and --engine-capacity: 0: nobody could be asked".to_owned(),
+            "--max-in-flight, --max-waiting and --engine-capacity: 0: no engine would accept a request"
+                .to_owned(),
         );
     }
     if options.max_waiting.is_some() && options.engine_capacity.is_none() {
-        return wrong("--max-waiting: nobody waits in an engine without --engine-capacity".to_owned());
+        return wrong("--max-waiting needs --engine-capacity".to_owned());
     }
     Ok(())
 }

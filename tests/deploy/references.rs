@@ -5,7 +5,7 @@ use serde_json::Value;
 use crate::kustomize::{OVERLAYS, identity, overlay};
 use crate::parsed;
 
-/// What the objects of an overlay need and do not bring: whoever applies them has to make it (`docs/how-to/kubernetes.md`).
+/// What the objects of an overlay need and do not bring: the operator creates it (`docs/how-to/kubernetes.md`).
 pub(crate) const BROUGHT_BY_OTHERS: [(&str, &str, &[&str]); 3] = [
     ("PersistentVolumeClaim", "model", &[]),
     ("Secret", "baton-tls", &["tls.crt", "tls.key", "ca.crt"]),

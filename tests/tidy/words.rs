@@ -62,13 +62,13 @@ const BANNED: &[&str] = &[
 ];
 /// Banned words in comments that are still to be replaced, by folder.
 const IN_COMMENTS: &[(&str, usize)] =
-    &[("bench/", 331), ("connector/", 161), ("engine/", 245), ("router/", 372), ("src/", 0), ("tests/", 127)];
+    &[("bench/", 330), ("connector/", 161), ("engine/", 245), ("router/", 371), ("src/", 0), ("tests/", 126)];
 /// Comments with a sentence that is too long, by folder.
 const LONG_COMMENTS: &[(&str, usize)] =
     &[("bench/", 15), ("connector/", 11), ("engine/", 21), ("router/", 19), ("src/", 0), ("tests/", 5)];
 /// Banned words in string literals, such as log lines and errors, by folder.
 const IN_STRINGS: &[(&str, usize)] =
-    &[("bench/", 18), ("connector/", 23), ("engine/", 11), ("router/", 35), ("src/", 0), ("tests/", 45)];
+    &[("bench/", 15), ("connector/", 23), ("engine/", 11), ("router/", 34), ("src/", 0), ("tests/", 45)];
 /// Characters of a help text.
 const HELP_MAX: usize = 120;
 

@@ -89,9 +89,9 @@ fn legs_not_aborted(victims: &[Victim<'_>], findings: &mut Vec<Finding>) {
         // Two standard deviations of what is counted.
         let at_most = RARE * row.judged as f64 + honest + 2.0 * honest.sqrt();
         if on >= UNTOLD_FEW && on as f64 > at_most {
-            let WorkRow { leg, judged, completed_without_abort: untold, .. } = row;
+            let WorkRow { leg, judged, completed_without_abort: without_abort, .. } = row;
             let says = format!(
-                "the {leg} engine computed {on} of {judged} cancelled requests to their end, {untold} of them without an abort in its event log"
+                "the {leg} engine computed {on} of {judged} cancelled requests to their end, {without_abort} of them without an abort in its event log"
             );
             findings.push(finding(name, says, on, &tags));
         }
@@ -139,7 +139,7 @@ fn stranded(facts: &Facts, victims: &[Victim<'_>], findings: &mut Vec<Finding>) 
 /// Of how many of these clients an engine was never told that they had gone, or too late to give the blocks back in time, or
 /// was told and kept them.
 pub(super) fn why_stranded(held: &[&Victim<'_>], limit: u64) -> String {
-    let (mut untold, mut late, mut kept) = (0, 0, 0);
+    let (mut without_abort, mut late, mut kept) = (0, 0, 0);
     for Victim { timeline, gone, .. } in held.iter().copied() {
         let legs = timeline.iter().flat_map(|timeline| &timeline.legs);
         let back = |leg: &Leg| leg.freed.first().map_or(u64::MAX, |(at, _)| *at);
@@ -148,13 +148,13 @@ pub(super) fn why_stranded(held: &[&Victim<'_>], limit: u64) -> String {
         let soon =
             |(told, back): &(Option<u64>, u64)| told.is_some_and(|told| back.saturating_sub(told) <= limit);
         match () {
-            () if told.iter().any(|(told, _)| told.is_none()) => untold += 1,
+            () if told.iter().any(|(told, _)| told.is_none()) => without_abort += 1,
             () if told.iter().all(soon) => late += 1,
             () => kept += 1,
         }
     }
     let said = [
-        (untold, "an engine's event log has no abort"),
+        (without_abort, "an engine's event log has no abort"),
         (late, "engines received the abort later and freed the blocks then"),
         (kept, "engines received the abort and did not free the blocks in time"),
     ];

@@ -99,7 +99,7 @@ struct Course {
     at_work: bool,
     judged: bool,
     /// How long it ran on, where that is judged.
-    untold: Option<u64>,
+    without_abort: Option<u64>,
     continued_after_abort: bool,
 }
 
@@ -118,7 +118,7 @@ fn course(victim: &Victim<'_>, lends: Option<bool>, enough_us: u64) -> Course {
             }
             Fate::Untold(left) if left > enough_us => {
                 course.judged = true;
-                course.untold = course.untold.max(Some(left));
+                course.without_abort = course.without_abort.max(Some(left));
             }
             Fate::Untold(_) => {}
         }
@@ -132,7 +132,7 @@ pub(crate) fn ran_on(victims: &[&Victim<'_>], telling: &Telling) -> RanOn {
     for victim in victims {
         let course = course(victim, None, telling.enough_us());
         ran_on.judged += u64::from(course.judged);
-        ran_on.completed_without_abort += u64::from(course.untold.is_some());
+        ran_on.completed_without_abort += u64::from(course.without_abort.is_some());
     }
     ran_on
 }
@@ -149,11 +149,11 @@ pub(crate) fn rows<'a>(victims: &'a [Victim<'_>], telling: &Telling) -> Vec<(Wor
                 let course = course(victim, Some(lends), enough_us);
                 row.at_work += u64::from(course.at_work);
                 row.judged += u64::from(course.judged);
-                row.completed_without_abort += u64::from(course.untold.is_some());
+                row.completed_without_abort += u64::from(course.without_abort.is_some());
                 row.continued_after_abort +=
-                    u64::from(course.continued_after_abort && course.untold.is_none());
-                chances += course.untold.map_or(0.0, |left| telling.slower_than(left));
-                if course.untold.is_some() || course.continued_after_abort {
+                    u64::from(course.continued_after_abort && course.without_abort.is_none());
+                chances += course.without_abort.map_or(0.0, |left| telling.slower_than(left));
+                if course.without_abort.is_some() || course.continued_after_abort {
                     tags.push(victim.call.tag.as_str());
                 }
             }

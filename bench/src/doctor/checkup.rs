@@ -57,7 +57,7 @@ pub(super) enum Mark {
     Ok,
     /// Nothing is broken, but somebody should know.
     Warn,
-    /// The same, and somebody does and means it so (`--ignore`).
+    /// A warning that the operator ignores (`--ignore`).
     Meant,
     Fail,
     /// It could not be made.

@@ -249,7 +249,7 @@ fn the_page_has_a_row_for_every_key() {
     assert!(wrong.is_empty(), "rows of docs/reference/configuration.md:\n  {}", wrong.join("\n  "));
 }
 
-/// `docs/reference/router.schema.json` is what `baton check --schema` prints, for editors; `BATON_WRITE_DOCS=1` writes it anew.
+/// `docs/reference/router.schema.json` is what `baton check --schema` prints, for editors; `BATON_WRITE_DOCS=1` writes it.
 #[test]
 fn the_schema_for_editors_is_that_of_the_code() {
     let file = root().join("docs/reference/router.schema.json");
@@ -260,7 +260,7 @@ fn the_schema_for_editors_is_that_of_the_code() {
     let there = std::fs::read_to_string(&file).unwrap_or_default();
     assert!(
         there == schema,
-        "run this test with BATON_WRITE_DOCS=1 to write docs/reference/router.schema.json anew"
+        "run this test with BATON_WRITE_DOCS=1 to write docs/reference/router.schema.json"
     );
 }
 
