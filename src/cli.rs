@@ -34,7 +34,7 @@ pub(crate) enum Command {
     Engine(Box<EngineArgs>),
     /// Run the router
     Router(RouterArgs),
-    /// Validate a router configuration and print the effective one
+    /// Validate a router configuration
     Check(CheckArgs),
     /// Explain how a request was routed, or how one would be
     Explain(ExplainArgs),
@@ -307,6 +307,9 @@ pub(crate) struct CheckArgs {
     /// Configuration file
     #[arg(value_name = "FILE", required_unless_present = "schema")]
     pub(crate) file: Option<PathBuf>,
+    /// Print the effective configuration, with all defaults
+    #[arg(long)]
+    pub(crate) print: bool,
     /// Print the JSON schema of configuration files
     #[arg(long, conflicts_with = "file")]
     pub(crate) schema: bool,
@@ -314,7 +317,7 @@ pub(crate) struct CheckArgs {
     #[arg(long)]
     pub(crate) no_files: bool,
     /// Print changes to FILE instead, from another file or from a running router (its admin URL)
-    #[arg(long, value_name = "FILE|URL")]
+    #[arg(long, value_name = "FILE|URL", conflicts_with = "print")]
     pub(crate) diff: Option<String>,
     /// File with the token of that router's admin listener
     #[arg(long, value_name = "FILE", env = "BATON_ADMIN_TOKEN_FILE")]

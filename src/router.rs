@@ -66,8 +66,8 @@ fn say(line: &str) {
     out::say(format_args!("baton router: {line}"));
 }
 
-/// Problems go to standard error, one line each: `FILE:LINE:COLUMN: what`. What is in effect goes to standard
-/// output and is a configuration again, with every default written out and secrets masked.
+/// Problems go to standard error, one line each: `FILE:LINE:COLUMN: what`. `--print` writes the effective configuration to
+/// standard output: a configuration file with every default and with masked secrets.
 pub(crate) fn check(args: &CheckArgs) -> Result<(), Failure> {
     let Some(file) = &args.file else {
         writeln!(Out, "{}", serde_json::to_string_pretty(&RouterConfig::schema())?)?;
@@ -105,7 +105,8 @@ pub(crate) fn check(args: &CheckArgs) -> Result<(), Failure> {
     let warned = |warning| note(format_args!("{}: warning: {warning}", file.display()));
     config.warnings().iter().for_each(warned);
     match &args.diff {
-        None => write!(Out, "# {}: sound. In effect:\n{}", file.display(), config.effective())?,
+        None if args.print => write!(Out, "# {}: OK. In effect:\n{}", file.display(), config.effective())?,
+        None => writeln!(Out, "{}: OK", file.display())?,
         Some(old) => {
             let old = match old.starts_with("http://") {
                 true => running(old, args)?,

@@ -57,13 +57,14 @@ fn an_engine_beyond_loopback_needs_a_secret() {
 }
 
 #[test]
-fn check_prints_what_is_in_effect_and_it_is_a_configuration_again() {
+fn check_prints_ok_or_what_is_in_effect_and_it_is_a_configuration_again() {
     let folder = tempfile::tempdir().unwrap();
     let good = file(folder.path(), "good.yaml", GOOD);
-    let (sound, effective, _) = out(&baton(&["check", &good]));
+    assert_eq!(out(&baton(&["check", &good])), (true, format!("{good}: OK\n"), String::new()));
+    let (sound, effective, _) = out(&baton(&["check", "--print", &good]));
     assert!(sound && effective.contains("drain_timeout_ms: 30000"), "{effective}");
     let again = file(folder.path(), "again.yaml", &effective);
-    let (sound, text, _) = out(&baton(&["check", &again]));
+    let (sound, text, _) = out(&baton(&["check", "--print", &again]));
     let below = |text: &str| text.split_once('\n').unwrap().1.to_owned();
     assert!(sound);
     assert_eq!(below(&text), below(&effective));
@@ -77,7 +78,7 @@ fn check_without_files_judges_a_configuration_whose_secrets_are_elsewhere() {
     let there = file(folder.path(), "there.yaml", &secrets);
     let (sound, _, said) = out(&baton(&["check", &there]));
     assert!(!sound && said.contains("/nowhere/secret"), "{said}");
-    let (sound, effective, said) = out(&baton(&["check", "--no-files", &there]));
+    let (sound, effective, said) = out(&baton(&["check", "--no-files", "--print", &there]));
     assert!(sound && effective.contains("cluster_secret_file: /nowhere/secret"), "{effective}\n{said}");
     let not_seen: Vec<_> = said.lines().collect();
     assert_eq!(not_seen.len(), 2, "{said}");
@@ -249,7 +250,7 @@ fn simulated_engines_say_where_they_are_and_write_a_sound_configuration() {
     let (prefill, decode) = line.split_once(" decode=").unwrap();
     let decode: Vec<_> = decode.split(',').collect();
     assert!(sound && decode.len() == 2, "{said}");
-    let (sound, effective, said) = out(&baton(&["check", &file]));
+    let (sound, effective, said) = out(&baton(&["check", "--print", &file]));
     assert!(sound, "{said}");
     for address in decode.into_iter().chain([prefill]) {
         assert!(effective.contains(&format!("http://{address}")), "{address}: {effective}");
@@ -388,11 +389,12 @@ fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/disconnect/sample/events.jsonl.gz");
     std::fs::copy(events, folder.path().join("events.jsonl.gz")).unwrap();
     let folder = folder.path().to_str().unwrap();
-    let commands: [&[&str]; 14] = [
+    let commands: [&[&str]; 15] = [
         &["--help"],
         &["--version"],
         &["help", "check"],
         &["check", &good],
+        &["check", "--print", &good],
         &["check", "--schema"],
         &["check", &changed, "--diff", &good],
         &["check", &changed, "--diff", &admin],

@@ -142,7 +142,7 @@ fn site(args: &DoctorArgs) -> Result<Site, BenchError> {
     let engines = args.engine.iter().map(|url| Origin::parse(url)?.with_secret_file(secret.as_deref()));
     Ok(Site {
         // What is over TLS or below a path is asked by the load client only.
-        door: Target::parse(&args.url)?.plain().map(|place| Origin::parse(&place)).transpose()?,
+        endpoint: Target::parse(&args.url)?.plain().map(|place| Origin::parse(&place)).transpose()?,
         url: args.url.clone(),
         admins: admins.collect::<Result<_, _>>()?,
         engines: engines.collect::<Result<_, _>>()?,

@@ -42,6 +42,32 @@ impl Told {
     }
 }
 
+/// Checks that a run prints every line of the sample in `docs/how-to/watch.md`, with any numbers.
+fn shows_the_sample_of_the_page(told: &Told) {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/how-to/watch.md");
+    let page = std::fs::read_to_string(page).expect("the page is there");
+    let (_, rest) = page.split_once("```text\nOK ").expect("the page has a sample of the doctor");
+    let (sample, _) = rest.split_once("```").expect("the block ends");
+    let plain = |line: &str| {
+        let line = line.split_whitespace().collect::<Vec<_>>().join(" ");
+        let line = line.replace("cancelled once", "cancelled 1 times").replace("engines", "engine");
+        line.split(|at: char| at.is_ascii_digit())
+            .filter(|part| !part.is_empty())
+            .collect::<Vec<_>>()
+            .join("#")
+    };
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let line = |check: &Value| ["mark", "check", "of", "told"].map(|key| text(&check[key])).join(" ");
+    let json: Value = serde_json::from_str(&told.text).expect("it was read before");
+    let printed: Vec<_> =
+        told.checks.iter().map(line).chain([text(&json["summary"])]).map(|line| plain(&line)).collect();
+    for line in format!("OK {sample}").lines().filter(|line| !line.is_empty() && *line != "…") {
+        // The summary also counts the skipped checks, if there are any.
+        let is_shown = printed.iter().any(|shown| shown.starts_with(&plain(line)));
+        assert!(is_shown, "the page shows {line:?}, the doctor printed {printed:#?}");
+    }
+}
+
 #[test]
 fn the_doctor_leaves_a_healthy_deployment_in_every_phase_and_proves_that_the_blocks_came_back() {
     let cluster = Cluster::new().start();
@@ -59,8 +85,9 @@ fn the_doctor_leaves_a_healthy_deployment_in_every_phase_and_proves_that_the_blo
         assert_eq!(told.marked("OK", check).len(), lines, "{check}: {}", told.text);
     }
     assert!(told.marked("OK", "epoch")[0].contains("2 engines did not restart; the routers reach the same"));
-    // It leaves nothing behind.
+    // No block stays held.
     cluster.settled(AT_ONCE * 5);
+    shows_the_sample_of_the_page(&told);
     let url = format!("http://{}", cluster.url);
     let (code, text) =
         baton(&["doctor", &url, "--admin", &format!("http://{}", cluster.admin), "--no-requests"]);
@@ -182,13 +209,13 @@ fn the_doctor_that_meets_a_dead_door_says_which_and_finds_no_fault_besides() {
             format!("NOT healthy: the endpoint {dead} does not respond: cannot connect: Connection refused");
         assert!(told.text.contains(&verdict), "{}", told.text);
         let failed = told.checks.iter().filter(|line| line["mark"] == "FAIL").collect::<Vec<_>>();
-        assert!(failed.len() == 1 && failed[0]["check"] == "door", "{}", told.text);
+        assert!(failed.len() == 1 && failed[0]["check"] == "endpoint", "{}", told.text);
         assert!(!told.text.contains("no endpoint responds"), "{}", told.text);
         let look_only = more == ["--no-requests"];
         // The engines can be asked, and are.
         assert_eq!(told.marked("OK", "lease").len(), usize::from(!look_only), "{}", told.text);
     }
-    // An engine that is the door is gone once.
+    // An engine that is the endpoint as well is counted once.
     let told = Told::at(
         &format!("http://{dead}"),
         &admin,

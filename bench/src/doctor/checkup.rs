@@ -97,7 +97,7 @@ pub(super) struct Checkup {
     /// Somebody answered.
     seen: bool,
     /// Where clients come in, and why nobody answers there: what the verdict begins with.
-    dead_door: Option<String>,
+    dead_endpoint: Option<String>,
     terms: Terms,
 }
 
@@ -114,7 +114,7 @@ pub(super) struct Terms {
 
 impl Checkup {
     pub(super) fn new(terms: Terms) -> Self {
-        Self { lines: Vec::new(), seen: false, dead_door: None, terms }
+        Self { lines: Vec::new(), seen: false, dead_endpoint: None, terms }
     }
 
     /// Somebody answered: something can be said.
@@ -140,14 +140,14 @@ impl Checkup {
     }
 
     /// Nobody answers where clients come in. What could not be tried for that is no fault of its own.
-    pub(super) fn dead_door(&mut self, of: &str, error: &WebError) {
+    pub(super) fn dead_endpoint(&mut self, of: &str, error: &WebError) {
         let told = match error {
             WebError::Unreachable(_, why) => format!("does not respond: {why}"),
             WebError::Late(_, within) => format!("does not respond within {within:?}"),
             other => other.to_string(),
         };
-        self.dead_door = Some(clean(&format!("the endpoint {of} {told}")));
-        self.fail("door", of, told);
+        self.dead_endpoint = Some(clean(&format!("the endpoint {of} {told}")));
+        self.fail("endpoint", of, told);
     }
 
     pub(super) fn skip(&mut self, check: &'static str, of: &str, told: impl Into<String>) {
@@ -244,9 +244,11 @@ impl Checkup {
                 format!("not examined: {}; {well}{warnings}", unproved.unwrap_or_default())
             }
             Verdict::Findings => {
-                let (found, unproved) = match (&self.dead_door, failed) {
-                    (Some(door), 1) => (door.clone(), None),
-                    (Some(door), _) => (format!("{door}; and {}", plural(failed - 1, "more failure")), None),
+                let (found, unproved) = match (&self.dead_endpoint, failed) {
+                    (Some(endpoint), 1) => (endpoint.clone(), None),
+                    (Some(endpoint), _) => {
+                        (format!("{endpoint}; and {}", plural(failed - 1, "more failure")), None)
+                    }
                     (None, _) => (plural(failed, "failure"), unproved),
                 };
                 let unproved = unproved.map_or_else(String::new, |why| format!("; {why}"));
@@ -341,7 +343,7 @@ mod tests {
     fn what_was_not_to_be_tried_is_no_finding_and_the_summary_says_how_far_was_looked() {
         let mut checkup = Checkup::new(Terms { strict: true, no_requests: true, ..Terms::default() });
         checkup.saw();
-        checkup.ok("door", "", "answers");
+        checkup.ok("endpoint", "", "answers");
         checkup.skip("disconnects", "", "--no-requests");
         assert_eq!(checkup.verdict(), Verdict::Healthy);
         let summary = checkup.summary();
@@ -356,7 +358,7 @@ mod tests {
         for strict in [false, true] {
             let mut checkup = Checkup::new(Terms { strict, ..Terms::default() });
             checkup.saw();
-            checkup.ok("door", "", "answers");
+            checkup.ok("endpoint", "", "answers");
             assert!(checkup.summary().contains("verified: none was tried"), "{}", checkup.summary());
             checkup.skip("disconnects", "", "it went elsewhere");
             assert_eq!((checkup.verdict(), checkup.verdict().code()), (Verdict::NotProved, 2));
@@ -386,10 +388,10 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_door_is_named_first_and_what_could_not_be_tried_for_it_is_no_reason_of_its_own() {
+    fn a_dead_endpoint_is_named_first_and_what_could_not_be_tried_for_it_is_no_reason_of_its_own() {
         let mut checkup = Checkup::new(Terms::default());
         let refused = || WebError::Unreachable("http://d:1/health".into(), "cannot connect: refused".into());
-        checkup.dead_door("d:1", &refused());
+        checkup.dead_endpoint("d:1", &refused());
         assert_eq!(checkup.summary(), "not examined: no endpoint responds", "nothing else responds");
         checkup.saw();
         checkup.ok("admin", "a:1", "in effect");
@@ -397,13 +399,13 @@ mod tests {
         checkup.skip("disconnects", "", "the endpoint does not respond");
         let said = "NOT healthy: the endpoint d:1 does not respond: cannot connect: refused; 1 check passed, 2 skipped";
         assert_eq!((checkup.summary().as_str(), checkup.verdict().code()), (said, 1));
-        assert!(checkup.text().starts_with("FAIL     door         d:1  does not respond: cannot connect"));
+        assert!(checkup.text().starts_with("FAIL     endpoint     d:1  does not respond: cannot connect"));
         checkup.fail("engine", "p:1", "gone");
         let summary = checkup.summary();
         assert!(summary.contains("cannot connect: refused; and 1 more failure; 1 check passed"), "{summary}");
         let mut late = Checkup::new(Terms { no_requests: true, ..Terms::default() });
         late.saw();
-        late.dead_door("d:1", &WebError::Late("http://d:1/health".into(), Duration::from_secs(5)));
+        late.dead_endpoint("d:1", &WebError::Late("http://d:1/health".into(), Duration::from_secs(5)));
         assert_eq!(
             late.summary(),
             "NOT healthy: the endpoint d:1 does not respond within 5s; 0 checks passed"
@@ -415,6 +417,8 @@ mod tests {
         for warning in Warning::value_variants() {
             assert_eq!(Warning::from_str(warning.check(), false), Ok(*warning));
         }
-        assert!(Warning::from_str("expsure", false).is_err() && Warning::from_str("door", false).is_err());
+        assert!(
+            Warning::from_str("expsure", false).is_err() && Warning::from_str("endpoint", false).is_err()
+        );
     }
 }

@@ -24,7 +24,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(1_500);
 
 /// Who is asked.
 pub(super) struct Site {
-    pub(super) door: Option<Origin>,
+    pub(super) endpoint: Option<Origin>,
     pub(super) url: String,
     pub(super) admins: Vec<Origin>,
     pub(super) engines: Vec<Origin>,
@@ -35,7 +35,7 @@ pub(super) struct Site {
 /// What is known after the look.
 #[derive(Default)]
 pub(super) struct Seen {
-    /// The door answers, as far as is known: requests can be tried.
+    /// The endpoint answers, as far as is known: requests can be tried.
     pub(super) answers: bool,
     pub(super) engines: Vec<Engine>,
     pub(super) model: Option<String>,
@@ -85,7 +85,7 @@ impl Engine {
 /// Asks everybody, and writes down what is found.
 pub(super) async fn look(site: &Site, checkup: &mut Checkup) -> Seen {
     let mut seen = Seen::default();
-    door(site, &mut seen, checkup).await;
+    endpoint(site, &mut seen, checkup).await;
     let mut engines = Pools::new();
     for origin in &site.engines {
         engines.insert(origin.authority().to_owned(), (Some(origin.clone()), BTreeSet::new()));
@@ -124,36 +124,36 @@ pub(super) async fn look(site: &Site, checkup: &mut Checkup) -> Seen {
 }
 
 /// Where clients come in.
-async fn door(site: &Site, seen: &mut Seen, checkup: &mut Checkup) {
-    let Some(door) = &site.door else {
-        checkup.skip("door", &site.url, "TLS, or a path in the URL: checked by requests only");
+async fn endpoint(site: &Site, seen: &mut Seen, checkup: &mut Checkup) {
+    let Some(endpoint) = &site.endpoint else {
+        checkup.skip("endpoint", &site.url, "TLS, or a path in the URL: checked by requests only");
         (seen.answers, seen.model) = (true, site.model.clone());
         checkup.saw();
         return;
     };
-    match door.get("/health", PATIENCE).await {
+    match endpoint.get("/health", PATIENCE).await {
         Ok(_) => {
             checkup.saw();
             seen.answers = true;
-            checkup.ok("door", door.authority(), "responds to /health");
+            checkup.ok("endpoint", endpoint.authority(), "responds to /health");
         }
         Err(error @ WebError::Refused(..)) => {
             checkup.saw();
             seen.answers = true;
-            checkup.fail("door", door.authority(), format!("is not healthy: {error}"));
+            checkup.fail("endpoint", endpoint.authority(), format!("is not healthy: {error}"));
         }
-        Err(error) => return checkup.dead_door(door.authority(), &error),
+        Err(error) => return checkup.dead_endpoint(endpoint.authority(), &error),
     }
-    // Not everybody's front door has one.
-    match door.get("/ready", PATIENCE).await {
-        Ok(_) => checkup.ok("ready", door.authority(), "accepts requests"),
+    // Not every gateway has one.
+    match endpoint.get("/ready", PATIENCE).await {
+        Ok(_) => checkup.ok("ready", endpoint.authority(), "accepts requests"),
         Err(error) if error.status().is_some_and(|status| status.is_server_error()) => {
-            checkup.fail("ready", door.authority(), format!("refuses requests: {error}"));
+            checkup.fail("ready", endpoint.authority(), format!("refuses requests: {error}"));
         }
         Err(_) => {}
     }
     // Where clients need a key, models are asked of the engines.
-    if let Ok(models) = door.get_json("/v1/models", PATIENCE).await {
+    if let Ok(models) = endpoint.get_json("/v1/models", PATIENCE).await {
         seen.model = models["data"][0]["id"].as_str().map(str::to_owned);
     }
 }
@@ -308,7 +308,7 @@ async fn engine(origin: Origin, pools: BTreeSet<(String, String)>, checkup: &mut
             checkup.fail("engine", &name, format!("is not healthy: {error}"));
             return engine;
         }
-        Err(_) if checkup.has_failed("door", &name) => {
+        Err(_) if checkup.has_failed("endpoint", &name) => {
             checkup.skip("engine", &name, "is the endpoint, which does not respond");
             return engine;
         }
