@@ -33,7 +33,7 @@ mod world;
 
 use std::io::{self, Write};
 
-use baton_router::{GenerationError, rehearsal};
+use baton_router::{GenerationError, sim_router};
 use serde_json::{Map, Value, json};
 
 use crate::machine;
@@ -139,7 +139,7 @@ fn run_with(options: &FleetOptions, plant: Option<Plant>, out: &mut dyn Write) -
                 seed: options.seed,
                 plant,
             };
-            runs.push((policy.clone(), engines, rehearsal::silently(|| simulate(&setup))?));
+            runs.push((policy.clone(), engines, sim_router::silently(|| simulate(&setup))?));
         }
     }
     let report = report(options, &runs);

@@ -1,109 +1,67 @@
-//! The front door: takes a client's request, has one engine prefill and another decode it, passes the answer
-//! on as it comes, and settles with both engines whatever ends the request.
+//! The router: takes a client's request, has one engine prefill and another decode it, streams the response, and
+//! settles with both engines however the request ends.
 //!
 //! ```text
-//! client ─▶ service ─▶ intake ─▶ exchange_driver ─┬▶ legs/prefill ─▶ upstream ─▶ P
-//!                                    │            └▶ legs/decode ──▶ upstream ─▶ D
-//!                                    ▼                                   │
-//!                     connector::exchange (decides)      client ◀─ answer┘
-//!                                    └▶ settle (pays: aborts, releases)
+//! client ─▶ service ─▶ exchange ─┬▶ legs::prefill ─▶ engines::http ─▶ P
+//!                         │      └▶ legs::decode ──▶ engines::http ─▶ D
+//!                         ▼                                │
+//!            connector::exchange (decides)      client ◀───┘
+//!                         └▶ legs::settle (aborts, releases)
 //! ```
 //!
-//! | module | what it does |
+//! A module imports its own layer and lower ones. Bottom first:
+//!
+//! | layer | contents |
 //! |---|---|
 //! | [`config`] | the YAML file, checked |
-//! | `hygiene` | a client's bytes, read strictly before anything else sees them |
-//! | `session`, `service`, `route`, `intake`, `features`, `rewrite` | a request in: its head, paths, body, what is taken out |
-//! | `models`, `pool`, `policy` | which engine is chosen |
-//! | `memory`, `prefix_index`, `kv_events` | what the engines' caches hold, as far as is known |
-//! | `admission` | who waits when every engine is full, and whose turn it is |
-//! | `exchange_driver`, `disaggregation`, `legs` | in which order engines are asked, and what their answers mean |
-//! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
-//! | `health`, `alive`, `retries` | which engines are given requests, and how often they are tried again |
-//! | `resume` | what is kept of a stream so that another engine can go on with it |
-//! | `tenants`, `tls` | who asks, and what they may; encrypted connections |
-//! | `reload`, `discovery` | the next configuration; engines that it does not list |
-//! | `upstream` | connections to engines |
-//! | `answer`, `sse`, `client_watch` | the answer out, and whether the client is still there |
-//! | `settle` | aborts and releases |
-//! | `explain` | why a request went where it went |
-//! | `metrics`, `observe`, `inflight`, `admin`, `seldom` | what people and monitors see |
-//! | [`snapshot`] | every engine's blocks and leases at one moment, and what is stranded |
-//! | `finished`, `observers`, `access_log`, `telemetry`, `trace_context` | a request that is over: its line, its trace |
+//! | `metrics` | registry, families, labels, the text page, the limiter of repeated log lines |
+//! | `message` | what requests and responses contain, as pure code: paths, features, rewriting, SSE frames, usage |
+//! | `tls` | certificates and handshakes, towards clients and engines |
+//! | `auth` | API keys, tenants, limits, cache salts; access to the admin listener |
+//! | `engines` | an engine: HTTP client, health, load, known caches, membership; address redaction |
+//! | `admission` | the fair queue, deadlines, the budget of request bodies |
+//! | `client` | the client's connection: strict HTTP reader, pingora session, disconnect detection, address |
+//! | `routing` | models, pools, policies, the disaggregation decision, explanations |
+//! | `legs` | one attempt of each leg, liveness probes, retry budget, settlement |
+//! | `observe` | access log, traces, requests in flight and finished, the deployment [`snapshot`] |
+//! | `state` | generations of the configuration, what they share, reload results, readiness |
+//! | `exchange` | one request: read, choose, prefill, decode, stream, resume |
+//! | `service` | paths, request context, responses |
+//! | `admin` | the admin listener, one file per path |
+//! | `process` | server, socket takeover, reload, discovery sources, health probes |
+//! | `simulate` | entry points for the fleet simulation and for fuzzing |
 //!
-//! The only crate that knows pingora. It imports neither the engine nor a transport: handoffs travel unopened.
+//! Only this crate imports pingora. It imports neither the engine nor a transport: handoffs travel unopened.
 
-mod access_log;
 mod admin;
 mod admission;
-mod alive;
-mod answer;
-mod client_address;
-mod client_watch;
+mod auth;
+mod client;
 pub mod config;
-mod disaggregation;
-mod discovery;
-mod error_inside;
-mod estimate;
-mod exchange_driver;
-mod explain;
-mod features;
-mod file_watch;
-mod finished;
-mod fleet;
-#[doc(hidden)]
-pub mod fuzzing;
-mod generation;
-mod handover;
-mod health;
-mod hex;
-mod hosts;
-mod hygiene;
-mod inflight;
-mod intake;
-pub mod kv_events;
+mod engines;
+mod exchange;
 mod legs;
-mod memory;
+mod message;
 mod metrics;
-mod models;
-mod named_file;
 mod observe;
-mod observers;
-mod policy;
-mod pool;
-mod prefix_index;
-mod presence;
-#[doc(hidden)]
-pub mod rehearsal;
-mod reload;
-mod request_id;
-mod resume;
-mod retries;
-mod rewrite;
-mod route;
-mod seldom;
-mod server;
+mod process;
+mod routing;
 mod service;
-mod session;
-mod settle;
-mod shared;
-pub mod snapshot;
-mod sse;
-mod telemetry;
-mod tenants;
+mod simulate;
+mod state;
 mod tls;
-mod trace_context;
-mod upstream;
-mod usage;
 
-pub use admin::AdminError;
+pub use auth::admin::AdminError;
+pub use auth::{AuthError, NewKey};
 pub use config::{AddressError, ConfigError, NamedFile, RouterConfig, listen_address};
-pub use generation::GenerationError;
-pub use handover::Inherited;
-pub use observers::ObserverError;
-pub use reload::{ConfigFile, Reload};
-pub use server::{BindError, Router};
-pub use telemetry::TelemetryError;
-pub use tenants::{AuthError, NewKey};
+pub use engines::http::TermsError;
+pub use observe::observers::ObserverError;
+pub use observe::snapshot;
+pub use observe::telemetry::TelemetryError;
+pub use process::reload::{ConfigFile, Reload};
+pub use process::server::{BindError, Router};
+pub use process::socket_takeover::Inherited;
+#[doc(hidden)]
+pub use simulate::{fuzzing, sim_router};
+pub use state::generation::GenerationError;
 pub use tls::TlsError;
-pub use upstream::TermsError;

@@ -330,7 +330,7 @@ fn numbers_and_words_of_the_collector_go_together() {
         assert!(limiter.spike_limit_mib < limiter.limit_mib && seconds(&limiter.check_interval) >= 1);
         let batch = processors.batch;
         assert!(batch.send_batch_size <= batch.send_batch_max_size && seconds(&batch.timeout) >= 1);
-        // The router's batch of 512 spans, at a kilobyte each; `router/src/telemetry.rs`.
+        // The router's batch of 512 spans, at a kilobyte each; `router/src/observe/telemetry.rs`.
         assert!(receivers.otlp.protocols.http.max_request_body_size >= 4 * 512 * 1024);
         assert_eq!(receivers.access.start_at, "end");
         let sampling = processors.tail_sampling;

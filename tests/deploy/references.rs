@@ -340,7 +340,7 @@ fn the_router_may_ask_the_api_for_slices_and_nobody_may_ask_for_more() {
         assert_eq!(subject["name"], account["metadata"]["name"]);
         assert_eq!(subject["namespace"], account["metadata"]["namespace"]);
         let role = fleet.named("Role", &bindings[0]["roleRef"]["name"]);
-        // `router/src/discovery/kubernetes.rs` lists and watches, in one namespace.
+        // `router/src/process/discovery/kubernetes.rs` lists and watches, in one namespace.
         let rules = serde_json::json!([
             {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
         ]);

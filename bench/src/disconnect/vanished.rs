@@ -22,7 +22,7 @@ use super::timeline::{Leg, Timeline};
 
 /// As Baton's router notices by default.
 pub(super) const NOTICED_MS: u64 = 20_000;
-/// Keepalive probes are so many parts of the bound apart, and a second at least (`router/src/presence.rs`). The last of them
+/// Keepalive probes are so many parts of the bound apart, and a second at least (`router/src/engines/presence.rs`). The last of them
 /// may just miss the bound.
 const PROBES: u64 = 8;
 const PROBES_APART_US: u64 = 1_000_000;

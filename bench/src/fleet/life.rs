@@ -9,7 +9,7 @@ use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Outcome, Phas
 use baton_connector::fetch::{self, Action, Actions, Answer, FailureKind, Fetch, LoadFailurePolicy};
 use baton_connector::transport::Verdict;
 use baton_connector::{BlockId, Handle, Reader, RequestId};
-use baton_router::rehearsal::{Asked, Entered, Place};
+use baton_router::sim_router::{Asked, Entered, Place};
 
 use super::costs::Kind;
 use super::engine::Plant;

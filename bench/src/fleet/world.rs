@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BinaryHeap};
 use baton_connector::Time;
 use baton_connector::exchange::Phase;
 use baton_connector::ledger::Ledger;
-use baton_router::rehearsal::{self, Rehearsal};
+use baton_router::sim_router::{self, Rehearsal};
 use baton_router::{GenerationError, RouterConfig};
 
 use super::costs::{Costs, Kind};
@@ -188,7 +188,7 @@ pub(super) struct World {
 /// # Errors
 /// When no router can be made of the configuration.
 pub(crate) fn simulate(setup: &Setup) -> Result<Outcome, GenerationError> {
-    rehearsal::reseed(setup.seed);
+    sim_router::reseed(setup.seed);
     let before = resident_bytes();
     let mut world = World::new(setup)?;
     let with_routers = resident_bytes();

@@ -7,7 +7,7 @@
 //! | data is not acknowledged, or the window is closed | the system's counts, looked at from time to time ([`Silence`]) |
 //!
 //! `TCP_USER_TIMEOUT` is not for clients: it would also break the connection of one that is there and pauses. The router has
-//! the same for its clients (`router/src/presence.rs`).
+//! the same for its clients (`router/src/engines/presence.rs`).
 
 #![allow(unsafe_code)] // one system call that no dependency offers; see its block
 

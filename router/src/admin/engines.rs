@@ -11,12 +11,12 @@ use hyper::header::{HeaderValue, RETRY_AFTER};
 use serde_json::{Map, Value, json};
 
 use super::Answer;
-use crate::fleet::HandedOver;
-use crate::generation::Generation;
-use crate::health::Order;
+use crate::engines::fleet::HandedOver;
+use crate::engines::health::Order;
+use crate::engines::http::{Engine, Verb};
 use crate::metrics::Leg;
-use crate::shared::Shared;
-use crate::upstream::{Engine, Verb};
+use crate::state::generation::Generation;
+use crate::state::shared::Shared;
 
 /// Every engine that some pool names, as JSON.
 pub(super) fn list(shared: &Shared) -> Value {

@@ -16,15 +16,15 @@ use serde_json::value::RawValue;
 use tokio::sync::Mutex;
 
 use super::Answer;
-use crate::explain;
-use crate::inflight::Entry;
+use crate::admin::explain;
+use crate::engines::http::{CallError, Engine, Outgoing};
 use crate::metrics::Leg;
-use crate::shared::Shared;
-use crate::snapshot::{
+use crate::observe::in_flight::Entry;
+use crate::observe::snapshot::{
     EngineEvents, EngineView, LeaseView, Request, RequestView, Requests, RouterView, Snapshot, Source,
     Timeline, bare_id, concerns,
 };
-use crate::upstream::{CallError, Engine, Outgoing};
+use crate::state::shared::Shared;
 
 /// A snapshot is given to everybody who asks for so long.
 const KEPT_FOR: Duration = Duration::from_secs(1);

@@ -6,7 +6,7 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::health::{breaker, checks, outlier, state};
+use crate::engines::health::{breaker, checks, outlier, state};
 
 /// How the router detects engines that fail.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, JsonSchema, Validate)]

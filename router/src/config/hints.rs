@@ -5,8 +5,8 @@ use std::rc::Rc;
 use serde_json::Value;
 
 use super::EngineUrl;
-use super::document::{Content, Node};
-use super::shape::{alternatives, could_be, misfits_of, short, target, types};
+use super::read::document::{Content, Node};
+use super::read::shape::{alternatives, could_be, misfits_of, short, target, types};
 
 /// Letters of a key or a value that are compared and shown.
 pub(super) const SHOWN_MAX: usize = 64;

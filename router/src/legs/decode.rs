@@ -15,9 +15,10 @@ use hyper::StatusCode;
 use memchr::memmem;
 
 use super::{Blame, Meaning, Refusal, Verdict, note_lack, unreadable};
-use crate::alive::while_alive;
-use crate::sse;
-use crate::upstream::{CallError, Engine, Lost, Outgoing, Payload, Reply, Whole};
+use crate::engines::http::{CallError, Engine, Lost, Outgoing, Reply, Whole};
+use crate::legs::liveness::while_alive;
+use crate::message::payload::Payload;
+use crate::message::sse;
 
 /// A refusal is not read beyond this; a larger one is judged by its status.
 const REFUSAL_BYTES_MAX: usize = 64 * 1024;

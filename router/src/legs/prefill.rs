@@ -15,11 +15,11 @@ use hyper::StatusCode;
 use serde_json::Value;
 
 use super::{Blame, Refusal, Verdict, note_lack, unreadable};
-use crate::error_inside::ErrorInside;
-use crate::hosts::Hosts;
-use crate::sse;
-use crate::upstream::{CallError, Engine, InFlight, Lost, Outgoing, ReadShare, Reply, Socket, Whole};
-use crate::usage::Skim;
+use crate::engines::http::{CallError, Engine, InFlight, Lost, Outgoing, ReadShare, Reply, Socket, Whole};
+use crate::engines::redact::Hosts;
+use crate::message::error_inside::ErrorInside;
+use crate::message::sse;
+use crate::message::usage::Skim;
 
 /// A reply is one token and a block table: 65,536 ids of at most 11 digits, with room for log-probabilities.
 const REPLY_BYTES_MAX: usize = 8 << 20;

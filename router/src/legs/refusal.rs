@@ -10,8 +10,8 @@ use hyper::StatusCode;
 use serde_json::Value;
 
 use super::said::{Said, context_and_prompt};
-use crate::hosts::Hosts;
-use crate::upstream::Whole;
+use crate::engines::http::Whole;
+use crate::engines::redact::Hosts;
 
 /// When to come back, where the engine does not say.
 const COME_BACK: Duration = Duration::from_secs(1);

@@ -2,7 +2,7 @@
 
 use super::page::Scrape;
 use super::registry::Family;
-use crate::kv_events::Told;
+use crate::engines::caches::kv_events::Told;
 
 static CONNECTED: Family = Family::gauge(
     "baton_router_kv_events_connected",

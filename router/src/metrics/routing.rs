@@ -4,8 +4,8 @@ use std::sync::{Arc, OnceLock};
 
 use super::legs::Leg;
 use super::registry::{Counter, Family, Registry};
-use crate::disaggregation::Why;
-use crate::policy::Reason;
+use crate::routing::disaggregation::Why;
+use crate::routing::policy::Reason;
 
 static DISAGGREGATION: Family = Family::counter(
     "baton_router_disagg_decisions_total",

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use baton_connector::exchange::{Cause, Outcome, Phase};
 
 use super::*;
-use crate::discovery::membership::MEMBERS_MAX;
+use crate::engines::membership::MEMBERS_MAX;
 
 /// Everything counted once.
 fn full() -> (Metrics, ModelMetrics, EngineMetrics) {
@@ -244,7 +244,8 @@ fn what_counting_costs() {
         "t".repeat(140)
     );
     timed("looking at a piece of 200 bytes", &|_| {
-        let (mut frames, mut seen) = (crate::sse::Frames::default(), crate::usage::Seen::default());
+        let (mut frames, mut seen) =
+            (crate::message::sse::Frames::default(), crate::message::usage::Seen::default());
         let whole = frames.pass(std::hint::black_box(bytes::Bytes::copy_from_slice(piece.as_bytes())));
         std::hint::black_box(frames.read(whole, &mut seen));
     });

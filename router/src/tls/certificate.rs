@@ -50,7 +50,7 @@ fn read(file: &Path) -> Result<Vec<u8>, TlsError> {
     use std::io::Read;
     let failed = |source| TlsError::File { file: file.to_owned(), source };
     let mut text = Vec::new();
-    let opened = crate::named_file::open(file).map_err(failed)?;
+    let opened = crate::config::named_file::open(file).map_err(failed)?;
     opened.take(FILE_BYTES_MAX).read_to_end(&mut text).map_err(failed)?;
     Ok(text)
 }

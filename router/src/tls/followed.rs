@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use arc_swap::ArcSwap;
 
 use super::TlsError;
-use crate::file_watch::FileWatch;
+use crate::config::file_watch::FileWatch;
 
 /// The last thing that could be built, and when its certificate ends.
 pub(super) struct Followed<T> {

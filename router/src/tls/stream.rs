@@ -94,7 +94,7 @@ mod tests {
 
     use tokio_util::either::Either;
 
-    use crate::hygiene::Wire;
+    use crate::client::http::Wire;
 
     /// A client and the router's side of its connection.
     async fn pair() -> (tokio_rustls::client::TlsStream<TcpStream>, TlsConnection) {

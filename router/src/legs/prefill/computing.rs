@@ -11,13 +11,13 @@ use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 
 use super::REPLY_BYTES_MAX;
-use crate::alive::while_alive;
+use crate::engines::http::{CallError, InFlight, Lost, Reply, Whole};
+use crate::legs::liveness::while_alive;
 use crate::legs::{Blame, Verdict, blame};
+use crate::message::sse::Frames;
+use crate::message::usage::Seen;
 use crate::metrics::Leg;
-use crate::shared::Shared;
-use crate::sse::Frames;
-use crate::upstream::{CallError, InFlight, Lost, Reply, Whole};
-use crate::usage::Seen;
+use crate::state::shared::Shared;
 
 /// What still comes of a reply after its handoff.
 pub(crate) struct Rest(pub(super) Box<Reply>);

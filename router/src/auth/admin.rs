@@ -1,0 +1,171 @@
+//! Who may use the admin listener: on loopback whoever is on this machine, unless a token is asked for; beyond it
+//! only who shows a certificate or the token.
+//!
+//! A browser on this machine lets pages of any site send requests to loopback. Without a token such requests are
+//! refused: those that name a page as their origin, and those whose `Host` is a name that a site could have pointed at
+//! loopback (DNS rebinding).
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+
+use arc_swap::ArcSwap;
+use hyper::header::{HOST, HeaderMap, ORIGIN};
+use hyper::http::uri::Authority;
+
+use crate::auth::{bearer, same};
+use crate::config::file_watch::FileWatch;
+use crate::config::{AdminConfig, ConfigError, first_line_of};
+
+/// A shorter token could be guessed.
+const TOKEN_BYTES_MIN: usize = 16;
+
+/// Why an admin listener is not opened.
+#[derive(Debug, thiserror::Error)]
+pub enum AdminError {
+    /// Everybody who can reach it could use it.
+    #[error(
+        "admin.listen {0} is beyond loopback: it needs admin.token_file, or admin.tls with `client_auth: require`"
+    )]
+    Open(SocketAddr),
+    /// The token cannot be read.
+    #[error(transparent)]
+    File(#[from] ConfigError),
+    /// The token could be guessed.
+    #[error("{file}: the admin token must have {TOKEN_BYTES_MIN} bytes at least", file = .0.display())]
+    Short(PathBuf),
+}
+
+/// What is asked of people and monitors.
+pub(crate) struct Access {
+    token: Option<Token>,
+    /// Where the listener is, whatever a later configuration says: it stays there until a restart.
+    listen: SocketAddr,
+    /// Everybody who is connected has shown a certificate.
+    certificates: bool,
+}
+
+struct Token {
+    file: PathBuf,
+    current: ArcSwap<String>,
+    watch: FileWatch,
+}
+
+impl Access {
+    /// # Errors
+    /// [`AdminError`]: the listener must not be opened like that.
+    pub(crate) fn new(config: &AdminConfig) -> Result<Self, AdminError> {
+        Self::at(config.listen, config.asks_for_certificates(), config)
+    }
+
+    /// What the next configuration asks of those who come to the listener as it is.
+    ///
+    /// # Errors
+    /// [`AdminError`]: the configuration must not take effect.
+    pub(crate) fn next(&self, config: &AdminConfig) -> Result<Self, AdminError> {
+        Self::at(self.listen, self.certificates, config)
+    }
+
+    fn at(listen: SocketAddr, certificates: bool, config: &AdminConfig) -> Result<Self, AdminError> {
+        if config.is_open(listen, certificates) {
+            return Err(AdminError::Open(listen));
+        }
+        let token = config.token_file.clone().map(|file| {
+            let watch = FileWatch::new(vec![file.clone()]);
+            let current = ArcSwap::from_pointee(read(&file)?);
+            Ok::<_, AdminError>(Token { file, current, watch })
+        });
+        Ok(Self { token: token.transpose()?, listen, certificates })
+    }
+
+    /// Whether the request may be answered. Whether the router lives is told to everybody: probes bring no token. So is
+    /// the page that asks for it, in which there is nothing yet.
+    pub(crate) fn allows(&self, path: &str, headers: &HeaderMap) -> bool {
+        let Some(token) = &self.token else { return true };
+        let shown =
+            || bearer(headers).is_some_and(|shown| same(shown.as_bytes(), token.current.load().as_bytes()));
+        matches!(path, "/health" | "/ready" | "/top") || shown()
+    }
+
+    /// Why a request looks as if a page in a browser had sent it; a token is something that no page has.
+    pub(crate) fn suspects(&self, path: &str, headers: &HeaderMap) -> Option<&'static str> {
+        if self.token.is_some() {
+            return None;
+        }
+        let site = headers.get("sec-fetch-site").map(|site| site.as_bytes());
+        if headers.contains_key(ORIGIN) || !matches!(site, None | Some(b"none" | b"same-origin")) {
+            return Some("requests from web pages need `admin.token_file`");
+        }
+        // Probes give whatever name they were told, and learn nothing else.
+        let probe = matches!(path, "/health" | "/ready");
+        let named = || headers.get_all(HOST).iter().any(|host| !is_local(host.as_bytes()));
+        (self.listen.ip().is_loopback() && !probe && named())
+            .then_some("`Host` must be localhost or an IP address where there is no `admin.token_file`")
+    }
+
+    /// Reads the token again if its file has changed; one that cannot be used leaves the old one in effect.
+    pub(crate) fn refresh(&self) {
+        let Some(token) = self.token.as_ref().filter(|token| token.watch.has_changed()) else { return };
+        match read(&token.file) {
+            Ok(new) => token.current.store(new.into()),
+            Err(error) => {
+                tracing::error!(%error, "cannot reload the admin token, the old one stays in effect")
+            }
+        }
+    }
+}
+
+/// Whether no name server was asked for this `Host`.
+fn is_local(host: &[u8]) -> bool {
+    let Ok(authority) = Authority::try_from(host) else { return false };
+    let name = authority.host().trim_start_matches('[').trim_end_matches(']').to_ascii_lowercase();
+    let name = name.strip_suffix('.').unwrap_or(&name);
+    name.parse::<IpAddr>().is_ok() || name == "localhost" || name.ends_with(".localhost")
+}
+
+fn read(file: &Path) -> Result<String, AdminError> {
+    let token = first_line_of("admin.token_file", file)?.filter(|token| token.len() >= TOKEN_BYTES_MIN);
+    token.ok_or_else(|| AdminError::Short(file.to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use hyper::header::{HeaderName, HeaderValue};
+
+    use super::*;
+
+    #[test]
+    fn what_a_page_in_a_browser_sends_is_suspected_where_there_is_no_token() {
+        let access = Access::new(&AdminConfig::default()).expect("on loopback");
+        let suspects = |access: &Access, path: &str, lines: &[(&'static str, &'static str)]| {
+            let lines = lines.iter().map(|(n, v)| (HeaderName::from_static(n), HeaderValue::from_static(v)));
+            access.suspects(path, &lines.collect()).is_some()
+        };
+        for host in [
+            "localhost",
+            "LOCALHOST:8081",
+            "localhost.:80",
+            "a.localhost",
+            "127.0.0.1:8081",
+            "[::1]:8081",
+            "10.0.0.1",
+        ] {
+            assert!(!suspects(&access, "/config", &[("host", host)]), "{host}");
+        }
+        for host in
+            ["evil.test", "evil.test:8081", "127.0.0.1.evil.test", "localhost.evil.test", "x", "", "a b"]
+        {
+            assert!(suspects(&access, "/config", &[("host", host)]), "{host}");
+            assert!(!suspects(&access, "/ready", &[("host", host)]), "{host}");
+        }
+        let page = [("host", "localhost"), ("origin", "https://evil.test")];
+        assert!(suspects(&access, "/engines/a:1/drain", &page) && suspects(&access, "/ready", &page));
+        for (site, page) in
+            [("cross-site", true), ("same-site", true), ("none", false), ("same-origin", false)]
+        {
+            assert_eq!(suspects(&access, "/", &[("host", "localhost"), ("sec-fetch-site", site)]), page);
+        }
+        let beyond = Access { token: None, listen: ([10, 0, 0, 1], 1).into(), certificates: true };
+        assert!(!suspects(&beyond, "/metrics", &[("host", "router.serving.svc")]));
+        assert!(suspects(&beyond, "/metrics", &page));
+    }
+}

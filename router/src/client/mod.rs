@@ -1,0 +1,6 @@
+//! A client's connection: the strict HTTP reader, pingora's session, disconnect detection, the client's address.
+
+pub(crate) mod address;
+pub(crate) mod disconnect;
+pub(crate) mod http;
+pub(crate) mod session;

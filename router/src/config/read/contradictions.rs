@@ -1,0 +1,254 @@
+//! What no single value shows: keys that contradict each other.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::config::{
+    EngineConfig, EngineUrl, Fallback, KvEventsConfig, ModelConfig, PoolConfig, PortName, RouterConfig,
+    Scheme,
+};
+
+/// Every contradiction: the path of the key that it is told at, and what it is.
+pub(crate) fn find(config: &RouterConfig) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    listeners(config, &mut found);
+    secrets(config, &mut found);
+    names(&config.models, &mut found);
+    publishers(config, &mut found);
+    releases(&config.models, &mut found);
+    for (at, model) in config.models.iter().enumerate() {
+        if model.decode.engines.is_empty() && model.decode.discover.is_none() {
+            found.push((format!("models[{at}].decode"), "needs at least one engine, or `discover`".into()));
+        }
+        for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
+            engines(pool, &format!("models[{at}].{side}"), &mut found);
+            if config.engine_tls.is_none() {
+                plain(pool, &format!("models[{at}].{side}"), &mut found);
+            }
+        }
+    }
+    found
+}
+
+/// What is allowed and yet is hardly what was meant.
+pub(crate) fn doubts(config: &RouterConfig) -> Vec<String> {
+    let mut doubts = Vec::new();
+    without_effect(config, &mut doubts);
+    for (at, model) in config.models.iter().enumerate() {
+        both_pools(model, at, &mut doubts);
+        for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
+            let template = pool.discover.as_ref().map(|discover| discover.template.keys());
+            let mut engines = pool.engines.iter().chain(template);
+            let tells = |engine: &EngineConfig| engine.kv_events.is_some() || pool.kv_events.is_some();
+            if config.auth.is_some() && (pool.kv_events.is_some() || engines.clone().any(tells)) {
+                doubts.push(format!(
+                    "models[{at}].{side}: `kv_events` has no effect with `auth`: requests are salted per tenant, \
+                     and the router cannot match the hashes of salted blocks"
+                ));
+            }
+            if engines.any(|engine| engine.data_parallel_size > 1 && tells(engine)) {
+                doubts.push(format!(
+                    "models[{at}].{side}: `kv_events` subscribes only to the first rank of an engine with \
+                     `data_parallel_size`; vLLM publishes rank N at the port + N"
+                ));
+            }
+        }
+    }
+    doubts
+}
+
+fn listeners(config: &RouterConfig, found: &mut Vec<(String, String)>) {
+    if config.listen.port() != 0 && config.listen == config.admin.listen {
+        found.push(("admin.listen".into(), "is the same address as `listen`".into()));
+    }
+    let admin = &config.admin;
+    if admin.is_open(admin.listen, admin.asks_for_certificates()) {
+        let what =
+            "is beyond loopback: it needs `admin.token_file`, or `admin.tls` with `client_auth: require`";
+        found.push(("admin.listen".into(), what.into()));
+    }
+}
+
+fn secrets(config: &RouterConfig, found: &mut Vec<(String, String)>) {
+    if config.cluster_secret.is_some() && config.cluster_secret_file.is_some() {
+        let what = "conflicts with `cluster_secret`; set one of them";
+        found.push(("cluster_secret_file".into(), what.into()));
+    }
+}
+
+/// No name and no alias is given twice: a request must mean one model.
+fn names(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
+    let mut seen = BTreeMap::new();
+    for (at, model) in models.iter().enumerate() {
+        let aliases = model.aliases.iter().enumerate();
+        let aliases = aliases.map(|(n, alias)| (format!("models[{at}].aliases[{n}]"), alias));
+        for (path, name) in std::iter::once((format!("models[{at}].name"), &model.name)).chain(aliases) {
+            match seen.get(name) {
+                Some(first) => {
+                    found.push((path, format!("the name `{name}` is given twice, first as {first}")))
+                }
+                None => drop(seen.insert(name, path)),
+            }
+        }
+    }
+}
+
+/// The router listens on an address for one engine: two that connect to it could not be told apart.
+fn publishers(config: &RouterConfig, found: &mut Vec<(String, String)>) {
+    let mut taken: Vec<(&KvEventsConfig, &EngineUrl, String)> = Vec::new();
+    for (at, model) in config.models.iter().enumerate() {
+        for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
+            let path = format!("models[{at}].{side}");
+            let template = pool
+                .discover
+                .as_ref()
+                .and_then(|discover| discover.template.keys().kv_events.as_ref().or(pool.kv_events.as_ref()));
+            if template.is_some_and(|events| events.bind.is_some()) {
+                let what = "`kv_events.bind` is an address for one engine, and any number of them may be discovered: \
+                            let the engines publish at an address of their own";
+                found.push((format!("{path}.discover"), what.into()));
+            }
+            for (number, engine) in pool.engines.iter().enumerate() {
+                let Some(events) = engine.kv_events.as_ref().or(pool.kv_events.as_ref()) else { continue };
+                let Some(bind) = events.bind else { continue };
+                let path = format!("{path}.engines[{number}].url");
+                let same = |other: &KvEventsConfig| {
+                    let bound = other.bind.unwrap_or(bind);
+                    other.port == events.port
+                        && (bound == bind || bound.is_unspecified() || bind.is_unspecified())
+                };
+                match taken.iter().find(|(other, url, _)| same(other) && *url != &engine.url) {
+                    Some((_, _, first)) => {
+                        let what = format!(
+                            "publishes its `kv_events` to port {} of the router, and so does {first}: each engine \
+                             needs a port of its own",
+                            events.port
+                        );
+                        found.push((path, what));
+                    }
+                    None => taken.push((events, &engine.url, path)),
+                }
+            }
+        }
+    }
+}
+
+/// An engine has one way of ending a lease, in however many pools it lends. That of a pool in which it decodes counts
+/// only where it prefills in none.
+fn releases(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
+    let mut seen = BTreeMap::new();
+    for (at, model) in models.iter().enumerate() {
+        for (n, engine) in model.prefill.engines.iter().enumerate() {
+            let path = format!("models[{at}].prefill.engines[{n}].release");
+            match seen.get(&engine.url.authority()) {
+                Some((first, release)) if *release != engine.release => {
+                    found.push((path, format!("the same engine has another `release` at {first}")));
+                }
+                Some(_) => {}
+                None => drop(seen.insert(engine.url.authority(), (path, engine.release))),
+            }
+        }
+    }
+}
+
+/// Keys that are read and change nothing.
+fn without_effect(config: &RouterConfig, doubts: &mut Vec<String>) {
+    let load = &config.health.load;
+    if load.interval_ms > load.stale_ms {
+        doubts.push(format!(
+            "health.load: a reading is used for {} ms (`stale_ms`) and taken every {} ms (`interval_ms`): in between \
+             the engines' load is not known",
+            load.stale_ms, load.interval_ms
+        ));
+    }
+    for (at, model) in config.models.iter().enumerate() {
+        if model.resume && model.fallback == Fallback::None {
+            doubts.push(format!(
+                "models[{at}].resume: has no effect with `fallback: none`: the engine that continues a stream computes \
+                 its prompt"
+            ));
+        }
+        for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
+            let capacity = &pool.capacity;
+            if load.interval_ms == 0 && (capacity.max_waiting.is_some() || capacity.max_kv_usage.is_some()) {
+                doubts.push(format!(
+                    "models[{at}].{side}.capacity: `max_waiting` and `max_kv_usage` have no effect while \
+                     `health.load.interval_ms` is 0: the router does not read the load of engines"
+                ));
+            }
+        }
+    }
+    let pools = || config.models.iter().flat_map(|model| [&model.prefill, &model.decode]);
+    let listed = pools().any(|pool| pool.engines.iter().any(|engine| engine.url.is_tls()));
+    // A file may name any address.
+    let found = |pool: &PoolConfig| {
+        pool.discover.as_ref().is_some_and(|discover| discover.finds_https() || discover.file.is_some())
+    };
+    if config.engine_tls.is_some() && !listed && !pools().any(found) {
+        doubts.push(
+            "engine_tls: has no effect: no engine's address begins with https://, and no source of engines has \
+             `scheme: https`"
+                .to_owned(),
+        );
+    }
+}
+
+/// An engine that would hand its blocks to itself.
+fn both_pools(model: &ModelConfig, at: usize, doubts: &mut Vec<String>) {
+    /// Engines that a line names.
+    const NAMED_MAX: usize = 3;
+    let prefill: BTreeSet<_> = model.prefill.engines.iter().map(|engine| engine.url.authority()).collect();
+    let decode = model.decode.engines.iter();
+    let both: Vec<_> = decode.filter(|engine| prefill.contains(&engine.url.authority())).collect();
+    if both.is_empty() {
+        return;
+    }
+    let mut named: Vec<_> = both.iter().take(NAMED_MAX).map(|engine| engine.url.to_string()).collect();
+    if both.len() > NAMED_MAX {
+        named.push(format!("{} more", both.len() - NAMED_MAX));
+    }
+    let whole = "without `prefill`, the engines of `decode` compute whole requests";
+    doubts.push(format!(
+        "models[{at}]: {} in `prefill` and in `decode`: a handoff from an engine to itself gains nothing; {whole}",
+        named.join(", ")
+    ));
+}
+
+/// Without roots no engine's certificate can be checked.
+fn plain(pool: &PoolConfig, path: &str, found: &mut Vec<(String, String)>) {
+    if let Some(discover) = &pool.discover {
+        let sources = [
+            ("dns", discover.dns.as_ref().map(|dns| dns.scheme)),
+            ("kubernetes", discover.kubernetes.as_ref().map(|kubernetes| kubernetes.scheme)),
+        ];
+        for (source, _) in sources.iter().filter(|(_, scheme)| *scheme == Some(Scheme::Https)) {
+            let what = "`https` needs `engine_tls.ca`: the roots of the engines' certificates";
+            found.push((format!("{path}.discover.{source}.scheme"), what.into()));
+        }
+    }
+    for (at, engine) in pool.engines.iter().enumerate().filter(|(_, engine)| engine.url.is_tls()) {
+        let what = format!("`{}` needs `engine_tls.ca`: the roots of the engines' certificates", engine.url);
+        found.push((format!("{path}.engines[{at}].url"), what));
+    }
+}
+
+/// An engine that stands in a pool twice would be asked again after it failed.
+fn engines(pool: &PoolConfig, path: &str, found: &mut Vec<(String, String)>) {
+    if let Some(discover) = &pool.discover {
+        if !discover.has_sources() {
+            found.push((format!("{path}.discover"), "names no source: `dns`, `file` or `kubernetes`".into()));
+        }
+        if discover.kubernetes.as_ref().is_some_and(|k| k.service.is_none() && k.selector.is_empty()) {
+            let what = "needs a `service` or a `selector`; else every slice of the namespace is taken";
+            found.push((format!("{path}.discover.kubernetes"), what.into()));
+        }
+        if discover.kubernetes.as_ref().is_some_and(|k| k.port == PortName::Number(0)) {
+            found.push((format!("{path}.discover.kubernetes.port"), "0 is no port".into()));
+        }
+    }
+    let mut seen = BTreeSet::new();
+    for (at, engine) in pool.engines.iter().enumerate() {
+        if !seen.insert(engine.url.authority()) {
+            found.push((format!("{path}.engines[{at}].url"), "the engine is in this pool twice".into()));
+        }
+    }
+}

@@ -1,0 +1,366 @@
+//! Compares a text's tree with the JSON schema and tells everything that does not fit, each with its place:
+//! unknown keys (with the nearest that is known), missing keys, wrong types, values out of their bounds.
+//!
+//! The schema is ours and generated, so only what `schemars` writes is understood. This is never stricter than
+//! what reads the values afterwards; that has the last word, and finds what a schema cannot say.
+
+use std::rc::Rc;
+
+use serde_json::Value;
+
+use crate::config::address;
+use crate::config::address::listen_address;
+use crate::config::error::{Place, Problem};
+use crate::config::hints;
+use crate::config::hints::{SHOWN_MAX, nearest};
+use crate::config::read::document::{Content, Node, PROBLEMS_MAX};
+use crate::config::{Cidr, EngineUrl};
+
+/// The keywords under which a schema lists alternatives.
+const ALTERNATIVES: [&str; 2] = ["oneOf", "anyOf"];
+
+/// Everything in a tree that does not fit a schema, in the order of the tree. At most [`PROBLEMS_MAX`].
+pub(crate) fn misfits(schema: &Value, root: &Rc<Node>) -> Vec<Problem> {
+    let mut found = Found { schema, problems: Vec::new() };
+    found.check(schema, root, "", &[]);
+    found.problems
+}
+
+/// How much of a tree does not fit a part of a schema.
+pub(crate) fn misfits_of(root: &Value, part: &Value, node: &Rc<Node>) -> usize {
+    let mut found = Found { schema: root, problems: Vec::new() };
+    found.check(part, node, "", &[]);
+    found.problems.len()
+}
+
+struct Found<'a> {
+    schema: &'a Value,
+    problems: Vec<Problem>,
+}
+
+impl<'a> Found<'a> {
+    fn tell(&mut self, place: Place, what: String) {
+        if self.problems.len() < PROBLEMS_MAX {
+            self.problems.push(Problem { place, what });
+        }
+    }
+
+    /// `also` are keys that other alternatives of the same place would take.
+    fn check(&mut self, schema: &'a Value, node: &Rc<Node>, path: &str, also: &[&'a str]) {
+        let target = target(self.schema, schema);
+        if !std::ptr::eq(target, schema) {
+            self.check(target, node, path, also);
+        }
+        let mut alternatives = Vec::new();
+        alternatives_of(self.schema, schema, 0, &mut alternatives);
+        if !node.is_null() {
+            alternatives.retain(|alternative| types(alternative) != ["null"]);
+        }
+        if !alternatives.is_empty() {
+            return self.check_alternatives(&alternatives, node, path);
+        }
+        if let Some(words) = words(schema) {
+            return self.check_word(&words, node, path);
+        }
+        let types = types(schema);
+        if types.is_empty() || (node.is_null() && types.contains(&"null")) {
+            return;
+        }
+        match &node.content {
+            Content::Map(_) if types.contains(&"object") => self.check_map(schema, node, path, also),
+            Content::List(items) if types.contains(&"array") => {
+                self.check_count(schema, ("minItems", "maxItems"), items.len(), node.place, path);
+                for (at, item) in items.iter().enumerate() {
+                    self.check(&schema["items"], item, &format!("{path}[{at}]"), &[]);
+                }
+            }
+            Content::Scalar { text, plain } if types.iter().any(|kind| could_be(kind, text, *plain)) => {
+                self.check_value(schema, text, node.place, path);
+            }
+            _ => {
+                let form = hints::of_form(self.schema, schema, node);
+                let form = form.map_or_else(String::new, |form| format!(": write `{form}`"));
+                self.tell(
+                    node.place,
+                    format!("{}needs {}, not {}{form}", named(path), expected(&types), described(node)),
+                );
+            }
+        }
+    }
+
+    fn check_map(&mut self, schema: &'a Value, node: &Rc<Node>, path: &str, also: &[&'a str]) {
+        let Content::Map(entries) = &node.content else { return };
+        if self.problems.len() >= PROBLEMS_MAX {
+            return;
+        }
+        let properties = &schema["properties"];
+        for (key, value) in entries {
+            if self.problems.len() >= PROBLEMS_MAX {
+                break;
+            }
+            let below = join(path, &key.name);
+            if let Some(property) = properties.get(&key.name) {
+                self.check(property, value, &below, &[]);
+            } else if schema["additionalProperties"].is_object() {
+                self.check(&schema["additionalProperties"], value, &below, &[]);
+            } else if also.contains(&key.name.as_str()) {
+                let what = format!("`{}` is a second choice, expected one of {}", key.name, also.join(", "));
+                self.tell(key.place, what);
+            } else if schema["additionalProperties"] == Value::Bool(false) {
+                let unknown = hints::Unknown { name: &key.name, value, map: schema, path, also };
+                let hint = hints::of_key(self.schema, &unknown);
+                self.tell(key.place, format!("unknown key `{}`{hint}", short(&key.name)));
+            }
+        }
+        for name in schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str) {
+            if node.get(name).is_none() {
+                self.tell(node.place, format!("{}needs the key `{name}`", named(path)));
+            }
+        }
+        self.check_count(schema, ("minProperties", "maxProperties"), entries.len(), node.place, path);
+    }
+
+    /// Whichever alternative fits best says what is wrong.
+    fn check_alternatives(&mut self, alternatives: &[&'a Value], node: &Rc<Node>, path: &str) {
+        let all_words: Option<Vec<_>> = alternatives.iter().map(|a| words(a)).collect();
+        if let Some(words) = all_words {
+            return self.check_word(&words.concat(), node, path);
+        }
+        if self.check_choice(alternatives, node, path) {
+            return;
+        }
+        let keys: Vec<&str> = alternatives
+            .iter()
+            .flat_map(|a| a["properties"].as_object())
+            .flatten()
+            .map(|(k, _)| k.as_str())
+            .collect();
+        let tries = alternatives.iter().map(|alternative| {
+            let mut tried = Found { schema: self.schema, problems: Vec::new() };
+            tried.check(alternative, node, path, &keys);
+            let distance = (!fits(alternative, node)) as usize * PROBLEMS_MAX;
+            (distance + tried.problems.len(), tried.problems)
+        });
+        if let Some((_, problems)) =
+            tries.min_by_key(|(distance, problems)| if problems.is_empty() { 0 } else { *distance })
+        {
+            problems.into_iter().for_each(|problem| self.tell(problem.place, problem.what));
+        }
+    }
+
+    /// A map of one name to its parameters whose key is none of the names. Whether it is such a map.
+    fn check_choice(&mut self, alternatives: &[&'a Value], node: &Rc<Node>, path: &str) -> bool {
+        let names: Vec<&str> = alternatives.iter().filter_map(|alternative| only_key(alternative)).collect();
+        let Content::Map(entries) = &node.content else { return false };
+        let Some((key, _)) = entries.first() else { return false };
+        if names.len() < 2 || entries.iter().any(|(key, _)| names.contains(&key.name.as_str())) {
+            return false;
+        }
+        let meant = |text: &str| nearest(text, names.iter().copied());
+        let said = entries.iter().find_map(|(_, value)| match &value.content {
+            Content::Scalar { text, .. } => meant(text),
+            Content::List(_) | Content::Map(_) => None,
+        });
+        let what = match (meant(&key.name), said) {
+            (Some(name), _) => format!("unknown key `{}`, did you mean `{name}`?", short(&key.name)),
+            (None, Some(name)) => format!(
+                "{}unknown key `{}`: write `{name}`, or with parameters `{{{name}: {{...}}}}`",
+                named(path),
+                short(&key.name)
+            ),
+            (None, None) => {
+                format!("{}unknown key `{}`; known here: {}", named(path), short(&key.name), names.join(", "))
+            }
+        };
+        self.tell(key.place, what);
+        true
+    }
+
+    fn check_word(&mut self, words: &[&'a str], node: &Rc<Node>, path: &str) {
+        let choice = words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", ");
+        match &node.content {
+            Content::Scalar { text, .. } if words.contains(&text.as_str()) => {}
+            Content::Scalar { text, .. } => {
+                let hint = nearest(text, words.iter().copied());
+                let hint = hint.map_or_else(String::new, |word| format!(", did you mean `{word}`?"));
+                self.tell(node.place, format!("{}`{}` is none of {choice}{hint}", named(path), short(text)));
+            }
+            _ => self
+                .tell(node.place, format!("{}needs one of {choice}, not {}", named(path), described(node))),
+        }
+    }
+
+    fn check_value(&mut self, schema: &Value, text: &str, place: Place, path: &str) {
+        if let Some(what) = malformed(schema["format"].as_str().unwrap_or_default(), text) {
+            self.tell(place, format!("{}{what}", named(path)));
+        }
+        if let Ok(number) = text.parse::<f64>() {
+            let low = schema["minimum"].as_f64().filter(|&low| number < low);
+            let high = schema["maximum"].as_f64().filter(|&high| number > high);
+            if low.is_some() {
+                self.tell(place, format!("{}{text} is below {}", named(path), schema["minimum"]));
+            }
+            if high.is_some() {
+                self.tell(place, format!("{}{text} is above {}", named(path), schema["maximum"]));
+            }
+        }
+        // The schema does not say whether bytes or characters are counted: only what neither allows is told.
+        let (bytes, letters) = (text.len() as u64, text.chars().count() as u64);
+        if schema["minLength"].as_u64().is_some_and(|low| bytes < low) {
+            self.tell(place, format!("{}shorter than {} bytes", named(path), schema["minLength"]));
+        }
+        if schema["maxLength"].as_u64().is_some_and(|high| letters > high) {
+            self.tell(place, format!("{}longer than {} bytes", named(path), schema["maxLength"]));
+        }
+    }
+
+    fn check_count(
+        &mut self,
+        schema: &Value,
+        keywords: (&str, &str),
+        count: usize,
+        place: Place,
+        path: &str,
+    ) {
+        let (low, high) = (schema[keywords.0].as_u64(), schema[keywords.1].as_u64());
+        if low.is_some_and(|low| (count as u64) < low) {
+            let low = low.unwrap_or_default();
+            self.tell(place, format!("{}needs at least {low}, and has {count}", named(path)));
+        }
+        if high.is_some_and(|high| count as u64 > high) {
+            let high = high.unwrap_or_default();
+            self.tell(place, format!("{}takes at most {high}, and has {count}", named(path)));
+        }
+    }
+}
+
+/// What a reference leads to.
+pub(crate) fn target<'a>(root: &'a Value, node: &'a Value) -> &'a Value {
+    let name = node["$ref"].as_str().and_then(|r| r.strip_prefix("#/$defs/"));
+    name.map_or(node, |name| &root["$defs"][name])
+}
+
+/// Why a text is not of a format that this configuration has.
+fn malformed(format: &str, text: &str) -> Option<String> {
+    let shown = |said: String| said.replace(text, &short(text));
+    match format {
+        address::FORMAT => listen_address(text).err().map(|error| error.to_string()),
+        "engine-url" => text.parse::<EngineUrl>().err().map(|error| shown(error.to_string())),
+        "network" => text.parse::<Cidr>().err().map(|error| shown(error.to_string())),
+        "ip" if text.parse::<std::net::IpAddr>().is_err() => Some(format!(
+            "`{}` is no IP address: write one without a port, for example `127.0.0.1`",
+            short(text)
+        )),
+        _ => None,
+    }
+}
+
+/// The alternatives of a schema, and theirs in their place.
+fn alternatives_of<'a>(root: &'a Value, schema: &'a Value, depth: usize, found: &mut Vec<&'a Value>) {
+    for alternative in alternatives(schema).map(|alternative| target(root, alternative)) {
+        // Ours are two deep.
+        match depth < 4 && alternatives(alternative).next().is_some() {
+            true => alternatives_of(root, alternative, depth + 1, found),
+            false => found.push(alternative),
+        }
+    }
+}
+
+/// The key of a map that has one, which it needs.
+fn only_key(schema: &Value) -> Option<&str> {
+    let (properties, required) = (schema["properties"].as_object()?, schema["required"].as_array()?);
+    (properties.len() == 1 && required.len() == 1).then(|| required[0].as_str())?
+}
+
+pub(crate) fn alternatives(schema: &Value) -> impl Iterator<Item = &Value> {
+    ALTERNATIVES.iter().filter_map(|keyword| schema[*keyword].as_array()).flatten()
+}
+
+/// The words that an enumeration allows.
+fn words(schema: &Value) -> Option<Vec<&str>> {
+    if let Some(word) = schema["const"].as_str() {
+        return Some(vec![word]);
+    }
+    schema["enum"].as_array()?.iter().map(Value::as_str).collect()
+}
+
+pub(crate) fn types(schema: &Value) -> Vec<&str> {
+    match &schema["type"] {
+        Value::Array(kinds) => kinds.iter().filter_map(Value::as_str).collect(),
+        kind => kind.as_str().into_iter().collect(),
+    }
+}
+
+/// Whether an alternative is meant by a node: it is of its kind, and says what tells it from the others.
+fn fits(schema: &Value, node: &Node) -> bool {
+    let is = |kind: &str| types(schema).is_empty() || types(schema).contains(&kind);
+    match &node.content {
+        Content::Scalar { .. } => {
+            words(schema).is_some() || !(is("object") || is("array")) || types(schema).is_empty()
+        }
+        Content::List(_) => is("array"),
+        Content::Map(entries) => {
+            let properties = schema["properties"].as_object();
+            let tags =
+                properties.into_iter().flatten().filter_map(|(name, p)| Some((name, p["const"].as_str()?)));
+            let tagged = tags.into_iter().all(|(name, word)| {
+                node.get(name)
+                    .is_some_and(|n| matches!(&n.content, Content::Scalar { text, .. } if text == word))
+            });
+            let required = schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str);
+            let named = required.clone().count() == 0
+                || entries.iter().any(|(key, _)| required.clone().any(|name| name == key.name));
+            is("object") && words(schema).is_none() && tagged && named
+        }
+    }
+}
+
+pub(crate) fn could_be(kind: &str, text: &str, plain: bool) -> bool {
+    let nothing = plain && matches!(text, "" | "~" | "null");
+    match kind {
+        "string" => !nothing,
+        "integer" => serde_saphyr::from_str::<i128>(text).is_ok(),
+        "number" => serde_saphyr::from_str::<f64>(text).is_ok(),
+        "boolean" => serde_saphyr::from_str::<bool>(text).is_ok(),
+        "null" => nothing,
+        _ => false,
+    }
+}
+
+fn expected(types: &[&str]) -> String {
+    let word = |kind: &&str| match *kind {
+        "object" => "a map",
+        "array" => "a list",
+        "string" => "a text",
+        "integer" => "a whole number",
+        "number" => "a number",
+        "boolean" => "true or false",
+        _ => "nothing",
+    };
+    types.iter().filter(|kind| **kind != "null").map(word).collect::<Vec<_>>().join(" or ")
+}
+
+fn described(node: &Node) -> String {
+    match &node.content {
+        _ if node.is_null() => "nothing".into(),
+        Content::Scalar { text, .. } => format!("`{}`", short(text)),
+        Content::List(_) => "a list".into(),
+        Content::Map(_) => "a map".into(),
+    }
+}
+
+/// As much of a text as a message shows.
+pub(crate) fn short(text: &str) -> String {
+    match text.char_indices().nth(SHOWN_MAX) {
+        None => text.escape_debug().to_string(),
+        Some((end, _)) => format!("{}...", text[..end].escape_debug()),
+    }
+}
+
+fn named(path: &str) -> String {
+    if path.is_empty() { String::new() } else { format!("`{path}`: ") }
+}
+
+fn join(path: &str, name: &str) -> String {
+    if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") }
+}

@@ -1,0 +1,9 @@
+//! One engine as the router sees it: its HTTP client, health, load, known caches, and its membership in pools.
+
+pub(crate) mod caches;
+pub(crate) mod fleet;
+pub(crate) mod health;
+pub(crate) mod http;
+pub(crate) mod membership;
+pub(crate) mod presence;
+pub(crate) mod redact;

@@ -1,0 +1,292 @@
+//! What of a request says where it belongs: its session, its user, and the beginning of its prompt.
+//!
+//! A prompt is compared as the bytes of its JSON, in chunks whose hashes are chained: equal hashes mean that
+//! everything up to the chunk's end is equal. What makes engines' caches differ although the text is the same
+//! goes into the chain's first link: the model, the salt, and the tools, which chat templates put in front.
+//!
+//! Only what a policy of the model asks for is looked at; see [`Needs`].
+
+use baton_openai::RawBody;
+use hyper::header::HeaderMap;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_seed};
+
+use crate::config::{AffinityKey, FeaturesConfig, LoadUnit, ModelConfig, PolicyConfig};
+use crate::engines::caches::kv_events::links;
+use crate::message::estimate::Known;
+use crate::routing::policy::Wanted;
+
+/// What has to be looked at in a model's requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Needs {
+    pub session: bool,
+    pub user: bool,
+    pub prefix: bool,
+    /// The prompt's size; without it the body's is good enough.
+    pub tokens: bool,
+}
+
+/// What was found in a request.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Features {
+    session: Option<u64>,
+    user: Option<u64>,
+    prefix: Vec<u64>,
+    blocks: Vec<u64>,
+    /// Tokens of the prompt, estimated.
+    pub tokens: u64,
+    /// Tokens of one chunk of `prefix`, and of the tools in front of the first; estimated.
+    chunk_tokens: f64,
+    head_tokens: f64,
+    /// Tokens of one of `blocks`.
+    block_tokens: usize,
+}
+
+/// A request, as far as features are made of it.
+pub(crate) struct Source<'a> {
+    pub model: &'a str,
+    pub headers: &'a HeaderMap,
+    pub body: &'a RawBody,
+    pub user: Option<&'a str>,
+    /// What keeps this request's cache apart from others': `cache_salt`, tenant.
+    pub salts: &'a [&'a str],
+    /// What of the body is no text.
+    pub known: Known,
+    /// Tokens of one KV block of the engines that tell of theirs.
+    pub block_size: Option<usize>,
+}
+
+impl Needs {
+    /// What the policies of a model ask for.
+    pub(crate) fn of(model: &ModelConfig) -> Self {
+        let mut needs = Self { prefix: model.disaggregate.asks_what_is_cached(), ..Self::default() };
+        needs.tokens = needs.prefix || model.disaggregate.min_prompt_tokens > 0;
+        for pool in [&model.prefill, &model.decode] {
+            match &pool.policy {
+                PolicyConfig::RoundRobin(_) | PolicyConfig::Random(_) => {}
+                PolicyConfig::LeastLoad(load) | PolicyConfig::PowerOfTwo(load) => {
+                    needs.tokens |= load.by == LoadUnit::Tokens;
+                }
+                PolicyConfig::ConsistentHash(hash) => {
+                    needs.session |= hash.keys.contains(&AffinityKey::Session);
+                    needs.user |= hash.keys.contains(&AffinityKey::User);
+                    needs.prefix |= hash.keys.contains(&AffinityKey::Prefix);
+                }
+                PolicyConfig::PrefixAware(_) => needs.prefix = true,
+            }
+        }
+        needs
+    }
+}
+
+impl Features {
+    /// Looks at what is needed of a request.
+    pub(crate) fn read(source: &Source<'_>, needs: Needs, config: &FeaturesConfig) -> Self {
+        let known = source.known;
+        let estimate = |bytes: usize| known.tokens + estimate(bytes.saturating_sub(known.bytes), config);
+        let mut features = Self { tokens: estimate(source.body.len()), ..Self::default() };
+        if needs.session {
+            let header = source.headers.get(&config.session_header);
+            features.session = header.filter(|v| !v.is_empty()).map(|v| xxh3_64(v.as_bytes()));
+        }
+        if needs.user {
+            features.user = source.user.filter(|user| !user.is_empty()).map(|user| xxh3_64(user.as_bytes()));
+        }
+        if needs.prefix || needs.tokens {
+            let body = source.body;
+            let prompt = ["messages", "prompt", "input"].iter().find_map(|name| body.field(name));
+            let (prompt, tools) = (prompt.unwrap_or_default(), body.field("tools").unwrap_or_default());
+            let embeds = body.field("prompt_embeds").unwrap_or_default();
+            features.tokens = estimate(prompt.len() + tools.len() + embeds.len());
+            if is_token_ids(prompt) {
+                // What a salt keeps apart engines tell in words that are theirs alone.
+                if let Some(size) = source.block_size.filter(|_| source.salts.is_empty())
+                    && let Ok(tokens) = serde_json::from_slice::<Vec<u32>>(prompt)
+                {
+                    features.blocks = links(&tokens, size, config.chunks_max);
+                    features.block_tokens = size;
+                }
+            }
+            if needs.prefix {
+                features.prefix = chunks(first_link(source, tools), prompt, config);
+                // What is known of the whole: its tokens may have been counted.
+                let per_byte = features.tokens as f64 / (prompt.len() + tools.len()).max(1) as f64;
+                features.chunk_tokens = config.chunk_bytes as f64 * per_byte;
+                features.head_tokens = tools.len() as f64 * per_byte;
+            }
+        }
+        features
+    }
+
+    /// Of a request of so many tokens of which nothing else matters.
+    pub(crate) fn of_tokens(tokens: u64) -> Self {
+        Self { tokens, ..Self::default() }
+    }
+
+    /// As policies see it.
+    pub(crate) fn wanted(&self) -> Wanted<'_> {
+        Wanted {
+            session: self.session,
+            user: self.user,
+            prefix: &self.prefix,
+            blocks: &self.blocks,
+            tokens: self.tokens,
+            chunk_tokens: self.chunk_tokens,
+            head_tokens: self.head_tokens,
+            block_tokens: self.block_tokens,
+            pair: None,
+        }
+    }
+}
+
+/// Whether a prompt is a list of token ids: JSON that was checked before.
+fn is_token_ids(prompt: &[u8]) -> bool {
+    let [b'[', rest @ ..] = prompt else { return false };
+    rest.iter().find(|byte| !byte.is_ascii_whitespace()).is_some_and(u8::is_ascii_digit)
+}
+
+fn estimate(bytes: usize, config: &FeaturesConfig) -> u64 {
+    // Bodies are bounded far below 2^53 bytes.
+    (bytes as f64 / config.bytes_per_token) as u64
+}
+
+/// What keeps chains apart before a byte of the prompt is looked at.
+fn first_link(source: &Source<'_>, tools: &[u8]) -> u64 {
+    let mut hash = Xxh3::new();
+    let salts = source.salts.iter().map(|salt| salt.as_bytes());
+    for part in [source.model.as_bytes(), tools].into_iter().chain(salts) {
+        hash.update(&(part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+    hash.digest()
+}
+
+/// The chained hashes of the prompt's whole chunks.
+fn chunks(first_link: u64, prompt: &[u8], config: &FeaturesConfig) -> Vec<u64> {
+    // The bracket that closes a list of messages is not a part of the next turn's prompt.
+    let prompt = prompt.strip_suffix(b"]").unwrap_or(prompt);
+    let mut link = first_link;
+    let whole = prompt.chunks_exact(config.chunk_bytes).take(config.chunks_max);
+    whole
+        .map(|chunk| {
+            link = xxh3_64_with_seed(chunk, link);
+            link
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use hyper::header::HeaderValue;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn raw(body: &str) -> RawBody {
+        RawBody::any(body.to_owned().into(), &Default::default(), &()).expect("an object")
+    }
+
+    const ALL: Needs = Needs { session: true, user: true, prefix: true, tokens: true };
+
+    fn features(body: &Value, salts: &[&str]) -> Features {
+        let headers = HeaderMap::new();
+        let body = raw(&body.to_string());
+        let source = Source {
+            model: "m",
+            headers: &headers,
+            body: &body,
+            user: None,
+            salts,
+            block_size: None,
+            known: Known::of(&body),
+        };
+        Features::read(&source, ALL, &FeaturesConfig { chunk_bytes: 64, ..FeaturesConfig::default() })
+    }
+
+    fn common(a: &Features, b: &Features) -> usize {
+        a.prefix.iter().zip(&b.prefix).take_while(|(a, b)| a == b).count()
+    }
+
+    #[test]
+    fn the_next_turn_of_a_conversation_has_the_chunks_of_the_last_one() {
+        let turn = |n: usize| json!({"role": "user", "content": format!("{n} {}", "x".repeat(200))});
+        let first = features(&json!({"model": "m", "messages": [turn(1), turn(2)]}), &[]);
+        let second = json!({"temperature": 1, "messages": [turn(1), turn(2), turn(3)], "stream": true});
+        let second = features(&second, &[]);
+        assert!(first.prefix.len() >= 6 && second.prefix.len() > first.prefix.len());
+        assert_eq!(common(&first, &second), first.prefix.len());
+        let other = features(&json!({"messages": [turn(1), turn(9), turn(3)]}), &[]);
+        assert_eq!(common(&second, &other), 4, "up to the chunk in which they part");
+    }
+
+    #[test]
+    fn salts_tools_and_models_keep_equal_prompts_apart() {
+        let body = json!({"prompt": "y".repeat(500)});
+        let with_tools = json!({"prompt": "y".repeat(500), "tools": [{"type": "function"}]});
+        let plain = features(&body, &[]);
+        assert_eq!(plain.prefix.len(), 7);
+        for other in [features(&body, &["a"]), features(&body, &["b"]), features(&with_tools, &[])] {
+            assert_eq!(common(&plain, &other), 0);
+        }
+        assert_eq!(common(&features(&body, &["a", ""]), &features(&body, &["", "a"])), 0);
+        assert_eq!(features(&body, &["a"]), features(&body, &["a"]));
+    }
+
+    #[test]
+    fn a_short_prompt_has_no_chunk_and_a_body_without_a_prompt_neither() {
+        assert!(features(&json!({"prompt": "short"}), &[]).prefix.is_empty());
+        assert!(features(&json!({"model": "m"}), &[]).prefix.is_empty());
+        assert_eq!(features(&json!({"prompt": "z".repeat(398)}), &[]).tokens, 100);
+    }
+
+    #[test]
+    fn tokens_that_are_given_by_their_ids_are_counted_and_others_are_estimated() {
+        assert_eq!(features(&json!({"prompt": [1, 2, 128_000]}), &[]).tokens, 3);
+        assert_eq!(features(&json!({"prompt": [7]}), &["a"]).tokens, 1, "a salt changes nothing about it");
+        assert_eq!(features(&json!({"prompt": ["a, b, c, d, e, f"]}), &[]).tokens, 5);
+        assert_eq!(features(&json!({"prompt": []}), &[]).tokens, 0);
+    }
+
+    #[test]
+    fn only_so_many_chunks_of_a_prompt_are_looked_at() {
+        let config = FeaturesConfig { chunk_bytes: 64, chunks_max: 3, ..FeaturesConfig::default() };
+        assert_eq!(chunks(0, &[b'x'; 1_000], &config).len(), 3);
+        assert_eq!(chunks(0, &[b'x'; 190], &config).len(), 2, "whole ones");
+    }
+
+    #[test]
+    fn sessions_and_users_are_told_apart_and_empty_ones_are_none() {
+        let read = |session: &'static str, user: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert("x-session-id", HeaderValue::from_static(session));
+            let source = Source {
+                model: "m",
+                headers: &headers,
+                body: &raw("{}"),
+                user: Some(user),
+                salts: &[],
+                known: Known::default(),
+                block_size: None,
+            };
+            let features = Features::read(&source, ALL, &FeaturesConfig::default());
+            (features.session, features.user)
+        };
+        assert_eq!(read("s1", "u1"), read("s1", "u1"));
+        assert_ne!(read("s1", "u1").0, read("s2", "u1").0);
+        assert_ne!(read("s1", "u1").1, read("s1", "u2").1);
+        assert_eq!(read("", ""), (None, None));
+    }
+
+    #[test]
+    fn nothing_is_looked_at_that_no_policy_asks_for() {
+        let config: ModelConfig = serde_saphyr::from_str(
+            "{name: m, prefill: {policy: random}, decode: {engines: [{url: 'http://h:1'}]}}",
+        )
+        .expect("a model");
+        assert_eq!(Needs::of(&config), Needs::default());
+        let config: ModelConfig = serde_saphyr::from_str(
+            "{name: m, prefill: {policy: prefix_aware}, decode: {policy: {consistent_hash: {keys: [user]}}}}",
+        )
+        .expect("a model");
+        assert_eq!(Needs::of(&config), Needs { prefix: true, user: true, ..Needs::default() });
+    }
+}

@@ -1,0 +1,85 @@
+//! Ids of requests: minted here, random, the same on both legs. A client's own is only echoed to it.
+
+use std::cell::RefCell;
+
+use baton_connector::RequestId;
+use hyper::header::{HeaderMap, HeaderValue};
+
+use crate::message::hex;
+
+/// A random id in the shape of a version 4 UUID.
+pub(crate) fn mint() -> RequestId {
+    let mut bytes = random();
+    bytes[6] = bytes[6] & 0x0f | 0x40;
+    bytes[8] = bytes[8] & 0x3f | 0x80;
+    let number = u128::from_be_bytes(bytes);
+    let mut text = [b'-'; 36];
+    for (digits, shift) in [(0..8, 96), (9..13, 80), (14..18, 64), (19..23, 48), (24..36, 0)] {
+        hex::write(&mut text[digits], number >> shift);
+    }
+    let text = std::str::from_utf8(&text).expect("hexadecimal digits and dashes");
+    RequestId::new(text).expect("36 bytes of printable ASCII")
+}
+
+/// Random numbers that are asked of the kernel at a time: a call for each request would cost as much as a read.
+const AHEAD: usize = 32;
+
+/// 16 random bytes, which nobody else gets.
+pub(crate) fn random() -> [u8; 16] {
+    thread_local! {
+        static STOCK: RefCell<Vec<[u8; 16]>> = const { RefCell::new(Vec::new()) };
+    }
+    STOCK.with_borrow_mut(|stock| {
+        if stock.is_empty() {
+            stock.resize(AHEAD, [0; 16]);
+            getrandom::fill(stock.as_flattened_mut())
+                .expect("the kernel's random numbers are there from boot on");
+        }
+        stock.pop().expect("it was just filled")
+    })
+}
+
+/// The name under which a request is computed anew. Engines remember for a while what was aborted by name, and aborts
+/// of the first round are repeated until they are answered: under the old name they would end the second round too.
+pub(crate) fn anew(id: &RequestId) -> RequestId {
+    derived(id, "-2")
+}
+
+/// An id of the router's own with a few characters behind it.
+pub(crate) fn derived(id: &RequestId, suffix: &str) -> RequestId {
+    let text = [id.as_str(), suffix].concat();
+    RequestId::new(&text).expect("what is minted here is far shorter than a request id may be")
+}
+
+/// The client's id, where it is one.
+pub(crate) fn decent(headers: &HeaderMap) -> Option<HeaderValue> {
+    let mut values = headers.get_all("x-request-id").iter();
+    let (Some(value), None) = (values.next(), values.next()) else { return None };
+    RequestId::new(value.to_str().ok()?).ok()?;
+    Some(value.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_look_like_uuids_and_differ() {
+        let ids: std::collections::HashSet<_> = (0..10 * AHEAD).map(|_| mint().as_str().to_owned()).collect();
+        assert_eq!(ids.len(), 10 * AHEAD);
+        let a = mint();
+        assert_eq!(a.as_str().len(), 36);
+        assert_eq!(&a.as_str()[14..15], "4");
+    }
+
+    #[test]
+    fn a_clients_id_is_echoed_only_if_it_could_be_one_of_ours() {
+        let with = |value: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert("x-request-id", HeaderValue::from_str(value).expect("a header"));
+            decent(&headers)
+        };
+        assert!(with("mine-1").is_some());
+        assert!(with("with space").is_none() && with(&"x".repeat(4096)).is_none() && with("").is_none());
+    }
+}

@@ -1,0 +1,306 @@
+//! What is taken out of a client's body, and what each leg is sent instead.
+//!
+//! No byte of a client may choose an engine, a handle or a rank: one malformed `kv_transfer_params` ends a
+//! stock vLLM 0.32 decode engine, and a well-formed one reads another client's blocks. What is safe to pass as it came
+//! and what is written anew is [`RawBody`]'s to say; which names are internal is said here.
+
+use baton_connector::handoff::KvIntent;
+use baton_openai::{Internal, Place, RawBody};
+use serde_json::{Map, Value};
+
+use crate::message::path::Dialect;
+use crate::message::payload::Payload;
+
+/// Taken out wherever it is in the body. Stock vLLM also reads it from inside `vllm_xargs`.
+const EVERYWHERE: [&str; 3] = ["kv_transfer_params", "ec_transfer_params", "disaggregated_params"];
+
+/// Taken out at the top and inside [`EXTENSIONS`]. The first three name a request inside an engine, and only the
+/// router does that; the others choose engines, ranks and handles (vLLM, SGLang, TensorRT-LLM, Dynamo).
+const TOP: [&str; 17] = [
+    "request_id",
+    "rid",
+    "abort_immediately",
+    "do_remote_decode",
+    "do_remote_prefill",
+    "data_parallel_rank",
+    "dp_rank",
+    "routed_dp_rank",
+    "prefill_dp_rank",
+    "decode_dp_rank",
+    "decode_tp_size",
+    "disagg_prefill_dp_rank",
+    "backend_instance_id",
+    "prefill_worker_id",
+    "decode_worker_id",
+    "worker_id",
+    "prefill_result",
+];
+
+/// As [`TOP`], for whole families (SGLang's `bootstrap_*`, NixlConnector's `remote_*`).
+const TOP_PREFIXES: [&str; 3] = ["bootstrap_", "remote_", "disagg_"];
+
+/// Objects whose fields engines read as if they stood at the top.
+const EXTENSIONS: [&str; 6] =
+    ["vllm_xargs", "extra_body", "extra_args", "sampling_params", "custom_params", "nvext"];
+
+/// What is not a client's to say.
+pub(crate) struct ClientRules;
+
+impl Internal for ClientRules {
+    fn is_extension(&self, field: &str) -> bool {
+        EXTENSIONS.contains(&field)
+    }
+
+    fn is_internal(&self, place: Place, name: &str) -> bool {
+        EVERYWHERE.contains(&name)
+            || place != Place::Inside
+                && (TOP.contains(&name) || TOP_PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
+    }
+}
+
+/// Not for the prefill leg. `stream_options` is refused without `stream`, and `min_tokens` above `max_tokens`; what
+/// ends an answer has no bearing on its prompt, and a stop that ends the one token keeps older vLLM from lending.
+const UNSET_FOR_PREFILL: [&str; 8] = [
+    // Only where the client may not say it.
+    "priority",
+    "stream_options",
+    "min_tokens",
+    "min_completion_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "return_token_ids",
+];
+
+/// A model's name as it stands in bodies.
+pub(crate) struct ModelName(Box<str>);
+
+impl ModelName {
+    pub(crate) fn new(name: &str) -> Self {
+        Self(json(name).into())
+    }
+
+    pub(crate) fn as_json(&self) -> &str {
+        &self.0
+    }
+}
+
+/// Fields of ours in one body, at most.
+const OURS_MAX: usize = 12;
+
+/// What the router writes into a body because it knows whose it is. Nothing by default.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Owned {
+    /// `cache_salt`, as JSON.
+    cache_salt: Option<String>,
+    without_priority: bool,
+    /// The engine is asked for the answer's tokens.
+    pub token_ids: bool,
+    /// `stream_options` of a stream whose client does not ask for usage, as JSON: the router does.
+    stream_options: Option<String>,
+}
+
+impl Owned {
+    /// With this `cache_salt`, where the endpoint knows it; and without the client's `priority`, where its key may not
+    /// have it.
+    pub(crate) fn new(cache_salt: Option<&str>, without_priority: bool) -> Self {
+        Self { cache_salt: cache_salt.map(json), without_priority, ..Self::default() }
+    }
+
+    /// Asks the decode engine for the usage of a stream, beside what the client asks.
+    pub(crate) fn ask_for_usage(&mut self, body: &RawBody) {
+        let own = body.field("stream_options").and_then(|options| serde_json::from_slice(options).ok());
+        let mut options: Map<String, Value> = own.unwrap_or_default();
+        options.insert("include_usage".to_owned(), Value::Bool(true));
+        // Without `include_usage` it asks for nothing (vLLM), and it must not begin to.
+        options.insert("continuous_usage_stats".to_owned(), Value::Bool(false));
+        self.stream_options = Some(Value::Object(options).to_string());
+    }
+
+    /// Whether usage comes that the client did not ask for.
+    pub(crate) fn asks_for_usage(&self) -> bool {
+        self.stream_options.is_some()
+    }
+
+    /// The same for an engine that refuses to be asked for usage.
+    pub(crate) fn without_usage(&self) -> Self {
+        Self { stream_options: None, ..self.clone() }
+    }
+
+    fn fields(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.cache_salt.iter().map(|salt| ("cache_salt", salt.as_bytes()))
+    }
+}
+
+/// The prefill leg: one token, not streamed, lent to whoever comes with the handle.
+pub(crate) fn prefill_body(dialect: Dialect, body: &RawBody, owned: &Owned, model: &ModelName) -> Payload {
+    let mut ours: Vec<(&str, &[u8])> = Vec::with_capacity(OURS_MAX);
+    ours.extend([
+        ("model", model.as_json().as_bytes()),
+        ("stream", b"false"),
+        (dialect.length_field(), b"1"),
+        ("kv_transfer_params", KvIntent::PRODUCE_REQUEST.as_bytes()),
+    ]);
+    // Only where the client had them: older engines refuse fields that they do not know.
+    for name in ["max_completion_tokens", "max_output_tokens", "n", "best_of"] {
+        if body.has(name) {
+            ours.push((name, b"1"));
+        }
+    }
+    // Nobody will ask for what the prefill engine would store, or run in the background.
+    if dialect == Dialect::Responses {
+        let had = ["store", "background"].into_iter().filter(|name| body.has(name));
+        ours.extend(had.map(|name| (name, b"false".as_slice())));
+    }
+    ours.extend(owned.fields());
+    let unset = if owned.without_priority { &UNSET_FOR_PREFILL[..] } else { &UNSET_FOR_PREFILL[1..] };
+    body.write(&ours, unset).into()
+}
+
+/// The decode leg: the client's request, with the producer's handoff as it came (JSON), or with none.
+pub(crate) fn decode_body(
+    body: &RawBody,
+    owned: &Owned,
+    model: &ModelName,
+    handoff: Option<&str>,
+) -> Payload {
+    let mut ours: Vec<(&str, &[u8])> = Vec::with_capacity(OURS_MAX);
+    ours.push(("model", model.as_json().as_bytes()));
+    ours.extend(handoff.map(|handoff| ("kv_transfer_params", handoff.as_bytes())));
+    ours.extend(owned.fields());
+    if owned.token_ids {
+        ours.push(("return_token_ids", b"true"));
+    }
+    if let Some(options) = &owned.stream_options {
+        ours.push(("stream_options", options.as_bytes()));
+    }
+    body.write(&ours, if owned.without_priority { &["priority"] } else { &[] }).into()
+}
+
+fn json(text: &str) -> String {
+    serde_json::to_string(text).expect("a string can be written as JSON")
+}
+
+#[cfg(test)]
+#[path = "../../tests/router/hostile.rs"]
+pub(crate) mod hostile;
+
+#[cfg(test)]
+mod tests {
+    use baton_openai::{Endpoint, ParseLimits};
+    use bytes::Bytes;
+    use serde_json::json;
+
+    use super::hostile::{Dice, Hostile, hostile, is_marked};
+    use super::*;
+
+    const COMPLETIONS: Dialect = Dialect::OpenAi(Endpoint::Completions);
+
+    fn body(value: &Value) -> RawBody {
+        let bytes = Bytes::from(value.to_string());
+        RawBody::any(bytes, &ParseLimits::default(), &ClientRules).expect("tests pass objects")
+    }
+
+    fn model() -> ModelName {
+        ModelName::new("m")
+    }
+
+    fn read(payload: &Payload) -> Value {
+        serde_json::from_slice(&payload.pieces().concat()).expect("JSON")
+    }
+
+    #[test]
+    fn nothing_internal_survives_wherever_it_hides() {
+        let body = body(&json!({
+            "model": "m", "prompt": "x", "kv_transfer_params": {"remote_host": "MARK"},
+            "request_id": "MARK", "rid": "MARK", "bootstrap_room": "MARK", "remote_host": "MARK",
+            "data_parallel_rank": "MARK", "do_remote_prefill": "MARK",
+            "vllm_xargs": {"kv_transfer_params": "MARK", "remote_port": "MARK", "mine": 1},
+            "extra_body": {"nvext": {"backend_instance_id": "MARK", "kept": 2}},
+            "metadata": {"deep": [{"kv_transfer_params": "MARK", "remote_control": "kept"}]},
+        }));
+        let text = read(&decode_body(&body, &Owned::default(), &model(), None)).to_string();
+        assert!(!text.contains("MARK"), "{text}");
+        for kept in ["\"mine\":1", "\"kept\":2", "\"remote_control\":\"kept\""] {
+            assert!(text.contains(kept), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_prefill_leg_asks_for_one_token_and_keeps_what_it_does_not_know() {
+        let body = body(&json!({
+            "model": "alias", "prompt": "x", "stream": true, "stream_options": {"include_usage": true},
+            "max_tokens": 64, "min_tokens": 5, "n": 3, "temperature": 0.5, "mystery": [1],
+        }));
+        let sent = read(&prefill_body(COMPLETIONS, &body, &Owned::default(), &model()));
+        assert_eq!(sent["model"], "m");
+        assert_eq!((&sent["stream"], &sent["max_tokens"], &sent["n"]), (&json!(false), &json!(1), &json!(1)));
+        for gone in ["stream_options", "min_tokens", "max_completion_tokens"] {
+            assert!(sent.get(gone).is_none(), "{gone}");
+        }
+        assert_eq!(sent["mystery"], json!([1]));
+        assert_eq!(sent["kv_transfer_params"]["do_remote_decode"], true);
+    }
+
+    #[test]
+    fn the_prefill_leg_of_a_response_is_short_and_leaves_nothing_behind() {
+        let body = body(&json!({"input": "x", "store": true, "max_output_tokens": 9, "stream": true}));
+        let sent = read(&prefill_body(Dialect::Responses, &body, &Owned::default(), &model()));
+        assert_eq!((&sent["max_output_tokens"], &sent["store"]), (&json!(1), &json!(false)));
+        assert_eq!((sent.get("background"), sent.get("max_tokens")), (None, None));
+    }
+
+    #[test]
+    fn the_decode_leg_is_the_clients_request_and_the_handoff_verbatim() {
+        let body = body(&json!({"model": "m", "prompt": "x", "max_tokens": 64, "stream": true}));
+        let handoff = json!({"remote_handle": "00", "future_field": {"kept": [1, 2]}});
+        let written = decode_body(&body, &Owned::default(), &model(), Some(&handoff.to_string()));
+        let sent = read(&written);
+        assert_eq!(sent["kv_transfer_params"], handoff);
+        assert_eq!((&sent["max_tokens"], &sent["stream"]), (&json!(64), &json!(true)));
+        assert!(
+            read(&decode_body(&body, &Owned::default(), &model(), None)).get("kv_transfer_params").is_none()
+        );
+        let bytes = written.pieces().concat();
+        let text = std::str::from_utf8(&bytes).expect("JSON is text");
+        assert!(text.find("kv_transfer_params") < text.find("prompt"), "in front: {text}");
+    }
+
+    #[test]
+    fn a_hundred_thousand_hostile_bodies_leave_no_trace_in_what_either_leg_is_sent() {
+        let (limits, mut dice, model) = (ParseLimits::default(), Dice(4), model());
+        let (handoff, mut served) = (r#"{"remote_handle":"00"}"#, 0);
+        for number in 0..100_000 {
+            let Hostile { path, body, kept, refused } = hostile(&mut dice);
+            let bytes = || Bytes::from(body.clone());
+            let dialect = Dialect::at(path);
+            let read = match dialect {
+                Some(Dialect::OpenAi(endpoint)) => {
+                    RawBody::generate(bytes(), endpoint, &limits, &ClientRules).map(|(raw, _)| raw)
+                }
+                Some(Dialect::Responses) => {
+                    RawBody::responses(bytes(), &limits, &ClientRules).map(|(raw, _)| raw)
+                }
+                Some(Dialect::Passed(_)) | None => RawBody::any(bytes(), &limits, &ClientRules),
+            };
+            assert_eq!(read.is_err(), refused, "{number}: {path} {body}: {:?}", read.map(drop));
+            let Ok(raw) = read else { continue };
+            served += 1;
+            let any = RawBody::any(bytes(), &limits, &ClientRules).expect("it was read before");
+            let mut sent = vec![
+                decode_body(&raw, &Owned::default(), &model, Some(handoff)),
+                decode_body(&raw, &Owned::default(), &model, None),
+                decode_body(&any, &Owned::default(), &model, None),
+            ];
+            sent.extend(dialect.map(|dialect| prefill_body(dialect, &raw, &Owned::default(), &model)));
+            for sent in sent {
+                let sent = sent.pieces().concat();
+                assert!(!is_marked(&sent), "{number}: {body}\n{}", String::from_utf8_lossy(&sent));
+                let text = String::from_utf8(sent).expect("JSON is text");
+                let lost = kept.iter().find(|kept| !text.contains(*kept));
+                assert_eq!(lost, None, "{number}: {body}\n{text}");
+            }
+        }
+        assert!(served > 90_000, "{served}");
+    }
+}

@@ -1,0 +1,365 @@
+//! Streams however they are cut, compared with the algorithm of the standard.
+
+use super::*;
+use crate::message::error_inside::ErrorInside;
+use crate::message::usage::{Finish, Seen, Usage};
+
+const STREAM: &[u8] = b"data: {\"a\":1}\n\n: keep-alive\n\ndata: {\"b\":2}\r\n\r\ndata: [DONE]\n\n";
+
+#[test]
+fn every_split_gives_the_same_bytes_and_only_whole_frames() {
+    for first in 0..STREAM.len() {
+        for second in first..STREAM.len() {
+            let mut frames = Frames::default();
+            let mut passed = Vec::new();
+            for piece in [&STREAM[..first], &STREAM[first..second], &STREAM[second..]] {
+                let out = frames.pass(Bytes::copy_from_slice(piece));
+                let whole = out.is_empty() || out.ends_with(b"\n\n") || out.ends_with(b"\r\n\r\n");
+                assert!(whole, "half a frame at {first}/{second}: {out:?}");
+                passed.extend_from_slice(&out);
+            }
+            assert_eq!(passed, STREAM, "split at {first} and {second}");
+            assert!(frames.is_done() && !frames.is_inside());
+        }
+    }
+}
+
+#[test]
+fn whole_frames_pass_without_being_held_or_copied() {
+    let chunk = Bytes::from_static(b"data: 1\n\n");
+    let passed = Frames::default().pass(chunk.clone());
+    assert_eq!(passed.as_ptr(), chunk.as_ptr());
+}
+
+#[test]
+fn done_is_a_frame_of_its_own_and_not_a_word_in_a_text() {
+    let mut frames = Frames::default();
+    frames.pass(Bytes::from_static(b"data: {\"text\":\"data: [DONE]\"}\n\n"));
+    assert!(!frames.is_done());
+    frames.pass(Bytes::from_static(b"data: [DONE]\n"));
+    assert!(!frames.is_done());
+    frames.pass(Bytes::from_static(b"\n"));
+    assert!(frames.is_done());
+}
+
+/// What is passed, what is noted, and the error, of a stream that comes in pieces of so many bytes.
+fn streamed(stream: &str, piece: usize, reading: Reading) -> (String, Seen, Option<ErrorInside>) {
+    let (mut frames, mut seen, mut passed) = (Frames::new(reading), Seen::default(), Vec::new());
+    for piece in stream.as_bytes().chunks(piece.max(1)) {
+        let whole = frames.pass(Bytes::copy_from_slice(piece));
+        let Read { good, told } = frames.read(whole, &mut seen);
+        passed.extend_from_slice(&good);
+        if told.is_some() {
+            return (String::from_utf8(passed).unwrap(), seen, told);
+        }
+    }
+    (String::from_utf8(passed).unwrap(), seen, None)
+}
+
+#[test]
+fn an_error_is_found_where_it_stands_and_not_in_a_text() {
+    for good in [
+        "data: {\"choices\":[{\"text\":\"data: {\\\"error\\\": 1}\"}]}\n\n",
+        "data: {\"id\":\"1\",\"error\":null}\n\ndata: [DONE]\n\n",
+        "data: {\"error\": null, \"choices\":[]}\n\n",
+        "data: {\"object\":\"chat.completion.chunk\"}\n\n",
+        "data: {\"choices\":[{\"text\":\"error\",\"error\":1}]}\n\n",
+        "data: {\"choices\":[{\"delta\":{\"error\":{}}}]}\n\n",
+        "data: {\"type\":\"response.created\",\"response\":{\"error\":null}}\n\n",
+        "data: {\"choices\":[],\"error\":\"\"}\n\ndata: {\"choices\":[],\"error\":false}\n\n",
+        ": {\"error\":1}\n\n",
+        "id: {\"error\":{}}\ndata: 1\n\n",
+        "event: error\n\n",
+        "event: error\nevent: x\ndata: 1\n\n",
+        ": data\n\n",
+        "data:\n\n",
+        "",
+    ] {
+        for piece in [1, 7, good.len()] {
+            assert_eq!(streamed(good, piece, Reading::default()).2, None, "{good}");
+        }
+        let whole = Bytes::from(good);
+        assert_eq!(first_error(&whole), None, "{good}");
+    }
+    let first = "data: {\"choices\":[]}\n\n";
+    for (event, status) in [
+        ("data: {\"error\": {\"message\": \"x\", \"code\": 503}}\n\n", 503),
+        ("data:{ \"error\":{\"message\":\"x\",\"code\":\"kv_gone\"}}\r\n\r\n", 500),
+        ("data: {\"object\": \"error\", \"message\": \"x\", \"code\": 400}\n\n", 400),
+        ("event: error\ndata: {\"error\":{\"code\":7}}\n\n", 500),
+        ("data: {\"id\":\"1\",\"choices\":[],\"error\":{\"code\":502}}\n\n", 502),
+        ("event: error\r\ndata: {\"type\":\"error\",\"code\":\"server_error\"}\r\n\r\n", 500),
+        ("data: {\"error\":\"out of memory\"}\n\n", 500),
+        ("data: {\"error\":{\"type\":\"service_unavailable_error\",\"code\":\"draining\"}}\n\n", 503),
+        ("data: {\"error\":\ndata: {\"message\":\"x\",\ndata:\"code\":503}}\n\n", 503),
+        ("data: {\"err\rdata: or\": 1, \"error\"\rdata\rdata: :{\"code\":\rid: 7\rdata:502}}\r\r", 500),
+        ("data: {\"error\"\rdata\rdata: :{\"code\":\rid: 7\rdata:502}}\r\r", 502),
+        ("event: error\ndata: 10.0.0.7 is gone\n\n", 500),
+        (
+            "data: {\"type\":\"response.failed\",\"response\":{\"error\":{\"code\":\"server_error\"}}}\n\n",
+            500,
+        ),
+    ] {
+        for before in ["", first, ": c\r\rdata: 1\r\r"] {
+            let stream = [before, event, "data: [DONE]\n\n"].concat();
+            for piece in 1..stream.len() + 1 {
+                let (passed, _, told) = streamed(&stream, piece, Reading::default());
+                let told = told.unwrap_or_else(|| panic!("in pieces of {piece}: {stream:?}"));
+                assert_eq!((&*passed, told.status.as_u16()), (before, status), "{stream:?}");
+            }
+        }
+        let found = first_error(&Bytes::from(event)).expect(event);
+        assert_eq!(found.status.as_u16(), status, "{event}");
+        assert_eq!(first_error(&Bytes::from([first, event].concat())), None, "{event}");
+    }
+}
+
+#[test]
+fn what_comes_behind_done_is_not_passed() {
+    for (behind, end) in [(": ping\n\n", "\n\n"), ("data: {\"a\":1}\n\n: p", "\r\n\r\n"), (": half", "\n\n")]
+    {
+        let mut frames = Frames::default();
+        let done = format!("data: 1\n\ndata: [DONE]{end}");
+        assert_eq!(frames.pass(Bytes::from(format!("{done}{behind}"))), done);
+        assert!(frames.pass(Bytes::from_static(b"data: 2\n\n")).is_empty());
+        assert!(frames.is_done() && frames.is_whole());
+    }
+    let mut frames = Frames::default();
+    assert_eq!(frames.pass(Bytes::from_static(b"data: 1\n\ndata: [DONE]\n")), "data: 1\n\n");
+    assert!(!frames.is_done() && frames.ends_with_done());
+}
+
+#[test]
+fn the_first_event_is_told_from_what_follows_it() {
+    let both = Bytes::from_static(b": hi\n\nevent: x\r\ndata: {\"a\": 1} \r\n\r\ndata: 2\n\n");
+    let end = FirstEvent::default().end(&both).expect("it has ended");
+    assert_eq!((&both[end..], data_of(&both).as_deref()), (&b"data: 2\n\n"[..], Some(&b"{\"a\": 1} "[..])));
+    for cut in 0..end {
+        let mut first = FirstEvent::default();
+        assert_eq!(first.end(&both[..cut]), None, "{cut}");
+        assert_eq!(first.end(&both), Some(end), "{cut}, and then the rest");
+    }
+    assert_eq!(data_of(&Bytes::from_static(b": no data\n\n")), None);
+}
+
+#[test]
+fn a_comment_is_no_event() {
+    let has_event = |bytes: &[u8]| FirstEvent::default().end(bytes).is_some();
+    assert!(!has_event(b": ping\n\n") && !has_event(b": ping\n\ndata: 1\n"));
+    assert!(has_event(b": ping\n\ndata: 1\n\n") && has_event(b"event: x\ndata: 1\r\n\r\n"));
+    assert!(
+        has_event(b"data\r\r") && has_event("\u{feff}data:1\n\n".as_bytes()) && !has_event(b"datum: 1\n\n")
+    );
+}
+
+#[test]
+fn a_frame_without_an_end_is_bounded() {
+    let mut frames = Frames::default();
+    let piece = Bytes::from(vec![b'x'; FRAME_BYTES_MAX]);
+    assert!(frames.pass(piece.clone()).is_empty());
+    assert_eq!(frames.pass(piece).len(), 2 * FRAME_BYTES_MAX);
+    assert!(frames.is_inside());
+}
+
+/// The events of a stream as the standard's algorithm gives them: name and data.
+fn reference(stream: &[u8]) -> Vec<(String, String)> {
+    let text = String::from_utf8_lossy(stream).into_owned();
+    let text = text.strip_prefix('\u{feff}').unwrap_or(&text).replace("\r\n", "\n").replace('\r', "\n");
+    let (mut events, mut data, mut name) = (Vec::new(), Vec::new(), String::new());
+    // What follows the last line end is no line.
+    let Some((lines, _)) = text.rsplit_once('\n') else { return events };
+    for line in lines.split('\n') {
+        if line.is_empty() {
+            let name = std::mem::take(&mut name);
+            if !data.is_empty() {
+                events.push((name, std::mem::take(&mut data).join("\n")));
+            }
+            continue;
+        }
+        let (field, value) = line.split_once(':').unwrap_or((line, ""));
+        let value = value.strip_prefix(' ').unwrap_or(value).to_owned();
+        match field {
+            "data" => data.push(value),
+            "event" => name = value,
+            _ => {}
+        }
+    }
+    events
+}
+
+fn events_of(whole: &[u8]) -> Vec<(bool, String)> {
+    let event = |frame: Frame| {
+        frame.has_data().then(|| (frame.is_error, String::from_utf8_lossy(&frame.data(whole)).into_owned()))
+    };
+    frames(whole).filter_map(event).collect()
+}
+
+proptest::proptest! {
+    /// Line ends of every kind, comments, other fields, a byte order mark; in any pieces.
+    #[test]
+    fn events_are_those_of_a_conforming_parser_however_they_are_cut(
+        stream in "\u{feff}?((data|event|id|: x|data: 1|data:  2|data:\\{|event:error|event: error|datum:3|)(\n|\r|\r\n)){0,12}",
+        cuts in proptest::collection::vec(1..9_usize, 1..40),
+    ) {
+        let expected: Vec<_> =
+            reference(stream.as_bytes()).into_iter().map(|(name, data)| (name == "error", data)).collect();
+        let (mut frames, mut rest, mut passed, mut found) = (Frames::default(), stream.as_bytes(), Vec::new(), Vec::new());
+        for cut in cuts.iter().cycle() {
+            let piece = rest.split_off(..rest.len().min(*cut)).unwrap();
+            let whole = frames.pass(Bytes::copy_from_slice(piece));
+            for frame in &frames.passed {
+                if frame.has_data() {
+                    found.push((frame.is_error, String::from_utf8_lossy(&frame.data(&whole)).into_owned()));
+                }
+            }
+            passed.extend_from_slice(&whole);
+            if rest.is_empty() {
+                break;
+            }
+        }
+        proptest::prop_assert!(stream.as_bytes().starts_with(&passed));
+        // A CR at the very end may be half of a line's end.
+        let waits = expected.len() == found.len() + 1 && stream.ends_with('\r');
+        proptest::prop_assert!(expected == found || waits && expected.starts_with(&found), "{expected:?} {found:?}");
+        proptest::prop_assert!(waits || events_of(stream.as_bytes()) == expected);
+    }
+}
+
+#[test]
+fn lines_may_end_with_cr_alone_and_nothing_waits_for_an_lf() {
+    let stream = "data: {\"a\":1}\r\r: c\r\rdata: 2\r\rdata: [DONE]\r\r";
+    let mut frames = Frames::default();
+    assert_eq!(frames.pass(Bytes::from("data: {\"a\":1}\r\r")), "data: {\"a\":1}\r\r");
+    for piece in 1..stream.len() {
+        let (passed, seen, told) = streamed(stream, piece, Reading::default());
+        assert_eq!((&*passed, seen.passed, told), (stream, 2, None));
+    }
+    // An LF that comes later belongs to the CR before it.
+    let mut frames = Frames::default();
+    assert_eq!(frames.pass(Bytes::from("data: 1\r\r")), "data: 1\r\r");
+    assert_eq!(frames.pass(Bytes::from("\n")), "\n");
+    assert!(frames.is_whole());
+    assert_eq!(frames.pass(Bytes::from("data: 2\n\n")), "data: 2\n\n");
+}
+
+const USED: &str = r#"data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2}}"#;
+const TEXT: &str = "data: {\"choices\":[{\"text\":\"a\",\"finish_reason\":null}],\"usage\":null}\n\n";
+const LAST: &str = "data: {\"choices\":[{\"text\":\"b\",\"finish_reason\":\"length\"}]}\n\n";
+
+#[test]
+fn usage_is_read_however_the_stream_is_cut_and_whatever_follows_it() {
+    let usage = Some(Usage { prompt: 7, cached: 0, completion: 2 });
+    let long = "x".repeat(5000);
+    for (line_end, behind) in [
+        ("\n\n", ""),
+        ("\r\n", ": c\r\n\r\n"),
+        ("\n", &*format!(": {long}\n\n")),
+        ("\n", &*format!("id: {long}\n\n")),
+    ] {
+        let stream = [TEXT, TEXT, LAST, USED, line_end, behind, "data: [DONE]\n\n"].concat();
+        for piece in (1..400).chain([stream.len()]) {
+            let (passed, seen, told) = streamed(&stream, piece, Reading::default());
+            assert_eq!((&passed, told), (&stream, None), "in pieces of {piece}");
+            assert_eq!(seen, Seen { usage, finish: Some(Finish::Length), passed: 0 }, "in pieces of {piece}");
+        }
+    }
+}
+
+#[test]
+fn a_usage_that_the_client_did_not_ask_for_is_taken_out() {
+    let reading = Reading { without_usage: true, ..Reading::default() };
+    let usage = Some(Usage { prompt: 7, cached: 0, completion: 2 });
+    for end in ["\n\n", "\r\n\r\n", "\r\r"] {
+        let (text, last, done) =
+            (TEXT.replace("\n\n", end), LAST.replace("\n\n", end), "data: [DONE]\n\n".replace("\n\n", end));
+        let stream = [&*text, &last, USED, end, ": c", end, &done].concat();
+        for piece in 1..stream.len() + 1 {
+            let (passed, seen, _) = streamed(&stream, piece, reading);
+            assert_eq!(seen.usage, usage);
+            let expected = [&*text, &last, ": c", end, &done].concat();
+            assert_eq!(events_of(passed.as_bytes()), events_of(expected.as_bytes()), "in pieces of {piece}");
+        }
+        assert_eq!(streamed(&stream, stream.len(), reading).0, [&*text, &last, ": c", end, &done].concat());
+    }
+    // With a choice it is a part of the answer.
+    let counted =
+        "data: {\"choices\":[{\"text\":\"a\"}],\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":1}}\n\n";
+    assert_eq!(streamed(counted, 9999, reading).0, counted);
+}
+
+#[test]
+fn a_usage_that_the_router_asked_for_is_taken_out_although_it_cannot_be_read() {
+    let reading = Reading { without_usage: true, ..Reading::default() };
+    for usage in ["{}", r#"{"prompt_tokens":-1}"#, "[]", "7", "\"none\"", r#"{"prompt_tokens":7}"#] {
+        let event = format!("data: {{\"choices\":[],\"usage\": {usage}}}\n\n");
+        let stream = [TEXT, &event, "data: [DONE]\n\n"].concat();
+        for piece in [1, 7, stream.len()] {
+            let (passed, seen, _) = streamed(&stream, piece, reading);
+            assert_eq!((&*passed, seen.usage), (&*[TEXT, "data: [DONE]\n\n"].concat(), None), "{usage}");
+        }
+        assert_eq!(streamed(&stream, 9999, Reading::default()).0, stream, "asked for");
+    }
+    let none = "data: {\"choices\":[],\"usage\":null}\n\n";
+    assert_eq!(streamed(none, 9999, reading).0, none, "it has none");
+}
+
+#[test]
+fn what_is_counted_for_each_choice_is_added_up() {
+    let event = |choice: usize, tokens: usize| {
+        format!(
+            "data: {{\"choices\":[{{\"text\":\"a\",\"index\": {choice},\"logprobs\":{{\"index\":9}}}}],\
+             \"usage\":{{\"prompt_tokens\":7,\"completion_tokens\":{tokens}}}}}\n\n"
+        )
+    };
+    let early = [event(0, 3), event(11, 2), event(0, 5), event(11, 6)].concat();
+    let total = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":12}}\n\n";
+    for piece in [1, 7, early.len()] {
+        let (_, seen, _) = streamed(&early, piece, Reading::default());
+        assert_eq!((seen.completion(), seen.cost(0)), (Some(11), Some(18)), "the stream ended early");
+        let (_, seen, _) = streamed(&[&*early, total].concat(), piece, Reading::default());
+        assert_eq!(seen.completion(), Some(12), "the engine's own sum");
+    }
+    let alone = [event(0, 1), event(0, 4)].concat();
+    assert_eq!(streamed(&alone, 50, Reading::default()).1.completion(), Some(4));
+    let many: String = (0..20_000).map(|choice| event(choice, 1)).collect();
+    assert_eq!(streamed(&many, 65_536, Reading::default()).1.completion(), Some(20_000));
+}
+
+#[test]
+fn every_event_counts_until_the_engine_has_counted() {
+    let many = TEXT.repeat(2000);
+    for piece in [100, 65_536, many.len()] {
+        assert_eq!(streamed(&many, piece, Reading::default()).1.passed, 2000);
+    }
+    let ids = "data: {\"choices\":[{\"text\":\"a\",\"token_ids\":[1, 2,3]}]}\n\ndata: {\"choices\":[{\"token_ids\":[]}]}\n\n";
+    let reading = |counts| Reading { counts, ..Reading::default() };
+    assert_eq!(streamed(ids, 7, reading(Counts::TokenIds)).1.passed, 3);
+    let responses = "event: response.created\ndata: {\"type\":\"response.created\"}\n\n\
+        data: {\"type\":\"response.output_text.delta\",\"delta\":\"a\"}\n\n\
+        data: {\"type\":\"response.completed\",\"response\":{\"usage\":{\"input_tokens\":7,\"output_tokens\":2}}}\n\n";
+    let (passed, seen, _) = streamed(responses, 50, Reading { counts: Counts::Deltas, without_usage: true });
+    assert_eq!((&*passed, seen.usage), (responses, Some(Usage { prompt: 7, cached: 0, completion: 2 })));
+    assert_eq!(streamed(&responses[..150], 50, reading(Counts::Deltas)).1.passed, 1);
+}
+
+#[test]
+fn a_frame_too_long_to_be_held_is_read_too() {
+    let ids = "123456,".repeat(400_000);
+    let usage = "\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":2}";
+    for (stream, error) in [
+        (format!("data: {{\"prompt_token_ids\":[{ids}1],{usage}}}\n\n"), false),
+        (format!("data: {{{usage}}}\n: {ids}\n\n"), false),
+        (format!("id: {ids}\r\ndata: {{\r\ndata: {usage}}}\r\n\r\n"), false),
+        (format!("data: {{\"error\":{{\"code\":503}},\"x\":[{ids}1]}}\n\n"), true),
+    ] {
+        for piece in [777, 65_536, stream.len()] {
+            let (passed, seen, told) = streamed(&stream, piece, Reading::default());
+            let is_held = error && piece == stream.len();
+            assert!(if is_held { passed.is_empty() } else { passed == stream }, "in pieces of {piece}");
+            assert_eq!(
+                (seen.usage.map(|usage| usage.prompt), told.is_some()),
+                ((!error).then_some(7), error)
+            );
+        }
+    }
+}
