@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+#[path = "tidy/layers.rs"]
+mod layers;
 #[path = "tidy/pages.rs"]
 mod pages;
 #[path = "tidy/words.rs"]

@@ -12,7 +12,6 @@ use crate::engines::caches::kv_events::Subscriptions;
 use crate::exchange::ask::{Ask, Owner};
 use crate::message::path::Dialect;
 use crate::routing::disaggregation;
-use crate::routing::disaggregation::Facts;
 use crate::routing::pool::{Trial, another_first};
 use crate::state::generation::Generation;
 
@@ -48,7 +47,7 @@ pub(crate) fn dry_run(
     let ask = Ask::read(dialect, body.clone(), headers, generation, owner.as_ref())?;
     let mut wanted = ask.wanted();
     let decode: Trial = ask.model.decode.try_out(&wanted, &[]);
-    let facts = Facts::of(&ask, decode.sight.holding);
+    let facts = ask.facts(decode.sight.holding);
     let decided = disaggregation::decide(&ask.model.disaggregate, &facts);
     let prefill = decode.chosen.as_ref().filter(|_| decided.is_remote()).map(|chosen| {
         wanted.pair = chosen.pair();

@@ -93,14 +93,3 @@ pub(super) fn order(shared: &Shared, name: &str, verb: &str) -> Answer {
     tracing::info!(engine = engine.authority(), ?order, "operator order received");
     Answer::json(one(&engine, shared, &shared.generation()))
 }
-
-/// Whether the models that `/ready` waits for have a decode engine in use that has answered.
-pub(super) fn is_ready(generation: &Generation) -> bool {
-    use crate::config::Ready;
-    let mut usable = generation.models.list().iter().map(|model| model.decode.is_ready());
-    match generation.config.health.ready {
-        Ready::Always => true,
-        Ready::AnyModel => usable.any(|usable| usable),
-        Ready::EveryModel => usable.all(|usable| usable),
-    }
-}

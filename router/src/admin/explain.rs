@@ -6,7 +6,8 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::{Map, Value, json};
 
-use crate::routing::disaggregation::{Facts, Why};
+use crate::metrics::routing::Why;
+use crate::routing::disaggregation::Facts;
 use crate::routing::explain::{Account, Ring, Step};
 
 /// Requests that one list tells.

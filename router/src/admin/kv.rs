@@ -18,11 +18,12 @@ use tokio::sync::Mutex;
 use super::Answer;
 use crate::admin::explain;
 use crate::engines::http::{CallError, Engine, Outgoing};
+use crate::message::request_id::bare_id;
 use crate::metrics::Leg;
 use crate::observe::in_flight::Entry;
 use crate::observe::snapshot::{
     EngineEvents, EngineView, LeaseView, Request, RequestView, Requests, RouterView, Snapshot, Source,
-    Timeline, bare_id, concerns,
+    Timeline, concerns,
 };
 use crate::state::shared::Shared;
 

@@ -17,7 +17,6 @@ mod top;
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -33,6 +32,7 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
 use crate::metrics::Format;
+use crate::state::readiness;
 use crate::state::shared::Shared;
 use crate::tls::server::ServerTls;
 pub(crate) use answer::Answer;
@@ -189,7 +189,7 @@ impl Admin {
     }
 
     fn readiness(&self) -> Answer {
-        match readiness(&self.shared) {
+        match readiness::readiness(&self.shared) {
             Ok(()) => Answer::text("ready\n"),
             Err(why) => Answer::text(format!("{why}\n")).with_status(StatusCode::SERVICE_UNAVAILABLE),
         }
@@ -200,17 +200,6 @@ impl Admin {
         let page = self.shared.metrics.page(format, |scrape| status::look_up(&self.shared, scrape));
         Answer::text(page).with_type(format.content_type())
     }
-}
-
-/// Whether the router takes requests and has engines for them.
-///
-/// # Errors
-/// Why not.
-pub(crate) fn readiness(shared: &Shared) -> Result<(), &'static str> {
-    if shared.draining.load(Ordering::Relaxed) {
-        return Err("draining");
-    }
-    if engines::is_ready(&shared.generation()) { Ok(()) } else { Err("no engine") }
 }
 
 /// What `/` says.

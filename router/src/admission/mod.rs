@@ -27,7 +27,6 @@
 //! off its load before it looks whether anybody waits. Health that changes with time alone wakes nobody, so the
 //! next one also tries again every [`TRY_AGAIN`].
 
-pub(crate) mod body_budget;
 pub(crate) mod deadline;
 mod drain;
 mod queue;
@@ -42,11 +41,11 @@ use baton_openai::{ApiError, Code};
 use tokio::sync::Notify;
 
 use crate::config::{Priority, QueueConfig};
+use crate::engines::listeners::{CapacityListener, Freed};
 use crate::metrics::Leg;
 use crate::metrics::admission::{AdmissionMetrics, Outcome};
-use crate::routing::pool::{Reserved, Scarce};
 use drain::Drain;
-pub(crate) use queue::{Claim, TenantId, Wants};
+pub(crate) use queue::{Claim, Wants};
 use queue::{FairQueue, Full, Lane, Place};
 
 /// How often the next one tries without having been woken.
@@ -71,13 +70,6 @@ pub(crate) struct NotLetIn {
     pub scarce: Scarce,
     /// What its client is told.
     pub error: ApiError,
-}
-
-/// Says that an engine may have room again.
-#[derive(Default)]
-pub(crate) struct Freed {
-    waiting: AtomicUsize,
-    queues: Mutex<Vec<Weak<ModelQueue>>>,
 }
 
 /// The queues of all models. They outlive configurations.
@@ -120,14 +112,6 @@ pub(crate) trait Found {
     }
 }
 
-impl Found for Reserved {}
-
-impl Found for Result<Reserved, Scarce> {
-    fn has_engine(&self) -> bool {
-        self.is_ok()
-    }
-}
-
 /// A request in the queue. Dropping it takes it out.
 struct Waiting<'a> {
     queue: &'a ModelQueue,
@@ -142,26 +126,6 @@ struct Waiting<'a> {
 impl NotLetIn {
     fn full(error: ApiError) -> Self {
         Self { scarce: Scarce::Full, error }
-    }
-}
-
-impl Freed {
-    /// To be called whenever an engine may have become able to take a request. Costs one load of a word that
-    /// hardly ever changes as long as nobody waits.
-    pub(crate) fn ring(&self) {
-        if self.waiting.load(Ordering::SeqCst) > 0 {
-            self.wake();
-        }
-    }
-
-    #[cold]
-    fn wake(&self) {
-        let queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
-        for queue in queues.iter().filter_map(Weak::upgrade) {
-            if queue.waiting.load(Ordering::Relaxed) > 0 {
-                queue.lock().ring();
-            }
-        }
     }
 }
 
@@ -180,11 +144,18 @@ impl Admission {
             return Arc::clone(queue);
         }
         let queue = Arc::new(ModelQueue::new(Arc::clone(&self.freed), Arc::clone(&self.metrics)));
-        let mut listening = self.freed.queues.lock().unwrap_or_else(PoisonError::into_inner);
-        listening.retain(|queue| queue.strong_count() > 0);
-        listening.push(Arc::downgrade(&queue));
+        let listener: Weak<dyn CapacityListener> = Arc::<ModelQueue>::downgrade(&queue);
+        self.freed.listen(listener);
         queues.insert(key, Arc::clone(&queue));
         queue
+    }
+}
+
+impl CapacityListener for ModelQueue {
+    fn capacity_freed(&self) {
+        if self.waiting.load(Ordering::Relaxed) > 0 {
+            self.lock().ring();
+        }
     }
 }
 
@@ -297,7 +268,7 @@ impl ModelQueue {
         inner.bells.insert(place, Arc::clone(&bell));
         // Before the first try; see the promise about wake-ups above.
         self.waiting.fetch_add(1, Ordering::SeqCst);
-        self.freed.waiting.fetch_add(1, Ordering::SeqCst);
+        self.freed.begin_waiting();
         drop(inner);
         self.metrics.waiting(claim.priority).increment(1.0);
         let (priority, since, outcome) = (claim.priority, now, Outcome::ClientGone);
@@ -420,7 +391,7 @@ impl Drop for Waiting<'_> {
         }
         inner.bells.remove(&self.place);
         self.queue.waiting.fetch_sub(1, Ordering::SeqCst);
-        self.queue.freed.waiting.fetch_sub(1, Ordering::SeqCst);
+        self.queue.freed.end_waiting();
         if inner.called == Some(self.place) {
             inner.called = None;
         }
@@ -435,6 +406,15 @@ impl Drop for Waiting<'_> {
         self.queue.metrics.waiting(self.priority).decrement(1.0);
         self.queue.metrics.left(self.outcome, self.since.elapsed());
     }
+}
+
+/// Why no engine can be had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Scarce {
+    /// Those that could be asked have as much as they take. It will pass.
+    Full,
+    /// There is none that could be asked.
+    Nobody,
 }
 
 #[cfg(test)]

@@ -31,14 +31,11 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 use super::turns::Turns;
+use crate::auth::TenantId;
 use crate::config::{Priority, QueueConfig};
 
 /// Virtual time of one unit of cost at weight 1; so fine that the largest weight still moves it.
 const UNIT: u128 = 1 << 20;
-
-/// A tenant, by a number that stays the same as long as the process lives.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct TenantId(pub u32);
 
 /// What a request is to the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

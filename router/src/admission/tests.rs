@@ -3,6 +3,7 @@
 use std::sync::atomic::AtomicBool;
 
 use super::*;
+use crate::auth::TenantId;
 
 struct Engines {
     metrics: Arc<AdmissionMetrics>,
@@ -127,7 +128,7 @@ async fn nobody_is_forgotten_when_hundreds_come_wait_cancel_and_go() {
     assert_eq!(engines.room.load(Ordering::SeqCst), 3);
     assert_eq!(engines.queue.waiting.load(Ordering::SeqCst), 0);
     assert!(engines.queue.lock().bells.is_empty() && engines.queue.lock().queue.len() == 0);
-    assert_eq!(engines.freed.waiting.load(Ordering::SeqCst), 0);
+    assert_eq!(engines.freed.waiting(), 0);
 }
 
 #[tokio::test]

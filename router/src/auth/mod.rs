@@ -31,7 +31,6 @@ use arc_swap::ArcSwap;
 use baton_openai::{ApiError, Code};
 use hyper::header::HeaderMap;
 
-use crate::admission::TenantId;
 use crate::config::file_watch::FileWatch;
 use crate::config::{AuthConfig, ConfigError, Priority};
 use crate::metrics::tenants::Unknown;
@@ -201,3 +200,7 @@ pub(crate) fn forbidden(model: &str) -> ApiError {
 fn since_1970_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
+
+/// A tenant, by a number that stays the same as long as the process lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct TenantId(pub u32);

@@ -9,7 +9,7 @@ use super::keys::ByHash;
 use super::limits::Meter;
 use super::salt::SaltKey;
 use super::{AuthError, Identity, Tenant};
-use crate::admission::TenantId;
+use crate::auth::TenantId;
 use crate::config::{AuthConfig, KeysFile, RateLimitsConfig};
 use crate::metrics::tenants::TenantMetrics;
 

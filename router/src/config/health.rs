@@ -1,12 +1,8 @@
 //! The `health` part: how the router finds out which engines work, and what it does when none does.
 
-use std::time::Duration;
-
 use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-
-use crate::engines::health::{breaker, checks, outlier, state};
 
 /// How the router detects engines that fail.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, JsonSchema, Validate)]
@@ -166,33 +162,5 @@ impl Default for OutlierConfig {
 impl Default for ReportedLoadConfig {
     fn default() -> Self {
         Self { interval_ms: 0, stale_ms: 5_000 }
-    }
-}
-
-impl HealthConfig {
-    /// The terms of one engine.
-    pub(crate) fn terms(&self, drain: bool) -> state::Terms {
-        let ms = Duration::from_millis;
-        state::Terms {
-            breaker: breaker::Terms {
-                failures: self.breaker.failures,
-                cool_down: ms(self.breaker.cool_down_ms),
-                cool_down_max: ms(self.breaker.cool_down_max_ms.max(self.breaker.cool_down_ms)),
-            },
-            checks: checks::Terms { healthy: self.active.healthy, unhealthy: self.active.unhealthy },
-            check_every: ms(self.active.interval_ms),
-            ejection: ms(self.outlier.ejection_ms),
-            drain,
-            load_stale: ms(self.load.stale_ms),
-        }
-    }
-
-    pub(crate) fn outlier_terms(&self) -> outlier::Terms {
-        outlier::Terms {
-            requests_min: self.outlier.requests_min,
-            failure_percent: u64::from(self.outlier.failure_percent),
-            latency_factor: self.outlier.latency_factor,
-            max_ejected_percent: usize::from(self.outlier.max_ejected_percent),
-        }
     }
 }

@@ -44,3 +44,6 @@ impl Default for LimitsConfig {
         }
     }
 }
+
+/// Members of one pool; as many as a configuration may list.
+pub(crate) const MEMBERS_MAX: usize = 4096;

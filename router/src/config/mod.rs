@@ -72,7 +72,7 @@ pub(crate) mod file_watch;
 mod health;
 mod hints;
 mod kv_events;
-mod limits;
+pub(crate) mod limits;
 mod models;
 pub(crate) mod named_file;
 mod policy;

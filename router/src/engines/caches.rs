@@ -10,9 +10,9 @@ use std::sync::{PoisonError, RwLock};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::engines::caches::kv_events::Told;
 use crate::engines::caches::prefix_index::{Change, Match, PrefixIndex};
-use crate::routing::policy::Wanted;
+use crate::message::features::Wanted;
+use crate::metrics::kv_events::Told;
 
 /// Hashes that change or are forgotten under one lock of an index: about 0.1 ms, for which a choice may wait.
 const AT_ONCE: usize = 1_024;
@@ -32,9 +32,9 @@ pub(crate) struct Memory {
 /// What of a prompt an engine holds, as far as is known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Holding {
-    /// Chunks, of [`crate::routing::policy::Wanted::prefix`].
+    /// Chunks, of [`crate::message::features::Wanted::prefix`].
     pub chunks: usize,
-    /// Blocks, of [`crate::routing::policy::Wanted::blocks`].
+    /// Blocks, of [`crate::message::features::Wanted::blocks`].
     pub blocks: usize,
 }
 

@@ -5,12 +5,12 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use crate::admission::Freed;
 use crate::config::{EngineUrl, PrefixIndexConfig};
 use crate::engines::caches::Memory;
 use crate::engines::caches::kv_events::Subscriptions;
 use crate::engines::health::{Order, Timers};
 use crate::engines::http::{Bells, Engine, Terms};
+use crate::engines::listeners::Freed;
 use crate::engines::redact::Hosts;
 use crate::metrics::Metrics;
 
@@ -187,7 +187,7 @@ mod tests {
     use crate::config::ReleaseMode;
     use crate::engines::health::{Sign, Standing, state};
     use crate::engines::http::Manner;
-    use crate::legs::liveness::Pulse;
+    use crate::engines::liveness::Pulse;
     use crate::metrics::Leg;
 
     fn terms() -> Terms {

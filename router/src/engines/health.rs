@@ -31,6 +31,7 @@ pub(crate) use reading::Reading;
 pub(crate) use state::{EngineHealth, Order, Standing, Terms};
 pub(crate) use timers::Timers;
 
+use crate::config::HealthConfig;
 use crate::metrics::Leg;
 
 /// One engine's health.
@@ -242,6 +243,35 @@ fn told(engine: &str, leg: Leg, is: Standing, why: &[&str], was: &[&str]) {
         Standing::Trial => tracing::info!(engine, leg, standing, ?was, "engine on trial"),
         Standing::Out | Standing::Silent | Standing::Draining => {
             tracing::warn!(engine, leg, standing, ?why, "engine removed from rotation");
+        }
+    }
+}
+
+impl HealthConfig {
+    /// The terms of one engine.
+    pub(crate) fn terms(&self, drain: bool) -> state::Terms {
+        let ms = Duration::from_millis;
+        state::Terms {
+            breaker: breaker::Terms {
+                failures: self.breaker.failures,
+                cool_down: ms(self.breaker.cool_down_ms),
+                cool_down_max: ms(self.breaker.cool_down_max_ms.max(self.breaker.cool_down_ms)),
+            },
+            checks: checks::Terms { healthy: self.active.healthy, unhealthy: self.active.unhealthy },
+            check_every: ms(self.active.interval_ms),
+            ejection: ms(self.outlier.ejection_ms),
+            drain,
+            load_stale: ms(self.load.stale_ms),
+        }
+    }
+
+    /// The terms of the comparison with the other engines of the pool.
+    pub(crate) fn outlier_terms(&self) -> outlier::Terms {
+        outlier::Terms {
+            requests_min: self.outlier.requests_min,
+            failure_percent: u64::from(self.outlier.failure_percent),
+            latency_factor: self.outlier.latency_factor,
+            max_ejected_percent: usize::from(self.outlier.max_ejected_percent),
         }
     }
 }

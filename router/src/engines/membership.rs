@@ -3,12 +3,10 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use crate::config::limits::MEMBERS_MAX;
 use crate::config::{EngineConfig, EngineUrl, PoolConfig, RouterConfig};
+use crate::engines::endpoints::{Answers, Endpoint, Source};
 use crate::metrics::Leg;
-use crate::process::discovery::{Answers, Endpoint, Source};
-
-/// Members of one pool; as many as a configuration may list.
-pub(crate) const MEMBERS_MAX: usize = 4096;
 
 /// Who is in which pool.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -14,21 +14,22 @@ use baton_openai::{ApiError, Code, Outline, RawBody};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
 
-use crate::admission::body_budget::Share;
 use crate::auth::{Auth, Identity};
 use crate::client::disconnect::ClientGone;
 use crate::client::http::BodyError;
 use crate::client::session::Session;
 use crate::config::Priority;
-use crate::exchange::driver::Ended;
-use crate::legs::Refusal;
+use crate::engines::body_budget::Share;
+use crate::engines::caches::Holding;
+use crate::legs::outcome::Ended;
 use crate::message::estimate::Known;
+use crate::message::features::Wanted;
 use crate::message::features::{Features, Source};
 use crate::message::path::Dialect;
 use crate::message::rewrite::{ClientRules, Owned};
 use crate::message::sse::{Counts, Reading};
+use crate::routing::disaggregation::Facts;
 use crate::routing::models::Model;
-use crate::routing::policy::Wanted;
 use crate::state::generation::Generation;
 
 /// When to come back while too many bodies are held.
@@ -60,12 +61,6 @@ pub(crate) struct Ask {
     owner: Option<u64>,
     /// The client's credentials: of its headers all that an engine gets as it came. Its trace is checked first.
     pub authorization: Option<HeaderValue>,
-}
-
-impl From<ApiError> for Ended {
-    fn from(error: ApiError) -> Self {
-        Self::Refused(Refusal(error))
-    }
 }
 
 /// Whose request it is, where the router knows.
@@ -163,6 +158,15 @@ impl Ask {
     /// What a policy may know of it.
     pub(crate) fn wanted(&self) -> Wanted<'_> {
         self.features.wanted()
+    }
+
+    /// What the disaggregation decision depends on, if the decode engine holds this much of the prompt.
+    pub(crate) fn facts(&self, holding: Holding) -> Facts {
+        Facts {
+            several_prompts: self.aggregate,
+            prompt_logprobs: self.prompt_logprobs,
+            ..Facts::new(&self.model, &self.wanted(), holding)
+        }
     }
 
     /// Who sent it, as a hash: the tenant, where the router knows it, or else the credentials that it passes on,

@@ -21,6 +21,7 @@ use baton_connector::exchange::{
 };
 use hyper::header::HeaderValue;
 
+use crate::admission::Scarce;
 use crate::admission::Ticket;
 use crate::client::disconnect::{ClientGone, race};
 use crate::client::session::Session;
@@ -29,37 +30,23 @@ use crate::engines::http::{Engine, InFlight, Outgoing, Reply};
 use crate::exchange::ask::Ask;
 use crate::legs::decode::{self, Decoding, Plain};
 use crate::legs::liveness::while_alive;
+use crate::legs::outcome::Ended;
 use crate::legs::prefill::{Computing, Patience, PrefillCall, Prefilled, unless_failed};
 use crate::legs::retries::Retry;
 use crate::legs::settle::{Debtor, Returned};
 use crate::legs::{Blame, Meaning, Refusal};
 use crate::message::payload::Payload;
-use crate::message::{request_id, rewrite};
 use crate::message::trace_context::Trace;
+use crate::message::{request_id, rewrite};
 use crate::metrics::Leg;
+use crate::metrics::routing::Why;
 use crate::observe::in_flight::Entry;
 use crate::observe::progress::Watched;
-use crate::routing::disaggregation::Why;
 use crate::routing::explain::Account;
 use crate::routing::models::Model;
-use crate::routing::pool::{Reserved, Scarce};
+use crate::routing::pool::Reserved;
 use crate::state::generation::Generation;
 use crate::state::shared::Shared;
-
-/// Why a request has no answer from an engine.
-#[derive(Debug)]
-pub(crate) enum Ended {
-    /// Nobody is there to be told.
-    ClientGone,
-    /// The client is to be told this.
-    Refused(Refusal),
-}
-
-impl From<ClientGone> for Ended {
-    fn from(ClientGone: ClientGone) -> Self {
-        Self::ClientGone
-    }
-}
 
 /// A decode engine's answer, and which attempt it is of.
 pub(crate) struct Answer {
@@ -346,7 +333,7 @@ impl ExchangeDriver {
                         let patience = Patience { asked, silence, pause };
                         self.exchange(Exchange::computes_on);
                         let of = (attempt, load);
-                        Computing::start(&self.shared, &self.debtor.exchange, of, rest, patience)
+                        Computing::start(self.shared.clock, &self.debtor.exchange, of, rest, patience)
                     });
                     self.lent = Some((attempt, Arc::clone(&params)));
                     return Ok(Elsewhere::Prefilled(Some(params)));

@@ -1,7 +1,9 @@
 //! The two halves of a request, each as one attempt at one engine and what its answer means.
 
+pub(crate) mod clock;
 pub(crate) mod decode;
 pub(crate) mod liveness;
+pub(crate) mod outcome;
 pub(crate) mod prefill;
 pub(crate) mod retries;
 pub(crate) mod settle;

@@ -33,13 +33,14 @@ use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use baton_connector::exchange::{Attempt, Cause, Exchange, Lent, Settlement};
-use baton_connector::{Handle, RequestId, Time};
+use baton_connector::{Handle, RequestId};
 use bytes::Bytes;
 use hyper::StatusCode;
 use hyper::header::HeaderValue;
 use serde_json::json;
 use tokio_util::task::TaskTracker;
 
+use super::clock::Clock;
 use crate::config::ReleaseMode;
 use crate::engines::http::{Engine, Outgoing, Verb};
 use crate::legs::prefill::{PrefillCall, Prefilled};
@@ -75,7 +76,7 @@ pub(crate) struct Settler {
     tasks: TaskTracker,
     runtime: tokio::runtime::Handle,
     metrics: Arc<Metrics>,
-    started: Instant,
+    clock: Clock,
     /// Settlements beyond the bound.
     refused: Seldom,
 }
@@ -175,7 +176,7 @@ impl Drop for Reading {
 
 impl Settler {
     /// Must be called on the runtime that will run the settlements.
-    pub(crate) fn new(terms: SettleTerms, metrics: Arc<Metrics>, started: Instant) -> Arc<Self> {
+    pub(crate) fn new(terms: SettleTerms, metrics: Arc<Metrics>, clock: Clock) -> Arc<Self> {
         Arc::new(Self {
             terms: ArcSwap::from_pointee(terms),
             backlog: Mutex::default(),
@@ -184,7 +185,7 @@ impl Settler {
             tasks: TaskTracker::new(),
             runtime: tokio::runtime::Handle::current(),
             metrics,
-            started,
+            clock,
             refused: Seldom::new(),
         })
     }
@@ -392,7 +393,7 @@ impl Settler {
             Prefilled::Lent(params, ..) => Some(params),
             Prefilled::Empty | Prefilled::Refused(_) | Prefilled::Failed(..) => None,
         };
-        let now = Time(u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX));
+        let now = self.clock.now();
         let step = debtor.exchange.lock().unwrap_or_else(PoisonError::into_inner).apply(event, now);
         for debt in step.settle {
             match debt {

@@ -11,9 +11,8 @@ use hyper::header::HeaderMap;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_seed};
 
 use crate::config::{AffinityKey, FeaturesConfig, LoadUnit, ModelConfig, PolicyConfig};
-use crate::engines::caches::kv_events::links;
+use crate::message::block_chain::links;
 use crate::message::estimate::Known;
-use crate::routing::policy::Wanted;
 
 /// What has to be looked at in a model's requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -172,6 +171,28 @@ fn chunks(first_link: u64, prompt: &[u8], config: &FeaturesConfig) -> Vec<u64> {
             link
         })
         .collect()
+}
+
+/// What a policy may know of a request.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Wanted<'a> {
+    /// A hash of the session that it names.
+    pub session: Option<u64>,
+    /// A hash of the user that it names.
+    pub user: Option<u64>,
+    /// The prompt's beginning, chunk by chunk: each hash is of everything up to the chunk's end.
+    pub prefix: &'a [u64],
+    /// The same by the engines' KV blocks, where the prompt's tokens are known.
+    pub blocks: &'a [u64],
+    /// Tokens of the prompt, estimated.
+    pub tokens: u64,
+    /// Tokens of one of `prefix`, and of what chat templates put in front of the first; estimated.
+    pub chunk_tokens: f64,
+    pub head_tokens: f64,
+    /// Tokens of one of `blocks`.
+    pub block_tokens: usize,
+    /// The partner's values of the labels that pairs should share.
+    pub pair: Option<u64>,
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! What requests and responses contain, as pure code: paths, features, rewriting, SSE frames, usage, trace context.
 
+pub(crate) mod block_chain;
 pub(crate) mod error_inside;
 pub(crate) mod estimate;
 pub(crate) mod features;

@@ -59,6 +59,19 @@ pub(crate) fn decent(headers: &HeaderMap) -> Option<HeaderValue> {
     Some(value.clone())
 }
 
+/// The request's own id, of one under which it is computed anew.
+#[must_use]
+pub(crate) fn bare_id(id: &str) -> &str {
+    let id = match id.strip_prefix("chatcmpl-").or_else(|| id.strip_prefix("cmpl-")) {
+        // The id of an engine's reply: behind the name is what tells replies to one name apart.
+        Some(reply) => {
+            reply.rsplit_once('.').filter(|(_, mark)| mark.len() == 16).map_or(reply, |(name, _)| name)
+        }
+        None => id,
+    };
+    id.trim_end_matches("-r").trim_end_matches("-2")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -81,5 +94,12 @@ mod tests {
         };
         assert!(with("mine-1").is_some());
         assert!(with("with space").is_none() && with(&"x".repeat(4096)).is_none() && with("").is_none());
+    }
+
+    #[test]
+    fn the_names_of_one_request_are_found_to_be_one() {
+        for name in ["a-1", "a-1-2", "a-1-2-2", "cmpl-a-1", "a-1-2-r", "chatcmpl-a-1-2.0123456789abcdef"] {
+            assert_eq!(bare_id(name), "a-1", "{name}");
+        }
     }
 }

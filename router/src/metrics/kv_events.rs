@@ -1,8 +1,9 @@
 //! Engines that tell of their caches: whether they are heard, and what is known of them.
 
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
 use super::page::Scrape;
 use super::registry::Family;
-use crate::engines::caches::kv_events::Told;
 
 static CONNECTED: Family = Family::gauge(
     "baton_router_kv_events_connected",
@@ -42,5 +43,109 @@ pub(crate) fn look_up(scrape: &mut Scrape, engine: &str, told: &Told) {
     scrape.put(&BLOCKS, &[engine], told.blocks() as f64);
     for (why, count) in told.left_out() {
         scrape.put(&LEFT_OUT, &[engine, why.label()], count as f64);
+    }
+}
+
+/// What has become of a subscription.
+#[derive(Debug, Default)]
+pub(crate) struct Told {
+    pub connected: AtomicBool,
+    pub batches: AtomicU64,
+    pub gaps: AtomicU64,
+    pub blocks: AtomicU64,
+    left_out: [AtomicU64; LeftOut::ALL.len()],
+    /// The subscription is over: nothing that comes changes anything any more.
+    pub over: AtomicBool,
+}
+
+impl Told {
+    /// Whether a publisher is listened to now.
+    pub(crate) fn is_connected(&self) -> bool {
+        self.connected.load(Ordering::Relaxed)
+    }
+
+    /// Messages that came, since the subscription began.
+    pub(crate) fn batches(&self) -> u64 {
+        self.batches.load(Ordering::Relaxed)
+    }
+
+    /// Times that something was missed or could not be read, and everything was forgotten.
+    pub(crate) fn gaps(&self) -> u64 {
+        self.gaps.load(Ordering::Relaxed)
+    }
+
+    /// Blocks that the engine is known to hold.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.blocks.load(Ordering::Relaxed)
+    }
+}
+
+impl Told {
+    /// Events that change nothing of what is known, by why; only what has been seen.
+    pub(crate) fn left_out(&self) -> impl Iterator<Item = (LeftOut, u64)> + '_ {
+        let counts = self.left_out.iter().map(|count| count.load(Ordering::Relaxed));
+        LeftOut::ALL.into_iter().zip(counts).filter(|(_, count)| *count > 0)
+    }
+
+    /// The same as an object: a reason's label to its count.
+    pub(crate) fn left_out_json(&self) -> serde_json::Value {
+        self.left_out().map(|(why, count)| (why.label().to_owned(), serde_json::Value::from(count))).collect()
+    }
+
+    /// Counts an event that was left out; whether it is the first of its kind.
+    pub(crate) fn leave_out(&self, why: LeftOut) -> bool {
+        self.left_out[why as usize].fetch_add(1, Ordering::Relaxed) == 0
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+}
+
+/// Why an event does not change what is known of an engine's cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LeftOut {
+    Malformed,
+    /// Blocks of a cache group without full attention.
+    Attention,
+    /// Blocks on another medium than the device, or on another host.
+    Tier,
+    /// Blocks with a salt, an adapter or an image in their key.
+    ExtraKeys,
+    /// Blocks whose parent is not known, so that their prompt is not.
+    Parent,
+    /// Blocks over `prefix_index.chunks_per_engine`.
+    Bound,
+    /// An event of a type that the router does not know.
+    Type,
+}
+
+impl LeftOut {
+    pub(crate) const ALL: [Self; 7] = [
+        Self::Malformed,
+        Self::Attention,
+        Self::Tier,
+        Self::ExtraKeys,
+        Self::Parent,
+        Self::Bound,
+        Self::Type,
+    ];
+
+    /// As metrics, logs and explanations have it.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Malformed => "malformed",
+            Self::Attention => "attention",
+            Self::Tier => "tier",
+            Self::ExtraKeys => "extra_keys",
+            Self::Parent => "parent",
+            Self::Bound => "bound",
+            Self::Type => "type",
+        }
+    }
+
+    /// Whether the engine's cache can serve prompts that the router does not know of, and an operator can change that.
+    pub(crate) fn is_a_surprise(self) -> bool {
+        matches!(self, Self::Malformed | Self::Attention | Self::Bound)
     }
 }

@@ -17,9 +17,9 @@ mod observers;
 mod page;
 mod process;
 mod registry;
-mod requests;
+pub(crate) mod requests;
 mod resilience;
-mod routing;
+pub(crate) mod routing;
 mod server;
 pub(crate) mod tenants;
 #[cfg(test)]
@@ -56,7 +56,6 @@ fn families() -> impl Iterator<Item = &'static Family> {
         process::FAMILIES,
         observers::FAMILIES,
         kv_events::FAMILIES,
-        crate::observe::in_flight::FAMILIES,
     ];
     parts.concat().into_iter()
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use crate::engines::membership::MEMBERS_MAX;
+use crate::config::limits::MEMBERS_MAX;
 
 /// Series of one family that knows no engines; one more is counted under the label `other`. As llm-d's endpoint picker
 /// bounds them.

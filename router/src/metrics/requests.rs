@@ -4,6 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use baton_connector::exchange::{Outcome, Phase};
 
+use super::page::Scrape;
 use super::registry::{Counter, Family, Gauge, Histogram, Registry};
 
 /// Seconds, as vLLM's time to first token: dashboards can lay one over the other.
@@ -105,6 +106,21 @@ static DECODE_SECONDS: Family = Family::histogram(
     "From a decode engine's acceptance of a request to the end of its response.",
 );
 
+static AGE: Family = Family::gauge(
+    "baton_router_inflight_request_age_seconds",
+    &[],
+    "Age of the oldest request in flight; 0 when there is none.",
+);
+
+static OLDER: Family = Family::gauge(
+    "baton_router_inflight_requests_older_than",
+    &["seconds"],
+    "Requests in flight that are older than this.",
+);
+
+/// Values of the label of [`OLDER`].
+const AGES: [u64; 6] = [1, 10, 60, 300, 600, 3600];
+
 pub(super) static FAMILIES: &[&Family] = &[
     &REQUESTS,
     &IN_FLIGHT,
@@ -119,6 +135,8 @@ pub(super) static FAMILIES: &[&Family] = &[
     &GAP_SECONDS,
     &ACCEPT_SECONDS,
     &DECODE_SECONDS,
+    &AGE,
+    &OLDER,
 ];
 
 /// The label of requests whose model is not known: refused before, or for it.
@@ -273,5 +291,14 @@ impl ModelMetrics {
         for (counter, tokens) in counters.iter().zip([prompt, cached, completion]) {
             counter.increment(tokens);
         }
+    }
+}
+
+/// The ages of the requests in flight, in seconds, the oldest first.
+pub(crate) fn look_up_ages(scrape: &mut Scrape, ages: &[f64]) {
+    scrape.put(&AGE, &[], ages.first().copied().unwrap_or(0.0));
+    for seconds in AGES {
+        let older = ages.iter().filter(|age| **age > seconds as f64).count();
+        scrape.put(&OLDER, &[&seconds.to_string()], older as f64);
     }
 }

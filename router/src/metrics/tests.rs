@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use baton_connector::exchange::{Cause, Outcome, Phase};
 
 use super::*;
-use crate::engines::membership::MEMBERS_MAX;
+use crate::config::limits::MEMBERS_MAX;
 
 /// Everything counted once.
 fn full() -> (Metrics, ModelMetrics, EngineMetrics) {

@@ -11,26 +11,11 @@ use baton_connector::exchange::Exchange;
 use baton_connector::{RequestId, Time};
 
 use crate::engines::http::Engine;
-use crate::metrics::{Family, Leg, Scrape};
+use crate::metrics::{Leg, Scrape, requests};
 use crate::routing::models::Model;
 
 /// Tables; a power of two. Requests that begin at once rarely meet in one.
 const SHARDS: usize = 16;
-
-static AGE: Family = Family::gauge(
-    "baton_router_inflight_request_age_seconds",
-    &[],
-    "Age of the oldest request in flight; 0 when there is none.",
-);
-static OLDER: Family = Family::gauge(
-    "baton_router_inflight_requests_older_than",
-    &["seconds"],
-    "Requests in flight that are older than this.",
-);
-/// What [`OLDER`] is told of.
-const AGES: [u64; 6] = [1, 10, 60, 300, 600, 3600];
-
-pub(crate) static FAMILIES: &[&Family] = &[&AGE, &OLDER];
 
 /// One request.
 pub(crate) struct Entry {
@@ -102,11 +87,7 @@ impl InFlightTable {
     /// How old they are.
     pub(crate) fn look_up(&self, now: Time, scrape: &mut Scrape) {
         let ages: Vec<f64> = self.list().iter().map(|entry| now.since(entry.begun).as_secs_f64()).collect();
-        scrape.put(&AGE, &[], ages.first().copied().unwrap_or(0.0));
-        for seconds in AGES {
-            let older = ages.iter().filter(|age| **age > seconds as f64).count();
-            scrape.put(&OLDER, &[&seconds.to_string()], older as f64);
-        }
+        requests::look_up_ages(scrape, &ages);
     }
 
     fn shard(&self, number: u64) -> MutexGuard<'_, Shard> {

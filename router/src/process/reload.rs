@@ -21,10 +21,9 @@
 use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::sync::Arc;
+use std::time::Duration;
 
-use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -42,31 +41,9 @@ const NAMED_BYTES_MAX: u64 = 4 << 20;
 /// Without polling, how long until it is looked whether it was turned on.
 const IDLE: Duration = Duration::from_secs(3600);
 
-/// Keys that take effect at a restart only, and where they stand.
-const AT_A_RESTART: [(&str, &str); 5] = [
-    ("listen", "/listen"),
-    ("listen_tls", "/listen_tls"),
-    ("admin.listen", "/admin/listen"),
-    ("admin.tls", "/admin/tls"),
-    ("limits.connections", "/limits/connections"),
-];
-
 /// A hand on a router that runs: replaces its configuration.
 #[derive(Clone)]
 pub struct Reload(pub(crate) Arc<Shared>);
-
-/// What became of configurations that were read again.
-pub(crate) struct Reloads {
-    /// What the router started with.
-    booted: Value,
-    last: Mutex<Option<Last>>,
-}
-
-struct Last {
-    at: SystemTime,
-    error: Option<String>,
-    restart: Vec<&'static str>,
-}
 
 impl Reload {
     /// Puts a configuration into effect for every request that begins from now on, whole or not at all.
@@ -224,42 +201,4 @@ fn hash(files: &BTreeSet<PathBuf>) -> u128 {
         hash.update(&content);
     }
     hash.digest128()
-}
-
-impl Reloads {
-    pub(crate) fn new(booted: &RouterConfig) -> Self {
-        Self { booted: booted.value(), last: Mutex::default() }
-    }
-
-    /// Keys that differ from what the router started with and that it cannot change while it runs.
-    fn restart(&self, next: &RouterConfig) -> Vec<&'static str> {
-        let next = next.value();
-        AT_A_RESTART
-            .iter()
-            .filter(|(_, path)| self.booted.pointer(path) != next.pointer(path))
-            .map(|(key, _)| *key)
-            .collect()
-    }
-
-    fn note(&self, error: Option<String>, restart: Vec<&'static str>) {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        // What a rejected configuration would need does not matter; what the accepted one needs still does.
-        let restart = match (&error, last.take()) {
-            (Some(_), Some(before)) => before.restart,
-            _ => restart,
-        };
-        *last = Some(Last { at: SystemTime::now(), error, restart });
-    }
-
-    /// The last one, for people.
-    pub(crate) fn report(&self) -> Value {
-        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(last) = last.as_ref() else { return json!({"last": null, "needs_restart": []}) };
-        let at = last.at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-        let result = if last.error.is_some() { "rejected" } else { "accepted" };
-        json!({
-            "last": {"result": result, "unix_seconds": at, "error": last.error},
-            "needs_restart": last.restart,
-        })
-    }
 }

@@ -6,9 +6,9 @@
 
 use crate::config::DisaggregateConfig;
 use crate::engines::caches::Holding;
-use crate::exchange::ask::Ask;
+use crate::message::features::Wanted;
+use crate::metrics::routing::Why;
 use crate::routing::models::Model;
-use crate::routing::policy::Wanted;
 
 /// What is known when the decision is made.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -27,89 +27,15 @@ pub(crate) struct Facts {
     pub prefill_in_flight: usize,
 }
 
-/// What was decided, which is said by why.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Why {
-    /// Every request of this model is.
-    Always,
-    /// Every condition holds.
-    WorthIt,
-    NoPrefillEngines,
-    SeveralPrompts,
-    PromptLogprobs,
-    ShortPrompt,
-    /// The decode engine holds too much of it.
-    Cached,
-    PrefillBusy,
-    /// No prefill engine could be had, and the model falls back. Never decided, only come to.
-    FellBack,
-}
-
-impl Why {
-    pub(crate) const ALL: [Self; 9] = [
-        Self::Always,
-        Self::WorthIt,
-        Self::NoPrefillEngines,
-        Self::SeveralPrompts,
-        Self::PromptLogprobs,
-        Self::ShortPrompt,
-        Self::Cached,
-        Self::PrefillBusy,
-        Self::FellBack,
-    ];
-
-    /// Whether another engine prefills. Otherwise the decode engine computes everything.
-    pub(crate) fn is_remote(self) -> bool {
-        match self {
-            Self::Always | Self::WorthIt => true,
-            Self::NoPrefillEngines
-            | Self::SeveralPrompts
-            | Self::PromptLogprobs
-            | Self::ShortPrompt
-            | Self::Cached
-            | Self::PrefillBusy
-            | Self::FellBack => false,
-        }
-    }
-
-    /// `prefill_decode` or `decode_only`.
-    pub(crate) fn decision(self) -> &'static str {
-        if self.is_remote() { "prefill_decode" } else { "decode_only" }
-    }
-
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::Always => "always",
-            Self::WorthIt => "worth_it",
-            Self::NoPrefillEngines => "no_prefill_engines",
-            Self::SeveralPrompts => "several_prompts",
-            Self::PromptLogprobs => "prompt_logprobs",
-            Self::ShortPrompt => "short_prompt",
-            Self::Cached => "cached",
-            Self::PrefillBusy => "prefill_busy",
-            Self::FellBack => "fell_back",
-        }
-    }
-}
-
 impl Facts {
-    /// What is known of a request whose decode engine holds this much of its prompt.
-    pub(crate) fn of(ask: &Ask, holding: Holding) -> Self {
-        Self {
-            several_prompts: ask.aggregate,
-            prompt_logprobs: ask.prompt_logprobs,
-            ..Self::new(&ask.model, &ask.wanted(), holding)
-        }
-    }
-
-    /// The same of any request for one answer to one prompt.
-    pub(crate) fn new(model: &Model, wanted: &Wanted<'_>, holding: Holding) -> Self {
+    /// What is known of a request for one response to one prompt, whose decode engine holds this much of it.
+    pub(crate) fn new(model: &Model, features: &Wanted<'_>, holding: Holding) -> Self {
         Self {
             has_prefill: !model.prefill.is_empty(),
             several_prompts: false,
             prompt_logprobs: false,
-            prompt_tokens: wanted.tokens,
-            cached_share: holding.share(wanted),
+            prompt_tokens: features.tokens,
+            cached_share: holding.share(features),
             prefill_in_flight: model.prefill.least_in_flight(),
         }
     }

@@ -16,9 +16,10 @@ use baton_connector::exchange::{Cause, Event, Failure, Outcome};
 use hyper::header::HeaderValue;
 
 use crate::engines::http::Engine;
+use crate::message::request_id::bare_id;
 use crate::metrics::Leg;
-use crate::observe::snapshot::bare_id;
-use crate::routing::disaggregation::{Facts, Why};
+use crate::metrics::routing::Why;
+use crate::routing::disaggregation::Facts;
 pub(crate) use sight::{Considered, Removed, Sight};
 
 /// Steps of one request: more than two rounds of the most attempts that a configuration allows, decisions included.

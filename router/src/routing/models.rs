@@ -6,19 +6,20 @@ use std::time::Duration;
 
 use baton_openai::ApiError;
 
+use crate::admission::Admission;
 use crate::admission::ModelQueue;
 use crate::config::{
     Bounds, DisaggregateConfig, EngineConfig, EngineUrl, Fallback, FeaturesConfig, ModelConfig, PoolConfig,
     ReleaseMode, RouterConfig,
 };
 use crate::engines::caches::kv_events::Source;
+use crate::engines::fleet::Fleet;
 use crate::engines::http::{EngineTerms, Terms};
 use crate::engines::membership::Members;
 use crate::message::features::Needs;
 use crate::message::rewrite::ModelName;
 use crate::metrics::{Leg, ModelMetrics};
 use crate::routing::pool::{Member, Pool, has};
-use crate::state::generation::Ground;
 
 /// One model.
 pub(crate) struct Model {
@@ -195,4 +196,10 @@ impl Models {
     pub(crate) fn list(&self) -> &[Arc<Model>] {
         &self.list
     }
+}
+
+/// What outlives every version and is built upon.
+pub(crate) struct Ground<'a> {
+    pub fleet: &'a Fleet,
+    pub admission: &'a Admission,
 }

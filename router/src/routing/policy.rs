@@ -28,6 +28,8 @@ use std::sync::Arc;
 
 use crate::config::{LoadUnit, PolicyConfig};
 use crate::engines::caches::Memory;
+use crate::message::features::Wanted;
+use crate::metrics::routing::Reason;
 
 /// What a policy may know of an engine that can be chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -47,100 +49,12 @@ pub(crate) struct Candidate {
     pub weight: u32,
 }
 
-/// What a policy may know of a request.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Wanted<'a> {
-    /// A hash of the session that it names.
-    pub session: Option<u64>,
-    /// A hash of the user that it names.
-    pub user: Option<u64>,
-    /// The prompt's beginning, chunk by chunk: each hash is of everything up to the chunk's end.
-    pub prefix: &'a [u64],
-    /// The same by the engines' KV blocks, where the prompt's tokens are known.
-    pub blocks: &'a [u64],
-    /// Tokens of the prompt, estimated.
-    pub tokens: u64,
-    /// Tokens of one of `prefix`, and of what chat templates put in front of the first; estimated.
-    pub chunk_tokens: f64,
-    pub head_tokens: f64,
-    /// Tokens of one of `blocks`.
-    pub block_tokens: usize,
-    /// The partner's values of the labels that pairs should share.
-    pub pair: Option<u64>,
-}
-
 /// What a policy decided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Choice {
     /// The candidate's `index`.
     pub index: usize,
     pub reason: Reason,
-}
-
-/// Why an engine was chosen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reason {
-    /// It was its turn.
-    Turn,
-    /// It was drawn.
-    Drawn,
-    /// It was the less loaded of two that were drawn.
-    LessLoadedOfTwo,
-    /// It had the least load.
-    LeastLoaded,
-    /// The request's key belongs to it.
-    KeysEngine,
-    /// The engine of the request's key had its share; this is the key's next.
-    KeysNext,
-    /// The request has no key; this engine had the least load.
-    NoKey,
-    /// It holds this many chunks of the prompt, as the router's own decisions say.
-    HoldsChunks(u32),
-    /// It holds this many KV blocks of the prompt, as its events say.
-    HoldsBlocks(u32),
-    /// Nobody holds enough of the prompt; this engine had the least load.
-    NobodyHolds,
-    /// Those that hold the prompt are too busy; this engine had the least load.
-    HoldersBusy,
-}
-
-impl Reason {
-    /// How many kinds there are.
-    pub(crate) const KINDS: usize = 11;
-
-    /// Which kind it is.
-    pub(crate) fn kind(self) -> usize {
-        match self {
-            Self::Turn => 0,
-            Self::Drawn => 1,
-            Self::LessLoadedOfTwo => 2,
-            Self::LeastLoaded => 3,
-            Self::KeysEngine => 4,
-            Self::KeysNext => 5,
-            Self::NoKey => 6,
-            Self::HoldsChunks(_) => 7,
-            Self::HoldsBlocks(_) => 8,
-            Self::NobodyHolds => 9,
-            Self::HoldersBusy => 10,
-        }
-    }
-
-    /// As explanations have it.
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::Turn => "turn",
-            Self::Drawn => "drawn",
-            Self::LessLoadedOfTwo => "less_loaded_of_two",
-            Self::LeastLoaded => "least_loaded",
-            Self::KeysEngine => "keys_engine",
-            Self::KeysNext => "keys_next",
-            Self::NoKey => "no_key",
-            Self::HoldsChunks(_) => "holds_chunks",
-            Self::HoldsBlocks(_) => "holds_blocks",
-            Self::NobodyHolds => "nobody_holds",
-            Self::HoldersBusy => "holders_busy",
-        }
-    }
 }
 
 /// Chooses among the engines that can serve a request.

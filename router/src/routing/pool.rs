@@ -17,9 +17,9 @@ mod board;
 mod member;
 mod tree;
 
+use crate::admission::{Found, Scarce};
 use basis::Basis;
 use board::Board;
-pub(crate) use board::Seat;
 pub(crate) use member::{Fit, Member, Room, has};
 use member::{Look, Now};
 
@@ -31,10 +31,11 @@ use std::time::Instant;
 use crate::config::{AllOut, HealthConfig, LoadUnit, PolicyConfig};
 use crate::engines::caches::{Holding, Memory};
 use crate::engines::http::{Engine, InFlight, Manner};
+use crate::message::features::Wanted;
 use crate::metrics::{Decisions, Leg, Metrics};
 use crate::routing::explain::Sight;
 use crate::routing::policy;
-use crate::routing::policy::{Candidate, Choice, Draw, Policy, Wanted};
+use crate::routing::policy::{Candidate, Choice, Draw, Policy};
 
 /// Engines of each kind that one explanation names.
 const NAMED: usize = 8;
@@ -90,15 +91,6 @@ pub(crate) enum Tell {
     /// Those that found an engine.
     Choices,
     Everything,
-}
-
-/// Why no engine can be had.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Scarce {
-    /// Those that could be asked have as much as they take. It will pass.
-    Full,
-    /// There is none that could be asked.
-    Nobody,
 }
 
 impl Pool {
@@ -400,6 +392,14 @@ impl Reserved {
     /// Its values of the labels that its partner should share.
     pub(crate) fn pair(&self) -> Option<u64> {
         self.member.pair()
+    }
+}
+
+impl Found for Reserved {}
+
+impl Found for Result<Reserved, Scarce> {
+    fn has_engine(&self) -> bool {
+        self.is_ok()
     }
 }
 

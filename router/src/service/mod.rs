@@ -17,16 +17,18 @@ use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use serde_json::json;
 
-use crate::admission::body_budget::{Held, Share};
 use crate::admission::{Claim, Ticket, deadline};
+use crate::auth;
 use crate::auth::{Identity, Permit};
 use crate::client::address;
 use crate::client::session::Session;
 use crate::config::Priority;
+use crate::engines::body_budget::{Held, Share};
 use crate::exchange::ask;
 use crate::exchange::ask::{Ask, Owner};
-use crate::exchange::driver::{Ended, ExchangeDriver};
+use crate::exchange::driver::ExchangeDriver;
 use crate::exchange::resume;
+use crate::legs::outcome::Ended;
 use crate::message::path::Route;
 use crate::message::request_id;
 use crate::message::trace_context::Trace;
@@ -34,8 +36,8 @@ use crate::metrics::{End, Leg};
 use crate::observe::finished::{Finished, Head};
 use crate::routing::models::Model;
 use crate::state::generation::Generation;
+use crate::state::readiness;
 use crate::state::shared::{Room, Shared};
-use crate::{admin, auth};
 use response::{Patience, Stamp};
 
 /// Engines of one leg that are asked for the context length of a model; the engines of a pool are alike.
@@ -139,7 +141,7 @@ impl FrontDoor {
         match Route::of(&method, uri.path())? {
             Route::Health => self.tell(session, context, json!({"status": "ok"})).await,
             Route::Ready => {
-                let (status, what) = match admin::readiness(&self.0) {
+                let (status, what) = match readiness::readiness(&self.0) {
                     Ok(()) => (200, "ready"),
                     Err(why) => (503, why),
                 };

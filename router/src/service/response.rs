@@ -23,8 +23,9 @@ use crate::client::disconnect::{ClientGone, race};
 use crate::client::session::{Length, Session};
 use crate::engines::http::{CallError, InFlight, Reply};
 use crate::exchange::ask::Ask;
-use crate::exchange::driver::{Answer, Ended, ExchangeDriver, Rest};
+use crate::exchange::driver::{Answer, ExchangeDriver, Rest};
 use crate::exchange::resume::{Plan, Transcript};
+use crate::legs::outcome::Ended;
 use crate::legs::{Refusal, Verdict, unreadable};
 use crate::message::error_inside::ErrorInside;
 use crate::message::path::Dialect;
@@ -500,10 +501,4 @@ fn drain(mut reply: Box<Reply>) {
     };
     // The client has everything; only the connection's next use waits for this.
     tokio::spawn(async move { drop(tokio::time::timeout(END_AFTER_DONE, rest).await) });
-}
-
-impl From<Refusal> for Ended {
-    fn from(refusal: Refusal) -> Self {
-        Self::Refused(refusal)
-    }
 }

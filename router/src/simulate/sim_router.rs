@@ -10,23 +10,26 @@ use std::time::{Duration, Instant};
 use baton_connector::{RequestId, Time};
 
 use crate::admission::Admission;
+use crate::admission::Scarce;
 use crate::auth::Tenants;
 use crate::config::RouterConfig;
+use crate::engines::endpoints::Answers;
 use crate::engines::fleet::Fleet;
 use crate::engines::health::{EngineLoad, Reading, Sign};
 use crate::engines::http::Engine;
 use crate::engines::membership::Members;
+use crate::message::features::Wanted;
 use crate::metrics::{Leg, Metrics};
 use crate::observe::in_flight::InFlightTable;
 use crate::observe::observers::Observers;
-use crate::process::discovery::Answers;
 use crate::routing::disaggregation;
 use crate::routing::disaggregation::Facts;
 use crate::routing::explain::Sight;
+use crate::routing::models::Ground;
 use crate::routing::models::Model;
-use crate::routing::policy::{Draw, Wanted};
-use crate::routing::pool::{Pool, Reserved, Room, Scarce, Tell};
-use crate::state::generation::{Generation, GenerationError, Ground, Outside};
+use crate::routing::policy::Draw;
+use crate::routing::pool::{Pool, Reserved, Room, Tell};
+use crate::state::generation::{Generation, GenerationError, Outside};
 
 /// One router, without what makes it one process among others.
 pub struct Rehearsal {
@@ -188,7 +191,7 @@ impl Rehearsal {
         self.engines[engine].judge(|health, now, terms| {
             let later = now.after(Duration::from_millis(3_600_000));
             health.tick(later, || 1.0, terms);
-            health.told(crate::legs::liveness::Pulse::Answered(true), later, terms);
+            health.told(crate::engines::liveness::Pulse::Answered(true), later, terms);
         });
     }
 

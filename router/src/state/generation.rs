@@ -10,7 +10,6 @@ use std::time::Duration;
 use baton_openai::ParseLimits;
 use hyper::header::HeaderValue;
 
-use crate::admission::Admission;
 use crate::auth::admin::{Access, AdminError};
 use crate::auth::{Auth, AuthError, Tenants};
 use crate::config::{ConfigError, ReleaseMode, RouterConfig};
@@ -19,6 +18,7 @@ use crate::engines::http::{ApiKeys, EngineTerms, Terms, TermsError};
 use crate::engines::membership::Members;
 use crate::legs::settle::SettleTerms;
 use crate::observe::observers::{ObserverError, Observers};
+use crate::routing::models::Ground;
 use crate::routing::models::Models;
 use crate::tls::TlsError;
 use crate::tls::client::EngineTls;
@@ -119,12 +119,6 @@ impl Outside {
             observers: same.observers.clone(),
         }
     }
-}
-
-/// What outlives every version and is built upon.
-pub(crate) struct Ground<'a> {
-    pub fleet: &'a Fleet,
-    pub admission: &'a Admission,
 }
 
 impl Generation {

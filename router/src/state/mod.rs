@@ -1,4 +1,6 @@
 //! State that outlives one request: generations of the configuration, and what they share.
 
 pub(crate) mod generation;
+pub(crate) mod readiness;
+pub(crate) mod reloads;
 pub(crate) mod shared;

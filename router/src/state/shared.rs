@@ -3,28 +3,30 @@
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Instant, SystemTime};
+use std::time::SystemTime;
 
 use arc_swap::ArcSwap;
 use baton_connector::{RequestId, Time};
 use tokio::sync::Notify;
 
 use crate::admission::Admission;
-use crate::admission::body_budget::BodyBudget;
 use crate::auth::Tenants;
 use crate::config::{EngineUrl, RouterConfig};
+use crate::engines::body_budget::BodyBudget;
+use crate::engines::endpoints::Answers;
 use crate::engines::fleet::Fleet;
 use crate::engines::membership::Members;
+use crate::legs::clock::Clock;
 use crate::legs::retries::RetryBudget;
 use crate::legs::settle::Settler;
 use crate::metrics::Metrics;
 use crate::metrics::log_limiter::Seldom;
 use crate::observe::in_flight::{Entry, InFlightTable};
 use crate::observe::observers::Observers;
-use crate::process::discovery::Answers;
-use crate::process::reload::Reloads;
 use crate::routing::explain::Ring;
-use crate::state::generation::{Generation, GenerationError, Ground, Outside};
+use crate::routing::models::Ground;
+use crate::state::generation::{Generation, GenerationError, Outside};
+use crate::state::reloads::Reloads;
 
 /// Pairs of engines that are remembered as incompatible.
 const MISMATCHED_MAX: usize = 4096;
@@ -64,7 +66,7 @@ pub(crate) struct Shared {
     pub refused_secret: Seldom,
     in_flight: AtomicUsize,
     runtime: tokio::runtime::Handle,
-    started: Instant,
+    pub clock: Clock,
     /// Seconds since the epoch at which the router started: the models' `created`.
     pub created: u64,
 }
@@ -83,7 +85,7 @@ impl Shared {
     /// # Errors
     /// [`GenerationError`] when the configuration cannot be put into effect.
     pub(crate) fn new(config: RouterConfig) -> Result<Arc<Self>, GenerationError> {
-        let (metrics, started) = (Arc::new(Metrics::new()), Instant::now());
+        let (metrics, clock) = (Arc::new(Metrics::new()), Clock::start());
         let fleet = Fleet::new(Arc::clone(&metrics));
         let admission = Admission::new(Arc::clone(&fleet.freed), Arc::clone(&metrics.admission));
         let tenants = Arc::new(Tenants::new(Arc::clone(&metrics.tenants)));
@@ -98,7 +100,7 @@ impl Shared {
         metrics.server.generation.set(1.0);
         fleet.subscriptions.set(first.models.event_sources(), &fleet.memory, &runtime);
         let explain = Ring::new(first.config.explain.requests);
-        let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
+        let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), clock);
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Ok(Arc::new(Self {
             current: ArcSwap::from_pointee(first),
@@ -122,7 +124,7 @@ impl Shared {
             refused_secret: Seldom::new(),
             in_flight: AtomicUsize::new(0),
             runtime,
-            started,
+            clock,
             created: since_epoch.as_secs(),
         }))
     }
@@ -215,7 +217,7 @@ impl Shared {
 
     /// Now, on the clock of the exchanges.
     pub(crate) fn now(&self) -> Time {
-        Time(u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX))
+        self.clock.now()
     }
 }
 

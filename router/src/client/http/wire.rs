@@ -29,7 +29,7 @@ use tokio_util::either::Either;
 use super::chunked::{ChunkError, Chunked};
 use super::head::{self, EmptyLine, Framing};
 use super::{HeadBounds, Unclean};
-use crate::admission::body_budget::{Share, Spent};
+use crate::engines::body_budget::{Share, Spent};
 use crate::engines::presence;
 use crate::tls::TlsConnection;
 

@@ -22,5 +22,4 @@ mod msgpack;
 mod subscriber;
 mod zmtp;
 
-pub(crate) use blocks::links;
-pub(crate) use subscriber::{Source, Subscriptions, Told};
+pub(crate) use subscriber::{Source, Subscriptions};

@@ -25,7 +25,7 @@ use baton_connector::Time;
 
 use super::breaker::{self, Breaker, Event, Sign, State, Why};
 use super::checks::{self, Checks};
-use crate::legs::liveness::Pulse;
+use crate::engines::liveness::Pulse;
 use crate::metrics::Leg;
 
 /// An engine that says that it drains is believed for this long.

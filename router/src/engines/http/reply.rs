@@ -13,7 +13,7 @@ use super::coding::Decoder;
 use super::connection::Connection;
 use super::reply_head::Head;
 use super::{CallError, Engine};
-use crate::admission::body_budget::{BodyBudget, Held};
+use crate::engines::body_budget::{BodyBudget, Held};
 
 /// What all replies together may take that the router reads whole for itself: a hundred thousand handoffs of 10 KiB, and
 /// not thousands of the largest.

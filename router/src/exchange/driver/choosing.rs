@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use baton_connector::exchange::{Event, State};
 use baton_openai::ApiError;
 
-use super::{Ended, ExchangeDriver};
+use super::ExchangeDriver;
+use crate::admission::Scarce;
 use crate::admission::{Found, NotLetIn, Ticket, Wants};
 use crate::client::address;
 use crate::client::disconnect::{ClientGone, race};
@@ -18,12 +19,13 @@ use crate::client::session::Session;
 use crate::config::Fallback;
 use crate::engines::http::Engine;
 use crate::exchange::ask::Ask;
+use crate::legs::outcome::Ended;
+use crate::message::features::Wanted;
 use crate::metrics::Leg;
+use crate::metrics::routing::Why;
 use crate::routing::disaggregation;
-use crate::routing::disaggregation::{Facts, Why};
 use crate::routing::models::Model;
-use crate::routing::policy::Wanted;
-use crate::routing::pool::{Pool, Reserved, Room, Scarce, Tell, another_first};
+use crate::routing::pool::{Pool, Reserved, Room, Tell, another_first};
 
 /// What waiting for an engine came to.
 pub(super) enum Had {
@@ -209,7 +211,7 @@ impl ExchangeDriver {
     /// Whether another engine prefills, now that it is known which one decodes.
     pub(super) fn disaggregation(&self, ask: &Ask) -> Why {
         let holding = self.reserved.as_ref().map(|reserved| reserved.holding).unwrap_or_default();
-        let facts = Facts::of(ask, holding);
+        let facts = ask.facts(holding);
         let why = disaggregation::decide(&ask.model.disaggregate, &facts);
         if let Some(account) = &self.account {
             account.disaggregated(why, facts);

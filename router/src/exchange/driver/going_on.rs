@@ -7,12 +7,13 @@ use baton_openai::Endpoint;
 use bytes::Bytes;
 use serde_json::{Map, Value};
 
-use super::{Answer, Attempted, Ended, ExchangeDriver};
+use super::{Answer, Attempted, ExchangeDriver};
 use crate::client::disconnect::{ClientGone, race};
 use crate::client::session::Session;
 use crate::engines::http::{Engine, Outgoing};
 use crate::exchange::ask::Ask;
 use crate::legs::decode::Plain;
+use crate::legs::outcome::Ended;
 use crate::message::payload::Payload;
 use crate::message::{request_id, rewrite};
 use crate::metrics::{Leg, Resume};

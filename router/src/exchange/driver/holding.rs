@@ -1,7 +1,7 @@
 //! The memory of a whole answer that is held for its client, counted among all of them.
 
 use super::ExchangeDriver;
-use crate::admission::body_budget::{Held, Spent};
+use crate::engines::body_budget::{Held, Spent};
 
 impl ExchangeDriver {
     /// Counts the room of a whole answer that is held. `share` is empty until the first call: most answers are one piece

@@ -12,11 +12,12 @@ use std::time::Duration;
 
 use baton_connector::exchange::{Attempt, Event};
 
-use super::{Ended, ExchangeDriver};
+use super::ExchangeDriver;
 use crate::client::disconnect::race;
 use crate::client::session::Session;
 use crate::engines::health::Sign;
 use crate::engines::http::Engine;
+use crate::legs::outcome::Ended;
 use crate::legs::retries;
 use crate::legs::{Blame, Refusal};
 use crate::metrics::Leg;

@@ -12,12 +12,12 @@ use tokio::task::AbortHandle;
 
 use super::REPLY_BYTES_MAX;
 use crate::engines::http::{CallError, InFlight, Lost, Reply, Whole};
+use crate::legs::clock::Clock;
 use crate::legs::liveness::while_alive;
 use crate::legs::{Blame, Verdict, blame};
 use crate::message::sse::Frames;
 use crate::message::usage::Seen;
 use crate::metrics::Leg;
-use crate::state::shared::Shared;
 
 /// What still comes of a reply after its handoff.
 pub(crate) struct Rest(pub(super) Box<Reply>);
@@ -49,13 +49,13 @@ pub(crate) struct Patience {
 impl Computing {
     /// Reads the rest of a reply to its end.
     pub(crate) fn start(
-        shared: &Arc<Shared>,
+        clock: Clock,
         exchange: &Arc<Mutex<Exchange>>,
         (attempt, load): (Attempt, InFlight),
         Rest(reply): Rest,
         patience: Patience,
     ) -> Self {
-        let (shared, exchange) = (Arc::clone(shared), Arc::clone(exchange));
+        let exchange = Arc::clone(exchange);
         let (tell, failed) = oneshot::channel();
         let ended = Arc::<OnceLock<Instant>>::default();
         let end = Arc::clone(&ended);
@@ -71,7 +71,7 @@ impl Computing {
                     engine.spoke(Leg::Prefill, asked.elapsed());
                     engine.served(Leg::Prefill);
                     let mut exchange = exchange.lock().unwrap_or_else(PoisonError::into_inner);
-                    exchange.apply(Event::PrefillEnded(attempt), shared.now());
+                    exchange.apply(Event::PrefillEnded(attempt), clock.now());
                     return;
                 }
                 Ok(Ok(Some(told))) => Verdict::of(&told, engine.hosts()).blame,

@@ -18,9 +18,9 @@ use hyper::header::HeaderValue;
 
 use super::{ANSWER_BYTES_MAX, PAUSE_MAX, complain, pauses};
 use crate::engines::http::Outgoing;
+use crate::message::features::Wanted;
 use crate::message::request_id;
 use crate::routing::models::Model;
-use crate::routing::policy::Wanted;
 use crate::routing::pool::{Room, Tell};
 
 /// What is sent, apart from where.

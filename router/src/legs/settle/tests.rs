@@ -23,7 +23,7 @@ fn lacking() -> Terms {
 async fn what_waits_for_a_worker_that_panics_is_settled_by_another() {
     let metrics = Arc::new(Metrics::new());
     let terms = SettleTerms { at_once: 1, waiting: 10, tries: 1, try_timeout: Duration::from_secs(1) };
-    let settler = Settler::new(terms, Arc::clone(&metrics), Instant::now());
+    let settler = Settler::new(terms, Arc::clone(&metrics), Clock::start());
     let url = "http://engine:8000".parse().expect("an address");
     let engine = Fleet::new(metrics).engine(&url, &lacking());
     settler.backlog().working = 1;

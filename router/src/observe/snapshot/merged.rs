@@ -2,7 +2,8 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::{EngineView, LeaseView, Request, RequestView, Snapshot, Source, bare_id};
+use super::{EngineView, LeaseView, Request, RequestView, Snapshot, Source};
+use crate::message::request_id::bare_id;
 
 /// Requests that are kept of all routers together.
 const OLDEST_MAX: usize = 1_000;

@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::bare_id;
+use crate::message::request_id::bare_id;
 
 /// Moments of one request; more are cut off at the end.
 const MOMENTS_MAX: usize = 2_000;

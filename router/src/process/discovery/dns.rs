@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::Endpoint;
 use crate::config::{DnsConfig, EngineUrl, Scheme};
+use crate::engines::endpoints::Endpoint;
 
 /// One question takes at most this long.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);

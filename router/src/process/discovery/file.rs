@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::{ENDPOINTS_MAX, Endpoint};
 use crate::config::EndpointsFileConfig;
+use crate::engines::endpoints::{ENDPOINTS_MAX, Endpoint};
 
 /// Largest file.
 const BYTES_MAX: usize = 4 << 20;

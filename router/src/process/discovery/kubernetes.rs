@@ -20,8 +20,8 @@ use kube::runtime::watcher::{self, Event};
 use kube::{Api, Client, Config};
 
 use super::dns::url;
-use super::{ENDPOINTS_MAX, Endpoint};
 use crate::config::{KubernetesConfig, PortName, Scheme};
+use crate::engines::endpoints::{ENDPOINTS_MAX, Endpoint};
 
 /// The label by which Kubernetes says whose slice it is.
 const SERVICE: &str = "kubernetes.io/service-name";

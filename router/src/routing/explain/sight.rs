@@ -4,9 +4,11 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
+use crate::admission::Scarce;
 use crate::engines::caches::Holding;
-use crate::routing::policy::{Candidate, Reason};
-use crate::routing::pool::{Fit, Scarce};
+use crate::metrics::routing::Reason;
+use crate::routing::policy::Candidate;
+use crate::routing::pool::Fit;
 
 /// What one choice was made from, and what it came to.
 pub(crate) struct Sight {

@@ -8,8 +8,10 @@
 //! others. Loads are bounded as in Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads,
 //! 2018: no engine gets more than `load_factor` times its fair share, rounded up to a whole request.
 
-use super::{Candidate, Candidates, Choice, Draw, Policy, Reason, Wanted};
+use super::{Candidate, Candidates, Choice, Draw, Policy};
 use crate::config::{AffinityKey, ConsistentHashConfig, LoadUnit};
+use crate::message::features::Wanted;
+use crate::metrics::routing::Reason;
 
 /// Sends equal keys to equal engines.
 #[derive(Debug)]

@@ -1,7 +1,9 @@
 //! The least loaded engine for its weight, in requests or in prompt tokens; engines that are equal take turns.
 
-use super::{Candidate, Candidates, Choice, Draw, Policy, Reason, Wanted};
+use super::{Candidate, Candidates, Choice, Draw, Policy};
 use crate::config::LoadUnit;
+use crate::message::features::Wanted;
+use crate::metrics::routing::Reason;
 
 /// Takes the least loaded.
 #[derive(Debug)]

@@ -2,8 +2,10 @@
 //! theirs with it, where the least load that each of them sees is the same engine for all.
 //! (Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001.)
 
-use super::{Candidate, Candidates, Choice, Draw, Policy, Reason, Wanted};
+use super::{Candidate, Candidates, Choice, Draw, Policy};
 use crate::config::LoadUnit;
+use crate::message::features::Wanted;
+use crate::metrics::routing::Reason;
 
 /// Draws two.
 #[derive(Debug)]

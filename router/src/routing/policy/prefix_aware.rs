@@ -13,9 +13,11 @@
 
 use std::sync::Arc;
 
-use super::{Candidate, Candidates, Choice, Draw, Policy, Reason, Wanted};
+use super::{Candidate, Candidates, Choice, Draw, Policy};
 use crate::config::{LoadUnit, PrefixAwareConfig};
 use crate::engines::caches::Memory;
+use crate::message::features::Wanted;
+use crate::metrics::routing::Reason;
 
 /// Follows prefixes.
 #[derive(Debug)]

@@ -1,6 +1,8 @@
 //! Any engine, as likely as its weight says.
 
-use super::{Candidate, Candidates, Choice, Draw, Policy, Reason, Wanted};
+use super::{Candidate, Candidates, Choice, Draw, Policy};
+use crate::message::features::Wanted;
+use crate::metrics::routing::Reason;
 
 /// Draws.
 #[derive(Debug)]

@@ -1,6 +1,8 @@
 //! One engine after the other, whatever they are doing; an engine of twice the weight twice as often.
 
-use super::{Candidate, Candidates, Choice, Draw, Policy, Reason, Wanted};
+use super::{Candidate, Candidates, Choice, Draw, Policy};
+use crate::message::features::Wanted;
+use crate::metrics::routing::Reason;
 
 /// Takes turns.
 #[derive(Debug)]

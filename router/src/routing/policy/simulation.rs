@@ -5,10 +5,12 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::{Candidate, Candidates, Choice, Draw, LeastLoad, Policy, PrefixAware, Reason, Wanted};
+use super::{Candidate, Candidates, Choice, Draw, LeastLoad, Policy, PrefixAware};
 use crate::config::{LoadUnit, PrefixAwareConfig};
 use crate::engines::caches::Memory;
 use crate::engines::caches::prefix_index::PrefixIndex;
+use crate::message::features::Wanted;
+use crate::metrics::routing::Reason;
 
 const ENGINES: u32 = 8;
 const TICKS: u64 = 2_000;

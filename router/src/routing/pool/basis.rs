@@ -6,10 +6,12 @@ use std::sync::Arc;
 
 use super::board::{Board, View};
 use super::member::{Fit, Look, Member};
-use super::{NAMED, Pool, Scarce};
+use super::{NAMED, Pool};
+use crate::admission::Scarce;
 use crate::engines::caches::Holding;
+use crate::message::features::Wanted;
 use crate::routing::explain::{Considered, Removed, Sight};
-use crate::routing::policy::{Candidate, Candidates, Choice, Wanted};
+use crate::routing::policy::{Candidate, Candidates, Choice};
 
 /// Engines that are looked at for those that suit less.
 const LOOKED_AT: usize = 64;

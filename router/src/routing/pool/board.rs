@@ -22,6 +22,7 @@ use super::tree::{Leaf, Tree};
 use crate::config::LoadUnit;
 use crate::engines::health::Standing;
 use crate::engines::http::Engine;
+use crate::engines::listeners::{LoadListener, Seat};
 use crate::metrics::Leg;
 use crate::routing::policy::{Candidate, Candidates, FIRST};
 
@@ -47,31 +48,10 @@ const FEW: usize = 16;
 /// A board has at most so many members: what a slot keeps of one is 16 bits.
 const NO_MEMBER: u64 = 0xffff;
 
-/// An engine's place on a board.
-#[derive(Clone)]
-pub(crate) struct Seat {
-    board: Weak<Board>,
-    at: usize,
-    /// None: at all of them.
-    rank: Option<u16>,
-}
-
-impl Seat {
-    /// Whether what one rank does is seen here.
-    pub(crate) fn sees(&self, rank: Option<u16>) -> bool {
-        self.rank.is_none() || self.rank == rank
-    }
-
-    /// Something changed.
-    pub(crate) fn refresh(&self) {
-        if let Some(board) = self.board.upgrade() {
-            board.refresh(self.at);
-        }
-    }
-
-    /// Nobody looks at it any more.
-    pub(crate) fn is_gone(&self) -> bool {
-        self.board.strong_count() == 0
+impl LoadListener for Board {
+    fn refresh(&self, at: usize) {
+        let mut tree = self.tree();
+        tree.set(at, leaf(&self.members[at], self.indices[at], self.leg, self.by));
     }
 }
 
@@ -95,16 +75,12 @@ impl Board {
             firsts: OnceLock::new(),
         });
         for (at, member) in board.members.iter().enumerate() {
-            member.engine.sit(Seat { board: Arc::downgrade(&board), at, rank: member.looks_at() });
+            let listener: Weak<dyn LoadListener> = Arc::<Self>::downgrade(&board);
+            member.engine.sit(Seat::new(listener, at, member.looks_at()));
         }
         // What changed between the first look and the engines' knowing of their seats.
         (0..board.members.len()).for_each(|at| board.refresh(at));
         board
-    }
-
-    fn refresh(&self, at: usize) {
-        let mut tree = self.tree();
-        tree.set(at, leaf(&self.members[at], self.indices[at], self.leg, self.by));
     }
 
     fn tree(&self) -> MutexGuard<'_, Tree> {

@@ -11,8 +11,9 @@ use crate::config::{EngineConfig, PoolConfig};
 use crate::engines::caches::kv_events::Source;
 use crate::engines::health::Standing;
 use crate::engines::http::{Engine, InFlight, Manner};
+use crate::message::features::Wanted;
 use crate::metrics::Leg;
-use crate::routing::policy::{Candidate, Wanted};
+use crate::routing::policy::Candidate;
 
 /// The time of a choice, which only reported loads are compared with.
 pub(super) type Now = LazyCell<Instant>;

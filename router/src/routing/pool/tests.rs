@@ -83,7 +83,7 @@ fn happens(pool: &Pool, places: &mut Vec<Reserved>, dice: &mut Dice, prefix: &[u
         3 => engine.failed(Leg::Decode, Sign::Unreachable),
         4 | 5 => engine.judge(|health, now, terms| {
             health.tick(now.after(Duration::from_millis(3_600_000)), || 1.0, terms);
-            health.told(crate::legs::liveness::Pulse::Answered(true), now, terms);
+            health.told(crate::engines::liveness::Pulse::Answered(true), now, terms);
         }),
         6 => engine.served(Leg::Decode),
         12..14 => says(&engine, dice.below(6), dice.below(4)),

@@ -7,9 +7,9 @@ use bytes::{Bytes, BytesMut};
 use pingora::http::ResponseHeader;
 
 use super::{Broken, Passing};
-use crate::admission::body_budget::Held;
 use crate::client::session::Length;
-use crate::exchange::driver::Ended;
+use crate::engines::body_budget::Held;
+use crate::legs::outcome::Ended;
 use crate::message::error_inside::{ERROR_BYTES_MAX, Unfit, unfit};
 use crate::message::usage::Skim;
 

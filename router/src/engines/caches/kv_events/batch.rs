@@ -9,6 +9,7 @@
 //! AllBlocksCleared
 //! ```
 
+use crate::metrics::kv_events::LeftOut;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::msgpack::{Item, Malformed, Reader};
@@ -68,54 +69,6 @@ pub(super) enum Attention {
     Full,
     /// A window, a chunk, a state, or a kind that the router does not know.
     Other,
-}
-
-/// Why an event does not change what is known of an engine's cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LeftOut {
-    Malformed,
-    /// Blocks of a cache group without full attention.
-    Attention,
-    /// Blocks on another medium than the device, or on another host.
-    Tier,
-    /// Blocks with a salt, an adapter or an image in their key.
-    ExtraKeys,
-    /// Blocks whose parent is not known, so that their prompt is not.
-    Parent,
-    /// Blocks over `prefix_index.chunks_per_engine`.
-    Bound,
-    /// An event of a type that the router does not know.
-    Type,
-}
-
-impl LeftOut {
-    pub(crate) const ALL: [Self; 7] = [
-        Self::Malformed,
-        Self::Attention,
-        Self::Tier,
-        Self::ExtraKeys,
-        Self::Parent,
-        Self::Bound,
-        Self::Type,
-    ];
-
-    /// As metrics, logs and explanations have it.
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::Malformed => "malformed",
-            Self::Attention => "attention",
-            Self::Tier => "tier",
-            Self::ExtraKeys => "extra_keys",
-            Self::Parent => "parent",
-            Self::Bound => "bound",
-            Self::Type => "type",
-        }
-    }
-
-    /// Whether the engine's cache can serve prompts that the router does not know of, and an operator can change that.
-    pub(super) fn is_a_surprise(self) -> bool {
-        matches!(self, Self::Malformed | Self::Attention | Self::Bound)
-    }
 }
 
 /// The fields of an event, in whatever encoding.

@@ -5,10 +5,10 @@
 
 use std::collections::HashMap;
 
-use xxhash_rust::xxh3::xxh3_64_with_seed;
-
-use super::batch::{Attention, Event, LeftOut, Stored};
+use super::batch::{Attention, Event, Stored};
 use crate::engines::caches::prefix_index::Change;
+use crate::message::block_chain::{chain, root};
+use crate::metrics::kv_events::LeftOut;
 
 /// Tokens of one block; larger ones are no engine's.
 const BLOCK_TOKENS_MAX: usize = 65_536;
@@ -152,34 +152,11 @@ impl Blocks {
     }
 }
 
-/// The router's names of a prompt's whole blocks, at most so many.
-pub(crate) fn links(tokens: &[u32], block_size: usize, most: usize) -> Vec<u64> {
-    if block_size == 0 {
-        return Vec::new();
-    }
-    chain(root(block_size), tokens, block_size).take(most).collect()
-}
-
-fn chain(parent: u64, tokens: &[u32], size: usize) -> impl Iterator<Item = u64> + '_ {
-    let mut link = parent;
-    let mut bytes = Vec::with_capacity(size * 4);
-    tokens.chunks_exact(size).map(move |block| {
-        bytes.clear();
-        bytes.extend(block.iter().flat_map(|token| token.to_le_bytes()));
-        link = xxh3_64_with_seed(&bytes, link);
-        link
-    })
-}
-
-/// What comes before the first block. Blocks of different sizes never meet.
-fn root(block_size: usize) -> u64 {
-    0x6b76_5f72_6f6f_7421 ^ block_size as u64
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::engines::caches::prefix_index::PrefixIndex;
+    use crate::message::block_chain::links;
 
     fn stored(hashes: &[u64], parent: Option<u64>, tokens: &[u32]) -> Stored {
         Stored {

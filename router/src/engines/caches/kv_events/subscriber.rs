@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -11,13 +11,14 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 
-use super::batch::{Event, Events, LeftOut};
+use super::batch::{Event, Events};
 use super::blocks::{Blocks, Heard};
 use super::msgpack::Malformed;
 use super::zmtp::{Publisher, ZmtpError};
 use crate::config::{EngineUrl, KvEventsConfig};
 use crate::engines::caches::Memory;
 use crate::engines::http::Addresses;
+use crate::metrics::kv_events::Told;
 
 /// A connection, and the handshake after it.
 const CONNECT_WITHIN: Duration = Duration::from_secs(5);
@@ -61,62 +62,6 @@ struct Subscription {
     source: Source,
     told: Arc<Told>,
     task: AbortHandle,
-}
-
-/// What has become of a subscription.
-#[derive(Debug, Default)]
-pub(crate) struct Told {
-    connected: AtomicBool,
-    batches: AtomicU64,
-    gaps: AtomicU64,
-    blocks: AtomicU64,
-    left_out: [AtomicU64; LeftOut::ALL.len()],
-    /// The subscription is over: nothing that comes changes anything any more.
-    over: AtomicBool,
-}
-
-impl Told {
-    /// Whether a publisher is listened to now.
-    pub(crate) fn is_connected(&self) -> bool {
-        self.connected.load(Ordering::Relaxed)
-    }
-
-    /// Messages that came, since the subscription began.
-    pub(crate) fn batches(&self) -> u64 {
-        self.batches.load(Ordering::Relaxed)
-    }
-
-    /// Times that something was missed or could not be read, and everything was forgotten.
-    pub(crate) fn gaps(&self) -> u64 {
-        self.gaps.load(Ordering::Relaxed)
-    }
-
-    /// Blocks that the engine is known to hold.
-    pub(crate) fn blocks(&self) -> u64 {
-        self.blocks.load(Ordering::Relaxed)
-    }
-}
-
-impl Told {
-    /// Events that change nothing of what is known, by why; only what has been seen.
-    pub(crate) fn left_out(&self) -> impl Iterator<Item = (LeftOut, u64)> + '_ {
-        let counts = self.left_out.iter().map(|count| count.load(Ordering::Relaxed));
-        LeftOut::ALL.into_iter().zip(counts).filter(|(_, count)| *count > 0)
-    }
-
-    /// The same as an object: a reason's label to its count.
-    pub(crate) fn left_out_json(&self) -> serde_json::Value {
-        self.left_out().map(|(why, count)| (why.label().to_owned(), serde_json::Value::from(count))).collect()
-    }
-
-    /// Counts an event that was left out; whether it is the first of its kind.
-    fn leave_out(&self, why: LeftOut) -> bool {
-        self.left_out[why as usize].fetch_add(1, Ordering::Relaxed) == 0
-    }
-
-    pub(crate) fn is_over(&self) -> bool {
-        self.over.load(Ordering::Acquire)
-    }
 }
 
 /// Says that a publisher is listened to, for as long as it lives.

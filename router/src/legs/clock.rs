@@ -1,0 +1,21 @@
+//! The router's time: microseconds since its start, as the pure machines take it.
+
+use std::time::Instant;
+
+use baton_connector::Time;
+
+/// Reads the time since one moment.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Clock(Instant);
+
+impl Clock {
+    /// A clock that starts now.
+    pub(crate) fn start() -> Self {
+        Self(Instant::now())
+    }
+
+    /// Microseconds since the start.
+    pub(crate) fn now(self) -> Time {
+        Time(u64::try_from(self.0.elapsed().as_micros()).unwrap_or(u64::MAX))
+    }
+}

@@ -1,0 +1,33 @@
+//! Why a request has no response from an engine.
+
+use baton_openai::ApiError;
+
+use super::Refusal;
+use crate::client::disconnect::ClientGone;
+
+/// Why a request has no answer from an engine.
+#[derive(Debug)]
+pub(crate) enum Ended {
+    /// Nobody is there to be told.
+    ClientGone,
+    /// The client is to be told this.
+    Refused(Refusal),
+}
+
+impl From<ClientGone> for Ended {
+    fn from(ClientGone: ClientGone) -> Self {
+        Self::ClientGone
+    }
+}
+
+impl From<ApiError> for Ended {
+    fn from(error: ApiError) -> Self {
+        Self::Refused(Refusal(error))
+    }
+}
+
+impl From<Refusal> for Ended {
+    fn from(refusal: Refusal) -> Self {
+        Self::Refused(refusal)
+    }
+}

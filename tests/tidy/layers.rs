@@ -1,0 +1,143 @@
+//! Layers: a module imports its own layer and lower ones.
+//!
+//! A layer is a first-level entry of a crate's `src`: a folder or a file. Test modules may import any layer.
+
+use super::{assert_none, sources};
+
+/// The layers of each source folder, bottom first.
+const LAYERS: &[(&str, &[&str])] = &[(
+    "router/src/",
+    &[
+        "config",
+        "metrics",
+        "message",
+        "tls",
+        "auth",
+        "engines",
+        "admission",
+        "client",
+        "routing",
+        "legs",
+        "observe",
+        "state",
+        "exchange",
+        "service",
+        "admin",
+        "process",
+        "simulate",
+    ],
+)];
+
+/// The layer of a file below a source folder; none of `lib.rs` and of files that only tests build.
+fn layer_of(below: &str) -> Option<&str> {
+    let file = below.rsplit('/').next().unwrap_or(below);
+    let is_test = file.ends_with("tests.rs") || below.contains("/tests/");
+    let layer = below.split('/').next().unwrap_or(below);
+    (!is_test && below != "lib.rs").then(|| layer.strip_suffix(".rs").unwrap_or(layer))
+}
+
+/// The code of a file: no comments, and nothing from its test module on.
+fn code(text: &str) -> String {
+    let lines = text.lines().collect::<Vec<_>>();
+    let is_module = |line: &str| line.ends_with('{') && line.split(' ').any(|word| word == "mod");
+    let tests = lines.windows(2).position(|pair| pair[0] == "#[cfg(test)]" && is_module(pair[1]));
+    let lines = lines[..tests.unwrap_or(lines.len())].iter();
+    lines.map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
+}
+
+/// The names right below the crate's root that a file names: `crate::NAME`, the heads of `crate::{…}`, and names behind
+/// so many `super::` that they lead to the root.
+fn names(below: &str, code: &str) -> Vec<String> {
+    let word = |text: &str| -> String {
+        text.trim_start().chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
+    };
+    let depth = below.strip_suffix("/mod.rs").unwrap_or(below).split('/').count();
+    let climb = "super::".repeat(depth);
+    let mut names = Vec::new();
+    for start in ["crate::", &climb] {
+        for (at, _) in code.match_indices(start) {
+            let (before, rest) = (&code[..at], &code[at + start.len()..]);
+            if before.ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == '$') {
+                continue;
+            }
+            let Some(group) = rest.strip_prefix('{') else {
+                names.push(word(rest));
+                continue;
+            };
+            let mut open = 1;
+            let mut head = true;
+            for (at, c) in group.char_indices() {
+                match c {
+                    '{' => open += 1,
+                    '}' => open -= 1,
+                    ',' if open == 1 => head = true,
+                    _ if open == 1 && head && !c.is_whitespace() => {
+                        names.push(word(&group[at..]));
+                        head = false;
+                    }
+                    _ => {}
+                }
+                if open == 0 {
+                    break;
+                }
+            }
+        }
+    }
+    names.retain(|name| !name.is_empty());
+    names
+}
+
+/// What a file imports from a higher layer, and whether it is in a layer at all.
+fn upward(folder: &str, layers: &[&str], below: &str, text: &str) -> Vec<String> {
+    let Some(layer) = layer_of(below) else { return Vec::new() };
+    let rank = |name: &str| layers.iter().position(|layer| *layer == name);
+    let Some(own) = rank(layer) else { return vec![format!("{folder}{below} is in no layer")] };
+    let code = code(text);
+    let higher = names(below, &code).into_iter().filter(|name| rank(name).is_some_and(|rank| rank > own));
+    let mut found: Vec<_> =
+        higher.map(|name| format!("{folder}{below} imports {name}, above {layer}")).collect();
+    found.dedup();
+    found
+}
+
+#[test]
+fn modules_import_only_lower_layers() {
+    let mut broken = Vec::new();
+    let mut seen = 0;
+    for (name, text) in sources() {
+        for (folder, layers) in LAYERS {
+            if let Some(below) = name.strip_prefix(folder) {
+                broken.extend(upward(folder, layers, below, &text));
+                seen += 1;
+            }
+        }
+    }
+    assert!(seen > 100, "only {seen} files were read");
+    assert_none(&broken, "imports of a higher layer (layers are listed in tests/tidy/layers.rs)");
+}
+
+#[test]
+fn a_planted_upward_import_is_found_in_every_form() {
+    let layers = ["low", "high"];
+    let of = |below: &str, text: &str| upward("src/", &layers, below, text);
+    assert_eq!(of("low/a.rs", "use crate::high::B;\n"), ["src/low/a.rs imports high, above low"]);
+    for (below, text) in [
+        ("low/a.rs", "use crate::{low::x, high::B};\n"),
+        ("low/a.rs", "use crate::{\n    low::{x, y},\n    high,\n};\n"),
+        ("low/a.rs", "fn f() -> crate::high::B { todo!() }\n"),
+        ("low/a.rs", "use super::super::high;\n"),
+        ("low/mod.rs", "use super::high;\n"),
+        ("low.rs", "use crate::high::B; // as well\n"),
+    ] {
+        assert_eq!(of(below, text).len(), 1, "{below}: {text}");
+    }
+    for (below, text) in [
+        ("high/a.rs", "use crate::low::B;\nuse crate::high::C;\n"),
+        ("low/a.rs", "// use crate::high::B;\nuse super::high;\nuse crate::highest::X;\n"),
+        ("low/a.rs", "use crate::low::X;\n\n#[cfg(test)]\nmod tests {\n    use crate::high::B;\n}\n"),
+        ("low/a/tests.rs", "use crate::high::B;\n"),
+    ] {
+        assert!(of(below, text).is_empty(), "{below}: {text}");
+    }
+    assert_eq!(of("new/a.rs", ""), ["src/new/a.rs is in no layer"]);
+}
