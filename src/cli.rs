@@ -9,9 +9,9 @@ use std::path::PathBuf;
 use baton_bench::Benchmark;
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::layout::KvDtype;
-use baton_engine::executor::cuda::DeviceChoice;
-use baton_engine::server::Role;
-use baton_engine::transport::KvTransport;
+use baton_engine::compute::cuda::DeviceChoice;
+use baton_engine::handoff::transport::KvTransport;
+use baton_engine::run::options::Role;
 use baton_router::listen_address;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 

@@ -4,11 +4,12 @@ use std::path::Path;
 use std::time::Duration;
 
 use baton_connector::layout::KvDtype;
-use baton_engine::engine::{Engine, EngineOptions};
-use baton_engine::executor::cpu::{LoadProgress, WeightMode};
-use baton_engine::executor::cuda::{Accelerator, DeviceChoice, GPU_MEMORY_UTILIZATION};
+use baton_engine::compute::cpu::{LoadProgress, WeightMode};
+use baton_engine::compute::cuda::{Accelerator, DeviceChoice, GPU_MEMORY_UTILIZATION};
+use baton_engine::engine::Engine;
 use baton_engine::model::ModelFiles;
 use baton_engine::offload::open::DiskOptions;
+use baton_engine::run::options::EngineOptions;
 
 use crate::cli::{DtypeArg, EngineArgs, QuantizeArg};
 use crate::{Failure, builtin, out, shutdown};

@@ -5,6 +5,6 @@ use crate::cli::ParityArgs;
 use crate::out::Out;
 
 pub(crate) fn run(args: &ParityArgs) -> Result<(), Failure> {
-    let report = baton_engine::parity::run(&args.dir, args.device, &mut Out)?;
+    let report = baton_engine::check::parity::run(&args.dir, args.device, &mut Out)?;
     if report.failed > 0 { Err(format!("{} cases failed", report.failed).into()) } else { Ok(()) }
 }

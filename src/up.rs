@@ -19,7 +19,7 @@ mod config;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use baton_engine::executor::cuda::shared_out;
+use baton_engine::compute::cuda::shared_out;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 

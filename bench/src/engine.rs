@@ -26,12 +26,12 @@ use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use baton_connector::layout::KvDtype;
-use baton_engine::executor::cpu::{CpuExecutor, Unit, WeightMode};
-use baton_engine::executor::{Executor, ExecutorError};
+use baton_engine::compute::cpu::{CpuExecutor, Unit, WeightMode};
+use baton_engine::compute::{Executor, ExecutorError};
 use baton_engine::model::config::ModelConfig;
+use baton_engine::model::generation::GenerationDefaults;
 use baton_engine::model::weights::Weights;
 use baton_engine::model::{ModelError, ModelFiles};
-use baton_engine::sampling::GenerationDefaults;
 use clap::Args;
 use serde::Serialize;
 

@@ -1,6 +1,6 @@
 //! `baton bench gpu`: whether the CUDA executor is right on this GPU, and how fast it is beside what the GPU can do.
 //!
-//! First every kernel against its twin in Rust ([`baton_engine::executor::cuda::check`]); what is wrong fails the
+//! First every kernel against its twin in Rust ([`baton_engine::check::kernels`]); what is wrong fails the
 //! command. Then speeds, each beside a limit that was measured a moment before: copies inside the device, copies over the
 //! link, and one large bf16 product. Without a GPU it does nothing and says so ([`Skipped`]).
 
@@ -13,9 +13,10 @@ mod speed;
 
 use std::io::Write;
 
-use baton_engine::executor::ExecutorError;
-use baton_engine::executor::cuda::driver::CudaDevice;
-use baton_engine::executor::cuda::{Device, DeviceError, Element, LoadError, check, cubins};
+use baton_engine::check::kernels;
+use baton_engine::compute::ExecutorError;
+use baton_engine::compute::cuda::driver::CudaDevice;
+use baton_engine::compute::cuda::{Device, DeviceError, Element, LoadError, cubins};
 use baton_engine::model::ModelError;
 use clap::Args;
 use serde::Serialize;
@@ -152,7 +153,7 @@ fn check_kernels(options: &GpuBench) -> (usize, Vec<String>) {
     for element in [Element::F32, Element::Bf16] {
         for head_dim in HEAD_DIMS {
             let lines = open(options, element, head_dim)
-                .and_then(|mut device| check::kernels(&mut device, element, head_dim));
+                .and_then(|mut device| kernels::kernels(&mut device, element, head_dim));
             match lines {
                 Err(error) => failed.push(format!("{} {head_dim}: {error}", element.label())),
                 Ok(lines) => {

@@ -27,7 +27,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use baton_connector::handoff::KvIntent;
-use baton_engine::executor::cuda::{Accelerator, DeviceChoice};
+use baton_engine::compute::cuda::{Accelerator, DeviceChoice};
 use serde_json::{Map, Value, json};
 
 use crate::BenchError;

@@ -1,15 +1,12 @@
 //! One engine, assembled: the model, one engine core per data-parallel rank, and the HTTP server before them.
 
 use std::net::{SocketAddr, TcpListener};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use baton_connector::Epoch;
-use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::layout::KvDtype;
-use baton_connector::lease::LeaseTerms;
 use baton_connector::limits::RANKS_MAX;
 use baton_connector::region::Region;
 use baton_connector::slice::Geometry;
@@ -17,162 +14,24 @@ use baton_connector_tcp::Secret;
 use baton_openai::ParseLimits;
 use tokio_util::sync::CancellationToken;
 
-use crate::dp_rank::{Common, RunningRank};
-use crate::executor::Executor;
-use crate::executor::cpu::{CpuExecutor, CpuOptions, LoadProgress, WeightMode};
-use crate::executor::cuda::{Accelerator, DeviceChoice, DeviceOptions, Element, PoolSize};
-use crate::lease_desk::LeaseDesk;
+use crate::compute::Executor;
+use crate::compute::cpu::{CpuExecutor, CpuOptions, LoadProgress, WeightMode};
+use crate::compute::cuda::{Accelerator, DeviceChoice, DeviceOptions, Element, PoolSize};
+use crate::compute::shared_pool::shared_pool;
+use crate::handoff::producer::LeaseDesk;
+use crate::handoff::transport::{FoundNixl, KvTransport};
 use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::config::ModelConfig;
 use crate::model::identity::identity;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::weights::Weights;
-use crate::model::{ModelError, ModelFiles};
-use crate::offload::open::OffloadOptions;
-use crate::server::{BYTES_MAX, Bodies, Frontend, Role, is_loopback, serve};
-use crate::transport::{FoundNixl, KvTransport, shared_pool};
+use crate::run::options::{EngineOptions, StartError, system};
+use crate::run::rank::{Common, RunningRank};
+use crate::server::{Bodies, Frontend, is_loopback, serve};
 
 /// Engine cores of one process.
 const DATA_PARALLEL_MAX: usize = 64;
-
-/// Everything that can be set about an engine.
-#[derive(Clone, Debug)]
-pub struct EngineOptions {
-    /// The checkpoint.
-    pub model: ModelFiles,
-    /// Where it computes.
-    pub device: DeviceChoice,
-    /// The name that requests use; the checkpoint's own by default.
-    pub served_model_name: Option<String>,
-    /// Which legs it serves.
-    pub role: Role,
-    /// Where HTTP is served; port 0 takes a free one.
-    pub listen: SocketAddr,
-    /// Engine cores (vLLM's `--data-parallel-size`), each with its own KV pool, scheduler, leases and side channel.
-    pub data_parallel_size: usize,
-    /// Where other engines read blocks; port 0 takes a free one. Each further rank takes the next port: all KV ranks of
-    /// the first data-parallel rank, then those of the second.
-    pub side_channel: SocketAddr,
-    /// How blocks travel between engines.
-    pub kv_transport: KvTransport,
-    /// NIXL's library, for [`KvTransport::Nixl`]; looked for where it may be by default.
-    pub nixl_library: Option<PathBuf>,
-    /// The host that other engines are told to reach the side channel at; its own address by default.
-    pub side_channel_host: Option<String>,
-    /// Shards of each KV pool, by heads: each has its own memory, side channel and fetch workers.
-    pub kv_ranks: usize,
-    /// Tokens of one KV block.
-    pub block_tokens: usize,
-    /// Bytes of the KV pool of each rank.
-    pub kv_cache_bytes: usize,
-    /// Blocks of the KV pool of each rank; wins over the bytes and the share.
-    pub kv_blocks: Option<usize>,
-    /// The share of a device's memory that weights, buffers and KV pool take together; wins over the bytes. Above 0, at
-    /// most 1, and only on a device with memory of its own.
-    pub gpu_memory_utilization: Option<f64>,
-    /// Element type of the KV cache.
-    pub kv_dtype: KvDtype,
-    /// Element type of the weights in memory, and what is multiplied with. Engines with quantized weights or with products
-    /// in bfloat16 share KV blocks only with their like.
-    pub weights: WeightMode,
-    /// Tokens of one sequence at most; the model's own limit by default.
-    pub max_model_len: Option<usize>,
-    /// Sequences that run or fetch at once.
-    pub max_num_seqs: usize,
-    /// Tokens of one step.
-    pub max_num_batched_tokens: usize,
-    /// Sequences that wait.
-    pub max_waiting: usize,
-    /// Life of an unread lease (`kv_lease_duration`).
-    pub kv_lease_duration: Duration,
-    /// What becomes of a request whose blocks cannot be fetched.
-    pub kv_load_failure_policy: LoadFailurePolicy,
-    /// Tiers below the KV pool.
-    pub offload: OffloadOptions,
-    /// Reads in flight at once.
-    pub fetch_workers: usize,
-    /// Threads that compute, shared out to the ranks; all cores by default.
-    pub threads: Option<usize>,
-    /// Wait before each step: for demonstrations and tests.
-    pub pace: Option<Duration>,
-    /// The device fails after so many steps: for tests.
-    pub device_fails_after: Option<u64>,
-    /// What routers and engines of this cluster show each other. Needed beyond loopback.
-    pub cluster_secret: Option<String>,
-    /// Bytes of all bodies that are being read.
-    pub body_bytes_total: usize,
-    /// A client whose host acknowledges nothing for so long has left; zero: as the system does it.
-    pub client_lost: Duration,
-    /// How long requests and leases may take to end at shutdown.
-    pub shutdown_timeout: Duration,
-}
-
-impl EngineOptions {
-    /// Defaults for a checkpoint: loopback, free ports, 512 MiB of KV cache.
-    #[must_use]
-    pub fn new(model: ModelFiles) -> Self {
-        let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
-        Self {
-            model,
-            device: DeviceChoice::Cpu,
-            served_model_name: None,
-            role: Role::Both,
-            listen: loopback,
-            data_parallel_size: 1,
-            side_channel: loopback,
-            kv_transport: KvTransport::Auto,
-            nixl_library: None,
-            side_channel_host: None,
-            kv_ranks: 1,
-            block_tokens: 16,
-            kv_cache_bytes: 512 << 20,
-            kv_blocks: None,
-            gpu_memory_utilization: None,
-            kv_dtype: KvDtype::F32,
-            weights: WeightMode::Stored,
-            max_model_len: None,
-            max_num_seqs: 64,
-            max_num_batched_tokens: 512,
-            max_waiting: 1024,
-            kv_lease_duration: LeaseTerms::default().duration,
-            kv_load_failure_policy: LoadFailurePolicy::Recompute,
-            offload: OffloadOptions::default(),
-            fetch_workers: 4,
-            threads: None,
-            pace: None,
-            device_fails_after: None,
-            cluster_secret: None,
-            body_bytes_total: BYTES_MAX,
-            client_lost: Duration::from_secs(20),
-            shutdown_timeout: Duration::from_secs(30),
-        }
-    }
-}
-
-/// Why an engine did not start.
-#[derive(Debug, thiserror::Error)]
-pub enum StartError {
-    /// The checkpoint cannot be served.
-    #[error(transparent)]
-    Model(#[from] ModelError),
-    /// An option is out of its range.
-    #[error("{0}")]
-    Options(String),
-    /// A socket or thread could not be had.
-    #[error("{what}: {source}")]
-    System {
-        /// What for.
-        what: String,
-        /// The system's reason.
-        source: std::io::Error,
-    },
-}
-
-pub(crate) fn system(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> StartError {
-    let what = what.into();
-    move |source| StartError::System { what, source }
-}
 
 /// A running engine.
 pub struct Engine {
@@ -423,7 +282,7 @@ fn on_device(
         pool: pool(options),
     };
     let weights = Weights::open(&options.model)?;
-    let opened = crate::executor::cuda::open(accelerator, &weights, config, &device, progress);
+    let opened = crate::compute::cuda::open(accelerator, &weights, config, &device, progress);
     opened.map_err(|error| wrong(error.to_string()))
 }
 

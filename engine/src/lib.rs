@@ -4,30 +4,39 @@
 //!  HTTP task ─ submission ─▶ mailbox ─▶ step loop ─ owns ─▶ scheduler (pure) ─▶ block pool
 //!      ▲                       ▲          │   └── calls ──▶ executor ─▶ KV region ◀─ transports
 //!      └────── events ─────────┼──────────┘
-//!        fetch workers ────────┤   lease desk: leases served off the loop, for transports and /kv/release
+//!        fetch workers ────────┤   leases: served off the loop, for transports and /kv/release
 //! ```
+//!
+//! A module imports its own layer and lower ones. Bottom first:
+//!
+//! | layer | contents |
+//! |---|---|
+//! | [`event_log`] | each request's events, from arrival to the last freed block |
+//! | [`model`] | the checkpoint: configuration, weights, tokenizer, chat template |
+//! | [`sampling`] | from logits to a token; stop strings |
+//! | [`compute`] | executors: forward passes on CPUs and CUDA devices |
+//! | [`blocks`] | the block pool, hashes of blocks, digests of cached blocks |
+//! | [`offload`] | tiers below the pool: host memory and disk |
+//! | [`scheduler`] | sequences, batches, admission, preemption |
+//! | [`engine_core`] | all decisions between two forward passes; mailbox and status |
+//! | [`metrics`] | metrics of one engine core |
+//! | [`handoff`] | leases of a producer, reads of a consumer, the choice of a transport |
+//! | [`run`] | the step loop, and the threads of one data-parallel rank |
+//! | [`server`] | the HTTP API |
+//! | [`engine`] | one engine, assembled |
+//! | [`check`] | kernels and models against reference results |
 
-pub mod block_hash;
-pub mod block_pool;
-pub mod digests;
-pub mod dp_rank;
+pub mod blocks;
+pub mod check;
+pub mod compute;
 pub mod engine;
 pub mod engine_core;
 pub mod event_log;
-pub mod executor;
-pub mod kv_rank;
-pub mod lease_desk;
-pub mod mailbox;
+pub mod handoff;
 pub mod metrics;
 pub mod model;
 pub mod offload;
-pub mod parity;
-pub mod peers;
+pub mod run;
 pub mod sampling;
 pub mod scheduler;
-pub mod sequence;
 pub mod server;
-pub mod status;
-pub mod step_loop;
-pub mod stop;
-pub mod transport;

@@ -39,11 +39,11 @@ use baton_connector_device::{
 };
 use baton_connector_shm::{ShmServer, listen, shared_pool};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions};
-use baton_engine::executor::cuda::device::{Buffer, HostAt, Priority, Slice};
-use baton_engine::executor::cuda::driver::CudaDevice;
-use baton_engine::executor::cuda::port::{HostRun, PoolMemory};
-use baton_engine::executor::cuda::software::SoftDevice;
-use baton_engine::executor::cuda::{Accelerator, Device, DeviceChoice, Element, cubins};
+use baton_engine::compute::cuda::device::{Buffer, HostAt, Priority, Slice};
+use baton_engine::compute::cuda::driver::CudaDevice;
+use baton_engine::compute::cuda::port::{HostRun, PoolMemory};
+use baton_engine::compute::cuda::software::SoftDevice;
+use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, Element, cubins};
 use conformance::{Lender, Wire};
 
 /// Smaller than in engines, so that a read of a few blocks has a middle.

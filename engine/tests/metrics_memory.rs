@@ -9,11 +9,11 @@ use std::time::Duration;
 use baton_connector::lease::Cause;
 use baton_connector::ledger::Settled;
 use baton_connector::{Handle, RequestId};
-use baton_engine::block_pool::BlockUsage;
+use baton_engine::blocks::pool::BlockUsage;
 use baton_engine::metrics::EngineMetrics;
 use baton_engine::offload::OffloadCounts;
 use baton_engine::scheduler::Load;
-use baton_engine::sequence::FinishReason;
+use baton_engine::scheduler::sequence::FinishReason;
 
 thread_local! {
     static HELD: Cell<isize> = const { Cell::new(0) };

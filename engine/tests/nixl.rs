@@ -22,9 +22,9 @@ use baton_connector::{BlockId, Reader};
 use baton_connector_device::{Export, Offer, Opened};
 use baton_connector_nixl::api::{Memory, Segment};
 use baton_connector_tcp::{ClientOptions, ServerOptions};
-use baton_engine::executor::cuda::DeviceError;
-use baton_engine::executor::cuda::port::{HostRun, PoolMemory, Port};
-use baton_engine::transport::{FoundNixl, KvTransport, SideChannel, consumer};
+use baton_engine::compute::cuda::DeviceError;
+use baton_engine::compute::cuda::port::{HostRun, PoolMemory, Port};
+use baton_engine::handoff::transport::{FoundNixl, KvTransport, SideChannel, consumer};
 use conformance::Lender;
 use simulated::{Handle, Mode, Simulated};
 

@@ -7,7 +7,7 @@
 
 use std::path::{Path, PathBuf};
 
-use baton_engine::executor::cuda::{Accelerator, DeviceChoice};
+use baton_engine::compute::cuda::{Accelerator, DeviceChoice};
 use safetensors::SafeTensors;
 
 fn fixtures() -> PathBuf {
@@ -16,7 +16,7 @@ fn fixtures() -> PathBuf {
 
 fn holds(dir: &Path, device: DeviceChoice) {
     let mut lines = Vec::new();
-    let report = baton_engine::parity::run(dir, device, &mut lines).expect("the folder is complete");
+    let report = baton_engine::check::parity::run(dir, device, &mut lines).expect("the folder is complete");
     let text = String::from_utf8(lines).expect("the report is text");
     // Shown with --nocapture.
     eprintln!("{text}");
@@ -38,7 +38,7 @@ fn nothing_is_said_to_hold_on_a_device_that_is_not_there() {
     // No machine has as many; most that run this have none, nor a driver.
     let absent = DeviceChoice::Accelerator(Accelerator::Cuda(4_000));
     let mut lines = Vec::new();
-    assert!(baton_engine::parity::run(&fixtures(), absent, &mut lines).is_err());
+    assert!(baton_engine::check::parity::run(&fixtures(), absent, &mut lines).is_err());
     assert_eq!(String::from_utf8_lossy(&lines), "");
 }
 
@@ -198,7 +198,7 @@ fn are_found(name: &str, device: DeviceChoice, mistakes: &[Mistake]) {
         let dir = tempfile::tempdir().unwrap();
         plant(&mut Checkpoint::copied(name, dir.path()));
         let mut lines = Vec::new();
-        baton_engine::parity::run(dir.path(), device, &mut lines).expect("the folder is complete");
+        baton_engine::check::parity::run(dir.path(), device, &mut lines).expect("the folder is complete");
         let text = String::from_utf8(lines).unwrap();
         let compared: Vec<_> = text
             .lines()
@@ -231,7 +231,8 @@ fn a_golden_file_with_a_bf16_run_and_no_distance_of_it_is_refused() {
         let mut golden = golden.clone();
         golden["noise"]["bf16_vs_f32_kl_mean"] = wrong;
         std::fs::write(&path, golden.to_string()).unwrap();
-        let error = baton_engine::parity::run(dir.path(), DeviceChoice::Cpu, &mut Vec::new()).unwrap_err();
+        let error =
+            baton_engine::check::parity::run(dir.path(), DeviceChoice::Cpu, &mut Vec::new()).unwrap_err();
         assert!(error.to_string().contains("noise"), "{error}");
     }
 }

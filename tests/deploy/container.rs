@@ -77,7 +77,7 @@ fn every_target_is_run_by_a_stranger_says_how_it_is_and_has_no_toolkit() {
     // What an engine looks for at its start is what that base has: `nvidia/cuda:MAJOR.MINOR.PATCH-runtime-…`.
     let version = cuda.split(':').nth(1).expect("a tag").split('-').next().expect("a version");
     let major = version.split('.').next().expect("a number");
-    let sought = read(&ours("engine/src/executor/cuda/driver/libraries.rs"));
+    let sought = read(&ours("engine/src/compute/cuda/driver/libraries.rs"));
     for library in [
         format!("libnvrtc.so.{major}"),
         // Whatever its version: by what its name begins with.

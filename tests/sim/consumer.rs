@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, VecDeque};
 use baton_connector::fetch::{Answer, Event as Report, FailureKind};
 use baton_connector::limits::{HEARTBEATS_PER_LEASE, RENEWED_FOR_MAX};
 use baton_connector::{BlockId, Handle};
-use baton_engine::peers::FetchTarget;
-use baton_engine::sequence::SeqId;
+use baton_engine::engine_core::fetch_target::FetchTarget;
+use baton_engine::scheduler::sequence::SeqId;
 
 use crate::device;
 use crate::engine::Todo;

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use baton_connector::layout::KvDtype;
 use baton_connector::region::Region;
 use baton_connector::{BlockId, KvLayout};
-use baton_engine::executor::apart::Apart;
-use baton_engine::executor::{Executor, ExecutorError, Logits, LogitsWanted, SeqStep};
+use baton_engine::compute::step_hazards::Apart;
+use baton_engine::compute::{Executor, ExecutorError, Logits, LogitsWanted, SeqStep};
 
 use crate::dice::mix;
 

@@ -12,13 +12,13 @@ use baton_connector::lease::LeaseTerms;
 use baton_connector::ledger::{Grant, Ledger, OpenRefused};
 use baton_connector::offload::TransferId;
 use baton_connector::{BlockId, EngineId, Epoch, Handle, RequestId, Time};
+use baton_engine::engine_core::fetch_target::FetchTarget;
+use baton_engine::engine_core::mailbox::Mail;
 use baton_engine::engine_core::{EngineCore, Fact, ProducerAddress, Surroundings};
-use baton_engine::mailbox::Mail;
 use baton_engine::offload::Order;
-use baton_engine::offload::books::TierConfig;
-use baton_engine::peers::FetchTarget;
+use baton_engine::offload::tier_index::TierConfig;
+use baton_engine::scheduler::sequence::{FinishReason, SeqId};
 use baton_engine::scheduler::{Planned, Scheduler, SchedulerConfig};
-use baton_engine::sequence::{FinishReason, SeqId};
 
 use crate::consumer::Peers;
 use crate::device::{self, Device};

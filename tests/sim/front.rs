@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use baton_connector::fetch::Fetch;
 use baton_connector::{Handle, Handoff};
+use baton_engine::engine_core::fetch_target::FetchTarget;
+use baton_engine::engine_core::mailbox::Legs;
 use baton_engine::engine_core::{SeqEvent, Submission, Surroundings};
-use baton_engine::mailbox::Legs;
-use baton_engine::peers::FetchTarget;
 use baton_engine::sampling::SamplingParams;
-use baton_engine::sequence::{FinishReason, NewSequence, Purpose, SeqId, StopRule};
+use baton_engine::scheduler::sequence::{FinishReason, NewSequence, Purpose, SeqId, StopRule};
 use tokio::sync::mpsc::Receiver;
 use tokio::sync::mpsc::error::TryRecvError;
 
@@ -122,7 +122,7 @@ impl Sim {
         if let Some(handoff) = &handoff {
             let ours = handoff.layout == FINGERPRINT
                 && handoff.tokens == ask.prompt.len()
-                && handoff.prompt == baton_engine::block_hash::prompt_fingerprint(&ask.prompt);
+                && handoff.prompt == baton_engine::blocks::hash::prompt_fingerprint(&ask.prompt);
             if !ours {
                 self.wrong("I8: a handoff of another prompt".into());
             }

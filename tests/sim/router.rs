@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use baton_connector::exchange::{Attempt, Event as Fact, Exchange, Failure, Fit, Outcome, Settlement, State};
 use baton_connector::{Handoff, Time};
-use baton_engine::mailbox::Legs;
+use baton_engine::engine_core::mailbox::Legs;
 
 use crate::dice::Dice;
 use crate::net::{ConnId, Parcel, Side};

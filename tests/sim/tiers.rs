@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use baton_connector::offload::TransferId;
-use baton_engine::block_hash::BlockHash;
+use baton_engine::blocks::hash::BlockHash;
 use baton_engine::offload::{Fault, HostSlot, Order, Report, Source};
 
 use crate::device::Slot;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use baton_connector::exchange::Attempt;
 use baton_connector::{BlockId, Epoch, Handle, Handoff, Reader, RequestId};
-use baton_engine::mailbox::Legs;
+use baton_engine::engine_core::mailbox::Legs;
 
 use crate::device::Slot;
 

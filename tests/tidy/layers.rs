@@ -5,28 +5,49 @@
 use super::{assert_none, sources};
 
 /// The layers of each source folder, bottom first.
-const LAYERS: &[(&str, &[&str])] = &[(
-    "router/src/",
-    &[
-        "config",
-        "metrics",
-        "message",
-        "tls",
-        "auth",
-        "engines",
-        "admission",
-        "client",
-        "routing",
-        "legs",
-        "observe",
-        "state",
-        "exchange",
-        "service",
-        "admin",
-        "process",
-        "simulate",
-    ],
-)];
+const LAYERS: &[(&str, &[&str])] = &[
+    (
+        "engine/src/",
+        &[
+            "event_log",
+            "model",
+            "sampling",
+            "compute",
+            "blocks",
+            "offload",
+            "scheduler",
+            "engine_core",
+            "metrics",
+            "handoff",
+            "run",
+            "server",
+            "engine",
+            "check",
+        ],
+    ),
+    (
+        "router/src/",
+        &[
+            "config",
+            "metrics",
+            "message",
+            "tls",
+            "auth",
+            "engines",
+            "admission",
+            "client",
+            "routing",
+            "legs",
+            "observe",
+            "state",
+            "exchange",
+            "service",
+            "admin",
+            "process",
+            "simulate",
+        ],
+    ),
+];
 
 /// The layer of a file below a source folder; none of `lib.rs` and of files that only tests build.
 fn layer_of(below: &str) -> Option<&str> {

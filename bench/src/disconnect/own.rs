@@ -5,7 +5,7 @@ use std::io;
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 
-use baton_engine::executor::cuda::shared_out;
+use baton_engine::compute::cuda::shared_out;
 use serde_json::json;
 
 use crate::running::{Running, word};

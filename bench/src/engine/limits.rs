@@ -8,7 +8,7 @@ use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use baton_engine::executor::cpu::Unit;
+use baton_engine::compute::cpu::Unit;
 use baton_engine::model::config::ModelConfig;
 
 /// Size of the buffer that is read for the memory's own bandwidth: more than twice the largest last-level caches.

@@ -86,7 +86,7 @@ pub(super) fn write(
 #[cfg(test)]
 mod tests {
     use baton_engine::model::ModelFiles;
-    use baton_engine::sampling::GenerationDefaults;
+    use baton_engine::model::generation::GenerationDefaults;
 
     use super::*;
 

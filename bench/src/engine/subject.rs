@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use baton_connector::BlockId;
 use baton_connector::layout::KvDtype;
-use baton_engine::executor::cpu::{CpuExecutor, CpuOptions};
-use baton_engine::executor::{Executor, Logits, LogitsWanted, SeqStep};
+use baton_engine::compute::cpu::{CpuExecutor, CpuOptions};
+use baton_engine::compute::{Executor, Logits, LogitsWanted, SeqStep};
 
 use super::{BATCH, BLOCK_TOKENS, EngineBenchError, PROMPT_TOKENS};
 

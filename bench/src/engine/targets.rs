@@ -103,7 +103,7 @@ impl std::fmt::Display for Target {
 mod tests {
     use super::super::{MADE_UP_CONFIG, ProcessReport, Series, sample};
     use super::*;
-    use baton_engine::sampling::GenerationDefaults;
+    use baton_engine::model::generation::GenerationDefaults;
 
     fn missed(report: &EngineReport, config: &ModelConfig) -> Vec<String> {
         judge(report, config).iter().filter(|target| !target.met).map(Target::to_string).collect()

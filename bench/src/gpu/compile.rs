@@ -5,9 +5,9 @@
 
 use std::io::Write;
 
-use baton_engine::executor::cuda::kernels::{COPY_KERNEL, DECODE_STAGES, Kernel, decode_stages};
-use baton_engine::executor::cuda::nvrtc::{self, Usage};
-use baton_engine::executor::cuda::{DeviceError, Element};
+use baton_engine::compute::cuda::kernels::{COPY_KERNEL, DECODE_STAGES, Kernel, decode_stages};
+use baton_engine::compute::cuda::nvrtc::{self, Usage};
+use baton_engine::compute::cuda::{DeviceError, Element};
 use clap::Args;
 
 use super::{HEAD_DIMS, Skipped};

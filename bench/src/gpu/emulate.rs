@@ -6,8 +6,9 @@
 
 use std::io::Write;
 
-use baton_engine::executor::cuda::software::{Emulation, EmulationError, SoftDevice};
-use baton_engine::executor::cuda::{Element, check, kernels};
+use baton_engine::check;
+use baton_engine::compute::cuda::software::{Emulation, EmulationError, SoftDevice};
+use baton_engine::compute::cuda::{Element, kernels};
 use clap::Args;
 
 use super::{HEAD_DIMS, Skipped};
@@ -46,7 +47,7 @@ pub fn run(options: &GpuEmulate, out: &mut dyn Write) -> Result<(), crate::Bench
             };
             let mut device =
                 SoftDevice::new(BYTES, element, head_dim).emulating(emulation).with_shared_bytes(most);
-            let lines = check::kernels(&mut device, element, head_dim)?;
+            let lines = check::kernels::kernels(&mut device, element, head_dim)?;
             for line in lines.iter().filter(|line| !line.passed) {
                 writeln!(out, "FAIL  {:<70} {}", line.what, line.numbers)?;
                 wrong += 1;

@@ -14,9 +14,9 @@ use baton_connector::transport::{Part, Peer, Producer, ReadOrder, Transport, Tra
 use baton_connector::{BlockId, Epoch, Handle, Reader};
 use baton_connector_device::{BATCH_BYTES, ClientOptions, DevicePool, ServerOptions, producer, transport};
 use baton_connector_shm::{ShmServer, listen};
-use baton_engine::executor::cuda::driver::CudaDevice;
-use baton_engine::executor::cuda::software::SoftDevice;
-use baton_engine::executor::cuda::{Accelerator, Device, DeviceChoice, Element, cubins};
+use baton_engine::compute::cuda::driver::CudaDevice;
+use baton_engine::compute::cuda::software::SoftDevice;
+use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, Element, cubins};
 use clap::Args;
 use serde::Serialize;
 

@@ -14,9 +14,9 @@ use baton_connector::transport::Producer;
 use baton_connector::{BlockId, Epoch};
 use baton_connector_nixl::{DevicePool, Library, device_producer, find};
 use baton_connector_tcp::{ServerOptions, TcpServer};
-use baton_engine::executor::cuda::driver::CudaDevice;
-use baton_engine::executor::cuda::software::SoftDevice;
-use baton_engine::executor::cuda::{Accelerator, Device, DeviceChoice, DeviceError, Element, cubins};
+use baton_engine::compute::cuda::driver::CudaDevice;
+use baton_engine::compute::cuda::software::SoftDevice;
+use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, DeviceError, Element, cubins};
 use clap::Args;
 use serde::Serialize;
 

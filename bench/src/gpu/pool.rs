@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_connector::region::Region;
-use baton_engine::executor::cuda::device::{Buffer, HostAt, Priority, Slice};
-use baton_engine::executor::cuda::port::Port;
-use baton_engine::executor::cuda::{Device, DeviceError};
-use baton_engine::transport::shared_pool;
+use baton_engine::compute::cuda::device::{Buffer, HostAt, Priority, Slice};
+use baton_engine::compute::cuda::port::Port;
+use baton_engine::compute::cuda::{Device, DeviceError};
+use baton_engine::compute::shared_pool::shared_pool;
 
 use crate::BenchError;
 

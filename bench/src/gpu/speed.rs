@@ -6,16 +6,17 @@ use std::time::Instant;
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
-use baton_engine::engine::EngineOptions;
-use baton_engine::executor::cuda::device::{Event, HostAt, Launch, Matmul, Priority, Slice, Stream};
-use baton_engine::executor::cuda::kernels::{self, Attention, SPLIT_TOKENS, Shape};
-use baton_engine::executor::cuda::port::HostRun;
-use baton_engine::executor::cuda::{CudaExecutor, Device, DeviceError, DeviceOptions, Element, PoolSize};
-use baton_engine::executor::{Executor, Logits, LogitsWanted, SeqStep};
+use baton_engine::compute::cuda::device::{Event, HostAt, Launch, Matmul, Priority, Slice, Stream};
+use baton_engine::compute::cuda::kernels::{self, Attention, SPLIT_TOKENS, Shape};
+use baton_engine::compute::cuda::port::HostRun;
+use baton_engine::compute::cuda::{CudaExecutor, Device, DeviceError, DeviceOptions, Element, PoolSize};
+use baton_engine::compute::{Executor, Logits, LogitsWanted, SeqStep};
 use baton_engine::model::config::ModelConfig;
 use baton_engine::model::files::ModelFiles;
+use baton_engine::model::generation::GenerationDefaults;
 use baton_engine::model::weights::{Weights, parameter_count};
-use baton_engine::sampling::{Draw, GenerationDefaults, Place, SamplingParams};
+use baton_engine::run::options::EngineOptions;
+use baton_engine::sampling::{Draw, Place, SamplingParams};
 use serde::Serialize;
 
 use super::GpuBenchError;
@@ -504,8 +505,8 @@ fn prefill<D: Device>(
 
 #[cfg(test)]
 mod tests {
-    use baton_engine::executor::cuda::kernels::Kernel;
-    use baton_engine::executor::cuda::software::SoftDevice;
+    use baton_engine::compute::cuda::kernels::Kernel;
+    use baton_engine::compute::cuda::software::SoftDevice;
 
     use super::*;
 

@@ -3,9 +3,9 @@
 use baton_connector::BlockId;
 
 use super::{EngineCore, Fact, SeqEvent, Surroundings};
-use crate::executor::ExecutorError;
+use crate::compute::ExecutorError;
 use crate::offload::Order;
-use crate::sequence::FinishReason;
+use crate::scheduler::sequence::FinishReason;
 
 impl<S: Surroundings> EngineCore<S> {
     /// Says whether the device's side of an order is ready for the workers.
@@ -70,20 +70,21 @@ mod tests {
     use tokio::sync::mpsc::{Receiver, channel};
 
     use super::*;
+    use crate::compute::cuda::software::SoftDevice;
+    use crate::compute::cuda::{CudaExecutor, DeviceOptions, Element, PoolSize};
+    use crate::compute::{Executor, Logits, LogitsWanted, SeqStep};
+    use crate::engine_core::fetch_target::FetchTarget;
+    use crate::engine_core::mailbox::Mail;
     use crate::engine_core::{ProducerAddress, Submission};
     use crate::event_log::What;
-    use crate::executor::cuda::software::SoftDevice;
-    use crate::executor::cuda::{CudaExecutor, DeviceOptions, Element, PoolSize};
-    use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
-    use crate::mailbox::Mail;
     use crate::model::config::ModelConfig;
+    use crate::model::generation::GenerationDefaults;
     use crate::model::weights::Weights;
     use crate::offload::arena::Arena;
-    use crate::offload::books::TierConfig;
-    use crate::peers::FetchTarget;
-    use crate::sampling::{GenerationDefaults, SamplingParams};
+    use crate::offload::tier_index::TierConfig;
+    use crate::sampling::SamplingParams;
+    use crate::scheduler::sequence::{NewSequence, Purpose, SeqId, StopRule};
     use crate::scheduler::{Scheduler, SchedulerConfig};
-    use crate::sequence::{NewSequence, Purpose, SeqId, StopRule};
 
     type Told = Arc<Mutex<Vec<String>>>;
 

@@ -4,8 +4,8 @@ use baton_connector::ledger::Grant;
 use baton_connector::{BlockId, Handle, Handoff, RequestId};
 
 use super::{EngineCore, Live, SeqEvent, Surroundings};
-use crate::block_hash::prompt_fingerprint;
-use crate::sequence::{FinishReason, SeqId};
+use crate::blocks::hash::prompt_fingerprint;
+use crate::scheduler::sequence::{FinishReason, SeqId};
 
 /// A lease that was opened while its prompt is computed.
 #[derive(Clone, Copy, Debug)]

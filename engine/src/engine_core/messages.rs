@@ -7,10 +7,10 @@ use baton_connector::fetch::FailureKind;
 use baton_connector::{EngineId, Handoff};
 use tokio::sync::mpsc::Sender;
 
-use crate::peers::FetchTarget;
+use crate::engine_core::fetch_target::FetchTarget;
 use crate::sampling::{Sampled, SamplingParams};
 use crate::scheduler::Refusal;
-use crate::sequence::{FinishReason, NewSequence};
+use crate::scheduler::sequence::{FinishReason, NewSequence};
 
 /// What a front end hands in: a sequence, how to sample it, and where its events go.
 #[derive(Debug)]

@@ -15,7 +15,7 @@ use baton_connector::layout::KvDtype;
 
 use self::json::Fields;
 use super::{ModelError, ModelFiles};
-use crate::sampling::GenerationDefaults;
+use crate::model::generation::GenerationDefaults;
 
 /// The file that describes the architecture.
 pub(crate) const CONFIG_FILE: &str = "config.json";

@@ -192,7 +192,7 @@ impl Tokenizer {
     }
 
     /// Whether a text is exactly its tokens' bytes, so that a stream can be decoded byte by byte.
-    pub(super) fn is_byte_level(&self) -> bool {
+    pub(crate) fn is_byte_level(&self) -> bool {
         self.byte_level
     }
 }

@@ -9,8 +9,8 @@ use baton_connector::BlockId;
 use baton_connector::region::Region;
 
 use super::{Fault, HostSlot};
-use crate::executor::cuda::device::DeviceError;
-use crate::executor::cuda::port::Port;
+use crate::compute::cuda::device::DeviceError;
+use crate::compute::cuda::port::Port;
 
 /// Host memory in slots of one block, beside the device's pool.
 #[derive(Clone, Debug)]

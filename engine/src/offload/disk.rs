@@ -18,7 +18,7 @@ use std::time::SystemTime;
 
 use super::Fault;
 use super::record::{HEADER_BYTES, TierIdentity, header, verify};
-use crate::block_hash::BlockHash;
+use crate::blocks::hash::BlockHash;
 
 /// Files looked at when the folder is opened. More than this are left alone.
 const FILES_MAX: usize = 8 << 20;

@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use baton_connector::region::Region;
 
+use super::Report;
 use super::arena::Arena;
-use super::books::TierConfig;
 use super::disk::{DiskTier, Folder, record_bytes};
 use super::record::TierIdentity;
+use super::tier_index::TierConfig;
 use super::workers::{Pace, Workers};
-use crate::block_hash::BlockHash;
-use crate::executor::cuda::port::Port;
-use crate::mailbox::Mailbox;
+use crate::blocks::hash::BlockHash;
+use crate::compute::cuda::port::Port;
 
 /// Files of one disk tier at most: what is looked at when it is opened.
 const DISK_BLOCKS_MAX: u64 = 8 << 20;
@@ -101,11 +101,11 @@ impl Tiers {
         Ok(Some(Self { config, found, arena, disk, pace: options.pace }))
     }
 
-    /// Starts the threads; they report by mail.
+    /// Starts the threads, which call `report` with each result.
     ///
     /// # Errors
     /// When a thread cannot be had.
-    pub(crate) fn start(self, mailbox: Arc<Mailbox>) -> std::io::Result<Workers> {
-        Workers::start(self.arena, self.disk, self.pace, move |report| mailbox.offload(report))
+    pub(crate) fn start(self, report: impl Fn(Report) + Send + Sync + 'static) -> std::io::Result<Workers> {
+        Workers::start(self.arena, self.disk, self.pace, report)
     }
 }

@@ -10,7 +10,7 @@
 
 use sha2::{Digest, Sha256};
 
-use crate::block_hash::BlockHash;
+use crate::blocks::hash::BlockHash;
 
 /// Bytes before the block's own.
 pub const HEADER_BYTES: usize = 80;

@@ -28,7 +28,7 @@ use super::disk::DiskTier;
 use super::health::{Health, Turn};
 use super::record::HEADER_BYTES;
 use super::{Fault, HostSlot, Order, Report, Source};
-use crate::block_hash::BlockHash;
+use crate::blocks::hash::BlockHash;
 
 /// Orders that wait in one queue. A context of 131,072 tokens in blocks of 16 is 8,192 loads.
 pub const QUEUE_MAX: usize = 8_192;

@@ -5,7 +5,8 @@ use proptest::prelude::*;
 use serde_json::Value;
 
 use super::*;
-use crate::model::golden_text::check_sampling;
+use crate::check::golden_text::check_sampling;
+use crate::model::generation::GenerationDefaults;
 use crate::model::tests::fixture_files;
 
 const START: Place = Place { position: 0, generated: 0 };

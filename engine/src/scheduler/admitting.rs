@@ -6,8 +6,8 @@
 
 use super::offloading::{HANDOFF, OFFLOAD};
 use super::{Planned, Scheduler};
-use crate::block_pool::Hold;
-use crate::sequence::{Phase, Purpose, SeqId};
+use crate::blocks::pool::Hold;
+use crate::scheduler::sequence::{Phase, Purpose, SeqId};
 
 /// Sequences that wait for budget and are passed by fetches and loads, in one step: a look at each may cost a look at its
 /// whole prefix.

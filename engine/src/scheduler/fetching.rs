@@ -5,8 +5,8 @@ use baton_connector::multi;
 
 use super::offloading::HANDOFF;
 use super::{Admission, Effect, Scheduler};
-use crate::block_pool::Hold;
-use crate::sequence::{Phase, Purpose, SeqId, Sequence};
+use crate::blocks::pool::Hold;
+use crate::scheduler::sequence::{Phase, Purpose, SeqId, Sequence};
 
 impl Scheduler {
     /// Something happened to a sequence's fetch: a worker's report, or a heartbeat answered "gone".

@@ -7,8 +7,8 @@
 use baton_connector::BlockId;
 
 use super::{Finished, Scheduler};
-use crate::block_pool::Hold;
-use crate::sequence::{Purpose, SeqId, Sequence};
+use crate::blocks::pool::Hold;
+use crate::scheduler::sequence::{Purpose, SeqId, Sequence};
 
 impl Scheduler {
     /// A lease takes hold of the blocks of a running producer's prompt: those blocks. `None` when it does not run, or

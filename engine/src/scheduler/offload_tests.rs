@@ -8,9 +8,9 @@ use baton_connector::fetch::{Answer, Event, Fetch, LoadFailurePolicy};
 use proptest::prelude::*;
 
 use super::*;
-use crate::offload::books::TierConfig;
+use crate::offload::tier_index::TierConfig;
 use crate::offload::{Fault, HostSlot, Report, Source};
-use crate::sequence::StopRule;
+use crate::scheduler::sequence::StopRule;
 
 const BLOCK: usize = 4;
 const CONFIG: SchedulerConfig = SchedulerConfig {

@@ -21,11 +21,11 @@ use baton_connector::multi::{
 use baton_connector::offload::{Action, Answer, BlockEvent, Event, Slots, TransferId};
 
 use super::{Admission, Effect, Scheduler};
-use crate::block_hash::BlockHash;
-use crate::block_pool::Hold;
-use crate::offload::books::{Loaded, TierBooks, TierConfig};
+use crate::blocks::hash::BlockHash;
+use crate::blocks::pool::Hold;
+use crate::offload::tier_index::{Loaded, TierBooks, TierConfig};
 use crate::offload::{Fault, OffloadCounts, Order, Report, Source, Tier};
-use crate::sequence::{FinishReason, LoadProgress, Phase, Purpose, SeqId};
+use crate::scheduler::sequence::{FinishReason, LoadProgress, Phase, Purpose, SeqId};
 
 /// The connector that lends and fetches: asked first, because a handoff is of this very prompt.
 pub(super) const HANDOFF: Child = Child(0);

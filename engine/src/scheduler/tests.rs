@@ -6,7 +6,7 @@ use baton_connector::fetch::{Answer, Event, Fetch, LoadFailurePolicy};
 use proptest::prelude::*;
 
 use super::*;
-use crate::sequence::StopRule;
+use crate::scheduler::sequence::StopRule;
 
 const CONFIG: SchedulerConfig = SchedulerConfig {
     block_tokens: 4,

@@ -12,13 +12,14 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use super::guard::HandoffGuard;
 use super::rejection::{Intent, PARAMS};
-use super::{Frontend, Role, control};
-use crate::block_hash::prompt_fingerprint;
-use crate::dp_rank::Seat;
+use super::{Frontend, control};
+use crate::blocks::hash::prompt_fingerprint;
 use crate::engine_core::{SeqEvent, Submission};
 use crate::event_log;
+use crate::run::options::Role;
+use crate::run::rank::Seat;
 use crate::sampling::SamplingParams;
-use crate::sequence::{NewSequence, Purpose, SeqId, StopRule};
+use crate::scheduler::sequence::{NewSequence, Purpose, SeqId, StopRule};
 
 /// A request whose sequences are ready to be queued.
 pub(super) struct Admitted {

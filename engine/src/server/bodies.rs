@@ -8,6 +8,7 @@
 //! most [`Bodies::threads`] threads at once, which are not those of HTTP: aborts and releases go on meanwhile. As many
 //! requests wait for such a thread as there are connections.
 
+use crate::run::options::BODY_BYTES_TOTAL;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,9 +18,6 @@ use bytes::Bytes;
 use tokio::sync::Semaphore;
 
 use super::generate::QUEUE_RETRY;
-
-/// Bytes of all bodies together: eight of the largest, and some thousand of usual ones.
-pub(crate) const BYTES_MAX: usize = 256 << 20;
 
 /// Bodies up to this are read on the connection's thread. A kilobyte of hostile text takes 3 ms to tokenize; of prose,
 /// 0.4 ms.
@@ -49,7 +47,7 @@ pub(super) struct Share {
 
 impl Default for Bodies {
     fn default() -> Self {
-        Self::of(BYTES_MAX)
+        Self::of(BODY_BYTES_TOTAL)
     }
 }
 

@@ -20,12 +20,12 @@ use tokio::sync::oneshot;
 
 use super::http::{self, Reply, read_body};
 use super::{Frontend, admit};
-use crate::block_hash::BlockHash;
-use crate::digests::{BlockDigest, DigestAsk};
-use crate::dp_rank::DpRank;
-use crate::mailbox::Legs;
-use crate::mailbox::Undelivered;
+use crate::blocks::digests::{BlockDigest, DigestAsk};
+use crate::blocks::hash::BlockHash;
+use crate::engine_core::mailbox::Legs;
+use crate::engine_core::mailbox::Undelivered;
 use crate::model::tokenizer::{Decode, SpecialTokens};
+use crate::run::rank::DpRank;
 
 /// The header that the cluster's own callers show.
 pub(super) const CLUSTER_SECRET_HEADER: &str = "x-baton-cluster-secret";
@@ -156,8 +156,8 @@ pub(super) fn reset_prefix_cache(
 
 /// `GET /debug/kv/digests?after=HASH`: the prefix cache, block by block: chained hash, block id and SHA-256 of the
 /// block's bytes, in the order of the hashes. Two engines with the same model and layout that show the same hash
-/// must show the same digest. `rank=` (0 by default) says whose cache. A page has at most [`crate::digests::DIGEST_BLOCKS_MAX`] blocks and
-/// [`crate::digests::DIGEST_BYTES_MAX`] bytes; `next` is the `after` of the page that follows, null on the last. On a GPU a
+/// must show the same digest. `rank=` (0 by default) says whose cache. A page has at most [`crate::blocks::digests::DIGEST_BLOCKS_MAX`] blocks and
+/// [`crate::blocks::digests::DIGEST_BYTES_MAX`] bytes; `next` is the `after` of the page that follows, null on the last. On a GPU a
 /// block of which a copy is under way is left out: ask again.
 pub(super) async fn kv_digests(
     frontend: Arc<Frontend>,

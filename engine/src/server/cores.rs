@@ -9,9 +9,9 @@ use baton_openai::{ApiError, Code};
 use hyper::header::HeaderMap;
 
 use super::Frontend;
-use crate::dp_rank::{DpRank, Seat};
+use crate::engine_core::mailbox::{Legs, Undelivered};
 use crate::event_log::What;
-use crate::mailbox::{Legs, Undelivered};
+use crate::run::rank::{DpRank, Seat};
 
 /// Pins a request, or a verb, to one data-parallel rank.
 pub(super) const RANK_HEADER: &str = "x-data-parallel-rank";

@@ -14,9 +14,9 @@ use serde_json::{Value, json};
 use super::Frontend;
 use super::control::authorize;
 use super::http::{self, Reply};
-use crate::dp_rank::DpRank;
 use crate::event_log::Page;
 use crate::offload::{Fault, OffloadCounts, TierCounts};
+use crate::run::rank::DpRank;
 
 /// Leases shown of each core; the oldest first.
 const LEASES_SHOWN: usize = 1_000;

@@ -12,8 +12,8 @@ use crate::engine_core::SeqEnd;
 use crate::model::detokenizer::Detokenizer;
 use crate::model::tokenizer::{Decode, Tokenizer};
 use crate::sampling::Sampled;
-use crate::sequence::{FinishReason, NewSequence, SeqId, StopRule};
-use crate::stop::StopMatcher;
+use crate::sampling::stop::StopMatcher;
+use crate::scheduler::sequence::{FinishReason, NewSequence, SeqId, StopRule};
 
 /// One choice as it grows.
 pub(super) struct Choice {

@@ -25,19 +25,19 @@ use tokio::sync::mpsc::Receiver;
 use tokio::sync::mpsc::error::TryRecvError;
 
 use super::admit::{self, Admitted};
-use super::begun::Begin;
 use super::bodies::INLINE_BYTES;
+use super::detached::Begin;
 use super::follow::{Choice, Counted, Piece};
 use super::guard::{HandoffBody, HandoffGuard, LentGuard, SequenceGuard};
 use super::http::{self, Reply, Unread, read_what_comes};
 use super::rejection::{self, Offer, PARAMS};
 use super::{Frontend, control, seal};
-use crate::dp_rank::DpRank;
+use crate::engine_core::mailbox::Undelivered;
 use crate::engine_core::{SeqEnd, SeqEvent, Submission};
-use crate::mailbox::Undelivered;
 use crate::model::tokenizer::Decode;
+use crate::run::rank::DpRank;
 use crate::scheduler::Refusal;
-use crate::sequence::Purpose;
+use crate::scheduler::sequence::Purpose;
 
 /// The request's name, minted by the router.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");

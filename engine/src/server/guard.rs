@@ -11,10 +11,10 @@ use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 
 use super::rejection::Cause;
-use crate::dp_rank::{DpRank, Seat};
+use crate::engine_core::fetch_target::FetchTarget;
 use crate::event_log::What;
-use crate::peers::FetchTarget;
-use crate::sequence::{FinishReason, SeqId};
+use crate::run::rank::{DpRank, Seat};
+use crate::scheduler::sequence::{FinishReason, SeqId};
 
 /// The sequences of one request. Those that have not ended when it is dropped are aborted: the client is gone.
 pub(super) struct SequenceGuard {

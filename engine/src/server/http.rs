@@ -12,8 +12,8 @@ use hyper::body::{Body as _, Incoming};
 use hyper::header::{CONTENT_TYPE, EXPECT, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 
-use super::begun::Begin;
 use super::bodies::{Bodies, Body};
+use super::detached::Begin;
 use super::{BODY_TIMEOUT, Frontend, control, debug, generate, rejection};
 
 /// What is read of a body that is too large: enough for any handoff, which routers of ours send before the prompt.

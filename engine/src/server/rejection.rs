@@ -23,8 +23,8 @@ use serde_json::Value;
 use super::guard::HandoffGuard;
 use super::http::{Unread, read_what_comes};
 use super::{Frontend, control, seal};
-use crate::dp_rank::DpRank;
-use crate::peers::FetchTarget;
+use crate::engine_core::fetch_target::FetchTarget;
+use crate::run::rank::DpRank;
 
 /// The field of a request that carries a handoff.
 pub(super) const PARAMS: &str = "kv_transfer_params";

@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::Duration;
 
-use baton_engine::server::Role;
+use baton_engine::run::options::Role;
 use serde_json::{Value, json};
 
 use super::cluster::{Cluster, LLAMA, Node, greedy, options, prefill_leg, prompt, same_choices, with};

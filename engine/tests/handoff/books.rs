@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use baton_engine::server::Role;
+use baton_engine::run::options::Role;
 use serde_json::Value;
 
 use super::cluster::{LLAMA, Node, greedy, options, prompt};

@@ -6,9 +6,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use baton_connector::region::Region;
-use baton_engine::engine::{Engine, EngineOptions};
+use baton_engine::engine::Engine;
 use baton_engine::model::ModelFiles;
-use baton_engine::server::Role;
+use baton_engine::run::options::EngineOptions;
+use baton_engine::run::options::Role;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 

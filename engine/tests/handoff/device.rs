@@ -4,10 +4,11 @@
 //! the same on a GPU (`bench/gpu/check.sh`).
 
 use baton_connector::layout::KvDtype;
-use baton_engine::engine::{Engine, EngineOptions};
-use baton_engine::executor::cuda::{Accelerator, DeviceChoice};
-use baton_engine::server::Role;
-use baton_engine::transport::KvTransport;
+use baton_engine::compute::cuda::{Accelerator, DeviceChoice};
+use baton_engine::engine::Engine;
+use baton_engine::handoff::transport::KvTransport;
+use baton_engine::run::options::EngineOptions;
+use baton_engine::run::options::Role;
 use serde_json::{Value, json};
 
 use super::cluster::{BLOCK, Cluster, LLAMA, Node, QWEN2, QWEN3, fresh_id, greedy, options, prompt, with};

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use baton_connector::BlockId;
-use baton_engine::block_hash;
-use baton_engine::server::Role;
+use baton_engine::blocks::hash;
+use baton_engine::run::options::Role;
 
 use super::cluster::{BLOCK, Cluster, LLAMA, Node, greedy, options, prompt};
 use super::http;
@@ -35,7 +35,7 @@ pub(crate) fn digests_of_rank(node: &Node, rank: usize) -> BTreeMap<String, (u32
 /// Chained hashes of the full blocks of a sequence.
 pub(crate) fn hashes(prompt: &[u32]) -> Vec<String> {
     let mut hashes = Vec::new();
-    block_hash::extend(&mut hashes, prompt, BLOCK, None);
+    hash::extend(&mut hashes, prompt, BLOCK, None);
     hashes.iter().map(ToString::to_string).collect()
 }
 

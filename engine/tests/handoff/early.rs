@@ -7,9 +7,9 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 use baton_connector::fetch::LoadFailurePolicy;
-use baton_engine::engine::EngineOptions;
-use baton_engine::server::Role;
-use baton_engine::transport::KvTransport;
+use baton_engine::handoff::transport::KvTransport;
+use baton_engine::run::options::EngineOptions;
+use baton_engine::run::options::Role;
 use serde_json::Value;
 
 use super::cluster::{

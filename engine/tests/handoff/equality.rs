@@ -1,9 +1,9 @@
 //! What two engines say together is what one says alone.
 
 use baton_connector::layout::KvDtype;
-use baton_engine::engine::EngineOptions;
-use baton_engine::executor::cpu::WeightMode;
-use baton_engine::server::Role;
+use baton_engine::compute::cpu::WeightMode;
+use baton_engine::run::options::EngineOptions;
+use baton_engine::run::options::Role;
 use serde_json::{Value, json};
 
 use super::cluster::{BLOCK, Cluster, LLAMA, QWEN2, QWEN3, greedy, prompt, with};

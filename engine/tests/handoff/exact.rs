@@ -14,9 +14,9 @@
 use std::fs;
 
 use baton_connector::BlockId;
-use baton_engine::block_hash::BlockHash;
+use baton_engine::blocks::hash::BlockHash;
 use baton_engine::offload::record::{HEADER_BYTES, TierIdentity, header};
-use baton_engine::server::Role;
+use baton_engine::run::options::Role;
 
 use super::cluster::{LLAMA, Node, QWEN3, greedy};
 use super::digests::{digests, hashes};

@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use baton_engine::server::Role;
+use baton_engine::run::options::Role;
 use serde_json::json;
 
 use super::cluster::{BLOCK, LLAMA, Node, fresh_id, greedy, options, prompt, same_choices};

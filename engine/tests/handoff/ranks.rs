@@ -4,8 +4,9 @@
 use std::net::TcpListener;
 
 use baton_connector::fetch::LoadFailurePolicy;
-use baton_engine::engine::{Engine, StartError};
-use baton_engine::server::Role;
+use baton_engine::engine::Engine;
+use baton_engine::run::options::Role;
+use baton_engine::run::options::StartError;
 use serde_json::{Value, json};
 
 use super::cluster::{LLAMA, Node, fresh_id, greedy, options, prefill_leg, prompt, same_choices, with};

@@ -1,9 +1,9 @@
 //! What D refuses: a clear 400 or 404, and the lease is released at P although nobody asked for it.
 
 use baton_connector::layout::KvDtype;
-use baton_engine::engine::EngineOptions;
-use baton_engine::executor::cpu::WeightMode;
-use baton_engine::server::Role;
+use baton_engine::compute::cpu::WeightMode;
+use baton_engine::run::options::EngineOptions;
+use baton_engine::run::options::Role;
 use serde_json::{Value, json};
 
 use super::cluster::{Cluster, LLAMA, Node, QWEN3, greedy, options, prompt, with};

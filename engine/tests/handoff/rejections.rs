@@ -6,7 +6,7 @@ use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use baton_engine::server::Role;
+use baton_engine::run::options::Role;
 use serde_json::{Value, json};
 
 use super::cluster::{LLAMA, Node, fresh_id, greedy, options, prompt, with};

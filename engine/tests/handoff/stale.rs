@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use baton_connector::fetch::LoadFailurePolicy;
-use baton_engine::server::Role;
+use baton_engine::run::options::Role;
 use serde_json::{Value, json};
 
 use super::cluster::{Cluster, LLAMA, Node, fresh_id, greedy, options, prompt, same_choices};

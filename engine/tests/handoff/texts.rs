@@ -3,8 +3,9 @@
 
 use std::path::Path;
 
-use baton_engine::engine::{Engine, StartError};
-use baton_engine::server::Role;
+use baton_engine::engine::Engine;
+use baton_engine::run::options::Role;
+use baton_engine::run::options::StartError;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 

@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use baton_connector::layout::KvDtype;
-use baton_engine::engine::{Engine, EngineOptions};
-use baton_engine::executor::cpu::WeightMode;
+use baton_engine::compute::cpu::WeightMode;
+use baton_engine::engine::Engine;
 use baton_engine::offload::open::{DiskOptions, OffloadOptions};
 use baton_engine::offload::workers::Pace;
-use baton_engine::server::Role;
+use baton_engine::run::options::EngineOptions;
+use baton_engine::run::options::Role;
 use serde_json::Value;
 
 use super::cluster::{BLOCK, Cluster, LLAMA, Node, QWEN2, fresh_id, greedy, options, prompt, same_choices};
@@ -192,7 +193,7 @@ fn one_damaged_file_truncates_the_prefix_and_what_is_before_it_is_used() {
     let one = answer(&engine, &body);
     let sixth = {
         let mut hashes = Vec::new();
-        baton_engine::block_hash::extend(&mut hashes, &prompt(4, PROMPT_TOKENS), BLOCK, None);
+        baton_engine::blocks::hash::extend(&mut hashes, &prompt(4, PROMPT_TOKENS), BLOCK, None);
         hashes[5].to_string()
     };
     let file =

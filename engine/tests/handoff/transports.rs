@@ -2,8 +2,8 @@
 //! what engines choose by themselves: shared memory.
 
 use baton_connector::fetch::LoadFailurePolicy;
-use baton_engine::server::Role;
-use baton_engine::transport::KvTransport;
+use baton_engine::handoff::transport::KvTransport;
+use baton_engine::run::options::Role;
 use serde_json::json;
 
 use super::cluster::{BLOCK, Cluster, LLAMA, Node, QWEN2, fresh_id, greedy, options, prompt, same_choices};

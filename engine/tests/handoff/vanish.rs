@@ -3,7 +3,7 @@
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use baton_engine::server::Role;
+use baton_engine::run::options::Role;
 use serde_json::json;
 
 use super::cluster::{LLAMA, Node, greedy, options, prompt, with};

@@ -7,11 +7,11 @@ use std::path::Path;
 use std::thread;
 
 use baton_connector::fetch::LoadFailurePolicy;
-use baton_engine::block_hash::BlockHash;
-use baton_engine::engine::EngineOptions;
+use baton_engine::blocks::hash::BlockHash;
+use baton_engine::handoff::transport::KvTransport;
 use baton_engine::offload::record::HEADER_BYTES;
-use baton_engine::server::Role;
-use baton_engine::transport::KvTransport;
+use baton_engine::run::options::EngineOptions;
+use baton_engine::run::options::Role;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 

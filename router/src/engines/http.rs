@@ -30,8 +30,7 @@ use hyper::header::HeaderValue;
 
 use crate::config::{EngineUrl, ReleaseMode};
 use crate::engines::caches::{Holders, Memory};
-use crate::engines::health;
-use crate::engines::health::{EngineHealth, Health, Reading, Sign, Timers, TryOut};
+use crate::engines::health::{self, EngineHealth, Health, Reading, Sign, Timers, TryOut};
 use crate::engines::listeners::Freed;
 use crate::engines::listeners::Seat;
 use crate::engines::liveness::Question;

@@ -18,8 +18,7 @@ use tokio_util::either::Either;
 use tokio_util::sync::CancellationToken;
 
 use super::health_probe;
-use crate::admin;
-use crate::admin::Admin;
+use crate::admin::{self, Admin};
 use crate::auth::admin::AdminError;
 use crate::client::http::{HeadBounds, Unclean, Wire};
 use crate::client::session::Session;

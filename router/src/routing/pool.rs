@@ -34,8 +34,7 @@ use crate::engines::http::{Engine, InFlight, Manner};
 use crate::message::features::Wanted;
 use crate::metrics::{Decisions, Leg, Metrics};
 use crate::routing::explain::Sight;
-use crate::routing::policy;
-use crate::routing::policy::{Candidate, Choice, Draw, Policy};
+use crate::routing::policy::{self, Candidate, Choice, Draw, Policy};
 
 /// Engines of each kind that one explanation names.
 const NAMED: usize = 8;

@@ -18,14 +18,12 @@ use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use serde_json::json;
 
 use crate::admission::{Claim, Ticket, deadline};
-use crate::auth;
-use crate::auth::{Identity, Permit};
+use crate::auth::{self, Identity, Permit};
 use crate::client::address;
 use crate::client::session::Session;
 use crate::config::Priority;
 use crate::engines::body_budget::{Held, Share};
-use crate::exchange::ask;
-use crate::exchange::ask::{Ask, Owner};
+use crate::exchange::ask::{self, Ask, Owner};
 use crate::exchange::driver::ExchangeDriver;
 use crate::exchange::resume;
 use crate::legs::outcome::Ended;

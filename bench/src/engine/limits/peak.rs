@@ -5,7 +5,7 @@
 
 use std::hint::black_box;
 
-use baton_engine::executor::cpu::Unit;
+use baton_engine::compute::cpu::Unit;
 
 /// Rounds of every chain: some milliseconds.
 const ROUNDS: usize = 1 << 20;

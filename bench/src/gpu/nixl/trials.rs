@@ -14,7 +14,7 @@ use baton_connector_nixl::{
     DESCRIPTORS_MAX, DEVICE_BATCH_BYTES, DevicePool, Library, NixlDeviceTransport, device_transport,
 };
 use baton_connector_tcp::ClientOptions;
-use baton_engine::executor::cuda::{Accelerator, Device, DeviceChoice, DeviceError};
+use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, DeviceError};
 
 use super::super::pool::{Pool, milliseconds, table};
 use super::{BLOCK_BYTES, BLOCK_TOKENS, GpuNixl, Report, Seen, Trial};

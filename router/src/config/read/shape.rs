@@ -8,11 +8,9 @@ use std::rc::Rc;
 
 use serde_json::Value;
 
-use crate::config::address;
-use crate::config::address::listen_address;
+use crate::config::address::{self, listen_address};
 use crate::config::error::{Place, Problem};
-use crate::config::hints;
-use crate::config::hints::{SHOWN_MAX, nearest};
+use crate::config::hints::{self, SHOWN_MAX, nearest};
 use crate::config::read::document::{Content, Node, PROBLEMS_MAX};
 use crate::config::{Cidr, EngineUrl};
 

@@ -1,0 +1,150 @@
+//! Digests of cached blocks: two engines that hold the same prefix must hold the same bytes, and this is how an
+//! operator (or a test) sees it. Wrong or swapped blocks rarely show in logits.
+//!
+//! The step loop answers, on its own thread, between two steps: what is in the prefix cache is complete, and only
+//! the step loop could give it a new owner. That costs the next step up to [`DIGEST_BYTES_MAX`] of hashing, which
+//! is why a page is bounded.
+
+use baton_connector::BlockId;
+use baton_connector::region::Region;
+use baton_connector::slice::Geometry;
+use sha2::{Digest, Sha256};
+use tokio::sync::oneshot;
+
+use crate::blocks::hash::BlockHash;
+
+/// Blocks of one page.
+pub const DIGEST_BLOCKS_MAX: usize = 4_096;
+
+/// Bytes that are hashed for one page (at least one block is): about a fifth of a second of one core.
+pub const DIGEST_BYTES_MAX: usize = 256 << 20;
+
+/// Pages that wait for the step loop. More are refused.
+pub const DIGEST_ASKS_MAX: usize = 4;
+
+/// Somebody wants a page.
+#[derive(Debug)]
+pub struct DigestAsk {
+    /// Only blocks with a hash above this one.
+    pub after: Option<BlockHash>,
+    /// Takes the page.
+    pub reply: oneshot::Sender<DigestPage>,
+}
+
+/// One cached block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockDigest {
+    /// What the prefix cache finds it by.
+    pub hash: BlockHash,
+    /// Where it lies.
+    pub block: BlockId,
+    /// SHA-256 of its bytes.
+    pub sha256: [u8; 32],
+}
+
+/// Some of the cached blocks, in the order of their hashes (the same on every engine).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DigestPage {
+    /// The blocks.
+    pub blocks: Vec<BlockDigest>,
+    /// Where the next page starts: [`DigestAsk::after`] of the next ask. `None` when this was the last.
+    pub next: Option<BlockHash>,
+}
+
+/// Blocks of `block_bytes` in one page.
+#[must_use]
+pub fn page_blocks(block_bytes: usize) -> usize {
+    (DIGEST_BYTES_MAX / block_bytes.max(1)).clamp(1, DIGEST_BLOCKS_MAX)
+}
+
+impl DigestPage {
+    /// Hashes the readable ones of the first [`page_blocks`] of `cached`, which is sorted by hash; what is beyond them is
+    /// another page.
+    #[must_use]
+    pub fn of(
+        cached: &[(BlockHash, BlockId)],
+        is_readable: impl Fn(BlockId) -> bool,
+        geometry: &Geometry,
+        regions: &[Region],
+    ) -> Self {
+        let shown = &cached[..cached.len().min(page_blocks(geometry.whole().block_bytes()))];
+        let digest = |&(hash, block): &(BlockHash, BlockId)| BlockDigest {
+            hash,
+            block,
+            sha256: digest_of(block, geometry, regions),
+        };
+        let next = shown.last().filter(|_| shown.len() < cached.len()).map(|&(hash, _)| hash);
+        let readable = shown.iter().filter(|(_, block)| is_readable(*block));
+        Self { blocks: readable.map(digest).collect(), next }
+    }
+}
+
+/// SHA-256 of a block's bytes in the order of the whole layout, so that engines which shard their heads differently
+/// agree.
+fn digest_of(block: BlockId, geometry: &Geometry, regions: &[Region]) -> [u8; 32] {
+    let (whole, shard) = (geometry.whole(), geometry.shard());
+    let shards: Vec<_> = regions.iter().map(|region| region.read_block(block)).collect();
+    // All heads of one rank in one half of one layer lie together.
+    let run = shard.block_bytes() / (2 * whole.layers);
+    let mut hash = Sha256::new();
+    for half in 0..2 * whole.layers {
+        shards.iter().for_each(|bytes| hash.update(&bytes[half * run..(half + 1) * run]));
+    }
+    hash.finalize().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_connector::KvLayout;
+    use baton_connector::layout::KvDtype;
+
+    use super::*;
+
+    fn geometry(ranks: usize) -> Geometry {
+        let whole = KvLayout { layers: 1, kv_heads: 4, head_dim: 2, block_tokens: 2, dtype: KvDtype::F16 };
+        Geometry::new(whole, ranks).expect("ranks that divide the heads")
+    }
+
+    #[test]
+    fn a_digest_does_not_depend_on_how_the_heads_are_sharded() {
+        let bytes: Vec<u8> = (0..64).collect();
+        let one = Region::allocate(1, 64);
+        one.write_block(BlockId(0), &bytes);
+        let whole = digest_of(BlockId(0), &geometry(1), &[one]);
+        assert_eq!(whole, <[u8; 32]>::from(Sha256::digest(&bytes)));
+        // Rank r of two has heads 2r and 2r + 1 of the keys, and then of the values.
+        let two: Vec<Region> = [0, 16]
+            .map(|at| {
+                let region = Region::allocate(1, 32);
+                region.write_block(BlockId(0), &[&bytes[at..at + 16], &bytes[32 + at..48 + at]].concat());
+                region
+            })
+            .into();
+        assert_eq!(digest_of(BlockId(0), &geometry(2), &two), whole);
+    }
+
+    #[test]
+    fn a_page_is_bounded_by_blocks_and_by_bytes_and_says_where_the_next_starts() {
+        assert_eq!(page_blocks(1), DIGEST_BLOCKS_MAX);
+        assert_eq!(page_blocks(DIGEST_BYTES_MAX / 3), 3);
+        assert_eq!(page_blocks(usize::MAX), 1);
+        let region = Region::allocate(2, 64);
+        region.write_block(BlockId(1), &[9; 64]);
+        let cached: Vec<_> = (0..=DIGEST_BLOCKS_MAX)
+            .map(|n| {
+                let mut hash = [0; 32];
+                hash[..8].copy_from_slice(&(n as u64).to_be_bytes());
+                (BlockHash(hash), BlockId(n as u32 % 2))
+            })
+            .collect();
+        let (geometry, regions) = (geometry(1), [region]);
+        let page = DigestPage::of(&cached, |_| true, &geometry, &regions);
+        assert_eq!(
+            (page.blocks.len(), page.next),
+            (DIGEST_BLOCKS_MAX, Some(cached[DIGEST_BLOCKS_MAX - 1].0))
+        );
+        assert_ne!(page.blocks[0].sha256, page.blocks[1].sha256);
+        assert_eq!(page.blocks[0].sha256, page.blocks[2].sha256);
+        assert_eq!(DigestPage::of(&cached[DIGEST_BLOCKS_MAX..], |_| true, &geometry, &regions).next, None);
+    }
+}

@@ -1,0 +1,259 @@
+//! The CPU executor: f32 arithmetic on bf16 or f32 weights, exact in the sense of the trait, or products in bf16.
+//!
+//! ```text
+//!   isa     which instructions            team       threads that compute one step together
+//!   arena   aligned memory                matrix     packed weights and products with them
+//!   kernel  rows × panel of 32 columns    attention  paged attention on the same kernel
+//!   vector  norms, activation, softmax    network    layers and how they are loaded
+//!   bf16    products in bf16              forward    one step: phases over rows, items and units
+//! ```
+//!
+//! Exactness comes from one rule: every output is computed in one order that depends on nothing but its own
+//! sequence. The rule holds across batches, chunks, thread counts, block sizes and instruction sets, and tests
+//! compare bits.
+
+mod arena;
+mod attention;
+mod bf16;
+mod convert;
+mod forward;
+mod isa;
+mod kernel;
+mod matrix;
+mod network;
+mod team;
+mod vector;
+
+use std::sync::{Arc, Mutex};
+
+use baton_connector::BlockId;
+use baton_connector::layout::{KvDtype, KvLayout};
+use baton_connector::region::Region;
+use baton_connector::slice::Geometry;
+
+pub use self::bf16::Unit;
+pub use self::isa::Isa;
+pub use self::matrix::WeightMode;
+
+use self::forward::{Activations, MemberScratch, Plan};
+use self::network::Network;
+use self::team::Team;
+use super::step_hazards::Apart;
+use super::{Executor, ExecutorError, Logits, SeqStep};
+use crate::model::config::ModelConfig;
+use crate::model::weights::Weights;
+use crate::model::{ModelError, ModelFiles};
+
+/// How to run a model on this machine's CPU.
+#[derive(Clone, Debug)]
+pub struct CpuOptions {
+    /// Blocks of the KV pool; at least one.
+    pub blocks: usize,
+    /// Tokens of one block; at least one.
+    pub block_tokens: usize,
+    /// Shards of the pool, by KV heads, which they must divide; at least one. What is computed does not depend on it.
+    pub kv_ranks: usize,
+    /// Threads that compute, the caller of `execute` included; at least one.
+    pub threads: usize,
+    /// Element type of the KV cache. F32 is exact; F16 and Bf16 halve its memory (and move logits by up to
+    /// about 0.03 and 0.5 on the oracle models).
+    pub kv_dtype: KvDtype,
+    /// Element type of packed weights.
+    pub weights: WeightMode,
+    /// Instruction set.
+    pub isa: Isa,
+    /// What multiplies with [`WeightMode::Bf16`].
+    pub bf16_unit: Unit,
+    /// Makes the KV pool: so many zeroed blocks of so many bytes.
+    pub pool: fn(usize, usize) -> Region,
+}
+
+impl Default for CpuOptions {
+    fn default() -> Self {
+        Self {
+            blocks: 256,
+            block_tokens: 16,
+            kv_ranks: 1,
+            threads: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            kv_dtype: KvDtype::F32,
+            weights: WeightMode::Stored,
+            isa: Isa::detect(),
+            bf16_unit: Unit::detect(),
+            pool: Region::allocate,
+        }
+    }
+}
+
+/// How far loading has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoadProgress {
+    /// Bytes of the checkpoint that have been read.
+    pub bytes_done: u64,
+    /// Bytes of all its tensors, as far as they are used.
+    pub bytes_total: u64,
+}
+
+/// A model on this machine's CPU.
+#[derive(Debug)]
+pub struct CpuExecutor {
+    /// Shared by the executors of one process.
+    network: Arc<Network>,
+    geometry: Geometry,
+    regions: Vec<Region>,
+    isa: Isa,
+    team: Team,
+    activations: Activations,
+    scratch: Vec<Mutex<MemberScratch>>,
+    apart: Apart,
+}
+
+impl CpuExecutor {
+    /// Reads the weights of a checkpoint and allocates the KV pool. `progress` is called after each tensor.
+    ///
+    /// # Errors
+    /// [`ModelError`] for files that are missing, damaged or not what the configuration says.
+    pub fn load(
+        files: &ModelFiles,
+        config: &ModelConfig,
+        options: &CpuOptions,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, ModelError> {
+        Self::with_weights(&Weights::open(files)?, config, options, progress)
+    }
+
+    /// As [`Self::load`], with weights from anywhere.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    ///
+    /// # Panics
+    /// When an option is zero where it may not be, the ranks do not divide the KV heads, the pool does not fit into memory, or
+    /// this machine does not have the instruction set or the unit that multiplies bf16.
+    pub fn with_weights(
+        weights: &Weights,
+        config: &ModelConfig,
+        options: &CpuOptions,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, ModelError> {
+        // Asking is also what permits tiles in this process.
+        assert!(Unit::available().contains(&options.bf16_unit), "a unit that this machine has");
+        let mut team = start_team(options)?;
+        let network =
+            Network::load(weights, config, (options.weights, options.bf16_unit), &mut team, progress)?;
+        Ok(Self::assemble(Arc::new(network), team, options))
+    }
+
+    /// Another executor over the same weights, with a KV pool and threads of its own: one more data-parallel rank.
+    ///
+    /// # Errors
+    /// [`ModelError`] when its threads cannot be started.
+    ///
+    /// # Panics
+    /// As [`Self::with_weights`].
+    pub fn sibling(&self, options: &CpuOptions) -> Result<Self, ModelError> {
+        Ok(Self::assemble(Arc::clone(&self.network), start_team(options)?, options))
+    }
+
+    fn assemble(network: Arc<Network>, team: Team, options: &CpuOptions) -> Self {
+        // What every function that is compiled for an instruction set relies on.
+        assert!(Isa::available().contains(&options.isa), "an instruction set that this machine has");
+        assert!(options.block_tokens > 0 && options.blocks > 0, "a pool has blocks, and blocks have tokens");
+        let config = &network.config;
+        let layout = config.kv_layout(options.block_tokens, options.kv_dtype);
+        let geometry = Geometry::new(layout, options.kv_ranks).expect("ranks that divide the heads");
+        let regions = geometry.each_rank().map(|_| allocate(options, geometry.shard().block_bytes()));
+        Self {
+            network,
+            regions: regions.collect(),
+            geometry,
+            isa: options.isa,
+            scratch: (0..team.size()).map(|_| Mutex::new(MemberScratch::new())).collect(),
+            team,
+            activations: Activations::default(),
+            apart: Apart::new(options.blocks),
+        }
+    }
+
+    /// Bytes of weights that one decode step reads, whatever its batch: all projections and the output matrix.
+    #[must_use]
+    pub fn streamed_bytes(&self) -> usize {
+        self.network.streamed_bytes()
+    }
+
+    /// The instruction set in use.
+    #[must_use]
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// What multiplies, if that is bf16.
+    #[must_use]
+    pub fn bf16_unit(&self) -> Option<Unit> {
+        self.network.bf16
+    }
+}
+
+/// The memory of one rank.
+fn allocate(options: &CpuOptions, block_bytes: usize) -> Region {
+    let region = (options.pool)(options.blocks, block_bytes);
+    arena::collapse_into_huge_pages(region.block_ptr(BlockId(0)), options.blocks * block_bytes);
+    region
+}
+
+fn start_team(options: &CpuOptions) -> Result<Team, ModelError> {
+    Team::new(options.threads)
+        .map_err(|source| ModelError::File { path: "the executor's threads".into(), source })
+}
+
+impl Executor for CpuExecutor {
+    fn layout(&self) -> KvLayout {
+        self.geometry.whole()
+    }
+
+    fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    fn vocab(&self) -> usize {
+        self.network.config.vocab
+    }
+
+    /// # Panics
+    /// When a step has no tokens, a token outside the vocabulary, too short a block table, or a block that one sequence writes
+    /// in another's: the scheduler's mistakes, found before anything is computed.
+    fn run(
+        &mut self,
+        batch: &[SeqStep<'_>],
+        logits: &mut Logits,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), ExecutorError> {
+        let plan =
+            Plan::new(batch, &self.geometry.shard(), &self.regions, &self.network.config, self.team.size());
+        if let Err(mistake) = self.apart.check(batch, self.geometry.shard().block_tokens) {
+            panic!("{mistake}");
+        }
+        logits.vocab = self.network.config.vocab;
+        logits.values.clear();
+        logits.chosen.clear();
+        if plan.is_empty() {
+            return Ok(());
+        }
+        logits.values.resize(plan.wanted_rows() * logits.vocab, 0.0);
+        self.activations.fit(&self.network, plan.rows());
+        forward::run(
+            &self.network,
+            &self.geometry.shard(),
+            self.isa,
+            &plan,
+            &mut self.activations,
+            &self.scratch,
+            &mut self.team,
+            &mut logits.values,
+            meanwhile,
+        )
+        .map_err(|panic| ExecutorError::Device(panic.0))
+    }
+}
+
+#[cfg(test)]
+mod tests;

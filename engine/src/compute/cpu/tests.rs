@@ -1,0 +1,263 @@
+//! The executor's promise, in bits: a row depends on nothing but its own sequence.
+
+use baton_connector::BlockId;
+
+use super::*;
+use crate::compute::LogitsWanted;
+use crate::model::generation::GenerationDefaults;
+use crate::model::weights::Weights;
+
+fn config(family: &str) -> ModelConfig {
+    // One head width that fits vectors and one that does not.
+    let head_dim = if family == "Llama" { 32 } else { 24 };
+    // One with every bias there is.
+    let bias = family == "Llama";
+    let text = format!(
+        r#"{{"architectures": ["{family}ForCausalLM"], "attention_bias": {bias}, "mlp_bias": {bias}, "hidden_size": 72, "num_hidden_layers": 2,
+            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": {head_dim}, "intermediate_size": 100,
+            "vocab_size": 150, "eos_token_id": 1 }}"#
+    );
+    ModelConfig::parse(text.as_bytes(), GenerationDefaults::default()).unwrap()
+}
+
+fn executor(config: &ModelConfig, change: impl FnOnce(&mut CpuOptions)) -> CpuExecutor {
+    let mut options = CpuOptions { blocks: 64, block_tokens: 8, threads: 2, ..CpuOptions::default() };
+    change(&mut options);
+    CpuExecutor::with_weights(&Weights::random(5), config, &options, &mut |_| ()).unwrap()
+}
+
+fn tokens(seed: u32, count: usize) -> Vec<u32> {
+    (0..count as u32).map(|i| (i * 7 + seed * 13 + i * i) % 150).collect()
+}
+
+fn blocks(first: u32, count: u32) -> Vec<BlockId> {
+    // Not in order: a block table is a table.
+    (0..count).rev().map(|i| BlockId(first + i)).collect()
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+/// Logits of every position of `prompt`, computed in chunks of the given sizes.
+fn in_chunks(executor: &mut CpuExecutor, prompt: &[u32], chunk: usize) -> Vec<u32> {
+    let table = blocks(3, prompt.len().div_ceil(executor.layout().block_tokens) as u32);
+    let (mut all, mut logits) = (Vec::new(), Logits::default());
+    for (i, tokens) in prompt.chunks(chunk).enumerate() {
+        let step = SeqStep { tokens, start: i * chunk, block_table: &table, logits: LogitsWanted::All };
+        executor.execute(&[step], &mut logits).unwrap();
+        all.extend(bits(&logits.values));
+    }
+    all
+}
+
+#[test]
+fn chunks_threads_blocks_and_instruction_sets_change_no_bit() {
+    let prompt = tokens(1, 61);
+    for family in ["Llama", "Qwen3"] {
+        let config = config(family);
+        let whole = in_chunks(&mut executor(&config, |_| ()), &prompt, 61);
+        assert!(whole.iter().all(|bits| f32::from_bits(*bits).is_finite()));
+        for chunk in [1, 7, 16, 40] {
+            let chunked = in_chunks(&mut executor(&config, |_| ()), &prompt, chunk);
+            assert!(chunked == whole, "{family} in chunks of {chunk}");
+        }
+        for threads in [1, 3] {
+            let other = in_chunks(&mut executor(&config, |options| options.threads = threads), &prompt, 20);
+            assert!(other == whole, "{family} on {threads} threads");
+        }
+        for block_tokens in [3, 16, 32] {
+            let other =
+                in_chunks(&mut executor(&config, |options| options.block_tokens = block_tokens), &prompt, 20);
+            assert!(other == whole, "{family} in blocks of {block_tokens}");
+        }
+        for (kv_ranks, block_tokens) in [(1, 32), (2, 8), (2, 16)] {
+            let change = |options: &mut CpuOptions| {
+                (options.kv_ranks, options.block_tokens) = (kv_ranks, block_tokens);
+            };
+            let other = in_chunks(&mut executor(&config, change), &prompt, 20);
+            assert!(other == whole, "{family} in {kv_ranks} ranks and blocks of {block_tokens}");
+        }
+        for isa in Isa::available() {
+            let other = in_chunks(&mut executor(&config, |options| options.isa = isa), &prompt, 20);
+            assert!(other == whole, "{family} on {isa:?}");
+        }
+    }
+}
+
+fn furthest(some: &[u32], others: &[u32]) -> f32 {
+    let differences = some.iter().zip(others).map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs());
+    differences.fold(0.0, f32::max)
+}
+
+/// In other chunks, blocks, threads and instructions.
+fn keeps_its_bits(
+    name: &str,
+    config: &ModelConfig,
+    prompt: &[u32],
+    change: impl Fn(&mut CpuOptions),
+) -> Vec<u32> {
+    let whole = in_chunks(&mut executor(config, &change), prompt, prompt.len());
+    for (chunk, block_tokens, threads) in [(1, 8, 2), (4, 16, 1), (40, 3, 3)] {
+        for isa in Isa::available() {
+            let other = |options: &mut CpuOptions| {
+                change(options);
+                (options.block_tokens, options.threads, options.isa) = (block_tokens, threads, isa);
+            };
+            let other = in_chunks(&mut executor(config, other), prompt, chunk);
+            assert!(other == whole, "{name}, chunks of {chunk}, blocks of {block_tokens}, {isa:?}");
+        }
+    }
+    whole
+}
+
+#[test]
+fn sixteen_bit_caches_are_exact_about_chunks_too() {
+    let prompt = tokens(2, 61);
+    for family in ["Llama", "Qwen3"] {
+        let config = config(family);
+        let exact = in_chunks(&mut executor(&config, |_| ()), &prompt, 45);
+        for dtype in [KvDtype::F16, KvDtype::Bf16] {
+            let name = format!("{family}, {dtype:?}");
+            let whole = keeps_its_bits(&name, &config, &prompt, |options| options.kv_dtype = dtype);
+            let far = furthest(&whole, &exact);
+            assert!(far > 0.0 && far < 0.1, "{name} moves logits by {far}");
+        }
+    }
+}
+
+#[test]
+fn quantized_weights_are_exact_about_chunks_too() {
+    let prompt = tokens(4, 50);
+    for family in ["Llama", "Qwen3"] {
+        let config = config(family);
+        let exact = in_chunks(&mut executor(&config, |_| ()), &prompt, 50);
+        let whole = keeps_its_bits(family, &config, &prompt, |options| options.weights = WeightMode::Int8);
+        let far = furthest(&whole, &exact);
+        assert!(far > 0.0 && far < 0.1, "{family}: int8 moves logits by {far}");
+    }
+}
+
+#[test]
+fn products_in_bfloat16_are_exact_about_chunks_and_units_too() {
+    let prompt = tokens(6, 61);
+    for family in ["Llama", "Qwen3"] {
+        let config = config(family);
+        let exact = in_chunks(&mut executor(&config, |_| ()), &prompt, 61);
+        let mut before = None;
+        for unit in Unit::available() {
+            let change =
+                |options: &mut CpuOptions| (options.weights, options.bf16_unit) = (WeightMode::Bf16, unit);
+            let whole = keeps_its_bits(&format!("{family} {unit:?}"), &config, &prompt, change);
+            let far = furthest(&whole, &exact);
+            assert!(far > 0.0 && far < 0.1, "{family} {unit:?}: bfloat16 moves logits by {far}");
+            assert!(
+                before.as_ref().is_none_or(|before| *before == whole),
+                "{family}: {unit:?} is unlike others"
+            );
+            before = Some(whole);
+        }
+    }
+}
+
+#[test]
+fn long_contexts_in_bfloat16_are_exact_about_chunks_and_units_too() {
+    let prompt = tokens(8, 300);
+    let config = config("Qwen3");
+    for kv_dtype in [KvDtype::F32, KvDtype::Bf16] {
+        let run = |unit: Unit, isa: Isa, chunk: usize| {
+            let change = |options: &mut CpuOptions| {
+                (options.weights, options.bf16_unit) = (WeightMode::Bf16, unit);
+                (options.isa, options.kv_dtype) = (isa, kv_dtype);
+            };
+            in_chunks(&mut executor(&config, change), &prompt, chunk)
+        };
+        let whole = run(Unit::detect(), Isa::detect(), prompt.len());
+        for (unit, chunk) in
+            Unit::available().into_iter().flat_map(|unit| [(unit, 300), (unit, 259), (unit, 7)])
+        {
+            assert!(run(unit, Isa::detect(), chunk) == whole, "{unit:?} in chunks of {chunk}, {kv_dtype:?}");
+        }
+        for isa in Isa::available() {
+            assert!(run(Unit::Widened, isa, 70) == whole, "{isa:?}, {kv_dtype:?}");
+        }
+    }
+}
+
+#[test]
+fn prefill_chunks_and_decode_rows_share_a_step_without_touching_each_other() {
+    let config = config("Qwen3");
+    let (long, short) = (tokens(1, 50), tokens(9, 20));
+    let alone = |prompt: &[u32]| in_chunks(&mut executor(&config, |_| ()), prompt, prompt.len());
+    let (long_alone, short_alone) = (alone(&long), alone(&short));
+    let mut executor = executor(&config, |_| ());
+    let (long_table, short_table) = (blocks(10, 7), blocks(30, 3));
+    let mut logits = Logits::default();
+    let vocab = config.vocab;
+    // The long prompt arrives in chunks of 10 while the short one is decoded token by token.
+    for turn in 0..5 {
+        let mut batch = Vec::new();
+        if turn < short.len() {
+            batch.push(SeqStep {
+                tokens: &short[turn..=turn],
+                start: turn,
+                block_table: &short_table,
+                logits: LogitsWanted::Last,
+            });
+        }
+        batch.push(SeqStep {
+            tokens: &long[turn * 10..(turn + 1) * 10],
+            start: turn * 10,
+            block_table: &long_table,
+            logits: if turn == 4 { LogitsWanted::Last } else { LogitsWanted::No },
+        });
+        executor.execute(&batch, &mut logits).unwrap();
+        assert_eq!(bits(logits.row(0)), short_alone[turn * vocab..][..vocab], "turn {turn}");
+        if turn == 4 {
+            assert_eq!(logits.rows(), 2);
+            assert_eq!(bits(logits.row(1)), long_alone[49 * vocab..][..vocab]);
+        } else {
+            assert_eq!(logits.rows(), 1);
+        }
+    }
+}
+
+#[test]
+fn an_empty_batch_is_nothing_to_do() {
+    let mut logits = Logits { vocab: 1, values: vec![1.0], ..Logits::default() };
+    executor(&config("Llama"), |_| ()).execute(&[], &mut logits).unwrap();
+    assert_eq!((logits.vocab, logits.rows()), (150, 0));
+}
+
+#[test]
+fn the_caller_looks_after_other_things_in_every_phase_of_a_step() {
+    let config = config("Llama");
+    let mut executor = executor(&config, |options| options.threads = 1);
+    let (mut looks, table) = (0, blocks(0, 1));
+    let step = SeqStep { tokens: &[1], start: 0, block_table: &table, logits: LogitsWanted::Last };
+    executor.run(&[step], &mut Logits::default(), &mut || looks += 1).unwrap();
+    // Products of the layer's four matrices, rotation, attention, and what follows the one's product.
+    assert!(looks >= 6 * config.layers, "{looks} looks in {} layers", config.layers);
+}
+
+#[test]
+fn progress_ends_at_the_total() {
+    let mut last = LoadProgress { bytes_done: 0, bytes_total: 0 };
+    let options = CpuOptions { blocks: 1, threads: 1, ..CpuOptions::default() };
+    CpuExecutor::with_weights(&Weights::random(5), &config("Llama"), &options, &mut |now| {
+        assert!(now.bytes_done > last.bytes_done);
+        last = now;
+    })
+    .unwrap();
+    assert_eq!(last.bytes_done, last.bytes_total);
+}
+
+#[test]
+#[should_panic(expected = "block 3 is written by one sequence and read by another")]
+fn a_step_that_writes_what_another_sequence_reads_is_the_schedulers_mistake() {
+    let mut executor = executor(&config("Qwen3"), |_| ());
+    let (ours, theirs) = ([BlockId(3), BlockId(4)], [BlockId(3), BlockId(5)]);
+    let step = |start, block_table| SeqStep { tokens: &[1], start, block_table, logits: LogitsWanted::Last };
+    // Of eight tokens: the one writes the first block's last position, from which the other goes on.
+    drop(executor.execute(&[step(7, &ours[..]), step(8, &theirs[..])], &mut Logits::default()));
+}

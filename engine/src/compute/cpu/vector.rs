@@ -1,0 +1,211 @@
+//! Elementwise and row-wise arithmetic: norms, activation, rotation, softmax.
+//!
+//! Plain Rust over slices that the compiler turns into vector code per instruction set. Sums run over 16 lanes
+//! by absolute index and are added in one fixed order, so a value never depends on how its row was cut.
+#![allow(unsafe_code)] // calls into functions compiled for detected instruction sets, see `for_each_isa`
+
+use super::isa::for_each_isa;
+
+/// Lanes of every sum.
+const LANES: usize = 16;
+
+/// e to the x, within 2 units in the last place between -87 and 88; clamped outside, NaN stays NaN.
+///
+/// Range reduction by a multiple of ln 2 in two parts, then the degree-6 polynomial of Cephes' `expf`.
+#[inline(always)]
+#[allow(clippy::excessive_precision, clippy::cast_possible_wrap)] // the constants are split as published
+fn exp(x: f32) -> f32 {
+    // Adding 1.5 * 2^23 rounds to a whole number and leaves it in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    let x = x.clamp(-87.0, 88.0);
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let whole = shifted - ROUND;
+    let power = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+    let r = whole.mul_add(-0.693_359_375, x);
+    let r = whole.mul_add(2.121_944_4e-4, r);
+    let p = 1.987_569_15e-4_f32;
+    let p = p.mul_add(r, 1.398_199_950_7e-3);
+    let p = p.mul_add(r, 8.333_451_907_3e-3);
+    let p = p.mul_add(r, 4.166_579_589_4e-2);
+    let p = p.mul_add(r, 1.666_666_545_9e-1);
+    let p = p.mul_add(r, 5.000_000_120_1e-1);
+    let e = p.mul_add(r * r, r) + 1.0;
+    // At most 254: nothing wraps, and a check would keep the compiler from making vectors of it in development builds.
+    e * f32::from_bits((power.wrapping_add(127) << 23) as u32)
+}
+
+/// The lanes of a sum, added pairwise.
+#[inline(always)]
+fn add_lanes(mut lanes: [f32; LANES]) -> f32 {
+    let mut half = LANES / 2;
+    while half > 0 {
+        for i in 0..half {
+            lanes[i] += lanes[i + half];
+        }
+        half /= 2;
+    }
+    lanes[0]
+}
+
+/// Sum of squares.
+#[inline(always)]
+fn sum_of_squares(x: &[f32]) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let (chunks, rest) = x.as_chunks::<LANES>();
+    for chunk in chunks {
+        for (lane, x) in lanes.iter_mut().zip(chunk) {
+            *lane = x.mul_add(*x, *lane);
+        }
+    }
+    for (lane, x) in lanes.iter_mut().zip(rest) {
+        *lane = x.mul_add(*x, *lane);
+    }
+    add_lanes(lanes)
+}
+
+#[inline(always)]
+#[allow(clippy::cast_precision_loss)] // widths are small
+fn inverse_rms(x: &[f32], eps: f32) -> f32 {
+    1.0 / (sum_of_squares(x) / x.len() as f32 + eps).sqrt()
+}
+
+for_each_isa! {
+    /// `out = x / rms(x) * weight`.
+    pub(super) fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+        let scale = inverse_rms(x, eps);
+        for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
+            *out = x * scale * weight;
+        }
+    }
+}
+
+for_each_isa! {
+    /// `x = x / rms(x) * weight`, in place.
+    pub(super) fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
+        let scale = inverse_rms(x, eps);
+        for (x, weight) in x.iter_mut().zip(weight) {
+            *x = *x * scale * weight;
+        }
+    }
+}
+
+for_each_isa! {
+    /// `x += y`.
+    pub(super) fn add(x: &mut [f32], y: &[f32]) {
+        for (x, y) in x.iter_mut().zip(y) {
+            *x += y;
+        }
+    }
+}
+
+for_each_isa! {
+    /// `out = x * factor`.
+    pub(super) fn scale_into(x: &[f32], factor: f32, out: &mut [f32]) {
+        for (out, x) in out.iter_mut().zip(x) {
+            *out = x * factor;
+        }
+    }
+}
+
+for_each_isa! {
+    /// `gate = gate * sigmoid(gate) * up`.
+    pub(super) fn silu_mul(gate: &mut [f32], up: &[f32]) {
+        for (gate, up) in gate.iter_mut().zip(up) {
+            *gate = *gate / (1.0 + exp(-*gate)) * up;
+        }
+    }
+}
+
+for_each_isa! {
+    /// Rotates the pairs `(x[i], x[i + half])` of one head by the given angles' cosines and sines.
+    pub(super) fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+        let (low, high) = head.split_at_mut(cos.len());
+        for (((low, high), cos), sin) in low.iter_mut().zip(high).zip(cos).zip(sin) {
+            let (x, y) = (*low, *high);
+            *low = x * cos - y * sin;
+            *high = y * cos + x * sin;
+        }
+    }
+}
+
+for_each_isa! {
+    /// Turns scores into `exp(factor * (score - max))` and returns the sum of these.
+    pub(super) fn softmax_numerators(scores: &mut [f32], factor: f32) -> f32 {
+        let mut highest = [f32::NEG_INFINITY; LANES];
+        let (chunks, rest) = scores.as_chunks::<LANES>();
+        for chunk in chunks {
+            for (highest, score) in highest.iter_mut().zip(chunk) {
+                *highest = if *score > *highest { *score } else { *highest };
+            }
+        }
+        // The largest value does not depend on the order, so any reduction will do.
+        let highest = highest.iter().chain(rest).fold(f32::NEG_INFINITY, |a, b| a.max(*b));
+        let mut lanes = [0.0; LANES];
+        let (chunks, rest) = scores.as_chunks_mut::<LANES>();
+        for chunk in chunks {
+            for (lane, score) in lanes.iter_mut().zip(chunk) {
+                *score = exp((*score - highest) * factor);
+                *lane += *score;
+            }
+        }
+        for (lane, score) in lanes.iter_mut().zip(rest) {
+            *score = exp((*score - highest) * factor);
+            *lane += *score;
+        }
+        add_lanes(lanes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compute::cpu::isa::Isa;
+
+    fn ramp(len: usize) -> Vec<f32> {
+        (0..len).map(|i| ((i * 37 % 101) as f32 - 50.0) / 13.0).collect()
+    }
+
+    #[test]
+    fn exp_is_accurate_to_a_few_units_in_the_last_place() {
+        for i in -8700..8800 {
+            let x = i as f32 / 100.0;
+            let exact = f64::from(x).exp();
+            let error = (f64::from(exp(x)) - exact).abs() / exact;
+            assert!(error < 2.5e-7, "exp({x}) is off by {error:e}");
+        }
+        assert_eq!(exp(0.0), 1.0);
+        assert!(exp(-1000.0) < 1e-37);
+        assert!(exp(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn every_instruction_set_gives_the_same_bits() {
+        for len in [1, 15, 16, 17, 64, 1000] {
+            let (x, y) = (ramp(len), ramp(len + 7)[7..].to_vec());
+            let all: Vec<_> = Isa::available()
+                .into_iter()
+                .map(|isa| {
+                    let (mut norm, mut act, mut soft) = (vec![0.0; len], x.clone(), x.clone());
+                    rms_norm(isa, &x, &y, 1e-5, &mut norm);
+                    silu_mul(isa, &mut act, &y);
+                    let sum = softmax_numerators(isa, &mut soft, 0.125);
+                    let bits = |v: &[f32]| v.iter().map(|f| f.to_bits()).collect::<Vec<_>>();
+                    (bits(&norm), bits(&act), bits(&soft), sum.to_bits())
+                })
+                .collect();
+            assert!(all.iter().all(|one| *one == all[0]), "length {len}");
+        }
+    }
+
+    #[test]
+    fn softmax_numerators_are_exponentials_relative_to_the_largest() {
+        let mut scores = ramp(100);
+        let exact: Vec<f64> =
+            scores.iter().map(|s| (f64::from(*s) - 50.0 / 13.0).mul_add(0.5, 0.0).exp()).collect();
+        let sum = softmax_numerators(Isa::detect(), &mut scores, 0.5);
+        for (score, exact) in scores.iter().zip(&exact) {
+            assert!((f64::from(*score) - exact).abs() < 1e-6);
+        }
+        assert!((f64::from(sum) - exact.iter().sum::<f64>()).abs() < 1e-4);
+    }
+}

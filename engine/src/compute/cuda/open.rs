@@ -1,0 +1,167 @@
+//! `--device`: its values, and the executor that each of them is.
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::cubins;
+use super::device::Element;
+use super::driver::CudaDevice;
+use super::kernels;
+use super::software::SoftDevice;
+use super::{CudaExecutor, DeviceOptions, LoadError};
+use crate::compute::Executor;
+use crate::compute::cpu::LoadProgress;
+use crate::model::config::ModelConfig;
+use crate::model::weights::Weights;
+
+/// Memory of the software device: for small models.
+const SOFTWARE_BYTES: usize = 4 << 30;
+
+/// Where an engine computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// On the CPU.
+    #[default]
+    Cpu,
+    /// Elsewhere.
+    Accelerator(Accelerator),
+}
+
+/// A device with memory of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accelerator {
+    /// A GPU, by the driver's number.
+    Cuda(usize),
+    /// What a GPU would be asked to do, done and checked by the CPU: slow, for checks of the engine itself.
+    Software,
+}
+
+/// The share of a GPU's memory that an engine takes, vLLM's default.
+pub const GPU_MEMORY_UTILIZATION: f64 = 0.9;
+
+/// What `engines` engines of one GPU are started with beside `options`, so that each of them has its share: nothing where
+/// the options are of no GPU, or say themselves how large a KV pool is.
+#[must_use]
+pub fn shared_out(options: &[String], engines: usize) -> Vec<String> {
+    let value = |name: &str| {
+        let at = options.iter().rposition(|word| word.split('=').next() == Some(name))?;
+        let inline = options[at].split_once('=').map(|(_, value)| value);
+        inline.or_else(|| options.get(at + 1).map(String::as_str))
+    };
+    let is_gpu = value("--device").is_some_and(|device| device.starts_with("cuda"));
+    let sized = ["--kv-cache-mib", "--kv-blocks", "--gpu-memory-utilization"];
+    if !is_gpu || engines < 2 || sized.into_iter().any(|name| value(name).is_some()) {
+        return Vec::new();
+    }
+    #[allow(clippy::cast_precision_loss)]
+    let share = GPU_MEMORY_UTILIZATION / engines as f64;
+    vec!["--gpu-memory-utilization".to_owned(), share.to_string()]
+}
+
+impl fmt::Display for Accelerator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+            Self::Software => write!(f, "software"),
+        }
+    }
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => write!(f, "cpu"),
+            Self::Accelerator(accelerator) => accelerator.fmt(f),
+        }
+    }
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let cuda = |ordinal: &str| ordinal.parse().map(Accelerator::Cuda).map(Self::Accelerator);
+        match text.split_once(':') {
+            None if text == "cpu" => Ok(Self::Cpu),
+            None if text == "cuda" => Ok(Self::Accelerator(Accelerator::Cuda(0))),
+            None if text == "software" => Ok(Self::Accelerator(Accelerator::Software)),
+            Some(("cuda", ordinal)) if cuda(ordinal).is_ok() => Ok(cuda(ordinal).expect("it was parsed")),
+            _ => Err(format!("unknown device {text:?}, expected cpu, cuda:N (cuda is cuda:0) or software")),
+        }
+    }
+}
+
+/// A model on a device.
+///
+/// # Errors
+/// [`LoadError`]: what is missing, and where it was looked for.
+pub fn open(
+    accelerator: Accelerator,
+    weights: &Weights,
+    config: &ModelConfig,
+    options: &DeviceOptions,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<Box<dyn Executor>, LoadError> {
+    let (element, head_dim): (Element, usize) = (options.element, config.head_dim);
+    kernels::supported(element, head_dim).map_err(LoadError::Unsupported)?;
+    Ok(match accelerator {
+        Accelerator::Cuda(ordinal) => {
+            let device = CudaDevice::open(ordinal, element, head_dim, cubins::folder().as_deref())?;
+            let mut executor = CudaExecutor::load(device, weights, config, options, progress)?;
+            executor.warm_up()?;
+            Box::new(executor)
+        }
+        Accelerator::Software => {
+            let device = SoftDevice::new(SOFTWARE_BYTES, element, head_dim);
+            Box::new(CudaExecutor::load(device, weights, config, options, progress)?)
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn engines_of_one_gpu_share_its_memory_unless_the_options_say_how() {
+        let shared = |line: &str, engines| {
+            let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+            shared_out(&words, engines).join(" ")
+        };
+        for line in ["--device cuda:0", "--threads 1 --device=cuda", "--device cpu --device cuda:3"] {
+            assert_eq!(shared(line, 2), "--gpu-memory-utilization 0.45", "{line}");
+            assert_eq!(shared(line, 1), "", "{line}");
+        }
+        for line in [
+            "",
+            "--device",
+            "--device cpu",
+            "--device cuda:0 --device software",
+            "--device cuda:0 --kv-cache-mib 512",
+            "--device cuda:0 --kv-blocks=9",
+            "--gpu-memory-utilization 0.3 --device cuda:0",
+        ] {
+            assert_eq!(shared(line, 2), "", "{line}");
+        }
+    }
+
+    #[test]
+    fn devices_have_names() {
+        let accelerator = |text: &str| match text.parse() {
+            Ok(DeviceChoice::Accelerator(accelerator)) => accelerator,
+            other => panic!("{text}: {other:?}"),
+        };
+        assert_eq!("cpu".parse(), Ok(DeviceChoice::Cpu));
+        assert_eq!(accelerator("cuda"), Accelerator::Cuda(0));
+        for text in ["cuda:0", "cuda:7", "software"] {
+            assert_eq!(accelerator(text).to_string(), text);
+        }
+        for text in ["cpu", "cuda:7", "software"] {
+            assert_eq!(text.parse::<DeviceChoice>().map(|device| device.to_string()), Ok(text.into()));
+        }
+        for wrong in ["", "cuda:", "cuda:x", "cuda:-1", "gpu", "cpu:0"] {
+            let error = wrong.parse::<DeviceChoice>().unwrap_err();
+            assert!(error.contains("cuda:N"), "{error}");
+        }
+    }
+}

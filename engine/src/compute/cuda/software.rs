@@ -1,0 +1,549 @@
+//! A device in Rust that runs what the CUDA device runs, and refuses what a GPU lets pass in silence.
+//!
+//! Work is done when it is enqueued, in that order; what is checked is whether a device would have had to do it in that
+//! order. Every stream and the host have a vector clock, and every access is remembered with its stream and time until
+//! the host has waited for it:
+//!
+//! - memory that was freed, ranges beyond a buffer, launches that no GPU takes;
+//! - two accesses to the same bytes, one of them a write, that no event and no wait puts in order;
+//! - host memory that is read before a copy into it has landed, or written while one from it is on its way.
+//!
+//! It is slow, and it computes bf16 as the kernels do: stored in 16 bits, summed in f32.
+
+mod emulated;
+mod memory;
+mod shared;
+mod twins;
+
+pub use self::emulated::{Emulation, EmulationError};
+pub(crate) use self::twins::{narrow, widen};
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use baton_connector::region::Region;
+
+use self::memory::{Bytes, Clock, Shadow, Span, lock};
+use self::shared::SharedPool;
+use super::device::{
+    Arg, Buffer, Device, DeviceError, Element, Event, Graph, Host, HostAt, Launch, Matmul, Priority, Slice,
+    Stream,
+};
+use super::port::PoolMemory;
+
+/// Most threads of a block, and blocks of a grid in y and z, on every GPU.
+const THREADS_MAX: u32 = 1024;
+const GRID_YZ_MAX: u32 = 65_535;
+/// Dynamic shared memory of a block on compute capability 9.0.
+const SHARED_BYTES_MAX: usize = 227 << 10;
+/// The host's place in clocks; streams follow.
+const HOST: usize = 0;
+
+/// What the kernels were made for.
+#[derive(Clone, Copy, Debug)]
+struct Module {
+    element: Element,
+    head_dim: usize,
+}
+
+struct Memory {
+    bytes: Bytes,
+    /// A pool's is shared with those who copy from and to it.
+    shadow: Arc<Mutex<Shadow>>,
+}
+
+#[derive(Clone)]
+enum Recorded {
+    Launch(Launch),
+    Matmul(Matmul),
+}
+
+/// See the module's documentation.
+pub struct SoftDevice {
+    module: Module,
+    /// Runs the kernels themselves instead of their twins.
+    emulation: Option<Emulation>,
+    shared_bytes_max: usize,
+    memory_bytes: usize,
+    /// Held while the device works, which is whenever it touches memory that others touch too.
+    work: Arc<Mutex<()>>,
+    buffers: Vec<Option<Memory>>,
+    hosts: Vec<Memory>,
+    /// Clocks of the host and of each stream.
+    clocks: Vec<Clock>,
+    /// Of each stream.
+    priorities: Vec<Priority>,
+    /// Nothing that is waited for is over in time any more.
+    hangs: Arc<AtomicBool>,
+    /// After so many copies to it, the next one fails.
+    uploads_left: Option<u64>,
+    events: Vec<Clock>,
+    graphs: Vec<Vec<Recorded>>,
+    capturing: Option<(Stream, Vec<Recorded>)>,
+    /// Launches and products that were run, those of graphs included.
+    pub launches: u64,
+    /// Graphs that were replayed.
+    pub replays: u64,
+    /// Copies between host and device.
+    pub copies: u64,
+    /// How often whoever drives it has waited for it.
+    pub waits: Arc<AtomicU64>,
+}
+
+fn undefined<T>(what: String) -> Result<T, DeviceError> {
+    Err(DeviceError::Undefined(what))
+}
+
+/// What a GPU says of work that is not over within the bound.
+fn wait(what: &'static str, hangs: &AtomicBool) -> Result<(), DeviceError> {
+    match hangs.load(Ordering::Acquire) {
+        true => Err(DeviceError::Hung { what, waited: Duration::ZERO }),
+        false => Ok(()),
+    }
+}
+
+impl SoftDevice {
+    /// A device with so many bytes of memory, and kernels for heads of `head_dim` elements.
+    #[must_use]
+    pub fn new(memory_bytes: usize, element: Element, head_dim: usize) -> Self {
+        Self {
+            module: Module { element, head_dim },
+            emulation: None,
+            shared_bytes_max: SHARED_BYTES_MAX,
+            memory_bytes,
+            work: Arc::default(),
+            buffers: Vec::new(),
+            hosts: Vec::new(),
+            clocks: vec![Clock::default()],
+            priorities: Vec::new(),
+            hangs: Arc::default(),
+            uploads_left: None,
+            events: Vec::new(),
+            graphs: Vec::new(),
+            capturing: None,
+            launches: 0,
+            replays: 0,
+            copies: 0,
+            waits: Arc::default(),
+        }
+    }
+
+    /// A device whose blocks have at most so many bytes of shared memory.
+    #[must_use]
+    pub fn with_shared_bytes(mut self, most: usize) -> Self {
+        self.shared_bytes_max = most;
+        self
+    }
+
+    /// A device that runs the kernels' own code, compiled for this CPU; what they touch is not followed byte by byte.
+    #[must_use]
+    pub fn emulating(mut self, emulation: Emulation) -> Self {
+        self.emulation = Some(emulation);
+        self
+    }
+
+    /// The priority that a stream was made with.
+    #[must_use]
+    pub fn priority(&self, stream: Stream) -> Priority {
+        self.priorities[stream.0 as usize - 1]
+    }
+
+    /// From now on no work is over in time: neither steps that are waited for, nor copies from and to its pools.
+    pub fn hang(&mut self) {
+        self.hangs.store(true, Ordering::Release);
+    }
+
+    /// It works again, as no GPU does: to see that nobody asks.
+    pub fn recover(&mut self) {
+        self.hangs.store(false, Ordering::Release);
+    }
+
+    /// The `nth` copy to it from now on fails, and no other.
+    pub fn fail_upload(&mut self, nth: u64) {
+        self.uploads_left = nth.checked_sub(1);
+    }
+
+    fn check(&self, slice: &Slice) -> Result<&Memory, DeviceError> {
+        match self.buffers.get(slice.buffer.0 as usize) {
+            Some(Some(memory)) if slice.offset + slice.bytes <= memory.bytes.len() => Ok(memory),
+            Some(Some(memory)) => undefined(format!(
+                "bytes {} to {} of a buffer of {}",
+                slice.offset,
+                slice.offset + slice.bytes,
+                memory.bytes.len()
+            )),
+            Some(None) => undefined(format!("buffer {} was freed", slice.buffer.0)),
+            None => undefined(format!("buffer {} never was", slice.buffer.0)),
+        }
+    }
+
+    fn check_host(&self, at: HostAt, bytes: usize) -> Result<(), DeviceError> {
+        let len = self.hosts[at.host.0 as usize].bytes.len();
+        if at.offset + bytes <= len {
+            Ok(())
+        } else {
+            undefined(format!("bytes {} to {} of {len} bytes of host memory", at.offset, at.offset + bytes))
+        }
+    }
+
+    /// Begins a piece of work on a stream: it follows what the stream has done and what the host knows.
+    fn begin(&mut self, on: Stream) -> (usize, Clock) {
+        let place = on.0 as usize;
+        let host = self.clocks[HOST].clone();
+        self.clocks[place].join(&host);
+        self.clocks[place].tick(place);
+        (place, self.clocks[place].clone())
+    }
+
+    fn note(
+        &mut self,
+        slice: &Slice,
+        spans: &[Span],
+        place: usize,
+        now: &Clock,
+        what: &str,
+    ) -> Result<(), DeviceError> {
+        let memory = self.buffers[slice.buffer.0 as usize].as_mut().expect("it was checked");
+        for span in spans {
+            let span = Span { start: slice.offset + span.start, end: slice.offset + span.end, ..*span };
+            lock(&memory.shadow).note(span, place, now).map_err(|conflict| {
+                DeviceError::Undefined(format!("{what}: buffer {}: {conflict}", slice.buffer.0))
+            })?;
+        }
+        Ok(())
+    }
+
+    fn run_launch(&mut self, on: Stream, launch: &Launch) -> Result<(), DeviceError> {
+        let work = Arc::clone(&self.work);
+        let _working = lock(&work);
+        let name = launch.kernel.name();
+        let [x, y, z] = launch.grid;
+        if x == 0 || y == 0 || z == 0 || y > GRID_YZ_MAX || z > GRID_YZ_MAX {
+            return undefined(format!("{name}: a grid of {x} × {y} × {z}"));
+        }
+        let too_much = launch.shared_bytes as usize > self.shared_bytes_max;
+        if launch.threads == 0 || launch.threads > THREADS_MAX || too_much {
+            return undefined(format!(
+                "{name}: {} threads, {} bytes of shared memory",
+                launch.threads, launch.shared_bytes
+            ));
+        }
+        for arg in &launch.args {
+            if let Arg::In(slice) | Arg::Out(slice) = arg {
+                self.check(slice)?;
+            }
+        }
+        let (place, now) = self.begin(on);
+        if let Some(emulation) = &self.emulation {
+            emulation.run(&mut self.buffers, launch).map_err(DeviceError::Undefined)?;
+            for arg in &launch.args {
+                if let Arg::In(slice) | Arg::Out(slice) = arg {
+                    let span = Span { start: 0, end: slice.bytes, write: matches!(arg, Arg::Out(_)) };
+                    self.note(slice, &[span], place, &now, name)?;
+                }
+            }
+            self.launches += 1;
+            return Ok(());
+        }
+        let mut run = twins::Run::new(&mut self.buffers, launch, self.module);
+        twins::run(&mut run).map_err(|what| DeviceError::Undefined(format!("{name}: {what}")))?;
+        let touched = run.touched();
+        for (arg, spans) in launch.args.iter().zip(touched) {
+            if let Arg::In(slice) | Arg::Out(slice) = arg {
+                self.note(slice, &spans, place, &now, name)?;
+            }
+        }
+        self.launches += 1;
+        Ok(())
+    }
+
+    fn run_matmul(&mut self, on: Stream, matmul: &Matmul) -> Result<(), DeviceError> {
+        let work = Arc::clone(&self.work);
+        let _working = lock(&work);
+        let (rows, inputs, outputs) = (matmul.rows, matmul.inputs, matmul.outputs);
+        let wanted = [
+            (matmul.x, rows * inputs * matmul.element.bytes()),
+            (matmul.weights, outputs * inputs * matmul.element.bytes()),
+            (matmul.out, rows * outputs * matmul.result.bytes()),
+        ];
+        for (slice, bytes) in wanted {
+            self.check(&slice)?;
+            if bytes == 0 || bytes > slice.bytes {
+                return undefined(format!("a product needs {bytes} bytes and has {}", slice.bytes));
+            }
+        }
+        let (place, now) = self.begin(on);
+        twins::matmul(&mut self.buffers, matmul);
+        for (index, (slice, bytes)) in wanted.into_iter().enumerate() {
+            self.note(&slice, &[Span { start: 0, end: bytes, write: index == 2 }], place, &now, "product")?;
+        }
+        self.launches += 1;
+        Ok(())
+    }
+
+    fn copy_host(
+        &mut self,
+        on: Stream,
+        host: HostAt,
+        slice: Slice,
+        to_host: bool,
+    ) -> Result<(), DeviceError> {
+        let work = Arc::clone(&self.work);
+        let _working = lock(&work);
+        self.check(&slice)?;
+        self.check_host(host, slice.bytes)?;
+        if self.capturing.is_some() {
+            return undefined("a copy to or from the host while recording".into());
+        }
+        let (place, now) = self.begin(on);
+        self.note(&slice, &[Span { start: 0, end: slice.bytes, write: !to_host }], place, &now, "copy")?;
+        let side = &mut self.hosts[host.host.0 as usize];
+        let span = Span { start: host.offset, end: host.offset + slice.bytes, write: to_host };
+        lock(&side.shadow)
+            .note(span, place, &now)
+            .map_err(|conflict| DeviceError::Undefined(format!("copy: host memory: {conflict}")))?;
+        let device = self.buffers[slice.buffer.0 as usize].as_mut().expect("it was checked");
+        let range = slice.offset..slice.offset + slice.bytes;
+        if to_host {
+            side.bytes.write(host.offset, &device.bytes.as_slice()[range]);
+        } else {
+            let mut bytes = vec![0; slice.bytes];
+            side.bytes.read(host.offset, &mut bytes);
+            device.bytes.write(slice.offset, &bytes);
+        }
+        self.copies += 1;
+        Ok(())
+    }
+
+    /// Everything of a copy inside the device but its bytes.
+    fn follow_copy(&mut self, on: Stream, from: Slice, to: Slice) -> Result<(), DeviceError> {
+        self.check(&from)?;
+        self.check(&to)?;
+        if from.bytes != to.bytes {
+            return undefined(format!("a copy of {} bytes into {}", from.bytes, to.bytes));
+        }
+        let (place, now) = self.begin(on);
+        let span = |write| Span { start: 0, end: from.bytes, write };
+        self.note(&from, &[span(false)], place, &now, "copy")?;
+        self.note(&to, &[span(true)], place, &now, "copy")
+    }
+
+    /// What the host has waited for can be forgotten: everything it enqueues from here on comes after it.
+    fn forget(&mut self) {
+        let host = self.clocks[HOST].clone();
+        let shadows = self.buffers.iter_mut().flatten().chain(&mut self.hosts);
+        shadows.for_each(|memory| lock(&memory.shadow).forget(&host));
+    }
+
+    fn keep_host(&mut self, bytes: Bytes) -> Host {
+        self.hosts.push(Memory { bytes, shadow: Arc::default() });
+        Host(self.hosts.len() as u32 - 1)
+    }
+
+    /// The host's own access to host memory.
+    fn touch_host(&mut self, at: HostAt, bytes: usize, write: bool) -> Result<(), DeviceError> {
+        self.check_host(at, bytes)?;
+        self.clocks[HOST].tick(HOST);
+        let now = self.clocks[HOST].clone();
+        let span = Span { start: at.offset, end: at.offset + bytes, write };
+        lock(&self.hosts[at.host.0 as usize].shadow).note(span, HOST, &now).map_err(|conflict| {
+            let what = if write { "written" } else { "read" };
+            DeviceError::Undefined(format!("host memory is {what}: {conflict}"))
+        })
+    }
+}
+
+impl Device for SoftDevice {
+    fn name(&self) -> String {
+        "software".into()
+    }
+
+    fn multiprocessors(&self) -> u32 {
+        8
+    }
+
+    fn shared_bytes_max(&self) -> usize {
+        self.shared_bytes_max
+    }
+
+    fn total_bytes(&self) -> Result<usize, DeviceError> {
+        Ok(self.memory_bytes)
+    }
+
+    fn free_bytes(&self) -> Result<usize, DeviceError> {
+        let used: usize = self.buffers.iter().flatten().map(|memory| memory.bytes.len()).sum();
+        Ok(self.memory_bytes.saturating_sub(used))
+    }
+
+    fn alloc(&mut self, bytes: usize) -> Result<Buffer, DeviceError> {
+        let free = self.free_bytes()?;
+        if bytes > free {
+            return Err(DeviceError::Memory { wanted: bytes, free });
+        }
+        self.buffers.push(Some(Memory { bytes: Bytes::zeroed(bytes), shadow: Arc::default() }));
+        Ok(Buffer(self.buffers.len() as u32 - 1))
+    }
+
+    fn alloc_shared(&mut self, bytes: usize) -> Result<(Buffer, Arc<dyn PoolMemory>), DeviceError> {
+        let free = self.free_bytes()?;
+        if bytes > free {
+            return Err(DeviceError::Memory { wanted: bytes, free });
+        }
+        let pool = SharedPool::zeroed(bytes, Arc::clone(&self.work), Arc::clone(&self.hangs));
+        let shadow = Arc::clone(&pool.shadow);
+        self.buffers.push(Some(Memory { bytes: Bytes::Shared(pool.clone()), shadow }));
+        Ok((Buffer(self.buffers.len() as u32 - 1), Arc::new(pool)))
+    }
+
+    fn free(&mut self, buffer: Buffer) -> Result<(), DeviceError> {
+        let now = self.clocks[HOST].clone();
+        match self.buffers.get_mut(buffer.0 as usize).and_then(Option::take) {
+            None => undefined(format!("buffer {} was freed twice", buffer.0)),
+            Some(memory) if lock(&memory.shadow).is_quiet(&now) => Ok(()),
+            Some(_) => undefined(format!("buffer {} is freed while it is used", buffer.0)),
+        }
+    }
+
+    fn host(&mut self, bytes: usize) -> Result<Host, DeviceError> {
+        Ok(self.keep_host(Bytes::zeroed(bytes)))
+    }
+
+    fn host_over(&mut self, region: &Region) -> Result<Host, DeviceError> {
+        Ok(self.keep_host(Bytes::Region(region.clone())))
+    }
+
+    fn write_host(&mut self, to: HostAt, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.touch_host(to, bytes.len(), true)?;
+        self.hosts[to.host.0 as usize].bytes.write(to.offset, bytes);
+        Ok(())
+    }
+
+    fn read_host(&mut self, from: HostAt, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        self.touch_host(from, bytes.len(), false)?;
+        self.hosts[from.host.0 as usize].bytes.read(from.offset, bytes);
+        Ok(())
+    }
+
+    fn stream(&mut self, priority: Priority) -> Result<Stream, DeviceError> {
+        self.clocks.push(Clock::default());
+        self.priorities.push(priority);
+        Ok(Stream(self.clocks.len() as u32 - 1))
+    }
+
+    fn event(&mut self) -> Result<Event, DeviceError> {
+        self.events.push(Clock::default());
+        Ok(Event(self.events.len() as u32 - 1))
+    }
+
+    fn upload(&mut self, on: Stream, from: HostAt, to: Slice) -> Result<(), DeviceError> {
+        if self.uploads_left.take_if(|left| *left == 0).is_some() {
+            return Err(DeviceError::Call { call: "upload", what: "injected failure".into() });
+        }
+        self.uploads_left.iter_mut().for_each(|left| *left -= 1);
+        self.copy_host(on, from, to, false)
+    }
+
+    fn download(&mut self, on: Stream, from: Slice, to: HostAt) -> Result<(), DeviceError> {
+        self.copy_host(on, to, from, true)
+    }
+
+    fn copy(&mut self, on: Stream, from: Slice, to: Slice) -> Result<(), DeviceError> {
+        let work = Arc::clone(&self.work);
+        let _working = lock(&work);
+        self.follow_copy(on, from, to)?;
+        let bytes = self.check(&from)?.bytes.as_slice()[from.offset..from.offset + from.bytes].to_vec();
+        self.buffers[to.buffer.0 as usize].as_mut().expect("it was checked").bytes.write(to.offset, &bytes);
+        Ok(())
+    }
+
+    fn copy_many(&mut self, on: Stream, pieces: &[(Slice, Slice)]) -> Result<(), DeviceError> {
+        if self.emulation.is_none() {
+            return pieces.iter().try_for_each(|(from, to)| self.copy(on, *from, *to));
+        }
+        let work = Arc::clone(&self.work);
+        let _working = lock(&work);
+        pieces.iter().try_for_each(|(from, to)| self.follow_copy(on, *from, *to))?;
+        let emulation = self.emulation.as_ref().expect("it is there");
+        self.launches += emulation.copy(&mut self.buffers, pieces).map_err(DeviceError::Undefined)?;
+        Ok(())
+    }
+
+    fn launch(&mut self, on: Stream, launch: &Launch) -> Result<(), DeviceError> {
+        match &mut self.capturing {
+            Some((stream, recorded)) if *stream == on => {
+                recorded.push(Recorded::Launch(launch.clone()));
+                Ok(())
+            }
+            _ => self.run_launch(on, launch),
+        }
+    }
+
+    fn matmul(&mut self, on: Stream, matmul: &Matmul) -> Result<(), DeviceError> {
+        match &mut self.capturing {
+            Some((stream, recorded)) if *stream == on => {
+                recorded.push(Recorded::Matmul(*matmul));
+                Ok(())
+            }
+            _ => self.run_matmul(on, matmul),
+        }
+    }
+
+    fn record(&mut self, event: Event, on: Stream) -> Result<(), DeviceError> {
+        let (_, now) = self.begin(on);
+        self.events[event.0 as usize] = now;
+        Ok(())
+    }
+
+    fn wait(&mut self, on: Stream, event: Event) -> Result<(), DeviceError> {
+        let reached = self.events[event.0 as usize].clone();
+        self.clocks[on.0 as usize].join(&reached);
+        Ok(())
+    }
+
+    fn synchronize_beside(&mut self, event: Event, meanwhile: &mut dyn FnMut()) -> Result<(), DeviceError> {
+        self.waits.fetch_add(1, Ordering::AcqRel);
+        meanwhile();
+        wait("work on the device", &self.hangs)?;
+        let reached = self.events[event.0 as usize].clone();
+        self.clocks[HOST].join(&reached);
+        self.forget();
+        Ok(())
+    }
+
+    fn elapsed_ms(&mut self, _from: Event, _to: Event) -> Result<f32, DeviceError> {
+        Ok(0.0)
+    }
+
+    fn begin_capture(&mut self, on: Stream) -> Result<(), DeviceError> {
+        if self.capturing.is_some() {
+            return undefined("two recordings at once".into());
+        }
+        self.capturing = Some((on, Vec::new()));
+        Ok(())
+    }
+
+    fn end_capture(&mut self, on: Stream) -> Result<Graph, DeviceError> {
+        match self.capturing.take() {
+            Some((stream, recorded)) if stream == on => {
+                self.graphs.push(recorded);
+                Ok(Graph(self.graphs.len() as u32 - 1))
+            }
+            _ => undefined("nothing is being recorded on this stream".into()),
+        }
+    }
+
+    fn replay(&mut self, graph: Graph, on: Stream) -> Result<(), DeviceError> {
+        self.replays += 1;
+        for work in self.graphs[graph.0 as usize].clone() {
+            match work {
+                Recorded::Launch(launch) => self.run_launch(on, &launch)?,
+                Recorded::Matmul(matmul) => self.run_matmul(on, &matmul)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,543 @@
+//! The executor on the software device, against the CPU executor: the same launches that a GPU would get.
+
+mod draws;
+
+use std::sync::atomic::Ordering;
+
+use super::software::SoftDevice;
+use super::*;
+use crate::compute::LogitsWanted;
+use crate::compute::cpu::{CpuExecutor, CpuOptions};
+use crate::model::generation::GenerationDefaults;
+use crate::sampling::{Draw, Place, SamplingParams};
+
+const VOCAB: u32 = 150;
+/// f32 against f32 of another order of summation.
+const FAR: f32 = 1e-3;
+
+fn config(family: &str, more: &str) -> ModelConfig {
+    let head_dim = if family == "Llama" { 32 } else { 24 };
+    let text = format!(
+        r#"{{"architectures": ["{family}ForCausalLM"], "hidden_size": 72, "num_hidden_layers": 3,
+            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": {head_dim}, "intermediate_size": 100,
+            "vocab_size": {VOCAB}, "eos_token_id": 1 {more} }}"#
+    );
+    ModelConfig::parse(text.as_bytes(), GenerationDefaults::default()).unwrap()
+}
+
+/// Every feature that a checkpoint of each family may have.
+fn families() -> Vec<ModelConfig> {
+    vec![
+        config("Llama", r#", "attention_bias": true, "mlp_bias": true"#),
+        config(
+            "Qwen2",
+            r#", "tie_word_embeddings": true,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}"#,
+        ),
+        config("Qwen3", ""),
+    ]
+}
+
+fn on_software(config: &ModelConfig, change: impl FnOnce(&mut DeviceOptions)) -> CudaExecutor<SoftDevice> {
+    let mut options = DeviceOptions {
+        pool_size: PoolSize::Blocks(64),
+        block_tokens: 8,
+        element: Element::F32,
+        max_rows: 200,
+        max_sequences: 12,
+        max_positions: 160,
+        pool: Region::allocate,
+    };
+    change(&mut options);
+    let device = SoftDevice::new(64 << 20, options.element, config.head_dim);
+    CudaExecutor::load(device, &Weights::random(5), config, &options, &mut |_| ()).unwrap()
+}
+
+fn on_cpu(config: &ModelConfig) -> CpuExecutor {
+    let options = CpuOptions { blocks: 64, block_tokens: 8, threads: 2, ..CpuOptions::default() };
+    CpuExecutor::with_weights(&Weights::random(5), config, &options, &mut |_| ()).unwrap()
+}
+
+fn tokens(seed: u32, count: usize) -> Vec<u32> {
+    (0..count as u32).map(|i| (i * 7 + seed * 13 + i * i) % VOCAB).collect()
+}
+
+fn blocks(first: u32, count: u32) -> Vec<BlockId> {
+    (0..count).rev().map(|i| BlockId(first + i)).collect()
+}
+
+fn far(a: &Logits, b: &Logits) -> f32 {
+    assert_eq!((a.vocab, a.values.len()), (b.vocab, b.values.len()));
+    a.values
+        .iter()
+        .zip(&b.values)
+        .fold(0.0, |far, (a, b)| if (a - b).abs() <= far { far } else { (a - b).abs() })
+}
+
+/// One sequence of a script.
+struct Script {
+    tokens: Vec<u32>,
+    table: Vec<BlockId>,
+    /// Lengths of its chunks; single tokens afterwards.
+    chunks: Vec<usize>,
+    begins_at: usize,
+}
+
+/// Runs sequences that begin at different steps, in chunks and then token by token, and calls `each` with every step.
+fn run(scripts: &[Script], steps: usize, mut each: impl FnMut(&[SeqStep<'_>])) {
+    let mut done = vec![0; scripts.len()];
+    for step in 0..steps {
+        let mut batch = Vec::new();
+        for (script, done) in scripts.iter().zip(&mut done) {
+            let Some(turn) = step.checked_sub(script.begins_at) else { continue };
+            let count = script.chunks.get(turn).copied().unwrap_or(1).min(script.tokens.len() - *done);
+            if count == 0 {
+                continue;
+            }
+            let logits = match turn % 3 {
+                0 if count > 1 => LogitsWanted::All,
+                1 if count > 1 => LogitsWanted::No,
+                _ => LogitsWanted::Last,
+            };
+            let tokens = &script.tokens[*done..*done + count];
+            batch.push(SeqStep { tokens, start: *done, block_table: &script.table, logits });
+            *done += count;
+        }
+        each(&batch);
+    }
+}
+
+fn scripts() -> Vec<Script> {
+    let script = |seed: u32, length: usize, first: u32, chunks: &[usize], begins_at| Script {
+        tokens: tokens(seed, length),
+        table: blocks(first, length.div_ceil(8) as u32),
+        chunks: chunks.to_vec(),
+        begins_at,
+    };
+    vec![
+        script(1, 120, 3, &[100, 1, 1, 5], 0),
+        script(2, 12, 20, &[3], 0),
+        script(3, 40, 25, &[17, 9, 2], 1),
+        script(4, 30, 40, &[1], 2),
+        script(5, 25, 50, &[20], 3),
+    ]
+}
+
+#[test]
+fn ragged_steps_chunks_and_buckets_give_the_logits_of_the_cpu() {
+    for config in families() {
+        let (mut device, mut cpu) = (on_software(&config, |_| ()), on_cpu(&config));
+        let (mut ours, mut theirs) = (Logits::default(), Logits::default());
+        let mut rows = 0;
+        run(&scripts(), 30, |batch| {
+            device.execute(batch, &mut ours).unwrap();
+            cpu.execute(batch, &mut theirs).unwrap();
+            let far = far(&ours, &theirs);
+            assert!(far < FAR, "{:?}: {far} after {rows} rows", config.family);
+            rows += ours.rows();
+        });
+        assert!(rows > 200, "{rows}");
+        assert!(device.device().replays > 10, "decode steps are graphs: {}", device.device().replays);
+    }
+}
+
+#[test]
+fn a_step_is_one_copy_to_the_device_and_one_back() {
+    let config = config("Llama", "");
+    let mut device = on_software(&config, |_| ());
+    let (mut logits, mut last) = (Logits::default(), device.device().copies);
+    run(&scripts(), 12, |batch| {
+        device.execute(batch, &mut logits).unwrap();
+        let back = u64::from(logits.rows() > 0);
+        // Wanted rows come back in pieces of a bucket: only checks want as many.
+        if logits.rows() <= 16 {
+            assert_eq!(device.device().copies - last, 1 + back, "{} rows", logits.rows());
+        }
+        last = device.device().copies;
+    });
+}
+
+#[test]
+fn blocks_that_were_published_can_be_decoded_from_elsewhere() {
+    let config = config("Qwen2", "");
+    let (mut producer, mut consumer) = (on_software(&config, |_| ()), on_software(&config, |_| ()));
+    let (text, table, there) = (tokens(9, 45), blocks(3, 6), blocks(30, 6));
+    let step =
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+    let mut logits = Logits::default();
+    producer.execute(&[step(&text[..40], 0, &table)], &mut logits).unwrap();
+    let before = producer.regions()[0].read_block(table[0]);
+    assert!(before.iter().all(|byte| *byte == 0), "nothing is copied before it is asked for");
+    producer.publish(&table).unwrap();
+    let copies = producer.device().copies;
+    producer.publish(&table).unwrap();
+    assert_eq!(producer.device().copies, copies, "a block is copied once");
+
+    consumer.landing(&there);
+    for (from, to) in table.iter().zip(&there) {
+        consumer.regions()[0].write_block(*to, &producer.regions()[0].read_block(*from));
+    }
+    let mut theirs = Logits::default();
+    for at in 40..45 {
+        producer.execute(&[step(&text[at..=at], at, &table)], &mut logits).unwrap();
+        consumer.execute(&[step(&text[at..=at], at, &there)], &mut theirs).unwrap();
+        assert_eq!(logits.values, theirs.values, "at {at}");
+    }
+    // What the consumer has computed since then can be lent on, byte for byte.
+    producer.publish(&table).unwrap();
+    consumer.publish(&there).unwrap();
+    for (from, to) in table.iter().zip(&there) {
+        assert!(producer.regions()[0].read_block(*from) == consumer.regions()[0].read_block(*to), "{from:?}");
+    }
+}
+
+#[test]
+fn what_is_stored_is_copied_by_who_stores_it_while_steps_go_on() {
+    let config = config("Llama", "");
+    let (mut published, mut stored) = (on_software(&config, |_| ()), on_software(&config, |_| ()));
+    let (text, table) = (tokens(4, 60), blocks(3, 8));
+    let step =
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+    let (mut logits, mut theirs) = (Logits::default(), Logits::default());
+    published.execute(&[step(&text[..56], 0, &table)], &mut logits).unwrap();
+    stored.execute(&[step(&text[..56], 0, &table)], &mut theirs).unwrap();
+    let full = &table[..7];
+    published.publish(full).unwrap();
+    let waits = Arc::clone(&stored.device().waits);
+    let (copies, before) = (stored.device().copies, waits.load(Ordering::Acquire));
+    full.iter().for_each(|block| stored.store(&[*block]).unwrap());
+    assert_eq!((stored.device().copies, waits.load(Ordering::Acquire)), (copies, before));
+    let port = stored.port().expect("it has memory of its own");
+    let slots = Region::allocate(40, port.region().block_bytes());
+    let slot = |block: &BlockId| BlockId(39 - block.0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| full.iter().for_each(|block| port.store(*block, &slots, slot(block)).unwrap()));
+        // They go on in the block behind those.
+        for at in 56..60 {
+            published.execute(&[step(&text[at..=at], at, &table)], &mut logits).unwrap();
+            stored.execute(&[step(&text[at..=at], at, &table)], &mut theirs).unwrap();
+            assert_eq!(logits.values, theirs.values, "at {at}");
+        }
+    });
+    assert_eq!(waits.load(Ordering::Acquire), before + 4, "one for each step");
+    for block in full {
+        let (ours, wanted) = (slots.read_block(slot(block)), published.regions()[0].read_block(*block));
+        assert!(ours == wanted && ours.iter().any(|byte| *byte != 0), "{block:?}");
+    }
+    // They come back to other blocks, and the step that reads them copies nothing but its own.
+    let elsewhere = blocks(20, 8);
+    for (there, here) in elsewhere[..7].iter().zip(full) {
+        stored.landing(&[*there]);
+        port.load(&slots, slot(here), *there).unwrap();
+    }
+    let copies = stored.device().copies;
+    published.execute(&[step(&text[56..], 56, &table)], &mut logits).unwrap();
+    stored.execute(&[step(&text[56..], 56, &elsewhere)], &mut theirs).unwrap();
+    assert_eq!(logits.values, theirs.values);
+    assert_eq!((stored.device().copies - copies, waits.load(Ordering::Acquire)), (2, before + 5));
+    // Whoever reads them in the mirror has them copied there, as any block that was computed.
+    stored.publish(&elsewhere[..7]).unwrap();
+    for (there, here) in elsewhere[..7].iter().zip(full) {
+        assert!(stored.regions()[0].read_block(*there) == slots.read_block(slot(here)));
+    }
+}
+
+#[test]
+fn a_step_copies_no_block_that_was_brought_when_it_landed() {
+    let config = config("Qwen2", "");
+    let (text, table, others) = (tokens(9, 33), blocks(3, 5), blocks(30, 1));
+    let step =
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+    let (mut logits, mut theirs) = (Logits::default(), Logits::default());
+    let mut producer = on_software(&config, |_| ());
+    producer.execute(&[step(&text[..32], 0, &table)], &mut logits).unwrap();
+    producer.publish(&table).unwrap();
+    producer.execute(&[step(&text[32..], 32, &table)], &mut logits).unwrap();
+    for brought in [0, 2, 4] {
+        let mut consumer = on_software(&config, |_| ());
+        consumer.landing(&table[..4]);
+        for block in &table[..4] {
+            consumer.regions()[0].write_block(*block, &producer.regions()[0].read_block(*block));
+        }
+        let port = consumer.port().expect("it has memory of its own");
+        // Others' steps go on meanwhile, and have nothing to do with it.
+        std::thread::scope(|scope| {
+            scope.spawn(|| table[..brought].iter().for_each(|block| port.onto_device(&[*block]).unwrap()));
+            consumer.execute(&[step(&text[..8], 0, &others)], &mut theirs).unwrap();
+        });
+        let before = consumer.device().copies;
+        consumer.execute(&[step(&text[32..], 32, &table)], &mut theirs).unwrap();
+        assert_eq!(consumer.device().copies - before, 2 + 4 - brought as u64, "its own, there and back");
+        assert_eq!(logits.values, theirs.values);
+        // What a read that failed has left is not brought for those who compute the blocks anew.
+        consumer.landing(&others);
+        let before = consumer.device().copies;
+        consumer.execute(&[step(&text[..8], 0, &others)], &mut theirs).unwrap();
+        assert_eq!(consumer.device().copies - before, 2);
+        let mut again = Logits::default();
+        consumer.execute(&[step(&text[..8], 0, &table)], &mut again).unwrap();
+        assert_eq!(again.values, theirs.values);
+    }
+}
+
+#[test]
+fn blocks_that_cannot_be_brought_are_refused_and_the_device_is_given_up() {
+    let config = config("Llama", "");
+    let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
+    let table = blocks(0, 2);
+    device.landing(&table);
+    let port = device.port().expect("it has memory of its own");
+    device.device().hang();
+    assert!(matches!(port.onto_device(&table), Err(DeviceError::Hung { .. })));
+    device.device().recover();
+    // It may still write into blocks that will be somebody else's.
+    assert!(port.onto_device(&table).is_err() && port.load(port.region(), table[0], table[1]).is_err());
+    let step = SeqStep { tokens: &[1], start: 0, block_table: &table, logits: LogitsWanted::Last };
+    assert!(device.execute(&[step], &mut logits).is_err() && device.usable().is_err());
+}
+
+#[test]
+fn bf16_stays_near_f32() {
+    let config = config("Llama", "");
+    let mut exact = on_software(&config, |_| ());
+    let mut coarse = on_software(&config, |options| options.element = Element::Bf16);
+    assert_eq!(coarse.layout().block_bytes() * 2, exact.layout().block_bytes());
+    let (mut a, mut b) = (Logits::default(), Logits::default());
+    run(&scripts(), 12, |batch| {
+        exact.execute(batch, &mut a).unwrap();
+        coarse.execute(batch, &mut b).unwrap();
+        let far = far(&a, &b);
+        assert!(far > 0.0 && far < 0.3, "{far}");
+    });
+}
+
+#[test]
+fn a_device_that_is_too_small_is_an_error_with_numbers() {
+    let config = config("Llama", "");
+    let options = DeviceOptions {
+        pool_size: PoolSize::Blocks(1 << 12),
+        block_tokens: 16,
+        element: Element::F32,
+        max_rows: 64,
+        max_sequences: 4,
+        max_positions: 64,
+        pool: Region::allocate,
+    };
+    let device = SoftDevice::new(8 << 20, Element::F32, config.head_dim);
+    let loaded = CudaExecutor::load(device, &Weights::random(5), &config, &options, &mut |_| ());
+    let Err(error) = loaded else { panic!("a pool of 96 MiB on a device of 8 MiB") };
+    assert!(matches!(error, LoadError::Device(DeviceError::Memory { .. })), "{error}");
+}
+
+#[test]
+fn a_pool_of_a_share_is_as_large_as_the_device_has_room_beside_weights_and_buffers() {
+    let config = config("Llama", "");
+    let blocks = |share| {
+        let mut device = on_software(&config, |options| options.pool_size = PoolSize::Share(share));
+        let (table, mut logits) = ([BlockId(device.blocks() as u32 - 1)], Logits::default());
+        let step = SeqStep { tokens: &[7], start: 0, block_table: &table, logits: LogitsWanted::Last };
+        device.execute(&[step], &mut logits).unwrap();
+        (device.blocks(), device.layout().block_bytes(), device.device().free_bytes().unwrap())
+    };
+    let (half, bytes, _) = blocks(0.5);
+    let (whole, _, free) = blocks(1.0);
+    // 64 MiB, an eighth in reserve.
+    assert!((whole - half).abs_diff((32 << 20) / bytes) <= 1, "{half} and {whole} blocks of {bytes} bytes");
+    assert!(free.abs_diff(8 << 20) < (1 << 20), "{free} bytes are free");
+}
+
+#[test]
+fn a_warm_executor_records_nothing_more_and_says_the_same() {
+    let config = config("Qwen3", "");
+    let (table, mut cold, mut warm) =
+        (blocks(0, 4), on_software(&config, |_| ()), on_software(&config, |_| ()));
+    warm.warm_up().unwrap();
+    // Buckets up to 16, drawn from and not.
+    assert_eq!(warm.graphs.len(), 2 * 5);
+    let place = Place { position: 0, generated: 0 };
+    let draw = Draw::of(&SamplingParams::default(), place).unwrap();
+    let recorded = warm.device().replays;
+    for (start, wanted) in [(0, LogitsWanted::Last), (1, LogitsWanted::Draw(draw)), (2, LogitsWanted::Last)] {
+        let step = SeqStep { tokens: &[7], start, block_table: &table, logits: wanted };
+        let (mut a, mut b) = (Logits::default(), Logits::default());
+        cold.execute(std::slice::from_ref(&step), &mut a).unwrap();
+        warm.execute(&[step], &mut b).unwrap();
+        assert_eq!((a.values, a.chosen), (b.values, b.chosen));
+    }
+    assert_eq!((warm.device().replays - recorded, warm.graphs.len()), (3, 2 * 5));
+}
+
+#[test]
+fn a_step_out_of_bounds_is_an_error_and_the_next_one_works() {
+    let config = config("Llama", "");
+    let (mut device, table, mut logits) = (on_software(&config, |_| ()), blocks(0, 2), Logits::default());
+    let step = |tokens| SeqStep { tokens, start: 0, block_table: &table, logits: LogitsWanted::Last };
+    let error = device.execute(&[step(&[VOCAB])], &mut logits).unwrap_err().to_string();
+    assert!(error.contains("vocabulary"), "{error}");
+    device.execute(&[step(&[1])], &mut logits).unwrap();
+    assert_eq!(logits.rows(), 1);
+}
+
+#[test]
+fn a_step_that_writes_what_another_sequence_reads_is_refused_before_anything_is_computed() {
+    let config = config("Llama", "");
+    let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
+    let (table, prompt) = (blocks(0, 3), tokens(3, 20));
+    let other = [table[0], BlockId(30), BlockId(31)];
+    let step =
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+    device.execute(&[step(&prompt[..8], 0, &table)], &mut logits).unwrap();
+    // Both go on from the block that the step before has written.
+    device.execute(&[step(&prompt[8..], 8, &table), step(&prompt[8..], 8, &other)], &mut logits).unwrap();
+    let before = (device.device().launches, device.device().copies);
+    let wrong = [step(&prompt[7..8], 7, &table), step(&prompt[8..], 8, &other)];
+    let error = device.execute(&wrong, &mut logits).unwrap_err().to_string();
+    assert!(error.contains("block 2 is written by one sequence and read by another"), "{error}");
+    assert_eq!((device.device().launches, device.device().copies), before);
+    device.execute(&[step(&prompt[7..8], 7, &table)], &mut logits).unwrap();
+}
+
+#[test]
+fn steps_go_before_copies() {
+    let mut device = on_software(&config("Llama", ""), |_| ());
+    let (compute, copies) = (device.compute, device.copies);
+    assert_eq!(device.device().priority(compute), Priority::Steps);
+    assert_eq!(device.device().priority(copies), Priority::Copies);
+}
+
+#[test]
+fn a_copy_that_hangs_is_the_end_of_the_device() {
+    let config = config("Llama", "");
+    let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
+    let (table, prompt) = (blocks(0, 2), tokens(3, 16));
+    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsWanted::Last };
+    device.execute(std::slice::from_ref(&step), &mut logits).unwrap();
+    device.lend(&table[..1]).unwrap();
+    let port = device.port().expect("it has memory of its own");
+    device.device().hang();
+    let hung = port.in_region(&table[..1]).unwrap_err();
+    assert!(matches!(hung, DeviceError::Hung { what: "a copy of KV blocks", .. }), "{hung}");
+    // Whatever was freed since may be given to anybody: nobody computes with it, stores it or lends it, even if the device
+    // were to work again.
+    device.device().recover();
+    let before = (device.device().launches, device.device().copies);
+    let refused = |result: Result<(), ExecutorError>| {
+        let why = result.unwrap_err().to_string();
+        assert!(why.contains("a copy of KV blocks not completed"), "{why}");
+    };
+    device.landing(&table);
+    refused(device.execute(&[step], &mut logits));
+    refused(device.publish(&table).map(drop));
+    refused(device.lend(&table));
+    refused(device.usable());
+    assert!(port.in_region(&table[..1]).is_err());
+    assert_eq!((device.device().launches, device.device().copies), before);
+}
+
+/// A pool out of which no copy has ended when the test looks.
+#[derive(Debug)]
+struct Endless(std::sync::mpsc::SyncSender<()>, std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
+
+impl port::PoolMemory for Endless {
+    fn export(&self) -> std::io::Result<baton_connector_device::Export> {
+        Err(std::io::ErrorKind::Unsupported.into())
+    }
+
+    fn open(
+        &self,
+        _: &baton_connector_device::Offer,
+        _: Option<std::os::fd::OwnedFd>,
+    ) -> std::io::Result<Box<dyn baton_connector_device::Opened>> {
+        Err(std::io::ErrorKind::Unsupported.into())
+    }
+
+    fn copy_in(&self, _: &[port::HostRun], _: &Region) -> Result<(), DeviceError> {
+        unreachable!("nothing lands")
+    }
+
+    fn copy_out(&self, _: &[port::HostRun], _: &Region) -> Result<(), DeviceError> {
+        self.0.send(()).expect("the test waits");
+        self.1.lock().unwrap().recv().expect("the test goes on");
+        Ok(())
+    }
+}
+
+#[test]
+fn a_publication_leaves_out_a_block_whose_last_owners_copy_is_under_way_and_waits_for_none() {
+    let config = config("Llama", "");
+    let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
+    let ((begun, has_begun), (go, end)) =
+        (std::sync::mpsc::sync_channel(0), std::sync::mpsc::sync_channel(0));
+    let memory = Endless(begun, std::sync::Mutex::new(end));
+    let port = Port::new(Arc::new(memory), device.regions[0].clone());
+    device.port = Arc::new(port);
+    let port = Arc::clone(&device.port);
+    let (table, prompt) = (blocks(0, 2), tokens(3, 16));
+    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsWanted::Last };
+    device.execute(std::slice::from_ref(&step), &mut logits).unwrap();
+    device.lend(&table[..1]).unwrap();
+    std::thread::scope(|scope| {
+        // Let go of when an assertion fails, so that nobody waits for it.
+        let go = go;
+        scope.spawn(|| port.in_region(&table[..1]));
+        has_begun.recv().unwrap();
+        // The lease has ended past its drain deadline, and the block is another prompt's.
+        device.execute(&[step], &mut logits).unwrap();
+        assert_eq!(device.publish(&table).unwrap(), table[1..]);
+        go.send(()).unwrap();
+    });
+    assert_eq!(device.publish(&table).unwrap(), table);
+}
+
+#[test]
+fn after_an_upload_that_fails_no_step_reads_what_was_not_uploaded() {
+    let config = config("Qwen2", "");
+    let (text, table) = (tokens(9, 33), blocks(3, 5));
+    let step =
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+    let (mut logits, mut theirs) = (Logits::default(), Logits::default());
+    let mut producer = on_software(&config, |_| ());
+    producer.execute(&[step(&text[..32], 0, &table)], &mut logits).unwrap();
+    producer.publish(&table).unwrap();
+    // By a step, a publication and a loan.
+    for by in 0..3 {
+        let mut consumer = on_software(&config, |_| ());
+        consumer.landing(&table[..4]);
+        for block in &table[..4] {
+            consumer.regions()[0].write_block(*block, &producer.regions()[0].read_block(*block));
+        }
+        consumer.device().fail_upload(2);
+        let failed = match by {
+            0 => consumer.execute(&[step(&text[32..], 32, &table)], &mut theirs),
+            1 => consumer.publish(&table[..4]).map(drop),
+            _ => consumer.lend(&table[..4]),
+        };
+        let why = failed.unwrap_err().to_string();
+        assert!(why.contains("upload"), "{why}");
+        // The device would work again. The same prompt is refused, and so is everybody else.
+        let copies = consumer.device().copies;
+        for (tokens, start) in [(&text[32..], 32), (&text[..1], 0)] {
+            let again = consumer.execute(&[step(tokens, start, &table)], &mut theirs);
+            assert!(
+                again.is_err() && theirs.values.is_empty(),
+                "way {by}: it computes with half of the blocks"
+            );
+        }
+        assert!(consumer.publish(&table[..4]).is_err() && consumer.lend(&table[..4]).is_err());
+        assert!(consumer.usable().is_err());
+        assert_eq!(consumer.device().copies, copies);
+    }
+}
+
+#[test]
+fn a_step_that_hangs_is_the_end_of_the_device() {
+    let config = config("Llama", "");
+    let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
+    let (table, prompt) = (blocks(0, 2), tokens(3, 16));
+    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsWanted::Last };
+    device.device().hang();
+    let why = device.execute(std::slice::from_ref(&step), &mut logits).unwrap_err().to_string();
+    assert!(why.contains("the device is disabled"), "{why}");
+    device.device().recover();
+    assert!(device.execute(&[step], &mut logits).is_err() && device.usable().is_err());
+}

@@ -1,0 +1,120 @@
+//! Where one handoff's blocks are, and for how long: what a consumer knows of a lease.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_connector::fetch::LoadFailurePolicy;
+use baton_connector::limits::KV_LEASE_DURATION;
+use baton_connector::{Epoch, Handle, Handoff, Reader};
+
+/// The longest that a lease is believed to live without a sign of life.
+const LEASE_LEFT_MAX: Duration = Duration::from_secs(3600);
+
+/// Where one handoff's blocks lie, and for how long.
+#[derive(Clone, Debug)]
+pub struct FetchTarget {
+    pub(crate) host: Box<str>,
+    /// The port of each rank.
+    pub(crate) ports: Arc<[u16]>,
+    pub(crate) epoch: Epoch,
+    /// Of model and shape, whatever the cut.
+    pub(crate) fingerprint: u64,
+    pub(crate) block_tokens: usize,
+    pub(crate) tokens: usize,
+    pub(crate) handle: Handle,
+    /// This fetch's name at the producer.
+    pub(crate) consumer: u64,
+    /// Consumers that the lease waits for.
+    pub(crate) consumers: u16,
+    pub(crate) lease: Duration,
+    pub(crate) survives_refusal: bool,
+    pub(crate) survives_failure: bool,
+    pub(crate) cached: usize,
+    pub(crate) growing: bool,
+}
+
+impl FetchTarget {
+    /// The target of a handoff that has just arrived; `consumer` is a fresh random name for this fetch.
+    #[must_use]
+    pub fn new(handoff: &Handoff, consumer: u64) -> Self {
+        // Hostile until checked: what is waited for is bounded by it.
+        let lease = handoff.lease_left.unwrap_or(KV_LEASE_DURATION).min(LEASE_LEFT_MAX);
+        Self {
+            host: handoff.host.as_str().into(),
+            ports: handoff.ports.as_slice().into(),
+            epoch: handoff.epoch,
+            fingerprint: handoff.layout,
+            block_tokens: handoff.block_tokens,
+            tokens: handoff.tokens,
+            handle: handoff.handle,
+            consumer,
+            consumers: handoff.consumers,
+            lease,
+            survives_refusal: false,
+            survives_failure: false,
+            cached: handoff.cached,
+            growing: handoff.growing,
+        }
+    }
+
+    /// The lease.
+    #[must_use]
+    pub fn handle(&self) -> Handle {
+        self.handle
+    }
+
+    /// Who reads it, where it is read over one link.
+    #[must_use]
+    pub fn reader(&self) -> Reader {
+        Reader::sole(self.consumer)
+    }
+
+    /// The producer's epoch when it made the handoff.
+    #[must_use]
+    pub fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// The port of the side channel of the producer's first rank.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.ports[0]
+    }
+
+    /// How long the lease lives without a heartbeat.
+    #[must_use]
+    pub fn lease(&self) -> Duration {
+        self.lease
+    }
+
+    /// Prompt tokens that the producer found in its prefix cache.
+    #[must_use]
+    pub fn cached(&self) -> usize {
+        self.cached
+    }
+
+    /// Whether the producer still computed the blocks when it answered.
+    #[must_use]
+    pub fn growing(&self) -> bool {
+        self.growing
+    }
+
+    /// The router tries other engines with the same handoff and releases it itself when it gives up: a refusal
+    /// leaves the lease alone, and so does a failed fetch, unless it is made up for by computing the prompt here.
+    pub fn leave_to_router(&mut self, policy: LoadFailurePolicy) {
+        self.survives_refusal = true;
+        self.survives_failure = policy == LoadFailurePolicy::Fail;
+    }
+
+    /// Whether the lease stays when this engine is too full for the request.
+    #[must_use]
+    pub fn survives_refusal(&self) -> bool {
+        self.survives_refusal
+    }
+
+    /// Whether the lease stays when the blocks could not be fetched.
+    #[must_use]
+    pub fn survives_failure(&self) -> bool {
+        self.survives_failure
+    }
+}

@@ -1,0 +1,6 @@
+//! Handoffs between engines: the producer's leases, the consumer's reads, KV ranks, the choice of a transport.
+
+pub mod consumer;
+pub mod kv_rank;
+pub mod producer;
+pub mod transport;

@@ -1,0 +1,86 @@
+//! A Hugging Face checkpoint: its files, configuration, weights, tokenizer and chat template.
+
+pub mod chat_template;
+pub mod config;
+pub mod detokenizer;
+pub mod files;
+pub mod generation;
+pub mod identity;
+pub mod tokenizer;
+pub mod weights;
+
+pub use files::{FileBytes, ModelFiles};
+
+use std::path::PathBuf;
+
+/// Why a checkpoint cannot be served. Found before weights are read wherever possible.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// A file is there but cannot be read.
+    #[error("cannot read {path}: {source}", path = path.display())]
+    File {
+        /// Which file.
+        path: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// A file that every checkpoint needs is absent.
+    #[error("{0} is missing from the checkpoint")]
+    Missing(String),
+    /// A file does not say what it should.
+    #[error("{file}: {what}")]
+    Malformed {
+        /// Which file.
+        file: String,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// The checkpoint is sound, but this engine cannot compute it.
+    #[error("{file}: {what} is not supported ({supported})")]
+    Unsupported {
+        /// Which file says so.
+        file: String,
+        /// The feature, by the name the checkpoint gives it.
+        what: String,
+        /// What is.
+        supported: String,
+    },
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::path::Path;
+    use std::sync::{Arc, LazyLock};
+
+    use serde_json::Value;
+
+    use super::chat_template::ChatTemplate;
+    use super::files::ModelFiles;
+    use super::tokenizer::Tokenizer;
+
+    /// Files of a text fixture: `llama3`, `qwen3` or `sentencepiece`.
+    pub(crate) fn fixture_files(name: &str) -> ModelFiles {
+        ModelFiles::Dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/text").join(name))
+    }
+
+    type Text = (Arc<Tokenizer>, Arc<ChatTemplate>);
+
+    /// Tokenizer and template of a text fixture, loaded once per process.
+    pub(crate) fn fixture(name: &str) -> Text {
+        static LOADED: LazyLock<[(&str, Text); 3]> = LazyLock::new(|| {
+            ["llama3", "qwen3", "sentencepiece"].map(|name| {
+                let files = fixture_files(name);
+                let tokenizer = Tokenizer::load(&files).expect("the fixture has a tokenizer");
+                let template = ChatTemplate::load(&files, &tokenizer).expect("its template is sound");
+                (name, (Arc::new(tokenizer), Arc::new(template)))
+            })
+        });
+        let found = LOADED.iter().find(|(known, _)| *known == name);
+        found.expect("one of the three").1.clone()
+    }
+
+    pub(crate) fn fixture_json(name: &str) -> Value {
+        let bytes = fixture_files(name).open("golden.json").expect("readable").expect("there");
+        serde_json::from_slice(&bytes).expect("JSON")
+    }
+}

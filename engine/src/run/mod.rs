@@ -1,0 +1,5 @@
+//! One engine core in operation: the step loop, and the threads of one data-parallel rank.
+
+pub mod options;
+pub mod rank;
+pub mod step_loop;

@@ -1,0 +1,179 @@
+//! The options of one engine, and why it cannot start.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use baton_connector::fetch::LoadFailurePolicy;
+use baton_connector::layout::KvDtype;
+use baton_connector::lease::LeaseTerms;
+
+use crate::compute::cpu::WeightMode;
+use crate::compute::cuda::DeviceChoice;
+use crate::handoff::transport::KvTransport;
+use crate::model::{ModelError, ModelFiles};
+use crate::offload::open::OffloadOptions;
+
+/// Bytes of all bodies together: eight of the largest, and some thousand of usual ones.
+pub(crate) const BODY_BYTES_TOTAL: usize = 256 << 20;
+
+/// Everything that can be set about an engine.
+#[derive(Clone, Debug)]
+pub struct EngineOptions {
+    /// The checkpoint.
+    pub model: ModelFiles,
+    /// Where it computes.
+    pub device: DeviceChoice,
+    /// The name that requests use; the checkpoint's own by default.
+    pub served_model_name: Option<String>,
+    /// Which legs it serves.
+    pub role: Role,
+    /// Where HTTP is served; port 0 takes a free one.
+    pub listen: SocketAddr,
+    /// Engine cores (vLLM's `--data-parallel-size`), each with its own KV pool, scheduler, leases and side channel.
+    pub data_parallel_size: usize,
+    /// Where other engines read blocks; port 0 takes a free one. Each further rank takes the next port: all KV ranks of
+    /// the first data-parallel rank, then those of the second.
+    pub side_channel: SocketAddr,
+    /// How blocks travel between engines.
+    pub kv_transport: KvTransport,
+    /// NIXL's library, for [`KvTransport::Nixl`]; looked for where it may be by default.
+    pub nixl_library: Option<PathBuf>,
+    /// The host that other engines are told to reach the side channel at; its own address by default.
+    pub side_channel_host: Option<String>,
+    /// Shards of each KV pool, by heads: each has its own memory, side channel and fetch workers.
+    pub kv_ranks: usize,
+    /// Tokens of one KV block.
+    pub block_tokens: usize,
+    /// Bytes of the KV pool of each rank.
+    pub kv_cache_bytes: usize,
+    /// Blocks of the KV pool of each rank; wins over the bytes and the share.
+    pub kv_blocks: Option<usize>,
+    /// The share of a device's memory that weights, buffers and KV pool take together; wins over the bytes. Above 0, at
+    /// most 1, and only on a device with memory of its own.
+    pub gpu_memory_utilization: Option<f64>,
+    /// Element type of the KV cache.
+    pub kv_dtype: KvDtype,
+    /// Element type of the weights in memory, and what is multiplied with. Engines with quantized weights or with products
+    /// in bfloat16 share KV blocks only with their like.
+    pub weights: WeightMode,
+    /// Tokens of one sequence at most; the model's own limit by default.
+    pub max_model_len: Option<usize>,
+    /// Sequences that run or fetch at once.
+    pub max_num_seqs: usize,
+    /// Tokens of one step.
+    pub max_num_batched_tokens: usize,
+    /// Sequences that wait.
+    pub max_waiting: usize,
+    /// Life of an unread lease (`kv_lease_duration`).
+    pub kv_lease_duration: Duration,
+    /// What becomes of a request whose blocks cannot be fetched.
+    pub kv_load_failure_policy: LoadFailurePolicy,
+    /// Tiers below the KV pool.
+    pub offload: OffloadOptions,
+    /// Reads in flight at once.
+    pub fetch_workers: usize,
+    /// Threads that compute, shared out to the ranks; all cores by default.
+    pub threads: Option<usize>,
+    /// Wait before each step: for demonstrations and tests.
+    pub pace: Option<Duration>,
+    /// The device fails after so many steps: for tests.
+    pub device_fails_after: Option<u64>,
+    /// What routers and engines of this cluster show each other. Needed beyond loopback.
+    pub cluster_secret: Option<String>,
+    /// Bytes of all bodies that are being read.
+    pub body_bytes_total: usize,
+    /// A client whose host acknowledges nothing for so long has left; zero: as the system does it.
+    pub client_lost: Duration,
+    /// How long requests and leases may take to end at shutdown.
+    pub shutdown_timeout: Duration,
+}
+
+impl EngineOptions {
+    /// Defaults for a checkpoint: loopback, free ports, 512 MiB of KV cache.
+    #[must_use]
+    pub fn new(model: ModelFiles) -> Self {
+        let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
+        Self {
+            model,
+            device: DeviceChoice::Cpu,
+            served_model_name: None,
+            role: Role::Both,
+            listen: loopback,
+            data_parallel_size: 1,
+            side_channel: loopback,
+            kv_transport: KvTransport::Auto,
+            nixl_library: None,
+            side_channel_host: None,
+            kv_ranks: 1,
+            block_tokens: 16,
+            kv_cache_bytes: 512 << 20,
+            kv_blocks: None,
+            gpu_memory_utilization: None,
+            kv_dtype: KvDtype::F32,
+            weights: WeightMode::Stored,
+            max_model_len: None,
+            max_num_seqs: 64,
+            max_num_batched_tokens: 512,
+            max_waiting: 1024,
+            kv_lease_duration: LeaseTerms::default().duration,
+            kv_load_failure_policy: LoadFailurePolicy::Recompute,
+            offload: OffloadOptions::default(),
+            fetch_workers: 4,
+            threads: None,
+            pace: None,
+            device_fails_after: None,
+            cluster_secret: None,
+            body_bytes_total: BODY_BYTES_TOTAL,
+            client_lost: Duration::from_secs(20),
+            shutdown_timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+/// Why an engine did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The checkpoint cannot be served.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// An option is out of its range.
+    #[error("{0}")]
+    Options(String),
+    /// A socket or thread could not be had.
+    #[error("{what}: {source}")]
+    System {
+        /// What for.
+        what: String,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+}
+
+pub(crate) fn system(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> StartError {
+    let what = what.into();
+    move |source| StartError::System { what, source }
+}
+
+/// Which legs an engine serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// Prefills and lends. Plain requests are served too.
+    Prefill,
+    /// Fetches and decodes. Plain requests are served too.
+    Decode,
+    /// Everything.
+    Both,
+}
+
+impl Role {
+    /// The word on the command line.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+            Self::Both => "both",
+        }
+    }
+}

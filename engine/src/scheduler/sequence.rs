@@ -1,0 +1,249 @@
+//! One sequence: the tokens of one choice of a request, its blocks, and how far it has been computed.
+
+use baton_connector::fetch::Fetch;
+use baton_connector::multi::Multi;
+use baton_connector::{BlockId, RequestId};
+
+use crate::blocks::hash::{self, BlockHash};
+use crate::scheduler::connectors_of;
+
+/// A sequence's name inside one engine; never reused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SeqId(pub u64);
+
+/// What a sequence is for.
+#[derive(Debug)]
+pub enum Purpose {
+    /// Prefill and decode here.
+    Plain,
+    /// Prefill here, then lend the blocks to a decode engine.
+    Produce {
+        /// To so many consumers.
+        consumers: u16,
+        /// And, to a single one, while the prompt is still computed, if that takes more than one step.
+        early: bool,
+    },
+    /// Fetch the prompt's blocks from a prefill engine, then decode here.
+    Consume(Fetch),
+}
+
+/// When generation stops.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StopRule {
+    /// At most this many new tokens; at least 1.
+    pub max_new: usize,
+    /// Tokens that end the text: the model's end-of-sequence tokens (unless ignored) and the request's own.
+    pub stop_ids: Vec<u32>,
+    /// None of them counts before this many new tokens.
+    pub min_new: usize,
+}
+
+impl StopRule {
+    /// Whether `token`, the last of `generated` new ones, ends the text.
+    #[must_use]
+    pub fn stops_at(&self, token: u32, generated: usize) -> bool {
+        generated >= self.min_new.max(1) && self.stop_ids.contains(&token)
+    }
+}
+
+/// What a client asked for, as far as scheduling is concerned.
+#[derive(Debug)]
+pub struct NewSequence {
+    /// Its name.
+    pub id: SeqId,
+    /// The request it belongs to.
+    pub request: RequestId,
+    /// The prompt; at least one token.
+    pub prompt: Vec<u32>,
+    /// When to stop.
+    pub stop: StopRule,
+    /// What it is for.
+    pub purpose: Purpose,
+    /// Starts only when that sequence has computed its prompt, to share its blocks (`n > 1`).
+    pub follows: Option<SeqId>,
+    /// Not the first of its request: it is accepted with the first one, also into a full queue, so that a request
+    /// is accepted whole or not at all.
+    pub rides: bool,
+    /// Separates this tenant's prefix cache from all others.
+    pub cache_salt: Option<Box<str>>,
+}
+
+/// Where a sequence stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Holds no blocks.
+    Waiting,
+    /// Its blocks are being written by a transfer; holds all its prompt's blocks.
+    Fetching,
+    /// Some of its blocks are being loaded from a tier; holds all its blocks.
+    Loading,
+    /// Takes part in steps.
+    Running,
+}
+
+/// Why a sequence ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FinishReason {
+    /// A stop token, or a stop string that the front end found.
+    Stop,
+    /// `max_tokens`, or the context is full.
+    Length,
+    /// The client left, or somebody aborted it by name.
+    Abort,
+    /// The engine could not go on with it.
+    Error,
+}
+
+impl FinishReason {
+    /// The word in responses and metrics.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::Abort => "abort",
+            Self::Error => "error",
+        }
+    }
+}
+
+/// How far a sequence's load from the tiers is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LoadProgress {
+    /// Of its blocks, the first that is loaded.
+    pub(crate) first: usize,
+    /// Blocks whose load is not over.
+    pub(crate) left: usize,
+    /// The first block that could not be loaded, or the one after the last.
+    pub(crate) whole_until: usize,
+}
+
+/// A sequence on an engine's books.
+#[derive(Debug)]
+pub struct Sequence {
+    pub(crate) id: SeqId,
+    /// Prompt, then what was generated.
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) prompt_len: usize,
+    /// Tokens whose KV is in `blocks`.
+    pub(crate) computed: usize,
+    /// Prompt tokens that came from the prefix cache or from a tier, at the first admission.
+    pub(crate) cached: usize,
+    /// Prompt tokens that came from a prefill engine.
+    pub(crate) fetched: usize,
+    pub(crate) blocks: Vec<BlockId>,
+    /// Of `blocks`, how many leading ones were found in the cache (the rest are landing while fetching).
+    pub(crate) shared: usize,
+    pub(crate) hashes: Vec<BlockHash>,
+    pub(crate) registered: usize,
+    pub(crate) phase: Phase,
+    pub(crate) load: Option<LoadProgress>,
+    /// P/D and offload, as one.
+    pub(crate) connectors: Multi,
+    pub(crate) purpose: Purpose,
+    pub(crate) stop: StopRule,
+    pub(crate) follows: Option<SeqId>,
+    pub(crate) salt: Option<Box<str>>,
+    pub(crate) preemptions: u32,
+    /// A growing lease was opened for it; it may have ended since.
+    pub(crate) lent_early: bool,
+}
+
+impl Sequence {
+    pub(crate) fn new(new: NewSequence) -> Self {
+        let prompt_len = new.prompt.len();
+        Self {
+            id: new.id,
+            tokens: new.prompt,
+            prompt_len,
+            computed: 0,
+            cached: 0,
+            fetched: 0,
+            blocks: Vec::new(),
+            shared: 0,
+            hashes: Vec::new(),
+            registered: 0,
+            phase: Phase::Waiting,
+            load: None,
+            connectors: connectors_of(&new.purpose),
+            purpose: new.purpose,
+            stop: new.stop,
+            follows: new.follows,
+            salt: new.cache_salt,
+            preemptions: 0,
+            lent_early: false,
+        }
+    }
+
+    /// Prompt and generated tokens.
+    #[must_use]
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Length of the prompt.
+    #[must_use]
+    pub fn prompt_len(&self) -> usize {
+        self.prompt_len
+    }
+
+    /// New tokens so far.
+    #[must_use]
+    pub fn generated(&self) -> usize {
+        self.tokens.len() - self.prompt_len
+    }
+
+    /// Tokens of the prompt that were not computed for this request: cached here, and fetched.
+    #[must_use]
+    pub fn reused(&self) -> (usize, usize) {
+        (self.cached, self.fetched)
+    }
+
+    /// Tokens whose KV is not in its blocks.
+    pub(crate) fn uncomputed(&self) -> usize {
+        self.tokens.len() - self.computed
+    }
+
+    /// How many consumers its blocks are for.
+    #[must_use]
+    pub fn consumers(&self) -> u16 {
+        match self.purpose {
+            Purpose::Produce { consumers, .. } => consumers,
+            Purpose::Plain | Purpose::Consume(_) => 0,
+        }
+    }
+
+    /// Whether its blocks are to be lent before they are computed. Only where the prompt is all that it will ever need
+    /// blocks for.
+    pub(crate) fn wants_early_lease(&self) -> bool {
+        let asked = matches!(self.purpose, Purpose::Produce { consumers: 1, early: true });
+        asked && !self.lent_early && self.stop.max_new == 1
+    }
+
+    /// Whether its blocks are for a decode engine.
+    #[must_use]
+    pub fn is_producer(&self) -> bool {
+        matches!(self.purpose, Purpose::Produce { .. })
+    }
+
+    /// The blocks that hold its KV, in order.
+    #[must_use]
+    pub fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+
+    /// Hashes of all full blocks of its tokens so far.
+    pub(crate) fn extend_hashes(&mut self, block_tokens: usize) {
+        hash::extend(&mut self.hashes, &self.tokens, block_tokens, self.salt.as_deref());
+    }
+
+    /// Whether the token just appended ends the sequence.
+    pub(crate) fn finish_reason(&self) -> Option<FinishReason> {
+        let generated = self.generated();
+        let last = self.tokens.last()?;
+        if self.stop.stops_at(*last, generated) {
+            return Some(FinishReason::Stop);
+        }
+        (generated >= self.stop.max_new).then_some(FinishReason::Length)
+    }
+}
