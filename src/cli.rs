@@ -39,12 +39,12 @@ pub(crate) enum Command {
     /// Explain how a request was routed, or how one would be
     Explain(ExplainArgs),
     /// Show blocks by state, leases and why they are held, and requests by phase, as they change
-    Top(Box<baton_bench::top::TopArgs>),
+    Top(Box<baton_bench::ops::top::TopArgs>),
     /// Cancel requests in each phase and verify that all KV blocks are freed
     #[command(
         after_help = "Exit codes: 0 healthy, 1 findings, 2 nothing could be checked, or no disconnect was verified"
     )]
-    Doctor(Box<baton_bench::doctor::DoctorArgs>),
+    Doctor(Box<baton_bench::ops::doctor::DoctorArgs>),
     /// Create API keys for clients of the router
     Key(KeyArgs),
     /// Check a router or an engine: exit with 0 if it responds with 200, otherwise with 1

@@ -43,7 +43,7 @@ fn main() -> ExitCode {
         cli::Command::Router(args) => router::run(&args),
         cli::Command::Check(args) => router::check(&args),
         cli::Command::Explain(args) => explain::run(&args),
-        cli::Command::Top(args) => baton_bench::top::run(&args, &mut Out),
+        cli::Command::Top(args) => baton_bench::ops::top::run(&args, &mut Out),
         cli::Command::Doctor(args) => return doctor(&args),
         cli::Command::Key(args) => router::key(&args.verb),
         cli::Command::Health(args) => health::run(&args),
@@ -55,7 +55,7 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             note(format_args!("baton: {error}"));
-            match error.is::<baton_bench::gpu::Skipped>() {
+            match error.is::<baton_bench::parts::gpu::Skipped>() {
                 true => ExitCode::from(SKIPPED),
                 false => ExitCode::FAILURE,
             }
@@ -75,14 +75,14 @@ fn explain_options(told: &clap::Error) -> ExitCode {
 }
 
 /// What the doctor found is its exit code.
-fn doctor(args: &baton_bench::doctor::DoctorArgs) -> ExitCode {
-    match baton_bench::doctor::run(args, &mut Out) {
+fn doctor(args: &baton_bench::ops::doctor::DoctorArgs) -> ExitCode {
+    match baton_bench::ops::doctor::run(args, &mut Out) {
         // A verdict that was not read is none.
         _ if is_closed() => ExitCode::from(CLOSED),
         Ok(verdict) => ExitCode::from(verdict.code()),
         Err(error) => {
             note(format_args!("baton: {error}"));
-            ExitCode::from(baton_bench::doctor::Verdict::NotSeen.code())
+            ExitCode::from(baton_bench::ops::doctor::Verdict::NotSeen.code())
         }
     }
 }

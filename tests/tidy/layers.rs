@@ -6,6 +6,7 @@ use super::{assert_none, sources};
 
 /// The layers of each source folder, bottom first.
 const LAYERS: &[(&str, &[&str])] = &[
+    ("bench/src/", &["common", "load", "sim", "parts", "systems", "disconnect", "ops", "chart"]),
     (
         "engine/src/",
         &[

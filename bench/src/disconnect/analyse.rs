@@ -1,21 +1,27 @@
 //! From raw events to a summary. A pure function: the same events give the same numbers, whenever they are read.
 
+pub(crate) mod abort_delivery;
+pub(crate) mod dist;
+pub(crate) mod faults;
+pub(crate) mod findings;
+pub(crate) mod sampled;
+pub(crate) mod series;
+pub(crate) mod summary;
+pub(crate) mod uncancelled;
+pub(crate) mod vanished;
+
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use super::dist::{Dist, Times};
-use super::faults::{self, Fault};
-use super::findings;
-use super::load::{Load, Rate};
-use super::phase::{Kind, Phase};
-use super::raw::{ActKind, Books, CallRecord, EngineFacts, Record, Run};
-use super::retries::Retries;
-use super::sampled;
-use super::series;
-use super::summary::{EngineRow, Group, KindRow, PhaseRow, Service, StormCancels, Summary, Texts};
-use super::timeline::{Leg, Timeline, Told};
-use super::uncancelled;
-use super::untold::{self, Telling};
-use super::vanished::{self, NotPlayed};
+use self::abort_delivery::Telling;
+use self::dist::{Dist, Times};
+use self::faults::Fault;
+use self::summary::{EngineRow, Group, KindRow, PhaseRow, Service, StormCancels, Summary, Texts};
+use self::vanished::NotPlayed;
+use super::drive::rate::{Load, Rate};
+use super::plan::phase::{Kind, Phase};
+use super::record::raw::{ActKind, Books, CallRecord, EngineFacts, Record, Run};
+use super::record::retries::Retries;
+use super::record::timeline::{Leg, Timeline, Told};
 
 /// The raw events, sorted into what they are about.
 #[derive(Default)]
@@ -245,7 +251,7 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
     let telling = Telling::of(&victims);
     let group = |of: &dyn Fn(&Victim<'_>) -> bool| {
         let chosen: Vec<_> = victims.iter().chain(&vanished).filter(|victim| of(victim)).collect();
-        let ran_on = Some(untold::ran_on(&chosen, &telling));
+        let ran_on = Some(abort_delivery::ran_on(&chosen, &telling));
         Group { ran_on, ..grouped(&chosen, &facts) }
     };
     let aimed_at = |call: &CallRecord| call.leaves.and_then(|leaves| leaves.phase);
@@ -303,7 +309,7 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         calm_paired: stand_ins(&facts),
         ttft_p99_over_calm_paired: uncancelled::ttft_p99_over_calm_paired(&facts),
         uncancelled: uncancelled::compared(&facts),
-        work: untold::rows(&victims, &telling).into_iter().map(|(row, _)| row).collect(),
+        work: abort_delivery::rows(&victims, &telling).into_iter().map(|(row, _)| row).collect(),
         faults: faults::rows(&facts),
         excused_leases: findings::excused_leases(&facts),
         engines: facts.engines.iter().map(|engine| engine_row(&facts, engine)).collect(),

@@ -7,13 +7,13 @@ use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
-use super::dist::Dist;
-use super::phase::{Kind, Phase};
-use super::sampled::Sampled;
-use super::summary::{Compared, FaultRow, Group, Series, Service, StormCancels, Summary};
-use super::uncancelled::SLOWER;
-use super::vanished::Vanished;
-use crate::stats::{Spread, rounded};
+use super::analyse::dist::Dist;
+use super::analyse::sampled::Sampled;
+use super::analyse::summary::{Compared, FaultRow, Group, Series, Service, StormCancels, Summary};
+use super::analyse::uncancelled::SLOWER;
+use super::analyse::vanished::Vanished;
+use super::plan::phase::{Kind, Phase};
+use crate::common::stats::{Spread, rounded};
 
 pub(crate) use page::page;
 pub(crate) use svg::escaped;

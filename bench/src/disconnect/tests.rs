@@ -2,12 +2,12 @@
 
 use baton_connector::lease::Cause;
 
+use super::analyse::dist::{Dist, Times};
+use super::analyse::summary::Summary;
 use super::analyse::{Facts, summary};
-use super::dist::{Dist, Times};
-use super::phase::{Kind, Phase};
-use super::raw::{self, ActKind, Books, CallRecord, EngineFacts, EventRecord, Leaves, Record, Run};
+use super::plan::phase::{Kind, Phase};
+use super::record::raw::{self, ActKind, Books, CallRecord, EngineFacts, EventRecord, Leaves, Record, Run};
 use super::report;
-use super::summary::Summary;
 
 mod faults;
 mod findings;

@@ -14,13 +14,13 @@ use super::ask::Ask;
 use super::call::{Call, Outcome, Stage};
 use super::clock::Moment;
 use super::far::FarHost;
-use super::http::Reader;
 use super::limits::{FRAMING_WAIT, KEPT_MAX, Limits};
 use super::reply::{Complaint, Said};
-use super::sse::Events;
 use super::target::{Scheme, Target, TargetError};
-use super::tls;
-use super::wire::{Dial, Wire};
+use super::wire::connection::{Dial, Wire};
+use super::wire::framing::Reader;
+use super::wire::sse::Events;
+use super::wire::tls;
 
 /// When a client leaves.
 #[derive(Clone, Debug, Default)]
@@ -38,7 +38,7 @@ pub(crate) enum Leave {
     WhenOrAfterTokens(CancellationToken, usize),
 }
 
-/// How a client leaves. See [`super::wire`].
+/// How a client leaves. See [`super::wire::connection`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Manner {
     #[default]

@@ -22,10 +22,10 @@ use super::ask::Ask;
 use super::call::{Call, Outcome};
 use super::client::{Client, Leave, Manner};
 use super::clock::Moment;
+use super::plan::workload::{Plan, Planned};
 use super::retry::Retries;
 use super::rng::Rng;
 use super::speaker::Speaker;
-use super::workload::{Plan, Planned};
 
 /// Requests that are written before they are due.
 const WRITTEN_AHEAD: usize = 256;

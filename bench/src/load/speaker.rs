@@ -9,8 +9,8 @@ use super::ask::{Ask, Endpoint, Prompt, Streaming, Wish};
 use super::call::{Call, Outcome};
 use super::client::{Client, Connections, Leave, Manner};
 use super::limits::Limits;
-use super::prompts::{WORDS, Words, WordsError};
-use super::workload::Planned;
+use super::plan::prompts::{WORDS, Words, WordsError};
+use super::plan::workload::Planned;
 
 /// An endpoint is asked about itself for at most so long; a request of one token among others.
 const PATIENCE: Duration = Duration::from_secs(60);

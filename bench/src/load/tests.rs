@@ -478,7 +478,8 @@ fn damaged_answers_are_errors_and_nothing_worse() {
                 break;
             }
         }
-        let (mut reader, mut events, mut read) = (http::Reader::new(1 << 16), sse::Events::default(), 0);
+        let (mut reader, mut events, mut read) =
+            (super::wire::framing::Reader::new(1 << 16), super::wire::sse::Events::default(), 0);
         'answer: for part in bytes.chunks(1 + rng.below(64) as usize) {
             if reader.feed(part, events.buffer()).is_err() {
                 break;

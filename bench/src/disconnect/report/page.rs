@@ -5,10 +5,10 @@ mod words;
 
 use std::fmt::Write as _;
 
-use super::super::dist::Dist;
-use super::super::summary::{Group, Measure, Series, Service, Summary, Texts};
-use super::super::uncancelled::SLOWER;
-use super::super::vanished::Vanished;
+use super::super::analyse::dist::Dist;
+use super::super::analyse::summary::{Group, Measure, Series, Service, Summary, Texts};
+use super::super::analyse::uncancelled::SLOWER;
+use super::super::analyse::vanished::Vanished;
 use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
 use super::{
     above, count, decimals, excused, from_samples, known, ms, never, percentile, ran_on, rounds,

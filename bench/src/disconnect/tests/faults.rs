@@ -1,6 +1,6 @@
 //! What a fault met, and what became of whom.
 
-use super::super::flight::{InFlight, Struck, Wanted};
+use super::super::record::flight::{InFlight, Struck, Wanted};
 use super::*;
 
 /// Something that breaks at 3,000 and is mended at 4,000.

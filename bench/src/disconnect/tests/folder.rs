@@ -5,7 +5,8 @@ use std::path::Path;
 
 use clap::Parser;
 
-use crate::disconnect::{DisconnectOptions, folder, run};
+use crate::disconnect::plan::options::DisconnectOptions;
+use crate::disconnect::{folder, run};
 
 #[derive(Parser)]
 struct Line {

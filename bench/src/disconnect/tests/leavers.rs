@@ -1,7 +1,7 @@
 //! Who was to leave in the storms, what was asked again, and what else the reports say of it.
 
-use super::super::retries::Retries;
-use super::super::summary::StormCancels;
+use super::super::analyse::summary::StormCancels;
+use super::super::record::retries::Retries;
 use super::*;
 
 #[test]

@@ -1,6 +1,6 @@
 //! What looks at metrics say of blocks that are held for nobody, beside what was held.
 
-use super::super::sampled;
+use super::super::analyse::sampled;
 use super::*;
 
 /// A look every 40 ms from 0 to 10 s at an engine that holds so many blocks, and has so many requests.

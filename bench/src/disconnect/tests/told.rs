@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::super::load::{Chosen, Rate};
+use super::super::drive::rate::{Chosen, Rate};
 use super::*;
 
 fn rate() -> Rate {
@@ -81,7 +81,11 @@ fn the_documentation_says_what_every_key_of_a_summary_means() {
     // What another command writes is told where that is; options are those of the command line; and phases are the page's.
     keys(&sample, &["compared_with", "options", "in_flight"], &mut used);
     keys(&written, &["options", "in_flight"], &mut used);
-    keys(&serde_json::to_value(super::super::sampled::Sampled::default()).expect("JSON"), &[], &mut used);
+    keys(
+        &serde_json::to_value(super::super::analyse::sampled::Sampled::default()).expect("JSON"),
+        &[],
+        &mut used,
+    );
     let phases = serde_json::to_value(Phase::ALL).expect("JSON");
     let is_phase = |key: &str| phases.as_array().is_some_and(|all| all.contains(&key.into()));
     let is_told = |key: &str| table.contains(&format!("`{key}`"));

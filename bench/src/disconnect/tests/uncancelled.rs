@@ -1,6 +1,6 @@
 //! Who stayed, one by one with the same requests of the calm.
 
-use super::super::summary::{Compared, Measure};
+use super::super::analyse::summary::{Compared, Measure};
 use super::*;
 use crate::load::rng::Rng;
 

@@ -20,7 +20,7 @@ fn vanishes(script: &mut Script, tag: &str, back: u64, aborted: bool) {
     script.told(D, tag, &[("ended", back - 1, 64, how), ("freed", back, 8, "")]);
 }
 
-fn vanish_row(summary: &Summary) -> &super::super::summary::KindRow {
+fn vanish_row(summary: &Summary) -> &super::super::analyse::summary::KindRow {
     summary.kinds.iter().find(|row| row.kind == Kind::Vanish).expect("a row")
 }
 

@@ -2,10 +2,10 @@
 
 use std::fmt::Write as _;
 
-use super::super::super::summary::Summary;
+use super::super::super::analyse::summary::Summary;
 use super::super::svg::escaped;
 use super::super::{NOT_COMPARED, count, ms};
-use crate::compare::gap_value;
+use crate::systems::compare::gap_value;
 
 /// Gateways in the table, at most.
 const BESIDE_MAX: usize = 20;

@@ -2,9 +2,9 @@
 
 use std::fmt::Write as _;
 
-use super::super::super::summary::Summary;
-use super::super::super::timeline::RACE_US;
-use super::super::super::uncancelled::SLOWER;
+use super::super::super::analyse::summary::Summary;
+use super::super::super::analyse::uncancelled::SLOWER;
+use super::super::super::record::timeline::RACE_US;
 use super::super::svg::escaped;
 
 pub(super) fn draw(summary: &Summary, out: &mut String) {

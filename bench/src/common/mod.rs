@@ -1,0 +1,6 @@
+//! What every benchmark uses: the machine, processes, statistics, an HTTP client, errors.
+
+pub(crate) mod http_client;
+pub(crate) mod machine;
+pub(crate) mod processes;
+pub(crate) mod stats;

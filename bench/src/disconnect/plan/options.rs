@@ -1,0 +1,300 @@
+//! What a run is told: its options, what is wrong with them, and the terms on which its parts are played.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::BenchError;
+use crate::disconnect::analyse::vanished::NOTICED_MS;
+use crate::disconnect::plan::phase::{Kind, Phase};
+
+/// A round is no shorter.
+const ROUND_SECONDS_MIN: f64 = 0.5;
+
+/// Options of `baton bench disconnect`.
+#[derive(Debug, clap::Args)]
+pub struct DisconnectOptions {
+    /// OpenAI endpoint of the deployment [default: start a router, a prefill and a decode engine]
+    #[arg(long, value_name = "URL")]
+    pub(crate) url: Option<String>,
+    /// Admin URL of the router, which lists the engines
+    #[arg(long, value_name = "URL", requires = "url")]
+    pub(crate) admin: Option<String>,
+    /// Engine to observe; ROLE is `prefill`, `decode` or `both` (repeatable)
+    #[arg(long = "engine", value_name = "[ROLE=]URL", requires = "url")]
+    pub(crate) engines: Vec<String>,
+    /// Model to request [default: the first that the endpoint lists]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) model: Option<String>,
+    /// Request chat completions instead of completions
+    #[arg(long)]
+    pub(crate) chat: bool,
+    /// File with the clients' API key in its first line
+    #[arg(long, value_name = "FILE")]
+    pub(crate) api_key_file: Option<PathBuf>,
+    /// File with the token of the admin listener in its first line
+    #[arg(long, value_name = "FILE")]
+    pub(crate) admin_token_file: Option<PathBuf>,
+    /// File with the cluster secret in its first line
+    #[arg(long, value_name = "FILE")]
+    pub(crate) cluster_secret_file: Option<PathBuf>,
+    /// Directory for events.jsonl, summary.json and report.html
+    #[arg(long, value_name = "DIR", default_value = "baton-disconnect")]
+    pub(crate) out: PathBuf,
+    /// Share of requests that are cancelled in a storm
+    #[arg(long, value_name = "FRACTION", default_value_t = 0.5, value_parser = share)]
+    pub(crate) cancel_share: f64,
+    /// Requests per second in calm and storm [default: half of what the deployment can serve]
+    #[arg(long, value_name = "N")]
+    pub(crate) rate: Option<f64>,
+    /// Seconds of calm, and of storm, over all rounds
+    #[arg(long, value_name = "N", default_value_t = 30.0)]
+    pub(crate) seconds: f64,
+    /// Rounds of calm and storm, which share --seconds
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub(crate) rounds: u32,
+    /// Share of requests in calm and storm with a response in one piece
+    #[arg(long, value_name = "FRACTION", default_value_t = 0.2, value_parser = share)]
+    pub(crate) unary_share: f64,
+    /// Phases in which clients cancel, separated by commas
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',', default_values_t = Phase::ALL, value_enum)]
+    pub(crate) phases: Vec<Phase>,
+    /// Ways in which clients cancel, separated by commas
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',', default_values_t = Kind::ALL, value_enum)]
+    pub(crate) cancel_by: Vec<Kind>,
+    /// Milliseconds a stalled client reads nothing before it resets; less if context or pools limit the
+    /// response
+    #[arg(long, value_name = "MS", default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    pub(crate) stall_ms: u64,
+    /// Milliseconds to notice a vanished client; sets `timeouts.client_lost_ms` of a router started here
+    #[arg(long, value_name = "MS", default_value_t = NOTICED_MS, value_parser = clap::value_parser!(u64).range(1_000..=3_600_000))]
+    pub(crate) vanish_noticed_ms: u64,
+    /// Cancelled requests per phase
+    #[arg(long, value_name = "N", default_value_t = 60, value_parser = victims)]
+    pub(crate) cancels: usize,
+    /// Maximum seconds per phase
+    #[arg(long, value_name = "SECONDS", default_value_t = 10.0)]
+    pub(crate) phase_seconds: f64,
+    /// Words of a prompt
+    #[arg(long, value_name = "N", default_value_t = 120)]
+    pub(crate) prompt_words: usize,
+    /// Tokens of a response
+    #[arg(long, value_name = "N", default_value_t = 48)]
+    pub(crate) max_tokens: u32,
+    /// Milliseconds after a cancel from which its blocks count as stranded
+    #[arg(long, value_name = "MS", default_value_t = 1_000)]
+    pub(crate) stranded_after_ms: u64,
+    /// Maximum seconds for engines to become idle after each segment
+    #[arg(long, value_name = "SECONDS", default_value_t = 5.0)]
+    pub(crate) quiesce: f64,
+    /// Maximum seconds for engines to become idle at the end; long enough for a lease to expire
+    #[arg(long, value_name = "SECONDS", default_value_t = 35.0)]
+    pub(crate) final_wait: f64,
+    /// Maximum seconds to repeat prompts and compare their responses
+    #[arg(long, value_name = "SECONDS", default_value_t = 20.0)]
+    pub(crate) verify_seconds: f64,
+    /// Use only the engines' metrics, as if they had no event log
+    #[arg(long)]
+    pub(crate) metrics_only: bool,
+    /// Command for `sh -c` that causes the fault NAME under load (repeatable)
+    #[arg(long, value_name = "NAME=COMMAND", requires = "url")]
+    pub(crate) fault: Vec<String>,
+    /// Command for `sh -c` that ends the fault NAME a moment later (repeatable)
+    #[arg(long, value_name = "NAME=COMMAND", requires = "url")]
+    pub(crate) recover: Vec<String>,
+    /// Output of `baton bench compare --json`, to show other gateways beside this deployment
+    #[arg(long, value_name = "FILE")]
+    pub(crate) compare_with: Option<PathBuf>,
+    /// Kill and restart nothing; only a deployment that was started here is killed at all
+    #[arg(long)]
+    pub(crate) no_faults: bool,
+    /// Options of engines that are started here, after `--`
+    #[arg(last = true, value_name = "ENGINE OPTIONS")]
+    pub(crate) engine_options: Vec<String>,
+    /// Seed of arrivals, prompts and cancels
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Print the summary as one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Fail if there are findings
+    #[arg(long)]
+    pub(crate) fail_on_findings: bool,
+}
+
+/// Options of `baton bench report`.
+#[derive(Debug, clap::Args)]
+pub struct ReportOptions {
+    /// Directory written by `baton bench disconnect`; events may be compressed (`events.jsonl.gz`)
+    #[arg(value_name = "DIR")]
+    pub(crate) folder: PathBuf,
+    /// Print the summary as one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(share) if (0.0..=1.0).contains(&share) => Ok(share),
+        _ => Err("a share is a number from 0 to 1".into()),
+    }
+}
+
+fn victims(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(victims) if (1..=100_000).contains(&victims) => Ok(victims),
+        _ => Err("a number of clients, from 1 to 100,000".into()),
+    }
+}
+
+/// How the parts of a run are played.
+pub(crate) struct Terms {
+    /// A calm, or a storm, of one round.
+    pub(crate) act: Duration,
+    pub(crate) rounds: u32,
+    pub(crate) phase: Duration,
+    pub(crate) fault: Duration,
+    /// Share of the requests that leave while something is broken: half of the storm's, for who stays is what it is judged by.
+    pub(crate) fault_share: f64,
+    pub(crate) settle: Duration,
+    pub(crate) rate: f64,
+    pub(crate) unary: f64,
+    pub(crate) victims: usize,
+    pub(crate) kinds: Vec<Kind>,
+}
+
+impl DisconnectOptions {
+    pub(crate) fn check(&self) -> Result<(), BenchError> {
+        let positive = |name: &str, value: f64| {
+            if value.is_finite() && value > 0.0 && value < 1e6 {
+                Ok(())
+            } else {
+                Err(format!("--{name} must be a positive number"))
+            }
+        };
+        positive("seconds", self.seconds)?;
+        positive("phase-seconds", self.phase_seconds)?;
+        positive("quiesce", self.quiesce)?;
+        positive("final-wait", self.final_wait)?;
+        positive("verify-seconds", self.verify_seconds)?;
+        positive("rate", self.rate.unwrap_or(1.0))?;
+        if self.seconds / f64::from(self.rounds) < ROUND_SECONDS_MIN {
+            return Err(format!(
+                "--seconds must be at least {ROUND_SECONDS_MIN} for each of the {} --rounds",
+                self.rounds
+            )
+            .into());
+        }
+        if self.prompt_words == 0 || self.prompt_words > 1_000_000 {
+            return Err("--prompt-words must be from 1 to 1,000,000".into());
+        }
+        if self.max_tokens < 2 {
+            return Err("--max-tokens must be at least 2".into());
+        }
+        if self.url.is_some() && !self.engine_options.is_empty() {
+            return Err("engine options are for engines that are started here, without --url".into());
+        }
+        Ok(())
+    }
+
+    /// What was chosen, for the record; what has a place of its own there is not repeated.
+    pub(crate) fn described(&self, engines: usize) -> serde_json::Value {
+        let named = |commands: &[String]| -> Vec<String> {
+            commands.iter().filter_map(|text| Some(text.split_once('=')?.0.to_owned())).collect()
+        };
+        serde_json::json!({
+            "engines": engines, "chat": self.chat, "metrics_only": self.metrics_only,
+            "rate": self.rate, "seconds": self.seconds, "rounds": self.rounds, "cancel_share": self.cancel_share, "unary_share": self.unary_share,
+            "phases": self.phases, "cancel_by": self.cancel_by, "stall_ms": self.stall_ms, "vanish_noticed_ms": self.vanish_noticed_ms, "cancels": self.cancels, "phase_seconds": self.phase_seconds,
+            "prompt_words": self.prompt_words, "max_tokens": self.max_tokens,
+            "quiesce": self.quiesce, "final_wait": self.final_wait, "verify_seconds": self.verify_seconds,
+            "fault": named(&self.fault), "recover": named(&self.recover), "no_faults": self.no_faults,
+            "engine_options": self.engine_options,
+        })
+    }
+
+    pub(crate) fn compared_with(&self) -> Result<Option<serde_json::Value>, BenchError> {
+        let Some(file) = &self.compare_with else { return Ok(None) };
+        let wrong = |error: &dyn std::fmt::Display| format!("{}: {error}", file.display());
+        let text = std::fs::read(file).map_err(|error| wrong(&error))?;
+        let compared: serde_json::Value = serde_json::from_slice(&text).map_err(|error| wrong(&error))?;
+        if !compared["targets"].is_array() {
+            return Err(wrong(&"not what `baton bench compare --json` writes").into());
+        }
+        Ok(Some(compared))
+    }
+
+    /// How to break and to mend parts of a running deployment, by name.
+    pub(crate) fn commands(&self) -> Result<BTreeMap<String, (String, Option<String>)>, BenchError> {
+        let named = |option: &str, text: &str| match text.split_once('=') {
+            Some((name, command)) if !name.is_empty() && !command.is_empty() => {
+                Ok((name.to_owned(), command.to_owned()))
+            }
+            _ => Err(format!("--{option} must be NAME=COMMAND, not `{text}`")),
+        };
+        let mut commands = BTreeMap::new();
+        for text in &self.fault {
+            let (name, command) = named("fault", text)?;
+            commands.insert(name, (command, None));
+        }
+        for text in &self.recover {
+            let (name, command) = named("recover", text)?;
+            match commands.get_mut(&name) {
+                Some((_, mend)) => *mend = Some(command),
+                None => return Err(format!("--recover {name}=… has no --fault {name}=…").into()),
+            }
+        }
+        Ok(commands)
+    }
+
+    pub(crate) fn terms(&self) -> Terms {
+        let seconds = Duration::from_secs_f64;
+        let act = self.seconds / f64::from(self.rounds);
+        Terms {
+            act: seconds(act),
+            rounds: self.rounds,
+            phase: seconds(self.phase_seconds),
+            fault: seconds((act * 1.5).max(4.0)),
+            fault_share: self.cancel_share / 2.0,
+            settle: seconds(self.quiesce),
+            // Calibration finds a better one.
+            rate: self.rate.unwrap_or(1.0),
+            unary: self.unary_share,
+            victims: self.cancels,
+            kinds: self.cancel_by.clone(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Args as _, FromArgMatches as _};
+
+    use super::*;
+
+    #[test]
+    fn the_record_has_every_option_that_a_run_depends_on() {
+        let command = DisconnectOptions::augment_args(clap::Command::new("disconnect"));
+        let given = command.clone().get_matches_from(["disconnect"]);
+        let options = DisconnectOptions::from_arg_matches(&given).expect("defaults");
+        let described = options.described(2);
+        // In the record by themselves, in its command line alone, or of no consequence to what is measured.
+        let elsewhere = [
+            "url",
+            "admin",
+            "model",
+            "seed",
+            "stranded_after_ms",
+            "out",
+            "json",
+            "fail_on_findings",
+            "compare_with",
+            "api_key_file",
+            "admin_token_file",
+            "cluster_secret_file",
+        ];
+        for option in command.get_arguments().map(|option| option.get_id().as_str()) {
+            assert!(described.get(option).is_some() != elsewhere.contains(&option), "{option}: {described}");
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! What the metrics of a vLLM engine say of its blocks and requests.
+
+use crate::common::http_client::Samples;
+use crate::disconnect::record::raw::Books;
+
+/// Without a number of blocks the usage is told in thousandths of the pool.
+const THOUSANDTHS: u64 = 1_000;
+
+/// The engine's books, as far as its metrics tell them.
+///
+/// vLLM's usage is `1 − free / (num_gpu_blocks − 1)`, for one block of its pool is nobody's (`BlockPool.get_usage`); Baton's
+/// counts all. What is held comes out as `held × n / (n − 1)` or as `held`: rounded down it is the same, but for a full pool.
+pub(super) fn books(samples: &Samples) -> Books {
+    let configured = samples
+        .of("vllm:cache_config_info")
+        .find_map(|(labels, _)| labels.get("num_gpu_blocks").and_then(|blocks| blocks.parse::<u64>().ok()))
+        .filter(|blocks| *blocks > 0);
+    let per_rank = configured.unwrap_or(THOUSANDTHS);
+    // One share for each data-parallel rank, each of a pool of the same size.
+    let usage = ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"];
+    let shares =
+        usage.iter().map(|name| samples.of(name).map(|(_, share)| share.clamp(0.0, 1.0)).collect::<Vec<_>>());
+    let shares = shares.into_iter().find(|shares| !shares.is_empty()).unwrap_or_default();
+    let requests = ["vllm:num_requests_running", "vllm:num_requests_waiting"];
+    // A share that is a whole number of blocks is not quite one in binary.
+    let held = |share: &f64| (share * per_rank as f64 + 1e-6).floor() as u64;
+    Books {
+        total: per_rank * shares.len().max(1) as u64,
+        thousandths: configured.is_none(),
+        held: shares.iter().map(held).sum(),
+        requests: requests.iter().filter_map(|name| samples.sum(name, &[])).sum::<f64>() as u64,
+        ..Books::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::common::http_client::Origin;
+    use crate::sim::engines::{Dialect, EnginePlan, FleetPlan, SimFleet};
+
+    /// Longer than anything here takes.
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    #[tokio::test]
+    async fn what_a_simulated_engine_lends_is_what_its_metrics_are_read_as() {
+        for (dialect, nobodys) in [(Dialect::Baton, 0), (Dialect::Vllm, 1)] {
+            let plan = EnginePlan { dialect, lease: PATIENCE, ..EnginePlan::instant() };
+            let blocks = plan.blocks as u64 + nobodys;
+            let fleet = SimFleet::start(FleetPlan::new(1, 1, plan)).expect("a fleet starts on loopback");
+            let prefill = Origin::parse(&fleet.prefill()[0].to_string()).expect("an address");
+            for lent in 0..4 {
+                let samples = prefill.samples(PATIENCE).await.expect("metrics");
+                // Three for each prompt of 40 words.
+                let expected = Books { total: blocks, held: 3 * lent, ..Books::default() };
+                assert_eq!(books(&samples), expected, "{dialect:?}");
+                let prompt: String = (0..40).map(|word| format!("w{lent}x{word} ")).collect();
+                let first_leg = json!({
+                    "model": "sim", "prompt": prompt, "max_tokens": 1,
+                    "kv_transfer_params": {"do_remote_decode": true, "do_remote_prefill": false},
+                });
+                prefill.post_json("/v1/completions", &first_leg, PATIENCE).await.expect("an answer");
+            }
+        }
+    }
+
+    #[test]
+    fn a_share_of_a_pool_is_its_blocks_whether_or_not_one_of_them_is_nobodys() {
+        let text = "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"200\"} 1\n\
+                    vllm:kv_cache_usage_perc{engine=\"0\"} 0.25\nvllm:num_requests_running 3\nvllm:num_requests_waiting 1\n";
+        let seen = books(&Samples::parse(text));
+        assert_eq!((seen.total, seen.held, seen.requests, seen.thousandths), (200, 50, 4, false));
+        for nobodys in [0, 1] {
+            for held in 0..199_u64 {
+                let usage = 1.0 - (200 - nobodys - held) as f64 / (200 - nobodys) as f64;
+                let text = format!(
+                    "vllm:cache_config_info{{num_gpu_blocks=\"200\"}} 1\nvllm:kv_cache_usage_perc {usage}\n"
+                );
+                assert_eq!(books(&Samples::parse(&text)).held, held, "{nobodys}");
+            }
+        }
+        let two = "vllm:cache_config_info{num_gpu_blocks=\"100\"} 1\n\
+                   vllm:kv_cache_usage_perc{engine=\"0\"} 0.9\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.8\n";
+        let seen = books(&Samples::parse(two));
+        assert_eq!((seen.total, seen.held), (200, 170));
+    }
+
+    #[test]
+    fn a_pool_whose_size_is_not_told_is_counted_in_thousandths_and_says_so() {
+        for config in ["", "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"None\"} 1\n"] {
+            let seen = books(&Samples::parse(&format!("{config}vllm:kv_cache_usage_perc 0.25\n")));
+            assert_eq!((seen.total, seen.held, seen.thousandths), (1_000, 250, true));
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! A lease that we ask for ourselves: how long it lives, against what the router needs, and whether the side channel that
+//! it names can be reached. It is given back at once.
+//!
+//! Only engines of Baton's are asked: a stock engine would keep the blocks until its lease expires.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::checkup::{Checkup, Warning};
+use super::leave::prompt;
+use super::look::{Engine, PATIENCE, Seen};
+
+/// A prompt of a few blocks.
+const WORDS: usize = 40;
+/// A connection to a side channel.
+const CONNECT: Duration = Duration::from_secs(2);
+/// A prefill on a busy engine.
+const PREFILL: Duration = Duration::from_secs(30);
+/// The router gives a silent decode engine up after `liveness_probe_ms` and two questions of two seconds each.
+const QUESTIONS_MS: u64 = 4_000;
+/// A lease in a deployment without a router in view; vLLM's default is 30 s.
+const SHORT_MS: u64 = 5_000;
+
+/// Asks every prefill engine for a lease.
+pub(super) async fn leases(seen: &Seen, checkup: &mut Checkup) {
+    // Only an engine that tells its blocks' layout gives handles, by which a lease is given back.
+    let lends = |engine: &&Engine| {
+        let prefills = matches!(engine.role.as_deref(), Some("prefill" | "both"));
+        engine.up && prefills && engine.layout.is_some()
+    };
+    let mut asked = 0;
+    for engine in seen.engines.iter().filter(lends) {
+        asked += 1;
+        lease(engine, &seen.configs, checkup).await;
+    }
+    if asked == 0 {
+        checkup.skip("side channel", "", "no prefill engine of Baton is known");
+    }
+}
+
+async fn lease(engine: &Engine, configs: &[Value], checkup: &mut Checkup) {
+    let name = engine.name.as_str();
+    let Some(model) = engine.models.first() else {
+        return checkup.skip("side channel", name, "it lists no model");
+    };
+    let tag = format!("baton-doctor-lease-{}", crate::ops::top::source::now_us());
+    let body = json!({
+        "model": model, "prompt": prompt(&tag, WORDS), "max_tokens": 1, "temperature": 0, "user": tag,
+        "kv_transfer_params": {"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
+            "remote_block_ids": null, "remote_host": null, "remote_port": null},
+    });
+    let answer = match engine.origin.post_json("/v1/completions", &body, PREFILL).await {
+        Ok(answer) => answer,
+        Err(error) => return checkup.fail("lease", name, format!("a prefill was refused: {error}")),
+    };
+    let lent = &answer["kv_transfer_params"];
+    if lent.is_null() {
+        return checkup.fail("lease", name, "it computed a prompt and opened no lease");
+    }
+    if let Some(left) = lent["remote_lease_left_ms"].as_u64() {
+        duration(name, left, configs, checkup);
+    }
+    side_channel(name, lent, checkup).await;
+    let Some(handle) = lent["remote_handle"].as_str() else {
+        return checkup.warn(
+            Warning::Lease,
+            name,
+            "it returned no handle: the blocks of this probe are freed when its lease expires",
+        );
+    };
+    let release = json!({"handle": handle, "reason": "router_release"});
+    match engine.origin.post_json("/kv/release", &release, PATIENCE).await {
+        Ok(told) if told["result"] == "unknown" => {
+            checkup.fail("lease", name, "it does not know the lease that it just opened");
+        }
+        Ok(_) => checkup.ok("lease", name, "opened and released"),
+        Err(error) => checkup.fail("lease", name, format!("it cannot be released: {error}")),
+    }
+}
+
+fn duration(name: &str, left_ms: u64, configs: &[Value], checkup: &mut Checkup) {
+    let seconds = |ms: u64| ms as f64 / 1e3;
+    let alive = configs.iter().filter_map(|config| config["timeouts"]["liveness_probe_ms"].as_u64()).max();
+    let Some(alive) = alive else {
+        return if left_ms < SHORT_MS {
+            checkup.warn(
+                Warning::LeaseTime,
+                name,
+                format!("{:.1} s is short: a decode engine may pause for longer", seconds(left_ms)),
+            );
+        } else {
+            checkup.ok("lease time", name, format!("{:.1} s", seconds(left_ms)));
+        };
+    };
+    let needed = alive + QUESTIONS_MS;
+    if left_ms < needed {
+        let told = format!(
+            "{:.1} s is too short: the router gives up an unresponsive decode engine after {:.1} s \
+             (timeouts.liveness_probe_ms)",
+            seconds(left_ms),
+            seconds(needed)
+        );
+        checkup.warn(Warning::LeaseTime, name, told);
+    } else {
+        let told = format!(
+            "{:.1} s; the router gives up an unresponsive decode engine after {:.1} s",
+            seconds(left_ms),
+            seconds(needed)
+        );
+        checkup.ok("lease time", name, told);
+    }
+}
+
+async fn side_channel(name: &str, lent: &Value, checkup: &mut Checkup) {
+    let (Some(host), Some(port)) = (lent["remote_host"].as_str(), lent["remote_port"].as_u64()) else {
+        return checkup.fail("side channel", name, "its handoff contains no address");
+    };
+    let port = u16::try_from(port).unwrap_or(0);
+    let place = format!("{host}:{port}");
+    match tokio::time::timeout(CONNECT, tokio::net::TcpStream::connect((host, port))).await {
+        Ok(Ok(_)) => checkup.ok("side channel", name, format!("{place} is reachable from here")),
+        Ok(Err(error)) => {
+            checkup.fail("side channel", name, format!("{place} is not reachable from here: {error}"))
+        }
+        Err(_) => checkup.fail(
+            "side channel",
+            name,
+            format!("{place} does not respond from here within {} s", CONNECT.as_secs()),
+        ),
+    }
+}

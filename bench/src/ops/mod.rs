@@ -1,0 +1,4 @@
+//! Tools for operators: `baton top` and `baton doctor`.
+
+pub mod doctor;
+pub mod top;

@@ -1,0 +1,250 @@
+//! `baton bench gpu-ipc`: a handoff's blocks from one process to another on one device, through the transport that engines
+//! use, checked byte by byte and timed beside copies inside the device.
+//!
+//! The command starts itself once more as the producer. Read and verdict are timed together, as a fetch needs both. On
+//! `--device software` the same is run in host memory: a check of this command, and no measurement of a GPU.
+
+use std::io::{self, BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use baton_connector::transport::{Part, Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
+use baton_connector::{BlockId, Epoch, Handle, Reader};
+use baton_connector_device::{BATCH_BYTES, ClientOptions, DevicePool, ServerOptions, producer, transport};
+use baton_connector_shm::{ShmServer, listen};
+use baton_engine::compute::cuda::driver::CudaDevice;
+use baton_engine::compute::cuda::software::SoftDevice;
+use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, Element, cubins};
+use clap::Args;
+use serde::Serialize;
+
+use super::pool::{BLOCK_BYTES, BLOCK_TOKENS, HEAD_DIM, Pool, TOKEN_BYTES, milliseconds, table};
+use super::unusable;
+use crate::BenchError;
+use crate::common::machine::Origin;
+use crate::parts::transfer::lender::Lender;
+
+const READER: Reader = Reader::sole(1);
+/// The producer's name on this host is its epoch; there is no other port of it.
+const PORT: u16 = 1;
+static GO: AtomicBool = AtomicBool::new(false);
+
+/// Options of `baton bench gpu-ipc`.
+#[derive(Args, Clone, Debug)]
+pub struct GpuIpc {
+    /// Device to use
+    #[arg(long, value_name = "cuda:N|software", default_value = "cuda:0")]
+    pub device: DeviceChoice,
+    /// Tokens of the handoff, in the shape of Llama 3.1 8B
+    #[arg(long, value_name = "N", default_value_t = 8192)]
+    pub tokens: usize,
+    /// Timed reads
+    #[arg(long, value_name = "N", default_value_t = 11)]
+    pub repetitions: usize,
+    /// Print one JSON object instead of lines
+    #[arg(long)]
+    pub json: bool,
+    /// Be the producer: what the command starts itself
+    #[arg(long, hide = true)]
+    pub serve: bool,
+}
+
+/// One JSON object of `--json`.
+#[derive(Debug, Serialize)]
+struct Report {
+    #[serde(flatten)]
+    origin: Origin,
+    device: String,
+    tokens: usize,
+    bytes: usize,
+    blocks_checked: usize,
+    /// Read and verdict, in ms.
+    handoff_median_ms: f64,
+    handoff_min_ms: f64,
+    handoff_max_ms: f64,
+    /// As many bytes in one piece inside the device, in ms.
+    copy_median_ms: f64,
+    /// What that takes, by what the handoff takes.
+    of_copy_bandwidth: f64,
+}
+
+/// Runs one end or both.
+///
+/// # Errors
+/// [`super::Skipped`] without a GPU; a block with other bytes, a verdict that should not be, and whatever the device says.
+pub fn run(options: &GpuIpc, out: &mut dyn Write) -> Result<(), BenchError> {
+    let DeviceChoice::Accelerator(accelerator) = options.device else {
+        return Err("--device cpu has no memory of its own".into());
+    };
+    match accelerator {
+        Accelerator::Software => {
+            let bytes = 3 * options.tokens * TOKEN_BYTES + (64 << 20);
+            ends(SoftDevice::new(bytes, Element::Bf16, HEAD_DIM), options, out)
+        }
+        Accelerator::Cuda(ordinal) => {
+            let opened = CudaDevice::open(ordinal, Element::Bf16, HEAD_DIM, cubins::folder().as_deref());
+            ends(opened.map_err(unusable)?, options, out)
+        }
+    }
+}
+
+fn ends(device: impl Device, options: &GpuIpc, out: &mut dyn Write) -> Result<(), BenchError> {
+    let blocks = options.tokens.div_ceil(BLOCK_TOKENS).max(1);
+    let pool = Pool::new(device, blocks, BLOCK_BYTES)?;
+    if options.serve { serve(pool) } else { measure(pool, options, out) }
+}
+
+/// The producer: lends all its blocks, as often as it is asked to, until its standard input ends.
+fn serve<D: Device>(mut pool: Pool<D>) -> Result<(), BenchError> {
+    pool.fill()?;
+    let lender = Arc::new(Lender::over(pool.region.clone()));
+    let offered = producer(Arc::clone(&pool.port) as Arc<dyn DevicePool>, &pool.region, BATCH_BYTES)?;
+    let listener = listen(lender.epoch(), PORT)?;
+    let served = Arc::clone(&lender) as Arc<dyn Producer>;
+    let server = ShmServer::start_beside(listener, served, vec![offered], ServerOptions::default())?;
+    let ids: Vec<_> = table(pool.region.blocks()).into_iter().map(|block| BlockId(block as u32)).collect();
+    let mut out = io::stdout().lock();
+    writeln!(out, "epoch {}", lender.epoch().0)?;
+    for line in io::stdin().lines() {
+        line?;
+        writeln!(out, "lent {}", lender.lend(&ids).0)?;
+        out.flush()?;
+    }
+    server.shutdown();
+    Ok(())
+}
+
+/// The producer, as its consumer sees it.
+struct Other {
+    process: Child,
+    asks: ChildStdin,
+    says: BufReader<ChildStdout>,
+}
+
+impl Other {
+    fn start(options: &GpuIpc) -> Result<Self, BenchError> {
+        let DeviceChoice::Accelerator(device) = options.device else { return Err("no device".into()) };
+        let mut process = Command::new(std::env::current_exe()?)
+            .args(["bench", "gpu-ipc", "--serve", "--device", &device.to_string()])
+            .args(["--tokens", &options.tokens.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let (asks, says) = (process.stdin.take(), process.stdout.take());
+        let (Some(asks), Some(says)) = (asks, says) else { return Err("pipes were asked for".into()) };
+        Ok(Self { process, asks, says: BufReader::new(says) })
+    }
+
+    /// The number after a word, on a line of its own.
+    fn hears(&mut self, word: &str) -> Result<u128, BenchError> {
+        let mut line = String::new();
+        self.says.read_line(&mut line)?;
+        let number = line.trim().strip_prefix(word).and_then(|rest| rest.trim().parse().ok());
+        number.ok_or_else(|| format!("the producer said {line:?} and not {word:?}").into())
+    }
+
+    fn lends(&mut self) -> Result<Handle, BenchError> {
+        writeln!(self.asks, "lend")?;
+        Ok(Handle(self.hears("lent")?))
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn measure<D: Device>(mut pool: Pool<D>, options: &GpuIpc, out: &mut dyn Write) -> Result<(), BenchError> {
+    let mut other = Other::start(options)?;
+    let epoch = Epoch(u64::try_from(other.hears("epoch")?)?);
+    let peer = Peer { address: ([127, 0, 0, 1], PORT).into(), epoch, fingerprint: 1 };
+    let consumer = transport(Arc::clone(&pool.port) as Arc<dyn DevicePool>, ClientOptions::default());
+    let blocks = pool.region.blocks();
+    let table = table(blocks);
+    let order = |handle| ReadOrder {
+        handle,
+        reader: READER,
+        part: Part::Blocks { first: 0 },
+        into: (0..blocks as u32).map(BlockId).collect(),
+    };
+    let (mut times, mut blocks_checked) = (Vec::new(), 0);
+    for repetition in 0..=options.repetitions.max(1) {
+        let order = order(other.lends()?);
+        let begun = Instant::now();
+        consumer.read(&peer, &order, &pool.region, &GO)?;
+        let verdict = consumer.finish(&peer, order.handle, READER)?;
+        let took = begun.elapsed();
+        if verdict != Verdict::Valid {
+            return Err("a live lease's verdict is not valid".into());
+        }
+        if repetition == 0 {
+            // Opens the pool, and is not timed.
+            blocks_checked = pool.compare(&table)?;
+        } else {
+            times.push(took);
+        }
+    }
+    blocks_checked += pool.compare(&table)?;
+    let stale = order(other.lends()?);
+    consumer.release(&peer, stale.handle, "over")?;
+    match consumer.read(&peer, &stale, &pool.region, &GO) {
+        Err(TransportError::Gone) => {}
+        read => return Err(format!("a read after the lease was over: {read:?}").into()),
+    }
+    // A dead producer's pool stays open for a while, and nothing that is read from it is valid.
+    let orphan = order(other.lends()?);
+    let copy = pool.copy(options.repetitions.max(1))?;
+    let read = consumer.read(&peer, &orphan, &pool.region, &GO);
+    drop(other);
+    if read.is_ok() && consumer.finish(&peer, orphan.handle, READER) == Ok(Verdict::Valid) {
+        return Err("a dead producer has said that its blocks are valid".into());
+    }
+    consumer.sweep();
+    if consumer.way().open_pools() > 0 {
+        return Err("a dead producer's pool is still open".into());
+    }
+    let (handoff, copy) = (milliseconds(times), milliseconds(copy));
+    let report = Report {
+        origin: Origin::of(pool.device.driver()),
+        device: pool.device.name(),
+        tokens: blocks * BLOCK_TOKENS,
+        bytes: blocks * BLOCK_BYTES,
+        blocks_checked,
+        handoff_median_ms: handoff[handoff.len() / 2],
+        handoff_min_ms: handoff[0],
+        handoff_max_ms: handoff[handoff.len() - 1],
+        copy_median_ms: copy[copy.len() / 2],
+        of_copy_bandwidth: copy[copy.len() / 2] / handoff[handoff.len() / 2],
+    };
+    print(&report, options.json, out)
+}
+
+fn print(report: &Report, json: bool, out: &mut dyn Write) -> Result<(), BenchError> {
+    if json {
+        writeln!(out, "{}", serde_json::to_string_pretty(report).map_err(io::Error::other)?)?;
+        return Ok(());
+    }
+    writeln!(
+        out,
+        "{}: {} tokens, {} MiB, from process to process in {:.2} ms ({:.2} to {:.2}), target 5 ms for 8192 tokens",
+        report.device,
+        report.tokens,
+        report.bytes >> 20,
+        report.handoff_median_ms,
+        report.handoff_min_ms,
+        report.handoff_max_ms
+    )?;
+    writeln!(
+        out,
+        "one copy of as many bytes inside the device takes {:.2} ms: {:.0} % of copy bandwidth",
+        report.copy_median_ms,
+        report.of_copy_bandwidth * 100.0
+    )?;
+    writeln!(out, "{} blocks compared, all the producer's", report.blocks_checked)?;
+    writeln!(out, "{}", report.origin.line())?;
+    Ok(())
+}

@@ -1,0 +1,164 @@
+//! The passing of time: who begins, what a step computes and how long it takes.
+
+use baton_engine::event_log::What;
+
+use super::{Action, CATCH_UP_US, Core, End, Leg, Phase, Step, Ticket, us};
+use crate::sim::engines::pool::Held;
+use crate::sim::engines::text;
+
+impl Core {
+    /// Does everything that is due by now.
+    pub(in crate::sim::engines) fn advance(&mut self, now_us: u64) {
+        while let Some(closed) = self.leases.expire(now_us) {
+            self.closed(closed, now_us);
+        }
+        let mut begins_us = now_us;
+        loop {
+            if let Some(step) = &self.step {
+                if step.ends_us > now_us {
+                    return;
+                }
+                // The next one begins when this one ends, not when somebody looks.
+                begins_us = step.ends_us.max(now_us.saturating_sub(CATCH_UP_US));
+                let step = self.step.take().expect("looked at above");
+                self.end_step(step, now_us);
+            }
+            self.admit();
+            if !self.begin_step(begins_us.max(self.stalled_until_us)) {
+                return;
+            }
+        }
+    }
+
+    /// When there is something to do next.
+    pub(in crate::sim::engines) fn next_us(&self) -> Option<u64> {
+        let step = self.step.as_ref().map(|step| step.ends_us);
+        step.into_iter().chain(self.leases.next_end_us()).min()
+    }
+
+    fn admit(&mut self) {
+        while self.running.len() < self.plan.running_max
+            && let Some(ticket) = self.ready.pop_front()
+        {
+            self.run(ticket);
+        }
+        while self.running.len() < self.plan.running_max
+            && let Some(&ticket) = self.waiting.front()
+        {
+            let request = self.requests.get_mut(&ticket).expect("who waits is in the books");
+            let tokens = request.sent.prompt
+                + match request.sent.leg {
+                    // What is said last is not kept.
+                    Leg::Prefill => request.sent.max_tokens - 1,
+                    Leg::Decode | Leg::Whole => request.sent.max_tokens,
+                };
+            let needs = tokens.div_ceil(self.plan.block_tokens);
+            let held = if request.sent.source.is_some() { Held::Landing } else { Held::Active };
+            // Nobody overtakes.
+            let Some(blocks) = self.pool.take(needs, held) else { return };
+            request.blocks = blocks;
+            self.waiting.pop_front();
+            match request.sent.source.clone() {
+                None => self.run(ticket),
+                Some(source) => {
+                    request.phase = Phase::Fetching;
+                    self.log.tell(0, &request.sent.internal, 0, What::Fetching(source.blocks.len()));
+                    self.actions.push(Action::Fetch(ticket, source));
+                }
+            }
+        }
+    }
+
+    fn run(&mut self, ticket: Ticket) {
+        let request = self.requests.get_mut(&ticket).expect("it is in the books");
+        request.phase = Phase::Running;
+        self.log.tell(0, &request.sent.internal, 0, What::Started(request.there));
+        self.running.push(ticket);
+    }
+
+    fn begin_step(&mut self, begins_us: u64) -> bool {
+        if self.running.is_empty() {
+            return false;
+        }
+        let (mut room, mut work, mut took_us, mut decodes) = (self.plan.step_tokens, Vec::new(), 0, false);
+        for &ticket in &self.running {
+            let request = self.requests.get_mut(&ticket).expect("who runs is in the books");
+            let left = request.sent.prompt - request.there;
+            if left == 0 {
+                decodes = true;
+                work.push((ticket, 0));
+                continue;
+            }
+            let tokens = left.min(room);
+            if tokens == 0 {
+                continue;
+            }
+            room -= tokens;
+            // One token more after a read is a decode's work.
+            if left == 1 && request.there > 0 && !request.begun {
+                decodes = true;
+            } else {
+                let overhead_us = if request.begun { 0 } else { us(self.plan.prefill_overhead) };
+                took_us += overhead_us
+                    + (tokens as u64 * 1_000_000).checked_div(self.plan.prefill_rate).unwrap_or(0);
+            }
+            request.begun = true;
+            work.push((ticket, tokens));
+        }
+        took_us += if decodes { us(self.plan.decode_step) } else { 0 };
+        self.step = Some(Step { ends_us: begins_us + took_us, work });
+        true
+    }
+
+    fn end_step(&mut self, step: Step, now_us: u64) {
+        self.counts.steps += 1;
+        for (ticket, tokens) in step.work {
+            let Some(request) = self.requests.get_mut(&ticket) else { continue };
+            if request.aborting {
+                // Abort wins over whatever the step has brought.
+                self.end(ticket, End::Aborted);
+                continue;
+            }
+            if tokens > 0 {
+                let before = request.there;
+                request.there += tokens;
+                request.computed += tokens;
+                self.counts.prompt_tokens += tokens as u64;
+                self.log.tell(0, &request.sent.internal, 0, What::Computed(request.there));
+                let touched = before / self.plan.block_tokens..request.there.div_ceil(self.plan.block_tokens);
+                for index in touched.start.max(request.read)..touched.end {
+                    self.pool.contents().write(request.blocks[index], request.sent.contents[index]);
+                }
+                if request.there < request.sent.prompt {
+                    continue;
+                }
+            }
+            self.say(ticket, now_us);
+        }
+    }
+
+    /// The next word follows from what is in the blocks now.
+    fn say(&mut self, ticket: Ticket, now_us: u64) {
+        let request = self.requests.get_mut(&ticket).expect("it was looked up");
+        let (number, size) = (request.words.len(), self.plan.block_tokens);
+        let contents = self.pool.contents();
+        let used = (request.sent.prompt + number).div_ceil(size).min(request.blocks.len());
+        if number > 0 && used > (request.sent.prompt + number - 1).div_ceil(size) {
+            let before = contents.read(request.blocks[used - 2]);
+            contents.write(request.blocks[used - 1], text::next_content(before));
+        }
+        let word = text::word(request.blocks[..used].iter().map(|&block| contents.read(block)), number);
+        request.words.push(word);
+        self.counts.generation_tokens += 1;
+        if number == 0 {
+            self.log.tell(0, &request.sent.internal, 0, What::FirstToken);
+        }
+        request.sent.progress.notify_one();
+        if request.words.len() >= request.sent.max_tokens {
+            match request.sent.leg {
+                Leg::Prefill => self.lend(ticket, now_us),
+                Leg::Decode | Leg::Whole => self.end(ticket, End::Length),
+            }
+        }
+    }
+}

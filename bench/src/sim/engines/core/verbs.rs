@@ -1,0 +1,115 @@
+//! What routers and other engines ask of an engine's leases and requests.
+
+use baton_connector::RequestId;
+
+use super::{Core, Leg, Notice, Submission, us};
+use crate::sim::engines::leases::{LeaseKey, Released};
+
+/// Aborts of requests that have not come yet, and for how long they are remembered.
+const EARLY_MAX: usize = 4_096;
+const EARLY_US: u64 = 120_000_000;
+
+impl Core {
+    /// Whether a consumer may begin to read.
+    pub(in crate::sim::engines) fn begin_read(&mut self, lease: &LeaseKey) -> bool {
+        self.leases.begin_read(lease)
+    }
+
+    /// A consumer has everything, or has given up; whether what it has read was lent all the while.
+    pub(in crate::sim::engines) fn end_read(
+        &mut self,
+        lease: &LeaseKey,
+        has_everything: bool,
+        now_us: u64,
+    ) -> bool {
+        let (valid, closed) = self.leases.end_read(lease, has_everything);
+        if let Some(closed) = closed {
+            self.closed(closed, now_us);
+        }
+        if has_everything && !valid {
+            self.counts.after_expiry += 1;
+        }
+        valid
+    }
+
+    /// A consumer will read later: two thirds of a lease from now on.
+    pub(in crate::sim::engines) fn renew(&mut self, lease: &LeaseKey, now_us: u64) {
+        self.leases.renew(lease, now_us + us(self.plan.lease) * 2 / 3);
+    }
+
+    /// Nobody will read.
+    pub(in crate::sim::engines) fn release(
+        &mut self,
+        lease: &LeaseKey,
+        reason: &str,
+        now_us: u64,
+    ) -> Released {
+        if self.plan.faults.strands_gap {
+            // It says so, as if it had done it.
+            return Released::Ended;
+        }
+        let (released, closed) = self.leases.release(lease, reason, now_us);
+        if let Some(closed) = closed {
+            self.closed(closed, now_us);
+        }
+        released
+    }
+
+    /// `/abort_requests`: by the router's name, running, lent, or yet to come.
+    pub(in crate::sim::engines) fn abort_named(
+        &mut self,
+        id: &RequestId,
+        leg: Option<Leg>,
+        now_us: u64,
+    ) -> &'static str {
+        let mut answer = if leg == Some(Leg::Decode) { "aborted" } else { Released::Unknown.label() };
+        if leg != Some(Leg::Decode)
+            && let Some(handle) = self.leases.of_request(id)
+        {
+            answer = self.release(&LeaseKey::Handle(handle), "aborted", now_us).label();
+        }
+        let meant = |sent: &Submission| sent.id == *id && is_meant(leg, sent.leg);
+        let found: Vec<_> = self
+            .requests
+            .iter()
+            .filter(|(_, request)| meant(&request.sent))
+            .map(|(ticket, _)| *ticket)
+            .collect();
+        if found.is_empty() {
+            if self.early_ends.len() >= EARLY_MAX {
+                self.forget_first();
+            }
+            self.early.insert(id.clone(), leg);
+            self.early_ends.push_back((id.clone(), now_us + EARLY_US));
+        }
+        for ticket in found {
+            self.abort(ticket, Notice::Verb, now_us);
+        }
+        answer
+    }
+
+    pub(super) fn was_aborted_early(&mut self, sent: &Submission, now_us: u64) -> bool {
+        while self.early_ends.front().is_some_and(|(_, until_us)| *until_us <= now_us) {
+            self.forget_first();
+        }
+        self.early.get(&sent.id).is_some_and(|leg| is_meant(*leg, sent.leg))
+    }
+
+    fn forget_first(&mut self) {
+        if let Some((id, _)) = self.early_ends.pop_front()
+            // It may have been aborted once more since.
+            && !self.early_ends.iter().any(|(other, _)| *other == id)
+        {
+            self.early.remove(&id);
+        }
+    }
+}
+
+/// Whether an abort of this leg, or of both, means a request of that one.
+fn is_meant(named: Option<Leg>, leg: Leg) -> bool {
+    match named {
+        None => true,
+        Some(Leg::Prefill) => leg == Leg::Prefill,
+        Some(Leg::Decode | Leg::Whole) => leg != Leg::Prefill,
+    }
+}

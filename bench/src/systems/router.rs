@@ -1,0 +1,236 @@
+//! `baton bench router`: what the front door costs, side by side with what one could put there instead.
+//!
+//! One simulated prefill engine, one simulated decode engine ([`crate::sim::instant`]), and before them, on
+//! loopback: nginx as a plain reverse proxy (one hop, to the decode engine), this router, and with `--peers` the
+//! routers that `bench/peers.sh` installs. What is not there is skipped with a line on standard error. Rounds
+//! alternate between the subjects, so that whatever else the machine does falls on all of them; each number is
+//! the median over the repetitions, with the least and the greatest, and each ratio is one of the same
+//! repetition.
+//!
+//! | measured | how |
+//! |---|---|
+//! | CPU per request | user and system time of all threads of all processes of the subject (`schedstat`), per request; answers in one piece, streams of `--tokens` tokens as fast as the engine writes them, and streams with `--pause-ms` between two tokens, so that each is a read and a write of its own; with 1 and with `--concurrency` requests at a time |
+//! | added time to first token | first streamed byte through the subject, minus the same by a client that makes both hops itself, one request at a time, the two alternating request by request; the engine says its second token a millisecond later; with processors as they are, and kept from sleeping |
+//! | memory | resident (`smaps_rollup`), idle after a short warm-up, and per stream with `--streams` of them open and silent |
+//! | close | from a client's close until the engine that has its request sees it (end of the connection, or the abort or release verb, whichever comes first), on one clock, by the phase in which the client leaves |
+//!
+//! `--soak N` measures only one thing: the router's memory over N requests of which every tenth is cancelled.
+//!
+//! `--json` prints the object that is documented at [`RouterReport`] or [`SoakReport`].
+//!
+//! On a machine that has other work, run it under a negative `nice`: the subjects inherit it.
+
+mod awake;
+mod first_token;
+mod hangup;
+mod load;
+mod memory;
+pub(crate) mod peers;
+pub(crate) mod report;
+mod soak;
+pub(crate) mod subject;
+pub(crate) mod wire;
+
+use std::io::Write;
+use std::time::Duration;
+
+use crate::sim::instant::{SimEngine, SimRole};
+pub use peers::ProgramArgs;
+pub use report::{Cores, FirstToken, Hangup, Load, Memory, RouterReport, Spread, SubjectReport};
+pub use soak::SoakReport;
+
+/// What to measure.
+#[derive(Clone, Debug, clap::Args)]
+pub struct RouterArgs {
+    /// Repetitions of all measurements; medians and spread are over them
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    pub repetitions: usize,
+    /// Requests per subject and repetition for the time to first token
+    #[arg(long, value_name = "N", default_value_t = 1_000)]
+    pub requests: usize,
+    /// Requests per kind, subject and repetition for CPU per request
+    #[arg(long, value_name = "N", default_value_t = 2_000)]
+    pub load_requests: usize,
+    /// Concurrent requests for CPU per request under load
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub concurrency: usize,
+    /// Tokens per response
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub tokens: usize,
+    /// Milliseconds between two tokens of a paced stream
+    #[arg(long, value_name = "MS", default_value_t = 10)]
+    pub pause_ms: u64,
+    /// Open streams for the memory per stream; 0 skips the measurement
+    #[arg(long, value_name = "N", default_value_t = 2_000)]
+    pub streams: usize,
+    /// Cancelled requests per phase and subject; 0 skips the measurement
+    #[arg(long, value_name = "N", default_value_t = 300)]
+    pub cancels: usize,
+    /// The programs of the front doors
+    #[command(flatten)]
+    pub programs: ProgramArgs,
+    /// Measure only the router's memory, over this many requests with 10 % cancels
+    #[arg(long, value_name = "N")]
+    pub soak: Option<usize>,
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Why nothing could be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum RouterBenchError {
+    /// The system around the router.
+    #[error("{0}: {1}")]
+    System(&'static str, std::io::Error),
+    /// A request through a subject or past it.
+    #[error("a request failed: {0}")]
+    Request(String),
+    /// A subject did not start.
+    #[error("not started: {0}")]
+    Router(String),
+}
+
+/// The engines of a part of a run: how many tokens the decode engine says, and with which pauses.
+struct Engines {
+    prefill: SimEngine,
+    decode: SimEngine,
+}
+
+impl Engines {
+    fn start(tokens: usize, pause: Duration) -> Result<Self, RouterBenchError> {
+        let start =
+            |role| SimEngine::start(role).map_err(|error| RouterBenchError::System("no engine", error));
+        Ok(Self { prefill: start(SimRole::Prefill)?, decode: start(SimRole::Decode { tokens, pause })? })
+    }
+
+    fn addresses(&self) -> peers::Engines {
+        peers::Engines { prefill: self.prefill.address(), decode: self.decode.address() }
+    }
+}
+
+/// Measures, and writes the table or the JSON object to `out`.
+///
+/// # Errors
+/// [`RouterBenchError`] when a part does not start or a request fails.
+pub fn run(args: &RouterArgs, out: &mut dyn Write) -> Result<(), RouterBenchError> {
+    let text = match args.soak {
+        Some(requests) => {
+            let report = runtime()?.block_on(soak::measure(args, requests))?;
+            if args.json { json(&report) } else { report.table() }
+        }
+        None => {
+            let report = measure(args)?;
+            if args.json { json(&report) } else { report.table() }
+        }
+    };
+    writeln!(out, "{text}").map_err(|error| RouterBenchError::System("cannot write the report", error))
+}
+
+fn json(report: &impl serde::Serialize) -> String {
+    serde_json::to_string_pretty(report).expect("numbers and names are JSON")
+}
+
+/// The client has a thread of its own, as each engine has.
+fn runtime() -> Result<tokio::runtime::Runtime, RouterBenchError> {
+    let built = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    built.map_err(|error| RouterBenchError::System("no runtime", error))
+}
+
+/// Measures.
+///
+/// # Errors
+/// As [`run`].
+pub fn measure(args: &RouterArgs) -> Result<RouterReport, RouterBenchError> {
+    runtime()?.block_on(async {
+        let skips = peers::Skips::default();
+        let engines = Engines::start(args.tokens, Duration::ZERO)?;
+        let subjects = peers::start_all(&args.programs, engines.addresses(), &skips).await?;
+        let mut report = RouterReport::new(args, &subjects);
+        for subject in &subjects {
+            memory::idle(subject, report.of(subject.name)).await?;
+        }
+        for repetition in 0..args.repetitions {
+            for kind in load::Kind::ALL {
+                if !kind.is_paced() {
+                    load::measure(kind, args, &subjects, repetition, &mut report).await?;
+                }
+            }
+        }
+        for subject in &subjects {
+            if args.cancels > 0 {
+                hangup::measure(args, &engines, subject, report.of(subject.name)).await?;
+            }
+            if args.streams > 0 {
+                memory::per_stream(args, &engines, subject, report.of(subject.name)).await?;
+            }
+        }
+        subjects.into_iter().for_each(subject::Subject::stop);
+        let engines = Engines::start(args.tokens, Duration::from_millis(args.pause_ms))?;
+        let subjects = peers::start_all(&args.programs, engines.addresses(), &skips).await?;
+        for repetition in 0..args.repetitions {
+            load::measure(load::Kind::Paced, args, &subjects, repetition, &mut report).await?;
+        }
+        subjects.into_iter().for_each(subject::Subject::stop);
+        let engines = Engines::start(first_token::TOKENS, first_token::PAUSE)?;
+        let subjects = peers::start_all(&args.programs, engines.addresses(), &skips).await?;
+        for repetition in 0..args.repetitions {
+            first_token::measure(args, &engines, &subjects, repetition, &mut report).await?;
+        }
+        subjects.into_iter().for_each(subject::Subject::stop);
+        report.compare();
+        Ok(report)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn short() -> RouterArgs {
+        RouterArgs {
+            repetitions: 1,
+            requests: 20,
+            load_requests: 40,
+            concurrency: 4,
+            tokens: 8,
+            pause_ms: 1,
+            streams: 0,
+            cancels: 3,
+            programs: ProgramArgs::default(),
+            soak: None,
+            json: false,
+        }
+    }
+
+    #[test]
+    fn a_short_run_measures_every_number() {
+        let mut report = measure(&short()).expect("everything starts on loopback");
+        let table = report.table();
+        let baton = report.of("baton");
+        assert_eq!(baton.first_token[0].cores, Cores::AsTheyAre, "{table}");
+        for first in &baton.first_token {
+            // Of one repetition; a first byte comes no sooner than a packet.
+            let added = first.p50_us.median - first.direct_p50_us.median;
+            assert!((first.added_p50_us.median - added).abs() < 1e-6, "{table}");
+            assert!(first.p50_us.median > 5.0 && first.p99_us.median >= first.p50_us.median, "{table}");
+        }
+        assert_eq!(baton.loads.len(), load::Kind::ALL.len(), "{table}");
+        for load in &baton.loads {
+            assert!(load.cpu_us.median > 1.0 && load.requests_per_second.median > 1.0, "{table}");
+        }
+        assert_eq!(baton.hangups.len(), hangup::Phase::ALL.len(), "{table}");
+        for hangup in &baton.hangups {
+            assert_eq!((hangup.seen, hangup.missed), (3, 0), "{}: {table}", hangup.phase);
+        }
+        assert!(table.contains("baton"));
+    }
+
+    #[test]
+    fn a_short_soak_counts_requests_and_cancels() {
+        let report = runtime().expect("a runtime").block_on(soak::measure(&short(), 400));
+        let report = report.expect("everything starts on loopback");
+        assert_eq!((report.requests, report.cancelled), (400, 40));
+        assert!(report.first_quarter_kib > 0, "{}", report.table());
+    }
+}

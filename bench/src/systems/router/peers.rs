@@ -1,0 +1,267 @@
+//! How each proxy is started, with what its own documentation recommends for a production host.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use baton_router::{Router, RouterConfig};
+use tokio::sync::oneshot;
+
+use super::RouterBenchError;
+use super::subject::{self, Subject, THREADS};
+use crate::common::http_client::Origin;
+
+/// The addresses of the two simulated engines.
+#[derive(Clone, Copy)]
+pub(crate) struct Engines {
+    pub prefill: SocketAddr,
+    pub decode: SocketAddr,
+}
+
+/// Where the programs are that front doors are started from: options of every benchmark that starts some.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct ProgramArgs {
+    /// `baton` binary to run the router as a process [default: this one, or threads if this is another
+    /// program]
+    #[arg(long, value_name = "FILE")]
+    pub binary: Option<PathBuf>,
+    /// Binary of nginx [default: the one in PATH]
+    #[arg(long, value_name = "FILE", env = "BATON_BENCH_NGINX")]
+    pub nginx: Option<PathBuf>,
+    /// Directory with the programs of other routers, as made by `bench/peers.sh`
+    #[arg(long, value_name = "DIR", env = "BATON_BENCH_PEERS")]
+    pub peers: Option<PathBuf>,
+}
+
+/// What a run had to do without, each told once however often everything is started.
+#[derive(Default)]
+pub(crate) struct Skips(std::cell::RefCell<Vec<String>>);
+
+impl Skips {
+    fn tell(&self, who: &str, why: &str) {
+        let line = format!("SKIPPED {who}: {why}");
+        let mut told = self.0.borrow_mut();
+        if !told.contains(&line) {
+            crate::note(format_args!("baton bench: {line}"));
+            told.push(line);
+        }
+    }
+}
+
+/// Starts everything that can be had. What cannot is told on standard error and left out.
+pub(crate) async fn start_all(
+    programs: &ProgramArgs,
+    engines: Engines,
+    skips: &Skips,
+) -> Result<Vec<Subject>, RouterBenchError> {
+    let mut subjects = Vec::new();
+    let nginx = programs.nginx.clone().or_else(|| in_path("nginx"));
+    match nginx {
+        Some(binary) => subjects.push(nginx_proxy(&binary, engines).await?),
+        None => skips.tell("nginx", "not found; install it or name it with --nginx"),
+    }
+    subjects.push(baton(programs.binary.as_ref(), engines).await?);
+    match &programs.peers {
+        Some(folder) => {
+            for (name, start) in [("vllm-router", vllm_router as Start), ("smg", smg as Start)] {
+                let binary = folder.join(name);
+                if !binary.exists() {
+                    skips.tell(name, "not in the folder of --peers");
+                    continue;
+                }
+                let (address, command) = start(&binary, engines)?;
+                let version = package_version(folder, name);
+                let registers = (name == "smg").then(|| tokio::spawn(register(address, engines)));
+                match Subject::process(name, version, address, command, Vec::new()).await {
+                    Ok(subject) => subjects.push(subject),
+                    Err(error) => skips.tell(name, &error.to_string()),
+                }
+                if let Some(registers) = registers {
+                    registers.abort();
+                }
+            }
+        }
+        None => skips.tell("vllm-router and smg", "--peers names the folder where bench/peers.sh put them"),
+    }
+    Ok(subjects)
+}
+
+type Start = fn(&Path, Engines) -> Result<(SocketAddr, Command), RouterBenchError>;
+
+fn in_path(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).map(|folder| folder.join(name)).find(|file| file.is_file())
+}
+
+/// The first line in which a program tells its version.
+fn version(binary: &Path, option: &str) -> String {
+    let told = Command::new(binary).arg(option).output().ok();
+    let text = told.map(|out| [out.stdout, out.stderr].concat()).unwrap_or_default();
+    String::from_utf8_lossy(&text).lines().next().unwrap_or("unknown").trim().to_owned()
+}
+
+fn package_version(folder: &Path, name: &str) -> String {
+    let asked = Command::new(folder.join("python"))
+        .args(["-c", "import sys, importlib.metadata as m; print(m.version(sys.argv[1]))", name])
+        .output();
+    asked.map(|out| String::from_utf8_lossy(&out.stdout).trim().to_owned()).unwrap_or_default()
+}
+
+/// Plain reverse proxy, one hop, to the decode engine: kept connections, events passed on as they come.
+async fn nginx_proxy(binary: &Path, engines: Engines) -> Result<Subject, RouterBenchError> {
+    let address = subject::free()?;
+    let decode = engines.decode;
+    // Several may run in one process.
+    let name = format!("baton-bench-nginx-{}-{}", std::process::id(), address.port());
+    let folder = std::env::temp_dir().join(name);
+    let system = |error| RouterBenchError::System("no configuration for nginx", error);
+    std::fs::create_dir_all(&folder).map_err(system)?;
+    let (folder_text, file) = (folder.display(), folder.join("nginx.conf"));
+    let config = format!(
+        "daemon off;\nuser root;\nworker_processes auto;\npid {folder_text}/pid;\n\
+         error_log stderr error;\nworker_rlimit_nofile 20000;\nevents {{ worker_connections 16384; }}\n\
+         http {{\n  access_log off;\n  client_body_temp_path {folder_text}/body;\n  \
+         proxy_temp_path {folder_text}/proxy;\n  fastcgi_temp_path {folder_text}/f;\n  \
+         uwsgi_temp_path {folder_text}/u;\n  scgi_temp_path {folder_text}/s;\n  \
+         keepalive_requests 100000000;\n  upstream decode {{ server {decode}; keepalive 256; \
+         keepalive_requests 100000000; }}\n  server {{\n    listen {address} backlog=4096;\n    location / {{\n      \
+         proxy_pass http://decode;\n      proxy_http_version 1.1;\n      proxy_set_header Connection \"\";\n      \
+         proxy_buffering off;\n      proxy_read_timeout 600s;\n    }}\n  }}\n}}\n"
+    );
+    std::fs::write(&file, config).map_err(system)?;
+    let mut command = Command::new(binary);
+    command.arg("-p").arg(&folder).arg("-c").arg(&file);
+    let told = version(binary, "-v");
+    let mut nginx = Subject::process("nginx", told, address, command, vec![file]).await?;
+    nginx.disaggregates = false;
+    Ok(nginx)
+}
+
+fn vllm_router(binary: &Path, engines: Engines) -> Result<(SocketAddr, Command), RouterBenchError> {
+    let (address, metrics) = (subject::free()?, subject::free()?);
+    let mut command = Command::new(binary);
+    command
+        .args(["--vllm-pd-disaggregation", "--policy", "round_robin", "--log-level", "error"])
+        .args(["--host", "127.0.0.1", "--port", &address.port().to_string()])
+        .args(["--prometheus-host", "127.0.0.1", "--prometheus-port", &metrics.port().to_string()])
+        .args(["--kv-connector", "nixl", "--max-concurrent-requests", "16384"])
+        .args(["--prefill", &format!("http://{}", engines.prefill)])
+        .args(["--decode", &format!("http://{}", engines.decode)]);
+    Ok((address, command))
+}
+
+fn smg(binary: &Path, _told_later: Engines) -> Result<(SocketAddr, Command), RouterBenchError> {
+    let (address, metrics) = (subject::free()?, subject::free()?);
+    let mut command = Command::new(binary);
+    command
+        .args(["launch", "--pd-disaggregation", "--policy", "round_robin", "--log-level", "error"])
+        .args(["--host", "127.0.0.1", "--port", &address.port().to_string()])
+        .args(["--prometheus-host", "127.0.0.1", "--prometheus-port", &metrics.port().to_string()])
+        .args(["--disable-tokenizer-autoload", "--backend", "vllm", "--max-concurrent-requests", "16384"]);
+    Ok((address, command))
+}
+
+/// Tells smg its engines, and that they are NixlConnector's: engines that are named on its command line it takes for ones
+/// without a connector, and passes no handoff on (1.13.0, seen 2026-11-22). Goes on until it has been heard.
+async fn register(address: SocketAddr, engines: Engines) {
+    const PATIENCE: Duration = Duration::from_secs(5);
+    const PAUSE: Duration = Duration::from_millis(100);
+    let Ok(smg) = Origin::parse(&address.to_string()) else { return };
+    for (role, engine) in [("prefill", engines.prefill), ("decode", engines.decode)] {
+        let worker = serde_json::json!({
+            "url": format!("http://{engine}"), "worker_type": role, "runtime_type": "vllm",
+            "kv_connector": "NixlConnector", "kv_role": "kv_both",
+        });
+        while smg.post_json("/workers", &worker, PATIENCE).await.is_err() {
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+}
+
+fn yaml(listen: SocketAddr, admin: SocketAddr, engines: Engines) -> String {
+    let Engines { prefill, decode } = engines;
+    format!(
+        "listen: {listen}\nadmin: {{listen: '{admin}'}}\nmodels:\n  - name: sim\n    \
+         prefill: {{engines: [{{url: 'http://{prefill}'}}]}}\n    \
+         decode: {{engines: [{{url: 'http://{decode}'}}]}}\n"
+    )
+}
+
+/// The router with nothing configured but its engines.
+pub(super) async fn baton(binary: Option<&PathBuf>, engines: Engines) -> Result<Subject, RouterBenchError> {
+    let Some(binary) = binary.cloned().or_else(this_binary) else { return threads(engines).await };
+    let (address, admin) = (subject::free()?, subject::free()?);
+    let file = std::env::temp_dir().join(format!("baton-bench-router-{}.yaml", std::process::id()));
+    std::fs::write(&file, yaml(address, admin, engines))
+        .map_err(|error| RouterBenchError::System("no configuration", error))?;
+    let mut command = Command::new(&binary);
+    command.args(["router", "-c"]).arg(&file);
+    let told = version(&binary, "--version");
+    Subject::process("baton", told, address, command, vec![file]).await
+}
+
+/// The running program, if it has a `router` command.
+fn this_binary() -> Option<PathBuf> {
+    std::env::current_exe().ok().filter(|path| path.file_stem().is_some_and(|stem| stem == "baton"))
+}
+
+async fn threads(engines: Engines) -> Result<Subject, RouterBenchError> {
+    let told = |error: &dyn std::fmt::Display| RouterBenchError::Router(error.to_string());
+    let config = RouterConfig::from_yaml(&yaml(subject::any(), subject::any(), engines), "bench")
+        .map_err(|error| told(&error))?;
+    let (stop, stopped) = oneshot::channel::<()>();
+    let (listens, address) = oneshot::channel();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .thread_name(THREADS)
+        .enable_all()
+        .build()
+        .map_err(|error| RouterBenchError::System("no runtime", error))?;
+    let ended = std::thread::spawn(move || {
+        // The router's work is done on the runtime's threads, whose time is counted; this one waits.
+        runtime.block_on(async move {
+            match Router::bind(config).await {
+                Ok(router) => {
+                    let _ = listens.send(Ok(router.local_addr()));
+                    let running = tokio::spawn(router.run(Default::default()));
+                    let _ = stopped.await;
+                    running.abort();
+                }
+                Err(error) => drop(listens.send(Err(error.to_string()))),
+            }
+        });
+        runtime.shutdown_background();
+    });
+    let address = address.await.map_err(|error| told(&error))?.map_err(RouterBenchError::Router)?;
+    Ok(Subject::threads("baton", THREADS, address, move || {
+        let _ = stop.send(());
+        // A panic of it has been told on standard error.
+        let _ = ended.join();
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim::instant::{SimEngine, SimRole};
+
+    #[tokio::test]
+    async fn what_is_not_there_is_told_once_however_often_everything_is_started() {
+        let start = |role| SimEngine::start(role).expect("a simulated engine");
+        let (prefill, decode) =
+            (start(SimRole::Prefill), start(SimRole::Decode { tokens: 1, pause: Duration::ZERO }));
+        let engines = Engines { prefill: prefill.address(), decode: decode.address() };
+        let folder = tempfile::tempdir().expect("a folder");
+        let programs = ProgramArgs { peers: Some(folder.path().to_owned()), ..ProgramArgs::default() };
+        let skips = Skips::default();
+        for _ in 0..2 {
+            let subjects = start_all(&programs, engines, &skips).await.expect("ours starts");
+            assert!(subjects.iter().any(|subject| subject.name == "baton"));
+            subjects.into_iter().for_each(Subject::stop);
+        }
+        let told = skips.0.borrow();
+        let of = |who: &str| told.iter().filter(|line| line.contains(&format!(" {who}:"))).count();
+        assert_eq!((of("vllm-router"), of("smg")), (1, 1), "{told:?}");
+    }
+}

@@ -1,0 +1,286 @@
+//! What was measured, as JSON and as a table.
+
+use serde::Serialize;
+
+use super::RouterArgs;
+use super::subject::Subject;
+
+/// A number over the repetitions of a run.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Spread {
+    /// Median.
+    pub median: f64,
+    /// Least.
+    pub min: f64,
+    /// Greatest.
+    pub max: f64,
+    #[serde(skip)]
+    values: Vec<f64>,
+}
+
+impl Spread {
+    pub(crate) fn add(&mut self, value: f64) {
+        self.values.push(value);
+        let mut sorted = self.values.clone();
+        sorted.sort_by(f64::total_cmp);
+        let middle = sorted.len() / 2;
+        self.median = if sorted.len() % 2 == 1 {
+            sorted[middle]
+        } else {
+            f64::midpoint(sorted[middle - 1], sorted[middle])
+        };
+        (self.min, self.max) = (sorted[0], sorted[sorted.len() - 1]);
+    }
+
+    /// Repetition by repetition, this over another.
+    pub(crate) fn over(&self, other: &Self) -> Option<Self> {
+        let mut ratios = Self::default();
+        for (mine, its) in self.values.iter().zip(&other.values) {
+            ratios.add(mine / its);
+        }
+        (!ratios.values.is_empty()).then_some(ratios)
+    }
+}
+
+/// One kind of request under load.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Load {
+    /// `unary_c1`, `unary_cN`, `streamed_c1`, `streamed_cN` or `paced_cN`, where N is `concurrency`.
+    pub kind: String,
+    /// User and system time of the subject per request, in microseconds.
+    pub cpu_us: Spread,
+    /// The same, over nginx in the same repetition.
+    pub cpu_over_nginx: Option<Spread>,
+    /// Whole requests per second, with client and engines on the same machine.
+    pub requests_per_second: Spread,
+}
+
+/// What processors do that have nothing to do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Cores {
+    /// They sleep, as the machine is set up; to wake one is part of what is measured.
+    #[default]
+    AsTheyAre,
+    /// They are kept from sleeping.
+    Awake,
+}
+
+impl Cores {
+    fn name(self) -> &'static str {
+        match self {
+            Self::AsTheyAre => "as they are",
+            Self::Awake => "awake",
+        }
+    }
+}
+
+/// Time to first token with one request at a time, in microseconds.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct FirstToken {
+    /// What the processors did meanwhile.
+    pub cores: Cores,
+    /// The client that makes both hops itself: median.
+    pub direct_p50_us: Spread,
+    /// The same: 99th percentile.
+    pub direct_p99_us: Spread,
+    /// The subject: median.
+    pub p50_us: Spread,
+    /// The same: 99th percentile.
+    pub p99_us: Spread,
+    /// The subject's median minus the direct client's.
+    pub added_p50_us: Spread,
+    /// The subject's 99th percentile minus the direct client's.
+    pub added_p99_us: Spread,
+}
+
+/// Resident memory.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Memory {
+    /// After a handful of requests, in MiB.
+    pub idle_mib: f64,
+    /// What one open, silent stream adds, in KiB.
+    pub per_stream_kib: Option<f64>,
+    /// Streams that were open.
+    pub streams: usize,
+}
+
+/// How soon an engine sees that a client has left.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Hangup {
+    /// Where the client's request was.
+    pub phase: &'static str,
+    /// Closes that the engine saw.
+    pub seen: usize,
+    /// Closes that it did not see within a second.
+    pub missed: usize,
+    /// Median, in milliseconds.
+    pub p50_ms: f64,
+    /// 99th percentile, in milliseconds.
+    pub p99_ms: f64,
+    /// Greatest, in milliseconds.
+    pub max_ms: f64,
+}
+
+/// One subject.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct SubjectReport {
+    /// `nginx`, `baton`, `vllm-router`, `smg`.
+    pub name: &'static str,
+    /// As it tells it.
+    pub version: String,
+    /// CPU per request.
+    pub loads: Vec<Load>,
+    /// On processors as they are, and awake where the system allows it; empty for nginx, which makes one hop.
+    pub first_token: Vec<FirstToken>,
+    /// `None` when it runs in the benchmark's own process.
+    pub memory: Option<Memory>,
+    /// By phase.
+    pub hangups: Vec<Hangup>,
+}
+
+/// A whole run; the keys of `--json`.
+#[derive(Clone, Debug, Serialize)]
+pub struct RouterReport {
+    /// Seconds since the epoch at the start.
+    pub unix_seconds: u64,
+    /// The commit of the repository that it was run in.
+    pub commit: Option<String>,
+    /// The command.
+    pub command: String,
+    /// The machine: processor, processors, memory.
+    pub machine: String,
+    /// Repetitions.
+    pub repetitions: usize,
+    /// Requests of each kind, subject and repetition.
+    pub load_requests: usize,
+    /// Requests at a time under load.
+    pub concurrency: usize,
+    /// Tokens per answer.
+    pub tokens: usize,
+    /// Between two tokens of a paced stream.
+    pub pause_ms: u64,
+    /// Each subject.
+    pub subjects: Vec<SubjectReport>,
+}
+
+impl SubjectReport {
+    pub(super) fn load(&mut self, kind: &str) -> &mut Load {
+        let at = self.loads.iter().position(|load| load.kind == kind).unwrap_or_else(|| {
+            self.loads.push(Load { kind: kind.to_owned(), ..Load::default() });
+            self.loads.len() - 1
+        });
+        &mut self.loads[at]
+    }
+
+    pub(super) fn first_token(&mut self, cores: Cores) -> &mut FirstToken {
+        let at = self.first_token.iter().position(|of| of.cores == cores).unwrap_or_else(|| {
+            self.first_token.push(FirstToken { cores, ..FirstToken::default() });
+            self.first_token.len() - 1
+        });
+        &mut self.first_token[at]
+    }
+}
+
+impl RouterReport {
+    pub(super) fn new(args: &RouterArgs, subjects: &[Subject]) -> Self {
+        let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        let subjects = subjects.iter().map(|subject| SubjectReport {
+            name: subject.name,
+            version: subject.version.clone(),
+            ..SubjectReport::default()
+        });
+        Self {
+            unix_seconds: since_epoch.unwrap_or_default().as_secs(),
+            commit: crate::common::machine::commit(),
+            command: crate::common::machine::command(),
+            machine: crate::common::machine::described(),
+            repetitions: args.repetitions,
+            load_requests: args.load_requests,
+            concurrency: args.concurrency,
+            tokens: args.tokens,
+            pause_ms: args.pause_ms,
+            subjects: subjects.collect(),
+        }
+    }
+
+    /// The report of a subject of this run.
+    pub(super) fn of(&mut self, name: &str) -> &mut SubjectReport {
+        self.subjects.iter_mut().find(|of| of.name == name).expect("a subject of this run")
+    }
+
+    /// Fills in the ratios.
+    pub(super) fn compare(&mut self) {
+        let Some(nginx) = self.subjects.iter().find(|of| of.name == "nginx").cloned() else { return };
+        for load in self.subjects.iter_mut().flat_map(|of| &mut of.loads) {
+            let base = nginx.loads.iter().find(|of| of.kind == load.kind);
+            load.cpu_over_nginx = base.and_then(|base| load.cpu_us.over(&base.cpu_us));
+        }
+    }
+
+    /// The report for people.
+    #[must_use]
+    pub fn table(&self) -> String {
+        let mut lines = vec![
+            self.machine.clone(),
+            String::from(
+                "CPU per request                  µs   (  min ..   max)  × nginx (  min ..   max)    req/s",
+            ),
+        ];
+        for subject in &self.subjects {
+            for load in &subject.loads {
+                let (cpu, ratio) = (&load.cpu_us, load.cpu_over_nginx.clone().unwrap_or_default());
+                lines.push(format!(
+                    "{:<12}{:<13}{:>10.1} ({:>6.1} .. {:>6.1}) {:>7.2} ({:>5.2} .. {:>5.2}) {:>9.0}",
+                    subject.name,
+                    load.kind,
+                    cpu.median,
+                    cpu.min,
+                    cpu.max,
+                    ratio.median,
+                    ratio.min,
+                    ratio.max,
+                    load.requests_per_second.median
+                ));
+            }
+        }
+        lines.push(String::from(
+            "added time to first token, µs    cores           p50 (min .. max)   p99 (min .. max)   direct p50, p99",
+        ));
+        for subject in &self.subjects {
+            for of in &subject.first_token {
+                let (p50, p99) = (&of.added_p50_us, &of.added_p99_us);
+                let (added_p50, added_p99) = (
+                    format!("{:.0} ({:.0} .. {:.0})", p50.median, p50.min, p50.max),
+                    format!("{:.0} ({:.0} .. {:.0})", p99.median, p99.min, p99.max),
+                );
+                lines.push(format!(
+                    "{:<33}{:<16}{added_p50:<19}{added_p99:<19}{:.0}, {:.0}",
+                    subject.name,
+                    of.cores.name(),
+                    of.direct_p50_us.median,
+                    of.direct_p99_us.median
+                ));
+            }
+        }
+        lines.push(String::from("resident memory            idle MiB   KiB per open stream"));
+        for subject in &self.subjects {
+            if let Some(memory) = &subject.memory {
+                let each = memory.per_stream_kib.unwrap_or(f64::NAN);
+                lines.push(format!("{:<20}{:>14.1} {:>12.1}", subject.name, memory.idle_mib, each));
+            }
+        }
+        lines.push(String::from(
+            "client's close at the engine, ms       p50      p99      max   seen  missed",
+        ));
+        for subject in &self.subjects {
+            for h in &subject.hangups {
+                lines.push(format!(
+                    "{:<12}{:<20}{:>9.3}{:>9.3}{:>9.3}{:>7}{:>8}",
+                    subject.name, h.phase, h.p50_ms, h.p99_ms, h.max_ms, h.seen, h.missed
+                ));
+            }
+        }
+        lines.join("\n")
+    }
+}

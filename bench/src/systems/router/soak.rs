@@ -1,0 +1,134 @@
+//! The router's memory over very many requests, every tenth of which is cancelled.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use super::wire::{self, Wire};
+use super::{Engines, RouterArgs, RouterBenchError, peers};
+
+/// Between two looks at the memory.
+const LOOK_EVERY: Duration = Duration::from_millis(500);
+/// One request in so many is cancelled.
+const CANCEL_EACH: usize = 10;
+
+/// What was measured; the keys of `--soak N --json`.
+#[derive(Clone, Debug, Serialize)]
+pub struct SoakReport {
+    /// The machine: processor, processors, memory.
+    pub machine: String,
+    /// Requests, half of them streamed.
+    pub requests: usize,
+    /// Of them, left before their end: a third each before the first byte, after it, and by a reset.
+    pub cancelled: usize,
+    /// Seconds.
+    pub seconds: f64,
+    /// Resident memory, the median of the looks in the first and in the last quarter of the run, in KiB.
+    pub first_quarter_kib: u64,
+    /// See there.
+    pub last_quarter_kib: u64,
+    /// Most that was seen, in KiB.
+    pub most_kib: u64,
+    /// Looks at the memory.
+    pub looks: usize,
+}
+
+impl SoakReport {
+    /// The report for people.
+    #[must_use]
+    pub fn table(&self) -> String {
+        let mib = |kib: u64| kib as f64 / 1024.0;
+        format!(
+            "{}\n{} requests, {} of them cancelled, in {:.0} s\nresident memory, MiB: first quarter {:.2}, \
+             last quarter {:.2}, most {:.2} ({} looks)",
+            self.machine,
+            self.requests,
+            self.cancelled,
+            self.seconds,
+            mib(self.first_quarter_kib),
+            mib(self.last_quarter_kib),
+            mib(self.most_kib),
+            self.looks
+        )
+    }
+}
+
+/// Sends `requests` and looks at the memory meanwhile.
+pub(super) async fn measure(args: &RouterArgs, requests: usize) -> Result<SoakReport, RouterBenchError> {
+    let engines = Engines::start(args.tokens, Duration::ZERO)?;
+    let subject = peers::baton(args.programs.binary.as_ref(), engines.addresses()).await?;
+    let (next, cancelled) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let begun = Instant::now();
+    let mut tasks = tokio::task::JoinSet::new();
+    for _ in 0..args.concurrency {
+        let caller =
+            Caller { address: subject.address, next: Arc::clone(&next), cancelled: Arc::clone(&cancelled) };
+        tasks.spawn(caller.run(requests));
+    }
+    let mut looks = Vec::new();
+    let mut tick = tokio::time::interval(LOOK_EVERY);
+    loop {
+        tokio::select! {
+            _ = tick.tick() => looks.push(subject.resident_kib()?),
+            done = tasks.join_next() => match done {
+                Some(done) => done.map_err(wire::failed)??,
+                None => break,
+            },
+        }
+    }
+    looks.push(subject.resident_kib()?);
+    let seconds = begun.elapsed().as_secs_f64();
+    subject.stop();
+    let quarter = looks.len().div_ceil(4);
+    Ok(SoakReport {
+        machine: crate::common::machine::described(),
+        requests,
+        cancelled: cancelled.load(Ordering::Relaxed),
+        seconds,
+        first_quarter_kib: median(&looks[..quarter]),
+        last_quarter_kib: median(&looks[looks.len() - quarter..]),
+        most_kib: looks.iter().copied().max().unwrap_or(0),
+        looks: looks.len(),
+    })
+}
+
+fn median(looks: &[u64]) -> u64 {
+    let mut sorted = looks.to_vec();
+    sorted.sort_unstable();
+    sorted[sorted.len() / 2]
+}
+
+/// One client of many.
+struct Caller {
+    address: std::net::SocketAddr,
+    next: Arc<AtomicUsize>,
+    cancelled: Arc<AtomicUsize>,
+}
+
+impl Caller {
+    async fn run(self, requests: usize) -> Result<(), RouterBenchError> {
+        let bodies = [wire::request(&wire::body(false)), wire::request(&wire::body(true))];
+        let mut kept = Wire::connect(self.address).await?;
+        loop {
+            let number = self.next.fetch_add(1, Ordering::Relaxed);
+            if number >= requests {
+                return Ok(());
+            }
+            if number % CANCEL_EACH != CANCEL_EACH - 1 {
+                kept.post(&bodies[number % 2]).await?;
+                continue;
+            }
+            let mut leaves = Wire::connect(self.address).await?;
+            leaves.send(true).await?;
+            match number / CANCEL_EACH % 3 {
+                0 => {}
+                1 => leaves.first_byte().await?,
+                _ => leaves.reset_on_close()?,
+            }
+            drop(leaves);
+            self.cancelled.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
