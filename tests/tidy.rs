@@ -84,8 +84,9 @@ const IMPURE: &[&str] = &[
     "libc",
 ];
 
-/// The one exception: an address is data, and a transport needs to name its peer.
-const ADDRESS: (&str, &str) = ("connector/src/transport.rs", "use std::net::SocketAddr;");
+/// The exception: an address is data, and a transport and its errors name a peer.
+const ADDRESS: (&[&str], &str) =
+    (&["connector/src/machines/replies.rs", "connector/src/transport.rs"], "use std::net::SocketAddr;");
 
 /// Paths that exist on one machine only.
 const MACHINE_PATHS: &[&str] = &[concat!("/wo", "rk/"), concat!("/ro", "ot/")];
@@ -190,7 +191,7 @@ fn the_connectors_core_is_pure() {
         let code = text.split("#[cfg(test)]").next().unwrap_or_default();
         for (number, line) in code.lines().enumerate() {
             let code = line.split("//").next().unwrap_or_default();
-            if (name.as_str(), line) == ADDRESS {
+            if ADDRESS.0.contains(&name.as_str()) && line == ADDRESS.1 {
                 continue;
             }
             let impure = IMPURE.iter().filter(|word| code.contains(**word));

@@ -29,7 +29,7 @@ pub struct Rank(pub u16);
 /// One reader of a lease: which decode request reads, and over which of its links.
 ///
 /// A consumer has as many links to a producer as there are pairs of ranks that share heads
-/// ([`crate::slice::Geometry::links`]). Leases keep *sets* of readers, never counts, so that a repeated acknowledgement
+/// ([`crate::memory::slice::Geometry::links`]). Leases keep *sets* of readers, never counts, so that a repeated acknowledgement
 /// is one reader; and a consumer has everything when all its links have. `(consumer, of)` together name the
 /// consumer, so no two readers of one consumer can disagree about the number of its links.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

@@ -9,9 +9,10 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use crate::ledger::{HeartbeatReply, ReleaseReply};
-use crate::region::Region;
-use crate::slice::Slice;
+use crate::machines::ledger::{HeartbeatReply, ReleaseReply};
+pub use crate::machines::replies::{Readiness, TransportError, Verdict};
+use crate::memory::region::Region;
+use crate::memory::slice::Slice;
 use crate::{BlockId, Epoch, Handle, KvLayout, Reader};
 
 /// A producer's side channel.
@@ -22,7 +23,7 @@ pub struct Peer {
     /// The epoch it had when it made the handoff.
     pub epoch: Epoch,
     /// What both ends must agree about before a byte is read: model, shape, and which rank of which cut this is
-    /// ([`crate::slice::Geometry::rank_fingerprint`]).
+    /// ([`crate::memory::slice::Geometry::rank_fingerprint`]).
     pub fingerprint: u64,
 }
 
@@ -61,46 +62,6 @@ impl ReadOrder {
             Part::Slice(slice) => slice.cut.bytes(&slice.producer),
         }
     }
-}
-
-/// Whether bytes that were read may be used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    /// The lease was live from the first to the last byte of this reader.
-    Valid,
-    /// It was not, or nobody knows. The bytes must not reach a forward pass.
-    Gone,
-}
-
-/// Whether a producer may let blocks out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Readiness {
-    /// It may.
-    Ready,
-    /// The lease lives, and they are not computed yet.
-    NotYet,
-    /// The lease lets this reader read no more.
-    Gone,
-}
-
-/// Why a read, or a message about a lease, did not succeed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum TransportError {
-    /// The lease is over, was never there, or belongs to an earlier epoch.
-    #[error("the lease is gone")]
-    Gone,
-    /// The range, the reader or the layout does not fit the lease.
-    #[error("refused by the producer: {0}")]
-    Refused(Box<str>),
-    /// The peer could not be reached, or did not prove who it is.
-    #[error("no connection to {0}: {1}")]
-    Handshake(SocketAddr, Box<str>),
-    /// The connection broke or fell silent during the read.
-    #[error("transfer broke off: {0}")]
-    Transfer(Box<str>),
-    /// The caller raised the stop flag. Nothing writes into the landing blocks any more.
-    #[error("stopped")]
-    Stopped,
 }
 
 /// A stop flag that a reading thread looks at between system calls.

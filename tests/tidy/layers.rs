@@ -7,6 +7,7 @@ use super::{assert_none, sources};
 /// The layers of each source folder, bottom first.
 const LAYERS: &[(&str, &[&str])] = &[
     ("bench/src/", &["common", "load", "sim", "parts", "systems", "disconnect", "ops", "chart"]),
+    ("connector/src/", &["limits", "time", "id", "memory", "handoff", "machines", "transport"]),
     (
         "engine/src/",
         &[

@@ -3,8 +3,8 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::lease::Cause;
 use crate::limits::{TOMBSTONE_KEPT, TOMBSTONES_MAX};
+use crate::machines::lease::Cause;
 use crate::{Handle, Reader, RequestId, Time};
 
 #[derive(Debug)]

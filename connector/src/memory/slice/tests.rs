@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::layout::KvDtype;
+use crate::memory::layout::KvDtype;
 
 fn layout(kv_heads: usize, block_tokens: usize) -> KvLayout {
     KvLayout { layers: 2, kv_heads, head_dim: 3, block_tokens, dtype: KvDtype::F16 }

@@ -1,8 +1,8 @@
 //! A ledger as a value: all that its future depends on, with times as distances from now and every table in order.
-//! See [`crate::lease::LeasePortrait`] for what it is good for.
+//! See [`crate::machines::lease::LeasePortrait`] for what it is good for.
 
 use super::Ledger;
-use crate::lease::{Cause, LeasePortrait};
+use crate::machines::lease::{Cause, LeasePortrait};
 use crate::{BlockId, Handle, Reader, RequestId, Time};
 
 /// One live lease.

@@ -19,9 +19,9 @@ mod tombstones;
 
 use std::time::Duration;
 
-use crate::lease::{Cause, Event, Lease, LeaseTerms, Reply, State};
 use crate::limits::{BLOCKS_PER_HANDOFF_MAX, LEASES_MAX};
-use crate::transport::{Readiness, Verdict};
+use crate::machines::lease::{Cause, Event, Lease, LeaseTerms, Reply, State};
+use crate::machines::replies::{Readiness, Verdict};
 use crate::{BlockId, Handle, Reader, RequestId, Time};
 use deadlines::Deadlines;
 use live::{Entry, Live, Slot};

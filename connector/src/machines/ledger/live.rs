@@ -10,7 +10,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
 
 use super::LeaseView;
-use crate::lease::Lease;
+use crate::machines::lease::Lease;
 use crate::{BlockId, Handle, RequestId, Time};
 
 /// A place, and which of its tenants is meant.

@@ -7,20 +7,20 @@
 //!                                       (the others are told to stop)
 //! ```
 //!
-//! Each link's worker reads, reports, asks for its own verdict and reports that. The [`crate::fetch::Fetch`] of the
+//! Each link's worker reads, reports, asks for its own verdict and reports that. The [`crate::machines::fetch::Fetch`] of the
 //! request hears of one transfer: done when all are done, failed when one failed and the others are quiet, valid
 //! only if every link's verdict is.
 //!
 //! Invariants:
 //! - Nothing is said about the end of the transfer while any link may still write (invariant 3).
 //! - At most one [`Action::Transfer`] and one [`Action::Verdict`] leave it, in this order, and a verdict only after
-//!   a transfer that was done: what [`crate::fetch::Fetch`] expects of one worker.
+//!   a transfer that was done: what [`crate::machines::fetch::Fetch`] expects of one worker.
 //! - A link counts once: it reports, or it is declared lost ([`Event::Lost`]), and then its silence holds nobody.
 //! - Whatever repeats, or comes too late, changes nothing and is counted (invariant 9).
 //!
 //! The table of every state and event is a golden file, `connector/tests/golden/gather.txt`.
 
-use crate::fetch::{Answer, FailureKind};
+use crate::machines::fetch::{Answer, FailureKind};
 
 /// What a link, or whoever watches it, reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

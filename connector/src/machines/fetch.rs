@@ -22,7 +22,7 @@
 //!
 //! The table of every state and event is a golden file, `connector/tests/golden/fetch.txt`.
 
-use crate::transport::{TransportError, Verdict};
+use crate::machines::replies::{TransportError, Verdict};
 
 /// What an engine does with a request whose blocks could not be fetched. vLLM's `kv_load_failure_policy`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -26,7 +26,7 @@
 //!
 //! The table of every state and event is a golden file, `connector/tests/golden/multi.txt`.
 
-use crate::fetch::LoadFailurePolicy;
+use crate::machines::fetch::LoadFailurePolicy;
 
 /// Children of one multi-connector at most.
 pub const CHILDREN_MAX: usize = 4;
