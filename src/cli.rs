@@ -308,7 +308,7 @@ pub(crate) struct CheckArgs {
     #[arg(value_name = "FILE", required_unless_present = "schema")]
     pub(crate) file: Option<PathBuf>,
     /// Print the effective configuration, with all defaults
-    #[arg(long)]
+    #[arg(long, conflicts_with = "schema")]
     pub(crate) print: bool,
     /// Print the JSON schema of configuration files
     #[arg(long, conflicts_with = "file")]

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+#[path = "tidy/cycles.rs"]
+mod cycles;
 #[path = "tidy/layers.rs"]
 mod layers;
 #[path = "tidy/pages.rs"]

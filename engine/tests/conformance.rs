@@ -39,9 +39,8 @@ use baton_connector_device::{
 };
 use baton_connector_shm::{ShmServer, listen, shared_pool};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions};
-use baton_engine::compute::cuda::device::{Buffer, HostAt, Priority, Slice};
+use baton_engine::compute::cuda::device::{Buffer, HostAt, HostRun, PoolMemory, Priority, Slice};
 use baton_engine::compute::cuda::driver::CudaDevice;
-use baton_engine::compute::cuda::port::{HostRun, PoolMemory};
 use baton_engine::compute::cuda::software::SoftDevice;
 use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, Element, cubins};
 use conformance::{Lender, Wire};

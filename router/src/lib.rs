@@ -15,11 +15,11 @@
 //! |---|---|
 //! | [`config`] | the YAML file, checked |
 //! | `metrics` | registry, families, labels, the text page, the limiter of repeated log lines |
-//! | `message` | what requests and responses contain, as pure code: paths, features, rewriting, SSE frames, usage |
+//! | `message` | what requests and responses contain, pure but for minted ids: paths, features, rewriting, SSE frames, usage |
 //! | `tls` | certificates and handshakes, towards clients and engines |
 //! | `auth` | API keys, tenants, limits, cache salts; access to the admin listener |
-//! | `engines` | an engine: HTTP client, health, load, known caches, membership; address redaction |
-//! | `admission` | the fair queue, deadlines, the budget of request bodies |
+//! | `engines` | an engine: HTTP client, health, load, known caches, membership, memory of bodies; address redaction |
+//! | `admission` | the fair queue, deadlines |
 //! | `client` | the client's connection: strict HTTP reader, pingora session, disconnect detection, address |
 //! | `routing` | models, pools, policies, the disaggregation decision, explanations |
 //! | `legs` | one attempt of each leg, liveness probes, retry budget, settlement |

@@ -2,7 +2,10 @@
 //!
 //! A layer is a first-level entry of a crate's `src`: a folder or a file. Test modules may import any layer.
 
-use super::{assert_none, sources};
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::cycles::{leaves, trees};
+use super::{assert_none, files, sources};
 
 /// The layers of each source folder, bottom first.
 const LAYERS: &[(&str, &[&str])] = &[
@@ -60,7 +63,7 @@ fn layer_of(below: &str) -> Option<&str> {
 }
 
 /// The code of a file: no comments, and nothing from its test module on.
-fn code(text: &str) -> String {
+pub(super) fn code(text: &str) -> String {
     let lines = text.lines().collect::<Vec<_>>();
     let is_module = |line: &str| line.ends_with('{') && line.split(' ').any(|word| word == "mod");
     let tests = lines.windows(2).position(|pair| pair[0] == "#[cfg(test)]" && is_module(pair[1]));
@@ -110,10 +113,22 @@ fn names(below: &str, code: &str) -> Vec<String> {
     names
 }
 
+/// The layers behind the names that a `lib.rs` re-exports: `pub use machines::lease` makes `lease` one of `machines`.
+fn re_exports(lib: &str) -> BTreeMap<String, String> {
+    let code = code(lib);
+    let public = trees(&code).into_iter().filter(|(public, _)| *public);
+    let paths = public.flat_map(|(_, tree)| leaves(tree));
+    paths.filter_map(|path| Some((path.last()?.clone(), path.first()?.clone()))).collect()
+}
+
 /// What a file imports from a higher layer, and whether it is in a layer at all.
-fn upward(folder: &str, layers: &[&str], below: &str, text: &str) -> Vec<String> {
+fn upward(folder: &str, layers: &[&str], lib: &str, below: &str, text: &str) -> Vec<String> {
     let Some(layer) = layer_of(below) else { return Vec::new() };
-    let rank = |name: &str| layers.iter().position(|layer| *layer == name);
+    let re_exports = re_exports(lib);
+    let rank = |name: &str| {
+        let name = re_exports.get(name).map_or(name, String::as_str);
+        layers.iter().position(|layer| *layer == name)
+    };
     let Some(own) = rank(layer) else { return vec![format!("{folder}{below} is in no layer")] };
     let code = code(text);
     let higher = names(below, &code).into_iter().filter(|name| rank(name).is_some_and(|rank| rank > own));
@@ -126,23 +141,29 @@ fn upward(folder: &str, layers: &[&str], below: &str, text: &str) -> Vec<String>
 #[test]
 fn modules_import_only_lower_layers() {
     let mut broken = Vec::new();
-    let mut seen = 0;
-    for (name, text) in sources() {
+    let mut seen = BTreeSet::new();
+    let sources: BTreeMap<String, String> = sources().collect();
+    for (name, text) in &sources {
         for (folder, layers) in LAYERS {
             if let Some(below) = name.strip_prefix(folder) {
-                broken.extend(upward(folder, layers, below, &text));
-                seen += 1;
+                let lib = &sources[&format!("{folder}lib.rs")];
+                broken.extend(upward(folder, layers, lib, below, text));
+                seen.extend(layer_of(below).map(|layer| (*folder, layer.to_owned())));
             }
         }
     }
-    assert!(seen > 100, "only {seen} files were read");
+    for (folder, layers) in LAYERS {
+        let empty = layers.iter().filter(|layer| !seen.contains(&(*folder, (**layer).to_owned())));
+        broken.extend(empty.map(|layer| format!("{folder}{layer} has no file")));
+    }
     assert_none(&broken, "imports of a higher layer (layers are listed in tests/tidy/layers.rs)");
 }
 
 #[test]
 fn a_planted_upward_import_is_found_in_every_form() {
     let layers = ["low", "high"];
-    let of = |below: &str, text: &str| upward("src/", &layers, below, text);
+    let lib = "mod low;\nmod high;\n\npub use high::{again, B as C};\n";
+    let of = |below: &str, text: &str| upward("src/", &layers, lib, below, text);
     assert_eq!(of("low/a.rs", "use crate::high::B;\n"), ["src/low/a.rs imports high, above low"]);
     for (below, text) in [
         ("low/a.rs", "use crate::{low::x, high::B};\n"),
@@ -151,6 +172,7 @@ fn a_planted_upward_import_is_found_in_every_form() {
         ("low/a.rs", "use super::super::high;\n"),
         ("low/mod.rs", "use super::high;\n"),
         ("low.rs", "use crate::high::B; // as well\n"),
+        ("low/a.rs", "use crate::again::x;\n"),
     ] {
         assert_eq!(of(below, text).len(), 1, "{below}: {text}");
     }
@@ -163,4 +185,41 @@ fn a_planted_upward_import_is_found_in_every_form() {
         assert!(of(below, text).is_empty(), "{below}: {text}");
     }
     assert_eq!(of("new/a.rs", ""), ["src/new/a.rs is in no layer"]);
+}
+
+/// Most entries of a folder with sources.
+const ENTRIES_MAX: usize = 20;
+
+/// Folders that have more, and how many. The numbers only shrink.
+const MORE_ENTRIES: &[(&str, usize)] = &[("router/src/config", 35)];
+
+#[test]
+fn no_folder_has_more_than_twenty_entries() {
+    let mut entries: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for name in files().into_keys() {
+        let parts: Vec<&str> = name.split('/').collect();
+        let data = |part: &&str| {
+            matches!(*part, "fixtures" | "golden" | "corpus" | "results") || part.starts_with('.')
+        };
+        let code = parts.iter().any(|part| matches!(*part, "src" | "tests"));
+        if !code || parts.iter().any(data) {
+            continue;
+        }
+        for at in 1..parts.len() {
+            entries.entry(parts[..at].join("/")).or_default().insert(parts[at].to_owned());
+        }
+    }
+    assert!(entries.len() > 50, "only {} folders were seen", entries.len());
+    let mut broken = Vec::new();
+    for (folder, entries) in &entries {
+        let known = MORE_ENTRIES.iter().find(|(known, _)| known == folder).map(|(_, most)| *most);
+        match known {
+            None if entries.len() > ENTRIES_MAX => broken.push(format!("{folder}: {}", entries.len())),
+            Some(most) if entries.len() != most => {
+                broken.push(format!("{folder}: {}, and {most} in tests/tidy/layers.rs", entries.len()));
+            }
+            _ => {}
+        }
+    }
+    assert_none(&broken, "folders with more than 20 entries");
 }

@@ -1,4 +1,4 @@
-//! What every benchmark uses: the machine, processes, statistics, an HTTP client, errors.
+//! What every benchmark uses: the machine, processes, statistics, an HTTP client.
 
 pub(crate) mod http_client;
 pub(crate) mod machine;

@@ -394,7 +394,7 @@ fn refused(facts: &Facts) -> Option<Group> {
             .get(&call.tag)
             .is_some_and(|timeline| timeline.legs.iter().any(|leg| leg.lent.is_some()))
     };
-    // A front door that refuses them itself has nothing to give back.
+    // A gateway that refuses them itself has nothing to give back.
     let refused =
         facts.calls.iter().filter(|call| call.act == act.name && call.outcome == "refused" && lent(call));
     let victims: Vec<Victim<'_>> = refused

@@ -2,7 +2,7 @@
 //! on what became of every request.
 //!
 //! ```text
-//!  clients (load) ──▶ router ──▶ engines          a run, part after part (acts)
+//!  clients (load) ──▶ router ──▶ engines          a run, part after part (drive)
 //!     │ every call        ▲          │ event logs, books (watch)
 //!     ▼                   │ kill     ▼
 //!  events.jsonl ◀── recorder ◀───────┘

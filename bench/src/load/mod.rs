@@ -5,7 +5,7 @@
 //!            Target ─▶ Client::open ─▶ call(Ask, Leave, Manner) ─▶ Call
 //!   Wish ─▶ Ask ──────────────────────▲      │                      ▲
 //!                                            ▼                      │
-//!                        wire (FIN, RST, …) ─▶ http ─▶ sse ─▶ reply ┘
+//!                        connection (FIN, RST, …) ─▶ framing ─▶ sse ─▶ reply ┘
 //! ```
 //!
 //! Written by hand over a socket, because it has to leave in exact ways and must say when it did. What comes back is

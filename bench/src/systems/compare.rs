@@ -1,4 +1,4 @@
-//! `baton bench compare`: the same workload through several front doors in one run, side by side.
+//! `baton bench compare`: the same workload through several gateways in one run, side by side.
 //!
 //! In front of the same simulated engines ([`crate::sim::engines`]), in rounds that alternate (ABCABC…), so that whatever else
 //! the machine does falls on all of them: Baton's router, vllm-router, smg, a plain proxy that does what vLLM's toy proxy
@@ -67,7 +67,7 @@ pub struct CompareArgs {
     /// Model name in all requests
     #[arg(long, value_name = "NAME", default_value = "sim")]
     pub model: String,
-    /// The programs of the front doors
+    /// The programs of the gateways
     #[command(flatten)]
     pub programs: ProgramArgs,
     /// Print one JSON object instead of tables
@@ -119,7 +119,7 @@ impl CompareArgs {
         self.engine().check()
     }
 
-    /// Engines of a speed that leaves a front door something to add to.
+    /// Engines of a speed that leaves a gateway something to add to.
     fn engine(&self) -> EnginePlan {
         EnginePlan {
             dialect: self.dialect,
@@ -128,7 +128,7 @@ impl CompareArgs {
             decode_step: Duration::from_millis(5),
             context_tokens: (self.prompt_tokens + self.output_tokens + 64).max(4_096),
             blocks: 1 << 16,
-            // Clients leave in the gap, so the reply is written at once: in the window before it no front door can give back.
+            // Clients leave in the gap, so the reply is written at once: in the window before it no gateway can give back.
             reply_delay: Some(Duration::ZERO),
             ..EnginePlan::default()
         }
@@ -144,7 +144,7 @@ impl CompareArgs {
     }
 }
 
-/// One front door under test.
+/// One gateway under test.
 struct Contender {
     name: String,
     version: String,

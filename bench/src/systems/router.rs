@@ -1,4 +1,4 @@
-//! `baton bench router`: what the front door costs, side by side with what one could put there instead.
+//! `baton bench router`: what the router costs, beside other gateways.
 //!
 //! One simulated prefill engine, one simulated decode engine ([`crate::sim::instant`]), and before them, on
 //! loopback: nginx as a plain reverse proxy (one hop, to the decode engine), this router, and with `--peers` the
@@ -66,7 +66,7 @@ pub struct RouterArgs {
     /// Cancelled requests per phase and subject; 0 skips the measurement
     #[arg(long, value_name = "N", default_value_t = 300)]
     pub cancels: usize,
-    /// The programs of the front doors
+    /// The programs of the gateways
     #[command(flatten)]
     pub programs: ProgramArgs,
     /// Measure only the router's memory, over this many requests with 10 % cancels

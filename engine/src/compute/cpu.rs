@@ -21,6 +21,7 @@ mod isa;
 mod kernel;
 mod matrix;
 mod network;
+mod rows;
 mod team;
 mod vector;
 

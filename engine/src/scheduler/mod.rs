@@ -37,7 +37,6 @@ use baton_connector::multi::{self, Children, Multi};
 use baton_connector::offload::TransferId;
 
 use self::admitting::{Admission, Passed};
-pub(crate) use self::offloading::connectors_of;
 use self::offloading::{HANDOFF, OFFLOAD, Offload};
 pub use self::pending_release::Beside;
 use self::pending_release::Departures;

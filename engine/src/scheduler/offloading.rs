@@ -14,10 +14,7 @@
 use std::collections::{HashMap, VecDeque};
 
 use baton_connector::BlockId;
-use baton_connector::fetch::LoadFailurePolicy;
-use baton_connector::multi::{
-    Action as MultiAction, Answer as Held, Child, Children, Event as MultiEvent, Multi,
-};
+use baton_connector::multi::{Action as MultiAction, Answer as Held, Child, Children, Event as MultiEvent};
 use baton_connector::offload::{Action, Answer, BlockEvent, Event, Slots, TransferId};
 
 use super::{Admission, Effect, Scheduler};
@@ -465,13 +462,4 @@ impl Scheduler {
             Answer::Draining(_) => Held::Holds,
         }
     }
-}
-
-/// The connectors of a new sequence.
-pub(crate) fn connectors_of(purpose: &Purpose) -> Multi {
-    let policy = match purpose {
-        Purpose::Consume(fetch) => fetch.policy(),
-        Purpose::Plain | Purpose::Produce { .. } => LoadFailurePolicy::Recompute,
-    };
-    Multi::new(Children::first(2), policy)
 }

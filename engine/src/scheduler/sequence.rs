@@ -1,11 +1,10 @@
 //! One sequence: the tokens of one choice of a request, its blocks, and how far it has been computed.
 
-use baton_connector::fetch::Fetch;
-use baton_connector::multi::Multi;
+use baton_connector::fetch::{Fetch, LoadFailurePolicy};
+use baton_connector::multi::{Children, Multi};
 use baton_connector::{BlockId, RequestId};
 
 use crate::blocks::hash::{self, BlockHash};
-use crate::scheduler::connectors_of;
 
 /// A sequence's name inside one engine; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -246,4 +245,13 @@ impl Sequence {
         }
         (generated >= self.stop.max_new).then_some(FinishReason::Length)
     }
+}
+
+/// The connectors of a new sequence.
+pub(crate) fn connectors_of(purpose: &Purpose) -> Multi {
+    let policy = match purpose {
+        Purpose::Consume(fetch) => fetch.policy(),
+        Purpose::Plain | Purpose::Produce { .. } => LoadFailurePolicy::Recompute,
+    };
+    Multi::new(Children::first(2), policy)
 }

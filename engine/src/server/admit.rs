@@ -12,7 +12,7 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use super::guard::HandoffGuard;
 use super::rejection::{Intent, PARAMS};
-use super::{Frontend, control};
+use super::{Frontend, access};
 use crate::blocks::hash::prompt_fingerprint;
 use crate::engine_core::{SeqEvent, Submission};
 use crate::event_log;
@@ -48,7 +48,7 @@ pub(super) fn encode(
     add_special: Option<bool>,
 ) -> Result<Vec<Vec<u32>>, ApiError> {
     let text = |text: &str, field: &str, default: bool| {
-        let special = control::special(add_special, default);
+        let special = access::special(add_special, default);
         let tokens = frontend.tokenizer.encode(text, special, frontend.capacity);
         tokens.map_err(|error| {
             ApiError::invalid(field, error.to_string()).with_code(Code::ContextLengthExceeded)

@@ -8,17 +8,19 @@
 //! most [`Bodies::threads`] threads at once, which are not those of HTTP: aborts and releases go on meanwhile. As many
 //! requests wait for such a thread as there are connections.
 
-use crate::run::options::BODY_BYTES_TOTAL;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use baton_openai::ApiError;
 use bytes::Bytes;
 use tokio::sync::Semaphore;
 
-use super::generate::QUEUE_RETRY;
+use crate::run::options::BODY_BYTES_TOTAL;
 
+/// When to come back to a full queue.
+pub(super) const QUEUE_RETRY: Duration = Duration::from_secs(1);
 /// Bodies up to this are read on the connection's thread. A kilobyte of hostile text takes 3 ms to tokenize; of prose,
 /// 0.4 ms.
 pub(super) const INLINE_BYTES: usize = 1024;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use baton_connector::{Handle, RequestId};
 use baton_openai::path::model_at;
 use baton_openai::response::{DetokenizeReply, TokenizeReply, models as model_list};
-use baton_openai::{ApiError, Code, DetokenizeRequest, ModelCard, Object, TokenizeRequest, parse_object};
+use baton_openai::{ApiError, DetokenizeRequest, ModelCard, Object, TokenizeRequest, parse_object};
 use hyper::body::Incoming;
 use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, StatusCode};
@@ -18,17 +18,14 @@ use serde_json::{Value, json};
 
 use tokio::sync::oneshot;
 
-use super::http::{self, Reply, read_body};
+use super::access::{authorize, bare_id};
+use super::reply::{self, Reply, read_body};
 use super::{Frontend, admit};
 use crate::blocks::digests::{BlockDigest, DigestAsk};
 use crate::blocks::hash::BlockHash;
-use crate::engine_core::mailbox::Legs;
-use crate::engine_core::mailbox::Undelivered;
-use crate::model::tokenizer::{Decode, SpecialTokens};
+use crate::engine_core::mailbox::{Legs, Undelivered};
+use crate::model::tokenizer::Decode;
 use crate::run::rank::DpRank;
-
-/// The header that the cluster's own callers show.
-pub(super) const CLUSTER_SECRET_HEADER: &str = "x-baton-cluster-secret";
 
 /// Bytes of a control message.
 const CONTROL_BODY_MAX: usize = 1 << 20;
@@ -38,24 +35,6 @@ const ABORT_IDS_MAX: usize = 1_024;
 
 /// Bytes of a release reason; what is longer is cut.
 const REASON_BYTES_MAX: usize = 64;
-
-/// Refuses a stranger.
-pub(super) fn authorize(frontend: &Frontend, headers: &HeaderMap) -> Result<(), ApiError> {
-    let Some(secret) = &frontend.cluster_secret else { return Ok(()) };
-    let shown = headers.get(CLUSTER_SECRET_HEADER).map(HeaderValue::as_bytes).unwrap_or_default();
-    if equal_in_constant_time(shown, secret.as_bytes()) { Ok(()) } else { Err(wrong_secret()) }
-}
-
-/// 401 with a code of its own: a router must not take it for its client's API key.
-fn wrong_secret() -> ApiError {
-    let mut error = ApiError::unauthorized().with_code(Code::InvalidClusterSecret);
-    error.message = format!("missing or wrong cluster secret in the header {CLUSTER_SECRET_HEADER}");
-    error
-}
-
-fn equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
-    a.len() == b.len() && a.iter().zip(b).fold(0, |difference, (a, b)| difference | (a ^ b)) == 0
-}
 
 async fn control_object(frontend: &Frontend, request: Request<Incoming>) -> Result<Object, ApiError> {
     authorize(frontend, request.headers())?;
@@ -86,7 +65,7 @@ pub(super) async fn release(frontend: Arc<Frontend>, request: Request<Incoming>)
         ));
     }
     let reply = frontend.release(named.as_ref(), handle, reason);
-    Ok(http::json(StatusCode::OK, json!({"result": reply.label()}).to_string()))
+    Ok(reply::json(StatusCode::OK, json!({"result": reply.label()}).to_string()))
 }
 
 /// `POST /abort_requests {"request_ids": [...], "leg": "prefill"|"decode"}`: ends requests by name, running or just
@@ -120,17 +99,7 @@ pub(super) async fn abort(frontend: Arc<Frontend>, request: Request<Incoming>) -
         })?;
         results.insert(id.as_str().to_owned(), Value::from(result));
     }
-    Ok(http::json(StatusCode::OK, json!({"results": results}).to_string()))
-}
-
-/// The name of a request, of the `id` of its reply: that has the endpoint's prefix, as vLLM's, and behind the name what
-/// tells replies to one name apart.
-pub(super) fn bare_id(id: &str) -> &str {
-    let Some(rest) = id.strip_prefix("chatcmpl-").or_else(|| id.strip_prefix("cmpl-")) else { return id };
-    let is_mark = |mark: &str| mark.len() == 16 && mark.bytes().all(|byte| byte.is_ascii_hexdigit());
-    rest.rsplit_once('.')
-        .filter(|(name, mark)| !name.is_empty() && is_mark(mark))
-        .map_or(rest, |(name, _)| name)
+    Ok(reply::json(StatusCode::OK, json!({"results": results}).to_string()))
 }
 
 /// `POST /reset_prefix_cache`; with `?reset_external=true` the offload tiers forget too (vLLM's name).
@@ -151,7 +120,7 @@ pub(super) fn reset_prefix_cache(
             core.mailbox.reset_tiers();
         }
     }
-    Ok(http::json(StatusCode::OK, "{}"))
+    Ok(reply::json(StatusCode::OK, "{}"))
 }
 
 /// `GET /debug/kv/digests?after=HASH`: the prefix cache, block by block: chained hash, block id and SHA-256 of the
@@ -187,7 +156,7 @@ pub(super) async fn kv_digests(
         "blocks": page.blocks.iter().map(shown).collect::<Vec<_>>(),
         "next": page.next.map(|hash| hash.to_string()),
     });
-    Ok(http::json(StatusCode::OK, body.to_string()))
+    Ok(reply::json(StatusCode::OK, body.to_string()))
 }
 
 /// `GET /health`: 200 while the engine takes requests, 503 while it drains or after the device of a core has failed.
@@ -196,18 +165,18 @@ pub(super) fn health(frontend: &Frontend) -> Reply {
     for core in &frontend.cores {
         if let Some(why) = core.status.look().failed {
             let why = if frontend.cores.len() > 1 { format!("rank {}: {why}", core.rank) } else { why };
-            return http::error_reply(&ApiError::unavailable(why, pause));
+            return reply::error_reply(&ApiError::unavailable(why, pause));
         }
     }
     if frontend.cores.iter().any(|core| core.mailbox.is_closing()) {
-        return http::error_reply(&ApiError::unavailable("the engine is shutting down", pause));
+        return reply::error_reply(&ApiError::unavailable("the engine is shutting down", pause));
     }
-    http::json(StatusCode::OK, "{\"status\":\"ok\"}")
+    reply::json(StatusCode::OK, "{\"status\":\"ok\"}")
 }
 
 /// `GET /metrics`, in Prometheus' text format.
 pub(super) fn metrics(frontend: &Frontend) -> Reply {
-    let mut reply = http::json(StatusCode::OK, frontend.metrics.render());
+    let mut reply = reply::json(StatusCode::OK, frontend.metrics.render());
     let text = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
     reply.headers_mut().insert(CONTENT_TYPE, text);
     reply
@@ -224,14 +193,14 @@ fn card(frontend: &Frontend) -> ModelCard {
 
 /// `GET /v1/models`.
 pub(super) fn models(frontend: &Frontend) -> Reply {
-    http::json(StatusCode::OK, model_list(&[card(frontend)]))
+    reply::json(StatusCode::OK, model_list(&[card(frontend)]))
 }
 
 /// `GET /v1/models/{id}`.
 pub(super) fn model(frontend: &Frontend, path: &str) -> Result<Reply, ApiError> {
     let name = model_at(path).ok_or_else(|| ApiError::not_found(path))??;
     if name == frontend.model {
-        Ok(http::json(StatusCode::OK, card(frontend).to_bytes()))
+        Ok(reply::json(StatusCode::OK, card(frontend).to_bytes()))
     } else {
         Err(ApiError::model_not_found(&name))
     }
@@ -252,7 +221,7 @@ fn tokenized(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
     let spelled = |id: &u32| frontend.tokenizer.spelling(*id).unwrap_or_default();
     let token_strs = request.return_token_strs.then(|| tokens.iter().map(spelled).collect());
     let reply = TokenizeReply { count: tokens.len(), max_model_len: frontend.capacity, tokens, token_strs };
-    Ok(http::json(StatusCode::OK, reply.to_bytes()))
+    Ok(reply::json(StatusCode::OK, reply.to_bytes()))
 }
 
 /// `POST /detokenize`.
@@ -269,12 +238,7 @@ fn detokenized(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
     let request = DetokenizeRequest::from_map(&parse_object(body, &frontend.limits)?, &frontend.limits)?;
     admit::check_model(frontend, request.model.as_deref())?;
     let reply = DetokenizeReply { prompt: frontend.tokenizer.decode(&request.tokens, Decode::All) };
-    Ok(http::json(StatusCode::OK, reply.to_bytes()))
-}
-
-/// Whether text is encoded with the tokenizer's own additions.
-pub(super) fn special(add: Option<bool>, default: bool) -> SpecialTokens {
-    if add.unwrap_or(default) { SpecialTokens::Add } else { SpecialTokens::AsWritten }
+    Ok(reply::json(StatusCode::OK, reply.to_bytes()))
 }
 
 #[cfg(test)]

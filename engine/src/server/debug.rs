@@ -12,8 +12,8 @@ use hyper::{Request, StatusCode};
 use serde_json::{Value, json};
 
 use super::Frontend;
-use super::control::authorize;
-use super::http::{self, Reply};
+use super::access::authorize;
+use super::reply::{self, Reply};
 use crate::event_log::Page;
 use crate::offload::{Fault, OffloadCounts, TierCounts};
 use crate::run::rank::DpRank;
@@ -49,7 +49,7 @@ pub(super) fn debug_kv(frontend: &Frontend, request: &Request<Incoming>) -> Resu
         "batch_invariant": frontend.batch_invariant,
     });
     body["cores"] = Value::Array(cores);
-    Ok(http::json(StatusCode::OK, body.to_string()))
+    Ok(reply::json(StatusCode::OK, body.to_string()))
 }
 
 /// Counts are added up, also those in objects; what is true of one is true of all.
@@ -117,7 +117,7 @@ pub(super) async fn events(frontend: Arc<Frontend>, request: Request<Incoming>) 
         "engine": {"epoch": desk.epoch().to_string(), "role": frontend.role.label(), "model": frontend.model},
         "now_us": log.now_us(), "next": page.next, "lost": page.lost, "events": page.events,
     });
-    Ok(http::json(StatusCode::OK, body.to_string()))
+    Ok(reply::json(StatusCode::OK, body.to_string()))
 }
 
 /// What the tiers hold and did.

@@ -58,8 +58,8 @@ mod tests {
     use tokio::sync::mpsc::{Sender, channel};
 
     use super::*;
-    use crate::server::http::{Reply, json, read_body};
     use crate::server::protocol;
+    use crate::server::reply::{Reply, json, read_body};
 
     /// Room for all that a client sends, so that it never waits for the server.
     const ROOM: usize = 1 << 20;

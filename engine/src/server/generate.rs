@@ -8,7 +8,7 @@ mod stream;
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use baton_connector::fetch::FailureKind;
 use baton_connector::{Handoff, RequestId};
@@ -25,13 +25,13 @@ use tokio::sync::mpsc::Receiver;
 use tokio::sync::mpsc::error::TryRecvError;
 
 use super::admit::{self, Admitted};
-use super::bodies::INLINE_BYTES;
+use super::bodies::{INLINE_BYTES, QUEUE_RETRY};
 use super::detached::Begin;
 use super::follow::{Choice, Counted, Piece};
 use super::guard::{HandoffBody, HandoffGuard, LentGuard, SequenceGuard};
-use super::http::{self, Reply, Unread, read_what_comes};
 use super::rejection::{self, Offer, PARAMS};
-use super::{Frontend, control, seal};
+use super::reply::{self, Reply, Unread, read_what_comes};
+use super::{Frontend, access, seal};
 use crate::engine_core::mailbox::Undelivered;
 use crate::engine_core::{SeqEnd, SeqEvent, Submission};
 use crate::model::tokenizer::Decode;
@@ -41,9 +41,6 @@ use crate::scheduler::sequence::Purpose;
 
 /// The request's name, minted by the router.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-
-/// When to come back to a full queue.
-pub(super) const QUEUE_RETRY: Duration = Duration::from_secs(1);
 
 /// A request on its way.
 pub(super) struct Exchange {
@@ -93,7 +90,7 @@ pub(super) fn answer(
         }
         let (bytes, handoff) = exchange.collect(first).await?;
         Ok(match handoff {
-            None => http::json(StatusCode::OK, bytes),
+            None => reply::json(StatusCode::OK, bytes),
             Some(handoff) => handoff_reply(exchange.guard.core(), &handoff, bytes),
         })
     }
@@ -127,7 +124,7 @@ async fn read(
 /// The name of a request, as its caller has it; `None` where it has none, or none that could be one.
 fn request_id(headers: &HeaderMap) -> Option<RequestId> {
     let named = headers.get(&REQUEST_ID)?.to_str().ok()?;
-    RequestId::new(control::bare_id(named)).ok()
+    RequestId::new(access::bare_id(named)).ok()
 }
 
 /// The name of a request, for the head of its reply. One that generates is given a name if it has none.
@@ -144,7 +141,7 @@ pub(super) fn name(request: &mut Request<Incoming>) -> Option<HeaderValue> {
 }
 
 /// What a reply's `id` has behind the request's name: callers use a name again, and no two replies have the same id.
-/// [`control::bare_id`] takes it off.
+/// [`access::bare_id`] takes it off.
 fn mark() -> Result<String, ApiError> {
     Ok(format!(".{:016x}", admit::random_u64()?))
 }

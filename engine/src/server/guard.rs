@@ -10,7 +10,6 @@ use baton_openai::ApiError;
 use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 
-use super::rejection::Cause;
 use crate::engine_core::fetch_target::FetchTarget;
 use crate::event_log::What;
 use crate::run::rank::{DpRank, Seat};
@@ -152,5 +151,87 @@ impl Body for HandoffBody {
 
     fn size_hint(&self) -> SizeHint {
         SizeHint::with_exact(self.bytes.as_ref().map_or(0, |bytes| bytes.len() as u64))
+    }
+}
+
+/// Why a request with a handoff was refused: the label of `baton_early_rejections_total`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cause {
+    Unauthorized,
+    UnknownModel,
+    UnknownPath,
+    TooLarge,
+    SlowBody,
+    CutOff,
+    Unreadable,
+    TooLong,
+    WrongRole,
+    Layout,
+    Prompt,
+    Unsupported,
+    Invalid,
+    QueueFull,
+    Draining,
+    EngineFailed,
+    /// The request's task ended without a word: its connection was closed.
+    Dropped,
+}
+
+impl Cause {
+    pub(super) fn of(error: &ApiError) -> Self {
+        match (error.status, error.code.as_deref()) {
+            (401 | 403, _) => Self::Unauthorized,
+            (404, Some("model_not_found")) => Self::UnknownModel,
+            (404 | 405, _) => Self::UnknownPath,
+            (413, _) => Self::TooLarge,
+            (408, _) => Self::SlowBody,
+            (499, _) => Self::CutOff,
+            (429, _) => Self::QueueFull,
+            (503, Some("draining")) => Self::Draining,
+            (500.., _) => Self::EngineFailed,
+            (_, Some("malformed_body" | "duplicate_field")) => Self::Unreadable,
+            (_, Some("context_length_exceeded")) => Self::TooLong,
+            (_, Some("kv_wrong_role")) => Self::WrongRole,
+            (_, Some("kv_layout_mismatch")) => Self::Layout,
+            (_, Some("kv_prompt_mismatch")) => Self::Prompt,
+            (_, Some("kv_unsupported")) => Self::Unsupported,
+            _ => Self::Invalid,
+        }
+    }
+
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            Self::Unauthorized => "unauthorized",
+            Self::UnknownModel => "unknown_model",
+            Self::UnknownPath => "unknown_path",
+            Self::TooLarge => "too_large",
+            Self::SlowBody => "slow_body",
+            Self::CutOff => "cut_off",
+            Self::Unreadable => "unreadable",
+            Self::TooLong => "too_long",
+            Self::WrongRole => "wrong_role",
+            Self::Layout => "layout",
+            Self::Prompt => "prompt",
+            Self::Unsupported => "unsupported",
+            Self::Invalid => "invalid",
+            Self::QueueFull => "queue_full",
+            Self::Draining => "draining",
+            Self::EngineFailed => "engine_failed",
+            Self::Dropped => "dropped",
+        }
+    }
+
+    /// Whether another engine might take the request, with the same handoff.
+    pub(super) fn another_may_take_it(self) -> bool {
+        matches!(
+            self,
+            Self::Unauthorized
+                | Self::WrongRole
+                | Self::Layout
+                | Self::Prompt
+                | Self::QueueFull
+                | Self::Draining
+                | Self::EngineFailed
+        )
     }
 }

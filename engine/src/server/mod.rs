@@ -10,9 +10,10 @@
 //!
 //! A client that closes its connection drops its task, and with it every guard of its sequences: they are
 //! aborted, streamed or not, before or after the first token. What such a client had sent is read all the same
-//! (`begun.rs`): a handoff in it is given back, a release or an abort is done. One whose host vanishes without a word is
+//! (`detached.rs`): a handoff in it is given back, a release or an abort is done. One whose host vanishes without a word is
 //! noticed within seconds (`presence.rs`).
 
+mod access;
 mod admit;
 mod bodies;
 mod control;
@@ -25,6 +26,7 @@ mod guard;
 mod http;
 mod presence;
 mod rejection;
+mod reply;
 mod seal;
 
 use std::net::SocketAddr;
@@ -147,7 +149,7 @@ pub async fn serve(
         // It has the connection's place, and goes with the service: with the connection, and with the last of its work.
         let begin = Begin::new(permit, &works);
         let service = service_fn(move |request| {
-            // Called, not only polled: see `begun.rs`.
+            // Called, not only polled: see `detached.rs`.
             let reply = http::route(Arc::clone(&frontend), request, &begin);
             async move { Ok::<_, std::convert::Infallible>(reply.await) }
         });

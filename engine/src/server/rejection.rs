@@ -21,8 +21,8 @@ use hyper::header::{HeaderMap, HeaderName};
 use serde_json::Value;
 
 use super::guard::HandoffGuard;
-use super::http::{Unread, read_what_comes};
-use super::{Frontend, control, seal};
+use super::reply::{Unread, read_what_comes};
+use super::{Frontend, access, seal};
 use crate::engine_core::fetch_target::FetchTarget;
 use crate::run::rank::DpRank;
 
@@ -34,88 +34,6 @@ const ROUTER_SETTLES: HeaderName = HeaderName::from_static("x-baton-router-settl
 
 /// A router that can use a handoff before its blocks are computed shows this.
 const EARLY_HANDOFF: HeaderName = HeaderName::from_static("x-baton-early-handoff");
-
-/// Why a request with a handoff was refused: the label of `baton_early_rejections_total`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Cause {
-    Unauthorized,
-    UnknownModel,
-    UnknownPath,
-    TooLarge,
-    SlowBody,
-    CutOff,
-    Unreadable,
-    TooLong,
-    WrongRole,
-    Layout,
-    Prompt,
-    Unsupported,
-    Invalid,
-    QueueFull,
-    Draining,
-    EngineFailed,
-    /// The request's task ended without a word: its connection was closed.
-    Dropped,
-}
-
-impl Cause {
-    pub(super) fn of(error: &ApiError) -> Self {
-        match (error.status, error.code.as_deref()) {
-            (401 | 403, _) => Self::Unauthorized,
-            (404, Some("model_not_found")) => Self::UnknownModel,
-            (404 | 405, _) => Self::UnknownPath,
-            (413, _) => Self::TooLarge,
-            (408, _) => Self::SlowBody,
-            (499, _) => Self::CutOff,
-            (429, _) => Self::QueueFull,
-            (503, Some("draining")) => Self::Draining,
-            (500.., _) => Self::EngineFailed,
-            (_, Some("malformed_body" | "duplicate_field")) => Self::Unreadable,
-            (_, Some("context_length_exceeded")) => Self::TooLong,
-            (_, Some("kv_wrong_role")) => Self::WrongRole,
-            (_, Some("kv_layout_mismatch")) => Self::Layout,
-            (_, Some("kv_prompt_mismatch")) => Self::Prompt,
-            (_, Some("kv_unsupported")) => Self::Unsupported,
-            _ => Self::Invalid,
-        }
-    }
-
-    pub(super) fn label(self) -> &'static str {
-        match self {
-            Self::Unauthorized => "unauthorized",
-            Self::UnknownModel => "unknown_model",
-            Self::UnknownPath => "unknown_path",
-            Self::TooLarge => "too_large",
-            Self::SlowBody => "slow_body",
-            Self::CutOff => "cut_off",
-            Self::Unreadable => "unreadable",
-            Self::TooLong => "too_long",
-            Self::WrongRole => "wrong_role",
-            Self::Layout => "layout",
-            Self::Prompt => "prompt",
-            Self::Unsupported => "unsupported",
-            Self::Invalid => "invalid",
-            Self::QueueFull => "queue_full",
-            Self::Draining => "draining",
-            Self::EngineFailed => "engine_failed",
-            Self::Dropped => "dropped",
-        }
-    }
-
-    /// Whether another engine might take the request, with the same handoff.
-    pub(super) fn another_may_take_it(self) -> bool {
-        matches!(
-            self,
-            Self::Unauthorized
-                | Self::WrongRole
-                | Self::Layout
-                | Self::Prompt
-                | Self::QueueFull
-                | Self::Draining
-                | Self::EngineFailed
-        )
-    }
-}
 
 /// What `kv_transfer_params` asked for.
 pub(super) enum Intent {
@@ -143,7 +61,7 @@ impl Offer {
         let Some(params) = params.filter(|params| !params.is_null()) else {
             return Self { intent: Ok(Intent::Plain), guard: None };
         };
-        let authorized = control::authorize(frontend, headers);
+        let authorized = access::authorize(frontend, headers);
         let intent = match (KvIntent::parse(params), &authorized) {
             (Ok(intent), _) => intent,
             // A stranger learns nothing.
@@ -219,6 +137,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::server::guard::Cause;
 
     #[test]
     fn an_engines_own_trouble_leaves_the_lease_to_a_router_that_settles_and_the_requests_does_not() {

@@ -6,8 +6,10 @@ use std::time::Duration;
 use baton_engine::run::options::Role;
 use serde_json::{Value, json};
 
-use super::cluster::{Cluster, LLAMA, Node, greedy, options, prefill_leg, prompt, same_choices, with};
-use super::http;
+use super::harness::cluster::{
+    Cluster, LLAMA, Node, greedy, options, prefill_leg, prompt, same_choices, with,
+};
+use super::harness::http;
 
 fn abort(node: &Node, id: &str) -> Value {
     node.post("/abort_requests", &json!({"request_ids": [id]})).ok()["results"][id].clone()

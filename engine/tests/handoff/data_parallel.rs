@@ -7,8 +7,11 @@ use std::time::Duration;
 use baton_engine::run::options::Role;
 use serde_json::{Value, json};
 
-use super::cluster::{LLAMA, Node, fresh_id, greedy, options, prefill_leg, prompt, same_choices, with};
-use super::http::{self, Reply};
+use super::harness::cluster::{
+    LLAMA, Node, fresh_id, greedy, options, prefill_leg, prompt, same_choices, with,
+};
+use super::harness::http;
+use super::harness::http::Reply;
 
 const RANK: &str = "x-data-parallel-rank";
 

@@ -7,13 +7,14 @@ use baton_connector::layout::KvDtype;
 use baton_engine::compute::cuda::{Accelerator, DeviceChoice};
 use baton_engine::engine::Engine;
 use baton_engine::handoff::transport::KvTransport;
-use baton_engine::run::options::EngineOptions;
-use baton_engine::run::options::Role;
+use baton_engine::run::options::{EngineOptions, Role};
 use serde_json::{Value, json};
 
-use super::cluster::{BLOCK, Cluster, LLAMA, Node, QWEN2, QWEN3, fresh_id, greedy, options, prompt, with};
-use super::digests::same_bytes;
 use super::early::Early;
+use super::harness::cluster::{
+    BLOCK, Cluster, LLAMA, Node, QWEN2, QWEN3, fresh_id, greedy, options, prompt, with,
+};
+use super::observe::digests::same_bytes;
 
 fn device() -> DeviceChoice {
     match std::env::var("BATON_TEST_DEVICE") {

@@ -8,15 +8,14 @@ use std::time::Duration;
 
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_engine::handoff::transport::KvTransport;
-use baton_engine::run::options::EngineOptions;
-use baton_engine::run::options::Role;
+use baton_engine::run::options::{EngineOptions, Role};
 use serde_json::Value;
 
-use super::cluster::{
+use super::harness::cluster::{
     Cluster, LLAMA, Node, QWEN2, QWEN3, fresh_id, greedy, options, prefill_leg, prompt, same_choices,
 };
-use super::digests::same_bytes;
-use super::http;
+use super::harness::http;
+use super::observe::digests::same_bytes;
 
 const PATH: &str = "/v1/completions";
 
@@ -137,7 +136,7 @@ fn a_prefill_that_is_hung_up_on_ends_and_the_decode_engine_computes_the_prompt()
     let (body, early) = in_its_middle(&cluster.p, 11);
     let (d, params, asked) = (cluster.d.http, early.params.clone(), body.clone());
     let answer = std::thread::spawn(move || {
-        let body = super::cluster::with(&asked, "kv_transfer_params", params);
+        let body = super::harness::cluster::with(&asked, "kv_transfer_params", params);
         http::call(d, "POST", PATH, &[("x-request-id", &fresh_id())], &body.to_string())
     });
     cluster.d.wait_until("D fetches", |kv| kv["requests"]["fetching"] == 1);
@@ -154,7 +153,7 @@ fn a_prefill_that_is_hung_up_on_is_gone_where_the_policy_is_to_fail() {
     let (body, early) = in_its_middle(&cluster.p, 12);
     let (d, params) = (cluster.d.http, early.params.clone());
     let answer = std::thread::spawn(move || {
-        let body = super::cluster::with(&body, "kv_transfer_params", params);
+        let body = super::harness::cluster::with(&body, "kv_transfer_params", params);
         http::call(d, "POST", PATH, &[("x-request-id", &fresh_id())], &body.to_string())
     });
     cluster.d.wait_until("D fetches", |kv| kv["requests"]["fetching"] == 1);
@@ -188,7 +187,7 @@ fn a_lease_that_is_released_or_whose_request_is_aborted_ends_its_prefill() {
 fn a_decode_engine_that_is_hung_up_on_ends_the_prefill_it_waits_for() {
     let cluster = slow_producer(LLAMA, LoadFailurePolicy::Recompute);
     let (body, early) = in_its_middle(&cluster.p, 15);
-    let body = super::cluster::with(&body, "kv_transfer_params", early.params.clone());
+    let body = super::harness::cluster::with(&body, "kv_transfer_params", early.params.clone());
     let decode =
         http::send(cluster.d.http, "POST", PATH, &[("x-request-id", &fresh_id())], &body.to_string());
     cluster.d.wait_until("D fetches", |kv| kv["requests"]["fetching"] == 1);
@@ -217,7 +216,7 @@ fn reads_that_wait_for_a_prefill_do_not_hold_up_those_that_need_not() {
         .iter()
         .zip(&early)
         .map(|(body, early)| {
-            let body = super::cluster::with(body, "kv_transfer_params", early.params.clone());
+            let body = super::harness::cluster::with(body, "kv_transfer_params", early.params.clone());
             http::send(d.http, "POST", PATH, &[("x-request-id", &fresh_id())], &body.to_string())
         })
         .collect();

@@ -2,12 +2,11 @@
 
 use baton_connector::layout::KvDtype;
 use baton_engine::compute::cpu::WeightMode;
-use baton_engine::run::options::EngineOptions;
-use baton_engine::run::options::Role;
+use baton_engine::run::options::{EngineOptions, Role};
 use serde_json::{Value, json};
 
-use super::cluster::{BLOCK, Cluster, LLAMA, QWEN2, QWEN3, greedy, prompt, with};
-use super::digests::same_bytes;
+use super::harness::cluster::{BLOCK, Cluster, LLAMA, QWEN2, QWEN3, greedy, prompt, with};
+use super::observe::digests::same_bytes;
 
 /// Below, at and above a block; several blocks; several prefill chunks (a step has 24 tokens).
 const LENGTHS: [usize; 10] = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1, 50, 104, 121];

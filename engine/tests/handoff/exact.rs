@@ -18,11 +18,11 @@ use baton_engine::blocks::hash::BlockHash;
 use baton_engine::offload::record::{HEADER_BYTES, TierIdentity, header};
 use baton_engine::run::options::Role;
 
-use super::cluster::{LLAMA, Node, QWEN3, greedy};
-use super::digests::{digests, hashes};
+use super::harness::cluster::{LLAMA, Node, QWEN3, greedy};
+use super::harness::widened::qwen2_in_f32;
+use super::observe::digests::{digests, hashes};
 use super::tiers::{disk, files, rested};
 use super::ways::{self, Plain};
-use super::widened::qwen2_in_f32;
 
 /// A way, and how many blocks it compared.
 type Way = fn(&Plain) -> usize;

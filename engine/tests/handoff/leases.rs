@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use baton_engine::run::options::Role;
 use serde_json::json;
 
-use super::cluster::{BLOCK, LLAMA, Node, fresh_id, greedy, options, prompt, same_choices};
+use super::harness::cluster::{BLOCK, LLAMA, Node, fresh_id, greedy, options, prompt, same_choices};
 
 const LEASE: Duration = Duration::from_millis(500);
 

@@ -4,8 +4,8 @@ use std::thread;
 
 use serde_json::Value;
 
-use super::cluster::{BLOCK, Cluster, LLAMA, QWEN3, fresh_id, greedy, prompt, same_choices};
-use super::digests::same_bytes;
+use super::harness::cluster::{BLOCK, Cluster, LLAMA, QWEN3, fresh_id, greedy, prompt, same_choices};
+use super::observe::digests::same_bytes;
 
 /// Hands over all bodies at once; the answers come in their order.
 fn all_at_once(cluster: &Cluster, bodies: &[Value]) -> Vec<Value> {

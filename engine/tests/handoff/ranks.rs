@@ -5,13 +5,14 @@ use std::net::TcpListener;
 
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_engine::engine::Engine;
-use baton_engine::run::options::Role;
-use baton_engine::run::options::StartError;
+use baton_engine::run::options::{Role, StartError};
 use serde_json::{Value, json};
 
-use super::cluster::{LLAMA, Node, fresh_id, greedy, options, prefill_leg, prompt, same_choices, with};
-use super::digests::same_bytes;
-use super::wide::wide;
+use super::harness::cluster::{
+    LLAMA, Node, fresh_id, greedy, options, prefill_leg, prompt, same_choices, with,
+};
+use super::harness::wide::wide;
+use super::observe::digests::same_bytes;
 
 /// An engine whose KV cache has so many ranks, in blocks of so many tokens.
 fn node(role: Role, ranks: usize, block_tokens: usize) -> Node {

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::cluster::{Cluster, LLAMA, fresh_id, greedy, prompt, with};
+use super::harness::cluster::{Cluster, LLAMA, fresh_id, greedy, prompt, with};
 
 /// A greedy answer of 12 tokens, and the place of a token with text that has not come before.
 fn answer(cluster: &Cluster) -> (Value, Vec<u64>, usize) {

@@ -4,12 +4,11 @@
 use std::path::Path;
 
 use baton_engine::engine::Engine;
-use baton_engine::run::options::Role;
-use baton_engine::run::options::StartError;
+use baton_engine::run::options::{Role, StartError};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::cluster::{LLAMA, Node, QWEN2, QWEN3, options, prompt, with};
+use super::harness::cluster::{LLAMA, Node, QWEN2, QWEN3, options, prompt, with};
 
 /// A copy of the Qwen 3 fixture, changed: file name, and what becomes of its JSON; `None` deletes it.
 fn checkpoint(changes: &[(&str, Option<Value>)]) -> TempDir {

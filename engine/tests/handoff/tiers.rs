@@ -10,12 +10,13 @@ use baton_engine::compute::cpu::WeightMode;
 use baton_engine::engine::Engine;
 use baton_engine::offload::open::{DiskOptions, OffloadOptions};
 use baton_engine::offload::workers::Pace;
-use baton_engine::run::options::EngineOptions;
-use baton_engine::run::options::Role;
+use baton_engine::run::options::{EngineOptions, Role};
 use serde_json::Value;
 
-use super::cluster::{BLOCK, Cluster, LLAMA, Node, QWEN2, fresh_id, greedy, options, prompt, same_choices};
-use super::http;
+use super::harness::cluster::{
+    BLOCK, Cluster, LLAMA, Node, QWEN2, fresh_id, greedy, options, prompt, same_choices,
+};
+use super::harness::http;
 
 /// Enough for one of the prompts below with its output, and not for two.
 pub(crate) const SMALL_POOL: usize = 24;

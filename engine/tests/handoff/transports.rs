@@ -6,8 +6,10 @@ use baton_engine::handoff::transport::KvTransport;
 use baton_engine::run::options::Role;
 use serde_json::json;
 
-use super::cluster::{BLOCK, Cluster, LLAMA, Node, QWEN2, fresh_id, greedy, options, prompt, same_choices};
-use super::digests::same_bytes;
+use super::harness::cluster::{
+    BLOCK, Cluster, LLAMA, Node, QWEN2, fresh_id, greedy, options, prompt, same_choices,
+};
+use super::observe::digests::same_bytes;
 
 /// Fetches that a transport carried to the end.
 pub(crate) fn carried(node: &Node, transport: &str) -> u64 {

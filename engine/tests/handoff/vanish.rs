@@ -6,7 +6,7 @@ use std::time::Duration;
 use baton_engine::run::options::Role;
 use serde_json::json;
 
-use super::cluster::{LLAMA, Node, greedy, options, prompt, with};
+use super::harness::cluster::{LLAMA, Node, greedy, options, prompt, with};
 
 /// A host of its own, one cable away.
 struct Host {

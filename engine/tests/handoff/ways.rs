@@ -10,14 +10,13 @@ use baton_connector::fetch::LoadFailurePolicy;
 use baton_engine::blocks::hash::BlockHash;
 use baton_engine::handoff::transport::KvTransport;
 use baton_engine::offload::record::HEADER_BYTES;
-use baton_engine::run::options::EngineOptions;
-use baton_engine::run::options::Role;
+use baton_engine::run::options::{EngineOptions, Role};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::cluster::{BLOCK, Node, fresh_id, greedy, options, prompt, same_choices, with};
 use super::data_parallel::{at, lend_at};
-use super::digests::{digests, digests_of_rank, hashes};
+use super::harness::cluster::{BLOCK, Node, fresh_id, greedy, options, prompt, same_choices, with};
+use super::observe::digests::{digests, digests_of_rank, hashes};
 use super::tiers::{SMALL_POOL, cached_tokens, disk, files, hits, host, rested, wash};
 use super::transports::carried;
 

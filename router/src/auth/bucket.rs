@@ -13,8 +13,10 @@
 //! - What was used beyond what was taken has to flow in before anything else is given: all of it, up to a day's worth.
 //!   An engine that counts wrongly locks a key out for no longer.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
+
+use crate::config::RateLimitsConfig;
 
 /// One limit per minute. Holds one minute's worth at most.
 #[derive(Debug)]
@@ -116,6 +118,36 @@ impl Bucket {
     fn price(&self, amount: u64) -> u64 {
         let price = (u128::from(amount) * u128::from(Self::WINDOW_NS)).div_ceil(u128::from(self.per_minute));
         u64::try_from(price).unwrap_or(u64::MAX)
+    }
+}
+
+/// The limits of one key or tenant, and how much of them is used.
+#[derive(Debug)]
+pub(crate) struct Meter {
+    pub(super) requests: Option<Bucket>,
+    pub(super) tokens: Option<Bucket>,
+    concurrent: Option<u32>,
+    in_flight: AtomicU32,
+}
+
+impl Meter {
+    pub(super) fn new(limits: &RateLimitsConfig) -> Self {
+        Self {
+            requests: limits.requests_per_minute.map(Bucket::new),
+            tokens: limits.tokens_per_minute.map(Bucket::new),
+            concurrent: limits.concurrent_requests,
+            in_flight: AtomicU32::new(0),
+        }
+    }
+
+    pub(super) fn enter(&self) -> bool {
+        let most = self.concurrent.unwrap_or(u32::MAX);
+        let one_more = |now: u32| (now < most).then_some(now + 1);
+        self.in_flight.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).is_ok()
+    }
+
+    pub(super) fn exit(&self) {
+        self.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -1,28 +1,17 @@
 //! The limits of a key and of its tenant, taken together: all of them, or none.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use baton_openai::ApiError;
 use hyper::header::{HeaderName, HeaderValue};
 
-use super::bucket::{Bucket, Denied, Level};
+use super::bucket::{Bucket, Denied, Level, Meter};
 use super::{Identity, Tenants};
-use crate::config::RateLimitsConfig;
 use crate::metrics::tenants::Limit;
 
 /// When to come back for one of the requests in flight to end.
 const COME_BACK: Duration = Duration::from_secs(1);
-
-/// The limits of one key or tenant, and how much of them is used.
-#[derive(Debug)]
-pub(super) struct Meter {
-    requests: Option<Bucket>,
-    tokens: Option<Bucket>,
-    concurrent: Option<u32>,
-    in_flight: AtomicU32,
-}
 
 /// A request that may go on. Ends with it.
 pub(crate) struct Permit {
@@ -31,27 +20,6 @@ pub(crate) struct Permit {
     tokens: u64,
     /// When they were taken.
     taken_ns: u64,
-}
-
-impl Meter {
-    pub(super) fn new(limits: &RateLimitsConfig) -> Self {
-        Self {
-            requests: limits.requests_per_minute.map(Bucket::new),
-            tokens: limits.tokens_per_minute.map(Bucket::new),
-            concurrent: limits.concurrent_requests,
-            in_flight: AtomicU32::new(0),
-        }
-    }
-
-    fn enter(&self) -> bool {
-        let most = self.concurrent.unwrap_or(u32::MAX);
-        let one_more = |now: u32| (now < most).then_some(now + 1);
-        self.in_flight.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).is_ok()
-    }
-
-    fn exit(&self) {
-        self.in_flight.fetch_sub(1, Ordering::Relaxed);
-    }
 }
 
 impl Permit {

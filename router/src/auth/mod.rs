@@ -35,9 +35,9 @@ use crate::config::file_watch::FileWatch;
 use crate::config::{AuthConfig, ConfigError, Priority};
 use crate::metrics::tenants::Unknown;
 
+use bucket::Meter;
 pub use keys::NewKey;
 pub(crate) use keys::{bearer, same};
-use limits::Meter;
 pub(crate) use limits::Permit;
 use salt::SaltKey;
 use table::KeyTable;

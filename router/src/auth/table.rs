@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use super::bucket::Meter;
 use super::keys::ByHash;
-use super::limits::Meter;
 use super::salt::SaltKey;
 use super::{AuthError, Identity, Tenant};
 use crate::auth::TenantId;

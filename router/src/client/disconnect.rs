@@ -11,11 +11,7 @@ use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::task::Poll;
 
-use crate::client::session::Session;
-
-/// The client closed its connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct ClientGone;
+use crate::client::session::{ClientGone, Session};
 
 /// Runs `work` until it is done or the client leaves. Its body must have been read.
 ///

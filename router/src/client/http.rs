@@ -6,7 +6,7 @@
 //! ```text
 //! socket ─▶ wire ─▶ head (strict, bounded, timed) ─▶ pingora: a head without framing or upgrade
 //!             │                                        │ request_filter
-//!             └──────── body (length or chunks, strict) ◀ intake: when the request is wanted
+//!             └──────── body (length or chunks, strict) ◀ exchange::ask: when the request is wanted
 //! ```
 //!
 //! Invariants:

@@ -23,7 +23,6 @@ use pingora::http::{RequestHeader, ResponseHeader};
 use pingora::protocols::http::v1::server::HttpSession;
 use tokio::time::Sleep;
 
-use crate::client::disconnect::ClientGone;
 use crate::client::http::Wire;
 
 /// The largest size in hexadecimal digits, and a line end.
@@ -225,6 +224,10 @@ fn size_line(mut size: usize, line: &mut [u8; SIZE_LINE_BYTES]) -> &[u8] {
         }
     }
 }
+
+/// The client closed its connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ClientGone;
 
 #[cfg(test)]
 mod tests {

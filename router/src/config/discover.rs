@@ -8,7 +8,7 @@ use garde::Validate;
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
 
-use super::pool::EngineConfig;
+use super::engine::EngineConfig;
 
 /// Sources of a pool's engines. Several sources are combined. An engine that the configuration lists keeps
 /// its keys.

@@ -6,10 +6,8 @@ use serde_json::Value;
 
 use super::EngineUrl;
 use super::read::document::{Content, Node};
-use super::read::shape::{alternatives, could_be, misfits_of, short, target, types};
+use super::read::schema::{SHOWN_MAX, alternatives, could_be, short, target, types};
 
-/// Letters of a key or a value that are compared and shown.
-pub(super) const SHOWN_MAX: usize = 64;
 /// Places that a message names; a key that more parts have says nothing.
 const HOMES_MAX: usize = 3;
 
@@ -37,6 +35,9 @@ const ELSEWHERE: [(&str, &str); 20] = [
     ("ssl", "listen_tls"),
 ];
 
+/// Counts what of a tree does not fit a part of the schema (its root, the part, the tree).
+pub(super) type MisfitsOf = fn(&Value, &Value, &Rc<Node>) -> usize;
+
 /// An unknown key and the map that has it.
 pub(super) struct Unknown<'k, 'a> {
     pub name: &'k str,
@@ -47,6 +48,8 @@ pub(super) struct Unknown<'k, 'a> {
     pub path: &'k str,
     /// Keys that other alternatives of the same place would take.
     pub also: &'k [&'a str],
+    /// How much of a tree does not fit a part of a schema.
+    pub misfits_of: MisfitsOf,
 }
 
 /// `, did you mean ...?`: the nearest key of this place, the keys whose names have it as a part, or else where the key
@@ -61,7 +64,7 @@ pub(super) fn of_key<'a>(root: &'a Value, key: &Unknown<'_, 'a>) -> String {
     let name = normal(&key.name.chars().take(SHOWN_MAX).collect::<String>());
     let meant = |known: &str| ELSEWHERE.iter().any(|(word, ours)| *word == name && *ours == known);
     let here = properties().filter(|(known, _)| have_parts(known, &name) || meant(known));
-    let here = best(root, key.value, here.map(|(name, schema)| (name.clone(), schema)).collect());
+    let here = best(root, key, here.map(|(name, schema)| (name.clone(), schema)).collect());
     let mut homes = Vec::new();
     if !key.value.is_null() {
         homes_of(root, root, &|known| known == name || meant(known), "", 0, &mut homes);
@@ -71,7 +74,7 @@ pub(super) fn of_key<'a>(root: &'a Value, key: &Unknown<'_, 'a>) -> String {
     if homes.iter().any(|(home, _)| home.starts_with(&below)) {
         homes.retain(|(home, _)| home.starts_with(&below));
     }
-    let there = if homes.len() > HOMES_MAX { (usize::MAX, Vec::new()) } else { best(root, key.value, homes) };
+    let there = if homes.len() > HOMES_MAX { (usize::MAX, Vec::new()) } else { best(root, key, homes) };
     let (_, names) = if there.0 < here.0 { there } else { here };
     match names.as_slice() {
         [] => {}
@@ -128,8 +131,8 @@ fn have_parts(one: &str, other: &str) -> bool {
 }
 
 /// Those of some places that a value fits best, and how many problems it has there.
-fn best(root: &Value, value: &Rc<Node>, places: Vec<(String, &Value)>) -> (usize, Vec<String>) {
-    let tried = places.into_iter().map(|(name, schema)| (misfits_of(root, schema, value), name));
+fn best(root: &Value, key: &Unknown<'_, '_>, places: Vec<(String, &Value)>) -> (usize, Vec<String>) {
+    let tried = places.into_iter().map(|(name, schema)| ((key.misfits_of)(root, schema, key.value), name));
     tried.fold((usize::MAX, Vec::new()), |(least, mut names), (problems, name)| {
         if problems < least {
             return (problems, vec![name]);

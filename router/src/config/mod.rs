@@ -29,6 +29,7 @@ pub use disaggregate::DisaggregateConfig;
 pub use discover::{
     DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineTemplate, KubernetesConfig, PortName, Scheme,
 };
+pub use engine::{EngineConfig, ReleaseMode};
 pub use error::{ConfigError, Place, Problem};
 pub use explain::ExplainConfig;
 pub use features::FeaturesConfig;
@@ -41,7 +42,7 @@ pub use models::{Fallback, ModelConfig};
 pub use policy::{
     AffinityKey, ConsistentHashConfig, LoadConfig, LoadUnit, NoParameters, PolicyConfig, PrefixAwareConfig,
 };
-pub use pool::{EngineConfig, PoolConfig, ReleaseMode};
+pub use pool::PoolConfig;
 pub use prefix_index::PrefixIndexConfig;
 pub use queue::{Priority, PriorityWeights, QueueConfig};
 pub use reload::ReloadConfig;
@@ -65,6 +66,7 @@ mod changes;
 mod cidr;
 mod disaggregate;
 mod discover;
+mod engine;
 mod error;
 mod explain;
 mod features;
@@ -79,7 +81,7 @@ mod policy;
 mod pool;
 mod prefix_index;
 mod queue;
-pub(crate) mod read;
+mod read;
 mod reload;
 mod retries;
 mod secret;
@@ -316,7 +318,7 @@ const KEYS_BYTES_MAX: u64 = 64 << 20;
 /// [`ConfigError::Unreadable`].
 pub(crate) fn first_line_of(key: &str, path: &Path) -> Result<Option<String>, ConfigError> {
     let name = format!("{key}: {}", path.display());
-    let text = crate::config::named_file::read_text(path, SECRET_BYTES_MAX)
+    let text = named_file::read_text(path, SECRET_BYTES_MAX)
         .map_err(|source| ConfigError::Unreadable { name, source })?;
     Ok(text.lines().next().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()))
 }
@@ -330,7 +332,7 @@ where
     T: serde::de::DeserializeOwned + Validate<Context = ()>,
 {
     let name = path.display().to_string();
-    let text = crate::config::named_file::read_text(path, KEYS_BYTES_MAX)
+    let text = named_file::read_text(path, KEYS_BYTES_MAX)
         .map_err(|source| ConfigError::Unreadable { name: name.clone(), source })?;
     let wrong = |what| Problem { place: Place { line: 1, column: 1 }, what };
     let checked = typed::<T>(&text).and_then(|value| match value.validate() {

@@ -2,4 +2,5 @@
 
 pub(crate) mod contradictions;
 pub(crate) mod document;
+pub(crate) mod schema;
 pub(crate) mod shape;

@@ -38,7 +38,7 @@ pub(crate) struct Endpoint {
 #[derive(Default)]
 pub(crate) struct Answers {
     known: Mutex<BTreeMap<Source, Answer>>,
-    pub changed: Notify,
+    changed: Notify,
 }
 
 struct Answer {
@@ -129,6 +129,11 @@ impl Answers {
     /// The configuration may name other sources now.
     pub(crate) fn renamed(&self) {
         self.changed.notify_one();
+    }
+
+    /// Waits until a source has other endpoints, or the configuration may name other sources.
+    pub(crate) async fn changed(&self) {
+        self.changed.notified().await;
     }
 
     /// Every source, for people.

@@ -1,4 +1,5 @@
-//! One engine as the router sees it: its HTTP client, health, load, known caches, and its membership in pools.
+//! One engine as the router sees it: its HTTP client, health, load, known caches, membership in pools, listeners,
+//! and the memory of bodies.
 
 pub(crate) mod body_budget;
 pub(crate) mod caches;

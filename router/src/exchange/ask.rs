@@ -15,16 +15,14 @@ use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
 
 use crate::auth::{Auth, Identity};
-use crate::client::disconnect::ClientGone;
 use crate::client::http::BodyError;
-use crate::client::session::Session;
+use crate::client::session::{ClientGone, Session};
 use crate::config::Priority;
 use crate::engines::body_budget::Share;
 use crate::engines::caches::Holding;
 use crate::legs::outcome::Ended;
 use crate::message::estimate::Known;
-use crate::message::features::Wanted;
-use crate::message::features::{Features, Source};
+use crate::message::features::{Features, Source, Wanted};
 use crate::message::path::Dialect;
 use crate::message::rewrite::{ClientRules, Owned};
 use crate::message::sse::{Counts, Reading};

@@ -21,10 +21,9 @@ use baton_connector::exchange::{
 };
 use hyper::header::HeaderValue;
 
-use crate::admission::Scarce;
-use crate::admission::Ticket;
-use crate::client::disconnect::{ClientGone, race};
-use crate::client::session::Session;
+use crate::admission::{Scarce, Ticket};
+use crate::client::disconnect::race;
+use crate::client::session::{ClientGone, Session};
 use crate::config::Fallback;
 use crate::engines::http::{Engine, InFlight, Outgoing, Reply};
 use crate::exchange::ask::Ask;

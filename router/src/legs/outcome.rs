@@ -3,9 +3,9 @@
 use baton_openai::ApiError;
 
 use super::Refusal;
-use crate::client::disconnect::ClientGone;
+use crate::client::session::ClientGone;
 
-/// Why a request has no answer from an engine.
+/// Why a request has no response from an engine.
 #[derive(Debug)]
 pub(crate) enum Ended {
     /// Nobody is there to be told.

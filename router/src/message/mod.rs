@@ -1,4 +1,4 @@
-//! What requests and responses contain, as pure code: paths, features, rewriting, SSE frames, usage, trace context.
+//! What requests and responses contain, pure but for minted ids: paths, features, rewriting, SSE frames, usage, trace context.
 
 pub(crate) mod block_chain;
 pub(crate) mod error_inside;

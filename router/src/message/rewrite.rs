@@ -182,7 +182,7 @@ fn json(text: &str) -> String {
 }
 
 #[cfg(test)]
-#[path = "../../tests/router/hostile.rs"]
+#[path = "../../tests/router/input/hostile.rs"]
 pub(crate) mod hostile;
 
 #[cfg(test)]

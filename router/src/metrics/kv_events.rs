@@ -49,16 +49,41 @@ pub(crate) fn look_up(scrape: &mut Scrape, engine: &str, told: &Told) {
 /// What has become of a subscription.
 #[derive(Debug, Default)]
 pub(crate) struct Told {
-    pub connected: AtomicBool,
-    pub batches: AtomicU64,
-    pub gaps: AtomicU64,
-    pub blocks: AtomicU64,
+    connected: AtomicBool,
+    batches: AtomicU64,
+    gaps: AtomicU64,
+    blocks: AtomicU64,
     left_out: [AtomicU64; LeftOut::ALL.len()],
     /// The subscription is over: nothing that comes changes anything any more.
-    pub over: AtomicBool,
+    over: AtomicBool,
 }
 
 impl Told {
+    /// Sets whether a publisher is connected now.
+    pub(crate) fn set_connected(&self, connected: bool) {
+        self.connected.store(connected, Ordering::Relaxed);
+    }
+
+    /// Counts a message.
+    pub(crate) fn count_batch(&self) {
+        self.batches.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts lost or unreadable messages.
+    pub(crate) fn count_gap(&self) {
+        self.gaps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Sets the number of blocks that the engine holds.
+    pub(crate) fn set_blocks(&self, blocks: usize) {
+        self.blocks.store(blocks as u64, Ordering::Relaxed);
+    }
+
+    /// The subscription is over. Happens before [`Self::is_over`] returns true.
+    pub(crate) fn end(&self) {
+        self.over.store(true, Ordering::Release);
+    }
+
     /// Whether a publisher is listened to now.
     pub(crate) fn is_connected(&self) -> bool {
         self.connected.load(Ordering::Relaxed)
@@ -97,6 +122,7 @@ impl Told {
         self.left_out[why as usize].fetch_add(1, Ordering::Relaxed) == 0
     }
 
+    /// Whether the subscription is over.
     pub(crate) fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
     }

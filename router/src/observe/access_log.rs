@@ -22,8 +22,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
-use crate::config::AccessLogConfig;
-use crate::config::named_file;
+use crate::config::{AccessLogConfig, named_file};
 use crate::metrics::Metrics;
 use crate::metrics::log_limiter::Seldom;
 use crate::observe::finished::Finished;

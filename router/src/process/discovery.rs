@@ -11,7 +11,7 @@
 //! - A source that fails changes nothing: its last good answer stays for as long as the configuration names it.
 //! - Until a new source has answered for the first time, a pool keeps the members that it had.
 //! - An endpoint that cannot be talked to (`https://` without `engine_tls`) is left out; the others are members.
-//! - An answer has at most [`ENDPOINTS_MAX`] endpoints; what is not an endpoint is skipped and logged.
+//! - An answer has at most [`crate::engines::endpoints::ENDPOINTS_MAX`] endpoints; what is not an endpoint is skipped and logged.
 //! - The tasks of sources that no pool names any more are stopped. Two pools that name the same source share it.
 
 mod dns;
@@ -49,7 +49,7 @@ pub(crate) async fn run(shared: Arc<Shared>) {
             let task = tokio::spawn(follow(source.clone(), Arc::clone(&shared)));
             following.insert(source, AbortOnDropHandle::new(task));
         }
-        shared.answers.changed.notified().await;
+        shared.answers.changed().await;
         tokio::time::sleep(DEBOUNCE).await;
         let mut pause = RETRY;
         while !shared.refresh() {

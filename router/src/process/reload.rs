@@ -27,8 +27,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::config::named_file;
-use crate::config::{ConfigError, RouterConfig};
+use crate::config::{ConfigError, RouterConfig, named_file};
 use crate::state::generation::GenerationError;
 use crate::state::shared::Shared;
 

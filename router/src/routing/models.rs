@@ -6,8 +6,7 @@ use std::time::Duration;
 
 use baton_openai::ApiError;
 
-use crate::admission::Admission;
-use crate::admission::ModelQueue;
+use crate::admission::{Admission, ModelQueue};
 use crate::config::{
     Bounds, DisaggregateConfig, EngineConfig, EngineUrl, Fallback, FeaturesConfig, ModelConfig, PoolConfig,
     ReleaseMode, RouterConfig,

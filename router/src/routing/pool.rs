@@ -17,7 +17,6 @@ mod board;
 mod member;
 mod tree;
 
-use crate::admission::{Found, Scarce};
 use basis::Basis;
 use board::Board;
 pub(crate) use member::{Fit, Member, Room, has};
@@ -28,6 +27,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use crate::admission::{Found, Scarce};
 use crate::config::{AllOut, HealthConfig, LoadUnit, PolicyConfig};
 use crate::engines::caches::{Holding, Memory};
 use crate::engines::http::{Engine, InFlight, Manner};

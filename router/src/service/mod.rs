@@ -1,4 +1,4 @@
-//! The front door: what happens to one request.
+//! The service for clients: paths, the context of one request, responses.
 //!
 //! pingora's session reads its head and writes the answer's; pingora's built-in proxying is not used. It asks one engine,
 //! re-sends at most 64 KiB of a body (16,000 tokens), and its future has room for HTTP/2, a cache and subrequests in

@@ -19,8 +19,8 @@ use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue};
 use pingora::http::ResponseHeader;
 use tokio::time::{Instant, Sleep};
 
-use crate::client::disconnect::{ClientGone, race};
-use crate::client::session::{Length, Session};
+use crate::client::disconnect::race;
+use crate::client::session::{ClientGone, Length, Session};
 use crate::engines::http::{CallError, InFlight, Reply};
 use crate::exchange::ask::Ask;
 use crate::exchange::driver::{Answer, ExchangeDriver, Rest};

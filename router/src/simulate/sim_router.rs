@@ -9,8 +9,7 @@ use std::time::{Duration, Instant};
 
 use baton_connector::{RequestId, Time};
 
-use crate::admission::Admission;
-use crate::admission::Scarce;
+use crate::admission::{Admission, Scarce};
 use crate::auth::Tenants;
 use crate::config::RouterConfig;
 use crate::engines::endpoints::Answers;
@@ -24,8 +23,7 @@ use crate::observe::in_flight::InFlightTable;
 use crate::observe::observers::Observers;
 use crate::routing::disaggregation::{self, Facts};
 use crate::routing::explain::Sight;
-use crate::routing::models::Ground;
-use crate::routing::models::Model;
+use crate::routing::models::{Ground, Model};
 use crate::routing::policy::Draw;
 use crate::routing::pool::{Pool, Reserved, Room, Tell};
 use crate::state::generation::{Generation, GenerationError, Outside};

@@ -18,8 +18,7 @@ use crate::engines::http::{ApiKeys, EngineTerms, Terms, TermsError};
 use crate::engines::membership::Members;
 use crate::legs::settle::SettleTerms;
 use crate::observe::observers::{ObserverError, Observers};
-use crate::routing::models::Ground;
-use crate::routing::models::Models;
+use crate::routing::models::{Ground, Models};
 use crate::tls::TlsError;
 use crate::tls::client::EngineTls;
 

@@ -1,9 +1,7 @@
 //! What the report draws: samples and curves out of the raw events.
 
-use crate::disconnect::analyse::faults;
 use crate::disconnect::analyse::summary::Series;
-use crate::disconnect::analyse::uncancelled;
-use crate::disconnect::analyse::{Facts, Victim};
+use crate::disconnect::analyse::{Facts, Victim, faults, uncancelled};
 use crate::disconnect::plan::phase::Phase;
 use crate::disconnect::record::raw::CallRecord;
 use crate::disconnect::record::timeline::Timeline;

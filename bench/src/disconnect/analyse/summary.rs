@@ -71,7 +71,7 @@ pub(crate) struct Summary {
     /// Blocks held for nobody, from looks at metrics; where not every engine tells of single requests.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) sampled: Option<Sampled>,
-    /// What `baton bench compare` says of other front doors.
+    /// What `baton bench compare` says of other gateways.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) compared_with: Option<serde_json::Value>,
     /// It was broken off: there are fewer parts than there should be.

@@ -14,9 +14,8 @@
 
 use crate::common::stats::Spread;
 use crate::disconnect::analyse::dist::Dist;
-use crate::disconnect::analyse::series;
 use crate::disconnect::analyse::summary::{Compared, Measure, UNCANCELLED_FEW, Uncancelled};
-use crate::disconnect::analyse::{Act, Facts};
+use crate::disconnect::analyse::{Act, Facts, series};
 use crate::disconnect::record::raw::{ActKind, CallRecord};
 
 /// The target: those who stay get their first token within this many times what it took in the calm.

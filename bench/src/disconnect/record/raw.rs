@@ -65,7 +65,7 @@ pub(crate) enum Record {
     Restarted { engine: usize, at_us: u64 },
     /// A kind of leaving that was not possible here and was not played, and why.
     NotPlayed { kind: Kind, why: String },
-    /// What `baton bench compare --json` has measured of other front doors.
+    /// What `baton bench compare --json` has measured of other gateways.
     ComparedWith { compared: serde_json::Value },
     /// The same prompt asked again when all was quiet.
     Replay {

@@ -64,7 +64,7 @@ pub(crate) fn page(summary: &Summary) -> String {
     head(summary, &mut out);
     tiles(summary, &mut out);
     verdict(summary, &mut out);
-    // What other front doors do with the same is what a reader came for.
+    // What other gateways do with the same is what a reader came for.
     if summary.compared_with.is_some() {
         beside::draw(summary, &mut out);
     }

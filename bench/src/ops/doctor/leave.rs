@@ -4,7 +4,7 @@
 //! message: what it was when the client left is judged by the engines' times, and what missed proves something about the
 //! phase that it hit.
 //!
-//! The gap between prefill and decode is the shortest of them, and the one that front doors forget. Where the clock alone
+//! The gap between prefill and decode is the shortest of them, and the one that gateways forget. Where the clock alone
 //! does not hit it, decode engines are given a prompt to compute just before the handoff comes, so that they look at it
 //! later, and clients leave when the prefill engine says that it has lent ([`occupy`]).
 

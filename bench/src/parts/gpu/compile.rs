@@ -5,7 +5,8 @@
 
 use std::io::Write;
 
-use baton_engine::compute::cuda::kernels::{COPY_KERNEL, DECODE_STAGES, Kernel, decode_stages};
+use baton_engine::compute::cuda::device::Kernel;
+use baton_engine::compute::cuda::kernels::{COPY_KERNEL, DECODE_STAGES, decode_stages};
 use baton_engine::compute::cuda::nvrtc::{self, Usage};
 use baton_engine::compute::cuda::{DeviceError, Element};
 use clap::Args;

@@ -6,9 +6,8 @@ use std::time::Instant;
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
-use baton_engine::compute::cuda::device::{Event, HostAt, Launch, Matmul, Priority, Slice, Stream};
+use baton_engine::compute::cuda::device::{Event, HostAt, HostRun, Launch, Matmul, Priority, Slice, Stream};
 use baton_engine::compute::cuda::kernels::{self, Attention, SPLIT_TOKENS, Shape};
-use baton_engine::compute::cuda::port::HostRun;
 use baton_engine::compute::cuda::{CudaExecutor, Device, DeviceError, DeviceOptions, Element, PoolSize};
 use baton_engine::compute::{Executor, Logits, LogitsWanted, SeqStep};
 use baton_engine::model::config::ModelConfig;
@@ -505,7 +504,7 @@ fn prefill<D: Device>(
 
 #[cfg(test)]
 mod tests {
-    use baton_engine::compute::cuda::kernels::Kernel;
+    use baton_engine::compute::cuda::device::Kernel;
     use baton_engine::compute::cuda::software::SoftDevice;
 
     use super::*;

@@ -5,8 +5,7 @@ use serde::Serialize;
 use super::calm::Round;
 use super::gap::{CancelledRequest, Fate};
 use super::{CompareArgs, Contender};
-use crate::common::machine;
-use crate::common::stats;
+use crate::common::{machine, stats};
 use crate::systems::router::report::Spread;
 
 /// The whole run.
@@ -42,7 +41,7 @@ pub struct CompareReport {
     pub targets: Vec<TargetReport>,
 }
 
-/// One front door. Times in milliseconds.
+/// One gateway. Times in milliseconds.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct TargetReport {
     /// `baton`, `vllm-router`, `smg`, `toy-proxy`, `nginx`, or a name that was given.

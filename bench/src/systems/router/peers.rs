@@ -19,7 +19,7 @@ pub(crate) struct Engines {
     pub decode: SocketAddr,
 }
 
-/// Where the programs are that front doors are started from: options of every benchmark that starts some.
+/// Where the programs are that gateways are started from: options of every benchmark that starts some.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct ProgramArgs {
     /// `baton` binary to run the router as a process [default: this one, or threads if this is another

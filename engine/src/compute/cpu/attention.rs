@@ -20,11 +20,9 @@ mod pairs;
 
 use baton_connector::layout::{KvDtype, KvLayout};
 
-use super::bf16;
-use super::convert;
 use super::isa::{Isa, request};
 use super::kernel::{MAX_ROWS, PANEL, Tile, multiply, rows_at_once};
-use super::vector;
+use super::{bf16, convert, vector};
 
 /// Most rows of a unit.
 const UNIT_ROWS: usize = 192;

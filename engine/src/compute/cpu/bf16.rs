@@ -31,7 +31,7 @@ use self::rounding::{round_chunks, round_in_place};
 use super::arena::Aligned;
 use super::isa::Isa;
 use super::kernel::PANEL;
-use super::matrix::{Rows, Shared};
+use super::rows::{Rows, Shared};
 
 /// Inputs of a chunk: as many as a panel has columns, so that a panel of sums is a chunk of the next product.
 pub(super) const CHUNK: usize = 32;

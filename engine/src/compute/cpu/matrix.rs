@@ -23,6 +23,7 @@ use super::kernel::{
     Bf16, Element, INTEGER_UNIT, Int8, MAX_ROWS, PANEL, Tile, multiply, multiply_beside, panels_at_once,
     rows_at_once,
 };
+use super::rows::{Rows, Shared};
 
 /// Rows up to which panels are used as stored: widening them first would cost more than it saves.
 const FEW_ROWS: usize = 24;
@@ -146,37 +147,6 @@ impl Matrix {
     fn panel_count(&self) -> usize {
         self.outputs.div_ceil(PANEL)
     }
-}
-
-/// A pointer that members of a team may share; they use disjoint parts of what it points to.
-#[derive(Debug)]
-pub(super) struct Shared<T>(pub(super) *mut T);
-
-impl<T> Clone for Shared<T> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<T> Copy for Shared<T> {}
-// SAFETY: a pointer by itself is harmless; each dereference says why its range is disjoint from others.
-unsafe impl<T: Send> Send for Shared<T> {}
-// SAFETY: as above.
-unsafe impl<T: Send> Sync for Shared<T> {}
-
-impl<T> Shared<T> {
-    /// # Safety
-    /// `offset` is inside the allocation.
-    pub(super) unsafe fn at(self, offset: usize) -> *mut T {
-        // SAFETY: the caller's contract.
-        unsafe { self.0.add(offset) }
-    }
-}
-
-/// Rows of activations: `count` rows of `stride` values.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Rows {
-    pub(super) base: Shared<f32>,
-    pub(super) stride: usize,
 }
 
 /// Panels of one item when there are few rows, if that leaves enough items: several are computed side by side, and their

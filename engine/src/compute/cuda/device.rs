@@ -9,12 +9,15 @@
 //! streams is ordered by events alone. Memory is named by handle and offset, so that a mistake is found by whoever
 //! checks instead of being an address.
 
+use std::fmt::Debug;
+use std::io::{self, ErrorKind};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::region::Region;
-
-use super::port::PoolMemory;
+use baton_connector_device::{Export, Offer, Opened};
+use baton_connector_nixl::api::Memory;
 
 /// Element type of weights, activations and KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -133,7 +136,7 @@ pub enum Arg {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Launch {
     /// Which kernel.
-    pub kernel: super::kernels::Kernel,
+    pub kernel: super::device::Kernel,
     /// Blocks in x, y, z.
     pub grid: [u32; 3],
     /// Threads of a block.
@@ -395,4 +398,147 @@ pub trait Device: Send {
     /// # Errors
     /// As [`Self::upload`].
     fn replay(&mut self, graph: Graph, on: Stream) -> Result<(), DeviceError>;
+}
+
+/// Which kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kernel {
+    /// Rows of the embedding.
+    Embed,
+    /// Residual, norm.
+    AddRmsNorm,
+    /// Bias, head norms, rotation, KV write.
+    RopeKv,
+    /// Attention of one query per sequence, in splits.
+    DecodeAttention,
+    /// Puts the splits together.
+    MergeAttention,
+    /// Attention of many queries per sequence.
+    PrefillAttention,
+    /// Gated activation.
+    SiluMul,
+    /// First stage of choosing a token.
+    BestOfParts,
+    /// Second stage.
+    Choose,
+    /// A product of few rows with a matrix of many outputs.
+    FewRowsWide,
+    /// The same of few outputs.
+    FewRowsDeep,
+    /// The same of two matrices, and the gated activation of both.
+    FewRowsGated,
+}
+
+impl Kernel {
+    /// All of them; those of bf16 alone come last.
+    const ALL: [Self; 12] = [
+        Self::Embed,
+        Self::AddRmsNorm,
+        Self::RopeKv,
+        Self::DecodeAttention,
+        Self::MergeAttention,
+        Self::PrefillAttention,
+        Self::SiluMul,
+        Self::BestOfParts,
+        Self::Choose,
+        Self::FewRowsWide,
+        Self::FewRowsDeep,
+        Self::FewRowsGated,
+    ];
+
+    /// Those that there are for an element type.
+    #[must_use]
+    pub fn all(element: Element) -> &'static [Self] {
+        match element {
+            Element::F32 => &Self::ALL[..9],
+            Element::Bf16 => &Self::ALL,
+        }
+    }
+
+    /// Its name in the sources.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Embed => "embed",
+            Self::AddRmsNorm => "add_rms_norm",
+            Self::RopeKv => "rope_kv",
+            Self::DecodeAttention => "decode_attention",
+            Self::MergeAttention => "merge_attention",
+            Self::PrefillAttention => "prefill_attention",
+            Self::SiluMul => "silu_mul",
+            Self::BestOfParts => "best_of_parts",
+            Self::Choose => "choose",
+            Self::FewRowsWide => "few_rows_wide",
+            Self::FewRowsDeep => "few_rows_deep",
+            Self::FewRowsGated => "few_rows_gated",
+        }
+    }
+}
+
+/// Bytes of the pool, and of host memory, that are copied from one to the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostRun {
+    /// First byte in the pool.
+    pub pool: usize,
+    /// First byte in the host memory.
+    pub host: usize,
+    /// How many.
+    pub bytes: usize,
+}
+
+impl HostRun {
+    /// Whether it is inside a pool and host memory of so many bytes.
+    #[must_use]
+    pub fn is_inside(&self, pool: usize, host: usize) -> bool {
+        let fits = |at: usize, all| at.checked_add(self.bytes).is_some_and(|end| end <= all);
+        fits(self.pool, pool) && fits(self.host, host)
+    }
+}
+
+/// Device memory that other threads and processes use too, each call on a stream of its own.
+pub trait PoolMemory: Debug + Send + Sync {
+    /// What opens it in another process.
+    ///
+    /// # Errors
+    /// Why it cannot be exported.
+    fn export(&self) -> io::Result<Export>;
+
+    /// Opens another process's memory, for copies into this one.
+    ///
+    /// # Errors
+    /// Why it cannot be read from this device, or is not what the offer says.
+    fn open(&self, offer: &Offer, descriptor: Option<OwnedFd>) -> io::Result<Box<dyn Opened>>;
+
+    /// Copies bytes of the pool to host memory, and waits until they have landed.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; what is there is then of no use.
+    fn copy_out(&self, runs: &[HostRun], host: &Region) -> Result<(), DeviceError>;
+
+    /// Copies bytes of host memory to the pool, and waits until they have landed.
+    ///
+    /// # Errors
+    /// As [`Self::copy_out`].
+    fn copy_in(&self, runs: &[HostRun], host: &Region) -> Result<(), DeviceError>;
+
+    /// Page-locks host memory, if the system lets it be, so that copies run at the link's speed. They work either way.
+    fn pin(&self, host: &Region) {
+        let _ = host;
+    }
+
+    /// Where it lies, for a library that opens it to other processes by itself. From then on it counts as exported.
+    ///
+    /// # Errors
+    /// Why others cannot have it.
+    fn place(&self) -> io::Result<Memory> {
+        Err(ErrorKind::Unsupported.into())
+    }
+
+    /// Makes the device the calling thread's, for calls of such a library.
+    ///
+    /// # Errors
+    /// The device's.
+    fn enter(&self) -> io::Result<()> {
+        Ok(())
+    }
 }

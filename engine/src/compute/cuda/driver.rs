@@ -27,13 +27,11 @@ use self::blas::Blas;
 use self::module::{Module, Size};
 use self::pool::CudaPool;
 use super::device::{
-    Arg, Buffer, Device, DeviceError, Element, Event, Graph, Host, HostAt, Launch, Matmul, Priority, Slice,
-    Stream,
+    Arg, Buffer, Device, DeviceError, Element, Event, Graph, Host, HostAt, Kernel, Launch, Matmul,
+    PoolMemory, Priority, Slice, Stream,
 };
-use super::kernels::{self, Kernel};
 use super::pieces::Piece;
-use super::port::PoolMemory;
-use super::{cubins, nvrtc};
+use super::{cubins, kernels, nvrtc};
 
 /// Compute capability of the oldest devices with bf16 tensor cores.
 const CAPABILITY_MIN: (i32, i32) = (8, 0);

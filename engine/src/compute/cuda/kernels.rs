@@ -3,7 +3,7 @@
 //! A source is made for one element type and head width; it includes nothing. Arguments are built here for both
 //! devices, and a test compares their number and kinds with the parameters in the sources.
 
-use super::device::{Arg, Element, Launch, Matmul, Slice};
+use super::device::{Arg, Element, Kernel, Launch, Matmul, Slice};
 
 const PTX: &str = include_str!("kernels/ptx.cu");
 const EMULATION: &str = include_str!("kernels/emulation.cpp");
@@ -45,81 +45,6 @@ pub const COPY_KERNEL: &str = "copy_pieces";
 pub(super) const COPY_PIECES: usize = 128;
 /// Bytes that a block of it copies. The least of those tried, 32 KiB to 256 KiB, was the fastest (H200).
 pub(super) const COPY_PART: usize = 32 << 10;
-
-/// Which kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Kernel {
-    /// Rows of the embedding.
-    Embed,
-    /// Residual, norm.
-    AddRmsNorm,
-    /// Bias, head norms, rotation, KV write.
-    RopeKv,
-    /// Attention of one query per sequence, in splits.
-    DecodeAttention,
-    /// Puts the splits together.
-    MergeAttention,
-    /// Attention of many queries per sequence.
-    PrefillAttention,
-    /// Gated activation.
-    SiluMul,
-    /// First stage of choosing a token.
-    BestOfParts,
-    /// Second stage.
-    Choose,
-    /// A product of few rows with a matrix of many outputs.
-    FewRowsWide,
-    /// The same of few outputs.
-    FewRowsDeep,
-    /// The same of two matrices, and the gated activation of both.
-    FewRowsGated,
-}
-
-impl Kernel {
-    /// All of them; those of bf16 alone come last.
-    const ALL: [Self; 12] = [
-        Self::Embed,
-        Self::AddRmsNorm,
-        Self::RopeKv,
-        Self::DecodeAttention,
-        Self::MergeAttention,
-        Self::PrefillAttention,
-        Self::SiluMul,
-        Self::BestOfParts,
-        Self::Choose,
-        Self::FewRowsWide,
-        Self::FewRowsDeep,
-        Self::FewRowsGated,
-    ];
-
-    /// Those that there are for an element type.
-    #[must_use]
-    pub fn all(element: Element) -> &'static [Self] {
-        match element {
-            Element::F32 => &Self::ALL[..9],
-            Element::Bf16 => &Self::ALL,
-        }
-    }
-
-    /// Its name in the sources.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Embed => "embed",
-            Self::AddRmsNorm => "add_rms_norm",
-            Self::RopeKv => "rope_kv",
-            Self::DecodeAttention => "decode_attention",
-            Self::MergeAttention => "merge_attention",
-            Self::PrefillAttention => "prefill_attention",
-            Self::SiluMul => "silu_mul",
-            Self::BestOfParts => "best_of_parts",
-            Self::Choose => "choose",
-            Self::FewRowsWide => "few_rows_wide",
-            Self::FewRowsDeep => "few_rows_deep",
-            Self::FewRowsGated => "few_rows_gated",
-        }
-    }
-}
 
 /// Whether there are kernels for heads of this width.
 ///

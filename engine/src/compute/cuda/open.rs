@@ -3,12 +3,10 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::cubins;
 use super::device::Element;
 use super::driver::CudaDevice;
-use super::kernels;
 use super::software::SoftDevice;
-use super::{CudaExecutor, DeviceOptions, LoadError};
+use super::{CudaExecutor, DeviceOptions, LoadError, cubins, kernels};
 use crate::compute::Executor;
 use crate::compute::cpu::LoadProgress;
 use crate::model::config::ModelConfig;

@@ -30,76 +30,8 @@ use baton_connector::region::Region;
 use baton_connector_device::{DevicePool, Export, Offer, Opened, Run};
 use baton_connector_nixl::api::Memory;
 
-use super::device::DeviceError;
+use super::device::{DeviceError, HostRun, PoolMemory};
 use super::mirror::Mirror;
-
-/// Bytes of the pool, and of host memory, that are copied from one to the other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HostRun {
-    /// First byte in the pool.
-    pub pool: usize,
-    /// First byte in the host memory.
-    pub host: usize,
-    /// How many.
-    pub bytes: usize,
-}
-
-impl HostRun {
-    /// Whether it is inside a pool and host memory of so many bytes.
-    #[must_use]
-    pub fn is_inside(&self, pool: usize, host: usize) -> bool {
-        let fits = |at: usize, all| at.checked_add(self.bytes).is_some_and(|end| end <= all);
-        fits(self.pool, pool) && fits(self.host, host)
-    }
-}
-
-/// Device memory that other threads and processes use too, each call on a stream of its own.
-pub trait PoolMemory: Debug + Send + Sync {
-    /// What opens it in another process.
-    ///
-    /// # Errors
-    /// Why it cannot be exported.
-    fn export(&self) -> io::Result<Export>;
-
-    /// Opens another process's memory, for copies into this one.
-    ///
-    /// # Errors
-    /// Why it cannot be read from this device, or is not what the offer says.
-    fn open(&self, offer: &Offer, descriptor: Option<OwnedFd>) -> io::Result<Box<dyn Opened>>;
-
-    /// Copies bytes of the pool to host memory, and waits until they have landed.
-    ///
-    /// # Errors
-    /// [`DeviceError`]; what is there is then of no use.
-    fn copy_out(&self, runs: &[HostRun], host: &Region) -> Result<(), DeviceError>;
-
-    /// Copies bytes of host memory to the pool, and waits until they have landed.
-    ///
-    /// # Errors
-    /// As [`Self::copy_out`].
-    fn copy_in(&self, runs: &[HostRun], host: &Region) -> Result<(), DeviceError>;
-
-    /// Page-locks host memory, if the system lets it be, so that copies run at the link's speed. They work either way.
-    fn pin(&self, host: &Region) {
-        let _ = host;
-    }
-
-    /// Where it lies, for a library that opens it to other processes by itself. From then on it counts as exported.
-    ///
-    /// # Errors
-    /// Why others cannot have it.
-    fn place(&self) -> io::Result<Memory> {
-        Err(ErrorKind::Unsupported.into())
-    }
-
-    /// Makes the device the calling thread's, for calls of such a library.
-    ///
-    /// # Errors
-    /// The device's.
-    fn enter(&self) -> io::Result<()> {
-        Ok(())
-    }
-}
 
 /// See the module's documentation.
 #[derive(Debug)]

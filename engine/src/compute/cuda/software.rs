@@ -27,10 +27,9 @@ use baton_connector::region::Region;
 use self::memory::{Bytes, Clock, Shadow, Span, lock};
 use self::shared::SharedPool;
 use super::device::{
-    Arg, Buffer, Device, DeviceError, Element, Event, Graph, Host, HostAt, Launch, Matmul, Priority, Slice,
-    Stream,
+    Arg, Buffer, Device, DeviceError, Element, Event, Graph, Host, HostAt, Launch, Matmul, PoolMemory,
+    Priority, Slice, Stream,
 };
-use super::port::PoolMemory;
 
 /// Most threads of a block, and blocks of a grid in y and z, on every GPU.
 const THREADS_MAX: u32 = 1024;

@@ -438,7 +438,7 @@ fn a_copy_that_hangs_is_the_end_of_the_device() {
 #[derive(Debug)]
 struct Endless(std::sync::mpsc::SyncSender<()>, std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
 
-impl port::PoolMemory for Endless {
+impl device::PoolMemory for Endless {
     fn export(&self) -> std::io::Result<baton_connector_device::Export> {
         Err(std::io::ErrorKind::Unsupported.into())
     }
@@ -451,11 +451,11 @@ impl port::PoolMemory for Endless {
         Err(std::io::ErrorKind::Unsupported.into())
     }
 
-    fn copy_in(&self, _: &[port::HostRun], _: &Region) -> Result<(), DeviceError> {
+    fn copy_in(&self, _: &[device::HostRun], _: &Region) -> Result<(), DeviceError> {
         unreachable!("nothing lands")
     }
 
-    fn copy_out(&self, _: &[port::HostRun], _: &Region) -> Result<(), DeviceError> {
+    fn copy_out(&self, _: &[device::HostRun], _: &Region) -> Result<(), DeviceError> {
         self.0.send(()).expect("the test waits");
         self.1.lock().unwrap().recv().expect("the test goes on");
         Ok(())

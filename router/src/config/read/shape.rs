@@ -8,14 +8,12 @@ use std::rc::Rc;
 
 use serde_json::Value;
 
+use super::schema::{alternatives, could_be, short, target, types};
 use crate::config::address::{self, listen_address};
 use crate::config::error::{Place, Problem};
-use crate::config::hints::{self, SHOWN_MAX, nearest};
+use crate::config::hints::{self, nearest};
 use crate::config::read::document::{Content, Node, PROBLEMS_MAX};
 use crate::config::{Cidr, EngineUrl};
-
-/// The keywords under which a schema lists alternatives.
-const ALTERNATIVES: [&str; 2] = ["oneOf", "anyOf"];
 
 /// Everything in a tree that does not fit a schema, in the order of the tree. At most [`PROBLEMS_MAX`].
 pub(crate) fn misfits(schema: &Value, root: &Rc<Node>) -> Vec<Problem> {
@@ -25,7 +23,7 @@ pub(crate) fn misfits(schema: &Value, root: &Rc<Node>) -> Vec<Problem> {
 }
 
 /// How much of a tree does not fit a part of a schema.
-pub(crate) fn misfits_of(root: &Value, part: &Value, node: &Rc<Node>) -> usize {
+fn misfits_of(root: &Value, part: &Value, node: &Rc<Node>) -> usize {
     let mut found = Found { schema: root, problems: Vec::new() };
     found.check(part, node, "", &[]);
     found.problems.len()
@@ -105,7 +103,7 @@ impl<'a> Found<'a> {
                 let what = format!("`{}` is a second choice, expected one of {}", key.name, also.join(", "));
                 self.tell(key.place, what);
             } else if schema["additionalProperties"] == Value::Bool(false) {
-                let unknown = hints::Unknown { name: &key.name, value, map: schema, path, also };
+                let unknown = hints::Unknown { name: &key.name, value, map: schema, path, also, misfits_of };
                 let hint = hints::of_key(self.schema, &unknown);
                 self.tell(key.place, format!("unknown key `{}`{hint}", short(&key.name)));
             }
@@ -232,12 +230,6 @@ impl<'a> Found<'a> {
     }
 }
 
-/// What a reference leads to.
-pub(crate) fn target<'a>(root: &'a Value, node: &'a Value) -> &'a Value {
-    let name = node["$ref"].as_str().and_then(|r| r.strip_prefix("#/$defs/"));
-    name.map_or(node, |name| &root["$defs"][name])
-}
-
 /// Why a text is not of a format that this configuration has.
 fn malformed(format: &str, text: &str) -> Option<String> {
     let shown = |said: String| said.replace(text, &short(text));
@@ -270,23 +262,12 @@ fn only_key(schema: &Value) -> Option<&str> {
     (properties.len() == 1 && required.len() == 1).then(|| required[0].as_str())?
 }
 
-pub(crate) fn alternatives(schema: &Value) -> impl Iterator<Item = &Value> {
-    ALTERNATIVES.iter().filter_map(|keyword| schema[*keyword].as_array()).flatten()
-}
-
 /// The words that an enumeration allows.
 fn words(schema: &Value) -> Option<Vec<&str>> {
     if let Some(word) = schema["const"].as_str() {
         return Some(vec![word]);
     }
     schema["enum"].as_array()?.iter().map(Value::as_str).collect()
-}
-
-pub(crate) fn types(schema: &Value) -> Vec<&str> {
-    match &schema["type"] {
-        Value::Array(kinds) => kinds.iter().filter_map(Value::as_str).collect(),
-        kind => kind.as_str().into_iter().collect(),
-    }
 }
 
 /// Whether an alternative is meant by a node: it is of its kind, and says what tells it from the others.
@@ -313,18 +294,6 @@ fn fits(schema: &Value, node: &Node) -> bool {
     }
 }
 
-pub(crate) fn could_be(kind: &str, text: &str, plain: bool) -> bool {
-    let nothing = plain && matches!(text, "" | "~" | "null");
-    match kind {
-        "string" => !nothing,
-        "integer" => serde_saphyr::from_str::<i128>(text).is_ok(),
-        "number" => serde_saphyr::from_str::<f64>(text).is_ok(),
-        "boolean" => serde_saphyr::from_str::<bool>(text).is_ok(),
-        "null" => nothing,
-        _ => false,
-    }
-}
-
 fn expected(types: &[&str]) -> String {
     let word = |kind: &&str| match *kind {
         "object" => "a map",
@@ -344,14 +313,6 @@ fn described(node: &Node) -> String {
         Content::Scalar { text, .. } => format!("`{}`", short(text)),
         Content::List(_) => "a list".into(),
         Content::Map(_) => "a map".into(),
-    }
-}
-
-/// As much of a text as a message shows.
-pub(crate) fn short(text: &str) -> String {
-    match text.char_indices().nth(SHOWN_MAX) {
-        None => text.escape_debug().to_string(),
-        Some((end, _)) => format!("{}...", text[..end].escape_debug()),
     }
 }
 

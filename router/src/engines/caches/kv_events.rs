@@ -1,7 +1,7 @@
 //! What engines tell of their caches: vLLM's KV events, over ZeroMQ.
 //!
 //! ```text
-//! engine's PUB socket ──▶ zmtp (frames) ──▶ msgpack ──▶ batch (events) ──▶ blocks (places) ──▶ memory
+//! engine's PUB socket ──▶ zmtp (frames) ──▶ msgpack ──▶ batch (events) ──▶ blocks (places) ──▶ Memory (caches.rs)
 //!                            ▲                                │ a gap in the sequence
 //!                subscriber: connects, again and again        └▶ everything of that engine is forgotten
 //! ```
@@ -10,7 +10,7 @@
 //! the tokens itself, chained from the root, so that a prompt of known tokens can be compared with what any engine
 //! holds, whatever it calls its blocks.
 //!
-//! Some events are left out, and each is counted by its reason (`batch::LeftOut`): blocks with extra keys (salts, adapters,
+//! Some events are left out, and each is counted by its reason ([`crate::metrics::kv_events::LeftOut`]): blocks with extra keys (salts, adapters,
 //! images) and what follows them; blocks on another medium; blocks of cache groups without full attention, whose hit
 //! depends on more than the tokens before it; events that are malformed.
 //!

@@ -11,8 +11,9 @@ use bytes::Bytes;
 use socket2::SockRef;
 use tokio::net::TcpStream;
 
-use super::http1::{Http1, Lost};
+use super::http1::Http1;
 use super::life::Life;
+use super::lost::Lost;
 use super::reply_head::Head;
 use super::terms::Terms;
 use super::transport::Transport;

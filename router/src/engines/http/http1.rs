@@ -24,6 +24,7 @@ use bytes::{Buf, Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::chunks::{Chunks, NotChunks};
+use super::lost::Lost;
 use super::reply_head::{self, Extent, Head, NotHead};
 
 /// One read of the socket.
@@ -55,23 +56,6 @@ enum Framing {
     /// Until the engine closes the connection.
     ToEnd,
     Done,
-}
-
-/// Why a connection is of no further use.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Lost {
-    /// Before any byte of an answer: an idle connection may have been closed meanwhile.
-    #[error("closed before a response")]
-    Unanswered,
-    /// In the middle of an answer.
-    #[error("closed in the middle of a response")]
-    Ended,
-    /// The socket said so in the middle of an answer.
-    #[error("{0}")]
-    Io(#[from] io::Error),
-    /// What came is not an answer that can be read in one way only.
-    #[error("the answer is malformed: {0}")]
-    Malformed(&'static str),
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {

@@ -11,11 +11,10 @@ use baton_connector::exchange::{Event, State};
 use baton_openai::ApiError;
 
 use super::ExchangeDriver;
-use crate::admission::Scarce;
-use crate::admission::{Found, NotLetIn, Ticket, Wants};
+use crate::admission::{Found, NotLetIn, Scarce, Ticket, Wants};
 use crate::client::address;
-use crate::client::disconnect::{ClientGone, race};
-use crate::client::session::Session;
+use crate::client::disconnect::race;
+use crate::client::session::{ClientGone, Session};
 use crate::config::Fallback;
 use crate::engines::http::Engine;
 use crate::exchange::ask::Ask;

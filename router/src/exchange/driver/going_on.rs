@@ -8,8 +8,8 @@ use bytes::Bytes;
 use serde_json::{Map, Value};
 
 use super::{Answer, Attempted, ExchangeDriver};
-use crate::client::disconnect::{ClientGone, race};
-use crate::client::session::Session;
+use crate::client::disconnect::race;
+use crate::client::session::{ClientGone, Session};
 use crate::engines::http::{Engine, Outgoing};
 use crate::exchange::ask::Ask;
 use crate::legs::decode::Plain;

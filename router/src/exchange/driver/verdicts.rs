@@ -18,8 +18,7 @@ use crate::client::session::Session;
 use crate::engines::health::Sign;
 use crate::engines::http::Engine;
 use crate::legs::outcome::Ended;
-use crate::legs::retries;
-use crate::legs::{Blame, Refusal};
+use crate::legs::{Blame, Refusal, retries};
 use crate::metrics::Leg;
 
 /// Engines after which a request that finds them deaf is not sent on: it may be what keeps them from answering.

@@ -66,7 +66,7 @@ fn range(spread: &serde_json::Value, told: &dyn Fn(f64) -> String) -> String {
     }
 }
 
-/// A median, its range, and its ratio over the first front door with that one's range.
+/// A median, its range, and its ratio over the first gateway with that one's range.
 fn spread(of: &serde_json::Value, over: &serde_json::Value, told: &dyn Fn(f64) -> String) -> String {
     let Some(median) = of["median"].as_f64() else { return "–".to_owned() };
     let times = |value: f64| format!("× {value:.2}");

@@ -25,7 +25,7 @@ fn drawn(app: &App, width: u16, height: u16, theme: Theme) -> (String, ratatui::
 /// Compares with the golden frame of that name.
 fn looks_like(name: &str, app: &App, width: u16, height: u16) {
     let (frame, _) = drawn(app, width, height, Theme::Plain);
-    let file = format!("{}/src/top/view/golden/{name}.txt", env!("CARGO_MANIFEST_DIR"));
+    let file = format!("{}/src/ops/top/view/golden/{name}.txt", env!("CARGO_MANIFEST_DIR"));
     if std::env::var_os("BATON_BLESS").is_some() {
         std::fs::write(&file, &frame).expect("the golden frame can be written");
     }

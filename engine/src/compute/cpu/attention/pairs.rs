@@ -7,7 +7,7 @@
 use super::super::arena::Aligned;
 use super::super::bf16::{self, CHUNK, Inputs, Operands, PANEL_CHUNK, PackedBuffer, ROW_STEP, TILE_ROWS};
 use super::super::isa::for_each_isa;
-use super::super::matrix::{Rows, Shared};
+use super::super::rows::{Rows, Shared};
 use super::*;
 
 /// Key positions whose values are packed at a time: 32 KiB of a head of 64.

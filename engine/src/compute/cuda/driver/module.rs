@@ -9,8 +9,8 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use super::check;
-use crate::compute::cuda::device::{DeviceError, Element};
-use crate::compute::cuda::kernels::{COPY_KERNEL, Kernel};
+use crate::compute::cuda::device::{DeviceError, Element, Kernel};
+use crate::compute::cuda::kernels::COPY_KERNEL;
 use crate::compute::cuda::pieces::{self, Part, Piece};
 
 /// See the module's documentation.

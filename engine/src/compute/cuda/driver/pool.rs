@@ -20,9 +20,8 @@ use cudarc::driver::sys;
 
 use super::module::Module;
 use super::{check, patience, stream};
-use crate::compute::cuda::device::{DeviceError, Priority};
+use crate::compute::cuda::device::{DeviceError, HostRun, PoolMemory, Priority};
 use crate::compute::cuda::pieces::Piece;
-use crate::compute::cuda::port::{HostRun, PoolMemory};
 
 /// A stream, and the event at its end.
 #[derive(Debug)]

@@ -8,7 +8,7 @@ use baton_connector::BlockId;
 use baton_connector::region::Region;
 
 use super::shared::SharedPool;
-use crate::compute::cuda::port::HostRun;
+use crate::compute::cuda::device::HostRun;
 
 /// Plain bytes: of its own, a region's, or a pool's.
 pub(super) enum Bytes {

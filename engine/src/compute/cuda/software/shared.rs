@@ -15,8 +15,7 @@ use baton_connector_device::{DevicePool, Export, Offer, Opened, Run, Software};
 use baton_connector_nixl::api::{Memory, Segment};
 
 use super::memory::{Shadow, lock};
-use crate::compute::cuda::device::DeviceError;
-use crate::compute::cuda::port::{HostRun, PoolMemory};
+use crate::compute::cuda::device::{DeviceError, HostRun, PoolMemory};
 use crate::compute::shared_pool::shared_pool;
 
 /// See the module's documentation.

@@ -8,8 +8,8 @@ mod choose;
 
 use half::bf16;
 
-use super::super::device::{Arg, Element, Launch, Matmul, Slice};
-use super::super::kernels::{FEW_ROWS_MAX, Kernel};
+use super::super::device::{Arg, Element, Kernel, Launch, Matmul, Slice};
+use super::super::kernels::FEW_ROWS_MAX;
 use super::memory::Span;
 use super::{Memory, Module};
 

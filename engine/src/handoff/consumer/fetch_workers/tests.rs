@@ -12,7 +12,7 @@ use baton_connector::{Epoch, Handle, Handoff, KvLayout, RequestId};
 use baton_connector_device::{Export, Offer, Opened};
 
 use super::*;
-use crate::compute::cuda::port::{HostRun, PoolMemory};
+use crate::compute::cuda::device::{HostRun, PoolMemory};
 
 /// What a transport does with each read; the rest it answers.
 trait Reads: Send + Sync + 'static {

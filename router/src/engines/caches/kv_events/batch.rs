@@ -9,10 +9,10 @@
 //! AllBlocksCleared
 //! ```
 
-use crate::metrics::kv_events::LeftOut;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::msgpack::{Item, Malformed, Reader};
+use crate::metrics::kv_events::LeftOut;
 
 /// Events of one message that are looked at.
 const EVENTS_MAX: usize = 65_536;

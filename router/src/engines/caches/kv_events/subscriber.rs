@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -69,14 +68,14 @@ struct Connected<'a>(&'a Told);
 
 impl<'a> Connected<'a> {
     fn new(told: &'a Told) -> Self {
-        told.connected.store(true, Ordering::Relaxed);
+        told.set_connected(true);
         Self(told)
     }
 }
 
 impl Drop for Connected<'_> {
     fn drop(&mut self) {
-        self.0.connected.store(false, Ordering::Relaxed);
+        self.0.set_connected(false);
     }
 }
 
@@ -95,7 +94,7 @@ impl Subscriptions {
             let stays = wanted.get(engine) == Some(&kept.source);
             if !stays {
                 // What it told is not kept up to date any more. A message of which it changes a part now changes no more.
-                kept.told.over.store(true, Ordering::Release);
+                kept.told.end();
                 memory.forget_told(*engine);
             }
             stays
@@ -209,7 +208,7 @@ impl Listener {
         if heard == Heard::Repeated {
             return;
         }
-        self.told.batches.fetch_add(1, Ordering::Relaxed);
+        self.told.count_batch();
         if heard == Heard::Gap {
             self.forget();
         }
@@ -218,7 +217,7 @@ impl Listener {
             Ok(events) => events.for_each(|event| self.apply(event, most)),
             Err(Malformed) => self.apply(Err(Malformed), most),
         }
-        self.told.blocks.store(self.blocks.count() as u64, Ordering::Relaxed);
+        self.told.set_blocks(self.blocks.count());
     }
 
     /// One event; `Err`: the rest of the message cannot be read.
@@ -249,7 +248,7 @@ impl Listener {
 
     /// Something was missed, or cannot be read: nothing of what was said before is believed.
     fn forget(&mut self) {
-        self.told.gaps.fetch_add(1, Ordering::Relaxed);
+        self.told.count_gap();
         self.blocks.forget();
         self.memory.forget_blocks(self.source.engine);
     }

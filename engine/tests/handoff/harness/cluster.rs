@@ -1,0 +1,305 @@
+//! Engines in this process, and the legs of a request as a router sends them.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use baton_connector::region::Region;
+use baton_engine::engine::Engine;
+use baton_engine::model::ModelFiles;
+use baton_engine::run::options::{EngineOptions, Role};
+use serde_json::{Value, json};
+use tokio_util::sync::CancellationToken;
+
+use crate::harness::http;
+use crate::harness::http::Reply;
+
+/// Tokens of a block in all tests.
+pub(crate) const BLOCK: usize = 8;
+
+/// A Llama with scaled rope, in f32.
+pub(crate) const LLAMA: &str = "llama3-f32";
+/// A Qwen 3 with norms on queries and keys, and tied embeddings, in f32.
+pub(crate) const QWEN3: &str = "qwen3-f32";
+/// A Qwen 2 with biases and yarn, sharded, in bf16.
+pub(crate) const QWEN2: &str = "qwen2-yarn-bf16";
+
+/// Within this time everything must be home after the last request.
+const HOME_WITHIN: Duration = Duration::from_secs(20);
+
+/// One engine with a runtime of its own.
+pub(crate) struct Node {
+    pub(crate) http: SocketAddr,
+    pub(crate) side_channel: SocketAddr,
+    /// Memory of its first KV rank.
+    pub(crate) region: Region,
+    stop: CancellationToken,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Options of a test's engine (`model` is a fixture's name, or an absolute path): small blocks, small steps, so that prompts have several of each.
+pub(crate) fn options(model: &str, role: Role) -> EngineOptions {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(model);
+    let mut options = EngineOptions::new(ModelFiles::Dir(folder));
+    options.role = role;
+    options.block_tokens = BLOCK;
+    options.kv_blocks = Some(512);
+    options.max_num_seqs = 16;
+    options.max_num_batched_tokens = 24;
+    options.threads = Some(1);
+    options.shutdown_timeout = Duration::from_secs(2);
+    options
+}
+
+impl Node {
+    pub(crate) fn start(options: EngineOptions) -> Self {
+        let stop = CancellationToken::new();
+        let (started, ready) = std::sync::mpsc::sync_channel(1);
+        let stopped = stop.clone();
+        let thread = std::thread::spawn(move || {
+            let mut builder = tokio::runtime::Builder::new_multi_thread();
+            let runtime = builder.worker_threads(1).enable_all().build().expect("a runtime");
+            runtime.block_on(async move {
+                let engine = Engine::start(options, &mut |_| {}).expect("the engine starts");
+                let facts = (engine.http(), engine.side_channel(), engine.kv_regions()[0].clone());
+                started.send(facts).expect("the test waits");
+                engine.run(stopped).await.expect("the engine serves");
+            });
+        });
+        let (http, side_channel, region) = ready.recv().expect("the engine starts");
+        Self { http, side_channel, region, stop, thread: Some(thread) }
+    }
+
+    pub(crate) fn get(&self, path: &str) -> Reply {
+        http::call(self.http, "GET", path, &[], "")
+    }
+
+    pub(crate) fn post(&self, path: &str, body: &Value) -> Reply {
+        http::call(self.http, "POST", path, &[], &body.to_string())
+    }
+
+    /// A request to generate, under a name. One with `messages` is a conversation.
+    pub(crate) fn generate(&self, id: &str, body: &Value) -> Reply {
+        let path = if body["messages"].is_null() { "/v1/completions" } else { "/v1/chat/completions" };
+        http::call(self.http, "POST", path, &[("x-request-id", id)], &body.to_string())
+    }
+
+    /// The prefill leg of a request, as a router sends it.
+    pub(crate) fn prefill(&self, id: &str, body: &Value) -> Reply {
+        self.generate(id, &prefill_leg(body))
+    }
+
+    /// The prefill leg, and what it lends.
+    #[track_caller]
+    pub(crate) fn lend(&self, body: &Value) -> Value {
+        let reply = self.prefill(&fresh_id(), body).ok();
+        let params = reply["kv_transfer_params"].clone();
+        assert_eq!(params["do_remote_prefill"], true, "{reply}");
+        params
+    }
+
+    /// The decode leg of a request, as a router sends it.
+    pub(crate) fn decode(&self, body: &Value, lent: &Value) -> Reply {
+        self.generate(&fresh_id(), &with(body, "kv_transfer_params", lent.clone()))
+    }
+
+    /// The sum of a metric over its labels.
+    pub(crate) fn metric(&self, name: &str) -> f64 {
+        let text = self.get("/metrics").text;
+        let lines = text.lines().filter(|line| {
+            line.strip_prefix(name).is_some_and(|rest| rest.starts_with('{') || rest.starts_with(' '))
+        });
+        lines.map(|line| line.rsplit(' ').next().and_then(|n| n.parse::<f64>().ok()).expect(line)).sum()
+    }
+
+    pub(crate) fn kv(&self) -> Value {
+        self.get("/debug/kv").ok()
+    }
+
+    /// Waits until this is so.
+    #[track_caller]
+    pub(crate) fn until(&self, what: &str, so: impl Fn() -> bool) {
+        let deadline = Instant::now() + HOME_WITHIN;
+        while !so() {
+            assert!(Instant::now() < deadline, "not in time: {what}");
+            std::thread::yield_now();
+        }
+    }
+
+    /// Waits until the engine's books say so.
+    #[track_caller]
+    pub(crate) fn wait_until(&self, what: &str, so: impl Fn(&Value) -> bool) {
+        let deadline = Instant::now() + HOME_WITHIN;
+        loop {
+            let kv = self.kv();
+            if so(&kv) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{what}: {kv}");
+            std::thread::yield_now();
+        }
+    }
+
+    /// Every block is home, nothing is lent or asked for, and no lease has ended by expiry.
+    #[track_caller]
+    pub(crate) fn is_clean(&self) {
+        self.is_home();
+        assert_eq!(self.metric("vllm:nixl_num_kv_expired_reqs"), 0.0, "a lease has expired");
+    }
+
+    /// Every block is home, whatever brought it there.
+    #[track_caller]
+    pub(crate) fn is_home(&self) {
+        self.wait_until("not everything is home", |kv| {
+            let (blocks, requests) = (&kv["blocks"], &kv["requests"]);
+            let count = |value: &Value| value.as_u64().expect("a count");
+            count(&blocks["free"]) + count(&blocks["cached"]) == count(&blocks["total"])
+                && requests.as_object().expect("phases").values().all(|n| count(n) == 0)
+                && count(&kv["leases"]["live"]) == 0
+        });
+    }
+
+    /// Forgets its prefix cache.
+    pub(crate) fn forget(&self) {
+        self.post("/reset_prefix_cache", &json!({})).ok();
+        self.wait_until("the cache is kept", |kv| kv["blocks"]["cached"] == 0);
+    }
+
+    /// Takes no more requests; what runs may finish.
+    pub(crate) fn begin_to_stop(&self) {
+        self.stop.cancel();
+    }
+
+    /// Stops serving and waits for the end.
+    pub(crate) fn stop(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        self.stop.cancel();
+        if let Some(thread) = self.thread.take() {
+            let ended = thread.join();
+            assert!(ended.is_ok() || std::thread::panicking(), "an engine panicked");
+        }
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// A prefill engine, a decode engine, and one that does both: the reference.
+pub(crate) struct Cluster {
+    pub(crate) p: Node,
+    pub(crate) d: Node,
+    pub(crate) one: Node,
+}
+
+impl Cluster {
+    pub(crate) fn of(model: &str) -> Self {
+        Self::with(model, |_| {})
+    }
+
+    /// The reference keeps the usual options.
+    pub(crate) fn with(model: &str, change: impl Fn(&mut EngineOptions)) -> Self {
+        Self::each(model, |options| match options.role {
+            Role::Prefill | Role::Decode => change(options),
+            Role::Both => {}
+        })
+    }
+
+    /// All three engines, each with its options changed.
+    pub(crate) fn each(model: &str, change: impl Fn(&mut EngineOptions)) -> Self {
+        let node = |role| {
+            let mut options = options(model, role);
+            change(&mut options);
+            Node::start(options)
+        };
+        Self { p: node(Role::Prefill), d: node(Role::Decode), one: node(Role::Both) }
+    }
+
+    /// Both legs.
+    #[track_caller]
+    pub(crate) fn hand_over(&self, body: &Value) -> Value {
+        let lent = self.p.lend(body);
+        self.d.decode(body, &lent).ok()
+    }
+
+    /// What two engines say is what one says: choices with their text, tokens, log-probabilities and endings.
+    #[track_caller]
+    pub(crate) fn agrees(&self, body: &Value) -> Value {
+        let (two, one) = (self.hand_over(body), self.one.generate(&fresh_id(), body).ok());
+        same_choices(&two, &one);
+        two
+    }
+
+    #[track_caller]
+    pub(crate) fn is_clean(&self) {
+        for node in [&self.p, &self.d, &self.one] {
+            node.is_clean();
+        }
+    }
+}
+
+/// Two answers have the same choices: text, tokens, log-probabilities to the last bit, endings.
+#[track_caller]
+pub(crate) fn same_choices(two: &Value, one: &Value) {
+    let (two, one) = (&two["choices"], &one["choices"]);
+    let ids =
+        |choices: &Value| choices.as_array().map(|all| all.iter().map(|c| c["token_ids"].clone()).collect());
+    let (ids_of_two, ids_of_one): (Option<Vec<Value>>, Option<Vec<Value>>) = (ids(two), ids(one));
+    assert_eq!(ids_of_two, ids_of_one, "other tokens");
+    assert!(two == one, "the same tokens, but not the same choices:\n{two}\n{one}");
+}
+
+/// A name that no other request has.
+pub(crate) fn fresh_id() -> String {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    format!("test-{}", NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// A body with one field set.
+pub(crate) fn with(body: &Value, field: &str, value: Value) -> Value {
+    let mut body = body.clone();
+    body[field] = value;
+    body
+}
+
+/// What a router makes of a client's body for the prefill engine.
+pub(crate) fn prefill_leg(body: &Value) -> Value {
+    let intent = serde_json::from_str(baton_connector::handoff::KvIntent::PRODUCE_REQUEST).expect("JSON");
+    let mut leg = with(body, "kv_transfer_params", intent);
+    leg["max_tokens"] = json!(1);
+    leg["stream"] = json!(false);
+    let fields = leg.as_object_mut().expect("an object");
+    fields.remove("stream_options");
+    fields.remove("min_tokens");
+    if fields.contains_key("n") {
+        leg["n"] = json!(1);
+    }
+    leg
+}
+
+/// A prompt of `len` tokens of every fixture's vocabulary; another one for each `seed`.
+pub(crate) fn prompt(seed: u64, len: usize) -> Vec<u32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5bd1_e995;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    (0..len).map(|_| 260 + (next() >> 33) as u32 % 240).collect()
+}
+
+/// A request for exactly `max_tokens` of the likeliest tokens.
+pub(crate) fn greedy(prompt: &[u32], max_tokens: usize) -> Value {
+    json!({
+        "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true,
+        "return_token_ids": true, "logprobs": 5,
+    })
+}

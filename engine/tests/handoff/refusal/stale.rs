@@ -1,0 +1,123 @@
+//! Handoffs whose blocks are no longer there: never a wrong answer, never a hang.
+
+use std::time::Duration;
+
+use baton_connector::fetch::LoadFailurePolicy;
+use baton_engine::run::options::Role;
+use serde_json::{Value, json};
+
+use crate::harness::cluster::{Cluster, LLAMA, Node, fresh_id, greedy, options, prompt, same_choices};
+use crate::harness::http::Reply;
+
+/// A cluster whose decode engine has this policy, and whose prefill engine ends quickly.
+fn cluster(policy: LoadFailurePolicy) -> Cluster {
+    Cluster::with(LLAMA, |options| {
+        options.kv_load_failure_policy = policy;
+        options.shutdown_timeout = Duration::from_millis(200);
+    })
+}
+
+fn release(p: &Node, lent: &Value) {
+    let reply = p.post("/kv/release", &json!({"handle": lent["remote_handle"], "reason": "test"})).ok();
+    assert_eq!(reply["result"], "released");
+    p.is_clean();
+}
+
+#[track_caller]
+fn recomputed(cluster: &Cluster, body: &Value, reply: &Reply) {
+    let alone = cluster.one.generate(&fresh_id(), body).ok();
+    same_choices(&reply.ok(), &alone);
+    assert_eq!(cluster.d.metric("baton_kv_load_failures_total"), 1.0);
+    cluster.d.is_clean();
+}
+
+#[track_caller]
+fn failed(cluster: &Cluster, reply: &Reply) {
+    assert_eq!((reply.status, reply.code().as_deref()), (503, Some("kv_gone")), "{}", reply.text);
+    cluster.d.is_clean();
+}
+
+#[test]
+fn a_released_handoff_is_computed_again_where_the_policy_says_so() {
+    let cluster = cluster(LoadFailurePolicy::Recompute);
+    let body = greedy(&prompt(1, 45), 12);
+    let lent = cluster.p.lend(&body);
+    release(&cluster.p, &lent);
+    recomputed(&cluster, &body, &cluster.d.decode(&body, &lent));
+    cluster.is_clean();
+}
+
+#[test]
+fn a_released_handoff_fails_with_a_typed_error_where_the_policy_says_so() {
+    let cluster = cluster(LoadFailurePolicy::Fail);
+    let body = greedy(&prompt(2, 45), 12);
+    let lent = cluster.p.lend(&body);
+    release(&cluster.p, &lent);
+    failed(&cluster, &cluster.d.decode(&body, &lent));
+    cluster.agrees(&body);
+    cluster.is_clean();
+}
+
+/// The blocks a prompt had on P are given to another prompt before D comes: the bytes there are somebody else's.
+#[test]
+fn blocks_that_were_released_and_given_to_another_prompt_are_never_used() {
+    let cluster = Cluster::with(LLAMA, |options| options.kv_blocks = Some(20));
+    let body = greedy(&prompt(3, 120), 8);
+    let lent = cluster.p.lend(&body);
+    release(&cluster.p, &lent);
+    let other = cluster.p.lend(&greedy(&prompt(4, 120), 8));
+    assert_ne!(other["remote_handle"], lent["remote_handle"]);
+    let alone = cluster.one.generate(&fresh_id(), &body).ok();
+    same_choices(&cluster.d.decode(&body, &lent).ok(), &alone);
+    release(&cluster.p, &other);
+    cluster.is_clean();
+}
+
+/// The same port, another engine: whatever it holds now, it is not what was lent.
+fn restarted(policy: LoadFailurePolicy, check: impl Fn(&Cluster, &Value, &Reply)) {
+    let mut cluster = cluster(policy);
+    let body = greedy(&prompt(5, 45), 12);
+    let lent = cluster.p.lend(&body);
+    let mut again = options(LLAMA, Role::Prefill);
+    again.side_channel = cluster.p.side_channel;
+    std::mem::replace(&mut cluster.p, Node::start(options(LLAMA, Role::Prefill))).stop();
+    cluster.p = Node::start(again);
+    let fresh = cluster.p.lend(&body);
+    assert_eq!(fresh["remote_port"], lent["remote_port"]);
+    assert_ne!(fresh["remote_epoch"], lent["remote_epoch"]);
+    check(&cluster, &body, &cluster.d.decode(&body, &lent));
+    // What the new engine has lent meanwhile is still good.
+    let alone = cluster.one.generate(&fresh_id(), &body).ok();
+    same_choices(&cluster.d.decode(&body, &fresh).ok(), &alone);
+    cluster.is_clean();
+}
+
+#[test]
+fn a_handoff_from_before_a_restart_is_computed_again_where_the_policy_says_so() {
+    restarted(LoadFailurePolicy::Recompute, recomputed);
+}
+
+#[test]
+fn a_handoff_from_before_a_restart_fails_where_the_policy_says_so() {
+    restarted(LoadFailurePolicy::Fail, |cluster, _, reply| failed(cluster, reply));
+}
+
+#[test]
+fn a_handoff_from_an_engine_that_is_gone_is_computed_again() {
+    let mut cluster = cluster(LoadFailurePolicy::Recompute);
+    let body = greedy(&prompt(6, 45), 12);
+    let lent = cluster.p.lend(&body);
+    std::mem::replace(&mut cluster.p, Node::start(options(LLAMA, Role::Prefill))).stop();
+    recomputed(&cluster, &body, &cluster.d.decode(&body, &lent));
+}
+
+#[test]
+fn a_handoff_is_good_for_one_reader_and_then_gone() {
+    let cluster = cluster(LoadFailurePolicy::Fail);
+    let body = greedy(&prompt(7, 45), 12);
+    let lent = cluster.p.lend(&body);
+    cluster.d.decode(&body, &lent).ok();
+    cluster.d.forget();
+    failed(&cluster, &cluster.d.decode(&body, &lent));
+    cluster.is_clean();
+}

@@ -1,0 +1,123 @@
+//! A router in front of scripted engines.
+
+use std::net::SocketAddr;
+
+use baton_router::{Reload, Router, RouterConfig};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use crate::harness::client::get;
+use crate::harness::engine::{FakeEngine, eventually};
+
+/// A router that runs.
+pub(crate) struct System {
+    pub address: SocketAddr,
+    pub admin: SocketAddr,
+    pub reload: Reload,
+    shutdown: CancellationToken,
+    running: Option<JoinHandle<()>>,
+}
+
+/// The pool of these engines, as YAML.
+fn pool(engines: &[&FakeEngine]) -> String {
+    let urls: Vec<_> = engines.iter().map(|e| format!("{{url: '{}'}}", e.url())).collect();
+    format!("{{policy: round_robin, engines: [{}]}}", urls.join(", "))
+}
+
+impl System {
+    pub(crate) async fn start(prefill: &[&FakeEngine], decode: &[&FakeEngine]) -> Self {
+        Self::with(prefill, decode, "", "").await
+    }
+
+    /// `model` and `top` are further lines of YAML.
+    pub(crate) async fn with(
+        prefill: &[&FakeEngine],
+        decode: &[&FakeEngine],
+        model: &str,
+        top: &str,
+    ) -> Self {
+        let yaml = format!(
+            "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels:\n  - name: m\n    aliases: [alias]\n    \
+             prefill: {}\n    decode: {}\n{model}\n{top}\n",
+            pool(prefill),
+            pool(decode)
+        );
+        // Tests count what engines are asked.
+        let quiet = if top.contains("health:") { "" } else { "health: {active: {interval_ms: 0}}\n" };
+        Self::of(&(yaml + quiet)).await
+    }
+
+    /// A router with a whole file of its own.
+    pub(crate) async fn of(yaml: &str) -> Self {
+        let config = RouterConfig::from_yaml(yaml, "test.yaml").unwrap_or_else(|e| panic!("{e}\n{yaml}"));
+        Self::running(config).await
+    }
+
+    pub(crate) async fn running(config: RouterConfig) -> Self {
+        let router = Router::bind(config).await.unwrap();
+        let (address, admin) = (router.local_addr(), router.admin_addr());
+        let reload = router.reload();
+        let shutdown = CancellationToken::new();
+        let running = tokio::spawn(router.run(shutdown.clone()));
+        Self { address, admin, reload, shutdown, running: Some(running) }
+    }
+
+    /// Begins the drain.
+    pub(crate) fn shut_down(&self) {
+        self.shutdown.cancel();
+    }
+
+    /// Waits until the router has drained.
+    pub(crate) async fn stopped(&mut self) {
+        let running = self.running.take().expect("stopped once");
+        tokio::time::timeout(std::time::Duration::from_secs(20), running).await.unwrap().unwrap();
+    }
+
+    /// The sum of the samples of `/metrics` with this name and at least these labels: `name{a="b"}`.
+    pub(crate) async fn metric(&self, series: &str) -> f64 {
+        let text = get(self.admin, "/metrics").await.text();
+        let (name, labels) = series.split_once('{').unwrap_or((series, ""));
+        let labels: Vec<_> =
+            labels.trim_end_matches('}').split(',').filter(|label| !label.is_empty()).collect();
+        let sample = |line: &str| -> Option<f64> {
+            let (found, value) = line.rsplit_once(' ')?;
+            let (found, its) = found.split_once('{').unwrap_or((found, ""));
+            let its: Vec<_> = its.trim_end_matches('}').split(',').collect();
+            let fits = found == name && labels.iter().all(|label| its.contains(label));
+            fits.then(|| value.parse().ok()).flatten()
+        };
+        text.lines().filter_map(sample).sum()
+    }
+
+    /// Waits until a sample has a value.
+    pub(crate) async fn counts(&self, series: &str, value: f64) {
+        let begun = std::time::Instant::now();
+        loop {
+            let found = self.metric(series).await;
+            if found == value {
+                return;
+            }
+            assert!(begun.elapsed().as_secs() < 10, "{series} is {found}, not {value}");
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Waits until nothing is in flight and nothing is being settled.
+    pub(crate) async fn settled(&self) {
+        self.counts("baton_router_requests_in_flight", 0.0).await;
+        self.counts("baton_router_settlements_in_flight", 0.0).await;
+    }
+}
+
+impl Drop for System {
+    fn drop(&mut self) {
+        if let Some(running) = &self.running {
+            running.abort();
+        }
+    }
+}
+
+/// Waits until an engine has been asked so often.
+pub(crate) async fn asked(engine: &FakeEngine, times: usize) {
+    eventually("an engine is asked", || engine.asked().len() == times).await;
+}

@@ -1,0 +1,197 @@
+//! Each bound of `limits`, `timeouts` and `attempts` at work that no other test is about.
+
+use std::time::Duration;
+
+use serde_json::json;
+use socket2::{Domain, Socket, Type};
+
+use crate::harness::client::{Client, completion, post};
+use crate::harness::engine::{Act, FakeEngine, eventually};
+use crate::harness::system::System;
+
+const PATH: &str = "/v1/completions";
+
+fn in_trouble() -> Act {
+    Act::Refuse(500, json!({"error": {"message": "x"}}))
+}
+
+async fn three(act: &Act) -> [FakeEngine; 3] {
+    [
+        FakeEngine::always(act.clone()).await,
+        FakeEngine::always(act.clone()).await,
+        FakeEngine::always(act.clone()).await,
+    ]
+}
+
+fn asked(engines: &[FakeEngine]) -> usize {
+    engines.iter().map(|engine| engine.asked().len()).sum()
+}
+
+#[tokio::test]
+async fn a_request_asks_as_many_engines_as_attempts_allow() {
+    for allowed in 1..=3 {
+        let lender = FakeEngine::always(Act::Lend(Some(1))).await;
+        let [a, b, c] = three(&in_trouble()).await;
+        let top = format!("attempts: {{decode: {allowed}}}");
+        let system = System::with(&[&lender], &[&a, &b, &c], "", &top).await;
+        assert_eq!(post(system.address, PATH, &completion(false)).await.status / 100, 5);
+        assert_eq!(asked(&[a, b, c]), allowed, "decode");
+
+        let answers = FakeEngine::always(Act::Whole(1)).await;
+        let [a, b, c] = three(&in_trouble()).await;
+        let top = format!("attempts: {{prefill: {allowed}}}");
+        let system = System::with(&[&a, &b, &c], &[&answers], "", &top).await;
+        assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200, "the fallback");
+        assert_eq!(asked(&[a, b, c]), allowed, "prefill");
+    }
+}
+
+#[tokio::test]
+async fn a_settlement_is_tried_as_often_as_attempts_allow() {
+    let lender = FakeEngine::always(Act::Lend(Some(1))).await;
+    lender.verbs_answer(500);
+    let decode = FakeEngine::always(Act::Refuse(400, json!({"error": {"message": "x"}}))).await;
+    let system = System::with(&[&lender], &[&decode], "", "attempts: {settle: 3}").await;
+    assert_eq!(post(system.address, PATH, &completion(false)).await.status, 400);
+    system.counts("baton_router_settlements_total{result=\"failed\"}", 1.0).await;
+    assert_eq!(lender.releases().len(), 3);
+}
+
+#[tokio::test]
+async fn a_404_of_a_moment_does_not_take_the_verbs_from_an_engine_that_has_them() {
+    let lender = FakeEngine::always(Act::Lend(Some(1))).await;
+    let decode = FakeEngine::always(Act::Refuse(400, json!({"error": {"message": "x"}}))).await;
+    let system = System::with(&[&lender], &[&decode], "", "attempts: {settle: 16}").await;
+    let confirmed = |times| system.counts("baton_router_settlements_total{result=\"confirmed\"}", times);
+    assert_eq!(post(system.address, PATH, &completion(false)).await.status, 400);
+    confirmed(1.0).await;
+    lender.verbs_answer(404);
+    assert_eq!(post(system.address, PATH, &completion(false)).await.status, 400);
+    eventually("it is asked again", || lender.releases().len() >= 3).await;
+    lender.verbs_answer(0);
+    confirmed(2.0).await;
+    assert_eq!(post(system.address, PATH, &completion(false)).await.status, 400);
+    confirmed(3.0).await;
+}
+
+#[tokio::test]
+async fn requests_that_end_together_are_settled_in_turn_and_a_drain_waits_for_all() {
+    const CLIENTS: usize = 16;
+    let lender = FakeEngine::always(Act::Lend(Some(1))).await;
+    let decode = FakeEngine::always(Act::Hang).await;
+    let top = "limits: {settlements: 4}\ndrain_timeout_ms: 50";
+    let mut system = System::with(&[&lender], &[&decode], "", top).await;
+    let mut clients = Vec::new();
+    for _ in 0..CLIENTS {
+        let mut client = Client::connect(system.address).await;
+        client.post(PATH, &completion(false)).await;
+        clients.push(client);
+    }
+    eventually("all are being decoded", || decode.asked().len() == CLIENTS).await;
+    // All are cut at once: each owes an abort and a release.
+    system.shut_down();
+    system.stopped().await;
+    assert_eq!((decode.aborts().len(), lender.releases().len()), (CLIENTS, CLIENTS));
+    drop(clients);
+}
+
+#[tokio::test]
+async fn a_settlement_beyond_the_limit_waits_and_one_beyond_the_queue_is_counted_and_left_to_the_lease() {
+    let lender = FakeEngine::always(Act::Lend(Some(1))).await;
+    lender.verbs_answer(1);
+    let decode = FakeEngine::always(Act::Refuse(400, json!({"error": {"message": "x"}}))).await;
+    let system = System::with(&[&lender], &[&decode], "", "limits: {settlements: 2, in_flight: 1}").await;
+    for _ in 0..5 {
+        while post(system.address, PATH, &completion(false)).await.status != 400 {}
+    }
+    system.counts("baton_router_settlements_total{result=\"refused\"}", 1.0).await;
+    system.counts("baton_router_settlements_in_flight", 2.0).await;
+    system.counts("baton_router_settlements_waiting", 2.0).await;
+}
+
+#[tokio::test]
+async fn a_connection_beyond_the_limit_waits_for_its_turn() {
+    let decode = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::with(&[], &[&decode], "", "limits: {connections: 1}").await;
+    let mut first = Client::connect(system.address).await;
+    first.post(PATH, &completion(false)).await;
+    assert_eq!(first.answer().await.status, 200);
+    let mut second = Client::connect(system.address).await;
+    second.post(PATH, &completion(false)).await;
+    // The first client is served before and after; the second one only when the first has left.
+    first.post(PATH, &completion(false)).await;
+    assert_eq!(first.answer().await.status, 200);
+    assert_eq!(decode.asked().len(), 2);
+    first.hang_up(crate::harness::client::HangUp::Fin);
+    assert_eq!(second.answer().await.status, 200);
+    assert_eq!(decode.asked().len(), 3);
+}
+
+#[tokio::test]
+async fn connections_to_engines_are_kept_for_as_long_as_they_may_be_idle() {
+    for (idle_ms, made) in [(0, 3), (3_600_000, 1)] {
+        let decode = FakeEngine::always(Act::Whole(1)).await;
+        let top = format!("timeouts: {{engine_idle_ms: {idle_ms}}}");
+        let system = System::with(&[], &[&decode], "", &top).await;
+        for _ in 0..3 {
+            assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
+        }
+        assert_eq!(decode.connections(), made, "{idle_ms}");
+    }
+}
+
+/// An address at which nobody accepts and whose queue is full: a connection there is never made.
+fn a_black_hole() -> (Socket, Vec<Socket>, std::net::SocketAddr) {
+    let new = || Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    let listener = new();
+    listener.bind(&"127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap().into()).unwrap();
+    listener.listen(0).unwrap();
+    let address = listener.local_addr().unwrap().as_socket().unwrap();
+    let waiting = (0..4).map(|_| {
+        let socket = new();
+        socket.set_nonblocking(true).unwrap();
+        let _ = socket.connect(&address.into());
+        socket
+    });
+    (listener, waiting.collect(), address)
+}
+
+#[tokio::test]
+async fn an_engine_that_takes_no_connection_is_given_up_after_the_connect_timeout() {
+    let (_listener, _waiting, hole) = a_black_hole();
+    let live = FakeEngine::always(Act::Whole(1)).await;
+    let model = format!("      engines: [{{url: 'http://{hole}'}}, {{url: '{}'}}]", live.url());
+    let yaml = format!(
+        "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\ntimeouts: {{connect_ms: 100}}\nmodels:\n  - name: m\n    \
+         decode:\n      policy: round_robin\n{model}\n"
+    );
+    let system = System::of(&yaml).await;
+    for _ in 0..2 {
+        assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
+    }
+    assert_eq!(live.asked().len(), 2);
+}
+
+#[tokio::test]
+async fn a_client_that_takes_nothing_of_its_answer_is_cut() {
+    let decode = FakeEngine::always(Act::Whole(64 << 20)).await;
+    let system = System::with(&[], &[&decode], "", "timeouts: {client_stall_ms: 100}").await;
+    let mut client = Client::connect(system.address).await;
+    client.post(PATH, &completion(false)).await;
+    eventually("the engine is told", || !decode.aborts().is_empty()).await;
+    system.settled().await;
+    drop(client);
+    tokio::time::timeout(Duration::from_secs(10), system.settled()).await.unwrap();
+}
+
+#[tokio::test]
+async fn the_first_line_of_the_cluster_secrets_file_is_sent_to_engines() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("secret");
+    std::fs::write(&file, "0123456789abcdef\nnot this line\n").unwrap();
+    let decode = FakeEngine::always(Act::Whole(1)).await;
+    let top = format!("cluster_secret_file: {}", file.display());
+    let system = System::with(&[], &[&decode], "", &top).await;
+    assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
+    assert_eq!(decode.asked()[0].headers["x-baton-cluster-secret"], "0123456789abcdef");
+}

@@ -1,0 +1,154 @@
+//! What RFC 9112 lets a client send around and behind its request, and that its leaving is noticed all the same.
+
+use serde_json::json;
+
+use crate::harness::client::{BOTH_HANG_UPS, Client, completion};
+use crate::harness::engine::{Act, FakeEngine};
+use crate::harness::system::{System, asked};
+
+/// A request to generate from this prompt.
+fn request(prompt: &str) -> String {
+    let body = json!({"model": "m", "prompt": prompt, "max_tokens": 8}).to_string();
+    let length = body.len();
+    format!("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n{body}")
+}
+
+fn prompts(engine: &FakeEngine) -> Vec<String> {
+    engine.asked().iter().map(|seen| seen.body["prompt"].as_str().unwrap().to_owned()).collect()
+}
+
+#[tokio::test]
+async fn requests_in_one_write_are_answered_one_after_the_other() {
+    let p = FakeEngine::always(Act::Lend(Some(1))).await;
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::start(&[&p], &[&d]).await;
+    let mut client = Client::connect(system.address).await;
+    let others = "GET /nowhere HTTP/1.1\r\nhost: x\r\n\r\nGET /health HTTP/1.1\r\nhost: x\r\n\r\n";
+    client.send([&request("one"), others, &request("two"), &request("three")].concat().as_bytes()).await;
+    for status in [200, 404, 200, 200, 200] {
+        assert_eq!(client.answer().await.status, status);
+    }
+    assert_eq!(prompts(&d), ["one", "two", "three"]);
+    // One of which more has come than is kept: the client reads that it was not served.
+    let long = "x".repeat(60_000);
+    client.send([request("four"), request(&long)].concat().as_bytes()).await;
+    let last = client.answer().await;
+    assert_eq!((last.status, last.header("connection")), (200, Some("close")));
+    assert!(client.is_closed().await);
+    assert_eq!(prompts(&d).len(), 4);
+}
+
+#[tokio::test]
+async fn a_request_that_comes_while_another_is_answered_waits_for_its_turn() {
+    let p = FakeEngine::always(Act::LendWhenTold(Some(1))).await;
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::start(&[&p], &[&d]).await;
+    let mut client = Client::connect(system.address).await;
+    client.send(request("one").as_bytes()).await;
+    asked(&p, 1).await;
+    let second = request("two");
+    let (begin, end) = second.split_at(30);
+    client.send(begin.as_bytes()).await;
+    p.go_on();
+    assert_eq!(client.answer().await.status, 200);
+    client.send(end.as_bytes()).await;
+    asked(&p, 2).await;
+    p.go_on();
+    assert_eq!(client.answer().await.status, 200);
+    assert_eq!(prompts(&d), ["one", "two"]);
+    assert!(p.aborts().is_empty() && p.cut() == 0, "no client has left");
+}
+
+#[tokio::test]
+async fn the_last_request_of_a_connection_hides_none() {
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::start(&[], &[&d]).await;
+    let mut client = Client::connect(system.address).await;
+    let last = request("one").replacen("host: x", "host: x\r\nconnection: close", 1);
+    client.send([last, request("hidden")].concat().as_bytes()).await;
+    let answer = client.answer().await;
+    assert_eq!((answer.status, answer.header("connection")), (200, Some("close")));
+    assert!(client.is_closed().await);
+    assert_eq!(prompts(&d), ["one"]);
+}
+
+#[tokio::test]
+async fn an_empty_line_behind_a_body_or_before_a_request_is_skipped() {
+    let p = FakeEngine::always(Act::LendWhenTold(Some(1))).await;
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::start(&[&p], &[&d]).await;
+    let mut client = Client::connect(system.address).await;
+    for times in 1..=3 {
+        client.send(request("hello").as_bytes()).await;
+        asked(&p, times).await;
+        client.send(b"\r\n").await;
+        p.go_on();
+        assert_eq!(client.answer().await.status, 200);
+    }
+    client.send(b"\r").await;
+    client.send(b"\nGET /health HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    // It was the second: one came behind the last body.
+    assert_eq!(client.answer().await.status, 400);
+    let mut client = Client::connect(system.address).await;
+    client.send(b"\r").await;
+    client.send(b"\nGET /health HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    assert_eq!(client.answer().await.status, 200);
+    assert!(p.aborts().is_empty(), "no client has left");
+}
+
+#[tokio::test]
+async fn an_empty_line_does_not_begin_a_request() {
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::with(&[], &[&d], "", "timeouts: {head_ms: 100, client_idle_ms: 300}").await;
+    let mut client = Client::connect(system.address).await;
+    client.send([&request("hello"), "\r\n"].concat().as_bytes()).await;
+    assert_eq!(client.answer().await.status, 200);
+    assert!(client.is_closed().await, "idle, and no late head");
+}
+
+#[tokio::test]
+async fn extensions_and_trailers_of_chunks_are_read_and_no_engine_gets_them() {
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::start(&[], &[&d]).await;
+    let mut client = Client::connect(system.address).await;
+    let body = completion(false).to_string();
+    let (first, second) = body.split_at(10);
+    for _ in 0..2 {
+        let chunks = format!(
+            "{:x};sign=\"a\\\"b\"\r\n{first}\r\n{:x} ; a\r\n{second}\r\n0;last\r\nx-checksum: 1\r\nauthorization: Bearer k\r\n\r\n",
+            first.len(),
+            second.len()
+        );
+        let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ntrailer: x-checksum\r\n\r\n";
+        client.send([head, &chunks].concat().as_bytes()).await;
+        assert_eq!(client.answer().await.status, 200);
+    }
+    for seen in d.asked() {
+        assert_eq!(seen.body["prompt"], "hello");
+        for name in ["x-checksum", "authorization", "trailer"] {
+            assert!(!seen.headers.contains_key(name), "{name}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_with_its_next_request_sent_is_noticed() {
+    for how in BOTH_HANG_UPS {
+        // The longer one is not read whole: its end is behind what waits in the system's buffers.
+        for next in [request("two"), request(&"x".repeat(50_000))] {
+            let p = FakeEngine::always(Act::Hang).await;
+            let d = FakeEngine::always(Act::Whole(1)).await;
+            let system = System::with(&[&p], &[&d], "", "timeouts: {settle_ms: 300}").await;
+            let mut client = Client::connect(system.address).await;
+            client.send(request("one").as_bytes()).await;
+            asked(&p, 1).await;
+            client.send(next.as_bytes()).await;
+            client.hang_up(how);
+            p.wait("the abort", |p| !p.aborts().is_empty()).await;
+            system.settled().await;
+            assert_eq!(prompts(&p), ["one"], "{how:?}");
+            assert!(d.all().is_empty(), "{how:?}");
+            system.counts("baton_router_disconnects_total{phase=\"prefill\"}", 1.0).await;
+        }
+    }
+}

@@ -1,0 +1,423 @@
+//! Engines that the configuration does not list: by name, by a file, by a simulated Kubernetes API.
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::os::unix::fs::symlink;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use bytes::Bytes;
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Frame, Incoming};
+use hyper::service::service_fn;
+use hyper::{Request, Response};
+use hyper_util::rt::TokioIo;
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use crate::harness::client::{Client, completion, get, post};
+use crate::harness::engine::{Act, FakeEngine};
+use crate::harness::system::System;
+
+const PATH: &str = "/v1/completions";
+
+fn yaml(decode: &str) -> String {
+    format!(
+        "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels:\n  - name: m\n    decode: {decode}\n"
+    )
+}
+
+async fn answers() -> FakeEngine {
+    FakeEngine::always(Act::Whole(1)).await
+}
+
+async fn status(system: &System) -> u16 {
+    post(system.address, PATH, &completion(false)).await.status
+}
+
+/// Waits until the decode pool has so many members.
+async fn members(system: &System, count: usize) {
+    system.counts("baton_router_pool_engines{model=\"m\",leg=\"decode\"}", count as f64).await;
+}
+
+#[tokio::test]
+async fn engines_are_found_by_name() {
+    let engine = answers().await;
+    let port = engine.address.port();
+    let system =
+        System::of(&yaml(&format!("{{discover: {{dns: {{host: localhost, port: {port}}}}}}}"))).await;
+    let begun = std::time::Instant::now();
+    // Until the first answer the pool is empty; then it has every address of the name.
+    while status(&system).await != 200 {
+        assert!(begun.elapsed().as_secs() < 10, "the name is not found");
+    }
+    assert!(!engine.asked().is_empty());
+}
+
+#[tokio::test]
+async fn a_pool_that_is_only_discovered_may_start_empty() {
+    let discover = "{discover: {file: {path: /no/such/file, refresh_ms: 100}}}";
+    let system = System::of(&yaml(discover)).await;
+    let answer = post(system.address, PATH, &completion(false)).await;
+    assert_eq!(answer.status, 503, "{}", answer.text());
+    system.counts("baton_router_discovery_failures_total{source=\"file:/no/such/file\"}", 1.0).await;
+    let told = get(system.admin, "/config").await.json();
+    assert!(told["discovery"][0]["error"].is_string(), "{told}");
+    assert!(told["discovery"][0]["endpoints"].is_null(), "{told}");
+}
+
+#[tokio::test]
+async fn a_file_of_engines_is_followed_through_a_switch_of_links_and_its_loss() {
+    let (a, b, listed) = (answers().await, answers().await, answers().await);
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    std::fs::write(at("one"), format!("- {}\n- not an engine\n", a.url())).unwrap();
+    let two =
+        json!({"endpoints": [{"name": "b", "address": "127.0.0.1", "port": b.address.port().to_string()}]});
+    std::fs::write(at("two"), two.to_string()).unwrap();
+    symlink("one", at("engines")).unwrap();
+    let system = System::of(&yaml(&format!(
+        "{{policy: round_robin, engines: [{{url: '{}'}}], discover: {{file: {{path: '{}', refresh_ms: 100}}}}}}",
+        listed.url(),
+        at("engines").display()
+    )))
+    .await;
+    let until = async |found: &FakeEngine, lost: &FakeEngine| {
+        let begun = std::time::Instant::now();
+        loop {
+            let engines = get(system.admin, "/engines").await.text();
+            let member = |engine: &FakeEngine| {
+                let told: Value = serde_json::from_str(&engines).unwrap();
+                let list = told["engines"].as_array().unwrap().clone();
+                let of = list.iter().find(|e| e["engine"] == engine.address.to_string());
+                of.is_some_and(|e| e["pools"].as_array().is_some_and(|pools| !pools.is_empty()))
+            };
+            if member(found) && !member(lost) && member(&listed) {
+                return;
+            }
+            assert!(begun.elapsed().as_secs() < 10, "{engines}");
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+    };
+    until(&a, &b).await;
+    symlink("two", at("next")).unwrap();
+    std::fs::rename(at("next"), at("engines")).unwrap();
+    until(&b, &a).await;
+    for _ in 0..4 {
+        assert_eq!(status(&system).await, 200);
+    }
+    assert_eq!((b.asked().len(), listed.asked().len()), (2, 2));
+    // A file that is gone or wrong says nothing: what it said last stays.
+    std::fs::remove_file(at("engines")).unwrap();
+    let failures =
+        format!("baton_router_discovery_failures_total{{source=\"file:{}\"}}", at("engines").display());
+    system.counts(&failures, 1.0).await;
+    std::fs::write(at("engines"), "[").unwrap();
+    system.counts(&failures, 2.0).await;
+    until(&b, &a).await;
+    let told = get(system.admin, "/config").await.json();
+    assert_eq!(
+        (&told["generation"], &told["revision"]),
+        (&json!(1), &json!(2)),
+        "one configuration, revised"
+    );
+}
+
+#[tokio::test]
+async fn a_pool_keeps_its_engines_until_a_new_source_has_answered() {
+    let (old, new) = (answers().await, answers().await);
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("engines");
+    let listed = format!("{{engines: [{{url: '{}'}}]}}", old.url());
+    let system = System::of(&yaml(&listed)).await;
+    let discover = format!("{{discover: {{file: {{path: '{}', refresh_ms: 100}}}}}}", file.display());
+    let next = baton_router::RouterConfig::from_yaml(&yaml(&discover), "next.yaml").unwrap();
+    system.reload.install(next).unwrap();
+    assert_eq!(status(&system).await, 200);
+    assert_eq!(old.asked().len(), 1);
+    std::fs::write(&file, format!("[{}]", new.url())).unwrap();
+    system.counts("baton_router_config_revision", 1.0).await;
+    assert_eq!(status(&system).await, 200);
+    assert_eq!((old.asked().len(), new.asked().len()), (1, 1));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_request_fails_while_engines_are_found_and_lost_under_load() {
+    const CHANGES: usize = 12;
+    let engines = [answers().await, answers().await, answers().await];
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("engines");
+    let write = |left_out: usize| {
+        let listed: Vec<_> =
+            engines.iter().enumerate().filter(|(at, _)| *at != left_out).map(|(_, e)| e.url()).collect();
+        let next = folder.path().join("next");
+        std::fs::write(&next, format!("[{}]", listed.join(", "))).unwrap();
+        std::fs::rename(&next, &file).unwrap();
+    };
+    write(0);
+    let discover = format!("{{discover: {{file: {{path: '{}', refresh_ms: 100}}}}}}", file.display());
+    let system = System::of(&yaml(&discover)).await;
+    members(&system, 2).await;
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut clients = tokio::task::JoinSet::new();
+    for _ in 0..3 {
+        let (address, stop) = (system.address, Arc::clone(&stop));
+        clients.spawn(async move {
+            let (mut client, mut answered) = (Client::connect(address).await, 0_usize);
+            while !stop.load(Ordering::Relaxed) {
+                client.post(PATH, &completion(false)).await;
+                let answer = client.answer().await;
+                assert_eq!(answer.status, 200, "{}", answer.text());
+                answered += 1;
+            }
+            answered
+        });
+    }
+    let first = get(system.admin, "/config").await.json()["revision"].as_u64().unwrap();
+    for change in 1..=CHANGES {
+        write(change % engines.len());
+        system.counts("baton_router_config_revision", (first + change as u64) as f64).await;
+    }
+    stop.store(true, Ordering::Relaxed);
+    let mut answered = 0;
+    while let Some(client) = clients.join_next().await {
+        answered += client.unwrap();
+    }
+    assert!(answered >= 100, "{answered} answers are too few to say anything");
+    assert!(engines.iter().all(|engine| !engine.asked().is_empty()), "each had its time");
+    system.settled().await;
+}
+
+#[tokio::test]
+async fn what_is_found_has_the_templates_keys() {
+    let engine = answers().await;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("engines");
+    std::fs::write(&file, format!("[{}, {{url: 'http://127.0.0.1:1', labels: {{zone: b}}}}]", engine.url()))
+        .unwrap();
+    let system = System::of(&yaml(&format!(
+        "{{select: {{zone: a}}, discover: {{file: {{path: '{}'}}, template: {{labels: {{zone: a}}, weight: 7}}}}}}",
+        file.display()
+    )))
+    .await;
+    members(&system, 1).await;
+    assert_eq!(status(&system).await, 200);
+    let told = get(system.admin, "/engines").await.json();
+    assert_eq!(told["engines"][0]["pools"][0]["weight"], 7, "{told}");
+}
+
+/// The parts of the Kubernetes API that a watcher of EndpointSlices uses.
+#[derive(Clone, Default)]
+struct Api(Arc<Mutex<ApiState>>);
+
+#[derive(Default)]
+struct ApiState {
+    slices: Vec<Value>,
+    watches: Vec<mpsc::Sender<Option<Value>>>,
+    asked: Vec<String>,
+}
+
+type Line = Result<Frame<Bytes>, std::io::Error>;
+
+struct Lines(mpsc::Receiver<Option<Value>>);
+
+impl hyper::body::Body for Lines {
+    type Data = Bytes;
+    type Error = std::io::Error;
+
+    fn poll_frame(
+        mut self: std::pin::Pin<&mut Self>,
+        context: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Line>> {
+        self.0.poll_recv(context).map(|event| match event? {
+            Some(event) => Some(Ok(Frame::data(format!("{event}\n").into()))),
+            None => Some(Err(std::io::Error::other("the connection broke"))),
+        })
+    }
+}
+
+fn slice(name: &str, engines: &[(&FakeEngine, Value)]) -> Value {
+    let endpoint = |(engine, conditions): &(&FakeEngine, Value)| json!({"addresses": [engine.address.ip().to_string()], "conditions": conditions});
+    let port = engines.first().map_or(1, |(engine, _)| engine.address.port());
+    json!({
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": {"name": name, "namespace": "serving", "resourceVersion": "7"},
+        "endpoints": engines.iter().map(endpoint).collect::<Vec<_>>(),
+        "ports": [{"name": "http", "port": port}],
+    })
+}
+
+impl Api {
+    async fn start(&self) -> (SocketAddr, JoinHandle<()>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (address, api) = (listener.local_addr().unwrap(), self.clone());
+        let serving = tokio::spawn(async move {
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                let api = api.clone();
+                tokio::spawn(async move {
+                    let service = service_fn(move |request| {
+                        let answer = api.answer(&request);
+                        async move { Ok::<_, Infallible>(answer) }
+                    });
+                    let served = hyper::server::conn::http1::Builder::new();
+                    let _ = served.serve_connection(TokioIo::new(stream), service).await;
+                });
+            }
+        });
+        (address, serving)
+    }
+
+    fn answer(&self, request: &Request<Incoming>) -> Response<BoxBody<Bytes, std::io::Error>> {
+        let mut state = self.0.lock().unwrap();
+        let asked = request.uri().to_string();
+        let watches = asked.contains("watch=true");
+        state.asked.push(asked);
+        let body = if watches {
+            let (sender, receiver) = mpsc::channel(16);
+            state.watches.push(sender);
+            Lines(receiver).boxed()
+        } else {
+            let list = json!({
+                "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSliceList",
+                "metadata": {"resourceVersion": "7"}, "items": state.slices,
+            });
+            Full::new(Bytes::from(list.to_string())).map_err(|never| match never {}).boxed()
+        };
+        let mut response = Response::new(body);
+        response.headers_mut().insert("content-type", "application/json".parse().unwrap());
+        response
+    }
+
+    fn set(&self, slices: Vec<Value>) {
+        self.0.lock().unwrap().slices = slices;
+    }
+
+    /// Sends an event to every watch; `None` breaks their connections.
+    fn tell(&self, event: Option<&Value>) {
+        self.0.lock().unwrap().watches.retain(|watch| watch.try_send(event.cloned()).is_ok());
+    }
+
+    async fn watched(&self) {
+        crate::harness::engine::eventually("a watch", || !self.0.lock().unwrap().watches.is_empty()).await;
+    }
+}
+
+#[tokio::test]
+async fn the_endpoint_slices_of_a_service_are_watched_through_410_and_broken_watches() {
+    let (a, b) = (answers().await, answers().await);
+    let api = Api::default();
+    api.set(vec![slice("s-1", &[(&a, json!({"ready": true}))])]);
+    let (address, serving) = api.start().await;
+    let folder = tempfile::tempdir().unwrap();
+    let kubeconfig = folder.path().join("kubeconfig");
+    let text = format!(
+        "apiVersion: v1\nkind: Config\ncurrent-context: x\nclusters: [{{name: c, cluster: {{server: 'http://{address}'}}}}]\n\
+         users: [{{name: u, user: {{token: t}}}}]\ncontexts: [{{name: x, context: {{cluster: c, user: u, namespace: other}}}}]\n"
+    );
+    std::fs::write(&kubeconfig, text).unwrap();
+    let system = System::of(&yaml(&format!(
+        "{{policy: round_robin, discover: {{kubernetes: {{namespace: serving, service: decode, selector: {{team: x}}, port: http, \
+         kubeconfig_file: '{}'}}}}}}",
+        kubeconfig.display()
+    )))
+    .await;
+    members(&system, 1).await;
+    assert_eq!(status(&system).await, 200);
+    let asked = api.0.lock().unwrap().asked[0].clone();
+    assert!(asked.starts_with("/apis/discovery.k8s.io/v1/namespaces/serving/endpointslices?"), "{asked}");
+    assert!(asked.contains("kubernetes.io%2Fservice-name%3Ddecode%2Cteam%3Dx"), "{asked}");
+
+    // One more slice; then an engine of it ends.
+    api.watched().await;
+    api.tell(Some(&json!({"type": "ADDED", "object": slice("s-2", &[(&b, json!({"ready": true}))])})));
+    members(&system, 2).await;
+    let ends = json!({"ready": false, "serving": true, "terminating": true});
+    api.tell(Some(&json!({"type": "MODIFIED", "object": slice("s-2", &[(&b, ends)])})));
+    members(&system, 1).await;
+
+    // The version is too old: everything is listed again, and is something else by then.
+    api.set(vec![slice("s-1", &[(&a, json!({}))]), slice("s-3", &[(&b, json!({}))])]);
+    let gone = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "message": "too old resource version", "reason": "Expired", "code": 410});
+    api.tell(Some(&json!({"type": "ERROR", "object": gone})));
+    members(&system, 2).await;
+
+    // A broken watch is taken up again.
+    let before = api.0.lock().unwrap().asked.len();
+    api.tell(None);
+    crate::harness::engine::eventually("another watch", || {
+        let state = api.0.lock().unwrap();
+        state.asked.len() > before && !state.watches.is_empty()
+    })
+    .await;
+    api.watched().await;
+    api.tell(Some(&json!({"type": "DELETED", "object": slice("s-1", &[])})));
+    members(&system, 1).await;
+
+    // Without the API the last engines stay.
+    serving.abort();
+    api.tell(None);
+    let series = "baton_router_discovery_failures_total";
+    let begun = std::time::Instant::now();
+    while system.metric(series).await == 0.0 {
+        assert!(begun.elapsed().as_secs() < 20, "nobody notices");
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    members(&system, 1).await;
+    assert_eq!(status(&system).await, 200);
+}
+
+#[tokio::test]
+async fn an_endpoint_that_cannot_be_talked_to_is_left_out_and_holds_nothing_up() {
+    let (a, b) = (answers().await, answers().await);
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    std::fs::write(at("key"), "an-engine-key\n").unwrap();
+    std::fs::write(at("secret"), "0123456789abcdef\n").unwrap();
+    std::fs::write(at("engines"), format!("['https://unknown:1', '{}']", a.url())).unwrap();
+    let text = yaml(&format!(
+        "{{policy: round_robin, discover: {{file: {{path: '{}', refresh_ms: 100}}, template: {{api_key_file: '{}'}}}}}}\n\
+         cluster_secret_file: '{}'",
+        at("engines").display(),
+        at("key").display(),
+        at("secret").display()
+    ));
+    let system = System::of(&text).await;
+    members(&system, 1).await;
+    assert_eq!(status(&system).await, 200);
+    let again = baton_router::RouterConfig::from_yaml(&text, "again.yaml").unwrap();
+    system.reload.install(again).expect("what was discovered does not make a configuration wrong");
+    assert_eq!(status(&system).await, 200);
+    // Files that were good at the start are not read for a change of members.
+    std::fs::remove_file(at("key")).unwrap();
+    std::fs::remove_file(at("secret")).unwrap();
+    std::fs::write(at("engines"), format!("['https://unknown:1', '{}', '{}']", a.url(), b.url())).unwrap();
+    members(&system, 2).await;
+    for _ in 0..4 {
+        assert_eq!(status(&system).await, 200);
+    }
+    assert_eq!(b.asked()[0].headers["authorization"], "Bearer an-engine-key");
+}
+
+#[tokio::test]
+async fn sources_of_one_service_with_other_ports_and_selectors_have_series_of_their_own() {
+    let source = |selector: &str, port: &str| {
+        format!(
+            "{{discover: {{kubernetes: {{namespace: s, service: e, selector: {{{selector}}}, port: {port}, \
+             kubeconfig_file: /no/such/file}}}}}}"
+        )
+    };
+    let text = format!("{}    prefill: {}\n", yaml(&source("role: d", "http")), source("role: p", "8000"));
+    let system = System::of(&text).await;
+    for name in ["kubernetes:s/e:http?role=d", "kubernetes:s/e:8000?role=p"] {
+        let failures = format!("baton_router_discovery_failures_total{{source=\"{name}\"}}");
+        let begun = std::time::Instant::now();
+        while system.metric(&failures).await < 1.0 {
+            assert!(begun.elapsed().as_secs() < 20, "{name}");
+        }
+    }
+}
