@@ -548,7 +548,7 @@ impl Course<'_> {
     }
 }
 
-/// Some gateways refuse whoever does not say what it is.
+/// Some gateways refuse a client without a User-Agent.
 const AGENT: &str = concat!("user-agent: baton-bench/", env!("CARGO_PKG_VERSION"), "\r\naccept: */*\r\n");
 
 const NOWHERE: &str = "there is no host to vanish from";

@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 pub enum Verdict {
     /// The lease was live from the first to the last byte of this reader.
     Valid,
-    /// It was not, or nobody knows. The bytes must not reach a forward pass.
+    /// It was not, or its state is unknown. The bytes must not reach a forward pass.
     Gone,
 }
 

@@ -39,7 +39,7 @@ pub struct EngineOptions {
     pub kv_transport: KvTransport,
     /// NIXL's library, for [`KvTransport::Nixl`]; looked for where it may be by default.
     pub nixl_library: Option<PathBuf>,
-    /// The host that other engines are told to reach the side channel at; its own address by default.
+    /// The host of the side channel in handoffs; its own address by default.
     pub side_channel_host: Option<String>,
     /// Shards of each KV pool, by heads: each has its own memory, side channel and fetch workers.
     pub kv_ranks: usize,

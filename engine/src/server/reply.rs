@@ -70,7 +70,7 @@ pub(super) async fn read_what_comes(
     bodies: &Arc<Bodies>,
 ) -> Result<Body, Unread> {
     let too_large = request.body().size_hint().lower() > limit as u64;
-    // One that asks first is told no, and sends nothing.
+    // A client that sends `Expect` gets the refusal before it sends a body.
     let asks = request.headers().contains_key(EXPECT);
     let most = match (too_large, asks) {
         (true, true) => 0,

@@ -3,8 +3,8 @@
 //! deadline. After an engine failed it, a request waits again, for as long as any may: its first deadline ran while
 //! engines worked for it.
 //!
-//! Whoever waits for a prefill engine holds a place at a decode engine, so it waits only for engines whose requests wait
-//! for nobody: those that do not decode for the same model. See `exchange/driver/choosing.rs`.
+//! A request that waits for a prefill engine holds a place at a decode engine. So it waits only for engines whose own
+//! requests wait for no other engine: those that do not decode for the same model. See `exchange/driver/choosing.rs`.
 //!
 //! ```text
 //!  enter ──▶ nobody waits and there is room ──▶ dispatched            (no lock, no queue)
@@ -189,7 +189,7 @@ impl ModelQueue {
         if self.waiting.load(Ordering::Relaxed) == 0 {
             match self.tried(reserve()) {
                 Ok(reserved) => return Ok(reserved),
-                Err(Scarce::Nobody) => return Err(self.nobody()),
+                Err(Scarce::NoEngine) => return Err(self.nobody()),
                 Err(Scarce::Full) => {}
             }
         }
@@ -277,7 +277,7 @@ impl ModelQueue {
 
     /// Keeps whether there was any engine, for those who have not tried.
     fn tried<T>(&self, reserved: Result<T, Scarce>) -> Result<T, Scarce> {
-        let deserted = matches!(reserved, Err(Scarce::Nobody));
+        let deserted = matches!(reserved, Err(Scarce::NoEngine));
         if self.deserted.load(Ordering::Relaxed) != deserted {
             self.deserted.store(deserted, Ordering::Relaxed);
         }
@@ -287,7 +287,7 @@ impl ModelQueue {
     fn nobody(&self) -> NotLetIn {
         self.metrics.outcome(Outcome::NoCapacity);
         let error = ApiError::unavailable("no engine can serve this model at the moment", NO_CAPACITY);
-        NotLetIn { scarce: Scarce::Nobody, error }
+        NotLetIn { scarce: Scarce::NoEngine, error }
     }
 
     fn expired(&self, waited: Duration) -> NotLetIn {
@@ -414,7 +414,7 @@ pub(crate) enum Scarce {
     /// Those that could be asked have as much as they take. It will pass.
     Full,
     /// There is none that could be asked.
-    Nobody,
+    NoEngine,
 }
 
 #[cfg(test)]

@@ -175,16 +175,16 @@ async fn a_deadline_that_cannot_be_met_is_refused_at_once() {
 async fn without_any_engine_it_is_503_at_once() {
     let engines = Engines::new(0);
     let refused =
-        engines.queue.enter(ticket(1), Wants::default(), &terms(), || Err::<(), _>(Scarce::Nobody)).await;
+        engines.queue.enter(ticket(1), Wants::default(), &terms(), || Err::<(), _>(Scarce::NoEngine)).await;
     let refused = refused.expect_err("there is none");
-    assert_eq!((refused.error.status, refused.scarce), (503, Scarce::Nobody));
+    assert_eq!((refused.error.status, refused.scarce), (503, Scarce::NoEngine));
 }
 
 #[tokio::test]
 async fn whoever_waits_when_the_last_engine_goes_is_told_that_there_is_none() {
     let (engines, terms) = (Engines::new(0), QueueConfig { requests: 2, ..terms() });
     let gone = AtomicBool::new(false);
-    let there = || if gone.load(Ordering::SeqCst) { Scarce::Nobody } else { Scarce::Full };
+    let there = || if gone.load(Ordering::SeqCst) { Scarce::NoEngine } else { Scarce::Full };
     let enter = |millis| {
         let ticket = Ticket { deadline: Instant::now() + Duration::from_millis(millis), ..ticket(1) };
         Box::pin(engines.queue.enter(ticket, Wants::default(), &terms, || Err::<(), _>(there())))
@@ -195,7 +195,7 @@ async fn whoever_waits_when_the_last_engine_goes_is_told_that_there_is_none() {
     }
     let is_told = |refused: Result<(), NotLetIn>| {
         let refused = refused.expect_err("there is none");
-        assert_eq!((refused.error.status, refused.scarce), (503, Scarce::Nobody));
+        assert_eq!((refused.error.status, refused.scarce), (503, Scarce::NoEngine));
     };
     gone.store(true, Ordering::SeqCst);
     let [first, second] = waiting;

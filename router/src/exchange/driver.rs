@@ -247,8 +247,8 @@ impl ExchangeDriver {
                 Ok(Elsewhere::NotHad(scarce, last)) => {
                     self.apply(match scarce {
                         Scarce::Full => Event::NotAdmitted,
-                        Scarce::Nobody if self.attempts.is_empty() => Event::NoEngine,
-                        Scarce::Nobody => Event::GaveUp,
+                        Scarce::NoEngine if self.attempts.is_empty() => Event::NoEngine,
+                        Scarce::NoEngine => Event::GaveUp,
                     });
                     (why, Err(Ended::Refused(last)))
                 }
@@ -283,7 +283,7 @@ impl ExchangeDriver {
             };
             let Reserved { member, load, .. } = match had {
                 Had::Engine(reserved) => reserved,
-                Had::None(Scarce::Nobody) => break,
+                Had::None(Scarce::NoEngine) => break,
                 Had::None(Scarce::Full) => return Ok(Elsewhere::NotHad(Scarce::Full, Refusal::all_busy())),
                 Had::Busy(busy) => {
                     self.apply(Event::NotAdmitted);
@@ -346,7 +346,7 @@ impl ExchangeDriver {
                 }
             }
         }
-        Ok(Elsewhere::NotHad(Scarce::Nobody, last))
+        Ok(Elsewhere::NotHad(Scarce::NoEngine, last))
     }
 
     /// Second leg: the head of a decode engine's good answer. Every engine that is asked gets the same handoff. If none

@@ -8,9 +8,9 @@ use crate::client::session::ClientGone;
 /// Why a request has no response from an engine.
 #[derive(Debug)]
 pub(crate) enum Ended {
-    /// Nobody is there to be told.
+    /// The client has disconnected.
     ClientGone,
-    /// The client is to be told this.
+    /// The client gets this error.
     Refused(Refusal),
 }
 

@@ -59,7 +59,7 @@ pub(crate) fn decent(headers: &HeaderMap) -> Option<HeaderValue> {
     Some(value.clone())
 }
 
-/// The request's own id, of one under which it is computed anew.
+/// The request's own id, also from an id under which its prompt is recomputed.
 #[must_use]
 pub(crate) fn bare_id(id: &str) -> &str {
     let id = match id.strip_prefix("chatcmpl-").or_else(|| id.strip_prefix("cmpl-")) {

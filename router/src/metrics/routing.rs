@@ -80,8 +80,8 @@ pub(crate) enum Reason {
     HoldsChunks(u32),
     /// It holds this many KV blocks of the prompt, as its events say.
     HoldsBlocks(u32),
-    /// Nobody holds enough of the prompt; this engine had the least load.
-    NobodyHolds,
+    /// No engine holds enough of the prompt; this engine had the least load.
+    NotCached,
     /// Those that hold the prompt are too busy; this engine had the least load.
     HoldersBusy,
 }
@@ -102,7 +102,7 @@ impl Reason {
             Self::NoKey => 6,
             Self::HoldsChunks(_) => 7,
             Self::HoldsBlocks(_) => 8,
-            Self::NobodyHolds => 9,
+            Self::NotCached => 9,
             Self::HoldersBusy => 10,
         }
     }
@@ -119,7 +119,7 @@ impl Reason {
             Self::NoKey => "no_key",
             Self::HoldsChunks(_) => "holds_chunks",
             Self::HoldsBlocks(_) => "holds_blocks",
-            Self::NobodyHolds => "nobody_holds",
+            Self::NotCached => "not_cached",
             Self::HoldersBusy => "holders_busy",
         }
     }

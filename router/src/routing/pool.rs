@@ -334,7 +334,7 @@ impl Pool {
         match self.candidates(wanted, look) {
             Err(scarce) => (Err(scarce), Some(self.walked(Vec::new(), look))),
             Ok((candidates, manner)) => {
-                let choice = self.policy.choose(wanted, &candidates, draw).ok_or(Scarce::Nobody);
+                let choice = self.policy.choose(wanted, &candidates, draw).ok_or(Scarce::NoEngine);
                 (choice.map(|choice| (choice, manner)), Some(self.walked(candidates, look)))
             }
         }
@@ -360,7 +360,7 @@ impl Pool {
             }
             (ready, manner) = (resting, Manner::Anyway);
         }
-        let best = ready.iter().map(|(_, suits)| *suits).max().ok_or(Scarce::Nobody)?;
+        let best = ready.iter().map(|(_, suits)| *suits).max().ok_or(Scarce::NoEngine)?;
         let fitting = ready.into_iter().filter(|(_, suits)| *suits == best);
         Ok((fitting.map(|(index, _)| self.members[index].candidate(index, look.now)).collect(), manner))
     }

@@ -161,7 +161,7 @@ impl Rehearsal {
         let (reserved, sight) = pool.reserve(wanted, tried, Room::Needed, tell);
         let reserved = reserved.map_err(|scarce| match scarce {
             Scarce::Full => Unplaced::Full,
-            Scarce::Nobody => Unplaced::Nobody,
+            Scarce::NoEngine => Unplaced::Nobody,
         })?;
         if let Some(sight) = sight {
             let mut sights = self.sights.lock().unwrap_or_else(PoisonError::into_inner);

@@ -4,7 +4,7 @@ mod parts;
 
 pub(crate) use self::parts::{excused_at_end, excused_leases};
 use crate::disconnect::analyse::abort_delivery::{self, Telling};
-use crate::disconnect::analyse::summary::{Finding, Measure, Summary, UNTOLD_FEW, WorkRow};
+use crate::disconnect::analyse::summary::{Finding, Measure, NOT_RECEIVED_FEW, Summary, WorkRow};
 use crate::disconnect::analyse::uncancelled::{self, SLOWER};
 use crate::disconnect::analyse::{Act, Facts, Victim, vanished, wrong};
 use crate::disconnect::plan::phase::Phase;
@@ -87,7 +87,7 @@ fn legs_not_aborted(victims: &[Victim<'_>], findings: &mut Vec<Finding>) {
         );
         // Two standard deviations of what is counted.
         let at_most = RARE * row.judged as f64 + honest + 2.0 * honest.sqrt();
-        if on >= UNTOLD_FEW && on as f64 > at_most {
+        if on >= NOT_RECEIVED_FEW && on as f64 > at_most {
             let WorkRow { leg, judged, completed_without_abort: without_abort, .. } = row;
             let says = format!(
                 "the {leg} engine computed {on} of {judged} cancelled requests to their end, {without_abort} of them without an abort in its event log"

@@ -23,7 +23,7 @@ pub(crate) const UNCANCELLED_FEW: usize = 20;
 /// Of fewer requests whether engines are told is not judged.
 pub(crate) const JUDGED_FEW: u64 = 10;
 /// Fewer that were not told are chance.
-pub(crate) const UNTOLD_FEW: u64 = 3;
+pub(crate) const NOT_RECEIVED_FEW: u64 = 3;
 /// Fewer clients that leave in one way say little of it.
 const KIND_FEW: u64 = 10;
 /// Where so many times as many come too late, those that left are a choice of the slowest.
@@ -470,7 +470,7 @@ impl Summary {
         }
         for row in self.work.iter().filter(|row| row.at_work > 0 && row.judged < JUDGED_FEW) {
             add(
-                self.exact && row.completed_without_abort + row.continued_after_abort < UNTOLD_FEW,
+                self.exact && row.completed_without_abort + row.continued_after_abort < NOT_RECEIVED_FEW,
                 format!(
                     "aborts at {} engines: only {} of {} cancelled requests are judged, the others completed within {:.1} ms, which an abort takes",
                     row.leg, row.judged, row.at_work, row.abort_delivery_ms

@@ -63,7 +63,7 @@ impl ExchangeDriver {
             Ok(Err(NotLetIn { scarce, error })) => {
                 self.apply(match scarce {
                     Scarce::Full => Event::NotAdmitted,
-                    Scarce::Nobody => Event::NoEngine,
+                    Scarce::NoEngine => Event::NoEngine,
                 });
                 Err(error.into())
             }
@@ -110,7 +110,7 @@ impl ExchangeDriver {
                 }
                 // One that failed after it had lent is not asked again where a decode engine may stand in.
                 Err(_) if self.producer_failed && ask.model.fallback == Fallback::Aggregate => {
-                    Ok(Err(Scarce::Nobody))
+                    Ok(Err(Scarce::NoEngine))
                 }
                 Err(_) => Ok(another_first(&[&before, tried], choose)),
                 chosen => Ok(chosen),
@@ -201,7 +201,7 @@ impl ExchangeDriver {
         let decode = &ask.model.decode;
         self.search(Leg::Decode, decode, &ask.wanted(), Tell::Everything, |choose| {
             match choose(tried).or_else(|_| choose(std::slice::from_ref(dead))) {
-                Err(Scarce::Nobody) => choose(&[]).ok(),
+                Err(Scarce::NoEngine) => choose(&[]).ok(),
                 reserved => reserved.ok(),
             }
         })

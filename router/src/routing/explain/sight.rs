@@ -79,7 +79,7 @@ impl Sight {
         let (chosen, reason) = match &self.result {
             Ok((index, reason)) => (Some(self.name(*index)), reason.label()),
             Err(Scarce::Full) => (None, "all_full"),
-            Err(Scarce::Nobody) => (None, "none_usable"),
+            Err(Scarce::NoEngine) => (None, "none_usable"),
         };
         json!({
             "policy": self.policy, "chosen": chosen, "reason": reason, "pool": self.engines.len(),

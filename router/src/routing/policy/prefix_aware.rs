@@ -65,7 +65,7 @@ impl Policy for PrefixAware {
         }
         let busy = self.memory.longest_sent(wanted.prefix, load);
         let busy = busy.is_some_and(|found| self.is_worth(found.length, wanted.prefix.len()));
-        let reason = if busy { Reason::HoldersBusy } else { Reason::NobodyHolds };
+        let reason = if busy { Reason::HoldersBusy } else { Reason::NotCached };
         Some(Choice { index: least.index, reason })
     }
 
@@ -108,7 +108,7 @@ mod tests {
         assert_eq!(choose(&policy, &[1, 2, 3, 4], &[0, 5, 1]), (2, Reason::HoldsChunks(2)));
         assert_eq!(choose(&policy, &[1, 2, 3, 4], &[0, 5, 6]), (0, Reason::HoldersBusy));
         assert_eq!(choose(&policy, &[1, 2, 3, 4], &[10, 20, 30]), (1, Reason::HoldsChunks(4)), "not twice");
-        assert_eq!(choose(&policy, &[9, 8], &[7, 5, 6]), (1, Reason::NobodyHolds));
+        assert_eq!(choose(&policy, &[9, 8], &[7, 5, 6]), (1, Reason::NotCached));
     }
 
     #[test]
@@ -126,7 +126,7 @@ mod tests {
         let policy = policy(4, 2.0);
         policy.memory.sent(1, &[1]);
         let long: Vec<u64> = (1..=11).collect();
-        assert_eq!(choose(&policy, &long, &[0, 3, 0]).1, Reason::NobodyHolds);
+        assert_eq!(choose(&policy, &long, &[0, 3, 0]).1, Reason::NotCached);
         assert_eq!(choose(&policy, &long[..10], &[0, 3, 0]), (1, Reason::HoldsChunks(1)));
     }
 }

@@ -40,7 +40,7 @@ impl Policy for Naive {
             Some(engine) => candidates.iter().find(|c| c.holder == engine),
             None => candidates.iter().min_by_key(held),
         };
-        chosen.map(|c| Choice { index: c.index, reason: Reason::NobodyHolds })
+        chosen.map(|c| Choice { index: c.index, reason: Reason::NotCached })
     }
 
     fn score(&self, _: &Wanted<'_>, _: &Candidate) -> f64 {

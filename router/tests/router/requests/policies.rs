@@ -63,7 +63,7 @@ async fn a_conversation_returns_to_the_engine_that_holds_its_beginning() {
     assert_eq!(first, [0, 0, 0, 6], "one conversation, one engine");
     let decided = "baton_router_decisions_total{model=\"m\",leg=\"decode\",policy=\"prefix_aware\"";
     assert_eq!(system.metric(&format!("{decided}}}")).await, 6.0, "each choice is counted");
-    assert_eq!(system.metric(&format!("{decided},reason=\"nobody_holds\"}}")).await, 1.0, "and its reason");
+    assert_eq!(system.metric(&format!("{decided},reason=\"not_cached\"}}")).await, 1.0, "and its reason");
     assert_eq!(system.metric(&format!("{decided},reason=\"holds_chunks\"}}")).await, 5.0);
     // What nobody holds takes turns.
     for n in 0..8 {
