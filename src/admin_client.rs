@@ -12,10 +12,10 @@ use crate::Failure;
 
 /// The router is on this machine or near it.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// An answer is not read beyond this.
+/// Maximum bytes of a response.
 const ANSWER_BYTES_MAX: u64 = 64 << 20;
 
-/// Where the listener is, and what it asks for.
+/// The address of an admin listener and the credentials that it requires.
 pub(crate) struct AdminClient<'a> {
     /// `http://HOST:PORT`, or `HOST:PORT`.
     pub address: &'a str,
@@ -23,10 +23,10 @@ pub(crate) struct AdminClient<'a> {
 }
 
 impl AdminClient<'_> {
-    /// Asks, and reads the answer's JSON. `headers` are `NAME: VALUE`.
+    /// Sends a request and parses the response as JSON. `headers` are `NAME: VALUE`.
     ///
     /// # Errors
-    /// What the router says, or why nothing was said.
+    /// The router's error message, or the reason why no response arrived.
     pub(crate) fn ask(
         &self,
         method: &str,

@@ -1,9 +1,9 @@
-//! The built-in demo model: a small Llama-shaped checkpoint, trained to recall facts given in the prompt, embedded
-//! in the binary. How it was made is in `engine/models/demo/`.
+//! The built-in demo model: a small Llama-shaped checkpoint, trained to recall facts of the prompt and embedded in the
+//! binary. `engine/models/demo/` contains the scripts that trained the model.
 
 use baton_engine::model::ModelFiles;
 
-/// What clients call it.
+/// The model's name in requests.
 pub(crate) const NAME: &str = "baton-demo";
 
 /// A question that shows what the model can do.

@@ -1,4 +1,4 @@
-//! The command line's shape.
+//! The definition of the command line.
 
 #[cfg(test)]
 mod page;

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use baton_connector::layout::KvDtype;
-use baton_engine::compute::cpu::{LoadProgress, WeightMode};
+use baton_engine::compute::cpu::{WeightLoadProgress, WeightMode};
 use baton_engine::compute::cuda::{Accelerator, DeviceChoice, GPU_MEMORY_UTILIZATION};
 use baton_engine::engine::Engine;
 use baton_engine::model::ModelFiles;
@@ -12,12 +12,12 @@ use baton_engine::offload::open::DiskOptions;
 use baton_engine::run::options::EngineOptions;
 
 use crate::cli::{DtypeArg, EngineArgs, QuantizeArg};
-use crate::{Failure, builtin, out, shutdown};
+use crate::{Failure, builtin, output, shutdown};
 
-/// Keepalive counts in seconds; what is over an hour is a mistake.
+/// Keepalive counts in seconds. A value of more than an hour is a mistake.
 const CLIENT_LOST: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(3600);
 
-/// Threads that serve HTTP. The engine's own threads do the computing.
+/// Threads that serve HTTP. The engine computes on threads of its own.
 const HTTP_THREADS: usize = 2;
 
 pub(crate) fn run(args: EngineArgs) -> Result<(), Failure> {
@@ -28,9 +28,9 @@ pub(crate) fn run(args: EngineArgs) -> Result<(), Failure> {
     runtime.block_on(async {
         let stop = shutdown::on_signal(until_stdin_ends)?;
         let mut shown = None;
-        let mut progress = |progress: LoadProgress| {
+        let mut progress = |progress: WeightLoadProgress| {
             let percent = progress.bytes_done * 100 / progress.bytes_total.max(1);
-            // The first tells a supervisor that options, device and model are good.
+            // The first line shows a supervisor that options, device and model are valid.
             if shown.is_none_or(|shown| percent >= shown + 25) {
                 shown = Some(percent);
                 say(&format!("loading {percent} %"));
@@ -50,9 +50,9 @@ pub(crate) fn run(args: EngineArgs) -> Result<(), Failure> {
     })
 }
 
-/// One line on standard output for people and supervisors: `baton engine: ready http=ADDR …`.
+/// Prints one line to standard output for people and supervisors: `baton engine: ready http=ADDR …`.
 fn say(line: &str) {
-    out::say(format_args!("baton engine: {line}"));
+    output::say(format_args!("baton engine: {line}"));
 }
 
 fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
@@ -110,7 +110,7 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     Ok(options)
 }
 
-/// What to do about a folder that is not there and has the form of a model's name on the Hugging Face hub: `ORG/NAME`.
+/// A hint for a folder that does not exist and has the form of a model name of the Hugging Face hub: `ORG/NAME`.
 fn download(folder: &Path) -> Option<String> {
     let (organisation, name) = folder.to_str()?.split_once('/')?;
     let is_part = |part: &str| {
@@ -125,7 +125,7 @@ fn download(folder: &Path) -> Option<String> {
     })
 }
 
-/// A GPU has one element type for everything, whichever option says it.
+/// The element type of the KV cache. A GPU has one element type for everything, which either option can set.
 fn kv_dtype(args: &EngineArgs) -> Result<KvDtype, Failure> {
     let (cache, computed) = (args.kv_cache_dtype.map(KvDtype::from), args.dtype.map(KvDtype::from));
     match (args.device, cache, computed) {
@@ -153,7 +153,7 @@ fn seconds(value: f64, flag: &str) -> Result<Duration, Failure> {
     Duration::try_from_secs_f64(value).map_err(|error| format!("{flag}: {error}").into())
 }
 
-/// The first line of the file.
+/// Reads the first line of the file.
 fn secret(path: &Path) -> Result<String, Failure> {
     let wrong = |what: String| format!("--cluster-secret-file {}: {what}", path.display());
     let text = std::fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;

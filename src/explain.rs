@@ -1,5 +1,5 @@
-//! `baton explain`: asks a router's admin listener why a request went where it went, or where one would go, and
-//! prints it for people.
+//! `baton explain`: requests from a router's admin listener why a request was routed to its engines, or where one would
+//! be routed, and prints the explanation.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -10,7 +10,7 @@ use time::OffsetDateTime;
 use crate::Failure;
 use crate::admin_client::AdminClient;
 use crate::cli::ExplainArgs;
-use crate::out::Out;
+use crate::output::CommandOutput;
 
 pub(crate) fn run(args: &ExplainArgs) -> Result<(), Failure> {
     let admin = AdminClient { address: &args.admin, token_file: args.admin_token_file.as_deref() };
@@ -25,24 +25,24 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<(), Failure> {
         (None, None) => admin.ask("GET", "/explain", &[], b"")?,
     };
     if args.json {
-        writeln!(Out, "{answer:#}")?;
+        writeln!(CommandOutput, "{answer:#}")?;
     } else {
-        write!(Out, "{}", told(&answer))?;
+        write!(CommandOutput, "{}", told(&answer))?;
     }
     Ok(())
 }
 
-/// The endpoint that a body is for.
+/// The endpoint for a body.
 fn path_of(body: &[u8]) -> &'static str {
     let body: Value = serde_json::from_slice(body).unwrap_or(Value::Null);
     if body.get("messages").is_some() { "/v1/chat/completions" } else { "/v1/completions" }
 }
 
-/// For people.
+/// Formats an explanation as text.
 fn told(answer: &Value) -> String {
     let mut out = String::new();
     if let Some(requests) = answer["requests"].as_array() {
-        // A list has of each request how many steps there were; an account has the steps.
+        // The list contains the number of steps of each request, an explanation contains the steps.
         let (accounts, lines): (Vec<_>, Vec<_>) =
             requests.iter().partition(|request| request["steps"].is_array());
         accounts.iter().for_each(|request| request_of(&mut out, request));
@@ -62,7 +62,7 @@ fn told(answer: &Value) -> String {
     out
 }
 
-/// The latest requests in a line each, the newest first.
+/// Lists the latest requests, one line each, the newest first.
 fn list(out: &mut String, requests: &[&Value]) {
     let heads = ["began (UTC)", "path", "model", "answer", "took", "id"].map(str::to_owned);
     let cells = |request: &&Value| {
@@ -95,7 +95,7 @@ fn answer_of(request: &Value) -> String {
     }
 }
 
-/// A moment of the Unix epoch's milliseconds, UTC.
+/// Formats milliseconds of the Unix epoch as UTC.
 fn moment(ms: Option<u64>) -> String {
     let nanos = ms.map(|ms| i128::from(ms) * 1_000_000);
     let Some(at) = nanos.and_then(|nanos| OffsetDateTime::from_unix_timestamp_nanos(nanos).ok()) else {
@@ -178,7 +178,7 @@ fn choice(out: &mut String, leg: &str, choice: &Value) {
             candidate["requests"],
             candidate["tokens"],
             candidate["weight"],
-            // A score of minus nothing is nothing.
+            // Adding 0 turns a score of -0 into 0.
             candidate["score"].as_f64().unwrap_or(0.0) + 0.0,
         );
     }

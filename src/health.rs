@@ -1,9 +1,9 @@
-//! `baton health`: asks a router or an engine over HTTP how it is, and exits accordingly. For supervisors and containers
-//! whose images have no shell and no `curl`.
+//! `baton health`: sends an HTTP request to a router or an engine and exits with its health. For supervisors, and for
+//! containers whose images have no shell and no `curl`.
 //!
-//! A URL with a path is asked for that: `/health` is whether the process lives, `/ready` whether it takes requests. Without a
-//! path the question is the second one, as `pg_isready` and `grpc_health_probe` take it: `/ready`, or where there is none, at
-//! an engine, `/health`.
+//! A URL with a path is requested as given: `/health` reports whether the process runs, `/ready` whether it accepts
+//! requests. Without a path the command checks readiness, as `pg_isready` and `grpc_health_probe` do. The path is then
+//! `/ready`, or `/health` at an engine, which has no `/ready`.
 
 use std::io::{Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
@@ -12,10 +12,10 @@ use std::time::Duration;
 use crate::Failure;
 use crate::cli::HealthArgs;
 
-/// An answer is not read beyond this.
+/// Maximum bytes of a response.
 const ANSWER_BYTES_MAX: u64 = 64 << 10;
 
-/// Succeeds if the answer is 200.
+/// Succeeds if the response is 200.
 pub(crate) fn run(args: &HealthArgs) -> Result<(), Failure> {
     if args.url.starts_with("https://") {
         return Err("https is not supported; use the router's admin listener: http://HOST:8081".into());
@@ -38,16 +38,16 @@ pub(crate) fn run(args: &HealthArgs) -> Result<(), Failure> {
     };
     match answer.status.as_str() {
         "200" => Ok(()),
-        status => Err(format!("{authority} returned status {status} for /{path}: {}", answer.said).into()),
+        status => Err(format!("{authority} returned status {status} for /{path}: {}", answer.body).into()),
     }
 }
 
-struct Answer {
+struct HealthResponse {
     status: String,
-    said: String,
+    body: String,
 }
 
-fn ask(authority: &str, path: &str, within: Duration) -> Result<Answer, Failure> {
+fn ask(authority: &str, path: &str, within: Duration) -> Result<HealthResponse, Failure> {
     let silent = |error: std::io::Error| format!("{authority}: {error}");
     let address = authority.to_socket_addrs().map_err(silent)?.next().ok_or("the name has no address")?;
     let mut stream = TcpStream::connect_timeout(&address, within).map_err(silent)?;
@@ -61,9 +61,9 @@ fn ask(authority: &str, path: &str, within: Duration) -> Result<Answer, Failure>
     if !text.starts_with("HTTP/1.") {
         return Err(format!("the server at {authority} does not use HTTP, or requires TLS").into());
     }
-    Ok(Answer {
+    Ok(HealthResponse {
         status: text.split(' ').nth(1).unwrap_or_default().to_owned(),
-        said: text.split_once("\r\n\r\n").map_or("", |(_, body)| body.trim()).to_owned(),
+        body: text.split_once("\r\n\r\n").map_or("", |(_, body)| body.trim()).to_owned(),
     })
 }
 
@@ -74,7 +74,7 @@ mod tests {
 
     use super::*;
 
-    /// Asks a server that answers each path so, with what it was asked.
+    /// Runs the check against a server with these responses by path. Returns the result and the requested paths.
     fn asked(path: &str, answers: &'static [(&str, &str)]) -> (Result<(), String>, Vec<String>) {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("an address");

@@ -1,5 +1,5 @@
-//! The `baton` command line. Thin: every command is a function of a crate below it.
-#![deny(clippy::print_stderr)] // it panics where standard error is closed: `out::note`
+//! The `baton` command line. Every command is a thin call of a function in another crate.
+#![deny(clippy::print_stderr)] // `eprintln!` panics where standard error is closed: `output::note`
 
 mod admin_client;
 mod builtin;
@@ -7,7 +7,7 @@ mod cli;
 mod engine;
 mod explain;
 mod health;
-mod out;
+mod output;
 mod parity;
 mod router;
 mod shutdown;
@@ -18,14 +18,14 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-use out::{CLOSED, Out, is_closed, note};
+use output::{CLOSED, CommandOutput, is_closed, note};
 
-/// glibc's allocator locks an arena for each block that another thread frees, and with a scheduler that moves tasks between
-/// threads many blocks are. docs/explanation/decisions/0013-allocator.md has the number.
+/// glibc's allocator locks an arena for each block that another thread frees. A scheduler that moves tasks between
+/// threads frees many such blocks. docs/explanation/decisions/0013-allocator.md has the measurement.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Exit code of a check that could not be made: neither success nor failure.
+/// Exit code of a check that could not run: neither success nor failure.
 const SKIPPED: u8 = 77;
 
 fn main() -> ExitCode {
@@ -34,7 +34,7 @@ fn main() -> ExitCode {
         Err(told) => return explain_options(&told),
     };
     init_logging(cli.log_json);
-    // A server ends for its own reasons: what read its first lines may have left long ago.
+    // A server does not end because the reader of its first lines has closed the pipe.
     let serves =
         matches!(cli.command, cli::Command::Up(_) | cli::Command::Engine(_) | cli::Command::Router(_));
     let result = match cli.command {
@@ -43,12 +43,12 @@ fn main() -> ExitCode {
         cli::Command::Router(args) => router::run(&args),
         cli::Command::Check(args) => router::check(&args),
         cli::Command::Explain(args) => explain::run(&args),
-        cli::Command::Top(args) => baton_bench::ops::top::run(&args, &mut Out),
+        cli::Command::Top(args) => baton_bench::ops::top::run(&args, &mut CommandOutput),
         cli::Command::Doctor(args) => return doctor(&args),
         cli::Command::Key(args) => router::key(&args.verb),
         cli::Command::Health(args) => health::run(&args),
         cli::Command::Parity(args) => parity::run(&args),
-        cli::Command::Bench(args) => baton_bench::run(args.benchmark, &mut Out),
+        cli::Command::Bench(args) => baton_bench::run(args.benchmark, &mut CommandOutput),
     };
     match result {
         _ if !serves && is_closed() => ExitCode::from(CLOSED),
@@ -63,7 +63,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// `--help` and `--version` go to standard output; what is wrong with options goes to standard error.
+/// Prints `--help` and `--version` to standard output, and errors in options to standard error.
 fn explain_options(told: &clap::Error) -> ExitCode {
     match told.print() {
         Err(error) if !told.use_stderr() && error.kind() == std::io::ErrorKind::BrokenPipe => {
@@ -74,10 +74,10 @@ fn explain_options(told: &clap::Error) -> ExitCode {
     }
 }
 
-/// What the doctor found is its exit code.
+/// The doctor's findings determine the exit code.
 fn doctor(args: &baton_bench::ops::doctor::DoctorArgs) -> ExitCode {
-    match baton_bench::ops::doctor::run(args, &mut Out) {
-        // A verdict that was not read is none.
+    match baton_bench::ops::doctor::run(args, &mut CommandOutput) {
+        // A verdict that nothing reads does not count.
         _ if is_closed() => ExitCode::from(CLOSED),
         Ok(verdict) => ExitCode::from(verdict.code()),
         Err(error) => {
@@ -87,17 +87,18 @@ fn doctor(args: &baton_bench::ops::doctor::DoctorArgs) -> ExitCode {
     }
 }
 
-/// What a command failed with, for people.
+/// The error of a command, for people.
 type Failure = Box<dyn std::error::Error>;
 
-/// Log lines go to stderr; `RUST_LOG` chooses them (`info` by default).
+/// Log lines go to stderr. `RUST_LOG` selects them (`info` by default).
 fn init_logging(json: bool) {
     use tracing_subscriber::EnvFilter;
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        // It would be told on standard error, which is what failed, by a macro that panics then.
+        // The subscriber reports a failed write to standard error, which is what failed, with a macro that panics in
+        // this case.
         .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal());
     if json {

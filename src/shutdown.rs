@@ -5,11 +5,11 @@ use std::io::Read;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-/// Cancels the token at the first signal. A second signal ends the process at once: the peers notice by
-/// themselves (leases expire, connections break).
+/// Cancels the token at the first signal. A second signal ends the process at once. Peers then detect the end by
+/// themselves: leases expire and connections break.
 ///
 /// # Errors
-/// When the signals cannot be listened to.
+/// When the signal handlers cannot be installed.
 pub(crate) fn on_signal(until_stdin_ends: bool) -> std::io::Result<CancellationToken> {
     let token = CancellationToken::new();
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -27,14 +27,14 @@ pub(crate) fn on_signal(until_stdin_ends: bool) -> std::io::Result<CancellationT
             _ = terminate.recv() => {}
         }
         tracing::warn!("second signal received, exiting");
-        // Nothing of ours is settled any more; peers notice by themselves.
-        #[allow(clippy::disallowed_methods)] // that is what a second signal asks for
+        // Nothing is settled. Peers detect the end by themselves.
+        #[allow(clippy::disallowed_methods, reason = "a second signal ends the process at once")]
         std::process::exit(130);
     });
     Ok(token)
 }
 
-/// On a thread of its own, which the end of the process takes along: a runtime would wait for its read.
+/// Reads on a thread of its own that ends with the process. A runtime would wait for the read.
 async fn stdin_end(wanted: bool) {
     if !wanted {
         return std::future::pending().await;

@@ -6,12 +6,12 @@
 //!                                                                  └─ Ctrl-C: router drains, then the engines
 //! ```
 //!
-//! Children hold the read end of a pipe: when this process ends, however it ends, the pipe closes and they shut
-//! down. They are in process groups of their own, so that a Ctrl-C in a terminal reaches only this process and
-//! the order of the drain is kept.
+//! Children hold the read end of a pipe. The pipe closes when this process ends, for any reason, and the children then
+//! shut down. The children are in process groups of their own. A Ctrl-C in a terminal therefore reaches only this
+//! process, and the order of the drain is kept.
 //!
-//! The router reads its configuration from a file without a name, which it inherits open: however this process ends,
-//! nothing of it stays in a folder.
+//! The router inherits its configuration as an open file without a name, so that no file stays behind when this process
+//! ends.
 
 mod child;
 mod config;
@@ -24,33 +24,33 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use crate::cli::UpArgs;
-use crate::out::{note, say};
+use crate::output::{note, say};
 use crate::{Failure, builtin, shutdown};
 use child::Child;
 use config::ConfigFile;
 
-/// Loading a model may take this long.
+/// Maximum time to load a model.
 const ENGINE_START: Duration = Duration::from_secs(600);
 
-/// The router is ready within this time.
+/// Maximum time until the router is ready.
 const ROUTER_START: Duration = Duration::from_secs(30);
 
 /// Longest wait for a child to drain before it is killed. Longer than the engines' own shutdown timeout.
 const DRAIN: Duration = Duration::from_secs(45);
 
-/// Where `baton top`, `baton explain` and `baton doctor` look for the admin listener.
+/// Default admin port of `baton top`, `baton explain` and `baton doctor`.
 const ADMIN_PORT: u16 = 8081;
 
 /// An engine that ends this many times within [`RESTART_WINDOW`] is not started again.
 const RESTARTS_MAX: usize = 5;
 const RESTART_WINDOW: Duration = Duration::from_secs(60);
 
-/// What one engine was started with, so that it can be started again in the same place.
+/// The options of one engine, kept for a restart with the same ports.
 struct EngineSpec {
     role: &'static str,
     options: Vec<String>,
-    /// Its ports, once known.
-    place: Option<String>,
+    /// The engine's ports, once known.
+    address: Option<String>,
 }
 
 struct Stack {
@@ -63,7 +63,7 @@ struct Stack {
 
 pub(crate) fn run(args: UpArgs) -> Result<(), Failure> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    // Before a model is loaded: a port that is taken should not take a minute to say so.
+    // Checks the port before a model is loaded, so that an address in use is reported at once.
     let taken = |error| format!("cannot listen on {}: {error}; choose another with --listen", args.listen);
     drop(std::net::TcpListener::bind(args.listen).map_err(taken)?);
     if let Some(admin) = args.admin_listen {
@@ -112,16 +112,17 @@ impl Stack {
         }
         options.extend(shared_out(&options, 2));
         let mut specs =
-            ["prefill", "decode"].map(|role| EngineSpec { role, options: options.clone(), place: None });
+            ["prefill", "decode"].map(|role| EngineSpec { role, options: options.clone(), address: None });
         note("baton: starting a prefill engine, a decode engine and the router; Ctrl-C stops them");
         let mut prefill = specs[0].spawn()?;
-        // What is wrong with one is wrong with the other, and is said once: the second starts when the first loads.
+        // Both engines have the same options. The second starts when the first loads, so that an error is reported
+        // once.
         prefill.begun(ENGINE_START).await?;
         let mut decode = specs[1].spawn()?;
         prefill.ready(ENGINE_START).await?;
         decode.ready(ENGINE_START).await?;
         for (spec, child) in specs.iter_mut().zip([&prefill, &decode]) {
-            spec.place = Some(child.field("http")?.to_owned());
+            spec.address = Some(child.field("http")?.to_owned());
         }
         let start = async |admin: SocketAddr| -> Result<Child, Failure> {
             let config = ConfigFile::new(&router_config(args.listen, admin, &prefill, &decode)?)?;
@@ -135,7 +136,7 @@ impl Stack {
         let router = match args.admin_listen {
             Some(admin) => start(admin).await?,
             None => match start(if is_free { usual } else { any }).await {
-                // Another process has taken it since.
+                // Another process has taken the port since.
                 Err(_) if is_free => start(any).await?,
                 router => router?,
             },
@@ -169,7 +170,8 @@ impl Stack {
         }
     }
 
-    /// Starts an engine again where it was. Its leases are gone with its epoch; its peers are answered so.
+    /// Restarts an engine with the same ports. Its leases are gone with its epoch, and the engine answers its peers
+    /// accordingly.
     async fn restart(&mut self, which: usize, status: &str) -> Result<(), String> {
         let role = self.specs[which].role;
         note(format_args!("baton: the {role} engine ended ({status}); starting it again"));
@@ -190,8 +192,8 @@ impl Stack {
 
 impl EngineSpec {
     fn spawn(&self) -> Result<Child, Failure> {
-        let http = self.place.as_deref().unwrap_or("127.0.0.1:0");
-        // Its side channels (one per rank) may be anywhere: each handoff says where.
+        let http = self.address.as_deref().unwrap_or("127.0.0.1:0");
+        // The side channels (one per rank) may use any port, because each handoff contains the address.
         let mut args = vec!["engine", "--role", self.role, "--listen", http, "--side-channel", "127.0.0.1:0"];
         args.extend(self.options.iter().map(String::as_str));
         Child::spawn(self.role, &args)
@@ -221,7 +223,7 @@ fn router_config(
     Ok(config.to_string())
 }
 
-/// How to look at it.
+/// Prints the commands that observe the deployment.
 fn watching(url: &str, admin: &str) {
     let named = match admin.ends_with(&format!(":{ADMIN_PORT}")) {
         true => String::new(),
@@ -234,7 +236,7 @@ fn watching(url: &str, admin: &str) {
 
 fn banner(url: &str, model: &str, builtin: bool, took: Duration) {
     let question = if builtin { builtin::QUESTION } else { "Hello! Who are you?" };
-    // Greedy: who tries it twice gets the same answer twice.
+    // Greedy sampling: a repeated request returns the same text.
     let body = json!({"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0});
     say(format_args!("\nBaton is up after {:.1} s: {url}/v1, model {model}\n", took.as_secs_f64()));
     say(format_args!(

@@ -1,6 +1,6 @@
-//! `baton check` and others as people and scripts use them: what they print, where, and how they exit.
+//! `baton check` and other commands as people and scripts use them: their output and exit codes.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(clippy::unwrap_used, reason = "a failed step fails the test")]
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -41,7 +41,7 @@ fn an_engine_beyond_loopback_needs_a_secret() {
         let (started, _, said) = out(&baton(&["engine", "--listen", listen, "--side-channel", side]));
         assert!(!started && said.contains("beyond loopback needs --cluster-secret-file"), "{listen}: {said}");
     }
-    // Neither does one that could be guessed.
+    // A password that could be guessed is not accepted either.
     let folder = tempfile::tempdir().unwrap();
     let short = file(folder.path(), "secret", "fifteen bytes..");
     let (started, _, said) = out(&baton(&[
@@ -87,7 +87,7 @@ fn check_without_files_judges_a_configuration_whose_secrets_are_elsewhere() {
     {
         assert_eq!(*line, format!("{there}: not checked: {key}"));
     }
-    // What the file itself says is judged as ever.
+    // Problems of the file itself are reported as always.
     let wrong = file(folder.path(), "wrong.yaml", &secrets.replace("token_file", "tokn_file"));
     let (sound, _, said) = out(&baton(&["check", "--no-files", &wrong]));
     assert!(!sound && said.contains("tokn_file"), "{said}");
@@ -216,7 +216,7 @@ fn a_running_router_reads_its_file_again_on_sighup() {
         let begun = Instant::now();
         while !what(&in_effect(&admin)) {
             assert!(begun.elapsed() < Duration::from_secs(20), "{}", in_effect(&admin));
-            #[allow(clippy::disallowed_methods)] // a pause between two looks
+            #[allow(clippy::disallowed_methods, reason = "a pause between two looks")]
             std::thread::sleep(Duration::from_millis(10));
         }
     };
@@ -243,7 +243,7 @@ fn a_running_router_reads_its_file_again_on_sighup() {
 fn simulated_engines_say_where_they_are_and_write_a_sound_configuration() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("router.yaml").display().to_string();
-    // Its input has ended already.
+    // The command's input has ended already.
     let args = ["bench", "sim", "--decode", "2", "--until-stdin-ends", "--router-config", &file];
     let (sound, said, _) = out(&baton(&args));
     let line = said.strip_prefix("ready prefill=").unwrap().trim_end();
@@ -272,7 +272,7 @@ fn the_judge_of_cancelled_requests_finds_what_is_planted() {
     };
     let (sound, said, wrong) = out(&checked);
     assert!(sound && said.contains("finds every planted fault"), "{said}{wrong}");
-    // What is committed holds under the judge of today.
+    // The committed result still holds under the current judge.
     let kept =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/disconnect/2026-11-23-aiperf-zen5.json.gz");
     let again =
@@ -293,7 +293,7 @@ fn routers_to_compare_with_are_installed_each_by_itself_and_what_cannot_be_had_i
         path
     };
     let folder = tempfile::tempdir().unwrap();
-    // No network is asked: the folder has a `pip` that has some of them.
+    // No package index is used: the folder has a `pip` with some of the packages.
     let with = |has: &str| {
         let place = folder.path().join(has);
         let does = format!("case \"$*\" in *{has}==*) ;; *) echo 'ERROR: not to be had' >&2; exit 1;; esac");
@@ -315,7 +315,7 @@ fn routers_to_compare_with_are_installed_each_by_itself_and_what_cannot_be_had_i
     assert!(wrong.starts_with("SKIPPED vllm-router: ") && wrong.matches("SKIPPED").count() == 1, "{wrong}");
     let none = with("neither").unwrap();
     assert_eq!((none.status.code(), out(&none).2.matches("SKIPPED").count()), (Some(77), 2));
-    // A Python that makes no environment, as Debian's without python3-venv.
+    // A Python that cannot create an environment, like Debian's without python3-venv.
     let python = program(folder.path(), "python", "echo 'ensurepip is not available' >&2; exit 1");
     let bare = Command::new("bash")
         .arg(&script)
@@ -328,7 +328,7 @@ fn routers_to_compare_with_are_installed_each_by_itself_and_what_cannot_be_had_i
     assert!(wrong.contains("SKIPPED smg: ") && wrong.contains("ensurepip is not available"), "{wrong}");
 }
 
-/// A command whose standard output, or else its standard error, is a pipe that nothing reads.
+/// Runs a command whose standard output, or else its standard error, is a pipe that nothing reads.
 fn unread(arguments: &[&str], is_output: bool) -> Output {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
@@ -343,11 +343,11 @@ fn unread(arguments: &[&str], is_output: bool) -> Output {
 }
 
 /// A process that ends with the test.
-struct Killed(std::process::Child);
+struct ChildGuard(std::process::Child);
 
-impl Drop for Killed {
+impl Drop for ChildGuard {
     fn drop(&mut self) {
-        // It may have ended by itself, which a test notices otherwise.
+        // The process may have ended already. A test detects this in another way.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -366,7 +366,7 @@ fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
         "router.yaml",
         &format!("listen: {listen}\nadmin: {{listen: '{admin}'}}\n{GOOD}"),
     );
-    // A router that nothing reads starts, logs and serves.
+    // A router without a reader of its output starts, logs and serves.
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
     let router = Command::new(env!("CARGO_BIN_EXE_baton"))
@@ -376,13 +376,16 @@ fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
         .stderr(writer)
         .spawn()
         .unwrap();
-    let mut router = Killed(router);
+    let mut router = ChildGuard(router);
     let (admin, client) = (format!("http://{admin}"), format!("http://{listen}"));
     let health = format!("{admin}/health");
     let begun = std::time::Instant::now();
     while !baton(&["health", &health]).status.success() {
         assert!(router.0.try_wait().unwrap().is_none() && begun.elapsed().as_secs() < 60, "it serves");
-        #[allow(clippy::disallowed_methods)] // between two looks at whether a process has ended
+        #[allow(
+            clippy::disallowed_methods,
+            reason = "a pause between two looks at whether a process has ended"
+        )]
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
     let events =
@@ -412,7 +415,7 @@ fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
         assert_eq!(output.status.code(), Some(141), "{command:?}: {said}");
         assert!(!said.contains("panicked") && !said.contains("roken pipe"), "{command:?}: {said}");
     }
-    // What goes to standard error is not what a command is for: it ends as it would.
+    // A command's purpose is not its standard error: its exit code stays the same.
     let commands: [(&[&str], i32); 5] = [
         (&["check", &good], 0),
         (&["check", &wrong], 1),
@@ -427,7 +430,7 @@ fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
     let pid = router.0.id().to_string();
     assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
     assert_eq!(router.0.wait().unwrap().code(), Some(0), "it ends as a router that gets SIGTERM");
-    // A new command is added above, or its exception here, with the reason.
+    // A new command is added above, or as an exception here, with the reason.
     let without = ["up", "engine", "router", "health", "parity"]; // servers; prints nothing; needs a folder of outputs
     let (_, help, _) = out(&baton(&["--help"]));
     let listed =
@@ -443,7 +446,7 @@ fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
 
 #[test]
 fn up_tells_that_it_is_open_and_keeps_its_admin_listener_on_loopback() {
-    // Engine options that no engine takes: nothing is started for long.
+    // Options that no engine accepts: the processes end soon.
     let open = baton(&["up", "--listen", "0.0.0.0:0", "--", "--no-such-option"]);
     let (sound, _, said) = out(&open);
     assert!(!sound && said.contains("warning: 0.0.0.0:0 is reachable from other machines"), "{said}");

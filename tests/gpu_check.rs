@@ -1,5 +1,5 @@
-//! `bench/gpu/check.sh` on a machine without a GPU: what it says, and how it exits, when parts of it are not run. Everything
-//! it calls is a script of the test's.
+//! `bench/gpu/check.sh` on a machine without a GPU: its output and exit code when parts of it do not run. Every program
+//! that it calls is a script of the test.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -10,19 +10,19 @@ use std::process::Command;
 
 const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/bench/gpu/check.sh");
 
-/// What a test binary says of so many tests.
+/// The output of a test binary that ran this many tests.
 fn ran(tests: u32) -> String {
     format!("#!/bin/sh\necho 'test result: ok. {tests} passed; 0 failed; 0 ignored'\n")
 }
 
-/// Where an engine answers every request, for as long as the test runs.
+/// The address of an engine that answers every request until the test ends.
 fn engine() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("bound").to_string();
     std::thread::spawn(move || {
         for stream in listener.incoming() {
             let mut stream = stream.expect("a connection");
-            // The whole request: what is closed before it was read is reset.
+            // Reads the whole request: closing a connection with unread bytes resets it.
             let (mut asked, mut piece) = (Vec::new(), [0; 4096]);
             while !asked.ends_with(b"}") {
                 match stream.read(&mut piece) {
@@ -42,7 +42,7 @@ struct Machine {
 }
 
 impl Machine {
-    /// One that has everything, and where everything is right.
+    /// A machine with all programs, on which every check passes.
     fn complete(name: &str) -> Self {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("gpu-check-{name}"));
         fs::create_dir_all(&folder).expect("a folder");
@@ -56,7 +56,7 @@ impl Machine {
         machine
     }
 
-    /// The binary: an engine that answers, and this for every other command.
+    /// The binary: an engine that responds, and this script for every other command.
     fn baton(&self, others: &str) -> String {
         let log = "KV cache sized from free device memory";
         let engine = format!("echo '{log}' >&2; echo 'ready http={}'; exec cat >/dev/null", engine());
@@ -76,7 +76,7 @@ impl Machine {
         self
     }
 
-    /// Its exit code, and its last line.
+    /// The script's exit code and last line.
     fn check(&self) -> (Option<i32>, String) {
         let path = format!("{}:{}", self.folder.display(), std::env::var("PATH").unwrap_or_default());
         let mut command = Command::new("bash");
@@ -139,7 +139,7 @@ fn all_that_is_said_is_kept() {
         assert!(first.contains(said), "{said} is missing in {first}");
     }
     assert!(first.ends_with("\nall right\n"), "{first}");
-    // Where there is no GPU nothing is added, and nothing of another run is lost.
+    // Without a GPU the script adds no result and keeps the results of other runs.
     machine.program("baton", "#!/bin/sh\nexit 77\n");
     assert_eq!((machine.check().0, log()), (Some(77), Some(first.clone())));
     machine.baton(talks);

@@ -1,4 +1,4 @@
-//! The rules of the house, as tests. A broken rule is named with its file and line.
+//! The rules of the repository, as tests. A failure names the file and the line.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,13 +10,15 @@ mod cycles;
 mod layers;
 #[path = "tidy/pages.rs"]
 mod pages;
+#[path = "tidy/shapes.rs"]
+mod shapes;
 #[path = "tidy/words.rs"]
 mod words;
 
-/// Longest source file, in lines. Past 500 there is usually a second idea in it.
+/// Maximum lines of a source file. A file of more than 500 lines usually has a second purpose.
 const LINES_MAX: usize = 600;
 
-/// Who may import whom, of our own crates. See the map in ARCHITECTURE.md.
+/// Imports between the crates of this repository. See the map in ARCHITECTURE.md.
 const IMPORTS: &[(&str, &[&str])] = &[
     ("baton-connector", &[]),
     ("baton-openai", &[]),
@@ -64,10 +66,10 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// What the connector's core may be made of: data, hashing and errors.
+/// Allowed dependencies of the connector's core: data, hashing and errors.
 const CORE_DEPENDENCIES: &[&str] = &["serde", "serde_json", "sha2", "thiserror"];
 
-/// What would make the connector's core impure. `Time` comes in as an argument; so does everything else.
+/// Words that make the connector's core impure. `Time` and all other input are arguments.
 const IMPURE: &[&str] = &[
     "std::net",
     "std::thread",
@@ -97,7 +99,7 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Every file below the root that is ours, by its path from the root.
+/// Every file of the repository, by its path from the root.
 fn files() -> BTreeMap<String, PathBuf> {
     let mut found = BTreeMap::new();
     let mut folders = vec![root().to_path_buf()];
@@ -157,7 +159,7 @@ fn crates_import_only_whom_they_may() {
     for (package, dependencies) in manifests() {
         let ours: Vec<_> = dependencies.iter().filter(|d| d.starts_with("baton")).collect();
         let Some((_, allowed)) = IMPORTS.iter().find(|(name, _)| *name == package) else {
-            // A stand-in for a foreign crate, or a new crate that is not in the table yet.
+            // A replacement of a foreign crate, or a new crate that is not in the table yet.
             if package.starts_with("baton") || !ours.is_empty() {
                 broken.push(format!("{package} is not in the table of tests/tidy.rs"));
             }
@@ -166,7 +168,7 @@ fn crates_import_only_whom_they_may() {
         let forbidden = ours.into_iter().filter(|d| !allowed.contains(&d.as_str()));
         broken.extend(forbidden.map(|d| format!("{package} imports {d}")));
     }
-    assert_none(&broken, "who imports whom");
+    assert_none(&broken, "imports between crates");
 }
 
 #[test]
@@ -189,7 +191,7 @@ fn the_connectors_core_is_pure() {
         if !name.starts_with("connector/src/") || name.ends_with("/tests.rs") {
             continue;
         }
-        // Tests stand at the end of a file and may use what they like.
+        // Tests are at the end of a file and may use anything.
         let code = text.split("#[cfg(test)]").next().unwrap_or_default();
         for (number, line) in code.lines().enumerate() {
             let code = line.split("//").next().unwrap_or_default();
@@ -214,9 +216,9 @@ fn every_permission_for_unsafe_code_has_a_reason() {
     let mut broken = Vec::new();
     for (name, text) in sources() {
         for (number, line) in text.lines().enumerate() {
-            let allows = line.trim_start().starts_with("#![allow(unsafe_code)]")
-                || line.trim_start().starts_with("#[allow(unsafe_code)]");
-            let reason = line.split_once("//").is_some_and(|(_, reason)| reason.trim().len() > 10);
+            let allows = line.trim_start().starts_with("#![allow(unsafe_code")
+                || line.trim_start().starts_with("#[allow(unsafe_code");
+            let reason = line.split_once("reason = ").is_some_and(|(_, reason)| reason.trim().len() > 10);
             if allows && !reason {
                 broken.push(format!("{name}:{}", number + 1));
             }
@@ -236,7 +238,7 @@ fn no_source_is_too_long() {
 fn no_file_names_a_path_of_one_machine() {
     let mut broken = Vec::new();
     for (name, path) in files() {
-        // What is not text has no lines to look at.
+        // A binary file has no lines.
         let Ok(text) = fs::read_to_string(path) else { continue };
         for (number, line) in text.lines().enumerate() {
             if MACHINE_PATHS.iter().any(|path| line.contains(path)) {
@@ -247,7 +249,7 @@ fn no_file_names_a_path_of_one_machine() {
     assert_none(&broken, "paths of one machine");
 }
 
-/// Every piece of code on a page: each second piece between backticks.
+/// Every code span of a page: each second piece between backticks.
 fn code(page: &str) -> impl Iterator<Item = &str> {
     page.split('`').skip(1).step_by(2)
 }
@@ -285,7 +287,7 @@ fn the_page_of_the_reports_names_only_tests_and_mutations_that_exist() {
     let plain = |word: &&str| word.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
     let missing = code(&page).filter(plain).filter(|word| {
         let test = word.matches('_').count() >= 3;
-        // The names of states are one word; those of mutations are more.
+        // Names of states are one word, names of mutations are several.
         let mutation = word.chars().filter(|letter| letter.is_ascii_uppercase()).count() >= 2;
         (test && !all.contains(&format!("fn {word}(")))
             || (mutation && *word != "FreeNow" && !mutations.contains(&format!(" {word},")))
@@ -295,12 +297,13 @@ fn the_page_of_the_reports_names_only_tests_and_mutations_that_exist() {
 
 #[test]
 fn every_example_configuration_is_well_formed() {
-    let examples: Vec<_> = files()
-        .into_iter()
-        .filter(|(name, _)| name.starts_with("deploy/config/") && name.ends_with(".yaml"))
-        .collect();
-    assert!(!examples.is_empty(), "deploy/config has examples");
-    for (name, path) in examples {
+    let folders = ["deploy/config/", "examples/router/"];
+    let of_folder = |folder: &str| {
+        files().into_iter().filter(|(name, _)| name.starts_with(folder) && name.ends_with(".yaml")).collect()
+    };
+    let examples: Vec<Vec<_>> = folders.into_iter().map(of_folder).collect();
+    assert!(examples.iter().all(|folder| !folder.is_empty()), "{folders:?} have examples");
+    for (name, path) in examples.into_iter().flatten() {
         let text = fs::read_to_string(path).expect("a configuration is text");
         let value: Result<serde_json::Value, _> = serde_saphyr::from_str(&text);
         let value = value.unwrap_or_else(|error| panic!("{name}: {error}"));

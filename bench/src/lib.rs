@@ -1,5 +1,5 @@
 //! Measures running systems and their parts, against baselines from the same run.
-#![deny(clippy::print_stderr)] // it panics where standard error is closed: `note`
+#![deny(clippy::print_stderr)] // `eprintln!` panics if standard error is closed, `note` does not
 
 pub mod chart;
 pub mod common;
@@ -14,7 +14,7 @@ use std::io::Write;
 
 use clap::Subcommand;
 
-/// What can be measured.
+/// The benchmarks.
 #[derive(Debug, Subcommand)]
 pub enum Benchmark {
     /// Measure the CPU engine against this machine's read bandwidth and a matrix library
@@ -54,7 +54,7 @@ pub enum Benchmark {
     Sim(Box<systems::sim::SimArgs>),
 }
 
-/// One line on standard error, which nothing may read.
+/// Writes one line to standard error. A closed standard error is ignored.
 fn note(line: impl std::fmt::Display) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
@@ -65,7 +65,7 @@ pub type BenchError = Box<dyn std::error::Error>;
 /// Runs one benchmark and prints its table, or one JSON object.
 ///
 /// # Errors
-/// When a part under test fails, or its options make no sense.
+/// If a part under test fails, or its options are invalid.
 pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> {
     match benchmark {
         Benchmark::Engine(options) => Ok(parts::engine::run(&options, out)?),

@@ -1,4 +1,4 @@
-//! Names of requests, leases, engines, readers and blocks, as types that cannot be mixed up.
+//! Ids of requests, leases, engines, readers and blocks, each with a type of its own.
 
 use std::fmt;
 use std::str::FromStr;
@@ -26,30 +26,30 @@ impl BlockId {
 #[serde(transparent)]
 pub struct Rank(pub u16);
 
-/// One reader of a lease: which decode request reads, and over which of its links.
+/// One reader of a lease: one link of one decode request.
 ///
-/// A consumer has as many links to a producer as there are pairs of ranks that share heads
-/// ([`crate::memory::slice::Geometry::links`]). Leases keep *sets* of readers, never counts, so that a repeated acknowledgement
-/// is one reader; and a consumer has everything when all its links have. `(consumer, of)` together name the
-/// consumer, so no two readers of one consumer can disagree about the number of its links.
+/// A consumer has one link to a producer per pair of ranks that share heads
+/// ([`crate::memory::slice::Geometry::links`]). Leases keep *sets* of readers, never counts, so that a repeated
+/// acknowledgement counts once. A consumer has everything when all its links have. `(consumer, of)` together identify
+/// the consumer, so all readers of one consumer agree on the number of its links.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Reader {
-    /// Random 64-bit name that a decode engine draws for one fetch.
+    /// Random 64-bit id that a decode engine generates for one fetch.
     pub consumer: u64,
-    /// Links that this consumer has on this lease, 1 to [`LINKS_MAX`].
+    /// Number of this consumer's links for this lease, 1 to [`LINKS_MAX`].
     pub of: u16,
     /// The link that reads, counted from 0.
     pub rank: Rank,
 }
 
 impl Reader {
-    /// The reader of a consumer that has one link.
+    /// The reader of a consumer with one link.
     #[must_use]
     pub const fn sole(consumer: u64) -> Self {
         Self { consumer, of: 1, rank: Rank(0) }
     }
 
-    /// Link `rank` of `of`; `None` when there is no such link.
+    /// Link `rank` of `of`; `None` for an invalid number.
     #[must_use]
     pub fn link(consumer: u64, rank: Rank, of: u16) -> Option<Self> {
         let one_of_them = rank.0 < of && usize::from(of) <= LINKS_MAX;
@@ -57,26 +57,26 @@ impl Reader {
     }
 }
 
-/// Random per engine start; a handoff from an earlier epoch is always gone.
+/// A random number per engine start. A handoff from an earlier epoch is always gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Epoch(pub u64);
 
-/// The unguessable 128-bit name of one lease; knowing it is the right to read or release it.
+/// The secret 128-bit name of one lease. It grants the right to read and to release the lease.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Handle(pub u128);
 
-/// A request's name across router, producer and consumer; minted by the router.
+/// The id of a request at router, producer and consumer. The router creates it.
 ///
 /// At most [`REQUEST_ID_MAX_BYTES`] bytes of printable ASCII without spaces. Cheap to clone.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(Arc<str>);
 
-/// An engine's name in its cluster; unique per engine start.
+/// The id of an engine in its cluster, unique per engine start.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(transparent)]
 pub struct EngineId(pub Box<str>);
 
-/// Why a text is not the identifier it should be.
+/// Why a text is not a valid id.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum IdError {
     /// A handle is 32 hexadecimal digits, an epoch 16.
@@ -93,7 +93,7 @@ pub enum IdError {
 }
 
 impl RequestId {
-    /// Checks and keeps a request id.
+    /// Checks a request id.
     ///
     /// # Errors
     /// [`IdError::RequestId`] when it is empty, too long, or not printable ASCII.
@@ -142,7 +142,7 @@ impl fmt::Display for Handle {
     }
 }
 
-/// A log line must not be a key: only the first 8 digits are shown.
+/// Log lines must not contain the secret: only the first 8 digits are shown.
 impl fmt::Debug for Handle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Handle({:08x}…)", self.0 >> 96)

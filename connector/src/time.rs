@@ -1,10 +1,10 @@
-//! Time as the pure machines see it: microseconds on one party's own monotonic clock.
+//! The time of the machines: microseconds on the owner's monotonic clock.
 //!
-//! A [`Time`] never crosses a process boundary. What crosses is a [`Duration`] ("time left").
+//! A [`Time`] never crosses a process boundary; a [`Duration`] ("time left") does.
 
 use std::time::Duration;
 
-/// A moment on a monotonic clock, in microseconds since that clock's arbitrary start.
+/// A point on a monotonic clock, in microseconds since that clock's arbitrary start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Time(pub u64);
 
@@ -12,13 +12,13 @@ impl Time {
     /// The clock's start.
     pub const ZERO: Self = Self(0);
 
-    /// The moment `duration` later; saturates at the end of the clock (584,000 years).
+    /// The time `duration` later; saturates at the end of the clock (584,000 years).
     #[must_use]
     pub fn after(self, duration: Duration) -> Self {
         Self(self.0.saturating_add(u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)))
     }
 
-    /// How long after `earlier` this is; zero when it is not later.
+    /// The duration since `earlier`; zero when this time is not later.
     #[must_use]
     pub fn since(self, earlier: Self) -> Duration {
         Duration::from_micros(self.0.saturating_sub(earlier.0))

@@ -1,10 +1,9 @@
-//! What moves blocks between engines, as two traits: [`Transport`] is what a consumer calls, [`Producer`]
-//! is what a transport's serving side asks before it lets a byte out.
+//! The two traits of a transport. A consumer calls [`Transport`]. A transport's serving side calls [`Producer`] before
+//! it sends a byte.
 //!
-//! Calls block their thread: the engine runs them on its fetch workers, never on the step loop. A transport
-//! adds no promise of its own. Liveness comes from the lease, and validity from [`Transport::finish`]: bytes
-//! that were read are not used before the producer has said that the lease was live for the whole read
-//! (invariant 3).
+//! Calls block their thread: the engine runs them on its fetch workers, never on the step loop. A transport adds no
+//! guarantee of its own. Liveness comes from the lease, and validity from [`Transport::finish`]. Its verdict confirms
+//! that the lease was live for the whole read, and read bytes are not used before it (invariant 3).
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -18,11 +17,11 @@ use crate::{BlockId, Epoch, Handle, KvLayout, Reader};
 /// A producer's side channel.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Peer {
-    /// Where its transport listens.
+    /// The address on which its transport listens.
     pub address: SocketAddr,
-    /// The epoch it had when it made the handoff.
+    /// The producer's epoch in the handoff.
     pub epoch: Epoch,
-    /// What both ends must agree about before a byte is read: model, shape, and which rank of which cut this is
+    /// The fingerprint of model, shape, number of ranks and rank, which must match before a byte is read
     /// ([`crate::memory::slice::Geometry::rank_fingerprint`]).
     pub fingerprint: u64,
 }
@@ -32,106 +31,107 @@ pub struct Peer {
 pub struct ReadOrder {
     /// The lease.
     pub handle: Handle,
-    /// Who reads.
+    /// The reader.
     pub reader: Reader,
-    /// What it reads.
+    /// The part of the lease's blocks.
     pub part: Part,
-    /// Where it goes: for [`Part::Blocks`] in the order of the lease's block table, for [`Part::Slice`] in the
+    /// The landing blocks: for [`Part::Blocks`] in the order of the lease's block table, for [`Part::Slice`] in the
     /// order of the tokens.
     pub into: Vec<BlockId>,
 }
 
-/// Which part of a lease's blocks a read is for.
+/// The part of a lease's blocks that a read transfers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// As many whole blocks as there are landing blocks: a block there is, byte for byte, a block here.
+    /// One whole block per landing block, copied byte for byte.
     Blocks {
-        /// First entry of the lease's block table to read (blocks before it are already here).
+        /// First entry of the lease's block table to read. The consumer already has the blocks before it.
         first: usize,
     },
-    /// Some heads of some tokens: ranks or block sizes differ.
+    /// Some heads of some tokens, because ranks or block sizes differ.
     Slice(Box<Slice>),
 }
 
 impl ReadOrder {
-    /// Bytes that move: `block_bytes` is the size of the consumer's own blocks.
+    /// Bytes of the transfer; `block_bytes` is the size of the consumer's blocks.
     #[must_use]
     pub fn bytes(&self, block_bytes: usize) -> usize {
         match &self.part {
             Part::Blocks { .. } => self.into.len() * block_bytes,
-            Part::Slice(slice) => slice.cut.bytes(&slice.producer),
+            Part::Slice(slice) => slice.range.bytes(&slice.producer),
         }
     }
 }
 
-/// A stop flag that a reading thread looks at between system calls.
+/// A stop flag that a reading thread checks between system calls.
 pub type StopFlag = std::sync::atomic::AtomicBool;
 
 /// The consumer's side of a transport.
 pub trait Transport: Send + Sync {
-    /// The name of what carries a peer's blocks, for logs and metrics; it may differ from peer to peer.
+    /// The name of the transport that moves a peer's blocks, for logs and metrics. It may differ by peer.
     fn carrier(&self, peer: &Peer) -> &'static str {
         let _ = peer;
         "other"
     }
 
-    /// Reads blocks straight into `region`. When this returns, whatever it returns, nothing writes into the
-    /// landing blocks any more.
+    /// Reads blocks directly into `region`. After the return, with any result, the transport no longer writes into the
+    /// landing blocks.
+    ///
+    /// The transport calls `landed` on this thread with whole blocks, each once and in the order of
+    /// [`ReadOrder::into`]. The caller can copy these to a device while others are transferred. The transport reports
+    /// either all blocks or none. It reports none of a slice read, or if it lands outside `region`. Landed blocks are
+    /// not valid before [`Self::finish`] confirms them, and the read may still fail.
     ///
     /// # Errors
-    /// Any [`TransportError`]; the landing blocks then hold garbage.
-    fn read(
-        &self,
-        peer: &Peer,
-        order: &ReadOrder,
-        region: &Region,
-        stop: &StopFlag,
-    ) -> Result<(), TransportError>;
-
-    /// As [`Self::read`]. `landed` hears on this thread of whole blocks that have landed, each once and in the order of
-    /// [`ReadOrder::into`], so that they can be brought on while others are still on their way: of all of them, or of none
-    /// where the read is of slices or the transport lands elsewhere than in `region`. What they hold is not valid before
-    /// [`Self::finish`] has said so, and the read may still fail.
-    ///
-    /// # Errors
-    /// As [`Self::read`].
-    fn read_telling(
+    /// Any [`TransportError`]. The content of the landing blocks is then undefined.
+    fn read_with(
         &self,
         peer: &Peer,
         order: &ReadOrder,
         region: &Region,
         stop: &StopFlag,
         landed: &mut dyn FnMut(&[BlockId]),
+    ) -> Result<(), TransportError>;
+
+    /// As [`Self::read_with`], without reports of landed blocks.
+    ///
+    /// # Errors
+    /// As [`Self::read_with`].
+    fn read(
+        &self,
+        peer: &Peer,
+        order: &ReadOrder,
+        region: &Region,
+        stop: &StopFlag,
     ) -> Result<(), TransportError> {
-        let _ = landed;
-        self.read(peer, order, region, stop)
+        self.read_with(peer, order, region, stop, &mut |_| ())
     }
 
-    /// Tells the producer that this reader has everything, and learns whether it may use it.
+    /// Reports to the producer that this reader has everything, and returns whether the bytes may be used.
     ///
     /// # Errors
-    /// A [`TransportError`] other than `Gone` means that nobody knows: treat it as [`Verdict::Gone`].
+    /// A [`TransportError`] other than `Gone` means that the verdict is unknown: treat it as [`Verdict::Gone`].
     fn finish(&self, peer: &Peer, handle: Handle, reader: Reader) -> Result<Verdict, TransportError>;
 
-    /// Tells the producer that this reader will not use what it has read, so that a release need not wait for
-    /// it until the drain deadline. Idempotent. Only needed after a [`Self::read`] that succeeded: one that
-    /// failed says so by itself.
+    /// Reports to the producer that this reader discards what it has read. A release then does not wait for this reader
+    /// until the drain deadline. Idempotent. Needed only after a successful [`Self::read`]: a failed one is reported by
+    /// the transport.
     ///
     /// # Errors
-    /// When the producer could not be reached; nothing is lost but time.
+    /// When the producer could not be reached. The blocks are then freed later.
     fn give_up(&self, peer: &Peer, handle: Handle, reader: Reader) -> Result<(), TransportError> {
         let _ = (peer, handle, reader);
         Ok(())
     }
 
-    /// Ends a lease early. Idempotent; the caller repeats it until it is answered or the lease is past expiry.
+    /// Ends a lease early. Idempotent: the caller repeats it until it gets an answer or the lease has expired.
     ///
     /// # Errors
     /// When the producer could not be reached. An answer of any kind is a success.
     fn release(&self, peer: &Peer, handle: Handle, reason: &str) -> Result<ReleaseReply, TransportError>;
 
-    /// Says that one of a lease's several consumers will not read (any more); the last one ends the lease.
-    /// Idempotent, and repeated like [`Self::release`].
+    /// Reports that one of a lease's consumers does not read any more. The last one ends the lease. Idempotent, and
+    /// repeated like [`Self::release`].
     ///
     /// # Errors
     /// When the producer could not be reached. An answer of any kind is a success.
@@ -149,21 +149,21 @@ pub trait Transport: Send + Sync {
     /// When the producer could not be reached.
     fn heartbeat(&self, peer: &Peer, handles: &[Handle]) -> Result<Vec<HeartbeatReply>, TransportError>;
 
-    /// Lets go of what is kept of peers that have not been asked for anything in a while, or that are no more:
-    /// connections, and with them a dead producer's memory. Its owner calls it every second or so.
+    /// Closes connections to peers that are idle for long or have ended, and with them the mapped memory of a dead
+    /// producer. The owner calls this about once per second.
     fn sweep(&self) {}
 }
 
-/// What a transport's serving side asks of the engine rank it serves. Called from the transport's own threads;
-/// answers come from the lease ledger and never wait for the step loop.
+/// An engine rank, as the serving side of a transport uses it. The transport calls it from its own threads. The answers
+/// come from the lease ledger and never wait for the step loop.
 pub trait Producer: Send + Sync {
     /// The engine's epoch.
     fn epoch(&self) -> Epoch;
 
-    /// What a consumer must agree with: [`Peer::fingerprint`].
+    /// The fingerprint that a consumer must match: [`Peer::fingerprint`].
     fn fingerprint(&self) -> u64;
 
-    /// The layout of this rank's blocks; `None` where only whole blocks are served.
+    /// The layout of this rank's blocks; `None` if only whole blocks are served.
     fn layout(&self) -> Option<KvLayout> {
         None
     }
@@ -172,7 +172,7 @@ pub trait Producer: Send + Sync {
     ///
     /// # Errors
     /// [`TransportError::Gone`] or [`TransportError::Refused`].
-    fn read_begun(
+    fn begin_read(
         &self,
         handle: Handle,
         reader: Reader,
@@ -180,26 +180,26 @@ pub trait Producer: Send + Sync {
         count: usize,
     ) -> Result<Vec<BlockId>, TransportError>;
 
-    /// Whether the lease still lets this reader read. Asked before every batch of blocks goes out.
-    fn read_live(&self, handle: Handle, reader: Reader) -> bool;
+    /// Whether the lease still serves this reader. The transport checks this before every batch of blocks.
+    fn is_read_live(&self, handle: Handle, reader: Reader) -> bool;
 
-    /// Whether this reader may be sent the first `upto` entries of the lease's table. Waits for those that are not
-    /// computed yet, for so long. Only a producer that lends what it still computes says [`Readiness::NotYet`].
+    /// Whether the first `upto` entries of the lease's table may be sent to this reader. Waits at most `within` for
+    /// blocks that are not computed yet. Only a producer of growing leases returns [`Readiness::NotYet`].
     fn await_ready(&self, handle: Handle, reader: Reader, upto: usize, within: Duration) -> Readiness {
         let _ = (upto, within);
-        if self.read_live(handle, reader) { Readiness::Ready } else { Readiness::Gone }
+        if self.is_read_live(handle, reader) { Readiness::Ready } else { Readiness::Gone }
     }
 
-    /// The reader says that it has everything.
-    fn read_done(&self, handle: Handle, reader: Reader) -> Verdict;
+    /// Ends a read that has every byte.
+    fn finish_read(&self, handle: Handle, reader: Reader) -> Verdict;
 
-    /// The reader's connection broke, or it gave up.
-    fn read_failed(&self, handle: Handle, reader: Reader);
+    /// Ends a read whose connection broke, or that the reader abandoned.
+    fn fail_read(&self, handle: Handle, reader: Reader);
 
     /// Ends the lease early.
     fn release(&self, handle: Handle, reason: &str) -> ReleaseReply;
 
-    /// One of the lease's consumers will not read (any more).
+    /// Records that one of the lease's consumers does not read any more.
     fn leave(&self, handle: Handle, consumer: u64, reason: &str) -> ReleaseReply;
 
     /// Renews the lease.
@@ -208,17 +208,17 @@ pub trait Producer: Send + Sync {
     /// The rank's memory.
     fn region(&self) -> &Region;
 
-    /// Makes the bytes of granted blocks in [`Self::region`] those that were lent, where the engine computes in a
-    /// device's own memory and has not copied them yet. Called before every batch that is read there, and only for
-    /// blocks that are computed; blocks its thread for as long as a copy takes.
+    /// Copies granted blocks from the device's memory into [`Self::region`], unless the copy there is up to date. The
+    /// transport calls this before every batch that it reads from the region, and only for computed blocks. The call
+    /// blocks its thread during the copy.
     ///
     /// # Errors
-    /// [`TransportError::Refused`]: the device does not give them.
-    fn in_region(&self, blocks: &[BlockId]) -> Result<(), TransportError> {
+    /// [`TransportError::Refused`] if the copy fails.
+    fn download_blocks(&self, blocks: &[BlockId]) -> Result<(), TransportError> {
         let _ = blocks;
         Ok(())
     }
 }
 
-/// A side channel that stays silent this long within a read or an exchange of messages has failed.
+/// A side channel that is silent for this long within a read or an exchange of messages has failed.
 pub const SILENCE: Duration = Duration::from_secs(5);

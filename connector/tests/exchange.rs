@@ -1,12 +1,14 @@
 //! The exchange under every order of events, and its table as a golden file.
 //!
-//! The walk keeps, beside the machine, what the engines of a real system would be doing, and closes over
-//! every reachable pair of the two: orders of any length, not of a bounded one.
+//! The walk keeps a model of the engines next to the machine. It explores every reachable pair of machine and model, so
+//! the length of a sequence of events is not bounded.
 
 use std::collections::{BTreeSet, HashSet, VecDeque};
 use std::fmt::Write as _;
 
-use baton_connector::exchange::{Attempt, Cause, Event, Exchange, Failure, Fit, Settlement, Span, State};
+use baton_connector::exchange::{
+    Attempt, Event, EventEffect, Exchange, Failure, Settlement, SettlementCause, Span, State,
+};
 use baton_connector::{Handle, Time};
 
 const P: [Attempt; 2] = [Attempt(1), Attempt(2)];
@@ -22,14 +24,14 @@ fn alphabet() -> Vec<Event> {
         Event::NotAdmitted,
         Event::NoEngine,
         Event::PrefillSkipped,
-        Event::HandoffSpent,
-        Event::GaveUp,
-        Event::GaveUpFor(Cause::DecodeBusy),
+        Event::HandoffUnusable,
+        Event::Exhausted,
+        Event::ExhaustedFor(SettlementCause::DecodeBusy),
         Event::ClientGone,
     ];
     events.push(Event::Dropped);
     for p in P {
-        events.extend([Event::PrefillSent(p), Event::PrefillLent(p, Some(handle(p)))]);
+        events.extend([Event::PrefillSent(p), Event::PrefillLeased(p, Some(handle(p)))]);
         events.extend([Event::PrefillEmpty(p), Event::PrefillRefused(p), Event::PrefillEnded(p)]);
         events.extend(failures.map(|f| Event::PrefillFailed(p, f)));
         events.push(Event::PrefillFailed(p, Failure::Unusable(Some(handle(p)))));
@@ -43,27 +45,27 @@ fn alphabet() -> Vec<Event> {
     events
 }
 
-/// What the engines do, told by the same events: the truth against which the debts are judged.
+/// The expected state of the engines under the same events. The settlements are checked against it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-struct World {
-    /// Attempts that were used; a shell never reuses a number.
+struct EngineModel {
+    /// Attempts that were used; an owner never reuses a number.
     used: BTreeSet<Attempt>,
-    /// Engines that may be working for us.
+    /// Engines that may be working on the request.
     working: BTreeSet<Attempt>,
-    /// Leases that nobody has taken over or given back.
-    lent: BTreeSet<Attempt>,
+    /// Leases that no decode engine has taken over and that are not released.
+    leases: BTreeSet<Attempt>,
     aborted: BTreeSet<Attempt>,
     released: BTreeSet<Attempt>,
     ended: bool,
 }
 
-impl World {
-    /// Whether this could happen: engines answer once, and only what they were asked.
+impl EngineModel {
+    /// Whether this event is possible: an engine replies once, and only to its own attempt.
     fn possible(&self, event: Event) -> bool {
         match event {
             Event::PrefillSent(a) | Event::DecodeSent(a) => !self.used.contains(&a),
             Event::PrefillEnded(a) => self.used.contains(&a) && !self.working.contains(&a),
-            Event::PrefillLent(a, _)
+            Event::PrefillLeased(a, _)
             | Event::PrefillEmpty(a)
             | Event::PrefillRefused(a)
             | Event::PrefillFailed(a, _)
@@ -77,9 +79,9 @@ impl World {
             Event::NotAdmitted
             | Event::NoEngine
             | Event::PrefillSkipped
-            | Event::HandoffSpent
-            | Event::GaveUp
-            | Event::GaveUpFor(_)
+            | Event::HandoffUnusable
+            | Event::Exhausted
+            | Event::ExhaustedFor(_)
             | Event::ClientGone
             | Event::Dropped => true,
         }
@@ -91,9 +93,9 @@ impl World {
                 self.used.insert(a);
                 self.working.insert(a);
             }
-            Event::PrefillLent(a, _) | Event::PrefillFailed(a, Failure::Unusable(_)) => {
+            Event::PrefillLeased(a, _) | Event::PrefillFailed(a, Failure::Unusable(_)) => {
                 self.working.remove(&a);
-                self.lent.insert(a);
+                self.leases.insert(a);
             }
             Event::PrefillFailed(_, Failure::Unknown)
             | Event::DecodeFailed(_, Failure::Unknown)
@@ -106,34 +108,34 @@ impl World {
             | Event::DecodeRefused(a)
             | Event::DecodeFailed(a, _)
             | Event::StreamEnded(a) => drop(self.working.remove(&a)),
-            // From here on it is the decode engine that settles with the prefill engine.
+            // From here on the decode engine settles with the prefill engine.
             Event::DecodeAccepted(_) => {
-                if let State::Decoding(_, Some(lent)) = before {
-                    self.lent.remove(&lent.by);
+                if let State::Decoding(_, Some(lease)) = before {
+                    self.leases.remove(&lease.attempt);
                 }
             }
             Event::NotAdmitted
             | Event::NoEngine
             | Event::PrefillEnded(_)
             | Event::PrefillSkipped
-            | Event::HandoffSpent
-            | Event::GaveUp
-            | Event::GaveUpFor(_)
+            | Event::HandoffUnusable
+            | Event::Exhausted
+            | Event::ExhaustedFor(_)
             | Event::ClientGone
             | Event::Dropped => {}
         }
     }
 
-    fn pay(&mut self, debt: Settlement) {
-        match debt {
+    fn settle(&mut self, settlement: Settlement) {
+        match settlement {
             Settlement::AbortPrefill(a) | Settlement::AbortDecode(a) => {
-                assert!(self.working.contains(&a), "an abort for {a:?}, which does nothing for us");
+                assert!(self.working.contains(&a), "an abort for {a:?}, which is not working");
                 assert!(self.aborted.insert(a), "a second abort for {a:?}");
             }
-            Settlement::ReleasePrefill(lent, _) => {
-                assert_eq!(lent.handle, Some(handle(lent.by)));
-                assert!(self.released.insert(lent.by), "a second release of {:?}", lent.by);
-                self.lent.remove(&lent.by);
+            Settlement::ReleasePrefill(lease, _) => {
+                assert_eq!(lease.handle, Some(handle(lease.attempt)));
+                assert!(self.released.insert(lease.attempt), "a second release of {:?}", lease.attempt);
+                self.leases.remove(&lease.attempt);
             }
         }
     }
@@ -143,54 +145,58 @@ impl World {
 fn whatever_ends_a_request_settles_exactly_what_is_owed_and_once() {
     let events = alphabet();
     let mut seen = HashSet::new();
-    let mut queue = VecDeque::from([(Exchange::new(), World::default())]);
+    let mut queue = VecDeque::from([(Exchange::new(), EngineModel::default())]);
     let mut steps = 0_u64;
-    while let Some((exchange, world)) = queue.pop_front() {
-        let dropped = exchange.clone().apply(Event::Dropped, Time::ZERO).settle;
-        assert_eq!(dropped, exchange.owed(Cause::RouterShutdown), "what is owed is what the end pays");
-        for &event in events.iter().filter(|e| world.possible(**e)) {
-            let (mut exchange, mut world) = (exchange.clone(), world.clone());
+    while let Some((exchange, model)) = queue.pop_front() {
+        let dropped = exchange.clone().apply(Event::Dropped, Time::ZERO).settlements;
+        assert_eq!(
+            dropped,
+            exchange.pending_settlements(SettlementCause::RouterShutdown),
+            "the pending settlements are those of the end"
+        );
+        for &event in events.iter().filter(|e| model.possible(**e)) {
+            let (mut exchange, mut model) = (exchange.clone(), model.clone());
             let before = exchange.state();
             let step = exchange.apply(event, Time::ZERO);
             steps += 1;
-            if step.fit == Fit::Ignored {
+            if step.effect == EventEffect::Ignored {
                 assert_eq!(exchange.state(), before);
-                assert!(step.settle.is_empty() && step.ended.is_none());
+                assert!(step.settlements.is_empty() && step.ended.is_none());
                 continue;
             }
-            world.observe(before, event);
-            step.settle.iter().for_each(|debt| world.pay(*debt));
+            model.observe(before, event);
+            step.settlements.iter().for_each(|settlement| model.settle(*settlement));
             if step.ended.is_some() {
-                assert!(!world.ended, "a second outcome");
-                world.ended = true;
+                assert!(!model.ended, "a second outcome");
+                model.ended = true;
             }
-            assert_eq!(exchange.outcome().is_some(), world.ended);
-            if world.ended {
-                assert!(exchange.owed(Cause::Late).is_empty());
-                let stopped = world.working.iter().all(|a| world.aborted.contains(a));
-                assert!(stopped, "left working: {world:?}");
-                assert!(world.lent.is_empty(), "left lent: {world:?}");
+            assert_eq!(exchange.outcome().is_some(), model.ended);
+            if model.ended {
+                assert!(exchange.pending_settlements(SettlementCause::Late).is_empty());
+                let stopped = model.working.iter().all(|a| model.aborted.contains(a));
+                assert!(stopped, "left working: {model:?}");
+                assert!(model.leases.is_empty(), "left leased: {model:?}");
             }
-            if seen.insert((exchange.clone(), world.clone())) {
-                queue.push_back((exchange, world));
+            if seen.insert((exchange.clone(), model.clone())) {
+                queue.push_back((exchange, model));
             }
         }
     }
     assert!(seen.len() > 500, "only {} states: the walk is broken", seen.len());
-    println!("{} states of machine and world, {steps} steps", seen.len());
+    println!("{} states of machine and model, {steps} steps", seen.len());
 }
 
 #[test]
 fn an_event_about_another_attempt_changes_nothing() {
     let mut exchange = Exchange::new();
     exchange.apply(Event::PrefillSent(P[0]), Time::ZERO);
-    for stranger in [
-        Event::PrefillLent(P[1], None),
+    for unknown in [
+        Event::PrefillLeased(P[1], None),
         Event::PrefillFailed(P[1], Failure::Unknown),
         Event::DecodeAccepted(D[0]),
         Event::StreamEnded(D[0]),
     ] {
-        assert_eq!(exchange.apply(stranger, Time::ZERO).fit, Fit::Ignored, "{stranger:?}");
+        assert_eq!(exchange.apply(unknown, Time::ZERO).effect, EventEffect::Ignored, "{unknown:?}");
         assert_eq!(exchange.state(), State::Prefilling(P[0]));
     }
 }
@@ -200,37 +206,40 @@ fn a_handle_that_arrives_after_the_client_left_is_released_once() {
     let mut exchange = Exchange::new();
     exchange.apply(Event::PrefillSent(P[0]), Time::ZERO);
     let gone = exchange.apply(Event::ClientGone, Time::ZERO);
-    assert_eq!(gone.settle, [Settlement::AbortPrefill(P[0])]);
-    let late = Event::PrefillLent(P[0], Some(handle(P[0])));
-    let settle = exchange.apply(late, Time::ZERO).settle;
-    assert!(matches!(settle[..], [Settlement::ReleasePrefill(lent, Cause::Late)] if lent.by == P[0]));
-    assert_eq!(exchange.apply(late, Time::ZERO).fit, Fit::Ignored);
+    assert_eq!(gone.settlements, [Settlement::AbortPrefill(P[0])]);
+    let late = Event::PrefillLeased(P[0], Some(handle(P[0])));
+    let settlements = exchange.apply(late, Time::ZERO).settlements;
+    assert!(
+        matches!(settlements[..], [Settlement::ReleasePrefill(lease, SettlementCause::Late)] if lease.attempt == P[0])
+    );
+    assert_eq!(exchange.apply(late, Time::ZERO).effect, EventEffect::Ignored);
 }
 
 #[test]
 fn an_answer_whose_engine_died_goes_on_at_another_one_which_owes_nothing_for_the_first() {
     let mut exchange = Exchange::new();
-    let lent = Event::PrefillLent(P[0], Some(handle(P[0])));
-    for event in [Event::PrefillSent(P[0]), lent, Event::DecodeSent(D[0]), Event::DecodeAccepted(D[0])] {
+    let leased = Event::PrefillLeased(P[0], Some(handle(P[0])));
+    for event in [Event::PrefillSent(P[0]), leased, Event::DecodeSent(D[0]), Event::DecodeAccepted(D[0])] {
         exchange.apply(event, Time::ZERO);
     }
     exchange.apply(Event::FirstChunk(D[0]), Time::ZERO);
-    let cut = exchange.apply(Event::StreamCut(D[0]), Time::ZERO).settle;
-    let [Settlement::AbortDecode(first), Settlement::ReleasePrefill(released, Cause::DecodeBroken)] = cut[..]
+    let cut = exchange.apply(Event::StreamCut(D[0]), Time::ZERO).settlements;
+    let [Settlement::AbortDecode(first), Settlement::ReleasePrefill(released, SettlementCause::DecodeBroken)] =
+        cut[..]
     else {
         panic!("{cut:?}")
     };
-    assert_eq!((first, released.by), (D[0], P[0]));
+    assert_eq!((first, released.attempt), (D[0], P[0]));
     for event in [Event::DecodeSent(D[1]), Event::DecodeAccepted(D[1]), Event::FirstChunk(D[1])] {
-        assert_eq!(exchange.apply(event, Time::ZERO).fit, Fit::Applied);
+        assert_eq!(exchange.apply(event, Time::ZERO).effect, EventEffect::Applied);
     }
     assert_eq!(
-        exchange.apply(Event::StreamEnded(D[0]), Time::ZERO).fit,
-        Fit::Ignored,
+        exchange.apply(Event::StreamEnded(D[0]), Time::ZERO).effect,
+        EventEffect::Ignored,
         "the first one's late end"
     );
     let gone = exchange.apply(Event::ClientGone, Time::ZERO);
-    assert_eq!(gone.settle, [Settlement::AbortDecode(D[1])]);
+    assert_eq!(gone.settlements, [Settlement::AbortDecode(D[1])]);
 }
 
 #[test]
@@ -240,14 +249,14 @@ fn the_phases_of_a_request_are_stamped_once_each() {
         Event::PrefillSent(P[0]),
         Event::PrefillFailed(P[0], Failure::NotReached),
         Event::PrefillSent(P[1]),
-        Event::PrefillLent(P[1], None),
+        Event::PrefillLeased(P[1], None),
         Event::DecodeSent(D[0]),
         Event::DecodeAccepted(D[0]),
         Event::FirstChunk(D[0]),
         Event::StreamEnded(D[0]),
     ];
     for (at, event) in life.into_iter().enumerate() {
-        assert_eq!(exchange.apply(event, Time(at as u64)).fit, Fit::Applied, "{event:?}");
+        assert_eq!(exchange.apply(event, Time(at as u64)).effect, EventEffect::Applied, "{event:?}");
     }
     let line = *exchange.timeline();
     let stamps =
@@ -267,22 +276,22 @@ fn a_prefill_that_never_answered_took_no_time_and_left_no_gap() {
         Event::StreamEnded(D[0]),
     ];
     for (at, event) in life.into_iter().enumerate() {
-        assert_eq!(exchange.apply(event, Time(at as u64)).fit, Fit::Applied, "{event:?}");
+        assert_eq!(exchange.apply(event, Time(at as u64)).effect, EventEffect::Applied, "{event:?}");
     }
     let line = *exchange.timeline();
-    assert_eq!(line.asked(), Some(Time(0)));
+    assert_eq!(line.first_sent(), Some(Time(0)));
     assert_eq!(line.prefill(), Some(Span { from: Time(0), to: None }), "it was tried");
-    assert_eq!(line.prefill().and_then(Span::took), None);
+    assert_eq!(line.prefill().and_then(Span::duration), None);
     assert_eq!(line.gap(), None);
     assert_eq!(line.accept(), Some(Span { from: Time(3), to: Some(Time(4)) }));
-    assert_eq!(line.decode().and_then(Span::took), Some(Time(5).since(Time(4))));
+    assert_eq!(line.decode().and_then(Span::duration), Some(Time(5).since(Time(4))));
 }
 
 #[test]
 fn a_prefill_that_lent_before_its_end_took_until_its_end() {
     let events = [
         Event::PrefillSent(P[0]),
-        Event::PrefillLent(P[0], Some(handle(P[0]))),
+        Event::PrefillLeased(P[0], Some(handle(P[0]))),
         Event::DecodeSent(D[0]),
         Event::PrefillEnded(P[1]),
         Event::PrefillEnded(P[0]),
@@ -290,38 +299,38 @@ fn a_prefill_that_lent_before_its_end_took_until_its_end() {
     ];
     let mut exchange = Exchange::new();
     exchange.computes_on();
-    let fits =
-        events.iter().zip(1..).map(|(event, at)| exchange.apply(*event, Time(at)).fit).collect::<Vec<_>>();
+    let effects =
+        events.iter().zip(1..).map(|(event, at)| exchange.apply(*event, Time(at)).effect).collect::<Vec<_>>();
     assert_eq!(
-        fits.iter().filter(|fit| **fit == Fit::Ignored).count(),
+        effects.iter().filter(|effect| **effect == EventEffect::Ignored).count(),
         1,
-        "that of another attempt: {fits:?}"
+        "that of another attempt: {effects:?}"
     );
     let line = exchange.timeline();
-    assert_eq!(line.prefill().and_then(Span::took), Some(Time(5).since(Time(1))));
-    assert_eq!(line.gap().and_then(Span::took), Some(Time(3).since(Time(2))));
-    assert_eq!(line.accept().and_then(Span::took), Some(Time(6).since(Time(3))));
+    assert_eq!(line.prefill().and_then(Span::duration), Some(Time(5).since(Time(1))));
+    assert_eq!(line.gap().and_then(Span::duration), Some(Time(3).since(Time(2))));
+    assert_eq!(line.accept().and_then(Span::duration), Some(Time(6).since(Time(3))));
 }
 
-/// Every kind of state with every event; `BLESS=1 cargo test -p baton-connector` writes the file anew.
+/// Every kind of state with every event. `BLESS=1 cargo test -p baton-connector` rewrites the file.
 #[test]
 fn the_transition_table_is_the_golden_one() {
     let prefixes: [&[Event]; 9] = [
         &[],
         &[Event::PrefillSent(P[0])],
         &[Event::PrefillSent(P[0]), Event::PrefillFailed(P[0], Failure::Unknown)],
-        &[Event::PrefillSent(P[0]), Event::PrefillLent(P[0], Some(handle(P[0])))],
+        &[Event::PrefillSent(P[0]), Event::PrefillLeased(P[0], Some(handle(P[0])))],
         &[Event::PrefillSkipped],
-        &[Event::PrefillSent(P[0]), Event::PrefillLent(P[0], Some(handle(P[0]))), Event::DecodeSent(D[0])],
+        &[Event::PrefillSent(P[0]), Event::PrefillLeased(P[0], Some(handle(P[0]))), Event::DecodeSent(D[0])],
         &[
             Event::PrefillSent(P[0]),
-            Event::PrefillLent(P[0], Some(handle(P[0]))),
+            Event::PrefillLeased(P[0], Some(handle(P[0]))),
             Event::DecodeSent(D[0]),
             Event::DecodeAccepted(D[0]),
         ],
         &[
             Event::PrefillSent(P[0]),
-            Event::PrefillLent(P[0], Some(handle(P[0]))),
+            Event::PrefillLeased(P[0], Some(handle(P[0]))),
             Event::DecodeSent(D[0]),
             Event::DecodeAccepted(D[0]),
             Event::FirstChunk(D[0]),
@@ -338,13 +347,14 @@ fn the_transition_table_is_the_golden_one() {
         for event in alphabet() {
             let mut next = exchange.clone();
             let step = next.apply(event, Time::ZERO);
-            if step.fit == Fit::Ignored {
+            if step.effect == EventEffect::Ignored {
                 let _ = writeln!(table, "  {} ─▶ ignored", brief(&event));
                 continue;
             }
-            let settle: Vec<_> = step.settle.iter().map(brief).collect();
+            let settlements: Vec<_> = step.settlements.iter().map(brief).collect();
+            let separator = if settlements.is_empty() { "" } else { " | " };
             let _ = write!(table, "  {} ─▶ {}", brief(&event), brief(&next.state()));
-            let _ = writeln!(table, "{}{}", if settle.is_empty() { "" } else { " | " }, settle.join(", "));
+            let _ = writeln!(table, "{separator}{}", settlements.join(", "));
         }
     }
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/exchange.txt");
@@ -357,7 +367,7 @@ fn the_transition_table_is_the_golden_one() {
 
 fn brief(value: &impl std::fmt::Debug) -> String {
     let text = format!("{value:?}");
-    ["Attempt(", "Lent ", "Handle(00000000…)"].iter().fold(text, |text, noise| match *noise {
+    ["Attempt(", "PrefillLease ", "Handle(00000000…)"].iter().fold(text, |text, noise| match *noise {
         "Attempt(" => (1..=4).fold(text, |t, n| t.replace(&format!("Attempt({n})"), &n.to_string())),
         "Handle(00000000…)" => text.replace(noise, "handle"),
         _ => text.replace(noise, ""),

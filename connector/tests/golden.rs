@@ -1,15 +1,17 @@
-//! The transition tables of lease, fetch, gatherer, offload slot and multi-connector, as files that a person can read and a review can see
-//! change. `BATON_BLESS=1 cargo test -p baton-connector --test golden` writes them anew.
+//! The transition tables of lease, fetch, gatherer, offload slot and multi-connector, as readable files whose changes a
+//! review shows. `BATON_BLESS=1 cargo test -p baton-connector --test golden` rewrites them.
 
 use std::fmt::Write;
 use std::path::Path;
 use std::time::Duration;
 
-use baton_connector::fetch::{self, Answer, FailureKind, Fetch, LoadFailurePolicy};
-use baton_connector::gather::{self, Gather};
+use baton_connector::fetch::{self, FailureKind, Fetch, LoadFailurePolicy, Verification};
+use baton_connector::gather::{self, Gatherer};
 use baton_connector::lease::{self, Lease, LeaseTerms};
-use baton_connector::multi::{self, Child, Children, Multi};
-use baton_connector::offload::{self, Block, BlockEvent, BlockState, Course, Slot, TransferId};
+use baton_connector::multi::{self, Child, Children, MultiConnectorRequest};
+use baton_connector::offload::{
+    self, BlockEvent, BlockState, OffloadBlock, OffloadSlot, TransferId, TransferStage,
+};
 use baton_connector::{Rank, Reader, Time};
 
 const A: Reader = Reader::sole(1);
@@ -33,14 +35,14 @@ fn check(name: &str, table: &str) {
     assert_eq!(table.lines().count(), golden.lines().count(), "{name} has more or fewer rows");
 }
 
-/// How a lease gets into a situation: consumers expected, then events and the seconds at which they happen.
-type Story = (&'static str, usize, &'static [(lease::Event, u64)]);
+/// A scenario of a lease: its name, the number of expected consumers, and events with their time in seconds.
+type Scenario = (&'static str, usize, &'static [(lease::Event, u64)]);
 
-/// Those whose name says so begin with a prefill that still computes.
+/// Scenarios with this word in their name begin with a prefill that still computes.
 const GROWING: &str = "Growing";
 
 /// 40 s is past the expiry, 44 s is within the drain that follows, 60 s is past both.
-const LEASES: &[Story] = &[
+const LEASES: &[Scenario] = &[
     ("Growing", 1, &[]),
     ("Growing {A}", 1, &[(lease::Event::ReadBegun(A), 1)]),
     ("Growing, A left, one more expected", 2, &[(lease::Event::Leave(1), 1)]),
@@ -72,16 +74,16 @@ fn at(seconds: u64) -> Time {
     Time::ZERO.after(Duration::from_secs(seconds))
 }
 
-fn lease_in(story: &Story) -> (Lease, u64) {
+fn lease_in(scenario: &Scenario) -> (Lease, u64) {
     let terms = LeaseTerms::default();
-    let mut lease = match story.0.contains(GROWING) {
-        true => Lease::growing(terms, story.1),
-        false => Lease::open(terms, story.1, Time::ZERO),
+    let mut lease = match scenario.0.contains(GROWING) {
+        true => Lease::growing(terms, scenario.1),
+        false => Lease::open(terms, scenario.1, Time::ZERO),
     };
-    for &(event, seconds) in story.2 {
+    for &(event, seconds) in scenario.2 {
         lease.apply(event, at(seconds));
     }
-    (lease, story.2.last().map_or(0, |&(_, seconds)| seconds))
+    (lease, scenario.2.last().map_or(0, |&(_, seconds)| seconds))
 }
 
 #[test]
@@ -109,10 +111,10 @@ fn the_lease_moves_as_its_golden_table_says() {
         "{:<36}{:<16}{:<22}{:<10}{:<18}deadline\n",
         "lease", "event", "becomes", "reply", "blocks go back"
     );
-    for story in LEASES {
+    for scenario in LEASES {
         table.push('\n');
         for (name, event, wait) in events {
-            let (mut lease, now) = lease_in(story);
+            let (mut lease, now) = lease_in(scenario);
             let before = lease.deadline();
             let step = lease.apply(event, at(now + wait));
             let deadline = match lease.deadline() {
@@ -122,7 +124,7 @@ fn the_lease_moves_as_its_golden_table_says() {
             };
             let closed = step.closed.map_or("-".to_owned(), |cause| format!("{cause:?}"));
             let (state, reply) = (format!("{:?}", lease.state()), format!("{:?}", step.reply));
-            writeln!(table, "{:<36}{name:<16}{state:<22}{reply:<10}{closed:<18}{deadline}", story.0)
+            writeln!(table, "{:<36}{name:<16}{state:<22}{reply:<10}{closed:<18}{deadline}", scenario.0)
                 .expect("a string takes everything");
         }
     }
@@ -131,18 +133,18 @@ fn the_lease_moves_as_its_golden_table_says() {
 
 #[test]
 fn every_situation_of_the_lease_table_is_the_one_that_its_name_says() {
-    for story in LEASES {
-        let (lease, _) = lease_in(story);
+    for scenario in LEASES {
+        let (lease, _) = lease_in(scenario);
         let state = format!("{:?}", lease.state());
-        assert!(story.0.starts_with(&state), "{} is {state}", story.0);
+        assert!(scenario.0.starts_with(&state), "{} is {state}", scenario.0);
     }
 }
 
 #[test]
 fn the_fetch_moves_as_its_golden_table_says() {
     use fetch::Event::{
-        Abort, Admitted, AlreadyHere, BlocksReserved, LeaseGone, Quiet, Reject, TransferDone, TransferFailed,
-        Verdict,
+        Abort, Admitted, AlreadyCached, BlocksReserved, LeaseGone, Reject, TransferDone, TransferFailed,
+        Verdict, WorkerLost,
     };
     let stories: &[(&str, &[fetch::Event])] = &[
         ("Queued", &[]),
@@ -151,21 +153,21 @@ fn the_fetch_moves_as_its_golden_table_says() {
         ("Verifying", &[Admitted, BlocksReserved, TransferDone]),
         ("Stopping(Aborted)", &[Admitted, BlocksReserved, Abort]),
         ("Stopping(Rejected)", &[Admitted, BlocksReserved, Reject]),
-        ("Landed", &[Admitted, BlocksReserved, TransferDone, Verdict(Answer::Valid)]),
+        ("Landed", &[Admitted, BlocksReserved, TransferDone, Verdict(Verification::Valid)]),
         ("Ended", &[Abort]),
         ("Recomputing or Failed", &[LeaseGone]),
     ];
     let events = [
         Admitted,
         BlocksReserved,
-        AlreadyHere,
+        AlreadyCached,
         LeaseGone,
         TransferDone,
         TransferFailed(FailureKind::Transfer),
-        Quiet,
-        Verdict(Answer::Valid),
-        Verdict(Answer::Gone),
-        Verdict(Answer::Unknown),
+        WorkerLost,
+        Verdict(Verification::Valid),
+        Verdict(Verification::Gone),
+        Verdict(Verification::Unknown),
         Abort,
         Reject,
     ];
@@ -206,13 +208,13 @@ fn the_gatherer_moves_as_its_golden_table_says() {
     let stories: &[(&str, &[(usize, gather::Event)])] = &[
         ("Reading, both write", &[]),
         ("Reading, 0 has its bytes", &[(0, Done)]),
-        ("Reading, 0 is valid", &[(0, Done), (0, Verdict(Answer::Valid))]),
+        ("Reading, 0 is valid", &[(0, Done), (0, Verdict(Verification::Valid))]),
         ("Stopping, 0 failed", &[(0, failed)]),
-        ("Stopping, 0 is gone", &[(0, Done), (0, Verdict(Answer::Gone))]),
+        ("Stopping, 0 is gone", &[(0, Done), (0, Verdict(Verification::Gone))]),
         ("Verifying, no verdict", &[(0, Done), (1, Done)]),
-        ("Verifying, 0 is valid", &[(0, Done), (1, Done), (0, Verdict(Answer::Valid))]),
-        ("Over, 1 still to answer", &[(0, Done), (1, Done), (0, Verdict(Answer::Gone))]),
-        ("Over", &[(0, failed), (1, failed)]),
+        ("Verifying, 0 is valid", &[(0, Done), (1, Done), (0, Verdict(Verification::Valid))]),
+        ("Ended, 1 without verdict", &[(0, Done), (1, Done), (0, Verdict(Verification::Gone))]),
+        ("Ended", &[(0, failed), (1, failed)]),
     ];
     let mut table = String::from("Two links; state and actions of the whole.\n\n");
     writeln!(table, "{:<26}{:<4}{:<20}{:<20}actions", "gatherer", "of", "report", "becomes")
@@ -220,9 +222,9 @@ fn the_gatherer_moves_as_its_golden_table_says() {
     for (name, story) in stories {
         table.push('\n');
         for link in [0, 1] {
-            let verdicts = [Answer::Valid, Answer::Gone, Answer::Unknown].map(Verdict);
+            let verdicts = [Verification::Valid, Verification::Gone, Verification::Unknown].map(Verdict);
             for event in [Done, failed, Lost].into_iter().chain(verdicts) {
-                let mut gather = Gather::new(2);
+                let mut gather = Gatherer::new(2);
                 for &(link, event) in *story {
                     let _ = gather.apply(link, event);
                 }
@@ -249,15 +251,16 @@ fn the_gatherer_moves_as_its_golden_table_says() {
 #[test]
 fn the_offload_slot_moves_as_its_golden_table_says() {
     use BlockEvent::{Committed, Done, Failed, GiveUp, Load, Revoked, Store};
-    let courses = [Course::Queued, Course::Revoking, Course::Committed, Course::Draining];
+    let stages =
+        [TransferStage::Queued, TransferStage::Revoking, TransferStage::Committed, TransferStage::Draining];
     let mut states = vec![BlockState::Resident, BlockState::Stored];
-    states.extend(courses.map(BlockState::Storing));
-    states.extend(courses.map(BlockState::Loading));
+    states.extend(stages.map(BlockState::Storing));
+    states.extend(stages.map(BlockState::Loading));
     let mut table = format!("One block.\n\n{:<21}{:<11}{:<21}action\n", "block", "event", "becomes");
     for state in states {
         table.push('\n');
         for event in [Store, Load, Committed, Done, Failed, Revoked, GiveUp] {
-            let mut block = Block::new(state);
+            let mut block = OffloadBlock::new(state);
             let action = match block.apply(TransferId(1), event) {
                 None => "ignored, counted".to_owned(),
                 Some(None) => "-".to_owned(),
@@ -299,14 +302,14 @@ fn the_offload_slot_moves_as_its_golden_table_says() {
     for (name, story) in &stories {
         table.push('\n');
         for (event_name, event) in events {
-            let mut slot = Slot::new();
+            let mut slot = OffloadSlot::new();
             for &event in story {
                 let _ = slot.apply(event);
             }
             let ignored = slot.ignored();
             let actions = listed(slot.apply(event), slot.ignored() > ignored);
             let actions = actions.replace("TransferId(1)", "S").replace("TransferId(2)", "L");
-            let answer = format!("{:?}", slot.answer());
+            let answer = format!("{:?}", slot.finish_reply());
             writeln!(table, "{name:<19}{event_name:<11}{answer:<14}{actions}").expect("a string");
         }
     }
@@ -315,24 +318,24 @@ fn the_offload_slot_moves_as_its_golden_table_says() {
 
 #[test]
 fn the_multi_connector_moves_as_its_golden_table_says() {
-    use multi::Answer::{Holds, Nothing};
-    use multi::Event::{Abort, Answered, Finish, LetGo, Load, LoadFailed, Loaded, Preempted};
+    use multi::ChildReply::{Holds, Nothing};
+    use multi::Event::{Abort, Finish, Load, LoadFailed, Loaded, Preempted, Released, Replied};
     const P: Child = Child(0);
     const O: Child = Child(1);
-    let (nobody, both) = (Children::NONE, Children::first(2));
+    let (none, both) = (Children::NONE, Children::first(2));
     let stories: [(&str, Vec<multi::Event>); 8] = [
-        ("looking", vec![]),
+        ("idle", vec![]),
         ("loading from 0", vec![Load(both)]),
-        ("looking, 0 failed", vec![Load(both), LoadFailed(P)]),
-        ("asked 0, 1", vec![Finish]),
-        ("asked 1, 0 holds", vec![Finish, Answered(P, Holds)]),
-        ("asked 1", vec![Finish, Answered(P, Nothing)]),
-        ("0, 1 hold", vec![Finish, Answered(P, Holds), Answered(O, Holds)]),
-        ("free", vec![Finish, Answered(P, Nothing), Answered(O, Nothing)]),
+        ("idle, 0 failed", vec![Load(both), LoadFailed(P)]),
+        ("finished 0, 1", vec![Finish]),
+        ("finished 1, 0 holds", vec![Finish, Replied(P, Holds)]),
+        ("finished 1", vec![Finish, Replied(P, Nothing)]),
+        ("0, 1 hold", vec![Finish, Replied(P, Holds), Replied(O, Holds)]),
+        ("freed", vec![Finish, Replied(P, Nothing), Replied(O, Nothing)]),
     ];
     let events = [
-        ("load: nobody", Load(nobody)),
-        ("load: 1", Load(nobody.with(O))),
+        ("load: none", Load(none)),
+        ("load: 1", Load(none.with(O))),
         ("load: 0, 1", Load(both)),
         ("loaded(0)", Loaded(P)),
         ("load failed(0)", LoadFailed(P)),
@@ -340,29 +343,29 @@ fn the_multi_connector_moves_as_its_golden_table_says() {
         ("preempted", Preempted),
         ("finish", Finish),
         ("abort", Abort),
-        ("answered(0, holds)", Answered(P, Holds)),
-        ("answered(0, nothing)", Answered(P, Nothing)),
-        ("answered(1, holds)", Answered(O, Holds)),
-        ("answered(1, nothing)", Answered(O, Nothing)),
-        ("let go(0)", LetGo(P)),
-        ("let go(1)", LetGo(O)),
+        ("replied(0, holds)", Replied(P, Holds)),
+        ("replied(0, nothing)", Replied(P, Nothing)),
+        ("replied(1, holds)", Replied(O, Holds)),
+        ("replied(1, nothing)", Replied(O, Nothing)),
+        ("released(0)", Released(P)),
+        ("released(1)", Released(O)),
     ];
     let mut table = String::from(
         "Children 0 and 1; policy \"recompute\"; where \"fail\" differs, a second row says how.\n\n",
     );
-    writeln!(table, "{:<19}{:<22}actions", "request", "event").expect("a string");
+    writeln!(table, "{:<21}{:<22}actions", "request", "event").expect("a string");
     for (name, story) in &stories {
         table.push('\n');
         for (event_name, event) in events {
             let row = |policy| {
-                let mut multi = Multi::new(both, policy);
+                let mut multi = MultiConnectorRequest::new(both, policy);
                 for &event in story {
                     let _ = multi.apply(event);
                 }
                 let ignored = multi.ignored();
                 let actions = listed(multi.apply(event), multi.ignored() > ignored);
                 let actions = actions.replace("Child(0)", "0").replace("Child(1)", "1");
-                format!("{name:<19}{event_name:<22}{actions}")
+                format!("{name:<21}{event_name:<22}{actions}")
             };
             let (recompute, fail) = (row(LoadFailurePolicy::Recompute), row(LoadFailurePolicy::Fail));
             writeln!(table, "{recompute}").expect("a string");

@@ -1,15 +1,15 @@
-//! The smallest transport that keeps the promises: between threads of one process, over a bounded channel. For who writes
-//! one (`docs/reference/contract.md`) to begin with, and to see what each promise asks.
+//! The smallest transport that meets the contract: between threads of one process, over a bounded channel. It is a
+//! starting point for other transports (`docs/reference/contract.md`), and shows what each requirement needs.
 //!
 //! ```text
 //! consumer's thread                              producer's thread, one for each read
-//!   read ── who are you? epoch, layout             read_begun: the ledger grants, or says gone or refused
+//!   read ── epoch, layout match?                   begin_read: the ledger grants, or returns gone or refused
 //!   ◀── Bytes ◀── Bytes … ◀── End                  before every block: is the lease live, and is the block computed?
-//!   finish ─────────────────────────────▶          read_done: the ledger's verdict
+//!   finish ─────────────────────────────▶          finish_read: the ledger's verdict
 //! ```
 //!
-//! The consumer's thread alone writes into landing blocks, out of what it has received, and within `read`: so nothing writes
-//! there any more when `read` returns, whatever it returns.
+//! Only the consumer's thread writes into landing blocks, from received data, and only within `read`. So no thread
+//! writes there after the return of `read`.
 
 #[macro_use]
 mod conformance;
@@ -24,103 +24,105 @@ use std::time::{Duration, Instant};
 
 use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
 use baton_connector::region::Region;
-use baton_connector::slice::{Cut, Run};
+use baton_connector::slice::{Run, SliceRange};
 use baton_connector::transport::{
     Part, Peer, Producer, ReadOrder, Readiness, StopFlag, Transport, TransportError, Verdict,
 };
 use baton_connector::{BlockId, Handle, KvLayout, Reader};
-use conformance::{Lender, Wire};
+use conformance::{TestProducer, TransportHarness};
 
 /// Pieces that a producer may be ahead of its reader.
 const WINDOW: usize = 4;
-/// How often a waiting thread looks up.
+/// How often a waiting thread checks for changes.
 const SLICE: Duration = Duration::from_millis(20);
-/// A producer that says nothing for so long has failed. `transport::SILENCE` outside of tests.
+/// A producer that is silent for this long has failed. `transport::SILENCE` outside of tests.
 const SILENCE: Duration = Duration::from_millis(700);
 
-/// What a producer sends.
-enum Piece {
+/// A message of a producer.
+enum Message {
     Bytes(Vec<u8>),
-    /// It lives, and the next block is not computed yet.
+    /// The producer is alive, but the next block is not computed yet.
     NotYet,
-    /// Nothing more comes.
+    /// No further message follows.
     End(Result<(), TransportError>),
 }
 
-/// Which entries of the lease's table a read is for, and what of them where it is a slice.
-type Asked = (Range<usize>, Option<(Cut, KvLayout)>);
+/// The requested entries of the lease's table, and the range of a slice read.
+type RequestedRange = (Range<usize>, Option<(SliceRange, KvLayout)>);
 
-/// The producer's end. A real one has a socket here.
-struct Line {
+/// The producer's end. A real transport has a socket here.
+struct ProducerEnd {
     producer: Arc<dyn Producer>,
     alive: AtomicBool,
 }
 
-/// Why a consumer was not let in.
-enum NotAdmitted {
+/// Why a consumer was not admitted.
+enum AdmitError {
     Gone,
     Other(TransportError),
 }
 
-impl Line {
-    /// The handshake. A real one proves the cluster's secret first, both ways.
-    fn admit(&self, peer: &Peer) -> Result<(), NotAdmitted> {
+impl ProducerEnd {
+    /// The handshake. In a real transport both ends first prove the cluster's secret.
+    fn admit(&self, peer: &Peer) -> Result<(), AdmitError> {
         if !self.alive.load(Ordering::Acquire) {
-            let why = TransportError::Handshake(peer.address, "nobody is there".into());
-            return Err(NotAdmitted::Other(why));
+            let why = TransportError::Handshake(peer.address, "no producer".into());
+            return Err(AdmitError::Other(why));
         }
         if peer.epoch != self.producer.epoch() {
-            return Err(NotAdmitted::Gone);
+            return Err(AdmitError::Gone);
         }
         if peer.fingerprint != self.producer.fingerprint() {
-            return Err(NotAdmitted::Other(TransportError::Refused("another layout".into())));
+            return Err(AdmitError::Other(TransportError::Refused("another layout".into())));
         }
         Ok(())
     }
 
     /// One read, on a thread of its own.
-    fn deliver(&self, order: &ReadOrder, out: &SyncSender<Piece>) {
+    fn deliver(&self, order: &ReadOrder, out: &SyncSender<Message>) {
         let (handle, reader) = (order.handle, order.reader);
-        let begun = self.asked(order).and_then(|(entries, slice)| {
-            let blocks = self.producer.read_begun(handle, reader, entries.start, entries.len())?;
+        let begun = self.requested_range(order).and_then(|(entries, slice)| {
+            let blocks = self.producer.begin_read(handle, reader, entries.start, entries.len())?;
             Ok((entries.start, blocks, slice))
         });
         let (first, blocks, slice) = match begun {
             Ok(begun) => begun,
-            Err(why) => return drop(out.send(Piece::End(Err(why)))),
+            Err(why) => return drop(out.send(Message::End(Err(why)))),
         };
         for (at, &block) in blocks.iter().enumerate() {
             let brought = loop {
                 match self.producer.await_ready(handle, reader, first + at + 1, SLICE) {
-                    Readiness::Ready => break self.producer.in_region(&[block]),
+                    Readiness::Ready => break self.producer.download_blocks(&[block]),
                     Readiness::Gone => break Err(TransportError::Gone),
                     Readiness::NotYet => {
-                        if out.send(Piece::NotYet).is_err() {
-                            return self.producer.read_failed(handle, reader);
+                        if out.send(Message::NotYet).is_err() {
+                            return self.producer.fail_read(handle, reader);
                         }
                     }
                 }
             };
             let sent = match brought {
-                Ok(()) => out.send(Piece::Bytes(gather(self.producer.region(), &blocks, at, slice.as_ref()))),
+                Ok(()) => {
+                    out.send(Message::Bytes(gather(self.producer.region(), &blocks, at, slice.as_ref())))
+                }
                 Err(why) => {
-                    // What it has received it has copied, or never will: it is quiet.
-                    self.producer.read_failed(handle, reader);
-                    return drop(out.send(Piece::End(Err(why))));
+                    // The reader has copied what it received, or never will: the read is over.
+                    self.producer.fail_read(handle, reader);
+                    return drop(out.send(Message::End(Err(why))));
                 }
             };
             if sent.is_err() {
-                return self.producer.read_failed(handle, reader);
+                return self.producer.fail_read(handle, reader);
             }
         }
-        // Until it says done, or gives up, the reader is in flight, and the lease is not closed under it.
-        if out.send(Piece::End(Ok(()))).is_err() {
-            self.producer.read_failed(handle, reader);
+        // The reader is in flight until it is done or gives up. So the lease is not closed before that.
+        if out.send(Message::End(Ok(()))).is_err() {
+            self.producer.fail_read(handle, reader);
         }
     }
 
-    /// What a read asks for. Whether the lease has so much is the ledger's to say.
-    fn asked(&self, order: &ReadOrder) -> Result<Asked, TransportError> {
+    /// The requested range of a read. The ledger checks it against the lease.
+    fn requested_range(&self, order: &ReadOrder) -> Result<RequestedRange, TransportError> {
         let refused = |why: String| TransportError::Refused(why.into());
         match &order.part {
             Part::Blocks { first } => {
@@ -130,24 +132,24 @@ impl Line {
             }
             Part::Slice(slice) => {
                 let layout = self.producer.layout().ok_or_else(|| refused("whole blocks only".to_owned()))?;
-                slice.cut.check(&layout).map_err(|why| refused(why.to_string()))?;
-                Ok((slice.cut.entries(&layout), Some((slice.cut.clone(), layout))))
+                slice.range.check(&layout).map_err(|why| refused(why.to_string()))?;
+                Ok((slice.range.entries(&layout), Some((slice.range.clone(), layout))))
             }
         }
     }
 }
 
-/// The bytes of one block of a read, or what a slice takes of it.
-fn gather(region: &Region, blocks: &[BlockId], at: usize, slice: Option<&(Cut, KvLayout)>) -> Vec<u8> {
+/// The bytes of one block of a read, or the part of it that belongs to the slice.
+fn gather(region: &Region, blocks: &[BlockId], at: usize, slice: Option<&(SliceRange, KvLayout)>) -> Vec<u8> {
     let block = region.read_block(blocks[at]);
-    let Some((cut, layout)) = slice else { return block };
+    let Some((range, layout)) = slice else { return block };
     let mut runs = Vec::new();
-    cut.runs(layout, &cut.piece(layout, at), &mut runs);
+    range.runs(layout, &range.piece(layout, at), &mut runs);
     // A piece of a slice lies in one block of the producer.
     runs.iter().flat_map(|run| &block[run.offset..][..run.len]).copied().collect()
 }
 
-/// Puts what was received where it goes; false if it is not what was asked for.
+/// Writes received bytes into the landing blocks; false if their size is not the requested one.
 fn scatter(region: &Region, order: &ReadOrder, at: usize, bytes: &[u8]) -> bool {
     let Part::Slice(slice) = &order.part else {
         let fits = at < order.into.len() && bytes.len() == region.block_bytes();
@@ -156,8 +158,8 @@ fn scatter(region: &Region, order: &ReadOrder, at: usize, bytes: &[u8]) -> bool 
         }
         return fits;
     };
-    let (piece, mut runs) = (slice.cut.piece(&slice.producer, at), Vec::new());
-    if at >= slice.cut.entries(&slice.producer).len() || bytes.len() != slice.piece_bytes(&piece) {
+    let (piece, mut runs) = (slice.range.piece(&slice.producer, at), Vec::new());
+    if at >= slice.range.entries(&slice.producer).len() || bytes.len() != slice.piece_bytes(&piece) {
         return false;
     }
     slice.runs(&piece, &mut runs);
@@ -174,107 +176,108 @@ fn scatter(region: &Region, order: &ReadOrder, at: usize, bytes: &[u8]) -> bool 
 }
 
 /// The consumer's end.
-struct InProcess {
-    line: Arc<Line>,
-    /// A connection that is kept for the next call.
-    kept: Mutex<Option<Arc<Line>>>,
+struct InProcessTransport {
+    producer_end: Arc<ProducerEnd>,
+    /// An idle connection for the next call.
+    idle: Mutex<Option<Arc<ProducerEnd>>>,
 }
 
-impl InProcess {
-    fn meet(&self, peer: &Peer) -> Result<Arc<Line>, NotAdmitted> {
-        self.line.admit(peer)?;
-        Ok(Arc::clone(
-            self.kept.lock().expect("nobody panics with it").get_or_insert_with(|| Arc::clone(&self.line)),
-        ))
+impl InProcessTransport {
+    fn connect(&self, peer: &Peer) -> Result<Arc<ProducerEnd>, AdmitError> {
+        self.producer_end.admit(peer)?;
+        let mut idle = self.idle.lock().expect("no panic");
+        Ok(Arc::clone(idle.get_or_insert_with(|| Arc::clone(&self.producer_end))))
     }
 
-    /// Asks about a lease; `gone` is the answer of a producer of another epoch.
+    /// Sends a message about a lease. `gone` is the answer of a producer of another epoch.
     fn ask<T>(
         &self,
         peer: &Peer,
         gone: T,
         ask: impl FnOnce(&dyn Producer) -> T,
     ) -> Result<T, TransportError> {
-        match self.meet(peer) {
-            Ok(line) => Ok(ask(&*line.producer)),
-            Err(NotAdmitted::Gone) => Ok(gone),
-            Err(NotAdmitted::Other(why)) => Err(why),
+        match self.connect(peer) {
+            Ok(producer_end) => Ok(ask(&*producer_end.producer)),
+            Err(AdmitError::Gone) => Ok(gone),
+            Err(AdmitError::Other(why)) => Err(why),
         }
     }
 }
 
-/// Receives the blocks of a read, and writes them where they go.
+/// Receives the blocks of a read and writes them into the landing blocks.
 fn land(
-    line: &Line,
-    pieces: &Receiver<Piece>,
+    producer_end: &ProducerEnd,
+    pieces: &Receiver<Message>,
     order: &ReadOrder,
     region: &Region,
     stop: &StopFlag,
 ) -> Result<(), TransportError> {
     let pieces_of = match &order.part {
         Part::Blocks { .. } => order.into.len(),
-        Part::Slice(slice) => slice.cut.entries(&slice.producer).len(),
+        Part::Slice(slice) => slice.range.entries(&slice.producer).len(),
     };
-    let (mut landed, mut heard) = (0, Instant::now());
+    let (mut landed, mut last_message) = (0, Instant::now());
     let broken = |why: &str| Err(TransportError::Transfer(why.into()));
     loop {
         if stop.load(Ordering::Acquire) {
             return Err(TransportError::Stopped);
         }
-        if !line.alive.load(Ordering::Acquire) {
+        if !producer_end.alive.load(Ordering::Acquire) {
             return broken("the producer has died");
         }
         match pieces.recv_timeout(SLICE) {
-            Ok(Piece::Bytes(bytes)) if scatter(region, order, landed, &bytes) => landed += 1,
-            Ok(Piece::Bytes(_)) => return broken("the producer sends what was not asked for"),
-            Ok(Piece::NotYet) => {}
-            Ok(Piece::End(Ok(()))) if landed < pieces_of => return broken("blocks are missing"),
-            Ok(Piece::End(end)) => return end,
-            Err(RecvTimeoutError::Timeout) if heard.elapsed() < SILENCE => continue,
+            Ok(Message::Bytes(bytes)) if scatter(region, order, landed, &bytes) => landed += 1,
+            Ok(Message::Bytes(_)) => return broken("the producer sends what was not asked for"),
+            Ok(Message::NotYet) => {}
+            Ok(Message::End(Ok(()))) if landed < pieces_of => return broken("blocks are missing"),
+            Ok(Message::End(end)) => return end,
+            Err(RecvTimeoutError::Timeout) if last_message.elapsed() < SILENCE => continue,
             Err(RecvTimeoutError::Timeout) => return broken("the producer is silent"),
             Err(RecvTimeoutError::Disconnected) => return broken("the connection has ended"),
         }
-        heard = Instant::now();
+        last_message = Instant::now();
     }
 }
 
-impl Transport for InProcess {
+impl Transport for InProcessTransport {
     fn carrier(&self, _: &Peer) -> &'static str {
         "in_process"
     }
 
-    fn read(
+    // This transport reports no landed blocks.
+    fn read_with(
         &self,
         peer: &Peer,
         order: &ReadOrder,
         region: &Region,
         stop: &StopFlag,
+        _: &mut dyn FnMut(&[BlockId]),
     ) -> Result<(), TransportError> {
-        let line = self.meet(peer).map_err(|why| match why {
-            NotAdmitted::Gone => TransportError::Gone,
-            NotAdmitted::Other(why) => why,
+        let producer_end = self.connect(peer).map_err(|why| match why {
+            AdmitError::Gone => TransportError::Gone,
+            AdmitError::Other(why) => why,
         })?;
         if let Part::Slice(slice) = &order.part {
             slice.check(order.into.len()).map_err(|why| TransportError::Refused(why.to_string().into()))?;
         }
         let (out, pieces) = sync_channel(WINDOW);
-        let (server, asked) = (Arc::clone(&line), order.clone());
-        thread::spawn(move || server.deliver(&asked, &out));
-        let read = land(&line, &pieces, order, region, stop);
-        // The producer's thread hears of it when it sends next, which may be never: it has sent everything, perhaps.
+        let (server, requested) = (Arc::clone(&producer_end), order.clone());
+        thread::spawn(move || server.deliver(&requested, &out));
+        let read = land(&producer_end, &pieces, order, region, stop);
+        // The producer's thread notices the end of the read only when it sends again. It may have sent everything.
         let left = matches!(read, Err(TransportError::Stopped | TransportError::Transfer(_)));
-        if left && line.alive.load(Ordering::Acquire) {
-            line.producer.read_failed(order.handle, order.reader);
+        if left && producer_end.alive.load(Ordering::Acquire) {
+            producer_end.producer.fail_read(order.handle, order.reader);
         }
         read
     }
 
     fn finish(&self, peer: &Peer, handle: Handle, reader: Reader) -> Result<Verdict, TransportError> {
-        self.ask(peer, Verdict::Gone, |producer| producer.read_done(handle, reader))
+        self.ask(peer, Verdict::Gone, |producer| producer.finish_read(handle, reader))
     }
 
     fn give_up(&self, peer: &Peer, handle: Handle, reader: Reader) -> Result<(), TransportError> {
-        self.ask(peer, (), |producer| producer.read_failed(handle, reader))
+        self.ask(peer, (), |producer| producer.fail_read(handle, reader))
     }
 
     fn release(&self, peer: &Peer, handle: Handle, reason: &str) -> Result<ReleaseReply, TransportError> {
@@ -297,29 +300,30 @@ impl Transport for InProcess {
     }
 
     fn sweep(&self) {
-        self.kept.lock().expect("nobody panics with it").take_if(|line| !line.alive.load(Ordering::Acquire));
+        let mut idle = self.idle.lock().expect("no panic");
+        idle.take_if(|producer_end| !producer_end.alive.load(Ordering::Acquire));
     }
 }
 
-/// What the suite needs: where a producer's pool lies, and both ends between a producer and its consumers.
+/// What the suite needs: the memory of a producer's pool, and the two ends of the transport.
 fn pool(blocks: usize, block_bytes: usize) -> Region {
     Region::allocate(blocks, block_bytes)
 }
 
-struct Pair(Arc<InProcess>);
+struct InProcessHarness(Arc<InProcessTransport>);
 
-fn start(lender: Arc<Lender>) -> Box<dyn Wire> {
-    let line = Arc::new(Line { producer: lender, alive: AtomicBool::new(true) });
-    Box::new(Pair(Arc::new(InProcess { line, kept: Mutex::new(None) })))
+fn start(producer: Arc<TestProducer>) -> Box<dyn TransportHarness> {
+    let producer_end = Arc::new(ProducerEnd { producer, alive: AtomicBool::new(true) });
+    Box::new(InProcessHarness(Arc::new(InProcessTransport { producer_end, idle: Mutex::new(None) })))
 }
 
-impl Wire for Pair {
+impl TransportHarness for InProcessHarness {
     fn transport(&self) -> Arc<dyn Transport> {
         Arc::clone(&self.0) as Arc<dyn Transport>
     }
 
     fn peer(&self) -> Peer {
-        let producer = &self.0.line.producer;
+        let producer = &self.0.producer_end.producer;
         Peer {
             address: ([127, 0, 0, 1], 1).into(),
             epoch: producer.epoch(),
@@ -328,11 +332,11 @@ impl Wire for Pair {
     }
 
     fn kill(&mut self) {
-        self.0.line.alive.store(false, Ordering::Release);
+        self.0.producer_end.alive.store(false, Ordering::Release);
     }
 
-    fn kept(&self) -> usize {
-        usize::from(self.0.kept.lock().expect("nobody panics with it").is_some())
+    fn idle_connections(&self) -> usize {
+        usize::from(self.0.idle.lock().expect("no panic").is_some())
     }
 
     fn silence(&self) -> Duration {

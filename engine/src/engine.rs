@@ -15,11 +15,11 @@ use baton_openai::ParseLimits;
 use tokio_util::sync::CancellationToken;
 
 use crate::compute::Executor;
-use crate::compute::cpu::{CpuExecutor, CpuOptions, LoadProgress, WeightMode};
+use crate::compute::cpu::{CpuExecutor, CpuOptions, WeightLoadProgress, WeightMode};
 use crate::compute::cuda::{Accelerator, DeviceChoice, DeviceOptions, Element, PoolSize};
 use crate::compute::shared_pool::shared_pool;
-use crate::handoff::producer::LeaseDesk;
-use crate::handoff::transport::{FoundNixl, KvTransport};
+use crate::handoff::producer::LeaseService;
+use crate::handoff::transport::{KvTransport, NixlState};
 use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::config::ModelConfig;
@@ -27,8 +27,8 @@ use crate::model::identity::identity;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::weights::Weights;
 use crate::run::options::{EngineOptions, StartError, system};
-use crate::run::rank::{Common, RunningRank};
-use crate::server::{Bodies, Frontend, is_loopback, serve};
+use crate::run::rank::{RankContext, RunningRank};
+use crate::server::{BodyBudget, Frontend, is_loopback, serve};
 
 /// Engine cores of one process.
 const DATA_PARALLEL_MAX: usize = 64;
@@ -47,12 +47,15 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Loads the model and starts everything but HTTP, whose address is already bound. `progress` hears how much
-    /// of the weights is loaded.
+    /// Loads the model and starts all threads of the engine except HTTP, whose address is already bound. `progress`
+    /// receives the state of loading the weights.
     ///
     /// # Errors
     /// [`StartError`], before anything is served.
-    pub fn start(options: EngineOptions, progress: &mut dyn FnMut(LoadProgress)) -> Result<Self, StartError> {
+    pub fn start(
+        options: EngineOptions,
+        progress: &mut dyn FnMut(WeightLoadProgress),
+    ) -> Result<Self, StartError> {
         let secret = check(&options)?;
         let listener = TcpListener::bind(options.listen)
             .map_err(system(format!("listen on {} (--listen)", options.listen)))?;
@@ -77,8 +80,8 @@ impl Engine {
         let weights = identity(&options.model)? + options.weights.identity();
         let fingerprint = executors[0].layout().fingerprint(&weights);
         let broken = CancellationToken::new();
-        let nixl = FoundNixl::look(options.kv_transport, options.nixl_library.as_deref());
-        let common = Common {
+        let nixl = NixlState::find(options.kv_transport, options.nixl_library.as_deref());
+        let common = RankContext {
             options: &options,
             secret: secret.clone(),
             epoch: Epoch(random()?),
@@ -91,18 +94,7 @@ impl Engine {
         };
         let (vocab, batch_invariant) = (executors[0].vocab(), executors[0].is_batch_invariant());
         let metrics = Arc::new(EngineMetrics::new(&model));
-        let mut running = Vec::with_capacity(options.data_parallel_size);
-        let mut sides = sides.into_iter();
-        for (rank, executor) in executors.into_iter().enumerate() {
-            let side = sides.by_ref().take(options.kv_ranks).collect();
-            let metrics = match rank {
-                0 => Arc::clone(&metrics),
-                _ => Arc::new(metrics.sibling(&model, rank)),
-            };
-            running.push(RunningRank::start(&common, rank, executor, side, metrics)?);
-        }
-        let desks: Vec<_> = running.iter().map(|running| Arc::clone(&running.core.desk)).collect();
-        LeaseDesk::introduce(&desks);
+        let running = start_ranks(&common, executors, sides, &metrics, &model)?;
         let frontend = Arc::new(Frontend {
             model,
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
@@ -124,7 +116,7 @@ impl Engine {
             log: Arc::clone(&common.log),
             batch_invariant,
             next_sequence: AtomicU64::new(1),
-            bodies: Arc::new(Bodies::of(options.body_bytes_total)),
+            bodies: Arc::new(BodyBudget::of(options.body_bytes_total)),
             verb_bodies: Arc::default(),
         });
         Ok(Self {
@@ -168,8 +160,8 @@ impl Engine {
         &self.frontend.model
     }
 
-    /// Serves until `stop`; then takes no more requests, lets running ones and leases end within the shutdown
-    /// timeout, gives up the rest, and tells the peers.
+    /// Serves until `stop`. The engine then takes no more requests, and running requests and leases may end within
+    /// the shutdown timeout. Afterwards the engine aborts the rest and delivers the pending notices to peers.
     ///
     /// # Errors
     /// When the listener breaks, or the step loop has panicked.
@@ -188,17 +180,17 @@ impl Engine {
             core.mailbox.close(deadline);
         }
         let Self { running, frontend, .. } = self;
-        let wound_down = tokio::task::spawn_blocking(move || {
-            running.into_iter().map(RunningRank::wind_down).collect::<Vec<_>>()
+        let stopped = tokio::task::spawn_blocking(move || {
+            running.into_iter().map(RunningRank::stop).collect::<Vec<_>>()
         });
-        let wound_down = wound_down.await.unwrap_or_default();
+        let stopped = stopped.await.unwrap_or_default();
         accepting.cancel();
         let grace = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(500));
         let served = tokio::time::timeout(grace, serving).await;
         drop(frontend);
         let closed = tokio::task::spawn_blocking(move || {
             let deadline = deadline.max(Instant::now() + Duration::from_millis(500));
-            wound_down.into_iter().for_each(|core| core.close(deadline));
+            stopped.into_iter().for_each(|core| core.close(deadline));
         });
         drop(closed.await);
         match served {
@@ -207,6 +199,29 @@ impl Engine {
             Ok(Err(_)) | Err(_) => Ok(()),
         }
     }
+}
+
+/// Starts each rank with its executor and its side channels.
+fn start_ranks(
+    common: &RankContext<'_>,
+    executors: Vec<Box<dyn Executor>>,
+    sides: Vec<TcpListener>,
+    metrics: &Arc<EngineMetrics>,
+    model: &str,
+) -> Result<Vec<RunningRank>, StartError> {
+    let mut running = Vec::with_capacity(executors.len());
+    let mut sides = sides.into_iter();
+    for (rank, executor) in executors.into_iter().enumerate() {
+        let side = sides.by_ref().take(common.options.kv_ranks).collect();
+        let metrics = match rank {
+            0 => Arc::clone(metrics),
+            _ => Arc::new(metrics.sibling(model, rank)),
+        };
+        running.push(RunningRank::start(common, rank, executor, side, metrics)?);
+    }
+    let leases: Vec<_> = running.iter().map(|running| Arc::clone(&running.core.leases)).collect();
+    LeaseService::link_siblings(&leases);
+    Ok(running)
 }
 
 /// A listener per data-parallel rank and KV rank: consecutive ports, or free ones.
@@ -228,7 +243,7 @@ fn side_channels(options: &EngineOptions) -> Result<Vec<TcpListener>, StartError
 fn executors(
     options: &EngineOptions,
     config: &ModelConfig,
-    progress: &mut dyn FnMut(LoadProgress),
+    progress: &mut dyn FnMut(WeightLoadProgress),
 ) -> Result<Vec<Box<dyn Executor>>, StartError> {
     let accelerator = match options.device {
         DeviceChoice::Cpu => None,
@@ -249,7 +264,7 @@ fn on_device(
     accelerator: Accelerator,
     options: &EngineOptions,
     config: &ModelConfig,
-    progress: &mut dyn FnMut(LoadProgress),
+    progress: &mut dyn FnMut(WeightLoadProgress),
 ) -> Result<Box<dyn Executor>, StartError> {
     let wrong = |what: String| StartError::Options(format!("--device {accelerator}: {what}"));
     let element = match options.kv_dtype {
@@ -296,7 +311,7 @@ fn pool_blocks(options: &EngineOptions, block_bytes: usize) -> Result<usize, Sta
     Ok(blocks)
 }
 
-/// What makes the memory that transports see.
+/// The allocator of the memory that transports see.
 fn pool(options: &EngineOptions) -> fn(usize, usize) -> Region {
     match options.kv_transport {
         KvTransport::Tcp => Region::allocate,
@@ -304,8 +319,7 @@ fn pool(options: &EngineOptions) -> fn(usize, usize) -> Region {
     }
 }
 
-/// Tokens of one sequence at most. A longer one would have positions that the model was not made for: its text would be
-/// fluent nonsense.
+/// The token limit of one sequence. Beyond the positions of the model the text would be fluent nonsense.
 fn max_model_len(options: &EngineOptions, config: &ModelConfig) -> Result<usize, StartError> {
     match options.max_model_len {
         Some(wanted) if wanted > config.max_positions => Err(StartError::Options(format!(
@@ -359,7 +373,7 @@ fn check(options: &EngineOptions) -> Result<Option<Secret>, StartError> {
 fn load(
     options: &EngineOptions,
     config: &ModelConfig,
-    progress: &mut dyn FnMut(LoadProgress),
+    progress: &mut dyn FnMut(WeightLoadProgress),
 ) -> Result<CpuExecutor, StartError> {
     let layout = config.kv_layout(options.block_tokens, options.kv_dtype);
     Geometry::new(layout, options.kv_ranks)
@@ -368,7 +382,7 @@ fn load(
     Ok(CpuExecutor::load(&options.model, config, &cpu, progress)?)
 }
 
-/// The same for every rank: a pool of its own, and its share of the threads.
+/// The options of one rank: a pool of its own, and its share of the threads.
 fn cpu_options(options: &EngineOptions, block_bytes: usize) -> Result<CpuOptions, StartError> {
     let blocks = pool_blocks(options, block_bytes)?;
     let mut cpu = CpuOptions {

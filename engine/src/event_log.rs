@@ -1,12 +1,12 @@
-//! What happened to requests and leases, step by step, for whoever judges this engine from outside:
+//! The event log: each event of requests and leases, for tools that observe this engine through
 //! `GET /debug/kv/events`.
 //!
-//! A ring of the last [`EVENTS_KEPT`] events, numbered without gaps. Writing one is a short lock and no system call
-//! while nobody waits; a request leaves about ten. Readers ask for what follows a number, and wait for it if they like
-//! (`baton bench disconnect`, `baton top`, `baton doctor`).
+//! The log is a ring of the last [`EVENTS_KEPT`] events, numbered without gaps. Without a waiting reader, writing one
+//! takes a short lock and no system call. A request writes about ten. Readers ask for the events after a number, and
+//! may wait for them (`baton bench disconnect`, `baton top`, `baton doctor`).
 //!
-//! A request's `user` field, where it has one that is short, is its tag: it passes through any router unchanged, so that
-//! whoever asked finds its own requests here.
+//! A short `user` field of a request is its tag. The field passes through any router unchanged, so a client finds its
+//! own requests in this log.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -16,18 +16,18 @@ use baton_connector::RequestId;
 use serde_json::{Map, Value};
 use tokio::sync::Notify;
 
-/// Events that are kept.
+/// Limit of the retained events.
 pub const EVENTS_KEPT: usize = 65_536;
 
 /// Bytes of a tag; a longer `user` is no tag.
 pub const TAG_BYTES_MAX: usize = 64;
 
-/// How long a reader that waits for an event is let wait for more.
+/// How long a waiting reader waits for more events after the first one.
 const GATHERED: Duration = Duration::from_millis(1);
 
-/// Something that happened to a request, or to its lease.
+/// An event of a request, or of its lease.
 #[derive(Clone, Debug, PartialEq)]
-pub enum What {
+pub enum RequestEvent {
     /// Accepted into the queue.
     Queued {
         /// `prefill`, `decode` or `whole`.
@@ -37,34 +37,34 @@ pub enum What {
         /// The request's `user`.
         tag: Option<Arc<str>>,
     },
-    /// Turned away.
+    /// Refused.
     Refused {
         /// Why.
         reason: &'static str,
         /// The request's `user`.
         tag: Option<Arc<str>>,
     },
-    /// Computes from now on; so many tokens of its prompt needed no computing.
+    /// Computation begins. So many tokens of the prompt need none.
     Started(usize),
-    /// A step over its prompt has ended; so many of its tokens are computed, or were there.
+    /// A step over the prompt has ended. So many of its tokens are computed, or were cached.
     Computed(usize),
-    /// Begins to read so many blocks.
+    /// The read of so many blocks begins.
     Fetching(usize),
     /// The read is over: `landed`, `gone`, `failed` or `stopped`.
     Fetched(&'static str),
-    /// Its first token is there.
+    /// The first token is computed.
     FirstToken,
-    /// Nobody waits for it any more, as the engine has learnt by `disconnect` or `verb`.
+    /// The client has left (`disconnect`), or an abort named the request (`verb`).
     Abort(&'static str),
     /// A lease was opened.
-    Lent {
+    LeaseOpened {
         /// Blocks in it.
         blocks: usize,
-        /// Until it ends by itself; `None` while it grows.
+        /// Until the lease expires; `None` while the lease grows.
         left: Option<Duration>,
     },
-    /// What became of the reply that its caller waited for: `sent`, or `dropped` because the caller had left. Simulated
-    /// engines alone log it.
+    /// What became of the reply: `sent`, or `dropped` because the caller had left. Only simulated engines log this
+    /// event.
     Replied(&'static str),
     /// A lease has ended.
     LeaseEnded {
@@ -77,22 +77,22 @@ pub enum What {
         /// From open to close.
         held: Duration,
     },
-    /// It has left the engine's books.
+    /// The sequence was removed from the scheduler.
     Ended {
         /// Why.
         outcome: &'static str,
-        /// Tokens it said.
+        /// Tokens it generated.
         generated: usize,
         /// Tokens of its prompt that were computed here.
         computed: usize,
         /// Blocks that it held.
         blocks: usize,
     },
-    /// The last block it held is back; it held so many.
+    /// The last of so many blocks that it held is free.
     Freed(usize),
 }
 
-impl What {
+impl RequestEvent {
     /// The word in the log.
     #[must_use]
     pub fn label(&self) -> &'static str {
@@ -105,7 +105,7 @@ impl What {
             Self::Fetched(_) => "fetched",
             Self::FirstToken => "first_token",
             Self::Abort(_) => "abort",
-            Self::Lent { .. } => "lease_opened",
+            Self::LeaseOpened { .. } => "lease_opened",
             Self::Replied(_) => "replied",
             Self::LeaseEnded { .. } => "lease_ended",
             Self::Ended { .. } => "ended",
@@ -123,7 +123,7 @@ impl What {
             Self::Fetched(result) | Self::Replied(result) => vec![("result", (*result).into())],
             Self::FirstToken => Vec::new(),
             Self::Abort(how) => vec![("how", (*how).into())],
-            Self::Lent { blocks, left } => vec![
+            Self::LeaseOpened { blocks, left } => vec![
                 ("blocks", (*blocks).into()),
                 ("left_ms", left.map_or(Value::Null, |left| (left.as_millis() as u64).into())),
                 ("growing", left.is_none().into()),
@@ -146,38 +146,38 @@ impl What {
 }
 
 #[derive(Clone)]
-struct Event {
+struct LogEntry {
     at: Instant,
     rank: usize,
     request: RequestId,
     tag: Option<Arc<str>>,
     index: u32,
-    what: What,
+    event: RequestEvent,
 }
 
 #[derive(Default)]
-struct Ring {
-    /// The number of the first event that is kept.
+struct EventRing {
+    /// The number of the first event in the ring.
     first: u64,
-    events: VecDeque<Event>,
-    /// Tags of requests whose `queued` is kept, with its number.
+    events: VecDeque<LogEntry>,
+    /// Tags of requests whose `queued` is in the ring, with its number.
     tags: HashMap<RequestId, (u64, Arc<str>)>,
 }
 
 /// See the module's documentation.
 pub struct EventLog {
-    ring: Mutex<Ring>,
-    news: Notify,
+    ring: Mutex<EventRing>,
+    appended: Notify,
     /// One moment on both clocks.
     anchor: (Instant, u64),
-    kept: usize,
+    capacity: usize,
 }
 
-/// What follows a number.
-pub struct Page {
-    /// What to ask for next.
+/// The events after a number.
+pub struct EventPage {
+    /// The number for the next call.
     pub next: u64,
-    /// Events that followed and are not kept any more.
+    /// Events after that number that the ring no longer contains.
     pub lost: u64,
     /// As JSON objects.
     pub events: Vec<Value>,
@@ -185,27 +185,27 @@ pub struct Page {
 
 impl Default for EventLog {
     fn default() -> Self {
-        Self::keeping(EVENTS_KEPT)
+        Self::with_capacity(EVENTS_KEPT)
     }
 }
 
 impl EventLog {
-    fn keeping(kept: usize) -> Self {
+    fn with_capacity(capacity: usize) -> Self {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self {
-            ring: Mutex::new(Ring { first: 1, ..Ring::default() }),
-            news: Notify::new(),
+            ring: Mutex::new(EventRing { first: 1, ..EventRing::default() }),
+            appended: Notify::new(),
             anchor: (Instant::now(), since.as_micros() as u64),
-            kept,
+            capacity,
         }
     }
 
-    /// Writes one event down.
-    pub fn tell(&self, rank: usize, request: &RequestId, index: u32, what: What) {
+    /// Appends one event.
+    pub fn emit(&self, rank: usize, request: &RequestId, index: u32, event: RequestEvent) {
         let at = Instant::now();
         let mut guard = self.lock();
         let ring = &mut *guard;
-        if ring.events.len() >= self.kept
+        if ring.events.len() >= self.capacity
             && let Some(old) = ring.events.pop_front()
         {
             if ring.tags.get(&old.request).is_some_and(|(number, _)| *number == ring.first) {
@@ -214,13 +214,15 @@ impl EventLog {
             ring.first += 1;
         }
         let number = ring.first + ring.events.len() as u64;
-        if let What::Queued { tag: Some(tag), .. } | What::Refused { tag: Some(tag), .. } = &what {
+        if let RequestEvent::Queued { tag: Some(tag), .. } | RequestEvent::Refused { tag: Some(tag), .. } =
+            &event
+        {
             ring.tags.insert(request.clone(), (number, Arc::clone(tag)));
         }
         let tag = ring.tags.get(request).map(|(_, tag)| Arc::clone(tag));
-        ring.events.push_back(Event { at, rank, request: request.clone(), tag, index, what });
+        ring.events.push_back(LogEntry { at, rank, request: request.clone(), tag, index, event });
         drop(guard);
-        self.news.notify_waiters();
+        self.appended.notify_waiters();
     }
 
     /// The number of the latest event.
@@ -232,35 +234,35 @@ impl EventLog {
 
     /// At most `limit` events that follow number `after`.
     #[must_use]
-    pub fn page(&self, after: u64, limit: usize) -> Page {
+    pub fn page(&self, after: u64, limit: usize) -> EventPage {
         let wanted = after.saturating_add(1);
-        let (begin, end, kept) = {
-            // Copied, and written out below: an engine must not wait for its readers.
+        let (begin, end, retained) = {
+            // Copied here and formatted below: an engine must not wait for its readers.
             let ring = self.lock();
             let begin = wanted.max(ring.first);
             let skip = usize::try_from(begin - ring.first).unwrap_or(usize::MAX);
-            let kept: Vec<Event> = ring.events.iter().skip(skip).take(limit).cloned().collect();
-            (begin, ring.first + ring.events.len() as u64 - 1, kept)
+            let retained: Vec<LogEntry> = ring.events.iter().skip(skip).take(limit).cloned().collect();
+            (begin, ring.first + ring.events.len() as u64 - 1, retained)
         };
         let events: Vec<Value> =
-            kept.iter().zip(begin..).map(|(event, number)| self.shown(event, number)).collect();
+            retained.iter().zip(begin..).map(|(event, number)| self.to_json(event, number)).collect();
         let next = if events.is_empty() { after.min(end) } else { begin - 1 + events.len() as u64 };
-        Page { next, lost: begin - wanted, events }
+        EventPage { next, lost: begin - wanted, events }
     }
 
-    /// As [`Self::page`]; where there is nothing yet, waits so long for it.
-    pub async fn page_within(&self, after: u64, limit: usize, within: Duration) -> Page {
+    /// As [`Self::page`]. If there is no event yet, waits up to `within` for one.
+    pub async fn page_within(&self, after: u64, limit: usize, within: Duration) -> EventPage {
         let until = tokio::time::Instant::now() + within;
         loop {
-            let news = self.news.notified();
-            tokio::pin!(news);
-            // From here on an event that comes is not missed.
-            news.as_mut().enable();
+            let appended = self.appended.notified();
+            tokio::pin!(appended);
+            // From here on no event is missed.
+            appended.as_mut().enable();
             let page = self.page(after, limit);
-            if !page.events.is_empty() || tokio::time::timeout_at(until, news).await.is_err() {
+            if !page.events.is_empty() || tokio::time::timeout_at(until, appended).await.is_err() {
                 return page;
             }
-            // What comes together is told together.
+            // Events that arrive together form one page.
             tokio::time::sleep(GATHERED).await;
         }
     }
@@ -273,11 +275,11 @@ impl EventLog {
 
     fn at_us(&self, at: Instant) -> u64 {
         let (anchor, unix) = self.anchor;
-        // Whatever is logged happened after the log was made.
+        // All events happen after the log was created.
         unix + at.saturating_duration_since(anchor).as_micros() as u64
     }
 
-    fn shown(&self, event: &Event, number: u64) -> Value {
+    fn to_json(&self, event: &LogEntry, number: u64) -> Value {
         let mut fields = Map::new();
         let mut put = |name: &str, value: Value| fields.insert(name.to_owned(), value);
         put("seq", number.into());
@@ -286,20 +288,20 @@ impl EventLog {
         put("request_id", event.request.as_str().into());
         put("tag", event.tag.as_deref().map_or(Value::Null, Value::from));
         put("index", event.index.into());
-        put("kind", event.what.label().into());
-        for (name, value) in event.what.fields() {
+        put("kind", event.event.label().into());
+        for (name, value) in event.event.fields() {
             put(name, value);
         }
         Value::Object(fields)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Ring> {
-        // Events are whole values: a panic elsewhere leaves nothing half-written.
+    fn lock(&self) -> MutexGuard<'_, EventRing> {
+        // Events are whole values: a panic in another thread leaves none half-written.
         self.ring.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
-/// The log, and the data-parallel rank that writes into it.
+/// The log, and the data-parallel rank that appends to it.
 #[derive(Clone)]
 pub struct RankLog {
     log: Arc<EventLog>,
@@ -307,15 +309,15 @@ pub struct RankLog {
 }
 
 impl RankLog {
-    /// What this rank writes into the engine's log.
+    /// The view of one rank on the engine's log.
     #[must_use]
     pub fn new(log: &Arc<EventLog>, rank: usize) -> Self {
         Self { log: Arc::clone(log), rank }
     }
 
-    /// Writes one event down.
-    pub fn tell(&self, request: &RequestId, index: u32, what: What) {
-        self.log.tell(self.rank, request, index, what);
+    /// Appends one event.
+    pub fn emit(&self, request: &RequestId, index: u32, event: RequestEvent) {
+        self.log.emit(self.rank, request, index, event);
     }
 }
 
@@ -333,17 +335,17 @@ mod tests {
         RequestId::new(name).expect("a request id")
     }
 
-    fn queued(tag: &str) -> What {
-        What::Queued { leg: "prefill", prompt: 3, tag: super::tag(Some(tag)) }
+    fn queued(tag: &str) -> RequestEvent {
+        RequestEvent::Queued { leg: "prefill", prompt: 3, tag: super::tag(Some(tag)) }
     }
 
     #[test]
     fn pages_follow_each_other_and_say_what_was_lost() {
-        let log = EventLog::keeping(4);
+        let log = EventLog::with_capacity(4);
         assert_eq!((log.latest(), log.page(0, 10).next), (0, 0));
-        log.tell(0, &request("a"), 0, queued("mine"));
+        log.emit(0, &request("a"), 0, queued("mine"));
         for step in 1..4 {
-            log.tell(0, &request("a"), 0, What::Computed(step));
+            log.emit(0, &request("a"), 0, RequestEvent::Computed(step));
         }
         let page = log.page(0, 3);
         assert_eq!((page.next, page.lost, page.events.len()), (3, 0, 3));
@@ -352,33 +354,33 @@ mod tests {
         let page = log.page(page.next, 3);
         assert_eq!((page.next, page.events.len(), &page.events[0]["tokens"]), (4, 1, &3.into()));
         assert!(log.page(4, 3).events.is_empty());
-        // The ring goes round: the first is lost, and with it the tag for what comes.
-        log.tell(0, &request("a"), 0, What::Freed(2));
-        log.tell(0, &request("b"), 0, What::FirstToken);
+        // The ring is full: the first event is lost, and with it the tag of later events.
+        log.emit(0, &request("a"), 0, RequestEvent::Freed(2));
+        log.emit(0, &request("b"), 0, RequestEvent::FirstToken);
         let page = log.page(0, 10);
         assert_eq!((page.next, page.lost, page.events.len()), (6, 2, 4));
         assert_eq!((&page.events[2]["tag"], &page.events[3]["tag"]), (&Value::Null, &Value::Null));
-        // A number from another epoch is no reason to show nothing for ever.
+        // A number of another epoch does not hide the events forever.
         assert_eq!(log.page(u64::MAX, 10).next, 6);
     }
 
     #[test]
     fn a_name_that_is_used_again_keeps_its_new_tag() {
-        let log = EventLog::keeping(3);
+        let log = EventLog::with_capacity(3);
         for tag in ["old", "new"] {
-            log.tell(0, &request("a"), 0, queued(tag));
+            log.emit(0, &request("a"), 0, queued(tag));
         }
         for _ in 0..2 {
-            log.tell(0, &request("b"), 0, What::FirstToken);
+            log.emit(0, &request("b"), 0, RequestEvent::FirstToken);
         }
-        log.tell(0, &request("a"), 0, What::Freed(1));
+        log.emit(0, &request("a"), 0, RequestEvent::Freed(1));
         assert_eq!(log.page(4, 10).events[0]["tag"], Value::Null);
-        let log = EventLog::keeping(3);
+        let log = EventLog::with_capacity(3);
         for tag in ["old", "new"] {
-            log.tell(0, &request("a"), 0, queued(tag));
+            log.emit(0, &request("a"), 0, queued(tag));
         }
         for _ in 0..2 {
-            log.tell(0, &request("a"), 0, What::FirstToken);
+            log.emit(0, &request("a"), 0, RequestEvent::FirstToken);
         }
         assert_eq!(log.page(3, 10).events[0]["tag"], "new");
         assert_eq!(tag(Some(&"x".repeat(TAG_BYTES_MAX + 1))), None);
@@ -392,8 +394,8 @@ mod tests {
             tokio::spawn(async move { log.page_within(0, 10, Duration::from_secs(60)).await.events.len() })
         };
         tokio::task::yield_now().await;
-        log.tell(1, &request("a"), 2, What::Abort("verb"));
-        assert_eq!(waiting.await.expect("it was told"), 1);
+        log.emit(1, &request("a"), 2, RequestEvent::Abort("verb"));
+        assert_eq!(waiting.await.expect("it received a page"), 1);
         assert!(log.page_within(1, 10, Duration::ZERO).await.events.is_empty());
         let event = &log.page(0, 1).events[0];
         assert_eq!((&event["rank"], &event["index"], &event["how"]), (&1.into(), &2.into(), &"verb".into()));

@@ -1,35 +1,35 @@
-//! What an engine's metrics hold where no scraper reads them, in bytes.
+//! The memory of an engine's metrics without a scraper, in bytes.
 
-#![allow(unsafe_code, reason = "an allocator that counts cannot be had without it")]
+#![allow(unsafe_code, reason = "a counting allocator needs it")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::time::Duration;
 
-use baton_connector::lease::Cause;
-use baton_connector::ledger::Settled;
+use baton_connector::lease::CloseCause;
+use baton_connector::ledger::ClosedLease;
 use baton_connector::{Handle, RequestId};
 use baton_engine::blocks::pool::BlockUsage;
 use baton_engine::metrics::EngineMetrics;
 use baton_engine::offload::OffloadCounts;
-use baton_engine::scheduler::Load;
+use baton_engine::scheduler::SchedulerLoad;
 use baton_engine::scheduler::sequence::FinishReason;
 
 thread_local! {
     static HELD: Cell<isize> = const { Cell::new(0) };
 }
 
-struct Counting;
+struct CountingAllocator;
 
 fn count(bytes: isize) {
     HELD.set(HELD.get() + bytes);
 }
 
-// SAFETY: every call is passed on as it is; the counter is the thread's own and does not allocate.
-unsafe impl GlobalAlloc for Counting {
+// SAFETY: every call is forwarded unchanged; the counter belongs to the thread and does not allocate.
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size().cast_signed());
-        // SAFETY: the caller's promises are those that `System` asks for.
+        // SAFETY: the caller meets the requirements of `System`.
         unsafe { System.alloc(layout) }
     }
 
@@ -47,12 +47,12 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
-/// Everything that an engine counts, once.
+/// Every counted event, once.
 fn everything(metrics: &EngineMetrics) {
     let moment = Duration::from_millis(3);
-    metrics.publish(BlockUsage { total: 4, free: 4, ..BlockUsage::default() }, Load::default(), 0);
+    metrics.publish(BlockUsage { total: 4, free: 4, ..BlockUsage::default() }, SchedulerLoad::default(), 0);
     metrics.first_token(moment, 10, 4, 2);
     metrics.handed_off(10);
     metrics.next_token(moment);
@@ -63,13 +63,13 @@ fn everything(metrics: &EngineMetrics) {
     metrics.load_failed("recompute");
     metrics.lease_opened(2);
     metrics.early_lease();
-    metrics.lease_settled(&Settled {
+    metrics.lease_settled(&ClosedLease {
         handle: Handle(1),
         request: RequestId::new("r").expect("a name"),
         blocks: Vec::new(),
-        cause: Cause::Expired,
-        reason: Cause::Expired.label().into(),
-        held: moment,
+        cause: CloseCause::Expired,
+        reason: CloseCause::Expired.label().into(),
+        lifetime: moment,
         readers: (0, 1),
     });
     metrics.notice("aborted", "released");

@@ -1,10 +1,14 @@
-//! Which transport an engine takes when it was told to use NIXL, with simulated agents: the best that both ends have,
-//! and another one for a while when NIXL meets a producer and cannot read from it. Pools on a device are read from device
-//! to device, and nothing of them is copied to the host for it.
+//! The transport of an engine that is configured for NIXL, with simulated agents. The engine uses the best transport of
+//! both ends. If NIXL connects to a producer but cannot read from it, the engine uses another one for a while. Device
+//! pools are read from device to device, without a copy to the host.
 
 #[path = "../../connector/tests/conformance/mod.rs"]
-#[allow(unused_imports, unused_macros, dead_code)]
-// the transports' vocabulary; its cases run with each transport
+#[allow(
+    unused_imports,
+    unused_macros,
+    dead_code,
+    reason = "the suite's vocabulary; its cases run in conformance.rs"
+)]
 mod conformance;
 #[path = "../../connector/nixl/tests/simulated/mod.rs"]
 mod simulated;
@@ -19,25 +23,25 @@ use baton_connector::lease::LeaseTerms;
 use baton_connector::region::Region;
 use baton_connector::transport::{Part, Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
 use baton_connector::{BlockId, Reader};
-use baton_connector_device::{Export, Offer, Opened};
+use baton_connector_device::{ImportedPool, Offer, PoolExport};
 use baton_connector_nixl::api::{Memory, Segment};
 use baton_connector_tcp::{ClientOptions, ServerOptions};
 use baton_engine::compute::cuda::DeviceError;
 use baton_engine::compute::cuda::device::{HostRun, PoolMemory};
-use baton_engine::compute::cuda::port::Port;
-use baton_engine::handoff::transport::{FoundNixl, KvTransport, SideChannel, consumer};
-use conformance::Lender;
-use simulated::{Handle, Mode, Simulated};
+use baton_engine::compute::cuda::shared_kv_pool::SharedKvPool;
+use baton_engine::handoff::transport::{KvTransport, NixlState, SideChannel, open_consumer_transport};
+use conformance::TestProducer;
+use simulated::{Mode, Simulated, SimulatedLibrary};
 
 const BLOCK: usize = 4096;
 static GO: AtomicBool = AtomicBool::new(false);
 
-/// Memory of this process alone: there is no shared memory to fall back on.
+/// Memory of this process alone, so that the shared-memory transport is not available.
 fn pool(blocks: usize, block_bytes: usize) -> Region {
     Region::allocate(blocks, block_bytes)
 }
 
-/// A GPU's memory: host memory that only the simulated library knows under its name.
+/// GPU memory: host memory that the simulated library treats as a device's.
 #[derive(Debug)]
 struct Vram {
     region: Region,
@@ -53,17 +57,17 @@ impl Vram {
         Arc::new(Self { region, ordinal, copied_out: AtomicUsize::new(0) })
     }
 
-    fn port(self: &Arc<Self>, mirror: &Region) -> Arc<Port> {
-        Arc::new(Port::new(Arc::clone(self) as _, mirror.clone()))
+    fn port(self: &Arc<Self>, mirror: &Region) -> Arc<SharedKvPool> {
+        Arc::new(SharedKvPool::new(Arc::clone(self) as _, mirror.clone()))
     }
 }
 
 impl PoolMemory for Vram {
-    fn export(&self) -> io::Result<Export> {
+    fn export(&self) -> io::Result<PoolExport> {
         Err(ErrorKind::Unsupported.into())
     }
 
-    fn open(&self, _: &Offer, _: Option<OwnedFd>) -> io::Result<Box<dyn Opened>> {
+    fn open(&self, _: &Offer, _: Option<OwnedFd>) -> io::Result<Box<dyn ImportedPool>> {
         Err(ErrorKind::Unsupported.into())
     }
 
@@ -82,55 +86,55 @@ impl PoolMemory for Vram {
     }
 }
 
-struct Pair {
-    lender: Arc<Lender>,
+struct TestLink {
+    producer: Arc<TestProducer>,
     transport: Arc<dyn Transport>,
     peer: Peer,
     region: Region,
     _side: SideChannel,
 }
 
-impl Pair {
-    fn new(there: &FoundNixl, here: &FoundNixl) -> Self {
+impl TestLink {
+    fn new(there: &NixlState, here: &NixlState) -> Self {
         Self::between((there, None), (here, None))
     }
 
     /// Either pool may be on a device.
     fn between(
-        (there, theirs): (&FoundNixl, Option<&Arc<Vram>>),
-        (here, ours): (&FoundNixl, Option<&Arc<Vram>>),
+        (there, theirs): (&NixlState, Option<&Arc<Vram>>),
+        (here, ours): (&NixlState, Option<&Arc<Vram>>),
     ) -> Self {
-        let lender = Lender::new(16, BLOCK, LeaseTerms::default());
+        let producer = TestProducer::new(16, BLOCK, LeaseTerms::default());
         let region = pool(16, BLOCK);
-        let theirs = theirs.map(|vram| vram.port(lender.region()));
+        let theirs = theirs.map(|vram| vram.port(producer.region()));
         let ours = ours.map(|vram| vram.port(&region));
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = listener.local_addr().expect("it listens");
-        let producer: Arc<dyn Producer> = Arc::clone(&lender) as _;
+        let served: Arc<dyn Producer> = Arc::clone(&producer) as _;
         let options = ServerOptions::default();
         let nixl = (KvTransport::Nixl, there);
-        let side = SideChannel::start(nixl, listener, &producer, theirs.as_ref(), &options);
-        let peer = Peer { address, epoch: lender.epoch(), fingerprint: lender.fingerprint() };
-        let transport = consumer(KvTransport::Nixl, here, ours, &ClientOptions::default());
-        Self { lender, transport, peer, region, _side: side.expect("loopback") }
+        let side = SideChannel::start(nixl, listener, &served, theirs.as_ref(), &options);
+        let peer = Peer { address, epoch: producer.epoch(), fingerprint: producer.fingerprint() };
+        let transport = open_consumer_transport(KvTransport::Nixl, here, ours, &ClientOptions::default());
+        Self { producer, transport, peer, region, _side: side.expect("loopback") }
     }
 
-    /// A whole fetch, whatever it brings.
+    /// Runs a whole fetch.
     fn fetch(&self) -> Result<(), TransportError> {
         let (reader, into) = (Reader::sole(1), vec![BlockId(4), BlockId(9)]);
-        let handle = self.lender.lend(&[1, 2], 1);
+        let handle = self.producer.lease(&[1, 2], 1);
         let order = ReadOrder { handle, reader, part: Part::Blocks { first: 0 }, into };
         self.transport.read(&self.peer, &order, &self.region, &GO)?;
         assert_eq!(self.transport.finish(&self.peer, handle, reader), Ok(Verdict::Valid));
         Ok(())
     }
 
-    /// One between the host sides.
+    /// Runs a fetch between the host sides and checks the blocks.
     fn read(&self) -> Result<(), TransportError> {
         self.fetch()?;
         for (here, there) in [(4, 1), (9, 2)] {
-            let lent = self.lender.region().read_block(BlockId(there));
-            assert!(self.region.read_block(BlockId(here)) == lent, "block {there}");
+            let leased = self.producer.region().read_block(BlockId(there));
+            assert!(self.region.read_block(BlockId(here)) == leased, "block {there}");
         }
         Ok(())
     }
@@ -140,14 +144,14 @@ impl Pair {
     }
 }
 
-fn found(library: &Arc<Simulated>) -> FoundNixl {
-    FoundNixl::Here(Arc::new(Handle(Arc::clone(library))))
+fn found(library: &Arc<Simulated>) -> NixlState {
+    NixlState::Loaded(Arc::new(SimulatedLibrary(Arc::clone(library))))
 }
 
 #[test]
 fn nixl_is_taken_where_both_engines_have_it() {
     let library = Simulated::new();
-    let pair = Pair::new(&found(&library), &found(&library));
+    let pair = TestLink::new(&found(&library), &found(&library));
     assert_eq!((pair.read(), pair.carrier()), (Ok(()), "nixl"));
     assert!(library.largest().1 > 0, "it moved the bytes");
 }
@@ -156,11 +160,11 @@ fn nixl_is_taken_where_both_engines_have_it() {
 fn without_it_on_either_side_something_else_is_taken_and_the_first_read_works() {
     let library = Simulated::new();
     for (there, here) in [
-        (found(&library), FoundNixl::Missing),
-        (FoundNixl::Missing, found(&library)),
-        (FoundNixl::Missing, FoundNixl::Missing),
+        (found(&library), NixlState::NotFound),
+        (NixlState::NotFound, found(&library)),
+        (NixlState::NotFound, NixlState::NotFound),
     ] {
-        let pair = Pair::new(&there, &here);
+        let pair = TestLink::new(&there, &here);
         assert_eq!((pair.read(), pair.carrier()), (Ok(()), "tcp"), "{there:?} {here:?}");
         assert_eq!(library.largest(), (0, 0));
     }
@@ -169,7 +173,7 @@ fn without_it_on_either_side_something_else_is_taken_and_the_first_read_works() 
 #[test]
 fn a_producer_that_nixl_meets_and_cannot_read_costs_one_read_and_no_more() {
     let library = Simulated::new();
-    let pair = Pair::new(&found(&library), &found(&library));
+    let pair = TestLink::new(&found(&library), &found(&library));
     library.mode(Mode::Failed);
     let read = pair.read();
     assert!(matches!(read, Err(TransportError::Transfer(_))), "{read:?}");
@@ -184,7 +188,7 @@ fn from_device_to_device_nothing_touches_either_host_side() {
     let library = Simulated::new();
     let nixl = found(&library);
     let (theirs, ours) = (Vram::filled(3, 0x40), Vram::filled(1, 0x80));
-    let pair = Pair::between((&nixl, Some(&theirs)), (&nixl, Some(&ours)));
+    let pair = TestLink::between((&nixl, Some(&theirs)), (&nixl, Some(&ours)));
     assert_eq!((pair.fetch(), pair.carrier()), (Ok(()), "nixl-device"));
     for (here, there) in [(4, 1), (9, 2)] {
         assert_eq!(ours.region.read_block(BlockId(here)), [0x40 ^ there; BLOCK], "block {there}");
@@ -201,7 +205,7 @@ fn a_device_and_host_memory_meet_in_host_memory_by_nixl_too() {
         let library = Simulated::new();
         let nixl = found(&library);
         let vram = on_device.map(|there| there.then(|| Vram::filled(0, 0x40)));
-        let pair = Pair::between((&nixl, vram[0].as_ref()), (&nixl, vram[1].as_ref()));
+        let pair = TestLink::between((&nixl, vram[0].as_ref()), (&nixl, vram[1].as_ref()));
         assert_eq!((pair.read(), pair.carrier()), (Ok(()), "nixl"), "{on_device:?}");
         assert_eq!(library.device_bytes(), 0);
     }
@@ -213,7 +217,7 @@ fn where_nixl_does_not_take_a_devices_memory_the_host_sides_meet() {
     library.without_cuda();
     let nixl = found(&library);
     let (theirs, ours) = (Vram::filled(0, 0x40), Vram::filled(0, 0x80));
-    let pair = Pair::between((&nixl, Some(&theirs)), (&nixl, Some(&ours)));
+    let pair = TestLink::between((&nixl, Some(&theirs)), (&nixl, Some(&ours)));
     assert_eq!((pair.read(), pair.carrier()), (Ok(()), "nixl"));
     assert_eq!(library.device_bytes(), 0);
 }
@@ -223,7 +227,7 @@ fn a_device_that_nixl_meets_and_cannot_read_costs_one_read_and_no_more() {
     let library = Simulated::new();
     let nixl = found(&library);
     let (theirs, ours) = (Vram::filled(0, 0x40), Vram::filled(0, 0x80));
-    let pair = Pair::between((&nixl, Some(&theirs)), (&nixl, Some(&ours)));
+    let pair = TestLink::between((&nixl, Some(&theirs)), (&nixl, Some(&ours)));
     library.mode(Mode::Failed);
     let read = pair.fetch();
     assert!(matches!(read, Err(TransportError::Transfer(_))), "{read:?}");

@@ -1,9 +1,9 @@
 //! The engine against recorded outputs of `transformers` on tiny checkpoints of all families.
 //!
-//! `fixtures/` is a subset of what the oracle makes (see `fixtures/README.md`); set `BATON_PARITY_DIR` to run
-//! against a full set as well.
+//! `fixtures/` is a subset of the oracle's output (see `fixtures/README.md`). `BATON_PARITY_DIR` names a full set to
+//! run against as well.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
 use std::path::{Path, PathBuf};
 
@@ -35,7 +35,7 @@ fn what_a_gpu_is_asked_to_do_computes_it_too() {
 
 #[test]
 fn nothing_is_said_to_hold_on_a_device_that_is_not_there() {
-    // No machine has as many; most that run this have none, nor a driver.
+    // No machine has as many; most machines that run this test have neither a GPU nor a driver.
     let absent = DeviceChoice::Accelerator(Accelerator::Cuda(4_000));
     let mut lines = Vec::new();
     assert!(baton_engine::check::parity::run(&fixtures(), absent, &mut lines).is_err());
@@ -49,7 +49,7 @@ fn a_full_set_holds_where_one_is_given() {
     }
 }
 
-/// A checkpoint that a mistake is planted in: its configuration and its tensors, bf16, each with its shape.
+/// A checkpoint with a planted mistake: its configuration and its tensors, bf16, each with its shape.
 struct Checkpoint {
     folder: PathBuf,
     config: serde_json::Value,
@@ -89,7 +89,7 @@ impl Checkpoint {
         std::fs::write(self.folder.join("config.json"), self.config.to_string()).unwrap();
     }
 
-    /// Changes the rows of every tensor whose name ends so: row by row, of two bytes an element.
+    /// Changes the rows of every tensor whose name ends with `suffix`, row by row, two bytes per element.
     fn change(&self, suffix: &str, change: impl Fn(&mut [Vec<u8>])) {
         let mut changed = 0;
         for entry in std::fs::read_dir(&self.folder).unwrap() {
@@ -122,7 +122,7 @@ impl Checkpoint {
         self.change(suffix, |rows| rows.iter_mut().for_each(|row| row.as_chunks_mut().0.fill(value)));
     }
 
-    /// Puts the rows of each head in another order, which says for each place what comes there.
+    /// Reorders the rows of each head. `order` returns the source of each position.
     fn reorder(&self, suffix: &str, order: impl Fn(usize) -> usize) {
         let dim = self.head_dim();
         self.change(suffix, |rows| {
@@ -134,14 +134,14 @@ impl Checkpoint {
     }
 }
 
-/// A mistake of an engine, made in the checkpoint that it reads: the engine computes what it would compute with the mistake.
-type Mistake = (&'static str, fn(&mut Checkpoint));
+/// A mistake of an engine, planted in the checkpoint: the engine then computes as with the mistake.
+type PlantedMistake = (&'static str, fn(&mut Checkpoint));
 
 const ONE: [u8; 2] = [0x80, 0x3f];
 const ZERO: [u8; 2] = [0, 0];
 
-/// The mistakes of `make_tiny.py --audit` that a checkpoint can have.
-const OF_ALL: &[Mistake] = &[
+/// The mistakes of `make_tiny.py --audit` that a checkpoint can contain.
+const OF_ALL: &[PlantedMistake] = &[
     ("rope frequencies off", |checkpoint| {
         checkpoint.configure(|config| {
             config["rope_theta"] = (config["rope_theta"].as_f64().unwrap() * 0.7).into();
@@ -158,7 +158,7 @@ const OF_ALL: &[Mistake] = &[
         checkpoint.fill("post_attention_layernorm.weight", ONE);
     }),
 ];
-const OF_YARN: &[Mistake] = &[
+const OF_YARN: &[PlantedMistake] = &[
     ("rope scaling ignored", |checkpoint| {
         checkpoint.configure(|config| drop(config.as_object_mut().unwrap().remove("rope_scaling")));
     }),
@@ -169,13 +169,13 @@ const OF_YARN: &[Mistake] = &[
     ("k bias ignored", |checkpoint| checkpoint.fill("k_proj.bias", ZERO)),
     ("v bias ignored", |checkpoint| checkpoint.fill("v_proj.bias", ZERO)),
 ];
-const OF_QWEN3: &[Mistake] = &[
+const OF_QWEN3: &[PlantedMistake] = &[
     ("qk-norm weights ignored", |checkpoint| {
         checkpoint.fill("q_norm.weight", ONE);
         checkpoint.fill("k_norm.weight", ONE);
     }),
     ("GQA groups tiled instead of repeated", |checkpoint| {
-        // Query heads go where the engine reads the KV head that the mistake would read.
+        // Query heads move to where the engine reads the KV head that the mistake would read.
         let (dim, kv) = (checkpoint.head_dim(), checkpoint.number("num_key_value_heads"));
         let group = checkpoint.number("num_attention_heads") / kv;
         let head = move |place: usize| place % group * kv + place / group;
@@ -192,8 +192,8 @@ const OF_QWEN3: &[Mistake] = &[
     }),
 ];
 
-/// Every mistake is found against the bf16 run by each computation that is compared with it.
-fn are_found(name: &str, device: DeviceChoice, mistakes: &[Mistake]) {
+/// Every computation that is compared with the bf16 run finds every mistake.
+fn are_found(name: &str, device: DeviceChoice, mistakes: &[PlantedMistake]) {
     for (mistake, plant) in mistakes {
         let dir = tempfile::tempdir().unwrap();
         plant(&mut Checkpoint::copied(name, dir.path()));

@@ -1,4 +1,4 @@
-//! The router: takes a client's request, has one engine prefill and another decode it, streams the response, and
+//! The router forwards a client's request: one engine prefills, another decodes. It streams the response, and
 //! settles with both engines however the request ends.
 //!
 //! ```text
@@ -15,10 +15,10 @@
 //! |---|---|
 //! | [`config`] | the YAML file, checked |
 //! | `metrics` | registry, families, labels, the text page, the limiter of repeated log lines |
-//! | `message` | what requests and responses contain, pure but for minted ids: paths, features, rewriting, SSE frames, usage |
+//! | `message` | contents of requests and responses, pure but for minted ids: paths, features, rewriting, SSE, usage |
 //! | `tls` | certificates and handshakes, towards clients and engines |
 //! | `auth` | API keys, tenants, limits, cache salts; access to the admin listener |
-//! | `engines` | an engine: HTTP client, health, load, known caches, membership, memory of bodies; address redaction |
+//! | `engines` | an engine: HTTP client, health, load, known caches, membership; memory of bodies; address redaction |
 //! | `admission` | the fair queue, deadlines |
 //! | `client` | the client's connection: strict HTTP reader, pingora session, disconnect detection, address |
 //! | `routing` | models, pools, policies, the disaggregation decision, explanations |
@@ -31,7 +31,8 @@
 //! | `process` | server, socket takeover, reload, discovery sources, health probes |
 //! | `simulate` | entry points for the fleet simulation and for fuzzing |
 //!
-//! Only this crate imports pingora. It imports neither the engine nor a transport: handoffs travel unopened.
+//! Only this crate imports pingora. It imports neither the engine nor a transport, and it forwards handoffs
+//! unopened.
 
 mod admin;
 mod admission;
@@ -58,9 +59,9 @@ pub use engines::http::TermsError;
 pub use observe::observers::ObserverError;
 pub use observe::snapshot;
 pub use observe::telemetry::TelemetryError;
-pub use process::reload::{ConfigFile, Reload};
+pub use process::reload::{ConfigFile, ReloadHandle};
 pub use process::server::{BindError, Router};
-pub use process::socket_takeover::Inherited;
+pub use process::socket_takeover::InheritedListeners;
 #[doc(hidden)]
 pub use simulate::{fuzzing, sim_router};
 pub use state::generation::GenerationError;

@@ -1,4 +1,4 @@
-//! The fuzzers' corpus, replayed: every file as it is, and changed in some thousand ways that are the same every time.
+//! Replays the fuzzers' corpus: every file unchanged, and in some thousand reproducible mutations.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -7,7 +7,7 @@ use std::path::Path;
 
 use baton_router::fuzzing;
 
-/// Changed copies of a target's corpus.
+/// Mutated copies of a target's corpus.
 const CHANGED: usize = 3_000;
 
 fn replay(target: &str, run: fn(&[u8])) {
@@ -31,7 +31,7 @@ fn replay(target: &str, run: fn(&[u8])) {
                 1 if !bytes.is_empty() => drop(bytes.remove(at)),
                 2 => bytes.insert(at, b"\"{}[]:,\\\r\n0-e \0\xff"[below(16)]),
                 3 => bytes.truncate(at),
-                // The end of another one behind the beginning of this one.
+                // The end of another file after the beginning of this one.
                 _ => {
                     bytes.truncate(at);
                     bytes.extend_from_slice(&other[below(other.len())..]);

@@ -1,4 +1,5 @@
-//! `docs/reference/cli.md`: every command and option, made from the definitions that the binary itself reads its arguments by.
+//! `docs/reference/cli.md`: every command and option, generated from the definitions by which the binary parses its
+//! arguments.
 //!
 //! ```text
 //! BATON_WRITE_DOCS=1 cargo test --bin baton the_page_of_commands
@@ -15,13 +16,13 @@ use super::Cli;
 const BEGIN: &str = "<!-- commands: begin -->\n";
 const END: &str = "<!-- commands: end -->";
 
-/// In one line, for a cell of a table.
+/// Formats text as one line, for a table cell.
 fn line(text: &StyledStr) -> String {
     let words = text.to_string().replace('|', "\\|").replace('<', "&lt;");
     words.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// How an argument is written.
+/// The argument's notation.
 fn written(arg: &Arg) -> String {
     let values = arg.get_value_names().unwrap_or_default();
     let values = values.iter().map(|name| name.to_string()).collect::<Vec<_>>().join(" ");
@@ -37,7 +38,7 @@ fn written(arg: &Arg) -> String {
     text.trim_end().to_owned()
 }
 
-/// What it is without the option.
+/// The value without the option.
 fn default(arg: &Arg) -> String {
     let values: Vec<_> =
         arg.get_default_values().iter().map(|value| value.to_string_lossy().into_owned()).collect();
@@ -65,7 +66,7 @@ fn row(arg: &Arg) -> String {
     format!("| `{}` | {} | {environment} | {what} |\n", written(arg).replace('|', "\\|"), default(arg))
 }
 
-/// A command and those below it.
+/// Describes a command and its subcommands.
 fn describe(command: &mut Command, path: &str, page: &mut String) {
     let about = command.get_long_about().or(command.get_about()).map(line).unwrap_or_default();
     let about = about.trim_end_matches('.');
@@ -97,7 +98,7 @@ fn commands() -> String {
     page
 }
 
-/// `BATON_WRITE_DOCS=1` writes the page's part instead of comparing it.
+/// `BATON_WRITE_DOCS=1` writes the generated part of the page instead of comparing it.
 #[test]
 fn the_page_of_commands_is_what_the_binary_understands() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference/cli.md");

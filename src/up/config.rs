@@ -1,4 +1,4 @@
-//! The router's configuration in a file without a name, which the router inherits open.
+//! The router's configuration in a file without a name, which the router inherits as an open file.
 
 use std::fs::File;
 use std::io::{self, Seek, Write};
@@ -6,22 +6,22 @@ use std::os::fd::AsRawFd;
 
 use rustix::io::{FdFlags, fcntl_setfd};
 
-/// Open until the router has read it; every read of its path begins at the beginning.
+/// Open until the router has read it. Every read of its path begins at the start of the file.
 pub(super) struct ConfigFile(File);
 
 impl ConfigFile {
     /// # Errors
-    /// When the temporary directory takes no file.
+    /// When a file cannot be created in the temporary directory.
     pub(super) fn new(text: &str) -> io::Result<Self> {
         let mut file = tempfile::tempfile()?;
         file.write_all(text.as_bytes())?;
         file.rewind()?;
-        // The child opens it by its number.
+        // The child opens the file by its descriptor number.
         fcntl_setfd(&file, FdFlags::empty())?;
         Ok(Self(file))
     }
 
-    /// Where a child finds it.
+    /// The file's path in a child.
     pub(super) fn path(&self) -> String {
         format!("/dev/fd/{}", self.0.as_raw_fd())
     }

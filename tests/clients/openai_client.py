@@ -31,7 +31,7 @@ CHECKS = []
 
 
 def check(title):
-    """Registers a check; it returns what it found, for its line."""
+    """Registers a check. The check returns the text of its line."""
 
     def register(function):
         CHECKS.append((title, function))
@@ -41,7 +41,7 @@ def check(title):
 
 
 class Context:
-    """A client, the model it talks to, and the engines behind it as far as they are known."""
+    """A client, its model, and the known engines."""
 
     def __init__(self, url, engines, built_in):
         self.url, self.engines, self.built_in = url, engines, built_in
@@ -64,7 +64,7 @@ def expect(condition, what):
 
 
 def raises(kind, status, call, code=None, param=None):
-    """The call fails with this class of the package, this status and this code; returns its message."""
+    """Checks that the call fails with this class of the package, this status and this code. Returns the message."""
     try:
         call()
     except kind as error:
@@ -262,7 +262,7 @@ def afterwards(ctx):
 
 
 def everything_home(ctx):
-    """Waits until no engine holds or lends a block; no lease may have expired."""
+    """Waits until no engine holds or leases a block. No lease may have expired."""
     if not ctx.engines:
         return "engines not given, blocks not looked at"
     deadline = time.monotonic() + HOME_S

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The official OpenAI client against Baton. Skips loudly where Python or the package is missing; see README.md here.
+# The official OpenAI client against Baton. Prints SKIPPED without Python or the package. See README.md.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 

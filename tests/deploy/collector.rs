@@ -1,7 +1,8 @@
-//! `deploy/otel`: the collector's configuration in itself, and against the router's beside it.
+//! `deploy/otel`: the collector's configuration by itself, and together with the router's.
 //!
-//! The types below are what of the collector's own (`config.schema.yaml` and the documentation of each component, 2026-11) is used here:
-//! a key that is misspelt or misplaced is refused. Whether a real collector takes it is for `tests/peers/otel.sh`.
+//! The types below are the used part of the collector's schema (`config.schema.yaml` and the documentation of each
+//! component). A misspelt or misplaced key is an error. `tests/peers/otel.sh` runs the configuration on a real
+//! collector.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -271,7 +272,7 @@ fn text() -> String {
     read(&ours("deploy/otel/collector.yaml"))
 }
 
-/// As it is, and as somebody in Kubernetes has it.
+/// The file as it is, and with its Kubernetes parts enabled.
 fn both() -> [String; 2] {
     let plain = text();
     let uncommented = plain.replace("#k8s ", "");
@@ -305,11 +306,11 @@ fn every_part_of_the_collector_is_used_and_every_part_that_is_used_is_there() {
         assert_eq!(config.receivers.access.storage, "file_storage");
         assert_eq!(config.service.pipelines.keys().collect::<Vec<_>>(), ["logs", "traces"]);
         for (name, pipeline) in &config.service.pipelines {
-            // What must come first does, and what gathers comes last.
+            // Required order: the memory limiter is first, and batching is last.
             assert_eq!(pipeline.processors.first().map(String::as_str), Some("memory_limiter"), "{name}");
             assert_eq!(pipeline.processors.last().map(String::as_str), Some("batch"), "{name}");
         }
-        // It loses the connection that `k8sattributes` asks for.
+        // Tail sampling loses the connection that `k8sattributes` needs.
         let place =
             |of: &str| config.service.pipelines["traces"].processors.iter().position(|name| name == of);
         assert!(place("k8sattributes") < place("tail_sampling"));
@@ -330,7 +331,7 @@ fn numbers_and_words_of_the_collector_go_together() {
         assert!(limiter.spike_limit_mib < limiter.limit_mib && seconds(&limiter.check_interval) >= 1);
         let batch = processors.batch;
         assert!(batch.send_batch_size <= batch.send_batch_max_size && seconds(&batch.timeout) >= 1);
-        // The router's batch of 512 spans, at a kilobyte each; `router/src/observe/telemetry.rs`.
+        // The router sends batches of 512 spans of a kilobyte each (`router/src/observe/telemetry.rs`).
         assert!(receivers.otlp.protocols.http.max_request_body_size >= 4 * 512 * 1024);
         assert_eq!(receivers.access.start_at, "end");
         let sampling = processors.tail_sampling;
@@ -347,7 +348,7 @@ fn numbers_and_words_of_the_collector_go_together() {
         else {
             panic!("policies: {names:?}");
         };
-        // A client that left has this status: `traces` sees it.
+        // A cancelled request has this status, as the test in `traces` shows.
         assert_eq!(status_code.status_codes, ["ERROR"]);
         assert!(latency.threshold_ms > 0 && (0.0..=100.0).contains(&probabilistic.sampling_percentage));
         assert!(numeric_attribute.min_value == 2 && numeric_attribute.max_value > 2);
@@ -358,7 +359,7 @@ fn numbers_and_words_of_the_collector_go_together() {
             ("basic", "gzip")
         );
         assert_eq!(exporters.otlphttp.endpoint, "${env:OTLP_BACKEND}");
-        assert!(text.contains("OTLP_BACKEND=https://"), "it is told in the file's head");
+        assert!(text.contains("OTLP_BACKEND=https://"), "the file's head describes it");
         let (queue, retry) = (exporters.otlphttp.sending_queue, exporters.otlphttp.retry_on_failure);
         assert!(
             queue.enabled && queue.queue_size > 0 && retry.enabled && seconds(&retry.max_elapsed_time) > 0
@@ -377,11 +378,11 @@ fn the_router_sends_to_where_the_collector_listens_and_writes_where_it_reads() {
     let endpoint = &config.receivers.otlp.protocols.http.endpoint;
     let listens = endpoint.strip_prefix("${env:OTLP_LISTEN:-").and_then(|rest| rest.strip_suffix('}'));
     let sends = router["telemetry"]["otlp"]["endpoint"].as_str().expect("it sends traces");
-    // Without a path of its own /v1/traces is added, which is where receivers take traces unless told otherwise.
+    // Without a path of its own the exporter adds /v1/traces, the default path of receivers.
     assert_eq!(sends.strip_prefix("http://"), listens);
     assert_eq!(router["access_log"]["enabled"], true);
     assert_eq!(config.receivers.access.include, [router["access_log"]["path"].as_str().expect("a path")]);
-    // Lines and spans are of one service.
+    // Log lines and spans belong to one service.
     let named = config.receivers.access.operators.iter().find_map(|operator| match operator {
         Operator::Add { field, value } if field == "resource[\"service.name\"]" => Some(value.as_str()),
         _ => None,
@@ -389,7 +390,7 @@ fn the_router_sends_to_where_the_collector_listens_and_writes_where_it_reads() {
     assert_eq!(named, router["telemetry"]["otlp"]["service_name"].as_str());
 }
 
-/// The fields of the access log: the page's table, which a test of the router's compares with its code.
+/// The fields of the access log from the page's table, which a test of the router compares with its code.
 fn fields() -> BTreeSet<String> {
     let page = read(&ours("docs/reference/access-log.md"));
     let (_, rest) = page.split_once("<!-- fields: begin -->").expect("the table begins");
@@ -397,7 +398,7 @@ fn fields() -> BTreeSet<String> {
     table.lines().filter_map(|line| Some(line.strip_prefix("| `")?.split('`').next()?.to_owned())).collect()
 }
 
-/// The severity that a status is given.
+/// The severity that the mapping assigns to a status.
 fn severity(mapping: &BTreeMap<String, Value>, status: u64) -> Vec<&str> {
     let is = |value: &Value| match value {
         Value::Number(number) => number.as_u64() == Some(status),
@@ -411,7 +412,7 @@ fn severity(mapping: &BTreeMap<String, Value>, status: u64) -> Vec<&str> {
     mapping.iter().filter(|(_, values)| fits(values)).map(|(name, _)| name.as_str()).collect()
 }
 
-/// A line of the access log is what the collector takes it for; `traces` has one of a live router.
+/// Checks that the collector parses a line of the access log. `traces` has one of a live router.
 pub(crate) fn reads_line(line: &Value) {
     let config = parsed(&text());
     let field = |from: &str| {

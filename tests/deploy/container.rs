@@ -1,21 +1,21 @@
-//! The images: what the file of stages says, and what a container of ours has inside, run without a container engine.
+//! The images: the instructions of the Dockerfile, and the contents of a container, run without a container engine.
 
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use crate::harness::{Call, Process};
+use crate::harness::{PendingCall, Process};
 use crate::{files_below, installed, ours, read, run, skipped};
 
-/// The router's image has at most as many bytes.
+/// Maximum bytes of the router's image.
 const BYTES_MAX: u64 = 60_000_000;
-/// Who runs in it.
+/// The user of the containers.
 const USER: &str = "65532";
-/// What the binary may name: the C library, and what unwinds a panic.
+/// Libraries that the binary may need: the C library, and the unwinder for panics.
 const LIBRARIES: [&str; 5] =
     ["ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libc.so.6", "libgcc_s.so.1", "libm.so.6"];
 
-/// One stage: its name, what it begins with, and its instructions.
+/// One stage: its name, its base, and its instructions.
 struct Stage {
     name: String,
     from: String,
@@ -38,7 +38,7 @@ fn stages() -> Vec<Stage> {
     stages
 }
 
-/// What a stage says with a word, or what it begins with said.
+/// The arguments of a stage's instruction, or of the same instruction in its base.
 fn said<'a>(stages: &'a [Stage], name: &str, word: &str) -> Option<&'a str> {
     let stage = stages.iter().find(|stage| stage.name == name)?;
     let own = stage.lines.iter().rev().find(|(other, _)| other == word);
@@ -61,7 +61,7 @@ fn every_target_is_run_by_a_stranger_says_how_it_is_and_has_no_toolkit() {
         ("engine-cuda", "engine", "http://127.0.0.1:8000/health"),
     ] {
         assert_eq!(said(&stages, target, "USER"), Some("65532:65532"), "{target}");
-        // What manifests append their arguments to.
+        // Manifests append their arguments to the entry point.
         let entry = words(said(&stages, target, "ENTRYPOINT").expect("it starts something"));
         assert_eq!(entry, ["/usr/bin/baton", command]);
         let check = said(&stages, target, "HEALTHCHECK").expect("it says how it is");
@@ -74,13 +74,13 @@ fn every_target_is_run_by_a_stranger_says_how_it_is_and_has_no_toolkit() {
     );
     let cuda = &stages[4].from;
     assert!(cuda.contains("-runtime-") && !cuda.contains("devel"), "{cuda}");
-    // What an engine looks for at its start is what that base has: `nvidia/cuda:MAJOR.MINOR.PATCH-runtime-…`.
+    // The base `nvidia/cuda:MAJOR.MINOR.PATCH-runtime-…` contains the libraries that an engine loads at its start.
     let version = cuda.split(':').nth(1).expect("a tag").split('-').next().expect("a version");
     let major = version.split('.').next().expect("a number");
     let sought = read(&ours("engine/src/compute/cuda/driver/libraries.rs"));
     for library in [
         format!("libnvrtc.so.{major}"),
-        // Whatever its version: by what its name begins with.
+        // Any version: the beginning of the name counts.
         "libnvrtc-builtins.so.".to_owned(),
         format!("libcublasLt.so.{major}"),
     ] {
@@ -104,7 +104,7 @@ fn every_target_is_run_by_a_stranger_says_how_it_is_and_has_no_toolkit() {
     assert!(ignored.lines().any(|line| line == "**/secrets"), "secrets stay out of images");
 }
 
-/// What the script makes of the binary under test.
+/// The script's output for the binary under test.
 fn rootfs(folder: &Path) -> std::path::PathBuf {
     let root = folder.join("rootfs");
     let script = ours("deploy/container/rootfs.sh");
@@ -126,7 +126,7 @@ fn the_routers_image_is_small_and_has_nothing_that_it_does_not_need() {
     let root = rootfs(folder.path());
     let files = files_below(&root);
     let bytes: u64 = files.iter().map(|file| fs::metadata(file).expect("it is there").len()).sum();
-    // The dev profile's code is larger than a release's; it has to be small enough all the same.
+    // The dev profile's code is larger than a release's, and must also fit.
     println!("the router's image: {bytes} bytes in {} files, of this build's profile", files.len());
     assert!(bytes < BYTES_MAX, "{bytes} bytes");
     for file in &files {
@@ -188,13 +188,13 @@ fn what_is_in_the_image_runs_on_a_read_only_root_as_nobody_in_particular() {
     };
     let healthy = |url: &str| run(inside(&root).args(["health", url]));
 
-    // As the target starts it.
+    // With the target's entry point.
     let mut router = start("router", &["router", "--config", "/etc/baton/router.yaml"]);
     let admin = router.fact("admin");
     let (fine, text) = healthy(&format!("http://{admin}/health"));
     assert!(fine, "{text}");
-    // It has no engine yet that answers, and a path that is not there is no health.
-    assert_eq!(Call::new(&router.fact("http"), "GET", "/version", b"").reply().status, 200);
+    // No engine responds yet, and an unknown path is not healthy.
+    assert_eq!(PendingCall::new(&router.fact("http"), "GET", "/version", b"").reply().status, 200);
     let (fine, text) = healthy(&format!("http://{admin}/nothing"));
     assert!(!fine && text.contains("404"), "{text}");
     let mut engine =

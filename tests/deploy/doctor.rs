@@ -1,5 +1,5 @@
-//! What the runbook lets an operator ask in the first hour: is `baton doctor --strict` content? With the example for systemd it is,
-//! as soon as clients need a key, or are said to need none on purpose.
+//! The runbook's first check: `baton doctor --strict`. With the example for systemd it passes as soon as clients need a
+//! key, or the missing key is ignored on purpose.
 
 use std::fs;
 use std::path::Path;
@@ -10,15 +10,15 @@ use serde_json::{Value, json};
 use crate::harness::Process;
 use crate::{baton, ours, parsed, read};
 
-/// The example's router with two engines, where they can be on this machine.
-struct Site {
+/// The example's router with two engines, at addresses of this machine.
+struct DoctorSetup {
     _processes: Vec<Process>,
     url: String,
     admin: String,
 }
 
-impl Site {
-    /// `auth` is what the example says nothing of.
+impl DoctorSetup {
+    /// `auth` is not part of the example.
     fn start(folder: &Path, auth: Option<Value>) -> Self {
         let secret = folder.join("cluster-secret");
         fs::write(&secret, "the secret of this test's cluster\n").expect("the test's folder can be written");
@@ -46,7 +46,7 @@ impl Site {
         for (leg, engine) in ["prefill", "decode"].into_iter().zip(&engines) {
             config["models"][0][leg]["engines"][0]["url"] = json!(format!("http://{}", engine.fact("http")));
         }
-        // The unit's LimitNOFILE is not this machine's.
+        // This machine does not have the unit's LimitNOFILE.
         config["limits"] = json!({"connections": 64, "in_flight": 32});
         if let Some(auth) = auth {
             config["auth"] = auth;
@@ -89,18 +89,18 @@ impl Site {
 #[test]
 fn the_doctor_is_content_with_the_example_once_its_open_door_is_meant() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let site = Site::start(folder.path(), None);
+    let site = DoctorSetup::start(folder.path(), None);
     let (code, found) = site.doctor(folder.path(), &[]);
     assert_eq!((code, found.len()), (Some(1), 1), "{found:?}");
     assert!(found[0].0 == "WARN" && found[0].1.starts_with("exposure clients need neither key"), "{found:?}");
     let (code, meant) = site.doctor(folder.path(), &["--ignore", "exposure"]);
     assert_eq!(code, Some(0), "{meant:?}");
     assert_eq!(meant, [("IGNORED".to_owned(), found[0].1.clone())]);
-    // Nothing else is passed over with it.
+    // Ignoring another check does not ignore this one.
     let (code, found) = site.doctor(folder.path(), &["--ignore", "clock", "--no-requests"]);
     assert_eq!((code, found[0].0.as_str()), (Some(1), "WARN"), "{found:?}");
 
-    // Whoever has no token reads why, in letters.
+    // Without a token the error message names the reason.
     let admin = ["top", "--once", "--admin", &site.admin].map(str::to_owned);
     let (fine, said) = baton(&admin);
     assert!(!fine && said.contains("401") && !said.contains(char::REPLACEMENT_CHARACTER), "{said}");
@@ -118,7 +118,7 @@ fn the_doctor_is_content_with_the_example_once_clients_need_a_key() {
         path.display().to_string()
     };
     let keys_file = file("keys.yaml", &format!("keys:\n{keys}"));
-    let site = Site::start(folder.path(), Some(json!({"keys_file": keys_file})));
+    let site = DoctorSetup::start(folder.path(), Some(json!({"keys_file": keys_file})));
     let (code, found) = site.doctor(folder.path(), &["--api-key-file", &file("key", key)]);
     assert_eq!((code, found), (Some(0), Vec::new()));
 }

@@ -1,5 +1,6 @@
-//! Every router configuration of this repository, put to the real `baton check`: the files below `deploy/`, what overlays make of
-//! theirs, and the blocks of YAML in the pages. Folders are walked, so that a new one cannot be forgotten.
+//! Runs the real `baton check` on every router configuration of this repository: the files below `deploy/` and
+//! `examples/router/`, the configurations of overlays, and the YAML blocks of pages. The tests walk the folders, so that
+//! a new file cannot be missed.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -10,7 +11,7 @@ use serde_json::Value;
 
 use crate::{baton, files_below, ours, parsed, read, run};
 
-/// What a file of YAML is, by its uppermost keys.
+/// The kind of a YAML file, by its top-level keys.
 #[derive(Debug, PartialEq)]
 enum Kind {
     Router,
@@ -21,7 +22,7 @@ enum Kind {
 
 fn kind(path: &Path) -> Kind {
     let text = read(path);
-    // A document is enough; files of several are Kubernetes'.
+    // The first document is enough. Files of several documents are Kubernetes manifests.
     let first = text.split("\n---\n").next().unwrap_or_default();
     let document = parsed(first, path);
     let has = |key: &str| !document[key].is_null();
@@ -38,13 +39,18 @@ fn is_yaml(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "yaml" || extension == "yml")
 }
 
-/// Every router configuration below `deploy/`.
-pub(crate) fn routers() -> Vec<PathBuf> {
-    let files = files_below(&ours("deploy")).into_iter().filter(|path| is_yaml(path));
-    files.filter(|file| kind(file) == Kind::Router).collect()
+/// Every YAML file below `deploy/` and `examples/router/`.
+fn yaml_files() -> impl Iterator<Item = PathBuf> {
+    let files = files_below(&ours("deploy")).into_iter().chain(files_below(&ours("examples/router")));
+    files.filter(|path| is_yaml(path))
 }
 
-/// The blocks of YAML in a page, each with its line.
+/// Every router configuration below `deploy/` and `examples/router/`.
+pub(crate) fn routers() -> Vec<PathBuf> {
+    yaml_files().filter(|file| kind(file) == Kind::Router).collect()
+}
+
+/// The YAML blocks of a page, each with its line.
 fn blocks(page: &str) -> Vec<(usize, String)> {
     let mut found = Vec::new();
     let mut open: Option<(usize, String)> = None;
@@ -69,7 +75,7 @@ fn blocks(page: &str) -> Vec<(usize, String)> {
 
 /// Every page for people.
 fn pages() -> Vec<PathBuf> {
-    let mut found: Vec<PathBuf> = ["docs", "deploy", "bench", "engine", "connector", "tests"]
+    let mut found: Vec<PathBuf> = ["docs", "deploy", "examples", "bench", "engine", "connector", "tests"]
         .iter()
         .flat_map(|folder| files_below(&ours(folder)))
         .filter(|path| path.extension().is_some_and(|extension| extension == "md"))
@@ -78,7 +84,7 @@ fn pages() -> Vec<PathBuf> {
     found
 }
 
-/// What a key of a configuration says is in its file.
+/// The content of a file that a configuration key names.
 fn content(name: &str) -> String {
     match name {
         "keys_file" => {
@@ -92,7 +98,7 @@ fn content(name: &str) -> String {
     }
 }
 
-/// The files that a configuration names and the router would read, by the keys that name them.
+/// The files that a configuration names and the router would read, by their keys.
 fn named_files(value: &Value, key: &str, found: &mut BTreeSet<(String, String)>) {
     match value {
         Value::String(text) if text.starts_with('/') && key != "path" => {
@@ -104,7 +110,7 @@ fn named_files(value: &Value, key: &str, found: &mut BTreeSet<(String, String)>)
     }
 }
 
-/// A configuration for this machine: the files that it names lie in `folder`.
+/// A configuration for this machine, whose files are in `folder`.
 fn at_home(text: &str, place: &str, folder: &Path) -> String {
     let mut named = BTreeSet::new();
     named_files(&parsed(text, place.as_ref()), "", &mut named);
@@ -118,14 +124,14 @@ fn at_home(text: &str, place: &str, folder: &Path) -> String {
             name => content(name),
         };
         fs::write(&here, inside).expect("the test's folder can be written");
-        // The longest first would be needed if one were the beginning of another.
+        // No file name is the beginning of another, so that the order of replacements does not matter.
         assert!(named.iter().all(|(_, other)| other == file || !other.starts_with(file.as_str())), "{file}");
         text = text.replace(file.as_str(), &here.display().to_string());
     }
     text
 }
 
-/// Puts a configuration to `baton check`; what it says is wrong, or warns of.
+/// The errors and warnings of `baton check` for a configuration.
 fn checked(text: &str, place: &str) -> Vec<String> {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let file = folder.path().join("router.yaml");
@@ -141,8 +147,8 @@ fn checked(text: &str, place: &str) -> Vec<String> {
 #[test]
 fn every_router_configuration_below_deploy_passes_check() {
     let routers = routers();
-    // By name, so that a walk that finds nothing is noticed.
-    for name in ["config/router.yaml", "config/systemd.yaml", "otel/router.yaml", "overlays/vllm/router.yaml"]
+    // These names show that the walk finds the files.
+    for name in ["router/router.yaml", "config/systemd.yaml", "otel/router.yaml", "overlays/vllm/router.yaml"]
     {
         assert!(routers.iter().any(|path| path.ends_with(name)), "{name}: {routers:?}");
     }
@@ -150,7 +156,7 @@ fn every_router_configuration_below_deploy_passes_check() {
     let wrong: Vec<_> =
         routers.iter().flat_map(|path| checked(&read(path), &path.display().to_string())).collect();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    // As they lie, on a machine that has none of their secrets.
+    // The files unchanged, on a machine without their secrets.
     for path in routers {
         let file = path.display().to_string();
         let (sound, said) = baton(&["check".to_owned(), "--no-files".to_owned(), file]);
@@ -160,10 +166,10 @@ fn every_router_configuration_below_deploy_passes_check() {
 
 #[test]
 fn every_file_of_yaml_below_deploy_is_known_for_what_it_is() {
-    let files = files_below(&ours("deploy")).into_iter().filter(|path| is_yaml(path));
-    for file in files {
-        let expected = match file.strip_prefix(ours("deploy")).expect("it is below it") {
+    for file in yaml_files() {
+        let expected = match file.strip_prefix(ours("deploy")).unwrap_or(&file) {
             path if path.starts_with("config")
+                || path.starts_with(ours("examples/router"))
                 || path.ends_with("router.yaml") && !path.starts_with("alerts") =>
             {
                 Kind::Router
@@ -176,7 +182,7 @@ fn every_file_of_yaml_below_deploy_is_known_for_what_it_is() {
     }
 }
 
-/// Whether a block is a router's configuration or a part of one: its keys are the schema's.
+/// Whether a block is a router's configuration or a part of one: its keys are in the schema.
 fn is_router(block: &Value, keys: &BTreeSet<String>) -> bool {
     block.as_object().is_some_and(|map| map.keys().all(|key| keys.contains(key)))
 }
@@ -193,7 +199,7 @@ fn every_router_configuration_in_a_page_passes_check() {
         for (line, text) in blocks(&read(&page)) {
             let place = format!("{}:{line}", page.display());
             let block = parsed(&text, place.as_ref());
-            // Fragments of an entry of `models`, and configurations of others, say what they are in their first line.
+            // The first line marks fragments of an entry of `models`, and configurations of other programs.
             if text.starts_with("# not the router's") {
                 continue;
             }

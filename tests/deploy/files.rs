@@ -1,12 +1,12 @@
-//! Which test reads which file of `deploy/`: there is no file that none does. A row says where the test is and what in its source
-//! leads to the file; a row that leads nowhere is stale and refused, too.
+//! The test that reads each file of `deploy/`: every file has one. A row names the test and the words of its source
+//! that lead to the file. A row that leads nowhere is an error, too.
 
 use std::collections::BTreeSet;
 
 use crate::{ours, read};
 
-/// A file or, with a star, every file of a folder and of those below it; the test's module and name; words of that module that
-/// lead to the file.
+/// A file or, with a star, every file of a folder and of those below it; the test's module and name; words of that
+/// module that lead to the file.
 const READ_BY: &[(&str, &str, &str, &str)] = &[
     ("README.md", "runbook", "every_alarm_has_a_section_and_every_section_an_alarm", "\"deploy/README.md\""),
     ("alerts/*", "metrics", "every_metric_and_label_of_a_rule_or_a_panel_is_told", "\"deploy/alerts\""),
@@ -82,7 +82,7 @@ const READ_BY: &[(&str, &str, &str, &str)] = &[
 
 const SYSTEMD: &str = "systemd_finds_nothing_wrong_with_the_units_and_little_that_they_could_do";
 
-/// Every file below `deploy/` that is not somebody's own secret.
+/// Every file below `deploy/` without the operator's own secrets.
 fn files() -> BTreeSet<String> {
     let (mut found, mut folders) = (BTreeSet::new(), vec![ours("deploy")]);
     while let Some(folder) = folders.pop() {
@@ -92,7 +92,7 @@ fn files() -> BTreeSet<String> {
             if path.is_dir() {
                 folders.push(path);
             } else if name.contains("/secrets/") {
-                // Kept empty by these lines; what somebody puts there is his.
+                // These lines keep the folder empty. Files that an operator adds are not part of the repository.
                 if name.ends_with("/.gitignore") {
                     assert!(read(&path).ends_with("*\n!.gitignore\n"), "{name}");
                 }
@@ -125,8 +125,8 @@ fn every_file_below_deploy_is_read_by_a_test() {
     }
 }
 
-/// Rows with a star are for folders that a test walks, or in which it follows every reference: nowhere else could a new file be
-/// forgotten.
+/// Rows with a star are for folders that a test walks, or whose references it follows completely. In any other folder a
+/// new file could be missed.
 #[test]
 fn folders_that_stand_for_their_files_are_walked() {
     let stars: Vec<_> = READ_BY.iter().filter_map(|(row, ..)| row.strip_suffix("/*")).collect();
@@ -137,5 +137,8 @@ fn folders_that_stand_for_their_files_are_walked() {
     let examples = crate::examples::routers();
     for file in files().iter().filter(|file| file.starts_with("config/")) {
         assert!(examples.contains(&ours("deploy").join(file)), "{file} is no router's configuration");
+    }
+    for file in crate::files_below(&ours("examples/router")) {
+        assert!(examples.contains(&file), "{} is no router's configuration", file.display());
     }
 }

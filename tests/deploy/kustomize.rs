@@ -1,5 +1,5 @@
-//! As much of kustomize as `deploy/kubernetes/` uses, so that what is checked is what a cluster gets, on every machine. Where
-//! `kubectl` is installed, a test compares the two.
+//! The subset of kustomize that `deploy/kubernetes/` uses, so that tests check a cluster's final manifests on every
+//! machine. Where `kubectl` is installed, a test compares the two.
 
 use std::fs;
 use std::path::Path;
@@ -10,10 +10,10 @@ use serde_json::{Map, Value, json};
 
 use crate::{documents, files_below, installed, ours, parsed, read, run, skipped};
 
-/// The overlays that can be applied.
+/// The overlays for a cluster.
 pub(crate) const OVERLAYS: [&str; 3] = ["baton", "baton-edge", "vllm"];
 
-/// `kustomization.yaml`, as far as it is used here: anything else is a mistake, or a reason to extend this file.
+/// The used part of `kustomization.yaml`. Any other key is a mistake, or a reason to extend this file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]
 pub(crate) struct Kustomization {
@@ -82,12 +82,12 @@ impl Kustomization {
     }
 }
 
-/// What an overlay of the repository comes to.
+/// The composed documents of an overlay of the repository.
 pub(crate) fn overlay(name: &str) -> Vec<Value> {
     compose(&ours("deploy/kubernetes/overlays").join(name))
 }
 
-/// What `kubectl kustomize FOLDER` prints, but the content of secrets.
+/// The output of `kubectl kustomize FOLDER`, without the content of secrets.
 pub(crate) fn compose(folder: &Path) -> Vec<Value> {
     let kustomization = Kustomization::read(folder);
     let mut objects = Vec::new();
@@ -124,7 +124,7 @@ pub(crate) fn compose(folder: &Path) -> Vec<Value> {
     objects
 }
 
-/// What an object is known by.
+/// The identity of an object.
 pub(crate) fn identity(object: &Value) -> (String, String) {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     (text(&object["kind"]), text(&object["metadata"]["name"]))
@@ -151,7 +151,7 @@ fn containers_mut(object: &mut Value) -> impl Iterator<Item = &mut Value> {
     object.pointer_mut("/spec/template/spec/containers").and_then(Value::as_array_mut).into_iter().flatten()
 }
 
-/// A strategic merge: maps by key, lists of things with a name (or a mount path) by that, other lists as a whole.
+/// A strategic merge: maps by key, lists of items with a name (or a mount path) by that, other lists as a whole.
 fn merge(into: &mut Value, patch: &Value) {
     match (into, patch) {
         (Value::Object(into), Value::Object(patch)) => {
@@ -163,7 +163,7 @@ fn merge(into: &mut Value, patch: &Value) {
             for item in patch {
                 match into.iter_mut().find(|other| merge_key(other) == merge_key(item)) {
                     Some(other) => merge(other, item),
-                    // kustomize puts what is new in front.
+                    // kustomize inserts new items at the front.
                     None => into.insert(0, item.clone()),
                 }
             }
@@ -176,7 +176,7 @@ fn merge_key(item: &Value) -> Option<&str> {
     item["mountPath"].as_str().or_else(|| item["name"].as_str())
 }
 
-/// The order of a list in which nothing depends on order.
+/// Sorts the lists whose order has no meaning.
 fn sorted(mut object: Value) -> Value {
     if let Some(pod) = object.pointer_mut("/spec/template/spec") {
         let sort = |list: Option<&mut Vec<Value>>| {
@@ -220,7 +220,7 @@ fn overlays_come_to_what_kubectl_makes_of_them_and_to_nothing_without_secrets() 
         let (rendered, said) = render(overlay);
         assert!(!rendered && said.contains("secrets/"), "{overlay} without secrets: {said}");
     }
-    // The script looks for its folders and makes files in them.
+    // The script expects its folders and creates files in them.
     for below in ["base", "overlays/baton", "overlays/vllm"] {
         fs::create_dir_all(folder.path().join(below).join("secrets")).expect("a folder of the test");
     }

@@ -1,23 +1,24 @@
-//! What operators are given: every file below `deploy/`, against the real binary and the tools that will read it.
+//! The files for operators: every file below `deploy/`, checked with the real binary and with the tools that read the
+//! file.
 //!
-//! | file | what it shows |
+//! | file | subject |
 //! |---|---|
-//! | `kustomize` | composes an overlay as kustomize does, and knows whether it was done right where `kubectl` is installed |
-//! | `manifests` | every document is what the Kubernetes API says, to the last field; every file is used |
-//! | `references` | what one document says of another: labels, ports, volumes, keys, accounts, times that add up |
-//! | `processes` | what documents say of our binary: arguments, configurations, ports, probes |
-//! | `systemd` | units, as `systemd-analyze` sees them; their commands and times |
-//! | `promql`, `metrics` | every metric and label that a rule or a panel names is on a live `/metrics` |
+//! | `kustomize` | composes an overlay as kustomize does, and compares with `kubectl` where that is installed |
+//! | `manifests` | every document conforms to the Kubernetes API in every field; every file is used |
+//! | `references` | references between documents: labels, ports, volumes, keys, accounts, times that add up |
+//! | `processes` | the binary's arguments, configurations, ports and probes in the documents |
+//! | `systemd` | units, checked by `systemd-analyze`; their commands and times |
+//! | `promql`, `metrics` | a live `/metrics` has every metric and label of a rule or a panel |
 //! | `container` | the image's contents, built and run without a container engine |
 //! | `examples` | every router configuration of this repository, also those in pages, passes `baton check` |
-//! | `doctor` | `baton doctor --strict` is content with a router and engines that are set up as the example says |
+//! | `doctor` | `baton doctor --strict` passes for a router and engines with the example's configuration |
 //! | `collector`, `traces` | the OpenTelemetry collector's configuration; one request's trace, from its client to both engines |
-//! | `files` | which test reads which file: none is without |
-//! | `runbook` | what the runbook names exists |
+//! | `files` | the test that reads each file: every file has one |
+//! | `runbook` | everything that the runbook names exists |
 //!
-//! What cannot be shown on a machine says `SKIPPED`, loudly, and why.
+//! A check that a machine cannot run prints `SKIPPED` and the reason.
 
-#![allow(clippy::print_stdout)] // what a test measured is shown with --nocapture
+#![allow(clippy::print_stdout, reason = "--nocapture shows the measured times")]
 
 mod collector;
 mod container;
@@ -63,7 +64,7 @@ fn parsed(text: &str, path: &Path) -> Value {
     serde_saphyr::from_str(text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// Every file below a folder, by its path; secrets that somebody made for himself are none of ours.
+/// Every file below a folder, by its path, without an operator's own secrets.
 fn files_below(folder: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
@@ -84,14 +85,14 @@ fn installed(program: &str) -> bool {
     std::env::split_paths(&folders).any(|folder| folder.join(program).is_file())
 }
 
-/// Says that something was not shown.
+/// Prints that a check was skipped.
 fn skipped(why: &str) {
     eprintln!(
         "########################################################\n## SKIPPED: {why}\n########################################################"
     );
 }
 
-/// Runs a command to its end: whether it succeeded, and all that it said.
+/// Runs a command to its end. Returns whether it succeeded, and its output.
 fn run(command: &mut Command) -> (bool, String) {
     let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();

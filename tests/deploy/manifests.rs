@@ -1,5 +1,5 @@
-//! Every document is read into the type that the Kubernetes API has for it and written again: what is misspelt, misplaced or
-//! missing does not come back as it was.
+//! Reads every document into its type of the Kubernetes API and writes it again. Misspelt, misplaced and missing fields
+//! show as a difference.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use crate::kustomize::{Kustomization, OVERLAYS, Patch, identity, overlay};
 use crate::{documents, files_below, ours, read};
 
-/// The Prometheus operator's, as far as it is used here.
+/// The used part of the Prometheus operator's type.
 #[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]
 struct ServiceMonitor {
@@ -96,7 +96,7 @@ struct OperatorsRule {
     annotations: BTreeMap<String, String>,
 }
 
-/// What its type makes of a document.
+/// Reads a document into its type and writes it again.
 fn typed(document: &Value) -> Result<Value, String> {
     fn again<T: DeserializeOwned + Serialize>(document: &Value) -> Result<Value, String> {
         let read: T = serde_json::from_value(document.clone()).map_err(|error| error.to_string())?;
@@ -119,7 +119,7 @@ fn typed(document: &Value) -> Result<Value, String> {
     }
 }
 
-/// What of `a` is not so in `b`, by its place.
+/// The parts of `a` that differ in `b`, with their paths.
 fn lost(place: &str, a: &Value, b: &Value) -> Vec<String> {
     match (a, b) {
         (Value::Object(a), Value::Object(b)) => a
@@ -135,11 +135,11 @@ fn lost(place: &str, a: &Value, b: &Value) -> Vec<String> {
             .flat_map(|(at, (a, b))| lost(&format!("{place}[{at}]"), a, b))
             .collect(),
         _ if a == b => Vec::new(),
-        _ => vec![format!("{place}: {a} came back as {b}")],
+        _ => vec![format!("{place}: {a} was written as {b}")],
     }
 }
 
-/// What is wrong with a document: what its type does not know, and what it must have and has not.
+/// The errors of a document: unknown fields and missing fields.
 fn problems(document: &Value) -> Vec<String> {
     let place = format!("{:?}", identity(document));
     match typed(document) {
@@ -154,7 +154,7 @@ fn resources() -> Vec<PathBuf> {
     files_below(&ours("deploy/kubernetes")).into_iter().filter(yaml).filter(documents).collect()
 }
 
-/// Every file that overlays lead to, and those of them that are patches.
+/// Every file that overlays reference, and those of them that are patches.
 fn reached() -> (BTreeSet<PathBuf>, BTreeSet<PathBuf>) {
     fn follow(folder: &Path, files: &mut BTreeSet<PathBuf>, patches: &mut BTreeSet<PathBuf>) {
         let at = |path: &String| folder.join(path).canonicalize().unwrap_or_else(|e| panic!("{path}: {e}"));
@@ -222,7 +222,7 @@ fn what_is_misspelt_misplaced_or_missing_is_noticed() {
 #[test]
 fn every_file_is_part_of_an_overlay() {
     let (files, patches) = reached();
-    // Whatever a file is called; but the script that makes the secrets.
+    // All files, except the script that creates the secrets.
     let mut unused: Vec<_> = files_below(&ours("deploy/kubernetes"))
         .into_iter()
         .filter(|path| {
@@ -234,8 +234,8 @@ fn every_file_is_part_of_an_overlay() {
     assert!(unused.is_empty(), "no overlay uses {unused:?}");
 }
 
-/// The Prometheus operator reads no files of rules, and kustomize none of another folder: so the alerts are there once more.
-/// `BATON_BLESS=1` writes them anew.
+/// The Prometheus operator reads no rule files, and kustomize reads no files of another folder. The manifest therefore
+/// repeats the alerts. `BATON_BLESS=1` writes it again.
 #[test]
 fn the_operators_rules_are_those_of_the_alerts() {
     let mut wanted = "# Written from deploy/alerts/ by `BATON_BLESS=1 cargo test --test deploy the_operators_rules`: change those.\n".to_owned();

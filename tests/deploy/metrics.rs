@@ -1,4 +1,4 @@
-//! Alerts and the board against what a router and engines tell, after everything has happened to them once.
+//! Alerts and dashboard, compared with the metrics of a router and engines after every kind of event.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
@@ -7,11 +7,11 @@ use std::sync::LazyLock;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::harness::{Ask, Cluster, Engine, HangUp, PATIENCE, eventually};
-use crate::promql::{Named, named};
+use crate::harness::{Cluster, Engine, GenerateRequest, HangUp, PATIENCE, eventually};
+use crate::promql::{NamedSeries, named};
 use crate::{files_below, installed, ours, read, run, skipped};
 
-/// A file of rules, as far as it is used here.
+/// The used part of a rule file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Rules {
@@ -39,18 +39,18 @@ pub(crate) struct Rule {
 /// Metrics with their labels.
 type Metrics = BTreeMap<String, BTreeSet<String>>;
 
-/// Labels that Prometheus gives to everything it scrapes.
+/// Labels that Prometheus adds to everything it scrapes.
 const OF_SCRAPES: [&str; 2] = ["job", "instance"];
 
-/// Counters that only stock vLLM has, or names otherwise than Baton's engines, which have vLLM's name without the ending that
-/// Python's client adds: seen at vLLM 0.32, 2026-11-20.
+/// Counters that only stock vLLM has, or names differently. Baton's engines use vLLM's name without the ending that
+/// Python's client adds.
 const STOCK_VLLM: [&str; 3] = [
     "vllm:nixl_num_kv_expired_reqs_total",
     "vllm:nixl_num_notifications_after_expiry_total",
     "vllm:nixl_num_failed_transfers_total",
 ];
 
-/// What people choose on the board.
+/// The dashboard's variables.
 const VARIABLES: [&str; 3] = ["$model", "$router_job", "$instance"];
 
 /// Every rule.
@@ -67,13 +67,13 @@ pub(crate) fn rules() -> Vec<Rule> {
     all
 }
 
-/// Every board's file and its content.
+/// The dashboard's content.
 fn board() -> Value {
     let text = read(&ours("deploy/dashboards/baton.json"));
     serde_json::from_str(&text).expect("a board is JSON")
 }
 
-/// The queries of every panel, with its title; variables stand for everything.
+/// The queries of every panel, with its title. Variables match everything.
 fn queries() -> Vec<(String, String)> {
     let board = board();
     let mut found = Vec::new();
@@ -96,33 +96,33 @@ fn queries() -> Vec<(String, String)> {
     found
 }
 
-/// What a page of `/metrics` has.
+/// Adds the metrics of a page of `/metrics`.
 fn told(page: &str, metrics: &mut Metrics) {
     for line in page.lines().filter(|line| !line.starts_with('#')) {
         let Some((series, _)) = line.rsplit_once(' ') else { continue };
         let (name, labels) = series.split_once('{').unwrap_or((series, ""));
         let known = metrics.entry(name.to_owned()).or_default();
-        // A label's name stands before `="`, behind a comma or the beginning.
+        // A label's name stands before `="`, after a comma or the beginning.
         let names =
             labels.split("=\"").map(|before| before.rsplit(['"', ',', '{']).next().unwrap_or_default());
         known.extend(names.filter(|name| !name.is_empty() && *name != "}").map(str::to_owned));
     }
 }
 
-/// What live processes tell.
-struct Live {
-    /// Before anybody has asked them for anything.
+/// The metrics of live processes.
+struct LiveMetrics {
+    /// Before the first request.
     fresh: String,
     metrics: Metrics,
-    /// Families by their kinds.
+    /// Families with their kinds.
     router: BTreeMap<String, String>,
     engines: BTreeMap<String, String>,
 }
 
-static LIVE: LazyLock<Live> = LazyLock::new(live);
+static LIVE: LazyLock<LiveMetrics> = LazyLock::new(live);
 
-/// Everything happens once to a router, a prefill engine and a decode engine; then they tell.
-fn live() -> Live {
+/// Makes every kind of event happen to a router, a prefill engine and a decode engine, then reads their metrics.
+fn live() -> LiveMetrics {
     let tier = tempfile::tempdir().expect("a temporary folder");
     let tiers = format!(
         "--kv-offload-host-mib 8 --kv-offload-disk {} --kv-offload-disk-mib 8",
@@ -135,33 +135,33 @@ fn live() -> Live {
     let usage = json!({"include_usage": true});
     for _ in 0..4 {
         let mut stream = cluster
-            .send(&Ask::fresh(200).tokens(4).streamed().with("stream_options", usage.clone()))
+            .send(&GenerateRequest::fresh(200).tokens(4).streamed().with("stream_options", usage.clone()))
             .stream();
         while stream.event().is_some() {}
     }
-    // A client leaves in the middle of its stream.
+    // A client disconnects during its stream.
     let leaves = || {
-        let mut stream = cluster.send(&Ask::fresh(100).tokens(400).streamed()).stream();
+        let mut stream = cluster.send(&GenerateRequest::fresh(100).tokens(400).streamed()).stream();
         stream.event().expect("an event");
         stream.hang_up(HangUp::Fin);
     };
     leaves();
     leaves();
-    // A handoff is refused by its decode engine, one is given back, and one is left to its expiry.
-    let refused = Ask::fresh(64);
+    // A decode engine refuses one handoff, one is released, and one expires.
+    let refused = GenerateRequest::fresh(64);
     let handoff = cluster.prefill[0].lends(&refused);
     let body = refused.with("kv_transfer_params", handoff).with("temperature", json!(-1)).body;
     assert_eq!(cluster.decode[0].send("POST", "/v1/completions", &body).reply().status, 400);
-    let handoff = cluster.prefill[0].lends(&Ask::fresh(64));
+    let handoff = cluster.prefill[0].lends(&GenerateRequest::fresh(64));
     assert_eq!(cluster.prefill[0].release(&handoff), "released");
-    let late = Ask::fresh(64);
+    let late = GenerateRequest::fresh(64);
     let handoff = cluster.prefill[0].lends(&late);
     let expired = || match cluster.prefill[0].metric("vllm:nixl_num_kv_expired_reqs", "") {
         count if count >= 1.0 => Ok(()),
         _ => Err("nothing has expired".to_owned()),
     };
-    eventually(PATIENCE, "the lease that nobody reads ends", expired);
-    // Its decode engine comes too late, and computes the prompt.
+    eventually(PATIENCE, "the unread lease ends", expired);
+    // Its decode engine is too late, and computes the prompt.
     let body = late.with("kv_transfer_params", handoff).body;
     assert_eq!(cluster.decode[0].send("POST", "/v1/completions", &body).reply().status, 200);
 
@@ -171,7 +171,7 @@ fn live() -> Live {
     told(&router, &mut metrics);
     told(&engines, &mut metrics);
     assert!(metrics.len() > 100, "{metrics:?}");
-    Live { fresh, metrics, router: kinds(&router), engines: kinds(&engines) }
+    LiveMetrics { fresh, metrics, router: kinds(&router), engines: kinds(&engines) }
 }
 
 /// The families of a page of `/metrics`, with their kinds.
@@ -190,16 +190,16 @@ fn rows(table: &str) -> BTreeMap<String, String> {
     cells.map(|cells| (cells[0].trim_end_matches('`').to_owned(), cells[1].clone())).collect()
 }
 
-/// What a table and live processes do not both have.
+/// Metrics that only the table or only the live processes have.
 fn differences(table: &BTreeMap<String, String>, live: &BTreeMap<String, String>) -> Vec<String> {
     let unlisted = live.iter().filter(|(name, kind)| table.get(*name) != Some(*kind));
-    let untold = table.iter().filter(|(name, kind)| live.get(*name) != Some(*kind));
+    let missing = table.iter().filter(|(name, kind)| live.get(*name) != Some(*kind));
     let unlisted =
         unlisted.map(|(name, kind)| format!("docs/reference/metrics.md has no row for the {kind} {name}"));
-    unlisted.chain(untold.map(|(name, kind)| format!("nobody tells the {kind} {name}"))).collect()
+    unlisted.chain(missing.map(|(name, kind)| format!("no process has the {kind} {name}"))).collect()
 }
 
-/// Told by engines whose pool is in a device's own memory, which those here are not; `tests/e2e/device.rs` reads it.
+/// A metric of engines whose pool is in a device's memory. `tests/e2e/device.rs` reads it.
 const OF_DEVICES: [&str; 1] = ["baton_kv_mirror_blocks_total"];
 
 #[test]
@@ -238,9 +238,9 @@ pub(crate) fn documented() -> Metrics {
     metrics
 }
 
-/// What is wrong with the names of an expression.
+/// The errors in the names of an expression.
 fn problems(
-    names: &Named,
+    names: &NamedSeries,
     live: &Metrics,
     documented: &Metrics,
     unseen: &mut BTreeSet<String>,
@@ -250,19 +250,19 @@ fn problems(
     for (metric, selected) in &names.metrics {
         let labels: BTreeSet<&str> = match (live.get(metric), documented.get(metric)) {
             (Some(labels), _) => labels.iter().map(String::as_str).collect(),
-            // Something that has not happened to this router, or is not configured.
+            // The event has not happened to this router, or the feature is not configured.
             (None, Some(labels)) => {
                 unseen.insert(metric.clone());
                 labels.iter().map(String::as_str).collect()
             }
             (None, None) if metric == "up" => BTreeSet::new(),
-            // Prometheus' own: the rules' states.
+            // Prometheus' own metric: the states of the rules.
             (None, None) if metric == "ALERTS" => {
                 ["alertname", "alertstate", "severity", "model", "engine", "leg"].into()
             }
             (None, None) if STOCK_VLLM.contains(&metric.as_str()) => ["model_name", "engine"].into(),
             (None, None) => {
-                wrong.push(format!("nobody tells {metric}"));
+                wrong.push(format!("no process has {metric}"));
                 continue;
             }
         };
@@ -286,7 +286,7 @@ fn every_metric_and_label_of_a_rule_or_a_panel_is_told() {
         let names = named(&rule.expr);
         let found = problems(&names, live, &documented, &mut unseen);
         wrong.extend(found.into_iter().map(|problem| format!("{}: {problem}", rule.alert)));
-        // A summary shows labels that the result has.
+        // A summary uses labels that the result has.
         let shown = rule.annotations["summary"].split("$labels.").skip(1);
         for label in shown.map(|rest| rest.split([' ', '}']).next().unwrap_or_default()) {
             let kept = if names.grouped.is_empty() {
@@ -308,11 +308,11 @@ fn every_metric_and_label_of_a_rule_or_a_panel_is_told() {
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     println!("in docs/reference/metrics.md, and not told by the live router: {unseen:?}");
-    // There is no TLS and no discovery in it.
+    // The live router has no TLS and no discovery.
     assert!(unseen.len() <= 4, "{unseen:?}");
 }
 
-/// Series of a page that a selector means: `NAME` or `NAME{LABEL="VALUE", …}`, with the operators that rules use.
+/// The series of a page that a selector matches: `NAME` or `NAME{LABEL="VALUE", …}`, with the operators that rules use.
 fn meant<'a>(page: &'a str, selector: &str) -> Vec<&'a str> {
     let (name, wanted) = selector.trim_end_matches('}').split_once('{').unwrap_or((selector, ""));
     let wanted: Vec<_> = wanted.split(", ").filter(|pair| !pair.is_empty()).collect();
@@ -337,12 +337,12 @@ fn meant<'a>(page: &'a str, selector: &str) -> Vec<&'a str> {
     named.map(|(series, _)| series).filter(|series| fits(series)).collect()
 }
 
-/// A series that begins with its first event has not grown by it, as far as Prometheus knows: an alarm on the first lapsed lease, or
-/// on the only one, would not be raised.
+/// Prometheus does not count a series' first value as growth. An alarm on the first or only expired lease would not
+/// fire if the series began with that event.
 #[test]
 fn what_an_alarm_takes_the_growth_of_is_told_before_it_grows() {
-    // Series of an engine and a leg begin with the first attempt there, those of an outcome with its first request: alarms on them are
-    // on shares and rates that go on for minutes.
+    // Series of an engine and a leg begin with the first attempt there, those of an outcome with its first request.
+    // Alarms on them use shares and rates over minutes.
     let later = ["baton_router_engine_errors_total", "baton_router_requests_total"];
     let (mut missing, mut seen) = (Vec::new(), 0);
     for rule in rules() {
@@ -421,7 +421,7 @@ fn the_board_can_be_read() {
         assert!(panel["description"].as_str().is_some_and(|text| !text.is_empty()), "{title}");
         let shown = &panel["fieldConfig"]["defaults"];
         assert!(shown["unit"].is_string(), "{title} has no unit");
-        // A number by itself says by its colour whether it is good, and in words that there is nothing to count.
+        // A single number shows by its colour whether it is good, and in words that there is nothing to count.
         let steps = shown["thresholds"]["steps"].as_array().map_or(0, Vec::len);
         assert!(panel["type"] != "stat" || steps >= 2 && shown["noValue"].is_string(), "{title}");
         let overridden = panel["fieldConfig"]["overrides"].as_array().expect("a list");
@@ -434,7 +434,7 @@ fn the_board_can_be_read() {
         assert!(!targets.is_empty() && references.len() == targets.len(), "{title}");
         for target in targets {
             assert_eq!(target["datasource"]["uid"], "${datasource}", "{title}");
-            // What a legend shows is a label of the result.
+            // A legend uses labels that the result has.
             let legend = target["legendFormat"].as_str().unwrap_or_default();
             let grouped = named(&target["expr"].as_str().expect("a query").replace('$', "")).grouped;
             for label in legend.split("{{").skip(1).map(|rest| rest.split('}').next().unwrap_or_default()) {

@@ -1,4 +1,4 @@
-//! What documents say of our binary, put to it.
+//! Runs the real binary with the arguments of the documents.
 
 use std::fs;
 use std::path::Path;
@@ -6,11 +6,11 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::harness::{Call, Process};
+use crate::harness::{PendingCall, Process};
 use crate::references::{Fleet, containers, list, port_of};
 use crate::{baton, run};
 
-/// A container's arguments, with the pod's variables in their place.
+/// A container's arguments, with the values of the pod's variables.
 fn arguments(command: &str, container: &Value) -> Vec<String> {
     let variable = |name: &str| list(&container["env"]).any(|variable| variable["name"] == name);
     let args = list(&container["args"]).map(|arg| {
@@ -23,7 +23,7 @@ fn arguments(command: &str, container: &Value) -> Vec<String> {
     std::iter::once(command.to_owned()).chain(args).collect()
 }
 
-/// The engines of ours, and whose they are.
+/// The containers of Baton's engines, with their overlays.
 fn engines() -> Vec<(String, Value)> {
     let mut found = Vec::new();
     for fleet in Fleet::all() {
@@ -48,7 +48,7 @@ fn probes(container: &Value) -> Vec<(&'static str, String, String)> {
     probes.to_vec()
 }
 
-/// A router's configuration for this machine: what its pod mounts lies in `folder`, with something in it.
+/// A router's configuration for this machine. `folder` contains the files of its pod's mounts.
 fn at_home(fleet: &Fleet, folder: &Path) -> String {
     let mut text = fleet.router_yaml().to_owned();
     for (at, keys) in fleet.mounts(fleet.router()) {
@@ -74,7 +74,7 @@ fn at_home(fleet: &Fleet, folder: &Path) -> String {
     text
 }
 
-/// What is in a secret's file.
+/// The content of a secret's file.
 fn content(key: &str) -> String {
     match key {
         "keys.yaml" => {
@@ -92,14 +92,14 @@ fn health(url: &str) -> (bool, String) {
 }
 
 fn status(address: &str, path: &str) -> (u16, String) {
-    let reply = Call::new(address, "GET", path, b"").reply();
+    let reply = PendingCall::new(address, "GET", path, b"").reply();
     (reply.status, String::from_utf8_lossy(&reply.body).into_owned())
 }
 
 #[test]
 fn engines_understand_their_arguments() {
     for (name, container) in engines() {
-        // The checkpoint is not here, and that is all they complain of.
+        // The only error is that the checkpoint does not exist here.
         let args = arguments("engine", &container);
         let (started, said) = baton(&args);
         assert!(!started && said.contains("--model /model: there is no such folder"), "{name}: {said}");
@@ -118,7 +118,7 @@ fn engines_listen_where_their_ports_say_and_answer_their_probes() {
             let arg = args.iter_mut().find(|arg| **arg == listens);
             *arg.unwrap_or_else(|| panic!("{name} does not say {listens}")) = format!("{key}127.0.0.1:0");
         }
-        // A small machine, and the model that is built in.
+        // A small engine with the built-in model.
         let folder = tempfile::tempdir().expect("a temporary folder");
         let secret = folder.path().join("secret");
         fs::write(&secret, content("secret")).expect("a file of the test");
@@ -138,7 +138,7 @@ fn engines_listen_where_their_ports_say_and_answer_their_probes() {
         for (probe, port, path) in probes(&container) {
             assert_eq!(port, "http", "{name}: {probe}");
             assert_eq!(status(&address, &path).0, 200, "{name}: {probe} {path}");
-            // What a container without `curl` asks with.
+            // The probe of a container without `curl`.
             let (fine, said) = health(&format!("http://{address}{path}"));
             assert!(fine && said.is_empty(), "{name}: {said}");
         }
@@ -180,7 +180,7 @@ fn routers_find_their_configuration_sound_listen_where_their_ports_say_and_answe
                 "{told}"
             );
             match probe {
-                // There is no cluster here, so there is no engine; a router without one must not get requests.
+                // Without a cluster there is no engine, and a router without an engine must not get requests.
                 "readinessProbe" => assert_eq!((status, said.trim()), (503, "no engine"), "{}", fleet.name),
                 _ => assert_eq!(status, 200, "{}: {probe} {path}", fleet.name),
             }

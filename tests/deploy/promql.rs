@@ -1,20 +1,20 @@
-//! As much of PromQL as it takes to know which metrics and labels an expression names. Whether it is PromQL at all, and what it
-//! evaluates to, is for Prometheus to say (`tests/peers/prometheus.sh`).
+//! A parser for the metric and label names of PromQL expressions. `tests/peers/prometheus.sh` checks with Prometheus
+//! whether they are valid, and what they evaluate to.
 
 use std::collections::BTreeSet;
 
-/// What an expression names.
+/// The names of an expression.
 #[derive(Debug, Default, PartialEq)]
-pub(crate) struct Named {
-    /// Metrics, each with the labels that it is selected by.
+pub(crate) struct NamedSeries {
+    /// Metrics, each with the labels of its selector.
     pub(crate) metrics: Vec<(String, Vec<String>)>,
-    /// Labels that something is grouped or joined by.
+    /// Labels for grouping and joining.
     pub(crate) grouped: BTreeSet<String>,
 }
 
-/// Words that are followed by labels in parentheses.
+/// Words with labels in parentheses after them.
 const OF_LABELS: [&str; 6] = ["by", "without", "on", "ignoring", "group_left", "group_right"];
-/// Words that name nothing.
+/// Words that are no names.
 const OPERATORS: [&str; 6] = ["and", "or", "unless", "bool", "offset", "atan2"];
 
 #[derive(Clone, Debug, PartialEq)]
@@ -23,10 +23,10 @@ enum Token {
     Mark(char),
 }
 
-/// Reads an expression.
-pub(crate) fn named(expression: &str) -> Named {
+/// Parses an expression.
+pub(crate) fn named(expression: &str) -> NamedSeries {
     let tokens = tokens(expression);
-    let (mut found, mut at) = (Named::default(), 0);
+    let (mut found, mut at) = (NamedSeries::default(), 0);
     while at < tokens.len() {
         let Token::Word(word) = &tokens[at] else {
             at += 1;
@@ -65,7 +65,7 @@ fn words_until(tokens: &[Token], from: usize, end: char) -> (Vec<String>, usize)
     (words.collect(), from + length + 1)
 }
 
-/// Words and marks; texts, numbers and durations are left out.
+/// Words and marks, without texts, numbers and durations.
 fn tokens(expression: &str) -> Vec<Token> {
     let (mut tokens, mut rest) = (Vec::new(), expression);
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';

@@ -1,4 +1,4 @@
-//! A receiver of traces: takes OTLP over HTTP with JSON as the protocol's own types read it, and remembers every span.
+//! A receiver of traces: parses OTLP over HTTP with JSON by the protocol's own types, and stores every span.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -12,12 +12,12 @@ use opentelemetry_proto::tonic::common::v1::any_value::Value;
 use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue};
 use opentelemetry_proto::tonic::trace::v1::Span;
 
-/// The largest body that is taken.
+/// Maximum bytes of a body.
 const BODY_BYTES_MAX: usize = 16 << 20;
 
-/// A span, and who sent it.
+/// A span, and the service that sent it.
 #[derive(Clone, Debug)]
-pub(crate) struct Received {
+pub(crate) struct ReceivedRequest {
     pub(crate) resource: BTreeMap<String, String>,
     pub(crate) scope: String,
     pub(crate) span: Span,
@@ -25,8 +25,8 @@ pub(crate) struct Received {
 
 #[derive(Default)]
 struct Inbox {
-    spans: Vec<Received>,
-    /// What was not as it must be.
+    spans: Vec<ReceivedRequest>,
+    /// Errors in what was received.
     wrong: Vec<String>,
 }
 
@@ -50,11 +50,11 @@ impl Receiver {
         Self { address, inbox }
     }
 
-    /// Everything that was sent so far.
+    /// All spans so far.
     ///
     /// # Panics
     /// If any of it was not OTLP.
-    pub(crate) fn spans(&self) -> Vec<Received> {
+    pub(crate) fn spans(&self) -> Vec<ReceivedRequest> {
         let inbox = self.inbox.lock().unwrap_or_else(PoisonError::into_inner);
         assert!(inbox.wrong.is_empty(), "{:?}", inbox.wrong);
         inbox.spans.clone()
@@ -128,7 +128,7 @@ fn request(reader: &mut impl BufRead) -> std::io::Result<Option<(String, Vec<u8>
 }
 
 /// The spans of a request, by the protocol's own types.
-fn read(head: &str, body: &[u8]) -> Result<Vec<Received>, String> {
+fn read(head: &str, body: &[u8]) -> Result<Vec<ReceivedRequest>, String> {
     if !head.starts_with("post /v1/traces http/1.1\r\n") {
         return Err(format!("not a request for traces: {head}"));
     }
@@ -142,7 +142,7 @@ fn read(head: &str, body: &[u8]) -> Result<Vec<Received>, String> {
         let of = told(&resource.resource.unwrap_or_default().attributes);
         for scope in resource.scope_spans {
             let name = scope.scope.unwrap_or_default().name;
-            spans.extend(scope.spans.into_iter().map(|span| Received {
+            spans.extend(scope.spans.into_iter().map(|span| ReceivedRequest {
                 resource: of.clone(),
                 scope: name.clone(),
                 span,

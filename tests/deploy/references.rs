@@ -1,11 +1,11 @@
-//! What one document says of another.
+//! References between documents.
 
 use serde_json::Value;
 
 use crate::kustomize::{OVERLAYS, identity, overlay};
 use crate::parsed;
 
-/// What the objects of an overlay need and do not bring: the operator creates it (`docs/how-to/kubernetes.md`).
+/// Objects that an overlay needs and does not contain: the operator creates them (`docs/how-to/kubernetes.md`).
 pub(crate) const BROUGHT_BY_OTHERS: [(&str, &str, &[&str]); 3] = [
     ("PersistentVolumeClaim", "model", &[]),
     ("Secret", "baton-tls", &["tls.crt", "tls.key", "ca.crt"]),
@@ -43,7 +43,7 @@ impl Fleet {
         self.pods().find(|(name, _)| name == ROUTER).expect("every overlay has the router").1
     }
 
-    /// The router's configuration, as its ConfigMap has it.
+    /// The router's configuration from its ConfigMap.
     pub(crate) fn router_yaml(&self) -> &str {
         let map = self.named("ConfigMap", &"baton-router".into());
         map["data"]["router.yaml"].as_str().expect("the key that the router's arguments name")
@@ -63,7 +63,7 @@ impl Fleet {
         data.unwrap_or_else(|| panic!("{}: {kind} {name} is empty", self.name)).keys().cloned().collect()
     }
 
-    /// Where a pod's files are, and which: the mount's path, and the keys that are files there.
+    /// A pod's mounts: the path, and the keys that are files there.
     pub(crate) fn mounts(&self, pod: &Value) -> Vec<(String, Vec<String>)> {
         let container = &pod["spec"]["containers"][0];
         let mounts = list(&container["volumeMounts"]).map(|mount| {
@@ -103,7 +103,7 @@ pub(crate) fn port_of(container: &Value, name: &str) -> Option<u64> {
     list(&container["ports"]).find(|port| port["name"] == name)?["containerPort"].as_u64()
 }
 
-/// Whether a label selector means these labels.
+/// Whether a label selector matches these labels.
 fn selects(selector: &Value, labels: &Value) -> bool {
     let matches = selector["matchLabels"].as_object().into_iter().flatten();
     let expressions = list(&selector["matchExpressions"]);
@@ -150,7 +150,7 @@ fn every_selector_means_whom_it_should() {
         }
         for budget in fleet.of("PodDisruptionBudget") {
             assert_eq!(meant(&budget["spec"]["selector"]), [identity(budget).1], "{}", fleet.name);
-            // A pod that never becomes ready would else keep its node from being drained.
+            // Otherwise a pod that never becomes ready would block the drain of its node.
             assert_eq!(budget["spec"]["unhealthyPodEvictionPolicy"], "AlwaysAllow", "{}", fleet.name);
         }
         let budgets: Vec<_> = fleet.of("PodDisruptionBudget").map(|budget| identity(budget).1).collect();
@@ -197,7 +197,7 @@ fn network_policies_let_through_what_must_pass_and_nothing_else() {
             peer["namespaceSelector"].is_object()
                 || pods.iter().any(|(_, pod)| selects(&peer["podSelector"], &pod["metadata"]["labels"]))
         };
-        // Whether the rules of one direction let a peer to (or from) a port of the pod that listens.
+        // Whether the rules of one direction allow a peer at a port of the listening pod.
         let passes =
             |direction: &str, rules: &str, peers: &str, who: &str, with: &str, listener: &str, port: u64| {
                 let container =
@@ -211,7 +211,7 @@ fn network_policies_let_through_what_must_pass_and_nothing_else() {
                     .collect();
                 bound.is_empty()
                     || bound.iter().flat_map(|policy| list(&policy[rules])).any(|rule| {
-                        let whom = rule[peers].is_null()
+                        let allowed = rule[peers].is_null()
                             || list(&rule[peers]).any(|peer| match peer["namespaceSelector"].is_object() {
                                 true => with == "monitoring",
                                 false => {
@@ -225,7 +225,7 @@ fn network_policies_let_through_what_must_pass_and_nothing_else() {
                                 Some(name) => port_of(container, name) == Some(port),
                                 None => open["port"] == port,
                             });
-                        whom && at
+                        allowed && at
                     })
             };
         let reaches = |from: &str, to: &str, port: u64| {
@@ -237,7 +237,7 @@ fn network_policies_let_through_what_must_pass_and_nothing_else() {
         for policy in &policies {
             for (rules, peers) in [("ingress", "from"), ("egress", "to")] {
                 let named = list(&policy[rules]).flat_map(|rule| list(&rule[peers]));
-                named.for_each(|peer| assert!(known(peer), "{}: nobody is {peer}", fleet.name));
+                named.for_each(|peer| assert!(known(peer), "{}: no pod is {peer}", fleet.name));
             }
         }
         let yes = [
@@ -285,7 +285,7 @@ fn what_pods_mount_and_read_is_there() {
                 let args = list(&container["args"]).map(|arg| arg.as_str().expect("arguments are text"));
                 let paths = args.map(|arg| arg.split_once('=').map_or(arg, |(_, value)| value));
                 for path in paths.filter(|path| path.starts_with('/')) {
-                    assert!(mounted(path), "{}: {name} is told of {path}; it has {mounts:?}", fleet.name);
+                    assert!(mounted(path), "{}: {name} gets {path}; it has {mounts:?}", fleet.name);
                 }
                 for variable in list(&container["env"]) {
                     if let Some(key) = variable.pointer("/valueFrom/secretKeyRef") {
@@ -295,7 +295,7 @@ fn what_pods_mount_and_read_is_there() {
                 }
             }
         }
-        // Whatever the router's configuration names.
+        // Every file that the router's configuration names.
         let mounts = fleet.mounts(fleet.router());
         let words = fleet.router_yaml().split([' ', ',', '}', '\n']);
         for path in words.filter(|word| word.starts_with("/run/") || word.starts_with("/etc/")) {
@@ -312,7 +312,7 @@ fn nothing_that_could_be_used_as_a_secret_is_in_the_repository() {
             let values = secret["data"].as_object().into_iter().flatten();
             assert!(values.into_iter().all(|(_, value)| value == ""), "{secret}");
         }
-        // Each overlay asks for secrets of its own: without them kustomize renders nothing (see `kustomize`).
+        // Each overlay needs secrets of its own. Without them kustomize renders nothing (see `kustomize`).
         assert!(fleet.of("Secret").count() >= 2, "{}", fleet.name);
     }
     let (tracked, files) = crate::run(
@@ -387,13 +387,13 @@ fn whoever_is_told_to_stop_has_the_time_for_it() {
             let needed = if name == ROUTER {
                 let ms = |key: &str| config[key].as_u64().unwrap_or_else(|| panic!("{key} is said"));
                 assert!(ms("drain_delay_ms") >= 2 * 2 * 1000, "two readiness probes that fail come first");
-                // The 30 s are what settling takes at most (`deploy/config/kubernetes.yaml`).
+                // The 30 s are the maximum time of settlement (`deploy/config/kubernetes.yaml`).
                 (ms("drain_delay_ms") + ms("drain_timeout_ms")).div_ceil(1000) + 30
             } else {
                 let stop = list(&container["args"])
                     .find_map(|arg| arg.as_str()?.strip_prefix("--shutdown-timeout="));
                 let stop: u64 = stop.expect("it is said").parse().expect("seconds");
-                // Stock vLLM does not wait for leases; ours are part of the shutdown.
+                // Stock vLLM does not wait for leases. On Baton's engines they are part of the shutdown.
                 let leases = if fleet.name == "vllm" && name == "prefill" { 30 } else { 0 };
                 let sleep = sleep.unwrap_or_else(|| panic!("{name}: routers must hear of it first"));
                 assert!(sleep >= 10 + leases, "{}: {name}: {sleep}", fleet.name);

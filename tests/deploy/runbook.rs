@@ -1,4 +1,5 @@
-//! `deploy/README.md` and the pages for operators name alarms, files, options and metrics that exist; every alarm is there.
+//! `deploy/README.md` and the pages for operators name only alarms, files, options and metrics that exist, and name
+//! every alarm.
 
 use std::collections::BTreeSet;
 
@@ -118,7 +119,7 @@ fn the_table_of_kv_bytes_adds_up() {
     }
 }
 
-/// The cells of the row that begins so.
+/// The cells of the row with this beginning.
 fn cells(page: &str, first: &str) -> Vec<String> {
     let row = page.lines().find(|line| line.starts_with(&format!("| {first} |")));
     let row = row.unwrap_or_else(|| panic!("no row {first}"));
@@ -205,7 +206,7 @@ fn what_overlays_do_not_bring_is_told() {
         assert!(page.contains(&format!("`{name}`")), "{kind} {name}");
         keys.iter().for_each(|key| assert!(page.contains(&format!("`{key}")), "{key}"));
     }
-    // The words of the chapter on upgrades are the manifest's.
+    // The chapter on upgrades uses the manifest's values.
     let prefill =
         parsed(&read(&ours("deploy/kubernetes/overlays/vllm/prefill.yaml")), "prefill.yaml".as_ref());
     let sleep =

@@ -1,4 +1,4 @@
-//! The units: what `systemd-analyze` says of them, and what they start.
+//! The units, checked by `systemd-analyze`, and their commands.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,14 +7,14 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::harness::{Ask, Call, Process};
+use crate::harness::{GenerateRequest, PendingCall, Process};
 use crate::{baton, installed, ours, read, run, skipped};
 
-/// Where the units expect the binary.
+/// The path of the binary in the units.
 const BINARY: &str = "/usr/bin/baton";
 
-/// Exposure from 0 to 10 that `systemd-analyze security` may find, in tenths. What is left: the network, which is their purpose,
-/// and the calls of `@resources`, which set threads to cores.
+/// Maximum exposure by `systemd-analyze security`, from 0 to 10, in tenths. The remaining exposure is the network,
+/// which is the units' purpose, and the calls of `@resources`, which pin threads to cores.
 const EXPOSURE_MAX: &str = "16";
 
 /// The value of each line `KEY=VALUE` of a unit or an environment file.
@@ -33,7 +33,7 @@ fn unit(name: &str) -> String {
     read(&ours("deploy/systemd").join(name))
 }
 
-/// The instances that have a file of options, and the words of it.
+/// The instances that have a file of options, with the words of that file.
 fn engines() -> Vec<(String, Vec<String>)> {
     let named = ["prefill", "decode"].map(|name| {
         let options = one(&unit(&format!("engine-{name}.env")), "ENGINE_OPTIONS");
@@ -42,7 +42,7 @@ fn engines() -> Vec<(String, Vec<String>)> {
     named.to_vec()
 }
 
-/// The units, as they would lie in a folder of systemd's, with the binary under test.
+/// Installs the units into a folder with the binary under test, as systemd has them.
 fn install(folder: &Path) -> [String; 3] {
     let binary = env!("CARGO_BIN_EXE_baton");
     let write = |name: &str, text: String| {
@@ -85,7 +85,7 @@ fn systemd_finds_nothing_wrong_with_the_units_and_little_that_they_could_do() {
         println!("{unit}: {last}");
         assert!(fine, "{said}");
     }
-    // It can fail: a key that is not one.
+    // The check fails for an unknown key.
     fs::write(folder.path().join("broken.service"), "[Service]\nExecStart=/bin/true\nProtectSytem=strict\n")
         .expect("a file");
     let broken = folder.path().join("broken.service");
@@ -110,7 +110,7 @@ fn the_units_start_what_the_binary_understands() {
     );
     assert_eq!(one(&router, "ExecStartPre"), format!("{BINARY} check /etc/baton/router.yaml"));
 
-    // The configuration names credentials that the unit loads, and folders that it has.
+    // The configuration names credentials and folders of the unit.
     let config = ours("deploy/config/systemd.yaml");
     let mut text = read(&config);
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -151,18 +151,18 @@ fn the_units_know_the_secret_and_give_the_time_to_drain() {
             .contains(&"BATON_CLUSTER_SECRET_FILE=/run/credentials/%n/cluster-secret".to_owned())
     );
     assert!(one(&engine, "LoadCredential").starts_with("cluster-secret:"));
-    // `connector/shm/src/place.rs` shares memory within one user; instances with users of their own would use TCP.
+    // `connector/shm/src/peer.rs` shares memory within one user. Instances with different users would use TCP.
     assert_eq!(one(&engine, "User"), "baton-engine");
 
     let config: Value = crate::parsed(&read(&ours("deploy/config/systemd.yaml")), "systemd.yaml".as_ref());
     let ms = |key: &str| config[key].as_u64().unwrap_or(0);
     assert!(seconds(&router) * 1000 >= ms("drain_delay_ms") + ms("drain_timeout_ms") + 30_000);
-    // A connection of each client, and one to each of its two engines (`limits.connections` is 16,384 by default).
+    // One connection of each client, and one to each of its two engines (`limits.connections` is 16,384 by default).
     let most: u64 = one(&router, "LimitNOFILE").parse().expect("a number");
     assert!(most >= 3 * 16_384 + 1_024);
 }
 
-/// Since which version systemd knows keys, and values of some, as its NEWS says (of 252); what is older than 200 is not told apart.
+/// The systemd version of each key, and of some values, by systemd's NEWS (of 252). Versions before 200 count as one.
 const KNOWN_SINCE: [(u32, &str); 13] = [
     (
         0,
@@ -305,19 +305,19 @@ fn the_filters_let_through_every_system_call_that_router_and_engine_make() {
     fs::write(&file, config).expect("the test's folder can be written");
     let mut router = start("router", &format!("router --config {}", file.display()));
     for _ in 0..4 {
-        let ask = Ask::fresh(200);
+        let ask = GenerateRequest::fresh(200);
         let reply =
-            Call::new(&router.fact("http"), "POST", ask.path, ask.body.to_string().as_bytes()).reply();
+            PendingCall::new(&router.fact("http"), "POST", ask.path, ask.body.to_string().as_bytes()).reply();
         assert_eq!(reply.status, 200, "{}", reply.json());
     }
-    assert_eq!(Call::new(&router.fact("admin"), "GET", "/metrics", b"").reply().status, 200);
+    assert_eq!(PendingCall::new(&router.fact("admin"), "GET", "/metrics", b"").reply().status, 200);
     router.stop();
     engines.iter_mut().for_each(Process::stop);
 
     let mut refused = BTreeSet::new();
     let mut made = BTreeSet::new();
     for name in ["router", "prefill", "decode", "tcp"] {
-        // `PID call(…`; what goes on in another line was told before.
+        // `PID call(…`. A call that continues on another line has its name in an earlier line.
         let text = String::from_utf8_lossy(&fs::read(trace(name)).expect("a trace")).into_owned();
         let names = text
             .lines()

@@ -1,6 +1,6 @@
-//! One request's trace from end to end: a client with a `traceparent`, a router that was given `deploy/otel/router.yaml`, a prefill and a
-//! decode engine, each a process, and a receiver that reads OTLP by the protocol's own types. What the engines are told is heard
-//! on the way to them.
+//! One request's trace from end to end: a client with a `traceparent`, a router with `deploy/otel/router.yaml`, a
+//! prefill and a decode engine, each a process, and a receiver that parses OTLP by the protocol's own types. Proxies
+//! record the requests to the engines.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -10,19 +10,22 @@ use opentelemetry_proto::tonic::trace::v1::Span;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::harness::{Ask, Books, Call, HangUp, MODEL, PATIENCE, Process, Proxy, Signal, eventually, metric};
-use crate::receiver::{Received, Receiver, hex, told};
+use crate::harness::{
+    EngineSnapshot, GenerateRequest, HangUp, MODEL, PATIENCE, PendingCall, Process, Proxy, Signal,
+    eventually, metric,
+};
+use crate::receiver::{ReceivedRequest, Receiver, hex, told};
 use crate::{collector, ours, read};
 
 const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
 const PARENT: &str = "b7ad6b7169203331";
-/// Of `SpanKind`.
+/// Values of `SpanKind`.
 const KINDS: [(i32, &str); 3] = [(1, ""), (2, "server"), (3, "client")];
-/// Of `StatusCode`.
+/// A value of `StatusCode`.
 const ERROR: i32 = 2;
 
-/// A router and two engines, with an ear on each way between them.
-struct Traced {
+/// A router and two engines, with a recording proxy on each link between them.
+struct TracedRequest {
     receiver: Receiver,
     folder: TempDir,
     prefill: Process,
@@ -32,8 +35,9 @@ struct Traced {
     router: Process,
 }
 
-impl Traced {
-    /// The router's configuration is the example; only addresses, the model's name and the log's place are others.
+impl TracedRequest {
+    /// The router's configuration is the example's, with other addresses, another model name, and another path of the
+    /// log.
     fn start() -> Self {
         let (receiver, folder) = (Receiver::start(), tempfile::tempdir().expect("a temporary folder"));
         let engine = |role: &str| {
@@ -68,24 +72,26 @@ impl Traced {
         Self { receiver, folder, prefill, decode, ways, router }
     }
 
-    fn send(&self, ask: &Ask, headers: &str) -> Call {
+    fn send(&self, ask: &GenerateRequest, headers: &str) -> PendingCall {
         let body = ask.body.to_string();
-        Call::try_with(&self.router.fact("http"), "POST", ask.path, headers, body.as_bytes())
+        PendingCall::try_with(&self.router.fact("http"), "POST", ask.path, headers, body.as_bytes())
             .expect("it listens")
     }
 
-    /// The spans of the trace whose server span has this attribute, once that span is here: it is sent last.
-    fn trace(&self, key: &str, value: &str) -> Vec<Received> {
+    /// The spans of the trace whose server span has this attribute. The server span is sent last.
+    fn trace(&self, key: &str, value: &str) -> Vec<ReceivedRequest> {
         eventually(PATIENCE, &format!("a trace with {key} {value} arrives"), || {
             let spans = self.receiver.spans();
-            let of = |one: &&Received| told(&one.span.attributes).get(key).is_some_and(|told| told == value);
+            let of = |one: &&ReceivedRequest| {
+                told(&one.span.attributes).get(key).is_some_and(|told| told == value)
+            };
             let server = spans.iter().find(of).ok_or_else(|| format!("{} other spans", spans.len()))?;
             let id = server.span.trace_id.clone();
             Ok(spans.iter().filter(|one| one.span.trace_id == id).cloned().collect())
         })
     }
 
-    /// The line of the access log of a trace.
+    /// The line of a trace in the access log.
     fn line(&self, trace: &str) -> Value {
         eventually(PATIENCE, "the request is logged", || {
             let text = fs::read_to_string(self.folder.path().join("access.log")).unwrap_or_default();
@@ -94,7 +100,7 @@ impl Traced {
         })
     }
 
-    /// What the requests of one leg said: the values of a header.
+    /// The values of a header in the requests of one leg.
     fn heard(&self, leg: usize, name: &str) -> BTreeSet<String> {
         let heard = self.ways[leg].heard();
         let values = heard.lines().filter_map(|line| {
@@ -106,7 +112,7 @@ impl Traced {
 }
 
 fn get(engine: &Process, path: &str) -> Value {
-    Call::new(&engine.fact("http"), "GET", path, b"").reply().json()
+    PendingCall::new(&engine.fact("http"), "GET", path, b"").reply().json()
 }
 
 /// The tree of `docs/reference/traces.md`: each span's name with its kind and its parent's name, the first without one.
@@ -129,15 +135,15 @@ fn documented() -> BTreeMap<String, (String, Option<String>)> {
     spans
 }
 
-fn named<'a>(spans: &'a [Received], name: &str) -> &'a Span {
+fn named<'a>(spans: &'a [ReceivedRequest], name: &str) -> &'a Span {
     let mut found = spans.iter().filter(|one| one.span.name == name);
     let span = &found.next().unwrap_or_else(|| panic!("no {name}: {spans:?}")).span;
     assert!(found.next().is_none(), "{name} twice");
     span
 }
 
-/// Who hangs from whom, of what kind, as in the page.
-fn is_documented_tree(spans: &[Received]) {
+/// Checks the tree of the spans, with their kinds, against the page.
+fn is_documented_tree(spans: &[ReceivedRequest]) {
     let documented = documented();
     assert_eq!(documented.len(), 6, "{documented:?}");
     let here: BTreeSet<_> = spans.iter().map(|one| one.span.name.as_str()).collect();
@@ -177,8 +183,8 @@ fn attributes() -> Vec<String> {
 
 #[test]
 fn one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client_leaves() {
-    let mut traced = Traced::start();
-    let ask = Ask::recall(20).with("stream_options", Value::Null);
+    let mut traced = TracedRequest::start();
+    let ask = GenerateRequest::recall(20).with("stream_options", Value::Null);
     let headers = format!(
         "traceparent: 00-{TRACE}-{PARENT}-01\r\ntracestate: vendor=1\r\nuser-agent: test/1\r\nx-request-id: mine\r\n"
     );
@@ -190,12 +196,12 @@ fn one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client
     let server = named(&whole, "POST /v1/chat/completions");
     assert_eq!((hex(&server.trace_id).as_str(), hex(&server.parent_span_id).as_str()), (TRACE, PARENT));
     assert!(whole.iter().all(|one| one.span.status.as_ref().is_none_or(|status| status.code != ERROR)));
-    // Each phase ends where the next begins.
+    // Each phase ends where the next one begins.
     let [queue, prefill, gap, decode] = ["queue", "prefill", "gap", "decode"].map(|name| named(&whole, name));
     for (one, next) in [(queue, prefill), (prefill, gap), (gap, decode)] {
         assert_eq!(one.end_time_unix_nano, next.start_time_unix_nano, "{} and {}", one.name, next.name);
     }
-    // Engines are told of their leg's span, of the client's state, and of the request's one name.
+    // Engines get their leg's span, the client's state, and the request id.
     let said = told(&server.attributes);
     let request = said["baton.request_id"].clone();
     for (leg, span) in [(0, prefill), (1, decode)] {
@@ -211,7 +217,7 @@ fn one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client
             ("1", &*traced.ways[leg].address.to_string())
         );
     }
-    // By that name the engines' own logs of events, and the line of the access log, are found.
+    // The request id finds the entries of the engines' event logs, and the line of the access log.
     for engine in [&traced.prefill, &traced.decode] {
         let events = get(engine, "/debug/kv/events?wait_ms=0");
         let events = events["events"].as_array().expect("a list");
@@ -220,7 +226,7 @@ fn one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client
     let line = traced.line(TRACE);
     assert_eq!((&line["request_id"], &line["client_request_id"]), (&request.as_str().into(), &"mine".into()));
     collector::reads_line(&line);
-    // Numbers are those of the answer.
+    // The numbers are those of the response.
     let usage = &answer["usage"];
     for (key, value) in [
         ("gen_ai.usage.input_tokens", usage["prompt_tokens"].to_string()),
@@ -240,9 +246,9 @@ fn one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client
         assert_eq!(said.get(key), Some(&value), "{key}");
     }
 
-    // A client without a context, which leaves when its handoff is with a decode engine that has not answered.
+    // A client without a context disconnects while a decode engine has its handoff and has not responded.
     traced.decode.signal(Signal::Pause);
-    let left = Ask::recall(21);
+    let left = GenerateRequest::recall(21);
     let leaving = traced.send(&left, "user-agent: test/2\r\n");
     eventually(PATIENCE, "the decode engine is asked", || {
         let asked = traced.ways[1].heard().matches("POST /v1/chat/completions").count();
@@ -251,7 +257,7 @@ fn one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client
     leaving.hang_up(HangUp::Fin);
     let cut = traced.trace("user_agent.original", "test/2");
     is_documented_tree(&cut);
-    // No decode engine took it: it was waited for to the end.
+    // No decode engine accepted it: the span lasts to the end.
     let [decode, fetch] = ["decode", "fetch"].map(|name| named(&cut, name));
     assert_eq!(decode.end_time_unix_nano, fetch.end_time_unix_nano);
     let server = named(&cut, "POST /v1/chat/completions");
@@ -268,7 +274,7 @@ fn one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client
     assert_eq!((gone["error.type"].as_str(), gone["baton.outcome"].as_str()), ("client_gone", "client_gone"));
     let trace = hex(&server.trace_id);
     for (leg, name) in [(0, "prefill"), (1, "decode")] {
-        // 3: recorded, and an id that is random.
+        // 3: sampled, and a random id.
         let parent = format!("00-{trace}-{}-03", hex(&named(&cut, name).span_id));
         assert!(
             traced.heard(leg, "traceparent").contains(&parent),
@@ -281,14 +287,14 @@ fn one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client
     collector::reads_line(&line);
     traced.decode.signal(Signal::Continue);
     for engine in [&traced.prefill, &traced.decode] {
-        let home = || match Books::read(&get(engine, "/debug/kv")) {
-            books if books.is_baseline() => Ok(()),
-            books => Err(format!("{books:?}")),
+        let free = || match EngineSnapshot::read(&get(engine, "/debug/kv")) {
+            snapshot if snapshot.is_baseline() => Ok(()),
+            snapshot => Err(format!("{snapshot:?}")),
         };
-        eventually(PATIENCE, "every block is home", home);
+        eventually(PATIENCE, "every block is free", free);
     }
 
-    // Between them the two have every attribute that the page names, and none that it does not; and no word of a prompt.
+    // The two traces have exactly the attributes that the page names, and no word of a prompt.
     let spans = traced.receiver.spans();
     let seen: BTreeSet<String> =
         spans.iter().flat_map(|one| told(&one.span.attributes).into_keys()).collect();
@@ -299,10 +305,10 @@ fn one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client
     let unseen: Vec<_> = page.iter().filter(|name| !seen.iter().any(|key| means(name, key))).collect();
     assert!(
         unnamed.is_empty() && unseen.is_empty(),
-        "the page does not name {unnamed:?}; nobody has {unseen:?}"
+        "the page does not name {unnamed:?}; no span has {unseen:?}"
     );
     assert!(!format!("{spans:?}").contains("lives in"), "a prompt's words");
-    let counted = Call::new(&traced.router.fact("admin"), "GET", "/metrics", b"").reply();
+    let counted = PendingCall::new(&traced.router.fact("admin"), "GET", "/metrics", b"").reply();
     let counted = metric(&String::from_utf8_lossy(&counted.body), "baton_router_spans_total", "");
     assert_eq!(counted, spans.len() as f64);
 }

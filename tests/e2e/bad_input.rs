@@ -1,6 +1,5 @@
-//! What clients send and should not: each is answered 4xx in OpenAI's envelope, before any engine hears of it
-//! where the router can know it, and after it nobody holds anything. And what a client may not choose: an engine,
-//! a handle, another request's name.
+//! Invalid requests: each gets a 4xx in OpenAI's envelope and leaves nothing held. If the router can detect the error,
+//! no engine receives the request. Clients can choose neither an engine, nor a handle, nor another request's name.
 
 use std::fmt::Write as _;
 use std::io::ErrorKind;
@@ -8,17 +7,17 @@ use std::net::TcpListener;
 
 use serde_json::{Value, json};
 
-use crate::harness::{AT_ONCE, Ask, Call, Cluster, HangUp, PATIENCE, eventually};
+use crate::harness::{AT_ONCE, Cluster, GenerateRequest, HangUp, PATIENCE, PendingCall, eventually};
 use crate::refusals::refusal;
 
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
 
-/// Larger than any sound row of the tables.
+/// Larger than any valid row of the tables.
 const BODY_BYTES_MAX: usize = 64 * 1024;
 
-/// One row: what it is about, the request, and the answer's status and `code` (`""`: no matter).
-struct Row {
+/// One row: its subject, the request, and the response's status and `code` (`""`: any).
+struct BadRequestCase {
     what: String,
     method: &'static str,
     path: &'static str,
@@ -27,17 +26,23 @@ struct Row {
     code: &'static str,
 }
 
-fn row(what: &str, path: &'static str, body: impl Into<Vec<u8>>, status: u16, code: &'static str) -> Row {
-    Row { what: what.to_owned(), method: "POST", path, body: body.into(), status, code }
+fn row(
+    what: &str,
+    path: &'static str,
+    body: impl Into<Vec<u8>>,
+    status: u16,
+    code: &'static str,
+) -> BadRequestCase {
+    BadRequestCase { what: what.to_owned(), method: "POST", path, body: body.into(), status, code }
 }
 
-/// A completion with one more field, written as it stands.
-fn with(field: &str, value: &str) -> Row {
+/// A completion with one more field, whose value is written as given.
+fn with(field: &str, value: &str) -> BadRequestCase {
     let body = format!(r#"{{"model":"baton-demo","prompt":"Hi","{field}":{value}}}"#);
     row(&format!("{field} = {value}"), COMPLETIONS, body, 400, "")
 }
 
-fn chat_with(field: &str, value: &str) -> Row {
+fn chat_with(field: &str, value: &str) -> BadRequestCase {
     let hello = r#"[{"role":"user","content":"Hi"}]"#;
     let body = match field {
         "messages" => format!(r#"{{"model":"baton-demo","messages":{value}}}"#),
@@ -46,7 +51,7 @@ fn chat_with(field: &str, value: &str) -> Row {
     row(&format!("chat: {field} = {value}"), CHAT, body, 400, "")
 }
 
-fn prompt(value: &str) -> Row {
+fn prompt(value: &str) -> BadRequestCase {
     row(
         &format!("prompt = {value}"),
         COMPLETIONS,
@@ -56,13 +61,13 @@ fn prompt(value: &str) -> Row {
     )
 }
 
-fn method(method: &'static str, path: &'static str, status: u16) -> Row {
+fn method(method: &'static str, path: &'static str, status: u16) -> BadRequestCase {
     let code = if status == 404 { "not_found" } else { "" };
-    Row { what: format!("{method} {path}"), method, path, body: Vec::new(), status, code }
+    BadRequestCase { what: format!("{method} {path}"), method, path, body: Vec::new(), status, code }
 }
 
-/// What the router knows to be wrong by itself.
-fn known_to_the_router() -> Vec<Row> {
+/// Errors that the router detects itself.
+fn known_to_the_router() -> Vec<BadRequestCase> {
     let malformed = |what, body: &[u8]| row(what, COMPLETIONS, body, 400, "malformed_body");
     let deep = |levels: usize| {
         let (open, close) = ("[".repeat(levels), "]".repeat(levels));
@@ -166,11 +171,11 @@ fn large_body(bytes: usize) -> String {
     format!(r#"{{"model":"baton-demo","prompt":"{}"}}"#, "x".repeat(bytes))
 }
 
-/// Sends every row and gathers what was not as it should be, so that one run shows all of it.
-fn send_all(cluster: &Cluster, rows: &[Row]) -> String {
+/// Sends every row and collects all deviations, so that one run shows all of them.
+fn send_all(cluster: &Cluster, rows: &[BadRequestCase]) -> String {
     let mut wrong = String::new();
     for row in rows {
-        let call = Call::new(&cluster.url, row.method, row.path, &row.body);
+        let call = PendingCall::new(&cluster.url, row.method, row.path, &row.body);
         let told = match call.try_reply() {
             Err(error) => Err(format!("no answer: {error}")),
             Ok(reply) if reply.status != row.status => Err(format!(
@@ -205,13 +210,13 @@ fn what_the_router_knows_to_be_wrong_is_refused_before_an_engine_hears_of_it() {
     let rows = known_to_the_router();
     let wrong = send_all(&cluster, &rows);
     assert!(wrong.is_empty(), "\n{wrong}");
-    // A request is counted when its answer has gone out.
+    // The router counts a request after it has sent the response.
     eventually(PATIENCE, "every row ends at the router", || {
         let rejected = cluster.router_metric("baton_router_requests_total", "outcome=\"rejected\"");
         if rejected as usize == rows.len() { Ok(()) } else { Err(format!("{rejected} of {}", rows.len())) }
     });
     for engine in cluster.prefill.iter().chain(&cluster.decode) {
-        assert_eq!(engine.books().steps, 0, "an engine has computed something");
+        assert_eq!(engine.snapshot().steps, 0, "an engine has computed something");
         assert_eq!(engine.metric("vllm:request_success_total", ""), 0.0);
     }
     cluster.still_serves();
@@ -226,7 +231,7 @@ fn a_body_over_the_limit_is_a_413_however_it_is_announced() {
         "POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n{chunk}{chunk}0\r\n\r\n"
     );
     for request in [declared, chunked] {
-        let reply = Call::raw(&cluster.url, request.as_bytes()).reply();
+        let reply = PendingCall::raw(&cluster.url, request.as_bytes()).reply();
         refusal(&cluster, &reply, 413, "invalid_request_error");
     }
     cluster.still_serves();
@@ -235,7 +240,7 @@ fn a_body_over_the_limit_is_a_413_however_it_is_announced() {
 #[test]
 fn a_head_that_two_parsers_could_read_differently_reaches_no_engine() {
     let cluster = Cluster::new().start();
-    let body = Ask::recall(3).body.to_string();
+    let body = GenerateRequest::recall(3).body.to_string();
     let length = body.len();
     for (what, headers) in [
         ("a negative length", "content-length: -1".to_owned()),
@@ -245,13 +250,13 @@ fn a_head_that_two_parsers_could_read_differently_reaches_no_engine() {
     ] {
         let request =
             format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\n{headers}\r\nconnection: close\r\n\r\n{body}");
-        let status = Call::raw(&cluster.url, request.as_bytes()).try_reply().map(|reply| reply.status);
+        let status = PendingCall::raw(&cluster.url, request.as_bytes()).try_reply().map(|reply| reply.status);
         println!("{what}: {status:?}");
         assert!(!matches!(status, Ok(200..400 | 500..)), "{what}: {status:?}");
     }
     cluster.settled(AT_ONCE);
-    assert_eq!(cluster.prefill[0].books().steps, 0, "an engine has computed something");
-    assert_eq!(cluster.decode[0].books().steps, 0, "an engine has computed something");
+    assert_eq!(cluster.prefill[0].snapshot().steps, 0, "an engine has computed something");
+    assert_eq!(cluster.decode[0].snapshot().steps, 0, "an engine has computed something");
     cluster.still_serves();
 }
 
@@ -283,7 +288,7 @@ fn what_only_an_engine_can_know_to_be_wrong_is_refused_and_nothing_is_held() {
         ),
         with("temperature", "1e30"),
         with("logit_bias", "{\"7\": 1e9}"),
-        // -1 is all of them to some.
+        // For some servers, -1 means all.
         with("logprobs", "-1"),
         with("logprobs", "1000"),
         chat_with("top_logprobs", "-1"),
@@ -295,10 +300,10 @@ fn what_only_an_engine_can_know_to_be_wrong_is_refused_and_nothing_is_held() {
     cluster.still_serves();
 }
 
-/// A listener that must never be connected to.
-struct Trap(TcpListener);
+/// A listener to which nothing may connect.
+struct UnusedListener(TcpListener);
 
-impl Trap {
+impl UnusedListener {
     fn new() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         listener.set_nonblocking(true).expect("a socket option");
@@ -323,9 +328,9 @@ impl Trap {
 #[test]
 fn kv_transfer_params_of_a_client_reach_no_engine() {
     let cluster = Cluster::new().start();
-    let trap = Trap::new();
+    let trap = UnusedListener::new();
     let (params, text) = (trap.params(), trap.params().to_string());
-    let plain = Ask::recall(20);
+    let plain = GenerateRequest::recall(20);
     let answer = cluster.ask(&plain).text();
     let mut sent = 1.0;
     let injected = [
@@ -346,7 +351,7 @@ fn kv_transfer_params_of_a_client_reach_no_engine() {
         assert!(reply.json().get("kv_transfer_params").is_none_or(Value::is_null), "{}", reply.json());
         sent += 1.0;
     }
-    let opened = cluster.prefill[0].books().leases_opened;
+    let opened = cluster.prefill[0].snapshot().leases_opened;
     assert!(f64::from(u32::try_from(opened).expect("few")) <= sent, "a client opened a lease of its own");
     assert_eq!(cluster.decode[0].metric("vllm:nixl_num_failed_transfers", ""), 0.0);
     assert_eq!(cluster.decode[0].metric("baton_early_rejections_total", ""), 0.0);
@@ -357,11 +362,15 @@ fn kv_transfer_params_of_a_client_reach_no_engine() {
 #[test]
 fn kv_transfer_params_of_a_client_reach_no_engine_that_computes_the_whole_request() {
     let mut cluster = Cluster::new().start();
-    let trap = Trap::new();
+    let trap = UnusedListener::new();
     let d = |cluster: &Cluster, name: &str| cluster.decode[0].metric(name, "");
     let several = json!(["One prompt.", "And another."]);
     let inject = |cluster: &Cluster| {
-        for ask in [Ask::recall(20), Ask::fresh(40), Ask::fresh(1).with("prompt", several.clone())] {
+        for ask in [
+            GenerateRequest::recall(20),
+            GenerateRequest::fresh(40),
+            GenerateRequest::fresh(1).with("prompt", several.clone()),
+        ] {
             let reply = cluster.ask(&ask.with("kv_transfer_params", trap.params()));
             assert_eq!(reply.status, 200, "{}", reply.json());
         }
@@ -383,22 +392,22 @@ fn kv_transfer_params_of_a_client_reach_no_engine_that_computes_the_whole_reques
 #[test]
 fn kv_transfer_params_that_two_parsers_could_read_differently_are_refused_or_taken_out() {
     let cluster = Cluster::new().start();
-    let trap = Trap::new();
+    let trap = UnusedListener::new();
     let params = trap.params();
     let body = |fields: &str| format!(r#"{{"model":"baton-demo","prompt":"Hi","max_tokens":2,{fields}}}"#);
     let twice = body(&format!(r#""kv_transfer_params":null,"kv_transfer_params":{params}"#));
     let escaped_twice = body(&format!(r#""kv_transfer_params":null,"\u006bv_transfer_params":{params}"#));
     for duplicate in [twice, escaped_twice] {
-        let reply = Call::new(&cluster.url, "POST", COMPLETIONS, duplicate.as_bytes()).reply();
+        let reply = PendingCall::new(&cluster.url, "POST", COMPLETIONS, duplicate.as_bytes()).reply();
         let error = refusal(&cluster, &reply, 400, "invalid_request_error");
         assert_eq!(error["code"], "duplicate_field");
     }
-    assert_eq!(cluster.prefill[0].books().steps, 0);
+    assert_eq!(cluster.prefill[0].snapshot().steps, 0);
     for hidden in [
         body(&format!(r#""\u006bv_transfer_params":{params}"#)),
         body(&format!(r#""vllm_xargs":{{"kv_transfer_params":null,"\u006bv_transfer_params":{params}}}"#)),
     ] {
-        let reply = Call::new(&cluster.url, "POST", COMPLETIONS, hidden.as_bytes()).reply();
+        let reply = PendingCall::new(&cluster.url, "POST", COMPLETIONS, hidden.as_bytes()).reply();
         assert_eq!(reply.status, 200, "{}", reply.json());
     }
     assert_eq!(cluster.decode[0].metric("vllm:nixl_num_failed_transfers", ""), 0.0);
@@ -410,21 +419,21 @@ fn kv_transfer_params_that_two_parsers_could_read_differently_are_refused_or_tak
 fn a_client_that_knows_a_live_handle_can_neither_read_nor_release_it() {
     let cluster = Cluster::new().start();
     let (p, d) = (&cluster.prefill[0], &cluster.decode[0]);
-    let mut ask = Ask::fresh(100);
+    let mut ask = GenerateRequest::fresh(100);
     ask.body["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
     let lent = p.send("POST", ask.path, &ask.body).reply().json();
     let stolen = &lent["kv_transfer_params"];
     let handle = stolen["remote_handle"].as_str().unwrap_or_else(|| panic!("no handle: {lent}"));
-    // The same prompt: for an engine that was handed this the handoff would be in order.
+    // The same prompt: the handoff would be valid at an engine that received it.
     ask.body["kv_transfer_params"] = stolen.clone();
     assert_eq!(cluster.ask(&ask).status, 200);
     let release = json!({"handle": handle, "reason": "stolen"});
-    let reply = Call::new(&cluster.url, "POST", "/kv/release", release.to_string().as_bytes()).reply();
+    let reply = PendingCall::new(&cluster.url, "POST", "/kv/release", release.to_string().as_bytes()).reply();
     assert_eq!(reply.status, 404);
-    let books = p.shows("only the first lease lives", |books| books.leases == 1);
-    assert!(books.leased > 0);
+    let snapshot = p.shows("only the first lease lives", |snapshot| snapshot.leases == 1);
+    assert!(snapshot.leased > 0);
     assert_eq!(d.metric("baton_early_rejections_total", ""), 0.0);
-    // Its owner still can.
+    // The lease's owner can still release it.
     let released = p.send("POST", "/kv/release", &release).reply().json();
     assert_eq!(released["result"], "released", "{released}");
     cluster.settled(AT_ONCE);
@@ -433,17 +442,18 @@ fn a_client_that_knows_a_live_handle_can_neither_read_nor_release_it() {
 #[test]
 fn a_clients_request_id_names_nothing_inside() {
     let cluster = Cluster::new().decode("--pace-ms 20").start();
-    let named = |ask: &Ask| {
+    let named = |ask: &GenerateRequest| {
         let body = ask.body.to_string();
         let head = format!(
             "POST {} HTTP/1.1\r\nhost: x\r\nx-request-id: same\r\nx-baton-router-settles: 1\r\ncontent-length: {}\r\n\r\n{body}",
             ask.path,
             body.len()
         );
-        Call::raw(&cluster.url, head.as_bytes())
+        PendingCall::raw(&cluster.url, head.as_bytes())
     };
-    let (staying, leaving) = (named(&Ask::fresh(50).tokens(60)), named(&Ask::fresh(50).tokens(400)));
-    cluster.decode[0].shows("both run", |books| books.running == 2);
+    let (staying, leaving) =
+        (named(&GenerateRequest::fresh(50).tokens(60)), named(&GenerateRequest::fresh(50).tokens(400)));
+    cluster.decode[0].shows("both run", |snapshot| snapshot.running == 2);
     leaving.hang_up(HangUp::Rst);
     let reply = staying.reply();
     assert_eq!(reply.header("x-request-id").as_deref(), Some("same"));

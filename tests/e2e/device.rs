@@ -1,23 +1,24 @@
-//! Engines whose KV lies in a device's own memory, on one host: blocks go from device to device. The device is the
-//! software one, whose pools are really shared between processes. `BATON_TEST_DEVICE=cuda:0` runs the same on a GPU
-//! (`bench/gpu/check.sh`).
+//! Engines whose KV pools are in a device's memory, on one host: blocks go from device to device. The device is the
+//! software device, whose pools are really shared between processes. `BATON_TEST_DEVICE=cuda:0` runs the same tests on
+//! a GPU (`bench/gpu/check.sh`).
 
 use std::collections::BTreeMap;
 
-use crate::harness::{AT_ONCE, Ask, Cluster, HangUp, PATIENCE, digests, eventually};
+use crate::harness::{AT_ONCE, Cluster, GenerateRequest, HangUp, PATIENCE, digests, eventually};
 
 const DEVICE: &str = "--device software --kv-cache-dtype f32";
 
-/// Prompt tokens of which none ends with a full block: its last token's KV is computed by P and by D in different sums.
+/// Prompt tokens. No prompt ends with a full block: P and D compute the KV of such a block's last token with different
+/// sums.
 const LENGTHS: [usize; 4] = [20, 100, 333, 1000];
 
 fn cluster(prefill: &str, decode: &str) -> Cluster {
     Cluster::new().prefill(prefill).decode(decode).decode(decode).start()
 }
 
-/// The router's answer is the one that an engine on the same device gives alone.
+/// The router's response equals that of a single engine on the same device.
 fn answers(cluster: &Cluster, tokens: usize) {
-    let ask = Ask::fresh(tokens).tokens(16);
+    let ask = GenerateRequest::fresh(tokens).tokens(16);
     let alone = cluster.decode[1].send("POST", ask.path, &ask.body).reply();
     let reply = cluster.ask(&ask);
     assert_eq!((reply.status, alone.status), (200, 200), "{}", reply.json());
@@ -29,13 +30,13 @@ fn carried(cluster: &Cluster, transport: &str) -> f64 {
     cluster.decode.iter().map(|engine| engine.metric("baton_kv_transfers_total", &labels)).sum()
 }
 
-/// Producers' pools that decode engines have open. Of those on a GPU a process's map does not tell.
+/// Producers' pools that decode engines have open. For a GPU a process's map does not show them.
 fn open_pools(cluster: &Cluster) -> Option<usize> {
     let on_software = std::env::var_os("BATON_TEST_DEVICE").is_none_or(|device| device == "software");
     on_software.then(|| cluster.decode.iter().map(|engine| engine.mapped_pools()).sum())
 }
 
-/// Blocks that both have cached under one name have the same bytes. Says how many.
+/// Compares the bytes of blocks that both engines have cached under one hash. Returns their number.
 fn same_blocks(cluster: &Cluster) -> usize {
     let (p, d) = (&cluster.prefill[0].address, &cluster.decode[0].address);
     let lent: BTreeMap<_, _> = digests(p).into_iter().collect();
@@ -51,13 +52,13 @@ fn a_pair_on_one_hosts_devices_hands_over_from_device_to_device() {
     }
     assert!(carried(&cluster, "device") >= LENGTHS.len() as f64);
     assert_eq!(carried(&cluster, "shm") + carried(&cluster, "tcp"), 0.0);
-    // Prompts of more than a step are lent while they are computed; nobody's step loop copies them through host memory.
+    // Prompts of more than a step get an early lease, and no step loop copies their blocks through host memory.
     assert!(cluster.prefill[0].metric("baton_kv_early_leases_total", "") >= 1.0);
     assert!(cluster.prefill[0].metrics().contains("baton_kv_mirror_blocks_total"));
     for engine in cluster.prefill.iter().chain(&cluster.decode) {
         assert_eq!(engine.metric("baton_kv_mirror_blocks_total", ""), 0.0, "blocks went through host memory");
     }
-    // The router may have chosen the second for some.
+    // The router may have chosen the second engine for some requests.
     assert_ne!(open_pools(&cluster), Some(0), "its pool is not open");
     same_blocks(&cluster);
     cluster.settled(PATIENCE);
@@ -67,7 +68,7 @@ fn a_pair_on_one_hosts_devices_hands_over_from_device_to_device() {
 fn every_block_that_came_by_device_is_the_producers_byte_by_byte() {
     let cluster = Cluster::new().prefill(DEVICE).decode(DEVICE).start();
     for tokens in LENGTHS {
-        assert_eq!(cluster.ask(&Ask::fresh(tokens)).status, 200);
+        assert_eq!(cluster.ask(&GenerateRequest::fresh(tokens)).status, 200);
     }
     let tokens: usize = LENGTHS.iter().sum();
     assert_eq!(carried(&cluster, "device"), LENGTHS.len() as f64);
@@ -114,14 +115,14 @@ fn a_client_that_leaves_while_a_device_fetches_leaves_nothing() {
     for how in HangUp::BOTH {
         let mut cluster = Cluster::new().prefill(DEVICE).decode(DEVICE).start();
         cluster.decode[0].pause();
-        let leaving = cluster.send(&Ask::fresh(300));
-        cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+        let leaving = cluster.send(&GenerateRequest::fresh(300));
+        cluster.prefill[0].shows("the blocks are leased", |snapshot| snapshot.leases == 1);
         cluster.decode[0].is_sent_something();
         cluster.prefill[0].pause();
         cluster.decode[0].go_on();
-        cluster.decode[0].shows("it fetches", |books| books.fetching == 1 && books.landing > 0);
+        cluster.decode[0].shows("it fetches", |snapshot| snapshot.fetching == 1 && snapshot.landing > 0);
         leaving.hang_up(how);
-        cluster.decode[0].shows_within(AT_ONCE, "nobody fetches", |books| books.fetching == 0);
+        cluster.decode[0].shows_within(AT_ONCE, "no fetch runs", |snapshot| snapshot.fetching == 0);
         cluster.prefill[0].go_on();
         cluster.settled(AT_ONCE);
         cluster.still_serves();
@@ -131,11 +132,11 @@ fn a_client_that_leaves_while_a_device_fetches_leaves_nothing() {
 #[test]
 fn a_prefill_engine_that_is_killed_is_made_up_for_and_its_pool_is_let_go_of() {
     let mut cluster = Cluster::new().prefill(DEVICE).decode(DEVICE).start();
-    assert_eq!(cluster.ask(&Ask::fresh(100)).status, 200);
+    assert_eq!(cluster.ask(&GenerateRequest::fresh(100)).status, 200);
     assert_eq!(carried(&cluster, "device"), 1.0);
     assert!(open_pools(&cluster).is_none_or(|open| open == 1));
     cluster.prefill[0].kill();
-    assert_eq!(cluster.ask(&Ask::fresh(100)).status, 200);
+    assert_eq!(cluster.ask(&GenerateRequest::fresh(100)).status, 200);
     eventually(PATIENCE, "its pool is closed", || match open_pools(&cluster) {
         None | Some(0) => Ok(()),
         Some(other) => Err(format!("{other} pools are open")),

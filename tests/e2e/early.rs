@@ -1,41 +1,42 @@
-//! A handoff that begins before its prefill has finished, through the router: the decode engine fetches while the
-//! prefill engine computes, and whoever leaves or dies meanwhile, nothing is held and no text is wrong.
+//! Early handoffs, through the router: the decode engine fetches while the prefill engine computes. If a client
+//! disconnects or an engine dies meanwhile, nothing stays held and no text is wrong.
 
 use std::time::Instant;
 
 use serde_json::{Value, json};
 
-use crate::harness::{AT_ONCE, Ask, Cluster, HangUp, PATIENCE};
+use crate::harness::{AT_ONCE, Cluster, GenerateRequest, HangUp, PATIENCE};
 
-/// A prefill engine that takes 64 tokens a step, and its time for each.
+/// A prefill engine that computes 64 tokens per step, and the time of each step.
 const SLOW_PREFILL: &str = "--max-num-batched-tokens 64 --max-num-seqs 8 --pace-ms 60";
 
-/// Prompt tokens that keep it busy for 16 steps.
+/// Prompt tokens that keep this engine busy for 16 steps.
 const LONG: usize = 1000;
 
-/// An ask, and the choices of an engine that computes it alone.
-fn ask(cluster: &Cluster) -> (Ask, Value) {
-    let ask = Ask::fresh(LONG).tokens(8).with("logprobs", json!(1));
+/// A request, and the choices of a single engine.
+fn ask(cluster: &Cluster) -> (GenerateRequest, Value) {
+    let ask = GenerateRequest::fresh(LONG).tokens(8).with("logprobs", json!(1));
     let alone = cluster.decode.last().expect("an engine").send("POST", ask.path, &ask.body).reply();
     assert_eq!(alone.status, 200);
     (ask, alone.json()["choices"].take())
 }
 
-/// It fetches while the other computes.
+/// Waits until D fetches while P computes.
 fn both_work(cluster: &Cluster) {
-    cluster.prefill[0].shows("P computes", |books| books.running == 1 && books.leases == 1);
-    cluster.decode[0].shows("D fetches", |books| books.fetching == 1 && books.landing > 0);
-    cluster.prefill[0].shows("P still computes", |books| books.running == 1);
+    cluster.prefill[0].shows("P computes", |snapshot| snapshot.running == 1 && snapshot.leases == 1);
+    cluster.decode[0].shows("D fetches", |snapshot| snapshot.fetching == 1 && snapshot.landing > 0);
+    cluster.prefill[0].shows("P still computes", |snapshot| snapshot.running == 1);
 }
 
 #[test]
 fn blocks_are_read_while_they_are_computed_and_the_answer_is_the_same() {
     let cluster = Cluster::new().prefill(SLOW_PREFILL).decode("").decode("--kv-transport tcp").start();
     for _ in 0..2 {
-        // Either decode engine may be chosen; both end alike.
+        // The router may choose either decode engine. The result is the same.
         let (ask, alone) = ask(&cluster);
         let call = cluster.send(&ask);
-        cluster.prefill[0].shows("P computes and lends", |books| books.running == 1 && books.leases == 1);
+        cluster.prefill[0]
+            .shows("P computes and lends", |snapshot| snapshot.running == 1 && snapshot.leases == 1);
         let reply = call.reply();
         assert_eq!((reply.status, &reply.json()["choices"]), (200, &alone));
     }
@@ -50,8 +51,8 @@ fn blocks_are_read_while_they_are_computed_and_the_answer_is_the_same() {
 fn a_client_leaves_while_one_engine_computes_and_the_other_fetches() {
     let cluster = Cluster::new().prefill(SLOW_PREFILL).start();
     for how in HangUp::BOTH {
-        let steps = cluster.prefill[0].books().steps;
-        let leaving = cluster.send(&Ask::fresh(LONG));
+        let steps = cluster.prefill[0].snapshot().steps;
+        let leaving = cluster.send(&GenerateRequest::fresh(LONG));
         both_work(&cluster);
         let left = Instant::now();
         leaving.hang_up(how);
@@ -60,7 +61,7 @@ fn a_client_leaves_while_one_engine_computes_and_the_other_fetches() {
             "P computes, D fetches, {how:?}: back after {:.1} ms",
             left.elapsed().as_secs_f64() * 1000.0
         );
-        assert!(cluster.prefill[0].books().steps < steps + 16, "it was computed to its end");
+        assert!(cluster.prefill[0].snapshot().steps < steps + 16, "it was computed to its end");
     }
     cluster.prefill[0].expired_nothing();
     cluster.still_serves();
@@ -90,18 +91,18 @@ fn a_decode_engine_that_dies_in_its_fetch_gives_way_to_another_with_the_same_han
         engine.send("POST", "/reset_prefix_cache", &json!({})).reply();
     }
     let call = cluster.send(&ask);
-    cluster.prefill[0].shows("P lends", |books| books.running == 1 && books.leases == 1);
-    let fetches = |at: usize| cluster.decode[at].books().fetching == 1;
+    cluster.prefill[0].shows("P lends", |snapshot| snapshot.running == 1 && snapshot.leases == 1);
+    let fetches = |at: usize| cluster.decode[at].snapshot().fetching == 1;
     let until = Instant::now() + PATIENCE;
     let chosen = loop {
         if let Some(at) = (0..2).find(|&at| fetches(at)) {
             break at;
         }
-        assert!(Instant::now() < until, "nobody fetches");
+        assert!(Instant::now() < until, "no fetch runs");
     };
     cluster.decode[chosen].kill();
     let reply = call.reply();
     assert_eq!((reply.status, &reply.json()["choices"]), (200, &alone));
     cluster.prefill[0].settled(PATIENCE);
-    assert_eq!(cluster.prefill[0].books().leases_opened, 1, "the prompt was computed once");
+    assert_eq!(cluster.prefill[0].snapshot().leases_opened, 1, "the prompt was computed once");
 }

@@ -1,33 +1,34 @@
-//! The router is killed, or told to stop; an engine is told to stop. Whoever goes on holds nothing for the one
-//! that is gone, and whoever is told to stop finishes what it has begun.
+//! The router is killed or shut down, or an engine is shut down. The remaining processes hold nothing for the one that
+//! has ended. A process that shuts down finishes its requests.
 
 use std::net::TcpStream;
 
 use serde_json::{Value, json};
 
-use crate::harness::{AT_ONCE, Ask, Call, Cluster, HangUp, PATIENCE};
+use crate::harness::{AT_ONCE, Cluster, GenerateRequest, HangUp, PATIENCE, PendingCall};
 
 #[test]
 fn a_router_that_is_killed_while_the_prefill_engine_computes_leaves_nothing_held() {
     for early in [false, true] {
         let plan = Cluster::new().prefill("--max-num-batched-tokens 64 --max-num-seqs 8 --pace-ms 60");
         let mut cluster = if early { plan } else { plan.not_early() }.start();
-        let _waiting = cluster.send(&Ask::fresh(1000));
-        cluster.prefill[0].shows("two chunks are computed", |books| books.running == 1 && books.steps >= 2);
+        let _waiting = cluster.send(&GenerateRequest::fresh(1000));
+        cluster.prefill[0]
+            .shows("two chunks are computed", |snapshot| snapshot.running == 1 && snapshot.steps >= 2);
         cluster.kill_router();
         cluster.settled(AT_ONCE);
-        let opened = cluster.prefill[0].books().leases_opened;
-        assert_eq!(opened, u64::from(early), "it was lent to nobody");
+        let opened = cluster.prefill[0].snapshot().leases_opened;
+        assert_eq!(opened, u64::from(early), "a lease without a reader was opened");
     }
 }
 
 #[test]
 fn a_router_that_is_killed_in_mid_stream_leaves_nothing_held() {
     let mut cluster = Cluster::new().decode("--pace-ms 30").start();
-    let mut stream = cluster.send(&Ask::fresh(100).tokens(400).streamed()).stream();
+    let mut stream = cluster.send(&GenerateRequest::fresh(100).tokens(400).streamed()).stream();
     stream.event().expect("an event");
-    let _waiting = cluster.send(&Ask::fresh(100).tokens(400));
-    cluster.decode[0].shows("both run", |books| books.running == 2);
+    let _waiting = cluster.send(&GenerateRequest::fresh(100).tokens(400));
+    cluster.decode[0].shows("both run", |snapshot| snapshot.running == 2);
     cluster.kill_router();
     cluster.settled(AT_ONCE);
 }
@@ -35,21 +36,21 @@ fn a_router_that_is_killed_in_mid_stream_leaves_nothing_held() {
 #[test]
 fn a_router_that_is_killed_between_the_engines_leaves_nothing_held() {
     for kept in [false, true] {
-        // Nothing but the request is sent to an engine that stands still, and a kept connection outlives a busy machine.
+        // No probes: a stopped engine receives only the request. Idle connections outlive a busy machine.
         let quiet = Cluster::new().router("health", json!({"active": {"interval_ms": 0}}));
         let mut cluster = quiet.router("timeouts", json!({"engine_idle_ms": 20_000})).start();
         if kept {
-            assert_eq!(cluster.ask(&Ask::fresh(100)).status, 200);
+            assert_eq!(cluster.ask(&GenerateRequest::fresh(100)).status, 200);
             cluster.settled(PATIENCE);
         }
         let before = cluster.decode[0].connections();
         cluster.decode[0].pause();
-        let _waiting = cluster.send(&Ask::fresh(100));
-        cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+        let _waiting = cluster.send(&GenerateRequest::fresh(100));
+        cluster.prefill[0].shows("the blocks are leased", |snapshot| snapshot.leases == 1);
         let sent = cluster.decode[0].is_sent_something();
         assert_eq!(sent.iter().any(|port| before.contains(port)), kept, "{before:?} {sent:?}");
         cluster.kill_router();
-        // The handoff is in the decode engine's socket: it fetches it or gives it back, well before its expiry.
+        // The handoff is in the decode engine's socket. The engine fetches or releases it, well before its expiry.
         cluster.decode[0].go_on();
         cluster.settled(AT_ONCE);
     }
@@ -61,40 +62,40 @@ fn what_an_engine_that_stands_still_is_sent_on_a_kept_connection_is_done_althoug
     for how in HangUp::BOTH {
         // To the prefill engine: a verb that ends the lease.
         for path in ["/kv/release", "/abort_requests"] {
-            let handoff = cluster.prefill[0].lends(&Ask::fresh(100));
+            let handoff = cluster.prefill[0].lends(&GenerateRequest::fresh(100));
             let body = match path {
                 "/kv/release" => json!({"handle": handoff["remote_handle"], "reason": "router_release"}),
                 _ => json!({"request_ids": [cluster.prefill[0].lease_of_one()]}),
             };
-            let kept = Call::kept(&cluster.prefill[0].address);
+            let kept = PendingCall::kept(&cluster.prefill[0].address);
             cluster.prefill[0].pause();
             kept.send(path, &body).hang_up(how);
             cluster.prefill[0].go_on();
             cluster.settled(AT_ONCE);
         }
-        // To the decode engine: the handoff, whatever it is wanted for.
+        // To the decode engine: the handoff, with any kind of request.
         for path in ["/v1/completions", "/v1/embeddings"] {
-            let ask = Ask::fresh(100);
+            let ask = GenerateRequest::fresh(100);
             let handoff = cluster.prefill[0].lends(&ask);
-            let kept = Call::kept(&cluster.decode[0].address);
+            let kept = PendingCall::kept(&cluster.decode[0].address);
             cluster.decode[0].pause();
             kept.send(path, &ask.with("kv_transfer_params", handoff).body).hang_up(how);
             cluster.decode[0].go_on();
             cluster.settled(AT_ONCE);
         }
     }
-    assert_eq!(cluster.prefill[0].books().leases_opened, 8);
+    assert_eq!(cluster.prefill[0].snapshot().leases_opened, 8);
 }
 
 #[test]
 fn a_router_that_is_told_to_stop_finishes_what_it_has_begun() {
     let mut cluster = Cluster::new().decode("--pace-ms 20").start();
     let usage = json!({"include_usage": true});
-    let ask = Ask::fresh(100).tokens(40).streamed().with("stream_options", usage);
+    let ask = GenerateRequest::fresh(100).tokens(40).streamed().with("stream_options", usage);
     let mut stream = cluster.send(&ask).stream();
     stream.event().expect("an event");
-    let whole = cluster.send(&Ask::fresh(100).tokens(40));
-    cluster.decode[0].shows("both run", |books| books.running == 2);
+    let whole = cluster.send(&GenerateRequest::fresh(100).tokens(40));
+    cluster.decode[0].shows("both run", |snapshot| snapshot.running == 2);
     cluster.interrupt_router();
     let reply = whole.reply();
     assert_eq!(reply.json()["usage"]["completion_tokens"], 40, "{}", reply.json());
@@ -104,15 +105,15 @@ fn a_router_that_is_told_to_stop_finishes_what_it_has_begun() {
     let usage: Value = serde_json::from_str(usage).expect("JSON");
     assert_eq!(usage["usage"]["completion_tokens"], 40, "{usage}");
     cluster.router_ends_well();
-    assert!(TcpStream::connect(&cluster.url).is_err(), "nobody listens any more");
+    assert!(TcpStream::connect(&cluster.url).is_err(), "the listener is closed");
     cluster.settled(AT_ONCE);
 }
 
 #[test]
 fn a_decode_engine_that_is_told_to_stop_finishes_what_it_has_begun() {
     let mut cluster = Cluster::new().decode("--pace-ms 20").start();
-    let call = cluster.send(&Ask::fresh(100).tokens(40));
-    cluster.decode[0].shows("it decodes", |books| books.running == 1);
+    let call = cluster.send(&GenerateRequest::fresh(100).tokens(40));
+    cluster.decode[0].shows("it decodes", |snapshot| snapshot.running == 1);
     cluster.decode[0].interrupt();
     assert_eq!(call.reply().json()["usage"]["completion_tokens"], 40);
     cluster.decode[0].ends_well();
@@ -123,8 +124,8 @@ fn a_decode_engine_that_is_told_to_stop_finishes_what_it_has_begun() {
 fn a_prefill_engine_that_is_told_to_stop_keeps_what_it_has_lent_until_it_is_fetched() {
     let mut cluster = Cluster::new().start();
     cluster.decode[0].pause();
-    let call = cluster.send(&Ask::fresh(100));
-    cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+    let call = cluster.send(&GenerateRequest::fresh(100));
+    cluster.prefill[0].shows("the blocks are leased", |snapshot| snapshot.leases == 1);
     cluster.decode[0].is_sent_something();
     cluster.prefill[0].interrupt();
     cluster.decode[0].go_on();
@@ -135,18 +136,18 @@ fn a_prefill_engine_that_is_told_to_stop_keeps_what_it_has_lent_until_it_is_fetc
     cluster.settled(PATIENCE);
 }
 
-/// A drain that may take half a second.
+/// A drain of at most half a second.
 const SHORT_DRAIN: &str = "--shutdown-timeout 0.5";
 
 #[test]
 fn a_decode_engine_that_is_terminated_gives_back_what_it_cannot_finish() {
     let slow = format!("--max-num-seqs 1 --pace-ms 100 {SHORT_DRAIN}");
     let mut cluster = Cluster::new().prefill("--kv-lease-duration 600").decode(&slow).start();
-    let running = cluster.send(&Ask::fresh(100).tokens(400));
-    cluster.decode[0].shows("one decodes", |books| books.running == 1);
-    let waiting = cluster.send(&Ask::fresh(100).tokens(400));
-    cluster.decode[0].shows("one waits, with its handoff", |books| books.waiting == 1);
-    cluster.prefill[0].shows("its blocks are lent", |books| books.leases == 1);
+    let running = cluster.send(&GenerateRequest::fresh(100).tokens(400));
+    cluster.decode[0].shows("one decodes", |snapshot| snapshot.running == 1);
+    let waiting = cluster.send(&GenerateRequest::fresh(100).tokens(400));
+    cluster.decode[0].shows("one waits, with its handoff", |snapshot| snapshot.waiting == 1);
+    cluster.prefill[0].shows("its blocks are leased", |snapshot| snapshot.leases == 1);
     cluster.decode[0].terminate();
     for call in [running, waiting] {
         let reply = call.reply();
@@ -161,7 +162,7 @@ fn a_decode_engine_that_is_terminated_gives_back_what_it_cannot_finish() {
 fn a_decode_engine_that_is_terminated_in_mid_stream_ends_the_stream_with_one_typed_error() {
     let slow = format!("--pace-ms 50 {SHORT_DRAIN}");
     let mut cluster = Cluster::new().prefill("--kv-lease-duration 600").decode(&slow).start();
-    let mut stream = cluster.send(&Ask::fresh(100).tokens(400).streamed()).stream();
+    let mut stream = cluster.send(&GenerateRequest::fresh(100).tokens(400).streamed()).stream();
     stream.event().expect("an event");
     cluster.decode[0].terminate();
     let events: Vec<String> = std::iter::from_fn(|| stream.event()).collect();
@@ -177,8 +178,9 @@ fn a_decode_engine_that_is_terminated_in_mid_stream_ends_the_stream_with_one_typ
 fn a_prefill_engine_that_is_terminated_while_it_computes_finishes_and_lends() {
     let slow = "--max-num-batched-tokens 64 --max-num-seqs 8 --pace-ms 60";
     let mut cluster = Cluster::new().prefill(slow).start();
-    let call = cluster.send(&Ask::fresh(600));
-    cluster.prefill[0].shows("two chunks are computed", |books| books.running == 1 && books.steps >= 2);
+    let call = cluster.send(&GenerateRequest::fresh(600));
+    cluster.prefill[0]
+        .shows("two chunks are computed", |snapshot| snapshot.running == 1 && snapshot.steps >= 2);
     cluster.prefill[0].terminate();
     assert_eq!(call.reply().status, 200);
     let fetched = cluster.decode[0].metric("vllm:external_prefix_cache_hits_total", "");
@@ -191,13 +193,13 @@ fn a_prefill_engine_that_is_terminated_while_it_computes_finishes_and_lends() {
 fn a_prefill_engine_that_is_terminated_ends_in_time_although_nobody_fetches_what_it_has_lent() {
     let patient = format!("--kv-lease-duration 600 {SHORT_DRAIN}");
     let mut cluster = Cluster::new().prefill(&patient).start();
-    let mut ask = Ask::fresh(100);
+    let mut ask = GenerateRequest::fresh(100);
     ask.body["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
     let lent = cluster.prefill[0].send("POST", ask.path, &ask.body).reply().json();
     assert!(lent["kv_transfer_params"]["remote_handle"].is_string(), "{lent}");
     cluster.prefill[0].terminate();
     cluster.prefill[0].ends_well();
-    // Whoever comes for the blocks now is not kept waiting: the prompt is computed.
+    // A decode engine that requests the blocks now does not wait: it computes the prompt.
     ask.body["kv_transfer_params"] = lent["kv_transfer_params"].clone();
     let reply = cluster.decode[0].send("POST", ask.path, &ask.body).reply();
     assert_eq!(reply.status, 200, "{}", reply.json());

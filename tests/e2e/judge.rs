@@ -1,21 +1,20 @@
-//! `baton bench disconnect`: what it finds of a healthy deployment is nothing, and of a broken one what is broken.
+//! `baton bench disconnect`: it finds nothing in a healthy deployment, and the fault in a faulty one.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-use crate::harness::{Call, Process};
+use crate::harness::{PendingCall, Process};
 
-/// Found where a machine is slow, too, and by how many calls at most: here two cores are the clients', the router's, the
-/// engines' and all the other tests'. The one says how long somebody waited; the others that an engine heard of a
-/// client's going 20 ms late, which is what becomes of a few where a process is not given its turn. Of an engine that is
-/// never told they are many.
+/// Findings that load alone can cause, with the maximum number of calls: clients, router, engines and all other tests
+/// share two cores here. The first is about waiting time. The others count engines that received an abort 20 ms late,
+/// which happens to a few when a process is not scheduled. An engine that receives no aborts causes many.
 const LOAD_DEPENDENT: [(&str, u64); 3] =
     [("uncancelled_slowed", u64::MAX), ("prefill_not_aborted", 3), ("decode_not_aborted", 3)];
 
-/// A short run, unless a test says otherwise. A second, the default, may pass where all tests of the workspace share two cores; the
-/// simulated engines' lease is four.
+/// A short run, unless a test has other options. The default of a second may pass where all tests of the workspace
+/// share two cores. The lease of the simulated engines is four seconds.
 const SHORT: [[&str; 2]; 6] = [
     ["--stranded-after-ms", "2500"],
     ["--seconds", "1.5"],
@@ -25,7 +24,7 @@ const SHORT: [[&str; 2]; 6] = [
     ["--final-wait", "8"],
 ];
 
-/// Runs the benchmark, short, and reads its summary.
+/// Runs the benchmark with short settings and parses its summary.
 fn judged(folder: &Path, options: &[&str]) -> Value {
     let out = folder.to_str().expect("a path");
     let short = SHORT.iter().filter(|[name, _]| !options.contains(name)).flatten().copied();
@@ -50,7 +49,8 @@ fn found(summary: &Value) -> Vec<&str> {
     findings.iter().map(|finding| finding["name"].as_str().expect("a name")).collect()
 }
 
-/// Every one of `expected` is found, and nothing that is neither expected nor `allowed`, nor what load alone may do.
+/// Checks that all of `expected` are found, and nothing but `expected`, `allowed` and the findings that load alone can
+/// cause.
 #[track_caller]
 pub(crate) fn is_judged(what: &str, summary: &Value, expected: &[&str], allowed: &[&str]) {
     let (names, findings) = (found(summary), &summary["findings"]);
@@ -93,18 +93,18 @@ fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
     };
     assert_eq!(summary["all"]["never_freed"], 0, "{:#}", summary["all"]);
     for phase in ["queued", "prefill", "stream"] {
-        assert!(left(phase) > 0, "nobody left in phase {phase}: {:#}", summary["phases"]);
+        assert!(left(phase) > 0, "no cancel in phase {phase}: {:#}", summary["phases"]);
     }
     assert!(
         summary["texts"]["compared"].as_u64() > Some(0) && summary["refused"]["cancelled"].as_u64() > Some(0)
     );
-    // Who is to leave in a storm leaves in it.
-    let leavers = &summary["storm_cancels"];
-    let count = |name: &str| leavers[name].as_u64().expect("a count");
-    assert!(count("drawn") > 0 && count("in_time") * 2 > count("drawn"), "{leavers:#}");
+    // Requests that are to be cancelled in a storm are cancelled in it.
+    let cancels = &summary["storm_cancels"];
+    let count = |name: &str| cancels[name].as_u64().expect("a count");
+    assert!(count("drawn") > 0 && count("in_time") * 2 > count("drawn"), "{cancels:#}");
     let page = std::fs::read_to_string(folder.path().join("report.html")).expect("a report");
     assert!(page.starts_with("<!doctype html>") && page.contains("<svg"), "{page}");
-    // Every number comes from the raw events.
+    // Every number follows from the raw events.
     let again = ran(&["bench", "report", "--json", folder.path().to_str().expect("a path")]);
     assert_eq!(again, summary);
 }
@@ -128,7 +128,7 @@ fn every_kill_meets_requests_and_nothing_is_found_of_what_comes_back() {
     }
 }
 
-/// What is shown as a sample is what its raw events say, and what this version says of them.
+/// The sample report is what this version computes from its raw events.
 #[test]
 fn the_committed_sample_report_is_what_its_events_say() {
     let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/disconnect/sample");
@@ -145,30 +145,30 @@ fn the_committed_sample_report_is_what_its_events_say() {
         let kept = std::fs::read_to_string(sample.join(file)).expect("the sample");
         assert!(
             made == kept,
-            "{file} of the sample is of another version: BATON_WRITE_DOCS=1 writes it anew"
+            "{file} of the sample is of another version: BATON_WRITE_DOCS=1 writes it again"
         );
     }
 }
 
-/// The router in front of simulated engines with something wrong.
-pub(crate) struct Simulated {
+/// The router in front of simulated engines with a fault.
+pub(crate) struct SimDeployment {
     pub(crate) url: String,
     pub(crate) admin: String,
     folder: tempfile::TempDir,
     _processes: [Process; 2],
 }
 
-pub(crate) fn simulated(fault: Option<&str>) -> Simulated {
+pub(crate) fn simulated(fault: Option<&str>) -> SimDeployment {
     simulated_like(fault, &[])
 }
 
-/// The same, of engines that are like this.
-fn simulated_like(fault: Option<&str>, engine: &[&str]) -> Simulated {
+/// The same, with options of the engines.
+fn simulated_like(fault: Option<&str>, engine: &[&str]) -> SimDeployment {
     simulated_at("127.0.0.1", fault, engine, "")
 }
 
-/// The same, at this address, and with this in the router's configuration.
-pub(crate) fn simulated_at(listen: &str, fault: Option<&str>, engine: &[&str], more: &str) -> Simulated {
+/// The same, with an address, and with more keys in the router's configuration.
+pub(crate) fn simulated_at(listen: &str, fault: Option<&str>, engine: &[&str], more: &str) -> SimDeployment {
     let folder = tempfile::tempdir().expect("a folder");
     let config = folder.path().join("router.yaml");
     let config = config.to_str().expect("a path");
@@ -190,20 +190,20 @@ pub(crate) fn simulated_at(listen: &str, fault: Option<&str>, engine: &[&str], m
     let router = started("router", &["router", "--config", config]);
     let http = router.fact("http").replace("0.0.0.0", "127.0.0.1");
     let (url, admin) = (format!("http://{http}"), format!("http://{}", router.fact("admin")));
-    Simulated { url, admin, folder, _processes: [router, engines] }
+    SimDeployment { url, admin, folder, _processes: [router, engines] }
 }
 
-/// The same, judged.
+/// The summary of a run on this deployment.
 fn judged_with(fault: Option<&str>, options: &[&str]) -> Value {
     judged_like(fault, &[], options)
 }
 
-/// The same, of engines that are like this.
+/// The same, with options of the engines.
 fn judged_like(fault: Option<&str>, engine: &[&str], options: &[&str]) -> Value {
     judged_at(&simulated_like(fault, engine), options)
 }
 
-pub(crate) fn judged_at(simulated: &Simulated, options: &[&str]) -> Value {
+pub(crate) fn judged_at(simulated: &SimDeployment, options: &[&str]) -> Value {
     let (url, admin) = (&simulated.url, &simulated.admin);
     let more = ["--url", url, "--admin", admin, "--rate", "40", "--verify-seconds", "5"];
     judged(simulated.folder.path(), &[&more, options].concat())
@@ -232,7 +232,7 @@ fn a_decode_engine_that_never_aborts_is_found() {
 
 #[test]
 fn blocks_that_are_stranded_in_the_gap_are_found() {
-    // What a decode engine refuses is released too, and stays; and so does what a client that left later had not read.
+    // A refused decode also leaks its lease, and so does a request that was cancelled before its blocks were read.
     let expected = ["gap_stranded", "refused_stranded", "leases_expired"];
     let summary = is_found("strands-gap", "gap", &expected, &["stranded"]);
     assert!(summary["all"]["expired"].as_u64() > Some(0), "{:#}", summary["all"]);
@@ -240,26 +240,26 @@ fn blocks_that_are_stranded_in_the_gap_are_found() {
 
 #[test]
 fn an_engine_that_dies_by_itself_is_found() {
-    // Whoever asks it then fails, in whatever part of the run that is; and that what it held was free again it told nobody.
+    // Requests to this engine fail in any segment. Its freed blocks appear in no report.
     let allowed = ["requests_failed", "uncancelled_failed", "stranded", "gap_stranded"];
     is_found("dies:9@decode-0", "stream,unary,prefill,gap", &["engine_gone"], &allowed);
 }
 
 #[test]
 fn blocks_that_are_freed_twice_are_found() {
-    // Two requests have the same block: one of them may say what the other's prompt was.
+    // Two requests have the same block. One of them may return the other's prompt.
     is_found("double-free", "gap,fetch", &["freed_twice"], &["wrong_texts"]);
 }
 
 #[test]
 fn answers_from_stale_blocks_are_found() {
-    // What is asked again reads as late as what was asked first.
+    // A repeated request reads the same stale blocks as the first.
     is_found("stale-blocks", "gap,stream", &["wrong_texts"], &["texts_nondeterministic"]);
 }
 
 #[test]
 fn bystanders_that_are_stalled_are_found() {
-    // Nor does anybody's end come while nothing is computed: three that leave one after the other are a second.
+    // No request ends while nothing is computed: three cancels one after the other cost a second.
     is_found("stalls-uncancelled", "stream", &["uncancelled_slowed"], &["stranded"]);
 }
 
@@ -268,25 +268,25 @@ fn an_engine_that_only_tells_its_metrics_is_judged_by_them() {
     let summary = judged_with(None, &["--metrics-only"]);
     assert_eq!((&summary["exact"], &summary["texts"]["wrong"]), (&false.into(), &0.into()));
     is_judged("healthy", &summary, &[], &[]);
-    // Reads of 80 ms: who leaves in one leaves a lease behind, and they are many enough to be compared.
+    // Reads of 80 ms: a cancel during one leaks a lease, often enough for a comparison.
     let simulated = simulated_like(Some("strands-gap"), &["--fetch-rate", "100"]);
     let summary = judged_at(&simulated, &["--metrics-only", "--phases", "prefill,first-token"]);
     is_judged("strands-gap", &summary, &["orphaned_blocks", "leases_expired"], &[]);
-    // Samples of metrics say what the simulator's own log of the same minutes says, as far as they can.
+    // Samples of metrics agree with the simulator's own log of the same minutes, as far as they can.
     let exact = by_their_own_logs(&simulated)["all"]["block_seconds"].as_f64().expect("block-seconds");
     let sampled = &summary["sampled"];
     let number = |name: &str| sampled[name].as_f64().unwrap_or_else(|| panic!("{name}: {summary:#}"));
     let (seconds, off_by) = (number("block_seconds"), number("off_by"));
     println!("block-seconds: {exact:.1} by the logs, {seconds:.1} ± {off_by:.1} from samples");
-    // Two leases of 8 blocks and 4 s at least, or nothing is compared.
+    // At least two leases of 8 blocks and 4 s. Otherwise nothing is compared.
     assert!(exact > 64.0, "{exact}: {sampled:#}");
-    // What was computed on for nobody they do not see. Twice as much as there is would not pass, nor half.
+    // The samples do not show work on cancelled requests. Neither twice nor half of the value would pass.
     assert!(off_by < 0.3 * exact, "{exact}: {sampled:#}");
     assert!(seconds > 0.8 * exact - off_by && seconds < 1.1 * exact + off_by, "{exact}: {sampled:#}");
 }
 
-/// The report of a run that has seen metrics only, as it would be if the engines' event logs had been read.
-fn by_their_own_logs(simulated: &Simulated) -> Value {
+/// The report of a run with metrics only, computed again with the engines' event logs.
+fn by_their_own_logs(simulated: &SimDeployment) -> Value {
     let folder = tempfile::tempdir().expect("a folder");
     let seen = std::fs::read_to_string(simulated.folder.path().join("events.jsonl")).expect("its events");
     let mut out = String::new();
@@ -299,7 +299,7 @@ fn by_their_own_logs(simulated: &Simulated) -> Value {
         record["events"] = true.into();
         out.push_str(&format!("{record}\n"));
         let place = record["name"].as_str().expect("its address");
-        let page = Call::new(place, "GET", "/debug/kv/events?after=0&limit=10000", b"").reply().json();
+        let page = PendingCall::new(place, "GET", "/debug/kv/events?after=0&limit=10000", b"").reply().json();
         let events = page["events"].as_array().expect("events");
         assert!(page["lost"].as_u64().unwrap_or(0) == 0 && events.len() < 10_000, "its log is whole");
         let mut tags = std::collections::HashMap::new();
@@ -324,7 +324,7 @@ fn engines_that_nobody_can_look_at_are_judged_by_their_clients_alone() {
     let simulated = simulated(None);
     let options = ["--url", &simulated.url, "--rate", "40", "--verify-seconds", "5", "--phases", "stream"];
     let summary = judged(simulated.folder.path(), &options);
-    is_judged("nobody looks", &summary, &[], &[]);
+    is_judged("metrics only", &summary, &[], &[]);
     assert_eq!((&summary["exact"], &summary["engines"]), (&false.into(), &serde_json::json!([])));
     assert!(
         summary["cancelled"].as_u64() > Some(0) && summary["texts"]["compared"].as_u64() > Some(0),
@@ -346,7 +346,7 @@ fn what_is_broken_and_mended_from_outside_is_told_and_bad_options_are_refused_ea
         (1, &"nothing".into(), &0.into())
     );
     is_judged("nothing broken", &summary, &[], &[]);
-    // It waited for requests in prefill and at their answers, and some of its clients left.
+    // The recovery waited for requests in prefill and in their responses, and some of its clients disconnected.
     assert!(faults[0]["in_flight"].as_u64() > Some(0) && faults[0]["waited_ms"].is_f64(), "{faults:#?}");
     assert!(faults[0]["cancelled"]["cancelled"].as_u64() > Some(0), "{faults:#?}");
     let url = ["--url", "http://127.0.0.1:1", "--admin", "http://127.0.0.1:1"];
@@ -372,15 +372,15 @@ fn what_is_broken_and_mended_from_outside_is_told_and_bad_options_are_refused_ea
     }
 }
 
-/// Engines that take some 5 ms for a prompt (no leg that goes on for nobody goes on for long), and four and sixteen times that,
-/// for where telling takes so long that legs of 5 ms cannot be judged: a machine that has other work.
+/// Engines that take some 5 ms for a prompt, so that no cancelled leg runs on for long. The others take four and
+/// sixteen times as long, for a busy machine, on which an abort takes too long to judge legs of 5 ms.
 const SHORT_PREFILL: [[&str; 4]; 3] = [
     ["--prefill-rate", "40000", "--prefill-overhead-ms", "2"],
     ["--prefill-rate", "10000", "--prefill-overhead-ms", "8"],
     ["--prefill-rate", "2500", "--prefill-overhead-ms", "32"],
 ];
 
-/// Of the prefills that were judged, the share that went on for nobody; `None` where the report says that too few were.
+/// The share of judged prefills that ran on after a cancel; `None` if the report counts too few.
 fn went_on(summary: &Value) -> Option<f64> {
     let row = &summary["work"][0];
     assert_eq!(row["leg"], "prefill");
@@ -389,8 +389,8 @@ fn went_on(summary: &Value) -> Option<f64> {
     (!few).then(|| (number("completed_without_abort") + number("continued_after_abort")) / number("judged"))
 }
 
-/// How long prefills have to be to be judged, and which share of them goes on where nobody stops, is what this machine shows now:
-/// the honest ones are held against the others of the same minute.
+/// This machine's speed determines how long prefills must be to be judged, and how many of them run on without an
+/// abort. Correct engines are therefore compared with faulty ones of the same minute.
 #[test]
 fn short_prefills_that_nobody_stops_are_found_and_honest_ones_are_not() {
     let options = ["--phases", "prefill,stream", "--cancels", "30"];
@@ -398,7 +398,7 @@ fn short_prefills_that_nobody_stops_are_found_and_honest_ones_are_not() {
         let summary = judged_like(Some("never-aborts-prefill"), &engines, &options);
         let Some(never) = went_on(&summary) else { continue };
         is_judged("never-aborts-prefill", &summary, &["prefill_not_aborted"], &[]);
-        // On a machine that is busy with other things an abort may come late once; not twice.
+        // On a busy machine an abort may be late once, but not twice.
         for accused_before in [false, true] {
             let summary = judged_like(None, &engines, &options);
             let Some(honest) = went_on(&summary) else { break };
@@ -412,12 +412,11 @@ fn short_prefills_that_nobody_stops_are_found_and_honest_ones_are_not() {
     panic!("prefills of 80 ms could not be judged either");
 }
 
-/// Rounds enough to know what is noise, and of enough clients.
+/// Enough rounds and clients to know the noise.
 const ROUNDS: [&str; 6] = ["--seconds", "6", "--rounds", "4", "--phases", "prefill"];
 
-/// That nothing is found where nothing stalls is judged in the unit tests, on events of which the times are known: here whatever
-/// else the machine does may slow a storm. Where it slows the calm as much, a stall of 40 ms is lost in it, and is as much longer
-/// as the report says that it would have to be.
+/// Unit tests cover the case without stalls, with events at known times. Here other load may slow a storm. If it slows
+/// the calm as much, a stall of 40 ms is not detectable, and the test uses a stall as long as the report requires.
 #[test]
 fn a_stall_after_each_abort_is_found() {
     let mut stall_ms = 40.0;
@@ -442,7 +441,7 @@ fn clients_that_stall_are_measured() {
     let summary = judged_with(None, &options);
     let stalls = &summary["kinds"][0];
     let number = |name: &str| stalls[name].as_u64().expect("a number");
-    // Of the storm, where they ask for what all ask for (nothing else was asked for: otherwise nobody stalls there), most are too late.
+    // Most cancels of the storm are too late where all requests are identical. With other requests no client stalls.
     assert!(stalls["kind"] == "stall" && number("cancelled") >= 24, "{stalls:#}");
     assert!(number("too_late") > 0, "{stalls:#}");
 }

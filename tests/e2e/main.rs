@@ -1,28 +1,28 @@
-//! End to end: router, prefill engines and decode engines as real processes on loopback, and clients on bare
-//! sockets, so that how a connection ends (FIN or RST) is the test's choice.
+//! End-to-end tests: router, prefill engines and decode engines as real processes on loopback. Clients use bare
+//! sockets, so that a test chooses how a connection ends (FIN or RST).
 //!
-//! | file | what it shows |
+//! | file | subject |
 //! |---|---|
-//! | `../harness/` | the vocabulary: a cluster, its books, a client that can hang up |
-//! | `disconnects` | a client leaves, at every point of a request's life: the blocks come back |
-//! | `device` | blocks go from device to device where both engines have one |
-//! | `early` | blocks are fetched while they are computed, and somebody leaves or dies meanwhile |
-//! | `judge` | `baton bench disconnect`: finds what is broken, and only that |
+//! | `../harness/` | shared code: a cluster, its snapshots, a client that can disconnect |
+//! | `disconnects` | a client disconnects in every phase of a request: all blocks are freed |
+//! | `device` | blocks go from device to device if both engines have one |
+//! | `early` | blocks are fetched while they are computed; a client disconnects or an engine dies meanwhile |
+//! | `judge` | `baton bench disconnect` finds faults, and only faults |
 //! | `recall` | the text shows that the blocks arrived |
 //! | `refusals` | an engine refuses, is down or dies: one clear error, nothing held |
-//! | `reports` | the five reports from which this project learned |
-//! | `resume` | a decode engine dies in the middle of a stream: the client sees one answer |
+//! | `reports` | the five source reports |
+//! | `resume` | a decode engine dies during a stream: the client gets one response |
 //! | `stale` | blocks that were reused before or during a read: never a wrong text |
-//! | `storm` | many clients at once, every third of which leaves |
-//! | `endings` | the router is killed, or told to stop; so is an engine |
-//! | `bad_input` | what no engine should hear of, and what clients may not choose |
+//! | `storm` | many clients at once, a third of which disconnect |
+//! | `endings` | the router is killed or shut down, or an engine is shut down |
+//! | `bad_input` | invalid requests, and values that clients may not choose |
 //! | `upgrade` | routers and engines are replaced under load: no request fails |
 //! | `pages` | the commands of README and tutorial |
 //! | `up` | `baton up`: its banner, its supervision, its end |
-//! | `vanish` | `baton bench disconnect` finds whether clients are noticed whose host is gone without a word |
+//! | `vanish` | `baton bench disconnect` checks whether the router detects clients whose host vanishes |
 //! | `watching` | `baton top` and `baton doctor` |
 
-#![allow(clippy::print_stdout)] // what a test measured is shown with --nocapture
+#![allow(clippy::print_stdout, reason = "--nocapture shows the measured times")]
 
 mod bad_input;
 mod device;

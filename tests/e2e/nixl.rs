@@ -9,19 +9,19 @@ use std::collections::BTreeMap;
 
 use serde_json::json;
 
-use crate::harness::{Ask, Cluster, PATIENCE, digests};
+use crate::harness::{Cluster, GenerateRequest, PATIENCE, digests};
 
 const NIXL: &str = "--kv-transport nixl";
-/// A software device's memory is host memory to NIXL, and to nobody else.
+/// NIXL takes a software device's memory for host memory. Other transports do not.
 const ON_DEVICE: &str = "--kv-transport nixl --device software --kv-cache-dtype f32";
 
 fn cluster(prefill: &str, decode: &str) -> Cluster {
     Cluster::new().prefill(prefill).decode(decode).decode("").start()
 }
 
-/// The router's answer is the one that an engine gives alone.
+/// The router's response equals that of a single engine.
 fn answers(cluster: &Cluster, tokens: usize) {
-    let ask = Ask::fresh(tokens).tokens(16).with("logprobs", json!(1));
+    let ask = GenerateRequest::fresh(tokens).tokens(16).with("logprobs", json!(1));
     let alone = cluster.decode[1].send("POST", ask.path, &ask.body).reply();
     let reply = cluster.ask(&ask);
     assert_eq!((reply.status, alone.status), (200, 200), "{}", reply.json());
@@ -85,10 +85,10 @@ fn a_prefill_engine_with_nixl_that_is_killed_is_made_up_for() {
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
 fn a_pair_on_devices_with_nixl_hands_over_from_device_to_device_byte_by_byte() {
     let cluster = Cluster::new().prefill(ON_DEVICE).decode(ON_DEVICE).start();
-    // None ends with a full block, whose last token P and D compute in different sums.
+    // No prompt ends with a full block, whose last token P and D compute with different sums.
     let lengths = [20, 100, 333, 1000];
     for tokens in lengths {
-        assert_eq!(cluster.ask(&Ask::fresh(tokens)).status, 200);
+        assert_eq!(cluster.ask(&GenerateRequest::fresh(tokens)).status, 200);
     }
     assert_eq!(carried(&cluster, "nixl-device"), lengths.len() as f64);
     let lent: BTreeMap<_, _> = digests(&cluster.prefill[0].address).into_iter().collect();
@@ -108,13 +108,13 @@ fn a_device_and_a_cpu_with_nixl_meet_in_host_memory() {
     let on_cpu = format!("{NIXL} --kv-cache-dtype f32");
     for (prefill, decode) in [(ON_DEVICE, on_cpu.as_str()), (on_cpu.as_str(), ON_DEVICE)] {
         let cluster = Cluster::new().prefill(prefill).decode(decode).start();
-        assert_eq!(cluster.ask(&Ask::fresh(100)).status, 200);
+        assert_eq!(cluster.ask(&GenerateRequest::fresh(100)).status, 200);
         assert_eq!((carried(&cluster, "nixl"), carried(&cluster, "nixl-device")), (1.0, 0.0));
         cluster.settled(PATIENCE);
     }
 }
 
-/// The one of these that needs nothing.
+/// The only one of these tests that needs no library.
 #[test]
 fn an_engine_that_finds_no_nixl_says_so_and_hands_over_without() {
     let missing = format!("{NIXL} --nixl-library /nowhere/libnixl_capi.so");

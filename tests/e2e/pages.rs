@@ -1,11 +1,11 @@
-//! The commands of README and tutorial, run as they stand there against a `baton up`, with its ports.
+//! The commands of README and tutorial, run as written against a `baton up`, with its ports.
 
 use std::path::Path;
 use std::process::Command;
 
-use crate::up::Up;
+use crate::up::UpProcess;
 
-/// Blocks that are not run here, by a word of theirs, and why.
+/// Blocks that do not run here, by a word of the block, and the reason.
 const NOT_RUN: [(&str, &str); 6] = [
     ("cargo run", "the binary under test is this build"),
     ("export PATH", "the test sets PATH"),
@@ -14,7 +14,7 @@ const NOT_RUN: [(&str, &str); 6] = [
     ("hf download", "needs the network"),
     ("baton engine", "fixed ports; tests/e2e and tests/deploy start such processes"),
 ];
-/// What a block's output must contain, by a word of the block.
+/// Required output of a block, by a word of the block.
 const ANSWERS: [(&str, &str); 4] = [
     ("\"stream\":true,\"stream_options\"", "data: [DONE]"),
     ("/v1/chat/completions", "The red box holds a key."),
@@ -37,7 +37,7 @@ fn the_commands_of_readme_and_tutorial_do_what_the_pages_say() {
         println!("SKIPPED: bash or curl is not installed (commands of README and tutorial were not run)");
         return;
     }
-    let up = Up::start();
+    let up = UpProcess::start();
     let (client, admin) = up.addresses();
     let folder = Path::new(env!("CARGO_BIN_EXE_baton")).parent().expect("the binary is in a folder");
     let mut run = 0;
@@ -47,7 +47,7 @@ fn the_commands_of_readme_and_tutorial_do_what_the_pages_say() {
                 continue;
             }
             let here = block.replace("127.0.0.1:8000", &client).replace("127.0.0.1:8081", &admin);
-            // `baton explain` finds the default port by itself.
+            // `baton explain` uses the default port.
             let here = here.replace("baton explain ", &format!("baton explain --admin http://{admin} "));
             let path = format!("export PATH='{}':\"$PATH\"\n{here}", folder.display());
             let output = shell(&path).expect("bash runs");

@@ -1,9 +1,9 @@
-//! The built-in model answers from the whole prompt, so a KV block that is missing, stale or swapped on its way from
-//! the prefill engine to the decode engine shows in the text.
+//! The built-in model uses the whole prompt for its response. The text therefore shows a KV block that is missing,
+//! stale or swapped on its way from the prefill engine to the decode engine.
 
 use serde_json::Value;
 
-use crate::harness::{AT_ONCE, Ask, Cluster};
+use crate::harness::{AT_ONCE, Cluster, GenerateRequest};
 
 #[test]
 fn facts_of_the_prompt_are_recalled_behind_the_handoff() {
@@ -13,7 +13,7 @@ fn facts_of_the_prompt_are_recalled_behind_the_handoff() {
     assert!(prompts.len() >= 20);
     let cluster = Cluster::new().start();
     for prompt in prompts {
-        let ask = Ask::chat(prompt["messages"].clone());
+        let ask = GenerateRequest::chat(prompt["messages"].clone());
         assert_eq!(
             cluster.ask(&ask).text(),
             prompt["answer"].as_str().expect("a text"),

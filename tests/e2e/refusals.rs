@@ -1,14 +1,14 @@
-//! An engine refuses, is full, is down or dies in the middle: the client is told one clear thing, in OpenAI's
-//! envelope and without an engine's address, and nobody holds anything afterwards.
+//! An engine refuses, is full, is down or dies during a request. The client gets one clear error in OpenAI's envelope
+//! and without an engine's address, and nothing stays held.
 
 use serde_json::{Value, json};
 
-use crate::harness::{AT_ONCE, Ask, Cluster, Engine, PATIENCE, Reply, eventually};
+use crate::harness::{AT_ONCE, Cluster, Engine, GenerateRequest, PATIENCE, Reply, eventually};
 
-/// A prefill engine that takes 64 tokens a step, and its time for each.
+/// A prefill engine that computes 64 tokens per step, and the time of each step.
 const SLOW_PREFILL: &str = "--max-num-batched-tokens 64 --max-num-seqs 8 --pace-ms 60";
 
-/// Checks the envelope; gives its `error`.
+/// Checks the envelope and returns its `error`.
 pub(crate) fn refusal(cluster: &Cluster, reply: &Reply, status: u16, kind: &str) -> Value {
     let body = reply.json();
     assert_eq!(reply.status, status, "{body}");
@@ -17,7 +17,7 @@ pub(crate) fn refusal(cluster: &Cluster, reply: &Reply, status: u16, kind: &str)
     error
 }
 
-/// One clear error: its type, a message for people, and no engine's address anywhere.
+/// Checks for one clear error: its type, a message for people, and no engine's address.
 fn clear(cluster: &Cluster, body: &Value, kind: &str) -> Value {
     let error = &body["error"];
     assert_eq!(error["type"], kind, "{body}");
@@ -40,31 +40,31 @@ fn fetched(engine: &Engine) -> f64 {
 #[test]
 fn a_prompt_too_long_for_the_decode_engine_is_one_400_and_the_prefill_engine_is_free() {
     let cluster = Cluster::new().decode("--max-model-len 128").start();
-    for ask in [Ask::fresh(300), Ask::fresh(300).streamed()] {
+    for ask in [GenerateRequest::fresh(300), GenerateRequest::fresh(300).streamed()] {
         let error = refusal(&cluster, &cluster.ask(&ask), 400, "invalid_request_error");
         assert_eq!((&error["code"], &error["param"]), (&json!("context_length_exceeded"), &json!("prompt")));
         cluster.settled(AT_ONCE);
     }
-    assert_eq!(cluster.prefill[0].books().leases_opened, 2, "the prefill engine was to lend first");
+    assert_eq!(cluster.prefill[0].snapshot().leases_opened, 2, "the prefill engine was to lend first");
     cluster.still_serves();
 }
 
 #[test]
 fn a_prompt_too_long_for_every_engine_is_one_400() {
     let cluster = Cluster::new().start();
-    let error = refusal(&cluster, &cluster.ask(&Ask::fresh(3000)), 400, "invalid_request_error");
+    let error = refusal(&cluster, &cluster.ask(&GenerateRequest::fresh(3000)), 400, "invalid_request_error");
     assert_eq!(error["code"], "context_length_exceeded");
     cluster.settled(AT_ONCE);
-    assert_eq!(cluster.prefill[0].books().leases_opened, 0);
+    assert_eq!(cluster.prefill[0].snapshot().leases_opened, 0);
 }
 
 #[test]
 fn a_decode_engine_that_does_not_know_the_model_is_the_operators_to_mend_and_the_prefill_engine_is_free() {
     let cluster = Cluster::new().decode("--served-model-name another").start();
-    let error = refusal(&cluster, &cluster.ask(&Ask::fresh(100)), 502, "server_error");
+    let error = refusal(&cluster, &cluster.ask(&GenerateRequest::fresh(100)), 502, "server_error");
     assert_eq!(error["code"], "misconfigured_model");
     cluster.settled(AT_ONCE);
-    assert_eq!(cluster.prefill[0].books().leases_opened, 1, "the prefill engine was to lend first");
+    assert_eq!(cluster.prefill[0].snapshot().leases_opened, 1, "the prefill engine was to lend first");
 }
 
 #[test]
@@ -72,14 +72,16 @@ fn a_full_decode_engine_is_one_429_with_a_time_to_come_back() {
     let cluster = Cluster::new().decode("--max-num-seqs 1 --max-waiting 1 --pace-ms 50").start();
     let d = &cluster.decode[0];
     let served = [0, 1].map(|waiting| {
-        let call = cluster.send(&Ask::fresh(60).tokens(40));
-        d.shows("it has a place", |books| books.running + books.fetching == 1 && books.waiting == waiting);
+        let call = cluster.send(&GenerateRequest::fresh(60).tokens(40));
+        d.shows("it has a place", |snapshot| {
+            snapshot.running + snapshot.fetching == 1 && snapshot.waiting == waiting
+        });
         call
     });
-    let reply = cluster.ask(&Ask::fresh(60).tokens(40));
+    let reply = cluster.ask(&GenerateRequest::fresh(60).tokens(40));
     refusal(&cluster, &reply, 429, "overloaded_error");
     assert!(reply.header("retry-after").is_some(), "{}", reply.head);
-    cluster.prefill[0].shows("the refused one's blocks are back", |books| books.leases <= 1);
+    cluster.prefill[0].shows("the refused one's blocks are back", |snapshot| snapshot.leases <= 1);
     for call in served {
         assert_eq!(call.reply().status, 200);
     }
@@ -92,11 +94,11 @@ fn a_full_prefill_engine_is_one_429_where_nobody_may_stand_in() {
     let cluster = Cluster::new().prefill(narrow).no_fallback().start();
     let p = &cluster.prefill[0];
     let served = [0, 1].map(|waiting| {
-        let call = cluster.send(&Ask::fresh(600));
-        p.shows("it has a place", |books| books.running == 1 && books.waiting == waiting);
+        let call = cluster.send(&GenerateRequest::fresh(600));
+        p.shows("it has a place", |snapshot| snapshot.running == 1 && snapshot.waiting == waiting);
         call
     });
-    let reply = cluster.ask(&Ask::fresh(600));
+    let reply = cluster.ask(&GenerateRequest::fresh(600));
     refusal(&cluster, &reply, 429, "overloaded_error");
     assert!(reply.header("retry-after").is_some(), "{}", reply.head);
     for call in served {
@@ -109,12 +111,12 @@ fn a_full_prefill_engine_is_one_429_where_nobody_may_stand_in() {
 fn a_full_router_is_one_429_and_no_engine_hears_of_it() {
     let slow = "--pace-ms 30";
     let cluster = Cluster::new().decode(slow).router("limits", json!({"in_flight": 1})).start();
-    let served = cluster.send(&Ask::fresh(60).tokens(40));
-    cluster.decode[0].shows("it decodes", |books| books.running == 1);
-    let reply = cluster.ask(&Ask::fresh(60));
+    let served = cluster.send(&GenerateRequest::fresh(60).tokens(40));
+    cluster.decode[0].shows("it decodes", |snapshot| snapshot.running == 1);
+    let reply = cluster.ask(&GenerateRequest::fresh(60));
     refusal(&cluster, &reply, 429, "overloaded_error");
     assert!(reply.header("retry-after").is_some(), "{}", reply.head);
-    assert_eq!(cluster.prefill[0].books().leases_opened, 1);
+    assert_eq!(cluster.prefill[0].snapshot().leases_opened, 1);
     assert_eq!(served.reply().status, 200);
     cluster.still_serves();
 }
@@ -123,7 +125,7 @@ fn a_full_router_is_one_429_and_no_engine_hears_of_it() {
 fn without_its_only_decode_engine_a_request_is_one_503_and_the_prefill_engine_is_free() {
     let mut cluster = Cluster::new().start();
     cluster.decode[0].kill();
-    for ask in [Ask::fresh(100), Ask::fresh(100).streamed()] {
+    for ask in [GenerateRequest::fresh(100), GenerateRequest::fresh(100).streamed()] {
         let reply = cluster.ask(&ask);
         refusal(&cluster, &reply, 503, "service_unavailable_error");
         assert!(reply.header("retry-after").is_some(), "{}", reply.head);
@@ -138,10 +140,10 @@ fn another_decode_engine_gets_the_same_handoff_without_a_second_prefill() {
     cluster.decode[0].kill();
     for number in 1..=4 {
         let before = p_tokens(&cluster);
-        let reply = cluster.ask(&Ask::fresh(100));
+        let reply = cluster.ask(&GenerateRequest::fresh(100));
         assert_eq!(reply.status, 200, "{}", reply.json());
         assert_eq!(p_tokens(&cluster) - before, 100.0, "one prefill");
-        assert_eq!(cluster.prefill[0].books().leases_opened, number, "one lease");
+        assert_eq!(cluster.prefill[0].snapshot().leases_opened, number, "one lease");
         cluster.settled(AT_ONCE);
     }
     let (retries, hits) =
@@ -155,15 +157,15 @@ fn a_decode_engine_that_dies_before_it_answers_hands_its_request_to_another() {
     let mut cluster = Cluster::new().decode("").decode("").start();
     cluster.decode[0].pause();
     cluster.decode[1].pause();
-    let call = cluster.send(&Ask::fresh(100));
-    cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
-    // The first of two equals is asked.
+    let call = cluster.send(&GenerateRequest::fresh(100));
+    cluster.prefill[0].shows("the blocks are leased", |snapshot| snapshot.leases == 1);
+    // Of two equal engines the router chooses the first.
     cluster.decode[0].is_sent_something();
     cluster.decode[0].kill();
     cluster.decode[1].go_on();
     let reply = call.reply();
     assert_eq!(reply.status, 200, "{}", reply.json());
-    assert_eq!(cluster.prefill[0].books().leases_opened, 1, "one prefill");
+    assert_eq!(cluster.prefill[0].snapshot().leases_opened, 1, "one prefill");
     assert!(fetched(&cluster.decode[1]) >= 96.0, "the handoff was not used");
     cluster.settled(AT_ONCE);
 }
@@ -172,8 +174,8 @@ fn a_decode_engine_that_dies_before_it_answers_hands_its_request_to_another() {
 fn a_decode_engine_that_dies_before_it_answers_is_one_502_and_the_prefill_engine_is_free() {
     let mut cluster = Cluster::new().start();
     cluster.decode[0].pause();
-    let call = cluster.send(&Ask::fresh(100));
-    cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+    let call = cluster.send(&GenerateRequest::fresh(100));
+    cluster.prefill[0].shows("the blocks are leased", |snapshot| snapshot.leases == 1);
     cluster.decode[0].is_sent_something();
     cluster.decode[0].kill();
     refusal(&cluster, &call.reply(), 502, "server_error");
@@ -183,7 +185,7 @@ fn a_decode_engine_that_dies_before_it_answers_is_one_502_and_the_prefill_engine
 #[test]
 fn a_decode_engine_that_dies_in_mid_stream_ends_the_stream_with_one_typed_error() {
     let mut cluster = Cluster::new().decode("--pace-ms 30").start();
-    let mut stream = cluster.send(&Ask::fresh(100).tokens(400).streamed()).stream();
+    let mut stream = cluster.send(&GenerateRequest::fresh(100).tokens(400).streamed()).stream();
     for _ in 0..3 {
         let event: Value = serde_json::from_str(&stream.event().expect("an event")).expect("JSON");
         assert!(event["choices"].is_array(), "{event}");
@@ -205,8 +207,8 @@ fn a_decode_engine_that_dies_in_mid_stream_ends_the_stream_with_one_typed_error(
 #[test]
 fn a_decode_engine_that_dies_in_an_answer_that_is_not_streamed_is_one_502() {
     let mut cluster = Cluster::new().decode("--pace-ms 30").start();
-    let call = cluster.send(&Ask::fresh(100).tokens(400));
-    cluster.decode[0].shows("it decodes", |books| books.running == 1 && books.steps >= 3);
+    let call = cluster.send(&GenerateRequest::fresh(100).tokens(400));
+    cluster.decode[0].shows("it decodes", |snapshot| snapshot.running == 1 && snapshot.steps >= 3);
     cluster.decode[0].kill();
     refusal(&cluster, &call.reply(), 502, "server_error");
     cluster.settled(AT_ONCE);
@@ -215,7 +217,7 @@ fn a_decode_engine_that_dies_in_an_answer_that_is_not_streamed_is_one_502() {
 #[test]
 fn without_a_prefill_engine_a_decode_engine_computes_the_whole_request() {
     let mut cluster = Cluster::new().start();
-    let ask = Ask::recall(20);
+    let ask = GenerateRequest::recall(20);
     let with_prefill = cluster.ask(&ask).text();
     let _ = cluster.decode[0].send("POST", "/reset_prefix_cache", &json!({})).reply();
     cluster.prefill[0].kill();
@@ -229,19 +231,20 @@ fn without_a_prefill_engine_a_decode_engine_computes_the_whole_request() {
 fn without_a_prefill_engine_and_without_a_fallback_a_request_is_one_503() {
     let mut cluster = Cluster::new().no_fallback().start();
     cluster.prefill[0].kill();
-    for ask in [Ask::fresh(100), Ask::fresh(100).streamed()] {
+    for ask in [GenerateRequest::fresh(100), GenerateRequest::fresh(100).streamed()] {
         refusal(&cluster, &cluster.ask(&ask), 503, "service_unavailable_error");
     }
-    assert_eq!(cluster.decode[0].books().steps, 0, "the decode engine was to hear nothing");
+    assert_eq!(cluster.decode[0].snapshot().steps, 0, "the decode engine was to hear nothing");
     cluster.settled(AT_ONCE);
 }
 
 #[test]
 fn a_prefill_engine_that_dies_while_it_computes_costs_the_client_nothing_but_time() {
     let mut cluster = Cluster::new().prefill(SLOW_PREFILL).start();
-    let ask = Ask::recall(100);
+    let ask = GenerateRequest::recall(100);
     let call = cluster.send(&ask);
-    cluster.prefill[0].shows("two chunks are computed", |books| books.running == 1 && books.steps >= 2);
+    cluster.prefill[0]
+        .shows("two chunks are computed", |snapshot| snapshot.running == 1 && snapshot.steps >= 2);
     cluster.prefill[0].kill();
     let answer = call.reply().text();
     assert_eq!(cluster.ask(&ask).text(), answer);
@@ -251,8 +254,9 @@ fn a_prefill_engine_that_dies_while_it_computes_costs_the_client_nothing_but_tim
 #[test]
 fn a_prefill_engine_that_dies_while_it_computes_is_one_502_where_nobody_may_stand_in() {
     let mut cluster = Cluster::new().prefill(SLOW_PREFILL).no_fallback().not_early().start();
-    let call = cluster.send(&Ask::fresh(1000));
-    cluster.prefill[0].shows("two chunks are computed", |books| books.running == 1 && books.steps >= 2);
+    let call = cluster.send(&GenerateRequest::fresh(1000));
+    cluster.prefill[0]
+        .shows("two chunks are computed", |snapshot| snapshot.running == 1 && snapshot.steps >= 2);
     cluster.prefill[0].kill();
     refusal(&cluster, &call.reply(), 502, "server_error");
     cluster.settled(AT_ONCE);
@@ -263,9 +267,9 @@ fn another_prefill_engine_stands_in_for_a_dead_one() {
     let mut cluster = Cluster::new().prefill("").prefill("").no_fallback().start();
     cluster.prefill[0].kill();
     for number in 1..=2 {
-        let reply = cluster.ask(&Ask::fresh(100));
+        let reply = cluster.ask(&GenerateRequest::fresh(100));
         assert_eq!(reply.status, 200, "{}", reply.json());
-        assert_eq!(cluster.prefill[1].books().leases_opened, number);
+        assert_eq!(cluster.prefill[1].snapshot().leases_opened, number);
     }
     assert!(fetched(&cluster.decode[0]) >= 2.0 * 96.0);
     cluster.settled(AT_ONCE);
@@ -274,10 +278,10 @@ fn another_prefill_engine_stands_in_for_a_dead_one() {
 #[test]
 fn a_prefill_engine_that_dies_before_its_blocks_are_fetched_does_not_change_the_answer() {
     let mut cluster = Cluster::new().start();
-    let ask = Ask::recall(20);
+    let ask = GenerateRequest::recall(20);
     cluster.decode[0].pause();
     let call = cluster.send(&ask);
-    cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+    cluster.prefill[0].shows("the blocks are leased", |snapshot| snapshot.leases == 1);
     cluster.decode[0].is_sent_something();
     cluster.prefill[0].kill();
     cluster.decode[0].go_on();
@@ -289,11 +293,11 @@ fn a_prefill_engine_that_dies_before_its_blocks_are_fetched_does_not_change_the_
     cluster.settled(AT_ONCE);
 }
 
-/// The prefill engine dies while it lends to a decode engine whose policy is to fail.
-fn lender_dies(mut cluster: Cluster, ask: &Ask) -> (Cluster, Reply) {
+/// The prefill engine dies during its lease to a decode engine whose policy is to fail.
+fn lender_dies(mut cluster: Cluster, ask: &GenerateRequest) -> (Cluster, Reply) {
     cluster.decode[0].pause();
     let call = cluster.send(ask);
-    cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+    cluster.prefill[0].shows("the blocks are leased", |snapshot| snapshot.leases == 1);
     cluster.decode[0].is_sent_something();
     cluster.prefill[0].kill();
     cluster.decode[0].go_on();
@@ -303,7 +307,7 @@ fn lender_dies(mut cluster: Cluster, ask: &Ask) -> (Cluster, Reply) {
 
 #[test]
 fn blocks_that_cannot_be_fetched_are_computed_anew_at_the_routers_word_where_the_policy_is_to_fail() {
-    let ask = Ask::recall(20);
+    let ask = GenerateRequest::recall(20);
     let cluster = Cluster::new().decode("--kv-load-failure-policy fail").start();
     let (cluster, reply) = lender_dies(cluster, &ask);
     let answer = reply.text();
@@ -316,7 +320,7 @@ fn blocks_that_cannot_be_fetched_are_computed_anew_at_the_routers_word_where_the
 #[test]
 fn blocks_that_cannot_be_fetched_are_one_503_where_nobody_may_compute_them() {
     let cluster = Cluster::new().decode("--kv-load-failure-policy fail").no_fallback().start();
-    let (cluster, reply) = lender_dies(cluster, &Ask::fresh(100));
+    let (cluster, reply) = lender_dies(cluster, &GenerateRequest::fresh(100));
     refusal(&cluster, &reply, 503, "service_unavailable_error");
     cluster.settled(PATIENCE);
 }
@@ -325,8 +329,8 @@ fn blocks_that_cannot_be_fetched_are_one_503_where_nobody_may_compute_them() {
 fn a_decode_engine_that_cannot_use_the_handoff_costs_neither_a_second_prefill_nor_an_error() {
     let cluster = Cluster::new().decode("--kv-cache-dtype f16").decode("").start();
     for number in 1..=4 {
-        assert_eq!(cluster.ask(&Ask::fresh(100)).status, 200);
-        assert_eq!(cluster.prefill[0].books().leases_opened, number, "one prefill");
+        assert_eq!(cluster.ask(&GenerateRequest::fresh(100)).status, 200);
+        assert_eq!(cluster.prefill[0].snapshot().leases_opened, number, "one prefill");
         cluster.settled(AT_ONCE);
     }
     assert!(fetched(&cluster.decode[1]) >= 4.0 * 96.0, "the handoff was not used");
@@ -337,7 +341,7 @@ fn a_decode_engine_that_cannot_use_the_handoff_costs_neither_a_second_prefill_no
 #[test]
 fn a_handoff_that_no_decode_engine_can_use_goes_back_and_the_answer_comes_all_the_same() {
     let cluster = Cluster::new().decode("--kv-cache-dtype f16").start();
-    for ask in [Ask::fresh(100), Ask::fresh(100).streamed()] {
+    for ask in [GenerateRequest::fresh(100), GenerateRequest::fresh(100).streamed()] {
         assert_eq!(cluster.ask(&ask).status, 200);
         cluster.settled(AT_ONCE);
     }
@@ -350,12 +354,12 @@ fn a_decode_engine_that_stands_still_hands_its_request_to_another_while_the_leas
     let mut cluster =
         Cluster::new().decode("").decode("").router("timeouts", json!({"liveness_probe_ms": 300})).start();
     cluster.decode[0].pause();
-    // Two, because equals take turns: one of them goes to the one that stands still.
-    let calls = [0, 1].map(|_| cluster.send(&Ask::fresh(100)));
+    // Equal engines take turns: one of the two requests goes to the stopped engine.
+    let calls = [0, 1].map(|_| cluster.send(&GenerateRequest::fresh(100)));
     for call in calls {
         assert_eq!(call.reply().status, 200);
     }
-    assert_eq!(cluster.prefill[0].books().leases_opened, 2, "no second prefill");
+    assert_eq!(cluster.prefill[0].snapshot().leases_opened, 2, "no second prefill");
     assert!(fetched(&cluster.decode[1]) >= 2.0 * 96.0, "the handoff was not used");
     cluster.decode[0].go_on();
     cluster.settled(PATIENCE);
@@ -368,7 +372,7 @@ fn a_wrong_cluster_secret_is_never_the_clients_fault() {
     std::fs::write(&file, "a secret that the router does not know").expect("it can be written");
     let guarded = format!("--cluster-secret-file {}", file.display());
     let cluster = Cluster::new().decode(&guarded).start();
-    let error = refusal(&cluster, &cluster.ask(&Ask::fresh(100)), 502, "server_error");
+    let error = refusal(&cluster, &cluster.ask(&GenerateRequest::fresh(100)), 502, "server_error");
     assert_eq!(error["code"], "misconfigured");
     assert_eq!(cluster.router_metric("baton_router_misconfigured_total", "leg=\"decode\""), 1.0);
     cluster.prefill[0].settled(AT_ONCE);
@@ -378,12 +382,12 @@ fn a_wrong_cluster_secret_is_never_the_clients_fault() {
 fn a_lease_that_nobody_comes_for_ends_by_its_expiry_and_is_counted() {
     let mut cluster = Cluster::new().prefill("--kv-lease-duration 0.5").start();
     let p = &mut cluster.prefill[0];
-    let mut ask = Ask::fresh(100);
+    let mut ask = GenerateRequest::fresh(100);
     ask.body["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
     let reply = p.send("POST", ask.path, &ask.body).reply();
     assert!(reply.json()["kv_transfer_params"]["remote_block_ids"].is_array(), "{}", reply.json());
     p.settled(PATIENCE);
-    // This is also what shows that `settled` would see an expiry.
+    // This also shows that `settled` would detect an expiry.
     let expired = || match p.metric("vllm:nixl_num_kv_expired_reqs", "") {
         1.0 => Ok(()),
         other => Err(format!("{other} expired")),

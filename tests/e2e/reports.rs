@@ -1,15 +1,17 @@
-//! The five reports from which this project learned, each as a test that fails on what was reported. The page that maps
-//! them to code and to the other tests is `docs/explanation/source-reports.md`.
+//! The five source reports, each as a test that fails with the reported defect. `docs/explanation/source-reports.md`
+//! maps the reports to code and to the other tests.
 //!
-//! Leases are long here wherever it must not be time that frees: [`FOREVER`].
+//! Leases are long wherever time must not be what frees the blocks: [`FOREVER`].
 
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::harness::{AT_ONCE, Ask, Call, Cluster, Engine, Fault, PATIENCE, eventually};
+use crate::harness::{
+    AT_ONCE, Cluster, Engine, GenerateRequest, LinkFault, PATIENCE, PendingCall, eventually,
+};
 
-/// A lease that no test lives to see the end of.
+/// A lease that outlasts every test.
 const FOREVER: &str = "--kv-lease-duration 600";
 
 fn abort(engine: &Engine, requests: &[String], leg: &str) -> Value {
@@ -19,44 +21,45 @@ fn abort(engine: &Engine, requests: &[String], leg: &str) -> Value {
     reply.json()["results"].take()
 }
 
-fn lending(ask: Ask) -> Ask {
+fn lending(ask: GenerateRequest) -> GenerateRequest {
     let params = json!({"do_remote_decode": true, "do_remote_prefill": false});
     ask.with("max_tokens", json!(1)).with("kv_transfer_params", params)
 }
 
-/// vLLM #25067: an abort that arrives after the request has finished went through `request_finished` a second time; the
-/// worker raised a KeyError for a request it no longer knew, and with it the engine died.
+/// vLLM #25067: an abort that arrived after the request had finished ran `request_finished` a second time. The worker
+/// raised a KeyError for an unknown request, and the engine died.
 ///
-/// Catches: an engine that dies or answers an error to such an abort, that frees a lease's blocks twice, or that keeps
-/// the lease. The model's mutation of the kind is in `tests/model`.
+/// Catches an engine that dies or returns an error after such an abort, frees a lease's blocks twice, or keeps the
+/// lease. `tests/model` has a mutation of this kind.
 #[test]
 fn vllm_25067_an_abort_that_arrives_after_the_finish_is_an_event_to_the_lease() {
     let cluster = Cluster::new().prefill(FOREVER).start();
     let p = &cluster.prefill[0];
-    let reply = p.send_as("finished", &lending(Ask::fresh(100))).reply();
+    let reply = p.send_as("finished", &lending(GenerateRequest::fresh(100))).reply();
     assert_eq!(reply.status, 200, "{}", reply.json());
-    p.shows("its blocks are lent", |books| (books.leases, books.leased) == (1, 7));
+    p.shows("its blocks are leased", |snapshot| (snapshot.leases, snapshot.leased) == (1, 7));
     let name = ["finished".to_owned()];
     assert_eq!(abort(p, &name, "prefill")["finished"], "released");
     for _ in 0..3 {
-        // Late is an answer, not an error.
+        // A late abort gets a reply, not an error.
         let said = abort(p, &name, "prefill")["finished"].take();
         assert!(said == "already" || said == "unknown", "{said}");
     }
     p.settled(AT_ONCE);
-    // The other leg: a decode engine that has said its last word.
+    // The other leg: a decode engine that has sent its last event.
     let d = &cluster.decode[0];
-    assert_eq!(d.send_as("said", &Ask::fresh(40)).reply().status, 200);
+    assert_eq!(d.send_as("said", &GenerateRequest::fresh(40)).reply().status, 200);
     for leg in ["decode", "prefill"] {
         abort(d, &["said".to_owned(), "never".to_owned()], leg);
     }
     cluster.still_serves();
 }
 
-/// vLLM #25067 again, all at once: requests finish in one step while each of them is aborted, twice, from several sides.
+/// vLLM #25067 with many requests: they finish in one step, and each is aborted in that step, twice, over several
+/// connections.
 ///
-/// Catches: what only shows when the abort meets the finish in the same step. That both orders happened is checked:
-/// some requests had finished (they have a handoff), some had not.
+/// Catches a defect that only appears when the abort and the finish are in the same step. The test checks that both
+/// orders happened: some requests had finished (they have a handoff), some had not.
 #[test]
 fn vllm_25067_a_storm_of_aborts_in_the_step_in_which_their_requests_finish() {
     const REQUESTS: usize = 24;
@@ -66,17 +69,17 @@ fn vllm_25067_a_storm_of_aborts_in_the_step_in_which_their_requests_finish() {
     let p = &cluster.prefill[0];
     let named =
         |round: u32| -> Vec<String> { (0..REQUESTS).map(|at| format!("storm-{round}-{at}")).collect() };
-    // One step takes 1,024 tokens: all of them are computed in it.
-    let begin = |names: &[String]| -> Vec<Call> {
-        let calls = names.iter().map(|name| p.send_as(name, &lending(Ask::fresh(40)))).collect();
-        p.shows("they run", |books| books.running + books.leases >= 1);
+    // A step takes 1,024 tokens, so one step computes all requests.
+    let begin = |names: &[String]| -> Vec<PendingCall> {
+        let calls = names.iter().map(|name| p.send_as(name, &lending(GenerateRequest::fresh(40)))).collect();
+        p.shows("they run", |snapshot| snapshot.running + snapshot.leases >= 1);
         calls
     };
-    // Undisturbed, to know when they finish.
+    // A round without aborts, to measure when the requests finish.
     let names = named(ROUNDS);
     let calls = begin(&names);
     let since = Instant::now();
-    p.shows("all are lent", |books| books.leases == REQUESTS as u64);
+    p.shows("all are leased", |snapshot| snapshot.leases == REQUESTS as u64);
     let finish = since.elapsed();
     assert!(calls.into_iter().all(|call| call.reply().status == 200));
     abort(p, &names, "prefill");
@@ -106,18 +109,18 @@ fn vllm_25067_a_storm_of_aborts_in_the_step_in_which_their_requests_finish() {
     cluster.still_serves();
 }
 
-/// vLLM #35506: a request is aborted after it has finished; its blocks stay pinned until the timeout, although nobody
-/// will ever come for them.
+/// vLLM #35506: a request is aborted after it has finished. Its blocks stay pinned until the timeout, although no
+/// engine will read them.
 ///
-/// Catches: a release that waits for time. The lease is ten minutes long, the blocks are back within a second.
+/// Catches a release that waits for time. The lease is ten minutes long, and the blocks are freed within a second.
 #[test]
 fn vllm_35506_the_blocks_of_an_aborted_finished_request_come_back_at_once() {
     let cluster = Cluster::new().prefill(FOREVER).start();
     let p = &cluster.prefill[0];
     for at in 0..10 {
         let name = format!("left-{at}");
-        assert_eq!(p.send_as(&name, &lending(Ask::fresh(200))).reply().status, 200);
-        p.shows("its blocks are lent", |books| (books.leases, books.leased) == (1, 13));
+        assert_eq!(p.send_as(&name, &lending(GenerateRequest::fresh(200))).reply().status, 200);
+        p.shows("its blocks are leased", |snapshot| (snapshot.leases, snapshot.leased) == (1, 13));
         let since = Instant::now();
         assert_eq!(abort(p, std::slice::from_ref(&name), "prefill")[&name], "released");
         p.settled(AT_ONCE);
@@ -127,45 +130,46 @@ fn vllm_35506_the_blocks_of_an_aborted_finished_request_come_back_at_once() {
     cluster.still_serves();
 }
 
-/// vLLM #35506, the other half: at once, and yet not under the hands of a reader. During a read the lease drains first.
+/// vLLM #35506, the other half: the blocks are freed at once, but never under a reader. During a read the lease drains
+/// first.
 ///
-/// Catches: blocks that are free, and given to another prompt, while a decode engine still reads them: then the text is
+/// Catches blocks that are free, and given to another prompt, while a decode engine still reads them. The text would be
 /// wrong, or the lease was not checked.
 #[test]
 fn vllm_35506_an_abort_during_a_read_drains_it_first_and_the_reader_uses_nothing_of_it() {
     let cluster = Cluster::new().links().prefill(&format!("{FOREVER} --kv-blocks 40")).start();
     let (p, d) = (&cluster.prefill[0], &cluster.decode[0]);
-    let ask = Ask::fresh(500).tokens(12).with("logprobs", json!(1));
+    let ask = GenerateRequest::fresh(500).tokens(12).with("logprobs", json!(1));
     let truth = d.send("POST", ask.path, &ask.body).reply().json()["choices"].take();
     let _ = d.send("POST", "/reset_prefix_cache", &json!({})).reply();
     let reply = p.send_as("read", &lending(ask.clone())).reply().json();
     let link = cluster.side_channel.as_ref().expect("a cluster with links");
-    link.set(Fault::Slow { bytes: 2048, pause: Duration::from_millis(10) });
+    link.set(LinkFault::Slow { bytes: 2048, pause: Duration::from_millis(10) });
     let with = ask.clone().with("kv_transfer_params", reply["kv_transfer_params"].clone());
     let call = d.send("POST", with.path, &with.body);
-    d.shows("it reads", |books| books.fetching == 1);
+    d.shows("it reads", |snapshot| snapshot.fetching == 1);
     eventually(PATIENCE, "some bytes have come", || match link.passed() {
         some if some > 8192 => Ok(()),
         few => Err(format!("{few} bytes")),
     });
     assert_eq!(abort(p, &["read".to_owned()], "prefill")["read"], "draining");
     assert_eq!(p.lease_states(), ["draining"]);
-    // Long before its expiry the blocks are back, and others have them.
+    // The blocks are freed long before the lease's expiry, and other requests use them.
     p.settled(PATIENCE);
     for _ in 0..3 {
-        p.release(&p.lends(&Ask::fresh(500)));
+        p.release(&p.lends(&GenerateRequest::fresh(500)));
     }
-    assert_eq!(d.books().fetching, 1, "the reader was to be reading still");
-    link.set(Fault::None);
+    assert_eq!(d.snapshot().fetching, 1, "the reader was to be reading still");
+    link.set(LinkFault::None);
     assert_eq!(call.reply().json()["choices"], truth, "a wrong text");
     cluster.settled(PATIENCE);
 }
 
-/// vLLM #41269: the decode engine refuses a request before it is admitted, and the prefill engine never learns of it:
-/// its blocks stay pinned for the whole lease.
+/// vLLM #41269: the decode engine refuses a request before its admission, and the prefill engine is not notified. Its
+/// blocks stay pinned for the whole lease.
 ///
-/// Catches: any of these refusals that leaves the lease to time, or that waits for the decode engine to do some other
-/// work first. It is idle throughout: not one step.
+/// Catches any of these refusals that leaves the lease to time, or that waits until the decode engine does other work.
+/// The decode engine is idle throughout and computes no step.
 #[test]
 fn vllm_41269_a_refusal_before_admission_gives_the_blocks_back_from_an_idle_decode_engine() {
     let cluster = Cluster::new().prefill(FOREVER).decode("--max-model-len 128").start();
@@ -183,9 +187,9 @@ fn vllm_41269_a_refusal_before_admission_gives_the_blocks_back_from_an_idle_deco
         ("another prompt than the one that was prefilled", 400, json!({"prompt": [7, 8, 9]})),
     ];
     for (what, status, change) in refusals {
-        let ask = Ask::fresh(100);
+        let ask = GenerateRequest::fresh(100);
         let handoff = p.lends(&ask);
-        assert_eq!(p.books().leases, 1, "{what}");
+        assert_eq!(p.snapshot().leases, 1, "{what}");
         let mut body = ask.with("kv_transfer_params", handoff).body;
         for (field, value) in change.as_object().expect("an object") {
             body[field] = value.clone();
@@ -193,20 +197,20 @@ fn vllm_41269_a_refusal_before_admission_gives_the_blocks_back_from_an_idle_deco
         let since = Instant::now();
         let reply = d.send("POST", "/v1/completions", &body).reply();
         assert_eq!(reply.status, *status, "{what}: {}", reply.json());
-        p.shows_within(AT_ONCE, &format!("after a refusal ({what}) the blocks are back"), |books| {
-            books.leases == 0 && books.leased == 0
+        p.shows_within(AT_ONCE, &format!("after a refusal ({what}) the blocks are back"), |snapshot| {
+            snapshot.leases == 0 && snapshot.leased == 0
         });
         println!("{what}: back after {:.1} ms", since.elapsed().as_secs_f64() * 1000.0);
     }
-    // A prompt that is too long for this engine only, through the router.
-    let reply = cluster.ask(&Ask::fresh(300));
+    // A prompt that is too long only for this engine, through the router.
+    let reply = cluster.ask(&GenerateRequest::fresh(300));
     assert_eq!(reply.status, 400, "{}", reply.json());
     cluster.settled(AT_ONCE);
-    assert_eq!(d.books().steps, 0, "it was to be idle");
+    assert_eq!(d.snapshot().steps, 0, "it was to be idle");
     cluster.still_serves();
 }
 
-/// The lease is over by its expiry, and one log line and one count say so.
+/// The lease ends by its expiry, with one log line and one count.
 fn expires_once(p: &Engine, request: &str) {
     p.settled(PATIENCE);
     let expired = || match p.metric("vllm:nixl_num_kv_expired_reqs", "") {
@@ -223,64 +227,63 @@ fn expires_once(p: &Engine, request: &str) {
     }
 }
 
-/// vLLM #20139: the router dies between the two engines. Nobody knows of the blocks any more, and only time can free
-/// them; in the report nothing did.
+/// vLLM #20139: the router dies between the two engines. No process knows of the blocks, and only time can free them.
+/// In the report they were never freed.
 ///
-/// Catches: a lease without an end, an end without a log line or without a count, and one that is counted twice.
+/// Catches a lease without an end, an end without a log line or a count, and an end that is counted twice.
 #[test]
 fn vllm_20139_when_the_router_dies_between_the_engines_time_frees_the_blocks() {
     let mut cluster = Cluster::new().links().prefill("--kv-lease-duration 1").start();
-    // What the router sends to the decode engine does not arrive.
-    let lost = Fault::HalfOpen { up: true, down: true };
+    // The router's data does not reach the decode engine.
+    let lost = LinkFault::HalfOpen { up: true, down: true };
     cluster.router_decode.as_ref().expect("a cluster with links").set(lost);
-    let _waiting = cluster.send(&Ask::fresh(100));
+    let _waiting = cluster.send(&GenerateRequest::fresh(100));
     let p = &cluster.prefill[0];
-    p.shows("the blocks are lent", |books| books.leases == 1);
+    p.shows("the blocks are leased", |snapshot| snapshot.leases == 1);
     let request = p.lease_of_one();
     cluster.kill_router();
     expires_once(&cluster.prefill[0], &request);
     assert_eq!(
-        cluster.decode[0].books().leases_opened + cluster.decode[0].books().steps,
+        cluster.decode[0].snapshot().leases_opened + cluster.decode[0].snapshot().steps,
         0,
         "it heard nothing"
     );
 }
 
-/// vLLM #20139, the other death: the decode engine dies in the middle of its read, and there is no router that could
-/// tell.
+/// vLLM #20139, the other crash: the decode engine dies during its read, and no router can report this.
 ///
-/// Catches: a reader that is lost and yet holds the lease for ever.
+/// Catches a lost reader that holds the lease forever.
 #[test]
 fn vllm_20139_when_the_decode_engine_dies_in_its_read_time_frees_the_blocks() {
     let mut cluster = Cluster::new().links().prefill("--kv-lease-duration 1").start();
-    let ask = Ask::fresh(500);
+    let ask = GenerateRequest::fresh(500);
     let p = &cluster.prefill[0];
     let handoff = p.lends(&ask);
     let request = p.lease_of_one();
     let link = cluster.side_channel.as_ref().expect("a cluster with links");
-    link.set(Fault::Slow { bytes: 2048, pause: Duration::from_millis(10) });
+    link.set(LinkFault::Slow { bytes: 2048, pause: Duration::from_millis(10) });
     let with = ask.with("kv_transfer_params", handoff);
     let _waiting = cluster.decode[0].send("POST", with.path, &with.body);
-    cluster.decode[0].shows("it reads", |books| books.fetching == 1);
+    cluster.decode[0].shows("it reads", |snapshot| snapshot.fetching == 1);
     cluster.decode[0].kill();
     expires_once(&cluster.prefill[0], &request);
     cluster.prefill[0].settled(AT_ONCE);
 }
 
-/// What an engine has in flight between its tiers.
+/// Checks that an engine has transfers in flight between its tiers.
 fn in_flight(engine: &Engine) -> Result<(), String> {
     let shown = engine.send("GET", "/debug/kv", &json!({})).reply().json();
     if shown["offload"]["in_flight"] == 0 { Ok(()) } else { Err(shown["offload"].to_string()) }
 }
 
-/// Dynamo #6681: a write to an offload tier finished in the step in which its request stopped and was aborted. An
-/// assertion failed, a slot that was gone was unwrapped, or blocks leaked, by the order of the three.
+/// Dynamo #6681: a write to an offload tier finished in the step in which its request stopped and was aborted. By the
+/// order of the three an assertion failed, a removed slot was unwrapped, or blocks leaked.
 ///
-/// Requests fill their last block with their last token, so that its store is due in the step in which they stop; and
-/// in that step they are aborted, twice, from several sides.
+/// Requests fill their last block with their last token, so that its store is due in the step in which they stop. In
+/// that step they are aborted, twice, over several connections.
 ///
-/// Catches: an engine that dies of it, blocks that stay with a store or a lease, and a tier that gives back other bytes
-/// than it was given. That both orders happened, and that blocks were stored and loaded, is checked.
+/// Catches an engine that dies, blocks that a store or a lease keeps, and a tier that returns other bytes than it
+/// stored. The test checks that both orders happened, and that blocks were stored and loaded.
 #[test]
 fn dynamo_6681_a_store_that_ends_with_its_stopped_and_aborted_request_loses_and_breaks_nothing() {
     const REQUESTS: usize = 16;
@@ -296,14 +299,20 @@ fn dynamo_6681_a_store_that_ends_with_its_stopped_and_aborted_request_loses_and_
         )
     };
     let cluster = Cluster::new().prefill(&options("p")).decode(&options("d")).start();
-    let known = Ask::fresh(200).tokens(8).with("logprobs", json!(1));
+    let known = GenerateRequest::fresh(200).tokens(8).with("logprobs", json!(1));
     let d = &cluster.decode[0];
     let truth = d.send("POST", known.path, &known.body).reply().json()["choices"].take();
     let (mut finished, mut aborted) = (0, 0);
     for (engine, leg) in [(&cluster.prefill[0], "prefill"), (d, "decode")] {
-        // 64 tokens are four blocks. The last token that is sampled is in no block.
-        let ask = || if leg == "prefill" { lending(Ask::fresh(64)) } else { Ask::fresh(48).tokens(17) };
-        let begin = |round: u32| -> (Vec<String>, Vec<Call>) {
+        // 64 tokens are four blocks. No block contains the last sampled token.
+        let ask = || {
+            if leg == "prefill" {
+                lending(GenerateRequest::fresh(64))
+            } else {
+                GenerateRequest::fresh(48).tokens(17)
+            }
+        };
+        let begin = |round: u32| -> (Vec<String>, Vec<PendingCall>) {
             let names = (0..REQUESTS).map(|at| format!("{leg}-{round}-{at}"));
             let calls = names.map(|name| (engine.send_as(&name, &ask()), name));
             let (calls, names) = calls.unzip();
@@ -339,7 +348,8 @@ fn dynamo_6681_a_store_that_ends_with_its_stopped_and_aborted_request_loses_and_
     }
     println!("{finished} had finished, {aborted} had not");
     assert!(finished > 0 && aborted > 0, "both orders were to happen: {finished}, {aborted}");
-    // What the tiers give back is what they were given: computed again and stored, forgotten above them, and loaded.
+    // The tiers return the bytes that they stored: the prompt is recomputed and stored, dropped from the pool, and
+    // loaded.
     for _ in 0..2 {
         let again = d.send("POST", known.path, &known.body).reply();
         assert_eq!(again.json()["choices"], truth, "a wrong text");

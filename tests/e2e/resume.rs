@@ -1,16 +1,16 @@
-//! A decode engine dies, or falls silent, in the middle of a stream, and another goes on. The client sees one answer: the
-//! text is that of a run that nobody disturbed, under one name, with one end and the usage of the whole.
+//! A decode engine dies, or becomes silent, during a stream, and another engine continues. The client gets one
+//! response: the text of an undisturbed run, one request id, one end, and the usage of the whole.
 
 use serde_json::{Value, json};
 
-use crate::harness::{Ask, Cluster, PATIENCE, Stream};
+use crate::harness::{Cluster, GenerateRequest, PATIENCE, Stream};
 
-/// A token takes its time, so that an engine can be caught in the middle of an answer.
+/// Slow tokens, so that a test can stop an engine during a response.
 const SLOW: &str = "--pace-ms 25";
 
-/// What a client has seen of one stream.
+/// A client's view of one stream.
 #[derive(Debug, Default)]
-struct Seen {
+struct StreamContent {
     text: String,
     names: Vec<String>,
     objects: Vec<String>,
@@ -20,8 +20,8 @@ struct Seen {
     events: usize,
 }
 
-impl Seen {
-    /// Reads so many more events, or all.
+impl StreamContent {
+    /// Reads up to this many events.
     fn read(&mut self, stream: &mut Stream, most: usize) {
         for event in std::iter::from_fn(|| stream.event()).take(most) {
             assert_eq!(self.dones, 0, "nothing comes after the end");
@@ -49,7 +49,7 @@ impl Seen {
         }
     }
 
-    fn whole(cluster: &Cluster, ask: &Ask) -> Self {
+    fn whole(cluster: &Cluster, ask: &GenerateRequest) -> Self {
         let mut seen = Self::default();
         seen.read(&mut cluster.send(ask).stream(), usize::MAX);
         assert_eq!((seen.dones, seen.usages.len(), seen.finishes.len()), (1, 1, 1), "{seen:?}");
@@ -57,33 +57,33 @@ impl Seen {
     }
 }
 
-/// What becomes of the engine that streams.
+/// The fault of the streaming engine.
 #[derive(Clone, Copy, PartialEq)]
-enum Fate {
+enum EngineFault {
     Dies,
     FallsSilent,
 }
 
-/// Has a stream's engine meet its fate after so many events, and compares.
-fn goes_on(ask: &Ask, after: usize, fate: Fate) {
+/// Injects the fault into the streaming engine after this many events, and compares.
+fn goes_on(ask: &GenerateRequest, after: usize, fate: EngineFault) {
     let usage = json!({"include_usage": true});
     let ask = ask.clone().streamed().with("stream_options", usage);
     let patience = json!({"stream_silence_ms": 2000, "settle_ms": 500});
     let mut cluster = Cluster::new().decode(SLOW).decode(SLOW).resume().router("timeouts", patience).start();
-    let reference = Seen::whole(&cluster, &ask);
+    let reference = StreamContent::whole(&cluster, &ask);
     cluster.settled(PATIENCE);
     for engine in cluster.prefill.iter().chain(&cluster.decode) {
         assert_eq!(engine.send("POST", "/reset_prefix_cache", &json!({})).reply().status, 200);
     }
 
-    let mut seen = Seen::default();
+    let mut seen = StreamContent::default();
     let mut stream = cluster.send(&ask).stream();
     seen.read(&mut stream, after);
     assert_eq!((seen.events, seen.finishes.len()), (after, 0), "it is in the middle: {seen:?}");
-    let at = cluster.decode.iter().position(|engine| engine.books().running == 1).expect("one streams");
+    let at = cluster.decode.iter().position(|engine| engine.snapshot().running == 1).expect("one streams");
     match fate {
-        Fate::Dies => cluster.decode[at].kill(),
-        Fate::FallsSilent => cluster.decode[at].pause(),
+        EngineFault::Dies => cluster.decode[at].kill(),
+        EngineFault::FallsSilent => cluster.decode[at].pause(),
     }
     seen.read(&mut stream, usize::MAX);
 
@@ -99,7 +99,7 @@ fn goes_on(ask: &Ask, after: usize, fate: Fate) {
     assert_eq!(counted(&seen.usages), counted(&reference.usages));
     assert_eq!(cluster.router_metric("baton_router_resumes_total", "result=\"resumed\""), 1.0);
     assert_eq!(cluster.router_metric("baton_router_resumes_total", ""), 1.0);
-    if fate == Fate::FallsSilent {
+    if fate == EngineFault::FallsSilent {
         cluster.decode[at].go_on();
     }
     cluster.settled(PATIENCE);
@@ -108,18 +108,18 @@ fn goes_on(ask: &Ask, after: usize, fate: Fate) {
 #[test]
 fn a_completion_goes_on_at_another_engine_when_its_own_is_killed() {
     for after in [2, 40] {
-        goes_on(&Ask::fresh(150).tokens(80), after, Fate::Dies);
+        goes_on(&GenerateRequest::fresh(150).tokens(80), after, EngineFault::Dies);
     }
 }
 
 #[test]
 fn a_chat_goes_on_at_another_engine_when_its_own_is_killed() {
     for after in [1, 30] {
-        goes_on(&Ask::recall(12).tokens(80), after, Fate::Dies);
+        goes_on(&GenerateRequest::recall(12).tokens(80), after, EngineFault::Dies);
     }
 }
 
 #[test]
 fn a_completion_goes_on_at_another_engine_when_its_own_stands_still() {
-    goes_on(&Ask::fresh(150).tokens(80), 10, Fate::FallsSilent);
+    goes_on(&GenerateRequest::fresh(150).tokens(80), 10, EngineFault::FallsSilent);
 }

@@ -1,51 +1,53 @@
-//! The stale read. A lease has run out or was given up, the prefill engine's blocks are somebody else's, and a decode
-//! engine comes for them, or is in the middle of reading them. On vLLM 0.32 this ends in a 200 with a wrong text, and
-//! the decode engine's prefix cache then serves wrong text to plain requests (measured 2026-11-20). Here it ends in the
-//! right text, computed again, or in a typed error; and nothing unverified is in any prefix cache.
+//! The stale read: a lease has expired or was released, and the prefill engine has reused its blocks. A decode engine
+//! begins to read them, or is reading them already. On vLLM 0.32 this leads to a 200 with a wrong text, and the decode
+//! engine's prefix cache then serves wrong text to plain requests. On Baton it leads to the right text, recomputed, or
+//! to a typed error. No prefix cache contains unverified blocks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::harness::{AT_ONCE, Ask, Cluster, Engine, Fault, PATIENCE, Proxy, Reply, digests, eventually};
+use crate::harness::{
+    AT_ONCE, Cluster, Engine, GenerateRequest, LinkFault, PATIENCE, Proxy, Reply, digests, eventually,
+};
 
-/// Prompt tokens: 31 full blocks and a begun one.
+/// Prompt tokens: 31 full blocks and a partial one.
 const TOKENS: usize = 500;
 
-/// Little more than one prompt, so that the next prompts get its blocks.
+/// Little more than one prompt, so that the next prompts reuse its blocks.
 const POOL: &str = "--kv-blocks 40";
 
-/// As many as the model can have, so that copying them takes a while; and a pool of little more.
+/// The model's maximum, so that a copy takes a while, and a pool of little more.
 const TOKENS_OF_LONG: usize = 1900;
 const POOL_OF_LONG: &str = "--kv-blocks 130";
 
-/// A lease that runs out at once where nobody renews it.
+/// A lease that expires at once without a renewal.
 const SHORT: &str = "--kv-lease-duration 0.3";
 
-/// One that outlasts a copy, and little more.
+/// A lease that is little longer than a copy.
 const HALF_A_SECOND: &str = "--kv-lease-duration 0.5";
 
-/// KV in the memory of a device that is this host's only one.
+/// KV in the memory of this host's only device.
 const DEVICE: &str = "--device software --kv-cache-dtype f32";
 
 const FAIL: &str = "--kv-load-failure-policy fail";
 
-/// What a slow side channel passes while it is slow: a few blocks of the prompt, and not all of them.
-const SLOW: Fault = Fault::Slow { bytes: 2048, pause: Duration::from_millis(10) };
+/// A slow side channel passes a few blocks of the prompt, but not all of them.
+const SLOW: LinkFault = LinkFault::Slow { bytes: 2048, pause: Duration::from_millis(10) };
 
-/// A prefill engine, a decode engine, another that knows the truth, and a prompt.
-struct Stage {
+/// A prefill engine, a decode engine, an engine for the right response, and a prompt.
+struct StaleReadSetup {
     cluster: Cluster,
     tokens: usize,
-    ask: Ask,
+    ask: GenerateRequest,
     truth: Value,
-    /// Whether the decode engine's policy is to fail rather than to compute.
+    /// Whether the decode engine's policy is to fail instead of to recompute.
     fails: bool,
 }
 
-impl Stage {
-    /// By TCP, over a link that can be slow.
+impl StaleReadSetup {
+    /// Over TCP, with a link that can be slow.
     fn tcp(prefill: &str, decode: &str) -> Self {
         let plan = Cluster::new().links().prefill(&format!("{POOL} {prefill}"));
         Self::new(plan.decode(decode).decode("").start(), TOKENS, decode)
@@ -56,26 +58,31 @@ impl Stage {
         Self::one_sided("shm", prefill, decode)
     }
 
-    /// By a transport that reads the producer's memory itself.
+    /// With a transport that reads the producer's memory itself.
     fn one_sided(transport: &str, prefill: &str, decode: &str) -> Self {
         let transport = format!("--kv-transport {transport}");
         let plan = Cluster::new().prefill(&format!("{transport} {POOL_OF_LONG} {prefill}"));
         Self::new(plan.decode(&format!("{transport} {decode}")).decode("").start(), TOKENS_OF_LONG, decode)
     }
 
-    /// From device to device. A device computes a token alone and in a chunk in different sums: its tokens are compared,
-    /// and not its log probabilities.
+    /// From device to device. A device computes a single token and a chunk with different sums. The test therefore
+    /// compares tokens, and not their log probabilities.
     fn device(prefill: &str, decode: &str) -> Self {
         let plan = Cluster::new().prefill(&format!("{DEVICE} {POOL_OF_LONG} {prefill}"));
         let cluster = plan.decode(&format!("{DEVICE} {decode}")).decode(DEVICE).start();
-        Self::asking(Ask::fresh(TOKENS_OF_LONG).tokens(16), cluster, TOKENS_OF_LONG, decode)
+        Self::asking(GenerateRequest::fresh(TOKENS_OF_LONG).tokens(16), cluster, TOKENS_OF_LONG, decode)
     }
 
     fn new(cluster: Cluster, tokens: usize, decode: &str) -> Self {
-        Self::asking(Ask::fresh(tokens).tokens(16).with("logprobs", json!(1)), cluster, tokens, decode)
+        Self::asking(
+            GenerateRequest::fresh(tokens).tokens(16).with("logprobs", json!(1)),
+            cluster,
+            tokens,
+            decode,
+        )
     }
 
-    fn asking(ask: Ask, cluster: Cluster, tokens: usize, decode: &str) -> Self {
+    fn asking(ask: GenerateRequest, cluster: Cluster, tokens: usize, decode: &str) -> Self {
         let truth = cluster.decode[1].send("POST", ask.path, &ask.body).reply();
         assert_eq!(truth.status, 200);
         Self { cluster, tokens, ask, truth: truth.json()["choices"].take(), fails: decode.contains("fail") }
@@ -97,7 +104,7 @@ impl Stage {
         self.ask.clone().with("kv_transfer_params", handoff.clone()).body
     }
 
-    /// Other prompts get every block of this handoff.
+    /// Makes other prompts reuse every block of this handoff.
     fn reuse(&self, handoff: &Value) {
         let blocks = |handoff: &Value| -> BTreeSet<u64> {
             let ids = handoff["remote_block_ids"].as_array().expect("a table").iter();
@@ -108,17 +115,17 @@ impl Stage {
         let mut left = blocks(handoff);
         assert!(left.len() >= self.tokens / 16, "{handoff}");
         for _ in 0..8 {
-            let other = self.p().lends(&Ask::fresh(self.tokens));
+            let other = self.p().lends(&GenerateRequest::fresh(self.tokens));
             left = left.difference(&blocks(&other)).copied().collect();
             assert_eq!(self.p().release(&other), "released");
             if left.is_empty() {
                 return;
             }
         }
-        panic!("these blocks were given to nobody: {left:?}");
+        panic!("these blocks were not reused: {left:?}");
     }
 
-    /// The answer to a stale handoff, and everything after it.
+    /// Checks the response to a stale handoff, and the state afterwards.
     fn ends_well(&self, reply: &Reply) {
         let body = reply.json();
         if self.fails {
@@ -129,7 +136,7 @@ impl Stage {
         }
         let policy = if self.fails { "policy=\"fail\"" } else { "policy=\"recompute\"" };
         assert_eq!(self.d().metric("baton_kv_load_failures_total", policy), 1.0, "it was not refused");
-        // A plain request, that finds what is in the prefix cache.
+        // A plain request, which uses the prefix cache.
         let plain = self.d().send("POST", self.ask.path, &self.ask.body).reply();
         assert_eq!(plain.json()["choices"], self.truth, "a wrong text to a plain request afterwards");
         for engine in [self.p(), self.d()] {
@@ -140,7 +147,7 @@ impl Stage {
 
     /// Every block that two engines have cached has the same bytes on both.
     fn caches_agree(&self) {
-        // The prefill engine computes it once more: now all of them know its blocks.
+        // The prefill engine computes the prompt once more, so that all engines have cached its blocks.
         self.p().release(&self.p().lends(&self.ask));
         let mut known = BTreeMap::new();
         let mut shared = 0;
@@ -158,20 +165,20 @@ impl Stage {
 
 #[test]
 fn the_same_handoff_in_time_is_fetched() {
-    for stage in [Stage::tcp("", ""), Stage::shm("", "")] {
+    for stage in [StaleReadSetup::tcp("", ""), StaleReadSetup::shm("", "")] {
         let handoff = stage.p().lends(&stage.ask);
         let reply = stage.d().send("POST", stage.ask.path, &stage.with(&handoff)).reply();
         assert_eq!(reply.json()["choices"], stage.truth);
         let fetched = stage.d().metric("vllm:external_prefix_cache_hits_total", "");
         assert!(fetched >= (stage.tokens / 16 * 16) as f64, "only {fetched} tokens were fetched");
-        // By the transport that is meant.
+        // Checks that the blocks used the intended transport.
         let shm = stage.cluster.side_channel.is_none();
         assert_eq!(stage.d().mapped_pools(), usize::from(shm));
         stage.caches_agree();
     }
 }
 
-fn expired_and_reused_before_the_read(stage: &Stage) {
+fn expired_and_reused_before_the_read(stage: &StaleReadSetup) {
     let handoff = stage.p().lends(&stage.ask);
     stage.p().settled(PATIENCE);
     let expired = || match stage.p().metric("vllm:nixl_num_kv_expired_reqs", "") {
@@ -186,18 +193,18 @@ fn expired_and_reused_before_the_read(stage: &Stage) {
 
 #[test]
 fn blocks_that_were_reused_after_the_lease_ran_out_are_computed_again() {
-    expired_and_reused_before_the_read(&Stage::tcp(SHORT, ""));
-    expired_and_reused_before_the_read(&Stage::shm(SHORT, ""));
+    expired_and_reused_before_the_read(&StaleReadSetup::tcp(SHORT, ""));
+    expired_and_reused_before_the_read(&StaleReadSetup::shm(SHORT, ""));
 }
 
 #[test]
 fn blocks_that_were_reused_after_the_lease_ran_out_are_a_typed_error_where_the_policy_says_so() {
-    expired_and_reused_before_the_read(&Stage::tcp(SHORT, FAIL));
-    expired_and_reused_before_the_read(&Stage::shm(SHORT, FAIL));
+    expired_and_reused_before_the_read(&StaleReadSetup::tcp(SHORT, FAIL));
+    expired_and_reused_before_the_read(&StaleReadSetup::shm(SHORT, FAIL));
 }
 
-/// The decode engine has read some of the blocks, and there is more to come.
-fn in_the_middle_of_a_read(stage: &Stage, handoff: &Value) -> crate::harness::Call {
+/// Waits until the decode engine has read some of the blocks, but not all.
+fn in_the_middle_of_a_read(stage: &StaleReadSetup, handoff: &Value) -> crate::harness::PendingCall {
     stage.link().set(SLOW);
     let before = stage.link().passed();
     let call = stage.d().send("POST", stage.ask.path, &stage.with(handoff));
@@ -205,21 +212,21 @@ fn in_the_middle_of_a_read(stage: &Stage, handoff: &Value) -> crate::harness::Ca
         some if some > 8 * 1024 => Ok(()),
         few => Err(format!("{few} bytes")),
     });
-    assert_eq!(stage.d().books().fetching, 1, "the read is over already");
+    assert_eq!(stage.d().snapshot().fetching, 1, "the read is over already");
     call
 }
 
 fn given_up_and_reused_during_the_read(decode: &str) {
-    let stage = Stage::tcp("--kv-lease-duration 600", decode);
+    let stage = StaleReadSetup::tcp("--kv-lease-duration 600", decode);
     let handoff = stage.p().lends(&stage.ask);
     let call = in_the_middle_of_a_read(&stage, &handoff);
     assert_eq!(stage.p().release(&handoff), "draining");
     assert_eq!(stage.p().lease_states(), ["draining"], "its reader is waited for");
-    // Until the drain deadline: then the blocks are taken back, and the reader is refused its verdict.
+    // At the drain deadline the blocks are freed, and the reader gets no valid verdict.
     stage.p().settled(PATIENCE);
     stage.reuse(&handoff);
-    assert_eq!(stage.d().books().fetching, 1, "the blocks were to be reused during the read");
-    stage.link().set(Fault::None);
+    assert_eq!(stage.d().snapshot().fetching, 1, "the blocks were to be reused during the read");
+    stage.link().set(LinkFault::None);
     stage.ends_well(&call.reply());
 }
 
@@ -235,45 +242,45 @@ fn blocks_that_are_given_up_and_reused_during_the_read_are_a_typed_error_where_t
 
 #[test]
 fn blocks_that_are_reused_while_their_reader_stands_still_are_computed_again() {
-    let mut stage = Stage::tcp("--kv-lease-duration 0.5", "");
+    let mut stage = StaleReadSetup::tcp("--kv-lease-duration 0.5", "");
     let handoff = stage.p().lends(&stage.ask);
     let call = in_the_middle_of_a_read(&stage, &handoff);
-    // No heartbeats and no reading: time alone ends the lease.
+    // Neither heartbeats nor reads: only time ends the lease.
     stage.cluster.decode[0].pause();
     stage.p().settled(PATIENCE);
     assert_eq!(stage.p().metric("vllm:nixl_num_kv_expired_reqs", ""), 1.0);
     stage.reuse(&handoff);
-    stage.link().set(Fault::None);
+    stage.link().set(LinkFault::None);
     stage.cluster.decode[0].go_on();
     stage.ends_well(&call.reply());
     stage.cluster.decode[0].settled(AT_ONCE);
 }
 
-/// On shared memory nobody can slow the copying, so its reader is stopped at some moment, again and again, until that
-/// moment is in the middle of a read. The lease then runs out, is drained for its time, and the blocks are given to
-/// others, under the eyes of a reader that copies on when it is continued.
+/// A test cannot slow a copy from shared memory. It stops the reader at varying moments until a moment is within a
+/// read. The lease then expires and drains, and other requests reuse the blocks. The reader continues its copy
+/// afterwards.
 #[test]
 fn blocks_that_are_reused_in_the_middle_of_a_copy_are_computed_again() {
-    reused_in_the_middle_of_a_copy(Stage::one_sided("shm", HALF_A_SECOND, ""));
+    reused_in_the_middle_of_a_copy(StaleReadSetup::one_sided("shm", HALF_A_SECOND, ""));
 }
 
-/// A device copies on its own too, and knows nothing of leases.
+/// A device also copies by itself and does not know leases.
 #[test]
 fn blocks_that_are_reused_in_the_middle_of_a_copy_between_devices_are_computed_again() {
-    reused_in_the_middle_of_a_copy(Stage::device(HALF_A_SECOND, ""));
+    reused_in_the_middle_of_a_copy(StaleReadSetup::device(HALF_A_SECOND, ""));
 }
 
 #[test]
 fn blocks_that_were_reused_before_a_copy_between_devices_are_computed_again_or_a_typed_error() {
-    expired_and_reused_before_the_read(&Stage::device(SHORT, ""));
-    expired_and_reused_before_the_read(&Stage::device(SHORT, FAIL));
+    expired_and_reused_before_the_read(&StaleReadSetup::device(SHORT, ""));
+    expired_and_reused_before_the_read(&StaleReadSetup::device(SHORT, FAIL));
 }
 
-/// NIXL reads blocks that have become somebody else's and says that all is well. See `nixl.rs` for how to run it.
+/// NIXL reads reused blocks and reports success. `nixl.rs` shows how to run this test.
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
 fn blocks_that_are_reused_in_the_middle_of_a_nixl_read_are_computed_again() {
-    reused_in_the_middle_of_a_copy(Stage::one_sided("nixl", HALF_A_SECOND, ""));
+    reused_in_the_middle_of_a_copy(StaleReadSetup::one_sided("nixl", HALF_A_SECOND, ""));
 }
 
 #[test]
@@ -281,7 +288,7 @@ fn blocks_that_are_reused_in_the_middle_of_a_nixl_read_are_computed_again() {
 fn blocks_that_were_reused_before_a_nixl_read_of_a_device_are_computed_again_or_a_typed_error() {
     let nixl = "--kv-transport nixl";
     for policy in ["", FAIL] {
-        let stage = Stage::device(&format!("{nixl} {SHORT}"), &format!("{nixl} {policy}"));
+        let stage = StaleReadSetup::device(&format!("{nixl} {SHORT}"), &format!("{nixl} {policy}"));
         expired_and_reused_before_the_read(&stage);
     }
 }
@@ -289,19 +296,20 @@ fn blocks_that_were_reused_before_a_nixl_read_of_a_device_are_computed_again_or_
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
 fn blocks_that_were_reused_before_a_nixl_read_are_computed_again_or_a_typed_error() {
-    expired_and_reused_before_the_read(&Stage::one_sided("nixl", SHORT, ""));
-    expired_and_reused_before_the_read(&Stage::one_sided("nixl", SHORT, FAIL));
+    expired_and_reused_before_the_read(&StaleReadSetup::one_sided("nixl", SHORT, ""));
+    expired_and_reused_before_the_read(&StaleReadSetup::one_sided("nixl", SHORT, FAIL));
 }
 
-/// Each shot is aimed by the one before it: later if the read had not begun, earlier if it was over. So the shots stay
-/// around the read however fast the machine is just now.
-fn reused_in_the_middle_of_a_copy(mut stage: Stage) {
+/// Each attempt depends on the one before it: later if the read had not begun, earlier if it had ended. The attempts
+/// therefore stay close to the read at any speed of the machine.
+fn reused_in_the_middle_of_a_copy(mut stage: StaleReadSetup) {
     const SHOTS: u32 = 300;
     let (mut delay, mut step) = (Duration::from_millis(1), Duration::from_micros(800));
     for shot in 0..SHOTS {
         let _ = stage.d().send("POST", "/reset_prefix_cache", &json!({})).reply();
         let handoff = stage.p().lends(&stage.ask);
-        // It finds the request when it goes on: a shot that is aimed from there can be early, however fast the read is.
+        // The engine finds the request when it continues. An attempt after that moment can be early, however fast the
+        // read is.
         stage.cluster.decode[0].pause();
         let call = stage.d().send("POST", stage.ask.path, &stage.with(&handoff));
         stage.cluster.decode[0].go_on();
@@ -311,7 +319,7 @@ fn reused_in_the_middle_of_a_copy(mut stage: Stage) {
         let mut hit = states == ["reading"];
         if hit {
             stage.p().settled(PATIENCE);
-            // Its last word may have been on its way when it was stopped.
+            // The reader's last message may have been on its way when it was stopped.
             hit = stage.p().metric("vllm:nixl_num_kv_expired_reqs", "") == 1.0;
         }
         if hit {
@@ -332,10 +340,10 @@ fn reused_in_the_middle_of_a_copy(mut stage: Stage) {
     panic!("{SHOTS} shots, and none was in the middle of a copy");
 }
 
-/// What a decode engine has mapped of a prefill engine that died: the memory of a dead process, as large as its pool.
+/// A decode engine must unmap the pool of a prefill engine that died: memory of the size of the pool.
 #[test]
 fn a_dead_prefill_engines_pool_is_let_go_of() {
-    let mut stage = Stage::shm("", "");
+    let mut stage = StaleReadSetup::shm("", "");
     let handoff = stage.p().lends(&stage.ask);
     let reply = stage.d().send("POST", stage.ask.path, &stage.with(&handoff)).reply();
     assert_eq!(reply.status, 200);
@@ -347,7 +355,7 @@ fn a_dead_prefill_engines_pool_is_let_go_of() {
     });
 }
 
-#[allow(clippy::disallowed_methods)] // a shot's moment; what it hit is looked at
+#[allow(clippy::disallowed_methods, reason = "the moment of an attempt, whose effect the test checks")]
 fn wait(time: Duration) {
     std::thread::sleep(time);
 }

@@ -1,21 +1,21 @@
-//! Many clients at once over small pools, every third of which leaves at a point that differs from client to
-//! client. Those who stay get the answer that they would have got alone; afterwards every block is back.
+//! Many clients at once on small pools. A third of them disconnect, each at another point. The others get the same
+//! response as without load, and afterwards every block is free.
 
 use baton_connector_tcp::ClientOptions;
 
-use crate::harness::{AT_ONCE, Ask, Cluster, HangUp, PATIENCE, eventually};
+use crate::harness::{AT_ONCE, Cluster, GenerateRequest, HangUp, PATIENCE, eventually};
 
-/// Clients of one kind each.
+/// Clients of each kind.
 const CLIENTS: usize = 60;
 
 #[test]
 fn in_a_storm_of_hang_ups_those_who_stay_are_served_and_every_block_comes_back() {
-    // 96 blocks are 1,536 tokens, 40 are 640: a fraction of what the clients ask for fits at once.
+    // 96 blocks are 1,536 tokens, 40 are 640: only a fraction of the requests fits at once.
     let cluster = Cluster::new()
         .prefill("--kv-blocks 96 --max-num-batched-tokens 256 --max-num-seqs 16 --pace-ms 2")
         .decode("--kv-blocks 40 --max-num-seqs 16 --pace-ms 2")
         .start();
-    let questions: Vec<Ask> = (0..4).map(|kind| Ask::recall(20 + 7 * kind)).collect();
+    let questions: Vec<GenerateRequest> = (0..4).map(|kind| GenerateRequest::recall(20 + 7 * kind)).collect();
     let alone: Vec<String> = questions.iter().map(|ask| cluster.ask(ask).text()).collect();
     cluster.settled(AT_ONCE);
     let calm = cluster.descriptors();
@@ -25,22 +25,22 @@ fn in_a_storm_of_hang_ups_those_who_stay_are_served_and_every_block_comes_back()
             scope.spawn(move || {
                 let how = HangUp::BOTH[client % 2];
                 match client % 6 {
-                    // Stays.
+                    // Does not disconnect.
                     0 | 2 | 3 | 5 => {
                         let kind = client % questions.len();
                         assert_eq!(cluster.ask(&questions[kind]).text(), alone[kind], "client {client}");
                     }
-                    // Leaves the stream after some events.
+                    // Disconnects after some events of the stream.
                     1 => {
-                        let ask = Ask::fresh(50 + client).tokens(200).streamed();
+                        let ask = GenerateRequest::fresh(50 + client).tokens(200).streamed();
                         let mut stream = cluster.send(&ask).stream();
                         for _ in 0..client % 8 {
                             stream.event().expect("an event");
                         }
                         stream.hang_up(how);
                     }
-                    // Leaves without having read anything.
-                    _ => cluster.send(&Ask::fresh(50 + 4 * client).tokens(200)).hang_up(how),
+                    // Disconnects without reading.
+                    _ => cluster.send(&GenerateRequest::fresh(50 + 4 * client).tokens(200)).hang_up(how),
                 }
             });
         }
@@ -51,8 +51,8 @@ fn in_a_storm_of_hang_ups_those_who_stay_are_served_and_every_block_comes_back()
     assert!(left >= 15.0, "most of those who left were to be noticed, not served: {left}");
     let preempted = cluster.decode[0].metric("vllm:num_preemptions_total", "");
     println!("{preempted} preemptions at the decode engine");
-    // The router keeps idle connections for some seconds, the decode engine keeps a bounded number for longer. Beyond
-    // that not one descriptor is left over.
+    // The router keeps idle connections for some seconds. The decode engine keeps a bounded number for longer. No other
+    // descriptor may remain.
     let kept = ClientOptions::default().connections_per_peer_max;
     let bound: Vec<usize> =
         calm.iter().enumerate().map(|(at, calm)| calm + kept * usize::from(at > 0)).collect();

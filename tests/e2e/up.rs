@@ -1,17 +1,17 @@
-//! `baton up`: what it prints works, what dies is started again, and nothing of it stays behind.
+//! `baton up`: its printed command works, a dead process is restarted, and nothing remains after its end.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Duration;
 
-use crate::harness::{Call, PATIENCE, Reply, Signal, ends, eventually, signal};
+use crate::harness::{PATIENCE, PendingCall, Reply, Signal, ends, eventually, signal};
 
-/// Both engines load, one after the other where the machine is small.
+/// Both engines load, one after the other on a small machine.
 const UP_WITHIN: Duration = Duration::from_secs(60);
 
 /// `baton up`, as a person starts it.
-pub(crate) struct Up {
+pub(crate) struct UpProcess {
     child: Child,
     lines: Receiver<String>,
 }
@@ -36,7 +36,7 @@ struct Curl {
     body: String,
 }
 
-impl Up {
+impl UpProcess {
     pub(crate) fn start() -> Self {
         Self::with(&[])
     }
@@ -63,7 +63,7 @@ impl Up {
         Self { child, lines }
     }
 
-    /// Waits for the banner and reads the curl line in it.
+    /// Waits for the banner and parses its curl line.
     fn curl(&self) -> Curl {
         let next = || self.lines.recv_timeout(UP_WITHIN).expect("the banner has a curl line");
         let url = loop {
@@ -91,7 +91,7 @@ impl Up {
         (curl.address, admin)
     }
 
-    /// Its child processes, by what they are: `router`, `prefill`, `decode`.
+    /// The child processes by name: `router`, `prefill`, `decode`.
     fn children(&self) -> Vec<(String, u32)> {
         let ours = self.child.id();
         let entries = std::fs::read_dir("/proc").expect("/proc is there").flatten();
@@ -118,9 +118,9 @@ impl Up {
     }
 }
 
-impl Drop for Up {
+impl Drop for UpProcess {
     fn drop(&mut self) {
-        // It has ended already where the test went well.
+        // The process has ended already if the test passed.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -128,13 +128,13 @@ impl Drop for Up {
 
 impl Curl {
     fn run(&self) -> std::io::Result<Reply> {
-        Call::new(&self.address, "POST", &self.path, self.body.as_bytes()).try_reply()
+        PendingCall::new(&self.address, "POST", &self.path, self.body.as_bytes()).try_reply()
     }
 }
 
 #[test]
 fn the_printed_curl_line_works_and_ctrl_c_leaves_nothing_behind() {
-    let mut up = Up::start();
+    let mut up = UpProcess::start();
     let curl = up.curl();
     let answer = curl.run().expect("an answer").text();
     assert!(!answer.trim().is_empty());
@@ -159,7 +159,7 @@ fn an_engine_of_several_ranks_that_dies_is_started_again_where_it_was() {
 }
 
 fn dies_and_is_started_again(options: &[&str]) {
-    let up = Up::with(options);
+    let up = UpProcess::with(options);
     let curl = up.curl();
     let answer = curl.run().expect("an answer").text();
     for role in ["decode", "prefill"] {
@@ -177,7 +177,7 @@ fn dies_and_is_started_again(options: &[&str]) {
         };
         assert_eq!(eventually(PATIENCE, "a request is served", served), answer);
     }
-    // Those that were started again end with it, too, however young they are.
+    // Restarted processes end as well, however recently they started.
     let children = up.children();
     drop(up);
     for (_, pid) in children {
@@ -187,7 +187,7 @@ fn dies_and_is_started_again(options: &[&str]) {
 
 #[test]
 fn killed_it_takes_its_children_along() {
-    let mut up = Up::start();
+    let mut up = UpProcess::start();
     let curl = up.curl();
     assert_eq!(curl.run().expect("an answer").status, 200);
     let children = up.children();
@@ -212,7 +212,7 @@ fn a_second_ctrl_c_leaves_no_file_behind() {
         .expect("the binary under test can be started");
     let stdout = child.stdout.take().expect("stdout is a pipe");
     let (_tell, lines) = sync_channel(1);
-    let mut up = Up { child, lines };
+    let mut up = UpProcess { child, lines };
     let banner = BufReader::new(stdout).lines().map_while(Result::ok).find(|line| line.contains("Watch it"));
     assert!(banner.is_some(), "it is up");
     let left = || std::fs::read_dir(folder.path()).expect("a folder").count();

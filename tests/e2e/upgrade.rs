@@ -1,6 +1,6 @@
-//! Routers and engines are replaced under load, one after the other: no request fails, and no lease runs out.
+//! Routers and engines are replaced under load, one after the other: no request fails, and no lease expires.
 //!
-//! `BATON_UPGRADE_SECONDS=60 cargo test --test e2e upgrade` does it for longer than every build does.
+//! `BATON_UPGRADE_SECONDS=60 cargo test --test e2e upgrade` runs for longer than the default.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -12,14 +12,14 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::harness::{Ask, Call, PATIENCE, Process, Signal, eventually, metric, signal};
+use crate::harness::{GenerateRequest, PATIENCE, PendingCall, Process, Signal, eventually, metric, signal};
 
-/// Requests a second.
+/// Requests per second.
 const RATE: u32 = 12;
 /// Routers that follow the first.
 const SUCCESSORS: usize = 3;
 const ROLES: [&str; 4] = ["prefill", "prefill", "decode", "decode"];
-/// A process ends what it has in flight within this time.
+/// Limit for a process to finish its requests.
 const ENDS_WITHIN: Duration = Duration::from_secs(60);
 
 fn seconds() -> u64 {
@@ -47,17 +47,17 @@ fn router(name: &str, folder: &Path) -> Process {
     )
 }
 
-/// The moment for the next step.
-#[allow(clippy::disallowed_methods)] // the load goes on meanwhile, and is what is looked at
+/// Waits until the next step.
+#[allow(clippy::disallowed_methods, reason = "the load continues meanwhile, and the test checks it")]
 fn wait(time: Duration) {
     std::thread::sleep(time);
 }
 
 fn ask(address: &str, path: &str) -> crate::harness::Reply {
-    Call::new(address, "GET", path, b"").reply()
+    PendingCall::new(address, "GET", path, b"").reply()
 }
 
-/// Nothing has run out of its time on this engine, and in the end nothing is held.
+/// No lease of this engine has expired, and in the end nothing is held.
 fn nothing_expired(address: &str) {
     let metrics = String::from_utf8_lossy(&ask(address, "/metrics").body).into_owned();
     assert_eq!(metric(&metrics, "vllm:nixl_num_kv_expired_reqs", ""), 0.0, "a lease of {address} ran out");
@@ -116,12 +116,12 @@ fn routers_and_engines_are_replaced_under_load_and_no_request_fails() {
             engines[step].signal(Signal::Terminate);
             engines[step].ends_well(ENDS_WITHIN);
             engines[step] = engine(&format!("{role}-{step}-again"), role, &place, folder.path());
-            // As an operator does: the next one only when this one is used again.
+            // As an operator does: the next engine only after the router uses this one again.
             eventually(PATIENCE, "the router uses the engine again", || {
                 let shown = ask(&admin, "/engines").json();
                 let all = shown["engines"].as_array().expect("engines");
                 let ours = all.iter().find(|one| one["engine"] == place.as_str()).expect("it is in the list");
-                // Without load nothing ends its trial.
+                // Without load a trial does not end.
                 let used = ["usable", "trial"].map(Value::from).contains(&ours["legs"][role]["standing"]);
                 if used { Ok(()) } else { Err(ours.to_string()) }
             });
@@ -140,7 +140,7 @@ fn routers_and_engines_are_replaced_under_load_and_no_request_fails() {
     for engine in &engines {
         let address = engine.fact("http");
         nothing_expired(&address);
-        eventually(PATIENCE, "every block is home", || {
+        eventually(PATIENCE, "every block is free", || {
             let shown = ask(&address, "/debug/kv").json();
             let blocks = &shown["blocks"];
             let free =
@@ -148,7 +148,7 @@ fn routers_and_engines_are_replaced_under_load_and_no_request_fails() {
             if free == blocks["total"].as_u64() { Ok(()) } else { Err(shown.to_string()) }
         });
     }
-    // The last one still answers, at the same place, and waits for the next.
+    // The last router still responds at the same address and waits for the next one.
     assert_eq!(ask(&http, "/v1/models").status, 200);
     assert!(folder.path().join("handover").exists());
     front.signal(Signal::Terminate);
@@ -156,7 +156,7 @@ fn routers_and_engines_are_replaced_under_load_and_no_request_fails() {
     assert!(!folder.path().join("handover").exists(), "it waits there no longer");
 }
 
-/// What an operator has ordered is for the place, not for the process: the next router there knows of it.
+/// An operator's drain order belongs to the deployment, not to the process: the next router applies it too.
 #[test]
 fn who_was_drained_is_drained_at_the_next_router_too() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -173,7 +173,7 @@ fn who_was_drained_is_drained_at_the_next_router_too() {
     let drained = engines[0].fact("http");
     let order = |verb: &str| {
         let path = format!("/engines/{drained}/{verb}");
-        assert_eq!(Call::new(&admin, "POST", &path, b"").reply().status, 200);
+        assert_eq!(PendingCall::new(&admin, "POST", &path, b"").reply().status, 200);
     };
     let standing = || {
         let shown = ask(&admin, "/engines").json();
@@ -192,7 +192,7 @@ fn who_was_drained_is_drained_at_the_next_router_too() {
     replace(&mut front, 2);
     assert_eq!(standing().1, json!([]));
     order("drain");
-    // Nobody takes this one's place: it says what will be forgotten.
+    // No router takes over. This router logs the orders that will be lost.
     front.signal(Signal::Terminate);
     front.ends_well(ENDS_WITHIN);
     let log = front.log();
@@ -200,7 +200,7 @@ fn who_was_drained_is_drained_at_the_next_router_too() {
     assert!(told.is_some_and(|line| line.contains(&drained)), "{log}");
 }
 
-/// As systemd starts a router with its socket unit: the sockets are open before it is there.
+/// As systemd starts a router with its socket unit: the sockets are open before the router runs.
 #[test]
 fn sockets_that_a_supervisor_has_opened_are_served() {
     let activate = "systemd-socket-activate";
@@ -209,7 +209,7 @@ fn sockets_that_a_supervisor_has_opened_are_served() {
         return;
     }
     let folder = tempfile::tempdir().expect("a folder");
-    // Free a moment ago.
+    // A port that was free a moment ago.
     let free = || {
         let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
         socket.local_addr().expect("it is bound").to_string()
@@ -234,7 +234,8 @@ fn sockets_that_a_supervisor_has_opened_are_served() {
         .expect("it can be started");
     let answers = |address: &str| {
         eventually(PATIENCE, "the router answers", || {
-            let call = Call::try_new(address, "GET", "/health", b"").map_err(|error| error.to_string())?;
+            let call =
+                PendingCall::try_new(address, "GET", "/health", b"").map_err(|error| error.to_string())?;
             let reply = call.try_reply().map_err(|error| error.to_string())?;
             if reply.status == 200 { Ok(()) } else { Err(format!("{}", reply.status)) }
         });
@@ -245,7 +246,8 @@ fn sockets_that_a_supervisor_has_opened_are_served() {
     assert!(router.wait().expect("it is our child").success());
 }
 
-/// A router with these sockets as its third and fourth descriptor, as systemd leaves them: whoever starts it keeps them open.
+/// A router with these sockets as its third and fourth descriptor, as systemd passes them. Its supervisor keeps them
+/// open.
 fn supervised(clients: &TcpListener, admin: &TcpListener, config: &Path) -> Child {
     let passed = |socket: &TcpListener| OwnedFd::from(socket.try_clone().expect("a descriptor"));
     let script = "exec 3<&0 4<&1 0</dev/null 1>/dev/null; export LISTEN_FDS=2 LISTEN_PID=$$; exec \"$@\"";
@@ -255,8 +257,8 @@ fn supervised(clients: &TcpListener, admin: &TcpListener, config: &Path) -> Chil
     command.spawn().expect("it can be started")
 }
 
-/// As with `deploy/systemd/baton-router.socket`: the sockets stay open while one router ends and the next begins. Who comes in
-/// between waits; who was there is answered.
+/// As with `deploy/systemd/baton-router.socket`: the sockets stay open while one router ends and the next one starts.
+/// New clients wait in between, and requests in flight are finished.
 #[test]
 fn a_restart_behind_sockets_that_a_supervisor_keeps_loses_no_request() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -274,8 +276,8 @@ fn a_restart_behind_sockets_that_a_supervisor_keeps_loses_no_request() {
     let file = folder.path().join("router.yaml");
     std::fs::write(&file, config.to_string()).expect("a configuration");
     let call = || {
-        let ask = Ask::fresh(24).tokens(4);
-        Call::try_new(&http, "POST", ask.path, ask.body.to_string().as_bytes())
+        let ask = GenerateRequest::fresh(24).tokens(4);
+        PendingCall::try_new(&http, "POST", ask.path, ask.body.to_string().as_bytes())
     };
     let mut router = supervised(&clients, &admin, &file);
     assert_eq!(call().expect("it listens").reply().status, 200);
@@ -283,8 +285,9 @@ fn a_restart_behind_sockets_that_a_supervisor_keeps_loses_no_request() {
     let load = || -> Result<usize, String> {
         let mut answered = 0;
         while !over.load(Ordering::Relaxed) {
-            let reply =
-                call().and_then(Call::try_reply).map_err(|error| format!("after {answered}: {error}"))?;
+            let reply = call()
+                .and_then(PendingCall::try_reply)
+                .map_err(|error| format!("after {answered}: {error}"))?;
             if reply.status != 200 {
                 return Err(format!("after {answered}: {}", reply.status));
             }
@@ -295,9 +298,10 @@ fn a_restart_behind_sockets_that_a_supervisor_keeps_loses_no_request() {
     std::thread::scope(|scope| {
         let clients_of_it: Vec<_> = (0..4).map(|_| scope.spawn(load)).collect();
         for _ in 0..SUCCESSORS {
-            // One that is in mid-stream when the router is told to end.
-            let ask = Ask::fresh(24).tokens(300).streamed();
-            let mut stream = Call::new(&http, "POST", ask.path, ask.body.to_string().as_bytes()).stream();
+            // A stream that is active when the router shuts down.
+            let ask = GenerateRequest::fresh(24).tokens(300).streamed();
+            let mut stream =
+                PendingCall::new(&http, "POST", ask.path, ask.body.to_string().as_bytes()).stream();
             stream.event().expect("an event");
             signal(router.id(), Signal::Terminate);
             let mut last = None;
@@ -306,7 +310,7 @@ fn a_restart_behind_sockets_that_a_supervisor_keeps_loses_no_request() {
             }
             assert_eq!(last.as_deref(), Some("[DONE]"));
             assert!(router.wait().expect("it is our child").success());
-            // Nobody accepts now.
+            // No process accepts now.
             let between = call().expect("the socket is open");
             assert!(between.is_unanswered());
             router = supervised(&clients, &admin, &file);
@@ -322,7 +326,7 @@ fn a_restart_behind_sockets_that_a_supervisor_keeps_loses_no_request() {
     assert!(router.wait().expect("it is our child").success());
 }
 
-/// Who has connected and is about to ask, when a router is told to end, is answered: the request may be on its way.
+/// A client that has connected before a drain gets a response, because its request may be on its way.
 #[test]
 fn who_had_just_connected_when_a_drain_began_is_answered() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -349,7 +353,7 @@ fn who_had_just_connected_when_a_drain_began_is_answered() {
         eventually(PATIENCE, "it takes no more", || {
             TcpStream::connect(&http).map_or(Ok(()), |_| Err("it listens".to_owned()))
         });
-        // On a machine that is too busy for this it is not the moment that is meant.
+        // A machine that is too busy misses the moment under test.
         let in_time = begun.elapsed() < Duration::from_millis(500);
         if in_time {
             let asked = format!("GET /v1/models HTTP/1.1\r\nhost: {http}\r\n\r\n");

@@ -1,11 +1,11 @@
-//! Clients whose host vanishes, as `baton bench disconnect` judges a router that notices them, and one that does not.
+//! Clients whose host vanishes: `baton bench disconnect` on a router that detects them, and on one that does not.
 
 use serde_json::Value;
 
 use crate::judge::{is_judged, judged_at, simulated_at};
 
-/// In front of engines that take 20 ms for a token, so that an answer can outlast what the router may take to notice.
-/// `None`, and a word about it, where this machine lets no client vanish.
+/// In front of engines that take 20 ms per token, so that a response can outlast the detection. `None`, with a message,
+/// where this machine cannot make clients vanish.
 fn judged(client_lost_ms: u64) -> Option<Value> {
     let lost = format!("timeouts: {{client_lost_ms: {client_lost_ms}}}\n");
     let simulated = simulated_at("0.0.0.0", None, &["--decode-ms", "20"], &lost);
@@ -24,7 +24,7 @@ fn a_router_that_notices_vanished_clients_is_told_from_one_that_does_not() {
     is_judged("it notices", &healthy, &[], &[]);
     let vanished = &healthy["vanished"];
     let number = |of: &Value, name: &str| of[name].as_u64().expect("a number");
-    // No sooner than after the second that it was told to wait: nothing of their leaving was on the wire.
+    // Not before the configured second: the disconnect sends nothing.
     assert!(number(&vanished["noticed_ms"], "n") > 0, "{vanished:#}");
     assert!(vanished["noticed_ms"]["min"].as_f64() >= Some(900.0), "{vanished:#}");
     assert_eq!(number(vanished, "stranded"), 0, "{vanished:#}");

@@ -1,28 +1,28 @@
-//! `baton top` and `baton doctor` on real deployments: what is well is said to be well, what is wrong is named.
+//! `baton top` and `baton doctor` on real deployments: they report healthy parts as healthy and name faults.
 
 use std::path::Path;
 use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::harness::{AT_ONCE, Ask, Cluster, PATIENCE, eventually};
+use crate::harness::{AT_ONCE, Cluster, GenerateRequest, PATIENCE, eventually};
 use crate::judge::simulated;
 
-/// Runs `baton` with these arguments: its exit code, and what it printed.
+/// Runs `baton` with these arguments. Returns its exit code and its output.
 fn baton(args: &[&str]) -> (Option<i32>, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_baton")).args(args).output().expect("it can be started");
     let said = String::from_utf8_lossy(&output.stderr);
     (output.status.code(), format!("{}{said}", String::from_utf8_lossy(&output.stdout)))
 }
 
-/// What the doctor says of a cluster: its exit code, and every line.
-struct Told {
+/// The doctor's report on a cluster: its exit code and every line.
+struct DoctorReport {
     code: Option<i32>,
     checks: Vec<Value>,
     text: String,
 }
 
-impl Told {
+impl DoctorReport {
     fn of(cluster: &Cluster, more: &[&str]) -> Self {
         let (url, admin) = (format!("http://{}", cluster.url), format!("http://{}", cluster.admin));
         Self::at(&url, &admin, more)
@@ -43,7 +43,7 @@ impl Told {
 }
 
 /// Checks that a run prints every line of the sample in `docs/how-to/watch.md`, with any numbers.
-fn shows_the_sample_of_the_page(told: &Told) {
+fn shows_the_sample_of_the_page(told: &DoctorReport) {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/how-to/watch.md");
     let page = std::fs::read_to_string(page).expect("the page is there");
     let (_, rest) = page.split_once("```text\nOK ").expect("the page has a sample of the doctor");
@@ -62,7 +62,7 @@ fn shows_the_sample_of_the_page(told: &Told) {
     let printed: Vec<_> =
         told.checks.iter().map(line).chain([text(&json["summary"])]).map(|line| plain(&line)).collect();
     for line in format!("OK {sample}").lines().filter(|line| !line.is_empty() && *line != "…") {
-        // The summary also counts the skipped checks, if there are any.
+        // The summary also counts skipped checks, if there are any.
         let is_shown = printed.iter().any(|shown| shown.starts_with(&plain(line)));
         assert!(is_shown, "the page shows {line:?}, the doctor printed {printed:#?}");
     }
@@ -71,7 +71,7 @@ fn shows_the_sample_of_the_page(told: &Told) {
 #[test]
 fn the_doctor_leaves_a_healthy_deployment_in_every_phase_and_proves_that_the_blocks_came_back() {
     let cluster = Cluster::new().start();
-    let told = Told::of(&cluster, &[]);
+    let told = DoctorReport::of(&cluster, &[]);
     assert_eq!(told.code, Some(0), "{}", told.text);
     let proved = told.marked("OK", "disconnect");
     let skipped = told.marked("SKIPPED", "disconnect");
@@ -97,9 +97,9 @@ fn the_doctor_leaves_a_healthy_deployment_in_every_phase_and_proves_that_the_blo
 
 #[test]
 fn the_doctor_that_sees_metrics_only_proves_what_they_show() {
-    // Slow enough for an abort to be told from an answer's own end.
+    // Slow enough to distinguish an abort from a response's own end.
     let cluster = Cluster::new().decode("--pace-ms 5").start();
-    let told = Told::of(&cluster, &["--metrics-only"]);
+    let told = DoctorReport::of(&cluster, &["--metrics-only"]);
     assert_eq!(told.code, Some(0), "{}", told.text);
     let proved = told.marked("OK", "disconnect");
     for phase in ["before first token", "mid-stream", "unary"] {
@@ -107,7 +107,7 @@ fn the_doctor_that_sees_metrics_only_proves_what_they_show() {
     }
     cluster.settled(AT_ONCE * 5);
     let broken = simulated(Some("never-aborts-decode"));
-    let told = Told::at(&broken.url, &broken.admin, &["--metrics-only", "--free-within", "1"]);
+    let told = DoctorReport::at(&broken.url, &broken.admin, &["--metrics-only", "--free-within", "1"]);
     let failed = told.marked("FAIL", "disconnect");
     assert!(
         failed.iter().any(|line| line.contains("did not abort") || line.contains("are not freed")),
@@ -120,9 +120,9 @@ fn the_doctor_that_sees_metrics_only_proves_what_they_show() {
 fn the_doctor_that_looks_at_other_engines_than_those_that_answer_does_not_call_them_healthy() {
     let (answers, looked_at) = (Cluster::new().start(), Cluster::new().start());
     let (url, admin) = (format!("http://{}", answers.url), format!("http://{}", looked_at.admin));
-    // As strict as it may be: a warning would be another verdict.
+    // The strictest options: a warning would change the verdict.
     for more in [&["--ignore", "exposure", "--strict"][..], &["--metrics-only", "--free-within", "1"]] {
-        let told = Told::at(&url, &admin, more);
+        let told = DoctorReport::at(&url, &admin, more);
         assert_eq!(told.code, Some(2), "{}", told.text);
         assert!(told.marked("OK", "disconnect").is_empty(), "{}", told.text);
         assert!(told.text.contains("not examined: no disconnect was verified: "), "{}", told.text);
@@ -135,18 +135,18 @@ fn the_doctor_that_looks_at_other_engines_than_those_that_answer_does_not_call_t
     let (code, text) =
         baton(&["doctor", &url, "--engine", &format!("http://{}", answers.prefill[0].address)]);
     assert!(code == Some(2) && text.contains("the decode engine is unknown"), "{code:?} {text}");
-    let told = Told::at(&url, &admin, &["--no-requests"]);
+    let told = DoctorReport::at(&url, &admin, &["--no-requests"]);
     assert_eq!(told.code, Some(0), "what was looked at is well: {}", told.text);
 }
 
 #[test]
 fn the_doctor_names_an_engine_that_is_gone_and_leases_that_nobody_will_fetch() {
     let mut cluster = Cluster::new().decode("").decode("").start();
-    let handoff = cluster.prefill[0].lends(&Ask::fresh(100));
+    let handoff = cluster.prefill[0].lends(&GenerateRequest::fresh(100));
     let gone = cluster.decode[1].address.clone();
     cluster.decode[1].kill();
     eventually(PATIENCE, "the lease is called stranded", || {
-        let told = Told::of(&cluster, &["--no-requests"]);
+        let told = DoctorReport::of(&cluster, &["--no-requests"]);
         assert_eq!(told.code, Some(1), "{}", told.text);
         let engines = told.marked("FAIL", "engine");
         assert!(engines.len() == 1 && engines[0].contains(&gone), "{}", told.text);
@@ -173,9 +173,9 @@ fn the_doctor_names_a_wrong_secret_and_blocks_that_do_not_fit() {
         .decode(&format!("{guarded} --block-size 24"))
         .router("cluster_secret_file", json!(Path::new(&right)))
         .start();
-    let told = Told::of(&cluster, &["--no-requests", "--cluster-secret-file", &wrong]);
+    let told = DoctorReport::of(&cluster, &["--no-requests", "--cluster-secret-file", &wrong]);
     assert_eq!((told.code, told.marked("FAIL", "secret").len()), (Some(1), 2), "{}", told.text);
-    let told = Told::of(&cluster, &["--no-requests", "--cluster-secret-file", &right]);
+    let told = DoctorReport::of(&cluster, &["--no-requests", "--cluster-secret-file", &right]);
     assert_eq!((told.code, told.marked("FAIL", "secret").len()), (Some(1), 0), "{}", told.text);
     let layout = told.marked("FAIL", "layout");
     assert!(layout.len() == 1 && layout[0].contains("16 and 24"), "{}", told.text);
@@ -183,7 +183,7 @@ fn the_doctor_names_a_wrong_secret_and_blocks_that_do_not_fit() {
 
 #[test]
 fn the_doctor_that_sees_nobody_says_so() {
-    // A port that was free a moment ago, and that nobody listens on.
+    // A port that was free a moment ago, without a listener.
     let port =
         std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("an address").port();
     let (code, text) = baton(&["doctor", &format!("http://127.0.0.1:{port}")]);
@@ -197,13 +197,13 @@ fn the_doctor_that_sees_nobody_says_so() {
 #[test]
 fn the_doctor_that_meets_a_dead_door_says_which_and_finds_no_fault_besides() {
     let cluster = Cluster::new().start();
-    // A port that was free a moment ago, and that nobody listens on.
+    // A port that was free a moment ago, without a listener.
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let dead = listener.local_addr().expect("an address");
     drop(listener);
     let admin = format!("http://{}", cluster.admin);
     for more in [&["--strict", "--ignore", "exposure"][..], &["--no-requests"]] {
-        let told = Told::at(&format!("http://{dead}"), &admin, more);
+        let told = DoctorReport::at(&format!("http://{dead}"), &admin, more);
         assert_eq!(told.code, Some(1), "{}", told.text);
         let verdict =
             format!("NOT healthy: the endpoint {dead} does not respond: cannot connect: Connection refused");
@@ -212,11 +212,11 @@ fn the_doctor_that_meets_a_dead_door_says_which_and_finds_no_fault_besides() {
         assert!(failed.len() == 1 && failed[0]["check"] == "endpoint", "{}", told.text);
         assert!(!told.text.contains("no endpoint responds"), "{}", told.text);
         let look_only = more == ["--no-requests"];
-        // The engines can be asked, and are.
+        // The engines accept requests, and the doctor sends one.
         assert_eq!(told.marked("OK", "lease").len(), usize::from(!look_only), "{}", told.text);
     }
-    // An engine that is the endpoint as well is counted once.
-    let told = Told::at(
+    // An engine that is also the endpoint is counted once.
+    let told = DoctorReport::at(
         &format!("http://{dead}"),
         &admin,
         &["--no-requests", "--engine", &format!("http://{dead}")],
@@ -227,9 +227,9 @@ fn the_doctor_that_meets_a_dead_door_says_which_and_finds_no_fault_besides() {
 #[test]
 fn top_prints_a_frame_and_json_of_a_deployment_in_use() {
     let cluster = Cluster::new().decode("--pace-ms 20").start();
-    let mut stream = cluster.send(&Ask::fresh(60).tokens(200).streamed()).stream();
+    let mut stream = cluster.send(&GenerateRequest::fresh(60).tokens(200).streamed()).stream();
     stream.event();
-    let handoff = cluster.prefill[0].lends(&Ask::fresh(100));
+    let handoff = cluster.prefill[0].lends(&GenerateRequest::fresh(100));
     let admin = format!("http://{}", cluster.admin);
     let told = eventually(PATIENCE, "both are seen", || {
         let (code, text) = baton(&["top", "--json", "--once", "--admin", &admin]);
@@ -247,7 +247,7 @@ fn top_prints_a_frame_and_json_of_a_deployment_in_use() {
         assert!(frame.contains(part), "{part}: {frame}");
     }
     assert!(!frame.contains('\u{1b}'), "a page of text has no colours");
-    // Without a router what is stranded is not known.
+    // Stranded blocks cannot be determined without a router.
     let (_, frame) = baton(&["top", "--once", "--engine", &format!("http://{}", cluster.prefill[0].address)]);
     assert!(frame.contains("stranded ?") && !frame.contains("STRANDED"), "{frame}");
     assert_eq!(cluster.prefill[0].release(&handoff), "released");

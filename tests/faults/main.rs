@@ -1,5 +1,5 @@
-//! Faults against real processes: `kill -9`, SIGSTOP, and links that are slow, cut or half-open, at every phase of a
-//! request. After each round everything is back, and no client was told a wrong text.
+//! Faults against real processes: `kill -9`, SIGSTOP, and links that are slow, cut or half-open, in every phase of a
+//! request. After each round all blocks are free, and no client got a wrong text.
 //!
 //! ```text
 //! cargo test --test faults                                    a small number of rounds, within a minute
@@ -10,32 +10,33 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `plan` | what happens in a round: chosen from the seed |
-//! | `site` | the cluster of a lane, and a round on it |
-//! | `server` | a process that comes back at its address; its descriptors and its memory |
-//! | `question` | what clients ask, the truth, and the judgement of an answer |
+//! | `plan` | the events of a round, chosen from the seed |
+//! | `cluster` | the cluster of a lane, and a round on it |
+//! | `server` | a process that restarts at its address; its descriptors and its memory |
+//! | `prompt` | the clients' questions, the right responses, and the comparison |
 //! | `tally` | counts |
 //!
-//! A round: some clients ask; when a request is in the phase that was chosen, a process or a link is harmed; after a
-//! while the harm ends. Then must hold:
+//! In a round some clients send requests. When a request is in the chosen phase, a fault hits a process or a link. The
+//! fault ends after a while. Then must hold:
 //!
-//! 1. every client was answered rightly (text, tokens, log probabilities to the last digit, usage), or was told an error
-//!    that cannot be taken for an answer, in a bounded time; its connection breaks only if the router or that very
-//!    connection was harmed;
-//! 2. every engine's books are at their baseline: no leases, no requests, every block there (invariant 5);
-//! 3. the same block has the same bytes in every prefix cache, and plain requests that use them are answered rightly;
-//! 4. every process lives (unless it was killed here), no thread of it panicked, its descriptors and its resident memory
-//!    are at their baseline.
+//! 1. Every client got the right response (text, tokens, log probabilities to the last digit, usage), or an error that
+//!    cannot be taken for a response, in a bounded time. Its connection breaks only if the fault hit the router or that
+//!    very connection.
+//! 2. Every engine's `/debug/kv` is at its baseline: no leases, no requests, every block free (invariant 5).
+//! 3. A block has the same bytes in every prefix cache, and plain requests that use cached blocks get the right
+//!    response.
+//! 4. Every process lives (unless it was killed here), no thread of it panicked, and its descriptors and its resident
+//!    memory are at their baseline.
 
-#![allow(clippy::print_stdout)] // a target without the libtest harness reports by itself
+#![allow(clippy::print_stdout, reason = "a target without the libtest harness prints its own report")]
 
-mod dice;
+mod cluster;
 #[path = "../harness/mod.rs"]
 mod harness;
 mod plan;
-mod question;
+mod prompt;
+mod rng;
 mod server;
-mod site;
 mod tally;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -44,13 +45,13 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use cluster::FaultCluster;
 use harness::Process;
 use plan::{Lane, Round};
-use question::Question;
-use site::Site;
+use prompt::CheckedPrompt;
 use tally::Tally;
 
-/// Rounds when nobody says how many, and the time after which none of them is begun any more.
+/// Rounds of a run without `--rounds`, and the time after which no further round begins.
 const FEW: u64 = 24;
 const FEW_WITHIN: Duration = Duration::from_secs(45);
 
@@ -62,7 +63,7 @@ struct Options {
     seed: u64,
     from: u64,
     verbose: bool,
-    /// After this time no round is begun.
+    /// After this time no round begins.
     within: Option<Duration>,
 }
 
@@ -82,7 +83,7 @@ fn main() -> ExitCode {
     run(&options)
 }
 
-/// `None` when there is nothing to do.
+/// `None` if there is nothing to run.
 fn options(args: impl Iterator<Item = String>) -> Result<Option<Options>, String> {
     let (mut rounds, mut seed, mut from, mut verbose) = (None, 1, 0, false);
     let mut args = args.peekable();
@@ -100,7 +101,7 @@ fn options(args: impl Iterator<Item = String>) -> Result<Option<Options>, String
                 println!("faults: test");
                 return Ok(None);
             }
-            // What `cargo test` passes to every target.
+            // Options that `cargo test` passes to every target.
             "--nocapture" | "--no-capture" | "--quiet" | "-q" | "--include-ignored" => {}
             flag if flag.starts_with("--test-threads") || flag.starts_with("--format") => {
                 if !flag.contains('=') {
@@ -138,7 +139,7 @@ fn run(options: &Options) -> ExitCode {
             return;
         }
         let start = || {
-            let mut site = Site::start(lane);
+            let mut site = FaultCluster::start(lane);
             site.warm_up(&questions);
             site
         };
@@ -165,7 +166,7 @@ fn run(options: &Options) -> ExitCode {
                 site = start();
             }
         }
-        vitals.lock().expect("nobody panics with it").push((lane, site.vitals()));
+        vitals.lock().expect("no holder panics").push((lane, site.vitals()));
     };
     std::thread::scope(|scope| {
         let lanes: Vec<_> = Lane::ALL.into_iter().map(|which| scope.spawn(move || lane(which))).collect();
@@ -177,7 +178,7 @@ fn run(options: &Options) -> ExitCode {
         }
     });
     println!("{tally}");
-    for (lane, servers) in vitals.lock().expect("nobody panics with it").iter() {
+    for (lane, servers) in vitals.lock().expect("no holder panics").iter() {
         for (name, held) in servers {
             println!(
                 "{} {name}: {} descriptors ({} at its start), {} KiB resident ({} when warm), {} rounds since its start",
@@ -200,14 +201,14 @@ fn run(options: &Options) -> ExitCode {
     if violations == 0 && played > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// The questions, answered by an engine of their own.
-fn questions() -> Vec<Question> {
+/// The questions, with the responses of a separate engine.
+fn questions() -> Vec<CheckedPrompt> {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let args = "engine --role both --threads 1 --kv-blocks 256 --listen 127.0.0.1:0";
     let args: Vec<String> = args.split(' ').map(str::to_owned).collect();
     let mut oracle = Process::start("oracle", &args, folder.path());
     oracle.wait_ready();
-    question::questions(&oracle.fact("http"))
+    prompt::questions(&oracle.fact("http"))
 }
 
 fn said(panic: &(dyn std::any::Any + Send)) -> String {

@@ -1,28 +1,28 @@
-//! What happens in a round: chosen from the seed and the round's number, and from nothing else.
+//! The events of a round, chosen only from the seed and the round's number.
 
 use std::fmt;
 use std::time::Duration;
 
-use crate::dice::Dice;
-use crate::harness::{End, Fault, HangUp};
-use crate::question::Manner;
+use crate::harness::{CloseKind, HangUp, LinkFault};
+use crate::prompt::ClientBehaviour;
+use crate::rng::FaultRng;
 
-/// How long a lease lives in these tests. Short, so that some pauses are longer.
+/// Duration of a lease in these tests. Short, so that some pauses are longer.
 pub(crate) const LEASE: Duration = Duration::from_secs(2);
 
 /// The clusters that rounds run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Lane {
-    /// One prefill and one decode engine, a fault proxy on every link. No process of it is ever killed, so that what
-    /// leaks adds up over the whole run.
+    /// One prefill and one decode engine, with a fault proxy on every link. No process is killed, so that leaks add up
+    /// over the whole run.
     Links,
-    /// One prefill engine and two decode engines without proxies: a dead process refuses connections as it does in life.
+    /// One prefill engine and two decode engines without proxies: a dead process refuses connections.
     Crashes,
-    /// As [`Self::Crashes`], with blocks that go by shared memory.
+    /// As [`Self::Crashes`], with blocks in shared memory.
     Shared,
     /// As [`Self::Crashes`], with KV sharded over two ranks on P and on one of the decode engines.
     Ranks,
-    /// As [`Self::Crashes`], with offload tiers in host memory and on disk, which survive.
+    /// As [`Self::Crashes`], with offload tiers in host memory and on disk. The disk tier survives a restart.
     Tiers,
 }
 
@@ -40,7 +40,7 @@ impl Lane {
     }
 }
 
-/// Who is hit.
+/// The target of the fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Target {
     Router,
@@ -70,44 +70,44 @@ impl Target {
     }
 }
 
-/// What is done to the target.
+/// The fault.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Harm {
-    /// `kill -9`; started again on the same addresses after the round's hold.
+pub(crate) enum Injection {
+    /// `kill -9`. The process restarts with the same addresses after the round's hold.
     Kill,
     /// SIGSTOP, and SIGCONT after the round's hold.
     Pause,
     /// On a link, lifted after the round's hold.
-    Link(Fault),
+    Link(LinkFault),
 }
 
-impl Harm {
+impl Injection {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Kill => "kill -9",
             Self::Pause => "SIGSTOP",
-            Self::Link(Fault::None) => "none",
-            Self::Link(Fault::Delay(_)) => "delay",
-            Self::Link(Fault::Slow { .. }) => "byte-slow",
-            Self::Link(Fault::Cut(End::Fin)) => "cut (FIN)",
-            Self::Link(Fault::Cut(End::Rst)) => "cut (RST)",
-            Self::Link(Fault::CutAfter { .. }) => "cut in a message",
-            Self::Link(Fault::HalfOpen { up: true, down: true }) => "half-open",
-            Self::Link(Fault::HalfOpen { .. }) => "half-open, one way",
+            Self::Link(LinkFault::None) => "none",
+            Self::Link(LinkFault::Delay(_)) => "delay",
+            Self::Link(LinkFault::Slow { .. }) => "byte-slow",
+            Self::Link(LinkFault::Cut(CloseKind::Fin)) => "cut (FIN)",
+            Self::Link(LinkFault::Cut(CloseKind::Rst)) => "cut (RST)",
+            Self::Link(LinkFault::CutAfter { .. }) => "cut in a message",
+            Self::Link(LinkFault::HalfOpen { up: true, down: true }) => "half-open",
+            Self::Link(LinkFault::HalfOpen { .. }) => "half-open, one way",
         }
     }
 }
 
-/// Where in the life of a request the harm is to be done.
+/// The phase of a request in which the fault is injected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Phase {
-    /// Nobody is served.
+    /// No request is served.
     Idle,
-    /// Waits at P.
+    /// A request waits at P.
     Queued,
     /// P computes.
     Prefill,
-    /// P has lent the blocks, D does not read yet.
+    /// P has leased the blocks, and D does not read yet.
     Lent,
     /// D reads.
     Fetch,
@@ -131,11 +131,11 @@ impl Phase {
     }
 }
 
-/// One client: which question, how it behaves, and how long after the others it begins.
+/// One client: its question, its behaviour, and its delay after the first.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Client {
     pub(crate) question: usize,
-    pub(crate) manner: Manner,
+    pub(crate) manner: ClientBehaviour,
     pub(crate) after: Duration,
 }
 
@@ -145,20 +145,20 @@ pub(crate) struct Round {
     pub(crate) number: u64,
     pub(crate) lane: Lane,
     pub(crate) target: Target,
-    pub(crate) harm: Harm,
+    pub(crate) injection: Injection,
     pub(crate) phase: Phase,
-    /// From the moment of the phase to the harm.
+    /// From the beginning of the phase to the fault.
     pub(crate) aim: Duration,
-    /// From the harm to its end.
+    /// From the fault to its end.
     pub(crate) hold: Duration,
     pub(crate) clients: Vec<Client>,
-    /// Whether the prefix caches are emptied first.
+    /// Whether the prefix caches are reset first.
     pub(crate) forget: bool,
 }
 
 impl Round {
     pub(crate) fn new(seed: u64, number: u64, questions: usize) -> Self {
-        let mut dice = Dice::new(seed, number);
+        let mut rng = FaultRng::new(seed, number);
         // Half of the rounds have proxies, a quarter shared memory.
         const LANES: [Lane; 16] = {
             use Lane::{Crashes, Links, Ranks, Shared, Tiers};
@@ -167,69 +167,69 @@ impl Round {
                 Ranks, Ranks, Tiers, Tiers,
             ]
         };
-        let lane = dice.one_of(&LANES);
-        let phase = dice.one_of(&Phase::ALL);
-        let (target, harm) = match lane {
+        let lane = rng.one_of(&LANES);
+        let phase = rng.one_of(&Phase::ALL);
+        let (target, injection) = match lane {
             Lane::Crashes | Lane::Shared | Lane::Ranks | Lane::Tiers => {
-                let harm = if dice.one_in(3) { Harm::Pause } else { Harm::Kill };
-                (dice.one_of(&Target::PROCESSES), harm)
+                let injection = if rng.one_in(3) { Injection::Pause } else { Injection::Kill };
+                (rng.one_of(&Target::PROCESSES), injection)
             }
-            Lane::Links if dice.one_in(6) => (dice.one_of(&Target::PROCESSES), Harm::Pause),
-            Lane::Links => (dice.one_of(&Target::LINKS), Harm::Link(fault(&mut dice))),
+            Lane::Links if rng.one_in(6) => (rng.one_of(&Target::PROCESSES), Injection::Pause),
+            Lane::Links => (rng.one_of(&Target::LINKS), Injection::Link(fault(&mut rng))),
         };
-        let hold = match harm {
-            Harm::Kill => dice.ms(0, 400),
-            // One in eight outlives the lease.
-            Harm::Pause if dice.one_in(8) => LEASE + dice.ms(200, 600),
-            Harm::Pause => dice.ms(30, 900),
-            Harm::Link(_) if dice.one_in(12) => LEASE + dice.ms(200, 600),
-            Harm::Link(_) => dice.ms(30, 1200),
+        let hold = match injection {
+            Injection::Kill => rng.ms(0, 400),
+            // One pause in eight is longer than the lease.
+            Injection::Pause if rng.one_in(8) => LEASE + rng.ms(200, 600),
+            Injection::Pause => rng.ms(30, 900),
+            Injection::Link(_) if rng.one_in(12) => LEASE + rng.ms(200, 600),
+            Injection::Link(_) => rng.ms(30, 1200),
         };
-        let clients = (0..dice.between(2, 5)).map(|_| client(&mut dice, questions)).collect();
-        let aim = dice.ms(0, 15);
-        Self { number, lane, target, harm, phase, aim, hold, clients, forget: !dice.one_in(4) }
+        let clients = (0..rng.between(2, 5)).map(|_| client(&mut rng, questions)).collect();
+        let aim = rng.ms(0, 15);
+        Self { number, lane, target, injection, phase, aim, hold, clients, forget: !rng.one_in(4) }
     }
 }
 
-fn client(dice: &mut Dice, questions: usize) -> Client {
-    let manner = match dice.next() % 8 {
-        0..3 => Manner::Waits,
-        3..7 => Manner::Streams,
-        _ => Manner::Leaves(dice.ms(0, 300), dice.one_of(&HangUp::BOTH)),
+fn client(rng: &mut FaultRng, questions: usize) -> Client {
+    let manner = match rng.next() % 8 {
+        0..3 => ClientBehaviour::Waits,
+        3..7 => ClientBehaviour::Streams,
+        _ => ClientBehaviour::Leaves(rng.ms(0, 300), rng.one_of(&HangUp::BOTH)),
     };
-    let question = usize::try_from(dice.between(0, questions as u64 - 1)).expect("an index");
-    Client { question, manner, after: dice.ms(0, 40) }
+    let question = usize::try_from(rng.between(0, questions as u64 - 1)).expect("an index");
+    Client { question, manner, after: rng.ms(0, 40) }
 }
 
-fn fault(dice: &mut Dice) -> Fault {
-    let end = dice.one_of(&[End::Fin, End::Rst]);
-    match dice.next() % 8 {
-        0 => Fault::Delay(dice.ms(5, 150)),
-        1 | 2 => Fault::Slow {
-            bytes: usize::try_from(dice.one_of(&[1, 7, 64, 1000, 8000])).expect("small"),
-            pause: dice.ms(1, 20),
+fn fault(rng: &mut FaultRng) -> LinkFault {
+    let end = rng.one_of(&[CloseKind::Fin, CloseKind::Rst]);
+    match rng.next() % 8 {
+        0 => LinkFault::Delay(rng.ms(5, 150)),
+        1 | 2 => LinkFault::Slow {
+            bytes: usize::try_from(rng.one_of(&[1, 7, 64, 1000, 8000])).expect("small"),
+            pause: rng.ms(1, 20),
         },
-        3 => Fault::Cut(end),
-        // Heads and envelopes are some hundred bytes, a block is some thousand.
-        4 | 5 => Fault::CutAfter {
-            bytes: u32::try_from(dice.one_of(&[0, 1, 10, 150, 400, 3_000, 50_000, 300_000])).expect("small"),
+        3 => LinkFault::Cut(end),
+        // Heads and envelopes have some hundred bytes, a block some thousand.
+        4 | 5 => LinkFault::CutAfter {
+            bytes: u32::try_from(rng.one_of(&[0, 1, 10, 150, 400, 3_000, 50_000, 300_000])).expect("small"),
             end,
         },
-        6 => Fault::HalfOpen { up: true, down: true },
+        6 => LinkFault::HalfOpen { up: true, down: true },
         _ => {
-            let up = dice.one_in(2);
-            Fault::HalfOpen { up, down: !up }
+            let up = rng.one_in(2);
+            LinkFault::HalfOpen { up, down: !up }
         }
     }
 }
 
 impl fmt::Display for Round {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { number, lane, target, harm, phase, hold, clients, .. } = self;
+        let Self { number, lane, target, injection, phase, hold, clients, .. } = self;
         let (lane, phase, clients) = (lane.name(), phase.name(), clients.len());
         write!(
             f,
-            "round {number} ({lane}): {harm:?} on {} in phase {phase} for {hold:?}, {clients} clients",
+            "round {number} ({lane}): {injection:?} on {} in phase {phase} for {hold:?}, {clients} clients",
             target.name()
         )
     }

@@ -1,48 +1,49 @@
-//! A process under test that can be killed and started again on the same addresses, and what it holds.
+//! A process under test that can be killed and restarted with the same addresses, and its resources.
 
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use crate::harness::{Books, Call, PATIENCE, Process, Signal, eventually, metric};
+use crate::harness::{EngineSnapshot, PATIENCE, PendingCall, Process, Signal, eventually, metric};
 
 /// Descriptors above the count at the start of a process: 8 idle connections of the side channel per peer (the pool's
 /// bound), 8 of HTTP that are about to be closed, and 4 that a runtime opens when it first needs them.
 const DESCRIPTORS_ABOVE: usize = 20;
 
-/// Resident memory above the baseline. Allocators keep what they had; a leak of 16 KiB a round shows within a thousand.
+/// Resident memory above the baseline. Allocators keep freed memory. A leak of 16 KiB a round shows within a thousand
+/// rounds.
 const RESIDENT_ABOVE_KIB: u64 = 16 * 1024;
 
-/// Rounds until a process has touched all it will ever need; its baseline is the most it held in them.
+/// Rounds until a process has touched all memory that it needs. The baseline is the maximum in these rounds.
 const WARM_ROUNDS: usize = 12;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum State {
+pub(crate) enum ProcessState {
     Runs,
     Paused,
     Dead,
 }
 
-/// See the module's documentation.
+/// The process of the module's documentation.
 pub(crate) struct Server {
     pub(crate) name: String,
     args: Vec<String>,
     folder: PathBuf,
     process: Process,
-    pub(crate) state: State,
-    /// Where it serves HTTP.
+    pub(crate) state: ProcessState,
+    /// The HTTP address.
     pub(crate) address: String,
-    /// Its second address: the side channel of an engine, the admin listener of a router.
+    /// The second address: the side channel of an engine, the admin listener of a router.
     pub(crate) second: String,
     incarnation: u32,
     descriptors_at_start: usize,
-    /// Resident memory after each round of this incarnation, in KiB.
+    /// Resident memory after each round of this process, in KiB.
     resident: Vec<u64>,
     log_read: u64,
 }
 
-/// What a process held at most, of all its incarnations.
+/// Maximum resources over all restarts.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Vitals {
+pub(crate) struct ResourceUsage {
     pub(crate) descriptors_at_start: usize,
     pub(crate) descriptors_now: usize,
     pub(crate) resident_warm_kib: u64,
@@ -61,7 +62,7 @@ impl Server {
             args,
             folder: folder.to_owned(),
             process,
-            state: State::Runs,
+            state: ProcessState::Runs,
             address,
             second,
             incarnation: 0,
@@ -70,60 +71,60 @@ impl Server {
         }
     }
 
-    /// What it is started with from now on, to come back at the same addresses.
+    /// Sets the options of later starts, so that the process restarts with the same addresses.
     pub(crate) fn restarts_with(&mut self, args: Vec<String>) {
         self.args = args;
     }
 
     pub(crate) fn kill(&mut self) {
         self.process.signal(Signal::Kill);
-        self.state = State::Dead;
+        self.state = ProcessState::Dead;
     }
 
     pub(crate) fn pause(&mut self) {
-        if self.state == State::Runs {
+        if self.state == ProcessState::Runs {
             self.process.signal(Signal::Pause);
-            self.state = State::Paused;
+            self.state = ProcessState::Paused;
         }
     }
 
-    /// It runs again: goes on after a pause, is started again after its death.
+    /// Continues a paused process, or restarts a dead one.
     pub(crate) fn revive(&mut self) {
         match self.state {
-            State::Runs => {}
-            State::Paused => self.process.signal(Signal::Continue),
-            State::Dead => {
+            ProcessState::Runs => {}
+            ProcessState::Paused => self.process.signal(Signal::Continue),
+            ProcessState::Dead => {
                 self.incarnation += 1;
                 let name = format!("{}.{}", self.name, self.incarnation);
                 self.process = Process::start(&name, &self.args, &self.folder);
                 self.process.wait_ready();
-                assert_eq!(self.process.fact("http"), self.address, "{} came back elsewhere", self.name);
+                assert_eq!(self.process.fact("http"), self.address, "{} has another address", self.name);
                 self.descriptors_at_start = self.process.descriptors();
                 self.resident.clear();
                 self.log_read = 0;
             }
         }
-        self.state = State::Runs;
+        self.state = ProcessState::Runs;
     }
 
-    /// Its books, if it can be asked.
-    pub(crate) fn books(&self) -> Option<Books> {
-        if self.state != State::Runs {
+    /// The engine's snapshot, if it responds.
+    pub(crate) fn snapshot(&self) -> Option<EngineSnapshot> {
+        if self.state != ProcessState::Runs {
             return None;
         }
-        let reply = Call::try_new(&self.address, "GET", "/debug/kv", b"").ok()?.try_reply().ok()?;
-        (reply.status == 200).then(|| Books::read(&reply.json()))
+        let reply = PendingCall::try_new(&self.address, "GET", "/debug/kv", b"").ok()?.try_reply().ok()?;
+        (reply.status == 200).then(|| EngineSnapshot::read(&reply.json()))
     }
 
     pub(crate) fn metric(&self, address: &str, name: &str, labels: &str) -> f64 {
-        let reply = Call::new(address, "GET", "/metrics", b"").reply();
+        let reply = PendingCall::new(address, "GET", "/metrics", b"").reply();
         metric(&String::from_utf8_lossy(&reply.body), name, labels)
     }
 
-    /// It lives, has not panicked anywhere, and holds no more descriptors and memory than at its baseline.
+    /// Checks that the process lives, has not panicked, and holds no more descriptors and memory than at its baseline.
     ///
     /// # Errors
-    /// What is not so.
+    /// The check that failed.
     pub(crate) fn is_well(&mut self) -> Result<(), String> {
         if let Some(status) = self.process.ended() {
             return Err(format!("{} has ended by itself: {status}\n{}", self.name, self.process.log()));
@@ -150,8 +151,8 @@ impl Server {
         self.resident.iter().take(WARM_ROUNDS).copied().max().unwrap_or(0)
     }
 
-    pub(crate) fn vitals(&self) -> Vitals {
-        Vitals {
+    pub(crate) fn vitals(&self) -> ResourceUsage {
+        ResourceUsage {
             descriptors_at_start: self.descriptors_at_start,
             descriptors_now: self.process.descriptors(),
             resident_warm_kib: self.warm(),
@@ -160,7 +161,7 @@ impl Server {
         }
     }
 
-    /// What it has logged since the last look.
+    /// The log lines since the last call.
     fn new_log(&mut self) -> String {
         let mut text = Vec::new();
         if let Ok(mut log) = std::fs::File::open(self.process.log_file()) {

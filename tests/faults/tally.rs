@@ -1,4 +1,4 @@
-//! What was done and what came of it, counted.
+//! Counts of injected faults and of outcomes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -6,42 +6,42 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::plan::{Phase, Round};
-use crate::question::Fared;
+use crate::prompt::ClientOutcome;
 
 #[derive(Default)]
 pub(crate) struct Tally(Mutex<Counts>);
 
 #[derive(Default)]
 struct Counts {
-    /// Harms by target and kind, and the phases in which requests were at that moment.
-    harms: BTreeMap<(&'static str, &'static str), BTreeMap<Phase, u64>>,
+    /// Injected faults by target and kind, and the phases of the requests at that moment.
+    injections: BTreeMap<(&'static str, &'static str), BTreeMap<Phase, u64>>,
     rounds: BTreeMap<(&'static str, &'static str), u64>,
-    fared: BTreeMap<String, u64>,
+    outcomes: BTreeMap<String, u64>,
     settled: Vec<Duration>,
     expired: f64,
 }
 
 impl Tally {
-    pub(crate) fn harmed(&self, round: &Round, seen: &BTreeSet<Phase>) {
+    pub(crate) fn record_injection(&self, round: &Round, seen: &BTreeSet<Phase>) {
         let mut counts = self.lock();
-        let cell = (round.target.name(), round.harm.name());
+        let cell = (round.target.name(), round.injection.name());
         *counts.rounds.entry(cell).or_default() += 1;
-        let row = counts.harms.entry(cell).or_default();
+        let row = counts.injections.entry(cell).or_default();
         for phase in seen {
             *row.entry(*phase).or_default() += 1;
         }
     }
 
-    pub(crate) fn fared(&self, fared: Fared) {
-        let name = match fared {
-            Fared::Right => "right".to_owned(),
-            Fared::Refused(status) => format!("error {status}"),
-            Fared::BrokenOff => "broken off by an error event".to_owned(),
-            Fared::Cut => "cut in its answer".to_owned(),
-            Fared::Unanswered => "no answer".to_owned(),
-            Fared::Left => "left by itself".to_owned(),
+    pub(crate) fn record_outcome(&self, outcome: ClientOutcome) {
+        let name = match outcome {
+            ClientOutcome::Right => "right".to_owned(),
+            ClientOutcome::Refused(status) => format!("error {status}"),
+            ClientOutcome::BrokenOff => "broken off by an error event".to_owned(),
+            ClientOutcome::Cut => "cut in its answer".to_owned(),
+            ClientOutcome::Unanswered => "no answer".to_owned(),
+            ClientOutcome::Left => "left by itself".to_owned(),
         };
-        *self.lock().fared.entry(name).or_default() += 1;
+        *self.lock().outcomes.entry(name).or_default() += 1;
     }
 
     pub(crate) fn settled(&self, within: Duration) {
@@ -65,16 +65,16 @@ impl fmt::Display for Tally {
             write!(f, "{:>9}", phase.name())?;
         }
         writeln!(f, "   (rounds with a request in that phase at the moment of the harm)")?;
-        for (cell, phases) in &counts.harms {
+        for (cell, phases) in &counts.injections {
             write!(f, "{:<16}{:<20}{:>7} |", cell.0, cell.1, counts.rounds[cell])?;
             for phase in Phase::ALL {
                 write!(f, "{:>9}", phases.get(&phase).copied().unwrap_or(0))?;
             }
             writeln!(f)?;
         }
-        let fared: Vec<String> =
-            counts.fared.iter().map(|(what, count)| format!("{what}: {count}")).collect();
-        writeln!(f, "clients: {}", fared.join(", "))?;
+        let outcomes: Vec<String> =
+            counts.outcomes.iter().map(|(what, count)| format!("{what}: {count}")).collect();
+        writeln!(f, "clients: {}", outcomes.join(", "))?;
         writeln!(f, "leases that ended by expiry: {}", counts.expired)?;
         counts.settled.sort();
         let at = |part: usize| {

@@ -1,4 +1,4 @@
-//! A router with its engines, each a process of its own.
+//! A router with its engines, each a separate process.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -6,12 +6,14 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::ask::MODEL;
-use super::books::metric;
-use super::{Ask, Books, Call, PATIENCE, Process, Proxy, Reply, Signal, eventually};
+use super::engine_snapshot::metric;
+use super::generate_request::MODEL;
+use super::{
+    EngineSnapshot, GenerateRequest, PATIENCE, PendingCall, Process, Proxy, Reply, Signal, eventually,
+};
 
-/// What a cluster is to be made of.
-pub(crate) struct Plan {
+/// The processes of a cluster and their options.
+pub(crate) struct ClusterPlan {
     prefill: Vec<Vec<String>>,
     decode: Vec<Vec<String>>,
     router: Value,
@@ -29,8 +31,8 @@ pub(crate) struct Cluster {
     pub(crate) admin: String,
     router: Process,
     router_alive: bool,
-    /// With [`Plan::links`]: from the router to the first decode engine, and from decode engines to the side channel
-    /// of the first prefill engine.
+    /// With [`ClusterPlan::links`]: from the router to the first decode engine, and from decode engines to the side
+    /// channel of the first prefill engine.
     pub(crate) router_decode: Option<Proxy>,
     pub(crate) side_channel: Option<Proxy>,
     _folder: TempDir,
@@ -45,10 +47,10 @@ pub(crate) struct Engine {
 }
 
 impl Cluster {
-    /// One prefill engine and one decode engine, unless the plan says otherwise.
-    #[allow(clippy::new_ret_no_self)] // reads as a sentence: Cluster::new().decode(..).start()
-    pub(crate) fn new() -> Plan {
-        Plan {
+    /// Plans one prefill engine and one decode engine. The plan's methods change this.
+    #[allow(clippy::new_ret_no_self, reason = "a readable chain: Cluster::new().decode(..).start()")]
+    pub(crate) fn new() -> ClusterPlan {
+        ClusterPlan {
             prefill: Vec::new(),
             decode: Vec::new(),
             router: json!({}),
@@ -60,12 +62,12 @@ impl Cluster {
     }
 
     /// Sends a request to the router.
-    pub(crate) fn send(&self, ask: &Ask) -> Call {
-        Call::new(&self.url, "POST", ask.path, ask.body.to_string().as_bytes())
+    pub(crate) fn send(&self, ask: &GenerateRequest) -> PendingCall {
+        PendingCall::new(&self.url, "POST", ask.path, ask.body.to_string().as_bytes())
     }
 
-    /// Asks the router and waits for the whole answer.
-    pub(crate) fn ask(&self, ask: &Ask) -> Reply {
+    /// Sends a request to the router and waits for the whole response.
+    pub(crate) fn ask(&self, ask: &GenerateRequest) -> Reply {
         self.send(ask).reply()
     }
 
@@ -76,12 +78,12 @@ impl Cluster {
 
     /// All metrics of the router.
     pub(crate) fn router_metrics(&self) -> String {
-        let reply = Call::new(&self.admin, "GET", "/metrics", b"").reply();
+        let reply = PendingCall::new(&self.admin, "GET", "/metrics", b"").reply();
         String::from_utf8_lossy(&reply.body).into_owned()
     }
 
-    /// Waits until nobody holds anything: every engine that lives is at its baseline, no lease has ended by
-    /// expiry, and the router has nothing in flight.
+    /// Waits until nothing is held: every live engine is at its baseline, no lease has expired, and the router has no
+    /// request in flight.
     pub(crate) fn settled(&self, within: Duration) {
         let begun = Instant::now();
         for engine in self.engines() {
@@ -95,16 +97,16 @@ impl Cluster {
         if self.router_alive {
             eventually(PATIENCE, "the router is quiet", quiet);
         }
-        // What was still on its way to an engine when we looked has arrived by now.
+        // Data that was on its way to an engine at the last look has arrived by now.
         for engine in self.engines() {
             engine.settled(within);
             engine.expired_nothing();
         }
     }
 
-    /// One more request is served, and everything is settled after it too.
+    /// Serves one more request and waits until everything is settled.
     pub(crate) fn still_serves(&self) {
-        let reply = self.ask(&Ask::fresh(40));
+        let reply = self.ask(&GenerateRequest::fresh(40));
         assert_eq!(reply.status, 200, "{}", reply.json());
         self.settled(PATIENCE);
     }
@@ -131,57 +133,57 @@ impl Cluster {
         self.router_alive = false;
     }
 
-    /// After [`Self::interrupt_router`].
+    /// Waits for the end of the router after [`Self::interrupt_router`].
     pub(crate) fn router_ends_well(&mut self) {
         self.router.ends_well(PATIENCE);
     }
 }
 
-impl Plan {
-    /// One more prefill engine, with these options.
+impl ClusterPlan {
+    /// Adds a prefill engine with these options.
     pub(crate) fn prefill(mut self, options: &str) -> Self {
         self.prefill.push(words(options));
         self
     }
 
-    /// One more decode engine, with these options.
+    /// Adds a decode engine with these options.
     pub(crate) fn decode(mut self, options: &str) -> Self {
         self.decode.push(words(options));
         self
     }
 
-    /// Without a prefill engine a request is refused.
+    /// The router refuses requests without a prefill engine.
     pub(crate) fn no_fallback(mut self) -> Self {
         self.fallback = "none";
         self
     }
 
-    /// Handoffs come when their prefill is done.
+    /// Handoffs follow the end of their prefill.
     pub(crate) fn not_early(mut self) -> Self {
         self.early = false;
         self
     }
 
-    /// A stream whose decode engine dies is continued by another.
+    /// Another decode engine continues the stream of one that dies.
     pub(crate) fn resume(mut self) -> Self {
         self.resume = true;
         self
     }
 
-    /// A fault proxy between the router and the first decode engine, and one in front of the first prefill engine's
-    /// side channel, which is TCP then.
+    /// Adds a fault proxy between the router and the first decode engine, and one in front of the first prefill
+    /// engine's side channel, which then uses TCP.
     pub(crate) fn links(mut self) -> Self {
         self.links = true;
         self
     }
 
-    /// A part of the router's configuration.
+    /// Sets a key of the router's configuration.
     pub(crate) fn router(mut self, key: &str, value: Value) -> Self {
         self.router[key] = value;
         self
     }
 
-    /// Starts everything and waits until it serves.
+    /// Starts all processes and waits until the router serves.
     pub(crate) fn start(mut self) -> Cluster {
         let folder = tempfile::tempdir().expect("a temporary folder");
         for options in [&mut self.prefill, &mut self.decode] {
@@ -190,7 +192,7 @@ impl Plan {
             }
         }
         if self.links {
-            // Everything of 127/8 is this machine: the same port, another address.
+            // All addresses of 127/8 are this machine: the same port at another address.
             self.prefill[0].extend(words("--side-channel-host 127.0.0.2"));
             for options in self.prefill.iter_mut().chain(&mut self.decode) {
                 options.extend(words("--kv-transport tcp"));
@@ -232,9 +234,9 @@ impl Plan {
         let mut router = Process::start("router", &args, folder.path());
         router.wait_ready();
         let (url, admin) = (router.fact("http"), router.fact("admin"));
-        // Its first questions are answered: what an engine is sent from now on is a test's.
+        // The router's first probes are answered: from now on only the test sends requests to an engine.
         eventually(PATIENCE, "every engine is known to the router", || {
-            let shown = Call::new(&admin, "GET", "/engines", b"").reply().json();
+            let shown = PendingCall::new(&admin, "GET", "/engines", b"").reply().json();
             let engines = shown["engines"].as_array().cloned().unwrap_or_default();
             if engines.iter().all(|engine| engine["known"] == true) { Ok(()) } else { Err(shown.to_string()) }
         });
@@ -266,20 +268,21 @@ impl Engine {
         self.address = self.process.fact("http");
     }
 
-    /// Sends a request to this engine itself, past the router.
-    pub(crate) fn send(&self, method: &str, path: &str, body: &Value) -> Call {
-        Call::new(&self.address, method, path, body.to_string().as_bytes())
+    /// Sends a request directly to this engine.
+    pub(crate) fn send(&self, method: &str, path: &str, body: &Value) -> PendingCall {
+        PendingCall::new(&self.address, method, path, body.to_string().as_bytes())
     }
 
-    /// As [`Self::send`], a request to generate, under a name of the caller's choice.
-    pub(crate) fn send_as(&self, request: &str, ask: &Ask) -> Call {
+    /// As [`Self::send`], for a request to generate with a request id of the caller's choice.
+    pub(crate) fn send_as(&self, request: &str, ask: &GenerateRequest) -> PendingCall {
         let headers = format!("x-request-id: {request}\r\n");
-        let call = Call::try_with(&self.address, "POST", ask.path, &headers, ask.body.to_string().as_bytes());
+        let call =
+            PendingCall::try_with(&self.address, "POST", ask.path, &headers, ask.body.to_string().as_bytes());
         call.expect("it listens")
     }
 
-    /// Has it prefill this and lend the blocks; its handoff.
-    pub(crate) fn lends(&self, ask: &Ask) -> Value {
+    /// Makes the engine prefill a request and lease the blocks. Returns the handoff.
+    pub(crate) fn lends(&self, ask: &GenerateRequest) -> Value {
         let ask = ask
             .clone()
             .with("kv_transfer_params", json!({"do_remote_decode": true, "do_remote_prefill": false}));
@@ -290,27 +293,27 @@ impl Engine {
         handoff
     }
 
-    /// Gives up a handoff of it, in the router's words.
+    /// Releases a handoff of this engine with the router's message.
     pub(crate) fn release(&self, handoff: &Value) -> Value {
         let body = json!({"handle": handoff["remote_handle"], "reason": "router_release"});
         self.send("POST", "/kv/release", &body).reply().json()["result"].take()
     }
 
-    /// How its leases are held: "offered", "reading", "draining".
+    /// States of the engine's leases: "offered", "reading", "draining".
     pub(crate) fn lease_states(&self) -> Vec<String> {
         let shown = self.send("GET", "/debug/kv", &json!({})).reply().json();
         let leases = shown["oldest_leases"].as_array().expect("a list").iter();
         leases.map(|lease| lease["state"].as_str().expect("a state").to_owned()).collect()
     }
 
-    /// Producers' pools that it has mapped.
+    /// Number of producers' pools that the engine has mapped.
     pub(crate) fn mapped_pools(&self) -> usize {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.process.pid())).unwrap_or_default();
-        // Its own is mapped for writing.
+        // The engine maps its own pool for writing.
         maps.lines().filter(|line| line.contains("baton-kv-pool") && line.contains(" r--s ")).count()
     }
 
-    /// The request whose lease is its only one.
+    /// The request id of the engine's only lease.
     pub(crate) fn lease_of_one(&self) -> String {
         let shown = self.send("GET", "/debug/kv", &json!({})).reply().json();
         let leases = shown["oldest_leases"].as_array().expect("a list");
@@ -318,15 +321,15 @@ impl Engine {
         leases[0]["request_id"].as_str().expect("a name").to_owned()
     }
 
-    /// What it has logged.
+    /// The engine's log.
     pub(crate) fn log(&self) -> String {
         self.process.log()
     }
 
-    pub(crate) fn books(&self) -> Books {
-        let reply = Call::new(&self.address, "GET", "/debug/kv", b"").reply();
+    pub(crate) fn snapshot(&self) -> EngineSnapshot {
+        let reply = PendingCall::new(&self.address, "GET", "/debug/kv", b"").reply();
         assert_eq!(reply.status, 200, "{}", self.name);
-        Books::read(&reply.json())
+        EngineSnapshot::read(&reply.json())
     }
 
     /// The sum of a metric of this engine.
@@ -336,36 +339,41 @@ impl Engine {
 
     /// All metrics of this engine.
     pub(crate) fn metrics(&self) -> String {
-        let reply = Call::new(&self.address, "GET", "/metrics", b"").reply();
+        let reply = PendingCall::new(&self.address, "GET", "/metrics", b"").reply();
         String::from_utf8_lossy(&reply.body).into_owned()
     }
 
-    /// Waits until its books show what is looked for.
-    pub(crate) fn shows(&self, what: &str, found: impl Fn(&Books) -> bool) -> Books {
+    /// Waits until the engine's snapshot satisfies `found`.
+    pub(crate) fn shows(&self, what: &str, found: impl Fn(&EngineSnapshot) -> bool) -> EngineSnapshot {
         self.shows_within(PATIENCE, what, found)
     }
 
-    /// As [`Self::shows`], within a time.
-    pub(crate) fn shows_within(&self, within: Duration, what: &str, found: impl Fn(&Books) -> bool) -> Books {
+    /// As [`Self::shows`], with a time limit.
+    pub(crate) fn shows_within(
+        &self,
+        within: Duration,
+        what: &str,
+        found: impl Fn(&EngineSnapshot) -> bool,
+    ) -> EngineSnapshot {
         let look = || {
-            let books = self.books();
-            if found(&books) { Ok(books) } else { Err(format!("{books:?}")) }
+            let snapshot = self.snapshot();
+            if found(&snapshot) { Ok(snapshot) } else { Err(format!("{snapshot:?}")) }
         };
         eventually(within, &format!("{} shows: {what}", self.name), look)
     }
 
-    /// Waits until it holds nothing and serves nobody.
+    /// Waits until the engine holds nothing and serves no request.
     pub(crate) fn settled(&self, within: Duration) {
-        self.shows_within(within, "everything is back", Books::is_baseline);
+        self.shows_within(within, "everything is back", EngineSnapshot::is_baseline);
     }
 
-    /// No lease of it has ended by its expiry.
+    /// Asserts that no lease of this engine has expired.
     pub(crate) fn expired_nothing(&self) {
         assert_eq!(self.metric("vllm:nixl_num_kv_expired_reqs", ""), 0.0, "{}: leases expired", self.name);
     }
 
-    /// Waits until a request of the router lies unread in one of its sockets; for an engine that stands still, which
-    /// cannot say so itself. The ports at the other ends of such sockets.
+    /// Waits until a request of the router is unread in one of the engine's sockets, for an engine that is stopped and
+    /// cannot report this. Returns the ports at the other ends of such sockets.
     pub(crate) fn is_sent_something(&self) -> Vec<u16> {
         let unread = || match self.peers(|unread| unread > 0) {
             ports if ports.is_empty() => Err("its sockets have been read".to_owned()),
@@ -374,7 +382,7 @@ impl Engine {
         eventually(PATIENCE, &format!("a request is sent to {}", self.name), unread)
     }
 
-    /// The ports at the other ends of its connections.
+    /// The ports at the other ends of the engine's connections.
     pub(crate) fn connections(&self) -> Vec<u16> {
         self.peers(|_| true)
     }
@@ -384,7 +392,7 @@ impl Engine {
         peers_of(port.parse().expect("a port"), of)
     }
 
-    /// It stands still until [`Self::go_on`]; its sockets stay open.
+    /// Stops the process until [`Self::go_on`]. Its sockets stay open.
     pub(crate) fn pause(&mut self) {
         self.process.signal(Signal::Pause);
     }
@@ -405,7 +413,7 @@ impl Engine {
         self.alive = false;
     }
 
-    /// After [`Self::interrupt`] or [`Self::terminate`].
+    /// Waits for the end of the engine after [`Self::interrupt`] or [`Self::terminate`].
     pub(crate) fn ends_well(&mut self) {
         self.process.ends_well(PATIENCE);
     }
@@ -421,7 +429,7 @@ fn words(options: &str) -> Vec<String> {
     options.split_ascii_whitespace().map(str::to_owned).collect()
 }
 
-/// The peers' ports of the connections to this port of loopback of whose unread bytes `of` says so: `local_address`,
+/// The peers' ports of connections to this port of loopback whose unread bytes satisfy `of`: `local_address`,
 /// `rem_address` and `rx_queue` of the kernel's table.
 fn peers_of(port: u16, of: impl Fn(u64) -> bool) -> Vec<u16> {
     let table = std::fs::read_to_string("/proc/net/tcp").expect("the kernel shows its sockets");
@@ -431,7 +439,7 @@ fn peers_of(port: u16, of: impl Fn(u64) -> bool) -> Vec<u16> {
         let [_, address, peer, state, queues, ..] = fields[..] else { return None };
         let unread = queues.split_once(':').and_then(|(_, bytes)| u64::from_str_radix(bytes, 16).ok())?;
         let port = peer.split_once(':').and_then(|(_, port)| u16::from_str_radix(port, 16).ok())?;
-        // The queue of a listener counts connections, not bytes.
+        // A listener's queue counts connections, not bytes.
         (address == local && state != "0A" && of(unread)).then_some(port)
     };
     table.lines().filter_map(peer).collect()

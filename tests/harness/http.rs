@@ -1,4 +1,4 @@
-//! HTTP/1.1 on a bare socket: what a client sends is bytes, and how it leaves is its choice.
+//! HTTP/1.1 on a bare socket: tests send any bytes and choose how the client disconnects.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -7,35 +7,35 @@ use std::time::Duration;
 use serde_json::Value;
 use socket2::SockRef;
 
-/// A reader gives up after this long without a byte. Longer than any test's pace.
+/// A read fails after this long without a byte. Longer than any pause of a test.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// How a client leaves.
+/// How a client disconnects.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum HangUp {
-    /// It closes: the peer reads an end.
+    /// The client closes: the peer reads an end.
     Fin,
-    /// It resets: the peer reads an error.
+    /// The client resets: the peer reads an error.
     Rst,
 }
 
 impl HangUp {
-    /// Both ways to leave.
+    /// Both ways to disconnect.
     pub(crate) const BOTH: [Self; 2] = [Self::Fin, Self::Rst];
 }
 
-/// A request that was sent and whose answer has not been read.
-pub(crate) struct Call {
+/// A sent request whose response has not been read.
+pub(crate) struct PendingCall {
     stream: TcpStream,
 }
 
-/// See [`Call::kept`].
-pub(crate) struct Kept {
+/// See [`PendingCall::kept`].
+pub(crate) struct KeptConnection {
     address: String,
     stream: TcpStream,
 }
 
-/// A whole answer.
+/// A whole response.
 #[derive(Debug)]
 pub(crate) struct Reply {
     pub(crate) status: u16,
@@ -43,35 +43,35 @@ pub(crate) struct Reply {
     pub(crate) body: Vec<u8>,
 }
 
-/// An answer as it came.
-pub(crate) enum Answer {
-    /// All of it.
+/// A response, streamed or not.
+pub(crate) enum Response {
+    /// The whole response.
     Whole(Reply),
-    /// Its head; the events follow.
+    /// Its head. The events follow.
     Streamed(Stream),
 }
 
-/// A streamed answer whose head has been read.
+/// A streamed response whose head has been read.
 pub(crate) struct Stream {
     pub(crate) status: u16,
     reader: BufReader<TcpStream>,
-    /// Decoded bytes that are not yet a whole event.
+    /// Decoded bytes of an incomplete event.
     pending: Vec<u8>,
     ended: bool,
 }
 
-impl Call {
-    /// Sends these bytes as they are.
+impl PendingCall {
+    /// Sends these bytes unchanged.
     pub(crate) fn raw(address: &str, bytes: &[u8]) -> Self {
         Self::try_raw(address, bytes).expect("it listens")
     }
 
-    /// As [`Self::raw`], to a server that may not be there.
+    /// As [`Self::raw`], for a server that may not listen.
     pub(crate) fn try_raw(address: &str, bytes: &[u8]) -> std::io::Result<Self> {
         let mut stream = TcpStream::connect(address)?;
         stream.set_nodelay(true).expect("a socket option");
         stream.set_read_timeout(Some(SILENCE)).expect("a socket option");
-        // A server that refuses by the head alone may close before it has read all.
+        // A server that refuses by the head alone may close before it has read the body.
         let _ = stream.write_all(bytes);
         Ok(Self { stream })
     }
@@ -81,12 +81,12 @@ impl Call {
         Self::try_new(address, method, path, body).expect("it listens")
     }
 
-    /// As [`Self::new`], to a server that may not be there.
+    /// As [`Self::new`], for a server that may not listen.
     pub(crate) fn try_new(address: &str, method: &str, path: &str, body: &[u8]) -> std::io::Result<Self> {
         Self::try_with(address, method, path, "", body)
     }
 
-    /// As [`Self::try_new`], with more headers: whole lines, each with its end.
+    /// As [`Self::try_new`], with more headers as whole lines with their ends.
     pub(crate) fn try_with(
         address: &str,
         method: &str,
@@ -97,20 +97,20 @@ impl Call {
         Self::try_raw(address, &request(address, method, path, headers, body))
     }
 
-    /// A connection on which a request has been answered already.
-    pub(crate) fn kept(address: &str) -> Kept {
+    /// A connection that has served one request already.
+    pub(crate) fn kept(address: &str) -> KeptConnection {
         let mut reader = BufReader::new(Self::new(address, "GET", "/health", b"").stream);
         let (status, head) = read_head(&mut reader).expect("a head");
         read_body(&mut reader, status, head).expect("a whole answer");
-        Kept { address: address.to_owned(), stream: reader.into_inner() }
+        KeptConnection { address: address.to_owned(), stream: reader.into_inner() }
     }
 
-    /// Leaves.
+    /// Disconnects.
     pub(crate) fn hang_up(self, how: HangUp) {
         leave(self.stream, how);
     }
 
-    /// Whether not a byte of an answer has come.
+    /// Whether no byte of the response has arrived.
     pub(crate) fn is_unanswered(&self) -> bool {
         self.stream.set_nonblocking(true).expect("a socket option");
         let nothing =
@@ -119,31 +119,31 @@ impl Call {
         nothing
     }
 
-    /// Waits for the whole answer.
+    /// Waits for the whole response.
     pub(crate) fn reply(self) -> Reply {
         self.try_reply().expect("a whole answer")
     }
 
-    /// Waits for the whole answer, of a server that may not be well.
+    /// Waits for the whole response of a server that may fail.
     pub(crate) fn try_reply(self) -> std::io::Result<Reply> {
         let mut reader = BufReader::new(self.stream);
         let (status, head) = read_head(&mut reader)?;
         read_body(&mut reader, status, head)
     }
 
-    /// Waits for the head of an answer, of a server that may not be well: a whole answer is then read to its end.
-    pub(crate) fn answer(self) -> std::io::Result<Answer> {
+    /// Waits for the head of the response of a server that may fail. Reads a response without a stream to its end.
+    pub(crate) fn answer(self) -> std::io::Result<Response> {
         let mut reader = BufReader::new(self.stream);
         let (status, head) = read_head(&mut reader)?;
         let streamed =
             header(&head, "content-type").is_some_and(|kind| kind.starts_with("text/event-stream"));
         if streamed {
-            return Ok(Answer::Streamed(Stream { status, reader, pending: Vec::new(), ended: false }));
+            return Ok(Response::Streamed(Stream { status, reader, pending: Vec::new(), ended: false }));
         }
-        read_body(&mut reader, status, head).map(Answer::Whole)
+        read_body(&mut reader, status, head).map(Response::Whole)
     }
 
-    /// Waits for the head of a streamed answer.
+    /// Waits for the head of a streamed response.
     pub(crate) fn stream(self) -> Stream {
         let mut reader = BufReader::new(self.stream);
         let (status, head) = read_head(&mut reader).expect("a head");
@@ -152,12 +152,12 @@ impl Call {
     }
 }
 
-impl Kept {
+impl KeptConnection {
     /// Sends one more request.
-    pub(crate) fn send(mut self, path: &str, body: &Value) -> Call {
+    pub(crate) fn send(mut self, path: &str, body: &Value) -> PendingCall {
         let bytes = request(&self.address, "POST", path, "", body.to_string().as_bytes());
         self.stream.write_all(&bytes).expect("it is open");
-        Call { stream: self.stream }
+        PendingCall { stream: self.stream }
     }
 }
 
@@ -171,7 +171,7 @@ impl Reply {
         header(&self.head, name)
     }
 
-    /// The text of the first choice of a good answer.
+    /// The text of the first choice of a successful response.
     pub(crate) fn text(&self) -> String {
         let body = self.json();
         assert_eq!(self.status, 200, "{body}");
@@ -182,12 +182,12 @@ impl Reply {
 }
 
 impl Stream {
-    /// The next event's data; `None` at the end of the answer.
+    /// The next event's data; `None` at the end of the response.
     pub(crate) fn event(&mut self) -> Option<String> {
         self.try_event().expect("a chunk")
     }
 
-    /// As [`Self::event`], of an answer that may break off.
+    /// As [`Self::event`], for a response that may break off.
     pub(crate) fn try_event(&mut self) -> std::io::Result<Option<String>> {
         loop {
             if let Some(end) = self.pending.windows(2).position(|pair| pair == b"\n\n") {
@@ -208,7 +208,7 @@ impl Stream {
         }
     }
 
-    /// Leaves.
+    /// Disconnects.
     pub(crate) fn hang_up(self, how: HangUp) {
         leave(self.reader.into_inner(), how);
     }
@@ -224,7 +224,7 @@ fn request(address: &str, method: &str, path: &str, headers: &str, body: &[u8]) 
 
 pub(super) fn leave(mut stream: TcpStream, how: HangUp) {
     match how {
-        // Closed with bytes unread it would be a reset.
+        // Closing a socket with unread bytes would reset the connection.
         HangUp::Fin => {
             stream.set_nonblocking(true).expect("a socket option");
             while matches!(stream.read(&mut [0; 4096]), Ok(1..)) {}

@@ -1,35 +1,35 @@
-//! The vocabulary of the tests with real processes: `tests/e2e/` and `tests/faults/` share it.
+//! The shared code of tests with real processes, used by `tests/e2e/`, `tests/faults/` and `tests/deploy/`.
 //!
-//! A test says what it waits for: a state within a time. It never takes the passing of time for a state.
+//! A test waits for a state within a time limit, never for a time.
 
-#![allow(dead_code, unused_imports)] // each of the test targets that share it uses its own part
+#![allow(dead_code, unused_imports, reason = "each test target that includes this module uses a part of it")]
 
-mod ask;
-mod books;
 mod cluster;
+mod engine_snapshot;
+mod generate_request;
 mod http;
 mod process;
 mod proxy;
 
-pub(crate) use ask::{Ask, MODEL};
-pub(crate) use books::{Books, digests, metric};
 pub(crate) use cluster::{Cluster, Engine};
-pub(crate) use http::{Answer, Call, HangUp, Reply, Stream};
+pub(crate) use engine_snapshot::{EngineSnapshot, digests, metric};
+pub(crate) use generate_request::{GenerateRequest, MODEL};
+pub(crate) use http::{HangUp, PendingCall, Reply, Response, Stream};
 pub(crate) use process::{Process, Signal, ends, signal};
-pub(crate) use proxy::{End, Fault, Proxy};
+pub(crate) use proxy::{CloseKind, LinkFault, Proxy};
 
 use std::time::{Duration, Instant};
 
-/// Within this time of a client's leaving, every block it held must be back.
+/// Within this time after a client disconnects, all of its blocks must be free.
 pub(crate) const AT_ONCE: Duration = Duration::from_secs(1);
 
-/// For states that must come, but whose time is not the point. Generous: tests share a machine.
+/// Limit for states whose time is not under test. Generous, because tests share a machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Looks again and again until `look` finds what it looks for.
+/// Repeats `look` until it succeeds.
 ///
 /// # Panics
-/// After `within`, with what was found last.
+/// After `within`, with the last error.
 pub(crate) fn eventually<T>(within: Duration, what: &str, mut look: impl FnMut() -> Result<T, String>) -> T {
     let begun = Instant::now();
     loop {
@@ -43,8 +43,8 @@ pub(crate) fn eventually<T>(within: Duration, what: &str, mut look: impl FnMut()
     }
 }
 
-/// Between two looks.
-#[allow(clippy::disallowed_methods)] // a retry pause: the state is what is waited for
+/// The pause between two looks.
+#[allow(clippy::disallowed_methods, reason = "a retry pause: the test waits for a state")]
 fn pause() {
     std::thread::sleep(Duration::from_millis(2));
 }

@@ -1,4 +1,4 @@
-//! One process of ours: started with a pipe as its lifeline, known by its "ready" line, stopped or killed at will.
+//! One process: started with a pipe on its stdin, identified by its "ready" line, stopped or killed by the test.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -10,35 +10,35 @@ use std::time::Duration;
 
 use super::{PATIENCE, eventually};
 
-/// A process gets this long to load and to say that it is ready.
+/// Maximum time for a process to load and to print its "ready" line.
 const READY_WITHIN: Duration = Duration::from_secs(60);
 
-/// What a test does to a process.
+/// A signal that a test sends to a process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Signal {
-    /// Ends it where it stands: `kill -9`.
+    /// Ends the process at once: `kill -9`.
     Kill,
-    /// It computes and answers nothing, but its sockets are open.
+    /// Stops the process. Its sockets stay open.
     Pause,
     /// Ends a pause.
     Continue,
-    /// Asks it to end: Ctrl-C.
+    /// Requests the end: Ctrl-C.
     Interrupt,
-    /// Asks it to end, as a supervisor does: SIGTERM.
+    /// Requests the end as a supervisor does: SIGTERM.
     Terminate,
 }
 
-/// The binary under test: the one that was built with the tests, or another where those are run on a machine that did not
+/// The binary under test: the one that was built with the tests, or another if the tests run on a machine that did not
 /// build them.
 fn binary() -> std::ffi::OsString {
     std::env::var_os("BATON_TEST_BINARY").unwrap_or(env!("CARGO_BIN_EXE_baton").into())
 }
 
-/// A running process; it is ended when this is dropped.
+/// A running process. Dropping it ends the process.
 pub(crate) struct Process {
     name: String,
     child: Child,
-    /// In a mutex only so that a cluster can be shared by the threads of a test.
+    /// A mutex only so that threads of a test can share a cluster.
     ready: Mutex<Option<Receiver<String>>>,
     facts: String,
     log: PathBuf,
@@ -50,18 +50,18 @@ impl Process {
         Self::spawn(name, Command::new(binary()), args, folder)
     }
 
-    /// As [`Self::start`], with its system calls in a file.
+    /// As [`Self::start`], with a trace of its system calls in a file.
     pub(crate) fn traced(name: &str, args: &[String], folder: &Path, calls: &Path) -> Self {
         let mut strace = Command::new("strace");
         strace.args(["-f", "-o"]).arg(calls).arg(binary());
         Self::spawn(name, strace, args, folder)
     }
 
-    /// As [`Self::start`], by a command whose further arguments are those.
+    /// As [`Self::start`], with a command that gets these further arguments.
     pub(crate) fn spawn(name: &str, mut command: Command, args: &[String], folder: &Path) -> Self {
         let log = folder.join(format!("{name}.log"));
         let stderr = File::create(&log).expect("the test's folder can be written");
-        // Where there is a GPU, what would run on the software device runs on that.
+        // On a machine with a GPU, tests of the software device run on the GPU.
         let device = std::env::var("BATON_TEST_DEVICE").unwrap_or("software".into());
         let args = args.iter().map(|arg| if arg == "software" { &device } else { arg });
         let mut child = command
@@ -80,7 +80,7 @@ impl Process {
                 let facts =
                     line.split_once(": ready ").map(|(_, facts)| facts).or(line.strip_prefix("ready "));
                 if let Some(facts) = facts {
-                    // Nobody waits for it when the test has failed already.
+                    // The receiver is gone if the test has failed already.
                     let _ = tell.send(facts.to_owned());
                 }
             }
@@ -88,14 +88,14 @@ impl Process {
         Self { name: name.to_owned(), child, ready: Mutex::new(Some(ready)), facts: String::new(), log }
     }
 
-    /// Waits for its "ready" line.
+    /// Waits for the "ready" line.
     pub(crate) fn wait_ready(&mut self) {
-        let ready = self.ready.get_mut().expect("nobody panics with it").take().expect("waited for once");
+        let ready = self.ready.get_mut().expect("no holder panics").take().expect("waited for once");
         let facts = ready.recv_timeout(READY_WITHIN);
         self.facts = facts.unwrap_or_else(|_| panic!("{} is not ready:\n{}", self.name, self.log()));
     }
 
-    /// A value of its "ready" line.
+    /// A value of the "ready" line.
     pub(crate) fn fact(&self, key: &str) -> String {
         let value = self.facts.split(' ').find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
         value.unwrap_or_else(|| panic!("{} did not say its {key}: {}", self.name, self.facts)).to_owned()
@@ -108,30 +108,30 @@ impl Process {
         }
     }
 
-    /// Its number.
+    /// The process id.
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// How it ended, if it has.
+    /// The exit status, once the process has ended.
     pub(crate) fn ended(&mut self) -> Option<std::process::ExitStatus> {
         self.child.try_wait().expect("it is our child")
     }
 
-    /// Its resident memory, in KiB; 0 when it has ended.
+    /// The process's resident memory in KiB; 0 after its end.
     pub(crate) fn resident_kib(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap_or_default();
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
         line.and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or(0)
     }
 
-    /// Its open file descriptors.
+    /// The number of open file descriptors.
     pub(crate) fn descriptors(&self) -> usize {
         let open = std::fs::read_dir(format!("/proc/{}/fd", self.child.id()));
         open.map_or(0, Iterator::count)
     }
 
-    /// Waits until it has ended by itself, and well.
+    /// Waits until the process ends by itself with success.
     pub(crate) fn ends_well(&mut self, within: Duration) {
         let ended = || match self.child.try_wait().expect("it is our child") {
             Some(status) => Ok(status),
@@ -141,18 +141,18 @@ impl Process {
         assert!(status.success(), "{}: {status}", self.name);
     }
 
-    /// Asks it to end, by its lifeline, and waits until it has.
+    /// Closes the stdin pipe and waits for the end.
     pub(crate) fn stop(&mut self) {
         drop(self.child.stdin.take());
         self.ends_well(PATIENCE);
     }
 
-    /// Where it logs.
+    /// The path of the log file.
     pub(crate) fn log_file(&self) -> &Path {
         &self.log
     }
 
-    /// What it has logged.
+    /// The contents of the log.
     pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
@@ -163,7 +163,7 @@ impl Drop for Process {
         if std::thread::panicking() {
             let log = self.log();
             let tail: Vec<&str> = log.lines().rev().take(40).collect();
-            // Whether it had ended by itself, and how.
+            // The exit status, if the process had ended by itself.
             let ended = self.child.try_wait().ok().flatten();
             eprintln!(
                 "--- log of {} ({})",
@@ -172,13 +172,13 @@ impl Drop for Process {
             );
             tail.iter().rev().for_each(|line| eprintln!("{line}"));
         }
-        // It may be dead already, and a test that ends owes it no drain.
+        // The process may have ended already, and the end of a test needs no drain.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Sends a signal by the system's own `kill`, which needs no unsafe code here.
+/// Sends a signal with the system's `kill` command, which needs no unsafe code here.
 pub(crate) fn signal(pid: u32, what: Signal) {
     let flag = match what {
         Signal::Kill => "-KILL",
@@ -190,7 +190,7 @@ pub(crate) fn signal(pid: u32, what: Signal) {
     let status = Command::new("kill").args([flag, &pid.to_string()]).status();
     assert!(status.expect("kill is part of every system").success(), "{flag} {pid}");
     if matches!(what, Signal::Pause) {
-        // A signal is delivered, not done, when `kill` returns.
+        // A signal is delivered, but not handled, when `kill` returns.
         let stopped = || match state(pid) {
             Some('T') => Ok(()),
             other => Err(format!("{other:?}")),
@@ -199,7 +199,7 @@ pub(crate) fn signal(pid: u32, what: Signal) {
     }
 }
 
-/// Waits for the end of a process that is not our child. A zombie has ended: its parent has not looked yet.
+/// Waits for the end of a process that is not a child. A zombie has ended: its parent has not waited for it yet.
 pub(crate) fn ends(pid: u32, within: Duration) {
     let ended = || match state(pid) {
         None | Some('Z' | 'X') => Ok(()),

@@ -2,14 +2,14 @@
 //!
 //! | fault | connections that are open | new ones |
 //! |---|---|---|
-//! | [`Fault::Delay`] | every piece is held for a while, each way | the same |
-//! | [`Fault::Slow`] | some bytes, a pause, some bytes, from the target to the client | the same |
-//! | [`Fault::Cut`] | ended at once, both ends see FIN or RST | ended at once |
-//! | [`Fault::CutAfter`] | ended once so many more bytes have come from the target | the same |
-//! | [`Fault::HalfOpen`] | bytes and ends vanish, nobody is told | the same |
+//! | [`LinkFault::Delay`] | every piece is held for a while, each way | the same |
+//! | [`LinkFault::Slow`] | some bytes, a pause, some bytes, from the target to the client | the same |
+//! | [`LinkFault::Cut`] | ended at once, both ends see FIN or RST | ended at once |
+//! | [`LinkFault::CutAfter`] | ended once so many more bytes have come from the target | the same |
+//! | [`LinkFault::HalfOpen`] | bytes and ends vanish without a notice | the same |
 //!
-//! A connection that has lost bytes cannot go on: it is reset when its fault is lifted, as a network does that no
-//! longer knows the connection.
+//! A connection that has lost bytes cannot continue. The proxy resets it when its fault is lifted, as a network does
+//! that no longer knows the connection.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -22,79 +22,79 @@ use socket2::{Domain, SockRef, Socket, Type};
 
 use super::HangUp;
 
-/// Longest wait of a pump before it looks at its fault again.
+/// Longest wait of a pump before it reads its fault again.
 const SLICE: Duration = Duration::from_millis(10);
 
-/// What a pump takes at once.
+/// Bytes that a pump reads at once.
 const PIECE_BYTES: usize = 16 * 1024;
 
-/// Receive buffer towards the target: what a slow link does not deliver stays with the sender, not in the kernel.
+/// Receive buffer towards the target. Bytes that a slow link does not deliver stay with the sender, not in the kernel.
 const BUFFER_BYTES: usize = 16 * 1024;
 
-/// What is kept of what clients say, at most.
-const HEARD_BYTES_MAX: usize = 1 << 20;
+/// Maximum of the clients' bytes that the proxy keeps.
+const RECEIVED_BYTES_MAX: usize = 1 << 20;
 
-/// What is wrong with a link.
+/// The fault of a link.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Fault {
+pub(crate) enum LinkFault {
     None,
     Delay(Duration),
     Slow { bytes: usize, pause: Duration },
-    Cut(End),
-    CutAfter { bytes: u32, end: End },
+    Cut(CloseKind),
+    CutAfter { bytes: u32, end: CloseKind },
     HalfOpen { up: bool, down: bool },
 }
 
-/// How a connection is ended.
+/// How the proxy ends a connection.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum End {
+pub(crate) enum CloseKind {
     Fin,
     Rst,
 }
 
-impl From<End> for HangUp {
-    fn from(end: End) -> Self {
+impl From<CloseKind> for HangUp {
+    fn from(end: CloseKind) -> Self {
         match end {
-            End::Fin => Self::Fin,
-            End::Rst => Self::Rst,
+            CloseKind::Fin => Self::Fin,
+            CloseKind::Rst => Self::Rst,
         }
     }
 }
 
-/// A running proxy; it ends with its connections when this is dropped.
+/// A running proxy. Dropping it ends the proxy and its connections.
 pub(crate) struct Proxy {
     pub(crate) address: SocketAddr,
-    shared: Arc<Shared>,
+    shared: Arc<ProxyState>,
     accepting: Option<JoinHandle<()>>,
 }
 
-struct Shared {
+struct ProxyState {
     target: SocketAddr,
-    fault: Mutex<Fault>,
-    /// Changes with every fault: what belongs to an earlier one is over.
+    fault: Mutex<LinkFault>,
+    /// Changes with every fault and invalidates the effects of an earlier one.
     generation: AtomicU64,
-    /// Bytes from the target until the cut of [`Fault::CutAfter`].
+    /// Bytes from the target until the cut of [`LinkFault::CutAfter`].
     left: AtomicI64,
     connections: AtomicU64,
-    /// Bytes that came from the target and were passed on.
+    /// Forwarded bytes from the target.
     passed: AtomicU64,
-    /// What clients said, of all connections.
+    /// Bytes that clients sent, of all connections.
     heard: Mutex<Vec<u8>>,
     stop: AtomicBool,
 }
 
 /// One connection through the proxy.
-struct Connection {
-    shared: Arc<Shared>,
+struct ProxiedConnection {
+    shared: Arc<ProxyState>,
     client: TcpStream,
     target: TcpStream,
-    /// Bytes or an end vanished in this generation.
+    /// The generation in which bytes or an end vanished.
     lost: Mutex<Option<u64>>,
     over: AtomicBool,
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Way {
+enum Direction {
     /// From the client to the target.
     Up,
     /// From the target to the client.
@@ -102,14 +102,14 @@ enum Way {
 }
 
 impl Proxy {
-    /// Listens on `listen` and passes everything on to `target`, faultless.
+    /// Listens on `listen` and forwards to `target`, without a fault.
     pub(crate) fn start(listen: SocketAddr, target: SocketAddr) -> std::io::Result<Self> {
         let listener = TcpListener::bind(listen)?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ProxyState {
             target,
-            fault: Mutex::new(Fault::None),
+            fault: Mutex::new(LinkFault::None),
             generation: AtomicU64::new(0),
             left: AtomicI64::new(0),
             connections: AtomicU64::new(0),
@@ -124,27 +124,27 @@ impl Proxy {
         Ok(Self { address, shared, accepting: Some(accepting) })
     }
 
-    /// The link has this fault from now on.
-    pub(crate) fn set(&self, fault: Fault) {
+    /// Sets the fault of the link.
+    pub(crate) fn set(&self, fault: LinkFault) {
         let mut current = self.shared.lock();
-        if let Fault::CutAfter { bytes, .. } = fault {
+        if let LinkFault::CutAfter { bytes, .. } = fault {
             self.shared.left.store(i64::from(bytes), Ordering::SeqCst);
         }
         *current = fault;
         self.shared.generation.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Connections that are open.
+    /// Number of open connections.
     pub(crate) fn connections(&self) -> u64 {
         self.shared.connections.load(Ordering::SeqCst)
     }
 
-    /// Bytes that came from the target and were passed on, of all connections.
+    /// Forwarded bytes from the target, of all connections.
     pub(crate) fn passed(&self) -> u64 {
         self.shared.passed.load(Ordering::SeqCst)
     }
 
-    /// What clients said, of all connections, up to a bound.
+    /// Bytes that clients sent, of all connections, up to a bound.
     pub(crate) fn heard(&self) -> String {
         let heard = self.shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
         String::from_utf8_lossy(&heard).into_owned()
@@ -160,13 +160,13 @@ impl Drop for Proxy {
     }
 }
 
-impl Shared {
-    /// The fault of this moment.
-    fn fault(&self) -> Fault {
+impl ProxyState {
+    /// The current fault.
+    fn fault(&self) -> LinkFault {
         *self.lock()
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Fault> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, LinkFault> {
         self.fault.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -192,14 +192,14 @@ impl Shared {
 
     fn serve(self: Arc<Self>, client: TcpStream) {
         let cut = match self.fault() {
-            Fault::Cut(end) => Some(end),
+            LinkFault::Cut(end) => Some(end),
             _ => None,
         };
         if let Some(end) = cut {
             return super::http::leave(client, end.into());
         }
         let Ok(target) = self.connect() else {
-            // What a client sees of a target that refuses.
+            // A client sees a target that refuses as a reset.
             return super::http::leave(client, HangUp::Rst);
         };
         let ready = [&client, &target].iter().all(|stream| {
@@ -212,7 +212,7 @@ impl Shared {
             return;
         }
         self.connections.fetch_add(1, Ordering::SeqCst);
-        let connection = Arc::new(Connection {
+        let connection = Arc::new(ProxiedConnection {
             shared: Arc::clone(&self),
             client,
             target,
@@ -221,9 +221,9 @@ impl Shared {
         });
         let up = {
             let connection = Arc::clone(&connection);
-            std::thread::spawn(move || connection.pump(Way::Up))
+            std::thread::spawn(move || connection.pump(Direction::Up))
         };
-        connection.pump(Way::Down);
+        connection.pump(Direction::Down);
         let _ = up.join();
         self.connections.fetch_sub(1, Ordering::SeqCst);
     }
@@ -236,40 +236,40 @@ impl Shared {
     }
 }
 
-impl Connection {
-    /// Passes one direction on until its end.
-    fn pump(&self, way: Way) {
-        let (from, to) = match way {
-            Way::Up => (&self.client, &self.target),
-            Way::Down => (&self.target, &self.client),
+impl ProxiedConnection {
+    /// Forwards one direction until its end.
+    fn pump(&self, direction: Direction) {
+        let (from, to) = match direction {
+            Direction::Up => (&self.client, &self.target),
+            Direction::Down => (&self.target, &self.client),
         };
         let mut piece = vec![0; PIECE_BYTES];
         let mut ended = false;
         while !self.over() {
             if ended {
-                // The other direction may go on; and a fault that begins now concerns both.
+                // The other direction may continue, and a fault that begins now affects both.
                 nap(SLICE);
                 continue;
             }
             let take = match self.shared.fault() {
-                Fault::Slow { bytes, .. } if way == Way::Down => bytes.clamp(1, PIECE_BYTES),
+                LinkFault::Slow { bytes, .. } if direction == Direction::Down => bytes.clamp(1, PIECE_BYTES),
                 _ => PIECE_BYTES,
             };
             match { from }.read(&mut piece[..take]) {
                 Ok(0) => {
                     ended = true;
-                    if !self.swallows(way) {
+                    if !self.swallows(direction) {
                         let _ = to.shutdown(std::net::Shutdown::Write);
-                        if self.other_has_ended(way) {
+                        if self.other_has_ended(direction) {
                             self.finish();
                         }
                     }
                 }
-                Ok(count) => self.pass(way, to, &piece[..count]),
+                Ok(count) => self.pass(direction, to, &piece[..count]),
                 Err(error) if waits(&error) => {}
                 Err(_) => {
-                    // A reset travels on, unless the link is dead.
-                    if !self.swallows(way) {
+                    // The proxy forwards a reset unless the link is dead.
+                    if !self.swallows(direction) {
                         self.reset();
                     }
                     ended = true;
@@ -278,13 +278,13 @@ impl Connection {
         }
     }
 
-    /// Whether this connection is over, by its own end, a cut or a fault that was lifted.
+    /// Whether this connection has ended, by its own end, a cut, or a fault that was lifted.
     fn over(&self) -> bool {
         if self.over.load(Ordering::SeqCst) || self.shared.stopped() {
             return true;
         }
         let fault = self.shared.fault();
-        if let Fault::Cut(end) = fault {
+        if let LinkFault::Cut(end) = fault {
             self.cut(end);
             return true;
         }
@@ -296,25 +296,25 @@ impl Connection {
         false
     }
 
-    /// Whether what goes this way vanishes now. If so the connection cannot go on.
-    fn swallows(&self, way: Way) -> bool {
-        // With the lock, so that fault and generation belong together.
+    /// Whether bytes of this direction vanish now. If they do, the connection cannot continue.
+    fn swallows(&self, direction: Direction) -> bool {
+        // The lock keeps fault and generation consistent.
         let fault = self.shared.lock();
-        let Fault::HalfOpen { up, down } = *fault else { return false };
-        let dead = if way == Way::Up { up } else { down };
+        let LinkFault::HalfOpen { up, down } = *fault else { return false };
+        let dead = if direction == Direction::Up { up } else { down };
         if dead {
             *self.lost.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.shared.generation());
         }
         dead
     }
 
-    fn pass(&self, way: Way, to: &TcpStream, mut bytes: &[u8]) {
+    fn pass(&self, direction: Direction, to: &TcpStream, mut bytes: &[u8]) {
         let generation = self.shared.generation();
         let mut cut = None;
         match self.shared.fault() {
-            Fault::Delay(pause) => self.hold(pause, generation),
-            Fault::Slow { pause, .. } if way == Way::Down => self.hold(pause, generation),
-            Fault::CutAfter { end, .. } if way == Way::Down => {
+            LinkFault::Delay(pause) => self.hold(pause, generation),
+            LinkFault::Slow { pause, .. } if direction == Direction::Down => self.hold(pause, generation),
+            LinkFault::CutAfter { end, .. } if direction == Direction::Down => {
                 let count = i64::try_from(bytes.len()).expect("a piece is small");
                 let left = self.shared.left.fetch_sub(count, Ordering::SeqCst);
                 if left < count {
@@ -324,19 +324,19 @@ impl Connection {
             }
             _ => {}
         }
-        if self.swallows(way) {
+        if self.swallows(direction) {
             return;
         }
-        if way == Way::Up {
+        if direction == Direction::Up {
             let mut heard = self.shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
-            let room = HEARD_BYTES_MAX.saturating_sub(heard.len());
+            let room = RECEIVED_BYTES_MAX.saturating_sub(heard.len());
             heard.extend_from_slice(&bytes[..bytes.len().min(room)]);
         }
         while !bytes.is_empty() && !self.over() {
             match { to }.write(bytes) {
                 Ok(count) => {
                     bytes = &bytes[count..];
-                    if way == Way::Down {
+                    if direction == Direction::Down {
                         self.shared.passed.fetch_add(count as u64, Ordering::SeqCst);
                     }
                 }
@@ -349,7 +349,7 @@ impl Connection {
         }
     }
 
-    /// Holds a piece for a while, or until the fault changes.
+    /// Delays a piece for a time, or until the fault changes.
     fn hold(&self, pause: Duration, generation: u64) {
         let until = Instant::now() + pause;
         while Instant::now() < until && self.shared.generation() == generation && !self.over() {
@@ -357,9 +357,9 @@ impl Connection {
         }
     }
 
-    fn other_has_ended(&self, way: Way) -> bool {
-        // Both ends have said all when the other direction has been shut down too: reading it gives an end at once.
-        let other = if way == Way::Up { &self.target } else { &self.client };
+    fn other_has_ended(&self, direction: Direction) -> bool {
+        // Both directions have ended when the other one has been shut down too: a read there returns an end at once.
+        let other = if direction == Direction::Up { &self.target } else { &self.client };
         matches!(other.peek(&mut [0]), Ok(0))
     }
 
@@ -369,10 +369,10 @@ impl Connection {
         self.over.store(true, Ordering::SeqCst);
     }
 
-    fn cut(&self, end: End) {
+    fn cut(&self, end: CloseKind) {
         match end {
-            End::Rst => self.reset(),
-            End::Fin => {
+            CloseKind::Rst => self.reset(),
+            CloseKind::Fin => {
                 let _ = self.client.shutdown(std::net::Shutdown::Both);
                 let _ = self.target.shutdown(std::net::Shutdown::Both);
                 self.over.store(true, Ordering::SeqCst);
@@ -380,7 +380,7 @@ impl Connection {
         }
     }
 
-    /// Both sockets are reset when the pumps let go of them.
+    /// The sockets are reset when the pumps drop them.
     fn reset(&self) {
         for stream in [&self.client, &self.target] {
             let _ = SockRef::from(stream).set_linger(Some(Duration::ZERO));
@@ -393,8 +393,8 @@ fn waits(error: &std::io::Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
 }
 
-/// Between two looks.
-#[allow(clippy::disallowed_methods)] // a link's own pace is what this file is about
+/// The pause between two looks.
+#[allow(clippy::disallowed_methods, reason = "the pace of a link is the subject of this file")]
 fn nap(pause: Duration) {
     std::thread::sleep(pause);
 }

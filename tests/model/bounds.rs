@@ -1,50 +1,50 @@
-//! What one exploration covers.
+//! The bounds of one exploration.
 
 use baton_connector::fetch::LoadFailurePolicy;
 
 use crate::mutations::Mutation;
 
-/// The bounds of one exploration. Within them everything that can happen is explored.
+/// The bounds of one exploration. Every step that is possible within them is explored.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bounds {
     /// Requests: 1 or 2.
     pub requests: u8,
-    /// Prefill engines: 1 or 2. The router asks each at most once per request.
+    /// Prefill engines: 1 or 2. The router sends each of them at most one leg per request.
     pub prefill: u8,
-    /// Decode engines: 1 or 2. The router asks each at most once per request, with the same handoff.
+    /// Decode engines: 1 or 2. The router sends each of them at most one leg per request, with the same handoff.
     pub decode: u8,
     /// Blocks of each prefill engine; a request needs one.
     pub prefill_blocks: u8,
     /// Blocks of each decode engine; a request needs one.
     pub decode_blocks: u8,
-    /// Ranks of a decode engine, each a reader of its own: 1 or 2.
+    /// Ranks of a decode engine, each with its own reader: 1 or 2.
     pub ranks: u8,
-    /// Faults in one run, of any kinds: see `world.rs`.
+    /// Faults in one run, of any kinds: see `system.rs`.
     pub faults: u8,
-    /// A client may leave at any time.
+    /// A client may disconnect at any time.
     pub clients_leave: bool,
-    /// Engines may refuse: too full, or a request that no engine would take.
+    /// Engines may refuse: for lack of capacity, or because no engine accepts the request.
     pub refusals: bool,
-    /// A decode engine may have the prompt's blocks in its cache already.
+    /// A decode engine may have cached the prompt's blocks already.
     pub cached: bool,
-    /// What the router does without a prefill engine: let a decode engine compute everything, or give up.
+    /// Without a prefill engine the router lets a decode engine compute everything. Otherwise the request fails.
     pub fallback: bool,
-    /// What a decode engine does when a fetch fails.
+    /// The decode engine's reaction to a failed fetch.
     pub policy: LoadFailurePolicy,
-    /// When no decode engine can use a handoff the router has the prompt computed anew, once.
-    pub anew: bool,
-    /// A prefill engine may lend what it still computes.
+    /// If no decode engine can use a handoff, the router has the prompt recomputed, once.
+    pub recompute: bool,
+    /// A prefill engine may open a lease while it computes.
     pub early: bool,
-    /// When an accepted answer breaks off, or its engine falls silent, another decode engine goes on, once.
+    /// If an accepted response breaks off, or its engine becomes silent, another decode engine continues, once.
     pub resume: bool,
-    /// The router releases nothing by itself and does not say that it would (any other router).
+    /// The router does not release and does not announce that it would (any other router).
     pub foreign_router: bool,
-    /// What is planted.
+    /// The planted bug.
     pub mutation: Option<Mutation>,
 }
 
 impl Bounds {
-    /// One of each, nothing goes wrong, nobody leaves.
+    /// One of each, without faults and without disconnects.
     pub(crate) const PLAIN: Self = Self {
         requests: 1,
         prefill: 1,
@@ -58,7 +58,7 @@ impl Bounds {
         cached: false,
         fallback: false,
         policy: LoadFailurePolicy::Recompute,
-        anew: false,
+        recompute: false,
         early: false,
         resume: false,
         foreign_router: false,
@@ -90,7 +90,7 @@ impl std::fmt::Display for Bounds {
             (self.refusals, "engines refuse"),
             (self.cached, "D may have the prompt cached"),
             (self.fallback, "fallback: D computes all"),
-            (self.anew, "spent handoffs are computed anew"),
+            (self.recompute, "spent handoffs are recomputed"),
             (self.early, "P may lend what it still computes"),
             (self.resume, "streams that break are resumed"),
             (self.foreign_router, "a router that settles nothing"),

@@ -1,87 +1,87 @@
-//! A decode engine: the product's [`Fetch`] and [`Gather`], and around them what step loop, fetch workers and server do
-//! with them.
+//! A decode engine: the product's [`Fetch`] and [`Gatherer`], and the parts of step loop, fetch workers and server
+//! around them.
 //!
-//! A read is one-sided, as over shared memory: once it was granted the worker copies whatever is in P's block, whenever
-//! it gets to it, and nobody asks whether the lease is still live. A transport that asks before every batch does less.
+//! A read is one-sided, as over shared memory. Once it was granted, the worker copies the current content of P's block
+//! at any time, without a check of the lease. A transport that checks before every batch has fewer behaviours.
 
 use baton_connector::BlockId;
 use baton_connector::fetch::{
-    Action, Actions, Answer, Event, FailureKind, Fetch, LoadFailurePolicy, Reason, State,
+    Action, Event, FailureKind, Fetch, FetchActions, LoadFailurePolicy, ReleaseReason, State, Verification,
 };
-use baton_connector::gather::{self, Gather};
+use baton_connector::gather::{self, Gatherer};
 
 use crate::bounds::Bounds;
-use crate::cast::Party;
 use crate::mutations::Mutation;
 use crate::names::{BOTH, LeaseName, ROUNDS, Renaming, Req};
+use crate::state_table::Actor;
 
-/// What a decode engine says to a new request.
+/// A decode engine's admission of a new request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Admission {
+pub(crate) enum DecodeAdmission {
     Take,
-    /// Full, or draining: another engine may take it.
+    /// Without capacity, or draining: another engine may accept it.
     TooFull,
-    /// No engine would take it.
+    /// No engine accepts it.
     Refuse,
 }
 
-/// How the producer answered the request to read.
+/// The producer's reply to the request to read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Asked {
+pub(crate) enum ReadReply {
     Granted(BlockId),
-    /// Granted, but the producer still computes it.
+    /// Granted, but the producer still computes the block.
     NotYet(BlockId),
     Gone,
     Refused,
     Unreachable,
 }
 
-/// What is in the landing block after the copy.
+/// The content of the landing block after the copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Bytes {
+pub(crate) enum CopyResult {
     Good,
     Stale,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Input {
-    Decode(Req, Option<LeaseName>, Admission),
-    /// The scheduler has a block for it.
+pub(crate) enum ConsumerInput {
+    Decode(Req, Option<LeaseName>, DecodeAdmission),
+    /// The scheduler has a block for the request.
     Schedule(Req),
-    /// The scheduler finds all of its prompt in the cache.
+    /// The scheduler finds the whole prompt in the cache.
     FindCached(Req),
-    ReadAsked(Req, u8, Asked),
-    /// A worker has copied, and has not seen a stop flag that was raised meanwhile.
-    Copied(Req, u8, Bytes),
-    /// A worker sees that its read is to stop, or its connection breaks.
+    ReadAsked(Req, u8, ReadReply),
+    /// A worker has copied, and has not read a stop flag that was set meanwhile.
+    Copied(Req, u8, CopyResult),
+    /// A worker reads the stop flag of its read, or the connection breaks.
     ReadEnds(Req, u8),
-    /// A worker asks for the verdict.
+    /// A worker requests the verdict.
     AskVerdict(Req, u8),
-    Verdict(Req, u8, Answer),
-    /// A heartbeat was answered "gone".
+    Verdict(Req, u8, Verification),
+    /// A heartbeat's reply was "gone".
     LeaseGone(Req),
     Abort(Req),
     HangUp(Req),
-    /// The first token.
-    Speak(Req),
+    /// The engine generates the first token.
+    FirstToken(Req),
     Finish(Req),
     Crash,
     Restart,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Output {
+pub(crate) enum ConsumerOutput {
     Accepted(Req),
     Refused(Req),
     TooFull(Req),
     LoadFailed(Req),
     Complete(Req),
-    /// A call that was open will never be answered, or not to its end.
+    /// An open call gets no complete reply any more.
     Broken(Req),
     BrokenStream(Req),
-    /// Release the lease: a notice, repeated until it is answered.
+    /// Release the lease by a notice that repeats until it is answered.
     Notice(LeaseName),
-    /// This rank's reader gives up, or its connection is closed.
+    /// This rank's reader leaves, or its connection is closed.
     ReaderLeaves(Req, u8, LeaseName),
 }
 
@@ -96,33 +96,33 @@ pub(crate) enum Block {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Worker {
     Idle,
-    /// It has a job and has not asked.
+    /// The worker has a job and has not sent its request to read.
     Ready,
-    /// Granted what is not computed yet: it waits for the producer's word.
+    /// Granted before the block is computed: the worker waits until the producer has computed it.
     Waiting(BlockId),
-    /// Granted: it may write into the landing block at any time.
+    /// Granted: the worker may write into the landing block at any time.
     Granted(BlockId),
-    Copied(Bytes),
-    /// The verdict is on its way.
-    Asking(Bytes),
+    Copied(CopyResult),
+    /// The request for the verdict is on its way.
+    Asking(CopyResult),
     Over,
-    Answered(Bytes, Answer),
+    Answered(CopyResult, Verification),
 }
 
-/// Where a decode stands when it does not fetch (any more).
+/// The phase of a decode without a fetch, or after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Phase {
     Fetching,
-    /// Without a handoff, for a block.
+    /// Waits for a block, without a handoff.
     Waiting,
     Running,
     Speaking,
-    /// Off the books; its transfer comes to rest.
-    Struck,
+    /// The request has ended, its transfer has not.
+    Removed,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Job {
+pub(crate) struct DecodeJob {
     pub phase: Phase,
     pub lease: Option<LeaseName>,
     pub fetch: Option<State>,
@@ -133,30 +133,30 @@ pub(crate) struct Job {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct View {
+pub(crate) struct ConsumerView {
     pub alive: bool,
     pub life: u8,
-    pub jobs: [Option<Job>; 4],
+    pub jobs: [Option<DecodeJob>; 4],
     pub aborted_early: [bool; 4],
 }
 
-/// See the module's documentation.
+/// The decode engine of the module's documentation.
 pub(crate) struct Consumer {
     bounds: Bounds,
     fetches: [Option<Fetch>; 4],
-    gathers: [Option<Gather>; 4],
-    view: View,
+    gathers: [Option<Gatherer>; 4],
+    view: ConsumerView,
 }
 
-impl View {
-    /// Blocks that nobody has.
+impl ConsumerView {
+    /// Free blocks.
     pub(crate) fn free(&self, bounds: &Bounds) -> usize {
         let held = self.jobs.iter().flatten().filter(|job| job.block != Block::None).count();
         usize::from(bounds.decode_blocks) - held
     }
 }
 
-impl Job {
+impl DecodeJob {
     /// Whether a worker may still write into the landing block.
     fn is_written(&self) -> bool {
         self.workers
@@ -164,35 +164,40 @@ impl Job {
             .any(|worker| matches!(worker, Worker::Ready | Worker::Waiting(_) | Worker::Granted(_)))
     }
 
-    /// Whether nothing of it is left to do.
+    /// Whether nothing of the request is left to do.
     fn is_over(&self) -> bool {
         let busy = |worker: &Worker| !matches!(worker, Worker::Idle | Worker::Over | Worker::Answered(..));
-        self.phase == Phase::Struck && self.block == Block::None && !self.workers.iter().any(busy)
+        self.phase == Phase::Removed && self.block == Block::None && !self.workers.iter().any(busy)
     }
 }
 
 impl Consumer {
-    fn job(&mut self, req: Req) -> &mut Job {
+    fn job(&mut self, req: Req) -> &mut DecodeJob {
         self.view.jobs[usize::from(req)].as_mut().expect("the event is about a job")
     }
 
-    fn tell(&mut self, req: Req, event: Event, says: &mut Vec<Output>) -> Result<(), String> {
+    fn tell(&mut self, req: Req, event: Event, says: &mut Vec<ConsumerOutput>) -> Result<(), String> {
         let Some(fetch) = &mut self.fetches[usize::from(req)] else { return Ok(()) };
         let actions = fetch.apply(event);
         self.carry_out(req, actions, says)
     }
 
-    fn carry_out(&mut self, req: Req, actions: Actions, says: &mut Vec<Output>) -> Result<(), String> {
+    fn carry_out(
+        &mut self,
+        req: Req,
+        actions: FetchActions,
+        says: &mut Vec<ConsumerOutput>,
+    ) -> Result<(), String> {
         let ranks = usize::from(self.bounds.ranks);
         for action in actions {
-            let struck = self.job(req).phase == Phase::Struck;
+            let removed = self.job(req).phase == Phase::Removed;
             match action {
                 Action::StartRead => {
                     self.job(req).workers[..ranks].fill(Worker::Ready);
-                    self.gathers[usize::from(req)] = Some(Gather::new(ranks));
+                    self.gathers[usize::from(req)] = Some(Gatherer::new(ranks));
                 }
                 Action::StopRead => self.job(req).stop = true,
-                // Workers ask by themselves; heartbeats follow the fetch's state.
+                // Workers request verdicts themselves, and heartbeats follow the fetch's state.
                 Action::AskVerdict | Action::StopHeartbeat => {}
                 Action::Land => self.land(req)?,
                 Action::FreeLanding => {
@@ -208,19 +213,19 @@ impl Consumer {
                     }
                 }
                 Action::ReleaseAtProducer(reason) => {
-                    let left_to_router = reason == Reason::LoadFailed
+                    let left_to_router = reason == ReleaseReason::LoadFailed
                         && self.bounds.policy == LoadFailurePolicy::Fail
                         && !self.bounds.foreign_router;
                     let lease = self.job(req).lease.expect("it fetches");
                     if !left_to_router && !self.bounds.has(Mutation::SilentRefusal) {
-                        says.push(Output::Notice(lease));
+                        says.push(ConsumerOutput::Notice(lease));
                     }
                 }
-                Action::Recompute | Action::Fail(_) if struck => {}
+                Action::Recompute | Action::Fail(_) if removed => {}
                 Action::Recompute => self.job(req).phase = Phase::Waiting,
                 Action::Fail(_) => {
-                    self.job(req).phase = Phase::Struck;
-                    says.push(Output::LoadFailed(req));
+                    self.job(req).phase = Phase::Removed;
+                    says.push(ConsumerOutput::LoadFailed(req));
                 }
             }
         }
@@ -229,15 +234,15 @@ impl Consumer {
 
     fn land(&mut self, req: Req) -> Result<(), String> {
         let job = self.job(req);
-        if job.phase == Phase::Struck {
+        if job.phase == Phase::Removed {
             return Err("blocks land for a request that is over (invariant 6)".into());
         }
         let stale = job.workers.iter().any(|worker| {
             matches!(
                 worker,
-                Worker::Answered(Bytes::Stale, _)
-                    | Worker::Copied(Bytes::Stale)
-                    | Worker::Asking(Bytes::Stale)
+                Worker::Answered(CopyResult::Stale, _)
+                    | Worker::Copied(CopyResult::Stale)
+                    | Worker::Asking(CopyResult::Stale)
             )
         });
         if stale {
@@ -248,7 +253,7 @@ impl Consumer {
         Ok(())
     }
 
-    /// All that an abort of this request's name is about.
+    /// All requests that an abort by this request's name ends.
     fn same_name(&self, req: Req) -> impl Iterator<Item = Req> + use<> {
         let one_name = self.bounds.has(Mutation::OneNameForBothRounds);
         ROUNDS.into_iter().filter(move |&other| other == req || one_name && other == req ^ 2)
@@ -258,28 +263,28 @@ impl Consumer {
         &mut self,
         req: Req,
         lease: Option<LeaseName>,
-        how: Admission,
-        says: &mut Vec<Output>,
+        how: DecodeAdmission,
+        says: &mut Vec<ConsumerOutput>,
     ) -> Result<(), String> {
         let silent = self.bounds.has(Mutation::SilentRefusal);
-        let notice = |says: &mut Vec<Output>| {
-            says.extend(lease.filter(|_| !silent).map(Output::Notice));
+        let notice = |says: &mut Vec<ConsumerOutput>| {
+            says.extend(lease.filter(|_| !silent).map(ConsumerOutput::Notice));
         };
         match how {
-            Admission::Take
+            DecodeAdmission::Take
                 if self.same_name(req).any(|other| self.view.aborted_early[usize::from(other)]) =>
             {
                 if !self.view.aborted_early[usize::from(req)] {
-                    return Err("a request is aborted that nobody gave up".into());
+                    return Err("a request is aborted that was not given up".into());
                 }
-                // Given up before it arrived. The caller has hung up: nobody reads the answer.
+                // Aborted before it arrived. The caller has closed the connection, so the response has no receiver.
                 notice(says);
-                says.push(Output::Refused(req));
+                says.push(ConsumerOutput::Refused(req));
             }
-            Admission::Take => {
+            DecodeAdmission::Take => {
                 self.fetches[usize::from(req)] = lease.map(|_| Fetch::new(self.bounds.policy));
                 let phase = if lease.is_some() { Phase::Fetching } else { Phase::Waiting };
-                self.view.jobs[usize::from(req)] = Some(Job {
+                self.view.jobs[usize::from(req)] = Some(DecodeJob {
                     phase,
                     lease,
                     fetch: None,
@@ -289,22 +294,22 @@ impl Consumer {
                     workers: [Worker::Idle; 2],
                 });
             }
-            Admission::TooFull => {
-                // A router that settles itself takes the same handoff elsewhere.
+            DecodeAdmission::TooFull => {
+                // A router that settles itself sends the same handoff to another engine.
                 if self.bounds.foreign_router {
                     notice(says);
                 }
-                says.push(Output::TooFull(req));
+                says.push(ConsumerOutput::TooFull(req));
             }
-            Admission::Refuse => {
+            DecodeAdmission::Refuse => {
                 notice(says);
-                says.push(Output::Refused(req));
+                says.push(ConsumerOutput::Refused(req));
             }
         }
         Ok(())
     }
 
-    fn schedule(&mut self, req: Req, says: &mut Vec<Output>) -> Result<(), String> {
+    fn schedule(&mut self, req: Req, says: &mut Vec<ConsumerOutput>) -> Result<(), String> {
         let job = self.job(req);
         if job.phase == Phase::Waiting {
             job.block = Block::Active;
@@ -316,13 +321,13 @@ impl Consumer {
         self.tell(req, Event::BlocksReserved, says)
     }
 
-    /// A rank's worker reports; what that means for the fetch is the gatherer's to say.
+    /// Handles a worker's report. The gatherer decides what the report means for the fetch.
     fn report(
         &mut self,
         req: Req,
         rank: u8,
         event: gather::Event,
-        says: &mut Vec<Output>,
+        says: &mut Vec<ConsumerOutput>,
     ) -> Result<(), String> {
         let Some(gather) = &mut self.gathers[usize::from(req)] else { return Ok(()) };
         for action in gather.apply(rank.into(), event).iter() {
@@ -331,8 +336,13 @@ impl Consumer {
                 gather::Action::Transfer(Ok(())) => self.tell(req, Event::TransferDone, says)?,
                 gather::Action::Transfer(Err(kind)) => self.tell(req, Event::TransferFailed(kind), says)?,
                 gather::Action::Verdict(answer) => {
-                    let unchecked = self.bounds.has(Mutation::VerdictNotChecked) && answer == Answer::Gone;
-                    self.tell(req, Event::Verdict(if unchecked { Answer::Valid } else { answer }), says)?;
+                    let unchecked =
+                        self.bounds.has(Mutation::VerdictNotChecked) && answer == Verification::Gone;
+                    self.tell(
+                        req,
+                        Event::Verdict(if unchecked { Verification::Valid } else { answer }),
+                        says,
+                    )?;
                 }
             }
         }
@@ -344,40 +354,46 @@ impl Consumer {
         req: Req,
         rank: u8,
         kind: FailureKind,
-        says: &mut Vec<Output>,
+        says: &mut Vec<ConsumerOutput>,
     ) -> Result<(), String> {
         let job = self.job(req);
         let was = std::mem::replace(&mut job.workers[usize::from(rank)], Worker::Over);
         if matches!(was, Worker::Waiting(_) | Worker::Granted(_)) {
             let lease = job.lease.expect("it reads");
-            says.push(Output::ReaderLeaves(req, rank, lease));
+            says.push(ConsumerOutput::ReaderLeaves(req, rank, lease));
         }
         self.report(req, rank, gather::Event::Failed(kind), says)
     }
 
-    fn verdict(&mut self, req: Req, rank: u8, answer: Answer, says: &mut Vec<Output>) -> Result<(), String> {
+    fn verdict(
+        &mut self,
+        req: Req,
+        rank: u8,
+        answer: Verification,
+        says: &mut Vec<ConsumerOutput>,
+    ) -> Result<(), String> {
         let job = self.job(req);
         let Worker::Asking(bytes) = job.workers[usize::from(rank)] else { return Ok(()) };
         job.workers[usize::from(rank)] = Worker::Answered(bytes, answer);
-        if answer == Answer::Unknown {
+        if answer == Verification::Unknown {
             let lease = job.lease.expect("it reads");
-            says.push(Output::ReaderLeaves(req, rank, lease));
+            says.push(ConsumerOutput::ReaderLeaves(req, rank, lease));
         }
         self.report(req, rank, gather::Event::Verdict(answer), says)
     }
 
-    /// Takes a decode off the books, if it is on them.
-    fn strike(&mut self, req: Req, says: &mut Vec<Output>) -> Result<bool, String> {
-        let live = self.view.jobs[usize::from(req)].as_ref().is_some_and(|job| job.phase != Phase::Struck);
+    /// Ends a decode, if it has not ended. Returns whether it had not.
+    fn remove(&mut self, req: Req, says: &mut Vec<ConsumerOutput>) -> Result<bool, String> {
+        let live = self.view.jobs[usize::from(req)].as_ref().is_some_and(|job| job.phase != Phase::Removed);
         if !live {
             return Ok(false);
         }
         let job = self.job(req);
-        let was = std::mem::replace(&mut job.phase, Phase::Struck);
+        let was = std::mem::replace(&mut job.phase, Phase::Removed);
         match was {
             Phase::Fetching => self.tell(req, Event::Abort, says)?,
             Phase::Running | Phase::Speaking => job.block = Block::None,
-            Phase::Waiting | Phase::Struck => {}
+            Phase::Waiting | Phase::Removed => {}
         }
         if self.bounds.has(Mutation::LandingFreedAtOnce) {
             self.job(req).block = Block::None;
@@ -385,13 +401,13 @@ impl Consumer {
         Ok(true)
     }
 
-    fn crash(&mut self, says: &mut Vec<Output>) {
+    fn crash(&mut self, says: &mut Vec<ConsumerOutput>) {
         for req in ROUNDS {
             let Some(job) = self.view.jobs[usize::from(req)] else { continue };
             match job.phase {
-                Phase::Fetching | Phase::Waiting | Phase::Running => says.push(Output::Broken(req)),
-                Phase::Speaking => says.push(Output::BrokenStream(req)),
-                Phase::Struck => {}
+                Phase::Fetching | Phase::Waiting | Phase::Running => says.push(ConsumerOutput::Broken(req)),
+                Phase::Speaking => says.push(ConsumerOutput::BrokenStream(req)),
+                Phase::Removed => {}
             }
             for rank in BOTH {
                 let reads = matches!(
@@ -399,7 +415,7 @@ impl Consumer {
                     Worker::Waiting(_) | Worker::Granted(_) | Worker::Copied(_) | Worker::Asking(_)
                 );
                 if let (true, Some(lease)) = (reads, job.lease) {
-                    says.push(Output::ReaderLeaves(req, rank, lease));
+                    says.push(ConsumerOutput::ReaderLeaves(req, rank, lease));
                 }
             }
         }
@@ -409,22 +425,24 @@ impl Consumer {
         self.view.life = life;
     }
 
-    fn hear(&mut self, input: Input, says: &mut Vec<Output>) -> Result<(), String> {
+    fn hear(&mut self, input: ConsumerInput, says: &mut Vec<ConsumerOutput>) -> Result<(), String> {
         match input {
-            Input::Decode(req, lease, how) => self.decode(req, lease, how, says)?,
-            Input::Schedule(req) => self.schedule(req, says)?,
-            Input::FindCached(req) => {
+            ConsumerInput::Decode(req, lease, how) => self.decode(req, lease, how, says)?,
+            ConsumerInput::Schedule(req) => self.schedule(req, says)?,
+            ConsumerInput::FindCached(req) => {
                 self.job(req).block = Block::Landing;
-                self.tell(req, Event::AlreadyHere, says)?;
+                self.tell(req, Event::AlreadyCached, says)?;
             }
-            Input::ReadAsked(req, rank, asked) => match asked {
-                Asked::Granted(block) => self.job(req).workers[usize::from(rank)] = Worker::Granted(block),
-                Asked::NotYet(block) => self.job(req).workers[usize::from(rank)] = Worker::Waiting(block),
-                Asked::Gone => self.worker_fails(req, rank, FailureKind::Gone, says)?,
-                Asked::Refused => self.worker_fails(req, rank, FailureKind::Refused, says)?,
-                Asked::Unreachable => self.worker_fails(req, rank, FailureKind::Unreachable, says)?,
+            ConsumerInput::ReadAsked(req, rank, asked) => match asked {
+                ReadReply::Granted(block) => {
+                    self.job(req).workers[usize::from(rank)] = Worker::Granted(block)
+                }
+                ReadReply::NotYet(block) => self.job(req).workers[usize::from(rank)] = Worker::Waiting(block),
+                ReadReply::Gone => self.worker_fails(req, rank, FailureKind::Gone, says)?,
+                ReadReply::Refused => self.worker_fails(req, rank, FailureKind::Refused, says)?,
+                ReadReply::Unreachable => self.worker_fails(req, rank, FailureKind::Unreachable, says)?,
             },
-            Input::Copied(req, rank, bytes) => {
+            ConsumerInput::Copied(req, rank, bytes) => {
                 let job = self.job(req);
                 if job.block != Block::Landing {
                     return Err("a transfer writes into a block that was given back (invariant 3)".into());
@@ -432,71 +450,73 @@ impl Consumer {
                 job.workers[usize::from(rank)] = Worker::Copied(bytes);
                 self.report(req, rank, gather::Event::Done, says)?;
             }
-            Input::ReadEnds(req, rank) => self.worker_fails(req, rank, FailureKind::Transfer, says)?,
-            Input::AskVerdict(req, rank) => {
+            ConsumerInput::ReadEnds(req, rank) => {
+                self.worker_fails(req, rank, FailureKind::Transfer, says)?
+            }
+            ConsumerInput::AskVerdict(req, rank) => {
                 let worker = &mut self.job(req).workers[usize::from(rank)];
                 let Worker::Copied(bytes) = *worker else { unreachable!("it has copied") };
                 *worker = Worker::Asking(bytes);
             }
-            Input::Verdict(req, rank, answer) => {
+            ConsumerInput::Verdict(req, rank, answer) => {
                 if self.view.jobs[usize::from(req)].is_some() {
                     self.verdict(req, rank, answer, says)?;
                 }
             }
-            Input::LeaseGone(req) => {
+            ConsumerInput::LeaseGone(req) => {
                 if self.view.jobs[usize::from(req)].is_some_and(|job| job.phase == Phase::Fetching) {
                     self.tell(req, Event::LeaseGone, says)?;
                 }
             }
-            Input::Abort(req) => {
+            ConsumerInput::Abort(req) => {
                 let lives = |other: Req| {
-                    self.view.jobs[usize::from(other)].is_some_and(|job| job.phase != Phase::Struck)
+                    self.view.jobs[usize::from(other)].is_some_and(|job| job.phase != Phase::Removed)
                 };
                 if self.same_name(req).any(|other| other != req && lives(other)) {
-                    return Err("a request is aborted that nobody gave up".into());
+                    return Err("a request is aborted that was not given up".into());
                 }
-                if !self.strike(req, says)? {
+                if !self.remove(req, says)? {
                     self.view.aborted_early[usize::from(req)] = true;
                 }
             }
-            Input::HangUp(req) => drop(self.strike(req, says)?),
-            Input::Speak(req) => {
+            ConsumerInput::HangUp(req) => drop(self.remove(req, says)?),
+            ConsumerInput::FirstToken(req) => {
                 self.job(req).phase = Phase::Speaking;
-                says.push(Output::Accepted(req));
+                says.push(ConsumerOutput::Accepted(req));
             }
-            Input::Finish(req) => {
+            ConsumerInput::Finish(req) => {
                 let job = self.job(req);
-                job.phase = Phase::Struck;
+                job.phase = Phase::Removed;
                 job.block = Block::None;
-                says.push(Output::Complete(req));
+                says.push(ConsumerOutput::Complete(req));
             }
-            Input::Crash => self.crash(says),
-            Input::Restart => self.view.alive = true,
+            ConsumerInput::Crash => self.crash(says),
+            ConsumerInput::Restart => self.view.alive = true,
         }
         Ok(())
     }
 }
 
-impl Party for Consumer {
-    type Input = Input;
-    type Output = Output;
-    type View = View;
+impl Actor for Consumer {
+    type Input = ConsumerInput;
+    type Output = ConsumerOutput;
+    type View = ConsumerView;
 
     fn born(bounds: &Bounds) -> Self {
-        let view = View { alive: true, life: 0, jobs: [None; 4], aborted_early: [false; 4] };
+        let view = ConsumerView { alive: true, life: 0, jobs: [None; 4], aborted_early: [false; 4] };
         Self { bounds: *bounds, fetches: [const { None }; 4], gathers: [const { None }; 4], view }
     }
 
-    fn live(&mut self, input: Input, says: &mut Vec<Output>) -> Result<(), String> {
+    fn live(&mut self, input: ConsumerInput, says: &mut Vec<ConsumerOutput>) -> Result<(), String> {
         self.hear(input, says)?;
         for req in ROUNDS.map(usize::from) {
             let Some(job) = &mut self.view.jobs[req] else { continue };
             if matches!(job.phase, Phase::Waiting | Phase::Running | Phase::Speaking) {
-                // The handoff is of no interest any more, but a worker may be.
+                // The handoff is not used any more, but a worker may still run.
                 self.fetches[req] = None;
             }
             job.fetch = self.fetches[req].as_ref().map(Fetch::state);
-            job.gather = self.gathers[req].as_ref().map(Gather::state);
+            job.gather = self.gathers[req].as_ref().map(Gatherer::state);
             if job.is_over() {
                 self.view.jobs[req] = None;
                 self.fetches[req] = None;
@@ -506,28 +526,28 @@ impl Party for Consumer {
         Ok(())
     }
 
-    fn view(&self) -> View {
+    fn view(&self) -> ConsumerView {
         self.view.clone()
     }
 
-    fn renamed(input: Input, by: Renaming) -> Input {
+    fn renamed(input: ConsumerInput, by: Renaming) -> ConsumerInput {
         match input {
-            Input::Decode(req, lease, how) => {
-                Input::Decode(by.req(req), lease.map(|lease| lease.renamed(by)), how)
+            ConsumerInput::Decode(req, lease, how) => {
+                ConsumerInput::Decode(by.req(req), lease.map(|lease| lease.renamed(by)), how)
             }
-            Input::Schedule(req) => Input::Schedule(by.req(req)),
-            Input::FindCached(req) => Input::FindCached(by.req(req)),
-            Input::ReadAsked(req, rank, asked) => Input::ReadAsked(by.req(req), rank, asked),
-            Input::Copied(req, rank, bytes) => Input::Copied(by.req(req), rank, bytes),
-            Input::ReadEnds(req, rank) => Input::ReadEnds(by.req(req), rank),
-            Input::AskVerdict(req, rank) => Input::AskVerdict(by.req(req), rank),
-            Input::Verdict(req, rank, answer) => Input::Verdict(by.req(req), rank, answer),
-            Input::LeaseGone(req) => Input::LeaseGone(by.req(req)),
-            Input::Abort(req) => Input::Abort(by.req(req)),
-            Input::HangUp(req) => Input::HangUp(by.req(req)),
-            Input::Speak(req) => Input::Speak(by.req(req)),
-            Input::Finish(req) => Input::Finish(by.req(req)),
-            Input::Crash | Input::Restart => input,
+            ConsumerInput::Schedule(req) => ConsumerInput::Schedule(by.req(req)),
+            ConsumerInput::FindCached(req) => ConsumerInput::FindCached(by.req(req)),
+            ConsumerInput::ReadAsked(req, rank, asked) => ConsumerInput::ReadAsked(by.req(req), rank, asked),
+            ConsumerInput::Copied(req, rank, bytes) => ConsumerInput::Copied(by.req(req), rank, bytes),
+            ConsumerInput::ReadEnds(req, rank) => ConsumerInput::ReadEnds(by.req(req), rank),
+            ConsumerInput::AskVerdict(req, rank) => ConsumerInput::AskVerdict(by.req(req), rank),
+            ConsumerInput::Verdict(req, rank, answer) => ConsumerInput::Verdict(by.req(req), rank, answer),
+            ConsumerInput::LeaseGone(req) => ConsumerInput::LeaseGone(by.req(req)),
+            ConsumerInput::Abort(req) => ConsumerInput::Abort(by.req(req)),
+            ConsumerInput::HangUp(req) => ConsumerInput::HangUp(by.req(req)),
+            ConsumerInput::FirstToken(req) => ConsumerInput::FirstToken(by.req(req)),
+            ConsumerInput::Finish(req) => ConsumerInput::Finish(by.req(req)),
+            ConsumerInput::Crash | ConsumerInput::Restart => input,
         }
     }
 }

@@ -1,21 +1,21 @@
-//! What is explored: each exploration is complete within its bounds.
+//! The explorations. Each is complete within its bounds.
 //!
-//! Everything at once (two of each, clients that leave, engines that refuse, any number of faults) is beyond any machine.
-//! So the bounds are cut along different lines: all parties with few faults, few parties with many, and each behaviour
-//! with each fault.
+//! Everything at once (two of each, disconnects, refusals, any number of faults) has too many states for any machine.
+//! The bounds are therefore split: all actors with few faults, few actors with many, and each behaviour with each
+//! fault.
 
 use baton_connector::fetch::LoadFailurePolicy;
 
 use crate::bounds::Bounds;
 
-/// Everything that clients and engines may do without a fault.
+/// All behaviours of clients and engines without a fault.
 const LIVELY: Bounds = Bounds { clients_leave: true, refusals: true, cached: true, ..Bounds::PLAIN };
-/// Prefills are lent while they are computed; what fails then is computed anew.
-const EARLY: Bounds = Bounds { early: true, anew: true, ..Bounds::PLAIN };
-/// Two of everything.
+/// Early leases. A failure then leads to a recomputation.
+const EARLY: Bounds = Bounds { early: true, recompute: true, ..Bounds::PLAIN };
+/// Two of each.
 const TWO: Bounds = Bounds { requests: 2, prefill: 2, decode: 2, ..Bounds::PLAIN };
 
-/// In seconds, for every day: `cargo test --workspace`.
+/// Takes seconds, for every day: `cargo test --workspace`.
 pub(crate) const SMALL: &[(&str, Bounds)] = &[
     (
         "two of everything, no fault, clients leave and engines refuse",
@@ -40,11 +40,11 @@ pub(crate) const SMALL: &[(&str, Bounds)] = &[
         },
     ),
     (
-        "policy fail, spent handoffs are computed anew by a second prefill, one fault",
+        "policy fail, spent handoffs are recomputed by a second prefill, one fault",
         Bounds {
             requests: 1,
             faults: 1,
-            anew: true,
+            recompute: true,
             policy: LoadFailurePolicy::Fail,
             clients_leave: true,
             ..TWO
@@ -75,7 +75,7 @@ pub(crate) const SMALL: &[(&str, Bounds)] = &[
     ),
 ];
 
-/// In minutes, in release: `cargo test --release --test model`.
+/// Takes minutes, in release: `cargo test --release --test model`.
 pub(crate) const FULL: &[(&str, Bounds)] = &[
     ("two of everything, one fault, clients leave", Bounds { faults: 1, clients_leave: true, ..TWO }),
     (
@@ -98,15 +98,15 @@ pub(crate) const FULL: &[(&str, Bounds)] = &[
         },
     ),
     (
-        "one P, two Ds, two faults, policy fail, spent handoffs are computed anew by a second prefill",
-        Bounds { decode: 2, faults: 2, anew: true, policy: LoadFailurePolicy::Fail, ..LIVELY },
+        "one P, two Ds, two faults, policy fail, spent handoffs are recomputed by a second prefill",
+        Bounds { decode: 2, faults: 2, recompute: true, policy: LoadFailurePolicy::Fail, ..LIVELY },
     ),
     (
-        "one request, two of each engine, two faults, policy fail, spent handoffs are computed anew by D",
+        "one request, two of each engine, two faults, policy fail, spent handoffs are recomputed by D",
         Bounds {
             requests: 1,
             faults: 2,
-            anew: true,
+            recompute: true,
             fallback: true,
             policy: LoadFailurePolicy::Fail,
             clients_leave: true,
@@ -168,7 +168,7 @@ pub(crate) const FULL: &[(&str, Bounds)] = &[
     ),
 ];
 
-/// The parties of one, the behaviour of the other.
-const fn merge(parties: Bounds, behaviour: Bounds) -> Bounds {
-    Bounds { requests: parties.requests, prefill: parties.prefill, decode: parties.decode, ..behaviour }
+/// Combines the actors of one with the behaviour of the other.
+const fn merge(actors: Bounds, behaviour: Bounds) -> Bounds {
+    Bounds { requests: actors.requests, prefill: actors.prefill, decode: actors.decode, ..behaviour }
 }

@@ -1,63 +1,63 @@
-//! The explorer: every state that can be reached, each once, nearest first.
+//! The explorer visits every reachable state once, in breadth-first order.
 //!
-//! States are kept whole and compared exactly: no state is taken for another because their hashes are alike. Because
-//! the nearest come first, the trace of a violation is a shortest one.
+//! States are stored whole and compared exactly, so a hash collision hides no state. Breadth-first order makes the
+//! trace of a violation a shortest one.
 //!
-//! After the last state the graph is checked for cycles. Without one, every run comes to an end, and because a model
-//! judges each state in which a run can end ([`Model::steps`]), every run ends well: no fairness is assumed.
+//! After the last state the explorer checks the graph for cycles. Without a cycle every run ends. The model checks each
+//! state in which a run can end ([`Model::steps`]), so every run ends well. No fairness is assumed.
 
 use std::fmt::Display;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 use std::time::{Duration, Instant};
 
-/// More states than this are a mistake in the bounds: the exploration fails, it is never cut short.
+/// More states than this are a mistake in the bounds. The exploration then fails and is never truncated.
 const STATES_MAX: usize = 60_000_000;
 
-/// What is explored.
+/// A model to explore.
 pub(crate) trait Model {
     /// A plain value.
     type State: Copy + Eq + Hash;
-    /// One thing that can happen.
+    /// One possible step.
     type Step: Copy + Display;
 
-    /// Where every run begins.
+    /// The initial state.
     fn start(&mut self) -> Self::State;
 
-    /// Everything that can happen in a state. An error says that no run may ever be in this state, or end in it.
+    /// All possible steps of a state. An error means that no run may reach this state, or end in it.
     fn steps(&mut self, state: Self::State, into: &mut Vec<Self::Step>) -> Result<(), String>;
 
-    /// Lets one thing happen. An error says what it broke.
+    /// Takes one step. An error describes what the step broke.
     fn take(&mut self, state: Self::State, step: Self::Step) -> Result<Self::State, String>;
 
-    /// The same state under the names that are used for all states that differ in names only.
+    /// The representative of all states that differ only in names.
     fn canonical(&mut self, state: Self::State) -> Self::State {
         state
     }
 }
 
-/// What an exploration came to.
+/// The result of an exploration.
 #[derive(Clone, Debug)]
 pub(crate) struct Report {
     /// States, each counted once.
     pub states: usize,
     /// Steps taken, over all states.
     pub steps: u64,
-    /// The longest shortest way to a state.
+    /// The length of the longest shortest path to a state.
     pub depth: u32,
     /// States in which a run ends.
     pub ends: usize,
-    /// How long it took.
+    /// The duration.
     pub took: Duration,
-    /// What was found first, and a shortest way to it.
-    pub found: Option<Found>,
+    /// The first violation, with a shortest path to it.
+    pub found: Option<Violation>,
 }
 
 /// A violation.
 #[derive(Clone, Debug)]
-pub(crate) struct Found {
-    /// What was broken.
+pub(crate) struct Violation {
+    /// The description of what was broken.
     pub what: String,
-    /// What happened, in order.
+    /// The steps, in order.
     pub trace: Vec<String>,
 }
 
@@ -66,10 +66,10 @@ pub(crate) fn explore<M: Model>(model: &mut M) -> Report {
     explore_and(model, |_, _| {})
 }
 
-/// The same, and shows each state once.
+/// The same, with a call of `each` for every state.
 pub(crate) fn explore_and<M: Model>(model: &mut M, mut each: impl FnMut(&mut M, M::State)) -> Report {
     let begun = Instant::now();
-    let mut seen = Seen::new();
+    let mut seen = VisitedStates::new();
     let start = model.start();
     let start = model.canonical(start);
     seen.insert(start, u32::MAX);
@@ -85,7 +85,7 @@ pub(crate) fn explore_and<M: Model>(model: &mut M, mut each: impl FnMut(&mut M, 
         each(model, state);
         steps.clear();
         if let Err(what) = model.steps(state, &mut steps) {
-            report.found = Some(Found { what, trace: trace(model, &seen, at, None) });
+            report.found = Some(Violation { what, trace: trace(model, &seen, at, None) });
             break;
         }
         let mut moved = false;
@@ -101,7 +101,7 @@ pub(crate) fn explore_and<M: Model>(model: &mut M, mut each: impl FnMut(&mut M, 
                     }
                 }
                 Err(what) => {
-                    report.found = Some(Found { what, trace: trace(model, &seen, at, Some(step)) });
+                    report.found = Some(Violation { what, trace: trace(model, &seen, at, Some(step)) });
                     break;
                 }
             }
@@ -121,13 +121,13 @@ pub(crate) fn explore_and<M: Model>(model: &mut M, mut each: impl FnMut(&mut M, 
     report
 }
 
-/// A state from which one can come back to it, if there is one.
+/// A state on a cycle, if there is one.
 fn cycle<M: Model>(
     model: &mut M,
-    seen: &Seen<M::State>,
+    seen: &VisitedStates<M::State>,
     edges: &[u32],
     first_edge: &[usize],
-) -> Option<Found> {
+) -> Option<Violation> {
     let mut entered_by = vec![0_u32; seen.states.len()];
     edges.iter().for_each(|&to| entered_by[to as usize] += 1);
     let mut free = vec![0_u32];
@@ -146,12 +146,17 @@ fn cycle<M: Model>(
     }
     let at = entered_by.iter().position(|&ways| ways > 0).expect("something is left");
     let what = "a run can go round in a circle and never end".to_owned();
-    Some(Found { what, trace: trace(model, seen, at, None) })
+    Some(Violation { what, trace: trace(model, seen, at, None) })
 }
 
-/// A shortest way to the state at an index, and one step further. Repeated with the names it begins with, so that it
-/// reads as one story: the states on the way were stored under canonical names.
-fn trace<M: Model>(model: &mut M, seen: &Seen<M::State>, at: usize, last: Option<M::Step>) -> Vec<String> {
+/// A shortest path to the state at an index, and one more step. The states on the path are stored under canonical
+/// names. The path is repeated with its initial names, so that names do not change within the trace.
+fn trace<M: Model>(
+    model: &mut M,
+    seen: &VisitedStates<M::State>,
+    at: usize,
+    last: Option<M::Step>,
+) -> Vec<String> {
     let mut way = vec![at];
     while let Some(&parent) = way.last().map(|&child| &seen.parents[child]) {
         if parent == u32::MAX {
@@ -164,7 +169,7 @@ fn trace<M: Model>(model: &mut M, seen: &Seen<M::State>, at: usize, last: Option
     let mut steps = Vec::new();
     for &index in way.iter().rev().skip(1) {
         steps.clear();
-        // The states on the way were judged when they were first seen.
+        // These states were checked when they were found.
         drop(model.steps(state, &mut steps));
         let next = steps.iter().find_map(|&step| {
             let next = model.take(state, step).ok()?;
@@ -183,20 +188,20 @@ fn trace<M: Model>(model: &mut M, seen: &Seen<M::State>, at: usize, last: Option
     told
 }
 
-/// All states so far, in the order in which they were found, and a table to find them again.
-struct Seen<S> {
+/// All states so far, in the order in which they were found, and a table to find them.
+struct VisitedStates<S> {
     states: Vec<S>,
     parents: Vec<u32>,
     /// Indices into `states`, open addressing; `u32::MAX` is empty. Its length is a power of two.
     table: Vec<u32>,
 }
 
-impl<S: Copy + Eq + Hash> Seen<S> {
+impl<S: Copy + Eq + Hash> VisitedStates<S> {
     fn new() -> Self {
         Self { states: Vec::new(), parents: Vec::new(), table: vec![u32::MAX; 1 << 16] }
     }
 
-    /// The index of a state, which is new or not.
+    /// The index of a state, which is inserted if it is new.
     fn insert(&mut self, state: S, parent: u32) -> u32 {
         if self.states.len() * 2 >= self.table.len() {
             self.grow();
@@ -213,7 +218,7 @@ impl<S: Copy + Eq + Hash> Seen<S> {
         index
     }
 
-    /// Where a state is in the table, or belongs.
+    /// The position of a state in the table, or the position where it belongs.
     fn slot(&self, state: &S) -> usize {
         let mask = self.table.len() - 1;
         let mut slot = (hash(state) >> 20) as usize & mask;
@@ -232,7 +237,7 @@ impl<S: Copy + Eq + Hash> Seen<S> {
     }
 }
 
-/// A fast hash for small plain values that nobody chooses to our harm.
+/// A fast hash for small plain values from a trusted source.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Mix(u64);
 

@@ -1,28 +1,29 @@
-//! Model checking: the machines of the product, in every state that a small system of them can be in.
+//! Model checking: the product's machines, in every reachable state of a small system.
 //!
-//! One router, up to two prefill engines, two decode engines and two requests, a network that loses, repeats and
-//! reorders, and parties that crash and restart. The machines are those of `baton-connector` ([`Lease`] inside
-//! [`Ledger`], [`Fetch`], [`Gather`], [`Exchange`], [`Slots`]); what the shells of router and engines do with them is told in a few
-//! lines each.
+//! The system has one router, up to two prefill engines, two decode engines and two requests. Its network loses,
+//! repeats and reorders, and its actors crash and restart. The machines are those of `baton-connector` ([`Lease`]
+//! inside [`Ledger`], [`Fetch`], [`Gather`], [`Exchange`], [`Slots`]). The model replaces the I/O of router and engines
+//! by a few lines each.
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `explore.rs` | every reachable state once, nearest first; no cycles; the shortest trace of a violation |
-//! | `cast.rs` | states of one party, reached by the real machine and never copied |
-//! | `router.rs`, `producer.rs`, `consumer.rs` | the parties, and the invariants that one party can check |
-//! | `messages.rs`, `world.rs`, `steps.rs`, `acting.rs` | the system: what can happen, what it does, how it must end |
+//! | `explore.rs` | every reachable state once, breadth-first; no cycles; the shortest trace of a violation |
+//! | `state_table.rs` | states of one actor, reached by the real machine and never copied |
+//! | `router.rs`, `producer.rs`, `consumer.rs` | the actors, and the invariants that one actor can check |
+//! | `messages.rs`, `system.rs`, `steps.rs`, `acting.rs` | the system: possible steps, their effects, how a run must end |
 //! | `offload.rs` | the offload slot, its workers and the end of its request |
-//! | `bounds.rs`, `explorations.rs` | what is covered |
+//! | `bounds.rs`, `explorations.rs` | the explorations and their bounds |
 //! | `mutations.rs` | planted bugs, each of which must be found |
 //!
-//! What holds in every state: no block is freed twice or while somebody holds it (invariants 1, 2, 7), nothing writes
-//! into a landing block that was given back and no stale byte reaches a forward pass (3), one outcome per request and
-//! each debt settled once (6), a lease closes for a reason that there was. At the end of every run everything is home
-//! (5), and if nothing went wrong, it is home without waiting for the clock. No run goes in circles, so every run ends.
+//! Invariants of every state: no block is freed twice or while it is held (1, 2, 7). Nothing writes into a landing
+//! block that was freed, and no stale byte reaches a forward pass (3). Each request has one outcome, and each
+//! settlement is made once (6). A lease closes only for a valid reason. At the end of every run all blocks are free
+//! (5). Without a fault they are free without waiting for the clock. No run contains a cycle, so every run ends.
 //!
-//! What is abstracted away: bytes (a block carries whose content is in it), tokens and forward passes (a step), how long
-//! things take (a lease can run out at any moment, as one fault; without one, time passes only when nothing else can
-//! happen), the pool's order and prefix cache, and what TCP rules out: that the network repeats a call.
+//! The model abstracts from bytes (a block carries the name of its content), from tokens and forward passes (one step),
+//! and from the pool's order and prefix cache. It abstracts from durations: a lease can expire at any moment, as one
+//! fault. Without such a fault, time passes only when no other step is possible. TCP does not repeat a call, so the
+//! network does not either.
 //!
 //! [`Lease`]: baton_connector::lease::Lease
 //! [`Ledger`]: baton_connector::ledger::Ledger
@@ -31,11 +32,10 @@
 //! [`Exchange`]: baton_connector::exchange::Exchange
 //! [`Slots`]: baton_connector::offload::Slots
 
-#![allow(clippy::print_stdout)] // what was explored is shown with --nocapture
+#![allow(clippy::print_stdout, reason = "--nocapture shows the explored states")]
 
 mod acting;
 mod bounds;
-mod cast;
 mod consumer;
 mod explorations;
 mod explore;
@@ -45,20 +45,21 @@ mod names;
 mod offload;
 mod producer;
 mod router;
+mod state_table;
 mod steps;
-mod world;
+mod system;
 
 use std::fmt::Write as _;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bounds::Bounds;
 use explorations::{FULL, SMALL};
-use explore::{Found, Report, explore, explore_and};
+use explore::{Report, Violation, explore, explore_and};
 use mutations::{Mutation, PLANTED};
 use offload::Offload;
-use world::World;
+use system::SystemModel;
 
-/// Chooses the bounds whatever the profile.
+/// Selects the bounds, whatever the profile.
 const BOUNDS_VAR: &str = "BATON_MODEL_BOUNDS";
 
 fn full_bounds() -> bool {
@@ -69,10 +70,10 @@ fn full_bounds() -> bool {
     }
 }
 
-/// Explorations at once: each is a thread and up to a few gigabytes.
+/// Concurrent explorations. Each takes a thread and up to a few gigabytes.
 const AT_ONCE: usize = 2;
 
-fn told(found: &Found) -> String {
+fn told(found: &Violation) -> String {
     let mut text = format!("{}\n", found.what);
     for (at, step) in found.trace.iter().enumerate() {
         writeln!(text, "    {:2}. {step}", at + 1).expect("a string takes everything");
@@ -80,15 +81,15 @@ fn told(found: &Found) -> String {
     text
 }
 
-/// One line, and a trace if there is one.
-fn line(name: &str, bounds: &Bounds, report: &Report, world: Option<&World>) -> String {
+/// One line with the result, and a trace if there is one.
+fn line(name: &str, bounds: &Bounds, report: &Report, world: Option<&SystemModel>) -> String {
     let Report { states, steps, depth, ends, took, found } = report;
     let seconds = took.as_secs_f64();
     let mut text = format!(
         "{name}\n    bounds: {bounds}\n    {states} states, {steps} steps, depth {depth}, {ends} ends"
     );
     if let Some(world) = world {
-        let (routers, producers, consumers) = world.parties();
+        let (routers, producers, consumers) = world.actors();
         write!(text, "; states of a router {routers}, of a P {producers}, of a D {consumers}").expect("text");
         let faults: Vec<_> = world.faults.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
         if !faults.is_empty() {
@@ -102,13 +103,13 @@ fn line(name: &str, bounds: &Bounds, report: &Report, world: Option<&World>) -> 
     text
 }
 
-/// Explores all, some at a time, and prints what came of it. Says which failed.
+/// Runs all explorations, some at a time, and prints the results. Returns those that failed.
 fn explore_all(explorations: &[(&str, Bounds)]) -> Vec<String> {
     let next = AtomicUsize::new(0);
     let work = || {
         let mut done = Vec::new();
         while let Some((name, bounds)) = explorations.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let mut world = World::new(*bounds);
+            let mut world = SystemModel::new(*bounds);
             let report = explore(&mut world);
             let text = line(name, bounds, &report, Some(&world));
             println!("{text}");
@@ -154,16 +155,16 @@ fn an_offload_slot_settles_once_however_its_request_ends() {
     assert!(report.found.is_none(), "{}", told(&report.found.expect("just seen")));
 }
 
-/// What is explored once for all stands for so many states that the sum is what is found without that reduction.
+/// A state that represents several counts as many. The sum is the number of states without the reduction.
 #[test]
 fn places_can_be_changed_without_a_difference() {
     let all = Bounds { requests: 2, prefill: 2, decode: 2, clients_leave: true, ..Bounds::PLAIN };
     let fewer = Bounds { requests: 2, faults: 1, ..Bounds::PLAIN };
     for bounds in [all, fewer] {
-        let mut reduced = World::new(bounds);
+        let mut reduced = SystemModel::new(bounds);
         let mut stands_for = 0;
         let one_for_all = explore_and(&mut reduced, |world, state| stands_for += world.places(state));
-        let each = explore(&mut World::without_renaming(bounds));
+        let each = explore(&mut SystemModel::without_renaming(bounds));
         assert!(one_for_all.found.is_none() && each.found.is_none());
         println!("{} states stand for {} ({bounds})", one_for_all.states, each.states);
         assert_eq!(stands_for, each.states);
@@ -179,7 +180,7 @@ fn every_planted_bug_is_found() {
             Mutation::EndForgetsTheSlot | Mutation::EndFreesInFlight => {
                 (explore(&mut Offload::new(clean)), explore(&mut Offload::new(bounds)))
             }
-            _ => (explore(&mut World::new(clean)), explore(&mut World::new(bounds))),
+            _ => (explore(&mut SystemModel::new(clean)), explore(&mut SystemModel::new(bounds))),
         };
         assert!(
             sound.found.is_none(),

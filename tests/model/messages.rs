@@ -1,15 +1,15 @@
-//! What is on its way between the parties.
+//! The messages between the actors.
 //!
-//! The network holds a set of messages and delivers any of them next, in any order, however late, also to a party that
-//! has restarted meanwhile. Two orders hold, because one connection carries both: an answer's head comes before its
-//! end, and a request comes before the end of its connection ([`Message::waits_for`]).
+//! The network holds a set of messages and delivers any of them next, in any order and with any delay, also to an actor
+//! that has restarted meanwhile. Two orders hold, because one connection carries both messages: a response's head comes
+//! before its end, and a request comes before the end of its connection ([`Message::waits_for`]).
 
 use std::fmt;
 
-use baton_connector::fetch::Answer;
+use baton_connector::fetch::Verification;
 
 use crate::names::{LeaseName, ReaderName, Renaming, Req, shown};
-use crate::router::{Decoded, Prefilled, Streamed};
+use crate::router::{DecodeReply, PrefillReply, StreamEnd};
 
 /// One message on its way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -23,29 +23,29 @@ pub(crate) enum Message {
     AbortDecode(Req, u8),
     HangUpDecode(Req, u8),
     // From a prefill engine.
-    Prefilled(Req, u8, Prefilled),
-    /// The end of an answer that had lent before: sealed, or not.
+    Prefilled(Req, u8, PrefillReply),
+    /// The end of a response after an early lease: sealed, or not.
     PrefillEnds(Req, u8, Option<LeaseName>),
-    Verdict(ReaderName, Answer),
+    Verdict(ReaderName, Verification),
     LeaseGone(ReaderName),
     // From a decode engine.
-    Decoded(Req, u8, Decoded),
-    Streamed(Req, u8, Streamed),
+    Decoded(Req, u8, DecodeReply),
+    Streamed(Req, u8, StreamEnd),
     /// The release notice of this decode engine.
     Notice(u8, LeaseName),
     ReaderLeaves(ReaderName, LeaseName),
 }
 
-/// What becomes of a message that is lost.
+/// The effect of the loss of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Loss {
-    /// It was the last thing said of it: its sender's tries are spent, or nobody noticed.
+    /// No effect: the sender's retries are exhausted, or nothing waits for the message.
     Vanishes,
-    /// Somebody who waits sees the connection break.
+    /// The waiting actor sees the connection break.
     Becomes(Message),
-    /// The same, and the sender sees it too.
+    /// The same, and the sender sees the break too.
     BecomesBoth(Message, Message),
-    /// It stands for a break already.
+    /// The message stands for a break already.
     Impossible,
 }
 
@@ -60,11 +60,11 @@ impl Message {
             Self::Decode(r, d, of) => Self::Decode(by.req(r), by.decode(d), of.map(lease)),
             Self::AbortDecode(r, d) => Self::AbortDecode(by.req(r), by.decode(d)),
             Self::HangUpDecode(r, d) => Self::HangUpDecode(by.req(r), by.decode(d)),
-            Self::Prefilled(r, p, Prefilled::Lent(of)) => {
-                Self::Prefilled(by.req(r), by.prefill(p), Prefilled::Lent(lease(of)))
+            Self::Prefilled(r, p, PrefillReply::Lent(of)) => {
+                Self::Prefilled(by.req(r), by.prefill(p), PrefillReply::Lent(lease(of)))
             }
-            Self::Prefilled(r, p, Prefilled::Lending(of)) => {
-                Self::Prefilled(by.req(r), by.prefill(p), Prefilled::Lending(lease(of)))
+            Self::Prefilled(r, p, PrefillReply::Lending(of)) => {
+                Self::Prefilled(by.req(r), by.prefill(p), PrefillReply::Lending(lease(of)))
             }
             Self::Prefilled(r, p, what) => Self::Prefilled(by.req(r), by.prefill(p), what),
             Self::PrefillEnds(r, p, of) => Self::PrefillEnds(by.req(r), by.prefill(p), of.map(lease)),
@@ -77,7 +77,7 @@ impl Message {
         }
     }
 
-    /// Whether it can only arrive after another that is still on its way.
+    /// Whether the message can only arrive after another that is still on its way.
     pub(crate) fn waits_for(self, other: Self) -> bool {
         match (self, other) {
             (Self::HangUpPrefill(r, p), Self::Prefill(r2, p2)) => (r, p) == (r2, p2),
@@ -88,7 +88,7 @@ impl Message {
         }
     }
 
-    /// Whether its sender repeats it until it is answered, so that it can arrive twice.
+    /// Whether the sender repeats the message until it is answered, so that it can arrive twice.
     pub(crate) fn is_repeated(self) -> bool {
         match self {
             Self::AbortPrefill(..)
@@ -109,7 +109,7 @@ impl Message {
         }
     }
 
-    /// Whether it is in the router's memory until it has been delivered, and dies with it.
+    /// Whether the router keeps the message in memory until it is delivered, and loses it in a crash.
     pub(crate) fn is_of_router(self) -> bool {
         matches!(
             self,
@@ -128,26 +128,26 @@ impl Message {
 
     pub(crate) fn loss(self) -> Loss {
         match self {
-            Self::Prefill(r, p) => Loss::Becomes(Self::Prefilled(r, p, Prefilled::Broken)),
-            Self::Prefilled(_, _, Prefilled::Broken | Prefilled::NotReached)
-            | Self::Decoded(_, _, Decoded::Broken | Decoded::NotReached)
-            | Self::Streamed(_, _, Streamed::Broken)
+            Self::Prefill(r, p) => Loss::Becomes(Self::Prefilled(r, p, PrefillReply::Broken)),
+            Self::Prefilled(_, _, PrefillReply::Broken | PrefillReply::NotReached)
+            | Self::Decoded(_, _, DecodeReply::Broken | DecodeReply::NotReached)
+            | Self::Streamed(_, _, StreamEnd::Broken)
             | Self::PrefillEnds(_, _, None)
-            | Self::Verdict(_, Answer::Unknown) => Loss::Impossible,
-            // It writes on, and finds out.
-            Self::Prefilled(r, p, Prefilled::Lending(_)) => {
-                Loss::BecomesBoth(Self::Prefilled(r, p, Prefilled::Broken), Self::HangUpPrefill(r, p))
+            | Self::Verdict(_, Verification::Unknown) => Loss::Impossible,
+            // The prefill engine writes on, and detects the break.
+            Self::Prefilled(r, p, PrefillReply::Lending(_)) => {
+                Loss::BecomesBoth(Self::Prefilled(r, p, PrefillReply::Broken), Self::HangUpPrefill(r, p))
             }
             Self::PrefillEnds(r, p, Some(_)) => Loss::Becomes(Self::PrefillEnds(r, p, None)),
-            // The engine believes that its answer has arrived.
-            Self::Prefilled(r, p, _) => Loss::Becomes(Self::Prefilled(r, p, Prefilled::Broken)),
-            Self::Decode(r, d, _) => Loss::Becomes(Self::Decoded(r, d, Decoded::Broken)),
-            Self::Decoded(r, d, Decoded::Accepted) => {
-                Loss::BecomesBoth(Self::Decoded(r, d, Decoded::Broken), Self::HangUpDecode(r, d))
+            // The engine takes its response for delivered.
+            Self::Prefilled(r, p, _) => Loss::Becomes(Self::Prefilled(r, p, PrefillReply::Broken)),
+            Self::Decode(r, d, _) => Loss::Becomes(Self::Decoded(r, d, DecodeReply::Broken)),
+            Self::Decoded(r, d, DecodeReply::Accepted) => {
+                Loss::BecomesBoth(Self::Decoded(r, d, DecodeReply::Broken), Self::HangUpDecode(r, d))
             }
-            Self::Decoded(r, d, _) => Loss::Becomes(Self::Decoded(r, d, Decoded::Broken)),
-            Self::Streamed(r, d, _) => Loss::Becomes(Self::Streamed(r, d, Streamed::Broken)),
-            Self::Verdict(reader, _) => Loss::Becomes(Self::Verdict(reader, Answer::Unknown)),
+            Self::Decoded(r, d, _) => Loss::Becomes(Self::Decoded(r, d, DecodeReply::Broken)),
+            Self::Streamed(r, d, _) => Loss::Becomes(Self::Streamed(r, d, StreamEnd::Broken)),
+            Self::Verdict(reader, _) => Loss::Becomes(Self::Verdict(reader, Verification::Unknown)),
             Self::AbortPrefill(..)
             | Self::Release(_)
             | Self::HangUpPrefill(..)
@@ -194,10 +194,10 @@ impl fmt::Display for Message {
     }
 }
 
-fn said(what: Prefilled) -> String {
+fn said(what: PrefillReply) -> String {
     match what {
-        Prefilled::Lent(lease) => format!("is lent: {lease}"),
-        Prefilled::Lending(lease) => format!("is lent while it is computed: {lease}"),
+        PrefillReply::Lent(lease) => format!("is lent: {lease}"),
+        PrefillReply::Lending(lease) => format!("is lent while it is computed: {lease}"),
         other => format!("{other:?}"),
     }
 }

@@ -1,5 +1,5 @@
-//! What is planted to see that it is found: each the kind of bug that a report of the field was about, in the model's
-//! shells around the machines, never in the machines.
+//! Planted bugs that the model checker must find. Each is the kind of bug that a report from the field describes. The
+//! bugs are in the model's code around the machines, never in the machines.
 
 use baton_connector::fetch::LoadFailurePolicy;
 
@@ -8,64 +8,66 @@ use crate::bounds::Bounds;
 /// A planted bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Mutation {
-    /// vLLM #25067: an abort that comes after the end is a second `request_finished`.
+    /// vLLM #25067: an abort after the end runs a second `request_finished`.
     AbortIsASecondFinish,
-    /// vLLM #35506, one way: the blocks of a request that is aborted after its end come back at once, reader or not.
+    /// vLLM #35506, one way: the blocks of a request that is aborted after its end are freed at once, with or without a
+    /// reader.
     AbortFreesUnderAReader,
-    /// vLLM #35506, the other way: after the end neither abort nor release is heard; only time frees.
-    AbortIsDeafAfterFinish,
-    /// vLLM #41269: D refuses and tells nobody.
+    /// vLLM #35506, the other way: after the end both abort and release are ignored. Only time frees the blocks.
+    AbortIgnoredAfterFinish,
+    /// vLLM #41269: D refuses and sends no release.
     SilentRefusal,
-    /// vLLM #20139: leases do not run out.
+    /// vLLM #20139: leases do not expire.
     NoExpiry,
-    /// Dynamo #6681, one way: the end of a request removes its slot; who reports later finds nothing, and blocks leak.
+    /// Dynamo #6681, one way: the end of a request removes its slot. Later reports find no slot, and blocks leak.
     EndForgetsTheSlot,
-    /// Dynamo #6681, the other way: the end frees everything at once, also what a worker is copying.
+    /// Dynamo #6681, the other way: the end frees everything at once, also blocks that a worker is copying.
     EndFreesInFlight,
-    /// Bytes are used whatever P says of them.
+    /// D uses the bytes whatever P's verdict.
     VerdictNotChecked,
     /// A repeated acknowledgement counts as another reader.
     ReadersAreCounted,
-    /// After a restart handles begin anew, and nobody asks for the epoch.
+    /// After a restart handles repeat, and the epoch is not checked.
     EarlierEpochAccepted,
-    /// A release goes by the request's name, and two requests have one.
+    /// A release finds its lease by the request's name, and two requests have one name.
     ReleaseByRequestId,
-    /// A release that comes before its request is known is forgotten.
+    /// A release that arrives before its request is forgotten.
     NoTombstone,
-    /// What D computes anew has the name of the first round, of which an abort is still on its way, or remembered.
+    /// D's recomputation has the name of the first round. An abort of that round may be on its way or remembered.
     OneNameForBothRounds,
-    /// The landing block of an aborted fetch goes back while its transfer runs.
+    /// The landing block of an aborted fetch is freed while its transfer runs.
     LandingFreedAtOnce,
-    /// The router hangs up when its client has left, and with the connection goes the only copy of the handle.
+    /// The router closes the connection when its client disconnects. The only copy of the handle is lost with the
+    /// connection.
     HangUpInsteadOfAbort,
-    /// What is lent early is said to be final before it is computed.
+    /// The producer reports blocks of an early lease as final before they are computed.
     ReadyBeforeComputed,
-    /// The end of a prefill does not seal what was lent early.
+    /// The end of a prefill does not seal its early lease.
     NeverSealed,
-    /// A prefill that ends with its lease frees the blocks, reader or not.
+    /// A prefill that ends together with its lease frees the blocks, with or without a reader.
     EndOfPrefillFreesUnderAReader,
 }
 
-/// A mutation, where to look for it, and what it must be seen to break.
-pub(crate) struct Planted {
+/// A mutation, the bounds in which to look for it, and the violation that must be found.
+pub(crate) struct PlantedBug {
     pub name: &'static str,
     pub mutation: Mutation,
-    /// Within them the system without the mutation is sound.
+    /// Without the mutation the system is sound within these bounds.
     pub bounds: Bounds,
-    /// Part of what is said of the violation.
+    /// A part of the violation's text.
     pub broken: &'static str,
 }
 
-const fn planted(name: &'static str, mutation: Mutation, bounds: Bounds, broken: &'static str) -> Planted {
-    Planted { name, mutation, bounds, broken }
+const fn planted(name: &'static str, mutation: Mutation, bounds: Bounds, broken: &'static str) -> PlantedBug {
+    PlantedBug { name, mutation, bounds, broken }
 }
 
 const LIVELY: Bounds = Bounds { clients_leave: true, refusals: true, ..Bounds::PLAIN };
-const EARLY: Bounds = Bounds { early: true, anew: true, ..LIVELY };
-const STRANDED: &str = "nothing went wrong, everybody is alive and done, and blocks are still lent";
+const EARLY: Bounds = Bounds { early: true, recompute: true, ..LIVELY };
+const STRANDED: &str = "nothing went wrong, every process is alive and done, and blocks are still leased";
 
 /// Every mutation.
-pub(crate) const PLANTED: &[Planted] = &[
+pub(crate) const PLANTED: &[PlantedBug] = &[
     planted(
         "vLLM #25067: an abort after the end is a second finish",
         Mutation::AbortIsASecondFinish,
@@ -80,7 +82,7 @@ pub(crate) const PLANTED: &[Planted] = &[
     ),
     planted(
         "vLLM #35506: an abort after the end is not heard, only time frees",
-        Mutation::AbortIsDeafAfterFinish,
+        Mutation::AbortIgnoredAfterFinish,
         LIVELY,
         STRANDED,
     ),
@@ -91,10 +93,10 @@ pub(crate) const PLANTED: &[Planted] = &[
         STRANDED,
     ),
     planted(
-        "vLLM #20139: without an expiry, whoever dies takes the blocks along",
+        "vLLM #20139: without an expiry, a crashed process keeps the blocks",
         Mutation::NoExpiry,
         Bounds { faults: 1, ..Bounds::PLAIN },
-        "a lease is left that nobody will ever end",
+        "a lease is left that never ends",
     ),
     planted(
         "Dynamo #6681: the end forgets a transfer that is in flight",
@@ -130,7 +132,7 @@ pub(crate) const PLANTED: &[Planted] = &[
         "a repeated release ends the lease of another request of that name",
         Mutation::ReleaseByRequestId,
         Bounds { requests: 2, prefill_blocks: 2, refusals: true, ..Bounds::PLAIN },
-        "that nobody gave up",
+        "that was not given up",
     ),
     planted(
         "a release that comes before its request is forgotten",
@@ -139,10 +141,10 @@ pub(crate) const PLANTED: &[Planted] = &[
         "given up before it finished",
     ),
     planted(
-        "what is computed anew has the first round's name, and a late abort ends it",
+        "a recomputation has the first round's name, and a late abort ends it",
         Mutation::OneNameForBothRounds,
-        Bounds { decode: 2, faults: 2, anew: true, policy: LoadFailurePolicy::Fail, ..Bounds::PLAIN },
-        "that nobody gave up",
+        Bounds { decode: 2, faults: 2, recompute: true, policy: LoadFailurePolicy::Fail, ..Bounds::PLAIN },
+        "that was not given up",
     ),
     planted(
         "landing blocks are freed while their transfer writes",

@@ -1,13 +1,13 @@
-//! Names of the parties' things, and the renamings under which two states are the same.
+//! Names of requests, leases and readers, and the renamings under which two states are the same.
 //!
-//! Both prefill engines are alike, both decode engines are alike, and so are both requests. A state and the one in
-//! which two of them have changed places lead to the same futures with places changed; one of the (up to eight) is
-//! explored for all.
+//! Both prefill engines are alike, both decode engines are alike, and so are both requests. If two of them change
+//! places, a state leads to the same futures with changed places. The explorer visits one of the (up to eight) states
+//! for all of them.
 
 use baton_connector::Handle;
 
-/// One round of a request: its place (0 or 1) in the lowest bit, and above it whether it is computed anew (1). At the
-/// engines each round is a request of its own, with its own name.
+/// One round of a request: its place (0 or 1) in the lowest bit, and 1 above it if the prompt is recomputed. At the
+/// engines each round is a separate request with its own name.
 pub(crate) type Req = u8;
 
 /// Both rounds of both requests.
@@ -18,12 +18,12 @@ pub(crate) fn place(req: Req) -> usize {
     usize::from(req & 1)
 }
 
-/// As people read it.
+/// The name in a trace.
 pub(crate) fn shown(req: Req) -> String {
-    format!("r{}{}", place(req) + 1, if req > 1 { " anew" } else { "" })
+    format!("r{}{}", place(req) + 1, if req > 1 { " again" } else { "" })
 }
 
-/// One of the eight renamings: a bit each for "requests change places", prefill engines, decode engines.
+/// One of the eight renamings, with a bit each for a swap of the requests, the prefill engines and the decode engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Renaming(pub u8);
 
@@ -41,19 +41,19 @@ impl Renaming {
     }
 }
 
-/// A lease as its producer knows it: in which of the producer's lives, for which request, and which one of it.
+/// A lease in its producer: the producer's start, the request, and the lease's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct Local {
-    /// How often the producer had been started before.
+pub(crate) struct LocalLease {
+    /// The number of earlier starts of the producer.
     pub life: u8,
     pub req: Req,
-    /// How many leases this life had opened before, where handles are counted; else 0: a life opens at most one lease
-    /// for a request.
+    /// The number of leases that this process opened before, where handles are counted; else 0. A process opens at most
+    /// one lease per request.
     pub nth: u8,
 }
 
-impl Local {
-    /// As it is written on a block's content.
+impl LocalLease {
+    /// The form that a block's content carries.
     pub(crate) fn tag(self) -> Self {
         Self { nth: 0, ..self }
     }
@@ -63,11 +63,11 @@ impl Local {
     }
 }
 
-/// A lease as everybody knows it.
+/// A lease with its producer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct LeaseName {
     pub p: u8,
-    pub local: Local,
+    pub local: LocalLease,
 }
 
 impl LeaseName {
@@ -75,15 +75,15 @@ impl LeaseName {
         Self { p: by.prefill(self.p), local: self.local.renamed(by) }
     }
 
-    /// As the router's machine carries it.
+    /// The handle in the router's machine.
     pub(crate) fn handle(self) -> Handle {
-        let Local { life, req, nth } = self.local;
+        let LocalLease { life, req, nth } = self.local;
         Handle(u128::from(u32::from_be_bytes([self.p, life, req, nth])) + 1)
     }
 
     pub(crate) fn of(handle: Handle) -> Self {
         let [p, life, req, nth] = u32::try_from(handle.0 - 1).expect("ours").to_be_bytes();
-        Self { p, local: Local { life, req, nth } }
+        Self { p, local: LocalLease { life, req, nth } }
     }
 }
 
@@ -98,7 +98,7 @@ impl std::fmt::Display for LeaseName {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ReaderName {
     pub d: u8,
-    /// How often the decode engine had been started before.
+    /// The number of earlier starts of the decode engine.
     pub life: u8,
     pub req: Req,
     pub rank: u8,

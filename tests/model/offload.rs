@@ -1,36 +1,38 @@
-//! One request's blocks on their way down to slower tiers and up again, with the product's [`Slots`]: two stores and a
-//! load, workers that begin, finish and fail whenever they like, reports that come late, in any order and repeated, a
-//! pool that runs short, and a request that finishes, is stopped and is aborted, in any order, also in the step in
-//! which a transfer ends (Dynamo #6681).
+//! The blocks of one request on their way to slower tiers and back, with the product's [`OffloadSlots`]: two stores and
+//! a load. Workers begin, finish and fail at any time. Reports come late, repeated and in any order. The pool runs
+//! short. The request finishes, is stopped and is aborted, in any order, also in the step in which a transfer ends
+//! (Dynamo #6681).
 
 use std::fmt;
 
-use baton_connector::offload::{Action, Answer, BlockEvent, BlockState, Event, Slots, TransferId};
+use baton_connector::offload::{
+    Action, BlockEvent, BlockState, Event, FinishReply, OffloadSlots, TransferId,
+};
 
 use crate::bounds::Bounds;
-use crate::cast::{Cast, Party, Role};
 use crate::explore::Model;
 use crate::mutations::Mutation;
 use crate::names::Renaming;
+use crate::state_table::{Actor, StateId, StateTable};
 
 /// The request.
 const REQUEST: u8 = 1;
 /// Blocks 0 and 1 are stored, block 2 is loaded.
 const BLOCKS: [u8; 3] = [0, 1, 2];
 const LOADED: u8 = 2;
-/// Calls of finish and abort, of either kind.
+/// Calls of finish and abort, counted together.
 const ENDS_MAX: u8 = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Input {
+pub(crate) enum OffloadInput {
     /// The step loop hands a block to the connector.
     Transfer(u8),
-    /// A worker begins: the commitment point.
+    /// A worker begins an order: the commitment point.
     Begin(u8),
-    /// A worker is done, well or not; also one that never begins.
+    /// A worker ends an order, well or not, or without a beginning.
     End(u8, BlockEvent),
-    /// The step loop hears a report, which may be repeated.
-    Report(u8, BlockEvent, Heard),
+    /// The step loop receives a report, which may be repeated.
+    Report(u8, BlockEvent, Delivery),
     /// The pool is short of blocks.
     Yield,
     /// The request ends.
@@ -39,13 +41,13 @@ pub(crate) enum Input {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Heard {
+pub(crate) enum Delivery {
     Once,
-    /// It comes again.
+    /// The request repeats.
     Again,
 }
 
-/// A transfer at the workers.
+/// The state of a transfer at the workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Work {
     None,
@@ -55,12 +57,12 @@ enum Work {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct View {
+pub(crate) struct OffloadView {
     slot: Option<[Option<BlockState>; 3]>,
     work: [Work; 3],
-    /// Reports that the step loop has not heard, in order of block and event.
+    /// Reports that the step loop has not received, in order of block and event.
     mail: Vec<(u8, BlockEvent)>,
-    /// Who holds a block: the request, a transfer.
+    /// The holders of a block: the request, a transfer.
     by_request: [bool; 3],
     by_transfer: [bool; 3],
     ends: u8,
@@ -69,14 +71,14 @@ pub(crate) struct View {
     settled: bool,
 }
 
-/// The step loop's and the workers' side of it.
-pub(crate) struct Shell {
+/// The step loop's and the workers' side of the transfers.
+pub(crate) struct OffloadActor {
     bounds: Bounds,
-    slots: Slots<u8>,
-    view: View,
+    slots: OffloadSlots<u8>,
+    view: OffloadView,
 }
 
-impl Shell {
+impl OffloadActor {
     fn tell(&mut self, event: Event) -> Result<(), String> {
         let actions = self.slots.apply(REQUEST, event);
         self.carry_out(actions)
@@ -90,15 +92,15 @@ impl Shell {
                     self.view.work[id as usize] = Work::Queued;
                 }
                 Action::Revoke(TransferId(id)) => {
-                    // Too late if a worker has begun: its report says so.
+                    // The revocation is too late if a worker has begun. The worker's report then shows this.
                     if self.view.work[id as usize] == Work::Queued {
                         self.view.work[id as usize] = Work::Over;
                         self.mail(id as u8, BlockEvent::Revoked);
                     }
                 }
-                Action::LetGo(id) => self.let_go(id)?,
+                Action::ReleaseHold(id) => self.release_hold(id)?,
                 Action::Land(id) | Action::Miss(id) => {
-                    self.let_go(id)?;
+                    self.release_hold(id)?;
                     if self.view.ends > 0 {
                         return Err("a block lands for a request that is over (invariant 6)".into());
                     }
@@ -113,7 +115,7 @@ impl Shell {
         Ok(())
     }
 
-    fn let_go(&mut self, TransferId(id): TransferId) -> Result<(), String> {
+    fn release_hold(&mut self, TransferId(id): TransferId) -> Result<(), String> {
         if matches!(self.view.work[id as usize], Work::Queued | Work::Begun) {
             return Err(format!("block {id} is freed while a worker may touch it (invariant 3)"));
         }
@@ -130,11 +132,11 @@ impl Shell {
         self.carry_out(actions)?;
         let held = self.view.by_transfer.iter().filter(|&&held| held).count();
         let said = match answer {
-            Answer::Settled => 0,
-            Answer::Draining(transfers) => transfers,
+            FinishReply::Settled => 0,
+            FinishReply::Draining(transfers) => transfers,
         };
         if self.bounds.has(Mutation::EndForgetsTheSlot) {
-            self.slots = Slots::default();
+            self.slots = OffloadSlots::default();
         } else if self.bounds.has(Mutation::EndFreesInFlight) {
             self.view.by_transfer = [false; 3];
         } else if held != said {
@@ -149,15 +151,15 @@ impl Shell {
     }
 }
 
-impl Party for Shell {
-    type Input = Input;
+impl Actor for OffloadActor {
+    type Input = OffloadInput;
     type Output = ();
-    type View = View;
+    type View = OffloadView;
 
     fn born(bounds: &Bounds) -> Self {
-        let mut slots = Slots::default();
+        let mut slots = OffloadSlots::default();
         slots.open(REQUEST);
-        let view = View {
+        let view = OffloadView {
             slot: None,
             work: [Work::None; 3],
             mail: Vec::new(),
@@ -171,13 +173,13 @@ impl Party for Shell {
         Self { bounds: *bounds, slots, view }
     }
 
-    fn live(&mut self, input: Input, _: &mut Vec<()>) -> Result<(), String> {
+    fn live(&mut self, input: OffloadInput, _: &mut Vec<()>) -> Result<(), String> {
         match input {
-            Input::Transfer(id) => {
+            OffloadInput::Transfer(id) => {
                 let event = if id == LOADED { BlockEvent::Load } else { BlockEvent::Store };
                 self.tell(Event::Block(TransferId(id.into()), event))
             }
-            Input::Begin(id) => {
+            OffloadInput::Begin(id) => {
                 if !self.view.by_transfer[usize::from(id)] {
                     return Err(format!("a worker touches block {id}, which was freed (invariant 3)"));
                 }
@@ -185,67 +187,68 @@ impl Party for Shell {
                 self.mail(id, BlockEvent::Committed);
                 Ok(())
             }
-            Input::End(id, event) => {
+            OffloadInput::End(id, event) => {
                 self.view.work[usize::from(id)] = Work::Over;
                 self.mail(id, event);
                 Ok(())
             }
-            Input::Report(id, event, heard) => {
+            OffloadInput::Report(id, event, heard) => {
                 match heard {
-                    Heard::Again => self.view.repeats_left -= 1,
-                    Heard::Once => {
+                    Delivery::Again => self.view.repeats_left -= 1,
+                    Delivery::Once => {
                         let at = self.view.mail.iter().position(|&mail| mail == (id, event));
                         self.view.mail.remove(at.expect("it is in the mail"));
                     }
                 }
                 self.tell(Event::Block(TransferId(id.into()), event))
             }
-            Input::Yield => {
+            OffloadInput::Yield => {
                 self.view.yields += 1;
                 self.tell(Event::Yield)
             }
-            Input::Finish => self.end(Event::Finish),
-            Input::Abort => self.end(Event::Abort),
+            OffloadInput::Finish => self.end(Event::Finish),
+            OffloadInput::Abort => self.end(Event::Abort),
         }
     }
 
-    fn view(&self) -> View {
+    fn view(&self) -> OffloadView {
         let slot = self.slots.get(REQUEST);
         let slot = slot.map(|slot| BLOCKS.map(|id| slot.block(TransferId(id.into()))));
-        View { slot, ..self.view.clone() }
+        OffloadView { slot, ..self.view.clone() }
     }
 
-    fn renamed(input: Input, _: Renaming) -> Input {
+    fn renamed(input: OffloadInput, _: Renaming) -> OffloadInput {
         input
     }
 }
 
-/// The whole of it.
-pub(crate) struct Offload(Cast<Shell>);
+/// The whole model.
+pub(crate) struct Offload(StateTable<OffloadActor>);
 
 impl Offload {
     pub(crate) fn new(bounds: Bounds) -> Self {
-        Self(Cast::new(bounds))
+        Self(StateTable::new(bounds))
     }
 }
 
 impl Model for Offload {
-    type State = Role;
-    type Step = Input;
+    type State = StateId;
+    type Step = OffloadInput;
 
-    fn start(&mut self) -> Role {
+    fn start(&mut self) -> StateId {
         0
     }
 
-    fn steps(&mut self, state: Role, into: &mut Vec<Input>) -> Result<(), String> {
+    fn steps(&mut self, state: StateId, into: &mut Vec<OffloadInput>) -> Result<(), String> {
         let view = self.0.view(state);
         for id in BLOCKS {
             match view.work[usize::from(id)] {
-                Work::None if view.ends == 0 => into.push(Input::Transfer(id)),
-                Work::Queued => into.extend([Input::Begin(id), Input::End(id, BlockEvent::Failed)]),
-                Work::Begun => {
-                    into.extend([BlockEvent::Done, BlockEvent::Failed].map(|event| Input::End(id, event)))
+                Work::None if view.ends == 0 => into.push(OffloadInput::Transfer(id)),
+                Work::Queued => {
+                    into.extend([OffloadInput::Begin(id), OffloadInput::End(id, BlockEvent::Failed)])
                 }
+                Work::Begun => into
+                    .extend([BlockEvent::Done, BlockEvent::Failed].map(|event| OffloadInput::End(id, event))),
                 Work::None | Work::Over => {}
             }
         }
@@ -253,18 +256,18 @@ impl Model for Offload {
             view.mail.iter().enumerate().filter(|(at, mail)| !view.mail[..*at].contains(mail))
         {
             debug_assert!(at < view.mail.len());
-            into.push(Input::Report(id, event, Heard::Once));
-            into.extend((view.repeats_left > 0).then_some(Input::Report(id, event, Heard::Again)));
+            into.push(OffloadInput::Report(id, event, Delivery::Once));
+            into.extend((view.repeats_left > 0).then_some(OffloadInput::Report(id, event, Delivery::Again)));
         }
         if view.ends < ENDS_MAX {
-            into.extend([Input::Finish, Input::Abort]);
+            into.extend([OffloadInput::Finish, OffloadInput::Abort]);
         }
         if view.yields == 0 && view.ends == 0 {
-            into.push(Input::Yield);
+            into.push(OffloadInput::Yield);
         }
         if into.is_empty() {
-            let home = view.slot.is_none() && view.by_transfer == [false; 3] && view.settled;
-            return if home {
+            let released = view.slot.is_none() && view.by_transfer == [false; 3] && view.settled;
+            return if released {
                 Ok(())
             } else {
                 Err("at the end a block is still held for a transfer (invariant 5)".into())
@@ -273,20 +276,20 @@ impl Model for Offload {
         Ok(())
     }
 
-    fn take(&mut self, state: Role, step: Input) -> Result<Role, String> {
+    fn take(&mut self, state: StateId, step: OffloadInput) -> Result<StateId, String> {
         self.0.tell(state, step).map(|(next, _)| next)
     }
 }
 
-impl fmt::Display for Input {
+impl fmt::Display for OffloadInput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Transfer(LOADED) => write!(f, "block {LOADED} is to be loaded"),
             Self::Transfer(id) => write!(f, "block {id} is to be stored"),
             Self::Begin(id) => write!(f, "a worker begins with block {id}"),
             Self::End(id, event) => write!(f, "a worker is done with block {id}: {event:?}"),
-            Self::Report(id, event, Heard::Once) => write!(f, "the step loop hears: block {id} {event:?}"),
-            Self::Report(id, event, Heard::Again) => write!(f, "FAULT repeated: block {id} {event:?}"),
+            Self::Report(id, event, Delivery::Once) => write!(f, "the step loop hears: block {id} {event:?}"),
+            Self::Report(id, event, Delivery::Again) => write!(f, "FAULT repeated: block {id} {event:?}"),
             Self::Yield => write!(f, "the pool is short of blocks"),
             Self::Finish => write!(f, "the request finishes"),
             Self::Abort => write!(f, "the request is aborted"),

@@ -1,112 +1,113 @@
-//! A prefill engine: the product's [`Ledger`], and around it what step loop and server do with it: jobs, blocks, and
-//! aborts that wait in the mailbox until the step in flight is over.
+//! A prefill engine: the product's [`Ledger`], and the parts of step loop and server around it. These are jobs, blocks,
+//! and aborts that wait in the mailbox until the current step ends.
 //!
-//! Its blocks carry whose content is in them; that is how a stale read is told from a good one.
+//! Each block carries the name of its content, which distinguishes a stale read from a good one.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use baton_connector::lease::{Cause, LeaseTerms, State};
+use baton_connector::lease::{CloseCause, LeaseTerms, State};
 use baton_connector::ledger::{
-    Grant, HeartbeatReply, Ledger, LedgerPortrait, LivePortrait, ReadRefusal, ReleaseReply,
+    HeartbeatReply, LeaseSpec, Ledger, LedgerSnapshot, LiveSnapshot, ReadError, ReleaseReply,
 };
-use baton_connector::limits::TOMBSTONE_KEPT;
+use baton_connector::limits::TOMBSTONE_TTL;
 use baton_connector::transport::{Readiness, Verdict};
 use baton_connector::{BlockId, Handle, Rank, Reader, RequestId, Time};
 
 use crate::bounds::Bounds;
-use crate::cast::Party;
 use crate::mutations::Mutation;
-use crate::names::{LeaseName, Local, ROUNDS, ReaderName, Renaming, Req};
+use crate::names::{LeaseName, LocalLease, ROUNDS, ReaderName, Renaming, Req};
+use crate::state_table::Actor;
 
-/// Lease terms in microseconds. Only their order matters: a lease can run out at any moment (see `world.rs`).
+/// Lease terms in microseconds. Only their order matters: a lease can expire at any moment (see `system.rs`).
 const TERMS: LeaseTerms =
     LeaseTerms { duration: Duration::from_micros(1_000), drain: Duration::from_micros(100) };
 
-/// What a prefill engine says to a new request.
+/// A prefill engine's admission of a new request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Admission {
+pub(crate) enum PrefillAdmission {
     Take,
     TooFull,
     Refuse,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Input {
-    Prefill(Req, Admission),
-    /// A block is free for a job that waits.
+pub(crate) enum ProducerInput {
+    Prefill(Req, PrefillAdmission),
+    /// A block is free for a waiting job.
     Start(Req),
-    /// It is lent while it is computed.
+    /// An early lease is opened.
     LendEarly(Req),
-    /// The forward pass is over.
+    /// The forward pass has ended.
     Finish(Req),
-    /// The step loop hears that a lease has ended before its prefill.
+    /// The step loop receives the end of a lease that ended before its prefill.
     EndPrefill(Req),
-    /// Abort by name: the lease desk at once, the step loop by mail.
+    /// Abort by name: at once in the lease service, by mailbox in the step loop.
     Abort(Req),
     TakeMail(Req),
-    /// The caller's connection has ended before the answer.
+    /// The caller's connection has ended before the response.
     HangUp(Req),
-    Release(Local),
-    ReadBegun(Local, ReaderName),
-    /// Whether what a reader was granted can be read by now.
-    IsReady(Local, ReaderName),
-    ReadDone(Local, ReaderName),
-    ReadFailed(Local, ReaderName),
-    Heartbeat(Local),
-    /// Until the next deadline. The lease of one request can be renewed just before, so that another's runs out first.
+    Release(LocalLease),
+    ReadBegun(LocalLease, ReaderName),
+    /// Whether the granted block of a reader can be read by now.
+    IsReady(LocalLease, ReaderName),
+    ReadDone(LocalLease, ReaderName),
+    ReadFailed(LocalLease, ReaderName),
+    Heartbeat(LocalLease),
+    /// Until the next deadline. The lease of one request can be renewed just before, so that another lease expires
+    /// first.
     TimePasses(Option<Req>),
-    /// So long that every tombstone is forgotten.
+    /// Long enough to forget every tombstone.
     AgesPass,
     Crash,
     Restart,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Output {
-    Lent(Req, Local),
-    /// The head of an answer whose prefill computes on, and its end: sealed, or not.
-    Lending(Req, Local),
-    Ends(Req, Option<Local>),
+pub(crate) enum ProducerOutput {
+    Lent(Req, LocalLease),
+    /// The head of a response whose prefill continues, and its end: sealed, or not.
+    Lending(Req, LocalLease),
+    Ends(Req, Option<LocalLease>),
     Empty(Req),
     TooFull(Req),
     Refused(Req),
     Granted(BlockId),
-    /// Granted, but its content is not final.
+    /// Granted, but the block's content is not final.
     NotYet(BlockId),
     Ready,
-    /// The lease is over, or never was here.
+    /// The lease has ended, or is not one of this producer.
     Gone,
     Busy,
     Valid,
     Renewed,
-    /// A call that was open will never be answered.
+    /// An open call gets no reply any more.
     Broken(Req),
 }
 
-/// Where the prefill of one request stands.
+/// The state of one request's prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Job {
+pub(crate) enum PrefillJob {
     None,
     Waiting,
     Running(BlockId),
-    /// Lent while it runs.
+    /// Leased while it runs.
     Lending(BlockId),
 }
 
-/// What is in a block.
+/// The content of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Content {
-    /// Nobody's: may be written at any time.
+    /// Not held: may be written at any time.
     Free,
-    /// What a forward pass is writing.
-    Unfinished(Local),
-    Of(Local),
+    /// A forward pass is writing the block.
+    Unfinished(LocalLease),
+    Of(LocalLease),
 }
 
 impl Content {
-    /// Whose it is.
-    pub(crate) fn owner(self) -> Option<Local> {
+    /// The lease to which the content belongs.
+    pub(crate) fn owner(self) -> Option<LocalLease> {
         match self {
             Self::Free => None,
             Self::Unfinished(owner) | Self::Of(owner) => Some(owner),
@@ -115,43 +116,43 @@ impl Content {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct View {
+pub(crate) struct ProducerView {
     pub alive: bool,
     pub life: u8,
-    pub jobs: [Job; 4],
+    pub jobs: [PrefillJob; 4],
     pub mail: [bool; 4],
     pub blocks: Vec<Content>,
-    pub ledger: LedgerPortrait,
+    pub ledger: LedgerSnapshot,
     opened: u8,
     given_up: [bool; 4],
     valid: BTreeSet<ReaderName>,
-    /// Leases that have ended before their prefill, of which the step loop has not heard.
+    /// Leases that have ended before their prefill, and whose end the step loop has not received.
     pub ended_early: [bool; 4],
-    /// Of those, whose block nobody but the step loop holds.
+    /// Those of them whose block only the step loop holds.
     back_early: [bool; 4],
     blocks_of: [Option<BlockId>; 4],
 }
 
-/// See the module's documentation.
+/// The prefill engine of the module's documentation.
 pub(crate) struct Producer {
     bounds: Bounds,
     now: Time,
     ledger: Ledger,
-    view: View,
+    view: ProducerView,
 }
 
 impl Producer {
-    fn handle(&self, lease: Local) -> Handle {
-        let Local { life, req, nth } = lease;
+    fn handle(&self, lease: LocalLease) -> Handle {
+        let LocalLease { life, req, nth } = lease;
         if self.bounds.has(Mutation::EarlierEpochAccepted) {
             return Handle(u128::from(nth) + 1);
         }
         Handle(u128::from(u32::from_be_bytes([0, life, req, nth])) + 1)
     }
 
-    /// The one lease that this life opens for a request.
-    fn own(&self, req: Req) -> Local {
-        Local { life: self.view.life, req, nth: 0 }
+    /// The one lease that this process opens for a request.
+    fn own(&self, req: Req) -> LocalLease {
+        LocalLease { life: self.view.life, req, nth: 0 }
     }
 
     fn free_block(&self) -> Option<BlockId> {
@@ -159,17 +160,17 @@ impl Producer {
         Some(BlockId(at as u32))
     }
 
-    fn start(&mut self, req: Req) -> Job {
+    fn start(&mut self, req: Req) -> PrefillJob {
         match self.free_block() {
             Some(block) => {
                 self.view.blocks[block.index()] = Content::Unfinished(self.own(req));
-                Job::Running(block)
+                PrefillJob::Running(block)
             }
-            None => Job::Waiting,
+            None => PrefillJob::Waiting,
         }
     }
 
-    fn free(&mut self, block: BlockId, owner: Local) -> Result<(), String> {
+    fn free(&mut self, block: BlockId, owner: LocalLease) -> Result<(), String> {
         let owner = owner.tag();
         let content = &mut self.view.blocks[block.index()];
         if content.owner() != Some(owner) {
@@ -179,23 +180,23 @@ impl Producer {
         Ok(())
     }
 
-    /// Ends a job that has not finished; says which.
-    fn drop_job(&mut self, req: Req) -> Result<Job, String> {
-        let job = std::mem::replace(&mut self.view.jobs[usize::from(req)], Job::None);
+    /// Ends a job that has not finished, and returns it.
+    fn drop_job(&mut self, req: Req) -> Result<PrefillJob, String> {
+        let job = std::mem::replace(&mut self.view.jobs[usize::from(req)], PrefillJob::None);
         match job {
-            Job::Running(block) => self.free(block, self.own(req))?,
-            Job::Lending(block) => {
+            PrefillJob::Running(block) => self.free(block, self.own(req))?,
+            PrefillJob::Lending(block) => {
                 self.view.given_up[usize::from(req)] = true;
                 self.ledger.release(self.handle(self.own(req)), "unfinished", self.now);
-                self.let_go(req, block)?;
+                self.end_hold(req, block)?;
             }
-            Job::None | Job::Waiting => {}
+            PrefillJob::None | PrefillJob::Waiting => {}
         }
         Ok(job)
     }
 
-    /// The prefill of a lease is over: its block is the lease's alone, or nobody's.
-    fn let_go(&mut self, req: Req, block: BlockId) -> Result<(), String> {
+    /// The prefill of a lease has ended: only the lease holds the block now, or nothing does.
+    fn end_hold(&mut self, req: Req, block: BlockId) -> Result<(), String> {
         self.view.ended_early[usize::from(req)] = false;
         let is_back = std::mem::take(&mut self.view.back_early[usize::from(req)]);
         if is_back || self.bounds.has(Mutation::EndOfPrefillFreesUnderAReader) {
@@ -204,11 +205,13 @@ impl Producer {
         Ok(())
     }
 
-    fn lend_early(&mut self, req: Req, says: &mut Vec<Output>) -> Result<(), String> {
-        let Job::Running(block) = self.view.jobs[usize::from(req)] else { unreachable!("only what runs") };
+    fn lend_early(&mut self, req: Req, says: &mut Vec<ProducerOutput>) -> Result<(), String> {
+        let PrefillJob::Running(block) = self.view.jobs[usize::from(req)] else {
+            unreachable!("only what runs")
+        };
         let lease = self.own(req);
         let grant =
-            Grant { handle: self.handle(lease), request: name(req), blocks: vec![block], expected: 1 };
+            LeaseSpec { handle: self.handle(lease), request: name(req), blocks: vec![block], expected: 1 };
         if self.ledger.open_growing(grant, 0, self.now).is_ok() {
             if self.view.given_up[usize::from(req)] {
                 return Err("a lease is opened for a request that was given up before it finished".into());
@@ -216,35 +219,35 @@ impl Producer {
             if self.bounds.has(Mutation::ReadyBeforeComputed) {
                 self.ledger.grow(self.handle(lease), 1);
             }
-            self.view.jobs[usize::from(req)] = Job::Lending(block);
-            says.push(Output::Lending(req, lease));
+            self.view.jobs[usize::from(req)] = PrefillJob::Lending(block);
+            says.push(ProducerOutput::Lending(req, lease));
         }
         Ok(())
     }
 
-    /// All of what was lent early is computed.
-    fn seal(&mut self, req: Req, block: BlockId, says: &mut Vec<Output>) -> Result<(), String> {
+    /// All blocks of an early lease are computed.
+    fn seal(&mut self, req: Req, block: BlockId, says: &mut Vec<ProducerOutput>) -> Result<(), String> {
         let lease = self.own(req);
         self.now = self.now.after(Duration::from_micros(1));
         self.view.blocks[block.index()] = Content::Of(lease);
         let forgets = self.bounds.has(Mutation::NeverSealed);
         let sealed = forgets || self.ledger.seal(self.handle(lease), self.now);
-        says.push(Output::Ends(req, sealed.then_some(lease)));
-        self.let_go(req, block)
+        says.push(ProducerOutput::Ends(req, sealed.then_some(lease)));
+        self.end_hold(req, block)
     }
 
-    fn finish(&mut self, req: Req, says: &mut Vec<Output>) -> Result<(), String> {
-        let job = std::mem::replace(&mut self.view.jobs[usize::from(req)], Job::None);
+    fn finish(&mut self, req: Req, says: &mut Vec<ProducerOutput>) -> Result<(), String> {
+        let job = std::mem::replace(&mut self.view.jobs[usize::from(req)], PrefillJob::None);
         let block = match job {
-            Job::Running(block) => block,
-            Job::Lending(block) => return self.seal(req, block, says),
-            Job::None | Job::Waiting => unreachable!("only what runs finishes"),
+            PrefillJob::Running(block) => block,
+            PrefillJob::Lending(block) => return self.seal(req, block, says),
+            PrefillJob::None | PrefillJob::Waiting => unreachable!("only what runs finishes"),
         };
         self.view.blocks[block.index()] = Content::Of(self.own(req));
-        let lease = Local { nth: self.view.opened, ..self.own(req) };
-        // Leases opened one after the other are due one after the other.
+        let lease = LocalLease { nth: self.view.opened, ..self.own(req) };
+        // Deadlines have the order in which leases were opened.
         self.now = self.now.after(Duration::from_micros(1));
-        let grant = Grant {
+        let grant = LeaseSpec {
             handle: self.handle(lease),
             request: name(req),
             blocks: vec![block],
@@ -256,15 +259,15 @@ impl Producer {
                 return Err("a lease is opened for a request that was given up before it finished".into());
             }
             Ok(_) => {
-                // Handles are random; only where that is what is broken they are counted.
+                // Handles are random. They are counted only where this is the planted bug.
                 self.view.opened += u8::from(self.bounds.has(Mutation::EarlierEpochAccepted));
                 self.view.blocks_of[usize::from(req)] =
                     self.bounds.has(Mutation::AbortIsASecondFinish).then_some(block);
-                says.push(Output::Lent(req, lease));
+                says.push(ProducerOutput::Lent(req, lease));
             }
             Err(refused) => {
-                self.free(refused.grant.blocks[0], lease)?;
-                says.push(Output::Empty(req));
+                self.free(refused.spec.blocks[0], lease)?;
+                says.push(ProducerOutput::Empty(req));
             }
         }
         Ok(())
@@ -275,22 +278,22 @@ impl Producer {
         self.view.given_up[usize::from(req)] = true;
         let known = self.ledger.view(self.now).iter().any(|lease| lease.request == name(req));
         let forgets = self.bounds.has(Mutation::NoTombstone) && !known;
-        let deaf = self.bounds.has(Mutation::AbortIsDeafAfterFinish) && known;
-        if !forgets && !deaf {
+        let ignored = self.bounds.has(Mutation::AbortIgnoredAfterFinish) && known;
+        if !forgets && !ignored {
             self.ledger.release_request(&name(req), "aborted", self.now);
         }
     }
 
-    fn release(&mut self, lease: Local) -> Result<(), String> {
+    fn release(&mut self, lease: LocalLease) -> Result<(), String> {
         if lease.life == self.view.life {
             self.view.given_up[usize::from(lease.req)] = true;
         }
         let elsewhere = self.bounds.has(Mutation::EarlierEpochAccepted) && lease.life != self.view.life;
-        if elsewhere || self.bounds.has(Mutation::AbortIsDeafAfterFinish) {
+        if elsewhere || self.bounds.has(Mutation::AbortIgnoredAfterFinish) {
             return Ok(());
         }
         if self.bounds.has(Mutation::ReleaseByRequestId) {
-            // Both requests have been given one name by their client.
+            // The client gave both requests one name.
             for req in ROUNDS {
                 self.ledger.release_request(&name(req), "released", self.now);
             }
@@ -298,7 +301,7 @@ impl Producer {
         }
         let reply = self.ledger.release(self.handle(lease), "released", self.now);
         if self.bounds.has(Mutation::AbortFreesUnderAReader) && reply == ReleaseReply::Draining {
-            let live = self.ledger.portrait(self.now).live;
+            let live = self.ledger.snapshot(self.now).live;
             let handle = self.handle(lease);
             let blocks = live.into_iter().find(|live| live.handle == handle).expect("it drains").blocks;
             self.free(blocks[0], lease)?;
@@ -312,57 +315,57 @@ impl Producer {
         Reader { consumer, of: self.bounds.ranks.into(), rank: Rank(rank.into()) }
     }
 
-    fn read_done(&mut self, lease: Local, reader: ReaderName, says: &mut Vec<Output>) {
+    fn finish_read(&mut self, lease: LocalLease, reader: ReaderName, says: &mut Vec<ProducerOutput>) {
         let handle = self.handle(lease);
-        let verdict = self.ledger.read_done(handle, self.reader(reader), self.now);
+        let verdict = self.ledger.finish_read(handle, self.reader(reader), self.now);
         if self.bounds.has(Mutation::ReadersAreCounted) && self.view.valid.contains(&reader) {
-            // A repetition is taken for the consumer's next link.
+            // The ledger takes a repetition for the consumer's next link.
             let rank = Rank(u16::from((reader.rank + 1) % self.bounds.ranks));
             let another = Reader { rank, ..self.reader(reader) };
-            if self.ledger.read_begun(handle, another, 0, 1, self.now).is_ok() {
-                self.ledger.read_done(handle, another, self.now);
+            if self.ledger.begin_read(handle, another, 0, 1, self.now).is_ok() {
+                self.ledger.finish_read(handle, another, self.now);
             }
         }
         if verdict == Verdict::Valid {
             self.view.valid.insert(reader);
         }
-        says.push(if verdict == Verdict::Valid { Output::Valid } else { Output::Gone });
+        says.push(if verdict == Verdict::Valid { ProducerOutput::Valid } else { ProducerOutput::Gone });
     }
 
-    /// Blocks of ended leases go back, for a reason that there was.
+    /// Frees the blocks of ended leases, after a check of the reason.
     fn settle(&mut self) -> Result<(), String> {
         for handle in self.ledger.take_unfinished() {
             let req = LeaseName::of(handle).local.req;
-            let computes = matches!(self.view.jobs[usize::from(req)], Job::Lending(_));
+            let computes = matches!(self.view.jobs[usize::from(req)], PrefillJob::Lending(_));
             self.view.ended_early[usize::from(req)] = computes;
         }
-        for settled in self.ledger.take_settled() {
+        for settled in self.ledger.take_closed() {
             let counted = self.bounds.has(Mutation::EarlierEpochAccepted);
             let req = if counted {
                 u8::from(settled.request == name(1))
             } else {
                 LeaseName::of(settled.handle).local.req
             };
-            // A step that still writes into it holds it, too.
-            if self.view.jobs[usize::from(req)] == Job::Lending(settled.blocks[0]) {
+            // A step that still writes into the block holds it, too.
+            if self.view.jobs[usize::from(req)] == PrefillJob::Lending(settled.blocks[0]) {
                 self.view.back_early[usize::from(req)] = true;
             } else {
                 self.free(settled.blocks[0], self.own(req))?;
             }
             let readers = self.view.valid.iter().filter(|reader| reader.req == req).count();
             match settled.cause {
-                // A stale read is worth more as a trace than the acknowledgement that comes just before it.
-                Cause::Fetched if self.bounds.has(Mutation::EarlierEpochAccepted) => {}
-                Cause::Fetched if readers < usize::from(self.bounds.ranks) => {
+                // A stale read is a better trace than the acknowledgement just before it.
+                CloseCause::Fetched if self.bounds.has(Mutation::EarlierEpochAccepted) => {}
+                CloseCause::Fetched if readers < usize::from(self.bounds.ranks) => {
                     return Err(format!(
                         "a lease closes as fetched after {readers} of {} readers (invariant 7)",
                         self.bounds.ranks
                     ));
                 }
-                Cause::Released if !self.view.given_up[usize::from(req)] => {
-                    return Err("a lease is released that nobody gave up".into());
+                CloseCause::Released if !self.view.given_up[usize::from(req)] => {
+                    return Err("a lease is released that was not given up".into());
                 }
-                Cause::Fetched | Cause::Released | Cause::Expired => {}
+                CloseCause::Fetched | CloseCause::Released | CloseCause::Expired => {}
             }
         }
         Ok(())
@@ -370,13 +373,13 @@ impl Producer {
 
     /// Invariant 1: every block is free, or held by exactly one job or lease.
     fn check(&self) -> Result<(), String> {
-        let portrait = self.ledger.portrait(self.now);
+        let portrait = self.ledger.snapshot(self.now);
         let lent: Vec<_> = portrait.live.iter().flat_map(|live| live.blocks.iter().copied()).collect();
         let running = self.view.jobs.iter().filter_map(|job| match job {
-            Job::Running(block) => Some(*block),
-            // As one with its lease.
-            Job::Lending(block) => Some(*block).filter(|block| !lent.contains(block)),
-            Job::None | Job::Waiting => None,
+            PrefillJob::Running(block) => Some(*block),
+            // The job and its lease count as one holder.
+            PrefillJob::Lending(block) => Some(*block).filter(|block| !lent.contains(block)),
+            PrefillJob::None | PrefillJob::Waiting => None,
         });
         let mut held: Vec<_> = running.chain(lent.iter().copied()).collect();
         held.sort();
@@ -388,10 +391,10 @@ impl Producer {
         Ok(())
     }
 
-    fn crash(&mut self, says: &mut Vec<Output>) {
-        for req in ROUNDS.into_iter().filter(|&req| self.view.jobs[usize::from(req)] != Job::None) {
-            let lends = matches!(self.view.jobs[usize::from(req)], Job::Lending(_));
-            says.push(if lends { Output::Ends(req, None) } else { Output::Broken(req) });
+    fn crash(&mut self, says: &mut Vec<ProducerOutput>) {
+        for req in ROUNDS.into_iter().filter(|&req| self.view.jobs[usize::from(req)] != PrefillJob::None) {
+            let lends = matches!(self.view.jobs[usize::from(req)], PrefillJob::Lending(_));
+            says.push(if lends { ProducerOutput::Ends(req, None) } else { ProducerOutput::Broken(req) });
         }
         let life = self.view.life + 1;
         *self = Self::born(&self.bounds);
@@ -399,92 +402,98 @@ impl Producer {
         self.view.life = life;
     }
 
-    fn hear(&mut self, input: Input, says: &mut Vec<Output>) -> Result<(), String> {
+    fn hear(&mut self, input: ProducerInput, says: &mut Vec<ProducerOutput>) -> Result<(), String> {
         match input {
-            Input::Prefill(req, Admission::Take) => {
+            ProducerInput::Prefill(req, PrefillAdmission::Take) => {
                 if self.ledger.was_released_early(&name(req)) {
-                    says.push(Output::Empty(req));
+                    says.push(ProducerOutput::Empty(req));
                 } else {
                     self.view.jobs[usize::from(req)] = self.start(req);
                 }
             }
-            Input::Prefill(req, Admission::TooFull) => says.push(Output::TooFull(req)),
-            Input::Prefill(req, Admission::Refuse) => says.push(Output::Refused(req)),
-            Input::Start(req) => self.view.jobs[usize::from(req)] = self.start(req),
-            Input::LendEarly(req) => self.lend_early(req, says)?,
-            Input::Finish(req) => self.finish(req, says)?,
-            Input::EndPrefill(req) => {
+            ProducerInput::Prefill(req, PrefillAdmission::TooFull) => says.push(ProducerOutput::TooFull(req)),
+            ProducerInput::Prefill(req, PrefillAdmission::Refuse) => says.push(ProducerOutput::Refused(req)),
+            ProducerInput::Start(req) => self.view.jobs[usize::from(req)] = self.start(req),
+            ProducerInput::LendEarly(req) => self.lend_early(req, says)?,
+            ProducerInput::Finish(req) => self.finish(req, says)?,
+            ProducerInput::EndPrefill(req) => {
                 self.drop_job(req)?;
-                says.push(Output::Ends(req, None));
+                says.push(ProducerOutput::Ends(req, None));
             }
-            Input::Abort(req) => self.abort(req),
-            Input::TakeMail(req) => {
+            ProducerInput::Abort(req) => self.abort(req),
+            ProducerInput::TakeMail(req) => {
                 self.view.mail[usize::from(req)] = false;
                 match self.drop_job(req)? {
-                    Job::Lending(_) => says.push(Output::Ends(req, None)),
-                    Job::Waiting | Job::Running(_) => says.push(Output::Empty(req)),
-                    Job::None => {
+                    PrefillJob::Lending(_) => says.push(ProducerOutput::Ends(req, None)),
+                    PrefillJob::Waiting | PrefillJob::Running(_) => says.push(ProducerOutput::Empty(req)),
+                    PrefillJob::None => {
                         if let Some(block) = self.view.blocks_of[usize::from(req)].take() {
                             self.free(block, self.own(req))?;
                         }
                     }
                 }
             }
-            Input::HangUp(req) => drop(self.drop_job(req)?),
-            Input::Release(lease) => self.release(lease)?,
-            Input::ReadBegun(lease, _) | Input::ReadDone(lease, _) | Input::IsReady(lease, _)
+            ProducerInput::HangUp(req) => drop(self.drop_job(req)?),
+            ProducerInput::Release(lease) => self.release(lease)?,
+            ProducerInput::ReadBegun(lease, _)
+            | ProducerInput::ReadDone(lease, _)
+            | ProducerInput::IsReady(lease, _)
                 if !self.knows_epoch(lease) =>
             {
-                says.push(Output::Gone);
+                says.push(ProducerOutput::Gone);
             }
-            Input::IsReady(lease, reader) => {
+            ProducerInput::IsReady(lease, reader) => {
                 says.push(match self.ledger.readiness(self.handle(lease), self.reader(reader), 1) {
-                    Readiness::Ready => Output::Ready,
+                    Readiness::Ready => ProducerOutput::Ready,
                     Readiness::NotYet => return Err("a reader asks before anything has changed".into()),
-                    Readiness::Gone => Output::Gone,
+                    Readiness::Gone => ProducerOutput::Gone,
                 });
             }
-            Input::ReadBegun(lease, reader) => {
-                let read = self.ledger.read_begun(self.handle(lease), self.reader(reader), 0, 1, self.now);
+            ProducerInput::ReadBegun(lease, reader) => {
+                let read = self.ledger.begin_read(self.handle(lease), self.reader(reader), 0, 1, self.now);
                 let ready = self.ledger.readiness(self.handle(lease), self.reader(reader), 1);
                 says.push(match read {
-                    Ok(blocks) if ready == Readiness::NotYet => Output::NotYet(blocks[0]),
-                    Ok(blocks) => Output::Granted(blocks[0]),
-                    Err(ReadRefusal::Gone) => Output::Gone,
-                    Err(ReadRefusal::Busy) => Output::Busy,
-                    Err(ReadRefusal::Range { .. }) => return Err("a block table lost a block".into()),
+                    Ok(blocks) if ready == Readiness::NotYet => ProducerOutput::NotYet(blocks[0]),
+                    Ok(blocks) => ProducerOutput::Granted(blocks[0]),
+                    Err(ReadError::Gone) => ProducerOutput::Gone,
+                    Err(ReadError::Busy) => ProducerOutput::Busy,
+                    Err(ReadError::Range { .. }) => return Err("a block table lost a block".into()),
                 });
             }
-            Input::ReadDone(lease, reader) => self.read_done(lease, reader, says),
-            Input::ReadFailed(lease, reader) => {
-                self.ledger.read_failed(self.handle(lease), self.reader(reader), self.now);
+            ProducerInput::ReadDone(lease, reader) => self.finish_read(lease, reader, says),
+            ProducerInput::ReadFailed(lease, reader) => {
+                self.ledger.fail_read(self.handle(lease), self.reader(reader), self.now);
             }
-            Input::Heartbeat(lease) => {
+            ProducerInput::Heartbeat(lease) => {
                 let reply = self.ledger.heartbeat(self.handle(lease), self.now);
-                says.push(if reply == HeartbeatReply::Renewed { Output::Renewed } else { Output::Gone });
+                says.push(if reply == HeartbeatReply::Renewed {
+                    ProducerOutput::Renewed
+                } else {
+                    ProducerOutput::Gone
+                });
             }
-            Input::TimePasses(renewed) => self.time_passes(renewed),
-            Input::AgesPass => {
+            ProducerInput::TimePasses(renewed) => self.time_passes(renewed),
+            ProducerInput::AgesPass => {
                 for _ in 0..2 {
-                    self.now = self.now.after(TOMBSTONE_KEPT);
+                    self.now = self.now.after(TOMBSTONE_TTL);
                     self.ledger.tick(self.now);
                     self.settle()?;
                 }
                 self.view.given_up = [false; 4];
                 self.view.valid.clear();
             }
-            Input::Crash => self.crash(says),
-            Input::Restart => self.view.alive = true,
+            ProducerInput::Crash => self.crash(says),
+            ProducerInput::Restart => self.view.alive = true,
         }
         Ok(())
     }
 
     fn time_passes(&mut self, renewed: Option<Req>) {
-        let live = self.ledger.portrait(self.now).live;
-        let next = |live: &[LivePortrait]| {
+        let live = self.ledger.snapshot(self.now).live;
+        let next = |live: &[LiveSnapshot]| {
             live.iter()
                 .filter(|live| has_clock(live))
-                .map(|live| live.lease.left)
+                .map(|live| live.lease.remaining)
                 .min()
                 .expect("a lease is live")
         };
@@ -494,30 +503,30 @@ impl Producer {
                 self.ledger.heartbeat(live.handle, self.now);
             }
         }
-        let live = self.ledger.portrait(self.now).live;
+        let live = self.ledger.snapshot(self.now).live;
         self.now = self.now.after(next(&live));
         self.ledger.tick(self.now);
     }
 
-    /// The handshake of a transport: whether a handoff is of this life.
-    fn knows_epoch(&self, lease: Local) -> bool {
+    /// The handshake of a transport: whether a handoff has this process's epoch.
+    fn knows_epoch(&self, lease: LocalLease) -> bool {
         lease.life == self.view.life || self.bounds.has(Mutation::EarlierEpochAccepted)
     }
 }
 
-impl Party for Producer {
-    type Input = Input;
-    type Output = Output;
-    type View = View;
+impl Actor for Producer {
+    type Input = ProducerInput;
+    type Output = ProducerOutput;
+    type View = ProducerView;
 
     fn born(bounds: &Bounds) -> Self {
-        let view = View {
+        let view = ProducerView {
             alive: true,
             life: 0,
-            jobs: [Job::None; 4],
+            jobs: [PrefillJob::None; 4],
             mail: [false; 4],
             blocks: vec![Content::Free; usize::from(bounds.prefill_blocks)],
-            ledger: LedgerPortrait::default(),
+            ledger: LedgerSnapshot::default(),
             opened: 0,
             given_up: [false; 4],
             valid: BTreeSet::new(),
@@ -528,40 +537,48 @@ impl Party for Producer {
         Self { bounds: *bounds, now: Time::ZERO, ledger: Ledger::new(TERMS), view }
     }
 
-    fn live(&mut self, input: Input, says: &mut Vec<Output>) -> Result<(), String> {
+    fn live(&mut self, input: ProducerInput, says: &mut Vec<ProducerOutput>) -> Result<(), String> {
         self.hear(input, says)?;
         self.settle()?;
         self.check()
     }
 
-    fn view(&self) -> View {
-        View { ledger: self.ledger.portrait(self.now), ..self.view.clone() }
+    fn view(&self) -> ProducerView {
+        ProducerView { ledger: self.ledger.snapshot(self.now), ..self.view.clone() }
     }
 
-    fn renamed(input: Input, by: Renaming) -> Input {
+    fn renamed(input: ProducerInput, by: Renaming) -> ProducerInput {
         match input {
-            Input::Prefill(req, admission) => Input::Prefill(by.req(req), admission),
-            Input::Start(req) => Input::Start(by.req(req)),
-            Input::LendEarly(req) => Input::LendEarly(by.req(req)),
-            Input::Finish(req) => Input::Finish(by.req(req)),
-            Input::EndPrefill(req) => Input::EndPrefill(by.req(req)),
-            Input::Abort(req) => Input::Abort(by.req(req)),
-            Input::TakeMail(req) => Input::TakeMail(by.req(req)),
-            Input::HangUp(req) => Input::HangUp(by.req(req)),
-            Input::Release(lease) => Input::Release(lease.renamed(by)),
-            Input::ReadBegun(lease, reader) => Input::ReadBegun(lease.renamed(by), reader.renamed(by)),
-            Input::IsReady(lease, reader) => Input::IsReady(lease.renamed(by), reader.renamed(by)),
-            Input::ReadDone(lease, reader) => Input::ReadDone(lease.renamed(by), reader.renamed(by)),
-            Input::ReadFailed(lease, reader) => Input::ReadFailed(lease.renamed(by), reader.renamed(by)),
-            Input::Heartbeat(lease) => Input::Heartbeat(lease.renamed(by)),
-            Input::TimePasses(renewed) => Input::TimePasses(renewed.map(|req| by.req(req))),
-            Input::AgesPass | Input::Crash | Input::Restart => input,
+            ProducerInput::Prefill(req, admission) => ProducerInput::Prefill(by.req(req), admission),
+            ProducerInput::Start(req) => ProducerInput::Start(by.req(req)),
+            ProducerInput::LendEarly(req) => ProducerInput::LendEarly(by.req(req)),
+            ProducerInput::Finish(req) => ProducerInput::Finish(by.req(req)),
+            ProducerInput::EndPrefill(req) => ProducerInput::EndPrefill(by.req(req)),
+            ProducerInput::Abort(req) => ProducerInput::Abort(by.req(req)),
+            ProducerInput::TakeMail(req) => ProducerInput::TakeMail(by.req(req)),
+            ProducerInput::HangUp(req) => ProducerInput::HangUp(by.req(req)),
+            ProducerInput::Release(lease) => ProducerInput::Release(lease.renamed(by)),
+            ProducerInput::ReadBegun(lease, reader) => {
+                ProducerInput::ReadBegun(lease.renamed(by), reader.renamed(by))
+            }
+            ProducerInput::IsReady(lease, reader) => {
+                ProducerInput::IsReady(lease.renamed(by), reader.renamed(by))
+            }
+            ProducerInput::ReadDone(lease, reader) => {
+                ProducerInput::ReadDone(lease.renamed(by), reader.renamed(by))
+            }
+            ProducerInput::ReadFailed(lease, reader) => {
+                ProducerInput::ReadFailed(lease.renamed(by), reader.renamed(by))
+            }
+            ProducerInput::Heartbeat(lease) => ProducerInput::Heartbeat(lease.renamed(by)),
+            ProducerInput::TimePasses(renewed) => ProducerInput::TimePasses(renewed.map(|req| by.req(req))),
+            ProducerInput::AgesPass | ProducerInput::Crash | ProducerInput::Restart => input,
         }
     }
 }
 
-/// Whether time ends it.
-pub(crate) fn has_clock(live: &LivePortrait) -> bool {
+/// Whether time ends the lease.
+pub(crate) fn has_clock(live: &LiveSnapshot) -> bool {
     live.lease.state != State::Growing
 }
 

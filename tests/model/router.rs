@@ -1,18 +1,18 @@
-//! The router's side of one request: the product's [`Exchange`], and around it what its shell knows: whom it has asked,
-//! and which calls are still open.
+//! The router's side of one request: the product's [`Exchange`], and the state of the I/O around it. This is which
+//! engines got a leg, and which calls are still open.
 
 use baton_connector::Time;
 use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Outcome, Settlement, State};
 
 use crate::bounds::Bounds;
-use crate::cast::Party;
 use crate::names::{LeaseName, Renaming};
+use crate::state_table::Actor;
 
-/// What a prefill engine's answer says, or that there is none.
+/// A prefill engine's response, or its absence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum Prefilled {
+pub(crate) enum PrefillReply {
     Lent(LeaseName),
-    /// Lent, and it computes on: the answer's end is still to come.
+    /// An early lease. The response's end follows.
     Lending(LeaseName),
     Empty,
     Refused,
@@ -21,9 +21,9 @@ pub(crate) enum Prefilled {
     Broken,
 }
 
-/// What a decode engine's answer says, or that there is none.
+/// A decode engine's response, or its absence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum Decoded {
+pub(crate) enum DecodeReply {
     Accepted,
     Refused,
     TooFull,
@@ -32,47 +32,47 @@ pub(crate) enum Decoded {
     Broken,
 }
 
-/// How an accepted answer ended.
+/// How an accepted response ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum Streamed {
+pub(crate) enum StreamEnd {
     Complete,
     Broken,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Input {
+pub(crate) enum RouterInput {
     AskPrefill(u8),
     SkipPrefill,
-    /// There is no room for it, now or in time.
+    /// No engine has capacity within the time limit.
     NotAdmitted,
     GiveUp,
-    Prefilled(u8, Prefilled),
-    /// The end of an answer that had lent before: well, or not.
+    Prefilled(u8, PrefillReply),
+    /// The end of a response after an early lease: well, or not.
     PrefillEnds(u8, bool),
-    /// What the decode engine waits for will not come.
+    /// The blocks that the decode engine waits for will not be computed.
     ProducerFailed,
-    /// The prefill engine that computes on has been silent for too long.
+    /// The prefill engine that still computes has been silent for too long.
     PrefillSilence,
     AskDecode(u8),
-    Decoded(u8, Decoded),
-    Streamed(u8, Streamed),
-    /// No decode engine can use the handoff: it goes back, and the prompt is computed anew.
+    Decoded(u8, DecodeReply),
+    Streamed(u8, StreamEnd),
+    /// No decode engine can use the handoff: it is released, and the prompt is recomputed.
     HandoffSpent,
     ClientLeaves,
     /// An engine has been silent for too long.
     Silence,
-    /// The router dies, and its connections with it.
+    /// The router crashes, and its connections end.
     Crash,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Output {
+pub(crate) enum RouterOutput {
     Prefill(u8),
     Decode(u8, Option<LeaseName>),
     AbortPrefill(u8),
     Release(LeaseName),
     AbortDecode(u8),
-    /// A connection that was open is closed.
+    /// The router closes an open connection.
     HangUpPrefill(u8),
     HangUpDecode(u8),
 }
@@ -84,25 +84,25 @@ pub(crate) struct Router {
     pub crashed: bool,
     /// A stream that breaks is resumed.
     resume: bool,
-    /// 1 when the prompt is computed anew, also for the rest of a stream.
+    /// 1 when the prompt is recomputed, also for the rest of a stream.
     pub round: u8,
     /// A decode engine could not use the handoff.
     pub spent: bool,
     pub asked_prefill: [bool; 4],
     pub asked_decode: [bool; 4],
-    /// Calls that have not been answered; those to prefill engines are read on after the request has ended.
+    /// Calls without a complete response. Those to prefill engines are read on after the request has ended.
     pub open_prefill: [bool; 4],
     pub open_decode: [bool; 4],
-    /// The prefill engine that has lent and computes on, whose answer's end is waited for.
+    /// The prefill engine with an early lease whose response has not ended.
     pub computing: Option<u8>,
-    /// It will not end well.
+    /// This prefill will not end well.
     pub failed: bool,
-    /// Debts that were paid: aborts of prefill, releases, aborts of decode, by engine.
-    paid: [[bool; 4]; 3],
+    /// Settlements that were made: aborts of prefill, releases, aborts of decode, by engine.
+    settled: [[bool; 4]; 3],
     ends: u8,
 }
 
-/// Engines are numbered as asked by this request: the engine in the lowest bit, and above it the round.
+/// The request's number of an engine: the engine in the lowest bit, and above it the round.
 fn prefill(p: u8) -> Attempt {
     Attempt(u16::from(p))
 }
@@ -115,7 +115,7 @@ fn decode(d: u8) -> Attempt {
 const DECODES: u16 = 4;
 
 impl Router {
-    /// Whether anybody has asked it for anything yet.
+    /// Whether any engine has got a leg of this request.
     pub(crate) fn has_begun(&self) -> bool {
         self.asked_prefill.iter().chain(&self.asked_decode).any(|&asked| asked)
             || self.exchange.state() != State::Choosing
@@ -125,30 +125,30 @@ impl Router {
         self.crashed || self.exchange.outcome().is_some()
     }
 
-    /// The lease whose handoff it passes on.
+    /// The lease of the current handoff.
     fn handoff(&self) -> Option<LeaseName> {
         match self.exchange.state() {
-            State::Held(lent) | State::Decoding(_, lent) => {
+            State::ReadyToDecode(lent) | State::Decoding(_, lent) => {
                 lent.and_then(|lent| lent.handle).map(LeaseName::of)
             }
             _ => None,
         }
     }
 
-    fn tell(&mut self, event: Event, says: &mut Vec<Output>) -> Result<(), String> {
-        // Whoever gives a handoff up does not wait for its prefill.
-        let given_up = matches!(event, Event::HandoffSpent | Event::StreamCut(_));
+    fn tell(&mut self, event: Event, says: &mut Vec<RouterOutput>) -> Result<(), String> {
+        // The request does not wait for a prefill whose handoff it has given up.
+        let given_up = matches!(event, Event::HandoffUnusable | Event::StreamCut(_));
         let step = self.exchange.apply(event, Time::ZERO);
         let outcome = self.exchange.outcome();
         if given_up || outcome.is_some() {
             self.failed = false;
             if let Some(p) = self.computing.take().filter(|_| outcome != Some(Outcome::Completed)) {
                 self.open_prefill[usize::from(p)] = false;
-                says.push(Output::HangUpPrefill(p));
+                says.push(RouterOutput::HangUpPrefill(p));
             }
         }
-        for debt in step.settle {
-            self.pay(debt, says)?;
+        for settlement in step.settlements {
+            self.settle(settlement, says)?;
         }
         self.ends += u8::from(step.ended.is_some());
         if self.ends > 1 {
@@ -160,79 +160,79 @@ impl Router {
         Ok(())
     }
 
-    fn pay(&mut self, debt: Settlement, says: &mut Vec<Output>) -> Result<(), String> {
-        let (kind, engine, output) = match debt {
-            Settlement::AbortPrefill(Attempt(p)) => (0, p as u8, Output::AbortPrefill(p as u8)),
+    fn settle(&mut self, settlement: Settlement, says: &mut Vec<RouterOutput>) -> Result<(), String> {
+        let (kind, engine, output) = match settlement {
+            Settlement::AbortPrefill(Attempt(p)) => (0, p as u8, RouterOutput::AbortPrefill(p as u8)),
             Settlement::ReleasePrefill(lent, _) => {
                 let lease = LeaseName::of(lent.handle.expect("our engines give handles"));
-                (1, lent.by.0 as u8, Output::Release(lease))
+                (1, lent.attempt.0 as u8, RouterOutput::Release(lease))
             }
             Settlement::AbortDecode(Attempt(d)) => {
-                // The call is dropped, which cuts its connection; the abort by name is what must arrive.
+                // Dropping the call cuts its connection. The abort by name must still arrive.
                 self.open_decode[usize::from(d - DECODES)] = false;
-                (2, (d - DECODES) as u8, Output::AbortDecode((d - DECODES) as u8))
+                (2, (d - DECODES) as u8, RouterOutput::AbortDecode((d - DECODES) as u8))
             }
         };
-        if std::mem::replace(&mut self.paid[kind][usize::from(engine)], true) {
-            return Err(format!("a debt is settled twice: {debt:?}"));
+        if std::mem::replace(&mut self.settled[kind][usize::from(engine)], true) {
+            return Err(format!("a settlement is made twice: {settlement:?}"));
         }
         says.push(output);
         Ok(())
     }
 
-    fn prefilled(&mut self, p: u8, what: Prefilled) -> Event {
-        self.open_prefill[usize::from(p)] = matches!(what, Prefilled::Lending(_));
+    fn prefilled(&mut self, p: u8, what: PrefillReply) -> Event {
+        self.open_prefill[usize::from(p)] = matches!(what, PrefillReply::Lending(_));
         let by = prefill(p);
         match what {
-            Prefilled::Lent(lease) | Prefilled::Lending(lease) => {
-                Event::PrefillLent(by, Some(lease.handle()))
+            PrefillReply::Lent(lease) | PrefillReply::Lending(lease) => {
+                Event::PrefillLeased(by, Some(lease.handle()))
             }
-            Prefilled::Empty => Event::PrefillEmpty(by),
-            Prefilled::Refused => Event::PrefillRefused(by),
-            Prefilled::TooFull => Event::PrefillFailed(by, Failure::Answered),
-            Prefilled::NotReached => Event::PrefillFailed(by, Failure::NotReached),
-            Prefilled::Broken => Event::PrefillFailed(by, Failure::Unknown),
+            PrefillReply::Empty => Event::PrefillEmpty(by),
+            PrefillReply::Refused => Event::PrefillRefused(by),
+            PrefillReply::TooFull => Event::PrefillFailed(by, Failure::Answered),
+            PrefillReply::NotReached => Event::PrefillFailed(by, Failure::NotReached),
+            PrefillReply::Broken => Event::PrefillFailed(by, Failure::Unknown),
         }
     }
 
-    fn decoded(&mut self, d: u8, what: Decoded) -> Event {
-        self.open_decode[usize::from(d)] &= what == Decoded::Accepted;
-        self.spent |= what == Decoded::LoadFailed;
+    fn decoded(&mut self, d: u8, what: DecodeReply) -> Event {
+        self.open_decode[usize::from(d)] &= what == DecodeReply::Accepted;
+        self.spent |= what == DecodeReply::LoadFailed;
         let by = decode(d);
         match what {
-            Decoded::Accepted => Event::DecodeAccepted(by),
-            Decoded::Refused => Event::DecodeRefused(by),
-            Decoded::TooFull | Decoded::LoadFailed => Event::DecodeFailed(by, Failure::Answered),
-            Decoded::NotReached => Event::DecodeFailed(by, Failure::NotReached),
-            Decoded::Broken => Event::DecodeFailed(by, Failure::Unknown),
+            DecodeReply::Accepted => Event::DecodeAccepted(by),
+            DecodeReply::Refused => Event::DecodeRefused(by),
+            DecodeReply::TooFull | DecodeReply::LoadFailed => Event::DecodeFailed(by, Failure::Answered),
+            DecodeReply::NotReached => Event::DecodeFailed(by, Failure::NotReached),
+            DecodeReply::Broken => Event::DecodeFailed(by, Failure::Unknown),
         }
     }
 
-    /// A prefill has lent early: its end is waited for by the request that takes the handoff, and by nobody else.
-    fn lent_early(&mut self, p: u8, says: &mut Vec<Output>) {
+    /// A prefill has an early lease. Only the request that uses the handoff waits for the prefill's end.
+    fn lent_early(&mut self, p: u8, says: &mut Vec<RouterOutput>) {
         match self.exchange.state() {
-            State::Held(Some(lent)) if lent.by == prefill(p) => self.computing = Some(p),
+            State::ReadyToDecode(Some(lent)) if lent.attempt == prefill(p) => self.computing = Some(p),
             _ => {
                 self.open_prefill[usize::from(p)] = false;
-                says.push(Output::HangUpPrefill(p));
+                says.push(RouterOutput::HangUpPrefill(p));
             }
         }
     }
 
-    /// What it does when its engine says nothing for too long.
+    /// The router's reaction to a silent engine.
     fn silence(&mut self) -> Option<Event> {
         match self.exchange.state() {
             State::Prefilling(on) => Some(Event::PrefillFailed(on, Failure::Unknown)),
-            // It has said nothing of the answer: another engine gets the same handoff.
+            // No byte of the response has arrived: another engine gets the same handoff.
             State::Decoding(on, _) | State::Accepted(on, _) => {
                 Some(Event::DecodeFailed(on, Failure::Unknown))
             }
             State::Streaming(on, _) => Some(self.broken(on)),
-            State::Choosing | State::Held(_) | State::Done(_) => None,
+            State::Choosing | State::ReadyToDecode(_) | State::Done(_) => None,
         }
     }
 
-    /// An answer broke off: the rest is asked of another engine, once and under a new name, or the request is over.
+    /// A response broke off. Another engine continues it, once and under a new name, or the request ends.
     fn broken(&mut self, by: Attempt) -> Event {
         if !self.resume || self.round > 0 {
             return Event::StreamBroken(by);
@@ -241,14 +241,14 @@ impl Router {
         Event::StreamCut(by)
     }
 
-    fn crash(&mut self, says: &mut Vec<Output>) {
+    fn crash(&mut self, says: &mut Vec<RouterOutput>) {
         for p in (0..4).filter(|&p| self.open_prefill[usize::from(p)]) {
-            says.push(Output::HangUpPrefill(p));
+            says.push(RouterOutput::HangUpPrefill(p));
         }
         for d in (0..4).filter(|&d| self.open_decode[usize::from(d)]) {
-            says.push(Output::HangUpDecode(d));
+            says.push(RouterOutput::HangUpDecode(d));
         }
-        // Nothing is remembered and nothing is settled any more.
+        // The router forgets everything and settles nothing any more.
         let asked = (self.asked_prefill, self.asked_decode);
         *self = Self { crashed: true, asked_prefill: asked.0, asked_decode: asked.1, ..Self::born_empty() };
     }
@@ -266,40 +266,40 @@ impl Router {
             open_decode: [false; 4],
             computing: None,
             failed: false,
-            paid: [[false; 4]; 3],
+            settled: [[false; 4]; 3],
             ends: 0,
         }
     }
 }
 
-impl Party for Router {
-    type Input = Input;
-    type Output = Output;
+impl Actor for Router {
+    type Input = RouterInput;
+    type Output = RouterOutput;
     type View = Self;
 
     fn born(bounds: &Bounds) -> Self {
         Self { resume: bounds.resume, ..Self::born_empty() }
     }
 
-    fn live(&mut self, input: Input, says: &mut Vec<Output>) -> Result<(), String> {
+    fn live(&mut self, input: RouterInput, says: &mut Vec<RouterOutput>) -> Result<(), String> {
         let event = match input {
-            Input::AskPrefill(p) => {
+            RouterInput::AskPrefill(p) => {
                 self.asked_prefill[usize::from(p)] = true;
                 self.open_prefill[usize::from(p)] = true;
-                says.push(Output::Prefill(p));
+                says.push(RouterOutput::Prefill(p));
                 Event::PrefillSent(prefill(p))
             }
-            Input::SkipPrefill => Event::PrefillSkipped,
-            Input::NotAdmitted => Event::NotAdmitted,
-            Input::GiveUp => Event::GaveUp,
-            Input::Prefilled(p, what @ Prefilled::Lending(_)) => {
+            RouterInput::SkipPrefill => Event::PrefillSkipped,
+            RouterInput::NotAdmitted => Event::NotAdmitted,
+            RouterInput::GiveUp => Event::Exhausted,
+            RouterInput::Prefilled(p, what @ PrefillReply::Lending(_)) => {
                 let event = self.prefilled(p, what);
                 self.tell(event, says)?;
                 self.lent_early(p, says);
                 return Ok(());
             }
-            Input::Prefilled(p, what) => self.prefilled(p, what),
-            Input::PrefillEnds(p, well) => {
+            RouterInput::Prefilled(p, what) => self.prefilled(p, what),
+            RouterInput::PrefillEnds(p, well) => {
                 self.open_prefill[usize::from(p)] = false;
                 let waited = self.computing.take_if(|computing| *computing == p).is_some();
                 if !well {
@@ -308,14 +308,14 @@ impl Party for Router {
                 }
                 Event::PrefillEnded(prefill(p))
             }
-            Input::PrefillSilence => {
+            RouterInput::PrefillSilence => {
                 let p = self.computing.take().expect("it waits for a prefill");
                 self.open_prefill[usize::from(p)] = false;
                 self.failed = true;
-                says.push(Output::HangUpPrefill(p));
+                says.push(RouterOutput::HangUpPrefill(p));
                 return Ok(());
             }
-            Input::ProducerFailed => {
+            RouterInput::ProducerFailed => {
                 (self.failed, self.spent) = (false, true);
                 match self.exchange.state() {
                     State::Decoding(on, _) | State::Accepted(on, _) => {
@@ -324,34 +324,34 @@ impl Party for Router {
                     _ => unreachable!("a decode engine waits for it"),
                 }
             }
-            Input::AskDecode(d) => {
+            RouterInput::AskDecode(d) => {
                 self.asked_decode[usize::from(d)] = true;
                 self.open_decode[usize::from(d)] = true;
-                says.push(Output::Decode(d, self.handoff()));
+                says.push(RouterOutput::Decode(d, self.handoff()));
                 Event::DecodeSent(decode(d))
             }
-            // The call was dropped: nobody reads what comes.
-            Input::Decoded(d, _) | Input::Streamed(d, _) if !self.open_decode[usize::from(d)] => {
+            // The call was dropped, so its response has no receiver.
+            RouterInput::Decoded(d, _) | RouterInput::Streamed(d, _) if !self.open_decode[usize::from(d)] => {
                 return Ok(());
             }
-            Input::Decoded(d, what) => self.decoded(d, what),
-            Input::Streamed(d, how) => {
+            RouterInput::Decoded(d, what) => self.decoded(d, what),
+            RouterInput::Streamed(d, how) => {
                 self.open_decode[usize::from(d)] = false;
                 match how {
-                    Streamed::Complete => {
+                    StreamEnd::Complete => {
                         self.tell(Event::FirstChunk(decode(d)), says)?;
                         Event::StreamEnded(decode(d))
                     }
-                    Streamed::Broken => self.broken(decode(d)),
+                    StreamEnd::Broken => self.broken(decode(d)),
                 }
             }
-            Input::HandoffSpent => {
+            RouterInput::HandoffSpent => {
                 self.round = 1;
-                Event::HandoffSpent
+                Event::HandoffUnusable
             }
-            Input::ClientLeaves => Event::ClientGone,
-            Input::Silence => self.silence().expect("it waits for an engine"),
-            Input::Crash => {
+            RouterInput::ClientLeaves => Event::ClientGone,
+            RouterInput::Silence => self.silence().expect("it waits for an engine"),
+            RouterInput::Crash => {
                 self.crash(says);
                 return Ok(());
             }
@@ -363,29 +363,29 @@ impl Party for Router {
         self.clone()
     }
 
-    fn renamed(input: Input, by: Renaming) -> Input {
+    fn renamed(input: RouterInput, by: Renaming) -> RouterInput {
         match input {
-            Input::AskPrefill(p) => Input::AskPrefill(by.prefill(p)),
-            Input::Prefilled(p, Prefilled::Lent(lease)) => {
-                Input::Prefilled(by.prefill(p), Prefilled::Lent(lease.renamed(by)))
+            RouterInput::AskPrefill(p) => RouterInput::AskPrefill(by.prefill(p)),
+            RouterInput::Prefilled(p, PrefillReply::Lent(lease)) => {
+                RouterInput::Prefilled(by.prefill(p), PrefillReply::Lent(lease.renamed(by)))
             }
-            Input::Prefilled(p, Prefilled::Lending(lease)) => {
-                Input::Prefilled(by.prefill(p), Prefilled::Lending(lease.renamed(by)))
+            RouterInput::Prefilled(p, PrefillReply::Lending(lease)) => {
+                RouterInput::Prefilled(by.prefill(p), PrefillReply::Lending(lease.renamed(by)))
             }
-            Input::Prefilled(p, what) => Input::Prefilled(by.prefill(p), what),
-            Input::PrefillEnds(p, well) => Input::PrefillEnds(by.prefill(p), well),
-            Input::AskDecode(d) => Input::AskDecode(by.decode(d)),
-            Input::Decoded(d, what) => Input::Decoded(by.decode(d), what),
-            Input::Streamed(d, how) => Input::Streamed(by.decode(d), how),
-            Input::SkipPrefill
-            | Input::NotAdmitted
-            | Input::GiveUp
-            | Input::HandoffSpent
-            | Input::ClientLeaves
-            | Input::Silence
-            | Input::ProducerFailed
-            | Input::PrefillSilence
-            | Input::Crash => input,
+            RouterInput::Prefilled(p, what) => RouterInput::Prefilled(by.prefill(p), what),
+            RouterInput::PrefillEnds(p, well) => RouterInput::PrefillEnds(by.prefill(p), well),
+            RouterInput::AskDecode(d) => RouterInput::AskDecode(by.decode(d)),
+            RouterInput::Decoded(d, what) => RouterInput::Decoded(by.decode(d), what),
+            RouterInput::Streamed(d, how) => RouterInput::Streamed(by.decode(d), how),
+            RouterInput::SkipPrefill
+            | RouterInput::NotAdmitted
+            | RouterInput::GiveUp
+            | RouterInput::HandoffSpent
+            | RouterInput::ClientLeaves
+            | RouterInput::Silence
+            | RouterInput::ProducerFailed
+            | RouterInput::PrefillSilence
+            | RouterInput::Crash => input,
         }
     }
 }

@@ -1,42 +1,42 @@
-//! What can happen in a state, and what must hold in it.
+//! The possible steps of a state, and the conditions that a state must satisfy.
 
 use std::fmt;
 
 use baton_connector::exchange::State as Exchanging;
 use baton_connector::fetch::State as Fetching;
-use baton_connector::ledger::LivePortrait;
+use baton_connector::ledger::LiveSnapshot;
 
 use crate::bounds::Bounds;
 use crate::consumer::{self, Block, Phase, Worker};
 use crate::messages::{Loss, Message};
 use crate::mutations::Mutation;
 use crate::names::{LeaseName, ROUNDS, ReaderName, Req, shown};
-use crate::producer::{Content, Job, has_clock, name};
-use crate::world::{Scene, World};
+use crate::producer::{Content, PrefillJob, has_clock, name};
+use crate::system::{SystemModel, WorkingState};
 
-/// One thing that happens.
+/// One possible step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// A message arrives, and whoever gets it answers as this says.
-    Arrive(Message, Mood),
+    /// A message arrives, and its receiver admits it or not.
+    Arrive(Message, AdmissionChoice),
     // Faults.
     ArriveTwice(Message),
     Lose(Message),
     Silence(Req),
     /// A transfer breaks off.
     ReadBreaks(u8, Req, u8),
-    /// P has granted or judged, and its answer is lost.
+    /// P has granted or answered, and its reply is lost.
     AnswerLost(u8, Req, u8),
     AskTwice(u8, Req, u8),
-    /// A lease runs out while it is wanted; that of the other request can be renewed just before.
+    /// A lease expires while it is in use. The lease of the other request can be renewed just before.
     RunsOutEarly(u8, Option<Req>),
-    /// The router waits no longer for a prefill that has lent and computes on.
+    /// The router stops waiting for a prefill that still computes after an early lease.
     PrefillSilence(Req),
     AgesPass(u8),
     CrashPrefill(u8),
-    CrashDecode(u8, Memory),
-    CrashRouter(Memory),
-    // Back again.
+    CrashDecode(u8, MailFate),
+    CrashRouter(MailFate),
+    // Restarts.
     RestartPrefill(u8),
     RestartDecode(u8),
     RestartRouter,
@@ -47,7 +47,7 @@ pub(crate) enum Step {
     NotAdmitted(Req),
     GiveUp(Req),
     HandoffSpent(Req),
-    /// It gives a decode engine up, for what that waits for will not come.
+    /// The router gives up a decode engine whose blocks will not be computed.
     ProducerFailed(Req),
     ClientLeaves(Req),
     // P.
@@ -61,35 +61,35 @@ pub(crate) enum Step {
     Schedule(u8, Req),
     FindCached(u8, Req),
     AskToRead(u8, Req, u8),
-    /// What it waits for has been computed, or will not be.
+    /// A block that the worker waits for has been computed, or will not be.
     AskAgain(u8, Req, u8),
     Copy(u8, Req, u8),
     StopRead(u8, Req, u8),
     AskVerdict(u8, Req, u8),
     Heartbeat(u8, Req),
-    Speak(u8, Req),
+    FirstToken(u8, Req),
     Complete(u8, Req),
 }
 
-/// What a party that dies had in its memory.
+/// What happens to messages in the memory of an actor that crashes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Memory {
-    /// It was on its way already and still arrives.
+pub(crate) enum MailFate {
+    /// The message was already on its way and still arrives.
     Arrives,
     Lost,
 }
 
-/// How an engine takes a new request.
+/// An engine's admission of a new request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Mood {
+pub(crate) enum AdmissionChoice {
     Takes,
     TooFull,
     Refuses,
 }
 
-impl World {
-    /// Everything that can happen in a state; an error if the state is not allowed, or a run may not end in it.
-    pub(crate) fn list(&mut self, scene: &Scene, into: &mut Vec<Step>) -> Result<(), String> {
+impl SystemModel {
+    /// All possible steps of a state. An error means that the state is not allowed, or that a run may not end in it.
+    pub(crate) fn list(&mut self, scene: &WorkingState, into: &mut Vec<Step>) -> Result<(), String> {
         self.arrivals(scene, into);
         if !scene.router_up {
             into.push(Step::RestartRouter);
@@ -104,7 +104,7 @@ impl World {
             self.at_consumer(scene, d, into);
         }
         if into.is_empty() {
-            // Whatever could be done without waiting is done.
+            // Every step that needs no waiting has been taken.
             self.may_be_left(scene)?;
             for p in 0..self.bounds.prefill {
                 let view = self.producers.view(scene.prefill[usize::from(p)]);
@@ -114,10 +114,10 @@ impl World {
                 }
             }
             if into.is_empty() {
-                return self.everything_is_home(scene);
+                return self.everything_is_free(scene);
             }
         }
-        // What need not happen: no run is saved by it.
+        // Optional steps: a run must end well without them.
         for req in (0..self.bounds.requests).filter(|_| self.bounds.clients_leave && scene.router_up) {
             let view = self.routers.view(scene.router[usize::from(req)]);
             into.extend((view.has_begun() && !view.is_over()).then_some(Step::ClientLeaves(req)));
@@ -128,69 +128,74 @@ impl World {
         Ok(())
     }
 
-    /// Without a fault nobody may need the clock to get blocks back.
-    fn may_be_left(&self, scene: &Scene) -> Result<(), String> {
+    /// Without a fault no block may need the clock to become free.
+    fn may_be_left(&self, scene: &WorkingState) -> Result<(), String> {
         let lent = scene.prefill.iter().any(|&p| !self.producers.view(p).ledger.live.is_empty());
         if lent && scene.faults_left == self.bounds.faults {
-            return Err("nothing went wrong, everybody is alive and done, and blocks are still lent".into());
+            return Err(
+                "nothing went wrong, every process is alive and done, and blocks are still leased".into()
+            );
         }
         Ok(())
     }
 
     /// Invariant 5.
-    fn everything_is_home(&self, scene: &Scene) -> Result<(), String> {
-        let home = |what: bool, why: &str| {
+    fn everything_is_free(&self, scene: &WorkingState) -> Result<(), String> {
+        let require = |what: bool, why: &str| {
             if what { Ok(()) } else { Err(format!("at the end {why} (invariant 5)")) }
         };
-        for role in scene.prefill {
-            let view = self.producers.view(role);
-            home(view.ledger.live.is_empty(), "a lease is left that nobody will ever end")?;
-            home(view.jobs == [Job::None; 4], "a prefill engine still tracks a request")?;
-            home(
+        for id in scene.prefill {
+            let view = self.producers.view(id);
+            require(view.ledger.live.is_empty(), "a lease is left that never ends")?;
+            require(view.jobs == [PrefillJob::None; 4], "a prefill engine still tracks a request")?;
+            require(
                 view.blocks.iter().all(|&content| content == Content::Free),
                 "a prefill engine lacks a block",
             )?;
         }
-        for role in scene.decode {
-            let view = self.consumers.view(role);
-            home(
+        for id in scene.decode {
+            let view = self.consumers.view(id);
+            require(
                 view.free(&self.bounds) == usize::from(self.bounds.decode_blocks),
                 "a decode engine lacks a block",
             )?;
-            home(view.jobs == [None; 4], "a decode engine still tracks a request")?;
+            require(view.jobs == [None; 4], "a decode engine still tracks a request")?;
         }
         for req in 0..self.bounds.requests {
-            home(self.routers.view(scene.router[usize::from(req)]).is_over(), "a request has no outcome")?;
+            require(self.routers.view(scene.router[usize::from(req)]).is_over(), "a request has no outcome")?;
         }
-        home(scene.net.is_empty(), "a message is undelivered")
+        require(scene.net.is_empty(), "a message is undelivered")
     }
 
-    fn arrivals(&mut self, scene: &Scene, into: &mut Vec<Step>) {
+    fn arrivals(&mut self, scene: &WorkingState, into: &mut Vec<Step>) {
         for (at, &number) in scene.net.iter().enumerate() {
-            // Two of the same kind arrive one like the other.
+            // Two messages of the same kind have the same effect.
             if scene.net[..at].contains(&number) || self.waits(scene, number) {
                 continue;
             }
             let message = self.messages.get(number);
-            into.push(Step::Arrive(message, Mood::Takes));
+            into.push(Step::Arrive(message, AdmissionChoice::Takes));
             if self.bounds.refusals && matches!(message, Message::Prefill(..) | Message::Decode(..)) {
-                into.extend([Mood::TooFull, Mood::Refuses].map(|mood| Step::Arrive(message, mood)));
+                into.extend(
+                    [AdmissionChoice::TooFull, AdmissionChoice::Refuses]
+                        .map(|mood| Step::Arrive(message, mood)),
+                );
             }
         }
     }
 
-    /// What engines may be asked to do.
+    /// The rounds that engines can receive.
     fn rounds(&self) -> impl Iterator<Item = Req> + use<> {
-        let Bounds { requests, anew, resume, .. } = self.bounds;
-        ROUNDS.into_iter().filter(move |&req| req & 1 < requests && (req < 2 || anew || resume))
+        let Bounds { requests, recompute, resume, .. } = self.bounds;
+        ROUNDS.into_iter().filter(move |&req| req & 1 < requests && (req < 2 || recompute || resume))
     }
 
-    fn waits(&self, scene: &Scene, number: u16) -> bool {
+    fn waits(&self, scene: &WorkingState, number: u16) -> bool {
         let message = self.messages.get(number);
         scene.net.iter().any(|&other| message.waits_for(self.messages.get(other)))
     }
 
-    fn at_router(&self, scene: &Scene, req: Req, into: &mut Vec<Step>) {
+    fn at_router(&self, scene: &WorkingState, req: Req, into: &mut Vec<Step>) {
         let view = self.routers.view(scene.router[usize::from(req)]);
         if !scene.router_up || view.is_over() {
             return;
@@ -211,17 +216,17 @@ impl World {
                 if untried.is_empty() {
                     into.push(if self.bounds.fallback { Step::SkipPrefill(req) } else { Step::GiveUp(req) });
                 }
-                // Engines may be full whenever one is chosen.
+                // Engines may lack capacity at any choice.
                 into.push(Step::NotAdmitted(req));
                 into.extend(untried.into_iter().map(|p| Step::AskPrefill(req, p)));
             }
-            Exchanging::Held(lent) => {
+            Exchanging::ReadyToDecode(lent) => {
                 let untried: Vec<_> = decode
                     .map(|d| view.round << 1 | d)
                     .filter(|&d| !view.asked_decode[usize::from(d)])
                     .collect();
-                // Some failures say that no other engine need be asked.
-                let spent = view.spent && view.round == 0 && lent.is_some() && self.bounds.anew;
+                // After some failures no other engine is tried.
+                let spent = view.spent && view.round == 0 && lent.is_some() && self.bounds.recompute;
                 if spent {
                     into.push(Step::HandoffSpent(req));
                 } else if untried.is_empty() {
@@ -233,24 +238,24 @@ impl World {
         }
     }
 
-    fn at_producer(&self, scene: &Scene, p: u8, into: &mut Vec<Step>) {
+    fn at_producer(&self, scene: &WorkingState, p: u8, into: &mut Vec<Step>) {
         let view = self.producers.view(scene.prefill[usize::from(p)]);
         if !view.alive {
             return into.push(Step::RestartPrefill(p));
         }
         for req in self.rounds() {
             match view.jobs[usize::from(req)] {
-                Job::None => {}
-                Job::Waiting => {
+                PrefillJob::None => {}
+                PrefillJob::Waiting => {
                     into.extend(view.blocks.contains(&Content::Free).then_some(Step::Start(p, req)))
                 }
-                Job::Running(_) => {
+                PrefillJob::Running(_) => {
                     into.push(Step::Finish(p, req));
-                    // Nobody is lent early what is computed anew, and nobody lends what was given up.
+                    // A recomputation gets no early lease, and neither does an aborted request.
                     let known = view.ledger.released_early.contains(&name(req));
                     into.extend((self.bounds.early && req < 2 && !known).then_some(Step::LendEarly(p, req)));
                 }
-                Job::Lending(_) => {
+                PrefillJob::Lending(_) => {
                     into.push(Step::Finish(p, req));
                     into.extend(view.ended_early[usize::from(req)].then_some(Step::EndPrefill(p, req)));
                 }
@@ -259,7 +264,7 @@ impl World {
         }
     }
 
-    fn at_consumer(&self, scene: &Scene, d: u8, into: &mut Vec<Step>) {
+    fn at_consumer(&self, scene: &WorkingState, d: u8, into: &mut Vec<Step>) {
         let view = self.consumers.view(scene.decode[usize::from(d)]);
         if !view.alive {
             return into.push(Step::RestartDecode(d));
@@ -275,11 +280,11 @@ impl World {
                         into.push(Step::FindCached(d, req));
                     }
                 }
-                Phase::Running => into.push(Step::Speak(d, req)),
+                Phase::Running => into.push(Step::FirstToken(d, req)),
                 Phase::Speaking => into.push(Step::Complete(d, req)),
-                Phase::Fetching | Phase::Waiting | Phase::Struck => {}
+                Phase::Fetching | Phase::Waiting | Phase::Removed => {}
             }
-            // Before that a heartbeat changes nothing; see `RunsOutEarly` for those that are lost.
+            // A heartbeat changes nothing before that. `RunsOutEarly` covers lost heartbeats.
             if job.fetch == Some(Fetching::Queued) && self.lease_is_over(scene, job.lease) {
                 into.push(Step::Heartbeat(d, req));
             }
@@ -288,9 +293,9 @@ impl World {
     }
 
     /// Whether a lease's prefill still computes, and neither has failed.
-    fn grows(&self, scene: &Scene, lease: LeaseName) -> bool {
+    fn grows(&self, scene: &WorkingState, lease: LeaseName) -> bool {
         let view = self.producers.view(scene.prefill[usize::from(lease.p)]);
-        let ours = |live: &LivePortrait| {
+        let ours = |live: &LiveSnapshot| {
             !has_clock(live)
                 && live.ready == 0
                 && view.blocks[live.blocks[0].index()].owner() == Some(lease.local.tag())
@@ -298,8 +303,8 @@ impl World {
         view.alive && view.life == lease.local.life && view.ledger.live.iter().any(ours)
     }
 
-    /// Whether a heartbeat would be answered "gone", and has not been yet.
-    fn lease_is_over(&self, scene: &Scene, lease: Option<LeaseName>) -> bool {
+    /// Whether a heartbeat's reply would be "gone" for the first time.
+    fn lease_is_over(&self, scene: &WorkingState, lease: Option<LeaseName>) -> bool {
         lease.is_some_and(|lease| {
             let view = self.producers.view(scene.prefill[usize::from(lease.p)]);
             let said = |number: &u16| matches!(self.messages.get(*number), Message::LeaseGone(reader) if reader.req == lease.local.req);
@@ -310,7 +315,13 @@ impl World {
         })
     }
 
-    fn at_workers(&self, scene: &Scene, (d, req): (u8, Req), job: &consumer::Job, into: &mut Vec<Step>) {
+    fn at_workers(
+        &self,
+        scene: &WorkingState,
+        (d, req): (u8, Req),
+        job: &consumer::DecodeJob,
+        into: &mut Vec<Step>,
+    ) {
         for rank in 0..self.bounds.ranks {
             match job.workers[usize::from(rank)] {
                 Worker::Ready if job.stop => into.push(Step::StopRead(d, req, rank)),
@@ -330,7 +341,7 @@ impl World {
         }
     }
 
-    fn faults(&mut self, scene: &Scene, into: &mut Vec<Step>) {
+    fn faults(&mut self, scene: &WorkingState, into: &mut Vec<Step>) {
         for (at, &number) in scene.net.iter().enumerate() {
             let message = self.messages.get(number);
             if scene.net[..at].contains(&number) {
@@ -347,7 +358,7 @@ impl World {
             let view = self.routers.view(scene.router[usize::from(req)]);
             let waits = !matches!(
                 view.exchange.state(),
-                Exchanging::Choosing | Exchanging::Held(_) | Exchanging::Done(_)
+                Exchanging::Choosing | Exchanging::ReadyToDecode(_) | Exchanging::Done(_)
             );
             into.extend((scene.router_up && !view.is_over() && waits).then_some(Step::Silence(req)));
             let computing = scene.router_up && view.computing.is_some();
@@ -371,19 +382,19 @@ impl World {
             self.faults_of_consumer(scene, d, into);
         }
         if scene.router_up {
-            into.extend([Memory::Arrives, Memory::Lost].map(Step::CrashRouter));
+            into.extend([MailFate::Arrives, MailFate::Lost].map(Step::CrashRouter));
         }
     }
 
-    fn faults_of_consumer(&self, scene: &Scene, d: u8, into: &mut Vec<Step>) {
+    fn faults_of_consumer(&self, scene: &WorkingState, d: u8, into: &mut Vec<Step>) {
         let view = self.consumers.view(scene.decode[usize::from(d)]);
         if !view.alive {
             return;
         }
-        into.push(Step::CrashDecode(d, Memory::Lost));
-        // Without a notice in flight there is nothing to tell apart.
+        into.push(Step::CrashDecode(d, MailFate::Lost));
+        // Without a notice in flight both cases are the same.
         if scene.net.iter().any(|&number| self.messages.get(number).is_of_decode(d)) {
-            into.push(Step::CrashDecode(d, Memory::Arrives));
+            into.push(Step::CrashDecode(d, MailFate::Arrives));
         }
         for req in self.rounds() {
             let Some(job) = &view.jobs[usize::from(req)] else { continue };
@@ -398,14 +409,14 @@ impl World {
         }
     }
 
-    /// Who reads, as P knows it.
-    pub(crate) fn reader(&self, scene: &Scene, d: u8, req: Req, rank: u8) -> ReaderName {
+    /// The reader's name at P.
+    pub(crate) fn reader(&self, scene: &WorkingState, d: u8, req: Req, rank: u8) -> ReaderName {
         ReaderName { d, life: self.consumers.view(scene.decode[usize::from(d)]).life, req, rank }
     }
 }
 
 impl Step {
-    /// What kind of fault it is.
+    /// The kind of fault.
     pub(crate) fn kind(self) -> &'static str {
         match self {
             Self::ArriveTwice(_) | Self::AskTwice(..) => "repeated",
@@ -428,7 +439,7 @@ impl fmt::Display for Step {
         let d = |d: u8| format!("D{}", d + 1);
         let r = shown;
         match *self {
-            Self::Arrive(message, Mood::Takes) => write!(f, "{message}"),
+            Self::Arrive(message, AdmissionChoice::Takes) => write!(f, "{message}"),
             Self::Arrive(message, mood) => write!(f, "{message}, which answers: {mood:?}"),
             Self::ArriveTwice(message) => write!(f, "FAULT repeated: {message}"),
             Self::Lose(message) => write!(f, "FAULT lost: {message}"),
@@ -459,7 +470,7 @@ impl fmt::Display for Step {
             Self::AskPrefill(req, at) => write!(f, "the router chooses {} for {}", p(at & 1), r(req)),
             Self::AskDecode(req, at) => write!(f, "the router chooses {} for {}", d(at & 1), r(req)),
             Self::SkipPrefill(req) => write!(f, "the router does without a prefill engine for {}", r(req)),
-            Self::HandoffSpent(req) => write!(f, "the router has {} computed anew", r(req)),
+            Self::HandoffSpent(req) => write!(f, "the router has {} recomputed", r(req)),
             Self::ProducerFailed(req) => {
                 write!(f, "the router gives the decode of {} up: its prefill has failed", r(req))
             }
@@ -490,7 +501,7 @@ impl fmt::Display for Step {
                 write!(f, "{} says \"done\" for {} (rank {rank})", d(at), r(req))
             }
             Self::Heartbeat(at, req) => write!(f, "{} beats for {}", d(at), r(req)),
-            Self::Speak(at, req) => write!(f, "{} has the first token of {}", d(at), r(req)),
+            Self::FirstToken(at, req) => write!(f, "{} has the first token of {}", d(at), r(req)),
             Self::Complete(at, req) => write!(f, "{} finishes {}", d(at), r(req)),
         }
     }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# An outside judge of disconnects: aiperf's sweep of --request-cancellation-rate through `baton up`. Skips loudly where
-# aiperf cannot be had; see README.md here.
+# Disconnects measured by another project: aiperf's sweep of --request-cancellation-rate through `baton up`. Prints SKIPPED
+# without aiperf. See README.md.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 aiperf=${AIPERF:-}

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""aiperf cancels requests through `baton up`; what it says it cancelled is held against what the engines wrote down.
+"""Runs aiperf with cancels through `baton up` and compares its records with the engines' event logs.
 
-For each share of requests that are cancelled and each delay until they are, every cancelled request is followed by its
-id, from aiperf's record to the router's account of it (`/explain/ID`) and on to the engines' events. The router must
-have seen it leave; an engine must have aborted or released it, unless by the router's account none was asked, or no
-engine had read it; its last block must be free within a second of its client's leaving. No lease may have expired. And aiperf must have cancelled as many
-as it was told to: a sweep in which nobody leaves shows nothing. One
-line for each run, and one for all; exits with 1 if any of it does not hold. `--out` keeps what it was judged by, and `--again FILE`
-judges that anew. Standard library only. See README.md in this folder.
+The judge varies the share of cancelled requests and the delay before the cancel. It follows every cancelled request by
+its id: aiperf's record, the router's explanation (`/explain/ID`), the engines' events. Must hold:
+
+- The router recorded the disconnect.
+- An engine aborted or released the request, unless the router sent it to no engine or no engine had read it.
+- Its last block is free within a second of the disconnect, and no lease has expired.
+- aiperf cancelled as many requests as configured. A sweep without cancels shows nothing.
+
+Prints one line per run and one for all. Exits with 1 if any of this does not hold. `--out` keeps the data of the
+verdict, and `--again FILE` judges that data again. Standard library only. See README.md in this folder.
 """
 
 import argparse
@@ -29,11 +32,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_S = 600
 RUN_S = 900
 HOME_WITHIN_S = 1.0
-# Of the cancels that were asked for, aiperf 0.13 makes 1.00 to 1.04 of 100 requests, 0.8 of 40 (2026-11-23): each is drawn by itself.
+# aiperf draws each cancel independently: of the configured cancels it makes 1.00 to 1.04 with 100 requests, 0.8 with 40.
 CANCELLED_SHARE_MIN = 0.7
-# Cancels for which there was nothing to abort are excused, but not many: 2 of 308 on 2026-11-23.
+# A few cancels may have nothing to abort.
 EXCUSED_SHARE_MAX, EXCUSED_ALWAYS = 0.05, 1
-# Why a lease ends that nobody will read, because its client has left.
+# Reasons with which the lease of a cancelled request ends.
 GIVEN_BACK = ("client_gone", "aborted", "late_reply", "consumer_aborted")
 
 
@@ -82,7 +85,7 @@ class Stack:
         return int(total)
 
     def account(self, name):
-        """What the router says of the request that its client calls so: None if it has never heard of it."""
+        """The router's explanation of the request with this client id, or None."""
         try:
             page = json.loads(get(f"{self.metrics.removesuffix('/metrics')}/explain/{name}"))
         except urllib.error.HTTPError as error:
@@ -98,7 +101,7 @@ class Stack:
         return {name: page["next"] for name, page in pages.items()}
 
     def events(self, after):
-        """What the engines wrote down since then."""
+        """The engines' events since then."""
         found = []
         for name, url in self.engines.items():
             next_event = after[name]
@@ -112,7 +115,7 @@ class Stack:
         return found
 
     def settled(self):
-        """Seconds until both engines hold nothing for anybody."""
+        """Seconds until both engines hold nothing."""
         begun = time.monotonic()
         while True:
             books = {name: json.loads(get(f"{url}/debug/kv")) for name, url in self.engines.items()}
@@ -137,7 +140,7 @@ def free_port():
 
 
 def profile(aiperf, stack, tokenizer, options, rate, delay, folder):
-    """One run of aiperf, and each of its requests."""
+    """One run of aiperf, with all of its requests."""
     command = [
         aiperf, "profile", "--model", stack.model, "--url", stack.url, "--endpoint-type", "chat", "--streaming",
         "--tokenizer", str(tokenizer), "--request-count", str(options.requests), "--concurrency", str(options.concurrency),
@@ -157,13 +160,13 @@ def grouped(events):
     """The engines' events by request."""
     by_id = {}
     for event in events:
-        # The name under which a prompt is computed anew belongs to the same request.
+        # The name of a recomputation belongs to the same request.
         by_id.setdefault(event["request_id"].removesuffix("-2"), []).append(event)
     return by_id
 
 
 def followed(stack, records, by_id):
-    """Each of aiperf's records; the cancelled ones with the router's account and the engines' events of the same request."""
+    """Each of aiperf's records; with the router's explanation and the engines' events of cancelled ones."""
     requests = []
     for record in records:
         meta, error = record["metadata"], record.get("error")
@@ -181,12 +184,12 @@ def followed(stack, records, by_id):
 
 
 def told(event):
-    """Whether an engine learns by this that nobody waits."""
+    """Whether this event shows that an engine received the abort."""
     return event["kind"] == "abort" or (event["kind"] == "lease_ended" and event["reason"] in GIVEN_BACK)
 
 
 def engines_aborted(events_by_request):
-    """Of how many requests engines learnt, by their own logs, that nobody waits: whatever aiperf says of them."""
+    """The number of requests that engines aborted by their own logs, independent of aiperf's records."""
     return sum(any(told(event) for event in events) for events in events_by_request)
 
 
@@ -204,14 +207,13 @@ def home_us(events):
 
 
 def gone_us(request):
-    """When the client of a cancelled request had left: by aiperf's own stamp, which was seen to be 100 ms late, or by the
-    router's account, whichever is earlier."""
+    """The time of the disconnect: aiperf's time stamp, which can be 100 ms late, or the router's, whichever is earlier."""
     router, stamp = request["router"], request["ended_ns"] / 1000
     return min(stamp, router["began_us"] + router["took_us"]) if router and router["took_us"] is not None else stamp
 
 
 def fate(request):
-    """What became of a cancelled request, in one word."""
+    """The outcome of a cancelled request, in one word."""
     router, events = request["router"], request["events"]
     if router is None:
         return "unknown_to_router"
@@ -225,7 +227,7 @@ def fate(request):
 
 
 def judge(run):
-    """What a run comes to, and which claims hold. Pure: from what `--out` keeps."""
+    """The result of a run and its claims. Pure: a function of the data of `--out`."""
     requests = run["requests"]
     cancelled = [request for request in requests if request["cancelled"]]
     fates = [fate(request) for request in cancelled]
@@ -236,7 +238,7 @@ def judge(run):
     learnt = [min(e["at_us"] for e in r["events"] if told(e)) - gone_us(r)
               for r, word in zip(cancelled, fates) if word == "given_up"]
     failed = sum(bool(request["error"]) and not request["cancelled"] for request in requests)
-    # Of all requests, where it was counted; older files have the events of the cancelled ones only.
+    # Of all requests, where the file has the count. Older files have only the events of cancelled requests.
     aborted = run.get("engines_aborted", engines_aborted(request["events"] for request in cancelled))
     expected = run["rate"] / 100 * len(requests)
     summary = {
@@ -261,7 +263,7 @@ def judge(run):
 
 
 def judge_sweep(runs):
-    """The same of all runs together: how many cancels were excused."""
+    """The same for all runs together: the number of excused cancels."""
     summaries = [judge(run)[0] for run in runs]
     total = {key: sum(summary[key] for summary in summaries) for key in ("cancelled", "engines_aborted", "given_up", "never_asked", "unread")}
     most = max(EXCUSED_ALWAYS, int(EXCUSED_SHARE_MAX * total["cancelled"]))
@@ -270,7 +272,7 @@ def judge_sweep(runs):
 
 
 def check():
-    """The judge's own test: a run that holds, and for every claim one that breaks it and nothing else."""
+    """The judge's own test: a run for which all claims hold, and for every claim a run that breaks only that claim."""
     second = 1_000_000
 
     def event(engine, at_us, kind, **more):
@@ -289,7 +291,7 @@ def check():
             ],
         }
         change(one)
-        # It ends long after the cancelled one: what is late must be late for its own client.
+        # It ends long after the cancelled request: lateness counts from the request's own disconnect.
         other = {"id": "o", "began_ns": 0, "ended_ns": 60 * second * 1000, "cancelled": False, "error": None}
         return {"rate": 50.0, "requests": [one, other], "router_saw_leave": 1, "lease_expiries": 0, **more}
 
@@ -346,14 +348,14 @@ def check():
 
 
 def machine():
-    """As `baton bench` says it."""
+    """As `baton bench` prints it."""
     names = [line.split(": ")[1] for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     kib = int(re.search(r"MemTotal:\s+(\d+)", pathlib.Path("/proc/meminfo").read_text())[1])
     return f"{len(names)} × {names[0] if names else 'unknown processor'}, {kib >> 20} GiB, Linux {os.uname().release}"
 
 
 def commit():
-    """As `baton bench` says it: with a `+` where something is changed."""
+    """As `baton bench` prints it: with a `+` for local changes."""
     def git(*words):
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
     return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")

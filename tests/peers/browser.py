@@ -39,7 +39,7 @@ def contrast(one, other):
 
 
 def wrong(page, allowed, room=0):
-    """What is wrong with what is seen now, and the colours that it has."""
+    """The defects of the visible page, and its colours."""
     found = page.complaints()
     found += [f"asks {url}" for url in page.requests() if not url.startswith(allowed)]
     beyond = page.ask(OVERFLOW)
@@ -78,7 +78,7 @@ def sees_what_is_planted(browser, folder):
 
 
 class Looks:
-    """What was looked at, and what is wrong with it."""
+    """The checked pages and their defects."""
 
     def __init__(self, browser, out):
         self.browser, self.out, self.found, self.seen = browser, out, [], {}
@@ -175,7 +175,7 @@ def top(looks, admin):
                         'return open && moments ? [open.querySelector(".mono").textContent, moments] : null; })()')
 
     def chosen(page):
-        """Clicks on a request until one is open: the list is drawn anew each second."""
+        """Clicks on a request until one is open: the list is redrawn each second."""
         said = lives(page)
         for _ in range(10):
             place = page.until("requests are in flight", lambda: page.ask(
@@ -185,7 +185,7 @@ def top(looks, admin):
             try:
                 request, moments = page.until("a timeline is open", lambda: shown(page), 3)
             except Failed:
-                # It went away under the pointer, or is older than what is remembered.
+                # The request left the list, or is older than the remembered ones.
                 page.ask('document.getElementById("timeline").close()')
                 continue
             if request not in page.ask("decodeURIComponent(location.hash)"):
@@ -198,7 +198,7 @@ def top(looks, admin):
             looks.at("top", url, origin, width, scheme, lives)
             looks.at("top-request", url, origin, width, scheme, chosen)
 
-    # A link to one request, which is over by now or soon.
+    # A link to one request, which has ended or ends soon.
     oldest = ask(admin, "GET", "/debug/kv")["requests"]["oldest"]
     name = oldest[0]["request_id"]
 
@@ -267,7 +267,7 @@ def main():
         try:
             top(looks, up(options.baton, folder, processes))
         finally:
-            # A router that is asked to ends its engines, too.
+            # `baton up` also ends its engines.
             for process in processes:
                 process.terminate()
             for process in processes:

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The pages in a real browser (Debian: apt-get install chromium): the admin listener's /top of a `baton up` under load, and the
-# committed report of `baton bench disconnect`, in light and dark, on a desk and on a phone; the report in print, too.
+# committed report of `baton bench disconnect`, in light and dark, at the widths of a desktop and a phone; the report also in print.
 #
 #   tests/peers/browser.sh [--out DIR] [--report FILE] [BATON]
 #
 # --out keeps pictures and the printed report. BATON is target/release/baton, or target/debug/baton, by default; CHROMIUM another
-# browser. Exit codes: 0 everything held; 1 not so; 77 there is no browser, nothing was looked at.
+# browser. Exit codes: 0 passed; 1 failed; 77 no browser, nothing was checked.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 

@@ -20,12 +20,12 @@ OPTIONS = [
     "--headless=new", "--remote-debugging-pipe", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
     "--no-default-browser-check", "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--disable-extensions", "--disable-default-apps", "--metrics-recording-only", "--mute-audio",
-    # As on a screen that is dark: what a page is where nobody emulates a scheme.
+    # As on a dark screen, without an emulated scheme.
     "--blink-settings=preferredColorScheme=0",
-    # Whatever a page asks for beyond this machine is refused, and seen.
+    # Requests of a page beyond this machine are refused and recorded.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 ]
-# Every text that is seen, with its colour and what is behind it: the worst contrasts, so that the ink alone is not what is judged.
+# Every visible text with its colour and background: the worst contrasts.
 COLOURS = """(() => {
   const parse = (text) => { const n = (text.match(/[\\d.]+/g) || []).map(Number);
     return text.startsWith("rgb") ? [n[0], n[1], n[2], n[3] ?? 1] : text.startsWith("color(srgb") ? [n[0] * 255, n[1] * 255, n[2] * 255, n[3] ?? 1] : null; };
@@ -52,7 +52,7 @@ COLOURS = """(() => {
 
 
 class Failed(Exception):
-    """The browser, or a page in it, did not do what it was told."""
+    """The browser, or a page, did not carry out a command."""
 
 
 class Browser:
@@ -153,7 +153,7 @@ class Page:
         return self.browser.call(method, self.session, **params)
 
     def told(self):
-        """Everything that the tab has told so far."""
+        """All events of the tab so far."""
         while self.browser.receive(0):
             pass
         return self.browser.events[self.session]
@@ -165,7 +165,7 @@ class Page:
         self.until("the page is loaded", lambda: any(name == "Page.loadEventFired" for name, _ in self.told()))
 
     def ask(self, expression):
-        """What JavaScript says of it."""
+        """The value of a JavaScript expression."""
         said = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in said:
             raise Failed(f"{expression[:80]}: {said['exceptionDetails']}")
@@ -207,6 +207,6 @@ class Page:
         return found
 
     def requests(self):
-        """Addresses that it asked, as far as they leave the page."""
+        """Addresses of requests that leave the page."""
         urls = [told["request"]["url"] for name, told in self.told() if name == "Network.requestWillBeSent"]
         return [url for url in urls if not url.startswith(("data:", "about:"))]

@@ -1,4 +1,4 @@
-"""The board against Grafana's own types: see grafana.sh. Writes a TypeScript file in which every part of the board is what its type says.
+"""Checks the dashboard against Grafana's own types: see grafana.sh. Writes a TypeScript file that gives every part of the dashboard its type.
 
 The types are those of the package `@grafana/schema`. Their enumerations become unions of the values that stand in a board's JSON, so that
 the compiler compares values and not only kinds; a key that a type does not know is refused, as in every literal."""
@@ -9,7 +9,7 @@ import re
 import sys
 
 TYPES = pathlib.Path("node_modules/@grafana/schema/dist/esm")
-# Where a panel's options and its fields' options are told, by the panel's type; without one of the two there is none.
+# The types of a panel's options and of its fields' options, by the panel's type; missing if it has none.
 PANELS = {"timeseries": ("TimeSeriesPanelCfg", "timeseries"), "stat": ("StatPanelCfg", "stat"), "table": ("TablePanelCfg", "table")}
 
 
@@ -23,7 +23,7 @@ def as_unions():
             return f"export type {found[1]} = {' | '.join(values)};"
 
         new = re.sub(r"export declare (?:const )?enum (\w+) \{(.*?)\}", union, text, flags=re.S)
-        # What a panel must have by its type has defaults in Grafana: a board says only what is otherwise.
+        # Grafana has defaults for the required fields of a panel. A dashboard contains only other values.
         if "panelcfg" in path.parts:
             new = new.replace("import * as common from '@grafana/schema'", "import * as common from '../../../../../common/common.gen'")
         if new != text:
@@ -45,7 +45,7 @@ def main():
         lines.append(f"import type * as {kind} from '{at}/raw/composable/{folder}/panelcfg/x/{file}_types.gen';")
     whole = {key: value for key, value in board.items() if key != "panels"}
     for variable in whole["templating"]["list"]:
-        # Grafana writes it and its types leave it out: what people read in the list of variables.
+        # Grafana writes this field, and its types omit it: the description of a variable.
         said = variable.pop("definition", None)
         if said is not None and said != variable["query"]["query"]:
             sys.exit(f"{variable['name']}: {said}")
@@ -65,7 +65,7 @@ def main():
         if custom is not None:
             lines.append(f"export const {name}Custom: Deep<{kind}.FieldConfig> = {literal(custom)};")
         checked += 1
-    # It can fail: a key that no type knows, and a value that is none.
+    # The check fails for an unknown key and for an invalid value.
     lines.append("// @ts-expect-error")
     lines.append("export const wrong1: d.Panel = {type: 'stat', tilte: 'x'};")
     lines.append("// @ts-expect-error")

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The board against Grafana's own types, which its project publishes on npm: every key is one that Grafana knows, every value one that
-# it takes. No Grafana runs here: what its queries find is seen by prometheus.sh.
+# Checks the dashboard against Grafana's own types, which its project publishes on npm: every key and every value is valid.
+# No Grafana runs here. prometheus.sh evaluates the queries.
 #
 #   tests/peers/grafana.sh
 #
-# Exit codes: 0 everything held; 1 not so; 77 npm or the types cannot be had, nothing was checked.
+# Exit codes: 0 passed; 1 failed; 77 npm or the types are not available, nothing was checked.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -20,7 +20,7 @@ for program in npm npx python3; do
 done
 root=$PWD
 folder=target/grafana
-# Anew each time: the types are rewritten where they lie.
+# A new copy each time, because the script rewrites the types in place.
 rm -rf "$folder/node_modules"
 mkdir -p "$folder"
 cd "$folder"

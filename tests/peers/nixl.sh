@@ -5,7 +5,7 @@
 #
 #   tests/peers/nixl.sh [ROUNDS]      ROUNDS of faults between whole engines as well (tests/faults); none by default
 #
-# Exit codes: 0 everything held; 77 there is no library, nothing was checked; otherwise cargo's.
+# Exit codes: 0 passed; 77 no library, nothing was checked; otherwise cargo's.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 cargo=${CARGO:-cargo}

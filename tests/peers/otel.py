@@ -1,4 +1,4 @@
-"""A router with deploy/otel/router.yaml, two engines, and rotel as the collector; what it took, by its own words. See otel.sh."""
+"""A router with deploy/otel/router.yaml, two engines, and rotel as the collector. Checks rotel's output. See otel.sh."""
 
 import re
 import signal
@@ -21,7 +21,7 @@ def listens(port):
 
 
 def spans(text):
-    """The spans of the collector's own words."""
+    """The spans of the collector's output."""
     found = []
     for block in re.split(r"^Span #\d+$", text, flags=re.M)[1:]:
         field = lambda name: (re.search(rf"^\s*{name}\s*: ?(.*)$", block, re.M) or ["", ""])[1].strip()
@@ -82,12 +82,12 @@ def check(baton, agent, folder, processes):
     assert attributes["gen_ai.usage.input_tokens"] == "100" and attributes["baton.outcome"] == "completed", attributes
     print(f"== one request: {len(whole)} spans of the client's trace, each below its parent")
 
-    # Its client leaves when the handoff is with a decode engine that has not answered.
+    # The client disconnects while a decode engine has the handoff and has not responded.
     decode.send_signal(signal.SIGSTOP)
     leaving = request("leaves", 300)
     books = lambda: ask(p["http"], "GET", "/debug/kv")
     wait_for("the blocks are lent", lambda: books()["oldest_leases"])
-    # The handoff is there; the router asks the decode engine next.
+    # The handoff exists. The router sends the decode leg next.
     metric = 'baton_router_engine_requests_total{engine="%s",leg="decode"} 2' % d["http"]
     wait_for("the decode engine is asked", lambda: metric in ask(r["admin"], "GET", "/metrics"))
     leaving.sock.close()

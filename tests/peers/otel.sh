@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Traces with collectors that others wrote. One that can be had from PyPI (rotel, a collector in Rust) takes what a router with
-# deploy/otel/router.yaml sends: one request through both engines, and one whose client leaves. Where OpenTelemetry's own contrib
-# collector is installed (otelcol-contrib; no package registry has it), it validates deploy/otel/collector.yaml.
+# Traces with collectors of other projects. rotel, a collector from PyPI, receives the traces of a router with
+# deploy/otel/router.yaml: one request through both engines, and one cancelled request. Where OpenTelemetry's contrib collector
+# is installed (otelcol-contrib; no package registry has it), it validates deploy/otel/collector.yaml.
 #
 #   tests/peers/otel.sh [BATON]      target/release/baton, or target/debug/baton, by default
 #
-# Exit codes: 0 everything held; 1 not so; 77 there is no collector, nothing was checked.
+# Exit codes: 0 passed; 1 failed; 77 no collector, nothing was checked.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

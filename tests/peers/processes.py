@@ -1,4 +1,4 @@
-"""Our processes, and what is asked of them: what otel.py and prometheus.py share. Standard library only."""
+"""Processes and requests that otel.py and prometheus.py share. Standard library only."""
 
 import contextlib
 import http.client
@@ -16,13 +16,13 @@ MODEL = "baton-demo"
 
 
 def start(command, folder, name):
-    """A process of ours, and what it says when it is ready."""
+    """A process and the values of its "ready" line."""
     log = open(folder / f"{name}.log", "w")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.PIPE, text=True)
     for line in process.stdout:
         if ": ready " in line:
             facts = dict(word.split("=", 1) for word in line.split() if "=" in word)
-            # Whatever it says later has to go somewhere.
+            # Later output must not fill the pipe.
             threading.Thread(target=process.stdout.read, daemon=True).start()
             return process, facts
     sys.exit(f"{name} does not start:\n{(folder / f'{name}.log').read_text()}")
@@ -64,7 +64,7 @@ def wait_for(what, look, seconds=60):
 
 
 def send(address, method, path, body=None, **headers):
-    """A request on a connection of its own, whose answer is not read yet."""
+    """A request on its own connection, whose response has not been read."""
     connection = http.client.HTTPConnection(address, timeout=60)
     headers = {"content-type": "application/json", **headers}
     connection.request(method, path, json.dumps(body) if body is not None else None, headers)
@@ -72,7 +72,7 @@ def send(address, method, path, body=None, **headers):
 
 
 def ask(address, method, path, body=None):
-    """The answer: what JSON says, or text."""
+    """The response, as parsed JSON or text."""
     connection = send(address, method, path, body)
     answer = connection.getresponse()
     text = answer.read().decode()

@@ -1,4 +1,4 @@
-"""A router, two engines and a Prometheus; every rule and every query of the board. See prometheus.sh."""
+"""A router, two engines and a Prometheus: every rule and every query of the dashboard. See prometheus.sh."""
 
 import json
 import subprocess
@@ -8,14 +8,14 @@ import urllib.parse
 
 from processes import MODEL, ROOT, ask, engine, free_port, running, send, start, wait_for
 
-# Metrics that only stock vLLM's engines have: their queries are evaluated and find nothing here.
+# Metrics of stock vLLM: their queries are evaluated and return nothing here.
 STOCK_VLLM = ("nixl_num_notifications_after_expiry_total",)
-# What is nowhere here: certificates, and engines that are looked up.
+# Without metrics here: certificates and discovery.
 NOT_HERE = ("baton_router_certificate_expiry_seconds", "baton_router_discovery_stale_seconds")
 
 
 def load(router, until):
-    """One request after the other; every fourth client leaves in mid-stream."""
+    """One request after the other. Every fourth client disconnects during its stream."""
     count = 0
     while time.monotonic() < until:
         count += 1
@@ -29,7 +29,7 @@ def load(router, until):
 
 
 def leave(router, body):
-    """A client that is gone after the first bytes of its answer."""
+    """A client that disconnects after the first bytes of its response."""
     connection = send(router, "POST", "/v1/completions", body)
     connection.getresponse().read(40)
     if connection.sock:
@@ -86,7 +86,7 @@ def check(baton, folder, processes):
             return False
 
     wait_for("Prometheus scrapes all three", up)
-    # One lease is left to its expiry, one handoff is refused by its decode engine.
+    # One lease expires, and a decode engine refuses one handoff.
     lend = {"model": MODEL, "prompt": list(range(100, 164)), "max_tokens": 1,
             "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
     ask(p["http"], "POST", "/v1/completions", lend)
@@ -95,7 +95,7 @@ def check(baton, folder, processes):
         {"model": MODEL, "prompt": list(range(200, 264)), "temperature": -1, "kv_transfer_params": handoff})
     load(r["http"], time.monotonic() + 30)
 
-    # Counters that began with their first event have a rate only after the next; so does what was scraped once.
+    # A counter that begins with its first event has a rate only after the next event, and after a second scrape.
     ask(p["http"], "POST", "/v1/completions", {**lend, "prompt": list(range(300, 364))})
     load(r["http"], time.monotonic() + 5)
     found, empty = 0, []

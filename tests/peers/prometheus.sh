@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Rules and board with a real Prometheus (Debian: apt-get install prometheus): promtool reads the rules and runs their unit
-# tests (tests/peers/alerts.yaml), then Prometheus scrapes a router, a prefill and a decode engine under load, evaluates every rule
-# and is asked every query of every panel; at the end an engine is killed, and its alert fires.
+# Rules and dashboard with a real Prometheus (Debian: apt-get install prometheus). promtool parses the rules and runs their unit
+# tests (tests/peers/alerts.yaml). Prometheus scrapes a router, a prefill and a decode engine under load, evaluates every rule
+# and every query of every panel. At the end an engine is killed, and its alert fires.
 #
 #   tests/peers/prometheus.sh [BATON]      target/release/baton, or target/debug/baton, by default
 #
-# Exit codes: 0 everything held; 1 not so; 77 there is no Prometheus, nothing was checked.
+# Exit codes: 0 passed; 1 failed; 77 no Prometheus, nothing was checked.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `baton router` in front of a stock vLLM pair. Skips loudly where vLLM or nixl is missing; see README.md here.
+# `baton router` in front of a stock vLLM pair. Prints SKIPPED without vLLM or nixl. See README.md.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 vllm=${VLLM:-vllm}

@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_S = 600  # vLLM imports for half a minute, and machines are slow
 BLOCK = 32
 BLOCKS = 96
-# Blocks that are back within this were released; what waits for its lease takes --lease seconds.
+# Blocks that are free within this time were released. Blocks that wait for their lease take --lease seconds.
 RELEASED_S = 5
 CHECKS = []
 
@@ -190,7 +190,7 @@ class Pair:
         )
 
     def leave(self, body, after_s, frames=None):
-        """Asks, and hangs up after so long, or after so many streamed frames."""
+        """Sends a request and disconnects after this time, or after this many streamed frames."""
         data = json.dumps(body).encode()
         port = int(self.url.rsplit(":", 1)[1])
         with socket.create_connection(("127.0.0.1", port), 30) as s:
@@ -208,7 +208,7 @@ class Pair:
                 seen += piece
 
     def prompt(self, blocks):
-        """A prompt that no prefix cache knows, of about so many blocks."""
+        """A prompt of about this many blocks that no prefix cache has."""
         words = " ".join(str(self.random.randrange(10, 99)) for _ in range(blocks * BLOCK // 2))
         return f"{words[: blocks * BLOCK]} The end."
 
@@ -225,7 +225,7 @@ def texts(pair):
         expect(status == 200, f"{status}: {answer}")
         right += json.loads(answer)["choices"][0]["message"]["content"].strip() == prompt["answer"]
     expect(right == len(prompts), f"{right} of {len(prompts)} are right")
-    # vLLM publishes what it has counted some time after the answer.
+    # vLLM publishes its counts some time after the response.
     until = time.monotonic() + RELEASED_S
     transfers = 0
     while transfers < len(prompts) and time.monotonic() < until:
@@ -306,7 +306,7 @@ def refused(pair):
 
 @check("what D's handler refuses gives P its blocks back")
 def refused_by_decode(pair):
-    # Sound to a parser, and P is asked for one answer: only D's handler sees that a greedy request wants two.
+    # The request is valid to a parser, and P gets one choice: only D's handler detects a greedy request for two.
     before = pair.prefill.asked()
     body = {"model": "demo", "prompt": pair.prompt(20), "max_tokens": 8, "n": 2, "temperature": 0}
     status, answer = post(pair.url + "/v1/completions", body)

@@ -1,12 +1,12 @@
-//! The invariants of ARCHITECTURE.md, looked at after every event and at the end.
+//! The invariants of ARCHITECTURE.md, checked after every event and at the end.
 
 use baton_connector::exchange::Outcome;
 
-use crate::clients::End;
+use crate::clients::ClientEnd;
 use crate::sim::Sim;
 
 impl Sim {
-    /// After every event.
+    /// Checks the invariants that hold after every event.
     pub fn check(&mut self) {
         let mut found = None;
         for engine in &mut self.engines {
@@ -15,7 +15,7 @@ impl Sim {
                 found.get_or_insert(format!("engine {}: {stale}", engine.index));
             }
             let Some(core) = &mut engine.core else { continue };
-            let (usage, load) = core.books();
+            let (usage, load) = core.usage_and_load();
             if !usage.adds_up() {
                 found.get_or_insert(format!("I1: engine {}: {usage:?}", engine.index));
             }
@@ -28,7 +28,7 @@ impl Sim {
         }
     }
 
-    /// When nothing is left to happen: everything is home.
+    /// Checks the state at the end of a run: all blocks are free.
     pub fn check_rest(&mut self) {
         let mut found = Vec::new();
         for engine in &mut self.engines {
@@ -37,7 +37,7 @@ impl Sim {
                 found.push(format!("engine {index} is down"));
                 continue;
             };
-            let (usage, load) = core.books();
+            let (usage, load) = core.usage_and_load();
             if usage.free + usage.cached != usage.total {
                 found.push(format!("I5: engine {index} holds blocks: {usage:?}"));
             }
@@ -45,13 +45,13 @@ impl Sim {
                 load.waiting,
                 load.fetching,
                 load.running,
-                load.stopping + load.offloading + load.loading + load.held,
+                load.stopping + load.offloading + load.loading + load.pending_release,
             ) != (0, 0, 0, 0)
                 || core.live() > 0
             {
                 found.push(format!("I5: engine {index} has requests: {load:?}"));
             }
-            let leases = core.surroundings().ledger.len();
+            let leases = core.env().ledger.len();
             if leases > 0 {
                 found.push(format!("I5: engine {index} has {leases} leases"));
             }
@@ -71,10 +71,10 @@ impl Sim {
             let outcome = self.routers[client.router].outcome(index);
             match (client.end, outcome) {
                 (None, _) => found.push(format!("I6: client {index} was never told an end")),
-                (Some(End::Complete), Some(outcome)) if outcome != Outcome::Completed => {
+                (Some(ClientEnd::Complete), Some(outcome)) if outcome != Outcome::Completed => {
                     found.push(format!("I6: client {index} says complete, its router {outcome:?}"));
                 }
-                (Some(End::Error), Some(Outcome::Completed)) => {
+                (Some(ClientEnd::Error), Some(Outcome::Completed)) => {
                     found.push(format!("I6: client {index} says error, its router completed"));
                 }
                 _ => {}
@@ -85,20 +85,20 @@ impl Sim {
         }
     }
 
-    /// What the books say of the whole run.
+    /// Sums up the event logs of the whole run.
     pub fn sum_up(&mut self) {
         for engine in &self.engines {
             if let Some(core) = &engine.core {
-                self.counts.ignored += core.books().1.ignored;
+                self.counts.ignored += core.usage_and_load().1.ignored;
             }
             self.counts.drifting += u64::from(engine.setup.clock_rate != 1_000);
         }
         for index in 0..self.clients.asks.len() {
             let end = self.clients.asks[index].end.map_or(9, |end| match end {
-                End::Complete => 1,
-                End::Error => 2,
-                End::Cut => 3,
-                End::Left => 4,
+                ClientEnd::Complete => 1,
+                ClientEnd::Error => 2,
+                ClientEnd::Cut => 3,
+                ClientEnd::Left => 4,
             });
             self.mark(end);
         }

@@ -1,30 +1,31 @@
-//! Clients: they ask, read, sometimes leave, and compare every word with what the model says without a cache.
+//! Clients: they send requests, read, sometimes disconnect, and compare every token with the model's output without a
+//! cache.
 
 use std::sync::Arc;
 
 use baton_connector::RequestId;
 
 use crate::device;
-use crate::net::{ConnId, Parcel, Side};
+use crate::messages::{ClientRequest, Msg, Node, Purpose};
+use crate::net::{ConnId, Packet, Side};
 use crate::setup::{SECOND, Setup};
 use crate::sim::{Micros, Sim};
-use crate::words::{Ask, Msg, Node, Purpose};
 
-/// A client that hears nothing for so long gives up.
+/// A client gives up after this long without a message.
 const PATIENCE: Micros = 300 * SECOND;
 
-/// How a client saw its request end. Exactly once.
+/// How a client's request ended. Each request ends exactly once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum ClientEnd {
     Complete,
     Error,
-    /// The connection ended without a last word: the text is known to be cut.
+    /// The connection ended without a last event: the client knows that the text is cut.
     Cut,
     Left,
 }
 
 pub struct Client {
-    pub ask: Arc<Ask>,
+    pub ask: Arc<ClientRequest>,
     pub aggregate: bool,
     pub arrives: Micros,
     pub leaves: Option<Micros>,
@@ -33,7 +34,7 @@ pub struct Client {
     conn: Option<ConnId>,
     got: Vec<usize>,
     right: Vec<u32>,
-    pub end: Option<End>,
+    pub end: Option<ClientEnd>,
 }
 
 pub struct Clients {
@@ -43,7 +44,7 @@ pub struct Clients {
 impl Clients {
     pub fn new(setup: &Setup) -> Self {
         let asks = setup.clients.iter().enumerate().map(|(index, client)| Client {
-            ask: Arc::new(Ask {
+            ask: Arc::new(ClientRequest {
                 request: RequestId::new(&format!("{:x}-{index}", setup.seed)).expect("a request id"),
                 prompt: client.prompt.clone(),
                 max_new: client.max_new,
@@ -72,7 +73,7 @@ impl Sim {
                 self.watch_silence(conn, PATIENCE);
                 self.send(conn, Side::Caller, Msg::Ask(client));
             }
-            None => self.clients.asks[client].end = Some(End::Error),
+            None => self.clients.asks[client].end = Some(ClientEnd::Error),
         }
     }
 
@@ -81,7 +82,7 @@ impl Sim {
         if asked.end.is_some() {
             return;
         }
-        asked.end = Some(End::Left);
+        asked.end = Some(ClientEnd::Left);
         let (conn, silently) = (asked.conn, asked.silently);
         let Some(conn) = conn else { return };
         if silently {
@@ -93,11 +94,11 @@ impl Sim {
         }
     }
 
-    /// A client has heard nothing for long enough.
+    /// Handles a client's timeout.
     pub fn client_waited(&mut self, conn: ConnId) {
         let Purpose::Ask(index) = self.net.conns[conn.0].purpose else { return };
         if self.clients.asks[index].end.is_none() {
-            self.clients.asks[index].end = Some(End::Cut);
+            self.clients.asks[index].end = Some(ClientEnd::Cut);
             self.counts.failed += 1;
             if self.setup.calm {
                 self.wrong(format!("I11: client {index} waited in vain, and nothing had gone wrong"));
@@ -105,17 +106,17 @@ impl Sim {
         }
     }
 
-    pub fn client_hears(&mut self, conn: ConnId, parcel: Parcel) {
+    pub fn client_receives(&mut self, conn: ConnId, packet: Packet) {
         let Purpose::Ask(index) = self.net.conns[conn.0].purpose else { return };
         let client = &mut self.clients.asks[index];
         if client.end.is_some() {
-            if !matches!(parcel, Parcel::End) {
-                self.wrong(format!("I6: client {index} heard {parcel:?} after its end"));
+            if !matches!(packet, Packet::End) {
+                self.wrong(format!("I6: client {index} heard {packet:?} after its end"));
             }
             return;
         }
-        match parcel {
-            Parcel::Message(Msg::Text { choice, token }) => {
+        match packet {
+            Packet::Message(Msg::Text { choice, token }) => {
                 let at = &mut client.got[choice as usize];
                 let right = client.right.get(*at).copied();
                 *at += 1;
@@ -124,19 +125,19 @@ impl Sim {
                     self.wrong(format!("wrong text: client {index}, choice {choice}: {said}"));
                 }
             }
-            Parcel::Message(Msg::Complete) => {
-                client.end = Some(End::Complete);
+            Packet::Message(Msg::Complete) => {
+                client.end = Some(ClientEnd::Complete);
                 self.counts.completed += 1;
                 if client.got.iter().any(|got| *got != client.right.len()) {
-                    self.wrong(format!("wrong text: client {index} was told it is complete, and it is not"));
+                    self.wrong(format!("wrong text: client {index} got it as complete, and it is not"));
                 }
             }
-            Parcel::Message(_) => {
-                client.end = Some(End::Error);
+            Packet::Message(_) => {
+                client.end = Some(ClientEnd::Error);
                 self.counts.failed += 1;
             }
-            Parcel::End => {
-                client.end = Some(End::Cut);
+            Packet::End => {
+                client.end = Some(ClientEnd::Cut);
                 self.counts.failed += 1;
             }
         }

@@ -1,28 +1,28 @@
-//! A decode engine's dealings with producers, under virtual time: reads on a bounded number of workers, heartbeats,
-//! and release notices that are repeated until they are answered or the lease is past its expiry.
+//! A decode engine's calls to producers, in virtual time: reads on a bounded number of workers, heartbeats, and release
+//! notices. Notices repeat until they are answered or the lease is past its expiry.
 
 use std::collections::{BTreeMap, VecDeque};
 
-use baton_connector::fetch::{Answer, Event as Report, FailureKind};
-use baton_connector::limits::{HEARTBEATS_PER_LEASE, RENEWED_FOR_MAX};
+use baton_connector::fetch::{Event as Report, FailureKind, Verification};
+use baton_connector::limits::{HEARTBEATS_PER_LEASE, RENEWAL_DURATIONS_MAX};
 use baton_connector::{BlockId, Handle};
 use baton_engine::engine_core::fetch_target::FetchTarget;
 use baton_engine::scheduler::sequence::SeqId;
 
 use crate::device;
-use crate::engine::Todo;
-use crate::net::{ConnId, Parcel, Side};
+use crate::engine::EngineAction;
+use crate::messages::{Msg, Node, Purpose};
+use crate::net::{ConnId, Packet, Side};
 use crate::setup::{Mutation, SECOND};
 use crate::sim::{Event, Micros, Sim};
-use crate::words::{Msg, Node, Purpose};
 
-/// A producer that is silent so long has failed.
+/// A producer that is silent for this long has failed.
 const SILENCE: Micros = 5 * SECOND;
 const PAUSE_FIRST: Micros = SECOND / 20;
 const PAUSE_MAX: Micros = 2 * SECOND;
 
 /// One read.
-pub struct Job {
+pub struct ReadJob {
     target: FetchTarget,
     first: usize,
     into: Vec<BlockId>,
@@ -30,14 +30,14 @@ pub struct Job {
     conn: Option<ConnId>,
     /// Blocks that have arrived.
     got: usize,
-    /// Shared memory: blocks that may be taken, and whether one is being copied.
+    /// Shared memory: blocks that may be copied, and whether one is being copied.
     allowed: usize,
     copying: bool,
-    /// Shared memory: the producer's blocks, and its pool as it was mapped.
-    mapped: Option<(Vec<BlockId>, device::Shared)>,
+    /// Shared memory: the producer's blocks, and its mapped pool.
+    mapped: Option<(Vec<BlockId>, device::SharedMemory)>,
 }
 
-struct Notice {
+struct ReleaseNotice {
     target: FetchTarget,
     reason: &'static str,
     due: Micros,
@@ -46,57 +46,57 @@ struct Notice {
     in_flight: bool,
 }
 
-struct Beat {
+struct Heartbeat {
     target: FetchTarget,
     interval: Micros,
     due: Micros,
-    /// From then on it is given up if its read has not begun.
+    /// After this time the engine gives the handoff up if its read has not begun.
     until: Micros,
 }
 
 #[derive(Default)]
-pub struct Peers {
+pub struct SimConsumer {
     waiting: VecDeque<SeqId>,
-    pub jobs: BTreeMap<SeqId, Job>,
+    pub jobs: BTreeMap<SeqId, ReadJob>,
     running: usize,
-    /// A read's own connection, while its verdict is asked for over another one.
+    /// A read's own connection, while another connection carries the request for its verdict.
     kept: BTreeMap<SeqId, ConnId>,
-    beats: BTreeMap<SeqId, Beat>,
-    notices: BTreeMap<u64, Notice>,
+    heartbeats: BTreeMap<SeqId, Heartbeat>,
+    notices: BTreeMap<u64, ReleaseNotice>,
     next_notice: u64,
     timer: Option<Micros>,
 }
 
-impl Peers {
+impl SimConsumer {
     fn kept(&mut self, id: SeqId, conn: ConnId) {
         self.kept.insert(id, conn);
     }
 
     pub fn idle(&self) -> bool {
-        self.jobs.is_empty() && self.beats.is_empty() && self.notices.is_empty()
+        self.jobs.is_empty() && self.heartbeats.is_empty() && self.notices.is_empty()
     }
 }
 
-/// Which engine listens on a port.
+/// The engine that listens on a port.
 fn engine_at(port: u16) -> Node {
     Node::Engine(usize::from(port - 5600))
 }
 
 impl Sim {
-    pub fn carry_out(&mut self, engine: usize, task: Todo) {
+    pub fn carry_out(&mut self, engine: usize, task: EngineAction) {
         match task {
-            Todo::KeepAlive(id, target) => {
+            EngineAction::KeepAlive(id, target) => {
                 let interval =
                     (target.lease().as_micros() as u64 / u64::from(HEARTBEATS_PER_LEASE)).max(20_000);
                 let lease = target.lease().as_micros().min(u128::from(u64::MAX >> 8)) as u64;
-                let until = self.now + lease * u64::from(RENEWED_FOR_MAX);
-                let beat = Beat { target, interval, due: self.now, until };
-                self.engines[engine].peers.beats.insert(id, beat);
+                let until = self.now + lease * u64::from(RENEWAL_DURATIONS_MAX);
+                let heartbeat = Heartbeat { target, interval, due: self.now, until };
+                self.engines[engine].peers.heartbeats.insert(id, heartbeat);
                 self.set_peers_timer(engine);
             }
-            Todo::LetGo(id) => drop(self.engines[engine].peers.beats.remove(&id)),
-            Todo::Read(id, target, first, into) => {
-                let job = Job {
+            EngineAction::StopRenewing(id) => drop(self.engines[engine].peers.heartbeats.remove(&id)),
+            EngineAction::Read(id, target, first, into) => {
+                let job = ReadJob {
                     target,
                     first,
                     into,
@@ -112,8 +112,8 @@ impl Sim {
                 peers.waiting.push_back(id);
                 self.next_job(engine);
             }
-            Todo::StopRead(id) => self.stop_read(engine, id),
-            Todo::Release(target, reason) => self.notify(engine, target, reason),
+            EngineAction::StopRead(id) => self.stop_read(engine, id),
+            EngineAction::Release(target, reason) => self.notify(engine, target, reason),
         }
     }
 
@@ -126,12 +126,12 @@ impl Sim {
         }
         let Some(job) = peers.jobs.get_mut(&id) else { return };
         job.stop = true;
-        // The worker looks at the flag between two system calls: until then it goes on writing.
+        // The worker reads the stop flag between two system calls and writes until then.
         let until_seen = self.dice.between(1, 30_000);
         self.later(Node::Engine(engine), until_seen, Event::StopSeen(engine, id.0));
     }
 
-    /// A fetch worker sees the stop flag of its read.
+    /// A fetch worker reads the stop flag of its read.
     pub fn stop_seen(&mut self, engine: usize, seq: u64) {
         let id = SeqId(seq);
         let Some(conn) = self.engines[engine].peers.jobs.get(&id).and_then(|job| job.conn) else { return };
@@ -168,7 +168,7 @@ impl Sim {
         }
     }
 
-    /// The read is over, well or not; nothing writes any more. Its worker takes the next one.
+    /// The read has ended, and nothing writes any more. Its worker takes the next one.
     fn job_over(&mut self, engine: usize, id: SeqId, report: Report) {
         let peers = &mut self.engines[engine].peers;
         if peers.jobs.remove(&id).is_some() {
@@ -183,10 +183,10 @@ impl Sim {
         self.poke(engine);
     }
 
-    /// An answer, or the end of a connection that this engine opened.
-    pub fn engine_answered(&mut self, engine: usize, conn: ConnId, parcel: Parcel) {
+    /// Handles a reply, or the end of a connection that this engine opened.
+    pub fn engine_answered(&mut self, engine: usize, conn: ConnId, packet: Packet) {
         let purpose = self.net.conns[conn.0].purpose.clone();
-        let Parcel::Message(msg) = parcel else {
+        let Packet::Message(msg) = packet else {
             return self.engine_call_failed(engine, conn);
         };
         match purpose {
@@ -194,9 +194,9 @@ impl Sim {
             Purpose::Verdict(seq) => {
                 self.close(conn, Side::Caller);
                 let answer = match msg {
-                    Msg::Verdict(true) => Answer::Valid,
-                    Msg::Verdict(false) | Msg::Gone => Answer::Gone,
-                    _ => Answer::Unknown,
+                    Msg::Verdict(true) => Verification::Valid,
+                    Msg::Verdict(false) | Msg::Gone => Verification::Gone,
+                    _ => Verification::Unknown,
                 };
                 self.verdict(engine, SeqId(seq), answer);
             }
@@ -204,9 +204,10 @@ impl Sim {
                 self.close(conn, Side::Caller);
                 self.engines[engine].peers.notices.remove(&notice);
             }
-            Purpose::Beat(seq) => {
+            Purpose::Heartbeat(seq) => {
                 self.close(conn, Side::Caller);
-                if matches!(msg, Msg::Gone) && self.engines[engine].peers.beats.contains_key(&SeqId(seq)) {
+                if matches!(msg, Msg::Gone) && self.engines[engine].peers.heartbeats.contains_key(&SeqId(seq))
+                {
                     self.report(engine, SeqId(seq), Report::LeaseGone);
                 }
             }
@@ -217,13 +218,13 @@ impl Sim {
         }
     }
 
-    /// A call of this engine broke off, or was not answered in time.
+    /// Handles a call of this engine that broke off or timed out.
     pub fn engine_call_failed(&mut self, engine: usize, conn: ConnId) {
         match self.net.conns[conn.0].purpose.clone() {
             Purpose::Read(seq) if self.engines[engine].peers.jobs.contains_key(&SeqId(seq)) => {
                 self.job_over(engine, SeqId(seq), Report::TransferFailed(FailureKind::Transfer));
             }
-            Purpose::Verdict(seq) => self.verdict(engine, SeqId(seq), Answer::Unknown),
+            Purpose::Verdict(seq) => self.verdict(engine, SeqId(seq), Verification::Unknown),
             Purpose::Notice(notice) => self.notice_failed(engine, notice),
             _ => {}
         }
@@ -252,7 +253,7 @@ impl Sim {
                 job.got += 1;
                 self.land(engine, block, &contents);
             }
-            Msg::AllSent if job.got == job.into.len() => self.read_done(engine, conn, id),
+            Msg::AllSent if job.got == job.into.len() => self.finish_read(engine, conn, id),
             Msg::AllSent | Msg::NotServed => {
                 self.close(conn, Side::Caller);
                 self.job_over(engine, id, Report::TransferFailed(FailureKind::Refused));
@@ -265,7 +266,7 @@ impl Sim {
         }
     }
 
-    /// Bytes arrive in a landing block. They may only ever arrive in one (invariant 3).
+    /// Writes bytes into a landing block. Bytes may arrive in no other block (invariant 3).
     pub fn land(&mut self, engine: usize, block: BlockId, contents: &[device::Slot]) {
         let core = self.engines[engine].core.as_ref().expect("it reads");
         if !core.is_landing(block) {
@@ -285,7 +286,7 @@ impl Sim {
         self.later(Node::Engine(engine), takes, Event::CopyBlock(engine, id.0));
     }
 
-    /// Shared memory: the reader copies by itself; nobody looks at the lease meanwhile.
+    /// Shared memory: the reader copies without the producer. Nothing checks the lease meanwhile.
     pub fn copy_block(&mut self, engine: usize, seq: u64) {
         let id = SeqId(seq);
         let Some(job) = self.engines[engine].peers.jobs.get_mut(&id) else { return };
@@ -297,14 +298,14 @@ impl Sim {
         let (all, conn, more) = (job.got == job.into.len(), job.conn, job.got < job.allowed);
         self.land(engine, into, &contents);
         match conn {
-            Some(conn) if all => self.read_done(engine, conn, id),
+            Some(conn) if all => self.finish_read(engine, conn, id),
             _ if more => self.copy_later(engine, id),
             _ => {}
         }
     }
 
-    /// Every byte is here: was the lease live all the time?
-    fn read_done(&mut self, engine: usize, conn: ConnId, id: SeqId) {
+    /// All bytes have arrived: requests the verdict.
+    fn finish_read(&mut self, engine: usize, conn: ConnId, id: SeqId) {
         let job = &self.engines[engine].peers.jobs[&id];
         let target = job.target.clone();
         if job.stop {
@@ -314,13 +315,13 @@ impl Sim {
         self.report(engine, id, Report::TransferDone);
         if self.mutated(Mutation::VerdictNotAsked) {
             self.close(conn, Side::Caller);
-            return self.verdict(engine, id, Answer::Valid);
+            return self.verdict(engine, id, Verification::Valid);
         }
         let ask = Msg::ReadDone { epoch: target.epoch(), handle: target.handle(), reader: target.reader() };
         let there = engine_at(target.port());
         match self.connect(Node::Engine(engine), there, Purpose::Verdict(id.0)) {
             Some(asking) => {
-                // The read's own connection stays: the reader is bound to it until it is done.
+                // The read's own connection stays open: the reader is bound to it until the read is done.
                 self.engines[engine].peers.jobs.get_mut(&id).expect("it runs").conn = Some(asking);
                 self.net.conns[conn.0].purpose = Purpose::GiveUp;
                 self.engines[engine].peers.kept(id, conn);
@@ -329,23 +330,23 @@ impl Sim {
             }
             None => {
                 self.close(conn, Side::Caller);
-                self.verdict(engine, id, Answer::Unknown);
+                self.verdict(engine, id, Verification::Unknown);
             }
         }
     }
 
-    fn verdict(&mut self, engine: usize, id: SeqId, answer: Answer) {
+    fn verdict(&mut self, engine: usize, id: SeqId, answer: Verification) {
         let Some(job) = self.engines[engine].peers.jobs.get(&id) else { return };
         let target = job.target.clone();
         if let Some(conn) = self.engines[engine].peers.kept.remove(&id) {
             self.close(conn, Side::Caller);
         }
         match answer {
-            Answer::Valid => self.counts.landed += 1,
-            Answer::Gone | Answer::Unknown => self.counts.gone += 1,
+            Verification::Valid => self.counts.landed += 1,
+            Verification::Gone | Verification::Unknown => self.counts.gone += 1,
         }
         self.job_over(engine, id, Report::Verdict(answer));
-        if answer == Answer::Unknown {
+        if answer == Verification::Unknown {
             self.give_up(engine, &target);
         }
     }
@@ -359,7 +360,7 @@ impl Sim {
         }
     }
 
-    /// Releases a lease at its producer, until that is answered or past expiry.
+    /// Releases a lease at its producer. The notice repeats until it is answered or the lease has expired.
     pub fn notify(&mut self, engine: usize, target: FetchTarget, reason: &'static str) {
         if self.mutated(Mutation::ReleasesNotSent) {
             return;
@@ -367,7 +368,8 @@ impl Sim {
         let give_up = self.now + target.lease().as_micros().min(u128::from(u64::MAX / 4)) as u64;
         let peers = &mut self.engines[engine].peers;
         peers.next_notice += 1;
-        let notice = Notice { target, reason, due: self.now, pause: PAUSE_FIRST, give_up, in_flight: false };
+        let notice =
+            ReleaseNotice { target, reason, due: self.now, pause: PAUSE_FIRST, give_up, in_flight: false };
         peers.notices.insert(peers.next_notice, notice);
         self.set_peers_timer(engine);
     }
@@ -389,9 +391,9 @@ impl Sim {
     fn set_peers_timer(&mut self, engine: usize) {
         let now = self.now;
         let peers = &mut self.engines[engine].peers;
-        let beats = peers.beats.values().map(|beat| beat.due);
+        let heartbeats = peers.heartbeats.values().map(|heartbeat| heartbeat.due);
         let notices = peers.notices.values().filter(|notice| !notice.in_flight).map(|notice| notice.due);
-        let Some(due) = beats.chain(notices).min() else { return };
+        let Some(due) = heartbeats.chain(notices).min() else { return };
         let at = due.max(now + 1);
         if peers.timer.is_none_or(|set| set > at || set <= now) {
             peers.timer = Some(at);
@@ -402,22 +404,22 @@ impl Sim {
     pub fn peers_timer(&mut self, engine: usize) {
         let now = self.now;
         let peers = &mut self.engines[engine].peers;
-        // An earlier one was set since.
+        // An earlier timer was set since.
         if peers.timer.is_none_or(|set| set > now) {
             return;
         }
         peers.timer = None;
         let over: Vec<SeqId> =
-            peers.beats.iter().filter(|(_, b)| b.until <= now).map(|(id, _)| *id).collect();
-        let mut beats = Vec::new();
-        for beat in peers.beats.values_mut().filter(|beat| beat.until <= now) {
-            // It means nothing to a read that has begun.
-            beat.until = Micros::MAX;
+            peers.heartbeats.iter().filter(|(_, b)| b.until <= now).map(|(id, _)| *id).collect();
+        let mut heartbeats = Vec::new();
+        for heartbeat in peers.heartbeats.values_mut().filter(|heartbeat| heartbeat.until <= now) {
+            // The limit does not apply to a read that has begun.
+            heartbeat.until = Micros::MAX;
         }
-        for (id, beat) in &mut peers.beats {
-            if beat.due <= now {
-                beat.due = now + beat.interval;
-                beats.push((*id, beat.target.clone()));
+        for (id, heartbeat) in &mut peers.heartbeats {
+            if heartbeat.due <= now {
+                heartbeat.due = now + heartbeat.interval;
+                heartbeats.push((*id, heartbeat.target.clone()));
             }
         }
         let mut notices = Vec::new();
@@ -430,9 +432,9 @@ impl Sim {
         for id in over {
             self.report(engine, id, Report::LeaseGone);
         }
-        for (id, target) in beats {
+        for (id, target) in heartbeats {
             let msg = Msg::Heartbeat { epoch: target.epoch(), handle: target.handle() };
-            self.call(engine, &target, Purpose::Beat(id.0), msg);
+            self.call(engine, &target, Purpose::Heartbeat(id.0), msg);
         }
         for (number, target, reason) in notices {
             let (epoch, handle): (_, Handle) = (target.epoch(), target.handle());

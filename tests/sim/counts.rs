@@ -1,4 +1,4 @@
-//! What happened in a run, or in many: faults injected by kind, and how requests ended.
+//! Counts of a run, or of many: injected faults by kind, and outcomes of requests.
 
 macro_rules! counts {
     ($($name:ident: $what:literal,)*) => {

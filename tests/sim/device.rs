@@ -1,17 +1,17 @@
-//! A device whose KV cache can be checked: position `i` of a sequence stores its token and a hash of all tokens up
-//! to it. A forward pass reads every stored position, as attention does, and notices one that does not continue the
-//! one before it: a block that was freed, reused, not yet landed, or another sequence's. The next token depends on
-//! all of them, so a client sees wrong text if that check were blind.
+//! A device whose KV cache can be checked: position `i` of a sequence stores its token and a hash of all tokens up to
+//! `i`. A forward pass reads every stored position, as attention does. The pass detects a position that does not
+//! continue the one before it: a block that was freed, reused, not yet landed, or another sequence's. The next token
+//! depends on all positions, so a client receives wrong text if this check fails to detect a fault.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use baton_connector::layout::KvDtype;
 use baton_connector::region::Region;
 use baton_connector::{BlockId, KvLayout};
-use baton_engine::compute::step_hazards::Apart;
-use baton_engine::compute::{Executor, ExecutorError, Logits, LogitsWanted, SeqStep};
+use baton_engine::compute::step_hazards::StepHazards;
+use baton_engine::compute::{Executor, ExecutorError, Logits, LogitsRequest, SeqStep};
 
-use crate::dice::mix;
+use crate::rng::mix;
 
 /// Tokens that the model knows.
 pub const VOCAB: u64 = 29;
@@ -31,7 +31,7 @@ fn choice(hash: u64) -> u32 {
     (mix(hash) % VOCAB) as u32
 }
 
-/// What the model answers to a prompt, computed in one go and without a cache.
+/// The model's output for a prompt, computed in one pass without a cache.
 pub fn reference(prompt: &[u32], count: usize) -> Vec<u32> {
     let mut hash = prompt.iter().fold(0, |hash, &token| hash_after(hash, token));
     let mut text = Vec::with_capacity(count);
@@ -43,16 +43,16 @@ pub fn reference(prompt: &[u32], count: usize) -> Vec<u32> {
     text
 }
 
-/// The paged pool of one engine's life. Outlives the engine while a reader has it mapped.
+/// The paged pool of one engine process. A reader's mapping keeps it alive after the process ends.
 #[derive(Debug)]
 pub struct Memory {
     slots: Vec<Slot>,
     block_tokens: usize,
 }
 
-pub type Shared = Arc<Mutex<Memory>>;
+pub type SharedMemory = Arc<Mutex<Memory>>;
 
-pub fn memory(blocks: usize, block_tokens: usize, garbage: u64) -> Shared {
+pub fn memory(blocks: usize, block_tokens: usize, garbage: u64) -> SharedMemory {
     let slots = (0..blocks * block_tokens).map(|i| mix(garbage ^ i as u64)).collect();
     Arc::new(Mutex::new(Memory { slots, block_tokens }))
 }
@@ -67,28 +67,28 @@ impl Memory {
     }
 }
 
-/// See the module's documentation.
+/// The device of the module's documentation.
 pub struct Device {
-    memory: Shared,
+    memory: SharedMemory,
     region: Region,
     layout: KvLayout,
-    /// What is wrong with the cache, if anything was read that should not be there.
+    /// The fault in the cache, if a pass read a wrong position.
     fault: Arc<Mutex<Option<String>>>,
-    /// Set from outside: the next pass fails.
+    /// Set by a test: the next pass fails.
     broken: Arc<std::sync::atomic::AtomicBool>,
-    apart: Apart,
+    apart: StepHazards,
 }
 
 impl Device {
     pub fn new(
-        memory: Shared,
+        memory: SharedMemory,
         blocks: usize,
         fault: Arc<Mutex<Option<String>>>,
         broken: Arc<std::sync::atomic::AtomicBool>,
     ) -> Self {
         let block_tokens = memory.lock().unwrap_or_else(PoisonError::into_inner).block_tokens;
         let layout = KvLayout { layers: 1, kv_heads: 1, head_dim: 1, block_tokens, dtype: KvDtype::F32 };
-        let apart = Apart::new(blocks);
+        let apart = StepHazards::new(blocks);
         Self { memory, region: Region::allocate(blocks, 1), layout, fault, broken, apart }
     }
 }
@@ -145,7 +145,7 @@ impl Executor for Device {
                 hash = hash_after(hash, token);
                 memory.slots[place(step.start + at)] = slot(hash, token);
             }
-            if step.logits != LogitsWanted::No {
+            if step.logits != LogitsRequest::No {
                 let row = logits.values.len();
                 logits.values.resize(row + VOCAB as usize, 0.0);
                 logits.values[row + choice(hash) as usize] = 1.0;

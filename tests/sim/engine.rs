@@ -1,5 +1,4 @@
-//! One engine process: the real engine core and the real ledger, with the simulator's device, clock and network
-//! around them.
+//! One engine process: the real engine core and the real ledger, with the simulator's device, clock and network.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -9,91 +8,91 @@ use std::time::{Duration, Instant};
 
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::lease::LeaseTerms;
-use baton_connector::ledger::{Grant, Ledger, OpenRefused};
+use baton_connector::ledger::{LeaseOpenError, LeaseSpec, Ledger};
 use baton_connector::offload::TransferId;
 use baton_connector::{BlockId, EngineId, Epoch, Handle, RequestId, Time};
 use baton_engine::engine_core::fetch_target::FetchTarget;
-use baton_engine::engine_core::mailbox::Mail;
-use baton_engine::engine_core::{EngineCore, Fact, ProducerAddress, Surroundings};
-use baton_engine::offload::Order;
+use baton_engine::engine_core::mailbox::MailBatch;
+use baton_engine::engine_core::{CoreEvent, EngineCore, EngineEnv, ProducerAddress};
+use baton_engine::offload::OffloadOrder;
 use baton_engine::offload::tier_index::TierConfig;
 use baton_engine::scheduler::sequence::{FinishReason, SeqId};
-use baton_engine::scheduler::{Planned, Scheduler, SchedulerConfig};
+use baton_engine::scheduler::{Scheduler, SchedulerConfig, StepPart};
 
-use crate::consumer::Peers;
+use crate::consumer::SimConsumer;
 use crate::device::{self, Device};
-use crate::dice::Dice;
-use crate::front::Front;
+use crate::http::EngineRequest;
+use crate::messages::Node;
 use crate::net::ConnId;
+use crate::rng::SimRng;
 use crate::setup::{EngineSetup, SECOND, Setup};
 use crate::sim::{Event, Micros, Sim};
-use crate::tiers::{self, Disk, Workers};
-use crate::words::Node;
+use crate::tiers::{self, Disk, OffloadWorkers};
 
-/// The longest sequence of any client.
+/// Maximum tokens of a client's sequence.
 pub const TOKENS_MAX: usize = 56;
 
-/// All engines' layout and model are one.
+/// All engines have the same layout and model.
 pub const FINGERPRINT: u64 = 0x51;
 
-/// Where every clock of every run starts.
+/// The real instant of virtual time 0 in every run.
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
-/// What the core wants done in the world.
+/// An action that the core requests.
 #[derive(Debug)]
-pub enum Todo {
+pub enum EngineAction {
     KeepAlive(SeqId, FetchTarget),
-    LetGo(SeqId),
+    StopRenewing(SeqId),
     Read(SeqId, FetchTarget, usize, Vec<BlockId>),
     StopRead(SeqId),
     Release(FetchTarget, &'static str),
 }
 
-/// The world around one engine core.
-pub struct World {
+/// The environment of one engine core.
+pub struct SimEnv {
     /// Microseconds on this engine's clock.
     local: Micros,
-    /// How long a lease should live.
+    /// The duration of a lease.
     lease: Micros,
     pub ledger: Ledger,
-    pub todo: Vec<Todo>,
-    pub workers: Workers,
-    /// When each live lease runs out, by this engine's clock.
+    pub todo: Vec<EngineAction>,
+    pub workers: OffloadWorkers,
+    /// The expiry of each live lease, by this engine's clock.
     pub expiries: BTreeMap<Handle, Micros>,
     address: ProducerAddress,
     epoch: Epoch,
-    dice: Dice,
+    dice: SimRng,
     finished: RefCell<BTreeMap<SeqId, FinishReason>>,
-    /// Sequences whose end was told twice, and other news for the checks.
-    pub news: RefCell<Vec<News>>,
+    /// Incidents for the checks, such as a second end of one sequence.
+    pub incidents: RefCell<Vec<EngineIncident>>,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub enum News {
+pub enum EngineIncident {
     FinishedTwice(SeqId),
     Recomputed,
     LoadFailed,
     DeviceFailed,
 }
 
-impl World {
+impl SimEnv {
     pub fn time(&self) -> Time {
         Time(self.local)
     }
 
-    /// A heartbeat counted.
+    /// Records that a heartbeat renewed a lease.
     pub fn renewed(&mut self, handle: Handle) {
         let expiry = self.local + self.lease * 2 / 3;
         self.expiries.entry(handle).and_modify(|old| *old = expiry.max(*old));
     }
 
-    /// How the books say that a sequence ended.
+    /// The finish reason of a sequence in the event log.
     pub fn ended(&self, id: SeqId) -> Option<FinishReason> {
         self.finished.borrow().get(&id).copied()
     }
 }
 
-impl Surroundings for World {
+impl EngineEnv for SimEnv {
     fn now(&self) -> Instant {
         *START + Duration::from_micros(self.local)
     }
@@ -102,7 +101,7 @@ impl Surroundings for World {
         Some(Handle(u128::from(self.dice.roll()) << 64 | u128::from(self.dice.roll())))
     }
 
-    fn lend(&mut self, grant: Grant) -> Result<Duration, OpenRefused> {
+    fn open_lease(&mut self, grant: LeaseSpec) -> Result<Duration, LeaseOpenError> {
         let handle = grant.handle;
         let opened = self.ledger.open(grant, Time(self.local));
         if opened.is_ok() {
@@ -111,7 +110,7 @@ impl Surroundings for World {
         opened
     }
 
-    fn lend_growing(&mut self, grant: Grant, ready: usize) -> Result<Duration, OpenRefused> {
+    fn open_growing_lease(&mut self, grant: LeaseSpec, ready: usize) -> Result<Duration, LeaseOpenError> {
         self.ledger.open_growing(grant, ready, Time(self.local))
     }
 
@@ -160,26 +159,26 @@ impl Surroundings for World {
     }
 
     fn keep_alive(&mut self, id: SeqId, target: &FetchTarget) {
-        self.todo.push(Todo::KeepAlive(id, target.clone()));
+        self.todo.push(EngineAction::KeepAlive(id, target.clone()));
     }
 
-    fn let_go(&mut self, id: SeqId) {
-        self.todo.push(Todo::LetGo(id));
+    fn stop_renewing(&mut self, id: SeqId) {
+        self.todo.push(EngineAction::StopRenewing(id));
     }
 
     fn read(&mut self, id: SeqId, target: &FetchTarget, first: usize, into: Vec<BlockId>) {
-        self.todo.push(Todo::Read(id, target.clone(), first, into));
+        self.todo.push(EngineAction::Read(id, target.clone(), first, into));
     }
 
     fn stop_read(&mut self, id: SeqId) {
-        self.todo.push(Todo::StopRead(id));
+        self.todo.push(EngineAction::StopRead(id));
     }
 
     fn release_at_producer(&mut self, target: &FetchTarget, reason: &'static str) {
-        self.todo.push(Todo::Release(target.clone(), reason));
+        self.todo.push(EngineAction::Release(target.clone(), reason));
     }
 
-    fn offload(&mut self, order: Order) -> bool {
+    fn offload(&mut self, order: OffloadOrder) -> bool {
         self.workers.take(order)
     }
 
@@ -187,18 +186,18 @@ impl Surroundings for World {
         self.workers.revoke(id)
     }
 
-    fn note(&self, fact: Fact<'_>) {
+    fn record(&self, fact: CoreEvent<'_>) {
         let news = match fact {
-            Fact::Finished { id, reason, .. } => match self.finished.borrow_mut().insert(id, reason) {
-                Some(_) => News::FinishedTwice(id),
+            CoreEvent::Finished { id, reason, .. } => match self.finished.borrow_mut().insert(id, reason) {
+                Some(_) => EngineIncident::FinishedTwice(id),
                 None => return,
             },
-            Fact::LoadFailed("recompute") => News::Recomputed,
-            Fact::LoadFailed(_) => News::LoadFailed,
-            Fact::DeviceFailed(_) => News::DeviceFailed,
+            CoreEvent::LoadFailed("recompute") => EngineIncident::Recomputed,
+            CoreEvent::LoadFailed(_) => EngineIncident::LoadFailed,
+            CoreEvent::DeviceFailed(_) => EngineIncident::DeviceFailed,
             _ => return,
         };
-        self.news.borrow_mut().push(news);
+        self.incidents.borrow_mut().push(news);
     }
 }
 
@@ -207,26 +206,26 @@ pub struct Engine {
     pub life: u32,
     pub setup: EngineSetup,
     pub paused_until: Micros,
-    /// In this life.
+    /// Whether this process was stopped at some time.
     pub was_paused: bool,
     /// `None` while the process is down.
-    pub core: Option<EngineCore<World>>,
-    pub memory: device::Shared,
-    /// What it finds when it starts.
+    pub core: Option<EngineCore<SimEnv>>,
+    pub memory: device::SharedMemory,
+    /// The contents of the disk when the process starts.
     disk: Disk,
-    pub mail: Mail,
+    pub mail: MailBatch,
     awake: bool,
-    step: Option<Vec<Planned>>,
+    step: Option<Vec<StepPart>>,
     lease_timer: Option<Micros>,
-    pub fronts: BTreeMap<ConnId, Front>,
-    pub peers: Peers,
+    pub fronts: BTreeMap<ConnId, EngineRequest>,
+    pub peers: SimConsumer,
     /// Reads that this engine serves, by connection.
-    pub serving: BTreeMap<ConnId, crate::producer::Serving>,
+    pub serving: BTreeMap<ConnId, crate::producer::ServedRead>,
     pub next_sequence: u64,
     pub closing: bool,
     pub stale: Arc<Mutex<Option<String>>>,
     pub breaks: Arc<AtomicBool>,
-    pub dice: Dice,
+    pub dice: SimRng,
 }
 
 impl Engine {
@@ -240,24 +239,24 @@ impl Engine {
             core: None,
             memory: device::memory(1, 1, 0),
             disk: Disk::default(),
-            mail: Mail::default(),
+            mail: MailBatch::default(),
             awake: false,
             step: None,
             lease_timer: None,
             fronts: BTreeMap::new(),
-            peers: Peers::default(),
+            peers: SimConsumer::default(),
             serving: BTreeMap::new(),
             next_sequence: 1,
             closing: false,
             stale: Arc::default(),
             breaks: Arc::default(),
-            dice: Dice::new(setup.seed, 100 + index as u64),
+            dice: SimRng::new(setup.seed, 100 + index as u64),
         };
         engine.start(setup, 0);
         engine
     }
 
-    /// A new process on the same address.
+    /// Starts a new process with the same address.
     pub fn start(&mut self, setup: &Setup, now: Micros) {
         let (blocks, block_tokens) = (self.setup.blocks, setup.block_tokens);
         self.life += 1;
@@ -279,13 +278,13 @@ impl Engine {
         let epoch = Epoch(self.dice.roll());
         let device =
             Device::new(Arc::clone(&self.memory), blocks, Arc::clone(&self.stale), Arc::clone(&self.breaks));
-        let world = World {
+        let world = SimEnv {
             local: 0,
             lease: setup.lease,
             ledger: Ledger::new(terms),
             todo: Vec::new(),
             expiries: BTreeMap::new(),
-            workers: Workers::new(Arc::clone(&self.disk), setup.mutation),
+            workers: OffloadWorkers::new(Arc::clone(&self.disk), setup.mutation),
             address: ProducerAddress {
                 engine_id: EngineId(format!("e{}", self.index).into()),
                 host: format!("10.0.0.{}", self.index),
@@ -293,14 +292,14 @@ impl Engine {
                 block_tokens,
             },
             epoch,
-            dice: Dice::new(self.dice.roll(), 7),
+            dice: SimRng::new(self.dice.roll(), 7),
             finished: RefCell::default(),
-            news: RefCell::default(),
+            incidents: RefCell::default(),
         };
         let tiers = TierConfig { host_blocks: self.setup.host_blocks, disk_blocks: self.setup.disk_blocks };
         let scheduler = Scheduler::new(config, blocks).with_tiers(tiers, tiers::found(&self.disk));
         self.core = Some(EngineCore::new(Box::new(device), scheduler, world));
-        self.mail = Mail::default();
+        self.mail = MailBatch::default();
         self.step = None;
         self.awake = false;
         self.lease_timer = None;
@@ -310,24 +309,24 @@ impl Engine {
         self.set_clock(now);
     }
 
-    /// The process is gone, with all it knew.
+    /// Ends the process, with all its state.
     pub fn die(&mut self) {
         self.life += 1;
         self.core = None;
         self.fronts.clear();
         self.serving.clear();
-        self.peers = Peers::default();
-        self.mail = Mail::default();
+        self.peers = SimConsumer::default();
+        self.mail = MailBatch::default();
         self.step = None;
         self.paused_until = 0;
     }
 
     pub fn local(&self, now: Micros) -> Micros {
-        // Every engine's clock started at another time.
+        // Every engine's clock has another offset.
         1_000 * SECOND * (self.index as u64 + 1) + now * self.setup.clock_rate / 1_000
     }
 
-    /// The world's time at which this engine's clock shows `local`, or a little later.
+    /// The simulator's time at which this engine's clock shows `local`, or a little later.
     pub fn global(&self, local: Micros) -> Micros {
         let since = local.saturating_sub(1_000 * SECOND * (self.index as u64 + 1));
         (u128::from(since) * 1_000 / u128::from(self.setup.clock_rate)) as u64 + 2
@@ -340,17 +339,17 @@ impl Engine {
     pub fn set_clock(&mut self, now: Micros) {
         let local = self.local(now);
         if let Some(core) = &mut self.core {
-            core.surroundings().local = local;
+            core.env().local = local;
         }
     }
 
-    pub fn world(&mut self) -> &mut World {
-        self.core.as_mut().expect("only a process that is up is asked").surroundings()
+    pub fn world(&mut self) -> &mut SimEnv {
+        self.core.as_mut().expect("only a process that is up is asked").env()
     }
 }
 
 impl Sim {
-    /// The engine, its clock set.
+    /// The engine, with its clock set.
     pub fn engine(&mut self, index: usize) -> &mut Engine {
         let now = self.now;
         let engine = &mut self.engines[index];
@@ -358,7 +357,7 @@ impl Sim {
         engine
     }
 
-    /// There is mail: the core looks at it when it can.
+    /// Wakes the core, because its mailbox has a message.
     pub fn poke(&mut self, index: usize) {
         let engine = &mut self.engines[index];
         if engine.core.is_some() && !engine.awake && engine.step.is_none() {
@@ -384,7 +383,7 @@ impl Sim {
         let engine = self.engine(index);
         let Some(plan) = engine.step.take() else { return };
         let core = engine.core.as_mut().expect("its life goes on");
-        // What ended while the step was computed comes back before its results are booked.
+        // Applies ends during the step before the results of the step.
         let mut ended = 0;
         let mut settled = || {
             ended += engine.mail.settled.len() as u64;
@@ -399,18 +398,18 @@ impl Sim {
         self.go_on(index);
     }
 
-    /// As the step loop: the next step, or sleep.
+    /// Runs the next step or sleeps, as the step loop does.
     fn go_on(&mut self, index: usize) {
         loop {
             if self.violation.is_some() || !self.is_up(Node::Engine(index)) {
                 return;
             }
             let engine = self.engine(index);
-            let before = engine.core.as_ref().map_or(0, |core| core.books().1.preemptions);
+            let before = engine.core.as_ref().map_or(0, |core| core.usage_and_load().1.preemptions);
             let core = engine.core.as_mut().expect("checked above");
             let (plan, acted) = core.schedule();
-            let after = core.books().1.preemptions;
-            let over = core.over();
+            let after = core.usage_and_load().1.preemptions;
+            let over = core.is_finished();
             let wake_at = core.wake_at();
             self.counts.preempted += after - before;
             self.after_core(index);
@@ -426,7 +425,7 @@ impl Sim {
             }
             if !acted {
                 if wake_at.is_some() {
-                    // A draining engine looks up now and then until its deadline.
+                    // A draining engine checks its deadline now and then.
                     self.engines[index].awake = true;
                     self.later(Node::Engine(index), SECOND / 4, Event::Wake(index));
                 }
@@ -435,7 +434,7 @@ impl Sim {
         }
     }
 
-    /// What the core has left to be done: to peers, to front ends, to the ledger's timer.
+    /// Carries out the core's requests: to peers, to HTTP clients, and to the ledger's timer.
     pub fn after_core(&mut self, index: usize) {
         self.after_ledger(index);
         self.schedule_orders(index);
@@ -444,14 +443,16 @@ impl Sim {
             self.narrate(|| format!("  engine {index}: {task:?}"));
             self.carry_out(index, task);
         }
-        let news = std::mem::take(&mut *self.engine(index).world().news.borrow_mut());
+        let news = std::mem::take(&mut *self.engine(index).world().incidents.borrow_mut());
         for item in news {
             match item {
-                News::FinishedTwice(id) => self.wrong(format!("I7: sequence {} finished twice", id.0)),
-                News::Recomputed => self.counts.recomputed += 1,
-                News::LoadFailed => self.counts.load_failed += 1,
-                News::DeviceFailed => {
-                    // Its supervisor starts another.
+                EngineIncident::FinishedTwice(id) => {
+                    self.wrong(format!("I7: sequence {} finished twice", id.0))
+                }
+                EngineIncident::Recomputed => self.counts.recomputed += 1,
+                EngineIncident::LoadFailed => self.counts.load_failed += 1,
+                EngineIncident::DeviceFailed => {
+                    // The engine's supervisor starts another process.
                     self.later(
                         Node::Engine(index),
                         SECOND,
@@ -464,7 +465,7 @@ impl Sim {
         self.after_ledger(index);
     }
 
-    /// Blocks of ended leases go back by mail, and the timer is set.
+    /// Returns the blocks of ended leases by the mailbox, and sets the timer.
     pub fn after_ledger(&mut self, index: usize) {
         let calm = self.setup.calm;
         let engine = self.engine(index);
@@ -473,16 +474,16 @@ impl Sim {
             engine.mail.unfinished.extend(unfinished);
             self.poke(index);
         }
-        let settled = self.engine(index).world().ledger.take_settled();
+        let settled = self.engine(index).world().ledger.take_closed();
         if !settled.is_empty() {
             for lease in &settled {
-                use baton_connector::lease::Cause;
+                use baton_connector::lease::CloseCause;
                 match lease.cause {
-                    Cause::Fetched => self.counts.fetched += 1,
-                    Cause::Released => self.counts.released += 1,
-                    Cause::Expired => self.counts.expired += 1,
+                    CloseCause::Fetched => self.counts.fetched += 1,
+                    CloseCause::Released => self.counts.released += 1,
+                    CloseCause::Expired => self.counts.expired += 1,
                 }
-                if calm && lease.cause == Cause::Expired {
+                if calm && lease.cause == CloseCause::Expired {
                     self.wrong(format!("nothing went wrong, and the lease of {} expired", lease.request));
                 }
                 self.narrate(|| {
@@ -505,7 +506,7 @@ impl Sim {
     pub fn lease_timer(&mut self, index: usize) {
         let now = self.now;
         let engine = self.engine(index);
-        // An earlier one was set since.
+        // An earlier timer was set since.
         if engine.lease_timer.is_none_or(|set| set > now) {
             return;
         }

@@ -1,18 +1,19 @@
-//! What goes wrong, and when.
+//! The faults of a run and their times.
 
 use std::sync::atomic::Ordering;
 
-use crate::dice::Dice;
+use crate::messages::Node;
+use crate::rng::SimRng;
 use crate::setup::{EngineSetup, SECOND};
 use crate::sim::{Event, Micros, Sim};
-use crate::words::Node;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// A process dies and comes back after so long, on the same address; with its host, nobody is told.
+    /// A process crashes and restarts after this time with the same address. If its host crashes too, its connections
+    /// end without a notice.
     Crash(Node, Micros, bool),
     Restart(Node),
-    /// SIGSTOP for so long.
+    /// SIGSTOP for this long.
     Pause(Node, Micros),
     Partition(Node, Node, bool, Micros),
     Heal(Node, Node),
@@ -22,13 +23,13 @@ pub enum Fault {
     Supervise(usize),
     Drain(usize),
     ResetCache(usize),
-    /// A router's configuration names an engine no more, or names it again.
+    /// A router's configuration removes an engine, or adds it again.
     Reload(usize, usize),
 }
 
-/// Draws the faults of a run: few, so that each one's consequences are seen, sometimes many.
+/// Draws the faults of a run: mostly few, so that the effects of each one are visible, sometimes many.
 pub fn plan(
-    dice: &mut Dice,
+    dice: &mut SimRng,
     routers: usize,
     engines: &[EngineSetup],
     busy: Micros,
@@ -39,7 +40,7 @@ pub fn plan(
     nodes.extend((0..routers).map(Node::Router));
     let mut faults = Vec::new();
     for _ in 0..dice.below(many) {
-        // Mostly while there is something to disturb.
+        // Most faults happen while requests are active.
         let at = if dice.percent(75) { dice.below(busy + SECOND) } else { dice.below(until) };
         let engine = dice.below(engines.len() as u64) as usize;
         let (a, b) = (*dice.pick(&nodes), *dice.pick(&nodes));
@@ -100,7 +101,7 @@ impl Sim {
                     Node::Router(router) => &mut self.routers[router].paused_until,
                     Node::Clients => return,
                 };
-                // Never earlier: what waits in its sockets waits in order.
+                // Never earlier than before: messages wait in the sockets in order.
                 *until = (self.now + time).max(*until);
             }
             Fault::Partition(a, b, one_way, time) => {
@@ -166,7 +167,7 @@ impl Sim {
         }
     }
 
-    /// The end of all trouble: everybody is up and named. Who is stopped goes on when its time has come.
+    /// Ends all faults: every process is up and configured. A stopped process continues when its pause is over.
     pub fn repair_all(&mut self) {
         for engine in 0..self.engines.len() {
             self.restart(Node::Engine(engine));

@@ -1,44 +1,44 @@
-//! Simulation by seed: the real machines, engine core, scheduler and block pool under virtual time, with the faults
-//! of a bad week, and the invariants of ARCHITECTURE.md checked after every event.
+//! Simulation by seed: the real machines, engine core, scheduler and block pool in virtual time, with many faults. The
+//! invariants of ARCHITECTURE.md are checked after every event.
 //!
 //! ```text
 //! cargo test --release --test sim -- --seeds N [--from S]   runs seeds S to S+N-1 (S is 0) and sums up
-//! cargo test --release --test sim -- --seed S               runs one seed and tells what happens in it
+//! cargo test --release --test sim -- --seed S               runs one seed and prints its events
 //! cargo test --release --test sim                           10,000 seeds, and the planted faults
 //! ```
 //!
 //! The last line is `seeds N violations V`. A violation prints one line that replays it. The same seed gives the same
-//! trace hash; every hundredth seed is run twice to see that.
+//! trace hash. The simulation runs every hundredth seed twice to check this.
 //!
 //! | file | what |
 //! |---|---|
 //! | `sim.rs` | the queue of events, and the loop |
-//! | `setup.rs`, `faults.rs` | what a seed says, and what goes wrong when |
-//! | `net.rs`, `words.rs` | connections, and what travels on them |
-//! | `engine.rs`, `front.rs`, `producer.rs`, `consumer.rs` | an engine process around the real core and ledger |
+//! | `setup.rs`, `faults.rs` | the parameters of a seed; the faults and their times |
+//! | `net.rs`, `messages.rs` | connections, and the messages on them |
+//! | `engine.rs`, `http.rs`, `producer.rs`, `consumer.rs` | an engine process around the real core and ledger |
 //! | `tiers.rs` | its offload workers: host slots, files, and a disk that fails |
-//! | `router.rs`, `clients.rs` | a router process around the real exchange; clients that check every word |
+//! | `router.rs`, `clients.rs` | a router process around the real exchange; clients that check every token |
 //! | `device.rs` | a KV cache that can be checked |
 //! | `checks.rs` | the invariants |
-// A program of tests: nothing here is public, and a panic is a finding.
-#![allow(clippy::unwrap_used, unreachable_pub, missing_docs)]
+// A test program: nothing here is public, and a panic is a finding.
+#![allow(clippy::unwrap_used, unreachable_pub, missing_docs, reason = "a test crate of several files")]
 
 mod checks;
 mod clients;
 mod consumer;
 mod counts;
 mod device;
-mod dice;
 mod engine;
 mod faults;
-mod front;
+mod http;
+mod messages;
 mod net;
 mod producer;
+mod rng;
 mod router;
 mod setup;
 mod sim;
 mod tiers;
-mod words;
 
 use std::io::Write;
 use std::panic::AssertUnwindSafe;
@@ -53,13 +53,13 @@ use sim::{Sim, Verdict};
 
 /// Seeds of a run without arguments.
 const SEEDS: u64 = 10_000;
-/// Violations after which a run stops.
+/// Violations after which the simulation stops.
 const VIOLATIONS_MAX: usize = 20;
-/// Within so many seeds each planted fault must have been found.
+/// Each planted fault must be found within this many seeds.
 const MUTATION_SEEDS: u64 = 50_000;
 
 pub fn say(line: &str) {
-    // Whoever reads this may have left.
+    // The reader of the output may have closed it.
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
@@ -77,7 +77,7 @@ fn run(seed: u64, mutation: Mutation, narrate: bool) -> Verdict {
 }
 
 #[derive(Default)]
-struct Sum {
+struct RunTotals {
     counts: Counts,
     micros: u64,
     events: u64,
@@ -88,7 +88,7 @@ struct Sum {
 fn many(from: u64, seeds: u64) -> ExitCode {
     let start = Instant::now();
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let (next, sum) = (AtomicU64::new(from), Mutex::new(Sum::default()));
+    let (next, sum) = (AtomicU64::new(from), Mutex::new(RunTotals::default()));
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
@@ -105,8 +105,8 @@ fn many(from: u64, seeds: u64) -> ExitCode {
                     sum.counts.add(&verdict.counts);
                     sum.micros += verdict.virtual_micros;
                     sum.events += verdict.events;
-                    // In any order of the seeds.
-                    sum.trace = sum.trace.wrapping_add(dice::mix(verdict.trace));
+                    // The sum does not depend on the order of the seeds.
+                    sum.trace = sum.trace.wrapping_add(rng::mix(verdict.trace));
                     if let Some(violation) = verdict.violation {
                         say(&format!("seed {seed}: {violation}"));
                         say(&format!("replay: cargo test --release --test sim -- --seed {seed}"));
@@ -132,7 +132,7 @@ fn many(from: u64, seeds: u64) -> ExitCode {
     if sum.violations.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Every planted fault must be found: otherwise the invariants see nothing.
+/// Whether the invariants find every planted fault.
 fn mutations() -> bool {
     let mut all = true;
     for mutation in Mutation::ALL {
@@ -154,7 +154,7 @@ fn mutations() -> bool {
 }
 
 fn main() -> ExitCode {
-    // A panic is a violation, told in its line.
+    // A panic is a violation with a line of its own.
     std::panic::set_hook(Box::new(|_| {}));
     let arguments: Vec<String> = std::env::args().collect();
     let value = |name: &str| {

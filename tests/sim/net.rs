@@ -1,26 +1,26 @@
-//! The network: connections that deliver in order, and what can happen to them.
+//! The network: connections that deliver in order, and their faults.
 //!
-//! A connection delays, is held up by a partition (one way or both), or goes silent without a word (half-open). Its
-//! end is told to the other side like a message. Between connections there is no order. A request for which a
-//! repetition is harmless by contract may be delivered twice, the second time over a connection whose answers nobody
-//! hears. Processes on one host (shared memory) have no network between them.
+//! A connection delays, is stopped by a partition (one way or both), or goes silent without a notice (half-open). Its
+//! end reaches the other side like a message. There is no order between connections. A request for which a repetition
+//! is harmless by contract may be delivered twice. The second delivery uses a connection whose replies have no
+//! receiver. Processes on one host (shared memory) have no network between them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::dice::Dice;
+use crate::messages::{Msg, Node, Purpose};
+use crate::rng::SimRng;
 use crate::sim::{Event, Micros, Sim};
-use crate::words::{Msg, Node, Purpose};
 
 /// A connection, by its place in [`Net::conns`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ConnId(pub usize);
 
-/// Which end of a connection.
+/// An end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// Who opened it.
+    /// The side that opened the connection.
     Caller,
-    /// Who was called.
+    /// The side that accepted the connection.
     Callee,
 }
 
@@ -34,22 +34,22 @@ impl Side {
 }
 
 #[derive(Clone, Debug)]
-struct End {
+struct ConnEnd {
     node: Node,
     life: u32,
     open: bool,
-    /// When the last thing sent to this end arrives: order is kept.
+    /// The arrival time of the last packet to this end, which keeps the order.
     latest: Micros,
 }
 
 #[derive(Debug)]
 pub struct Conn {
-    ends: [End; 2],
-    /// What the caller uses it for.
+    ends: [ConnEnd; 2],
+    /// The caller's use of the connection.
     pub purpose: Purpose,
-    /// Nothing gets through any more, and nobody is told.
+    /// The connection delivers nothing any more, without a notice.
     silent: bool,
-    /// When the caller last heard something.
+    /// The time of the caller's last received message.
     pub heard: Micros,
 }
 
@@ -64,43 +64,43 @@ impl Conn {
     }
 }
 
-/// What travels on a connection.
+/// A message or an end on a connection.
 #[derive(Clone, Debug)]
-pub enum Parcel {
+pub enum Packet {
     Message(Msg),
     End,
 }
 
-/// How bad it is.
+/// The severity of the network's faults.
 #[derive(Clone, Debug, Default)]
-pub struct Weather {
+pub struct NetworkFaults {
     pub latency: (Micros, Micros),
-    /// One message in so many silences its connection; 0 is never.
+    /// One in this many messages silences its connection; 0 is never.
     pub loss_one_in: u64,
     pub duplicate_one_in: u64,
     pub delay_one_in: u64,
-    /// The longest delay.
+    /// Maximum delay.
     pub delay_max: Micros,
 }
 
 #[derive(Debug)]
 pub struct Net {
     pub conns: Vec<Conn>,
-    pub weather: Weather,
-    dice: Dice,
-    /// From here nothing reaches there.
+    pub network_faults: NetworkFaults,
+    dice: SimRng,
+    /// Pairs of processes between which nothing is delivered, from the first to the second.
     cut: BTreeSet<(Node, Node)>,
-    held: Vec<(ConnId, Side, Parcel)>,
-    /// When the latest parcel between two processes arrives.
+    held: Vec<(ConnId, Side, Packet)>,
+    /// The arrival time of the last packet between two processes.
     latest: BTreeMap<(Node, Node), Micros>,
 }
 
 impl Net {
-    pub fn new(seed: u64, weather: Weather) -> Self {
+    pub fn new(seed: u64, network_faults: NetworkFaults) -> Self {
         Self {
             conns: Vec::new(),
-            weather,
-            dice: Dice::new(seed, 3),
+            network_faults,
+            dice: SimRng::new(seed, 3),
             cut: BTreeSet::new(),
             held: Vec::new(),
             latest: BTreeMap::new(),
@@ -109,9 +109,9 @@ impl Net {
 }
 
 impl Sim {
-    /// Opens a connection; `None` when the other process is down and its host says so.
+    /// Opens a connection; `None` when the other process is down and its host refuses.
     pub fn connect(&mut self, from: Node, to: Node, purpose: Purpose) -> Option<ConnId> {
-        let end = |node: Node| End { node, life: self.life(node), open: true, latest: 0 };
+        let end = |node: Node| ConnEnd { node, life: self.life(node), open: true, latest: 0 };
         if !self.is_up(to) && !self.net.cut.contains(&(from, to)) {
             return None;
         }
@@ -120,33 +120,36 @@ impl Sim {
         Some(ConnId(self.net.conns.len() - 1))
     }
 
-    /// Sends to the other end. What was sent over a connection that is closed here goes nowhere.
+    /// Sends to the other end. Nothing is sent over a connection that this side has closed.
     pub fn send(&mut self, conn: ConnId, from: Side, msg: Msg) {
         if !self.net.conns[conn.0].is_open(from) {
             return;
         }
         let repeatable = from == Side::Caller && msg.may_repeat();
-        if repeatable && self.rough(conn) && chance(&mut self.net.dice, self.net.weather.duplicate_one_in) {
+        if repeatable
+            && self.rough(conn)
+            && chance(&mut self.net.dice, self.net.network_faults.duplicate_one_in)
+        {
             self.counts.duplicated += 1;
             self.counts.duplicate_id += u64::from(matches!(msg, Msg::Prefill(_) | Msg::Decode(..)));
             let ends = self.net.conns[conn.0].ends.clone();
             self.net.conns.push(Conn { ends, purpose: Purpose::Ghost, silent: false, heard: self.now });
             let ghost = ConnId(self.net.conns.len() - 1);
-            let twin = msg.clone();
-            self.carry(ghost, from.other(), Parcel::Message(twin));
+            let copy = msg.clone();
+            self.carry(ghost, from.other(), Packet::Message(copy));
         }
-        self.carry(conn, from.other(), Parcel::Message(msg));
+        self.carry(conn, from.other(), Packet::Message(msg));
     }
 
-    /// Closes this side. The other side learns of it.
+    /// Closes this side. The other side receives the end.
     pub fn close(&mut self, conn: ConnId, side: Side) {
         if !std::mem::replace(&mut self.net.conns[conn.0].ends[side as usize].open, false) {
             return;
         }
-        self.carry(conn, side.other(), Parcel::End);
+        self.carry(conn, side.other(), Packet::End);
     }
 
-    /// Breaks a connection without a word.
+    /// Breaks a connection without a notice.
     pub fn silence(&mut self, conn: ConnId) {
         self.net.conns[conn.0].silent = true;
     }
@@ -156,7 +159,7 @@ impl Sim {
         !self.calm_now() && !self.same_host(ends[0].node, ends[1].node)
     }
 
-    fn carry(&mut self, conn: ConnId, to: Side, parcel: Parcel) {
+    fn carry(&mut self, conn: ConnId, to: Side, packet: Packet) {
         let rough = self.rough(conn);
         let (from_node, to_node) = {
             let ends = &self.net.conns[conn.0].ends;
@@ -166,19 +169,19 @@ impl Sim {
             return;
         }
         if self.net.cut.contains(&(from_node, to_node)) {
-            self.net.held.push((conn, to, parcel));
+            self.net.held.push((conn, to, packet));
             return;
         }
-        let (low, high) = self.net.weather.latency;
+        let (low, high) = self.net.network_faults.latency;
         let mut delay = self.net.dice.between(low, high);
-        if rough && chance(&mut self.net.dice, self.net.weather.loss_one_in) {
+        if rough && chance(&mut self.net.dice, self.net.network_faults.loss_one_in) {
             self.counts.lost += 1;
             self.net.conns[conn.0].silent = true;
             return;
         }
-        if rough && chance(&mut self.net.dice, self.net.weather.delay_one_in) {
+        if rough && chance(&mut self.net.dice, self.net.network_faults.delay_one_in) {
             self.counts.delayed += 1;
-            delay += self.net.dice.stretch(1_000, self.net.weather.delay_max);
+            delay += self.net.dice.stretch(1_000, self.net.network_faults.delay_max);
         }
         let end = &mut self.net.conns[conn.0].ends[to as usize];
         let at = (self.now + delay).max(end.latest + 1);
@@ -186,20 +189,20 @@ impl Sim {
         let latest = self.net.latest.entry((from_node, to_node)).or_default();
         self.counts.reordered += u64::from(at < *latest);
         *latest = at.max(*latest);
-        self.at(at, Event::Arrives(conn, to, parcel));
+        self.at(at, Event::Arrives(conn, to, packet));
     }
 
-    /// A parcel is there. Says whose life it reaches, if it reaches anybody.
-    pub fn arrives(&mut self, conn: ConnId, to: Side, parcel: &Parcel) -> Option<Node> {
+    /// Delivers a packet. Returns the process that receives it, if that process still has the connection.
+    pub fn arrives(&mut self, conn: ConnId, to: Side, packet: &Packet) -> Option<Node> {
         let (node, life) = self.net.conns[conn.0].end(to);
         if self.net.conns[conn.0].silent {
             return None;
         }
         if self.life(node) != life || !self.is_up(node) {
-            // Nobody here knows this connection.
+            // The process has no such connection.
             self.net.conns[conn.0].ends[to as usize].open = false;
-            if !matches!(parcel, Parcel::End) && self.net.conns[conn.0].is_open(to.other()) {
-                self.carry(conn, to.other(), Parcel::End);
+            if !matches!(packet, Packet::End) && self.net.conns[conn.0].is_open(to.other()) {
+                self.carry(conn, to.other(), Packet::End);
             }
             return None;
         }
@@ -209,13 +212,13 @@ impl Sim {
         if to == Side::Caller {
             self.net.conns[conn.0].heard = self.now;
         }
-        if matches!(parcel, Parcel::End) {
+        if matches!(packet, Packet::End) {
             self.net.conns[conn.0].ends[to as usize].open = false;
         }
         Some(node)
     }
 
-    /// A process has died: its connections end, or fall silent if its host died with it.
+    /// A process has died: its connections end. They go silent instead if its host died with it.
     pub fn cut_off(&mut self, node: Node, life: u32, host_too: bool) {
         for index in 0..self.net.conns.len() {
             for side in [Side::Caller, Side::Callee] {
@@ -243,8 +246,8 @@ impl Sim {
         });
         self.net.held = held;
         let free: Vec<_> = free;
-        for (conn, side, parcel) in free {
-            self.carry(conn, side, parcel);
+        for (conn, side, packet) in free {
+            self.carry(conn, side, packet);
         }
     }
 
@@ -255,6 +258,6 @@ impl Sim {
     }
 }
 
-fn chance(dice: &mut Dice, one_in: u64) -> bool {
+fn chance(dice: &mut SimRng, one_in: u64) -> bool {
     one_in > 0 && dice.one_in(one_in)
 }

@@ -1,38 +1,38 @@
-//! The producer's side of a transport, over the real ledger: what is asked before a byte goes out.
+//! The producer's side of a transport, over the real ledger: the checks before a byte is sent.
 
 use std::time::Duration;
 
-use baton_connector::lease::Cause;
-use baton_connector::ledger::{HeartbeatReply, Settled};
+use baton_connector::lease::CloseCause;
+use baton_connector::ledger::{ClosedLease, HeartbeatReply};
 use baton_connector::limits::DRAIN_DEADLINE;
 use baton_connector::transport::{Readiness, Verdict};
 use baton_connector::{BlockId, Epoch, Handle, Reader};
-use baton_engine::engine_core::Surroundings;
+use baton_engine::engine_core::EngineEnv;
 
+use crate::messages::{Msg, Node};
 use crate::net::{ConnId, Side};
 use crate::setup::{Mutation, SECOND};
 use crate::sim::{Event, Sim};
-use crate::words::{Msg, Node};
 
-/// How late a timer may be.
+/// Maximum delay of a timer.
 const TICK: u64 = 1_000;
 
-/// One read that is being served: it is bound to its connection until the reader says that it is done.
-pub struct Serving {
+/// One read that is being served. It is bound to its connection until the reader reports its end.
+pub struct ServedRead {
     handle: Handle,
     reader: Reader,
-    /// Entry of the lease's table that it begins with.
+    /// The read's first entry in the lease's table.
     first: usize,
     blocks: Vec<BlockId>,
-    /// The reader takes what it is told of by itself.
+    /// The reader copies the announced blocks itself.
     taken: bool,
     sent: usize,
-    /// It breaks off after so many blocks.
+    /// The read breaks off after this many blocks.
     breaks_after: Option<usize>,
 }
 
 impl Sim {
-    /// A consumer asks this producer something.
+    /// Handles a consumer's message.
     pub fn producer_asked(&mut self, engine: usize, conn: ConnId, msg: Msg) {
         let world = self.engine(engine).world();
         let (now, ours) = (world.time(), world.epoch());
@@ -42,12 +42,12 @@ impl Sim {
             }
             Msg::ReadDone { epoch, handle, reader } if epoch == ours => {
                 let naive = self.mutated(Mutation::ReleaseDoesNotDrain);
-                let verdict = self.engine(engine).world().ledger.read_done(handle, reader, now);
+                let verdict = self.engine(engine).world().ledger.finish_read(handle, reader, now);
                 self.engines[engine].serving.retain(|_, s| (s.handle, s.reader) != (handle, reader));
                 Msg::Verdict(verdict == Verdict::Valid || naive)
             }
             Msg::ReadGivenUp { epoch, handle, reader } if epoch == ours => {
-                world.ledger.read_failed(handle, reader, now);
+                world.ledger.fail_read(handle, reader, now);
                 self.engines[engine].serving.retain(|_, s| (s.handle, s.reader) != (handle, reader));
                 Msg::Done
             }
@@ -62,14 +62,14 @@ impl Sim {
                 }
                 HeartbeatReply::Gone => Msg::Gone,
             },
-            // Of an earlier life of this engine.
+            // The epoch is one of an earlier process.
             _ => Msg::Gone,
         };
         self.after_ledger(engine);
         self.send(conn, Side::Callee, reply);
     }
 
-    /// The release verb, by whichever way it comes.
+    /// Releases a lease, for every path on which a release arrives.
     pub fn release(&mut self, engine: usize, handle: Handle, reason: &'static str) {
         if self.mutated(Mutation::ReleaseDoesNotDrain) {
             let readers: Vec<Reader> = {
@@ -78,7 +78,7 @@ impl Sim {
             };
             let world = self.engine(engine).world();
             let now = world.time();
-            readers.into_iter().for_each(|reader| world.ledger.read_failed(handle, reader, now));
+            readers.into_iter().for_each(|reader| world.ledger.fail_read(handle, reader, now));
         }
         self.engine(engine).world().release(handle, reason);
         self.after_ledger(engine);
@@ -97,13 +97,13 @@ impl Sim {
         if epoch != ours {
             return self.send(conn, Side::Callee, Msg::Gone);
         }
-        let granted = world.ledger.read_begun(handle, reader, first, count, now);
+        let granted = world.ledger.begin_read(handle, reader, first, count, now);
         self.after_ledger(engine);
-        use baton_connector::ledger::ReadRefusal;
+        use baton_connector::ledger::ReadError;
         let blocks = match granted {
             Ok(blocks) => blocks,
-            Err(ReadRefusal::Gone) => return self.send(conn, Side::Callee, Msg::Gone),
-            Err(ReadRefusal::Range { .. } | ReadRefusal::Busy) => {
+            Err(ReadError::Gone) => return self.send(conn, Side::Callee, Msg::Gone),
+            Err(ReadError::Range { .. } | ReadError::Busy) => {
                 return self.send(conn, Side::Callee, Msg::NotServed);
             }
         };
@@ -113,7 +113,8 @@ impl Sim {
         let consumer = self.net.conns[conn.0].end(Side::Caller).0;
         let taken = self.same_host(Node::Engine(engine), consumer);
         let grows = self.is_unready(engine, handle, reader, first + count);
-        let serving = Serving { handle, reader, first, blocks: blocks.clone(), taken, sent: 0, breaks_after };
+        let serving =
+            ServedRead { handle, reader, first, blocks: blocks.clone(), taken, sent: 0, breaks_after };
         self.engines[engine].serving.insert(conn, serving);
         self.send(conn, Side::Callee, Msg::Granted(blocks));
         if !taken || grows {
@@ -137,7 +138,7 @@ impl Sim {
         self.later(Node::Engine(engine), takes, Event::Batch(engine, conn));
     }
 
-    /// The next block goes out, if the lease is still live.
+    /// Sends the next block, if the lease is still live.
     pub fn send_batch(&mut self, engine: usize, conn: ConnId) {
         self.engine(engine);
         if !self.net.conns[conn.0].is_open(Side::Callee) {
@@ -146,7 +147,7 @@ impl Sim {
         let Some(serving) = self.engines[engine].serving.get_mut(&conn) else { return };
         let (handle, reader, at) = (serving.handle, serving.reader, serving.sent);
         if serving.breaks_after == Some(at) {
-            // Cut off, or damaged and noticed: the consumer hears the end of the connection in the middle.
+            // The read was cut off, or damage was detected. The consumer receives the end of the connection.
             let damaged = self.dice.percent(50);
             if damaged {
                 self.counts.corrupted += 1
@@ -165,9 +166,9 @@ impl Sim {
         }
         let too_soon = self.mutated(Mutation::SentTooSoon);
         let ledger = &self.engine(engine).world().ledger;
-        let live = ledger.read_live(handle, reader);
+        let live = ledger.is_read_live(handle, reader);
         if !live || ledger.readiness(handle, reader, upto) == Readiness::Gone && !too_soon {
-            // One that drains waits to hear that nothing is read any more.
+            // A draining reader waits for the message that nothing is read any more.
             if !live {
                 self.engines[engine].serving.remove(&conn);
             }
@@ -195,23 +196,23 @@ impl Sim {
         }
     }
 
-    /// A reader's connection has ended before it said that it is done.
+    /// A reader's connection has ended before the read ended.
     pub fn reader_hung_up(&mut self, engine: usize, conn: ConnId) {
         if let Some(serving) = self.engines[engine].serving.remove(&conn) {
             let world = self.engine(engine).world();
             let now = world.time();
-            world.ledger.read_failed(serving.handle, serving.reader, now);
+            world.ledger.fail_read(serving.handle, serving.reader, now);
             self.after_ledger(engine);
         }
     }
 
-    /// Leases that have ended: their blocks go to the core, which frees them.
-    pub fn settled(&mut self, engine: usize, settled: Vec<Settled>) {
+    /// Sends the blocks of ended leases to the core, which frees them.
+    pub fn settled(&mut self, engine: usize, settled: Vec<ClosedLease>) {
         let stopped = self.engines[engine].was_paused;
         for lease in &settled {
             let world = self.engine(engine).world();
             let (now, expiry) = (world.time().0, world.expiries.remove(&lease.handle));
-            // A process that was stopped could not look at its clock, and one that grew had none.
+            // A stopped process could not check its clock, and a growing lease has no expiry.
             let latest = expiry.unwrap_or(now) + DRAIN_DEADLINE.as_micros() as u64 + TICK;
             if now > latest && !stopped {
                 let late = Duration::from_micros(now - latest);
@@ -223,25 +224,25 @@ impl Sim {
             let reading = self.engines[engine].serving.iter().any(|(conn, serving)| {
                 serving.handle == lease.handle && self.net.conns[conn.0].is_open(Side::Callee)
             });
-            // Only the drain deadline may take blocks from under a reader.
+            // Only the drain deadline may free blocks under a reader.
             let least = match lease.cause {
-                Cause::Fetched => Duration::MAX,
-                Cause::Released => DRAIN_DEADLINE,
-                Cause::Expired => DRAIN_DEADLINE + Duration::from_micros(self.setup.lease),
+                CloseCause::Fetched => Duration::MAX,
+                CloseCause::Released => DRAIN_DEADLINE,
+                CloseCause::Expired => DRAIN_DEADLINE + Duration::from_micros(self.setup.lease),
             };
-            if reading && lease.held < least {
-                let (cause, held) = (lease.cause, lease.held);
+            if reading && lease.lifetime < least {
+                let (cause, held) = (lease.cause, lease.lifetime);
                 self.wrong(format!("I3: freed after {held:?} ({cause:?}) while a reader reads"));
             }
         }
         if self.mutated(Mutation::GivenBackTwice) {
-            let again = settled.iter().map(|lease| Settled {
+            let again = settled.iter().map(|lease| ClosedLease {
                 handle: lease.handle,
                 request: lease.request.clone(),
                 blocks: lease.blocks.clone(),
                 cause: lease.cause,
                 reason: lease.reason.clone(),
-                held: lease.held,
+                lifetime: lease.lifetime,
                 readers: lease.readers,
             });
             let again: Vec<_> = again.collect();

@@ -1,27 +1,29 @@
-//! A router process: the real exchange, and a shell that does what the proxy's does: asks engines, tells the machine,
-//! pays what the machine says, with bounded tries.
+//! A router process: the real exchange with simulated I/O. It sends requests to engines, reports events to the machine,
+//! and makes the machine's settlements with bounded retries.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use baton_connector::exchange::{Attempt, Event as Fact, Exchange, Failure, Fit, Outcome, Settlement, State};
+use baton_connector::exchange::{
+    Attempt, Event as Fact, EventEffect, Exchange, Failure, Outcome, Settlement, State,
+};
 use baton_connector::{Handoff, Time};
-use baton_engine::engine_core::mailbox::Legs;
+use baton_engine::engine_core::mailbox::LegFilter;
 
-use crate::dice::Dice;
-use crate::net::{ConnId, Parcel, Side};
+use crate::messages::{ClientRequest, Msg, Node, Purpose};
+use crate::net::{ConnId, Packet, Side};
+use crate::rng::SimRng;
 use crate::setup::SECOND;
 use crate::sim::{Event, Micros, Sim};
-use crate::words::{Ask, Msg, Node, Purpose};
 
 const SETTLE_TRIES: u32 = 5;
 const SETTLE_TIMEOUT: Micros = 2 * SECOND;
 const SETTLE_PAUSE: Micros = SECOND / 20;
 
 /// One request.
-pub struct Request {
+pub struct RouterRequest {
     exchange: Exchange,
-    ask: Arc<Ask>,
+    ask: Arc<ClientRequest>,
     /// The client's connection.
     client: ConnId,
     aggregate: bool,
@@ -31,19 +33,19 @@ pub struct Request {
     decodes: Vec<usize>,
     handoff: Option<Box<Handoff>>,
     prefill: Option<ConnId>,
-    /// A prefill that lent before its end.
+    /// The connection of a prefill that still computes after its early lease.
     computing: Option<ConnId>,
     decode: Option<ConnId>,
 }
 
-/// One debt that is being paid.
+/// One settlement and its retries.
 #[derive(Clone)]
-struct Debt {
+struct SettlementCall {
     engine: usize,
     verb: Msg,
     tries: u32,
     pause: Micros,
-    paid: bool,
+    done: bool,
 }
 
 pub struct Router {
@@ -51,11 +53,11 @@ pub struct Router {
     pub life: u32,
     pub up: bool,
     pub paused_until: Micros,
-    pub requests: BTreeMap<usize, Request>,
-    debts: Vec<Debt>,
-    /// Engines that the configuration does not name at the moment.
+    pub requests: BTreeMap<usize, RouterRequest>,
+    settlements: Vec<SettlementCall>,
+    /// Engines that the configuration does not contain at the moment.
     pub out: Vec<usize>,
-    dice: Dice,
+    dice: SimRng,
 }
 
 impl Router {
@@ -66,9 +68,9 @@ impl Router {
             up: true,
             paused_until: 0,
             requests: BTreeMap::new(),
-            debts: Vec::new(),
+            settlements: Vec::new(),
             out: Vec::new(),
-            dice: Dice::new(seed, 200 + index as u64),
+            dice: SimRng::new(seed, 200 + index as u64),
         }
     }
 
@@ -76,10 +78,10 @@ impl Router {
         self.life += 1;
         self.up = false;
         self.requests.clear();
-        self.debts.clear();
+        self.settlements.clear();
     }
 
-    /// How a client's request ended here, if this life of the router has had it and it has ended.
+    /// The outcome of a client's request, if this process has served it to its end.
     pub fn outcome(&self, client: usize) -> Option<Outcome> {
         self.requests.get(&client)?.exchange.outcome()
     }
@@ -91,12 +93,12 @@ impl Router {
 }
 
 impl Sim {
-    pub fn router_hears(&mut self, router: usize, conn: ConnId, side: Side, parcel: Parcel) {
+    pub fn router_receives(&mut self, router: usize, conn: ConnId, side: Side, packet: Packet) {
         if side == Side::Callee {
-            return match parcel {
-                Parcel::Message(Msg::Ask(client)) => self.take_request(router, conn, client),
-                Parcel::Message(_) => {}
-                Parcel::End => {
+            return match packet {
+                Packet::Message(Msg::Ask(client)) => self.take_request(router, conn, client),
+                Packet::Message(_) => {}
+                Packet::End => {
                     let gone =
                         self.routers[router].requests.iter().find(|(_, r)| r.client == conn).map(|(k, _)| *k);
                     if let Some(client) = gone {
@@ -106,20 +108,20 @@ impl Sim {
             };
         }
         match self.net.conns[conn.0].purpose.clone() {
-            Purpose::Prefill(client, attempt) => self.prefill_answered(router, conn, client, attempt, parcel),
-            Purpose::Decode(client, attempt) => self.decode_answered(router, conn, client, attempt, parcel),
-            Purpose::Settle(debt) => {
+            Purpose::Prefill(client, attempt) => self.prefill_answered(router, conn, client, attempt, packet),
+            Purpose::Decode(client, attempt) => self.decode_answered(router, conn, client, attempt, packet),
+            Purpose::Settle(settlement) => {
                 self.close(conn, Side::Caller);
-                match parcel {
-                    Parcel::Message(_) => self.routers[router].debts[debt].paid = true,
-                    Parcel::End => self.debt_unpaid(router, debt),
+                match packet {
+                    Packet::Message(_) => self.routers[router].settlements[settlement].done = true,
+                    Packet::End => self.settlement_failed(router, settlement),
                 }
             }
             _ => {}
         }
     }
 
-    /// A leg or a settlement was silent for too long.
+    /// Handles the timeout of a leg or a settlement.
     pub fn router_waited(&mut self, router: usize, conn: ConnId) {
         match self.net.conns[conn.0].purpose.clone() {
             Purpose::Prefill(client, attempt) => {
@@ -137,9 +139,9 @@ impl Sim {
                 self.close(conn, Side::Caller);
                 self.decode_broke(router, client, attempt, Failure::Unknown);
             }
-            Purpose::Settle(debt) => {
+            Purpose::Settle(settlement) => {
                 self.close(conn, Side::Caller);
-                self.debt_unpaid(router, debt);
+                self.settlement_failed(router, settlement);
             }
             _ => {}
         }
@@ -148,7 +150,7 @@ impl Sim {
     fn take_request(&mut self, router: usize, conn: ConnId, client: usize) {
         let ask = Arc::clone(&self.clients.asks[client].ask);
         let aggregate = self.clients.asks[client].aggregate;
-        let request = Request {
+        let request = RouterRequest {
             exchange: Exchange::new(),
             ask,
             client: conn,
@@ -170,21 +172,21 @@ impl Sim {
         }
     }
 
-    /// Tells the machine, pays what it says, and tells the client of the end.
+    /// Reports an event to the machine, starts its settlements, and reports the outcome to the client.
     fn tell(&mut self, router: usize, client: usize, fact: Fact) {
         let now = Time(self.now);
         let Some(request) = self.routers[router].requests.get_mut(&client) else { return };
         let over = request.exchange.outcome().is_some();
         let step = request.exchange.apply(fact, now);
-        if step.fit == Fit::Ignored {
+        if step.effect == EventEffect::Ignored {
             self.counts.ignored += 1;
         }
         self.narrate(|| format!("  router {router}, request {client}: {fact:?} -> {step:?}"));
-        for debt in step.settle {
+        for settlement in step.settlements {
             if over {
                 self.counts.late_handles += 1;
             }
-            self.pay(router, client, debt);
+            self.start_settlement(router, client, settlement);
         }
         if let Some(outcome) = step.ended {
             let request = self.request(router, client);
@@ -229,7 +231,7 @@ impl Sim {
                     self.tell(router, client, Fact::PrefillSkipped);
                     return self.next_decode(router, client);
                 }
-                return self.tell(router, client, Fact::GaveUp);
+                return self.tell(router, client, Fact::Exhausted);
             };
             let attempt = self.attempt(router, client, engine);
             self.request(router, client).prefills.push(engine);
@@ -251,14 +253,14 @@ impl Sim {
         conn: ConnId,
         client: usize,
         attempt: Attempt,
-        parcel: Parcel,
+        packet: Packet,
     ) {
         let Some(request) = self.routers[router].requests.get_mut(&client) else {
             return self.close(conn, Side::Caller);
         };
         if request.computing == Some(conn) {
-            return match parcel {
-                Parcel::Message(Msg::PrefillOver(Ok(()))) => {
+            return match packet {
+                Packet::Message(Msg::PrefillOver(Ok(()))) => {
                     request.computing = None;
                     self.close(conn, Side::Caller);
                     self.tell(router, client, Fact::PrefillEnded(attempt));
@@ -267,37 +269,37 @@ impl Sim {
             };
         }
         let current = request.prefill == Some(conn);
-        let early = matches!(&parcel, Parcel::Message(Msg::Prefilled(Ok(Some(handoff)))) if handoff.growing);
+        let early = matches!(&packet, Packet::Message(Msg::Prefilled(Ok(Some(handoff)))) if handoff.growing);
         if current && early {
             (request.prefill, request.computing) = (None, Some(conn));
         } else {
             request.prefill = request.prefill.filter(|_| !current);
             self.close(conn, Side::Caller);
         }
-        let fact = match parcel {
-            Parcel::Message(Msg::Prefilled(Ok(Some(handoff)))) => {
+        let fact = match packet {
+            Packet::Message(Msg::Prefilled(Ok(Some(handoff)))) => {
                 let handle = handoff.handle;
                 if current {
                     self.request(router, client).handoff = Some(handoff);
                 }
-                Fact::PrefillLent(attempt, Some(handle))
+                Fact::PrefillLeased(attempt, Some(handle))
             }
-            Parcel::Message(Msg::Prefilled(Ok(None))) => Fact::PrefillEmpty(attempt),
-            Parcel::Message(Msg::Prefilled(Err(status))) if status < 500 => Fact::PrefillRefused(attempt),
-            Parcel::Message(_) => Fact::PrefillFailed(attempt, Failure::Answered),
-            Parcel::End => Fact::PrefillFailed(attempt, Failure::Unknown),
+            Packet::Message(Msg::Prefilled(Ok(None))) => Fact::PrefillEmpty(attempt),
+            Packet::Message(Msg::Prefilled(Err(status))) if status < 500 => Fact::PrefillRefused(attempt),
+            Packet::Message(_) => Fact::PrefillFailed(attempt, Failure::Answered),
+            Packet::End => Fact::PrefillFailed(attempt, Failure::Unknown),
         };
         self.tell(router, client, fact);
         if current {
             match fact {
-                Fact::PrefillLent(..) | Fact::PrefillEmpty(_) => self.next_decode(router, client),
+                Fact::PrefillLeased(..) | Fact::PrefillEmpty(_) => self.next_decode(router, client),
                 Fact::PrefillFailed(..) => self.next_prefill(router, client),
                 _ => {}
             }
         }
     }
 
-    /// A prefill that lent before its end has failed: what a decode engine waits for will not come.
+    /// A prefill has failed after its early lease: the blocks that a decode engine waits for will not be computed.
     fn computing_failed(&mut self, router: usize, conn: ConnId, client: usize) {
         self.close(conn, Side::Caller);
         let request = self.request(router, client);
@@ -322,7 +324,7 @@ impl Sim {
             } else {
                 None
             };
-            let Some(engine) = engine else { return self.tell(router, client, Fact::GaveUp) };
+            let Some(engine) = engine else { return self.tell(router, client, Fact::Exhausted) };
             self.counts.second_decode += u64::from(!tried.is_empty() && handoff.is_some());
             let attempt = self.attempt(router, client, engine);
             self.request(router, client).decodes.push(engine);
@@ -344,13 +346,13 @@ impl Sim {
         conn: ConnId,
         client: usize,
         attempt: Attempt,
-        parcel: Parcel,
+        packet: Packet,
     ) {
         let Some(request) = self.routers[router].requests.get(&client) else { return };
         let (to, accepted) = (request.client, self.accepted(router, client));
-        match parcel {
-            Parcel::Message(Msg::Accepted) => self.tell(router, client, Fact::DecodeAccepted(attempt)),
-            Parcel::Message(Msg::Chunk { choice, token }) => {
+        match packet {
+            Packet::Message(Msg::Accepted) => self.tell(router, client, Fact::DecodeAccepted(attempt)),
+            Packet::Message(Msg::Chunk { choice, token }) => {
                 if !accepted {
                     self.tell(router, client, Fact::DecodeAccepted(attempt));
                 }
@@ -359,11 +361,11 @@ impl Sim {
                 }
                 self.send(to, Side::Callee, Msg::Text { choice, token });
             }
-            Parcel::Message(Msg::Decoded) => {
+            Packet::Message(Msg::Decoded) => {
                 self.close(conn, Side::Caller);
                 self.tell(router, client, Fact::StreamEnded(attempt));
             }
-            Parcel::Message(Msg::Refused(status)) => {
+            Packet::Message(Msg::Refused(status)) => {
                 self.close(conn, Side::Caller);
                 match (accepted, status < 500) {
                     (true, _) => self.tell(router, client, Fact::StreamBroken(attempt)),
@@ -371,8 +373,8 @@ impl Sim {
                     (false, false) => self.decode_broke(router, client, attempt, Failure::Answered),
                 }
             }
-            Parcel::Message(_) => {}
-            Parcel::End => self.decode_broke(router, client, attempt, Failure::Unknown),
+            Packet::Message(_) => {}
+            Packet::End => self.decode_broke(router, client, attempt, Failure::Unknown),
         }
     }
 
@@ -399,60 +401,61 @@ impl Sim {
         request.is_some_and(|r| matches!(r.exchange.state(), State::Streaming(..)))
     }
 
-    fn pay(&mut self, router: usize, client: usize, debt: Settlement) {
+    fn start_settlement(&mut self, router: usize, client: usize, settlement: Settlement) {
         let request = &self.routers[router].requests[&client];
         let id = request.ask.request.clone();
         let at = |attempt: Attempt| request.attempts[usize::from(attempt.0)];
-        let (engine, verb) = match debt {
+        let (engine, verb) = match settlement {
             Settlement::AbortPrefill(attempt) => {
                 let engine = at(attempt);
                 if let Some(conn) = self.request(router, client).prefill.take() {
-                    // Read on for a while: the reply on the wire is the only copy of the handle.
+                    // Reads on for a while, because the reply on the wire is the only copy of the handle.
                     self.later(Node::Router(router), SETTLE_TIMEOUT, Event::StopListening(conn));
                 }
-                (engine, Msg::AbortVerb(id, Legs::Prefill))
+                (engine, Msg::AbortVerb(id, LegFilter::Prefill))
             }
             Settlement::ReleasePrefill(lent, cause) => match lent.handle {
-                Some(handle) => (at(lent.by), Msg::ReleaseVerb(handle, cause.label())),
-                None => (at(lent.by), Msg::AbortVerb(id, Legs::Prefill)),
+                Some(handle) => (at(lent.attempt), Msg::ReleaseVerb(handle, cause.label())),
+                None => (at(lent.attempt), Msg::AbortVerb(id, LegFilter::Prefill)),
             },
             Settlement::AbortDecode(attempt) => {
                 let engine = at(attempt);
                 if let Some(conn) = self.request(router, client).decode.take() {
                     self.close(conn, Side::Caller);
                 }
-                (engine, Msg::AbortVerb(id, Legs::Decode))
+                (engine, Msg::AbortVerb(id, LegFilter::Decode))
             }
         };
         if self.setup.naive_router || self.mutated(crate::setup::Mutation::ReleasesNotSent) {
             return;
         }
-        let debt = Debt { engine, verb, tries: SETTLE_TRIES, pause: SETTLE_PAUSE, paid: false };
-        self.routers[router].debts.push(debt);
-        let number = self.routers[router].debts.len() - 1;
+        let settlement =
+            SettlementCall { engine, verb, tries: SETTLE_TRIES, pause: SETTLE_PAUSE, done: false };
+        self.routers[router].settlements.push(settlement);
+        let number = self.routers[router].settlements.len() - 1;
         self.settle(router, number);
     }
 
     pub fn settle(&mut self, router: usize, number: usize) {
-        let debt = &mut self.routers[router].debts[number];
-        if debt.paid || debt.tries == 0 {
+        let settlement = &mut self.routers[router].settlements[number];
+        if settlement.done || settlement.tries == 0 {
             return;
         }
-        debt.tries -= 1;
-        let (engine, verb) = (debt.engine, debt.verb.clone());
+        settlement.tries -= 1;
+        let (engine, verb) = (settlement.engine, settlement.verb.clone());
         match self.connect(Node::Router(router), Node::Engine(engine), Purpose::Settle(number)) {
             Some(conn) => {
                 self.watch_silence(conn, SETTLE_TIMEOUT);
                 self.send(conn, Side::Caller, verb);
             }
-            None => self.debt_unpaid(router, number),
+            None => self.settlement_failed(router, number),
         }
     }
 
-    fn debt_unpaid(&mut self, router: usize, number: usize) {
-        let debt = &mut self.routers[router].debts[number];
-        let pause = debt.pause;
-        debt.pause *= 2;
+    fn settlement_failed(&mut self, router: usize, number: usize) {
+        let settlement = &mut self.routers[router].settlements[number];
+        let pause = settlement.pause;
+        settlement.pause *= 2;
         self.later(Node::Router(router), pause, Event::SettleAgain(router, number));
     }
 
@@ -462,7 +465,7 @@ impl Sim {
         Attempt(request.attempts.len() as u16 - 1)
     }
 
-    fn request(&mut self, router: usize, client: usize) -> &mut Request {
+    fn request(&mut self, router: usize, client: usize) -> &mut RouterRequest {
         self.routers[router].requests.get_mut(&client).expect("it is being worked on")
     }
 }

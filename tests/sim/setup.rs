@@ -1,10 +1,10 @@
-//! What a seed says: how many of whom, how large, how slow, and what goes wrong when.
+//! The parameters of a seed: number, size and speed of processes and clients, and the faults with their times.
 
-use crate::dice::Dice;
 use crate::faults::{self, Fault};
-use crate::net::Weather;
+use crate::messages::Node;
+use crate::net::NetworkFaults;
+use crate::rng::SimRng;
 use crate::sim::Micros;
-use crate::words::Node;
 
 pub const SECOND: Micros = 1_000_000;
 
@@ -14,19 +14,19 @@ pub struct EngineSetup {
     pub decodes: bool,
     pub host: usize,
     pub blocks: usize,
-    /// Local microseconds per 1,000 of the world's.
+    /// Local microseconds per 1,000 microseconds of the simulator.
     pub clock_rate: u64,
     pub max_num_seqs: usize,
     pub max_batched: usize,
     pub max_waiting: usize,
     pub fetch_workers: usize,
     pub recompute: bool,
-    /// Slots of its host tier and files of its disk tier; 0 is none.
+    /// Slots of the host tier and files of the disk tier; 0 is none.
     pub host_blocks: usize,
     pub disk_blocks: usize,
     pub step: (Micros, Micros),
     pub block_copy: (Micros, Micros),
-    /// It refuses one request in so many, before it looks at it; 0 is never.
+    /// The engine refuses one in this many requests before it reads them; 0 is never.
     pub refuses_one_in: u64,
 }
 
@@ -34,7 +34,7 @@ pub struct EngineSetup {
 pub struct ClientSetup {
     pub arrives: Micros,
     pub leaves: Option<Micros>,
-    /// It leaves without a word.
+    /// The client disconnects without a notice.
     pub silently: bool,
     pub prompt: Vec<u32>,
     pub max_new: usize,
@@ -47,10 +47,10 @@ pub struct ClientSetup {
 #[derive(Clone, Debug)]
 pub struct Setup {
     pub seed: u64,
-    /// Nothing goes wrong but clients that leave and engines that refuse: then nothing may be left to expiry.
+    /// The only faults are clients that disconnect and engines that refuse. No lease may then end by expiry.
     pub calm: bool,
-    /// Its routers neither abort nor release, as a router does that knows nothing of leases: then decode engines alone
-    /// must give back what they refuse. Clients stay, in such a run.
+    /// The routers neither abort nor release, like a router that does not know leases. Decode engines alone must then
+    /// release what they refuse. Clients do not disconnect in such a run.
     pub naive_router: bool,
     pub calm_from: Micros,
     pub routers: usize,
@@ -58,44 +58,44 @@ pub struct Setup {
     pub block_tokens: usize,
     pub lease: Micros,
     pub clients: Vec<ClientSetup>,
-    pub weather: Weather,
+    pub network_faults: NetworkFaults,
     pub faults: Vec<(Micros, Fault)>,
-    /// Its routers ask for handoffs of what is still computed.
+    /// The routers request early handoffs.
     pub early: bool,
     pub prefill_attempts: usize,
     pub decode_attempts: usize,
     pub fall_back: bool,
     pub prefill_silence: Micros,
     pub decode_silence: Micros,
-    /// One transfer in so many breaks in the middle; 0 is never.
+    /// One in this many transfers breaks off; 0 is never.
     pub truncate_one_in: u64,
-    /// Disk tiers fail, fill up and damage what they hold.
+    /// Disk tiers fail, fill up and damage their contents.
     pub bad_disks: bool,
-    /// What is broken on purpose, to see that it is found.
+    /// The planted fault.
     pub mutation: Mutation,
 }
 
-/// A naive behaviour, planted to see that the invariants notice it.
+/// A planted naive behaviour that the invariants must detect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mutation {
     None,
-    /// A reader does not ask whether the lease was live for the whole read (the stale read).
+    /// A reader does not check whether the lease was live for the whole read (the stale read).
     VerdictNotAsked,
-    /// Nobody tells the producer that a request was refused or aborted (vLLM #41269).
+    /// The producer receives no release for a request that was refused or aborted (vLLM #41269).
     ReleasesNotSent,
-    /// A lease that is over gives its blocks back twice (vLLM #25067).
+    /// A lease that has ended returns its blocks twice (vLLM #25067).
     GivenBackTwice,
-    /// A release frees while somebody reads (vLLM #35506 done naively).
+    /// A release frees blocks under a reader (vLLM #35506 done naively).
     ReleaseDoesNotDrain,
     /// Leases do not expire (vLLM #20139).
     NoExpiry,
-    /// Leases live a minute longer than they should.
+    /// Leases live a minute too long.
     LateExpiry,
-    /// A producer sends blocks that it has not computed yet.
+    /// A producer sends blocks that are not computed yet.
     SentTooSoon,
-    /// A tier's file is believed without a look at its checksum.
+    /// A tier's file is used without a check of its checksum.
     DamageBelieved,
-    /// A tier's worker goes on with a load that was revoked: the commitment point is not kept (Dynamo #6681).
+    /// A tier's worker continues a revoked load: the commitment point is not kept (Dynamo #6681).
     RevokedLoadWrites,
 }
 
@@ -112,7 +112,7 @@ impl Mutation {
         Self::NoExpiry,
     ];
 
-    /// What must have been noticed: not any violation will do.
+    /// The violations that show this mutation. No other violation counts.
     pub fn shows_as(self) -> &'static [&'static str] {
         match self {
             Self::None => &[],
@@ -129,13 +129,13 @@ impl Mutation {
 
 impl Setup {
     pub fn of(seed: u64, mutation: Mutation) -> Self {
-        let dice = &mut Dice::new(seed, 1);
+        let dice = &mut SimRng::new(seed, 1);
         let calm = dice.percent(15);
         let naive_router = calm && dice.percent(40);
         let block_tokens = *dice.pick(&[2, 4, 8]);
         let routers = if dice.percent(80) { 1 } else { 2 };
         let engines = engines(dice, calm, block_tokens);
-        let weather = weather(dice, calm);
+        let network_faults = network_faults(dice, calm);
         let span = if dice.percent(60) { dice.stretch(20_000, SECOND) } else { dice.between(1, 12) * SECOND };
         let mut clients = clients(dice, routers, span, block_tokens);
         if naive_router {
@@ -145,7 +145,7 @@ impl Setup {
         let mut faults =
             if calm { Vec::new() } else { faults::plan(dice, routers, &engines, span, calm_from) };
         let mut engines = engines;
-        // Some runs are made for the tiers: small pools that forget, and prompts that come again.
+        // Some runs exercise the tiers: small pools that forget, and prompts that are repeated.
         if !calm && dice.percent(25) {
             for engine in &mut engines {
                 engine.host_blocks = dice.between(2, 24) as usize;
@@ -156,8 +156,8 @@ impl Setup {
                 faults.push((dice.below(span), Fault::ResetCache(engine)));
             }
         }
-        // Some runs are made for the stale read: one host, slow copies, readers that are stopped for longer than the
-        // lease lives, and enough to do meanwhile that freed blocks are reused.
+        // Some runs exercise the stale read: one host, slow copies, and readers that are stopped for longer than the
+        // lease lives. Enough other requests make the engine reuse freed blocks.
         let stale = !calm && dice.percent(8);
         if stale {
             for engine in &mut engines {
@@ -182,10 +182,10 @@ impl Setup {
             block_tokens,
             lease: if stale { 2 } else { dice.between(2, 30) } * SECOND,
             clients,
-            weather,
+            network_faults,
             faults,
-            // Dice of its own: what the other faults of a seed are does not depend on it.
-            early: Dice::new(seed, 9).percent(60),
+            // A random stream of its own, so that the other faults of a seed do not depend on it.
+            early: SimRng::new(seed, 9).percent(60),
             prefill_attempts: dice.between(1, 3) as usize,
             decode_attempts: if naive_router { 1 } else { dice.between(1, 3) as usize },
             fall_back: dice.percent(50),
@@ -206,7 +206,7 @@ impl Setup {
     }
 }
 
-fn engines(dice: &mut Dice, calm: bool, block_tokens: usize) -> Vec<EngineSetup> {
+fn engines(dice: &mut SimRng, calm: bool, block_tokens: usize) -> Vec<EngineSetup> {
     let prefills = *dice.pick(&[1, 1, 2, 2, 3, 4]);
     let decodes = *dice.pick(&[1, 1, 2, 2, 3, 4]);
     let hosts = dice.between(1, 4);
@@ -214,13 +214,13 @@ fn engines(dice: &mut Dice, calm: bool, block_tokens: usize) -> Vec<EngineSetup>
     for e in 0..prefills + decodes {
         let both = dice.percent(10);
         let small = dice.percent(70);
-        // The longest sequence is 56 tokens: it fits the smallest pool, and little else does.
+        // The longest sequence has 56 tokens. It fits into the smallest pool, and little else does.
         let least = (56_u64.div_ceil(block_tokens as u64) + 1).max(8);
         engines.push(EngineSetup {
             prefills: both || e < prefills,
             decodes: both || e >= prefills,
             host: dice.below(hosts) as usize,
-            // Mostly so small that running out is the normal case.
+            // Most pools are so small that exhaustion is the normal case.
             blocks: dice.between(least, if small { least + 6 } else { 64.max(least) }) as usize,
             clock_rate: if calm || dice.percent(60) { 1_000 } else { dice.between(950, 1_050) },
             max_num_seqs: dice.between(1, 8) as usize,
@@ -238,13 +238,13 @@ fn engines(dice: &mut Dice, calm: bool, block_tokens: usize) -> Vec<EngineSetup>
     engines
 }
 
-fn weather(dice: &mut Dice, calm: bool) -> Weather {
+fn network_faults(dice: &mut SimRng, calm: bool) -> NetworkFaults {
     let latency = (dice.between(20, 200), dice.between(200, 2_000));
     if calm || dice.percent(25) {
-        return Weather { latency, ..Weather::default() };
+        return NetworkFaults { latency, ..NetworkFaults::default() };
     }
     let mut sometimes = |low, high| if dice.percent(50) { 0 } else { dice.between(low, high) };
-    Weather {
+    NetworkFaults {
         latency,
         loss_one_in: sometimes(30, 800),
         duplicate_one_in: sometimes(3, 40),
@@ -253,7 +253,7 @@ fn weather(dice: &mut Dice, calm: bool) -> Weather {
     }
 }
 
-fn clients(dice: &mut Dice, routers: usize, span: Micros, block_tokens: usize) -> Vec<ClientSetup> {
+fn clients(dice: &mut SimRng, routers: usize, span: Micros, block_tokens: usize) -> Vec<ClientSetup> {
     let prefix: Vec<u32> = (0..24).map(|_| dice.below(crate::device::VOCAB) as u32).collect();
     let mut family: Vec<Vec<u32>> = Vec::new();
     for _ in 0..dice.between(1, 4) {

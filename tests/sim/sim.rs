@@ -7,30 +7,30 @@ use baton_connector::offload::TransferId;
 
 use crate::clients::Clients;
 use crate::counts::Counts;
-use crate::dice::{Dice, mix};
 use crate::engine::Engine;
 use crate::faults::Fault;
-use crate::net::{ConnId, Net, Parcel, Side};
+use crate::messages::Node;
+use crate::net::{ConnId, Net, Packet, Side};
+use crate::rng::{SimRng, mix};
 use crate::router::Router;
 use crate::setup::Setup;
-use crate::words::Node;
 
 /// Virtual time, in microseconds since the run's start.
 pub type Micros = u64;
 
-/// A run that has not come to rest after so many events never will.
+/// Maximum events of a run: a run that has not ended by then never ends.
 const EVENTS_MAX: u64 = 400_000;
 
-/// How long after the last fault everything must be home: the longest delay in the network, silences and leases
-/// after it, and queues in between.
-const HOME_WITHIN: Micros = 900 * crate::setup::SECOND;
+/// Limit after the last fault until all blocks are free: the longest network delay, timeouts and leases after it, and
+/// queues in between.
+const FREE_WITHIN: Micros = 900 * crate::setup::SECOND;
 
 #[derive(Debug)]
 pub enum Event {
-    Arrives(ConnId, Side, Parcel),
-    /// The engine core looks at its mail.
+    Arrives(ConnId, Side, Packet),
+    /// The engine core reads its mailbox.
     Wake(usize),
-    /// A forward pass is over.
+    /// A forward pass has ended.
     StepEnds(usize),
     /// A lease or tombstone may be due.
     LeaseTimer(usize),
@@ -39,46 +39,46 @@ pub enum Event {
     /// The next batch of a read goes out, or the next block is copied.
     Batch(usize, ConnId),
     CopyBlock(usize, u64),
-    /// A fetch worker sees that its read is no longer wanted.
+    /// A fetch worker reads the stop flag of its read.
     StopSeen(usize, u64),
-    /// An offload worker takes an order up, and is done with it.
+    /// An offload worker begins an order, and ends it.
     OrderBegins(usize, TransferId),
     OrderEnds(usize, TransferId),
     DiskIsBack(usize),
-    /// The caller has waited long enough on this connection.
+    /// The caller's timeout on this connection.
     Silence(ConnId, Micros),
     /// A router tries a settlement again.
     SettleAgain(usize, usize),
-    /// An abandoned prefill is no longer listened to.
+    /// The router stops reading an abandoned prefill.
     StopListening(ConnId),
     ClientAsks(usize),
     ClientLeaves(usize),
     Fault(Fault),
-    /// From now on nothing goes wrong any more.
+    /// No faults happen from now on.
     Calm,
 }
 
-struct Queued {
+struct QueuedEvent {
     at: Micros,
-    /// When it should have happened: what waits for a stopped process goes on waiting in order.
+    /// The planned time and a number. Events that wait for a stopped process stay in this order.
     due: (Micros, u64),
-    /// The life of the process that it is for; a later life does not know it.
+    /// The process that receives the event. A later process with the same address does not.
     whose: Option<(Node, u32)>,
     event: Event,
 }
 
-impl PartialEq for Queued {
+impl PartialEq for QueuedEvent {
     fn eq(&self, other: &Self) -> bool {
         self.due == other.due
     }
 }
-impl Eq for Queued {}
-impl PartialOrd for Queued {
+impl Eq for QueuedEvent {}
+impl PartialOrd for QueuedEvent {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
-impl Ord for Queued {
+impl Ord for QueuedEvent {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         (self.at, self.due).cmp(&(other.at, other.due))
     }
@@ -87,22 +87,22 @@ impl Ord for Queued {
 pub struct Sim {
     pub now: Micros,
     pub setup: Setup,
-    pub dice: Dice,
+    pub dice: SimRng,
     pub net: Net,
     pub engines: Vec<Engine>,
     pub routers: Vec<Router>,
     pub clients: Clients,
     pub counts: Counts,
-    /// What was found wrong, first of all.
+    /// The first violation.
     pub violation: Option<String>,
     calm: bool,
-    queue: BinaryHeap<Reverse<Queued>>,
+    queue: BinaryHeap<Reverse<QueuedEvent>>,
     order: u64,
     trace: u64,
     narrate: bool,
 }
 
-/// How a run went.
+/// The result of a run.
 pub struct Verdict {
     pub violation: Option<String>,
     pub trace: u64,
@@ -116,8 +116,8 @@ impl Sim {
         let seed = setup.seed;
         let mut sim = Self {
             now: 0,
-            dice: Dice::new(seed, 2),
-            net: Net::new(seed, setup.weather.clone()),
+            dice: SimRng::new(seed, 2),
+            net: Net::new(seed, setup.network_faults.clone()),
             engines: (0..setup.engines.len()).map(|e| Engine::new(&setup, e)).collect(),
             routers: (0..setup.routers).map(|r| Router::new(seed, r)).collect(),
             clients: Clients::new(&setup),
@@ -143,11 +143,11 @@ impl Sim {
         sim
     }
 
-    /// Runs until nothing is left to happen.
+    /// Runs until no events are left.
     pub fn run(mut self) -> Verdict {
         let mut events = 0;
         while let Some(Reverse(queued)) = self.queue.pop() {
-            if queued.at > self.setup.calm_from + HOME_WITHIN {
+            if queued.at > self.setup.calm_from + FREE_WITHIN {
                 break;
             }
             self.now = queued.at;
@@ -159,8 +159,8 @@ impl Sim {
                 (None, _) => None,
             };
             if let Some(until) = for_whom.and_then(|node| self.paused(node)) {
-                // A stopped process does nothing; what came meanwhile waits in its sockets.
-                self.queue.push(Reverse(Queued { at: until, ..queued }));
+                // A stopped process does nothing. Messages wait in its sockets.
+                self.queue.push(Reverse(QueuedEvent { at: until, ..queued }));
                 continue;
             }
             self.note(&queued.event);
@@ -188,11 +188,11 @@ impl Sim {
 
     fn dispatch(&mut self, event: Event) {
         match event {
-            Event::Arrives(conn, side, parcel) => match self.arrives(conn, side, &parcel) {
+            Event::Arrives(conn, side, packet) => match self.arrives(conn, side, &packet) {
                 None => {}
-                Some(Node::Clients) => self.client_hears(conn, parcel),
-                Some(Node::Router(router)) => self.router_hears(router, conn, side, parcel),
-                Some(Node::Engine(engine)) => self.engine_hears(engine, conn, side, parcel),
+                Some(Node::Clients) => self.client_receives(conn, packet),
+                Some(Node::Router(router)) => self.router_receives(router, conn, side, packet),
+                Some(Node::Engine(engine)) => self.engine_receives(engine, conn, side, packet),
             },
             Event::Wake(engine) => self.wake(engine),
             Event::StepEnds(engine) => self.step_ends(engine),
@@ -205,7 +205,7 @@ impl Sim {
             Event::OrderEnds(engine, id) => self.order_ends(engine, id),
             Event::DiskIsBack(engine) => self.disk_is_back(engine),
             Event::Silence(conn, bound) => self.silent(conn, bound),
-            Event::SettleAgain(router, debt) => self.settle(router, debt),
+            Event::SettleAgain(router, settlement) => self.settle(router, settlement),
             Event::StopListening(conn) => self.close(conn, Side::Caller),
             Event::ClientAsks(client) => self.client_asks(client),
             Event::ClientLeaves(client) => self.client_leaves(client),
@@ -214,12 +214,12 @@ impl Sim {
         }
     }
 
-    /// Puts an event into the queue; it happens whatever becomes of anybody.
+    /// Queues an event that happens whether or not processes crash.
     pub fn at(&mut self, at: Micros, event: Event) {
         self.push(at, None, event);
     }
 
-    /// An event of one process's life: gone with it, and waiting while it is stopped.
+    /// Queues an event of one process. It is dropped when the process ends and waits while the process is stopped.
     pub fn later(&mut self, node: Node, after: Micros, event: Event) {
         let whose = Some((node, self.life(node)));
         self.push(self.now + after, whose, event);
@@ -228,10 +228,10 @@ impl Sim {
     fn push(&mut self, at: Micros, whose: Option<(Node, u32)>, event: Event) {
         self.order += 1;
         let at = at.max(self.now);
-        self.queue.push(Reverse(Queued { at, due: (at, self.order), whose, event }));
+        self.queue.push(Reverse(QueuedEvent { at, due: (at, self.order), whose, event }));
     }
 
-    /// Waits for something on a connection, at most `bound` without a word.
+    /// Sets a timeout on a connection: at most `bound` without a message.
     pub fn watch_silence(&mut self, conn: ConnId, bound: Micros) {
         let (node, _) = self.net.conns[conn.0].end(Side::Caller);
         self.later(node, bound, Event::Silence(conn, bound));
@@ -310,7 +310,7 @@ impl Sim {
         }
     }
 
-    /// What happened goes into the trace's hash: the same seed gives the same hash.
+    /// Adds an event to the hash of the trace: the same seed gives the same hash.
     pub fn mark(&mut self, what: u64) {
         self.trace = mix(self.trace.rotate_left(7) ^ what);
     }
@@ -331,7 +331,7 @@ impl Sim {
             Event::Batch(_, conn) => 6 | (conn.0 as u64) << 8,
             Event::CopyBlock(_, seq) => 7 | seq << 8,
             Event::Silence(conn, _) => 8 | (conn.0 as u64) << 8,
-            Event::SettleAgain(_, debt) => 9 | (*debt as u64) << 8,
+            Event::SettleAgain(_, settlement) => 9 | (*settlement as u64) << 8,
             Event::StopListening(conn) => 10 | (conn.0 as u64) << 8,
             Event::ClientAsks(client) => 11 | (*client as u64) << 8,
             Event::ClientLeaves(client) => 12 | (*client as u64) << 8,

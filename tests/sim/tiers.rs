@@ -1,63 +1,62 @@
-//! The offload workers of one engine, under virtual time: slots that die with the process, files that do not, and
-//! what can go wrong with either. What is stored while a request runs is checked when the copy is done: a block that
-//! is being stored may not change.
+//! The offload workers of one engine in virtual time: slots that die with the process, files that do not, and the
+//! faults of both. The end of a store checks the block's content, because a block that is being stored may not change.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use baton_connector::offload::TransferId;
 use baton_engine::blocks::hash::BlockHash;
-use baton_engine::offload::{Fault, HostSlot, Order, Report, Source};
+use baton_engine::offload::{HostSlot, LoadSource, OffloadFault, OffloadOrder, OffloadReport};
 
 use crate::device::Slot;
+use crate::messages::Node;
 use crate::setup::{Mutation, SECOND};
 use crate::sim::{Event, Sim};
-use crate::words::Node;
 
-/// Orders that wait; one more is refused.
+/// Maximum waiting orders. The queue refuses one more.
 const QUEUE_MAX: usize = 24;
 
-/// What lies on an engine's disk, from one life to the next.
+/// The contents of an engine's disk, kept between processes.
 pub type Disk = Arc<Mutex<BTreeMap<BlockHash, Vec<Slot>>>>;
 
 /// One order.
 #[derive(Debug)]
-struct Job {
-    order: Order,
-    /// Past the commitment point; what a store found in its block then.
+struct OffloadJob {
+    order: OffloadOrder,
+    /// Set past the commitment point. For a store, the block's content at that point.
     begun: Option<Vec<Slot>>,
 }
 
-/// What the workers of one life hold.
+/// The workers of one process.
 #[derive(Debug, Default)]
-pub struct Workers {
-    jobs: BTreeMap<TransferId, Job>,
+pub struct OffloadWorkers {
+    jobs: BTreeMap<TransferId, OffloadJob>,
     slots: BTreeMap<HostSlot, Vec<Slot>>,
     pub disk: Disk,
-    /// Nothing is done on disk until then.
+    /// The time until which nothing is done on disk.
     rests: bool,
-    /// Planted: what was revoked is done all the same.
+    /// Planted: the worker carries out a revoked order.
     goes_on: bool,
-    /// Orders that were taken and have no event yet.
+    /// Orders that were accepted and have no event yet.
     pub fresh: Vec<TransferId>,
 }
 
-impl Workers {
+impl OffloadWorkers {
     pub fn new(disk: Disk, mutation: Mutation) -> Self {
         Self { disk, goes_on: mutation == Mutation::RevokedLoadWrites, ..Self::default() }
     }
 
-    /// As the real queue: full is refused.
-    pub fn take(&mut self, order: Order) -> bool {
+    /// Accepts an order, or refuses it if the queue is full, as the real queue does.
+    pub fn take(&mut self, order: OffloadOrder) -> bool {
         if self.jobs.len() >= QUEUE_MAX {
             return false;
         }
         self.fresh.push(order.id());
-        self.jobs.insert(order.id(), Job { order, begun: None });
+        self.jobs.insert(order.id(), OffloadJob { order, begun: None });
         true
     }
 
-    /// True: nobody had begun, and nobody will.
+    /// Revokes an order. Returns true if no worker has begun it.
     pub fn revoke(&mut self, id: TransferId) -> bool {
         let waits = self.jobs.get(&id).is_some_and(|job| job.begun.is_none());
         if waits && !self.goes_on {
@@ -68,7 +67,7 @@ impl Workers {
 }
 
 impl Sim {
-    /// Orders that the core has just given are begun after a while.
+    /// Schedules the start of the core's new orders.
     pub fn schedule_orders(&mut self, engine: usize) {
         let fresh = std::mem::take(&mut self.engine(engine).world().workers.fresh);
         for id in fresh {
@@ -87,7 +86,7 @@ impl Sim {
         let workers = &mut self.engine(engine).world().workers;
         let Some(job) = workers.jobs.get_mut(&id) else { return };
         job.begun = Some(match &job.order {
-            Order::Store { block, .. } => {
+            OffloadOrder::Store { block, .. } => {
                 memory.lock().unwrap_or_else(PoisonError::into_inner).block(*block).to_vec()
             }
             _ => Vec::new(),
@@ -100,17 +99,17 @@ impl Sim {
         let Some(job) = self.engine(engine).world().workers.jobs.remove(&id) else { return };
         let outcome = self.do_order(engine, &job);
         let wide_awake = self.calm_now() || !self.setup.bad_disks;
-        let disk_failed = matches!(outcome, Err(Fault::Full | Fault::Io));
+        let disk_failed = matches!(outcome, Err(OffloadFault::Full | OffloadFault::Io));
         let mail = &mut self.engines[engine].mail.offloads;
-        mail.push(Report::Ended(id, outcome));
+        mail.push(OffloadReport::Ended(id, outcome));
         if !wide_awake && self.dice.percent(3) {
-            // Told twice: counted and ignored.
-            self.engines[engine].mail.offloads.push(Report::Ended(id, outcome));
+            // A second report of the same end, which the core counts and ignores.
+            self.engines[engine].mail.offloads.push(OffloadReport::Ended(id, outcome));
         }
         let workers = &mut self.engine(engine).world().workers;
         if disk_failed && !workers.rests {
             workers.rests = true;
-            self.engines[engine].mail.offloads.push(Report::DiskRests);
+            self.engines[engine].mail.offloads.push(OffloadReport::DiskSuspended);
             let rest = self.dice.between(SECOND / 10, 5 * SECOND);
             self.later(Node::Engine(engine), rest, Event::DiskIsBack(engine));
         }
@@ -119,15 +118,15 @@ impl Sim {
 
     pub fn disk_is_back(&mut self, engine: usize) {
         self.engine(engine).world().workers.rests = false;
-        self.engines[engine].mail.offloads.push(Report::DiskIsBack);
+        self.engines[engine].mail.offloads.push(OffloadReport::DiskResumed);
         self.poke(engine);
     }
 
-    fn do_order(&mut self, engine: usize, job: &Job) -> Result<(), Fault> {
+    fn do_order(&mut self, engine: usize, job: &OffloadJob) -> Result<(), OffloadFault> {
         let memory = Arc::clone(&self.engines[engine].memory);
         let memory = || memory.lock().unwrap_or_else(PoisonError::into_inner);
         match &job.order {
-            Order::Store { block, slot, .. } => {
+            OffloadOrder::Store { block, slot, .. } => {
                 let contents = memory().block(*block).to_vec();
                 if job.begun.as_ref() != Some(&contents) {
                     self.wrong(format!("I3: block {} changed while it was being stored", block.0));
@@ -136,13 +135,13 @@ impl Sim {
                 self.engine(engine).world().workers.slots.insert(*slot, contents);
                 Ok(())
             }
-            Order::Load { hash, from, block, .. } => {
+            OffloadOrder::Load { hash, from, block, .. } => {
                 let contents = match from {
-                    Source::Host(slot) => self.engine(engine).world().workers.slots.get(slot).cloned(),
-                    Source::Disk { .. } => {
+                    LoadSource::Host(slot) => self.engine(engine).world().workers.slots.get(slot).cloned(),
+                    LoadSource::Disk { .. } => {
                         self.disk_trouble(engine)?;
                         if self.setup.bad_disks && !self.calm_now() && self.dice.percent(6) {
-                            // The checksum tells.
+                            // The checksum detects the damage.
                             self.counts.disk_corrupt += 1;
                             let damaged = self.disk(engine, |disk| disk.remove(hash));
                             if self.mutated(Mutation::DamageBelieved)
@@ -152,23 +151,23 @@ impl Sim {
                                 self.land(engine, *block, &contents);
                                 return Ok(());
                             }
-                            return Err(Fault::Corrupt);
+                            return Err(OffloadFault::Corrupt);
                         }
                         self.disk(engine, |disk| disk.get(hash).cloned())
                     }
                 };
-                let contents = contents.ok_or(Fault::Missing)?;
-                if let Source::Disk { keep: Some(slot) } = from {
+                let contents = contents.ok_or(OffloadFault::Missing)?;
+                if let LoadSource::Disk { slot: Some(slot) } = from {
                     self.engine(engine).world().workers.slots.insert(*slot, contents.clone());
                 }
                 self.counts.loaded += 1;
                 self.land(engine, *block, &contents);
                 Ok(())
             }
-            Order::Write { hash, slot, evict, .. } => {
+            OffloadOrder::Write { hash, slot, evict, .. } => {
                 self.disk_trouble(engine)?;
                 let contents = self.engine(engine).world().workers.slots.get(slot).cloned();
-                let contents = contents.ok_or(Fault::Broken)?;
+                let contents = contents.ok_or(OffloadFault::Broken)?;
                 let bound = self.engines[engine].setup.disk_blocks;
                 let files = self.disk(engine, |disk| {
                     evict.iter().for_each(|hash| drop(disk.remove(hash)));
@@ -180,7 +179,7 @@ impl Sim {
                 }
                 Ok(())
             }
-            Order::Delete { hashes, .. } => {
+            OffloadOrder::Delete { hashes, .. } => {
                 self.disk_trouble(engine)?;
                 self.disk(engine, |disk| hashes.iter().for_each(|hash| drop(disk.remove(hash))));
                 Ok(())
@@ -188,9 +187,9 @@ impl Sim {
         }
     }
 
-    fn disk_trouble(&mut self, engine: usize) -> Result<(), Fault> {
+    fn disk_trouble(&mut self, engine: usize) -> Result<(), OffloadFault> {
         if self.engine(engine).world().workers.rests {
-            return Err(Fault::Resting);
+            return Err(OffloadFault::Suspended);
         }
         if !self.setup.bad_disks || self.calm_now() {
             return Ok(());
@@ -198,13 +197,13 @@ impl Sim {
         match self.dice.below(40) {
             0 => {
                 self.counts.disk_full += 1;
-                Err(Fault::Full)
+                Err(OffloadFault::Full)
             }
             1 => {
                 self.counts.disk_error += 1;
-                Err(Fault::Io)
+                Err(OffloadFault::Io)
             }
-            2 => Err(Fault::Slow),
+            2 => Err(OffloadFault::Slow),
             _ => Ok(()),
         }
     }
@@ -216,7 +215,7 @@ impl Sim {
     }
 }
 
-/// What a new life finds in its directory, the oldest first.
+/// The files that a new process finds in its directory, the oldest first.
 pub fn found(disk: &Disk) -> Vec<BlockHash> {
     disk.lock().unwrap_or_else(PoisonError::into_inner).keys().copied().collect()
 }

@@ -1,4 +1,4 @@
-//! Rules for the pages that people read: links that resolve, commands that are understood, tests that exist.
+//! Rules for pages: links resolve, commands parse, tests exist.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -6,7 +6,7 @@ use std::process::Command;
 
 use super::{assert_none, code, files, root, sources};
 
-/// Pages of which every test's name in backticks must be one of ours.
+/// Pages on which every test name in backticks must exist.
 const PAGES_WITH_TESTS: &[&str] = &["docs/reference/contract.md", "docs/explanation/threat-model.md"];
 
 /// Every page, by its path from the root.
@@ -17,9 +17,9 @@ pub(super) fn pages() -> impl Iterator<Item = (String, String)> {
     })
 }
 
-/// Where a line of a page stands.
+/// The place of a line on a page.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Within {
+pub(super) enum LineContext {
     Prose,
     /// Between two fences.
     Code,
@@ -27,19 +27,19 @@ pub(super) enum Within {
     Fence,
 }
 
-/// A page's lines with their numbers. Prose whose code goes on in the next line is one line.
-pub(super) fn lines(page: &str) -> Vec<(usize, Within, String)> {
-    let (mut lines, mut fenced): (Vec<(usize, Within, String)>, bool) = (Vec::new(), false);
+/// A page's lines with their numbers. Prose whose code span continues on the next line is one line.
+pub(super) fn lines(page: &str) -> Vec<(usize, LineContext, String)> {
+    let (mut lines, mut fenced): (Vec<(usize, LineContext, String)>, bool) = (Vec::new(), false);
     for (number, line) in page.lines().enumerate() {
         let within = match (line.trim_start().starts_with("```"), fenced) {
-            (true, _) => Within::Fence,
-            (false, true) => Within::Code,
-            (false, false) => Within::Prose,
+            (true, _) => LineContext::Fence,
+            (false, true) => LineContext::Code,
+            (false, false) => LineContext::Prose,
         };
-        fenced ^= within == Within::Fence;
+        fenced ^= within == LineContext::Fence;
         match lines.last_mut() {
-            Some((_, Within::Prose, open))
-                if within == Within::Prose && open.matches('`').count() % 2 == 1 =>
+            Some((_, LineContext::Prose, open))
+                if within == LineContext::Prose && open.matches('`').count() % 2 == 1 =>
             {
                 open.push(' ');
                 open.push_str(line.trim_start());
@@ -60,12 +60,12 @@ fn anchor(heading: &str) -> String {
     kept.map(|c| if c == ' ' { '-' } else { c.to_ascii_lowercase() }).collect()
 }
 
-/// The anchors of a page; of headings that say the same the later ones have a number.
+/// The anchors of a page. Later headings with the same text get a number.
 fn anchors(page: &str) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for (_, within, line) in lines(page) {
         let heading = line.trim_start_matches('#');
-        if within == Within::Prose && heading.len() < line.len() && heading.starts_with(' ') {
+        if within == LineContext::Prose && heading.len() < line.len() && heading.starts_with(' ') {
             let anchor = anchor(heading);
             let again = (0..).map(|n| if n == 0 { anchor.clone() } else { format!("{anchor}-{n}") });
             found.extend(again.into_iter().find(|one| !found.contains(one)));
@@ -74,9 +74,9 @@ fn anchors(page: &str) -> BTreeSet<String> {
     found
 }
 
-/// What the links of a line point to, `](…)` and `[…]: …`.
+/// The link targets of a line, `](…)` and `[…]: …`.
 fn targets(line: &str) -> Vec<&str> {
-    // What stands between backticks is code.
+    // Text between backticks is code.
     let prose = line.split('`').step_by(2);
     let mut found: Vec<&str> = line
         .split("](")
@@ -96,7 +96,7 @@ fn every_link_between_pages_leads_somewhere() {
     for (name, text) in pages() {
         let folder = root().join(&name).parent().expect("a page is in a folder").to_path_buf();
         for (number, within, line) in lines(&text) {
-            for target in targets(&line).into_iter().filter(|_| within == Within::Prose) {
+            for target in targets(&line).into_iter().filter(|_| within == LineContext::Prose) {
                 if target.contains("://") || target.starts_with("mailto:") {
                     continue;
                 }
@@ -118,11 +118,12 @@ fn every_link_between_pages_leads_somewhere() {
     assert_none(&broken, "links that lead nowhere");
 }
 
-/// Every command line on a page that begins with `what`: in fences and between backticks, without what follows it.
+/// Every command line on a page that begins with `what`: in fences and between backticks, without the text that
+/// follows.
 fn commands(page: &str, what: &str) -> Vec<(usize, String)> {
     let begun = |text: &str| {
         let at = text.find(what)?;
-        // A word of its own: after a space, a variable or a slash of its path.
+        // A separate word: after a space, a variable or a slash of its path.
         let alone = text[..at].chars().last().is_none_or(|c| matches!(c, ' ' | '/'));
         let command = text[at..].split(" #").next().unwrap_or_default();
         let command = command.split([';', '>', '&']).next().unwrap_or_default();
@@ -132,9 +133,9 @@ fn commands(page: &str, what: &str) -> Vec<(usize, String)> {
     let mut found = Vec::new();
     for (number, within, line) in lines(page) {
         let pieces: Vec<&str> = match within {
-            Within::Prose => code(&line).collect(),
-            Within::Code => vec![&line],
-            Within::Fence => Vec::new(),
+            LineContext::Prose => code(&line).collect(),
+            LineContext::Code => vec![&line],
+            LineContext::Fence => Vec::new(),
         };
         found.extend(pieces.into_iter().filter_map(begun).map(|command| (number, command)));
     }
@@ -174,7 +175,7 @@ fn every_test_that_a_page_tells_to_run_is_there() {
                     "-p" => {
                         words.next().is_some_and(|name| manifests.contains(&format!("name = \"{name}\"")))
                     }
-                    // Options of a harness with values of their own.
+                    // Options of a harness that have values.
                     "--seed" | "--seeds" | "--from" | "--rounds" | "--test-threads" => words.next().is_some(),
                     option if option.starts_with(['-', '[', ']']) => true,
                     value if value.ends_with(']') => true,
@@ -198,15 +199,17 @@ fn every_command_of_ours_on_a_page_is_understood() {
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
     };
     let (mut broken, mut seen) = (Vec::new(), BTreeSet::new());
-    let ours = |page: &str| page.starts_with("docs/") || matches!(page, "README.md" | "deploy/README.md");
+    let ours = |page: &str| {
+        page.starts_with("docs/") || matches!(page, "README.md" | "deploy/README.md" | "examples/README.md")
+    };
     for (page, text) in pages().filter(|(page, _)| ours(page)) {
         for (number, command) in commands(&text, "baton ") {
-            // What follows is somebody else's: engines' options, checked where they are their own.
+            // Text after ` -- ` is engine options, which their own table checks.
             let command = command.split(" -- ").next().unwrap_or_default();
             let words: Vec<&str> = command.split_whitespace().skip(1).collect();
             let is_name = |word: &&&str| word.bytes().all(|b| b.is_ascii_lowercase() || b"-|\\".contains(&b));
             let Some(first) = words.first().filter(is_name) else { continue };
-            // `engine|transfer` is one of each.
+            // `engine|transfer` stands for both commands.
             let second = words.get(1).filter(|word| matches!(*first, "bench" | "key") && is_name(word));
             let named: Vec<Vec<&str>> = match second {
                 Some(second) => {
@@ -295,7 +298,7 @@ fn the_comparison_of_leavers_is_what_its_report_says() {
     let page = read("docs/explanation/comparison.md");
     let (_, section) = page.split_once("\n## Clients that leave").expect("the section");
     let rows = first_table(section);
-    let targets = report["targets"].as_array().expect("front doors");
+    let targets = report["targets"].as_array().expect("gateways");
     assert_eq!(rows.len(), targets.len());
     for (row, target) in rows.iter().zip(targets) {
         let cpu = target["cpu_s_per_1000"]["median"].as_f64().expect("seconds");
@@ -311,7 +314,7 @@ fn the_comparison_of_leavers_is_what_its_report_says() {
             [(p50, "freed_p50_ms"), (p99, "freed_p99_ms"), (row[3], "stranded_block_seconds_per_1000")]
         {
             let measured = gap[key].as_f64().expect("a number");
-            // As many digits as the page has, at least to a millisecond.
+            // Compares as many digits as the page has, at least to a millisecond.
             let off = (number(told) - measured).abs();
             assert!(off <= 0.5 && off <= 0.05 + measured * 0.005, "{row:?}: {key} is {measured}");
         }

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use crate::disconnect::escaped;
 
-/// Units across. At 360 pixels a letter is 11 pixels high.
+/// Width in SVG units. At 360 pixels a letter is 11 pixels high.
 const WIDTH: f64 = 480.0;
 const MARGIN: f64 = 16.0;
 const ROW: f64 = 40.0;
@@ -18,20 +18,20 @@ const STYLE: &str = "text{font:14px system-ui,-apple-system,'Segoe UI',sans-seri
 @media(prefers-color-scheme:dark){text{fill:#e6edf3}.small{fill:#9198a1}.paper{fill:#0d1117}.bar{fill:#6e7681}\
 .own{fill:#4493f8}.line,.limit{stroke:#e6edf3}.track{fill:#21262d}}";
 
-/// How values lie on a bar.
+/// How a value becomes the length of a bar.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Scale {
+pub(super) enum BarScale {
     /// From zero to the greatest value of the chart.
     Linear,
     /// From zero to the greatest value of the group.
     PerGroup,
-    /// From one to the other, both positive.
+    /// Logarithmic, from the first value to the second. Both are positive.
     Log(f64, f64),
 }
 
 /// One bar, with its name above it on the left and its value on the right.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Row {
+pub(super) struct Bar {
     pub(super) name: String,
     pub(super) value: f64,
     pub(super) text: String,
@@ -43,7 +43,7 @@ pub(super) struct Row {
     pub(super) limit: Option<f64>,
 }
 
-impl Row {
+impl Bar {
     pub(super) fn new(name: &str, value: f64) -> Self {
         Self { name: name.to_owned(), value, ..Self::default() }
     }
@@ -54,18 +54,18 @@ impl Row {
 }
 
 /// Bars below one heading.
-pub(super) struct Group {
+pub(super) struct BarGroup {
     pub(super) title: Option<String>,
-    pub(super) rows: Vec<Row>,
+    pub(super) rows: Vec<Bar>,
 }
 
 /// A whole chart.
 pub(super) struct Chart {
     pub(super) title: String,
-    pub(super) scale: Scale,
-    /// What a bar's length is.
+    pub(super) scale: BarScale,
+    /// The quantity that a bar's length shows.
     pub(super) axis: String,
-    pub(super) groups: Vec<Group>,
+    pub(super) groups: Vec<BarGroup>,
     /// Machine and date; and the file, on a line of its own.
     pub(super) source: String,
 }
@@ -73,7 +73,7 @@ pub(super) struct Chart {
 impl Chart {
     pub(super) fn draw(&self) -> String {
         let wide = WIDTH - 2.0 * MARGIN;
-        let greatest = |rows: &[Row]| rows.iter().map(Row::greatest).fold(0.0, f64::max);
+        let greatest = |rows: &[Bar]| rows.iter().map(Bar::greatest).fold(0.0, f64::max);
         let all = self.groups.iter().map(|group| greatest(&group.rows)).fold(0.0, f64::max);
         // Without other subjects all bars are Baton's.
         let others = self.groups.iter().flat_map(|group| &group.rows).any(|row| row.name == "baton");
@@ -95,10 +95,10 @@ impl Chart {
                     escaped(title)
                 );
             }
-            let end = if self.scale == Scale::PerGroup { greatest(&group.rows) } else { all };
+            let end = if self.scale == BarScale::PerGroup { greatest(&group.rows) } else { all };
             let place = |value: f64| match self.scale {
-                Scale::Log(low, high) => (value.clamp(low, high) / low).ln() / (high / low).ln() * wide,
-                Scale::Linear | Scale::PerGroup => value / end * wide,
+                BarScale::Log(low, high) => (value.clamp(low, high) / low).ln() / (high / low).ln() * wide,
+                BarScale::Linear | BarScale::PerGroup => value / end * wide,
             };
             for row in &group.rows {
                 y += ROW;
@@ -133,7 +133,7 @@ impl Chart {
     }
 }
 
-impl Row {
+impl Bar {
     /// `y` is the lower edge of the bar.
     fn draw(&self, y: f64, wide: f64, own: bool, place: impl Fn(f64) -> f64, out: &mut String) {
         let (top, name) = (y - BAR, y - BAR - 5.0);
@@ -192,25 +192,25 @@ fn lines(text: &str) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn chart(scale: Scale, rows: Vec<Row>) -> String {
-        let groups = vec![Group { title: Some("<g>".to_owned()), rows }];
+    fn chart(scale: BarScale, rows: Vec<Bar>) -> String {
+        let groups = vec![BarGroup { title: Some("<g>".to_owned()), rows }];
         Chart { title: "t".to_owned(), scale, axis: "ms".to_owned(), groups, source: "s".to_owned() }.draw()
     }
 
     #[test]
     fn a_bar_is_as_long_as_its_value() {
-        let rows = || vec![Row::new("baton", 1.0), Row { limit: Some(4.0), ..Row::new("other", 2.0) }];
-        let drawn = chart(Scale::Linear, rows());
+        let rows = || vec![Bar::new("baton", 1.0), Bar { limit: Some(4.0), ..Bar::new("other", 2.0) }];
+        let drawn = chart(BarScale::Linear, rows());
         assert!(drawn.contains("class=\"own\" x=\"16\" y=\"101\" width=\"112.0\""), "{drawn}");
         assert!(drawn.contains("class=\"bar\" x=\"16\" y=\"141\" width=\"224.0\""), "{drawn}");
         assert!(drawn.contains("class=\"limit\" x=\"16\" y=\"141\" width=\"448.0\""), "{drawn}");
-        let drawn = chart(Scale::Log(0.1, 1_000.0), vec![Row::new("a", 10.0), Row::new("b", 0.01)]);
+        let drawn = chart(BarScale::Log(0.1, 1_000.0), vec![Bar::new("a", 10.0), Bar::new("b", 0.01)]);
         assert!(drawn.contains("width=\"224.0\"") && drawn.contains("width=\"2.0\""), "{drawn}");
     }
 
     #[test]
     fn text_is_escaped_and_fits() {
-        let drawn = chart(Scale::Linear, vec![Row::new("<script>", 1.0)]);
+        let drawn = chart(BarScale::Linear, vec![Bar::new("<script>", 1.0)]);
         assert!(!drawn.contains("<script>") && !drawn.contains("<g>"), "{drawn}");
         assert!(lines(&"word ".repeat(40)).iter().all(|line| line.len() <= LETTERS_PER_LINE));
     }

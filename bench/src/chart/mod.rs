@@ -11,7 +11,7 @@
 //! | `balance` | `fleet/` | load of the busiest of 1,000 engines over the mean, by policy |
 //! | `time-to-free` | `disconnect/` | time until all blocks are free, by phase of the cancel |
 //!
-//! A test draws them again and compares them with `docs/assets`.
+//! A test draws the charts again and compares the files with `docs/assets`.
 
 mod bars;
 
@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use self::bars::{Chart, Group, Row, Scale};
+use self::bars::{Bar, BarGroup, BarScale, Chart};
 use crate::BenchError;
 use crate::systems::compare::gap_value;
 
@@ -57,7 +57,7 @@ pub fn run(args: &ChartArgs, out: &mut dyn Write) -> Result<(), BenchError> {
 
 /// Every chart's name and text.
 fn draw(results: &Path) -> Result<Vec<(&'static str, String)>, BenchError> {
-    let read = |name: &str| Report::read(results, name);
+    let read = |name: &str| SourceReport::read(results, name);
     let (leaked, router, fleet) = (read(LEAKS)?, read(ROUTER)?, read(FLEET)?);
     Ok(vec![
         ("leaks", leaks(&leaked)?.draw()),
@@ -72,12 +72,12 @@ fn draw(results: &Path) -> Result<Vec<(&'static str, String)>, BenchError> {
 }
 
 /// A report: its values, and the path below `bench/results` for errors and for its date.
-struct Report {
+struct SourceReport {
     name: String,
     value: Value,
 }
 
-impl Report {
+impl SourceReport {
     fn read(results: &Path, name: &str) -> Result<Self, BenchError> {
         let file = results.join(name);
         let wrong = |error: &dyn std::fmt::Display| format!("{}: {error}", file.display());
@@ -115,7 +115,7 @@ fn text<'a>(value: &'a Value, key: &str) -> &'a str {
     value[key].as_str().unwrap_or_default()
 }
 
-fn leaks(report: &Report) -> Result<Chart, BenchError> {
+fn leaks(report: &SourceReport) -> Result<Chart, BenchError> {
     let mut rows = Vec::new();
     for target in report.list(&report.value, "targets")? {
         let gap = &target["gap"];
@@ -129,21 +129,21 @@ fn leaks(report: &Report) -> Result<Chart, BenchError> {
             "toy-proxy" => "a proxy like vLLM's example",
             name => name,
         };
-        rows.push(Row {
+        rows.push(Bar {
             text: format!("{stranded} of {all} stranded · {} ms", number(median)),
             end: Some(high),
-            ..Row::new(name, median)
+            ..Bar::new(name, median)
         });
     }
     let lease = report.number(&report.value, "/lease_ms")?;
     Ok(Chart {
         title: "Time to free after 200 cancelled requests".to_owned(),
-        scale: Scale::Log(0.1, 10_000.0),
+        scale: BarScale::Log(0.1, 10_000.0),
         axis: format!(
             "milliseconds, log scale; bar p50, line to p99; the lease ends after {} ms",
             number(lease)
         ),
-        groups: vec![Group { title: None, rows }],
+        groups: vec![BarGroup { title: None, rows }],
         source: report.source(report.machine()),
     })
 }
@@ -154,7 +154,7 @@ const LOADS: [(&str, &str); 3] = [
     ("paced_c64", "64 tokens with pauses, 64 at a time"),
 ];
 
-fn router_cpu(report: &Report) -> Result<Chart, BenchError> {
+fn router_cpu(report: &SourceReport) -> Result<Chart, BenchError> {
     let mut groups = Vec::new();
     for (kind, title) in LOADS {
         let mut rows = Vec::new();
@@ -165,43 +165,43 @@ fn router_cpu(report: &Report) -> Result<Chart, BenchError> {
             let over = report.number(load, "/cpu_over_nginx/median")?;
             let name = text(subject, "name");
             let name = if name == "nginx" { "nginx (one hop)" } else { name };
-            rows.push(Row { text: format!("{over:.1} ×"), ..Row::new(name, over) });
+            rows.push(Bar { text: format!("{over:.1} ×"), ..Bar::new(name, over) });
         }
         rows.sort_by(|a, b| a.value.total_cmp(&b.value));
-        groups.push(Group { title: Some(title.to_owned()), rows });
+        groups.push(BarGroup { title: Some(title.to_owned()), rows });
     }
     Ok(Chart {
         title: "Router CPU per request".to_owned(),
-        scale: Scale::Linear,
+        scale: BarScale::Linear,
         axis: "times nginx as a plain reverse proxy, less is better".to_owned(),
         groups,
         source: report.source(report.machine()),
     })
 }
 
-fn router_latency(report: &Report) -> Result<Chart, BenchError> {
+fn router_latency(report: &SourceReport) -> Result<Chart, BenchError> {
     let mut rows = Vec::new();
     for subject in report.list(&report.value, "subjects")? {
         let Some(measured) = subject["first_token"].as_array() else { continue };
         let Some(first) = measured.iter().find(|one| text(one, "cores") == "as_they_are") else { continue };
         let median = report.number(first, "/added_p50_us/median")?;
         let high = report.number(first, "/added_p99_us/median")?;
-        rows.push(Row {
+        rows.push(Bar {
             text: format!("{} µs, p99 {} µs", number(median.round()), number(high.round())),
             end: Some(high),
-            ..Row::new(text(subject, "name"), median)
+            ..Bar::new(text(subject, "name"), median)
         });
     }
     Ok(Chart {
         title: "Router: added time to first token".to_owned(),
-        scale: Scale::Linear,
+        scale: BarScale::Linear,
         axis: "microseconds over a client that makes both hops itself; bar p50, line to p99".to_owned(),
-        groups: vec![Group { title: None, rows }],
+        groups: vec![BarGroup { title: None, rows }],
         source: report.source(report.machine()),
     })
 }
 
-fn cpu_engine(report: &Report) -> Result<Chart, BenchError> {
+fn cpu_engine(report: &SourceReport) -> Result<Chart, BenchError> {
     let tests = [
         ("prefill", "prefill of 512 tokens"),
         ("decode_b1", "decode, 1 sequence"),
@@ -212,52 +212,52 @@ fn cpu_engine(report: &Report) -> Result<Chart, BenchError> {
         let mut rows = Vec::new();
         for engine in report.list(&report.value, "engines")? {
             let speed = engine["median"][key].as_f64().filter(|_| text(engine, "arithmetic") == "bf16");
-            rows.extend(speed.map(|speed| Row {
+            rows.extend(speed.map(|speed| Bar {
                 text: format!("{} tokens/s", number(speed.round())),
-                ..Row::new(text(engine, "name"), speed)
+                ..Bar::new(text(engine, "name"), speed)
             }));
         }
         rows.sort_by(|a, b| b.value.total_cmp(&a.value));
-        groups.push(Group { title: Some(title.to_owned()), rows });
+        groups.push(BarGroup { title: Some(title.to_owned()), rows });
     }
     let machine = format!("{}, {} threads", text(&report.value, "cpu"), report.value["threads"]);
     Ok(Chart {
         title: "CPU engine: a 214M model in bf16".to_owned(),
-        scale: Scale::PerGroup,
+        scale: BarScale::PerGroup,
         axis: "tokens per second, more is better; each test has its own scale".to_owned(),
         groups,
         source: report.source(&machine),
     })
 }
 
-fn gpu_decode(report: &Report) -> Result<Chart, BenchError> {
+fn gpu_decode(report: &SourceReport) -> Result<Chart, BenchError> {
     let mut groups = Vec::new();
     for speed in report.list(&report.value, "speeds")? {
         let Some(batch) = text(speed, "what").strip_prefix("decode, 32 layers, batch ") else { continue };
         let (value, limit) = (report.number(speed, "/value")?, report.number(speed, "/limit")?);
         let percent = value * 100.0 / limit;
-        let row = Row {
+        let row = Bar {
             text: format!("{} of {} tokens/s, {percent:.0} %", number(value.round()), number(limit.round())),
             limit: Some(limit),
-            ..Row::new("baton", value)
+            ..Bar::new("baton", value)
         };
-        groups.push(Group { title: Some(format!("batch {batch}")), rows: vec![row] });
+        groups.push(BarGroup { title: Some(format!("batch {batch}")), rows: vec![row] });
     }
     Ok(Chart {
         title: "GPU engine: decode of an 8B-shaped model".to_owned(),
-        scale: Scale::PerGroup,
+        scale: BarScale::PerGroup,
         axis: "tokens per second; the frame is reading weights and KV cache once".to_owned(),
         groups,
         source: report.source(text(&report.value, "device")),
     })
 }
 
-/// Runs of a fleet with so many engines.
-fn runs(report: &Report, engines: u64) -> Result<impl Iterator<Item = &Value>, BenchError> {
+/// The runs with `engines` engines.
+fn runs(report: &SourceReport, engines: u64) -> Result<impl Iterator<Item = &Value>, BenchError> {
     Ok(report.list(&report.value, "runs")?.iter().filter(move |run| run["engines"] == engines))
 }
 
-fn choice_cost(report: &Report) -> Result<Chart, BenchError> {
+fn choice_cost(report: &SourceReport) -> Result<Chart, BenchError> {
     let mut rows = Vec::new();
     for run in runs(report, 1_000)? {
         let policy = text(run, "policy");
@@ -265,54 +265,54 @@ fn choice_cost(report: &Report) -> Result<Chart, BenchError> {
         let few = of_ten.ok_or_else(|| report.missing("runs of 10 engines"))?;
         let us = |run: &Value| Ok::<_, BenchError>(report.number(run, "/costs/choose_decode/p50_ns")? / 1e3);
         let (many, few) = (us(run)?, us(few)?);
-        rows.push(Row {
+        rows.push(Bar {
             text: format!("{many:.1} µs, of 10: {few:.1} µs"),
             mark: Some(few),
-            ..Row::new(policy, many)
+            ..Bar::new(policy, many)
         });
     }
     rows.sort_by(|a, b| a.value.total_cmp(&b.value));
     Ok(Chart {
         title: "One choice among 1,000 engines".to_owned(),
-        scale: Scale::Linear,
+        scale: BarScale::Linear,
         axis: "microseconds, median; the mark is a choice among 10 engines".to_owned(),
-        groups: vec![Group { title: None, rows }],
+        groups: vec![BarGroup { title: None, rows }],
         source: report.source(report.machine()),
     })
 }
 
-fn balance(report: &Report) -> Result<Chart, BenchError> {
+fn balance(report: &SourceReport) -> Result<Chart, BenchError> {
     let mut rows = Vec::new();
     for run in runs(report, 1_000)? {
         let over = report.number(run, "/imbalance/decode/mean")?;
-        rows.push(Row { text: format!("{over:.2}"), ..Row::new(text(run, "policy"), over) });
+        rows.push(Bar { text: format!("{over:.2}"), ..Bar::new(text(run, "policy"), over) });
     }
     rows.sort_by(|a, b| a.value.total_cmp(&b.value));
     Ok(Chart {
         title: "Load of the busiest of 1,000 decode engines".to_owned(),
-        scale: Scale::Linear,
+        scale: BarScale::Linear,
         axis: "times the mean load, 1 is perfect".to_owned(),
-        groups: vec![Group { title: None, rows }],
+        groups: vec![BarGroup { title: None, rows }],
         source: report.source(report.machine()),
     })
 }
 
-fn time_to_free(report: &Report) -> Result<Chart, BenchError> {
+fn time_to_free(report: &SourceReport) -> Result<Chart, BenchError> {
     let mut rows = Vec::new();
     for phase in report.list(&report.value, "phases")? {
         let median = report.number(phase, "/time_to_free_ms/p50")?;
         let high = report.number(phase, "/time_to_free_ms/p99")?;
-        rows.push(Row {
+        rows.push(Bar {
             text: format!("{} ms, p99 {} ms", number(median), number(high)),
             end: Some(high),
-            ..Row::new(&text(phase, "phase").replace('_', " "), median)
+            ..Bar::new(&text(phase, "phase").replace('_', " "), median)
         });
     }
     Ok(Chart {
         title: "Time to free, by phase of the cancel".to_owned(),
-        scale: Scale::Log(0.1, 100.0),
+        scale: BarScale::Log(0.1, 100.0),
         axis: "milliseconds, log scale; bar p50, line to p99".to_owned(),
-        groups: vec![Group { title: None, rows }],
+        groups: vec![BarGroup { title: None, rows }],
         source: report.source(report.machine()),
     })
 }
@@ -341,7 +341,7 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the repository")
     }
 
-    /// `BATON_WRITE_DOCS=1` writes them.
+    /// `BATON_WRITE_DOCS=1` writes the charts.
     #[test]
     fn charts_are_what_the_results_say() {
         let drawn = draw(&root().join("bench/results")).expect("the reports");
@@ -371,7 +371,7 @@ mod tests {
     #[test]
     fn a_report_without_a_value_is_an_error_that_names_it() {
         let report =
-            Report { name: "router/x.json".to_owned(), value: serde_json::json!({"subjects": [{}]}) };
+            SourceReport { name: "router/x.json".to_owned(), value: serde_json::json!({"subjects": [{}]}) };
         assert_eq!(
             router_cpu(&report).err().map(|error| error.to_string()).as_deref(),
             Some("router/x.json: no loads")
@@ -380,7 +380,7 @@ mod tests {
 
     #[test]
     fn numbers_have_separators() {
-        let said: Vec<_> = [0.5, 3.0, 99.96, 100.4, 1_234.0, 1_234_567.0].into_iter().map(number).collect();
-        assert_eq!(said, ["0.5", "3", "100.0", "100", "1,234", "1,234,567"]);
+        let texts: Vec<_> = [0.5, 3.0, 99.96, 100.4, 1_234.0, 1_234_567.0].into_iter().map(number).collect();
+        assert_eq!(texts, ["0.5", "3", "100.0", "100", "1,234", "1,234,567"]);
     }
 }

@@ -1,4 +1,4 @@
-//! What the tools that watch a deployment ask of its parts: JSON and Prometheus samples, over kept connections.
+//! HTTP client of the tools that watch a deployment: JSON and Prometheus samples over kept connections.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -14,31 +14,31 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use serde_json::Value;
 
-/// An answer is not read beyond this.
+/// Maximum bytes of a response.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 
-/// Of a refusal so much is told.
-const SAID_CHARS_MAX: usize = 200;
+/// Maximum characters of a refusal in an error text.
+const REFUSAL_CHARS_MAX: usize = 200;
 
-/// Why something was not learnt from a part of the deployment.
+/// Why a part of the deployment did not return what was requested.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WebError {
-    /// It cannot be asked.
+    /// The URL is invalid.
     #[error("`{0}` is no URL of the form http://HOST:PORT")]
     Url(String),
     /// A secret's file cannot be read.
     #[error("{0}: {1}")]
     Secret(String, std::io::Error),
-    /// Nobody answered.
+    /// There was no connection or no response.
     #[error("{0}: {1}")]
     Unreachable(String, String),
-    /// It did not answer in time.
+    /// There was no response in time.
     #[error("{0}: no answer within {1:?}")]
     Late(String, Duration),
-    /// It answered no.
+    /// The response has another status than 200.
     #[error("{0}: {1}: {2}")]
     Refused(String, StatusCode, String),
-    /// It answered something else than what was asked for.
+    /// The response is not what was requested.
     #[error("{0}: not JSON: {1}")]
     NotJson(String, serde_json::Error),
 }
@@ -55,19 +55,19 @@ impl WebError {
 
 /// One part of a deployment, by its URL.
 #[derive(Clone, Debug)]
-pub(crate) struct Origin {
+pub(crate) struct ServiceClient {
     authority: String,
     bearer: Option<String>,
-    /// What engines want to see of their cluster.
+    /// The cluster's secret, which engines require.
     secret: Option<String>,
     client: Client<HttpConnector, Full<Bytes>>,
 }
 
-impl Origin {
-    /// Takes `http://HOST:PORT`, or `HOST:PORT`.
+impl ServiceClient {
+    /// Accepts `http://HOST:PORT` or `HOST:PORT`.
     ///
     /// # Errors
-    /// When it is neither.
+    /// If the text is neither.
     pub(crate) fn parse(url: &str) -> Result<Self, WebError> {
         let authority = url.strip_prefix("http://").unwrap_or(url).trim_end_matches('/').to_owned();
         let parsed = authority.parse::<hyper::http::uri::Authority>();
@@ -82,19 +82,19 @@ impl Origin {
         })
     }
 
-    /// Shows the first line of this file as a bearer token.
+    /// Sends the first line of this file as a bearer token.
     ///
     /// # Errors
-    /// When it cannot be read.
+    /// If the file cannot be read.
     pub(crate) fn with_token_file(mut self, file: Option<&Path>) -> Result<Self, WebError> {
         self.bearer = file.map(first_line).transpose()?.map(|token| format!("Bearer {token}"));
         Ok(self)
     }
 
-    /// Shows the first line of this file as the cluster's secret.
+    /// Sends the first line of this file as the cluster's secret.
     ///
     /// # Errors
-    /// When it cannot be read.
+    /// If the file cannot be read.
     pub(crate) fn with_secret_file(mut self, file: Option<&Path>) -> Result<Self, WebError> {
         self.secret = file.map(first_line).transpose()?;
         Ok(self)
@@ -105,7 +105,7 @@ impl Origin {
         &self.authority
     }
 
-    /// The body of an answer of status 200.
+    /// The body of a response of status 200.
     ///
     /// # Errors
     /// See [`WebError`].
@@ -122,7 +122,7 @@ impl Origin {
         serde_json::from_slice(&body).map_err(|error| WebError::NotJson(self.url(path), error))
     }
 
-    /// Sends JSON and reads JSON; an empty answer is `null`.
+    /// Sends JSON and reads JSON. An empty response is `null`.
     ///
     /// # Errors
     /// See [`WebError`].
@@ -171,18 +171,18 @@ impl Origin {
         }
         let request = request.body(Full::new(body)).map_err(|_| WebError::Url(url.clone()))?;
         let answer = async {
-            let told = |what: &str, error: &(dyn Error + 'static)| {
+            let unreachable = |what: &str, error: &(dyn Error + 'static)| {
                 WebError::Unreachable(url.clone(), format!("{what}{}", cause(error)))
             };
             let reply = self.client.request(request).await;
             let reply = reply.map_err(|error| {
-                told(if error.is_connect() { "cannot connect: " } else { "no answer: " }, &error)
+                unreachable(if error.is_connect() { "cannot connect: " } else { "no answer: " }, &error)
             })?;
             let status = reply.status();
             let body = Limited::new(reply.into_body(), ANSWER_BYTES_MAX).collect().await;
-            let body = body.map_err(|error| told("the answer broke off: ", &*error))?.to_bytes();
+            let body = body.map_err(|error| unreachable("the answer broke off: ", &*error))?.to_bytes();
             if !status.is_success() {
-                return Err(WebError::Refused(url.clone(), status, said(&body)));
+                return Err(WebError::Refused(url.clone(), status, first_words(&body)));
             }
             Ok(body)
         };
@@ -190,7 +190,7 @@ impl Origin {
     }
 }
 
-/// What is at the bottom of an error: those above it only say in which layer it came to light.
+/// The root cause of an error. The errors above only name the layer.
 fn cause(error: &(dyn Error + 'static)) -> String {
     let (mut bottom, mut is_no_http) = (error, false);
     loop {
@@ -206,11 +206,11 @@ fn cause(error: &(dyn Error + 'static)) -> String {
     }
 }
 
-/// The beginning of a refusal, in one line: the end of a line is no text, and would be shown as what cannot be.
-fn said(body: &[u8]) -> String {
+/// The beginning of a refusal, in one line: control characters of a body are not shown.
+fn first_words(body: &[u8]) -> String {
     let text = String::from_utf8_lossy(body);
     let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
-    words.chars().take(SAID_CHARS_MAX).collect()
+    words.chars().take(REFUSAL_CHARS_MAX).collect()
 }
 
 fn first_line(file: &Path) -> Result<String, WebError> {
@@ -224,12 +224,12 @@ fn first_line(file: &Path) -> Result<String, WebError> {
 pub(crate) struct Samples(Vec<(String, BTreeMap<String, String>, f64)>);
 
 impl Samples {
-    /// Reads a scrape. Lines that are no samples are passed over.
+    /// Reads a scrape. Lines that are no samples are skipped.
     pub(crate) fn parse(text: &str) -> Self {
         Self(text.lines().filter(|line| !line.starts_with('#')).filter_map(sample).collect())
     }
 
-    /// The sum of the samples of this name that have these labels; `None` where there is none.
+    /// The sum of the samples of this name that have these labels. `None` if there are none.
     pub(crate) fn sum(&self, name: &str, labels: &[(&str, &str)]) -> Option<f64> {
         let has = |of: &BTreeMap<String, String>| {
             labels.iter().all(|(key, value)| of.get(*key).is_some_and(|held| held == value))
@@ -303,8 +303,8 @@ mod tests {
 
     #[test]
     fn a_refusal_is_told_in_one_line_and_cut_between_letters() {
-        assert_eq!(said(b"show the token\r\n as a bearer\n"), "show the token as a bearer");
-        assert_eq!(said("é".repeat(999).as_bytes()), "é".repeat(SAID_CHARS_MAX));
+        assert_eq!(first_words(b"show the token\r\n as a bearer\n"), "show the token as a bearer");
+        assert_eq!(first_words("é".repeat(999).as_bytes()), "é".repeat(REFUSAL_CHARS_MAX));
     }
 
     #[tokio::test]
@@ -312,34 +312,34 @@ mod tests {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let there = listener.local_addr().expect("an address");
         let ask = async |place: &str| {
-            let origin = Origin::parse(place).expect("an address");
-            origin.get("/health", Duration::from_secs(20)).await.expect_err("nobody answers").to_string()
+            let service = ServiceClient::parse(place).expect("an address");
+            service.get("/health", Duration::from_secs(20)).await.expect_err("nothing listens").to_string()
         };
-        // What a listener with TLS says to a request without.
+        // A TLS listener's response to a request in plain text.
         let alert = async {
             let (mut stream, _) = listener.accept().await.expect("a client");
             let _ = stream.read(&mut [0; 512]).await;
             stream.write_all(b"\x15\x03\x03\x00\x02\x02\x32").await.expect("a client that reads");
         };
         let place = there.to_string();
-        let (said, ()) = tokio::join!(ask(&place), alert);
-        assert!(said.starts_with(&format!("http://{there}/health: no answer: ")), "{said}");
-        assert!(said.contains("does not speak HTTP, or wants TLS"), "{said}");
+        let (error, ()) = tokio::join!(ask(&place), alert);
+        assert!(error.starts_with(&format!("http://{there}/health: no answer: ")), "{error}");
+        assert!(error.contains("does not speak HTTP, or wants TLS"), "{error}");
         drop(listener);
-        let said = ask(&place).await;
+        let error = ask(&place).await;
         let refused = format!("http://{there}/health: cannot connect: Connection refused");
-        assert!(said.starts_with(&refused), "{said}");
-        let said = ask("nobody.invalid:80").await;
-        assert!(said.contains("nobody.invalid:80/health: cannot connect: failed to lookup"), "{said}");
+        assert!(error.starts_with(&refused), "{error}");
+        let error = ask("absent.invalid:80").await;
+        assert!(error.contains("absent.invalid:80/health: cannot connect: failed to lookup"), "{error}");
     }
 
     #[test]
     fn an_origin_has_a_host_and_a_port() {
         for good in ["http://127.0.0.1:8000", "127.0.0.1:8000/", "http://engine.local:1"] {
-            assert!(Origin::parse(good).is_ok(), "{good}");
+            assert!(ServiceClient::parse(good).is_ok(), "{good}");
         }
         for bad in ["", "http://", "localhost", "https://a:1", "http://a:1/x", "a b:1"] {
-            assert!(Origin::parse(bad).is_err(), "{bad}");
+            assert!(ServiceClient::parse(bad).is_err(), "{bad}");
         }
     }
 }

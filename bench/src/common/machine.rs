@@ -1,4 +1,4 @@
-//! What a report says of the machine and the day it was made on.
+//! The machine, date, commit and command of a report.
 
 use serde::Serialize;
 
@@ -8,18 +8,18 @@ pub(crate) fn today() -> String {
     format!("{:04}-{:02}-{:02}", now.year(), u8::from(now.month()), now.day())
 }
 
-/// What a number is worth nothing without: of what, when, where and by which call.
+/// Provenance of a number: date, commit, machine, driver and command.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Origin {
+pub(crate) struct Provenance {
     date: String,
     commit: Option<String>,
     machine: String,
-    /// Its driver and CUDA's version; `None` on a device without one.
+    /// The driver and CUDA's version. `None` on a device without a driver.
     driver: Option<String>,
     command: String,
 }
 
-impl Origin {
+impl Provenance {
     /// Of this process, on a device with this driver.
     pub(crate) fn of(driver: Option<String>) -> Self {
         Self { date: today(), commit: commit(), machine: described(), driver, command: command() }
@@ -38,7 +38,7 @@ pub(crate) fn command() -> String {
     typed(std::env::args())
 }
 
-/// As it was typed, but for the folder of the program.
+/// The command as typed, without the folder of the program.
 fn typed(words: impl Iterator<Item = String>) -> String {
     let plain = |word: &str| {
         !word.is_empty() && word.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_=:./,+@%".contains(&b))
@@ -51,20 +51,20 @@ fn typed(words: impl Iterator<Item = String>) -> String {
     std::iter::once(program).chain(words).map(quoted).collect::<Vec<_>>().join(" ")
 }
 
-/// The niceness of this process, from `/proc`: what is measured at another is measured in other company.
+/// The niceness of this process, from `/proc`. Runs at different niceness are not comparable.
 pub(crate) fn nice() -> Option<i32> {
     nice_of(&std::fs::read_to_string("/proc/self/stat").ok()?)
 }
 
-/// The nineteenth field, by proc(5); the second is a name in parentheses, which may have anything in it.
+/// The nineteenth field, see proc(5). The second is a name in parentheses, which may contain any character.
 fn nice_of(stat: &str) -> Option<i32> {
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(16)?.parse().ok()
 }
 
-/// Says of which commit this is, where there is no repository to ask: a binary that was built elsewhere.
+/// Names the commit of a binary that runs outside its repository.
 const COMMIT_VARIABLE: &str = "BATON_COMMIT";
 
-/// The commit of the repository that this is run in, with a `+` where it was changed; or what [`COMMIT_VARIABLE`] says.
+/// The value of [`COMMIT_VARIABLE`], else the commit of the current repository, with a `+` if files were changed.
 pub(crate) fn commit() -> Option<String> {
     std::env::var(COMMIT_VARIABLE).ok().filter(|commit| !commit.is_empty()).or_else(of_repository)
 }
@@ -80,7 +80,7 @@ fn of_repository() -> Option<String> {
     Some(if changed { commit + "+" } else { commit })
 }
 
-/// Processor, how many, and memory, from `/proc`.
+/// Processor, number of processors and memory, from `/proc`.
 pub(crate) fn described() -> String {
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
     let (processors, memory, kernel) =
@@ -109,13 +109,13 @@ mod tests {
 
     #[test]
     fn a_report_says_where_it_comes_from() {
-        let origin = super::Origin::of(Some("580.159, CUDA 13.0".into()));
+        let origin = super::Provenance::of(Some("580.159, CUDA 13.0".into()));
         let json = serde_json::to_value(&origin).unwrap();
         for key in ["date", "commit", "machine", "driver", "command"] {
             assert!(json.get(key).is_some(), "{json}");
         }
         assert_eq!(json["driver"], "580.159, CUDA 13.0");
-        // This test's own, wherever it was built.
+        // The name of the test binary depends on the build.
         let command = json["command"].as_str().unwrap();
         assert!(command.starts_with("baton_bench") && !command.contains("/deps/"), "{command}");
         assert!(origin.line().contains("driver 580.159, CUDA 13.0"), "{}", origin.line());

@@ -1,4 +1,4 @@
-//! What every benchmark uses: the machine, processes, statistics, an HTTP client.
+//! Shared by all benchmarks: the machine, processes, statistics, an HTTP client.
 
 pub(crate) mod http_client;
 pub(crate) mod machine;

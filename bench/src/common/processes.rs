@@ -1,4 +1,4 @@
-//! This program in other roles, as processes of their own that end with whoever measures them.
+//! Child processes that run this program in other roles and end with the benchmark.
 
 use std::io::{self, BufRead, BufReader};
 use std::net::SocketAddr;
@@ -6,22 +6,22 @@ use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long a process gets to end by itself.
+/// Time that a process has to end after its standard input is closed.
 const END_WITHIN: Duration = Duration::from_secs(5);
 
-/// A process that ends with this value.
-pub(crate) struct Running {
+/// A process that is ended when this value is dropped.
+pub(crate) struct ChildProcess {
     child: Child,
 }
 
-impl Running {
-    /// Starts this program's engine on a free port of loopback, with these options besides.
+impl ChildProcess {
+    /// Starts this program's engine on a free port of loopback, with these options added.
     pub(crate) fn start(options: &[String]) -> io::Result<Self> {
         let engine = ["engine", "--listen", "127.0.0.1:0"].map(str::to_owned);
         Self::run(&[&engine, options].concat(), Stdio::inherit())
     }
 
-    /// Starts this program with these arguments; what it logs goes where it is told.
+    /// Starts this program with these arguments. Its log goes to `log`.
     pub(crate) fn run(arguments: &[String], log: impl Into<Stdio>) -> io::Result<Self> {
         let child = Command::new(std::env::current_exe()?)
             .args(arguments)
@@ -29,26 +29,26 @@ impl Running {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(log)
-            // What a terminal sends is for whoever measures; this ends with its standard input.
+            // Signals of a terminal are for the benchmark only. The child ends when its standard input is closed.
             .process_group(0)
             .spawn()?;
         Ok(Self { child })
     }
 
-    /// The address it says it serves.
+    /// The address in the "ready" line.
     pub(crate) fn ready(&mut self) -> io::Result<SocketAddr> {
         let line = self.ready_line()?;
         word(&line, "http")?.parse().map_err(io::Error::other)
     }
 
-    /// What it says when it is ready: `ready NAME=VALUE …`. See [`word`].
+    /// Waits for the line `ready NAME=VALUE …`. See [`word`].
     pub(crate) fn ready_line(&mut self) -> io::Result<String> {
         let out = self.child.stdout.take().ok_or_else(|| io::Error::other("no output"))?;
         let mut lines = BufReader::new(out).lines();
         while let Some(line) = lines.next() {
             let line = line?;
             if line.contains("ready http=") {
-                // What it says later must not fill its pipe.
+                // Later output must not fill the pipe.
                 std::thread::Builder::new().name("bench-drain".into()).spawn(move || lines.for_each(drop))?;
                 return Ok(line);
             }
@@ -56,7 +56,7 @@ impl Running {
         Err(io::Error::other("it ended before it was ready"))
     }
 
-    /// Ends it at once, as a crash does.
+    /// Kills the process, as a crash does.
     pub(crate) fn kill(&mut self) -> io::Result<()> {
         self.child.kill()?;
         self.child.wait().map(drop)
@@ -77,7 +77,7 @@ pub(crate) fn word<'a>(line: &'a str, name: &str) -> io::Result<&'a str> {
     value.ok_or_else(|| io::Error::other(format!("`{line}` does not say its {name}")))
 }
 
-impl Drop for Running {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
         drop(self.child.stdin.take());
         let begun = Instant::now();
@@ -85,7 +85,7 @@ impl Drop for Running {
             if begun.elapsed() > END_WITHIN {
                 let _ = self.child.kill();
             }
-            #[allow(clippy::disallowed_methods)] // between two looks at whether a process has ended
+            #[allow(clippy::disallowed_methods, reason = "between two looks at whether a process has ended")]
             std::thread::sleep(Duration::from_millis(5));
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! | word | means |
 //! |---|---|
-//! | percentile p | nearest rank: of n samples in order, the one with rank ⌈p/100 × n⌉, and the first for p = 0. It is always a sample that there was |
+//! | percentile p | nearest rank: of n samples in order, the one with rank ⌈p/100 × n⌉, and the first for p = 0. The result is always one of the samples |
 //! | mean, deviation | arithmetic; the deviation is the sample's, with n − 1, and 0 for one sample |
 //! | median of runs | the middle one, or halfway between the middle two; beside it the least and the greatest |
 
@@ -12,25 +12,25 @@ use serde::{Serialize, Serializer};
 /// The percentile of samples that are in order; `None` without samples.
 pub(crate) fn percentile(sorted: &[f64], p: f64) -> Option<f64> {
     let count = sorted.len() as f64;
-    // 99.9 % of 1,000 is 999, whatever floats say.
+    // 99.9 % of 1,000 is exactly 999. Floats round up.
     let rank = (p / 100.0 * count - 1e-9).ceil().clamp(1.0, count.max(1.0)) as usize;
     sorted.get(rank - 1).copied()
 }
 
-/// What samples say together.
+/// Statistics of a set of samples.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Summary {
+pub(crate) struct SampleSummary {
     pub(crate) count: usize,
     pub(crate) mean: f64,
     pub(crate) deviation: f64,
     pub(crate) min: f64,
     pub(crate) max: f64,
-    /// Which, and its value.
+    /// Each percentile and its value.
     pub(crate) percentiles: Vec<(f64, f64)>,
 }
 
-impl Summary {
-    /// `None` without samples. Samples that are no numbers are not to be passed in.
+impl SampleSummary {
+    /// `None` without samples. Samples must not be NaN.
     pub(crate) fn of(mut samples: Vec<f64>, percentiles: &[f64]) -> Option<Self> {
         samples.sort_by(f64::total_cmp);
         let (min, max) = (*samples.first()?, *samples.last()?);
@@ -42,13 +42,13 @@ impl Summary {
         Some(Self { count, mean, deviation, min, max, percentiles })
     }
 
-    /// One of the percentiles that it was made with.
+    /// One of the percentiles given to [`Self::of`].
     pub(crate) fn percentile(&self, p: f64) -> Option<f64> {
         self.percentiles.iter().find(|(which, _)| (which - p).abs() < 1e-9).map(|(_, value)| *value)
     }
 }
 
-impl Serialize for Summary {
+impl Serialize for SampleSummary {
     /// `{"count", "mean", "std", "min", "max", "p50", …}`
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(Some(5 + self.percentiles.len()))?;
@@ -73,7 +73,7 @@ pub(crate) struct Spread {
     pub(crate) min: f64,
     #[serde(serialize_with = "write_rounded")]
     pub(crate) max: f64,
-    /// Run by run.
+    /// The value of each run.
     pub(crate) runs: Vec<f64>,
 }
 
@@ -92,7 +92,7 @@ impl Spread {
     }
 }
 
-/// To a millionth: what is measured is no more exact, and a report is read by people too.
+/// Rounds to a millionth. No measurement is more precise, and people read the reports.
 pub(crate) fn rounded(value: f64) -> f64 {
     (value * 1e6).round() / 1e6
 }
@@ -141,7 +141,7 @@ mod tests {
             let samples: Vec<f64> = (0..count).map(|_| draw(&mut rng)).collect();
             let tenths: Vec<u32> = vec![0, 1, 250, 500, 501, 900, 950, 990, 999, 1_000];
             let percentiles: Vec<f64> = tenths.iter().map(|p| f64::from(*p) / 10.0).collect();
-            let Some(summary) = Summary::of(samples.clone(), &percentiles) else {
+            let Some(summary) = SampleSummary::of(samples.clone(), &percentiles) else {
                 assert_eq!(count, 0);
                 continue;
             };
@@ -162,8 +162,8 @@ mod tests {
     #[test]
     fn few_samples_are_what_they_are() {
         assert_eq!(percentile(&[], 50.0), None);
-        assert!(Summary::of(Vec::new(), &PERCENTILES).is_none() && Spread::of(Vec::new()).is_none());
-        let one = Summary::of(vec![3.0], &PERCENTILES).expect("a sample");
+        assert!(SampleSummary::of(Vec::new(), &PERCENTILES).is_none() && Spread::of(Vec::new()).is_none());
+        let one = SampleSummary::of(vec![3.0], &PERCENTILES).expect("a sample");
         assert_eq!((one.mean, one.deviation, one.percentile(99.0)), (3.0, 0.0, Some(3.0)));
         assert_eq!(percentile(&[1.0, 2.0, 3.0, 4.0], 50.0), Some(2.0));
         assert_eq!(percentile(&[1.0, 2.0, 3.0, 4.0], 50.1), Some(3.0));
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn a_summary_is_written_with_its_percentiles_by_name() {
-        let summary = Summary::of(vec![1.0, 4.0], &[50.0, 99.9]).expect("samples");
+        let summary = SampleSummary::of(vec![1.0, 4.0], &[50.0, 99.9]).expect("samples");
         let json = serde_json::to_value(&summary).expect("JSON");
         assert_eq!(
             json,

@@ -1,15 +1,15 @@
-//! `baton bench disconnect`: what clients that leave cost a deployment, measured from outside, with the engines' own word
-//! on what became of every request.
+//! `baton bench disconnect`: what cancelled requests cost a deployment. Clients measure from outside, and the engines'
+//! event logs show the outcome of each request.
 //!
 //! ```text
-//!  clients (load) ──▶ router ──▶ engines          a run, part after part (drive)
-//!     │ every call        ▲          │ event logs, books (watch)
+//!  clients (load) ──▶ router ──▶ engines          a run, segment by segment (drive)
+//!     │ every call        ▲          │ event logs, engine states (watch)
 //!     ▼                   │ kill     ▼
 //!  events.jsonl ◀── recorder ◀───────┘
 //!     └─▶ analyse (pure) ─▶ summary.json, series.json, report.html
 //! ```
 //!
-//! The numbers are computed from `events.jsonl` and nothing else: `baton bench report DIR` computes them again.
+//! All numbers are computed from `events.jsonl` alone. `baton bench report DIR` computes them again.
 
 mod analyse;
 pub mod drive;
@@ -30,31 +30,32 @@ pub(crate) use report::escaped;
 /// Runs the benchmark and writes its folder.
 ///
 /// # Errors
-/// When the deployment cannot be used or the folder not be written; with `--fail-on-findings` also when anything was found.
+/// If the deployment cannot be used or the folder cannot be written. With `--fail-on-findings` also if there are
+/// findings.
 pub fn run(options: &DisconnectOptions, out: &mut dyn Write) -> Result<(), BenchError> {
     options.check()?;
     let made = folder(&options.out).map_err(|error| format!("{}: {error}", options.out.display()))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let before = events_of(&options.out);
-    let played = runtime.block_on(drive::run::play(options));
+    let played = runtime.block_on(drive::run::run(options));
     if played.is_err() && events_of(&options.out) == before {
-        // It did not begin. What a run before it left there is not its own, and a folder that it made is in the way.
+        // The run did not start. Events of an earlier run stay, and a folder that this run created is removed.
         made.iter().take_while(|folder| std::fs::remove_dir(folder).is_ok()).count();
         return played;
     }
-    let summary = match (written(&options.out), &played) {
+    let summary = match (write_report(&options.out), &played) {
         (Ok(summary), _) => summary,
         (Err(error), Ok(())) => return Err(error),
         (Err(_), Err(_)) => return played,
     };
     if played.is_err() && summary.calm.is_none() && summary.cancelled == 0 {
-        // Nothing was learnt before it went wrong: a report would say that nothing was found.
+        // No call was analysed. A report would show that there are no findings.
         for file in ["summary.json", "series.json", "report.html"] {
             std::fs::remove_file(options.out.join(file))?;
         }
         return played;
     }
-    told(&summary, &options.out, options.json, out)?;
+    print_summary(&summary, &options.out, options.json, out)?;
     played?;
     if options.fail_on_findings && summary.interrupted {
         return Err("the run was broken off".into());
@@ -65,17 +66,17 @@ pub fn run(options: &DisconnectOptions, out: &mut dyn Write) -> Result<(), Bench
     Ok(())
 }
 
-/// Makes a folder that can be written to. Those that were not there before, the innermost first.
+/// Creates a writable folder. Returns the folders that did not exist before, the innermost first.
 fn folder(path: &Path) -> std::io::Result<Vec<PathBuf>> {
     let missing = path.ancestors().take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists());
     let missing: Vec<_> = missing.map(Path::to_owned).collect();
     std::fs::create_dir_all(path)?;
-    // Said now, not when there is something to lose.
+    // Checks now that the folder is writable, before the run has results to lose.
     tempfile::tempfile_in(path)?;
     Ok(missing)
 }
 
-/// When the raw events in a folder were written last; `None` where there are none.
+/// The time of the last write to the raw events of a folder; `None` if there are none.
 fn events_of(folder: &Path) -> Option<SystemTime> {
     std::fs::metadata(folder.join("events.jsonl")).and_then(|events| events.modified()).ok()
 }
@@ -83,14 +84,14 @@ fn events_of(folder: &Path) -> Option<SystemTime> {
 /// Computes the summary and the report of a folder again.
 ///
 /// # Errors
-/// When its raw events cannot be read, or the report not be written.
+/// If the raw events cannot be read or the report cannot be written.
 pub fn report(options: &ReportOptions, out: &mut dyn Write) -> Result<(), BenchError> {
-    let summary = written(&options.folder)?;
-    told(&summary, &options.folder, options.json, out)
+    let summary = write_report(&options.folder)?;
+    print_summary(&summary, &options.folder, options.json, out)
 }
 
-/// From the raw events of a folder to its summary and its report.
-fn written(folder: &Path) -> Result<Summary, BenchError> {
+/// Writes the summary and the report of a folder from its raw events.
+fn write_report(folder: &Path) -> Result<Summary, BenchError> {
     let (plain, packed) = (folder.join("events.jsonl"), folder.join("events.jsonl.gz"));
     let is_packed = !plain.exists() && packed.exists();
     let raw = if is_packed { packed } else { plain };
@@ -109,7 +110,12 @@ fn written(folder: &Path) -> Result<Summary, BenchError> {
     Ok(summary)
 }
 
-fn told(summary: &Summary, folder: &Path, as_json: bool, out: &mut dyn Write) -> Result<(), BenchError> {
+fn print_summary(
+    summary: &Summary,
+    folder: &Path,
+    as_json: bool,
+    out: &mut dyn Write,
+) -> Result<(), BenchError> {
     if as_json {
         serde_json::to_writer(&mut *out, summary)?;
         writeln!(out)?;

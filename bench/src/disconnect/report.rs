@@ -1,4 +1,4 @@
-//! A summary for people: some lines for a terminal, and one HTML page that needs nothing else.
+//! Renders a summary: text for a terminal, and a self-contained HTML page.
 
 mod page;
 mod svg;
@@ -8,44 +8,34 @@ use std::fmt::Write as _;
 use serde_json::{Value, json};
 
 use super::analyse::dist::Dist;
-use super::analyse::sampled::Sampled;
-use super::analyse::summary::{Compared, FaultRow, Group, Series, Service, StormCancels, Summary};
-use super::analyse::uncancelled::SLOWER;
-use super::analyse::vanished::Vanished;
-use super::plan::phase::{Kind, Phase};
+use super::analyse::summary::{
+    CancelGroup, FaultRow, PairedComparison, PlotData, SLOWER, SampledSummary, ServiceLevels, StormCancels,
+    Summary, VanishedSummary,
+};
+use super::analyse::units::format_ms;
+use super::plan::phase::{CancelKind, Phase};
 use crate::common::stats::{Spread, rounded};
 
 pub(crate) use page::page;
 pub(crate) use svg::escaped;
 
-/// Milliseconds as people read them.
-pub(super) fn ms(value: f64) -> String {
-    match value {
-        value if value.is_infinite() => "never".into(),
-        value if value >= 10_000.0 => format!("{:.1} s", value / 1e3),
-        value if value >= 100.0 => format!("{value:.0} ms"),
-        value if value >= 1.0 => format!("{value:.1} ms"),
-        value => format!("{value:.2} ms"),
-    }
-}
-
 /// A percentile, or a dash where nothing was measured.
 fn percentile(dist: &Dist, of: impl Fn(&Dist) -> f64) -> String {
-    if dist.n == 0 { "–".into() } else { ms(of(dist)) }
+    if dist.n == 0 { "–".into() } else { format_ms(of(dist)) }
 }
 
-/// How many of these never were.
+/// The number of durations that did not end.
 fn never(times: &[f64]) -> u64 {
     times.iter().filter(|ms| ms.is_infinite()).count() as u64
 }
 
-/// A number of a group, or a dash where engines do not tell.
-fn known(group: &Group, number: impl FnOnce() -> String) -> String {
+/// A number of a group, or a dash without event logs.
+fn known(group: &CancelGroup, number: impl FnOnce() -> String) -> String {
     if group.exact { number() } else { "–".into() }
 }
 
 /// How many completed without an abort, of those that are judged.
-fn ran_on(group: &Group) -> String {
+fn ran_on(group: &CancelGroup) -> String {
     let judged = group.ran_on.filter(|ran_on| group.exact && ran_on.judged > 0);
     judged.map_or_else(
         || "–".into(),
@@ -54,32 +44,32 @@ fn ran_on(group: &Group) -> String {
 }
 
 /// Rows of uncancelled requests: the calm, its paired requests, and the storm.
-fn who_stayed(summary: &Summary) -> Vec<(&'static str, &Service)> {
+fn uncancelled_text(summary: &Summary) -> Vec<(&'static str, &ServiceLevels)> {
     let rows =
         [("calm", &summary.calm), ("calm, paired requests", &summary.calm_paired), ("storm", &summary.storm)];
     rows.into_iter().filter_map(|(name, service)| Some((name, service.as_ref()?))).collect()
 }
 
-/// How other gateways are measured, for a report without a table of them.
+/// The hint for a report without a table of other gateways.
 const NOT_COMPARED: &str = "No comparison with other gateways: `baton bench compare --json > FILE` measures them, and `--compare-with FILE` adds them.";
 
 /// A number of uncancelled requests above the target, reported as a finding or not.
-fn above(number: &Compared) -> String {
-    let Compared { measure, percentile, calm_ms, storm_ms, over, rounds_above, slower, .. } = number;
+fn above(number: &PairedComparison) -> String {
+    let PairedComparison { measure, percentile, calm_ms, storm_ms, over, rounds_above, slower, .. } = number;
     format!(
         "{} p{percentile} {:.2} × ({} to {}; {rounds_above} of {} rounds; {})",
         measure.label(),
         over.median,
-        ms(*calm_ms),
-        ms(*storm_ms),
+        format_ms(*calm_ms),
+        format_ms(*storm_ms),
         over.runs.len(),
         if *slower { "a finding" } else { "no finding: within chance" },
     )
 }
 
 /// How many requests of the storms were to be cancelled, and how many were in time.
-fn storm_cancels(leavers: &StormCancels) -> String {
-    let StormCancels { requests, drawn, in_time, share_in_time } = leavers;
+fn storm_cancels(cancels: &StormCancels) -> String {
+    let StormCancels { requests, drawn, in_time, share_in_time } = cancels;
     format!(
         "Storms, all rounds: {} of {} requests were selected for a cancel. {} were cancelled before they completed ({:.1} % of all).",
         count(*drawn),
@@ -89,9 +79,9 @@ fn storm_cancels(leavers: &StormCancels) -> String {
     )
 }
 
-/// How much of the time between tokens is that of the socket's reads.
+/// The share of events that arrived in one read of the socket.
 fn within_one_read(summary: &Summary) -> Option<String> {
-    let share = |service: &Option<Service>| {
+    let share = |service: &Option<ServiceLevels>| {
         let service = service.as_ref().filter(|service| service.itl_ms.n > 0)?;
         Some(format!("{:.0} %", service.itl_within_one_read * 100.0))
     };
@@ -101,23 +91,23 @@ fn within_one_read(summary: &Summary) -> Option<String> {
     ))
 }
 
-/// What the plots draw, thinned as they are.
+/// The data of the plots as JSON.
 pub(crate) fn series(summary: &Summary) -> Value {
     let pairs = |points: &[(f64, f64)]| -> Value {
         points.iter().map(|(across, up)| json!([rounded(*across), rounded(*up)])).collect()
     };
     let shares = |sorted: &[f64]| pairs(&svg::cumulative(sorted));
     let both = |[calm, storm]: &[Vec<f64>; 2]| json!({"calm": shares(calm), "storm": shares(storm)});
-    let Series { back, stranded, stranded_in_broken_parts, vanished, pools, acts, ttft, itl } =
+    let PlotData { time_to_free, stranded, stranded_in_faults, vanished, pools, segments, ttft, itl } =
         &summary.series;
     let part = |(name, from, to): &(String, f64, f64)| json!({"name": name, "from_s": rounded(*from), "to_s": rounded(*to)});
     let of_phase = |(phase, times): &(Phase, Vec<f64>)| json!({"phase": phase, "n": times.len(), "never": never(times), "ms_percent": shares(times)});
     let pool = |(name, points): &(String, Vec<(f64, f64)>)| json!({"engine": name, "s_share": pairs(points)});
     let mut series = json!({
-        "segments": acts.iter().map(part).collect::<Vec<_>>(),
-        "time_to_free": back.iter().map(of_phase).collect::<Vec<_>>(),
+        "segments": segments.iter().map(part).collect::<Vec<_>>(),
+        "time_to_free": time_to_free.iter().map(of_phase).collect::<Vec<_>>(),
         "stranded_s_blocks": pairs(stranded),
-        "stranded_in_fault_segments_s_blocks": pairs(stranded_in_broken_parts),
+        "stranded_in_fault_segments_s_blocks": pairs(stranded_in_faults),
         "ttft_ms_percent": both(ttft),
         "itl_ms_percent": both(itl),
         "pools": pools.iter().map(pool).collect::<Vec<_>>(),
@@ -128,7 +118,7 @@ pub(crate) fn series(summary: &Summary) -> Value {
     series
 }
 
-/// How a median of rounds came about.
+/// The rounds of a median, as text.
 fn rounds(spread: &Spread) -> String {
     match spread.runs.len() {
         1 => "one round".into(),
@@ -146,17 +136,17 @@ fn excused(summary: &Summary) -> Option<String> {
 }
 
 /// Whether a number of uncancelled requests is a finding, and how far it is from that.
-fn slower(number: &Compared) -> String {
+fn slower(number: &PairedComparison) -> String {
     match number.named_by_ms {
-        Some(more) => format!("a finding from {} more", ms(more)),
+        Some(more) => format!("a finding from {} more", format_ms(more)),
         None if number.slower => "SLOWER".into(),
         None => "slower, but in less than three of four rounds".into(),
     }
 }
 
 /// Block-seconds from samples of metrics, with their error.
-fn from_samples(sampled: &Sampled) -> String {
-    let Sampled { held, unknown_engines, per_1000, per_1000_off_by } = sampled;
+fn from_samples(sampled: &SampledSummary) -> String {
+    let SampledSummary { held, unknown_engines, per_1000, per_1000_off_by } = sampled;
     let without = match unknown_engines {
         0 => String::new(),
         engines => format!(", without {engines} engines that cannot be sampled"),
@@ -173,7 +163,7 @@ fn from_samples(sampled: &Sampled) -> String {
     )
 }
 
-/// To a hundredth, with thousands apart; small ones to a thousandth.
+/// With two decimals and thousands separators; small values with three decimals.
 fn decimals(value: f64) -> String {
     match value {
         value if value < 10.0 => format!("{value:.3}"),
@@ -184,7 +174,7 @@ fn decimals(value: f64) -> String {
     }
 }
 
-/// Counts with thousands apart.
+/// A count with thousands separators.
 fn count(value: u64) -> String {
     let digits = value.to_string();
     let mut out = String::new();
@@ -197,9 +187,9 @@ fn count(value: u64) -> String {
     out
 }
 
-/// How clients stall, and how many of their connections the deployment closed.
+/// How long clients stall, and how many of them the deployment dropped.
 fn stalls(summary: &Summary) -> Option<String> {
-    let row = summary.kinds.iter().find(|row| row.kind == Kind::Stall)?;
+    let row = summary.kinds.iter().find(|row| row.kind == CancelKind::Stall)?;
     let rate = summary.load.as_ref()?.rate;
     let asked = summary.run.options["stall_ms"].as_f64().unwrap_or(rate.stall_ms);
     let less = if rate.stall_ms < asked {
@@ -218,7 +208,7 @@ fn stalls(summary: &Summary) -> Option<String> {
     ))
 }
 
-/// Some lines on one injected fault.
+/// The lines of one fault.
 fn of_fault(fault: &FaultRow) -> String {
     let FaultRow { stayed, cancelled: left, .. } = fault;
     let mut out = format!("{}: ", fault.fault);
@@ -249,15 +239,15 @@ fn of_fault(fault: &FaultRow) -> String {
         known(left, || count(left.stranded)),
         percentile(&left.time_to_free_ms, |dist| dist.p50),
         percentile(&left.time_to_free_ms, |dist| dist.max),
-        fault.all_free_ms.map_or_else(|| "not within its segment".into(), ms),
+        fault.all_free_ms.map_or_else(|| "not within its segment".into(), format_ms),
     );
-    if let Some(told) = fault.retries.told() {
-        let _ = write!(out, "\n  {told}");
+    if let Some(retries) = fault.retries.describe() {
+        let _ = write!(out, "\n  {retries}");
     }
     out
 }
 
-/// For a terminal.
+/// The text for a terminal.
 pub(crate) fn text(summary: &Summary) -> String {
     let mut out = String::new();
     let mut line = |text: String| {
@@ -297,7 +287,7 @@ pub(crate) fn text(summary: &Summary) -> String {
         "p99",
         "block-s/1000"
     ));
-    let mut row = |name: &str, group: &Group| {
+    let mut row = |name: &str, group: &CancelGroup| {
         line(format!(
             "{name:<18} {:>9} {:>9} {:>9} {:>16} {:>10} {:>10} {:>16} {:>10} {:>14}",
             group.cancelled,
@@ -345,7 +335,7 @@ pub(crate) fn text(summary: &Summary) -> String {
             "TPOT p50",
             "TPOT p99"
         ));
-        for (name, service) in who_stayed(summary) {
+        for (name, service) in uncancelled_text(summary) {
             line(format!(
                 "{name:<24} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}",
                 service.requests,
@@ -358,8 +348,8 @@ pub(crate) fn text(summary: &Summary) -> String {
                 percentile(&service.tpot_ms, |dist| dist.p99),
             ));
         }
-        for said in [summary.storm_cancels.as_ref().map(storm_cancels), within_one_read(summary)] {
-            said.into_iter().for_each(&mut line);
+        for note in [summary.storm_cancels.as_ref().map(storm_cancels), within_one_read(summary)] {
+            note.into_iter().for_each(&mut line);
         }
         if let Some(spread) = summary.judged_ttft_ratio() {
             let over = rounds(spread);
@@ -369,32 +359,35 @@ pub(crate) fn text(summary: &Summary) -> String {
             ));
         }
         if !summary.uncancelled.numbers.is_empty() {
-            let above: Vec<_> = summary.uncancelled.above().map(above).collect();
+            let above: Vec<_> = summary.uncancelled.above_target().map(above).collect();
             let above = if above.is_empty() { "nothing".to_owned() } else { above.join("; ") };
             line(format!("uncancelled requests, above {SLOWER} times the calm in the median round: {above}"));
         }
         for number in &summary.uncancelled.numbers {
-            let Compared { measure, percentile, round, calm_ms, storm_ms, over, by_ms, noise_ms, .. } =
-                number;
+            let PairedComparison {
+                measure, percentile, round, calm_ms, storm_ms, over, by_ms, noise_ms, ..
+            } = number;
             line(format!(
                 "{} p{percentile}: calm {}, storm {} in round {round}, {by_ms:+.1} ms, {:.2} times: {} (noise between calms {})",
                 measure.label(),
-                ms(*calm_ms),
-                ms(*storm_ms),
+                format_ms(*calm_ms),
+                format_ms(*storm_ms),
                 over.median,
                 slower(number),
-                ms(*noise_ms),
+                format_ms(*noise_ms),
             ));
         }
         line(String::new());
     }
     for row in &summary.kinds {
-        if let Some(told) = row.retries.told() {
-            line(format!("{}: {told}", row.kind.label()));
+        if let Some(retries) = row.retries.describe() {
+            line(format!("{}: {retries}", row.kind.label()));
         }
     }
-    for said in [stalls(summary), summary.vanished.as_ref().map(Vanished::said)].into_iter().flatten() {
-        line(said);
+    for note in
+        [stalls(summary), summary.vanished.as_ref().map(VanishedSummary::describe)].into_iter().flatten()
+    {
+        line(note);
     }
     for fault in &summary.faults {
         line(of_fault(fault));
@@ -407,13 +400,13 @@ pub(crate) fn text(summary: &Summary) -> String {
     if summary.compared_with.is_none() {
         line(NOT_COMPARED.into());
     }
-    for unknown in summary.unknown() {
+    for unknown in summary.describe_unknown() {
         line(format!("not judged: {unknown}"));
     }
     if let Some(excused) = excused(summary) {
         line(excused);
     }
-    if summary.findings.is_empty() && !summary.unknown().is_empty() {
+    if summary.findings.is_empty() && !summary.describe_unknown().is_empty() {
         line("\nNo findings in what was judged.".into());
     } else if summary.findings.is_empty() {
         line(

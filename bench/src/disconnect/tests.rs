@@ -1,60 +1,70 @@
-//! Known events in, known numbers out.
+//! Summaries of runs with known events.
 
-use baton_connector::lease::Cause;
+use baton_connector::lease::CloseCause;
 
-use super::analyse::dist::{Dist, Times};
+use super::analyse::dist::{Dist, DurationSamples};
+use super::analyse::run_data::RunData;
+use super::analyse::summary;
 use super::analyse::summary::Summary;
-use super::analyse::{Facts, summary};
-use super::plan::phase::{Kind, Phase};
-use super::record::raw::{self, ActKind, Books, CallRecord, EngineFacts, EventRecord, Leaves, Record, Run};
+use super::plan::phase::{CancelKind, Phase};
+use super::record::raw::{
+    self, CallRecord, CancelPlan, EngineRecord, EngineState, EventRecord, Record, RunRecord, SegmentKind,
+};
 use super::report;
 
+mod abort_delivery;
+mod cancelled;
 mod faults;
 mod findings;
 mod folder;
-mod leavers;
 mod sampled;
-mod told;
 mod uncancelled;
-mod untold;
 mod vanish;
+mod without_abort;
 
 const P: usize = 0;
 const D: usize = 1;
 
-/// A run that is written by hand. Times are in milliseconds.
+/// The raw events of a run, written by the test. Times are in milliseconds.
 #[derive(Default)]
 struct Script(Vec<Record>);
 
 impl Script {
     fn new() -> Self {
-        let run = Run { stranded_after_us: 1_000_000, model: "<b>".into(), ..Run::default() };
+        let run = RunRecord { stranded_after_us: 1_000_000, model: "<b>".into(), ..RunRecord::default() };
         let engine = |engine, name: &str| {
             let (name, role) = (name.to_owned(), name.to_owned());
-            Record::Engine(EngineFacts {
+            Record::Engine(EngineRecord {
                 engine,
                 name,
                 role,
                 events: true,
                 blocks: 100,
-                ..EngineFacts::default()
+                ..EngineRecord::default()
             })
         };
         Self(vec![Record::Run(run), engine(P, "prefill"), engine(D, "decode")])
     }
 
-    fn act(&mut self, act: &str, what: ActKind, from: u64, to: u64, calls: impl FnOnce(&mut Self, &str)) {
-        self.0.push(Record::SegmentBegan { act: act.into(), at_us: from * 1_000, what });
-        calls(self, act);
-        self.0.push(Record::SegmentEnded { act: act.into(), at_us: to * 1_000 });
+    fn segment(
+        &mut self,
+        segment: &str,
+        what: SegmentKind,
+        from: u64,
+        to: u64,
+        calls: impl FnOnce(&mut Self, &str),
+    ) {
+        self.0.push(Record::SegmentBegan { segment: segment.into(), at_us: from * 1_000, what });
+        calls(self, segment);
+        self.0.push(Record::SegmentEnded { segment: segment.into(), at_us: to * 1_000 });
     }
 
-    /// A stream that is due at `due`, begins 1 ms later, and has tokens at these times.
-    fn stayed(&mut self, act: &str, tag: &str, due: u64, tokens: &[u64], outcome: &str) {
+    /// An uncancelled stream that is due at `due`, begins 1 ms later, and has tokens at these times.
+    fn stayed(&mut self, segment: &str, tag: &str, due: u64, tokens: &[u64], outcome: &str) {
         let began = due + 1;
         let ended = tokens.last().copied().unwrap_or(began) + 1;
         self.0.push(Record::Call(CallRecord {
-            act: act.into(),
+            segment: segment.into(),
             tag: tag.into(),
             stream: true,
             due_us: due * 1_000,
@@ -68,25 +78,33 @@ impl Script {
         }));
     }
 
-    fn left(&mut self, act: &str, tag: &str, gone: u64, kind: Kind, aimed: Phase, seen: u32) {
+    fn cancelled(
+        &mut self,
+        segment: &str,
+        tag: &str,
+        cancelled_at: u64,
+        kind: CancelKind,
+        phase: Phase,
+        tokens: u32,
+    ) {
         self.0.push(Record::Call(CallRecord {
-            act: act.into(),
+            segment: segment.into(),
             tag: tag.into(),
-            leaves: Some(Leaves { phase: Some(aimed), kind }),
+            leaves: Some(CancelPlan { phase: Some(phase), kind }),
             stream: true,
             due_us: 1_000_000,
             began_us: 1_000_000,
-            left_us: Some(gone * 1_000),
-            ended_us: gone * 1_000,
-            tokens_us: (0..u64::from(seen)).map(|_| 0).collect(),
+            left_us: Some(cancelled_at * 1_000),
+            ended_us: cancelled_at * 1_000,
+            tokens_us: (0..u64::from(tokens)).map(|_| 0).collect(),
             outcome: "left".into(),
-            generated: seen,
+            generated: tokens,
             ..CallRecord::default()
         }));
     }
 
-    /// Events of one engine: a word, when, and a number or another word.
-    fn told(&mut self, engine: usize, tag: &str, events: &[(&str, u64, u64, &str)]) {
+    /// Events of one engine: kind, time, a number and a word.
+    fn engine_events(&mut self, engine: usize, tag: &str, events: &[(&str, u64, u64, &str)]) {
         for &(kind, at, number, word) in events {
             let some = |of: &[&str]| of.contains(&kind).then_some(number);
             let text = |of: &[&str]| of.contains(&kind).then(|| word.to_owned());
@@ -111,21 +129,21 @@ impl Script {
         }
     }
 
-    fn books(&mut self, engine: usize, at: u64, held: u64, expired: u64, askew: i64) {
+    fn engine_state(&mut self, engine: usize, at: u64, held: u64, expired: u64, askew: i64) {
         let (at_us, total) = (at * 1_000, 100);
-        self.0.push(Record::EngineState(Books {
+        self.0.push(Record::EngineState(EngineState {
             engine,
             at_us,
             total,
             held,
             askew,
             expired,
-            ..Books::default()
+            ..EngineState::default()
         }));
     }
 
     fn summary(&self) -> Summary {
-        // Through the file, as everywhere.
+        // Written and read as a file, like every run.
         let mut file = Vec::new();
         for record in &self.0 {
             raw::write(&mut file, record).expect("a record");
@@ -136,8 +154,8 @@ impl Script {
     }
 }
 
-/// A prefill leg that lends 7 blocks at 1,020 and has them back at `back`.
-fn lends(reason: &'static str, back: u64) -> [(&'static str, u64, u64, &'static str); 8] {
+/// A prefill leg that leases 7 blocks at 1,020 and frees them at `back`.
+fn prefill_leg(reason: &'static str, back: u64) -> [(&'static str, u64, u64, &'static str); 8] {
     [
         ("queued", 1_002, 0, "prefill"),
         ("started", 1_005, 0, ""),
@@ -150,26 +168,26 @@ fn lends(reason: &'static str, back: u64) -> [(&'static str, u64, u64, &'static 
     ]
 }
 
-/// A healthy storm: one client leaves in each of five phases.
+/// A healthy storm: one request is cancelled in each of five phases.
 fn storm() -> Script {
     let mut script = Script::new();
-    script.act("calm", ActKind::Calm, 0, 500, |script, act| {
+    script.segment("calm", SegmentKind::Calm, 0, 500, |script, segment| {
         for (tag, due) in [("c4", 10), ("c5", 20), ("c6", 30)] {
-            script.stayed(act, tag, due, &[due + 10], "done");
+            script.stayed(segment, tag, due, &[due + 10], "done");
         }
-        script.stayed(act, "c1", 100, &[110, 120, 140], "done");
-        script.stayed(act, "c2", 200, &[220, 230], "done");
-        script.stayed(act, "c3", 300, &[340], "done");
+        script.stayed(segment, "c1", 100, &[110, 120, 140], "done");
+        script.stayed(segment, "c2", 200, &[220, 230], "done");
+        script.stayed(segment, "c3", 300, &[340], "done");
     });
-    script.act("storm", ActKind::Storm, 1_000, 2_000, |script, act| {
-        script.stayed(act, "s1", 1_100, &[1_112, 1_122], "done");
-        script.left(act, "queued", 1_001, Kind::Fin, Phase::Queued, 0);
-        script.left(act, "prefill", 1_006, Kind::Rst, Phase::Prefill, 0);
-        script.left(act, "gap", 1_021, Kind::Fin, Phase::Fetch, 0);
-        script.left(act, "stream", 1_060, Kind::Fin, Phase::Stream, 3);
-        script.left(act, "over", 1_090, Kind::Fin, Phase::Stream, 3);
+    script.segment("storm", SegmentKind::Storm, 1_000, 2_000, |script, segment| {
+        script.stayed(segment, "s1", 1_100, &[1_112, 1_122], "done");
+        script.cancelled(segment, "queued", 1_001, CancelKind::Fin, Phase::Queued, 0);
+        script.cancelled(segment, "prefill", 1_006, CancelKind::Rst, Phase::Prefill, 0);
+        script.cancelled(segment, "gap", 1_021, CancelKind::Fin, Phase::Fetch, 0);
+        script.cancelled(segment, "stream", 1_060, CancelKind::Fin, Phase::Stream, 3);
+        script.cancelled(segment, "over", 1_090, CancelKind::Fin, Phase::Stream, 3);
     });
-    script.told(
+    script.engine_events(
         P,
         "prefill",
         &[
@@ -181,41 +199,41 @@ fn storm() -> Script {
             ("freed", 1_011, 7, ""),
         ],
     );
-    script.told(P, "gap", &lends("client_gone", 1_024));
-    script.told(P, "stream", &lends("transfer_done", 1_031));
-    script.told(P, "over", &lends("transfer_done", 1_031));
+    script.engine_events(P, "gap", &prefill_leg("client_gone", 1_024));
+    script.engine_events(P, "stream", &prefill_leg("transfer_done", 1_031));
+    script.engine_events(P, "over", &prefill_leg("transfer_done", 1_031));
     for (tag, aborted, ended) in [("stream", Some(1_062), 1_070), ("over", None, 1_080)] {
         let decode =
             [("queued", 1_022, 0, "decode"), ("fetching", 1_025, 7, ""), ("fetched", 1_030, 0, "landed")];
-        script.told(D, tag, &decode);
+        script.engine_events(D, tag, &decode);
         if let Some(at) = aborted {
-            script.told(D, tag, &[("abort", at, 0, "disconnect")]);
+            script.engine_events(D, tag, &[("abort", at, 0, "disconnect")]);
         }
         let end = [
             ("ended", ended, 9, if aborted.is_some() { "abort" } else { "length" }),
             ("freed", ended + 1, 8, ""),
         ];
-        script.told(D, tag, &end);
+        script.engine_events(D, tag, &end);
     }
-    script.books(P, 1_000, 0, 2, 0);
-    script.books(P, 1_500, 0, 2, 0);
-    script.books(D, 1_500, 0, 0, 0);
+    script.engine_state(P, 1_000, 0, 2, 0);
+    script.engine_state(P, 1_500, 0, 2, 0);
+    script.engine_state(D, 1_500, 0, 0, 0);
     script
 }
 
 #[test]
 fn what_an_engine_aborted_for_a_leaving_was_not_over_before_it() {
-    // The engine heard of it 1 ms before the client says that it left; or so long before that it was for another reason.
+    // The engine aborted it 1 ms before the client's cancel, or so long before it that the abort had another reason.
     for (aborted, left) in [(1_024, 1), (1_000, 0)] {
         let mut script = Script::new();
-        script.act("phase gap", ActKind::Phase, 900, 2_000, |script, act| {
-            script.left(act, "left", 1_025, Kind::Rst, Phase::Gap, 0);
+        script.segment("phase gap", SegmentKind::Phase, 900, 2_000, |script, segment| {
+            script.cancelled(segment, "left", 1_025, CancelKind::Rst, Phase::Gap, 0);
         });
-        script.told(P, "left", &lends("lease_expired", 5_025));
+        script.engine_events(P, "left", &prefill_leg("lease_expired", 5_025));
         let decode =
             [("queued", 999, 0, "decode"), ("abort", aborted, 0, ""), ("ended", aborted, 0, "abort")];
-        script.told(D, "left", &decode);
-        script.books(P, 6_000, 0, 0, 0);
+        script.engine_events(D, "left", &decode);
+        script.engine_state(P, 6_000, 0, 0, 0);
         let summary = script.summary();
         assert_eq!((summary.cancelled, summary.all.expired), (left, left));
         near(summary.all.block_seconds, left as f64 * 7.0 * 4.0);
@@ -234,7 +252,7 @@ fn every_number_of_a_healthy_storm() {
     assert_eq!((summary.requests, summary.cancelled), (12, 4));
     assert_eq!(summary.findings, []);
     let hit: Vec<_> = summary.phases.iter().map(|row| (row.phase, row.aimed, row.group.cancelled)).collect();
-    // Who aimed at the fetch hit the gap; who came too late counts nowhere.
+    // The cancel for the fetch phase hit the gap. A late cancel counts nowhere.
     let expected = [
         (Phase::Queued, 1, 1),
         (Phase::Prefill, 1, 1),
@@ -261,11 +279,11 @@ fn every_number_of_a_healthy_storm() {
     let stream = group(Phase::Stream);
     near(stream.abort_ms.p50, 2.0);
     near(stream.time_to_free_ms.p50, 11.0);
-    // P was done long before.
+    // P had freed its blocks long before.
     assert_eq!((stream.time_to_free_at_prefill_ms.n, stream.wasted_response_tokens), (0, 6));
     near(stream.block_seconds, 8.0 * 0.011);
 
-    // The one in the queue never came to an engine.
+    // The queued request never reached an engine.
     assert_eq!(group(Phase::Queued).time_to_free_ms.n, 0);
     let all = &summary.all;
     assert_eq!((all.cancelled, all.time_to_free_ms.n, all.abort_ms.n, all.expired), (4, 3, 3, 0));
@@ -274,11 +292,11 @@ fn every_number_of_a_healthy_storm() {
     near(all.block_seconds, 7.0 * 0.005 + 7.0 * 0.003 + 8.0 * 0.011);
     near(all.block_seconds_per_1000, all.block_seconds * 250.0);
     let kinds: Vec<_> = summary.kinds.iter().map(|row| (row.kind, row.group.cancelled)).collect();
-    assert_eq!(kinds, [(Kind::Fin, 3), (Kind::Rst, 1)]);
+    assert_eq!(kinds, [(CancelKind::Fin, 3), (CancelKind::Rst, 1)]);
 
     let (calm, storm) = (summary.calm.as_ref().expect("calm"), summary.storm.as_ref().expect("storm"));
     assert_eq!((calm.requests, calm.errors, storm.requests), (6, 0, 1));
-    // From when it was due: four times 10, and 20 and 40 ms.
+    // From the due time: four times 10 ms, and 20 and 40 ms.
     near(calm.ttft_ms.p50, 10.0);
     near(calm.ttft_ms.p90, 40.0);
     near(calm.ttft_ms.mean, 100.0 / 6.0);
@@ -290,9 +308,9 @@ fn every_number_of_a_healthy_storm() {
     near(calm.tokens_per_second, 9.0 / 0.331);
     near(storm.ttft_ms.p50, 12.0);
     assert_eq!(summary.ttft_p99_over_calm_paired.as_ref().expect("a round").runs, [0.3]);
-    // Counters from before the run are nobody's fault.
+    // Counters from before the run do not count.
     assert_eq!(summary.engines.iter().map(|engine| engine.expired).sum::<u64>(), 0);
-    // Between two looks without a client nothing was held.
+    // No blocks were held between two samples without a request.
     near(summary.engines[P].idle_block_seconds, 0.0);
     let stranded = &summary.series.stranded;
     near(stranded.iter().map(|(_, blocks)| *blocks).fold(0.0, f64::max), 8.0);
@@ -302,20 +320,20 @@ fn every_number_of_a_healthy_storm() {
 #[test]
 fn rounds_of_calm_and_storm_are_compared_pair_by_pair() {
     let mut script = storm();
-    script.act("storm 2", ActKind::Storm, 2_000, 2_500, |script, act| {
-        script.stayed(act, "s2", 2_100, &[2_160], "done");
+    script.segment("storm 2", SegmentKind::Storm, 2_000, 2_500, |script, segment| {
+        script.stayed(segment, "s2", 2_100, &[2_160], "done");
     });
-    script.act("calm 2", ActKind::Calm, 3_000, 3_500, |script, act| {
-        script.stayed(act, "c4", 3_100, &[3_140], "done");
+    script.segment("calm 2", SegmentKind::Calm, 3_000, 3_500, |script, segment| {
+        script.stayed(segment, "c4", 3_100, &[3_140], "done");
     });
     let summary = script.summary();
     let spread = summary.ttft_p99_over_calm_paired.expect("rounds");
     assert_eq!(spread.runs, [0.3, 1.5]);
-    // Of two the lower, which one of them has.
+    // Of two ratios the lower one, which was measured.
     near(spread.median, 0.3);
     let calm = summary.calm.expect("calm");
     assert_eq!((calm.requests, calm.ttft_ms.n), (7, 7));
-    // 10 tokens, from 10 to 341 and from 3,100 to 3,141: what lies between the rounds is not counted.
+    // 10 tokens, from 10 to 341 and from 3,100 to 3,141. The time between the rounds does not count.
     near(calm.tokens_per_second, 10.0 / 0.372);
 }
 
@@ -326,18 +344,18 @@ fn names(summary: &Summary) -> Vec<&str> {
 #[test]
 fn blocks_that_never_come_back_are_counted_until_nobody_looks_any_more() {
     let mut script = storm();
-    script.act("phase gap", ActKind::Phase, 2_000, 5_000, |script, act| {
-        script.left(act, "held", 1_021, Kind::Fin, Phase::Gap, 0);
+    script.segment("phase gap", SegmentKind::Phase, 2_000, 5_000, |script, segment| {
+        script.cancelled(segment, "held", 1_021, CancelKind::Fin, Phase::Gap, 0);
     });
-    script.told(P, "held", &lends("", 0)[..6]);
-    script.books(P, 6_021, 7, 2, 0);
-    script.books(D, 6_021, 0, 0, 0);
+    script.engine_events(P, "held", &prefill_leg("", 0)[..6]);
+    script.engine_state(P, 6_021, 7, 2, 0);
+    script.engine_state(D, 6_021, 0, 0, 0);
     let summary = script.summary();
     assert_eq!(names(&summary), ["gap_stranded", "blocks_not_freed"]);
     let gap = summary.phases.iter().find(|row| row.phase == Phase::Gap).expect("a row");
     assert_eq!((gap.group.never_freed, gap.group.stranded), (1, 1));
     near(gap.group.block_seconds, 7.0 * 0.003 + 7.0 * 5.0);
-    // The other's were back after 3 ms; these were not while anybody looked.
+    // The blocks of the other request were freed after 3 ms; these were not freed while they were watched.
     let at_prefill = &gap.group.time_to_free_at_prefill_ms;
     assert_eq!((at_prefill.n, at_prefill.never, at_prefill.watched_ms), (2, 1, 5_000.0));
     assert_eq!((at_prefill.min, at_prefill.p50, at_prefill.p99), (3.0, 3.0, f64::INFINITY));
@@ -351,14 +369,14 @@ fn blocks_that_never_come_back_are_counted_until_nobody_looks_any_more() {
 #[test]
 fn legs_that_go_on_for_nobody_are_named() {
     let mut script = storm();
-    script.act("phase prefill", ActKind::Phase, 2_000, 5_000, |script, act| {
+    script.segment("phase prefill", SegmentKind::Phase, 2_000, 5_000, |script, segment| {
         for (p, d) in [("p1", "d1"), ("p2", "d2"), ("p3", "d3")] {
-            script.left(act, p, 1_006, Kind::Fin, Phase::Prefill, 0);
-            script.left(act, d, 1_060, Kind::Fin, Phase::Stream, 3);
+            script.cancelled(segment, p, 1_006, CancelKind::Fin, Phase::Prefill, 0);
+            script.cancelled(segment, d, 1_060, CancelKind::Fin, Phase::Stream, 3);
         }
     });
-    // P computes to its end, and lends, and somebody releases it at last.
-    let mut on = lends("client_gone", 1_090);
+    // P computes to its end and leases its blocks, and the lease is released late.
+    let mut on = prefill_leg("client_gone", 1_090);
     for event in &mut on[3..6] {
         event.1 = 1_080;
     }
@@ -370,9 +388,9 @@ fn legs_that_go_on_for_nobody_are_named() {
         ("freed", 1_901, 8, ""),
     ];
     for (p, d) in [("p1", "d1"), ("p2", "d2"), ("p3", "d3")] {
-        script.told(P, p, &on);
-        script.told(P, d, &lends("transfer_done", 1_031));
-        script.told(D, d, &decode);
+        script.engine_events(P, p, &on);
+        script.engine_events(P, d, &prefill_leg("transfer_done", 1_031));
+        script.engine_events(D, d, &decode);
     }
     let summary = script.summary();
     assert_eq!(names(&summary), ["prefill_not_aborted", "decode_not_aborted"]);
@@ -388,9 +406,9 @@ fn legs_that_go_on_for_nobody_are_named() {
 #[test]
 fn what_is_freed_twice_or_does_not_add_up_is_named() {
     let mut script = storm();
-    script.told(P, "gap", &[("freed", 1_025, 7, "")]);
-    script.books(P, 1_600, 0, 2, 1);
-    script.books(D, 1_600, 0, 0, -1);
+    script.engine_events(P, "gap", &[("freed", 1_025, 7, "")]);
+    script.engine_state(P, 1_600, 0, 2, 1);
+    script.engine_state(D, 1_600, 0, 0, -1);
     let summary = script.summary();
     assert_eq!(names(&summary), ["freed_twice", "freed_twice", "blocks_lost"]);
     assert_eq!(summary.findings[0].shown_by, ["gap"]);
@@ -399,37 +417,37 @@ fn what_is_freed_twice_or_does_not_add_up_is_named() {
 #[test]
 fn harm_to_who_stays_is_named() {
     let mut script = storm();
-    script.act("storm 2", ActKind::Storm, 3_000, 5_000, |script, act| {
-        script.stayed(act, "slow", 3_000, &[3_400, 3_700], "done");
-        script.stayed(act, "failed", 3_100, &[], "broken");
+    script.segment("storm 2", SegmentKind::Storm, 3_000, 5_000, |script, segment| {
+        script.stayed(segment, "slow", 3_000, &[3_400, 3_700], "done");
+        script.stayed(segment, "failed", 3_100, &[], "broken");
     });
     let summary = script.summary();
-    // Two against three: whether anybody was slowed down is not known.
+    // Two against three requests: too few to compare.
     assert_eq!(names(&summary), ["uncancelled_failed"]);
-    assert!(summary.unknown().iter().any(|what| what.contains("are too few")));
+    assert!(summary.describe_unknown().iter().any(|what| what.contains("are too few")));
     assert_eq!(summary.findings[0].shown_by, ["failed"]);
 }
 
 #[test]
 fn faults_and_refusals_are_counted_for_themselves() {
     let mut script = storm();
-    script.act("refused", ActKind::Refused, 3_000, 4_000, |script, act| {
-        script.stayed(act, "no", 3_000, &[], "refused");
+    script.segment("refused", SegmentKind::Refused, 3_000, 4_000, |script, segment| {
+        script.stayed(segment, "no", 3_000, &[], "refused");
     });
-    script.told(P, "no", &lends("consumer_rejected", 3_004));
-    script.act("fault decode", ActKind::Fault, 5_000, 9_000, |script, act| {
-        for (fault, at_us, mended) in
+    script.engine_events(P, "no", &prefill_leg("consumer_rejected", 3_004));
+    script.segment("fault decode", SegmentKind::Fault, 5_000, 9_000, |script, segment| {
+        for (fault, at_us, recovered) in
             [("decode killed", 5_500_000, false), ("decode killed", 6_000_000, true)]
         {
-            let (act, fault) = (act.to_owned(), fault.to_owned());
-            script.0.push(Record::Fault { act, fault, at_us, mended, struck: None });
+            let (segment, fault) = (segment.to_owned(), fault.to_owned());
+            script.0.push(Record::Fault { segment, fault, at_us, recovered, struck: None });
         }
-        script.stayed(act, "f1", 5_400, &[], "broken");
-        script.stayed(act, "f2", 6_500, &[], "refused");
-        script.stayed(act, "f3", 6_600, &[6_700], "done");
+        script.stayed(segment, "f1", 5_400, &[], "broken");
+        script.stayed(segment, "f2", 6_500, &[], "refused");
+        script.stayed(segment, "f3", 6_600, &[6_700], "done");
         for (at, held) in [(6_600, 4), (6_800, 4), (6_900, 0), (7_000, 0)] {
-            script.books(P, at, 0, 2, 0);
-            script.books(D, at, held, 0, 0);
+            script.engine_state(P, at, 0, 2, 0);
+            script.engine_state(D, at, held, 0, 0);
         }
     });
     let summary = script.summary();
@@ -442,14 +460,14 @@ fn faults_and_refusals_are_counted_for_themselves() {
         (fault.fault.as_str(), fault.stayed.requests, fault.stayed.errors, fault.errors_after),
         ("decode killed", 3, 2, 1)
     );
-    // The last client ended at 6,701.
-    near(fault.all_free_ms.expect("it was home"), 199.0);
+    // The last request ended at 6,701.
+    near(fault.all_free_ms.expect("blocks are free"), 199.0);
     assert_eq!(names(&summary), ["not_recovered"]);
-    // What is refused or killed is no client that left.
+    // Refused requests and faults do not count as cancelled.
     assert_eq!(summary.cancelled, 4);
 }
 
-/// A rank by counting, where the other is by sorting.
+/// Percentiles by counting; the implementation sorts.
 fn by_counting(samples: &[f64], share: f64) -> f64 {
     let enough = |value: f64| {
         let at_most = samples.iter().filter(|sample| **sample <= value).count();
@@ -463,15 +481,15 @@ fn percentiles_agree_with_counting() {
     let mut rng = crate::load::rng::Rng::new(7);
     assert_eq!(Dist::of(&[]), Dist::default());
     for n in [1, 2, 3, 9, 10, 99, 100, 101, 1000] {
-        // Of what never came to its end one in three: longer than everything else.
-        let mut times = Times::default();
+        // Every third duration did not end: it is longer than all others.
+        let mut times = DurationSamples::default();
         let mut all = Vec::new();
         for turn in 0..n {
             let ms = rng.below(50) as f64;
             if turn % 3 == 2 {
-                times.never(ms + 7.0);
+                times.add_unended(ms + 7.0);
             } else {
-                times.ended(ms);
+                times.add_ended(ms);
             }
             all.push(if turn % 3 == 2 { f64::INFINITY } else { ms });
         }
@@ -496,14 +514,14 @@ fn percentiles_agree_with_counting() {
 #[test]
 fn the_reports_say_what_the_summary_says_and_nothing_gets_out_of_its_place() {
     let mut script = storm();
-    script.told(P, "gap", &[("freed", 1_025, 7, "")]);
+    script.engine_events(P, "gap", &[("freed", 1_025, 7, "")]);
     let summary = script.summary();
     let (text, page) = (report::text(&summary), report::page(&summary));
     assert!(text.contains("freed_twice") && page.contains("freed_twice"));
     assert!(!page.contains("<script") && !page.contains("http://") && !page.contains("https://"));
     assert!(page.contains("&lt;b&gt;") && !page.contains("to <b><b>"));
     assert_eq!(page.matches("<svg").count(), page.matches("</svg>").count());
-    // Without engines that tell, the same events are told as what they are.
+    // Without event logs the same run has a report by metrics.
     let mut blind = Script(script.0.clone());
     blind.0.retain(|record| !matches!(record, Record::Event(_)));
     for record in &mut blind.0 {
@@ -520,18 +538,18 @@ fn a_file_that_is_none_of_ours_is_refused_by_its_line() {
     let text = b"{\"record\":\"segment_ended\",\"segment\":\"a\",\"at_us\":1}\nnonsense\n";
     let error = raw::read(&mut &text[..]).expect_err("no record").to_string();
     assert!(error.starts_with("line 2: "), "{error}");
-    assert_eq!(Facts::of(&[]).victims().len(), 0);
+    assert_eq!(RunData::of(&[]).cancelled_calls().len(), 0);
 }
 
 #[test]
 fn what_fails_or_goes_away_by_itself_is_named() {
     let mut script = storm();
-    script.act("phase gap", ActKind::Phase, 2_000, 5_000, |script, act| {
-        script.stayed(act, "again", 2_000, &[], "refused");
-        script.left(act, "held", 2_100, Kind::Fin, Phase::Gap, 0);
+    script.segment("phase gap", SegmentKind::Phase, 2_000, 5_000, |script, segment| {
+        script.stayed(segment, "again", 2_000, &[], "refused");
+        script.cancelled(segment, "held", 2_100, CancelKind::Fin, Phase::Gap, 0);
     });
     script.0.push(Record::Restarted { engine: D, at_us: 3_000_000 });
-    script.books(P, 9_000, 0, 2, 0);
+    script.engine_state(P, 9_000, 0, 2, 0);
     let summary = script.summary();
     assert_eq!(names(&summary), ["requests_failed", "engine_restarted", "engine_gone"]);
     assert_eq!(
@@ -541,50 +559,21 @@ fn what_fails_or_goes_away_by_itself_is_named() {
 }
 
 #[test]
-fn a_leg_that_goes_on_although_it_was_told_is_named() {
-    let mut script = storm();
-    let tags = ["d1", "d2", "d3"];
-    script.act("phase stream", ActKind::Phase, 2_000, 5_000, |script, act| {
-        for tag in tags {
-            script.left(act, tag, 1_060, Kind::Fin, Phase::Stream, 3);
-        }
-    });
-    let decode = [
-        ("queued", 1_022, 0, "decode"),
-        ("fetching", 1_025, 7, ""),
-        ("fetched", 1_030, 0, "landed"),
-        ("first_token", 1_040, 0, ""),
-        ("abort", 1_061, 0, "verb"),
-        ("ended", 1_140, 50, "length"),
-        ("freed", 1_141, 8, ""),
-    ];
-    for tag in tags {
-        script.told(P, tag, &lends("transfer_done", 1_031));
-        script.told(D, tag, &decode);
-    }
-    let summary = script.summary();
-    assert_eq!(names(&summary), ["decode_not_aborted"]);
-    assert_eq!((summary.work[1].completed_without_abort, summary.work[1].continued_after_abort), (0, 3));
-    // 80 of the 100 ms in which each said fifty, and six of the one that was told in time.
-    assert_eq!(summary.all.wasted_response_tokens, 3 * 40 + 6);
-}
-
-#[test]
 fn what_could_not_be_judged_is_said() {
     let mut script = storm();
-    script.act("storm 2", ActKind::Storm, 3_000, 5_000, |script, act| {
-        script.stayed(act, "cut", 3_400, &[], "broken");
+    script.segment("storm 2", SegmentKind::Storm, 3_000, 5_000, |script, segment| {
+        script.stayed(segment, "cut", 3_400, &[], "broken");
     });
     script.0.push(Record::Interrupted { at_us: 3_400_000 });
     script.0.push(Record::Lost { engine: P, events: 3 });
     script.0.push(Record::Failed { at_us: 3_500_000, why: "no more room".into() });
     let summary = script.summary();
-    let unknown = summary.unknown().join("; ");
-    // Nobody was in the fetch, though one had aimed at it.
-    for said in ["broken off", "no more room", "3 engine events", "none could be compared", "phase fetch"] {
-        assert!(unknown.contains(said), "{said}: {unknown}");
+    let unknown = summary.describe_unknown().join("; ");
+    // No cancel was in the fetch phase, although one had it as its intended phase.
+    for shown in ["broken off", "no more room", "3 engine events", "none could be compared", "phase fetch"] {
+        assert!(unknown.contains(shown), "{shown}: {unknown}");
     }
-    // What became of a call after that is nobody's fault.
+    // Calls that end after the interruption do not count.
     assert_eq!((names(&summary), summary.requests), (Vec::new(), 12));
     let (text, page) = (report::text(&summary), report::page(&summary));
     assert!(text.contains("in what was judged") && page.contains("in what was judged"));

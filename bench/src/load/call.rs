@@ -1,4 +1,4 @@
-//! One call, as everything in it happened.
+//! One call with the time of each event.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,30 +8,30 @@ use serde::{Serialize, Serializer};
 
 use super::clock::Moment;
 
-/// What the endpoint says it counted.
+/// Token counts of the endpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub(crate) struct Usage {
+pub(crate) struct TokenUsage {
     pub(crate) prompt_tokens: u32,
     pub(crate) completion_tokens: u32,
-    /// Of the prompt; `None` where the endpoint does not say.
+    /// Cached tokens of the prompt. `None` if the endpoint does not report them.
     pub(crate) cached_tokens: Option<u32>,
 }
 
-/// How far a call had come.
+/// How far a call has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Stage {
-    /// Until the connection was there.
+pub(crate) enum CallStage {
+    /// The connection is being made.
     Connect,
-    /// While the request was written.
+    /// The request is being written.
     Send,
-    /// While the answer's head was waited for.
+    /// The client waits for the response head.
     Head,
-    /// While the answer was read.
+    /// The response body is being read.
     Body,
 }
 
-impl Stage {
+impl CallStage {
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Connect => "connect",
@@ -45,23 +45,23 @@ impl Stage {
 /// How a call ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "how")]
-pub(crate) enum Outcome {
-    /// The answer is whole: a stream with its `[DONE]`, or a body of status 2xx.
+pub(crate) enum CallOutcome {
+    /// The response is complete: a stream with its `[DONE]`, or a body of status 2xx.
     Done,
-    /// The client left, and has no whole answer.
+    /// The client disconnected before the response was complete.
     Left,
-    /// Any other status than 2xx.
+    /// Any status but 2xx.
     Refused { status: u16, code: Option<String>, kind: Option<String>, message: String },
-    /// A stream of status 200 told of an error.
+    /// A stream of status 200 contained an error.
     Failed { code: Option<String>, kind: Option<String>, message: String },
-    /// No connection, or one that ended too soon, or an answer that is none.
-    Broken { stage: Stage, why: String },
-    /// The call's time was over.
-    TimedOut { stage: Stage },
+    /// There was no connection, the connection ended too soon, or the response was invalid.
+    Broken { stage: CallStage, why: String },
+    /// The call exceeded its time limit.
+    TimedOut { stage: CallStage },
 }
 
-impl Outcome {
-    /// What failures are counted by: status and code, or where and how it broke off. `None` for what is no failure.
+impl CallOutcome {
+    /// Key by which failures are counted: status and code, or stage and reason. `None` if the call did not fail.
     pub(crate) fn failure(&self) -> Option<String> {
         let coded = |what: &str, code: &Option<String>| match code {
             Some(code) => format!("{what} {code}"),
@@ -77,7 +77,7 @@ impl Outcome {
     }
 }
 
-impl fmt::Display for Outcome {
+impl fmt::Display for CallOutcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = self.failure();
         match (self, kind) {
@@ -92,47 +92,47 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// One call. Times are in the order of the fields where they are there at all.
+/// One call. Times that are present are in the order of the fields.
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
-    /// The client began: before a connection was made.
+    /// The client began, before a connection was made.
     pub(crate) began: Moment,
-    /// A connection was made for this call; `None` for one that was kept from another.
+    /// A connection was made for this call. `None` if a kept connection was used.
     pub(crate) connected: Option<Moment>,
-    /// The request's last byte was with the system.
+    /// The request's last byte was passed to the system.
     pub(crate) sent: Option<Moment>,
-    /// The answer's head was here.
+    /// The response head was read.
     pub(crate) head: Option<Moment>,
     pub(crate) status: Option<u16>,
-    /// Each event of a stream that brought text (of any choice; or a tool call), when it was read. An event may bring
-    /// more than one token: see `counted`.
+    /// When each event with text was read, of any choice, or with a tool call. An event may contain more than one
+    /// token: see `counted`.
     pub(crate) tokens: Vec<Moment>,
-    /// For each of `tokens` how many tokens there had been by then, where every event says so
-    /// ([`super::Streaming::Counted`]); empty otherwise.
+    /// For each of `tokens` the number of tokens so far, if every event contains it
+    /// ([`super::Streaming::UsageFields`]). Else empty.
     pub(crate) counted: Vec<u32>,
-    /// All events, `[DONE]` included.
+    /// All events, including `[DONE]`.
     pub(crate) events: u32,
-    /// What the choice with index 0 said.
+    /// The text of the choice with index 0.
     pub(crate) text: String,
     pub(crate) finish_reason: Option<String>,
-    pub(crate) usage: Option<Usage>,
-    /// The answer's `x-request-id`.
+    pub(crate) usage: Option<TokenUsage>,
+    /// The response's `x-request-id`.
     pub(crate) request_id: Option<String>,
-    /// The client left: the moment before its close, reset or half-close; for a stall, the one at which it stopped reading.
+    /// When the client disconnected: before its close, reset or half-close. For a stall, when it stopped reading.
     pub(crate) left: Option<Moment>,
-    /// Nothing happens any more.
+    /// The call was over.
     pub(crate) ended: Moment,
-    pub(crate) outcome: Outcome,
+    pub(crate) outcome: CallOutcome,
     /// `x-should-retry`.
     pub(crate) should_retry: Option<bool>,
     /// `retry-after-ms` or `retry-after`.
     pub(crate) retry_after: Option<Duration>,
-    /// The request went out twice, because a kept connection had ended before a byte of an answer came.
+    /// The request was sent twice, because a kept connection ended before a byte of the response.
     pub(crate) sent_again: bool,
 }
 
 impl Call {
-    /// Of a client that begins now.
+    /// A call that begins now.
     pub(super) fn begin() -> Self {
         let now = Moment::now();
         Self {
@@ -150,7 +150,7 @@ impl Call {
             request_id: None,
             left: None,
             ended: now,
-            outcome: Outcome::Left,
+            outcome: CallOutcome::Left,
             should_retry: None,
             retry_after: None,
             sent_again: false,
@@ -158,10 +158,10 @@ impl Call {
     }
 
     pub(crate) fn is_done(&self) -> bool {
-        self.outcome == Outcome::Done
+        self.outcome == CallOutcome::Done
     }
 
-    /// Tokens that were generated: what `usage` says where it is there, events with text otherwise.
+    /// Generated tokens: from `usage` if present, else the number of events with text.
     pub(crate) fn completion_tokens(&self) -> u32 {
         let counted = self.usage.map(|usage| usage.completion_tokens).or(self.counted.last().copied());
         counted.unwrap_or_else(|| u32::try_from(self.tokens.len()).unwrap_or(u32::MAX))
@@ -177,14 +177,14 @@ impl Call {
         self.ended.since(self.began)
     }
 
-    /// Between each two events with text.
+    /// Time between consecutive events with text.
     pub(crate) fn gaps(&self) -> impl Iterator<Item = Duration> {
         self.tokens.windows(2).map(|pair| pair[1].since(pair[0]))
     }
 }
 
 impl Serialize for Call {
-    /// `began_us` is since the Unix epoch; every other time is in microseconds after it.
+    /// `began_us` is since the Unix epoch. All other times are microseconds after `began_us`.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let after = |moment: Moment| u64::try_from(moment.since(self.began).as_micros()).unwrap_or(u64::MAX);
         let mut call = serializer.serialize_struct("Call", 17)?;

@@ -1,4 +1,4 @@
-//! The client of one endpoint: makes calls, and leaves them as told.
+//! The client of one endpoint: makes calls and disconnects as specified.
 
 use std::future::pending;
 use std::net::SocketAddr;
@@ -10,82 +10,82 @@ use tokio::time::sleep_until;
 use tokio_rustls::TlsConnector;
 use tokio_util::sync::CancellationToken;
 
-use super::ask::Ask;
-use super::call::{Call, Outcome, Stage};
+use super::call::{Call, CallOutcome, CallStage};
 use super::clock::Moment;
-use super::far::FarHost;
+use super::far_host::FarHost;
 use super::limits::{FRAMING_WAIT, KEPT_MAX, Limits};
-use super::reply::{Complaint, Said};
+use super::reply::{ReplyContent, ReplyError};
+use super::request::PreparedRequest;
 use super::target::{Scheme, Target, TargetError};
-use super::wire::connection::{Dial, Wire};
-use super::wire::framing::Reader;
-use super::wire::sse::Events;
-use super::wire::tls;
+use super::transport::connection::{Connection, Dial};
+use super::transport::framing::ResponseReader;
+use super::transport::sse::Events;
+use super::transport::tls;
 
-/// When a client leaves.
+/// When a client disconnects.
 #[derive(Clone, Debug, Default)]
-pub(crate) enum Leave {
-    /// It stays to the end.
+pub(crate) enum CancelTrigger {
+    /// The client stays to the end.
     #[default]
     Never,
-    /// So long after the request's last byte was sent.
+    /// This long after the request's last byte was sent.
     After(Duration),
-    /// With so many events that bring text; 0: with the head of an answer of status 2xx.
+    /// With this number of events with text. 0: with the head of a response of status 2xx.
     AfterTokens(usize),
-    /// When somebody says so, at whatever stage that is.
+    /// When the token is cancelled, at any stage.
     When(CancellationToken),
-    /// Whichever comes first: somebody says so, or so many events have brought text.
+    /// When the token is cancelled, or after this number of events with text.
     WhenOrAfterTokens(CancellationToken, usize),
 }
 
-/// How a client leaves. See [`super::wire::connection`].
+/// How a client disconnects. See [`super::transport::connection`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Manner {
+pub(crate) enum DisconnectKind {
     #[default]
     Fin,
     Rst,
-    /// Reads on, until the answer or the connection ends.
+    /// Sends FIN and reads on until the response or the connection ends.
     HalfClose,
-    /// Reads nothing for so long, then resets. The connection has a small receive buffer from its beginning.
+    /// Reads nothing for this time, then resets. The connection has a small receive buffer from its beginning.
     Stall {
         hold: Duration,
     },
-    /// Its host is gone, with neither FIN nor RST. Of a client that has another host to vanish from: [`Client::with_far`].
+    /// The client's host disappears, without FIN or RST. Requires a far host: [`Client::with_far`].
     Vanish,
 }
 
-/// Where connections come from.
+/// Which connection a call uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Connections {
-    /// One for each call.
+    /// A new connection for each call.
     Fresh,
-    /// From whole calls before, while they last.
+    /// A connection of an earlier complete call, if one is open.
     Kept,
 }
 
-/// Makes calls to one endpoint. Its clones share connections.
+/// Makes calls to one endpoint. Clones share connections.
 #[derive(Clone)]
 pub(crate) struct Client {
-    shared: Arc<Shared>,
+    shared: Arc<ClientInner>,
 }
 
-struct Shared {
+struct ClientInner {
     target: Target,
     limits: Limits,
     addresses: Vec<SocketAddr>,
     tls: Option<(TlsConnector, ServerName<'static>)>,
-    /// The host from which clients vanish, and where the target is for that one.
+    /// The host from which clients vanish, and the target's address as seen from there.
     far: Option<(Arc<FarHost>, [SocketAddr; 1])>,
     connections: Connections,
-    /// At most [`KEPT_MAX`]; the one that was used last is taken first.
-    kept: Mutex<Vec<Wire>>,
+    /// At most [`KEPT_MAX`]. The last used is taken first.
+    idle: Mutex<Vec<Connection>>,
 }
 
 impl Client {
-    /// Finds the target's address and the certificates that it may show; nobody is called yet.
+    /// Resolves the target's address and loads the trusted certificates. No connection is made.
     ///
     /// # Errors
-    /// When there are none.
+    /// If either fails.
     pub(crate) async fn open(
         target: Target,
         limits: Limits,
@@ -102,71 +102,84 @@ impl Client {
             }
         };
         let (kept, far) = (Mutex::new(Vec::new()), None);
-        Ok(Self { shared: Arc::new(Shared { target, limits, addresses, tls, far, connections, kept }) })
+        Ok(Self {
+            shared: Arc::new(ClientInner { target, limits, addresses, tls, far, connections, idle: kept }),
+        })
     }
 
     pub(crate) fn target(&self) -> &Target {
         &self.shared.target
     }
 
-    /// The same endpoint within other bounds, and with connections of its own.
+    /// A client of the same endpoint with other limits and its own connections.
     pub(crate) fn within(&self, limits: Limits, connections: Connections) -> Self {
-        let Shared { target, addresses, tls, far, .. } = &*self.shared;
+        let ClientInner { target, addresses, tls, far, .. } = &*self.shared;
         let (target, addresses, tls, far) = (target.clone(), addresses.clone(), tls.clone(), far.clone());
         let kept = Mutex::new(Vec::new());
-        Self { shared: Arc::new(Shared { target, limits, addresses, tls, far, connections, kept }) }
+        Self {
+            shared: Arc::new(ClientInner { target, limits, addresses, tls, far, connections, idle: kept }),
+        }
     }
 
-    /// The same endpoint, with a host from which its clients can vanish.
+    /// A client of the same endpoint with a host from which clients can vanish.
     ///
     /// # Errors
-    /// In words, where the endpoint cannot be reached from there.
+    /// If the endpoint cannot be reached from that host.
     pub(crate) async fn with_far(&self, host: Arc<FarHost>) -> Result<Self, String> {
         let there = host.reach(&self.shared.addresses).await?;
-        let Shared { target, limits, addresses, tls, connections, .. } = &*self.shared;
+        let ClientInner { target, limits, addresses, tls, connections, .. } = &*self.shared;
         let (target, limits, addresses, tls) =
             (target.clone(), limits.clone(), addresses.clone(), tls.clone());
         let (far, connections, kept) = (Some((host, [there])), *connections, Mutex::new(Vec::new()));
-        Ok(Self { shared: Arc::new(Shared { target, limits, addresses, tls, far, connections, kept }) })
+        Ok(Self {
+            shared: Arc::new(ClientInner { target, limits, addresses, tls, far, connections, idle: kept }),
+        })
     }
 
     /// Makes one call.
     ///
     /// # Cancel safety
-    /// Dropping it closes the connection.
-    pub(crate) async fn call(&self, ask: &Ask, leave: &Leave, manner: Manner) -> Call {
+    /// Dropping the future closes the connection.
+    pub(crate) async fn call(
+        &self,
+        ask: &PreparedRequest,
+        leave: &CancelTrigger,
+        manner: DisconnectKind,
+    ) -> Call {
         let mut call = Call::begin();
         let deadline = Instant::now() + self.shared.limits.total;
         let request = self.request(ask);
         let kept = match manner {
-            Manner::Stall { .. } | Manner::Vanish => None,
-            Manner::Fin | Manner::Rst | Manner::HalfClose => self.shared.kept(),
+            DisconnectKind::Stall { .. } | DisconnectKind::Vanish => None,
+            DisconnectKind::Fin | DisconnectKind::Rst | DisconnectKind::HalfClose => self.shared.take_idle(),
         };
         let was_kept = kept.is_some();
-        let mut course = Course { shared: &self.shared, leave, manner, deadline, call: &mut call, raw: None };
+        let mut course =
+            ActiveCall { shared: &self.shared, leave, manner, deadline, call: &mut call, raw: None };
         course.run(&request, kept).await;
-        // The other side may have ended a kept connection in the moment in which it was used. Every HTTP client sends
-        // the request again then.
-        let unanswered = matches!(call.outcome, Outcome::Broken { stage: Stage::Send | Stage::Head, .. });
+        // The server may have closed a kept connection while the request was sent. Every HTTP client sends the
+        // request again in this case.
+        let unanswered =
+            matches!(call.outcome, CallOutcome::Broken { stage: CallStage::Send | CallStage::Head, .. });
         if was_kept && unanswered && call.head.is_none() {
             call.sent_again = true;
             let mut course =
-                Course { shared: &self.shared, leave, manner, deadline, call: &mut call, raw: None };
+                ActiveCall { shared: &self.shared, leave, manner, deadline, call: &mut call, raw: None };
             course.run(&request, None).await;
         }
         call
     }
 
-    /// Asks for JSON that is no completion.
+    /// Requests JSON that is no completion.
     ///
     /// # Errors
-    /// In words, when there is none.
-    pub(crate) async fn json(&self, ask: &Ask) -> Result<serde_json::Value, String> {
+    /// If there is no JSON.
+    pub(crate) async fn json(&self, ask: &PreparedRequest) -> Result<serde_json::Value, String> {
         let (mut call, mut body) = (Call::begin(), Vec::new());
         let deadline = Instant::now() + self.shared.limits.total;
-        let (leave, manner) = (&Leave::Never, Manner::Fin);
+        let (leave, manner) = (&CancelTrigger::Never, DisconnectKind::Fin);
         let raw = Some(&mut body);
-        let mut course = Course { shared: &self.shared, leave, manner, deadline, call: &mut call, raw };
+        let mut course = ActiveCall { shared: &self.shared, leave, manner, deadline, call: &mut call, raw };
         course.run(&self.request(ask), None).await;
         let url = format!("{}{}", self.shared.target.url(), ask.path);
         if !call.is_done() {
@@ -175,7 +188,7 @@ impl Client {
         serde_json::from_slice(&body).map_err(|error| format!("{url}: not JSON: {error}"))
     }
 
-    fn request(&self, ask: &Ask) -> Vec<u8> {
+    fn request(&self, ask: &PreparedRequest) -> Vec<u8> {
         let Target { prefix, headers, .. } = &self.shared.target;
         let method = if ask.body.is_some() { "POST" } else { "GET" };
         let authority = self.shared.target.authority();
@@ -195,26 +208,27 @@ impl Client {
     }
 }
 
-impl Shared {
-    /// A connection of a call before that is still good.
-    fn kept(&self) -> Option<Wire> {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        std::iter::from_fn(|| kept.pop()).find(Wire::is_quiet)
+impl ClientInner {
+    /// An idle connection that is still open.
+    fn take_idle(&self) -> Option<Connection> {
+        let mut kept = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        std::iter::from_fn(|| kept.pop()).find(Connection::is_quiet)
     }
 
-    fn keep(&self, wire: Wire) {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+    fn return_idle(&self, connection: Connection) {
+        let mut kept = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.len() < KEPT_MAX {
-            kept.push(wire);
+            kept.push(connection);
         }
     }
 }
 
-impl Leave {
-    /// It is time to go. Returns never for a client that leaves by what it has read, or not at all.
+impl CancelTrigger {
+    /// Returns when it is time to disconnect. Never returns if the trigger depends on what was read, or is
+    /// [`Self::Never`].
     async fn due(&self, sent: Option<Moment>) {
         match (self, sent) {
-            (Self::When(said) | Self::WhenOrAfterTokens(said, _), _) => said.cancelled().await,
+            (Self::When(token) | Self::WhenOrAfterTokens(token, _), _) => token.cancelled().await,
             (Self::After(after), Some(sent)) => sleep_until(sent.plus(*after).instant().into()).await,
             (Self::Never | Self::AfterTokens(_) | Self::After(_), _) => pending().await,
         }
@@ -231,157 +245,163 @@ impl Leave {
     }
 }
 
-/// What a wait ended with.
-enum Came<T> {
-    This(T),
-    /// It is time to leave.
-    Due,
-    /// The call's time is over.
-    Late,
+/// The result of a wait.
+enum RaceOutcome<T> {
+    Ready(T),
+    /// It is time to disconnect.
+    Cancelled,
+    /// The call exceeded its time limit.
+    TimedOut,
 }
 
-/// A call on its way.
-struct Course<'a> {
-    shared: &'a Shared,
-    leave: &'a Leave,
-    manner: Manner,
+/// A call in progress.
+struct ActiveCall<'a> {
+    shared: &'a ClientInner,
+    leave: &'a CancelTrigger,
+    manner: DisconnectKind,
     deadline: Instant,
     call: &'a mut Call,
-    /// Where the body of an answer goes that is no completion.
+    /// Where the body of a response that is no completion is stored.
     raw: Option<&'a mut Vec<u8>>,
 }
 
-/// What of an answer is here.
-struct Answer {
-    reader: Reader,
+/// The part of a response that was read.
+struct PartialResponse {
+    reader: ResponseReader,
     events: Events,
-    /// Of the body what is not an event's yet; all of it, if there are no events.
+    /// Body bytes that are not yet part of an event. The whole body if there are no events.
     body: Vec<u8>,
     done: bool,
 }
 
-impl Course<'_> {
-    async fn run(&mut self, request: &[u8], kept: Option<Wire>) {
-        let mut stage = Stage::Connect;
+impl ActiveCall<'_> {
+    async fn run(&mut self, request: &[u8], kept: Option<Connection>) {
+        let mut stage = CallStage::Connect;
         let ended = self.stages(request, kept, &mut stage).await;
         self.call.ended = Moment::now();
-        self.call.outcome = ended.unwrap_or_else(|why| Outcome::Broken { stage, why });
+        self.call.outcome = ended.unwrap_or_else(|why| CallOutcome::Broken { stage, why });
     }
 
     async fn stages(
         &mut self,
         request: &[u8],
-        kept: Option<Wire>,
-        stage: &mut Stage,
-    ) -> Result<Outcome, String> {
-        let mut wire = match kept {
-            Some(wire) => wire,
+        kept: Option<Connection>,
+        stage: &mut CallStage,
+    ) -> Result<CallOutcome, String> {
+        let mut connection = match kept {
+            Some(connection) => connection,
             None => {
                 let until = self.deadline.min(Instant::now() + self.shared.limits.connect);
-                let Shared { addresses, tls, far, .. } = self.shared;
+                let ClientInner { addresses, tls, far, .. } = self.shared;
                 let (addresses, how) = match (self.manner, far) {
-                    (Manner::Vanish, Some((host, there))) => (there.as_slice(), Dial::Far(host)),
-                    (Manner::Vanish, None) => return Err(NOWHERE.to_owned()),
-                    (Manner::Stall { .. }, _) => (addresses.as_slice(), Dial::LittleAhead),
-                    (Manner::Fin | Manner::Rst | Manner::HalfClose, _) => (addresses.as_slice(), Dial::Usual),
+                    (DisconnectKind::Vanish, Some((host, there))) => (there.as_slice(), Dial::Far(host)),
+                    (DisconnectKind::Vanish, None) => return Err(NOWHERE.to_owned()),
+                    (DisconnectKind::Stall { .. }, _) => (addresses.as_slice(), Dial::SmallBuffer),
+                    (DisconnectKind::Fin | DisconnectKind::Rst | DisconnectKind::HalfClose, _) => {
+                        (addresses.as_slice(), Dial::Usual)
+                    }
                 };
-                match race(until, self.leave.due(None), Wire::connect(addresses, tls.as_ref(), how)).await {
-                    Came::This(wire) => {
+                match race(until, self.leave.due(None), Connection::connect(addresses, tls.as_ref(), how))
+                    .await
+                {
+                    RaceOutcome::Ready(connection) => {
                         self.call.connected = Some(Moment::now());
-                        wire.map_err(told)?
+                        connection.map_err(error_text)?
                     }
-                    Came::Due => {
+                    RaceOutcome::Cancelled => {
                         self.call.left = Some(Moment::now());
-                        return Ok(Outcome::Left);
+                        return Ok(CallOutcome::Left);
                     }
-                    Came::Late => return Ok(Outcome::TimedOut { stage: *stage }),
+                    RaceOutcome::TimedOut => return Ok(CallOutcome::TimedOut { stage: *stage }),
                 }
             }
         };
-        *stage = Stage::Send;
-        // An endpoint may refuse a request before it has read it all, and close: its answer is read all the same.
+        *stage = CallStage::Send;
+        // An endpoint may refuse and close before it has read the whole request. Its response is read.
         let mut unsent = None;
-        match race(self.deadline, self.leave.due(None), wire.write(request)).await {
-            Came::This(Ok(())) => {}
-            Came::This(Err(error)) => unsent = Some(error),
-            Came::Due => return self.go(wire, None).await,
-            Came::Late => return self.late(wire, *stage),
+        match race(self.deadline, self.leave.due(None), connection.write(request)).await {
+            RaceOutcome::Ready(Ok(())) => {}
+            RaceOutcome::Ready(Err(error)) => unsent = Some(error),
+            RaceOutcome::Cancelled => return self.disconnect(connection, None).await,
+            RaceOutcome::TimedOut => return self.time_out(connection, *stage),
         }
         if unsent.is_none() {
             self.call.sent = Some(Moment::now());
-            *stage = Stage::Head;
+            *stage = CallStage::Head;
         }
-        let answer = Answer {
-            reader: Reader::new(self.shared.limits.answer_bytes),
+        let answer = PartialResponse {
+            reader: ResponseReader::new(self.shared.limits.answer_bytes),
             events: Events::default(),
             body: Vec::new(),
             done: false,
         };
-        match (self.read(wire, answer, stage).await, unsent) {
-            (Err(_), Some(error)) if self.call.head.is_none() => Err(told(error)),
+        match (self.read(connection, answer, stage).await, unsent) {
+            (Err(_), Some(error)) if self.call.head.is_none() => Err(error_text(error)),
             (ended, _) => ended,
         }
     }
 
     async fn read(
         &mut self,
-        mut wire: Wire,
-        mut answer: Answer,
-        stage: &mut Stage,
-    ) -> Result<Outcome, String> {
+        mut connection: Connection,
+        mut answer: PartialResponse,
+        stage: &mut CallStage,
+    ) -> Result<CallOutcome, String> {
         let mut buffer = Vec::new();
         let mut due = std::pin::pin!(self.leave.due(self.call.sent));
         let mut last = Instant::now();
-        let mut timer = std::pin::pin!(sleep_until(self.patience(last).into()));
+        let mut timer = std::pin::pin!(sleep_until(self.read_deadline(last).into()));
         loop {
             buffer.clear();
             let gone = self.call.left.is_some();
             let came = tokio::select! {
                 biased;
-                () = &mut due, if !gone => Came::Due,
-                count = wire.read(&mut buffer) => Came::This(count),
-                () = &mut timer => Came::Late,
+                () = &mut due, if !gone => RaceOutcome::Cancelled,
+                count = connection.read(&mut buffer) => RaceOutcome::Ready(count),
+                () = &mut timer => RaceOutcome::TimedOut,
             };
             match came {
-                Came::Due if self.manner == Manner::HalfClose => self.half_close(&mut wire).await?,
-                Came::Due => return self.go(wire, Some(answer)).await,
-                Came::Late => {
-                    // Every byte puts the end off; the timer is moved only when it rings.
-                    let until = self.patience(last);
+                RaceOutcome::Cancelled if self.manner == DisconnectKind::HalfClose => {
+                    self.half_close(&mut connection).await?
+                }
+                RaceOutcome::Cancelled => return self.disconnect(connection, Some(answer)).await,
+                RaceOutcome::TimedOut => {
+                    // Every byte extends the deadline, but the timer is moved only when it expires.
+                    let until = self.read_deadline(last);
                     if until <= Instant::now() {
-                        return self.late(wire, *stage);
+                        return self.time_out(connection, *stage);
                     }
                     timer.as_mut().reset(until.into());
                 }
-                // Whoever heard that nothing more will be sent may well hang up.
-                Came::This(Err(_)) if gone => return Ok(Outcome::Left),
-                Came::This(Err(error)) => return Err(told(error)),
-                Came::This(Ok(0)) => {
+                // A server may close the connection after a half-close.
+                RaceOutcome::Ready(Err(_)) if gone => return Ok(CallOutcome::Left),
+                RaceOutcome::Ready(Err(error)) => return Err(error_text(error)),
+                RaceOutcome::Ready(Ok(0)) => {
                     let whole = answer.reader.end();
                     return match self.ended(&mut answer) {
-                        _ if gone && whole.is_err() => Ok(Outcome::Left),
+                        _ if gone && whole.is_err() => Ok(CallOutcome::Left),
                         Ok(Some(outcome)) => Ok(outcome),
-                        _ if gone => Ok(Outcome::Left),
-                        Ok(None) => Err(whole.map_or_else(told, |()| CUT.to_owned())),
+                        _ if gone => Ok(CallOutcome::Left),
+                        Ok(None) => Err(whole.map_or_else(error_text, |()| CUT.to_owned())),
                         Err(why) => Err(why),
                     };
                 }
-                Came::This(Ok(_)) => {
+                RaceOutcome::Ready(Ok(_)) => {
                     last = Instant::now();
                     if let Some(outcome) = self.take(&mut answer, &buffer, stage)? {
-                        self.part(wire, answer).await;
+                        self.keep(connection, answer).await;
                         return Ok(outcome);
                     }
                     if !gone && self.leave.is_due_after(self.call) {
                         match self.manner {
-                            Manner::HalfClose => {
-                                self.half_close(&mut wire).await?;
-                                // What came with the event that it left at.
+                            DisconnectKind::HalfClose => {
+                                self.half_close(&mut connection).await?;
+                                // Bytes that arrived with the event at which the client disconnects.
                                 if let Some(outcome) = self.take(&mut answer, &[], stage)? {
                                     return Ok(outcome);
                                 }
                             }
-                            _ => return self.go(wire, Some(answer)).await,
+                            _ => return self.disconnect(connection, Some(answer)).await,
                         }
                     }
                 }
@@ -389,21 +409,21 @@ impl Course<'_> {
         }
     }
 
-    /// Until when nothing may come.
-    fn patience(&self, last: Instant) -> Instant {
+    /// The deadline for the next byte.
+    fn read_deadline(&self, last: Instant) -> Instant {
         let silence = self.shared.limits.silence.map(|silence| last + silence);
         silence.map_or(self.deadline, |silence| silence.min(self.deadline))
     }
 
-    /// Understands what has come.
+    /// Processes the bytes that were read.
     fn take(
         &mut self,
-        answer: &mut Answer,
+        answer: &mut PartialResponse,
         bytes: &[u8],
-        stage: &mut Stage,
-    ) -> Result<Option<Outcome>, String> {
+        stage: &mut CallStage,
+    ) -> Result<Option<CallOutcome>, String> {
         let now = Moment::now();
-        answer.reader.feed(bytes, &mut answer.body).map_err(told)?;
+        answer.reader.feed(bytes, &mut answer.body).map_err(error_text)?;
         let Some(head) = answer.reader.head() else { return Ok(None) };
         let streams = head.events && (200..300).contains(&head.status);
         if self.call.head.is_none() {
@@ -411,18 +431,19 @@ impl Course<'_> {
             self.call.status = Some(head.status);
             self.call.request_id.clone_from(&head.request_id);
             (self.call.should_retry, self.call.retry_after) = (head.should_retry, head.retry_after);
-            *stage = Stage::Body;
+            *stage = CallStage::Body;
         }
         if streams {
             answer.events.buffer().append(&mut answer.body);
-            while let Some(event) = answer.events.next().map_err(told)? {
+            while let Some(event) = answer.events.next().map_err(error_text)? {
                 self.call.events = self.call.events.saturating_add(1);
                 if event.trim_ascii() == b"[DONE]" {
                     answer.done = true;
                     break;
                 }
-                let said = Said::read(event).map_err(|error| format!("an event is no chunk: {error}"))?;
-                if let Some(outcome) = self.heard(said, now) {
+                let content =
+                    ReplyContent::read(event).map_err(|error| format!("an event is no chunk: {error}"))?;
+                if let Some(outcome) = self.record_event(content, now) {
                     return Ok(Some(outcome));
                 }
                 if self.call.left.is_none() && self.leave.is_due_after(self.call) {
@@ -433,117 +454,121 @@ impl Course<'_> {
         if answer.done || answer.reader.is_done() { self.ended(answer) } else { Ok(None) }
     }
 
-    /// Notes what one event says; an error ends the call.
-    fn heard(&mut self, said: Said, now: Moment) -> Option<Outcome> {
+    /// Records one event. An error ends the call.
+    fn record_event(&mut self, content: ReplyContent, now: Moment) -> Option<CallOutcome> {
         let call = &mut *self.call;
-        if said.content {
+        if content.content {
             call.tokens.push(now);
-            if let Some(usage) = said.usage {
+            if let Some(usage) = content.usage {
                 call.counted.push(usage.completion_tokens);
             }
         }
-        call.text.push_str(&said.text);
-        call.finish_reason = said.finish_reason.or(call.finish_reason.take());
-        call.usage = said.usage.or(call.usage);
-        let Complaint { code, kind, message } = said.error?;
-        Some(Outcome::Failed { code, kind, message })
+        call.text.push_str(&content.text);
+        call.finish_reason = content.finish_reason.or(call.finish_reason.take());
+        call.usage = content.usage.or(call.usage);
+        let ReplyError { code, kind, message } = content.error?;
+        Some(CallOutcome::Failed { code, kind, message })
     }
 
-    /// What an answer without any more bytes is; `None` for a stream that was cut.
-    fn ended(&mut self, answer: &mut Answer) -> Result<Option<Outcome>, String> {
+    /// The outcome of a response that has ended. `None` for a stream without `[DONE]`.
+    fn ended(&mut self, answer: &mut PartialResponse) -> Result<Option<CallOutcome>, String> {
         let Some(head) = answer.reader.head() else { return Ok(None) };
         let status = head.status;
         if !(200..300).contains(&status) {
-            let Complaint { code, kind, message } = Complaint::read(&answer.body);
-            return Ok(Some(Outcome::Refused { status, code, kind, message }));
+            let ReplyError { code, kind, message } = ReplyError::read(&answer.body);
+            return Ok(Some(CallOutcome::Refused { status, code, kind, message }));
         }
         if head.events {
             if !answer.done && answer.reader.is_done() {
                 return Err(CUT.to_owned());
             }
-            // Only where every event with text says so does it say anything about each.
+            // The counts are usable only if every event with text has one.
             if self.call.counted.len() != self.call.tokens.len() {
                 self.call.counted.clear();
             }
-            return Ok(answer.done.then_some(Outcome::Done));
+            return Ok(answer.done.then_some(CallOutcome::Done));
         }
         if !answer.reader.is_done() {
             return Ok(None);
         }
         if let Some(raw) = &mut self.raw {
             raw.append(&mut answer.body);
-            return Ok(Some(Outcome::Done));
+            return Ok(Some(CallOutcome::Done));
         }
-        let said =
-            Said::read(&answer.body).map_err(|error| format!("the answer is no completion: {error}"))?;
-        self.call.text.push_str(&said.text);
-        self.call.finish_reason = said.finish_reason;
-        self.call.usage = said.usage;
-        Ok(Some(match said.error {
-            Some(Complaint { code, kind, message }) => Outcome::Failed { code, kind, message },
-            None => Outcome::Done,
+        let content = ReplyContent::read(&answer.body)
+            .map_err(|error| format!("the answer is no completion: {error}"))?;
+        self.call.text.push_str(&content.text);
+        self.call.finish_reason = content.finish_reason;
+        self.call.usage = content.usage;
+        Ok(Some(match content.error {
+            Some(ReplyError { code, kind, message }) => CallOutcome::Failed { code, kind, message },
+            None => CallOutcome::Done,
         }))
     }
 
-    async fn half_close(&mut self, wire: &mut Wire) -> Result<(), String> {
+    async fn half_close(&mut self, connection: &mut Connection) -> Result<(), String> {
         let at = Moment::now();
-        wire.half_close().await.map_err(told)?;
+        connection.half_close().await.map_err(error_text)?;
         self.call.left = Some(at);
         Ok(())
     }
 
-    /// Leaves. The moment is the one before it closes: whoever is on the other side may have acted on it before that returns.
-    async fn go(&mut self, mut wire: Wire, answer: Option<Answer>) -> Result<Outcome, String> {
+    /// Disconnects. The recorded time is before the close, because the server may act before the close returns.
+    async fn disconnect(
+        &mut self,
+        mut connection: Connection,
+        answer: Option<PartialResponse>,
+    ) -> Result<CallOutcome, String> {
         let at = Moment::now();
         let closed = match self.manner {
-            Manner::Fin => wire.finish(),
-            Manner::Rst => wire.reset(),
-            Manner::HalfClose => {
-                // The request itself is cut off: nothing can come but a refusal.
-                self.half_close(&mut wire).await?;
+            DisconnectKind::Fin => connection.finish(),
+            DisconnectKind::Rst => connection.reset(),
+            DisconnectKind::HalfClose => {
+                // The request itself was cut off: the response can only be a refusal.
+                self.half_close(&mut connection).await?;
                 drop(answer);
-                wire.finish()
+                connection.finish()
             }
-            Manner::Stall { hold } => {
+            DisconnectKind::Stall { hold } => {
                 self.call.left = Some(Moment::now());
                 tokio::time::sleep(hold).await;
-                wire.reset()
+                connection.reset()
             }
-            Manner::Vanish => match &self.shared.far {
-                Some((host, _)) => wire.vanish(host),
+            DisconnectKind::Vanish => match &self.shared.far {
+                Some((host, _)) => connection.vanish(host),
                 None => return Err(NOWHERE.to_owned()),
             },
         };
         self.call.left.get_or_insert(at);
-        closed.map(|()| Outcome::Left).map_err(told)
+        closed.map(|()| CallOutcome::Left).map_err(error_text)
     }
 
-    /// Gives up, as an SDK does: it closes.
-    fn late(&mut self, wire: Wire, stage: Stage) -> Result<Outcome, String> {
+    /// Closes the connection after a timeout, as an SDK does.
+    fn time_out(&mut self, connection: Connection, stage: CallStage) -> Result<CallOutcome, String> {
         let at = Moment::now();
-        wire.finish().map_err(told)?;
+        connection.finish().map_err(error_text)?;
         self.call.left.get_or_insert(at);
-        Ok(Outcome::TimedOut { stage })
+        Ok(CallOutcome::TimedOut { stage })
     }
 
-    /// After a whole answer: keeps the connection, if it can be.
-    async fn part(&mut self, mut wire: Wire, mut answer: Answer) {
+    /// Keeps the connection after a complete response, if possible.
+    async fn keep(&mut self, mut connection: Connection, mut answer: PartialResponse) {
         if self.shared.connections == Connections::Fresh || self.call.left.is_some() {
             return;
         }
-        // What frames the end of a stream may come a packet later than its last event.
+        // The end of a stream's framing may arrive one packet after its last event.
         let until = Instant::now() + FRAMING_WAIT;
         let mut buffer = Vec::new();
         while !answer.reader.is_done() {
             buffer.clear();
             answer.body.clear();
-            match race(until, pending(), wire.read(&mut buffer)).await {
-                Came::This(Ok(1..)) if answer.reader.feed(&buffer, &mut answer.body).is_ok() => {}
+            match race(until, pending(), connection.read(&mut buffer)).await {
+                RaceOutcome::Ready(Ok(1..)) if answer.reader.feed(&buffer, &mut answer.body).is_ok() => {}
                 _ => return,
             }
         }
         if answer.reader.may_keep() {
-            self.shared.keep(wire);
+            self.shared.return_idle(connection);
         }
     }
 }
@@ -555,16 +580,20 @@ const NOWHERE: &str = "there is no host to vanish from";
 
 const CUT: &str = "the stream ended without [DONE]";
 
-fn told(error: impl std::fmt::Display) -> String {
+fn error_text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-/// Waits for `work`, for as long as there is time and nobody wants to leave.
-async fn race<T>(until: Instant, due: impl Future<Output = ()>, work: impl Future<Output = T>) -> Came<T> {
+/// Waits for `work` until the deadline or until it is time to disconnect.
+async fn race<T>(
+    until: Instant,
+    due: impl Future<Output = ()>,
+    work: impl Future<Output = T>,
+) -> RaceOutcome<T> {
     tokio::select! {
         biased;
-        () = due => Came::Due,
-        this = work => Came::This(this),
-        () = sleep_until(until.into()) => Came::Late,
+        () = due => RaceOutcome::Cancelled,
+        this = work => RaceOutcome::Ready(this),
+        () = sleep_until(until.into()) => RaceOutcome::TimedOut,
     }
 }

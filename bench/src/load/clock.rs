@@ -1,12 +1,12 @@
-//! Time as this process tells it: a monotonic clock, anchored once to the wall clock, so that what a client saw can be
-//! compared with what an engine of the same host wrote down.
+//! A monotonic clock, anchored once to the wall clock. Times of a client are comparable with those that an engine of
+//! the same host writes.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::{Serialize, Serializer};
 
-/// The instant and the wall clock's nanoseconds that belong together.
+/// An instant and the wall-clock time in nanoseconds at that instant.
 static ANCHOR: OnceLock<(Instant, u64)> = OnceLock::new();
 
 fn anchor() -> (Instant, u64) {
@@ -16,14 +16,14 @@ fn anchor() -> (Instant, u64) {
     })
 }
 
-/// Until the year 2554.
+/// Sufficient until the year 2554.
 fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// A point in time: nanoseconds since the Unix epoch, by a clock that does not go back.
+/// A point in time: nanoseconds since the Unix epoch, by a monotonic clock.
 ///
-/// It is written as microseconds since the Unix epoch, which is what engines write.
+/// It is serialized as microseconds since the Unix epoch, as engines do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Moment(u64);
 
@@ -45,17 +45,17 @@ impl Moment {
         self.0 / 1_000
     }
 
-    /// How long after `earlier` it is; zero if it is not.
+    /// The time since `earlier`. Zero if `earlier` is later.
     pub(crate) fn since(self, earlier: Self) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }
 
-    /// The moment that is so much later.
+    /// The moment `later` after this one.
     pub(crate) fn plus(self, later: Duration) -> Self {
         Self(self.0.saturating_add(nanos(later)))
     }
 
-    /// What a timer waits for.
+    /// The instant for a timer.
     pub(crate) fn instant(self) -> Instant {
         let (anchored, at) = anchor();
         match self.0.checked_sub(at) {
@@ -83,7 +83,7 @@ mod tests {
         assert_eq!(moment.plus(Duration::from_micros(7)).since(moment), Duration::from_micros(7));
         assert_eq!(moment.since(moment.plus(Duration::from_secs(1))), Duration::ZERO);
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
-        // An hour: nobody's clock is stepped by that much while a test runs.
+        // One hour: no clock is adjusted by that much during a test.
         assert!(u128::from(moment.us()).abs_diff(wall.as_micros()) < 3_600_000_000);
         assert!(Moment::now() >= moment);
     }

@@ -1,38 +1,38 @@
-//! The load client: calls to any OpenAI-compatible endpoint, with the time of everything that happens, by clients that
-//! leave when and how they are told to.
+//! The load client: calls any OpenAI-compatible endpoint, disconnects at a specified time and in a specified way,
+//! and records the time of every event.
 //!
 //! ```text
-//!            Target ─▶ Client::open ─▶ call(Ask, Leave, Manner) ─▶ Call
-//!   Wish ─▶ Ask ──────────────────────▲      │                      ▲
-//!                                            ▼                      │
-//!                        connection (FIN, RST, …) ─▶ framing ─▶ sse ─▶ reply ┘
+//!             Target ─▶ Client::open ─▶ call(PreparedRequest, CancelTrigger, DisconnectKind) ─▶ Call
+//!   CompletionSpec ─▶ PreparedRequest ───────▲      │                                            ▲
+//!                                                   ▼                                            │
+//!                                         connection (FIN, RST, …) ─▶ framing ─▶ sse ─▶ reply ───┘
 //! ```
 //!
-//! Written by hand over a socket, because it has to leave in exact ways and must say when it did. What comes back is
-//! hostile until checked: heads, events and answers have bounds ([`limits`]), and every call has a deadline.
+//! The client is written by hand over a socket, because it must disconnect in exact ways at known times. Responses
+//! are hostile until checked: heads, events and bodies have limits ([`limits`]), and every call has a deadline.
 
-mod ask;
 mod call;
 mod client;
 mod clock;
-mod far;
+pub(crate) mod endpoint_profile;
+mod far_host;
 mod limits;
 pub(crate) mod plan;
 mod reply;
+mod request;
 pub(crate) mod retry;
 pub(crate) mod rng;
 pub(crate) mod runner;
-pub(crate) mod speaker;
 mod target;
 #[cfg(test)]
 mod tests;
-pub(crate) mod wire;
+pub(crate) mod transport;
 
-pub(crate) use ask::{Endpoint, Prompt, Streaming, Wish};
-pub(crate) use call::{Call, Outcome};
-pub(crate) use client::{Client, Connections, Leave, Manner};
+pub(crate) use call::{Call, CallOutcome};
+pub(crate) use client::{CancelTrigger, Client, Connections, DisconnectKind};
 pub(crate) use clock::Moment;
-pub(crate) use far::FarHost;
+pub(crate) use far_host::FarHost;
 pub(crate) use limits::Limits;
-pub(crate) use retry::Retries;
+pub(crate) use request::{CompletionSpec, Endpoint, Prompt, Streaming};
+pub(crate) use retry::RetryLimit;
 pub(crate) use target::Target;

@@ -1,27 +1,27 @@
-//! What an answer says, in either dialect: text, why it ended, what was counted, or an error. Pure.
+//! Parses a response in either dialect: text, finish reason, usage or error. Pure.
 
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::call::Usage;
+use super::call::TokenUsage;
 use super::limits::MESSAGE_CHARS_MAX;
 
-/// What one event, or an answer in one piece, says.
+/// Content of one event, or of a response in one piece.
 #[derive(Debug, Default)]
-pub(super) struct Said {
+pub(super) struct ReplyContent {
     /// Text of the choice with index 0.
     pub(super) text: String,
-    /// Any choice has text that is not empty.
+    /// Whether any choice has text that is not empty.
     pub(super) content: bool,
-    /// Of the choice with index 0.
+    /// Finish reason of the choice with index 0.
     pub(super) finish_reason: Option<String>,
-    pub(super) usage: Option<Usage>,
-    pub(super) error: Option<Complaint>,
+    pub(super) usage: Option<TokenUsage>,
+    pub(super) error: Option<ReplyError>,
 }
 
-/// An error in OpenAI's envelope, or in what servers of other makes say instead.
+/// An error in OpenAI's envelope, or in those of other servers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Complaint {
+pub(super) struct ReplyError {
     pub(super) code: Option<String>,
     pub(super) kind: Option<String>,
     pub(super) message: String,
@@ -31,7 +31,7 @@ pub(super) struct Complaint {
 struct Chunk {
     #[serde(default)]
     choices: Option<Vec<Choice>>,
-    usage: Option<Counted>,
+    usage: Option<UsageFields>,
     error: Option<Value>,
     object: Option<String>,
 }
@@ -41,9 +41,9 @@ struct Choice {
     #[serde(default)]
     index: u32,
     text: Option<String>,
-    /// Of a chat's stream.
+    /// In a stream of a chat.
     delta: Option<Message>,
-    /// Of a chat in one piece.
+    /// In a chat in one piece.
     message: Option<Message>,
     finish_reason: Option<String>,
 }
@@ -51,67 +51,68 @@ struct Choice {
 #[derive(Deserialize)]
 struct Message {
     content: Option<String>,
-    /// vLLM's, and before its 0.10 the other name.
+    /// vLLM's name, and the name before vLLM 0.10.
     reasoning: Option<String>,
     reasoning_content: Option<String>,
     tool_calls: Option<Vec<Value>>,
 }
 
 #[derive(Deserialize)]
-struct Counted {
+struct UsageFields {
     #[serde(default)]
     prompt_tokens: u32,
     #[serde(default)]
     completion_tokens: u32,
-    prompt_tokens_details: Option<Details>,
+    prompt_tokens_details: Option<PromptTokenDetails>,
 }
 
 #[derive(Deserialize)]
-struct Details {
+struct PromptTokenDetails {
     cached_tokens: Option<u32>,
 }
 
-impl Said {
-    /// Reads one event's data, or a whole answer.
+impl ReplyContent {
+    /// Reads one event's data, or a whole response.
     ///
     /// # Errors
-    /// When it is not what the dialects say.
+    /// If the JSON is invalid in both dialects.
     pub(super) fn read(json: &[u8]) -> Result<Self, serde_json::Error> {
         let chunk: Chunk = serde_json::from_slice(json)?;
         let error = match chunk.error {
             Some(Value::Null) | None if chunk.object.as_deref() != Some("error") => None,
-            _ => Some(Complaint::read(json)),
+            _ => Some(ReplyError::read(json)),
         };
-        let usage = chunk.usage.map(|counted| Usage {
+        let usage = chunk.usage.map(|counted| TokenUsage {
             prompt_tokens: counted.prompt_tokens,
             completion_tokens: counted.completion_tokens,
             cached_tokens: counted.prompt_tokens_details.and_then(|details| details.cached_tokens),
         });
-        let mut said = Self { usage, error, ..Self::default() };
+        let mut content = Self { usage, error, ..Self::default() };
         for choice in chunk.choices.unwrap_or_default() {
             let Choice { index, text, delta, message, finish_reason } = choice;
             let parts = delta.or(message).map(Message::texts).unwrap_or_default();
             let text = text.unwrap_or_default() + &parts.0;
-            said.content |= !text.is_empty() || parts.1;
+            content.content |= !text.is_empty() || parts.1;
             if index == 0 {
-                said.text.push_str(&text);
-                said.finish_reason = finish_reason.or(said.finish_reason);
+                content.text.push_str(&text);
+                content.finish_reason = finish_reason.or(content.finish_reason);
             }
         }
-        Ok(said)
+        Ok(content)
     }
 }
 
 impl Message {
-    /// Reasoning and content, in the order in which a model says them; and whether it also calls a tool.
+    /// Reasoning and content, in the order of generation, and whether there is a tool call.
     fn texts(self) -> (String, bool) {
         let parts = [self.reasoning.or(self.reasoning_content), self.content];
         (parts.into_iter().flatten().collect(), self.tool_calls.is_some_and(|calls| !calls.is_empty()))
     }
 }
 
-impl Complaint {
-    /// Reads the body of a refusal: OpenAI's envelope, vLLM's older one without an envelope, FastAPI's `detail`, or text.
+impl ReplyError {
+    /// Reads the body of a refusal: OpenAI's envelope, vLLM's older one without an envelope, FastAPI's `detail`, or
+    /// text.
     pub(super) fn read(body: &[u8]) -> Self {
         let plain = || Self { message: cut(&String::from_utf8_lossy(body)), ..Self::default() };
         let Ok(Value::Object(whole)) = serde_json::from_slice(body) else { return plain() };
@@ -162,22 +163,25 @@ mod tests {
             (r#"{"choices":[{"index":1,"text":"other"}]}"#, "", true, None),
             (r#"{"choices":[]}"#, "", false, None),
         ] {
-            let said = Said::read(json.as_bytes()).unwrap_or_else(|error| panic!("{json}: {error}"));
+            let read = ReplyContent::read(json.as_bytes()).unwrap_or_else(|error| panic!("{json}: {error}"));
             assert_eq!(
-                (said.text.as_str(), said.content, said.finish_reason.as_deref()),
+                (read.text.as_str(), read.content, read.finish_reason.as_deref()),
                 (text, content, finish),
                 "{json}"
             );
-            assert_eq!(said.error, None, "{json}");
+            assert_eq!(read.error, None, "{json}");
         }
-        assert!(Said::read(b"[1]").is_err() && Said::read(b"{").is_err());
+        assert!(ReplyContent::read(b"[1]").is_err() && ReplyContent::read(b"{").is_err());
     }
 
     #[test]
     fn what_was_counted_is_read() {
         let json = br#"{"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2,"total_tokens":7,"prompt_tokens_details":{"cached_tokens":4}}}"#;
-        let usage = Said::read(json).expect("a chunk").usage;
-        assert_eq!(usage, Some(Usage { prompt_tokens: 5, completion_tokens: 2, cached_tokens: Some(4) }));
+        let usage = ReplyContent::read(json).expect("a chunk").usage;
+        assert_eq!(
+            usage,
+            Some(TokenUsage { prompt_tokens: 5, completion_tokens: 2, cached_tokens: Some(4) })
+        );
     }
 
     #[test]
@@ -194,11 +198,12 @@ mod tests {
             (r#"{"detail":"Not Found"}"#, None, "\"Not Found\""),
             ("<html>bad gateway</html>\n", None, "<html>bad gateway</html>"),
         ] {
-            let told = Complaint::read(json.as_bytes());
-            assert_eq!((told.code.as_deref(), told.message.as_str()), (code, message), "{json}");
+            let error = ReplyError::read(json.as_bytes());
+            assert_eq!((error.code.as_deref(), error.message.as_str()), (code, message), "{json}");
         }
-        let event = Said::read(br#"{"error":{"message":"gone","code":"engine_lost"}}"#).expect("an event");
+        let event =
+            ReplyContent::read(br#"{"error":{"message":"gone","code":"engine_lost"}}"#).expect("an event");
         assert_eq!(event.error.and_then(|error| error.code).as_deref(), Some("engine_lost"));
-        assert_eq!(Complaint::read("é".repeat(9_999).as_bytes()).message.chars().count(), MESSAGE_CHARS_MAX);
+        assert_eq!(ReplyError::read("é".repeat(9_999).as_bytes()).message.chars().count(), MESSAGE_CHARS_MAX);
     }
 }

@@ -1,45 +1,48 @@
-//! Retries as OpenAI's SDKs make them, with every attempt told.
+//! Retries as in OpenAI's SDKs. Every attempt is returned.
 //!
-//! By openai-python's `_base_client.py`: up to 2 retries, after a timeout, no connection, 408, 409, 429 and 5xx;
-//! `x-should-retry` decides before that; a wait that the endpoint names (`retry-after-ms`, `retry-after` in seconds) is kept if
-//! it is at most a minute, otherwise it is 0.5 s doubled each time up to 8 s, less up to a quarter. Once an answer's head is
-//! here nothing is retried.
+//! The rules are those of openai-python's `_base_client.py`:
+//!
+//! - There are up to 2 retries, after a timeout, no connection, 408, 409, 429 and 5xx. `x-should-retry` overrides
+//!   this.
+//! - A wait that the endpoint names (`retry-after-ms`, `retry-after` in seconds) is used if it is at most a minute.
+//! - Otherwise the wait is 0.5 s, doubled each time up to 8 s, less up to a quarter.
+//! - After a response head there is no retry.
 
 use std::time::Duration;
 
-use super::ask::Ask;
-use super::call::{Call, Outcome, Stage};
-use super::client::{Client, Leave, Manner};
+use super::call::{Call, CallOutcome, CallStage};
+use super::client::{CancelTrigger, Client, DisconnectKind};
+use super::request::PreparedRequest;
 use super::rng::Rng;
 use super::target::TargetError;
 
-/// A wait that the endpoint names is kept up to here.
+/// Longer waits that the endpoint names are ignored.
 const NAMED_WAIT_MAX: Duration = Duration::from_secs(60);
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 const WAIT_MAX: Duration = Duration::from_secs(8);
 
-/// How often a client tries again.
+/// Maximum number of retries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Retries(pub(crate) u32);
+pub(crate) struct RetryLimit(pub(crate) u32);
 
-impl Default for Retries {
-    /// As the SDKs have it.
+impl Default for RetryLimit {
+    /// As in the SDKs.
     fn default() -> Self {
         Self(2)
     }
 }
 
-impl Retries {
-    /// Makes a call and what follows from it; the last attempt is the one that counts.
+impl RetryLimit {
+    /// Makes a call and its retries. The last attempt counts.
     ///
     /// # Errors
-    /// Never for an [`Ask`] that does not say `x-stainless-retry-count` itself.
+    /// Never for a [`PreparedRequest`] without `x-stainless-retry-count`.
     pub(crate) async fn call(
         self,
         client: &Client,
-        ask: &Ask,
-        leave: &Leave,
-        manner: Manner,
+        ask: &PreparedRequest,
+        leave: &CancelTrigger,
+        manner: DisconnectKind,
         rng: &mut Rng,
     ) -> Result<Vec<Call>, TargetError> {
         let mut attempts = Vec::new();
@@ -50,8 +53,8 @@ impl Retries {
             attempts.push(call);
             let Some(wait) = wait else { break };
             match leave {
-                Leave::When(said) | Leave::WhenOrAfterTokens(said, _) => {
-                    if said.run_until_cancelled(tokio::time::sleep(wait)).await.is_none() {
+                CancelTrigger::When(token) | CancelTrigger::WhenOrAfterTokens(token, _) => {
+                    if token.run_until_cancelled(tokio::time::sleep(wait)).await.is_none() {
                         break;
                     }
                 }
@@ -62,18 +65,18 @@ impl Retries {
     }
 }
 
-/// Whether an SDK would try again.
+/// Whether an SDK would retry.
 pub(crate) fn is_worth_another(call: &Call) -> bool {
     match &call.outcome {
-        Outcome::Refused { status, .. } => {
+        CallOutcome::Refused { status, .. } => {
             call.should_retry.unwrap_or(matches!(status, 408 | 409 | 429 | 500..))
         }
-        Outcome::Broken { stage, .. } | Outcome::TimedOut { stage } => *stage != Stage::Body,
-        Outcome::Done | Outcome::Left | Outcome::Failed { .. } => false,
+        CallOutcome::Broken { stage, .. } | CallOutcome::TimedOut { stage } => *stage != CallStage::Body,
+        CallOutcome::Done | CallOutcome::Left | CallOutcome::Failed { .. } => false,
     }
 }
 
-/// How long an SDK would wait after this attempt, the first of which is 0.
+/// How long an SDK waits after this attempt. The first attempt is 0.
 pub(crate) fn pause(attempt: u32, call: &Call, rng: &mut Rng) -> Duration {
     let named = call.retry_after.filter(|after| !after.is_zero() && *after <= NAMED_WAIT_MAX);
     named.unwrap_or_else(|| {
@@ -86,13 +89,13 @@ pub(crate) fn pause(attempt: u32, call: &Call, rng: &mut Rng) -> Duration {
 mod tests {
     use super::*;
 
-    fn ended(outcome: Outcome, should_retry: Option<bool>, retry_after: Option<u64>) -> Call {
+    fn ended(outcome: CallOutcome, should_retry: Option<bool>, retry_after: Option<u64>) -> Call {
         let retry_after = retry_after.map(Duration::from_millis);
         Call { outcome, should_retry, retry_after, ..Call::begin() }
     }
 
-    fn refused(status: u16) -> Outcome {
-        Outcome::Refused { status, code: None, kind: None, message: String::new() }
+    fn refused(status: u16) -> CallOutcome {
+        CallOutcome::Refused { status, code: None, kind: None, message: String::new() }
     }
 
     #[test]
@@ -104,12 +107,12 @@ mod tests {
             assert!(!is_worth_another(&ended(refused(status), Some(false), None)), "{status}");
             assert!(is_worth_another(&ended(refused(status), Some(true), None)), "{status}");
         }
-        let broken = |stage| Outcome::Broken { stage, why: String::new() };
-        assert!(is_worth_another(&ended(broken(Stage::Connect), None, None)));
-        assert!(is_worth_another(&ended(Outcome::TimedOut { stage: Stage::Head }, None, None)));
-        assert!(!is_worth_another(&ended(Outcome::TimedOut { stage: Stage::Body }, None, None)));
-        assert!(!is_worth_another(&ended(broken(Stage::Body), None, None)));
-        assert!(!is_worth_another(&ended(Outcome::Done, Some(true), None)));
+        let broken = |stage| CallOutcome::Broken { stage, why: String::new() };
+        assert!(is_worth_another(&ended(broken(CallStage::Connect), None, None)));
+        assert!(is_worth_another(&ended(CallOutcome::TimedOut { stage: CallStage::Head }, None, None)));
+        assert!(!is_worth_another(&ended(CallOutcome::TimedOut { stage: CallStage::Body }, None, None)));
+        assert!(!is_worth_another(&ended(broken(CallStage::Body), None, None)));
+        assert!(!is_worth_another(&ended(CallOutcome::Done, Some(true), None)));
     }
 
     #[test]

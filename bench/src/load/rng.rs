@@ -1,6 +1,6 @@
 //! Random numbers by seed: xoshiro256++, seeded by SplitMix64 (Blackman and Vigna, 2018), the same on every machine.
 
-/// A stream of numbers that a seed determines.
+/// A sequence of numbers determined by a seed.
 #[derive(Clone, Debug)]
 pub(crate) struct Rng([u64; 4]);
 
@@ -16,7 +16,8 @@ impl Rng {
         }))
     }
 
-    /// Another stream of the same seed: one for each thing that is drawn, so that drawing more of one changes no other.
+    /// Another stream of the same seed. Each quantity has its own stream, so that drawing more of one changes no
+    /// other.
     pub(crate) fn stream(seed: u64, name: &str) -> Self {
         let named = name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
@@ -37,12 +38,12 @@ impl Rng {
         drawn
     }
 
-    /// From 0 to 1, without 1; all 53 bits.
+    /// From 0 to 1, excluding 1, with 53 bits.
     pub(crate) fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// Below `bound`, each as likely (Lemire, 2019); 0 for a bound of 0.
+    /// Uniform below `bound` (Lemire, 2019). 0 for a bound of 0.
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
         let wide = |drawn: u64| u128::from(drawn) * u128::from(bound);
         let mut product = wide(self.next());
@@ -55,24 +56,24 @@ impl Rng {
         (product >> 64) as u64
     }
 
-    /// Whether something of this probability happens.
+    /// True with this probability.
     pub(crate) fn chance(&mut self, probability: f64) -> bool {
         self.unit() < probability
     }
 
-    /// Mean 1.
+    /// Exponential with mean 1.
     pub(crate) fn exponential(&mut self) -> f64 {
         // 1 - unit is never 0.
         -(1.0 - self.unit()).ln()
     }
 
-    /// Mean 0, standard deviation 1 (Box and Muller; one of the pair).
+    /// Normal with mean 0 and standard deviation 1 (Box and Muller, one of the pair).
     pub(crate) fn normal(&mut self) -> f64 {
         let (radius, angle) = ((2.0 * self.exponential()).sqrt(), std::f64::consts::TAU * self.unit());
         radius * angle.cos()
     }
 
-    /// Of this shape, with a scale of 1 (Marsaglia and Tsang, 2000).
+    /// Gamma of this shape with scale 1 (Marsaglia and Tsang, 2000).
     pub(crate) fn gamma(&mut self, shape: f64) -> f64 {
         if shape < 1.0 {
             // The boost for small shapes.
@@ -107,7 +108,7 @@ mod tests {
         assert_ne!(draw(Rng::stream(7, "lengths")), draw(Rng::stream(7, "arrivals")));
     }
 
-    /// Mean and variance of 100,000 numbers; the standard error of the mean is 0.3 % of the deviation.
+    /// Mean and variance of 100,000 numbers. The standard error of the mean is 0.3 % of the deviation.
     fn moments(mut draw: impl FnMut() -> f64) -> (f64, f64) {
         let drawn: Vec<f64> = (0..100_000).map(|_| draw()).collect();
         let mean = drawn.iter().sum::<f64>() / drawn.len() as f64;

@@ -1,13 +1,13 @@
-//! Carries out a plan: each request at its time, whatever has become of those before, and every call as it happened.
+//! Runs a plan: sends each request at its time, whatever the state of earlier ones, and records every call.
 //!
 //! ```text
-//!  writer ─(asks, 256 ahead)─▶ metronome ─(when due)─▶ dispatcher ─▶ one task per call ─▶ each(&Measured)
+//!   writer ─(requests, 256 ahead)─▶ timer thread ─(when due)─▶ dispatcher ─▶ one task per call ─▶ RunObserver
 //! ```
 //!
-//! Requests are written ahead of their time, and waited for by a thread of their own: timers of an event loop have a grain of
-//! a millisecond. Latency counts from when a request was due, so that what an endpoint does
-//! to requests that wait because of it is seen (no coordinated omission). One that was due and was never sent, because time was
-//! over while it waited, is told as [`Waited`]: to leave it out would be the same omission.
+//! Requests are written ahead of their time. A thread of its own waits until they are due, because timers of an
+//! event loop have a resolution of one millisecond. Latency counts from the due time, so that delays of waiting
+//! requests are included (no coordinated omission). A request that was due but not sent before the end of the run is
+//! reported as [`UnsentRequest`]. To omit it would be the same error.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -18,43 +18,43 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use super::ask::Ask;
-use super::call::{Call, Outcome};
-use super::client::{Client, Leave, Manner};
+use super::call::{Call, CallOutcome};
+use super::client::{CancelTrigger, Client, DisconnectKind};
 use super::clock::Moment;
-use super::plan::workload::{Plan, Planned};
-use super::retry::Retries;
+use super::endpoint_profile::EndpointProfile;
+use super::plan::workload::{PlannedRequest, RunPlan};
+use super::request::PreparedRequest;
+use super::retry::RetryLimit;
 use super::rng::Rng;
-use super::speaker::Speaker;
 
 /// Requests that are written before they are due.
 const WRITTEN_AHEAD: usize = 256;
-/// The metronome looks up at least so often, to see whether the run was stopped.
+/// Maximum sleep of the timer thread, which then checks whether the run was stopped.
 const LOOK_UP: Duration = Duration::from_millis(50);
 
-/// One request of a run and what became of it.
+/// One request of a run and its call.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Measured {
+pub(crate) struct MeasuredCall {
     pub(crate) index: usize,
-    /// When it was due: what latencies count from.
+    /// When the request was due. Latencies count from here.
     #[serde(rename = "scheduled_us")]
     pub(crate) scheduled: Moment,
     pub(crate) planned_input_tokens: u32,
     pub(crate) planned_output_tokens: u32,
-    /// How often it was sent; only the last is told.
+    /// Number of attempts. Only the last is reported.
     pub(crate) attempts: usize,
     pub(crate) call: Call,
 }
 
-/// A request that was due when a run's time was over, and had not been sent.
+/// A request that was due before the end of a run and was not sent.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct Waited {
+pub(crate) struct UnsentRequest {
     pub(crate) index: usize,
     #[serde(rename = "scheduled_us")]
     pub(crate) scheduled: Moment,
     pub(crate) planned_input_tokens: u32,
     pub(crate) planned_output_tokens: u32,
-    /// Until nothing more was sent: how late it would have been at least.
+    /// Time from the due time until sending stopped: the minimum delay.
     #[serde(rename = "waited_us", serialize_with = "whole_us")]
     pub(crate) waited: Duration,
 }
@@ -63,68 +63,68 @@ fn whole_us<S: serde::Serializer>(duration: &Duration, serializer: S) -> Result<
     serializer.serialize_u64(u64::try_from(duration.as_micros()).unwrap_or(u64::MAX))
 }
 
-/// A run that is over.
+/// The result of a run.
 #[derive(Clone, Debug)]
-pub(crate) struct Run {
+pub(crate) struct RunResult {
     pub(crate) began: Moment,
     pub(crate) ended: Moment,
-    /// In the order in which they ended.
-    pub(crate) calls: Vec<Measured>,
-    /// Requests that were planned and not sent, because the run was stopped or its time was over.
+    /// In the order in which the calls ended.
+    pub(crate) calls: Vec<MeasuredCall>,
+    /// Planned requests that were not sent, because the run was stopped or its time was over.
     pub(crate) unsent: usize,
-    /// Those of them that were due.
-    pub(crate) waited: Vec<Waited>,
-    /// It was told to stop.
+    /// Those of the unsent requests that were due.
+    pub(crate) waited: Vec<UnsentRequest>,
+    /// The run was stopped.
     pub(crate) stopped: bool,
 }
 
-/// How a plan is carried out.
+/// Runs a plan.
 pub(crate) struct Runner<'a> {
     pub(crate) client: &'a Client,
-    pub(crate) speaker: Arc<Speaker>,
-    pub(crate) retries: Retries,
-    /// Ends the run: nothing more is sent, and who is still waiting leaves.
+    pub(crate) profile: Arc<EndpointProfile>,
+    pub(crate) retries: RetryLimit,
+    /// Ends the run: no further request is sent, and waiting clients disconnect.
     pub(crate) stop: CancellationToken,
     pub(crate) seed: u64,
 }
 
-/// What happens while a run lasts.
-pub(crate) trait Watch {
-    /// A request is on its way.
+/// Receives the events of a run.
+pub(crate) trait RunObserver {
+    /// A request was sent.
     fn sent(&mut self) {}
-    /// A call has ended. What is taken out of it is not kept.
-    fn ended(&mut self, _: &mut Measured) {}
-    /// A request was due and is not sent any more.
-    fn waited(&mut self, _: &Waited) {}
+    /// A call has ended. Parts that the observer takes out are not kept.
+    fn ended(&mut self, _: &mut MeasuredCall) {}
+    /// A request was due and will not be sent.
+    fn waited(&mut self, _: &UnsentRequest) {}
 }
 
-struct Written {
+struct PreparedCall {
     index: usize,
     at: Option<Duration>,
     input_tokens: u32,
     output_tokens: u32,
-    ask: Ask,
+    ask: PreparedRequest,
 }
 
 impl Runner<'_> {
-    /// Runs to the end of the plan, or until it is stopped.
-    pub(crate) async fn run(&self, plan: Plan, watch: &mut dyn Watch) -> Run {
+    /// Runs until the plan ends or the run is stopped.
+    pub(crate) async fn run(&self, plan: RunPlan, watch: &mut dyn RunObserver) -> RunResult {
         let (lanes, until) = (plan.lanes.unwrap_or(usize::MAX), plan.until);
-        let planned: Vec<Due> = plan.requests.iter().map(Due::of).collect();
+        let planned: Vec<ScheduledCall> = plan.requests.iter().map(ScheduledCall::of).collect();
         let (write, written) = sync_channel(WRITTEN_AHEAD);
         let (ring, mut due) = mpsc::channel(1);
-        let speaker = Arc::clone(&self.speaker);
-        let writer = tokio::task::spawn_blocking(move || write_ahead(plan, &speaker, &write));
+        let profile = Arc::clone(&self.profile);
+        let writer = tokio::task::spawn_blocking(move || write_ahead(plan, &profile, &write));
         // The first requests are written before the clock starts.
         let (ready, is_ready) = tokio::sync::oneshot::channel::<Instant>();
         let stop = self.stop.clone();
-        let metronome = tokio::task::spawn_blocking(move || {
+        let timer = tokio::task::spawn_blocking(move || {
             if let Ok(begin) = is_ready.blocking_recv() {
-                ring_in_time(begin, &written, &ring, &stop);
+                send_when_due(begin, &written, &ring, &stop);
             }
         });
         let begin = Instant::now() + Duration::from_millis(20);
-        // It waits for nothing else.
+        // The timer thread waits for nothing else.
         let _ = ready.send(begin);
         let began = Moment::of(begin);
         let over = async move {
@@ -136,14 +136,14 @@ impl Runner<'_> {
         let mut over = std::pin::pin!(over);
         let (mut calls, mut tasks) = (Vec::new(), JoinSet::new());
         let (mut listening, mut sent) = (true, 0);
-        // When nothing more is sent.
+        // When sending stopped.
         let mut closed = None;
         while listening || !tasks.is_empty() {
             tokio::select! {
                 biased;
                 () = self.stop.cancelled(), if listening => listening = false,
                 () = &mut over, if listening => listening = false,
-                // What is due goes before what is over: the one would be late, the other has its times already.
+                // Due requests come before ended calls: a request would be late, a call already has its times.
                 written = due.recv(), if listening && tasks.len() < lanes => match written {
                     Some(written) => {
                         // In the plan's order.
@@ -154,8 +154,8 @@ impl Runner<'_> {
                     None => listening = false,
                 },
                 Some(ended) = tasks.join_next() => {
-                    // A call does not panic; were it to, the run has to end as well.
-                    let mut ended: Measured = ended.expect("a call ends");
+                    // A call does not panic. If it did, the run must end as well.
+                    let mut ended: MeasuredCall = ended.expect("a call ends");
                     watch.ended(&mut ended);
                     calls.push(ended);
                 }
@@ -165,33 +165,34 @@ impl Runner<'_> {
             }
         }
         drop(due);
-        // Both end when nobody listens any more.
-        let _ = tokio::join!(writer, metronome);
+        // Both end when the channel is closed.
+        let _ = tokio::join!(writer, timer);
         let ended = Moment::now();
         let left = &planned[sent..];
         let waited = overdue(left, sent, began, closed.unwrap_or(ended));
         waited.iter().for_each(|one| watch.waited(one));
-        Run { began, ended, calls, unsent: left.len(), waited, stopped: self.stop.is_cancelled() }
+        RunResult { began, ended, calls, unsent: left.len(), waited, stopped: self.stop.is_cancelled() }
     }
 
-    fn send(&self, written: Written, began: Moment, tasks: &mut JoinSet<Measured>) {
-        let Written { index, at, input_tokens, output_tokens, ask } = written;
+    fn send(&self, written: PreparedCall, began: Moment, tasks: &mut JoinSet<MeasuredCall>) {
+        let PreparedCall { index, at, input_tokens, output_tokens, ask } = written;
         let scheduled = at.map_or_else(Moment::now, |at| began.plus(at));
-        let (client, leave, retries) = (self.client.clone(), Leave::When(self.stop.clone()), self.retries);
+        let (client, leave, retries) =
+            (self.client.clone(), CancelTrigger::When(self.stop.clone()), self.retries);
         let mut rng = Rng::new(self.seed ^ index as u64);
         tasks.spawn(async move {
             let (attempts, call) = if retries.0 == 0 {
-                (1, client.call(&ask, &leave, Manner::Fin).await)
+                (1, client.call(&ask, &leave, DisconnectKind::Fin).await)
             } else {
-                match retries.call(&client, &ask, &leave, Manner::Fin, &mut rng).await {
+                match retries.call(&client, &ask, &leave, DisconnectKind::Fin, &mut rng).await {
                     Ok(mut attempts) => match (attempts.len(), attempts.pop()) {
                         (count, Some(last)) => (count, last),
-                        (_, None) => (1, client.call(&ask, &leave, Manner::Fin).await),
+                        (_, None) => (1, client.call(&ask, &leave, DisconnectKind::Fin).await),
                     },
-                    Err(_) => (1, client.call(&ask, &leave, Manner::Fin).await),
+                    Err(_) => (1, client.call(&ask, &leave, DisconnectKind::Fin).await),
                 }
             };
-            Measured {
+            MeasuredCall {
                 index,
                 scheduled,
                 planned_input_tokens: input_tokens,
@@ -203,26 +204,25 @@ impl Runner<'_> {
     }
 }
 
-/// What is kept of a plan's request until it is sent.
-struct Due {
+/// The part of a plan's request that is kept until it is sent.
+struct ScheduledCall {
     at: Option<Duration>,
     input_tokens: u32,
     output_tokens: u32,
 }
 
-impl Due {
-    fn of(planned: &Planned) -> Self {
+impl ScheduledCall {
+    fn of(planned: &PlannedRequest) -> Self {
         let (at, output_tokens) = (planned.at, planned.output_tokens);
         Self { at, input_tokens: planned.input_tokens(), output_tokens }
     }
 }
 
-/// Those that were due by then, of requests from `first` on. One that waits for the end of another is due when that ends, and
-/// not before.
-fn overdue(left: &[Due], first: usize, began: Moment, closed: Moment) -> Vec<Waited> {
-    let due = |(place, one): (usize, &Due)| {
+/// The requests from `first` on that were due. A request that waits for the end of another is due only then.
+fn overdue(left: &[ScheduledCall], first: usize, began: Moment, closed: Moment) -> Vec<UnsentRequest> {
+    let due = |(place, one): (usize, &ScheduledCall)| {
         let scheduled = began.plus(one.at?);
-        (scheduled <= closed).then(|| Waited {
+        (scheduled <= closed).then(|| UnsentRequest {
             index: first + place,
             scheduled,
             planned_input_tokens: one.input_tokens,
@@ -233,22 +233,22 @@ fn overdue(left: &[Due], first: usize, began: Moment, closed: Moment) -> Vec<Wai
     left.iter().enumerate().filter_map(due).collect()
 }
 
-/// Writes requests in their order, as long as somebody takes them.
-fn write_ahead(plan: Plan, speaker: &Speaker, write: &SyncSender<Written>) {
+/// Writes requests in order until the channel is closed.
+fn write_ahead(plan: RunPlan, profile: &EndpointProfile, write: &SyncSender<PreparedCall>) {
     for (index, planned) in plan.requests.into_iter().enumerate() {
-        let ask = speaker.ask(&planned, index);
+        let ask = profile.ask(&planned, index);
         let (input_tokens, output_tokens) = (planned.input_tokens(), planned.output_tokens);
-        if write.send(Written { index, at: planned.at, input_tokens, output_tokens, ask }).is_err() {
+        if write.send(PreparedCall { index, at: planned.at, input_tokens, output_tokens, ask }).is_err() {
             return;
         }
     }
 }
 
-/// Hands on each request when it is due.
-fn ring_in_time(
+/// Passes on each request when it is due.
+fn send_when_due(
     begin: Instant,
-    written: &Receiver<Written>,
-    ring: &mpsc::Sender<Written>,
+    written: &Receiver<PreparedCall>,
+    ring: &mpsc::Sender<PreparedCall>,
     stop: &CancellationToken,
 ) {
     while let Ok(next) = written.recv() {
@@ -269,36 +269,35 @@ fn ring_in_time(
     }
 }
 
-impl Measured {
-    /// From when it was due to its first token.
+impl MeasuredCall {
+    /// From the due time to the first token.
     pub(crate) fn ttft(&self) -> Option<Duration> {
         Some(self.call.tokens.first()?.since(self.scheduled))
     }
 
-    /// From when it was due to its end.
+    /// From the due time to the end.
     pub(crate) fn e2e(&self) -> Duration {
         self.call.ended.since(self.scheduled)
     }
 
-    /// What follows the first token, for each token that follows it; `None` for a single token or none, or without a
-    /// stream.
+    /// Time after the first token per further token. `None` without a stream or with fewer than two tokens.
     pub(crate) fn tpot(&self) -> Option<Duration> {
         let after = self.call.completion_tokens().checked_sub(1).filter(|after| *after > 0)?;
         Some((self.e2e() - self.ttft()?) / after)
     }
 
-    /// How late it was sent.
+    /// Delay of sending.
     pub(crate) fn lag(&self) -> Duration {
         self.call.began.since(self.scheduled)
     }
 
-    /// Whether it failed, apart from a run that was stopped.
+    /// Why the call failed. A stopped run is no failure.
     pub(crate) fn failure(&self) -> Option<String> {
         self.call.outcome.failure()
     }
 
     pub(crate) fn was_stopped(&self) -> bool {
-        self.call.outcome == Outcome::Left
+        self.call.outcome == CallOutcome::Left
     }
 }
 
@@ -309,11 +308,14 @@ mod tests {
     #[test]
     fn only_what_was_due_is_overdue() {
         let began = Moment::now();
-        let due =
-            |ms: Option<u64>| Due { at: ms.map(Duration::from_millis), input_tokens: 8, output_tokens: 2 };
+        let due = |ms: Option<u64>| ScheduledCall {
+            at: ms.map(Duration::from_millis),
+            input_tokens: 8,
+            output_tokens: 2,
+        };
         let left = [due(Some(100)), due(None), due(Some(400)), due(Some(401))];
         let waited = overdue(&left, 7, began, began.plus(Duration::from_millis(400)));
-        let told: Vec<_> = waited.iter().map(|one| (one.index, one.waited.as_millis())).collect();
-        assert_eq!(told, [(7, 300), (9, 0)]);
+        let overdue_ms: Vec<_> = waited.iter().map(|one| (one.index, one.waited.as_millis())).collect();
+        assert_eq!(overdue_ms, [(7, 300), (9, 0)]);
     }
 }

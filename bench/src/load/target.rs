@@ -1,41 +1,41 @@
-//! Whom the load is for: a URL and a key.
+//! The endpoint under load: a URL and a key.
 
 use std::path::Path;
 
-/// Why a target makes no sense.
+/// Why a target is invalid.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TargetError {
-    /// It is no URL.
+    /// The text is no URL.
     #[error("`{0}` is no URL of the form http(s)://HOST[:PORT][/PREFIX]")]
     Url(String),
-    /// A header would end the request's head, or is nothing a client may choose.
+    /// The header would end the request's head, or the client writes it itself.
     #[error("`{0}` is no header of the form NAME: VALUE, or one that the client writes itself")]
     Header(String),
-    /// The key's file.
+    /// The key's file cannot be read.
     #[error("{0}: {1}")]
     Key(String, std::io::Error),
-    /// The certificates of `--ca-file`, or the system's.
+    /// The certificates of `--ca-file` or of the system cannot be loaded.
     #[error("no certificates from {0}: {1}")]
     Roots(String, String),
-    /// Its name.
+    /// The host name cannot be resolved.
     #[error("{0}: {1}")]
     Resolve(String, std::io::Error),
 }
 
-/// How bytes are protected on the way.
+/// Whether TLS is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Scheme {
     Http,
     Https,
 }
 
-/// An endpoint's origin, a prefix of its paths, and what is sent with every request.
+/// An endpoint's address, a prefix of its paths, and the headers of every request.
 #[derive(Clone, Debug)]
 pub(crate) struct Target {
     pub(super) scheme: Scheme,
     pub(super) host: String,
     pub(super) port: u16,
-    /// Before every path: empty, or begins with a slash.
+    /// Prefix of every path: empty, or begins with a slash.
     pub(super) prefix: String,
     pub(super) headers: Vec<(String, String)>,
     /// Certificates in PEM that sign the endpoint's own.
@@ -43,8 +43,8 @@ pub(crate) struct Target {
 }
 
 impl Target {
-    /// Takes `http(s)://HOST[:PORT][/PREFIX]` or `HOST:PORT`. A prefix that ends with `/v1` is an SDK's base URL, and
-    /// means the same as without.
+    /// Accepts `http(s)://HOST[:PORT][/PREFIX]` or `HOST:PORT`. A prefix that ends with `/v1` is an SDK's base URL,
+    /// and that ending is removed.
     ///
     /// # Errors
     /// [`TargetError::Url`].
@@ -65,7 +65,7 @@ impl Target {
         let path = path.trim_end_matches('/');
         let prefix = path.strip_suffix("/v1").unwrap_or(path).trim_end_matches('/').to_owned();
         let (host, port) = match authority.rsplit_once(':') {
-            // The colon of an IPv6 address in brackets is no port's.
+            // The last colon of an IPv6 address in brackets begins no port.
             Some((host, port)) if !port.ends_with(']') => (host, port.parse().map_err(|_| wrong())?),
             _ if scheme == Scheme::Https => (authority, 443),
             _ if url.contains("://") => (authority, 80),
@@ -78,12 +78,12 @@ impl Target {
         Ok(Self { scheme, host: bare.to_owned(), port, prefix, headers: Vec::new(), ca_file: None })
     }
 
-    /// `HOST:PORT` of what speaks plain HTTP at the root of its host; `None`: over TLS, or below a path.
+    /// `HOST:PORT` of an endpoint with plain HTTP at the root of its host. `None` for TLS or a prefix.
     pub(crate) fn plain(&self) -> Option<String> {
         (self.scheme == Scheme::Http && self.prefix.is_empty()).then(|| self.authority())
     }
 
-    /// Shows this key.
+    /// Sends this key.
     ///
     /// # Errors
     /// [`TargetError::Header`].
@@ -93,10 +93,10 @@ impl Target {
             .map_err(|_| TargetError::Header("authorization".to_owned()))
     }
 
-    /// Shows the first line of this file as a key.
+    /// Sends the first line of this file as a key.
     ///
     /// # Errors
-    /// When it cannot be read, or is no key.
+    /// If the file cannot be read or contains no key.
     pub(crate) fn with_key_file(self, file: Option<&Path>) -> Result<Self, TargetError> {
         let Some(file) = file else { return Ok(self) };
         let text = std::fs::read_to_string(file)
@@ -125,20 +125,20 @@ impl Target {
         self
     }
 
-    /// `HOST:PORT`, as it goes into the `host` header.
+    /// `HOST:PORT` for the `host` header.
     pub(crate) fn authority(&self) -> String {
         let Self { host, port, .. } = self;
         if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
     }
 
-    /// As it was meant.
+    /// The complete URL.
     pub(crate) fn url(&self) -> String {
         let scheme = if self.scheme == Scheme::Https { "https" } else { "http" };
         format!("{scheme}://{}{}", self.authority(), self.prefix)
     }
 }
 
-/// Whether this can stand in a request's head as it is, and is not what the client writes itself.
+/// Whether a header is valid and not one that the client writes itself.
 pub(super) fn check_header(name: &str, value: &str) -> Result<(), TargetError> {
     const OURS: [&str; 5] = ["host", "content-length", "content-type", "transfer-encoding", "connection"];
     let token = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);

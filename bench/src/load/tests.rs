@@ -1,4 +1,4 @@
-//! Calls to a server of our own on loopback, that answers as told and notes how its client left.
+//! Calls to a scripted server on loopback that records how its client disconnected.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -8,58 +8,57 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::ask::Ask;
-use super::call::{Stage, Usage};
+use super::call::{CallStage, TokenUsage};
+use super::request::PreparedRequest;
 use super::rng::Rng;
 use super::*;
 
-/// No wait of a test is longer; none is expected to be anything like it.
+/// Maximum wait of a test. Waits are normally far shorter.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What a server does, once it has read a request.
+/// A step of the server after it has read a request.
 #[derive(Clone)]
-enum Step {
+enum ServerStep {
     Write(Vec<u8>),
-    /// Until its client is gone; notes how.
+    /// Waits until the client disconnects and records how.
     Watch,
-    /// As fast as they are taken, until the client is gone; notes how.
+    /// Writes continuously until the client disconnects, and records how.
     Flood,
-    /// Waits until the test says so.
+    /// Waits until the test cancels the token.
     Wait(CancellationToken),
-    /// Notes the client's half-close, and goes on.
+    /// Records the client's half-close and continues.
     SeeEnd,
     Close,
 }
 
-/// How a client left.
+/// How a client disconnected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Seen {
+enum ClientEnd {
     Fin,
     Rst,
-    /// It took nothing for a while, and then reset.
+    /// The client read nothing for a while, then reset.
     StalledThenRst,
 }
 
-struct Server {
+struct ScriptedServer {
     address: SocketAddr,
-    seen: mpsc::Receiver<Seen>,
-    /// Heads and bodies of the requests, as they came.
+    seen: mpsc::Receiver<ClientEnd>,
+    /// Heads and bodies of the requests.
     requests: mpsc::Receiver<String>,
 }
 
-impl Server {
-    /// Its n-th request is answered by the n-th script, and all later ones by the last; each by as many connections as it
-    /// takes.
-    async fn start(scripts: Vec<Vec<Step>>) -> Self {
+impl ScriptedServer {
+    /// Request n is answered by script n, and later requests by the last. Any number of connections is accepted.
+    async fn start(scripts: Vec<Vec<ServerStep>>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("an address");
-        let (tell, seen) = mpsc::channel(64);
+        let (report, seen) = mpsc::channel(64);
         let (note, requests) = mpsc::channel(64);
         let count = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
         tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
-                let (tell, note, scripts, count) =
-                    (tell.clone(), note.clone(), scripts.clone(), count.clone());
+                let (report, note, scripts, count) =
+                    (report.clone(), note.clone(), scripts.clone(), count.clone());
                 tokio::spawn(async move {
                     let mut stream = stream;
                     let mut pending = Vec::new();
@@ -67,7 +66,7 @@ impl Server {
                         let _ = note.send(request).await;
                         let nth = count.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
                         let script = &scripts[nth.min(scripts.len() - 1)];
-                        if !serve(&mut stream, script, &tell).await {
+                        if !serve(&mut stream, script, &report).await {
                             return;
                         }
                     }
@@ -82,12 +81,12 @@ impl Server {
         Client::open(target, limits, connections).await.expect("an address")
     }
 
-    async fn how_it_left(&mut self) -> Option<Seen> {
+    async fn how_it_left(&mut self) -> Option<ClientEnd> {
         tokio::time::timeout(PATIENCE, self.seen.recv()).await.expect("the server sees it")
     }
 }
 
-/// One request with a body, or `None` at the end.
+/// One request with a body. `None` at the end.
 async fn request(stream: &mut TcpStream, pending: &mut Vec<u8>) -> Option<String> {
     loop {
         let text = String::from_utf8_lossy(pending).into_owned();
@@ -105,30 +104,30 @@ async fn request(stream: &mut TcpStream, pending: &mut Vec<u8>) -> Option<String
     }
 }
 
-/// Whether the connection can go on.
-async fn serve(stream: &mut TcpStream, script: &[Step], tell: &mpsc::Sender<Seen>) -> bool {
+/// Whether the connection remains open.
+async fn serve(stream: &mut TcpStream, script: &[ServerStep], report: &mpsc::Sender<ClientEnd>) -> bool {
     for step in script {
         match step {
-            Step::Write(bytes) => {
+            ServerStep::Write(bytes) => {
                 if stream.write_all(bytes).await.is_err() {
                     return false;
                 }
             }
-            Step::Watch | Step::SeeEnd => {
+            ServerStep::Watch | ServerStep::SeeEnd => {
                 let seen = match stream.read(&mut [0; 64]).await {
-                    Ok(0) => Seen::Fin,
+                    Ok(0) => ClientEnd::Fin,
                     Ok(_) => panic!("bytes after the request"),
                     Err(error) => {
                         assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
-                        Seen::Rst
+                        ClientEnd::Rst
                     }
                 };
-                let _ = tell.send(seen).await;
-                if matches!(step, Step::Watch) {
+                let _ = report.send(seen).await;
+                if matches!(step, ServerStep::Watch) {
                     return false;
                 }
             }
-            Step::Flood => {
+            ServerStep::Flood => {
                 let event = event("flood").repeat(64);
                 let mut stalled = false;
                 loop {
@@ -138,11 +137,11 @@ async fn serve(stream: &mut TcpStream, script: &[Step], tell: &mpsc::Sender<Seen
                         Err(_) => stalled = true,
                     }
                 }
-                let _ = tell.send(if stalled { Seen::StalledThenRst } else { Seen::Rst }).await;
+                let _ = report.send(if stalled { ClientEnd::StalledThenRst } else { ClientEnd::Rst }).await;
                 return false;
             }
-            Step::Wait(until) => until.cancelled().await,
-            Step::Close => return false,
+            ServerStep::Wait(until) => until.cancelled().await,
+            ServerStep::Close => return false,
         }
     }
     true
@@ -185,8 +184,8 @@ fn chunked(keep: bool) -> Vec<u8> {
     bytes
 }
 
-fn ask() -> Ask {
-    Wish::new(Endpoint::Completions, "m", &Prompt::Text("hello".to_owned()), 3).ask()
+fn ask() -> PreparedRequest {
+    CompletionSpec::new(Endpoint::Completions, "m", &Prompt::Text("hello".to_owned()), 3).prepare()
 }
 
 fn run<T>(test: impl Future<Output = T>) -> T {
@@ -194,9 +193,13 @@ fn run<T>(test: impl Future<Output = T>) -> T {
     runtime.block_on(async { tokio::time::timeout(PATIENCE, test).await.expect("it ends") })
 }
 
-/// One call to a server that follows one script.
-async fn one(script: Vec<Step>, leave: Leave, manner: Manner) -> (Call, Server) {
-    let server = Server::start(vec![script]).await;
+/// One call to a server with one script.
+async fn one(
+    script: Vec<ServerStep>,
+    leave: CancelTrigger,
+    manner: DisconnectKind,
+) -> (Call, ScriptedServer) {
+    let server = ScriptedServer::start(vec![script]).await;
     let client = server.client(Limits::default(), Connections::Fresh).await;
     (client.call(&ask(), &leave, manner).await, server)
 }
@@ -205,12 +208,16 @@ async fn one(script: Vec<Step>, leave: Leave, manner: Manner) -> (Call, Server) 
 fn a_stream_is_read_whole_with_all_its_times() {
     run(async {
         for answer in [stream(), chunked(false)] {
-            let (call, mut server) =
-                one(vec![Step::Write(answer), Step::Close], Leave::Never, Manner::Fin).await;
-            assert_eq!(call.outcome, Outcome::Done, "{call:?}");
+            let (call, mut server) = one(
+                vec![ServerStep::Write(answer), ServerStep::Close],
+                CancelTrigger::Never,
+                DisconnectKind::Fin,
+            )
+            .await;
+            assert_eq!(call.outcome, CallOutcome::Done, "{call:?}");
             assert!(call.text.starts_with("ab") && call.tokens.len() == call.text.len(), "{call:?}");
             assert_eq!(call.finish_reason.as_deref(), Some("length"));
-            let usage = Usage { prompt_tokens: 5, completion_tokens: 3, cached_tokens: Some(2) };
+            let usage = TokenUsage { prompt_tokens: 5, completion_tokens: 3, cached_tokens: Some(2) };
             assert_eq!((call.usage, call.completion_tokens()), (Some(usage), 3));
             let times =
                 [Some(call.began), call.connected, call.sent, call.head, call.tokens.first().copied()];
@@ -227,7 +234,12 @@ fn a_stream_is_read_whole_with_all_its_times() {
                 (&"hello".into(), &true.into())
             );
         }
-        let (call, _) = one(vec![Step::Write(stream()), Step::Close], Leave::Never, Manner::Fin).await;
+        let (call, _) = one(
+            vec![ServerStep::Write(stream()), ServerStep::Close],
+            CancelTrigger::Never,
+            DisconnectKind::Fin,
+        )
+        .await;
         assert_eq!(call.request_id.as_deref(), Some("r-7"));
     });
 }
@@ -236,24 +248,25 @@ fn a_stream_is_read_whole_with_all_its_times() {
 fn an_answer_in_pieces_of_any_size_is_the_same_answer() {
     run(async {
         let answer = chunked(false);
-        // A byte of each boundary is enough: what is cut elsewhere is tested without sockets.
+        // A cut every few bytes is sufficient: other cuts are tested without sockets.
         for cut in (0..answer.len()).step_by(7) {
             let gate = CancellationToken::new();
             let script = vec![
-                Step::Write(answer[..cut].to_vec()),
-                Step::Wait(gate.clone()),
-                Step::Write(answer[cut..].to_vec()),
-                Step::Close,
+                ServerStep::Write(answer[..cut].to_vec()),
+                ServerStep::Wait(gate.clone()),
+                ServerStep::Write(answer[cut..].to_vec()),
+                ServerStep::Close,
             ];
-            let server = Server::start(vec![script]).await;
+            let server = ScriptedServer::start(vec![script]).await;
             let client = server.client(Limits::default(), Connections::Fresh).await;
             let ask = ask();
-            let (call, ()) = tokio::join!(client.call(&ask, &Leave::Never, Manner::Fin), async {
-                // The first part is on its way, most likely read.
-                tokio::task::yield_now().await;
-                gate.cancel();
-            });
-            assert_eq!((call.outcome, call.text.as_str()), (Outcome::Done, "ab"), "{cut}");
+            let (call, ()) =
+                tokio::join!(client.call(&ask, &CancelTrigger::Never, DisconnectKind::Fin), async {
+                    // The first part is on its way, and most likely read.
+                    tokio::task::yield_now().await;
+                    gate.cancel();
+                });
+            assert_eq!((call.outcome, call.text.as_str()), (CallOutcome::Done, "ab"), "{cut}");
         }
     });
 }
@@ -261,38 +274,40 @@ fn an_answer_in_pieces_of_any_size_is_the_same_answer() {
 #[test]
 fn every_manner_of_leaving_is_seen_for_what_it_is() {
     run(async {
-        let begun = || vec![Step::Write([HEAD, &event("a"), &event("b")].concat()), Step::Watch];
-        for (manner, seen) in [(Manner::Fin, Seen::Fin), (Manner::Rst, Seen::Rst)] {
+        let begun = || vec![ServerStep::Write([HEAD, &event("a"), &event("b")].concat()), ServerStep::Watch];
+        for (manner, seen) in [(DisconnectKind::Fin, ClientEnd::Fin), (DisconnectKind::Rst, ClientEnd::Rst)] {
             for leave in [
-                Leave::AfterTokens(1),
-                Leave::AfterTokens(2),
-                Leave::WhenOrAfterTokens(CancellationToken::new(), 2),
-                Leave::After(Duration::from_millis(20)),
+                CancelTrigger::AfterTokens(1),
+                CancelTrigger::AfterTokens(2),
+                CancelTrigger::WhenOrAfterTokens(CancellationToken::new(), 2),
+                CancelTrigger::After(Duration::from_millis(20)),
             ] {
                 let (call, mut server) = one(begun(), leave.clone(), manner).await;
-                assert_eq!(call.outcome, Outcome::Left, "{manner:?} {leave:?}: {call:?}");
+                assert_eq!(call.outcome, CallOutcome::Left, "{manner:?} {leave:?}: {call:?}");
                 assert_eq!(server.how_it_left().await, Some(seen), "{manner:?} {leave:?}");
                 assert!(call.left >= call.sent && call.left <= Some(call.ended), "{call:?}");
-                if let Leave::AfterTokens(tokens) | Leave::WhenOrAfterTokens(_, tokens) = leave {
+                if let CancelTrigger::AfterTokens(tokens) | CancelTrigger::WhenOrAfterTokens(_, tokens) =
+                    leave
+                {
                     assert_eq!(call.tokens.len(), tokens);
                 }
             }
-            // Before anything came.
+            // Before any byte of the response.
             for tokens in [None, Some(1)] {
-                let said = CancellationToken::new();
-                let leave = tokens.map_or(Leave::When(said.clone()), |tokens| {
-                    Leave::WhenOrAfterTokens(said.clone(), tokens)
+                let token = CancellationToken::new();
+                let leave = tokens.map_or(CancelTrigger::When(token.clone()), |tokens| {
+                    CancelTrigger::WhenOrAfterTokens(token.clone(), tokens)
                 });
-                let mut server = Server::start(vec![vec![Step::Watch]]).await;
+                let mut server = ScriptedServer::start(vec![vec![ServerStep::Watch]]).await;
                 let client = server.client(Limits::default(), Connections::Fresh).await;
                 let ask = ask();
                 let (call, request) = tokio::join!(client.call(&ask, &leave, manner), async {
                     let request = server.requests.recv().await;
-                    said.cancel();
+                    token.cancel();
                     request
                 });
                 assert!(
-                    request.is_some() && call.outcome == Outcome::Left && call.head.is_none(),
+                    request.is_some() && call.outcome == CallOutcome::Left && call.head.is_none(),
                     "{call:?}"
                 );
                 assert_eq!(server.how_it_left().await, Some(seen), "{manner:?}");
@@ -304,29 +319,33 @@ fn every_manner_of_leaving_is_seen_for_what_it_is() {
 #[test]
 fn a_half_close_is_seen_and_the_answer_is_still_read() {
     run(async {
-        let first = Step::Write([HEAD, &event("a"), &event("b")].concat());
-        let rest = Step::Write([&event("c")[..], &last_event(), DONE].concat());
-        let script = vec![first.clone(), Step::SeeEnd, rest, Step::Close];
-        let (call, mut server) = one(script, Leave::AfterTokens(1), Manner::HalfClose).await;
-        assert_eq!(server.how_it_left().await, Some(Seen::Fin));
-        assert_eq!((&call.outcome, call.text.as_str()), (&Outcome::Done, "abc"), "{call:?}");
+        let first = ServerStep::Write([HEAD, &event("a"), &event("b")].concat());
+        let rest = ServerStep::Write([&event("c")[..], &last_event(), DONE].concat());
+        let script = vec![first.clone(), ServerStep::SeeEnd, rest, ServerStep::Close];
+        let (call, mut server) = one(script, CancelTrigger::AfterTokens(1), DisconnectKind::HalfClose).await;
+        assert_eq!(server.how_it_left().await, Some(ClientEnd::Fin));
+        assert_eq!((&call.outcome, call.text.as_str()), (&CallOutcome::Done, "abc"), "{call:?}");
         assert!(call.left.is_some() && call.left < Some(call.ended));
-        // A server that hangs up because of it.
-        let (call, _) =
-            one(vec![first, Step::SeeEnd, Step::Close], Leave::AfterTokens(1), Manner::HalfClose).await;
-        assert_eq!((&call.outcome, call.text.as_str()), (&Outcome::Left, "ab"), "{call:?}");
+        // A server that closes because of the half-close.
+        let (call, _) = one(
+            vec![first, ServerStep::SeeEnd, ServerStep::Close],
+            CancelTrigger::AfterTokens(1),
+            DisconnectKind::HalfClose,
+        )
+        .await;
+        assert_eq!((&call.outcome, call.text.as_str()), (&CallOutcome::Left, "ab"), "{call:?}");
     });
 }
 
 #[test]
 fn a_stall_is_felt_by_who_writes() {
     run(async {
-        let script = vec![Step::Write([HEAD, &event("a")].concat()), Step::Flood];
-        let manner = Manner::Stall { hold: Duration::from_millis(600) };
-        let (call, mut server) = one(script, Leave::AfterTokens(1), manner).await;
-        assert_eq!(server.how_it_left().await, Some(Seen::StalledThenRst));
+        let script = vec![ServerStep::Write([HEAD, &event("a")].concat()), ServerStep::Flood];
+        let manner = DisconnectKind::Stall { hold: Duration::from_millis(600) };
+        let (call, mut server) = one(script, CancelTrigger::AfterTokens(1), manner).await;
+        assert_eq!(server.how_it_left().await, Some(ClientEnd::StalledThenRst));
         let held = call.left.map(|left| call.ended.since(left));
-        assert!(call.outcome == Outcome::Left && held >= Some(Duration::from_millis(600)), "{call:?}");
+        assert!(call.outcome == CallOutcome::Left && held >= Some(Duration::from_millis(600)), "{call:?}");
     });
 }
 
@@ -336,8 +355,9 @@ fn errors_are_told_apart() {
         let body = r#"{"error":{"message":"full","type":"overloaded","code":"queue"}}"#;
         let head = format!("HTTP/1.1 429 No\r\nretry-after: 3\r\ncontent-length: {}\r\n\r\n", body.len());
         let refusal = format!("{head}{body}").into_bytes();
-        let (call, _) = one(vec![Step::Write(refusal)], Leave::Never, Manner::Fin).await;
-        let expected = Outcome::Refused {
+        let (call, _) =
+            one(vec![ServerStep::Write(refusal)], CancelTrigger::Never, DisconnectKind::Fin).await;
+        let expected = CallOutcome::Refused {
             status: 429,
             code: Some("queue".into()),
             kind: Some("overloaded".into()),
@@ -348,28 +368,36 @@ fn errors_are_told_apart() {
         let failure =
             [HEAD, &event("a"), b"data: {\"error\":{\"message\":\"lost\",\"code\":\"gone\"}}\n\n", DONE]
                 .concat();
-        let (call, _) = one(vec![Step::Write(failure)], Leave::Never, Manner::Fin).await;
+        let (call, _) =
+            one(vec![ServerStep::Write(failure)], CancelTrigger::Never, DisconnectKind::Fin).await;
         assert!(
-            matches!(&call.outcome, Outcome::Failed { code: Some(code), .. } if code == "gone"),
+            matches!(&call.outcome, CallOutcome::Failed { code: Some(code), .. } if code == "gone"),
             "{call:?}"
         );
 
-        let body = |call: &Call| matches!(&call.outcome, Outcome::Broken { stage: Stage::Body, .. });
+        let body = |call: &Call| matches!(&call.outcome, CallOutcome::Broken { stage: CallStage::Body, .. });
         let cut = [HEAD, &event("a")].concat();
-        let (call, _) = one(vec![Step::Write(cut), Step::Close], Leave::Never, Manner::Fin).await;
+        let (call, _) =
+            one(vec![ServerStep::Write(cut), ServerStep::Close], CancelTrigger::Never, DisconnectKind::Fin)
+                .await;
         assert!(body(&call) && call.text == "a", "{call:?}");
         let garbage = [HEAD, b"data: {nonsense\n\n"].concat();
-        let (call, _) = one(vec![Step::Write(garbage), Step::Watch], Leave::Never, Manner::Fin).await;
+        let (call, _) = one(
+            vec![ServerStep::Write(garbage), ServerStep::Watch],
+            CancelTrigger::Never,
+            DisconnectKind::Fin,
+        )
+        .await;
         assert!(body(&call), "{call:?}");
 
-        let (call, _) = one(vec![Step::Close], Leave::Never, Manner::Fin).await;
-        assert!(matches!(call.outcome, Outcome::Broken { stage: Stage::Head, .. }), "{call:?}");
+        let (call, _) = one(vec![ServerStep::Close], CancelTrigger::Never, DisconnectKind::Fin).await;
+        assert!(matches!(call.outcome, CallOutcome::Broken { stage: CallStage::Head, .. }), "{call:?}");
         let closed =
             TcpListener::bind("127.0.0.1:0").await.expect("a port").local_addr().expect("an address");
         let target = Target::parse(&closed.to_string()).expect("a target");
         let client = Client::open(target, Limits::default(), Connections::Fresh).await.expect("an address");
-        let call = client.call(&ask(), &Leave::Never, Manner::Fin).await;
-        assert!(matches!(call.outcome, Outcome::Broken { stage: Stage::Connect, .. }), "{call:?}");
+        let call = client.call(&ask(), &CancelTrigger::Never, DisconnectKind::Fin).await;
+        assert!(matches!(call.outcome, CallOutcome::Broken { stage: CallStage::Connect, .. }), "{call:?}");
     });
 }
 
@@ -380,15 +408,24 @@ fn hostile_answers_end_a_call() {
         let huge = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffff\r\n".to_vec();
         let long_event = [HEAD, b"data: ", &vec![b'a'; 5 << 20]].concat();
         for (name, bytes) in [("head", endless), ("chunk", huge), ("event", long_event)] {
-            let (call, _) = one(vec![Step::Write(bytes), Step::Watch], Leave::Never, Manner::Fin).await;
-            assert!(matches!(call.outcome, Outcome::Broken { .. }), "{name}: {call:?}");
+            let (call, _) = one(
+                vec![ServerStep::Write(bytes), ServerStep::Watch],
+                CancelTrigger::Never,
+                DisconnectKind::Fin,
+            )
+            .await;
+            assert!(matches!(call.outcome, CallOutcome::Broken { .. }), "{name}: {call:?}");
         }
-        let server = Server::start(vec![vec![Step::Write(HEAD.to_vec()), Step::Flood]]).await;
+        let server =
+            ScriptedServer::start(vec![vec![ServerStep::Write(HEAD.to_vec()), ServerStep::Flood]]).await;
         let limits = Limits { answer_bytes: 1 << 20, ..Limits::default() };
-        let call =
-            server.client(limits, Connections::Fresh).await.call(&ask(), &Leave::Never, Manner::Fin).await;
+        let call = server
+            .client(limits, Connections::Fresh)
+            .await
+            .call(&ask(), &CancelTrigger::Never, DisconnectKind::Fin)
+            .await;
         assert!(
-            matches!(call.outcome, Outcome::Broken { stage: Stage::Body, .. }),
+            matches!(call.outcome, CallOutcome::Broken { stage: CallStage::Body, .. }),
             "no end: {:?}",
             call.outcome
         );
@@ -402,13 +439,16 @@ fn a_silent_endpoint_is_given_up_in_every_stage() {
         let silence = Limits { silence: short, ..Limits::default() };
         let total = Limits { total: Duration::from_millis(100), ..Limits::default() };
         for limits in [silence, total] {
-            for (bytes, stage) in [(Vec::new(), Stage::Head), ([HEAD, &event("a")].concat(), Stage::Body)] {
-                let mut server = Server::start(vec![vec![Step::Write(bytes), Step::Watch]]).await;
+            for (bytes, stage) in
+                [(Vec::new(), CallStage::Head), ([HEAD, &event("a")].concat(), CallStage::Body)]
+            {
+                let mut server =
+                    ScriptedServer::start(vec![vec![ServerStep::Write(bytes), ServerStep::Watch]]).await;
                 let client = server.client(limits.clone(), Connections::Fresh).await;
-                let call = client.call(&ask(), &Leave::Never, Manner::Rst).await;
-                assert_eq!(call.outcome, Outcome::TimedOut { stage });
+                let call = client.call(&ask(), &CancelTrigger::Never, DisconnectKind::Rst).await;
+                assert_eq!(call.outcome, CallOutcome::TimedOut { stage });
                 assert!(call.left.is_some() && call.e2e() >= Duration::from_millis(100));
-                assert_eq!(server.how_it_left().await, Some(Seen::Fin), "an SDK closes");
+                assert_eq!(server.how_it_left().await, Some(ClientEnd::Fin), "an SDK closes");
             }
         }
     });
@@ -417,22 +457,22 @@ fn a_silent_endpoint_is_given_up_in_every_stage() {
 #[test]
 fn a_connection_is_kept_while_it_is_good() {
     run(async {
-        let answer = || vec![Step::Write(chunked(true))];
-        // The third answer's connection ends after it, without having said so.
-        let ends = vec![Step::Write(chunked(true)), Step::Close];
-        let server = Server::start(vec![answer(), answer(), ends, answer()]).await;
+        let answer = || vec![ServerStep::Write(chunked(true))];
+        // The connection closes after the third response, without an announcement.
+        let ends = vec![ServerStep::Write(chunked(true)), ServerStep::Close];
+        let server = ScriptedServer::start(vec![answer(), answer(), ends, answer()]).await;
         let client = server.client(Limits::default(), Connections::Kept).await;
         let mut fresh = Vec::new();
         for _ in 0..5 {
-            let call = client.call(&ask(), &Leave::Never, Manner::Fin).await;
-            assert_eq!(call.outcome, Outcome::Done, "{call:?}");
+            let call = client.call(&ask(), &CancelTrigger::Never, DisconnectKind::Fin).await;
+            assert_eq!(call.outcome, CallOutcome::Done, "{call:?}");
             fresh.push(call.connected.is_some());
         }
         assert_eq!(fresh, [true, false, false, true, false]);
-        // One that left is not kept.
-        let call = client.call(&ask(), &Leave::AfterTokens(1), Manner::Fin).await;
-        assert_eq!((call.outcome, call.connected), (Outcome::Left, None));
-        let call = client.call(&ask(), &Leave::Never, Manner::Fin).await;
+        // A cancelled connection is not kept.
+        let call = client.call(&ask(), &CancelTrigger::AfterTokens(1), DisconnectKind::Fin).await;
+        assert_eq!((call.outcome, call.connected), (CallOutcome::Left, None));
+        let call = client.call(&ask(), &CancelTrigger::Never, DisconnectKind::Fin).await;
         assert!(call.is_done() && call.connected.is_some());
     });
 }
@@ -441,15 +481,20 @@ fn a_connection_is_kept_while_it_is_good() {
 fn retries_are_made_as_told_and_all_are_reported() {
     run(async {
         let busy = b"HTTP/1.1 503 Busy\r\nretry-after-ms: 5\r\ncontent-length: 0\r\n\r\n".to_vec();
-        let scripts = vec![vec![Step::Write(busy)], vec![Step::Close], vec![Step::Write(chunked(false))]];
-        let mut server = Server::start(scripts).await;
+        let scripts = vec![
+            vec![ServerStep::Write(busy)],
+            vec![ServerStep::Close],
+            vec![ServerStep::Write(chunked(false))],
+        ];
+        let mut server = ScriptedServer::start(scripts).await;
         let client = server.client(Limits::default(), Connections::Fresh).await;
-        let attempts =
-            Retries::default().call(&client, &ask(), &Leave::Never, Manner::Fin, &mut Rng::new(1)).await;
+        let attempts = RetryLimit::default()
+            .call(&client, &ask(), &CancelTrigger::Never, DisconnectKind::Fin, &mut Rng::new(1))
+            .await;
         let attempts = attempts.expect("good headers");
         assert_eq!(attempts.len(), 3, "{attempts:?}");
-        assert!(matches!(attempts[0].outcome, Outcome::Refused { status: 503, .. }));
-        assert!(matches!(attempts[1].outcome, Outcome::Broken { stage: Stage::Head, .. }));
+        assert!(matches!(attempts[0].outcome, CallOutcome::Refused { status: 503, .. }));
+        assert!(matches!(attempts[1].outcome, CallOutcome::Broken { stage: CallStage::Head, .. }));
         assert!(
             attempts[2].is_done() && attempts[1].began.since(attempts[0].ended) >= Duration::from_millis(5)
         );
@@ -478,15 +523,18 @@ fn damaged_answers_are_errors_and_nothing_worse() {
                 break;
             }
         }
-        let (mut reader, mut events, mut read) =
-            (super::wire::framing::Reader::new(1 << 16), super::wire::sse::Events::default(), 0);
+        let (mut reader, mut events, mut read) = (
+            super::transport::framing::ResponseReader::new(1 << 16),
+            super::transport::sse::Events::default(),
+            0,
+        );
         'answer: for part in bytes.chunks(1 + rng.below(64) as usize) {
             if reader.feed(part, events.buffer()).is_err() {
                 break;
             }
             while let Ok(Some(event)) = events.next() {
                 read += event.len();
-                if reply::Said::read(event).is_err() {
+                if reply::ReplyContent::read(event).is_err() {
                     break 'answer;
                 }
             }

@@ -1,22 +1,23 @@
-//! `baton doctor`: looks at a running deployment, then leaves it in the middle of requests and proves that their blocks
-//! came back.
+//! `baton doctor`: inspects a running deployment, then cancels a request in each phase and verifies that all blocks
+//! are freed.
 //!
 //! ```text
-//! look    who answers, what they are, whether they fit together ─┐
-//! probe   a lease: its duration, its side channel                │
-//! leave   one forced disconnect per phase, by the event logs     ├─▶ checkup ─▶ verdict
-//! epochs  the engines are still those that were looked at        ┘
+//! inventory   which components respond, their properties, whether they match ─┐
+//! probe       a lease: its duration, its side channel                         │
+//! disconnect  one forced disconnect per phase, by the event logs              ├─▶ checkup ─▶ verdict
+//! epochs      the engines have not restarted                                  ┘
 //! ```
 //!
-//! Its requests are few, short and tagged by their `user` field, so that it can be pointed at a deployment in use. It
-//! changes nothing, and what it holds for a moment it gives back.
+//! The requests are few, short and tagged by their `user` field, so that a deployment in use can be checked. No
+//! setting is changed, and leases are released at once.
 
 mod checkup;
+mod disconnect;
+mod engine;
 mod epochs;
-mod leave;
-mod look;
+mod inventory;
+mod metrics_usage;
 mod probe;
-mod usage;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -25,16 +26,16 @@ use std::time::Duration;
 use clap::Args;
 
 use crate::BenchError;
-use crate::common::http_client::Origin;
+use crate::common::http_client::ServiceClient;
 use crate::load::{Client, Connections, Limits, Target};
 use checkup::{Checkup, Warning};
-use look::Site;
+use inventory::DoctorTargets;
 
-/// Where `baton up` is.
+/// The addresses of `baton up`.
 const URL: &str = "http://127.0.0.1:8000";
 const ADMIN: &str = "http://127.0.0.1:8081";
 
-/// Where the deployment is, and how it is looked at.
+/// Addresses of the deployment, and how it is inspected.
 #[derive(Clone, Debug, Args)]
 pub struct DoctorArgs {
     /// Endpoint for clients: of a router, or of an engine
@@ -87,16 +88,16 @@ pub struct DoctorArgs {
     json: bool,
 }
 
-/// What was found.
+/// The result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Nothing is wrong.
+    /// No check failed.
     Healthy,
-    /// Something is.
+    /// At least one check failed.
     Findings,
-    /// Nobody answered: nothing can be said.
+    /// No component responded.
     NotSeen,
-    /// Nothing is wrong with what was looked at, and no disconnect was proved.
+    /// No check failed, but no disconnect was verified.
     NotProved,
 }
 
@@ -112,17 +113,17 @@ impl Verdict {
     }
 }
 
-/// Looks, and prints what was found.
+/// Inspects the deployment and prints the result.
 ///
 /// # Errors
-/// When options make no sense: nothing was looked at.
+/// If options are invalid. No component was inspected then.
 pub fn run(args: &DoctorArgs, out: &mut dyn Write) -> Result<Verdict, BenchError> {
-    let site = site(args)?;
+    let targets = doctor_targets(args)?;
     let target = Target::parse(&args.url)?
         .with_key_file(args.api_key_file.as_deref())?
         .with_ca_file(args.ca_file.as_deref());
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let checkup = runtime.block_on(examine(args, site, target))?;
+    let checkup = runtime.block_on(examine(args, targets, target))?;
     let verdict = checkup.verdict();
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&checkup.json())?)?;
@@ -132,17 +133,18 @@ pub fn run(args: &DoctorArgs, out: &mut dyn Write) -> Result<Verdict, BenchError
     Ok(verdict)
 }
 
-fn site(args: &DoctorArgs) -> Result<Site, BenchError> {
+fn doctor_targets(args: &DoctorArgs) -> Result<DoctorTargets, BenchError> {
     let token = args.admin_token_file.as_deref();
-    // What `baton up` says, where nobody says anything.
+    // The defaults are the addresses of `baton up`.
     let by_default = args.admin.is_empty() && args.engine.is_empty() && args.url == URL;
     let named = args.admin.iter().map(String::as_str).chain(by_default.then_some(ADMIN));
-    let admins = named.map(|url| Origin::parse(url)?.with_token_file(token));
+    let admins = named.map(|url| ServiceClient::parse(url)?.with_token_file(token));
     let secret = args.cluster_secret_file.clone();
-    let engines = args.engine.iter().map(|url| Origin::parse(url)?.with_secret_file(secret.as_deref()));
-    Ok(Site {
-        // What is over TLS or below a path is asked by the load client only.
-        endpoint: Target::parse(&args.url)?.plain().map(|place| Origin::parse(&place)).transpose()?,
+    let engines =
+        args.engine.iter().map(|url| ServiceClient::parse(url)?.with_secret_file(secret.as_deref()));
+    Ok(DoctorTargets {
+        // An endpoint with TLS or below a path is reachable by the load client only.
+        endpoint: Target::parse(&args.url)?.plain().map(|place| ServiceClient::parse(&place)).transpose()?,
         url: args.url.clone(),
         admins: admins.collect::<Result<_, _>>()?,
         engines: engines.collect::<Result<_, _>>()?,
@@ -151,19 +153,20 @@ fn site(args: &DoctorArgs) -> Result<Site, BenchError> {
     })
 }
 
-async fn examine(args: &DoctorArgs, site: Site, target: Target) -> Result<Checkup, BenchError> {
+async fn examine(args: &DoctorArgs, targets: DoctorTargets, target: Target) -> Result<Checkup, BenchError> {
     let DoctorArgs { strict, no_requests, .. } = *args;
-    let mut checkup = Checkup::new(checkup::Terms { strict, no_requests, accepted: args.ignore.clone() });
-    let seen = look::look(&site, &mut checkup).await;
-    let tried = try_out(args, &seen, target, &mut checkup).await;
-    epochs::again(&seen.engines, &site.admins, &mut checkup).await;
+    let mut checkup =
+        Checkup::new(checkup::CheckupOptions { strict, no_requests, ignored: args.ignore.clone() });
+    let inventory = inventory::inspect(&targets, &mut checkup).await;
+    let tried = try_out(args, &inventory, target, &mut checkup).await;
+    epochs::check_epochs(&inventory.engines, &targets.admins, &mut checkup).await;
     tried.map(|()| checkup)
 }
 
-/// Leases and disconnects.
+/// Checks leases and disconnects.
 async fn try_out(
     args: &DoctorArgs,
-    seen: &look::Seen,
+    inventory: &inventory::Inventory,
     target: Target,
     checkup: &mut Checkup,
 ) -> Result<(), BenchError> {
@@ -173,20 +176,20 @@ async fn try_out(
         }
         return Ok(());
     }
-    if !seen.answers {
-        // Of a lease the engines are asked themselves.
-        probe::leases(seen, checkup).await;
+    if !inventory.answers {
+        // Leases are checked at the engines directly.
+        probe::leases(inventory, checkup).await;
         for check in ["request", "disconnects"] {
             checkup.skip(check, "", "the endpoint does not respond");
         }
         return Ok(());
     }
-    if !seen.engines.iter().any(|engine| engine.up) {
-        checkup.unseen("no engine is known: add --admin or --engine");
+    if !inventory.engines.iter().any(|engine| engine.up) {
+        checkup.mark_unreachable("no engine is known: add --admin or --engine");
         return Ok(());
     }
-    probe::leases(seen, checkup).await;
-    let Some(model) = args.model.clone().or_else(|| seen.model.clone()) else {
+    probe::leases(inventory, checkup).await;
+    let Some(model) = args.model.clone().or_else(|| inventory.model.clone()) else {
         checkup.skip("disconnects", "", "no model is listed: add --model");
         return Ok(());
     };
@@ -196,18 +199,19 @@ async fn try_out(
         ..Limits::default()
     };
     let client = Client::open(target, limits, Connections::Fresh).await?;
-    let terms = leave::Terms {
+    let terms = disconnect::ProbeOptions {
         model,
         tries: args.requests_per_phase,
         words: args.prompt_words as usize,
         within: Duration::from_secs(args.free_within),
     };
-    let (told, untold): (Vec<_>, Vec<_>) = seen.engines.iter().filter(|e| e.up).partition(|e| e.events);
-    if !told.is_empty() && untold.is_empty() && !args.metrics_only {
-        leave::exactly(&client, &told, &terms, checkup).await;
+    let (with_log, without_log): (Vec<_>, Vec<_>) =
+        inventory.engines.iter().filter(|e| e.up).partition(|e| e.events);
+    if !with_log.is_empty() && without_log.is_empty() && !args.metrics_only {
+        disconnect::probe_phases(&client, &with_log, &terms, checkup).await;
     } else {
         let why = if args.metrics_only { "--metrics-only" } else { "not every engine has an event log" };
-        usage::coarsely(&client, &seen.engines, &terms, why, checkup).await;
+        metrics_usage::probe_by_metrics(&client, &inventory.engines, &terms, why, checkup).await;
     }
     Ok(())
 }

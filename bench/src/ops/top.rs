@@ -1,15 +1,17 @@
-//! `baton top`: a deployment as it lives. Engines with their blocks by state, leases by age and why they are held, requests
-//! by phase, leases ended per second; and one request from its arrival to the release of its last block.
+//! `baton top`: a live view of a deployment. Shows engines with their blocks by state, leases by age and reason,
+//! requests by phase, and leases ended per second. Also shows one request from its arrival to the release of its
+//! last block.
 //!
 //! ```text
 //! source ─ snapshot ─▶ app ◀─ key ─ screen
 //!                       └─▶ view ─ frame ─▶ screen, or a page of text
 //! ```
 //!
-//! What is shown is a value ([`baton_router::snapshot::Snapshot`]); the state of the screen and its picture are pure.
+//! The view shows a value ([`baton_router::snapshot::Snapshot`]). The screen's state and its drawing are pure.
 
 mod app;
 mod history;
+mod merge;
 mod screen;
 pub(crate) mod source;
 pub(crate) mod text;
@@ -29,12 +31,12 @@ use view::Theme;
 
 use crate::BenchError;
 
-/// Columns of a frame that is printed where nobody says how many there are.
+/// Columns of a printed frame if the terminal's width is unknown.
 const COLUMNS: u16 = 100;
-/// Rows of a frame that is printed, at most.
+/// Maximum rows of a printed frame.
 const ROWS_MAX: u16 = 400;
 
-/// What is watched, and how it is shown.
+/// Options of `baton top`.
 #[derive(Clone, Debug, Args)]
 pub struct TopArgs {
     /// Admin URL of a router; of each router that shares the engines [default: http://127.0.0.1:8081]
@@ -74,10 +76,10 @@ impl TopArgs {
     }
 }
 
-/// Watches until it is told to stop, or prints one frame.
+/// Watches until a signal or a key, or prints one frame.
 ///
 /// # Errors
-/// When options make no sense, nobody answers (of one frame), or the terminal cannot be used.
+/// If options are invalid, the terminal cannot be used, or no component responds for one frame.
 pub fn run(args: &TopArgs, out: &mut dyn Write) -> Result<(), BenchError> {
     let sources = args.sources()?;
     let every = Duration::from_secs_f64(args.interval);
@@ -95,30 +97,32 @@ pub fn run(args: &TopArgs, out: &mut dyn Write) -> Result<(), BenchError> {
     })
 }
 
-/// Colours, unless somebody does not want them (`NO_COLOR`, see no-color.org).
+/// Colours, unless `NO_COLOR` is set (see no-color.org).
 fn theme() -> Theme {
     let unwanted = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     if unwanted { Theme::Plain } else { Theme::Colours }
 }
 
-/// Nobody answered.
-fn nobody(snapshot: &baton_router::snapshot::Snapshot) -> Option<String> {
+/// The error text if no component responds.
+fn unreachable_text(snapshot: &baton_router::snapshot::Snapshot) -> Option<String> {
     let routers = snapshot
         .routers
         .iter()
         .filter_map(|router| router.error.as_ref().map(|error| format!("router {}: {error}", router.admin)));
-    let engines =
-        snapshot.engines.iter().filter(|engine| engine.source == baton_router::snapshot::Source::None);
+    let engines = snapshot
+        .engines
+        .iter()
+        .filter(|engine| engine.source == baton_router::snapshot::SnapshotSource::None);
     let engines =
         engines.map(|engine| format!("engine {}: {}", engine.engine, engine.error.as_deref().unwrap_or("?")));
     let answered = snapshot.routers.iter().any(|router| router.error.is_none())
-        || snapshot.engines.iter().any(|e| e.source != baton_router::snapshot::Source::None);
+        || snapshot.engines.iter().any(|e| e.source != baton_router::snapshot::SnapshotSource::None);
     (!answered).then(|| text::clean(&routers.chain(engines).collect::<Vec<_>>().join("; ")))
 }
 
 async fn print(sources: &Sources, out: &mut dyn Write) -> Result<(), BenchError> {
     let snapshot = sources.snapshot().await;
-    if let Some(why) = nobody(&snapshot) {
+    if let Some(why) = unreachable_text(&snapshot) {
         return Err(why.into());
     }
     let mut app = App::new();
@@ -137,7 +141,7 @@ fn frame(app: &App, columns: u16, rows: u16) -> Vec<String> {
     let Ok(mut terminal) = Terminal::new(TestBackend::new(columns, rows + 1));
     let Ok(_) = terminal.draw(|frame| {
         view::draw(frame, app, Theme::Plain);
-        // Nothing is selected on paper.
+        // Text output has no selection.
         let style = ratatui::style::Style::reset();
         let area = frame.area();
         frame.buffer_mut().set_style(area, style);
@@ -162,19 +166,19 @@ async fn lines(
 ) -> Result<(), BenchError> {
     let mut due = tokio::time::interval(every);
     due.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let mut stop = std::pin::pin!(screen::told_to_stop());
+    let mut stop = std::pin::pin!(screen::wait_for_stop());
     loop {
         let snapshot = tokio::select! {
             stopped = &mut stop => return Ok(stopped?),
             snapshot = async { due.tick().await; sources.snapshot().await } => snapshot,
         };
-        if let Some(why) = nobody(&snapshot).filter(|_| once) {
+        if let Some(why) = unreachable_text(&snapshot).filter(|_| once) {
             return Err(why.into());
         }
         match writeln!(out, "{}", serde_json::to_string(&snapshot)?).and_then(|()| out.flush()) {
             Ok(()) if once => return Ok(()),
             Ok(()) => {}
-            // Whoever read it has read enough.
+            // The reader has closed the pipe.
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => return Ok(()),
             Err(error) => return Err(error.into()),
         }

@@ -1,19 +1,22 @@
-//! `baton bench engine`: how close the CPU engine comes to what this machine can do, in this minute.
+//! `baton bench engine`: the speed of the CPU engine as a fraction of this machine's limits.
 //!
-//! Speeds of shared machines drift by a factor of two within an hour, so every figure stands beside a limit
-//! from the same run: how often a second the fastest of several plain loops reads as many bytes as a step must
-//! (right before and after that step is measured), and the multiply-adds that the cores reach in registers over those
-//! that a step needs, whichever is lower. Prefill also stands beside what
-//! the `gemm` crate reaches with the same threads on the model's own matrices (`bench/engine_peers.py` measures other
-//! engines and oneDNN). Rounds alternate between all measurements; the best of each is compared, and the spread says
-//! how much to trust it.
+//! Speeds of shared machines drift by a factor of two within an hour. Each figure therefore has a limit from the
+//! same run:
 //!
-//! Measured are the element types of weights and KV cache that the engine offers, each a row of the table. The first
-//! is the default and exact. With a checkpoint, the engine is also started as a process of its own: the time from
-//! its start to the first token, and its resident memory.
+//! - Decode: how often a second the fastest of several plain loops reads as many bytes as a step must. The loops run
+//!   right before and after that step. The multiply-adds per second in registers over those of a step count if
+//!   lower.
+//! - Prefill: the peak in registers, and the speed of the `gemm` crate with the same threads on the model's own
+//!   matrices. `bench/engine_peers.py` measures other engines and oneDNN.
 //!
-//! Without a model it makes up the weights of a Llama-shaped one with 214 million bf16 parameters, so that
-//! anyone can run it.
+//! Rounds alternate between all measurements. The best rounds are compared. The spread shows how reliable a figure
+//! is.
+//!
+//! The report has a row for each choice of element types of weights and KV cache. The first is the default and
+//! exact. With a checkpoint, the engine is also started as a process, to measure the time to the first token and the
+//! resident memory.
+//!
+//! Without a checkpoint, the weights of a Llama-shaped model with 214 million bf16 parameters are generated.
 
 mod limits;
 mod made_up;
@@ -26,7 +29,7 @@ use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use baton_connector::layout::KvDtype;
-use baton_engine::compute::cpu::{CpuExecutor, Unit, WeightMode};
+use baton_engine::compute::cpu::{Bf16Unit, CpuExecutor, WeightMode};
 use baton_engine::compute::{Executor, ExecutorError};
 use baton_engine::model::config::ModelConfig;
 use baton_engine::model::generation::GenerationDefaults;
@@ -36,8 +39,8 @@ use clap::Args;
 use serde::Serialize;
 
 pub use self::process::ProcessReport;
-use self::subject::Subject;
-pub use self::targets::Target;
+use self::subject::EngineSubject;
+pub use self::targets::SpeedTarget;
 
 /// Prompt length of the prefill measurement, in tokens.
 const PROMPT_TOKENS: usize = 512;
@@ -45,7 +48,7 @@ const PROMPT_TOKENS: usize = 512;
 const BATCH: usize = 8;
 /// Tokens of a KV block.
 const BLOCK_TOKENS: usize = 16;
-/// The made-up model.
+/// The generated model.
 const MADE_UP_CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
     "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
     "intermediate_size": 2816, "vocab_size": 16384, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
@@ -80,7 +83,7 @@ pub struct EngineBench {
     pub fail_on_miss: bool,
 }
 
-/// Why a measurement could not be made.
+/// Why the benchmark failed.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineBenchError {
     /// The model cannot be loaded.
@@ -89,13 +92,13 @@ pub enum EngineBenchError {
     /// A forward pass failed.
     #[error(transparent)]
     Executor(#[from] ExecutorError),
-    /// The engine does not run as a process.
+    /// The engine could not run as a process.
     #[error("the engine as a process: {0}")]
     Process(String),
     /// The report cannot be written.
     #[error("cannot write the report: {0}")]
     Report(#[from] std::io::Error),
-    /// Less was reached than is promised, and whoever asked wants to know.
+    /// A target was missed, with `--fail-on-miss`.
     #[error("missed: {0}")]
     Missed(String),
 }
@@ -103,44 +106,44 @@ pub enum EngineBenchError {
 /// One JSON object of `--json`.
 #[derive(Debug, Serialize)]
 pub struct EngineReport {
-    /// The checkpoint folder, or what was made up.
+    /// The checkpoint folder, or a description of the generated model.
     pub model: String,
     /// Seconds since 1970 at the start.
     pub unix_time_s: u64,
-    /// The commit of the repository that it was run in.
+    /// The commit of the repository in which the benchmark ran.
     pub commit: Option<String>,
     /// The command.
     pub command: String,
-    /// The processor's own name.
+    /// The processor's name.
     pub cpu: String,
     /// Threads of the engine and of the baselines.
     pub threads: usize,
     /// Instruction set of the engine.
     pub isa: &'static str,
-    /// Read bandwidth of memory by itself (1 GiB again and again), GB/s (10^9 bytes).
-    pub memory_gbps: Series,
-    /// Anonymous memory that lies in huge pages, over all of it; absent where the system does not tell.
+    /// Read bandwidth of memory (1 GiB repeatedly), GB/s (10^9 bytes).
+    pub memory_gbps: BestWorst,
+    /// Fraction of anonymous memory in huge pages. Absent if the system does not report it.
     pub huge_page_share: Option<f64>,
-    /// f32 multiply-adds in registers, all threads, GFLOP/s; absent where there is no kernel for it.
-    pub peak_gflops: Option<Series>,
-    /// The same of bf16, by the unit that the engine uses; absent where that multiplies f32.
-    pub bf16_peak_gflops: Option<Series>,
-    /// What `gemm` reaches on the model's matrices with 512 rows, f32, GFLOP/s.
-    pub gemm_gflops: Series,
-    /// Element types; the default ones first.
-    pub engines: Vec<EngineRow>,
-    /// The engine as a process; only with a checkpoint.
+    /// f32 multiply-adds in registers, all threads, GFLOP/s. Absent without a kernel for this processor.
+    pub peak_gflops: Option<BestWorst>,
+    /// The same for bf16, by the unit that the engine uses. Absent if that unit multiplies f32.
+    pub bf16_peak_gflops: Option<BestWorst>,
+    /// Speed of `gemm` on the model's matrices with 512 rows, f32, GFLOP/s.
+    pub gemm_gflops: BestWorst,
+    /// One entry per choice of element types, the default first.
+    pub engines: Vec<EngineSpeeds>,
+    /// The engine as a process. Only with a checkpoint.
     pub process: Option<ProcessReport>,
-    /// What is promised of all this, and whether it was reached.
-    pub targets: Vec<Target>,
+    /// Targets, and whether they were met.
+    pub targets: Vec<SpeedTarget>,
 }
 
 /// The engine with one choice of element types.
 #[derive(Debug, Serialize)]
-pub struct EngineRow {
+pub struct EngineSpeeds {
     /// Element type of the matrices in memory.
     pub weights: &'static str,
-    /// What multiplies: `f32`, or the unit of bfloat16 mode.
+    /// The unit of the products: `f32`, or the unit of bfloat16 mode.
     pub products: &'static str,
     /// Element type of the KV cache.
     pub kv_cache: &'static str,
@@ -148,33 +151,34 @@ pub struct EngineRow {
     pub weight_bytes: usize,
     /// Bytes of keys and values that one sequence of a decode step reads (position 512).
     pub kv_bytes: usize,
-    /// What plain loops reach on as many bytes as a step of one sequence reads, caches included, GB/s.
-    pub decode_b1_read_gbps: Series,
-    /// The same for a step of eight.
-    pub decode_b8_read_gbps: Series,
+    /// Speed of plain loops that read as many bytes as a step of one sequence, including cached bytes, GB/s.
+    pub decode_b1_read_gbps: BestWorst,
+    /// The same for a step of eight sequences.
+    pub decode_b8_read_gbps: BestWorst,
     /// Decode of one sequence, tokens/s.
-    pub decode_b1_tps: Series,
-    /// Decode of eight sequences together, tokens/s of all of them.
-    pub decode_b8_tps: Series,
+    pub decode_b1_tps: BestWorst,
+    /// Decode of eight sequences together, their total tokens/s.
+    pub decode_b8_tps: BestWorst,
     /// Prefill of one 512-token prompt, tokens/s.
-    pub prefill_tps: Series,
-    /// The same as arithmetic, attention included, GFLOP/s (best round).
+    pub prefill_tps: BestWorst,
+    /// The same in GFLOP/s, including attention (best round).
     pub prefill_gflops: f64,
-    /// That bandwidth over weight and KV bytes, or the peak over a token's arithmetic if that is lower, tokens/s.
+    /// The bandwidth over weight and KV bytes, or the peak over a token's arithmetic if lower, tokens/s.
     pub decode_b1_limit_tps: f64,
     /// The same for eight sequences.
     pub decode_b8_limit_tps: f64,
-    /// Tokens/s of a prefill that ran at the peak throughout.
+    /// Tokens/s of a prefill that runs at the peak throughout.
     pub prefill_limit_tps: f64,
     /// Measured over limit, best rounds.
     pub decode_b1_ratio: f64,
     /// As above.
     pub decode_b8_ratio: f64,
-    /// Each round's decode of one sequence, tokens/s, and the better of the readings right before and after it, GB/s.
+    /// For each round, decode of one sequence in tokens/s, and the better of the readings before and after it in
+    /// GB/s.
     pub decode_b1_rounds: Vec<[f64; 2]>,
-    /// The same of eight sequences.
+    /// The same for eight sequences.
     pub decode_b8_rounds: Vec<[f64; 2]>,
-    /// Median over the rounds of what was measured over the limit of the readings beside it.
+    /// Median over the rounds of measured over limit, with the limit of the adjacent readings.
     pub decode_b1_ratio_beside: f64,
     /// As above.
     pub decode_b8_ratio_beside: f64,
@@ -186,14 +190,14 @@ pub struct EngineRow {
 
 /// The rounds of one measurement.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct Series {
+pub struct BestWorst {
     /// Highest of all rounds.
     pub best: f64,
     /// Lowest of all rounds.
     pub worst: f64,
 }
 
-impl Series {
+impl BestWorst {
     fn add(&mut self, value: f64) {
         self.worst = if self.best == 0.0 { value } else { self.worst.min(value) };
         self.best = self.best.max(value);
@@ -212,7 +216,8 @@ pub fn run(options: &EngineBench, out: &mut dyn Write) -> Result<(), EngineBench
     } else {
         print(&report, options.rounds, out)?;
     }
-    let missed: Vec<_> = report.targets.iter().filter(|target| !target.met).map(Target::to_string).collect();
+    let missed: Vec<_> =
+        report.targets.iter().filter(|target| !target.met).map(SpeedTarget::to_string).collect();
     if options.fail_on_miss && !missed.is_empty() {
         return Err(EngineBenchError::Missed(missed.join("; ")));
     }
@@ -245,9 +250,10 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
     };
     let mut subjects = subjects(&config, &weights, threads, options)?;
     drop(weights);
-    let engines: Vec<_> = subjects.iter().map(|subject| EngineRow::of(subject.executor(), &config)).collect();
+    let engines: Vec<_> =
+        subjects.iter().map(|subject| EngineSpeeds::of(subject.executor(), &config)).collect();
     let step_bytes = engines.iter().map(|row| row.step_bytes(BATCH)).max().unwrap_or(0);
-    let mut machine = limits::Machine::new(&config, PROMPT_TOKENS, threads, step_bytes);
+    let mut machine = limits::MachineLimits::new(&config, PROMPT_TOKENS, threads, step_bytes);
     let mut report = EngineReport {
         model: name,
         unix_time_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
@@ -256,11 +262,11 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
         cpu: limits::cpu_name(),
         threads,
         isa: subjects[0].executor().isa().name(),
-        memory_gbps: Series::default(),
+        memory_gbps: BestWorst::default(),
         huge_page_share: None,
         peak_gflops: None,
         bf16_peak_gflops: None,
-        gemm_gflops: Series::default(),
+        gemm_gflops: BestWorst::default(),
         engines,
         process: None,
         targets: Vec::new(),
@@ -300,7 +306,6 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
         }
         report.memory_gbps.add(machine.memory_gbps());
     }
-    #[allow(clippy::cast_precision_loss)] // far below 2^52
     let share = |(huge, all): (u64, u64)| huge as f64 / all.max(1) as f64;
     report.huge_page_share = limits::huge_pages().map(share);
     let gemm = report.gemm_gflops.best * 1e9;
@@ -318,23 +323,23 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
     Ok(report)
 }
 
-/// An engine for each choice of element types; those with the same weights share them.
+/// An engine for each choice of element types. Engines with the same weights share them.
 fn subjects(
     config: &ModelConfig,
     weights: &Weights,
     threads: usize,
     options: &EngineBench,
-) -> Result<Vec<Subject>, EngineBenchError> {
+) -> Result<Vec<EngineSubject>, EngineBenchError> {
     let tokens = options.decode_tokens;
     let with = |dtype, mode| {
-        let mut cpu = Subject::options(dtype, threads, tokens);
+        let mut cpu = EngineSubject::options(dtype, threads, tokens);
         cpu.weights = mode;
         cpu
     };
     let load = |dtype, mode| CpuExecutor::with_weights(weights, config, &with(dtype, mode), &mut |_| ());
     let exact = load(KvDtype::F32, WeightMode::Stored)?;
     if options.exact_only {
-        return Ok(vec![Subject::new(exact, tokens)]);
+        return Ok(vec![EngineSubject::new(exact, tokens)]);
     }
     let f16 = exact.sibling(&with(KvDtype::F16, WeightMode::Stored))?;
     let bf16 = exact.sibling(&with(KvDtype::Bf16, WeightMode::Stored))?;
@@ -346,12 +351,11 @@ fn subjects(
     if weights_name(&all[0], config) != "f32" {
         all.push(load(KvDtype::F32, WeightMode::F32)?);
     }
-    Ok(all.into_iter().map(|executor| Subject::new(executor, tokens)).collect())
+    Ok(all.into_iter().map(|executor| EngineSubject::new(executor, tokens)).collect())
 }
 
-/// By their bytes.
+/// The element type of the weights, derived from their bytes.
 fn weights_name(executor: &CpuExecutor, config: &ModelConfig) -> &'static str {
-    #[allow(clippy::cast_precision_loss)] // far below 2^52
     let bytes = executor.streamed_bytes() as f64 / matrix_weights(config, 1.0);
     match bytes {
         bytes if bytes < 1.9 => "int8",
@@ -360,12 +364,12 @@ fn weights_name(executor: &CpuExecutor, config: &ModelConfig) -> &'static str {
     }
 }
 
-impl EngineRow {
+impl EngineSpeeds {
     fn of(executor: &CpuExecutor, config: &ModelConfig) -> Self {
         let layout = executor.layout();
         Self {
             weights: weights_name(executor, config),
-            products: executor.bf16_unit().map_or("f32", Unit::name),
+            products: executor.bf16_unit().map_or("f32", Bf16Unit::name),
             kv_cache: match layout.dtype {
                 KvDtype::F32 => "f32",
                 KvDtype::F16 => "f16",
@@ -373,11 +377,11 @@ impl EngineRow {
             },
             weight_bytes: executor.streamed_bytes(),
             kv_bytes: layout.block_bytes() * (PROMPT_TOKENS / BLOCK_TOKENS),
-            decode_b1_read_gbps: Series::default(),
-            decode_b8_read_gbps: Series::default(),
-            decode_b1_tps: Series::default(),
-            decode_b8_tps: Series::default(),
-            prefill_tps: Series::default(),
+            decode_b1_read_gbps: BestWorst::default(),
+            decode_b8_read_gbps: BestWorst::default(),
+            decode_b1_tps: BestWorst::default(),
+            decode_b8_tps: BestWorst::default(),
+            prefill_tps: BestWorst::default(),
             prefill_gflops: 0.0,
             decode_b1_limit_tps: 0.0,
             decode_b8_limit_tps: 0.0,
@@ -398,8 +402,7 @@ impl EngineRow {
         self.weight_bytes + batch * self.kv_bytes
     }
 
-    /// Against the machine: its read bandwidth, and FLOP/s of the peak and of `gemm`.
-    #[allow(clippy::cast_precision_loss)] // far below 2^52
+    /// Computes the limits from read bandwidth, peak FLOP/s and FLOP/s of `gemm`.
     fn compare(&mut self, config: &ModelConfig, peak: f64, gemm: f64) {
         let tokens = PROMPT_TOKENS as f64;
         let prefill_flops = prefill_flops(config);
@@ -426,7 +429,7 @@ impl EngineRow {
     }
 }
 
-/// The middle value, or the mean of the two; 0 of none.
+/// The middle value, or the mean of the middle two. 0 without values.
 fn median(values: impl Iterator<Item = f64>) -> f64 {
     let mut values: Vec<_> = values.collect();
     values.sort_by(f64::total_cmp);
@@ -505,25 +508,23 @@ fn print(report: &EngineReport, rounds: usize, out: &mut dyn Write) -> std::io::
     targets::print(&report.targets, out)
 }
 
-/// Weights in matrices, with `heads` output matrices per token.
-#[allow(clippy::cast_precision_loss)] // far below 2^52
+/// Number of weights in matrices, with `heads` output matrices per token.
 fn matrix_weights(config: &ModelConfig, heads: f64) -> f64 {
     let layer: usize = limits::shapes(config).iter().map(|(outputs, inputs)| outputs * inputs).sum();
     (config.layers * layer) as f64 + heads * (config.vocab * config.hidden) as f64
 }
 
 /// Floating-point operations of the prompt: matrices, one row of logits, causal attention.
-#[allow(clippy::cast_precision_loss)] // far below 2^52
 fn prefill_flops(config: &ModelConfig) -> f64 {
     let tokens = PROMPT_TOKENS as f64;
     let attention = 2.0 * tokens * tokens * (config.query_width() * config.layers) as f64;
     2.0 * tokens * matrix_weights(config, 1.0 / tokens) + attention
 }
 
-/// A report of one engine of which nothing was measured.
+/// A report of one engine without measurements.
 #[cfg(test)]
 fn sample(config: &ModelConfig) -> EngineReport {
-    let cpu = Subject::options(KvDtype::F32, 1, 1);
+    let cpu = EngineSubject::options(KvDtype::F32, 1, 1);
     let tiny = ModelConfig { layers: 1, vocab: 64, ..config.clone() };
     let executor = CpuExecutor::with_weights(&Weights::random(1), &tiny, &cpu, &mut |_| ()).expect("it fits");
     EngineReport {
@@ -534,12 +535,12 @@ fn sample(config: &ModelConfig) -> EngineReport {
         cpu: "p".into(),
         threads: 1,
         isa: executor.isa().name(),
-        memory_gbps: Series::default(),
+        memory_gbps: BestWorst::default(),
         huge_page_share: None,
         peak_gflops: None,
         bf16_peak_gflops: None,
-        gemm_gflops: Series::default(),
-        engines: vec![EngineRow::of(&executor, &tiny)],
+        gemm_gflops: BestWorst::default(),
+        engines: vec![EngineSpeeds::of(&executor, &tiny)],
         process: None,
         targets: Vec::new(),
     }

@@ -1,8 +1,8 @@
-//! `baton bench gpu`: whether the CUDA executor is right on this GPU, and how fast it is beside what the GPU can do.
+//! `baton bench gpu`: checks the CUDA executor on this GPU and measures its speed against the GPU's limits.
 //!
-//! First every kernel against its twin in Rust ([`baton_engine::check::kernels`]); what is wrong fails the
-//! command. Then speeds, each beside a limit that was measured a moment before: copies inside the device, copies over the
-//! link, and one large bf16 product. Without a GPU it does nothing and says so ([`Skipped`]).
+//! First every kernel is compared with its reference kernel ([`baton_engine::check::kernels`]). A difference fails
+//! the command. Then speeds are measured, each with a limit from the same run: copies inside the device, copies over
+//! the link, and one large bf16 product. Without a GPU, the command only reports that ([`Skipped`]).
 
 pub mod compile;
 pub mod emulate;
@@ -23,10 +23,10 @@ use serde::Serialize;
 
 use self::speed::Sizes;
 pub use self::speed::Speed;
-use crate::common::machine::Origin;
+use crate::common::machine::Provenance;
 
-/// Head widths whose kernels are checked, with both element types: all that are computed in bf16, which are those of released
-/// models, of the tiny checkpoints, and what is between.
+/// Head widths whose kernels are checked with both element types. These are the widths of released models and of the
+/// tiny checkpoints, and those between.
 const HEAD_DIMS: [usize; 8] = [16, 32, 48, 64, 80, 96, 112, 128];
 
 /// Options of `baton bench gpu`.
@@ -46,7 +46,7 @@ pub struct GpuBench {
     pub layers: usize,
 }
 
-/// Nothing was checked or measured, and why.
+/// The reason why nothing was checked or measured.
 #[derive(Debug, thiserror::Error)]
 #[error("SKIPPED, NOTHING WAS CHECKED OR MEASURED: {0}")]
 pub struct Skipped(pub String);
@@ -54,16 +54,16 @@ pub struct Skipped(pub String);
 /// Why the benchmark failed.
 #[derive(Debug, thiserror::Error)]
 pub enum GpuBenchError {
-    /// Kernels that compute something else than their twins, or parts that could not be run.
+    /// Kernels differ from their reference kernels, or parts could not run.
     #[error("{0} checks or measurements have failed")]
     Failed(usize),
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// The made-up model cannot be loaded.
+    /// The generated model cannot be loaded.
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// Its configuration is wrong.
+    /// The configuration of the generated model is invalid.
     #[error(transparent)]
     Model(#[from] ModelError),
     /// A forward pass failed.
@@ -77,18 +77,18 @@ pub enum GpuBenchError {
 /// One JSON object of `--json`.
 #[derive(Debug, Serialize)]
 pub struct GpuReport {
-    /// Of what, when, where and by which call.
+    /// Date, commit, machine and command.
     #[serde(flatten)]
-    origin: Origin,
+    origin: Provenance,
     /// The GPU's own name.
     pub device: String,
-    /// What its kernels were compiled for.
+    /// The architecture for which the kernels were compiled.
     pub arch: String,
-    /// Results of kernels that are what their twins computed.
+    /// Number of kernel results that match the reference kernels.
     pub kernels_right: usize,
-    /// Those that are not, and whatever could not be run.
+    /// Results that differ, and parts that could not run.
     pub failed: Vec<String>,
-    /// What was measured.
+    /// All measurements.
     pub speeds: Vec<Speed>,
 }
 
@@ -98,7 +98,7 @@ pub struct GpuReport {
 /// [`Skipped`] without a GPU, [`GpuBenchError`].
 pub fn run(options: &GpuBench, out: &mut dyn Write) -> Result<(), crate::BenchError> {
     let first = open(options, Element::Bf16, HEAD_DIMS[0]).map_err(unusable)?;
-    let (device, arch, origin) = (first.name(), first.arch().to_owned(), Origin::of(first.driver()));
+    let (device, arch, origin) = (first.name(), first.arch().to_owned(), Provenance::of(first.driver()));
     drop(first);
     if !options.json {
         writeln!(out, "{device}, kernels for {arch}; {}", origin.line())?;
@@ -115,7 +115,7 @@ pub fn run(options: &GpuBench, out: &mut dyn Write) -> Result<(), crate::BenchEr
         writeln!(out, "{}", serde_json::to_string_pretty(&report).map_err(std::io::Error::other)?)?;
     } else {
         report.failed.iter().try_for_each(|what| writeln!(out, "FAIL  {what}"))?;
-        writeln!(out, "{kernels_right} results of kernels are what their twins computed")?;
+        writeln!(out, "{kernels_right} kernel results match their reference kernels")?;
         speed::print(&report.speeds, out)?;
     }
     match report.failed.len() {
@@ -124,10 +124,10 @@ pub fn run(options: &GpuBench, out: &mut dyn Write) -> Result<(), crate::BenchEr
     }
 }
 
-/// Why a device could not be opened: [`Skipped`] where there is none.
+/// The error for a device that cannot be opened: [`Skipped`] if there is none.
 fn unusable(error: DeviceError) -> crate::BenchError {
     match error {
-        // A driver without a device answers its first call so.
+        // A driver without a device fails its first call with this error.
         DeviceError::Library { .. } | DeviceError::Absent(_) | DeviceError::Call { call: "cuInit", .. } => {
             Skipped(error.to_string()).into()
         }
@@ -135,7 +135,7 @@ fn unusable(error: DeviceError) -> crate::BenchError {
     }
 }
 
-/// A GPU's own name, and its driver.
+/// The GPU's name and its driver.
 pub(crate) fn named(ordinal: usize) -> Result<(Option<String>, Option<String>), crate::BenchError> {
     let folder = cubins::folder();
     let device =
@@ -147,7 +147,7 @@ fn open(options: &GpuBench, element: Element, head_dim: usize) -> Result<CudaDev
     CudaDevice::open(options.device, element, head_dim, cubins::folder().as_deref())
 }
 
-/// How many results are right, and what is not.
+/// The number of correct results, and a description of each failure.
 fn check_kernels(options: &GpuBench) -> (usize, Vec<String>) {
     let (mut right, mut failed) = (0, Vec::new());
     for element in [Element::F32, Element::Bf16] {

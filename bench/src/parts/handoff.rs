@@ -1,25 +1,33 @@
-//! `baton bench handoff`: what of a handoff a client waits for, when the decode engine reads a prompt's blocks while they
-//! are computed, and when it reads them afterwards.
+//! `baton bench handoff`: how long a client waits for a handoff. The decode engine reads a prompt's blocks while
+//! they are computed, or afterwards.
 //!
-//! A prefill engine and a decode engine are started as processes, with a thread each, and asked as a router asks them,
-//! with a new prompt each time. In each repetition, alternating:
-//! - **early**: the prefill engine is asked for an early handoff, and the decode engine has it at once. Exposed is the time
-//!   from the end of the prefill engine's answer to the decode engine's;
-//! - **late**: the decode engine is asked once the prefill engine has answered. Exposed is its whole answer;
-//! - **cached**: the same prompt and one token more at the decode engine, which has all but that one: what its answer
-//!   takes without any read (admission, one token, HTTP).
+//! A prefill engine and a decode engine run as processes with one thread each. They receive requests as from a
+//! router, each with a new prompt. Each repetition alternates:
 //!
-//! The answer is of one token. What the read adds is exposed less cached; one chunk's share of the late read is what an
-//! early one cannot hide.
+//! - **early**: the prefill engine makes an early handoff, and the decode engine receives it at once. The exposed
+//!   time is from the end of the prefill engine's response to the decode engine's;
+//! - **late**: the decode engine receives the handoff after the prefill engine's response. The exposed time is its
+//!   whole response;
+//! - **cached**: the decode engine receives the same prompt with one token more, and has the rest cached. The
+//!   exposed time is that of a response without a read (admission, one token, HTTP).
 //!
-//! An early read may add one chunk's share and 2 ms. The report says of each transport whether it does (`judged`), and with
-//! `--fail-on-miss` one that adds more fails the command.
+//! The response has one token. A read adds the exposed time less that of cached. An early read cannot hide one
+//! chunk's share of the late read.
 //!
-//! `--json` prints one object: `date`, `commit`, `machine`, `driver` (of a GPU), `command`, `prompt_tokens`, `chunk_tokens`, `pace_ms` (the least time of the prefill engine's steps), `device`,
-//! `device_name` (a GPU's own), `kv_bytes` of the prompt, `repetitions`, `transports`: by name `early_ms`,
-//! `late_ms`, `cached_ms` (medians of what is exposed), `early_read_ms` and `late_read_ms` (medians of the differences to
-//! `cached` within a repetition), `chunk_ms` (one chunk's share of `late_read_ms`), `allowed_ms` (`chunk_ms` and 2 ms), `within` (`early_read_ms`
-//! is at most that); and `within`, of all of them.
+//! An early read may add one chunk's share and 2 ms. The report contains for each transport whether it does
+//! (`judged`). With `--fail-on-miss`, a transport that adds more fails the command.
+//!
+//! `--json` prints one object:
+//!
+//! - `date`, `commit`, `machine`, `driver` (of a GPU), `command`, `device`, `device_name` (of a GPU), `repetitions`;
+//! - `prompt_tokens`, `chunk_tokens`, `kv_bytes` of the prompt, `pace_ms` (the minimum time of the prefill engine's
+//!   steps);
+//! - `transports.NAME.early_ms`, `late_ms`, `cached_ms`: medians of the exposed time;
+//! - `transports.NAME.early_read_ms`, `late_read_ms`: medians of the differences to `cached` within a repetition;
+//! - `transports.NAME.chunk_ms`: one chunk's share of `late_read_ms`;
+//! - `transports.NAME.allowed_ms`: `chunk_ms` and 2 ms;
+//! - `transports.NAME.within`: whether `early_read_ms` is at most `allowed_ms`;
+//! - `within`, for all transports.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -31,17 +39,17 @@ use baton_engine::compute::cuda::{Accelerator, DeviceChoice};
 use serde_json::{Map, Value, json};
 
 use crate::BenchError;
-use crate::common::machine::Origin;
-use crate::common::processes::Running;
+use crate::common::machine::Provenance;
+use crate::common::processes::ChildProcess;
 
-/// An answer takes no longer.
+/// Maximum time of a response.
 const ANSWER_WITHIN: Duration = Duration::from_secs(300);
-/// What an early read may add to the last chunk's.
+/// Allowed time of an early read in addition to the last chunk's share.
 const ALLOWANCE_MS: f64 = 2.0;
-/// The pool of each engine.
+/// The KV pool of each engine.
 const POOL_MIB: usize = 512;
 
-/// What to measure.
+/// Options of `baton bench handoff`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct HandoffOptions {
     /// Checkpoint directory [default: built-in demo model]
@@ -73,19 +81,19 @@ pub struct HandoffOptions {
     pub fail_on_miss: bool,
 }
 
-/// Why nothing could be measured.
+/// Why the benchmark failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HandoffError {
-    /// An engine could not be started or asked, or the output failed.
+    /// An engine could not be started or reached, or the output failed.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// An engine answered something else than it should.
+    /// An engine returned an unexpected response.
     #[error("an engine answered: {0}")]
     Answer(String),
-    /// Nothing to measure.
+    /// The options leave nothing to measure.
     #[error("a prompt must have more tokens than a chunk, and there must be a repetition and a transport")]
     Options,
-    /// An early read adds more than it may.
+    /// An early read adds more than allowed.
     #[error("an early read adds more than a chunk's share and 2 ms by {0}")]
     Over(String),
 }
@@ -93,7 +101,7 @@ pub enum HandoffError {
 /// Measures and prints.
 ///
 /// # Errors
-/// [`HandoffError`]; on a GPU that is not here [`Skipped`](crate::parts::gpu::Skipped), or what it says.
+/// [`HandoffError`]. With a missing GPU [`Skipped`](crate::parts::gpu::Skipped), or the device's error.
 pub fn run(options: &HandoffOptions, out: &mut dyn Write) -> Result<(), BenchError> {
     let nothing = options.chunk == 0 || options.repetitions == 0 || options.transport.is_empty();
     if options.tokens <= options.chunk || nothing {
@@ -112,7 +120,7 @@ pub fn run(options: &HandoffOptions, out: &mut dyn Write) -> Result<(), BenchErr
     }
     let over: Vec<_> = transports.iter().filter(|(_, row)| row["within"] != true).collect();
     let over = over.into_iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ");
-    let mut report = serde_json::to_value(Origin::of(driver))?;
+    let mut report = serde_json::to_value(Provenance::of(driver))?;
     let measured = json!({
         "prompt_tokens": options.tokens, "chunk_tokens": options.chunk, "pace_ms": options.pace_ms,
         "device": options.device.to_string(), "device_name": device_name, "kv_bytes": kv_bytes,
@@ -172,15 +180,16 @@ fn measure(options: &HandoffOptions, transport: &str) -> Result<(Value, u64), Ha
         ["--role", "prefill", "--max-num-batched-tokens", &options.chunk.to_string(), "--max-num-seqs", "8"]
             .map(str::to_owned);
     let pace = ["--pace-ms".to_owned(), options.pace_ms.to_string()];
-    let mut prefill = Running::start(&[common(), step.to_vec(), pace.to_vec()].concat())?;
-    let mut decode = Running::start(&[common(), vec!["--role".to_owned(), "decode".to_owned()]].concat())?;
+    let mut prefill = ChildProcess::start(&[common(), step.to_vec(), pace.to_vec()].concat())?;
+    let mut decode =
+        ChildProcess::start(&[common(), vec!["--role".to_owned(), "decode".to_owned()]].concat())?;
     let (p, d) = (prefill.ready()?, decode.ready()?);
-    let mut dice = 0x9e37_79b9_u64;
+    let mut state = 0x9e37_79b9_u64;
     let mut series: [Vec<f64>; 5] = Default::default();
     // The first repetition warms up and does not count.
     for repetition in 0..=options.repetitions {
         let (early_prompt, late_prompt) =
-            (prompt(options.tokens, &mut dice), prompt(options.tokens, &mut dice));
+            (prompt(options.tokens, &mut state), prompt(options.tokens, &mut state));
         let early = early(p, d, &early_prompt)?;
         let late = late(p, d, &late_prompt)?;
         let longer = [&late_prompt[..], &[6]].concat();
@@ -193,21 +202,19 @@ fn measure(options: &HandoffOptions, transport: &str) -> Result<(Value, u64), Ha
     }
     let failures = metric(d, "baton_kv_load_failures_total")?;
     let lent_early = metric(p, "baton_kv_early_leases_total")?;
-    #[allow(clippy::cast_precision_loss)] // a few repetitions
     if failures > 0.0 || lent_early < (options.repetitions + 1) as f64 {
         return Err(HandoffError::Answer(format!("{failures} reads failed, {lent_early} leases were early")));
     }
     let bytes = metric(d, "baton_kv_transfer_bytes_total")? / (2 * (options.repetitions + 1)) as f64;
     let share = options.chunk as f64 / options.tokens as f64;
-    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // bytes of a pool
     Ok((judged(series.map(median), share), bytes as u64))
 }
 
-/// One transport's row, of its medians: early, late and cached, then what early and late reads add, all in ms. `share` is
-/// a chunk's of the prompt.
+/// One transport's row of medians: early, late and cached, then the time that early and late reads add, all in ms.
+/// `share` is one chunk's share of the prompt.
 fn judged([early, late, cached, early_read, late_read]: [f64; 5], share: f64) -> Value {
     let chunk = late_read * share;
-    // Where reading afterwards seems to add less than nothing, that allows nothing less.
+    // A negative time of a late read does not reduce the allowance.
     let allowed = chunk.max(0.0) + ALLOWANCE_MS;
     json!({
         "early_ms": early, "late_ms": late, "cached_ms": cached, "early_read_ms": early_read,
@@ -215,40 +222,41 @@ fn judged([early, late, cached, early_read, late_read]: [f64; 5], share: f64) ->
     })
 }
 
-/// From the end of the prefill engine's answer to that of the decode engine, which was asked before it.
+/// Time from the end of the prefill engine's response to that of the decode engine, which received its request
+/// earlier.
 fn early(p: SocketAddr, d: SocketAddr, prompt: &[u32]) -> Result<Duration, HandoffError> {
     let mut prefilling = ask(p, &prefill_body(prompt), &["x-baton-early-handoff: 1"])?;
-    let mut said = String::new();
+    let mut text = String::new();
     let params = loop {
-        if let Some(event) = said.split_once("data: ").and_then(|(_, rest)| Some(rest.split_once("\n\n")?.0))
+        if let Some(event) = text.split_once("data: ").and_then(|(_, rest)| Some(rest.split_once("\n\n")?.0))
         {
             let event: Value = serde_json::from_str(event).map_err(io::Error::other)?;
             break event["kv_transfer_params"].clone();
         }
-        more(&mut prefilling, &mut said)?;
+        more(&mut prefilling, &mut text)?;
     };
     let body = body(prompt, &params);
     let decoding = std::thread::spawn(move || answer(d, &body, &[]).map(|_| Instant::now()));
-    prefilling.read_to_string(&mut said)?;
+    prefilling.read_to_string(&mut text)?;
     let prefilled = Instant::now();
     let decoded = decoding.join().map_err(|_| HandoffError::Answer("a thread panicked".into()))??;
-    if !said.contains("[DONE]") {
-        return Err(HandoffError::Answer(said));
+    if !text.contains("[DONE]") {
+        return Err(HandoffError::Answer(text));
     }
     Ok(decoded.saturating_duration_since(prefilled))
 }
 
-/// From the prefill engine's answer to the decode engine's.
+/// Time from the prefill engine's response to the decode engine's.
 fn late(p: SocketAddr, d: SocketAddr, prompt: &[u32]) -> Result<Duration, HandoffError> {
     let (lent, _) = answer(p, &prefill_body(prompt), &[])?;
     Ok(answer(d, &body(prompt, &lent["kv_transfer_params"]), &[])?.1)
 }
 
-fn prompt(tokens: usize, dice: &mut u64) -> Vec<u32> {
+fn prompt(tokens: usize, state: &mut u64) -> Vec<u32> {
     let mut next = || {
-        *dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        // Words, not special tokens, of every vocabulary.
-        6 + u32::try_from((*dice >> 33) % 1_400).expect("below 1,400")
+        *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        // Token ids of words, not of special tokens, in every vocabulary.
+        6 + u32::try_from((*state >> 33) % 1_400).expect("below 1,400")
     };
     (0..tokens).map(|_| next()).collect()
 }
@@ -275,25 +283,25 @@ fn ask(to: SocketAddr, body: &str, headers: &[&str]) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// A whole answer, and how long it took.
+/// A whole response and its duration.
 fn answer(to: SocketAddr, body: &str, headers: &[&str]) -> Result<(Value, Duration), HandoffError> {
     let begun = Instant::now();
-    let mut said = String::new();
-    ask(to, body, headers)?.read_to_string(&mut said)?;
+    let mut text = String::new();
+    ask(to, body, headers)?.read_to_string(&mut text)?;
     let took = begun.elapsed();
-    let body = said.split_once("\r\n\r\n").map(|(_, body)| body).unwrap_or_default();
+    let body = text.split_once("\r\n\r\n").map(|(_, body)| body).unwrap_or_default();
     match serde_json::from_str(body) {
-        Ok(value) if said.starts_with("HTTP/1.1 200") => Ok((value, took)),
-        _ => Err(HandoffError::Answer(said)),
+        Ok(value) if text.starts_with("HTTP/1.1 200") => Ok((value, took)),
+        _ => Err(HandoffError::Answer(text)),
     }
 }
 
-fn more(stream: &mut TcpStream, said: &mut String) -> Result<(), HandoffError> {
+fn more(stream: &mut TcpStream, text: &mut String) -> Result<(), HandoffError> {
     let mut piece = [0; 4096];
     match stream.read(&mut piece)? {
-        0 => Err(HandoffError::Answer(std::mem::take(said))),
+        0 => Err(HandoffError::Answer(std::mem::take(text))),
         read => {
-            said.push_str(&String::from_utf8_lossy(&piece[..read]));
+            text.push_str(&String::from_utf8_lossy(&piece[..read]));
             Ok(())
         }
     }
@@ -304,10 +312,10 @@ fn metric(of: SocketAddr, name: &str) -> Result<f64, HandoffError> {
     let mut stream = TcpStream::connect(of)?;
     stream.set_read_timeout(Some(ANSWER_WITHIN))?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\r\n")?;
-    let mut said = String::new();
-    stream.read_to_string(&mut said)?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text)?;
     let ours = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']));
-    Ok(said.lines().filter(ours).filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum())
+    Ok(text.lines().filter(ours).filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum())
 }
 
 fn median(mut list: Vec<f64>) -> f64 {

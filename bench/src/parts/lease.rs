@@ -1,26 +1,32 @@
-//! `baton bench lease`: what one lease costs the ledger, with any number of others alive.
+//! `baton bench lease`: the cost of one lease in the ledger, with any number of other live leases.
 //!
-//! In one run, alternating, for each number of live leases:
-//! - **fetched**: open, a read begun, a read done;
+//! Each repetition alternates, for each number of live leases:
+//!
+//! - **fetched**: open, begin a read, finish the read;
 //! - **released**: open, release;
-//! - **expired**: open, and the time comes that ends it; as many others live, at every age, and one of them, at the
-//!   head, is renewed twice for each, so that it never ends;
-//! - **renewed**: one heartbeat of any live lease;
-//! - **map**: a `HashMap` of handles with values of an entry's size, one insertion and one removal: the least that any
-//!   table of leases costs at that size, and what the machine's cache does to it.
+//! - **expired**: open, and expiry of another lease. The live leases have all ages. The lease at the head is renewed
+//!   twice for each, so that it never expires;
+//! - **renewed**: one heartbeat of a random live lease;
+//! - **map**: one insertion and one removal in a `HashMap` of handles with values of an entry's size. This is the
+//!   minimum cost of any table of leases of that size on this machine.
 //!
-//! Handles are random, requests have names of 36 characters, tables have 16 blocks, and ended leases are remembered
-//! as in production. What is made for a lease before it is opened, and what is done with its blocks afterwards, is
-//! not timed.
+//! Handles are random, request names have 36 characters, block tables have 16 blocks, and ended leases are
+//! remembered as in production. The time excludes preparation before a lease is opened and work with its blocks
+//! afterwards.
 //!
-//! Times are of the processor that this thread had, so that other work on the machine counts only by what it does to
-//! the caches.
+//! Times are CPU times of this thread, so that other processes affect them only through the caches.
 //!
-//! `--json` prints one object: `leases[]` with `live`, and for `fetched`, `released`, `expired`, `renewed` and `map`
-//! the median `ns` and `ratio_to_map` (median of the ratios within each repetition); `growth` with the same names: how
-//! much more one costs with the most live leases than with the fewest, likewise; `repetitions`; `rounds`.
+//! `--json` prints one object:
+//!
+//! - `leases[]` with `live`, and for `fetched`, `released`, `expired`, `renewed` and `map` the median `ns`;
+//! - the same with `ratio_to_map`, the median of the ratios within each repetition;
+//! - `growth` with the same names: the cost with the most live leases over the cost with the fewest;
+//! - `repetitions`, `rounds`.
 
-#![allow(unsafe_code)] // clock_gettime(2), for a clock that the standard library does not know; one call
+#![allow(
+    unsafe_code,
+    reason = "clock_gettime(2), for a clock that the standard library does not know; one call"
+)]
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -28,7 +34,7 @@ use std::mem::size_of;
 use std::time::Duration;
 
 use baton_connector::lease::{Lease, LeaseTerms};
-use baton_connector::ledger::{Grant, HeartbeatReply, Ledger, ReleaseReply};
+use baton_connector::ledger::{HeartbeatReply, LeaseSpec, Ledger, ReleaseReply};
 use baton_connector::limits::{LEASES_MAX, TOMBSTONES_MAX};
 use baton_connector::transport::Verdict;
 use baton_connector::{BlockId, Handle, Reader, RequestId, Time};
@@ -39,12 +45,12 @@ const READER: Reader = Reader::sole(1);
 /// Blocks of one lease.
 const BLOCKS: usize = 16;
 
-/// Bytes of a map's value: those of the lease itself and of what it is opened with.
-const VALUE_BYTES: usize = size_of::<Lease>() + size_of::<Grant>();
+/// Bytes of a map's value: the size of a lease and its specification.
+const VALUE_BYTES: usize = size_of::<Lease>() + size_of::<LeaseSpec>();
 
 const WAYS: [&str; 5] = ["fetched", "released", "expired", "renewed", "map"];
 
-/// What to measure.
+/// Options of `baton bench lease`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct LeaseOptions {
     /// Numbers of live leases, separated by commas
@@ -61,13 +67,13 @@ pub struct LeaseOptions {
     pub json: bool,
 }
 
-/// Why nothing could be measured.
+/// Why the benchmark failed.
 #[derive(Debug, thiserror::Error)]
 pub enum LeaseError {
     /// The output failed.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// Nothing to measure, or more than a ledger holds.
+    /// The options leave nothing to measure, or exceed a ledger's limit.
     #[error("rounds and repetitions must be positive, and live leases 1 to {}", LEASES_MAX - 1)]
     Options,
 }
@@ -78,25 +84,26 @@ pub enum LeaseError {
 /// [`LeaseError`].
 ///
 /// # Panics
-/// When the ledger gives another answer than the one that was to be timed.
+/// If the ledger returns another result than expected.
 pub fn run(options: &LeaseOptions, out: &mut dyn Write) -> Result<(), LeaseError> {
     let sizes_fit = options.live.iter().all(|live| (1..LEASES_MAX).contains(live));
     if options.rounds == 0 || options.repetitions == 0 || options.live.is_empty() || !sizes_fit {
         return Err(LeaseError::Options);
     }
-    let mut dice = Dice(0x9e37_79b9_7f4a_7c15);
-    let mut books: Vec<_> = options.live.iter().map(|&live| Books::filled(live, &mut dice)).collect();
-    // By size, by way: nanoseconds per repetition. The first repetition warms up and does not count.
-    let mut times = vec![vec![Vec::new(); WAYS.len()]; books.len()];
+    let mut rng = HandleRng(0x9e37_79b9_7f4a_7c15);
+    let mut fixtures: Vec<_> =
+        options.live.iter().map(|&live| LedgerFixture::filled(live, &mut rng)).collect();
+    // By size and kind: nanoseconds per repetition. The first repetition warms up and does not count.
+    let mut times = vec![vec![Vec::new(); WAYS.len()]; fixtures.len()];
     for repetition in 0..=options.repetitions {
-        for (books, times) in books.iter_mut().zip(&mut times) {
+        for (fixture, times) in fixtures.iter_mut().zip(&mut times) {
             let rounds = options.rounds;
             let took = [
-                books.fetched(rounds, &mut dice),
-                books.released(rounds, &mut dice),
-                books.expired(rounds, &mut dice),
-                books.renewed(rounds, &mut dice),
-                books.map(rounds, &mut dice),
+                fixture.fetched(rounds, &mut rng),
+                fixture.released(rounds, &mut rng),
+                fixture.expired(rounds, &mut rng),
+                fixture.renewed(rounds, &mut rng),
+                fixture.map(rounds, &mut rng),
             ];
             if repetition > 0 {
                 for (list, took) in times.iter_mut().zip(took) {
@@ -114,113 +121,114 @@ pub fn run(options: &LeaseOptions, out: &mut dyn Write) -> Result<(), LeaseError
     Ok(())
 }
 
-/// Ledgers with so many live leases, and a map as large.
-struct Books {
+/// Ledgers with `live` live leases, and a map of that size.
+struct LedgerFixture {
     live: usize,
-    /// Time stands still.
-    still: Ledger,
+    /// The ledger whose time does not advance.
+    idle: Ledger,
     handles: Vec<Handle>,
-    /// Time goes on: a lease ends whenever one is opened.
-    flowing: Ledger,
+    /// The ledger whose time advances: a lease expires whenever one is opened.
+    busy: Ledger,
     now: Time,
-    /// The one that never ends.
+    /// The lease that never expires.
     head: Handle,
     map: HashMap<Handle, [u8; VALUE_BYTES]>,
 }
 
-impl Books {
-    fn filled(live: usize, dice: &mut Dice) -> Self {
+impl LedgerFixture {
+    fn filled(live: usize, rng: &mut HandleRng) -> Self {
         let (mut still, mut flowing) =
             (Ledger::new(LeaseTerms::default()), Ledger::new(LeaseTerms::default()));
-        // As many as are remembered have ended before.
-        for grant in dice.grants(TOMBSTONES_MAX) {
+        // The maximum number of ended leases is remembered.
+        for grant in rng.grants(TOMBSTONES_MAX) {
             let handle = grant.handle;
             still.open(grant, Time::ZERO).expect("room");
             still.release(handle, "ended before", Time::ZERO);
-            drop(still.take_settled());
+            drop(still.take_closed());
         }
-        let grants = dice.grants(live);
+        let grants = rng.grants(live);
         let handles: Vec<_> = grants.iter().map(|grant| grant.handle).collect();
         for grant in grants {
             still.open(grant, Time::ZERO).expect("room");
         }
-        let head = dice.grants(1).remove(0);
+        let head = rng.grants(1).remove(0);
         let head_handle = head.handle;
         flowing.open(head, Time::ZERO).expect("room");
         let map = handles.iter().map(|handle| (*handle, [0; VALUE_BYTES])).collect();
-        Self { live, still, handles, flowing, now: Time::ZERO, head: head_handle, map }
+        Self { live, idle: still, handles, busy: flowing, now: Time::ZERO, head: head_handle, map }
     }
 
-    fn fetched(&mut self, rounds: usize, dice: &mut Dice) -> Duration {
-        let grants = dice.grants(rounds);
+    fn fetched(&mut self, rounds: usize, rng: &mut HandleRng) -> Duration {
+        let grants = rng.grants(rounds);
         let mut settled = Vec::with_capacity(rounds);
-        let begun = Begun::now();
+        let begun = ThreadTimer::now();
         for grant in grants {
             let handle = grant.handle;
-            self.still.open(grant, Time::ZERO).expect("room");
-            let blocks = self.still.read_begun(handle, READER, 0, BLOCKS, Time::ZERO).expect("live");
-            assert_eq!(self.still.read_done(handle, READER, Time::ZERO), Verdict::Valid, "{blocks:?}");
-            settled.append(&mut self.still.take_settled());
+            self.idle.open(grant, Time::ZERO).expect("room");
+            let blocks = self.idle.begin_read(handle, READER, 0, BLOCKS, Time::ZERO).expect("live");
+            assert_eq!(self.idle.finish_read(handle, READER, Time::ZERO), Verdict::Valid, "{blocks:?}");
+            settled.append(&mut self.idle.take_closed());
         }
         let took = begun.elapsed();
-        assert_eq!((settled.len(), self.still.len()), (rounds, self.live));
+        assert_eq!((settled.len(), self.idle.len()), (rounds, self.live));
         took
     }
 
-    fn released(&mut self, rounds: usize, dice: &mut Dice) -> Duration {
-        let grants = dice.grants(rounds);
+    fn released(&mut self, rounds: usize, rng: &mut HandleRng) -> Duration {
+        let grants = rng.grants(rounds);
         let mut settled = Vec::with_capacity(rounds);
-        let begun = Begun::now();
+        let begun = ThreadTimer::now();
         for grant in grants {
             let handle = grant.handle;
-            self.still.open(grant, Time::ZERO).expect("room");
-            assert_eq!(self.still.release(handle, "measured", Time::ZERO), ReleaseReply::Released);
-            settled.append(&mut self.still.take_settled());
+            self.idle.open(grant, Time::ZERO).expect("room");
+            assert_eq!(self.idle.release(handle, "measured", Time::ZERO), ReleaseReply::Released);
+            settled.append(&mut self.idle.take_closed());
         }
         let took = begun.elapsed();
-        assert_eq!((settled.len(), self.still.len()), (rounds, self.live));
+        assert_eq!((settled.len(), self.idle.len()), (rounds, self.live));
         took
     }
 
-    /// One is opened every `duration / live`, so that `live` of them are alive. Halfway and then, the head is renewed.
-    fn expired(&mut self, rounds: usize, dice: &mut Dice) -> Duration {
+    /// One lease is opened every `duration / live`, so that `live` leases exist. The head is renewed twice per
+    /// interval.
+    fn expired(&mut self, rounds: usize, rng: &mut HandleRng) -> Duration {
         let step = LeaseTerms::default().duration / self.live as u32;
-        // Until the first of them end.
-        let missing = (self.live + 1).saturating_sub(self.flowing.len());
-        self.flow(dice.grants(missing), step);
-        let grants = dice.grants(rounds);
-        let begun = Begun::now();
+        // Until the first leases expire.
+        let missing = (self.live + 1).saturating_sub(self.busy.len());
+        self.flow(rng.grants(missing), step);
+        let grants = rng.grants(rounds);
+        let begun = ThreadTimer::now();
         let ended = self.flow(grants, step);
         let took = begun.elapsed();
-        assert!(ended.abs_diff(rounds) <= 2 && self.flowing.len().abs_diff(self.live + 1) <= 2, "{ended}");
+        assert!(ended.abs_diff(rounds) <= 2 && self.busy.len().abs_diff(self.live + 1) <= 2, "{ended}");
         took
     }
 
-    fn flow(&mut self, grants: Vec<Grant>, step: Duration) -> usize {
+    fn flow(&mut self, grants: Vec<LeaseSpec>, step: Duration) -> usize {
         let mut ended = Vec::with_capacity(grants.len() + 2);
         for grant in grants {
             for _ in 0..2 {
                 self.now = self.now.after(step / 2);
-                assert_eq!(self.flowing.heartbeat(self.head, self.now), HeartbeatReply::Renewed);
+                assert_eq!(self.busy.heartbeat(self.head, self.now), HeartbeatReply::Renewed);
             }
-            self.flowing.open(grant, self.now).expect("room");
-            ended.append(&mut self.flowing.take_settled());
+            self.busy.open(grant, self.now).expect("room");
+            ended.append(&mut self.busy.take_closed());
         }
         ended.len()
     }
 
-    fn renewed(&mut self, rounds: usize, dice: &mut Dice) -> Duration {
-        let any: Vec<_> = (0..rounds).map(|_| self.handles[dice.below(self.handles.len())]).collect();
-        let begun = Begun::now();
+    fn renewed(&mut self, rounds: usize, rng: &mut HandleRng) -> Duration {
+        let any: Vec<_> = (0..rounds).map(|_| self.handles[rng.below(self.handles.len())]).collect();
+        let begun = ThreadTimer::now();
         for handle in any {
-            assert_eq!(self.still.heartbeat(handle, Time::ZERO), HeartbeatReply::Renewed);
+            assert_eq!(self.idle.heartbeat(handle, Time::ZERO), HeartbeatReply::Renewed);
         }
         begun.elapsed()
     }
 
-    fn map(&mut self, rounds: usize, dice: &mut Dice) -> Duration {
-        let handles: Vec<_> = (0..rounds).map(|_| dice.handle()).collect();
-        let begun = Begun::now();
+    fn map(&mut self, rounds: usize, rng: &mut HandleRng) -> Duration {
+        let handles: Vec<_> = (0..rounds).map(|_| rng.handle()).collect();
+        let begun = ThreadTimer::now();
         for handle in handles {
             self.map.insert(handle, [1; VALUE_BYTES]);
             assert!(self.map.remove(&handle).is_some());
@@ -229,13 +237,13 @@ impl Books {
     }
 }
 
-/// A moment on the clock of the processor time that this thread has had.
-struct Begun(Duration);
+/// A point of this thread's CPU time.
+struct ThreadTimer(Duration);
 
-impl Begun {
+impl ThreadTimer {
     fn now() -> Self {
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: a `timespec` that lives through the call.
+        // SAFETY: a `timespec` that outlives the call.
         let result = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
         assert_eq!(result, 0, "every Linux has this clock");
         Self(Duration::new(time.tv_sec.cast_unsigned(), time.tv_nsec as u32))
@@ -246,10 +254,10 @@ impl Begun {
     }
 }
 
-/// A number generator for handles: xorshift, always the same.
-struct Dice(u64);
+/// A generator of handles: xorshift with a fixed seed.
+struct HandleRng(u64);
 
-impl Dice {
+impl HandleRng {
     fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -265,12 +273,12 @@ impl Dice {
         Handle(u128::from(self.next()) << 64 | u128::from(self.next()))
     }
 
-    fn grants(&mut self, count: usize) -> Vec<Grant> {
-        let grant = |dice: &mut Self| {
-            let handle = dice.handle();
+    fn grants(&mut self, count: usize) -> Vec<LeaseSpec> {
+        let grant = |rng: &mut Self| {
+            let handle = rng.handle();
             let request = RequestId::new(&format!("cmpl{handle}")).expect("36 characters");
             let blocks = (0..BLOCKS as u32).map(BlockId).collect();
-            Grant { handle, request, blocks, expected: 1 }
+            LeaseSpec { handle, request, blocks, expected: 1 }
         };
         (0..count).map(|_| grant(self)).collect()
     }
@@ -282,7 +290,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     if values.len() % 2 == 1 { values[middle] } else { f64::midpoint(values[middle - 1], values[middle]) }
 }
 
-/// The median over the repetitions of how much more `a` took than `b`.
+/// The median over the repetitions of the ratio of `a` to `b`.
 fn ratio(a: &[f64], b: &[f64]) -> f64 {
     (median(a.iter().zip(b).map(|(a, b)| a / b).collect()) * 1000.0).round() / 1000.0
 }

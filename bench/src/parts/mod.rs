@@ -1,4 +1,4 @@
-//! Benchmarks of one part against its own limit: engines, GPUs, transfers, leases, handoffs.
+//! Benchmarks of single parts against their own limits: engines, GPUs, transfers, leases, handoffs.
 
 pub mod engine;
 pub mod gpu;

@@ -1,26 +1,33 @@
-//! `baton bench transfer`: how fast blocks move over the transports, against what the machine can do.
+//! `baton bench transfer`: speed of block transfers over the transports, compared with this machine's limits.
 //!
-//! In one run, alternating, over the same memory (pools as an engine has them) and the same scattered block tables:
-//! - **shm**: shared memory, a real server and a real client; the client copies from the producer's pool;
-//! - **tcp**: TCP on loopback, likewise;
-//! - **nixl**: NIXL, likewise, where its library is found; otherwise there is no such row. Within a host UCX copies with
+//! Each repetition alternates, over the same memory (pools as in an engine) and the same scattered block tables:
+//!
+//! - **shm**: shared memory with a real server and client. The client copies from the producer's pool;
+//! - **tcp**: TCP on loopback with a real server and client;
+//! - **nixl**: NIXL with a real producer and consumer, if its library is found. Within a host UCX copies with
 //!   `process_vm_readv`;
 //! - **bare**: a loop of `writev` and `readv` over one loopback connection, a megabyte per call, with the
-//!   transport's socket options, which knows nothing of leases;
-//! - **polling**: the same loop, whose writer waits for room in `poll` as the transport's does, and not inside
-//!   `writev`; this is the most that TCP can reach;
+//!   transport's socket options and without leases;
+//! - **polling**: the same loop, but the writer waits for room in `poll` as the transport does, and not inside
+//!   `writev`. This is the maximum of TCP;
 //! - **memcpy**: one thread that copies the blocks within this process.
 //!
-//! Of a transport, read and verdict are timed together, as a fetch needs both.
+//! The time of a transport includes read and verdict, as a fetch needs both.
 //!
-//! `--json` prints one object: `blocks[]` with `block_bytes`, `blocks`, and for `shm`, `tcp`, `bare`, `polling`, `memcpy`
-//! and perhaps `nixl` each `median_gb_per_s`, `min_gb_per_s`, `max_gb_per_s` (10⁹ bytes), and the ratios
-//! `shm_to_memcpy`, `tcp_to_bare`, `tcp_to_polling`, `tcp_to_memcpy` and perhaps `nixl_to_memcpy` (medians of the ratios
-//! within each repetition); `nixl`, the library's file or null; `latency` with the transports, each with `read_one_block_us`, `finish_us` and `release_us` with `p50`, `p99` and
-//! `rounds`; `block_bytes_of_latency`; `repetitions`; `bytes_per_repetition`.
+//! `--json` prints one object:
+//!
+//! - `blocks[]` with `block_bytes` and `blocks`;
+//! - `blocks[].shm`, `tcp`, `bare`, `polling`, `memcpy` and perhaps `nixl`: each `median_gb_per_s`, `min_gb_per_s`,
+//!   `max_gb_per_s` (10⁹ bytes);
+//! - `blocks[].shm_to_memcpy`, `tcp_to_bare`, `tcp_to_polling`, `tcp_to_memcpy` and perhaps `nixl_to_memcpy`:
+//!   medians of the ratios within each repetition;
+//! - `nixl`, the library's file or null;
+//! - `latency` by transport, each with `read_one_block_us`, `finish_us` and `release_us` with `p50`, `p99` and
+//!   `rounds`;
+//! - `block_bytes_of_latency`, `repetitions`, `bytes_per_repetition`.
 
 mod bare;
-pub(crate) mod lender;
+pub(crate) mod producer;
 
 use std::io::{self, Write};
 use std::net::TcpListener;
@@ -38,14 +45,14 @@ use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTr
 use serde_json::{Value, json};
 
 use bare::Sender;
-use lender::Lender;
+use producer::BenchProducer;
 
 const READER: Reader = Reader::sole(1);
 
 /// Block size whose latency is measured, in bytes.
 const LATENCY_BLOCK_BYTES: usize = 64 << 10;
 
-/// What to measure.
+/// Options of `baton bench transfer`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct TransferOptions {
     /// Block sizes in KiB, separated by commas
@@ -68,7 +75,7 @@ pub struct TransferOptions {
     pub json: bool,
 }
 
-/// Why nothing could be measured.
+/// Why the benchmark failed.
 #[derive(Debug, thiserror::Error)]
 pub enum TransferError {
     /// A socket, or the output, failed.
@@ -77,24 +84,24 @@ pub enum TransferError {
     /// The transport failed on loopback.
     #[error("the transport failed: {0}")]
     Transport(#[from] TransportError),
-    /// A read was answered "gone", or a release was not: the measurement would mean nothing.
+    /// The lease ended during a read, or a release failed: the measurement would be meaningless.
     #[error("the producer did not keep its lease")]
     Lease,
-    /// The library that was named cannot be used.
+    /// The specified library cannot be used.
     #[error(transparent)]
-    Nixl(#[from] find::NotFound),
+    Nixl(#[from] find::LibraryNotFound),
     /// Zero repetitions, rounds or bytes.
     #[error("block sizes, bytes, repetitions and rounds must be positive")]
     Options,
 }
 
-/// The transports, in the order of the report; the last only where there is NIXL.
+/// The transports, in the order of the report. The last only if NIXL is found.
 const TRANSPORTS: [&str; 3] = ["shm", "tcp", "nixl"];
 
-/// Everything that moves the same blocks, likewise.
+/// All ways to move the blocks, in the order of the report.
 const WAYS: [&str; 6] = ["shm", "tcp", "bare", "polling", "memcpy", "nixl"];
 
-/// Which way is compared with which, and the key of the ratio.
+/// Pairs of ways that are compared, and the key of the ratio.
 const RATIOS: [(usize, usize, &str); 5] = [
     (0, 4, "shm_to_memcpy"),
     (1, 2, "tcp_to_bare"),
@@ -103,30 +110,31 @@ const RATIOS: [(usize, usize, &str); 5] = [
     (5, 4, "nixl_to_memcpy"),
 ];
 
-/// NIXL, where there is any.
+/// NIXL, if its library was found.
 type Nixl = Option<Arc<dyn Library>>;
 
-/// One producer, and a consumer for each transport, on this machine.
-struct Wire {
-    lender: Arc<Lender>,
-    /// As [`TRANSPORTS`].
+/// One producer on this machine, and a consumer for each transport.
+struct TransferBench {
+    producer: Arc<BenchProducer>,
+    /// In the order of [`TRANSPORTS`].
     transports: Vec<Box<dyn Transport>>,
     peer: Peer,
     _servers: (TcpServer, ShmServer),
 }
 
-impl Wire {
+impl TransferBench {
     fn start(nixl: &Nixl, blocks: usize, block_bytes: usize) -> Result<Self, TransferError> {
         let secret = Secret::new(b"a secret for one benchmark").expect("longer than 16 bytes");
-        let lender = Arc::new(Lender::new(blocks, block_bytes)?);
+        let bench_producer = Arc::new(BenchProducer::new(blocks, block_bytes)?);
         let limits = ServerOptions { secret: Some(secret.clone()), ..ServerOptions::default() };
-        let producer: Arc<dyn Producer> = Arc::clone(&lender) as _;
-        let offered = nixl.as_deref().map(|library| baton_connector_nixl::producer(library, lender.region()));
+        let producer: Arc<dyn Producer> = Arc::clone(&bench_producer) as _;
+        let offered =
+            nixl.as_deref().map(|library| baton_connector_nixl::producer(library, bench_producer.region()));
         let beside = offered.transpose().map_err(io::Error::other)?.into_iter().collect();
         let listener = TcpListener::bind("127.0.0.1:0")?;
-        let tcp = TcpServer::start_beside(listener, Arc::clone(&producer), beside, limits.clone())?;
+        let tcp = TcpServer::start_with_services(listener, Arc::clone(&producer), beside, limits.clone())?;
         let address = tcp.local_addr();
-        let listener = baton_connector_shm::listen(lender.epoch(), address.port())?;
+        let listener = baton_connector_shm::listen(bench_producer.epoch(), address.port())?;
         let shm = ShmServer::start(listener, producer, limits)?;
         let options = ClientOptions { secret: Some(secret), ..ClientOptions::default() };
         let mut transports: Vec<Box<dyn Transport>> =
@@ -134,8 +142,8 @@ impl Wire {
         if let Some(library) = nixl {
             transports.push(Box::new(baton_connector_nixl::transport(Arc::clone(library), options)));
         }
-        let peer = Peer { address, epoch: lender.epoch(), fingerprint: lender.fingerprint() };
-        Ok(Self { lender, transports, peer, _servers: (tcp, shm) })
+        let peer = Peer { address, epoch: bench_producer.epoch(), fingerprint: bench_producer.fingerprint() };
+        Ok(Self { producer: bench_producer, transports, peer, _servers: (tcp, shm) })
     }
 
     fn read(
@@ -161,7 +169,7 @@ impl Wire {
 /// Measures and prints.
 ///
 /// # Errors
-/// [`TransferError`]; nothing is printed of a measurement that failed.
+/// [`TransferError`]. A failed measurement prints nothing.
 pub fn run(options: &TransferOptions, out: &mut dyn Write) -> Result<(), TransferError> {
     let positive = options.mib > 0 && options.repetitions > 0 && options.rounds > 0;
     if !positive || options.block_kib.is_empty() || options.block_kib.contains(&0) {
@@ -197,7 +205,7 @@ pub fn run(options: &TransferOptions, out: &mut dyn Write) -> Result<(), Transfe
     Ok(())
 }
 
-/// `n` numbers in a scattered but repeatable order: steps of a stride that has no factor in common with `n`.
+/// `n` numbers in a scattered but repeatable order: steps of a stride that is coprime to `n`.
 fn scattered(n: usize, seed: usize) -> Vec<BlockId> {
     let coprime = |stride: &usize| {
         let (mut a, mut b) = (*stride, n);
@@ -213,26 +221,26 @@ fn scattered(n: usize, seed: usize) -> Vec<BlockId> {
 fn throughput(nixl: &Nixl, block_bytes: usize, options: &TransferOptions) -> Result<Value, TransferError> {
     let blocks = ((options.mib << 20) / block_bytes).max(1);
     let bytes = blocks * block_bytes;
-    let wire = Wire::start(nixl, blocks, block_bytes)?;
+    let bench = TransferBench::start(nixl, blocks, block_bytes)?;
     let region = shared_pool(blocks, block_bytes)?;
     let (from, into) = (scattered(blocks, 1), scattered(blocks, 7));
-    let (there, here) = ((wire.lender.region(), &from[..]), (&region, &into[..]));
-    let mut bare = bare::Loop::start(Sender::Blocking, there, here)?;
-    let mut polling = bare::Loop::start(Sender::Polling, there, here)?;
+    let (there, here) = ((bench.producer.region(), &from[..]), (&region, &into[..]));
+    let mut bare = bare::LoopbackStream::start(Sender::Blocking, there, here)?;
+    let mut polling = bare::LoopbackStream::start(Sender::Polling, there, here)?;
     let mut times: [Vec<Duration>; WAYS.len()] = Default::default();
-    // The first round touches every page and opens the connections; it does not count.
+    // The first round touches all pages and opens the connections. It does not count.
     for round in 0..=options.repetitions {
         let fetch = |transport| {
-            let handle = wire.lender.lend(&from);
+            let handle = bench.producer.open_lease(&from);
             if round == 0 {
                 region.write_block(into[0], &vec![0xff; block_bytes]);
             }
             let begun = Instant::now();
-            wire.read(transport, handle, &into, &region)?;
-            wire.finish(transport, handle)?;
+            bench.read(transport, handle, &into, &region)?;
+            bench.finish(transport, handle)?;
             let took = begun.elapsed();
             if round == 0 {
-                compare(wire.lender.region(), &from, &region, &into)?;
+                compare(bench.producer.region(), &from, &region, &into)?;
             }
             Ok::<_, TransferError>(took)
         };
@@ -242,7 +250,7 @@ fn throughput(nixl: &Nixl, block_bytes: usize, options: &TransferOptions) -> Res
             timed(|| Ok(bare.run()?))?,
             timed(|| Ok(polling.run()?))?,
             timed(|| {
-                bare::memcpy(wire.lender.region(), &from, &region, &into);
+                bare::memcpy(bench.producer.region(), &from, &region, &into);
                 Ok(())
             })?,
         ];
@@ -274,7 +282,7 @@ fn timed(run: impl FnOnce() -> Result<(), TransferError>) -> Result<Duration, Tr
     Ok(begun.elapsed())
 }
 
-/// A speed of bytes that did not arrive would mean nothing.
+/// Checks that all bytes arrived. A speed without them would be meaningless.
 fn compare(
     source: &Region,
     from: &[BlockId],
@@ -287,20 +295,20 @@ fn compare(
 }
 
 fn latency(nixl: &Nixl, transport: usize, rounds: usize) -> Result<[Value; 3], TransferError> {
-    let wire = Wire::start(nixl, 64, LATENCY_BLOCK_BYTES)?;
+    let bench = TransferBench::start(nixl, 64, LATENCY_BLOCK_BYTES)?;
     let region = shared_pool(64, LATENCY_BLOCK_BYTES)?;
     let (mut reads, mut finishes, mut releases) = (Vec::new(), Vec::new(), Vec::new());
     let warm_up = 50;
     for round in 0..warm_up + rounds {
         let block = BlockId((round * 37 % 64) as u32);
-        let (handle, other) = (wire.lender.lend(&[block]), wire.lender.lend(&[block]));
+        let (handle, other) = (bench.producer.open_lease(&[block]), bench.producer.open_lease(&[block]));
         let begun = Instant::now();
-        wire.read(transport, handle, &[block], &region)?;
+        bench.read(transport, handle, &[block], &region)?;
         let read = begun.elapsed();
-        wire.finish(transport, handle)?;
+        bench.finish(transport, handle)?;
         let finished = begun.elapsed() - read;
         let begun = Instant::now();
-        wire.transports[transport].release(&wire.peer, other, "measured")?;
+        bench.transports[transport].release(&bench.peer, other, "measured")?;
         let release = begun.elapsed();
         if round >= warm_up {
             reads.push(read);
@@ -308,7 +316,7 @@ fn latency(nixl: &Nixl, transport: usize, rounds: usize) -> Result<[Value; 3], T
             releases.push(release);
         }
     }
-    if wire.lender.live_leases() > 0 {
+    if bench.producer.live_leases() > 0 {
         return Err(TransferError::Lease);
     }
     Ok([reads, finishes, releases].map(percentiles))
@@ -341,7 +349,7 @@ fn speeds(bytes: usize, times: &[Duration]) -> Value {
     })
 }
 
-/// How fast `ours` is as a share of `theirs`: the median over the repetitions, whose parts ran side by side.
+/// The speed of `ours` over that of `theirs`: the median over the repetitions, whose parts ran alternately.
 fn ratio(theirs: &[Duration], ours: &[Duration]) -> f64 {
     round(median(theirs.iter().zip(ours).map(|(t, o)| t.as_secs_f64() / o.as_secs_f64()).collect()))
 }

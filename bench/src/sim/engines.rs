@@ -1,31 +1,34 @@
-//! Simulated engines that speak vLLM's prefill/decode protocol with a model of time and blocks and no computing, for
-//! whoever measures or tests what stands in front of engines.
+//! Simulated engines with vLLM's prefill/decode protocol and a model of time and blocks, without computation. For
+//! measurements and tests of gateways and clients.
 //!
 //! ```text
 //!  FleetPlan ─▶ SimFleet ─┬▶ Engine: a thread each ─▶ server ─▶ generate ─▶ Core (steps, blocks, leases) ─▶ event log
-//!                         └▶ Peers: a decode engine finds the producer of its handoff, and reads the blocks' contents
+//!                         └▶ EngineDirectory: a decode engine finds the producer of its handoff and reads its blocks
 //! ```
 //!
-//! What a request is answered with follows from what is in the blocks that were read (`text`), so a read of
-//! freed blocks shows as another text with status 200, as it does on engines. Speeds, bounds, dialect and faults are in
-//! [`EnginePlan`]; what happened is in each engine's event log (`/debug/kv/events`), in both dialects.
+//! A response depends on the contents of the blocks that were read (`text`). A read of freed blocks therefore gives
+//! another text with status 200, as on real engines. Speeds, limits, dialect and faults are in [`EnginePlan`].
+//! Events are in each engine's event log (`/debug/kv/events`), in both dialects.
 
-mod books;
 mod core;
+mod debug_pages;
 mod engine;
 mod faults;
 mod generate;
 mod handoff;
+mod http;
 mod leases;
 mod plan;
 mod pool;
+mod role;
 mod server;
 #[cfg(test)]
 mod tests;
 mod text;
 
 pub use faults::{Fault, FaultAt};
-pub use plan::{Dialect, EnginePlan, FleetPlan, LoadFailure, Role};
+pub use plan::{Dialect, EnginePlan, FleetPlan, LoadFailure};
+pub use role::Role;
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -33,39 +36,39 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use baton_engine::event_log::EventLog;
-use engine::{Engine, Peers};
+use engine::{Engine, EngineDirectory};
 
-/// Engines that know each other, each on a thread of its own. They stop when this is dropped.
+/// Engines that find each other, each on its own thread. Dropping stops them.
 pub struct SimFleet {
     plan: FleetPlan,
-    peers: Arc<Peers>,
-    members: Vec<Mutex<Member>>,
+    peers: Arc<EngineDirectory>,
+    members: Vec<Mutex<FleetMember>>,
 }
 
-/// An engine, running or dead.
-struct Member {
+/// A running or dead engine.
+struct FleetMember {
     role: Role,
     number: usize,
     address: SocketAddr,
     runs: Option<(Arc<Engine>, JoinHandle<()>)>,
 }
 
-impl Member {
-    fn stop(&mut self, peers: &Peers) {
+impl FleetMember {
+    fn stop(&mut self, peers: &EngineDirectory) {
         if let Some((engine, thread)) = self.runs.take() {
             peers.remove(&engine.id);
             engine.stop.cancel();
-            // A panic of it has been told on standard error.
+            // A panic was already printed to standard error.
             let _ = thread.join();
         }
     }
 }
 
 impl SimFleet {
-    /// Starts every engine on loopback: on the plan's ports, or on free ones.
+    /// Starts every engine on loopback, on the plan's ports or on free ones.
     ///
     /// # Errors
-    /// When the plan makes no sense, or no port or thread can be had.
+    /// If the plan is invalid, or no port or thread is available.
     pub fn start(plan: FleetPlan) -> io::Result<Self> {
         plan.check().map_err(|why| io::Error::new(io::ErrorKind::InvalidInput, why))?;
         let mut fleet = Self { plan, peers: Arc::default(), members: Vec::new() };
@@ -77,7 +80,7 @@ impl SimFleet {
         Ok(fleet)
     }
 
-    fn run(&self, role: Role, number: usize, at: SocketAddr) -> io::Result<Member> {
+    fn run(&self, role: Role, number: usize, at: SocketAddr) -> io::Result<FleetMember> {
         let listener = crate::sim::instant::listen(at).map_err(|error| {
             io::Error::new(
                 error.kind(),
@@ -106,14 +109,14 @@ impl SimFleet {
                 }
                 peers.remove(&runs.id);
                 runs.stop.cancel();
-                // A panic of it has been told on standard error.
+                // A panic was already printed to standard error.
                 let _ = driven.await;
             });
         })?;
-        Ok(Member { role, number, address, runs: Some((engine, thread)) })
+        Ok(FleetMember { role, number, address, runs: Some((engine, thread)) })
     }
 
-    fn member(&self, role: Role, number: usize) -> io::Result<&Mutex<Member>> {
+    fn member(&self, role: Role, number: usize) -> io::Result<&Mutex<FleetMember>> {
         let first = match role {
             Role::Prefill => 0,
             Role::Decode => self.plan.prefill,
@@ -131,45 +134,45 @@ impl SimFleet {
         members.filter(|member| member.role == role).map(|member| member.address).collect()
     }
 
-    /// Where the prefill engines listen.
+    /// Addresses of the prefill engines.
     #[must_use]
     pub fn prefill(&self) -> Vec<SocketAddr> {
         self.addresses(Role::Prefill)
     }
 
-    /// Where the decode engines listen.
+    /// Addresses of the decode engines.
     #[must_use]
     pub fn decode(&self) -> Vec<SocketAddr> {
         self.addresses(Role::Decode)
     }
 
-    /// What the fleet was started as.
+    /// The plan of the fleet.
     #[must_use]
     pub fn plan(&self) -> &FleetPlan {
         &self.plan
     }
 
-    /// What an engine writes down; `None` when it is dead or there is no such engine.
+    /// An engine's event log. `None` if the engine is dead or does not exist.
     #[must_use]
     pub fn log(&self, role: Role, number: usize) -> Option<Arc<EventLog>> {
         let member = self.member(role, number).ok()?.lock().unwrap_or_else(PoisonError::into_inner);
         member.runs.as_ref().map(|(engine, _)| Arc::clone(&engine.log))
     }
 
-    /// Ends an engine at once, with its connections and everything that it has lent.
+    /// Ends an engine at once, with its connections and leases.
     ///
     /// # Errors
-    /// When there is no such engine.
+    /// If there is no such engine.
     pub fn kill(&self, role: Role, number: usize) -> io::Result<()> {
         let mut member = self.member(role, number)?.lock().unwrap_or_else(PoisonError::into_inner);
         member.stop(&self.peers);
         Ok(())
     }
 
-    /// Starts an engine anew at its address: empty, and under another epoch.
+    /// Starts an engine again at its address, with empty blocks and another epoch.
     ///
     /// # Errors
-    /// When there is no such engine, or its port is taken.
+    /// If there is no such engine, or its port is taken.
     pub fn restart(&self, role: Role, number: usize) -> io::Result<()> {
         let mut member = self.member(role, number)?.lock().unwrap_or_else(PoisonError::into_inner);
         member.stop(&self.peers);
@@ -203,7 +206,7 @@ impl Drop for SimFleet {
     }
 }
 
-/// A number that nobody expects, from what hash maps are seeded with.
+/// A random number, from the seed of hash maps.
 pub(crate) fn random() -> u64 {
     use std::hash::{BuildHasher, Hasher};
     std::hash::RandomState::new().build_hasher().finish()

@@ -1,24 +1,24 @@
-//! Simulated engines: vLLM's prefill/decode protocol over HTTP/1.1 with almost no work behind it, so that what
-//! a benchmark measures is what stands in front of them.
+//! Simulated engines with vLLM's prefill/decode protocol over HTTP/1.1 and almost no work, so that a benchmark
+//! measures only the gateway in front of them.
 //!
-//! A prefill engine answers with a complete handoff; a decode engine with so many tokens, streamed one write
-//! per token, or in one piece. They check nothing of a request but its framing. The server is written by hand,
-//! one thread per engine: one core answers more than 30,000 requests a second (`baton bench sim
-//! --self-test` says how many), several times what any router under test can ask.
+//! A prefill engine returns a complete handoff. A decode engine returns a number of tokens, streamed one write per
+//! token, or in one piece. Only the framing of a request is checked. The server is written by hand, with one thread
+//! per engine. It answers several times as many requests as any router under test can send
+//! (`baton bench sim --self-test` measures this).
 //!
 //! ```text
-//!          read a request ─▶ what now? ─┬ Answer: at once, whole or token by token ─▶ next request
-//!  (verb: /abort_requests, /kv/release) ├ Silent: no byte, until the caller leaves
-//!                                       ├ OneToken: head and first token, then as Silent
-//!                                       └ Flood: tokens without end, until the caller leaves
+//!           read a request ─▶ behaviour? ─┬ Answer: at once, whole or token by token ─▶ next request
+//!   (verb: /abort_requests, /kv/release)  ├ Silent: no byte, until the caller disconnects
+//!                                         ├ OneToken: head and first token, then as Silent
+//!                                         └ Flood: tokens without end, until the caller disconnects
 //! ```
 //!
-//! What a caller does to an engine that holds its request is told as a [`Sign`], with the time at which the
-//! engine's socket said it.
+//! An [`EngineSignal`] reports what a caller does to an engine that holds its request, with the time at the engine's
+//! socket.
 
-pub(crate) mod http;
+pub(crate) mod connection;
 
-pub(crate) use http::{head_bytes, header};
+pub(crate) use connection::{head_bytes, header};
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -29,73 +29,73 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use http::Inbox;
+use connection::ServerConnection;
 
-/// Which half of a request a simulated engine answers.
+/// The leg that a simulated engine answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SimRole {
-    /// Lends blocks that do not exist.
+    /// Leases blocks that do not exist.
     Prefill,
-    /// Says this many tokens, with a pause between two of them.
+    /// Returns this many tokens, with a pause between two of them.
     Decode {
-        /// Tokens per answer.
+        /// Tokens per response.
         tokens: usize,
-        /// Zero: the next token follows as soon as the thread has looked at its other connections.
+        /// With zero, the next token follows as soon as the thread has served its other connections.
         pause: Duration,
     },
 }
 
-/// What an engine does with the generations it is asked for from now on.
+/// What an engine does with new generations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Behaviour {
     /// Answers.
     Answer,
-    /// Says nothing and keeps the connection.
+    /// Sends nothing and keeps the connection.
     Silent,
-    /// Sends the head and one token of a stream, and then nothing.
+    /// Sends the head and one token of a stream, then nothing.
     OneToken,
     /// Sends tokens without end.
     Flood,
 }
 
-/// What an engine saw.
+/// An event at an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sign {
-    /// A generation is being held, or has been answered by a prefill engine.
+pub enum EngineSignal {
+    /// A decode engine holds a generation, or a prefill engine has answered one.
     Took,
-    /// The caller's end (FIN or RST) of a connection with a generation that is not finished.
+    /// The caller has closed (FIN or RST) a connection with an unfinished generation.
     Closed,
-    /// `/abort_requests` or `/kv/release`.
+    /// A request to `/abort_requests` or `/kv/release`.
     Verb,
 }
 
-/// Who is told of every [`Sign`], with its time.
-pub type Watcher = mpsc::Sender<(Instant, Sign)>;
+/// Receives every [`EngineSignal`] with its time.
+pub type SignalSender = mpsc::Sender<(Instant, EngineSignal)>;
 
-/// A running engine. Stops when dropped.
+/// A running engine. Dropping stops it.
 pub struct SimEngine {
     address: SocketAddr,
-    shared: Arc<Shared>,
+    shared: Arc<EngineShared>,
     stop: CancellationToken,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
-/// Signs that wait to be looked at; more are forgotten, since whoever measures looks at each.
-const SIGNS_MAX: usize = 4096;
+/// Maximum queued signals. Further ones are dropped.
+const SIGNALS_MAX: usize = 4096;
 /// Connections that an engine's listener queues.
 const BACKLOG: i32 = 4096;
 
-pub(crate) struct Shared {
+pub(crate) struct EngineShared {
     role: SimRole,
     behaviour: AtomicU8,
     held: AtomicUsize,
-    signs: std::sync::Mutex<Option<Watcher>>,
-    answers: Answers,
+    signs: std::sync::Mutex<Option<SignalSender>>,
+    answers: CannedResponses,
 }
 
-/// What is said, ready to be sent.
-struct Answers {
+/// Prepared responses.
+struct CannedResponses {
     lent: Vec<u8>,
     small: Vec<u8>,
     models: Vec<u8>,
@@ -135,7 +135,7 @@ fn json_response(body: &str) -> Vec<u8> {
     .into_bytes()
 }
 
-impl Answers {
+impl CannedResponses {
     fn new(role: SimRole) -> Self {
         let tokens = match role {
             SimRole::Prefill => 1,
@@ -159,19 +159,19 @@ impl Answers {
 }
 
 impl SimEngine {
-    /// Listens on a free port of loopback and serves on a thread of its own.
+    /// Starts a server on a free port of loopback, on its own thread.
     ///
     /// # Errors
-    /// When no port or no thread can be had.
+    /// If no port or thread is available.
     pub fn start(role: SimRole) -> std::io::Result<Self> {
         let listener = listen(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))?;
         let address = listener.local_addr()?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(EngineShared {
             role,
             behaviour: AtomicU8::new(Behaviour::Answer as u8),
             held: AtomicUsize::new(0),
             signs: std::sync::Mutex::default(),
-            answers: Answers::new(role),
+            answers: CannedResponses::new(role),
         });
         let stop = CancellationToken::new();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -188,32 +188,32 @@ impl SimEngine {
         Ok(Self { address, shared, stop, thread: Some(thread) })
     }
 
-    /// Where it listens.
+    /// The address of the engine.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Changes what it does with the generations that it is asked for from now on.
-    pub fn behave(&self, behaviour: Behaviour) {
+    /// Sets the behaviour for new generations.
+    pub fn set_behaviour(&self, behaviour: Behaviour) {
         self.shared.behaviour.store(behaviour as u8, Ordering::SeqCst);
     }
 
-    /// Generations that it holds without an end.
+    /// Number of generations that are held without an end.
     #[must_use]
-    pub fn held(&self) -> usize {
+    pub fn open_generations(&self) -> usize {
         self.shared.held.load(Ordering::SeqCst)
     }
 
-    /// Sends every sign from now on to this watcher.
-    pub fn watch(&self, watcher: Option<Watcher>) {
+    /// Sends further signals to this watcher.
+    pub fn watch(&self, watcher: Option<SignalSender>) {
         *self.shared.signs() = watcher;
     }
 
-    /// A watcher and its hand, for [`Self::watch`].
+    /// A watcher and its receiver, for [`Self::watch`].
     #[must_use]
-    pub fn watcher() -> (Watcher, mpsc::Receiver<(Instant, Sign)>) {
-        mpsc::channel(SIGNS_MAX)
+    pub fn watcher() -> (SignalSender, mpsc::Receiver<(Instant, EngineSignal)>) {
+        mpsc::channel(SIGNALS_MAX)
     }
 }
 
@@ -221,18 +221,18 @@ impl Drop for SimEngine {
     fn drop(&mut self) {
         self.stop.cancel();
         if let Some(thread) = self.thread.take() {
-            // A panic of it has been told on standard error.
+            // A panic was already printed to standard error.
             let _ = thread.join();
         }
     }
 }
 
-impl Shared {
-    fn signs(&self) -> std::sync::MutexGuard<'_, Option<Watcher>> {
+impl EngineShared {
+    fn signs(&self) -> std::sync::MutexGuard<'_, Option<SignalSender>> {
         self.signs.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    fn tell(&self, sign: Sign) {
+    fn send_signal(&self, sign: EngineSignal) {
         let at = Instant::now();
         if let Some(watcher) = self.signs().as_ref() {
             let _ = watcher.try_send((at, sign));
@@ -249,7 +249,7 @@ impl Shared {
     }
 }
 
-/// A listener with a long queue, at the address of one that has just been closed if need be.
+/// A listener with a long queue. Its address may have been in use just before.
 pub(crate) fn listen(at: SocketAddr) -> std::io::Result<std::net::TcpListener> {
     let socket = socket2::Socket::new(socket2::Domain::for_address(at), socket2::Type::STREAM, None)?;
     socket.set_reuse_address(true)?;
@@ -259,69 +259,69 @@ pub(crate) fn listen(at: SocketAddr) -> std::io::Result<std::net::TcpListener> {
     Ok(std::net::TcpListener::from(socket))
 }
 
-async fn serve(listener: TcpListener, shared: Arc<Shared>) {
+async fn serve(listener: TcpListener, shared: Arc<EngineShared>) {
     let mut connections = tokio::task::JoinSet::new();
     loop {
-        // Out of descriptors: wait for some to be closed.
+        // Out of descriptors: wait until some are closed.
         let Ok((stream, _)) = listener.accept().await else {
             tokio::time::sleep(Duration::from_millis(10)).await;
             continue;
         };
-        // Without it the second of two small writes waits for a delayed acknowledgement.
+        // Without this option the second of two small writes waits for a delayed acknowledgement.
         let _ = stream.set_nodelay(true);
         let shared = Arc::clone(&shared);
         connections.spawn(async move {
-            // An error is the caller's end of the connection.
+            // An error means that the caller closed the connection.
             let _ = connection(stream, &shared).await;
         });
         while connections.try_join_next().is_some() {}
     }
 }
 
-async fn connection(stream: TcpStream, shared: &Shared) -> std::io::Result<()> {
-    let mut inbox = Inbox::new(stream);
+async fn connection(stream: TcpStream, shared: &EngineShared) -> std::io::Result<()> {
+    let mut connection = ServerConnection::new(stream);
     let answers = &shared.answers;
     loop {
-        let Some(request) = inbox.request().await? else { return Ok(()) };
+        let Some(request) = connection.request().await? else { return Ok(()) };
         if !request.generates {
             if request.verb {
-                shared.tell(Sign::Verb);
+                shared.send_signal(EngineSignal::Verb);
             }
-            inbox.send(if request.models { &answers.models } else { &answers.small }).await?;
+            connection.send(if request.models { &answers.models } else { &answers.small }).await?;
             continue;
         }
         match (shared.behaviour(), shared.role) {
             (Behaviour::Answer, SimRole::Prefill) => {
-                inbox.send(&answers.lent).await?;
-                shared.tell(Sign::Took);
+                connection.send(&answers.lent).await?;
+                shared.send_signal(EngineSignal::Took);
             }
             (Behaviour::Answer, SimRole::Decode { tokens, pause }) if request.stream => {
-                inbox.send(answers.stream_head).await?;
+                connection.send(answers.stream_head).await?;
                 for token in 0..tokens {
                     if token > 0 && pause.is_zero() {
                         tokio::task::yield_now().await;
                     } else if token > 0 {
                         tokio::time::sleep(pause).await;
                     }
-                    inbox.send(&answers.token).await?;
+                    connection.send(&answers.token).await?;
                 }
-                inbox.send(answers.end).await?;
+                connection.send(answers.end).await?;
             }
-            (Behaviour::Answer, SimRole::Decode { .. }) => inbox.send(&answers.whole).await?,
+            (Behaviour::Answer, SimRole::Decode { .. }) => connection.send(&answers.whole).await?,
             (held, _) => {
                 if held == Behaviour::OneToken {
-                    inbox.send(answers.stream_head).await?;
-                    inbox.send(&answers.token).await?;
+                    connection.send(answers.stream_head).await?;
+                    connection.send(&answers.token).await?;
                 }
                 shared.held.fetch_add(1, Ordering::SeqCst);
-                shared.tell(Sign::Took);
+                shared.send_signal(EngineSignal::Took);
                 if held == Behaviour::Flood {
-                    inbox.send(answers.stream_head).await?;
-                    inbox.flood(&answers.token).await;
+                    connection.send(answers.stream_head).await?;
+                    connection.flood(&answers.token).await;
                 } else {
-                    inbox.left().await;
+                    connection.drain_until_closed().await;
                 }
-                shared.tell(Sign::Closed);
+                shared.send_signal(EngineSignal::Closed);
                 shared.held.fetch_sub(1, Ordering::SeqCst);
                 return Ok(());
             }
@@ -332,7 +332,7 @@ async fn connection(stream: TcpStream, shared: &Shared) -> std::io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::systems::router::wire::Wire;
+    use crate::systems::router::connection::KeptConnection;
 
     fn runtime() -> tokio::runtime::Runtime {
         tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime")
@@ -343,9 +343,9 @@ mod tests {
         runtime().block_on(async {
             let decode =
                 SimEngine::start(SimRole::Decode { tokens: 3, pause: Duration::ZERO }).expect("an engine");
-            let mut wire = Wire::connect(decode.address()).await.expect("it listens");
+            let mut connection = KeptConnection::connect(decode.address()).await.expect("it listens");
             for (stream, tokens) in [(false, 0), (true, 3), (true, 3)] {
-                let answer = wire.ask(stream).await.expect("an answer");
+                let answer = connection.ask(stream).await.expect("an answer");
                 let text = String::from_utf8_lossy(answer.bytes).into_owned();
                 assert_eq!(text.matches("finish_reason\":null").count(), tokens, "{text}");
             }
@@ -357,14 +357,14 @@ mod tests {
         runtime().block_on(async {
             let prefill = SimEngine::start(SimRole::Prefill).expect("an engine");
             for behaviour in [Behaviour::Silent, Behaviour::OneToken, Behaviour::Flood] {
-                let (tells, mut signs) = SimEngine::watcher();
-                prefill.watch(Some(tells));
-                prefill.behave(behaviour);
-                let mut wire = Wire::connect(prefill.address()).await.expect("it listens");
-                wire.send(true).await.expect("it is sent");
-                assert_eq!(signs.recv().await.map(|(_, sign)| sign), Some(Sign::Took));
-                drop(wire);
-                assert_eq!(signs.recv().await.map(|(_, sign)| sign), Some(Sign::Closed));
+                let (watcher, mut signals) = SimEngine::watcher();
+                prefill.watch(Some(watcher));
+                prefill.set_behaviour(behaviour);
+                let mut connection = KeptConnection::connect(prefill.address()).await.expect("it listens");
+                connection.send(true).await.expect("it is sent");
+                assert_eq!(signals.recv().await.map(|(_, signal)| signal), Some(EngineSignal::Took));
+                drop(connection);
+                assert_eq!(signals.recv().await.map(|(_, signal)| signal), Some(EngineSignal::Closed));
             }
         });
     }

@@ -1,4 +1,4 @@
-//! Simulated engines: a fleet with vLLM's protocol and faults, and one that answers at once.
+//! Simulated engines: a fleet with vLLM's protocol and faults, and engines that answer at once.
 
 pub mod engines;
 pub mod instant;

@@ -1,9 +1,10 @@
-//! `baton bench compare`: the same workload through several gateways in one run, side by side.
+//! `baton bench compare`: compares several gateways under the same workload in one run.
 //!
-//! In front of the same simulated engines ([`crate::sim::engines`]), in rounds that alternate (ABCABC…), so that whatever else
-//! the machine does falls on all of them: Baton's router, vllm-router, smg, a plain proxy that does what vLLM's toy proxy
-//! does (`toy_proxy`), and nginx, which knows nothing of prefill engines and is a floor. What is not there is skipped with
-//! a line on standard error. `--target NAME=URL` adds anything else; it must have engines of its own.
+//! All gateways are in front of the same simulated engines ([`crate::sim::engines`]). Rounds alternate (ABCABC…), so
+//! that other load of the machine affects all of them. The gateways are Baton's router, vllm-router, smg, a plain
+//! proxy like vLLM's toy proxy (`toy_proxy`), and nginx. nginx does not use prefill engines and is the lower limit.
+//! A missing gateway is skipped with a line on standard error. `--target NAME=URL` adds another one, which must have
+//! its own engines.
 //!
 //! | measured | how |
 //! |---|---|
@@ -11,7 +12,7 @@
 //! | CPU per 1,000 requests | user and system time of all threads of the subject over the round |
 //! | the gap | `--cancels` streams per round: each client cancels (FIN) after the prefill engine has logged `lease_opened` and before the decode engine, which takes `--admission-delay-ms`, has admitted the request. The prefill engine's log then reports when the blocks are free and why. **Stranded** is a request whose lease expired. Its block-seconds count from the cancel |
 //!
-//! The first target is what the others' ratios are over, of the same round.
+//! Ratios are over the first target in the same round.
 
 mod calm;
 mod gap;
@@ -26,12 +27,12 @@ use std::time::Duration;
 use crate::BenchError;
 use crate::load::Target;
 use crate::sim::engines::{Dialect, EnginePlan, FleetPlan, SimFleet};
-use crate::systems::router::peers::{self, Engines, ProgramArgs, Skips};
-use crate::systems::router::subject::Subject;
-pub use gap::{CancelledRequest, Fate};
+use crate::systems::router::gateway::Gateway;
+use crate::systems::router::peers::{self, EngineAddresses, ProgramArgs, SkipLog};
+pub use gap::{CancelledRequest, GapOutcome};
 pub use report::{CompareReport, GapReport, TargetReport};
 
-/// What to compare.
+/// Options of `baton bench compare`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CompareArgs {
     /// Rounds; medians and spread are over them
@@ -63,7 +64,7 @@ pub struct CompareArgs {
     pub lease_ms: u64,
     /// Further endpoint to compare (repeatable)
     #[arg(long, value_name = "NAME=URL")]
-    pub target: Vec<Named>,
+    pub target: Vec<NamedUrl>,
     /// Model name in all requests
     #[arg(long, value_name = "NAME", default_value = "sim")]
     pub model: String,
@@ -80,16 +81,16 @@ fn at_least_one(text: &str) -> Result<usize, String> {
     number.ok_or_else(|| format!("`{text}` is no number from 1 to 1000000"))
 }
 
-/// An endpoint that somebody else has started.
+/// An endpoint that this run does not start.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Named {
-    /// As reports call it.
+pub struct NamedUrl {
+    /// The name in reports.
     pub name: String,
-    /// Where it is.
+    /// The URL of the endpoint.
     pub url: String,
 }
 
-impl FromStr for Named {
+impl FromStr for NamedUrl {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -119,7 +120,7 @@ impl CompareArgs {
         self.engine().check()
     }
 
-    /// Engines of a speed that leaves a gateway something to add to.
+    /// Engines whose speed leaves the overhead of a gateway visible.
     fn engine(&self) -> EnginePlan {
         EnginePlan {
             dialect: self.dialect,
@@ -128,13 +129,14 @@ impl CompareArgs {
             decode_step: Duration::from_millis(5),
             context_tokens: (self.prompt_tokens + self.output_tokens + 64).max(4_096),
             blocks: 1 << 16,
-            // Clients leave in the gap, so the reply is written at once: in the window before it no gateway can give back.
+            // Clients cancel in the gap, so replies are written at once: no gateway can release a lease whose reply
+            // it has not received.
             reply_delay: Some(Duration::ZERO),
             ..EnginePlan::default()
         }
     }
 
-    /// The same, with a gap that is long enough to leave in.
+    /// The same engines, with a gap that is long enough to cancel in.
     fn engine_with_a_gap(&self) -> EnginePlan {
         EnginePlan {
             admission_delay: Duration::from_millis(self.admission_delay_ms),
@@ -145,20 +147,20 @@ impl CompareArgs {
 }
 
 /// One gateway under test.
-struct Contender {
+struct CompareTarget {
     name: String,
     version: String,
     address: String,
-    /// Asks a prefill engine of this run.
+    /// Whether the gateway uses a prefill engine of this run.
     disaggregates: bool,
-    /// `None`: somebody else's.
-    subject: Option<Subject>,
+    /// `None` if this run did not start the gateway.
+    subject: Option<Gateway>,
 }
 
 /// Compares, and writes the tables or the JSON object to `out`.
 ///
 /// # Errors
-/// When the options make no sense, a part does not start, or every request of a target fails.
+/// If the options are invalid, a part does not start, or every request of a target fails.
 pub fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<(), BenchError> {
     args.check()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -171,13 +173,13 @@ pub fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<(), BenchError> {
 }
 
 async fn measure(args: &CompareArgs) -> Result<CompareReport, BenchError> {
-    let skips = Skips::default();
+    let skips = SkipLog::default();
     let (fleet, engines) = start(args.engine())?;
     let contenders = contenders(args, engines, true, &skips).await?;
     let mut report = CompareReport::new(args, &contenders);
     for round in 0..args.rounds {
         for turn in 0..contenders.len() {
-            // Another one begins each time.
+            // Each round begins with another target.
             let at = (turn + round) % contenders.len();
             let measured = calm::round(args, &contenders[at], round).await?;
             report.targets[at].add(&measured);
@@ -201,19 +203,19 @@ async fn measure(args: &CompareArgs) -> Result<CompareReport, BenchError> {
     Ok(report)
 }
 
-fn start(engine: EnginePlan) -> Result<(SimFleet, Engines), BenchError> {
+fn start(engine: EnginePlan) -> Result<(SimFleet, EngineAddresses), BenchError> {
     let fleet = SimFleet::start(FleetPlan::new(1, 1, engine))?;
-    let engines = Engines { prefill: fleet.prefill()[0], decode: fleet.decode()[0] };
+    let engines = EngineAddresses { prefill: fleet.prefill()[0], decode: fleet.decode()[0] };
     Ok((fleet, engines))
 }
 
-/// Everything that can be had, Baton first. Those without a gap are left out where it is measured.
+/// All available gateways, Baton first. Gateways without prefill engines are omitted for the gap.
 async fn contenders(
     args: &CompareArgs,
-    engines: Engines,
+    engines: EngineAddresses,
     all: bool,
-    skips: &Skips,
-) -> Result<Vec<Contender>, BenchError> {
+    skips: &SkipLog,
+) -> Result<Vec<CompareTarget>, BenchError> {
     let mut subjects = peers::start_all(&args.programs, engines, skips).await?;
     subjects.push(toy_proxy::start(engines).await?);
     subjects.sort_by_key(|subject| match subject.name {
@@ -227,7 +229,7 @@ async fn contenders(
             subject.stop();
             continue;
         }
-        contenders.push(Contender {
+        contenders.push(CompareTarget {
             name: subject.name.to_owned(),
             version: subject.version.clone(),
             address: authority(subject.address),
@@ -235,9 +237,9 @@ async fn contenders(
             subject: Some(subject),
         });
     }
-    for Named { name, url } in args.target.iter().filter(|_| all) {
+    for NamedUrl { name, url } in args.target.iter().filter(|_| all) {
         let (name, address) = (name.clone(), url.clone());
-        contenders.push(Contender {
+        contenders.push(CompareTarget {
             name,
             version: String::new(),
             address,
@@ -252,11 +254,11 @@ fn authority(address: SocketAddr) -> String {
     format!("http://{address}")
 }
 
-fn stop(contenders: Vec<Contender>) {
-    contenders.into_iter().filter_map(|contender| contender.subject).for_each(Subject::stop);
+fn stop(contenders: Vec<CompareTarget>) {
+    contenders.into_iter().filter_map(|contender| contender.subject).for_each(Gateway::stop);
 }
 
-/// A value of a target's `gap` in a report of this or an earlier version, by its present key.
+/// A value of a target's `gap` in a report of this or an earlier version, by its current key.
 pub(crate) fn gap_value<'a>(gap: &'a serde_json::Value, key: &str) -> &'a serde_json::Value {
     let earlier = [
         key.replace("time_to_free", "blocks_back"),
@@ -301,13 +303,13 @@ mod tests {
             let gap = target.gap.as_ref().expect("cancelled");
             assert_eq!((gap.cancels, gap.missed), (6, 0), "{table}");
         }
-        // What the toy proxy does not tell anybody, nobody knows; what the router does, P does.
+        // The toy proxy releases nothing. The router releases at P.
         let toy = report.of("toy-proxy").gap.clone().expect("cancelled");
         assert_eq!(toy.stranded, 6, "{table}");
         assert!(toy.stranded_block_seconds_per_1000 > 0.0, "{table}");
         let baton = report.of("baton").gap.clone().expect("cancelled");
         assert_eq!((baton.stranded, baton.stranded_block_seconds_per_1000), (0, 0.0), "{table}");
-        // Whoever has the JSON can count again, and knows of what.
+        // The JSON object contains the raw data and its provenance.
         let json = serde_json::to_value(&report).expect("JSON");
         assert!(json["command"].as_str().is_some_and(|command| command.contains("baton_bench")), "{json:#}");
         assert!(json["machine"].is_string() && json.get("commit").is_some());
@@ -320,9 +322,9 @@ mod tests {
 
     #[test]
     fn targets_have_names_and_urls() {
-        assert!("mine=http://127.0.0.1:1".parse::<Named>().is_ok());
+        assert!("mine=http://127.0.0.1:1".parse::<NamedUrl>().is_ok());
         for bad in ["mine", "=http://127.0.0.1:1", "mine=ftp://x", "mine="] {
-            assert!(bad.parse::<Named>().is_err(), "{bad}");
+            assert!(bad.parse::<NamedUrl>().is_err(), "{bad}");
         }
     }
 }

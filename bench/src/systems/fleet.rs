@@ -1,35 +1,43 @@
-//! `baton bench fleet`: what one router's decisions cost with 10, 100 and 1,000 engines and 100,000 requests alive.
+//! `baton bench fleet`: the cost of one router's decisions with 10, 100 and 1,000 engines and 100,000 live requests.
 //!
-//! A fleet in virtual time, by seed, on one thread: the router's own pools, policies, health and explanations choose; the
-//! connector's own exchanges, fetches and ledgers settle. Clients leave in every phase, decode engines forget leases,
-//! engines die and come back. When all is over every lease must have ended once, every block must be home and no router
-//! may count a request anywhere: otherwise the command fails.
+//! A fleet in virtual time, determined by a seed, on one thread. The router's own pools, policies, health and
+//! explanations choose engines. The connector's own exchanges, fetches and ledgers settle requests. Clients
+//! disconnect in every phase, decode engines stop renewing leases, and engines die and restart. The command fails
+//! unless, in the end, every lease has ended once, every block is free and no router counts a request anywhere.
 //!
-//! Times are real: of one decision each, less the clock's own; the machine's caches are shared with the simulated
-//! engines and clients, which touch about as much again between two decisions as a router's own sockets would.
+//! Times are real: one decision each, without the clock's own time. The simulated engines and clients share the
+//! machine's caches. Between two decisions they touch about as much memory as a router's sockets would.
 //!
-//! `--json` prints one object: `date`, `commit`, `machine`; `requests`, `turnover`, `routers`, `max_in_flight`,
-//! `max_waiting`, `room`, `explain` and `seed`, as asked; `clock_ns`; `memory` of the first run (the largest fleet of the first
-//! policy): its `policy` and `engines`, `bytes_per_engine` of one router, `bytes_per_request` of router and simulation
-//! together. `runs[]`: `policy`, `engines`, `begun`, `alive_most`, `engines_died`, `virtual_s`; `costs` of `choose_decode`,
-//! `choose_prefill`, `finish` and `lease` with `count`, `mean_ns`, `p50_ns`, `p99_ns`; `imbalance` (most loaded engine over the
-//! mean) and `most_at_one` (requests that one engine had at most) of `prefill` and `decode`; `prefix_hit_share`;
-//! `refused_share`; `room`, see below; `endings`, `leases`, `faults` by name; `digest` of everything that happened. `growth[]`:
-//! for each run the `p50` and `mean` of each cost over those of the same policy's smallest fleet.
+//! `--json` prints one object:
 //!
-//! `room`, with `--engine-capacity`, is of decode engines: `busiest`, most requests at one over its room; and of all looks while requests
-//! came, one each virtual second, the means of `over_share` (engines with more than their room), `waiting_share` and
-//! `free_share` (over all room, the requests that had none and what was free) and `turned_away_share` (clients that had been
-//! refused and had not asked again).
+//! - `date`, `commit`, `machine`; the options `requests`, `turnover`, `routers`, `max_in_flight`, `max_waiting`,
+//!   `room`, `explain` and `seed`; `clock_ns`;
+//! - `memory` of the first run (the largest fleet of the first policy): its `policy` and `engines`,
+//!   `bytes_per_engine` of one router, `bytes_per_request` of router and simulation together;
+//! - `runs[]`: `policy`, `engines`, `begun`, `alive_most`, `engines_died`, `virtual_s`;
+//! - `runs[].costs` of `choose_decode`, `choose_prefill`, `finish` and `lease`: `count`, `mean_ns`, `p50_ns`,
+//!   `p99_ns`;
+//! - `runs[].imbalance` of `prefill` and `decode`: the load of the busiest engine over the mean;
+//! - `runs[].most_at_one` of `prefill` and `decode`: the maximum requests of one engine;
+//! - `runs[]`: `prefix_hit_share`, `refused_share`, `room` (see below), `endings`, `leases`, `faults` by name,
+//!   `digest` of all events;
+//! - `growth[]`: for each run the `p50` and `mean` of each cost over those of the same policy's smallest fleet.
+//!
+//! `room`, with `--engine-capacity`, describes decode engines. `busiest` is the maximum of requests over capacity.
+//! The others are means over one sample per virtual second while requests arrive:
+//!
+//! - `over_share`: engines above their capacity;
+//! - `waiting_share`, `free_share`: requests above capacity, and free capacity, over all capacity;
+//! - `turned_away_share`: clients that were refused and have not retried.
 
+mod client;
 mod costs;
 mod engine;
-mod life;
 mod memory;
-mod odds;
+mod probabilities;
+mod simulation;
 #[cfg(test)]
 mod tests;
-mod world;
 
 use std::io::{self, Write};
 
@@ -38,18 +46,18 @@ use serde_json::{Map, Value, json};
 
 use crate::common::machine;
 use crate::common::stats::rounded;
-use costs::Kind;
-use engine::Plant;
-use world::{Outcome, Setup, simulate};
+use costs::DecisionKind;
+use engine::PlantedFault;
+use simulation::{FleetOutcome, FleetSetup, simulate};
 
-/// Engines of one simulation; a pool has room for half as many.
+/// Maximum engines of one simulation. A pool holds half as many.
 const ENGINES_MAX: usize = 8_192;
-/// Requests alive at once, and for each prefill engine, whose ledger must have room for them.
+/// Maximum live requests, in total and for each prefill engine, whose ledger must hold them.
 const REQUESTS_MAX: usize = 1_000_000;
 const REQUESTS_PER_PREFILL_MAX: usize = 100_000;
 const ROUTERS_MAX: usize = 64;
 
-/// What to simulate.
+/// Options of `baton bench fleet`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct FleetOptions {
     /// Fleet sizes, separated by commas; half of the engines prefill, half decode
@@ -92,19 +100,19 @@ pub struct FleetOptions {
     pub json: bool,
 }
 
-/// Why there is no good result.
+/// Why the benchmark failed.
 #[derive(Debug, thiserror::Error)]
 pub enum FleetError {
-    /// Nothing, or too much, to simulate.
+    /// The options are invalid.
     #[error("{0}")]
     Options(String),
-    /// The routers cannot be made.
+    /// The routers cannot be created.
     #[error(transparent)]
     Router(#[from] GenerationError),
     /// The output failed.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// Something was not settled.
+    /// Leases, blocks or requests were not settled.
     #[error("not everything was settled: {0}")]
     Faults(String),
 }
@@ -117,16 +125,20 @@ pub fn run(options: &FleetOptions, out: &mut dyn Write) -> Result<(), FleetError
     run_with(options, None, out)
 }
 
-fn run_with(options: &FleetOptions, plant: Option<Plant>, out: &mut dyn Write) -> Result<(), FleetError> {
+fn run_with(
+    options: &FleetOptions,
+    plant: Option<PlantedFault>,
+    out: &mut dyn Write,
+) -> Result<(), FleetError> {
     check(options)?;
     let mut sizes = options.engines.clone();
     sizes.sort_unstable();
     sizes.dedup();
-    let mut runs: Vec<(String, usize, Outcome)> = Vec::new();
+    let mut runs: Vec<(String, usize, FleetOutcome)> = Vec::new();
     for policy in &options.policy {
-        // The largest first: what is resident grows only once.
+        // The largest first, because resident memory does not shrink.
         for &engines in sizes.iter().rev() {
-            let setup = Setup {
+            let setup = FleetSetup {
                 engines,
                 requests: options.requests,
                 turnover: options.turnover,
@@ -134,12 +146,12 @@ fn run_with(options: &FleetOptions, plant: Option<Plant>, out: &mut dyn Write) -
                 routers: options.routers,
                 max_in_flight: options.max_in_flight,
                 max_waiting: options.max_waiting,
-                room: options.engine_capacity,
+                engine_capacity: options.engine_capacity,
                 explain: !options.no_explain,
                 seed: options.seed,
                 plant,
             };
-            runs.push((policy.clone(), engines, sim_router::silently(|| simulate(&setup))?));
+            runs.push((policy.clone(), engines, sim_router::without_logs(|| simulate(&setup))?));
         }
     }
     let report = report(options, &runs);
@@ -149,14 +161,14 @@ fn run_with(options: &FleetOptions, plant: Option<Plant>, out: &mut dyn Write) -
         print(&report, out)?
     }
     let faulty = runs.iter().filter(|(_, _, outcome)| outcome.faults.is_any());
-    let told: Vec<String> = faulty
+    let violations: Vec<String> = faulty
         .map(|(policy, engines, outcome)| {
             let wrong = outcome.faults.named().into_iter().filter(|(_, count)| *count > 0);
             let wrong: Vec<_> = wrong.map(|(name, count)| format!("{name} {count}")).collect();
             format!("{policy} with {engines} engines: {}", wrong.join(", "))
         })
         .collect();
-    if told.is_empty() { Ok(()) } else { Err(FleetError::Faults(told.join("; "))) }
+    if violations.is_empty() { Ok(()) } else { Err(FleetError::Faults(violations.join("; "))) }
 }
 
 fn check(options: &FleetOptions) -> Result<(), FleetError> {
@@ -193,7 +205,7 @@ fn check(options: &FleetOptions) -> Result<(), FleetError> {
     Ok(())
 }
 
-fn report(options: &FleetOptions, runs: &[(String, usize, Outcome)]) -> Value {
+fn report(options: &FleetOptions, runs: &[(String, usize, FleetOutcome)]) -> Value {
     let memory = runs.first().map(|(policy, engines, outcome)| {
         json!({
             "policy": policy, "engines": engines,
@@ -201,7 +213,7 @@ fn report(options: &FleetOptions, runs: &[(String, usize, Outcome)]) -> Value {
             "bytes_per_request": outcome.bytes_per_request.round(),
         })
     });
-    let told: Vec<Value> =
+    let rows: Vec<Value> =
         runs.iter().map(|(policy, engines, outcome)| of_run(options, policy, *engines, outcome)).collect();
     json!({
         "date": machine::today(), "commit": machine::commit(), "machine": machine::described(),
@@ -210,14 +222,14 @@ fn report(options: &FleetOptions, runs: &[(String, usize, Outcome)]) -> Value {
         "explain": !options.no_explain, "seed": options.seed,
         "clock_ns": runs.first().map(|(_, _, outcome)| outcome.costs.clock_ns()),
         "memory": memory,
-        "growth": growth(&told),
-        "runs": told,
+        "growth": growth(&rows),
+        "runs": rows,
     })
 }
 
-fn of_run(options: &FleetOptions, policy: &str, engines: usize, outcome: &Outcome) -> Value {
+fn of_run(options: &FleetOptions, policy: &str, engines: usize, outcome: &FleetOutcome) -> Value {
     let costs: Map<_, _> =
-        Kind::ALL.iter().map(|&kind| (kind.label().to_owned(), outcome.costs.of(kind))).collect();
+        DecisionKind::ALL.iter().map(|&kind| (kind.label().to_owned(), outcome.costs.of(kind))).collect();
     let imbalance = outcome
         .imbalance
         .each_ref()
@@ -259,25 +271,25 @@ fn share(part: u64, of: u64) -> f64 {
     part as f64 / of.max(1) as f64
 }
 
-/// Every run's costs over those of its policy's smallest fleet.
+/// The costs of every run over those of its policy's smallest fleet.
 fn growth(runs: &[Value]) -> Vec<Value> {
     let smallest = |policy: &Value| {
         runs.iter().filter(|run| run["policy"] == *policy).min_by_key(|run| run["engines"].as_u64())
     };
     let of = |run: &Value| {
         let base = smallest(&run["policy"])?;
-        let mut told = Map::from_iter([
+        let mut row = Map::from_iter([
             ("policy".to_owned(), run["policy"].clone()),
             ("engines".to_owned(), run["engines"].clone()),
         ]);
-        for kind in Kind::ALL.map(Kind::label) {
+        for kind in DecisionKind::ALL.map(DecisionKind::label) {
             let ratio = |which: &str| {
                 let (now, then) = (run["costs"][kind][which].as_f64()?, base["costs"][kind][which].as_f64()?);
                 (then > 0.0).then(|| (now / then * 1_000.0).round() / 1_000.0)
             };
-            told.insert(kind.to_owned(), json!({"p50": ratio("p50_ns"), "mean": ratio("mean_ns")}));
+            row.insert(kind.to_owned(), json!({"p50": ratio("p50_ns"), "mean": ratio("mean_ns")}));
         }
-        Some(Value::Object(told))
+        Some(Value::Object(row))
     };
     runs.iter().filter_map(of).collect()
 }

@@ -1,45 +1,46 @@
-//! `baton bench router`: what the router costs, beside other gateways.
+//! `baton bench router`: the costs of the router, compared with other gateways.
 //!
-//! One simulated prefill engine, one simulated decode engine ([`crate::sim::instant`]), and before them, on
-//! loopback: nginx as a plain reverse proxy (one hop, to the decode engine), this router, and with `--peers` the
-//! routers that `bench/peers.sh` installs. What is not there is skipped with a line on standard error. Rounds
-//! alternate between the subjects, so that whatever else the machine does falls on all of them; each number is
-//! the median over the repetitions, with the least and the greatest, and each ratio is one of the same
-//! repetition.
+//! All gateways are on loopback in front of one simulated prefill engine and one simulated decode engine
+//! ([`crate::sim::instant`]). They are nginx as a plain reverse proxy (one hop, to the decode engine), this router,
+//! and with `--peers` the routers that `bench/peers.sh` installs. A missing one is skipped with a line on standard
+//! error. Rounds alternate between the gateways, so that other load of the machine affects all of them. Each number
+//! is the median over the repetitions, with minimum and maximum. Each ratio is of the same repetition.
 //!
 //! | measured | how |
 //! |---|---|
-//! | CPU per request | user and system time of all threads of all processes of the subject (`schedstat`), per request; answers in one piece, streams of `--tokens` tokens as fast as the engine writes them, and streams with `--pause-ms` between two tokens, so that each is a read and a write of its own; with 1 and with `--concurrency` requests at a time |
-//! | added time to first token | first streamed byte through the subject, minus the same by a client that makes both hops itself, one request at a time, the two alternating request by request; the engine says its second token a millisecond later; with processors as they are, and kept from sleeping |
+//! | CPU per request | user and system time of all threads of all processes of the subject (`schedstat`), per request; responses in one piece, streams of `--tokens` tokens as fast as the engine writes them, and streams with `--pause-ms` between two tokens, so that each token takes a separate read and write; with 1 and with `--concurrency` concurrent requests |
+//! | added time to first token | first streamed byte through the subject, minus the same by a client that makes both hops itself, one request at a time, alternating by request; the engine sends its second token a millisecond later; with idle processors asleep, and kept awake |
 //! | memory | resident (`smaps_rollup`), idle after a short warm-up, and per stream with `--streams` of them open and silent |
-//! | close | from a client's close until the engine that has its request sees it (end of the connection, or the abort or release verb, whichever comes first), on one clock, by the phase in which the client leaves |
+//! | close | from a client's close until the engine of its request detects it (end of the connection, or the abort or release verb, whichever comes first), on one clock, by the phase in which the client disconnects |
 //!
-//! `--soak N` measures only one thing: the router's memory over N requests of which every tenth is cancelled.
+//! `--soak N` measures only the router's memory, over N requests of which every tenth is cancelled.
 //!
-//! `--json` prints the object that is documented at [`RouterReport`] or [`SoakReport`].
+//! The objects of `--json` are [`RouterReport`] and [`SoakReport`].
 //!
-//! On a machine that has other work, run it under a negative `nice`: the subjects inherit it.
+//! On a busy machine, run the command under a negative `nice`, which the gateways inherit.
 
-mod awake;
+mod busy_cores;
+pub(crate) mod connection;
 mod first_token;
+pub(crate) mod gateway;
 mod hangup;
 mod load;
 mod memory;
 pub(crate) mod peers;
 pub(crate) mod report;
 mod soak;
-pub(crate) mod subject;
-pub(crate) mod wire;
 
 use std::io::Write;
 use std::time::Duration;
 
 use crate::sim::instant::{SimEngine, SimRole};
 pub use peers::ProgramArgs;
-pub use report::{Cores, FirstToken, Hangup, Load, Memory, RouterReport, Spread, SubjectReport};
+pub use report::{
+    CoreMode, FirstToken, GatewayReport, Hangup, LoadReport, Memory, RepeatSpread, RouterReport,
+};
 pub use soak::SoakReport;
 
-/// What to measure.
+/// Options of `baton bench router`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RouterArgs {
     /// Repetitions of all measurements; medians and spread are over them
@@ -77,42 +78,42 @@ pub struct RouterArgs {
     pub json: bool,
 }
 
-/// Why nothing could be measured.
+/// Why the benchmark failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RouterBenchError {
-    /// The system around the router.
+    /// A system call failed.
     #[error("{0}: {1}")]
     System(&'static str, std::io::Error),
-    /// A request through a subject or past it.
+    /// A request to a gateway or an engine failed.
     #[error("a request failed: {0}")]
     Request(String),
-    /// A subject did not start.
+    /// A gateway did not start.
     #[error("not started: {0}")]
     Router(String),
 }
 
-/// The engines of a part of a run: how many tokens the decode engine says, and with which pauses.
-struct Engines {
+/// A prefill engine and a decode engine with its number of tokens and pauses.
+struct EnginePair {
     prefill: SimEngine,
     decode: SimEngine,
 }
 
-impl Engines {
+impl EnginePair {
     fn start(tokens: usize, pause: Duration) -> Result<Self, RouterBenchError> {
         let start =
             |role| SimEngine::start(role).map_err(|error| RouterBenchError::System("no engine", error));
         Ok(Self { prefill: start(SimRole::Prefill)?, decode: start(SimRole::Decode { tokens, pause })? })
     }
 
-    fn addresses(&self) -> peers::Engines {
-        peers::Engines { prefill: self.prefill.address(), decode: self.decode.address() }
+    fn addresses(&self) -> peers::EngineAddresses {
+        peers::EngineAddresses { prefill: self.prefill.address(), decode: self.decode.address() }
     }
 }
 
 /// Measures, and writes the table or the JSON object to `out`.
 ///
 /// # Errors
-/// [`RouterBenchError`] when a part does not start or a request fails.
+/// [`RouterBenchError`] if a part does not start or a request fails.
 pub fn run(args: &RouterArgs, out: &mut dyn Write) -> Result<(), RouterBenchError> {
     let text = match args.soak {
         Some(requests) => {
@@ -131,7 +132,7 @@ fn json(report: &impl serde::Serialize) -> String {
     serde_json::to_string_pretty(report).expect("numbers and names are JSON")
 }
 
-/// The client has a thread of its own, as each engine has.
+/// A runtime on the current thread for the client. Each engine has its own thread.
 fn runtime() -> Result<tokio::runtime::Runtime, RouterBenchError> {
     let built = tokio::runtime::Builder::new_current_thread().enable_all().build();
     built.map_err(|error| RouterBenchError::System("no runtime", error))
@@ -143,15 +144,15 @@ fn runtime() -> Result<tokio::runtime::Runtime, RouterBenchError> {
 /// As [`run`].
 pub fn measure(args: &RouterArgs) -> Result<RouterReport, RouterBenchError> {
     runtime()?.block_on(async {
-        let skips = peers::Skips::default();
-        let engines = Engines::start(args.tokens, Duration::ZERO)?;
+        let skips = peers::SkipLog::default();
+        let engines = EnginePair::start(args.tokens, Duration::ZERO)?;
         let subjects = peers::start_all(&args.programs, engines.addresses(), &skips).await?;
         let mut report = RouterReport::new(args, &subjects);
         for subject in &subjects {
             memory::idle(subject, report.of(subject.name)).await?;
         }
         for repetition in 0..args.repetitions {
-            for kind in load::Kind::ALL {
+            for kind in load::LoadKind::ALL {
                 if !kind.is_paced() {
                     load::measure(kind, args, &subjects, repetition, &mut report).await?;
                 }
@@ -165,19 +166,19 @@ pub fn measure(args: &RouterArgs) -> Result<RouterReport, RouterBenchError> {
                 memory::per_stream(args, &engines, subject, report.of(subject.name)).await?;
             }
         }
-        subjects.into_iter().for_each(subject::Subject::stop);
-        let engines = Engines::start(args.tokens, Duration::from_millis(args.pause_ms))?;
+        subjects.into_iter().for_each(gateway::Gateway::stop);
+        let engines = EnginePair::start(args.tokens, Duration::from_millis(args.pause_ms))?;
         let subjects = peers::start_all(&args.programs, engines.addresses(), &skips).await?;
         for repetition in 0..args.repetitions {
-            load::measure(load::Kind::Paced, args, &subjects, repetition, &mut report).await?;
+            load::measure(load::LoadKind::Paced, args, &subjects, repetition, &mut report).await?;
         }
-        subjects.into_iter().for_each(subject::Subject::stop);
-        let engines = Engines::start(first_token::TOKENS, first_token::PAUSE)?;
+        subjects.into_iter().for_each(gateway::Gateway::stop);
+        let engines = EnginePair::start(first_token::TOKENS, first_token::PAUSE)?;
         let subjects = peers::start_all(&args.programs, engines.addresses(), &skips).await?;
         for repetition in 0..args.repetitions {
             first_token::measure(args, &engines, &subjects, repetition, &mut report).await?;
         }
-        subjects.into_iter().for_each(subject::Subject::stop);
+        subjects.into_iter().for_each(gateway::Gateway::stop);
         report.compare();
         Ok(report)
     })
@@ -208,18 +209,18 @@ mod tests {
         let mut report = measure(&short()).expect("everything starts on loopback");
         let table = report.table();
         let baton = report.of("baton");
-        assert_eq!(baton.first_token[0].cores, Cores::AsTheyAre, "{table}");
+        assert_eq!(baton.first_token[0].cores, CoreMode::AsTheyAre, "{table}");
         for first in &baton.first_token {
-            // Of one repetition; a first byte comes no sooner than a packet.
+            // Within one repetition. A first byte takes at least the time of a packet.
             let added = first.p50_us.median - first.direct_p50_us.median;
             assert!((first.added_p50_us.median - added).abs() < 1e-6, "{table}");
             assert!(first.p50_us.median > 5.0 && first.p99_us.median >= first.p50_us.median, "{table}");
         }
-        assert_eq!(baton.loads.len(), load::Kind::ALL.len(), "{table}");
+        assert_eq!(baton.loads.len(), load::LoadKind::ALL.len(), "{table}");
         for load in &baton.loads {
             assert!(load.cpu_us.median > 1.0 && load.requests_per_second.median > 1.0, "{table}");
         }
-        assert_eq!(baton.hangups.len(), hangup::Phase::ALL.len(), "{table}");
+        assert_eq!(baton.hangups.len(), hangup::HangupPhase::ALL.len(), "{table}");
         for hangup in &baton.hangups {
             assert_eq!((hangup.seen, hangup.missed), (3, 0), "{}: {table}", hangup.phase);
         }

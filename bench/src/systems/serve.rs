@@ -1,9 +1,10 @@
-//! `baton bench serve`: load on any OpenAI-compatible endpoint, and what its clients saw of it.
+//! `baton bench serve`: load on any OpenAI-compatible endpoint, measured by its clients.
 //!
-//! The workload is decided before a run begins (`crate::load::plan::workload`); each request is sent at its time, whatever has
-//! become of those before (`crate::load::runner`); latencies count from that time. What the numbers mean is written at
-//! `metrics` and in `docs/reference/benchmark-metrics.md`.
+//! The workload is decided before a run begins (`crate::load::plan::workload`). Each request is sent at its time,
+//! whatever the state of earlier ones (`crate::load::runner`), and latencies count from that time. The numbers are
+//! defined in `metrics` and in `docs/reference/benchmark-metrics.md`.
 
+mod error;
 pub(crate) mod metrics;
 mod options;
 mod progress;
@@ -20,11 +21,11 @@ pub use options::ServeArgs;
 
 use crate::BenchError;
 use metrics::RunReport;
-use progress::Progress;
-use report::Report;
-use subject::Subject;
+use progress::RunProgress;
+use report::ServeReport;
+use subject::ServeSubject;
 
-/// Some requests failed, and `--fail-on-error` was given. The report has been written.
+/// Some requests failed, with `--fail-on-error`. The report was written.
 #[derive(Debug, thiserror::Error)]
 #[error("{0} of {1} requests failed")]
 pub(crate) struct RequestsFailed(usize, usize);
@@ -32,8 +33,8 @@ pub(crate) struct RequestsFailed(usize, usize);
 /// Measures, and writes the table or the JSON object to `out`.
 ///
 /// # Errors
-/// When options make no sense, the endpoint does not answer a first request, or a file cannot be written; and for failed
-/// requests where that was asked for.
+/// If options are invalid, the endpoint does not answer a first request, or a file cannot be written. Also for
+/// failed requests with `--fail-on-error`.
 pub fn run(args: &ServeArgs, out: &mut dyn Write) -> Result<(), BenchError> {
     let checked = args.check()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -58,9 +59,9 @@ pub fn run(args: &ServeArgs, out: &mut dyn Write) -> Result<(), BenchError> {
 /// All runs, one after another.
 pub(crate) async fn measure(
     args: &ServeArgs,
-    checked: &options::Checked,
+    checked: &options::ValidOptions,
     stop: impl Future<Output = ()> + Send + 'static,
-) -> Result<Report, BenchError> {
+) -> Result<ServeReport, BenchError> {
     let stopped = CancellationToken::new();
     let stopper = tokio::spawn({
         let stopped = stopped.clone();
@@ -69,7 +70,8 @@ pub(crate) async fn measure(
             stopped.cancel();
         }
     });
-    let mut subject = Subject::open(&args.url, &args.endpoint, &checked.percentiles, &checked.slo).await?;
+    let mut subject =
+        ServeSubject::open(&args.url, &args.endpoint, &checked.percentiles, &checked.slo).await?;
     if checked.workload.left_out() > 0 {
         let left_out = checked.workload.left_out();
         subject
@@ -77,14 +79,14 @@ pub(crate) async fn measure(
             .push(format!("{left_out} lines of the trace have no prompt or no answer and were left out"));
     }
     subject.warm_up(&checked.workload, args.warmup, &stopped).await?;
-    let mut report = Report::new(args, &subject);
+    let mut report = ServeReport::new(args, &subject);
     for run in 0..args.repeat {
         let plan = checked.workload.plan(run);
-        let mut progress = Progress::start(args.out.as_deref(), run, plan.requests.len())?;
+        let mut progress = RunProgress::start(args.out.as_deref(), run, plan.requests.len())?;
         let mut ended =
             subject.run(plan, args.workload.seed.wrapping_add(run as u64), &stopped, &mut progress).await;
         progress.finish()?;
-        // What a table says of few samples is said by them.
+        // In the order of the plan.
         ended.calls.sort_by_key(|measured| measured.index);
         report.runs.push(RunReport::of(run, &ended, &subject.percentiles, &subject.slo));
         if ended.stopped {
@@ -96,7 +98,7 @@ pub(crate) async fn measure(
     Ok(report)
 }
 
-/// Ctrl-C ends a run with what there is.
+/// Ctrl-C ends a run, whose results so far are reported.
 async fn stopped_by_signal() {
     if tokio::signal::ctrl_c().await.is_err() {
         std::future::pending::<()>().await;

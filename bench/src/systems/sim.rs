@@ -1,8 +1,8 @@
-//! `baton bench sim`: simulated engines in the foreground ([`crate::sim::engines`]), for a router or a benchmark to stand in
-//! front of; and how fast they are.
+//! `baton bench sim`: simulated engines in the foreground ([`crate::sim::engines`]) for a router or a benchmark, and
+//! a self-test of their speed.
 //!
-//! It prints one line, `ready prefill=ADDRESS,… decode=ADDRESS,…`, and stops with Ctrl-C or, where asked to, with the end of
-//! its standard input.
+//! Prints one line, `ready prefill=ADDRESS,… decode=ADDRESS,…`. Stops with Ctrl-C or, with `--until-stdin-ends`, at
+//! the end of its standard input.
 
 mod self_test;
 
@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 use crate::BenchError;
 use crate::sim::engines::{Dialect, EnginePlan, FaultAt, FleetPlan, LoadFailure, SimFleet};
 
-/// Which engines, and what they are like.
+/// Options of `baton bench sim`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct SimArgs {
     /// Prefill engines
@@ -28,7 +28,7 @@ pub struct SimArgs {
     /// First engine's port on loopback, the next engine's is one more; 0 picks free ports
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub port: u16,
-    /// What they are like
+    /// Properties of the engines
     #[command(flatten)]
     pub engine: EngineOptions,
     /// Fault to inject, for example refuses:0.2@decode-0 (repeatable)
@@ -57,7 +57,7 @@ pub struct SimArgs {
     pub json: bool,
 }
 
-/// What every engine is like. A rate or a time of 0 takes no time at all.
+/// Properties of every engine. A rate or a time of 0 takes no time.
 #[derive(Clone, Debug, clap::Args)]
 pub struct EngineOptions {
     /// Protocol and rules of the engines
@@ -130,7 +130,7 @@ fn seconds(text: &str) -> Result<f64, String> {
 }
 
 impl EngineOptions {
-    /// As a plan, not yet checked.
+    /// The plan, not yet checked.
     #[must_use]
     pub fn plan(&self) -> EnginePlan {
         let after = |ms: f64| Duration::from_secs_f64(ms / 1e3);
@@ -158,10 +158,10 @@ impl EngineOptions {
     }
 }
 
-/// Runs engines until they are to stop, or measures one.
+/// Runs engines until they are stopped, or measures one.
 ///
 /// # Errors
-/// When the options make no sense, an engine does not start, or a request of the self-test fails.
+/// If the options are invalid, an engine does not start, or a request of the self-test fails.
 pub fn run(args: &SimArgs, out: &mut dyn Write) -> Result<(), BenchError> {
     if args.self_test {
         return self_test::run(args, out);
@@ -189,7 +189,7 @@ pub fn run(args: &SimArgs, out: &mut dyn Write) -> Result<(), BenchError> {
     Ok(())
 }
 
-/// Waits for Ctrl-C, SIGTERM, or the end of standard input where that is wanted.
+/// Waits for Ctrl-C, SIGTERM, or with `until_stdin_ends` the end of standard input.
 async fn stop(until_stdin_ends: bool) -> std::io::Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
@@ -201,7 +201,7 @@ async fn stop(until_stdin_ends: bool) -> std::io::Result<()> {
     Ok(())
 }
 
-/// On a thread of its own, which the end of the process takes along: a runtime would wait for its read.
+/// Reads on a separate thread, which ends with the process. A runtime would wait for its read.
 async fn stdin_end() {
     let (ends, ended) = oneshot::channel::<()>();
     std::thread::spawn(move || {

@@ -1,4 +1,4 @@
-//! The consumer's side: asks for reads and sends messages about leases, over kept connections.
+//! The consumer's side: reads and messages about leases, over pooled connections.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -12,12 +12,13 @@ use baton_connector::transport::{
 use baton_connector::{BlockId, Handle, Reader};
 
 use crate::Secret;
-use crate::handshake::NotAdmitted;
-use crate::link::{Link, LinkError, Until};
-use crate::pool::Pool;
+use crate::connection::Connection;
+use crate::handshake::ConnectError;
+use crate::pool::ConnectionPool;
+use crate::socket::{ChannelError, ChannelSocket, WaitLimit};
 use crate::wire::{HEADER_BYTES, Header, Reply, Request};
 
-/// Messages about leases are short and bounded by `silence`; nobody stops them.
+/// The stop flag of messages about leases, which is never raised: they are short, and `silence` bounds them.
 static NEVER: AtomicBool = AtomicBool::new(false);
 
 /// How a consumer connects.
@@ -27,12 +28,12 @@ pub struct ClientOptions {
     pub secret: Option<Secret>,
     /// Longest wait for a connection to be accepted.
     pub connect_timeout: Duration,
-    /// A producer that is silent this long within a handshake, an answer or a read has failed.
+    /// A producer that is silent for this long within a handshake, an answer or a read has failed.
     pub silence: Duration,
-    /// Connections per producer that are kept while nobody uses them.
+    /// Maximum number of idle connections per producer.
     pub connections_per_peer_max: usize,
-    /// A kept connection is closed after this long without use.
-    pub idle: Duration,
+    /// An idle connection is closed after this time.
+    pub idle_timeout: Duration,
 }
 
 impl Default for ClientOptions {
@@ -42,120 +43,112 @@ impl Default for ClientOptions {
             connect_timeout: Duration::from_secs(2),
             silence: SILENCE,
             connections_per_peer_max: 8,
-            idle: Duration::from_secs(60),
+            idle_timeout: Duration::from_secs(60),
         }
     }
 }
 
-/// A connection whose two ends know each other.
-#[derive(Debug)]
-pub struct Connection<K> {
-    /// Where both talk.
-    pub link: Link,
-    /// What the transport keeps beside it.
-    pub kept: K,
-}
-
-/// How a transport reaches a producer, and how granted blocks land.
-pub trait Reach: Sized + Send + Sync {
+/// The consumer's side of a transport: connects to a producer and receives granted blocks.
+pub trait Dial: Sized + Send + Sync {
     /// The transport's name: in proofs, logs and metrics.
     const NAME: &'static str;
 
-    /// What it keeps for each connection.
-    type Kept: Send;
+    /// The transport's data of each connection.
+    type Context: Send;
 
-    /// Connects and introduces itself. Bounded by [`ClientOptions::connect_timeout`] and
+    /// Connects and performs the handshake. Bounded by [`ClientOptions::connect_timeout`] and
     /// [`ClientOptions::silence`].
     ///
     /// # Errors
-    /// [`NotAdmitted`].
+    /// [`ConnectError`].
     fn connect(
         &self,
         options: &ClientOptions,
         peer: &Peer,
         stop: &StopFlag,
-    ) -> Result<Connection<Self::Kept>, NotAdmitted>;
+    ) -> Result<Connection<Self::Context>, ConnectError>;
 
-    /// Lets the blocks of a granted read land. The inner error is an answer: the connection is still in step.
-    /// When this returns, nothing writes into the landing blocks any more. `landed` is [`Transport::read_telling`]'s.
+    /// Receives the blocks of a granted read. The inner error is an answer of the producer: the connection is still in
+    /// step. After the return, the transport no longer writes into the landing blocks. `landed` is that of
+    /// [`Transport::read_with`].
     ///
     /// # Errors
-    /// [`LinkError`]: the connection is out of step and is closed, and the read has failed.
+    /// [`ChannelError`]: the connection is out of step and is closed, and the read has failed.
     fn receive(
         &self,
-        connection: &mut Connection<Self::Kept>,
+        connection: &mut Connection<Self::Context>,
         order: &ReadOrder,
         region: &Region,
         stop: &StopFlag,
         landed: &mut dyn FnMut(&[BlockId]),
-    ) -> Result<Result<(), TransportError>, LinkError>;
+    ) -> Result<Result<(), TransportError>, ChannelError>;
 }
 
-/// [`Transport`] over a side channel. Used from any number of threads at once; each call has its own connection.
+/// [`Transport`] over a side channel. Any number of threads may use it at once; each call has its own connection.
 #[derive(Debug)]
-pub struct Client<R: Reach> {
-    reach: R,
+pub struct Client<D: Dial> {
+    dialer: D,
     options: ClientOptions,
-    pool: Pool<R::Kept>,
+    pool: ConnectionPool<D::Context>,
 }
 
-/// How far an exchange got when it broke off.
-struct Broken {
-    error: LinkError,
+/// Why an exchange broke off, and how far it got.
+struct ExchangeError {
+    error: ChannelError,
     /// Whether the peer had begun to answer.
     answered: bool,
 }
 
-impl<R: Reach> Client<R> {
-    /// A transport without connections; they are made when they are needed.
+impl<D: Dial> Client<D> {
+    /// A transport without connections. It connects on demand.
     #[must_use]
     pub fn new(options: ClientOptions) -> Self
     where
-        R: Default,
+        D: Default,
     {
-        Self::with(R::default(), options)
+        Self::with_dialer(D::default(), options)
     }
 
-    /// As [`Self::new`], with a way to reach producers that needs more than a default.
+    /// As [`Self::new`], with a dialer.
     #[must_use]
-    pub fn with(reach: R, options: ClientOptions) -> Self {
-        let pool = Pool::new(options.connections_per_peer_max, options.idle);
-        Self { reach, options, pool }
+    pub fn with_dialer(dialer: D, options: ClientOptions) -> Self {
+        let pool = ConnectionPool::new(options.connections_per_peer_max, options.idle_timeout);
+        Self { dialer, options, pool }
     }
 
-    /// The way that producers are reached.
-    pub fn way(&self) -> &R {
-        &self.reach
+    /// The dialer.
+    pub fn dialer(&self) -> &D {
+        &self.dialer
     }
 
-    /// Connections that are kept and idle.
+    /// Number of idle connections.
     #[must_use]
     pub fn idle_connections(&self) -> usize {
         self.pool.len()
     }
 
-    /// Makes sure of a connection to this producer, and keeps it for the next call.
+    /// Connects to this producer unless there is an idle connection, which the next call uses.
     ///
     /// # Errors
-    /// [`NotAdmitted`]: why there is none.
-    pub fn reach(&self, peer: &Peer, stop: &StopFlag) -> Result<(), NotAdmitted> {
+    /// [`ConnectError`] if the connection fails.
+    pub fn ensure_connected(&self, peer: &Peer, stop: &StopFlag) -> Result<(), ConnectError> {
         if !self.pool.has(peer) {
-            let connection = self.reach.connect(&self.options, peer, stop)?;
+            let connection = self.dialer.connect(&self.options, peer, stop)?;
             self.pool.put(peer, connection);
         }
         Ok(())
     }
 
-    /// Runs one exchange over a kept connection, or over a new one if the kept one turns out to be stale: the
-    /// peer closed it before it began to answer. Every request may be repeated.
+    /// Runs one exchange over an idle connection, or over a new one if the peer closed the idle one before its answer.
+    /// Every request may be repeated.
     fn exchange<T>(
         &self,
         peer: &Peer,
         stop: &StopFlag,
-        mut run: impl FnMut(&mut Connection<R::Kept>) -> Result<T, Broken>,
+        mut run: impl FnMut(&mut Connection<D::Context>) -> Result<T, ExchangeError>,
     ) -> Result<T, TransportError> {
-        let broke_off = |error| match error {
-            LinkError::Stopped => TransportError::Stopped,
+        let transport_error = |error| match error {
+            ChannelError::Stopped => TransportError::Stopped,
             other => TransportError::Transfer(other.to_string().into()),
         };
         if let Some(mut connection) = self.pool.take(peer) {
@@ -164,43 +157,34 @@ impl<R: Reach> Client<R> {
                     self.pool.put(peer, connection);
                     return Ok(result);
                 }
-                Err(Broken { error: LinkError::Closed, answered: false }) => {}
-                Err(Broken { error, .. }) => return Err(broke_off(error)),
+                Err(ExchangeError { error: ChannelError::Closed, answered: false }) => {}
+                Err(ExchangeError { error, .. }) => return Err(transport_error(error)),
             }
         }
-        let mut connection = self.reach.connect(&self.options, peer, stop).map_err(|why| why.of(peer))?;
-        let result = run(&mut connection).map_err(|broken| broke_off(broken.error))?;
+        let mut connection =
+            self.dialer.connect(&self.options, peer, stop).map_err(|why| why.into_transport_error(peer))?;
+        let result = run(&mut connection).map_err(|broken| transport_error(broken.error))?;
         self.pool.put(peer, connection);
         Ok(result)
     }
 
-    /// Asks, and waits for the answer.
+    /// Sends a request and waits for the reply.
     fn ask(&self, peer: &Peer, request: &Request) -> Result<Reply, TransportError> {
         let frame = request.encode();
-        self.exchange(peer, &NEVER, |connection| ask(&mut connection.link, &frame, &NEVER))
+        self.exchange(peer, &NEVER, |connection| ask(&mut connection.socket, &frame, &NEVER))
     }
 }
 
-impl<R: Reach> Transport for Client<R> {
+impl<D: Dial> Transport for Client<D> {
     fn carrier(&self, _peer: &Peer) -> &'static str {
-        R::NAME
+        D::NAME
     }
 
     fn sweep(&self) {
         self.pool.sweep();
     }
 
-    fn read(
-        &self,
-        peer: &Peer,
-        order: &ReadOrder,
-        region: &Region,
-        stop: &StopFlag,
-    ) -> Result<(), TransportError> {
-        self.read_telling(peer, order, region, stop, &mut |_| ())
-    }
-
-    fn read_telling(
+    fn read_with(
         &self,
         peer: &Peer,
         order: &ReadOrder,
@@ -209,30 +193,30 @@ impl<R: Reach> Transport for Client<R> {
         landed: &mut dyn FnMut(&[BlockId]),
     ) -> Result<(), TransportError> {
         let refused = |why: &str| TransportError::Refused(why.into());
-        let request = request(order).map_err(|why| refused(&why))?;
+        let request = read_request(order).map_err(|why| refused(&why))?;
         let (parts, part_bytes) = match &order.part {
             Part::Blocks { .. } => (order.into.len(), region.block_bytes()),
             Part::Slice(slice) => {
-                (slice.cut.entries(&slice.producer).len(), slice.cut.bytes(&slice.producer))
+                (slice.range.entries(&slice.producer).len(), slice.range.bytes(&slice.producer))
             }
         };
         let frame = request.encode();
         if stop.load(Ordering::Acquire) {
             return Err(TransportError::Stopped);
         }
-        self.exchange(peer, stop, |connection| match ask(&mut connection.link, &frame, stop)? {
+        self.exchange(peer, stop, |connection| match ask(&mut connection.socket, &frame, stop)? {
             Reply::Granted { count, bytes } => {
                 let fits = (count as usize, bytes) == (parts, part_bytes as u64);
                 let result = if fits {
-                    self.reach.receive(connection, order, region, stop, landed)
+                    self.dialer.receive(connection, order, region, stop, landed)
                 } else {
-                    Err(LinkError::Unexpected)
+                    Err(ChannelError::Unexpected)
                 };
-                let result = result.map_err(|error| Broken { error, answered: true })?;
+                let result = result.map_err(|error| ExchangeError { error, answered: true })?;
                 if result == Err(TransportError::Gone) {
-                    // The lease may be draining, and then it waits to hear that nothing reads any more.
+                    // The lease may be draining. Then it waits for the end of this read.
                     let failed = Request::Failed { handle: order.handle, reader: order.reader };
-                    ask(&mut connection.link, &failed.encode(), stop)?;
+                    ask(&mut connection.socket, &failed.encode(), stop)?;
                 }
                 Ok(result)
             }
@@ -251,23 +235,23 @@ impl<R: Reach> Transport for Client<R> {
         match self.ask(peer, &Request::Done { handle, reader }) {
             Ok(Reply::Verdict(verdict)) => Ok(verdict),
             Err(TransportError::Gone) => Ok(Verdict::Gone),
-            other => Err(unfit(other)),
+            other => Err(unexpected_reply(other)),
         }
     }
 
     fn give_up(&self, peer: &Peer, handle: Handle, reader: Reader) -> Result<(), TransportError> {
         match self.ask(peer, &Request::Failed { handle, reader }) {
             Ok(Reply::Noted) | Err(TransportError::Gone) => Ok(()),
-            other => Err(unfit(other)),
+            other => Err(unexpected_reply(other)),
         }
     }
 
     fn release(&self, peer: &Peer, handle: Handle, reason: &str) -> Result<ReleaseReply, TransportError> {
         match self.ask(peer, &Request::Release { handle, reason: reason.into() }) {
             Ok(Reply::Released(reply)) => Ok(reply),
-            // The engine that made the lease has ended, and its blocks with it.
+            // The engine of the lease has ended, and its blocks with it.
             Err(TransportError::Gone) => Ok(ReleaseReply::Already),
-            other => Err(unfit(other)),
+            other => Err(unexpected_reply(other)),
         }
     }
 
@@ -281,7 +265,7 @@ impl<R: Reach> Transport for Client<R> {
         match self.ask(peer, &Request::Leave { handle, consumer, reason: reason.into() }) {
             Ok(Reply::Released(reply)) => Ok(reply),
             Err(TransportError::Gone) => Ok(ReleaseReply::Already),
-            other => Err(unfit(other)),
+            other => Err(unexpected_reply(other)),
         }
     }
 
@@ -291,41 +275,41 @@ impl<R: Reach> Transport for Client<R> {
             match self.ask(peer, &Request::Heartbeat { handles: part.to_vec() }) {
                 Ok(Reply::Renewed(renewed)) if renewed.len() == part.len() => replies.extend(renewed),
                 Err(TransportError::Gone) => replies.extend(part.iter().map(|_| HeartbeatReply::Gone)),
-                other => return Err(unfit(other)),
+                other => return Err(unexpected_reply(other)),
             }
         }
         Ok(replies)
     }
 }
 
-/// The error of an exchange that should have had another answer.
-fn unfit(reply: Result<Reply, TransportError>) -> TransportError {
+/// The error for an unexpected reply.
+fn unexpected_reply(reply: Result<Reply, TransportError>) -> TransportError {
     match reply {
-        Ok(_) => TransportError::Transfer(LinkError::Unexpected.to_string().into()),
+        Ok(_) => TransportError::Transfer(ChannelError::Unexpected.to_string().into()),
         Err(error) => error,
     }
 }
 
-fn unexpected() -> Broken {
-    Broken { error: LinkError::Unexpected, answered: true }
+fn unexpected() -> ExchangeError {
+    ExchangeError { error: ChannelError::Unexpected, answered: true }
 }
 
-/// One question and its answer.
-fn ask(link: &mut Link, frame: &[u8], stop: &AtomicBool) -> Result<Reply, Broken> {
-    let unanswered = |error| Broken { error, answered: false };
-    let broken = |error| Broken { error, answered: true };
-    link.send(frame, Until::stopped(stop)).map_err(unanswered)?;
-    let until = Until::deadline(stop, Instant::now() + link.silence());
+/// Sends one request and receives its reply.
+fn ask(socket: &mut ChannelSocket, frame: &[u8], stop: &AtomicBool) -> Result<Reply, ExchangeError> {
+    let unanswered = |error| ExchangeError { error, answered: false };
+    let broken = |error| ExchangeError { error, answered: true };
+    socket.send(frame, WaitLimit::stopped(stop)).map_err(unanswered)?;
+    let until = WaitLimit::deadline(stop, Instant::now() + socket.silence());
     let mut header = [0; HEADER_BYTES];
-    link.receive(&mut header, until).map_err(unanswered)?;
+    socket.receive(&mut header, until).map_err(unanswered)?;
     let header = Header::decode(header);
     let mut payload = vec![0; header.control_len().map_err(|error| broken(error.into()))?];
-    link.receive(&mut payload, until).map_err(broken)?;
+    socket.receive(&mut payload, until).map_err(broken)?;
     Reply::decode(header.kind, &payload).map_err(|error| broken(error.into()))
 }
 
-/// The question for what an order wants.
-fn request(order: &ReadOrder) -> Result<Request, String> {
+/// The request of an order.
+fn read_request(order: &ReadOrder) -> Result<Request, String> {
     const MANY: &str = "entry of the block table exceeds 32 bits";
     let (handle, reader) = (order.handle, order.reader);
     match &order.part {
@@ -342,7 +326,7 @@ fn request(order: &ReadOrder) -> Result<Request, String> {
             slice.check(order.into.len()).map_err(|error| error.to_string())?;
             let token = |at: usize| u32::try_from(at).map_err(|_| MANY);
             let head = |at: usize| u16::try_from(at).map_err(|_| "number of heads exceeds 16 bits");
-            let (tokens, heads) = (&slice.cut.tokens, &slice.cut.heads);
+            let (tokens, heads) = (&slice.range.tokens, &slice.range.heads);
             Ok(Request::Slice {
                 handle,
                 reader,

@@ -1,66 +1,67 @@
-//! The side channel: what a consumer and a producer say to each other, over any stream socket.
+//! The side channel: the messages between a consumer and a producer, over any stream socket.
 //!
-//! A transport is this channel and a way to move the bytes of blocks. The channel knows who is there
-//! ([`handshake`]), what is asked and answered ([`wire`]), how long one waits ([`link`]), how many connections
-//! there are ([`Server`], [`Client`]), and which connection answers for which read. The transport says how to reach
-//! a producer ([`Reach`]) and how granted blocks get to a reader ([`Serve`]).
+//! A transport consists of this channel and a way to move blocks. The channel authenticates peers ([`handshake`]),
+//! encodes messages ([`wire`]), bounds waits ([`socket`]) and connections ([`Server`], [`Client`]), and binds reads to
+//! connections. The transport implements the connection to a producer ([`Dial`]) and the delivery of granted blocks
+//! ([`Serve`]).
 //!
 //! ```text
 //! consumer                                    producer
-//!   Hello{version, nonce, epoch, layout} ──▶    compares nothing yet: strangers learn nothing
+//!   Hello{version, nonce, epoch, layout} ──▶    compares nothing yet: an unknown peer learns nothing
 //!   ◀── Welcome{nonce, proof of the secret}
 //!   Proof of the secret ─────────────────▶      then the epoch (Gone), then the layout (Refused)
 //!   ◀── admitted
-//!   Read{handle, reader, range} ─────────▶      the ledger grants, or says gone or refused
+//!   Read{handle, reader, range} ─────────▶      the ledger grants, or returns gone or refused
 //!   or Slice{handle, reader, tokens, heads}
-//!   ◀── Granted, and what the transport sends   before every batch: is the lease still live? else Gone; and are its
+//!   ◀── Granted, and the transport's frames     before every batch: is the lease still live? else Gone; and are its
 //!                                               blocks computed? else NotYet, every second until they are
 //!   Done{handle, reader} ────────────────▶      the ledger's verdict
 //! ```
 //!
-//! Control messages use whichever kept connection is free, so a heartbeat or a release never waits behind a
-//! read.
+//! Control messages use any idle connection. So a heartbeat or a release never waits behind a read.
 //!
 //! Invariants:
-//! - Every wait ends after `silence` without a byte, and every message has a greatest length (invariant 10).
+//! - Every wait ends after `silence` without a byte, and every message has a maximum length (invariant 10).
 //! - A peer's bytes can end its own connection and nothing else.
-//! - A read belongs to the connection that it was granted on: when that ends first, the read has failed.
+//! - A read belongs to the connection that granted it. If that connection ends first, the read has failed.
 //!
-//! The secret proves who is there; it does not encrypt. Between machines that do not trust their network, run
-//! it inside a tunnel that does.
+//! The secret authenticates both ends; the channel does not encrypt. On an untrusted network, run the channel inside an
+//! encrypted tunnel.
 //!
-//! | module | what |
+//! | module | contents |
 //! |---|---|
 //! | `server` | accepts, bounds and ends connections |
 //! | `serve` | one connection on the producer's side |
 //! | `client` | the consumer's side: [`Client`] |
-//! | `pool` | the consumer's kept connections |
-//! | [`patience`] | how long a read is waited for |
+//! | `pool` | the consumer's idle connections |
+//! | [`timeouts`] | the time limits of a read |
 //! | `dial` | a TCP connection within a bound |
-//! | [`grants`] | reads in which the consumer takes the blocks itself |
-//! | [`handshake`] | who is there, and are we talking about the same blocks |
+//! | [`batching`] | one-sided reads: the consumer copies the blocks itself |
+//! | [`handshake`] | authentication, epoch and layout check |
 //! | [`wire`] | messages as bytes; pure |
-//! | [`link`] | bounded reads and writes on one socket |
+//! | [`socket`] | bounded reads and writes on one socket |
 //! | [`scatter`] | the two system calls that move bytes |
 
+pub mod batching;
 mod client;
+mod connection;
 mod dial;
 #[doc(hidden)]
 pub mod fuzzing;
-pub mod grants;
 pub mod handshake;
-pub mod link;
-pub mod patience;
 mod pool;
 pub mod scatter;
 mod secret;
 mod serve;
 mod server;
+pub mod socket;
+pub mod timeouts;
 pub mod wire;
 
-pub use client::{Client, ClientOptions, Connection, Reach};
+pub use client::{Client, ClientOptions, Dial};
+pub use connection::Connection;
 pub use dial::dial;
-pub use handshake::{NotAdmitted, Service};
+pub use handshake::{ConnectError, Service};
 pub use secret::{Secret, SecretTooShort};
-pub use serve::{Delivered, Granted, Serve, Source};
+pub use serve::{BlockSource, Delivery, GrantedRead, Serve};
 pub use server::{Server, ServerOptions, ServerStats};

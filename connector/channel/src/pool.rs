@@ -1,4 +1,4 @@
-//! The consumer's kept connections: a bounded number per peer, each for a bounded time.
+//! The consumer's idle connections: a bounded number per peer, each for a bounded time.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -6,87 +6,87 @@ use std::time::{Duration, Instant};
 
 use baton_connector::transport::Peer;
 
-use crate::client::Connection;
+use crate::connection::Connection;
 
-/// Peers with kept connections, at most. A cluster with more producers than this reconnects more often.
+/// Maximum number of peers with idle connections. A cluster with more producers reconnects more often.
 const PEERS_MAX: usize = 1_024;
 
-/// Idle connections. One in use is not in here, and is not counted: callers bound those by their threads.
+/// The idle connections. Connections in use are not counted: the number of the caller's threads bounds them.
 #[derive(Debug)]
-pub(crate) struct Pool<K> {
+pub(crate) struct ConnectionPool<K> {
     per_peer_max: usize,
-    idle: Duration,
-    kept: Mutex<HashMap<Peer, Vec<Kept<K>>>>,
+    idle_timeout: Duration,
+    connections: Mutex<HashMap<Peer, Vec<IdleConnection<K>>>>,
 }
 
 #[derive(Debug)]
-struct Kept<K> {
+struct IdleConnection<K> {
     connection: Connection<K>,
     since: Instant,
 }
 
-impl<K> Pool<K> {
-    pub(crate) fn new(per_peer_max: usize, idle: Duration) -> Self {
-        Self { per_peer_max, idle, kept: Mutex::new(HashMap::new()) }
+impl<K> ConnectionPool<K> {
+    pub(crate) fn new(per_peer_max: usize, idle_timeout: Duration) -> Self {
+        Self { per_peer_max, idle_timeout, connections: Mutex::new(HashMap::new()) }
     }
 
-    fn with<R>(&self, f: impl FnOnce(&mut HashMap<Peer, Vec<Kept<K>>>) -> R) -> R {
-        f(&mut self.kept.lock().unwrap_or_else(PoisonError::into_inner))
+    fn with<R>(&self, f: impl FnOnce(&mut HashMap<Peer, Vec<IdleConnection<K>>>) -> R) -> R {
+        f(&mut self.connections.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The connection that was used last, if one is kept that its peer has not closed.
+    /// Takes the connection that was used last, if the peer has not closed it.
     pub(crate) fn take(&self, peer: &Peer) -> Option<Connection<K>> {
         loop {
-            let kept = self.with(|kept| kept.get_mut(peer).and_then(Vec::pop))?;
-            if kept.since.elapsed() < self.idle && kept.connection.link.is_idle() {
-                return Some(kept.connection);
+            let idle = self.with(|connections| connections.get_mut(peer).and_then(Vec::pop))?;
+            if idle.since.elapsed() < self.idle_timeout && idle.connection.socket.is_idle() {
+                return Some(idle.connection);
             }
         }
     }
 
-    /// Keeps a connection over which every question has been answered, if there is room for it.
+    /// Keeps a connection without pending requests, within the bounds.
     pub(crate) fn put(&self, peer: &Peer, connection: Connection<K>) {
-        self.with(|kept| {
-            evict(kept, self.idle);
-            if kept.len() >= PEERS_MAX && !kept.contains_key(peer) {
+        self.with(|connections| {
+            evict(connections, self.idle_timeout);
+            if connections.len() >= PEERS_MAX && !connections.contains_key(peer) {
                 return;
             }
-            let links = kept.entry(peer.clone()).or_default();
-            if links.len() < self.per_peer_max {
-                links.push(Kept { connection, since: Instant::now() });
+            let idle = connections.entry(peer.clone()).or_default();
+            if idle.len() < self.per_peer_max {
+                idle.push(IdleConnection { connection, since: Instant::now() });
             }
         });
     }
 
-    /// Closes what has been idle for too long, and what its peer has closed: beside a connection a transport may
-    /// keep the producer's memory, which outlives a dead producer for as long.
+    /// Closes connections that are idle for too long or that the peer has closed. A connection may keep a dead
+    /// producer's memory mapped.
     pub(crate) fn sweep(&self) {
-        self.with(|kept| {
-            for links in kept.values_mut() {
-                links.retain(|kept| kept.connection.link.is_idle());
+        self.with(|connections| {
+            for idle in connections.values_mut() {
+                idle.retain(|idle| idle.connection.socket.is_idle());
             }
-            evict(kept, self.idle);
+            evict(connections, self.idle_timeout);
         });
     }
 
-    /// Whether a connection to this peer is kept that its peer has not closed.
+    /// Whether there is an idle connection to this peer that the peer has not closed.
     pub(crate) fn has(&self, peer: &Peer) -> bool {
-        let kept = self.take(peer);
-        let has = kept.is_some();
-        if let Some(connection) = kept {
+        let idle = self.take(peer);
+        let has = idle.is_some();
+        if let Some(connection) = idle {
             self.put(peer, connection);
         }
         has
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.with(|kept| kept.values().map(Vec::len).sum())
+        self.with(|connections| connections.values().map(Vec::len).sum())
     }
 }
 
-fn evict<K>(kept: &mut HashMap<Peer, Vec<Kept<K>>>, idle: Duration) {
-    kept.retain(|_, links| {
-        links.retain(|kept| kept.since.elapsed() < idle);
-        !links.is_empty()
+fn evict<K>(connections: &mut HashMap<Peer, Vec<IdleConnection<K>>>, idle_timeout: Duration) {
+    connections.retain(|_, idle| {
+        idle.retain(|idle| idle.since.elapsed() < idle_timeout);
+        !idle.is_empty()
     });
 }

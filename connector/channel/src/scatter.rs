@@ -1,5 +1,8 @@
 //! The two system calls that move blocks: a gathering send from, and a scattering receive into, a pool.
-#![allow(unsafe_code)] // sendmsg and recvmsg take raw pointers into a pool that other threads also use
+#![allow(
+    unsafe_code,
+    reason = "sendmsg and recvmsg take raw pointers into a pool that other threads also use"
+)]
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -7,34 +10,34 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use baton_connector::BlockId;
 use baton_connector::region::Region;
 
-/// Most spans of one system call. Linux takes 1,024 (UIO_MAXIOV); the rest goes with the next call.
+/// Maximum number of spans of one system call: Linux allows 1,024 (UIO_MAXIOV). The rest follows with the next call.
 const SPANS_MAX: usize = 1_024;
 
 /// Memory to send from or receive into, in order: blocks of a pool, and small buffers around them.
 ///
-/// Borrows everything it points at, so that no span outlives its memory.
+/// The spans borrow their memory, so that no span outlives it.
 #[derive(Debug)]
 pub struct Spans<'a> {
     list: Vec<libc::iovec>,
     next: usize,
-    left: usize,
+    remaining: usize,
     _memory: std::marker::PhantomData<&'a Region>,
 }
 
 impl<'a> Spans<'a> {
-    /// No spans yet, and room for this many.
+    /// An empty list with this capacity.
     #[must_use]
     pub fn with_capacity(spans: usize) -> Self {
-        Self { list: Vec::with_capacity(spans), next: 0, left: 0, _memory: std::marker::PhantomData }
+        Self { list: Vec::with_capacity(spans), next: 0, remaining: 0, _memory: std::marker::PhantomData }
     }
 
-    /// Bytes not yet moved.
+    /// Bytes that are not transferred yet.
     #[must_use]
-    pub fn left(&self) -> usize {
-        self.left
+    pub fn remaining(&self) -> usize {
+        self.remaining
     }
 
-    /// Appends a whole block. Neighbours in memory become one span.
+    /// Appends a whole block. Adjacent memory becomes one span.
     ///
     /// # Panics
     /// When the block is outside the pool.
@@ -42,7 +45,7 @@ impl<'a> Spans<'a> {
         self.push_part(region, block, 0, region.block_bytes());
     }
 
-    /// Appends `len` bytes of a block from `offset` on. Neighbours in memory become one span.
+    /// Appends `len` bytes of a block from `offset` on. Adjacent memory becomes one span.
     ///
     /// # Panics
     /// When the block is outside the pool, or the bytes are outside the block.
@@ -56,23 +59,23 @@ impl<'a> Spans<'a> {
             }
             _ => self.list.push(libc::iovec { iov_base: start.cast(), iov_len: len }),
         }
-        self.left += len;
+        self.remaining += len;
     }
 
-    /// Appends bytes that are only sent.
+    /// Appends bytes to send.
     pub fn push_bytes(&mut self, bytes: &'a [u8]) {
         self.list.push(libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() });
-        self.left += bytes.len();
+        self.remaining += bytes.len();
     }
 
-    /// Appends a small buffer that is only received into.
+    /// Appends a small buffer to receive into.
     pub fn push_buffer(&mut self, buffer: &'a mut [u8]) {
         self.list.push(libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() });
-        self.left += buffer.len();
+        self.remaining += buffer.len();
     }
 
     fn advance(&mut self, mut moved: usize) {
-        self.left -= moved;
+        self.remaining -= moved;
         while moved > 0 {
             let span = &mut self.list[self.next];
             if moved < span.iov_len {
@@ -94,35 +97,35 @@ impl<'a> Spans<'a> {
         message
     }
 
-    /// Sends what the socket takes now, without waiting, and returns how many bytes that was.
+    /// Sends as many bytes as the socket accepts without waiting, and returns their number.
     ///
     /// # Errors
-    /// The system call's; `WouldBlock` when the socket takes nothing now.
+    /// That of the system call; `WouldBlock` when the socket accepts nothing now.
     pub fn send(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         let message = self.message();
-        // SAFETY: every span points at live memory of its length (the spans borrow it). The kernel only reads.
-        // The blocks are leased: nobody writes them (invariant 3), and if somebody did, bytes would tear and
-        // the verdict would refuse them.
+        // SAFETY: every span points at live memory of its length (the spans borrow it). The kernel only reads. The
+        // blocks are leased and therefore not written (invariant 3). Blocks of an ended lease may change during the
+        // call; the verdict refuses these bytes.
         let sent = unsafe {
             libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL)
         };
-        self.moved(sent)
+        self.advance_by_result(sent)
     }
 
-    /// Receives until every span is full or the socket's receive timeout is over, and returns how many bytes
-    /// came; 0 when the peer has closed.
+    /// Receives until every span is full or the socket's receive timeout has passed. Returns the number of bytes, which
+    /// is 0 when the peer has closed the connection.
     ///
     /// # Errors
-    /// The system call's; `WouldBlock` when nothing came in time.
+    /// That of the system call; `WouldBlock` when no byte arrived in time.
     pub fn receive(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         let mut message = self.message();
-        // SAFETY: every span points at live memory of its length (the spans borrow it). The blocks are landing:
-        // nobody else reads or writes them until this read is over (invariant 3).
+        // SAFETY: every span points at live memory of its length (the spans borrow it). The blocks are landing: only
+        // this read accesses them until its end (invariant 3).
         let received = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_WAITALL) };
-        self.moved(received)
+        self.advance_by_result(received)
     }
 
-    fn moved(&mut self, result: isize) -> io::Result<usize> {
+    fn advance_by_result(&mut self, result: isize) -> io::Result<usize> {
         let moved = usize::try_from(result).map_err(|_| io::Error::last_os_error())?;
         self.advance(moved);
         Ok(moved)

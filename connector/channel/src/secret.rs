@@ -9,7 +9,7 @@ use sha2::Sha256;
 /// Shortest secret, in bytes: 128 bits that cannot be guessed offline from one recorded handshake.
 pub(crate) const SECRET_MIN_BYTES: usize = 16;
 
-/// What all engines of a cluster know and nobody else does. Cheap to clone; never printed.
+/// The secret of all engines of a cluster. Cheap to clone; never printed.
 #[derive(Clone)]
 pub struct Secret(Arc<[u8]>);
 
@@ -19,10 +19,10 @@ pub struct Secret(Arc<[u8]>);
 pub struct SecretTooShort(pub usize);
 
 impl Secret {
-    /// Keeps a secret of at least 16 bytes.
+    /// A secret of at least 16 bytes.
     ///
     /// # Errors
-    /// [`SecretTooShort`] with the length that was found.
+    /// [`SecretTooShort`] with the actual length.
     pub fn new(bytes: &[u8]) -> Result<Self, SecretTooShort> {
         if bytes.len() < SECRET_MIN_BYTES {
             return Err(SecretTooShort(bytes.len()));
@@ -41,14 +41,14 @@ impl Secret {
 }
 
 impl Secret {
-    /// A code that only who knows the secret can make: HMAC-SHA256 over the parts, one after the other. The first
-    /// names its purpose; at most one part may have a length of its own.
+    /// An authentication code: HMAC-SHA256 over the concatenated parts. The first part names the purpose. At most one
+    /// part may have a variable length.
     #[must_use]
     pub fn authenticate(&self, parts: &[&[u8]]) -> [u8; 32] {
         self.mac(parts).finalize().into_bytes().into()
     }
 
-    /// Whether a code is of these parts; compared in constant time.
+    /// Whether a code belongs to these parts; compared in constant time.
     #[must_use]
     pub fn is_authentic(&self, parts: &[&[u8]], code: &[u8; 32]) -> bool {
         self.mac(parts).verify_slice(code).is_ok()

@@ -1,200 +1,213 @@
-//! One connection on the producer's side: requests in, answers out, and blocks as the transport moves them.
+//! One connection on the producer's side: receives requests, sends replies, and lets the transport deliver blocks.
 //!
-//! The reader of a lease is bound to the connection that serves it: when the connection ends before the
-//! reader has said that it is done, the read has failed. `Done` may come over another connection.
+//! The reader of a lease is bound to the connection that serves it. If the connection ends before the reader's `Done`,
+//! the read has failed. `Done` may arrive over another connection.
 
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::io;
-use std::sync::atomic::Ordering;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use baton_connector::region::Region;
-use baton_connector::slice::Cut;
+use baton_connector::slice::SliceRange;
 use baton_connector::transport::{Producer, Readiness, TransportError, Verdict};
 use baton_connector::{BlockId, Handle, KvLayout, Reader};
 
 use socket2::Socket;
 
-use crate::handshake::{self, Credentials, Service, TurnedAway};
-use crate::link::{self, Link, LinkError, Until};
-use crate::server::Shared;
+use crate::Secret;
+use crate::handshake::{self, Credentials, HandshakeError, Service};
+use crate::socket::{self, ChannelError, ChannelSocket, WaitLimit};
 use crate::wire::{HEADER_BYTES, Header, Reply, Request};
 
-/// A connection that asks for nothing is closed after this long.
+/// A connection without requests is closed after this time.
 const IDLE: Duration = Duration::from_secs(120);
 
-/// How often a reader hears that its blocks are still computed, at the least.
-const SIGN_OF_LIFE: Duration = Duration::from_secs(1);
+/// Longest interval between two [`Reply::NotYet`] to a waiting reader.
+const NOT_YET_INTERVAL: Duration = Duration::from_secs(1);
 
-/// How often an idle connection's thread looks up. Shutdown does not wait for it: it closes the socket.
+/// Interval at which the thread of an idle connection wakes. Shutdown closes the socket and does not wait for it.
 const IDLE_SLICE: Duration = Duration::from_secs(5);
 
-/// How a transport greets consumers and delivers granted blocks.
+/// The producer's side of a transport: admits consumers and delivers granted blocks.
 pub trait Serve: Send + Sync + 'static {
     /// The transport's name: in proofs and logs.
     fn name(&self) -> &'static str;
 
-    /// What a consumer asks for to be served by this, where a listener serves several.
+    /// The service that a consumer requests to use this transport.
     fn service(&self) -> Service {
-        Service::OfListener
+        Service::ListenerDefault
     }
 
-    /// Where readers find the blocks.
-    fn source(&self) -> Source {
-        Source::Region
+    /// The memory from which blocks are read.
+    fn source(&self) -> BlockSource {
+        BlockSource::Region
     }
 
-    /// Looks at a fresh connection before a byte is read: sets its options, and turns away whom the system says
-    /// does not belong here.
+    /// Checks a new connection before a byte is read: sets its options, and refuses peers by their credentials at the
+    /// operating system.
     ///
     /// # Errors
-    /// Why the connection is closed again.
-    fn meet(&self, socket: &Socket) -> io::Result<()>;
+    /// The reason for which the connection is closed.
+    fn check_socket(&self, socket: &Socket) -> io::Result<()>;
 
-    /// Says what a consumer needs to know before its first read.
+    /// Sends the transport's data that a consumer needs before its first read.
     ///
     /// # Errors
-    /// [`LinkError`]; the connection ends.
-    fn admitted(&self, link: &mut Link, producer: &dyn Producer, until: Until<'_>) -> Result<(), LinkError> {
-        let _ = (link, producer, until);
+    /// [`ChannelError`]; the connection ends.
+    fn send_offer(
+        &self,
+        socket: &mut ChannelSocket,
+        producer: &dyn Producer,
+        until: WaitLimit<'_>,
+    ) -> Result<(), ChannelError> {
+        let _ = (socket, producer, until);
         Ok(())
     }
 
-    /// Says "granted" and delivers the blocks, or as many of them as leave while the lease is live. Asks
-    /// [`Granted::live`] before every batch.
+    /// Sends "granted" and delivers the blocks while the lease is live. The transport checks
+    /// [`GrantedRead::await_ready`] before every batch.
     ///
     /// # Errors
-    /// [`LinkError`]; the connection ends, and the read has failed.
-    fn deliver(&self, link: &mut Link, granted: &Granted<'_>) -> Result<Delivered, LinkError>;
+    /// [`ChannelError`]; the connection ends, and the read has failed.
+    fn deliver(
+        &self,
+        socket: &mut ChannelSocket,
+        granted: &GrantedRead<'_>,
+    ) -> Result<Delivery, ChannelError>;
 }
 
-/// Where the bytes of granted blocks are read.
+/// The memory from which granted blocks are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Source {
-    /// In the producer's region: host memory, whose bytes are made what was lent ([`Producer::in_region`]) first.
+pub enum BlockSource {
+    /// The producer's region in host memory, into which blocks are copied first ([`Producer::download_blocks`]).
     Region,
-    /// Elsewhere: in the memory of the device that computed them.
+    /// The memory of the device that computed the blocks.
     Device,
 }
 
 /// How the delivery of a read ended, with the connection in step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Delivered {
-    /// Everything has left, or may be taken.
-    Whole,
-    /// The lease ended before that, and the reader has been told.
+pub enum Delivery {
+    /// Every block is sent, or may be copied.
+    Complete,
+    /// The lease ended before that, and the reader was notified.
     LeaseEnded,
 }
 
 /// A read that the ledger has granted.
-pub struct Granted<'a> {
-    shared: &'a Shared,
+pub struct GrantedRead<'a> {
+    shared: &'a ServerState,
     handle: Handle,
     reader: Reader,
-    /// Entry of the lease's table that the read begins with.
+    /// First entry of the lease's table that is read.
     first: usize,
     blocks: Vec<BlockId>,
-    slice: Option<(Cut, KvLayout)>,
-    source: Source,
-    /// So many of the blocks are in the region, where they are read there.
-    in_region: Cell<usize>,
+    slice: Option<(SliceRange, KvLayout)>,
+    source: BlockSource,
+    /// Number of blocks that are up to date in the region, for [`BlockSource::Region`].
+    downloaded: Cell<usize>,
 }
 
-impl Granted<'_> {
+impl GrantedRead<'_> {
     /// The blocks, in the order of the read.
     #[must_use]
     pub fn blocks(&self) -> &[BlockId] {
         &self.blocks
     }
 
-    /// What of them was asked for, and the layout of a block; `None` when it was whole blocks.
+    /// The requested slice, and the layout of a block; `None` for whole blocks.
     #[must_use]
-    pub fn slice(&self) -> Option<(&Cut, &KvLayout)> {
-        self.slice.as_ref().map(|(cut, layout)| (cut, layout))
+    pub fn slice(&self) -> Option<(&SliceRange, &KvLayout)> {
+        self.slice.as_ref().map(|(range, layout)| (range, layout))
     }
 
-    /// The pool they lie in.
+    /// The pool of the blocks.
     #[must_use]
     pub fn region(&self) -> &Region {
         self.shared.producer.region()
     }
 
-    /// Whether the lease still lets this reader read.
+    /// Whether the lease still serves this reader.
     #[must_use]
-    pub fn live(&self) -> bool {
-        self.shared.producer.read_live(self.handle, self.reader)
+    pub fn is_live(&self) -> bool {
+        self.shared.producer.is_read_live(self.handle, self.reader)
     }
 
-    /// Waits until the first `upto` blocks of the read are computed; false when the lease lets this reader read no more.
-    /// `front` are frames that the reader has not been sent yet: they go out with the first sign of life, if there
-    /// is one.
+    /// Waits until the first `upto` blocks of the read are computed; false when the lease no longer serves this reader.
+    /// `front` contains unsent frames. The first [`Reply::NotYet`], if any, is sent together with them.
     ///
     /// # Errors
-    /// [`LinkError`]; the connection ends, and the read has failed.
-    pub fn await_ready(&self, link: &mut Link, front: &mut Vec<u8>, upto: usize) -> Result<bool, LinkError> {
-        let mut signed = None;
+    /// [`ChannelError`]; the connection ends, and the read has failed.
+    pub fn await_ready(
+        &self,
+        socket: &mut ChannelSocket,
+        front: &mut Vec<u8>,
+        upto: usize,
+    ) -> Result<bool, ChannelError> {
+        let mut sent = None;
         loop {
             let producer = &self.shared.producer;
-            match producer.await_ready(self.handle, self.reader, self.first + upto, link::SLICE) {
-                Readiness::Ready => return self.bring(upto).map(|()| true),
+            match producer.await_ready(self.handle, self.reader, self.first + upto, socket::SLICE) {
+                Readiness::Ready => return self.download(upto).map(|()| true),
                 Readiness::Gone => return Ok(false),
                 Readiness::NotYet => {}
             }
             if self.shared.stop.load(Ordering::Acquire) {
-                return Err(LinkError::Stopped);
+                return Err(ChannelError::Stopped);
             }
-            if link.is_closed() {
-                return Err(LinkError::Closed);
+            if socket.is_closed() {
+                return Err(ChannelError::Closed);
             }
-            // Both ends of a cluster bear the same silence.
-            let due = SIGN_OF_LIFE.min(link.silence() / 3);
-            if signed.is_none_or(|signed: Instant| signed.elapsed() >= due) {
+            // All engines of a cluster have the same bound on silence.
+            let due = NOT_YET_INTERVAL.min(socket.silence() / 3);
+            if sent.is_none_or(|sent: Instant| sent.elapsed() >= due) {
                 front.extend(Reply::NotYet.encode());
-                link.send(front, self.until())?;
+                socket.send(front, self.wait_limit())?;
                 front.clear();
-                signed = Some(Instant::now());
+                sent = Some(Instant::now());
             }
         }
     }
 
-    /// Has the first `upto` blocks of the read in the region, where they are read there.
-    fn bring(&self, upto: usize) -> Result<(), LinkError> {
-        let from = self.in_region.get();
-        if self.source == Source::Region && from < upto {
-            let brought = self.shared.producer.in_region(&self.blocks[from..upto]);
-            brought.map_err(|why| LinkError::Io(io::Error::other(why.to_string())))?;
-            self.in_region.set(upto);
+    /// Brings the first `upto` blocks of the read up to date in the region, for [`BlockSource::Region`].
+    fn download(&self, upto: usize) -> Result<(), ChannelError> {
+        let from = self.downloaded.get();
+        if self.source == BlockSource::Region && from < upto {
+            let downloaded = self.shared.producer.download_blocks(&self.blocks[from..upto]);
+            downloaded.map_err(|why| ChannelError::Io(io::Error::other(why.to_string())))?;
+            self.downloaded.set(upto);
         }
         Ok(())
     }
 
-    /// What ends a wait: the server's own end.
+    /// The limit of a wait: the shutdown of the server.
     #[must_use]
-    pub fn until(&self) -> Until<'_> {
-        Until::stopped(&self.shared.stop)
+    pub fn wait_limit(&self) -> WaitLimit<'_> {
+        WaitLimit::stopped(&self.shared.stop)
     }
 
-    /// What announces the delivery: one whole frame.
+    /// The "granted" frame, which precedes the delivery.
     ///
     /// # Panics
     /// Never: a handoff has fewer blocks than 2³².
     #[must_use]
-    pub fn announcement(&self) -> Vec<u8> {
+    pub fn granted_frame(&self) -> Vec<u8> {
         let count = u32::try_from(self.blocks.len()).expect("BLOCKS_PER_HANDOFF_MAX fits into 32 bits");
-        let bytes = self.slice().map_or(self.region().block_bytes(), |(cut, layout)| cut.bytes(layout));
+        let bytes = self.slice().map_or(self.region().block_bytes(), |(range, layout)| range.bytes(layout));
         Reply::Granted { count, bytes: bytes as u64 }.encode()
     }
 
-    /// Counts bytes of blocks that have left, or may be taken.
-    pub fn count(&self, bytes: usize) {
+    /// Counts bytes of blocks that are sent, or that the consumer may copy.
+    pub fn count_bytes(&self, bytes: usize) {
         self.shared.stats.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 }
 
-/// Which connection serves which read. The lock is held across the producer's answer, so that the end of one
-/// connection cannot fail a read that another one has just begun.
+/// The connection of each open read. The lock is held across the call of the producer. Otherwise the end of one
+/// connection could fail a read that another one has just begun.
 #[derive(Debug, Default)]
 pub(crate) struct OpenReads(Mutex<HashMap<(Handle, Reader), u64>>);
 
@@ -211,7 +224,7 @@ impl OpenReads {
         (first, count): (usize, usize),
     ) -> Result<Vec<BlockId>, TransportError> {
         let mut open = self.lock();
-        let blocks = producer.read_begun(handle, reader, first, count)?;
+        let blocks = producer.begin_read(handle, reader, first, count)?;
         open.insert((handle, reader), connection);
         Ok(blocks)
     }
@@ -219,31 +232,31 @@ impl OpenReads {
     fn done(&self, producer: &dyn Producer, handle: Handle, reader: Reader) -> Verdict {
         let mut open = self.lock();
         open.remove(&(handle, reader));
-        producer.read_done(handle, reader)
+        producer.finish_read(handle, reader)
     }
 
     fn failed(&self, producer: &dyn Producer, handle: Handle, reader: Reader) {
         let mut open = self.lock();
         open.remove(&(handle, reader));
-        producer.read_failed(handle, reader);
+        producer.fail_read(handle, reader);
     }
 
-    /// Whether a read that was granted on this connection may still be under way.
+    /// Whether a read of this connection may still be in flight.
     pub(crate) fn in_flight(&self, producer: &dyn Producer, connection: u64) -> bool {
         let open = self.lock();
-        let mut ours = open.iter().filter(|(_, serving)| **serving == connection);
-        ours.any(|((handle, reader), _)| producer.read_live(*handle, *reader))
+        let mut own = open.iter().filter(|(_, serving)| **serving == connection);
+        own.any(|((handle, reader), _)| producer.is_read_live(*handle, *reader))
     }
 
     fn forget(&self, handle: Handle, reader: Reader) {
         self.lock().remove(&(handle, reader));
     }
 
-    /// The connection has ended: what it served has failed.
+    /// Fails the open reads of an ended connection.
     pub(crate) fn connection_ended(&self, producer: &dyn Producer, connection: u64) {
         self.lock().retain(|(handle, reader), serving| {
             if *serving == connection {
-                producer.read_failed(*handle, *reader);
+                producer.fail_read(*handle, *reader);
             }
             *serving != connection
         });
@@ -252,47 +265,93 @@ impl OpenReads {
 
 /// Why a connection ended.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Ended {
+pub(crate) enum ServeError {
     #[error("handshake failed: {0}")]
-    Handshake(#[from] TurnedAway),
+    Handshake(#[from] HandshakeError),
     #[error(transparent)]
-    Link(#[from] LinkError),
+    Channel(#[from] ChannelError),
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct ServerCounters {
+    pub(crate) rejected: AtomicU64,
+    pub(crate) evicted: AtomicU64,
+    pub(crate) handshakes_failed: AtomicU64,
+    pub(crate) reads: AtomicU64,
+    pub(crate) reads_gone: AtomicU64,
+    pub(crate) bytes: AtomicU64,
+}
+
+/// The shared state of one server's threads, without its connections.
+pub(crate) struct ServerState {
+    pub(crate) producer: Arc<dyn Producer>,
+    /// The services that a consumer can request. The first is the listener's own.
+    pub(crate) services: Vec<Arc<dyn Serve>>,
+    pub(crate) secret: Option<Secret>,
+    pub(crate) stop: AtomicBool,
+    pub(crate) open_reads: OpenReads,
+    pub(crate) stats: ServerCounters,
+}
+
+impl ServerState {
+    /// The listener's own service.
+    pub(crate) fn listener_service(&self) -> &dyn Serve {
+        &*self.services[0]
+    }
+}
+
+/// The connections of one server, by their numbers.
+pub(crate) trait ConnectionTable {
+    /// Claims a slot for a connection after its handshake; `false` when no slot is free.
+    fn claim_slot(&self, id: u64) -> bool;
+
+    /// Records that a connection waits for a request.
+    fn mark_idle(&self, id: u64, since: Instant);
+
+    /// Records that a connection has a request.
+    fn mark_busy(&self, id: u64);
 }
 
 /// Serves one connection until it ends.
 ///
 /// # Errors
-/// Why it ended, unless it fell idle between two requests.
-pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result<(), Ended> {
+/// Why the connection ended, unless it was idle for too long.
+pub(crate) fn serve(
+    socket: &mut ChannelSocket,
+    connection: u64,
+    shared: &ServerState,
+    table: &dyn ConnectionTable,
+) -> Result<(), ServeError> {
     let producer = &*shared.producer;
     let named = |service| shared.services.iter().position(|serve| serve.service() == service);
     let credentials = |service| {
         let serve = &shared.services[named(service)?];
-        Some(Credentials { secret: shared.options.secret.as_ref(), transport: serve.name(), service })
+        Some(Credentials { secret: shared.secret.as_ref(), transport: serve.name(), service })
     };
     let expected = (producer.epoch(), producer.fingerprint());
-    let service = handshake::answer(link, credentials, expected, &shared.stop)?;
-    if !shared.take_place(connection) {
+    let service = handshake::accept(socket, credentials, expected, &shared.stop)?;
+    if !table.claim_slot(connection) {
         return Ok(());
     }
     let serve = &*shared.services[named(service).expect("it was served a moment ago")];
-    serve.admitted(link, producer, Until::stopped(&shared.stop))?;
-    while request_comes(link, connection, shared)? {
-        shared.begins(connection);
-        let request = receive(link, shared)?;
-        let until = Until::stopped(&shared.stop);
+    serve.send_offer(socket, producer, WaitLimit::stopped(&shared.stop))?;
+    while await_request(socket, connection, shared, table)? {
+        table.mark_busy(connection);
+        let request = receive(socket, shared)?;
+        let until = WaitLimit::stopped(&shared.stop);
         let reply = match request {
             Request::Read { handle, reader, first, count } => {
-                let range = (first as usize, count as usize);
-                answer_read(link, connection, (shared, serve), (handle, reader), Wanted::Blocks(range))?;
+                let request = ReadRequest::Blocks((first as usize, count as usize));
+                answer_read(socket, connection, (shared, serve), (handle, reader), request)?;
                 continue;
             }
             Request::Slice { handle, reader, tokens, heads } => {
-                let cut = Cut {
+                let range = SliceRange {
                     tokens: tokens.0 as usize..tokens.1 as usize,
                     heads: usize::from(heads.0)..usize::from(heads.1),
                 };
-                answer_read(link, connection, (shared, serve), (handle, reader), Wanted::Slice(cut))?;
+                let request = ReadRequest::Slice(range);
+                answer_read(socket, connection, (shared, serve), (handle, reader), request)?;
                 continue;
             }
             Request::Done { handle, reader } => {
@@ -310,92 +369,98 @@ pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result
                 Reply::Renewed(handles.into_iter().map(|handle| producer.heartbeat(handle)).collect())
             }
         };
-        link.send(&reply.encode(), until)?;
+        socket.send(&reply.encode(), until)?;
     }
     Ok(())
 }
 
-/// Waits for the next request; false when the connection has been idle for too long. One whose reader has not said
-/// yet how its read ended is not idle: the lease bounds it.
-fn request_comes(link: &Link, connection: u64, shared: &Shared) -> Result<bool, LinkError> {
+/// Waits for the next request; false when the connection has been idle for too long. A connection with an open read is
+/// not idle: the lease bounds the read.
+fn await_request(
+    socket: &ChannelSocket,
+    connection: u64,
+    shared: &ServerState,
+    table: &dyn ConnectionTable,
+) -> Result<bool, ChannelError> {
     let since = Instant::now();
-    shared.rests(connection, since);
+    table.mark_idle(connection, since);
     while since.elapsed() < IDLE || shared.open_reads.in_flight(&*shared.producer, connection) {
         if shared.stop.load(Ordering::Acquire) {
-            return Err(LinkError::Stopped);
+            return Err(ChannelError::Stopped);
         }
-        if link.readable_within(IDLE_SLICE).map_err(LinkError::Io)? {
+        if socket.readable_within(IDLE_SLICE).map_err(ChannelError::Io)? {
             return Ok(true);
         }
     }
     Ok(false)
 }
 
-fn receive(link: &mut Link, shared: &Shared) -> Result<Request, LinkError> {
-    let until = Until::deadline(&shared.stop, Instant::now() + link.silence());
+fn receive(socket: &mut ChannelSocket, shared: &ServerState) -> Result<Request, ChannelError> {
+    let until = WaitLimit::deadline(&shared.stop, Instant::now() + socket.silence());
     let mut header = [0; HEADER_BYTES];
-    link.receive(&mut header, until)?;
+    socket.receive(&mut header, until)?;
     let header = Header::decode(header);
     let mut payload = vec![0; header.control_len()?];
-    link.receive(&mut payload, until)?;
+    socket.receive(&mut payload, until)?;
     Ok(Request::decode(header.kind, &payload)?)
 }
 
-/// What a read asks for.
-enum Wanted {
+/// The requested part of a lease.
+enum ReadRequest {
     /// First entry of the table, and number of entries.
     Blocks((usize, usize)),
-    Slice(Cut),
+    Slice(SliceRange),
 }
 
-/// The entries of the block table, and what of them if not all.
-type Checked = ((usize, usize), Option<(Cut, KvLayout)>);
+/// The entries of the block table (first and count), and the slice if the blocks are not read whole.
+type ResolvedRead = ((usize, usize), Option<(SliceRange, KvLayout)>);
 
-impl Wanted {
-    fn checked(self, producer: &dyn Producer) -> Result<Checked, String> {
+impl ReadRequest {
+    fn resolve(self, producer: &dyn Producer) -> Result<ResolvedRead, String> {
         match self {
             Self::Blocks(range) => Ok((range, None)),
-            Self::Slice(cut) => {
+            Self::Slice(range) => {
                 let layout = producer.layout().ok_or("only whole blocks are served here")?;
-                cut.check(&layout).map_err(|error| error.to_string())?;
-                let entries = cut.entries(&layout);
-                Ok(((entries.start, entries.len()), Some((cut, layout))))
+                range.check(&layout).map_err(|error| error.to_string())?;
+                let entries = range.entries(&layout);
+                Ok(((entries.start, entries.len()), Some((range, layout))))
             }
         }
     }
 }
 
-/// Answers a read: granted, and then it is the transport's; or gone, or refused.
+/// Answers a read request: grants it and lets the transport deliver, or replies gone or refused.
 fn answer_read(
-    link: &mut Link,
+    socket: &mut ChannelSocket,
     connection: u64,
-    (shared, serve): (&Shared, &dyn Serve),
+    (shared, serve): (&ServerState, &dyn Serve),
     (handle, reader): (Handle, Reader),
-    wanted: Wanted,
-) -> Result<(), LinkError> {
+    request: ReadRequest,
+) -> Result<(), ChannelError> {
     let producer = &*shared.producer;
-    let until = Until::stopped(&shared.stop);
-    let refuse = |link: &mut Link, why: &str| link.send(&Reply::Refused(why.into()).encode(), until);
-    let (range, slice) = match wanted.checked(producer) {
-        Ok(checked) => checked,
-        Err(why) => return refuse(link, &why),
+    let until = WaitLimit::stopped(&shared.stop);
+    let refuse =
+        |socket: &mut ChannelSocket, why: &str| socket.send(&Reply::Refused(why.into()).encode(), until);
+    let (range, slice) = match request.resolve(producer) {
+        Ok(resolved) => resolved,
+        Err(why) => return refuse(socket, &why),
     };
     let first = range.0;
     let blocks = match shared.open_reads.begin(producer, connection, (handle, reader), range) {
         Ok(blocks) => blocks,
         Err(TransportError::Gone) => {
             shared.stats.reads_gone.fetch_add(1, Ordering::Relaxed);
-            return link.send(&Reply::Gone.encode(), until);
+            return socket.send(&Reply::Gone.encode(), until);
         }
-        Err(TransportError::Refused(why)) => return refuse(link, &why),
-        Err(other) => return refuse(link, &other.to_string()),
+        Err(TransportError::Refused(why)) => return refuse(socket, &why),
+        Err(other) => return refuse(socket, &other.to_string()),
     };
     shared.stats.reads.fetch_add(1, Ordering::Relaxed);
-    let (source, in_region) = (serve.source(), Cell::new(0));
-    let granted = Granted { shared, handle, reader, first, blocks, slice, source, in_region };
-    if serve.deliver(link, &granted)? == Delivered::LeaseEnded {
-        // A lease that drains waits for this reader, who says that it has failed or closes the connection.
-        if !producer.read_live(handle, reader) {
+    let (source, downloaded) = (serve.source(), Cell::new(0));
+    let granted = GrantedRead { shared, handle, reader, first, blocks, slice, source, downloaded };
+    if serve.deliver(socket, &granted)? == Delivery::LeaseEnded {
+        // A draining lease waits for this reader, which reports its failure or closes the connection.
+        if !producer.is_read_live(handle, reader) {
             shared.open_reads.forget(handle, reader);
         }
         shared.stats.reads_gone.fetch_add(1, Ordering::Relaxed);

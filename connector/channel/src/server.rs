@@ -14,9 +14,9 @@ use baton_connector::transport::{Producer, SILENCE};
 use socket2::Socket;
 
 use crate::Secret;
-use crate::handshake::{self, TurnedAway};
-use crate::link::{self, Link, LinkError, SLICE};
-use crate::serve::{self, Ended, OpenReads, Serve};
+use crate::handshake::{self, HandshakeError};
+use crate::serve::{self, ConnectionTable, OpenReads, Serve, ServeError, ServerCounters, ServerState};
+use crate::socket::{self, ChannelError, ChannelSocket, SLICE};
 
 /// Stack of a connection's thread, in bytes: its deepest frame holds a few hundred spans, on the heap.
 const STACK_BYTES: usize = 256 * 1024;
@@ -26,10 +26,10 @@ const STACK_BYTES: usize = 256 * 1024;
 pub struct ServerOptions {
     /// The cluster's secret. Needed beyond this machine.
     pub secret: Option<Secret>,
-    /// Connections at once. One more takes the place of the one that has been idle for longest; where none is idle it is
-    /// told that there is no room. Each costs a thread while it lasts.
+    /// Maximum number of connections. One more evicts the connection that has been idle for longest. If none is idle,
+    /// the new one is rejected. Each connection has a thread.
     pub connections_max: usize,
-    /// A peer that is silent this long within a handshake, a request or a read has failed.
+    /// A peer that is silent for this long within a handshake, a request or a read has failed.
     pub silence: Duration,
 }
 
@@ -39,15 +39,15 @@ impl Default for ServerOptions {
     }
 }
 
-/// What a server has done so far.
+/// The counters of a server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ServerStats {
-    /// Connections now.
+    /// Current connections.
     pub connections: usize,
-    /// Connections that were told that there is no room.
-    pub turned_away: u64,
-    /// Idle connections that were closed for the sake of new ones.
-    pub displaced: u64,
+    /// Connections that were rejected at the limit.
+    pub rejected: u64,
+    /// Idle connections that were closed in favour of new ones.
+    pub evicted: u64,
     /// Connections that ended in their handshake.
     pub handshakes_failed: u64,
     /// Reads granted.
@@ -58,121 +58,101 @@ pub struct ServerStats {
     pub bytes: u64,
 }
 
-#[derive(Debug, Default)]
-pub(crate) struct Counters {
-    turned_away: AtomicU64,
-    displaced: AtomicU64,
-    handshakes_failed: AtomicU64,
-    pub(crate) reads: AtomicU64,
-    pub(crate) reads_gone: AtomicU64,
-    pub(crate) bytes: AtomicU64,
+/// A server: its state, and the table of its connections.
+struct ServerShared {
+    state: ServerState,
+    options: ServerOptions,
+    connections: Mutex<HashMap<u64, ServedConnection>>,
 }
 
-/// What the threads of one server share.
-pub(crate) struct Shared {
-    pub(crate) producer: Arc<dyn Producer>,
-    /// What a consumer can ask for; the first is the listener's own.
-    pub(crate) services: Vec<Arc<dyn Serve>>,
-    pub(crate) options: ServerOptions,
-    pub(crate) stop: AtomicBool,
-    pub(crate) open_reads: OpenReads,
-    pub(crate) stats: Counters,
-    connections: Mutex<HashMap<u64, Connection>>,
-}
-
-/// What is needed to end a connection from outside.
-struct Connection {
+/// One entry of the connection table.
+struct ServedConnection {
     socket: Socket,
     thread: JoinHandle<()>,
-    /// It has shown who it is.
+    /// Whether its handshake is complete.
     admitted: bool,
-    /// Since it has waited for a request; none while it has one, and in its handshake.
+    /// Since when it waits for a request; `None` during a request and the handshake.
     idle_since: Option<Instant>,
-    /// Closed for the sake of another; its thread is about to end.
-    displaced: bool,
+    /// Closed in favour of another connection; its thread is about to end.
+    evicted: bool,
 }
 
-impl Shared {
-    /// The listener's own service.
-    fn own(&self) -> &dyn Serve {
-        &*self.services[0]
-    }
-
-    /// After its handshake, a connection takes its place: beyond the bound, that of an idle one. Strangers displace no
-    /// consumer.
-    pub(crate) fn take_place(&self, id: u64) -> bool {
+impl ConnectionTable for ServerShared {
+    /// Beyond the limit a connection takes the slot of an idle one. This happens only after the handshake, so that
+    /// unauthenticated peers evict no consumer.
+    fn claim_slot(&self, id: u64) -> bool {
         let mut connections = self.connections();
         if let Some(connection) = connections.get_mut(&id) {
             connection.admitted = true;
         }
-        let serving = connections.values().filter(|connection| connection.admitted && !connection.displaced);
-        let has_place =
-            serving.count() <= self.options.connections_max || self.displace_one(&mut connections);
-        if !has_place {
-            self.stats.turned_away.fetch_add(1, Ordering::Relaxed);
+        let serving = connections.values().filter(|connection| connection.admitted && !connection.evicted);
+        let has_slot = serving.count() <= self.options.connections_max || self.evict_idle(&mut connections);
+        if !has_slot {
+            self.state.stats.rejected.fetch_add(1, Ordering::Relaxed);
         }
-        has_place
+        has_slot
     }
 
-    /// Connections whose place nothing can take: in their handshake, with a request, or with a read under way.
-    fn held(&self, connections: &HashMap<u64, Connection>) -> usize {
-        let is_held = |(id, connection): &(&u64, &Connection)| {
-            !connection.displaced
-                && (connection.idle_since.is_none() || self.open_reads.in_flight(&*self.producer, **id))
-        };
-        connections.iter().filter(is_held).count()
-    }
-
-    /// A connection waits for a request from now on.
-    pub(crate) fn rests(&self, id: u64, since: Instant) {
+    fn mark_idle(&self, id: u64, since: Instant) {
         if let Some(connection) = self.connections().get_mut(&id) {
             connection.idle_since = Some(since);
         }
     }
 
-    /// A connection has a request.
-    pub(crate) fn begins(&self, id: u64) {
+    fn mark_busy(&self, id: u64) {
         if let Some(connection) = self.connections().get_mut(&id) {
             connection.idle_since = None;
         }
     }
+}
 
-    /// Closes the connection that has been idle for longest, of which no read may be under way. Its peer makes another
-    /// when it has something to ask.
-    fn displace_one(&self, connections: &mut HashMap<u64, Connection>) -> bool {
+impl ServerShared {
+    /// Connections that cannot be evicted: in their handshake, with a request, or with a read in flight.
+    fn busy_connections(&self, connections: &HashMap<u64, ServedConnection>) -> usize {
+        let is_busy = |(id, connection): &(&u64, &ServedConnection)| {
+            !connection.evicted
+                && (connection.idle_since.is_none()
+                    || self.state.open_reads.in_flight(&*self.state.producer, **id))
+        };
+        connections.iter().filter(is_busy).count()
+    }
+
+    /// Closes the connection that has been idle for longest and has no read in flight. Its peer reconnects when it has
+    /// a request.
+    fn evict_idle(&self, connections: &mut HashMap<u64, ServedConnection>) -> bool {
         let mut idle: Vec<_> = connections
             .iter()
             .filter_map(|(id, connection)| {
-                Some((connection.idle_since.filter(|_| !connection.displaced)?, *id))
+                Some((connection.idle_since.filter(|_| !connection.evicted)?, *id))
             })
             .collect();
         idle.sort_unstable();
-        let free = idle.into_iter().find(|(_, id)| !self.open_reads.in_flight(&*self.producer, *id));
+        let free =
+            idle.into_iter().find(|(_, id)| !self.state.open_reads.in_flight(&*self.state.producer, *id));
         let Some(connection) = free.and_then(|(_, id)| connections.get_mut(&id)) else { return false };
-        connection.displaced = true;
+        connection.evicted = true;
         // It may have been closed by the peer already.
         let _ = connection.socket.shutdown(Shutdown::Both);
-        self.stats.displaced.fetch_add(1, Ordering::Relaxed);
+        self.state.stats.evicted.fetch_add(1, Ordering::Relaxed);
         true
     }
 
-    fn connections(&self) -> MutexGuard<'_, HashMap<u64, Connection>> {
+    fn connections(&self) -> MutexGuard<'_, HashMap<u64, ServedConnection>> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Serves the blocks of one producer until it is shut down or dropped.
 pub struct Server {
-    shared: Arc<Shared>,
+    shared: Arc<ServerShared>,
     acceptor: Option<JoinHandle<()>>,
 }
 
 impl Server {
-    /// Starts to serve on a listening socket. The first service is the listener's own: it meets every connection.
+    /// Starts to serve on a listening socket. The first service is the listener's own: it checks every connection.
     ///
     /// # Errors
-    /// `InvalidInput` when the listener is reachable from beyond loopback and there is no secret; otherwise
-    /// the system's.
+    /// `InvalidInput` if the listener is reachable from beyond loopback without a secret; otherwise a system error.
     ///
     /// # Panics
     /// Without a service.
@@ -189,15 +169,15 @@ impl Server {
             return Err(io::Error::new(ErrorKind::InvalidInput, why));
         }
         listener.set_nonblocking(true)?;
-        let shared = Arc::new(Shared {
+        let state = ServerState {
             producer,
             services,
-            options,
+            secret: options.secret.clone(),
             stop: AtomicBool::new(false),
             open_reads: OpenReads::default(),
-            stats: Counters::default(),
-            connections: Mutex::default(),
-        });
+            stats: ServerCounters::default(),
+        };
+        let shared = Arc::new(ServerShared { state, options, connections: Mutex::default() });
         let for_thread = Arc::clone(&shared);
         let acceptor = thread::Builder::new()
             .name("kv-accept".into())
@@ -206,15 +186,15 @@ impl Server {
         Ok(Self { shared, acceptor: Some(acceptor) })
     }
 
-    /// What it has done so far.
+    /// The counters so far.
     #[must_use]
     pub fn stats(&self) -> ServerStats {
-        let stats = &self.shared.stats;
+        let stats = &self.shared.state.stats;
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         ServerStats {
             connections: self.shared.connections().len(),
-            turned_away: load(&stats.turned_away),
-            displaced: load(&stats.displaced),
+            rejected: load(&stats.rejected),
+            evicted: load(&stats.evicted),
             handshakes_failed: load(&stats.handshakes_failed),
             reads: load(&stats.reads),
             reads_gone: load(&stats.reads_gone),
@@ -228,9 +208,9 @@ impl Server {
     }
 
     fn stop(&mut self) {
-        self.shared.stop.store(true, Ordering::Release);
+        self.shared.state.stop.store(true, Ordering::Release);
         join(self.acceptor.take());
-        // The lock is not held while a thread is joined: it takes it to sign off.
+        // The lock is not held while a thread is joined, because the thread takes it to remove its entry.
         let connections = std::mem::take(&mut *self.shared.connections());
         for connection in connections.values() {
             // It may have been closed by the peer already.
@@ -254,23 +234,23 @@ fn join(thread: Option<JoinHandle<()>>) {
     }
 }
 
-fn accept(listener: &Socket, shared: &Arc<Shared>) {
+fn accept(listener: &Socket, shared: &Arc<ServerShared>) {
     let mut next_id = 0;
-    while !shared.stop.load(Ordering::Acquire) {
-        if !link::wait(listener.as_fd(), libc::POLLIN, SLICE).unwrap_or(false) {
+    while !shared.state.stop.load(Ordering::Acquire) {
+        if !socket::wait(listener.as_fd(), libc::POLLIN, SLICE).unwrap_or(false) {
             continue;
         }
         match listener.accept() {
             Ok((socket, peer)) => {
                 next_id += 1;
                 if let Err(error) = admit(socket, next_id, shared) {
-                    let (transport, peer) = (shared.own().name(), peer.as_socket());
+                    let (transport, peer) = (shared.state.listener_service().name(), peer.as_socket());
                     tracing::warn!(transport, ?peer, %error, "KV connection not served");
                 }
             }
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionAborted) => {}
             Err(error) => {
-                // Out of descriptors, most likely: the listener stays readable, so this would spin.
+                // Probably out of descriptors. The listener stays readable, so this loop would spin.
                 tracing::warn!(%error, "cannot accept KV connections");
                 thread::park_timeout(SLICE);
             }
@@ -278,61 +258,64 @@ fn accept(listener: &Socket, shared: &Arc<Shared>) {
     }
 }
 
-/// Gives a connection its thread, or tells it that there is no room.
-fn admit(socket: Socket, id: u64, shared: &Arc<Shared>) -> io::Result<()> {
-    shared.own().meet(&socket)?;
+/// Starts the thread of a connection, or rejects the connection at the limit.
+fn admit(socket: Socket, id: u64, shared: &Arc<ServerShared>) -> io::Result<()> {
+    shared.state.listener_service().check_socket(&socket)?;
     let mut connections = shared.connections();
     let most = shared.options.connections_max;
-    // A newcomer shows who it is before it takes an idle one's place, so there may be twice as many threads for a moment.
-    if connections.len() >= 2 * most || connections.len() >= most && shared.held(&connections) >= most {
-        shared.stats.turned_away.fetch_add(1, Ordering::Relaxed);
+    // A new connection completes its handshake before it evicts an idle one. So there may be twice as many threads
+    // briefly.
+    if connections.len() >= 2 * most
+        || connections.len() >= most && shared.busy_connections(&connections) >= most
+    {
+        shared.state.stats.rejected.fetch_add(1, Ordering::Relaxed);
         socket.set_nonblocking(true)?;
-        // A courtesy to the peer. If its socket does not take these bytes at once, it sees the close.
-        let _ = io::Write::write(&mut &socket, &handshake::busy());
+        // If the socket does not accept these bytes at once, the peer sees only the close.
+        let _ = io::Write::write(&mut &socket, &handshake::busy_welcome());
         return Ok(());
     }
-    let mut link = Link::new(socket.try_clone()?, shared.options.silence)?;
+    let mut channel = ChannelSocket::new(socket.try_clone()?, shared.options.silence)?;
     let for_thread = Arc::clone(shared);
     let thread =
         thread::Builder::new().name(format!("kv-serve-{id}")).stack_size(STACK_BYTES).spawn(move || {
-            let signed_on = SignedOn { id, shared: for_thread };
-            let ended = serve::serve(&mut link, id, &signed_on.shared);
-            report(&signed_on.shared, ended);
+            let guard = ConnectionGuard { id, shared: for_thread };
+            let ended = serve::serve(&mut channel, id, &guard.shared.state, &*guard.shared);
+            report(&guard.shared.state, ended);
         })?;
     connections
-        .insert(id, Connection { socket, thread, admitted: false, idle_since: None, displaced: false });
+        .insert(id, ServedConnection { socket, thread, admitted: false, idle_since: None, evicted: false });
     Ok(())
 }
 
-fn report(shared: &Shared, ended: Result<(), Ended>) {
+fn report(shared: &ServerState, ended: Result<(), ServeError>) {
     match ended {
-        Ok(()) | Err(Ended::Link(LinkError::Closed | LinkError::Stopped)) => {}
-        Err(Ended::Link(error)) => {
-            tracing::debug!(listener = shared.own().name(), %error, "KV connection ended")
+        Ok(()) | Err(ServeError::Channel(ChannelError::Closed | ChannelError::Stopped)) => {}
+        Err(ServeError::Channel(error)) => {
+            tracing::debug!(listener = shared.listener_service().name(), %error, "KV connection ended")
         }
-        // A consumer that looks for the best transport there is: no failure.
-        Err(Ended::Handshake(TurnedAway::Service)) => {}
-        // A port that is looked at, by a monitor or by `baton doctor`: counted, and nothing that an operator acts on.
-        Err(Ended::Handshake(TurnedAway::Link(error @ LinkError::Closed))) => {
+        // A consumer that tries transports in order of preference: not a failure.
+        Err(ServeError::Handshake(HandshakeError::Service)) => {}
+        // A port check by a monitor or by `baton doctor`: counted, but no reason for an operator to act.
+        Err(ServeError::Handshake(HandshakeError::Channel(error @ ChannelError::Closed))) => {
             shared.stats.handshakes_failed.fetch_add(1, Ordering::Relaxed);
-            tracing::debug!(listener = shared.own().name(), %error, "KV connection closed before its handshake");
+            tracing::debug!(listener = shared.listener_service().name(), %error, "KV connection closed before its handshake");
         }
-        Err(Ended::Handshake(error)) => {
+        Err(ServeError::Handshake(error)) => {
             shared.stats.handshakes_failed.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(listener = shared.own().name(), %error, "KV connection refused");
+            tracing::warn!(listener = shared.listener_service().name(), %error, "KV connection refused");
         }
     }
 }
 
-/// A connection's entry in the books; signs off when its thread ends, also by a panic.
-struct SignedOn {
+/// Removes the connection from the table when its thread ends, also by a panic.
+struct ConnectionGuard {
     id: u64,
-    shared: Arc<Shared>,
+    shared: Arc<ServerShared>,
 }
 
-impl Drop for SignedOn {
+impl Drop for ConnectionGuard {
     fn drop(&mut self) {
-        self.shared.open_reads.connection_ended(&*self.shared.producer, self.id);
+        self.shared.state.open_reads.connection_ended(&*self.shared.state.producer, self.id);
         self.shared.connections().remove(&self.id);
     }
 }

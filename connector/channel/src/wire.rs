@@ -1,8 +1,8 @@
-//! Messages as bytes. Pure: no socket in here.
+//! Messages as bytes. Pure: without sockets.
 //!
-//! Every message after the handshake is a frame: one byte kind, four bytes length (little-endian), payload.
-//! A control message is at most [`CONTROL_MESSAGE_MAX_BYTES`] long; a batch of blocks is as long as the read
-//! that was granted allows. Whatever a peer sends, decoding ends in a message or in a [`WireError`].
+//! Every message after the handshake is a frame: one byte kind, four bytes length (little-endian), payload. A control
+//! message has at most [`CONTROL_MESSAGE_MAX_BYTES`] bytes. The granted read bounds the length of a batch of blocks.
+//! Decoding any bytes returns a message or a [`WireError`].
 
 use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
 use baton_connector::limits::{BLOCKS_PER_HANDOFF_MAX, CONTROL_MESSAGE_MAX_BYTES, HEARTBEAT_HANDLES_MAX};
@@ -12,7 +12,7 @@ use baton_connector::{Handle, Rank, Reader};
 /// Bytes of a frame's header: kind and length.
 pub const HEADER_BYTES: usize = 5;
 
-/// Longest text (a release's reason, a refusal), in bytes; longer ones are cut.
+/// Longest text (the reason of a release or refusal), in bytes. Longer texts are truncated.
 pub(crate) const TEXT_MAX_BYTES: usize = 256;
 
 const READ_BYTES: usize = 16 + 12 + 4 + 4;
@@ -24,40 +24,40 @@ const _: () = assert!(HEARTBEAT_HANDLES_MAX * 16 <= CONTROL_MESSAGE_MAX_BYTES);
 const _: () = assert!(16 + TEXT_MAX_BYTES <= CONTROL_MESSAGE_MAX_BYTES);
 const _: () = assert!(BLOCKS_PER_HANDOFF_MAX <= u32::MAX as usize);
 
-/// What a consumer asks.
+/// A request of a consumer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Request {
     /// Send `count` blocks from entry `first` of the lease's table.
     Read { handle: Handle, reader: Reader, first: u32, count: u32 },
     /// Send tokens `tokens.0..tokens.1` of heads `heads.0..heads.1`, in the order of [`baton_connector::slice`].
     Slice { handle: Handle, reader: Reader, tokens: (u32, u32), heads: (u16, u16) },
-    /// Everything is here.
+    /// This reader has every byte.
     Done { handle: Handle, reader: Reader },
     /// This reader gives up.
     Failed { handle: Handle, reader: Reader },
     /// End the lease.
     Release { handle: Handle, reason: Box<str> },
-    /// This consumer of the lease will not read (any more).
+    /// This consumer of the lease does not read any more.
     Leave { handle: Handle, consumer: u64, reason: Box<str> },
     /// Renew these leases.
     Heartbeat { handles: Vec<Handle> },
 }
 
-/// What a producer answers.
+/// A reply of a producer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reply {
-    /// What the transport sends follows.
+    /// The read is granted. The transport's frames follow.
     Granted {
-        /// Blocks that were asked for, or that a slice touches.
+        /// Number of requested blocks, or of blocks that a slice touches.
         count: u32,
-        /// Bytes of each, or of the whole slice.
+        /// Bytes of each block, or of the whole slice.
         bytes: u64,
     },
-    /// The lease is over. Also instead of a batch, or of `Complete`: then the batches before hold nothing.
+    /// The lease has ended. In place of a batch or of `Complete`, earlier batches are not valid.
     Gone,
     /// Every batch was sent while the lease was live.
     Complete,
-    /// The next batch is not computed yet: a sign of life, in front of a batch or of what stands for it.
+    /// The next batch is not computed yet. Sent before a batch, any number of times.
     NotYet,
     /// The read does not fit the lease.
     Refused(Box<str>),
@@ -74,7 +74,7 @@ pub enum Reply {
 /// Why bytes are not a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
-    /// Nobody here knows this kind.
+    /// The kind is not known.
     #[error("unknown message kind {0:#04x}")]
     Kind(u8),
     /// No message of this kind has this length.
@@ -85,7 +85,7 @@ pub enum WireError {
         /// Bytes of its payload.
         len: usize,
     },
-    /// A value that means nothing.
+    /// A value is not valid.
     #[error("message of kind {0:#04x} has a field out of range")]
     Field(u8),
 }
@@ -93,14 +93,14 @@ pub enum WireError {
 /// A frame's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What the payload is.
+    /// The kind of the message.
     pub kind: u8,
     /// Bytes of the payload.
     pub len: usize,
 }
 
-/// Blocks follow, `len` bytes of them; or, where blocks do not travel, what stands for them. What the frames of a
-/// granted read hold is its transport's own business.
+/// A batch with `len` bytes of blocks, or of block ids for a one-sided read. The transport defines the frames of a
+/// granted read.
 pub const KIND_BATCH: u8 = 0x42;
 
 const KIND_READ: u8 = 0x01;
@@ -121,14 +121,14 @@ const KIND_COMPLETE: u8 = 0x88;
 const KIND_NOT_YET: u8 = 0x89;
 
 impl Header {
-    /// Reads a header. The length is not judged yet: that depends on what may come.
+    /// Decodes a header. The allowed length depends on the context and is not checked here.
     #[must_use]
     pub fn decode(bytes: [u8; HEADER_BYTES]) -> Self {
         let [kind, a, b, c, d] = bytes;
         Self { kind, len: u32::from_le_bytes([a, b, c, d]) as usize }
     }
 
-    /// Writes a header.
+    /// Encodes a header.
     ///
     /// # Panics
     /// When the payload is 4 GiB or longer, which senders avoid.
@@ -139,7 +139,7 @@ impl Header {
         [self.kind, a, b, c, d]
     }
 
-    /// The length, when it may be one of a control message.
+    /// The length, if it is allowed for a control message.
     ///
     /// # Errors
     /// [`WireError::Length`] above [`CONTROL_MESSAGE_MAX_BYTES`].
@@ -155,45 +155,45 @@ impl Request {
     /// The whole frame.
     pub(crate) fn encode(&self) -> Vec<u8> {
         match self {
-            Self::Read { handle, reader, first, count } => Frame::new(KIND_READ)
+            Self::Read { handle, reader, first, count } => FrameWriter::new(KIND_READ)
                 .handle(*handle)
                 .reader(*reader)
                 .bytes(&first.to_le_bytes())
                 .bytes(&count.to_le_bytes()),
-            Self::Slice { handle, reader, tokens, heads } => Frame::new(KIND_SLICE)
+            Self::Slice { handle, reader, tokens, heads } => FrameWriter::new(KIND_SLICE)
                 .handle(*handle)
                 .reader(*reader)
                 .bytes(&tokens.0.to_le_bytes())
                 .bytes(&tokens.1.to_le_bytes())
                 .bytes(&heads.0.to_le_bytes())
                 .bytes(&heads.1.to_le_bytes()),
-            Self::Done { handle, reader } => Frame::new(KIND_DONE).handle(*handle).reader(*reader),
-            Self::Failed { handle, reader } => Frame::new(KIND_FAILED).handle(*handle).reader(*reader),
-            Self::Release { handle, reason } => Frame::new(KIND_RELEASE).handle(*handle).text(reason),
+            Self::Done { handle, reader } => FrameWriter::new(KIND_DONE).handle(*handle).reader(*reader),
+            Self::Failed { handle, reader } => FrameWriter::new(KIND_FAILED).handle(*handle).reader(*reader),
+            Self::Release { handle, reason } => FrameWriter::new(KIND_RELEASE).handle(*handle).text(reason),
             Self::Leave { handle, consumer, reason } => {
-                Frame::new(KIND_LEAVE).handle(*handle).bytes(&consumer.to_le_bytes()).text(reason)
+                FrameWriter::new(KIND_LEAVE).handle(*handle).bytes(&consumer.to_le_bytes()).text(reason)
             }
             Self::Heartbeat { handles } => {
-                handles.iter().fold(Frame::new(KIND_HEARTBEAT), |frame, handle| frame.handle(*handle))
+                handles.iter().fold(FrameWriter::new(KIND_HEARTBEAT), |frame, handle| frame.handle(*handle))
             }
         }
         .done()
     }
 
-    /// Reads a payload.
+    /// Decodes a payload.
     ///
     /// # Errors
     /// [`WireError`]; the connection cannot be used any more.
     pub(crate) fn decode(kind: u8, payload: &[u8]) -> Result<Self, WireError> {
-        let mut fields = Fields { kind, rest: payload };
+        let mut fields = FieldReader { kind, rest: payload };
         let request = match kind {
             KIND_READ => {
-                fields.exactly(READ_BYTES)?;
+                fields.check_length(READ_BYTES)?;
                 let (handle, reader) = (fields.handle()?, fields.reader()?);
                 Self::Read { handle, reader, first: fields.u32()?, count: fields.u32()? }
             }
             KIND_SLICE => {
-                fields.exactly(SLICE_BYTES)?;
+                fields.check_length(SLICE_BYTES)?;
                 Self::Slice {
                     handle: fields.handle()?,
                     reader: fields.reader()?,
@@ -202,7 +202,7 @@ impl Request {
                 }
             }
             KIND_DONE | KIND_FAILED => {
-                fields.exactly(READER_BYTES)?;
+                fields.check_length(READER_BYTES)?;
                 let (handle, reader) = (fields.handle()?, fields.reader()?);
                 if kind == KIND_DONE {
                     Self::Done { handle, reader }
@@ -233,48 +233,48 @@ impl Reply {
     pub fn encode(&self) -> Vec<u8> {
         match self {
             Self::Granted { count, bytes } => {
-                Frame::new(KIND_GRANTED).bytes(&count.to_le_bytes()).bytes(&bytes.to_le_bytes())
+                FrameWriter::new(KIND_GRANTED).bytes(&count.to_le_bytes()).bytes(&bytes.to_le_bytes())
             }
-            Self::Gone => Frame::new(KIND_GONE),
-            Self::Complete => Frame::new(KIND_COMPLETE),
-            Self::NotYet => Frame::new(KIND_NOT_YET),
-            Self::Refused(why) => Frame::new(KIND_REFUSED).text(why),
-            Self::Verdict(verdict) => Frame::new(KIND_VERDICT).bytes(&[verdict_byte(*verdict)]),
-            Self::Noted => Frame::new(KIND_NOTED),
-            Self::Released(reply) => Frame::new(KIND_RELEASED).bytes(&[release_byte(*reply)]),
-            Self::Renewed(replies) => {
-                replies.iter().fold(Frame::new(KIND_RENEWED), |f, reply| f.bytes(&[heartbeat_byte(*reply)]))
-            }
+            Self::Gone => FrameWriter::new(KIND_GONE),
+            Self::Complete => FrameWriter::new(KIND_COMPLETE),
+            Self::NotYet => FrameWriter::new(KIND_NOT_YET),
+            Self::Refused(why) => FrameWriter::new(KIND_REFUSED).text(why),
+            Self::Verdict(verdict) => FrameWriter::new(KIND_VERDICT).bytes(&[verdict_byte(*verdict)]),
+            Self::Noted => FrameWriter::new(KIND_NOTED),
+            Self::Released(reply) => FrameWriter::new(KIND_RELEASED).bytes(&[release_byte(*reply)]),
+            Self::Renewed(replies) => replies
+                .iter()
+                .fold(FrameWriter::new(KIND_RENEWED), |f, reply| f.bytes(&[heartbeat_byte(*reply)])),
         }
         .done()
     }
 
-    /// Reads a payload.
+    /// Decodes a payload.
     ///
     /// # Errors
     /// [`WireError`]; the connection cannot be used any more.
     pub fn decode(kind: u8, payload: &[u8]) -> Result<Self, WireError> {
-        let mut fields = Fields { kind, rest: payload };
+        let mut fields = FieldReader { kind, rest: payload };
         match kind {
             KIND_GRANTED => {
-                fields.exactly(GRANTED_BYTES)?;
+                fields.check_length(GRANTED_BYTES)?;
                 Ok(Self::Granted { count: fields.u32()?, bytes: fields.u64()? })
             }
-            KIND_GONE => fields.exactly(0).map(|()| Self::Gone),
-            KIND_COMPLETE => fields.exactly(0).map(|()| Self::Complete),
-            KIND_NOT_YET => fields.exactly(0).map(|()| Self::NotYet),
+            KIND_GONE => fields.check_length(0).map(|()| Self::Gone),
+            KIND_COMPLETE => fields.check_length(0).map(|()| Self::Complete),
+            KIND_NOT_YET => fields.check_length(0).map(|()| Self::NotYet),
             KIND_REFUSED => Ok(Self::Refused(fields.text()?)),
             KIND_VERDICT => {
-                fields.exactly(1)?;
+                fields.check_length(1)?;
                 match fields.array()? {
                     [0] => Ok(Self::Verdict(Verdict::Gone)),
                     [1] => Ok(Self::Verdict(Verdict::Valid)),
                     [_] => Err(WireError::Field(kind)),
                 }
             }
-            KIND_NOTED => fields.exactly(0).map(|()| Self::Noted),
+            KIND_NOTED => fields.check_length(0).map(|()| Self::Noted),
             KIND_RELEASED => {
-                fields.exactly(1)?;
+                fields.check_length(1)?;
                 let [byte] = fields.array()?;
                 let known = RELEASES.iter().find(|reply| release_byte(**reply) == byte);
                 known.map(|reply| Self::Released(*reply)).ok_or(WireError::Field(kind))
@@ -321,15 +321,15 @@ fn heartbeat_byte(reply: HeartbeatReply) -> u8 {
     }
 }
 
-/// The longest prefix of at most [`TEXT_MAX_BYTES`] bytes that is still text.
-fn cut(text: &str) -> &str {
+/// The longest prefix of at most [`TEXT_MAX_BYTES`] bytes that ends between two characters.
+fn truncated(text: &str) -> &str {
     &text[..text.floor_char_boundary(TEXT_MAX_BYTES)]
 }
 
 /// A frame being written.
-struct Frame(Vec<u8>);
+struct FrameWriter(Vec<u8>);
 
-impl Frame {
+impl FrameWriter {
     fn new(kind: u8) -> Self {
         Self(Header { kind, len: 0 }.encode().to_vec())
     }
@@ -350,7 +350,7 @@ impl Frame {
     }
 
     fn text(self, text: &str) -> Self {
-        self.bytes(cut(text).as_bytes())
+        self.bytes(truncated(text).as_bytes())
     }
 
     fn done(mut self) -> Vec<u8> {
@@ -361,13 +361,13 @@ impl Frame {
 }
 
 /// A payload being read.
-struct Fields<'a> {
+struct FieldReader<'a> {
     kind: u8,
     rest: &'a [u8],
 }
 
-impl Fields<'_> {
-    fn exactly(&self, len: usize) -> Result<(), WireError> {
+impl FieldReader<'_> {
+    fn check_length(&self, len: usize) -> Result<(), WireError> {
         if self.rest.len() == len { Ok(()) } else { Err(self.wrong_length()) }
     }
 

@@ -1,4 +1,4 @@
-//! The fuzzer's corpus, replayed: every file as it is, and changed in some thousand ways that are the same every time.
+//! Replays the fuzzer's corpus: every file unchanged, and with some thousand reproducible changes.
 
 use std::fs;
 use std::path::Path;

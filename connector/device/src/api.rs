@@ -1,4 +1,4 @@
-//! A device's pool, as this crate needs it.
+//! The interface to a device's pool.
 
 use std::fmt::Debug;
 use std::io;
@@ -8,44 +8,44 @@ use baton_connector::BlockId;
 use baton_connector::region::Region;
 
 use crate::offer::{DeviceId, HANDLE_BYTES, Offer};
-use crate::runs::Run;
+use crate::runs::CopyRun;
 
-/// An engine's KV pool in the memory of its device. Called from any number of threads at once.
+/// An engine's KV pool in the memory of its device. Any number of threads may call it at once.
 pub trait DevicePool: Debug + Send + Sync {
-    /// What another process of this host needs to open it. Asked once, when the engine begins to serve.
+    /// The data with which another process of this host opens the pool. Called once, when the engine starts to serve.
     ///
     /// # Errors
-    /// Why it cannot be exported; its blocks then travel through host memory.
-    fn export(&self) -> io::Result<Export>;
+    /// Why the pool cannot be exported. Its blocks are then sent through host memory.
+    fn export(&self) -> io::Result<PoolExport>;
 
-    /// Opens another engine's pool for copies into this one. The offer was decoded and is hostile all the same: that the
-    /// memory is as large as it says is checked here.
+    /// Opens another engine's pool for copies into this one. The offer is decoded, but not trusted: the implementation
+    /// checks the size of the memory.
     ///
     /// # Errors
-    /// Why it cannot be read from this device; the peer's blocks then travel through host memory.
-    fn open(&self, offer: &Offer, descriptor: Option<OwnedFd>) -> io::Result<Box<dyn Opened>>;
+    /// Why this device cannot read the pool. The peer's blocks are then sent through host memory.
+    fn open(&self, offer: &Offer, descriptor: Option<OwnedFd>) -> io::Result<Box<dyn ImportedPool>>;
 
-    /// Every byte of a read has landed in these blocks. Not said of a read that failed: what it left behind is garbage.
+    /// Reports that every byte of a read has landed in these blocks. Not called for a failed read.
     fn landed(&self, blocks: &[BlockId]);
 }
 
-/// Another engine's pool, opened. Closed when dropped, which nobody does while a copy from it is under way.
-pub trait Opened: Debug + Send + Sync {
-    /// Copies, and waits until everything has landed. The runs lie inside the offered pool and inside the consumer's, whose
-    /// host side is `region`. When this returns, whatever it returns, nothing writes into the landing blocks any more.
+/// Another engine's pool, opened. The drop closes it. It is not dropped during a copy from it.
+pub trait ImportedPool: Debug + Send + Sync {
+    /// Copies, and waits until everything has landed. The runs are inside the offered pool and inside the consumer's
+    /// pool, whose host side is `region`. After the return, with any result, nothing writes into the landing blocks.
     ///
     /// # Errors
-    /// The device's; the landing blocks then hold garbage.
-    fn copy(&self, runs: &[Run], region: &Region) -> io::Result<()>;
+    /// That of the device. The content of the landing blocks is then undefined.
+    fn copy(&self, runs: &[CopyRun], region: &Region) -> io::Result<()>;
 }
 
-/// What opens a pool.
+/// The data with which another process opens a pool.
 #[derive(Debug)]
-pub struct Export {
-    /// Whose memory it is in.
+pub struct PoolExport {
+    /// The device of the memory.
     pub device: DeviceId,
-    /// The device's own token. Whoever has it can open the pool.
+    /// The device's token. It permits opening the pool.
     pub handle: [u8; HANDLE_BYTES],
-    /// Travels beside it.
+    /// A descriptor to send with the token, if the device needs one.
     pub descriptor: Option<OwnedFd>,
 }

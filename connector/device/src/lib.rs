@@ -1,15 +1,15 @@
-//! KV blocks between devices of one host: the consumer's device copies straight from the producer's pool, from device
-//! memory to device memory, while no byte passes through the host.
+//! KV blocks between devices of one host: the consumer's device copies directly from the producer's pool, from device
+//! memory to device memory. No byte passes through the host.
 //!
-//! What a device is, is behind two traits ([`DevicePool`], [`Opened`]): a GPU exports its pool by CUDA IPC, a software
-//! device by a memfd ([`Software`]). Everything else is here, and the same for all of them:
+//! Two traits abstract the device ([`DevicePool`], [`ImportedPool`]). A GPU exports its pool with CUDA IPC, a software
+//! device with a memfd ([`SoftwarePool`]). This crate contains the rest, which is the same for all devices:
 //!
 //! ```text
 //! consumer                                    producer (the listener of shared memory; Service::Device)
-//!   who are you? (SO_PEERCRED)                  who are you? (SO_PEERCRED)
+//!   checks the peer (SO_PEERCRED)               checks the peer (SO_PEERCRED)
 //!   handshake ◀──────────────────────────▶      secret, epoch, layout
-//!   ◀── Offer{device, handle, pool}             and a descriptor, where the device has one
-//!   opens it, once for all its connections      checked: sizes, and that the device can be reached from ours
+//!   ◀── Offer{device, handle, pool}             and a descriptor, if the device has one
+//!   opens it, once for all its connections      checked: sizes, and that this device can read that one
 //!   Read{handle, reader, range} ─────────▶      the ledger grants: from here on the blocks are held
 //!   ◀── Granted ◀── Batch{block ids} …          before every batch: is the lease still live? else Gone
 //!   copies on a stream of its own, waits
@@ -17,47 +17,46 @@
 //!   Done{handle, reader} ────────────────▶      the ledger's verdict: the after-read check
 //! ```
 //!
-//! The socket is that of shared memory (`baton-connector-shm`), because what it says of the other end is what a device's
-//! handle needs: the same host, our user, and a secret where there is one. A handle opens all of a pool for whoever has
-//! it, as shared memory's descriptor does. A consumer that does not understand an offer, or cannot open it, was not
-//! admitted: its blocks travel otherwise.
+//! The socket is that of shared memory (`baton-connector-shm`). It checks of the other end what a device's handle
+//! needs: the same host, the same user, and a secret if there is one. A handle permits opening all of a pool, as
+//! the descriptor of shared memory does. A consumer that cannot decode or open an offer uses another transport.
 //!
 //! # Why a one-sided copy keeps invariant 3
-//! As in shared memory: the lease holds the blocks while a reader is in flight, a reader is in flight until it says so or
-//! its connection is closed, and past the drain deadline its verdict is Gone. One thing is different: a process that was
-//! killed may have work left on its device for a moment after its connection is closed. That work only reads the
-//! producer's blocks, and lands in memory that died with the process; a block that is written meanwhile spoils nothing.
+//! As in shared memory, the lease holds the blocks while a reader is in flight. A reader is in flight until it reports
+//! its end or its connection is closed. Past the drain deadline its verdict is Gone. One difference: a killed process
+//! may have work left on its device shortly after its connection is closed. That work only reads the producer's blocks
+//! and writes into memory of the dead process. So a block that is written meanwhile does no harm.
 //!
-//! A producer that dies leaves its memory mapped here; the mapping goes with the last connection to it, within a sweep. What
-//! is copied from it until then has no verdict.
+//! The memory of a dead producer stays mapped until its last connection is closed, by the next sweep. A copy from it
+//! gets no verdict.
 //!
-//! | module | what |
+//! | module | contents |
 //! |---|---|
-//! | `api` | a device's pool, as this crate needs it: two traits |
-//! | `offer` | what a producer says of its pool, as bytes; pure |
-//! | `runs` | the bytes of a batch: from where to where; pure |
-//! | `deliver` | the producer's side: [`producer`] |
-//! | `land` | the consumer's side: [`DeviceTransport`] |
-//! | `software` | pools in host memory: [`Software`] |
+//! | `api` | the interface to a device's pool: two traits |
+//! | `offer` | a producer's offer of its pool, as bytes; pure |
+//! | `runs` | the copies of a batch; pure |
+//! | `service` | the producer's side: [`producer`] |
+//! | `dialer` | the consumer's side: [`DeviceTransport`] |
+//! | `software` | pools in host memory: [`SoftwarePool`] |
 
 mod api;
-mod deliver;
-mod land;
+mod dialer;
 mod offer;
 mod runs;
+mod service;
 mod software;
 
-pub use api::{DevicePool, Export, Opened};
-pub use baton_connector_channel::{ClientOptions, NotAdmitted, Secret, Serve, ServerOptions, ServerStats};
-pub use deliver::producer;
-pub use land::{Device, DeviceTransport, transport};
-pub use offer::{DeviceId, HANDLE_BYTES, Kind, Offer};
-pub use runs::Run;
-pub use software::Software;
+pub use api::{DevicePool, ImportedPool, PoolExport};
+pub use baton_connector_channel::{ClientOptions, ConnectError, Secret, Serve, ServerOptions, ServerStats};
+pub use dialer::{DeviceDialer, DeviceTransport, transport};
+pub use offer::{DeviceId, DeviceKind, HANDLE_BYTES, Offer};
+pub use runs::CopyRun;
+pub use service::producer;
+pub use software::SoftwarePool;
 
 /// The transport's name in proofs, logs and metrics.
 pub const NAME: &str = "device";
 
-/// Bytes of one batch, between two looks at the lease. A GPU copies as many in some 15 µs, about what it takes to
-/// launch the copies, to wait for them and to say so; 8k tokens of Llama-3.1-8B, 1 GiB, are 32 batches.
+/// Bytes of one batch, between two checks of the lease. A GPU copies a batch in about 15 µs. To launch the copies, wait
+/// for them and report takes about as long. 8k tokens of Llama-3.1-8B, 1 GiB, are 32 batches.
 pub const BATCH_BYTES: usize = 32 << 20;

@@ -1,5 +1,5 @@
-//! What a producer says of its pool to an admitted consumer, as bytes. Pure but for the process's own number, and
-//! hostile until decoded.
+//! The offer of a pool, which a producer sends to an admitted consumer, as bytes. Pure, except for the random process
+//! id. An offer is untrusted until it is decoded.
 //!
 //! ```text
 //! version 1 │ kind 1 │ descriptor 1 │ 5 zero │ uuid 16 │ process 16 │ batch_bytes 8 │ block_bytes 8 │ blocks 8 │ handle 64
@@ -9,9 +9,9 @@ use std::fmt;
 use std::io;
 use std::sync::OnceLock;
 
-use baton_connector_shm::Pool;
+use baton_connector_shm::PoolShape;
 
-/// Bytes of a device's token. CUDA's has as many.
+/// Bytes of a device's token: the size of CUDA's.
 pub const HANDLE_BYTES: usize = 64;
 
 /// Bytes of an offer.
@@ -19,19 +19,19 @@ pub(crate) const OFFER_BYTES: usize = 8 + 16 + 16 + 3 * 8 + HANDLE_BYTES;
 
 const VERSION: u8 = 1;
 
-/// Most bytes of one batch that a consumer goes along with.
+/// Largest batch that a consumer accepts, in bytes.
 const BATCH_MAX_BYTES: u64 = 1 << 30;
 
-/// What memory an offer is of.
+/// The kind of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
-    /// An NVIDIA GPU's; the handle is a `CUipcMemHandle`.
+pub enum DeviceKind {
+    /// An NVIDIA GPU; the handle is a `CUipcMemHandle`.
     Cuda,
-    /// A software device's, in a memfd whose descriptor comes with the offer.
+    /// A software device with a memfd, whose descriptor is sent with the offer.
     Software,
 }
 
-impl Kind {
+impl DeviceKind {
     fn byte(self) -> u8 {
         match self {
             Self::Cuda => 1,
@@ -43,17 +43,17 @@ impl Kind {
 /// One device of a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DeviceId {
-    /// What it is.
-    pub kind: Kind,
-    /// Which one: a GPU's own number; of software devices there is one for each host.
+    /// The kind of the device.
+    pub kind: DeviceKind,
+    /// The UUID of a GPU; zeros for the software device, of which each host has one.
     pub uuid: [u8; 16],
 }
 
 impl fmt::Display for DeviceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.kind {
-            Kind::Software => write!(f, "software"),
-            Kind::Cuda => {
+            DeviceKind::Software => write!(f, "software"),
+            DeviceKind::Cuda => {
                 write!(f, "GPU-")?;
                 self.uuid.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
             }
@@ -64,27 +64,27 @@ impl fmt::Display for DeviceId {
 /// A producer's pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
-    /// Whose memory it is in.
+    /// The device of the memory.
     pub device: DeviceId,
-    /// Which process has exported it ([`Self::is_ours`]).
+    /// The random id of the exporting process ([`Self::is_own_process`]).
     pub process: [u8; 16],
-    /// How reads are cut.
+    /// Bytes of one batch of a read.
     pub batch_bytes: u64,
-    /// Its shape.
-    pub pool: Pool,
-    /// What opens it.
+    /// The shape of the pool.
+    pub pool: PoolShape,
+    /// The token that opens the pool.
     pub handle: [u8; HANDLE_BYTES],
-    /// Whether a descriptor comes with it.
+    /// Whether a descriptor is sent with the offer.
     pub descriptor: bool,
 }
 
-/// Bytes that are no offer.
+/// Bytes that are not an offer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid pool offer: {0}")]
-pub(crate) struct NoOffer(&'static str);
+pub(crate) struct OfferError(&'static str);
 
-/// This process, as nobody else: process ids mean nothing between namespaces.
-pub(crate) fn process() -> io::Result<[u8; 16]> {
+/// The random id of this process. System process ids are not unique across namespaces.
+pub(crate) fn process_id() -> io::Result<[u8; 16]> {
     static PROCESS: OnceLock<[u8; 16]> = OnceLock::new();
     if let Some(process) = PROCESS.get() {
         return Ok(*process);
@@ -95,10 +95,10 @@ pub(crate) fn process() -> io::Result<[u8; 16]> {
 }
 
 impl Offer {
-    /// Whether this very process has exported it: a GPU's driver does not open its own exports.
+    /// Whether this process has exported the pool: a GPU driver does not open exports of the same process.
     #[must_use]
-    pub fn is_ours(&self) -> bool {
-        process().is_ok_and(|process| process == self.process)
+    pub fn is_own_process(&self) -> bool {
+        process_id().is_ok_and(|process| process == self.process)
     }
 
     pub(crate) fn encode(&self) -> [u8; OFFER_BYTES] {
@@ -114,26 +114,26 @@ impl Offer {
         bytes
     }
 
-    pub(crate) fn decode(bytes: [u8; OFFER_BYTES]) -> Result<Self, NoOffer> {
+    pub(crate) fn decode(bytes: [u8; OFFER_BYTES]) -> Result<Self, OfferError> {
         let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
         let sixteen = |at: usize| bytes[at..at + 16].try_into().expect("sixteen bytes");
         if bytes[0] != VERSION || bytes[3..8] != [0; 5] {
-            return Err(NoOffer("unknown version"));
+            return Err(OfferError("unknown version"));
         }
-        let kind = [Kind::Cuda, Kind::Software].into_iter().find(|kind| kind.byte() == bytes[1]);
-        let kind = kind.ok_or(NoOffer("unknown device kind"))?;
+        let kind = [DeviceKind::Cuda, DeviceKind::Software].into_iter().find(|kind| kind.byte() == bytes[1]);
+        let kind = kind.ok_or(OfferError("unknown device kind"))?;
         let descriptor = match bytes[2] {
             0 => false,
             1 => true,
-            _ => return Err(NoOffer("descriptor flag is neither 0 nor 1")),
+            _ => return Err(OfferError("descriptor flag is neither 0 nor 1")),
         };
-        let (batch_bytes, pool) = (number(40), Pool { block_bytes: number(48), blocks: number(56) });
+        let (batch_bytes, pool) = (number(40), PoolShape { block_bytes: number(48), blocks: number(56) });
         if !(1..=BATCH_MAX_BYTES).contains(&batch_bytes) {
-            return Err(NoOffer("batch size out of range"));
+            return Err(OfferError("batch size out of range"));
         }
-        // Offsets are computed as signed numbers by some who take pointers.
+        // Pointer arithmetic uses signed offsets.
         let bytes_of_pool = pool.bytes().filter(|&bytes| bytes > 0 && isize::try_from(bytes).is_ok());
-        bytes_of_pool.ok_or(NoOffer("pool size out of range"))?;
+        bytes_of_pool.ok_or(OfferError("pool size out of range"))?;
         Ok(Self {
             device: DeviceId { kind, uuid: sixteen(8) },
             process: sixteen(24),
@@ -144,13 +144,13 @@ impl Offer {
         })
     }
 
-    /// Where a part of one of its blocks begins in the pool; `None` when there is no such part.
-    pub(crate) fn at(&self, block: u32, offset: usize, len: usize) -> Option<usize> {
+    /// Offset in the pool of a part of a block; `None` for a part outside the block or the pool.
+    pub(crate) fn offset_of(&self, block: u32, offset: usize, len: usize) -> Option<usize> {
         let end = offset.checked_add(len)?;
         if u64::from(block) >= self.pool.blocks || end as u64 > self.pool.block_bytes {
             return None;
         }
-        // Inside the pool, whose size is a number.
+        // No overflow: inside the pool, whose size was checked.
         usize::try_from(u64::from(block) * self.pool.block_bytes + offset as u64).ok()
     }
 }
@@ -161,10 +161,10 @@ mod tests {
 
     fn offer() -> Offer {
         Offer {
-            device: DeviceId { kind: Kind::Cuda, uuid: [3; 16] },
+            device: DeviceId { kind: DeviceKind::Cuda, uuid: [3; 16] },
             process: [5; 16],
             batch_bytes: 1 << 20,
-            pool: Pool { block_bytes: 4096, blocks: 9 },
+            pool: PoolShape { block_bytes: 4096, blocks: 9 },
             handle: [7; HANDLE_BYTES],
             descriptor: false,
         }
@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn an_offer_survives_the_wire() {
-        for (kind, descriptor) in [(Kind::Cuda, false), (Kind::Software, true)] {
+        for (kind, descriptor) in [(DeviceKind::Cuda, false), (DeviceKind::Software, true)] {
             let offer = Offer { device: DeviceId { kind, uuid: [9; 16] }, descriptor, ..offer() };
             assert_eq!(Offer::decode(offer.encode()), Ok(offer));
         }
@@ -182,7 +182,7 @@ mod tests {
     fn what_cannot_be_is_no_offer() {
         let wrong: [fn(&mut Offer); 6] = [
             |offer| offer.pool.block_bytes = u64::MAX,
-            |offer| offer.pool = Pool { block_bytes: 1 << 62, blocks: 3 },
+            |offer| offer.pool = PoolShape { block_bytes: 1 << 62, blocks: 3 },
             |offer| offer.pool.blocks = 0,
             |offer| offer.pool.block_bytes = 0,
             |offer| offer.batch_bytes = 0,
@@ -203,18 +203,18 @@ mod tests {
     #[test]
     fn only_parts_of_blocks_of_the_pool_are_somewhere() {
         let offer = offer();
-        assert_eq!(offer.at(0, 0, 4096), Some(0));
-        assert_eq!(offer.at(8, 4000, 96), Some(8 * 4096 + 4000));
+        assert_eq!(offer.offset_of(0, 0, 4096), Some(0));
+        assert_eq!(offer.offset_of(8, 4000, 96), Some(8 * 4096 + 4000));
         for (block, offset, len) in
             [(9, 0, 1), (u32::MAX, 0, 1), (0, 0, 4097), (0, 4096, 1), (8, usize::MAX, 2)]
         {
-            assert_eq!(offer.at(block, offset, len), None, "{block} {offset} {len}");
+            assert_eq!(offer.offset_of(block, offset, len), None, "{block} {offset} {len}");
         }
     }
 
     #[test]
     fn a_process_knows_its_own_exports() {
-        let ours = Offer { process: process().expect("randomness"), ..offer() };
-        assert!(ours.is_ours() && !offer().is_ours());
+        let own = Offer { process: process_id().expect("randomness"), ..offer() };
+        assert!(own.is_own_process() && !offer().is_own_process());
     }
 }

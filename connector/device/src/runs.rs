@@ -1,5 +1,5 @@
-//! The bytes of a granted batch: where they lie in the producer's pool, and where they land in ours. Neighbours on both
-//! sides are one run. Nothing is read or written here.
+//! The copies of a granted batch: offsets in the producer's pool and in the consumer's pool. Bytes that are adjacent on
+//! both sides are one run. This module reads and writes no block.
 
 use std::ops::Range;
 
@@ -9,50 +9,50 @@ use baton_connector::transport::{Part, ReadOrder};
 
 use crate::offer::Offer;
 
-/// Bytes that move together: offsets in the two pools.
+/// One contiguous copy: offsets in the two pools.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct CopyRun {
     /// First byte in the producer's pool.
     pub from: usize,
-    /// First byte in the consumer's.
+    /// First byte in the consumer's pool.
     pub into: usize,
-    /// Bytes.
+    /// Length in bytes.
     pub len: usize,
 }
 
-/// A block id that is none of the pool's.
+/// A block id outside the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Outside;
+pub(crate) struct OutsidePool;
 
-/// The runs of the read's blocks `blocks`, whose ids at the producer are `ids`, which may be anything. What lies outside
-/// either pool has none.
+/// The runs of the read's blocks `blocks`, with the unchecked ids `ids` at the producer. An error for bytes outside
+/// either pool.
 pub(crate) fn runs(
     order: &ReadOrder,
     region: &Region,
     offer: &Offer,
     blocks: Range<usize>,
     ids: &mut dyn Iterator<Item = u32>,
-) -> Result<Vec<Run>, Outside> {
+) -> Result<Vec<CopyRun>, OutsidePool> {
     let landing = |block: BlockId, offset: usize| {
         (block.index() < region.blocks())
             .then(|| block.index() * region.block_bytes() + offset)
-            .ok_or(Outside)
+            .ok_or(OutsidePool)
     };
     let mut runs = Vec::new();
     match &order.part {
         Part::Blocks { .. } => {
             let len = region.block_bytes();
             for (id, &into) in ids.zip(&order.into[blocks]) {
-                let from = offer.at(id, 0, len).ok_or(Outside)?;
-                push(&mut runs, Run { from, into: landing(into, 0)?, len });
+                let from = offer.offset_of(id, 0, len).ok_or(OutsidePool)?;
+                push(&mut runs, CopyRun { from, into: landing(into, 0)?, len });
             }
         }
         Part::Slice(slice) => {
             for (index, id) in blocks.zip(ids) {
-                for (source, target) in slice.copies(&slice.cut.piece(&slice.producer, index)) {
-                    let from = offer.at(id, source.offset, source.len).ok_or(Outside)?;
+                for (source, target) in slice.copies(&slice.range.piece(&slice.producer, index)) {
+                    let from = offer.offset_of(id, source.offset, source.len).ok_or(OutsidePool)?;
                     let into = landing(order.into[target.entry], target.offset)?;
-                    push(&mut runs, Run { from, into, len: source.len });
+                    push(&mut runs, CopyRun { from, into, len: source.len });
                 }
             }
         }
@@ -60,7 +60,7 @@ pub(crate) fn runs(
     Ok(runs)
 }
 
-fn push(runs: &mut Vec<Run>, run: Run) {
+fn push(runs: &mut Vec<CopyRun>, run: CopyRun) {
     match runs.last_mut() {
         Some(last) if last.from + last.len == run.from && last.into + last.len == run.into => {
             last.len += run.len;
@@ -72,17 +72,17 @@ fn push(runs: &mut Vec<Run>, run: Run) {
 #[cfg(test)]
 mod tests {
     use baton_connector::{Handle, Reader};
-    use baton_connector_shm::Pool;
+    use baton_connector_shm::PoolShape;
 
     use super::*;
-    use crate::offer::{DeviceId, HANDLE_BYTES, Kind};
+    use crate::offer::{DeviceId, DeviceKind, HANDLE_BYTES};
 
-    fn found(into: &[u32], ids: &[u32]) -> Result<Vec<Run>, Outside> {
+    fn found(into: &[u32], ids: &[u32]) -> Result<Vec<CopyRun>, OutsidePool> {
         let offer = Offer {
-            device: DeviceId { kind: Kind::Software, uuid: [0; 16] },
+            device: DeviceId { kind: DeviceKind::Software, uuid: [0; 16] },
             process: [0; 16],
             batch_bytes: 1,
-            pool: Pool { block_bytes: 100, blocks: 8 },
+            pool: PoolShape { block_bytes: 100, blocks: 8 },
             handle: [0; HANDLE_BYTES],
             descriptor: true,
         };
@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn neighbours_on_both_sides_are_one_run() {
-        let run = |from, into, len| Run { from, into, len };
+        let run = |from, into, len| CopyRun { from, into, len };
         assert_eq!(found(&[1, 2, 3], &[4, 5, 6]), Ok(vec![run(400, 100, 300)]));
         assert_eq!(
             found(&[1, 2, 0], &[7, 3, 4]),
@@ -106,8 +106,8 @@ mod tests {
     #[test]
     fn what_is_outside_either_pool_is_not_copied() {
         for id in [8, u32::MAX] {
-            assert_eq!(found(&[0, 1], &[0, id]), Err(Outside));
+            assert_eq!(found(&[0, 1], &[0, id]), Err(OutsidePool));
         }
-        assert_eq!(found(&[6], &[0]), Err(Outside));
+        assert_eq!(found(&[6], &[0]), Err(OutsidePool));
     }
 }

@@ -1,5 +1,5 @@
-//! Pools of software devices: host memory that another process can map, in the place of a GPU's.
-#![allow(unsafe_code)] // the copy; it says why it is sound
+//! Pools of software devices: host memory that another process can map, in place of GPU memory.
+#![allow(unsafe_code, reason = "the copy; the block states why it is sound")]
 
 use std::any::Any;
 use std::io::{self, ErrorKind};
@@ -7,19 +7,19 @@ use std::os::fd::OwnedFd;
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
-use baton_connector_shm::{Mapping, Passed, SharedMemory};
+use baton_connector_shm::{PoolDescriptor, PoolMapping, SharedMemory};
 
-use crate::api::{DevicePool, Export, Opened};
-use crate::offer::{DeviceId, HANDLE_BYTES, Kind, Offer};
-use crate::runs::Run;
+use crate::api::{DevicePool, ImportedPool, PoolExport};
+use crate::offer::{DeviceId, DeviceKind, HANDLE_BYTES, Offer};
+use crate::runs::CopyRun;
 
-/// A pool whose device memory is a region's own. What lands, lands in the region that a read names.
+/// A pool whose device memory is the memory of a region. Reads land in the region of the read.
 #[derive(Clone, Debug)]
-pub struct Software(Region);
+pub struct SoftwarePool(Region);
 
-impl Software {
-    /// Of software devices there is one for each host.
-    pub const DEVICE: DeviceId = DeviceId { kind: Kind::Software, uuid: [0; 16] };
+impl SoftwarePool {
+    /// The software device, of which each host has one.
+    pub const DEVICE: DeviceId = DeviceId { kind: DeviceKind::Software, uuid: [0; 16] };
 
     /// A pool in this region.
     #[must_use]
@@ -28,16 +28,16 @@ impl Software {
     }
 }
 
-impl DevicePool for Software {
-    fn export(&self) -> io::Result<Export> {
+impl DevicePool for SoftwarePool {
+    fn export(&self) -> io::Result<PoolExport> {
         let memory: Option<&SharedMemory> = (self.0.memory() as &dyn Any).downcast_ref();
         let memory =
             memory.ok_or(io::Error::new(ErrorKind::Unsupported, "the memory is private to this process"))?;
-        let descriptor = memory.readers().try_clone_to_owned()?;
-        Ok(Export { device: Self::DEVICE, handle: [0; HANDLE_BYTES], descriptor: Some(descriptor) })
+        let descriptor = memory.read_only().try_clone_to_owned()?;
+        Ok(PoolExport { device: Self::DEVICE, handle: [0; HANDLE_BYTES], descriptor: Some(descriptor) })
     }
 
-    fn open(&self, offer: &Offer, descriptor: Option<OwnedFd>) -> io::Result<Box<dyn Opened>> {
+    fn open(&self, offer: &Offer, descriptor: Option<OwnedFd>) -> io::Result<Box<dyn ImportedPool>> {
         if offer.device != Self::DEVICE {
             return Err(io::Error::new(
                 ErrorKind::Unsupported,
@@ -45,17 +45,17 @@ impl DevicePool for Software {
             ));
         }
         let descriptor = descriptor.ok_or(io::Error::from(ErrorKind::InvalidData))?;
-        Ok(Box::new(Mapped(Passed::new(descriptor).map(offer.pool)?)))
+        Ok(Box::new(SoftwareMapping(PoolDescriptor::new(descriptor).map(offer.pool)?)))
     }
 
     fn landed(&self, _blocks: &[BlockId]) {}
 }
 
 #[derive(Debug)]
-struct Mapped(Mapping);
+struct SoftwareMapping(PoolMapping);
 
-impl Opened for Mapped {
-    fn copy(&self, runs: &[Run], region: &Region) -> io::Result<()> {
+impl ImportedPool for SoftwareMapping {
+    fn copy(&self, runs: &[CopyRun], region: &Region) -> io::Result<()> {
         let outside = || io::Error::from(ErrorKind::InvalidInput);
         let theirs = self.0.pool().bytes().ok_or_else(outside)?;
         let ours = region.blocks() * region.block_bytes();
@@ -66,10 +66,10 @@ impl Opened for Mapped {
             if !fits(run.from, run.len, theirs) || !fits(run.into, run.len, ours) {
                 return Err(outside());
             }
-            // SAFETY: inside the mapped pool and inside the region, both alive. They are different mappings, so they do
-            // not overlap in addresses. The landing blocks are nobody else's until the read is over (invariant 3). The
-            // source is leased; if it is written all the same, because the lease has ended, the bytes are torn, and the
-            // verdict keeps them from being used.
+            // SAFETY: inside the mapped pool and inside the region, both alive. The two are different mappings, so
+            // their addresses do not overlap. Only this read uses the landing blocks until its end (invariant 3). The
+            // source is leased. After the end of the lease it may be written, and the copy may be torn. The verdict
+            // prevents its use.
             unsafe { std::ptr::copy_nonoverlapping(from.add(run.from), into.add(run.into), run.len) };
         }
         Ok(())

@@ -1,5 +1,5 @@
-//! The device transport keeps the promises of every transport, on pools of software devices. This suite is one process,
-//! and a process cannot open what it exported by CUDA IPC itself: on a GPU `baton bench gpu-ipc` moves blocks between two.
+//! The conformance suite of the device transport, on pools of software devices. The suite is one process, and a process
+//! cannot open its own CUDA IPC exports. `baton bench gpu-ipc` moves blocks between two processes on a GPU.
 
 #[path = "../../tests/conformance/mod.rs"]
 #[macro_use]
@@ -14,12 +14,12 @@ use baton_connector::Epoch;
 use baton_connector::region::Region;
 use baton_connector::transport::{Peer, Producer, Transport};
 use baton_connector_device::{
-    ClientOptions, DeviceTransport, Secret, ServerOptions, Software, producer, transport,
+    ClientOptions, DeviceTransport, Secret, ServerOptions, SoftwarePool, transport,
 };
 use baton_connector_shm::{ShmServer, listen, shared_pool};
-use conformance::{Lender, Wire};
+use conformance::{TestProducer, TransportHarness};
 
-/// Smaller than in engines, so that a read of a few blocks has a middle.
+/// Smaller than in engines, so that a read of a few blocks takes several batches.
 const BATCH_BYTES: usize = 1 << 20;
 const SILENCE: Duration = Duration::from_millis(700);
 
@@ -27,14 +27,14 @@ fn pool(blocks: usize, block_bytes: usize) -> Region {
     shared_pool(blocks, block_bytes).expect("a system with memfd and seals")
 }
 
-struct OneHost {
+struct DeviceHarness {
     servers: Vec<ShmServer>,
     transport: Arc<DeviceTransport>,
     peer: Peer,
-    lender: Arc<Lender>,
+    producer: Arc<TestProducer>,
 }
 
-/// A name that no other test of this process or of another has: there is nothing to listen on but names.
+/// An address that no other test of this process or of another uses. Listeners bind names made from it.
 fn address() -> SocketAddr {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let port =
@@ -42,24 +42,26 @@ fn address() -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 3], port))
 }
 
-fn start(lender: Arc<Lender>) -> Box<dyn Wire> {
+fn start(producer: Arc<TestProducer>) -> Box<dyn TransportHarness> {
     let secret = Some(Secret::new(b"a secret of the cluster").expect("long enough"));
     let address = address();
-    // It answers to the name of another epoch too: the name only finds a producer, the handshake decides.
-    let servers = [lender.epoch(), Epoch(1)].map(|epoch| {
+    // The producer also listens on the name of another epoch: the handshake decides, not the name.
+    let servers = [producer.epoch(), Epoch(1)].map(|epoch| {
         let listener = listen(epoch, address.port()).expect("a free name");
         let options = ServerOptions { secret: secret.clone(), silence: SILENCE, ..ServerOptions::default() };
-        let pool = Arc::new(Software::over(lender.region().clone()));
-        let offered = producer(pool, lender.region(), BATCH_BYTES).expect("memory that can be shared");
-        ShmServer::start_beside(listener, Arc::clone(&lender) as _, vec![offered], options).expect("a server")
+        let pool = Arc::new(SoftwarePool::over(producer.region().clone()));
+        let offered = baton_connector_device::producer(pool, producer.region(), BATCH_BYTES)
+            .expect("memory that can be shared");
+        ShmServer::start_with_services(listener, Arc::clone(&producer) as _, vec![offered], options)
+            .expect("a server")
     });
-    let peer = Peer { address, epoch: lender.epoch(), fingerprint: lender.fingerprint() };
+    let peer = Peer { address, epoch: producer.epoch(), fingerprint: producer.fingerprint() };
     let options = ClientOptions { secret, silence: SILENCE, ..ClientOptions::default() };
-    let transport = Arc::new(transport(Arc::new(Software::over(Region::allocate(1, 1))), options));
-    Box::new(OneHost { servers: servers.into(), transport, peer, lender })
+    let transport = Arc::new(transport(Arc::new(SoftwarePool::over(Region::allocate(1, 1))), options));
+    Box::new(DeviceHarness { servers: servers.into(), transport, peer, producer })
 }
 
-impl Wire for OneHost {
+impl TransportHarness for DeviceHarness {
     fn transport(&self) -> Arc<dyn Transport> {
         Arc::clone(&self.transport) as Arc<dyn Transport>
     }
@@ -72,7 +74,7 @@ impl Wire for OneHost {
         self.servers.clear();
     }
 
-    fn kept(&self) -> usize {
+    fn idle_connections(&self) -> usize {
         self.transport.idle_connections()
     }
 
@@ -81,10 +83,10 @@ impl Wire for OneHost {
     }
 }
 
-impl Drop for OneHost {
+impl Drop for DeviceHarness {
     fn drop(&mut self) {
-        // A read that a failed test left at the gate must not keep the server's shutdown waiting.
-        self.lender.open_gate();
+        // A read that a failed test left at the gate must not block the server's shutdown.
+        self.producer.open_gate();
     }
 }
 

@@ -1,17 +1,17 @@
-//! The consumer's agent: the peers it knows, the pools it lands in, and how it ends.
+//! The consumer's agent: its peers, its pools, and its end.
 //!
 //! ```text
-//! live ──▶ live            a read begins (a turn), posts, and ends
+//! live ──▶ live            a read begins (with a guard), posts, and ends
 //!   │
 //!   └ a request failed, or was not over in time: its reader waits, its landing blocks with it
 //!        ▼
-//!     retired ─────────▶ gone       when no other turn is left: peers removed, requests released, the agent dropped
-//!        new turns go to a new agent; turns in flight end as they would, or after a grace at their next batch
+//!     retired ─────────▶ gone       when no other guard is left: peers removed, requests released, the agent dropped
+//!        new guards are of a new agent; reads in flight end normally, or after a grace period at their next batch
 //! ```
 //!
 //! Invariants:
-//! - A request whose end nobody has seen lives until its agent is gone, and its reader waits as long (invariant 3).
-//! - An agent ends only when nobody calls it any more, and before the pools that it knows.
+//! - A request without an observed end lives until its agent is gone, and its reader waits as long (invariant 3).
+//! - An agent ends only after its last call, and before its pools.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,96 +21,96 @@ use std::time::{Duration, Instant};
 
 use baton_connector::limits::RANKS_MAX;
 
-use crate::api::{Agent, Library, Memory, NixlError, Request, Side};
+use crate::api::{Agent, AgentRole, Library, Memory, NixlError, TransferRequest};
 use crate::offer::Offer;
-use crate::pool::{DevicePool, Own};
+use crate::pool::{DevicePool, LocalPool};
 
-/// Agents that are retired and not gone yet, at most; while there are so many, nothing is read.
+/// Maximum number of retired agents that are not gone yet. At the limit all reads fail.
 const RETIRED_MAX: usize = 4;
 
-/// Pools that one agent knows, at most: one for each rank of an engine's cache.
+/// Maximum number of pools of one agent: one for each rank of an engine's cache.
 const POOLS_MAX: usize = RANKS_MAX;
 
-/// Producers that one agent knows, at most.
+/// Maximum number of producers of one agent.
 const PEERS_MAX: usize = 1_024;
 
-/// A device's pool that NIXL has not taken is shown to it again after this long, and after twice as long each time that it is
-/// not taken again: each try makes an agent, which may take half a second. What refused it may pass (device memory that
-/// others held, a driver that came up late), or may not (a UCX without CUDA).
-const UNABLE_FIRST: Duration = Duration::from_secs(10);
-const UNABLE_MAX: Duration = Duration::from_secs(640);
+/// Pause before NIXL is asked again to register a device's pool that it has refused. The pause doubles with each
+/// failure, because each try makes an agent, which may take half a second. The cause may be temporary (device memory in
+/// use, a driver that starts late) or permanent (a UCX without CUDA).
+const REGISTRATION_RETRY_FIRST: Duration = Duration::from_secs(10);
+const REGISTRATION_RETRY_MAX: Duration = Duration::from_secs(640);
 
 /// The agents of one consumer: the live one, and those that are ending.
 #[derive(Debug)]
 pub(crate) struct Agents {
     library: Arc<dyn Library>,
-    /// The pool that all reads land in, where it is a device's. Others are met as they come.
-    device: Option<Own>,
-    state: Mutex<State>,
-    /// Agents made so far.
-    made: AtomicU64,
+    /// The device's pool, if all reads land there. Host pools are registered on demand.
+    device: Option<LocalPool>,
+    state: Mutex<AgentTable>,
+    /// Agents created so far.
+    created: AtomicU64,
     retired: Arc<AtomicU64>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    live: Option<Arc<Live>>,
-    /// NIXL has not taken the device's pool.
-    unable: Option<Unable>,
+struct AgentTable {
+    live: Option<Arc<LiveAgent>>,
+    /// Set when NIXL has refused the device's pool.
+    registration_failure: Option<RegistrationFailure>,
     /// Producers with a connection, by their agents' names.
-    peers: HashMap<String, Weak<Remote>>,
+    peers: HashMap<String, Weak<RemoteAgent>>,
 }
 
-/// Why NIXL has not taken the device's pool, and until when that is the answer.
+/// Why NIXL has refused the device's pool, and until when no further try is made.
 #[derive(Debug)]
-struct Unable {
+struct RegistrationFailure {
     why: NixlError,
     until: Instant,
     pause: Duration,
 }
 
-/// A producer's agent, as long as there is a connection to it.
+/// A producer's agent. It lasts as long as a connection to it.
 #[derive(Debug)]
-pub(crate) struct Remote {
+pub(crate) struct RemoteAgent {
     pub(crate) offer: Offer,
     agents: Weak<Agents>,
 }
 
-/// One agent of ours.
-struct Live {
-    turns: Mutex<Turns>,
+/// One agent of this engine.
+struct LiveAgent {
+    state: Mutex<AgentState>,
     gone: Condvar,
     retired: Arc<AtomicU64>,
 }
 
-impl std::fmt::Debug for Live {
+impl std::fmt::Debug for LiveAgent {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Live")
+        f.write_str("LiveAgent")
     }
 }
 
-struct Turns {
-    /// `None` when it is gone, or going.
-    body: Option<Arc<Body>>,
+struct AgentState {
+    /// `None` when the agent is gone or ends.
+    resources: Option<Arc<AgentResources>>,
     active: usize,
     retired: Option<Instant>,
-    /// Requests that nobody has seen the end of.
-    abandoned: Vec<Request>,
+    /// Requests without an observed end.
+    quarantined: Vec<TransferRequest>,
     gone: bool,
 }
 
-/// The agent and what must outlive it: the fields are dropped in this order.
-struct Body {
+/// The agent and its pools, which must outlive it: the fields are dropped in this order.
+struct AgentResources {
     agent: Box<dyn Agent>,
-    pools: Mutex<Vec<(Memory, Own)>>,
-    /// Names that it has been given.
-    known: Mutex<Vec<String>>,
+    pools: Mutex<Vec<(Memory, LocalPool)>>,
+    /// Names of the added peers.
+    peers: Mutex<Vec<String>>,
 }
 
 /// The right to use an agent for one read.
-pub(crate) struct Turn {
-    live: Arc<Live>,
-    body: Option<Arc<Body>>,
+pub(crate) struct AgentGuard {
+    live: Arc<LiveAgent>,
+    resources: Option<Arc<AgentResources>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -121,10 +121,10 @@ fn error(why: &str) -> NixlError {
     NixlError(why.into())
 }
 
-impl Body {
-    /// Registers a pool, once, and says where it lies.
-    #[allow(unsafe_code)] // registering a pool; it says why it is sound
-    fn land_in(&self, pool: &Own) -> Result<Memory, NixlError> {
+impl AgentResources {
+    /// Registers a pool once, and returns its memory.
+    #[allow(unsafe_code, reason = "registering a pool; the block states why it is sound")]
+    fn register_pool(&self, pool: &LocalPool) -> Result<Memory, NixlError> {
         let memory = pool.memory()?;
         let mut pools = lock(&self.pools);
         if pools.iter().any(|(known, _)| *known == memory) {
@@ -133,260 +133,268 @@ impl Body {
         if pools.len() >= POOLS_MAX {
             return Err(error("too many pools"));
         }
-        // SAFETY: all of the pool, as it says itself; a clone stays with the agent and is dropped after it.
+        // SAFETY: the memory of the whole pool. A clone of the pool stays with the agent and is dropped after it.
         unsafe { self.agent.register(memory) }?;
         pools.push((memory, pool.clone()));
         Ok(memory)
     }
 
-    /// Before the calling thread ends the agent. Nothing can be done about a device that is lost.
+    /// Makes the devices current on the calling thread, before it ends the agent. Errors of a lost device are ignored.
     fn enter(&self) {
         lock(&self.pools).iter().for_each(|(_, pool)| drop(pool.enter()));
     }
 }
 
 impl Agents {
-    /// For reads into `device`'s pool, or into any pools in host memory.
+    /// The agents for reads into `device`'s pool, or into any pools in host memory.
     pub(crate) fn new(library: Arc<dyn Library>, device: Option<Arc<dyn DevicePool>>) -> Arc<Self> {
         Arc::new(Self {
             library,
-            device: device.map(Own::Device),
+            device: device.map(LocalPool::Device),
             state: Mutex::default(),
-            made: AtomicU64::new(0),
+            created: AtomicU64::new(0),
             retired: Arc::new(AtomicU64::new(0)),
         })
     }
 
-    /// Agents made so far: one more than were lost.
-    pub(crate) fn made(&self) -> u64 {
-        self.made.load(Ordering::Relaxed)
+    /// Agents created so far: one more than were retired.
+    pub(crate) fn created(&self) -> u64 {
+        self.created.load(Ordering::Relaxed)
     }
 
-    /// The producer that made this offer: the one that other connections know, or a new one.
-    pub(crate) fn remote(self: &Arc<Self>, offer: Offer) -> Result<Arc<Remote>, NixlError> {
-        let mut state = lock(&self.state);
-        state.peers.retain(|_, remote| remote.strong_count() > 0);
-        if let Some(known) = state.peers.get(&offer.name).and_then(Weak::upgrade) {
-            // It may be the last one by now, and its drop takes the lock.
-            drop(state);
-            // A name stands for one agent; its metadata and pool do not change while it lives.
+    /// The producer of this offer: that of other connections, or a new one.
+    pub(crate) fn remote(self: &Arc<Self>, offer: Offer) -> Result<Arc<RemoteAgent>, NixlError> {
+        let mut table = lock(&self.state);
+        table.peers.retain(|_, remote| remote.strong_count() > 0);
+        if let Some(known) = table.peers.get(&offer.name).and_then(Weak::upgrade) {
+            // This may be the last reference by now, and its drop takes the lock.
+            drop(table);
+            // A name identifies one agent, whose metadata and pool do not change during its life.
             let same = known.offer == offer;
             return if same { Ok(known) } else { Err(error("another producer has this agent's name")) };
         }
-        if state.peers.len() >= PEERS_MAX {
+        if table.peers.len() >= PEERS_MAX {
             return Err(error("too many producers at once"));
         }
-        self.begin(&mut state)?.know(&offer)?;
-        let remote = Arc::new(Remote { offer, agents: Arc::downgrade(self) });
-        state.peers.insert(remote.offer.name.clone(), Arc::downgrade(&remote));
+        self.acquire_live(&mut table)?.add_peer(&offer)?;
+        let remote = Arc::new(RemoteAgent { offer, agents: Arc::downgrade(self) });
+        table.peers.insert(remote.offer.name.clone(), Arc::downgrade(&remote));
         Ok(remote)
     }
 
-    /// The live agent, for one read from `remote` into `pool`: it knows both. And where the pool lies.
-    pub(crate) fn turn(&self, remote: &Remote, pool: &Own) -> Result<(Turn, Memory), NixlError> {
-        let mut state = lock(&self.state);
-        let turn = self.begin(&mut state)?;
-        turn.know(&remote.offer)?;
-        let memory = turn.body().land_in(pool)?;
-        Ok((turn, memory))
+    /// The live agent with `remote` and `pool` added, for one read, and the memory of the pool.
+    pub(crate) fn acquire(
+        &self,
+        remote: &RemoteAgent,
+        pool: &LocalPool,
+    ) -> Result<(AgentGuard, Memory), NixlError> {
+        let mut table = lock(&self.state);
+        let guard = self.acquire_live(&mut table)?;
+        guard.add_peer(&remote.offer)?;
+        let memory = guard.resources().register_pool(pool)?;
+        Ok((guard, memory))
     }
 
-    /// A turn of the live agent. That may be retired between two looks at it: then there is a next one, until too many wait
-    /// for their end.
-    fn begin(&self, state: &mut State) -> Result<Turn, NixlError> {
+    /// A guard of the live agent. If the agent is retired meanwhile, a new one is made, until too many are retired.
+    fn acquire_live(&self, table: &mut AgentTable) -> Result<AgentGuard, NixlError> {
         loop {
-            if let Some(turn) = self.live(state)?.turn() {
-                return Ok(turn);
+            if let Some(guard) = self.live(table)?.acquire() {
+                return Ok(guard);
             }
         }
     }
 
-    fn live(&self, state: &mut State) -> Result<Arc<Live>, NixlError> {
-        self.device.as_ref().map_or(Ok(()), Own::enter)?;
-        if let Some(live) = state.live.as_ref().filter(|live| lock(&live.turns).retired.is_none()) {
+    fn live(&self, table: &mut AgentTable) -> Result<Arc<LiveAgent>, NixlError> {
+        self.device.as_ref().map_or(Ok(()), LocalPool::enter)?;
+        if let Some(live) = table.live.as_ref().filter(|live| lock(&live.state).retired.is_none()) {
             return Ok(Arc::clone(live));
         }
-        state.live = None;
+        table.live = None;
         if self.retired.load(Ordering::Acquire) >= RETIRED_MAX as u64 {
             return Err(error("too many agents wait for the end of their transfers"));
         }
-        if let Some(unable) = state.unable.as_ref().filter(|unable| Instant::now() < unable.until) {
-            return Err(unable.why.clone());
+        if let Some(failure) =
+            table.registration_failure.as_ref().filter(|failure| Instant::now() < failure.until)
+        {
+            return Err(failure.why.clone());
         }
-        let agent = self.library.agent(&unique_name("d")?, Side::Initiator)?;
-        let body = Body { agent, pools: Mutex::default(), known: Mutex::default() };
+        let agent = self.library.agent(&unique_name("d")?, AgentRole::Initiator)?;
+        let resources = AgentResources { agent, pools: Mutex::default(), peers: Mutex::default() };
         if let Some(device) = &self.device {
-            // Before it meets anybody: whoever is met is read from.
-            let before = state.unable.take();
-            body.land_in(device).inspect_err(|why| {
-                let pause = before.map_or(UNABLE_FIRST, |before| (2 * before.pause).min(UNABLE_MAX));
-                state.unable = Some(Unable { why: why.clone(), until: Instant::now() + pause, pause });
+            // The pool is registered before the first peer is added, because reads may start then.
+            let before = table.registration_failure.take();
+            resources.register_pool(device).inspect_err(|why| {
+                let pause = before.map_or(REGISTRATION_RETRY_FIRST, |before| {
+                    (2 * before.pause).min(REGISTRATION_RETRY_MAX)
+                });
+                table.registration_failure =
+                    Some(RegistrationFailure { why: why.clone(), until: Instant::now() + pause, pause });
             })?;
         }
-        let turns = Turns {
-            body: Some(Arc::new(body)),
+        let state = AgentState {
+            resources: Some(Arc::new(resources)),
             active: 0,
             retired: None,
-            abandoned: Vec::new(),
+            quarantined: Vec::new(),
             gone: false,
         };
         let live =
-            Live { turns: Mutex::new(turns), gone: Condvar::new(), retired: Arc::clone(&self.retired) };
-        self.made.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::clone(state.live.insert(Arc::new(live))))
+            LiveAgent { state: Mutex::new(state), gone: Condvar::new(), retired: Arc::clone(&self.retired) };
+        self.created.fetch_add(1, Ordering::Relaxed);
+        Ok(Arc::clone(table.live.insert(Arc::new(live))))
     }
 }
 
-/// A name that no other agent has.
+/// A unique name for an agent.
 pub(crate) fn unique_name(side: &str) -> Result<String, NixlError> {
     let mut random = [0; 16];
     getrandom::fill(&mut random).map_err(|why| NixlError(format!("no random numbers: {why}").into()))?;
     Ok(format!("baton-{side}-{:032x}", u128::from_le_bytes(random)))
 }
 
-impl Drop for Remote {
+impl Drop for RemoteAgent {
     fn drop(&mut self) {
         let Some(agents) = self.agents.upgrade() else { return };
-        let state = lock(&agents.state);
-        // A new connection may have brought it back already.
-        if state.peers.get(&self.offer.name).is_some_and(|remote| remote.strong_count() > 0) {
+        let table = lock(&agents.state);
+        // A new connection may have added the producer again.
+        if table.peers.get(&self.offer.name).is_some_and(|remote| remote.strong_count() > 0) {
             return;
         }
-        // Whoever reads from it has a connection, so nothing of it is in flight.
-        if let Some(turn) = state.live.as_ref().and_then(Live::turn) {
-            turn.body().enter();
-            turn.forget(&self.offer.name);
+        // Every read has a connection to the producer, so no request to it is in flight.
+        if let Some(guard) = table.live.as_ref().and_then(LiveAgent::acquire) {
+            guard.resources().enter();
+            guard.remove_peer(&self.offer.name);
         }
     }
 }
 
-impl Live {
-    /// `None` when it is retired.
-    fn turn(self: &Arc<Self>) -> Option<Turn> {
-        let mut turns = lock(&self.turns);
-        let body = turns.body.clone().filter(|_| turns.retired.is_none())?;
-        turns.active += 1;
-        Some(Turn { live: Arc::clone(self), body: Some(body) })
+impl LiveAgent {
+    /// A guard; `None` if the agent is retired.
+    fn acquire(self: &Arc<Self>) -> Option<AgentGuard> {
+        let mut state = lock(&self.state);
+        let resources = state.resources.clone().filter(|_| state.retired.is_none())?;
+        state.active += 1;
+        Some(AgentGuard { live: Arc::clone(self), resources: Some(resources) })
     }
 
-    /// Ends the agent when it is retired and nobody uses it. On a thread of its own: how long NIXL takes is NIXL's
-    /// business, and whoever was the last to use it has a read that is over.
-    fn end_if_unused(self: &Arc<Self>, turns: &mut Turns) {
-        if turns.retired.is_none() || turns.active > 0 {
+    /// Ends the agent if it is retired and has no guard. A thread of its own does this, because NIXL may take long and
+    /// the read of the last guard is over.
+    fn end_if_unused(self: &Arc<Self>, state: &mut AgentState) {
+        if state.retired.is_none() || state.active > 0 {
             return;
         }
-        let Some(body) = turns.body.take() else { return };
-        let requests = std::mem::take(&mut turns.abandoned);
+        let Some(resources) = state.resources.take() else { return };
+        let requests = std::mem::take(&mut state.quarantined);
         let live = Arc::clone(self);
         let end = move || {
-            body.enter();
-            // This order was measured: no crash, and no byte afterwards.
-            lock(&body.known).iter().for_each(|peer| body.agent.remove(peer));
-            requests.into_iter().for_each(|request| body.agent.release(request));
-            // The only one left: turns give theirs back before they are counted out.
-            drop(body);
-            lock(&live.turns).gone = true;
+            resources.enter();
+            // In this order NIXL neither crashes nor writes a byte afterwards.
+            lock(&resources.peers).iter().for_each(|peer| resources.agent.remove(peer));
+            requests.into_iter().for_each(|request| resources.agent.release(request));
+            // The last reference: a guard drops its own before it decrements `active`.
+            drop(resources);
+            lock(&live.state).gone = true;
             live.retired.fetch_sub(1, Ordering::AcqRel);
             live.gone.notify_all();
         };
         if let Err(why) = thread::Builder::new().name("nixl-retire".into()).spawn(end) {
-            // What was to be ended went with the closure: its drop has just ended the agent, without the courtesies.
+            // The drop of the closure has just ended the agent, without removing peers and requests first.
             tracing::error!(error = %why, "cannot start the thread that ends a NIXL agent");
-            turns.gone = true;
+            state.gone = true;
             self.retired.fetch_sub(1, Ordering::AcqRel);
             self.gone.notify_all();
         }
     }
 }
 
-impl Drop for Live {
+impl Drop for LiveAgent {
     fn drop(&mut self) {
-        let turns = self.turns.get_mut().unwrap_or_else(PoisonError::into_inner);
-        debug_assert!(turns.abandoned.is_empty(), "a request without its reader");
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        debug_assert!(state.quarantined.is_empty(), "a request without its reader");
     }
 }
 
-impl Turn {
-    fn body(&self) -> &Body {
-        self.body.as_ref().expect("it is given back at the end of the turn")
+impl AgentGuard {
+    fn resources(&self) -> &AgentResources {
+        self.resources.as_ref().expect("present until the guard's end")
     }
 
     pub(crate) fn agent(&self) -> &dyn Agent {
-        &*self.body().agent
+        &*self.resources().agent
     }
 
-    /// Whether a further batch may be posted: an agent that is retired is given `grace`.
-    pub(crate) fn may_go_on(&self, grace: Duration) -> bool {
-        lock(&self.live.turns).retired.is_none_or(|since| since.elapsed() < grace)
+    /// Whether a further batch may be posted: on a retired agent only within `grace`.
+    pub(crate) fn may_post(&self, grace: Duration) -> bool {
+        lock(&self.live.state).retired.is_none_or(|since| since.elapsed() < grace)
     }
 
-    fn know(&self, offer: &Offer) -> Result<(), NixlError> {
-        let body = self.body();
-        let mut known = lock(&body.known);
-        if known.contains(&offer.name) {
+    fn add_peer(&self, offer: &Offer) -> Result<(), NixlError> {
+        let resources = self.resources();
+        let mut peers = lock(&resources.peers);
+        if peers.contains(&offer.name) {
             return Ok(());
         }
-        // Loading it could change what is known of another producer, under its reads.
-        let owner = body.agent.owner(&offer.metadata);
+        // Loading another producer's metadata could change that producer's memory during its reads.
+        let owner = resources.agent.owner(&offer.metadata);
         if owner.is_some_and(|owner| owner != offer.name) {
             return Err(error("the metadata belongs to another agent"));
         }
-        let name = body.agent.add(&offer.metadata)?;
+        let name = resources.agent.add(&offer.metadata)?;
         if name != offer.name {
-            // What it was is known too late: the other producer, if there is one, is read anew.
-            body.agent.remove(&name);
-            known.retain(|other| *other != name);
+            // The owner is known only after the load. The other producer, if any, is added again by its next read.
+            resources.agent.remove(&name);
+            peers.retain(|other| *other != name);
             return Err(error("the metadata belongs to another agent"));
         }
-        known.push(name);
+        peers.push(name);
         Ok(())
     }
 
-    fn forget(&self, name: &str) {
-        let body = self.body();
-        let mut known = lock(&body.known);
-        if let Some(at) = known.iter().position(|other| other == name) {
-            known.swap_remove(at);
-            body.agent.remove(name);
+    fn remove_peer(&self, name: &str) {
+        let resources = self.resources();
+        let mut peers = lock(&resources.peers);
+        if let Some(at) = peers.iter().position(|other| other == name) {
+            peers.swap_remove(at);
+            resources.agent.remove(name);
         }
     }
 
-    /// Retires the agent because of a request whose end was not seen, and returns when nothing can write into its
-    /// landing memory any more: when the agent is gone.
-    pub(crate) fn quarantine(mut self, request: Request) {
-        self.body = None;
+    /// Retires the agent because of a request without an observed end. Returns when the agent is gone, and nothing can
+    /// write into the landing memory any more.
+    pub(crate) fn quarantine(mut self, request: TransferRequest) {
+        self.resources = None;
         let live = Arc::clone(&self.live);
-        let mut turns = lock(&live.turns);
-        turns.abandoned.push(request);
-        if turns.retired.is_none() {
-            turns.retired = Some(Instant::now());
+        let mut state = lock(&live.state);
+        state.quarantined.push(request);
+        if state.retired.is_none() {
+            state.retired = Some(Instant::now());
             live.retired.fetch_add(1, Ordering::AcqRel);
         }
-        drop(turns);
-        // Its end may be what the agent's end waits for.
+        drop(state);
+        // This may be the last guard, for which the end of the agent waits.
         drop(self);
-        let turns = lock(&live.turns);
-        // As long as it takes: these blocks are nobody else's until then.
-        drop(live.gone.wait_while(turns, |turns| !turns.gone).unwrap_or_else(PoisonError::into_inner));
+        let state = lock(&live.state);
+        // Without a time limit: the blocks must not be reused before that.
+        drop(live.gone.wait_while(state, |state| !state.gone).unwrap_or_else(PoisonError::into_inner));
     }
 }
 
-impl Drop for Turn {
+impl Drop for AgentGuard {
     fn drop(&mut self) {
-        self.body = None;
-        let mut turns = lock(&self.live.turns);
-        turns.active -= 1;
-        self.live.end_if_unused(&mut turns);
+        self.resources = None;
+        let mut state = lock(&self.live.state);
+        state.active -= 1;
+        self.live.end_if_unused(&mut state);
     }
 }
 
 impl Drop for Agents {
     fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if let Some(live) = state.live.take() {
-            // Reads hold the transport, so nobody reads any more.
-            let body = lock(&live.turns).body.take();
-            body.iter().for_each(|body| body.enter());
+        let table = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Some(live) = table.live.take() {
+            // Reads hold the transport, so no read is in flight.
+            let resources = lock(&live.state).resources.take();
+            resources.iter().for_each(|resources| resources.enter());
         }
     }
 }

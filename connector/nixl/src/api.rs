@@ -1,6 +1,9 @@
-//! NIXL as this crate needs it. Two implementations: the library's C interface, and the tests' simulated agents, which
-//! have the library's traps.
-#![allow(unsafe_code)] // the two calls that hand memory to a transfer are unsafe to call; nothing is dereferenced here
+//! The interface to NIXL. There are two implementations: the library's C interface, and the simulated agents of the
+//! tests, which have the hazards of the library.
+#![allow(
+    unsafe_code,
+    reason = "the two calls that pass memory to a transfer are unsafe to call; nothing is dereferenced here"
+)]
 
 use std::fmt::{self, Debug};
 
@@ -9,30 +12,30 @@ use std::fmt::{self, Debug};
 #[error("NIXL: {0}")]
 pub struct NixlError(pub Box<str>);
 
-/// What an agent is for.
+/// The role of an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
-    /// It reads, and makes progress when it is asked how a request stands.
+pub enum AgentRole {
+    /// The agent reads, and makes progress when a request is polled.
     Initiator,
-    /// It is read from, and makes progress by itself.
+    /// Other agents read from this one, which makes progress on a thread of its own.
     Target,
 }
 
-/// How a request stands.
+/// The state of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum TransferState {
     /// Bytes may still be written into the landing memory.
     InFlight,
-    /// Everything is there, and nothing more is written.
+    /// Every byte has landed, and nothing more is written.
     Done,
 }
 
-/// What kind of memory an address is of. NIXL is told for each side of a read.
+/// The kind of memory of an address. NIXL needs it for each side of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Segment {
     /// Host memory.
     Host,
-    /// Memory of a CUDA device, by the number that it has in its process.
+    /// Memory of a CUDA device, with the number of the device in its process.
     Cuda(u32),
 }
 
@@ -45,45 +48,45 @@ impl fmt::Display for Segment {
     }
 }
 
-/// Memory that an agent may be given. Only host memory can be touched at its address.
+/// Memory to register with an agent. Only host memory can be accessed at its address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Memory {
-    /// What it is.
+    /// The kind of memory.
     pub segment: Segment,
-    /// Its first byte.
+    /// Address of the first byte.
     pub base: usize,
-    /// Bytes.
+    /// Length in bytes.
     pub len: usize,
 }
 
 /// One contiguous part of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
-    /// Its address in the producer's process.
+pub struct ReadDescriptor {
+    /// Address in the producer's process.
     pub from: usize,
-    /// Its address in this process.
+    /// Address in this process.
     pub into: usize,
-    /// Bytes.
+    /// Length in bytes.
     pub len: usize,
 }
 
-/// A prepared request of one agent. Opaque; given back by [`Agent::release`].
+/// A prepared request of one agent. Opaque; released by [`Agent::release`].
 #[derive(Debug, PartialEq, Eq)]
-pub struct Request(pub u64);
+pub struct TransferRequest(pub u64);
 
 /// A NIXL library.
 pub trait Library: Debug + Send + Sync {
-    /// Where it was found.
+    /// The path of the library.
     fn origin(&self) -> &str;
 
-    /// Makes an agent with the UCX backend. No two agents of a cluster may have one name. May take half a second.
+    /// Creates an agent with the UCX backend. Agents of a cluster must have different names. May take half a second.
     ///
     /// # Errors
     /// [`NixlError`].
-    fn agent(&self, name: &str, side: Side) -> Result<Box<dyn Agent>, NixlError>;
+    fn agent(&self, name: &str, side: AgentRole) -> Result<Box<dyn Agent>, NixlError>;
 }
 
-/// One agent. Its end (drop) ends every transfer of it: afterwards nothing writes into its memory.
+/// One agent. Its drop ends all of its transfers: afterwards nothing writes into its memory.
 pub trait Agent: Send + Sync {
     /// Registers memory for reads from it and into it.
     ///
@@ -91,31 +94,32 @@ pub trait Agent: Send + Sync {
     /// [`NixlError`].
     ///
     /// # Safety
-    /// The memory is there, and of that kind, until the agent has been dropped.
+    /// The memory must exist, and be of that kind, until the agent is dropped.
     unsafe fn register(&self, memory: Memory) -> Result<(), NixlError>;
 
-    /// What another agent needs to read from this one's registered memory.
+    /// The data with which another agent reads from this one's registered memory.
     ///
     /// # Errors
     /// [`NixlError`].
     fn metadata(&self) -> Result<Vec<u8>, NixlError>;
 
-    /// Whose metadata this says to be, as far as that can be told without loading it.
+    /// The agent name in metadata, if it can be determined without loading the metadata.
     fn owner<'a>(&self, metadata: &'a [u8]) -> Option<&'a str> {
         let _ = metadata;
         None
     }
 
-    /// Makes another agent known by its metadata and returns its name.
+    /// Adds another agent by its metadata and returns its name.
     ///
     /// # Errors
     /// [`NixlError`].
     fn add(&self, metadata: &[u8]) -> Result<String, NixlError>;
 
-    /// Forgets another agent. Not while a request to it is in flight.
+    /// Removes another agent. Not allowed while a request to it is in flight.
     fn remove(&self, peer: &str);
 
-    /// Prepares a read of another agent's memory `from` one kind `into` one of ours. Nothing moves yet.
+    /// Prepares a read from another agent's memory of kind `from` into this agent's memory of kind `into`. Transfers
+    /// nothing yet.
     ///
     /// # Errors
     /// [`NixlError`].
@@ -124,25 +128,25 @@ pub trait Agent: Send + Sync {
         peer: &str,
         from: Segment,
         into: Segment,
-        pieces: &[Piece],
-    ) -> Result<Request, NixlError>;
+        descriptors: &[ReadDescriptor],
+    ) -> Result<TransferRequest, NixlError>;
 
-    /// Starts a read, and may do all of it. **An error does not mean that nothing is in flight.**
+    /// Starts a read, and may complete it. **An error does not mean that nothing is in flight.**
     ///
     /// # Errors
     /// [`NixlError`].
     ///
     /// # Safety
-    /// The pieces' memory belongs to nobody else until this, or [`Self::status`], has said [`State::Done`], or the
-    /// agent has been dropped.
-    unsafe fn post(&self, request: &Request) -> Result<State, NixlError>;
+    /// The memory of the descriptors must not be used otherwise until this call or [`Self::status`] returns
+    /// [`TransferState::Done`], or the agent is dropped.
+    unsafe fn post(&self, request: &TransferRequest) -> Result<TransferState, NixlError>;
 
-    /// How a read stands. **An error does not mean that nothing is in flight.**
+    /// The state of a read. **An error does not mean that nothing is in flight.**
     ///
     /// # Errors
     /// [`NixlError`].
-    fn status(&self, request: &Request) -> Result<State, NixlError>;
+    fn status(&self, request: &TransferRequest) -> Result<TransferState, NixlError>;
 
-    /// Gives a request back. **Does not end it.**
-    fn release(&self, request: Request);
+    /// Releases a request. **Does not end it.**
+    fn release(&self, request: TransferRequest);
 }

@@ -1,8 +1,9 @@
-//! The library's plain C interface (`src/bindings/rust/wrapper.h` of NIXL; 1.5.1 was used), opened at run time.
+//! The library's plain C interface (`src/bindings/rust/wrapper.h` of NIXL 1.5.1), opened at run time.
 //!
-//! Twenty-two functions and one struct. Handles are opaque pointers; every call answers with a number: negative is an
-//! error, 0 success, 1 in progress. Which error it was is not told apart: a lost peer and a bad argument are one number.
-#![allow(unsafe_code)] // calls into a C library; each block says why it is sound
+//! Twenty-two functions and one struct. Handles are opaque pointers. Every call returns a number: negative for an
+//! error, 0 for success, 1 for in progress. The number does not distinguish errors: a lost peer and a bad argument
+//! return the same.
+#![allow(unsafe_code, reason = "calls into a C library; each block states why it is sound")]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -10,7 +11,9 @@ use std::path::Path;
 use std::ptr::{null, null_mut};
 use std::sync::Arc;
 
-use crate::api::{Agent, Library, Memory, NixlError, Piece, Request, Segment, Side, State};
+use crate::api::{
+    Agent, AgentRole, Library, Memory, NixlError, ReadDescriptor, Segment, TransferRequest, TransferState,
+};
 
 /// `NIXL_CAPI_MEM_DRAM`.
 const HOST_MEMORY: c_int = 0;
@@ -23,28 +26,28 @@ const IN_PROGRESS: c_int = 1;
 /// `NIXL_CAPI_THREAD_SYNC_STRICT`: an agent may be used from any thread.
 const STRICT: c_int = 1;
 
-/// Between two looks of a producer's progress thread when no descriptor wakes it. At 0, the default, it spins.
+/// Interval between two polls of a producer's progress thread when no descriptor wakes it. At 0, the default, it spins.
 const PROGRESS_DELAY_US: u64 = 10_000;
 
-/// What UCX is told unless its own environment variables say otherwise (`UCX_TLS`, `UCX_MM_ERROR_HANDLING`). Its TCP
-/// emulates reads in the producer's process, and aborts that process when the reader has gone in the meantime
-/// (measured with UCX 1.23: "Fatal: unexpected error: Endpoint timeout"); our own TCP does not.
+/// The UCX configuration, which environment variables override (`UCX_TLS`, `UCX_MM_ERROR_HANDLING`). UCX's TCP emulates
+/// reads in the producer's process, and aborts that process if the reader has ended meanwhile (UCX 1.23: "Fatal:
+/// unexpected error: Endpoint timeout"). Baton's TCP transport does not.
 ///
-/// No keepalive, and no request at the first meeting (`RESOLVE_REMOTE_EP_ID`), which only keepalive needs: the silence bound
-/// and the lease do that. A producer that was stopped while a reader's agent met it, and is continued when that agent has
-/// gone, has an endpoint without lanes for a moment; a round of keepalive that comes then reads through its null pointer
-/// (UCX 1.23, 2026-11-22: SIGSEGV in `ucp_ep_do_uct_ep_am_keepalive`, called by `ucp_worker_do_ep_keepalive`). Without the
-/// first a producer survives such a request of any reader, without the second none is sent.
+/// Keepalive is off, and so is the request of the first connection that only keepalive needs (`RESOLVE_REMOTE_EP_ID`).
+/// The bound on silence and the lease replace keepalive. A producer may be stopped while a reader's agent connects, and
+/// continue after the end of that agent. Then its endpoint briefly has no lanes, and a round of keepalive reads a null
+/// pointer (UCX 1.23: SIGSEGV in `ucp_ep_do_uct_ep_am_keepalive`, called by `ucp_worker_do_ep_keepalive`). Without
+/// keepalive a producer survives such a request of any reader. Without the second option no such request is sent.
 ///
-/// Between GPUs: without `ENABLE_GET_ZCOPY` UCX copies from another process's GPU only where it sees NVLink, and otherwise
-/// has the producer's processor send the bytes. With `CACHE` another process's memory stays open for the life of this one,
-/// also when its owner has died; its GPU's memory would stay taken. (`src/uct/cuda/cuda_ipc` of UCX.) A UCX without CUDA
-/// knows neither, and goes on.
+/// Between GPUs, without `ENABLE_GET_ZCOPY`, UCX copies from another process's GPU only over NVLink. Otherwise the
+/// producer's processor sends the bytes. With `CACHE` (`src/uct/cuda/cuda_ipc` of UCX), another process's memory would
+/// stay open for the life of this one, even after the death of its owner, and occupy the GPU. A UCX without CUDA
+/// ignores both.
 const UCX: &CStr = c"TLS=^tcp,MM_ERROR_HANDLING=y,KEEPALIVE_INTERVAL=inf,RESOLVE_REMOTE_EP_ID=n,\
 CUDA_IPC_ENABLE_GET_ZCOPY=on,CUDA_IPC_CACHE=n";
 
-/// What NIXL calls a kind of memory, and the device's number.
-fn named(segment: Segment) -> (c_int, u64) {
+/// NIXL's number of a kind of memory, and the device's number.
+fn memory_kind(segment: Segment) -> (c_int, u64) {
     match segment {
         Segment::Host => (HOST_MEMORY, 0),
         Segment::Cuda(ordinal) => (DEVICE_MEMORY, u64::from(ordinal)),
@@ -55,7 +58,7 @@ type Ptr = *mut c_void;
 
 /// `nixl_capi_agent_config_t`.
 #[repr(C)]
-struct Config {
+struct CapiAgentConfig {
     progress_thread: bool,
     listen_thread: bool,
     listen_port: c_int,
@@ -71,10 +74,10 @@ macro_rules! symbols {
         struct Symbols { $($field: unsafe extern "C" fn($($argument),*) -> c_int,)* }
 
         impl Symbols {
-            /// Every function, or the name of the first that there is not.
+            /// Every function, or the name of the first missing one.
             fn resolve(library: Ptr) -> Result<Self, &'static CStr> {
                 Ok(Self { $($field: {
-                    // SAFETY: an open library and a name that ends in zero.
+                    // SAFETY: an open library and a zero-terminated name.
                     let found = unsafe { libc::dlsym(library, $name.as_ptr()) };
                     if found.is_null() {
                         return Err($name);
@@ -88,7 +91,7 @@ macro_rules! symbols {
 }
 
 symbols! {
-    create_agent: c"nixl_capi_create_configured_agent" (*const c_char, *const Config, *mut Ptr);
+    create_agent: c"nixl_capi_create_configured_agent" (*const c_char, *const CapiAgentConfig, *mut Ptr);
     destroy_agent: c"nixl_capi_destroy_agent" (Ptr);
     create_params: c"nixl_capi_create_params" (*mut Ptr);
     params_add: c"nixl_capi_params_add" (Ptr, *const c_char, *const c_char);
@@ -125,14 +128,14 @@ impl std::fmt::Debug for Capi {
 }
 
 impl Capi {
-    /// Opens a library and resolves all of it. It is never closed.
+    /// Opens a library and resolves all functions. The library is never closed.
     pub(crate) fn open(path: &Path) -> Result<Self, NixlError> {
         let origin = path.display().to_string();
         let name = CString::new(path.as_os_str().as_bytes());
         let name = name
             .map_err(|_| NixlError(format!("invalid file name {origin:?}: contains a zero byte").into()))?;
-        // SAFETY: a name that ends in zero. Opening runs the library's constructors: whoever names it, or has it
-        // where the system looks for libraries, trusts it.
+        // SAFETY: a zero-terminated name. Opening runs the library's constructors. The operator trusts a library that
+        // is named, or that is in the system's search path.
         let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if library.is_null() {
             // SAFETY: called right after the failure, on the same thread.
@@ -140,9 +143,9 @@ impl Capi {
             if why.is_null() {
                 return Err(NixlError(origin.into()));
             }
-            // SAFETY: text that ends in zero, and lasts until the next call of this family on this thread.
+            // SAFETY: zero-terminated text, valid until the next call of this family on this thread.
             let why = unsafe { CStr::from_ptr(why) }.to_string_lossy();
-            // It begins with the name, mostly.
+            // The text usually begins with the name.
             let why = if why.contains(&origin) { why.into_owned() } else { format!("{origin}: {why}") };
             return Err(NixlError(why.into()));
         }
@@ -153,8 +156,8 @@ impl Capi {
     }
 }
 
-/// The answer of a call, or its name as an error.
-fn answered(call: &str, answer: c_int) -> Result<c_int, NixlError> {
+/// The result of a call, or an error with the name of the call.
+fn check_status(call: &str, answer: c_int) -> Result<c_int, NixlError> {
     if answer < 0 { Err(NixlError(format!("{call} failed with {answer}").into())) } else { Ok(answer) }
 }
 
@@ -163,11 +166,11 @@ impl Library for Capi {
         &self.origin
     }
 
-    fn agent(&self, name: &str, side: Side) -> Result<Box<dyn Agent>, NixlError> {
+    fn agent(&self, name: &str, side: AgentRole) -> Result<Box<dyn Agent>, NixlError> {
         let name = c_name(name)?;
         let symbols = Arc::clone(&self.symbols);
-        let config = Config {
-            progress_thread: side == Side::Target,
+        let config = CapiAgentConfig {
+            progress_thread: side == AgentRole::Target,
             listen_thread: false,
             listen_port: 0,
             thread_sync: STRICT,
@@ -177,10 +180,10 @@ impl Library for Capi {
             telemetry: false,
         };
         let mut agent = null_mut();
-        // SAFETY: a name that ends in zero, a config as the library declares it, and room for one pointer.
+        // SAFETY: a zero-terminated name, a config as the library declares it, and memory for one pointer.
         let answer = unsafe { (symbols.create_agent)(name.as_ptr(), &raw const config, &raw mut agent) };
-        answered("create_configured_agent", answer)?;
-        // From here on its drop destroys it.
+        check_status("create_configured_agent", answer)?;
+        // From here on the drop destroys the agent.
         let agent = CapiAgent { symbols, agent };
         agent.add_backend()?;
         Ok(Box::new(agent))
@@ -196,20 +199,20 @@ struct CapiAgent {
     agent: Ptr,
 }
 
-// SAFETY: an agent is a handle that belongs to no thread.
+// SAFETY: an agent is a handle without a thread affinity.
 unsafe impl Send for CapiAgent {}
-// SAFETY: made with `NIXL_CAPI_THREAD_SYNC_STRICT`: the library takes its own lock around every call.
+// SAFETY: created with `NIXL_CAPI_THREAD_SYNC_STRICT`: the library takes its own lock around every call.
 unsafe impl Sync for CapiAgent {}
 
-/// A list of descriptors, destroyed with this.
-struct List<'a> {
+/// A list of descriptors of the library; the drop destroys it.
+struct DescriptorList<'a> {
     list: Ptr,
     destroy: &'a unsafe extern "C" fn(Ptr) -> c_int,
 }
 
-impl Drop for List<'_> {
+impl Drop for DescriptorList<'_> {
     fn drop(&mut self) {
-        // SAFETY: a handle that the library made, destroyed once.
+        // SAFETY: a handle that the library created, destroyed once.
         unsafe { (self.destroy)(self.list) };
     }
 }
@@ -218,18 +221,18 @@ impl CapiAgent {
     fn add_backend(&self) -> Result<(), NixlError> {
         let symbols = &*self.symbols;
         let mut params = null_mut();
-        // SAFETY: room for one pointer.
-        answered("create_params", unsafe { (symbols.create_params)(&raw mut params) })?;
-        let params = List { list: params, destroy: &symbols.destroy_params };
-        // SAFETY: live parameters, and texts that end in zero; the library copies them.
+        // SAFETY: memory for one pointer.
+        check_status("create_params", unsafe { (symbols.create_params)(&raw mut params) })?;
+        let params = DescriptorList { list: params, destroy: &symbols.destroy_params };
+        // SAFETY: live parameters, and zero-terminated texts, which the library copies.
         let added = unsafe { (symbols.params_add)(params.list, c"engine_config".as_ptr(), UCX.as_ptr()) };
-        answered("params_add", added)?;
+        check_status("params_add", added)?;
         let mut backend = null_mut();
-        // SAFETY: a live agent and parameters, a text that ends in zero, and room for one pointer.
+        // SAFETY: a live agent and parameters, a zero-terminated text, and memory for one pointer.
         let created =
             unsafe { (symbols.create_backend)(self.agent, c"UCX".as_ptr(), params.list, &raw mut backend) };
-        answered("create_backend(UCX)", created)?;
-        // SAFETY: the handle just made. It only names the backend, which stays with the agent.
+        check_status("create_backend(UCX)", created)?;
+        // SAFETY: the handle of the new backend. The backend itself stays with the agent.
         unsafe { (symbols.destroy_backend)(backend) };
         Ok(())
     }
@@ -239,50 +242,53 @@ impl CapiAgent {
         &self,
         segment: Segment,
         descriptors: impl Iterator<Item = (usize, usize)>,
-    ) -> Result<List<'_>, NixlError> {
-        let (symbols, (kind, device)) = (&*self.symbols, named(segment));
+    ) -> Result<DescriptorList<'_>, NixlError> {
+        let (symbols, (kind, device)) = (&*self.symbols, memory_kind(segment));
         let mut list = null_mut();
-        // SAFETY: room for one pointer.
-        answered("create_xfer_dlist", unsafe { (symbols.create_dlist)(kind, &raw mut list) })?;
-        let list = List { list, destroy: &symbols.destroy_dlist };
+        // SAFETY: memory for one pointer.
+        check_status("create_xfer_dlist", unsafe { (symbols.create_dlist)(kind, &raw mut list) })?;
+        let list = DescriptorList { list, destroy: &symbols.destroy_dlist };
         for (address, len) in descriptors {
             // SAFETY: a live list and numbers.
-            answered("xfer_dlist_add_desc", unsafe { (symbols.dlist_add)(list.list, address, len, device) })?;
+            check_status("xfer_dlist_add_desc", unsafe {
+                (symbols.dlist_add)(list.list, address, len, device)
+            })?;
         }
         Ok(list)
     }
 }
 
-fn state(call: &str, answer: c_int) -> Result<State, NixlError> {
-    answered(call, answer).map(|answer| if answer == IN_PROGRESS { State::InFlight } else { State::Done })
+fn state(call: &str, answer: c_int) -> Result<TransferState, NixlError> {
+    check_status(call, answer)
+        .map(|answer| if answer == IN_PROGRESS { TransferState::InFlight } else { TransferState::Done })
 }
 
-fn handle(request: &Request) -> Ptr {
-    // Handles travel as numbers; this one came from `prepare`.
+fn handle(request: &TransferRequest) -> Ptr {
+    // A handle is stored as a number. This one came from `prepare`.
     std::ptr::with_exposed_provenance_mut(usize::try_from(request.0).expect("it was an address"))
 }
 
 impl Agent for CapiAgent {
     unsafe fn register(&self, memory: Memory) -> Result<(), NixlError> {
-        let (symbols, (kind, device)) = (&*self.symbols, named(memory.segment));
+        let (symbols, (kind, device)) = (&*self.symbols, memory_kind(memory.segment));
         let mut list = null_mut();
-        // SAFETY: room for one pointer.
-        answered("create_reg_dlist", unsafe { (symbols.create_reg_dlist)(kind, &raw mut list) })?;
-        let list = List { list, destroy: &symbols.destroy_reg_dlist };
+        // SAFETY: memory for one pointer.
+        check_status("create_reg_dlist", unsafe { (symbols.create_reg_dlist)(kind, &raw mut list) })?;
+        let list = DescriptorList { list, destroy: &symbols.destroy_reg_dlist };
         // SAFETY: a live list, numbers, and no metadata.
         let added = unsafe { (symbols.reg_dlist_add)(list.list, memory.base, memory.len, device, null(), 0) };
-        answered("reg_dlist_add_desc", added)?;
+        check_status("reg_dlist_add_desc", added)?;
         // SAFETY: a live agent and list; the caller keeps the memory for the agent's life.
-        answered("register_mem", unsafe { (symbols.register)(self.agent, list.list, null_mut()) })?;
+        check_status("register_mem", unsafe { (symbols.register)(self.agent, list.list, null_mut()) })?;
         Ok(())
     }
 
     fn metadata(&self) -> Result<Vec<u8>, NixlError> {
         let (mut data, mut len) = (null_mut(), 0);
-        // SAFETY: a live agent, and room for a pointer and a length.
+        // SAFETY: a live agent, and memory for a pointer and a length.
         let answer = unsafe { (self.symbols.local_metadata)(self.agent, &raw mut data, &raw mut len) };
-        answered("get_local_md", answer)?;
-        // SAFETY: `len` bytes that the library allocated with `malloc` for us.
+        check_status("get_local_md", answer)?;
+        // SAFETY: `len` bytes that the library allocated with `malloc` for the caller.
         let metadata = unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len) }.to_vec();
         // SAFETY: as above, freed once.
         unsafe { libc::free(data) };
@@ -295,12 +301,12 @@ impl Agent for CapiAgent {
 
     fn add(&self, metadata: &[u8]) -> Result<String, NixlError> {
         let mut name: *mut c_char = null_mut();
-        // SAFETY: a live agent, bytes that live through the call, and room for one pointer.
+        // SAFETY: a live agent, bytes that outlive the call, and memory for one pointer.
         let answer = unsafe {
             (self.symbols.load_remote)(self.agent, metadata.as_ptr().cast(), metadata.len(), &raw mut name)
         };
-        answered("load_remote_md", answer)?;
-        // SAFETY: text that ends in zero, from `strdup`, for us.
+        check_status("load_remote_md", answer)?;
+        // SAFETY: zero-terminated text from `strdup`, for the caller.
         let text = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
         // SAFETY: as above, freed once.
         unsafe { libc::free(name.cast()) };
@@ -309,7 +315,7 @@ impl Agent for CapiAgent {
 
     fn remove(&self, peer: &str) {
         if let Ok(peer) = c_name(peer) {
-            // SAFETY: a live agent and a name that ends in zero. A name that is not known is an error that means nothing.
+            // SAFETY: a live agent and a zero-terminated name. The error for an unknown name is ignored.
             unsafe { (self.symbols.invalidate_remote)(self.agent, peer.as_ptr()) };
         }
     }
@@ -319,14 +325,15 @@ impl Agent for CapiAgent {
         peer: &str,
         from: Segment,
         into: Segment,
-        pieces: &[Piece],
-    ) -> Result<Request, NixlError> {
+        descriptors: &[ReadDescriptor],
+    ) -> Result<TransferRequest, NixlError> {
         let peer = c_name(peer)?;
-        let here = self.list(into, pieces.iter().map(|piece| (piece.into, piece.len)))?;
-        let there = self.list(from, pieces.iter().map(|piece| (piece.from, piece.len)))?;
+        let here = self.list(into, descriptors.iter().map(|descriptor| (descriptor.into, descriptor.len)))?;
+        let there =
+            self.list(from, descriptors.iter().map(|descriptor| (descriptor.from, descriptor.len)))?;
         let mut request = null_mut();
-        // SAFETY: a live agent and lists, which the library copies, a name that ends in zero, room for one pointer, and
-        // no options. Nothing is read or written yet; that is `post`'s business.
+        // SAFETY: a live agent and lists, which the library copies, a zero-terminated name, memory for one pointer, and
+        // no options. The call transfers nothing; `post` does.
         let answer = unsafe {
             (self.symbols.create_request)(
                 self.agent,
@@ -338,25 +345,26 @@ impl Agent for CapiAgent {
                 null_mut(),
             )
         };
-        answered("create_xfer_req", answer)?;
-        Ok(Request(request.expose_provenance() as u64))
+        check_status("create_xfer_req", answer)?;
+        Ok(TransferRequest(request.expose_provenance() as u64))
     }
 
-    unsafe fn post(&self, request: &Request) -> Result<State, NixlError> {
-        // SAFETY: a live agent and a request of it; the landing memory is registered, and the caller's until it is over.
+    unsafe fn post(&self, request: &TransferRequest) -> Result<TransferState, NixlError> {
+        // SAFETY: a live agent and a request of it. The landing memory is registered, and only the caller uses it until
+        // the end of the request.
         let answer = unsafe { (self.symbols.post)(self.agent, handle(request), null_mut()) };
         state("post_xfer_req", answer)
     }
 
-    fn status(&self, request: &Request) -> Result<State, NixlError> {
+    fn status(&self, request: &TransferRequest) -> Result<TransferState, NixlError> {
         // SAFETY: a live agent and a request of it.
         state("get_xfer_status", unsafe { (self.symbols.status)(self.agent, handle(request)) })
     }
 
-    fn release(&self, request: Request) {
+    fn release(&self, request: TransferRequest) {
         let request = handle(&request);
-        // SAFETY: a live agent and a request of it, released once. Its wrapper is destroyed only when what it wraps is
-        // gone; otherwise the library refuses, and a few bytes are lost.
+        // SAFETY: a live agent and a request of it, released once. The library destroys the wrapper only if the wrapped
+        // request is gone. Otherwise it refuses, and a few bytes are leaked.
         unsafe {
             (self.symbols.release_request)(self.agent, request);
             (self.symbols.destroy_request)(request);
@@ -373,7 +381,7 @@ fn owner(metadata: &[u8]) -> Option<&str> {
 
 impl Drop for CapiAgent {
     fn drop(&mut self) {
-        // SAFETY: made by `create_configured_agent`, destroyed once, and nobody else uses it any more.
+        // SAFETY: created by `create_configured_agent`, destroyed once, and not used any more.
         unsafe { (self.symbols.destroy_agent)(self.agent) };
     }
 }

@@ -1,5 +1,5 @@
-//! Where the library is looked for: the file that the caller names and nothing else; otherwise the dynamic linker's
-//! own places, then the folders that `pip install nixl` puts it in.
+//! The search for the library: the file that the caller names, or the paths of the dynamic linker and then the folders
+//! of `pip install nixl`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,46 +11,46 @@ use crate::capi::Capi;
 /// Environment variable that names the library's file.
 pub const VARIABLE: &str = "BATON_NIXL_LIBRARY";
 
-/// Names that the dynamic linker is asked for: with the version that NIXL may give it one day, and as it is.
+/// Names for the dynamic linker: with a version, which NIXL may add, and without one, as it is today.
 const NAMES: [&str; 2] = ["libnixl_capi.so.0", "libnixl_capi.so"];
 
-/// Files that are tried, at most.
+/// Maximum number of files to try.
 const TRIED_MAX: usize = 64;
 
-/// There is no library, or none that can be used.
+/// Why no library could be opened.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no NIXL library: {0}")]
-pub struct NotFound(pub Box<str>);
+pub struct LibraryNotFound(pub Box<str>);
 
-/// Finds and opens the library: `named` if there is one, otherwise wherever it may be. It stays open for the life of
-/// the process: its threads cannot be unloaded.
+/// Finds and opens the library: the file `named` if given, otherwise the first that is found. The library stays open
+/// for the life of the process, because its threads cannot be unloaded.
 ///
 /// # Errors
-/// [`NotFound`] says what was tried.
-pub fn library(named: Option<&Path>) -> Result<Arc<dyn Library>, NotFound> {
+/// [`LibraryNotFound`] contains the tried files.
+pub fn library(named: Option<&Path>) -> Result<Arc<dyn Library>, LibraryNotFound> {
     let open = |path: &Path| Capi::open(path).map(|library| Arc::new(library) as Arc<dyn Library>);
     if let Some(path) = named {
-        return open(path).map_err(|error| NotFound(error.0));
+        return open(path).map_err(|error| LibraryNotFound(error.0));
     }
     let mut tried = Vec::new();
-    for path in NAMES.map(PathBuf::from).into_iter().chain(installed(&roots())).take(TRIED_MAX) {
+    for path in NAMES.map(PathBuf::from).into_iter().chain(wheel_libraries(&search_roots())).take(TRIED_MAX) {
         match open(&path) {
             Ok(library) => return Ok(library),
             Err(error) => tried.push(error.0),
         }
     }
-    Err(NotFound(tried.join("; ").into()))
+    Err(LibraryNotFound(tried.join("; ").into()))
 }
 
-/// Folders with `lib/python3.X/…` below them.
-fn roots() -> Vec<PathBuf> {
-    let home = std::env::var_os("HOME").map(|home| Path::new(&home).join(".local"));
+/// Folders that may contain `lib/python3.X/…`.
+fn search_roots() -> Vec<PathBuf> {
+    let user = std::env::var_os("HOME").map(|home| Path::new(&home).join(".local"));
     let virtual_env = std::env::var_os("VIRTUAL_ENV").map(PathBuf::from);
-    virtual_env.into_iter().chain(home).chain(["/usr/local", "/usr"].map(PathBuf::from)).collect()
+    virtual_env.into_iter().chain(user).chain(["/usr/local", "/usr"].map(PathBuf::from)).collect()
 }
 
-/// Libraries inside wheels that are installed below `roots`: `.nixl_cu12.mesonpy.libs` and the like.
-fn installed(roots: &[PathBuf]) -> Vec<PathBuf> {
+/// Libraries of installed wheels below `roots`: in `.nixl_cu12.mesonpy.libs` and similar folders.
+fn wheel_libraries(roots: &[PathBuf]) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for root in roots {
         for python in entries(&root.join("lib"), |name| name.starts_with("python3")) {
@@ -64,7 +64,7 @@ fn installed(roots: &[PathBuf]) -> Vec<PathBuf> {
     found
 }
 
-/// The folder's entries with such a name, in order.
+/// The folder's entries with a matching name, in order.
 fn entries(folder: &Path, name: impl Fn(&str) -> bool) -> Vec<PathBuf> {
     let found = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut found: Vec<_> =
@@ -97,7 +97,7 @@ mod tests {
         let wheel = here.join("lib/python3.11/site-packages/.nixl_cu12.mesonpy.libs");
         fs::create_dir_all(&wheel).expect("a folder");
         fs::create_dir_all(here.join("lib/python3.11/site-packages/numpy.libs")).expect("a folder");
-        let found = installed(std::slice::from_ref(&here));
+        let found = wheel_libraries(std::slice::from_ref(&here));
         fs::remove_dir_all(&here).expect("it was made here");
         assert_eq!(found, [wheel.join("libnixl_capi.so")]);
     }

@@ -1,4 +1,4 @@
-//! The pools that agents know: in host memory, or in a device's own.
+//! The pools of agents, in host memory or in device memory.
 
 use std::fmt::Debug;
 use std::io;
@@ -9,37 +9,37 @@ use baton_connector::region::Region;
 
 use crate::api::{Memory, NixlError, Segment};
 
-/// An engine's KV pool in the memory of its device, as this crate needs it. Called from any number of threads at once.
+/// An engine's KV pool in the memory of its device. Any number of threads may call it at once.
 pub trait DevicePool: Debug + Send + Sync {
-    /// Where it lies, which never changes. Once this was asked other processes may have it open for as long as they live,
-    /// so it is not freed before this process ends.
+    /// The memory of the pool, which never changes. After this call other processes may have it open for their whole
+    /// life. So the pool is not freed before the end of this process.
     ///
     /// # Errors
-    /// Why nobody else can read it; its blocks then travel through host memory.
+    /// Why other processes cannot read the pool. Its blocks are then sent through host memory.
     fn memory(&self) -> io::Result<Memory>;
 
-    /// The pool's host side, which says how it is cut.
+    /// The pool's host side, which defines its shape.
     fn region(&self) -> &Region;
 
-    /// Makes the device the calling thread's, as calls of NIXL and UCX want it.
+    /// Makes the device current on the calling thread, as NIXL and UCX require.
     ///
     /// # Errors
-    /// The device's.
+    /// That of the device.
     fn enter(&self) -> io::Result<()>;
 
-    /// Every byte of a read has landed in these blocks. Not said of a read that failed: what it left behind is garbage.
+    /// Reports that every byte of a read has landed in these blocks. Not called for a failed read.
     fn landed(&self, blocks: &[BlockId]);
 }
 
 /// A pool of this engine.
 #[derive(Clone, Debug)]
-pub(crate) enum Own {
+pub(crate) enum LocalPool {
     Host(Region),
     Device(Arc<dyn DevicePool>),
 }
 
-impl Own {
-    /// Where all of it lies, and room for as many blocks as it has.
+impl LocalPool {
+    /// The memory of the pool, which is at least as large as its blocks.
     pub(crate) fn memory(&self) -> Result<Memory, NixlError> {
         let pool = self.region();
         let len = pool.blocks() * pool.block_bytes();
@@ -61,7 +61,7 @@ impl Own {
         }
     }
 
-    /// How it is cut.
+    /// The host side, which defines the shape.
     pub(crate) fn region(&self) -> &Region {
         match self {
             Self::Host(region) => region,
@@ -69,7 +69,7 @@ impl Own {
         }
     }
 
-    /// Before the calling thread calls NIXL.
+    /// Makes the device, if any, current on the calling thread, before a call of NIXL.
     pub(crate) fn enter(&self) -> Result<(), NixlError> {
         match self {
             Self::Host(_) => Ok(()),

@@ -1,23 +1,23 @@
-//! NIXL keeps the promises of every transport: with simulated agents here, with the real library in `real.rs`.
+//! The conformance suite of the NIXL transport with simulated agents. `real.rs` runs it with the real library.
 
 #[path = "../../tests/conformance/mod.rs"]
 #[macro_use]
 mod conformance;
+mod harness;
 mod simulated;
-mod wire;
 
 use std::sync::Arc;
 
 use baton_connector::region::Region;
-use conformance::{Lender, Wire};
-use simulated::{Handle, Simulated};
+use conformance::{TestProducer, TransportHarness};
+use simulated::{Simulated, SimulatedLibrary};
 
 fn pool(blocks: usize, block_bytes: usize) -> Region {
     Region::allocate(blocks, block_bytes)
 }
 
-fn start(lender: Arc<Lender>) -> Box<dyn Wire> {
-    wire::Agents::start(Arc::new(Handle(Simulated::new())), lender)
+fn start(producer: Arc<TestProducer>) -> Box<dyn TransportHarness> {
+    harness::NixlHarness::start(Arc::new(SimulatedLibrary(Simulated::new())), producer)
 }
 
 transport_conformance!(start);

@@ -1,6 +1,6 @@
-//! NIXL from device to device keeps the promises of every transport; and what is a device's own affair: ends whose memory
-//! is of different kinds, a library without CUDA, bytes that come late. Against simulated agents: a device's memory is
-//! host memory here that was registered as a device's.
+//! The conformance suite of NIXL from device to device. Further tests have ends with memory of different kinds, a
+//! library without CUDA, and late bytes. The agents are simulated: device memory is host memory that was registered as
+//! a device's.
 
 #[path = "../../tests/conformance/mod.rs"]
 #[macro_use]
@@ -22,18 +22,17 @@ use baton_connector::transport::{
 };
 use baton_connector::{BlockId, Handle, Reader};
 use baton_connector_channel::handshake::Service;
-use baton_connector_channel::link::{Link, LinkError, Until};
-use baton_connector_channel::{Delivered, Granted, NotAdmitted, Secret, Serve, Server};
+use baton_connector_channel::socket::{ChannelError, ChannelSocket, WaitLimit};
+use baton_connector_channel::{ConnectError, Delivery, GrantedRead, Secret, Serve, Server};
 use baton_connector_nixl::api::{Memory, Segment};
 use baton_connector_nixl::{
     ClientOptions, DevicePool, NixlDeviceTransport, ServerOptions, device_producer, device_transport,
-    producer,
 };
-use conformance::{Lender, Wire};
+use conformance::{TestProducer, TransportHarness};
 use simulated::{Mode, Simulated};
 use socket2::Socket;
 
-/// Smaller than in engines, so that a read of a few blocks has a middle.
+/// Smaller than in engines, so that a read of a few blocks takes several batches.
 const BATCH_BYTES: usize = 1 << 20;
 const SILENCE: Duration = Duration::from_millis(700);
 const BLOCK: usize = 4096;
@@ -45,21 +44,21 @@ fn pool(blocks: usize, block_bytes: usize) -> Region {
     Region::allocate(blocks, block_bytes)
 }
 
-/// A region in the place of a device's memory and of its host side.
+/// A region that stands for a device's memory and its host side.
 #[derive(Debug)]
-struct Pretended {
+struct FakeDevicePool {
     segment: Segment,
     region: Region,
     landed: Mutex<Vec<BlockId>>,
 }
 
-impl Pretended {
+impl FakeDevicePool {
     fn of(segment: Segment, region: &Region) -> Arc<Self> {
         Arc::new(Self { segment, region: region.clone(), landed: Mutex::default() })
     }
 }
 
-impl DevicePool for Pretended {
+impl DevicePool for FakeDevicePool {
     fn memory(&self) -> io::Result<Memory> {
         let base = self.region.block_ptr(BlockId(0)).expose_provenance();
         Ok(Memory { segment: self.segment, base, len: self.region.blocks() * self.region.block_bytes() })
@@ -78,34 +77,34 @@ impl DevicePool for Pretended {
     }
 }
 
-fn library(simulated: &Arc<Simulated>) -> Arc<simulated::Handle> {
-    Arc::new(simulated::Handle(Arc::clone(simulated)))
+fn library(simulated: &Arc<Simulated>) -> Arc<simulated::SimulatedLibrary> {
+    Arc::new(simulated::SimulatedLibrary(Arc::clone(simulated)))
 }
 
-fn serving(serve: Arc<dyn Serve>, lender: &Arc<Lender>, options: ServerOptions) -> (Server, Peer) {
+fn serving(serve: Arc<dyn Serve>, producer: &Arc<TestProducer>, options: ServerOptions) -> (Server, Peer) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address: SocketAddr = listener.local_addr().expect("it listens");
-    let server = Server::start(listener.into(), Arc::clone(lender) as _, vec![serve], options);
-    let peer = Peer { address, epoch: lender.epoch(), fingerprint: lender.fingerprint() };
+    let server = Server::start(listener.into(), Arc::clone(producer) as _, vec![serve], options);
+    let peer = Peer { address, epoch: producer.epoch(), fingerprint: producer.fingerprint() };
     (server.expect("loopback"), peer)
 }
 
-fn offered(simulated: &Arc<Simulated>, segment: Segment, lender: &Lender) -> Arc<dyn Serve> {
-    let pool = Pretended::of(segment, lender.region());
+fn offered(simulated: &Arc<Simulated>, segment: Segment, producer: &TestProducer) -> Arc<dyn Serve> {
+    let pool = FakeDevicePool::of(segment, producer.region());
     device_producer(&*library(simulated), pool, BATCH_BYTES).expect("a pool that the library takes")
 }
 
-/// An engine has one pool, and a transport that lands there. The suite has a pool for each read.
-struct ByPool {
+/// An engine has one pool and one transport that lands there. The suite has a pool for each read.
+struct TransportPerPool {
     simulated: Arc<Simulated>,
     options: ClientOptions,
     pools: Mutex<HashMap<usize, Arc<NixlDeviceTransport>>>,
     any: NixlDeviceTransport,
 }
 
-impl ByPool {
+impl TransportPerPool {
     fn new(simulated: Arc<Simulated>, options: ClientOptions) -> Self {
-        let none = Pretended::of(Segment::Cuda(1), &pool(1, 1));
+        let none = FakeDevicePool::of(Segment::Cuda(1), &pool(1, 1));
         let any = device_transport(library(&simulated), none, options.clone());
         Self { simulated, options, pools: Mutex::default(), any }
     }
@@ -116,18 +115,19 @@ impl ByPool {
     }
 }
 
-impl Transport for ByPool {
-    fn read(
+impl Transport for TransportPerPool {
+    fn read_with(
         &self,
         peer: &Peer,
         order: &ReadOrder,
         region: &Region,
         stop: &StopFlag,
+        _: &mut dyn FnMut(&[BlockId]),
     ) -> Result<(), TransportError> {
         let transport = {
             let mut pools = self.pools.lock().expect("no panic");
             let new = || {
-                let pool = Pretended::of(Segment::Cuda(1), region);
+                let pool = FakeDevicePool::of(Segment::Cuda(1), region);
                 Arc::new(device_transport(library(&self.simulated), pool, self.options.clone()))
             };
             Arc::clone(pools.entry(region.block_ptr(BlockId(0)).addr()).or_insert_with(new))
@@ -166,24 +166,24 @@ impl Transport for ByPool {
     }
 }
 
-struct Devices {
+struct NixlDeviceHarness {
     server: Option<Server>,
-    transport: Arc<ByPool>,
+    transport: Arc<TransportPerPool>,
     peer: Peer,
-    lender: Arc<Lender>,
+    producer: Arc<TestProducer>,
 }
 
-fn start(lender: Arc<Lender>) -> Box<dyn Wire> {
+fn start(producer: Arc<TestProducer>) -> Box<dyn TransportHarness> {
     let simulated = Simulated::new();
     let secret = Some(Secret::new(b"a secret of the cluster").expect("long enough"));
     let options = ServerOptions { secret: secret.clone(), silence: SILENCE, ..ServerOptions::default() };
-    let (server, peer) = serving(offered(&simulated, Segment::Cuda(3), &lender), &lender, options);
+    let (server, peer) = serving(offered(&simulated, Segment::Cuda(3), &producer), &producer, options);
     let options = ClientOptions { secret, silence: SILENCE, ..ClientOptions::default() };
-    let transport = Arc::new(ByPool::new(simulated, options));
-    Box::new(Devices { server: Some(server), transport, peer, lender })
+    let transport = Arc::new(TransportPerPool::new(simulated, options));
+    Box::new(NixlDeviceHarness { server: Some(server), transport, peer, producer })
 }
 
-impl Wire for Devices {
+impl TransportHarness for NixlDeviceHarness {
     fn transport(&self) -> Arc<dyn Transport> {
         Arc::clone(&self.transport) as Arc<dyn Transport>
     }
@@ -196,7 +196,7 @@ impl Wire for Devices {
         self.server = None;
     }
 
-    fn kept(&self) -> usize {
+    fn idle_connections(&self) -> usize {
         self.transport.all(|transport| transport.idle_connections()).into_iter().sum()
     }
 
@@ -205,46 +205,51 @@ impl Wire for Devices {
     }
 }
 
-impl Drop for Devices {
+impl Drop for NixlDeviceHarness {
     fn drop(&mut self) {
-        // A read that a failed test left at the gate must not keep the server's shutdown waiting.
-        self.lender.open_gate();
+        // A read that a failed test left at the gate must not block the server's shutdown.
+        self.producer.open_gate();
     }
 }
 
 transport_conformance!(start);
 
 /// One producer and one consumer, each with a pool in some kind of memory.
-struct Pair {
+struct DevicePair {
     simulated: Arc<Simulated>,
-    lender: Arc<Lender>,
-    pool: Arc<Pretended>,
+    producer: Arc<TestProducer>,
+    pool: Arc<FakeDevicePool>,
     transport: NixlDeviceTransport,
     peer: Peer,
     _server: Server,
 }
 
-impl Pair {
+impl DevicePair {
     fn new(there: Segment, here: Segment) -> Self {
         let simulated = Simulated::new();
-        let lender = Lender::new(BLOCKS, BLOCK, LeaseTerms::default());
-        Self::with(offered(&simulated, there, &lender), here, simulated, lender)
+        let producer = TestProducer::new(BLOCKS, BLOCK, LeaseTerms::default());
+        Self::with(offered(&simulated, there, &producer), here, simulated, producer)
     }
 
-    fn with(serve: Arc<dyn Serve>, here: Segment, simulated: Arc<Simulated>, lender: Arc<Lender>) -> Self {
-        let (server, peer) = serving(serve, &lender, ServerOptions::default());
+    fn with(
+        serve: Arc<dyn Serve>,
+        here: Segment,
+        simulated: Arc<Simulated>,
+        producer: Arc<TestProducer>,
+    ) -> Self {
+        let (server, peer) = serving(serve, &producer, ServerOptions::default());
         let region = pool(BLOCKS, BLOCK);
         (0..BLOCKS as u32).for_each(|block| region.write_block(BlockId(block), &[0xee; BLOCK]));
-        let pool = Pretended::of(here, &region);
+        let pool = FakeDevicePool::of(here, &region);
         let options = ClientOptions { silence: SILENCE, ..ClientOptions::default() };
         let transport = device_transport(library(&simulated), Arc::clone(&pool) as _, options);
-        Self { simulated, lender, pool, transport, peer, _server: server }
+        Self { simulated, producer, pool, transport, peer, _server: server }
     }
 
     fn order(&self) -> ReadOrder {
         let into = vec![BlockId(4), BlockId(9)];
         ReadOrder {
-            handle: self.lender.lend(&[1, 2], 1),
+            handle: self.producer.lease(&[1, 2], 1),
             reader: READER,
             part: Part::Blocks { first: 0 },
             into,
@@ -260,15 +265,12 @@ impl Pair {
             let bytes = self.pool.region.read_block(BlockId(block));
             assert!(bytes.iter().all(|&byte| byte == 0xee), "block {block}");
         }
-        assert!(
-            self.pool.landed.lock().expect("no panic").is_empty(),
-            "somebody was told that blocks are there"
-        );
+        assert!(self.pool.landed.lock().expect("no panic").is_empty(), "landed blocks were reported");
     }
 
-    fn not_met(&self) -> String {
-        let reached = self.transport.reach(&self.peer, &GO);
-        let Err(NotAdmitted::Absent(why)) = reached else { panic!("{reached:?}") };
+    fn connect_failure(&self) -> String {
+        let reached = self.transport.ensure_connected(&self.peer, &GO);
+        let Err(ConnectError::Unreachable(why)) = reached else { panic!("{reached:?}") };
         self.untouched();
         assert_eq!(self.simulated.largest(), (0, 0), "a request was prepared");
         why.into()
@@ -283,13 +285,13 @@ fn each_end_has_its_own_number_of_its_device_and_is_told_what_has_landed() {
         // Software devices.
         (Segment::Host, Segment::Host),
     ] {
-        let pair = Pair::new(there, here);
+        let pair = DevicePair::new(there, here);
         let order = pair.order();
         assert_eq!(pair.read(&order, &pair.pool.region), Ok(()), "{there} to {here}");
         assert_eq!(pair.transport.finish(&pair.peer, order.handle, READER), Ok(Verdict::Valid));
         for (&here, there) in order.into.iter().zip([1, 2]) {
-            let lent = pair.lender.region().read_block(BlockId(there));
-            assert!(pair.pool.region.read_block(here) == lent, "block {there}");
+            let leased = pair.producer.region().read_block(BlockId(there));
+            assert!(pair.pool.region.read_block(here) == leased, "block {there}");
         }
         assert_eq!(*pair.pool.landed.lock().expect("no panic"), order.into);
         assert_eq!(pair.simulated.device_bytes() > 0, here != Segment::Host);
@@ -299,7 +301,7 @@ fn each_end_has_its_own_number_of_its_device_and_is_told_what_has_landed() {
 #[test]
 fn memory_of_another_kind_is_not_read_and_the_reason_names_both() {
     for (there, here) in [(Segment::Host, Segment::Cuda(0)), (Segment::Cuda(2), Segment::Host)] {
-        let why = Pair::new(there, here).not_met();
+        let why = DevicePair::new(there, here).connect_failure();
         assert!(why.contains(&there.to_string()) && why.contains(&here.to_string()), "{why}");
     }
 }
@@ -307,29 +309,30 @@ fn memory_of_another_kind_is_not_read_and_the_reason_names_both() {
 #[test]
 fn a_pool_in_host_memory_alone_is_no_device() {
     let simulated = Simulated::new();
-    let lender = Lender::new(BLOCKS, BLOCK, LeaseTerms::default());
-    let on_host = producer(&*library(&simulated), lender.region()).expect("host memory");
-    Pair::with(on_host, Segment::Cuda(0), simulated, lender).not_met();
+    let producer = TestProducer::new(BLOCKS, BLOCK, LeaseTerms::default());
+    let on_host =
+        baton_connector_nixl::producer(&*library(&simulated), producer.region()).expect("host memory");
+    DevicePair::with(on_host, Segment::Cuda(0), simulated, producer).connect_failure();
 }
 
 #[test]
 fn a_library_without_cuda_offers_nothing_meets_nobody_and_is_not_asked_again_at_once() {
-    let pair = Pair::new(Segment::Cuda(0), Segment::Cuda(0));
+    let pair = DevicePair::new(Segment::Cuda(0), Segment::Cuda(0));
     pair.simulated.without_cuda();
     let made = pair.simulated.made();
     for _ in 0..3 {
-        let why = pair.not_met();
+        let why = pair.connect_failure();
         assert!(why.contains("register_mem"), "{why}");
     }
     assert_eq!(pair.simulated.made(), made + 1, "an agent costs half a second");
     assert_eq!(pair.simulated.agents(), 1, "and it is gone: the producer's is left");
-    let pool = Pretended::of(Segment::Cuda(0), pair.lender.region());
+    let pool = FakeDevicePool::of(Segment::Cuda(0), pair.producer.region());
     assert!(device_producer(&*library(&pair.simulated), pool, BATCH_BYTES).is_err());
 }
 
 #[test]
 fn a_read_into_other_memory_than_the_devices_moves_nothing() {
-    let pair = Pair::new(Segment::Cuda(0), Segment::Cuda(0));
+    let pair = DevicePair::new(Segment::Cuda(0), Segment::Cuda(0));
     let other = pool(BLOCKS, BLOCK);
     let read = pair.read(&pair.order(), &other);
     assert!(matches!(read, Err(TransportError::Transfer(_))), "{read:?}");
@@ -339,25 +342,25 @@ fn a_read_into_other_memory_than_the_devices_moves_nothing() {
 
 #[test]
 fn bytes_that_come_late_find_their_agent_gone_and_nobody_is_told_of_a_read_that_failed() {
-    for mode in [Mode::Held, Mode::Failed, Mode::FailedLater] {
-        let pair = Pair::new(Segment::Cuda(0), Segment::Cuda(1));
+    for mode in [Mode::InFlight, Mode::Failed, Mode::FailedLater] {
+        let pair = DevicePair::new(Segment::Cuda(0), Segment::Cuda(1));
         pair.simulated.mode(mode);
         let order = pair.order();
         let read = pair.read(&order, &pair.pool.region);
         assert!(matches!(read, Err(TransportError::Transfer(_))), "{mode:?}: {read:?}");
         assert_eq!(pair.simulated.deliver(), 0, "{mode:?}: bytes of a read that has returned");
         pair.untouched();
-        pair.lender.await_failed(READER);
+        pair.producer.await_failed(READER);
         pair.simulated.mode(Mode::Done);
         assert_eq!(pair.read(&pair.order(), &pair.pool.region), Ok(()), "{mode:?}");
-        assert_eq!(pair.transport.way().agents_made(), 2, "{mode:?}: the first is gone");
+        assert_eq!(pair.transport.dialer().agents_made(), 2, "{mode:?}: the first is gone");
     }
 }
 
-/// A producer that announces what it is told to.
-struct Liar(Vec<u8>);
+/// A producer that sends the given offer.
+struct HostileService(Vec<u8>);
 
-impl Serve for Liar {
+impl Serve for HostileService {
     fn name(&self) -> &'static str {
         "nixl-device"
     }
@@ -366,23 +369,28 @@ impl Serve for Liar {
         Service::NixlDevice
     }
 
-    fn meet(&self, _socket: &Socket) -> io::Result<()> {
+    fn check_socket(&self, _socket: &Socket) -> io::Result<()> {
         Ok(())
     }
 
-    fn admitted(&self, link: &mut Link, _: &dyn Producer, until: Until<'_>) -> Result<(), LinkError> {
-        link.send(&self.0, until)
+    fn send_offer(
+        &self,
+        socket: &mut ChannelSocket,
+        _: &dyn Producer,
+        until: WaitLimit<'_>,
+    ) -> Result<(), ChannelError> {
+        socket.send(&self.0, until)
     }
 
-    fn deliver(&self, _: &mut Link, _: &Granted<'_>) -> Result<Delivered, LinkError> {
-        Err(LinkError::Unexpected)
+    fn deliver(&self, _: &mut ChannelSocket, _: &GrantedRead<'_>) -> Result<Delivery, ChannelError> {
+        Err(ChannelError::Unexpected)
     }
 }
 
 #[test]
 fn an_announcement_that_cannot_be_ends_the_meeting_before_anything_is_loaded() {
     let announced = |bytes: &[u8; 8], batch: u64| [&bytes[..], &batch.to_le_bytes()].concat();
-    for (at, lie) in [
+    for (at, offer) in [
         announced(&[0, 1, 0, 0, 0, 0, 0, 0], 1 << 20),
         announced(&[1, 9, 0, 0, 0, 0, 0, 0], 1 << 20),
         announced(&[1, 1, 1, 0, 0, 0, 0, 0], 1 << 20),
@@ -394,9 +402,10 @@ fn an_announcement_that_cannot_be_ends_the_meeting_before_anything_is_loaded() {
     .into_iter()
     .enumerate()
     {
-        let lender = Lender::new(BLOCKS, BLOCK, LeaseTerms::default());
-        let pair = Pair::with(Arc::new(Liar(lie)), Segment::Cuda(0), Simulated::new(), lender);
-        let why = pair.not_met();
+        let producer = TestProducer::new(BLOCKS, BLOCK, LeaseTerms::default());
+        let pair =
+            DevicePair::with(Arc::new(HostileService(offer)), Segment::Cuda(0), Simulated::new(), producer);
+        let why = pair.connect_failure();
         assert!(why.contains("invalid"), "{at}: {why}");
         assert_eq!(pair.simulated.made(), 0, "{at}");
     }

@@ -1,4 +1,4 @@
-//! A body's bytes to one JSON object, and every way in which that fails, each with its own message.
+//! Parses the bytes of a body as one JSON object. Each kind of failure has a message of its own.
 
 use std::fmt;
 
@@ -10,14 +10,14 @@ use crate::error::{ApiError, shortened};
 use crate::limits::{NESTING_MAX, ParseLimits, TREE_BYTES_MAX, UNWEIGHED_BYTES_MAX};
 use crate::scan::tree_bytes;
 
-/// Reads a body as one JSON object, keeping its fields and their order.
+/// Reads a body as one JSON object, with its fields in order.
 ///
-/// A field that appears twice is refused: parsers disagree on which one counts, and `model` or
-/// `kv_transfer_params` must mean the same to every hop. (Inside nested objects the last one counts; hops that
-/// rewrite a body send what was parsed, so there is nothing to disagree on.)
+/// A duplicate field is refused: parsers disagree on which one counts, and `model` or `kv_transfer_params` must have
+/// the same value at every hop. In nested objects the last one counts. A hop that rewrites a body sends the parsed
+/// value, so the next hop cannot disagree.
 ///
 /// # Errors
-/// 413 over [`ParseLimits::body_bytes`]; else 400, also where so many values would take too much memory.
+/// 413 over [`ParseLimits::body_bytes`]; otherwise 400, also if the values would take too much memory.
 pub fn parse_object(body: &[u8], limits: &ParseLimits) -> Result<Map<String, Value>, ApiError> {
     if body.len() > limits.body_bytes {
         return Err(ApiError::payload_too_large(limits.body_bytes));

@@ -1,27 +1,25 @@
-//! Every `code` that an error's envelope can have, with its statuses and its `type`: the one place in which they stand.
+//! The table of every `code` in an error envelope, with its statuses and its `type`.
 //!
-//! `docs/reference/errors.md` is made from this table; a test compares the two. Codes of other people's engines pass a router as they
-//! came and are not here.
+//! `docs/reference/errors.md` is generated from this table, and a test compares the two. A router forwards codes of
+//! other engines unchanged; they are not in the table.
 
 use std::borrow::Cow;
 
-use crate::ErrorKind;
-
-/// Who says it.
+/// The component that returns an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Teller {
+pub enum ErrorSource {
     /// The router, to a client.
     Router,
-    /// An engine, to whoever asks it; a router passes it on.
+    /// An engine, to any client. A router forwards the error.
     Engine,
-    /// An engine, to a router, which acts on it: a client is told another error, or none.
+    /// An engine, to a router, which handles it: the client gets another error, or none.
     EngineToRouter,
     /// A router or an engine.
     Both,
 }
 
-impl Teller {
-    /// As the page of errors has it.
+impl ErrorSource {
+    /// The label on the page of errors.
     #[must_use]
     pub const fn label(self) -> &'static str {
         match self {
@@ -33,34 +31,72 @@ impl Teller {
     }
 }
 
+/// The kind of an error: the envelope's `type`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorKind {
+    /// The client must change the request.
+    InvalidRequest,
+    /// The client must send a valid key.
+    Authentication,
+    /// Too many requests from this client.
+    RateLimit,
+    /// The engines are full for now.
+    Overloaded,
+    /// A deadline passed.
+    Timeout,
+    /// No engine can serve the request.
+    Unavailable,
+    /// The server failed.
+    Server,
+    /// The client disconnected.
+    ClientGone,
+}
+
+impl ErrorKind {
+    /// The envelope's `type`.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::InvalidRequest => "invalid_request_error",
+            Self::Authentication => "authentication_error",
+            Self::RateLimit => "rate_limit_error",
+            Self::Overloaded => "overloaded_error",
+            Self::Timeout => "timeout_error",
+            Self::Unavailable => "service_unavailable_error",
+            Self::Server => "server_error",
+            Self::ClientGone => "client_closed_request",
+        }
+    }
+}
+
 /// A row of the table.
-struct Row {
+struct CodeRow {
     word: &'static str,
     statuses: &'static [u16],
     kind: ErrorKind,
-    teller: Teller,
+    source: ErrorSource,
     means: &'static str,
 }
 
 macro_rules! codes {
-    ($($code:ident $word:literal $statuses:expr, $kind:ident, $teller:ident, $means:literal;)*) => {
-        /// What an error is, for programs: the envelope's `code`.
+    ($($code:ident $word:literal $statuses:expr, $kind:ident, $source:ident, $means:literal;)*) => {
+        /// The envelope's `code`: the error for programs.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Code {
             $(#[doc = $means] $code,)*
         }
 
         impl Code {
-            /// All of them, in the order of the page.
+            /// All codes, in the order of the page.
             pub const ALL: &[Self] = &[$(Self::$code),*];
 
-            const fn row(self) -> &'static Row {
+            const fn row(self) -> &'static CodeRow {
                 match self {
-                    $(Self::$code => &Row {
+                    $(Self::$code => &CodeRow {
                         word: $word,
                         statuses: &$statuses,
                         kind: ErrorKind::$kind,
-                        teller: Teller::$teller,
+                        source: ErrorSource::$source,
                         means: $means,
                     },)*
                 }
@@ -150,25 +186,25 @@ impl Code {
         self.row().word
     }
 
-    /// The statuses that it comes with.
+    /// The statuses of the code.
     #[must_use]
     pub const fn statuses(self) -> &'static [u16] {
         self.row().statuses
     }
 
-    /// The envelope's `type` that it comes with.
+    /// The envelope's `type` of the code.
     #[must_use]
     pub const fn kind(self) -> ErrorKind {
         self.row().kind
     }
 
-    /// Who says it.
+    /// The component that returns the code.
     #[must_use]
-    pub const fn teller(self) -> Teller {
-        self.row().teller
+    pub const fn source(self) -> ErrorSource {
+        self.row().source
     }
 
-    /// What it means, in a sentence or two.
+    /// The meaning, in one or two sentences.
     #[must_use]
     pub const fn means(self) -> &'static str {
         self.row().means
@@ -199,9 +235,9 @@ mod tests {
             "| `code` | status | `type` | returned by | what |\n|---|---|---|---|---|\n".to_owned();
         for code in Code::ALL {
             let statuses: Vec<_> = code.statuses().iter().map(u16::to_string).collect();
-            let (kind, teller) = (code.kind().as_str(), code.teller().label());
+            let (kind, source) = (code.kind().as_str(), code.source().label());
             let (word, means) = (code.as_str(), code.means());
-            let _ = writeln!(rows, "| `{word}` | {} | `{kind}` | {teller} | {means} |", statuses.join(", "));
+            let _ = writeln!(rows, "| `{word}` | {} | `{kind}` | {source} | {means} |", statuses.join(", "));
         }
         rows
     }
@@ -232,9 +268,9 @@ mod tests {
         }
     }
 
-    /// The sources of a folder, each cut where its tests begin.
+    /// The sources of a folder, each without its tests.
     fn sources(folder: &Path, found: &mut String) {
-        for entry in std::fs::read_dir(folder).expect("a folder of ours can be read") {
+        for entry in std::fs::read_dir(folder).expect("the folder can be read") {
             let path = entry.expect("an entry can be read").path();
             let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
             if path.is_dir() {
@@ -246,7 +282,7 @@ mod tests {
         }
     }
 
-    /// Those whom the table lets tell a code are those in whose sources it stands; what stands in this crate anybody may tell.
+    /// The sources that name a code are those of its `ErrorSource`. Codes in this crate may be returned by both.
     #[test]
     fn every_code_is_told_by_whom_the_table_says() {
         let mut texts = [String::new(), String::new(), String::new()];
@@ -260,10 +296,10 @@ mod tests {
                     .any(|(at, _)| !text[at + name.len()..].starts_with(|c: char| c.is_ascii_alphanumeric()))
             };
             let [router, engine, shared] = [&texts[0], &texts[1], &texts[2]].map(named);
-            let fits = match code.teller() {
-                Teller::Router => !engine && (router || shared),
-                Teller::Engine | Teller::EngineToRouter => !router && (engine || shared),
-                Teller::Both => shared || (router && engine),
+            let fits = match code.source() {
+                ErrorSource::Router => !engine && (router || shared),
+                ErrorSource::Engine | ErrorSource::EngineToRouter => !router && (engine || shared),
+                ErrorSource::Both => shared || (router && engine),
             };
             assert!(fits, "{code:?}: router {router}, engine {engine}, shared {shared}");
         }

@@ -1,4 +1,4 @@
-//! What went wrong, as a client reads it: status, OpenAI envelope, retry headers, SSE frame.
+//! Errors for clients: status, OpenAI envelope, retry headers, SSE frame.
 //!
 //! | kind | status | `type` | OpenAI SDKs retry |
 //! |---|---|---|---|
@@ -6,13 +6,13 @@
 //! | unauthorized | 401 | `authentication_error` | no |
 //! | request timeout | 408 | `timeout_error` | yes |
 //! | rate limited, overloaded | 429 | `rate_limit_error`, `overloaded_error` | yes, after `Retry-After` |
-//! | client gone | 499 | `client_closed_request` | nobody reads it; for logs |
+//! | client gone | 499 | `client_closed_request` | only in logs |
 //! | internal, bad gateway | 500, 502 | `server_error` | yes |
 //! | unavailable, gateway timeout | 503, 504 | `service_unavailable_error`, `timeout_error` | yes |
 //!
-//! The SDKs' behaviour is read from openai-python and openai-node: they retry 408, 409, 429 and 5xx, obey
-//! `retry-after-ms` before `Retry-After`, and obey `x-should-retry` before both. 429 means that capacity is
-//! contended, 503 that there is none (llm-d's convention).
+//! The retry behaviour is that of openai-python and openai-node. They retry 408, 409, 429 and 5xx. `x-should-retry` has
+//! precedence over `retry-after-ms`, and that over `Retry-After`. 429 means that capacity is contended, 503 that there
+//! is none (llm-d's convention).
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -20,71 +20,33 @@ use std::time::Duration;
 use bytes::Bytes;
 use serde_json::{Value, json};
 
-use crate::Code;
+use crate::{Code, ErrorKind};
 
-/// Bytes of a client's own words that a message repeats.
+/// Bytes of client input that a message repeats.
 const ECHO_BYTES_MAX: usize = 128;
-/// Between the two halves of what is said of a context that is too short.
+/// The text before `max_tokens` in the message of a context that is too short.
 const ASKS: &str = " and max_tokens asks for ";
 
-/// An error that a client is told.
+/// An error for a client.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{status} {message}")]
 pub struct ApiError {
     /// HTTP status.
     pub status: u16,
-    /// What kind of error; says the envelope's `type`.
+    /// The kind of error: the envelope's `type`.
     pub kind: ErrorKind,
-    /// For people. Never contains an upstream's address.
+    /// The message. Never contains an upstream's address.
     pub message: String,
-    /// The field at fault.
+    /// The invalid field.
     pub param: Option<String>,
-    /// For programs.
+    /// The code for programs.
     pub code: Option<Cow<'static, str>>,
-    /// When to come back.
+    /// Time until the client should retry.
     pub retry_after: Option<Duration>,
     /// Overrides the SDKs' rule by status: `x-should-retry`.
     pub should_retry: Option<bool>,
-    /// The methods that the path has, where the request's is not one of them.
+    /// The methods of the path, if the request has another one.
     pub allowed: Option<&'static str>,
-}
-
-/// Whose fault, in the envelope's words.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ErrorKind {
-    /// The client's: change the request.
-    InvalidRequest,
-    /// The client's: bring a key.
-    Authentication,
-    /// Too many requests from this client.
-    RateLimit,
-    /// The engines are full for now.
-    Overloaded,
-    /// A deadline passed.
-    Timeout,
-    /// There is nothing to serve the request with.
-    Unavailable,
-    /// Ours.
-    Server,
-    /// The client hung up.
-    ClientGone,
-}
-
-impl ErrorKind {
-    /// The envelope's `type`.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::InvalidRequest => "invalid_request_error",
-            Self::Authentication => "authentication_error",
-            Self::RateLimit => "rate_limit_error",
-            Self::Overloaded => "overloaded_error",
-            Self::Timeout => "timeout_error",
-            Self::Unavailable => "service_unavailable_error",
-            Self::Server => "server_error",
-            Self::ClientGone => "client_closed_request",
-        }
-    }
 }
 
 impl ApiError {
@@ -124,7 +86,7 @@ impl ApiError {
         Self::invalid("prompt", message).with_code(Code::ContextLengthExceeded)
     }
 
-    /// 400: the prompt leaves no room for an answer, of whatever length.
+    /// 400: the prompt fills the context, so that no token can be generated.
     #[must_use]
     pub fn prompt_too_long(prompt_tokens: usize, context_tokens: usize) -> Self {
         let message = format!(
@@ -133,12 +95,12 @@ impl ApiError {
         Self::invalid("prompt", message).with_code(Code::ContextLengthExceeded)
     }
 
-    /// What [`Self::context_length`] says, without the `max_tokens`: for somebody who asked for another number. `None`
-    /// for what it did not write.
+    /// The message of [`Self::context_length`] without `max_tokens`, for a client that sent another number. `None` for
+    /// another message.
     #[must_use]
     pub fn without_max_tokens(message: &str) -> Option<&str> {
-        let (said, asked) = message.split_once(ASKS)?;
-        asked.parse::<usize>().is_ok().then_some(said)
+        let (start, max_tokens) = message.split_once(ASKS)?;
+        max_tokens.parse::<usize>().is_ok().then_some(start)
     }
 
     /// 401: no key, or an unknown one.
@@ -147,7 +109,7 @@ impl ApiError {
         Self::new(401, ErrorKind::Authentication, "missing or unknown API key").with_code(Code::InvalidApiKey)
     }
 
-    /// 404: no such model here.
+    /// 404: the model does not exist here.
     #[must_use]
     pub fn model_not_found(name: &str) -> Self {
         let mut error = Self::invalid("model", format!("the model `{}` does not exist", shortened(name)));
@@ -155,7 +117,7 @@ impl ApiError {
         error.with_code(Code::ModelNotFound)
     }
 
-    /// 404: no such path.
+    /// 404: the path does not exist.
     #[must_use]
     pub fn not_found(path: &str) -> Self {
         Self::new(404, ErrorKind::InvalidRequest, format!("no such path: {}", shortened(path)))
@@ -169,7 +131,7 @@ impl ApiError {
             .with_code(Code::UnsupportedEndpoint)
     }
 
-    /// 405. `allowed` is what `Allow` says: `GET, HEAD`.
+    /// 405. `allowed` is the value of `Allow`: `GET, HEAD`.
     #[must_use]
     pub fn method_not_allowed(method: &str, allowed: &'static str) -> Self {
         let message = format!("method {} is not allowed here; use {allowed}", shortened(method));
@@ -191,7 +153,7 @@ impl ApiError {
         Self::new(413, ErrorKind::InvalidRequest, message).with_code(Code::PayloadTooLarge)
     }
 
-    /// 429: this client asks too often.
+    /// 429: this client exceeds its rate limit.
     #[must_use]
     pub fn rate_limited(message: impl Into<String>, retry_after: Duration) -> Self {
         Self::new(429, ErrorKind::RateLimit, message)
@@ -199,43 +161,43 @@ impl ApiError {
             .with_retry(retry_after)
     }
 
-    /// 429: queues are full, for everybody.
+    /// 429: queues are full, for all clients.
     #[must_use]
     pub fn overloaded(message: impl Into<String>, retry_after: Duration) -> Self {
         Self::new(429, ErrorKind::Overloaded, message).with_code(Code::Overloaded).with_retry(retry_after)
     }
 
-    /// 499, for logs and metrics: the client hung up first.
+    /// 499, for logs and metrics: the client disconnected first.
     #[must_use]
     pub fn client_gone() -> Self {
         Self::new(499, ErrorKind::ClientGone, "the client closed the connection").with_code(Code::ClientGone)
     }
 
-    /// 500: our own mistake. `message` must not carry internals.
+    /// 500: a defect of the server. `message` must not contain internals.
     #[must_use]
     pub fn internal(message: impl Into<String>) -> Self {
         Self::new(500, ErrorKind::Server, message).with_code(Code::InternalError)
     }
 
-    /// 502: an engine answered with something that is not an answer.
+    /// 502: an engine returned an invalid response.
     #[must_use]
     pub fn bad_gateway(message: impl Into<String>) -> Self {
         Self::new(502, ErrorKind::Server, message).with_code(Code::BadGateway)
     }
 
-    /// 503: nothing can serve this now.
+    /// 503: no engine can serve the request now.
     #[must_use]
     pub fn unavailable(message: impl Into<String>, retry_after: Duration) -> Self {
         Self::new(503, ErrorKind::Unavailable, message).with_code(Code::Unavailable).with_retry(retry_after)
     }
 
-    /// 504: an engine did not answer in time.
+    /// 504: an engine did not respond in time.
     #[must_use]
     pub fn gateway_timeout(message: impl Into<String>) -> Self {
         Self::new(504, ErrorKind::Timeout, message).with_code(Code::GatewayTimeout)
     }
 
-    /// The same error with another `code`, which goes with its status and kind.
+    /// The same error with another `code`, which must match its status and kind.
     #[must_use]
     pub fn with_code(mut self, code: Code) -> Self {
         debug_assert!(
@@ -246,14 +208,14 @@ impl ApiError {
         self
     }
 
-    /// The same error with a time to come back.
+    /// The same error with a time until the retry.
     #[must_use]
     pub fn with_retry(mut self, after: Duration) -> Self {
         self.retry_after = Some(after);
         self
     }
 
-    /// The same error, telling SDKs not to try again by themselves.
+    /// The same error with `x-should-retry: false`.
     #[must_use]
     pub fn do_not_retry(mut self) -> Self {
         self.should_retry = Some(false);
@@ -277,7 +239,7 @@ impl ApiError {
         Bytes::from(self.to_json().to_string())
     }
 
-    /// Header names (lower case) and values that go with it, `content-type` included.
+    /// The header names (lower case) and values of the reply, with `content-type`.
     #[must_use]
     pub fn headers(&self) -> Vec<(&'static str, String)> {
         let mut headers = vec![("content-type", "application/json".to_owned())];
@@ -293,14 +255,14 @@ impl ApiError {
         headers
     }
 
-    /// The error inside a stream that has begun, as vLLM sends it; `data: [DONE]` follows it.
+    /// The error as a frame of a started stream, as vLLM sends it. `data: [DONE]` follows.
     #[must_use]
     pub fn to_sse(&self) -> Bytes {
         crate::sse::frame(&self.to_bytes())
     }
 }
 
-/// A client's own words, cut to a length that fits a message.
+/// Client input, truncated for a message.
 pub(crate) fn shortened(text: &str) -> Cow<'_, str> {
     if text.len() <= ECHO_BYTES_MAX {
         return Cow::Borrowed(text);
@@ -341,8 +303,8 @@ mod tests {
     fn the_max_tokens_of_a_context_that_is_too_short_can_be_left_out() {
         let ApiError { message, .. } = ApiError::context_length(9, 1, 8);
         assert!(message.ends_with("max_tokens asks for 1"), "{message}");
-        let said = ApiError::without_max_tokens(&message);
-        assert_eq!(said, Some("the model's context is 8 tokens, but the prompt has 9"));
+        let start = ApiError::without_max_tokens(&message);
+        assert_eq!(start, Some("the model's context is 8 tokens, but the prompt has 9"));
         assert_eq!(ApiError::without_max_tokens("anything else"), None);
     }
 

@@ -1,4 +1,4 @@
-//! Typed reads of one field each, with messages that name the field, what it must be and what it was.
+//! Typed accessors of fields. Their errors contain the field, the expected value and the actual value.
 
 use std::ops::RangeInclusive;
 
@@ -6,39 +6,39 @@ use serde_json::{Map, Value};
 
 use crate::error::{ApiError, shortened};
 
-/// The fields of an object under a path (empty at the top).
+/// The fields of an object at a path (empty at the top).
 #[derive(Clone, Copy)]
 pub(crate) struct Fields<'a> {
-    of: Source<'a>,
+    of: FieldSource<'a>,
     path: &'a str,
 }
 
 #[derive(Clone, Copy)]
-enum Source<'a> {
+enum FieldSource<'a> {
     Map(&'a Map<String, Value>),
-    /// So few that a search is faster than a hash.
+    /// Few fields, for which a search is faster than a hash.
     Few(&'a [(&'a str, Value)]),
 }
 
 impl<'a> Fields<'a> {
     pub(crate) fn new(map: &'a Map<String, Value>) -> Self {
-        Self { of: Source::Map(map), path: "" }
+        Self { of: FieldSource::Map(map), path: "" }
     }
 
-    /// Of few fields, each there once.
+    /// A few fields with unique names.
     pub(crate) fn few(fields: &'a [(&'a str, Value)]) -> Self {
-        Self { of: Source::Few(fields), path: "" }
+        Self { of: FieldSource::Few(fields), path: "" }
     }
 
     pub(crate) fn under(map: &'a Map<String, Value>, path: &'a str) -> Self {
-        Self { of: Source::Map(map), path }
+        Self { of: FieldSource::Map(map), path }
     }
 
     /// The field's value; `null` is absent.
     pub(crate) fn get(self, name: &str) -> Option<&'a Value> {
         let value = match self.of {
-            Source::Map(map) => map.get(name),
-            Source::Few(fields) => fields.iter().find(|(n, _)| *n == name).map(|(_, value)| value),
+            FieldSource::Map(map) => map.get(name),
+            FieldSource::Few(fields) => fields.iter().find(|(n, _)| *n == name).map(|(_, value)| value),
         };
         value.filter(|value| !value.is_null())
     }
@@ -48,7 +48,7 @@ impl<'a> Fields<'a> {
         if self.path.is_empty() { name.to_owned() } else { format!("{}.{name}", self.path) }
     }
 
-    /// The error that `name` must be `expected`.
+    /// The error that field `name` must be `expected`.
     pub(crate) fn must_be(self, name: &str, expected: &str, got: &Value) -> ApiError {
         must_be(&self.name(name), expected, got)
     }
@@ -58,13 +58,13 @@ impl<'a> Fields<'a> {
         self.get(name).map(read).transpose()
     }
 
-    /// An integer of a range that holds for the request.
+    /// An integer in the range that applies to the request.
     pub(crate) fn integer(self, name: &str, range: RangeInclusive<i64>) -> Result<Option<i64>, ApiError> {
         self.bounded(name, &range, || format!("an integer from {} to {}", range.start(), range.end()))
     }
 
-    /// An integer whose upper bound is what can be read. What holds for the request is below it and not known here, so that
-    /// no message names it as the range.
+    /// An integer with a technical upper bound. The actual limit is lower and not known here, so a message names only
+    /// the bound that the value violates.
     pub(crate) fn integer_from(
         self,
         name: &str,
@@ -105,7 +105,7 @@ impl<'a> Fields<'a> {
         Ok(self.integer(name, wide)?.map(narrow))
     }
 
-    /// A finite number that `accept`s; `expected` says which those are.
+    /// A finite number that `accept` accepts; `expected` describes the accepted numbers.
     pub(crate) fn number(
         self,
         name: &str,
@@ -142,9 +142,9 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// The error that the field `name` must be `expected`, with a bounded picture of what it was.
+/// The error that field `name` must be `expected`, with a bounded description of the actual value.
 pub(crate) fn must_be(name: &str, expected: &str, got: &Value) -> ApiError {
-    ApiError::invalid(name, format!("`{name}` must be {expected}, got {}", picture(got)))
+    ApiError::invalid(name, format!("`{name}` must be {expected}, got {}", description(got)))
 }
 
 /// An integer; `16.0` counts as one, as in vLLM (pydantic).
@@ -159,7 +159,7 @@ pub(crate) fn whole(value: &Value) -> Option<i64> {
     })
 }
 
-/// A token id below `vocab`, where known.
+/// A token id below `vocab`, if known.
 pub(crate) fn token(value: &Value, vocab: Option<u32>, name: &str) -> Result<u32, ApiError> {
     let most = vocab.map_or(i32::MAX as u32, |vocab| vocab.saturating_sub(1));
     whole(value)
@@ -168,7 +168,7 @@ pub(crate) fn token(value: &Value, vocab: Option<u32>, name: &str) -> Result<u32
         .ok_or_else(|| must_be(name, &format!("a token id from 0 to {most}"), value))
 }
 
-fn picture(value: &Value) -> String {
+fn description(value: &Value) -> String {
     match value {
         Value::Null => "null".to_owned(),
         Value::Bool(truth) => truth.to_string(),

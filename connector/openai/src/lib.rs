@@ -1,21 +1,21 @@
 //! The OpenAI HTTP dialect that router and engine share: requests, errors, responses.
 //!
-//! Pure: bytes in, types out, and back. No sockets, no clock, no model. The router works on the JSON object
-//! itself ([`parse_object`]), so that fields which nobody here knows pass through untouched, and checks it with
-//! [`GenerateRequest::from_map`]; the engine reads the same type and answers through [`ReplyHead`].
+//! Pure: bytes in, types out, and back. No sockets, no clock, no model. The router works on the JSON object itself
+//! ([`parse_object`]), so that unknown fields pass through unchanged, and checks it with [`GenerateRequest::from_map`].
+//! The engine reads the same type and answers through [`ReplyHead`].
 //!
 //! ```text
 //!  body ──▶ parse_object ──▶ Map ──▶ GenerateRequest::from_map ──▶ engine
 //!                             └────▶ router: strip, rewrite, forward
 //!  engine ──▶ ReplyHead ──▶ one reply, or ChunkEncoder ──▶ SSE frames
-//!  anyone ──▶ ApiError  ──▶ status, headers, envelope, or SSE frame
+//!  both   ──▶ ApiError  ──▶ status, headers, envelope, or SSE frame
 //! ```
 //!
 //! Invariants:
 //! - No input panics or recurses without bound: every field is tested with generated values of every type.
-//! - Every refusal is an [`ApiError`] that names the field and the values that were compared.
-//! - Nothing from a request is guessed: a known field of the wrong type is refused, never coerced, except that
-//!   `null` is the same as absent and `16.0` is the integer 16 (both as in vLLM).
+//! - Every refusal is an [`ApiError`] with the field and the compared values.
+//! - No value is guessed: a known field of the wrong type is refused, never coerced. Two exceptions follow vLLM: `null`
+//!   is the same as absent, and `16.0` is the integer 16.
 
 pub mod body;
 pub mod code;
@@ -25,19 +25,19 @@ pub mod limits;
 pub mod media;
 pub mod path;
 pub mod raw;
+pub mod recover;
 pub mod request;
 pub mod response;
-pub mod salvage;
+mod sanitize;
 pub mod scan;
 mod shape;
 pub mod sse;
-mod untangle;
 
 pub use body::parse_object;
-pub use code::Code;
-pub use error::{ApiError, ErrorKind};
+pub use code::{Code, ErrorKind};
+pub use error::ApiError;
 pub use limits::{ParseLimits, Scope};
-pub use media::Media;
+pub use media::MediaCounts;
 pub use request::{
     ChatInput, Endpoint, GenerateRequest, Input, Prompt, SamplingOptions, StreamOptions, ToolChoice,
 };
@@ -47,19 +47,19 @@ pub use response::{
     TokenLogprob, TopLogprob, Usage,
 };
 
-pub use raw::{Outline, RawBody, strip};
-pub use salvage::salvage_member;
-pub use scan::{Internal, Place};
+pub use raw::{RawBody, RequestOutline, strip};
+pub use recover::recover_member;
+pub use scan::{FieldLevel, InternalFields};
 
 use serde_json::{Map, Value};
 
 /// Reads a request body: [`parse_object`], then [`GenerateRequest::from_map`].
 ///
 /// # Errors
-/// 400 that names the field, or 413 when the body is over [`ParseLimits::body_bytes`].
+/// 400 with the field, or 413 when the body is over [`ParseLimits::body_bytes`].
 pub fn parse(endpoint: Endpoint, body: &[u8], limits: &ParseLimits) -> Result<GenerateRequest, ApiError> {
     GenerateRequest::from_map(endpoint, &parse_object(body, limits)?, limits)
 }
 
-/// A JSON object, fields in the order in which they came.
+/// A JSON object with its fields in the original order.
 pub type Object = Map<String, Value>;

@@ -1,29 +1,29 @@
-//! Images, sounds, videos and files in a prompt: how many, and how many bytes of the body they are. A picture of 1 MB takes an
-//! engine no more tokens than its address does.
+//! Counts images, sounds, videos and files in a prompt, and their bytes in the body. A picture of 1 MB takes an engine
+//! no more tokens than its URL does.
 //!
-//! Counted is what engines take for one: an object with such a `type` in the list that is a message's `content` (or
-//! a tool's `output`, in `/v1/responses`). What is written elsewhere, or without a `type`, is text: the arguments of a
-//! tool call are rendered as they are.
+//! The count follows the engines: an object with such a `type` in the list of a message's `content`, or of a tool's
+//! `output` in `/v1/responses`. An object elsewhere, or without a `type`, is text, for example in the arguments of a
+//! tool call.
 
 use crate::scan::Scanner;
 
-/// What is found in one field of a body.
+/// The media parts in one field of a body.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Media {
-    /// Pictures.
+pub struct MediaCounts {
+    /// Number of images.
     pub images: u32,
-    /// Pieces of sound.
+    /// Number of sounds.
     pub sounds: u32,
-    /// Moving pictures.
+    /// Number of videos.
     pub videos: u32,
-    /// Documents.
+    /// Number of files.
     pub files: u32,
-    /// Bytes that all of them are in the body.
+    /// Bytes of all of them in the body.
     pub bytes: usize,
 }
 
-impl Media {
-    /// Looks through a field's value, which is JSON. A field without any is searched once for `"type"`, and not walked.
+impl MediaCounts {
+    /// Counts the media parts in a field's value, which is JSON. A value without `"type"` is not walked.
     #[must_use]
     pub fn of(value: &[u8]) -> Self {
         let mut media = Self::default();
@@ -34,12 +34,12 @@ impl Media {
         let Ok(text) = std::str::from_utf8(value) else { return media };
         let mut scanner = Scanner::new(text, &());
         scanner.space();
-        // Of what is no JSON, as far as it is.
+        // Invalid JSON is counted up to its error.
         let _ = walk(&mut scanner, false, &mut media);
         media
     }
 
-    /// Where a part of this type is counted; `None` for a text and what is not known.
+    /// The counter for a part of this type; `None` for a text or an unknown type.
     fn kind(&mut self, kind: &str) -> Option<&mut u32> {
         Some(match kind {
             "image_url" | "input_image" | "image_embeds" | "image" => &mut self.images,
@@ -51,7 +51,7 @@ impl Media {
     }
 }
 
-/// The string that is the value of the name before this; empty where it is none.
+/// The string value of the preceding name; empty for another value.
 fn written_after(name: &[u8]) -> &str {
     let value = name.trim_ascii_start().strip_prefix(b":").map(<[u8]>::trim_ascii_start);
     let text = value.and_then(|value| value.strip_prefix(b"\""));
@@ -59,8 +59,8 @@ fn written_after(name: &[u8]) -> &str {
     text.and_then(|text| std::str::from_utf8(text).ok()).unwrap_or_default()
 }
 
-/// As deep as the scanner goes, which is bounded.
-fn walk(scanner: &mut Scanner<'_>, is_content: bool, media: &mut Media) -> Option<()> {
+/// Recursive. The scanner bounds the depth.
+fn walk(scanner: &mut Scanner<'_>, is_content: bool, media: &mut MediaCounts) -> Option<()> {
     match scanner.peek()? {
         b'[' => scanner.array(|scanner, _| match scanner.peek()? {
             b'{' if is_content => part(scanner, media),
@@ -74,7 +74,7 @@ fn walk(scanner: &mut Scanner<'_>, is_content: bool, media: &mut Media) -> Optio
     }
 }
 
-fn part(scanner: &mut Scanner<'_>, media: &mut Media) -> Option<()> {
+fn part(scanner: &mut Scanner<'_>, media: &mut MediaCounts) -> Option<()> {
     let (start, mut kind) = (scanner.offset(), "");
     scanner.object(|scanner, name| {
         if scanner.slice(name) == "type" && scanner.peek()? == b'"' {
@@ -97,8 +97,8 @@ mod tests {
 
     use super::*;
 
-    fn of(value: &Value) -> Media {
-        Media::of(value.to_string().as_bytes())
+    fn of(value: &Value) -> MediaCounts {
+        MediaCounts::of(value.to_string().as_bytes())
     }
 
     #[test]
@@ -109,13 +109,13 @@ mod tests {
         let text = json!({"type": "text", "text": "what is this?"});
         let chat =
             json!([{"role": "system", "content": "x"}, {"role": "user", "content": [text, image, sound]}]);
-        assert_eq!(of(&chat), Media { images: 1, sounds: 1, bytes, ..Media::default() });
+        assert_eq!(of(&chat), MediaCounts { images: 1, sounds: 1, bytes, ..MediaCounts::default() });
         let items = json!([{"type": "message", "role": "user", "content": [{"type": "input_image", "image_url": "http://x"},
             {"type": "input_file", "file_data": "x"}]}, {"type": "function_call_output", "output": [{"type": "input_image"}]}]);
         let found = of(&items);
         assert_eq!((found.images, found.files), (2, 1));
         let spaced = br#"[ {"content" : [ { "type" : "video_url" , "video_url" : {} } ] } ]"#;
-        assert_eq!(Media::of(spaced).videos, 1);
+        assert_eq!(MediaCounts::of(spaced).videos, 1);
     }
 
     #[test]
@@ -131,12 +131,12 @@ mod tests {
             json!({"type": "image_url"}),
             json!([1, 2, 3]),
         ] {
-            assert_eq!(of(&text), Media::default(), "{text}");
+            assert_eq!(of(&text), MediaCounts::default(), "{text}");
         }
         for broken in
             [&b"[{\"content\":[{\"type\":\"image_url\""[..], b"\"type\"", b"", b"\"type\":\"\xff\xff\""]
         {
-            assert_eq!(Media::of(broken), Media::default());
+            assert_eq!(MediaCounts::of(broken), MediaCounts::default());
         }
     }
 

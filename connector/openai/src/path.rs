@@ -1,10 +1,11 @@
-//! Paths of requests: the model's name in one, and what a path that differs in slashes was meant to be.
+//! Paths of requests: the model's name in a path, and the suggestion for a path that differs by slashes.
 
 use std::borrow::Cow;
 
 use crate::error::ApiError;
 
-/// Paths of the OpenAI API and of the extensions that vLLM, SGLang and Anthropic's clients use, with what is below them.
+/// Paths of the OpenAI API and of the extensions that vLLM, SGLang and Anthropic's clients use, with all paths below
+/// them.
 const KNOWN: [&str; 28] = [
     "/v1/completions",
     "/v1/chat/completions",
@@ -36,13 +37,13 @@ const KNOWN: [&str; 28] = [
     "/detokenize",
 ];
 
-/// The folder of the models' cards.
+/// The prefix of the paths of models.
 const MODELS: &str = "/v1/models/";
 
-/// The model that `GET /v1/models/{name}` names, percent-decoded; slashes belong to the name. `None` for any other path.
+/// The percent-decoded model of `GET /v1/models/{name}`, which may contain slashes. `None` for any other path.
 ///
 /// # Errors
-/// 400 where an escape is not two hexadecimal digits, or the name is not UTF-8.
+/// 400 if an escape is not two hexadecimal digits, or the name is not UTF-8.
 pub fn model_at(path: &str) -> Option<Result<Cow<'_, str>, ApiError>> {
     let name = path.strip_prefix(MODELS).filter(|name| !name.is_empty())?;
     let malformed = || {
@@ -54,7 +55,7 @@ pub fn model_at(path: &str) -> Option<Result<Cow<'_, str>, ApiError>> {
     Some(decoded(name).ok_or_else(malformed))
 }
 
-/// `None` where an escape is malformed or the text is not UTF-8.
+/// `None` if an escape is malformed or the text is not UTF-8.
 fn decoded(text: &str) -> Option<Cow<'_, str>> {
     if !text.contains('%') {
         return Some(Cow::Borrowed(text));
@@ -82,9 +83,9 @@ fn is_of_an_api(path: &str) -> bool {
         .any(|known| path.strip_prefix(known).is_some_and(|below| below.is_empty() || below.starts_with('/')))
 }
 
-/// 404 for a path that no route has. Where a known path differs from it only by slashes or by the `/v1` of a base URL,
-/// the message names that path. A lenient match instead could pass rules that a proxy in front has for paths. A path of
-/// an API that is not served here has a code of its own, so that it does not read as a typing error.
+/// 404 for a path without a route. If a known path differs only by slashes or by the `/v1` of a base URL, the message
+/// suggests it. A lenient match instead could bypass the path rules of a proxy. A path of an API that is not served
+/// here has a code of its own, to distinguish it from a typing error.
 #[must_use]
 pub fn not_found(path: &str, is_known: impl Fn(&str) -> bool) -> ApiError {
     let mut tidy = String::with_capacity(path.len());

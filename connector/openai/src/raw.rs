@@ -1,27 +1,27 @@
-//! A client's body that is not taken apart: its bytes, and where its fields are.
+//! A client's body without a parsed tree: its bytes, and the positions of its fields.
 //!
-//! A router reads a body to check it and to take out what is not the client's to say, and then writes it twice, once
-//! for each leg. A prompt can be megabytes, so none of this builds a tree or copies the prompt:
+//! A router reads a body to check it and to remove internal fields, and then writes it twice, once for each leg. A
+//! prompt can have megabytes, so this module neither builds a tree nor copies the prompt:
 //!
 //! ```text
-//! bytes ──▶ one strict walk ([`crate::scan`]) ──▶ fields: name, where, tangled or not
+//! bytes ──▶ one strict walk ([`crate::scan`]) ──▶ fields: name, position, ambiguous or not
 //!                │ sure                 │ in doubt, or not JSON
 //!                ▼                      ▼
-//!          the shape is right      parse_object, strip, GenerateRequest::from_map: today's verdict, word for word
+//!          the shape is right      parse_object, strip, GenerateRequest::from_map decide
 //!                └──────────┬───────────┘
 //!                           ▼
-//!      write: ours, then the client's fields as slices of `bytes`; only tangled ones are written anew
+//!      write: the router's fields, then the client's as slices of `bytes`; only ambiguous ones are rewritten
 //! ```
 //!
 //! Invariants:
-//! - A body is accepted exactly when [`parse_object`] and [`GenerateRequest::from_map`] accept what [`strip`] leaves of
-//!   it, and refused with their words. Doubt is settled by asking them. Three bounds are of this side alone: [`FIELDS_MAX`],
-//!   the length of a small field, which is checked before it is parsed, and what the small ones may take together; and
-//!   one is of theirs alone: how large a tree a body may become, because this side makes none of the prompt.
-//! - What is written, read as JSON, is what they would have written. Nothing passes as it is that two parsers could
-//!   read differently: each top-level name is written once, a part with a name twice or an escaped name is written
-//!   anew, and the walk lets no invalid UTF-8, lone surrogate, `NaN` or number beyond an f64 through at all.
-//! - No field that [`Internal`] knows is in what is written, however it was spelled, repeated or nested.
+//! - A body is accepted exactly if [`parse_object`] and [`GenerateRequest::from_map`] accept it after [`strip`]. A
+//!   refused body gets their message. In doubt this module calls them. Three bounds exist only here: [`FIELDS_MAX`],
+//!   the length of a small field, which is checked before parsing, and the total of the small fields. One bound exists
+//!   only there: the size of a body's tree, because this module builds none of the prompt.
+//! - The written body, read as JSON, equals theirs. Parts that two parsers could read differently do not pass
+//!   unchanged. Each top-level name is written once, and a part with a duplicate or escaped name is rewritten. The walk
+//!   accepts no invalid UTF-8, lone surrogate, `NaN` or number beyond an f64.
+//! - The written body contains no field of [`InternalFields`], for any spelling, repetition or nesting.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -37,20 +37,20 @@ use crate::limits::{
     SMALL_UNWEIGHED_BYTES_MAX, Scope, TREE_BYTES_MAX,
 };
 use crate::request::{Endpoint, GenerateRequest, Input};
-use crate::scan::{Internal, Place, Scanner, has_twins, tree_bytes};
-use crate::shape::Shapes;
-use crate::untangle::{decoded, quoted, untangle};
+use crate::sanitize::{decoded, quoted, sanitize};
+use crate::scan::{FieldLevel, InternalFields, Scanner, has_duplicates, tree_bytes};
+use crate::shape::ShapeCheck;
 
-/// Fields of one body. OpenAI's API has about 50.
+/// Maximum number of fields of one body. OpenAI's API has about 50.
 pub const FIELDS_MAX: usize = 4096;
 
-/// Fields of a body as it usually is.
+/// Number of fields of a typical body.
 const USUAL_FIELDS: usize = 8;
 
-/// Slices up to this size are copied into one piece: cheaper than a piece of their own.
+/// Slices up to this size are copied into one piece, which costs less than a piece of their own.
 const COPIED_BYTES_MAX: usize = 16 << 10;
 
-/// Fields of `/v1/responses` and what they are called in a chat.
+/// Fields of `/v1/responses` and their names in a chat.
 const SHARED_WITH_CHAT: [(&str, &str); 7] = [
     ("model", "model"),
     ("stream", "stream"),
@@ -61,79 +61,79 @@ const SHARED_WITH_CHAT: [(&str, &str); 7] = [
     ("max_output_tokens", "max_tokens"),
 ];
 
-/// A body, checked and cleaned.
+/// A checked body without internal fields.
 #[derive(Clone, Debug, Default)]
 pub struct RawBody {
     bytes: Bytes,
     fields: Vec<Field>,
 }
 
-/// A request to generate as far as it is not its prompt.
+/// A request to generate, without its prompt.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Outline {
-    /// Its `input` holds nothing: that is in the body.
+pub struct RequestOutline {
+    /// The request. Its `input` is empty, because the prompt stays in the body.
     pub request: GenerateRequest,
-    /// Prompts in the body.
+    /// Number of prompts in the body.
     pub prompts: usize,
 }
 
-/// A top-level field that stays.
+/// A top-level field that is kept.
 #[derive(Clone, Debug)]
 struct Field {
-    /// As the client wrote it, between the quotes.
+    /// The name as the client wrote it, between the quotes.
     name: Range<usize>,
     value: Range<usize>,
-    /// Where it cannot be written as it came.
-    odd: Option<Box<Odd>>,
-    /// Only a comma is between it and the field before it.
+    /// Set if the field cannot be written unchanged.
+    rewrite: Option<Box<FieldRewrite>>,
+    /// Whether only a comma separates the field from the one before it.
     follows: bool,
 }
 
-/// What differs from how a field came.
+/// The replacements of a field that cannot be written unchanged.
 #[derive(Clone, Debug)]
-struct Odd {
-    /// What the name says, where it is written with escapes.
+struct FieldRewrite {
+    /// The decoded name, if it is written with escapes.
     decoded: Option<Box<str>>,
-    /// What is written instead of the value.
-    anew: Option<Box<[u8]>>,
+    /// The replacement of the value.
+    rewritten: Option<Box<[u8]>>,
 }
 
 impl RawBody {
     /// Reads a body of an endpoint that generates.
     ///
     /// # Errors
-    /// Those of [`parse_object`] and [`GenerateRequest::from_map`], and 400 over [`FIELDS_MAX`] and for a field besides
+    /// Those of [`parse_object`] and [`GenerateRequest::from_map`]; 400 over [`FIELDS_MAX`], and for a field other than
     /// the prompt that is longer than [`SMALL_FIELD_BYTES_MAX`].
     pub fn generate(
         bytes: Bytes,
         endpoint: Endpoint,
         limits: &ParseLimits,
-        internal: &dyn Internal,
-    ) -> Result<(Self, Outline), ApiError> {
+        internal: &dyn InternalFields,
+    ) -> Result<(Self, RequestOutline), ApiError> {
         let (body, shapes) = Self::walk(bytes, Some(endpoint), limits, internal)?;
         body.small_enough(limits.scope)?;
         let sure = shapes.prompts().and_then(|prompts| {
             let small = body.small_fields(limits.scope);
             let request = GenerateRequest::outline(endpoint, &small, prompts, limits).ok()?;
-            Some(Outline { request, prompts })
+            Some(RequestOutline { request, prompts })
         });
         let outline = match sure {
             Some(outline) => outline,
-            None => in_doubt(&body.bytes, endpoint, limits, internal)?,
+            None => parse_in_full(&body.bytes, endpoint, limits, internal)?,
         };
         Ok((body, outline))
     }
 
-    /// Reads a body of `/v1/responses`, of which only what it shares with a chat is checked: its model, its user, whether
-    /// it is streamed, how it samples, how long it may be. The items of `input` are for the engine to read.
+    /// Reads a body of `/v1/responses`. Only the fields in common with a chat are checked: model, user, streaming,
+    /// sampling and length. The engine checks the items of `input`.
     ///
     /// # Errors
-    /// Those of [`parse_object`] and of those fields.
+    /// Those of [`parse_object`] and of these fields.
     pub fn responses(
         bytes: Bytes,
         limits: &ParseLimits,
-        internal: &dyn Internal,
-    ) -> Result<(Self, Outline), ApiError> {
+        internal: &dyn InternalFields,
+    ) -> Result<(Self, RequestOutline), ApiError> {
         let body = Self::any(bytes, limits, internal)?;
         let mut shared = Vec::new();
         for (name, as_chat) in SHARED_WITH_CHAT {
@@ -153,14 +153,14 @@ impl RawBody {
             }
             error
         })?;
-        Ok((body, Outline { request, prompts: 1 }))
+        Ok((body, RequestOutline { request, prompts: 1 }))
     }
 
-    /// Reads a body of which nothing is checked but that it is a JSON object.
+    /// Reads a body and checks only that it is a JSON object.
     ///
     /// # Errors
     /// Those of [`parse_object`], and 400 over [`FIELDS_MAX`].
-    pub fn any(bytes: Bytes, limits: &ParseLimits, internal: &dyn Internal) -> Result<Self, ApiError> {
+    pub fn any(bytes: Bytes, limits: &ParseLimits, internal: &dyn InternalFields) -> Result<Self, ApiError> {
         Self::walk(bytes, None, limits, internal).map(|(body, _)| body)
     }
 
@@ -168,15 +168,15 @@ impl RawBody {
         bytes: Bytes,
         endpoint: Option<Endpoint>,
         limits: &'l ParseLimits,
-        internal: &dyn Internal,
-    ) -> Result<(Self, Shapes<'l>), ApiError> {
-        let mut shapes = Shapes::of(endpoint, limits);
+        internal: &dyn InternalFields,
+    ) -> Result<(Self, ShapeCheck<'l>), ApiError> {
+        let mut shapes = ShapeCheck::of(endpoint, limits);
         let text = (bytes.len() <= limits.body_bytes).then(|| std::str::from_utf8(&bytes).ok()).flatten();
         let fields = text.and_then(|text| fields(text, &mut shapes, internal));
         match fields {
             Some(fields) if fields.len() <= FIELDS_MAX => Ok((Self { bytes, fields }, shapes)),
             Some(_) => Err(ApiError::malformed(format!("the body has more than {FIELDS_MAX} fields"))),
-            // It says in words what is wrong.
+            // The parser finds the reason for the message.
             None => match parse_object(&bytes, limits) {
                 Err(error) => Err(error),
                 Ok(_) => Err(ApiError::malformed("the body is ambiguous")),
@@ -184,24 +184,24 @@ impl RawBody {
         }
     }
 
-    /// Bytes of the body as it came.
+    /// Bytes of the original body.
     #[must_use]
     pub fn len(&self) -> usize {
         self.bytes.len()
     }
 
-    /// Whether it has no field, but for those that were taken out.
+    /// Whether the body has no field other than removed ones.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.fields.is_empty()
     }
 
-    /// Names in the order in which they came.
+    /// Names in the original order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.fields.iter().map(|field| self.name(field))
     }
 
-    /// Whether it has this field, `null` or not.
+    /// Whether the body has this field, also with the value `null`.
     #[must_use]
     pub fn has(&self, name: &str) -> bool {
         self.names().any(|n| n == name)
@@ -213,7 +213,7 @@ impl RawBody {
         self.fields.iter().find(|field| self.name(field) == name).map(|field| self.value(field))
     }
 
-    /// A field that is a string; `None` also where it is something else.
+    /// The value of a string field; `None` also for a value of another type.
     #[must_use]
     pub fn string(&self, name: &str) -> Option<Cow<'_, str>> {
         let value = self.field(name)?;
@@ -225,14 +225,15 @@ impl RawBody {
         }
     }
 
-    /// The body with `ours` in front (each a name and JSON text; at least one) and without the client's fields of those
-    /// names and of the names in `unset`. Large parts are slices of what came; together the pieces are one object.
+    /// The body with the fields `ours` in front (names and JSON texts, at least one). The client's fields with these
+    /// names, and with the names in `unset`, are left out. The pieces together are one object. Large pieces are slices
+    /// of the original body.
     #[must_use]
     pub fn write(&self, ours: &[(&str, &[u8])], unset: &[&str]) -> Vec<Bytes> {
         debug_assert!(!ours.is_empty(), "the first field has no comma before it");
         let ours_bytes: usize = ours.iter().map(|(name, value)| name.len() + value.len() + 4).sum();
-        let mut out = Pieces::new(&self.bytes, ours_bytes + self.copied_bytes());
-        // First what is ours: of a body that is cut off on its way, or too large for an engine, the handoff has arrived.
+        let mut out = BodyPieces::new(&self.bytes, ours_bytes + self.copied_bytes());
+        // `ours` is first, so that the handoff arrives even if the body is cut off or too large for an engine.
         for (index, (name, value)) in ours.iter().enumerate() {
             out.copy(if index == 0 { b"{" } else { b"," });
             out.copy(b"\"");
@@ -244,15 +245,15 @@ impl RawBody {
             let name = self.name(field);
             if ours.iter().any(|(ours, _)| *ours == name) || unset.contains(&name) {
                 out.end_run();
-            } else if field.is_as_it_came() {
+            } else if field.is_unchanged() {
                 out.run(field);
             } else {
                 out.end_run();
                 out.copy(b",");
                 out.copy(quoted(name).as_bytes());
                 out.copy(b":");
-                match field.anew() {
-                    Some(anew) => out.copy(anew),
+                match field.rewritten() {
+                    Some(rewritten) => out.copy(rewritten),
                     None => out.slice(field.value.clone()),
                 }
             }
@@ -262,10 +263,10 @@ impl RawBody {
         out.finish()
     }
 
-    /// What is copied of a body when it is written, from above but for names that are written with escapes.
+    /// Upper bound of the bytes that `write` copies, except for names with escapes.
     fn copied_bytes(&self) -> usize {
         const BRACES: usize = 2;
-        if self.bytes.len() <= COPIED_BYTES_MAX && self.fields.iter().all(Field::is_as_it_came) {
+        if self.bytes.len() <= COPIED_BYTES_MAX && self.fields.iter().all(Field::is_unchanged) {
             return self.bytes.len() + BRACES;
         }
         let bytes = |field: &Field| self.name(field).len() + self.value(field).len() + 4;
@@ -274,17 +275,17 @@ impl RawBody {
     }
 
     fn name<'a>(&'a self, field: &'a Field) -> &'a str {
-        match field.odd.as_deref().and_then(|odd| odd.decoded.as_deref()) {
+        match field.rewrite.as_deref().and_then(|rewrite| rewrite.decoded.as_deref()) {
             Some(decoded) => decoded,
             None => std::str::from_utf8(&self.bytes[field.name.clone()]).expect("the walk read UTF-8"),
         }
     }
 
     fn value<'a>(&'a self, field: &'a Field) -> &'a [u8] {
-        field.anew().unwrap_or(&self.bytes[field.value.clone()])
+        field.rewritten().unwrap_or(&self.bytes[field.value.clone()])
     }
 
-    /// Whether what [`Self::small_fields`] will parse is small, each and together.
+    /// Checks that the fields of [`Self::small_fields`] are small, each and in total.
     fn small_enough(&self, scope: Scope) -> Result<(), ApiError> {
         let mut bytes = 0;
         for (name, value) in self.small(scope) {
@@ -305,7 +306,7 @@ impl RawBody {
         Ok(())
     }
 
-    /// What [`GenerateRequest`] reads besides the prompt and what goes with it.
+    /// The fields that [`GenerateRequest::outline`] reads, parsed.
     fn small_fields(&self, scope: Scope) -> Vec<(&str, Value)> {
         let mut small = Vec::with_capacity(self.fields.len());
         small.extend(self.small(scope).map(|(name, value)| {
@@ -321,7 +322,7 @@ impl RawBody {
     }
 }
 
-/// Whether a field besides the prompt is no longer than any that means something.
+/// Checks that a field other than the prompt is not longer than any valid one.
 fn is_small(name: &str, value: &[u8]) -> Result<(), ApiError> {
     let most = if name == "logit_bias" { LOGIT_BIAS_BYTES_MAX } else { SMALL_FIELD_BYTES_MAX };
     if value.len() > most {
@@ -332,53 +333,56 @@ fn is_small(name: &str, value: &[u8]) -> Result<(), ApiError> {
 }
 
 impl Field {
-    fn is_as_it_came(&self) -> bool {
-        self.odd.is_none()
+    fn is_unchanged(&self) -> bool {
+        self.rewrite.is_none()
     }
 
-    fn anew(&self) -> Option<&[u8]> {
-        self.odd.as_deref().and_then(|odd| odd.anew.as_deref())
+    fn rewritten(&self) -> Option<&[u8]> {
+        self.rewrite.as_deref().and_then(|rewrite| rewrite.rewritten.as_deref())
     }
 }
 
-/// Takes everything internal out of a body that was parsed.
-pub fn strip(body: &mut Map<String, Value>, internal: &dyn Internal) {
-    body.retain(|name, _| !internal.is_internal(Place::Top, name));
+/// Removes all internal fields from a parsed body.
+pub fn strip(body: &mut Map<String, Value>, internal: &dyn InternalFields) {
+    body.retain(|name, _| !internal.is_internal(FieldLevel::Top, name));
     for (name, value) in body {
-        strip_within(value, Place::within(name, internal), internal);
+        strip_within(value, FieldLevel::within(name, internal), internal);
     }
 }
 
-/// As deep as the parser goes, which is bounded.
-fn strip_within(value: &mut Value, place: Place, internal: &dyn Internal) {
+/// Recursive. The parser bounds the depth.
+fn strip_within(value: &mut Value, level: FieldLevel, internal: &dyn InternalFields) {
     match value {
         Value::Object(fields) => {
-            fields.retain(|name, _| !internal.is_internal(place, name));
-            fields.values_mut().for_each(|value| strip_within(value, place, internal));
+            fields.retain(|name, _| !internal.is_internal(level, name));
+            fields.values_mut().for_each(|value| strip_within(value, level, internal));
         }
-        Value::Array(items) => items.iter_mut().for_each(|item| strip_within(item, place, internal)),
+        Value::Array(items) => items.iter_mut().for_each(|item| strip_within(item, level, internal)),
         Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
     }
 }
 
-/// The verdict on a body whose shape is not the usual one.
-fn in_doubt(
+/// Parses a body with an unusual shape completely.
+fn parse_in_full(
     bytes: &[u8],
     endpoint: Endpoint,
     limits: &ParseLimits,
-    internal: &dyn Internal,
-) -> Result<Outline, ApiError> {
+    internal: &dyn InternalFields,
+) -> Result<RequestOutline, ApiError> {
     let mut map = parse_object(bytes, limits)?;
     strip(&mut map, internal);
     let mut request = GenerateRequest::from_map(endpoint, &map, limits)?;
     let prompts = request.input.prompts();
     request.input = Input::Prompts(Vec::new());
-    Ok(Outline { request, prompts })
+    Ok(RequestOutline { request, prompts })
 }
 
-/// The fields that stay; `None` where the text is not one JSON object with each name once. Ends early beyond
-/// [`FIELDS_MAX`].
-fn fields<'a>(text: &'a str, shapes: &mut Shapes<'_>, internal: &'a dyn Internal) -> Option<Vec<Field>> {
+/// The kept fields; `None` if the text is not one JSON object with unique names. Ends early beyond [`FIELDS_MAX`].
+fn fields<'a>(
+    text: &'a str,
+    shapes: &mut ShapeCheck<'_>,
+    internal: &'a dyn InternalFields,
+) -> Option<Vec<Field>> {
     let mut scanner = Scanner::new(text, internal);
     let mut fields: Vec<Field> = Vec::with_capacity(USUAL_FIELDS);
     let mut names: Vec<Cow<'_, str>> = Vec::with_capacity(USUAL_FIELDS);
@@ -395,24 +399,25 @@ fn fields<'a>(text: &'a str, shapes: &mut Shapes<'_>, internal: &'a dyn Internal
             scanner.eat(b':')?;
             scanner.space();
             let start = scanner.offset();
-            if internal.is_internal(Place::Top, &name) {
+            if internal.is_internal(FieldLevel::Top, &name) {
                 scanner.value()?;
                 follows = false;
             } else {
-                scanner.place = Place::within(&name, internal);
-                (scanner.tangled, scanner.tree_bytes) = (false, 0);
+                scanner.level = FieldLevel::within(&name, internal);
+                (scanner.ambiguous, scanner.tree_bytes) = (false, 0);
                 shapes.walk(&mut scanner, &name)?;
                 let value = start..scanner.offset();
-                let anew = if scanner.tangled {
-                    // `parse_object`, which is asked then, says the same in words.
+                let rewritten = if scanner.ambiguous {
+                    // On `None`, `parse_object` runs and returns the error for this.
                     (scanner.tree_bytes <= TREE_BYTES_MAX).then_some(())?;
-                    Some(untangle(&text[value.clone()], scanner.place, internal)?.into_bytes().into())
+                    Some(sanitize(&text[value.clone()], scanner.level, internal)?.into_bytes().into())
                 } else {
                     None
                 };
                 let decoded = (!written.plain).then(|| Box::from(name.as_ref()));
-                let odd = (decoded.is_some() || anew.is_some()).then(|| Box::new(Odd { decoded, anew }));
-                fields.push(Field { name: written.start..written.end, value, odd, follows });
+                let rewrite = (decoded.is_some() || rewritten.is_some())
+                    .then(|| Box::new(FieldRewrite { decoded, rewritten }));
+                fields.push(Field { name: written.start..written.end, value, rewrite, follows });
                 follows = true;
             }
             names.push(name);
@@ -428,22 +433,22 @@ fn fields<'a>(text: &'a str, shapes: &mut Shapes<'_>, internal: &'a dyn Internal
         return Some(fields);
     }
     scanner.space();
-    (scanner.peek().is_none() && !has_twins(&mut names)).then_some(fields)
+    (scanner.peek().is_none() && !has_duplicates(&mut names)).then_some(fields)
 }
 
-/// Pieces of a body that is being written: small parts are copied together, large ones are slices.
-struct Pieces<'a> {
-    came: &'a Bytes,
+/// The pieces of a body during writing: small parts are copied together, large parts are slices.
+struct BodyPieces<'a> {
+    original: &'a Bytes,
     done: Vec<Bytes>,
     copied: BytesMut,
-    /// Fields that follow each other as they came.
+    /// Consecutive fields that are unchanged.
     run: Option<Range<usize>>,
 }
 
-impl<'a> Pieces<'a> {
-    /// With room for so many bytes that are copied.
-    fn new(came: &'a Bytes, bytes: usize) -> Self {
-        Self { came, done: Vec::new(), copied: BytesMut::with_capacity(bytes), run: None }
+impl<'a> BodyPieces<'a> {
+    /// No pieces, with capacity for `bytes` copied bytes.
+    fn new(original: &'a Bytes, bytes: usize) -> Self {
+        Self { original, done: Vec::new(), copied: BytesMut::with_capacity(bytes), run: None }
     }
 
     fn copy(&mut self, bytes: &[u8]) {
@@ -452,15 +457,15 @@ impl<'a> Pieces<'a> {
 
     fn slice(&mut self, range: Range<usize>) {
         if range.len() <= COPIED_BYTES_MAX {
-            self.copied.extend_from_slice(&self.came[range]);
+            self.copied.extend_from_slice(&self.original[range]);
         } else {
             let copied = self.copied.split().freeze();
             self.done.push(copied);
-            self.done.push(self.came.slice(range));
+            self.done.push(self.original.slice(range));
         }
     }
 
-    /// A field whose bytes stay; with those before it in one slice, where nothing else was between them.
+    /// Appends an unchanged field, in one slice with the fields before it if they are consecutive.
     fn run(&mut self, field: &Field) {
         match &mut self.run {
             Some(run) if field.follows => run.end = field.value.end,

@@ -1,15 +1,14 @@
-//! What a client asks an engine to generate, checked field by field.
+//! Requests to generate, checked field by field.
 //!
-//! One type serves `/v1/completions` and `/v1/chat/completions`; they differ in [`Input`]. Fields that have a
-//! default in the model's `generation_config.json` stay `Option`s: the engine resolves them. Fields that nobody
-//! here knows are ignored; fields that would change the answer and that no engine here implements are refused
-//! by name (`refused.rs`).
+//! `/v1/completions` and `/v1/chat/completions` have the same type and differ in [`Input`]. Fields with a default in
+//! the model's `generation_config.json` stay `Option`s, which the engine resolves. Unknown fields are ignored. Fields
+//! that would change the response, but that the engine does not implement, are refused by name (`unsupported.rs`).
 
 mod chat;
 mod completion;
-mod refused;
 mod sampling;
 mod tokens;
+mod unsupported;
 
 pub use chat::{ChatInput, ToolChoice};
 pub(crate) use chat::{ROLES, TOOL_CALLS_MAX};
@@ -25,7 +24,7 @@ use crate::limits::{
     ParseLimits, STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, STOP_TOKENS_MAX, Scope, TOKENS_MAX,
 };
 
-/// Which dialect of request and reply.
+/// The dialect of request and reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Endpoint {
     /// `POST /v1/completions`.
@@ -35,7 +34,7 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    /// The endpoint at a path, if it is one that generates.
+    /// The endpoint of a path that generates.
     #[must_use]
     pub fn at(path: &str) -> Option<Self> {
         match path {
@@ -45,7 +44,7 @@ impl Endpoint {
         }
     }
 
-    /// Its path.
+    /// The path of the endpoint.
     #[must_use]
     pub const fn path(self) -> &'static str {
         match self {
@@ -54,7 +53,7 @@ impl Endpoint {
         }
     }
 
-    /// What the reply's `id` starts with.
+    /// The prefix of the reply's `id`.
     #[must_use]
     pub const fn id_prefix(self) -> &'static str {
         match self {
@@ -67,54 +66,54 @@ impl Endpoint {
 /// A request to generate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerateRequest {
-    /// Where it was sent.
+    /// The endpoint of the request.
     pub endpoint: Endpoint,
-    /// The model it names; `None` means the default one.
+    /// The requested model; `None` for the default one.
     pub model: Option<String>,
-    /// What to continue.
+    /// The input to continue.
     pub input: Input,
-    /// Completions of each prompt, 1..=[`N_MAX`](crate::limits::N_MAX); for any engine, up to 16,384 (vLLM's own bound).
+    /// Completions of each prompt, 1..=[`N_MAX`](crate::limits::N_MAX); for any engine, up to 16,384 (vLLM's bound).
     pub n: u32,
-    /// Tokens to generate at most; `None`: see [`crate::limits::COMPLETIONS_MAX_TOKENS_DEFAULT`] for completions,
+    /// Maximum number of tokens to generate. `None`: [`crate::limits::COMPLETIONS_MAX_TOKENS_DEFAULT`] for completions,
     /// the rest of the context for chat. 0 only with `echo`.
     pub max_tokens: Option<u32>,
-    /// Tokens before which neither EOS nor a stop token or string ends the sequence.
+    /// Number of tokens before which neither EOS nor a stop token or string ends the sequence.
     pub min_tokens: u32,
-    /// How to choose tokens.
+    /// The sampling parameters.
     pub sampling: SamplingOptions,
     /// Texts that end the sequence.
     pub stop: Vec<String>,
-    /// Tokens that end the sequence, beside EOS.
+    /// Tokens that end the sequence, in addition to EOS.
     pub stop_token_ids: Vec<u32>,
-    /// Whether the stop string that was found stays in the text.
+    /// Whether the matched stop string stays in the text.
     pub include_stop_str_in_output: bool,
-    /// EOS is a token like any other.
+    /// Whether EOS is treated like any other token.
     pub ignore_eos: bool,
-    /// Special tokens are left out of the text. Default true.
+    /// Whether special tokens are left out of the text. Default true.
     pub skip_special_tokens: bool,
-    /// Whether encoding text adds BOS and the like; `None`: yes for completions, no for chat (the template
-    /// writes them).
+    /// Whether the encoding of text adds BOS and similar tokens. `None`: yes for completions, no for chat, where the
+    /// template writes them.
     pub add_special_tokens: Option<bool>,
-    /// Log-probabilities of the chosen tokens and of this many alternatives, 0..=20; `None`: none. For any engine any
-    /// number, and `u32::MAX` for all of them (vLLM's -1).
+    /// Number of alternatives with log-probabilities, 0..=20; `None` for no log-probabilities. For any engine any
+    /// number, and `u32::MAX` for all (vLLM's -1).
     pub logprobs: Option<u32>,
-    /// Completions only: the prompt is part of the reply's text.
+    /// Completions only: whether the reply's text contains the prompt.
     pub echo: bool,
-    /// Server-sent events.
+    /// Whether the reply is a stream of server-sent events.
     pub stream: bool,
-    /// Of a stream.
+    /// Options of a stream.
     pub stream_options: StreamOptions,
-    /// Token ids go into the reply (vLLM's extension).
+    /// Whether the reply contains token ids (vLLM's extension).
     pub return_token_ids: bool,
     /// Separates prefix caches: only requests with the same salt share blocks (vLLM's extension).
     pub cache_salt: Option<String>,
-    /// Opaque; for logs and quotas.
+    /// An opaque name for logs and quotas.
     pub user: Option<String>,
-    /// The handoff, unread: a router removes a client's, an engine hands it to its connector.
+    /// The handoff, not parsed here. A router removes a client's, an engine passes it to its connector.
     pub kv_transfer_params: Option<Value>,
 }
 
-/// What is read of a request besides what it continues and what goes with that.
+/// The fields of a request other than its input and the fields that belong to the input.
 const SMALL_FIELDS: [&str; 31] = [
     "model",
     "n",
@@ -149,17 +148,17 @@ const SMALL_FIELDS: [&str; 31] = [
     "continue_final_message",
 ];
 
-/// What to continue.
+/// The input to continue.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Input {
-    /// One or more prompts; each is answered by `n` choices, in order.
+    /// One or more prompts; each gets `n` choices, in order.
     Prompts(Vec<Prompt>),
     /// A conversation, for the model's chat template.
     Chat(Box<ChatInput>),
 }
 
 impl Input {
-    /// Prompts in it.
+    /// Number of prompts.
     #[must_use]
     pub fn prompts(&self) -> usize {
         match self {
@@ -172,34 +171,34 @@ impl Input {
 /// `stream_options`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamOptions {
-    /// A last chunk with usage and no choices.
+    /// Whether the stream ends with a chunk with usage and no choices.
     pub include_usage: bool,
-    /// Usage in every chunk (vLLM's extension).
+    /// Whether every chunk has usage (vLLM's extension).
     pub continuous_usage_stats: bool,
 }
 
 impl GenerateRequest {
-    /// Reads a request from a parsed body, which stays as it is.
+    /// Reads a request from a parsed body.
     ///
     /// # Errors
-    /// 400 that names the field.
+    /// 400 with the field.
     pub fn from_map(
         endpoint: Endpoint,
         map: &Map<String, Value>,
         limits: &ParseLimits,
     ) -> Result<Self, ApiError> {
         let fields = Fields::new(map);
-        refused::check(fields, endpoint, limits.scope)?;
+        unsupported::check(fields, endpoint, limits.scope)?;
         let input = match endpoint {
             Endpoint::Completions => Input::Prompts(completion::prompts(fields, limits)?),
             Endpoint::Chat => Input::Chat(Box::new(chat::read(fields, limits)?)),
         };
         let prompts = input.prompts();
-        Self::around(endpoint, fields, input, prompts, limits)
+        Self::from_fields(endpoint, fields, input, prompts, limits)
     }
 
-    /// As [`Self::from_map`] without the large fields, whose shapes are right and which hold so many prompts. What goes
-    /// wrong here goes wrong there too, though perhaps in other words.
+    /// As [`Self::from_map`] without the large fields, whose shapes are already checked and which contain `prompts`
+    /// prompts. An error here is an error there too, perhaps with another message.
     pub(crate) fn outline(
         endpoint: Endpoint,
         small: &[(&str, Value)],
@@ -207,19 +206,19 @@ impl GenerateRequest {
         limits: &ParseLimits,
     ) -> Result<Self, ApiError> {
         let fields = Fields::few(small);
-        refused::check(fields, endpoint, limits.scope)?;
+        unsupported::check(fields, endpoint, limits.scope)?;
         if endpoint == Endpoint::Chat {
-            chat::manner(fields, limits.scope)?;
+            chat::turn_options(fields, limits.scope)?;
         }
-        Self::around(endpoint, fields, Input::Prompts(Vec::new()), prompts, limits)
+        Self::from_fields(endpoint, fields, Input::Prompts(Vec::new()), prompts, limits)
     }
 
-    /// Whether [`Self::outline`] reads a field of that name.
+    /// Whether [`Self::outline`] reads a field with this name.
     pub(crate) fn reads(name: &str, scope: Scope) -> bool {
-        SMALL_FIELDS.contains(&name) || (scope == Scope::ThisEngine && refused::knows(name))
+        SMALL_FIELDS.contains(&name) || (scope == Scope::ThisEngine && unsupported::is_unsupported(name))
     }
 
-    fn around(
+    fn from_fields(
         endpoint: Endpoint,
         fields: Fields<'_>,
         input: Input,
@@ -261,7 +260,7 @@ impl GenerateRequest {
         })
     }
 
-    /// Sequences that it starts: prompts × n.
+    /// Sequences of the request: prompts × n.
     #[must_use]
     pub fn sequences(&self) -> usize {
         self.input.prompts() * self.n as usize
@@ -289,7 +288,7 @@ fn within_sequences(prompts: usize, n: u32, limits: &ParseLimits) -> Result<(), 
     Ok(())
 }
 
-/// `max_completion_tokens` is the newer name and wins, as in vLLM.
+/// `max_completion_tokens` is the newer name and has precedence, as in vLLM.
 fn max_tokens(fields: Fields<'_>, echo: bool) -> Result<Option<u32>, ApiError> {
     let least = if echo { 0 } else { 1 };
     let older = fields.count_from("max_tokens", least..=TOKENS_MAX)?;
@@ -343,22 +342,22 @@ fn logprobs(fields: Fields<'_>, endpoint: Endpoint, scope: Scope) -> Result<Opti
         Ok(number.map(|number| u32::try_from(number).unwrap_or(u32::MAX)))
     };
     if endpoint == Endpoint::Completions {
-        // As the other endpoint has it.
-        if let Some(Value::Bool(wanted)) = fields.get("logprobs") {
+        // A boolean is the form of the chat endpoint.
+        if let Some(Value::Bool(enabled)) = fields.get("logprobs") {
             let message = format!(
-                "`logprobs` must be a number of alternatives here, got {wanted}; true or false is of /v1/chat/completions"
+                "`logprobs` must be a number of alternatives here, got {enabled}; true or false is of /v1/chat/completions"
             );
             return Err(ApiError::invalid("logprobs", message));
         }
         return number("logprobs");
     }
-    let wanted = fields.boolean("logprobs")?.unwrap_or(false);
+    let enabled = fields.boolean("logprobs")?.unwrap_or(false);
     match number("top_logprobs")? {
-        Some(top) if top > 0 && !wanted => Err(ApiError::invalid(
+        Some(top) if top > 0 && !enabled => Err(ApiError::invalid(
             "top_logprobs",
             format!("`top_logprobs` {top} needs `logprobs` to be true"),
         )),
-        top => Ok(wanted.then(|| top.unwrap_or(0))),
+        top => Ok(enabled.then(|| top.unwrap_or(0))),
     }
 }
 

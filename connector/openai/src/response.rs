@@ -1,8 +1,8 @@
-//! What an engine answers: one reply, or a stream of chunks, in either dialect.
+//! The replies of an engine: one reply, or a stream of chunks, in either dialect.
 //!
-//! An engine speaks of choices ([`FinishedChoice`], [`ChoiceDelta`]); [`ReplyHead`] and [`ChunkEncoder`] put
-//! them into the shape of the endpoint. Field names and which of them are left out follow vLLM 0.33, whose
-//! replies follow OpenAI's: `stop_reason`, `token_ids`, `prompt_token_ids` and `kv_transfer_params` are vLLM's.
+//! An engine produces choices ([`FinishedChoice`], [`ChoiceDelta`]). [`ReplyHead`] and [`ChunkEncoder`] encode them in
+//! the form of the endpoint. The names of the fields, and which are optional, follow vLLM 0.33, whose replies follow
+//! OpenAI's. `stop_reason`, `token_ids`, `prompt_token_ids` and `kv_transfer_params` are vLLM's.
 //!
 //! ```text
 //!  chat:         role ─▶ delta … delta(finish) ─▶ usage? ─▶ [DONE]
@@ -26,7 +26,7 @@ use serde_json::Value;
 use crate::request::Endpoint;
 use choice::Choice;
 
-/// What all chunks of a reply have in common.
+/// The common part of all chunks of a reply.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReplyHead {
     /// The dialect.
@@ -37,7 +37,7 @@ pub struct ReplyHead {
     pub created: u64,
     /// The served model's name.
     pub model: String,
-    /// Names the engine's configuration.
+    /// The name of the engine's configuration.
     pub system_fingerprint: Option<String>,
 }
 
@@ -51,12 +51,12 @@ pub enum FinishReason {
     Length,
     /// Aborted, by the client or an operator.
     Abort,
-    /// It failed; the error frame says how.
+    /// The sequence failed; the error frame contains the reason.
     Error,
 }
 
 impl FinishReason {
-    /// As the reply and metrics name it.
+    /// The word in the reply and in metrics.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -68,7 +68,7 @@ impl FinishReason {
     }
 }
 
-/// What exactly stopped a sequence; `None` in its place means EOS.
+/// The stop string or token that ended a sequence; `None` instead means EOS.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(untagged)]
 pub enum StopReason {
@@ -81,27 +81,27 @@ pub enum StopReason {
 /// The end of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finish {
-    /// Why.
+    /// The reason.
     pub reason: FinishReason,
-    /// By what.
+    /// The stop string or token, if any.
     pub stop: Option<StopReason>,
 }
 
-/// What was counted, for `usage`.
+/// The counts of `usage`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Tokens of all prompts.
     pub prompt_tokens: u32,
     /// Tokens of all choices.
     pub completion_tokens: u32,
-    /// Prompt tokens whose KV was not computed for this request; `None` leaves `prompt_tokens_details` out.
+    /// Prompt tokens whose KV was not computed for this request; `None` omits `prompt_tokens_details`.
     pub cached_tokens: Option<u32>,
 }
 
 impl Serialize for Usage {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         #[derive(serde::Serialize)]
-        struct Details {
+        struct UsageDetails {
             cached_tokens: u32,
         }
         let mut usage = serializer.serialize_struct("Usage", 4)?;
@@ -110,45 +110,45 @@ impl Serialize for Usage {
         let total = u64::from(self.prompt_tokens) + u64::from(self.completion_tokens);
         usage.serialize_field("total_tokens", &total)?;
         if let Some(cached_tokens) = self.cached_tokens {
-            usage.serialize_field("prompt_tokens_details", &Details { cached_tokens })?;
+            usage.serialize_field("prompt_tokens_details", &UsageDetails { cached_tokens })?;
         }
         usage.end()
     }
 }
 
-/// A choice, complete.
+/// A complete choice.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FinishedChoice {
-    /// Its place: prompt × n + which.
+    /// The index: prompt × n + the number of the choice.
     pub index: u32,
-    /// Its text; with `echo` the prompt's before it.
+    /// The text; with `echo` after the prompt.
     pub text: String,
-    /// Log-probabilities of its tokens, when asked for.
+    /// Log-probabilities of the tokens, if requested.
     pub logprobs: Option<Vec<TokenLogprob>>,
-    /// How it ended.
+    /// The end of the choice.
     pub finish: Finish,
-    /// Its tokens, when asked for (`return_token_ids`).
+    /// The tokens, if requested (`return_token_ids`).
     pub token_ids: Option<Vec<u32>>,
-    /// Its prompt's tokens, when asked for.
+    /// The tokens of the prompt, if requested.
     pub prompt_token_ids: Option<Vec<u32>>,
 }
 
-/// What one step adds to a choice.
+/// The addition of one step to a choice.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ChoiceDelta<'a> {
-    /// Which choice.
+    /// The index of the choice.
     pub index: u32,
     /// New text; may be empty (half a character, a possible stop string, the end).
     pub text: &'a str,
-    /// Log-probabilities of the new tokens, when asked for.
+    /// Log-probabilities of the new tokens, if requested.
     pub logprobs: Option<&'a [TokenLogprob]>,
-    /// Completions: characters of all tokens before these, for `text_offset`.
+    /// Completions: number of characters before the new tokens, for `text_offset`.
     pub text_offset: usize,
-    /// In the last delta.
+    /// The end of the choice, in the last delta.
     pub finish: Option<&'a Finish>,
-    /// The new tokens, when asked for.
+    /// The new tokens, if requested.
     pub token_ids: Option<&'a [u32]>,
-    /// The prompt's tokens, in the first delta, when asked for.
+    /// The tokens of the prompt, in the first delta, if requested.
     pub prompt_token_ids: Option<&'a [u32]>,
 }
 
@@ -202,7 +202,7 @@ impl ReplyHead {
     }
 }
 
-/// Serializes one of our own types, none of which can fail: string keys, finite numbers, no I/O.
+/// Serializes a type of this crate. This cannot fail: string keys, finite numbers, no I/O.
 fn json<T: Serialize>(value: &T) -> Vec<u8> {
-    serde_json::to_vec(value).expect("our own types serialize")
+    serde_json::to_vec(value).expect("types of this crate serialize")
 }

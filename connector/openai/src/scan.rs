@@ -1,122 +1,122 @@
-//! A strict walk over JSON that builds nothing: what it accepts, every parser reads alike, and so it may travel as it is.
+//! A strict walk over JSON that builds nothing. Every parser reads accepted text alike, so the text may be forwarded
+//! unchanged.
 //!
-//! It accepts exactly what serde_json reads into a `Value` (a test compares the two), with nothing left to a reader's
-//! choice: UTF-8 throughout, no control byte in a string, no half of a surrogate pair, no `NaN`, no number beyond an
-//! f64, at most [`NESTING_MAX`] levels. Two things are legal and still read differently by different parsers, or could
-//! hide a name: a name that appears twice in one object, and a name that is spelled with escapes. Those, and names that
-//! [`Internal`] knows, are noted as `tangled`; whoever passes bytes on writes such a part anew.
+//! The walk accepts exactly the text that serde_json reads into a `Value` (a test compares the two). The text is UTF-8,
+//! without control bytes in strings, lone surrogates, `NaN` or numbers beyond an f64, with at most [`NESTING_MAX`]
+//! levels. Two legal forms are read differently by different parsers, or could hide a name: a duplicate name in one
+//! object, and a name with escapes. These, and the names of [`InternalFields`], set the flag `ambiguous`. Before
+//! forwarding, such a part is rewritten.
 //!
-//! Linear in the text's length, but for the names of an object with more than `FEW_NAMES`, which are sorted.
+//! The walk is linear in the length of the text, except that the names of an object with more than `FEW_NAMES` are
+//! sorted.
 
 use crate::limits::NESTING_MAX;
 
-/// Objects of up to so many names are compared name by name.
+/// Objects with up to this many names are compared name by name.
 const FEW_NAMES: usize = 16;
-/// The names of an object beyond so many are not remembered: it counts as tangled.
+/// Further names of an object are not stored, and the object counts as ambiguous.
 const NAMES_MAX: usize = 4096;
-/// Strings up to this length are not worth a vectored search.
+/// Strings up to this length are searched byte by byte.
 const SHORT_BYTES: usize = 24;
 
-/// What a value takes in a tree of `serde_json::Value`s, in bytes. A value has 72, and the vector that it stands in may
-/// have doubled just now.
+/// Bytes of a value in a tree of `serde_json::Value`s: a value has 72, and its vector may have just doubled.
 const LEAF_BYTES: usize = 2 * 72;
-/// A text of its own: the allocator's smallest piece and its header. Longer ones take what they are long.
+/// A string value: also the allocator's smallest piece and its header. Longer strings also take their length.
 const STRING_BYTES: usize = LEAF_BYTES + 32;
-/// The first item makes room for four.
+/// An array: the first item allocates capacity for four.
 const ARRAY_BYTES: usize = LEAF_BYTES + 4 * 72 + 16;
-/// The first field makes room for four of 104 bytes, and for a table of hashes.
+/// An object: the first field allocates capacity for four of 104 bytes, and a hash table.
 const OBJECT_BYTES: usize = LEAF_BYTES + 4 * 104 + 96;
-/// A field's name, its hash, its place in the table, all of which may have doubled; its value is counted apart.
+/// The name of a field, its hash and its table entry, all of which may have doubled. Its value is counted separately.
 const NAME_BYTES: usize = 88;
 
-/// Where a field is.
+/// The position of a field in the body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum FieldLevel {
     /// At the top of the body.
     Top,
-    /// At any depth inside a top-level field whose fields engines read as if they stood at the top.
+    /// At any depth inside a top-level field whose fields engines read like top-level ones.
     Extension,
     /// At any depth inside any other top-level field.
     Inside,
 }
 
-/// Which fields are nobody's to send.
-pub trait Internal {
-    /// Whether engines read the fields of this top-level field as if they stood at the top.
+/// The internal fields, which clients may not send.
+pub trait InternalFields {
+    /// Whether engines read the fields of this top-level field like top-level ones.
     fn is_extension(&self, field: &str) -> bool;
 
-    /// Whether a field of that name is internal there.
-    fn is_internal(&self, place: Place, name: &str) -> bool;
+    /// Whether a field with this name is internal at this level.
+    fn is_internal(&self, level: FieldLevel, name: &str) -> bool;
 }
 
-impl Place {
-    /// The place of what is inside a top-level field.
-    pub(crate) fn within(field: &str, internal: &dyn Internal) -> Self {
+impl FieldLevel {
+    /// The level inside a top-level field.
+    pub(crate) fn within(field: &str, internal: &dyn InternalFields) -> Self {
         if internal.is_extension(field) { Self::Extension } else { Self::Inside }
     }
 }
 
-/// Nothing is internal.
-impl Internal for () {
+/// No field is internal.
+impl InternalFields for () {
     fn is_extension(&self, _: &str) -> bool {
         false
     }
 
-    fn is_internal(&self, _: Place, _: &str) -> bool {
+    fn is_internal(&self, _: FieldLevel, _: &str) -> bool {
         false
     }
 }
 
-/// A string as it is written: where it is, without its quotes.
+/// The position of a string in the text, without its quotes.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Text {
+pub(crate) struct RawString {
     pub start: usize,
     pub end: usize,
-    /// No escape in it: it is what it says.
+    /// Whether the string has no escape.
     pub plain: bool,
 }
 
-/// A walk. Every step is `None` where the text is not what was asked for, and the walk is then of no further use,
-/// except to [`Scanner::attempt`].
+/// A walk. A step returns `None` if the text does not match. Then only [`Scanner::attempt`] can continue the walk.
 pub(crate) struct Scanner<'a> {
     text: &'a str,
     at: usize,
     depth: usize,
     names: Vec<&'a str>,
-    internal: &'a dyn Internal,
-    /// Where what is being walked is.
-    pub place: Place,
-    /// What was walked since this was last cleared must not pass as it is.
-    pub tangled: bool,
-    /// What was walked would take this many bytes as a tree, estimated from above.
+    internal: &'a dyn InternalFields,
+    /// The level of the current value.
+    pub level: FieldLevel,
+    /// Whether the text since the last reset must be rewritten.
+    pub ambiguous: bool,
+    /// Upper estimate of the bytes of the walked text as a tree.
     pub tree_bytes: usize,
 }
 
-/// Bytes that a text takes as a tree of values, as far as it is JSON.
+/// Upper estimate of the bytes of a text as a tree of values, as far as the text is JSON.
 pub(crate) fn tree_bytes(text: &str) -> usize {
     let mut scanner = Scanner::new(text, &());
     scanner.space();
-    // As far as the walk came, and no parser comes further.
+    // No parser goes further than this walk.
     let _ = scanner.value();
     scanner.tree_bytes
 }
 
 impl<'a> Scanner<'a> {
-    pub(crate) fn new(text: &'a str, internal: &'a dyn Internal) -> Self {
+    pub(crate) fn new(text: &'a str, internal: &'a dyn InternalFields) -> Self {
         Self {
             text,
             at: 0,
             depth: 0,
             names: Vec::new(),
             internal,
-            place: Place::Inside,
-            tangled: false,
+            level: FieldLevel::Inside,
+            ambiguous: false,
             tree_bytes: 0,
         }
     }
 
-    /// What is written in a string.
-    pub(crate) fn slice(&self, text: Text) -> &'a str {
+    /// The raw content of a string.
+    pub(crate) fn slice(&self, text: RawString) -> &'a str {
         &self.text[text.start..text.end]
     }
 
@@ -148,12 +148,12 @@ impl<'a> Scanner<'a> {
         (self.peek()? == byte).then(|| self.at += 1)
     }
 
-    /// One step into an object or array, which begins here.
+    /// Enters an object or array.
     pub(crate) fn open(&mut self, bracket: u8) -> Option<()> {
         self.eat(bracket)?;
         self.depth += 1;
         self.tree_bytes += if bracket == b'{' { OBJECT_BYTES } else { ARRAY_BYTES };
-        // serde_json refuses the level at which its count of 128 is used up.
+        // serde_json refuses the level that exhausts its count of 128.
         (self.depth < NESTING_MAX).then_some(())
     }
 
@@ -161,8 +161,8 @@ impl<'a> Scanner<'a> {
         self.depth -= 1;
     }
 
-    /// Walks what begins here as `shape` says, or, where it is something else, as any value.
-    /// Whether `shape` held; `None` where it is no value at all.
+    /// Walks the next value with `shape`, or as any value if `shape` fails. Returns whether `shape` succeeded; `None`
+    /// if there is no value.
     pub(crate) fn attempt(&mut self, shape: impl FnOnce(&mut Self) -> Option<()>) -> Option<bool> {
         let (at, depth, names, tree_bytes) = (self.at, self.depth, self.names.len(), self.tree_bytes);
         if shape(self).is_some() {
@@ -186,8 +186,8 @@ impl<'a> Scanner<'a> {
         }
     }
 
-    /// An object; `field` walks each value and is told its name.
-    pub(crate) fn object(&mut self, mut field: impl FnMut(&mut Self, Text) -> Option<()>) -> Option<()> {
+    /// An object; `field` gets each name and walks the value.
+    pub(crate) fn object(&mut self, mut field: impl FnMut(&mut Self, RawString) -> Option<()>) -> Option<()> {
         self.open(b'{')?;
         let first = self.names.len();
         self.space();
@@ -208,13 +208,13 @@ impl<'a> Scanner<'a> {
                 }
             }
         }
-        self.tangled |= has_twins(&mut self.names[first..]);
+        self.ambiguous |= has_duplicates(&mut self.names[first..]);
         self.names.truncate(first);
         self.close();
         Some(())
     }
 
-    /// An array; `item` walks each value and is told its index.
+    /// An array; `item` gets each index and walks the value.
     pub(crate) fn array(&mut self, mut item: impl FnMut(&mut Self, usize) -> Option<()>) -> Option<()> {
         self.open(b'[')?;
         self.space();
@@ -234,14 +234,14 @@ impl<'a> Scanner<'a> {
         Some(())
     }
 
-    fn note(&mut self, name: Text, first: usize) {
+    fn note(&mut self, name: RawString, first: usize) {
         let written = self.slice(name);
         self.tree_bytes += NAME_BYTES;
-        self.tangled |= !name.plain || self.internal.is_internal(self.place, written);
+        self.ambiguous |= !name.plain || self.internal.is_internal(self.level, written);
         if self.names.len() - first < NAMES_MAX {
             self.names.push(written);
         } else {
-            self.tangled = true;
+            self.ambiguous = true;
         }
     }
 
@@ -250,14 +250,14 @@ impl<'a> Scanner<'a> {
         self.text.as_bytes()[self.at..].starts_with(word.as_bytes()).then(|| self.at += word.len())
     }
 
-    pub(crate) fn string(&mut self) -> Option<Text> {
+    pub(crate) fn string(&mut self) -> Option<RawString> {
         self.eat(b'"')?;
         self.tree_bytes += STRING_BYTES;
         let (start, mut plain) = (self.at, true);
         loop {
             self.at += plain_bytes(&self.text.as_bytes()[self.at..])?;
             match self.next()? {
-                b'"' => return Some(Text { start, end: self.at - 1, plain }),
+                b'"' => return Some(RawString { start, end: self.at - 1, plain }),
                 b'\\' => self.escape()?,
                 _control => return None,
             }
@@ -287,7 +287,7 @@ impl<'a> Scanner<'a> {
         digits.iter().try_fold(0, |sum, &digit| Some(sum * 16 + char::from(digit).to_digit(16)?))
     }
 
-    /// A number, and whether it is written as a plain count: digits only.
+    /// A number; true if it consists of digits only.
     pub(crate) fn number(&mut self) -> Option<bool> {
         self.tree_bytes += LEAF_BYTES;
         let start = self.at;
@@ -307,7 +307,7 @@ impl<'a> Scanner<'a> {
             }
             self.digits()?;
         }
-        // The largest f64 has 309 digits: only an exponent, or as many digits, can lead beyond it.
+        // The largest f64 has 309 digits: only an exponent, or that many digits, can exceed it.
         if exponent || self.at - start > 300 {
             serde_json::from_str::<serde_json::Number>(&self.text[start..self.at]).ok()?;
         }
@@ -323,7 +323,7 @@ impl<'a> Scanner<'a> {
     }
 }
 
-/// Bytes up to the quote, escape or control byte that is next; `None` where there is none.
+/// Bytes up to the next quote, escape or control byte; `None` without one.
 fn plain_bytes(bytes: &[u8]) -> Option<usize> {
     let special = |byte: &u8| *byte < 0x20 || matches!(*byte, b'"' | b'\\');
     let (short, long) = bytes.split_at(bytes.len().min(SHORT_BYTES));
@@ -331,14 +331,14 @@ fn plain_bytes(bytes: &[u8]) -> Option<usize> {
         return Some(found);
     }
     let end = memchr::memchr2(b'"', b'\\', long)?;
-    // Without an early end, so that it is done many bytes at a time.
+    // The loop has no early end, so that the compiler can vectorize it.
     let control = long[..end].iter().fold(false, |found, byte| found | (*byte < 0x20));
     let control = control.then(|| long[..end].iter().position(special)).flatten();
     Some(short.len() + control.unwrap_or(end))
 }
 
-/// Whether a name is there twice. The order of the names may change.
-pub(crate) fn has_twins<S: Ord>(names: &mut [S]) -> bool {
+/// Whether the names contain a duplicate. May reorder the names.
+pub(crate) fn has_duplicates<S: Ord>(names: &mut [S]) -> bool {
     if names.len() <= FEW_NAMES {
         return (1..names.len()).any(|index| names[..index].contains(&names[index]));
     }
@@ -352,25 +352,25 @@ mod tests {
 
     use super::*;
 
-    struct Marked;
+    struct KvIsInternal;
 
-    impl Internal for Marked {
+    impl InternalFields for KvIsInternal {
         fn is_extension(&self, _: &str) -> bool {
             false
         }
 
-        fn is_internal(&self, _: Place, name: &str) -> bool {
+        fn is_internal(&self, _: FieldLevel, name: &str) -> bool {
             name == "kv"
         }
     }
 
-    /// Whether it is one value, and whether that is tangled.
+    /// Whether the value is ambiguous; `None` if the text is not one value.
     fn walk(text: &str) -> Option<bool> {
-        let mut scanner = Scanner::new(text, &Marked);
+        let mut scanner = Scanner::new(text, &KvIsInternal);
         scanner.space();
         scanner.value()?;
         scanner.space();
-        scanner.peek().is_none().then_some(scanner.tangled)
+        scanner.peek().is_none().then_some(scanner.ambiguous)
     }
 
     #[test]
@@ -470,7 +470,7 @@ mod tests {
             format!("{{{},\"n{last}\":1}}", names.join(","))
         };
         let too_many: Vec<String> = (0..=NAMES_MAX).map(|n| format!("\"n{n}\":0")).collect();
-        for (text, tangled) in [
+        for (text, ambiguous) in [
             (r#"{"a":1,"b":{"a":2},"c":[{"a":1},{"a":1}]}"#.to_owned(), false),
             (r#"{"a":1,"a":2}"#.to_owned(), true),
             (r#"[[{"a":{"b":1,"c":2,"b":1}}]]"#.to_owned(), true),
@@ -481,7 +481,7 @@ mod tests {
             (many(3), true),
             (format!("{{{}}}", too_many.join(",")), true),
         ] {
-            assert_eq!(walk(&text), Some(tangled), "{}", &text[..text.len().min(60)]);
+            assert_eq!(walk(&text), Some(ambiguous), "{}", &text[..text.len().min(60)]);
         }
     }
 
@@ -494,7 +494,7 @@ mod tests {
             ("1", LEAF_BYTES),
             ("[null,\"a\"]", ARRAY_BYTES + LEAF_BYTES + STRING_BYTES),
             (r#"{"a":{}}"#, 2 * OBJECT_BYTES + STRING_BYTES + NAME_BYTES),
-            // As far as it is JSON.
+            // Counted as far as the text is JSON.
             ("[[],[],", 3 * ARRAY_BYTES),
         ] {
             assert_eq!(tree_bytes(text), bytes, "{text}");
@@ -507,12 +507,12 @@ mod tests {
     #[test]
     fn an_attempt_that_fails_leaves_no_trace() {
         let mut scanner = Scanner::new(r#"{"a":{"b":[1,{"c":2}]}}"#, &());
-        let odd = |scanner: &mut Scanner<'_>| {
+        let shape = |scanner: &mut Scanner<'_>| {
             scanner.object(|scanner, _| {
                 scanner.object(|scanner, _| scanner.array(|scanner, _| scanner.word("x")))
             })
         };
-        assert_eq!(scanner.attempt(odd), Some(false));
+        assert_eq!(scanner.attempt(shape), Some(false));
         assert_eq!((scanner.peek(), scanner.depth, scanner.names.len()), (None, 0, 0));
     }
 }

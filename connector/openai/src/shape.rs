@@ -1,29 +1,29 @@
-//! Whether the large fields of a request have the usual shape, checked while they are walked.
+//! Checks during the walk that the large fields of a request have the usual shape.
 //!
-//! Each check accepts no more than its counterpart in [`crate::request`], and all that clients usually send. What it
-//! does not accept is not wrong: it is in doubt, and the counterpart decides. So the two cannot disagree on a body as
-//! long as this side is the narrower one, which a test with generated bodies watches.
+//! Each check accepts no more than its counterpart in [`crate::request`], and everything that clients usually send.
+//! Other input is in doubt, and the counterpart decides. So the two cannot disagree on a body as long as this side
+//! accepts less. A test with generated bodies verifies that.
 
 use crate::limits::{ParseLimits, Scope};
 use crate::request::{Endpoint, ROLES, TOOL_CALLS_MAX};
+use crate::sanitize::decoded;
 use crate::scan::Scanner;
-use crate::untangle::decoded;
 
-/// What was seen of one body.
-pub(crate) struct Shapes<'l> {
+/// The shape check of one body.
+pub(crate) struct ShapeCheck<'l> {
     endpoint: Option<Endpoint>,
     limits: &'l ParseLimits,
-    /// Prompts, once they were seen.
+    /// Number of prompts, after their field.
     prompts: Option<usize>,
     doubt: bool,
 }
 
-impl<'l> Shapes<'l> {
+impl<'l> ShapeCheck<'l> {
     pub(crate) fn of(endpoint: Option<Endpoint>, limits: &'l ParseLimits) -> Self {
         Self { endpoint, limits, prompts: None, doubt: false }
     }
 
-    /// Prompts in the body; `None` in doubt.
+    /// Number of prompts in the body; `None` in doubt.
     pub(crate) fn prompts(&self) -> Option<usize> {
         self.prompts.filter(|_| !self.doubt)
     }
@@ -51,8 +51,8 @@ impl<'l> Shapes<'l> {
         if count > 0 {
             self.prompts = Some(count);
         }
-        // What counts of a name that is there twice is for the parser to say.
-        self.doubt |= !sure || scanner.tangled;
+        // The parser decides which value of a duplicate name counts.
+        self.doubt |= !sure || scanner.ambiguous;
         Some(())
     }
 }
@@ -107,7 +107,7 @@ fn message(scanner: &mut Scanner<'_>, limits: &ParseLimits) -> Option<()> {
     (has_content || role == "assistant").then_some(())
 }
 
-/// A part of a message's content: a text, or an object with one.
+/// A part of a message's content: a text, or an object with a text.
 fn part(scanner: &mut Scanner<'_>, limits: &ParseLimits) -> Option<()> {
     if scanner.peek()? == b'"' {
         return scanner.string().map(drop);
@@ -146,7 +146,7 @@ fn tool_call(scanner: &mut Scanner<'_>) -> Option<()> {
     good.then_some(())
 }
 
-/// Whether it has a name; its arguments are an object, or one in a string.
+/// Whether the function has a name. Its arguments must be an object, or an object in a string.
 fn function(scanner: &mut Scanner<'_>) -> Option<bool> {
     let mut named = false;
     scanner.object(|scanner, name| {

@@ -1,10 +1,10 @@
-//! Server-sent events, as far as the OpenAI dialect uses them: `data:` frames of one line, and `[DONE]`.
+//! The server-sent events of the OpenAI dialect: `data:` frames of one line, and `[DONE]`.
 
 use bytes::{BufMut, Bytes, BytesMut};
 
 /// The last frame of every stream.
 pub const DONE: Bytes = Bytes::from_static(b"data: [DONE]\n\n");
-/// A comment frame: keeps proxies from closing a stream that waits for its first token. Clients skip it.
+/// A comment frame, which clients skip. It prevents proxies from closing a stream that waits for its first token.
 pub const KEEPALIVE: Bytes = Bytes::from_static(b": keep-alive\n\n");
 /// The reply's `content-type`.
 pub const CONTENT_TYPE: &str = "text/event-stream; charset=utf-8";

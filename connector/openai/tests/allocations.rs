@@ -1,4 +1,4 @@
-//! What a router pays for a body in allocations: with locks and caches they are most of what reading and writing costs.
+//! The allocations of a router for one body. With locks and caches, they are most of the cost of reading and writing.
 
 #![allow(unsafe_code, reason = "an allocator that counts cannot be had without it")]
 
@@ -12,17 +12,17 @@ thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
 }
 
-struct Counting;
+struct CountingAllocator;
 
 fn count() {
     ALLOCATIONS.set(ALLOCATIONS.get() + 1);
 }
 
-// SAFETY: every call is passed on as it is; the counter is the thread's own and does not allocate.
-unsafe impl GlobalAlloc for Counting {
+// SAFETY: every call is forwarded unchanged. The counter is thread-local and does not allocate.
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count();
-        // SAFETY: the caller's promises are those that `System` asks for.
+        // SAFETY: the contract of the caller is that of `System`.
         unsafe { System.alloc(layout) }
     }
 
@@ -39,7 +39,7 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 fn allocations<T>(of: impl FnOnce() -> T) -> (T, usize) {
     let before = ALLOCATIONS.get();
@@ -54,8 +54,8 @@ fn an_ordinary_body_is_read_and_written_twice_with_few_allocations() {
         "stream":true,"max_tokens":64,"temperature":0.7,"top_p":0.9}"#;
     let completion = r#"{"model":"m","prompt":"a prompt","stream":true,"max_tokens":64,"temperature":0}"#;
     for (endpoint, text) in [(Endpoint::Chat, chat), (Endpoint::Completions, completion)] {
-        let came = Bytes::from_static(text.as_bytes());
-        let (read, reading) = allocations(|| RawBody::generate(came, endpoint, &limits, &()));
+        let bytes = Bytes::from_static(text.as_bytes());
+        let (read, reading) = allocations(|| RawBody::generate(bytes, endpoint, &limits, &()));
         let (body, _) = read.expect("an ordinary body");
         let handoff = [b'7'; 600];
         let ours: [(&str, &[u8]); 2] = [("model", b"\"n\""), ("kv_transfer_params", &handoff)];
@@ -65,8 +65,8 @@ fn an_ordinary_body_is_read_and_written_twice_with_few_allocations() {
     }
 }
 
-/// The fields; their names; the few that are looked at; the model's name, there and in the outline; and the names that
-/// are open at a time in the walk.
+/// The fields; their names; the small fields; the model's name, there and in the outline; and the open names of the
+/// walk.
 const READING: usize = 6;
-/// The text, its count of owners, and the list of pieces.
+/// The text, its reference count, and the list of pieces.
 const WRITING: usize = 3;

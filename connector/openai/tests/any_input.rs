@@ -1,4 +1,4 @@
-//! Generated requests: no input panics, every refusal is a 4xx that can be sent, and what is accepted is within
+//! Generated requests: no input panics, every refusal is a 4xx that can be sent, and every accepted request is within
 //! the documented bounds.
 
 use baton_openai::{
@@ -7,7 +7,7 @@ use baton_openai::{
 use proptest::prelude::*;
 use serde_json::{Number, Value, json};
 
-/// Every field that is read or refused, and two that are not.
+/// Every field that is read or refused, and two others.
 const FIELDS: [&str; 60] = [
     "model",
     "prompt",
@@ -112,7 +112,7 @@ fn any_value() -> impl Strategy<Value = Value> {
     })
 }
 
-/// A message that is nearly right, so that checks behind the first are reached.
+/// A nearly valid message, so that later checks are reached.
 fn any_message() -> impl Strategy<Value = Value> {
     let role = prop::sample::select(vec!["user", "assistant", "tool", "developer"]);
     let call = any_value().prop_map(|arguments| json!({"function": {"name": "f", "arguments": arguments}}));
@@ -186,7 +186,7 @@ proptest! {
                 Ok(request) => is_within_bounds(&request)?,
                 Err(error) => {
                     is_sendable(&error)?;
-                    // The field, or one that it contradicts, is named.
+                    // The error names the field, or one that it contradicts.
                     prop_assert!(error.param.is_some() || error.code.as_deref() == Some("malformed_body"));
                 }
             }
@@ -219,7 +219,7 @@ proptest! {
     }
 }
 
-/// serde_json reads a decimal fraction to within one unit of its last place; everything else it reads exactly.
+/// serde_json reads a decimal fraction to within one unit of its last place, and everything else exactly.
 fn without_fractions(value: Value) -> Value {
     match value {
         Value::Number(number) if number.is_f64() => Value::Null,

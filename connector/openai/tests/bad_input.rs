@@ -1,4 +1,4 @@
-//! What a stranger may send. Every case is an answer that names what is wrong, never a panic.
+//! Invalid input. Every case gets an error that names the problem, never a panic.
 
 use baton_openai::{
     ApiError, DetokenizeRequest, Endpoint, GenerateRequest, Input, ParseLimits, Prompt, TokenizeRequest,
@@ -18,7 +18,7 @@ fn with(field: &str, value: &str) -> Result<GenerateRequest, ApiError> {
     completions(&format!(r#"{{"prompt":"x","{field}":{value}}}"#))
 }
 
-/// 400, and the message says `words`.
+/// Checks for 400 with `words` in the message.
 fn refuses<T: std::fmt::Debug>(result: Result<T, ApiError>, param: Option<&str>, words: &str) {
     let error = result.expect_err(words);
     assert_eq!((error.status, error.param.as_deref()), (400, param), "{error}");
@@ -57,7 +57,7 @@ fn deep_nesting_is_refused_in_words_and_never_overflows() {
         }
     }
     assert!(with("x", &format!("{}{}", "[".repeat(100), "]".repeat(100))).is_ok());
-    // JSON inside a string is parsed too, for the arguments of tools.
+    // JSON inside a string, the arguments of tools, is parsed too.
     let arguments = "[".repeat(10_000);
     let messages =
         json!([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]);
@@ -255,7 +255,7 @@ fn what_engines_of_another_kind_may_do_is_theirs_to_judge() {
     });
     let read = |body: &Value| parse(Endpoint::Chat, body.to_string().as_bytes(), &limits);
     assert!(read(&body).is_ok());
-    // What is known must still be well formed: an engine's parser would refuse it when prefill is spent.
+    // Known fields must still be well formed: an engine's parser would refuse them after the prefill.
     for (field, wrong) in [("tool_choice", json!(7)), ("temperature", json!("hot")), ("messages", json!([7]))]
     {
         let mut body = body.clone();
@@ -282,8 +282,7 @@ fn how_much_is_asked_of_engines_of_another_kind_is_theirs_to_judge() {
     let tools = vec![json!({}); 600];
     let chat = json!({"messages": messages, "tools": tools, "logprobs": true, "top_logprobs": 50});
     assert_eq!(read(Endpoint::Chat, chat).expect("so is each of these").logprobs, Some(50));
-    // What no engine takes is refused before prefill is spent on it.
-    // Its message names no range that an engine may not have.
+    // Values that no engine accepts are refused before the prefill. The message names no range of a particular engine.
     for (field, wrong, words) in [
         ("n", json!(0), "`n` must be an integer of at least 1, got 0"),
         ("n", json!("2"), "`n` must be an integer of at least 1, got the string \"2\""),

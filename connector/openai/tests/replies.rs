@@ -1,4 +1,4 @@
-//! Replies and streams as clients read them.
+//! Replies and streams in the form that clients read.
 
 use baton_openai::response::{DetokenizeReply, TokenizeReply, models};
 use baton_openai::{

@@ -1,13 +1,12 @@
-//! KV blocks between engines of one host: the consumer copies straight from the producer's pool.
+//! KV blocks between engines of one host: the consumer copies directly from the producer's pool.
 //!
-//! The pool is a memfd ([`SharedMemory`]). A consumer that has introduced itself over a UNIX socket gets a
-//! descriptor of it that can only be read, maps it once, and from then on each block is copied exactly once,
-//! from there into the landing block, by the consumer's own thread. What may be copied, and whether the copy may
-//! be used, is the lease's to say, as on every transport:
+//! The pool is a memfd ([`SharedMemory`]). A consumer gets a read-only descriptor of it over a UNIX socket and maps it
+//! once. Then the consumer's own thread copies each block exactly once, from the mapping into the landing block. As on
+//! every transport, the lease decides which blocks may be copied and whether the copy is valid:
 //!
 //! ```text
 //! consumer                                    producer (UNIX socket, abstract name: epoch and port)
-//!   who are you? (SO_PEERCRED)                  who are you? (SO_PEERCRED)
+//!   checks the peer (SO_PEERCRED)               checks the peer (SO_PEERCRED)
 //!   handshake, as on TCP ◀──────────────▶       secret, epoch, layout
 //!   ◀── Pool{bytes, blocks} + descriptor        read-only, sealed
 //!   Read{handle, reader, range} ─────────▶      the ledger grants: from here on the blocks are held
@@ -17,46 +16,48 @@
 //! ```
 //!
 //! # Why a one-sided copy keeps invariant 3
-//! The producer cannot stop a copy that is under way, so three things together replace that. While a reader is
-//! in flight its lease is Reading or Draining, and the blocks stay where they are. A reader is in flight until it
-//! says done or failed, or until its **connection is closed**, which a process does not do while a thread of it
-//! still copies (a dead process copies nothing); silence is not the end of a reader here, because a stopped
-//! process is silent and copies on when it is continued. And past the drain deadline, when the blocks are taken
-//! back all the same, the reader's verdict is Gone: what it copies from then on is never used.
+//! The producer cannot stop a copy in progress. Three rules replace that:
 //!
-//! # Who may map the pool
-//! Whoever holds the descriptor can read all of the pool at any time, not only what it was lent, so the door is
-//! narrower than TCP's. The kernel names the process at the other end; it must be of our user, or root. Where
-//! there is a secret, both prove it, with proofs that are of no use on TCP and the other way round. Where there is
-//! none, the process must also be visible in our PID namespace and our user must not be the overflow user: in
-//! containers that share a network, and with it abstract names, an equal number means nothing. Nobody gets more
-//! than reading: see [`SharedMemory`]. A producer is looked at in the same way before a byte of it is believed.
+//! - While a reader is in flight, its lease is Reading or Draining, and its blocks are not freed.
+//! - A reader is in flight until it reports done or failed, or until its **connection is closed**. A process does not
+//!   close the connection while one of its threads copies, and a dead process copies nothing. Silence does not end a
+//!   reader, because a stopped process is silent and continues to copy later.
+//! - Past the drain deadline, when the blocks are freed anyway, the reader's verdict is Gone. What it copies then is
+//!   never used.
 //!
-//! | module | what |
+//! # Processes that may map the pool
+//! A process with the descriptor can read all of the pool at any time, not only leased blocks. So the checks are
+//! stricter than for TCP. The kernel identifies the process at the other end, which must run as the same user or as
+//! root. With a secret, both ends prove it; these proofs are not valid on TCP, nor the reverse. Without a secret, the
+//! process must also be visible in this PID namespace, and the user must not be the overflow user. Containers that
+//! share a network also share abstract names, and an equal user number proves nothing there. The descriptor only
+//! permits reading: see [`SharedMemory`]. A consumer checks a producer in the same way before it uses any of its data.
+//!
+//! | module | contents |
 //! |---|---|
 //! | `memory` | a pool's memory in a memfd: [`SharedMemory`] |
-//! | `mapping` | somebody else's pool, read-only |
-//! | `place` | the socket's name, and whom the kernel says is there |
-//! | `pass` | a descriptor over a socket |
-//! | `pool` | a pool's shape, as it travels; pure |
-//! | `deliver` | the producer's side: [`ShmServer`] |
-//! | `land` | the consumer's side: [`ShmTransport`] |
+//! | `mapping` | a read-only mapping of another process's pool |
+//! | `peer` | the socket's name, and the check of the peer's credentials |
+//! | [`descriptor`] | a descriptor over a socket |
+//! | `pool` | a pool's shape, as bytes; pure |
+//! | `service` | the producer's side: [`ShmServer`] |
+//! | `dialer` | the consumer's side: [`ShmTransport`] |
 //!
-//! The listener may serve other transports of one host beside this one ([`ShmServer::start_beside`]); they use the same
-//! socket ([`connect`], [`meet`], [`pass`]) and may map memory in the same way ([`Mapping`]).
+//! The listener may also serve other transports of one host ([`ShmServer::start_with_services`]). They use the same
+//! socket ([`connect`], [`check_peer`], [`descriptor`]) and may map memory in the same way ([`PoolMapping`]).
 
-mod deliver;
-mod land;
+pub mod descriptor;
+mod dialer;
 mod mapping;
 mod memory;
-pub mod pass;
-mod place;
+mod peer;
 mod pool;
+mod service;
 
 pub use baton_connector_channel::{ClientOptions, Secret, ServerOptions, ServerStats};
-pub use deliver::ShmServer;
-pub use land::{Shm, ShmTransport, connect};
-pub use mapping::{Mapping, Passed};
+pub use dialer::{ShmDialer, ShmTransport, connect};
+pub use mapping::{PoolDescriptor, PoolMapping};
 pub use memory::{SharedMemory, shared_pool};
-pub use place::{Stranger, listen, meet};
-pub use pool::Pool;
+pub use peer::{PeerError, check_peer, listen};
+pub use pool::PoolShape;
+pub use service::ShmServer;

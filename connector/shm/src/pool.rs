@@ -1,18 +1,18 @@
-//! What a consumer must know of a pool to find a block in it, as it travels. Pure.
+//! The shape of a pool, with which a consumer finds a block, as bytes. Pure.
 
 /// A pool's shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pool {
+pub struct PoolShape {
     /// Bytes of one block.
     pub block_bytes: u64,
-    /// Blocks.
+    /// Number of blocks.
     pub blocks: u64,
 }
 
-/// Bytes of a pool's description, which travels with its descriptor.
+/// Bytes of an encoded shape, which is sent with the pool's descriptor.
 pub(crate) const POOL_BYTES: usize = 16;
 
-impl Pool {
+impl PoolShape {
     pub(crate) fn encode(self) -> [u8; POOL_BYTES] {
         let mut bytes = [0; POOL_BYTES];
         bytes[..8].copy_from_slice(&self.block_bytes.to_le_bytes());
@@ -25,7 +25,7 @@ impl Pool {
         Self { block_bytes: number(0), blocks: number(8) }
     }
 
-    /// Bytes of all of it; `None` when that is no number.
+    /// Bytes of the pool; `None` on overflow.
     #[must_use]
     pub fn bytes(self) -> Option<usize> {
         self.block_bytes.checked_mul(self.blocks).and_then(|bytes| usize::try_from(bytes).ok())
@@ -38,8 +38,8 @@ mod tests {
 
     #[test]
     fn a_pool_survives_the_wire() {
-        let pool = Pool { block_bytes: 3 << 40, blocks: 77 };
-        assert_eq!(Pool::decode(pool.encode()), pool);
-        assert_eq!(Pool { block_bytes: u64::MAX, blocks: 2 }.bytes(), None);
+        let pool = PoolShape { block_bytes: 3 << 40, blocks: 77 };
+        assert_eq!(PoolShape::decode(pool.encode()), pool);
+        assert_eq!(PoolShape { block_bytes: u64::MAX, blocks: 2 }.bytes(), None);
     }
 }

@@ -1,4 +1,4 @@
-//! Shared memory keeps the promises of every transport.
+//! The conformance suite of the shared-memory transport.
 
 #[path = "../../tests/conformance/mod.rs"]
 #[macro_use]
@@ -15,7 +15,7 @@ use baton_connector::transport::{Peer, Producer, Transport};
 use baton_connector_shm::{
     ClientOptions, Secret, ServerOptions, ShmServer, ShmTransport, listen, shared_pool,
 };
-use conformance::{Lender, Wire};
+use conformance::{TestProducer, TransportHarness};
 
 const SILENCE: Duration = Duration::from_millis(700);
 
@@ -23,14 +23,14 @@ fn pool(blocks: usize, block_bytes: usize) -> Region {
     shared_pool(blocks, block_bytes).expect("a system with memfd and seals")
 }
 
-struct OneHost {
+struct ShmHarness {
     servers: Vec<ShmServer>,
     transport: Arc<ShmTransport>,
     peer: Peer,
-    lender: Arc<Lender>,
+    producer: Arc<TestProducer>,
 }
 
-/// A name that no other test of this process or of another has: there is nothing to listen on but names.
+/// An address that no other test of this process or of another uses. Listeners bind names made from it.
 fn address() -> SocketAddr {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let port =
@@ -38,22 +38,22 @@ fn address() -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], port))
 }
 
-fn start(lender: Arc<Lender>) -> Box<dyn Wire> {
+fn start(producer: Arc<TestProducer>) -> Box<dyn TransportHarness> {
     let secret = Some(Secret::new(b"a secret of the cluster").expect("long enough"));
     let address = address();
-    // It answers to the name of another epoch too: the name only finds a producer, the handshake decides.
-    let servers = [lender.epoch(), Epoch(1)].map(|epoch| {
+    // The producer also listens on the name of another epoch: the handshake decides, not the name.
+    let servers = [producer.epoch(), Epoch(1)].map(|epoch| {
         let listener = listen(epoch, address.port()).expect("a free name");
         let options = ServerOptions { secret: secret.clone(), silence: SILENCE, ..ServerOptions::default() };
-        ShmServer::start(listener, Arc::clone(&lender) as _, options).expect("a server")
+        ShmServer::start(listener, Arc::clone(&producer) as _, options).expect("a server")
     });
-    let peer = Peer { address, epoch: lender.epoch(), fingerprint: lender.fingerprint() };
+    let peer = Peer { address, epoch: producer.epoch(), fingerprint: producer.fingerprint() };
     let options = ClientOptions { secret, silence: SILENCE, ..ClientOptions::default() };
     let transport = Arc::new(ShmTransport::new(options));
-    Box::new(OneHost { servers: servers.into(), transport, peer, lender })
+    Box::new(ShmHarness { servers: servers.into(), transport, peer, producer })
 }
 
-impl Wire for OneHost {
+impl TransportHarness for ShmHarness {
     fn transport(&self) -> Arc<dyn Transport> {
         Arc::clone(&self.transport) as Arc<dyn Transport>
     }
@@ -66,7 +66,7 @@ impl Wire for OneHost {
         self.servers.clear();
     }
 
-    fn kept(&self) -> usize {
+    fn idle_connections(&self) -> usize {
         self.transport.idle_connections()
     }
 
@@ -75,10 +75,10 @@ impl Wire for OneHost {
     }
 }
 
-impl Drop for OneHost {
+impl Drop for ShmHarness {
     fn drop(&mut self) {
-        // A read that a failed test left at the gate must not keep the server's shutdown waiting.
-        self.lender.open_gate();
+        // A read that a failed test left at the gate must not block the server's shutdown.
+        self.producer.open_gate();
     }
 }
 

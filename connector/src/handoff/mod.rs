@@ -1,14 +1,13 @@
-//! `kv_transfer_params`: what router, producer and consumer tell each other about one handoff.
+//! `kv_transfer_params`: the description of one handoff that router, producer and consumer exchange.
 //!
-//! The fields are vLLM's NixlConnector's (read from vLLM 0.33), so that the router fronts vLLM engines and
-//! baton engines alike. Ours adds `remote_handle`, `remote_epoch`, `remote_lease_left_ms`,
-//! `remote_layout`, `remote_prompt`, `remote_block_size`, `remote_rank_ports`, `remote_consumers` and `remote_growing`. A
-//! consumer of ours needs them (but for the last three, where one rank lends to one consumer what is computed); stock
-//! engines ignore them.
-//! `tp_size` is vLLM's name for the number of ranks that the KV heads are sharded over.
+//! The fields are those of vLLM's NixlConnector (vLLM 0.33), so that the router can front vLLM engines and Baton
+//! engines. Baton adds `remote_handle`, `remote_epoch`, `remote_lease_left_ms`, `remote_layout`, `remote_prompt`,
+//! `remote_block_size`, `remote_rank_ports`, `remote_consumers` and `remote_growing`. A Baton consumer requires them.
+//! The last three are optional if one rank leases computed blocks to one consumer. Other engines ignore them. `tp_size`
+//! is vLLM's name for the number of ranks that share the KV heads.
 //!
-//! Everything here is hostile until checked: a missing or malformed field is an error that names it, nothing
-//! is guessed, and nothing in the value is changed.
+//! Input is untrusted until checked. The error of a missing or malformed field names the field. No value is guessed,
+//! and the input is not changed.
 
 mod block_list;
 mod reply;
@@ -24,22 +23,22 @@ use serde_json::{Map, Value, json};
 use crate::limits::{BLOCK_TOKENS_MAX, BLOCKS_PER_HANDOFF_MAX, CONSUMERS_MAX, RANKS_MAX};
 use crate::{BlockId, Epoch, Handle, RequestId};
 
-/// What a request's `kv_transfer_params` asks of an engine.
+/// The task that a request's `kv_transfer_params` gives to an engine.
 #[derive(Clone, Debug, PartialEq)]
 pub enum KvIntent {
-    /// Prefill and lend: `do_remote_decode`.
+    /// Prefill and open a lease: `do_remote_decode`.
     Produce {
-        /// Consumers that the handoff is meant for (`remote_consumers`): 1 to [`CONSUMERS_MAX`].
+        /// Number of consumers of the handoff (`remote_consumers`): 1 to [`CONSUMERS_MAX`].
         consumers: u16,
     },
     /// Fetch, then decode: `do_remote_prefill`.
     Consume(Box<Handoff>),
 }
 
-/// One handoff, complete and checked for shape (not yet for truth: that is the producer's to say).
+/// One handoff, with every field checked for its form. The producer decides whether the lease exists.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Handoff {
-    /// The lease's name and key.
+    /// The handle of the lease.
     pub handle: Handle,
     /// The producer's epoch when it opened the lease.
     pub epoch: Epoch,
@@ -51,35 +50,35 @@ pub struct Handoff {
     pub host: String,
     /// Port of the side channel of each of the producer's ranks; at least one.
     pub ports: Vec<u16>,
-    /// The producer's block table, in order. Read by index, so the ids are for people and for vLLM's shape.
+    /// The producer's block table, in order. Reads use the index. The ids serve debugging and vLLM's format.
     pub blocks: Vec<BlockId>,
-    /// Tokens of one of the producer's blocks.
+    /// Tokens per block of the producer.
     pub block_tokens: usize,
     /// Tokens whose KV the blocks hold.
     pub tokens: usize,
-    /// Life left when the producer answered; `None` from an engine that does not say.
+    /// Remaining lease duration when the producer replied; `None` if the engine does not report it.
     pub lease_left: Option<Duration>,
     /// [`crate::KvLayout::fingerprint`] of the producer.
     pub layout: u64,
-    /// Fingerprint of the tokens whose KV the blocks hold: a consumer that has tokenized something else must not
-    /// use them.
+    /// Fingerprint of the tokens whose KV the blocks hold. A consumer with other tokens must not use the blocks.
     pub prompt: u64,
-    /// Of those tokens, how many the producer found in its own prefix cache (vLLM's name for it is
-    /// `remote_prefill_cached_tokens`): what the consumer reports as cached, since fetching is not caching.
+    /// Number of those tokens that the producer found in its prefix cache (vLLM: `remote_prefill_cached_tokens`). The
+    /// consumer reports this number as cached tokens, because fetched tokens do not count as cached.
     pub cached: usize,
-    /// Consumers that the lease waits for. One that does not want it leaves, where there are others.
+    /// Number of consumers of the lease. A consumer that does not need it leaves if there are others.
     pub consumers: u16,
-    /// The producer still computes: the blocks can be read as they become final. `lease_left` counts from then on.
+    /// Whether the producer still computes. Then blocks can be read as they become final, and `lease_left` starts at
+    /// the end of the prefill.
     pub growing: bool,
 }
 
-/// Which field of a handoff is missing or malformed.
+/// Why a handoff is not valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HandoffError {
-    /// Not an object at all.
+    /// The value is not an object.
     #[error("kv_transfer_params must be an object")]
     NotAnObject,
-    /// Both or contradictory directions.
+    /// Both directions are requested.
     #[error("kv_transfer_params: do_remote_decode and do_remote_prefill cannot both be true")]
     BothDirections,
     /// A field that the direction needs is absent or null.
@@ -90,13 +89,13 @@ pub enum HandoffError {
     Malformed {
         /// The field.
         field: &'static str,
-        /// What it must be.
+        /// The expected value.
         expected: &'static str,
     },
 }
 
 impl Handoff {
-    /// The reply's `kv_transfer_params` as the producer writes it.
+    /// The `kv_transfer_params` of the producer's reply.
     #[must_use]
     pub fn to_reply(&self) -> Value {
         json!({
@@ -128,11 +127,11 @@ impl Handoff {
 }
 
 impl KvIntent {
-    /// What a router sends to a producer, as JSON.
+    /// The `kv_transfer_params` that a router sends to a producer, as JSON.
     pub const PRODUCE_REQUEST: &str = "{\"do_remote_decode\":true,\"do_remote_prefill\":false,\
         \"remote_engine_id\":null,\"remote_block_ids\":null,\"remote_host\":null,\"remote_port\":null}";
 
-    /// Reads the `kv_transfer_params` of a request to an engine. `Ok(None)` when it asks for nothing.
+    /// Parses the `kv_transfer_params` of a request to an engine. `Ok(None)` without a task.
     ///
     /// # Errors
     /// [`HandoffError`] names the first field that is missing or malformed.
@@ -204,7 +203,7 @@ fn consumers(fields: &Map<String, Value>) -> Result<u16, HandoffError> {
     Ok(consumers.map_or(1, |consumers| u16::try_from(consumers).expect("CONSUMERS_MAX fits into 16 bits")))
 }
 
-/// The port of each rank. One rank has one port: nothing more is said of it.
+/// The port of each rank. For one rank `remote_port` suffices.
 fn ports(fields: &Map<String, Value>) -> Result<Vec<u16>, HandoffError> {
     const FIELD: &str = "remote_rank_ports";
     let get = |field| Scalar::of(fields.get(field));
@@ -224,7 +223,8 @@ fn ports(fields: &Map<String, Value>) -> Result<Vec<u16>, HandoffError> {
     ports.filter(|ports| ports[0] == first).ok_or(malformed)
 }
 
-/// vLLM sends one list per KV cache group; engines of this protocol have one group. A flat list is accepted.
+/// The block table. vLLM sends one list per KV cache group, and engines of this protocol have one group. A flat list is
+/// accepted.
 fn block_table(fields: &Map<String, Value>) -> Result<Vec<BlockId>, HandoffError> {
     const FIELD: &str = "remote_block_ids";
     let malformed = HandoffError::Malformed { field: FIELD, expected: "a non-empty list of block ids" };

@@ -1,9 +1,9 @@
-//! A producer's reply, as far as a router must know it: complete, or no consumer is called with it.
+//! The router's check of a producer's reply. The router passes only complete replies to a consumer.
 //!
-//! The fields and their types are those of vLLM's NixlConnector (`pull_scheduler.py`, 0.33). A stock decode engine ends
-//! on a reply that lacks `remote_request_id`; one that lacks any other of the first five is computed without a word, and
-//! the producer's blocks are stranded. An optional field of another type than it has there is not passed on either: what
-//! a consumer makes of it is not known.
+//! The fields and their types are those of vLLM's NixlConnector (`pull_scheduler.py`, 0.33). A vLLM decode engine exits
+//! on a reply without `remote_request_id`. Without another of the five required fields it silently recomputes the
+//! prompt, and the producer's blocks are stranded. An optional field of a wrong type is refused too, because its effect
+//! on a consumer is not known.
 
 use std::time::Duration;
 
@@ -15,18 +15,18 @@ use super::scalar::Scalar;
 use crate::Handle;
 use crate::limits::{CONSUMERS_MAX, RANKS_MAX};
 
-/// What a router must know of a producer's reply; the reply itself travels on unopened.
+/// The values of a producer's reply that the router uses. The router forwards the reply itself unchanged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReplyFacts {
-    /// The lease's handle; absent from engines that are not ours.
+    /// The handle of the lease. Only Baton engines send one.
     pub handle: Option<Handle>,
-    /// Tokens that were prefilled.
+    /// Number of prefilled tokens.
     pub tokens: Option<u64>,
-    /// How long the producer promised to wait.
+    /// Remaining lease duration at the time of the reply.
     pub lease_left: Option<Duration>,
 }
 
-/// The fields that are looked at.
+/// The checked fields.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Fields<'a> {
@@ -68,15 +68,15 @@ struct Fields<'a> {
 }
 
 impl ReplyFacts {
-    /// Checks a producer's reply completely before a consumer is called: one malformed
-    /// `kv_transfer_params` ends a stock vLLM 0.32 decode engine.
+    /// Checks a producer's reply completely before a consumer is called: a malformed `kv_transfer_params` ends a vLLM
+    /// 0.32 decode engine.
     ///
-    /// `text` is JSON in which no name is there twice; nothing is kept of it and no tree is made.
+    /// `text` must be JSON without duplicate names. The check builds no tree.
     ///
     /// # Errors
     /// [`HandoffError`] names the first field that is missing or malformed.
     pub fn check(text: &str) -> Result<Self, HandoffError> {
-        // A list of as many values would be read as the fields in their order.
+        // Serde would accept a list of as many values as the fields in their order.
         let text = Some(text).filter(|text| text.trim_ascii_start().starts_with('{'));
         let fields =
             text.and_then(|text| serde_json::from_str(text).ok()).ok_or(HandoffError::NotAnObject)?;
@@ -93,9 +93,9 @@ impl ReplyFacts {
         fields.remote_port.port("remote_port")?;
         let blocks = "remote_block_ids";
         match remote_block_ids {
-            BlockList::Good => {}
+            BlockList::Valid => {}
             BlockList::Absent => return Err(HandoffError::Missing(blocks)),
-            BlockList::Bad => {
+            BlockList::Invalid => {
                 let expected = "a non-empty list of block ids";
                 return Err(HandoffError::Malformed { field: blocks, expected });
             }
@@ -180,7 +180,7 @@ mod tests {
         ];
         for name in stock().as_object().unwrap().keys() {
             for wrong in &odd {
-                // The three that are numbers of any kind, or any count.
+                // These fields accept numbers of any kind, or any count.
                 let fits = match name.as_str() {
                     "remote_blocks_expiry_time" => wrong.is_number(),
                     "remote_num_tokens"
@@ -245,8 +245,8 @@ mod tests {
             json!([[1], vec![0; BLOCKS_PER_HANDOFF_MAX + 1]]),
             json!({"0": 1}),
         ] {
-            let said = bad.to_string();
-            assert!(!with(bad), "{}", &said[..said.len().min(60)]);
+            let text = bad.to_string();
+            assert!(!with(bad), "{}", &text[..text.len().min(60)]);
         }
     }
 }

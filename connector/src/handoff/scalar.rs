@@ -1,4 +1,4 @@
-//! One field of a handoff that is no list, read from a tree or straight from text, and the typed reads of it.
+//! A scalar field of a handoff, parsed from a JSON tree or directly from text, with typed accessors.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -14,15 +14,15 @@ use crate::Handle;
 /// Bytes of a text in a handoff.
 const TEXT_BYTES_MAX: usize = 512;
 
-/// A field's value. Nothing is copied of a text without escapes.
+/// The value of a field. A text without escapes is borrowed.
 #[derive(Debug, Default)]
 pub(super) enum Scalar<'a> {
-    /// Not there, or `null`.
+    /// Missing, or `null`.
     #[default]
     Absent,
     Flag(bool),
     Count(u64),
-    /// Below zero, with a fraction, or beyond 64 bits.
+    /// A number below zero, with a fraction, or beyond 64 bits.
     Number,
     Text(Cow<'a, str>),
     /// A list or an object.
@@ -40,7 +40,7 @@ impl<'a> Scalar<'a> {
         }
     }
 
-    /// Absent is false.
+    /// A boolean; false if absent.
     pub(super) fn flag(&self, field: &'static str) -> Result<bool, HandoffError> {
         match self {
             Self::Absent => Ok(false),
@@ -68,7 +68,7 @@ impl<'a> Scalar<'a> {
         Ok(u16::try_from(port).expect("the range is that of a port"))
     }
 
-    /// A number in a range; `None` where it is absent.
+    /// A number in a range; `None` if absent.
     pub(super) fn number(
         &self,
         field: &'static str,
@@ -94,14 +94,14 @@ impl<'a> Scalar<'a> {
 
 impl<'de: 'a, 'a> Deserialize<'de> for Scalar<'a> {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        from.deserialize_any(Reader)
+        from.deserialize_any(ScalarVisitor)
     }
 }
 
-/// Takes any value: what it may be is for the typed reads to say, which name the field.
-struct Reader;
+/// Accepts any value. The typed accessors check the type, because their errors name the field.
+struct ScalarVisitor;
 
-impl<'de> Visitor<'de> for Reader {
+impl<'de> Visitor<'de> for ScalarVisitor {
     type Value = Scalar<'de>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -1,32 +1,32 @@
-//! The exchange: a router's side of one request, and what each engine is still owed at every moment.
+//! The exchange: a router's side of one request, and the settlements that are pending in each state.
 //!
 //! ```text
-//! Choosing ─ not admitted ─▶ Done
-//! Choosing ─ prefill sent ─▶ Prefilling(P) ─ replied ─▶ Held(lent) ─ decode sent ─▶ Decoding(D)
-//!    │ ▲                        │ refused ─▶ Done        ▲ │                           │ │ │
-//!    │ └── failed ──────────────┘                        │ └─ gave up ─▶ Done          │ │ └ refused ─▶ Done
-//!    ├─ prefill skipped ─▶ Held(nothing)                 └── failed: same handoff ─────┘ │
-//!    └◀─ handoff spent: released, computed anew ── Held(lent)                            │
-//!                                   Done ◀─ ended, broken ─ Streaming ◀─ first chunk ─ Accepted(D)
-//!                           Held(nothing) ◀─ cut: another decode engine goes on ──┴──────────┘
-//! Accepted(D) ─ failed before it said anything ─▶ Held(lent): some engines admit a request and tell of it only then
+//! Choosing ─ not admitted, no engine ─▶ Done
+//! Choosing ─ prefill sent ─▶ Prefilling(P) ─ leased ─▶ ReadyToDecode(lease) ─ decode sent ─▶ Decoding(D)
+//!    │ ▲                        │ refused ─▶ Done         ▲ │                                  │ │ │
+//!    │ └── failed ───────────────┘                        │ └─ exhausted ─▶ Done               │ │ └ refused ─▶ Done
+//!    ├─ prefill skipped ─▶ ReadyToDecode(none)            └── failed: same lease ──────────────┘ │
+//!    └◀─ handoff unusable: released, recomputed ── ReadyToDecode(lease)                          │
+//!                                           Done ◀─ ended, broken ─ Streaming ◀─ first chunk ─ Accepted(D)
+//!        ReadyToDecode(none) ◀─ cut: another decode engine continues ──┴─────────────────────────┘
+//! Accepted(D) ─ failed before the first chunk ─▶ ReadyToDecode(lease): some engines report a failure only then
 //! any state but Done ─ client gone, dropped ─▶ Done
 //! ```
 //!
-//! A debt is armed by what an engine may be doing for us and settled by whatever ends the request:
+//! A settlement is pending while an engine may work or keep blocks for the request. The end of the request executes it:
 //!
-//! | state | owed |
+//! | state | pending |
 //! |---|---|
 //! | Prefilling(P) | abort to P; a handle that still arrives is released |
-//! | Held(lent by P) | release to P |
+//! | ReadyToDecode(lease of P) | release to P |
 //! | Decoding(D) | abort to D and release to P: D may not have admitted the request yet |
 //! | Accepted(D), Streaming(D) | abort to D, which settles with P; if D itself broke, release to P too |
 //!
 //! Invariants:
-//! - Exactly one [`Step::ended`] is `Some` in the life of an exchange, and nothing is owed after it, except
-//!   the release of a handle that an abandoned prefill still delivers.
-//! - Each debt is settled at most once.
-//! - Every event is allowed in every state; one that does not fit is ignored and says so.
+//! - Exactly one [`Step::ended`] is `Some` in the life of an exchange. After it nothing is pending, except the release
+//!   of a handle that an aborted prefill still delivers.
+//! - Each settlement is returned at most once.
+//! - Every event is allowed in every state. An event that does not fit returns [`EventEffect::Ignored`].
 //!
 //! The table of every state and event is a golden file, `connector/tests/golden/exchange.txt`.
 
@@ -36,206 +36,206 @@ pub use timeline::{Span, Timeline};
 
 use crate::{Handle, Time};
 
-/// Prefill attempts of one request that may have been abandoned while their reply could still come.
-pub const ABANDONED_MAX: usize = 16;
+/// Aborted prefill attempts of one request whose reply can still arrive.
+pub const ABORTED_PREFILLS_MAX: usize = 16;
 
-/// One try of one leg; the shell numbers them and knows which engine each number means.
+/// One try of one leg. The owner numbers them and maps each number to an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Attempt(pub u16);
 
-/// What a prefill engine keeps for us. `handle` is `None` from engines that give none.
+/// The lease of a prefill engine. `handle` is `None` if the engine gives none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Lent {
-    /// The attempt whose engine lends.
-    pub by: Attempt,
-    /// The lease's name.
+pub struct PrefillLease {
+    /// The attempt whose engine holds the lease.
+    pub attempt: Attempt,
+    /// The handle of the lease.
     pub handle: Option<Handle>,
 }
 
-/// Where an exchange stands.
+/// State of an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum State {
     /// No engine works on the request.
     Choosing,
     /// A prefill engine has the request.
     Prefilling(Attempt),
-    /// Ready for a decode engine, with the handoff or with none (the decode engine computes everything).
-    Held(Option<Lent>),
-    /// A decode engine has the request and has not said whether it takes it.
-    Decoding(Attempt, Option<Lent>),
-    /// A decode engine took the request; no byte of the answer has come yet.
-    Accepted(Attempt, Option<Lent>),
-    /// The answer is being passed on.
-    Streaming(Attempt, Option<Lent>),
-    /// Over.
+    /// Ready for a decode engine. Without a lease the decode engine computes everything.
+    ReadyToDecode(Option<PrefillLease>),
+    /// A decode engine has the request and has not accepted it yet.
+    Decoding(Attempt, Option<PrefillLease>),
+    /// A decode engine accepted the request; no byte of the response has arrived yet.
+    Accepted(Attempt, Option<PrefillLease>),
+    /// The response is forwarded to the client.
+    Streaming(Attempt, Option<PrefillLease>),
+    /// Ended.
     Done(Outcome),
 }
 
-/// The part of a request's life, as metrics name it.
+/// The phase of a request, as metrics name it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Phase {
-    /// Before a prefill engine was asked.
+    /// Before the prefill is sent.
     Queue,
     /// While a prefill engine works.
     Prefill,
-    /// Between the prefill engine's reply and a decode engine.
+    /// Between the prefill engine's reply and the decode request.
     Gap,
-    /// While a decode engine works, before the first byte of the answer.
+    /// While a decode engine works, before the first byte of the response.
     DecodePreFirst,
-    /// While the answer is passed on.
+    /// While the response is forwarded.
     DecodeStream,
 }
 
 /// How an exchange ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Outcome {
-    /// The whole answer was passed on.
+    /// The complete response was forwarded.
     Completed,
-    /// A prefill engine refused the request itself; another would too.
+    /// A prefill engine refused the request because of its content; any other engine would too.
     PrefillRefused,
-    /// The router did not let it in: its queue was full, or the wait too long.
+    /// The router did not admit the request: its queue was full, or the wait too long.
     NotAdmitted,
-    /// A leg had no engine that could be asked: none is known, or all are drained or out.
+    /// A leg had no usable engine: none is known, or all are drained or ejected.
     NoEngine,
-    /// No prefill engine that was asked did it, and computing it elsewhere is not configured.
+    /// Every prefill attempt failed, and recomputing on the decode engine is not configured.
     PrefillExhausted,
-    /// A decode engine refused the request itself; another would too.
+    /// A decode engine refused the request because of its content; any other engine would too.
     DecodeRefused,
-    /// No decode engine could be had.
+    /// No decode engine accepted the request.
     DecodeExhausted,
-    /// The decode engine ended in the middle of the answer.
+    /// The decode engine failed in the middle of the response.
     StreamBroken,
-    /// The client left.
+    /// The client disconnected.
     ClientGone(Phase),
-    /// The router gave the request up: shutdown, or a defect of its own.
+    /// The router dropped the request: shutdown, or a defect of the router.
     Dropped(Phase),
 }
 
-/// How a leg failed, which says what the engine may still be doing.
+/// How a leg failed, and therefore what the engine may still be doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Failure {
-    /// The engine never saw the request.
+    /// The engine never received the request.
     NotReached,
-    /// The engine answered that it cannot; it keeps nothing.
+    /// The engine responded with an error. It keeps nothing.
     Answered,
-    /// Silence or a broken connection; the engine may still be working.
+    /// Silence or a broken connection. The engine may still be working.
     Unknown,
-    /// A prefill reply that cannot be handed on, with its handle if that much could be read.
+    /// A prefill reply without a usable handoff, with its handle if that could be read.
     Unusable(Option<Handle>),
 }
 
 /// What can happen to an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// The router does not let it in: there is no room, now or in time.
+    /// The router does not admit the request: its queue is full, or the wait too long.
     NotAdmitted,
-    /// A leg that it needs has no engine that could be asked, whatever the wait.
+    /// A leg of the request has no usable engine, and waiting would not help.
     NoEngine,
-    /// A prefill engine is being asked.
+    /// The prefill is sent to an engine.
     PrefillSent(Attempt),
-    /// It lends its blocks.
-    PrefillLent(Attempt, Option<Handle>),
-    /// It answered and lends nothing; the decode engine computes everything.
+    /// The prefill engine opened a lease.
+    PrefillLeased(Attempt, Option<Handle>),
+    /// The prefill engine replied without a lease; the decode engine computes everything.
     PrefillEmpty(Attempt),
-    /// It refused the request itself.
+    /// The prefill engine refused the request because of its content.
     PrefillRefused(Attempt),
-    /// It failed.
+    /// The prefill attempt failed.
     PrefillFailed(Attempt, Failure),
-    /// No prefill engine is asked (any more).
+    /// No prefill is sent, or no further one.
     PrefillSkipped,
-    /// A decode engine is being asked.
+    /// The request is sent to a decode engine.
     DecodeSent(Attempt),
-    /// It took the request: the head of a good answer is here.
+    /// The decode engine accepted the request: the head of a successful response is here.
     DecodeAccepted(Attempt),
-    /// It refused the request itself.
+    /// The decode engine refused the request because of its content.
     DecodeRefused(Attempt),
-    /// The prefill whose handoff is held, or was handed on, has ended as it should: it lent before that.
+    /// The prefill that opened the current lease before its end has ended normally.
     PrefillEnded(Attempt),
-    /// It failed before it took the request.
+    /// The decode attempt failed before the first byte of the response.
     DecodeFailed(Attempt, Failure),
-    /// The first byte of the answer.
+    /// The first byte of the response.
     FirstChunk(Attempt),
-    /// The answer is complete.
+    /// The response is complete.
     StreamEnded(Attempt),
-    /// The decode engine died, or fell silent, in the middle of the answer.
+    /// The decode engine died, or fell silent, in the middle of the response.
     StreamBroken(Attempt),
-    /// The same, and another decode engine is to compute the rest, and what it needs for that, alone.
+    /// As `StreamBroken`, but another decode engine continues. It recomputes everything it needs.
     StreamCut(Attempt),
-    /// No decode engine can use the handoff: it goes back, and the prompt is computed anew.
-    HandoffSpent,
-    /// No engine is left to try, or the budget is spent.
-    GaveUp,
-    /// The same, for a reason that the shell knows: what a release says.
-    GaveUpFor(Cause),
+    /// No decode engine can use the handoff: the lease is released, and the prompt is recomputed.
+    HandoffUnusable,
+    /// No engine is left to try, or the retry budget is spent.
+    Exhausted,
+    /// As `Exhausted`, with the cause that the release carries.
+    ExhaustedFor(SettlementCause),
     /// The client closed its connection.
     ClientGone,
-    /// The router's context of this request went away.
+    /// The router's context of this request was dropped.
     Dropped,
 }
 
-/// Why a lease is given up; the `reason` of `POST /kv/release` and a metric's label.
+/// Why a lease is released: the `reason` of `POST /kv/release`, and a metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Cause {
-    /// The client left.
+pub enum SettlementCause {
+    /// The client disconnected.
     ClientGone,
-    /// A decode engine refused the request itself.
+    /// A decode engine refused the request because of its content.
     DecodeRefused,
-    /// No decode engine could be had.
+    /// No decode engine could be reached.
     DecodeUnreachable,
-    /// Decode engines were asked and failed the request, and none is left.
+    /// Every decode attempt failed, and no decode engine is left.
     DecodeFailed,
-    /// The decode engines that are left had no room for as long as the request could wait.
+    /// The remaining decode engines had no capacity for as long as the request could wait.
     DecodeBusy,
-    /// The request has taken longer than it may.
+    /// The deadline of the request passed.
     OutOfTime,
-    /// The decode engine ended in the middle of the answer.
+    /// The decode engine failed in the middle of the response.
     DecodeBroken,
     /// The handoff could not be handed on.
     Unusable,
-    /// The reply came after the router had given up.
+    /// The reply arrived after the router had aborted the attempt.
     Late,
-    /// The router gave the request up.
+    /// The router dropped the request.
     RouterShutdown,
 }
 
-/// One debt that the shell now pays.
+/// One command to an engine that the owner of the exchange executes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Settlement {
-    /// Stop the prefill. Its connection is read on: a reply on the wire is the only copy of the handle.
+    /// Abort the prefill. The owner still reads its reply, which may hold the only copy of the handle.
     AbortPrefill(Attempt),
-    /// Give the lease back.
-    ReleasePrefill(Lent, Cause),
-    /// Stop the decode.
+    /// Release the lease.
+    ReleasePrefill(PrefillLease, SettlementCause),
+    /// Abort the decode.
     AbortDecode(Attempt),
 }
 
 /// The outcome of one event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// Debts to pay now, each exactly once.
-    pub settle: Vec<Settlement>,
+    /// Settlements to execute now, each exactly once.
+    pub settlements: Vec<Settlement>,
     /// Set exactly once per exchange.
     pub ended: Option<Outcome>,
-    /// Whether the event meant anything here.
-    pub fit: Fit,
+    /// Whether the event had an effect.
+    pub effect: EventEffect,
 }
 
-/// Whether an event meant anything in the state it found.
+/// Whether an event had an effect in the current state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fit {
-    /// It moved the exchange, or was a late reply that is being settled.
+pub enum EventEffect {
+    /// The event moved the exchange, or was a late reply that is settled now.
     Applied,
-    /// It was late, repeated, or about another attempt.
+    /// The event was late, repeated, or of another attempt.
     Ignored,
 }
 
-/// One request's exchange. Whoever owns it owes what [`Exchange::owed`] says; its end is an event like any
-/// other, so the owner's `Drop` applies [`Event::Dropped`] and pays.
+/// The exchange of one request. [`Exchange::pending_settlements`] returns what its owner must execute at its end. The
+/// owner's `Drop` applies [`Event::Dropped`] and executes the settlements of that step.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Exchange {
     state: State,
     /// Prefills that were aborted and whose reply may still bring a handle.
-    abandoned: Vec<Attempt>,
+    aborted_prefills: Vec<Attempt>,
     timeline: Timeline,
 }
 
@@ -246,13 +246,13 @@ impl Default for Exchange {
 }
 
 impl Exchange {
-    /// A request for which nothing has been done yet.
+    /// The exchange of a new request.
     #[must_use]
     pub fn new() -> Self {
-        Self { state: State::Choosing, abandoned: Vec::new(), timeline: Timeline::default() }
+        Self { state: State::Choosing, aborted_prefills: Vec::new(), timeline: Timeline::default() }
     }
 
-    /// Where it stands.
+    /// Current state.
     #[must_use]
     pub fn state(&self) -> State {
         self.state
@@ -264,39 +264,37 @@ impl Exchange {
         &self.timeline
     }
 
-    /// The prefill that has just lent computes on: its span ends with [`Event::PrefillEnded`].
+    /// Records that the prefill still computes after its early handoff. Its span ends with [`Event::PrefillEnded`].
     pub fn computes_on(&mut self) {
         self.timeline.computes_on = true;
     }
 
-    /// How it ended, once it has.
+    /// The outcome, once the exchange has ended.
     #[must_use]
     pub fn outcome(&self) -> Option<Outcome> {
-        match self.state {
-            State::Done(outcome) => Some(outcome),
-            _ => None,
-        }
+        if let State::Done(outcome) = self.state { Some(outcome) } else { None }
     }
 
-    /// What would have to be settled if the request ended now, for `cause`.
+    /// The settlements that an end of the request would return now, for `cause`.
     #[must_use]
-    pub fn owed(&self, cause: Cause) -> Vec<Settlement> {
-        let release = |lent: Option<Lent>| lent.map(|lent| Settlement::ReleasePrefill(lent, cause));
+    pub fn pending_settlements(&self, cause: SettlementCause) -> Vec<Settlement> {
+        let release =
+            |lease: Option<PrefillLease>| lease.map(|lease| Settlement::ReleasePrefill(lease, cause));
         match self.state {
             State::Choosing | State::Done(_) => Vec::new(),
             State::Prefilling(on) => vec![Settlement::AbortPrefill(on)],
-            State::Held(lent) => release(lent).into_iter().collect(),
-            State::Decoding(on, lent) => {
-                std::iter::once(Settlement::AbortDecode(on)).chain(release(lent)).collect()
+            State::ReadyToDecode(lease) => release(lease).into_iter().collect(),
+            State::Decoding(on, lease) => {
+                std::iter::once(Settlement::AbortDecode(on)).chain(release(lease)).collect()
             }
             State::Accepted(on, _) | State::Streaming(on, _) => vec![Settlement::AbortDecode(on)],
         }
     }
 
-    /// Moves the exchange by one event and says what its owner must pay now.
+    /// Applies one event and returns the settlements that the owner must execute now.
     pub fn apply(&mut self, event: Event, now: Time) -> Step {
         let step = self.transition(event);
-        self.stamp(event, &step, now);
+        self.record_time(event, &step, now);
         step
     }
 
@@ -304,18 +302,22 @@ impl Exchange {
         use Event as E;
         use State as S;
         match (self.state, event) {
-            (S::Choosing, E::PrefillSent(to)) if !self.abandoned.contains(&to) => self.go(S::Prefilling(to)),
-            (S::Choosing, E::PrefillSkipped) => self.go(S::Held(None)),
-            (S::Choosing, E::NotAdmitted) => self.end(Outcome::NotAdmitted, Cause::DecodeUnreachable),
-            (S::Choosing, E::NoEngine) => self.end(Outcome::NoEngine, Cause::DecodeUnreachable),
-            (S::Choosing | S::Prefilling(_), E::GaveUp | E::GaveUpFor(_)) => {
-                self.end(Outcome::PrefillExhausted, Cause::DecodeUnreachable)
+            (S::Choosing, E::PrefillSent(to)) if !self.aborted_prefills.contains(&to) => {
+                self.enter(S::Prefilling(to))
+            }
+            (S::Choosing, E::PrefillSkipped) => self.enter(S::ReadyToDecode(None)),
+            (S::Choosing, E::NotAdmitted) => {
+                self.end(Outcome::NotAdmitted, SettlementCause::DecodeUnreachable)
+            }
+            (S::Choosing, E::NoEngine) => self.end(Outcome::NoEngine, SettlementCause::DecodeUnreachable),
+            (S::Choosing | S::Prefilling(_), E::Exhausted | E::ExhaustedFor(_)) => {
+                self.end(Outcome::PrefillExhausted, SettlementCause::DecodeUnreachable)
             }
 
-            (S::Prefilling(on), E::PrefillLent(by, handle)) if on == by => {
-                self.go(S::Held(Some(Lent { by, handle })))
+            (S::Prefilling(on), E::PrefillLeased(by, handle)) if on == by => {
+                self.enter(S::ReadyToDecode(Some(PrefillLease { attempt: by, handle })))
             }
-            (S::Prefilling(on), E::PrefillEmpty(by)) if on == by => self.go(S::Held(None)),
+            (S::Prefilling(on), E::PrefillEmpty(by)) if on == by => self.enter(S::ReadyToDecode(None)),
             (S::Prefilling(on), E::PrefillRefused(by)) if on == by => {
                 self.state = S::Done(Outcome::PrefillRefused);
                 Step { ended: Some(Outcome::PrefillRefused), ..applied(Vec::new()) }
@@ -325,24 +327,26 @@ impl Exchange {
                 self.prefill_failed(by, failure)
             }
 
-            (S::Held(lent), E::DecodeSent(to)) => self.go(S::Decoding(to, lent)),
-            (S::Held(Some(lent)), E::HandoffSpent) => {
+            (S::ReadyToDecode(lease), E::DecodeSent(to)) => self.enter(S::Decoding(to, lease)),
+            (S::ReadyToDecode(Some(lease)), E::HandoffUnusable) => {
                 self.state = S::Choosing;
-                applied(vec![Settlement::ReleasePrefill(lent, Cause::Unusable)])
+                applied(vec![Settlement::ReleasePrefill(lease, SettlementCause::Unusable)])
             }
-            (S::Held(_) | S::Decoding(..), E::GaveUp) => {
-                self.end(Outcome::DecodeExhausted, Cause::DecodeUnreachable)
+            (S::ReadyToDecode(_) | S::Decoding(..), E::Exhausted) => {
+                self.end(Outcome::DecodeExhausted, SettlementCause::DecodeUnreachable)
             }
-            (S::Held(_) | S::Decoding(..), E::GaveUpFor(cause)) => self.end(Outcome::DecodeExhausted, cause),
+            (S::ReadyToDecode(_) | S::Decoding(..), E::ExhaustedFor(cause)) => {
+                self.end(Outcome::DecodeExhausted, cause)
+            }
 
-            (S::Decoding(on, lent), E::DecodeAccepted(by)) if on == by => self.go(S::Accepted(on, lent)),
-            (S::Decoding(on, lent) | S::Accepted(on, lent), E::DecodeRefused(by)) if on == by => {
-                self.state = S::Held(lent);
-                self.end(Outcome::DecodeRefused, Cause::DecodeRefused)
+            (S::Decoding(on, lease), E::DecodeAccepted(by)) if on == by => self.enter(S::Accepted(on, lease)),
+            (S::Decoding(on, lease) | S::Accepted(on, lease), E::DecodeRefused(by)) if on == by => {
+                self.state = S::ReadyToDecode(lease);
+                self.end(Outcome::DecodeRefused, SettlementCause::DecodeRefused)
             }
-            // Also one that took it and failed before it said anything: some tell of it only then.
-            (S::Decoding(on, lent) | S::Accepted(on, lent), E::DecodeFailed(by, failure)) if on == by => {
-                self.state = S::Held(lent);
+            // Also after acceptance: some engines report a failure only in the response.
+            (S::Decoding(on, lease) | S::Accepted(on, lease), E::DecodeFailed(by, failure)) if on == by => {
+                self.state = S::ReadyToDecode(lease);
                 applied(match failure {
                     Failure::Unknown => vec![Settlement::AbortDecode(by)],
                     Failure::NotReached | Failure::Answered | Failure::Unusable(_) => Vec::new(),
@@ -350,53 +354,55 @@ impl Exchange {
             }
 
             (
-                S::Held(Some(lent))
-                | S::Decoding(_, Some(lent))
-                | S::Accepted(_, Some(lent))
-                | S::Streaming(_, Some(lent)),
+                S::ReadyToDecode(Some(lease))
+                | S::Decoding(_, Some(lease))
+                | S::Accepted(_, Some(lease))
+                | S::Streaming(_, Some(lease)),
                 E::PrefillEnded(by),
-            ) if lent.by == by => applied(Vec::new()),
+            ) if lease.attempt == by => applied(Vec::new()),
 
-            (S::Accepted(on, lent), E::FirstChunk(by)) if on == by => self.go(S::Streaming(on, lent)),
+            (S::Accepted(on, lease), E::FirstChunk(by)) if on == by => self.enter(S::Streaming(on, lease)),
             (S::Accepted(on, _) | S::Streaming(on, _), E::StreamEnded(by)) if on == by => {
                 self.state = S::Done(Outcome::Completed);
                 Step { ended: Some(Outcome::Completed), ..applied(Vec::new()) }
             }
-            (S::Accepted(on, lent) | S::Streaming(on, lent), E::StreamBroken(by)) if on == by => {
-                // The decode engine can no longer settle with the prefill engine: as before it was admitted.
-                self.state = S::Decoding(on, lent);
-                self.end(Outcome::StreamBroken, Cause::DecodeBroken)
+            (S::Accepted(on, lease) | S::Streaming(on, lease), E::StreamBroken(by)) if on == by => {
+                // The decode engine can no longer settle with the prefill engine: as before its acceptance.
+                self.state = S::Decoding(on, lease);
+                self.end(Outcome::StreamBroken, SettlementCause::DecodeBroken)
             }
-            (S::Accepted(on, lent) | S::Streaming(on, lent), E::StreamCut(by)) if on == by => {
-                // As if the request ended for this engine; the rest needs nothing of the first prefill.
-                self.state = S::Decoding(on, lent);
-                let settle = self.owed(Cause::DecodeBroken);
-                self.state = S::Held(None);
-                applied(settle)
+            (S::Accepted(on, lease) | S::Streaming(on, lease), E::StreamCut(by)) if on == by => {
+                // As if the request ended for this engine. The continuation does not use the first prefill.
+                self.state = S::Decoding(on, lease);
+                let settlements = self.pending_settlements(SettlementCause::DecodeBroken);
+                self.state = S::ReadyToDecode(None);
+                applied(settlements)
             }
-            (S::Accepted(on, lent) | S::Streaming(on, lent), E::GaveUp) => {
-                self.state = S::Decoding(on, lent);
-                self.end(Outcome::StreamBroken, Cause::DecodeBroken)
+            (S::Accepted(on, lease) | S::Streaming(on, lease), E::Exhausted) => {
+                self.state = S::Decoding(on, lease);
+                self.end(Outcome::StreamBroken, SettlementCause::DecodeBroken)
             }
-            (S::Accepted(on, lent) | S::Streaming(on, lent), E::GaveUpFor(cause)) => {
-                self.state = S::Decoding(on, lent);
+            (S::Accepted(on, lease) | S::Streaming(on, lease), E::ExhaustedFor(cause)) => {
+                self.state = S::Decoding(on, lease);
                 self.end(Outcome::StreamBroken, cause)
             }
 
             (S::Done(_), E::ClientGone | E::Dropped) => ignored(),
             (_, E::ClientGone) => {
                 let phase = self.phase().expect("only a live exchange gets here");
-                self.end(Outcome::ClientGone(phase), Cause::ClientGone)
+                self.end(Outcome::ClientGone(phase), SettlementCause::ClientGone)
             }
             (_, E::Dropped) => {
                 let phase = self.phase().expect("only a live exchange gets here");
-                self.end(Outcome::Dropped(phase), Cause::RouterShutdown)
+                self.end(Outcome::Dropped(phase), SettlementCause::RouterShutdown)
             }
 
-            // A reply of a prefill that was given up: the handle it brings goes back, whatever else goes on.
-            (_, E::PrefillLent(by, handle)) => self.late(by, Some(handle)),
-            (_, E::PrefillFailed(by, Failure::Unusable(handle))) => self.late(by, Some(handle)),
-            (_, E::PrefillEmpty(by) | E::PrefillRefused(by) | E::PrefillFailed(by, _)) => self.late(by, None),
+            // A late reply of an aborted prefill: its handle is released, in any state.
+            (_, E::PrefillLeased(by, handle)) => self.settle_late_reply(by, Some(handle)),
+            (_, E::PrefillFailed(by, Failure::Unusable(handle))) => self.settle_late_reply(by, Some(handle)),
+            (_, E::PrefillEmpty(by) | E::PrefillRefused(by) | E::PrefillFailed(by, _)) => {
+                self.settle_late_reply(by, None)
+            }
 
             (
                 _,
@@ -413,79 +419,81 @@ impl Exchange {
                 | E::StreamEnded(_)
                 | E::StreamBroken(_)
                 | E::StreamCut(_)
-                | E::HandoffSpent
-                | E::GaveUp
-                | E::GaveUpFor(_),
+                | E::HandoffUnusable
+                | E::Exhausted
+                | E::ExhaustedFor(_),
             ) => ignored(),
         }
     }
 
-    /// The part of its life it is in; `None` once it is over.
+    /// Current phase; `None` once the exchange has ended.
     #[must_use]
     pub fn phase(&self) -> Option<Phase> {
         match self.state {
             State::Choosing => Some(Phase::Queue),
             State::Prefilling(_) => Some(Phase::Prefill),
-            State::Held(_) => Some(Phase::Gap),
+            State::ReadyToDecode(_) => Some(Phase::Gap),
             State::Decoding(..) | State::Accepted(..) => Some(Phase::DecodePreFirst),
             State::Streaming(..) => Some(Phase::DecodeStream),
             State::Done(_) => None,
         }
     }
 
-    fn go(&mut self, state: State) -> Step {
+    fn enter(&mut self, state: State) -> Step {
         self.state = state;
         applied(Vec::new())
     }
 
-    fn end(&mut self, outcome: Outcome, cause: Cause) -> Step {
-        let settle = self.owed(cause);
-        for debt in &settle {
-            if let Settlement::AbortPrefill(on) = debt {
-                self.abandon(*on);
+    fn end(&mut self, outcome: Outcome, cause: SettlementCause) -> Step {
+        let settlements = self.pending_settlements(cause);
+        for settlement in &settlements {
+            if let Settlement::AbortPrefill(on) = settlement {
+                self.track_aborted_prefill(*on);
             }
         }
         self.state = State::Done(outcome);
-        Step { ended: Some(outcome), ..applied(settle) }
+        Step { ended: Some(outcome), ..applied(settlements) }
     }
 
     fn prefill_failed(&mut self, by: Attempt, failure: Failure) -> Step {
         applied(match failure {
             Failure::NotReached | Failure::Answered => Vec::new(),
             Failure::Unknown => {
-                self.abandon(by);
+                self.track_aborted_prefill(by);
                 vec![Settlement::AbortPrefill(by)]
             }
             Failure::Unusable(handle) => {
-                vec![Settlement::ReleasePrefill(Lent { by, handle }, Cause::Unusable)]
+                let lease = PrefillLease { attempt: by, handle };
+                vec![Settlement::ReleasePrefill(lease, SettlementCause::Unusable)]
             }
         })
     }
 
-    fn abandon(&mut self, attempt: Attempt) {
-        if self.abandoned.len() == ABANDONED_MAX {
-            self.abandoned.remove(0);
+    fn track_aborted_prefill(&mut self, attempt: Attempt) {
+        if self.aborted_prefills.len() == ABORTED_PREFILLS_MAX {
+            self.aborted_prefills.remove(0);
         }
-        self.abandoned.push(attempt);
+        self.aborted_prefills.push(attempt);
     }
 
-    fn late(&mut self, by: Attempt, lent: Option<Option<Handle>>) -> Step {
-        let Some(at) = self.abandoned.iter().position(|&a| a == by) else {
+    fn settle_late_reply(&mut self, by: Attempt, leased: Option<Option<Handle>>) -> Step {
+        let Some(at) = self.aborted_prefills.iter().position(|&a| a == by) else {
             return ignored();
         };
-        self.abandoned.remove(at);
-        let release = |handle| Settlement::ReleasePrefill(Lent { by, handle }, Cause::Late);
-        applied(lent.map(release).into_iter().collect())
+        self.aborted_prefills.remove(at);
+        let release =
+            |handle| Settlement::ReleasePrefill(PrefillLease { attempt: by, handle }, SettlementCause::Late);
+        applied(leased.map(release).into_iter().collect())
     }
 
-    fn stamp(&mut self, event: Event, step: &Step, now: Time) {
-        if step.fit == Fit::Ignored {
+    fn record_time(&mut self, event: Event, step: &Step, now: Time) {
+        if step.effect == EventEffect::Ignored {
             return;
         }
         let line = &mut self.timeline;
         match event {
             Event::PrefillSent(_) => drop(line.prefill_sent.get_or_insert(now)),
-            Event::PrefillLent(..) | Event::PrefillEmpty(_) => drop(line.prefilled.get_or_insert(now)),
+            Event::PrefillLeased(..) | Event::PrefillEmpty(_) => drop(line.prefilled.get_or_insert(now)),
             Event::PrefillEnded(_) => line.prefill_ended = Some(now),
             Event::DecodeSent(_) => drop(line.decode_sent.get_or_insert(now)),
             Event::DecodeAccepted(_) => drop(line.accepted.get_or_insert(now)),
@@ -500,9 +508,9 @@ impl Exchange {
             | Event::StreamEnded(_)
             | Event::StreamBroken(_)
             | Event::StreamCut(_)
-            | Event::HandoffSpent
-            | Event::GaveUp
-            | Event::GaveUpFor(_)
+            | Event::HandoffUnusable
+            | Event::Exhausted
+            | Event::ExhaustedFor(_)
             | Event::ClientGone
             | Event::Dropped => {}
         }
@@ -512,12 +520,12 @@ impl Exchange {
     }
 }
 
-fn applied(settle: Vec<Settlement>) -> Step {
-    Step { settle, ended: None, fit: Fit::Applied }
+fn applied(settlements: Vec<Settlement>) -> Step {
+    Step { settlements, ended: None, effect: EventEffect::Applied }
 }
 
 fn ignored() -> Step {
-    Step { settle: Vec::new(), ended: None, fit: Fit::Ignored }
+    Step { settlements: Vec::new(), ended: None, effect: EventEffect::Ignored }
 }
 
 impl Phase {
@@ -557,7 +565,7 @@ impl Outcome {
     }
 }
 
-impl Cause {
+impl SettlementCause {
     /// Every cause.
     pub const ALL: [Self; 10] = [
         Self::ClientGone,

@@ -1,36 +1,35 @@
-//! The fetch: a consumer's side of one handoff, from the moment the request is queued until its blocks are
-//! verified, or until it has ended in another way.
+//! The fetch: a consumer's side of one handoff, from the queueing of the request to the verification of its blocks or
+//! another end.
 //!
 //! ```text
 //! Queued ─ admitted ─▶ Reserving ─ blocks reserved ─▶ Reading ─ transfer done ─▶ Verifying ─ valid ─▶ Landed
-//!   │ already here: Landed, released at P │                │                         │
-//!   │ lease gone: policy                  │                │ failed, or quiet        │ gone, unknown: policy
-//!   │ abort, reject: Ended                │                │ without a word: policy  │ abort, reject: Ended
-//!   └─────────────────────────────────────┘                └ abort, reject: Stopping ─ quiet ─▶ Ended
+//!   │ cached: Landed, released at P       │                │                         │
+//!   │ lease gone: policy                  │                │ failed, or worker       │ gone, unknown: policy
+//!   │ abort, reject: Ended                │                │ lost: policy            │ abort, reject: Ended
+//!   └─────────────────────────────────────┘                └ abort, reject: Stopping ─ read over ─▶ Ended
 //!
 //! policy:  recompute ─▶ Recomputing      fail ─▶ Failed(kind)
 //! ```
 //!
 //! Invariants:
-//! - Landing blocks are freed at most once, and never while anything may still write into them (invariant 3):
-//!   [`Action::FreeLanding`] comes only after the transport has said that the read is over.
-//! - [`Action::ReleaseAtProducer`] is returned exactly once in the life of a fetch, unless it ends with the
-//!   verdict "valid": then the producer has closed the lease by itself.
-//! - [`Action::Land`] comes only with the verdict "valid", or when nothing had to be read.
-//! - An event that no longer matters (repeated, late, out of order) changes nothing and is counted
-//!   (invariant 9).
+//! - Landing blocks are freed at most once, and never while a transfer may still write into them (invariant 3).
+//!   [`Action::FreeLanding`] follows only the end of the read.
+//! - [`Action::ReleaseAtProducer`] is returned exactly once in the life of a fetch, unless the verdict is "valid": then
+//!   the producer has closed the lease by itself.
+//! - [`Action::Land`] follows only the verdict "valid", or the case that nothing had to be read.
+//! - An irrelevant event (repeated, late, out of order) changes nothing and is counted (invariant 9).
 //!
 //! The table of every state and event is a golden file, `connector/tests/golden/fetch.txt`.
 
 use crate::machines::replies::{TransportError, Verdict};
 
-/// What an engine does with a request whose blocks could not be fetched. vLLM's `kv_load_failure_policy`.
+/// The rule for a request whose blocks could not be fetched: vLLM's `kv_load_failure_policy`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum LoadFailurePolicy {
-    /// Compute the prompt here, as if there had been no handoff.
+    /// Compute the prompt on this engine, as without a handoff.
     #[default]
     Recompute,
-    /// End the request with a typed error that the router can act on.
+    /// End the request with a typed error that the router can handle.
     Fail,
 }
 
@@ -45,41 +44,41 @@ impl LoadFailurePolicy {
     }
 }
 
-/// Where a fetch stands.
+/// State of a fetch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum State {
-    /// The request waits in the scheduler's queue; the lease is kept alive.
+    /// The request waits in the scheduler's queue; the consumer renews the lease.
     Queued,
-    /// The scheduler wants to run it and looks for landing blocks.
+    /// The scheduler admitted the request and reserves landing blocks.
     Reserving,
     /// A transfer writes into the landing blocks.
     Reading,
-    /// Every byte is here; the producer has been asked whether they may be used.
+    /// Every byte has arrived; the producer's verdict is pending.
     Verifying,
-    /// Given up while a transfer was writing; waits until nothing writes any more.
-    Stopping(Reason),
+    /// Abandoned while a transfer was writing; waits for the end of the transfer.
+    Stopping(ReleaseReason),
     /// The blocks may be used. The fetch is over.
     Landed,
-    /// Given up. The fetch is over.
+    /// Abandoned. The fetch is over.
     Ended,
-    /// It failed and the prompt is computed here. The fetch is over.
+    /// The fetch failed and is over. This engine computes the prompt.
     Recomputing,
-    /// It failed and the request ends with an error. The fetch is over.
+    /// The fetch failed and is over. The request ends with an error.
     Failed(FailureKind),
 }
 
-/// Why a fetch did not deliver.
+/// Why a fetch failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FailureKind {
-    /// The lease was over before every byte was here.
+    /// The lease ended before every byte had arrived.
     Gone,
     /// Range, reader or layout do not fit the lease.
     Refused,
-    /// The producer could not be reached, or did not prove who it is.
+    /// The producer could not be reached, or did not prove its identity.
     Unreachable,
     /// The transfer broke off.
     Transfer,
-    /// The bytes are here but the producer could not be asked whether they may be used.
+    /// Every byte has arrived, but the producer gave no verdict.
     Unverified,
 }
 
@@ -108,18 +107,18 @@ impl From<&TransportError> for FailureKind {
     }
 }
 
-/// What is known about bytes that were read.
+/// Whether the lease of the read bytes was live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Answer {
+pub enum Verification {
     /// The lease was live for the whole read.
     Valid,
-    /// It was not.
+    /// The lease was not live for the whole read.
     Gone,
-    /// The producer did not answer. Used like `Gone`, told apart in metrics.
+    /// The producer did not answer. Handled like `Gone`, with a metric label of its own.
     Unknown,
 }
 
-impl From<Result<Verdict, TransportError>> for Answer {
+impl From<Result<Verdict, TransportError>> for Verification {
     fn from(verdict: Result<Verdict, TransportError>) -> Self {
         match verdict {
             Ok(Verdict::Valid) => Self::Valid,
@@ -132,44 +131,44 @@ impl From<Result<Verdict, TransportError>> for Answer {
 /// What can happen to a fetch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// The scheduler wants to run the request.
+    /// The scheduler admits the request.
     Admitted,
-    /// Landing blocks are set aside. [`Action::StartRead`] in the answer is the receipt for them: without it
-    /// they are still the caller's.
+    /// Landing blocks are reserved. [`Action::StartRead`] in the answer takes them over. Without it they stay with the
+    /// caller.
     BlocksReserved,
     /// Every block is in the local prefix cache; nothing has to be read.
-    AlreadyHere,
-    /// A heartbeat was answered "gone". Means nothing once the read has begun: a draining lease refuses
-    /// heartbeats and still lets its readers finish, and a lease that was fetched completely is gone too.
+    AlreadyCached,
+    /// A heartbeat was answered "gone". Irrelevant once the read has begun: a draining lease refuses heartbeats but
+    /// lets its readers finish, and a completely fetched lease is gone too.
     LeaseGone,
-    /// Every byte is here. Nothing writes any more.
+    /// Every byte has arrived. The transfer writes no more.
     TransferDone,
-    /// The read ended without every byte. Nothing writes any more.
+    /// The read ended without every byte. The transfer writes no more.
     TransferFailed(FailureKind),
-    /// Nothing writes any more, and the read will not say how it ended (its thread is gone).
-    Quiet,
-    /// The producer's answer to [`Action::AskVerdict`], or that there is none.
-    Verdict(Answer),
-    /// The client left, or a deadline passed.
+    /// The read's thread ended without a result. It writes no more.
+    WorkerLost,
+    /// The producer's answer to [`Action::AskVerdict`], or its absence.
+    Verdict(Verification),
+    /// The client disconnected, or a deadline passed.
     Abort,
     /// The engine refuses the request: out of blocks, draining, over length, queue full.
     Reject,
 }
 
-/// The reason that goes with a release at the producer.
+/// The reason of a release at the producer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Reason {
-    /// The request was aborted here.
+pub enum ReleaseReason {
+    /// This engine aborted the request.
     Aborted,
-    /// The request was refused here.
+    /// This engine refused the request.
     Rejected,
     /// The blocks could not be fetched.
     LoadFailed,
-    /// The blocks were here already.
+    /// The blocks were already cached.
     NotNeeded,
 }
 
-impl Reason {
+impl ReleaseReason {
     /// Every reason.
     pub const ALL: [Self; 4] = [Self::Aborted, Self::Rejected, Self::LoadFailed, Self::NotNeeded];
 
@@ -190,32 +189,32 @@ impl Reason {
 pub enum Action {
     /// Read the blocks into the landing blocks, on a fetch worker.
     StartRead,
-    /// Raise the read's stop flag. One of the transfer events, or `Quiet`, follows.
+    /// Raise the read's stop flag. One of the transfer events, or `WorkerLost`, follows.
     StopRead,
-    /// Ask the producer whether the bytes may be used.
+    /// Request the producer's verdict on the bytes.
     AskVerdict,
-    /// Hand the blocks to the request: it may run.
+    /// Hand the blocks to the request, which may run.
     Land,
-    /// Give the landing blocks back to the pool. Nothing writes into them.
+    /// Free the landing blocks. No transfer writes into them.
     FreeLanding,
-    /// Release the lease; repeated by the caller until it is answered or the lease is past its expiry. After a
-    /// read that succeeded the reader gives up first ([`crate::transport::Transport::give_up`]): otherwise the
-    /// producer waits for its "done" until the drain deadline.
-    ReleaseAtProducer(Reason),
+    /// Release the lease. The caller repeats this until it gets an answer or the lease has expired. After a successful
+    /// read it calls [`crate::transport::Transport::give_up`] first. Otherwise the producer waits for the reader's
+    /// "done" until the drain deadline.
+    ReleaseAtProducer(ReleaseReason),
     /// Queue the request again, without a handoff.
     Recompute,
     /// End the request with an error.
     Fail(FailureKind),
-    /// Renew the lease no longer.
+    /// Stop renewing the lease.
     StopHeartbeat,
 }
 
-/// What one event asks for, in the order in which it must be done.
+/// The actions of one event, in the order in which they must be done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Actions([Option<Action>; Self::MAX]);
+pub struct FetchActions([Option<Action>; Self::MAX]);
 
-impl Actions {
-    /// The most that one event asks for: stop the heartbeat, free, release, and the policy.
+impl FetchActions {
+    /// The most actions of one event: stop the heartbeat, free, release, and the policy.
     pub const MAX: usize = 4;
 
     fn of<const N: usize>(actions: [Action; N]) -> Self {
@@ -227,19 +226,19 @@ impl Actions {
         all
     }
 
-    /// In order.
+    /// The actions, in order.
     pub fn iter(&self) -> impl Iterator<Item = Action> + '_ {
         self.0.iter().flatten().copied()
     }
 
-    /// Whether this action is among them.
+    /// Whether the actions contain this one.
     #[must_use]
     pub fn contains(&self, action: Action) -> bool {
         self.iter().any(|a| a == action)
     }
 }
 
-impl IntoIterator for Actions {
+impl IntoIterator for FetchActions {
     type Item = Action;
     type IntoIter = std::iter::Flatten<std::array::IntoIter<Option<Action>, { Self::MAX }>>;
 
@@ -248,7 +247,7 @@ impl IntoIterator for Actions {
     }
 }
 
-/// One fetch. Not `Clone`: it stands for landing blocks that are given back once.
+/// One fetch. Not `Clone`: its landing blocks are freed once.
 #[derive(Debug)]
 pub struct Fetch {
     policy: LoadFailurePolicy,
@@ -257,37 +256,37 @@ pub struct Fetch {
 }
 
 impl Fetch {
-    /// A fetch whose request has just been queued. Its lease is to be kept alive from now on.
+    /// The fetch of a request that was just queued. The owner renews its lease from now on.
     #[must_use]
     pub fn new(policy: LoadFailurePolicy) -> Self {
         Self { policy, state: State::Queued, ignored: 0 }
     }
 
-    /// What becomes of the request if it fails.
+    /// The rule for a failed fetch.
     #[must_use]
     pub fn policy(&self) -> LoadFailurePolicy {
         self.policy
     }
 
-    /// Where it stands.
+    /// Current state.
     #[must_use]
     pub fn state(&self) -> State {
         self.state
     }
 
-    /// Whether the lease is to be renewed.
+    /// Whether the owner must renew the lease.
     #[must_use]
-    pub fn heartbeating(&self) -> bool {
+    pub fn needs_heartbeat(&self) -> bool {
         matches!(self.state, State::Queued | State::Reserving | State::Reading | State::Verifying)
     }
 
-    /// Whether it holds landing blocks.
+    /// Whether the fetch holds landing blocks.
     #[must_use]
     pub fn holds_landing(&self) -> bool {
         matches!(self.state, State::Reading | State::Verifying | State::Stopping(_))
     }
 
-    /// Whether nothing more will be asked for.
+    /// Whether no further action follows.
     #[must_use]
     pub fn is_over(&self) -> bool {
         matches!(self.state, State::Landed | State::Ended | State::Recomputing | State::Failed(_))
@@ -299,36 +298,36 @@ impl Fetch {
         self.ignored
     }
 
-    /// Moves the fetch by one event and says what its owner must do.
+    /// Applies one event and returns the actions for the owner.
     ///
     /// Every event is allowed in every state: workers and peers repeat, delay and reorder them.
-    pub fn apply(&mut self, event: Event) -> Actions {
+    pub fn apply(&mut self, event: Event) -> FetchActions {
         match (self.state, event) {
             (State::Queued, Event::Admitted) => self.enter(State::Reserving, []),
-            (State::Queued | State::Reserving, Event::AlreadyHere) => self.enter(
+            (State::Queued | State::Reserving, Event::AlreadyCached) => self.enter(
                 State::Landed,
-                [Action::StopHeartbeat, Action::ReleaseAtProducer(Reason::NotNeeded), Action::Land],
+                [Action::StopHeartbeat, Action::ReleaseAtProducer(ReleaseReason::NotNeeded), Action::Land],
             ),
             (State::Queued | State::Reserving, Event::LeaseGone) => self.fail(FailureKind::Gone),
-            (State::Queued | State::Reserving, Event::Abort) => self.end(Reason::Aborted),
-            (State::Queued | State::Reserving, Event::Reject) => self.end(Reason::Rejected),
+            (State::Queued | State::Reserving, Event::Abort) => self.end(ReleaseReason::Aborted),
+            (State::Queued | State::Reserving, Event::Reject) => self.end(ReleaseReason::Rejected),
             (State::Reserving, Event::BlocksReserved) => self.enter(State::Reading, [Action::StartRead]),
 
             (State::Reading, Event::TransferDone) => self.enter(State::Verifying, [Action::AskVerdict]),
             (State::Reading, Event::TransferFailed(kind)) => self.fail(kind),
-            (State::Reading, Event::Quiet) => self.fail(FailureKind::Transfer),
-            (State::Reading, Event::Abort) => self.stop(Reason::Aborted),
-            (State::Reading, Event::Reject) => self.stop(Reason::Rejected),
+            (State::Reading, Event::WorkerLost) => self.fail(FailureKind::Transfer),
+            (State::Reading, Event::Abort) => self.stop(ReleaseReason::Aborted),
+            (State::Reading, Event::Reject) => self.stop(ReleaseReason::Rejected),
 
-            (State::Verifying, Event::Verdict(Answer::Valid)) => {
+            (State::Verifying, Event::Verdict(Verification::Valid)) => {
                 self.enter(State::Landed, [Action::StopHeartbeat, Action::Land])
             }
-            (State::Verifying, Event::Verdict(Answer::Gone)) => self.fail(FailureKind::Gone),
-            (State::Verifying, Event::Verdict(Answer::Unknown)) => self.fail(FailureKind::Unverified),
-            (State::Verifying, Event::Abort) => self.end(Reason::Aborted),
-            (State::Verifying, Event::Reject) => self.end(Reason::Rejected),
+            (State::Verifying, Event::Verdict(Verification::Gone)) => self.fail(FailureKind::Gone),
+            (State::Verifying, Event::Verdict(Verification::Unknown)) => self.fail(FailureKind::Unverified),
+            (State::Verifying, Event::Abort) => self.end(ReleaseReason::Aborted),
+            (State::Verifying, Event::Reject) => self.end(ReleaseReason::Rejected),
 
-            (State::Stopping(reason), Event::TransferDone | Event::TransferFailed(_) | Event::Quiet) => {
+            (State::Stopping(reason), Event::TransferDone | Event::TransferFailed(_) | Event::WorkerLost) => {
                 self.enter(State::Ended, [Action::FreeLanding, Action::ReleaseAtProducer(reason)])
             }
 
@@ -337,7 +336,7 @@ impl Fetch {
                 Event::BlocksReserved
                 | Event::TransferDone
                 | Event::TransferFailed(_)
-                | Event::Quiet
+                | Event::WorkerLost
                 | Event::Verdict(_),
             )
             | (
@@ -345,14 +344,14 @@ impl Fetch {
                 Event::Admitted
                 | Event::TransferDone
                 | Event::TransferFailed(_)
-                | Event::Quiet
+                | Event::WorkerLost
                 | Event::Verdict(_),
             )
             | (
                 State::Reading,
                 Event::Admitted
                 | Event::BlocksReserved
-                | Event::AlreadyHere
+                | Event::AlreadyCached
                 | Event::LeaseGone
                 | Event::Verdict(_),
             )
@@ -360,17 +359,17 @@ impl Fetch {
                 State::Verifying,
                 Event::Admitted
                 | Event::BlocksReserved
-                | Event::AlreadyHere
+                | Event::AlreadyCached
                 | Event::LeaseGone
                 | Event::TransferDone
                 | Event::TransferFailed(_)
-                | Event::Quiet,
+                | Event::WorkerLost,
             )
             | (
                 State::Stopping(_),
                 Event::Admitted
                 | Event::BlocksReserved
-                | Event::AlreadyHere
+                | Event::AlreadyCached
                 | Event::LeaseGone
                 | Event::Verdict(_)
                 | Event::Abort
@@ -378,39 +377,39 @@ impl Fetch {
             )
             | (State::Landed | State::Ended | State::Recomputing | State::Failed(_), _) => {
                 self.ignored = self.ignored.saturating_add(1);
-                Actions::default()
+                FetchActions::default()
             }
         }
     }
 
-    fn enter<const N: usize>(&mut self, state: State, actions: [Action; N]) -> Actions {
+    fn enter<const N: usize>(&mut self, state: State, actions: [Action; N]) -> FetchActions {
         self.state = state;
-        Actions::of(actions)
+        FetchActions::of(actions)
     }
 
-    /// Gives up while a transfer is writing.
-    fn stop(&mut self, reason: Reason) -> Actions {
+    /// Abandons the fetch while a transfer is writing.
+    fn stop(&mut self, reason: ReleaseReason) -> FetchActions {
         self.enter(State::Stopping(reason), [Action::StopHeartbeat, Action::StopRead])
     }
 
-    /// Gives up while nothing is writing.
-    fn end(&mut self, reason: Reason) -> Actions {
+    /// Abandons the fetch while no transfer is writing.
+    fn end(&mut self, reason: ReleaseReason) -> FetchActions {
         self.leave(State::Ended, reason, None)
     }
 
-    fn fail(&mut self, kind: FailureKind) -> Actions {
+    fn fail(&mut self, kind: FailureKind) -> FetchActions {
         let (state, action) = match self.policy {
             LoadFailurePolicy::Recompute => (State::Recomputing, Action::Recompute),
             LoadFailurePolicy::Fail => (State::Failed(kind), Action::Fail(kind)),
         };
-        self.leave(state, Reason::LoadFailed, Some(action))
+        self.leave(state, ReleaseReason::LoadFailed, Some(action))
     }
 
-    /// Ends without landing: what is held comes back first, then the producer is told, then the request.
-    fn leave(&mut self, state: State, reason: Reason, last: Option<Action>) -> Actions {
+    /// Ends without landing. The order is: free the landing blocks, release at the producer, act on the request.
+    fn leave(&mut self, state: State, reason: ReleaseReason, last: Option<Action>) -> FetchActions {
         let free = self.holds_landing().then_some(Action::FreeLanding);
         self.state = state;
-        Actions([Some(Action::StopHeartbeat), free, Some(Action::ReleaseAtProducer(reason)), last])
+        FetchActions([Some(Action::StopHeartbeat), free, Some(Action::ReleaseAtProducer(reason)), last])
     }
 }
 

@@ -1,37 +1,37 @@
-//! The gatherer: one fetch that reads over several links, seen as one.
+//! The gatherer: combines the links of one fetch into one transfer.
 //!
 //! ```text
-//! Reading ─ every link has its bytes ─▶ Verifying ─ every verdict valid ─▶ Over: valid
-//!    │                                      └ another verdict, or none ──▶ Over: gone or unknown
-//!    └ a link failed, or its verdict ─▶ Stopping ─ nobody writes any more ─▶ Over: failed
-//!                                       (the others are told to stop)
+//! Reading ─ every link has its bytes ─▶ Verifying ─ every verdict valid ─▶ Ended: valid
+//!    │                                      └ another verdict, or none ──▶ Ended: gone or unknown
+//!    └ a link or its verdict failed ─▶ Stopping ─ no link writes any more ─▶ Ended: failed
+//!                                      (the stop flag of the other links is raised)
 //! ```
 //!
-//! Each link's worker reads, reports, asks for its own verdict and reports that. The [`crate::machines::fetch::Fetch`] of the
-//! request hears of one transfer: done when all are done, failed when one failed and the others are quiet, valid
-//! only if every link's verdict is.
+//! Each link's worker reads, reports, requests the verdict of its link and reports that. The request's
+//! [`crate::machines::fetch::Fetch`] sees one transfer. The transfer is done when all links are done. It has failed
+//! when one link failed and the others have stopped. It is valid only if the verdict of every link is.
 //!
 //! Invariants:
-//! - Nothing is said about the end of the transfer while any link may still write (invariant 3).
-//! - At most one [`Action::Transfer`] and one [`Action::Verdict`] leave it, in this order, and a verdict only after
-//!   a transfer that was done: what [`crate::machines::fetch::Fetch`] expects of one worker.
-//! - A link counts once: it reports, or it is declared lost ([`Event::Lost`]), and then its silence holds nobody.
-//! - Whatever repeats, or comes too late, changes nothing and is counted (invariant 9).
+//! - The end of the transfer is reported only when no link may still write (invariant 3).
+//! - The gatherer returns at most one [`Action::Transfer`] and then one [`Action::Verdict`]. A verdict follows only a
+//!   transfer that was done, as [`crate::machines::fetch::Fetch`] expects of one worker.
+//! - A link counts once: it reports, or its owner reports it lost ([`Event::Lost`]). A lost link blocks no other.
+//! - A repeated or late report changes nothing and is counted (invariant 9).
 //!
 //! The table of every state and event is a golden file, `connector/tests/golden/gather.txt`.
 
-use crate::machines::fetch::{Answer, FailureKind};
+use crate::machines::fetch::{FailureKind, Verification};
 
-/// What a link, or whoever watches it, reports.
+/// A report of a link's worker, or of its owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// The link has all its bytes. Nothing writes for it any more.
+    /// The link has all its bytes and writes no more.
     Done,
-    /// It ended without. Nothing writes for it any more.
+    /// The link ended without all its bytes and writes no more.
     Failed(FailureKind),
-    /// The producer's answer to its "done", or that there is none.
-    Verdict(Answer),
-    /// Its worker is gone without a word: nothing writes for it any more, and nothing more will be said.
+    /// The producer's answer to the link's "done", or its absence.
+    Verdict(Verification),
+    /// The link's worker ended without a report. It writes no more, and no further report follows.
     Lost,
 }
 
@@ -40,83 +40,83 @@ pub enum Event {
 pub enum Action {
     /// Raise the stop flag that the links of this fetch share.
     StopOthers,
-    /// Tell the fetch: every byte is here, or why not. Nothing writes any more.
+    /// Report to the fetch that every byte has arrived, or the failure. No link writes any more.
     Transfer(Result<(), FailureKind>),
-    /// Tell the fetch whether the bytes may be used.
-    Verdict(Answer),
+    /// Report to the fetch whether the bytes may be used.
+    Verdict(Verification),
 }
 
-/// What one event asks for, in order.
+/// The actions of one event, in order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Actions([Option<Action>; 2]);
+pub struct GatherActions([Option<Action>; 2]);
 
-impl Actions {
+impl GatherActions {
     fn push(&mut self, action: Action) {
         let free = self.0.iter_mut().find(|slot| slot.is_none());
         *free.expect("no event asks for more than two things") = Some(action);
     }
 
-    /// In order.
+    /// The actions, in order.
     pub fn iter(&self) -> impl Iterator<Item = Action> + '_ {
         self.0.iter().flatten().copied()
     }
 }
 
-/// Where one link stands.
+/// State of one link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Link {
-    /// It may write.
+enum LinkState {
+    /// The link may write.
     Reading,
-    /// Its bytes are here; the verdict is not.
+    /// The bytes have arrived; the verdict is pending.
     Done,
-    /// It is over, with or without success: nothing more is expected of it.
-    Over(Option<Answer>),
+    /// The link has ended, with or without success. No further report is expected.
+    Ended(Option<Verification>),
 }
 
-/// Where a gatherer stands.
+/// State of a gatherer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum State {
     /// Links write.
     Reading,
-    /// One has failed; others may still write.
+    /// One link has failed; others may still write.
     Stopping(FailureKind),
-    /// Every byte is here; not every verdict.
+    /// Every byte has arrived; verdicts are pending.
     Verifying,
-    /// Everything has been said.
-    Over,
+    /// The result is reported.
+    Ended,
 }
 
-/// See the module's documentation. Not `Clone`: it stands for one fetch's landing blocks.
+/// The links of one fetch. Not `Clone`: the landing blocks of a fetch are freed once.
 #[derive(Debug)]
-pub struct Gather {
+pub struct Gatherer {
     state: State,
-    links: Vec<Link>,
+    links: Vec<LinkState>,
     ignored: u32,
 }
 
-impl Gather {
+impl Gatherer {
     /// A fetch of `links` links (at least one), all of them reading.
     #[must_use]
     pub fn new(links: usize) -> Self {
-        Self { state: State::Reading, links: vec![Link::Reading; links.max(1)], ignored: 0 }
+        Self { state: State::Reading, links: vec![LinkState::Reading; links.max(1)], ignored: 0 }
     }
 
-    /// Where it stands.
+    /// Current state.
     #[must_use]
     pub fn state(&self) -> State {
         self.state
     }
 
-    /// Whether everything has been said, and nothing more will be asked for.
+    /// Whether the result is reported, and no further action follows.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        self.state == State::Over
+        self.state == State::Ended
     }
 
     /// Whether any link may still write into landing blocks.
     #[must_use]
-    pub fn writes(&self) -> bool {
-        self.links.contains(&Link::Reading)
+    pub fn is_writing(&self) -> bool {
+        self.links.contains(&LinkState::Reading)
     }
 
     /// Events so far that changed nothing.
@@ -125,107 +125,109 @@ impl Gather {
         self.ignored
     }
 
-    /// Takes one link's report. Every event is allowed in every state, from any number.
-    pub fn apply(&mut self, link: usize, event: Event) -> Actions {
+    /// Applies one link's report. Every event is allowed in every state, for any link number.
+    pub fn apply(&mut self, link: usize, event: Event) -> GatherActions {
         let Some(slot) = self.links.get_mut(link) else {
             return self.ignore();
         };
         let failure = match (*slot, event) {
-            (Link::Reading, Event::Done) => {
-                *slot = Link::Done;
+            (LinkState::Reading, Event::Done) => {
+                *slot = LinkState::Done;
                 None
             }
-            (Link::Reading, Event::Failed(kind)) => {
-                *slot = Link::Over(None);
+            (LinkState::Reading, Event::Failed(kind)) => {
+                *slot = LinkState::Ended(None);
                 Some(kind)
             }
-            (Link::Reading, Event::Lost) => {
-                *slot = Link::Over(None);
+            (LinkState::Reading, Event::Lost) => {
+                *slot = LinkState::Ended(None);
                 Some(FailureKind::Transfer)
             }
-            (Link::Done, Event::Verdict(answer)) => {
-                *slot = Link::Over(Some(answer));
+            (LinkState::Done, Event::Verdict(answer)) => {
+                *slot = LinkState::Ended(Some(answer));
                 failure_of(answer)
             }
-            (Link::Done, Event::Lost) => {
-                *slot = Link::Over(Some(Answer::Unknown));
-                failure_of(Answer::Unknown)
+            (LinkState::Done, Event::Lost) => {
+                *slot = LinkState::Ended(Some(Verification::Unknown));
+                failure_of(Verification::Unknown)
             }
-            (Link::Reading, Event::Verdict(_))
-            | (Link::Done, Event::Done | Event::Failed(_))
-            | (Link::Over(_), Event::Done | Event::Failed(_) | Event::Verdict(_) | Event::Lost) => {
+            (LinkState::Reading, Event::Verdict(_))
+            | (LinkState::Done, Event::Done | Event::Failed(_))
+            | (LinkState::Ended(_), Event::Done | Event::Failed(_) | Event::Verdict(_) | Event::Lost) => {
                 return self.ignore();
             }
         };
         self.advance(failure)
     }
 
-    /// What follows for the whole from a link that has moved, and has perhaps failed.
-    fn advance(&mut self, failure: Option<FailureKind>) -> Actions {
-        let mut actions = Actions::default();
+    /// Advances the state after a report of one link, which may be a failure.
+    fn advance(&mut self, failure: Option<FailureKind>) -> GatherActions {
+        let mut actions = GatherActions::default();
         if let (State::Reading, Some(kind)) = (self.state, failure)
-            && self.writes()
+            && self.is_writing()
         {
             self.state = State::Stopping(kind);
             actions.push(Action::StopOthers);
             return actions;
         }
-        if self.writes() {
+        if self.is_writing() {
             return actions;
         }
         match self.state {
             State::Reading => match failure {
-                // The last link that wrote has failed: nobody has to be stopped.
-                Some(kind) if self.links.contains(&Link::Over(None)) => self.fail(kind, &mut actions),
+                // The last link that wrote has failed: there is no link to stop.
+                Some(kind) if self.links.contains(&LinkState::Ended(None)) => self.fail(kind, &mut actions),
                 _ => {
                     self.state = State::Verifying;
                     actions.push(Action::Transfer(Ok(())));
-                    self.judge(&mut actions);
+                    self.report_verdict(&mut actions);
                 }
             },
             State::Stopping(kind) => self.fail(kind, &mut actions),
-            State::Verifying => self.judge(&mut actions),
-            // Verdicts of links that were faster than the one that failed.
-            State::Over => {}
+            State::Verifying => self.report_verdict(&mut actions),
+            // Verdicts of links that finished before the failure of another link.
+            State::Ended => {}
         }
         actions
     }
 
-    fn fail(&mut self, kind: FailureKind, actions: &mut Actions) {
-        self.state = State::Over;
+    fn fail(&mut self, kind: FailureKind, actions: &mut GatherActions) {
+        self.state = State::Ended;
         actions.push(Action::Transfer(Err(kind)));
     }
 
-    /// Every byte is here: says the verdict once every link has one, or one is not "valid".
-    fn judge(&mut self, actions: &mut Actions) {
+    /// Reports the verdict once every link has one, or one is not "valid".
+    fn report_verdict(&mut self, actions: &mut GatherActions) {
         let answers = || {
-            self.links.iter().filter_map(|link| if let Link::Over(answer) = link { *answer } else { None })
+            self.links
+                .iter()
+                .filter_map(|link| if let LinkState::Ended(answer) = link { *answer } else { None })
         };
-        let verdict = if answers().any(|answer| answer == Answer::Gone) {
-            Answer::Gone
-        } else if answers().any(|answer| answer == Answer::Unknown) {
-            Answer::Unknown
-        } else if self.links.contains(&Link::Done) {
+        let verdict = if answers().any(|answer| answer == Verification::Gone) {
+            Verification::Gone
+        } else if answers().any(|answer| answer == Verification::Unknown) {
+            Verification::Unknown
+        } else if self.links.contains(&LinkState::Done) {
             return;
         } else {
-            Answer::Valid
+            Verification::Valid
         };
-        self.state = State::Over;
+        self.state = State::Ended;
         actions.push(Action::Verdict(verdict));
     }
 
-    fn ignore(&mut self) -> Actions {
+    fn ignore(&mut self) -> GatherActions {
         self.ignored = self.ignored.saturating_add(1);
-        Actions::default()
+        GatherActions::default()
     }
 }
 
-/// Bytes that may not be used are as good as bytes that never came: the other links need not go on.
-fn failure_of(answer: Answer) -> Option<FailureKind> {
+/// A failed verdict counts as a failed link: the other links need not continue.
+fn failure_of(answer: Verification) -> Option<FailureKind> {
     match answer {
-        Answer::Valid => None,
-        Answer::Gone => Some(FailureKind::Gone),
-        Answer::Unknown => Some(FailureKind::Unverified),
+        Verification::Valid => None,
+        Verification::Gone => Some(FailureKind::Gone),
+        Verification::Unknown => Some(FailureKind::Unverified),
     }
 }
 
@@ -235,50 +237,56 @@ mod tests {
 
     const GONE: FailureKind = FailureKind::Gone;
 
-    fn apply(gather: &mut Gather, link: usize, event: Event) -> Vec<Action> {
+    fn apply(gather: &mut Gatherer, link: usize, event: Event) -> Vec<Action> {
         gather.apply(link, event).iter().collect()
     }
 
     #[test]
     fn a_fetch_of_one_link_says_what_the_link_says() {
-        let mut gather = Gather::new(1);
+        let mut gather = Gatherer::new(1);
         assert_eq!(apply(&mut gather, 0, Event::Done), [Action::Transfer(Ok(()))]);
-        assert_eq!(apply(&mut gather, 0, Event::Verdict(Answer::Valid)), [Action::Verdict(Answer::Valid)]);
-        let mut gather = Gather::new(1);
+        assert_eq!(
+            apply(&mut gather, 0, Event::Verdict(Verification::Valid)),
+            [Action::Verdict(Verification::Valid)]
+        );
+        let mut gather = Gatherer::new(1);
         assert_eq!(apply(&mut gather, 0, Event::Failed(GONE)), [Action::Transfer(Err(GONE))]);
         assert!(gather.is_over());
     }
 
     #[test]
     fn a_fetch_is_done_when_all_links_are_and_valid_when_all_verdicts_are() {
-        let mut gather = Gather::new(3);
-        for (link, event) in [(1, Event::Done), (1, Event::Verdict(Answer::Valid)), (0, Event::Done)] {
+        let mut gather = Gatherer::new(3);
+        for (link, event) in [(1, Event::Done), (1, Event::Verdict(Verification::Valid)), (0, Event::Done)] {
             assert_eq!(apply(&mut gather, link, event), []);
         }
         assert_eq!(apply(&mut gather, 2, Event::Done), [Action::Transfer(Ok(()))]);
-        assert_eq!(apply(&mut gather, 2, Event::Verdict(Answer::Valid)), []);
-        assert_eq!(apply(&mut gather, 0, Event::Verdict(Answer::Valid)), [Action::Verdict(Answer::Valid)]);
+        assert_eq!(apply(&mut gather, 2, Event::Verdict(Verification::Valid)), []);
+        assert_eq!(
+            apply(&mut gather, 0, Event::Verdict(Verification::Valid)),
+            [Action::Verdict(Verification::Valid)]
+        );
     }
 
     #[test]
     fn one_failure_stops_the_others_and_waits_for_them() {
-        let mut gather = Gather::new(3);
+        let mut gather = Gatherer::new(3);
         assert_eq!(apply(&mut gather, 1, Event::Failed(GONE)), [Action::StopOthers]);
         assert_eq!(apply(&mut gather, 0, Event::Done), [], "it was faster than the flag");
-        assert_eq!(apply(&mut gather, 0, Event::Verdict(Answer::Valid)), []);
+        assert_eq!(apply(&mut gather, 0, Event::Verdict(Verification::Valid)), []);
         let last = apply(&mut gather, 2, Event::Failed(FailureKind::Transfer));
         assert_eq!(last, [Action::Transfer(Err(GONE))], "the first failure is the reason");
     }
 
     #[test]
     fn a_lost_worker_holds_nobody() {
-        let mut gather = Gather::new(2);
+        let mut gather = Gatherer::new(2);
         assert_eq!(apply(&mut gather, 0, Event::Done), []);
         assert_eq!(apply(&mut gather, 1, Event::Lost), [Action::Transfer(Err(FailureKind::Transfer))]);
-        let mut gather = Gather::new(2);
+        let mut gather = Gatherer::new(2);
         apply(&mut gather, 0, Event::Done);
         apply(&mut gather, 1, Event::Done);
-        assert_eq!(apply(&mut gather, 0, Event::Lost), [Action::Verdict(Answer::Unknown)]);
+        assert_eq!(apply(&mut gather, 0, Event::Lost), [Action::Verdict(Verification::Unknown)]);
         assert_eq!(apply(&mut gather, 0, Event::Lost), []);
         assert_eq!((apply(&mut gather, 7, Event::Done), gather.ignored()), (vec![], 2));
     }
@@ -289,8 +297,8 @@ mod tests {
         let kinds = [
             Event::Done,
             Event::Failed(FailureKind::Transfer),
-            Event::Verdict(Answer::Valid),
-            Event::Verdict(Answer::Gone),
+            Event::Verdict(Verification::Valid),
+            Event::Verdict(Verification::Gone),
             Event::Lost,
         ];
         let events: Vec<_> = [0, 1].into_iter().flat_map(|link| kinds.map(|event| (link, event))).collect();
@@ -306,8 +314,8 @@ mod tests {
     }
 
     fn run(events: &[(usize, Event)], order: &[usize]) {
-        let mut gather = Gather::new(2);
-        // What a link has truly said: its first report, and the verdict after "done".
+        let mut gather = Gatherer::new(2);
+        // The effective reports of each link: the first one, and the verdict after "done".
         let (mut quiet, mut valid) = ([None; 2], [None; 2]);
         let (mut transfer, mut verdict) = (None, None);
         for &i in order {
@@ -321,7 +329,7 @@ mod tests {
                     valid[link] = Some(false)
                 }
                 Event::Verdict(answer) if quiet[link] == Some(true) && valid[link].is_none() => {
-                    valid[link] = Some(answer == Answer::Valid);
+                    valid[link] = Some(answer == Verification::Valid);
                 }
                 _ => {}
             }
@@ -336,12 +344,12 @@ mod tests {
                     Action::Verdict(answer) => {
                         assert_eq!(verdict.replace(answer), None, "said twice");
                         assert_eq!(transfer, Some(Ok(())), "a verdict about bytes that are not here");
-                        assert_eq!(answer == Answer::Valid, valid == [Some(true); 2]);
+                        assert_eq!(answer == Verification::Valid, valid == [Some(true); 2]);
                     }
                 }
             }
         }
-        // Whoever has not reported by now is lost; then it is over.
+        // Links without a report so far are lost. Then the fetch is over.
         for link in [0, 1, 0, 1] {
             for action in gather.apply(link, Event::Lost).iter() {
                 transfer =

@@ -1,8 +1,8 @@
-//! The lease: how a prefill engine lends the blocks it computed to a decode engine.
+//! The lease: a prefill engine keeps the blocks that it computed for a decode engine.
 //!
 //! ```text
-//! Growing ─ the prefill is done ──▶ Offered, or Reading if somebody reads already
-//! Growing ─ release, abort ───────▶ Closed(Released), or Draining if somebody reads
+//! Growing ─ the prefill is done ──▶ Offered, or Reading with readers in flight
+//! Growing ─ release, abort ───────▶ Closed(Released), or Draining with readers in flight
 //! Offered ─ read begun(reader) ───▶ Reading{readers}
 //! Offered ─ release ──────────────▶ Closed(Released)
 //! Offered ─ expired ──────────────▶ Closed(Expired)
@@ -11,25 +11,25 @@
 //! Offered, Reading ─ one of several consumers leaves ─▶ the same; Closed(Released) if it was the last
 //! Reading ─ release / expired ────▶ Draining     no new reader; wait for those in flight
 //! Draining ─ last reader done or failed, or the drain deadline ─▶ Closed(Fetched|Released|Expired)
-//! Closed  ─ anything ─────────────▶ ignored; a new read is answered Gone
+//! Closed  ─ any event ────────────▶ ignored; a new read is answered Gone
 //! ```
 //!
-//! A reader is one link of one consumer ([`Reader`]); a consumer has everything when all its links are done, and
-//! the lease ends by itself when as many consumers as were expected have everything or have left. A consumer that
-//! fails half-way stands in nobody's way: another one takes its place, until time is up.
+//! A reader is one link of one consumer ([`Reader`]). A consumer has everything when all its links are done. The lease
+//! ends by itself when as many consumers as expected have everything or have left. A consumer that fails half-way
+//! blocks no other one: another consumer can take its place until the lease expires.
 //!
-//! A lease may be opened while its prefill still computes ([`Lease::growing`]): it can be read from then on, as far as
-//! its owner says that blocks are final, and a reader is told "valid" only once all of them are. Until then no clock
-//! runs: the prefill itself is bounded, and whatever ends it ends the lease.
+//! A lease may be opened while its prefill still computes ([`Lease::growing`]). Blocks can be read as soon as the owner
+//! marks them final. A read is "valid" only once all blocks are final. Until then the lease does not expire: the
+//! prefill is bounded, and its end ends the lease.
 //!
 //! Invariants:
-//! - [`Step::closed`] is `Some` exactly once in the life of a lease: then, and only then, the blocks go back.
-//! - Until then they are neither written nor given out again.
+//! - [`Step::closed`] is `Some` exactly once in the life of a lease. Only then are the blocks freed.
+//! - Until then they are neither written nor allocated again.
 //! - Every event is allowed in every state: the network may repeat, delay and reorder them.
 //!
 //! The table of every state and event is a golden file, `connector/tests/golden/lease.txt`.
 
-mod portrait;
+mod snapshot;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -37,14 +37,14 @@ use std::time::Duration;
 use crate::limits::{CONSUMERS_MAX, DRAIN_DEADLINE, HEARTBEAT_EXTENSION, KV_LEASE_DURATION, READERS_MAX};
 use crate::{Rank, Reader, Time};
 
-pub use portrait::LeasePortrait;
+pub use snapshot::LeaseSnapshot;
 
-/// How long a lease lives and drains.
+/// The durations of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseTerms {
-    /// Life without a heartbeat (`kv_lease_duration`).
+    /// Time to expiry without a heartbeat (`kv_lease_duration`).
     pub duration: Duration,
-    /// Wait for readers in flight after release or expiry.
+    /// Longest wait for readers in flight after release or expiry.
     pub drain: Duration,
 }
 
@@ -64,16 +64,16 @@ impl LeaseTerms {
 
 /// Why a lease ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Cause {
+pub enum CloseCause {
     /// Every expected consumer has everything.
     Fetched,
-    /// Somebody gave it up.
+    /// The lease was released.
     Released,
-    /// Nobody came in time.
+    /// The lease expired.
     Expired,
 }
 
-impl Cause {
+impl CloseCause {
     /// Every cause.
     pub const ALL: [Self; 3] = [Self::Fetched, Self::Released, Self::Expired];
 
@@ -88,82 +88,82 @@ impl Cause {
     }
 }
 
-/// Where a lease stands.
+/// State of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum State {
-    /// Its prefill still computes; whether anybody reads already makes no difference.
+    /// Its prefill still computes, with or without readers in flight.
     Growing,
-    /// Nobody reads.
+    /// No reader is in flight.
     Offered,
     /// At least one reader is in flight.
     Reading,
-    /// Given up or expired while readers were in flight.
-    Draining(Cause),
-    /// Over; the blocks are back.
-    Closed(Cause),
+    /// Released or expired while readers were in flight.
+    Draining(CloseCause),
+    /// Ended; the blocks are freed.
+    Closed(CloseCause),
 }
 
 /// What can happen to a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The prefill is done: every block is final, and the clock starts.
+    /// The prefill is done: every block is final, and the lease duration starts.
     Sealed,
     /// A reader asks to start.
     ReadBegun(Reader),
     /// A reader has everything.
     ReadDone(Reader),
-    /// A reader's connection broke, or it gave up.
+    /// The connection of a reader broke, or the reader stopped.
     ReadFailed(Reader),
-    /// A sign of life of a consumer.
+    /// A consumer renews the lease.
     Heartbeat,
-    /// Somebody gives the lease up, for all its consumers.
+    /// The lease is released for all its consumers.
     Release,
-    /// A consumer will not read (any more); others may.
+    /// One consumer does not read any more. Others may.
     Leave(u64),
     /// Time has passed; see [`Lease::deadline`].
     Tick,
 }
 
-/// The answer to whoever sent an event.
+/// The answer to the sender of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reply {
-    /// Nothing to say.
+    /// No answer.
     None,
     /// The read may start.
     Granted,
-    /// The read is valid, or the heartbeat counted.
+    /// The read is valid, or the lease is renewed.
     Valid,
-    /// The lease is over, or never knew this reader.
+    /// The lease has ended, or does not know this reader.
     Gone,
     /// Too many readers at once.
     Busy,
-    /// The release took effect; blocks are back.
+    /// The release took effect; the blocks are freed.
     Released,
-    /// The release took effect; readers in flight are waited for.
+    /// The release took effect; the lease waits for readers in flight.
     Draining,
-    /// A repetition: whatever it asks has already happened.
+    /// A repetition, without effect.
     Already,
 }
 
 /// The outcome of one event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// For the sender.
+    /// The answer to the sender.
     pub reply: Reply,
-    /// Set exactly once per lease: the blocks go back now, for this cause.
-    pub closed: Option<Cause>,
+    /// Set exactly once per lease: the blocks are freed now, for this cause.
+    pub closed: Option<CloseCause>,
 }
 
-/// One lease. Not `Clone`: it stands for blocks that are given back once.
+/// One lease. Not `Clone`: its blocks are freed once.
 #[derive(Debug)]
 pub struct Lease {
     state: State,
-    /// Whether every block is final. One that began to end before that never says "valid".
+    /// Whether every block is final. A lease that begins to end before that never answers "valid".
     sealed: bool,
     terms: LeaseTerms,
     expiry: Time,
     drain_deadline: Time,
-    /// Consumers.
+    /// Number of expected consumers.
     expected: usize,
     reading: BTreeSet<Reader>,
     done: BTreeSet<Reader>,
@@ -197,13 +197,13 @@ impl Lease {
         Self { state: State::Growing, sealed: false, ..Self::open(terms, expected, Time::ZERO) }
     }
 
-    /// Where it stands.
+    /// Current state.
     #[must_use]
     pub fn state(&self) -> State {
         self.state
     }
 
-    /// When [`Event::Tick`] will next change something; `None` while it grows, and once closed.
+    /// When [`Event::Tick`] next changes something; `None` while the lease grows, and once it is closed.
     #[must_use]
     pub fn deadline(&self) -> Option<Time> {
         match self.state {
@@ -214,8 +214,8 @@ impl Lease {
         }
     }
 
-    /// Readers that have everything, of those expected. A consumer that has not shown up yet counts as one
-    /// reader: how many links it has is not known.
+    /// Readers that have everything, of those expected. A consumer without a read so far counts as one reader, because
+    /// its number of links is not known.
     #[must_use]
     pub fn progress(&self) -> (usize, usize) {
         let mut consumers: BTreeMap<(u64, u16), usize> = BTreeMap::new();
@@ -239,27 +239,26 @@ impl Lease {
         self.expected
     }
 
-    /// Readers whose "done" was answered "valid".
+    /// Readers with the verdict "valid".
     #[must_use]
     pub fn finished_readers(&self) -> Vec<Reader> {
         self.done.iter().copied().collect()
     }
 
-    /// Whether this reader may still be sent bytes.
+    /// Whether bytes may still be sent to this reader.
     #[must_use]
     pub fn serves(&self, reader: Reader) -> bool {
         !matches!(self.state, State::Closed(_)) && self.reading.contains(&reader)
     }
 
-    /// Moves the lease by one event and says what its owner must do.
+    /// Applies one event and returns what the owner must do.
     ///
-    /// A lease whose time is up is moved by the clock first, whatever the event: a heartbeat that arrives
-    /// after the expiry does not bring it back.
+    /// A passed deadline takes effect before the event. So a heartbeat after the expiry does not renew the lease.
     pub fn apply(&mut self, event: Event, now: Time) -> Step {
-        let lapsed =
-            if self.deadline().is_some_and(|deadline| now >= deadline) { self.lapse(now) } else { None };
+        let expired =
+            if self.deadline().is_some_and(|deadline| now >= deadline) { self.expire(now) } else { None };
         let step = self.transition(event, now);
-        Step { reply: step.reply, closed: lapsed.or(step.closed) }
+        Step { reply: step.reply, closed: expired.or(step.closed) }
     }
 
     fn transition(&mut self, event: Event, now: Time) -> Step {
@@ -291,27 +290,27 @@ impl Lease {
             (State::Draining(_) | State::Closed(_), Event::ReadBegun(_)) => reply(Reply::Gone),
 
             (State::Growing, Event::ReadDone(reader)) => {
-                // Not all of it can be there: whoever says so is not believed.
+                // The prefill still computes, so the reader cannot have every block.
                 self.reading.remove(&reader);
-                self.rest(Reply::Gone)
+                self.close_if_complete(Reply::Gone)
             }
             (State::Reading, Event::ReadDone(reader)) => {
                 if !self.reading.remove(&reader) {
                     return reply(self.verdict_of_absent(reader));
                 }
-                self.book(reader);
-                self.rest(Reply::Valid)
+                self.record_done(reader);
+                self.close_if_complete(Reply::Valid)
             }
             (State::Draining(cause), Event::ReadDone(reader)) if !self.sealed => {
                 self.reading.remove(&reader);
-                self.drained(cause, Reply::Gone)
+                self.close_if_drained(cause, Reply::Gone)
             }
             (State::Draining(cause), Event::ReadDone(reader)) => {
                 if !self.reading.remove(&reader) {
                     return reply(self.verdict_of_absent(reader));
                 }
-                self.book(reader);
-                self.drained(cause, Reply::Valid)
+                self.record_done(reader);
+                self.close_if_drained(cause, Reply::Valid)
             }
             (State::Offered | State::Closed(_), Event::ReadDone(reader)) => {
                 reply(self.verdict_of_absent(reader))
@@ -319,11 +318,11 @@ impl Lease {
 
             (State::Growing | State::Reading, Event::ReadFailed(reader)) => {
                 self.reading.remove(&reader);
-                self.rest(Reply::None)
+                self.close_if_complete(Reply::None)
             }
             (State::Draining(cause), Event::ReadFailed(reader)) => {
                 self.reading.remove(&reader);
-                self.drained(cause, Reply::None)
+                self.close_if_drained(cause, Reply::None)
             }
             (State::Offered | State::Closed(_), Event::ReadFailed(_)) => reply(Reply::None),
 
@@ -334,12 +333,12 @@ impl Lease {
             }
             (State::Draining(_) | State::Closed(_), Event::Heartbeat) => reply(Reply::Gone),
 
-            (State::Offered, Event::Release) => self.close(Cause::Released, Reply::Released),
+            (State::Offered, Event::Release) => self.close(CloseCause::Released, Reply::Released),
             (State::Growing, Event::Release) if self.reading.is_empty() => {
-                self.close(Cause::Released, Reply::Released)
+                self.close(CloseCause::Released, Reply::Released)
             }
             (State::Growing | State::Reading, Event::Release) => {
-                self.drain(Cause::Released, now);
+                self.drain(CloseCause::Released, now);
                 reply(Reply::Draining)
             }
             (State::Draining(_) | State::Closed(_), Event::Release | Event::Leave(_)) => {
@@ -351,7 +350,7 @@ impl Lease {
                 if full || self.complete.contains(&consumer) || !self.left.insert(consumer) {
                     return reply(Reply::Already);
                 }
-                let step = self.rest(Reply::Draining);
+                let step = self.close_if_complete(Reply::Draining);
                 if step.closed.is_some() { Step { reply: Reply::Released, ..step } } else { step }
             }
 
@@ -359,12 +358,12 @@ impl Lease {
         }
     }
 
-    /// The clock's own transition, due when `now` has reached the deadline.
-    fn lapse(&mut self, now: Time) -> Option<Cause> {
+    /// The transition of a deadline that `now` has reached.
+    fn expire(&mut self, now: Time) -> Option<CloseCause> {
         match self.state {
-            State::Offered => self.close(Cause::Expired, Reply::None).closed,
+            State::Offered => self.close(CloseCause::Expired, Reply::None).closed,
             State::Reading => {
-                self.drain(Cause::Expired, now);
+                self.drain(CloseCause::Expired, now);
                 None
             }
             State::Draining(cause) => {
@@ -375,13 +374,13 @@ impl Lease {
         }
     }
 
-    /// A repeated "done" is valid if the first one was: its reader's bytes were checked then.
+    /// A repeated "done" is valid if the first one was: the reader's bytes were checked then.
     fn verdict_of_absent(&self, reader: Reader) -> Reply {
         if self.done.contains(&reader) { Reply::Valid } else { Reply::Gone }
     }
 
-    /// A reader is done, and with it perhaps its consumer.
-    fn book(&mut self, reader: Reader) {
+    /// Records that a reader is done, and its consumer if that was the last link.
+    fn record_done(&mut self, reader: Reader) {
         self.done.insert(reader);
         let Reader { consumer, of, rank: _ } = reader;
         let links = Reader { consumer, of, rank: Rank(0) }..=Reader { consumer, of, rank: Rank(u16::MAX) };
@@ -391,8 +390,8 @@ impl Lease {
         }
     }
 
-    /// After a reader or a consumer has gone: the lease is over when nobody else is expected.
-    fn rest(&mut self, reply: Reply) -> Step {
+    /// Closes the lease if no reader is in flight and no further consumer is expected.
+    fn close_if_complete(&mut self, reply: Reply) -> Step {
         if !self.reading.is_empty() {
             return Step { reply, closed: None };
         }
@@ -403,23 +402,23 @@ impl Lease {
             return Step { reply, closed: None };
         }
         let fetched = self.complete.len() >= self.expected;
-        self.close(if fetched { Cause::Fetched } else { Cause::Released }, reply)
+        self.close(if fetched { CloseCause::Fetched } else { CloseCause::Released }, reply)
     }
 
-    fn drain(&mut self, cause: Cause, now: Time) {
+    fn drain(&mut self, cause: CloseCause, now: Time) {
         self.drain_deadline = now.after(self.terms.drain);
         self.state = State::Draining(cause);
     }
 
-    fn drained(&mut self, cause: Cause, reply: Reply) -> Step {
+    fn close_if_drained(&mut self, cause: CloseCause, reply: Reply) -> Step {
         if !self.reading.is_empty() {
             return Step { reply, closed: None };
         }
         let fetched = self.complete.len() >= self.expected;
-        self.close(if fetched { Cause::Fetched } else { cause }, reply)
+        self.close(if fetched { CloseCause::Fetched } else { cause }, reply)
     }
 
-    fn close(&mut self, cause: Cause, reply: Reply) -> Step {
+    fn close(&mut self, cause: CloseCause, reply: Reply) -> Step {
         self.state = State::Closed(cause);
         Step { reply, closed: Some(cause) }
     }

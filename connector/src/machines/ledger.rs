@@ -1,59 +1,59 @@
 //! The ledger: all leases of one producer.
 //!
-//! It opens, finds and ends leases, keeps their expiry in order (never a scan), and remembers ended leases and
-//! early releases for a bounded time, so that a late message gets an exact answer. Opening, a message about a
-//! lease and its end are O(1) on the average; the expiry of one that was renewed is O(log n). `baton bench lease`
-//! measures them.
+//! The ledger opens, finds and ends leases, and keeps their deadlines in order without a scan. It remembers ended
+//! leases and early releases for a bounded time, so that a late message gets an exact answer. Opening, a message about
+//! a lease and its end are O(1) on average. The expiry of a renewed lease is O(log n). `baton bench lease` measures
+//! them.
 //!
 //! Invariants:
-//! - Blocks that went in with [`Ledger::open`] come out of [`Ledger::take_settled`] exactly once.
+//! - Blocks that went in with [`Ledger::open`] come out of [`Ledger::take_closed`] exactly once.
 //! - A release that arrives before its request is known wins when the request arrives.
-//! - Every table is bounded; a full ledger refuses to open, it never forgets a live lease.
-//! - A lease that ends before its prefill does is told of ([`Ledger::take_unfinished`]), once.
-//! - What ended leases leave behind is bounded by the live ones, not by the rate at which leases end.
+//! - Every table is bounded. A full ledger refuses to open; it never forgets a live lease.
+//! - A lease that ends before its prefill is returned by [`Ledger::take_unfinished`] once.
+//! - The memory of ended leases is bounded by the live ones, not by the rate at which leases end.
 
 mod deadlines;
 mod live;
-mod portrait;
+mod snapshot;
 mod tombstones;
 
 use std::time::Duration;
 
 use crate::limits::{BLOCKS_PER_HANDOFF_MAX, LEASES_MAX};
-use crate::machines::lease::{Cause, Event, Lease, LeaseTerms, Reply, State};
+use crate::machines::lease::{CloseCause, Event, Lease, LeaseTerms, Reply, State};
 use crate::machines::replies::{Readiness, Verdict};
 use crate::{BlockId, Handle, Reader, RequestId, Time};
 use deadlines::Deadlines;
-use live::{Entry, Live, Slot};
+use live::{LeaseEntry, LeaseSlot, LiveLeases};
 use tombstones::Tombstones;
 
-pub use portrait::{LedgerPortrait, LivePortrait};
+pub use snapshot::{LedgerSnapshot, LiveSnapshot};
 
-/// What [`Ledger::open`] lends.
+/// The lease that [`Ledger::open`] opens.
 #[derive(Debug)]
-pub struct Grant {
+pub struct LeaseSpec {
     /// A fresh random handle.
     pub handle: Handle,
     /// The request that computed the blocks.
     pub request: RequestId,
-    /// Its block table, in order.
+    /// The block table of the request, in order.
     pub blocks: Vec<BlockId>,
     /// Consumers that must fetch, or leave, before the lease ends by itself.
     pub expected: usize,
 }
 
-/// Why a lease could not be opened. The grant comes back: its blocks are the caller's to free.
+/// Why a lease could not be opened. The error returns the spec: the caller frees its blocks.
 #[derive(Debug)]
-pub struct OpenRefused {
-    /// What was to be lent.
-    pub grant: Grant,
-    /// Why not.
-    pub why: OpenRefusal,
+pub struct LeaseOpenError {
+    /// The lease that was not opened.
+    pub spec: LeaseSpec,
+    /// The reason.
+    pub kind: LeaseOpenErrorKind,
 }
 
-/// See [`OpenRefused`].
+/// The reason of a [`LeaseOpenError`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OpenRefusal {
+pub enum LeaseOpenErrorKind {
     /// The request was released before it finished.
     AlreadyReleased,
     /// [`LEASES_MAX`] leases are live.
@@ -62,21 +62,21 @@ pub enum OpenRefusal {
     Blocks,
 }
 
-/// How a lease ended, and what goes back.
+/// How a lease ended, with its blocks.
 #[derive(Debug)]
-pub struct Settled {
+pub struct ClosedLease {
     /// The lease.
     pub handle: Handle,
-    /// Its request.
+    /// The request that computed the blocks.
     pub request: RequestId,
-    /// The blocks; now the receiver's to free.
+    /// The blocks. The receiver frees them.
     pub blocks: Vec<BlockId>,
     /// Why it ended.
-    pub cause: Cause,
+    pub cause: CloseCause,
     /// The reason given with a release, or the cause's label.
     pub reason: Box<str>,
     /// From open to close.
-    pub held: Duration,
+    pub lifetime: Duration,
     /// Readers that finished, of those expected.
     pub readers: (usize, usize),
 }
@@ -84,13 +84,13 @@ pub struct Settled {
 /// The answer to a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReleaseReply {
-    /// Blocks are back.
+    /// The blocks are freed.
     Released,
-    /// Readers in flight are waited for; nobody else is let in.
+    /// The lease waits for readers in flight and accepts no new ones.
     Draining,
-    /// It had ended before.
+    /// The lease had ended before.
     Already,
-    /// Never heard of it (or too long ago). By request id it is kept in mind in case the request arrives late.
+    /// The lease is not known, or was forgotten. A request id is remembered in case the request arrives late.
     Unknown,
 }
 
@@ -110,48 +110,48 @@ impl ReleaseReply {
 /// The answer to a heartbeat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HeartbeatReply {
-    /// The lease lives on.
+    /// The lease is renewed.
     Renewed,
-    /// It does not.
+    /// The lease has ended or is ending.
     Gone,
 }
 
 /// Why a read may not start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ReadRefusal {
-    /// The lease is over or was never there.
+pub enum ReadError {
+    /// The lease has ended or never existed.
     Gone,
     /// Entries `first .. first + count` are not all in a table of `blocks` entries.
     Range {
-        /// First entry asked for.
+        /// First requested entry.
         first: usize,
-        /// Entries asked for.
+        /// Number of requested entries.
         count: usize,
-        /// Entries there are.
+        /// Entries of the table.
         blocks: usize,
     },
     /// Too many readers at once.
     Busy,
 }
 
-/// One live lease as people see it: no key in it.
+/// One live lease for display, without its handle.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeaseView {
     /// The request that computed the blocks.
     pub request: RequestId,
-    /// Blocks held.
+    /// Number of leased blocks.
     pub blocks: usize,
-    /// Why it is still held.
+    /// State of the lease.
     pub state: State,
-    /// Since it was opened.
+    /// Time since the lease was opened.
     pub age: Duration,
-    /// Until it ends by itself.
-    pub left: Duration,
+    /// Time until the lease ends by itself.
+    pub remaining: Duration,
     /// Readers that finished, of those expected.
     pub readers: (usize, usize),
 }
 
-/// Counts of what the network repeated or delayed: no-ops, but visible.
+/// Counts of repeated and delayed messages, which change nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LedgerCounts {
     /// Leases opened.
@@ -166,10 +166,10 @@ pub struct LedgerCounts {
 #[derive(Debug, Default)]
 pub struct Ledger {
     terms: LeaseTerms,
-    live: Live,
+    live: LiveLeases,
     deadlines: Deadlines,
     tombstones: Tombstones,
-    settled: Vec<Settled>,
+    closed: Vec<ClosedLease>,
     unfinished: Vec<Handle>,
     counts: LedgerCounts,
 }
@@ -181,41 +181,46 @@ impl Ledger {
         Self { terms, ..Self::default() }
     }
 
-    /// The terms every lease gets.
+    /// The terms of every lease.
     #[must_use]
     pub fn terms(&self) -> LeaseTerms {
         self.terms
     }
 
-    /// Lends the blocks of a finished request.
+    /// Leases the blocks of a finished request.
     ///
     /// # Errors
-    /// [`OpenRefused`] gives the grant back: its blocks are the caller's to free.
-    pub fn open(&mut self, grant: Grant, now: Time) -> Result<Duration, OpenRefused> {
-        let ready = grant.blocks.len();
-        let slot = self.insert(grant, ready, now, |terms, expected| Lease::open(terms, expected, now))?;
-        self.look_at(slot, now.after(self.terms.duration));
+    /// [`LeaseOpenError`] returns the spec: the caller frees its blocks.
+    pub fn open(&mut self, spec: LeaseSpec, now: Time) -> Result<Duration, LeaseOpenError> {
+        let ready = spec.blocks.len();
+        let slot = self.insert(spec, ready, now, |terms, expected| Lease::open(terms, expected, now))?;
+        self.schedule(slot, now.after(self.terms.duration));
         Ok(self.terms.duration)
     }
 
-    /// Lends the blocks of a request that still computes, of which the first `ready` are final. It is over with
-    /// [`Self::seal`], or by whatever else ends a lease; no clock does.
+    /// Leases the blocks of a request that still computes. The first `ready` blocks are final. The lease grows until
+    /// [`Self::seal`] or the end of the lease. It does not expire before that.
     ///
     /// # Errors
     /// As [`Self::open`].
-    pub fn open_growing(&mut self, grant: Grant, ready: usize, now: Time) -> Result<Duration, OpenRefused> {
-        self.insert(grant, ready, now, Lease::growing)?;
+    pub fn open_growing(
+        &mut self,
+        spec: LeaseSpec,
+        ready: usize,
+        now: Time,
+    ) -> Result<Duration, LeaseOpenError> {
+        self.insert(spec, ready, now, Lease::growing)?;
         Ok(self.terms.duration)
     }
 
-    /// The first `ready` blocks of a growing lease are final. Late, repeated or of another lease, it says nothing.
+    /// Records that the first `ready` blocks of a growing lease are final. A late or repeated call changes nothing.
     pub fn grow(&mut self, handle: Handle, ready: usize) {
         let Some(entry) = self.live.find(handle).and_then(|slot| self.live.get_mut(slot)) else { return };
         entry.ready = entry.ready.max(ready.min(entry.blocks.len()));
     }
 
-    /// The prefill of a growing lease is done: all of its blocks are final, and its time runs from now on. False when
-    /// the lease has ended, or ends because its readers are still waited for.
+    /// Records that the prefill of a growing lease is done: all of its blocks are final, and its duration starts now.
+    /// Returns false when the lease has ended or drains.
     pub fn seal(&mut self, handle: Handle, now: Time) -> bool {
         self.tick(now);
         let Some(slot) = self.live.find(handle) else { return false };
@@ -229,75 +234,75 @@ impl Ledger {
 
     fn insert(
         &mut self,
-        grant: Grant,
+        spec: LeaseSpec,
         ready: usize,
         now: Time,
         lease: impl FnOnce(LeaseTerms, usize) -> Lease,
-    ) -> Result<Slot, OpenRefused> {
+    ) -> Result<LeaseSlot, LeaseOpenError> {
         self.tick(now);
-        let why = if self.tombstones.has_request(&grant.request) {
-            Some(OpenRefusal::AlreadyReleased)
+        let kind = if self.tombstones.has_request(&spec.request) {
+            Some(LeaseOpenErrorKind::AlreadyReleased)
         } else if self.live.len() >= LEASES_MAX {
-            Some(OpenRefusal::Full)
-        } else if grant.blocks.is_empty() || grant.blocks.len() > BLOCKS_PER_HANDOFF_MAX {
-            Some(OpenRefusal::Blocks)
+            Some(LeaseOpenErrorKind::Full)
+        } else if spec.blocks.is_empty() || spec.blocks.len() > BLOCKS_PER_HANDOFF_MAX {
+            Some(LeaseOpenErrorKind::Blocks)
         } else {
             None
         };
-        if let Some(why) = why {
-            return Err(OpenRefused { grant, why });
+        if let Some(kind) = kind {
+            return Err(LeaseOpenError { spec, kind });
         }
-        let Grant { handle, request, blocks, expected } = grant;
+        let LeaseSpec { handle, request, blocks, expected } = spec;
         let lease = lease(self.terms, expected);
         self.counts.opened += 1;
-        let entry = Entry { lease, handle, request, blocks, ready, opened: now, reason: None };
+        let entry = LeaseEntry { lease, handle, request, blocks, ready, opened: now, reason: None };
         Ok(self.live.insert(entry))
     }
 
-    /// A reader asks for `count` entries of the block table from `first` on.
+    /// Starts a read of `count` entries of the block table from `first` on.
     ///
     /// # Errors
-    /// [`ReadRefusal`]; the lease is unchanged by a refused read.
-    pub fn read_begun(
+    /// [`ReadError`]; a refused read does not change the lease.
+    pub fn begin_read(
         &mut self,
         handle: Handle,
         reader: Reader,
         first: usize,
         count: usize,
         now: Time,
-    ) -> Result<Vec<BlockId>, ReadRefusal> {
+    ) -> Result<Vec<BlockId>, ReadError> {
         self.tick(now);
         let Some((slot, entry)) = self.find(handle) else {
             self.count_absent(handle);
-            return Err(ReadRefusal::Gone);
+            return Err(ReadError::Gone);
         };
         let blocks = entry.blocks.len();
         let end = first.checked_add(count).filter(|&end| end <= blocks && count > 0);
         let Some(end) = end else {
-            return Err(ReadRefusal::Range { first, count, blocks });
+            return Err(ReadError::Range { first, count, blocks });
         };
         match self.apply(slot, Event::ReadBegun(reader), now) {
             Reply::Granted => {
                 let entry = self.live.get(slot).expect("a lease that grants a read lives on");
                 Ok(entry.blocks[first..end].to_vec())
             }
-            Reply::Busy => Err(ReadRefusal::Busy),
-            _ => Err(ReadRefusal::Gone),
+            Reply::Busy => Err(ReadError::Busy),
+            _ => Err(ReadError::Gone),
         }
     }
 
-    /// Whether this reader may still be sent bytes.
+    /// Whether the lease still serves this reader.
     #[must_use]
-    pub fn read_live(&self, handle: Handle, reader: Reader) -> bool {
+    pub fn is_read_live(&self, handle: Handle, reader: Reader) -> bool {
         self.readiness(handle, reader, 0) == Readiness::Ready
     }
 
-    /// Whether this reader may be sent the first `upto` blocks of the table.
+    /// Whether the first `upto` blocks of the table may be sent to this reader.
     #[must_use]
     pub fn readiness(&self, handle: Handle, reader: Reader, upto: usize) -> Readiness {
         match self.find(handle) {
             Some((_, entry)) if !entry.lease.serves(reader) => Readiness::Gone,
-            // What is not final yet will never be.
+            // The prefill has ended: no further block becomes final.
             Some((_, entry)) if entry.ready < upto && entry.lease.state() != State::Growing => {
                 Readiness::Gone
             }
@@ -307,8 +312,8 @@ impl Ledger {
         }
     }
 
-    /// A reader has everything. The answer says whether it may use it.
-    pub fn read_done(&mut self, handle: Handle, reader: Reader, now: Time) -> Verdict {
+    /// Ends a read that has every byte. The verdict is whether the reader may use them.
+    pub fn finish_read(&mut self, handle: Handle, reader: Reader, now: Time) -> Verdict {
         self.tick(now);
         if let Some(slot) = self.live.find(handle) {
             let reply = self.apply(slot, Event::ReadDone(reader), now);
@@ -318,15 +323,15 @@ impl Ledger {
         if self.tombstones.had_finished(handle, reader) { Verdict::Valid } else { Verdict::Gone }
     }
 
-    /// A reader's connection broke, or it gave up.
-    pub fn read_failed(&mut self, handle: Handle, reader: Reader, now: Time) {
+    /// Ends a read whose connection broke, or that the reader abandoned.
+    pub fn fail_read(&mut self, handle: Handle, reader: Reader, now: Time) {
         self.tick(now);
         if let Some(slot) = self.live.find(handle) {
             self.apply(slot, Event::ReadFailed(reader), now);
         }
     }
 
-    /// A consumer's sign of life.
+    /// Renews a lease.
     pub fn heartbeat(&mut self, handle: Handle, now: Time) -> HeartbeatReply {
         self.tick(now);
         if let Some(slot) = self.live.find(handle)
@@ -348,7 +353,7 @@ impl Ledger {
         self.release_at(slot, reason, now)
     }
 
-    fn release_at(&mut self, slot: Slot, reason: &str, now: Time) -> ReleaseReply {
+    fn release_at(&mut self, slot: LeaseSlot, reason: &str, now: Time) -> ReleaseReply {
         if let Some(entry) = self.live.get_mut(slot) {
             entry.reason.get_or_insert_with(|| reason.into());
         }
@@ -359,14 +364,14 @@ impl Ledger {
         }
     }
 
-    /// One of the lease's consumers will not read (any more). The last one ends it.
+    /// Records that one consumer of the lease does not read any more. The last one ends the lease.
     pub fn leave(&mut self, handle: Handle, consumer: u64, reason: &str, now: Time) -> ReleaseReply {
         self.tick(now);
         let Some(slot) = self.live.find(handle) else {
             return self.release(handle, reason, now);
         };
         let reply = self.apply(slot, Event::Leave(consumer), now);
-        if let (Reply::Released, Some(last)) = (reply, self.settled.last_mut()) {
+        if let (Reply::Released, Some(last)) = (reply, self.closed.last_mut()) {
             last.reason = reason.into();
         }
         match reply {
@@ -376,14 +381,14 @@ impl Ledger {
         }
     }
 
-    /// Ends every lease of a request, and makes sure that none is opened for it later.
+    /// Ends every lease of a request, and prevents a later one.
     ///
-    /// The caller aborts the request itself if it is still running.
+    /// The caller aborts the request itself if it still runs.
     pub fn release_request(&mut self, request: &RequestId, reason: &str, now: Time) -> ReleaseReply {
         self.tick(now);
         let leases = self.live.find_request(request);
         if leases.is_empty() {
-            self.tombstones.bury_request(request, reason, now);
+            self.tombstones.record_released(request, reason, now);
         }
         let mut reply = ReleaseReply::Unknown;
         for slot in leases {
@@ -392,16 +397,16 @@ impl Ledger {
         reply
     }
 
-    /// Whether the request was given up before it finished.
+    /// Whether the request was released before it finished.
     #[must_use]
     pub fn was_released_early(&self, request: &RequestId) -> bool {
         self.tombstones.has_request(request)
     }
 
-    /// Lets time act on leases and tombstones that are due.
+    /// Ends the leases and tombstones whose deadline has passed.
     pub fn tick(&mut self, now: Time) {
         while let Some(slot) = self.deadlines.pop_due(now) {
-            // One that has ended early left this behind, and one that was renewed is looked at again later.
+            // The entry may be stale: a lease that ended early leaves one behind, and a renewed lease is due later.
             if self.live.get(slot).is_some() {
                 self.apply(slot, Event::Tick, now);
                 if let Some(deadline) = self.live.get(slot).and_then(|entry| entry.lease.deadline()) {
@@ -412,19 +417,19 @@ impl Ledger {
         self.tombstones.tick(now);
     }
 
-    /// When [`Self::tick`] should next be called; may be early, never late.
+    /// When [`Self::tick`] must be called next. The time may be too early, never too late.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Time> {
         self.deadlines.next()
     }
 
-    /// Leases that have ended since the last call; their blocks are now the caller's to free.
-    pub fn take_settled(&mut self) -> Vec<Settled> {
-        std::mem::take(&mut self.settled)
+    /// Leases that have ended since the last call. The caller frees their blocks.
+    pub fn take_closed(&mut self) -> Vec<ClosedLease> {
+        std::mem::take(&mut self.closed)
     }
 
-    /// Leases that ended, or begin to end, before their prefill did, since the last call: the caller aborts what it
-    /// still computes for them.
+    /// Leases that ended or drain since the last call, and whose prefill still computes. The caller aborts that
+    /// prefill.
     pub fn take_unfinished(&mut self) -> Vec<Handle> {
         std::mem::take(&mut self.unfinished)
     }
@@ -441,7 +446,7 @@ impl Ledger {
         self.live.len() == 0
     }
 
-    /// What was repeated or late so far.
+    /// Repeated and late messages so far.
     #[must_use]
     pub fn counts(&self) -> LedgerCounts {
         self.counts
@@ -461,21 +466,21 @@ impl Ledger {
         views
     }
 
-    fn find(&self, handle: Handle) -> Option<(Slot, &Entry)> {
+    fn find(&self, handle: Handle) -> Option<(LeaseSlot, &LeaseEntry)> {
         let slot = self.live.find(handle)?;
         self.live.get(slot).map(|entry| (slot, entry))
     }
 
-    /// Looks at a lease at that time, at the latest.
-    fn look_at(&mut self, slot: Slot, due: Time) {
+    /// Schedules a check of a lease at that time.
+    fn schedule(&mut self, slot: LeaseSlot, due: Time) {
         self.deadlines.push(due, slot);
-        if self.deadlines.is_overgrown(self.live.len()) {
+        if self.deadlines.needs_compaction(self.live.len()) {
             self.deadlines.retain(|slot| self.live.get(slot).is_some());
         }
     }
 
-    /// Applies one event to a live lease and books what follows from it.
-    fn apply(&mut self, slot: Slot, event: Event, now: Time) -> Reply {
+    /// Applies one event to a live lease and updates the tables.
+    fn apply(&mut self, slot: LeaseSlot, event: Event, now: Time) -> Reply {
         let entry = self.live.get_mut(slot).expect("the caller looked it up");
         let (grew, before) = (entry.lease.state() == State::Growing, entry.lease.deadline());
         let step = entry.lease.apply(event, now);
@@ -484,28 +489,28 @@ impl Ledger {
             self.unfinished.push(entry.handle);
         }
         if let Some(cause) = step.closed {
-            self.settle(slot, cause, now);
+            self.close(slot, cause, now);
         } else if let Some(after) = after.filter(|after| before.is_none_or(|before| *after < before)) {
-            // An earlier deadline (a drain) must not wait for the old one to come up; one that grows had none.
-            self.look_at(slot, after);
+            // An earlier deadline (a drain) needs an entry of its own, and a growing lease had none.
+            self.schedule(slot, after);
         }
         step.reply
     }
 
-    fn settle(&mut self, slot: Slot, cause: Cause, now: Time) {
+    fn close(&mut self, slot: LeaseSlot, cause: CloseCause, now: Time) {
         let entry = self.live.remove(slot).expect("a lease closes once");
-        self.tombstones.bury(entry.handle, cause, entry.lease.finished_readers(), now);
+        self.tombstones.record_ended(entry.handle, cause, entry.lease.finished_readers(), now);
         let reason = match (cause, entry.reason) {
-            (Cause::Released, Some(reason)) => reason,
+            (CloseCause::Released, Some(reason)) => reason,
             _ => cause.label().into(),
         };
-        self.settled.push(Settled {
+        self.closed.push(ClosedLease {
             handle: entry.handle,
             request: entry.request,
             blocks: entry.blocks,
             cause,
             reason,
-            held: now.since(entry.opened),
+            lifetime: now.since(entry.opened),
             readers: entry.lease.progress(),
         });
     }

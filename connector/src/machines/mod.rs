@@ -1,4 +1,4 @@
-//! The state machines: leases, fetches, tiers and the router's exchange. Each decides, and nothing acts.
+//! The state machines: leases, fetches, tiers and the router's exchange. They decide and do no I/O.
 
 pub mod exchange;
 pub mod fetch;

@@ -1,28 +1,26 @@
-//! Several connectors for one request (P/D and offload): who loads its prefix, who is asked when it is over, and when
-//! its blocks are nobody's any more.
+//! Several connectors for one request (P/D and offload): the source of its prefix, and the release of its blocks.
 //!
 //! ```text
-//!   load:    Looking ─ load(who has it) ─▶ Loading(first of them) ─ loaded ─▶ Looking
-//!                                             │ failed: that one is not asked again;
-//!                                             └ policy recompute: look again    policy fail: the request fails
+//!   load:    Idle ─ load(children with the prefix) ─▶ Loading(first of them) ─ loaded ─▶ Idle
+//!                                                        │ failed: that child is not used again;
+//!                                                        └ policy recompute: retry lookup   policy fail: fail
 //!
-//!   end:     Running ─ finish, abort ─▶ Ending: every child is asked once, in order
-//!                                         │ each answers: holds ─▶ lets go later
-//!                                         │               nothing
-//!                                         └ when the last has let go ─▶ Free: the blocks come back
+//!   end:     Running ─ finish, abort ─▶ Ending: every child is finished once, in order
+//!                                         │ replies: holds ─▶ released later
+//!                                         │          nothing
+//!                                         └ after the last release ─▶ Freed: the blocks are freed
 //! ```
 //!
-//! - **Saved to all**: each child stores what it wants of what the request computes; nobody asks the others.
-//! - **Loaded from the first that has the prefix**, in the order of the children. A request with a handoff asks P/D
-//!   first, because its producer computed the very prompt; the others are its fallback where the policy is to
-//!   recompute.
-//! - **Notices** (early rejection, release) are offered to the children in order; the first that knows the handoff
-//!   takes it: [`first_that_knows`].
+//! - **Saved to all**: each child stores its selection of the computed blocks, independently of the others.
+//! - **Loaded from the first child with the prefix**, in the order of the children. P/D comes first for a request with
+//!   a handoff, because the producer computed this prompt. The others are the fallback under the policy to recompute.
+//! - **Notices** (early rejection, release) are offered to the children in order. The first child that knows the
+//!   handoff handles the notice: [`first_reply`].
 //!
 //! Invariants:
-//! - [`Action::Ask`] comes exactly once per child (invariant 7), however often the request is finished or aborted.
-//! - [`Action::FreeBlocks`] comes exactly once, after every child has answered and every holder has let go.
-//! - An event that no longer matters (repeated, late, unknown) changes nothing and is counted (invariant 9).
+//! - [`Action::FinishChild`] is returned exactly once per child (invariant 7), for any number of finishes and aborts.
+//! - [`Action::FreeBlocks`] is returned exactly once, after every child has replied and every holder has released.
+//! - An irrelevant event (repeated, late, unknown) changes nothing and is counted (invariant 9).
 //!
 //! The table of every state and event is a golden file, `connector/tests/golden/multi.txt`.
 
@@ -31,7 +29,7 @@ use crate::machines::fetch::LoadFailurePolicy;
 /// Children of one multi-connector at most.
 pub const CHILDREN_MAX: usize = 4;
 
-/// A child, counted from 0 in the order in which they are asked.
+/// A child, counted from 0 in the order of lookup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Child(pub u8);
 
@@ -40,114 +38,114 @@ pub struct Child(pub u8);
 pub struct Children(u8);
 
 impl Children {
-    /// Nobody.
+    /// No child.
     pub const NONE: Self = Self(0);
 
-    /// The first `count`.
+    /// The first `count` children.
     ///
     /// # Panics
-    /// With more than [`CHILDREN_MAX`].
+    /// If `count` exceeds [`CHILDREN_MAX`].
     #[must_use]
     pub const fn first(count: usize) -> Self {
         assert!(count <= CHILDREN_MAX);
         Self((1 << count) - 1)
     }
 
-    /// With one more.
+    /// The set with this child.
     #[must_use]
     pub const fn with(self, child: Child) -> Self {
         Self(self.0 | 1 << child.0)
     }
 
-    /// Without one.
+    /// The set without this child.
     #[must_use]
     pub const fn without(self, child: Child) -> Self {
         Self(self.0 & !(1 << child.0))
     }
 
-    /// Whether it is in.
+    /// Whether the set contains this child.
     #[must_use]
     pub const fn contains(self, child: Child) -> bool {
         (child.0 as usize) < CHILDREN_MAX && self.0 & (1 << child.0) != 0
     }
 
-    /// Whether nobody is in.
+    /// Whether the set is empty.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// In order.
+    /// The children, in order.
     pub fn iter(self) -> impl Iterator<Item = Child> {
         (0..CHILDREN_MAX as u8).map(Child).filter(move |&child| self.contains(child))
     }
 }
 
-/// A child's answer to [`Action::Ask`], its `request_finished`.
+/// A child's reply to [`Action::FinishChild`], its `request_finished`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Answer {
-    /// It keeps blocks, and lets go later.
+pub enum ChildReply {
+    /// The child holds blocks and releases them later.
     Holds,
-    /// It keeps nothing.
+    /// The child holds no blocks.
     Nothing,
 }
 
 /// What can happen to a request with several connectors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// The request wants to run; these children have (some of) its prefix.
+    /// The request is to run, and these children have all or a part of its prefix.
     Load(Children),
-    /// A child's load is over and verified.
+    /// A child's load is complete and verified.
     Loaded(Child),
-    /// A child's load delivered nothing.
+    /// A child's load failed.
     LoadFailed(Child),
-    /// The request was preempted: what was loaded is lost, and every child may be asked again.
+    /// The request was preempted: the loaded blocks are lost, and every child may be used again.
     Preempted,
     /// The request has ended by itself.
     Finish,
     /// The request was aborted.
     Abort,
-    /// A child's answer.
-    Answered(Child, Answer),
-    /// A child holds nothing any more.
-    LetGo(Child),
+    /// A child's reply.
+    Replied(Child, ChildReply),
+    /// A child holds no blocks any more.
+    Released(Child),
 }
 
 /// What the owner must do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Let this child load.
+    /// Load the prefix from this child.
     LoadFrom(Child),
-    /// Nobody has the prefix: compute it.
+    /// No child has the prefix: compute it.
     Compute,
-    /// Ask again who has the prefix: the child that was to load it could not.
-    LookAgain,
+    /// Look the prefix up again, because the load from a child failed.
+    RetryLookup,
     /// End the request with an error: the policy is to fail.
     Fail(Child),
     /// Call this child's `request_finished`.
-    Ask(Child),
-    /// Nobody holds the request's blocks any more.
+    FinishChild(Child),
+    /// Free the request's blocks: no child holds them.
     FreeBlocks,
 }
 
-/// One request and its connectors. Not `Clone`: it stands for blocks that come back once.
+/// One request and its connectors. Not `Clone`: its blocks are freed once.
 #[derive(Debug)]
-pub struct Multi {
+pub struct MultiConnectorRequest {
     children: Children,
     policy: LoadFailurePolicy,
     loading: Option<Child>,
-    /// Could not deliver; not asked again for this request.
+    /// Children whose load failed. They are not used again for this request.
     failed: Children,
-    over: bool,
-    /// Asked, and not answered yet.
-    asked: Children,
+    ended: bool,
+    /// Children that were finished and have not replied yet.
+    awaiting_reply: Children,
     holding: Children,
-    free: bool,
+    freed: bool,
     ignored: u32,
 }
 
-impl Multi {
-    /// A request that runs with these children.
+impl MultiConnectorRequest {
+    /// A running request with these children.
     #[must_use]
     pub fn new(children: Children, policy: LoadFailurePolicy) -> Self {
         Self {
@@ -155,10 +153,10 @@ impl Multi {
             policy,
             loading: None,
             failed: Children::NONE,
-            over: false,
-            asked: Children::NONE,
+            ended: false,
+            awaiting_reply: Children::NONE,
             holding: Children::NONE,
-            free: false,
+            freed: false,
             ignored: 0,
         }
     }
@@ -169,16 +167,16 @@ impl Multi {
         self.loading
     }
 
-    /// Children that hold blocks of a request that is over.
+    /// Children that hold blocks of an ended request.
     #[must_use]
     pub fn holding(&self) -> Children {
         self.holding
     }
 
-    /// Whether the request is over and its blocks are nobody's.
+    /// Whether the request has ended and its blocks are freed.
     #[must_use]
     pub fn is_free(&self) -> bool {
-        self.free
+        self.freed
     }
 
     /// Events so far that changed nothing.
@@ -187,34 +185,34 @@ impl Multi {
         self.ignored
     }
 
-    /// Moves the request by one event and says what its owner must do, in order.
+    /// Applies one event and returns the actions for the owner, in order.
     ///
     /// Every event is allowed in every state.
     pub fn apply(&mut self, event: Event) -> Vec<Action> {
         match event {
-            Event::Load(who) if !self.over && self.loading.is_none() => self.load(who),
-            Event::Loaded(child) if !self.over && self.loading == Some(child) => {
+            Event::Load(children) if !self.ended && self.loading.is_none() => self.load(children),
+            Event::Loaded(child) if !self.ended && self.loading == Some(child) => {
                 self.loading = None;
                 Vec::new()
             }
-            Event::LoadFailed(child) if !self.over && self.loading == Some(child) => self.load_failed(child),
-            Event::Preempted if !self.over && self.loading.is_none() && !self.failed.is_empty() => {
+            Event::LoadFailed(child) if !self.ended && self.loading == Some(child) => self.load_failed(child),
+            Event::Preempted if !self.ended && self.loading.is_none() && !self.failed.is_empty() => {
                 self.failed = Children::NONE;
                 Vec::new()
             }
-            Event::Finish | Event::Abort if !self.over => self.end(),
-            Event::Answered(child, answer) if self.asked.contains(child) => {
-                self.asked = self.asked.without(child);
-                if answer == Answer::Holds {
+            Event::Finish | Event::Abort if !self.ended => self.end(),
+            Event::Replied(child, answer) if self.awaiting_reply.contains(child) => {
+                self.awaiting_reply = self.awaiting_reply.without(child);
+                if answer == ChildReply::Holds {
                     self.holding = self.holding.with(child);
                 }
-                self.perhaps_free()
+                self.free_if_released()
             }
-            // A child may let go before its own answer is booked: the answer is then late.
-            Event::LetGo(child) if self.asked.contains(child) || self.holding.contains(child) => {
-                self.asked = self.asked.without(child);
+            // A child may release before its reply arrives. The reply is then late.
+            Event::Released(child) if self.awaiting_reply.contains(child) || self.holding.contains(child) => {
+                self.awaiting_reply = self.awaiting_reply.without(child);
                 self.holding = self.holding.without(child);
-                self.perhaps_free()
+                self.free_if_released()
             }
             Event::Load(_)
             | Event::Loaded(_)
@@ -222,17 +220,17 @@ impl Multi {
             | Event::Preempted
             | Event::Finish
             | Event::Abort
-            | Event::Answered(..)
-            | Event::LetGo(_) => {
+            | Event::Replied(..)
+            | Event::Released(_) => {
                 self.ignored = self.ignored.saturating_add(1);
                 Vec::new()
             }
         }
     }
 
-    fn load(&mut self, who: Children) -> Vec<Action> {
-        let willing = |child: &Child| who.contains(*child) && !self.failed.contains(*child);
-        let first = self.children.iter().find(willing);
+    fn load(&mut self, having: Children) -> Vec<Action> {
+        let usable = |child: &Child| having.contains(*child) && !self.failed.contains(*child);
+        let first = self.children.iter().find(usable);
         self.loading = first;
         vec![first.map_or(Action::Compute, Action::LoadFrom)]
     }
@@ -241,35 +239,33 @@ impl Multi {
         self.loading = None;
         self.failed = self.failed.with(child);
         match self.policy {
-            LoadFailurePolicy::Recompute => vec![Action::LookAgain],
+            LoadFailurePolicy::Recompute => vec![Action::RetryLookup],
             LoadFailurePolicy::Fail => vec![Action::Fail(child)],
         }
     }
 
     fn end(&mut self) -> Vec<Action> {
-        self.over = true;
+        self.ended = true;
         self.loading = None;
-        self.asked = self.children;
-        let mut actions: Vec<Action> = self.children.iter().map(Action::Ask).collect();
-        actions.extend(self.perhaps_free());
+        self.awaiting_reply = self.children;
+        let mut actions: Vec<Action> = self.children.iter().map(Action::FinishChild).collect();
+        actions.extend(self.free_if_released());
         actions
     }
 
-    fn perhaps_free(&mut self) -> Vec<Action> {
-        if self.over && !self.free && self.asked.is_empty() && self.holding.is_empty() {
-            self.free = true;
+    fn free_if_released(&mut self) -> Vec<Action> {
+        if self.ended && !self.freed && self.awaiting_reply.is_empty() && self.holding.is_empty() {
+            self.freed = true;
             return vec![Action::FreeBlocks];
         }
         Vec::new()
     }
 }
 
-/// Offers a notice about a handoff to the children in order; the first that knows it answers, and nobody after it is
-/// asked. `None` when nobody does.
+/// Offers a notice about a handoff to the children in order and returns the reply of the first child that knows it.
 ///
-/// Of P/D and offload only P/D has handoffs; where several of them are in one process (data-parallel ranks) each is a
-/// child.
-pub fn first_that_knows<C, R>(
+/// Of P/D and offload only P/D has handoffs. With data-parallel ranks in one process, each P/D connector is a child.
+pub fn first_reply<C, R>(
     children: impl IntoIterator<Item = C>,
     ask: impl FnMut(C) -> Option<R>,
 ) -> Option<R> {

@@ -11,26 +11,26 @@
 //!                                                    Committed ─▶ Draining           └ committed ─▶ Draining
 //! ```
 //!
-//! **The commitment point** is the moment in which a worker begins with a transfer. Giving up before it takes effect
-//! at once: nothing has been read or written and nothing will be. After it the transfer drains. Who was first is
-//! decided by the worker's side alone, and is an event here.
+//! **The commitment point** is the start of a transfer on a worker. Giving up before that takes effect at once: nothing
+//! is read or written. After it, the transfer drains. The worker's side alone decides the order and reports it as an
+//! event.
 //!
-//! **Finish and abort** mean the same to a slot, in either order and any number of times: loads are given up (nobody
-//! waits for them), stores go on (a computed block is worth keeping, whoever asked for it), and the answer says whether
-//! anything is still in flight. A slot that is already gone is settled: neither a panic nor "free it now" (Dynamo
+//! **Finish and abort** have the same effect on a slot, in any order and number. Loads are given up, because no request
+//! needs them. Stores continue, because a computed block is of use to other requests. The reply contains the number of
+//! transfers in flight. A slot that is already removed counts as settled: neither a panic nor "free it now" (Dynamo
 //! #6681 was both).
 //!
 //! Invariants:
-//! - Every transfer that began ends with exactly one of [`Action::LetGo`], [`Action::Land`] and [`Action::Miss`]; until
-//!   then its block is neither freed nor overwritten (invariants 2, 3).
-//! - [`Action::Settled`] comes exactly once: when the request is over and nothing is in flight.
-//! - An event that no longer matters (repeated, late, unknown) changes nothing and is counted (invariant 9).
+//! - Every transfer that began ends with exactly one of [`Action::ReleaseHold`], [`Action::Land`] and [`Action::Miss`].
+//!   Until then its block is neither freed nor overwritten (invariants 2, 3).
+//! - [`Action::Settled`] is returned exactly once: when the request has ended and nothing is in flight.
+//! - An irrelevant event (repeated, late, unknown) changes nothing and is counted (invariant 9).
 //!
 //! The table of every state and event is a golden file, `connector/tests/golden/offload.txt`.
 
 use std::collections::BTreeMap;
 
-/// One copy of one block between two tiers. Never reused, so that a late report is never taken for another's.
+/// One copy of one block between two tiers. Ids are never reused, so a late report always refers to its own transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TransferId(pub u64);
 
@@ -39,52 +39,52 @@ pub struct TransferId(pub u64);
 pub enum BlockState {
     /// On the device only.
     Resident,
-    /// A worker copies it down, or is about to. The block on the device is only read.
-    Storing(Course),
+    /// A worker copies the block down, or will. The block on the device is only read.
+    Storing(TransferStage),
     /// In a lower tier.
     Stored,
-    /// A worker copies it up, or is about to. The block on the device is being written.
-    Loading(Course),
+    /// A worker copies the block up, or will. The block on the device is written.
+    Loading(TransferStage),
 }
 
-/// How far a transfer is.
+/// The stage of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Course {
-    /// Handed to the workers; none has begun.
+pub enum TransferStage {
+    /// Handed to the workers; no worker has started it.
     Queued,
-    /// Given up while queued; the workers' answer is awaited.
+    /// Given up while queued; the workers' answer is pending.
     Revoking,
-    /// A worker has begun: past the commitment point.
+    /// A worker has started it: past the commitment point.
     Committed,
-    /// Given up after a worker had begun; runs to its end.
+    /// Given up after the commitment point; runs to its end.
     Draining,
 }
 
 /// What can happen to one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BlockEvent {
-    /// It is full, computed and to be copied down.
+    /// The block is full and computed: copy it down.
     Store,
-    /// It was found in a tier and is to be copied up.
+    /// The block was found in a tier: copy it up.
     Load,
-    /// A worker has begun; also the answer to [`Action::Revoke`] when it came too late.
+    /// A worker has started; also the answer to an [`Action::Revoke`] that was too late.
     Committed,
-    /// The copy is complete, and verified if it came up.
+    /// The copy is complete. A load is also verified.
     Done,
-    /// The transfer is over without a copy that may be used: full, broken, corrupt, or never tried.
+    /// The transfer ended without a usable copy: full, broken, corrupt, or never tried.
     Failed,
-    /// The answer to [`Action::Revoke`]: no worker had begun, and none will.
+    /// The answer to [`Action::Revoke`]: no worker has started, and none will.
     Revoked,
-    /// Nobody waits for it any more.
+    /// The transfer is not needed any more.
     GiveUp,
 }
 
 /// What can happen to a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// Something about one block.
+    /// An event of one block.
     Block(TransferId, BlockEvent),
-    /// The pool is short of blocks: stores that have not begun are given up.
+    /// The pool is short of blocks: stores that have not started are given up.
     Yield,
     /// The request has ended by itself.
     Finish,
@@ -95,36 +95,36 @@ pub enum Event {
 /// What the owner of a slot must do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Hand the transfer to the workers. Also the receipt: without it nothing is held for this transfer.
+    /// Hand the transfer to the workers. Without this action the slot holds nothing for the transfer.
     Begin(TransferId),
-    /// Ask the workers to forget the transfer. [`BlockEvent::Revoked`] or [`BlockEvent::Committed`] answers.
+    /// Withdraw the transfer from the workers. [`BlockEvent::Revoked`] or [`BlockEvent::Committed`] answers.
     Revoke(TransferId),
-    /// Nothing reads or writes the block for this transfer any more: its hold goes back.
-    LetGo(TransferId),
-    /// The block was loaded and verified: it is the request's.
+    /// The transfer neither reads nor writes the block any more: release its hold.
+    ReleaseHold(TransferId),
+    /// The block was loaded and verified: the request owns it.
     Land(TransferId),
-    /// The block was not loaded: nothing writes into it any more, and the request computes it.
+    /// The block was not loaded, and the transfer writes no more: the request computes it.
     Miss(TransferId),
-    /// The request is over and nothing is in flight: the slot can be forgotten.
+    /// The request has ended and nothing is in flight: the slot can be removed.
     Settled,
 }
 
 /// The answer to [`Event::Finish`] and [`Event::Abort`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Answer {
-    /// Nothing is in flight (any more), also when the slot is unknown.
+pub enum FinishReply {
+    /// Nothing is in flight. Also the reply of an unknown slot.
     Settled,
-    /// So many transfers still hold a block each; [`Action::Settled`] follows their end.
+    /// Number of transfers that still hold a block each. [`Action::Settled`] follows their end.
     Draining(usize),
 }
 
-/// What one event does to a block. `None`: it does not matter in this state.
+/// The transition of a block on one event. `None`: the event is irrelevant in this state.
 ///
-/// The action, if any, is that of its slot without the name of the transfer.
-fn next(state: BlockState, event: BlockEvent) -> Option<(BlockState, Step)> {
+/// The step is the slot's action without the id of the transfer.
+fn transition(state: BlockState, event: BlockEvent) -> Option<(BlockState, Step)> {
     use BlockEvent as E;
     use BlockState::{Loading, Resident, Stored, Storing};
-    use Course::{Committed, Draining, Queued, Revoking};
+    use TransferStage::{Committed, Draining, Queued, Revoking};
 
     Some(match (state, event) {
         (Resident, E::Store) => (Storing(Queued), Step::Begin),
@@ -134,9 +134,9 @@ fn next(state: BlockState, event: BlockEvent) -> Option<(BlockState, Step)> {
         (Storing(Revoking), E::Committed) => (Storing(Draining), Step::Nothing),
         (Storing(Queued), E::GiveUp) => (Storing(Revoking), Step::Revoke),
         (Storing(Committed), E::GiveUp) => (Storing(Draining), Step::Nothing),
-        (Storing(Queued | Revoking | Committed | Draining), E::Done) => (Stored, Step::LetGo),
-        (Storing(Queued | Revoking | Committed | Draining), E::Failed) => (Resident, Step::LetGo),
-        (Storing(Revoking), E::Revoked) => (Resident, Step::LetGo),
+        (Storing(Queued | Revoking | Committed | Draining), E::Done) => (Stored, Step::ReleaseHold),
+        (Storing(Queued | Revoking | Committed | Draining), E::Failed) => (Resident, Step::ReleaseHold),
+        (Storing(Revoking), E::Revoked) => (Resident, Step::ReleaseHold),
 
         (Loading(Queued), E::Committed) => (Loading(Committed), Step::Nothing),
         (Loading(Revoking), E::Committed) => (Loading(Draining), Step::Nothing),
@@ -144,8 +144,8 @@ fn next(state: BlockState, event: BlockEvent) -> Option<(BlockState, Step)> {
         (Loading(Committed), E::GiveUp) => (Loading(Draining), Step::Nothing),
         (Loading(Queued | Committed), E::Done) => (Resident, Step::Land),
         (Loading(Queued | Committed), E::Failed) => (Stored, Step::Miss),
-        (Loading(Revoking | Draining), E::Done | E::Failed) => (Stored, Step::LetGo),
-        (Loading(Revoking), E::Revoked) => (Stored, Step::LetGo),
+        (Loading(Revoking | Draining), E::Done | E::Failed) => (Stored, Step::ReleaseHold),
+        (Loading(Revoking), E::Revoked) => (Stored, Step::ReleaseHold),
 
         (Resident, E::Load | E::Committed | E::Done | E::Failed | E::Revoked | E::GiveUp)
         | (Stored, E::Store | E::Committed | E::Done | E::Failed | E::Revoked | E::GiveUp)
@@ -164,7 +164,7 @@ enum Step {
     Nothing,
     Begin,
     Revoke,
-    LetGo,
+    ReleaseHold,
     Land,
     Miss,
 }
@@ -175,55 +175,55 @@ impl Step {
             Self::Nothing => None,
             Self::Begin => Some(Action::Begin(id)),
             Self::Revoke => Some(Action::Revoke(id)),
-            Self::LetGo => Some(Action::LetGo(id)),
+            Self::ReleaseHold => Some(Action::ReleaseHold(id)),
             Self::Land => Some(Action::Land(id)),
             Self::Miss => Some(Action::Miss(id)),
         }
     }
 }
 
-/// One block's state. Only a value: what it stands for is held by the [`Slot`].
+/// The state of one block, as a value. The [`OffloadSlot`] owns the holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Block(BlockState);
+pub struct OffloadBlock(BlockState);
 
-impl Block {
+impl OffloadBlock {
     /// A block in a state.
     #[must_use]
     pub fn new(state: BlockState) -> Self {
         Self(state)
     }
 
-    /// Where it is.
+    /// Current state.
     #[must_use]
     pub fn state(self) -> BlockState {
         self.0
     }
 
-    /// Whether a transfer holds it.
+    /// Whether a transfer holds the block.
     #[must_use]
     pub fn in_flight(self) -> bool {
         matches!(self.0, BlockState::Storing(_) | BlockState::Loading(_))
     }
 
-    /// Moves it by one event. `None`: the event does not matter in this state and changed nothing.
+    /// Applies one event. `None`: the event is irrelevant in this state and changed nothing.
     pub fn apply(&mut self, id: TransferId, event: BlockEvent) -> Option<Option<Action>> {
-        let (state, step) = next(self.0, event)?;
+        let (state, step) = transition(self.0, event)?;
         self.0 = state;
         Some(step.of(id))
     }
 }
 
-/// The offload side of one request. Not `Clone`: it stands for holds that are given back once.
+/// The offload side of one request. Not `Clone`: its holds are released once.
 #[derive(Debug, Default)]
-pub struct Slot {
-    /// Those in flight; one that has come to rest is forgotten.
-    blocks: BTreeMap<TransferId, Block>,
-    over: bool,
+pub struct OffloadSlot {
+    /// Blocks in flight. A block at rest is removed.
+    blocks: BTreeMap<TransferId, OffloadBlock>,
+    ended: bool,
     ignored: u32,
 }
 
-impl Slot {
-    /// The slot of a request that runs.
+impl OffloadSlot {
+    /// The slot of a running request.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -235,16 +235,16 @@ impl Slot {
         self.blocks.len()
     }
 
-    /// A block in flight.
+    /// State of a block in flight.
     #[must_use]
     pub fn block(&self, id: TransferId) -> Option<BlockState> {
         self.blocks.get(&id).map(|block| block.state())
     }
 
-    /// Whether the request is over and nothing is in flight.
+    /// Whether the request has ended and nothing is in flight.
     #[must_use]
     pub fn is_settled(&self) -> bool {
-        self.over && self.blocks.is_empty()
+        self.ended && self.blocks.is_empty()
     }
 
     /// Events so far that changed nothing.
@@ -253,13 +253,13 @@ impl Slot {
         self.ignored
     }
 
-    /// What to tell who asks whether the request's blocks are free of this connector.
+    /// The reply to a finish: whether this connector still holds blocks of the request.
     #[must_use]
-    pub fn answer(&self) -> Answer {
-        if self.blocks.is_empty() { Answer::Settled } else { Answer::Draining(self.blocks.len()) }
+    pub fn finish_reply(&self) -> FinishReply {
+        if self.blocks.is_empty() { FinishReply::Settled } else { FinishReply::Draining(self.blocks.len()) }
     }
 
-    /// Moves the slot by one event and says what its owner must do, in order.
+    /// Applies one event and returns the actions for the owner, in order.
     ///
     /// Every event is allowed in every state: workers and the scheduler repeat, delay and reorder them.
     pub fn apply(&mut self, event: Event) -> Vec<Action> {
@@ -273,10 +273,10 @@ impl Slot {
     }
 
     fn begin(&mut self, id: TransferId, from: BlockState, event: BlockEvent) -> Vec<Action> {
-        if self.over || self.blocks.contains_key(&id) {
+        if self.ended || self.blocks.contains_key(&id) {
             return self.ignore();
         }
-        let mut block = Block::new(from);
+        let mut block = OffloadBlock::new(from);
         let action = block.apply(id, event).expect("a transfer begins from rest");
         self.blocks.insert(id, block);
         action.into_iter().collect()
@@ -296,15 +296,15 @@ impl Slot {
     }
 
     fn give_up(&mut self, which: impl Fn(BlockState) -> bool) -> Vec<Action> {
-        let wanted = self.blocks.iter_mut().filter(|(_, block)| which(block.state()));
-        wanted.filter_map(|(&id, block)| block.apply(id, BlockEvent::GiveUp)?).collect()
+        let selected = self.blocks.iter_mut().filter(|(_, block)| which(block.state()));
+        selected.filter_map(|(&id, block)| block.apply(id, BlockEvent::GiveUp)?).collect()
     }
 
     fn end(&mut self) -> Vec<Action> {
-        if self.over {
+        if self.ended {
             return self.ignore();
         }
-        self.over = true;
+        self.ended = true;
         let mut actions = self.give_up(|state| matches!(state, BlockState::Loading(_)));
         if self.is_settled() {
             actions.push(Action::Settled);
@@ -318,26 +318,26 @@ impl Slot {
     }
 }
 
-/// The slots of all requests, by the name that their owner gives them.
+/// The slots of all requests, by a key of their owner.
 #[derive(Debug)]
-pub struct Slots<K> {
-    slots: BTreeMap<K, Slot>,
+pub struct OffloadSlots<K> {
+    slots: BTreeMap<K, OffloadSlot>,
     ignored: u64,
 }
 
-impl<K> Default for Slots<K> {
+impl<K> Default for OffloadSlots<K> {
     fn default() -> Self {
         Self { slots: BTreeMap::new(), ignored: 0 }
     }
 }
 
-impl<K: Copy + Ord> Slots<K> {
-    /// Gives a request that runs a slot, unless it has one.
+impl<K: Copy + Ord> OffloadSlots<K> {
+    /// Opens a slot for a running request, unless it has one.
     pub fn open(&mut self, request: K) {
         self.slots.entry(request).or_default();
     }
 
-    /// Moves a request's slot by one event. One that is settled is forgotten; events of an unknown slot are counted.
+    /// Applies one event to a request's slot. A settled slot is removed. Events of an unknown slot are counted.
     pub fn apply(&mut self, request: K, event: Event) -> Vec<Action> {
         let Some(slot) = self.slots.get_mut(&request) else {
             self.ignored += 1;
@@ -352,14 +352,14 @@ impl<K: Copy + Ord> Slots<K> {
         actions
     }
 
-    /// `request_finished`, however the request ended; the same answer however often it is asked.
-    pub fn finish(&mut self, request: K, event: Event) -> (Answer, Vec<Action>) {
+    /// `request_finished`, for any end of the request. A repeated call gets the same reply.
+    pub fn finish(&mut self, request: K, event: Event) -> (FinishReply, Vec<Action>) {
         let actions = match self.slots.contains_key(&request) {
             true => self.apply(request, event),
-            // It never had a slot, or it is settled: an answer, not an error.
+            // The request never had a slot, or its slot is settled: not an error.
             false => Vec::new(),
         };
-        (self.slots.get(&request).map_or(Answer::Settled, Slot::answer), actions)
+        (self.slots.get(&request).map_or(FinishReply::Settled, OffloadSlot::finish_reply), actions)
     }
 
     /// Requests that have a slot, in order.
@@ -369,7 +369,7 @@ impl<K: Copy + Ord> Slots<K> {
 
     /// A request's slot.
     #[must_use]
-    pub fn get(&self, request: K) -> Option<&Slot> {
+    pub fn get(&self, request: K) -> Option<&OffloadSlot> {
         self.slots.get(&request)
     }
 

@@ -1,7 +1,7 @@
-//! How the bytes of one KV block are laid out, and the fingerprint that two engines compare.
+//! The layout of the bytes of one KV block, and the fingerprint that two engines compare.
 //!
-//! Blocks are block-major: all layers and both K and V of one block are one contiguous run,
-//! `[layer][K|V][kv_head][token][dim]`, so that a block is one descriptor on every transport and tier.
+//! Pools are block-major: all layers and both K and V of one block are one contiguous run,
+//! `[layer][K|V][kv_head][token][dim]`. So a block is one descriptor on every transport and tier.
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -34,7 +34,7 @@ impl KvDtype {
 pub struct KvLayout {
     /// Transformer layers.
     pub layers: usize,
-    /// KV heads: of the whole model, or, in the layout of a shard, those of one rank.
+    /// KV heads of the whole model, or, in the layout of a shard, of one rank.
     pub kv_heads: usize,
     /// Elements of one head.
     pub head_dim: usize,
@@ -57,12 +57,11 @@ impl KvLayout {
         tokens.div_ceil(self.block_tokens)
     }
 
-    /// 64 bits that are equal on two engines only if KV of one can be used by the other, whatever their block
-    /// sizes: those travel in the handoff. Taken of the layout over all heads, so that it does not depend on
-    /// how they are sharded either.
+    /// A 64-bit fingerprint. It is equal on two engines only if one can use the other's KV. It does not depend on the
+    /// block size, which is a field of the handoff. It covers the layout over all heads, so it does not depend on the
+    /// sharding either.
     ///
-    /// `model` is the identity of the weights (two models can share every number of the shape and must still
-    /// never share blocks).
+    /// `model` identifies the weights: two models of the same shape must never share blocks.
     #[must_use]
     pub fn fingerprint(&self, model: &str) -> u64 {
         let mut hash = Sha256::new();

@@ -1,4 +1,4 @@
-//! The memory of a KV pool: its layout, its region, and which bytes go where.
+//! The memory of a KV pool: its layout, its region, and the slices of transfers between different layouts.
 
 pub mod layout;
 pub mod region;

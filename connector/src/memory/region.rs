@@ -1,14 +1,17 @@
 //! The memory of one paged KV pool, shared by the executor that computes in it and the transport that
 //! copies blocks in and out.
 //!
-//! Blocks are plain bytes at `base + block × block_bytes`. Who may touch a block, and when, is decided by the
-//! block pool and the leases (invariants 2 and 3), not by Rust's borrow checker: an executor writes some blocks
-//! while transports read or write others, from other threads. The methods below are therefore raw copies
-//! with bounds checks, and the pointers never escape except to the executor's kernels.
+//! Blocks are plain bytes at `base + block × block_bytes`. The block pool and the leases decide which thread may access
+//! a block (invariants 2 and 3), not Rust's borrow checker. An executor writes some blocks while transports read or
+//! write others, from other threads. The methods below are therefore raw copies with bounds checks. Only the executor's
+//! kernels and the transports get pointers.
 //!
-//! The bytes are this process's heap, or any [`Memory`] that a transport brings: one that other engines of this
-//! host can map, for instance.
-#![allow(unsafe_code)] // a pool is one piece of memory used by several threads on disjoint blocks; see each block
+//! The bytes are on this process's heap, or in a [`Memory`] of a transport, for example one that other engines of this
+//! host can map.
+#![allow(
+    unsafe_code,
+    reason = "a pool is one piece of memory used by several threads on disjoint blocks; see each block"
+)]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::any::Any;
@@ -17,22 +20,22 @@ use std::sync::Arc;
 
 use crate::BlockId;
 
-/// Alignment of a pool and therefore of its first block, in bytes: one huge page where the pool is that large.
+/// Alignment of a pool and therefore of its first block, in bytes: one huge page if the pool is that large.
 const ALIGNMENT_BYTES: usize = 2 << 20;
 
-/// Where the bytes of a pool lie.
+/// The memory of a pool.
 ///
 /// # Safety
-/// From construction to drop, `base()` is one and the same address, aligned to 64 bytes, and the `len()` bytes
-/// from it can be read and written by any thread. Nothing but the pool over it decides who writes them.
+/// From construction to drop, `base()` is one and the same address, aligned to 64 bytes. Any thread can read and write
+/// the `len()` bytes from there on. Only the pool of this memory decides which thread writes them.
 pub unsafe trait Memory: Any + Debug + Send + Sync {
-    /// The first byte.
+    /// Address of the first byte.
     fn base(&self) -> *mut u8;
 
-    /// Bytes from there on.
+    /// Length in bytes.
     fn len(&self) -> usize;
 
-    /// Whether there are none.
+    /// Whether the length is zero.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -40,22 +43,22 @@ pub unsafe trait Memory: Any + Debug + Send + Sync {
 
 /// A paged pool's memory. Cheap to clone; freed when the last clone is dropped.
 #[derive(Clone, Debug)]
-pub struct Region(Arc<Pool>);
+pub struct Region(Arc<RegionInner>);
 
 #[derive(Debug)]
-struct Pool {
+struct RegionInner {
     memory: Box<dyn Memory>,
-    /// `memory.base()`, asked once: kernels come here for every block.
+    /// The value of `memory.base()`: kernels use it for every block.
     base: *mut u8,
     block_bytes: usize,
     blocks: usize,
 }
 
-// SAFETY: the pool is plain bytes. Concurrent access to one block is excluded by the contract (a block is
-// written by its owner, or by one transfer while it is landing, or only read while it is leased).
-unsafe impl Send for Pool {}
+// SAFETY: the pool is plain bytes. The contract excludes conflicting access to one block: its owner writes a block, or
+// one transfer while the block is landing, and a leased block is only read.
+unsafe impl Send for RegionInner {}
 // SAFETY: as above.
-unsafe impl Sync for Pool {}
+unsafe impl Sync for RegionInner {}
 
 impl Region {
     /// Allocates `blocks` zeroed blocks of `block_bytes` bytes on this process's heap.
@@ -64,23 +67,23 @@ impl Region {
     /// When the pool is empty or larger than the address space.
     #[must_use]
     pub fn allocate(blocks: usize, block_bytes: usize) -> Self {
-        Self::over(Box::new(Heap::zeroed(pool_bytes(blocks, block_bytes))), blocks, block_bytes)
+        Self::with_memory(Box::new(HeapMemory::zeroed(pool_bytes(blocks, block_bytes))), blocks, block_bytes)
     }
 
-    /// A pool of `blocks` blocks of `block_bytes` bytes in memory that somebody else provides. It is dropped with
-    /// the last clone of the region.
+    /// A pool of `blocks` blocks of `block_bytes` bytes in the caller's memory, which is dropped with the last clone of
+    /// the region.
     ///
     /// # Panics
     /// When the pool is empty or larger than the memory.
     #[must_use]
-    pub fn over(memory: Box<dyn Memory>, blocks: usize, block_bytes: usize) -> Self {
+    pub fn with_memory(memory: Box<dyn Memory>, blocks: usize, block_bytes: usize) -> Self {
         let bytes = pool_bytes(blocks, block_bytes);
         assert!(bytes <= memory.len(), "a pool of {bytes} bytes in a memory of {}", memory.len());
         let base = memory.base();
-        Self(Arc::new(Pool { memory, base, block_bytes, blocks }))
+        Self(Arc::new(RegionInner { memory, base, block_bytes, blocks }))
     }
 
-    /// What holds the bytes, for a transport that looks for memory of its own kind.
+    /// The memory, for a transport that needs memory of its own kind.
     #[must_use]
     pub fn memory(&self) -> &dyn Memory {
         &*self.0.memory
@@ -100,8 +103,8 @@ impl Region {
 
     /// Start of a block's bytes, for the executor's kernels and for scatter/gather system calls.
     ///
-    /// The pointer is valid for [`Self::block_bytes`] bytes while any clone of this region lives. The caller
-    /// keeps the contract: nobody reads a block that is landing, and nobody writes one that is leased.
+    /// The pointer is valid for [`Self::block_bytes`] bytes while any clone of this region lives. By the contract, the
+    /// caller neither reads a landing block nor writes a leased one.
     ///
     /// # Panics
     /// When the block is outside the pool.
@@ -143,12 +146,12 @@ fn pool_bytes(blocks: usize, block_bytes: usize) -> usize {
 
 /// Memory of this process alone.
 #[derive(Debug)]
-struct Heap {
+struct HeapMemory {
     base: *mut u8,
     layout: Layout,
 }
 
-impl Heap {
+impl HeapMemory {
     fn zeroed(bytes: usize) -> Self {
         let layout = Layout::from_size_align(bytes, ALIGNMENT_BYTES.min(bytes.next_power_of_two()).max(64))
             .expect("a pool fits into the address space");
@@ -161,12 +164,12 @@ impl Heap {
     }
 }
 
-// SAFETY: plain bytes that belong to this value; see [`Pool`] for who touches them.
-unsafe impl Send for Heap {}
+// SAFETY: plain bytes that belong to this value. See [`RegionInner`] for concurrent access.
+unsafe impl Send for HeapMemory {}
 // SAFETY: as above.
-unsafe impl Sync for Heap {}
+unsafe impl Sync for HeapMemory {}
 // SAFETY: one allocation of `layout.size()` bytes, aligned to at least 64, that lives as long as `self`.
-unsafe impl Memory for Heap {
+unsafe impl Memory for HeapMemory {
     fn base(&self) -> *mut u8 {
         self.base
     }
@@ -176,7 +179,7 @@ unsafe impl Memory for Heap {
     }
 }
 
-impl Drop for Heap {
+impl Drop for HeapMemory {
     fn drop(&mut self) {
         // SAFETY: `base` came from `alloc_zeroed` with this layout and is freed once, by the only owner.
         unsafe { dealloc(self.base, self.layout) };
@@ -205,18 +208,18 @@ mod tests {
     #[test]
     #[should_panic(expected = "a pool of 288 bytes in a memory of 192")]
     fn a_pool_larger_than_its_memory_is_refused() {
-        let _ = Region::over(Box::new(Heap::zeroed(192)), 3, 96);
+        let _ = Region::with_memory(Box::new(HeapMemory::zeroed(192)), 3, 96);
     }
 
     #[test]
     fn memory_that_is_provided_is_given_back_with_the_last_clone() {
         #[derive(Debug)]
-        struct Counted {
-            heap: Heap,
+        struct CountedMemory {
+            heap: HeapMemory,
             _alive: Arc<()>,
         }
-        // SAFETY: the heap's own promise, passed on.
-        unsafe impl Memory for Counted {
+        // SAFETY: `HeapMemory` meets the contract.
+        unsafe impl Memory for CountedMemory {
             fn base(&self) -> *mut u8 {
                 self.heap.base()
             }
@@ -225,9 +228,12 @@ mod tests {
             }
         }
         let alive = Arc::new(());
-        let region =
-            Region::over(Box::new(Counted { heap: Heap::zeroed(192), _alive: Arc::clone(&alive) }), 2, 96);
-        assert!((region.memory() as &dyn Any).is::<Counted>());
+        let region = Region::with_memory(
+            Box::new(CountedMemory { heap: HeapMemory::zeroed(192), _alive: Arc::clone(&alive) }),
+            2,
+            96,
+        );
+        assert!((region.memory() as &dyn Any).is::<CountedMemory>());
         let clone = region.clone();
         drop(region);
         clone.write_block(BlockId(1), &[7; 96]);

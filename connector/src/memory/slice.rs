@@ -1,8 +1,8 @@
-//! Which bytes of which block go where when two engines cut their KV caches differently. Pure geometry.
+//! The mapping of bytes between two engines whose KV caches are cut differently. Pure geometry.
 //!
-//! An engine of R ranks has R shards: shard `r` holds the KV heads `r·H/R .. (r+1)·H/R` of every block, in a
-//! region of its own, under the same block ids. Two ranks that hold a common head have a [`Link`]; over it the
-//! consumer reads a [`Slice`]: a range of heads for a range of tokens.
+//! An engine of R ranks has R shards. Shard `r` holds the KV heads `r·H/R .. (r+1)·H/R` of every block. Each shard has
+//! a region of its own, with the same block ids. Two ranks with a common head have a [`Link`]. Over a link the consumer
+//! reads a [`Slice`]: a range of heads for a range of tokens.
 //!
 //! ```text
 //! producer, 2 ranks, blocks of 4 tokens      consumer, 1 rank, blocks of 8 tokens
@@ -11,12 +11,12 @@
 //! ```
 //!
 //! The order of the bytes on the wire is the producer's: block by block ([`Piece`]), and in a block
-//! `[layer][K|V][head][token][dim]`, cut to the slice. Each end finds its own [`Run`]s of that order from the
-//! two layouts and the slice with one function, [`Slice::runs`], so nothing about memory travels.
+//! `[layer][K|V][head][token][dim]`, cut to the slice. Each end computes its own [`Run`]s of that order from the
+//! layouts and the slice ([`SliceRange::runs`], [`Slice::runs`]). So no memory offsets are sent.
 //!
 //! Invariants:
-//! - Both ends' runs of a piece have the same length in sum: [`Slice::piece_bytes`].
-//! - A slice that passed [`Cut::check`] and [`Slice::check`] never leads outside a block or a table.
+//! - The runs of a piece have the same total length at both ends: [`Slice::piece_bytes`].
+//! - A slice that passed [`SliceRange::check`] and [`Slice::check`] never leads outside a block or a table.
 
 use std::ops::Range;
 
@@ -25,53 +25,53 @@ use sha2::{Digest, Sha256};
 use crate::limits::{BLOCKS_PER_HANDOFF_MAX, RANKS_MAX};
 use crate::{KvLayout, Rank};
 
-/// How an engine's KV cache is cut: blocks of some tokens, heads over some ranks.
+/// The cut of an engine's KV cache: tokens per block, and ranks that share the heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Geometry {
     whole: KvLayout,
     ranks: u16,
 }
 
-/// Why a cut of the KV cache, or a slice of it, is not possible. The numbers are those that were compared.
+/// Why a cut of the KV cache, or a slice of it, is not possible, with the compared numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SliceError {
-    /// Ranks hold whole heads, all the same number of them.
+    /// The heads cannot be divided evenly among the ranks.
     #[error("{heads} KV heads cannot be sharded over {ranks} ranks")]
     Ranks {
         /// Heads of the model.
         heads: usize,
-        /// Ranks asked for.
+        /// Requested ranks.
         ranks: usize,
     },
-    /// Two engines' blocks differ by more than a whole factor.
+    /// Neither block size of the two engines is a multiple of the other.
     #[error("blocks of {theirs} tokens and of {ours} tokens: one must be a multiple of the other")]
     BlockSizes {
-        /// The producer's.
+        /// The producer's block size.
         theirs: usize,
-        /// The consumer's.
+        /// The consumer's block size.
         ours: usize,
     },
     /// The layouts differ in more than block size and heads.
     #[error("the two layouts differ in layers, head size or element type")]
     Layouts,
-    /// Tokens that are not there, or none at all.
+    /// The range of tokens is empty or outside the blocks.
     #[error("tokens {start}..{end} are not in blocks of {held} tokens")]
     Tokens {
-        /// First token asked for.
+        /// First requested token.
         start: usize,
-        /// The one after the last.
+        /// End of the requested range.
         end: usize,
-        /// Tokens there are.
+        /// Tokens that the blocks hold.
         held: usize,
     },
-    /// Heads that are not there, or none at all.
+    /// The range of heads is empty or outside the cache.
     #[error("heads {start}..{end} are not in a cache of {held} heads")]
     Heads {
-        /// First head asked for.
+        /// First requested head.
         start: usize,
-        /// The one after the last.
+        /// End of the requested range.
         end: usize,
-        /// Heads there are.
+        /// Heads of the cache.
         held: usize,
     },
 }
@@ -80,7 +80,7 @@ impl Geometry {
     /// A cache of this layout (over all heads) in `ranks` shards.
     ///
     /// # Errors
-    /// [`SliceError::Ranks`] when there are none or more than [`RANKS_MAX`], or they do not divide the heads.
+    /// [`SliceError::Ranks`] if `ranks` is 0, above [`RANKS_MAX`], or does not divide the heads.
     pub fn new(whole: KvLayout, ranks: usize) -> Result<Self, SliceError> {
         match u16::try_from(ranks) {
             Ok(count)
@@ -117,22 +117,22 @@ impl Geometry {
         (0..self.ranks).map(Rank)
     }
 
-    /// What the two ends of a link compare before a byte is read: the model and its shape, as in
-    /// [`KvLayout::fingerprint`] (`base`), and with them this cut of it and which of the ranks it is. A consumer
-    /// computes it from what the handoff says, the producer's rank from what is so: a handoff that gives a wrong
-    /// number of ranks, a wrong block size, or the ports in a wrong order is refused in the handshake.
+    /// The fingerprint that the two ends of a link compare before a byte is read. It covers the model and its shape
+    /// ([`KvLayout::fingerprint`], `base`), this cut of the cache, and the number of the rank. A consumer computes it
+    /// from the handoff, and the producer's rank from its own configuration. So the handshake refuses a handoff with a
+    /// wrong number of ranks, a wrong block size, or the ports in a wrong order.
     #[must_use]
     pub fn rank_fingerprint(&self, base: u64, rank: Rank) -> u64 {
         rank_fingerprint(base, self.ranks(), self.whole.block_tokens, rank)
     }
 
-    /// The pairs of ranks that share heads, in the order of the heads; every head is in exactly one. The position
+    /// The pairs of ranks that share heads, in the order of the heads. Every head is in exactly one link. The position
     /// of a link in this list is its number ([`crate::Reader::rank`]).
     ///
     /// # Errors
-    /// [`SliceError::Layouts`] or [`SliceError::BlockSizes`] when `consumer` cannot use blocks of `self` at all.
+    /// [`SliceError::Layouts`] or [`SliceError::BlockSizes`] if `consumer` cannot use blocks of `self`.
     pub fn links(&self, consumer: &Self) -> Result<Vec<Link>, SliceError> {
-        fits(&self.whole, &consumer.whole)?;
+        check_compatible(&self.whole, &consumer.whole)?;
         if self.whole.kv_heads != consumer.whole.kv_heads {
             return Err(SliceError::Layouts);
         }
@@ -154,14 +154,14 @@ impl Geometry {
         Ok(links)
     }
 
-    /// Whether a block here is, byte for byte, a block there: then whole blocks are read.
+    /// Whether blocks of both are equal byte for byte. Then whole blocks are read.
     #[must_use]
     pub fn same_blocks(&self, consumer: &Self) -> bool {
         self == consumer
     }
 }
 
-/// [`Geometry::rank_fingerprint`] of a geometry that is not known to be possible: what a handoff says of it.
+/// [`Geometry::rank_fingerprint`] from the unchecked numbers of a handoff.
 #[must_use]
 pub fn rank_fingerprint(base: u64, ranks: usize, block_tokens: usize, rank: Rank) -> u64 {
     let mut hash = Sha256::new();
@@ -171,8 +171,8 @@ pub fn rank_fingerprint(base: u64, ranks: usize, block_tokens: usize, rank: Rank
     u64::from_le_bytes(hash.finalize()[..8].try_into().expect("a SHA-256 digest has 32 bytes"))
 }
 
-/// The same layers, head size and element type, and block sizes that differ by a whole factor.
-fn fits(producer: &KvLayout, consumer: &KvLayout) -> Result<(), SliceError> {
+/// Checks for the same layers, head size and element type, and for block sizes that differ by a whole factor.
+fn check_compatible(producer: &KvLayout, consumer: &KvLayout) -> Result<(), SliceError> {
     let alike = |layout: &KvLayout| (layout.layers, layout.head_dim, layout.dtype);
     if alike(producer) != alike(consumer) {
         return Err(SliceError::Layouts);
@@ -184,31 +184,31 @@ fn fits(producer: &KvLayout, consumer: &KvLayout) -> Result<(), SliceError> {
     Ok(())
 }
 
-/// Two ranks that hold common heads.
+/// Two ranks with common heads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Link {
-    /// The rank that is read.
+    /// The producer's rank.
     pub producer: Rank,
-    /// The rank that reads.
+    /// The consumer's rank.
     pub consumer: Rank,
-    /// The common heads, as the producer's rank counts its own.
+    /// The common heads, as head numbers of the producer's rank.
     pub heads: Range<usize>,
-    /// The first of them, as the consumer's rank counts its own.
+    /// The first common head, as a head number of the consumer's rank.
     pub into_head: usize,
 }
 
-/// What a slice is on the wire: some heads of some tokens of a lease.
+/// A slice on the wire: some heads of some tokens of a lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Cut {
+pub struct SliceRange {
     /// Positions in the sequence whose KV was handed off.
     pub tokens: Range<usize>,
-    /// Heads, as the producer's rank counts its own.
+    /// Head numbers of the producer's rank.
     pub heads: Range<usize>,
 }
 
-impl Cut {
-    /// Whether a rank of this layout can serve it at all. Whether the lease has so many blocks is the ledger's to
-    /// say: it is asked for [`Self::entries`].
+impl SliceRange {
+    /// Checks whether a rank of this layout can serve the range. The ledger checks the number of blocks, when
+    /// [`Self::entries`] are requested.
     ///
     /// # Errors
     /// [`SliceError::Tokens`] or [`SliceError::Heads`].
@@ -224,13 +224,13 @@ impl Cut {
         Ok(())
     }
 
-    /// The entries of the producer's block table that hold it.
+    /// The entries of the producer's block table that contain the range.
     #[must_use]
     pub fn entries(&self, producer: &KvLayout) -> Range<usize> {
         self.tokens.start / producer.block_tokens..self.tokens.end.div_ceil(producer.block_tokens)
     }
 
-    /// Its tokens, one producer's block at a time.
+    /// The tokens, split by blocks of the producer.
     pub fn pieces<'a>(&'a self, producer: &'a KvLayout) -> impl Iterator<Item = Piece> + use<'a> {
         (0..self.entries(producer).len()).map(|index| self.piece(producer, index))
     }
@@ -250,55 +250,55 @@ impl Cut {
         vectors * producer.head_dim * producer.dtype.bytes()
     }
 
-    /// Bytes of all of it.
+    /// Bytes of the whole range.
     #[must_use]
     pub fn bytes(&self, producer: &KvLayout) -> usize {
         self.piece_bytes(producer, &Piece { tokens: self.tokens.clone() })
     }
 
-    /// Where a piece lies in the producer's blocks, in the order of the wire; entries count from
-    /// [`Self::entries`]' first. Appends to `runs`.
+    /// Appends to `runs` the runs of a piece in the producer's blocks, in the order of the wire. Entry 0 is the first
+    /// of [`Self::entries`].
     pub fn runs(&self, producer: &KvLayout, piece: &Piece, runs: &mut Vec<Run>) {
         let origin = self.entries(producer).start * producer.block_tokens;
-        End { layout: producer, head: self.heads.start, origin }.runs(self.heads.len(), piece, runs);
+        SliceEnd { layout: producer, head: self.heads.start, origin }.runs(self.heads.len(), piece, runs);
     }
 }
 
-/// The tokens of a slice that lie in one block of the producer.
+/// The tokens of a slice in one block of the producer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// Positions in the sequence.
     pub tokens: Range<usize>,
 }
 
-/// Bytes that lie together in one block.
+/// Contiguous bytes in one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Which of the blocks: an entry of the landing blocks, or of the table's part that was asked for.
+    /// Index of the block: in the landing blocks, or in the requested part of the table.
     pub entry: usize,
     /// First byte in the block.
     pub offset: usize,
-    /// Bytes.
+    /// Length in bytes.
     pub len: usize,
 }
 
-/// A slice as its consumer knows it: what to read, from blocks of which shape, and where it goes.
+/// A slice at its consumer: the range, the layouts of both ends, and the destination.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slice {
-    /// What to read.
-    pub cut: Cut,
-    /// A block in the producer's rank.
+    /// The range to read.
+    pub range: SliceRange,
+    /// Layout of a block in the producer's rank.
     pub producer: KvLayout,
-    /// A block in the consumer's rank.
+    /// Layout of a block in the consumer's rank.
     pub consumer: KvLayout,
-    /// Where the first head goes, as the consumer's rank counts its own.
+    /// Destination of the first head, as a head number of the consumer's rank.
     pub into_head: usize,
-    /// The position that the first token of the first landing block has. A multiple of the consumer's block size.
+    /// Position of the first token of the first landing block: a multiple of the consumer's block size.
     pub origin: usize,
 }
 
 impl Slice {
-    /// The slice of a link that has everything of `tokens` land in blocks whose first starts at `origin`.
+    /// The slice of a link for all of `tokens`. The first landing block starts at position `origin`.
     #[must_use]
     pub fn of(
         link: &Link,
@@ -308,7 +308,7 @@ impl Slice {
         origin: usize,
     ) -> Self {
         Self {
-            cut: Cut { tokens, heads: link.heads.clone() },
+            range: SliceRange { tokens, heads: link.heads.clone() },
             producer: producer.shard(),
             consumer: consumer.shard(),
             into_head: link.into_head,
@@ -316,48 +316,48 @@ impl Slice {
         }
     }
 
-    /// Whether it is possible, and lands inside `landing` blocks.
+    /// Checks that the slice is possible and fits into `landing` blocks.
     ///
     /// # Errors
     /// Any [`SliceError`].
     pub fn check(&self, landing: usize) -> Result<(), SliceError> {
-        fits(&self.producer, &self.consumer)?;
-        self.cut.check(&self.producer)?;
-        let Range { start, end } = self.cut.tokens;
+        check_compatible(&self.producer, &self.consumer)?;
+        self.range.check(&self.producer)?;
+        let Range { start, end } = self.range.tokens;
         let held = landing.saturating_mul(self.consumer.block_tokens);
         if start < self.origin || end - self.origin > held {
             return Err(SliceError::Tokens { start, end, held });
         }
-        let end = self.into_head.saturating_add(self.cut.heads.len());
+        let end = self.into_head.saturating_add(self.range.heads.len());
         if end > self.consumer.kv_heads {
             return Err(SliceError::Heads { start: self.into_head, end, held: self.consumer.kv_heads });
         }
         Ok(())
     }
 
-    /// Its pieces, in the order of the wire.
+    /// The pieces, in the order of the wire.
     pub fn pieces(&self) -> impl Iterator<Item = Piece> + use<'_> {
-        self.cut.pieces(&self.producer)
+        self.range.pieces(&self.producer)
     }
 
     /// Bytes of one piece.
     #[must_use]
     pub fn piece_bytes(&self, piece: &Piece) -> usize {
-        self.cut.piece_bytes(&self.producer, piece)
+        self.range.piece_bytes(&self.producer, piece)
     }
 
-    /// Where a piece lies in the landing blocks, in the order of the wire. Appends to `runs`.
+    /// Appends to `runs` the runs of a piece in the landing blocks, in the order of the wire.
     pub fn runs(&self, piece: &Piece, runs: &mut Vec<Run>) {
-        let end = End { layout: &self.consumer, head: self.into_head, origin: self.origin };
-        end.runs(self.cut.heads.len(), piece, runs);
+        let end = SliceEnd { layout: &self.consumer, head: self.into_head, origin: self.origin };
+        end.runs(self.range.heads.len(), piece, runs);
     }
 
-    /// The same for a transport that sees both ends' memory: which bytes of the producer's blocks go to which of
-    /// the consumer's. The two runs of a pair are equally long.
+    /// The copies of a piece, for a transport with access to the memory of both ends. Each is a pair of a run in the
+    /// producer's blocks and one in the consumer's, of the same length.
     #[must_use]
     pub fn copies(&self, piece: &Piece) -> Vec<(Run, Run)> {
         let (mut from, mut into) = (Vec::new(), Vec::new());
-        self.cut.runs(&self.producer, piece, &mut from);
+        self.range.runs(&self.producer, piece, &mut from);
         self.runs(piece, &mut into);
         let mut copies = Vec::with_capacity(from.len().max(into.len()));
         let (mut from, mut into) = (from.into_iter().peekable(), into.into_iter().peekable());
@@ -376,7 +376,7 @@ impl Slice {
 }
 
 impl Run {
-    /// Takes `len` bytes off its front; true when none are left.
+    /// Removes `len` bytes from the front; true when none are left.
     fn advance(&mut self, len: usize) -> bool {
         self.offset += len;
         self.len -= len;
@@ -384,14 +384,14 @@ impl Run {
     }
 }
 
-/// One end of a slice: blocks of a shape, the slice's first head in them, and the position of their first token.
-struct End<'a> {
+/// One end of a slice: the layout of its blocks, the slice's first head in them, and the position of their first token.
+struct SliceEnd<'a> {
     layout: &'a KvLayout,
     head: usize,
     origin: usize,
 }
 
-impl End<'_> {
+impl SliceEnd<'_> {
     fn runs(&self, heads: usize, piece: &Piece, runs: &mut Vec<Run>) {
         let KvLayout { layers, kv_heads, head_dim, block_tokens, dtype } = *self.layout;
         let vector = head_dim * dtype.bytes();
@@ -411,7 +411,7 @@ impl End<'_> {
     }
 }
 
-/// Appends a run; neighbours in a block become one.
+/// Appends a run, or extends the last one if they are contiguous.
 fn push(runs: &mut Vec<Run>, run: Run) {
     match runs.last_mut() {
         Some(last) if last.entry == run.entry && last.offset + last.len == run.offset => last.len += run.len,

@@ -1,4 +1,4 @@
-//! TCP keeps the promises of every transport.
+//! The conformance suite of the TCP transport.
 
 #[path = "../../tests/conformance/mod.rs"]
 #[macro_use]
@@ -11,7 +11,7 @@ use std::time::Duration;
 use baton_connector::region::Region;
 use baton_connector::transport::{Peer, Producer, Transport};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
-use conformance::{Lender, Wire};
+use conformance::{TestProducer, TransportHarness};
 
 fn pool(blocks: usize, block_bytes: usize) -> Region {
     Region::allocate(blocks, block_bytes)
@@ -19,27 +19,27 @@ fn pool(blocks: usize, block_bytes: usize) -> Region {
 
 const SILENCE: Duration = Duration::from_millis(700);
 
-struct Loopback {
+struct TcpHarness {
     server: Option<TcpServer>,
     transport: Arc<TcpTransport>,
     peer: Peer,
-    lender: Arc<Lender>,
+    producer: Arc<TestProducer>,
 }
 
-fn start(lender: Arc<Lender>) -> Box<dyn Wire> {
+fn start(producer: Arc<TestProducer>) -> Box<dyn TransportHarness> {
     let secret = Some(Secret::new(b"a secret of the cluster").expect("long enough"));
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let options = ServerOptions { secret: secret.clone(), silence: SILENCE, ..ServerOptions::default() };
-    let producer = Arc::clone(&lender);
-    let server = TcpServer::start(listener, producer, options).expect("a server on loopback");
+    let server =
+        TcpServer::start(listener, Arc::clone(&producer) as _, options).expect("a server on loopback");
     let peer =
-        Peer { address: server.local_addr(), epoch: lender.epoch(), fingerprint: lender.fingerprint() };
+        Peer { address: server.local_addr(), epoch: producer.epoch(), fingerprint: producer.fingerprint() };
     let options = ClientOptions { secret, silence: SILENCE, ..ClientOptions::default() };
     let transport = Arc::new(TcpTransport::new(options));
-    Box::new(Loopback { server: Some(server), transport, peer, lender })
+    Box::new(TcpHarness { server: Some(server), transport, peer, producer })
 }
 
-impl Wire for Loopback {
+impl TransportHarness for TcpHarness {
     fn transport(&self) -> Arc<dyn Transport> {
         Arc::clone(&self.transport) as Arc<dyn Transport>
     }
@@ -52,7 +52,7 @@ impl Wire for Loopback {
         drop(self.server.take());
     }
 
-    fn kept(&self) -> usize {
+    fn idle_connections(&self) -> usize {
         self.transport.idle_connections()
     }
 
@@ -61,10 +61,10 @@ impl Wire for Loopback {
     }
 }
 
-impl Drop for Loopback {
+impl Drop for TcpHarness {
     fn drop(&mut self) {
-        // A read that a failed test left at the gate must not keep the server's shutdown waiting.
-        self.lender.open_gate();
+        // A read that a failed test left at the gate must not block the server's shutdown.
+        self.producer.open_gate();
     }
 }
 

@@ -1,24 +1,24 @@
-//! What every transport promises, as one suite. A transport's own tests say
+//! The conformance suite of all transports. A transport's own tests contain
 //!
 //! ```ignore
 //! #[path = "../../tests/conformance/mod.rs"]
 //! mod conformance;
-//! transport_conformance!(start);  // fn start(Arc<Lender>) -> Box<dyn Wire>
+//! transport_conformance!(start);  // fn start(Arc<TestProducer>) -> Box<dyn TransportHarness>
 //!
-//! fn pool(blocks: usize, block_bytes: usize) -> Region  // where a producer's pool lies
+//! fn pool(blocks: usize, block_bytes: usize) -> Region  // the memory of a producer's pool
 //! ```
 //!
 //! and get every test below under their own name.
 
-// Compiled into each transport's tests, where nothing is public, and which clippy does not know as a test.
-#![allow(unreachable_pub, clippy::unwrap_used)]
+// Each transport's tests compile this file. Nothing is public there, and clippy does not see a test.
+#![allow(unreachable_pub, clippy::unwrap_used, reason = "several test crates include this file")]
 
 mod cases;
-mod lender;
+mod producer;
 mod slices;
 
 pub use cases::*;
-pub use lender::{At, Lender};
+pub use producer::{GatePoint, TestProducer};
 pub use slices::*;
 
 use std::sync::Arc;
@@ -26,26 +26,26 @@ use std::sync::Arc;
 use baton_connector::transport::{Peer, Transport};
 
 /// A transport between one producer and any number of consumers, for a test.
-pub trait Wire: Send + Sync {
+pub trait TransportHarness: Send + Sync {
     /// The consumer's side.
     fn transport(&self) -> Arc<dyn Transport>;
-    /// How consumers find the producer.
+    /// The producer, as consumers address it.
     fn peer(&self) -> Peer;
-    /// Ends the producer's side in whatever it is doing.
+    /// Ends the producer's side at once.
     fn kill(&mut self);
-    /// Idle connections that the consumer keeps.
-    fn kept(&self) -> usize;
-    /// The longest silence that the transport was told to bear.
+    /// Idle connections of the consumer.
+    fn idle_connections(&self) -> usize;
+    /// The configured bound on silence.
     fn silence(&self) -> std::time::Duration;
 }
 
-/// One `#[test]` per promise, with the attributes that stand before the function.
+/// One `#[test]` per guarantee, with the attributes before `$start`.
 #[macro_export]
 macro_rules! transport_conformance {
     ($(#[$attribute:meta])* $start:path) => {
         transport_conformance!(@each ($(#[$attribute])*) $start,
             blocks_arrive_byte_by_byte_in_the_order_of_the_table
-            blocks_are_told_of_when_they_have_landed
+            landed_blocks_are_reported
             a_read_starts_at_any_entry_of_the_table
             neighbours_and_strangers_in_memory_arrive_alike
             a_closed_lease_is_gone
@@ -53,7 +53,7 @@ macro_rules! transport_conformance {
             a_lease_that_is_released_in_mid_read_is_drained_and_valid
             blocks_that_are_still_computed_are_waited_for
             a_prefill_that_ends_early_is_gone_and_its_reader_is_not_waited_for
-            nobody_has_everything_before_the_prefill_is_done
+            no_read_is_valid_before_the_prefill_is_done
             another_epoch_is_gone
             another_layout_is_refused
             a_range_outside_the_table_is_refused_and_the_next_read_works
@@ -71,7 +71,7 @@ macro_rules! transport_conformance {
             whole_blocks_only_means_no_slices
             a_consumer_of_two_links_has_everything_after_both
             one_of_several_consumers_leaves_and_the_others_read_on
-            nothing_is_kept_of_a_dead_producer
+            a_dead_producer_leaves_no_connection
         );
     };
     (@each $attributes:tt $start:path, $($name:ident)*) => {
@@ -81,7 +81,7 @@ macro_rules! transport_conformance {
             #[test]
             $(#[$attribute])*
             fn $name() {
-                conformance::$name(&|lender| $start(lender));
+                conformance::$name(&|producer| $start(producer));
             }
     };
 }

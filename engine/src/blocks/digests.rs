@@ -1,9 +1,8 @@
-//! Digests of cached blocks: two engines that hold the same prefix must hold the same bytes, and this is how an
-//! operator (or a test) sees it. Wrong or swapped blocks rarely show in logits.
+//! Digests of cached blocks. Two engines that cache the same prefix must hold the same bytes, and digests show this
+//! to an operator or a test. Wrong or swapped blocks rarely show in logits.
 //!
-//! The step loop answers, on its own thread, between two steps: what is in the prefix cache is complete, and only
-//! the step loop could give it a new owner. That costs the next step up to [`DIGEST_BYTES_MAX`] of hashing, which
-//! is why a page is bounded.
+//! The step loop computes a page between two steps, on its own thread. Cached blocks are then complete, and no block
+//! is reallocated meanwhile. The next step waits for the hashing of up to [`DIGEST_BYTES_MAX`], so a page is bounded.
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
@@ -13,41 +12,41 @@ use tokio::sync::oneshot;
 
 use crate::blocks::hash::BlockHash;
 
-/// Blocks of one page.
+/// Limit of the blocks of one page.
 pub const DIGEST_BLOCKS_MAX: usize = 4_096;
 
-/// Bytes that are hashed for one page (at least one block is): about a fifth of a second of one core.
+/// Limit of the bytes that are hashed for one page, unless it has one block: about a fifth of a second of one core.
 pub const DIGEST_BYTES_MAX: usize = 256 << 20;
 
-/// Pages that wait for the step loop. More are refused.
-pub const DIGEST_ASKS_MAX: usize = 4;
+/// Limit of the pages that wait for the step loop. Further requests are refused.
+pub const DIGEST_REQUESTS_MAX: usize = 4;
 
-/// Somebody wants a page.
+/// A request for a page.
 #[derive(Debug)]
-pub struct DigestAsk {
+pub struct DigestRequest {
     /// Only blocks with a hash above this one.
     pub after: Option<BlockHash>,
-    /// Takes the page.
+    /// Receives the page.
     pub reply: oneshot::Sender<DigestPage>,
 }
 
 /// One cached block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockDigest {
-    /// What the prefix cache finds it by.
+    /// Its key in the prefix cache.
     pub hash: BlockHash,
-    /// Where it lies.
+    /// Its index in the pool.
     pub block: BlockId,
     /// SHA-256 of its bytes.
     pub sha256: [u8; 32],
 }
 
-/// Some of the cached blocks, in the order of their hashes (the same on every engine).
+/// A part of the cached blocks, in the order of their hashes (the same on every engine).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DigestPage {
     /// The blocks.
     pub blocks: Vec<BlockDigest>,
-    /// Where the next page starts: [`DigestAsk::after`] of the next ask. `None` when this was the last.
+    /// Start of the next page: [`DigestRequest::after`] of the next request. `None` for the last page.
     pub next: Option<BlockHash>,
 }
 
@@ -58,8 +57,8 @@ pub fn page_blocks(block_bytes: usize) -> usize {
 }
 
 impl DigestPage {
-    /// Hashes the readable ones of the first [`page_blocks`] of `cached`, which is sorted by hash; what is beyond them is
-    /// another page.
+    /// Hashes the readable ones of the first [`page_blocks`] of `cached`, which is sorted by hash. The others belong
+    /// to the next page.
     #[must_use]
     pub fn of(
         cached: &[(BlockHash, BlockId)],
@@ -79,12 +78,11 @@ impl DigestPage {
     }
 }
 
-/// SHA-256 of a block's bytes in the order of the whole layout, so that engines which shard their heads differently
-/// agree.
+/// SHA-256 of a block's bytes in the order of the whole layout, so that engines with different shards of heads agree.
 fn digest_of(block: BlockId, geometry: &Geometry, regions: &[Region]) -> [u8; 32] {
     let (whole, shard) = (geometry.whole(), geometry.shard());
     let shards: Vec<_> = regions.iter().map(|region| region.read_block(block)).collect();
-    // All heads of one rank in one half of one layer lie together.
+    // All heads of one rank in one half of one layer are contiguous.
     let run = shard.block_bytes() / (2 * whole.layers);
     let mut hash = Sha256::new();
     for half in 0..2 * whole.layers {

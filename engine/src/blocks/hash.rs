@@ -1,15 +1,17 @@
-//! Chained hashes of full KV blocks: what a prefix cache looks blocks up by.
+//! Chained hashes of full KV blocks: the keys of the prefix cache.
 //!
-//! `hash_i = SHA-256(CBOR([hash_{i-1}, [token ids], extra]))`, which is vLLM's `sha256_cbor` to the byte
-//! (vLLM 0.32; checked against its golden vectors below), so that routers that index vLLM's KV events index
-//! ours alike (the salted form is ours alone: its golden vector does not name its salt). The chain starts at `SHA-256(CBOR(seed))` with vLLM's default seed. `extra` carries a tenant's
-//! cache salt in the first block: tenants with different salts never share a block (invariant 8).
+//! `hash_i = SHA-256(CBOR([hash_{i-1}, [token ids], extra]))` is exactly vLLM's `sha256_cbor` (vLLM 0.32, checked
+//! against its golden vectors below). Routers that index vLLM's KV events therefore index these blocks alike. Only
+//! the salted form differs: vLLM's golden vector does not contain its salt.
+//!
+//! The chain starts at `SHA-256(CBOR(seed))` with vLLM's default seed. `extra` contains a tenant's cache salt in the
+//! first block: tenants with different salts never share a block (invariant 8).
 
 use std::fmt;
 
 use sha2::{Digest, Sha256};
 
-/// The hash of one full block and everything before it.
+/// The hash of one full block and of all blocks before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockHash(pub [u8; 32]);
 
@@ -59,16 +61,16 @@ impl fmt::Display for BlockHash {
 /// Text that is not 64 hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid block hash, expected 64 hexadecimal digits")]
-pub struct NotABlockHash;
+pub struct BlockHashError;
 
 impl std::str::FromStr for BlockHash {
-    type Err = NotABlockHash;
+    type Err = BlockHashError;
 
-    fn from_str(text: &str) -> Result<Self, NotABlockHash> {
-        let digit = |byte: u8| (byte as char).to_digit(16).ok_or(NotABlockHash);
+    fn from_str(text: &str) -> Result<Self, BlockHashError> {
+        let digit = |byte: u8| (byte as char).to_digit(16).ok_or(BlockHashError);
         let mut bytes = [0; 32];
         if text.len() != 2 * bytes.len() {
-            return Err(NotABlockHash);
+            return Err(BlockHashError);
         }
         for (byte, pair) in bytes.iter_mut().zip(text.as_bytes().chunks_exact(2)) {
             *byte = (digit(pair[0])? * 16 + digit(pair[1])?) as u8;
@@ -86,7 +88,7 @@ pub fn extend(hashes: &mut Vec<BlockHash>, tokens: &[u32], block_tokens: usize, 
     }
 }
 
-/// 64 bits that name a whole prompt: what producer and consumer compare before a handoff is used.
+/// A 64-bit name of a whole prompt. Producer and consumer compare it before a handoff is used.
 #[must_use]
 pub fn prompt_fingerprint(tokens: &[u32]) -> u64 {
     let mut hash = Sha256::new();
@@ -156,7 +158,7 @@ mod tests {
         let text = BlockHash::root().to_string();
         assert_eq!(text.parse(), Ok(BlockHash::root()));
         for bad in ["", "0", &text[1..], &text.replace('9', "g"), &format!("{text}0"), &"é".repeat(32)] {
-            assert_eq!(bad.parse::<BlockHash>(), Err(NotABlockHash), "{bad}");
+            assert_eq!(bad.parse::<BlockHash>(), Err(BlockHashError), "{bad}");
         }
     }
 

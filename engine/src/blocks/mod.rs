@@ -1,4 +1,4 @@
-//! KV blocks: the pool with the state of each, their chained hashes, digests of cached blocks.
+//! KV blocks: their pool and states, their chained hashes, and digests of cached blocks.
 
 pub mod digests;
 pub mod hash;

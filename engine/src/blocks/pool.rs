@@ -1,21 +1,21 @@
-//! The paged KV pool's books: who holds which block, and which blocks can be reused.
+//! The paged KV pool: the holders of each block, and the list of reusable blocks.
 //!
 //! ```text
-//!            allocate                     lend
+//!            allocate                     lease
 //!   Free ─────────────▶ Active ───────────────▶ Leased
 //!    ▲  ╲ allocate for a fetch                     │
-//!    │   ▶ Landing ── landed ──▶ Active            │ give_back
-//!    │        │ give_back           │ give_back    │
+//!    │   ▶ Landing ── landed ──▶ Active            │ release
+//!    │        │ release             │ release      │
 //!    └────────┴─────────────────────┴──────────────┘
 //!   Cached: free, but still found by its hash; the free list is the cache, oldest first.
-//!   Storing: nobody's but a worker's that copies it to a lower tier; begins while it is Active, and may outlast that.
+//!   Storing: held only by a worker that copies it to a lower tier; begins while it is Active, and may outlast that.
 //! ```
 //!
 //! Invariants (numbers as in ARCHITECTURE.md):
-//! - 1: every block is in exactly one state and the states add up to the pool. A block that is shared is
-//!   counted in the strongest of its states: landing, then active, then leased, then storing.
-//! - 2: a block is given back at most once per grant; one time more is a bug of ours and panics.
-//! - 3: a landing block is in no prefix cache and is never shared; a block that is being stored is not reused.
+//! - 1: every block is in exactly one state, and the states add up to the pool. A shared block is counted in the
+//!   strongest of its states: landing, then active, then leased, then storing.
+//! - 2: a block is released at most once per grant. A further release is a bug and panics.
+//! - 3: a landing block is in no prefix cache and is never shared. A block that is being stored is not reused.
 
 use std::collections::HashMap;
 
@@ -23,39 +23,39 @@ use baton_connector::BlockId;
 
 use crate::blocks::hash::BlockHash;
 
-/// How many blocks are in which state.
+/// The number of blocks in each state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockUsage {
     /// Blocks of the pool.
     pub total: usize,
-    /// Nobody's, and nothing worth keeping in it.
+    /// Not held, and without cached contents.
     pub free: usize,
-    /// Nobody's, but found by its hash until it is reused.
+    /// Not held, but found by its hash until it is reused.
     pub cached: usize,
-    /// Held by a request that runs here.
+    /// Held by a running request.
     pub active: usize,
-    /// Lent to a decode engine and held by nobody else.
+    /// Held only by leases to decode engines.
     pub leased: usize,
     /// Being written by a transfer.
     pub landing: usize,
-    /// Being copied to a lower tier and held by nobody else.
+    /// Being copied to a lower tier, and not held otherwise.
     pub storing: usize,
 }
 
-/// There are fewer reusable blocks than wanted.
+/// Fewer reusable blocks than requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not enough blocks: {wanted} requested, {available} available")]
 pub struct OutOfBlocks {
-    /// Blocks asked for.
+    /// Blocks requested.
     pub wanted: usize,
     /// Blocks that are free or only cached.
     pub available: usize,
 }
 
-/// In what capacity somebody holds a block.
+/// The kind of a hold on a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hold {
-    /// A request that runs here.
+    /// A running request.
     Active,
     /// A lease.
     Leased,
@@ -66,27 +66,27 @@ pub enum Hold {
 }
 
 #[derive(Clone, Debug, Default)]
-struct Block {
+struct BlockState {
     active: u32,
     leased: u32,
     landing: bool,
     storing: bool,
     hash: Option<BlockHash>,
-    /// Neighbours in the free list, meaningful only while nobody holds the block.
+    /// Neighbours in the free list, valid only while the block is not held.
     previous: Option<u32>,
     next: Option<u32>,
 }
 
-impl Block {
+impl BlockState {
     fn idle(&self) -> bool {
         self.active == 0 && self.leased == 0 && !self.landing && !self.storing
     }
 }
 
-/// The pool's books. The memory itself is a [`baton_connector::region::Region`].
+/// The states of a pool's blocks. The memory itself is a [`baton_connector::region::Region`].
 #[derive(Debug)]
 pub struct BlockPool {
-    blocks: Vec<Block>,
+    blocks: Vec<BlockState>,
     by_hash: HashMap<BlockHash, BlockId>,
     head: Option<u32>,
     tail: Option<u32>,
@@ -99,7 +99,7 @@ impl BlockPool {
     #[must_use]
     pub fn new(total: usize) -> Self {
         let mut pool = Self {
-            blocks: vec![Block::default(); total],
+            blocks: vec![BlockState::default(); total],
             by_hash: HashMap::new(),
             head: None,
             tail: None,
@@ -124,13 +124,13 @@ impl BlockPool {
         self.blocks[id.index()].landing
     }
 
-    /// Blocks that [`Self::allocate`] can hand out.
+    /// Blocks that [`Self::allocate`] can return.
     #[must_use]
     pub fn available(&self) -> usize {
         self.available
     }
 
-    /// Takes `count` blocks, the least recently used first, and forgets what was cached in them.
+    /// Takes `count` blocks, the least recently used first, and removes their contents from the cache.
     ///
     /// # Errors
     /// [`OutOfBlocks`]; nothing is taken then.
@@ -157,9 +157,9 @@ impl BlockPool {
         hashes.iter().map_while(|hash| self.by_hash.get(hash).copied()).collect()
     }
 
-    /// Up to `limit` findable blocks with a hash above `after`, in the order of their hashes.
+    /// Up to `limit` cached blocks with a hash above `after`, in the order of their hashes.
     #[must_use]
-    pub fn findable(&self, after: Option<BlockHash>, limit: usize) -> Vec<(BlockHash, BlockId)> {
+    pub fn cached_after(&self, after: Option<BlockHash>, limit: usize) -> Vec<(BlockHash, BlockId)> {
         let wanted = self.by_hash.iter().filter(|(hash, _)| after.is_none_or(|after| **hash > after));
         let mut found: Vec<_> = wanted.map(|(&hash, &id)| (hash, id)).collect();
         if found.len() > limit {
@@ -170,21 +170,21 @@ impl BlockPool {
         found
     }
 
-    /// Of the blocks of a match, how many are nobody's (taking them uses up availability).
+    /// The number of blocks of a match that are not held. Taking them reduces the available blocks.
     #[must_use]
-    pub fn idle_among(&self, blocks: &[BlockId]) -> usize {
+    pub fn count_idle(&self, blocks: &[BlockId]) -> usize {
         blocks.iter().filter(|id| self.blocks[id.index()].idle()).count()
     }
 
-    /// Of the blocks of a match, how many only a store holds.
+    /// The number of blocks of a match that only a store holds.
     #[must_use]
-    pub fn stored_only_among(&self, blocks: &[BlockId]) -> usize {
+    pub fn count_only_storing(&self, blocks: &[BlockId]) -> usize {
         let stored_only =
-            |block: &Block| block.storing && block.active == 0 && block.leased == 0 && !block.landing;
+            |block: &BlockState| block.storing && block.active == 0 && block.leased == 0 && !block.landing;
         blocks.iter().filter(|id| stored_only(&self.blocks[id.index()])).count()
     }
 
-    /// Adds a holder to blocks found by [`Self::match_prefix`].
+    /// Adds a hold to blocks found by [`Self::match_prefix`].
     pub fn share(&mut self, blocks: &[BlockId]) {
         for &id in blocks {
             assert!(!self.blocks[id.index()].landing, "a landing block is not in the cache");
@@ -192,7 +192,7 @@ impl BlockPool {
         }
     }
 
-    /// Makes a full, computed or verified block findable. The first block with a hash keeps it.
+    /// Enters a full, computed or verified block into the prefix cache. The first block with a hash keeps it.
     pub fn register(&mut self, id: BlockId, hash: BlockHash) {
         let block = &self.blocks[id.index()];
         assert!(block.active > 0 && !block.landing, "only a block with an active holder is registered");
@@ -202,7 +202,7 @@ impl BlockPool {
         }
     }
 
-    /// Forgets every cached block's contents; blocks that are held stay with their holders.
+    /// Clears the prefix cache. Held blocks stay held.
     pub fn reset_cache(&mut self) {
         self.by_hash.clear();
         for index in 0..self.blocks.len() {
@@ -210,8 +210,8 @@ impl BlockPool {
         }
     }
 
-    /// A request's hold becomes a lease's: its blocks are lent.
-    pub fn lend(&mut self, blocks: &[BlockId]) {
+    /// Converts the request's hold on these blocks into a lease's hold.
+    pub fn lease(&mut self, blocks: &[BlockId]) {
         for &id in blocks {
             self.recount(id, |block| {
                 block.active = block.active.checked_sub(1).expect("a leased block was held by its request");
@@ -220,8 +220,8 @@ impl BlockPool {
         }
     }
 
-    /// A lease holds these blocks too, beside the request that still computes them.
-    pub fn lend_too(&mut self, blocks: &[BlockId]) {
+    /// Adds a lease's hold, while a request still computes these blocks.
+    pub fn add_lease(&mut self, blocks: &[BlockId]) {
         for &id in blocks {
             self.recount(id, |block| {
                 assert!(block.active > 0, "a leased block is held by its request");
@@ -230,8 +230,8 @@ impl BlockPool {
         }
     }
 
-    /// A worker is going to copy this block to a lower tier: until that is given back nobody reuses it. False, and
-    /// nothing is held, when one does so already.
+    /// Holds this block while a worker copies it to a lower tier, so that it is not reused. False, without a new
+    /// hold, if it is already being stored.
     pub fn store(&mut self, id: BlockId) -> bool {
         let block = &self.blocks[id.index()];
         assert!(block.hash.is_some() && !block.landing, "only a block that can be found is stored");
@@ -242,15 +242,15 @@ impl BlockPool {
         true
     }
 
-    /// The block that is found by this hash.
+    /// The block with this hash.
     #[must_use]
     pub fn find(&self, hash: BlockHash) -> Option<BlockId> {
         self.by_hash.get(&hash).copied()
     }
 
-    /// Nothing writes into these blocks any more: they are their request's now, which knows whether what is in them
-    /// may be used.
-    pub fn landed(&mut self, blocks: &[BlockId]) {
+    /// Ends the transfer into these blocks. Their request now holds them, and knows whether their contents may be
+    /// used.
+    pub fn finish_landing(&mut self, blocks: &[BlockId]) {
         for &id in blocks {
             self.recount(id, |block| {
                 assert!(block.landing, "block {} was not landing", id.0);
@@ -260,8 +260,8 @@ impl BlockPool {
         }
     }
 
-    /// Gives blocks back, once per grant. The last of the list is reused first: a prefix outlives its tail.
-    pub fn give_back(&mut self, blocks: &[BlockId], hold: Hold) {
+    /// Releases blocks, once per grant. The last of the list is reused first, so that a prefix outlives its tail.
+    pub fn release(&mut self, blocks: &[BlockId], hold: Hold) {
         for &id in blocks.iter().rev() {
             self.recount(id, |block| match hold {
                 Hold::Active => {
@@ -286,7 +286,7 @@ impl BlockPool {
         }
     }
 
-    /// Adds a holder, taking the block out of the free list if it was nobody's.
+    /// Adds a hold. A block that was not held leaves the free list.
     fn hold(&mut self, id: BlockId, hold: Hold) {
         if self.blocks[id.index()].idle() {
             self.unlink(id);
@@ -299,8 +299,8 @@ impl BlockPool {
         });
     }
 
-    /// Changes a block and keeps the counts by state in step.
-    fn recount(&mut self, id: BlockId, change: impl FnOnce(&mut Block)) {
+    /// Changes a block and updates the counts by state.
+    fn recount(&mut self, id: BlockId, change: impl FnOnce(&mut BlockState)) {
         let block = &mut self.blocks[id.index()];
         *self.usage.of(block) -= 1;
         change(block);
@@ -345,7 +345,7 @@ impl BlockPool {
 }
 
 impl BlockUsage {
-    fn of(&mut self, block: &Block) -> &mut usize {
+    fn of(&mut self, block: &BlockState) -> &mut usize {
         if block.landing {
             &mut self.landing
         } else if block.active > 0 {
@@ -367,7 +367,7 @@ impl BlockUsage {
         self.free + self.cached + self.active + self.leased + self.landing + self.storing == self.total
     }
 
-    /// Blocks that somebody holds, as a share of the pool from 0 to 1.
+    /// Held blocks as a share of the pool, from 0 to 1.
     #[must_use]
     pub fn held_share(&self) -> f64 {
         (self.active + self.leased + self.landing + self.storing) as f64 / self.total.max(1) as f64
@@ -390,7 +390,7 @@ mod tests {
         for (i, &id) in held.iter().enumerate() {
             pool.register(id, hash(i as u8));
         }
-        pool.give_back(&held, Hold::Active);
+        pool.release(&held, Hold::Active);
         assert_eq!(pool.usage(), BlockUsage { total: 4, free: 1, cached: 3, ..BlockUsage::default() });
         assert_eq!(pool.match_prefix(&[hash(0), hash(1), hash(9), hash(2)]), held[..2]);
         pool.allocate(2, Hold::Active).expect("room");
@@ -404,20 +404,20 @@ mod tests {
         for (&id, n) in held.iter().zip([4, 2, 5, 1, 3]) {
             pool.register(id, hash(n));
         }
-        assert_eq!(pool.findable(None, 2), [(hash(1), held[3]), (hash(2), held[1])]);
-        assert_eq!(pool.findable(Some(hash(2)), 2), [(hash(3), held[4]), (hash(4), held[0])]);
-        assert_eq!(pool.findable(Some(hash(4)), 2), [(hash(5), held[2])]);
-        assert_eq!(pool.findable(Some(hash(5)), 2), []);
+        assert_eq!(pool.cached_after(None, 2), [(hash(1), held[3]), (hash(2), held[1])]);
+        assert_eq!(pool.cached_after(Some(hash(2)), 2), [(hash(3), held[4]), (hash(4), held[0])]);
+        assert_eq!(pool.cached_after(Some(hash(4)), 2), [(hash(5), held[2])]);
+        assert_eq!(pool.cached_after(Some(hash(5)), 2), []);
     }
 
     #[test]
     fn a_lent_block_is_not_handed_out_again_until_the_lease_ends() {
         let mut pool = BlockPool::new(2);
         let held = pool.allocate(2, Hold::Active).expect("room");
-        pool.lend(&held);
+        pool.lease(&held);
         assert_eq!(pool.usage().leased, 2);
         assert_eq!(pool.allocate(1, Hold::Active), Err(OutOfBlocks { wanted: 1, available: 0 }));
-        pool.give_back(&held, Hold::Leased);
+        pool.release(&held, Hold::Leased);
         assert_eq!(pool.usage().free, 2);
     }
 
@@ -427,11 +427,11 @@ mod tests {
         let held = pool.allocate(1, Hold::Active).expect("room");
         pool.register(held[0], hash(1));
         pool.share(&held);
-        pool.lend(&held);
+        pool.lease(&held);
         assert_eq!((pool.usage().active, pool.usage().leased), (1, 0));
-        pool.give_back(&held, Hold::Active);
+        pool.release(&held, Hold::Active);
         assert_eq!((pool.usage().active, pool.usage().leased), (0, 1));
-        pool.give_back(&held, Hold::Leased);
+        pool.release(&held, Hold::Leased);
         assert_eq!(pool.usage().cached, 1);
     }
 
@@ -441,14 +441,14 @@ mod tests {
         let held = pool.allocate(1, Hold::Active).expect("room");
         pool.register(held[0], hash(1));
         assert!(pool.store(held[0]) && !pool.store(held[0]), "one copy at a time");
-        pool.lend(&held);
-        pool.give_back(&held, Hold::Leased);
+        pool.lease(&held);
+        pool.release(&held, Hold::Leased);
         assert_eq!((pool.usage().storing, pool.available()), (1, 0));
         pool.share(&held);
         assert_eq!((pool.usage().storing, pool.usage().active), (0, 1), "it is found meanwhile");
-        pool.give_back(&held, Hold::Active);
+        pool.release(&held, Hold::Active);
         assert!(pool.allocate(1, Hold::Active).is_err());
-        pool.give_back(&held, Hold::Storing);
+        pool.release(&held, Hold::Storing);
         assert_eq!(pool.usage().cached, 1);
     }
 
@@ -457,14 +457,14 @@ mod tests {
     fn a_lease_that_gives_back_twice_is_caught() {
         let mut pool = BlockPool::new(1);
         let held = pool.allocate(1, Hold::Active).expect("room");
-        pool.lend(&held);
-        pool.give_back(&held, Hold::Leased);
-        pool.give_back(&held, Hold::Leased);
+        pool.lease(&held);
+        pool.release(&held, Hold::Leased);
+        pool.release(&held, Hold::Leased);
     }
 
     proptest! {
-        /// Random grants, shares, loans, landings and returns: the states always add up, and in the end
-        /// everything is home.
+        /// Random grants, shares, leases, landings and releases: the states always add up, and in the end every block
+        /// is free.
         #[test]
         fn states_always_add_up(steps in prop::collection::vec((0_u8..7, 0_usize..64, 1_usize..4), 1..200)) {
             let mut pool = BlockPool::new(12);
@@ -479,11 +479,11 @@ mod tests {
                     },
                     1 => if let Ok(taken) = pool.allocate(count, Hold::Landing) { grants.push((taken, Hold::Landing)) },
                     2 => if let Some((blocks, hold)) = grants.get_mut(at) && *hold == Hold::Active {
-                        pool.lend(blocks);
+                        pool.lease(blocks);
                         *hold = Hold::Leased;
                     },
                     3 => if let Some((blocks, hold)) = grants.get_mut(at) && *hold == Hold::Landing {
-                        pool.landed(blocks);
+                        pool.finish_landing(blocks);
                         *hold = Hold::Active;
                     },
                     4 => {
@@ -496,13 +496,13 @@ mod tests {
                     },
                     _ => if !grants.is_empty() {
                         let (blocks, hold) = grants.swap_remove(at);
-                        pool.give_back(&blocks, hold);
+                        pool.release(&blocks, hold);
                     },
                 }
                 prop_assert!(pool.usage().adds_up());
                 prop_assert_eq!(pool.available(), pool.usage().free + pool.usage().cached);
             }
-            for (blocks, hold) in grants.drain(..) { pool.give_back(&blocks, hold) }
+            for (blocks, hold) in grants.drain(..) { pool.release(&blocks, hold) }
             prop_assert_eq!(pool.available(), 12);
         }
     }

@@ -13,20 +13,20 @@ use serde_json::{Map, Value, json};
 use crate::model::chat_template::ChatTemplate;
 use crate::model::detokenizer::Detokenizer;
 use crate::model::generation::GenerationDefaults;
-use crate::model::tokenizer::{Decode, SpecialTokens, Tokenizer};
-use crate::sampling::{Place, SamplingParams, TokenCounts, distribution};
+use crate::model::tokenizer::{DecodeMode, SpecialTokens, Tokenizer};
+use crate::sampling::{SamplingParams, TokenCounts, TokenPosition, distribution};
 
-/// A case's name, and what is wrong with it.
-pub type Case = (String, Result<(), String>);
+/// A case's name, and its error if it failed.
+pub type GoldenTextCase = (String, Result<(), String>);
 
-/// Tokens that any text of a golden file fits in.
+/// Upper bound of tokens for the texts of a golden file.
 const MAX_TOKENS: usize = 1 << 20;
-/// How far a probability may be from the golden one. Both are of the same float32 logits.
+/// Largest error of a probability. Both are computed from the same float32 logits.
 const PROBABILITY_MAX_ERROR: f64 = 1e-5;
 
 /// Round trips: encoding with and without special tokens, decoding, and the stream of every prefix.
 #[must_use]
-pub fn check_tokenizer(golden: &Value, tokenizer: &Arc<Tokenizer>) -> Vec<Case> {
+pub fn check_tokenizer(golden: &Value, tokenizer: &Arc<Tokenizer>) -> Vec<GoldenTextCase> {
     let trips = golden["tokenizer"].as_array().map_or(&[][..], Vec::as_slice);
     trips
         .iter()
@@ -42,15 +42,15 @@ fn round_trip(trip: &Value, tokenizer: &Arc<Tokenizer>) -> Result<(), String> {
     same("ids", &encode(SpecialTokens::Add)?, &ids)?;
     same("ids_no_special", &encode(SpecialTokens::AsWritten)?, &plain)?;
     let decoded = |decode| tokenizer.decode(&ids, decode);
-    same("decoded", decoded(Decode::SkipSpecial).as_str(), string(trip, "decoded")?)?;
-    same("decoded_with_special", decoded(Decode::All).as_str(), string(trip, "decoded_with_special")?)?;
+    same("decoded", decoded(DecodeMode::SkipSpecial).as_str(), string(trip, "decoded")?)?;
+    same("decoded_with_special", decoded(DecodeMode::All).as_str(), string(trip, "decoded_with_special")?)?;
     let prefixes = trip["prefixes"].as_array().ok_or("no `prefixes`")?;
     for (last, prefix) in prefixes.iter().enumerate() {
-        let mut stream = Detokenizer::new(Arc::clone(tokenizer), Decode::All);
+        let mut stream = Detokenizer::new(Arc::clone(tokenizer), DecodeMode::All);
         let mut text: String = plain[..=last].iter().map(|id| stream.push(*id)).collect();
         text.push_str(&stream.finish());
         let prefix = prefix.as_str().ok_or("a prefix is not a string")?;
-        // A stream does not take back a character whose bytes came whole (see detokenizer.rs).
+        // A stream does not take back a character whose bytes were complete (see detokenizer.rs).
         if tokenizer.is_byte_level() || !prefix.ends_with(char::REPLACEMENT_CHARACTER) {
             same(&format!("prefix of {} tokens", last + 1), text.as_str(), prefix)?;
         }
@@ -60,7 +60,7 @@ fn round_trip(trip: &Value, tokenizer: &Arc<Tokenizer>) -> Result<(), String> {
 
 /// Renderings of the golden conversations, and their tokens.
 #[must_use]
-pub fn check_chat(golden: &Value, tokenizer: &Tokenizer, template: &ChatTemplate) -> Vec<Case> {
+pub fn check_chat(golden: &Value, tokenizer: &Tokenizer, template: &ChatTemplate) -> Vec<GoldenTextCase> {
     let prompts = golden["prompts"].as_array().map_or(&[][..], Vec::as_slice);
     let chats = prompts.iter().enumerate().filter(|(_, prompt)| prompt["kind"] == "chat");
     chats.map(|(i, prompt)| (format!("chat {i}"), rendering(prompt, tokenizer, template))).collect()
@@ -69,7 +69,7 @@ pub fn check_chat(golden: &Value, tokenizer: &Tokenizer, template: &ChatTemplate
 fn rendering(prompt: &Value, tokenizer: &Tokenizer, template: &ChatTemplate) -> Result<(), String> {
     let mut kwargs = prompt["template_kwargs"].as_object().cloned().unwrap_or_default();
     let tools = kwargs.shift_remove("tools").unwrap_or_default();
-    // Through the parser of requests, as a client's conversation would come.
+    // Parsed as a client's request.
     let body = json!({"messages": prompt["messages"], "tools": tools, "chat_template_kwargs": kwargs});
     let Value::Object(body) = body else { return Err("not an object".into()) };
     let request = GenerateRequest::from_map(Endpoint::Chat, &body, &ParseLimits::default());
@@ -82,10 +82,13 @@ fn rendering(prompt: &Value, tokenizer: &Tokenizer, template: &ChatTemplate) -> 
     same("ids", &encoded.map_err(|error| error.to_string())?, &ids(prompt, "ids")?)
 }
 
-/// Sampling distributions. `logits(prompt, step)` gives the row that a golden case is about, or `None` when it
-/// is not known: such cases are left out.
+/// Sampling distributions. `logits(prompt, step)` returns the row of a golden case, or `None` if the row is unknown:
+/// such cases are skipped.
 #[must_use]
-pub fn check_sampling(golden: &Value, mut logits: impl FnMut(usize, usize) -> Option<Vec<f32>>) -> Vec<Case> {
+pub fn check_sampling(
+    golden: &Value,
+    mut logits: impl FnMut(usize, usize) -> Option<Vec<f32>>,
+) -> Vec<GoldenTextCase> {
     let mut cases = Vec::new();
     for entry in golden["sampling"].as_array().map_or(&[][..], Vec::as_slice) {
         let (prompt, step) = (index(entry, "prompt"), index(entry, "step"));
@@ -99,7 +102,7 @@ pub fn check_sampling(golden: &Value, mut logits: impl FnMut(usize, usize) -> Op
     cases
 }
 
-/// A row of `f32.{prompt}.steps` of a golden safetensors file, where it is kept.
+/// A row of `f32.{prompt}.steps` of a golden safetensors file, if it is there.
 #[must_use]
 pub fn golden_step(tensors: &safetensors::SafeTensors<'_>, prompt: usize, step: usize) -> Option<Vec<f32>> {
     let tensor = tensors.tensor(&format!("f32.{prompt}.steps")).ok()?;
@@ -119,7 +122,7 @@ fn counts(golden: &Value, prompt: usize, step: usize) -> Result<TokenCounts, Str
 fn compare(case: &Value, row: &[f32], counts: &TokenCounts) -> Result<(), String> {
     let params = case["params"].as_object().cloned().unwrap_or_default();
     let params = params_of(params)?;
-    let place = Place { position: 0, generated: 2 };
+    let place = TokenPosition { position: 0, generated: 2 };
     let ours = distribution(row, &params, counts, place);
     same("kept", &ours.len(), &index(case, "kept"))?;
     let probabilities = case["probs"].as_array().ok_or("no `probs`")?;
@@ -133,7 +136,7 @@ fn compare(case: &Value, row: &[f32], counts: &TokenCounts) -> Result<(), String
     Ok(())
 }
 
-/// The case's parameters through the parser of requests; what it does not name is off, as in the golden run.
+/// The case's parameters, parsed as a request. Parameters without a value are off, as in the golden run.
 fn params_of(mut fields: Map<String, Value>) -> Result<SamplingParams, String> {
     fields.insert("prompt".into(), Value::from("x"));
     let request = GenerateRequest::from_map(Endpoint::Completions, &fields, &ParseLimits::default());
@@ -163,7 +166,7 @@ mod tests {
     use super::*;
     use crate::model::tests::{fixture, fixture_json};
 
-    fn passes(cases: &[Case], least: usize) {
+    fn passes(cases: &[GoldenTextCase], least: usize) {
         let failed: Vec<_> = cases.iter().filter(|(_, result)| result.is_err()).collect();
         assert!(failed.is_empty(), "{failed:#?}");
         assert!(cases.len() >= least, "only {} cases", cases.len());
@@ -192,7 +195,7 @@ mod tests {
         golden["tokenizer"][0]["ids"][0] = json!(1);
         golden["tokenizer"][1]["prefixes"][3] = json!("nonsense");
         golden["prompts"][0]["text"] = json!("nonsense");
-        let failed = |cases: Vec<Case>| cases.iter().filter(|(_, result)| result.is_err()).count();
+        let failed = |cases: Vec<GoldenTextCase>| cases.iter().filter(|(_, result)| result.is_err()).count();
         assert_eq!(failed(check_tokenizer(&golden, &tokenizer)), 2);
         assert_eq!(failed(check_chat(&golden, &tokenizer, &template)), 1);
     }

@@ -1,104 +1,111 @@
-//! Every kernel of a device against its twin on the software device: the same bytes in, the same launches, and what
-//! comes out compared.
+//! Compares every kernel of a device with its reference kernel on the software device: the same bytes as input, the
+//! same launches, and a comparison of the results.
 //!
-//! Cases are small and ragged on purpose: rows that are padding, lengths around tiles and splits, tables that are not in
-//! order, groups of query heads that fill a block and that do not.
+//! Cases are small and irregular on purpose: padding rows, lengths around tiles and splits, unordered block tables, and
+//! groups of query heads that fill a block or do not.
 
-use crate::check::parity::Line;
-use crate::compute::cuda::device::{Device, DeviceError, Element, HostAt, Launch, Matmul, Priority, Slice};
-use crate::compute::cuda::kernels::{
-    self, Attention, Choice, DRAW_WORDS, Norm, PARTS, RopeKv, SPLIT_TOKENS, Shape, TILE_QUERIES,
+use crate::check::parity::CheckLine;
+use crate::compute::cuda::device::{
+    Device, DeviceError, DeviceSlice, Element, HostSlice, Launch, Matmul, Priority,
 };
-use crate::compute::cuda::software::{SoftDevice, narrow, widen};
+use crate::compute::cuda::kernels::{
+    self, AttentionArgs, ChooseArgs, DRAW_WORDS, KernelShape, NormArgs, PARTS, RopeKvArgs, SPLIT_TOKENS,
+    TILE_QUERIES,
+};
+use crate::compute::cuda::software::{SoftwareDevice, narrow, widen};
 
-/// Memory of the twins' device.
+/// Memory of the software device that runs the reference kernels.
 const SOFT_BYTES: usize = 1 << 30;
-/// Alignment of what lies in one buffer.
+/// Alignment of data in one buffer.
 const ALIGN_BYTES: usize = 256;
 
 /// One piece of work.
-enum Work {
+enum KernelWork {
     Launch(Launch),
     Matmul(Matmul),
-    Copies(Vec<(Slice, Slice)>),
+    Copies(Vec<(DeviceSlice, DeviceSlice)>),
 }
 
-/// What is done with the buffers of a case.
-type Enqueue = dyn Fn(&[Slice]) -> Vec<Work>;
+/// The work of a case on its buffers.
+type EnqueueFn = dyn Fn(&[DeviceSlice]) -> Vec<KernelWork>;
 
-/// How a result is compared.
+/// Comparison of a result.
 #[derive(Clone, Copy, Debug)]
-enum Compare {
-    /// Each value within this, relative to the largest of all.
+enum Comparison {
+    /// Each value within this bound, relative to the largest magnitude.
     Near(Element, f32),
-    /// Every byte.
+    /// Equality of every byte.
     Bytes,
 }
 
-/// One case: what lies in memory, what is done, what is compared.
-struct Case {
+/// One case: contents of memory, work, and compared results.
+struct KernelCase {
     name: String,
     buffers: Vec<Vec<u8>>,
-    work: Box<Enqueue>,
-    compared: Vec<(usize, Compare)>,
+    work: Box<EnqueueFn>,
+    compared: Vec<(usize, Comparison)>,
 }
 
 /// Runs all cases for one element type and head width on `device`, whose kernels were made for those. A case that the
-/// device cannot run has failed; the others are run all the same, because time on a device is scarce.
+/// device cannot run has failed. The other cases run anyway, because time on a device is scarce.
 ///
 /// # Errors
-/// [`DeviceError`] where the twins cannot run a case: a mistake in the case.
-pub fn kernels(device: &mut dyn Device, element: Element, head_dim: usize) -> Result<Vec<Line>, DeviceError> {
+/// [`DeviceError`] if the reference kernels cannot run a case: a bug of the case.
+pub fn kernels(
+    device: &mut dyn Device,
+    element: Element,
+    head_dim: usize,
+) -> Result<Vec<CheckLine>, DeviceError> {
     let mut lines = Vec::new();
     let stages = kernels::decode_stages(head_dim, device.shared_bytes_max());
     for case in cases(element, head_dim, stages) {
-        let mut soft = SoftDevice::new(SOFT_BYTES, element, head_dim);
-        let twins = run(&mut soft, &case)?;
+        let mut soft = SoftwareDevice::new(SOFT_BYTES, element, head_dim);
+        let reference = run(&mut soft, &case)?;
         let ours = match run(device, &case) {
             Ok(ours) => ours,
             Err(error) => {
                 let what = format!("{} {} {head_dim}", case.name, element.label());
-                lines.push(Line::new(&what, false, error.to_string()));
+                lines.push(CheckLine::new(&what, false, error.to_string()));
                 continue;
             }
         };
-        for ((index, compare), (ours, twins)) in case.compared.iter().zip(ours.iter().zip(&twins)) {
+        for ((index, compare), (ours, reference)) in case.compared.iter().zip(ours.iter().zip(&reference)) {
             let what = format!("{} {} {head_dim}: buffer {index}", case.name, element.label());
-            lines.push(compared(&what, *compare, ours, twins));
+            lines.push(compared(&what, *compare, ours, reference));
         }
     }
     Ok(lines)
 }
 
-fn compared(what: &str, compare: Compare, ours: &[u8], twins: &[u8]) -> Line {
+fn compared(what: &str, compare: Comparison, ours: &[u8], reference: &[u8]) -> CheckLine {
     match compare {
-        Compare::Bytes => {
-            let different = ours.iter().zip(twins).filter(|(a, b)| a != b).count();
-            Line::new(what, different == 0, format!("{different} of {} bytes differ", twins.len()))
+        Comparison::Bytes => {
+            let different = ours.iter().zip(reference).filter(|(a, b)| a != b).count();
+            CheckLine::new(what, different == 0, format!("{different} of {} bytes differ", reference.len()))
         }
-        Compare::Near(element, bound) => {
-            let (ours, twins) = (widen(ours, element), widen(twins, element));
-            let largest = twins.iter().fold(1e-6_f32, |largest, value| largest.max(value.abs()));
+        Comparison::Near(element, bound) => {
+            let (ours, reference) = (widen(ours, element), widen(reference, element));
+            let largest = reference.iter().fold(1e-6_f32, |largest, value| largest.max(value.abs()));
             let mut far = 0.0_f32;
-            for (a, b) in ours.iter().zip(&twins) {
+            for (a, b) in ours.iter().zip(&reference) {
                 let difference = (a - b).abs();
-                // NaN is far.
+                // NaN counts as far.
                 far = if difference <= far { far } else { difference };
             }
-            Line::at_most(what, f64::from(far / largest), f64::from(bound))
+            CheckLine::at_most(what, f64::from(far / largest), f64::from(bound))
         }
     }
 }
 
-/// What is compared, after the work of a case.
-fn run(device: &mut dyn Device, case: &Case) -> Result<Vec<Vec<u8>>, DeviceError> {
+/// The compared buffers after the work of a case.
+fn run(device: &mut dyn Device, case: &KernelCase) -> Result<Vec<Vec<u8>>, DeviceError> {
     let (stream, event) = (device.stream(Priority::Steps)?, device.event()?);
     let longest = case.buffers.iter().map(Vec::len).max().unwrap_or(1);
-    let host = HostAt { host: device.host(longest)?, offset: 0 };
+    let host = HostSlice { host: device.host(longest)?, offset: 0 };
     let mut slices = Vec::new();
     for bytes in &case.buffers {
         let buffer = device.alloc(bytes.len().next_multiple_of(ALIGN_BYTES))?;
-        let slice = Slice::of(buffer, bytes.len());
+        let slice = DeviceSlice::of(buffer, bytes.len());
         device.write_host(host, bytes)?;
         device.upload(stream, host, slice)?;
         device.record(event, stream)?;
@@ -107,9 +114,9 @@ fn run(device: &mut dyn Device, case: &Case) -> Result<Vec<Vec<u8>>, DeviceError
     }
     for work in (case.work)(&slices) {
         match work {
-            Work::Launch(launch) => device.launch(stream, &launch)?,
-            Work::Matmul(matmul) => device.matmul(stream, &matmul)?,
-            Work::Copies(pieces) => device.copy_many(stream, &pieces)?,
+            KernelWork::Launch(launch) => device.launch(stream, &launch)?,
+            KernelWork::Matmul(matmul) => device.matmul(stream, &matmul)?,
+            KernelWork::Copies(pieces) => device.copy_many(stream, &pieces)?,
         }
     }
     let mut results = Vec::new();
@@ -127,10 +134,10 @@ fn run(device: &mut dyn Device, case: &Case) -> Result<Vec<Vec<u8>>, DeviceError
     Ok(results)
 }
 
-/// Numbers from nowhere in particular: SplitMix64.
-struct Numbers(u64);
+/// Pseudo-random numbers: SplitMix64.
+struct RandomNumbers(u64);
 
-impl Numbers {
+impl RandomNumbers {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -139,7 +146,6 @@ impl Numbers {
     }
 
     /// Values in -1..1, as elements.
-    #[allow(clippy::cast_precision_loss)]
     fn values(&mut self, count: usize, element: Element) -> Vec<u8> {
         let mut value = || (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0;
         let values: Vec<f32> = (0..count).map(|_| value()).collect();
@@ -161,7 +167,7 @@ fn int(value: usize) -> i32 {
     i32::try_from(value).expect("cases are small")
 }
 
-/// Bound of a value that went through one rounding to the element, or none.
+/// Bound of a value with at most one rounding to the element.
 fn rounding(element: Element) -> f32 {
     match element {
         Element::F32 => 2e-5,
@@ -169,9 +175,9 @@ fn rounding(element: Element) -> f32 {
     }
 }
 
-fn cases(element: Element, head_dim: usize, stages: usize) -> Vec<Case> {
+fn cases(element: Element, head_dim: usize, stages: usize) -> Vec<KernelCase> {
     let mut all = vec![embed(element), silu_mul(element, 1000, true), silu_mul(element, 77, false)];
-    // Widths that a block keeps in registers, and that it does not.
+    // Widths that a block keeps in registers, and widths that it does not.
     all.extend(
         [(1000, false), (1000, true), (1001, false), (8196, true)]
             .map(|(w, bare)| add_rms_norm(element, w, bare)),
@@ -186,7 +192,7 @@ fn cases(element: Element, head_dim: usize, stages: usize) -> Vec<Case> {
     all.extend([(1, 96, 200), (37, 256, 64), (300, 64, 130)].map(|size| matmul(element, size)));
     all.extend([50, 5000, 40_003].map(choose));
     if element == Element::Bf16 {
-        // Of wide and of deep blocks; inputs of less than a round of the warps, and of several.
+        // Wide and deep blocks; fewer inputs than a round of the warps, and several rounds.
         for size in [(1, 64, 32), (3, 192, 4_800), (8, 2_368, 96), (5, 1_024, 17_024)] {
             all.push(few_rows(size));
         }
@@ -196,21 +202,21 @@ fn cases(element: Element, head_dim: usize, stages: usize) -> Vec<Case> {
     all
 }
 
-fn embed(element: Element) -> Case {
-    let mut numbers = Numbers(1);
+fn embed(element: Element) -> KernelCase {
+    let mut numbers = RandomNumbers(1);
     let (rows, vocab, width) = (5, 30, 300);
     let tokens = words((0..rows).map(|_| int(numbers.below(vocab))));
-    Case {
+    KernelCase {
         name: "embed".into(),
         buffers: vec![tokens, numbers.values(vocab * width, element), vec![0; rows * width * 4]],
-        work: Box::new(move |at| vec![Work::Launch(kernels::embed(at[0], at[1], at[2], width, rows))]),
-        compared: vec![(2, Compare::Bytes)],
+        work: Box::new(move |at| vec![KernelWork::Launch(kernels::embed(at[0], at[1], at[2], width, rows))]),
+        compared: vec![(2, Comparison::Bytes)],
     }
 }
 
-fn silu_mul(element: Element, width: usize, with_bias: bool) -> Case {
-    let (mut numbers, rows) = (Numbers(2), 7);
-    Case {
+fn silu_mul(element: Element, width: usize, with_bias: bool) -> KernelCase {
+    let (mut numbers, rows) = (RandomNumbers(2), 7);
+    KernelCase {
         name: format!("silu_mul of {width}"),
         buffers: vec![
             numbers.values(rows * 2 * width, element),
@@ -219,18 +225,18 @@ fn silu_mul(element: Element, width: usize, with_bias: bool) -> Case {
         ],
         work: Box::new(move |at| {
             let bias = with_bias.then_some(at[1]);
-            vec![Work::Launch(kernels::silu_mul(at[0], bias, at[2], width, rows))]
+            vec![KernelWork::Launch(kernels::silu_mul(at[0], bias, at[2], width, rows))]
         }),
-        compared: vec![(2, Compare::Near(element, rounding(element)))],
+        compared: vec![(2, Comparison::Near(element, rounding(element)))],
     }
 }
 
-fn add_rms_norm(element: Element, width: usize, bare: bool) -> Case {
-    let (mut numbers, rows) = (Numbers(3), 6);
+fn add_rms_norm(element: Element, width: usize, bare: bool) -> KernelCase {
+    let (mut numbers, rows) = (RandomNumbers(3), 6);
     // Rows in another order, one of them padding.
     let order = words([3, 1, -1, 5, 0]);
     let made = if bare { rows } else { 5 };
-    Case {
+    KernelCase {
         name: format!("add_rms_norm of {width}, bare: {bare}"),
         buffers: vec![
             numbers.values(rows * width, Element::F32),
@@ -241,18 +247,18 @@ fn add_rms_norm(element: Element, width: usize, bare: bool) -> Case {
             vec![0; rows * width * element.bytes()],
         ],
         work: Box::new(move |at| {
-            let norm = Norm {
+            let norm = NormArgs {
                 hidden: at[0],
                 delta: (!bare).then_some((at[1], Some(at[2]))),
                 weight: at[3],
                 rows: (!bare).then_some(at[4]),
                 out: at[5],
             };
-            vec![Work::Launch(kernels::add_rms_norm(&norm, width, 1e-5, made))]
+            vec![KernelWork::Launch(kernels::add_rms_norm(&norm, width, 1e-5, made))]
         }),
         compared: vec![
-            (0, Compare::Near(Element::F32, 2e-5)),
-            (5, Compare::Near(element, rounding(element))),
+            (0, Comparison::Near(Element::F32, 2e-5)),
+            (5, Comparison::Near(element, rounding(element))),
         ],
     }
 }
@@ -260,8 +266,8 @@ fn add_rms_norm(element: Element, width: usize, bare: bool) -> Case {
 const BLOCK_TOKENS: usize = 16;
 const LAYERS: usize = 2;
 
-fn shape(element: Element, head_dim: usize, heads: usize, kv_heads: usize) -> Shape {
-    Shape {
+fn shape(element: Element, head_dim: usize, heads: usize, kv_heads: usize) -> KernelShape {
+    KernelShape {
         element,
         heads,
         kv_heads,
@@ -273,11 +279,11 @@ fn shape(element: Element, head_dim: usize, heads: usize, kv_heads: usize) -> Sh
     }
 }
 
-fn rope_kv(element: Element, head_dim: usize, heads: usize, kv_heads: usize, extras: bool) -> Case {
-    let (mut numbers, rows, blocks, positions) = (Numbers(4), 5, 3, 40);
+fn rope_kv(element: Element, head_dim: usize, heads: usize, kv_heads: usize, extras: bool) -> KernelCase {
+    let (mut numbers, rows, blocks, positions) = (RandomNumbers(4), 5, 3, 40);
     let shape = shape(element, head_dim, heads, kv_heads);
     let at_positions = words((0..rows).map(|_| int(numbers.below(positions))));
-    Case {
+    KernelCase {
         name: format!("rope_kv, {heads} and {kv_heads} heads"),
         buffers: vec![
             numbers.values(rows * shape.qkv_width(), element),
@@ -290,7 +296,7 @@ fn rope_kv(element: Element, head_dim: usize, heads: usize, kv_heads: usize, ext
             vec![0; blocks * shape.block_stride * element.bytes()],
         ],
         work: Box::new(move |at| {
-            let parts = RopeKv {
+            let parts = RopeKvArgs {
                 qkv: at[0],
                 bias: extras.then_some(at[1]),
                 norms: extras.then_some((at[2], at[3])),
@@ -299,17 +305,17 @@ fn rope_kv(element: Element, head_dim: usize, heads: usize, kv_heads: usize, ext
                 slots: at[6],
                 pool: at[7],
             };
-            vec![Work::Launch(kernels::rope_kv(&shape, &parts, 1, rows))]
+            vec![KernelWork::Launch(kernels::rope_kv(&shape, &parts, 1, rows))]
         }),
         compared: vec![
-            (0, Compare::Near(element, rounding(element))),
-            (7, Compare::Near(element, rounding(element))),
+            (0, Comparison::Near(element, rounding(element))),
+            (7, Comparison::Near(element, rounding(element))),
         ],
     }
 }
 
-/// Block tables of sequences with so many keys: distinct blocks in no order.
-fn tables(numbers: &mut Numbers, lengths: &[usize]) -> (Vec<i32>, Vec<usize>, usize) {
+/// Block tables of sequences with these numbers of keys: distinct blocks in random order.
+fn tables(numbers: &mut RandomNumbers, lengths: &[usize]) -> (Vec<i32>, Vec<usize>, usize) {
     let blocks: usize = lengths.iter().map(|length| length.div_ceil(BLOCK_TOKENS)).sum();
     let mut order: Vec<i32> = (0..int(blocks.max(1))).collect();
     for last in (1..order.len()).rev() {
@@ -330,9 +336,9 @@ fn decode_attention(
     decode_stages: usize,
     (heads, kv_heads): (usize, usize),
     lengths: &'static [usize],
-) -> Case {
-    let mut numbers = Numbers(5);
-    let shape = Shape { decode_stages, ..shape(element, head_dim, heads, kv_heads) };
+) -> KernelCase {
+    let mut numbers = RandomNumbers(5);
+    let shape = KernelShape { decode_stages, ..shape(element, head_dim, heads, kv_heads) };
     let (order, starts, blocks) = tables(&mut numbers, lengths);
     let rows = lengths.len();
     let entries = lengths.iter().zip(&starts).enumerate();
@@ -341,7 +347,7 @@ fn decode_attention(
     // Some splits are left without tokens.
     let splits = lengths.iter().max().map_or(1, |most| most.div_ceil(SPLIT_TOKENS) + 2);
     let per_head = rows * heads * splits;
-    Case {
+    KernelCase {
         name: format!("decode_attention, {heads} and {kv_heads} heads, keys {lengths:?}"),
         buffers: vec![
             numbers.values(rows * shape.qkv_width(), element),
@@ -353,7 +359,7 @@ fn decode_attention(
             vec![0; per_head * 2 * 4],
         ],
         work: Box::new(move |at| {
-            let parts = Attention {
+            let parts = AttentionArgs {
                 qkv: at[0],
                 pool: at[1],
                 tables: at[2],
@@ -362,14 +368,14 @@ fn decode_attention(
                 partial: at[5],
                 summary: at[6],
             };
-            kernels::decode_attention(&shape, &parts, 1, rows, splits).map(Work::Launch).into()
+            kernels::decode_attention(&shape, &parts, 1, rows, splits).map(KernelWork::Launch).into()
         }),
-        compared: vec![(4, Compare::Near(element, 2.0 * rounding(element)))],
+        compared: vec![(4, Comparison::Near(element, 2.0 * rounding(element)))],
     }
 }
 
-fn prefill_attention(element: Element, head_dim: usize, heads: usize, kv_heads: usize) -> Case {
-    let mut numbers = Numbers(6);
+fn prefill_attention(element: Element, head_dim: usize, heads: usize, kv_heads: usize) -> KernelCase {
+    let mut numbers = RandomNumbers(6);
     let shape = shape(element, head_dim, heads, kv_heads);
     // Position of the first query and number of queries of each sequence.
     let sequences = [(0, 130), (100, 3), (63, 64), (7, 2)];
@@ -383,7 +389,7 @@ fn prefill_attention(element: Element, head_dim: usize, heads: usize, kv_heads: 
         rows += queries;
     }
     let count = tiles.len() / 4;
-    Case {
+    KernelCase {
         name: format!("prefill_attention, {heads} and {kv_heads} heads"),
         buffers: vec![
             numbers.values(rows * shape.qkv_width(), element),
@@ -394,7 +400,7 @@ fn prefill_attention(element: Element, head_dim: usize, heads: usize, kv_heads: 
         ],
         work: Box::new(move |at| {
             let (unused, out) = (at[4].part(0, 0), at[4]);
-            let parts = Attention {
+            let parts = AttentionArgs {
                 qkv: at[0],
                 pool: at[1],
                 tables: at[2],
@@ -403,15 +409,15 @@ fn prefill_attention(element: Element, head_dim: usize, heads: usize, kv_heads: 
                 partial: unused,
                 summary: unused,
             };
-            vec![Work::Launch(kernels::prefill_attention(&shape, &parts, 1, count))]
+            vec![KernelWork::Launch(kernels::prefill_attention(&shape, &parts, 1, count))]
         }),
-        compared: vec![(4, Compare::Near(element, 2.0 * rounding(element)))],
+        compared: vec![(4, Comparison::Near(element, 2.0 * rounding(element)))],
     }
 }
 
-fn matmul(element: Element, (rows, inputs, outputs): (usize, usize, usize)) -> Case {
-    let mut numbers = Numbers(7);
-    Case {
+fn matmul(element: Element, (rows, inputs, outputs): (usize, usize, usize)) -> KernelCase {
+    let mut numbers = RandomNumbers(7);
+    KernelCase {
         name: format!("product of {rows} × {inputs} × {outputs}"),
         buffers: vec![
             numbers.values(rows * inputs, element),
@@ -421,20 +427,29 @@ fn matmul(element: Element, (rows, inputs, outputs): (usize, usize, usize)) -> C
         ],
         work: Box::new(move |at| {
             let into = |out, result| {
-                Work::Matmul(Matmul { x: at[0], weights: at[1], out, rows, inputs, outputs, element, result })
+                KernelWork::Matmul(Matmul {
+                    x: at[0],
+                    weights: at[1],
+                    out,
+                    rows,
+                    inputs,
+                    outputs,
+                    element,
+                    result,
+                })
             };
             vec![into(at[2], element), into(at[3], Element::F32)]
         }),
         compared: vec![
-            (2, Compare::Near(element, rounding(element))),
-            (3, Compare::Near(Element::F32, 2e-5)),
+            (2, Comparison::Near(element, rounding(element))),
+            (3, Comparison::Near(Element::F32, 2e-5)),
         ],
     }
 }
 
-fn few_rows((rows, inputs, outputs): (usize, usize, usize)) -> Case {
-    let (mut numbers, element) = (Numbers(9), Element::Bf16);
-    Case {
+fn few_rows((rows, inputs, outputs): (usize, usize, usize)) -> KernelCase {
+    let (mut numbers, element) = (RandomNumbers(9), Element::Bf16);
+    KernelCase {
         name: format!("few_rows of {rows} × {inputs} × {outputs}"),
         buffers: vec![
             numbers.values(rows * inputs, element),
@@ -445,21 +460,21 @@ fn few_rows((rows, inputs, outputs): (usize, usize, usize)) -> Case {
         work: Box::new(move |at| {
             let into = |out, result, multiprocessors| {
                 let matmul = Matmul { x: at[0], weights: at[1], out, rows, inputs, outputs, element, result };
-                Work::Launch(kernels::few_rows(&matmul, multiprocessors).expect("it fits"))
+                KernelWork::Launch(kernels::few_rows(&matmul, multiprocessors).expect("it fits"))
             };
-            // One by few warps for each output, one by many.
+            // One with few warps per output, one with many.
             vec![into(at[2], element, 1), into(at[3], Element::F32, 1 << 20)]
         }),
         compared: vec![
-            (2, Compare::Near(element, rounding(element))),
-            (3, Compare::Near(Element::F32, 2e-5)),
+            (2, Comparison::Near(element, rounding(element))),
+            (3, Comparison::Near(Element::F32, 2e-5)),
         ],
     }
 }
 
-fn few_rows_gated((rows, inputs, width, with_bias): (usize, usize, usize, bool)) -> Case {
-    let (mut numbers, element) = (Numbers(10), Element::Bf16);
-    Case {
+fn few_rows_gated((rows, inputs, width, with_bias): (usize, usize, usize, bool)) -> KernelCase {
+    let (mut numbers, element) = (RandomNumbers(10), Element::Bf16);
+    KernelCase {
         name: format!("few_rows_gated of {rows} × {inputs} × {width}"),
         buffers: vec![
             numbers.values(rows * inputs, element),
@@ -471,22 +486,22 @@ fn few_rows_gated((rows, inputs, width, with_bias): (usize, usize, usize, bool))
             let (x, weights, out, outputs) = (at[0], at[1], at[3], 2 * width);
             let matmul = Matmul { x, weights, out, rows, inputs, outputs, element, result: element };
             let bias = with_bias.then_some(at[2]);
-            vec![Work::Launch(kernels::few_rows_gated(&matmul, bias, out).expect("it fits"))]
+            vec![KernelWork::Launch(kernels::few_rows_gated(&matmul, bias, out).expect("it fits"))]
         }),
-        compared: vec![(3, Compare::Near(element, rounding(element)))],
+        compared: vec![(3, Comparison::Near(element, rounding(element)))],
     }
 }
 
-/// More pieces than one launch takes, of different lengths, some of which are no whole 16 bytes, and some longer than one
-/// part and than one piece of a launch.
-fn copies() -> Case {
-    let mut numbers = Numbers(11);
+/// More pieces than one launch takes, of different lengths: some are no multiple of 16 bytes, some are longer than one
+/// part or than one piece of a launch.
+fn copies() -> KernelCase {
+    let mut numbers = RandomNumbers(11);
     let small = (0..300).map(|i| (i, i * 997 % 300, 16 + i % 40 * 100));
     // In units of 4 KiB, as the others.
     let large = [(300, 300, (32 << 10) + 16), (320, 1700, (2 << 20) + 16), (1000, 320, (5 << 20) + 4096)];
     let pieces: Vec<(usize, usize, usize)> = small.chain(large).collect();
     let bytes = 2_300 * 4096;
-    Case {
+    KernelCase {
         name: "copies".into(),
         buffers: vec![numbers.values(bytes / 4, Element::F32), vec![0; bytes]],
         work: Box::new(move |at| {
@@ -494,16 +509,16 @@ fn copies() -> Case {
             let piece = |&(at, to, len): &(usize, usize, usize)| {
                 (from.part(at * 4096, len), into.part(to * 4096, len))
             };
-            vec![Work::Copies(pieces.iter().map(piece).collect())]
+            vec![KernelWork::Copies(pieces.iter().map(piece).collect())]
         }),
-        compared: vec![(1, Compare::Bytes)],
+        compared: vec![(1, Comparison::Bytes)],
     }
 }
 
-/// Draws of every kind, at a temperature where a few tokens weigh much: two exponentials that differ in the last bit
-/// move a boundary by 1e-7 of the range that a draw falls on.
-fn choose(vocab: usize) -> Case {
-    let mut numbers = Numbers(8);
+/// Draws of every kind, at a temperature where a few tokens have large weights. Exponentials that differ in the last
+/// bit move a boundary by 1e-7 of the range of a draw.
+fn choose(vocab: usize) -> KernelCase {
+    let mut numbers = RandomNumbers(8);
     let draw = |kind: i32, temperature: f32, top_k: i32, top_p: f32, min_p: f32, fraction: u64| {
         let float = |value: f32| value.to_bits().cast_signed();
         let half = |value: u64| (value as u32).cast_signed();
@@ -527,17 +542,17 @@ fn choose(vocab: usize) -> Case {
     }
     let rows = draws.len();
     let mut logits = numbers.values(rows * vocab, Element::F32);
-    // Row 1 has equals and a number that is none; the lowest of the equals is to be chosen.
+    // Row 1 has equal values and a NaN. The lowest of the equal ones must be chosen.
     for (index, value) in [(vocab / 2, 9.0_f32), (vocab - 1, 9.0), (3, f32::NAN)] {
         logits[(vocab + index) * 4..][..4].copy_from_slice(&value.to_le_bytes());
     }
-    // Every other row that is drawn from has many equals.
+    // Every other drawn row has many equal values.
     for value in (2..rows).step_by(2).flat_map(|row| row * vocab..(row + 1) * vocab) {
         let at = &mut logits[value * 4..][..4];
         let near = <[u8; 4]>::try_from(&*at).map_or(0.0, |it| (f32::from_le_bytes(it) * 8.0).round() / 8.0);
         at.copy_from_slice(&near.to_le_bytes());
     }
-    Case {
+    KernelCase {
         name: format!("choose of {vocab}"),
         buffers: vec![
             logits,
@@ -547,54 +562,13 @@ fn choose(vocab: usize) -> Case {
             vec![0; rows * 4],
         ],
         work: Box::new(move |at| {
-            let parts = Choice { logits: at[0], values: at[1], indices: at[2], draws: at[3], chosen: at[4] };
-            kernels::choose(&parts, vocab, rows).map(Work::Launch).into()
+            let parts =
+                ChooseArgs { logits: at[0], values: at[1], indices: at[2], draws: at[3], chosen: at[4] };
+            kernels::choose(&parts, vocab, rows).map(KernelWork::Launch).into()
         }),
-        compared: vec![(1, Compare::Bytes), (2, Compare::Bytes), (4, Compare::Bytes)],
+        compared: vec![(1, Comparison::Bytes), (2, Comparison::Bytes), (4, Comparison::Bytes)],
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_case_is_one_that_a_device_could_run() {
-        for (element, head_dim) in [(Element::F32, 24), (Element::Bf16, 64)] {
-            let mut device = SoftDevice::new(SOFT_BYTES, element, head_dim);
-            let lines = kernels(&mut device, element, head_dim).unwrap();
-            assert!(lines.len() > 30 && lines.iter().all(|line| line.passed), "{lines:?}");
-        }
-    }
-
-    #[test]
-    fn a_kernel_that_computes_something_else_is_found() {
-        // Twins for other heads: what reads or writes heads goes wrong, and so does nothing else.
-        let mut device = SoftDevice::new(SOFT_BYTES, Element::F32, 32);
-        let lines = kernels(&mut device, Element::F32, 64).unwrap();
-        let failed: Vec<_> = lines.iter().filter(|line| !line.passed).map(|line| line.what.clone()).collect();
-        for kernel in ["rope_kv", "decode_attention", "prefill_attention"] {
-            assert!(failed.iter().any(|what| what.starts_with(kernel)), "{kernel}: {failed:?}");
-        }
-        assert!(!failed.iter().any(|what| what.starts_with("embed")), "{failed:?}");
-    }
-
-    #[test]
-    fn what_a_device_cannot_run_has_failed_and_the_rest_is_run() {
-        // Room for the small cases only.
-        let mut device = SoftDevice::new(1 << 20, Element::F32, 32);
-        let lines = kernels(&mut device, Element::F32, 32).unwrap();
-        let of = |passed: bool| lines.iter().filter(move |line| line.passed == passed);
-        assert!(
-            of(true).count() > 5 && of(false).any(|line| line.numbers.contains("device memory")),
-            "{lines:?}"
-        );
-    }
-
-    #[test]
-    fn a_result_that_is_no_number_is_far() {
-        let nan = f32::NAN.to_le_bytes();
-        let line = compared("x", Compare::Near(Element::F32, 1.0), &nan, &1.0_f32.to_le_bytes());
-        assert!(!line.passed, "{line:?}");
-    }
-}
+mod tests;

@@ -1,14 +1,13 @@
-//! `baton parity DIR`: this engine against recorded outputs of `transformers`.
+//! `baton parity DIR`: compares this engine with recorded outputs of `transformers`.
 //!
-//! `DIR` holds checkpoints and golden files: `NAME/` (a Hugging Face folder), `golden/NAME.json`,
-//! `golden/NAME.safetensors` and `manifest.json`. Every model goes through every case of [`CASES`]; a case
-//! reports lines with the numbers it measured and the bound it held them to.
+//! `DIR` contains checkpoints and golden files: `NAME/` (a Hugging Face folder), `golden/NAME.json`,
+//! `golden/NAME.safetensors` and `manifest.json`. Every model runs every case of [`CASES`]. A case reports lines with
+//! the measured numbers and their bounds.
 //!
-//! Tolerances (measured on the reference itself, 2026-11-20): float32 against float32 differs by at most 8e-5
-//! between attention implementations, so 5e-4 is a gate that catches every mistake worth the name; bf16 against
-//! bf16 of another engine is only comparable step by step under the golden tokens, at multiples of the distance between the
-//! reference's own bf16 and float32 runs, which the golden file has. Other devices sum in other orders:
-//! they have twice the CPU's bound, and promise no bits.
+//! Tolerances: float32 results of different attention implementations differ by at most 8e-5, so 5e-4 finds every real
+//! mistake. For bf16, engines are only comparable step by step under the golden tokens. The bounds are multiples of the
+//! distance between the reference's own bf16 and float32 runs, which the golden file contains. Other devices sum in
+//! other orders: they have twice the CPU's bound, and no bitwise guarantee.
 
 mod coarse;
 mod golden;
@@ -18,7 +17,7 @@ mod text;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-pub use golden::{Golden, Prompt, Run};
+pub use golden::{Golden, GoldenPrompt, GoldenRun};
 
 use crate::compute::ExecutorError;
 use crate::compute::cuda::{DeviceChoice, LoadError};
@@ -27,77 +26,77 @@ use crate::model::{ModelError, ModelFiles};
 
 /// One model with its golden outputs.
 #[derive(Debug)]
-pub struct Subject {
+pub struct ParityModel {
     /// Its name in the folder.
     pub name: String,
     /// The checkpoint.
     pub files: ModelFiles,
     /// Its configuration.
     pub config: ModelConfig,
-    /// What `transformers` made of it.
+    /// Golden outputs of `transformers`.
     pub golden: Golden,
-    /// Where it is computed.
+    /// The device that computes it.
     pub device: DeviceChoice,
 }
 
 /// A group of checks on one model.
 #[derive(Clone, Copy, Debug)]
-pub struct Case {
-    /// For the report.
+pub struct ParityCase {
+    /// Name in the report.
     pub name: &'static str,
-    /// Runs the checks; a line for each.
-    pub run: fn(&Subject) -> Result<Vec<Line>, ParityError>,
+    /// Runs the checks and returns one line for each.
+    pub run: fn(&ParityModel) -> Result<Vec<CheckLine>, ParityError>,
 }
 
 /// Result of one check.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Line {
+pub struct CheckLine {
     /// What was checked.
     pub what: String,
-    /// Whether it held.
+    /// Whether it passed.
     pub passed: bool,
     /// What was measured, and the bound.
     pub numbers: String,
 }
 
-impl Line {
-    /// A check that held or not.
+impl CheckLine {
+    /// A check with a result.
     #[must_use]
     pub fn new(what: &str, passed: bool, numbers: String) -> Self {
         Self { what: what.to_owned(), passed, numbers }
     }
 
-    /// A measurement held to an upper bound; NaN fails.
+    /// A check of a measurement against an upper bound. NaN fails.
     #[must_use]
     pub fn at_most(what: &str, measured: f64, bound: f64) -> Self {
         Self::new(what, measured <= bound, format!("{measured:.2e} (at most {bound:.1e})"))
     }
 }
 
-/// All cases, in the order in which they run. The first opens the device: nothing is said to hold where nothing can be
-/// computed.
-pub const CASES: &[Case] = &[
-    Case { name: "float32", run: logits::float32 },
-    Case { name: "configuration", run: logits::configuration },
-    Case { name: "invariance", run: logits::invariance },
-    Case { name: "bfloat16", run: logits::bfloat16 },
-    Case { name: "16-bit caches", run: coarse::caches },
-    Case { name: "int8 weights", run: coarse::int8 },
-    Case { name: "bfloat16 products", run: coarse::bfloat16 },
-    Case { name: "text", run: text::text },
-    Case { name: "sampling", run: text::sampling },
+/// All cases, in the order in which they run. The first one opens the device: without a device no case reports a
+/// result.
+pub const CASES: &[ParityCase] = &[
+    ParityCase { name: "float32", run: logits::float32 },
+    ParityCase { name: "configuration", run: logits::configuration },
+    ParityCase { name: "invariance", run: logits::invariance },
+    ParityCase { name: "bfloat16", run: logits::bfloat16 },
+    ParityCase { name: "16-bit caches", run: coarse::caches },
+    ParityCase { name: "int8 weights", run: coarse::int8 },
+    ParityCase { name: "bfloat16 products", run: coarse::bfloat16 },
+    ParityCase { name: "text", run: text::text },
+    ParityCase { name: "sampling", run: text::sampling },
 ];
 
-/// How many checks held.
+/// Numbers of passed and failed checks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ParityReport {
-    /// Checks that held.
+    /// Passed checks.
     pub passed: usize,
-    /// Checks that did not.
+    /// Failed checks.
     pub failed: usize,
 }
 
-/// Why parity could not be measured at all.
+/// Why parity could not be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum ParityError {
     /// The checkpoint cannot be served.
@@ -109,10 +108,10 @@ pub enum ParityError {
     /// A forward pass failed.
     #[error(transparent)]
     Executor(#[from] ExecutorError),
-    /// A golden file is missing or not what it should be.
+    /// A golden file is missing or malformed.
     #[error("{path}: {what}", path = path.display())]
     Golden {
-        /// Which file.
+        /// The file.
         path: PathBuf,
         /// What is wrong with it.
         what: String,
@@ -125,13 +124,13 @@ pub enum ParityError {
 /// Runs every case on every model of `dir` and writes a line for each check to `out`.
 ///
 /// # Errors
-/// [`ParityError`] where nothing could be measured; a check that does not hold is in the report instead.
+/// [`ParityError`] if nothing could be measured. A failed check is in the report instead.
 pub fn run(dir: &Path, device: DeviceChoice, out: &mut dyn Write) -> Result<ParityReport, ParityError> {
     let mut report = ParityReport::default();
     for name in golden::names(dir)? {
         let files = ModelFiles::Dir(dir.join(&name));
         let config = ModelConfig::read(&files)?;
-        let subject = Subject { golden: Golden::read(dir, &name)?, name, files, config, device };
+        let subject = ParityModel { golden: Golden::read(dir, &name)?, name, files, config, device };
         for case in CASES {
             for line in (case.run)(&subject)? {
                 let verdict = if line.passed { "PASS" } else { "FAIL" };

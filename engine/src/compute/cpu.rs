@@ -1,16 +1,15 @@
 //! The CPU executor: f32 arithmetic on bf16 or f32 weights, exact in the sense of the trait, or products in bf16.
 //!
 //! ```text
-//!   isa     which instructions            team       threads that compute one step together
-//!   arena   aligned memory                matrix     packed weights and products with them
-//!   kernel  rows × panel of 32 columns    attention  paged attention on the same kernel
-//!   vector  norms, activation, softmax    network    layers and how they are loaded
-//!   bf16    products in bf16              forward    one step: phases over rows, items and units
+//!   isa     instruction sets              thread_pool  threads that compute one step together
+//!   arena   aligned memory                matrix       packed weights and products with them
+//!   kernel  rows × panel of 32 columns    attention    paged attention on the same kernel
+//!   vector  norms, activation, softmax    network      layers and their loading
+//!   bf16    products in bf16              forward      one step: phases over rows, items and units
 //! ```
 //!
-//! Exactness comes from one rule: every output is computed in one order that depends on nothing but its own
-//! sequence. The rule holds across batches, chunks, thread counts, block sizes and instruction sets, and tests
-//! compare bits.
+//! Exactness comes from one rule: the order in which an output is computed depends on nothing but its own sequence. The
+//! rule holds across batches, chunks, thread counts, block sizes and instruction sets, and tests compare bits.
 
 mod arena;
 mod attention;
@@ -22,7 +21,7 @@ mod kernel;
 mod matrix;
 mod network;
 mod rows;
-mod team;
+mod thread_pool;
 mod vector;
 
 use std::sync::{Arc, Mutex};
@@ -32,40 +31,40 @@ use baton_connector::layout::{KvDtype, KvLayout};
 use baton_connector::region::Region;
 use baton_connector::slice::Geometry;
 
-pub use self::bf16::Unit;
+pub use self::bf16::Bf16Unit;
 pub use self::isa::Isa;
 pub use self::matrix::WeightMode;
 
-use self::forward::{Activations, MemberScratch, Plan};
-use self::network::Network;
-use self::team::Team;
-use super::step_hazards::Apart;
+use self::forward::{BatchPlan, CpuActivations, WorkerScratch};
+use self::network::CpuNetwork;
+use self::thread_pool::ThreadPool;
+use super::step_hazards::StepHazards;
 use super::{Executor, ExecutorError, Logits, SeqStep};
 use crate::model::config::ModelConfig;
 use crate::model::weights::Weights;
 use crate::model::{ModelError, ModelFiles};
 
-/// How to run a model on this machine's CPU.
+/// Options of a model on this machine's CPU.
 #[derive(Clone, Debug)]
 pub struct CpuOptions {
     /// Blocks of the KV pool; at least one.
     pub blocks: usize,
     /// Tokens of one block; at least one.
     pub block_tokens: usize,
-    /// Shards of the pool, by KV heads, which they must divide; at least one. What is computed does not depend on it.
+    /// Shards of the pool, by KV heads; at least one. The number must divide the heads. It does not change results.
     pub kv_ranks: usize,
-    /// Threads that compute, the caller of `execute` included; at least one.
+    /// Threads that compute, including the caller of `execute`; at least one.
     pub threads: usize,
-    /// Element type of the KV cache. F32 is exact; F16 and Bf16 halve its memory (and move logits by up to
-    /// about 0.03 and 0.5 on the oracle models).
+    /// Element type of the KV cache. F32 is exact. F16 and Bf16 halve its memory and change logits by up to about 0.03
+    /// and 0.5 on the oracle models.
     pub kv_dtype: KvDtype,
     /// Element type of packed weights.
     pub weights: WeightMode,
     /// Instruction set.
     pub isa: Isa,
-    /// What multiplies with [`WeightMode::Bf16`].
-    pub bf16_unit: Unit,
-    /// Makes the KV pool: so many zeroed blocks of so many bytes.
+    /// The unit that multiplies with [`WeightMode::Bf16`].
+    pub bf16_unit: Bf16Unit,
+    /// Allocates the KV pool: number of zeroed blocks, bytes per block.
     pub pool: fn(usize, usize) -> Region,
 }
 
@@ -79,18 +78,18 @@ impl Default for CpuOptions {
             kv_dtype: KvDtype::F32,
             weights: WeightMode::Stored,
             isa: Isa::detect(),
-            bf16_unit: Unit::detect(),
+            bf16_unit: Bf16Unit::detect(),
             pool: Region::allocate,
         }
     }
 }
 
-/// How far loading has come.
+/// Progress of loading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LoadProgress {
+pub struct WeightLoadProgress {
     /// Bytes of the checkpoint that have been read.
     pub bytes_done: u64,
-    /// Bytes of all its tensors, as far as they are used.
+    /// Bytes of all tensors of the checkpoint that are used.
     pub bytes_total: u64,
 }
 
@@ -98,26 +97,26 @@ pub struct LoadProgress {
 #[derive(Debug)]
 pub struct CpuExecutor {
     /// Shared by the executors of one process.
-    network: Arc<Network>,
+    network: Arc<CpuNetwork>,
     geometry: Geometry,
     regions: Vec<Region>,
     isa: Isa,
-    team: Team,
-    activations: Activations,
-    scratch: Vec<Mutex<MemberScratch>>,
-    apart: Apart,
+    threads: ThreadPool,
+    activations: CpuActivations,
+    scratch: Vec<Mutex<WorkerScratch>>,
+    hazards: StepHazards,
 }
 
 impl CpuExecutor {
     /// Reads the weights of a checkpoint and allocates the KV pool. `progress` is called after each tensor.
     ///
     /// # Errors
-    /// [`ModelError`] for files that are missing, damaged or not what the configuration says.
+    /// [`ModelError`] for files that are missing, damaged or inconsistent with the configuration.
     pub fn load(
         files: &ModelFiles,
         config: &ModelConfig,
         options: &CpuOptions,
-        progress: &mut dyn FnMut(LoadProgress),
+        progress: &mut dyn FnMut(WeightLoadProgress),
     ) -> Result<Self, ModelError> {
         Self::with_weights(&Weights::open(files)?, config, options, progress)
     }
@@ -128,20 +127,20 @@ impl CpuExecutor {
     /// As [`Self::load`].
     ///
     /// # Panics
-    /// When an option is zero where it may not be, the ranks do not divide the KV heads, the pool does not fit into memory, or
-    /// this machine does not have the instruction set or the unit that multiplies bf16.
+    /// When an option is zero where it may not be, the ranks do not divide the KV heads, or the pool does not fit into
+    /// memory. Also when this machine lacks the instruction set or the unit that multiplies bf16.
     pub fn with_weights(
         weights: &Weights,
         config: &ModelConfig,
         options: &CpuOptions,
-        progress: &mut dyn FnMut(LoadProgress),
+        progress: &mut dyn FnMut(WeightLoadProgress),
     ) -> Result<Self, ModelError> {
-        // Asking is also what permits tiles in this process.
-        assert!(Unit::available().contains(&options.bf16_unit), "a unit that this machine has");
-        let mut team = start_team(options)?;
+        // The call also requests the permission to use tiles in this process.
+        assert!(Bf16Unit::available().contains(&options.bf16_unit), "a unit that this machine has");
+        let mut threads = start_threads(options)?;
         let network =
-            Network::load(weights, config, (options.weights, options.bf16_unit), &mut team, progress)?;
-        Ok(Self::assemble(Arc::new(network), team, options))
+            CpuNetwork::load(weights, config, (options.weights, options.bf16_unit), &mut threads, progress)?;
+        Ok(Self::assemble(Arc::new(network), threads, options))
     }
 
     /// Another executor over the same weights, with a KV pool and threads of its own: one more data-parallel rank.
@@ -152,11 +151,11 @@ impl CpuExecutor {
     /// # Panics
     /// As [`Self::with_weights`].
     pub fn sibling(&self, options: &CpuOptions) -> Result<Self, ModelError> {
-        Ok(Self::assemble(Arc::clone(&self.network), start_team(options)?, options))
+        Ok(Self::assemble(Arc::clone(&self.network), start_threads(options)?, options))
     }
 
-    fn assemble(network: Arc<Network>, team: Team, options: &CpuOptions) -> Self {
-        // What every function that is compiled for an instruction set relies on.
+    fn assemble(network: Arc<CpuNetwork>, threads: ThreadPool, options: &CpuOptions) -> Self {
+        // Every function that is compiled for an instruction set relies on this check.
         assert!(Isa::available().contains(&options.isa), "an instruction set that this machine has");
         assert!(options.block_tokens > 0 && options.blocks > 0, "a pool has blocks, and blocks have tokens");
         let config = &network.config;
@@ -168,10 +167,10 @@ impl CpuExecutor {
             regions: regions.collect(),
             geometry,
             isa: options.isa,
-            scratch: (0..team.size()).map(|_| Mutex::new(MemberScratch::new())).collect(),
-            team,
-            activations: Activations::default(),
-            apart: Apart::new(options.blocks),
+            scratch: (0..threads.size()).map(|_| Mutex::new(WorkerScratch::new())).collect(),
+            threads,
+            activations: CpuActivations::default(),
+            hazards: StepHazards::new(options.blocks),
         }
     }
 
@@ -187,9 +186,9 @@ impl CpuExecutor {
         self.isa
     }
 
-    /// What multiplies, if that is bf16.
+    /// The unit that multiplies, if that is bf16.
     #[must_use]
-    pub fn bf16_unit(&self) -> Option<Unit> {
+    pub fn bf16_unit(&self) -> Option<Bf16Unit> {
         self.network.bf16
     }
 }
@@ -201,8 +200,8 @@ fn allocate(options: &CpuOptions, block_bytes: usize) -> Region {
     region
 }
 
-fn start_team(options: &CpuOptions) -> Result<Team, ModelError> {
-    Team::new(options.threads)
+fn start_threads(options: &CpuOptions) -> Result<ThreadPool, ModelError> {
+    ThreadPool::new(options.threads)
         .map_err(|source| ModelError::File { path: "the executor's threads".into(), source })
 }
 
@@ -219,18 +218,23 @@ impl Executor for CpuExecutor {
         self.network.config.vocab
     }
 
-    /// # Panics
-    /// When a step has no tokens, a token outside the vocabulary, too short a block table, or a block that one sequence writes
-    /// in another's: the scheduler's mistakes, found before anything is computed.
+    /// When a step has no tokens, a token outside the vocabulary, a block table that is too short, or a block that one
+    /// sequence writes and another uses. All are bugs of the scheduler, found before anything is computed.
+    /// sequence writes and another uses: bugs of the scheduler, found before anything is computed.
     fn run(
         &mut self,
         batch: &[SeqStep<'_>],
         logits: &mut Logits,
         meanwhile: &mut dyn FnMut(),
     ) -> Result<(), ExecutorError> {
-        let plan =
-            Plan::new(batch, &self.geometry.shard(), &self.regions, &self.network.config, self.team.size());
-        if let Err(mistake) = self.apart.check(batch, self.geometry.shard().block_tokens) {
+        let plan = BatchPlan::new(
+            batch,
+            &self.geometry.shard(),
+            &self.regions,
+            &self.network.config,
+            self.threads.size(),
+        );
+        if let Err(mistake) = self.hazards.check(batch, self.geometry.shard().block_tokens) {
             panic!("{mistake}");
         }
         logits.vocab = self.network.config.vocab;
@@ -248,7 +252,7 @@ impl Executor for CpuExecutor {
             &plan,
             &mut self.activations,
             &self.scratch,
-            &mut self.team,
+            &mut self.threads,
             &mut logits.values,
             meanwhile,
         )

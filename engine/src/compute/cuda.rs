@@ -1,40 +1,43 @@
 //! The CUDA executor: a model and its paged KV pool on a GPU, without a CUDA toolkit to build or to run.
 //!
 //! ```text
-//!   kernels   sources, launches       device    what a device does      driver    a GPU, through libcuda
-//!   nvrtc     sources to machine code cubins    machine code on disk    software  a CPU in its place, with checks
-//!   plan      one step as integers    mirror    who has newer bytes     model     weights on the device
-//!   port      the pool, for others    forward   one step as launches    pieces    many copies as launches
-//!   pool_size how many blocks fit
+//!   kernels     sources, launches            device          interface of a device
+//!   driver      a GPU, through libcuda       software        a checked device on the CPU
+//!   nvrtc       sources to machine code      cubins          machine code on disk
+//!   model       weights on the device        plan            one step as integers
+//!   forward     one step as launches         copy_pieces     many copies as launches
+//!   mirror_map  which side has newer bytes   shared_kv_pool  the pool, for transports and tiers
+//!   pool_size   number of blocks
 //! ```
 //!
-//! One step is one copy to the device (its integers), launches, and copies back: the tokens that were chosen there, and
-//! the logits of rows whose token the host chooses. A step of one token for each sequence is padded to a bucket; its launches are recorded the second time a bucket is met and
-//! launched as one graph from then on.
+//! One step consists of one copy to the device (its integers), launches, and copies back. The device returns the tokens
+//! that it chose, and the logits of rows whose token the host chooses. A step of one token for each sequence is padded
+//! to a bucket. Its launches are recorded at the second use of a bucket and replayed as one graph from then on.
 //!
 //! The KV pool is one plain allocation in the layout of [`KvLayout`], which engines on the same host may read device to
-//! device ([`port`]). Tiers and the other transports see a mirror of it in host memory: a block is copied there, on a
-//! stream of its own and by the thread that wants it, when one that was lent is first read there ([`Executor::lend`]) or
-//! one that is to be stored is stored ([`Executor::store`]), and back before the first step that reads a block written
-//! from outside ([`Executor::landing`]). The thread of the steps waits for no such copy but that of blocks that are
-//! hashed for people ([`Executor::publish`]), and leaves out those that others are copying.
+//! device ([`shared_kv_pool`]). Tiers and the other transports use a mirror of the pool in host memory. A block is copied
+//! to the mirror at the first read of a leased block ([`Executor::mark_leased`]), or to a tier when it is stored
+//! ([`Executor::store`]). The thread that needs the block makes the copy, on a stream of its own. A block written from
+//! outside ([`Executor::reserve`]) is copied to the device before the first step that reads it. The thread of the steps
+//! waits only for copies of blocks that are hashed for debugging ([`Executor::publish`]), and leaves out blocks that
+//! other threads are copying.
 //!
-//! Not exact in the sense of the trait: the matrix library chooses its order of summation by shape, so that a row may
-//! differ in its last bits with what is batched beside it.
+//! Not exact in the sense of the trait. The matrix library chooses its order of summation by shape, so the rest of the
+//! batch may change a row's last bits.
 
+mod copy_pieces;
 pub mod cubins;
 pub mod device;
 pub mod driver;
 mod forward;
 pub mod kernels;
-mod mirror;
+mod mirror_map;
 mod model;
 pub mod nvrtc;
 mod open;
-mod pieces;
 mod plan;
 pub mod pool_size;
-pub mod port;
+pub mod shared_kv_pool;
 pub mod software;
 
 use std::collections::{HashMap, HashSet};
@@ -48,21 +51,21 @@ pub use self::device::{Device, DeviceError, Element};
 pub use self::model::LoadError;
 pub use self::open::{Accelerator, DeviceChoice, GPU_MEMORY_UTILIZATION, open, shared_out};
 
-use self::device::{Event, Graph, Host, HostAt, Priority, Slice, Stream};
-use self::forward::Activations;
-use self::kernels::{DRAW_WORDS, Shape};
-use self::model::Network;
-use self::plan::{BUCKETS, Bounds, Plan};
-use self::pool_size::Memory;
+use self::device::{DeviceSlice, Graph, HostBuffer, HostSlice, Priority, Stream, StreamEvent};
+use self::forward::CudaActivations;
+use self::kernels::{DRAW_WORDS, KernelShape};
+use self::model::CudaNetwork;
+use self::plan::{BUCKETS, StepBounds, StepPlan};
+use self::pool_size::MemorySizes;
 pub use self::pool_size::PoolSize;
-use self::port::{Level, Port};
-use super::cpu::LoadProgress;
-use super::step_hazards::Apart;
-use super::{Executor, ExecutorError, Logits, Row, SeqStep};
+use self::shared_kv_pool::{SharedKvPool, SyncPlan};
+use super::cpu::WeightLoadProgress;
+use super::step_hazards::StepHazards;
+use super::{Executor, ExecutorError, Logits, LogitsRow, SeqStep};
 use crate::model::config::ModelConfig;
 use crate::model::weights::Weights;
 
-/// How to run a model on a device.
+/// Options of a model on a device.
 #[derive(Clone, Debug)]
 pub struct DeviceOptions {
     /// Blocks of the KV pool.
@@ -77,7 +80,7 @@ pub struct DeviceOptions {
     pub max_sequences: usize,
     /// Tokens of one sequence; at least one.
     pub max_positions: usize,
-    /// Makes the mirror: so many zeroed blocks of so many bytes.
+    /// Allocates the mirror: number of zeroed blocks, bytes per block.
     pub pool: fn(usize, usize) -> Region,
 }
 
@@ -86,30 +89,30 @@ pub struct CudaExecutor<D: Device> {
     device: D,
     config: ModelConfig,
     layout: KvLayout,
-    shape: Shape,
-    bounds: Bounds,
-    network: Network,
-    activations: Activations,
-    pool: Slice,
+    shape: KernelShape,
+    bounds: StepBounds,
+    network: CudaNetwork,
+    activations: CudaActivations,
+    pool: DeviceSlice,
     regions: Vec<Region>,
-    port: Arc<Port>,
-    mirror_host: Host,
-    /// Of a step's integers, here and there.
-    words_host: Host,
-    words: Slice,
-    apart: Apart,
-    /// Of what comes back: chosen tokens, then logits.
-    results_host: Host,
-    results: Slice,
+    shared_pool: Arc<SharedKvPool>,
+    mirror_host: HostBuffer,
+    /// The step's integers, on the host and on the device.
+    words_host: HostBuffer,
+    words: DeviceSlice,
+    hazards: StepHazards,
+    /// Results of a step: chosen tokens, then logits.
+    results_host: HostBuffer,
+    results: DeviceSlice,
     chosen_bytes: usize,
     wanted_max: usize,
     compute: Stream,
     copies: Stream,
-    computed: Event,
-    copied: Event,
-    /// By bucket, and whether any token is chosen on the device.
+    computed: StreamEvent,
+    copied: StreamEvent,
+    /// By bucket, and by whether any token is chosen on the device.
     graphs: HashMap<(usize, bool), Graph>,
-    /// Buckets that have run once: the ways to compute their products are known.
+    /// Buckets that have run once, so their matmul plans exist.
     met: HashSet<(usize, bool)>,
 }
 
@@ -124,7 +127,7 @@ impl<D: Device> CudaExecutor<D> {
         weights: &Weights,
         config: &ModelConfig,
         options: &DeviceOptions,
-        progress: &mut dyn FnMut(LoadProgress),
+        progress: &mut dyn FnMut(WeightLoadProgress),
     ) -> Result<Self, LoadError> {
         let dtype = match options.element {
             Element::F32 => KvDtype::F32,
@@ -139,7 +142,7 @@ impl<D: Device> CudaExecutor<D> {
                 "decode steps above the recorded graphs are slower, lower --max-num-seqs to avoid them"
             );
         }
-        let shape = Shape {
+        let shape = KernelShape {
             element: options.element,
             heads: config.heads,
             kv_heads: config.kv_heads,
@@ -150,7 +153,7 @@ impl<D: Device> CudaExecutor<D> {
             norm_eps: config.norm_eps,
         };
         let (compute, copies) = (device.stream(Priority::Steps)?, device.stream(Priority::Copies)?);
-        let network = Network::load(
+        let network = CudaNetwork::load(
             &mut device,
             compute,
             weights,
@@ -162,18 +165,18 @@ impl<D: Device> CudaExecutor<D> {
         let mut own = network.bytes;
         let mut room = |bytes: usize| {
             own += bytes.max(4);
-            device.alloc(bytes.max(4)).map(|buffer| Slice::of(buffer, bytes.max(4)))
+            device.alloc(bytes.max(4)).map(|buffer| DeviceSlice::of(buffer, bytes.max(4)))
         };
         let wanted_max = bounds.bucket;
         let chosen_bytes = (wanted_max * 4).next_multiple_of(256);
         let results = room(chosen_bytes + wanted_max * config.vocab * 4)?;
         let words = room(bounds.words * 4)?;
-        let activations = Activations::new(&mut room, &shape, config, &bounds, multiprocessors)?;
+        let activations = CudaActivations::new(&mut room, &shape, config, &bounds, multiprocessors)?;
         let blocks = blocks(&device, options, (own, layout.block_bytes()))?;
         bounds.blocks = blocks;
         let pool_bytes = blocks * layout.block_bytes();
         let (pool, memory) = device.alloc_shared(pool_bytes)?;
-        let pool = Slice::of(pool, pool_bytes);
+        let pool = DeviceSlice::of(pool, pool_bytes);
         let region = (options.pool)(blocks, layout.block_bytes());
         Ok(Self {
             mirror_host: device.host_over(&region)?,
@@ -181,9 +184,9 @@ impl<D: Device> CudaExecutor<D> {
             results_host: device.host(results.bytes)?,
             computed: device.event()?,
             copied: device.event()?,
-            port: Arc::new(Port::new(memory, region.clone())),
+            shared_pool: Arc::new(SharedKvPool::new(memory, region.clone())),
             regions: vec![region],
-            apart: Apart::new(blocks),
+            hazards: StepHazards::new(blocks),
             config: config.clone(),
             graphs: HashMap::new(),
             met: HashSet::new(),
@@ -208,8 +211,8 @@ impl<D: Device> CudaExecutor<D> {
         &mut self.device
     }
 
-    /// Runs and records decode steps of every bucket, of padding alone: the first requests then wait neither for the
-    /// comparison of ways to compute a product nor for a recording.
+    /// Runs and records decode steps of every bucket, with padding only. The first requests then wait neither for the
+    /// timing of matmul plans nor for a recording.
     ///
     /// # Errors
     /// [`DeviceError`].
@@ -217,8 +220,8 @@ impl<D: Device> CudaExecutor<D> {
         let most = self.bounds.bucket;
         for bucket in BUCKETS.into_iter().filter(|bucket| *bucket <= most) {
             for sampled in [true, false] {
-                let plan = Plan::padding(bucket, sampled);
-                // Once as it is, once recorded.
+                let plan = StepPlan::padding(bucket, sampled);
+                // Once without recording, once recorded.
                 for _ in 0..2 {
                     self.send(&plan)?;
                     self.decode_step((bucket, sampled), &plan)?;
@@ -230,22 +233,22 @@ impl<D: Device> CudaExecutor<D> {
         Ok(())
     }
 
-    /// The step's integers, on their way to the device.
-    fn send(&mut self, plan: &Plan) -> Result<(), DeviceError> {
+    /// Copies the step's integers to the device.
+    fn send(&mut self, plan: &StepPlan) -> Result<(), DeviceError> {
         let bytes: Vec<u8> = plan.words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        let words = HostAt { host: self.words_host, offset: 0 };
+        let words = HostSlice { host: self.words_host, offset: 0 };
         self.device.write_host(words, &bytes)?;
         self.device.upload(self.compute, words, self.words.part(0, bytes.len()))
     }
 
-    /// What the device says, unless it was given up; and gives it up for whatever fails. Blocks count as copied to the device
-    /// before they are, and what a step has left of its own is undefined: so nothing goes on from there.
+    /// Runs `work` unless the device is disabled. Any failure disables the device: blocks count as copied to it before
+    /// they are, and a failed step leaves undefined data.
     fn used<T>(
         &mut self,
         work: impl FnOnce(&mut Self) -> Result<T, DeviceError>,
     ) -> Result<T, ExecutorError> {
-        let done = self.port.usable().and_then(|()| work(self));
-        done.inspect_err(|error| self.port.failed(error))
+        let done = self.shared_pool.usable().and_then(|()| work(self));
+        done.inspect_err(|error| self.shared_pool.record_failure(error))
             .map_err(|error| ExecutorError::Device(error.to_string()))
     }
 
@@ -255,9 +258,9 @@ impl<D: Device> CudaExecutor<D> {
         logits: &mut Logits,
         meanwhile: &mut dyn FnMut(),
     ) -> Result<(), DeviceError> {
-        let plan = Plan::new(batch, &self.bounds).map_err(DeviceError::Step)?;
-        self.apart.check(batch, self.layout.block_tokens).map_err(DeviceError::Step)?;
-        self.onboard(batch)?;
+        let plan = StepPlan::new(batch, &self.bounds).map_err(DeviceError::Step)?;
+        self.hazards.check(batch, self.layout.block_tokens).map_err(DeviceError::Step)?;
+        self.upload_for_step(batch)?;
         self.send(&plan)?;
         match plan.bucket.map(|bucket| (bucket, plan.sampled)) {
             Some(key) => self.decode_step(key, &plan)?,
@@ -266,10 +269,10 @@ impl<D: Device> CudaExecutor<D> {
         for seq in batch {
             let (first, end) = (seq.start / self.layout.block_tokens, seq.start + seq.tokens.len());
             let written = &seq.block_table[first..end.div_ceil(self.layout.block_tokens)];
-            let mut mirror = self.port.mirror();
-            written.iter().for_each(|block| mirror.computed(*block));
+            let mut mirror = self.shared_pool.mirror();
+            written.iter().for_each(|block| mirror.mark_device_newer(*block));
         }
-        // One piece, unless somebody wants the logits of a whole prompt.
+        // One piece, unless the logits of a whole prompt are wanted.
         for first in (0..plan.wanted_rows).step_by(self.wanted_max) {
             let rows = self.wanted_max.min(plan.wanted_rows - first);
             if plan.bucket.is_none() {
@@ -280,13 +283,13 @@ impl<D: Device> CudaExecutor<D> {
         }
         if plan.wanted_rows == 0 {
             self.device.record(self.computed, self.compute)?;
-            self.device.synchronize_beside(self.computed, meanwhile)?;
+            self.device.synchronize_with(self.computed, meanwhile)?;
         }
         Ok(())
     }
 
-    /// The first time as it is, so that products are known; the second time recorded; then replayed.
-    fn decode_step(&mut self, key: (usize, bool), plan: &Plan) -> Result<(), DeviceError> {
+    /// The first time without recording, so that matmul plans exist. The second time recorded, then replayed.
+    fn decode_step(&mut self, key: (usize, bool), plan: &StepPlan) -> Result<(), DeviceError> {
         if let Some(graph) = self.graphs.get(&key) {
             return self.device.replay(*graph, self.compute);
         }
@@ -305,13 +308,13 @@ impl<D: Device> CudaExecutor<D> {
         self.device.replay(graph, self.compute)
     }
 
-    /// Copies to the device what was written from outside, is read for the first time, and was not brought there
-    /// ([`Port::onto_device`]).
-    fn onboard(&mut self, batch: &[SeqStep<'_>]) -> Result<(), DeviceError> {
+    /// Copies blocks to the device that were written from outside, are read for the first time, and were not uploaded
+    /// ([`SharedKvPool::upload`]).
+    fn upload_for_step(&mut self, batch: &[SeqStep<'_>]) -> Result<(), DeviceError> {
         let block_tokens = self.layout.block_tokens;
-        // What lies behind earlier positions is of no use: a read that failed may have left it.
+        // Bytes after the earlier positions are not needed; a failed read may have left them.
         let read = batch.iter().flat_map(|seq| seq.block_table[..seq.start.div_ceil(block_tokens)].iter());
-        let landed = self.port.onboard(read.copied());
+        let landed = self.shared_pool.take_step_uploads(read.copied());
         if landed.is_empty() {
             return Ok(());
         }
@@ -324,17 +327,17 @@ impl<D: Device> CudaExecutor<D> {
     }
 
     /// A block in the mirror and in the pool.
-    fn both(&self, block: BlockId) -> (HostAt, Slice) {
+    fn both(&self, block: BlockId) -> (HostSlice, DeviceSlice) {
         let bytes = self.layout.block_bytes();
         let offset = block.index() * bytes;
-        (HostAt { host: self.mirror_host, offset }, self.pool.part(offset, bytes))
+        (HostSlice { host: self.mirror_host, offset }, self.pool.part(offset, bytes))
     }
 
-    /// Brings back `rows` wanted rows from `first` on: the tokens that were chosen, and the logits of the others. Waits for
-    /// them.
+    /// Copies the results of `rows` wanted rows from `first` on to the host and waits: the chosen tokens, and the
+    /// logits of the other rows.
     fn fetch(
         &mut self,
-        plan: &Plan,
+        plan: &StepPlan,
         first: usize,
         rows: usize,
         logits: &mut Logits,
@@ -347,27 +350,27 @@ impl<D: Device> CudaExecutor<D> {
             to_host.iter().map(|run| (self.chosen_bytes + run.start * row_bytes, run.len() * row_bytes));
         let pieces: Vec<(usize, usize)> = chosen.into_iter().chain(values).collect();
         for &(at, bytes) in &pieces {
-            let to = HostAt { host: self.results_host, offset: at };
+            let to = HostSlice { host: self.results_host, offset: at };
             self.device.download(self.compute, self.results.part(at, bytes), to)?;
         }
         self.device.record(self.computed, self.compute)?;
-        self.device.synchronize_beside(self.computed, meanwhile)?;
+        self.device.synchronize_with(self.computed, meanwhile)?;
         let mut raw = Vec::new();
         let (mut earlier, mut tokens) = (logits.rows(), Vec::new());
         for (index, (at, bytes)) in pieces.into_iter().enumerate() {
             raw.resize(bytes, 0);
-            self.device.read_host(HostAt { host: self.results_host, offset: at }, &mut raw)?;
+            self.device.read_host(HostSlice { host: self.results_host, offset: at }, &mut raw)?;
             let words = raw.as_chunks::<4>().0;
             if plan.sampled && index == 0 {
                 let token = |raw: &[u8; 4]| u32::try_from(i32::from_le_bytes(*raw)).ok();
-                tokens.extend(words.iter().map(token).map(Row::Drawn));
+                tokens.extend(words.iter().map(token).map(LogitsRow::Drawn));
             } else {
                 logits.values.extend(words.iter().map(|raw| f32::from_le_bytes(*raw)));
             }
         }
         if plan.sampled {
             for row in to_host.into_iter().flatten() {
-                tokens[row] = Row::Values(earlier);
+                tokens[row] = LogitsRow::Values(earlier);
                 earlier += 1;
             }
         }
@@ -375,25 +378,25 @@ impl<D: Device> CudaExecutor<D> {
         Ok(())
     }
 
-    /// Makes both sides of these blocks the same, and waits for it; those of which others' copies are under way are left out
-    /// ([`Port::begin_level`]). The host's side is newer only of what was written from
-    /// outside and never read by a step.
-    fn level(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, DeviceError> {
-        let level = self.port.begin_level(blocks)?;
-        let copied = self.copy_both_ways(&level);
-        self.port.end_level(&level, &copied);
-        copied.map(|()| level.level)
+    /// Makes both sides of these blocks the same, and waits for the copies. Blocks that another thread is copying are
+    /// left out ([`SharedKvPool::begin_sync`]). The host's side is newer only for blocks that were written from outside
+    /// and never read by a step.
+    fn sync_blocks(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, DeviceError> {
+        let plan = self.shared_pool.begin_sync(blocks)?;
+        let copied = self.copy_sync_plan(&plan);
+        self.shared_pool.end_sync(&plan, &copied);
+        copied.map(|()| plan.blocks)
     }
 
-    fn copy_both_ways(&mut self, level: &Level) -> Result<(), DeviceError> {
-        if level.down.is_empty() && level.up.is_empty() {
+    fn copy_sync_plan(&mut self, plan: &SyncPlan) -> Result<(), DeviceError> {
+        if plan.downloads.is_empty() && plan.uploads.is_empty() {
             return Ok(());
         }
-        for &block in &level.down {
+        for &block in &plan.downloads {
             let (host, device) = self.both(block);
             self.device.download(self.copies, device, host)?;
         }
-        for &block in &level.up {
+        for &block in &plan.uploads {
             let (host, device) = self.both(block);
             self.device.upload(self.copies, host, device)?;
         }
@@ -402,7 +405,7 @@ impl<D: Device> CudaExecutor<D> {
     }
 }
 
-/// Blocks of the pool, with weights and buffers of so many bytes in place.
+/// Blocks of the pool, after the allocation of `own` bytes of weights and buffers.
 fn blocks(
     device: &impl Device,
     options: &DeviceOptions,
@@ -419,11 +422,11 @@ fn blocks(
         PoolSize::Share(share) => share,
     };
     let total = device.total_bytes()?;
-    let (free, reserve) = (device.free_bytes()?, Memory::reserve_of(total));
-    // Of an engine that has a part of the device, a part: others of the same device start beside it.
-    #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    let (free, reserve) = (device.free_bytes()?, MemorySizes::reserve_of(total));
+    // An engine with a share of the device gets the same share of the host, because other engines may use the same
+    // device.
     let host = (pool_size::host_bytes() as f64 * (share / GPU_MEMORY_UTILIZATION).min(1.0)) as usize;
-    let memory = Memory { total, free, own, reserve, host };
+    let memory = MemorySizes { total, free, own, reserve, host };
     let chosen = pool_size::blocks(share, &memory, block_bytes, most)
         .map_err(|error| LoadError::Unsupported(error.to_string()))?;
     tracing::info!(
@@ -440,8 +443,8 @@ fn blocks(
     Ok(chosen.blocks)
 }
 
-/// What a step may be at most; the blocks are set when the pool is sized.
-fn bounds(config: &ModelConfig, options: &DeviceOptions) -> Result<Bounds, LoadError> {
+/// Upper bounds of a step. The number of blocks is set when the pool is sized.
+fn bounds(config: &ModelConfig, options: &DeviceOptions) -> Result<StepBounds, LoadError> {
     let unsupported = |what: String| Err(LoadError::Unsupported(what));
     kernels::supported(options.element, config.head_dim).map_err(LoadError::Unsupported)?;
     if options.block_tokens == 0 {
@@ -459,7 +462,7 @@ fn bounds(config: &ModelConfig, options: &DeviceOptions) -> Result<Bounds, LoadE
     let rows = options.max_rows.max(bucket);
     let tables = options.max_sequences * options.max_positions.div_ceil(options.block_tokens);
     let tiles = rows.div_ceil(kernels::TILE_QUERIES) + options.max_sequences;
-    Ok(Bounds {
+    Ok(StepBounds {
         rows,
         positions: options.max_positions,
         vocab: config.vocab,
@@ -505,36 +508,36 @@ impl<D: Device> Executor for CudaExecutor<D> {
         false
     }
 
-    fn landing(&mut self, blocks: &[BlockId]) {
-        self.port.landing(blocks);
+    fn reserve(&mut self, blocks: &[BlockId]) {
+        self.shared_pool.reserve(blocks);
     }
 
     fn publish(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, ExecutorError> {
-        self.used(|executor| executor.level(blocks))
+        self.used(|executor| executor.sync_blocks(blocks))
     }
 
-    /// Every step has been waited for, so that the device has finished what it wrote into them.
-    fn lend(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+    /// The engine has waited for every step, so the device has finished writing these blocks.
+    fn mark_leased(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
         self.used(|executor| {
-            executor.port.mirror().lend(blocks.iter().copied());
-            // Those stay where they are; what only the mirror has is brought to the device.
-            let only_here = executor.port.mirror().on_host(blocks);
-            // None is left out: nothing lands in a block before copies from it are over.
-            executor.level(&only_here).map(drop)
+            executor.shared_pool.mirror().mark_leased(blocks.iter().copied());
+            // Blocks whose newer bytes are on the device stay there. The others are uploaded.
+            let only_here = executor.shared_pool.mirror().pending_uploads(blocks);
+            // No block is left out: nothing lands in a block before copies from it are over.
+            executor.sync_blocks(&only_here).map(drop)
         })
     }
 
-    /// As [`Self::lend`]: whoever stores them copies them out of the device ([`Port::store`]), and nothing is copied now.
+    /// Copies nothing here: the tier copies the blocks out of the device ([`SharedKvPool::store`]).
     fn store(&mut self, _blocks: &[BlockId]) -> Result<(), ExecutorError> {
         self.usable()
     }
 
     fn usable(&self) -> Result<(), ExecutorError> {
-        self.port.usable().map_err(|error| ExecutorError::Device(error.to_string()))
+        self.shared_pool.usable().map_err(|error| ExecutorError::Device(error.to_string()))
     }
 
-    fn port(&self) -> Option<Arc<Port>> {
-        Some(Arc::clone(&self.port))
+    fn shared_pool(&self) -> Option<Arc<SharedKvPool>> {
+        Some(Arc::clone(&self.shared_pool))
     }
 }
 

@@ -1,28 +1,28 @@
-//! An executor whose device fails: for tests of what becomes of requests and leases then.
+//! An executor whose device fails, for tests of requests and leases after a failure.
 
 use std::sync::Arc;
 
 use baton_connector::region::Region;
 use baton_connector::{BlockId, KvLayout};
 
-use super::cuda::port::Port;
+use super::cuda::shared_kv_pool::SharedKvPool;
 use super::{Executor, ExecutorError, Logits, SeqStep};
 
-/// Fails from a certain step on.
-pub struct Failing {
+/// Fails after a number of steps.
+pub struct FailingExecutor {
     inner: Box<dyn Executor>,
     good_steps: u64,
 }
 
-impl Failing {
-    /// The first `good_steps` steps are the inner executor's.
+impl FailingExecutor {
+    /// Passes `good_steps` steps to the inner executor, then fails.
     #[must_use]
     pub fn new(inner: Box<dyn Executor>, good_steps: u64) -> Self {
         Self { inner, good_steps }
     }
 }
 
-impl Executor for Failing {
+impl Executor for FailingExecutor {
     fn layout(&self) -> KvLayout {
         self.inner.layout()
     }
@@ -52,16 +52,16 @@ impl Executor for Failing {
         self.inner.is_batch_invariant()
     }
 
-    fn landing(&mut self, blocks: &[BlockId]) {
-        self.inner.landing(blocks);
+    fn reserve(&mut self, blocks: &[BlockId]) {
+        self.inner.reserve(blocks);
     }
 
     fn publish(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, ExecutorError> {
         self.inner.publish(blocks)
     }
 
-    fn lend(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
-        self.inner.lend(blocks)
+    fn mark_leased(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        self.inner.mark_leased(blocks)
     }
 
     fn store(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
@@ -72,7 +72,7 @@ impl Executor for Failing {
         self.inner.usable()
     }
 
-    fn port(&self) -> Option<Arc<Port>> {
-        self.inner.port()
+    fn shared_pool(&self) -> Option<Arc<SharedKvPool>> {
+        self.inner.shared_pool()
     }
 }

@@ -1,7 +1,7 @@
-//! What runs a forward pass: the trait, with one implementation per device below it.
+//! The trait [`Executor`], which runs forward passes. Each module below implements it for one device.
 //!
-//! The step loop owns the executor and calls it from its one thread; what an executor does inside
-//! (threads, streams, graphs) is its own affair. KV blocks live in a [`Region`] that transports share.
+//! The step loop owns the executor and calls it from its one thread. Threads, streams and graphs inside an executor are
+//! private to it. KV blocks live in a [`Region`] that transports share.
 
 pub mod cpu;
 pub mod cuda;
@@ -23,24 +23,24 @@ use crate::sampling::Draw;
 pub struct SeqStep<'a> {
     /// Tokens to process, at positions `start .. start + tokens.len()`; at least one.
     pub tokens: &'a [u32],
-    /// Position of the first of them; KV of all earlier positions is in the block table, where earlier steps put it: a device
-    /// may read it before this step has begun. A step in which one sequence writes a block that another reads is refused
-    /// ([`step_hazards`]).
+    /// Position of the first token. Earlier steps have written the KV of all earlier positions to the block table, and
+    /// a device may read it before this step has begun. An executor refuses a step in which one sequence writes a block
+    /// that another one reads ([`step_hazards`]).
     pub start: usize,
-    /// Blocks that hold positions `0 .. start + tokens.len()`, in order; this step writes its own KV there.
+    /// Blocks that hold positions `0 .. start + tokens.len()`, in order. This step writes its own KV there.
     pub block_table: &'a [BlockId],
-    /// Which positions' logits are wanted.
-    pub logits: LogitsWanted,
+    /// The positions whose logits are wanted.
+    pub logits: LogitsRequest,
 }
 
-/// Which positions of a step's tokens get logits.
+/// The positions of a step's tokens that get logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum LogitsWanted {
+pub enum LogitsRequest {
     /// None: a prefill chunk that is not the last.
     No,
     /// The last token: the next token is sampled from it.
     Last,
-    /// As `Last`; an executor that can may draw the token itself, see [`Logits::chosen`].
+    /// As `Last`. The executor may draw the token itself, see [`Logits::chosen`].
     Draw(Draw),
     /// Every token of the step (prompt log-probabilities, parity checks).
     All,
@@ -53,16 +53,16 @@ pub struct Logits {
     pub vocab: usize,
     /// `vocab` values of each row that is not drawn.
     pub values: Vec<f32>,
-    /// What became of each row, where the executor has drawn any; empty where all of them are values.
-    pub chosen: Vec<Row>,
+    /// Result of each row, if the executor has drawn any. Empty if all rows are values.
+    pub chosen: Vec<LogitsRow>,
 }
 
 /// One row of a step in which the executor has drawn tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Row {
-    /// The token itself: the row was wanted as [`LogitsWanted::Draw`]. `None`: it has no number.
+pub enum LogitsRow {
+    /// The row was requested as [`LogitsRequest::Draw`], and this is its token. `None`: the row contains no number.
     Drawn(Option<u32>),
-    /// It is this row of the values.
+    /// The row has this index in the values.
     Values(usize),
 }
 
@@ -70,23 +70,23 @@ impl Logits {
     /// Values of row `index`.
     ///
     /// # Panics
-    /// When the row was drawn: it has none.
+    /// When the row was drawn: a drawn row has no values.
     #[must_use]
     pub fn row(&self, index: usize) -> &[f32] {
         let at = match self.chosen.get(index) {
-            Some(Row::Drawn(_)) => panic!("row {index} was drawn where it was computed"),
-            Some(Row::Values(at)) => *at,
+            Some(LogitsRow::Drawn(_)) => panic!("row {index} was drawn where it was computed"),
+            Some(LogitsRow::Values(at)) => *at,
             None => index,
         };
         &self.values[at * self.vocab..][..self.vocab]
     }
 
-    /// The token of row `index`, where the executor has drawn it. The inner `None`: the row has no number.
+    /// The token of row `index`, if the executor has drawn it. The inner `None`: the row contains no number.
     #[must_use]
     pub fn drawn(&self, index: usize) -> Option<Option<u32>> {
         match self.chosen.get(index) {
-            Some(Row::Drawn(token)) => Some(*token),
-            Some(Row::Values(_)) | None => None,
+            Some(LogitsRow::Drawn(token)) => Some(*token),
+            Some(LogitsRow::Values(_)) | None => None,
         }
     }
 
@@ -97,10 +97,10 @@ impl Logits {
     }
 }
 
-/// Why a forward pass failed. Nothing of the step may be used then.
+/// Why a forward pass failed. No result of the step may be used then.
 #[derive(Debug, thiserror::Error)]
 pub enum ExecutorError {
-    /// The device is out of order; the engine cannot go on.
+    /// The device has failed; the engine cannot continue.
     #[error("device failed: {0}")]
     Device(String),
 }
@@ -110,14 +110,14 @@ pub trait Executor: Send {
     /// Shape of one KV block, over all heads.
     fn layout(&self) -> KvLayout;
 
-    /// The pool's memory: one region for each rank that the KV heads are sharded over, at least one. A block is its
-    /// shards under one id in every region.
+    /// The pool's memory: one region per rank over which the KV heads are sharded, at least one. The shards of a block
+    /// have the same id in every region.
     fn regions(&self) -> &[Region];
 
-    /// How the pool is cut: [`Self::layout`] over [`Self::regions`].
+    /// How the pool is divided: [`Self::layout`] over [`Self::regions`].
     ///
     /// # Panics
-    /// When there are not as many regions as the heads can be sharded over: the executor's mistake.
+    /// When the heads cannot be sharded over this number of regions: a bug of the executor.
     fn geometry(&self) -> Geometry {
         Geometry::new(self.layout(), self.regions().len()).expect("an executor shards whole heads")
     }
@@ -130,13 +130,13 @@ pub trait Executor: Send {
     /// Entries of one row of logits.
     fn vocab(&self) -> usize;
 
-    /// Runs one step over `batch` and leaves the wanted rows in `logits` (cleared first).
+    /// Runs one step over `batch` and leaves the requested rows in `logits` (cleared first).
     ///
-    /// Deterministic: a row depends only on its own sequence's tokens, never on what is batched beside it,
-    /// nor on how its prompt was cut into chunks (exact mode), unless [`Self::is_batch_invariant`] says otherwise.
+    /// Deterministic: a row depends only on its own sequence's tokens. Neither the other sequences of the batch nor the
+    /// chunks of the prompt change it (exact mode), unless [`Self::is_batch_invariant`] is false.
     ///
-    /// `meanwhile` is called on this thread, again and again while the step is computed: for what need not wait for its
-    /// end. It is quick where there is nothing to do.
+    /// The executor calls `meanwhile` on this thread repeatedly while it computes the step, for work that need not wait
+    /// for the end of the step. `meanwhile` returns quickly if there is nothing to do.
     ///
     /// # Errors
     /// [`ExecutorError`]; the KV of the batch's positions is then undefined.
@@ -155,35 +155,37 @@ pub trait Executor: Send {
         self.run(batch, logits, &mut || ())
     }
 
-    /// Whether a row's bits are the same whatever is batched beside it.
+    /// Whether the rest of the batch never changes the bits of a row.
     fn is_batch_invariant(&self) -> bool {
         true
     }
 
-    /// These blocks may be written through [`Self::regions`] from now on, by a transport or a tier, until the next step
-    /// that has them in a block table. For an executor that computes in the regions themselves that is nothing new. It
-    /// waits for nothing: the step loop calls it.
-    fn landing(&mut self, blocks: &[BlockId]) {
+    /// From now on, transports and tiers may write these blocks through [`Self::regions`], until the next step that has
+    /// them in a block table. An executor that computes in the regions has nothing to do here. Never blocks: the step
+    /// loop calls it.
+    fn reserve(&mut self, blocks: &[BlockId]) {
         let _ = blocks;
     }
 
-    /// Makes the bytes of these blocks in [`Self::regions`] what was computed. Called before they are hashed, and before
-    /// they are lent or stored unless [`Self::lend`] and [`Self::store`] know better. For an executor that computes in
-    /// the regions themselves they are. Returns the blocks of which that holds: without those of which another thread's copy
-    /// is under way, for the step loop waits for none.
+    /// Makes the computed bytes of these blocks visible in [`Self::regions`]. The engine calls it before it hashes
+    /// blocks, and before it leases or stores them, unless [`Self::mark_leased`] and [`Self::store`] are overridden. An
+    /// executor that computes in the regions has nothing to do.
+    ///
+    /// Returns the published blocks. Blocks that another thread is copying are left out, because the step loop waits
+    /// for no copy.
     ///
     /// # Errors
-    /// [`ExecutorError`]; nobody may read the blocks then.
+    /// [`ExecutorError`]. The blocks must not be read then.
     fn publish(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, ExecutorError> {
         Ok(blocks.to_vec())
     }
 
-    /// These blocks are final and will be lent. Whoever reads them in [`Self::regions`] asks [`Self::port`] first, if there
-    /// is one; otherwise they are published.
+    /// These blocks are final and will be leased. A reader of [`Self::regions`] first calls [`Self::shared_pool`], if
+    /// there is one. Without a shared pool the blocks are published.
     ///
     /// # Errors
     /// As [`Self::publish`].
-    fn lend(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+    fn mark_leased(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
         self.publish_all(blocks)
     }
 
@@ -199,8 +201,8 @@ pub trait Executor: Send {
         Err(ExecutorError::Device(format!("{published} of {} blocks could be published", blocks.len())))
     }
 
-    /// These blocks are final and will be stored. Whoever stores them copies them by [`Self::port`], if there is one, and from
-    /// [`Self::regions`] otherwise, where they are then published.
+    /// These blocks are final and will be stored. The tier copies them through [`Self::shared_pool`], if there is one.
+    /// Without a shared pool the blocks are published, and the tier copies from [`Self::regions`].
     ///
     /// # Errors
     /// As [`Self::publish`].
@@ -208,16 +210,16 @@ pub trait Executor: Send {
         self.publish_all(blocks)
     }
 
-    /// Whether the device can still be used: other threads' copies may have found out that it cannot.
+    /// Whether the device can still be used. A copy of another thread may have failed.
     ///
     /// # Errors
-    /// [`ExecutorError`]; it computes nothing any more.
+    /// [`ExecutorError`]. The device computes nothing any more.
     fn usable(&self) -> Result<(), ExecutorError> {
         Ok(())
     }
 
-    /// The pool for other threads, where it is in a device's own memory. There is one region then.
-    fn port(&self) -> Option<Arc<cuda::port::Port>> {
+    /// The pool for other threads, if it is in a device's own memory. There is one region then.
+    fn shared_pool(&self) -> Option<Arc<cuda::shared_kv_pool::SharedKvPool>> {
         None
     }
 }

@@ -1,9 +1,9 @@
-//! The memory of a KV pool that other engines of the host can be allowed to read.
+//! The memory of a KV pool that other engines of the host can read.
 
 use baton_connector::region::Region;
 
-/// A pool of `blocks` zeroed blocks that engines of this host can be let read. Where the system has no such memory
-/// it is this process's own, and travels over TCP.
+/// A pool of `blocks` zeroed blocks that engines of this host can open. On a system without shared memory, the pool is
+/// private memory of this process and transports use TCP.
 #[must_use]
 pub fn shared_pool(blocks: usize, block_bytes: usize) -> Region {
     baton_connector_shm::shared_pool(blocks, block_bytes).unwrap_or_else(|error| {

@@ -1,9 +1,10 @@
-//! Whether the sequences of a step leave each other's blocks alone: what [`SeqStep::start`] promises, looked after. Pure.
+//! Checks that no sequence of a step touches a block that another sequence of the step writes ([`SeqStep::start`]).
+//! Pure.
 //!
-//! A device reads the keys and values of earlier positions before the step has begun, and sequences in any order. A block that
-//! one sequence writes while another reads it, or writes it too, would be read half written now and then, and nothing else
-//! would tell. So such a step is refused before anything of it is computed. One bit per block of the pool, and one look
-//! at each block of each table.
+//! A device reads the keys and values of earlier positions before the step has begun, and sequences in any order. A
+//! block that one sequence writes and another reads or writes could be read half written, and no other check would find
+//! it. Such a step is refused before anything of it is computed. The cost is one bit per block of the pool, and one
+//! look at each block of each table.
 
 use baton_connector::BlockId;
 
@@ -11,19 +12,19 @@ use super::SeqStep;
 
 /// Blocks that a step writes; empty between steps.
 #[derive(Debug)]
-pub struct Apart(Vec<u64>);
+pub struct StepHazards(Vec<u64>);
 
-impl Apart {
-    /// For a pool of so many blocks.
+impl StepHazards {
+    /// For a pool of `blocks` blocks.
     #[must_use]
     pub fn new(blocks: usize) -> Self {
         Self(vec![0; blocks.div_ceil(64)])
     }
 
-    /// Looks at a step whose blocks are all of the pool, and whose tables are long enough.
+    /// Checks a step. All its blocks are in the pool, and its block tables are long enough.
     ///
     /// # Errors
-    /// Which block belongs to two of its sequences: the scheduler's mistake.
+    /// The block that belongs to two of the step's sequences: a bug of the scheduler.
     pub fn check(&mut self, batch: &[SeqStep<'_>], block_tokens: usize) -> Result<(), String> {
         let tables = || batch.iter().map(|step| parts(step, block_tokens));
         let again = tables().flat_map(|(_, written)| written).find(|block| !self.mark(**block));
@@ -38,7 +39,7 @@ impl Apart {
         }
     }
 
-    /// False: it is marked already.
+    /// Marks the block; false if it was marked already.
     fn mark(&mut self, block: BlockId) -> bool {
         let was = self.is_marked(block);
         self.0[block.index() / 64] |= 1 << (block.index() % 64);
@@ -50,7 +51,7 @@ impl Apart {
     }
 }
 
-/// The blocks that a sequence only reads, and those that it writes.
+/// The blocks that a sequence only reads, and the blocks that it writes.
 fn parts<'a>(step: &SeqStep<'a>, block_tokens: usize) -> (&'a [BlockId], &'a [BlockId]) {
     let end = (step.start + step.tokens.len()).div_ceil(block_tokens);
     step.block_table[..end].split_at(step.start / block_tokens)
@@ -59,12 +60,12 @@ fn parts<'a>(step: &SeqStep<'a>, block_tokens: usize) -> (&'a [BlockId], &'a [Bl
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compute::LogitsWanted;
+    use crate::compute::LogitsRequest;
 
     const BLOCK_TOKENS: usize = 4;
 
     fn step<'a>(tokens: &'a [u32], start: usize, block_table: &'a [BlockId]) -> SeqStep<'a> {
-        SeqStep { tokens, start, block_table, logits: LogitsWanted::No }
+        SeqStep { tokens, start, block_table, logits: LogitsRequest::No }
     }
 
     fn table(ids: &[u32]) -> Vec<BlockId> {
@@ -73,36 +74,37 @@ mod tests {
 
     #[test]
     fn sequences_share_what_earlier_steps_have_written_and_nothing_else() {
-        let mut apart = Apart::new(200);
+        let mut hazards = StepHazards::new(200);
         let (a, b, c) = (table(&[7, 130, 9, 11]), table(&[7, 130, 10]), table(&[7, 9, 12]));
-        // Two full blocks are common, and each goes on in a block of its own; what follows in a table is not looked at.
+        // Two full blocks are shared, and each sequence continues in a block of its own. The rest of a table is not
+        // checked.
         let fine = [step(&[1], 8, &a), step(&[1, 2, 3], 8, &b)];
         for _ in 0..3 {
-            assert_eq!(apart.check(&fine, BLOCK_TOKENS), Ok(()));
+            assert_eq!(hazards.check(&fine, BLOCK_TOKENS), Ok(()));
         }
-        // The third reads block 9, in which the first writes: in the middle of it, and from its beginning.
+        // The third sequence reads block 9, which the first one writes: in the middle of it, and from its beginning.
         for start in [9, 8] {
             let wrong = [step(&[1], start, &a), step(&[1], 8, &b), step(&[1], 8, &c)];
-            let why = apart.check(&wrong, BLOCK_TOKENS).unwrap_err();
+            let why = hazards.check(&wrong, BLOCK_TOKENS).unwrap_err();
             assert!(why.contains("block 9") && why.contains("read by another"), "{why}");
         }
-        // As before it; and a chunk that begins in a shared block writes there.
-        assert_eq!(apart.check(&fine, BLOCK_TOKENS), Ok(()));
+        // A chunk that begins in a shared block writes there.
+        assert_eq!(hazards.check(&fine, BLOCK_TOKENS), Ok(()));
         let wrong = [step(&[1], 8, &a), step(&[1, 2], 7, &b)];
-        let why = apart.check(&wrong, BLOCK_TOKENS).unwrap_err();
+        let why = hazards.check(&wrong, BLOCK_TOKENS).unwrap_err();
         assert!(why.contains("block 130"), "{why}");
-        assert_eq!(apart.check(&fine, BLOCK_TOKENS), Ok(()));
+        assert_eq!(hazards.check(&fine, BLOCK_TOKENS), Ok(()));
     }
 
     #[test]
     fn a_block_that_is_written_twice_is_refused() {
-        let mut apart = Apart::new(64);
+        let mut hazards = StepHazards::new(64);
         let (a, twice) = (table(&[1, 2]), table(&[63, 63]));
         for wrong in [&[step(&[1], 0, &a), step(&[1], 0, &a)][..], &[step(&[1; 8], 0, &twice)]] {
-            let why = apart.check(wrong, BLOCK_TOKENS).unwrap_err();
+            let why = hazards.check(wrong, BLOCK_TOKENS).unwrap_err();
             assert!(why.contains("written twice"), "{why}");
         }
-        assert_eq!(apart.check(&[step(&[1; 8], 0, &a)], BLOCK_TOKENS), Ok(()));
-        assert_eq!(apart.check(&[], BLOCK_TOKENS), Ok(()));
+        assert_eq!(hazards.check(&[step(&[1; 8], 0, &a)], BLOCK_TOKENS), Ok(()));
+        assert_eq!(hazards.check(&[], BLOCK_TOKENS), Ok(()));
     }
 }

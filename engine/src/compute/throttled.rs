@@ -1,4 +1,4 @@
-//! An executor that takes its time: for demonstrations and for tests that must meet a request in a certain phase.
+//! An executor with an artificial delay, for demonstrations and for tests that need a request in a certain phase.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,19 +6,19 @@ use std::time::{Duration, Instant};
 use baton_connector::region::Region;
 use baton_connector::{BlockId, KvLayout};
 
-use super::cuda::port::Port;
+use super::cuda::shared_kv_pool::SharedKvPool;
 use super::{Executor, ExecutorError, Logits, SeqStep};
 
-/// While it waits it looks so often at what there is to do meanwhile.
-const LOOK_AGAIN: Duration = Duration::from_millis(1);
+/// Interval between calls of `meanwhile` during the wait.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Waits before every step of the executor inside.
-pub struct Paced {
+/// Waits before every step of the inner executor.
+pub struct ThrottledExecutor {
     inner: Box<dyn Executor>,
     pace: Duration,
 }
 
-impl Paced {
+impl ThrottledExecutor {
     /// Waits `pace` before each step.
     #[must_use]
     pub fn new(inner: Box<dyn Executor>, pace: Duration) -> Self {
@@ -26,7 +26,7 @@ impl Paced {
     }
 }
 
-impl Executor for Paced {
+impl Executor for ThrottledExecutor {
     fn layout(&self) -> KvLayout {
         self.inner.layout()
     }
@@ -39,7 +39,7 @@ impl Executor for Paced {
         self.inner.vocab()
     }
 
-    #[allow(clippy::disallowed_methods)] // waiting is what it is for
+    #[allow(clippy::disallowed_methods, reason = "the delay is the purpose")]
     fn run(
         &mut self,
         batch: &[SeqStep<'_>],
@@ -48,7 +48,7 @@ impl Executor for Paced {
     ) -> Result<(), ExecutorError> {
         let begun = Instant::now();
         while let Some(left) = self.pace.checked_sub(begun.elapsed()).filter(|left| !left.is_zero()) {
-            std::thread::sleep(left.min(LOOK_AGAIN));
+            std::thread::sleep(left.min(POLL_INTERVAL));
             meanwhile();
         }
         self.inner.run(batch, logits, meanwhile)
@@ -58,16 +58,16 @@ impl Executor for Paced {
         self.inner.is_batch_invariant()
     }
 
-    fn landing(&mut self, blocks: &[BlockId]) {
-        self.inner.landing(blocks);
+    fn reserve(&mut self, blocks: &[BlockId]) {
+        self.inner.reserve(blocks);
     }
 
     fn publish(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, ExecutorError> {
         self.inner.publish(blocks)
     }
 
-    fn lend(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
-        self.inner.lend(blocks)
+    fn mark_leased(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        self.inner.mark_leased(blocks)
     }
 
     fn store(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
@@ -78,7 +78,7 @@ impl Executor for Paced {
         self.inner.usable()
     }
 
-    fn port(&self) -> Option<Arc<Port>> {
-        self.inner.port()
+    fn shared_pool(&self) -> Option<Arc<SharedKvPool>> {
+        self.inner.shared_pool()
     }
 }

@@ -1,37 +1,37 @@
-//! What an engine core needs of the world, as one trait with two implementations: the step loop's, with sockets,
-//! threads and the clock, and the simulator's, with virtual time and faults.
+//! The environment of an engine core, as one trait with two implementations. The step loop's has sockets, threads and
+//! a clock; the simulator's has virtual time and faults.
 
 use std::time::{Duration, Instant};
 
-use baton_connector::ledger::{Grant, OpenRefused};
+use baton_connector::ledger::{LeaseOpenError, LeaseSpec};
 use baton_connector::offload::TransferId;
 use baton_connector::{BlockId, Epoch, Handle, RequestId};
 
 use super::ProducerAddress;
 use crate::engine_core::fetch_target::FetchTarget;
-use crate::event_log::What;
-use crate::offload::Order;
+use crate::event_log::RequestEvent;
+use crate::offload::OffloadOrder;
 use crate::scheduler::sequence::{FinishReason, SeqId};
 
-/// See the module's documentation. Nothing here waits: what takes time reports through the mail.
-pub trait Surroundings {
+/// See the module's documentation. No method waits: results of longer work come as mail.
+pub trait EngineEnv {
     /// The engine's monotonic clock.
     fn now(&self) -> Instant;
 
     /// A fresh random handle; `None` when the system has no randomness.
     fn fresh_handle(&mut self) -> Option<Handle>;
 
-    /// Opens a lease; says how long it lives.
+    /// Opens a lease. Returns its lifetime.
     ///
     /// # Errors
-    /// [`OpenRefused`] gives the grant back.
-    fn lend(&mut self, grant: Grant) -> Result<Duration, OpenRefused>;
+    /// [`LeaseOpenError`] returns the grant.
+    fn open_lease(&mut self, grant: LeaseSpec) -> Result<Duration, LeaseOpenError>;
 
     /// Opens a lease of blocks of which the first `ready` are final.
     ///
     /// # Errors
-    /// As [`Self::lend`].
-    fn lend_growing(&mut self, grant: Grant, ready: usize) -> Result<Duration, OpenRefused>;
+    /// As [`Self::open_lease`].
+    fn open_growing_lease(&mut self, grant: LeaseSpec, ready: usize) -> Result<Duration, LeaseOpenError>;
 
     /// More blocks of a growing lease are final: the first `ready`.
     fn grow(&mut self, handle: Handle, ready: usize);
@@ -45,7 +45,7 @@ pub trait Surroundings {
     /// Ends every lease of this engine.
     fn release_all(&mut self, reason: &'static str);
 
-    /// Whether a request that would lend was given up before it was known.
+    /// Whether a prefill was released before it was known.
     fn was_released_early(&self, request: &RequestId) -> bool;
 
     /// Live leases of this engine.
@@ -57,14 +57,14 @@ pub trait Surroundings {
     /// This engine's epoch.
     fn epoch(&self) -> Epoch;
 
-    /// The layout fingerprint of its blocks.
+    /// The layout fingerprint of this engine's blocks.
     fn fingerprint(&self) -> u64;
 
     /// Keeps the lease of a queued sequence alive from now on.
     fn keep_alive(&mut self, id: SeqId, target: &FetchTarget);
 
-    /// Renews it no longer.
-    fn let_go(&mut self, id: SeqId);
+    /// Stops renewing that lease.
+    fn stop_renewing(&mut self, id: SeqId);
 
     /// Starts a read into landing blocks; its reports come as mail.
     fn read(&mut self, id: SeqId, target: &FetchTarget, first: usize, into: Vec<BlockId>);
@@ -75,32 +75,32 @@ pub trait Surroundings {
     /// Releases a lease at its producer: at least once, repeated until answered or past expiry.
     fn release_at_producer(&mut self, target: &FetchTarget, reason: &'static str);
 
-    /// Hands an order to the offload workers, whose report comes as mail. False: they refuse it, as every engine
-    /// without tiers does, and nothing will come of it.
-    fn offload(&mut self, order: Order) -> bool {
+    /// Hands an order to the offload workers, whose report comes as mail. False: they refuse the order, as every
+    /// engine without tiers does, and no report comes.
+    fn offload(&mut self, order: OffloadOrder) -> bool {
         drop(order);
         false
     }
 
-    /// Takes a store or a load back from the offload workers. True: no worker had begun, none will, and no report
+    /// Withdraws a store or a load from the offload workers. True: no worker had begun, none will, and no report
     /// comes.
     fn revoke(&mut self, id: TransferId) -> bool {
         let _ = id;
         false
     }
 
-    /// Something to be counted.
-    fn note(&self, fact: Fact<'_>);
+    /// Counts an event in the metrics.
+    fn record(&self, event: CoreEvent<'_>);
 
-    /// Something to be written down about one choice of a request.
-    fn tell(&self, request: &RequestId, index: u32, what: What) {
-        let _ = (request, index, what);
+    /// Writes an event of one choice of a request into the event log.
+    fn emit(&self, request: &RequestId, index: u32, event: RequestEvent) {
+        let _ = (request, index, event);
     }
 }
 
-/// What an engine core has seen happen.
+/// An event of an engine core, for metrics.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Fact<'a> {
+pub enum CoreEvent<'a> {
     /// A sequence has its first token.
     FirstToken {
         /// Since the request arrived.
@@ -112,23 +112,23 @@ pub enum Fact<'a> {
         /// Of those, read from a producer.
         fetched: usize,
     },
-    /// It has another one, so long after the one before.
+    /// The next token, so long after the one before.
     NextToken(Duration),
     /// A sequence with a handoff was queued; tokens of its prompt.
-    HandedOff(usize),
-    /// A sequence with a handoff was turned away.
+    HandoffQueued(usize),
+    /// A sequence with a handoff was refused.
     EarlyRejection(&'static str),
-    /// A handoff could not be used; what was done instead.
+    /// A handoff could not be used. The label of the fallback.
     LoadFailed(&'static str),
-    /// A sequence has left the books, so long after its request arrived. Exactly once per sequence (invariant 7).
+    /// A sequence was removed. Recorded exactly once per sequence (invariant 7).
     Finished {
         /// Which one.
         id: SeqId,
         /// Why.
         reason: FinishReason,
-        /// How long it was here.
+        /// Time since the request arrived.
         after: Duration,
     },
-    /// The device has failed; the engine cannot go on.
+    /// The device has failed. The engine cannot continue.
     DeviceFailed(&'a str),
 }

@@ -1,117 +1,124 @@
-//! What an engine core writes into the event log about its requests.
+//! The events that an engine core writes into the event log about its requests.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use baton_connector::RequestId;
-use baton_connector::fetch::{Answer, Event, FailureKind};
+use baton_connector::fetch::{Event, FailureKind, Verification};
 
-use super::{EngineCore, Live, Surroundings};
-use crate::event_log::What;
-use crate::scheduler::Planned;
+use super::{EngineCore, EngineEnv, LiveSequence};
+use crate::event_log::RequestEvent;
+use crate::scheduler::StepPart;
 use crate::scheduler::sequence::{FinishReason, NewSequence, Purpose, SeqId, Sequence};
 
-/// Who has left the books while blocks of theirs are still held, and how many they were.
-pub(super) struct Resting {
+/// A removed sequence whose blocks are still held, with their number.
+pub(super) struct PendingFree {
     request: RequestId,
     index: u32,
     blocks: usize,
 }
 
-/// What is told of a sequence at its end.
-pub(super) struct ToldAtEnd {
+/// The values of a sequence's `ended` event.
+pub(super) struct EndSummary {
     generated: usize,
     computed: usize,
     blocks: usize,
 }
 
-pub(super) fn queued(sequence: &NewSequence, tag: Option<Arc<str>>) -> What {
+pub(super) fn queued(sequence: &NewSequence, tag: Option<Arc<str>>) -> RequestEvent {
     let leg = match sequence.purpose {
         Purpose::Plain => "whole",
         Purpose::Produce { .. } => "prefill",
         Purpose::Consume(_) => "decode",
     };
-    What::Queued { leg, prompt: sequence.prompt.len(), tag }
+    RequestEvent::Queued { leg, prompt: sequence.prompt.len(), tag }
 }
 
-pub(super) fn told_at_end(sequence: &Sequence) -> ToldAtEnd {
+pub(super) fn end_summary(sequence: &Sequence) -> EndSummary {
     let (cached, fetched) = sequence.reused();
     let prompt = sequence.computed.min(sequence.prompt_len());
-    ToldAtEnd {
+    EndSummary {
         generated: sequence.generated(),
         computed: prompt.saturating_sub(cached + fetched),
         blocks: sequence.blocks().len(),
     }
 }
 
-impl<S: Surroundings> EngineCore<S> {
-    /// Writes down something about a live sequence.
-    pub(super) fn tell_of(&self, id: SeqId, what: What) {
+impl<S: EngineEnv> EngineCore<S> {
+    /// Emits an event of a live sequence.
+    pub(super) fn emit_for(&self, id: SeqId, event: RequestEvent) {
         if let Some(live) = self.live.get(&id) {
-            self.surroundings.tell(&live.request, live.index, what);
+            self.env.emit(&live.request, live.index, event);
         }
     }
 
-    pub(super) fn tell_started(&mut self, plan: &[Planned]) {
+    pub(super) fn emit_started(&mut self, plan: &[StepPart]) {
         for part in plan {
             if let Some(live) = self.live.get_mut(&part.id)
-                && !std::mem::replace(&mut live.started, true)
+                && !std::mem::replace(&mut live.start_emitted, true)
             {
-                self.surroundings.tell(&live.request, live.index, What::Started(part.start));
+                self.env.emit(&live.request, live.index, RequestEvent::Started(part.start));
             }
         }
     }
 
-    /// A step over a prompt has ended.
-    pub(super) fn tell_computed(&self, part: &Planned) {
+    /// Emits the end of a step over a prompt.
+    pub(super) fn emit_computed(&self, part: &StepPart) {
         if let Some(live) = self.live.get(&part.id).filter(|live| live.last_token.is_none()) {
-            let computed = What::Computed(part.start + part.count);
-            self.surroundings.tell(&live.request, live.index, computed);
+            let computed = RequestEvent::Computed(part.start + part.count);
+            self.env.emit(&live.request, live.index, computed);
         }
     }
 
-    /// A fetch worker has reported the end of a read.
-    pub(super) fn tell_fetched(&self, id: SeqId, event: Event) {
+    /// Emits the end of a read that a fetch worker has reported.
+    pub(super) fn emit_fetched(&self, id: SeqId, event: Event) {
         let result = match event {
-            Event::Verdict(Answer::Valid) => "landed",
-            Event::Verdict(Answer::Gone) | Event::TransferFailed(FailureKind::Gone) => "gone",
+            Event::Verdict(Verification::Valid) => "landed",
+            Event::Verdict(Verification::Gone) | Event::TransferFailed(FailureKind::Gone) => "gone",
             Event::TransferFailed(_) | Event::Verdict(_) => "failed",
-            Event::Quiet => "stopped",
+            Event::WorkerLost => "stopped",
             Event::Admitted
             | Event::BlocksReserved
-            | Event::AlreadyHere
+            | Event::AlreadyCached
             | Event::TransferDone
-            // A heartbeat's answer: of a handoff in the queue, or late, of one that was read to its end.
+            // A heartbeat's answer: for a queued handoff, or late, for one that was read completely.
             | Event::LeaseGone
             | Event::Abort
             | Event::Reject => return,
         };
-        match self.resting.get(&id) {
-            // Its client has left in the meantime, and the read was stopped for that.
-            Some(rests) => self.surroundings.tell(&rests.request, rests.index, What::Fetched("stopped")),
-            None => self.tell_of(id, What::Fetched(result)),
+        match self.pending_free.get(&id) {
+            // The client has left in the meantime, which stopped the read.
+            Some(entry) => self.env.emit(&entry.request, entry.index, RequestEvent::Fetched("stopped")),
+            None => self.emit_for(id, RequestEvent::Fetched(result)),
         }
     }
 
-    pub(super) fn tell_ended(&mut self, id: SeqId, live: &Live, reason: FinishReason, told: ToldAtEnd) {
-        let ToldAtEnd { generated, computed, blocks } = told;
-        let ended = What::Ended { outcome: reason.label(), generated, computed, blocks };
-        self.surroundings.tell(&live.request, live.index, ended);
+    pub(super) fn emit_ended(
+        &mut self,
+        id: SeqId,
+        live: &LiveSequence,
+        reason: FinishReason,
+        summary: EndSummary,
+    ) {
+        let EndSummary { generated, computed, blocks } = summary;
+        let ended = RequestEvent::Ended { outcome: reason.label(), generated, computed, blocks };
+        self.env.emit(&live.request, live.index, ended);
         if blocks > 0 {
-            self.resting.insert(id, Resting { request: live.request.clone(), index: live.index, blocks });
+            self.pending_free
+                .insert(id, PendingFree { request: live.request.clone(), index: live.index, blocks });
         }
     }
 }
 
-/// Tells whose blocks have come back.
-pub(super) fn tell_home(
-    home: Vec<SeqId>,
-    resting: &mut HashMap<SeqId, Resting>,
-    surroundings: &impl Surroundings,
+/// Emits `freed` for sequences whose last block is free.
+pub(super) fn emit_freed(
+    released: Vec<SeqId>,
+    pending_free: &mut HashMap<SeqId, PendingFree>,
+    env: &impl EngineEnv,
 ) {
-    for id in home {
-        if let Some(rested) = resting.remove(&id) {
-            surroundings.tell(&rested.request, rested.index, What::Freed(rested.blocks));
+    for id in released {
+        if let Some(entry) = pending_free.remove(&id) {
+            env.emit(&entry.request, entry.index, RequestEvent::Freed(entry.blocks));
         }
     }
 }

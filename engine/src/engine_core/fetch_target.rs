@@ -1,4 +1,4 @@
-//! Where one handoff's blocks are, and for how long: what a consumer knows of a lease.
+//! The address and lifetime of one handoff's blocks: the data that a consumer has of a lease.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,17 +7,17 @@ use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::limits::KV_LEASE_DURATION;
 use baton_connector::{Epoch, Handle, Handoff, Reader};
 
-/// The longest that a lease is believed to live without a sign of life.
+/// The longest lifetime of a lease without a heartbeat that a consumer assumes.
 const LEASE_LEFT_MAX: Duration = Duration::from_secs(3600);
 
-/// Where one handoff's blocks lie, and for how long.
+/// The address and lifetime of one handoff's blocks.
 #[derive(Clone, Debug)]
 pub struct FetchTarget {
     pub(crate) host: Box<str>,
     /// The port of each rank.
     pub(crate) ports: Arc<[u16]>,
     pub(crate) epoch: Epoch,
-    /// Of model and shape, whatever the cut.
+    /// Of model and shape, independent of the number of KV ranks.
     pub(crate) fingerprint: u64,
     pub(crate) block_tokens: usize,
     pub(crate) tokens: usize,
@@ -37,7 +37,7 @@ impl FetchTarget {
     /// The target of a handoff that has just arrived; `consumer` is a fresh random name for this fetch.
     #[must_use]
     pub fn new(handoff: &Handoff, consumer: u64) -> Self {
-        // Hostile until checked: what is waited for is bounded by it.
+        // The value is untrusted until it is bounded here, because waits depend on it.
         let lease = handoff.lease_left.unwrap_or(KV_LEASE_DURATION).min(LEASE_LEFT_MAX);
         Self {
             host: handoff.host.as_str().into(),
@@ -63,7 +63,7 @@ impl FetchTarget {
         self.handle
     }
 
-    /// Who reads it, where it is read over one link.
+    /// The reader of a lease that is read over one link.
     #[must_use]
     pub fn reader(&self) -> Reader {
         Reader::sole(self.consumer)
@@ -99,8 +99,8 @@ impl FetchTarget {
         self.growing
     }
 
-    /// The router tries other engines with the same handoff and releases it itself when it gives up: a refusal
-    /// leaves the lease alone, and so does a failed fetch, unless it is made up for by computing the prompt here.
+    /// Leaves the lease to the router, which retries the handoff on other engines and releases it when it gives up. A
+    /// refusal then keeps the lease. A failed fetch keeps it too, unless this engine computes the prompt instead.
     pub fn leave_to_router(&mut self, policy: LoadFailurePolicy) {
         self.survives_refusal = true;
         self.survives_failure = policy == LoadFailurePolicy::Fail;

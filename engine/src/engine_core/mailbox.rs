@@ -1,71 +1,71 @@
-//! How everybody else speaks to the step loop: one mailbox, one lock, one wake-up.
+//! The mailbox of the step loop: one queue, one lock, one wake-up for all other threads.
 //!
-//! The step loop owns the engine's state; HTTP tasks, fetch workers and the lease desk only leave messages.
-//! Every queue is bounded by what it is about:
+//! The step loop owns the engine's state. HTTP tasks, fetch workers and the lease service only leave messages. Every
+//! queue has a bound:
 //! - submissions by [`Mailbox::new`]'s bound, over which a request is refused;
-//! - endings by the live sequences (each is ended by its one guard), or by [`ABORTS_MAX`] when they come by name;
+//! - endings by the live sequences (each has one guard), or by [`ABORTS_MAX`] when they come by name;
 //! - fetch reports by the live fetches (at most three each);
 //! - reports of offload workers by the orders in flight;
 //! - settled leases by the blocks they hold, unfinished ones by the sequences that compute for them;
-//! - asks for digests by [`DIGEST_ASKS_MAX`].
+//! - digest requests by [`DIGEST_REQUESTS_MAX`].
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, TryLockError};
 use std::time::Instant;
 
 use baton_connector::fetch::Event;
-use baton_connector::ledger::Settled;
+use baton_connector::ledger::ClosedLease;
 use baton_connector::{Handle, RequestId};
 
-use crate::blocks::digests::{DIGEST_ASKS_MAX, DigestAsk};
+use crate::blocks::digests::{DIGEST_REQUESTS_MAX, DigestRequest};
 use crate::engine_core::Submission;
-use crate::offload::Report;
+use crate::offload::OffloadReport;
 use crate::scheduler::sequence::{FinishReason, SeqId};
 
-/// Aborts by request id that wait for the step loop. More are refused with 503.
+/// Limit of the aborts by request id that wait for the step loop. Further ones are refused with 503.
 pub const ABORTS_MAX: usize = 16_384;
 
-/// Which sequences of a request are meant: both legs of a request can be on one engine, under one name.
+/// Which sequences of a request an abort applies to: one engine can hold both legs of a request under one name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Legs {
-    /// Those that lend.
+pub enum LegFilter {
+    /// The prefill legs.
     Prefill,
-    /// Those that decode.
+    /// The decode legs.
     Decode,
     /// All.
     Both,
 }
 
-/// Everything that has arrived since the last look.
+/// All messages since the last look.
 #[derive(Debug, Default)]
-pub struct Mail {
+pub struct MailBatch {
     /// New sequences.
     pub submissions: VecDeque<Submission>,
-    /// Sequences whose client is gone or content.
+    /// Sequences whose client has left or needs no more tokens.
     pub endings: Vec<(SeqId, FinishReason)>,
-    /// Requests aborted by name, and which of their legs.
-    pub aborts: Vec<(RequestId, Legs)>,
+    /// Requests aborted by name, with the legs to end.
+    pub aborts: Vec<(RequestId, LegFilter)>,
     /// Reports of fetch workers and heartbeats.
     pub fetches: Vec<(SeqId, Event)>,
     /// Leases that have ended.
-    pub settled: Vec<Settled>,
+    pub settled: Vec<ClosedLease>,
     /// Leases that end before their prefill does.
     pub unfinished: Vec<Handle>,
-    /// Pages of digests that are wanted.
-    pub digests: Vec<DigestAsk>,
+    /// Requested pages of digests.
+    pub digests: Vec<DigestRequest>,
     /// Reports of offload workers.
-    pub offloads: Vec<Report>,
-    /// Forget the prefix cache.
+    pub offloads: Vec<OffloadReport>,
+    /// Clear the prefix cache.
     pub reset_cache: bool,
-    /// Forget what the offload tiers hold.
+    /// Clear the offload tiers.
     pub reset_tiers: bool,
-    /// No new work; end when the books are empty or at this moment.
+    /// No new work. The engine ends when it has no work left, or at this moment.
     pub closing: Option<Instant>,
     /// `closing` was set after the last look.
     closing_is_news: bool,
 }
 
-impl Mail {
+impl MailBatch {
     fn is_empty(&self) -> bool {
         self.submissions.is_empty()
             && self.endings.is_empty()
@@ -84,14 +84,14 @@ impl Mail {
 /// See the module's documentation.
 #[derive(Debug)]
 pub struct Mailbox {
-    mail: Mutex<Mail>,
+    mail: Mutex<MailBatch>,
     arrived: Condvar,
     submissions_max: usize,
 }
 
-/// Why a message was not taken.
+/// Why the mailbox refused a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Undelivered {
+pub enum MailboxError {
     /// The queue is at its bound.
     Full,
     /// The engine is shutting down.
@@ -105,7 +105,7 @@ impl Mailbox {
         Self { mail: Mutex::default(), arrived: Condvar::new(), submissions_max }
     }
 
-    /// Sequences of one request at most: more are never taken.
+    /// Limit of the sequences of one request. Larger requests are always refused.
     #[must_use]
     pub fn submissions_max(&self) -> usize {
         self.submissions_max
@@ -114,14 +114,14 @@ impl Mailbox {
     /// Hands in all sequences of one request, or none.
     ///
     /// # Errors
-    /// [`Undelivered`], with the submissions given back.
-    pub fn submit(&self, submissions: Vec<Submission>) -> Result<(), (Vec<Submission>, Undelivered)> {
+    /// [`MailboxError`], with the submissions given back.
+    pub fn submit(&self, submissions: Vec<Submission>) -> Result<(), (Vec<Submission>, MailboxError)> {
         let mut mail = self.lock();
         if mail.closing.is_some() {
-            return Err((submissions, Undelivered::Closing));
+            return Err((submissions, MailboxError::Closing));
         }
         if mail.submissions.len() + submissions.len() > self.submissions_max {
-            return Err((submissions, Undelivered::Full));
+            return Err((submissions, MailboxError::Full));
         }
         mail.submissions.extend(submissions);
         drop(mail);
@@ -129,7 +129,7 @@ impl Mailbox {
         Ok(())
     }
 
-    /// The client of a sequence is gone (abort) or has what it wanted (a stop string).
+    /// Ends a sequence whose client has left (abort) or needs no more tokens (a stop string).
     pub fn end(&self, id: SeqId, reason: FinishReason) {
         self.put(|mail| mail.endings.push((id, reason)));
     }
@@ -137,11 +137,11 @@ impl Mailbox {
     /// Aborts a request by name, running or not yet known.
     ///
     /// # Errors
-    /// [`Undelivered::Full`] when [`ABORTS_MAX`] are waiting.
-    pub fn abort(&self, request: RequestId, legs: Legs) -> Result<(), Undelivered> {
+    /// [`MailboxError::Full`] when [`ABORTS_MAX`] are waiting.
+    pub fn abort(&self, request: RequestId, legs: LegFilter) -> Result<(), MailboxError> {
         let mut mail = self.lock();
         if mail.aborts.len() >= ABORTS_MAX {
-            return Err(Undelivered::Full);
+            return Err(MailboxError::Full);
         }
         mail.aborts.push((request, legs));
         drop(mail);
@@ -155,49 +155,49 @@ impl Mailbox {
     }
 
     /// Leases that have ended.
-    pub fn settled(&self, settled: Vec<Settled>) {
+    pub fn settled(&self, settled: Vec<ClosedLease>) {
         self.put(|mail| mail.settled.extend(settled));
     }
 
-    /// Leases that end before their prefill does: nobody wants it any more.
+    /// Leases that end before their prefill does. No consumer needs the prefill any more.
     pub fn unfinished(&self, leases: Vec<Handle>) {
         self.put(|mail| mail.unfinished.extend(leases));
     }
 
-    /// Asks for a page of digests; it is answered between two steps.
+    /// Requests a page of digests, which the core sends between two steps.
     ///
     /// # Errors
-    /// [`Undelivered`]; [`DIGEST_ASKS_MAX`] may wait.
-    pub fn ask_digests(&self, ask: DigestAsk) -> Result<(), Undelivered> {
+    /// [`MailboxError`]; at most [`DIGEST_REQUESTS_MAX`] requests wait.
+    pub fn request_digests(&self, request: DigestRequest) -> Result<(), MailboxError> {
         let mut mail = self.lock();
         if mail.closing.is_some() {
-            return Err(Undelivered::Closing);
+            return Err(MailboxError::Closing);
         }
-        if mail.digests.len() >= DIGEST_ASKS_MAX {
-            return Err(Undelivered::Full);
+        if mail.digests.len() >= DIGEST_REQUESTS_MAX {
+            return Err(MailboxError::Full);
         }
-        mail.digests.push(ask);
+        mail.digests.push(request);
         drop(mail);
         self.arrived.notify_one();
         Ok(())
     }
 
     /// An offload worker's report.
-    pub fn offload(&self, report: Report) {
+    pub fn offload(&self, report: OffloadReport) {
         self.put(|mail| mail.offloads.push(report));
     }
 
-    /// Forget what the offload tiers hold.
+    /// Clears the offload tiers.
     pub fn reset_tiers(&self) {
         self.put(|mail| mail.reset_tiers = true);
     }
 
-    /// Forget the prefix cache.
+    /// Clears the prefix cache.
     pub fn reset_cache(&self) {
         self.put(|mail| mail.reset_cache = true);
     }
 
-    /// No new work from now on; what runs may finish until `deadline`.
+    /// Takes no new work from now on. Running work may finish until `deadline`.
     pub fn close(&self, deadline: Instant) {
         self.put(|mail| {
             mail.closing = Some(deadline);
@@ -211,9 +211,10 @@ impl Mailbox {
         self.lock().closing.is_some()
     }
 
-    /// Takes the leases that have ended, if nobody is writing just now: not even for the lock it waits.
+    /// Takes the leases that have ended. Returns none if another thread holds the lock, because this call must not
+    /// wait.
     #[must_use]
-    pub fn take_settled(&self) -> Vec<Settled> {
+    pub fn take_settled(&self) -> Vec<ClosedLease> {
         match self.mail.try_lock() {
             Ok(mut mail) => std::mem::take(&mut mail.settled),
             Err(TryLockError::Poisoned(mail)) => std::mem::take(&mut mail.into_inner().settled),
@@ -221,16 +222,16 @@ impl Mailbox {
         }
     }
 
-    /// Takes what is there, without waiting.
+    /// Takes the messages that are there, without waiting.
     #[must_use]
-    pub fn collect(&self) -> Mail {
+    pub fn collect(&self) -> MailBatch {
         take(&mut self.lock())
     }
 
-    /// Takes what is there; waits for something to arrive first, until `deadline` if there is one. That the mailbox
-    /// was closed since the last look counts as something, whether it happened before this call or during it.
+    /// Takes the messages that are there. Waits for one to arrive first, until `deadline` if there is one. A close
+    /// since the last look counts as a message, whether it happened before this call or during it.
     #[must_use]
-    pub fn wait(&self, deadline: Option<Instant>) -> Mail {
+    pub fn wait(&self, deadline: Option<Instant>) -> MailBatch {
         let mut mail = self.lock();
         while mail.is_empty() {
             mail = match deadline {
@@ -247,18 +248,18 @@ impl Mailbox {
         take(&mut mail)
     }
 
-    fn put(&self, message: impl FnOnce(&mut Mail)) {
+    fn put(&self, message: impl FnOnce(&mut MailBatch)) {
         message(&mut self.lock());
         self.arrived.notify_one();
     }
 
-    fn lock(&self) -> MutexGuard<'_, Mail> {
-        // Messages are whole values: a panic elsewhere leaves nothing half-written.
+    fn lock(&self) -> MutexGuard<'_, MailBatch> {
+        // Messages are whole values: a panic in another thread leaves none half-written.
         self.mail.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
-fn take(mail: &mut Mail) -> Mail {
+fn take(mail: &mut MailBatch) -> MailBatch {
     let closing = mail.closing;
     let taken = std::mem::take(mail);
     mail.closing = closing;
@@ -278,11 +279,11 @@ mod tests {
         drop(mailbox.collect());
         let deadline = Instant::now() + Duration::from_secs(60);
         mailbox.close(deadline);
-        let (tell, told) = std::sync::mpsc::sync_channel(1);
+        let (sender, received) = std::sync::mpsc::sync_channel(1);
         let waiting = Arc::clone(&mailbox);
-        std::thread::spawn(move || tell.send(waiting.wait(None).closing));
-        assert_eq!(told.recv_timeout(Duration::from_secs(20)), Ok(Some(deadline)));
-        // From then on it is known, and only something new wakes.
+        std::thread::spawn(move || sender.send(waiting.wait(None).closing));
+        assert_eq!(received.recv_timeout(Duration::from_secs(20)), Ok(Some(deadline)));
+        // The next look knows the close already: only a new message wakes it.
         assert!(mailbox.wait(Some(Instant::now())).is_empty());
     }
 }

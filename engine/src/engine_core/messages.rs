@@ -1,4 +1,4 @@
-//! What passes between an engine core and its front ends.
+//! Messages between an engine core and its front ends.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -8,11 +8,11 @@ use baton_connector::{EngineId, Handoff};
 use tokio::sync::mpsc::Sender;
 
 use crate::engine_core::fetch_target::FetchTarget;
-use crate::sampling::{Sampled, SamplingParams};
+use crate::sampling::{SampledToken, SamplingParams};
 use crate::scheduler::Refusal;
 use crate::scheduler::sequence::{FinishReason, NewSequence};
 
-/// What a front end hands in: a sequence, how to sample it, and where its events go.
+/// The submission of one sequence: its prompt, its sampling parameters, and the receiver of its events.
 #[derive(Debug)]
 pub struct Submission {
     /// The scheduler's part.
@@ -23,29 +23,29 @@ pub struct Submission {
     pub index: u32,
     /// The request's tag in the event log.
     pub tag: Option<Arc<str>>,
-    /// Takes every event of the sequence; room for all of them (`max_new + 3`) or more.
+    /// Receives every event of the sequence. It has capacity for all of them (`max_new + 3`).
     pub outbox: Sender<(u32, SeqEvent)>,
-    /// Where its blocks come from.
+    /// The handoff that contains its blocks.
     pub target: Option<FetchTarget>,
     /// When the request arrived.
     pub arrived: Instant,
 }
 
-/// What a sequence tells its front end.
+/// An event of a sequence, for its front end.
 #[derive(Debug)]
 pub enum SeqEvent {
-    /// Before the first token: how many of the prompt's tokens nobody computed for this request. They come from
-    /// this engine's prefix cache, or from the producer's if the prompt came from there; what was merely fetched
-    /// does not count.
+    /// Before the first token: how many of the prompt's tokens were not computed for this request. They come from
+    /// this engine's prefix cache, or from the producer's if the prompt came from there. Fetched tokens alone do not
+    /// count.
     Started {
         /// That many.
         cached: usize,
     },
-    /// The prompt is being computed, and its blocks can be read as they become final. At most once, and before
-    /// anything else.
-    Lending(Box<Handoff>),
+    /// The prompt is being computed, and its blocks can be read as they become final. Sent at most once, before all
+    /// other events.
+    EarlyHandoff(Box<Handoff>),
     /// One more token.
-    Token(Sampled),
+    Token(SampledToken),
     /// The end.
     Finished(Box<SeqEnd>),
     /// The end: it was not accepted.
@@ -61,7 +61,7 @@ pub enum SeqEvent {
 pub struct SeqEnd {
     /// Why.
     pub reason: FinishReason,
-    /// For a producer that has not told of it before: the handoff, and the key to release it with.
+    /// For a producer that has not sent an early handoff: the handoff. Its handle releases the lease.
     pub handoff: Option<Box<Handoff>>,
 }
 

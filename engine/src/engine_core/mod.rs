@@ -1,6 +1,6 @@
-//! The engine core: everything an engine decides between two forward passes. No thread, no lock, no clock of its
-//! own: mail comes in, and what is to be done in the world goes out through [`Surroundings`]. The step loop drives it
-//! in an engine, the simulator under virtual time; the code is the same.
+//! The engine core: all decisions of an engine between two forward passes. The core has no thread, no lock and no
+//! clock: mail comes in, and actions go out through [`EngineEnv`]. The step loop drives the core in an engine, the
+//! simulator drives the same code under virtual time.
 //!
 //! ```text
 //!  take_in(mail) ─▶ schedule ─▶ execute ─▶ finish_step(mail again: aborts first, then the results) ─▶ …
@@ -9,14 +9,15 @@
 //! Invariants:
 //! - 6: a sequence sends exactly one [`SeqEvent`] that ends it, and nothing after it.
 //! - 7: aborts that arrived during a forward pass are applied before that step's results: abort wins.
-//! - A lease is opened only for a reply that somebody will read; if nobody does, it is released in the same step.
+//! - A lease is opened only for a reply that has a reader. If the reader has left, the core releases the lease in the
+//!   same step.
 
-mod aborted_early;
 mod device;
+mod early_aborts;
 mod env;
 mod events;
 pub mod fetch_target;
-mod lending;
+mod leasing;
 pub mod mailbox;
 mod messages;
 pub mod status;
@@ -25,38 +26,40 @@ use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 
-use baton_connector::fetch::{Event, Reason};
-use baton_connector::ledger::Settled;
+use baton_connector::fetch::{Event, ReleaseReason};
+use baton_connector::ledger::ClosedLease;
 use baton_connector::limits::DRAIN_DEADLINE;
 use baton_connector::{BlockId, RequestId};
 use tokio::sync::mpsc::Sender;
 
-use self::aborted_early::AbortedEarly;
-pub use self::env::{Fact, Surroundings};
-use self::events::Resting;
-use self::lending::EarlyLease;
+use self::early_aborts::EarlyAborts;
+pub use self::env::{CoreEvent, EngineEnv};
+use self::events::PendingFree;
+use self::leasing::EarlyLease;
 pub use self::messages::{ProducerAddress, SeqEnd, SeqEvent, Submission};
-use crate::blocks::digests::{DigestAsk, DigestPage, page_blocks};
+use crate::blocks::digests::{DigestPage, DigestRequest, page_blocks};
 use crate::blocks::pool::BlockUsage;
-use crate::compute::{Executor, Logits, LogitsWanted, SeqStep};
+use crate::compute::{Executor, Logits, LogitsRequest, SeqStep};
 use crate::engine_core::fetch_target::FetchTarget;
-use crate::engine_core::mailbox::{Legs, Mail};
-use crate::event_log::What;
-use crate::offload::{Fault, Report};
-use crate::sampling::{Draw, Place, Sampled, SamplingParams, Scratch, TokenCounts, sample};
+use crate::engine_core::mailbox::{LegFilter, MailBatch};
+use crate::event_log::RequestEvent;
+use crate::offload::{OffloadFault, OffloadReport};
+use crate::sampling::{
+    Draw, SampledToken, SamplingParams, SamplingScratch, TokenCounts, TokenPosition, sample,
+};
 use crate::scheduler::sequence::{FinishReason, Purpose, SeqId, Sequence};
-use crate::scheduler::{Effect, Finished, Load, Planned, Refusal, Scheduler};
+use crate::scheduler::{Effect, FinishOutcome, Refusal, Scheduler, SchedulerLoad, StepPart};
 
 /// The label of a refusal that another engine may not share.
 const QUEUE_FULL: &str = "queue_full";
 
-/// The label of a request that was given up before it arrived.
+/// The label of a request that was aborted before it arrived.
 const ABORTED_EARLY: &str = "aborted_early";
 
-/// After the drain deadline, how long transfers get to become quiet before the engine ends anyway.
+/// How long transfers may take to stop after the drain deadline. Then the engine ends anyway.
 const QUIET_GRACE: Duration = Duration::from_secs(2);
 
-struct Live {
+struct LiveSequence {
     request: RequestId,
     sampling: SamplingParams,
     counts: TokenCounts,
@@ -67,60 +70,60 @@ struct Live {
     last_token: Option<Instant>,
     /// The lease that was opened while its prompt is computed.
     early: Option<EarlyLease>,
-    /// It has been told of that it computes.
-    started: bool,
+    /// The event log has the start of its computation.
+    start_emitted: bool,
 }
 
 /// See the module's documentation.
 pub struct EngineCore<S> {
     executor: Box<dyn Executor>,
     scheduler: Scheduler,
-    surroundings: S,
-    live: HashMap<SeqId, Live>,
+    env: S,
+    live: HashMap<SeqId, LiveSequence>,
     by_request: HashMap<RequestId, Vec<SeqId>>,
-    /// Handoffs of sequences that are off the books while their transfer comes to rest.
+    /// Handoffs of removed sequences whose transfer has not stopped yet.
     stopping: HashMap<SeqId, FetchTarget>,
-    /// Sequences off the books whose blocks are not back yet: who, and how many.
-    resting: HashMap<SeqId, Resting>,
+    /// Removed sequences whose blocks are not all free yet.
+    pending_free: HashMap<SeqId, PendingFree>,
     logits: Logits,
-    scratch: Scratch,
+    scratch: SamplingScratch,
     closing: Option<Instant>,
-    /// Since when nothing but leases holds blocks, and nobody can go on.
-    waits_since: Option<Instant>,
-    aborted_early: AbortedEarly,
-    /// Sequences are being ended with an answer that a router takes elsewhere.
+    /// Since when only leases hold blocks and no sequence can proceed.
+    stalled_since: Option<Instant>,
+    aborted_early: EarlyAborts,
+    /// The core ends sequences with an answer that a router retries on another engine.
     refusing: bool,
 }
 
-impl<S: Surroundings> EngineCore<S> {
-    /// An engine without requests: a device, a scheduler over its blocks, and the world around them.
+impl<S: EngineEnv> EngineCore<S> {
+    /// An engine core without requests: a device, a scheduler over its blocks, and an environment.
     #[must_use]
-    pub fn new(executor: Box<dyn Executor>, scheduler: Scheduler, surroundings: S) -> Self {
+    pub fn new(executor: Box<dyn Executor>, scheduler: Scheduler, env: S) -> Self {
         Self {
             executor,
             scheduler,
-            surroundings,
+            env,
             live: HashMap::new(),
             by_request: HashMap::new(),
             stopping: HashMap::new(),
-            resting: HashMap::new(),
+            pending_free: HashMap::new(),
             logits: Logits::default(),
-            scratch: Scratch::default(),
+            scratch: SamplingScratch::default(),
             closing: None,
-            waits_since: None,
-            aborted_early: AbortedEarly::default(),
+            stalled_since: None,
+            aborted_early: EarlyAborts::default(),
             refusing: false,
         }
     }
 
-    /// The world around it.
-    pub fn surroundings(&mut self) -> &mut S {
-        &mut self.surroundings
+    /// The environment of this core.
+    pub fn env(&mut self) -> &mut S {
+        &mut self.env
     }
 
     /// Blocks by state, and requests by phase.
     #[must_use]
-    pub fn books(&self) -> (BlockUsage, Load) {
+    pub fn usage_and_load(&self) -> (BlockUsage, SchedulerLoad) {
         (self.scheduler.usage(), self.scheduler.load())
     }
 
@@ -136,30 +139,31 @@ impl<S: Surroundings> EngineCore<S> {
         self.live.len()
     }
 
-    /// Chooses the next step and starts what it needs. The plan is empty when nothing can run; the flag says whether
-    /// something else was done that may change this without new mail.
-    pub fn schedule(&mut self) -> (Vec<Planned>, bool) {
+    /// Chooses the next step and starts what it needs. The plan is empty when no sequence can run. The flag is true
+    /// if another action may change this without new mail.
+    pub fn schedule(&mut self) -> (Vec<StepPart>, bool) {
         let plan = self.scheduler.schedule();
         let acted = self.carry_out_effects();
         let broke_up = self.break_deadlock(plan.is_empty() && !acted);
-        self.tell_started(&plan);
+        self.emit_started(&plan);
         (plan, acted || broke_up)
     }
 
-    /// An engine that serves both legs can wait for blocks that only leases hold, while the consumers of those leases
-    /// wait for blocks here, or on an engine that waits for this one. Whoever has waited like that for a while gives
-    /// up its first handoff; its producer has the blocks back, and somebody can go on.
+    /// Breaks a deadlock of an engine that serves both legs. Such an engine can wait for blocks that only leases
+    /// hold. The consumers of those leases may wait for blocks here, or on an engine that waits for this one. After
+    /// [`DRAIN_DEADLINE`] the engine gives up its first handoff. The producer then frees the blocks, and a sequence
+    /// can proceed.
     fn break_deadlock(&mut self, idle: bool) -> bool {
         if !(idle && self.scheduler.waits_for_leases()) {
-            self.waits_since = None;
+            self.stalled_since = None;
             return false;
         }
-        let now = self.surroundings.now();
-        let since = *self.waits_since.get_or_insert(now);
+        let now = self.env.now();
+        let since = *self.stalled_since.get_or_insert(now);
         if now.saturating_duration_since(since) < DRAIN_DEADLINE {
             return false;
         }
-        self.waits_since = None;
+        self.stalled_since = None;
         let Some(id) = self.scheduler.first_waiting_consumer() else { return false };
         tracing::warn!(seq = id.0, "handoff given up: leases hold all blocks and no sequence can proceed");
         self.scheduler.fetch_event(id, Event::LeaseGone);
@@ -169,37 +173,37 @@ impl<S: Surroundings> EngineCore<S> {
 
     /// Runs the forward pass of a plan. False when the device has failed; every request has then been ended.
     ///
-    /// Meanwhile it asks again and again which leases have ended: their blocks are in the books as free, and told so, before
-    /// the step is over. Nobody is given one before the next step is planned.
-    pub fn execute(&mut self, plan: &[Planned], settled: &mut dyn FnMut() -> Vec<Settled>) -> bool {
-        let (sequences, mut beside) = self.scheduler.in_step();
-        let (live, resting, surroundings) = (&self.live, &mut self.resting, &self.surroundings);
+    /// Meanwhile the device polls `settled` for leases that have ended. Their blocks are free, and `freed` is
+    /// emitted, before the step is over. The scheduler allocates none of them before it plans the next step.
+    pub fn execute(&mut self, plan: &[StepPart], settled: &mut dyn FnMut() -> Vec<ClosedLease>) -> bool {
+        let (sequences, mut outside_step) = self.scheduler.in_step();
+        let (live, pending_free, env) = (&self.live, &mut self.pending_free, &self.env);
         let batch: Vec<SeqStep<'_>> = plan
             .iter()
             .map(|part| {
                 let sequence = sequences.get(&part.id).expect("a planned sequence is known");
-                let draw = || Draw::of(&live.get(&part.id)?.sampling, place_of(sequence));
+                let draw = || Draw::of(&live.get(&part.id)?.sampling, token_position(sequence));
                 SeqStep {
                     tokens: &sequence.tokens()[part.start..part.start + part.count],
                     start: part.start,
                     block_table: sequence.blocks(),
                     logits: match part.samples {
-                        true => draw().map_or(LogitsWanted::Last, LogitsWanted::Draw),
-                        false => LogitsWanted::No,
+                        true => draw().map_or(LogitsRequest::Last, LogitsRequest::Draw),
+                        false => LogitsRequest::No,
                     },
                 }
             })
             .collect();
-        // A mistake in the books is the core's own, and not the device's that happens to call.
+        // A panic in the bookkeeping is an error of the core, not of the device that calls it.
         let mut mistake = None;
         let mut meanwhile = || {
-            let booked = catch_unwind(AssertUnwindSafe(|| {
+            let recorded = catch_unwind(AssertUnwindSafe(|| {
                 for lease in settled() {
-                    beside.lease_ended(&lease.blocks);
-                    events::tell_home(beside.take_home(), resting, surroundings);
+                    outside_step.lease_ended(&lease.blocks);
+                    events::emit_freed(outside_step.take_released(), pending_free, env);
                 }
             }));
-            mistake = mistake.take().or(booked.err());
+            mistake = mistake.take().or(recorded.err());
         };
         let executed = self.executor.run(&batch, &mut self.logits, &mut meanwhile);
         if let Some(mistake) = mistake {
@@ -208,8 +212,8 @@ impl<S: Surroundings> EngineCore<S> {
         executed.map_err(|error| self.device_failed(&error)).is_ok()
     }
 
-    /// Books the results of a forward pass. `mail` is what arrived during it: abort wins over finish.
-    pub fn finish_step(&mut self, plan: &[Planned], mail: Mail) {
+    /// Records the results of a forward pass. `mail` arrived during the pass: abort wins over finish.
+    pub fn finish_step(&mut self, plan: &[StepPart], mail: MailBatch) {
         self.take_in(mail);
         let mut row = 0;
         for part in plan {
@@ -221,9 +225,9 @@ impl<S: Surroundings> EngineCore<S> {
         }
     }
 
-    /// Books one planned part and tells its front end.
-    fn commit(&mut self, part: &Planned, row: Option<usize>) {
-        self.tell_computed(part);
+    /// Records one planned part and sends its events.
+    fn commit(&mut self, part: &StepPart, row: Option<usize>) {
+        self.emit_computed(part);
         let Some(live) = self.live.get_mut(&part.id) else { return };
         let Some(row) = row else {
             self.scheduler.commit(part, None);
@@ -231,13 +235,13 @@ impl<S: Surroundings> EngineCore<S> {
             return;
         };
         let sequence = self.scheduler.sequence(part.id).expect("live sequences are known");
-        let place = place_of(sequence);
+        let position = token_position(sequence);
         let (prompt, (cached, fetched)) = (sequence.prompt_len(), sequence.reused());
         let sampled = match self.logits.drawn(row) {
-            Some(token) => token.map(|token| Sampled { token, logprobs: None }),
+            Some(token) => token.map(|token| SampledToken { token, logprobs: None }),
             None => {
                 let row = self.logits.row(row);
-                sample(row, &live.sampling, &live.counts, place, &mut self.scratch).ok()
+                sample(row, &live.sampling, &live.counts, position, &mut self.scratch).ok()
             }
         };
         let Some(sampled) = sampled else {
@@ -250,21 +254,16 @@ impl<S: Surroundings> EngineCore<S> {
             return;
         };
         live.counts.push(sampled.token);
-        let now = self.surroundings.now();
+        let now = self.env.now();
         match live.last_token.replace(now) {
             None => {
-                self.surroundings.note(Fact::FirstToken {
-                    after: now - live.arrived,
-                    prompt,
-                    cached,
-                    fetched,
-                });
-                self.surroundings.tell(&live.request, live.index, What::FirstToken);
+                self.env.record(CoreEvent::FirstToken { after: now - live.arrived, prompt, cached, fetched });
+                self.env.emit(&live.request, live.index, RequestEvent::FirstToken);
                 let cached = live.target.as_ref().map_or(cached, FetchTarget::cached);
-                // If its front end has left, the token's own delivery says so.
+                // If its front end has left, sending the token fails too.
                 let _ = live.outbox.try_send((live.index, SeqEvent::Started { cached }));
             }
-            Some(last) => self.surroundings.note(Fact::NextToken(now - last)),
+            Some(last) => self.env.record(CoreEvent::NextToken(now - last)),
         }
         let token = sampled.token;
         let gone = live.outbox.try_send((live.index, SeqEvent::Token(sampled))).is_err();
@@ -276,17 +275,17 @@ impl<S: Surroundings> EngineCore<S> {
         }
     }
 
-    /// Takes in what has arrived.
-    pub fn take_in(&mut self, mail: Mail) {
+    /// Processes the mail that has arrived.
+    pub fn take_in(&mut self, mail: MailBatch) {
         if mail.closing.is_some() {
             self.closing = mail.closing;
         }
-        self.look_after_device();
+        self.check_device();
         for settled in mail.settled {
             self.scheduler.lease_ended(&settled.blocks);
         }
         for handle in mail.unfinished {
-            self.end_prefill_of(handle);
+            self.end_prefill(handle);
         }
         for submission in mail.submissions {
             self.accept(submission);
@@ -298,14 +297,14 @@ impl<S: Surroundings> EngineCore<S> {
             self.abort(request, legs);
         }
         for (id, event) in mail.fetches {
-            self.tell_fetched(id, event);
+            self.emit_fetched(id, event);
             self.scheduler.fetch_event(id, event);
         }
         for report in mail.offloads {
             self.scheduler.offload_event(report);
         }
-        for ask in mail.digests {
-            self.answer_digests(ask);
+        for request in mail.digests {
+            self.answer_digests(request);
         }
         if mail.reset_cache {
             self.scheduler.reset_prefix_cache();
@@ -314,48 +313,48 @@ impl<S: Surroundings> EngineCore<S> {
             self.scheduler.reset_tiers();
         }
         self.carry_out_effects();
-        if self.closing.is_some_and(|deadline| self.surroundings.now() >= deadline) {
+        if self.closing.is_some_and(|deadline| self.env.now() >= deadline) {
             self.end_all(FinishReason::Abort, || SeqEvent::Unavailable("the engine is shutting down"));
-            self.surroundings.release_all("shutdown");
+            self.env.release_all("shutdown");
         }
     }
 
-    fn answer_digests(&mut self, ask: DigestAsk) {
+    fn answer_digests(&mut self, request: DigestRequest) {
         let geometry = self.executor.geometry();
-        // One more than a page shows tells whether there is another.
+        // The last one is not part of the page: it shows that there is another page.
         let limit = page_blocks(geometry.whole().block_bytes()) + 1;
-        let cached = self.scheduler.cached_blocks(ask.after, limit);
+        let cached = self.scheduler.cached_blocks(request.after, limit);
         let blocks: Vec<_> = cached.iter().map(|&(_, block)| block).collect();
         let Some(readable) = self.publish(&blocks) else { return };
         let readable: HashSet<BlockId> = readable.into_iter().collect();
         let is_readable = |block| readable.contains(&block);
-        // An asker that has left needs no answer.
-        let _ = ask.reply.send(DigestPage::of(&cached, is_readable, &geometry, self.executor.regions()));
+        // A requester that has left needs no answer.
+        let _ = request.reply.send(DigestPage::of(&cached, is_readable, &geometry, self.executor.regions()));
     }
 
-    /// Ends a request by name. One that decodes here and has not arrived yet is remembered (one that lends is
-    /// remembered by the ledger).
-    fn abort(&mut self, request: RequestId, legs: Legs) {
+    /// Ends a request by name. The core remembers a decode request that has not arrived yet; the ledger remembers a
+    /// prefill.
+    fn abort(&mut self, request: RequestId, legs: LegFilter) {
         let mut found = false;
         for id in self.by_request.get(&request).cloned().unwrap_or_default() {
             let lends = self.scheduler.sequence(id).is_some_and(|sequence| sequence.is_producer());
-            if legs == Legs::Both || (legs == Legs::Prefill) == lends {
+            if legs == LegFilter::Both || (legs == LegFilter::Prefill) == lends {
                 self.end(id, FinishReason::Abort);
                 found = true;
             }
         }
-        if !found && legs != Legs::Prefill {
-            let now = self.surroundings.now();
+        if !found && legs != LegFilter::Prefill {
+            let now = self.env.now();
             self.aborted_early.remember(request, now);
         }
     }
 
-    /// Whether a request was given up before it arrived.
+    /// Whether a request was aborted before it arrived.
     fn was_aborted_early(&self, request: &RequestId, lends: bool) -> bool {
         if lends {
-            return self.surroundings.was_released_early(request);
+            return self.env.was_released_early(request);
         }
-        self.aborted_early.knows(request, self.surroundings.now())
+        self.aborted_early.contains(request, self.env.now())
     }
 
     fn accept(&mut self, submission: Submission) {
@@ -363,9 +362,9 @@ impl<S: Surroundings> EngineCore<S> {
         let (id, request) = (sequence.id, sequence.request.clone());
         if self.was_aborted_early(&request, matches!(sequence.purpose, Purpose::Produce { .. })) {
             tracing::debug!(%request, "request aborted before it arrived");
-            self.surroundings.tell(&request, index, What::Refused { reason: ABORTED_EARLY, tag });
+            self.env.emit(&request, index, RequestEvent::Refused { reason: ABORTED_EARLY, tag });
             let end = SeqEnd { reason: FinishReason::Abort, handoff: None };
-            self.turn_away(&outbox, index, target.as_ref(), SeqEvent::Finished(Box::new(end)), ABORTED_EARLY);
+            self.refuse(&outbox, index, target.as_ref(), SeqEvent::Finished(Box::new(end)), ABORTED_EARLY);
             return;
         }
         let counts = TokenCounts::for_params(&sampling, &sequence.prompt);
@@ -376,24 +375,34 @@ impl<S: Surroundings> EngineCore<S> {
                 Refusal::QueueFull { .. } => QUEUE_FULL,
                 Refusal::TooLong { .. } => "too_long",
             };
-            self.surroundings.tell(&request, index, What::Refused { reason, tag });
-            self.turn_away(&outbox, index, target.as_ref(), SeqEvent::Refused(refusal), reason);
+            self.env.emit(&request, index, RequestEvent::Refused { reason, tag });
+            self.refuse(&outbox, index, target.as_ref(), SeqEvent::Refused(refusal), reason);
             return;
         }
         if let Some(target) = &target {
-            self.surroundings.note(Fact::HandedOff(prompt_len));
-            self.surroundings.keep_alive(id, target);
+            self.env.record(CoreEvent::HandoffQueued(prompt_len));
+            self.env.keep_alive(id, target);
         }
-        self.surroundings.tell(&request, index, queued);
+        self.env.emit(&request, index, queued);
         self.by_request.entry(request.clone()).or_default().push(id);
-        let (last_token, early, started) = (None, None, false);
-        let live =
-            Live { request, sampling, counts, index, outbox, target, arrived, last_token, early, started };
+        let (last_token, early, start_emitted) = (None, None, false);
+        let live = LiveSequence {
+            request,
+            sampling,
+            counts,
+            index,
+            outbox,
+            target,
+            arrived,
+            last_token,
+            early,
+            start_emitted,
+        };
         self.live.insert(id, live);
     }
 
-    /// Refuses a sequence; whatever its producer lends for it is given up at once.
-    fn turn_away(
+    /// Refuses a sequence. The lease of its producer is released at once, unless a router settles it.
+    fn refuse(
         &mut self,
         outbox: &Sender<(u32, SeqEvent)>,
         index: u32,
@@ -402,23 +411,23 @@ impl<S: Surroundings> EngineCore<S> {
         reason: &'static str,
     ) {
         if let Some(target) = target {
-            // Another engine may have room; a router that settles takes the lease there.
+            // Another engine may have capacity. A router that settles retries the lease there.
             if target.survives_refusal() && reason == QUEUE_FULL {
-                self.surroundings.note(Fact::EarlyRejection("left_to_router"));
+                self.env.record(CoreEvent::EarlyRejection("left_to_router"));
             } else {
-                self.surroundings.release_at_producer(target, Reason::Rejected.label());
-                self.surroundings.note(Fact::EarlyRejection(reason));
+                self.env.release_at_producer(target, ReleaseReason::Rejected.label());
+                self.env.record(CoreEvent::EarlyRejection(reason));
             }
         }
         // A front end that has left needs no answer.
         let _ = outbox.try_send((index, event));
     }
 
-    /// Carries out what the scheduler asks for; says whether there was anything.
+    /// Carries out the scheduler's effects. Returns whether there was one.
     fn carry_out_effects(&mut self) -> bool {
         let mut acted = false;
         loop {
-            events::tell_home(self.scheduler.take_home(), &mut self.resting, &self.surroundings);
+            events::emit_freed(self.scheduler.take_released(), &mut self.pending_free, &self.env);
             let effects = self.scheduler.take_effects();
             if effects.is_empty() {
                 return acted;
@@ -434,40 +443,40 @@ impl<S: Surroundings> EngineCore<S> {
         match effect {
             Effect::StartRead { id, first, into } => {
                 let target = self.target(id).expect("a sequence that fetches has a target");
-                self.executor.landing(&into);
-                self.tell_of(id, What::Fetching(into.len()));
-                self.surroundings.read(id, &target, first, into);
+                self.executor.reserve(&into);
+                self.emit_for(id, RequestEvent::Fetching(into.len()));
+                self.env.read(id, &target, first, into);
             }
-            Effect::StopRead(id) => self.surroundings.stop_read(id),
-            Effect::StopHeartbeat(id) => self.surroundings.let_go(id),
+            Effect::StopRead(id) => self.env.stop_read(id),
+            Effect::StopHeartbeat(id) => self.env.stop_renewing(id),
             Effect::ReleaseAtProducer(id, reason) => {
                 let target = self.target(id).filter(|target| match reason {
-                    Reason::LoadFailed => !target.survives_failure(),
-                    Reason::Aborted => !(self.refusing && target.survives_refusal()),
-                    Reason::Rejected | Reason::NotNeeded => true,
+                    ReleaseReason::LoadFailed => !target.survives_failure(),
+                    ReleaseReason::Aborted => !(self.refusing && target.survives_refusal()),
+                    ReleaseReason::Rejected | ReleaseReason::NotNeeded => true,
                 });
                 if let Some(target) = target {
-                    self.surroundings.release_at_producer(&target, reason.label());
+                    self.env.release_at_producer(&target, reason.label());
                 }
                 self.stopping.remove(&id);
             }
             Effect::FetchFailed(id, kind) => {
-                self.surroundings.note(Fact::LoadFailed("fail"));
+                self.env.record(CoreEvent::LoadFailed("fail"));
                 self.end_with(id, FinishReason::Error, SeqEvent::LoadFailed(kind));
             }
             Effect::Recomputing(id) => {
-                self.surroundings.note(Fact::LoadFailed("recompute"));
+                self.env.record(CoreEvent::LoadFailed("recompute"));
                 tracing::info!(seq = id.0, "handoff not usable, prompt computed locally");
             }
-            Effect::LendEarly(id) => self.lend_early(id),
+            Effect::OpenLeaseEarly(id) => self.open_lease_early(id),
             Effect::Offload(order) => {
                 let id = order.id();
-                if !(self.prepare(&order) && self.surroundings.offload(order)) {
-                    self.scheduler.offload_event(Report::Ended(id, Err(Fault::Refused)));
+                if !(self.prepare(&order) && self.env.offload(order)) {
+                    self.scheduler.offload_event(OffloadReport::Ended(id, Err(OffloadFault::Refused)));
                 }
             }
             Effect::Revoke(id) => {
-                let revoked = self.surroundings.revoke(id);
+                let revoked = self.env.revoke(id);
                 self.scheduler.offload_revoked(id, revoked);
             }
         }
@@ -480,34 +489,34 @@ impl<S: Surroundings> EngineCore<S> {
     /// Ends a sequence in the ordinary way. A second call for the same sequence changes nothing.
     fn end(&mut self, id: SeqId, reason: FinishReason) {
         let prompt = self.prompt_of(id);
-        let Some((finished, live)) = self.strike(id, reason) else { return };
+        let Some((finished, live)) = self.remove(id, reason) else { return };
         let (reason, handoff, key) = match finished {
-            Finished::Lent(blocks) => {
-                let handoff = self.lend(&live, blocks, prompt.expect("it was known as a producer"));
+            FinishOutcome::Leased(blocks) => {
+                let handoff = self.open_lease(&live, blocks, prompt.expect("it was known as a producer"));
                 let key = handoff.as_ref().map(|handoff| handoff.handle);
                 (reason, handoff, key)
             }
-            Finished::Sealed(blocks) => {
+            FinishOutcome::Sealed(blocks) => {
                 let key = self.seal(&live, &blocks);
                 (key.map_or(FinishReason::Abort, |_| reason), None, key)
             }
-            Finished::FreeNow | Finished::Unfinished => (reason, None, None),
+            FinishOutcome::Freed | FinishOutcome::Unfinished => (reason, None, None),
         };
         let end = SeqEnd { reason, handoff };
         let sent = live.outbox.try_send((live.index, SeqEvent::Finished(Box::new(end))));
         if let (Err(_), Some(handle)) = (sent, key) {
-            // Nobody will ever learn this handle.
-            self.surroundings.release(handle, "client_gone");
+            // No client receives this handle.
+            self.env.release(handle, "client_gone");
         }
     }
 
-    /// Ends a sequence with another last word.
+    /// Ends a sequence with `event` as its last event.
     fn end_with(&mut self, id: SeqId, reason: FinishReason, event: SeqEvent) {
-        if let Some((finished, live)) = self.strike(id, reason) {
+        if let Some((finished, live)) = self.remove(id, reason) {
             match (finished, &live.early) {
-                (Finished::Lent(blocks), _) => self.scheduler.lease_ended(&blocks),
-                (Finished::Sealed(_), Some(early)) => self.surroundings.release(early.handle, "not_lent"),
-                (Finished::Sealed(_) | Finished::FreeNow | Finished::Unfinished, _) => {}
+                (FinishOutcome::Leased(blocks), _) => self.scheduler.lease_ended(&blocks),
+                (FinishOutcome::Sealed(_), Some(early)) => self.env.release(early.handle, "not_lent"),
+                (FinishOutcome::Sealed(_) | FinishOutcome::Freed | FinishOutcome::Unfinished, _) => {}
             }
             // A front end that has left needs no answer.
             let _ = live.outbox.try_send((live.index, event));
@@ -516,7 +525,7 @@ impl<S: Surroundings> EngineCore<S> {
 
     fn end_all(&mut self, reason: FinishReason, event: impl Fn() -> SeqEvent) {
         let mut ids: Vec<SeqId> = self.live.keys().copied().collect();
-        // In the order of their arrival: a run can be repeated exactly.
+        // In the order of arrival: a run must be repeatable exactly.
         ids.sort_unstable();
         self.refusing = true;
         for id in ids {
@@ -526,16 +535,16 @@ impl<S: Surroundings> EngineCore<S> {
         self.refusing = false;
     }
 
-    /// Takes a sequence off all books.
-    fn strike(&mut self, id: SeqId, reason: FinishReason) -> Option<(Finished, Live)> {
-        let told = self.scheduler.sequence(id).map(events::told_at_end);
+    /// Removes a sequence from the scheduler and from all maps of the core.
+    fn remove(&mut self, id: SeqId, reason: FinishReason) -> Option<(FinishOutcome, LiveSequence)> {
+        let summary = self.scheduler.sequence(id).map(events::end_summary);
         let finished = self.scheduler.finish(id, reason)?;
         let live = self.live.remove(&id).expect("what is scheduled is live");
-        if let Some(told) = told {
-            self.tell_ended(id, &live, reason, told);
+        if let Some(summary) = summary {
+            self.emit_ended(id, &live, reason, summary);
         }
-        if let (Finished::Unfinished, Some(early)) = (&finished, &live.early) {
-            self.surroundings.release(early.handle, "unfinished");
+        if let (FinishOutcome::Unfinished, Some(early)) = (&finished, &live.early) {
+            self.env.release(early.handle, "unfinished");
         }
         if let Some(target) = &live.target {
             self.stopping.insert(id, target.clone());
@@ -546,44 +555,42 @@ impl<S: Surroundings> EngineCore<S> {
                 self.by_request.remove(&live.request);
             }
         }
-        let after = self.surroundings.now().saturating_duration_since(live.arrived);
-        self.surroundings.note(Fact::Finished { id, reason, after });
+        let after = self.env.now().saturating_duration_since(live.arrived);
+        self.env.record(CoreEvent::Finished { id, reason, after });
         self.carry_out_effects();
-        self.forget_rested(id);
+        self.forget_stopped(id);
         Some((finished, live))
     }
 
-    /// A struck sequence's target is needed only while its transfer comes to rest.
-    fn forget_rested(&mut self, id: SeqId) {
+    /// The target of a removed sequence is needed only until its transfer has stopped.
+    fn forget_stopped(&mut self, id: SeqId) {
         if !self.scheduler.is_stopping(id) {
             self.stopping.remove(&id);
         }
     }
 
-    /// Until when the loop may sleep without mail.
+    /// The time until which the loop may sleep without mail.
     #[must_use]
     pub fn wake_at(&self) -> Option<Instant> {
-        let stuck = self.waits_since.map(|since| since + DRAIN_DEADLINE);
-        let closing = self.closing.map(|deadline| {
-            if self.surroundings.now() < deadline { deadline } else { deadline + QUIET_GRACE }
-        });
+        let stuck = self.stalled_since.map(|since| since + DRAIN_DEADLINE);
+        let closing = self
+            .closing
+            .map(|deadline| if self.env.now() < deadline { deadline } else { deadline + QUIET_GRACE });
         stuck.into_iter().chain(closing).min()
     }
 
-    /// Whether the engine was told to close and has nothing left, or no time left.
+    /// Whether the engine is closing, and has no work left or no time left.
     #[must_use]
-    pub fn over(&self) -> bool {
+    pub fn is_finished(&self) -> bool {
         let Some(deadline) = self.closing else { return false };
         let load = self.scheduler.load();
-        let settled = self.live.is_empty()
-            && load.stopping == 0
-            && load.offloading == 0
-            && self.surroundings.live_leases() == 0;
-        settled || self.surroundings.now() >= deadline + QUIET_GRACE
+        let settled =
+            self.live.is_empty() && load.stopping == 0 && load.offloading == 0 && self.env.live_leases() == 0;
+        settled || self.env.now() >= deadline + QUIET_GRACE
     }
 }
 
-/// Where the next token of a sequence will be.
-fn place_of(sequence: &Sequence) -> Place {
-    Place { position: sequence.tokens().len() as u64, generated: sequence.generated() as u32 }
+/// The position of the next token of a sequence.
+fn token_position(sequence: &Sequence) -> TokenPosition {
+    TokenPosition { position: sequence.tokens().len() as u64, generated: sequence.generated() as u32 }
 }

@@ -1,30 +1,30 @@
-//! The engine's state as others may look at it at any time: a copy, made before and after each step.
+//! A copy of the engine's state for other threads, made before and after each step.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::blocks::pool::BlockUsage;
-use crate::scheduler::Load;
+use crate::scheduler::SchedulerLoad;
 
-/// A copy of the books.
+/// A copy of the scheduler's counts.
 #[derive(Clone, Debug, Default)]
-pub struct Status {
+pub struct CoreStatus {
     /// Blocks by state.
     pub usage: BlockUsage,
     /// Requests by phase.
-    pub load: Load,
-    /// Forward passes so far; tells that the device is alive.
+    pub load: SchedulerLoad,
+    /// Forward passes so far. A growing number shows that the device works.
     pub steps: u64,
     /// Set when the device has failed.
     pub failed: Option<String>,
 }
 
-/// Where the step loop hangs out its status.
+/// The shared status of the step loop.
 #[derive(Debug, Default)]
-pub struct StatusBoard(Mutex<Status>);
+pub struct SharedStatus(Mutex<CoreStatus>);
 
-impl StatusBoard {
-    /// Replaces what is shown.
-    pub fn publish(&self, usage: BlockUsage, load: Load) {
+impl SharedStatus {
+    /// Replaces the published copy.
+    pub fn publish(&self, usage: BlockUsage, load: SchedulerLoad) {
         let mut status = self.lock();
         status.usage = usage;
         status.load = load;
@@ -48,11 +48,11 @@ impl StatusBoard {
 
     /// The latest copy.
     #[must_use]
-    pub fn look(&self) -> Status {
+    pub fn snapshot(&self) -> CoreStatus {
         self.lock().clone()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Status> {
+    fn lock(&self) -> MutexGuard<'_, CoreStatus> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

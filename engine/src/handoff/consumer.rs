@@ -1,21 +1,22 @@
-//! The consumer's dealings with prefill engines, off the step loop: reads on fetch workers, heartbeats, and
+//! The consumer's communication with prefill engines, off the step loop: reads on fetch workers, heartbeats, and
 //! release notices that are repeated until they are answered.
 //!
 //! | thread | does | bound |
 //! |---|---|---|
-//! | `fetch-r-0..n` | one link of a fetch at a time, for rank r of the KV cache, then asks for the verdict | jobs: one per link of a fetching sequence |
+//! | `fetch-r-0..n` | reads one link at a time for KV rank r, then asks for the verdict | one job per link |
 //! | `fetch-early-r-0..n` | the same, of blocks that their producer still computes | the same |
-//! | `heartbeat-0..3` | renew the leases of queued and fetching sequences, one producer at a time each | one entry per sequence |
-//! | `notices-0..3` | deliver releases at least once, until answered or past expiry, one at a time to each producer | [`NOTICES_MAX`] |
+//! | `heartbeat-0..3` | renew leases, one producer at a time each | one entry per sequence |
+//! | `notices-0..3` | deliver releases until answered or past expiry, one at a time per producer | [`NOTICES_MAX`] |
 //!
-//! A producer that says nothing costs its own requests time, and nobody else's: `turns.rs` says who may be dealt with.
+//! A silent producer delays only its own requests: `producer_turns.rs` limits the threads that one producer can
+//! occupy.
 
 mod fetch_workers;
 mod heartbeat;
 mod notices;
+mod producer_turns;
 #[cfg(test)]
 mod tests;
-mod turns;
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,15 +33,15 @@ use crate::engine_core::mailbox::Mailbox;
 use crate::metrics::EngineMetrics;
 use crate::scheduler::sequence::SeqId;
 
-pub use fetch_workers::OwnCache;
+pub use fetch_workers::LocalCache;
 pub use notices::NOTICES_MAX;
 
-/// A producer, as handoffs name it: host and port of its side channel.
+/// The address of a producer's side channel in its handoffs: host and port.
 type Producer = (Box<str>, u16);
 
-/// How a consumer reaches the producer of a target.
+/// The addresses of a target's producer.
 impl FetchTarget {
-    /// Whose turn it is to be dealt with; see `turns.rs`.
+    /// The key of the producer's turns; see `producer_turns.rs`.
     fn producer(&self) -> Producer {
         self.endpoint(Rank(0))
     }
@@ -50,7 +51,8 @@ impl FetchTarget {
         (self.host.clone(), self.ports.get(usize::from(rank.0)).copied().unwrap_or_default())
     }
 
-    /// Looks the address of one of the producer's ranks up; a name is resolved anew each time, because engines move.
+    /// Resolves the address of one of the producer's ranks. The name is resolved again each time, because engines
+    /// move.
     fn peer(&self, rank: Rank) -> Result<Peer, TransportError> {
         let failed = |port: u16, why: String| {
             TransportError::Handshake(SocketAddr::from(([0, 0, 0, 0], port)), why.into_boxed_str())
@@ -64,13 +66,13 @@ impl FetchTarget {
         Ok(Peer { address, epoch: self.epoch, fingerprint })
     }
 
-    /// The producer's rank to ask after `rank`: each knows every lease.
+    /// The producer's rank to try after `rank`: every rank knows every lease.
     fn rank_after(&self, rank: Rank) -> Rank {
         let next = usize::from(rank.0) + 1;
         if next < self.ports.len() { Rank(rank.0 + 1) } else { Rank(0) }
     }
 
-    /// How the producer's cache is cut, if it is of the same model as `ours`.
+    /// The geometry of the producer's cache, if it is of the same model as `ours`.
     fn geometry(&self, ours: &Geometry) -> Result<Geometry, SliceError> {
         let whole = KvLayout { block_tokens: self.block_tokens, ..ours.whole() };
         Geometry::new(whole, self.ports.len())
@@ -78,29 +80,29 @@ impl FetchTarget {
 }
 
 /// See the module's documentation.
-pub struct Peers {
+pub struct HandoffConsumer {
     fetch_workers: fetch_workers::FetchWorkers,
     heartbeat: Arc<heartbeat::Heartbeat>,
-    notices: Arc<notices::Notices>,
+    notices: Arc<notices::NoticeSender>,
     stop: Arc<AtomicBool>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
-impl Peers {
-    /// Starts the threads; `workers` reads run at once in each rank.
+impl HandoffConsumer {
+    /// Starts the threads. Each rank runs `workers` reads at once.
     ///
     /// # Errors
     /// When a thread cannot be started.
     pub fn start(
         transport: Arc<dyn Transport>,
-        cache: OwnCache,
+        cache: LocalCache,
         mailbox: Arc<Mailbox>,
         metrics: Arc<EngineMetrics>,
         workers: usize,
     ) -> std::io::Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
         let heartbeat = Arc::new(heartbeat::Heartbeat::default());
-        let notices = Arc::new(notices::Notices::default());
+        let notices = Arc::new(notices::NoticeSender::default());
         let mut threads = Vec::new();
         let (fetch_workers, handles) = fetch_workers::FetchWorkers::start(
             Arc::clone(&transport),
@@ -130,8 +132,8 @@ impl Peers {
         self.heartbeat.add(id, target.clone());
     }
 
-    /// Renews it no longer.
-    pub fn let_go(&self, id: SeqId) {
+    /// Stops renewing that lease.
+    pub fn stop_renewing(&self, id: SeqId) {
         self.heartbeat.remove(id);
     }
 
@@ -150,7 +152,7 @@ impl Peers {
         self.notices.add(target.clone(), reason);
     }
 
-    /// Delivers what can be delivered until `deadline`, then ends the threads.
+    /// Delivers notices until `deadline`, then ends the threads.
     pub fn shutdown(&self, deadline: Instant) {
         self.notices.drain(deadline);
         self.stop.store(true, Ordering::Release);

@@ -1,4 +1,4 @@
-//! Handoffs between engines: the producer's leases, the consumer's reads, KV ranks, the choice of a transport.
+//! Handoffs between engines: the producer's leases, the consumer's reads, KV ranks, and the choice of a transport.
 
 pub mod consumer;
 pub mod kv_rank;

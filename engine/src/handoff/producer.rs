@@ -1,49 +1,49 @@
-//! The producer's leases as the rest of the process sees them: the [`Ledger`] behind a lock, with a clock.
+//! The producer's leases: the [`Ledger`] behind a lock, with a clock.
 //!
-//! Served off the step loop: transports, the release verb and the expiry timer call it from their own threads,
-//! so a forward pass of any length delays neither heartbeats nor releases, and an engine with leases but no work
-//! sleeps. Blocks of ended leases go to the step loop's mailbox; it alone touches the block pool.
+//! Leases are served off the step loop: transports, the release endpoint and the expiry timer call this service from
+//! their own threads. A long forward pass therefore delays neither heartbeats nor releases, and an engine with leases
+//! but no work sleeps. Blocks of ended leases go to the mailbox of the step loop, which alone changes the block pool.
 //!
-//! The desks of one process (data-parallel ranks) know each other: a release or heartbeat that arrives at the side
-//! channel of another rank is answered by the desk that holds the lease.
+//! The services of one process (data-parallel ranks) are linked. If a release or heartbeat arrives at the side
+//! channel of another rank, the service with the lease answers.
 //!
-//! Every lease that ends by expiry leaves one log line and one count, with the request, the readers that
-//! finished of those expected, and the seconds held.
+//! Every expired lease produces one log line and one count, with the request, the finished and the expected readers,
+//! and the seconds held.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use baton_connector::lease::{Cause, LeaseTerms};
+use baton_connector::lease::{CloseCause, LeaseTerms};
 use baton_connector::ledger::{
-    Grant, HeartbeatReply, LeaseView, Ledger, LedgerCounts, OpenRefused, ReadRefusal, ReleaseReply,
+    HeartbeatReply, LeaseOpenError, LeaseSpec, LeaseView, Ledger, LedgerCounts, ReadError, ReleaseReply,
 };
-use baton_connector::multi::first_that_knows;
+use baton_connector::multi::first_reply;
 use baton_connector::transport::{Readiness, TransportError, Verdict};
 use baton_connector::{BlockId, Epoch, Handle, Reader, RequestId, Time};
 
 use crate::engine_core::mailbox::Mailbox;
-use crate::event_log::{RankLog, What};
+use crate::event_log::{RankLog, RequestEvent};
 use crate::metrics::EngineMetrics;
 
 /// See the module's documentation.
-pub struct LeaseDesk {
+pub struct LeaseService {
     ledger: Mutex<Ledger>,
-    /// Wakes the timer when an earlier deadline has appeared, or at the end.
+    /// Wakes the timer for an earlier deadline, or at the end.
     deadline_moved: Condvar,
     /// Wakes readers that wait for blocks of a growing lease.
-    grown: Condvar,
+    blocks_ready: Condvar,
     start: Instant,
     epoch: Epoch,
     fingerprint: u64,
     mailbox: Arc<Mailbox>,
     metrics: Arc<EngineMetrics>,
     log: RankLog,
-    /// The desks of the other ranks of this process.
-    siblings: OnceLock<Vec<Weak<LeaseDesk>>>,
+    /// The services of the other ranks of this process.
+    siblings: OnceLock<Vec<Weak<LeaseService>>>,
 }
 
-impl LeaseDesk {
-    /// A desk for a fresh engine.
+impl LeaseService {
+    /// The service of a new engine.
     #[must_use]
     pub fn new(
         terms: LeaseTerms,
@@ -56,7 +56,7 @@ impl LeaseDesk {
         Self {
             ledger: Mutex::new(Ledger::new(terms)),
             deadline_moved: Condvar::new(),
-            grown: Condvar::new(),
+            blocks_ready: Condvar::new(),
             start: Instant::now(),
             epoch,
             fingerprint,
@@ -67,18 +67,18 @@ impl LeaseDesk {
         }
     }
 
-    /// Makes the desks of one process known to each other; once.
-    pub fn introduce(desks: &[Arc<Self>]) {
-        for (at, desk) in desks.iter().enumerate() {
-            let others = desks.iter().enumerate().filter(|(other, _)| *other != at);
-            // A second introduction would change nothing.
-            let _ = desk.siblings.set(others.map(|(_, other)| Arc::downgrade(other)).collect());
+    /// Links the services of one process; called once.
+    pub fn link_siblings(services: &[Arc<Self>]) {
+        for (at, service) in services.iter().enumerate() {
+            let others = services.iter().enumerate().filter(|(other, _)| *other != at);
+            // A second call changes nothing.
+            let _ = service.siblings.set(others.map(|(_, other)| Arc::downgrade(other)).collect());
         }
     }
 
-    /// Ends a lease of this rank; one of another rank is unknown.
+    /// Ends a lease of this rank. A lease of another rank is unknown.
     pub fn release_here(&self, handle: Handle, reason: &str) -> ReleaseReply {
-        let reply = self.with(|ledger, now| ledger.release(handle, reason, now));
+        let reply = self.with_ledger(|ledger, now| ledger.release(handle, reason, now));
         self.deadline_moved.notify_one();
         reply
     }
@@ -87,24 +87,24 @@ impl LeaseDesk {
         self.siblings.get().into_iter().flatten().filter_map(Weak::upgrade)
     }
 
-    /// Runs the expiry timer until `stop` says so; on a thread of its own.
+    /// Runs the expiry timer until `stop` returns true, on its own thread.
     pub fn run_timer(&self, stop: impl Fn() -> bool) {
-        /// How long the timer sleeps at most, so that it notices `stop`.
-        const NAP: Duration = Duration::from_millis(200);
+        /// The longest sleep of the timer, so that it notices `stop`.
+        const TIMER_SLEEP_MAX: Duration = Duration::from_millis(200);
         let mut ledger = self.lock();
         while !stop() {
             let now = self.now();
             ledger.tick(now);
-            let settled = ledger.take_settled();
+            let settled = ledger.take_closed();
             if !settled.is_empty() {
                 drop(ledger);
-                self.hand_over(settled);
+                self.deliver_settled(settled);
                 ledger = self.lock();
                 continue;
             }
-            let nap = ledger
-                .next_deadline()
-                .map_or(NAP, |due| due.since(now).clamp(Duration::from_micros(200), NAP));
+            let nap = ledger.next_deadline().map_or(TIMER_SLEEP_MAX, |due| {
+                due.since(now).clamp(Duration::from_micros(200), TIMER_SLEEP_MAX)
+            });
             let (back, _) = self
                 .deadline_moved
                 .wait_timeout(ledger, nap)
@@ -113,38 +113,42 @@ impl LeaseDesk {
         }
     }
 
-    /// Lends the blocks of a finished request; says how long the lease lives.
+    /// Leases the blocks of a finished request. Returns the lifetime of the lease.
     ///
     /// # Errors
-    /// [`OpenRefused`] gives the grant back.
-    pub fn open(&self, grant: Grant) -> Result<Duration, OpenRefused> {
-        self.opened(grant, false, Ledger::open)
+    /// [`LeaseOpenError`] returns the grant.
+    pub fn open(&self, grant: LeaseSpec) -> Result<Duration, LeaseOpenError> {
+        self.open_with(grant, false, Ledger::open)
     }
 
-    /// Lends the blocks of a request that still computes, of which the first `ready` are final.
+    /// Leases the blocks of a request that still computes. The first `ready` blocks are final.
     ///
     /// # Errors
     /// As [`Self::open`].
-    pub fn open_growing(&self, grant: Grant, ready: usize) -> Result<Duration, OpenRefused> {
-        let opened = self.opened(grant, true, |ledger, grant, now| ledger.open_growing(grant, ready, now));
+    pub fn open_growing(&self, grant: LeaseSpec, ready: usize) -> Result<Duration, LeaseOpenError> {
+        let opened = self.open_with(grant, true, |ledger, grant, now| ledger.open_growing(grant, ready, now));
         if opened.is_ok() {
             self.metrics.early_lease();
         }
         opened
     }
 
-    fn opened(
+    fn open_with(
         &self,
-        grant: Grant,
+        grant: LeaseSpec,
         growing: bool,
-        open: impl FnOnce(&mut Ledger, Grant, Time) -> Result<Duration, OpenRefused>,
-    ) -> Result<Duration, OpenRefused> {
+        open: impl FnOnce(&mut Ledger, LeaseSpec, Time) -> Result<Duration, LeaseOpenError>,
+    ) -> Result<Duration, LeaseOpenError> {
         let (blocks, request) = (grant.blocks.len(), grant.request.clone());
-        let opened = self.with(|ledger, now| {
+        let opened = self.with_ledger(|ledger, now| {
             let opened = open(ledger, grant, now);
             if let Ok(left) = opened {
-                // Before anybody can end it.
-                self.log.tell(&request, 0, What::Lent { blocks, left: (!growing).then_some(left) });
+                // Emitted under the lock, before the lease can end.
+                self.log.emit(
+                    &request,
+                    0,
+                    RequestEvent::LeaseOpened { blocks, left: (!growing).then_some(left) },
+                );
             }
             opened
         });
@@ -158,18 +162,18 @@ impl LeaseDesk {
     /// More blocks of a growing lease are final: the first `ready`.
     pub fn grow(&self, handle: Handle, ready: usize) {
         self.lock().grow(handle, ready);
-        self.grown.notify_all();
+        self.blocks_ready.notify_all();
     }
 
     /// All blocks of a growing lease are final, and its time runs. False: it has ended.
     pub fn seal(&self, handle: Handle) -> bool {
-        let sealed = self.with(|ledger, now| ledger.seal(handle, now));
-        self.grown.notify_all();
+        let sealed = self.with_ledger(|ledger, now| ledger.seal(handle, now));
+        self.blocks_ready.notify_all();
         self.deadline_moved.notify_one();
         sealed
     }
 
-    /// As [`baton_connector::transport::Producer`] says, for every rank alike.
+    /// As in [`baton_connector::transport::Producer`], for every rank alike.
     pub fn await_ready(&self, handle: Handle, reader: Reader, upto: usize, within: Duration) -> Readiness {
         let until = Instant::now() + within;
         let mut ledger = self.lock();
@@ -179,25 +183,25 @@ impl LeaseDesk {
             if readiness != Readiness::NotYet || left.is_zero() {
                 return readiness;
             }
-            let waited = self.grown.wait_timeout(ledger, left);
+            let waited = self.blocks_ready.wait_timeout(ledger, left);
             ledger = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
         }
     }
 
-    /// Ends every lease of a request and keeps in mind that it was given up.
+    /// Ends every lease of a request and remembers that the request was aborted.
     pub fn release_request(&self, request: &RequestId, reason: &str) -> ReleaseReply {
-        self.with(|ledger, now| ledger.release_request(request, reason, now))
+        self.with_ledger(|ledger, now| ledger.release_request(request, reason, now))
     }
 
-    /// Whether a request was given up before it was known.
+    /// Whether a request was released before it was known.
     #[must_use]
     pub fn was_released_early(&self, request: &RequestId) -> bool {
         self.lock().was_released_early(request)
     }
 
-    /// Releases every live lease: the end of a drain.
+    /// Releases every live lease, at the end of a drain.
     pub fn release_all(&self, reason: &str) {
-        self.with(|ledger, now| {
+        self.with_ledger(|ledger, now| {
             for handle in ledger.handles() {
                 ledger.release(handle, reason, now);
             }
@@ -210,51 +214,51 @@ impl LeaseDesk {
         self.lock().len()
     }
 
-    /// Live leases, oldest first, for people; handles are shortened.
+    /// Live leases, oldest first, with shortened handles for display.
     #[must_use]
     pub fn view(&self) -> Vec<LeaseView> {
-        self.with(|ledger, now| ledger.view(now))
+        self.with_ledger(|ledger, now| ledger.view(now))
     }
 
-    /// What was opened, repeated or late so far.
+    /// Counts of opened leases and of repeated or late messages.
     #[must_use]
     pub fn counts(&self) -> LedgerCounts {
         self.lock().counts()
     }
 
-    fn with<T>(&self, act: impl FnOnce(&mut Ledger, Time) -> T) -> T {
+    fn with_ledger<T>(&self, act: impl FnOnce(&mut Ledger, Time) -> T) -> T {
         let mut ledger = self.lock();
         let result = act(&mut ledger, self.now());
-        let (settled, unfinished) = (ledger.take_settled(), ledger.take_unfinished());
+        let (settled, unfinished) = (ledger.take_closed(), ledger.take_unfinished());
         drop(ledger);
         if !settled.is_empty() {
-            self.hand_over(settled);
+            self.deliver_settled(settled);
         }
         if !unfinished.is_empty() {
-            self.grown.notify_all();
+            self.blocks_ready.notify_all();
             self.mailbox.unfinished(unfinished);
         }
         result
     }
 
-    fn hand_over(&self, settled: Vec<baton_connector::ledger::Settled>) {
+    fn deliver_settled(&self, settled: Vec<baton_connector::ledger::ClosedLease>) {
         for lease in &settled {
             self.metrics.lease_settled(lease);
-            let ended = What::LeaseEnded {
+            let ended = RequestEvent::LeaseEnded {
                 reason: lease.reason.clone(),
                 blocks: lease.blocks.len(),
                 readers: lease.readers,
-                held: lease.held,
+                held: lease.lifetime,
             };
-            self.log.tell(&lease.request, 0, ended);
+            self.log.emit(&lease.request, 0, ended);
             let (done, expected) = lease.readers;
-            let held = lease.held.as_secs_f64();
+            let held = lease.lifetime.as_secs_f64();
             match lease.cause {
-                Cause::Expired => tracing::warn!(
+                CloseCause::Expired => tracing::warn!(
                     request = %lease.request, blocks = lease.blocks.len(), done, expected, held,
                     "lease expired before its blocks were fetched or released"
                 ),
-                Cause::Fetched | Cause::Released => tracing::debug!(
+                CloseCause::Fetched | CloseCause::Released => tracing::debug!(
                     request = %lease.request, blocks = lease.blocks.len(), done, expected, held,
                     reason = &*lease.reason, "lease ended"
                 ),
@@ -272,82 +276,83 @@ impl LeaseDesk {
     }
 }
 
-/// What the transports of all KV ranks ask: a lease covers a block in every rank, so they share the desk.
-impl LeaseDesk {
+/// The part of [`baton_connector::transport::Producer`] that all KV ranks share, because a lease covers a block in
+/// every rank.
+impl LeaseService {
     /// The engine's epoch.
     #[must_use]
     pub fn epoch(&self) -> Epoch {
         self.epoch
     }
 
-    /// Of model and shape: [`baton_connector::KvLayout::fingerprint`].
+    /// The fingerprint of model and shape: [`baton_connector::KvLayout::fingerprint`].
     #[must_use]
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
 
-    /// As [`baton_connector::transport::Producer`] says, for every rank alike.
+    /// As in [`baton_connector::transport::Producer`], for every rank alike.
     ///
     /// # Errors
     /// [`TransportError::Gone`] or [`TransportError::Refused`].
-    pub fn read_begun(
+    pub fn begin_read(
         &self,
         handle: Handle,
         reader: Reader,
         first: usize,
         count: usize,
     ) -> Result<Vec<BlockId>, TransportError> {
-        self.with(|ledger, now| ledger.read_begun(handle, reader, first, count, now)).map_err(|refusal| {
-            match refusal {
-                ReadRefusal::Gone => TransportError::Gone,
-                ReadRefusal::Busy => TransportError::Refused("too many readers at once".into()),
-                ReadRefusal::Range { first, count, blocks } => TransportError::Refused(
+        self.with_ledger(|ledger, now| ledger.begin_read(handle, reader, first, count, now)).map_err(
+            |refusal| match refusal {
+                ReadError::Gone => TransportError::Gone,
+                ReadError::Busy => TransportError::Refused("too many readers at once".into()),
+                ReadError::Range { first, count, blocks } => TransportError::Refused(
                     format!(
                         "entries {first}..{} are not in a block table of {blocks}",
                         first.saturating_add(count)
                     )
                     .into(),
                 ),
-            }
-        })
+            },
+        )
     }
 
-    /// Whether the lease still lets this reader read.
+    /// Whether this reader may still read the lease.
     #[must_use]
-    pub fn read_live(&self, handle: Handle, reader: Reader) -> bool {
-        self.lock().read_live(handle, reader)
+    pub fn is_read_live(&self, handle: Handle, reader: Reader) -> bool {
+        self.lock().is_read_live(handle, reader)
     }
 
-    /// The reader says that it has everything.
-    pub fn read_done(&self, handle: Handle, reader: Reader) -> Verdict {
-        self.with(|ledger, now| ledger.read_done(handle, reader, now))
+    /// Finishes a read that has received all blocks.
+    pub fn finish_read(&self, handle: Handle, reader: Reader) -> Verdict {
+        self.with_ledger(|ledger, now| ledger.finish_read(handle, reader, now))
     }
 
-    /// The reader's connection broke, or it gave up.
-    pub fn read_failed(&self, handle: Handle, reader: Reader) {
-        self.with(|ledger, now| ledger.read_failed(handle, reader, now));
+    /// Fails a read whose connection broke, or which was abandoned.
+    pub fn fail_read(&self, handle: Handle, reader: Reader) {
+        self.with_ledger(|ledger, now| ledger.fail_read(handle, reader, now));
     }
 
-    /// The answer of this desk, or of the first of its siblings that has one.
+    /// The answer of this service, or of the first of its siblings that has one.
     fn first_that_knows<R>(&self, ask: impl Fn(&Self) -> Option<R>) -> Option<R> {
         let siblings: Vec<Arc<Self>> = self.siblings().collect();
-        first_that_knows(std::iter::once(self).chain(siblings.iter().map(|desk| &**desk)), ask)
+        first_reply(std::iter::once(self).chain(siblings.iter().map(|service| &**service)), ask)
     }
 
     /// Ends a lease of this engine early.
     pub fn release(&self, handle: Handle, reason: &str) -> ReleaseReply {
-        let release = |desk: &Self| {
-            let reply = desk.release_here(handle, reason);
+        let release = |service: &Self| {
+            let reply = service.release_here(handle, reason);
             (reply != ReleaseReply::Unknown).then_some(reply)
         };
         self.first_that_knows(release).unwrap_or(ReleaseReply::Unknown)
     }
 
-    /// One of a lease's consumers will not read (any more).
+    /// Removes one of a lease's consumers, which will not read it (any more).
     pub fn leave(&self, handle: Handle, consumer: u64, reason: &str) -> ReleaseReply {
-        let leave = |desk: &Self| {
-            let reply = desk.with(|ledger, now| ledger.leave(handle, consumer, reason, now));
-            desk.deadline_moved.notify_one();
+        let leave = |service: &Self| {
+            let reply = service.with_ledger(|ledger, now| ledger.leave(handle, consumer, reason, now));
+            service.deadline_moved.notify_one();
             (reply != ReleaseReply::Unknown).then_some(reply)
         };
         self.first_that_knows(leave).unwrap_or(ReleaseReply::Unknown)
@@ -355,8 +360,8 @@ impl LeaseDesk {
 
     /// Renews a lease of this engine.
     pub fn heartbeat(&self, handle: Handle) -> HeartbeatReply {
-        let beat = |desk: &Self| {
-            let reply = desk.with(|ledger, now| ledger.heartbeat(handle, now));
+        let beat = |service: &Self| {
+            let reply = service.with_ledger(|ledger, now| ledger.heartbeat(handle, now));
             (reply != HeartbeatReply::Gone).then_some(reply)
         };
         self.first_that_knows(beat).unwrap_or(HeartbeatReply::Gone)

@@ -1,23 +1,27 @@
-//! Which transport carries a handoff's blocks: NIXL where it was asked for and both ends have it, from device to device or
-//! between their host sides; otherwise from device to
-//! device where both pools are in such memory on one host, shared memory where producer and consumer are on one host, and
-//! TCP between hosts. Both ends are here, as [`SideChannel`] (what other engines read) and [`consumer`] (what reads them).
+//! The transport of a handoff's blocks. It is the first of these that works:
+//! - NIXL, if it is enabled and both ends have it, between devices or between their host memories;
+//! - direct copies between devices of one host, if both pools allow it;
+//! - shared memory on one host;
+//! - TCP.
+//!
+//! This module contains both ends: [`SideChannel`] serves other engines, and [`open_consumer_transport`] reads from
+//! them.
 //!
 //! ```text
 //! peer ─ known? ─ yes ───────────────────────────────────▶ nixl-device | nixl | device | shm | tcp
-//!          └ no ─ NIXL was asked for, is here, our pool is on a device, and so is the peer's, which serves it?
-//!                                                                       ─ yes ─▶ nixl-device; a read that breaks off:
+//!          └ no ─ NIXL is enabled and loaded, our pool is on a device, and the peer serves its device by NIXL?
+//!                                                                       ─ yes ─▶ nixl-device; after a failed read:
 //!                                                                                 tcp for a while
-//!                 NIXL was asked for, is here, and the peer serves it? ─ yes ─▶ nixl; the same
+//!                 NIXL is enabled and loaded, and the peer serves it? ── yes ─▶ nixl; the same
 //!                 our pool is on a device, and it can open the peer's? ─ yes ─▶ device; the same
-//!                 somebody of us listens here under the peer's epoch and port?
+//!                 a process on this host listens under the peer's epoch and port?
 //!                   yes, and the handshake succeeds ─────▶ shm   until it fails once
-//!                   no, or not one of us ────────────────▶ tcp   asked again after a while
-//!                   says nothing, or "gone", or "refused" ▶ that is the answer: TCP would wait for the same engine
+//!                   no, or it belongs to another user ───▶ tcp   asked again after a while
+//!                   silence, "gone" or "refused" ────────▶ final: TCP would reach the same engine
 //! ```
 //!
-//! Only a connection that never came about is made up for with another transport. A read that breaks off is a failed read,
-//! whatever carried it: what becomes of it is the fetch's to decide.
+//! Another transport replaces only a connection that was never established. A read that breaks off is a failed read
+//! with every transport, and the fetch decides what follows.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -34,11 +38,11 @@ use baton_connector::{BlockId, Handle, Reader};
 use baton_connector_device::{DevicePool, DeviceTransport, Serve};
 use baton_connector_nixl::{Library, NixlDeviceTransport, NixlTransport};
 use baton_connector_shm::{ShmServer, ShmTransport};
-use baton_connector_tcp::{ClientOptions, NotAdmitted, ServerOptions, TcpServer, TcpTransport};
+use baton_connector_tcp::{ClientOptions, ConnectError, ServerOptions, TcpServer, TcpTransport};
 
-use crate::compute::cuda::port::Port;
+use crate::compute::cuda::shared_kv_pool::SharedKvPool;
 
-/// How blocks travel between engines.
+/// The transport of blocks between engines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum KvTransport {
     /// Device to device or shared memory between engines of one host, TCP between others.
@@ -52,90 +56,91 @@ pub enum KvTransport {
     Nixl,
 }
 
-/// NIXL as this engine found it.
+/// The result of the search for NIXL.
 #[derive(Clone, Debug)]
-pub enum FoundNixl {
-    /// Nobody asked for it.
-    Unwanted,
-    /// Asked for, and not to be had: blocks travel otherwise.
-    Missing,
-    /// Here.
-    Here(Arc<dyn Library>),
+pub enum NixlState {
+    /// Not enabled.
+    Disabled,
+    /// Enabled but not found: other transports carry the blocks.
+    NotFound,
+    /// Loaded.
+    Loaded(Arc<dyn Library>),
 }
 
-impl FoundNixl {
-    /// Looks for the library if the transport is for it: at `named`, or wherever it may be. What is missing is said
-    /// once, here.
+impl NixlState {
+    /// Looks for the library if the transport is NIXL: at `named`, or at its usual paths. A missing library is logged
+    /// here, once.
     #[must_use]
-    pub fn look(transport: KvTransport, named: Option<&Path>) -> Self {
+    pub fn find(transport: KvTransport, named: Option<&Path>) -> Self {
         if transport != KvTransport::Nixl {
-            return Self::Unwanted;
+            return Self::Disabled;
         }
         match baton_connector_nixl::find::library(named) {
             Ok(library) => {
                 tracing::info!(library = library.origin(), "NIXL found");
-                Self::Here(library)
+                Self::Loaded(library)
             }
             Err(why) => {
                 tracing::warn!(error = %why, "NIXL not loaded, using shared memory and TCP");
-                Self::Missing
+                Self::NotFound
             }
         }
     }
 
-    /// What it is called in metrics, and where it is.
+    /// Its label in metrics, and its path.
     #[must_use]
     pub fn label(&self) -> (&'static str, &str) {
         match self {
-            Self::Unwanted => ("disabled", ""),
-            Self::Missing => ("not_found", ""),
-            Self::Here(library) => ("loaded", library.origin()),
+            Self::Disabled => ("disabled", ""),
+            Self::NotFound => ("not_found", ""),
+            Self::Loaded(library) => ("loaded", library.origin()),
         }
     }
 
     fn library(&self) -> Option<&Arc<dyn Library>> {
         match self {
-            Self::Here(library) => Some(library),
-            Self::Unwanted | Self::Missing => None,
+            Self::Loaded(library) => Some(library),
+            Self::Disabled | Self::NotFound => None,
         }
     }
 }
 
-/// Peers whose transport is remembered. A cluster with more producers asks some of them again.
+/// Limit of the peers whose transport is remembered. With more producers, some transports are chosen again.
 const PEERS_MAX: usize = 1_024;
 
-/// A peer that was not found on this host is looked for again after this long: its socket may have been full.
-const ASK_AGAIN: Duration = Duration::from_secs(30);
+/// How long a peer uses TCP before shared memory is tried again: its socket may have been full.
+const RETRY_AFTER: Duration = Duration::from_secs(30);
 
-/// Messages about leases are bounded by the transport; nobody stops them.
+/// The transport bounds messages about leases; they need no stop flag.
 static NEVER: AtomicBool = AtomicBool::new(false);
 
-/// What other engines read the blocks of one producer from.
+/// The server of one producer's blocks for other engines.
 pub struct SideChannel {
     tcp: TcpServer,
     shm: Option<ShmServer>,
 }
 
 impl SideChannel {
-    /// Serves on a bound listener, and under the name of the producer's epoch and the listener's port. `port` is the pool
-    /// where it is in a device's memory, whose mirror is then the producer's region.
+    /// Serves on a bound listener, and in shared memory under the producer's epoch and the listener's port.
+    /// `shared_pool` is set if the producer's region mirrors a device's memory.
     ///
     /// # Errors
-    /// As [`TcpServer::start`]; and when shared memory was asked for expressly and is not to be had.
+    /// As [`TcpServer::start`], and for [`KvTransport::Shm`] if shared memory is not available.
     pub fn start(
-        (transport, nixl): (KvTransport, &FoundNixl),
+        (transport, nixl): (KvTransport, &NixlState),
         listener: TcpListener,
         producer: &Arc<dyn Producer>,
-        port: Option<&Arc<Port>>,
+        shared_pool: Option<&Arc<SharedKvPool>>,
         options: &ServerOptions,
     ) -> io::Result<Self> {
         let side_port = listener.local_addr()?.port();
-        let beside = nixl.library().map_or_else(Vec::new, |library| offered_by_nixl(library, producer, port));
-        let tcp = TcpServer::start_beside(listener, Arc::clone(producer), beside, options.clone())?;
+        let services =
+            nixl.library().map_or_else(Vec::new, |library| nixl_servers(library, producer, shared_pool));
+        let tcp = TcpServer::start_with_services(listener, Arc::clone(producer), services, options.clone())?;
         let shm = || {
             let listener = baton_connector_shm::listen(producer.epoch(), side_port)?;
-            let beside = port.and_then(offered_device).into_iter().collect();
-            ShmServer::start_beside(listener, Arc::clone(producer), beside, options.clone())
+            let services = shared_pool.and_then(device_server).into_iter().collect();
+            ShmServer::start_with_services(listener, Arc::clone(producer), services, options.clone())
         };
         let shm = match transport {
             KvTransport::Tcp => None,
@@ -151,7 +156,7 @@ impl SideChannel {
         Ok(Self { tcp, shm })
     }
 
-    /// Stops to listen and ends every connection. Reads in flight have then failed.
+    /// Stops listening and closes every connection. Pending reads fail.
     pub fn shutdown(self) {
         if let Some(shm) = self.shm {
             shm.shutdown();
@@ -160,16 +165,16 @@ impl SideChannel {
     }
 }
 
-/// What serves a producer's blocks by NIXL: from its region, and from its device if there is one.
-fn offered_by_nixl(
+/// Serves a producer's blocks by NIXL: from its region, and from its device if there is one.
+fn nixl_servers(
     library: &Arc<dyn Library>,
     producer: &Arc<dyn Producer>,
-    port: Option<&Arc<Port>>,
+    shared_pool: Option<&Arc<SharedKvPool>>,
 ) -> Vec<Arc<dyn Serve>> {
     let on_host = baton_connector_nixl::producer(&**library, producer.region());
     let on_host = on_host.map_err(|why| tracing::warn!(error = %why, "cannot serve KV blocks by NIXL"));
-    let on_device = port.map(|port| {
-        let pool = Arc::clone(port) as Arc<dyn baton_connector_nixl::DevicePool>;
+    let on_device = shared_pool.map(|pool| {
+        let pool = Arc::clone(pool) as Arc<dyn baton_connector_nixl::DevicePool>;
         let batch_bytes = baton_connector_nixl::DEVICE_BATCH_BYTES;
         let offered = baton_connector_nixl::device_producer(&**library, pool, batch_bytes);
         let refused =
@@ -179,24 +184,25 @@ fn offered_by_nixl(
     on_host.into_iter().chain(on_device.into_iter().flatten()).collect()
 }
 
-/// What serves a device's pool beside shared memory, unless the device does not export it.
-fn offered_device(port: &Arc<Port>) -> Option<Arc<dyn Serve>> {
-    let pool = Arc::clone(port) as Arc<dyn DevicePool>;
-    let offered = baton_connector_device::producer(pool, port.region(), baton_connector_device::BATCH_BYTES);
+/// Serves a device's pool, unless the device does not export it. The shared memory server carries this service.
+fn device_server(shared_pool: &Arc<SharedKvPool>) -> Option<Arc<dyn Serve>> {
+    let pool = Arc::clone(shared_pool) as Arc<dyn DevicePool>;
+    let offered =
+        baton_connector_device::producer(pool, shared_pool.region(), baton_connector_device::BATCH_BYTES);
     let refused = |why| tracing::warn!(error = %why, "cannot serve device memory, using host memory");
     offered.map_err(refused).ok()
 }
 
-/// What reads other engines' blocks; `port` is our own pool where it is in a device's memory.
+/// The transport that reads other engines' blocks. `shared_pool` is this engine's pool if it is on a device.
 #[must_use]
-pub fn consumer(
+pub fn open_consumer_transport(
     transport: KvTransport,
-    nixl: &FoundNixl,
-    port: Option<Arc<Port>>,
+    nixl: &NixlState,
+    shared_pool: Option<Arc<SharedKvPool>>,
     options: &ClientOptions,
 ) -> Arc<dyn Transport> {
     match transport {
-        KvTransport::Auto | KvTransport::Nixl => Arc::new(Nearest::new(nixl, port, options)),
+        KvTransport::Auto | KvTransport::Nixl => Arc::new(AutoTransport::new(nixl, shared_pool, options)),
         KvTransport::Shm => Arc::new(ShmTransport::new(options.clone())),
         KvTransport::Tcp => Arc::new(TcpTransport::new(options.clone())),
     }
@@ -208,18 +214,18 @@ enum Carrier {
     Nixl,
     Device,
     Shm,
-    /// Since when.
+    /// Since this time.
     Tcp(Instant),
 }
 
-/// What is remembered of peers, the oldest first out.
+/// The chosen carriers of peers; the oldest is removed first.
 #[derive(Default)]
-struct Known {
+struct KnownCarriers {
     carriers: HashMap<Peer, Carrier>,
     order: VecDeque<Peer>,
 }
 
-impl Known {
+impl KnownCarriers {
     fn remember(&mut self, peer: &Peer, carrier: Carrier) {
         if self.carriers.insert(peer.clone(), carrier).is_none() {
             self.order.push_back(peer.clone());
@@ -236,26 +242,26 @@ impl Known {
     }
 }
 
-/// NIXL where there is any; otherwise what is nearest, from device to device to TCP.
-struct Nearest {
+/// NIXL if available; otherwise the most direct carrier, from device to device to TCP.
+struct AutoTransport {
     nixl_device: Option<NixlDeviceTransport>,
     nixl: Option<NixlTransport>,
     device: Option<DeviceTransport>,
     shm: ShmTransport,
     tcp: TcpTransport,
-    known: Mutex<Known>,
+    known: Mutex<KnownCarriers>,
 }
 
-impl Nearest {
-    fn new(nixl: &FoundNixl, port: Option<Arc<Port>>, options: &ClientOptions) -> Self {
+impl AutoTransport {
+    fn new(nixl: &NixlState, shared_pool: Option<Arc<SharedKvPool>>, options: &ClientOptions) -> Self {
         let nixl = nixl.library().map(Arc::clone);
-        let nixl_device = nixl
-            .clone()
-            .zip(port.clone())
-            .map(|(library, port)| baton_connector_nixl::device_transport(library, port, options.clone()));
+        let nixl_device = nixl.clone().zip(shared_pool.clone()).map(|(library, shared_pool)| {
+            baton_connector_nixl::device_transport(library, shared_pool, options.clone())
+        });
         Self {
             nixl_device,
-            device: port.map(|port| baton_connector_device::transport(port, options.clone())),
+            device: shared_pool
+                .map(|shared_pool| baton_connector_device::transport(shared_pool, options.clone())),
             nixl: nixl.map(|library| baton_connector_nixl::transport(library, options.clone())),
             shm: ShmTransport::new(options.clone()),
             tcp: TcpTransport::new(options.clone()),
@@ -263,41 +269,43 @@ impl Nearest {
         }
     }
 
-    fn known(&self) -> MutexGuard<'_, Known> {
+    fn known(&self) -> MutexGuard<'_, KnownCarriers> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn find(&self, peer: &Peer, stop: &StopFlag) -> Result<Carrier, TransportError> {
         match self.known().carriers.get(peer) {
-            Some(&Carrier::Tcp(since)) if since.elapsed() >= ASK_AGAIN => {}
+            Some(&Carrier::Tcp(since)) if since.elapsed() >= RETRY_AFTER => {}
             Some(&carrier) => return Ok(carrier),
             None => {}
         }
-        // The lock is not held while somebody else is waited for.
-        let carrier = self.nearest(peer, stop).map_err(|why| why.of(peer))?;
+        // The lock is not held during the connection attempts.
+        let carrier = self.choose_carrier(peer, stop).map_err(|why| why.into_transport_error(peer))?;
         self.known().remember(peer, carrier);
         Ok(carrier)
     }
 
-    fn nearest(&self, peer: &Peer, stop: &StopFlag) -> Result<Carrier, NotAdmitted> {
+    fn choose_carrier(&self, peer: &Peer, stop: &StopFlag) -> Result<Carrier, ConnectError> {
         for carrier in [Carrier::NixlDevice, Carrier::Nixl, Carrier::Device, Carrier::Shm] {
             let reached = match carrier {
-                Carrier::NixlDevice => self.nixl_device.as_ref().map(|nixl| nixl.reach(peer, stop)),
-                Carrier::Nixl => self.nixl.as_ref().map(|nixl| nixl.reach(peer, stop)),
-                Carrier::Device => self.device.as_ref().map(|device| device.reach(peer, stop)),
-                Carrier::Shm => Some(self.shm.reach(peer, stop)),
+                Carrier::NixlDevice => {
+                    self.nixl_device.as_ref().map(|nixl| nixl.ensure_connected(peer, stop))
+                }
+                Carrier::Nixl => self.nixl.as_ref().map(|nixl| nixl.ensure_connected(peer, stop)),
+                Carrier::Device => self.device.as_ref().map(|device| device.ensure_connected(peer, stop)),
+                Carrier::Shm => Some(self.shm.ensure_connected(peer, stop)),
                 Carrier::Tcp(_) => None,
             };
             let Some(reached) = reached else { continue };
             match reached {
                 Ok(()) => return Ok(carrier),
-                Err(NotAdmitted::Absent(why)) if carrier == Carrier::NixlDevice => {
+                Err(ConnectError::Unreachable(why)) if carrier == Carrier::NixlDevice => {
                     tracing::info!(peer = %peer.address, error = %why, "cannot read the peer's device memory by NIXL");
                 }
-                Err(NotAdmitted::Absent(why)) if carrier == Carrier::Device => {
+                Err(ConnectError::Unreachable(why)) if carrier == Carrier::Device => {
                     tracing::info!(peer = %peer.address, error = %why, "cannot read the peer's device memory, using host memory");
                 }
-                Err(NotAdmitted::Absent(why)) => {
+                Err(ConnectError::Unreachable(why)) => {
                     tracing::debug!(peer = %peer.address, ?carrier, error = %why, "transport not usable for this peer");
                 }
                 Err(other) => return Err(other),
@@ -318,7 +326,7 @@ impl Nearest {
         special.unwrap_or(&self.tcp)
     }
 
-    /// Calls the peer's transport. If there is no connection any more, looks once more which one that is.
+    /// Calls the peer's transport. If the connection is lost, chooses a transport once more.
     fn call<T>(
         &self,
         peer: &Peer,
@@ -335,8 +343,8 @@ impl Nearest {
                 self.known().forget(peer);
                 call(self.transport(self.find(peer, stop)?))
             }
-            // The handshake is ours and says little of what NIXL or a device can do: a read that it cannot carry must not
-            // be the fate of every read.
+            // The handshake does not show whether NIXL or a device can carry a read. A failed read therefore switches
+            // the peer to TCP, so that later reads succeed.
             (Err(TransportError::Transfer(_)), Carrier::NixlDevice | Carrier::Nixl | Carrier::Device) => {
                 self.known().remember(peer, Carrier::Tcp(Instant::now()));
                 result
@@ -350,23 +358,13 @@ impl Nearest {
     }
 }
 
-impl Transport for Nearest {
+impl Transport for AutoTransport {
     fn carrier(&self, peer: &Peer) -> &'static str {
         let known = self.known().carriers.get(peer).copied();
         known.map_or_else(|| self.tcp.carrier(peer), |carrier| self.transport(carrier).carrier(peer))
     }
 
-    fn read(
-        &self,
-        peer: &Peer,
-        order: &ReadOrder,
-        region: &Region,
-        stop: &StopFlag,
-    ) -> Result<(), TransportError> {
-        self.read_telling(peer, order, region, stop, &mut |_| ())
-    }
-
-    fn read_telling(
+    fn read_with(
         &self,
         peer: &Peer,
         order: &ReadOrder,
@@ -374,7 +372,7 @@ impl Transport for Nearest {
         stop: &StopFlag,
         landed: &mut dyn FnMut(&[BlockId]),
     ) -> Result<(), TransportError> {
-        self.call(peer, stop, |transport| transport.read_telling(peer, order, region, stop, landed))
+        self.call(peer, stop, |transport| transport.read_with(peer, order, region, stop, landed))
     }
 
     fn finish(&self, peer: &Peer, handle: Handle, reader: Reader) -> Result<Verdict, TransportError> {
@@ -430,7 +428,7 @@ mod tests {
 
     #[test]
     fn what_is_remembered_of_peers_is_bounded() {
-        let mut known = Known::default();
+        let mut known = KnownCarriers::default();
         for n in 0..PEERS_MAX as u64 + 10 {
             known.remember(&peer(n), Carrier::Shm);
             known.remember(&peer(n), Carrier::Tcp(Instant::now()));

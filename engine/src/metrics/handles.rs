@@ -1,24 +1,24 @@
-//! Counters and histograms whose labels are known when the first event comes: that one makes the handle, under the
-//! registry's lock, and the ones behind it find it without.
+//! Counters and histograms whose labels are known at their first event. That event creates the handle under the
+//! registry's lock; later events find it without the lock.
 
 use std::sync::OnceLock;
 
-/// Different labels of one name: there are fewer of any.
+/// More than the different labels of any name.
 const LABELS_MAX: usize = 32;
 
-/// The handles of one name, by two labels of this crate's own words.
-pub(super) struct Handles<H> {
+/// The handles of one name, by two labels that are constants of this crate.
+pub(super) struct HandleCache<H> {
     made: [OnceLock<([&'static str; 2], H)>; LABELS_MAX],
 }
 
-impl<H> Default for Handles<H> {
+impl<H> Default for HandleCache<H> {
     fn default() -> Self {
         Self { made: std::array::from_fn(|_| OnceLock::new()) }
     }
 }
 
-impl<H> Handles<H> {
-    /// Does something with the handle for these labels; `make` makes it the first time.
+impl<H> HandleCache<H> {
+    /// Calls `then` with the handle for these labels. `make` creates it the first time.
     pub(super) fn with<T>(
         &self,
         labels: [&'static str; 2],
@@ -26,13 +26,14 @@ impl<H> Handles<H> {
         then: impl FnOnce(&H) -> T,
     ) -> T {
         for place in &self.made {
-            // Places fill from the front; one that another thread has just filled with other labels is passed.
+            // Slots are filled from the front. A slot that another thread has just filled with other labels is
+            // skipped.
             let (theirs, handle) = place.get_or_init(|| (labels, make()));
             if *theirs == labels {
                 return then(handle);
             }
         }
-        // More labels than expected cost the lock each time, and nothing else.
+        // More labels than expected only take the lock each time.
         then(&make())
     }
 }
@@ -45,7 +46,7 @@ mod tests {
 
     #[test]
     fn a_handle_is_made_once_for_its_labels_and_any_number_of_labels_works() {
-        let (handles, made) = (Handles::default(), Cell::new(0));
+        let (handles, made) = (HandleCache::default(), Cell::new(0));
         let words: Vec<&'static str> = (0..40).map(|i| &*Box::leak(i.to_string().into_boxed_str())).collect();
         let ask = |word| {
             let make = || {

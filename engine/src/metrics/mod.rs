@@ -1,24 +1,24 @@
-//! What an engine counts, under the names dashboards already know (`vllm:*`), and under `baton_*` for what
-//! nobody else shows: blocks by state, leases by how they ended, release notices, stranded block-seconds.
+//! The metrics of an engine. Known metrics have vLLM's names (`vllm:*`), all others begin with `baton_*`: blocks by
+//! state, ended leases by cause, release notices, stranded block-seconds.
 //!
-//! The registry is this engine's own, not the process's: two engines in one process do not mix. The cores of one
+//! The registry belongs to one engine, not to the process: two engines in one process do not mix. The cores of one
 //! engine (data-parallel ranks) share it, each with its own label `engine`, as in vLLM.
 //!
-//! Handles are kept: an event takes the registry's lock at most when it is the first of its labels (`handles.rs`).
+//! Handles are cached: only the first event with its labels takes the registry's lock (`handles.rs`).
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_connector::lease::Cause;
-use baton_connector::ledger::Settled;
+use baton_connector::lease::CloseCause;
+use baton_connector::ledger::ClosedLease;
 use baton_connector::{exchange, fetch};
 use metrics::{Counter, Gauge, Histogram, Label, SharedString};
 
-use self::handles::Handles;
+use self::handles::HandleCache;
 use self::registry::Registry;
 use crate::blocks::pool::BlockUsage;
-use crate::compute::cuda::port::Counts;
-use crate::scheduler::Load;
+use crate::compute::cuda::shared_kv_pool::CopyCounters;
+use crate::scheduler::SchedulerLoad;
 use crate::scheduler::sequence::FinishReason;
 
 /// Buckets of `vllm:time_to_first_token_seconds`.
@@ -60,17 +60,17 @@ mod registry;
 mod tiers;
 pub use self::tiers::TierMetrics;
 
-/// Why leases end, where the engine itself says so.
+/// The engine's own reasons for the end of a lease.
 const OWN_REASONS: [&str; 4] = ["client_gone", "aborted", "shutdown", "router_release"];
 
-/// The result of a release notice whose producer could not be told until the lease's end.
+/// The result of a release notice that was not delivered before the lease's expiry.
 pub const UNDELIVERED: &str = "undelivered";
 
-/// The label of a reason: a peer may say anything, and what it says is in the log.
+/// The label of a reason. A peer may send any text, which is only logged.
 fn known_reason(reason: &str) -> &'static str {
-    let of_leases = Cause::ALL.map(Cause::label);
-    let of_consumers = fetch::Reason::ALL.map(fetch::Reason::label);
-    let of_routers = exchange::Cause::ALL.map(exchange::Cause::label);
+    let of_leases = CloseCause::ALL.map(CloseCause::label);
+    let of_consumers = fetch::ReleaseReason::ALL.map(fetch::ReleaseReason::label);
+    let of_routers = exchange::SettlementCause::ALL.map(exchange::SettlementCause::label);
     let known = OWN_REASONS.into_iter().chain(of_leases).chain(of_consumers).chain(of_routers);
     known.into_iter().find(|known| *known == reason).unwrap_or("other")
 }
@@ -106,14 +106,14 @@ pub struct EngineMetrics {
     leased_blocks: Counter,
     expired: Counter,
     stranded: Gauge,
-    ended: Handles<Counter>,
+    ended: HandleCache<Counter>,
     /// Fetches, and their bytes.
-    carried: Handles<(Counter, Counter)>,
-    load_failures: Handles<Counter>,
-    releases: Handles<Counter>,
-    held: Handles<Histogram>,
-    notices: Handles<Counter>,
-    rejections: Handles<Counter>,
+    carried: HandleCache<(Counter, Counter)>,
+    load_failures: HandleCache<Counter>,
+    releases: HandleCache<Counter>,
+    held: HandleCache<Histogram>,
+    notices: HandleCache<Counter>,
+    rejections: HandleCache<Counter>,
 }
 
 impl EngineMetrics {
@@ -123,7 +123,7 @@ impl EngineMetrics {
         Self::labelled(model, 0, Arc::default())
     }
 
-    /// Metrics of another engine core of the same process; one exposition shows both.
+    /// Metrics of another engine core of the same process; one exposition contains both.
     #[must_use]
     pub fn sibling(&self, model: &str, rank: usize) -> Self {
         Self::labelled(model, rank, Arc::clone(&self.registry))
@@ -133,7 +133,7 @@ impl EngineMetrics {
         let labels = vec![Label::new("model_name", model.to_owned()), Label::new("engine", rank.to_string())];
         let make = Registrar { registry: &registry, labels: &labels };
         let states = ["free", "cached", "active", "leased", "landing", "storing"];
-        for reason in fetch::Reason::ALL {
+        for reason in fetch::ReleaseReason::ALL {
             make.notices(reason.label(), UNDELIVERED).increment(0);
         }
         Self {
@@ -191,20 +191,20 @@ impl EngineMetrics {
             early_leases: make
                 .counter("baton_kv_early_leases_total", "Leases opened while the prefill still computed."),
             leased_blocks: make.counter("baton_kv_leased_blocks_total", "Blocks of opened leases."),
-            // At zero from the start, as whatever an alarm takes the increase of: a series that begins with its first event
-            // has not grown by it.
+            // Zero from the start, like every series whose increase an alert uses: a series that begins with its
+            // first event shows no increase.
             expired: make.counter("vllm:nixl_num_kv_expired_reqs", "Leases that ended by expiry."),
             stranded: make.gauge(
                 "baton_kv_stranded_block_seconds",
                 "Blocks times seconds of leases that ended by expiry.",
             ),
-            ended: Handles::default(),
-            carried: Handles::default(),
-            load_failures: Handles::default(),
-            releases: Handles::default(),
-            held: Handles::default(),
-            notices: Handles::default(),
-            rejections: Handles::default(),
+            ended: HandleCache::default(),
+            carried: HandleCache::default(),
+            load_failures: HandleCache::default(),
+            releases: HandleCache::default(),
+            held: HandleCache::default(),
+            notices: HandleCache::default(),
+            rejections: HandleCache::default(),
             registry,
             labels,
         }
@@ -216,8 +216,8 @@ impl EngineMetrics {
         self.registry.render()
     }
 
-    /// The state of the books, after each step.
-    pub fn publish(&self, usage: BlockUsage, load: Load, leases: usize) {
+    /// Publishes the state of the scheduler, after each step.
+    pub fn publish(&self, usage: BlockUsage, load: SchedulerLoad, leases: usize) {
         self.waiting.set(load.waiting as f64);
         self.running.set(load.running as f64);
         self.fetching.set((load.fetching + load.stopping) as f64);
@@ -242,7 +242,7 @@ impl EngineMetrics {
         self.external_hits.increment(fetched as u64);
     }
 
-    /// A prompt that came with a handoff.
+    /// A prompt with a handoff.
     pub fn handed_off(&self, prompt: usize) {
         self.external_queries.increment(prompt as u64);
     }
@@ -262,7 +262,7 @@ impl EngineMetrics {
         self.ended.with([label, ""], make, |counter| counter.increment(1));
     }
 
-    /// One fetch.
+    /// Counts one fetch.
     pub fn transfer(&self, took: Duration, bytes: u64, valid: bool) {
         if valid {
             self.transfer_seconds.record(took.as_secs_f64());
@@ -272,7 +272,7 @@ impl EngineMetrics {
         }
     }
 
-    /// What carried the blocks of a fetch that was valid.
+    /// The transport of a valid fetch.
     pub fn carried(&self, transport: &'static str, bytes: u64) {
         let make = || {
             let make = self.make();
@@ -289,23 +289,23 @@ impl EngineMetrics {
 
     /// Counters of blocks copied between a device's own memory and host memory.
     #[must_use]
-    pub fn mirrored(&self) -> Counts {
+    pub fn copy_counters(&self) -> CopyCounters {
         let to = |side| {
             let help = "Blocks copied between a device's own memory and its mirror in host memory, by destination \
                 (`device_in_step`: while a step waited).";
             self.make().counter_with("baton_kv_mirror_blocks_total", help, "to", side)
         };
-        Counts { to_host: to("host"), to_device: to("device"), in_step: to("device_in_step") }
+        CopyCounters { to_host: to("host"), to_device: to("device"), in_step: to("device_in_step") }
     }
 
-    /// Whether NIXL is here, and where it was found (`baton_nixl_info`).
+    /// The state of NIXL, and the path of its library (`baton_nixl_info`).
     pub fn nixl(&self, (state, library): (&'static str, &str)) {
         let labels = [Label::new("state", state), Label::new("library", library.to_owned())];
         let help = "State of NIXL, as labels: `disabled`, `not_found` (another transport is used), or `loaded`, with its file.";
         self.make().gauge_labelled("baton_nixl_info", help, &labels).set(1.0);
     }
 
-    /// A fetch that failed, and what became of it.
+    /// A failed fetch, and its handling.
     pub fn load_failed(&self, policy: &'static str) {
         let make =
             || self.make().counter_with("baton_kv_load_failures_total", "Failed fetches.", "policy", policy);
@@ -318,25 +318,25 @@ impl EngineMetrics {
         self.leased_blocks.increment(blocks);
     }
 
-    /// A lease was opened before its prefill was done.
+    /// A lease was opened before the end of its prefill.
     pub fn early_lease(&self) {
         self.early_leases.increment(1);
     }
 
     /// A lease has ended.
-    pub fn lease_settled(&self, lease: &Settled) {
+    pub fn lease_settled(&self, lease: &ClosedLease) {
         let reason = known_reason(&lease.reason);
         let help = "Ended leases by cause.";
         let make = || self.make().counter_with("baton_kv_release_total", help, "cause", reason);
         self.releases.with([reason, ""], make, |counter| counter.increment(1));
-        let (held, cause) = (lease.held.as_secs_f64(), lease.cause.label());
+        let (held, cause) = (lease.lifetime.as_secs_f64(), lease.cause.label());
         let help = "Time from opening to end of a lease.";
         let make = || {
             let cause = [Label::new("cause", cause)];
             self.make().histogram_labelled("baton_lease_held_seconds", help, &SHORT_SECONDS, &cause)
         };
         self.held.with([cause, ""], make, |histogram| histogram.record(held));
-        if lease.cause == Cause::Expired {
+        if lease.cause == CloseCause::Expired {
             self.expired.increment(1);
             self.stranded.increment(held * lease.blocks.len() as f64);
         }
@@ -351,7 +351,7 @@ impl EngineMetrics {
         );
     }
 
-    /// A request that carried a handoff and was refused before it was queued.
+    /// A request with a handoff was refused before it was queued.
     pub fn early_rejection(&self, reason: &'static str) {
         let help = "Requests with a handoff that the engine refused, releasing their lease.";
         let make = || self.make().counter_with("baton_early_rejections_total", help, "reason", reason);
@@ -380,7 +380,7 @@ impl EngineMetrics {
     }
 }
 
-/// Makes handles on one registry with the engine's labels.
+/// Creates handles in one registry with the engine's labels.
 struct Registrar<'a> {
     registry: &'a Registry,
     labels: &'a [Label],
@@ -458,32 +458,32 @@ mod tests {
     #[test]
     fn events_whose_labels_have_been_counted_before_take_no_lock() {
         let metrics = Arc::new(EngineMetrics::new("demo"));
-        let settled = |cause| Settled {
+        let settled = |cause| ClosedLease {
             handle: baton_connector::Handle(1),
             request: baton_connector::RequestId::new("r").expect("a test id"),
             blocks: vec![baton_connector::BlockId(1)],
             cause,
             reason: "aborted".into(),
-            held: Duration::from_millis(5),
+            lifetime: Duration::from_millis(5),
             readers: (0, 1),
         };
         let count = move |metrics: &EngineMetrics| {
             metrics.finished(FinishReason::Stop, Duration::from_millis(9));
             metrics.carried("tcp", 7);
             metrics.load_failed("recompute");
-            metrics.lease_settled(&settled(Cause::Expired));
+            metrics.lease_settled(&settled(CloseCause::Expired));
             metrics.notice("aborted", "released");
             metrics.early_rejection("queue_full");
             metrics.next_token(Duration::from_millis(1));
         };
         count(&metrics);
-        let held = metrics.registry.held();
-        let (told, done) = std::sync::mpsc::sync_channel(1);
+        let held = metrics.registry.lock_for_test();
+        let (sender, done) = std::sync::mpsc::sync_channel(1);
         let counting = Arc::clone(&metrics);
-        // By itself: if it waits for the lock, it waits until this fails.
+        // On its own thread: if it waits for the lock, it waits until this test fails.
         std::thread::spawn(move || {
             count(&counting);
-            told.send(())
+            sender.send(())
         });
         let done = done.recv_timeout(Duration::from_secs(60));
         drop(held);
@@ -499,7 +499,7 @@ mod tests {
         let metrics = EngineMetrics::new("demo");
         metrics.publish(
             BlockUsage { total: 4, free: 3, active: 1, ..BlockUsage::default() },
-            Load::default(),
+            SchedulerLoad::default(),
             0,
         );
         metrics.first_token(Duration::from_millis(3), 10, 4, 0);

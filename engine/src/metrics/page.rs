@@ -1,4 +1,5 @@
-//! The engine's table in `docs/reference/metrics.md`: made of what [`EngineMetrics`] tells once everything has happened to it.
+//! Generates the engine's table in `docs/reference/metrics.md` from the metrics of [`EngineMetrics`] after every
+//! event.
 //!
 //! ```text
 //! BATON_WRITE_DOCS=1 cargo test -p baton-engine the_table_of_the_documentation
@@ -13,19 +14,19 @@ use baton_connector::{Handle, RequestId};
 use super::*;
 use crate::offload::OffloadCounts;
 
-/// One family, as a scraper reads it.
+/// One family, as a scraper parses it.
 #[derive(Default)]
-struct Family {
+struct ScrapedFamily {
     kind: String,
     help: String,
     labels: BTreeSet<String>,
 }
 
-/// Everything happens once.
+/// The page after each event has occurred once.
 fn everything() -> String {
     let metrics = EngineMetrics::new("demo");
     let moment = Duration::from_millis(3);
-    metrics.publish(BlockUsage { total: 4, free: 4, ..BlockUsage::default() }, Load::default(), 0);
+    metrics.publish(BlockUsage { total: 4, free: 4, ..BlockUsage::default() }, SchedulerLoad::default(), 0);
     metrics.first_token(moment, 10, 4, 2);
     metrics.handed_off(10);
     metrics.next_token(moment);
@@ -34,17 +35,17 @@ fn everything() -> String {
     metrics.transfer(moment, 0, false);
     metrics.carried("tcp", 4096);
     metrics.nixl(("disabled", ""));
-    metrics.mirrored().to_host.increment(1);
+    metrics.copy_counters().to_host.increment(1);
     metrics.load_failed("recompute");
     metrics.lease_opened(2);
     metrics.early_lease();
-    metrics.lease_settled(&Settled {
+    metrics.lease_settled(&ClosedLease {
         handle: Handle(1),
         request: RequestId::new("r").expect("a name"),
         blocks: Vec::new(),
-        cause: Cause::Expired,
-        reason: Cause::Expired.label().into(),
-        held: moment,
+        cause: CloseCause::Expired,
+        reason: CloseCause::Expired.label().into(),
+        lifetime: moment,
         readers: (0, 1),
     });
     metrics.notice("aborted", "released");
@@ -54,9 +55,9 @@ fn everything() -> String {
     metrics.render()
 }
 
-fn families() -> BTreeMap<String, Family> {
+fn families() -> BTreeMap<String, ScrapedFamily> {
     let page = everything();
-    let mut families: BTreeMap<String, Family> = BTreeMap::new();
+    let mut families: BTreeMap<String, ScrapedFamily> = BTreeMap::new();
     for line in page.lines() {
         if let Some((name, help)) = line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' ')) {
             families.entry(name.to_owned()).or_default().help = help.to_owned();
@@ -67,7 +68,7 @@ fn families() -> BTreeMap<String, Family> {
             let parts = ["_bucket", "_sum", "_count"].iter().find_map(|part| name.strip_suffix(part));
             let name = parts.filter(|name| families.contains_key(*name)).unwrap_or(name);
             let family = families.get_mut(name).unwrap_or_else(|| panic!("{line} comes before its type"));
-            // A label's name stands before `="`, behind a comma or the beginning.
+            // A label's name precedes `="`, after a comma or the beginning.
             let names =
                 labels.split("=\"").map(|before| before.rsplit([',', '{']).next().unwrap_or_default());
             let names = names.filter(|name| !name.contains(['"', '}', ' ']) && *name != "le");
@@ -77,7 +78,7 @@ fn families() -> BTreeMap<String, Family> {
     families
 }
 
-fn table(families: &BTreeMap<String, Family>) -> String {
+fn table(families: &BTreeMap<String, ScrapedFamily>) -> String {
     let mut rows = "| metric | kind | labels | what |\n|---|---|---|---|\n".to_owned();
     for (name, family) in families {
         let labels: Vec<_> = family.labels.iter().map(|label| format!("`{label}`")).collect();
@@ -115,7 +116,7 @@ fn every_metric_of_the_sources_has_a_type_a_word_and_the_labels_of_all() {
         assert!(family.help.ends_with('.'), "{name}: {}", family.help);
         assert!(family.labels.contains("model_name") && family.labels.contains("engine"), "{name}");
     }
-    // Names as they stand in the sources, so that none is forgotten above.
+    // Names in the sources, so that none is missing above.
     let sources = ["src/metrics/mod.rs", "src/metrics/tiers.rs"].map(|file| {
         let text = std::fs::read_to_string(ours(file)).expect("a source is text");
         text.split("mod tests {").next().unwrap_or_default().to_owned()
@@ -124,6 +125,6 @@ fn every_metric_of_the_sources_has_a_type_a_word_and_the_labels_of_all() {
     let literals = text.split('"').skip(1).step_by(2);
     let named: BTreeSet<_> =
         literals.filter(|word| word.starts_with("vllm:") || word.starts_with("baton_")).collect();
-    let told: BTreeSet<_> = families.keys().map(String::as_str).collect();
-    assert_eq!(named, told);
+    let exported: BTreeSet<_> = families.keys().map(String::as_str).collect();
+    assert_eq!(named, exported);
 }

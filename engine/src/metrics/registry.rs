@@ -1,10 +1,9 @@
 //! The series of one engine: a few atomics each, behind the handles of the `metrics` crate.
 //!
-//! Every series has its full size when it is made, so that counting takes no memory and a scrape gives none back: an
-//! engine that is never scraped holds as much as one that is. The number of series is bounded by the label values, each of
-//! which is a constant of this crate, the model's name or a rank.
+//! Every series has its full size when it is created, so that neither counting nor a scrape changes the memory use.
+//! The number of series is bounded by the label values: constants of this crate, the model's name and the ranks.
 //!
-//! The registry's lock is taken when a handle is made and when a page is written, never when something is counted
+//! The registry's lock is taken when a handle is created and when a page is written, never when an event is counted
 //! through a handle.
 
 use std::collections::BTreeMap;
@@ -15,8 +14,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use metrics::{Counter, Gauge, Histogram, HistogramFn, Label};
 
 /// A distribution: counts by bucket, and the sum.
-struct Buckets {
-    /// Upper bounds, rising.
+struct HistogramBuckets {
+    /// Upper bounds, ascending.
     bounds: &'static [f64],
     /// One per bound, and one beyond the last.
     counts: Box<[AtomicU64]>,
@@ -24,19 +23,19 @@ struct Buckets {
     sum: AtomicU64,
 }
 
-impl Buckets {
+impl HistogramBuckets {
     fn new(bounds: &'static [f64]) -> Self {
         let counts = (0..=bounds.len()).map(|_| AtomicU64::new(0)).collect();
         Self { bounds, counts, sum: AtomicU64::new(0.0_f64.to_bits()) }
     }
 }
 
-impl HistogramFn for Buckets {
+impl HistogramFn for HistogramBuckets {
     fn record(&self, value: f64) {
         let bucket = self.bounds.partition_point(|bound| *bound < value);
         self.counts[bucket].fetch_add(1, Ordering::Relaxed);
         let add = |bits: u64| Some((f64::from_bits(bits) + value).to_bits());
-        // Never `Err`: the closure always gives a value.
+        // Never `Err`: the closure always returns a value.
         let _ = self.sum.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
     }
 }
@@ -45,20 +44,20 @@ enum Series {
     Counter(Arc<AtomicU64>),
     /// The bits of an `f64`.
     Gauge(Arc<AtomicU64>),
-    Histogram(Arc<Buckets>),
+    Histogram(Arc<HistogramBuckets>),
 }
 
-struct Family {
+struct MetricFamily {
     kind: &'static str,
     help: &'static str,
-    /// By the labels as a page shows them.
+    /// By the labels in their exposition format.
     series: BTreeMap<String, Series>,
 }
 
 /// See the module's documentation.
 #[derive(Default)]
 pub(super) struct Registry {
-    families: Mutex<BTreeMap<&'static str, Family>>,
+    families: Mutex<BTreeMap<&'static str, MetricFamily>>,
 }
 
 impl Registry {
@@ -101,7 +100,7 @@ impl Registry {
         bounds: &'static [f64],
         labels: impl Iterator<Item = &'a Label>,
     ) -> Histogram {
-        let empty = || Series::Histogram(Arc::new(Buckets::new(bounds)));
+        let empty = || Series::Histogram(Arc::new(HistogramBuckets::new(bounds)));
         let mut families = self.lock();
         match series(&mut families, (name, "histogram", help), labels, empty) {
             Series::Histogram(buckets) => Histogram::from_arc(Arc::clone(buckets)),
@@ -109,11 +108,11 @@ impl Registry {
         }
     }
 
-    /// All of it, in Prometheus' text format.
+    /// All series, in Prometheus' text format.
     pub(super) fn render(&self) -> String {
         let mut page = String::new();
         for (name, family) in &*self.lock() {
-            let Family { kind, help, series } = family;
+            let MetricFamily { kind, help, series } = family;
             let _ = writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}");
             for (labels, series) in series {
                 match series {
@@ -132,29 +131,29 @@ impl Registry {
         page
     }
 
-    /// Keeps the lock, for tests of what needs it.
+    /// Holds the lock, for tests.
     #[cfg(test)]
-    pub(super) fn held(&self) -> impl Drop + '_ {
+    pub(super) fn lock_for_test(&self) -> impl Drop + '_ {
         self.lock()
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<&'static str, Family>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<&'static str, MetricFamily>> {
         self.families.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The series that is known, or a new one.
+/// The existing series, or a new one.
 fn series<'f, 'a>(
-    families: &'f mut BTreeMap<&'static str, Family>,
+    families: &'f mut BTreeMap<&'static str, MetricFamily>,
     (name, kind, help): (&'static str, &'static str, &'static str),
     labels: impl Iterator<Item = &'a Label>,
     new: impl FnOnce() -> Series,
 ) -> &'f Series {
-    let family = families.entry(name).or_insert_with(|| Family { kind, help, series: BTreeMap::new() });
+    let family = families.entry(name).or_insert_with(|| MetricFamily { kind, help, series: BTreeMap::new() });
     family.series.entry(shown(labels)).or_insert_with(new)
 }
 
-/// Labels as they stand between braces.
+/// Labels in exposition format, without braces.
 fn shown<'a>(labels: impl Iterator<Item = &'a Label>) -> String {
     let mut text = String::new();
     for label in labels {
@@ -176,7 +175,7 @@ fn shown<'a>(labels: impl Iterator<Item = &'a Label>) -> String {
     text
 }
 
-fn write_histogram(page: &mut String, name: &str, labels: &str, buckets: &Buckets) {
+fn write_histogram(page: &mut String, name: &str, labels: &str, buckets: &HistogramBuckets) {
     let separator = if labels.is_empty() { "" } else { "," };
     let mut count = 0;
     for (at, of_bucket) in buckets.counts.iter().enumerate() {

@@ -1,12 +1,12 @@
-//! What the offload tiers hold and did, per tier.
+//! The contents and counts of the offload tiers, per tier.
 
 use metrics::{Counter, Gauge, Label};
 
 use super::Registrar;
-use crate::offload::{Fault, OffloadCounts, Tier, TierCounts};
+use crate::offload::{OffloadCounts, OffloadFault, Tier, TierCounts};
 
 /// The metrics of one tier.
-struct OfTier {
+struct OneTierMetrics {
     blocks: Gauge,
     capacity: Gauge,
     stored: Counter,
@@ -16,7 +16,7 @@ struct OfTier {
     evicted: Counter,
 }
 
-impl OfTier {
+impl OneTierMetrics {
     fn publish(&self, counts: TierCounts, block_bytes: u64) {
         self.blocks.set(counts.blocks as f64);
         self.capacity.set(counts.capacity as f64);
@@ -31,13 +31,13 @@ impl OfTier {
 /// The metrics of all tiers of one engine core.
 pub struct TierMetrics {
     block_bytes: u64,
-    host: OfTier,
-    disk: OfTier,
+    host: OneTierMetrics,
+    disk: OneTierMetrics,
     hit_tokens: Counter,
     not_stored: Counter,
     not_written: Counter,
-    faults: [Counter; Fault::ALL.len()],
-    disk_rests: Gauge,
+    faults: [Counter; OffloadFault::ALL.len()],
+    disk_suspended: Gauge,
 }
 
 impl TierMetrics {
@@ -45,7 +45,7 @@ impl TierMetrics {
         let of_tier = |tier: Tier| {
             let counter = |name, help| make.counter_labelled(name, help, &[Label::new("tier", tier.label())]);
             let gauge = |name, help| make.gauge_labelled(name, help, &[Label::new("tier", tier.label())]);
-            OfTier {
+            OneTierMetrics {
                 blocks: gauge("baton_kv_offload_blocks", "Blocks in a tier."),
                 capacity: gauge("baton_kv_offload_capacity_blocks", "Blocks that a tier can hold."),
                 stored: counter("baton_kv_offload_stored_blocks_total", "Blocks copied into a tier."),
@@ -77,14 +77,15 @@ impl TierMetrics {
             ),
             not_stored: skipped(Tier::Host),
             not_written: skipped(Tier::Disk),
-            faults: Fault::ALL.map(|fault| {
+            faults: OffloadFault::ALL.map(|fault| {
                 make.counter_with("baton_kv_offload_failures_total", failed, "fault", fault.label())
             }),
-            disk_rests: make.gauge("baton_kv_offload_disk_suspended", "1 while a failing disk is suspended."),
+            disk_suspended: make
+                .gauge("baton_kv_offload_disk_suspended", "1 while a failing disk is suspended."),
         }
     }
 
-    /// The state of the tiers, after each step.
+    /// Publishes the state of the tiers, after each step.
     pub fn publish(&self, counts: &OffloadCounts) {
         self.host.publish(counts.host, self.block_bytes);
         self.disk.publish(counts.disk, self.block_bytes);
@@ -94,6 +95,6 @@ impl TierMetrics {
         for (counter, count) in self.faults.iter().zip(counts.faults) {
             counter.absolute(count);
         }
-        self.disk_rests.set(f64::from(u8::from(counts.disk_rests)));
+        self.disk_suspended.set(f64::from(u8::from(counts.disk_suspended)));
     }
 }

@@ -1,11 +1,11 @@
 //! A conversation to a prompt: the checkpoint's Jinja template, as Hugging Face renders it.
 //!
-//! Templates are programs from the checkpoint, their data is from strangers: a render is bounded in steps
-//! (`FUEL`), recursion (minijinja's 500) and output (`OUTPUT_BYTES_MAX`), and whatever it raises is a 400.
+//! Templates are programs from the checkpoint, and their data is untrusted. A render is bounded in steps (`FUEL`),
+//! recursion (minijinja's 500) and output (`OUTPUT_BYTES_MAX`), and all errors of it become a 400.
 //!
-//! What Hugging Face adds to Jinja, and this file too: `trim_blocks` and `lstrip_blocks`, Python's string
-//! methods, `tojson` that escapes nothing for HTML (`json.rs`), `raise_exception`, `strftime_now`
-//! (`strftime.rs`), loop controls, and `{% generation %}`, which marks text for training and is read as nothing.
+//! Extensions of Jinja, as in Hugging Face: `trim_blocks` and `lstrip_blocks`, Python's string methods, `tojson` that
+//! escapes nothing for HTML (`json.rs`), `raise_exception`, `strftime_now` (`strftime.rs`), and loop controls.
+//! `{% generation %}`, which marks text for training, has no effect.
 
 mod json;
 mod strftime;
@@ -24,15 +24,15 @@ use serde_json::Value as Json;
 use super::tokenizer::Tokenizer;
 use super::{FileBytes, ModelError, ModelFiles};
 
-/// Instructions of one render. A message costs some hundred; 4096 messages and 512 tools stay far below.
+/// Instructions of one render. A message needs some hundred; 4096 messages and 512 tools stay far below.
 const FUEL: u64 = 20_000_000;
-/// Bytes of a rendered prompt: twice the largest body, so that markup has room.
+/// Bytes of a rendered prompt: twice the largest body, to have space for markup.
 pub const OUTPUT_BYTES_MAX: usize = 64 << 20;
 const FILE: &str = "chat_template.jinja";
 const CONFIG: &str = "tokenizer_config.json";
 const DEFAULT: &str = "default";
 const TOOL_USE: &str = "tool_use";
-/// Variables that are ours to set.
+/// Variables that requests must not set.
 const RESERVED: [&str; 8] = [
     "messages",
     "tools",
@@ -44,11 +44,11 @@ const RESERVED: [&str; 8] = [
     "strftime_now",
 ];
 
-/// A checkpoint's chat template; may be absent. Immutable; share it.
+/// A checkpoint's chat template, possibly absent. Immutable; can be shared.
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
-    /// Templates there are: `default`, `tool_use`.
+    /// Names of the templates: `default`, `tool_use`.
     names: Vec<String>,
     special_tokens: Vec<(String, String)>,
 }
@@ -59,7 +59,7 @@ pub enum ChatError {
     /// The checkpoint has no chat template.
     #[error("the model has no chat template; use /v1/completions")]
     NoTemplate,
-    /// The template refused the conversation, in its own words.
+    /// The template refused the conversation with this message.
     #[error("{0}")]
     Raised(String),
     /// The template failed on the conversation.
@@ -68,10 +68,10 @@ pub enum ChatError {
     /// The prompt is longer than [`OUTPUT_BYTES_MAX`].
     #[error("the rendered conversation is over {OUTPUT_BYTES_MAX} bytes")]
     TooLong,
-    /// `chat_template_kwargs` has a name that is not the client's to set.
+    /// `chat_template_kwargs` has a name that requests must not set.
     #[error("`chat_template_kwargs.{0}` cannot be set")]
     Reserved(String),
-    /// `continue_final_message`, but the template does not show the last message as it is.
+    /// `continue_final_message` is set, but the template does not render the last message unchanged.
     #[error(
         "`continue_final_message` is set, but the rendered conversation does not contain the last message"
     )]
@@ -90,11 +90,11 @@ impl From<ChatError> for ApiError {
 }
 
 impl ChatTemplate {
-    /// Reads `chat_template.jinja`, or else `chat_template` of `tokenizer_config.json` (a string, or a list of
-    /// named ones). A checkpoint without one loads; its conversations are refused.
+    /// Reads `chat_template.jinja`, or otherwise `chat_template` of `tokenizer_config.json` (a string, or a list of
+    /// named ones). A checkpoint without a template loads; its conversations are refused.
     ///
     /// # Errors
-    /// The template is there but is not text, or not Jinja.
+    /// The template exists but is not text, or not Jinja.
     pub fn load(files: &ModelFiles, tokenizer: &Tokenizer) -> Result<Self, ModelError> {
         let (file, sources) = match files.open(FILE)? {
             Some(bytes) => (FILE, vec![(DEFAULT.to_owned(), utf8(&bytes)?)]),
@@ -116,18 +116,18 @@ impl ChatTemplate {
         Ok(Self { environment, names, special_tokens })
     }
 
-    /// Whether there is a template at all.
+    /// Whether there is a template.
     #[must_use]
     pub fn is_present(&self) -> bool {
         !self.names.is_empty()
     }
 
-    /// Renders a conversation. Encode the result without adding special tokens: they are in it.
+    /// Renders a conversation. The result contains its special tokens, so it must be encoded without adding any.
     ///
-    /// `now` is what `strftime_now` shows, in UTC.
+    /// `now` is the time of `strftime_now`, in UTC.
     ///
     /// # Errors
-    /// [`ChatError`]; all of them are the client's to mend, or the checkpoint's.
+    /// [`ChatError`]. The client or the checkpoint has to fix all of them.
     pub fn render(&self, chat: &ChatInput, now: SystemTime) -> Result<String, ChatError> {
         let name = self.pick(!chat.tools.is_empty()).ok_or(ChatError::NoTemplate)?;
         if let Some(name) = chat.template_kwargs.keys().find(|name| RESERVED.contains(&name.as_str())) {
@@ -135,9 +135,9 @@ impl ChatTemplate {
         }
         let template = self.environment.get_template(name).map_err(|error| failed(&error))?;
         let context = self.context(chat, template.source().contains("developer"), now);
-        let mut out = Bounded { bytes: Vec::new(), full: false };
+        let mut out = BoundedBuffer { bytes: Vec::new(), overflowed: false };
         let rendered = template.render_captured_to(context, &mut out).map(|_| ());
-        if out.full {
+        if out.overflowed {
             return Err(ChatError::TooLong);
         }
         rendered.map_err(|error| failed(&error))?;
@@ -172,8 +172,7 @@ impl ChatTemplate {
     }
 }
 
-/// OpenAI renamed `system` to `developer`; a template that does not know the new name would drop the message, or
-/// refuse it.
+/// OpenAI renamed `system` to `developer`. A template without the new name would drop the message or refuse it.
 fn as_system(messages: &[Json]) -> Vec<Json> {
     let renamed = |message: &Json| {
         let mut message = message.clone();
@@ -185,7 +184,7 @@ fn as_system(messages: &[Json]) -> Vec<Json> {
     messages.iter().map(renamed).collect()
 }
 
-/// Cuts what the template wrote after the last message's content, as Hugging Face does.
+/// Removes the text that the template wrote after the last message's content, as Hugging Face does.
 fn open_end(mut text: String, chat: &ChatInput) -> Result<String, ChatError> {
     let last = chat.messages.last().and_then(|message| message["content"].as_str()).unwrap_or_default();
     let trimmed = last.trim();
@@ -209,28 +208,28 @@ fn environment() -> Environment<'static> {
     environment
 }
 
-/// What `raise_exception` raised, so that it can be told from the template's own mistakes.
+/// An error of `raise_exception`, to distinguish it from errors of the template itself.
 #[derive(Debug)]
-struct Raised(String);
+struct RaisedError(String);
 
-impl fmt::Display for Raised {
+impl fmt::Display for RaisedError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for Raised {}
+impl std::error::Error for RaisedError {}
 
 fn raise_exception(message: &str) -> Result<Value, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, "raised by the template")
-        .with_source(Raised(message.to_owned())))
+        .with_source(RaisedError(message.to_owned())))
 }
 
-/// The error in words of ours or of the template's: minijinja's display would show template source.
+/// The error with a message of Baton or of the template: minijinja's display would show template source.
 fn failed(error: &Error) -> ChatError {
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(current) = cause {
-        if let Some(Raised(message)) = current.downcast_ref() {
+        if let Some(RaisedError(message)) = current.downcast_ref() {
             return ChatError::Raised(message.clone());
         }
         cause = current.source();
@@ -290,15 +289,15 @@ fn without_generation_tags(source: &str) -> String {
 }
 
 /// A buffer that refuses to grow over [`OUTPUT_BYTES_MAX`].
-struct Bounded {
+struct BoundedBuffer {
     bytes: Vec<u8>,
-    full: bool,
+    overflowed: bool,
 }
 
-impl Write for Bounded {
+impl Write for BoundedBuffer {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
         if self.bytes.len() + buffer.len() > OUTPUT_BYTES_MAX {
-            self.full = true;
+            self.overflowed = true;
             return Err(io::Error::other("the rendered conversation is too long"));
         }
         self.bytes.extend_from_slice(buffer);

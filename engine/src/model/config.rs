@@ -1,9 +1,8 @@
-//! What a checkpoint computes: `config.json` and `generation_config.json`, read into one [`ModelConfig`].
+//! The computation of a checkpoint: `config.json` and `generation_config.json`, parsed into one [`ModelConfig`].
 //!
-//! Both dialects are read: the one most hub checkpoints have (`rope_theta`, `rope_scaling`, `torch_dtype`) and
-//! the one transformers 5 writes (`rope_parameters`, `dtype`). Whatever would change the computation and is
-//! not implemented is refused **by name**, before any weight is read: an engine that ignores a field it does
-//! not know answers with fluent nonsense.
+//! Both dialects are supported: that of most hub checkpoints (`rope_theta`, `rope_scaling`, `torch_dtype`) and that of
+//! transformers 5 (`rope_parameters`, `dtype`). A feature that would change the computation and is not implemented is
+//! refused **by name**, before any weight is read. An engine that ignores unknown fields would generate wrong text.
 
 mod json;
 mod rope;
@@ -13,17 +12,17 @@ pub use rope::{Rope, RopeScaling};
 use baton_connector::KvLayout;
 use baton_connector::layout::KvDtype;
 
-use self::json::Fields;
+use self::json::JsonFields;
 use super::{ModelError, ModelFiles};
 use crate::model::generation::GenerationDefaults;
 
 /// The file that describes the architecture.
 pub(crate) const CONFIG_FILE: &str = "config.json";
-/// What this engine computes, for refusals.
+/// The supported models, for refusals.
 const SUPPORTED: &str = "dense Llama, Qwen2 and Qwen3 decoders";
 
-/// Upper bounds of each size: far above any released checkpoint, low enough that products of two of them fit
-/// `usize` on every platform and a hostile file cannot ask for terabytes.
+/// Upper bounds of each size: far above any released checkpoint, and low enough that products of two of them fit
+/// `usize` on every platform. A hostile file therefore cannot request terabytes.
 const MAX_LAYERS: usize = 1024;
 const MAX_WIDTH: usize = 1 << 20;
 const MAX_HEADS: usize = 4096;
@@ -33,7 +32,7 @@ const MAX_POSITIONS: usize = 1 << 26;
 
 /// Architecture family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Family {
+pub enum ModelFamily {
     /// `LlamaForCausalLM`.
     Llama,
     /// `Qwen2ForCausalLM`: biases on q, k and v.
@@ -42,11 +41,11 @@ pub enum Family {
     Qwen3,
 }
 
-/// Everything about a checkpoint that the engine needs to know besides its weights and its tokenizer.
+/// All properties of a checkpoint that the engine needs, besides its weights and its tokenizer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// Architecture family.
-    pub family: Family,
+    pub family: ModelFamily,
     /// Width of the residual stream.
     pub hidden: usize,
     /// Transformer layers.
@@ -75,10 +74,10 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// Rotary position embedding.
     pub rope: Rope,
-    /// Tokens that end a completion: `generation_config.json`'s list wins over `config.json`'s. The tokenizer may name
-    /// another one: see [`Self::ends_of_text`].
+    /// Tokens that end a completion; `generation_config.json` overrides `config.json`. The tokenizer may name another
+    /// one: see [`Self::ends_of_text`].
     pub eos: Vec<u32>,
-    /// First token of a text, where the checkpoint names one.
+    /// First token of a text, if the checkpoint names one.
     pub bos: Option<u32>,
     /// Default sampling parameters.
     pub generation: GenerationDefaults,
@@ -88,20 +87,20 @@ impl ModelConfig {
     /// Reads the configuration of a checkpoint.
     ///
     /// # Errors
-    /// [`ModelError::Missing`] without `config.json`, [`ModelError::Malformed`] where a field is absent, of the
-    /// wrong type or out of range, [`ModelError::Unsupported`] for an architecture or feature this engine does
-    /// not compute.
+    /// Returns [`ModelError::Missing`] without `config.json`. Returns [`ModelError::Malformed`] for a field that is
+    /// absent, of the wrong type or out of range. Returns [`ModelError::Unsupported`] for an architecture or feature
+    /// that this engine does not compute.
     pub fn read(files: &ModelFiles) -> Result<Self, ModelError> {
         let config = files.open(CONFIG_FILE)?.ok_or_else(|| ModelError::Missing(CONFIG_FILE.into()))?;
         Self::parse(&config, GenerationDefaults::load(files)?)
     }
 
-    /// Parses `config.json`; `generation` is what `generation_config.json` says, where there is one.
+    /// Parses `config.json`. `generation` contains the values of `generation_config.json`, if it exists.
     ///
     /// # Errors
     /// As [`Self::read`].
     pub fn parse(config: &[u8], generation: GenerationDefaults) -> Result<Self, ModelError> {
-        let fields = Fields::parse(CONFIG_FILE, config)?;
+        let fields = JsonFields::parse(CONFIG_FILE, config)?;
         let family = family(&fields)?;
         refuse_what_is_not_computed(&fields, family)?;
 
@@ -114,8 +113,8 @@ impl ModelConfig {
         let head_dim = match (size("head_dim", MAX_HEAD_DIM)?, family) {
             (Some(dim), _) => dim,
             // The default of transformers' Qwen3Config, which does not depend on the width.
-            (None, Family::Qwen3) => 128,
-            (None, Family::Llama | Family::Qwen2) if hidden.is_multiple_of(heads) => hidden / heads,
+            (None, ModelFamily::Qwen3) => 128,
+            (None, ModelFamily::Llama | ModelFamily::Qwen2) if hidden.is_multiple_of(heads) => hidden / heads,
             (None, _) => {
                 return Err(fields.malformed(format!(
                     "hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
@@ -133,8 +132,8 @@ impl ModelConfig {
             );
         }
         let max_positions = size("max_position_embeddings", MAX_POSITIONS)?.unwrap_or(match family {
-            Family::Llama => 2048,
-            Family::Qwen2 | Family::Qwen3 => 32768,
+            ModelFamily::Llama => 2048,
+            ModelFamily::Qwen2 | ModelFamily::Qwen3 => 32768,
         });
         let norm_eps = fields.number("rms_norm_eps")?.unwrap_or(1e-6);
         if !(norm_eps > 0.0 && norm_eps < 1.0) {
@@ -168,12 +167,11 @@ impl ModelConfig {
             intermediate: required("intermediate_size", MAX_WIDTH)?,
             vocab,
             max_positions,
-            #[allow(clippy::cast_possible_truncation)] // checked to be a small positive number
             norm_eps: norm_eps as f32,
             tied: fields.flag("tie_word_embeddings")?.unwrap_or(false),
-            qkv_bias: family == Family::Qwen2 || attention_bias,
-            output_bias: family != Family::Qwen2 && attention_bias,
-            mlp_bias: family == Family::Llama && fields.flag("mlp_bias")?.unwrap_or(false),
+            qkv_bias: family == ModelFamily::Qwen2 || attention_bias,
+            output_bias: family != ModelFamily::Qwen2 && attention_bias,
+            mlp_bias: family == ModelFamily::Llama && fields.flag("mlp_bias")?.unwrap_or(false),
             rope,
             eos,
             bos: fields.token("bos_token_id")?,
@@ -181,9 +179,9 @@ impl ModelConfig {
         })
     }
 
-    /// Tokens that end a completion, with the one that the tokenizer names. As in vLLM: a checkpoint whose template ends a
-    /// turn with `<|im_end|>` often names that token in `tokenizer_config.json` alone. A token without a row of logits
-    /// cannot be generated and is left out.
+    /// Tokens that end a completion, including the one that the tokenizer names. As in vLLM: a checkpoint whose
+    /// template ends a turn with `<|im_end|>` often names that token in `tokenizer_config.json` only. A token without a
+    /// row of logits cannot be generated and is left out.
     #[must_use]
     pub fn ends_of_text(&self, tokenizer_eos: Option<u32>) -> Vec<u32> {
         let known = |token: &u32| (*token as usize) < self.vocab && !self.eos.contains(token);
@@ -193,7 +191,7 @@ impl ModelConfig {
     /// Whether q and k are normalized head by head.
     #[must_use]
     pub fn qk_norm(&self) -> bool {
-        self.family == Family::Qwen3
+        self.family == ModelFamily::Qwen3
     }
 
     /// Width of all query heads together.
@@ -202,13 +200,13 @@ impl ModelConfig {
         self.heads * self.head_dim
     }
 
-    /// Width of all key heads together, which is that of the value heads.
+    /// Width of all key heads together, which equals that of the value heads.
     #[must_use]
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_dim
     }
 
-    /// The shape of a KV block of so many tokens, over all heads.
+    /// The shape of a KV block of `block_tokens` tokens, over all heads.
     #[must_use]
     pub fn kv_layout(&self, block_tokens: usize, dtype: KvDtype) -> KvLayout {
         let Self { layers, kv_heads, head_dim, .. } = *self;
@@ -217,22 +215,22 @@ impl ModelConfig {
 }
 
 /// The family, from `architectures` or, without it, from `model_type`.
-fn family(fields: &Fields<'_>) -> Result<Family, ModelError> {
+fn family(fields: &JsonFields<'_>) -> Result<ModelFamily, ModelError> {
     let named = match fields.get("architectures").and_then(|list| list.get(0)) {
         Some(first) => first.as_str(),
         None => fields.text("model_type")?,
     };
     match named {
-        Some("LlamaForCausalLM" | "llama") => Ok(Family::Llama),
-        Some("Qwen2ForCausalLM" | "qwen2") => Ok(Family::Qwen2),
-        Some("Qwen3ForCausalLM" | "qwen3") => Ok(Family::Qwen3),
+        Some("LlamaForCausalLM" | "llama") => Ok(ModelFamily::Llama),
+        Some("Qwen2ForCausalLM" | "qwen2") => Ok(ModelFamily::Qwen2),
+        Some("Qwen3ForCausalLM" | "qwen3") => Ok(ModelFamily::Qwen3),
         Some(other) => Err(fields.unsupported(&format!("architecture {other}"), SUPPORTED)),
         None => Err(fields.malformed("neither architectures nor model_type names an architecture".into())),
     }
 }
 
 /// Refuses features that change the result and are not implemented.
-fn refuse_what_is_not_computed(fields: &Fields<'_>, family: Family) -> Result<(), ModelError> {
+fn refuse_what_is_not_computed(fields: &JsonFields<'_>, family: ModelFamily) -> Result<(), ModelError> {
     if let Some(quantization) = fields.get("quantization_config") {
         let method = quantization.get("quant_method").and_then(|name| name.as_str()).unwrap_or("unnamed");
         return Err(
@@ -258,9 +256,9 @@ fn refuse_what_is_not_computed(fields: &Fields<'_>, family: Family) -> Result<()
     {
         return Err(fields.unsupported("layer_types other than full_attention", "full attention"));
     }
-    // As transformers: the window counts only where `use_sliding_window` is on, and only from layer
-    // `max_window_layers`. Llama has no window at all.
-    if family != Family::Llama && fields.flag("use_sliding_window")?.unwrap_or(false) {
+    // As in transformers: the window counts only if `use_sliding_window` is on, and only from layer
+    // `max_window_layers`. Llama has no window.
+    if family != ModelFamily::Llama && fields.flag("use_sliding_window")?.unwrap_or(false) {
         let windowed_from = fields.size_or_zero("max_window_layers")?;
         if fields.get("sliding_window").is_some()
             && windowed_from < fields.size_or_zero("num_hidden_layers")?

@@ -1,34 +1,32 @@
 //! Tokens to text, one at a time, never half of a character.
 //!
-//! Two ways, because tokenizers come in two kinds:
+//! Two methods, because there are two kinds of tokenizers:
 //!
-//! - *Byte-level* (Llama 3, Qwen, GPT-2): the text is the tokens' bytes. What is not yet a whole character waits;
-//!   what can never become one is replaced, exactly where [`String::from_utf8_lossy`] would.
-//! - *Everything else* (SentencePiece-like: Llama 2, Mistral): the text depends on neighbours (a leading space is
-//!   stripped, byte tokens fuse), so a short window is decoded with and without the new token, and the
-//!   difference is the new text.
+//! - *Byte-level* (Llama 3, Qwen, GPT-2): the text is the tokens' bytes. An incomplete character is held back. Bytes
+//!   that can never become a character are replaced, exactly as in [`String::from_utf8_lossy`].
+//! - *All others* (SentencePiece-like: Llama 2, Mistral): the text depends on neighbours (a leading space is stripped,
+//!   byte tokens fuse). A short window is decoded with and without the new token, and the difference is the new text.
 //!
 //! Invariants:
-//! - Byte-level: the concatenation of all `push` and `finish` is exactly `Tokenizer::decode` of all ids.
-//!   Otherwise the same, except that after a character has been sent it is not taken back when later byte
-//!   tokens turn out to be invalid.
+//! - Byte-level: the concatenation of all `push` and `finish` is exactly `Tokenizer::decode` of all ids. Otherwise the
+//!   same, except that a sent character is not taken back when later byte tokens turn out to be invalid.
 //! - At most [`HELD_BYTES_MAX`] (byte-level) or [`HELD_TOKENS_MAX`] tokens are held back.
 
 use std::sync::Arc;
 
-use super::tokenizer::{Decode, Tokenizer};
+use super::tokenizer::{DecodeMode, Tokenizer};
 
-/// A character has at most four bytes; three can be waiting.
+/// A character has at most four bytes, so at most three can be held back.
 pub const HELD_BYTES_MAX: usize = 3;
-/// A window longer than this is sent as it is. Four byte tokens make any character.
+/// A longer window is sent. Four byte tokens make any character.
 pub const HELD_TOKENS_MAX: usize = 16;
 const REPLACEMENT: char = char::REPLACEMENT_CHARACTER;
 
-/// One sequence's text, as it grows.
+/// The growing text of one sequence.
 #[derive(Debug)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
-    decode: Decode,
+    decode: DecodeMode,
     state: State,
 }
 
@@ -36,48 +34,49 @@ pub struct Detokenizer {
 enum State {
     /// Bytes that may still become a character.
     Bytes(Vec<u8>),
-    Window(Window),
+    Window(TokenWindow),
 }
 
-/// The last tokens whose text is known, then those whose text is not yet out.
+/// The last tokens whose text is known, then those whose text has not been sent.
 #[derive(Debug, Default)]
-struct Window {
+struct TokenWindow {
     ids: Vec<u32>,
-    /// How many of `ids` are out.
+    /// Number of `ids` that have been sent.
     sent: usize,
-    /// What those decode to by themselves.
+    /// The text of these ids alone.
     sent_text: String,
 }
 
 impl Detokenizer {
     /// Text that starts with the first token pushed.
     #[must_use]
-    pub fn new(tokenizer: Arc<Tokenizer>, decode: Decode) -> Self {
+    pub fn new(tokenizer: Arc<Tokenizer>, decode: DecodeMode) -> Self {
         let state = if tokenizer.is_byte_level() {
             State::Bytes(Vec::new())
         } else {
-            State::Window(Window::default())
+            State::Window(TokenWindow::default())
         };
         Self { tokenizer, decode, state }
     }
 
-    /// Text that continues a prompt: a tokenizer that strips the space at the start of a text does not strip the
-    /// one between prompt and continuation. The prompt's last few tokens suffice.
+    /// Text that continues a prompt. A tokenizer that strips the space at the start of a text does not strip the one
+    /// between prompt and continuation. The prompt's last few tokens suffice.
     #[must_use]
-    pub fn after_prompt(tokenizer: Arc<Tokenizer>, decode: Decode, prompt: &[u32]) -> Self {
+    pub fn after_prompt(tokenizer: Arc<Tokenizer>, decode: DecodeMode, prompt: &[u32]) -> Self {
         let mut new = Self::new(tokenizer, decode);
         if let State::Window(window) = &mut new.state {
-            let shown = |id: &&u32| !(decode == Decode::SkipSpecial && new.tokenizer.is_special(**id));
+            let shown = |id: &&u32| !(decode == DecodeMode::SkipSpecial && new.tokenizer.is_special(**id));
             let tail = prompt.len().saturating_sub(4);
             let ids: Vec<u32> = prompt[tail..].iter().filter(shown).copied().collect();
-            *window = Window { sent: ids.len(), sent_text: new.tokenizer.decode(&ids, Decode::All), ids };
+            *window =
+                TokenWindow { sent: ids.len(), sent_text: new.tokenizer.decode(&ids, DecodeMode::All), ids };
         }
         new
     }
 
-    /// Adds a token; returns the text that is complete now, often empty.
+    /// Adds a token. Returns the text that is complete now, often empty.
     pub fn push(&mut self, id: u32) -> String {
-        if self.decode == Decode::SkipSpecial && self.tokenizer.is_special(id) {
+        if self.decode == DecodeMode::SkipSpecial && self.tokenizer.is_special(id) {
             return String::new();
         }
         match &mut self.state {
@@ -89,8 +88,8 @@ impl Detokenizer {
         }
     }
 
-    /// Ends the text; returns what was held back, replaced if it is not a character. For comparisons with whole
-    /// decodings: an answer leaves it out.
+    /// Ends the text. Returns the held-back text, replaced if it is not a character. For comparisons with whole
+    /// decodings only: responses leave it out.
     pub fn finish(&mut self) -> String {
         match &mut self.state {
             State::Bytes(held) => {
@@ -103,14 +102,14 @@ impl Detokenizer {
     }
 }
 
-/// Removes and returns everything but a possible beginning of a character at the end.
+/// Removes and returns all text except a possible beginning of a character at the end.
 fn take_characters(held: &mut Vec<u8>) -> String {
     let mut text = String::with_capacity(held.len());
     let mut waiting = 0;
     for chunk in held.utf8_chunks() {
         text.push_str(chunk.valid());
         let invalid = chunk.invalid();
-        // Invalid bytes that end the input may be an unfinished character; in the middle they never are.
+        // Invalid bytes at the end of the input may be an incomplete character. In the middle they never are.
         let at_end = invalid.as_ptr_range().end == held.as_ptr_range().end;
         if at_end && is_unfinished(invalid) {
             waiting = invalid.len();
@@ -126,10 +125,10 @@ fn is_unfinished(bytes: &[u8]) -> bool {
     !bytes.is_empty() && std::str::from_utf8(bytes).is_err_and(|error| error.error_len().is_none())
 }
 
-impl Window {
+impl TokenWindow {
     fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> String {
         self.ids.push(id);
-        let text = tokenizer.decode(&self.ids, Decode::All);
+        let text = tokenizer.decode(&self.ids, DecodeMode::All);
         let held = self.ids.len() - self.sent;
         if text.ends_with(REPLACEMENT) && held < HELD_TOKENS_MAX {
             return String::new();
@@ -141,21 +140,22 @@ impl Window {
         if self.sent == self.ids.len() {
             return String::new();
         }
-        let text = tokenizer.decode(&self.ids, Decode::All);
+        let text = tokenizer.decode(&self.ids, DecodeMode::All);
         self.send(tokenizer, &text)
     }
 
-    /// What `text`, all of the window, has beyond what is out; the window moves on if there is any.
+    /// Returns the part of `text`, the whole window's text, that has not been sent. If there is any, the window
+    /// advances.
     fn send(&mut self, tokenizer: &Tokenizer, text: &str) -> String {
         let new = match text.strip_prefix(self.sent_text.as_str()) {
             Some(new) => new.to_owned(),
-            // New byte tokens spoiled a character that is out already: send only what is theirs.
-            None => tokenizer.decode(&self.ids[self.sent..], Decode::All),
+            // New byte tokens invalidated a character that has been sent: only their own text is sent.
+            None => tokenizer.decode(&self.ids[self.sent..], DecodeMode::All),
         };
         if !new.is_empty() {
             self.ids.drain(..self.sent);
             self.sent = self.ids.len();
-            self.sent_text = tokenizer.decode(&self.ids, Decode::All);
+            self.sent_text = tokenizer.decode(&self.ids, DecodeMode::All);
         }
         new
     }
@@ -169,7 +169,7 @@ mod tests {
     use super::super::tokenizer::SpecialTokens;
     use super::*;
 
-    fn stream(tokenizer: &Arc<Tokenizer>, decode: Decode, ids: &[u32]) -> Vec<String> {
+    fn stream(tokenizer: &Arc<Tokenizer>, decode: DecodeMode, ids: &[u32]) -> Vec<String> {
         let mut stream = Detokenizer::new(Arc::clone(tokenizer), decode);
         let mut pieces: Vec<String> = ids.iter().map(|id| stream.push(*id)).collect();
         pieces.push(stream.finish());
@@ -180,7 +180,7 @@ mod tests {
         tokenizer.encode(text, SpecialTokens::AsWritten, 10_000).expect("short enough")
     }
 
-    const DECODES: [Decode; 2] = [Decode::All, Decode::SkipSpecial];
+    const DECODES: [DecodeMode; 2] = [DecodeMode::All, DecodeMode::SkipSpecial];
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(500))]
@@ -202,9 +202,9 @@ mod tests {
             for name in ["llama3", "qwen3", "sentencepiece"] {
                 let (tokenizer, _) = fixture(name);
                 let ids = encode(&tokenizer, &text);
-                let pieces = stream(&tokenizer, Decode::All, &ids);
+                let pieces = stream(&tokenizer, DecodeMode::All, &ids);
                 prop_assert!(pieces.iter().all(|piece| !piece.contains(REPLACEMENT)), "{:?}", pieces);
-                prop_assert_eq!(pieces.concat(), tokenizer.decode(&ids, Decode::All));
+                prop_assert_eq!(pieces.concat(), tokenizer.decode(&ids, DecodeMode::All));
             }
         }
 
@@ -221,7 +221,7 @@ mod tests {
         #[test]
         fn a_windowed_stream_of_any_ids_holds_back_little(ids in prop::collection::vec(0u32..360, 0..80)) {
             let (tokenizer, _) = fixture("sentencepiece");
-            let mut stream = Detokenizer::new(tokenizer, Decode::All);
+            let mut stream = Detokenizer::new(tokenizer, DecodeMode::All);
             for id in ids {
                 stream.push(id);
                 let State::Window(window) = &stream.state else { panic!("not byte-level") };
@@ -236,7 +236,7 @@ mod tests {
         let (tokenizer, _) = fixture("qwen3");
         let ids = encode(&tokenizer, "🙂");
         assert!(ids.len() > 1, "the fixture spreads the character over tokens");
-        let mut stream = Detokenizer::new(Arc::clone(&tokenizer), Decode::All);
+        let mut stream = Detokenizer::new(Arc::clone(&tokenizer), DecodeMode::All);
         assert_eq!(stream.push(ids[0]), "");
         assert_eq!(stream.finish(), "\u{FFFD}");
         assert_eq!(stream.finish(), "");
@@ -250,15 +250,15 @@ mod tests {
             let text: String = world.iter().map(|id| stream.push(*id)).collect();
             text + &stream.finish()
         };
-        assert_eq!(push(Detokenizer::new(Arc::clone(&tokenizer), Decode::All)), "world");
-        assert_eq!(push(Detokenizer::after_prompt(tokenizer, Decode::All, &prompt)), " world");
+        assert_eq!(push(Detokenizer::new(Arc::clone(&tokenizer), DecodeMode::All)), "world");
+        assert_eq!(push(Detokenizer::after_prompt(tokenizer, DecodeMode::All, &prompt)), " world");
     }
 
     #[test]
     fn special_tokens_show_only_when_asked_for() {
         let (tokenizer, _) = fixture("qwen3");
         let ids = encode(&tokenizer, "a<|im_end|>b<think>c");
-        assert_eq!(stream(&tokenizer, Decode::SkipSpecial, &ids).concat(), "ab<think>c");
-        assert_eq!(stream(&tokenizer, Decode::All, &ids).concat(), "a<|im_end|>b<think>c");
+        assert_eq!(stream(&tokenizer, DecodeMode::SkipSpecial, &ids).concat(), "ab<think>c");
+        assert_eq!(stream(&tokenizer, DecodeMode::All, &ids).concat(), "a<|im_end|>b<think>c");
     }
 }

@@ -1,4 +1,4 @@
-//! Where a checkpoint's files come from: a folder on disk, or the model embedded in the binary.
+//! The source of a checkpoint's files: a folder on disk, or the model embedded in the binary.
 
 use std::fs::File;
 use std::ops::Deref;
@@ -13,7 +13,7 @@ use super::ModelError;
 pub enum ModelFiles {
     /// A Hugging Face folder.
     Dir(PathBuf),
-    /// Name and bytes of each file of an embedded checkpoint, and what to call it.
+    /// An embedded checkpoint: name and bytes of each file, and its served name.
     BuiltIn {
         /// The served model name.
         name: &'static str,
@@ -22,7 +22,7 @@ pub enum ModelFiles {
     },
 }
 
-/// A file's bytes: memory-mapped or embedded. Cheap to hold, read on demand.
+/// A file's bytes: memory-mapped or embedded. The operating system reads them on demand.
 #[derive(Debug)]
 pub enum FileBytes {
     /// Mapped from disk.
@@ -42,11 +42,11 @@ impl Deref for FileBytes {
 }
 
 impl ModelFiles {
-    /// Opens a file of the checkpoint; `Ok(None)` when there is none of that name.
+    /// Opens a file of the checkpoint. `Ok(None)` if there is no file of that name.
     ///
     /// # Errors
-    /// [`ModelError::File`] when it is there but cannot be read.
-    #[allow(unsafe_code)] // a memory map; see below
+    /// [`ModelError::File`] if it exists but cannot be read.
+    #[allow(unsafe_code, reason = "a memory map; see below")]
     pub fn open(&self, name: &str) -> Result<Option<FileBytes>, ModelError> {
         match self {
             Self::BuiltIn { files, .. } => {
@@ -61,9 +61,9 @@ impl ModelFiles {
                     Ok(file) if file.metadata().map_err(failed)?.len() == 0 => {
                         Ok(Some(FileBytes::Static(&[])))
                     }
-                    // SAFETY: the map is read-only. Truncating a checkpoint under a running engine is the
-                    // operator's mistake, as with every engine that maps its weights.
                     Ok(file) => {
+                        // SAFETY: the map is read-only. Truncating a checkpoint under a running engine is an
+                        // operator error, as with every engine that maps its weights.
                         unsafe { Mmap::map(&file) }.map(|map| Some(FileBytes::Mapped(map))).map_err(failed)
                     }
                 }

@@ -1,12 +1,12 @@
-//! `generation_config.json`: what the checkpoint sets for sampling.
+//! `generation_config.json`: the checkpoint's defaults for sampling.
 
 use serde_json::{Map, Value};
 
 use super::tokenizer::json_object;
 use super::{ModelError, ModelFiles};
 
-/// What `generation_config.json` says about sampling. `do_sample` is not read, as in vLLM: a request without a
-/// temperature is sampled.
+/// Sampling values of `generation_config.json`. As in vLLM, `do_sample` is ignored: a request without a temperature is
+/// sampled.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerationDefaults {
     /// Temperature.
@@ -19,9 +19,9 @@ pub struct GenerationDefaults {
     pub min_p: Option<f32>,
     /// Repetition penalty.
     pub repetition_penalty: Option<f32>,
-    /// `max_tokens` when a request does not say.
+    /// `max_tokens` of a request without a value.
     pub max_new_tokens: Option<u32>,
-    /// End-of-sequence tokens; they replace those of `config.json`. Empty when the file does not say.
+    /// End-of-sequence tokens, which replace those of `config.json`. Empty if the file has none.
     pub eos_token_ids: Vec<u32>,
 }
 
@@ -29,7 +29,7 @@ impl GenerationDefaults {
     /// Reads `generation_config.json`; a checkpoint without one has no defaults.
     ///
     /// # Errors
-    /// The file is there and is not readable, not JSON, or has a value that no request could have.
+    /// The file exists and is not readable, not JSON, or has a value that no request could have.
     pub fn load(files: &ModelFiles) -> Result<Self, ModelError> {
         json_object(files, FILE)?.map_or_else(|| Ok(Self::default()), |config| Self::from_map(&config))
     }
@@ -54,7 +54,7 @@ impl GenerationDefaults {
                 count.map(Some).ok_or_else(|| malformed(name, value))
             }
         };
-        // -1 is "no bound" in checkpoints that were saved by older tools.
+        // -1 means "no bound" in checkpoints of older tools.
         let max_new_tokens = match config.get("max_new_tokens") {
             Some(value) if value.as_i64() == Some(-1) => None,
             Some(value) if value.as_u64() == Some(0) => return Err(malformed("max_new_tokens", value)),

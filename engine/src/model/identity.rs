@@ -1,5 +1,5 @@
-//! A short name for what a checkpoint computes, so that two engines share KV blocks only if they run the same
-//! weights. Two models can agree in every number of their shape and still must never share a block.
+//! A short name of a checkpoint's computation, so that two engines share KV blocks only if they run the same weights.
+//! Two models with the same shape must never share a block.
 
 use std::collections::BTreeSet;
 
@@ -8,10 +8,10 @@ use sha2::{Digest, Sha256};
 
 use super::{ModelError, ModelFiles};
 
-/// Bytes of each weight file that are read at its start, where the header with names, types and shapes lies.
+/// Bytes of each weight file that are read at its start, which contains the header with names, types and shapes.
 const HEAD_BYTES: usize = 64 * 1024;
 
-/// Samples of each weight file, evenly spaced to its end: whoever changes a model changes whole tensors.
+/// Samples of each weight file, evenly spaced to its end. A changed model has whole changed tensors.
 const SAMPLES: usize = 512;
 
 /// Bytes of one sample.
@@ -19,7 +19,7 @@ const SAMPLE_BYTES: usize = 4 * 1024;
 
 /// Hexadecimal digest over `config.json` and samples of every weight file.
 ///
-/// Engines must agree on the files, not on their place: names of folders do not count.
+/// Only file contents matter: the names of folders do not count.
 ///
 /// # Errors
 /// [`ModelError`] when a file is missing or cannot be read.

@@ -13,13 +13,13 @@ pub use files::{FileBytes, ModelFiles};
 
 use std::path::PathBuf;
 
-/// Why a checkpoint cannot be served. Found before weights are read wherever possible.
+/// Why a checkpoint cannot be served. If possible, it is detected before weights are read.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
-    /// A file is there but cannot be read.
+    /// A file exists but cannot be read.
     #[error("cannot read {path}: {source}", path = path.display())]
     File {
-        /// Which file.
+        /// The file.
         path: PathBuf,
         /// The system's reason.
         source: std::io::Error,
@@ -27,22 +27,22 @@ pub enum ModelError {
     /// A file that every checkpoint needs is absent.
     #[error("{0} is missing from the checkpoint")]
     Missing(String),
-    /// A file does not say what it should.
+    /// A file is malformed.
     #[error("{file}: {what}")]
     Malformed {
-        /// Which file.
+        /// The file.
         file: String,
-        /// What is wrong with it.
+        /// What is wrong.
         what: String,
     },
-    /// The checkpoint is sound, but this engine cannot compute it.
+    /// The checkpoint is valid, but this engine cannot compute it.
     #[error("{file}: {what} is not supported ({supported})")]
     Unsupported {
-        /// Which file says so.
+        /// The file with the feature.
         file: String,
-        /// The feature, by the name the checkpoint gives it.
+        /// The feature, by its name in the checkpoint.
         what: String,
-        /// What is.
+        /// The supported alternatives.
         supported: String,
     },
 }

@@ -1,13 +1,13 @@
-//! Text to tokens and back: `tokenizer.json` as Hugging Face's own library reads it.
+//! Text to tokens and back: `tokenizer.json`, as Hugging Face's own library reads it.
 //!
 //! Facts that callers rely on:
 //! - **Literal special tokens in text become special tokens** (`<|im_end|>` typed by a user ends the turn), as in
-//!   Hugging Face and vLLM. A service that must keep its users from that escapes them before they get here.
-//! - A rendered chat template already contains BOS where the model wants one: encode it with
-//!   [`SpecialTokens::AsWritten`], or BOS comes twice.
+//!   Hugging Face and vLLM. A service that must prevent this escapes them in advance.
+//! - A rendered chat template already contains BOS if the model needs one: encode it with [`SpecialTokens::AsWritten`],
+//!   otherwise BOS appears twice.
 //! - Ids without a token (rows that pad the embedding) decode to nothing.
 //! - `clean_up_tokenization_spaces` is not applied, as in vLLM: a stream cannot take a space back.
-//! - Truncation and padding that a `tokenizer.json` carries from training are switched off.
+//! - Truncation and padding of a `tokenizer.json`, which are left from training, are switched off.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -20,21 +20,21 @@ use super::{ModelError, ModelFiles};
 const TOKENIZER: &str = "tokenizer.json";
 const CONFIG: &str = "tokenizer_config.json";
 const SPECIALS: &str = "special_tokens_map.json";
-/// Special tokens with a name of their own, which templates see as variables.
+/// Special tokens with names, which templates use as variables.
 const NAMES: [&str; 5] = ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token"];
 
-/// A checkpoint's tokenizer. Immutable; share it in an `Arc`.
+/// A checkpoint's tokenizer. Immutable; can be shared in an `Arc`.
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    pieces: Pieces,
+    pieces: TokenBytes,
     special: Vec<bool>,
     byte_level: bool,
     names: BTreeMap<String, String>,
     config: Map<String, Value>,
 }
 
-/// Whether encoding adds what the tokenizer puts around a text (BOS, mostly).
+/// Whether encoding adds the tokenizer's special tokens around a text (usually BOS).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpecialTokens {
     /// Yes: plain prompts.
@@ -43,29 +43,29 @@ pub enum SpecialTokens {
     AsWritten,
 }
 
-/// Whether decoding shows special tokens.
+/// Whether decoding returns special tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Decode {
+pub enum DecodeMode {
     /// Special tokens are left out.
     SkipSpecial,
-    /// Everything.
+    /// All tokens are decoded.
     All,
 }
 
 /// Why a text cannot be encoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EncodeError {
-    /// It cannot fit, however it is cut into tokens.
+    /// The text cannot fit, for any division into tokens.
     #[error("the text has {bytes} bytes; {max_tokens} tokens hold {max_bytes} at most")]
     TooLong {
         /// Bytes of the text.
         bytes: usize,
-        /// The longest token's bytes, times the tokens allowed.
+        /// Bytes of the longest token times the tokens allowed.
         max_bytes: usize,
         /// Tokens allowed.
         max_tokens: usize,
     },
-    /// The tokenizer refused it.
+    /// The tokenizer refused the text.
     #[error("the text cannot be encoded: {0}")]
     Refused(String),
 }
@@ -74,7 +74,7 @@ impl Tokenizer {
     /// Reads `tokenizer.json`, and `tokenizer_config.json` and `special_tokens_map.json` where they exist.
     ///
     /// # Errors
-    /// A file is absent, unreadable or not what it should be.
+    /// A file is absent, unreadable or malformed.
     pub fn load(files: &ModelFiles) -> Result<Self, ModelError> {
         let bytes = files.open(TOKENIZER)?.ok_or_else(|| ModelError::Missing(TOKENIZER.into()))?;
         let malformed = |what: String| ModelError::Malformed { file: TOKENIZER.into(), what };
@@ -92,15 +92,15 @@ impl Tokenizer {
                 *flag = token.special;
             }
         }
-        let pieces = Pieces::of(&inner, ids, byte_level);
+        let pieces = TokenBytes::of(&inner, ids, byte_level);
         Ok(Self { pieces, special, byte_level, names: names(&config, &specials), config, inner })
     }
 
-    /// Encodes a text into at most as many tokens as it takes; a text that cannot fit `max_tokens` is refused
-    /// before the work is done. The result may still be longer than `max_tokens`: the caller compares.
+    /// Encodes a text. A text that cannot fit into `max_tokens` is refused before the work is done. The result may
+    /// still be longer than `max_tokens`: the caller compares.
     ///
-    /// Takes about 0.4 ms per kilobyte of prose and at most 3 ms per kilobyte of hostile text, in linear time
-    /// (measured 2026-11-20): keep it off the step loop's thread and off the network's.
+    /// Takes linear time, about 0.4 ms per kilobyte of prose and at most 3 ms per kilobyte of hostile text. Must not
+    /// run on the thread of the step loop or of the network.
     ///
     /// # Errors
     /// [`EncodeError`].
@@ -119,11 +119,11 @@ impl Tokenizer {
         Ok(encoded.get_ids().to_vec())
     }
 
-    /// Decodes tokens; ids without a token are left out.
+    /// Decodes tokens. Ids without a token are left out.
     #[must_use]
-    pub fn decode(&self, ids: &[u32], decode: Decode) -> String {
-        let skip = decode == Decode::SkipSpecial;
-        // A decoder fails on none of the inputs that it can get here; if one does, the pieces themselves are it.
+    pub fn decode(&self, ids: &[u32], decode: DecodeMode) -> String {
+        let skip = decode == DecodeMode::SkipSpecial;
+        // No decoder fails on the inputs that are possible here. If one does, the result is the bytes of the tokens.
         self.inner.decode(ids, skip).unwrap_or_else(|_| {
             let shown = ids.iter().filter(|id| !(skip && self.is_special(**id)));
             let bytes: Vec<u8> = shown.flat_map(|id| self.bytes(*id).iter().copied()).collect();
@@ -131,13 +131,13 @@ impl Tokenizer {
         })
     }
 
-    /// A token's bytes; empty for an id without a token. The bytes of a character may be spread over tokens.
+    /// A token's bytes. Empty for an id without a token. The bytes of a character may be spread over tokens.
     #[must_use]
     pub fn bytes(&self, id: u32) -> &[u8] {
         self.pieces.get(id)
     }
 
-    /// A token's text, for log-probabilities: replacement characters where it is part of a character.
+    /// A token's text, for log-probabilities. A part of a character gives replacement characters.
     #[must_use]
     pub fn text(&self, id: u32) -> Cow<'_, str> {
         String::from_utf8_lossy(self.bytes(id))
@@ -155,13 +155,13 @@ impl Tokenizer {
         self.inner.token_to_id(spelling)
     }
 
-    /// Whether an id is a special token, one that [`Decode::SkipSpecial`] leaves out.
+    /// Whether an id is a special token, which [`DecodeMode::SkipSpecial`] leaves out.
     #[must_use]
     pub fn is_special(&self, id: u32) -> bool {
         self.special.get(id as usize).copied().unwrap_or(false)
     }
 
-    /// One more than the largest id that has a token. A model's rows beyond it are padding.
+    /// The largest id with a token, plus one. A model's rows beyond it are padding.
     #[must_use]
     pub fn vocab(&self) -> usize {
         self.special.len()
@@ -185,26 +185,26 @@ impl Tokenizer {
         self.names.get("bos_token").and_then(|token| self.id(token))
     }
 
-    /// `tokenizer_config.json`, whole.
+    /// The whole `tokenizer_config.json`.
     #[must_use]
     pub fn config(&self) -> &Map<String, Value> {
         &self.config
     }
 
-    /// Whether a text is exactly its tokens' bytes, so that a stream can be decoded byte by byte.
+    /// Whether a text consists of exactly its tokens' bytes, so that a stream can be decoded byte by byte.
     pub(crate) fn is_byte_level(&self) -> bool {
         self.byte_level
     }
 }
 
-/// A file of the checkpoint that holds a JSON object; `None` when it is absent.
+/// A file of the checkpoint that contains a JSON object; `None` if it is absent.
 pub(crate) fn json_object(files: &ModelFiles, name: &str) -> Result<Option<Map<String, Value>>, ModelError> {
     let Some(bytes) = files.open(name)? else { return Ok(None) };
     let parsed = serde_json::from_slice(&bytes);
     parsed.map(Some).map_err(|error| ModelError::Malformed { file: name.into(), what: error.to_string() })
 }
 
-/// Byte-level BPE, and nothing else that changes the text.
+/// Byte-level BPE without other changes of the text.
 fn is_byte_level(decoder: &DecoderWrapper) -> bool {
     match decoder {
         DecoderWrapper::ByteLevel(_) => true,
@@ -216,7 +216,7 @@ fn is_byte_level(decoder: &DecoderWrapper) -> bool {
     }
 }
 
-/// Named special tokens: a string, an object with `content`, or null. `tokenizer_config.json` wins.
+/// Named special tokens: a string, an object with `content`, or null. `tokenizer_config.json` has priority.
 fn names(config: &Map<String, Value>, specials: &Map<String, Value>) -> BTreeMap<String, String> {
     let spelling = |value: &Value| match value {
         Value::String(text) => Some(text.clone()),
@@ -232,14 +232,14 @@ fn names(config: &Map<String, Value>, specials: &Map<String, Value>) -> BTreeMap
 
 /// Every token's bytes, in one allocation.
 #[derive(Debug)]
-struct Pieces {
+struct TokenBytes {
     bytes: Vec<u8>,
-    /// `ends[id]` is where the token's bytes end; they begin where the one before ends.
+    /// `ends[id]` is the end of the token's bytes, which begin at the end of the token before.
     ends: Vec<u32>,
     longest: usize,
 }
 
-impl Pieces {
+impl TokenBytes {
     fn of(tokenizer: &tokenizers::Tokenizer, ids: usize, byte_level: bool) -> Self {
         let from_char = byte_of_char();
         let (mut bytes, mut ends, mut longest) = (Vec::new(), Vec::with_capacity(ids), 1);
@@ -266,8 +266,8 @@ impl Pieces {
     }
 }
 
-/// A token that has a character outside the alphabet (an added token with a space) stands for itself, as in the
-/// library's decoder.
+/// A token with a character outside the alphabet (an added token with a space) is its own text, as in the library's
+/// decoder.
 fn push_byte_level(bytes: &mut Vec<u8>, token: &str, from_char: &BTreeMap<char, u8>) {
     let start = bytes.len();
     for character in token.chars() {
@@ -291,8 +291,8 @@ fn push_sentencepiece(bytes: &mut Vec<u8>, token: &str) {
     }
 }
 
-/// The alphabet of byte-level BPE (GPT-2's `bytes_to_unicode`): printable bytes stand for themselves, the others
-/// are moved up to U+0100 and on, in order.
+/// The alphabet of byte-level BPE (GPT-2's `bytes_to_unicode`): printable bytes map to themselves, the others to U+0100
+/// and up, in order.
 fn byte_of_char() -> BTreeMap<char, u8> {
     let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     let moved = (0x100u32..).filter_map(char::from_u32);
@@ -341,7 +341,7 @@ mod tests {
     fn ids_without_a_token_are_nothing() {
         let (tokenizer, _) = fixture("qwen3");
         let beyond = tokenizer.vocab() as u32;
-        assert_eq!(tokenizer.decode(&[beyond, u32::MAX], Decode::All), "");
+        assert_eq!(tokenizer.decode(&[beyond, u32::MAX], DecodeMode::All), "");
         assert!(tokenizer.bytes(beyond).is_empty() && tokenizer.bytes(u32::MAX).is_empty());
         assert_eq!((tokenizer.spelling(beyond), tokenizer.is_special(beyond)), (None, false));
     }
@@ -351,7 +351,7 @@ mod tests {
         for name in ["llama3", "qwen3"] {
             let (tokenizer, _) = fixture(name);
             for id in 0..tokenizer.vocab() as u32 {
-                assert_eq!(tokenizer.text(id), tokenizer.decode(&[id], Decode::All), "{name} {id}");
+                assert_eq!(tokenizer.text(id), tokenizer.decode(&[id], DecodeMode::All), "{name} {id}");
             }
         }
         let (tokenizer, _) = fixture("sentencepiece");

@@ -1,8 +1,8 @@
 //! The tensors of a checkpoint: `model.safetensors`, or the shards that `model.safetensors.index.json` names.
 //!
-//! Files are memory-mapped and read once, when an executor copies them into its own layout. Other
-//! `*.safetensors` files in the folder are ignored: the index, where there is one, says what belongs to the
-//! model. Tensor data is only as aligned as the file made it (often 8 bytes), so values are read as bytes.
+//! Files are memory-mapped and read once, when an executor copies them into its own layout. Other `*.safetensors` files
+//! in the folder are ignored: the index, if there is one, lists the model's files. The alignment of tensor data is that
+//! of the file (often 8 bytes), so values are read as bytes.
 //!
 //! [`Weights::random`] has the same interface without files, for benchmarks of a shape.
 
@@ -18,7 +18,7 @@ use super::{FileBytes, ModelError, ModelFiles};
 
 /// The file of an unsharded checkpoint.
 const SINGLE_FILE: &str = "model.safetensors";
-/// The list of shards of a sharded one.
+/// The list of shards of a sharded checkpoint.
 const INDEX_FILE: &str = "model.safetensors.index.json";
 /// Most shards of a checkpoint; the largest released ones have a few hundred.
 const MAX_SHARDS: usize = 4096;
@@ -71,7 +71,7 @@ impl Tensor<'_> {
         self.bytes.len()
     }
 
-    /// Elements `start .. start + out.len()` as f32, exactly.
+    /// Elements `start .. start + out.len()` as f32, without loss.
     ///
     /// # Panics
     /// When the range is outside the tensor.
@@ -97,7 +97,7 @@ impl Tensor<'_> {
         }
     }
 
-    /// Elements `start .. start + len` of a bf16 tensor as they are stored.
+    /// Stored bytes of the elements `start .. start + len` of a bf16 tensor.
     ///
     /// # Panics
     /// When the tensor is not bf16, or the range is outside it.
@@ -107,7 +107,7 @@ impl Tensor<'_> {
         &self.bytes[start * 2..(start + len) * 2]
     }
 
-    /// The same as numbers.
+    /// The same elements as numbers.
     ///
     /// # Panics
     /// As [`Self::bf16_bytes`].
@@ -121,11 +121,11 @@ impl Tensor<'_> {
 
 /// All tensors of a model.
 #[derive(Debug)]
-pub struct Weights(Source);
+pub struct Weights(WeightSource);
 
 #[derive(Debug)]
-enum Source {
-    Files { shards: Vec<Shard>, tensors: HashMap<String, Entry> },
+enum WeightSource {
+    Files { shards: Vec<Shard>, tensors: HashMap<String, TensorEntry> },
     Random { seed: u64 },
 }
 
@@ -136,7 +136,7 @@ struct Shard {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct TensorEntry {
     shard: usize,
     dtype: Dtype,
     shape: Vec<usize>,
@@ -163,7 +163,7 @@ impl Weights {
                 SafeTensors::read_metadata(&bytes).map_err(|error| malformed(error.to_string()))?;
             let data = header + 8;
             for (tensor, info) in metadata.tensors() {
-                let entry = Entry {
+                let entry = TensorEntry {
                     shard: shards.len(),
                     dtype: info.dtype,
                     shape: info.shape.clone(),
@@ -176,25 +176,25 @@ impl Weights {
             }
             shards.push(Shard { name, bytes });
         }
-        Ok(Self(Source::Files { shards, tensors }))
+        Ok(Self(WeightSource::Files { shards, tensors }))
     }
 
-    /// bf16 weights of any shape, made up from `seed`: every linear map keeps the scale of its input, norms are
-    /// near 1. Good for measuring speed, useless for text.
+    /// bf16 weights of any shape, generated from `seed`. Every linear map keeps the scale of its input, and norms are
+    /// near 1. For speed measurements; the text is meaningless.
     #[must_use]
     pub fn random(seed: u64) -> Self {
-        Self(Source::Random { seed })
+        Self(WeightSource::Random { seed })
     }
 
     /// One tensor of the expected shape.
     ///
     /// # Errors
-    /// [`ModelError::Malformed`] when it is absent or of another shape; [`ModelError::Unsupported`] for an
-    /// element type that is not a 16 or 32-bit float.
+    /// [`ModelError::Malformed`] if it is absent or of another shape. [`ModelError::Unsupported`] for an element type
+    /// that is not a 16 or 32-bit float.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor<'_>, ModelError> {
         match &self.0 {
-            Source::Random { seed } => Ok(random_tensor(*seed, name, shape)),
-            Source::Files { shards, tensors } => {
+            WeightSource::Random { seed } => Ok(random_tensor(*seed, name, shape)),
+            WeightSource::Files { shards, tensors } => {
                 let entry = tensors.get(name).ok_or_else(|| ModelError::Malformed {
                     file: if shards.len() == 1 { SINGLE_FILE.into() } else { INDEX_FILE.into() },
                     what: format!("tensor {name} is missing"),
@@ -263,11 +263,10 @@ fn shard_names(index: &[u8]) -> Result<Vec<String>, ModelError> {
     Ok(names.into_iter().collect())
 }
 
-/// Elements that are made up from one state, so that several threads make up a large tensor.
+/// Elements that are generated from one state, so that several threads can generate a large tensor.
 const RANDOM_RUN: usize = 1 << 20;
 
-/// Uniform values with the scale of a usable initialization; the same for the same seed and name.
-#[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation)] // made-up numbers need no precision
+/// Uniform values with the scale of a usable initialization. Seed and name determine them.
 fn random_tensor(seed: u64, name: &str, shape: &[usize]) -> Tensor<'static> {
     let count: usize = shape.iter().product();
     let named = name.bytes().fold(seed ^ 0x9e37_79b9_7f4a_7c15, |hash, byte| {
@@ -281,7 +280,7 @@ fn random_tensor(seed: u64, name: &str, shape: &[usize]) -> Tensor<'static> {
     let fill = |run: usize, bytes: &mut [u8]| {
         let mut state = named.wrapping_add((run as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1;
         for raw in bytes.as_chunks_mut::<2>().0 {
-            // xorshift64*: fast, and good enough for weights nobody reads.
+            // xorshift64*: fast, and good enough for weights whose output is not read.
             state ^= state >> 12;
             state ^= state << 25;
             state ^= state >> 27;

@@ -1,14 +1,14 @@
-//! The disk tier's files: one record per block in a folder of this layout and model, found again after a restart.
+//! The disk tier's files: one record per block in a folder of this layout and model, which survives restarts.
 //!
 //! ```text
 //!   DIR/kv1-<layout>-<model>/lock               one engine per folder
 //!   DIR/kv1-<layout>-<model>/3f/3fa9….kv        a record, written as 3fa9….tmp and renamed
 //! ```
 //!
-//! A cache, not a database: nothing is synced to the device. What a crash or a power cut leaves behind is found out by
-//! its length or its checksum, and computed again. What is not ours in the folder is left alone.
+//! The tier is a cache, not a database: no write is synced to the device. The length or the checksum shows a file
+//! that a crash or a power cut has damaged, and its block is recomputed. Foreign files in the folder are left alone.
 //!
-//! Prompts can be read out of KV blocks: folders and files are for their owner only.
+//! KV blocks reveal prompts: only their owner can read folders and files.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
@@ -16,22 +16,22 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use super::Fault;
+use super::OffloadFault;
 use super::record::{HEADER_BYTES, TierIdentity, header, verify};
 use crate::blocks::hash::BlockHash;
 
-/// Files looked at when the folder is opened. More than this are left alone.
+/// Limit of the files that are scanned when the folder is opened. Further ones are ignored.
 const FILES_MAX: usize = 8 << 20;
 
-/// A file system holds files in pieces of this many bytes.
+/// The allocation unit of a file system, in bytes.
 const CLUSTER_BYTES: u64 = 4096;
 
-/// Where records lie, by block. One implementation is a folder; tests have others that fail.
+/// A store of records, by block. The implementation is a folder; tests use others that fail.
 pub trait Volume: Send + Sync {
     /// Replaces a block's record.
     ///
     /// # Errors
-    /// The system's. What was there before may be gone, but never replaced in part.
+    /// The system's. The record from before may be lost, but it is never replaced in part.
     fn put(&self, hash: BlockHash, header: &[u8], block: &[u8]) -> io::Result<()>;
 
     /// At most `bytes_max` bytes of a block's record.
@@ -64,8 +64,8 @@ impl DiskTier {
     /// Writes a block's record.
     ///
     /// # Errors
-    /// [`Fault::Full`] or [`Fault::Io`].
-    pub fn write(&self, hash: BlockHash, block: &[u8]) -> Result<(), Fault> {
+    /// [`OffloadFault::Full`] or [`OffloadFault::Io`].
+    pub fn write(&self, hash: BlockHash, block: &[u8]) -> Result<(), OffloadFault> {
         let header = header(&self.identity, hash, block);
         self.volume.put(hash, &header, block).map_err(|error| fault(&error, "write"))
     }
@@ -73,18 +73,18 @@ impl DiskTier {
     /// A block's record, verified; the block begins at [`HEADER_BYTES`].
     ///
     /// # Errors
-    /// [`Fault::Missing`], [`Fault::Corrupt`] (the file is deleted then), or [`Fault::Io`].
-    pub fn read(&self, hash: BlockHash) -> Result<Vec<u8>, Fault> {
+    /// [`OffloadFault::Missing`], [`OffloadFault::Corrupt`] (the file is deleted then), or [`OffloadFault::Io`].
+    pub fn read(&self, hash: BlockHash) -> Result<Vec<u8>, OffloadFault> {
         let file = self
             .volume
-            // One byte more shows that it is too long.
+            // One more byte shows that the file is too long.
             .get(hash, HEADER_BYTES + self.block_bytes + 1)
             .map_err(|error| fault(&error, "read"))?;
         if let Err(why) = verify(&self.identity, hash, self.block_bytes, &file) {
             tracing::warn!(block = %hash, error = %why, "damaged disk tier file deleted");
-            // If it cannot be deleted it will be found out again.
+            // A file that cannot be deleted fails again at its next read.
             let _ = self.volume.remove(hash);
-            return Err(Fault::Corrupt);
+            return Err(OffloadFault::Corrupt);
         }
         Ok(file)
     }
@@ -92,16 +92,16 @@ impl DiskTier {
     /// Deletes records.
     ///
     /// # Errors
-    /// [`Fault::Io`]; some may have been deleted.
-    pub fn delete(&self, hashes: &[BlockHash]) -> Result<(), Fault> {
+    /// [`OffloadFault::Io`]; some records may have been deleted.
+    pub fn delete(&self, hashes: &[BlockHash]) -> Result<(), OffloadFault> {
         hashes.iter().try_for_each(|&hash| self.volume.remove(hash).map_err(|error| fault(&error, "delete")))
     }
 
-    /// Writes, reads and deletes a record that is no block's: whether the disk works again.
+    /// Writes, reads and deletes a record of no block, to test whether the disk works again.
     ///
     /// # Errors
     /// As the three.
-    pub fn try_out(&self) -> Result<(), Fault> {
+    pub fn probe(&self) -> Result<(), OffloadFault> {
         let probe = BlockHash([0; 32]);
         self.write(probe, &vec![0x5a; self.block_bytes])?;
         self.read(probe)?;
@@ -109,12 +109,12 @@ impl DiskTier {
     }
 }
 
-fn fault(error: &io::Error, operation: &str) -> Fault {
+fn fault(error: &io::Error, operation: &str) -> OffloadFault {
     tracing::debug!(%error, operation, "disk tier operation failed");
     match error.kind() {
-        ErrorKind::NotFound => Fault::Missing,
-        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => Fault::Full,
-        _ => Fault::Io,
+        ErrorKind::NotFound => OffloadFault::Missing,
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => OffloadFault::Full,
+        _ => OffloadFault::Io,
     }
 }
 
@@ -126,52 +126,52 @@ pub fn record_bytes(block_bytes: usize) -> u64 {
 
 /// A folder of records. One engine at a time.
 #[derive(Debug)]
-pub struct Folder {
+pub struct DiskFolder {
     path: PathBuf,
     _lock: File,
 }
 
 /// Why a directory cannot hold a disk tier.
 #[derive(Debug, thiserror::Error)]
-pub enum OpenError {
+pub enum FolderError {
     /// Another engine uses it.
     #[error("{0} is in use by another engine; give each engine its own directory")]
     InUse(PathBuf),
-    /// The system says no.
+    /// The system's error.
     #[error("{path}: {source}")]
     System {
-        /// Where.
+        /// The path.
         path: PathBuf,
         /// The system's reason.
         source: io::Error,
     },
 }
 
-/// What was found in a folder when it was opened.
+/// The files in a folder when it was opened.
 #[derive(Debug, Default)]
-pub struct Found {
+pub struct FolderScan {
     /// Blocks with a record of the right length, least recently used first.
     pub blocks: Vec<BlockHash>,
-    /// Records of a wrong length and unfinished ones; they were deleted.
+    /// Records of a wrong length and unfinished ones, which were deleted.
     pub damaged: usize,
-    /// Files that are not ours; they were left alone.
+    /// Foreign files, which were left alone.
     pub foreign: usize,
 }
 
-impl Folder {
-    /// Opens the folder of an identity below `root`, which is made if it is not there, and looks through it.
+impl DiskFolder {
+    /// Opens the folder of an identity below `root`, which is created if missing, and scans it.
     ///
     /// # Errors
-    /// [`OpenError`]; a single file that cannot be looked at is none.
+    /// [`FolderError`]. A single unreadable file is not an error.
     pub fn open(
         root: &Path,
         identity: &TierIdentity,
         block_bytes: usize,
-    ) -> Result<(Self, Found), OpenError> {
+    ) -> Result<(Self, FolderScan), FolderError> {
         let path = root.join(identity.folder());
         let failed = |path: &Path| {
             let path = path.to_owned();
-            move |source| OpenError::System { path, source }
+            move |source| FolderError::System { path, source }
         };
         make_folder(&path).map_err(failed(&path))?;
         let lock_path = path.join("lock");
@@ -179,12 +179,12 @@ impl Folder {
         let lock = lock.map_err(failed(&lock_path))?;
         match lock.try_lock() {
             Ok(()) => {}
-            Err(fs::TryLockError::WouldBlock) => return Err(OpenError::InUse(path)),
+            Err(fs::TryLockError::WouldBlock) => return Err(FolderError::InUse(path)),
             Err(fs::TryLockError::Error(source)) => {
-                return Err(OpenError::System { path: lock_path, source });
+                return Err(FolderError::System { path: lock_path, source });
             }
         }
-        let found = look_through(&path, (HEADER_BYTES + block_bytes) as u64).map_err(failed(&path))?;
+        let found = scan(&path, (HEADER_BYTES + block_bytes) as u64).map_err(failed(&path))?;
         Ok((Self { path, _lock: lock }, found))
     }
 
@@ -194,7 +194,7 @@ impl Folder {
     }
 }
 
-impl Volume for Folder {
+impl Volume for DiskFolder {
     fn put(&self, hash: BlockHash, header: &[u8], block: &[u8]) -> io::Result<()> {
         let (unfinished, file) = (self.file(hash, "tmp"), self.file(hash, "kv"));
         let written = create(&unfinished).and_then(|mut out| {
@@ -204,7 +204,7 @@ impl Volume for Folder {
             fs::rename(&unfinished, &file)
         });
         if written.is_err() {
-            // It may not even have been made.
+            // It may not exist.
             let _ = fs::remove_file(&unfinished);
         }
         written
@@ -215,7 +215,7 @@ impl Volume for Folder {
         let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
         let mut bytes = Vec::with_capacity(bytes_max);
         (&file).take(bytes_max as u64).read_to_end(&mut bytes)?;
-        // The order of use survives a restart this way; a file system that cannot say when is no reason to fail.
+        // The modification time keeps the order of use across restarts. A file system without one is not an error.
         let _ = file.set_modified(SystemTime::now());
         Ok(bytes)
     }
@@ -239,7 +239,7 @@ fn create(path: &Path) -> io::Result<File> {
     };
     match (open(), path.parent()) {
         (Err(error), Some(folder)) if error.kind() == ErrorKind::NotFound => {
-            // The first with these two digits, or somebody has tidied up.
+            // The first record with these two digits, or its folder was deleted.
             make_folder(folder)?;
             open()
         }
@@ -247,8 +247,8 @@ fn create(path: &Path) -> io::Result<File> {
     }
 }
 
-fn look_through(path: &Path, bytes: u64) -> io::Result<Found> {
-    let mut found = Found::default();
+fn scan(path: &Path, bytes: u64) -> io::Result<FolderScan> {
+    let mut found = FolderScan::default();
     let mut blocks: Vec<(SystemTime, BlockHash)> = Vec::new();
     for folder in fs::read_dir(path)? {
         let folder = folder?;
@@ -256,7 +256,7 @@ fn look_through(path: &Path, bytes: u64) -> io::Result<Found> {
             found.foreign += usize::from(folder.file_name() != "lock");
             continue;
         }
-        // A folder that cannot be read holds nothing that could be loaded.
+        // A folder that cannot be read contains no loadable record.
         let Ok(files) = fs::read_dir(folder.path()) else { continue };
         for file in files.flatten() {
             if blocks.len() >= FILES_MAX {
@@ -270,20 +270,20 @@ fn look_through(path: &Path, bytes: u64) -> io::Result<Found> {
                 }
                 (Some((_, "kv" | "tmp")), Ok(facts)) if facts.is_file() => {
                     found.damaged += 1;
-                    // If it stays, it is in nobody's way.
+                    // A remaining file does no harm.
                     let _ = fs::remove_file(&path);
                 }
                 _ => found.foreign += 1,
             }
         }
     }
-    // The hash decides between files of one moment, so that the order is the same in every run.
+    // The hash orders files of the same time, so that the order is the same in every run.
     blocks.sort_unstable();
     found.blocks = blocks.into_iter().map(|(_, hash)| hash).collect();
     Ok(found)
 }
 
-/// The block and the extension of a file that is named as ours are and lies where ours lie.
+/// The block and the extension of a file with the name and the place of a record.
 fn parse(path: &Path) -> Option<(BlockHash, &str)> {
     let (stem, extension) = (path.file_stem()?.to_str()?, path.extension()?.to_str()?);
     let folder = path.parent()?.file_name()?.to_str()?;

@@ -1,68 +1,71 @@
-//! Whether the disk can be trusted with work: after some failures in a row it is left alone for a while, and tried out
-//! before it is used again.
+//! The health of the disk. After some failures in a row the disk is suspended for a while, and probed before it is
+//! used again.
 
 use std::time::{Duration, Instant};
 
-use super::Fault;
+use super::OffloadFault;
 
-/// Failures in a row after which the disk is left alone.
+/// Failures in a row that suspend the disk.
 pub(super) const FAILURES_MAX: u32 = 3;
 
 /// See the module's documentation.
 #[derive(Debug)]
-pub(super) struct Health {
+pub(super) struct DiskHealth {
     failures: u32,
-    rests_until: Option<Instant>,
-    rest: Duration,
+    suspended_until: Option<Instant>,
+    suspension: Duration,
 }
 
-/// What changed.
+/// A change of the disk's health.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Turn {
-    /// Nothing.
+pub(super) enum HealthChange {
+    /// No change.
     None,
-    /// It is left alone from now on.
-    Rests,
+    /// The disk is suspended from now on.
+    Suspended,
 }
 
-impl Health {
-    pub(super) fn new(rest: Duration) -> Self {
-        Self { failures: 0, rests_until: None, rest }
+impl DiskHealth {
+    pub(super) fn new(suspension: Duration) -> Self {
+        Self { failures: 0, suspended_until: None, suspension }
     }
 
-    /// When it is to be tried out, if it is being left alone.
-    pub(super) fn rests_until(&self) -> Option<Instant> {
-        self.rests_until
+    /// When to probe the disk, if it is suspended.
+    pub(super) fn suspended_until(&self) -> Option<Instant> {
+        self.suspended_until
     }
 
-    /// The disk did, or did not do, what it was asked for. A file that is missing or damaged says nothing about the
-    /// disk.
-    pub(super) fn heard(&mut self, outcome: Result<(), Fault>, now: Instant) -> Turn {
+    /// Records the outcome of a disk operation. A missing or damaged file is no failure of the disk.
+    pub(super) fn record(&mut self, outcome: Result<(), OffloadFault>, now: Instant) -> HealthChange {
         match outcome {
             Ok(()) => {
                 self.failures = 0;
-                Turn::None
+                HealthChange::None
             }
-            Err(Fault::Full | Fault::Io | Fault::Slow) => {
+            Err(OffloadFault::Full | OffloadFault::Io | OffloadFault::Slow) => {
                 self.failures += 1;
-                if self.failures < FAILURES_MAX || self.rests_until.is_some() {
-                    return Turn::None;
+                if self.failures < FAILURES_MAX || self.suspended_until.is_some() {
+                    return HealthChange::None;
                 }
-                self.rests_until = Some(now + self.rest);
-                Turn::Rests
+                self.suspended_until = Some(now + self.suspension);
+                HealthChange::Suspended
             }
-            Err(Fault::Missing | Fault::Corrupt | Fault::Refused | Fault::Resting | Fault::Broken) => {
-                Turn::None
-            }
+            Err(
+                OffloadFault::Missing
+                | OffloadFault::Corrupt
+                | OffloadFault::Refused
+                | OffloadFault::Suspended
+                | OffloadFault::Broken,
+            ) => HealthChange::None,
         }
     }
 
-    /// It was tried out; says whether it works again.
-    pub(super) fn tried(&mut self, outcome: Result<(), Fault>, now: Instant) -> bool {
+    /// Records the outcome of a probe. Returns whether the disk works again.
+    pub(super) fn record_probe(&mut self, outcome: Result<(), OffloadFault>, now: Instant) -> bool {
         if outcome.is_ok() {
-            (self.failures, self.rests_until) = (0, None);
+            (self.failures, self.suspended_until) = (0, None);
         } else {
-            self.rests_until = Some(now + self.rest);
+            self.suspended_until = Some(now + self.suspension);
         }
         outcome.is_ok()
     }
@@ -74,25 +77,28 @@ mod tests {
 
     #[test]
     fn a_disk_that_fails_in_a_row_is_left_alone_and_tried_out_before_it_is_used_again() {
-        let (start, rest) = (Instant::now(), Duration::from_secs(30));
-        let mut health = Health::new(rest);
-        let io = Err(Fault::Io);
-        assert_eq!([io, io, Ok(()), io, Err(Fault::Full)].map(|o| health.heard(o, start)), [Turn::None; 5]);
-        assert_eq!(health.heard(Err(Fault::Slow), start), Turn::Rests);
-        assert_eq!(health.heard(io, start), Turn::None, "once");
-        assert_eq!(health.rests_until(), Some(start + rest));
-        assert!(!health.tried(io, start + rest));
-        assert_eq!(health.rests_until(), Some(start + 2 * rest));
-        assert!(health.tried(Ok(()), start + 2 * rest));
-        assert_eq!(health.rests_until(), None);
+        let (start, suspension) = (Instant::now(), Duration::from_secs(30));
+        let mut health = DiskHealth::new(suspension);
+        let io = Err(OffloadFault::Io);
+        assert_eq!(
+            [io, io, Ok(()), io, Err(OffloadFault::Full)].map(|o| health.record(o, start)),
+            [HealthChange::None; 5]
+        );
+        assert_eq!(health.record(Err(OffloadFault::Slow), start), HealthChange::Suspended);
+        assert_eq!(health.record(io, start), HealthChange::None, "once");
+        assert_eq!(health.suspended_until(), Some(start + suspension));
+        assert!(!health.record_probe(io, start + suspension));
+        assert_eq!(health.suspended_until(), Some(start + 2 * suspension));
+        assert!(health.record_probe(Ok(()), start + 2 * suspension));
+        assert_eq!(health.suspended_until(), None);
     }
 
     #[test]
     fn a_file_that_is_missing_or_damaged_says_nothing_about_the_disk() {
-        let mut health = Health::new(Duration::from_secs(1));
+        let mut health = DiskHealth::new(Duration::from_secs(1));
         for _ in 0..10 {
-            assert_eq!(health.heard(Err(Fault::Missing), Instant::now()), Turn::None);
-            assert_eq!(health.heard(Err(Fault::Corrupt), Instant::now()), Turn::None);
+            assert_eq!(health.record(Err(OffloadFault::Missing), Instant::now()), HealthChange::None);
+            assert_eq!(health.record(Err(OffloadFault::Corrupt), Instant::now()), HealthChange::None);
         }
     }
 }

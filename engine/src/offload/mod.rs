@@ -1,23 +1,23 @@
-//! Offload tiers: KV blocks written down from the device to host memory and to disk while requests run, and loaded
+//! Offload tiers: copies of KV blocks in host memory and on disk. Blocks are copied while requests run, and loaded
 //! again when a prompt needs them.
 //!
 //! ```text
 //!   scheduler (pure)                                        workers (threads)
-//!   TierBooks: which block is where, what to evict          arena (host), volume (disk)
-//!        │ Order: store, load, write, delete ────────────────▶ │ bounded queues; full = refused
-//!        ◀──────────────────────────────── Report, by mail ────┘
+//!   TierIndex: which block is where, what to evict          arena (host), volume (disk)
+//!        │ OffloadOrder: store, load, write, delete ─────────▶ │ bounded queues; full = refused
+//!        ◀───────────────────────── OffloadReport, by mail ────┘
 //!
-//!   device ── store ──▶ host slot ── write ──▶ file            a disk tier alone has a few slots to pass through
-//!   device ◀── load ─── host slot ◀── kept ─── file
+//!   device ── store ──▶ host slot ── write ──▶ file            a disk tier alone has a few staging slots
+//!   device ◀── load ─── host slot ◀── copy ─── file
 //! ```
 //!
-//! Everything is decided in [`tier_index`], without I/O, so that the simulator drives the same code; [`workers`] only carry
-//! out. What a tier cannot take is not cached and counted; what it cannot give is computed. Neither is ever an error to
-//! a request.
+//! [`tier_index`] decides everything, without I/O, so that the simulator drives the same code. [`workers`] only carry
+//! out orders. A block that a tier cannot take is not cached, and counted. A block that a tier cannot load is
+//! computed. Neither is ever an error to a request.
 
-pub mod arena;
 pub mod disk;
 mod health;
+pub mod host_arena;
 pub mod open;
 pub mod record;
 pub mod tier_index;
@@ -42,7 +42,7 @@ pub enum Tier {
 }
 
 impl Tier {
-    /// The word in metrics.
+    /// The label in metrics.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -52,19 +52,19 @@ impl Tier {
     }
 }
 
-/// Where a block is loaded from.
+/// The source of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Source {
+pub enum LoadSource {
     /// A slot of the host tier.
     Host(HostSlot),
-    /// Its file; verified on the way, and left in this slot too if there is one.
+    /// Its file. The file is verified, and the block is also copied into this slot if there is one.
     Disk {
         /// The slot.
-        keep: Option<HostSlot>,
+        slot: Option<HostSlot>,
     },
 }
 
-impl Source {
+impl LoadSource {
     /// Its tier.
     #[must_use]
     pub fn tier(self) -> Tier {
@@ -75,54 +75,54 @@ impl Source {
     }
 }
 
-/// What the workers are to do. Each order is answered by exactly one [`Report::Ended`] with its name, unless it was
-/// refused or revoked.
+/// An order to the workers. Exactly one [`OffloadReport::Ended`] with its id follows, unless the order was refused or
+/// revoked.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Order {
+pub enum OffloadOrder {
     /// Copy a block of the device into a slot.
     Store {
-        /// The order's name.
+        /// The order's id.
         id: TransferId,
-        /// What the block holds.
+        /// The block's hash.
         hash: BlockHash,
-        /// From.
+        /// Source.
         block: BlockId,
-        /// Into.
+        /// Destination.
         slot: HostSlot,
     },
     /// Copy a block into a landing block of the device.
     Load {
-        /// The order's name.
+        /// The order's id.
         id: TransferId,
-        /// What the block holds.
+        /// The block's hash.
         hash: BlockHash,
-        /// From.
-        from: Source,
-        /// Into.
+        /// Source.
+        from: LoadSource,
+        /// Destination.
         block: BlockId,
     },
-    /// Write a slot to a file, after making room.
+    /// Write a slot to a file, after deleting others.
     Write {
-        /// The order's name.
+        /// The order's id.
         id: TransferId,
-        /// What the slot holds.
+        /// The hash of the slot's block.
         hash: BlockHash,
-        /// From.
+        /// Source.
         slot: HostSlot,
         /// Files to delete first.
         evict: Vec<BlockHash>,
     },
     /// Delete files.
     Delete {
-        /// The order's name.
+        /// The order's id.
         id: TransferId,
-        /// Theirs.
+        /// Their blocks.
         hashes: Vec<BlockHash>,
     },
 }
 
-impl Order {
-    /// Its name.
+impl OffloadOrder {
+    /// Its id.
     #[must_use]
     pub fn id(&self) -> TransferId {
         match self {
@@ -136,39 +136,39 @@ impl Order {
 
 /// Why an order was not carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Fault {
-    /// The workers' queue is at its bound, or there are no workers (any more).
+pub enum OffloadFault {
+    /// The workers' queue is at its bound, or the workers have ended.
     Refused,
-    /// The file is not what was written: checksum, header or length.
+    /// The file differs from the written one: checksum, header or length.
     Corrupt,
-    /// There is no such file.
+    /// The file does not exist.
     Missing,
     /// The disk is full.
     Full,
-    /// The system said no in another way.
+    /// Another error of the system.
     Io,
-    /// The disk failed lately and is left alone for a while.
-    Resting,
-    /// It took too long; the block can be computed meanwhile.
+    /// The disk failed lately and is suspended.
+    Suspended,
+    /// The load timed out; the block can be computed instead.
     Slow,
-    /// The worker broke down.
+    /// The worker panicked.
     Broken,
 }
 
-impl Fault {
-    /// All of them.
+impl OffloadFault {
+    /// All faults.
     pub const ALL: [Self; 8] = [
         Self::Refused,
         Self::Corrupt,
         Self::Missing,
         Self::Full,
         Self::Io,
-        Self::Resting,
+        Self::Suspended,
         Self::Slow,
         Self::Broken,
     ];
 
-    /// The word in metrics.
+    /// The label in metrics.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -177,54 +177,54 @@ impl Fault {
             Self::Missing => "missing",
             Self::Full => "full",
             Self::Io => "io",
-            Self::Resting => "resting",
+            Self::Suspended => "resting",
             Self::Slow => "slow",
             Self::Broken => "broken",
         }
     }
 }
 
-/// What the workers tell.
+/// A report of the workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Report {
-    /// An order is over. Nothing reads or writes its blocks and slots any more.
-    Ended(TransferId, Result<(), Fault>),
-    /// The disk fails and is left alone for a while: nothing is to be written to it or loaded from it.
-    DiskRests,
+pub enum OffloadReport {
+    /// An order has ended. No worker reads or writes its blocks and slots any more.
+    Ended(TransferId, Result<(), OffloadFault>),
+    /// The disk fails and is suspended: no block may be written to it or loaded from it.
+    DiskSuspended,
     /// The disk works again.
-    DiskIsBack,
+    DiskResumed,
 }
 
-/// What the tiers hold and did, since the start.
+/// The contents of one tier, and its counts since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TierCounts {
     /// Blocks in it.
     pub blocks: usize,
-    /// Blocks it can hold.
+    /// Limit of its blocks.
     pub capacity: usize,
     /// Blocks that were copied into it.
     pub stored: u64,
     /// Blocks that were copied from it to the device.
     pub loaded: u64,
-    /// Blocks that made room for others.
+    /// Blocks that were evicted for others.
     pub evicted: u64,
 }
 
 /// All counts of a scheduler's tiers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OffloadCounts {
-    /// Of the host tier (or of the slots that the disk tier passes through).
+    /// Of the host tier (or of the disk tier's staging slots).
     pub host: TierCounts,
     /// Of the disk tier.
     pub disk: TierCounts,
     /// Prompt tokens that were loaded instead of computed.
     pub hit_tokens: u64,
-    /// Blocks that were not stored because no slot or worker was to be had.
+    /// Blocks that were not stored because no slot or worker was free.
     pub not_stored: u64,
-    /// Blocks that were not written to disk because too many writes were in flight, or the disk rests.
+    /// Blocks that were not written to disk, because too many writes were pending or the disk was suspended.
     pub not_written: u64,
-    /// Orders that failed, in the order of [`Fault::ALL`].
-    pub faults: [u64; Fault::ALL.len()],
-    /// The disk is left alone for a while.
-    pub disk_rests: bool,
+    /// Orders that failed, in the order of [`OffloadFault::ALL`].
+    pub faults: [u64; OffloadFault::ALL.len()],
+    /// Whether the disk is suspended.
+    pub disk_suspended: bool,
 }

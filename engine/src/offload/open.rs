@@ -1,62 +1,63 @@
-//! Tiers as an engine is configured: how large, where, and what is there already.
+//! Opens the tiers of an engine's configuration: their sizes, directories and existing files.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use baton_connector::region::Region;
 
-use super::Report;
-use super::arena::Arena;
-use super::disk::{DiskTier, Folder, record_bytes};
+use super::OffloadReport;
+use super::disk::{DiskFolder, DiskTier, record_bytes};
+use super::host_arena::HostArena;
 use super::record::TierIdentity;
 use super::tier_index::TierConfig;
-use super::workers::{Pace, Workers};
+use super::workers::{OffloadWorkers, WorkerTimeouts};
 use crate::blocks::hash::BlockHash;
-use crate::compute::cuda::port::Port;
+use crate::compute::cuda::shared_kv_pool::SharedKvPool;
 
-/// Files of one disk tier at most: what is looked at when it is opened.
+/// Limit of the files of one disk tier, which are scanned when it is opened.
 const DISK_BLOCKS_MAX: u64 = 8 << 20;
 
-/// What can be set about the tiers of an engine. Its data-parallel ranks share the sizes equally.
+/// Options of an engine's tiers. Its data-parallel ranks share the sizes equally.
 #[derive(Clone, Debug, Default)]
 pub struct OffloadOptions {
     /// Bytes of the host tier; 0 is none.
     pub host_bytes: usize,
     /// The disk tier.
     pub disk: Option<DiskOptions>,
-    /// How patient the workers are.
-    pub pace: Pace,
+    /// Timeouts of the workers.
+    pub timeouts: WorkerTimeouts,
 }
 
-/// What can be set about a disk tier.
+/// Options of a disk tier.
 #[derive(Clone, Debug)]
 pub struct DiskOptions {
-    /// Its directory, which is made if it is not there.
+    /// Its directory, which is created if missing.
     pub dir: PathBuf,
     /// Bytes of all its files.
     pub bytes: u64,
 }
 
-/// Tiers that were opened and have no threads yet.
-pub(crate) struct Tiers {
+/// Opened tiers without threads.
+pub(crate) struct OpenTiers {
     pub(crate) config: TierConfig,
-    /// Blocks on disk from an earlier life, least recently used first.
-    pub(crate) found: Vec<BlockHash>,
-    arena: Arena,
+    /// Blocks on disk from an earlier run, least recently used first.
+    pub(crate) on_disk: Vec<BlockHash>,
+    arena: HostArena,
     disk: Option<DiskTier>,
-    pace: Pace,
+    timeouts: WorkerTimeouts,
 }
 
-impl Tiers {
-    /// The tiers of data-parallel rank `rank.0` of `rank.1`, over the shards of its blocks, which mirror the memory of a
-    /// device where they have a port. `None` when none are wanted. `model` is the identity of the weights, `layout` the fingerprint of a shard.
+impl OpenTiers {
+    /// Opens the tiers of data-parallel rank `rank.0` of `rank.1`, over the shards of its blocks. With a shared pool,
+    /// these regions mirror the memory of a device. `None` without tiers. `model` is the identity of the weights,
+    /// `layout` the fingerprint of a shard.
     ///
     /// # Errors
-    /// What is wrong with the options, for people.
+    /// The problem with the options, as a message.
     pub(crate) fn open(
         options: &OffloadOptions,
         rank: (usize, usize),
-        (device, port): (Vec<Region>, Option<Arc<Port>>),
+        (device, shared_pool): (Vec<Region>, Option<Arc<SharedKvPool>>),
         layout: u64,
         model: &str,
     ) -> Result<Option<Self>, String> {
@@ -77,9 +78,9 @@ impl Tiers {
             }
             config.disk_blocks = usize::try_from(blocks.min(DISK_BLOCKS_MAX)).expect("it is bounded");
             let identity = TierIdentity::new(layout, model, device.len());
-            // A rank looks up its own blocks only: each has its own directory.
+            // A rank looks up only its own blocks: each has its own directory.
             let dir = if ranks > 1 { wanted.dir.join(format!("dp{rank}")) } else { wanted.dir.clone() };
-            let (folder, there) = Folder::open(&dir, &identity, block_bytes)
+            let (folder, there) = DiskFolder::open(&dir, &identity, block_bytes)
                 .map_err(|error| format!("cannot open the disk tier: {error}"))?;
             tracing::info!(
                 blocks = there.blocks.len(), damaged = there.damaged, foreign = there.foreign,
@@ -92,20 +93,23 @@ impl Tiers {
             return Ok(None);
         }
         let bytes = config.slots().checked_mul(block_bytes).filter(|_| u32::try_from(config.slots()).is_ok());
-        // Asked for and given back: what the system would never give is an error here, not an abort later.
+        // Reserved and released at once: too large a size is an error here, not an abort later.
         let granted = bytes.is_some_and(|bytes| Vec::<u8>::new().try_reserve_exact(bytes).is_ok());
         if !granted {
             return Err(format!("no memory for a host tier of {} bytes", options.host_bytes));
         }
-        let arena = Arena::new(config.slots(), device).mirroring(port);
-        Ok(Some(Self { config, found, arena, disk, pace: options.pace }))
+        let arena = HostArena::new(config.slots(), device).mirroring(shared_pool);
+        Ok(Some(Self { config, on_disk: found, arena, disk, timeouts: options.timeouts }))
     }
 
     /// Starts the threads, which call `report` with each result.
     ///
     /// # Errors
-    /// When a thread cannot be had.
-    pub(crate) fn start(self, report: impl Fn(Report) + Send + Sync + 'static) -> std::io::Result<Workers> {
-        Workers::start(self.arena, self.disk, self.pace, report)
+    /// When a thread cannot be started.
+    pub(crate) fn start(
+        self,
+        report: impl Fn(OffloadReport) + Send + Sync + 'static,
+    ) -> std::io::Result<OffloadWorkers> {
+        OffloadWorkers::start(self.arena, self.disk, self.timeouts, report)
     }
 }

@@ -1,34 +1,34 @@
-//! One block as it lies on disk: a header and the block's bytes, so that a file can be trusted by itself.
+//! One block on disk: a header and the block's bytes. Each file can be verified by itself.
 //!
 //! ```text
 //!   0  magic "BATONKV\x01"      16  layout fingerprint (u64)     40  block hash (32 bytes)
 //!   8  CRC-32 of all the rest   24  model (16 bytes)             72  bytes that follow (u64)
 //!  12  version (u32)                                             80  the block, rank by rank
 //! ```
-//! Numbers are little-endian. The checksum tells what was damaged, not what was forged: who can write into the
-//! directory is trusted as much as who can write into the engine's memory.
+//! Numbers are little-endian. The checksum detects damage, not forgery. A process with write access to the directory
+//! is as trusted as one with write access to the engine's memory.
 
 use sha2::{Digest, Sha256};
 
 use crate::blocks::hash::BlockHash;
 
-/// Bytes before the block's own.
+/// Bytes before those of the block.
 pub const HEADER_BYTES: usize = 80;
 
 const MAGIC: [u8; 8] = *b"BATONKV\x01";
 const VERSION: u32 = 1;
 
-/// What a record's blocks belong to: engines that differ in it never read each other's records.
+/// The identity of a tier's blocks. Engines with different identities never read each other's records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TierIdentity {
-    /// The layout fingerprint of one rank's block; it covers the model too.
+    /// The layout fingerprint of one rank's block, which covers the model too.
     pub layout: u64,
     /// The model and the number of ranks.
     pub model: [u8; 16],
 }
 
 impl TierIdentity {
-    /// Of a layout, a model's identity, and the ranks whose shards make up a block.
+    /// The identity of a layout, a model, and the ranks whose shards form a block.
     #[must_use]
     pub fn new(layout: u64, model: &str, ranks: usize) -> Self {
         let mut hash = Sha256::new();
@@ -46,30 +46,30 @@ impl TierIdentity {
     }
 }
 
-/// A file that is not the record it should be.
+/// Why a file is not the expected record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NotTheRecord {
+pub enum RecordError {
     /// Its length is not that of a record.
     #[error("record has {bytes} bytes, expected {wanted}")]
     Length {
-        /// Of the file.
+        /// Length of the file.
         bytes: usize,
-        /// Of a record.
+        /// Length of a record.
         wanted: usize,
     },
-    /// It does not begin like one.
+    /// The file does not begin with the magic number.
     #[error("not a record")]
     Magic,
     /// Another version.
     #[error("unknown version {0}")]
     Version(u32),
-    /// Its bytes are not those that were written.
+    /// The bytes differ from the written ones.
     #[error("wrong checksum")]
     Checksum,
-    /// It is another layout's or another model's.
+    /// The record belongs to another layout or model.
     #[error("record of another layout or model")]
     Identity,
-    /// It is another block.
+    /// The record contains another block.
     #[error("record of another block")]
     Hash,
 }
@@ -92,34 +92,34 @@ pub fn header(identity: &TierIdentity, hash: BlockHash, block: &[u8]) -> [u8; HE
 /// The block's bytes in a file, if the file is exactly the record of this block.
 ///
 /// # Errors
-/// [`NotTheRecord`]; nothing of the file may be used then.
+/// [`RecordError`]; then no part of the file may be used.
 pub fn verify<'a>(
     identity: &TierIdentity,
     hash: BlockHash,
     block_bytes: usize,
     file: &'a [u8],
-) -> Result<&'a [u8], NotTheRecord> {
+) -> Result<&'a [u8], RecordError> {
     let wanted = HEADER_BYTES + block_bytes;
     if file.len() != wanted {
-        return Err(NotTheRecord::Length { bytes: file.len(), wanted });
+        return Err(RecordError::Length { bytes: file.len(), wanted });
     }
     let (header, block) = file.split_at(HEADER_BYTES);
     let header: &[u8; HEADER_BYTES] = header.try_into().expect("it was split there");
     if header[..8] != MAGIC {
-        return Err(NotTheRecord::Magic);
+        return Err(RecordError::Magic);
     }
     let number = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
     if number(12) != VERSION {
-        return Err(NotTheRecord::Version(number(12)));
+        return Err(RecordError::Version(number(12)));
     }
     if number(8) != checksum(header, block) {
-        return Err(NotTheRecord::Checksum);
+        return Err(RecordError::Checksum);
     }
     if header[16..24] != identity.layout.to_le_bytes() || header[24..40] != identity.model {
-        return Err(NotTheRecord::Identity);
+        return Err(RecordError::Identity);
     }
     if header[40..72] != hash.0 || header[72..80] != (block_bytes as u64).to_le_bytes() {
-        return Err(NotTheRecord::Hash);
+        return Err(RecordError::Hash);
     }
     Ok(block)
 }
@@ -161,13 +161,13 @@ mod tests {
         let (identity, hash) = (TierIdentity::new(5, "model", 1), BlockHash([3; 32]));
         let good = record(&identity, hash);
         let of = |identity: TierIdentity, hash| verify(&identity, hash, BLOCK.len(), &good);
-        assert_eq!(of(identity, BlockHash([4; 32])), Err(NotTheRecord::Hash));
+        assert_eq!(of(identity, BlockHash([4; 32])), Err(RecordError::Hash));
         for other in [
             TierIdentity::new(6, "model", 1),
             TierIdentity::new(5, "modem", 1),
             TierIdentity::new(5, "model", 2),
         ] {
-            assert_eq!(of(other, hash), Err(NotTheRecord::Identity));
+            assert_eq!(of(other, hash), Err(RecordError::Identity));
             assert_ne!(other.folder(), identity.folder());
         }
         assert!(verify(&identity, hash, BLOCK.len() + 1, &good).is_err());
@@ -183,6 +183,6 @@ mod tests {
             checksum(header, &BLOCK)
         };
         other[8..12].copy_from_slice(&crc.to_le_bytes());
-        assert_eq!(verify(&identity, hash, BLOCK.len(), &other), Err(NotTheRecord::Version(2)));
+        assert_eq!(verify(&identity, hash, BLOCK.len(), &other), Err(RecordError::Version(2)));
     }
 }

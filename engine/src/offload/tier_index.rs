@@ -1,33 +1,34 @@
-//! The tiers' books: which block is in which tier, what makes room for what, and which copy is in flight. Pure.
+//! The index of the tiers: which block is in which tier, what to evict, and which copies are pending. Pure.
 //!
 //! ```text
-//!   host:  absent ─ store, keep ─▶ Filling(slot) ─ done ─▶ Ready(slot, readers) ─ evicted (no reader) ─▶ absent
-//!   disk:  absent ─ write ──────▶ Writing ─────── done ─▶ Ready(readers) ────── evicted (no reader) ─▶ owed ─▶ deleted
+//!   host:  absent ─ store, load ─▶ Filling(slot) ─ done ─▶ Ready(slot, readers) ─ evicted (no reader) ─▶ absent
+//!   disk:  absent ─ write ──────▶ Writing ─ done ─▶ Ready(readers) ─ evicted (no reader) ─▶ pending delete ─▶ deleted
 //! ```
 //!
-//! A file that is to go is *owed* until a worker has confirmed that it is deleted; what is owed goes before
-//! anything more is written, so that the directory keeps to its bound.
+//! An evicted file is a *pending delete* until a worker has confirmed its deletion. Pending deletes are carried out
+//! before further writes, so that the directory stays within its bound.
 //!
 //! Invariants:
-//! - A slot belongs to one block at most, and is given out again only when nothing reads or writes it.
-//! - Least recently used goes first, by access; what is being read or written is never evicted.
-//! - Files, those being written included, are at most `disk_blocks`; what is owed is deleted before more is written.
+//! - A slot belongs to one block at most, and is reused only when no worker reads or writes it.
+//! - The least recently used copy is evicted first. A copy that is being read or written is never evicted.
+//! - Files, including those being written, are at most `disk_blocks`. Pending deletes are carried out before further
+//!   writes.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::{HostSlot, Source, Tier, TierCounts};
+use super::{HostSlot, LoadSource, Tier, TierCounts};
 use crate::blocks::hash::BlockHash;
 
-/// Slots that a disk tier without a host tier passes its blocks through.
+/// Staging slots of a disk tier without a host tier.
 pub const STAGING_SLOTS: usize = 64;
 
-/// Writes to disk in flight; each keeps its slot. A block that finds none free is not written.
+/// Limit of the pending writes to disk. Each holds its slot. Beyond the limit a block is not written.
 pub const WRITES_MAX: usize = 256;
 
-/// Owed deletions that go with one order.
+/// Limit of the pending deletes that one write order carries out.
 const EVICTIONS_PER_ORDER_MAX: usize = 64;
 
-/// Deletions of one order that does nothing else.
+/// Limit of the deletions of one delete order.
 const DELETIONS_PER_ORDER_MAX: usize = 1024;
 
 /// The tiers' sizes, in blocks.
@@ -40,7 +41,7 @@ pub struct TierConfig {
 }
 
 impl TierConfig {
-    /// Slots to set aside: the host tier's, or those that the disk tier passes through.
+    /// Slots to allocate: the host tier's, or the staging slots of the disk tier.
     #[must_use]
     pub fn slots(self) -> usize {
         match (self.host_blocks, self.disk_blocks) {
@@ -58,7 +59,7 @@ impl TierConfig {
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Host {
+enum HostState {
     #[default]
     Absent,
     Filling(HostSlot),
@@ -70,70 +71,71 @@ enum Host {
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Disk {
+enum DiskState {
     #[default]
     Absent,
     Writing,
-    /// `gone`: a reader did not find it whole; nobody else is sent there, and it goes with its last reader.
+    /// `lost`: a reader found the file damaged or missing. No new reader is sent there, and the last reader removes
+    /// it.
     Ready {
         readers: u32,
         used: u64,
-        gone: bool,
+        lost: bool,
     },
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Entry {
-    host: Host,
-    disk: Disk,
-    /// Everything was to be forgotten while this was in use: it goes when it is not.
-    doomed: bool,
+struct TierEntry {
+    host: HostState,
+    disk: DiskState,
+    /// The index was cleared while a copy was in use. The copy is forgotten when it is idle.
+    forget_when_idle: bool,
 }
 
-/// A write that is to be ordered.
+/// A write to order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Write {
+pub struct WritePlan {
     /// The slot to write.
     pub slot: HostSlot,
-    /// Files to delete before.
+    /// Files to delete first.
     pub evict: Vec<BlockHash>,
 }
 
 /// How a load ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Loaded {
+pub enum LoadOutcome {
     /// The block is on the device.
-    Whole,
-    /// It is not, and the tier still has it.
-    Not,
-    /// It is not, and the tier has not got it either.
-    Gone,
+    Complete,
+    /// The block is not on the device. The tier still has it.
+    Failed,
+    /// The block is not on the device, and the tier has lost it.
+    Lost,
 }
 
 /// See the module's documentation.
 #[derive(Debug)]
-pub struct TierBooks {
+pub struct TierIndex {
     config: TierConfig,
-    entries: HashMap<BlockHash, Entry>,
+    entries: HashMap<BlockHash, TierEntry>,
     free: Vec<HostSlot>,
     /// Blocks that may be evicted, by last use.
     host_idle: BTreeMap<u64, BlockHash>,
     disk_idle: BTreeMap<u64, BlockHash>,
-    /// Files that are to be deleted.
-    owed: BTreeSet<BlockHash>,
+    /// Evicted files that are not deleted yet.
+    pending_deletes: BTreeSet<BlockHash>,
     on_disk: usize,
     writes: usize,
-    /// A deletion is in flight.
+    /// A delete order is pending.
     deleting: bool,
-    /// Everything was to be forgotten: what is owed does not wait for a write to go along with.
+    /// The index was cleared: deletions do not wait for a write.
     purging: bool,
     clock: u64,
-    disk_rests: bool,
+    disk_suspended: bool,
     host: TierCounts,
     disk: TierCounts,
 }
 
-impl TierBooks {
+impl TierIndex {
     /// Empty tiers.
     #[must_use]
     pub fn new(config: TierConfig) -> Self {
@@ -144,25 +146,25 @@ impl TierBooks {
             free: (0..slots).rev().map(HostSlot).collect(),
             host_idle: BTreeMap::new(),
             disk_idle: BTreeMap::new(),
-            owed: BTreeSet::new(),
+            pending_deletes: BTreeSet::new(),
             on_disk: 0,
             writes: 0,
             deleting: false,
             purging: false,
             clock: 0,
-            disk_rests: false,
+            disk_suspended: false,
             host: TierCounts { capacity: config.slots(), ..TierCounts::default() },
             disk: TierCounts { capacity: config.disk_blocks, ..TierCounts::default() },
         }
     }
 
-    /// Files that were found at the start, least recently used first. What is too much is owed.
+    /// Adopts the files that were found at the start, least recently used first. Excess files are deleted.
     pub fn adopt(&mut self, files: impl IntoIterator<Item = BlockHash>) {
         for hash in files {
             let used = self.tick();
             let entry = self.entries.entry(hash).or_default();
-            if entry.disk == Disk::Absent {
-                entry.disk = Disk::Ready { readers: 0, used, gone: false };
+            if entry.disk == DiskState::Absent {
+                entry.disk = DiskState::Ready { readers: 0, used, lost: false };
                 self.disk_idle.insert(used, hash);
                 self.on_disk += 1;
             }
@@ -179,59 +181,61 @@ impl TierBooks {
         }
     }
 
-    /// Whether the disk is left alone.
+    /// Whether the disk is suspended.
     #[must_use]
-    pub fn disk_rests(&self) -> bool {
-        self.disk_rests
+    pub fn is_disk_suspended(&self) -> bool {
+        self.disk_suspended
     }
 
-    /// The disk fails, or works again.
-    pub fn set_disk_rests(&mut self, rests: bool) {
-        self.disk_rests = rests;
+    /// Suspends or resumes the disk.
+    pub fn set_disk_suspended(&mut self, suspended: bool) {
+        self.disk_suspended = suspended;
     }
 
-    /// How many blocks at the start of this chain can be loaded.
+    /// The number of blocks at the start of this chain that can be loaded.
     #[must_use]
-    pub fn run(&self, chain: &[BlockHash]) -> usize {
-        chain.iter().take_while(|hash| self.has(**hash)).count()
+    pub fn prefix_len(&self, chain: &[BlockHash]) -> usize {
+        chain.iter().take_while(|hash| self.is_loadable(**hash)).count()
     }
 
-    fn has(&self, hash: BlockHash) -> bool {
+    fn is_loadable(&self, hash: BlockHash) -> bool {
         self.entries.get(&hash).is_some_and(|entry| {
-            let on_disk = matches!(entry.disk, Disk::Ready { gone: false, .. }) && !self.disk_rests;
-            !entry.doomed && (matches!(entry.host, Host::Ready { .. }) || on_disk)
+            let on_disk = matches!(entry.disk, DiskState::Ready { lost: false, .. }) && !self.disk_suspended;
+            !entry.forget_when_idle && (matches!(entry.host, HostState::Ready { .. }) || on_disk)
         })
     }
 
-    /// Whether a block need not be stored: it is in a tier or on its way there.
+    /// Whether a tier has the block or is about to. Such a block need not be stored.
     #[must_use]
-    pub fn knows(&self, hash: BlockHash) -> bool {
+    pub fn contains(&self, hash: BlockHash) -> bool {
         self.entries.contains_key(&hash)
     }
 
     /// A slot for a block that is not in any tier. `None` when all are in use.
     pub fn begin_store(&mut self, hash: BlockHash) -> Option<HostSlot> {
-        debug_assert!(!self.knows(hash), "asked before");
+        debug_assert!(!self.contains(hash), "a tier has this block");
         let slot = self.take_slot()?;
-        self.entries.insert(hash, Entry { host: Host::Filling(slot), ..Entry::default() });
+        self.entries.insert(hash, TierEntry { host: HostState::Filling(slot), ..TierEntry::default() });
         Some(slot)
     }
 
-    /// A store is over. If the block is to go on to the disk, says how.
-    pub fn end_store(&mut self, hash: BlockHash, whole: bool) -> Option<Write> {
+    /// Ends a store. Returns the write to order, if the block is to go on to the disk.
+    pub fn end_store(&mut self, hash: BlockHash, whole: bool) -> Option<WritePlan> {
         self.end_filling(hash, whole);
         let write = if whole { self.begin_write(hash) } else { None };
         self.pass_through(hash);
         write
     }
 
-    /// The write that a block in a slot should get, if it may have one now.
-    fn begin_write(&mut self, hash: BlockHash) -> Option<Write> {
+    /// The write of a block in a slot, if it can begin now.
+    fn begin_write(&mut self, hash: BlockHash) -> Option<WritePlan> {
         let entry = self.entries.get(&hash)?;
-        let (Host::Ready { slot, .. }, Disk::Absent, false) = (entry.host, entry.disk, entry.doomed) else {
+        let (HostState::Ready { slot, .. }, DiskState::Absent, false) =
+            (entry.host, entry.disk, entry.forget_when_idle)
+        else {
             return None;
         };
-        if self.config.disk_blocks == 0 || self.disk_rests || self.writes >= WRITES_MAX {
+        if self.config.disk_blocks == 0 || self.disk_suspended || self.writes >= WRITES_MAX {
             return None;
         }
         while self.on_disk >= self.config.disk_blocks {
@@ -239,103 +243,109 @@ impl TierBooks {
                 return None;
             }
         }
-        // A file that is written anew is not to be deleted afterwards.
-        self.owed.remove(&hash);
-        if self.on_disk + self.owed.len().saturating_sub(EVICTIONS_PER_ORDER_MAX) >= self.config.disk_blocks {
-            // Too much is owed to go with one order; [`Self::begin_delete`] comes first.
+        // A file that is written again must not be deleted afterwards.
+        self.pending_deletes.remove(&hash);
+        if self.on_disk + self.pending_deletes.len().saturating_sub(EVICTIONS_PER_ORDER_MAX)
+            >= self.config.disk_blocks
+        {
+            // One order cannot carry out that many deletes; [`Self::begin_delete`] comes first.
             return None;
         }
-        let evict: Vec<_> = self.owed.iter().take(EVICTIONS_PER_ORDER_MAX).copied().collect();
+        let evict: Vec<_> = self.pending_deletes.iter().take(EVICTIONS_PER_ORDER_MAX).copied().collect();
         self.writes += 1;
         self.on_disk += 1;
-        self.entry(hash).disk = Disk::Writing;
+        self.entry(hash).disk = DiskState::Writing;
         self.pin_host(hash);
-        Some(Write { slot, evict })
+        Some(WritePlan { slot, evict })
     }
 
-    /// Whether the disk could not take a block that reached the host tier: too many writes are in flight, it rests, or
-    /// everything on it is being read.
+    /// Whether the disk could not take a block of the host tier. Too many writes are pending, the disk is suspended,
+    /// or all its files are being read.
     #[must_use]
     pub fn lacks_file(&self, hash: BlockHash) -> bool {
         self.config.disk_blocks > 0
-            && self.entries.get(&hash).is_some_and(|entry| entry.disk == Disk::Absent && !entry.doomed)
+            && self
+                .entries
+                .get(&hash)
+                .is_some_and(|entry| entry.disk == DiskState::Absent && !entry.forget_when_idle)
     }
 
-    /// A write is over. `evicted` are the files that went with the order; without success they stay owed.
+    /// Ends a write. `evicted` are the files that the order deleted first. After a failure they are still to be
+    /// deleted.
     pub fn end_write(&mut self, hash: BlockHash, evicted: &[BlockHash], whole: bool) {
         self.writes -= 1;
         if whole {
             self.deleted(evicted);
             self.disk.stored += 1;
             let used = self.tick();
-            self.entry(hash).disk = Disk::Ready { readers: 0, used, gone: false };
+            self.entry(hash).disk = DiskState::Ready { readers: 0, used, lost: false };
             self.disk_idle.insert(used, hash);
         } else {
-            // Something may have been left of it.
+            // A part of the file may remain.
             self.on_disk -= 1;
-            self.entry(hash).disk = Disk::Absent;
-            self.owed.insert(hash);
+            self.entry(hash).disk = DiskState::Absent;
+            self.pending_deletes.insert(hash);
         }
         self.unpin_host(hash);
         self.pass_through(hash);
         self.settle(hash);
     }
 
-    /// Files to delete by themselves: when more is owed than goes along with writes.
+    /// Files to delete in an order of their own, when there are more than writes can carry along.
     pub fn begin_delete(&mut self) -> Option<Vec<BlockHash>> {
-        if self.purging && self.owed.is_empty() {
-            // What was in use is owed when it is not.
-            self.purging = self.entries.values().any(|entry| entry.doomed);
+        if self.purging && self.pending_deletes.is_empty() {
+            // Copies in use are deleted when they are idle.
+            self.purging = self.entries.values().any(|entry| entry.forget_when_idle);
         }
-        let waits = self.owed.len() <= EVICTIONS_PER_ORDER_MAX && !self.purging;
-        if self.owed.is_empty() || waits || self.deleting || self.disk_rests {
+        let waits = self.pending_deletes.len() <= EVICTIONS_PER_ORDER_MAX && !self.purging;
+        if self.pending_deletes.is_empty() || waits || self.deleting || self.disk_suspended {
             return None;
         }
         self.deleting = true;
-        Some(self.owed.iter().take(DELETIONS_PER_ORDER_MAX).copied().collect())
+        Some(self.pending_deletes.iter().take(DELETIONS_PER_ORDER_MAX).copied().collect())
     }
 
-    /// A deletion is over.
+    /// Ends a delete order.
     pub fn end_delete(&mut self, hashes: &[BlockHash], whole: bool) {
         self.deleting = false;
         if whole {
             self.deleted(hashes);
         } else {
-            // Not again at once: what is owed goes along with later writes.
+            // No retry at once: later writes carry the deletes along.
             self.purging = false;
         }
     }
 
     fn deleted(&mut self, hashes: &[BlockHash]) {
         for hash in hashes {
-            self.owed.remove(hash);
+            self.pending_deletes.remove(hash);
         }
     }
 
-    /// Starts to read a block for the device. `None` when no tier has it (any more).
-    pub fn begin_load(&mut self, hash: BlockHash) -> Option<Source> {
-        if !self.has(hash) {
+    /// Begins to read a block for the device. `None` when no tier has it any more.
+    pub fn begin_load(&mut self, hash: BlockHash) -> Option<LoadSource> {
+        if !self.is_loadable(hash) {
             return None;
         }
-        if let Host::Ready { slot, .. } = self.entry(hash).host {
+        if let HostState::Ready { slot, .. } = self.entry(hash).host {
             self.pin_host(hash);
-            return Some(Source::Host(slot));
+            return Some(LoadSource::Host(slot));
         }
         self.pin_disk(hash);
-        let filling = self.entry(hash).host != Host::Absent;
-        let keep = if filling || self.config.host_blocks == 0 { None } else { self.take_slot() };
-        if let Some(slot) = keep {
-            self.entry(hash).host = Host::Filling(slot);
+        let filling = self.entry(hash).host != HostState::Absent;
+        let slot = if filling || self.config.host_blocks == 0 { None } else { self.take_slot() };
+        if let Some(slot) = slot {
+            self.entry(hash).host = HostState::Filling(slot);
         }
-        Some(Source::Disk { keep })
+        Some(LoadSource::Disk { slot })
     }
 
-    /// Starts to read a chain of blocks that [`Self::run`] has counted. What is in the host tier is taken first, so that
-    /// a block that comes from disk does not push out one that is about to be read.
-    pub fn begin_loads(&mut self, chain: &[BlockHash]) -> Vec<Source> {
+    /// Begins to read a chain of blocks that [`Self::prefix_len`] has counted. Blocks in the host tier are pinned
+    /// first, so that a block from disk does not evict one that is about to be read.
+    pub fn begin_loads(&mut self, chain: &[BlockHash]) -> Vec<LoadSource> {
         let mut sources = vec![None; chain.len()];
         for (source, &hash) in sources.iter_mut().zip(chain) {
-            if matches!(self.entries.get(&hash), Some(Entry { host: Host::Ready { .. }, .. })) {
+            if matches!(self.entries.get(&hash), Some(TierEntry { host: HostState::Ready { .. }, .. })) {
                 *source = self.begin_load(hash);
             }
         }
@@ -345,33 +355,33 @@ impl TierBooks {
         sources.into_iter().map(|source| source.expect("the tiers have it")).collect()
     }
 
-    /// A load is over.
-    pub fn end_load(&mut self, hash: BlockHash, from: Source, how: Loaded) {
-        let whole = how == Loaded::Whole;
+    /// Ends a load.
+    pub fn end_load(&mut self, hash: BlockHash, from: LoadSource, how: LoadOutcome) {
+        let whole = how == LoadOutcome::Complete;
         match from {
-            Source::Host(_) => {
+            LoadSource::Host(_) => {
                 self.host.loaded += u64::from(whole);
                 self.unpin_host(hash);
                 self.touch_disk(hash);
                 self.pass_through(hash);
             }
-            Source::Disk { keep } => {
+            LoadSource::Disk { slot } => {
                 self.disk.loaded += u64::from(whole);
-                if keep.is_some() {
+                if slot.is_some() {
                     self.end_filling(hash, whole);
                 }
-                self.unpin_disk(hash, how == Loaded::Gone);
+                self.unpin_disk(hash, how == LoadOutcome::Lost);
             }
         }
         self.settle(hash);
     }
 
-    /// A request that used this chain is over: its blocks are used now, the first of them last, so that a prefix
+    /// Marks a chain as used now, after its request has ended. Its first block is marked last, so that a prefix
     /// outlives its tail.
     pub fn touch(&mut self, chain: &[BlockHash]) {
         for &hash in chain.iter().rev() {
             let now = self.tick();
-            if let Some(Entry { host: Host::Ready { readers: 0, used, .. }, .. }) =
+            if let Some(TierEntry { host: HostState::Ready { readers: 0, used, .. }, .. }) =
                 self.entries.get_mut(&hash)
             {
                 let before = std::mem::replace(used, now);
@@ -384,28 +394,28 @@ impl TierBooks {
         }
     }
 
-    /// Forgets everything that is not in use now, and the rest as soon as it is not. The files are owed.
+    /// Forgets all idle copies now, and the others as soon as they are idle. The files are deleted.
     pub fn clear(&mut self) {
         let mut all: Vec<BlockHash> = self.entries.keys().copied().collect();
         all.sort_unstable();
         self.purging = true;
         for hash in all {
-            self.entry(hash).doomed = true;
+            self.entry(hash).forget_when_idle = true;
             self.settle(hash);
         }
     }
 
-    /// Copies that are read or written now, for checks.
+    /// Copies that are being read or written, for checks.
     #[must_use]
     pub fn in_use(&self) -> usize {
-        let busy = |entry: &Entry| {
-            matches!(entry.host, Host::Filling(_) | Host::Ready { readers: 1.., .. })
-                || matches!(entry.disk, Disk::Writing | Disk::Ready { readers: 1.., .. })
+        let busy = |entry: &TierEntry| {
+            matches!(entry.host, HostState::Filling(_) | HostState::Ready { readers: 1.., .. })
+                || matches!(entry.disk, DiskState::Writing | DiskState::Ready { readers: 1.., .. })
         };
         self.entries.values().filter(|entry| busy(entry)).count()
     }
 
-    fn entry(&mut self, hash: BlockHash) -> &mut Entry {
+    fn entry(&mut self, hash: BlockHash) -> &mut TierEntry {
         self.entries.get_mut(&hash).expect("a copy in flight keeps its entry")
     }
 
@@ -417,10 +427,10 @@ impl TierBooks {
     fn take_slot(&mut self) -> Option<HostSlot> {
         if self.free.is_empty() {
             let (_, hash) = self.host_idle.pop_first()?;
-            let Host::Ready { slot, readers: 0, .. } = self.entry(hash).host else {
+            let HostState::Ready { slot, readers: 0, .. } = self.entry(hash).host else {
                 unreachable!("only what is ready and unread is idle")
             };
-            self.entry(hash).host = Host::Absent;
+            self.entry(hash).host = HostState::Absent;
             self.host.evicted += 1;
             self.free.push(slot);
             self.settle(hash);
@@ -429,25 +439,25 @@ impl TierBooks {
     }
 
     fn end_filling(&mut self, hash: BlockHash, whole: bool) {
-        let Host::Filling(slot) = self.entry(hash).host else { unreachable!("it was being filled") };
+        let HostState::Filling(slot) = self.entry(hash).host else { unreachable!("it was being filled") };
         if whole {
             let used = self.tick();
-            self.entry(hash).host = Host::Ready { slot, readers: 0, used };
+            self.entry(hash).host = HostState::Ready { slot, readers: 0, used };
             self.host_idle.insert(used, hash);
             self.host.stored += 1;
         } else {
-            self.entry(hash).host = Host::Absent;
+            self.entry(hash).host = HostState::Absent;
             self.free.push(slot);
         }
         self.settle(hash);
     }
 
-    /// Without a host tier a block leaves its slot when nobody reads it there any more.
+    /// Without a host tier a block leaves its slot after its last reader.
     fn pass_through(&mut self, hash: BlockHash) {
         if self.config.host_blocks == 0
-            && let Some(Entry { host: host @ Host::Ready { readers: 0, .. }, .. }) =
+            && let Some(TierEntry { host: host @ HostState::Ready { readers: 0, .. }, .. }) =
                 self.entries.get_mut(&hash)
-            && let Host::Ready { slot, used, .. } = std::mem::take(host)
+            && let HostState::Ready { slot, used, .. } = std::mem::take(host)
         {
             self.host_idle.remove(&used);
             self.free.push(slot);
@@ -456,7 +466,7 @@ impl TierBooks {
     }
 
     fn pin_host(&mut self, hash: BlockHash) {
-        let Host::Ready { readers, used, .. } = &mut self.entry(hash).host else {
+        let HostState::Ready { readers, used, .. } = &mut self.entry(hash).host else {
             unreachable!("only what is ready is read")
         };
         *readers += 1;
@@ -466,7 +476,7 @@ impl TierBooks {
 
     fn unpin_host(&mut self, hash: BlockHash) {
         let now = self.tick();
-        let Host::Ready { readers, used, .. } = &mut self.entry(hash).host else {
+        let HostState::Ready { readers, used, .. } = &mut self.entry(hash).host else {
             unreachable!("what is read is ready")
         };
         *readers -= 1;
@@ -477,7 +487,7 @@ impl TierBooks {
     }
 
     fn pin_disk(&mut self, hash: BlockHash) {
-        let Disk::Ready { readers, used, .. } = &mut self.entry(hash).disk else {
+        let DiskState::Ready { readers, used, .. } = &mut self.entry(hash).disk else {
             unreachable!("only what is ready is read")
         };
         *readers += 1;
@@ -485,30 +495,30 @@ impl TierBooks {
         self.disk_idle.remove(&used);
     }
 
-    fn unpin_disk(&mut self, hash: BlockHash, found_gone: bool) {
+    fn unpin_disk(&mut self, hash: BlockHash, found_lost: bool) {
         let now = self.tick();
-        let Disk::Ready { readers, used, gone } = &mut self.entry(hash).disk else {
+        let DiskState::Ready { readers, used, lost } = &mut self.entry(hash).disk else {
             unreachable!("what is read is ready")
         };
         *readers -= 1;
         *used = now;
-        *gone |= found_gone;
-        match (*readers, *gone) {
+        *lost |= found_lost;
+        match (*readers, *lost) {
             (0, false) => drop(self.disk_idle.insert(now, hash)),
             (0, true) => {
-                // A corrupt file was deleted where it was found; should that have failed, it is deleted later.
-                self.entry(hash).disk = Disk::Absent;
+                // A reader deletes a damaged file. If that failed, the file is deleted later.
+                self.entry(hash).disk = DiskState::Absent;
                 self.on_disk -= 1;
-                self.owed.insert(hash);
+                self.pending_deletes.insert(hash);
             }
             (_, _) => {}
         }
     }
 
-    /// What is used in the host tier is used: its file outlives others.
+    /// Marks the file as used when its copy in the host tier is used.
     fn touch_disk(&mut self, hash: BlockHash) {
         let now = self.tick();
-        if let Disk::Ready { readers: 0, used, .. } = &mut self.entry(hash).disk {
+        if let DiskState::Ready { readers: 0, used, .. } = &mut self.entry(hash).disk {
             let before = std::mem::replace(used, now);
             self.disk_idle.remove(&before);
             self.disk_idle.insert(now, hash);
@@ -517,31 +527,31 @@ impl TierBooks {
 
     fn evict_file(&mut self) -> bool {
         let Some((_, hash)) = self.disk_idle.pop_first() else { return false };
-        self.entry(hash).disk = Disk::Absent;
+        self.entry(hash).disk = DiskState::Absent;
         self.on_disk -= 1;
         self.disk.evicted += 1;
-        self.owed.insert(hash);
+        self.pending_deletes.insert(hash);
         self.settle(hash);
         true
     }
 
-    /// Drops what is doomed and not in use, and an entry that stands for nothing.
+    /// Removes cleared copies that are idle, and an entry without copies.
     fn settle(&mut self, hash: BlockHash) {
         let Some(entry) = self.entries.get_mut(&hash) else { return };
-        if entry.doomed {
-            if let Host::Ready { slot, readers: 0, used } = entry.host {
-                entry.host = Host::Absent;
+        if entry.forget_when_idle {
+            if let HostState::Ready { slot, readers: 0, used } = entry.host {
+                entry.host = HostState::Absent;
                 self.host_idle.remove(&used);
                 self.free.push(slot);
             }
-            if let Disk::Ready { readers: 0, used, .. } = entry.disk {
-                entry.disk = Disk::Absent;
+            if let DiskState::Ready { readers: 0, used, .. } = entry.disk {
+                entry.disk = DiskState::Absent;
                 self.disk_idle.remove(&used);
                 self.on_disk -= 1;
-                self.owed.insert(hash);
+                self.pending_deletes.insert(hash);
             }
         }
-        if entry.host == Host::Absent && entry.disk == Disk::Absent {
+        if entry.host == HostState::Absent && entry.disk == DiskState::Absent {
             self.entries.remove(&hash);
         }
     }

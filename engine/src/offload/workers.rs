@@ -1,17 +1,17 @@
-//! The threads that move blocks between the tiers. They decide nothing but one thing: who was first, a worker or the
-//! order's revocation.
+//! The threads that move blocks between the tiers. Their only decision is the order of a worker's start and a
+//! revocation.
 //!
 //! | thread | does |
 //! |---|---|
-//! | `offload-copy` | between device and slots, a device's own memory too; also gives up loads that take too long |
-//! | `offload-load-n` | file to device: read and verified apart, then copied, to a device's own memory too |
-//! | `offload-disk` | slot to file, deletions; tries a failing disk out before it is used again |
+//! | `offload-copy` | copies between device and slots, also to a device's own memory; times out loads |
+//! | `offload-load-n` | loads a file: reads and verifies, then copies to the device |
+//! | `offload-disk` | writes slots to files, deletes files; probes a suspended disk |
 //!
 //! Invariants:
-//! - Every order that was taken is answered once, unless it was revoked or the workers were stopped.
-//! - **The commitment point** of a store, a load from a slot and a write is their leaving the queue; that of a load from
-//!   disk is after the file has been read and verified. Both happen under the one lock under which orders are revoked.
-//!   A hanging disk therefore never holds a block of the device: its loads are given up.
+//! - Every accepted order is answered once, unless it was revoked or the workers were stopped.
+//! - **The commitment point** of a store, a load from a slot and a write is their removal from the queue. A load from
+//!   disk commits after its file has been read and verified. Both happen under the lock under which orders are
+//!   revoked. A hanging disk therefore never holds a block of the device: its loads time out.
 //! - Every queue is bounded; an order that finds its queue full is refused.
 
 use std::collections::BTreeMap;
@@ -23,44 +23,44 @@ use std::time::{Duration, Instant};
 use baton_connector::BlockId;
 use baton_connector::offload::TransferId;
 
-use super::arena::Arena;
 use super::disk::DiskTier;
-use super::health::{Health, Turn};
+use super::health::{DiskHealth, HealthChange};
+use super::host_arena::HostArena;
 use super::record::HEADER_BYTES;
-use super::{Fault, HostSlot, Order, Report, Source};
+use super::{HostSlot, LoadSource, OffloadFault, OffloadOrder, OffloadReport};
 use crate::blocks::hash::BlockHash;
 
-/// Orders that wait in one queue. A context of 131,072 tokens in blocks of 16 is 8,192 loads.
+/// Limit of the orders in one queue. A context of 131,072 tokens in blocks of 16 is 8,192 loads.
 pub const QUEUE_MAX: usize = 8_192;
 
-/// Threads that load: two reads of a disk overlap.
+/// Loading threads: two reads of a disk overlap.
 const LOADERS: usize = 2;
 
-/// Times of the workers.
+/// Timeouts of the workers.
 #[derive(Clone, Copy, Debug)]
-pub struct Pace {
-    /// After so long a load is given up: its block can be computed meanwhile.
-    pub load_patience: Duration,
-    /// How long a disk that fails is left alone.
-    pub disk_rest: Duration,
+pub struct WorkerTimeouts {
+    /// Timeout of a load. Its block can be computed instead.
+    pub load_timeout: Duration,
+    /// How long a failing disk is suspended.
+    pub disk_suspension: Duration,
 }
 
-impl Default for Pace {
+impl Default for WorkerTimeouts {
     fn default() -> Self {
-        Self { load_patience: Duration::from_secs(5), disk_rest: Duration::from_secs(30) }
+        Self { load_timeout: Duration::from_secs(5), disk_suspension: Duration::from_secs(30) }
     }
 }
 
 /// A copy between a block of the device and a slot.
 #[derive(Clone, Copy)]
-struct Pair {
+struct SlotCopy {
     block: BlockId,
     slot: HostSlot,
 }
 
 struct FileLoad {
     hash: BlockHash,
-    keep: Option<HostSlot>,
+    slot: Option<HostSlot>,
     block: BlockId,
     since: Instant,
 }
@@ -70,124 +70,127 @@ enum DiskJob {
     Delete(Vec<BlockHash>),
 }
 
-struct Queues {
-    stores: BTreeMap<TransferId, Pair>,
-    slot_loads: BTreeMap<TransferId, Pair>,
-    /// In the order in which they came, as everywhere here: names count upwards.
+struct WorkerQueues {
+    stores: BTreeMap<TransferId, SlotCopy>,
+    slot_loads: BTreeMap<TransferId, SlotCopy>,
+    /// In the order of arrival, as all queues here: ids increase.
     file_loads: BTreeMap<TransferId, FileLoad>,
     disk: BTreeMap<TransferId, DiskJob>,
-    /// Loads whose file is being read: they can still be revoked.
+    /// Loads whose file is being read, which can still be revoked.
     reading: BTreeMap<TransferId, Instant>,
-    health: Health,
+    health: DiskHealth,
     stop: bool,
 }
 
-struct Shared {
-    queues: Mutex<Queues>,
+struct WorkersShared {
+    queues: Mutex<WorkerQueues>,
     to_copy: Condvar,
     to_load: Condvar,
     to_disk: Condvar,
-    arena: Arena,
+    arena: HostArena,
     disk: Option<DiskTier>,
-    pace: Pace,
-    tell: Box<dyn Fn(Report) + Send + Sync>,
+    timeouts: WorkerTimeouts,
+    report: Box<dyn Fn(OffloadReport) + Send + Sync>,
 }
 
-/// See the module's documentation. Dropped, the threads end by themselves.
-pub struct Workers {
-    shared: Arc<Shared>,
+/// See the module's documentation. When dropped, the threads end by themselves.
+pub struct OffloadWorkers {
+    shared: Arc<WorkersShared>,
     /// Disconnected when all threads have ended.
     ended: Mutex<Receiver<()>>,
 }
 
-impl Workers {
-    /// Starts the threads; `tell` hears their reports and must not wait.
+impl OffloadWorkers {
+    /// Starts the threads. `report` receives their reports and must not wait.
     ///
     /// # Errors
-    /// When a thread cannot be had.
+    /// When a thread cannot be started.
     pub fn start(
-        arena: Arena,
+        arena: HostArena,
         disk: Option<DiskTier>,
-        pace: Pace,
-        tell: impl Fn(Report) + Send + Sync + 'static,
+        timeouts: WorkerTimeouts,
+        report: impl Fn(OffloadReport) + Send + Sync + 'static,
     ) -> std::io::Result<Self> {
-        let queues = Queues {
+        let queues = WorkerQueues {
             stores: BTreeMap::new(),
             slot_loads: BTreeMap::new(),
             file_loads: BTreeMap::new(),
             disk: BTreeMap::new(),
             reading: BTreeMap::new(),
-            health: Health::new(pace.disk_rest),
+            health: DiskHealth::new(timeouts.disk_suspension),
             stop: false,
         };
         let has_disk = disk.is_some();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(WorkersShared {
             queues: Mutex::new(queues),
             to_copy: Condvar::new(),
             to_load: Condvar::new(),
             to_disk: Condvar::new(),
             arena,
             disk,
-            pace,
-            tell: Box::new(tell),
+            timeouts,
+            report: Box::new(report),
         });
         let (end, ended) = sync_channel(1);
         let workers = Self { shared: Arc::clone(&shared), ended: Mutex::new(ended) };
-        spawn("offload-copy".into(), &shared, &end, Shared::copy_on)?;
+        spawn("offload-copy".into(), &shared, &end, WorkersShared::run_copies)?;
         for n in 0..LOADERS {
-            spawn(format!("offload-load-{n}"), &shared, &end, Shared::load_on)?;
+            spawn(format!("offload-load-{n}"), &shared, &end, WorkersShared::run_loads)?;
         }
         if has_disk {
-            spawn("offload-disk".into(), &shared, &end, Shared::write_on)?;
+            spawn("offload-disk".into(), &shared, &end, WorkersShared::run_disk)?;
         }
         Ok(workers)
     }
 
-    /// Takes an order, without waiting. False: it was refused, and nothing will come of it.
+    /// Accepts an order, without waiting. False: it was refused, and no report comes.
     #[must_use]
-    pub fn order(&self, order: Order) -> bool {
+    pub fn submit(&self, order: OffloadOrder) -> bool {
         let shared = &self.shared;
         let mut queues = shared.lock();
         if queues.stop {
             return false;
         }
         match order {
-            Order::Store { id, block, slot, .. } if queues.stores.len() < QUEUE_MAX => {
-                queues.stores.insert(id, Pair { block, slot });
+            OffloadOrder::Store { id, block, slot, .. } if queues.stores.len() < QUEUE_MAX => {
+                queues.stores.insert(id, SlotCopy { block, slot });
                 shared.to_copy.notify_one();
             }
-            Order::Load { id, from: Source::Host(slot), block, .. }
+            OffloadOrder::Load { id, from: LoadSource::Host(slot), block, .. }
                 if queues.slot_loads.len() < QUEUE_MAX =>
             {
-                queues.slot_loads.insert(id, Pair { block, slot });
+                queues.slot_loads.insert(id, SlotCopy { block, slot });
                 shared.to_copy.notify_one();
             }
-            Order::Load { id, hash, from: Source::Disk { keep }, block }
+            OffloadOrder::Load { id, hash, from: LoadSource::Disk { slot }, block }
                 if queues.file_loads.len() < QUEUE_MAX =>
             {
-                queues.file_loads.insert(id, FileLoad { hash, keep, block, since: Instant::now() });
+                queues.file_loads.insert(id, FileLoad { hash, slot, block, since: Instant::now() });
                 shared.to_load.notify_one();
-                // It watches how long this takes.
+                // The copy thread watches the timeout.
                 shared.to_copy.notify_one();
             }
-            Order::Write { id, hash, slot, evict }
+            OffloadOrder::Write { id, hash, slot, evict }
                 if queues.disk.len() < QUEUE_MAX && shared.disk.is_some() =>
             {
                 queues.disk.insert(id, DiskJob::Write { hash, slot, evict });
                 shared.to_disk.notify_one();
             }
-            Order::Delete { id, hashes } if queues.disk.len() < QUEUE_MAX && shared.disk.is_some() => {
+            OffloadOrder::Delete { id, hashes } if queues.disk.len() < QUEUE_MAX && shared.disk.is_some() => {
                 queues.disk.insert(id, DiskJob::Delete(hashes));
                 shared.to_disk.notify_one();
             }
-            Order::Store { .. } | Order::Load { .. } | Order::Write { .. } | Order::Delete { .. } => {
+            OffloadOrder::Store { .. }
+            | OffloadOrder::Load { .. }
+            | OffloadOrder::Write { .. }
+            | OffloadOrder::Delete { .. } => {
                 return false;
             }
         }
         true
     }
 
-    /// Takes a store or a load back. True: no worker has begun, and none will; nothing more is reported of it.
+    /// Revokes a store or a load. True: no worker has begun, none will, and no report comes.
     #[must_use]
     pub fn revoke(&self, id: TransferId) -> bool {
         let mut queues = self.shared.lock();
@@ -197,8 +200,8 @@ impl Workers {
             || queues.reading.remove(&id).is_some()
     }
 
-    /// Stops the threads and waits until they have ended, at most until `deadline`: one that hangs in a system call is
-    /// left behind.
+    /// Stops the threads and waits until they have ended, at most until `deadline`. A thread that hangs in a system
+    /// call is left behind.
     pub fn shutdown(&self, deadline: Instant) {
         self.stop();
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
@@ -216,7 +219,7 @@ impl Workers {
     }
 }
 
-impl Drop for Workers {
+impl Drop for OffloadWorkers {
     fn drop(&mut self) {
         self.stop();
     }
@@ -224,9 +227,9 @@ impl Drop for Workers {
 
 fn spawn(
     name: String,
-    shared: &Arc<Shared>,
+    shared: &Arc<WorkersShared>,
     end: &SyncSender<()>,
-    run: impl Fn(&Shared) + Send + 'static,
+    run: impl Fn(&WorkersShared) + Send + 'static,
 ) -> std::io::Result<()> {
     let (shared, end) = (Arc::clone(shared), end.clone());
     std::thread::Builder::new().name(name).spawn(move || {
@@ -236,27 +239,27 @@ fn spawn(
     Ok(())
 }
 
-/// What a job does, if it does not panic: a worker outlives its jobs, and every order is answered.
-fn guarded(job: impl FnOnce() -> Result<(), Fault>) -> Result<(), Fault> {
-    catch_unwind(AssertUnwindSafe(job)).unwrap_or(Err(Fault::Broken))
+/// The outcome of a job, also if it panics: a worker outlives its jobs, and every order is answered.
+fn guarded(job: impl FnOnce() -> Result<(), OffloadFault>) -> Result<(), OffloadFault> {
+    catch_unwind(AssertUnwindSafe(job)).unwrap_or(Err(OffloadFault::Broken))
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Queues> {
-        // Queues hold whole values: a panic elsewhere leaves nothing half-written.
+impl WorkersShared {
+    fn lock(&self) -> MutexGuard<'_, WorkerQueues> {
+        // Queues hold whole values: a panic in another thread leaves none half-written.
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn tell(&self, report: Report) {
-        (self.tell)(report);
+    fn report(&self, report: OffloadReport) {
+        (self.report)(report);
     }
 
-    /// The life of `offload-copy`.
-    fn copy_on(&self) {
+    /// The loop of `offload-copy`.
+    fn run_copies(&self) {
         let mut queues = self.lock();
         while !queues.stop {
-            let (late, turn) = self.give_up_late(&mut queues, Instant::now());
-            // A request waits for a load; nobody waits for a store.
+            let (late, change) = self.take_late(&mut queues, Instant::now());
+            // Loads first: a request waits for a load, and none for a store.
             let load = queues.slot_loads.pop_first();
             let store = if load.is_none() { queues.stores.pop_first() } else { None };
             if late.is_empty() && load.is_none() && store.is_none() {
@@ -266,7 +269,7 @@ impl Shared {
                     None => self.to_copy.wait(queues).unwrap_or_else(PoisonError::into_inner),
                     Some(since) => {
                         let left =
-                            (since + self.pace.load_patience).saturating_duration_since(Instant::now());
+                            (since + self.timeouts.load_timeout).saturating_duration_since(Instant::now());
                         self.to_copy.wait_timeout(queues, left).unwrap_or_else(PoisonError::into_inner).0
                     }
                 };
@@ -274,42 +277,42 @@ impl Shared {
             }
             drop(queues);
             for id in late {
-                self.tell(Report::Ended(id, Err(Fault::Slow)));
+                self.report(OffloadReport::Ended(id, Err(OffloadFault::Slow)));
             }
-            self.tell_turn(turn);
-            if let Some((id, Pair { block, slot })) = load {
+            self.report_health(change);
+            if let Some((id, SlotCopy { block, slot })) = load {
                 let outcome = guarded(|| self.arena.load(slot, block));
-                self.tell(Report::Ended(id, outcome));
+                self.report(OffloadReport::Ended(id, outcome));
             }
-            if let Some((id, Pair { block, slot })) = store {
+            if let Some((id, SlotCopy { block, slot })) = store {
                 let outcome = guarded(|| self.arena.store(block, slot));
-                self.tell(Report::Ended(id, outcome));
+                self.report(OffloadReport::Ended(id, outcome));
             }
             queues = self.lock();
         }
     }
 
-    /// Loads that no worker has committed to in time.
-    fn give_up_late(&self, queues: &mut Queues, now: Instant) -> (Vec<TransferId>, Turn) {
-        let late = |since: Instant| now.saturating_duration_since(since) >= self.pace.load_patience;
+    /// Removes the loads that have timed out before a worker committed to them.
+    fn take_late(&self, queues: &mut WorkerQueues, now: Instant) -> (Vec<TransferId>, HealthChange) {
+        let late = |since: Instant| now.saturating_duration_since(since) >= self.timeouts.load_timeout;
         let waiting = queues.file_loads.iter().take_while(|(_, job)| late(job.since)).map(|(&id, _)| id);
         let reading = queues.reading.iter().filter(|(_, since)| late(**since)).map(|(&id, _)| id);
         let (waiting, reading): (Vec<_>, Vec<_>) = (waiting.collect(), reading.collect());
-        let mut turn = Turn::None;
+        let mut change = HealthChange::None;
         for id in &reading {
             queues.reading.remove(id);
-            if queues.health.heard(Err(Fault::Slow), now) == Turn::Rests {
-                turn = Turn::Rests;
+            if queues.health.record(Err(OffloadFault::Slow), now) == HealthChange::Suspended {
+                change = HealthChange::Suspended;
             }
         }
         for id in &waiting {
             queues.file_loads.remove(id);
         }
-        ([waiting, reading].concat(), turn)
+        ([waiting, reading].concat(), change)
     }
 
-    /// The life of an `offload-load` thread.
-    fn load_on(&self) {
+    /// The loop of an `offload-load` thread.
+    fn run_loads(&self) {
         let mut queues = self.lock();
         while !queues.stop {
             let Some((id, job)) = queues.file_loads.pop_first() else {
@@ -326,56 +329,56 @@ impl Shared {
     fn load_file(&self, id: TransferId, job: &FileLoad) {
         let mut file = Vec::new();
         let read = guarded(|| {
-            file = self.disk.as_ref().ok_or(Fault::Missing)?.read(job.hash)?;
+            file = self.disk.as_ref().ok_or(OffloadFault::Missing)?.read(job.hash)?;
             Ok(())
         });
         let mut queues = self.lock();
-        let turn = queues.health.heard(read, Instant::now());
+        let change = queues.health.record(read, Instant::now());
         let committed = queues.reading.remove(&id).is_some();
         drop(queues);
-        self.tell_turn(turn);
+        self.report_health(change);
         if !committed {
-            // Revoked or given up meanwhile: the blocks are somebody else's.
+            // Revoked or timed out meanwhile: the block and the slot may have other users.
             return;
         }
         let outcome = read.and_then(|()| {
             guarded(|| {
                 let block = &file[HEADER_BYTES..];
-                self.arena.land(block, job.block)?;
-                if let Some(slot) = job.keep {
-                    self.arena.keep(block, slot);
+                self.arena.write_block(block, job.block)?;
+                if let Some(slot) = job.slot {
+                    self.arena.write_slot(block, slot);
                 }
                 Ok(())
             })
         });
-        self.tell(Report::Ended(id, outcome));
+        self.report(OffloadReport::Ended(id, outcome));
     }
 
-    /// The life of `offload-disk`.
-    fn write_on(&self) {
+    /// The loop of `offload-disk`.
+    fn run_disk(&self) {
         let disk = self.disk.as_ref().expect("it is started with a disk only");
         let mut queues = self.lock();
         while !queues.stop {
-            let rests_until = queues.health.rests_until();
+            let suspended_until = queues.health.suspended_until();
             let (now, job) = (Instant::now(), queues.disk.pop_first());
-            match (job, rests_until) {
+            match (job, suspended_until) {
                 (Some((id, _)), Some(_)) => {
                     drop(queues);
-                    self.tell(Report::Ended(id, Err(Fault::Resting)));
+                    self.report(OffloadReport::Ended(id, Err(OffloadFault::Suspended)));
                 }
                 (Some((id, job)), None) => {
                     drop(queues);
                     let outcome = guarded(|| self.carry_out(disk, job));
-                    let turn = self.lock().health.heard(outcome, Instant::now());
-                    self.tell(Report::Ended(id, outcome));
-                    self.tell_turn(turn);
+                    let change = self.lock().health.record(outcome, Instant::now());
+                    self.report(OffloadReport::Ended(id, outcome));
+                    self.report_health(change);
                 }
                 (None, Some(until)) if until <= now => {
                     drop(queues);
-                    let outcome = guarded(|| disk.try_out());
-                    if self.lock().health.tried(outcome, Instant::now()) {
+                    let outcome = guarded(|| disk.probe());
+                    if self.lock().health.record_probe(outcome, Instant::now()) {
                         tracing::info!("disk tier recovered");
-                        self.tell(Report::DiskIsBack);
+                        self.report(OffloadReport::DiskResumed);
                     }
                 }
                 (None, Some(until)) => {
@@ -389,7 +392,7 @@ impl Shared {
         }
     }
 
-    fn carry_out(&self, disk: &DiskTier, job: DiskJob) -> Result<(), Fault> {
+    fn carry_out(&self, disk: &DiskTier, job: DiskJob) -> Result<(), OffloadFault> {
         match job {
             DiskJob::Write { hash, slot, evict } => {
                 disk.delete(&evict)?;
@@ -399,10 +402,13 @@ impl Shared {
         }
     }
 
-    fn tell_turn(&self, turn: Turn) {
-        if turn == Turn::Rests {
-            tracing::warn!(seconds = self.pace.disk_rest.as_secs_f64(), "disk tier suspended after failures");
-            self.tell(Report::DiskRests);
+    fn report_health(&self, change: HealthChange) {
+        if change == HealthChange::Suspended {
+            tracing::warn!(
+                seconds = self.timeouts.disk_suspension.as_secs_f64(),
+                "disk tier suspended after failures"
+            );
+            self.report(OffloadReport::DiskSuspended);
             self.to_disk.notify_one();
         }
     }

@@ -1,4 +1,4 @@
-//! The options of one engine, and why it cannot start.
+//! The options of one engine, and its start errors.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -14,30 +14,30 @@ use crate::handoff::transport::KvTransport;
 use crate::model::{ModelError, ModelFiles};
 use crate::offload::open::OffloadOptions;
 
-/// Bytes of all bodies together: eight of the largest, and some thousand of usual ones.
+/// Limit of the bytes of all request bodies: eight of the largest, or some thousand usual ones.
 pub(crate) const BODY_BYTES_TOTAL: usize = 256 << 20;
 
-/// Everything that can be set about an engine.
+/// The options of an engine.
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
     /// The checkpoint.
     pub model: ModelFiles,
-    /// Where it computes.
+    /// The device that computes.
     pub device: DeviceChoice,
     /// The name that requests use; the checkpoint's own by default.
     pub served_model_name: Option<String>,
     /// Which legs it serves.
     pub role: Role,
-    /// Where HTTP is served; port 0 takes a free one.
+    /// The address of the HTTP server; port 0 takes a free one.
     pub listen: SocketAddr,
     /// Engine cores (vLLM's `--data-parallel-size`), each with its own KV pool, scheduler, leases and side channel.
     pub data_parallel_size: usize,
-    /// Where other engines read blocks; port 0 takes a free one. Each further rank takes the next port: all KV ranks of
-    /// the first data-parallel rank, then those of the second.
+    /// The address at which other engines read blocks; port 0 takes a free one. Each further rank takes the next
+    /// port: all KV ranks of the first data-parallel rank, then those of the second.
     pub side_channel: SocketAddr,
-    /// How blocks travel between engines.
+    /// The transport of blocks between engines.
     pub kv_transport: KvTransport,
-    /// NIXL's library, for [`KvTransport::Nixl`]; looked for where it may be by default.
+    /// NIXL's library, for [`KvTransport::Nixl`]; by default its usual paths are searched.
     pub nixl_library: Option<PathBuf>,
     /// The host of the side channel in handoffs; its own address by default.
     pub side_channel_host: Option<String>,
@@ -47,43 +47,43 @@ pub struct EngineOptions {
     pub block_tokens: usize,
     /// Bytes of the KV pool of each rank.
     pub kv_cache_bytes: usize,
-    /// Blocks of the KV pool of each rank; wins over the bytes and the share.
+    /// Blocks of the KV pool of each rank. They override the bytes and the share.
     pub kv_blocks: Option<usize>,
-    /// The share of a device's memory that weights, buffers and KV pool take together; wins over the bytes. Above 0, at
-    /// most 1, and only on a device with memory of its own.
+    /// The share of a device's memory for weights, buffers and KV pool. It overrides the bytes. Above 0, at most 1,
+    /// and only on a device with memory of its own.
     pub gpu_memory_utilization: Option<f64>,
     /// Element type of the KV cache.
     pub kv_dtype: KvDtype,
-    /// Element type of the weights in memory, and what is multiplied with. Engines with quantized weights or with products
-    /// in bfloat16 share KV blocks only with their like.
+    /// Element type of the weights in memory and of their products. Engines share KV blocks only if they have the
+    /// same quantization or bfloat16 products.
     pub weights: WeightMode,
-    /// Tokens of one sequence at most; the model's own limit by default.
+    /// Token limit of one sequence; the model's own limit by default.
     pub max_model_len: Option<usize>,
     /// Sequences that run or fetch at once.
     pub max_num_seqs: usize,
     /// Tokens of one step.
     pub max_num_batched_tokens: usize,
-    /// Sequences that wait.
+    /// Limit of the waiting sequences.
     pub max_waiting: usize,
-    /// Life of an unread lease (`kv_lease_duration`).
+    /// Lifetime of an unread lease (`kv_lease_duration`).
     pub kv_lease_duration: Duration,
-    /// What becomes of a request whose blocks cannot be fetched.
+    /// The handling of a request whose blocks cannot be fetched.
     pub kv_load_failure_policy: LoadFailurePolicy,
     /// Tiers below the KV pool.
     pub offload: OffloadOptions,
-    /// Reads in flight at once.
+    /// Limit of the concurrent reads.
     pub fetch_workers: usize,
-    /// Threads that compute, shared out to the ranks; all cores by default.
+    /// Compute threads, divided among the ranks; all cores by default.
     pub threads: Option<usize>,
-    /// Wait before each step: for demonstrations and tests.
+    /// Wait before each step; for demonstrations and tests.
     pub pace: Option<Duration>,
-    /// The device fails after so many steps: for tests.
+    /// The device fails after so many steps; for tests.
     pub device_fails_after: Option<u64>,
-    /// What routers and engines of this cluster show each other. Needed beyond loopback.
+    /// The shared secret of this cluster's routers and engines. Required beyond loopback.
     pub cluster_secret: Option<String>,
-    /// Bytes of all bodies that are being read.
+    /// Limit of the bytes of all bodies that are being read.
     pub body_bytes_total: usize,
-    /// A client whose host acknowledges nothing for so long has left; zero: as the system does it.
+    /// A client whose host acknowledges nothing for this long has left. Zero leaves this to the system.
     pub client_lost: Duration,
     /// How long requests and leases may take to end at shutdown.
     pub shutdown_timeout: Duration,
@@ -131,7 +131,7 @@ impl EngineOptions {
     }
 }
 
-/// Why an engine did not start.
+/// Why an engine cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// The checkpoint cannot be served.
@@ -140,12 +140,12 @@ pub enum StartError {
     /// An option is out of its range.
     #[error("{0}")]
     Options(String),
-    /// A socket or thread could not be had.
+    /// A socket or thread is not available.
     #[error("{what}: {source}")]
     System {
-        /// What for.
+        /// Its purpose.
         what: String,
-        /// The system's reason.
+        /// The system's error.
         source: std::io::Error,
     },
 }
@@ -155,19 +155,19 @@ pub(crate) fn system(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> 
     move |source| StartError::System { what, source }
 }
 
-/// Which legs an engine serves.
+/// The legs that an engine serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// Prefills and lends. Plain requests are served too.
+    /// Prefills and leases. Plain requests are served too.
     Prefill,
     /// Fetches and decodes. Plain requests are served too.
     Decode,
-    /// Everything.
+    /// Both legs.
     Both,
 }
 
 impl Role {
-    /// The word on the command line.
+    /// The value on the command line.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {

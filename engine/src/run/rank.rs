@@ -1,9 +1,9 @@
-//! One data-parallel rank (vLLM's "engine core"): scheduler, step loop, KV pool, leases, side channel and dealings with
-//! peers of its own. An engine has one or more; they share the weights, the HTTP server and the epoch.
+//! One data-parallel rank (vLLM's "engine core") with its own scheduler, step loop, KV pool, leases, side channel and
+//! consumer. An engine has one or more; they share the weights, the HTTP server and the epoch.
 //!
 //! ```text
 //!  HTTP ── chooses by X-data-parallel-rank, or the least loaded ──▶ DpRank 0..n
-//!  each rank: mailbox ─▶ step loop ─ executor over its own region; desk ◀─ its own side channel
+//!  each rank: mailbox ─▶ step loop ─ executor over its own region; leases ◀─ its own side channel
 //! ```
 
 use std::net::{SocketAddr, TcpListener};
@@ -20,63 +20,63 @@ use baton_connector_tcp::{ClientOptions, Secret, ServerOptions};
 use tokio_util::sync::CancellationToken;
 
 use crate::compute::Executor;
-use crate::compute::cuda::port::Port;
-use crate::compute::failing::Failing;
-use crate::compute::throttled::Paced;
+use crate::compute::cuda::shared_kv_pool::SharedKvPool;
+use crate::compute::failing::FailingExecutor;
+use crate::compute::throttled::ThrottledExecutor;
 use crate::engine_core::ProducerAddress;
 use crate::engine_core::mailbox::Mailbox;
-use crate::engine_core::status::StatusBoard;
+use crate::engine_core::status::SharedStatus;
 use crate::event_log::{EventLog, RankLog};
-use crate::handoff::consumer::{OwnCache, Peers};
+use crate::handoff::consumer::{HandoffConsumer, LocalCache};
 use crate::handoff::kv_rank::KvRank;
-use crate::handoff::producer::LeaseDesk;
-use crate::handoff::transport::{self, FoundNixl, SideChannel};
+use crate::handoff::producer::LeaseService;
+use crate::handoff::transport::{self, NixlState, SideChannel};
 use crate::metrics::EngineMetrics;
-use crate::offload::open::Tiers;
-use crate::offload::workers::Workers;
+use crate::offload::open::OpenTiers;
+use crate::offload::workers::OffloadWorkers;
 use crate::run::options::{EngineOptions, StartError, system};
-use crate::run::step_loop::{Parts, StepLoop};
+use crate::run::step_loop::{StepLoop, StepLoopParts};
 use crate::scheduler::{Scheduler, SchedulerConfig};
 
-/// What the HTTP side knows of one core.
+/// The handles of one core for the HTTP server.
 pub struct DpRank {
     /// Its data-parallel rank.
     pub rank: usize,
-    /// The step loop.
+    /// The mailbox of its step loop.
     pub mailbox: Arc<Mailbox>,
     /// Its leases.
-    pub desk: Arc<LeaseDesk>,
-    /// Dealings with other engines.
-    pub peers: Arc<Peers>,
+    pub leases: Arc<LeaseService>,
+    /// The consumer of other engines' handoffs.
+    pub consumer: Arc<HandoffConsumer>,
     /// Counters, labelled with the rank.
     pub metrics: Arc<EngineMetrics>,
-    /// The books' copy.
-    pub status: Arc<StatusBoard>,
-    /// What happened to requests.
+    /// A copy of its state.
+    pub status: Arc<SharedStatus>,
+    /// Its event log.
     pub log: RankLog,
-    /// Requests that were given to it and have not ended.
-    seated: AtomicUsize,
+    /// Its requests that have not ended.
+    requests: AtomicUsize,
 }
 
-/// A request's place at a core; counts as load until it is dropped.
-pub struct Seat(Arc<DpRank>);
+/// Counts a request as load of a core until it is dropped.
+pub struct RequestGuard(Arc<DpRank>);
 
 impl DpRank {
-    /// Takes a place for one request.
+    /// Counts one request as load.
     #[must_use]
-    pub fn seat(self: &Arc<Self>) -> Seat {
-        self.seated.fetch_add(1, Ordering::Relaxed);
-        Seat(Arc::clone(self))
+    pub fn begin_request(self: &Arc<Self>) -> RequestGuard {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        RequestGuard(Arc::clone(self))
     }
 
-    /// Requests that were given to it and have not ended.
+    /// Its requests that have not ended.
     #[must_use]
     pub fn load(&self) -> usize {
-        self.seated.load(Ordering::Relaxed)
+        self.requests.load(Ordering::Relaxed)
     }
 }
 
-impl std::ops::Deref for Seat {
+impl std::ops::Deref for RequestGuard {
     type Target = Arc<DpRank>;
 
     fn deref(&self) -> &Arc<DpRank> {
@@ -84,22 +84,22 @@ impl std::ops::Deref for Seat {
     }
 }
 
-impl Drop for Seat {
+impl Drop for RequestGuard {
     fn drop(&mut self) {
-        self.0.seated.fetch_sub(1, Ordering::Relaxed);
+        self.0.requests.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// What the cores of one engine have in common.
-pub(crate) struct Common<'a> {
+/// What the cores of one engine share.
+pub(crate) struct RankContext<'a> {
     pub options: &'a EngineOptions,
     pub secret: Option<Secret>,
-    /// One for all: a message that arrives at the side channel of another rank passes its handshake.
+    /// The same for all ranks, so that a message at the side channel of another rank passes its handshake.
     pub epoch: Epoch,
     pub fingerprint: u64,
     /// The identity of the weights.
     pub model: &'a str,
-    pub nixl: &'a FoundNixl,
+    pub nixl: &'a NixlState,
     pub max_model_len: usize,
     /// Cancelled when a step loop has panicked.
     pub broken: CancellationToken,
@@ -111,23 +111,155 @@ pub(crate) struct RunningRank {
     pub core: Arc<DpRank>,
     /// By KV rank.
     pub side_channels: Vec<SocketAddr>,
-    /// Where its blocks lie.
-    pub cache: OwnCache,
+    /// Its KV pool.
+    pub cache: LocalCache,
     /// Tokens of one sequence.
     pub capacity: usize,
     servers: Vec<SideChannel>,
-    offload: Option<Arc<Workers>>,
+    offload: Option<Arc<OffloadWorkers>>,
+    threads: RankThreads,
+}
+
+/// The threads of one rank.
+struct RankThreads {
     step_loop: JoinHandle<()>,
     lease_timer: JoinHandle<()>,
     timer_stop: Arc<AtomicBool>,
 }
 
-impl RunningRank {
-    /// Starts everything of one rank. `sides` are where other engines will read its blocks, by KV rank.
-    pub(crate) fn start(
-        common: &Common<'_>,
+impl RankContext<'_> {
+    /// The suffix of one rank's names; empty for a single rank.
+    fn suffix(&self, rank: usize) -> String {
+        if self.options.data_parallel_size > 1 { format!("-dp{rank}") } else { String::new() }
+    }
+
+    fn open_leases(
+        &self,
+        mailbox: &Arc<Mailbox>,
+        metrics: &Arc<EngineMetrics>,
+        log: &RankLog,
+    ) -> Arc<LeaseService> {
+        let terms = LeaseTerms { duration: self.options.kv_lease_duration, ..LeaseTerms::default() };
+        Arc::new(LeaseService::new(
+            terms,
+            self.epoch,
+            self.fingerprint,
+            Arc::clone(mailbox),
+            Arc::clone(metrics),
+            log.clone(),
+        ))
+    }
+
+    /// Starts a side channel for each KV rank.
+    fn open_side_channels(
+        &self,
+        sides: Vec<TcpListener>,
+        cache: &LocalCache,
+        leases: &Arc<LeaseService>,
+    ) -> Result<Vec<SideChannel>, StartError> {
+        let pool = cache.shared_pool.as_ref();
+        let mut servers = Vec::with_capacity(sides.len());
+        for ((side, rank), region) in sides.into_iter().zip(cache.geometry.each_rank()).zip(&cache.regions) {
+            let producer =
+                KvRank::new(Arc::clone(leases), cache.geometry, rank, region.clone(), pool.cloned());
+            let producer: Arc<dyn Producer> = Arc::new(producer);
+            let limits = ServerOptions { secret: self.secret.clone(), ..ServerOptions::default() };
+            let transport = (self.options.kv_transport, self.nixl);
+            let server = SideChannel::start(transport, side, &producer, pool, &limits);
+            servers.push(server.map_err(system("side channel"))?);
+        }
+        Ok(servers)
+    }
+
+    fn start_consumer(
+        &self,
+        cache: &LocalCache,
+        mailbox: &Arc<Mailbox>,
+        metrics: &Arc<EngineMetrics>,
+    ) -> Result<Arc<HandoffConsumer>, StartError> {
+        let options = self.options;
+        // One connection per read, and some more for heartbeats and releases.
+        let connections_per_peer_max = 2 * options.fetch_workers.max(4);
+        let client = ClientOptions {
+            secret: self.secret.clone(),
+            connections_per_peer_max,
+            ..ClientOptions::default()
+        };
+        let pool = cache.shared_pool.clone();
+        let transport = transport::open_consumer_transport(options.kv_transport, self.nixl, pool, &client);
+        metrics.nixl(self.nixl.label());
+        let consumer = HandoffConsumer::start(
+            transport,
+            cache.clone(),
+            Arc::clone(mailbox),
+            Arc::clone(metrics),
+            options.fetch_workers.max(1),
+        );
+        consumer.map(Arc::new).map_err(system("start threads"))
+    }
+
+    /// The scheduler, and the workers of the tiers below its pool.
+    fn open_scheduler(
+        &self,
         rank: usize,
-        mut executor: Box<dyn Executor>,
+        blocks: usize,
+        cache: &LocalCache,
+        mailbox: &Arc<Mailbox>,
+    ) -> Result<(Scheduler, Option<Arc<OffloadWorkers>>), StartError> {
+        let options = self.options;
+        let scheduler = Scheduler::new(
+            SchedulerConfig {
+                block_tokens: options.block_tokens,
+                max_num_seqs: options.max_num_seqs,
+                max_num_batched_tokens: options.max_num_batched_tokens,
+                max_waiting: options.max_waiting,
+                max_model_len: self.max_model_len,
+            },
+            blocks,
+        );
+        let tiers = OpenTiers::open(
+            &options.offload,
+            (rank, options.data_parallel_size),
+            (cache.regions.clone(), cache.shared_pool.clone()),
+            cache.geometry.rank_fingerprint(self.fingerprint, Rank(0)),
+            self.model,
+        );
+        let Some(mut tiers) = tiers.map_err(StartError::Options)? else { return Ok((scheduler, None)) };
+        let scheduler = scheduler.with_tiers(tiers.config, std::mem::take(&mut tiers.on_disk));
+        let reports = Arc::clone(mailbox);
+        let offload = tiers.start(move |report| reports.offload(report));
+        Ok((scheduler, Some(Arc::new(offload.map_err(system("start threads"))?))))
+    }
+
+    fn producer_address(&self, rank: usize, side_channels: &[SocketAddr]) -> ProducerAddress {
+        let options = self.options;
+        let id = format!("{}-{}{}", options.role.label(), self.epoch, self.suffix(rank));
+        ProducerAddress {
+            engine_id: EngineId(id.into()),
+            host: options.side_channel_host.clone().unwrap_or_else(|| side_channels[0].ip().to_string()),
+            ports: side_channels.iter().map(SocketAddr::port).collect(),
+            block_tokens: options.block_tokens,
+        }
+    }
+
+    /// Adds the test and benchmark options to the executor.
+    fn wrap(&self, mut executor: Box<dyn Executor>) -> Box<dyn Executor> {
+        if let Some(pace) = self.options.pace {
+            executor = Box::new(ThrottledExecutor::new(executor, pace));
+        }
+        if let Some(good_steps) = self.options.device_fails_after {
+            executor = Box::new(FailingExecutor::new(executor, good_steps));
+        }
+        executor
+    }
+}
+
+impl RunningRank {
+    /// Starts all threads of one rank. Other engines read its blocks at `sides`, by KV rank.
+    pub(crate) fn start(
+        common: &RankContext<'_>,
+        rank: usize,
+        executor: Box<dyn Executor>,
         sides: Vec<TcpListener>,
         metrics: Arc<EngineMetrics>,
     ) -> Result<Self, StartError> {
@@ -135,174 +267,108 @@ impl RunningRank {
         let side_channels: Vec<_> =
             sides.iter().map(TcpListener::local_addr).collect::<Result<_, _>>().map_err(system("listen"))?;
         let mailbox = Arc::new(Mailbox::new(options.max_waiting.max(1)));
-        let status = Arc::new(StatusBoard::default());
-        let port = executor.port();
+        let status = Arc::new(SharedStatus::default());
         let (geometry, regions) = (executor.geometry(), executor.regions().to_vec());
-        let cache = OwnCache { geometry, regions, port: port.clone() };
+        let cache = LocalCache { geometry, regions, shared_pool: executor.shared_pool() };
         metrics.cache_config(options.block_tokens, executor.blocks());
-        let terms = LeaseTerms { duration: options.kv_lease_duration, ..LeaseTerms::default() };
         let log = RankLog::new(&common.log, rank);
-        let desk = Arc::new(LeaseDesk::new(
-            terms,
-            common.epoch,
-            common.fingerprint,
-            Arc::clone(&mailbox),
-            Arc::clone(&metrics),
-            log.clone(),
-        ));
-        if let Some(port) = &port {
-            port.count(metrics.mirrored());
+        let leases = common.open_leases(&mailbox, &metrics, &log);
+        if let Some(pool) = &cache.shared_pool {
+            pool.set_counters(metrics.copy_counters());
         }
-        let mut servers = Vec::with_capacity(sides.len());
-        for ((side, rank), region) in sides.into_iter().zip(cache.geometry.each_rank()).zip(&cache.regions) {
-            let producer = KvRank::new(Arc::clone(&desk), cache.geometry, rank, region.clone(), port.clone());
-            let producer: Arc<dyn Producer> = Arc::new(producer);
-            let limits = ServerOptions { secret: common.secret.clone(), ..ServerOptions::default() };
-            let server = SideChannel::start(
-                (options.kv_transport, common.nixl),
-                side,
-                &producer,
-                port.as_ref(),
-                &limits,
-            );
-            servers.push(server.map_err(system("side channel"))?);
-        }
-        // A connection per read, and some for heartbeats and releases beside them.
-        let connections_per_peer_max = 2 * options.fetch_workers.max(4);
-        let client = ClientOptions {
-            secret: common.secret.clone(),
-            connections_per_peer_max,
-            ..ClientOptions::default()
-        };
-        let transport = transport::consumer(options.kv_transport, common.nixl, port, &client);
-        metrics.nixl(common.nixl.label());
-        let peers = Peers::start(
-            transport,
-            cache.clone(),
-            Arc::clone(&mailbox),
-            Arc::clone(&metrics),
-            options.fetch_workers.max(1),
-        );
-        let peers = Arc::new(peers.map_err(system("start threads"))?);
-        let scheduler = Scheduler::new(
-            SchedulerConfig {
-                block_tokens: options.block_tokens,
-                max_num_seqs: options.max_num_seqs,
-                max_num_batched_tokens: options.max_num_batched_tokens,
-                max_waiting: options.max_waiting,
-                max_model_len: common.max_model_len,
-            },
-            executor.blocks(),
-        );
-        let tiers = Tiers::open(
-            &options.offload,
-            (rank, options.data_parallel_size),
-            (cache.regions.clone(), executor.port()),
-            cache.geometry.rank_fingerprint(common.fingerprint, Rank(0)),
-            common.model,
-        );
-        let mut tiers = tiers.map_err(StartError::Options)?;
-        let scheduler = match &mut tiers {
-            Some(tiers) => scheduler.with_tiers(tiers.config, std::mem::take(&mut tiers.found)),
-            None => scheduler,
-        };
-        let reports = Arc::clone(&mailbox);
-        let offload = tiers.map(|tiers| tiers.start(move |report| reports.offload(report))).transpose();
-        let offload = offload.map_err(system("start threads"))?.map(Arc::new);
+        let servers = common.open_side_channels(sides, &cache, &leases)?;
+        let consumer = common.start_consumer(&cache, &mailbox, &metrics)?;
+        let (scheduler, offload) = common.open_scheduler(rank, executor.blocks(), &cache, &mailbox)?;
         let capacity = scheduler.capacity();
-        let several = options.data_parallel_size > 1;
-        let suffix = if several { format!("-dp{rank}") } else { String::new() };
-        let address = ProducerAddress {
-            engine_id: EngineId(format!("{}-{}{suffix}", options.role.label(), common.epoch).into()),
-            host: options.side_channel_host.clone().unwrap_or_else(|| side_channels[0].ip().to_string()),
-            ports: side_channels.iter().map(SocketAddr::port).collect(),
-            block_tokens: options.block_tokens,
-        };
-        let timer_stop = Arc::new(AtomicBool::new(false));
-        let lease_timer = {
-            let (desk, stop) = (Arc::clone(&desk), Arc::clone(&timer_stop));
-            spawn(&format!("lease-timer{suffix}"), move || desk.run_timer(|| stop.load(Ordering::Acquire)))?
-        };
         let core = Arc::new(DpRank {
             rank,
             mailbox: Arc::clone(&mailbox),
-            desk: Arc::clone(&desk),
-            peers: Arc::clone(&peers),
+            leases: Arc::clone(&leases),
+            consumer: Arc::clone(&consumer),
             metrics: Arc::clone(&metrics),
             status: Arc::clone(&status),
             log: log.clone(),
-            seated: AtomicUsize::new(0),
+            requests: AtomicUsize::new(0),
         });
-        if let Some(pace) = options.pace {
-            executor = Box::new(Paced::new(executor, pace));
-        }
-        if let Some(good_steps) = options.device_fails_after {
-            executor = Box::new(Failing::new(executor, good_steps));
-        }
-        let step_loop = StepLoop::new(Parts {
-            executor,
+        let step_loop = StepLoop::new(StepLoopParts {
+            executor: common.wrap(executor),
             scheduler,
             mailbox,
-            desk,
-            peers,
+            leases,
+            consumer,
             metrics,
             status,
-            address,
+            address: common.producer_address(rank, &side_channels),
             offload: offload.clone(),
             log,
         });
-        let step_loop = {
-            let (broken, core) = (common.broken.clone(), Arc::clone(&core));
-            spawn(&format!("step-loop{suffix}"), move || {
-                // A loop that has panicked answers nobody: the engine ends, and its supervisor starts another.
-                if std::panic::catch_unwind(AssertUnwindSafe(|| step_loop.run())).is_err() {
-                    core.status.set_failed("the step loop panicked".into());
-                    core.mailbox.close(Instant::now());
-                    drop(core.mailbox.collect());
-                    broken.cancel();
-                }
-            })?
-        };
-        Ok(Self {
-            core,
-            side_channels,
-            cache,
-            capacity,
-            servers,
-            offload,
-            step_loop,
-            lease_timer,
-            timer_stop,
-        })
+        let threads = RankThreads::spawn(&common.suffix(rank), step_loop, &core, common.broken.clone())?;
+        Ok(Self { core, side_channels, cache, capacity, servers, offload, threads })
     }
 
-    /// Waits until the step loop has ended (its mailbox is closed), and with it the lease timer.
-    pub(crate) fn wind_down(self) -> WoundDown {
-        // The threads log what broke them; there is nothing more to do about it here.
+    /// Waits for the end of the step loop, whose mailbox is closed, and of the lease timer.
+    pub(crate) fn stop(self) -> StoppedRank {
+        // The threads have logged their errors.
+        self.threads.join();
+        let consumer = Arc::clone(&self.core.consumer);
+        StoppedRank {
+            consumer,
+            servers: self.servers,
+            offload: self.offload,
+            shared_pool: self.cache.shared_pool,
+        }
+    }
+}
+
+impl RankThreads {
+    fn spawn(
+        suffix: &str,
+        step_loop: StepLoop,
+        core: &Arc<DpRank>,
+        broken: CancellationToken,
+    ) -> Result<Self, StartError> {
+        let timer_stop = Arc::new(AtomicBool::new(false));
+        let (leases, stop) = (Arc::clone(&core.leases), Arc::clone(&timer_stop));
+        let lease_timer = spawn(&format!("lease-timer{suffix}"), move || {
+            leases.run_timer(|| stop.load(Ordering::Acquire))
+        })?;
+        let core = Arc::clone(core);
+        let step_loop = spawn(&format!("step-loop{suffix}"), move || {
+            // A loop that has panicked answers no request: the engine ends, and its supervisor restarts it.
+            if std::panic::catch_unwind(AssertUnwindSafe(|| step_loop.run())).is_err() {
+                core.status.set_failed("the step loop panicked".into());
+                core.mailbox.close(Instant::now());
+                drop(core.mailbox.collect());
+                broken.cancel();
+            }
+        })?;
+        Ok(Self { step_loop, lease_timer, timer_stop })
+    }
+
+    /// Waits for the step loop, and then for the lease timer.
+    fn join(self) {
         drop(self.step_loop.join());
         self.timer_stop.store(true, Ordering::Release);
         drop(self.lease_timer.join());
-        let peers = Arc::clone(&self.core.peers);
-        WoundDown { peers, servers: self.servers, offload: self.offload, port: self.cache.port }
     }
 }
 
-/// A core that computes nothing any more and still answers its peers.
-pub(crate) struct WoundDown {
-    peers: Arc<Peers>,
+/// A core that no longer computes but still answers its peers.
+pub(crate) struct StoppedRank {
+    consumer: Arc<HandoffConsumer>,
     servers: Vec<SideChannel>,
-    offload: Option<Arc<Workers>>,
-    port: Option<Arc<Port>>,
+    offload: Option<Arc<OffloadWorkers>>,
+    shared_pool: Option<Arc<SharedKvPool>>,
 }
 
-impl WoundDown {
-    /// Delivers what peers are still owed, until `deadline`, and closes the side channel.
+impl StoppedRank {
+    /// Delivers the pending notices to peers until `deadline`, and closes the side channel.
     pub(crate) fn close(self, deadline: Instant) {
-        if let Some(port) = &self.port {
-            port.close();
+        if let Some(pool) = &self.shared_pool {
+            pool.close();
         }
         self.servers.into_iter().for_each(SideChannel::shutdown);
-        self.peers.shutdown(deadline);
+        self.consumer.shutdown(deadline);
         if let Some(workers) = self.offload {
             workers.shutdown(deadline);
         }

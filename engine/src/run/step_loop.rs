@@ -1,94 +1,104 @@
-//! The step loop: the one thread that owns an engine's state. It drives the [`EngineCore`], sleeps while there is
-//! only to wait for mail, and hangs out the books before and after each step.
+//! The step loop: the thread that owns an engine's state. It drives the [`EngineCore`], sleeps while it can only wait
+//! for mail, and publishes the status before and after each step.
 //!
 //! An engine with leases but no work sleeps.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use baton_connector::ledger::{Grant, OpenRefused};
+use baton_connector::ledger::{LeaseOpenError, LeaseSpec};
 use baton_connector::offload::TransferId;
 use baton_connector::{BlockId, Epoch, Handle, RequestId};
 
 use crate::compute::Executor;
 use crate::engine_core::fetch_target::FetchTarget;
 use crate::engine_core::mailbox::Mailbox;
-use crate::engine_core::status::StatusBoard;
-use crate::engine_core::{EngineCore, Fact, ProducerAddress, Surroundings};
-use crate::event_log::{RankLog, What};
-use crate::handoff::consumer::Peers;
-use crate::handoff::producer::LeaseDesk;
+use crate::engine_core::status::SharedStatus;
+use crate::engine_core::{CoreEvent, EngineCore, EngineEnv, ProducerAddress};
+use crate::event_log::{RankLog, RequestEvent};
+use crate::handoff::consumer::HandoffConsumer;
+use crate::handoff::producer::LeaseService;
 use crate::metrics::{EngineMetrics, TierMetrics};
-use crate::offload::Order;
-use crate::offload::workers::Workers;
+use crate::offload::OffloadOrder;
+use crate::offload::workers::OffloadWorkers;
 use crate::scheduler::Scheduler;
 use crate::scheduler::sequence::SeqId;
 
-/// The parts a step loop is made of.
-pub struct Parts {
+/// The parts of a step loop.
+pub struct StepLoopParts {
     /// The device.
     pub executor: Box<dyn Executor>,
     /// The scheduler over the device's blocks.
     pub scheduler: Scheduler,
-    /// Where messages arrive.
+    /// The mailbox of its messages.
     pub mailbox: Arc<Mailbox>,
     /// This engine's leases.
-    pub desk: Arc<LeaseDesk>,
-    /// Dealings with other engines.
-    pub peers: Arc<Peers>,
+    pub leases: Arc<LeaseService>,
+    /// The consumer of other engines' handoffs.
+    pub consumer: Arc<HandoffConsumer>,
     /// Counters.
     pub metrics: Arc<EngineMetrics>,
-    /// What is shown at `/debug/kv`.
-    pub status: Arc<StatusBoard>,
+    /// The status that `/debug/kv` returns.
+    pub status: Arc<SharedStatus>,
     /// How peers reach the leases.
     pub address: ProducerAddress,
-    /// What moves blocks between the tiers, if there are any.
-    pub offload: Option<Arc<Workers>>,
-    /// Where it is written down what happens to requests.
+    /// The workers that move blocks between the tiers, if there are any.
+    pub offload: Option<Arc<OffloadWorkers>>,
+    /// The event log of this rank.
     pub log: RankLog,
 }
 
 /// See the module's documentation.
 pub struct StepLoop {
-    core: EngineCore<World>,
+    core: EngineCore<LiveEnv>,
     mailbox: Arc<Mailbox>,
     metrics: Arc<EngineMetrics>,
     tier_metrics: Option<TierMetrics>,
-    status: Arc<StatusBoard>,
+    status: Arc<SharedStatus>,
 }
 
 impl StepLoop {
     /// A loop that has not started.
     #[must_use]
-    pub fn new(parts: Parts) -> Self {
-        let Parts { executor, scheduler, mailbox, desk, peers, metrics, status, address, offload, log } =
-            parts;
+    pub fn new(parts: StepLoopParts) -> Self {
+        let StepLoopParts {
+            executor,
+            scheduler,
+            mailbox,
+            leases,
+            consumer,
+            metrics,
+            status,
+            address,
+            offload,
+            log,
+        } = parts;
         let tier_metrics = offload.is_some().then(|| metrics.tiers(executor.layout().block_bytes()));
-        let world = World {
-            desk,
-            peers,
+        let env = LiveEnv {
+            leases,
+            consumer,
             metrics: Arc::clone(&metrics),
             status: Arc::clone(&status),
             address,
             offload,
             log,
         };
-        Self { core: EngineCore::new(executor, scheduler, world), mailbox, metrics, tier_metrics, status }
+        Self { core: EngineCore::new(executor, scheduler, env), mailbox, metrics, tier_metrics, status }
     }
 
-    /// Runs until the mailbox is closed and the books are empty, or the drain deadline has passed.
+    /// Runs until the mailbox is closed and no work is left, or the drain deadline has passed.
     pub fn run(mut self) {
         let mut blocked = true;
-        // An engine that nobody has asked yet has blocks too.
+        // Publishes the block counts before the first request.
         self.publish();
         loop {
             let mail = if blocked { self.mailbox.wait(self.core.wake_at()) } else { self.mailbox.collect() };
             self.core.take_in(mail);
             let (plan, acted) = self.core.schedule();
-            // Without a plan only mail can change anything, unless an effect has freed blocks just now.
+            // Without a plan only mail can change the state, unless an effect has just freed blocks.
             blocked = plan.is_empty() && !acted;
             if !plan.is_empty() {
-                // A forward pass takes its time: who looks meanwhile must see who is in it.
+                // A forward pass takes long: the status must show its requests meanwhile.
                 self.publish();
                 if self.core.execute(&plan, &mut || self.mailbox.take_settled()) {
                     self.core.finish_step(&plan, self.mailbox.collect());
@@ -96,15 +106,15 @@ impl StepLoop {
                 self.status.stepped();
             }
             self.publish();
-            if self.core.over() {
+            if self.core.is_finished() {
                 return;
             }
         }
     }
 
     fn publish(&mut self) {
-        let (usage, load) = self.core.books();
-        self.metrics.publish(usage, load, self.core.surroundings().live_leases());
+        let (usage, load) = self.core.usage_and_load();
+        self.metrics.publish(usage, load, self.core.env().live_leases());
         self.status.publish(usage, load);
         if let (Some(metrics), Some(counts)) = (&self.tier_metrics, &load.tiers) {
             metrics.publish(counts);
@@ -112,18 +122,18 @@ impl StepLoop {
     }
 }
 
-/// The world as it is.
-struct World {
-    desk: Arc<LeaseDesk>,
-    peers: Arc<Peers>,
+/// The environment of a running engine.
+struct LiveEnv {
+    leases: Arc<LeaseService>,
+    consumer: Arc<HandoffConsumer>,
     metrics: Arc<EngineMetrics>,
-    status: Arc<StatusBoard>,
+    status: Arc<SharedStatus>,
     address: ProducerAddress,
-    offload: Option<Arc<Workers>>,
+    offload: Option<Arc<OffloadWorkers>>,
     log: RankLog,
 }
 
-impl Surroundings for World {
+impl EngineEnv for LiveEnv {
     fn now(&self) -> Instant {
         Instant::now()
     }
@@ -134,36 +144,36 @@ impl Surroundings for World {
         Some(Handle(u128::from_ne_bytes(random)))
     }
 
-    fn lend(&mut self, grant: Grant) -> Result<Duration, OpenRefused> {
-        self.desk.open(grant)
+    fn open_lease(&mut self, grant: LeaseSpec) -> Result<Duration, LeaseOpenError> {
+        self.leases.open(grant)
     }
 
-    fn lend_growing(&mut self, grant: Grant, ready: usize) -> Result<Duration, OpenRefused> {
-        self.desk.open_growing(grant, ready)
+    fn open_growing_lease(&mut self, grant: LeaseSpec, ready: usize) -> Result<Duration, LeaseOpenError> {
+        self.leases.open_growing(grant, ready)
     }
 
     fn grow(&mut self, handle: Handle, ready: usize) {
-        self.desk.grow(handle, ready);
+        self.leases.grow(handle, ready);
     }
 
     fn seal(&mut self, handle: Handle) -> bool {
-        self.desk.seal(handle)
+        self.leases.seal(handle)
     }
 
     fn release(&mut self, handle: Handle, reason: &'static str) {
-        self.desk.release(handle, reason);
+        self.leases.release(handle, reason);
     }
 
     fn release_all(&mut self, reason: &'static str) {
-        self.desk.release_all(reason);
+        self.leases.release_all(reason);
     }
 
     fn was_released_early(&self, request: &RequestId) -> bool {
-        self.desk.was_released_early(request)
+        self.leases.was_released_early(request)
     }
 
     fn live_leases(&self) -> usize {
-        self.desk.live()
+        self.leases.live()
     }
 
     fn address(&self) -> &ProducerAddress {
@@ -171,56 +181,56 @@ impl Surroundings for World {
     }
 
     fn epoch(&self) -> Epoch {
-        self.desk.epoch()
+        self.leases.epoch()
     }
 
     fn fingerprint(&self) -> u64 {
-        self.desk.fingerprint()
+        self.leases.fingerprint()
     }
 
     fn keep_alive(&mut self, id: SeqId, target: &FetchTarget) {
-        self.peers.keep_alive(id, target);
+        self.consumer.keep_alive(id, target);
     }
 
-    fn let_go(&mut self, id: SeqId) {
-        self.peers.let_go(id);
+    fn stop_renewing(&mut self, id: SeqId) {
+        self.consumer.stop_renewing(id);
     }
 
     fn read(&mut self, id: SeqId, target: &FetchTarget, first: usize, into: Vec<BlockId>) {
-        self.peers.read(id, target, first, into);
+        self.consumer.read(id, target, first, into);
     }
 
     fn stop_read(&mut self, id: SeqId) {
-        self.peers.stop_read(id);
+        self.consumer.stop_read(id);
     }
 
     fn release_at_producer(&mut self, target: &FetchTarget, reason: &'static str) {
-        self.peers.release(target, reason);
+        self.consumer.release(target, reason);
     }
 
-    fn offload(&mut self, order: Order) -> bool {
-        self.offload.as_ref().is_some_and(|workers| workers.order(order))
+    fn offload(&mut self, order: OffloadOrder) -> bool {
+        self.offload.as_ref().is_some_and(|workers| workers.submit(order))
     }
 
     fn revoke(&mut self, id: TransferId) -> bool {
         self.offload.as_ref().is_some_and(|workers| workers.revoke(id))
     }
 
-    fn tell(&self, request: &RequestId, index: u32, what: What) {
-        self.log.tell(request, index, what);
+    fn emit(&self, request: &RequestId, index: u32, event: RequestEvent) {
+        self.log.emit(request, index, event);
     }
 
-    fn note(&self, fact: Fact<'_>) {
-        match fact {
-            Fact::FirstToken { after, prompt, cached, fetched } => {
+    fn record(&self, event: CoreEvent<'_>) {
+        match event {
+            CoreEvent::FirstToken { after, prompt, cached, fetched } => {
                 self.metrics.first_token(after, prompt, cached, fetched);
             }
-            Fact::NextToken(after) => self.metrics.next_token(after),
-            Fact::HandedOff(tokens) => self.metrics.handed_off(tokens),
-            Fact::EarlyRejection(reason) => self.metrics.early_rejection(reason),
-            Fact::LoadFailed(policy) => self.metrics.load_failed(policy),
-            Fact::Finished { reason, after, .. } => self.metrics.finished(reason, after),
-            Fact::DeviceFailed(why) => self.status.set_failed(why.to_owned()),
+            CoreEvent::NextToken(after) => self.metrics.next_token(after),
+            CoreEvent::HandoffQueued(tokens) => self.metrics.handed_off(tokens),
+            CoreEvent::EarlyRejection(reason) => self.metrics.early_rejection(reason),
+            CoreEvent::LoadFailed(policy) => self.metrics.load_failed(policy),
+            CoreEvent::Finished { reason, after, .. } => self.metrics.finished(reason, after),
+            CoreEvent::DeviceFailed(why) => self.status.set_failed(why.to_owned()),
         }
     }
 }

@@ -1,9 +1,9 @@
-//! `e^x` for x <= 0, in a form that the compiler turns into vector code, and with the same bits on every machine
-//! (libm's differ): prefill and decode engine must draw alike.
+//! `e^x` for x <= 0, in a form that the compiler turns into vector code. The bits are the same on every machine (libm's
+//! differ), because prefill and decode engine must draw the same token.
 
-/// Below this the result is 0 instead of a subnormal.
+/// Below this the result is 0 instead of a subnormal value.
 const LOWEST: f32 = -87.0;
-/// Adding it leaves the nearest integer in the low bits of the mantissa: 1.5 × 2^23.
+/// Adding this leaves the nearest integer in the low bits of the mantissa: 1.5 × 2^23.
 const ROUND: f32 = 12_582_912.0;
 /// ln 2 in two parts; the first has zeros at the end, so that its multiples are exact (Cody and Waite).
 const LN2_HIGH: f32 = 0.693_359_4;

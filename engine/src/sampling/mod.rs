@@ -5,19 +5,19 @@
 //!     └────▶ log-probabilities, when asked for: of the model's own distribution (vLLM's `raw_logprobs`)
 //! ```
 //!
-//! The order is vLLM's. All tokens that equal the k-th best stay in top-k, as there; of those that equal the last of
-//! top-p, the ones with the lowest ids.
+//! The order is vLLM's. As there, top-k keeps all tokens that equal the k-th best. Of the tokens that equal the last of
+//! top-p, the ones with the lowest ids stay.
 //!
 //! Invariants:
-//! - The choice is a function of logits, parameters, counts and position: no state, so prefill and decode
-//!   engine, restart and preemption choose alike. The draw for a position is a hash of seed and position.
+//! - The choice is a function of logits, parameters, counts and position, without state. Prefill and decode engine,
+//!   restart and preemption therefore choose the same token. The draw for a position is a hash of seed and position.
 //! - Greedy takes the lowest id among equals.
-//! - NaN is never chosen; a row without a candidate is an error, not token 0.
-//! - After the first call a [`Scratch`] no longer allocates, except for what is returned.
+//! - NaN is never chosen. A row without a candidate is an error, not token 0.
+//! - After the first call a [`SamplingScratch`] no longer allocates, except for returned values.
 //!
-//! Every entry of the row can be chosen, rows that pad the vocabulary too, as in Hugging Face and vLLM: training
-//! has made them improbable, and an engine that leaves them out differs from both on models where they are not.
-//! A caller that wants them out passes a shorter row.
+//! Every entry of the row can be chosen, including rows that pad the vocabulary, as in Hugging Face and vLLM. Training
+//! makes padding improbable. An engine that leaves it out would differ from both on models where it is not. A caller
+//! can exclude padding with a shorter row.
 
 mod exp;
 mod logprobs;
@@ -30,21 +30,21 @@ pub use params::SamplingParams;
 pub use penalties::TokenCounts;
 
 use logprobs::logprobs;
-use select::Kept;
+use select::Candidate;
 
-/// Where in its sequence the token is that is being chosen.
+/// Position of the chosen token in its sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// Its position: prompt tokens and generated tokens before it.
+pub struct TokenPosition {
+    /// Number of prompt tokens and generated tokens before it.
     pub position: u64,
-    /// Generated tokens before it.
+    /// Number of generated tokens before it.
     pub generated: u32,
 }
 
-/// A draw that a device can make by itself: nothing but the row of logits is needed for it.
+/// A draw that a device can make without the host: it needs only the row of logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Draw {
-    /// Below 1e-5 the best token is taken.
+    /// Below 1e-5 the best token is chosen.
     pub temperature: f32,
     /// 0 is off.
     pub top_k: u32,
@@ -52,26 +52,26 @@ pub struct Draw {
     pub top_p: f32,
     /// 0 is off.
     pub min_p: f32,
-    /// Where the draw falls, as a fraction of 2^64: of seed and position.
+    /// The draw as a fraction of 2^64, from seed and position.
     pub fraction: u64,
 }
 
 impl Draw {
-    /// The draw for one place; `None` where more than the row is needed: log-probabilities, bias, masks, penalties.
+    /// The draw for one position. `None` if more than the row is needed: log-probabilities, bias, masks, penalties.
     #[must_use]
-    pub fn of(params: &SamplingParams, place: Place) -> Option<Self> {
-        let masked = place.generated < params.min_tokens && !params.masked_before_min.is_empty();
+    pub fn of(params: &SamplingParams, position: TokenPosition) -> Option<Self> {
+        let masked = position.generated < params.min_tokens && !params.masked_before_min.is_empty();
         let plain = params.logprobs.is_none() && params.logit_bias.is_empty() && !params.has_penalties();
         (plain && !masked).then(|| Self {
             temperature: params.temperature,
             top_k: params.top_k,
             top_p: params.top_p,
             min_p: params.min_p,
-            fraction: mixed(params.seed, place.position) >> 11 << 11,
+            fraction: mixed(params.seed, position.position) >> 11 << 11,
         })
     }
 
-    /// Whether the best token is taken always.
+    /// Whether the best token is always chosen.
     #[must_use]
     pub fn is_greedy(&self) -> bool {
         self.temperature < params::GREEDY_BELOW
@@ -80,15 +80,15 @@ impl Draw {
 
 /// A chosen token.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Sampled {
+pub struct SampledToken {
     /// The token.
     pub token: u32,
-    /// Its log-probability and the alternatives, when asked for.
+    /// Log-probabilities of the token and of alternatives, if requested.
     pub logprobs: Option<SampledLogprobs>,
 }
 
-/// Log-probabilities of one position, natural logarithm, of the model's own distribution: before bias, penalties
-/// and temperature.
+/// Log-probabilities of one position, natural logarithm, of the model's own distribution: before bias, penalties and
+/// temperature.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampledLogprobs {
     /// Of the chosen token.
@@ -99,7 +99,7 @@ pub struct SampledLogprobs {
     pub top: Vec<(u32, f32)>,
 }
 
-/// The row of logits offers nothing to choose: all of it is NaN or minus infinity.
+/// The row has no candidate: all of it is NaN or minus infinity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("none of the {entries} logits is a number above minus infinity")]
 pub struct NoCandidate {
@@ -107,12 +107,12 @@ pub struct NoCandidate {
     pub entries: usize,
 }
 
-/// Buffers that are used again for every token. One per thread that samples.
+/// Buffers that are reused for every token. One per sampling thread.
 #[derive(Debug, Default)]
-pub struct Scratch {
+pub struct SamplingScratch {
     adjusted: Vec<f32>,
     weights: Vec<f32>,
-    kept: Vec<Kept>,
+    candidates: Vec<Candidate>,
     maxima: Vec<f32>,
 }
 
@@ -124,59 +124,60 @@ pub fn sample(
     logits: &[f32],
     params: &SamplingParams,
     counts: &TokenCounts,
-    place: Place,
-    scratch: &mut Scratch,
-) -> Result<Sampled, NoCandidate> {
+    position: TokenPosition,
+    scratch: &mut SamplingScratch,
+) -> Result<SampledToken, NoCandidate> {
     let mut adjusted = std::mem::take(&mut scratch.adjusted);
-    let row = adjust(logits, params, counts, place, &mut adjusted);
-    let token = choose(row, params, place, scratch);
+    let row = adjust(logits, params, counts, position, &mut adjusted);
+    let token = choose(row, params, position, scratch);
     scratch.adjusted = adjusted;
     let token = token.ok_or(NoCandidate { entries: logits.len() })?;
     let wanted = params.logprobs.map(|top| logprobs(logits, token, top as usize, scratch));
-    Ok(Sampled { token, logprobs: wanted })
+    Ok(SampledToken { token, logprobs: wanted })
 }
 
-/// Log-probability of a token that is given, not chosen (an echoed prompt), with alternatives.
+/// Log-probability of a given token (of an echoed prompt), with alternatives.
 #[must_use]
-pub fn logprobs_of(logits: &[f32], token: u32, top: u32, scratch: &mut Scratch) -> SampledLogprobs {
+pub fn logprobs_of(logits: &[f32], token: u32, top: u32, scratch: &mut SamplingScratch) -> SampledLogprobs {
     logprobs(logits, token, top as usize, scratch)
 }
 
-/// The distribution that [`sample`] draws from: tokens of probability over 0, most likely first. For tests and
-/// parity checks.
+/// The distribution of [`sample`]: tokens with a probability above 0, most likely first. For tests and parity checks.
 #[must_use]
 pub fn distribution(
     logits: &[f32],
     params: &SamplingParams,
     counts: &TokenCounts,
-    place: Place,
+    position: TokenPosition,
 ) -> Vec<(u32, f64)> {
-    let mut scratch = Scratch::default();
+    let mut scratch = SamplingScratch::default();
     let mut adjusted = Vec::new();
-    let row = adjust(logits, params, counts, place, &mut adjusted);
+    let row = adjust(logits, params, counts, position, &mut adjusted);
     let Some((best, max)) = select::argmax(row) else { return Vec::new() };
     if params.is_greedy() || max == f32::INFINITY {
         return vec![(best, 1.0)];
     }
-    if !select::keep(row, max, params, &mut scratch) {
+    if !select::select(row, max, params, &mut scratch) {
         let weights = scratch.weights.iter().enumerate();
-        scratch.kept = weights.map(|(id, weight)| Kept { weight: *weight, id: id as u32 }).collect();
+        scratch.candidates =
+            weights.map(|(id, weight)| Candidate { weight: *weight, id: id as u32 }).collect();
     }
-    let mut kept: Vec<_> = scratch.kept.iter().filter(|kept| kept.weight > 0.0).copied().collect();
-    kept.sort_unstable_by(Kept::best_first);
-    let total: f64 = kept.iter().map(|kept| f64::from(kept.weight)).sum();
-    kept.iter().map(|kept| (kept.id, f64::from(kept.weight) / total)).collect()
+    let mut candidates: Vec<_> =
+        scratch.candidates.iter().filter(|candidate| candidate.weight > 0.0).copied().collect();
+    candidates.sort_unstable_by(Candidate::best_first);
+    let total: f64 = candidates.iter().map(|candidate| f64::from(candidate.weight)).sum();
+    candidates.iter().map(|candidate| (candidate.id, f64::from(candidate.weight) / total)).collect()
 }
 
-/// The row after bias, mask and penalties: the logits themselves when there are none.
+/// The row after bias, mask and penalties: the logits themselves if there are none.
 fn adjust<'a>(
     logits: &'a [f32],
     params: &SamplingParams,
     counts: &TokenCounts,
-    place: Place,
+    position: TokenPosition,
     adjusted: &'a mut Vec<f32>,
 ) -> &'a [f32] {
-    let masked = place.generated < params.min_tokens && !params.masked_before_min.is_empty();
+    let masked = position.generated < params.min_tokens && !params.masked_before_min.is_empty();
     if params.logit_bias.is_empty() && !masked && !params.has_penalties() {
         return logits;
     }
@@ -198,23 +199,28 @@ fn adjust<'a>(
     adjusted
 }
 
-fn choose(row: &[f32], params: &SamplingParams, place: Place, scratch: &mut Scratch) -> Option<u32> {
+fn choose(
+    row: &[f32],
+    params: &SamplingParams,
+    position: TokenPosition,
+    scratch: &mut SamplingScratch,
+) -> Option<u32> {
     let (best, max) = select::argmax(row)?;
-    // Infinity leaves no distribution to draw from; the first of it is the most likely token.
+    // With infinity there is no distribution to draw from. The first infinite entry is the most likely token.
     if params.is_greedy() || max == f32::INFINITY {
         return Some(best);
     }
-    let u = uniform(params.seed, place.position);
-    let drawn = if select::keep(row, max, params, scratch) {
-        let weights = scratch.kept.iter().map(|kept| kept.weight);
-        draw(weights, u).map(|index| scratch.kept[index].id)
+    let u = uniform(params.seed, position.position);
+    let drawn = if select::select(row, max, params, scratch) {
+        let weights = scratch.candidates.iter().map(|candidate| candidate.weight);
+        draw(weights, u).map(|index| scratch.candidates[index].id)
     } else {
         draw(scratch.weights.iter().copied(), u).map(|index| index as u32)
     };
     Some(drawn.unwrap_or(best))
 }
 
-/// The index that the fraction `u` of the total weight falls on; never one of weight 0.
+/// The index at the fraction `u` of the total weight, never one of weight 0.
 fn draw(weights: impl Iterator<Item = f32> + Clone, u: f64) -> Option<usize> {
     let total: f64 = weights.clone().map(f64::from).sum();
     let target = u * total;
@@ -233,7 +239,7 @@ fn draw(weights: impl Iterator<Item = f32> + Clone, u: f64) -> Option<usize> {
 
 /// A number in 0..1 for each (seed, position), independent of all others: SplitMix64's finalizer over both.
 fn uniform(seed: u64, position: u64) -> f64 {
-    // 53 bits: every value is exact, and 1 is not among them.
+    // 53 bits: every value is exact, and 1 is excluded.
     (mixed(seed, position) >> 11) as f64 / (1u64 << 53) as f64
 }
 

@@ -1,13 +1,13 @@
-//! A request's wishes and a model's defaults, resolved to numbers.
+//! A request's parameters and a model's defaults, resolved to numbers.
 
 use baton_openai::GenerateRequest;
 
 use crate::model::generation::GenerationDefaults;
 
-/// Below this a temperature means greedy (vLLM's `_SAMPLING_EPS`).
+/// A temperature below this means greedy (vLLM's `_SAMPLING_EPS`).
 pub(super) const GREEDY_BELOW: f32 = 1e-5;
 
-/// How to choose tokens: every field has a value.
+/// Parameters of the choice of tokens. Every field has a value.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
     /// 0 is greedy.
@@ -18,7 +18,7 @@ pub struct SamplingParams {
     pub top_p: f32,
     /// 0 is off.
     pub min_p: f32,
-    /// Of all random choices of the sequence.
+    /// Seed of all random choices of the sequence.
     pub seed: u64,
     /// 0 is off.
     pub frequency_penalty: f32,
@@ -26,18 +26,18 @@ pub struct SamplingParams {
     pub presence_penalty: f32,
     /// 1 is off.
     pub repetition_penalty: f32,
-    /// Token and what is added to its logit.
+    /// Each token with the value that is added to its logit.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Tokens before which `masked_before_min` cannot be chosen.
+    /// Number of tokens before which `masked_before_min` cannot be chosen.
     pub min_tokens: u32,
     /// EOS and stop tokens.
     pub masked_before_min: Vec<u32>,
-    /// Alternatives with log-probabilities; `None`: no log-probabilities at all.
+    /// Number of alternatives with log-probabilities; `None`: no log-probabilities.
     pub logprobs: Option<u32>,
 }
 
 impl Default for SamplingParams {
-    /// Greedy, with nothing else.
+    /// Greedy, without other parameters.
     fn default() -> Self {
         Self {
             temperature: 0.0,
@@ -59,7 +59,7 @@ impl Default for SamplingParams {
 impl SamplingParams {
     /// The request's values, then the model's, then OpenAI's (temperature 1, everything else off).
     ///
-    /// `eos` are the model's end-of-sequence tokens; `random_seed` is used when the request has no seed, which -1 says too,
+    /// `eos` are the model's end-of-sequence tokens. `random_seed` is used if the request has no seed or the seed -1,
     /// as in vLLM.
     #[must_use]
     pub fn resolve(
@@ -80,27 +80,27 @@ impl SamplingParams {
             repetition_penalty: wish.repetition_penalty.or(defaults.repetition_penalty).unwrap_or(1.0),
             logit_bias: wish.logit_bias.clone(),
             min_tokens: request.min_tokens,
-            // EOS also where it ends nothing, as in vLLM.
+            // EOS is masked even if it ends nothing, as in vLLM.
             masked_before_min: [eos, &request.stop_token_ids].concat(),
             logprobs: request.logprobs,
         }
     }
 
-    /// The same for choice `choice` of a prompt: the seeds count up from the request's, as in vLLM. So choice 1 of a seed
-    /// is what the next seed gives, and every prompt of a request draws as it would by itself.
+    /// The same for choice `choice` of a prompt. The seeds count up from the request's, as in vLLM: choice 1 of a seed
+    /// equals the result of the next seed. Every prompt of a request draws as in a request of its own.
     #[must_use]
     pub fn for_choice(mut self, choice: u32) -> Self {
         self.seed = self.seed.wrapping_add(u64::from(choice));
         self
     }
 
-    /// Whether the most likely token is taken always.
+    /// Whether the most likely token is always chosen.
     #[must_use]
     pub fn is_greedy(&self) -> bool {
         self.temperature < GREEDY_BELOW
     }
 
-    /// Whether [`super::TokenCounts`] matter.
+    /// Whether [`super::TokenCounts`] are needed.
     #[must_use]
     pub fn has_penalties(&self) -> bool {
         self.repetition_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0

@@ -1,13 +1,13 @@
-//! Penalties for tokens that were already there, and the counts that they need.
+//! Penalties for tokens that have occurred before, and the counts that they need.
 
 use std::collections::HashMap;
 
 use super::SamplingParams;
 
-/// How often each token came, in prompt and output. Grows by one entry per distinct token.
+/// Number of occurrences of each token in prompt and output. Grows by one entry per distinct token.
 #[derive(Clone, Debug, Default)]
 pub struct TokenCounts {
-    /// Token to its count in the output; 0 for a token that is only in the prompt.
+    /// Count of each token in the output; 0 for a token that is only in the prompt.
     output: HashMap<u32, u32>,
 }
 
@@ -18,7 +18,7 @@ impl TokenCounts {
         Self { output: prompt.iter().map(|id| (*id, 0)).collect() }
     }
 
-    /// Counts for `params`: nothing is kept when nothing will be asked.
+    /// Counts for `params`; empty if no penalty needs them.
     #[must_use]
     pub fn for_params(params: &SamplingParams, prompt: &[u32]) -> Self {
         if params.has_penalties() { Self::new(prompt) } else { Self::default() }

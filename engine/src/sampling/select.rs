@@ -1,38 +1,38 @@
-//! Which tokens stay in the draw: argmax, min-p, top-k, top-p, without sorting the vocabulary.
+//! Selects the candidates of the draw: argmax, min-p, top-k, top-p, without sorting the vocabulary.
 //!
-//! - *Min-p* comes first, as in vLLM, so that top-p is a share of what it leaves. It and top-k are bounds on a token's
-//!   weight, in whatever order.
-//! - *Top-k* first takes the maximum of every block of [`BLOCK`] logits. The k-th largest of those is at most the
-//!   k-th largest logit, so only blocks that reach it are looked at again.
-//! - *Top-p* looks among the [`NUCLEUS`] best tokens first. When they do not weigh enough, it drops what cannot be
-//!   in: all tokens under total × (1 - p) / n together weigh at most 1 - p; a quickselect by
-//!   weight finds the cut among the rest in linear time.
+//! - *Min-p* comes first, as in vLLM, so that top-p is a share of the remaining tokens. Min-p and top-k are bounds on a
+//!   token's weight, in any order.
+//! - *Top-k* first takes the maximum of every block of [`BLOCK`] logits. The k-th largest maximum is at most the k-th
+//!   largest logit, so only blocks that reach it are read again.
+//! - *Top-p* first tries the [`NUCLEUS`] best tokens. If their weight is too small, it drops all tokens under total ×
+//!   (1 - p) / n. Together they weigh at most 1 - p, so none is in the nucleus. A quickselect by weight finds the cut
+//!   among the rest in linear time.
 
 use std::cmp::Ordering;
 
 use super::exp::weigh;
-use super::{SamplingParams, Scratch};
+use super::{SamplingParams, SamplingScratch};
 
 const BLOCK: usize = 64;
-/// Tokens among which a nucleus is looked for first.
+/// Number of best tokens that are tried first for a nucleus.
 const NUCLEUS: usize = 1024;
 
-/// A token that stays in the draw.
+/// A token that can be drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Kept {
-    /// Its logit while selecting, then e^((logit - max) / temperature).
+pub(super) struct Candidate {
+    /// The logit during selection, then e^((logit - max) / temperature).
     pub(super) weight: f32,
     pub(super) id: u32,
 }
 
-impl Kept {
+impl Candidate {
     /// By weight, highest first; among equals the lowest id first. Weights are never NaN.
     pub(super) fn best_first(a: &Self, b: &Self) -> Ordering {
         b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
     }
 }
 
-/// The first of the largest entries; `None` when there is no entry above minus infinity.
+/// The first of the largest entries; `None` if no entry is above minus infinity.
 pub(super) fn argmax(row: &[f32]) -> Option<(u32, f32)> {
     let (mut best, mut start) = (f32::NEG_INFINITY, None);
     for (index, block) in row.chunks(BLOCK).enumerate() {
@@ -59,14 +59,14 @@ fn block_max(block: &[f32]) -> f32 {
     lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |max, x| if *x > max { *x } else { max })
 }
 
-/// Finds the tokens of the draw. True: they are in `scratch.kept`, with weights. False: all of them, with their
-/// weights in `scratch.weights`.
-pub(super) fn keep(row: &[f32], max: f32, params: &SamplingParams, scratch: &mut Scratch) -> bool {
+/// Finds the candidates of the draw. Returns true if they are in `scratch.candidates`, with weights. Returns false if
+/// all tokens are candidates, with their weights in `scratch.weights`.
+pub(super) fn select(row: &[f32], max: f32, params: &SamplingParams, scratch: &mut SamplingScratch) -> bool {
     let factor = params.temperature.recip();
     let top_k = params.top_k as usize;
     if top_k > 0 && top_k < row.len() {
-        top_logits(row, top_k, &mut scratch.maxima, &mut scratch.kept);
-        let total = weigh_kept(scratch, max, factor);
+        top_logits(row, top_k, &mut scratch.maxima, &mut scratch.candidates);
+        let total = weigh_candidates(scratch, max, factor);
         finish(scratch, params, total);
         return true;
     }
@@ -75,11 +75,11 @@ pub(super) fn keep(row: &[f32], max: f32, params: &SamplingParams, scratch: &mut
         return false;
     }
     if params.top_p < 1.0 && params.min_p <= 0.0 && row.len() > NUCLEUS {
-        // Most nuclei are small: if these tokens weigh enough, no other can be in.
-        top_logits(row, NUCLEUS, &mut scratch.maxima, &mut scratch.kept);
+        // Most nuclei are small: if these tokens weigh enough, no other token can be in the nucleus.
+        top_logits(row, NUCLEUS, &mut scratch.maxima, &mut scratch.candidates);
         let weights = &scratch.weights;
-        scratch.kept.iter_mut().for_each(|kept| kept.weight = weights[kept.id as usize]);
-        let mass: f64 = scratch.kept.iter().map(|kept| f64::from(kept.weight)).sum();
+        scratch.candidates.iter_mut().for_each(|candidate| candidate.weight = weights[candidate.id as usize]);
+        let mass: f64 = scratch.candidates.iter().map(|candidate| f64::from(candidate.weight)).sum();
         if mass >= f64::from(params.top_p) * total {
             finish(scratch, params, total);
             return true;
@@ -89,63 +89,67 @@ pub(super) fn keep(row: &[f32], max: f32, params: &SamplingParams, scratch: &mut
     let least = if params.min_p > 0.0 { params.min_p } else { by_mass };
     let weights = scratch.weights.iter().enumerate();
     let reach = weights.filter(|(_, weight)| **weight >= least && **weight > 0.0);
-    scratch.kept.clear();
-    scratch.kept.extend(reach.map(|(id, weight)| Kept { weight: *weight, id: id as u32 }));
+    scratch.candidates.clear();
+    scratch.candidates.extend(reach.map(|(id, weight)| Candidate { weight: *weight, id: id as u32 }));
     finish(scratch, params, total);
     true
 }
 
-/// Turns the logits of `scratch.kept` into weights; their sum.
-fn weigh_kept(scratch: &mut Scratch, max: f32, factor: f32) -> f64 {
+/// Converts the logits of `scratch.candidates` to weights and returns their sum.
+fn weigh_candidates(scratch: &mut SamplingScratch, max: f32, factor: f32) -> f64 {
     scratch.maxima.clear();
-    scratch.maxima.extend(scratch.kept.iter().map(|kept| kept.weight));
+    scratch.maxima.extend(scratch.candidates.iter().map(|candidate| candidate.weight));
     let total = weigh(&scratch.maxima, max, factor, &mut scratch.weights);
-    scratch.kept.iter_mut().zip(&scratch.weights).for_each(|(kept, weight)| kept.weight = *weight);
+    scratch
+        .candidates
+        .iter_mut()
+        .zip(&scratch.weights)
+        .for_each(|(candidate, weight)| candidate.weight = *weight);
     total
 }
 
-/// Min-p, then top-p, over tokens whose weights are a part of `total`.
-fn finish(scratch: &mut Scratch, params: &SamplingParams, mut total: f64) {
-    let kept = &mut scratch.kept;
+/// Applies min-p, then top-p, to candidates whose weights are a part of `total`.
+fn finish(scratch: &mut SamplingScratch, params: &SamplingParams, mut total: f64) {
+    let candidates = &mut scratch.candidates;
     if params.min_p > 0.0 {
-        // The heaviest token weighs 1, and 1 >= min_p: it stays.
-        kept.retain(|kept| kept.weight >= params.min_p);
-        total = kept.iter().map(|kept| f64::from(kept.weight)).sum();
+        // The heaviest token weighs 1, and 1 >= min_p, so it stays.
+        candidates.retain(|candidate| candidate.weight >= params.min_p);
+        total = candidates.iter().map(|candidate| f64::from(candidate.weight)).sum();
     }
     if params.top_p < 1.0 {
-        let prefix = prefix_of_mass(kept, f64::from(params.top_p) * total);
-        kept.truncate(prefix);
+        let prefix = prefix_of_mass(candidates, f64::from(params.top_p) * total);
+        candidates.truncate(prefix);
     }
 }
 
-/// Reorders so that the shortest prefix of the best tokens that weighs at least `mass` is first; its length, at
-/// least 1.
-fn prefix_of_mass(kept: &mut [Kept], mass: f64) -> usize {
-    let (mut low, mut high, mut before) = (0, kept.len(), 0.0);
-    // The answer is in low..=high; kept[..low] are better than the rest and weigh `before`.
+/// Moves the shortest prefix of the best tokens with at least weight `mass` to the front. Returns its length, at least
+/// 1.
+fn prefix_of_mass(candidates: &mut [Candidate], mass: f64) -> usize {
+    let (mut low, mut high, mut before) = (0, candidates.len(), 0.0);
+    // The result is in low..=high; candidates[..low] are better than the rest and weigh `before`.
     while high - low > 64 {
         let middle = low + (high - low) / 2;
-        kept[low..high].select_nth_unstable_by(middle - low, Kept::best_first);
-        let upper: f64 = kept[low..middle].iter().map(|kept| f64::from(kept.weight)).sum();
+        candidates[low..high].select_nth_unstable_by(middle - low, Candidate::best_first);
+        let upper: f64 = candidates[low..middle].iter().map(|candidate| f64::from(candidate.weight)).sum();
         if before + upper >= mass {
             high = middle;
         } else {
             (low, before) = (middle, before + upper);
         }
     }
-    kept[low..high].sort_unstable_by(Kept::best_first);
-    for (index, token) in kept[low..high].iter().enumerate() {
+    candidates[low..high].sort_unstable_by(Candidate::best_first);
+    for (index, token) in candidates[low..high].iter().enumerate() {
         before += f64::from(token.weight);
         if before >= mass {
             return low + index + 1;
         }
     }
-    high.max(1).min(kept.len())
+    high.max(1).min(candidates.len())
 }
 
-/// All logits that reach the k-th largest, in no order: k of them, and more when several equal it (as in
-/// Hugging Face and vLLM). Fewer when the row has fewer numbers above minus infinity.
-pub(super) fn top_logits(row: &[f32], k: usize, maxima: &mut Vec<f32>, out: &mut Vec<Kept>) {
+/// All logits that reach the k-th largest, unordered: k of them, and more if several equal it (as in Hugging Face and
+/// vLLM). Fewer if the row has fewer numbers above minus infinity.
+pub(super) fn top_logits(row: &[f32], k: usize, maxima: &mut Vec<f32>, out: &mut Vec<Candidate>) {
     out.clear();
     maxima.clear();
     maxima.extend(row.chunks(BLOCK).map(block_max));
@@ -161,23 +165,23 @@ pub(super) fn top_logits(row: &[f32], k: usize, maxima: &mut Vec<f32>, out: &mut
         }
         for (offset, logit) in block.iter().enumerate() {
             if *logit >= bound && *logit > f32::NEG_INFINITY {
-                out.push(Kept { weight: *logit, id: (index * BLOCK + offset) as u32 });
+                out.push(Candidate { weight: *logit, id: (index * BLOCK + offset) as u32 });
             }
         }
     }
     if out.len() > k {
-        let least = out.select_nth_unstable_by(k - 1, Kept::best_first).1.weight;
-        out.retain(|kept| kept.weight >= least);
+        let least = out.select_nth_unstable_by(k - 1, Candidate::best_first).1.weight;
+        out.retain(|candidate| candidate.weight >= least);
     }
 }
 
-/// The k best, best first; exactly k, lowest ids among equals.
-pub(super) fn top_sorted<'a>(row: &[f32], k: usize, scratch: &'a mut Scratch) -> &'a [Kept] {
+/// The k best, best first: exactly k, lowest ids among equals.
+pub(super) fn top_sorted<'a>(row: &[f32], k: usize, scratch: &'a mut SamplingScratch) -> &'a [Candidate] {
     if k == 0 {
         return &[];
     }
-    top_logits(row, k, &mut scratch.maxima, &mut scratch.kept);
-    scratch.kept.sort_unstable_by(Kept::best_first);
-    scratch.kept.truncate(k);
-    &scratch.kept
+    top_logits(row, k, &mut scratch.maxima, &mut scratch.candidates);
+    scratch.candidates.sort_unstable_by(Candidate::best_first);
+    scratch.candidates.truncate(k);
+    &scratch.candidates
 }

@@ -1,27 +1,27 @@
 //! Stop strings in a stream of text.
 //!
-//! Text that may be the beginning of a stop string is held back until it is clear that it is not. The stop string
-//! that is complete first wins; of several that end at the same place, the longest. So the result depends on the
-//! text alone, not on how it was cut into pieces, and generation ends with the token that completes a match.
+//! Text that may be the beginning of a stop string is held back until it is clear that it is not. The stop string that
+//! is complete first wins; of several that end at the same position, the longest. The result therefore depends on the
+//! text only, not on its pieces, and generation ends with the token that completes a match.
 //!
-//! One Knuth-Morris-Pratt automaton per string: a byte of text costs amortized constant time per string,
-//! whatever the strings are. Matching is by bytes; UTF-8 makes that the same as by characters.
+//! One Knuth-Morris-Pratt automaton per string: a byte of text costs amortized constant time per string, for any
+//! strings. Matching is by bytes, which is equivalent to characters in UTF-8.
 
 /// Finds the stop strings of one sequence.
 #[derive(Clone, Debug)]
 pub struct StopMatcher {
     patterns: Vec<Pattern>,
     include: bool,
-    held: String,
+    pending: String,
 }
 
-/// What a piece of text led to.
+/// Result of a piece of text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StopStep {
-    /// Text that is free to go out; may be empty.
+    /// Text that can be sent; may be empty.
     pub text: String,
-    /// The stop string that was found, by its place in the request. The rest of the piece is gone, and whatever is
-    /// pushed afterwards is a new text.
+    /// Index of the found stop string in the request. The rest of the piece is dropped, and text that is pushed
+    /// afterwards is a new text.
     pub stop: Option<usize>,
 }
 
@@ -39,36 +39,40 @@ impl StopMatcher {
     #[must_use]
     pub fn new(stops: &[String], include: bool) -> Self {
         assert!(stops.iter().all(|stop| !stop.is_empty()), "an empty stop string stops before it starts");
-        Self { patterns: stops.iter().map(|stop| Pattern::new(stop)).collect(), include, held: String::new() }
+        Self {
+            patterns: stops.iter().map(|stop| Pattern::new(stop)).collect(),
+            include,
+            pending: String::new(),
+        }
     }
 
-    /// Adds text; returns what can go out, and which string ended it.
+    /// Adds text. Returns the text that can be sent, and the stop string that ended it.
     pub fn push(&mut self, piece: &str) -> StopStep {
         if self.patterns.is_empty() {
             return StopStep { text: piece.to_owned(), stop: None };
         }
         for (offset, byte) in piece.bytes().enumerate() {
             if let Some((stop, len)) = self.advance(byte) {
-                let end = self.held.len() + offset + 1;
-                let mut text = std::mem::take(&mut self.held) + piece;
+                let end = self.pending.len() + offset + 1;
+                let mut text = std::mem::take(&mut self.pending) + piece;
                 text.truncate(if self.include { end } else { end - len });
                 self.finish();
                 return StopStep { text, stop: Some(stop) };
             }
         }
-        StopStep { text: self.hold(piece), stop: None }
+        StopStep { text: self.buffer(piece), stop: None }
     }
 
-    /// Adds text; returns it but for what may be the beginning of a stop string.
-    fn hold(&mut self, piece: &str) -> String {
-        self.held.push_str(piece);
+    /// Adds text. Returns it without a possible beginning of a stop string.
+    fn buffer(&mut self, piece: &str) -> String {
+        self.pending.push_str(piece);
         let hold = self.patterns.iter().map(|pattern| pattern.matched).max().unwrap_or(0);
-        let rest = self.held.split_off(self.held.len() - hold);
-        std::mem::replace(&mut self.held, rest)
+        let rest = self.pending.split_off(self.pending.len() - hold);
+        std::mem::replace(&mut self.pending, rest)
     }
 
-    /// Adds text in which no stop string may end (`min_tokens`); returns what can go out. One that begins in it may end in
-    /// what is pushed later.
+    /// Adds text in which no stop string may end (`min_tokens`). Returns the text that can be sent. A stop string that
+    /// begins in it may end in text that is pushed later.
     pub fn pass(&mut self, piece: &str) -> String {
         if self.patterns.is_empty() {
             return piece.to_owned();
@@ -80,22 +84,22 @@ impl StopMatcher {
                 }
             }
         }
-        self.hold(piece)
+        self.buffer(piece)
     }
 
-    /// Ends the text without a match; returns what was held back.
+    /// Ends the text without a match. Returns the held-back text.
     pub fn finish(&mut self) -> String {
         self.patterns.iter_mut().for_each(|pattern| pattern.matched = 0);
-        std::mem::take(&mut self.held)
+        std::mem::take(&mut self.pending)
     }
 
     /// Bytes held back.
     #[must_use]
-    pub fn held_bytes(&self) -> usize {
-        self.held.len()
+    pub fn pending_bytes(&self) -> usize {
+        self.pending.len()
     }
 
-    /// One byte on, in all patterns; the longest that is complete.
+    /// Advances all patterns by one byte. Returns the longest one that is complete.
     fn advance(&mut self, byte: u8) -> Option<(usize, usize)> {
         let mut found: Option<(usize, usize)> = None;
         for (index, pattern) in self.patterns.iter_mut().enumerate() {
@@ -122,7 +126,7 @@ impl Pattern {
         Self { bytes, borders, matched: 0 }
     }
 
-    /// Whether the text so far ends with the whole pattern; then `matched` must be reset.
+    /// Advances by one byte. Returns whether the text ends with the whole pattern; the caller then resets `matched`.
     fn advance(&mut self, byte: u8) -> bool {
         while self.matched > 0 && self.bytes[self.matched] != byte {
             self.matched = self.borders[self.matched - 1];
@@ -142,11 +146,11 @@ mod tests {
         stops.iter().map(|stop| (*stop).to_owned()).collect()
     }
 
-    /// The same, on the whole text at once, by looking at every prefix.
+    /// The same on the whole text at once, by trying every prefix.
     fn naive(text: &str, stops: &[String], include: bool) -> (String, Option<usize>) {
         for end in (0..=text.len()).filter(|end| text.is_char_boundary(*end)) {
             let ending = stops.iter().enumerate().filter(|(_, stop)| text[..end].ends_with(stop.as_str()));
-            // The first of the longest: `max_by_key` takes the last, hence the reversal.
+            // The first of the longest. `max_by_key` takes the last, hence the reversal.
             if let Some((index, stop)) = ending.rev().max_by_key(|(_, stop)| stop.len()) {
                 let cut = if include { end } else { end - stop.len() };
                 return (text[..cut].to_owned(), Some(index));
@@ -182,7 +186,7 @@ mod tests {
         assert_eq!(matcher.push("b"), StopStep { text: "b".into(), stop: None });
         assert_eq!(matcher.pass("xa"), "x");
         assert_eq!(matcher.push("b"), StopStep { text: String::new(), stop: Some(0) });
-        // What ended too early may be the beginning of one that ends later.
+        // A stop string that ended too early may be the beginning of one that ends later.
         let mut matcher = StopMatcher::new(&strings(&["aba"]), true);
         assert_eq!(matcher.pass("aba"), "ab");
         assert_eq!(matcher.push("ba"), StopStep { text: "aba".into(), stop: Some(0) });
@@ -202,9 +206,9 @@ mod tests {
         for _ in 0..99 {
             matcher.push("a");
         }
-        assert_eq!(matcher.held_bytes(), 99);
+        assert_eq!(matcher.pending_bytes(), 99);
         assert_eq!(matcher.push("b").text.len(), 100);
-        assert_eq!(matcher.held_bytes(), 0);
+        assert_eq!(matcher.pending_bytes(), 0);
     }
 
     proptest! {
@@ -225,7 +229,7 @@ mod tests {
                     break;
                 }
                 let longest = stops.iter().map(String::len).max().unwrap_or(0);
-                prop_assert!(matcher.held_bytes() < longest.max(1));
+                prop_assert!(matcher.pending_bytes() < longest.max(1));
             }
             if stop.is_none() {
                 text.push_str(&matcher.finish());

@@ -1,4 +1,4 @@
-//! Sampling against a slow version that sorts everything in f64, against golden distributions, and against itself.
+//! Sampling compared with a slow version that sorts everything in f64, with golden distributions, and with itself.
 
 use baton_openai::{Endpoint, ParseLimits};
 use proptest::prelude::*;
@@ -9,10 +9,10 @@ use crate::check::golden_text::check_sampling;
 use crate::model::generation::GenerationDefaults;
 use crate::model::tests::fixture_files;
 
-const START: Place = Place { position: 0, generated: 0 };
+const START: TokenPosition = TokenPosition { position: 0, generated: 0 };
 
-fn sampled(logits: &[f32], params: &SamplingParams) -> Result<Sampled, NoCandidate> {
-    sample(logits, params, &TokenCounts::default(), START, &mut Scratch::default())
+fn sampled(logits: &[f32], params: &SamplingParams) -> Result<SampledToken, NoCandidate> {
+    sample(logits, params, &TokenCounts::default(), START, &mut SamplingScratch::default())
 }
 
 fn random(temperature: f32) -> SamplingParams {
@@ -54,7 +54,7 @@ fn naive(row: &[f32], params: &SamplingParams) -> Vec<(u32, f64)> {
     tokens.iter().map(|(id, weight)| (*id, weight / total)).filter(|(_, p)| *p > 1e-30).collect()
 }
 
-/// The tokens of both, but for those that rounding puts on either side of the top-p or min-p cut.
+/// Compares the tokens of both, except those that rounding puts on either side of the top-p or min-p cut.
 fn agree(row: &[f32], params: &SamplingParams) -> Result<(), String> {
     let ours = distribution(row, params, &TokenCounts::default(), START);
     let exact = naive(row, params);
@@ -81,7 +81,7 @@ fn distributions_are_those_of_transformers() {
         let cases = check_sampling(&golden, |_, _| Some(logits.clone()));
         let failed: Vec<_> = cases.iter().filter(|(_, result)| result.is_err()).collect();
         assert!(failed.is_empty() && cases.len() == 6, "{failed:#?}");
-        // The check can fail: another row is another distribution.
+        // The check can fail: another row has another distribution.
         let other = check_sampling(&golden, |_, _| Some(row(logits.len(), 1)));
         assert!(other.iter().all(|(_, result)| result.is_err()));
     }
@@ -119,12 +119,12 @@ proptest! {
         rows in prop::collection::vec((any_row(), any_params()), 1..4),
         position: u64,
     ) {
-        let mut used = Scratch::default();
+        let mut used = SamplingScratch::default();
         for (row, params) in &rows {
-            let place = Place { position, generated: 0 };
+            let place = TokenPosition { position, generated: 0 };
             let counts = TokenCounts::default();
             let token = sample(row, params, &counts, place, &mut used).expect("a candidate");
-            prop_assert_eq!(&token, &sample(row, params, &counts, place, &mut Scratch::default()).expect("a candidate"));
+            prop_assert_eq!(&token, &sample(row, params, &counts, place, &mut SamplingScratch::default()).expect("a candidate"));
             let mut possible = distribution(row, params, &counts, place).into_iter();
             prop_assert!(possible.any(|(id, p)| id == token.token && p > 0.0));
         }
@@ -140,7 +140,7 @@ proptest! {
     ) {
         let params = SamplingParams { repetition_penalty: penalty, logprobs, logit_bias: bias, ..params };
         let counts = TokenCounts::new(&[0, 5, 1_000_000]);
-        if let Ok(token) = sample(&row, &params, &counts, START, &mut Scratch::default()) {
+        if let Ok(token) = sample(&row, &params, &counts, START, &mut SamplingScratch::default()) {
             prop_assert!((token.token as usize) < row.len());
             prop_assert!(!row[token.token as usize].is_nan());
         }
@@ -187,9 +187,9 @@ fn draws_at_consecutive_positions_follow_the_distribution() {
     let params = SamplingParams { seed: 42, ..random(0.9) };
     let draws = 100_000;
     let mut counts = [0u32; 6];
-    let mut scratch = Scratch::default();
+    let mut scratch = SamplingScratch::default();
     for position in 0..draws {
-        let place = Place { position, generated: 0 };
+        let place = TokenPosition { position, generated: 0 };
         let token =
             sample(&logits, &params, &TokenCounts::default(), place, &mut scratch).expect("a candidate");
         counts[token.token as usize] += 1;
@@ -200,7 +200,7 @@ fn draws_at_consecutive_positions_follow_the_distribution() {
         (f64::from(counts[*id as usize]) - expected).powi(2) / expected
     };
     let chi2: f64 = expected.iter().map(square).sum();
-    // Four degrees of freedom: over 23.5 once in 10 000 seeds; the seed is fixed.
+    // Four degrees of freedom: above 23.5 once in 10 000 seeds. The seed is fixed.
     assert!(chi2 < 23.5 && counts[4] == 0, "chi² {chi2}, {counts:?}");
 }
 
@@ -208,10 +208,10 @@ fn draws_at_consecutive_positions_follow_the_distribution() {
 fn seeds_and_choices_draw_independently() {
     let logits = vec![0.0; 1000];
     let draws = |params: &SamplingParams| -> Vec<u32> {
-        let place = |position| Place { position, generated: 0 };
+        let place = |position| TokenPosition { position, generated: 0 };
         let draw = |position| {
             let counts = TokenCounts::default();
-            sample(&logits, params, &counts, place(position), &mut Scratch::default())
+            sample(&logits, params, &counts, place(position), &mut SamplingScratch::default())
                 .expect("a candidate")
                 .token
         };
@@ -233,8 +233,8 @@ fn eos_and_stop_tokens_wait_for_min_tokens() {
     let params =
         SamplingParams { min_tokens: 2, masked_before_min: vec![0, 1, 99], ..SamplingParams::default() };
     let token = |generated| {
-        let place = Place { position: 5, generated };
-        sample(&logits, &params, &TokenCounts::default(), place, &mut Scratch::default())
+        let place = TokenPosition { position: 5, generated };
+        sample(&logits, &params, &TokenCounts::default(), place, &mut SamplingScratch::default())
             .expect("a candidate")
             .token
     };
@@ -277,7 +277,7 @@ fn logprobs_are_of_the_models_own_distribution() {
 
 #[test]
 fn logprobs_of_ties_and_of_a_broken_row_are_defined() {
-    let mut scratch = Scratch::default();
+    let mut scratch = SamplingScratch::default();
     let ties = logprobs_of(&[1.0; 8], 5, 3, &mut scratch);
     assert_eq!((ties.rank, ties.top.iter().map(|top| top.0).collect()), (1, vec![0, 1, 2]));
     assert!((ties.logprob - (1.0f32 / 8.0).ln()).abs() < 1e-6);
@@ -314,10 +314,10 @@ fn a_request_wins_over_the_model_and_the_model_over_openai() {
 fn sampling_costs() {
     let broad = row(152_064, 1);
     let flat: Vec<f32> = broad.iter().map(|x| x * 0.05).collect();
-    // As models mostly are: some tens of tokens have nearly all of the mass.
+    // As in most models: some tens of tokens have nearly all of the mass.
     let mut peaked = broad.clone();
     peaked.iter_mut().step_by(3000).for_each(|x| *x = x.abs() + 10.0);
-    let mut scratch = Scratch::default();
+    let mut scratch = SamplingScratch::default();
     let cases = [
         ("greedy", SamplingParams::default()),
         ("greedy, 5 logprobs", SamplingParams { logprobs: Some(5), ..SamplingParams::default() }),
@@ -335,7 +335,7 @@ fn sampling_costs() {
             let mut best = std::time::Duration::MAX;
             for position in 0..100 {
                 let start = std::time::Instant::now();
-                let place = Place { position, generated: 0 };
+                let place = TokenPosition { position, generated: 0 };
                 std::hint::black_box(sample(logits, params, &counts, place, &mut scratch))
                     .expect("a candidate");
                 best = best.min(start.elapsed());

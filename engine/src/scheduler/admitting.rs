@@ -1,63 +1,65 @@
 //! Admission: which waiting sequences get blocks, and in what order.
 //!
-//! The queue is served in order. A prompt needs budget of the step; a fetch or a load needs none, and passes prompts that
-//! wait for it, so that a long prefill holds neither a handoff's lease nor a tier's blocks. What loads has a rest to compute:
-//! those that pass one prompt have together no more than a step computes, and the prompt's turn comes.
+//! The queue is served in order. A prompt needs a part of the step's token budget; a fetch or a load needs none, and
+//! passes prompts that wait for budget. Thus a long prefill delays neither a handoff's lease nor a tier's blocks. A
+//! loaded sequence still has tokens to compute. Loads that pass one prompt have together at most one step's tokens,
+//! so the prompt is not starved.
 
 use super::offloading::{HANDOFF, OFFLOAD};
-use super::{Planned, Scheduler};
+use super::{Scheduler, StepPart};
 use crate::blocks::pool::Hold;
 use crate::scheduler::sequence::{Phase, Purpose, SeqId};
 
-/// Sequences that wait for budget and are passed by fetches and loads, in one step: a look at each may cost a look at its
-/// whole prefix.
-const PASSED_MAX: usize = 16;
+/// Limit of the waiting prompts that fetches and loads pass in one step: a look at one may cost a look at its whole
+/// prefix.
+const BYPASS_MAX: usize = 16;
 
-/// Admission leaves at most one block in so many of the pool to those that run, as vLLM's watermark does.
+/// Admission leaves one of so many blocks of the pool to running sequences, as vLLM's watermark does.
 const RESERVE_SHARE: usize = 100;
 
-/// What has passed the first sequence that waits for budget.
+/// The sequences that passed the first one that waits for budget.
 #[derive(Debug, Default)]
-pub(super) struct Passed {
+pub(super) struct QueueBypass {
     head: Option<SeqId>,
-    /// Left to compute once they are loaded.
+    /// Tokens left to compute after their loads.
     tokens: usize,
 }
 
-/// What became of a sequence whose turn it was.
+/// The result of an attempt to admit a sequence.
 pub(super) enum Admission {
-    /// It runs; so many of its tokens are computed in this step.
+    /// Runs; so many of its tokens are computed in this step.
     Run(usize),
-    /// It waits for a transfer; of a load, so many tokens are left to compute then.
+    /// Waits for a transfer. After a load so many tokens are left to compute.
     Fetch(usize),
-    /// It waits for the sequence that it follows.
+    /// Waits for the sequence that it follows.
     Gated,
-    /// It is to be computed, and the step is full. It will take at most so many blocks.
+    /// Waits for budget: the step is full. It will need at most so many blocks.
     NoBudget(usize),
-    /// It waits for blocks.
-    NoRoom {
-        /// There would be room if no block were held for a store.
+    /// Waits for blocks.
+    NoBlocks {
+        /// The pool would have enough if no block were held for a store.
         but_for_stores: bool,
     },
 }
 
 impl Scheduler {
-    /// Admits from the queue; says whether stores were given up for its head.
+    /// Admits sequences from the queue. Returns whether stores were cancelled for its head.
     ///
-    /// A sequence that waits for budget keeps its turn: those that pass it leave it a place and its blocks.
-    pub(super) fn admit_waiting(&mut self, planned: &mut Vec<Planned>, budget: &mut usize) -> bool {
-        let (mut at, mut passed, mut kept) = (0, 0, 0);
+    /// A sequence that waits for budget keeps its turn: sequences that pass it leave a place and enough blocks for
+    /// it.
+    pub(super) fn admit_waiting(&mut self, planned: &mut Vec<StepPart>, budget: &mut usize) -> bool {
+        let (mut at, mut passed, mut reserved) = (0, 0, 0);
         let mut head = None;
         while at < self.waiting.len()
-            && passed < PASSED_MAX
+            && passed < BYPASS_MAX
             && self.running.len() + self.fetching + self.loading + passed < self.config.max_num_seqs
         {
             let id = self.waiting[at];
             let may_pass = match head {
                 None => usize::MAX,
-                Some(_) => self.config.max_num_batched_tokens.saturating_sub(self.passed.tokens),
+                Some(_) => self.config.max_num_batched_tokens.saturating_sub(self.bypass.tokens),
             };
-            match self.admit(id, (*budget, may_pass), kept) {
+            match self.admit(id, (*budget, may_pass), reserved) {
                 Admission::Run(count) => {
                     self.waiting.remove(at);
                     self.running.push(id);
@@ -68,37 +70,37 @@ impl Scheduler {
                 }
                 Admission::Fetch(left) => {
                     self.waiting.remove(at);
-                    self.passed.tokens += head.map_or(0, |_| left);
+                    self.bypass.tokens += head.map_or(0, |_| left);
                 }
                 Admission::Gated => at += 1,
                 Admission::NoBudget(blocks) => {
-                    if head.is_none() && self.passed.head != Some(id) {
-                        self.passed = Passed { head: Some(id), tokens: 0 };
+                    if head.is_none() && self.bypass.head != Some(id) {
+                        self.bypass = QueueBypass { head: Some(id), tokens: 0 };
                     }
                     head = head.or(Some(id));
                     passed += 1;
-                    kept += blocks;
+                    reserved += blocks;
                     at += 1;
                 }
-                // Stores are given up only for a sequence that this would admit.
-                Admission::NoRoom { but_for_stores } => return but_for_stores && self.yield_stores(),
+                // Stores are cancelled only for a sequence that this would admit.
+                Admission::NoBlocks { but_for_stores } => return but_for_stores && self.cancel_stores(),
             }
         }
         false
     }
 
-    /// Blocks that admission leaves to those that run, up to one each: without any, the next one that fills a block would
-    /// preempt what was admitted just before.
-    fn reserve(&self) -> usize {
+    /// Blocks that admission leaves to running sequences, at most one each. Without them, the next sequence that
+    /// fills a block would preempt the newly admitted one.
+    fn reserved_blocks(&self) -> usize {
         let holders = self.running.len() + self.fetching + self.loading;
         holders.min(self.pool.usage().total.div_ceil(RESERVE_SHARE))
     }
 
-    /// Finds blocks for a waiting sequence's tokens: all of them, so that no prompt is stuck half-way.
-    /// `kept` blocks are others'; a load that passes others leaves at most `may_pass` tokens to compute.
-    fn admit(&mut self, id: SeqId, (budget, may_pass): (usize, usize), kept: usize) -> Admission {
+    /// Allocates blocks for all tokens of a waiting sequence, so that no prompt stops half-way. `reserved` blocks
+    /// belong to others. A load that passes others leaves at most `may_pass` tokens to compute.
+    fn admit(&mut self, id: SeqId, (budget, may_pass): (usize, usize), reserved: usize) -> Admission {
         let block_tokens = self.config.block_tokens;
-        let kept = kept + self.reserve();
+        let reserved = reserved + self.reserved_blocks();
         let gate = self.sequences[&id].follows.and_then(|leader| self.sequences.get(&leader));
         if gate.is_some_and(|leader| leader.computed < leader.prompt_len) {
             return Admission::Gated;
@@ -110,24 +112,24 @@ impl Scheduler {
             return Admission::NoBudget(most);
         }
         sequence.extend_hashes(block_tokens);
-        // At least one token is computed, so that there are logits to sample from. Of a prompt that is lent it is one of
-        // the prompt's: no other sequence has the last block of a lease.
+        // At least one token is computed, so that there are logits to sample from. If the prompt is leased, that
+        // token belongs to the prompt: no other sequence has the last block of a lease.
         let computed_here = if sequence.is_producer() { sequence.prompt_len } else { sequence.tokens.len() };
         let matchable = (computed_here - 1) / block_tokens;
         let chain = &sequence.hashes[..matchable.min(sequence.hashes.len())];
         let prefix = self.pool.match_prefix(chain);
-        let in_tiers = self.offload.as_ref().map_or(0, |offload| offload.run(&chain[prefix.len()..]));
+        let in_tiers = self.offload.as_ref().map_or(0, |offload| offload.prefix_len(&chain[prefix.len()..]));
         let left = sequence.tokens.len() - (prefix.len() + in_tiers) * block_tokens;
         if budget == 0 && !fetches && (in_tiers == 0 || left > may_pass) {
             return Admission::NoBudget(most);
         }
         let fresh = most - prefix.len();
-        let wanted = fresh + self.pool.idle_among(&prefix) + kept;
+        let wanted = fresh + self.pool.count_idle(&prefix) + reserved;
         if wanted > self.pool.available() {
-            // What is stored of its own prefix would be idle then, and taken.
-            let wanted = wanted + self.pool.stored_only_among(&prefix);
+            // Blocks of its own prefix that are held only for a store would then be idle, and taken.
+            let wanted = wanted + self.pool.count_only_storing(&prefix);
             let but_for_stores = wanted <= self.pool.available() + self.pool.usage().storing;
-            return Admission::NoRoom { but_for_stores };
+            return Admission::NoBlocks { but_for_stores };
         }
         let cached = prefix.len() * block_tokens;
         self.pool.share(&prefix);

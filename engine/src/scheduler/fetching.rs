@@ -1,6 +1,6 @@
 //! How a sequence with a handoff gets its blocks: the scheduler's part of a [`Fetch`].
 
-use baton_connector::fetch::{Action, Actions, Event, Fetch};
+use baton_connector::fetch::{Action, Event, Fetch, FetchActions};
 use baton_connector::multi;
 
 use super::offloading::HANDOFF;
@@ -9,15 +9,15 @@ use crate::blocks::pool::Hold;
 use crate::scheduler::sequence::{Phase, Purpose, SeqId, Sequence};
 
 impl Scheduler {
-    /// Something happened to a sequence's fetch: a worker's report, or a heartbeat answered "gone".
+    /// Applies an event of a sequence's fetch: a worker's report, or a heartbeat's answer "gone".
     ///
-    /// Late and repeated events are counted and ignored; they can never end the engine (invariant 9).
+    /// Late and repeated events are counted and ignored. They can never end the engine (invariant 9).
     pub fn fetch_event(&mut self, id: SeqId, event: Event) {
         if let Some(mut sequence) = self.stopping.remove(&id) {
             let actions = fetch_of(&mut sequence).apply(event);
             self.carry_out_stopping(id, &mut sequence, actions);
             if fetch_of(&mut sequence).is_over() {
-                self.departures.let_go(id, HANDOFF);
+                self.pending_releases.release(id, HANDOFF);
             } else {
                 self.stopping.insert(id, sequence);
             }
@@ -33,18 +33,18 @@ impl Scheduler {
         self.carry_out(id, actions);
     }
 
-    /// Sets landing blocks aside for a waiting consumer and starts the read. The blocks it shares with the
-    /// prefix cache are its own already.
+    /// Allocates landing blocks for a waiting consumer and starts the read. The sequence already holds the blocks
+    /// that it shares with the prefix cache.
     pub(super) fn begin_fetch(&mut self, id: SeqId, fresh: usize) -> Admission {
         let block_tokens = self.config.block_tokens;
         let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is known");
         let cached = sequence.shared * block_tokens;
         if sequence.prompt_len - cached.min(sequence.prompt_len) <= 1 {
-            // All that would be fetched is the token that is computed anyway.
+            // Only the last token would be fetched, which is computed anyway.
             let taken = self.pool.allocate(fresh, Hold::Landing).expect("room was checked");
             sequence.blocks.extend(taken);
             self.start_fetching(id);
-            let actions = self.fetch(id).apply(Event::AlreadyHere);
+            let actions = self.fetch(id).apply(Event::AlreadyCached);
             self.carry_out(id, actions);
             return Admission::Fetch(0);
         }
@@ -61,8 +61,8 @@ impl Scheduler {
         Admission::Fetch(0)
     }
 
-    /// A consumer leaves the books. If a transfer still writes into its landing blocks they stay aside until it
-    /// is quiet (invariant 3).
+    /// Ends a consumer's sequence. If a transfer still writes into its landing blocks, they stay held until it has
+    /// stopped (invariant 3).
     pub(super) fn abandon_fetch(&mut self, mut sequence: Sequence) {
         let id = sequence.id;
         let fetching = sequence.phase == Phase::Fetching;
@@ -74,17 +74,17 @@ impl Scheduler {
         }
     }
 
-    fn carry_out(&mut self, id: SeqId, actions: Actions) {
+    fn carry_out(&mut self, id: SeqId, actions: FetchActions) {
         for action in actions {
             match action {
                 Action::StartRead | Action::AskVerdict => {
-                    // The read is started where its blocks are known; its worker asks for the verdict itself,
-                    // because a forward pass may keep this thread for seconds.
+                    // `begin_fetch` starts the read, because it knows the blocks. The read's worker asks for the
+                    // verdict, because a forward pass may occupy this thread for seconds.
                 }
                 Action::StopRead => self.effects.push(Effect::StopRead(id)),
                 Action::StopHeartbeat => self.effects.push(Effect::StopHeartbeat(id)),
                 Action::ReleaseAtProducer(reason) => self.effects.push(Effect::ReleaseAtProducer(id, reason)),
-                Action::Land => self.land(id),
+                Action::Land => self.finish_fetch(id),
                 Action::FreeLanding => {
                     let mut sequence = self.sequences.remove(&id).expect("a fetching sequence is known");
                     self.free_landing(&mut sequence);
@@ -96,8 +96,8 @@ impl Scheduler {
         }
     }
 
-    /// The same for a sequence that is off the books already: nothing lands and nothing is computed again.
-    fn carry_out_stopping(&mut self, id: SeqId, sequence: &mut Sequence, actions: Actions) {
+    /// The same for a removed sequence: nothing lands and nothing is recomputed.
+    fn carry_out_stopping(&mut self, id: SeqId, sequence: &mut Sequence, actions: FetchActions) {
         for action in actions {
             match action {
                 Action::StopRead => self.effects.push(Effect::StopRead(id)),
@@ -113,10 +113,10 @@ impl Scheduler {
         }
     }
 
-    fn land(&mut self, id: SeqId) {
+    fn finish_fetch(&mut self, id: SeqId) {
         let sequence = self.sequences.get_mut(&id).expect("a fetching sequence is known");
-        self.pool.landed(&sequence.blocks[sequence.shared..]);
-        // The last token is computed here: its logits are what decoding starts from.
+        self.pool.finish_landing(&sequence.blocks[sequence.shared..]);
+        // The last token is computed here, for the logits of the first new token.
         sequence.computed = sequence.prompt_len - 1;
         sequence.connectors.apply(multi::Event::Loaded(HANDOFF));
         sequence.phase = Phase::Running;
@@ -126,11 +126,11 @@ impl Scheduler {
         self.register(id);
     }
 
-    /// Queued again at the head, without a handoff; its blocks went back with [`Action::FreeLanding`].
+    /// Queues the sequence at the head again, without a handoff. [`Action::FreeLanding`] has released its blocks.
     fn recompute(&mut self, id: SeqId) {
         let sequence = self.sequences.get_mut(&id).expect("a fetching sequence is known");
         sequence.purpose = Purpose::Plain;
-        // The tiers are asked next, when it is its turn again.
+        // The tiers are asked when the sequence is admitted again.
         sequence.connectors.apply(multi::Event::LoadFailed(HANDOFF));
         sequence.fetched = 0;
         if sequence.phase == Phase::Fetching {
@@ -147,11 +147,11 @@ impl Scheduler {
         self.fetching += 1;
     }
 
-    /// Gives back all blocks of a fetching sequence: those it shares, and those it landed into.
+    /// Releases all blocks of a fetching sequence: the shared ones and the landing ones.
     fn free_landing(&mut self, sequence: &mut Sequence) {
         let landing = sequence.blocks.split_off(sequence.shared);
-        self.pool.give_back(&landing, Hold::Landing);
-        self.pool.give_back(&sequence.blocks, Hold::Active);
+        self.pool.release(&landing, Hold::Landing);
+        self.pool.release(&sequence.blocks, Hold::Active);
         sequence.blocks.clear();
         sequence.shared = 0;
         sequence.registered = 0;

@@ -1,8 +1,8 @@
-//! The scheduler: which sequences take part in the next step, and who gets which blocks. Pure: no clock, no
-//! threads, no I/O; the step loop and the simulator drive the same code.
+//! The scheduler: decides which sequences take part in the next step, and which blocks they get. It is pure: no
+//! clock, no threads, no I/O. The step loop and the simulator drive the same code.
 //!
 //! ```text
-//!  submit ─▶ Waiting ── admitted ──────────────▶ Running ── finish ─▶ off the books
+//!  submit ─▶ Waiting ── admitted ──────────────▶ Running ── finish ─▶ removed
 //!               │  ▲                               ▲  │
 //!               │  └──── preempted (recompute) ────┼──┘
 //!               ├─ admitted with a handoff ─▶ Fetching ─ landed
@@ -10,39 +10,40 @@
 //!               └─ admitted, a tier has its next blocks ─▶ Loading ─ loaded, in whole or in part: Running
 //! ```
 //!
-//! Continuous batching with chunked prefill: each step serves running sequences that need one token first, then the next
-//! chunks of running prompts, then admits from the queue in order while the token budget lasts. What needs no budget, a
-//! fetch or a load, also begins behind prompts that wait for it. When blocks run out the youngest running sequence is
-//! preempted: its blocks go back and it is computed again later. Admission leaves a few blocks to those that run.
+//! Continuous batching with chunked prefill. Each step first serves running sequences that need one token, then the
+//! next chunks of running prompts. Then it admits sequences from the queue in order, while the token budget lasts.
+//! Fetches and loads need no budget: they also begin behind prompts that wait for it. When no block is free, the
+//! youngest running sequence is preempted: its blocks are released and it is recomputed later. Admission leaves a few
+//! blocks to running sequences.
 //!
 //! Invariants:
 //! - 1, 2, 3: as kept by [`BlockPool`].
-//! - 7: [`Scheduler::finish`] answers `Some` exactly once per sequence.
+//! - 7: [`Scheduler::finish`] returns `Some` exactly once per sequence.
 //! - Only computed or verified, full blocks enter the prefix cache.
-//! - A sequence that was admitted can always finish once others have left: nobody is accepted whose longest
-//!   form does not fit the pool.
+//! - An admitted sequence can always finish once others have left: a sequence that does not fit the pool at its
+//!   longest is refused.
 
 mod admitting;
 mod fetching;
-mod lending;
+mod leasing;
 mod offloading;
-mod pending_release;
+mod pending_releases;
 pub mod sequence;
 
 use std::collections::{HashMap, VecDeque};
 
 use baton_connector::BlockId;
-use baton_connector::fetch::{FailureKind, LoadFailurePolicy, Reason};
-use baton_connector::multi::{self, Children, Multi};
+use baton_connector::fetch::{FailureKind, LoadFailurePolicy, ReleaseReason};
+use baton_connector::multi::{self, Children, MultiConnectorRequest};
 use baton_connector::offload::TransferId;
 
-use self::admitting::{Admission, Passed};
-use self::offloading::{HANDOFF, OFFLOAD, Offload};
-pub use self::pending_release::Beside;
-use self::pending_release::Departures;
+use self::admitting::{Admission, QueueBypass};
+use self::offloading::{HANDOFF, OFFLOAD, TierOffload};
+pub use self::pending_releases::OutsideStep;
+use self::pending_releases::PendingReleases;
 use crate::blocks::hash::BlockHash;
 use crate::blocks::pool::{BlockPool, BlockUsage, Hold};
-use crate::offload::{OffloadCounts, Order};
+use crate::offload::{OffloadCounts, OffloadOrder};
 use crate::scheduler::sequence::{FinishReason, NewSequence, Phase, Purpose, SeqId, Sequence};
 
 /// The scheduler's bounds.
@@ -54,8 +55,8 @@ pub struct SchedulerConfig {
     pub max_num_seqs: usize,
     /// Tokens of one step, over all its sequences.
     pub max_num_batched_tokens: usize,
-    /// Sequences that wait. With this many the next request is refused; one that is accepted may add as many
-    /// sequences as it has.
+    /// Limit of the waiting sequences. At this limit the next request is refused. An accepted request may add all of
+    /// its sequences.
     pub max_waiting: usize,
     /// Tokens of one sequence, prompt and output.
     pub max_model_len: usize,
@@ -63,7 +64,7 @@ pub struct SchedulerConfig {
 
 /// One sequence's part of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Planned {
+pub struct StepPart {
     /// Which sequence.
     pub id: SeqId,
     /// First position to compute.
@@ -74,7 +75,7 @@ pub struct Planned {
     pub samples: bool,
 }
 
-/// What the scheduler asks of the shell, beside the step itself.
+/// An action of the scheduler outside the step, for the shell to carry out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// Read entries `first ..` of the handoff's block table into these landing blocks.
@@ -89,31 +90,32 @@ pub enum Effect {
     /// Raise the stop flag of the sequence's read.
     StopRead(SeqId),
     /// Release the sequence's handoff at its producer.
-    ReleaseAtProducer(SeqId, Reason),
-    /// Renew the sequence's handoff no longer.
+    ReleaseAtProducer(SeqId, ReleaseReason),
+    /// Stop renewing the sequence's handoff.
     StopHeartbeat(SeqId),
     /// The fetch failed and the policy is to fail: finish the sequence with this error.
     FetchFailed(SeqId, FailureKind),
     /// The fetch failed and the prompt is computed here instead.
     Recomputing(SeqId),
-    /// Lend the blocks of this sequence's prompt as they become final ([`Scheduler::lend_early`]).
-    LendEarly(SeqId),
-    /// Hand this to the offload workers. One that they refuse has ended with [`crate::offload::Fault::Refused`].
-    Offload(Order),
-    /// Ask the offload workers to forget an order; [`Scheduler::offload_revoked`] takes their answer.
+    /// Lease the blocks of this sequence's prompt as they become final ([`Scheduler::open_lease_early`]).
+    OpenLeaseEarly(SeqId),
+    /// Hand this to the offload workers. If they refuse it, it has ended with
+    /// [`OffloadFault::Refused`](crate::offload::OffloadFault::Refused).
+    Offload(OffloadOrder),
+    /// Ask the offload workers to drop an order. [`Scheduler::offload_revoked`] takes their answer.
     Revoke(TransferId),
 }
 
-/// What becomes of a finished sequence's blocks. The one answer of `request_finished`.
+/// What becomes of a finished sequence's blocks: the only result of `request_finished`.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Finished {
-    /// They are back in the pool (or will be when a transfer into them is quiet).
-    FreeNow,
-    /// Those of the prompt are lent and now belong to the lease.
-    Lent(Vec<BlockId>),
-    /// Those of the prompt belong to the lease that was opened early, and all of them are final.
+pub enum FinishOutcome {
+    /// They are free (or will be when a transfer into them has stopped).
+    Freed,
+    /// The lease now holds those of the prompt.
+    Leased(Vec<BlockId>),
+    /// The early lease holds those of the prompt, and all of them are final.
     Sealed(Vec<BlockId>),
-    /// Those of the prompt belong to the lease that was opened early, and they will not be computed: it must end.
+    /// The early lease holds those of the prompt, which will not be computed: the lease must end.
     Unfinished,
 }
 
@@ -126,19 +128,19 @@ pub enum Refusal {
         /// Requests that wait.
         waiting: usize,
     },
-    /// It would not fit even alone.
+    /// The sequence does not fit even alone.
     #[error("{tokens} tokens do not fit a context of {capacity}")]
     TooLong {
         /// Prompt and output at their longest.
         tokens: usize,
-        /// What the model and the pool can hold.
+        /// The limit of the model and the pool.
         capacity: usize,
     },
 }
 
-/// Requests by phase, and what happened so far.
+/// Requests by phase, and counts since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Load {
+pub struct SchedulerLoad {
     /// In the queue.
     pub waiting: usize,
     /// Waiting for a transfer.
@@ -147,17 +149,17 @@ pub struct Load {
     pub loading: usize,
     /// Taking part in steps.
     pub running: usize,
-    /// Given up, waiting for a transfer to be quiet.
+    /// Aborted, waiting for a transfer to stop.
     pub stopping: usize,
     /// Preemptions since the start.
     pub preemptions: u64,
     /// Late or repeated events since the start.
     pub ignored: u64,
-    /// Orders to the offload workers that are not over.
+    /// Orders to the offload workers that have not ended.
     pub offloading: usize,
-    /// Requests that are over and of whose blocks a connector still holds some.
-    pub held: usize,
-    /// What the tiers hold and did, if there are any.
+    /// Finished requests of which a connector still holds blocks.
+    pub pending_release: usize,
+    /// Contents and counts of the tiers, if there are any.
     pub tiers: Option<OffloadCounts>,
 }
 
@@ -171,11 +173,11 @@ pub struct Scheduler {
     running: Vec<SeqId>,
     fetching: usize,
     loading: usize,
-    passed: Passed,
+    bypass: QueueBypass,
     /// Finished while a transfer was still writing into their landing blocks.
     stopping: HashMap<SeqId, Sequence>,
-    departures: Departures,
-    offload: Option<Offload>,
+    pending_releases: PendingReleases,
+    offload: Option<TierOffload>,
     effects: Vec<Effect>,
     preemptions: u64,
     ignored: u64,
@@ -193,9 +195,9 @@ impl Scheduler {
             running: Vec::new(),
             fetching: 0,
             loading: 0,
-            passed: Passed::default(),
+            bypass: QueueBypass::default(),
             stopping: HashMap::new(),
-            departures: Departures::default(),
+            pending_releases: PendingReleases::default(),
             offload: None,
             effects: Vec::new(),
             preemptions: 0,
@@ -203,7 +205,7 @@ impl Scheduler {
         }
     }
 
-    /// Tokens that one sequence can have: the context, or the pool if that is smaller.
+    /// The token limit of one sequence: the context, or the pool if that is smaller.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.config.max_model_len.min(self.pool.usage().total * self.config.block_tokens)
@@ -212,13 +214,13 @@ impl Scheduler {
     /// Queues a sequence.
     ///
     /// # Errors
-    /// [`Refusal`], with the sequence given back.
+    /// [`Refusal`], with the sequence.
     pub fn submit(&mut self, new: NewSequence) -> Result<(), (Box<NewSequence>, Refusal)> {
         let (tokens, capacity) = (new.prompt.len() + new.stop.max_new, self.capacity());
         if tokens > capacity {
             return Err((Box::new(new), Refusal::TooLong { tokens, capacity }));
         }
-        if self.waiting.len() >= self.config.max_waiting && !new.rides {
+        if self.waiting.len() >= self.config.max_waiting && !new.admitted_with_first {
             return Err((Box::new(new), Refusal::QueueFull { waiting: self.waiting.len() }));
         }
         assert!(!new.prompt.is_empty() && new.stop.max_new > 0, "the front end checks this");
@@ -230,7 +232,7 @@ impl Scheduler {
     }
 
     /// Chooses the next step. Empty when nothing can run.
-    pub fn schedule(&mut self) -> Vec<Planned> {
+    pub fn schedule(&mut self) -> Vec<StepPart> {
         let mut planned = Vec::with_capacity(self.running.len() + 1);
         let mut budget = self.config.max_num_batched_tokens;
         let short =
@@ -241,9 +243,9 @@ impl Scheduler {
         planned
     }
 
-    /// Books the results of one planned part: `sampled` where the plan said so. Says whether the sequence is at
-    /// its end; the caller then calls [`Self::finish`].
-    pub fn commit(&mut self, part: &Planned, sampled: Option<u32>) -> Option<FinishReason> {
+    /// Records the results of one planned part: `sampled` where the plan asks for a token. Returns whether the
+    /// sequence has ended; the caller then calls [`Self::finish`].
+    pub fn commit(&mut self, part: &StepPart, sampled: Option<u32>) -> Option<FinishReason> {
         let Some(sequence) = self.sequences.get_mut(&part.id) else {
             self.ignored += 1;
             return None;
@@ -255,10 +257,10 @@ impl Scheduler {
         sequence.finish_reason()
     }
 
-    /// Takes a sequence off the books: `request_finished`. `None` when it is not on them (any more).
+    /// Removes a sequence: `request_finished`. `None` when the scheduler does not have it.
     ///
-    /// Only a producer's sequence that ended by itself is lent; whatever ended early is freed.
-    pub fn finish(&mut self, id: SeqId, reason: FinishReason) -> Option<Finished> {
+    /// Only the blocks of a producer's complete prompt are leased; all others are freed.
+    pub fn finish(&mut self, id: SeqId, reason: FinishReason) -> Option<FinishOutcome> {
         let Some(mut sequence) = self.sequences.remove(&id) else {
             self.ignored += 1;
             return None;
@@ -269,66 +271,66 @@ impl Scheduler {
             Phase::Fetching => {}
             Phase::Loading => self.loading -= 1,
         }
-        let none = Multi::new(Children::NONE, LoadFailurePolicy::Recompute);
+        let none = MultiConnectorRequest::new(Children::NONE, LoadFailurePolicy::Recompute);
         let mut connectors = std::mem::replace(&mut sequence.connectors, none);
-        let mut finished = Finished::FreeNow;
+        let mut finished = FinishOutcome::Freed;
         self.touch_tiers(&sequence.hashes[..sequence.registered]);
-        let mut leaving = Some(sequence);
-        for asked in connectors.apply(multi::Event::Finish) {
-            let multi::Action::Ask(child) = asked else { continue };
+        let mut finishing = Some(sequence);
+        for action in connectors.apply(multi::Event::Finish) {
+            let multi::Action::FinishChild(child) = action else { continue };
             let answer = match child {
                 HANDOFF => {
-                    finished = self.handoff_finished(leaving.take().expect("asked once"), reason);
-                    let holds = finished != Finished::FreeNow || self.stopping.contains_key(&id);
-                    if holds { multi::Answer::Holds } else { multi::Answer::Nothing }
+                    finished = self.handoff_finished(finishing.take().expect("asked once"), reason);
+                    let holds = finished != FinishOutcome::Freed || self.stopping.contains_key(&id);
+                    if holds { multi::ChildReply::Holds } else { multi::ChildReply::Nothing }
                 }
                 OFFLOAD => self.offload_finished(id, reason),
-                _ => multi::Answer::Nothing,
+                _ => multi::ChildReply::Nothing,
             };
-            connectors.apply(multi::Event::Answered(child, answer));
+            connectors.apply(multi::Event::Replied(child, answer));
         }
-        self.departures.finished(id, connectors);
+        self.pending_releases.add(id, connectors);
         Some(finished)
     }
 
     /// The P/D connector's `request_finished`.
-    fn handoff_finished(&mut self, mut sequence: Sequence, reason: FinishReason) -> Finished {
+    fn handoff_finished(&mut self, mut sequence: Sequence, reason: FinishReason) -> FinishOutcome {
         if let Purpose::Consume(_) = sequence.purpose {
             self.abandon_fetch(sequence);
-            return Finished::FreeNow;
+            return FinishOutcome::Freed;
         }
         let complete = matches!(reason, FinishReason::Stop | FinishReason::Length)
             && sequence.is_producer()
             && sequence.computed >= sequence.prompt_len;
-        if sequence.lent_early {
-            return self.early_lease_finished(&sequence, complete);
+        if sequence.leased_early {
+            return self.finish_early_lease(&sequence, complete);
         }
         if complete {
-            let lent_count = sequence.prompt_len.div_ceil(self.config.block_tokens);
-            let rest = sequence.blocks.split_off(lent_count);
-            self.pool.give_back(&rest, Hold::Active);
-            self.pool.lend(&sequence.blocks);
-            self.departures.lent(&sequence.blocks, sequence.id);
-            return Finished::Lent(sequence.blocks);
+            let leased_count = sequence.prompt_len.div_ceil(self.config.block_tokens);
+            let rest = sequence.blocks.split_off(leased_count);
+            self.pool.release(&rest, Hold::Active);
+            self.pool.lease(&sequence.blocks);
+            self.pending_releases.add_lease(&sequence.blocks, sequence.id);
+            return FinishOutcome::Leased(sequence.blocks);
         }
-        // What a load still writes into comes back with the end of that load.
+        // Blocks that a load still writes are released at the end of that load.
         sequence.blocks.retain(|&block| !self.pool.is_landing(block));
-        self.pool.give_back(&sequence.blocks, Hold::Active);
-        Finished::FreeNow
+        self.pool.release(&sequence.blocks, Hold::Active);
+        FinishOutcome::Freed
     }
 
-    /// What the shell must do beside the step; in order, each once.
+    /// Actions for the shell outside the step; in order, each once.
     pub fn take_effects(&mut self) -> Vec<Effect> {
         std::mem::take(&mut self.effects)
     }
 
-    /// A sequence on the books.
+    /// A sequence that has not finished.
     #[must_use]
     pub fn sequence(&self, id: SeqId) -> Option<&Sequence> {
         self.sequences.get(&id)
     }
 
-    /// Whether a finished sequence's transfer has not come to rest yet.
+    /// Whether a finished sequence's transfer has not stopped yet.
     #[must_use]
     pub fn is_stopping(&self, id: SeqId) -> bool {
         self.stopping.contains_key(&id)
@@ -346,8 +348,8 @@ impl Scheduler {
         self.pool.usage()
     }
 
-    /// Whether sequences wait and none takes part in anything: there is no room, and only a lease that ends can make
-    /// some.
+    /// Whether sequences wait and none takes part in a step or a transfer. No block is free then, and only the end of
+    /// a lease can free one.
     #[must_use]
     pub fn waits_for_leases(&self) -> bool {
         let idle = self.running.is_empty() && self.fetching + self.loading == 0 && self.stopping.is_empty();
@@ -356,7 +358,7 @@ impl Scheduler {
             && self.offload.as_ref().is_none_or(|offload| offload.in_flight() == 0)
     }
 
-    /// The first of the queue that has a handoff.
+    /// The first waiting sequence with a handoff.
     #[must_use]
     pub fn first_waiting_consumer(&self) -> Option<SeqId> {
         let consumes = |id: &&SeqId| matches!(self.sequences[*id].purpose, Purpose::Consume(_));
@@ -365,22 +367,22 @@ impl Scheduler {
 
     /// Requests by phase.
     #[must_use]
-    pub fn load(&self) -> Load {
-        Load {
+    pub fn load(&self) -> SchedulerLoad {
+        SchedulerLoad {
             waiting: self.waiting.len(),
             fetching: self.fetching,
             loading: self.loading,
             running: self.running.len(),
             stopping: self.stopping.len(),
             preemptions: self.preemptions,
-            ignored: self.ignored + self.offload.as_ref().map_or(0, Offload::ignored),
-            offloading: self.offload.as_ref().map_or(0, Offload::in_flight),
-            held: self.departures.held(),
-            tiers: self.offload.as_ref().map(Offload::counts),
+            ignored: self.ignored + self.offload.as_ref().map_or(0, TierOffload::ignored),
+            offloading: self.offload.as_ref().map_or(0, TierOffload::in_flight),
+            pending_release: self.pending_releases.len(),
+            tiers: self.offload.as_ref().map(TierOffload::counts),
         }
     }
 
-    /// Forgets the prefix cache; held blocks stay held, and so does what is in the tiers ([`Self::reset_tiers`]).
+    /// Clears the prefix cache. Held blocks stay held, and the tiers keep their blocks ([`Self::reset_tiers`]).
     pub fn reset_prefix_cache(&mut self) {
         self.pool.reset_cache();
     }
@@ -388,12 +390,12 @@ impl Scheduler {
     /// Up to `limit` blocks of the prefix cache with a hash above `after`, in the order of their hashes.
     #[must_use]
     pub fn cached_blocks(&self, after: Option<BlockHash>, limit: usize) -> Vec<(BlockHash, BlockId)> {
-        self.pool.findable(after, limit)
+        self.pool.cached_after(after, limit)
     }
 
-    /// Plans running sequences; says whether there were too few blocks. A sequence that decodes, or whose blocks have just
-    /// landed, does not wait for a prompt: a prompt takes what those leave of the step.
-    fn schedule_running(&mut self, planned: &mut Vec<Planned>, budget: &mut usize) -> bool {
+    /// Plans running sequences. Returns whether there were too few blocks. A sequence that decodes, or whose blocks
+    /// have just landed, does not wait for a prompt: prompts take the rest of the step.
+    fn schedule_running(&mut self, planned: &mut Vec<StepPart>, budget: &mut usize) -> bool {
         let mut preempted = false;
         let mut at = 0;
         'running: while at < self.running.len() && *budget > 0 {
@@ -405,15 +407,15 @@ impl Scheduler {
             }
             let end = sequence.tokens.len();
             while !self.grow(id, end) {
-                if self.yield_stores() {
-                    // Blocks come back in a moment; nobody is computed again for that.
+                if self.cancel_stores() {
+                    // Stores release blocks soon: no sequence is preempted and recomputed for this.
                     return true;
                 }
                 preempted = true;
-                let victim = self.victim(at);
-                self.preempt(victim);
-                if victim == id {
-                    // Those that come after it have all their blocks: they go on.
+                let candidate = self.preemption_candidate(at);
+                self.preempt(candidate);
+                if candidate == id {
+                    // Later sequences have all their blocks: the step continues with them.
                     continue 'running;
                 }
             }
@@ -428,7 +430,7 @@ impl Scheduler {
                 break;
             }
             if self.sequences[&id].uncomputed() > 1 {
-                // It has had all of its blocks since its admission.
+                // It has all of its blocks since its admission.
                 planned.push(self.part(id, count));
                 *budget -= count;
             }
@@ -436,16 +438,16 @@ impl Scheduler {
         preempted
     }
 
-    fn part(&mut self, id: SeqId, count: usize) -> Planned {
+    fn part(&mut self, id: SeqId, count: usize) -> StepPart {
         let sequence = &self.sequences[&id];
         let samples = sequence.computed + count == sequence.tokens.len();
         if !samples && sequence.wants_early_lease() {
-            self.effects.push(Effect::LendEarly(id));
+            self.effects.push(Effect::OpenLeaseEarly(id));
         }
-        Planned { id, start: sequence.computed, count, samples }
+        StepPart { id, start: sequence.computed, count, samples }
     }
 
-    /// Makes room for positions up to `end`.
+    /// Allocates blocks for positions up to `end`.
     fn grow(&mut self, id: SeqId, end: usize) -> bool {
         let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
         let missing = end.div_ceil(self.config.block_tokens).saturating_sub(sequence.blocks.len());
@@ -458,11 +460,11 @@ impl Scheduler {
         }
     }
 
-    /// Back to the head of the queue, to be computed again: prompt and what was generated.
+    /// Moves a sequence to the head of the queue, for its prompt and generated tokens to be recomputed.
     fn preempt(&mut self, id: SeqId) {
         self.running.retain(|&other| other != id);
         let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
-        self.pool.give_back(&sequence.blocks, Hold::Active);
+        self.pool.release(&sequence.blocks, Hold::Active);
         sequence.blocks.clear();
         sequence.computed = 0;
         sequence.preemptions += 1;
@@ -474,7 +476,7 @@ impl Scheduler {
 }
 
 impl Sequence {
-    /// Makes the full blocks among the computed ones findable.
+    /// Enters the full blocks among the computed ones into the prefix cache.
     fn register(&mut self, pool: &mut BlockPool, block_tokens: usize) {
         let full = self.computed / block_tokens;
         if full > self.registered {

@@ -1,35 +1,38 @@
-//! The scheduler's side of the offload tiers, and of the multi-connector that P/D and offload form.
+//! The scheduler's part of the offload tiers, and of the multi-connector that handoff and offload form.
 //!
 //! ```text
-//!   a block becomes full and findable ─▶ backlog ─▶ hold, slot, Order::Store ─ ended ─▶ hold back ─▶ Order::Write
-//!   a waiting sequence's next blocks are in a tier ─▶ landing blocks, Order::Load ─ all ended ─▶ Running
+//!   a block becomes full and cached ─▶ backlog ─▶ hold, slot, OffloadOrder::Store ─ ended ─▶ OffloadOrder::Write
+//!   a waiting sequence's next blocks are in a tier ─▶ landing blocks, OffloadOrder::Load ─ all ended ─▶ Running
 //! ```
 //!
-//! - What is stored is what the prefix cache can find at that moment: computed here, or fetched and verified. What came
-//!   from a tier is known to its books and is not stored again.
-//! - A load that fails truncates what was loaded: the blocks before it are used, those from it on are computed.
-//! - Stores hold blocks. When the pool runs short, those that no worker has begun are given up before anybody is
-//!   preempted, and no more are begun until the pool has recovered.
+//! - Stored blocks are those that the prefix cache contains: computed here, or fetched and verified. The index
+//!   already contains blocks that came from a tier, so they are not stored again.
+//! - A load that fails truncates the result: the blocks before it are used, those from it on are computed.
+//! - Stores hold blocks. When the pool runs short, stores that no worker has begun are revoked before a sequence is
+//!   preempted. No new store begins until the pool has recovered.
 
 use std::collections::{HashMap, VecDeque};
 
 use baton_connector::BlockId;
-use baton_connector::multi::{Action as MultiAction, Answer as Held, Child, Children, Event as MultiEvent};
-use baton_connector::offload::{Action, Answer, BlockEvent, Event, Slots, TransferId};
+use baton_connector::multi::{
+    Action as MultiAction, Child, ChildReply as Held, Children, Event as MultiEvent,
+};
+use baton_connector::offload::{Action, BlockEvent, Event, FinishReply, OffloadSlots, TransferId};
 
 use super::{Admission, Effect, Scheduler};
 use crate::blocks::hash::BlockHash;
 use crate::blocks::pool::Hold;
-use crate::offload::tier_index::{Loaded, TierBooks, TierConfig};
-use crate::offload::{Fault, OffloadCounts, Order, Report, Source, Tier};
-use crate::scheduler::sequence::{FinishReason, LoadProgress, Phase, Purpose, SeqId};
+use crate::offload::tier_index::{LoadOutcome, TierConfig, TierIndex};
+use crate::offload::{LoadSource, OffloadCounts, OffloadFault, OffloadOrder, OffloadReport, Tier};
+use crate::scheduler::sequence::{FinishReason, Phase, Purpose, SeqId, TierLoadProgress};
 
-/// The connector that lends and fetches: asked first, because a handoff is of this very prompt.
+/// The handoff connector. It is asked first, because a handoff contains blocks of this very prompt.
 pub(super) const HANDOFF: Child = Child(0);
-/// The connector to the lower tiers: the fallback of a handoff that failed.
+/// The connector to the lower tiers: the fallback of a failed handoff.
 pub(super) const OFFLOAD: Child = Child(1);
 
-/// Blocks that wait for a free worker or slot; they are not held, and dropped when they are reused first.
+/// Blocks that wait for a free worker or slot. They are not held; a block that is reused before its turn is not
+/// stored.
 const BACKLOG_MAX: usize = 8_192;
 
 /// Stores in flight hold at most this share of the pool …
@@ -37,48 +40,48 @@ const STORING_SHARE: usize = 8;
 /// … and at most this many blocks.
 const STORING_MAX: usize = 256;
 
-/// For whom a block is stored.
+/// The owner of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Owner {
-    /// Its request has ended before its turn came.
+enum StoreOwner {
+    /// The request has ended before the store began.
     Engine,
     Request(SeqId),
 }
 
-/// An order that is not over.
+/// An order that has not ended.
 #[derive(Debug)]
-enum Flight {
-    Store { owner: Owner, block: BlockId, hash: BlockHash },
-    Load { id: SeqId, index: usize, block: BlockId, hash: BlockHash, from: Source },
+enum PendingOrder {
+    Store { owner: StoreOwner, block: BlockId, hash: BlockHash },
+    Load { id: SeqId, index: usize, block: BlockId, hash: BlockHash, from: LoadSource },
     Write { hash: BlockHash, evict: Vec<BlockHash> },
     Delete(Vec<BlockHash>),
 }
 
 /// The tiers of one scheduler.
 #[derive(Debug)]
-pub(super) struct Offload {
-    books: TierBooks,
-    slots: Slots<Owner>,
-    flights: HashMap<TransferId, Flight>,
+pub(super) struct TierOffload {
+    index: TierIndex,
+    slots: OffloadSlots<StoreOwner>,
+    pending: HashMap<TransferId, PendingOrder>,
     next: u64,
     storing: usize,
     storing_max: usize,
     /// Blocks that could not be stored yet, and the request that computed them.
     backlog: VecDeque<(SeqId, BlockHash)>,
     /// The pool is short of blocks.
-    pressed: bool,
+    short_of_blocks: bool,
     counts: OffloadCounts,
     ignored: u64,
 }
 
-impl Offload {
-    fn fresh(&mut self) -> TransferId {
+impl TierOffload {
+    fn next_id(&mut self) -> TransferId {
         self.next += 1;
         TransferId(self.next)
     }
 
-    /// A block whose turn to be stored comes later. Of too many the oldest goes: it is the likeliest to be reused first.
-    fn put_off(&mut self, id: SeqId, hash: BlockHash) {
+    /// Adds a block to store later. At the limit the oldest block is dropped: it is the likeliest to be reused first.
+    fn push_backlog(&mut self, id: SeqId, hash: BlockHash) {
         if self.backlog.len() >= BACKLOG_MAX {
             self.backlog.pop_front();
             self.counts.not_stored += 1;
@@ -86,20 +89,20 @@ impl Offload {
         self.backlog.push_back((id, hash));
     }
 
-    /// A flight that is over, unless it was before.
-    fn land(&mut self, id: TransferId) -> Option<Flight> {
-        let flight = self.flights.remove(&id);
-        match flight {
+    /// Removes a pending order that has ended. `None` for a repeated report.
+    fn take_pending(&mut self, id: TransferId) -> Option<PendingOrder> {
+        let order = self.pending.remove(&id);
+        match order {
             None => self.ignored += 1,
-            Some(Flight::Store { .. }) => self.storing -= 1,
-            Some(Flight::Load { .. } | Flight::Write { .. } | Flight::Delete(_)) => {}
+            Some(PendingOrder::Store { .. }) => self.storing -= 1,
+            Some(PendingOrder::Load { .. } | PendingOrder::Write { .. } | PendingOrder::Delete(_)) => {}
         }
-        flight
+        order
     }
 
-    /// How many blocks at the start of this chain the tiers can deliver.
-    pub(super) fn run(&self, chain: &[BlockHash]) -> usize {
-        self.books.run(chain)
+    /// The number of blocks at the start of this chain that the tiers can load.
+    pub(super) fn prefix_len(&self, chain: &[BlockHash]) -> usize {
+        self.index.prefix_len(chain)
     }
 
     pub(super) fn ignored(&self) -> u64 {
@@ -107,54 +110,55 @@ impl Offload {
     }
 
     pub(super) fn in_flight(&self) -> usize {
-        self.flights.len()
+        self.pending.len()
     }
 
     pub(super) fn counts(&self) -> OffloadCounts {
         OffloadCounts {
-            host: self.books.counts(Tier::Host),
-            disk: self.books.counts(Tier::Disk),
-            disk_rests: self.books.disk_rests(),
+            host: self.index.counts(Tier::Host),
+            disk: self.index.counts(Tier::Disk),
+            disk_suspended: self.index.is_disk_suspended(),
             ..self.counts
         }
     }
 }
 
 impl Scheduler {
-    /// The same scheduler with tiers below its pool. `found` are the blocks that the disk tier holds from an earlier
-    /// life, least recently used first.
+    /// The same scheduler with tiers below its pool. `found` are the blocks in the disk tier from an earlier run,
+    /// least recently used first.
     #[must_use]
     pub fn with_tiers(mut self, config: TierConfig, found: impl IntoIterator<Item = BlockHash>) -> Self {
-        let mut books = TierBooks::new(config);
-        books.adopt(found);
+        let mut index = TierIndex::new(config);
+        index.adopt(found);
         let storing_max = (self.pool.usage().total / STORING_SHARE).clamp(1, STORING_MAX);
-        self.offload = config.any().then(|| Offload {
-            books,
-            slots: Slots::default(),
-            flights: HashMap::new(),
+        self.offload = config.any().then(|| TierOffload {
+            index,
+            slots: OffloadSlots::default(),
+            pending: HashMap::new(),
             next: 0,
             storing: 0,
             storing_max,
             backlog: VecDeque::new(),
-            pressed: false,
+            short_of_blocks: false,
             counts: OffloadCounts::default(),
             ignored: 0,
         });
         self
     }
 
-    /// What the offload workers tell. Late, repeated and unknown reports are counted and ignored (invariant 9).
-    pub fn offload_event(&mut self, report: Report) {
+    /// Applies a report of the offload workers. Late, repeated and unknown reports are counted and ignored (invariant
+    /// 9).
+    pub fn offload_event(&mut self, report: OffloadReport) {
         let Some(offload) = &mut self.offload else {
             self.ignored += 1;
             return;
         };
         match report {
-            Report::DiskRests => offload.books.set_disk_rests(true),
-            Report::DiskIsBack => offload.books.set_disk_rests(false),
-            Report::Ended(id, outcome) => {
-                if let Some(flight) = offload.land(id) {
-                    self.flight_ended(id, flight, outcome);
+            OffloadReport::DiskSuspended => offload.index.set_disk_suspended(true),
+            OffloadReport::DiskResumed => offload.index.set_disk_suspended(false),
+            OffloadReport::Ended(id, outcome) => {
+                if let Some(order) = offload.take_pending(id) {
+                    self.finish_order(id, order, outcome);
                 }
             }
         }
@@ -162,49 +166,51 @@ impl Scheduler {
         self.issue_stores();
     }
 
-    /// The workers' answer to [`Effect::Revoke`]: whether nobody had begun, and nobody will.
+    /// The workers' answer to [`Effect::Revoke`]. True: no worker has begun the order, and none will.
     pub fn offload_revoked(&mut self, id: TransferId, revoked: bool) {
         let Some(offload) = &mut self.offload else { return };
         if !revoked {
-            let owner = match offload.flights.get(&id) {
-                Some(Flight::Store { owner, .. }) => *owner,
-                Some(Flight::Load { id, .. }) => Owner::Request(*id),
-                Some(Flight::Write { .. } | Flight::Delete(_)) | None => return,
+            let owner = match offload.pending.get(&id) {
+                Some(PendingOrder::Store { owner, .. }) => *owner,
+                Some(PendingOrder::Load { id, .. }) => StoreOwner::Request(*id),
+                Some(PendingOrder::Write { .. } | PendingOrder::Delete(_)) | None => return,
             };
             offload.slots.apply(owner, Event::Block(id, BlockEvent::Committed));
             return;
         }
-        let Some(flight) = offload.land(id) else { return };
-        let (owner, block, hold) = match flight {
-            Flight::Store { owner, block, hash } => {
-                offload.books.end_store(hash, false);
+        let Some(order) = offload.take_pending(id) else { return };
+        let (owner, block, hold) = match order {
+            PendingOrder::Store { owner, block, hash } => {
+                offload.index.end_store(hash, false);
                 match owner {
-                    // Its turn comes again, if the block is still there then.
-                    Owner::Request(id) => offload.put_off(id, hash),
-                    Owner::Engine => offload.counts.not_stored += 1,
+                    // The store is queued again, if the block is still there then.
+                    StoreOwner::Request(id) => offload.push_backlog(id, hash),
+                    StoreOwner::Engine => offload.counts.not_stored += 1,
                 }
                 (owner, block, Hold::Storing)
             }
-            Flight::Load { id, block, hash, from, .. } => {
-                offload.books.end_load(hash, from, Loaded::Not);
-                (Owner::Request(id), block, Hold::Landing)
+            PendingOrder::Load { id, block, hash, from, .. } => {
+                offload.index.end_load(hash, from, LoadOutcome::Failed);
+                (StoreOwner::Request(id), block, Hold::Landing)
             }
-            Flight::Write { .. } | Flight::Delete(_) => unreachable!("only stores and loads are revoked"),
+            PendingOrder::Write { .. } | PendingOrder::Delete(_) => {
+                unreachable!("only stores and loads are revoked")
+            }
         };
         let actions = offload.slots.apply(owner, Event::Block(id, BlockEvent::Revoked));
         self.carry_out_offload(owner, &actions, block, hold, None);
     }
 
-    /// Forgets what the tiers hold; the files are deleted.
+    /// Clears the tiers; the files are deleted.
     pub fn reset_tiers(&mut self) {
         if let Some(offload) = &mut self.offload {
             offload.backlog.clear();
-            offload.books.clear();
+            offload.index.clear();
         }
         self.issue_deletions();
     }
 
-    /// Makes a sequence's newly full blocks findable, and stores them.
+    /// Enters a sequence's newly full blocks into the prefix cache, and stores them.
     pub(super) fn register(&mut self, id: SeqId) {
         let block_tokens = self.config.block_tokens;
         let sequence = self.sequences.get_mut(&id).expect("the sequence is known");
@@ -212,10 +218,10 @@ impl Scheduler {
         sequence.register(&mut self.pool, block_tokens);
         let Some(offload) = &mut self.offload else { return };
         for &hash in sequence.hashes.get(from..sequence.registered).unwrap_or_default() {
-            if offload.books.knows(hash) {
+            if offload.index.contains(hash) {
                 continue;
             }
-            offload.put_off(id, hash);
+            offload.push_backlog(id, hash);
         }
         self.issue_stores();
     }
@@ -223,53 +229,54 @@ impl Scheduler {
     /// Begins as many stores of the backlog as workers, slots and pool allow.
     fn issue_stores(&mut self) {
         let Some(offload) = &mut self.offload else { return };
-        while !offload.pressed
+        while !offload.short_of_blocks
             && offload.storing < offload.storing_max
             && let Some((id, hash)) = offload.backlog.pop_front()
         {
-            if offload.books.knows(hash) {
+            if offload.index.contains(hash) {
                 continue;
             }
-            // It may have been reused since, or is being stored for an earlier request.
+            // The block may have been reused since, or is being stored for an earlier request.
             let Some(block) = self.pool.find(hash).filter(|&block| self.pool.store(block)) else {
                 offload.counts.not_stored += 1;
                 continue;
             };
-            let Some(slot) = offload.books.begin_store(hash) else {
-                self.pool.give_back(&[block], Hold::Storing);
-                if offload.flights.is_empty() {
+            let Some(slot) = offload.index.begin_store(hash) else {
+                self.pool.release(&[block], Hold::Storing);
+                if offload.pending.is_empty() {
                     offload.counts.not_stored += 1;
                     continue;
                 }
-                // A slot comes free with the end of something.
+                // A pending order frees a slot when it ends.
                 offload.backlog.push_front((id, hash));
                 break;
             };
-            let owner = if self.sequences.contains_key(&id) { Owner::Request(id) } else { Owner::Engine };
-            let transfer = offload.fresh();
+            let owner =
+                if self.sequences.contains_key(&id) { StoreOwner::Request(id) } else { StoreOwner::Engine };
+            let transfer = offload.next_id();
             offload.slots.open(owner);
             let begun = offload.slots.apply(owner, Event::Block(transfer, BlockEvent::Store));
             assert_eq!(begun, [Action::Begin(transfer)], "a running request's slot takes a store");
             offload.storing += 1;
-            offload.flights.insert(transfer, Flight::Store { owner, block, hash });
-            self.effects.push(Effect::Offload(Order::Store { id: transfer, hash, block, slot }));
+            offload.pending.insert(transfer, PendingOrder::Store { owner, block, hash });
+            self.effects.push(Effect::Offload(OffloadOrder::Store { id: transfer, hash, block, slot }));
         }
     }
 
     fn issue_deletions(&mut self) {
         let Some(offload) = &mut self.offload else { return };
-        if let Some(hashes) = offload.books.begin_delete() {
-            let id = offload.fresh();
-            offload.flights.insert(id, Flight::Delete(hashes.clone()));
-            self.effects.push(Effect::Offload(Order::Delete { id, hashes }));
+        if let Some(hashes) = offload.index.begin_delete() {
+            let id = offload.next_id();
+            offload.pending.insert(id, PendingOrder::Delete(hashes.clone()));
+            self.effects.push(Effect::Offload(OffloadOrder::Delete { id, hashes }));
         }
     }
 
-    /// The pool is short of blocks. True when stores hold some: those that can be had back are asked for, and the
-    /// others come back soon.
-    pub(super) fn yield_stores(&mut self) -> bool {
+    /// Frees blocks for a pool that is short of them. True when stores hold some: those that no worker has begun are
+    /// revoked, and the others end soon.
+    pub(super) fn cancel_stores(&mut self) -> bool {
         let Some(offload) = &mut self.offload else { return false };
-        offload.pressed = true;
+        offload.short_of_blocks = true;
         if self.pool.usage().storing == 0 {
             return false;
         }
@@ -283,16 +290,16 @@ impl Scheduler {
         true
     }
 
-    /// A step was planned without running short of blocks.
+    /// Resumes stores after a step was planned without running short of blocks.
     pub(super) fn resume_stores(&mut self) {
         if let Some(offload) = &mut self.offload
-            && std::mem::take(&mut offload.pressed)
+            && std::mem::take(&mut offload.short_of_blocks)
         {
             self.issue_stores();
         }
     }
 
-    /// Sets `run` landing blocks aside for a waiting sequence, and the rest of what it needs, and starts to load.
+    /// Allocates `run` landing blocks for a waiting sequence, and the other blocks it needs, and starts to load.
     pub(super) fn begin_load(&mut self, id: SeqId, run: usize, fresh: usize) -> Admission {
         let into = self.pool.allocate(run, Hold::Landing).expect("room was checked");
         let rest = self.pool.allocate(fresh - run, Hold::Active).expect("room was checked");
@@ -302,71 +309,71 @@ impl Scheduler {
         sequence.blocks.extend(&into);
         sequence.blocks.extend(rest);
         sequence.phase = Phase::Loading;
-        sequence.load = Some(LoadProgress { first, left: run, whole_until: first + run });
+        sequence.load = Some(TierLoadProgress { first, left: run, loaded_until: first + run });
         self.loading += 1;
-        let owner = Owner::Request(id);
+        let owner = StoreOwner::Request(id);
         offload.slots.open(owner);
-        let sources = offload.books.begin_loads(&sequence.hashes[first..first + run]);
+        let sources = offload.index.begin_loads(&sequence.hashes[first..first + run]);
         for (at, (block, from)) in into.into_iter().zip(sources).enumerate() {
-            let (index, transfer) = (first + at, offload.fresh());
+            let (index, transfer) = (first + at, offload.next_id());
             let hash = sequence.hashes[index];
             let begun = offload.slots.apply(owner, Event::Block(transfer, BlockEvent::Load));
             assert_eq!(begun, [Action::Begin(transfer)], "a waiting request's slot takes a load");
-            offload.flights.insert(transfer, Flight::Load { id, index, block, hash, from });
-            self.effects.push(Effect::Offload(Order::Load { id: transfer, hash, from, block }));
+            offload.pending.insert(transfer, PendingOrder::Load { id, index, block, hash, from });
+            self.effects.push(Effect::Offload(OffloadOrder::Load { id: transfer, hash, from, block }));
         }
         let left = sequence.tokens.len() - (first + run) * self.config.block_tokens;
         Admission::Fetch(left)
     }
 
-    fn flight_ended(&mut self, id: TransferId, flight: Flight, outcome: Result<(), Fault>) {
-        let offload = self.offload.as_mut().expect("it has flights");
+    fn finish_order(&mut self, id: TransferId, order: PendingOrder, outcome: Result<(), OffloadFault>) {
+        let offload = self.offload.as_mut().expect("it has pending orders");
         if let Err(fault) = outcome {
-            let at = Fault::ALL.iter().position(|&other| other == fault).expect("all of them");
+            let at = OffloadFault::ALL.iter().position(|&other| other == fault).expect("all of them");
             offload.counts.faults[at] += 1;
         }
         let event = Event::Block(id, if outcome.is_ok() { BlockEvent::Done } else { BlockEvent::Failed });
-        match flight {
-            Flight::Store { owner, block, hash } => {
-                let write = offload.books.end_store(hash, outcome.is_ok());
+        match order {
+            PendingOrder::Store { owner, block, hash } => {
+                let write = offload.index.end_store(hash, outcome.is_ok());
                 if let Some(write) = write {
-                    let id = offload.fresh();
-                    offload.flights.insert(id, Flight::Write { hash, evict: write.evict.clone() });
+                    let id = offload.next_id();
+                    offload.pending.insert(id, PendingOrder::Write { hash, evict: write.evict.clone() });
                     let (slot, evict) = (write.slot, write.evict);
-                    self.effects.push(Effect::Offload(Order::Write { id, hash, slot, evict }));
-                } else if outcome.is_ok() && offload.books.lacks_file(hash) {
+                    self.effects.push(Effect::Offload(OffloadOrder::Write { id, hash, slot, evict }));
+                } else if outcome.is_ok() && offload.index.lacks_file(hash) {
                     offload.counts.not_written += 1;
                 }
                 let actions = offload.slots.apply(owner, event);
                 self.carry_out_offload(owner, &actions, block, Hold::Storing, None);
             }
-            Flight::Load { id, index, block, hash, from } => {
+            PendingOrder::Load { id, index, block, hash, from } => {
                 let how = match outcome {
-                    Ok(()) => Loaded::Whole,
-                    Err(Fault::Missing | Fault::Corrupt) => Loaded::Gone,
+                    Ok(()) => LoadOutcome::Complete,
+                    Err(OffloadFault::Missing | OffloadFault::Corrupt) => LoadOutcome::Lost,
                     Err(
-                        Fault::Refused
-                        | Fault::Full
-                        | Fault::Io
-                        | Fault::Resting
-                        | Fault::Slow
-                        | Fault::Broken,
-                    ) => Loaded::Not,
+                        OffloadFault::Refused
+                        | OffloadFault::Full
+                        | OffloadFault::Io
+                        | OffloadFault::Suspended
+                        | OffloadFault::Slow
+                        | OffloadFault::Broken,
+                    ) => LoadOutcome::Failed,
                 };
-                offload.books.end_load(hash, from, how);
-                let owner = Owner::Request(id);
+                offload.index.end_load(hash, from, how);
+                let owner = StoreOwner::Request(id);
                 let actions = offload.slots.apply(owner, event);
                 self.carry_out_offload(owner, &actions, block, Hold::Landing, Some(index));
             }
-            Flight::Write { hash, evict } => offload.books.end_write(hash, &evict, outcome.is_ok()),
-            Flight::Delete(hashes) => offload.books.end_delete(&hashes, outcome.is_ok()),
+            PendingOrder::Write { hash, evict } => offload.index.end_write(hash, &evict, outcome.is_ok()),
+            PendingOrder::Delete(hashes) => offload.index.end_delete(&hashes, outcome.is_ok()),
         }
     }
 
-    /// Does what a slot says about its one block that has come to rest.
+    /// Carries out a slot's actions for one block whose transfer has ended.
     fn carry_out_offload(
         &mut self,
-        owner: Owner,
+        owner: StoreOwner,
         actions: &[Action],
         block: BlockId,
         hold: Hold,
@@ -374,15 +381,15 @@ impl Scheduler {
     ) {
         for &action in actions {
             match (action, owner) {
-                (Action::LetGo(_), _) => self.pool.give_back(&[block], hold),
-                (Action::Land(_) | Action::Miss(_), Owner::Request(id)) => {
-                    // Either way nothing writes into it any more. One that was missed is computed before it is used.
-                    self.pool.landed(&[block]);
+                (Action::ReleaseHold(_), _) => self.pool.release(&[block], hold),
+                (Action::Land(_) | Action::Miss(_), StoreOwner::Request(id)) => {
+                    // Nothing writes into it any more in both cases. A missed block is computed before it is used.
+                    self.pool.finish_landing(&[block]);
                     let index = index.expect("only loads land");
-                    self.load_ended(id, index, matches!(action, Action::Land(_)));
+                    self.finish_load(id, index, matches!(action, Action::Land(_)));
                 }
-                (Action::Settled, Owner::Request(id)) => self.departures.let_go(id, OFFLOAD),
-                (Action::Land(_) | Action::Miss(_) | Action::Settled, Owner::Engine) => {
+                (Action::Settled, StoreOwner::Request(id)) => self.pending_releases.release(id, OFFLOAD),
+                (Action::Land(_) | Action::Miss(_) | Action::Settled, StoreOwner::Engine) => {
                     unreachable!("the engine's own slot only stores, and never ends")
                 }
                 (Action::Begin(_) | Action::Revoke(_), _) => unreachable!("a block at rest begins nothing"),
@@ -390,18 +397,18 @@ impl Scheduler {
         }
     }
 
-    fn load_ended(&mut self, id: SeqId, index: usize, whole: bool) {
+    fn finish_load(&mut self, id: SeqId, index: usize, whole: bool) {
         let block_tokens = self.config.block_tokens;
         let sequence = self.sequences.get_mut(&id).expect("nothing lands in a sequence that is over");
         let load = sequence.load.as_mut().expect("it loads");
         load.left -= 1;
         if !whole {
-            load.whole_until = load.whole_until.min(index);
+            load.loaded_until = load.loaded_until.min(index);
         }
         if load.left > 0 {
             return;
         }
-        let LoadProgress { first, whole_until, .. } = *load;
+        let TierLoadProgress { first, loaded_until: whole_until, .. } = *load;
         sequence.load = None;
         sequence.computed = whole_until * block_tokens;
         if sequence.preemptions == 0 {
@@ -421,26 +428,26 @@ impl Scheduler {
         }
     }
 
-    /// Who loads a waiting sequence's prefix, if anybody has it.
+    /// Chooses the connector that loads a waiting sequence's prefix, if one has it.
     pub(super) fn choose_connector(&mut self, id: SeqId, in_tiers: usize) -> Option<Child> {
         let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is known");
-        let mut who = Children::NONE;
+        let mut sources = Children::NONE;
         if let Purpose::Consume(_) = sequence.purpose {
-            who = who.with(HANDOFF);
+            sources = sources.with(HANDOFF);
         }
         if in_tiers > 0 {
-            who = who.with(OFFLOAD);
+            sources = sources.with(OFFLOAD);
         }
-        match sequence.connectors.apply(MultiEvent::Load(who)).first() {
+        match sequence.connectors.apply(MultiEvent::Load(sources)).first() {
             Some(MultiAction::LoadFrom(child)) => Some(*child),
             _ => None,
         }
     }
 
-    /// A request that used this chain of blocks is over.
+    /// Marks this chain of blocks as recently used, after its request has ended.
     pub(super) fn touch_tiers(&mut self, chain: &[BlockHash]) {
         if let Some(offload) = &mut self.offload {
-            offload.books.touch(chain);
+            offload.index.touch(chain);
         }
     }
 
@@ -451,15 +458,15 @@ impl Scheduler {
             FinishReason::Stop | FinishReason::Length => Event::Finish,
             FinishReason::Abort | FinishReason::Error => Event::Abort,
         };
-        let (answer, actions) = offload.slots.finish(Owner::Request(id), event);
+        let (answer, actions) = offload.slots.finish(StoreOwner::Request(id), event);
         for action in actions {
             if let Action::Revoke(id) = action {
                 self.effects.push(Effect::Revoke(id));
             }
         }
         match answer {
-            Answer::Settled => Held::Nothing,
-            Answer::Draining(_) => Held::Holds,
+            FinishReply::Settled => Held::Nothing,
+            FinishReply::Draining(_) => Held::Holds,
         }
     }
 }

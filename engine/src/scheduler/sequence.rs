@@ -1,7 +1,7 @@
-//! One sequence: the tokens of one choice of a request, its blocks, and how far it has been computed.
+//! One sequence: the tokens of one choice of a request, its blocks, and its progress.
 
 use baton_connector::fetch::{Fetch, LoadFailurePolicy};
-use baton_connector::multi::{Children, Multi};
+use baton_connector::multi::{Children, MultiConnectorRequest};
 use baton_connector::{BlockId, RequestId};
 
 use crate::blocks::hash::{self, BlockHash};
@@ -10,16 +10,17 @@ use crate::blocks::hash::{self, BlockHash};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SeqId(pub u64);
 
-/// What a sequence is for.
+/// The purpose of a sequence.
 #[derive(Debug)]
 pub enum Purpose {
     /// Prefill and decode here.
     Plain,
-    /// Prefill here, then lend the blocks to a decode engine.
+    /// Prefill here, then lease the blocks to a decode engine.
     Produce {
-        /// To so many consumers.
+        /// Number of consumers.
         consumers: u16,
-        /// And, to a single one, while the prompt is still computed, if that takes more than one step.
+        /// Whether to lease to a single consumer while the prompt is still computed, if that takes more than one
+        /// step.
         early: bool,
     },
     /// Fetch the prompt's blocks from a prefill engine, then decode here.
@@ -45,7 +46,7 @@ impl StopRule {
     }
 }
 
-/// What a client asked for, as far as scheduling is concerned.
+/// The part of a client's request that scheduling needs.
 #[derive(Debug)]
 pub struct NewSequence {
     /// Its name.
@@ -60,19 +61,19 @@ pub struct NewSequence {
     pub purpose: Purpose,
     /// Starts only when that sequence has computed its prompt, to share its blocks (`n > 1`).
     pub follows: Option<SeqId>,
-    /// Not the first of its request: it is accepted with the first one, also into a full queue, so that a request
-    /// is accepted whole or not at all.
-    pub rides: bool,
+    /// Not the first of its request. A sequence that is not the first enters even a full queue, so that a request is
+    /// accepted whole or not at all.
+    pub admitted_with_first: bool,
     /// Separates this tenant's prefix cache from all others.
     pub cache_salt: Option<Box<str>>,
 }
 
-/// Where a sequence stands.
+/// The phase of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// Holds no blocks.
     Waiting,
-    /// Its blocks are being written by a transfer; holds all its prompt's blocks.
+    /// A transfer writes its blocks; holds all its prompt's blocks.
     Fetching,
     /// Some of its blocks are being loaded from a tier; holds all its blocks.
     Loading,
@@ -87,9 +88,9 @@ pub enum FinishReason {
     Stop,
     /// `max_tokens`, or the context is full.
     Length,
-    /// The client left, or somebody aborted it by name.
+    /// The client left, or an abort named the request.
     Abort,
-    /// The engine could not go on with it.
+    /// The engine could not continue it.
     Error,
 }
 
@@ -106,22 +107,22 @@ impl FinishReason {
     }
 }
 
-/// How far a sequence's load from the tiers is.
+/// The progress of a sequence's load from the tiers.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct LoadProgress {
-    /// Of its blocks, the first that is loaded.
+pub(crate) struct TierLoadProgress {
+    /// Index of the first of its blocks that is loaded.
     pub(crate) first: usize,
-    /// Blocks whose load is not over.
+    /// Blocks whose load has not ended.
     pub(crate) left: usize,
     /// The first block that could not be loaded, or the one after the last.
-    pub(crate) whole_until: usize,
+    pub(crate) loaded_until: usize,
 }
 
-/// A sequence on an engine's books.
+/// A sequence of an engine's scheduler.
 #[derive(Debug)]
 pub struct Sequence {
     pub(crate) id: SeqId,
-    /// Prompt, then what was generated.
+    /// The prompt, then the generated tokens.
     pub(crate) tokens: Vec<u32>,
     pub(crate) prompt_len: usize,
     /// Tokens whose KV is in `blocks`.
@@ -136,16 +137,16 @@ pub struct Sequence {
     pub(crate) hashes: Vec<BlockHash>,
     pub(crate) registered: usize,
     pub(crate) phase: Phase,
-    pub(crate) load: Option<LoadProgress>,
-    /// P/D and offload, as one.
-    pub(crate) connectors: Multi,
+    pub(crate) load: Option<TierLoadProgress>,
+    /// The handoff and the offload connector, as one.
+    pub(crate) connectors: MultiConnectorRequest,
     pub(crate) purpose: Purpose,
     pub(crate) stop: StopRule,
     pub(crate) follows: Option<SeqId>,
     pub(crate) salt: Option<Box<str>>,
     pub(crate) preemptions: u32,
-    /// A growing lease was opened for it; it may have ended since.
-    pub(crate) lent_early: bool,
+    /// A growing lease was opened for it; that lease may have ended since.
+    pub(crate) leased_early: bool,
 }
 
 impl Sequence {
@@ -170,7 +171,7 @@ impl Sequence {
             follows: new.follows,
             salt: new.cache_salt,
             preemptions: 0,
-            lent_early: false,
+            leased_early: false,
         }
     }
 
@@ -203,7 +204,7 @@ impl Sequence {
         self.tokens.len() - self.computed
     }
 
-    /// How many consumers its blocks are for.
+    /// The number of consumers of its blocks.
     #[must_use]
     pub fn consumers(&self) -> u16 {
         match self.purpose {
@@ -212,11 +213,11 @@ impl Sequence {
         }
     }
 
-    /// Whether its blocks are to be lent before they are computed. Only where the prompt is all that it will ever need
-    /// blocks for.
+    /// Whether to lease its blocks before they are computed. Only possible if the sequence needs no block beyond its
+    /// prompt's.
     pub(crate) fn wants_early_lease(&self) -> bool {
         let asked = matches!(self.purpose, Purpose::Produce { consumers: 1, early: true });
-        asked && !self.lent_early && self.stop.max_new == 1
+        asked && !self.leased_early && self.stop.max_new == 1
     }
 
     /// Whether its blocks are for a decode engine.
@@ -248,10 +249,10 @@ impl Sequence {
 }
 
 /// The connectors of a new sequence.
-pub(crate) fn connectors_of(purpose: &Purpose) -> Multi {
+pub(crate) fn connectors_of(purpose: &Purpose) -> MultiConnectorRequest {
     let policy = match purpose {
         Purpose::Consume(fetch) => fetch.policy(),
         Purpose::Plain | Purpose::Produce { .. } => LoadFailurePolicy::Recompute,
     };
-    Multi::new(Children::first(2), policy)
+    MultiConnectorRequest::new(Children::first(2), policy)
 }

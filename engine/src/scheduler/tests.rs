@@ -1,8 +1,8 @@
-//! The scheduler against a made-up executor: every token is known beforehand, so what is generated can be
-//! checked, and every block must come home.
+//! The scheduler against a scripted executor: every token is known beforehand, so the generated tokens can be
+//! checked, and every block must be freed.
 
 use baton_connector::RequestId;
-use baton_connector::fetch::{Answer, Event, Fetch, LoadFailurePolicy};
+use baton_connector::fetch::{Event, Fetch, LoadFailurePolicy, Verification};
 use proptest::prelude::*;
 
 use super::*;
@@ -24,7 +24,7 @@ fn new(id: u64, prompt: &[u32], max_new: usize, purpose: Purpose) -> NewSequence
         stop: StopRule { max_new, stop_ids: vec![0], min_new: 0 },
         purpose,
         follows: None,
-        rides: false,
+        admitted_with_first: false,
         cache_salt: None,
     }
 }
@@ -33,23 +33,23 @@ fn consume(policy: LoadFailurePolicy) -> Purpose {
     Purpose::Consume(Fetch::new(policy))
 }
 
-/// Runs steps until nothing can run; returns what was lent.
+/// Runs steps until nothing can run. Returns the leased blocks.
 fn run(scheduler: &mut Scheduler) -> Vec<Vec<BlockId>> {
-    let mut lent = Vec::new();
+    let mut leased = Vec::new();
     for _ in 0..10_000 {
         let plan = scheduler.schedule();
         assert!(plan.iter().map(|p| p.count).sum::<usize>() <= CONFIG.max_num_batched_tokens);
         if plan.is_empty() {
-            return lent;
+            return leased;
         }
         for part in &plan {
             let sequence = scheduler.sequence(part.id).expect("planned");
             assert!(sequence.blocks().len() * CONFIG.block_tokens >= part.start + part.count);
             let sampled = part.samples.then(|| 1000 + sequence.tokens().len() as u32);
             if let Some(reason) = scheduler.commit(part, sampled)
-                && let Some(Finished::Lent(blocks)) = scheduler.finish(part.id, reason)
+                && let Some(FinishOutcome::Leased(blocks)) = scheduler.finish(part.id, reason)
             {
-                lent.push(blocks);
+                leased.push(blocks);
             }
         }
         assert!(scheduler.usage().adds_up());
@@ -62,7 +62,7 @@ fn a_long_prompt_is_computed_in_chunks_and_its_blocks_come_back() {
     let mut scheduler = Scheduler::new(CONFIG, 32);
     scheduler.submit(new(1, &[7; 50], 3, Purpose::Plain)).expect("accepted");
     let first = scheduler.schedule();
-    assert_eq!(first, [Planned { id: SeqId(1), start: 0, count: 16, samples: false }]);
+    assert_eq!(first, [StepPart { id: SeqId(1), start: 0, count: 16, samples: false }]);
     scheduler.commit(&first[0], None);
     run(&mut scheduler);
     assert_eq!(scheduler.usage().held_share(), 0.0);
@@ -75,7 +75,7 @@ fn a_repeated_prompt_computes_only_its_tail() {
     scheduler.submit(new(1, &prompt, 1, Purpose::Plain)).expect("accepted");
     run(&mut scheduler);
     scheduler.submit(new(2, &prompt, 1, Purpose::Plain)).expect("accepted");
-    assert_eq!(scheduler.schedule(), [Planned { id: SeqId(2), start: 12, count: 1, samples: true }]);
+    assert_eq!(scheduler.schedule(), [StepPart { id: SeqId(2), start: 12, count: 1, samples: true }]);
     assert_eq!(scheduler.sequence(SeqId(2)).expect("running").reused(), (12, 0));
 }
 
@@ -83,11 +83,11 @@ fn a_repeated_prompt_computes_only_its_tail() {
 fn a_producers_prompt_is_lent_and_only_the_lease_gives_it_back() {
     let mut scheduler = Scheduler::new(CONFIG, 8);
     scheduler.submit(new(1, &[5; 9], 1, Purpose::Produce { consumers: 1, early: false })).expect("accepted");
-    let lent = run(&mut scheduler);
-    assert_eq!((lent.len(), lent[0].len()), (1, 3));
+    let leased = run(&mut scheduler);
+    assert_eq!((leased.len(), leased[0].len()), (1, 3));
     assert_eq!(scheduler.usage().leased, 3);
     assert_eq!(scheduler.finish(SeqId(1), FinishReason::Abort), None, "request_finished comes once");
-    scheduler.lease_ended(&lent[0]);
+    scheduler.lease_ended(&leased[0]);
     assert_eq!(scheduler.usage().leased, 0);
 }
 
@@ -96,7 +96,7 @@ fn an_abort_in_the_step_in_which_a_producer_finishes_wins() {
     let mut scheduler = Scheduler::new(CONFIG, 8);
     scheduler.submit(new(1, &[5; 9], 1, Purpose::Produce { consumers: 1, early: false })).expect("accepted");
     let plan = scheduler.schedule();
-    assert_eq!(scheduler.finish(SeqId(1), FinishReason::Abort), Some(Finished::FreeNow));
+    assert_eq!(scheduler.finish(SeqId(1), FinishReason::Abort), Some(FinishOutcome::Freed));
     assert_eq!(scheduler.commit(&plan[0], Some(9)), None, "a result that is late is a no-op");
     assert_eq!(scheduler.usage().held_share(), 0.0);
 }
@@ -112,8 +112,8 @@ fn fetched_blocks_are_used_only_after_the_verdict() {
     assert_eq!(scheduler.usage().landing, 3);
     scheduler.fetch_event(SeqId(1), Event::TransferDone);
     assert!(scheduler.schedule().is_empty());
-    scheduler.fetch_event(SeqId(1), Event::Verdict(Answer::Valid));
-    assert_eq!(scheduler.schedule(), [Planned { id: SeqId(1), start: 8, count: 1, samples: true }]);
+    scheduler.fetch_event(SeqId(1), Event::Verdict(Verification::Valid));
+    assert_eq!(scheduler.schedule(), [StepPart { id: SeqId(1), start: 8, count: 1, samples: true }]);
     assert_eq!(scheduler.usage().landing, 0);
 }
 
@@ -125,13 +125,13 @@ fn blocks_that_were_gone_when_they_arrived_are_never_cached() {
         scheduler.submit(new(1, &prompt, 2, consume(policy))).expect("accepted");
         scheduler.schedule();
         scheduler.fetch_event(SeqId(1), Event::TransferDone);
-        scheduler.fetch_event(SeqId(1), Event::Verdict(Answer::Gone));
+        scheduler.fetch_event(SeqId(1), Event::Verdict(Verification::Gone));
         assert_eq!((scheduler.usage().landing, scheduler.usage().cached), (0, 0));
         let effects = scheduler.take_effects();
         match policy {
             LoadFailurePolicy::Fail => {
                 assert!(effects.contains(&Effect::FetchFailed(SeqId(1), FailureKind::Gone)));
-                scheduler.finish(SeqId(1), FinishReason::Error).expect("on the books");
+                scheduler.finish(SeqId(1), FinishReason::Error).expect("it has not finished");
             }
             LoadFailurePolicy::Recompute => {
                 assert!(effects.contains(&Effect::Recomputing(SeqId(1))));
@@ -150,7 +150,7 @@ fn an_aborted_fetch_keeps_its_landing_blocks_until_the_transfer_is_quiet() {
     scheduler.submit(new(1, &[3; 9], 2, consume(LoadFailurePolicy::Fail))).expect("accepted");
     scheduler.schedule();
     scheduler.take_effects();
-    assert_eq!(scheduler.finish(SeqId(1), FinishReason::Abort), Some(Finished::FreeNow));
+    assert_eq!(scheduler.finish(SeqId(1), FinishReason::Abort), Some(FinishOutcome::Freed));
     assert!(scheduler.take_effects().contains(&Effect::StopRead(SeqId(1))));
     assert_eq!((scheduler.usage().landing, scheduler.load().stopping), (3, 1));
     scheduler.fetch_event(SeqId(1), Event::TransferFailed(FailureKind::Transfer));
@@ -169,9 +169,9 @@ fn a_prompt_that_is_cached_here_is_not_fetched_again() {
     let effects = scheduler.take_effects();
     assert!(matches!(
         effects[..],
-        [Effect::StopHeartbeat(_), Effect::ReleaseAtProducer(_, Reason::NotNeeded)]
+        [Effect::StopHeartbeat(_), Effect::ReleaseAtProducer(_, ReleaseReason::NotNeeded)]
     ));
-    assert_eq!(scheduler.schedule(), [Planned { id: SeqId(2), start: 8, count: 1, samples: true }]);
+    assert_eq!(scheduler.schedule(), [StepPart { id: SeqId(2), start: 8, count: 1, samples: true }]);
 }
 
 #[test]
@@ -186,8 +186,8 @@ fn a_follower_waits_for_the_prompt_it_shares() {
     assert_eq!(scheduler.usage().held_share(), 0.0);
 }
 
-/// The next step, computed; what is sampled is no end.
-fn step(scheduler: &mut Scheduler) -> Vec<Planned> {
+/// Computes the next step; no sampled token ends a sequence.
+fn step(scheduler: &mut Scheduler) -> Vec<StepPart> {
     let plan = scheduler.schedule();
     for part in &plan {
         if let Some(reason) = scheduler.commit(part, part.samples.then_some(9)) {
@@ -203,20 +203,20 @@ fn beside_a_long_prefill_others_decode_and_fetches_begin_and_land_and_decode() {
     scheduler.submit(new(1, &[5; 90], 1, Purpose::Plain)).expect("accepted");
     step(&mut scheduler);
     let handed: Vec<u32> = (1..=9).collect();
-    // Before the handoff a prompt that must wait for the first one.
+    // Before the handoff waits a prompt that must wait for the first one.
     scheduler.submit(new(2, &[6; 9], 4, Purpose::Plain)).expect("accepted");
     scheduler.submit(new(3, &handed, 4, consume(LoadFailurePolicy::Fail))).expect("accepted");
-    let whole = Planned { id: SeqId(1), start: 16, count: 16, samples: false };
+    let whole = StepPart { id: SeqId(1), start: 16, count: 16, samples: false };
     assert_eq!(step(&mut scheduler), [whole]);
     let effects = scheduler.take_effects();
     assert!(matches!(&effects[..], [Effect::StartRead { id: SeqId(3), .. }]), "{effects:?}");
     assert_eq!((scheduler.load().fetching, scheduler.load().waiting), (1, 1));
     scheduler.fetch_event(SeqId(3), Event::TransferDone);
-    scheduler.fetch_event(SeqId(3), Event::Verdict(Answer::Valid));
-    // Landed, it takes part in every step; the prefill takes the rest of each.
+    scheduler.fetch_event(SeqId(3), Event::Verdict(Verification::Valid));
+    // After landing it takes part in every step. The prefill takes the rest of each.
     for (at, start) in [32, 47, 62].into_iter().enumerate() {
-        let decoded = Planned { id: SeqId(3), start: 8 + at, count: 1, samples: true };
-        let rest = Planned { id: SeqId(1), start, count: 15, samples: false };
+        let decoded = StepPart { id: SeqId(3), start: 8 + at, count: 1, samples: true };
+        let rest = StepPart { id: SeqId(1), start, count: 15, samples: false };
         assert_eq!(step(&mut scheduler), [decoded, rest]);
     }
     run(&mut scheduler);
@@ -235,7 +235,7 @@ fn a_fetch_that_passes_a_prompt_leaves_it_its_place_and_its_blocks() {
         step(&mut scheduler);
         scheduler.load().fetching == 1
     };
-    // 10 blocks run, 6 are kept for the prompt that waits, one is the reserve, 3 are fetched into.
+    // 10 blocks run, 6 are reserved for the waiting prompt, one is the reserve, 3 are fetched into.
     assert!(admitted(CONFIG, 20) && !admitted(CONFIG, 19));
     assert!(!admitted(SchedulerConfig { max_num_seqs: 2, ..CONFIG }, 64));
 }
@@ -244,7 +244,7 @@ fn a_fetch_that_passes_a_prompt_leaves_it_its_place_and_its_blocks() {
 fn admission_leaves_those_that_run_a_block_to_grow_into() {
     let preemptions = |blocks: usize| {
         let mut scheduler = Scheduler::new(CONFIG, blocks);
-        // Fills its second block with its next token, while another prompt waits that would take what is left.
+        // Fills its second block with its next token, while a waiting prompt would take all free blocks.
         scheduler.submit(new(1, &[5; 7], 3, Purpose::Plain)).expect("accepted");
         step(&mut scheduler);
         scheduler.submit(new(2, &[6; 7], 2, Purpose::Plain)).expect("accepted");
@@ -252,7 +252,7 @@ fn admission_leaves_those_that_run_a_block_to_grow_into() {
         scheduler.load().preemptions
     };
     assert_eq!(preemptions(4), 0);
-    // Alone, a sequence may have the whole pool.
+    // Without others, a sequence may have the whole pool.
     let mut scheduler = Scheduler::new(CONFIG, 4);
     scheduler.submit(new(1, &[5; 15], 1, Purpose::Plain)).expect("accepted");
     assert_eq!(scheduler.schedule().len(), 1);
@@ -270,7 +270,7 @@ fn what_cannot_fit_is_refused_before_anything_is_allocated() {
 
 /// One random event of a run.
 #[derive(Clone, Debug)]
-enum Act {
+enum SchedulerAction {
     Submit { prompt: u32, len: usize, max_new: usize, kind: u8 },
     Step,
     Abort(usize),
@@ -278,26 +278,25 @@ enum Act {
     EndLease(usize),
 }
 
-fn acts() -> impl Strategy<Value = Vec<Act>> {
+fn acts() -> impl Strategy<Value = Vec<SchedulerAction>> {
     let submit = (0_u32..3, 1_usize..40, 1_usize..8, 0_u8..4)
-        .prop_map(|(prompt, len, max_new, kind)| Act::Submit { prompt, len, max_new, kind });
+        .prop_map(|(prompt, len, max_new, kind)| SchedulerAction::Submit { prompt, len, max_new, kind });
     let act = prop_oneof![
         2 => submit,
-        4 => Just(Act::Step),
-        1 => (0_usize..32).prop_map(Act::Abort),
-        2 => ((0_usize..32), 0_u8..6).prop_map(|(i, e)| Act::Fetch(i, e)),
-        1 => (0_usize..8).prop_map(Act::EndLease),
+        4 => Just(SchedulerAction::Step),
+        1 => (0_usize..32).prop_map(SchedulerAction::Abort),
+        2 => ((0_usize..32), 0_u8..6).prop_map(|(i, e)| SchedulerAction::Fetch(i, e)),
+        1 => (0_usize..8).prop_map(SchedulerAction::EndLease),
     ];
     prop::collection::vec(act, 1..120)
 }
 
-/// What the shell does beside the step, as far as blocks are concerned. A lease that is opened early may end at any
-/// time, like the others.
+/// Carries out the effects that concern blocks. A lease that is opened early may end at any time, like the others.
 fn obey(scheduler: &mut Scheduler, leases: &mut Vec<Vec<BlockId>>) {
     for effect in scheduler.take_effects() {
         match effect {
             Effect::FetchFailed(id, _) => drop(scheduler.finish(id, FinishReason::Error)),
-            Effect::LendEarly(id) => leases.extend(scheduler.lend_early(id)),
+            Effect::OpenLeaseEarly(id) => leases.extend(scheduler.open_lease_early(id)),
             _ => {}
         }
     }
@@ -311,13 +310,13 @@ fn blocks_that_are_lent_early_belong_to_request_and_lease_and_come_back_from_bot
         let mut scheduler = Scheduler::new(CONFIG, 64);
         scheduler.submit(new(1, &prompt, 1, early())).expect("accepted");
         let plan = scheduler.schedule();
-        assert_eq!(scheduler.take_effects(), [Effect::LendEarly(SeqId(1))]);
-        let lent = scheduler.lend_early(SeqId(1)).expect("it runs");
-        assert_eq!(scheduler.lend_early(SeqId(1)), None, "once");
+        assert_eq!(scheduler.take_effects(), [Effect::OpenLeaseEarly(SeqId(1))]);
+        let leased = scheduler.open_lease_early(SeqId(1)).expect("it runs");
+        assert_eq!(scheduler.open_lease_early(SeqId(1)), None, "once");
         assert!(scheduler.final_blocks(SeqId(1)).is_empty());
         scheduler.commit(&plan[0], None);
         let done = CONFIG.max_num_batched_tokens / CONFIG.block_tokens;
-        assert_eq!(scheduler.final_blocks(SeqId(1)), &lent[..done]);
+        assert_eq!(scheduler.final_blocks(SeqId(1)), &leased[..done]);
         let finished = if aborted {
             scheduler.finish(SeqId(1), FinishReason::Abort)
         } else {
@@ -329,12 +328,13 @@ fn blocks_that_are_lent_early_belong_to_request_and_lease_and_come_back_from_bot
                 }
             }
         };
-        let expected = if aborted { Finished::Unfinished } else { Finished::Sealed(lent.clone()) };
+        let expected =
+            if aborted { FinishOutcome::Unfinished } else { FinishOutcome::Sealed(leased.clone()) };
         assert_eq!(finished, Some(expected));
         let usage = scheduler.usage();
-        assert_eq!((usage.leased, usage.active, scheduler.load().held), (lent.len(), 0, 1));
-        scheduler.lease_ended(&lent);
-        assert_eq!((scheduler.usage().held_share(), scheduler.load().held), (0.0, 0));
+        assert_eq!((usage.leased, usage.active, scheduler.load().pending_release), (leased.len(), 0, 1));
+        scheduler.lease_ended(&leased);
+        assert_eq!((scheduler.usage().held_share(), scheduler.load().pending_release), (0.0, 0));
     }
 }
 
@@ -345,30 +345,31 @@ fn a_lease_that_ends_before_its_prefill_leaves_the_blocks_with_the_request() {
     scheduler.submit(new(1, &long, 1, Purpose::Produce { consumers: 1, early: true })).expect("accepted");
     scheduler.schedule();
     scheduler.take_effects();
-    let lent = scheduler.lend_early(SeqId(1)).expect("it runs");
-    scheduler.lease_ended(&lent);
+    let leased = scheduler.open_lease_early(SeqId(1)).expect("it runs");
+    scheduler.lease_ended(&leased);
     let usage = scheduler.usage();
-    assert_eq!((usage.leased, usage.active), (0, lent.len()));
-    assert_eq!(scheduler.finish(SeqId(1), FinishReason::Abort), Some(Finished::FreeNow));
+    assert_eq!((usage.leased, usage.active), (0, leased.len()));
+    assert_eq!(scheduler.finish(SeqId(1), FinishReason::Abort), Some(FinishOutcome::Freed));
     assert_eq!(scheduler.usage().held_share(), 0.0);
 }
 
-/// Somebody older runs out of blocks: it gives way itself, and the prefill that is being read goes on in the same step.
+/// An older sequence runs out of blocks: the scheduler preempts that sequence itself, and the leased prefill goes on
+/// in the same step.
 #[test]
 fn a_prefill_that_is_lent_goes_on_when_nobody_else_can() {
-    let (plain, lent) = (CONFIG.block_tokens, CONFIG.max_num_batched_tokens + 1);
-    let mut scheduler = Scheduler::new(CONFIG, 1 + lent.div_ceil(CONFIG.block_tokens));
+    let (plain, leased) = (CONFIG.block_tokens, CONFIG.max_num_batched_tokens + 1);
+    let mut scheduler = Scheduler::new(CONFIG, 1 + leased.div_ceil(CONFIG.block_tokens));
     scheduler.submit(new(1, &vec![1; plain], 4, Purpose::Plain)).expect("accepted");
     for part in scheduler.schedule() {
         assert_eq!(scheduler.commit(&part, Some(7)), None);
     }
-    // Its next token needs a second block, and the other one has all that are left by then.
+    // Its next token needs a second block, and by then the other sequence holds all that are left.
     let early = Purpose::Produce { consumers: 1, early: true };
-    scheduler.submit(new(2, &vec![2; lent], 1, early)).expect("accepted");
+    scheduler.submit(new(2, &vec![2; leased], 1, early)).expect("accepted");
     let mut leases = Vec::new();
     scheduler.running.reverse();
     let admitted = {
-        // It is admitted while the older one has what it needs for the step.
+        // The second sequence is admitted while the older one needs no block for the step.
         scheduler.running.clear();
         let plan = scheduler.schedule();
         scheduler.running.insert(0, SeqId(1));
@@ -386,8 +387,8 @@ fn a_prefill_that_is_lent_goes_on_when_nobody_else_can() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
-    /// Tiny pool, random submissions, aborts and transfer events in any order: the books always add up, and
-    /// when faults stop and everybody has left, every block is home (invariants 1, 2, 5, 7, 9).
+    /// Tiny pool, random submissions, aborts and transfer events in any order: the block counts always add up. When
+    /// faults stop and all sequences have ended, every block is free (invariants 1, 2, 5, 7, 9).
     #[test]
     fn every_block_comes_home_whatever_happens(acts in acts()) {
         let mut scheduler = Scheduler::new(CONFIG, 12);
@@ -396,7 +397,7 @@ proptest! {
         let mut leases: Vec<Vec<BlockId>> = Vec::new();
         for act in acts {
             match act {
-                Act::Submit { prompt, len, max_new, kind } => {
+                SchedulerAction::Submit { prompt, len, max_new, kind } => {
                     next += 1;
                     let purpose = match kind {
                         0 => Purpose::Plain,
@@ -408,32 +409,32 @@ proptest! {
                     let tokens: Vec<u32> = (0..len as u32).map(|t| 10 + prompt * 100 + t).collect();
                     let _ = scheduler.submit(new(next, &tokens, max_new, purpose));
                 }
-                Act::Step => {
+                SchedulerAction::Step => {
                     let plan = scheduler.schedule();
                     obey(&mut scheduler, &mut leases);
                     for part in plan {
                         let Some(sequence) = scheduler.sequence(part.id) else { continue };
                         let sampled = part.samples.then(|| 1000 + sequence.tokens().len() as u32);
                         if let Some(reason) = scheduler.commit(&part, sampled)
-                            && let Some(Finished::Lent(blocks)) = scheduler.finish(part.id, reason)
+                            && let Some(FinishOutcome::Leased(blocks)) = scheduler.finish(part.id, reason)
                         {
                             leases.push(blocks);
                         }
                     }
                 }
-                Act::Abort(i) => drop(scheduler.finish(SeqId(1 + i as u64 % next.max(1)), FinishReason::Abort)),
-                Act::Fetch(i, event) => if !consumers.is_empty() {
+                SchedulerAction::Abort(i) => drop(scheduler.finish(SeqId(1 + i as u64 % next.max(1)), FinishReason::Abort)),
+                SchedulerAction::Fetch(i, event) => if !consumers.is_empty() {
                     let event = match event {
                         0 => Event::TransferDone,
-                        1 => Event::Verdict(Answer::Valid),
-                        2 => Event::Verdict(Answer::Gone),
+                        1 => Event::Verdict(Verification::Valid),
+                        2 => Event::Verdict(Verification::Gone),
                         3 => Event::TransferFailed(FailureKind::Transfer),
                         4 => Event::LeaseGone,
-                        _ => Event::Quiet,
+                        _ => Event::WorkerLost,
                     };
                     scheduler.fetch_event(consumers[i % consumers.len()], event);
                 },
-                Act::EndLease(i) => if !leases.is_empty() {
+                SchedulerAction::EndLease(i) => if !leases.is_empty() {
                     let lease = leases.swap_remove(i % leases.len());
                     scheduler.lease_ended(&lease);
                 },
@@ -443,7 +444,7 @@ proptest! {
         }
         for lease in leases.drain(..) { scheduler.lease_ended(&lease) }
         for id in 1..=next { scheduler.finish(SeqId(id), FinishReason::Abort); }
-        for id in consumers { scheduler.fetch_event(id, Event::Quiet) }
+        for id in consumers { scheduler.fetch_event(id, Event::WorkerLost) }
         prop_assert_eq!(scheduler.usage().held_share(), 0.0, "{:?}", scheduler.usage());
         prop_assert_eq!(scheduler.load().stopping + scheduler.load().fetching, 0);
         prop_assert_eq!(scheduler.load().waiting + scheduler.load().running, 0);

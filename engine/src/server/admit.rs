@@ -1,4 +1,4 @@
-//! From a checked request to sequences: model, prompts as tokens, context, handoff.
+//! Converts a checked request to sequences: model, prompts as tokens, context, handoff.
 
 use std::sync::atomic::Ordering;
 use std::time::{Instant, SystemTime};
@@ -11,26 +11,26 @@ use baton_openai::{ApiError, Code, Endpoint, GenerateRequest, Input, Prompt};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use super::guard::HandoffGuard;
-use super::rejection::{Intent, PARAMS};
+use super::transfer_params::{PARAMS, TransferIntent};
 use super::{Frontend, access};
 use crate::blocks::hash::prompt_fingerprint;
 use crate::engine_core::{SeqEvent, Submission};
 use crate::event_log;
 use crate::run::options::Role;
-use crate::run::rank::Seat;
+use crate::run::rank::RequestGuard;
 use crate::sampling::SamplingParams;
 use crate::scheduler::sequence::{NewSequence, Purpose, SeqId, StopRule};
 
 /// A request whose sequences are ready to be queued.
-pub(super) struct Admitted {
+pub(super) struct AdmittedRequest {
     pub(super) submissions: Vec<Submission>,
     pub(super) events: Receiver<(u32, SeqEvent)>,
     /// The prompts, as tokens.
     pub(super) prompts: Vec<Vec<u32>>,
-    /// Still to be put on the first submission; until it is queued, dropping this settles with the producer.
+    /// Not yet part of the first submission. If it is dropped before that, it settles with the producer.
     pub(super) handoff: Option<HandoffGuard>,
-    /// The core that will have them.
-    pub(super) seat: Seat,
+    /// The core that will run them.
+    pub(super) request_guard: RequestGuard,
 }
 
 /// Refuses a model that is not served here.
@@ -69,21 +69,21 @@ pub(super) fn encode(
     }
 }
 
-/// Turns a request into sequences. Nothing is queued yet; on an error the caller's guard settles.
+/// Converts a request to sequences. Nothing is queued yet; on an error the caller's guard settles.
 pub(super) fn admit(
     frontend: &Frontend,
     request: &GenerateRequest,
     id: &RequestId,
-    intent: &Intent,
-    seat: Seat,
+    intent: &TransferIntent,
+    request_guard: RequestGuard,
     arrived: Instant,
-) -> Result<Admitted, ApiError> {
+) -> Result<AdmittedRequest, ApiError> {
     check_model(frontend, request.model.as_deref())?;
     if request.echo && (request.logprobs.is_some() || request.max_tokens == Some(0)) {
         let message = "`echo` with `logprobs` or with `max_tokens` 0 is not supported by this engine";
         return Err(ApiError::invalid("echo", message));
     }
-    check_sequences(request, seat.mailbox.submissions_max())?;
+    check_sequences(request, request_guard.mailbox.submissions_max())?;
     let prompts = encode(frontend, &request.input, request.add_special_tokens)?;
     check_intent(frontend, request, &prompts, intent)?;
     let mut most = 0;
@@ -94,12 +94,12 @@ pub(super) fn admit(
     let (outbox, events) = channel((most + 3) * sequences);
     let random_seed = random_u64()?;
     let mut purpose = Some(match intent {
-        Intent::Plain => Purpose::Plain,
-        Intent::Produce { consumers, early } => {
-            // A stream has no place for a handoff that comes first.
+        TransferIntent::Plain => Purpose::Plain,
+        TransferIntent::Produce { consumers, early } => {
+            // A stream cannot carry an early handoff.
             Purpose::Produce { consumers: *consumers, early: *early && !request.stream }
         }
-        Intent::Consume(_) => Purpose::Consume(Fetch::new(frontend.load_failure)),
+        TransferIntent::Consume(_) => Purpose::Consume(Fetch::new(frontend.load_failure)),
     });
     let tag = event_log::tag(request.user.as_deref());
     let mut submissions = Vec::with_capacity(sequences);
@@ -107,7 +107,7 @@ pub(super) fn admit(
         let mut leader = None;
         for choice in 0..request.n {
             let index = at as u32 * request.n + choice;
-            // Without a seed no two sequences draw alike; choices count up from this.
+            // Without a seed no two sequences draw alike: choices count up from this one.
             let random_seed = random_seed.wrapping_add(u64::from(at as u32) << 32);
             let sampling = SamplingParams::resolve(request, &frontend.defaults, &frontend.eos, random_seed);
             let sampling = sampling.for_choice(choice);
@@ -116,10 +116,10 @@ pub(super) fn admit(
                 request: id.clone(),
                 prompt: prompt.clone(),
                 stop: stop_rule(frontend, request, prompt.len()),
-                // The first sequence has the handoff; the others of the request share what it lands.
+                // The first sequence has the handoff; the others of the request share its landed blocks.
                 purpose: purpose.take().unwrap_or(Purpose::Plain),
                 follows: leader,
-                rides: index > 0,
+                admitted_with_first: index > 0,
                 cache_salt: request.cache_salt.as_deref().map(Into::into),
             };
             leader = leader.or(Some(sequence.id));
@@ -128,10 +128,10 @@ pub(super) fn admit(
             submissions.push(Submission { sequence, sampling, index, tag, outbox, target, arrived });
         }
     }
-    Ok(Admitted { submissions, events, prompts, handoff: None, seat })
+    Ok(AdmittedRequest { submissions, events, prompts, handoff: None, request_guard })
 }
 
-/// Refuses what the queue can never take, before it is tokenized: 429 would bring it back for ever.
+/// Refuses requests that the queue can never take, before tokenizing: with 429 they would be retried forever.
 fn check_sequences(request: &GenerateRequest, most: usize) -> Result<(), ApiError> {
     let prompts = match &request.input {
         Input::Prompts(prompts) => prompts.len(),
@@ -153,7 +153,7 @@ fn check_intent(
     frontend: &Frontend,
     request: &GenerateRequest,
     prompts: &[Vec<u32>],
-    intent: &Intent,
+    intent: &TransferIntent,
 ) -> Result<(), ApiError> {
     let refuse = |code: Code, message: String| Err(ApiError::invalid(PARAMS, message).with_code(code));
     let wrong_role = |field: &str| {
@@ -161,18 +161,18 @@ fn check_intent(
         refuse(Code::KvWrongRole, format!("`{field}` is not served by an engine of role {role}"))
     };
     match intent {
-        Intent::Plain => Ok(()),
-        Intent::Produce { .. } if frontend.role == Role::Decode => wrong_role("do_remote_decode"),
-        Intent::Consume(_) if frontend.role == Role::Prefill => wrong_role("do_remote_prefill"),
-        Intent::Produce { .. } | Intent::Consume(_) if prompts.len() != 1 => refuse(
+        TransferIntent::Plain => Ok(()),
+        TransferIntent::Produce { .. } if frontend.role == Role::Decode => wrong_role("do_remote_decode"),
+        TransferIntent::Consume(_) if frontend.role == Role::Prefill => wrong_role("do_remote_prefill"),
+        TransferIntent::Produce { .. } | TransferIntent::Consume(_) if prompts.len() != 1 => refuse(
             Code::KvUnsupported,
             format!("a handoff is of one prompt, this request has {}", prompts.len()),
         ),
-        Intent::Produce { .. } if request.n != 1 => {
+        TransferIntent::Produce { .. } if request.n != 1 => {
             refuse(Code::KvUnsupported, format!("a handoff is of one sequence, `n` is {}", request.n))
         }
-        Intent::Produce { .. } => Ok(()),
-        Intent::Consume(handoff) => {
+        TransferIntent::Produce { .. } => Ok(()),
+        TransferIntent::Consume(handoff) => {
             let prompt = &prompts[0];
             if handoff.layout != frontend.fingerprint {
                 let message = "the producer's blocks have another layout or another model";
@@ -195,7 +195,7 @@ fn check_intent(
     }
 }
 
-/// Checks a prompt against vocabulary and context; says how many tokens may be generated.
+/// Checks a prompt against vocabulary and context. Returns how many tokens may be generated.
 fn check_prompt(frontend: &Frontend, request: &GenerateRequest, prompt: &[u32]) -> Result<usize, ApiError> {
     let field = if request.endpoint == Endpoint::Chat { "messages" } else { "prompt" };
     if prompt.is_empty() {
@@ -217,7 +217,7 @@ fn check_prompt(frontend: &Frontend, request: &GenerateRequest, prompt: &[u32]) 
     Ok(most)
 }
 
-/// Tokens to generate: the request's wish, the model's default, or what is left of the context.
+/// Tokens to generate: the request's limit, the model's default, or the rest of the context.
 fn max_new(frontend: &Frontend, request: &GenerateRequest, prompt_len: usize) -> usize {
     let left = frontend.capacity.saturating_sub(prompt_len);
     let wish = request.max_tokens.map(|max| max as usize);

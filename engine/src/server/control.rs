@@ -1,9 +1,9 @@
-//! Everything but generating: models, tokenizer, health, metrics, and the verbs of the cluster.
+//! All endpoints except generation: models, tokenizer, health, metrics, and the cluster's control requests.
 //!
-//! The cluster's verbs (`/kv/release`, `/abort_requests`, `/reset_prefix_cache`, `/debug/kv`, `/debug/kv/digests`,
-//! `/debug/kv/events`) and
-//! requests that carry `kv_transfer_params` are for routers and engines, never for clients. Where a cluster secret is
-//! configured (beyond loopback one must be) they need it in the header `x-baton-cluster-secret`.
+//! The cluster's endpoints (`/kv/release`, `/abort_requests`, `/reset_prefix_cache`, `/debug/kv`,
+//! `/debug/kv/digests`, `/debug/kv/events`) and requests with `kv_transfer_params` are for routers and engines, never
+//! for clients. If a cluster secret is configured (beyond loopback it must be), they need it in the header
+//! `x-baton-cluster-secret`.
 
 use std::sync::Arc;
 
@@ -21,19 +21,19 @@ use tokio::sync::oneshot;
 use super::access::{authorize, bare_id};
 use super::reply::{self, Reply, read_body};
 use super::{Frontend, admit};
-use crate::blocks::digests::{BlockDigest, DigestAsk};
+use crate::blocks::digests::{BlockDigest, DigestRequest};
 use crate::blocks::hash::BlockHash;
-use crate::engine_core::mailbox::{Legs, Undelivered};
-use crate::model::tokenizer::Decode;
+use crate::engine_core::mailbox::{LegFilter, MailboxError};
+use crate::model::tokenizer::DecodeMode;
 use crate::run::rank::DpRank;
 
-/// Bytes of a control message.
+/// Limit of the bytes of a control message.
 const CONTROL_BODY_MAX: usize = 1 << 20;
 
-/// Request ids in one abort.
+/// Limit of the request ids in one abort.
 const ABORT_IDS_MAX: usize = 1_024;
 
-/// Bytes of a release reason; what is longer is cut.
+/// Limit of the bytes of a release reason.
 const REASON_BYTES_MAX: usize = 64;
 
 async fn control_object(frontend: &Frontend, request: Request<Incoming>) -> Result<Object, ApiError> {
@@ -47,8 +47,8 @@ fn named(frontend: &Frontend, headers: &HeaderMap) -> Result<Option<Arc<DpRank>>
     Ok(frontend.named_core(headers)?.cloned())
 }
 
-/// `POST /kv/release {"handle", "reason"}`: ends a lease early, whichever rank holds it, or only at the rank that the
-/// header names. Idempotent: a repetition is answered too.
+/// `POST /kv/release {"handle", "reason"}`: ends a lease early, on any rank or only on the one in the header.
+/// Idempotent: a repetition gets an answer too.
 pub(super) async fn release(frontend: Arc<Frontend>, request: Request<Incoming>) -> Result<Reply, ApiError> {
     let named = named(&frontend, request.headers())?;
     let fields = control_object(&frontend, request).await?;
@@ -69,8 +69,8 @@ pub(super) async fn release(frontend: Arc<Frontend>, request: Request<Incoming>)
 }
 
 /// `POST /abort_requests {"request_ids": [...], "leg": "prefill"|"decode"}`: ends requests by name, running or just
-/// finished. An id that is not known yet is remembered: such a request is ended when it arrives. Idempotent.
-/// Without `leg` both are meant; without the rank header every rank.
+/// finished. Unknown ids are remembered: such a request is ended when it arrives. Idempotent. Without `leg` it
+/// applies to both legs, without the rank header to every rank.
 pub(super) async fn abort(frontend: Arc<Frontend>, request: Request<Incoming>) -> Result<Reply, ApiError> {
     let named = named(&frontend, request.headers())?;
     let fields = control_object(&frontend, request).await?;
@@ -87,9 +87,9 @@ pub(super) async fn abort(frontend: Arc<Frontend>, request: Request<Incoming>) -
     let name = |id: &Value| id.as_str().map(bare_id).and_then(|id| RequestId::new(id).ok());
     let ids = ids.iter().map(name).collect::<Option<Vec<_>>>().ok_or_else(malformed)?;
     let legs = match fields.get("leg").map(|leg| leg.as_str()) {
-        None => Legs::Both,
-        Some(Some("prefill")) => Legs::Prefill,
-        Some(Some("decode")) => Legs::Decode,
+        None => LegFilter::Both,
+        Some(Some("prefill")) => LegFilter::Prefill,
+        Some(Some("decode")) => LegFilter::Decode,
         Some(_) => return Err(ApiError::invalid("leg", "`leg` must be \"prefill\" or \"decode\"")),
     };
     let mut results = serde_json::Map::new();
@@ -102,7 +102,7 @@ pub(super) async fn abort(frontend: Arc<Frontend>, request: Request<Incoming>) -
     Ok(reply::json(StatusCode::OK, json!({"results": results}).to_string()))
 }
 
-/// `POST /reset_prefix_cache`; with `?reset_external=true` the offload tiers forget too (vLLM's name).
+/// `POST /reset_prefix_cache`. `?reset_external=true` also clears the offload tiers (vLLM's name).
 pub(super) fn reset_prefix_cache(
     frontend: &Frontend,
     request: &Request<Incoming>,
@@ -123,11 +123,13 @@ pub(super) fn reset_prefix_cache(
     Ok(reply::json(StatusCode::OK, "{}"))
 }
 
-/// `GET /debug/kv/digests?after=HASH`: the prefix cache, block by block: chained hash, block id and SHA-256 of the
-/// block's bytes, in the order of the hashes. Two engines with the same model and layout that show the same hash
-/// must show the same digest. `rank=` (0 by default) says whose cache. A page has at most [`crate::blocks::digests::DIGEST_BLOCKS_MAX`] blocks and
-/// [`crate::blocks::digests::DIGEST_BYTES_MAX`] bytes; `next` is the `after` of the page that follows, null on the last. On a GPU a
-/// block of which a copy is under way is left out: ask again.
+/// `GET /debug/kv/digests?after=HASH`: the prefix cache, block by block, in the order of the hashes: chained hash,
+/// block id and SHA-256 of the block's bytes. Two engines with the same model and layout must have the same digest
+/// for the same hash.
+///
+/// `rank=` (0 by default) chooses the cache. A page has at most [`crate::blocks::digests::DIGEST_BLOCKS_MAX`] blocks
+/// and [`crate::blocks::digests::DIGEST_BYTES_MAX`] bytes; `next` is the `after` of the next page, null on the last.
+/// On a GPU, blocks that are being copied are left out; a later request may contain them.
 pub(super) async fn kv_digests(
     frontend: Arc<Frontend>,
     request: Request<Incoming>,
@@ -144,9 +146,9 @@ pub(super) async fn kv_digests(
     let after = after.map_err(|_| ApiError::invalid("after", "`after` must be 64 hexadecimal digits"))?;
     let pause = std::time::Duration::from_secs(1);
     let (reply, page) = oneshot::channel();
-    core.mailbox.ask_digests(DigestAsk { after, reply }).map_err(|why| match why {
-        Undelivered::Full => ApiError::overloaded("too many digests are being computed", pause),
-        Undelivered::Closing => ApiError::unavailable("the engine is shutting down", pause),
+    core.mailbox.request_digests(DigestRequest { after, reply }).map_err(|why| match why {
+        MailboxError::Full => ApiError::overloaded("too many digests are being computed", pause),
+        MailboxError::Closing => ApiError::unavailable("the engine is shutting down", pause),
     })?;
     let page = page.await.map_err(|_| ApiError::unavailable("the engine stopped", pause))?;
     let hex = |bytes: [u8; 32]| BlockHash(bytes).to_string();
@@ -163,7 +165,7 @@ pub(super) async fn kv_digests(
 pub(super) fn health(frontend: &Frontend) -> Reply {
     let pause = std::time::Duration::from_secs(5);
     for core in &frontend.cores {
-        if let Some(why) = core.status.look().failed {
+        if let Some(why) = core.status.snapshot().failed {
             let why = if frontend.cores.len() > 1 { format!("rank {}: {why}", core.rank) } else { why };
             return reply::error_reply(&ApiError::unavailable(why, pause));
         }
@@ -210,7 +212,7 @@ pub(super) fn model(frontend: &Frontend, path: &str) -> Result<Reply, ApiError> 
 pub(super) async fn tokenize(frontend: Arc<Frontend>, request: Request<Incoming>) -> Result<Reply, ApiError> {
     let body = read_body(request, frontend.limits.body_bytes, &frontend.bodies).await?;
     let bodies = Arc::clone(&frontend.bodies);
-    bodies.apart(move || tokenized(&frontend, &body)).await
+    bodies.run_blocking(move || tokenized(&frontend, &body)).await
 }
 
 fn tokenized(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
@@ -231,13 +233,13 @@ pub(super) async fn detokenize(
 ) -> Result<Reply, ApiError> {
     let body = read_body(request, frontend.limits.body_bytes, &frontend.bodies).await?;
     let bodies = Arc::clone(&frontend.bodies);
-    bodies.apart(move || detokenized(&frontend, &body)).await
+    bodies.run_blocking(move || detokenized(&frontend, &body)).await
 }
 
 fn detokenized(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
     let request = DetokenizeRequest::from_map(&parse_object(body, &frontend.limits)?, &frontend.limits)?;
     admit::check_model(frontend, request.model.as_deref())?;
-    let reply = DetokenizeReply { prompt: frontend.tokenizer.decode(&request.tokens, Decode::All) };
+    let reply = DetokenizeReply { prompt: frontend.tokenizer.decode(&request.tokens, DecodeMode::All) };
     Ok(reply::json(StatusCode::OK, reply.to_bytes()))
 }
 
@@ -252,7 +254,7 @@ mod tests {
         {
             assert_eq!(bare_id(id), "a.b", "{id}");
         }
-        // A name is what its caller makes it.
+        // A name may end like an id.
         for id in ["a.0123456789abcdef", ".0123456789abcdef"] {
             assert_eq!(bare_id(id), id);
         }

@@ -1,5 +1,5 @@
-//! `GET /debug/kv`: blocks by state, requests by phase, leases by age and why they are held; the sums over all cores,
-//! and each core by itself. `GET /debug/kv/events`: what happened, step by step.
+//! `GET /debug/kv`: blocks by state, requests by phase, leases by age and state; the sums over all cores, and each
+//! core by itself. `GET /debug/kv/events`: the event log.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,20 +14,20 @@ use serde_json::{Value, json};
 use super::Frontend;
 use super::access::authorize;
 use super::reply::{self, Reply};
-use crate::event_log::Page;
-use crate::offload::{Fault, OffloadCounts, TierCounts};
+use crate::event_log::EventPage;
+use crate::offload::{OffloadCounts, OffloadFault, TierCounts};
 use crate::run::rank::DpRank;
 
-/// Leases shown of each core; the oldest first.
+/// Limit of the leases of each core in an answer, the oldest first.
 const LEASES_SHOWN: usize = 1_000;
 
-/// What is summed over the cores.
+/// The members that are summed over the cores.
 const SUMMED: [&str; 5] = ["blocks", "requests", "leases", "offload", "steps"];
 
 /// See the module's documentation.
 pub(super) fn debug_kv(frontend: &Frontend, request: &Request<Incoming>) -> Result<Reply, ApiError> {
     authorize(frontend, request.headers())?;
-    let cores: Vec<Value> = frontend.cores.iter().map(|core| books(core)).collect();
+    let cores: Vec<Value> = frontend.cores.iter().map(|core| rank_status(core)).collect();
     let mut body = cores[0].clone();
     for core in &cores[1..] {
         for part in SUMMED {
@@ -39,20 +39,20 @@ pub(super) fn debug_kv(frontend: &Frontend, request: &Request<Incoming>) -> Resu
         let leases = core["oldest_leases"].as_array().into_iter().flatten().cloned();
         body["oldest_leases"].as_array_mut().into_iter().for_each(|all| all.extend(leases.clone()));
     }
-    // The sums are of no rank.
+    // The sums belong to no rank.
     if let Some(body) = body.as_object_mut() {
         body.remove("rank");
     }
     body["engine"] = json!({
         "role": frontend.role.label(), "model": frontend.model,
-        "epoch": frontend.cores[0].desk.epoch().to_string(), "data_parallel_size": cores.len(),
+        "epoch": frontend.cores[0].leases.epoch().to_string(), "data_parallel_size": cores.len(),
         "batch_invariant": frontend.batch_invariant,
     });
     body["cores"] = Value::Array(cores);
     Ok(reply::json(StatusCode::OK, body.to_string()))
 }
 
-/// Counts are added up, also those in objects; what is true of one is true of all.
+/// Adds counts, also those in objects. A flag is true if it is true of one core.
 fn add(sum: &mut Value, count: &Value) {
     match sum {
         Value::Object(parts) => parts.iter_mut().for_each(|(name, sum)| add(sum, &count[name.as_str()])),
@@ -64,10 +64,10 @@ fn add(sum: &mut Value, count: &Value) {
     }
 }
 
-fn books(core: &DpRank) -> Value {
-    let status = core.status.look();
-    let leases = core.desk.view();
-    let (usage, load, counts) = (status.usage, status.load, core.desk.counts());
+fn rank_status(core: &DpRank) -> Value {
+    let status = core.status.snapshot();
+    let leases = core.leases.view();
+    let (usage, load, counts) = (status.usage, status.load, core.leases.counts());
     json!({
         "rank": core.rank,
         "blocks": {
@@ -79,22 +79,22 @@ fn books(core: &DpRank) -> Value {
             "stopping": load.stopping,
         },
         "leases": {"live": leases.len(), "opened": counts.opened, "late": counts.late, "unknown": counts.unknown},
-        "oldest_leases": leases.iter().take(LEASES_SHOWN).map(shown).collect::<Vec<_>>(),
+        "oldest_leases": leases.iter().take(LEASES_SHOWN).map(lease_json).collect::<Vec<_>>(),
         "offload": load.tiers.map(|tiers| offload(load.offloading, &tiers)),
         "steps": status.steps,
         "failed": status.failed,
     })
 }
 
-/// How long a reader of events may wait for one.
+/// The longest wait of an event request.
 const EVENTS_WAIT_MAX: Duration = Duration::from_secs(10);
-/// Events that may be asked for.
+/// Limit of the events that a request may ask for.
 const EVENTS_ASKED_MAX: usize = 10_000;
-/// Events of one answer; what follows is asked for next.
+/// Limit of the events of one answer. The next request gets the following ones.
 const EVENTS_SHOWN: usize = 2_000;
 
-/// `GET /debug/kv/events?after=SEQ&wait_ms=MS&limit=N`: the events that follow number `after` (0: the oldest kept;
-/// `latest`: none, but the number of the latest), as soon as there is one or after `wait_ms`.
+/// `GET /debug/kv/events?after=SEQ&wait_ms=MS&limit=N`: the events after number `after` (0: the oldest retained;
+/// `latest`: none, but the latest number), as soon as there is one or after `wait_ms`.
 pub(super) async fn events(frontend: Arc<Frontend>, request: Request<Incoming>) -> Result<Reply, ApiError> {
     authorize(&frontend, request.headers())?;
     let query = request.uri().query().unwrap_or_default();
@@ -109,18 +109,18 @@ pub(super) async fn events(frontend: Arc<Frontend>, request: Request<Incoming>) 
     let limit = limit.clamp(1, EVENTS_SHOWN);
     let log = &frontend.log;
     let page = match field("after") {
-        Some("latest") => Page { next: log.latest(), lost: 0, events: Vec::new() },
+        Some("latest") => EventPage { next: log.latest(), lost: 0, events: Vec::new() },
         _ => log.page_within(number("after", 0, u64::MAX)?, limit, wait).await,
     };
-    let desk = &frontend.cores[0].desk;
+    let leases = &frontend.cores[0].leases;
     let body = json!({
-        "engine": {"epoch": desk.epoch().to_string(), "role": frontend.role.label(), "model": frontend.model},
+        "engine": {"epoch": leases.epoch().to_string(), "role": frontend.role.label(), "model": frontend.model},
         "now_us": log.now_us(), "next": page.next, "lost": page.lost, "events": page.events,
     });
     Ok(reply::json(StatusCode::OK, body.to_string()))
 }
 
-/// What the tiers hold and did.
+/// The contents and counts of the tiers.
 fn offload(in_flight: usize, counts: &OffloadCounts) -> Value {
     let tier = |tier: TierCounts| {
         json!({
@@ -128,16 +128,18 @@ fn offload(in_flight: usize, counts: &OffloadCounts) -> Value {
             "evicted": tier.evicted,
         })
     };
-    let faults =
-        Fault::ALL.iter().zip(counts.faults).map(|(fault, count)| (fault.label().to_owned(), count.into()));
+    let faults = OffloadFault::ALL
+        .iter()
+        .zip(counts.faults)
+        .map(|(fault, count)| (fault.label().to_owned(), count.into()));
     json!({
         "in_flight": in_flight, "host": tier(counts.host), "disk": tier(counts.disk),
         "hit_tokens": counts.hit_tokens, "not_stored": counts.not_stored, "not_written": counts.not_written,
-        "disk_suspended": counts.disk_rests, "failures": Value::Object(faults.collect()),
+        "disk_suspended": counts.disk_suspended, "failures": Value::Object(faults.collect()),
     })
 }
 
-fn shown(lease: &LeaseView) -> Value {
+fn lease_json(lease: &LeaseView) -> Value {
     let held_because = match lease.state {
         State::Growing => "growing",
         State::Offered => "offered",
@@ -145,8 +147,8 @@ fn shown(lease: &LeaseView) -> Value {
         State::Draining(_) => "draining",
         State::Closed(_) => "closed",
     };
-    // No clock runs while it grows.
-    let left = (lease.state != State::Growing).then_some(lease.left.as_millis() as u64);
+    // A growing lease has no time limit.
+    let left = (lease.state != State::Growing).then_some(lease.remaining.as_millis() as u64);
     json!({
         "request_id": lease.request.as_str(), "blocks": lease.blocks, "state": held_because,
         "age_ms": lease.age.as_millis() as u64, "left_ms": left,
@@ -160,11 +162,16 @@ mod tests {
 
     #[test]
     fn the_counts_of_all_cores_are_added_up_at_every_depth() {
-        let core = |blocks: u64, rests: bool| {
+        let core = |blocks: u64, suspended: bool| {
             let host = TierCounts { blocks: blocks as usize, stored: 2, ..TierCounts::default() };
             offload(
                 1,
-                &OffloadCounts { host, disk_rests: rests, faults: [blocks; 8], ..OffloadCounts::default() },
+                &OffloadCounts {
+                    host,
+                    disk_suspended: suspended,
+                    faults: [blocks; 8],
+                    ..OffloadCounts::default()
+                },
             )
         };
         let mut sum = core(3, false);
@@ -176,6 +183,6 @@ mod tests {
         assert_eq!((&sum["failures"]["io"], &sum["disk_suspended"]), (&7.into(), &true.into()));
         let mut none = Value::Null;
         add(&mut none, &Value::Null);
-        assert_eq!(none, Value::Null, "without tiers there is nothing to be added up");
+        assert_eq!(none, Value::Null, "without tiers there is nothing to add");
     }
 }

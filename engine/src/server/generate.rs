@@ -1,7 +1,7 @@
 //! `/v1/completions` and `/v1/chat/completions`: from a body to a reply or a stream.
 //!
-//! The head of a stream is sent with its first event, so that a refusal, a failed fetch or a full queue is a
-//! status and an envelope, never a broken stream.
+//! The head of a stream is sent with its first event. A refusal, a failed fetch or a full queue is therefore a status
+//! and an envelope, never a broken stream.
 
 mod early;
 mod stream;
@@ -24,17 +24,17 @@ use serde_json::Value;
 use tokio::sync::mpsc::Receiver;
 use tokio::sync::mpsc::error::TryRecvError;
 
-use super::admit::{self, Admitted};
-use super::bodies::{INLINE_BYTES, QUEUE_RETRY};
-use super::detached::Begin;
-use super::follow::{Choice, Counted, Piece};
-use super::guard::{HandoffBody, HandoffGuard, LentGuard, SequenceGuard};
-use super::rejection::{self, Offer, PARAMS};
-use super::reply::{self, Reply, Unread, read_what_comes};
+use super::admit::{self, AdmittedRequest};
+use super::body_budget::{INLINE_BYTES, QUEUE_RETRY};
+use super::choice::{Choice, ChoiceUpdate, TokenUsage};
+use super::guard::{HandoffGuard, LeaseGuard, LeaseReplyBody, SequenceGuard};
+use super::reply::{self, BodyError, Reply, read_remaining};
+use super::task_spawner::TaskSpawner;
+use super::transfer_params::{self, PARAMS, TransferOffer};
 use super::{Frontend, access, seal};
-use crate::engine_core::mailbox::Undelivered;
+use crate::engine_core::mailbox::MailboxError;
 use crate::engine_core::{SeqEnd, SeqEvent, Submission};
-use crate::model::tokenizer::Decode;
+use crate::model::tokenizer::DecodeMode;
 use crate::run::rank::DpRank;
 use crate::scheduler::Refusal;
 use crate::scheduler::sequence::Purpose;
@@ -42,8 +42,8 @@ use crate::scheduler::sequence::Purpose;
 /// The request's name, minted by the router.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// A request on its way.
-pub(super) struct Exchange {
+/// A running generation request.
+pub(super) struct GenerateTask {
     frontend: Arc<Frontend>,
     request: GenerateRequest,
     head: ReplyHead,
@@ -51,83 +51,83 @@ pub(super) struct Exchange {
     guard: SequenceGuard,
     choices: Vec<Choice>,
     prompts: Vec<Vec<u32>>,
-    counted: Counted,
+    usage: TokenUsage,
     handoff: Option<Box<Handoff>>,
     open: usize,
 }
 
-/// What one event of the engine means for the reply.
-pub(super) enum Progress {
-    /// The prompt is being computed, and its handoff is there.
-    Lending,
+/// The effect of one engine event on the reply.
+pub(super) enum GenerateProgress {
+    /// The prompt is being computed, and its handoff has arrived.
+    EarlyHandoff,
     /// A choice has grown or ended.
-    Piece(usize, Piece),
-    /// Nothing to show.
+    Piece(usize, ChoiceUpdate),
+    /// Nothing to send.
     Nothing,
 }
 
-/// Answers one request to generate. Its reading has begun when this returns, and goes on if the future is dropped: a
-/// handoff that has arrived must be given back, also when its connection has ended meanwhile.
+/// Answers one request to generate. Reading has begun when this returns, and continues if the future is dropped. A
+/// handoff that has arrived must be released, even if its connection has ended meanwhile.
 pub(super) fn answer(
     frontend: Arc<Frontend>,
     endpoint: Endpoint,
     request: Request<Incoming>,
-    begin: &Begin,
+    begin: &TaskSpawner,
 ) -> impl Future<Output = Result<Reply, ApiError>> + Send + use<> {
     let reading = request_id(request.headers())
         .ok_or_else(|| ApiError::internal("the system has no randomness"))
-        .map(|id| (id.clone(), begin.begun(read(Arc::clone(&frontend), endpoint, id, request))));
+        .map(|id| (id.clone(), begin.spawn(read(Arc::clone(&frontend), endpoint, id, request))));
     async move {
         let (id, reading) = reading?;
         let (request, admitted) = reading.await?;
-        let mut exchange = Exchange::start(frontend, request, admitted, &id)?;
-        let first = exchange.next().await?;
-        if exchange.request.stream {
-            return Ok(event_stream(stream::StreamBody::new(exchange, first)));
+        let mut task = GenerateTask::start(frontend, request, admitted, &id)?;
+        let first = task.next().await?;
+        if task.request.stream {
+            return Ok(event_stream(stream::StreamBody::new(task, first)));
         }
-        if let Progress::Lending = first {
-            return Ok(event_stream(early::EarlyBody::new(exchange)));
+        if let GenerateProgress::EarlyHandoff = first {
+            return Ok(event_stream(early::EarlyBody::new(task)));
         }
-        let (bytes, handoff) = exchange.collect(first).await?;
+        let (bytes, handoff) = task.collect(first).await?;
         Ok(match handoff {
             None => reply::json(StatusCode::OK, bytes),
-            Some(handoff) => handoff_reply(exchange.guard.core(), &handoff, bytes),
+            Some(handoff) => handoff_reply(task.guard.core(), &handoff, bytes),
         })
     }
 }
 
-/// Reads a request and judges it.
+/// Reads a request and checks it.
 async fn read(
     frontend: Arc<Frontend>,
     endpoint: Endpoint,
     id: RequestId,
     request: Request<Incoming>,
-) -> Result<(GenerateRequest, Admitted), ApiError> {
+) -> Result<(GenerateRequest, AdmittedRequest), ApiError> {
     let arrived = Instant::now();
     let headers = request.headers().clone();
     let bodies = Arc::clone(&frontend.bodies);
-    let body = match read_what_comes(request, frontend.limits.body_bytes, &bodies).await {
+    let body = match read_remaining(request, frontend.limits.body_bytes, &bodies).await {
         Ok(body) => body,
-        Err(Unread { error, read }) => {
-            let told = error.clone();
-            // It waits for no text that is being read: a lease is held until then.
-            let giving_back = move || rejection::of_broken(&frontend, &headers, &read, &told);
-            drop(tokio::task::spawn_blocking(giving_back).await);
+        Err(BodyError { error, read }) => {
+            let reported = error.clone();
+            // Not on the reading threads: the lease is held until this release.
+            let release = move || transfer_params::release_broken(&frontend, &headers, &read, &reported);
+            drop(tokio::task::spawn_blocking(release).await);
             return Err(error);
         }
     };
     let inline = body.len() <= INLINE_BYTES;
     let work = move || prepare(&frontend, endpoint, &headers, &id, &body, arrived);
-    if inline { work() } else { bodies.apart(work).await }
+    if inline { work() } else { bodies.run_blocking(work).await }
 }
 
-/// The name of a request, as its caller has it; `None` where it has none, or none that could be one.
+/// The name of a request, from its caller; `None` if it is missing or invalid.
 fn request_id(headers: &HeaderMap) -> Option<RequestId> {
     let named = headers.get(&REQUEST_ID)?.to_str().ok()?;
     RequestId::new(access::bare_id(named)).ok()
 }
 
-/// The name of a request, for the head of its reply. One that generates is given a name if it has none.
+/// The name of a request, for the head of its reply. A generation request without a name is given one.
 pub(super) fn name(request: &mut Request<Incoming>) -> Option<HeaderValue> {
     if request_id(request.headers()).is_some() {
         return request.headers().get(&REQUEST_ID).cloned();
@@ -140,13 +140,13 @@ pub(super) fn name(request: &mut Request<Incoming>) -> Option<HeaderValue> {
     Some(minted)
 }
 
-/// What a reply's `id` has behind the request's name: callers use a name again, and no two replies have the same id.
-/// [`access::bare_id`] takes it off.
+/// The suffix of a reply's `id` after the request's name: callers may reuse a name, but no two replies have the same
+/// id. [`access::bare_id`] removes the suffix.
 fn mark() -> Result<String, ApiError> {
     Ok(format!(".{:016x}", admit::random_u64()?))
 }
 
-/// Everything before the queue: the intent first, so that whatever is wrong with the rest gives a handoff back.
+/// Prepares a request for the queue. The intent is read first, so that every later error releases the handoff.
 fn prepare(
     frontend: &Arc<Frontend>,
     endpoint: Endpoint,
@@ -154,20 +154,20 @@ fn prepare(
     id: &RequestId,
     body: &[u8],
     arrived: Instant,
-) -> Result<(GenerateRequest, Admitted), ApiError> {
+) -> Result<(GenerateRequest, AdmittedRequest), ApiError> {
     let map = parse_object(body, &frontend.limits)
-        .inspect_err(|error| rejection::of_broken(frontend, headers, body, error))?;
-    let seat = frontend.seat(headers);
-    let core = seat.as_ref().map_or(&frontend.cores[0], |seat| seat);
-    let Offer { intent, guard } = Offer::read(frontend, core, map.get(PARAMS), headers);
+        .inspect_err(|error| transfer_params::release_broken(frontend, headers, body, error))?;
+    let request_guard = frontend.begin_request(headers);
+    let core = request_guard.as_ref().map_or(&frontend.cores[0], |guard| guard);
+    let TransferOffer { intent, guard } = TransferOffer::read(frontend, core, map.get(PARAMS), headers);
     let judge = || {
-        let (intent, seat) = (intent?, seat?);
+        let (intent, request_guard) = (intent?, request_guard?);
         let request = GenerateRequest::from_map(endpoint, &map, &frontend.limits)?;
-        let admitted = admit::admit(frontend, &request, id, &intent, seat, arrived)?;
+        let admitted = admit::admit(frontend, &request, id, &intent, request_guard, arrived)?;
         Ok((request, admitted))
     };
     match judge() {
-        Ok((request, admitted)) => Ok((request, Admitted { handoff: guard, ..admitted })),
+        Ok((request, admitted)) => Ok((request, AdmittedRequest { handoff: guard, ..admitted })),
         Err(error) => {
             if let Some(guard) = guard {
                 guard.refuse(&error);
@@ -177,19 +177,19 @@ fn prepare(
     }
 }
 
-impl Exchange {
+impl GenerateTask {
     /// Queues the request's sequences: all or none.
     fn start(
         frontend: Arc<Frontend>,
         request: GenerateRequest,
-        admitted: Admitted,
+        admitted: AdmittedRequest,
         id: &RequestId,
     ) -> Result<Self, ApiError> {
         let mark = mark()?;
-        let Admitted { mut submissions, events, prompts, handoff, seat } = admitted;
+        let AdmittedRequest { mut submissions, events, prompts, handoff, request_guard } = admitted;
         let mut request = request;
         if matches!(submissions[0].sequence.purpose, Purpose::Produce { .. }) {
-            // Its text is of no interest, and its end must be waited for: that is where the handle comes from.
+            // A producer's text is not needed. Its end is, because it contains the handle.
             request.stop.clear();
         }
         let ids: Vec<_> = submissions.iter().map(|submission| submission.sequence.id).collect();
@@ -197,17 +197,17 @@ impl Exchange {
         let choices: Vec<_> = submissions.iter().map(choice).collect();
         let target = handoff.map(HandoffGuard::into_target);
         submissions[0].target.clone_from(&target);
-        let queued = match seat.status.look().failed {
+        let queued = match request_guard.status.snapshot().failed {
             Some(why) => Err(ApiError::unavailable(why, QUEUE_RETRY).with_code(Code::EngineFailed)),
-            None => seat.mailbox.submit(submissions).map_err(|(_, why)| match why {
-                Undelivered::Full => ApiError::overloaded("the engine's queue is full", QUEUE_RETRY),
-                Undelivered::Closing => ApiError::unavailable("the engine is shutting down", QUEUE_RETRY)
+            None => request_guard.mailbox.submit(submissions).map_err(|(_, why)| match why {
+                MailboxError::Full => ApiError::overloaded("the engine's queue is full", QUEUE_RETRY),
+                MailboxError::Closing => ApiError::unavailable("the engine is shutting down", QUEUE_RETRY)
                     .with_code(Code::Draining),
             }),
         };
         if let Err(error) = queued {
             if let Some(target) = target {
-                HandoffGuard::new(Arc::clone(&seat), target).refuse(&error);
+                HandoffGuard::new(Arc::clone(&request_guard), target).refuse(&error);
             }
             return Err(error);
         }
@@ -219,9 +219,9 @@ impl Exchange {
             model: frontend.model.clone(),
             system_fingerprint: None,
         };
-        let counted = Counted { prompt: prompts.iter().map(Vec::len).sum(), ..Counted::default() };
+        let usage = TokenUsage { prompt: prompts.iter().map(Vec::len).sum(), ..TokenUsage::default() };
         Ok(Self {
-            guard: SequenceGuard::new(seat, id.clone(), ids),
+            guard: SequenceGuard::new(request_guard, id.clone(), ids),
             open: choices.len(),
             frontend,
             request,
@@ -229,40 +229,40 @@ impl Exchange {
             events,
             choices,
             prompts,
-            counted,
+            usage,
             handoff: None,
         })
     }
 
     /// The next event. `Err` ends the request.
-    async fn next(&mut self) -> Result<Progress, ApiError> {
+    async fn next(&mut self) -> Result<GenerateProgress, ApiError> {
         let event = self.events.recv().await;
         self.take(event)
     }
 
-    fn take(&mut self, event: Option<(u32, SeqEvent)>) -> Result<Progress, ApiError> {
+    fn take(&mut self, event: Option<(u32, SeqEvent)>) -> Result<GenerateProgress, ApiError> {
         let Some((index, event)) = event else {
             return Err(ApiError::unavailable("the engine stopped", QUEUE_RETRY));
         };
         let choice = &mut self.choices[index as usize];
         let piece = match event {
-            SeqEvent::Lending(handoff) => {
+            SeqEvent::EarlyHandoff(handoff) => {
                 self.handoff = Some(handoff);
-                return Ok(Progress::Lending);
+                return Ok(GenerateProgress::EarlyHandoff);
             }
             SeqEvent::Started { cached } => {
                 // The choices of one prompt share it: it is counted once, like the prompt.
-                self.counted.reused += if index % self.request.n == 0 { cached } else { 0 };
+                self.usage.reused += if index % self.request.n == 0 { cached } else { 0 };
                 None
             }
             SeqEvent::Token(sampled) => {
                 let piece = choice.token(sampled, &mut self.guard);
-                self.counted.completion += usize::from(piece.is_some());
+                self.usage.completion += usize::from(piece.is_some());
                 piece
             }
             SeqEvent::Finished(end) => {
                 let piece = choice.end(&end, &mut self.guard);
-                self.ended(*end);
+                self.on_end(*end);
                 piece
             }
             SeqEvent::Refused(refusal) => return Err(refused(refusal)),
@@ -272,24 +272,24 @@ impl Exchange {
             }
             SeqEvent::Unavailable(why) => return Err(ApiError::unavailable(why, QUEUE_RETRY)),
         };
-        let Some(piece) = piece else { return Ok(Progress::Nothing) };
+        let Some(piece) = piece else { return Ok(GenerateProgress::Nothing) };
         self.open -= usize::from(piece.finish.is_some());
-        Ok(Progress::Piece(index as usize, piece))
+        Ok(GenerateProgress::Piece(index as usize, piece))
     }
 
-    fn ended(&mut self, end: SeqEnd) {
+    fn on_end(&mut self, end: SeqEnd) {
         if end.handoff.is_some() {
             self.handoff = end.handoff;
         }
     }
 
-    /// A reply in one piece, and the handoff whose only copy it carries.
-    async fn collect(&mut self, first: Progress) -> Result<(Bytes, Option<Box<Handoff>>), ApiError> {
+    /// A reply in one piece, and the handoff if the reply contains its only copy.
+    async fn collect(&mut self, first: GenerateProgress) -> Result<(Bytes, Option<Box<Handoff>>), ApiError> {
         let mut texts = vec![String::new(); self.choices.len()];
         let mut logprobs: Vec<Vec<TokenLogprob>> = vec![Vec::new(); self.choices.len()];
         let mut progress = first;
         loop {
-            if let Progress::Piece(index, piece) = progress {
+            if let GenerateProgress::Piece(index, piece) = progress {
                 texts[index].push_str(&piece.text);
                 logprobs[index].extend(piece.logprob);
             }
@@ -316,7 +316,7 @@ impl Exchange {
                 prompt_token_ids: self.request.return_token_ids.then(|| prompt.clone()),
             });
         }
-        let bytes = self.head.full(&finished, &self.counted.usage(), self.params().as_ref());
+        let bytes = self.head.full(&finished, &self.usage.usage(), self.params().as_ref());
         Ok((bytes, self.handoff.take()))
     }
 
@@ -327,29 +327,29 @@ impl Exchange {
     }
 }
 
-impl Drop for Exchange {
-    /// A handle that nobody will learn any more is released: the one at hand, and one still in the channel. What
-    /// the step loop sends after this fails there, and is released there.
+impl Drop for GenerateTask {
+    /// Releases a handle that no client receives: the stored one, or one still in the channel. If the step loop sends
+    /// another one after this, the send fails and the step loop releases it.
     fn drop(&mut self) {
         self.events.close();
         loop {
             match self.events.try_recv() {
                 Ok((_, SeqEvent::Finished(end))) if end.handoff.is_some() => self.handoff = end.handoff,
-                Ok((_, SeqEvent::Lending(handoff))) => self.handoff = Some(handoff),
+                Ok((_, SeqEvent::EarlyHandoff(handoff))) => self.handoff = Some(handoff),
                 Ok(_) => {}
-                // Closed, but the step loop is just putting something in: that takes nanoseconds.
+                // Closed, but the step loop may be sending right now, which takes nanoseconds.
                 Err(TryRecvError::Empty) => std::hint::spin_loop(),
                 Err(TryRecvError::Disconnected) => break,
             }
         }
         let handle = self.handoff.take().map(|handoff| handoff.handle);
-        drop(LentGuard::new(self.guard.core(), handle));
+        drop(LeaseGuard::new(self.guard.core(), handle));
     }
 }
 
 /// The prompt's text, for `echo`.
 fn echoed(frontend: &Frontend, request: &GenerateRequest, prompt: &[u32]) -> String {
-    let decode = if request.skip_special_tokens { Decode::SkipSpecial } else { Decode::All };
+    let decode = if request.skip_special_tokens { DecodeMode::SkipSpecial } else { DecodeMode::All };
     frontend.tokenizer.decode(prompt, decode)
 }
 
@@ -364,7 +364,7 @@ fn refused(refusal: Refusal) -> ApiError {
     }
 }
 
-/// The code by which a router acts on a failed fetch: the same handoff elsewhere, or the prompt anew.
+/// The code by which a router acts on a failed fetch: it retries the handoff elsewhere, or recomputes the prompt.
 fn load_failure(kind: FailureKind) -> Code {
     match kind {
         FailureKind::Gone => Code::KvGone,
@@ -377,7 +377,7 @@ fn load_failure(kind: FailureKind) -> Code {
 
 /// A producer's reply: the only copy of its handle.
 fn handoff_reply(core: &Arc<DpRank>, handoff: &Handoff, bytes: Bytes) -> Reply {
-    let mut reply = Response::new(HandoffBody::new(core, handoff.handle, bytes).boxed());
+    let mut reply = Response::new(LeaseReplyBody::new(core, handoff.handle, bytes).boxed());
     reply.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     reply
 }

@@ -1,36 +1,37 @@
-//! What a task owes when it ends, whatever ends it: guards whose `Drop` settles.
+//! Guards that settle a task's leases and sequences on `Drop`, however the task ends.
 
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use baton_connector::fetch::Reason;
+use baton_connector::fetch::ReleaseReason;
 use baton_connector::{Handle, RequestId};
 use baton_openai::ApiError;
 use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 
 use crate::engine_core::fetch_target::FetchTarget;
-use crate::event_log::What;
-use crate::run::rank::{DpRank, Seat};
+use crate::event_log::RequestEvent;
+use crate::run::rank::{DpRank, RequestGuard};
 use crate::scheduler::sequence::{FinishReason, SeqId};
 
-/// The sequences of one request. Those that have not ended when it is dropped are aborted: the client is gone.
+/// The sequences of one request. If it is dropped, the client is gone, and the sequences that have not ended are
+/// aborted.
 pub(super) struct SequenceGuard {
-    seat: Seat,
+    request_guard: RequestGuard,
     request: RequestId,
-    /// With which choice each is.
+    /// Each sequence with its choice.
     open: Vec<(SeqId, u32)>,
 }
 
 impl SequenceGuard {
-    pub(super) fn new(seat: Seat, request: RequestId, sequences: Vec<SeqId>) -> Self {
-        Self { seat, request, open: sequences.into_iter().zip(0..).collect() }
+    pub(super) fn new(request_guard: RequestGuard, request: RequestId, sequences: Vec<SeqId>) -> Self {
+        Self { request_guard, request, open: sequences.into_iter().zip(0..).collect() }
     }
 
-    /// The core that has the sequences.
+    /// The core that runs the sequences.
     pub(super) fn core(&self) -> &Arc<DpRank> {
-        &self.seat
+        &self.request_guard
     }
 
     /// The sequence has ended by itself.
@@ -38,48 +39,46 @@ impl SequenceGuard {
         self.open.retain(|(open, _)| *open != id);
     }
 
-    /// The front end has what it wants of this sequence (a stop string was found).
-    pub(super) fn content(&mut self, id: SeqId) {
+    /// Ends a sequence that needs no more tokens, because of a stop string.
+    pub(super) fn finish(&mut self, id: SeqId) {
         self.ended(id);
-        self.seat.mailbox.end(id, FinishReason::Stop);
+        self.request_guard.mailbox.end(id, FinishReason::Stop);
     }
 }
 
 impl Drop for SequenceGuard {
     fn drop(&mut self) {
         for (id, index) in self.open.drain(..) {
-            self.seat.log.tell(&self.request, index, What::Abort("disconnect"));
-            self.seat.mailbox.end(id, FinishReason::Abort);
+            self.request_guard.log.emit(&self.request, index, RequestEvent::Abort("disconnect"));
+            self.request_guard.mailbox.end(id, FinishReason::Abort);
         }
     }
 }
 
-/// A handoff that came with a request which has not been queued yet. Dropped before that, for whatever reason,
-/// it releases the lease at the producer (vLLM #41269).
+/// The handoff of a request that has not been queued yet. If it is dropped before that, it releases the lease at the
+/// producer (vLLM #41269).
 pub(super) struct HandoffGuard {
     core: Arc<DpRank>,
     target: Option<FetchTarget>,
-    cause: Cause,
+    cause: RejectionCause,
 }
 
 impl HandoffGuard {
     pub(super) fn new(core: Arc<DpRank>, target: FetchTarget) -> Self {
-        Self { core, target: Some(target), cause: Cause::Dropped }
+        Self { core, target: Some(target), cause: RejectionCause::Dropped }
     }
 
-    /// The request is refused, and the answer says why: a router that settles itself keeps the lease where another
-    /// engine might take the request.
+    /// Refuses the request. A router that settles keeps the lease if another engine might take the request.
     pub(super) fn refuse(mut self, error: &ApiError) {
-        self.cause = Cause::of(error);
-        if self.cause.another_may_take_it() && self.target.as_ref().is_some_and(FetchTarget::survives_refusal)
-        {
+        self.cause = RejectionCause::of(error);
+        if self.cause.is_retryable() && self.target.as_ref().is_some_and(FetchTarget::survives_refusal) {
             self.core.metrics.early_rejection("left_to_router");
             self.target = None;
         }
     }
 
-    /// The request is about to be queued: from then on the step loop answers for the lease. If it is not queued
-    /// after all, make a new guard of it.
+    /// Hands the lease to the step loop with the queued request. If queueing fails, the caller must create a new
+    /// guard.
     pub(super) fn into_target(mut self) -> FetchTarget {
         self.target.take().expect("taken once")
     }
@@ -89,50 +88,50 @@ impl Drop for HandoffGuard {
     fn drop(&mut self) {
         if let Some(target) = self.target.take() {
             self.core.metrics.early_rejection(self.cause.label());
-            self.core.peers.release(&target, Reason::Rejected.label());
+            self.core.consumer.release(&target, ReleaseReason::Rejected.label());
         }
     }
 }
 
-/// A lease whose handle nobody has learned yet. If it is dropped before that, nobody can come for the blocks, and it
-/// is released.
-pub(super) struct LentGuard {
+/// A lease whose handle has not been sent yet. If it is dropped before that, no client can use the handle, and the
+/// lease is released.
+pub(super) struct LeaseGuard {
     core: Arc<DpRank>,
     handle: Option<Handle>,
 }
 
-impl LentGuard {
+impl LeaseGuard {
     pub(super) fn new(core: &Arc<DpRank>, handle: Option<Handle>) -> Self {
         Self { core: Arc::clone(core), handle }
     }
 
-    /// The handle is with the connection now.
-    pub(super) fn delivered(&mut self) {
+    /// The connection now has the handle.
+    pub(super) fn mark_delivered(&mut self) {
         self.handle = None;
     }
 }
 
-impl Drop for LentGuard {
+impl Drop for LeaseGuard {
     fn drop(&mut self) {
         if let Some(handle) = self.handle.take() {
-            self.core.desk.release_here(handle, "client_gone");
+            self.core.leases.release_here(handle, "client_gone");
         }
     }
 }
 
-/// A reply that carries the only copy of a handle.
-pub(super) struct HandoffBody {
-    lent: LentGuard,
+/// A reply with the only copy of a handle.
+pub(super) struct LeaseReplyBody {
+    lease: LeaseGuard,
     bytes: Option<Bytes>,
 }
 
-impl HandoffBody {
+impl LeaseReplyBody {
     pub(super) fn new(core: &Arc<DpRank>, handle: Handle, bytes: Bytes) -> Self {
-        Self { lent: LentGuard::new(core, Some(handle)), bytes: Some(bytes) }
+        Self { lease: LeaseGuard::new(core, Some(handle)), bytes: Some(bytes) }
     }
 }
 
-impl Body for HandoffBody {
+impl Body for LeaseReplyBody {
     type Data = Bytes;
     type Error = std::convert::Infallible;
 
@@ -141,7 +140,7 @@ impl Body for HandoffBody {
         _: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let bytes = self.bytes.take();
-        self.lent.delivered();
+        self.lease.mark_delivered();
         Poll::Ready(bytes.map(|bytes| Ok(Frame::data(bytes))))
     }
 
@@ -156,7 +155,7 @@ impl Body for HandoffBody {
 
 /// Why a request with a handoff was refused: the label of `baton_early_rejections_total`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Cause {
+pub(crate) enum RejectionCause {
     Unauthorized,
     UnknownModel,
     UnknownPath,
@@ -173,11 +172,11 @@ pub(crate) enum Cause {
     QueueFull,
     Draining,
     EngineFailed,
-    /// The request's task ended without a word: its connection was closed.
+    /// The request's task was dropped because its connection was closed.
     Dropped,
 }
 
-impl Cause {
+impl RejectionCause {
     pub(super) fn of(error: &ApiError) -> Self {
         match (error.status, error.code.as_deref()) {
             (401 | 403, _) => Self::Unauthorized,
@@ -222,7 +221,7 @@ impl Cause {
     }
 
     /// Whether another engine might take the request, with the same handoff.
-    pub(super) fn another_may_take_it(self) -> bool {
+    pub(super) fn is_retryable(self) -> bool {
         matches!(
             self,
             Self::Unauthorized

@@ -1,4 +1,4 @@
-//! From a request's path to the code that answers it.
+//! Routes a request's path to its handler.
 
 use std::future::ready;
 use std::pin::Pin;
@@ -8,18 +8,19 @@ use baton_openai::{ApiError, Endpoint, path};
 use hyper::body::Incoming;
 use hyper::{Method, Request, StatusCode};
 
-use super::detached::Begin;
 use super::reply::{Reply, error_reply, json};
-use super::{Frontend, control, debug, generate, rejection};
+use super::task_spawner::TaskSpawner;
+use super::{Frontend, control, debug, generate, transfer_params};
 
-/// An answer on its way.
-type Answering = Pin<Box<dyn Future<Output = Result<Reply, ApiError>> + Send>>;
+/// A pending answer.
+type ReplyFuture = Pin<Box<dyn Future<Output = Result<Reply, ApiError>> + Send>>;
 
-/// Answers one request, under the name that it has or is given. Whatever others wait for has begun when this returns, and goes on if the future is dropped.
+/// Answers one request, under its name or a new one. Tasks that settle leases have begun when this returns, and
+/// continue if the future is dropped.
 pub(super) fn route(
     frontend: Arc<Frontend>,
     request: Request<Incoming>,
-    begin: &Begin,
+    begin: &TaskSpawner,
 ) -> impl Future<Output = Reply> + Send + 'static + use<> {
     let mut request = request;
     let name = generate::name(&mut request);
@@ -33,8 +34,8 @@ pub(super) fn route(
     }
 }
 
-fn dispatch(frontend: Arc<Frontend>, request: Request<Incoming>, begin: &Begin) -> Answering {
-    let now = |answer: Result<Reply, ApiError>| -> Answering { Box::pin(ready(answer)) };
+fn dispatch(frontend: Arc<Frontend>, request: Request<Incoming>, begin: &TaskSpawner) -> ReplyFuture {
+    let now = |answer: Result<Reply, ApiError>| -> ReplyFuture { Box::pin(ready(answer)) };
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     match (&method, path.as_str()) {
         (&Method::POST, "/v1/completions" | "/v1/chat/completions") => {
@@ -43,8 +44,8 @@ fn dispatch(frontend: Arc<Frontend>, request: Request<Incoming>, begin: &Begin) 
         }
         (&Method::POST, "/tokenize") => Box::pin(control::tokenize(frontend, request)),
         (&Method::POST, "/detokenize") => Box::pin(control::detokenize(frontend, request)),
-        (&Method::POST, "/kv/release") => Box::pin(begin.begun(control::release(frontend, request))),
-        (&Method::POST, "/abort_requests") => Box::pin(begin.begun(control::abort(frontend, request))),
+        (&Method::POST, "/kv/release") => Box::pin(begin.spawn(control::release(frontend, request))),
+        (&Method::POST, "/abort_requests") => Box::pin(begin.spawn(control::abort(frontend, request))),
         (&Method::POST, "/reset_prefix_cache") => now(control::reset_prefix_cache(&frontend, &request)),
         (&Method::GET, "/debug/kv") => now(debug::debug_kv(&frontend, &request)),
         (&Method::GET, "/debug/kv/events") => Box::pin(debug::events(frontend, request)),
@@ -57,9 +58,13 @@ fn dispatch(frontend: Arc<Frontend>, request: Request<Incoming>, begin: &Begin) 
         (&Method::GET, "/metrics") => now(Ok(control::metrics(&frontend))),
         (&Method::GET, model) if model.starts_with("/v1/models/") => now(control::model(&frontend, model)),
         (&Method::POST, unknown) if unknown.starts_with("/v1/") && allowed(unknown).is_none() => {
-            // Another engine's endpoint: whatever was prefilled for it is given back.
+            // An endpoint that this engine does not have: a handoff in the request is released.
             let error = path::not_found(unknown, |meant| allowed(meant).is_some());
-            Box::pin(begin.begun(async move { Err(rejection::of_unread(frontend, request, error).await) }))
+            Box::pin(
+                begin.spawn(
+                    async move { Err(transfer_params::release_unread(frontend, request, error).await) },
+                ),
+            )
         }
         (_, known) => now(Err(match allowed(known) {
             Some(allowed) => ApiError::method_not_allowed(method.as_str(), allowed),

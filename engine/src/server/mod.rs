@@ -1,33 +1,35 @@
-//! The engine's OpenAI server: one task per connection, which speaks to the step loop through the mailbox.
+//! The engine's OpenAI server: one task per connection, which sends messages to the step loop through the mailbox.
 //!
 //! | path | does |
 //! |---|---|
 //! | `POST /v1/completions`, `/v1/chat/completions` | generate, streamed or not |
-//! | `GET /v1/models`, `/v1/models/{id}` | what is served |
+//! | `GET /v1/models`, `/v1/models/{id}` | the served model |
 //! | `POST /tokenize`, `/detokenize` | the model's tokenizer |
 //! | `GET /health`, `/version`, `/metrics` | for operators |
-//! | `POST /kv/release`, `/abort_requests`, `/reset_prefix_cache`, `GET /debug/kv`, `/debug/kv/digests`, `/debug/kv/events` | for the cluster |
+//! | `POST /kv/release`, `/abort_requests`, `/reset_prefix_cache` | control requests of the cluster |
+//! | `GET /debug/kv`, `/debug/kv/digests`, `/debug/kv/events` | state, for the cluster |
 //!
-//! A client that closes its connection drops its task, and with it every guard of its sequences: they are
-//! aborted, streamed or not, before or after the first token. What such a client had sent is read all the same
-//! (`detached.rs`): a handoff in it is given back, a release or an abort is done. One whose host vanishes without a word is
-//! noticed within seconds (`presence.rs`).
+//! A client that closes its connection drops its task, and with it every guard of its sequences. The sequences are
+//! then aborted, streamed or not, before or after the first token.
+//!
+//! A request that was sent before is still read (`task_spawner.rs`): a handoff in it is released, and a release or an
+//! abort is carried out. A client whose host vanishes is detected within seconds (`client_liveness.rs`).
 
 mod access;
 mod admit;
-mod bodies;
+mod body_budget;
+mod choice;
+mod client_liveness;
 mod control;
-mod cores;
 mod debug;
-mod detached;
-mod follow;
 mod generate;
 mod guard;
 mod http;
-mod presence;
-mod rejection;
+mod rank_choice;
 mod reply;
 mod seal;
+mod task_spawner;
+mod transfer_params;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -52,9 +54,9 @@ use crate::model::generation::GenerationDefaults;
 use crate::model::tokenizer::Tokenizer;
 use crate::run::options::Role;
 use crate::run::rank::DpRank;
-pub(crate) use bodies::Bodies;
-use detached::Begin;
-use presence::Watched;
+pub(crate) use body_budget::BodyBudget;
+use client_liveness::MonitoredStream;
+use task_spawner::TaskSpawner;
 
 /// A request's head must arrive within this time.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -62,20 +64,20 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
 /// A request's body must arrive within this time.
 pub(crate) const BODY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Connections that are served at once; the next waits in the listener's backlog.
+/// Limit of the concurrent connections; a further one waits in the listener's backlog.
 const CONNECTIONS_MAX: usize = 4_096;
 
-/// What the HTTP side knows of its engine.
+/// The engine's state for the HTTP server.
 pub struct Frontend {
     /// The served model's name.
     pub model: String,
     /// When the engine started, in seconds since 1970.
     pub created: u64,
-    /// Which legs it serves.
+    /// The legs that it serves.
     pub role: Role,
-    /// Text to tokens and back.
+    /// Converts text to tokens and back.
     pub tokenizer: Arc<Tokenizer>,
-    /// Conversations to text.
+    /// Converts conversations to text.
     pub template: ChatTemplate,
     /// The model's sampling defaults.
     pub defaults: GenerationDefaults,
@@ -85,40 +87,40 @@ pub struct Frontend {
     pub vocab: usize,
     /// Tokens of one sequence, prompt and output.
     pub capacity: usize,
-    /// What becomes of a request whose blocks cannot be fetched.
+    /// The handling of a request whose blocks cannot be fetched.
     pub load_failure: LoadFailurePolicy,
     /// Layout and model of this engine's blocks.
     pub fingerprint: u64,
-    /// How this engine's KV caches are cut.
+    /// The shards of this engine's KV caches.
     pub geometry: Geometry,
     /// Bounds of a body.
     pub limits: ParseLimits,
-    /// What the cluster's own callers must show; see `control.rs`.
+    /// The secret that the cluster's own callers must send; see `control.rs`.
     pub cluster_secret: Option<Box<str>>,
     /// The same, for sealing handoffs; see `seal.rs`.
     pub secret: Option<Secret>,
     /// The engine cores, by data-parallel rank; at least one.
     pub cores: Vec<Arc<DpRank>>,
-    /// Counters of what is of no core.
+    /// Counters that belong to no core.
     pub metrics: Arc<EngineMetrics>,
-    /// What happened to requests.
+    /// The event log.
     pub log: Arc<EventLog>,
-    /// Whether what is batched beside a request leaves its words as they are.
+    /// Whether other requests of a batch leave the tokens of a request unchanged.
     pub batch_invariant: bool,
     /// The next sequence's id.
     pub next_sequence: AtomicU64,
     /// Bodies of requests that are being read.
-    pub(crate) bodies: Arc<Bodies>,
-    /// Bodies of verbs that show the cluster secret. They have a bound of their own: a release or an abort does not wait
-    /// for what clients send.
-    pub(crate) verb_bodies: Arc<Bodies>,
+    pub(crate) bodies: Arc<BodyBudget>,
+    /// Bodies of control requests with the cluster secret. They have a bound of their own, so that a release or an
+    /// abort does not wait for bodies of clients.
+    pub(crate) verb_bodies: Arc<BodyBudget>,
 }
 
 /// Serves until `stop`, then lets connections finish their requests. A client whose host acknowledges nothing for
-/// `client_lost` has left; zero: as the system does it.
+/// `client_lost` has left; zero leaves this to the system.
 ///
 /// # Errors
-/// When the listener breaks.
+/// When the listener fails.
 pub async fn serve(
     frontend: Arc<Frontend>,
     listener: TcpListener,
@@ -133,7 +135,7 @@ pub async fn serve(
         let (stream, _) = tokio::select! {
             accepted = listener.accept() => match accepted {
                 Ok(accepted) => accepted,
-                // Out of file descriptors, or a connection that died in the backlog: neither ends the server.
+                // Out of file descriptors, or a connection that died in the backlog. Neither ends the server.
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept connections");
                     tokio::time::sleep(Duration::from_millis(10)).await;
@@ -146,15 +148,16 @@ pub async fn serve(
             tracing::debug!(%error, "TCP_NODELAY not set");
         }
         let frontend = Arc::clone(&frontend);
-        // It has the connection's place, and goes with the service: with the connection, and with the last of its work.
-        let begin = Begin::new(permit, &works);
+        // The spawner holds the connection's permit until the connection and its last task have ended.
+        let begin = TaskSpawner::new(permit, &works);
         let service = service_fn(move |request| {
-            // Called, not only polled: see `detached.rs`.
+            // Called, not only polled: see `task_spawner.rs`.
             let reply = http::route(Arc::clone(&frontend), request, &begin);
             async move { Ok::<_, std::convert::Infallible>(reply.await) }
         });
-        let connection = graceful
-            .watch(protocol().serve_connection(TokioIo::new(Watched::new(stream, client_lost)), service));
+        let connection = graceful.watch(
+            protocol().serve_connection(TokioIo::new(MonitoredStream::new(stream, client_lost)), service),
+        );
         tokio::spawn(async move {
             if let Err(error) = connection.await {
                 tracing::trace!(%error, "connection ended");
@@ -163,20 +166,20 @@ pub async fn serve(
     }
     drop(listener);
     graceful.shutdown().await;
-    // What is owed to others is not lost with its connection.
+    // Tasks that settle leases survive their connection.
     works.close();
     works.wait().await;
     Ok(())
 }
 
-/// How connections are spoken to.
+/// The HTTP/1 parameters of all connections.
 fn protocol() -> http1::Builder {
     let mut protocol = http1::Builder::new();
     protocol.timer(TokioTimer::new()).header_read_timeout(HEADER_TIMEOUT);
     protocol
 }
 
-/// Whether an address may be listened on without a cluster secret.
+/// Whether the engine may listen on an address without a cluster secret.
 #[must_use]
 pub fn is_loopback(address: &SocketAddr) -> bool {
     address.ip().is_loopback()

@@ -1,4 +1,4 @@
-//! Bodies in and out: how a request's body is read, within bounds, and how a response is made.
+//! Reading request bodies within bounds, and building responses.
 
 use std::sync::Arc;
 
@@ -11,15 +11,15 @@ use hyper::header::{CONTENT_TYPE, EXPECT, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 
 use super::BODY_TIMEOUT;
-use super::bodies::{Bodies, Body};
+use super::body_budget::{BodyBudget, RequestBody};
 
-/// What is read of a body that is too large: enough for any handoff, which routers of ours send before the prompt.
+/// How much of an oversized body is read: enough for any handoff, which Baton's router sends before the prompt.
 const READ_OF_TOO_LARGE: usize = 1 << 20;
 
-/// Every body this server sends.
+/// The body type of all responses.
 pub(super) type ReplyBody = BoxBody<Bytes, std::convert::Infallible>;
 
-/// Every answer of this server.
+/// The response type of all endpoints.
 pub(super) type Reply = Response<ReplyBody>;
 
 /// A JSON answer.
@@ -48,27 +48,27 @@ pub(super) fn error_reply(error: &ApiError) -> Reply {
 pub(super) async fn read_body(
     request: Request<Incoming>,
     limit: usize,
-    bodies: &Arc<Bodies>,
-) -> Result<Body, ApiError> {
+    bodies: &Arc<BodyBudget>,
+) -> Result<RequestBody, ApiError> {
     if request.body().size_hint().lower() > limit as u64 {
         return Err(ApiError::payload_too_large(limit));
     }
-    read_what_comes(request, limit, bodies).await.map_err(|unread| unread.error)
+    read_remaining(request, limit, bodies).await.map_err(|unread| unread.error)
 }
 
-/// Why a body was not read to its end, and what had come of it.
-pub(super) struct Unread {
+/// Why a body was not read completely, and the part that was.
+pub(super) struct BodyError {
     pub(super) error: ApiError,
-    pub(super) read: Body,
+    pub(super) read: RequestBody,
 }
 
-/// As [`read_body`], for requests that may carry a handoff: what was read stays, so that the handoff can be given back.
-/// Of a body that is announced as too large the first [`READ_OF_TOO_LARGE`] bytes are read.
-pub(super) async fn read_what_comes(
+/// As [`read_body`], for requests that may contain a handoff: on an error the read part is returned, so that the
+/// handoff can be released. The first [`READ_OF_TOO_LARGE`] bytes of an oversized body are read.
+pub(super) async fn read_remaining(
     request: Request<Incoming>,
     limit: usize,
-    bodies: &Arc<Bodies>,
-) -> Result<Body, Unread> {
+    bodies: &Arc<BodyBudget>,
+) -> Result<RequestBody, BodyError> {
     let too_large = request.body().size_hint().lower() > limit as u64;
     // A client that sends `Expect` gets the refusal before it sends a body.
     let asks = request.headers().contains_key(EXPECT);
@@ -89,7 +89,7 @@ pub(super) async fn read_what_comes(
                     let Ok(data) = frame.into_data() else { continue };
                     let room = most - bytes.len();
                     if let Err(full) = share.take(data.len().min(room)) {
-                        // A router puts the handoff in front: it is given back although the body is refused.
+                        // A router sends the handoff first: it is read and released although the body is refused.
                         let head = READ_OF_TOO_LARGE.saturating_sub(bytes.len()).min(data.len()).min(room);
                         bytes.extend_from_slice(&data[..head]);
                         return Err(full);
@@ -101,7 +101,7 @@ pub(super) async fn read_what_comes(
                 }
             }
         }
-        // A body of exactly the limit is not too large if that was its end.
+        // A body of exactly the limit is accepted if it ends there.
         if !complete && !too_large {
             complete = body.frame().await.is_none();
         }
@@ -109,9 +109,9 @@ pub(super) async fn read_what_comes(
     };
     let read = tokio::time::timeout(BODY_TIMEOUT, read).await;
     let read = read.unwrap_or_else(|_| Err(ApiError::request_timeout(BODY_TIMEOUT)));
-    let body = share.of(bytes.freeze());
+    let body = share.into_body(bytes.freeze());
     match read {
         Ok(()) => Ok(body),
-        Err(error) => Err(Unread { error, read: body }),
+        Err(error) => Err(BodyError { error, read: body }),
     }
 }

@@ -1,39 +1,40 @@
-//! `remote_seal`: a producer's proof, with the cluster's secret, that a handoff's handle and address are its own words.
+//! `remote_seal`: a producer's proof, with the cluster's secret, that it issued a handoff's handle and address.
 //!
-//! A request whose sender cannot show the secret is refused (401), and its lease is to be given back like any other:
-//! the handle is the right to release, whoever shows it. But a notice is a connection to the address in the handoff,
-//! and a stranger must not choose whom an engine connects to. So a stranger's handoff is given back only if a
-//! producer of this cluster has sealed it: then the address is not the stranger's choice.
+//! A request without the secret is refused (401), and its lease should be released like any other, because the handle
+//! is the right to release. But a notice is a connection to the address in the handoff, and an unauthorized caller
+//! must not choose that address. A handoff of such a caller is therefore released only with the seal of a producer of
+//! this cluster.
 
 use baton_connector::Handoff;
 use baton_connector_tcp::Secret;
 use serde_json::Value;
 
-/// The field of `kv_transfer_params`, 64 hexadecimal digits; absent where there is no secret.
+/// The field of `kv_transfer_params`, 64 hexadecimal digits; absent without a secret.
 const FIELD: &str = "remote_seal";
 
-/// Keeps these codes apart from the handshake's.
+/// Separates these codes from those of the handshake.
 const PURPOSE: &[u8] = b"baton handoff v2";
 
-/// A producer's reply: the handoff, sealed where there is a secret.
+/// A producer's reply: the handoff, sealed if there is a secret.
 pub(super) fn reply(secret: Option<&Secret>, handoff: &Handoff) -> Value {
     let mut reply = handoff.to_reply();
     if let (Some(secret), Some(fields)) = (secret, reply.as_object_mut()) {
-        let seal = with_words(handoff, |words| secret.authenticate(words));
+        let seal = with_parts(handoff, |words| secret.authenticate(words));
         let hex: String = seal.iter().map(|byte| format!("{byte:02x}")).collect();
         fields.insert(FIELD.to_owned(), Value::from(hex));
     }
     reply
 }
 
-/// Whether a producer that knows the secret wrote this handoff's handle and address.
+/// Whether a producer with the secret issued this handoff's handle and address.
 pub(super) fn is_genuine(secret: &Secret, handoff: &Handoff, params: &Value) -> bool {
     let seal = params.get(FIELD).and_then(Value::as_str).and_then(bytes);
-    seal.is_some_and(|seal| with_words(handoff, |words| secret.is_authentic(words, &seal)))
+    seal.is_some_and(|seal| with_parts(handoff, |words| secret.is_authentic(words, &seal)))
 }
 
-/// What a notice uses of a handoff. The number of ports comes before them, and only the last part has a length of its own.
-fn with_words<T>(handoff: &Handoff, act: impl FnOnce(&[&[u8]]) -> T) -> T {
+/// The parts of a handoff that a notice uses. The number of ports precedes them, and only the last part has a
+/// variable length.
+fn with_parts<T>(handoff: &Handoff, act: impl FnOnce(&[&[u8]]) -> T) -> T {
     let (handle, epoch) = (handoff.handle.0.to_le_bytes(), handoff.epoch.0.to_le_bytes());
     let counts = [handoff.ports.len() as u64, handoff.block_tokens as u64, u64::from(handoff.consumers)];
     let counts = counts.map(u64::to_le_bytes).concat();

@@ -1,4 +1,4 @@
-//! Requests that are given up by name, whatever they are doing, and clients that leave.
+//! Requests that are aborted by name in every phase, and clients that leave.
 
 use std::thread;
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Several engine cores in one process: each rank has its own pool, leases and side channel; a request and a verb
-//! reach the rank they are for, and a notice reaches the rank that holds the lease, wherever it arrives.
+//! Several engine cores in one process: each rank has its own pool, leases and side channel. A request and a control
+//! request reach their rank. A notice reaches the rank with the lease, wherever it arrives.
 
 use std::thread;
 use std::time::Duration;
@@ -90,7 +90,7 @@ fn a_verb_is_for_the_named_rank_or_for_whichever_knows() {
     assert_eq!(leases(&p), [0, 1]);
     assert_eq!(p.post("/kv/release", &release).ok()["result"], "released");
     assert_eq!(p.post("/kv/release", &release).ok()["result"], "already");
-    // By name, and before the request is known: remembered by every rank.
+    // By name, and before the request is known: every rank remembers it.
     assert_eq!(
         p.post("/abort_requests", &json!({"request_ids": ["early"]})).ok()["results"]["early"],
         "unknown"

@@ -1,7 +1,7 @@
-//! Engines whose KV lies in a device's own memory: handoffs and tiers go through a mirror in host memory.
+//! Engines whose KV cache is in a device's own memory: handoffs and tiers use a mirror in host memory.
 //!
-//! By default the device is the software one, which also checks every copy and launch. `BATON_TEST_DEVICE=cuda:0` runs
-//! the same on a GPU (`bench/gpu/check.sh`).
+//! The default is the software device, which also checks every copy and launch. `BATON_TEST_DEVICE=cuda:0` runs the
+//! same tests on a GPU (`bench/gpu/check.sh`).
 
 use baton_connector::layout::KvDtype;
 use baton_engine::compute::cuda::{Accelerator, DeviceChoice};
@@ -47,15 +47,15 @@ fn same_tokens(cluster: &Cluster, body: &Value) {
     assert_eq!(ids(&two), ids(&one));
 }
 
-/// Blocks that a step had to copy to the device, with all its sequences waiting.
+/// Blocks that a step had to copy to the device while all its sequences waited.
 fn in_steps(node: &Node) -> f64 {
     let text = node.get("/metrics").text;
-    let line = text.lines().find(|line| line.contains("to=\"device_in_step\"")).expect("a device tells it");
+    let line = text.lines().find(|line| line.contains("to=\"device_in_step\"")).expect("a device exports it");
     line.rsplit(' ').next().and_then(|n| n.parse().ok()).expect(line)
 }
 
-/// Below, at and above a block, and over several steps. None ends with a full block: its last token's KV is computed by
-/// P and by D in different sums.
+/// Below, at and above a block, and over several steps. No length ends with a full block: P and D compute the last
+/// token's KV in different sums.
 const LENGTHS: [usize; 5] = [1, BLOCK - 1, BLOCK + 1, 3 * BLOCK + 1, 101];
 
 #[test]
@@ -71,7 +71,7 @@ fn a_handoff_between_devices_says_what_the_cpu_says() {
             let prompt = prompt(seed as u64 + 1, len);
             same_tokens(&cluster, &drawn(&prompt, 0.0));
             same_bytes(&cluster.p, &cluster.d, &prompt);
-            assert_eq!(in_steps(&cluster.d), 0.0, "what is read is on the device before a step wants it");
+            assert_eq!(in_steps(&cluster.d), 0.0, "read blocks are on the device before a step needs them");
             let with_logits = with(&greedy(&prompt, 12), "logprobs", json!(2));
             same_tokens(&cluster, &with_logits);
         }
@@ -89,7 +89,7 @@ fn what_a_device_lends_while_it_computes_is_copied_to_the_host_for_those_who_rea
             options.kv_transport = transport;
         });
         let copied = || cluster.p.metric("baton_kv_mirror_blocks_total");
-        // Read when it is computed, and while it is.
+        // Read after the computation, and during it.
         for (seed, len, waits) in [(11, 125, true), (12, 141, false)] {
             let prompt = prompt(seed, len);
             let body = drawn(&prompt, 0.0);
@@ -98,7 +98,7 @@ fn what_a_device_lends_while_it_computes_is_copied_to_the_host_for_those_who_rea
             let two = if waits {
                 let params = early.params.clone();
                 assert!(early.end().contains("[DONE]"));
-                assert_eq!(copied(), before, "the step loop copies what nobody reads");
+                assert_eq!(copied(), before, "the step loop copies blocks without a reader");
                 cluster.d.decode(&body, &params).ok()
             } else {
                 let two = cluster.d.decode(&body, &early.params).ok();
@@ -224,7 +224,7 @@ fn what_a_device_cannot_do_is_said_before_anything_is_served() {
     let error = refused(&|options| options.kv_ranks = 2);
     assert!(error.contains("--kv-ranks"), "{error}");
     if device() == DeviceChoice::Accelerator(Accelerator::Software) {
-        // No machine has as many; most that run this have none, nor a driver.
+        // No machine has as many; most machines that run this test have neither a GPU nor a driver.
         let error = refused(&|options| options.device = DeviceChoice::Accelerator(Accelerator::Cuda(4_000)));
         assert!(error.contains("--device cuda:4000"), "{error}");
         assert!(error.contains("looked for") || error.contains("cuda:4000: there is no"), "{error}");

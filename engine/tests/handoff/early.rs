@@ -1,6 +1,6 @@
-//! A handoff that begins before the prefill has finished: the decode engine reads blocks while they are computed. What
-//! both say together is what one says alone; and whatever ends the prefill in its middle, nothing is used of it and
-//! everything comes home.
+//! A handoff that begins before the prefill has finished: the decode engine reads blocks while they are computed. The
+//! joint answer equals that of one engine. If the prefill ends in its middle, none of its blocks is used, and all of
+//! them are freed.
 
 use std::io::Read;
 use std::net::TcpStream;
@@ -19,7 +19,7 @@ use super::observe::digests::same_bytes;
 
 const PATH: &str = "/v1/completions";
 
-/// A prefill leg that has lent before its end.
+/// A prefill leg with a lease before its end.
 pub(crate) struct Early {
     pub(crate) params: Value,
     rest: TcpStream,
@@ -27,7 +27,7 @@ pub(crate) struct Early {
 }
 
 impl Early {
-    /// Asks as a router does, and waits for the handoff.
+    /// Sends the request as a router does, and waits for the handoff.
     #[track_caller]
     pub(crate) fn begin(p: &Node, body: &Value) -> Self {
         let headers = [("x-request-id", &*fresh_id()), ("x-baton-early-handoff", "1")];
@@ -105,7 +105,7 @@ fn a_prompt_of_one_step_or_in_the_cache_is_lent_when_it_is_computed() {
     cluster.is_clean();
 }
 
-/// Steps so small, and so long, that a prefill takes a second.
+/// Steps so small and so slow that a prefill takes a second.
 fn slow(options: &mut EngineOptions) {
     (options.max_num_batched_tokens, options.max_num_seqs) = (4, 4);
     options.pace = Some(Duration::from_millis(30));
@@ -197,10 +197,10 @@ fn a_decode_engine_that_is_hung_up_on_ends_the_prefill_it_waits_for() {
     cluster.is_clean();
 }
 
-/// More prefills at once than the decode engine has workers for, beside a handoff of what is computed.
+/// More concurrent prefills than the decode engine has workers for, and one handoff of computed blocks.
 #[test]
 fn reads_that_wait_for_a_prefill_do_not_hold_up_those_that_need_not() {
-    // One engine computes one prompt at a time, so each has an engine of its own.
+    // One engine computes one prompt at a time, so each prefill has its own engine.
     let behind = [(); 2].map(|()| {
         let mut options = options(LLAMA, Role::Prefill);
         slow(&mut options);

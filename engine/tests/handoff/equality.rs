@@ -1,4 +1,4 @@
-//! What two engines say together is what one says alone.
+//! The joint answer of two engines equals that of one.
 
 use baton_connector::layout::KvDtype;
 use baton_engine::compute::cpu::WeightMode;
@@ -46,7 +46,7 @@ fn qwen2_in_bf16_handed_over_at_every_length_says_what_one_engine_says() {
     every_length_agrees(QWEN2);
 }
 
-/// `BATON_PARITY_DIR` is a folder made by the parity oracle (see `tests/fixtures/README.md`).
+/// `BATON_PARITY_DIR` is a folder of the parity oracle (see `tests/fixtures/README.md`).
 #[test]
 fn every_model_of_a_full_set_agrees_where_one_is_given() {
     let Some(dir) = std::env::var_os("BATON_PARITY_DIR") else { return };
@@ -58,7 +58,7 @@ fn every_model_of_a_full_set_agrees_where_one_is_given() {
     }
 }
 
-/// What is cached where, before the handoff.
+/// A prefix that is cached on P, on D, on both or on neither before the handoff.
 #[test]
 fn a_prefix_that_is_cached_on_either_side_or_on_both_changes_nothing() {
     let cluster = Cluster::of(QWEN3);
@@ -89,7 +89,7 @@ fn a_prefix_that_is_cached_on_either_side_or_on_both_changes_nothing() {
                 let reused = whole.min(warm / BLOCK * BLOCK);
                 let on_p = if place == "on D" { 0 } else { reused };
                 let on_d = if place == "on P" { 0 } else { reused };
-                assert_eq!(cached_of(&reply), on_p, "{place}, {warm} of {len}: P's cache is what counts");
+                assert_eq!(cached_of(&reply), on_p, "{place}, {warm} of {len}: P's cache counts");
                 let expected = if len - on_d <= 1 { 0 } else { len - on_d };
                 assert_eq!(fetched() - before, expected as f64, "{place}, {warm} of {len}: fetched");
                 same_bytes(&cluster.p, &cluster.d, &prompt);
@@ -155,7 +155,7 @@ fn engines_that_multiply_in_bfloat16_say_together_what_one_says() {
 
 #[test]
 fn engines_that_batch_and_compute_differently_agree_all_the_same() {
-    // Another number of threads, another step, another pool: only model, block size and element type must match.
+    // Other numbers of threads, steps and pools: only model, block size and element type must match.
     let cluster = Cluster::each(LLAMA, |options| match options.role {
         Role::Prefill => (options.threads, options.max_num_batched_tokens) = (Some(2), 16),
         Role::Decode => (options.kv_blocks, options.max_num_batched_tokens) = (Some(33), 512),

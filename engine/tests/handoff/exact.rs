@@ -1,15 +1,18 @@
-//! Exact mode: whatever becomes of a request on its way, its tokens and log-probabilities are those of the plain run to
-//! the last bit, and so are the bytes of every block that was computed, sent, stored or loaded for it.
+//! Exact mode: on every path of a request, its tokens and log-probabilities equal those of the plain run to the last
+//! bit. So do the bytes of every block that was computed, sent, stored or loaded for it.
 //!
 //! ```text
 //! plain run: one engine, one request at a time, each prompt in one step, no tier ─▶ answers, and SHA-256 of each block
-//! each way:  the same requests ─▶ the same answers; each block that is held, by name, has the plain run's digest
+//! each path: the same requests ─▶ the same answers; each block that is held, by name, has the plain run's digest
 //! ```
 //!
-//! Three families in f32 (the Qwen 2 with its bf16 weights widened). `cargo test -p baton-engine --test handoff exact --
-//! --nocapture` prints the table with how many blocks were compared. Bytes are compared because answers do not show
-//! everything: attention is a sum over positions that each key carries in itself, so two blocks in each other's place
-//! change no token. The last tests put such a pair into a transport and into a tier.
+//! Three families in f32 (the Qwen 2 with its bf16 weights widened).
+//! `cargo test -p baton-engine --test handoff exact -- --nocapture` prints the table with the number of compared
+//! blocks.
+//!
+//! Bytes are compared because answers do not show every error. Attention is a sum over positions, and each key
+//! contains its position, so two swapped blocks change no token. The last tests swap such a pair in a transport and
+//! in a tier.
 
 use std::fs;
 
@@ -21,33 +24,33 @@ use baton_engine::run::options::Role;
 use super::harness::cluster::{LLAMA, Node, QWEN3, greedy};
 use super::harness::widened::qwen2_in_f32;
 use super::observe::digests::{digests, hashes};
+use super::paths::{self, Plain};
 use super::tiers::{disk, files, rested};
-use super::ways::{self, Plain};
 
-/// A way, and how many blocks it compared.
-type Way = fn(&Plain) -> usize;
+/// Runs one path. Returns the number of compared blocks.
+type PathCheck = fn(&Plain) -> usize;
 
-const WAYS: [(&str, Way); 14] = [
-    ("P to D over TCP", ways::over_tcp),
-    ("P to D over shared memory", ways::over_shared_memory),
-    ("P in 2 KV ranks to D in 1", ways::from_two_ranks_to_one),
-    ("P in 1 KV rank to D in 2", ways::from_one_rank_to_two),
-    ("P in 2 KV ranks and blocks of 16 to D", ways::from_two_ranks_and_larger_blocks),
-    ("batched with others", ways::batched),
-    ("in chunks of 5, 7 and 24", ways::chunked),
-    ("preempted and computed again", ways::preempted),
-    ("prefix in the cache", ways::cached),
-    ("evicted to host memory and back", ways::by_way_of_host_memory),
-    ("written to disk, read after a restart", ways::by_way_of_disk),
-    ("P and D with tiers, from P's and from D's", ways::handed_over_from_tiers),
-    ("data-parallel ranks, from each to each", ways::between_data_parallel_ranks),
-    ("resumed in mid-answer, alone and P to D", ways::resumed),
+const PATHS: [(&str, PathCheck); 14] = [
+    ("P to D over TCP", paths::over_tcp),
+    ("P to D over shared memory", paths::over_shared_memory),
+    ("P in 2 KV ranks to D in 1", paths::from_two_ranks_to_one),
+    ("P in 1 KV rank to D in 2", paths::from_one_rank_to_two),
+    ("P in 2 KV ranks and blocks of 16 to D", paths::from_two_ranks_and_larger_blocks),
+    ("batched with others", paths::batched),
+    ("in chunks of 5, 7 and 24", paths::chunked),
+    ("preempted and computed again", paths::preempted),
+    ("prefix in the cache", paths::cached),
+    ("evicted to host memory and back", paths::by_way_of_host_memory),
+    ("written to disk, read after a restart", paths::by_way_of_disk),
+    ("P and D with tiers, from P's and from D's", paths::handed_over_from_tiers),
+    ("data-parallel ranks, from each to each", paths::between_data_parallel_ranks),
+    ("resumed in mid-answer, alone and P to D", paths::resumed),
 ];
 
-fn every_way(family: &str, model: &str) {
+fn every_path(family: &str, model: &str) {
     let plain = Plain::of(model);
-    for (name, way) in WAYS {
-        let blocks = way(&plain);
+    for (name, path) in PATHS {
+        let blocks = path(&plain);
         assert!(blocks > 0, "{family}, {name}: nothing was compared");
         eprintln!("{family}, {name}: the same answers, {blocks} blocks with the same bytes");
     }
@@ -55,24 +58,24 @@ fn every_way(family: &str, model: &str) {
 
 #[test]
 fn llama_says_the_same_in_every_way() {
-    every_way("llama", LLAMA);
+    every_path("llama", LLAMA);
 }
 
 #[test]
 fn qwen2_says_the_same_in_every_way() {
-    every_way("qwen2", qwen2_in_f32());
+    every_path("qwen2", qwen2_in_f32());
 }
 
 #[test]
 fn qwen3_says_the_same_in_every_way() {
-    every_way("qwen3", QWEN3);
+    every_path("qwen3", QWEN3);
 }
 
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
 fn each_family_says_the_same_by_nixl() {
     for (family, model) in [("llama", LLAMA), ("qwen2", qwen2_in_f32()), ("qwen3", QWEN3)] {
-        let blocks = ways::over_nixl(&Plain::of(model));
+        let blocks = paths::over_nixl(&Plain::of(model));
         eprintln!("{family}, P to D by NIXL, whole and in KV ranks: {blocks} blocks with the same bytes");
     }
 }
@@ -83,13 +86,13 @@ fn pair(plain: &Plain) -> [String; 2] {
     [names[1].clone(), names[4].clone()]
 }
 
-/// The tokens are the plain run's; of the blocks of the prompt the bytes of exactly these are not. What was computed
-/// from the pair, in another order of summing, may differ in its last bits.
+/// The tokens equal the plain run's. Of the prompt's blocks, exactly these differ. Blocks that were computed from the
+/// pair may differ in their last bits, because of another order of summing.
 fn only_bytes_show(plain: &Plain, node: &Node, answer: &serde_json::Value, pair: &[String]) {
     let ask = plain.longest();
     assert_eq!(
         answer["choices"][0]["token_ids"], ask.answer["choices"][0]["token_ids"],
-        "this pair was to change no token"
+        "this pair must change no token"
     );
     let names = hashes(&ask.prompt);
     let wrong = plain.differing(&digests(node));
@@ -104,7 +107,7 @@ fn a_transport_that_puts_two_blocks_in_each_others_place_changes_no_token_and_is
     let ask = plain.longest();
     let lent = p.lend(&ask.body);
     let pair = pair(&plain);
-    // P's blocks change places while D reads them, and back: what a transport does that mixes up two addresses.
+    // P's blocks are swapped while D reads them, as by a transport that confuses two addresses.
     let held = digests(&p);
     let [a, b] = [0, 1].map(|at| BlockId(held[&pair[at]].0));
     let cross = || {
@@ -116,7 +119,7 @@ fn a_transport_that_puts_two_blocks_in_each_others_place_changes_no_token_and_is
     let answer = d.decode(&ask.body, &lent).ok();
     cross();
     only_bytes_show(&plain, &d, &answer, &pair);
-    assert!(plain.differing(&digests(&p)).is_empty(), "P's own are as they were");
+    assert!(plain.differing(&digests(&p)).is_empty(), "P's own are unchanged");
 }
 
 #[test]
@@ -130,7 +133,7 @@ fn a_tier_that_keeps_two_blocks_under_each_others_name_changes_no_token_and_is_f
     rested(&first);
     first.stop();
     assert!(plain.differing_files(dir.path()).is_empty());
-    // Each file is whole and says that it is what its name says; only its block is the other one's.
+    // Each file is complete, and its header has the hash of its name. Only its block belongs to the other file.
     let pair = pair(&plain);
     let all = files(dir.path());
     let of = |name: &String| all.iter().find(|file| file.to_string_lossy().contains(name)).expect("stored");
@@ -146,7 +149,7 @@ fn a_tier_that_keeps_two_blocks_under_each_others_name_changes_no_token_and_is_f
     let second = with_disk();
     let answer = second.generate("loaded", &ask.body).ok();
     assert!(second.metric("baton_kv_offload_hit_tokens_total") > 0.0, "nothing was loaded");
-    assert_eq!(second.metric("baton_kv_offload_failures_total"), 0.0, "it was believed");
+    assert_eq!(second.metric("baton_kv_offload_failures_total"), 0.0, "it was not detected");
     only_bytes_show(&plain, &second, &answer, &pair);
     let mut sorted = pair.to_vec();
     sorted.sort();

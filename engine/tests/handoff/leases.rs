@@ -1,4 +1,4 @@
-//! Leases and time: heartbeats keep what is wanted, expiry takes back what is not.
+//! Leases and time: heartbeats keep the needed leases, and expiry ends the others.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ fn a_busy_decode_engine_keeps_a_short_lease_alive_while_the_request_waits() {
     let (p, d, one) = (short_leases(), Node::start(slow), Node::start(options(LLAMA, Role::Both)));
     let body = greedy(&prompt(1, 45), 4);
     thread::scope(|scope| {
-        // 50 steps of 50 ms: five leases long.
+        // 50 steps of 50 ms, five times the lease.
         let busy = scope.spawn(|| d.generate(&fresh_id(), &greedy(&prompt(2, 10), 50)).ok());
         d.wait_until("the engine is not busy", |kv| kv["requests"]["running"] == 1);
         let started = Instant::now();
@@ -54,17 +54,17 @@ fn a_handoff_that_has_waited_for_sixteen_leases_is_given_up_and_computed_again()
         let lent = p.lend(&body);
         let (d, body) = (&d, &body);
         let waits = scope.spawn(move || d.decode(body, &lent).ok());
-        // Long before the engine has room.
-        p.is_home();
-        assert_eq!(d.kv()["requests"]["running"], 1, "it had room before");
+        // Long before the engine has a free place.
+        p.all_free();
+        assert_eq!(d.kv()["requests"]["running"], 1, "it had a free place before");
         same_choices(&waits.join().expect("an answer"), &one.generate(&fresh_id(), body).ok());
         busy.join().expect("an answer");
     });
     assert_eq!(d.metric("baton_kv_load_failures_total"), 1.0);
-    assert_eq!(p.metric("vllm:nixl_num_kv_expired_reqs"), 0.0, "it was released, not left to time");
+    assert_eq!(p.metric("vllm:nixl_num_kv_expired_reqs"), 0.0, "it was released before its expiry");
 }
 
-/// All blocks are lent to requests that wait for blocks. Found by the simulator.
+/// All blocks are leased to requests that wait for blocks. The simulator found this case.
 #[test]
 fn an_engine_that_waits_for_its_own_leases_gives_one_up() {
     let mut tight = options(LLAMA, Role::Both);
@@ -86,7 +86,7 @@ fn an_engine_that_waits_for_its_own_leases_gives_one_up() {
         }
     });
     assert!(tight.metric("baton_kv_load_failures_total") > 0.0, "nothing was given up");
-    tight.is_home();
+    tight.all_free();
 }
 
 #[test]
@@ -94,14 +94,14 @@ fn a_lease_that_nobody_comes_for_expires_once_and_its_blocks_come_home() {
     let p = short_leases();
     let lent = p.lend(&greedy(&prompt(1, 45), 4));
     assert!(lent["remote_lease_left_ms"].as_u64().expect("milliseconds") <= 500);
-    p.is_home();
+    p.all_free();
     assert_eq!(p.metric("vllm:nixl_num_kv_expired_reqs"), 1.0);
     let late = p.post("/kv/release", &json!({"handle": lent["remote_handle"]})).ok();
     assert_eq!(late["result"], "already");
 }
 
-/// Leases are served off the step loop: a step of any length delays no reader. A machine that is busy can take longer
-/// than a step for what D does; one that served leases between steps would take longer every time.
+/// Leases are served off the step loop: a step of any length delays no reader. On a loaded machine D may take longer
+/// than a step by chance. An engine that served leases between steps would delay D every time.
 #[test]
 fn blocks_are_fetched_from_an_engine_in_the_middle_of_a_long_step() {
     const ATTEMPTS: u64 = 6;
@@ -112,14 +112,14 @@ fn blocks_are_fetched_from_an_engine_in_the_middle_of_a_long_step() {
         let body = greedy(&prompt(attempt, 20), 4);
         let lent = p.lend(&body);
         thread::scope(|scope| {
-            // Three steps long. It is seen to run when the first of them is over and the second has begun.
+            // Three steps long. It is observed as running after the first step, during the second one.
             let busy = scope.spawn(|| p.generate(&fresh_id(), &greedy(&prompt(100 + attempt, 60), 1)).ok());
             p.wait_until("nothing runs", |kv| kv["requests"]["running"] == 1);
             let steps = p.kv()["steps"].clone();
             let reply = d.decode(&body, &lent).ok();
             assert_eq!(reply["choices"][0]["token_ids"].as_array().expect("ids").len(), 4);
             let after = p.kv();
-            assert_eq!(after["leases"]["live"], 0, "D has told P that it has everything");
+            assert_eq!(after["leases"]["live"], 0, "D has finished its read at P");
             busy.join().expect("an answer");
             after["steps"] == steps
         })

@@ -1,9 +1,8 @@
-//! A handoff between real engines in one process: what prefill engine and decode engine say together is, token by
-//! token and bit by bit, what one engine says alone, and afterwards every block is home.
+//! A handoff between real engines in one process. The joint answer of prefill and decode engine equals the answer of
+//! one engine, token by token and bit by bit. Afterwards every block is free.
 //!
-//! Each test starts its own engines on free ports of loopback, with the tiny checkpoints of `tests/fixtures`,
-//! and speaks HTTP to them as a router does: the prefill leg, then the decode leg with the reply's
-//! `kv_transfer_params`.
+//! Each test starts its own engines on free loopback ports, with the tiny checkpoints of `tests/fixtures`. It sends
+//! HTTP requests as a router does: the prefill leg, then the decode leg with the reply's `kv_transfer_params`.
 
 mod aborts;
 mod data_parallel;
@@ -14,6 +13,7 @@ mod exact;
 mod harness;
 mod leases;
 mod observe;
+mod paths;
 mod pressure;
 mod ranks;
 mod refusal;
@@ -22,4 +22,3 @@ mod texts;
 mod tiers;
 mod transports;
 mod vanish;
-mod ways;

@@ -1,4 +1,4 @@
-//! Many requests at once, and pools that are too small for them.
+//! Many concurrent requests, and pools that are too small for them.
 
 use std::thread;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::harness::cluster::{BLOCK, Cluster, LLAMA, QWEN3, fresh_id, greedy, prompt, same_choices};
 use super::observe::digests::same_bytes;
 
-/// Hands over all bodies at once; the answers come in their order.
+/// Hands over all bodies at once. Returns the answers in the same order.
 fn all_at_once(cluster: &Cluster, bodies: &[Value]) -> Vec<Value> {
     thread::scope(|scope| {
         let calls: Vec<_> = bodies.iter().map(|body| scope.spawn(move || cluster.hand_over(body))).collect();
@@ -49,7 +49,7 @@ fn many_handoffs_of_one_prompt_at_once_share_their_blocks_and_hinder_nobody() {
 #[test]
 fn pools_too_small_for_all_requests_preempt_and_change_no_answer() {
     let cluster = Cluster::with(LLAMA, |options| options.kv_blocks = Some(20));
-    // Three blocks each when they start and eight when they end: twenty do not hold all that start.
+    // Three blocks each at the start and eight at the end: twenty do not hold all that start.
     let bodies: Vec<_> =
         (0..14).map(|n| greedy(&prompt(2_000 + n, 2 * BLOCK + 1 + n as usize % 7), 40)).collect();
     each_as_if_alone(&cluster, &bodies);

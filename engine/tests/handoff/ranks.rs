@@ -1,5 +1,5 @@
-//! KV caches that are sharded by heads and cut into blocks differently on the two engines of a handoff; several
-//! consumers of one handoff; and ranks that do not answer.
+//! KV caches with different shards of heads and different blocks on the two engines of a handoff. Also several
+//! consumers of one handoff, and ranks that do not answer.
 
 use std::net::TcpListener;
 
@@ -14,7 +14,7 @@ use super::harness::cluster::{
 use super::harness::wide::wide;
 use super::observe::digests::same_bytes;
 
-/// An engine whose KV cache has so many ranks, in blocks of so many tokens.
+/// An engine with `ranks` KV ranks and blocks of `block_tokens` tokens.
 fn node(role: Role, ranks: usize, block_tokens: usize) -> Node {
     let mut options = options(wide(), role);
     (options.kv_ranks, options.block_tokens, options.kv_blocks) = (ranks, block_tokens, Some(64));
@@ -30,7 +30,7 @@ fn fetched(d: &Node) -> f64 {
     d.metric("vllm:external_prefix_cache_hits_total")
 }
 
-/// Hands a request over, compares it with one engine's answer, and says how many tokens were read.
+/// Hands a request over and compares the answer with one engine's. Returns how many tokens were read.
 #[track_caller]
 fn agrees(p: &Node, d: &Node, one: &Node, body: &Value) -> f64 {
     let before = fetched(d);
@@ -50,7 +50,7 @@ fn any_ranks_hand_over_to_any_ranks_and_any_blocks_to_any_blocks_bit_by_bit() {
     let mut seed = 0;
     for (theirs, p) in &producers {
         for (ours, d) in &consumers {
-            // Parts of the last block on both sides, and more than one of the larger.
+            // Partial last blocks on both sides, and more than one of the larger blocks.
             seed += 1;
             let prompt = prompt(seed, 69);
             let read = agrees(p, d, &one, &greedy(&prompt, 6));
@@ -94,7 +94,7 @@ fn one_handoff_over_several_links_serves_all_choices_of_a_request() {
     d.is_clean();
 }
 
-/// What a producer lends to `consumers` consumers.
+/// The handoff of a producer with a lease for `consumers` consumers.
 #[track_caller]
 fn lend_to(p: &Node, body: &Value, consumers: usize) -> Value {
     let mut leg = prefill_leg(body);
@@ -133,7 +133,7 @@ fn a_decode_engine_that_refuses_a_shared_handoff_takes_nothing_from_the_others()
     refuses.is_clean();
     same_choices(&takes.decode(&body, &lent).ok(), &one.generate(&fresh_id(), &body).ok());
     assert_eq!(fetched(&takes), 50.0);
-    // Two have left and one has read: nobody is waited for.
+    // Two have left and one has read: the lease waits for no other consumer.
     p.is_clean();
     takes.is_clean();
 }
@@ -150,7 +150,7 @@ fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port").port()
 }
 
-/// D's answer is right, computed here, and everything is home on both sides.
+/// D computes the correct answer itself, and all blocks are free on both sides.
 #[track_caller]
 fn recomputed(p: &Node, d: &Node, one: &Node, body: &Value, lent: &Value) {
     let before = d.metric("baton_kv_load_failures_total");
@@ -163,7 +163,7 @@ fn recomputed(p: &Node, d: &Node, one: &Node, body: &Value, lent: &Value) {
 #[test]
 fn a_dead_rank_of_the_producer_costs_the_handoff_and_holds_nobody_and_nothing() {
     let (p, d, one) = (node(Role::Prefill, 4, 16), node(Role::Decode, 2, 16), reference());
-    // Rank 0 is the one that heartbeats and releases go to first.
+    // Heartbeats and releases go to rank 0 first.
     for (seed, rank) in [(10, 0), (11, 1), (12, 3)] {
         let body = greedy(&prompt(seed, 50), 8);
         recomputed(&p, &d, &one, &body, &with_port(&p.lend(&body), rank, free_port()));
@@ -173,7 +173,7 @@ fn a_dead_rank_of_the_producer_costs_the_handoff_and_holds_nobody_and_nothing() 
 #[test]
 fn a_silent_rank_of_the_producer_is_an_error_within_the_bound() {
     let (p, d, one) = (node(Role::Prefill, 2, 16), node(Role::Decode, 4, 16), reference());
-    // Connections are made, and nothing is ever said.
+    // Accepts connections and never answers.
     let silent = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let body = greedy(&prompt(13, 50), 8);
     let lent = with_port(&p.lend(&body), 1, silent.local_addr().expect("bound").port());
@@ -209,7 +209,7 @@ fn a_handoff_that_lies_about_its_cut_is_refused_before_a_byte_is_read() {
         let lent = p.lend(&body);
         same_choices(&d.decode(&body, &lie(&lent)).ok(), &one.generate(&fresh_id(), &body).ok());
         assert_eq!(fetched(&d), 0.0, "{}", lie(&lent));
-        // The producer does not know this cut either when it is told to release: it is told by who knows better.
+        // The producer does not recognise these ranks in a release either: the test releases the lease itself.
         p.post("/kv/release", &json!({"handle": lent["remote_handle"]})).ok();
         d.is_clean();
     }

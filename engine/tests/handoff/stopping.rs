@@ -1,10 +1,10 @@
-//! A token that ends the text is a token of the answer, but its own text is not (vLLM's behaviour).
+//! A token that ends the text belongs to the answer, but its own text does not (as in vLLM).
 
 use serde_json::{Value, json};
 
 use super::harness::cluster::{Cluster, LLAMA, fresh_id, greedy, prompt, with};
 
-/// A greedy answer of 12 tokens, and the place of a token with text that has not come before.
+/// A greedy answer of 12 tokens, and the position of a token with text that has not occurred before.
 fn answer(cluster: &Cluster) -> (Value, Vec<u64>, usize) {
     for seed in 0..100 {
         let body = greedy(&prompt(seed, 20), 12);
@@ -43,7 +43,7 @@ fn the_text_of_a_stop_token_is_left_out_and_its_id_and_logprob_stay() {
     let included = with(&stopped, "include_stop_str_in_output", json!(true));
     assert_eq!(cluster.agrees(&included)["choices"][0]["text"], text_of(at + 1), "with it");
 
-    // Before `min_tokens` it is a token like any other, and its text too.
+    // Before `min_tokens` it is an ordinary token, and so is its text.
     let later = with(&stopped, "min_tokens", json!(at + 2));
     let reply = cluster.agrees(&later);
     let ids_then = reply["choices"][0]["token_ids"].as_array().expect("ids").len();

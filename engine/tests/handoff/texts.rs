@@ -1,5 +1,5 @@
-//! Where one engine's texts begin and end: end-of-text tokens, seeds, the shortest text, the longest context, and how many
-//! texts a request may have.
+//! The limits of one engine's texts: end-of-text tokens, seeds, the shortest text, the longest context, and the
+//! number of texts in a request.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 use super::harness::cluster::{LLAMA, Node, QWEN2, QWEN3, options, prompt, with};
 
-/// A copy of the Qwen 3 fixture, changed: file name, and what becomes of its JSON; `None` deletes it.
+/// A copy of the Qwen 3 fixture with changes: file name and changed JSON fields; `None` deletes the file.
 fn checkpoint(changes: &[(&str, Option<Value>)]) -> TempDir {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(QWEN3);
     let folder = tempfile::tempdir().expect("a folder");
@@ -38,7 +38,7 @@ fn engine_of(folder: &TempDir) -> Node {
     Node::start(options(folder.path().to_str().expect("UTF-8"), Role::Both))
 }
 
-/// How a text of at most four tokens ends in which this one is the likeliest by far.
+/// The end of a text of at most four tokens, in which this token is by far the likeliest.
 #[track_caller]
 fn ended_by(engine: &Node, token: u32) -> (String, u64) {
     let body = json!({
@@ -49,7 +49,7 @@ fn ended_by(engine: &Node, token: u32) -> (String, u64) {
     (reason, reply["usage"]["completion_tokens"].as_u64().expect("a count"))
 }
 
-/// `<|im_end|>`, which the fixture's tokenizer names.
+/// `<|im_end|>`, in the fixture's tokenizer.
 const OF_TOKENIZER: u32 = 507;
 
 #[test]
@@ -70,7 +70,7 @@ fn the_tokenizers_end_of_text_ends_a_text_beside_that_of_the_generation_config_o
     assert_eq!(ended_by(&engine, OF_TOKENIZER), stop);
     assert_eq!(ended_by(&engine, of_config), stop);
 
-    // None at all: the engine starts, and texts end at their bound.
+    // Without any: the engine starts, and texts end at their limit.
     let no_id = ("config.json", Some(json!({"eos_token_id": null})));
     let no_name = ("tokenizer_config.json", Some(json!({"eos_token": null})));
     let folder = checkpoint(&[no_id, no_name, ("generation_config.json", None)]);
@@ -111,7 +111,7 @@ fn every_prompt_of_a_request_with_a_seed_draws_as_it_would_alone_and_choices_cou
         .map(|prompt| tokens(&engine, &with(&with(&body, "prompt", json!(prompt)), "seed", json!(8))));
     assert_eq!(two, [&alone[0][..], &next[0], &alone[1], &next[1]].concat());
     assert_ne!(alone[0], next[0]);
-    // Without a seed, which -1 says too, nothing is drawn twice.
+    // Without a seed, or with -1, no draw is repeated.
     for seed in [Value::Null, json!(-1)] {
         let body = with(&with(&body, "prompt", json!([one, one])), "seed", seed);
         let drawn = [tokens(&engine, &body), tokens(&engine, &body)].concat();
@@ -122,7 +122,7 @@ fn every_prompt_of_a_request_with_a_seed_draws_as_it_would_alone_and_choices_cou
 #[test]
 fn a_stop_string_counts_from_the_token_after_min_tokens_on() {
     let engine = Node::start(options(LLAMA, Role::Both));
-    // One letter over and over.
+    // One letter repeatedly.
     let letter = engine.post("/tokenize", &json!({"prompt": "a", "add_special_tokens": false})).ok();
     let bias = json!({letter["tokens"][0].to_string(): 100});
     let said = |min_tokens: u32, stop: &str| {
@@ -138,7 +138,7 @@ fn a_stop_string_counts_from_the_token_after_min_tokens_on() {
     assert_eq!(said(0, "a"), wanted("", 1));
     assert_eq!(said(1, "a"), wanted("a", 2));
     assert_eq!(said(3, "a"), wanted("aaa", 4));
-    // One that begins among the first tokens ends the text too.
+    // A stop string that begins among the first tokens ends the text too.
     assert_eq!(said(3, "aa"), wanted("aa", 4));
     assert_eq!(said(8, "a"), wanted("aaaaaaaa", 8));
 }

@@ -1,5 +1,5 @@
-//! Offload tiers below real engines: what was evicted, what an engine wrote before it was restarted, and what lies
-//! damaged on disk never change a bit of what is answered, and every block comes home.
+//! Offload tiers below real engines. Evicted blocks, blocks from before a restart and damaged files never change a
+//! bit of an answer, and every block is freed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use baton_connector::layout::KvDtype;
 use baton_engine::compute::cpu::WeightMode;
 use baton_engine::engine::Engine;
 use baton_engine::offload::open::{DiskOptions, OffloadOptions};
-use baton_engine::offload::workers::Pace;
+use baton_engine::offload::workers::WorkerTimeouts;
 use baton_engine::run::options::{EngineOptions, Role};
 use serde_json::Value;
 
@@ -18,9 +18,9 @@ use super::harness::cluster::{
 };
 use super::harness::http;
 
-/// Enough for one of the prompts below with its output, and not for two.
+/// Enough for one of the prompts below with its output, but not for two.
 pub(crate) const SMALL_POOL: usize = 24;
-/// Of which so many blocks can be found again: at least one token is computed.
+/// Of these, twelve blocks can be loaded: at least one token is computed.
 const PROMPT_TOKENS: usize = 12 * BLOCK + 3;
 
 pub(crate) fn host(options: &mut EngineOptions, mib: usize) {
@@ -31,7 +31,10 @@ pub(crate) fn disk(options: &mut EngineOptions, dir: &Path) {
     options.offload = OffloadOptions {
         host_bytes: 0,
         disk: Some(DiskOptions { dir: dir.to_owned(), bytes: 64 << 20 }),
-        pace: Pace { load_patience: Duration::from_secs(60), disk_rest: Duration::from_millis(50) },
+        timeouts: WorkerTimeouts {
+            load_timeout: Duration::from_secs(60),
+            disk_suspension: Duration::from_millis(50),
+        },
     };
 }
 
@@ -42,7 +45,7 @@ fn node(model: &str, change: impl Fn(&mut EngineOptions)) -> Node {
     Node::start(options)
 }
 
-/// Everything that is to be stored is stored.
+/// Waits until all stores have ended.
 #[track_caller]
 pub(crate) fn rested(node: &Node) {
     node.wait_until("copies are in flight", |kv| kv["offload"].is_null() || kv["offload"]["in_flight"] == 0);
@@ -55,7 +58,7 @@ fn answer(node: &Node, body: &Value) -> Value {
     answer
 }
 
-/// Other prompts take the pool over.
+/// Fills the pool with other prompts.
 #[track_caller]
 pub(crate) fn wash(node: &Node) {
     for seed in 900..903 {
@@ -128,7 +131,7 @@ fn the_disk_tier_survives_a_restart() {
     assert_eq!(hits(&second), (12 * BLOCK) as f64);
     second.is_clean();
     second.stop();
-    // Another model finds nothing of it, nor does the same one with other elements or rounded weights.
+    // Another model finds none of the blocks. Neither does the same model with other elements or rounded weights.
     let others: [(&str, KvDtype, WeightMode); 4] = [
         (QWEN2, KvDtype::F32, WeightMode::Stored),
         (LLAMA, KvDtype::F16, WeightMode::Stored),
@@ -159,7 +162,7 @@ fn a_damaged_file_is_computed_again_and_never_believed() {
             fs::File::options().write(true).open(file).expect("there").set_len(length - 1).expect("cut");
         },
         &|file| {
-            // Another engine's: the fingerprint in the header.
+            // The fingerprint in the header: a file of another engine.
             let mut bytes = fs::read(file).expect("readable");
             bytes[17] ^= 1;
             fs::write(file, bytes).expect("writable");
@@ -171,14 +174,14 @@ fn a_damaged_file_is_computed_again_and_never_believed() {
         let engine = node(LLAMA, |options| disk(options, dir.path()));
         let body = greedy(&prompt(3, PROMPT_TOKENS), 12);
         let one = answer(&engine, &body);
-        // All of them: whichever block comes first, nothing after it may be used.
+        // All of them: no block after the first damaged one may be used.
         files(dir.path()).iter().for_each(|file| damage(file));
         engine.forget();
         let again = answer(&engine, &body);
         same_choices(&again, &one);
         assert_eq!((cached_tokens(&again), hits(&engine)), (0, 0.0));
         assert!(engine.metric("baton_kv_offload_failures_total") >= 12.0);
-        // It was stored anew, and is whole now.
+        // The blocks were stored again, and are complete now.
         engine.forget();
         same_choices(&answer(&engine, &body), &one);
         assert_eq!(hits(&engine), (12 * BLOCK) as f64);
@@ -216,7 +219,7 @@ fn a_disk_that_breaks_while_requests_run_is_left_alone_and_used_again_when_it_is
     let (plain, engine) = (node(LLAMA, |_| {}), node(LLAMA, |options| disk(options, &below)));
     let body = |seed| greedy(&prompt(seed, PROMPT_TOKENS), 8);
     same_choices(&answer(&engine, &body(5)), &answer(&plain, &body(5)));
-    // A file where the directory was: every access fails, for whoever runs the test.
+    // A file replaces the directory: every access fails, for every user.
     fs::remove_dir_all(&below).expect("deleted");
     fs::write(&below, b"in the way").expect("written");
     for seed in 5..9 {
@@ -251,8 +254,8 @@ fn a_disk_tier_keeps_to_its_size() {
     engine.is_clean();
 }
 
-/// Dynamo #6681, with an engine's own threads: requests end by themselves and are aborted by name in the same moments
-/// in which their blocks are being stored.
+/// Dynamo #6681, with an engine's own threads: requests end and are aborted by name while their blocks are being
+/// stored.
 #[test]
 fn stop_and_abort_while_blocks_are_stored_strand_nothing() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -295,9 +298,9 @@ fn prefill_and_decode_engines_with_tiers_say_what_one_engine_says() {
     cluster.agrees(&body);
     for node in [&cluster.p, &cluster.d] {
         rested(node);
-        assert!(node.metric("baton_kv_offload_stored_blocks_total") >= 12.0, "each saves for itself");
+        assert!(node.metric("baton_kv_offload_stored_blocks_total") >= 12.0, "each stores its own blocks");
     }
-    // P loads what it prefilled before.
+    // P loads the prompt that it prefilled before.
     cluster.p.forget();
     cluster.d.forget();
     cluster.agrees(&body);
@@ -347,7 +350,7 @@ fn each_data_parallel_rank_has_tiers_of_its_own() {
             let answer = http::call(engine.http, "POST", "/v1/completions", &headers, &body).ok();
             assert_eq!(cached_tokens(&answer), cached, "rank {rank}");
             engine.wait_until("copies are in flight", |kv| {
-                // A rank that has not been asked anything yet shows nothing.
+                // A rank without requests has no counts.
                 let rested = |core: &Value| core["offload"].is_null() || core["offload"]["in_flight"] == 0;
                 kv["cores"].as_array().expect("two").iter().all(rested)
             });

@@ -1,5 +1,5 @@
-//! The same handoffs over shared memory and over TCP, and which of the two is taken. The other tests here use
-//! what engines choose by themselves: shared memory.
+//! The same handoffs over shared memory and over TCP, and the choice between them. The other tests use the automatic
+//! choice: shared memory.
 
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_engine::handoff::transport::KvTransport;
@@ -11,7 +11,7 @@ use super::harness::cluster::{
 };
 use super::observe::digests::same_bytes;
 
-/// Fetches that a transport carried to the end.
+/// Fetches that a transport completed.
 pub(crate) fn carried(node: &Node, transport: &str) -> u64 {
     let label = format!("transport=\"{transport}\"");
     let text = node.get("/metrics").text;
@@ -81,7 +81,7 @@ fn a_producer_that_offers_no_shared_memory_is_an_error_where_nothing_else_may_be
     cluster.is_clean();
 }
 
-/// A handoff whose blocks were given to another prompt before D came, on each transport.
+/// A handoff whose blocks were reallocated to another prompt before D reads, on each transport.
 #[test]
 fn blocks_that_were_given_to_another_prompt_are_never_used_on_any_transport() {
     for transport in [KvTransport::Auto, KvTransport::Shm, KvTransport::Tcp] {
@@ -105,7 +105,8 @@ fn blocks_that_were_given_to_another_prompt_are_never_used_on_any_transport() {
     }
 }
 
-/// The producer ends and another engine starts on its port: D looks anew for each, and finds shared memory again.
+/// The producer ends and another engine starts on its port: D chooses the transport of each again, and finds shared
+/// memory again.
 #[test]
 fn a_producer_that_was_started_again_is_found_by_shared_memory_again() {
     let mut cluster = cluster(KvTransport::Auto, KvTransport::Auto, LoadFailurePolicy::Recompute);

@@ -1,4 +1,4 @@
-//! A client whose host vanishes without a word: no FIN, no RST. In a network namespace, where one can be made.
+//! A client whose host vanishes: no FIN, no RST. The test needs a network namespace.
 
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -8,8 +8,8 @@ use serde_json::json;
 
 use super::harness::cluster::{LLAMA, Node, greedy, options, prompt, with};
 
-/// A host of its own, one cable away.
-struct Host {
+/// A separate host at the other end of a virtual cable.
+struct NetworkNamespace {
     name: String,
     net: String,
     clients: Vec<Child>,
@@ -20,8 +20,8 @@ fn ip(words: &str) -> bool {
     run.is_ok_and(|status| status.success())
 }
 
-impl Host {
-    /// `None`, and a word about it, where this machine lets the test make none.
+impl NetworkNamespace {
+    /// `None`, with a message, if the test has no permission.
     fn new() -> Option<Self> {
         let process = std::process::id();
         let (name, net) = (format!("be{process}"), format!("10.232.{}", process % 250));
@@ -40,7 +40,7 @@ impl Host {
         made.then_some(host)
     }
 
-    /// One of its clients asks the engine at this port.
+    /// Starts a client that sends a request to the engine at this port.
     fn ask(&mut self, port: u16, body: &str) {
         let request = format!(
             "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}",
@@ -57,7 +57,7 @@ impl Host {
     }
 }
 
-impl Drop for Host {
+impl Drop for NetworkNamespace {
     fn drop(&mut self) {
         for client in &mut self.clients {
             let _ = client.kill();
@@ -70,7 +70,7 @@ impl Drop for Host {
 
 #[test]
 fn a_client_that_vanishes_is_noticed_whether_its_answer_flows_or_is_computed_whole() {
-    let Some(mut host) = Host::new() else { return };
+    let Some(mut host) = NetworkNamespace::new() else { return };
     let mut options = options(LLAMA, Role::Both);
     options.listen = format!("{}.1:0", host.net).parse().expect("an address");
     options.cluster_secret = Some("a secret of the whole cluster".to_owned());

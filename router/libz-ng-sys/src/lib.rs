@@ -1,15 +1,21 @@
 //! The names of `libz-ng-sys` that `flate2` uses, served by `libz-rs-sys` (pure Rust).
 //!
-//! pingora asks flate2 for its `zlib-ng` backend whatever features are chosen, and the real
-//! `libz-ng-sys` compiles C with cmake. A bare machine has no cmake, so the workspace patches
-//! that crate with this one. Nothing else is different: the calls below are forwarded as they are.
+//! pingora requests flate2's `zlib-ng` backend whatever features are chosen, and the real `libz-ng-sys` compiles C
+//! with cmake. Not every build machine has cmake, so the workspace patches that crate with this one. Nothing else
+//! is different: the calls below are forwarded as they are.
 //!
-//! The only mismatch is the stream struct: flate2 fills `zalloc` and `zfree` with plain function
-//! pointers where `libz-rs-sys` declares `Option`s of them. Rust guarantees that an `Option` of a
-//! function pointer has the pointer's size and representation, so the layouts are the same; the
-//! assertions below check the sizes and the offsets at compile time.
-#![allow(unsafe_code, non_snake_case, non_camel_case_types, missing_docs)]
-#![allow(clippy::missing_safety_doc)] // every function has the safety contract of its zlib namesake
+//! The only mismatch is the stream struct: flate2 fills `zalloc` and `zfree` with plain function pointers where
+//! `libz-rs-sys` declares `Option`s of them. Rust guarantees that an `Option` of a function pointer has the
+//! pointer's size and representation, so the layouts are the same. The assertions below check the sizes and the
+//! offsets at compile time.
+#![allow(
+    unsafe_code,
+    non_snake_case,
+    non_camel_case_types,
+    missing_docs,
+    reason = "the names and the C interface of zlib-ng"
+)]
+#![allow(clippy::missing_safety_doc, reason = "every function has the safety contract of its zlib namesake")]
 
 use core::ffi::{c_char, c_int, c_void};
 use core::mem::{offset_of, size_of};

@@ -1,4 +1,4 @@
-//! What would be decided about a request, without asking any engine and without leaving a trace.
+//! The decisions about a request, without contacting any engine and without leaving a trace.
 
 use std::sync::Arc;
 
@@ -9,17 +9,17 @@ use serde_json::{Value, json};
 
 use crate::admin::explain::disaggregated;
 use crate::engines::caches::kv_events::Subscriptions;
-use crate::exchange::ask::{Ask, Owner};
+use crate::exchange::client_request::{ClientRequest, RequestOwner};
 use crate::message::path::Dialect;
 use crate::routing::disaggregation;
-use crate::routing::pool::{Trial, another_first};
+use crate::routing::pool::{DryRun, another_first};
 use crate::state::generation::Generation;
 
-/// Decides as for a client's request with this path, body and headers, of this tenant: with `auth` each has a salt of
-/// its own, and so prefixes of its own.
+/// Decides as for a client's request with this path, body and headers, of this tenant. With `auth` each tenant has
+/// its own salt, and so its own prefixes.
 ///
 /// # Errors
-/// What the client would be told.
+/// The error that the client would receive.
 pub(crate) fn dry_run(
     path: &str,
     body: &Bytes,
@@ -43,34 +43,34 @@ pub(crate) fn dry_run(
             None => return Err(ApiError::invalid("tenant", "no key or certificate belongs to this tenant")),
         },
     };
-    let owner = identity.as_ref().map(|(auth, identity)| Owner { identity, auth });
-    let ask = Ask::read(dialect, body.clone(), headers, generation, owner.as_ref())?;
-    let mut wanted = ask.wanted();
-    let decode: Trial = ask.model.decode.try_out(&wanted, &[]);
-    let facts = ask.facts(decode.sight.holding);
-    let decided = disaggregation::decide(&ask.model.disaggregate, &facts);
+    let owner = identity.as_ref().map(|(auth, identity)| RequestOwner { identity, auth });
+    let request = ClientRequest::read(dialect, body.clone(), headers, generation, owner.as_ref())?;
+    let mut features = request.routing_features();
+    let decode: DryRun = request.model.decode.dry_run(&features, &[]);
+    let inputs = request.disaggregation_inputs(decode.decision.cached);
+    let decided = disaggregation::decide(&request.model.disaggregate, &inputs);
     let prefill = decode.chosen.as_ref().filter(|_| decided.is_remote()).map(|chosen| {
-        wanted.pair = chosen.pair();
-        let pool = &ask.model.prefill;
+        features.pair = chosen.pair();
+        let pool = &request.model.prefill;
         let chosen = another_first(&[&[Arc::clone(&chosen.engine)], &[]], |tried| {
-            let trial = pool.try_out(&wanted, tried);
+            let trial = pool.dry_run(&features, tried);
             if trial.chosen.is_some() { Ok(trial) } else { Err(Box::new(trial)) }
         });
         chosen.unwrap_or_else(|none| *none)
     });
-    let told = |trial: &Trial| {
-        let mut told = trial.sight.json();
+    let explain = |trial: &DryRun| {
+        let mut explained = trial.decision.json();
         let events = trial.chosen.as_ref().and_then(|chosen| kv_events.of(chosen.engine.id()));
         if let Some((_, events)) = events {
-            told["held"]["kv_events_left_out"] = events.left_out_json();
+            explained["held"]["kv_events_left_out"] = events.ignored_json();
         }
-        told
+        explained
     };
     Ok(json!({
-        "model": ask.model.name,
+        "model": request.model.name,
         "generation": generation.number,
-        "decode": told(&decode),
-        "disaggregation": disaggregated(decided, &facts),
-        "prefill": prefill.as_ref().map(told),
+        "decode": explain(&decode),
+        "disaggregation": disaggregated(decided, &inputs),
+        "prefill": prefill.as_ref().map(explain),
     }))
 }

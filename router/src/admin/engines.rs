@@ -1,6 +1,6 @@
-//! `GET /engines`: what every engine is given and why; `POST /engines/HOST:PORT/drain` and `/undrain`.
+//! `GET /engines`: the state of every engine and the reasons; `POST /engines/HOST:PORT/drain` and `/undrain`.
 //!
-//! An operator's word goes before the configuration's, survives reloads and an engine's absence, and ends with the
+//! An operator's order overrides the configuration, survives reloads and an engine's absence, and ends with the
 //! process.
 
 use std::sync::Arc;
@@ -10,49 +10,49 @@ use hyper::StatusCode;
 use hyper::header::{HeaderValue, RETRY_AFTER};
 use serde_json::{Map, Value, json};
 
-use super::Answer;
-use crate::engines::fleet::HandedOver;
-use crate::engines::health::Order;
+use super::AdminResponse;
+use crate::engines::fleet::OrdersTransferredError;
+use crate::engines::health::OperatorOrder;
 use crate::engines::http::{Engine, Verb};
 use crate::metrics::Leg;
 use crate::state::generation::Generation;
 use crate::state::shared::Shared;
 
-/// Every engine that some pool names, as JSON.
+/// All engines that some pool names, as JSON.
 pub(super) fn list(shared: &Shared) -> Value {
     let generation = shared.generation();
     let mut engines: Vec<_> = shared.fleet.engines();
     engines.sort_unstable_by(|a, b| a.authority().cmp(b.authority()));
-    let engines: Vec<Value> = engines.iter().map(|engine| one(engine, shared, &generation)).collect();
+    let engines: Vec<Value> = engines.iter().map(|engine| describe(engine, shared, &generation)).collect();
     json!({"generation": generation.number, "engines": engines})
 }
 
-fn one(engine: &Arc<Engine>, shared: &Shared, generation: &Generation) -> Value {
+fn describe(engine: &Arc<Engine>, shared: &Shared, generation: &Generation) -> Value {
     let (health, now) = (engine.health().snapshot(), Instant::now());
     let terms = engine.health_terms();
     let load = engine.reading(Instant::now).map(|reading| {
-        let load = reading.said;
+        let load = reading.reported;
         let age_ms = u64::try_from(load.at.elapsed().as_millis()).unwrap_or(u64::MAX);
         json!({"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage, "age_ms": age_ms})
     });
-    let kv_events = shared.fleet.subscriptions.of(engine.id()).map(|(publisher, told)| {
+    let kv_events = shared.fleet.subscriptions.of(engine.id()).map(|(publisher, stats)| {
         json!({
             "publisher": publisher,
-            "connected": told.is_connected(),
-            "batches": told.batches(),
-            "gaps": told.gaps(),
-            "blocks": told.blocks(),
-            "left_out": told.left_out_json(),
+            "connected": stats.is_connected(),
+            "batches": stats.batches(),
+            "gaps": stats.gaps(),
+            "blocks": stats.blocks(),
+            "left_out": stats.ignored_json(),
         })
     });
     let (mut pools, mut legs) = (Vec::new(), Map::new());
     for model in generation.models.list() {
         for leg in Leg::BOTH {
-            let mut places = model.pool(leg).members().iter().filter(|m| Arc::ptr_eq(&m.engine, engine));
-            let Some(place) = places.next() else { continue };
-            let ranks = 1 + places.count();
+            let mut members = model.pool(leg).members().iter().filter(|m| Arc::ptr_eq(&m.engine, engine));
+            let Some(member) = members.next() else { continue };
+            let ranks = 1 + members.count();
             pools.push(
-                json!({"model": model.name, "leg": leg.label(), "weight": place.weight, "ranks": ranks}),
+                json!({"model": model.name, "leg": leg.label(), "weight": member.weight, "ranks": ranks}),
             );
             let (standing, breaker) = (health.standing(leg, &terms).label(), health.breaker(leg).label());
             legs.insert(leg.label().to_owned(), json!({"standing": standing, "breaker": breaker}));
@@ -72,24 +72,24 @@ fn one(engine: &Arc<Engine>, shared: &Shared, generation: &Generation) -> Value 
     })
 }
 
-/// Carries out a verb at the engine of that name: `HOST:PORT`, or its whole URL.
-pub(super) fn order(shared: &Shared, name: &str, verb: &str) -> Answer {
+/// Applies an operator's order to the engine of that name: `HOST:PORT`, or its whole URL.
+pub(super) fn apply_order(shared: &Shared, name: &str, verb: &str) -> AdminResponse {
     let order = match verb {
-        "drain" => Order::Drain,
-        "undrain" => Order::Undrain,
-        _ => return Answer::error(StatusCode::NOT_FOUND, "unknown order, expected drain or undrain"),
+        "drain" => OperatorOrder::Drain,
+        "undrain" => OperatorOrder::Undrain,
+        _ => return AdminResponse::error(StatusCode::NOT_FOUND, "unknown order, expected drain or undrain"),
     };
     let name = name.replace("%3A", ":").replace("%3a", ":").replace("%2F", "/").replace("%2f", "/");
     let name = name.trim_end_matches('/');
     let is_it = |engine: &Arc<Engine>| engine.authority() == name || engine.url().to_string() == name;
     let Some(engine) = shared.fleet.engines().into_iter().find(is_it) else {
-        return Answer::error(StatusCode::NOT_FOUND, "there is no such engine; /engines lists them");
+        return AdminResponse::error(StatusCode::NOT_FOUND, "there is no such engine; /engines lists them");
     };
-    if let Err(HandedOver) = shared.fleet.order(&engine, order) {
+    if let Err(OrdersTransferredError) = shared.fleet.apply_order(&engine, order) {
         let why = "not changed: another router has taken over this one's sockets; retry the request";
         let again = vec![(RETRY_AFTER, HeaderValue::from_static("1"))];
-        return Answer::error(StatusCode::SERVICE_UNAVAILABLE, why).with_headers(again);
+        return AdminResponse::error(StatusCode::SERVICE_UNAVAILABLE, why).with_headers(again);
     }
     tracing::info!(engine = engine.authority(), ?order, "operator order received");
-    Answer::json(one(&engine, shared, &shared.generation()))
+    AdminResponse::json(describe(&engine, shared, &shared.generation()))
 }

@@ -1,4 +1,4 @@
-//! Accounts as JSON.
+//! Explanations as JSON.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering;
@@ -6,66 +6,69 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::{Map, Value, json};
 
-use crate::metrics::routing::Why;
-use crate::routing::disaggregation::Facts;
-use crate::routing::explain::{Account, Ring, Step};
+use crate::metrics::routing::DisaggregationReason;
+use crate::routing::disaggregation::DisaggregationInputs;
+use crate::routing::explain::{Explanation, ExplanationHistory, Step};
 
-/// Requests that one list tells.
-const LISTED: usize = 100;
+/// Maximum requests of one list.
+const LISTED_REQUESTS_MAX: usize = 100;
 
-/// What is known of the requests of that name, the latest first; `None` when nothing is.
-pub(crate) fn page(ring: &Ring, id: &str) -> Option<Value> {
-    let found = ring.named(id);
+/// The explanations of the requests with this id, the latest first; `None` where there are none.
+pub(crate) fn find_requests(history: &ExplanationHistory, id: &str) -> Option<Value> {
+    let found = history.find(id);
     if found.is_empty() {
         return None;
     }
-    Some(json!({"requests": found.iter().map(|account| account.json()).collect::<Vec<_>>()}))
+    Some(json!({"requests": found.iter().map(|explanation| explanation.json()).collect::<Vec<_>>()}))
 }
 
-/// Why nothing is known of a name, and where to look.
-pub(crate) fn unknown(ring: &Ring) -> String {
-    match ring.most.load(Ordering::Relaxed) {
+/// The error for an id without explanations, with the reason and where to look.
+pub(crate) fn not_found_message(history: &ExplanationHistory) -> String {
+    match history.most.load(Ordering::Relaxed) {
         0 => "no requests are kept: `explain.requests` is 0".to_owned(),
         most => format!(
             "no request with this id: this router keeps the latest {most} (`explain.requests`); /explain, or `baton explain` \
              without an id, lists the latest {}",
-            LISTED.min(most)
+            LISTED_REQUESTS_MAX.min(most)
         ),
     }
 }
 
-/// How remembered requests ended, and how long ago: those of `ids` that are over.
-pub(crate) fn over<'a>(ring: &Ring, ids: &HashSet<&'a str>) -> HashMap<&'a str, (&'static str, Duration)> {
+/// Outcomes of the remembered requests of `ids` that have ended, and the time since then.
+pub(crate) fn ended_requests<'a>(
+    history: &ExplanationHistory,
+    ids: &HashSet<&'a str>,
+) -> HashMap<&'a str, (&'static str, Duration)> {
     let mut found = HashMap::new();
     if ids.is_empty() {
         return found;
     }
-    for account in ring.lock().iter() {
-        let Some(id) = ids.get(account.id.as_str()) else { continue };
-        if let Some(over) = &account.told().over {
-            let ago = account.begun.elapsed().saturating_sub(over.after);
+    for explanation in history.lock().iter() {
+        let Some(id) = ids.get(explanation.id.as_str()) else { continue };
+        if let Some(over) = &explanation.lock_steps().end {
+            let ago = explanation.begun.elapsed().saturating_sub(over.after);
             found.insert(*id, (over.outcome.map_or("ended", |outcome| outcome.label()), ago));
         }
     }
     found
 }
 
-/// The latest requests in a line each.
-pub(crate) fn recent(ring: &Ring) -> Value {
-    let line = |account: &Account| {
-        let mut head = account.head();
-        head.insert("steps".into(), json!(account.told().steps.len()));
+/// The latest requests, one line each.
+pub(crate) fn list_recent(history: &ExplanationHistory) -> Value {
+    let line = |explanation: &Explanation| {
+        let mut head = explanation.head();
+        head.insert("steps".into(), json!(explanation.lock_steps().steps.len()));
         Value::Object(head)
     };
-    json!({"requests": ring.latest(LISTED).iter().map(|account| line(account)).collect::<Vec<_>>()})
+    json!({"requests": history.latest(LISTED_REQUESTS_MAX).iter().map(|explanation| line(explanation)).collect::<Vec<_>>()})
 }
 
-impl Account {
+impl Explanation {
     fn head(&self) -> Map<String, Value> {
-        let told = self.told();
+        let steps = self.lock_steps();
         let since_epoch = self.began.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let client_id = self.client_id.as_ref().and_then(|value| value.to_str().ok());
-        let over = told.over.as_ref();
+        let over = steps.end.as_ref();
         let mut head = Map::new();
         head.insert("id".into(), json!(self.id.as_str()));
         head.insert("client_id".into(), json!(client_id));
@@ -80,41 +83,41 @@ impl Account {
     }
 
     pub(crate) fn json(&self) -> Value {
-        let mut account = self.head();
-        let told = self.told();
-        let steps = told.steps.iter().map(|(at, step)| step.json(*at)).collect::<Vec<_>>();
-        account.insert("steps".into(), Value::Array(steps));
-        account.insert("steps_left_out".into(), json!(told.left_out));
-        Value::Object(account)
+        let mut explanation = self.head();
+        let steps = self.lock_steps();
+        let listed = steps.steps.iter().map(|(at, step)| step.json(*at)).collect::<Vec<_>>();
+        explanation.insert("steps".into(), Value::Array(listed));
+        explanation.insert("steps_left_out".into(), json!(steps.left_out));
+        Value::Object(explanation)
     }
 }
 
 impl Step {
     fn json(&self, at: Duration) -> Value {
         let mut step = match self {
-            Self::Chose(leg, sight) => {
-                let mut step = sight.json();
+            Self::Choice(leg, decision) => {
+                let mut step = decision.json();
                 step["what"] = json!("choose");
                 step["leg"] = json!(leg.label());
                 step
             }
-            Self::Disaggregated(why, facts) => disaggregated(*why, facts),
-            Self::Asked(leg, engine) => json!({"what": "ask", "leg": leg.label(), "engine": &**engine}),
-            Self::Came(leg, engine, came) => {
+            Self::Disaggregation(why, inputs) => disaggregated(*why, inputs),
+            Self::AttemptSent(leg, engine) => json!({"what": "ask", "leg": leg.label(), "engine": &**engine}),
+            Self::AttemptResult(leg, engine, came) => {
                 json!({"what": "answer", "leg": leg.label(), "engine": &**engine, "came": came})
             }
-            Self::Went(how) => json!({"what": "go_on", "how": how}),
+            Self::Transition(how) => json!({"what": "go_on", "how": how}),
         };
         step["at_us"] = json!(micros(at));
         step
     }
 }
 
-pub(crate) fn disaggregated(why: Why, facts: &Facts) -> Value {
+pub(crate) fn disaggregated(why: DisaggregationReason, inputs: &DisaggregationInputs) -> Value {
     json!({
         "what": "disaggregate", "decision": why.decision(), "reason": why.label(),
-        "prompt_tokens": facts.prompt_tokens, "cached_share": facts.cached_share,
-        "prefill_in_flight": facts.prefill_in_flight,
+        "prompt_tokens": inputs.prompt_tokens, "cached_share": inputs.cached_share,
+        "prefill_in_flight": inputs.prefill_in_flight,
     })
 }
 

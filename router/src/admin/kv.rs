@@ -1,8 +1,8 @@
-//! `GET /debug/kv`: the whole deployment's books, engine by engine, and why every lease is held; and
-//! `GET /debug/kv/requests/ID`: one request from its arrival to the release of its last block.
+//! `GET /debug/kv`: the KV state of the whole deployment, engine by engine, with the reason for every lease. `GET
+//! /debug/kv/requests/ID`: one request from its arrival to the release of its last block.
 //!
-//! Engines are asked over the router's own connections, at most once in [`KEPT_FOR`] however many pages are open, and
-//! within [`ANSWER_WITHIN`] each. An engine that does not answer is shown as one that does not answer.
+//! The router queries the engines over its own connections, at most once per [`SNAPSHOT_TTL`] however many pages
+//! are open. Each engine has [`ENGINE_TIMEOUT`] to respond. The view of an unresponsive engine contains an error.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -15,135 +15,137 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 use tokio::sync::Mutex;
 
-use super::Answer;
+use super::AdminResponse;
 use crate::admin::explain;
-use crate::engines::http::{CallError, Engine, Outgoing};
+use crate::engines::http::{CallError, Engine, EngineRequest};
 use crate::message::request_id::bare_id;
 use crate::metrics::Leg;
-use crate::observe::in_flight::Entry;
+use crate::observe::in_flight::InFlightRequest;
 use crate::observe::snapshot::{
-    EngineEvents, EngineView, LeaseView, Request, RequestView, Requests, RouterView, Snapshot, Source,
-    Timeline, concerns,
+    EngineEvents, EngineView, LeaseView, RequestState, RequestView, RequestsView, RouterView, Snapshot,
+    SnapshotSource, Timeline, concerns,
 };
 use crate::state::shared::Shared;
 
-/// A snapshot is given to everybody who asks for so long.
-const KEPT_FOR: Duration = Duration::from_secs(1);
-/// An engine's answer is waited for so long.
-const ANSWER_WITHIN: Duration = Duration::from_secs(1);
-/// All engines together: more than one that hangs, less than a page's patience.
-const ALL_WITHIN: Duration = Duration::from_secs(4);
-/// Engines that are asked at once.
-const ASKED_AT_ONCE: usize = 32;
+/// A snapshot is served from the cache for this time.
+const SNAPSHOT_TTL: Duration = Duration::from_secs(1);
+/// Maximum wait for one engine's response.
+const ENGINE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Maximum wait for all engines: longer than one unresponsive engine takes, shorter than a page waits.
+const TOTAL_TIMEOUT: Duration = Duration::from_secs(4);
+/// Maximum engines queried at once.
+const CONCURRENT_QUERIES_MAX: usize = 32;
 /// 1,000 leases of a core take about 200 KiB.
-const BOOKS_BYTES_MAX: usize = 16 << 20;
+const DEBUG_KV_BYTES_MAX: usize = 16 << 20;
 const METRICS_BYTES_MAX: usize = 4 << 20;
-/// Requests that are listed.
-const LISTED: usize = 1_000;
-/// Events of one page of an engine's log (no engine gives more at once), and pages that are read for one request: its whole ring.
-const EVENTS_OF_A_PAGE: u64 = 2_000;
+/// Maximum requests in a snapshot's list.
+const LISTED_REQUESTS_MAX: usize = 1_000;
+/// Events of one page of an engine's log; engines allow no more. The pages read for one request cover its whole
+/// ring.
+const EVENTS_PER_PAGE: u64 = 2_000;
 const PAGES_MAX: u64 = 33;
 const PAGE_BYTES_MAX: usize = 16 << 20;
-/// Engines that are asked for one request's events: those that it was sent to, where that is known.
-const ENGINES_OF_A_REQUEST: usize = 16;
+/// Maximum engines queried for one request's events: the engines of its attempts, where those are known.
+const ENGINES_PER_REQUEST_MAX: usize = 16;
 
-/// The latest snapshot. Whoever asks while it is being made waits for it.
+/// The latest snapshot. Requests that arrive while one is being made wait for it.
 #[derive(Default)]
-pub(super) struct Books {
+pub(super) struct SnapshotCache {
     latest: Mutex<Option<(Instant, Arc<Snapshot>)>>,
-    /// One log is read at a time: pages are large.
+    /// Serializes reads of event logs, because their pages are large.
     reading: Mutex<()>,
 }
 
-impl Books {
+impl SnapshotCache {
     /// See the module's documentation.
-    pub(super) async fn snapshot(&self, shared: &Arc<Shared>) -> Answer {
+    pub(super) async fn snapshot(&self, shared: &Arc<Shared>) -> AdminResponse {
         let mut latest = self.latest.lock().await;
-        let fresh = latest.as_ref().filter(|(at, _)| at.elapsed() < KEPT_FOR);
+        let fresh = latest.as_ref().filter(|(at, _)| at.elapsed() < SNAPSHOT_TTL);
         let snapshot = match fresh {
             Some((_, snapshot)) => Arc::clone(snapshot),
             None => {
-                let made = Arc::new(take(shared).await);
+                let made = Arc::new(collect(shared).await);
                 *latest = Some((Instant::now(), Arc::clone(&made)));
                 made
             }
         };
         drop(latest);
         let written = move || serde_json::to_value(&*snapshot).unwrap_or(Value::Null);
-        Answer::json(tokio::task::spawn_blocking(written).await.unwrap_or(Value::Null))
+        AdminResponse::json(tokio::task::spawn_blocking(written).await.unwrap_or(Value::Null))
     }
 
     /// See the module's documentation.
-    pub(super) async fn timeline(&self, shared: &Shared, id: &str) -> Answer {
-        let page = explain::page(&shared.explain, id);
-        let account = page.as_ref().map(|page| &page["requests"][0]);
-        let minted = account.and_then(|account| account["id"].as_str()).unwrap_or(id).to_owned();
-        let began_us = account.and_then(|account| account["began_us"].as_u64()).unwrap_or(0);
-        let steps = account.and_then(|account| account["steps"].as_array()).into_iter().flatten();
-        let asked: HashSet<&str> =
+    pub(super) async fn timeline(&self, shared: &Shared, id: &str) -> AdminResponse {
+        let page = explain::find_requests(&shared.explanations, id);
+        let explanation = page.as_ref().map(|page| &page["requests"][0]);
+        let minted = explanation.and_then(|explanation| explanation["id"].as_str()).unwrap_or(id).to_owned();
+        let began_us = explanation.and_then(|explanation| explanation["began_us"].as_u64()).unwrap_or(0);
+        let steps = explanation.and_then(|explanation| explanation["steps"].as_array()).into_iter().flatten();
+        let engines_asked: HashSet<&str> =
             steps.filter(|step| step["what"] == "ask").filter_map(|step| step["engine"].as_str()).collect();
-        // Of a request that this router does not know, any engine may have a lease.
-        let told = |engine: &Arc<Engine>| account.is_none() || asked.contains(engine.authority());
+        // Any engine may have a lease of a request that this router does not know.
+        let is_involved =
+            |engine: &Arc<Engine>| explanation.is_none() || engines_asked.contains(engine.authority());
         let engines: Vec<_> =
-            shared.fleet.engines().into_iter().filter(told).take(ENGINES_OF_A_REQUEST).collect();
+            shared.fleet.engines().into_iter().filter(is_involved).take(ENGINES_PER_REQUEST_MAX).collect();
         let _one_at_a_time = self.reading.lock().await;
         let reading = engines.iter().map(|engine| events_of(engine, &minted, began_us));
         let events: Vec<EngineEvents> = futures::future::join_all(reading).await;
-        let line = Timeline::join(id, account, &events);
+        let line = Timeline::join(id, explanation, &events);
         if line.moments.is_empty() {
-            return Answer::error(
+            return AdminResponse::error(
                 StatusCode::NOT_FOUND,
                 "no request with this id is known to this router or its engines",
             );
         }
-        Answer::json(serde_json::to_value(&line).unwrap_or(Value::Null))
+        AdminResponse::json(serde_json::to_value(&line).unwrap_or(Value::Null))
     }
 }
 
-async fn take(shared: &Arc<Shared>) -> Snapshot {
+async fn collect(shared: &Arc<Shared>) -> Snapshot {
     let mut snapshot = Snapshot { at_us: now_us(), ..Snapshot::default() };
-    let before = shared.in_flight_table.list();
-    let deadline = tokio::time::Instant::now() + ALL_WITHIN;
+    let before = shared.in_flight.table.list();
+    let deadline = tokio::time::Instant::now() + TOTAL_TIMEOUT;
     let mut answers = futures::stream::iter(shared.fleet.engines())
         .map(|engine| async move {
-            let asked = tokio::time::timeout_at(deadline, ask(&engine));
-            asked.await.unwrap_or_else(|_| {
+            let queried = tokio::time::timeout_at(deadline, query_engine(&engine));
+            queried.await.unwrap_or_else(|_| {
                 let error = Some("not read: too many engines do not respond".to_owned());
                 let name = engine.authority().to_owned();
                 let view = EngineView { engine: name, at_us: now_us(), error, ..EngineView::default() };
                 (view, Vec::new())
             })
         })
-        .buffer_unordered(ASKED_AT_ONCE);
+        .buffer_unordered(CONCURRENT_QUERIES_MAX);
     while let Some((view, leases)) = answers.next().await {
         snapshot.engines.push(view);
         snapshot.leases.extend(leases);
     }
     drop(answers);
-    let after = shared.in_flight_table.list();
+    let after = shared.in_flight.table.list();
     let shared = Arc::clone(shared);
-    // Thousands of engines and leases are put together beside the workers that serve.
-    let together = move || put_together(&shared, snapshot, &before, &after);
+    // Merging thousands of engines and leases runs outside the workers that serve requests.
+    let together = move || merge(&shared, snapshot, &before, &after);
     tokio::task::spawn_blocking(together).await.unwrap_or_default()
 }
 
-/// Adds what this router knows to what the engines have told.
-fn put_together(
+/// Adds the router's own data to the engines' views.
+fn merge(
     shared: &Shared,
     mut snapshot: Snapshot,
-    before: &[Arc<Entry>],
-    after: &[Arc<Entry>],
+    before: &[Arc<InFlightRequest>],
+    after: &[Arc<InFlightRequest>],
 ) -> Snapshot {
     let generation = shared.generation();
     let fleet = shared.fleet.engines();
     let fleet: HashMap<&str, &Arc<Engine>> =
         fleet.iter().map(|engine| (engine.authority(), engine)).collect();
-    // Each engine's places, once; it has several members where its ranks are chosen apart.
-    let mut places: HashMap<u32, Vec<(&str, Leg)>> = HashMap::new();
+    // The pool legs of each engine. An engine has several members where its ranks are chosen separately.
+    let mut legs_of: HashMap<u32, Vec<(&str, Leg)>> = HashMap::new();
     for model in generation.models.list() {
         for leg in Leg::BOTH {
             for member in model.pool(leg).members() {
-                let of_engine = places.entry(member.engine.id()).or_default();
+                let of_engine = legs_of.entry(member.engine.id()).or_default();
                 if of_engine.last() != Some(&(model.name.as_str(), leg)) {
                     of_engine.push((&model.name, leg));
                 }
@@ -156,7 +158,7 @@ fn put_together(
         let terms = engine.health_terms();
         let health = engine.health().snapshot();
         let mut legs = Vec::new();
-        for (model, leg) in places.get(&engine.id()).into_iter().flatten() {
+        for (model, leg) in legs_of.get(&engine.id()).into_iter().flatten() {
             let standing = health.standing(*leg, &terms).label();
             view.standing.insert(leg.label().to_owned(), standing.to_owned());
             legs.push(leg.label());
@@ -167,7 +169,7 @@ fn put_together(
             view.role = if legs.len() == 1 { legs[0].to_owned() } else { "both".to_owned() };
         }
     }
-    know(shared, &mut snapshot.leases, before, after);
+    attach_requests(shared, &mut snapshot.leases, before, after);
     snapshot.requests = requests(shared, after);
     snapshot.routers.push(RouterView {
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -176,44 +178,49 @@ fn put_together(
         in_flight: snapshot.requests.in_flight,
         ..RouterView::default()
     });
-    snapshot.settle();
+    snapshot.finish();
     snapshot
 }
 
-/// Says of every lease what this router knows of its request. It was looked at before the engines were asked and after:
-/// a request that was there at either time was in flight while they answered.
-fn know(shared: &Shared, leases: &mut [LeaseView], before: &[Arc<Entry>], after: &[Arc<Entry>]) {
+/// Adds to every lease the state of its request in this router. The lists of requests are of before and after the
+/// query of the engines: a request of either list was in flight when they responded.
+fn attach_requests(
+    shared: &Shared,
+    leases: &mut [LeaseView],
+    before: &[Arc<InFlightRequest>],
+    after: &[Arc<InFlightRequest>],
+) {
     if leases.is_empty() {
         return;
     }
-    let flying: HashMap<&str, &Arc<Entry>> =
+    let in_flight: HashMap<&str, &Arc<InFlightRequest>> =
         before.iter().chain(after).map(|entry| (entry.id.as_str(), entry)).collect();
     let ids: Vec<String> = leases.iter().map(|lease| bare_id(&lease.request_id).to_owned()).collect();
-    let others = ids.iter().map(String::as_str).filter(|id| !flying.contains_key(id)).collect();
-    let over = explain::over(&shared.explain, &others);
+    let others = ids.iter().map(String::as_str).filter(|id| !in_flight.contains_key(id)).collect();
+    let over = explain::ended_requests(&shared.explanations, &others);
     for (lease, id) in leases.iter_mut().zip(&ids) {
-        lease.request = match (flying.get(id.as_str()), over.get(id.as_str())) {
-            (Some(entry), _) => Request::InFlight { phase: entry.phase().to_owned() },
-            (None, Some((outcome, ago))) => Request::Over {
+        lease.request = match (in_flight.get(id.as_str()), over.get(id.as_str())) {
+            (Some(entry), _) => RequestState::InFlight { phase: entry.phase().to_owned() },
+            (None, Some((outcome, ago))) => RequestState::Over {
                 outcome: (*outcome).to_owned(),
                 ms_ago: u64::try_from(ago.as_millis()).unwrap_or(u64::MAX),
             },
-            (None, None) => Request::Absent,
+            (None, None) => RequestState::Absent,
         };
     }
 }
 
-/// How many requests are in each phase, and the oldest of them.
-fn requests(shared: &Shared, list: &[Arc<Entry>]) -> Requests {
+/// The number of requests per phase, and the oldest requests.
+fn requests(shared: &Shared, list: &[Arc<InFlightRequest>]) -> RequestsView {
     let now = shared.now();
-    let mut requests = Requests { in_flight: list.len() as u64, ..Requests::default() };
+    let mut requests = RequestsView { in_flight: list.len() as u64, ..RequestsView::default() };
     for (at, entry) in list.iter().enumerate() {
         let phase = entry.phase();
         match requests.phases.get_mut(phase) {
             Some(count) => *count += 1,
             None => drop(requests.phases.insert(phase.to_owned(), 1)),
         }
-        if at >= LISTED {
+        if at >= LISTED_REQUESTS_MAX {
             continue;
         }
         let [prefill, decode] = entry.engines();
@@ -230,31 +237,31 @@ fn requests(shared: &Shared, list: &[Arc<Entry>]) -> Requests {
     requests
 }
 
-/// What an engine says of itself.
-async fn ask(engine: &Arc<Engine>) -> (EngineView, Vec<LeaseView>) {
+/// Reads one engine's `/debug/kv` and `/metrics`.
+async fn query_engine(engine: &Arc<Engine>) -> (EngineView, Vec<LeaseView>) {
     let mut view = EngineView { engine: engine.authority().to_owned(), ..EngineView::default() };
     let mut leases = Vec::new();
-    // However long the metrics take: the books are of the moment at which they came.
-    let books = async {
-        let books = get(engine, "/debug/kv", BOOKS_BYTES_MAX).await;
-        (books, now_us())
+    // `at_us` is the time of `/debug/kv`, even if `/metrics` takes longer.
+    let debug_kv = async {
+        let debug_kv = fetch(engine, "/debug/kv", DEBUG_KV_BYTES_MAX).await;
+        (debug_kv, now_us())
     };
-    let (books, metrics) = tokio::join!(books, get(engine, "/metrics", METRICS_BYTES_MAX));
-    let (books, at_us) = books;
+    let (debug_kv, metrics) = tokio::join!(debug_kv, fetch(engine, "/metrics", METRICS_BYTES_MAX));
+    let (debug_kv, at_us) = debug_kv;
     view.at_us = at_us;
-    match books {
+    match debug_kv {
         Ok((StatusCode::OK, body)) => {
-            // Up to 16 MiB: read beside the workers that serve.
+            // Up to 16 MiB: parsed outside the workers that serve requests.
             let read = move || serde_json::from_slice::<Value>(&body).unwrap_or(Value::Null);
-            let told = tokio::task::spawn_blocking(read).await.unwrap_or(Value::Null);
-            if !view.read_books(&told, &mut leases) {
+            let value = tokio::task::spawn_blocking(read).await.unwrap_or(Value::Null);
+            if !view.read_debug_kv(&value, &mut leases) {
                 view.error = Some("its /debug/kv is not that of a Baton engine".to_owned());
             }
         }
         Ok((StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _)) => {
             view.error = Some("it refuses this router's cluster secret".to_owned());
         }
-        // A stock engine has no books.
+        // A stock engine has no `/debug/kv`.
         Ok((status, _)) if status.is_client_error() => {}
         Ok((status, _)) => view.error = Some(format!("/debug/kv: {}", status.as_u16())),
         Err(error) => view.error = Some(error),
@@ -262,39 +269,39 @@ async fn ask(engine: &Arc<Engine>) -> (EngineView, Vec<LeaseView>) {
     if let Ok((StatusCode::OK, body)) = metrics {
         view.read_metrics(&String::from_utf8_lossy(&body));
     }
-    if view.source == Source::None && view.error.is_none() {
+    if view.source == SnapshotSource::None && view.error.is_none() {
         view.error = Some("it has neither /debug/kv nor metrics".to_owned());
     }
     (view, leases)
 }
 
-async fn get(
+async fn fetch(
     engine: &Arc<Engine>,
     path: impl Into<std::borrow::Cow<'static, str>>,
     most: usize,
 ) -> Result<(StatusCode, bytes::Bytes), String> {
-    let question = Outgoing::get(path);
-    let asked = async { engine.call(&question, |_| {}).await?.whole(most).await };
-    match tokio::time::timeout(ANSWER_WITHIN, asked).await {
+    let request = EngineRequest::get(path);
+    let reply = async { engine.call(&request, |_| {}).await?.read_whole(most).await };
+    match tokio::time::timeout(ENGINE_TIMEOUT, reply).await {
         Ok(Ok(answer)) => Ok((answer.status, answer.body)),
-        Ok(Err(CallError::NotReached)) => Err("it cannot be reached".to_owned()),
+        Ok(Err(CallError::NotConnected)) => Err("it cannot be reached".to_owned()),
         Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err(format!("no answer within {} s", ANSWER_WITHIN.as_secs())),
+        Err(_) => Err(format!("no answer within {} s", ENGINE_TIMEOUT.as_secs())),
     }
 }
 
-/// One page of an engine's log; its events are looked at one by one.
+/// One page of an engine's log. Its events are parsed one by one.
 #[derive(Deserialize)]
-struct Page<'a> {
+struct EventLogPage<'a> {
     now_us: u64,
     next: u64,
-    /// Older events are gone.
+    /// The number of older events that the ring no longer has.
     lost: u64,
     #[serde(borrow)]
     events: Vec<&'a RawValue>,
 }
 
-/// What an engine logged of a request, from the newest page back to the time at which the request began.
+/// Reads an engine's events of one request, from the newest page back to the time at which the request began.
 async fn events_of(engine: &Arc<Engine>, id: &str, began_us: u64) -> EngineEvents {
     let mut found = EngineEvents { engine: engine.authority().to_owned(), ..EngineEvents::default() };
     found.error = read_log(engine, id, began_us, &mut found).await.err();
@@ -310,7 +317,7 @@ async fn read_log(
     let id = bare_id(id);
     let read = async |after: &str, limit: u64| {
         let path = format!("/debug/kv/events?after={after}&wait_ms=0&limit={limit}");
-        match get(engine, path, PAGE_BYTES_MAX).await? {
+        match fetch(engine, path, PAGE_BYTES_MAX).await? {
             (StatusCode::OK, body) => Ok(body),
             (StatusCode::NOT_FOUND, _) => Err("it has no event log".to_owned()),
             (status, _) => Err(format!("its event log: {}", status.as_u16())),
@@ -319,21 +326,21 @@ async fn read_log(
     let odd = |_| "its event log cannot be read".to_owned();
     let asked_us = now_us();
     let body = read("latest", 1).await?;
-    let latest: Page<'_> = serde_json::from_slice(&body).map_err(odd)?;
+    let latest: EventLogPage<'_> = serde_json::from_slice(&body).map_err(odd)?;
     found.ahead_us = EngineEvents::ahead(latest.now_us, asked_us, now_us());
-    // What is logged while we read would make the last page too long by a few.
+    // Events logged during the read would make the last page longer than the limit.
     let mut end = latest.next;
     for _ in 0..PAGES_MAX {
-        let after = end.saturating_sub(EVENTS_OF_A_PAGE);
-        let body = read(&after.to_string(), EVENTS_OF_A_PAGE).await?;
-        let page: Page<'_> = serde_json::from_slice(&body).map_err(odd)?;
+        let after = end.saturating_sub(EVENTS_PER_PAGE);
+        let body = read(&after.to_string(), EVENTS_PER_PAGE).await?;
+        let page: EventLogPage<'_> = serde_json::from_slice(&body).map_err(odd)?;
         let mut first_at = None;
         let mut events = Vec::new();
         for raw in &page.events {
             if first_at.is_none() {
                 first_at = event(raw).and_then(|event| event["at_us"].as_u64());
             }
-            // Most are of other requests, and need not be read.
+            // Most events belong to other requests and are not parsed.
             let event = raw.get().contains(id).then(|| event(raw)).flatten();
             events.extend(event.filter(|event| concerns(event, id)));
         }

@@ -1,19 +1,20 @@
-//! The listener for people and monitors. Apart from the clients' one, and on loopback by default.
+//! The admin listener, for operators and monitors. It is separate from the clients' listener, and on loopback by
+//! default.
 //!
-//! Which path is what stands in [`Admin::route`], one line each; what it answers is a function in the file of whoever
-//! knows it. An answer is text or JSON ([`Answer`]); `?pretty` makes JSON readable. The
-//! one request whose body means something is `POST /dry-run`; no other body is read.
+//! [`AdminService::route`] maps each path to the function that answers it. A response is text or JSON
+//! ([`AdminResponse`]); `?pretty` indents JSON. The listener reads only the body of `POST /dry-run`.
 //!
-//! Bounds: connections, a time for the head (and between two requests), for the body, and for the peer to read.
+//! Bounds: the number of connections, and the times for a head (also between two requests), for a body, and for
+//! reads of a response.
 
-mod answer;
 pub(crate) mod dry_run;
 mod engines;
 pub(crate) mod explain;
 mod kv;
-mod patience;
+mod response;
 mod status;
 mod top;
+mod write_timeout;
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -31,34 +32,34 @@ use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
-use crate::metrics::Format;
+use crate::metrics::PageFormat;
 use crate::state::readiness;
 use crate::state::shared::Shared;
 use crate::tls::server::ServerTls;
-pub(crate) use answer::Answer;
-use patience::Patience;
+pub(crate) use response::AdminResponse;
+use write_timeout::WriteTimeout;
 
-/// Monitors connected at once: many more than there are, so that some that say nothing keep no other out.
+/// Connections open at once. Real monitors are far fewer, so some idle connections keep no monitor out.
 const CONNECTIONS_MAX: usize = 256;
-/// A monitor that sends its request's head this slowly is cut.
-const HEAD_WITHIN: Duration = Duration::from_secs(10);
-/// A body that takes longer is not waited for.
-const BODY_WITHIN: Duration = Duration::from_secs(10);
-/// Whoever takes longer to read an answer is cut.
-const READ_WITHIN: Duration = Duration::from_secs(30);
+/// A connection is cut if a request's head takes longer.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
+/// A body that takes longer is refused.
+const BODY_TIMEOUT: Duration = Duration::from_secs(10);
+/// A connection is cut if its peer takes longer to read a response.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 const TOO_LARGE: &str = "the body is too large, or broke off";
 
-/// What the admin listener tells.
-pub(crate) struct Admin {
+/// State of the admin listener.
+pub(crate) struct AdminService {
     pub shared: Arc<Shared>,
-    /// Bodies that are held at once: one.
+    /// Permits for request bodies in memory: one.
     bodies: Semaphore,
-    /// The engines' books.
-    books: kv::Books,
+    /// The latest snapshot of the engines' KV caches.
+    snapshots: kv::SnapshotCache,
 }
 
-/// One request; its body is read where it means something.
-pub(crate) struct Asked {
+/// One request. `body` is empty where the path has no use for one.
+pub(crate) struct AdminRequest {
     pub method: Method,
     pub path: String,
     pub query: String,
@@ -67,12 +68,13 @@ pub(crate) struct Asked {
     pub body: Bytes,
 }
 
-/// Serves until it is dropped.
-pub(crate) async fn serve(listener: TcpListener, tls: Option<Arc<ServerTls>>, admin: Arc<Admin>) {
-    let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+/// Accepts and serves connections until the future is dropped.
+pub(crate) async fn serve(listener: TcpListener, tls: Option<Arc<ServerTls>>, admin: Arc<AdminService>) {
+    let connection_slots = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let mut connections = JoinSet::new();
     loop {
-        let permit = Arc::clone(&room).acquire_owned().await.expect("the semaphore is never closed");
+        let permit =
+            Arc::clone(&connection_slots).acquire_owned().await.expect("the semaphore is never closed");
         let Ok((stream, _)) = listener.accept().await else {
             tokio::time::sleep(Duration::from_millis(10)).await;
             continue;
@@ -96,30 +98,30 @@ pub(crate) async fn serve(listener: TcpListener, tls: Option<Arc<ServerTls>>, ad
     }
 }
 
-async fn serve_one(stream: impl AsyncRead + AsyncWrite + Unpin, admin: Arc<Admin>) {
+async fn serve_one(stream: impl AsyncRead + AsyncWrite + Unpin, admin: Arc<AdminService>) {
     let answer = service_fn(move |request| {
         let admin = Arc::clone(&admin);
         async move { Ok::<_, Infallible>(admin.answer(request).await) }
     });
-    // A monitor that breaks off is not our concern.
+    // A connection that breaks off is no error of the router.
     let _ = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(HEAD_WITHIN)
-        .serve_connection(TokioIo::new(Patience::new(stream, READ_WITHIN)), answer)
+        .header_read_timeout(HEAD_TIMEOUT)
+        .serve_connection(TokioIo::new(WriteTimeout::new(stream, WRITE_TIMEOUT)), answer)
         .await;
 }
 
-impl Admin {
+impl AdminService {
     pub(crate) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, bodies: Semaphore::new(1), books: kv::Books::default() }
+        Self { shared, bodies: Semaphore::new(1), snapshots: kv::SnapshotCache::default() }
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
         let (head, body) = request.into_parts();
         let (path, generation) = (head.uri.path(), self.shared.generation());
         let refuse =
-            |status, message: &str| Answer::error(status, message).into_response(false, &head.method);
-        if let Some(why) = generation.access.suspects(path, &head.headers) {
+            |status, message: &str| AdminResponse::error(status, message).into_response(false, &head.method);
+        if let Some(why) = generation.access.browser_signs(path, &head.headers) {
             return refuse(StatusCode::FORBIDDEN, why);
         }
         if !generation.access.allows(path, &head.headers) {
@@ -129,7 +131,7 @@ impl Admin {
         if body.size_hint().lower() > most as u64 {
             return refuse(StatusCode::PAYLOAD_TOO_LARGE, TOO_LARGE);
         }
-        // Nothing else has a body that means anything: it is not read.
+        // All other paths have no use for a body.
         let is_read = head.method == Method::POST && path == "/dry-run";
         let read = async {
             if !is_read {
@@ -138,7 +140,7 @@ impl Admin {
             let one = self.bodies.acquire().await.expect("the semaphore is never closed");
             Limited::new(body, most).collect().await.map(|body| (Some(one), body.to_bytes()))
         };
-        let (_one, body) = match tokio::time::timeout(BODY_WITHIN, read).await {
+        let (_one, body) = match tokio::time::timeout(BODY_TIMEOUT, read).await {
             Ok(Ok(read)) => read,
             Ok(Err(_)) => return refuse(StatusCode::PAYLOAD_TOO_LARGE, TOO_LARGE),
             Err(_elapsed) => return refuse(StatusCode::REQUEST_TIMEOUT, "the body took too long"),
@@ -146,7 +148,7 @@ impl Admin {
         let query = head.uri.query().unwrap_or_default().to_owned();
         let pretty = query.split('&').any(|part| matches!(part, "pretty" | "pretty=1" | "pretty=true"));
         let accept = head.headers.get(ACCEPT).and_then(|accept| accept.to_str().ok());
-        let asked = Asked {
+        let request = AdminRequest {
             method: head.method.clone(),
             path: path.to_owned(),
             query,
@@ -154,55 +156,57 @@ impl Admin {
             headers: head.headers.clone(),
             body,
         };
-        self.route(&asked).await.into_response(pretty, &head.method)
+        self.route(&request).await.into_response(pretty, &head.method)
     }
 
-    /// Which path is what. Verbs are `POST`, everything else is `GET`.
-    async fn route(&self, asked: &Asked) -> Answer {
+    /// Maps a path to its response. Verbs are `POST`, all other paths are `GET`.
+    async fn route(&self, request: &AdminRequest) -> AdminResponse {
         let (get, post) =
-            (asked.method == Method::GET || asked.method == Method::HEAD, asked.method == Method::POST);
-        let parts: Vec<&str> = asked.path.split('/').skip(1).collect();
+            (request.method == Method::GET || request.method == Method::HEAD, request.method == Method::POST);
+        let parts: Vec<&str> = request.path.split('/').skip(1).collect();
         match parts.as_slice() {
-            ["health"] if get => Answer::text("ok\n"),
+            ["health"] if get => AdminResponse::text("ok\n"),
             ["ready"] if get => self.readiness(),
-            ["metrics"] if get => self.metrics(&asked.accept),
+            ["metrics"] if get => self.metrics(&request.accept),
             ["config"] if get => status::config(&self.shared),
-            ["requests"] if get => status::requests(&self.shared, &asked.query),
-            ["engines"] if get => Answer::json(engines::list(&self.shared)),
-            ["engines", engine @ .., verb] if post => engines::order(&self.shared, &engine.join("/"), verb),
-            ["explain"] if get => Answer::json(explain::recent(&self.shared.explain)),
+            ["requests"] if get => status::requests(&self.shared, &request.query),
+            ["engines"] if get => AdminResponse::json(engines::list(&self.shared)),
+            ["engines", engine @ .., verb] if post => {
+                engines::apply_order(&self.shared, &engine.join("/"), verb)
+            }
+            ["explain"] if get => AdminResponse::json(explain::list_recent(&self.shared.explanations)),
             ["explain", id] if get => status::explain(&self.shared, id),
-            ["dry-run"] if post => status::dry_run(&self.shared, asked),
-            ["dry-run"] | ["engines", .., "drain" | "undrain"] => Answer::not_allowed("POST"),
-            ["debug", "kv"] if get => self.books.snapshot(&self.shared).await,
-            ["debug", "kv", "requests", id] if get => self.books.timeline(&self.shared, id).await,
+            ["dry-run"] if post => status::dry_run(&self.shared, request),
+            ["dry-run"] | ["engines", .., "drain" | "undrain"] => AdminResponse::method_not_allowed("POST"),
+            ["debug", "kv"] if get => self.snapshots.snapshot(&self.shared).await,
+            ["debug", "kv", "requests", id] if get => self.snapshots.timeline(&self.shared, id).await,
             ["top"] if get => top::page(),
-            // A browser is shown the page, and everybody else what there is.
-            [""] if get && asked.accept.contains("text/html") => top::page(),
-            [""] if get => Answer::text(PATHS),
+            // A browser gets the page, all other clients the list of paths.
+            [""] if get && request.accept.contains("text/html") => top::page(),
+            [""] if get => AdminResponse::text(PATHS),
             ["health" | "ready" | "metrics" | "config" | "engines" | "explain" | "requests" | "top" | ""]
             | ["explain", _]
             | ["debug", "kv"]
-            | ["debug", "kv", "requests", _] => Answer::not_allowed("GET"),
-            _ => Answer::error(StatusCode::NOT_FOUND, "not found; `/` lists what there is"),
+            | ["debug", "kv", "requests", _] => AdminResponse::method_not_allowed("GET"),
+            _ => AdminResponse::error(StatusCode::NOT_FOUND, "not found; `/` lists what there is"),
         }
     }
 
-    fn readiness(&self) -> Answer {
+    fn readiness(&self) -> AdminResponse {
         match readiness::readiness(&self.shared) {
-            Ok(()) => Answer::text("ready\n"),
-            Err(why) => Answer::text(format!("{why}\n")).with_status(StatusCode::SERVICE_UNAVAILABLE),
+            Ok(()) => AdminResponse::text("ready\n"),
+            Err(why) => AdminResponse::text(format!("{why}\n")).with_status(StatusCode::SERVICE_UNAVAILABLE),
         }
     }
 
-    fn metrics(&self, accept: &str) -> Answer {
-        let format = Format::accepted(accept);
-        let page = self.shared.metrics.page(format, |scrape| status::look_up(&self.shared, scrape));
-        Answer::text(page).with_type(format.content_type())
+    fn metrics(&self, accept: &str) -> AdminResponse {
+        let format = PageFormat::accepted(accept);
+        let page = self.shared.metrics.page(format, |scrape| status::collect_samples(&self.shared, scrape));
+        AdminResponse::text(page).with_type(format.content_type())
     }
 }
 
-/// What `/` says.
+/// The response for `/`.
 const PATHS: &str = "\
 GET  /health      whether the router lives
 GET  /ready       503 once it drains, and while no decode engine can be used

@@ -1,35 +1,38 @@
-//! What is looked up when somebody asks: the configuration in effect, the engines, and the samples of `/metrics` that
+//! Values that are read on request: the configuration in effect, the engines, and the samples of `/metrics` that
 //! are not counted as they happen.
 
 use hyper::StatusCode;
 use serde_json::{Value, json};
 
-use super::{Answer, Asked};
+use super::{AdminRequest, AdminResponse};
 use crate::admin::{dry_run, explain};
 use crate::metrics::{IN_FLIGHT, Leg, POOL, READY, STALE, STANDINGS, Scrape, kv_events};
 use crate::state::shared::Shared;
 
-/// The configuration in effect. Secrets are not written into it.
-pub(super) fn config(shared: &Shared) -> Answer {
+/// The configuration in effect, without secrets.
+pub(super) fn config(shared: &Shared) -> AdminResponse {
     let generation = shared.generation();
     let config = serde_json::to_value(&generation.config).unwrap_or(Value::Null);
-    Answer::json(json!({
+    AdminResponse::json(json!({
         "generation": generation.number,
         "revision": generation.revision,
-        "reloads": shared.reloads.report(),
-        "discovery": shared.answers.report(),
+        "reloads": shared.installer.reloads.report(),
+        "discovery": shared.installer.sources.report(),
         "config": config,
     }))
 }
 
-/// Requests that are listed when nothing else is asked for.
-const LISTED: usize = 1000;
+/// Requests listed without a `limit` in the query.
+const LISTED_REQUESTS_DEFAULT: usize = 1000;
 
 /// The requests in flight, the oldest first.
-pub(super) fn requests(shared: &Shared, query: &str) -> Answer {
-    let limit = query.split('&').find_map(|part| part.strip_prefix("limit=")?.parse().ok()).unwrap_or(LISTED);
-    let (now, list) = (shared.now(), shared.in_flight_table.list());
-    let told: Vec<_> = list
+pub(super) fn requests(shared: &Shared, query: &str) -> AdminResponse {
+    let limit = query
+        .split('&')
+        .find_map(|part| part.strip_prefix("limit=")?.parse().ok())
+        .unwrap_or(LISTED_REQUESTS_DEFAULT);
+    let (now, list) = (shared.now(), shared.in_flight.table.list());
+    let listed: Vec<_> = list
         .iter()
         .take(limit)
         .map(|entry| {
@@ -44,17 +47,17 @@ pub(super) fn requests(shared: &Shared, query: &str) -> Answer {
             })
         })
         .collect();
-    Answer::json(json!({"in_flight": list.len(), "requests": told}))
+    AdminResponse::json(json!({"in_flight": list.len(), "requests": listed}))
 }
 
-/// Samples that are looked up.
-pub(super) fn look_up(shared: &Shared, scrape: &mut Scrape) {
-    shared.answers.each_stale(|source, stale| scrape.put(&STALE, &[source], stale.as_secs_f64()));
-    shared.in_flight_table.look_up(shared.now(), scrape);
+/// Collects the samples that are read at scrape time.
+pub(super) fn collect_samples(shared: &Shared, scrape: &mut Scrape) {
+    shared.installer.sources.each_stale(|source, stale| scrape.put(&STALE, &[source], stale.as_secs_f64()));
+    shared.in_flight.table.look_up(shared.now(), scrape);
     for engine in shared.fleet.engines() {
         scrape.put(&IN_FLIGHT, &[engine.authority()], engine.load(None) as f64);
-        if let Some((_, told)) = shared.fleet.subscriptions.of(engine.id()) {
-            kv_events::look_up(scrape, engine.authority(), &told);
+        if let Some((_, stats)) = shared.fleet.subscriptions.of(engine.id()) {
+            kv_events::look_up(scrape, engine.authority(), &stats);
         }
         for leg in Leg::BOTH {
             let standing = engine.health().standing(leg).label();
@@ -71,31 +74,34 @@ pub(super) fn look_up(shared: &Shared, scrape: &mut Scrape) {
     }
 }
 
-/// Why a request went where it went.
-pub(super) fn explain(shared: &Shared, id: &str) -> Answer {
-    match explain::page(&shared.explain, id) {
-        Some(page) => Answer::json(page),
-        None => Answer::error(StatusCode::NOT_FOUND, &explain::unknown(&shared.explain)),
+/// Explains the decisions about a request.
+pub(super) fn explain(shared: &Shared, id: &str) -> AdminResponse {
+    match explain::find_requests(&shared.explanations, id) {
+        Some(page) => AdminResponse::json(page),
+        None => {
+            AdminResponse::error(StatusCode::NOT_FOUND, &explain::not_found_message(&shared.explanations))
+        }
     }
 }
 
-/// Where a client's request would go. Its path and its tenant are in the query; its headers are those of the question.
-pub(super) fn dry_run(shared: &Shared, asked: &Asked) -> Answer {
-    let path = asked.query.split('&').find_map(|part| part.strip_prefix("path="));
+/// Decides where a client's request would go. The query has its path and its tenant; its headers are those of this
+/// request.
+pub(super) fn dry_run(shared: &Shared, request: &AdminRequest) -> AdminResponse {
+    let path = request.query.split('&').find_map(|part| part.strip_prefix("path="));
     let path = path.unwrap_or("/v1/chat/completions").replace("%2F", "/").replace("%2f", "/");
-    let tenant = asked.query.split('&').find_map(|part| part.strip_prefix("tenant="));
+    let tenant = request.query.split('&').find_map(|part| part.strip_prefix("tenant="));
     match dry_run::dry_run(
         &path,
-        &asked.body,
-        &asked.headers,
+        &request.body,
+        &request.headers,
         &shared.generation(),
         &shared.fleet.subscriptions,
         tenant,
     ) {
-        Ok(page) => Answer::json(page),
+        Ok(page) => AdminResponse::json(page),
         Err(refused) => {
             let status = StatusCode::from_u16(refused.status).unwrap_or(StatusCode::BAD_REQUEST);
-            Answer::error(status, &refused.message)
+            AdminResponse::error(status, &refused.message)
         }
     }
 }

@@ -1,18 +1,17 @@
-//! `GET /top`: the deployment on one page. It holds no data: its script asks `/debug/kv` of the same listener, with the
-//! admin token where one is asked for, and writes what it is told as text.
+//! `GET /top`: the deployment on one page. The page contains no data. Its script reads `/debug/kv` of the same
+//! listener, with the admin token where one is required, and inserts values as text only.
 
 use std::sync::LazyLock;
 
 use hyper::header::{HeaderName, HeaderValue};
 use sha2::{Digest, Sha256};
 
-use super::Answer;
+use super::AdminResponse;
 
-/// One file: nothing is loaded from anywhere else, and nothing that is shown is ever read as HTML.
+/// One file, which loads nothing else and reads no value as HTML.
 const PAGE: &str = include_str!("top.html");
 
-/// This script and these styles may run, and no other; they may ask this listener and nobody else, and no page may frame
-/// it.
+/// Content security policy: only this script and these styles, requests to this listener only, no framing.
 static POLICY: LazyLock<HeaderValue> = LazyLock::new(|| {
     let policy = format!(
         "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; img-src data:; connect-src 'self'; \
@@ -24,15 +23,15 @@ static POLICY: LazyLock<HeaderValue> = LazyLock::new(|| {
 });
 
 /// The page.
-pub(super) fn page() -> Answer {
-    Answer::text(PAGE).with_type("text/html; charset=utf-8").with_headers(vec![
+pub(super) fn page() -> AdminResponse {
+    AdminResponse::text(PAGE).with_type("text/html; charset=utf-8").with_headers(vec![
         (HeaderName::from_static("content-security-policy"), POLICY.clone()),
         (HeaderName::from_static("x-content-type-options"), HeaderValue::from_static("nosniff")),
         (HeaderName::from_static("referrer-policy"), HeaderValue::from_static("no-referrer")),
     ])
 }
 
-/// What a browser computes of the content of the page's one element of that name, in Base64.
+/// The Base64 digest that a browser computes of the content of the page's one element of that name.
 fn digest(element: &str) -> String {
     let (begin, end) = (format!("<{element}>"), format!("</{element}>"));
     let content = PAGE.split_once(&begin).and_then(|(_, rest)| rest.split_once(&end));

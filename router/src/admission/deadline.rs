@@ -1,4 +1,4 @@
-//! Until when a request may wait, and how urgent it is: what its headers and body say, bounded by what it may.
+//! The deadline and the priority of a request: the values of its headers and body, within its bounds.
 
 use std::time::{Duration, Instant};
 
@@ -6,31 +6,31 @@ use hyper::header::HeaderMap;
 
 use crate::config::Priority;
 
-/// How long OpenAI's SDKs wait for an answer before they give up, in seconds.
+/// Header of OpenAI's SDKs: seconds until the client gives up.
 const READ_TIMEOUT: &str = "x-stainless-read-timeout";
-/// The same, in milliseconds, from anybody.
+/// The same, in milliseconds, for any client.
 const REQUEST_TIMEOUT: &str = "x-request-timeout-ms";
 /// `high`, `normal`, `low`, or vLLM's numbers: the lower, the earlier.
 const PRIORITY: &str = "x-priority";
 
-/// When the client of a request that began then gives up, where it says so. A header that is not a number is no
-/// deadline.
-pub(crate) fn client_gives_up(headers: &HeaderMap, begun: Instant) -> Option<Instant> {
+/// When the client of a request that began then gives up, according to its headers. A header that is not a number
+/// is no deadline.
+pub(crate) fn client_deadline(headers: &HeaderMap, begun: Instant) -> Option<Instant> {
     let number = |name: &str| headers.get(name)?.to_str().ok()?.trim().parse::<f64>().ok();
     let seconds = number(READ_TIMEOUT);
     let millis = number(REQUEST_TIMEOUT).map(|ms| ms / 1000.0);
     let asked = [seconds, millis].into_iter().flatten().filter(|s| s.is_finite() && *s >= 0.0);
-    // More than a clock can hold is no deadline either.
+    // A value beyond the clock's range is no deadline either.
     begun.checked_add(Duration::try_from_secs_f64(asked.reduce(f64::min)?).ok()?)
 }
 
-/// How urgent a request is: what it asks for, but not more than it may. Without a word it is normal.
+/// The priority that a request asks for, at most `most`. Without a header or field it is normal.
 pub(crate) fn priority(headers: &HeaderMap, body: Option<i64>, most: Priority) -> Priority {
     let header = headers.get(PRIORITY).and_then(|value| value.to_str().ok()).map(str::trim);
     let header =
         header.and_then(|text| Priority::named(text).or_else(|| text.parse().ok().map(Priority::of_number)));
     let asked = header.or_else(|| body.map(Priority::of_number)).unwrap_or_default();
-    // The more urgent is the smaller one.
+    // A more urgent priority is the smaller value.
     asked.max(most)
 }
 
@@ -49,7 +49,7 @@ mod tests {
     fn the_shortest_deadline_counts_and_nonsense_is_none() {
         let begun = Instant::now();
         let within = |pairs: &[(&'static str, &str)]| {
-            client_gives_up(&headers(pairs), begun).map(|until| (until - begun).as_millis())
+            client_deadline(&headers(pairs), begun).map(|until| (until - begun).as_millis())
         };
         assert_eq!(within(&[]), None);
         assert_eq!(within(&[(READ_TIMEOUT, "600")]), Some(600_000));

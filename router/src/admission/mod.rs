@@ -1,36 +1,39 @@
-//! Where requests wait for an engine when all of a model's are full: for a decode engine first, and then, with that one
-//! set aside, for a prefill engine. Each leg has a queue of its own, with the same bounds, and both first waits have one
-//! deadline. After an engine failed it, a request waits again, for as long as any may: its first deadline ran while
-//! engines worked for it.
+//! The queues in which requests wait while all engines of a model are full. A request waits for a decode engine
+//! first. With that engine reserved, it then waits for a prefill engine. Each leg has its own queue with the same
+//! bounds, and both first waits have one deadline. After an engine failed it, a request waits again, up to the
+//! maximum wait: its first deadline ran while engines worked for it.
 //!
-//! A request that waits for a prefill engine holds a place at a decode engine. So it waits only for engines whose own
-//! requests wait for no other engine: those that do not decode for the same model. See `exchange/driver/choosing.rs`.
+//! A request that waits for a prefill engine holds a reservation at a decode engine. So it waits only for engines
+//! whose own requests wait for no other engine: those that do not decode for the same model. See
+//! `exchange/driver/choosing.rs`.
 //!
 //! ```text
-//!  enter ──▶ nobody waits and there is room ──▶ dispatched            (no lock, no queue)
+//!  enter ──▶ empty queue and free capacity ──▶ dispatched               (no lock, no queue)
 //!    │
 //!    ├─▶ no engine can serve the model ─▶ 503
 //!    ├─▶ queue full, share used, deadline out of reach ─▶ 429
-//!    └─▶ waits ── its turn and there is room ──▶ dispatched
+//!    └─▶ waits ── its turn and free capacity ──▶ dispatched
 //!            ├──── deadline ──▶ 429
 //!            └──── dropped (client gone, shutdown) ──▶ out of the queue
 //! ```
 //!
-//! Who is next is decided in [`queue`], which is pure. Only the next one tries to reserve an engine; it is called
-//! when one has room again ([`Freed`]), and a request that leaves the queue in any way calls the next. If the next one
-//! finds no room among the engines that it can be given to, the next that can be given to another one is called: one
-//! round, which ends with a request that could have any engine. Room that comes meanwhile begins another round: at
-//! once, so that the first one has the first try, but after a round that was broken off only when the next has ended.
-//! So every request that another engine could serve has its try, however often engines become free.
+//! [`queue`], which is pure, decides which request is next. Only the next request tries to reserve an engine. It
+//! is woken when an engine has capacity again ([`CapacityNotify`]), and every request that leaves the queue wakes
+//! the next one. If the next request finds no capacity among its engines, the next request that may use another
+//! engine is woken. Such a round ends with a request that may use any engine.
 //!
-//! No wake-up is lost: a waiter counts itself among the waiting before it tries, and an engine takes a request
-//! off its load before it looks whether anybody waits. Health that changes with time alone wakes nobody, so the
-//! next one also tries again every [`TRY_AGAIN`].
+//! Capacity that is freed during a round begins another round. The first interruption does so at once, so that the
+//! first request has the first try. After an interrupted round, the other round begins only when the current one
+//! has ended. So every request that another engine could serve has its try, however often engines become free.
+//!
+//! No wake-up is lost. A request counts itself as waiting before it tries, and an engine decrements its load
+//! before it reads the number of waiting requests. A change of health by time alone wakes no request, so the next
+//! request also tries again every [`RETRY_INTERVAL`].
 
 pub(crate) mod deadline;
-mod drain;
+mod drain_rate;
 mod queue;
-mod turns;
+mod turn_totals;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -41,111 +44,111 @@ use baton_openai::{ApiError, Code};
 use tokio::sync::Notify;
 
 use crate::config::{Priority, QueueConfig};
-use crate::engines::listeners::{CapacityListener, Freed};
+use crate::engines::listeners::{CapacityListener, CapacityNotify};
 use crate::metrics::Leg;
-use crate::metrics::admission::{AdmissionMetrics, Outcome};
-use drain::Drain;
-pub(crate) use queue::{Claim, Wants};
-use queue::{FairQueue, Full, Lane, Place};
+use crate::metrics::admission::{AdmissionMetrics, QueueOutcome};
+use drain_rate::DrainRate;
+pub(crate) use queue::{Claim, WaitOptions};
+use queue::{FairQueue, Lane, QueueBound, QueueEntry};
 
-/// How often the next one tries without having been woken.
-const TRY_AGAIN: Duration = Duration::from_millis(50);
-/// When to come back while no engine can serve the model: about as long as one rests or restarts.
-const NO_CAPACITY: Duration = Duration::from_secs(2);
+/// How often the next request tries without a wake-up.
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
+/// `Retry-After` while no engine can serve the model: about as long as an ejection or a restart takes.
+const NO_ENGINE_RETRY_AFTER: Duration = Duration::from_secs(2);
 
 /// What a request brings to the queue.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Ticket {
+pub(crate) struct AdmissionRequest {
     pub claim: Claim,
-    /// Until when it may wait.
+    /// End of the wait.
     pub deadline: Instant,
-    /// Beyond that it has no use for an answer: its client gives up, or its model's requests may take no longer.
-    pub ends: Option<Instant>,
+    /// End of the request: its client's timeout, or the maximum duration of its model's requests.
+    pub request_deadline: Option<Instant>,
 }
 
-/// Why a request is not let in.
+/// A request that is not admitted.
 #[derive(Debug)]
-pub(crate) struct NotLetIn {
-    /// Whether it could have waited for an engine.
-    pub scarce: Scarce,
-    /// What its client is told.
+pub(crate) struct AdmissionError {
+    /// Whether engines are full or there is none.
+    pub cause: Unavailable,
+    /// The client's error.
     pub error: ApiError,
 }
 
 /// The queues of all models. They outlive configurations.
 pub(crate) struct Admission {
     queues: Mutex<HashMap<(String, Leg), Arc<ModelQueue>>>,
-    freed: Arc<Freed>,
+    capacity: Arc<CapacityNotify>,
     metrics: Arc<AdmissionMetrics>,
 }
 
 /// The queue of one leg of one model.
 pub(crate) struct ModelQueue {
     waiting: AtomicUsize,
-    /// Whoever tried last found no engine at all.
-    deserted: AtomicBool,
-    inner: Mutex<Inner>,
-    freed: Arc<Freed>,
+    /// The last try found no engine at all.
+    is_without_engine: AtomicBool,
+    state: Mutex<QueueState>,
+    capacity: Arc<CapacityNotify>,
     metrics: Arc<AdmissionMetrics>,
 }
 
 #[derive(Default)]
-struct Inner {
+struct QueueState {
     queue: FairQueue,
-    drain: Drain,
-    bells: HashMap<Place, Arc<Notify>>,
-    /// Whose try it is in a round that goes on.
-    called: Option<Place>,
+    drain: DrainRate,
+    notifiers: HashMap<QueueEntry, Arc<Notify>>,
+    /// The request whose try it is in the current round.
+    current_try: Option<QueueEntry>,
     /// Another round follows.
-    again: bool,
-    /// The last round was broken off; this one is not.
-    broken_off: bool,
-    /// Engines that may have room after the tries of this round, or of the last one; `None`: any.
-    room: Option<Lane>,
+    another_round: bool,
+    /// The previous round was interrupted, so this one may not be.
+    interrupted: bool,
+    /// Engines that may have capacity after the tries of this round, or of the last one; `None`: any.
+    candidates: Option<Lane>,
 }
 
-/// What a wait in the queue gives.
-pub(crate) trait Found {
-    /// Whether it has an engine. What goes on without one is not charged for a turn.
+/// The result of a wait in the queue.
+pub(crate) trait Reservation {
+    /// Whether it has an engine. A request that proceeds without one is not charged for a turn.
     fn has_engine(&self) -> bool {
         true
     }
 }
 
-/// A request in the queue. Dropping it takes it out.
-struct Waiting<'a> {
+/// A request in the queue. Dropping it removes the request.
+struct QueuedRequest<'a> {
     queue: &'a ModelQueue,
-    terms: &'a QueueConfig,
-    place: Place,
+    config: &'a QueueConfig,
+    entry: QueueEntry,
     priority: Priority,
     since: Instant,
-    bell: Arc<Notify>,
-    outcome: Outcome,
+    notify: Arc<Notify>,
+    outcome: QueueOutcome,
 }
 
-impl NotLetIn {
+impl AdmissionError {
     fn full(error: ApiError) -> Self {
-        Self { scarce: Scarce::Full, error }
+        Self { cause: Unavailable::Full, error }
     }
 }
 
 impl Admission {
-    pub(crate) fn new(freed: Arc<Freed>, metrics: Arc<AdmissionMetrics>) -> Self {
-        Self { queues: Mutex::default(), freed, metrics }
+    pub(crate) fn new(capacity: Arc<CapacityNotify>, metrics: Arc<AdmissionMetrics>) -> Self {
+        Self { queues: Mutex::default(), capacity, metrics }
     }
 
-    /// The queue of a model's leg, which is the same one in every generation that serves it.
+    /// The queue of a model's leg. Every generation that serves the model has the same one.
     pub(crate) fn queue(&self, model: &str, leg: Leg) -> Arc<ModelQueue> {
         let mut queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
-        // Nobody but this table holds the queue of a model that is gone.
+        // The queue of a removed model has no other owner than this table.
         queues.retain(|(name, _), queue| name == model || Arc::strong_count(queue) > 1);
         let key = (model.to_owned(), leg);
         if let Some(queue) = queues.get(&key) {
             return Arc::clone(queue);
         }
-        let queue = Arc::new(ModelQueue::new(Arc::clone(&self.freed), Arc::clone(&self.metrics)));
+        let queue = Arc::new(ModelQueue::new(Arc::clone(&self.capacity), Arc::clone(&self.metrics)));
         let listener: Weak<dyn CapacityListener> = Arc::<ModelQueue>::downgrade(&queue);
-        self.freed.listen(listener);
+        self.capacity.listen(listener);
         queues.insert(key, Arc::clone(&queue));
         queue
     }
@@ -154,266 +157,277 @@ impl Admission {
 impl CapacityListener for ModelQueue {
     fn capacity_freed(&self) {
         if self.waiting.load(Ordering::Relaxed) > 0 {
-            self.lock().ring();
+            self.lock().capacity_freed();
         }
     }
 }
 
 impl ModelQueue {
-    fn new(freed: Arc<Freed>, metrics: Arc<AdmissionMetrics>) -> Self {
+    fn new(capacity: Arc<CapacityNotify>, metrics: Arc<AdmissionMetrics>) -> Self {
         Self {
             waiting: AtomicUsize::new(0),
-            deserted: AtomicBool::new(false),
-            inner: Mutex::default(),
-            freed,
+            is_without_engine: AtomicBool::new(false),
+            state: Mutex::default(),
+            capacity,
             metrics,
         }
     }
 
-    /// Waits until `reserve` gives something, in turn with the others who wait for this model. `reserve` is
-    /// called only when it is this request's turn, never while anything is locked.
+    /// Waits until `reserve` returns a reservation, in turn with the other requests for this model. `reserve` is
+    /// called only when it is this request's turn, and never under a lock.
     ///
     /// # Errors
-    /// 429 while engines are full: no place in the queue, or none before the deadline. 503 when no engine can
-    /// serve the model, at once where nobody waits, and else instead of the 429. Both say when to come back.
+    /// 429 while engines are full: the queue is full, or the deadline comes before the turn. 503 when no engine
+    /// can serve the model: at once where the queue is empty, else instead of the 429. Both have a `Retry-After`.
     ///
     /// # Cancel safety
-    /// Dropping the future leaves the queue; nothing is reserved.
-    pub(crate) async fn enter<T: Found>(
+    /// Dropping the future leaves the queue. Nothing is reserved.
+    pub(crate) async fn enter<T: Reservation>(
         &self,
-        ticket: Ticket,
-        wants: Wants,
-        terms: &QueueConfig,
-        mut reserve: impl FnMut() -> Result<T, Scarce>,
-    ) -> Result<T, NotLetIn> {
+        request: AdmissionRequest,
+        options: WaitOptions,
+        config: &QueueConfig,
+        mut reserve: impl FnMut() -> Result<T, Unavailable>,
+    ) -> Result<T, AdmissionError> {
         if self.waiting.load(Ordering::Relaxed) == 0 {
-            match self.tried(reserve()) {
+            match self.record_try(reserve()) {
                 Ok(reserved) => return Ok(reserved),
-                Err(Scarce::NoEngine) => return Err(self.nobody()),
-                Err(Scarce::Full) => {}
+                Err(Unavailable::NoEngine) => return Err(self.no_engine_error()),
+                Err(Unavailable::Full) => {}
             }
         }
-        let mut waiting = self.join(ticket, wants, terms)?;
-        let deadline = tokio::time::Instant::from_std(ticket.deadline);
+        let mut queued = self.join(request, options, config)?;
+        let deadline = tokio::time::Instant::from_std(request.deadline);
         loop {
-            let bell = waiting.bell.notified();
+            let notified = queued.notify.notified();
             let now = tokio::time::Instant::now();
-            let mut again = deadline;
-            if waiting.is_called() {
-                if let Ok(found) = self.tried(reserve()) {
-                    waiting.outcome =
-                        if found.has_engine() { Outcome::Dispatched } else { Outcome::NoCapacity };
-                    return Ok(found);
+            let mut next_try = deadline;
+            if queued.may_try() {
+                if let Ok(reservation) = self.record_try(reserve()) {
+                    queued.outcome = if reservation.has_engine() {
+                        QueueOutcome::Dispatched
+                    } else {
+                        QueueOutcome::NoCapacity
+                    };
+                    return Ok(reservation);
                 }
-                if waiting.give_way() {
-                    again = deadline.min(now + TRY_AGAIN);
+                if queued.pass_turn() {
+                    next_try = deadline.min(now + RETRY_INTERVAL);
                 }
             }
             if now >= deadline {
-                waiting.outcome = Outcome::Expired;
-                // Those behind wait for what the first one waits for.
-                return Err(match self.deserted.load(Ordering::Relaxed) {
-                    true => self.nobody(),
-                    false => self.expired(waiting.since.elapsed()),
+                queued.outcome = QueueOutcome::Expired;
+                // Requests behind the first wait for the same engines as the first.
+                return Err(match self.is_without_engine.load(Ordering::Relaxed) {
+                    true => self.no_engine_error(),
+                    false => self.timeout_error(queued.since.elapsed()),
                 });
             }
-            // Woken or not, there is a reason to look.
-            let _ = tokio::time::timeout_at(again, bell).await;
+            // A wake-up and a timeout have the same effect: another try.
+            let _ = tokio::time::timeout_at(next_try, notified).await;
         }
     }
 
     fn join<'a>(
         &'a self,
-        ticket: Ticket,
-        wants: Wants,
-        terms: &'a QueueConfig,
-    ) -> Result<Waiting<'a>, NotLetIn> {
-        let Ticket { claim, deadline, .. } = ticket;
+        request: AdmissionRequest,
+        options: WaitOptions,
+        config: &'a QueueConfig,
+    ) -> Result<QueuedRequest<'a>, AdmissionError> {
+        let AdmissionRequest { claim, deadline, .. } = request;
         let now = Instant::now();
-        let mut inner = self.lock();
-        let ahead = inner.queue.ahead_of(&claim, &wants, terms);
-        let in_time = inner.drain.wait(ahead).is_none_or(|wait| now + wait < deadline);
-        let place = inner.queue.enter(claim, wants, terms);
-        // The next one may always try: what is known of the pace may be out of date.
-        let may_try = |place| ahead == 0 || inner.queue.next_within(inner.room.as_ref()) == Some(place);
-        let is_late = deadline <= now || (!in_time && !place.is_ok_and(may_try));
+        let mut state = self.lock();
+        let ahead = state.queue.ahead_of(&claim, &options, config);
+        let in_time = state.drain.expected_wait(ahead).is_none_or(|wait| now + wait < deadline);
+        let entry = state.queue.enter(claim, options, config);
+        // The next request may always try, because the known pace may be out of date.
+        let may_try =
+            |entry| ahead == 0 || state.queue.next_eligible(state.candidates.as_ref()) == Some(entry);
+        let is_late = deadline <= now || (!in_time && !entry.is_ok_and(may_try));
         if is_late {
-            place.iter().for_each(|place| inner.queue.leave(*place));
-            let back = inner.drain.come_back(ahead);
-            drop(inner);
-            if self.deserted.load(Ordering::Relaxed) {
-                return Err(self.nobody());
+            entry.iter().for_each(|entry| state.queue.leave(*entry));
+            let retry_after = state.drain.retry_after(ahead);
+            drop(state);
+            if self.is_without_engine.load(Ordering::Relaxed) {
+                return Err(self.no_engine_error());
             }
-            self.metrics.outcome(Outcome::RejectedLate);
+            self.metrics.count_outcome(QueueOutcome::RejectedLate);
             let message = "all engines are busy and the request's deadline would pass before its turn";
-            return Err(NotLetIn::full(ApiError::overloaded(message, back)));
+            return Err(AdmissionError::full(ApiError::overloaded(message, retry_after)));
         }
-        let place = match place {
-            Ok(place) => place,
+        let entry = match entry {
+            Ok(entry) => entry,
             Err(full) => {
-                let back = inner.drain.come_back(ahead);
-                drop(inner);
-                if self.deserted.load(Ordering::Relaxed) {
-                    return Err(self.nobody());
+                let retry_after = state.drain.retry_after(ahead);
+                drop(state);
+                if self.is_without_engine.load(Ordering::Relaxed) {
+                    return Err(self.no_engine_error());
                 }
-                self.metrics.outcome(Outcome::RejectedFull);
+                self.metrics.count_outcome(QueueOutcome::RejectedFull);
                 let message = match full {
-                    Full::Total => "all engines are busy and too many requests wait already",
-                    Full::Tenant => "all engines are busy and too many of your requests wait already",
+                    QueueBound::Total => "all engines are busy and too many requests wait already",
+                    QueueBound::Tenant => "all engines are busy and too many of your requests wait already",
                 };
-                return Err(NotLetIn::full(ApiError::overloaded(message, back)));
+                return Err(AdmissionError::full(ApiError::overloaded(message, retry_after)));
             }
         };
-        let bell = Arc::<Notify>::default();
-        inner.bells.insert(place, Arc::clone(&bell));
-        // Before the first try; see the promise about wake-ups above.
+        let notify = Arc::<Notify>::default();
+        state.notifiers.insert(entry, Arc::clone(&notify));
+        // Before the first try; see the module's documentation on wake-ups.
         self.waiting.fetch_add(1, Ordering::SeqCst);
-        self.freed.begin_waiting();
-        drop(inner);
+        self.capacity.begin_waiting();
+        drop(state);
         self.metrics.waiting(claim.priority).increment(1.0);
-        let (priority, since, outcome) = (claim.priority, now, Outcome::ClientGone);
-        Ok(Waiting { queue: self, terms, place, priority, since, bell, outcome })
+        let (priority, since, outcome) = (claim.priority, now, QueueOutcome::ClientGone);
+        Ok(QueuedRequest { queue: self, config, entry, priority, since, notify, outcome })
     }
 
-    /// Keeps whether there was any engine, for those who have not tried.
-    fn tried<T>(&self, reserved: Result<T, Scarce>) -> Result<T, Scarce> {
-        let deserted = matches!(reserved, Err(Scarce::NoEngine));
-        if self.deserted.load(Ordering::Relaxed) != deserted {
-            self.deserted.store(deserted, Ordering::Relaxed);
+    /// Stores whether the try found any engine, for requests that have not tried.
+    fn record_try<T>(&self, reserved: Result<T, Unavailable>) -> Result<T, Unavailable> {
+        let is_without_engine = matches!(reserved, Err(Unavailable::NoEngine));
+        if self.is_without_engine.load(Ordering::Relaxed) != is_without_engine {
+            self.is_without_engine.store(is_without_engine, Ordering::Relaxed);
         }
         reserved
     }
 
-    fn nobody(&self) -> NotLetIn {
-        self.metrics.outcome(Outcome::NoCapacity);
-        let error = ApiError::unavailable("no engine can serve this model at the moment", NO_CAPACITY);
-        NotLetIn { scarce: Scarce::NoEngine, error }
+    fn no_engine_error(&self) -> AdmissionError {
+        self.metrics.count_outcome(QueueOutcome::NoCapacity);
+        let error =
+            ApiError::unavailable("no engine can serve this model at the moment", NO_ENGINE_RETRY_AFTER);
+        AdmissionError { cause: Unavailable::NoEngine, error }
     }
 
-    fn expired(&self, waited: Duration) -> NotLetIn {
-        let mut inner = self.lock();
-        let ahead = inner.queue.len();
-        let back = inner.drain.come_back(ahead);
+    fn timeout_error(&self, waited: Duration) -> AdmissionError {
+        let mut state = self.lock();
+        let ahead = state.queue.len();
+        let retry_after = state.drain.retry_after(ahead);
         let message =
             format!("all engines were busy for the {} ms that the request could wait", waited.as_millis());
-        NotLetIn::full(ApiError::overloaded(message, back).with_code(Code::QueueTimeout))
+        AdmissionError::full(ApiError::overloaded(message, retry_after).with_code(Code::QueueTimeout))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Inner {
-    /// An engine may have room.
-    fn ring(&mut self) {
-        match self.called {
-            None => self.begin(),
-            Some(called) if self.broken_off || self.queue.next() == Some(called) => self.again = true,
+impl QueueState {
+    /// An engine may have capacity.
+    fn capacity_freed(&mut self) {
+        match self.current_try {
+            None => self.begin_round(),
+            Some(called) if self.interrupted || self.queue.next() == Some(called) => {
+                self.another_round = true
+            }
             Some(_) => {
-                self.broken_off = true;
-                self.begin();
+                self.interrupted = true;
+                self.begin_round();
             }
         }
     }
 
     /// Begins a round.
-    fn begin(&mut self) {
-        self.again = false;
-        self.room = None;
-        self.call(self.queue.next());
+    fn begin_round(&mut self) {
+        self.another_round = false;
+        self.candidates = None;
+        self.notify_entry(self.queue.next());
     }
 
-    /// Goes on with a round after one try, or begins the round that was asked for meanwhile.
-    fn go_on(&mut self) {
-        let next = self.queue.next_within(self.room.as_ref());
-        self.broken_off &= next.is_some();
-        if next.is_none() && self.again { self.begin() } else { self.call(next) }
+    /// Continues a round after one try, or begins the round that was requested meanwhile.
+    fn advance_round(&mut self) {
+        let next = self.queue.next_eligible(self.candidates.as_ref());
+        self.interrupted &= next.is_some();
+        if next.is_none() && self.another_round { self.begin_round() } else { self.notify_entry(next) }
     }
 
-    fn call(&mut self, place: Option<Place>) {
-        self.called = place;
-        if let Some(bell) = place.and_then(|place| self.bells.get(&place)) {
-            bell.notify_one();
+    fn notify_entry(&mut self, entry: Option<QueueEntry>) {
+        self.current_try = entry;
+        if let Some(notify) = entry.and_then(|entry| self.notifiers.get(&entry)) {
+            notify.notify_one();
         }
     }
 }
 
-impl Waiting<'_> {
-    /// Whether it may try now. While no request is called, the first one may whenever it looks.
-    fn is_called(&self) -> bool {
-        let mut inner = self.queue.lock();
-        let is_first = inner.queue.next() == Some(self.place);
-        match inner.called {
+impl QueuedRequest<'_> {
+    /// Whether this request may try now. While no request is woken, the first one may try at any time.
+    fn may_try(&self) -> bool {
+        let mut state = self.queue.lock();
+        let is_first = state.queue.next() == Some(self.entry);
+        match state.current_try {
             Some(called) => {
-                // It came to be the first while another one tries.
-                inner.again |= is_first && called != self.place;
-                called == self.place
+                // This request became the first while another one tries.
+                state.another_round |= is_first && called != self.entry;
+                called == self.entry
             }
             None if is_first => {
-                (inner.again, inner.broken_off) = (false, false);
-                inner.room = None;
-                inner.called = Some(self.place);
+                (state.another_round, state.interrupted) = (false, false);
+                state.candidates = None;
+                state.current_try = Some(self.entry);
                 true
             }
-            None if inner.queue.next_within(inner.room.as_ref()) == Some(self.place) => {
-                inner.called = Some(self.place);
+            None if state.queue.next_eligible(state.candidates.as_ref()) == Some(self.entry) => {
+                state.current_try = Some(self.entry);
                 true
             }
             None => false,
         }
     }
 
-    /// It was called and found no room: the next one tries that can be given to another engine. Whether it is the first.
-    fn give_way(&self) -> bool {
-        let mut inner = self.queue.lock();
-        // Not while another round has begun: that one has its own tries.
-        if inner.called == Some(self.place) {
-            inner.room = inner.queue.lane(self.place).map(|lane| queue::narrowed(inner.room.clone(), lane));
-            inner.called = None;
-            inner.go_on();
+    /// Ends a try that found no capacity, and wakes the next request that may use another engine. Returns whether
+    /// this request is the first.
+    fn pass_turn(&self) -> bool {
+        let mut state = self.queue.lock();
+        // Another round, if it has begun, has its own tries.
+        if state.current_try == Some(self.entry) {
+            state.candidates = state
+                .queue
+                .lane(self.entry)
+                .map(|lane| queue::narrow_candidates(state.candidates.clone(), lane));
+            state.current_try = None;
+            state.advance_round();
         }
-        inner.queue.next() == Some(self.place)
+        state.queue.next() == Some(self.entry)
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for QueuedRequest<'_> {
     fn drop(&mut self) {
-        let mut inner = self.queue.lock();
-        let first = inner.queue.next();
-        if self.outcome == Outcome::Dispatched {
-            inner.queue.dispatched(self.place, self.terms);
-            // Of those that wait for engines that are full, nothing is learnt of the others' pace.
-            let others_wait = inner.queue.next_within(inner.room.as_ref()).is_some();
-            inner.drain.served(Instant::now(), others_wait);
+        let mut state = self.queue.lock();
+        let first = state.queue.next();
+        if self.outcome == QueueOutcome::Dispatched {
+            state.queue.record_dispatch(self.entry, self.config);
+            // Requests that wait for full engines show nothing of the others' pace.
+            let others_wait = state.queue.next_eligible(state.candidates.as_ref()).is_some();
+            state.drain.served(Instant::now(), others_wait);
         } else {
-            inner.queue.leave(self.place);
+            state.queue.leave(self.entry);
         }
-        inner.bells.remove(&self.place);
+        state.notifiers.remove(&self.entry);
         self.queue.waiting.fetch_sub(1, Ordering::SeqCst);
-        self.queue.freed.end_waiting();
-        if inner.called == Some(self.place) {
-            inner.called = None;
+        self.queue.capacity.end_waiting();
+        if state.current_try == Some(self.entry) {
+            state.current_try = None;
         }
-        // There may be room for more than one, or this one was called and leaves without having tried.
-        let is_same = inner.queue.next() == first;
-        match inner.called {
-            Some(_) => inner.again |= !is_same,
-            None if is_same => inner.go_on(),
-            None => inner.begin(),
+        // There may be capacity for more than one request, or this one was woken and leaves without a try.
+        let is_same = state.queue.next() == first;
+        match state.current_try {
+            Some(_) => state.another_round |= !is_same,
+            None if is_same => state.advance_round(),
+            None => state.begin_round(),
         }
-        drop(inner);
+        drop(state);
         self.queue.metrics.waiting(self.priority).decrement(1.0);
-        self.queue.metrics.left(self.outcome, self.since.elapsed());
+        self.queue.metrics.record_wait(self.outcome, self.since.elapsed());
     }
 }
 
-/// Why no engine can be had.
+/// Why no engine is available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Scarce {
-    /// Those that could be asked have as much as they take. It will pass.
+pub(crate) enum Unavailable {
+    /// All eligible engines are full. The state passes.
     Full,
-    /// There is none that could be asked.
+    /// No engine is eligible.
     NoEngine,
 }
 

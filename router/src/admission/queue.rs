@@ -1,7 +1,7 @@
-//! A fair queue: who is next when there is room for one. Pure.
+//! A fair queue: decides which request is next when there is capacity for one. Pure.
 //!
-//! Fair queueing with virtual start times (Goyal, Vin, Cheng: *Start-time Fair Queueing*, SIGCOMM 1996), twice:
-//! between priorities by their weights, and inside a priority between tenants by theirs.
+//! Start-time fair queueing (Goyal, Vin, Cheng: *Start-time Fair Queueing*, SIGCOMM 1996), applied twice: between
+//! priorities by their weights, and inside a priority between tenants by theirs.
 //!
 //! ```text
 //!  priority high ── tenant a ─ [r1 r4 r5]        tag: the virtual time at which its head is due
@@ -9,104 +9,104 @@
 //!  priority low  ── tenant a ─ [r2]              the smallest tag of the priorities is the queue's next
 //! ```
 //!
-//! Only heads have tags: a request that is dispatched moves its tenant's tag on by cost / weight, and one that
-//! leaves the queue unserved has cost its tenant nothing. A tenant that was idle starts at the present virtual
-//! time: it neither saves up nor pays for what it did not use.
+//! Only heads have tags. A dispatched request moves its tenant's tag on by cost / weight. A request that leaves
+//! the queue unserved costs its tenant nothing. A tenant that was idle starts at the present virtual time, so
+//! unused time is neither a credit nor a charge.
 //!
-//! A request that had its turn before and holds a finished prefill goes ahead of those that had none, in the order of
-//! arrival: its first turn was charged, and the second attempt is the same turn.
+//! A request that had its turn before and holds a finished prefill goes ahead of the others, in the order of
+//! arrival. Its first turn was charged, and the second attempt is the same turn.
 //!
-//! Not every request can be given to every engine: one that an engine failed is not sent there again. Requests with
-//! the same engines left out stand in one [`Lane`]. When a lane is full, so are all engines but those that it leaves out;
-//! the next request is then the first that can be given to one of these ([`FairQueue::next_within`]).
+//! Not every request can use every engine: a request is not sent again to an engine that failed it. Requests with
+//! the same excluded engines are in one [`Lane`]. When a lane is full, so are all engines but its excluded ones.
+//! The next request is then the first one that may use one of these ([`FairQueue::next_eligible`]).
 //!
 //! Invariants:
-//! - Requests and bytes never exceed their bounds, in total and per tenant; those that go ahead have the same bounds
-//!   for themselves, and none per tenant.
-//! - Of two tenants that wait all the time, neither is served more than one of its largest requests ahead of
-//!   its share; so a first request waits for at most one turn of every other tenant, whatever they have queued.
+//! - Requests and bytes never exceed their bounds, in total and per tenant. Requests that go ahead have the same
+//!   total bounds for themselves, and none per tenant.
+//! - Of two tenants that wait all the time, neither is served more than one of its largest requests ahead of its
+//!   share. So a first request waits for at most one turn of every other tenant, whatever they have queued.
 //! - No priority starves: the same holds between priorities.
-//! - What is kept is bounded by what waits, and by tenants that waited since the queue was last empty.
+//! - Memory is bounded by the waiting requests, and by the tenants that waited since the queue was last empty.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
-use super::turns::Turns;
+use super::turn_totals::TurnTotals;
 use crate::auth::TenantId;
 use crate::config::{Priority, QueueConfig};
 
-/// Virtual time of one unit of cost at weight 1; so fine that the largest weight still moves it.
+/// Virtual time of one unit of cost at weight 1. It is so fine that the largest weight still moves it.
 const UNIT: u128 = 1 << 20;
 
-/// What a request is to the queue.
+/// What a request claims of the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Claim {
-    /// `None`: a client that nobody knows; all of them are one tenant, without a bound of its own.
+    /// `None`: a client without a tenant. All such clients are one tenant, without a bound of its own.
     pub tenant: Option<TenantId>,
-    /// The tenant's share against the others'.
+    /// The tenant's share, relative to the others.
     pub weight: u32,
     pub priority: Priority,
-    /// Of its body, in bytes.
+    /// Size of its body.
     pub bytes: usize,
-    /// What it will cost an engine, in tokens (estimated).
+    /// Estimated cost for an engine, in tokens.
     pub cost: u64,
 }
 
-/// A request's place.
+/// A request's entry in the queue, in the order of arrival.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct Place(u64);
+pub(crate) struct QueueEntry(u64);
 
-/// Engines that a request cannot be given to, by their numbers, ascending. Most requests have none.
+/// Engines that a request cannot use, by number, ascending. Most requests have none.
 pub(crate) type Lane = Vec<u32>;
 
 /// How a request waits.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Wants {
-    pub without: Lane,
-    /// It had its turn and holds a finished prefill.
+pub(crate) struct WaitOptions {
+    pub excluded: Lane,
+    /// The request had its turn and holds a finished prefill.
     pub ahead: bool,
 }
 
 /// Which bound a request would exceed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Full {
+pub(crate) enum QueueBound {
     /// Of the model's queue.
     Total,
-    /// Of the tenant's share of it.
+    /// Of the tenant's share of the queue.
     Tenant,
 }
 
 /// The queue of one model.
 #[derive(Debug, Default)]
 pub(crate) struct FairQueue {
-    classes: [Class; 3],
-    /// Those that had their turn, by the order of arrival in each lane.
-    ahead: BTreeMap<Lane, BTreeSet<Place>>,
-    claims: HashMap<Place, (Claim, Wants)>,
-    held: HashMap<Option<TenantId>, Held>,
-    total: Held,
-    total_ahead: Held,
+    classes: [PriorityClass; 3],
+    /// Requests that had their turn, by the order of arrival in each lane.
+    ahead: BTreeMap<Lane, BTreeSet<QueueEntry>>,
+    entries: HashMap<QueueEntry, (Claim, WaitOptions)>,
+    tenant_totals: HashMap<Option<TenantId>, QueuedTotals>,
+    total: QueuedTotals,
+    total_ahead: QueuedTotals,
     now: u128,
     last: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Held {
+struct QueuedTotals {
     requests: usize,
     bytes: usize,
 }
 
 /// One priority.
 #[derive(Debug, Default)]
-struct Class {
+struct PriorityClass {
     tag: u128,
     now: u128,
     waiting: usize,
     flows: BTreeMap<Option<TenantId>, Flow>,
-    /// How much each flow has waiting, in sums.
-    turns: Turns,
-    /// Flows that wait in each lane: by their tags, then by the arrival of their first there.
-    ready: BTreeMap<Lane, BTreeSet<(u128, Place, Option<TenantId>)>>,
-    /// Flows that do not wait but are ahead of their share; forgotten once the others have caught up.
+    /// Sums of the flows' waiting requests.
+    turns: TurnTotals,
+    /// Waiting flows of each lane, by their tags, then by the arrival of their first request there.
+    ready: BTreeMap<Lane, BTreeSet<(u128, QueueEntry, Option<TenantId>)>>,
+    /// Idle flows that are ahead of their share. They are removed once the others have caught up.
     ahead: BTreeSet<(u128, Option<TenantId>)>,
 }
 
@@ -115,7 +115,7 @@ struct Flow {
     tag: u128,
     weight: u32,
     waiting: usize,
-    lanes: BTreeMap<Lane, VecDeque<Place>>,
+    lanes: BTreeMap<Lane, VecDeque<QueueEntry>>,
 }
 
 impl FairQueue {
@@ -127,106 +127,111 @@ impl FairQueue {
         self.classes[priority as usize].waiting
     }
 
-    /// Takes a request in.
+    /// Adds a request.
     ///
     /// # Errors
-    /// [`Full`] names the bound; the queue is as before.
-    pub(crate) fn enter(&mut self, claim: Claim, wants: Wants, bounds: &QueueConfig) -> Result<Place, Full> {
-        let total = if wants.ahead { &mut self.total_ahead } else { &mut self.total };
-        if !total.has_room(&claim, bounds.requests, bounds.bytes) {
-            return Err(Full::Total);
+    /// [`QueueBound`] names the bound. The queue is unchanged.
+    pub(crate) fn enter(
+        &mut self,
+        claim: Claim,
+        options: WaitOptions,
+        bounds: &QueueConfig,
+    ) -> Result<QueueEntry, QueueBound> {
+        let total = if options.ahead { &mut self.total_ahead } else { &mut self.total };
+        if !total.fits(&claim, bounds.requests, bounds.bytes) {
+            return Err(QueueBound::Total);
         }
-        if !wants.ahead {
-            let held = self.held.get(&claim.tenant).copied().unwrap_or_default();
-            if claim.tenant.is_some() && !held.has_room(&claim, bounds.tenant_requests, bounds.tenant_bytes) {
-                return Err(Full::Tenant);
+        if !options.ahead {
+            let totals = self.tenant_totals.get(&claim.tenant).copied().unwrap_or_default();
+            if claim.tenant.is_some() && !totals.fits(&claim, bounds.tenant_requests, bounds.tenant_bytes) {
+                return Err(QueueBound::Tenant);
             }
-            self.held.entry(claim.tenant).or_default().add(&claim);
+            self.tenant_totals.entry(claim.tenant).or_default().add(&claim);
         }
         total.add(&claim);
         self.last += 1;
-        let place = Place(self.last);
-        if wants.ahead {
-            self.ahead.entry(wants.without.clone()).or_default().insert(place);
+        let entry = QueueEntry(self.last);
+        if options.ahead {
+            self.ahead.entry(options.excluded.clone()).or_default().insert(entry);
         } else {
             let class = &mut self.classes[claim.priority as usize];
             if class.waiting == 0 {
                 class.tag = class.tag.max(self.now);
             }
-            class.join(place, &claim, &wants.without);
+            class.join(entry, &claim, &options.excluded);
         }
-        self.claims.insert(place, (claim, wants));
-        Ok(place)
+        self.entries.insert(entry, (claim, options));
+        Ok(entry)
     }
 
-    /// Whose turn it is.
-    pub(crate) fn next(&self) -> Option<Place> {
-        self.next_within(None)
+    /// The request whose turn it is.
+    pub(crate) fn next(&self) -> Option<QueueEntry> {
+        self.next_eligible(None)
     }
 
-    /// Whose turn it is while only these engines may have room; `None`: any may.
-    pub(crate) fn next_within(&self, room: Option<&Lane>) -> Option<Place> {
-        let is_open = |lane: &Lane| room.is_none_or(|room| !is_within(room, lane));
+    /// The request whose turn it is while only these engines may have capacity; `None`: any may.
+    pub(crate) fn next_eligible(&self, candidates: Option<&Lane>) -> Option<QueueEntry> {
+        let is_open = |lane: &Lane| candidates.is_none_or(|candidates| !is_subset(candidates, lane));
         let ahead = self.ahead.iter().filter(|(lane, _)| is_open(lane));
-        if let Some(&place) = ahead.filter_map(|(_, places)| places.first()).min() {
-            return Some(place);
+        if let Some(&entry) = ahead.filter_map(|(_, entries)| entries.first()).min() {
+            return Some(entry);
         }
         let next = self.classes.iter().filter_map(|class| Some((class.tag, class.next(is_open)?)));
-        // The first of equals is the more urgent one.
-        next.min_by_key(|(tag, _)| *tag).map(|(_, place)| place)
+        // Of equal tags, the more urgent priority is first.
+        next.min_by_key(|(tag, _)| *tag).map(|(_, entry)| entry)
     }
 
-    /// The lane of a request that waits.
-    pub(crate) fn lane(&self, place: Place) -> Option<&Lane> {
-        self.claims.get(&place).map(|(_, wants)| &wants.without)
+    /// The lane of a waiting request.
+    pub(crate) fn lane(&self, entry: QueueEntry) -> Option<&Lane> {
+        self.entries.get(&entry).map(|(_, options)| &options.excluded)
     }
 
-    /// A request was served; it is charged to its tenant and its priority, unless it was before. Nothing if it is not in
-    /// the queue.
-    pub(crate) fn dispatched(&mut self, place: Place, weights: &QueueConfig) {
-        let Some((claim, wants)) = self.claims.get(&place) else { return };
-        if !wants.ahead {
+    /// Removes a served request and charges it to its tenant and its priority, unless it was charged before. Does
+    /// nothing if it is not in the queue.
+    pub(crate) fn record_dispatch(&mut self, entry: QueueEntry, weights: &QueueConfig) {
+        let Some((claim, options)) = self.entries.get(&entry) else { return };
+        if !options.ahead {
             let claim = *claim;
             let class = &mut self.classes[claim.priority as usize];
             self.now = self.now.max(class.tag);
-            class.tag += claim.price(weights.weights.of(claim.priority));
+            class.tag += claim.virtual_cost(weights.weights.of(claim.priority));
             class.charge(&claim);
         }
-        self.leave(place);
+        self.leave(entry);
     }
 
-    /// A request goes, served or not. Nothing if it is not in the queue.
-    pub(crate) fn leave(&mut self, place: Place) {
-        let Some((claim, wants)) = self.claims.remove(&place) else { return };
-        if wants.ahead {
-            self.total_ahead.take(&claim);
-            if let Some(places) = self.ahead.get_mut(&wants.without) {
-                places.remove(&place);
-                if places.is_empty() {
-                    self.ahead.remove(&wants.without);
+    /// Removes a request. Does nothing if it is not in the queue.
+    pub(crate) fn leave(&mut self, entry: QueueEntry) {
+        let Some((claim, options)) = self.entries.remove(&entry) else { return };
+        if options.ahead {
+            self.total_ahead.subtract(&claim);
+            if let Some(entries) = self.ahead.get_mut(&options.excluded) {
+                entries.remove(&entry);
+                if entries.is_empty() {
+                    self.ahead.remove(&options.excluded);
                 }
             }
             return;
         }
-        self.total.take(&claim);
-        if let Some(held) = self.held.get_mut(&claim.tenant) {
-            held.take(&claim);
-            if held.requests == 0 {
-                self.held.remove(&claim.tenant);
+        self.total.subtract(&claim);
+        if let Some(totals) = self.tenant_totals.get_mut(&claim.tenant) {
+            totals.subtract(&claim);
+            if totals.requests == 0 {
+                self.tenant_totals.remove(&claim.tenant);
             }
         }
-        self.classes[claim.priority as usize].leave(place, &claim, &wants.without);
+        self.classes[claim.priority as usize].leave(entry, &claim, &options.excluded);
         if self.total.requests == 0 {
-            // Nobody is left to be fair to. A new beginning keeps the tags small and the table empty.
+            // The queue is empty, so fairness needs no history. Reset tags stay small and the table empty.
             self.classes = Default::default();
             self.now = 0;
         }
     }
 
-    /// How many requests would be served before this one if it joined now and none came after it; estimated from sums
-    /// over the tenants, because those that are refused ask as well, however many tenants wait.
-    pub(crate) fn ahead_of(&self, claim: &Claim, wants: &Wants, weights: &QueueConfig) -> usize {
-        if wants.ahead {
+    /// Estimates how many requests would be served before this one if it joined now and none came after it. The
+    /// estimate uses sums over the tenants, because refused requests cause it too, however many tenants wait.
+    pub(crate) fn ahead_of(&self, claim: &Claim, options: &WaitOptions, weights: &QueueConfig) -> usize {
+        if options.ahead {
             return self.total_ahead.requests;
         }
         let class = &self.classes[claim.priority as usize];
@@ -243,27 +248,29 @@ impl FairQueue {
     }
 }
 
-/// Engines that may have room, where those but `lane` have none.
-pub(crate) fn narrowed(room: Option<Lane>, lane: &Lane) -> Lane {
-    match room {
+/// The engines that may have capacity after all engines outside `lane` were found full.
+pub(crate) fn narrow_candidates(candidates: Option<Lane>, lane: &Lane) -> Lane {
+    match candidates {
         None => lane.clone(),
-        Some(room) => room.into_iter().filter(|number| lane.binary_search(number).is_ok()).collect(),
+        Some(candidates) => {
+            candidates.into_iter().filter(|number| lane.binary_search(number).is_ok()).collect()
+        }
     }
 }
 
-/// Whether all of `few` are among `many`; both ascend.
-fn is_within(few: &[u32], many: &[u32]) -> bool {
+/// Whether `many` contains all of `few`; both ascend.
+fn is_subset(few: &[u32], many: &[u32]) -> bool {
     few.iter().all(|number| many.binary_search(number).is_ok())
 }
 
 impl Claim {
-    fn price(&self, weight: u32) -> u128 {
+    fn virtual_cost(&self, weight: u32) -> u128 {
         u128::from(self.cost.max(1)) * UNIT / u128::from(weight.max(1))
     }
 }
 
-impl Held {
-    fn has_room(&self, claim: &Claim, requests: usize, bytes: usize) -> bool {
+impl QueuedTotals {
+    fn fits(&self, claim: &Claim, requests: usize, bytes: usize) -> bool {
         self.requests < requests && self.bytes.saturating_add(claim.bytes) <= bytes
     }
 
@@ -272,43 +279,43 @@ impl Held {
         self.bytes += claim.bytes;
     }
 
-    fn take(&mut self, claim: &Claim) {
+    fn subtract(&mut self, claim: &Claim) {
         self.requests -= 1;
         self.bytes -= claim.bytes;
     }
 }
 
-impl Class {
-    fn join(&mut self, place: Place, claim: &Claim, lane: &Lane) {
+impl PriorityClass {
+    fn join(&mut self, entry: QueueEntry, claim: &Claim, lane: &Lane) {
         self.waiting += 1;
         let flow = self.flows.entry(claim.tenant).or_default();
         if flow.waiting == 0 {
             self.ahead.remove(&(flow.tag, claim.tenant));
             flow.tag = flow.tag.max(self.now);
         }
-        self.turns.take(flow.waiting, flow.weight);
+        self.turns.subtract(flow.waiting, flow.weight);
         flow.weight = claim.weight.max(1);
         flow.waiting += 1;
         self.turns.add(flow.waiting, flow.weight);
-        let places = flow.lanes.entry(lane.clone()).or_default();
-        if places.is_empty() {
-            self.ready.entry(lane.clone()).or_default().insert((flow.tag, place, claim.tenant));
+        let entries = flow.lanes.entry(lane.clone()).or_default();
+        if entries.is_empty() {
+            self.ready.entry(lane.clone()).or_default().insert((flow.tag, entry, claim.tenant));
         }
-        places.push_back(place);
+        entries.push_back(entry);
     }
 
-    /// The first of the lanes that are open.
-    fn next(&self, is_open: impl Fn(&Lane) -> bool) -> Option<Place> {
+    /// The first request of the open lanes.
+    fn next(&self, is_open: impl Fn(&Lane) -> bool) -> Option<QueueEntry> {
         let open = self.ready.iter().filter(|(lane, _)| is_open(lane));
-        open.filter_map(|(_, heads)| heads.first()).min().map(|&(_, place, _)| place)
+        open.filter_map(|(_, heads)| heads.first()).min().map(|&(_, entry, _)| entry)
     }
 
-    /// Moves the tenant's tag on. Its request is still in the queue.
+    /// Moves the tenant's tag on. The request is still in the queue.
     fn charge(&mut self, claim: &Claim) {
         let Some(flow) = self.flows.get_mut(&claim.tenant) else { return };
-        let (before, after) = (flow.tag, flow.tag + claim.price(flow.weight));
-        for (lane, places) in &flow.lanes {
-            if let (Some(&head), Some(heads)) = (places.front(), self.ready.get_mut(lane)) {
+        let (before, after) = (flow.tag, flow.tag + claim.virtual_cost(flow.weight));
+        for (lane, entries) in &flow.lanes {
+            if let (Some(&head), Some(heads)) = (entries.front(), self.ready.get_mut(lane)) {
                 heads.remove(&(before, head, claim.tenant));
                 heads.insert((after, head, claim.tenant));
             }
@@ -321,25 +328,25 @@ impl Class {
         }
     }
 
-    fn leave(&mut self, place: Place, claim: &Claim, lane: &Lane) {
+    fn leave(&mut self, entry: QueueEntry, claim: &Claim, lane: &Lane) {
         let Some(flow) = self.flows.get_mut(&claim.tenant) else { return };
-        let Some(places) = flow.lanes.get_mut(lane) else { return };
-        // Places are given out in order.
-        let Ok(at) = places.binary_search(&place) else { return };
-        places.remove(at);
-        let (head, tag) = (places.front().copied(), flow.tag);
+        let Some(entries) = flow.lanes.get_mut(lane) else { return };
+        // Entries are numbered in order.
+        let Ok(at) = entries.binary_search(&entry) else { return };
+        entries.remove(at);
+        let (head, tag) = (entries.front().copied(), flow.tag);
         if head.is_none() {
             flow.lanes.remove(lane);
         }
         self.waiting -= 1;
-        self.turns.take(flow.waiting, flow.weight);
+        self.turns.subtract(flow.waiting, flow.weight);
         flow.waiting -= 1;
         self.turns.add(flow.waiting, flow.weight);
         let is_idle = flow.waiting == 0;
         if at == 0
             && let Some(heads) = self.ready.get_mut(lane)
         {
-            heads.remove(&(tag, place, claim.tenant));
+            heads.remove(&(tag, entry, claim.tenant));
             heads.extend(head.map(|head| (tag, head, claim.tenant)));
             if heads.is_empty() {
                 self.ready.remove(lane);

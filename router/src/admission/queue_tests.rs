@@ -1,4 +1,4 @@
-//! The fair queue against its promises.
+//! Tests of the fair queue's invariants.
 
 use std::collections::BTreeMap;
 
@@ -7,9 +7,9 @@ use proptest::prelude::*;
 use super::*;
 
 impl FairQueue {
-    /// A request that any engine can be given.
-    fn join(&mut self, claim: Claim, bounds: &QueueConfig) -> Result<Place, Full> {
-        self.enter(claim, Wants::default(), bounds)
+    /// Adds a request that may use any engine.
+    fn join(&mut self, claim: Claim, bounds: &QueueConfig) -> Result<QueueEntry, QueueBound> {
+        self.enter(claim, WaitOptions::default(), bounds)
     }
 }
 
@@ -21,13 +21,13 @@ fn claim(tenant: u32) -> Claim {
     Claim { tenant: Some(TenantId(tenant)), weight: 1, priority: Priority::Normal, bytes: 1, cost: 1 }
 }
 
-/// Serves so many and gives their tenants, in order.
+/// Serves so many requests and returns their tenants, in order.
 fn serve(queue: &mut FairQueue, times: usize, terms: &QueueConfig) -> Vec<u32> {
     let mut served = Vec::new();
     for _ in 0..times {
-        let Some(place) = queue.next() else { break };
-        served.push(queue.claims[&place].0.tenant.expect("tests name tenants").0);
-        queue.dispatched(place, terms);
+        let Some(entry) = queue.next() else { break };
+        served.push(queue.entries[&entry].0.tenant.expect("tests name tenants").0);
+        queue.record_dispatch(entry, terms);
     }
     served
 }
@@ -53,10 +53,10 @@ fn a_thousand_requests_of_one_tenant_delay_anothers_first_by_one_turn_at_most() 
 #[test]
 fn one_tenant_alone_is_first_come_first_served() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
-    let places: Vec<_> = (0..50).map(|_| queue.join(claim(1), &terms).unwrap()).collect();
-    for place in places {
-        assert_eq!(queue.next(), Some(place));
-        queue.dispatched(place, &terms);
+    let entries: Vec<_> = (0..50).map(|_| queue.join(claim(1), &terms).unwrap()).collect();
+    for entry in entries {
+        assert_eq!(queue.next(), Some(entry));
+        queue.record_dispatch(entry, &terms);
     }
     assert_eq!(queue.next(), None);
 }
@@ -106,12 +106,12 @@ fn a_tenant_that_leaves_and_comes_back_is_not_ahead_of_its_share() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
     fill(&mut queue, 500, claim(1), &terms);
     let mut of_two = 0;
-    // One request at a time: its queue is empty after each, and its tag must be remembered.
+    // One request at a time: the queue is empty after each, and the tenant's tag must be remembered.
     for _ in 0..100 {
         queue.join(Claim { cost: 5, ..claim(2) }, &terms).unwrap();
         of_two += serve(&mut queue, 2, &terms).iter().filter(|t| **t == 2).count();
-        let left: Vec<_> = queue.claims.iter().filter(|(_, (c, _))| c.cost == 5).map(|(p, _)| *p).collect();
-        left.into_iter().for_each(|place| queue.leave(place));
+        let left: Vec<_> = queue.entries.iter().filter(|(_, (c, _))| c.cost == 5).map(|(p, _)| *p).collect();
+        left.into_iter().for_each(|entry| queue.leave(entry));
     }
     assert!(of_two <= 40, "a fifth of the cost each, but {of_two} of 100 rounds");
 }
@@ -121,7 +121,7 @@ fn what_left_unserved_has_cost_nothing() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
     fill(&mut queue, 10, claim(1), &terms);
     let gone: Vec<_> = (0..100).map(|_| queue.join(claim(2), &terms).unwrap()).collect();
-    gone.into_iter().for_each(|place| queue.leave(place));
+    gone.into_iter().for_each(|entry| queue.leave(entry));
     queue.join(claim(2), &terms).unwrap();
     assert!(serve(&mut queue, 2, &terms).contains(&2));
 }
@@ -136,13 +136,13 @@ fn every_bound_holds_and_says_which_it_was() {
         ..QueueConfig::default()
     };
     let mut queue = FairQueue::default();
-    assert_eq!(queue.join(Claim { bytes: 61, ..claim(1) }, &terms), Err(Full::Tenant));
+    assert_eq!(queue.join(Claim { bytes: 61, ..claim(1) }, &terms), Err(QueueBound::Tenant));
     queue.join(Claim { bytes: 60, ..claim(1) }, &terms).unwrap();
-    assert_eq!(queue.join(claim(1), &terms), Err(Full::Tenant));
-    assert_eq!(queue.join(Claim { bytes: 41, ..claim(2) }, &terms), Err(Full::Total));
+    assert_eq!(queue.join(claim(1), &terms), Err(QueueBound::Tenant));
+    assert_eq!(queue.join(Claim { bytes: 41, ..claim(2) }, &terms), Err(QueueBound::Total));
     queue.join(claim(2), &terms).unwrap();
     queue.join(claim(2), &terms).unwrap();
-    assert_eq!(queue.join(claim(3), &terms), Err(Full::Total));
+    assert_eq!(queue.join(claim(3), &terms), Err(QueueBound::Total));
     serve(&mut queue, 3, &terms);
     queue.join(Claim { tenant: None, bytes: 100, ..claim(0) }, &terms).unwrap();
     assert_eq!(queue.len(), 1, "who is not known has no bound but the total");
@@ -152,20 +152,20 @@ fn every_bound_holds_and_says_which_it_was() {
 fn who_is_ahead_is_estimated_by_turns_and_not_by_length() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
     fill(&mut queue, 1000, claim(1), &terms);
-    assert_eq!(queue.ahead_of(&claim(1), &Wants::default(), &terms), 1000);
-    assert_eq!(queue.ahead_of(&claim(2), &Wants::default(), &terms), 1);
+    assert_eq!(queue.ahead_of(&claim(1), &WaitOptions::default(), &terms), 1000);
+    assert_eq!(queue.ahead_of(&claim(2), &WaitOptions::default(), &terms), 1);
     let urgent = Claim { priority: Priority::High, ..claim(3) };
-    assert_eq!(queue.ahead_of(&urgent, &Wants::default(), &terms), 1);
+    assert_eq!(queue.ahead_of(&urgent, &WaitOptions::default(), &terms), 1);
     let batch = Claim { priority: Priority::Low, ..claim(3) };
-    assert_eq!(queue.ahead_of(&batch, &Wants::default(), &terms), 4);
+    assert_eq!(queue.ahead_of(&batch, &WaitOptions::default(), &terms), 4);
 }
 
-fn without(engines: &[u32]) -> Wants {
-    Wants { without: engines.to_vec(), ahead: false }
+fn without(engines: &[u32]) -> WaitOptions {
+    WaitOptions { excluded: engines.to_vec(), ahead: false }
 }
 
-fn ahead(engines: &[u32]) -> Wants {
-    Wants { ahead: true, ..without(engines) }
+fn ahead(engines: &[u32]) -> WaitOptions {
+    WaitOptions { ahead: true, ..without(engines) }
 }
 
 #[test]
@@ -176,14 +176,14 @@ fn a_full_lane_holds_up_only_those_that_compete_for_its_engines() {
     let other = queue.enter(claim(1), without(&[2]), &terms).unwrap();
     let any = queue.join(claim(1), &terms).unwrap();
     assert_eq!(queue.next(), Some(retry));
-    let room = narrowed(None, &vec![1]);
-    assert_eq!(queue.next_within(Some(&room)), Some(other), "engine 1 may have room for it");
+    let candidates = narrow_candidates(None, &vec![1]);
+    assert_eq!(queue.next_eligible(Some(&candidates)), Some(other), "engine 1 may have room for it");
     queue.leave(other);
-    assert_eq!(queue.next_within(Some(&room)), Some(any));
-    let room = narrowed(Some(room), &vec![2]);
-    assert!(room.is_empty(), "2 is full for the first, and 1 for the second");
-    assert_eq!(queue.next_within(Some(&room)), None);
-    assert_eq!(narrowed(Some(vec![1, 2, 5]), &vec![2, 3, 5]), [2, 5]);
+    assert_eq!(queue.next_eligible(Some(&candidates)), Some(any));
+    let candidates = narrow_candidates(Some(candidates), &vec![2]);
+    assert!(candidates.is_empty(), "2 is full for the first, and 1 for the second");
+    assert_eq!(queue.next_eligible(Some(&candidates)), None);
+    assert_eq!(narrow_candidates(Some(vec![1, 2, 5]), &vec![2, 3, 5]), [2, 5]);
     queue.leave(retry);
     assert_eq!(queue.next(), Some(narrower), "its lane alone was left out");
 }
@@ -197,15 +197,15 @@ fn a_retry_that_holds_a_prefill_goes_first_and_costs_its_tenant_no_second_turn()
     let again = queue.enter(low, ahead(&[7]), &terms).unwrap();
     let later = queue.enter(claim(1), ahead(&[8]), &terms).unwrap();
     assert_eq!(queue.next(), Some(again), "before every priority");
-    assert_eq!(queue.next_within(Some(&vec![7])), Some(later));
+    assert_eq!(queue.next_eligible(Some(&vec![7])), Some(later));
     queue.leave(later);
-    assert_eq!(queue.next_within(Some(&vec![7])), Some(first));
+    assert_eq!(queue.next_eligible(Some(&vec![7])), Some(first));
     let later = queue.enter(claim(1), ahead(&[8]), &terms).unwrap();
-    assert_eq!(queue.ahead_of(&urgent, &Wants::default(), &terms), 3);
+    assert_eq!(queue.ahead_of(&urgent, &WaitOptions::default(), &terms), 3);
     assert_eq!(queue.ahead_of(&urgent, &ahead(&[]), &terms), 2);
-    queue.dispatched(again, &terms);
-    queue.dispatched(later, &terms);
-    // With its 1,000 tokens charged, its priority would wait for 4,000 requests of the other.
+    queue.record_dispatch(again, &terms);
+    queue.record_dispatch(later, &terms);
+    // If its 1,000 tokens were charged, its priority would wait for 4,000 requests of the other.
     fill(&mut queue, 20, claim(3), &terms);
     queue.join(Claim { cost: 1, ..low }, &terms).unwrap();
     queue.leave(first);
@@ -220,13 +220,13 @@ fn those_that_go_ahead_have_bounds_of_their_own_and_take_no_place_of_others() {
     queue.join(claim(2), &terms).unwrap();
     queue.enter(claim(1), ahead(&[]), &terms).unwrap();
     queue.enter(claim(1), ahead(&[]), &terms).unwrap();
-    assert_eq!(queue.enter(claim(3), ahead(&[]), &terms), Err(Full::Total));
-    assert_eq!(queue.join(claim(3), &terms), Err(Full::Total));
+    assert_eq!(queue.enter(claim(3), ahead(&[]), &terms), Err(QueueBound::Total));
+    assert_eq!(queue.join(claim(3), &terms), Err(QueueBound::Total));
     assert_eq!(queue.len(), 4);
-    while let Some(place) = queue.next() {
-        queue.leave(place);
+    while let Some(entry) = queue.next() {
+        queue.leave(entry);
     }
-    assert_eq!((queue.total_ahead, queue.total), (Held::default(), Held::default()));
+    assert_eq!((queue.total_ahead, queue.total), (QueuedTotals::default(), QueuedTotals::default()));
     assert!(queue.ahead.is_empty());
 }
 
@@ -240,26 +240,27 @@ fn tenants_share_what_is_open_to_them_while_a_lane_is_full() {
     }
     let mut served = [0; 3];
     for _ in 0..100 {
-        let place = queue.next_within(Some(&vec![1])).unwrap();
-        assert!(queue.claims[&place].1.without.is_empty());
-        served[queue.claims[&place].0.tenant.unwrap().0 as usize] += 1;
-        queue.dispatched(place, &terms);
+        let entry = queue.next_eligible(Some(&vec![1])).unwrap();
+        assert!(queue.entries[&entry].1.excluded.is_empty());
+        served[queue.entries[&entry].0.tenant.unwrap().0 as usize] += 1;
+        queue.record_dispatch(entry, &terms);
     }
     assert_eq!(served, [0, 50, 50], "in equal parts");
 }
 
 #[derive(Clone, Debug)]
 enum Step {
-    Join(u32, usize, u64, Wants),
+    Join(u32, usize, u64, WaitOptions),
     Serve(Option<Lane>),
     Leave(usize),
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let lane = || proptest::sample::subsequence(vec![1_u32, 2, 3], 0..=3);
-    let wants = (lane(), prop::bool::weighted(0.2)).prop_map(|(without, ahead)| Wants { without, ahead });
+    let options = (lane(), prop::bool::weighted(0.2))
+        .prop_map(|(without, ahead)| WaitOptions { excluded: without, ahead });
     let step = prop_oneof![
-        4 => (0..5_u32, 0..3_usize, 1..50_u64, wants).prop_map(|(t, p, c, w)| Step::Join(t, p, c, w)),
+        4 => (0..5_u32, 0..3_usize, 1..50_u64, options).prop_map(|(t, p, c, w)| Step::Join(t, p, c, w)),
         3 => prop::option::of(lane()).prop_map(Step::Serve),
         1 => (0..100_usize).prop_map(Step::Leave),
     ];
@@ -267,44 +268,44 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 proptest! {
-    /// Whatever happens: counts are right, everyone who waits is served in the end, and nothing is kept.
+    /// After any steps: counts are right, all waiting requests are served in the end, and no state remains.
     #[test]
     fn the_books_are_right_and_end_empty(steps in steps()) {
         let terms = QueueConfig { requests: 40, tenant_requests: 15, bytes: 1 << 20, ..QueueConfig::default() };
         let mut queue = FairQueue::default();
-        let mut waiting: BTreeMap<Place, (Claim, Wants)> = BTreeMap::new();
+        let mut waiting: BTreeMap<QueueEntry, (Claim, WaitOptions)> = BTreeMap::new();
         for step in steps {
             match step {
-                Step::Join(tenant, priority, cost, wants) => {
+                Step::Join(tenant, priority, cost, options) => {
                     let claim = Claim { priority: Priority::ALL[priority], cost, bytes: 7, ..claim(tenant) };
-                    let alike = waiting.values().filter(|(_, w)| w.ahead == wants.ahead);
+                    let alike = waiting.values().filter(|(_, w)| w.ahead == options.ahead);
                     let of_tenant = alike.clone().filter(|(c, _)| c.tenant == claim.tenant).count();
-                    match queue.enter(claim, wants.clone(), &terms) {
-                        Ok(place) => { waiting.insert(place, (claim, wants)); }
-                        Err(Full::Total) => prop_assert_eq!(alike.count(), 40),
-                        Err(Full::Tenant) => prop_assert_eq!(of_tenant, 15),
+                    match queue.enter(claim, options.clone(), &terms) {
+                        Ok(entry) => { waiting.insert(entry, (claim, options)); }
+                        Err(QueueBound::Total) => prop_assert_eq!(alike.count(), 40),
+                        Err(QueueBound::Tenant) => prop_assert_eq!(of_tenant, 15),
                     }
                 }
-                Step::Serve(room) => {
-                    let has = |room: &Lane, w: &Wants| room.iter().any(|engine| !w.without.contains(engine));
-                    let is_open = |w: &Wants| room.as_ref().is_none_or(|room| has(room, w));
-                    match queue.next_within(room.as_ref()) {
-                        Some(place) => {
-                            let (_, wants) = waiting.remove(&place).expect("one that waits");
-                            prop_assert!(is_open(&wants));
-                            let goes_ahead = |w: &Wants| w.ahead && is_open(w);
-                            prop_assert!(wants.ahead || !waiting.values().any(|(_, w)| goes_ahead(w)));
-                            queue.dispatched(place, &terms);
-                            queue.dispatched(place, &terms);
+                Step::Serve(candidates) => {
+                    let has = |candidates: &Lane, w: &WaitOptions| candidates.iter().any(|engine| !w.excluded.contains(engine));
+                    let is_open = |w: &WaitOptions| candidates.as_ref().is_none_or(|candidates| has(candidates, w));
+                    match queue.next_eligible(candidates.as_ref()) {
+                        Some(entry) => {
+                            let (_, options) = waiting.remove(&entry).expect("one that waits");
+                            prop_assert!(is_open(&options));
+                            let goes_ahead = |w: &WaitOptions| w.ahead && is_open(w);
+                            prop_assert!(options.ahead || !waiting.values().any(|(_, w)| goes_ahead(w)));
+                            queue.record_dispatch(entry, &terms);
+                            queue.record_dispatch(entry, &terms);
                         }
                         None => prop_assert!(!waiting.values().any(|(_, w)| is_open(w)), "who can be served is"),
                     }
                 }
                 Step::Leave(n) => {
-                    if let Some(&place) = waiting.keys().nth(n) {
-                        waiting.remove(&place);
-                        queue.leave(place);
-                        queue.leave(place);
+                    if let Some(&entry) = waiting.keys().nth(n) {
+                        waiting.remove(&entry);
+                        queue.leave(entry);
+                        queue.leave(entry);
                     }
                 }
             }
@@ -314,13 +315,13 @@ proptest! {
                 prop_assert_eq!(queue.waiting(priority), of);
             }
         }
-        while let Some(place) = queue.next() {
-            queue.dispatched(place, &terms);
-            prop_assert!(waiting.remove(&place).is_some());
+        while let Some(entry) = queue.next() {
+            queue.record_dispatch(entry, &terms);
+            prop_assert!(waiting.remove(&entry).is_some());
         }
-        prop_assert!(waiting.is_empty() && queue.held.is_empty() && queue.claims.is_empty());
+        prop_assert!(waiting.is_empty() && queue.tenant_totals.is_empty() && queue.entries.is_empty());
         prop_assert!(queue.classes.iter().all(|c| c.flows.is_empty() && c.ahead.is_empty() && c.ready.is_empty()));
-        prop_assert!(queue.ahead.is_empty() && queue.total_ahead == Held::default());
+        prop_assert!(queue.ahead.is_empty() && queue.total_ahead == QueuedTotals::default());
     }
 
     /// Tenants that wait all the time never differ by more than one of their largest requests each.

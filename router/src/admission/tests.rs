@@ -1,54 +1,56 @@
-//! The queue's shell: nobody who waits is forgotten, and nobody who left is in the way.
+//! Tests of the async queue: no waiting request is forgotten, and no request that left delays the others.
 
 use std::sync::atomic::AtomicBool;
 
 use super::*;
 use crate::auth::TenantId;
 
-struct Engines {
+struct TestEngines {
     metrics: Arc<AdmissionMetrics>,
-    room: Arc<AtomicUsize>,
-    freed: Arc<Freed>,
+    capacity: Arc<AtomicUsize>,
+    notify: Arc<CapacityNotify>,
     queue: Arc<ModelQueue>,
 }
 
-/// A place at an engine; dropping it makes room.
-struct Seat(Arc<AtomicUsize>, Arc<Freed>);
+/// A reservation at an engine. Dropping it frees the capacity.
+struct TestReservation(Arc<AtomicUsize>, Arc<CapacityNotify>);
 
-impl Found for Seat {}
-impl Found for () {}
+impl Reservation for TestReservation {}
+impl Reservation for () {}
 
-impl Drop for Seat {
+impl Drop for TestReservation {
     fn drop(&mut self) {
         self.0.fetch_add(1, Ordering::SeqCst);
-        self.1.ring();
+        self.1.notify();
     }
 }
 
-impl Engines {
-    fn new(room: usize) -> Self {
-        let freed = Arc::<Freed>::default();
+impl TestEngines {
+    fn new(capacity: usize) -> Self {
+        let notify = Arc::<CapacityNotify>::default();
         let metrics = Arc::new(AdmissionMetrics::new(&crate::metrics::Registry::default()));
-        let admission = Admission::new(Arc::clone(&freed), Arc::clone(&metrics));
+        let admission = Admission::new(Arc::clone(&notify), Arc::clone(&metrics));
         Self {
             metrics,
-            room: Arc::new(AtomicUsize::new(room)),
-            freed,
+            capacity: Arc::new(AtomicUsize::new(capacity)),
+            notify,
             queue: admission.queue("m", Leg::Decode),
         }
     }
 
-    fn reserve(&self) -> impl FnMut() -> Result<Seat, Scarce> + Send + 'static {
-        let (room, freed) = (Arc::clone(&self.room), Arc::clone(&self.freed));
+    fn reserve(&self) -> impl FnMut() -> Result<TestReservation, Unavailable> + Send + 'static {
+        let (capacity, notify) = (Arc::clone(&self.capacity), Arc::clone(&self.notify));
         move || {
-            let taken = room.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |free| free.checked_sub(1));
-            taken.map(|_| Seat(Arc::clone(&room), Arc::clone(&freed))).map_err(|_| Scarce::Full)
+            let taken = capacity.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |free| free.checked_sub(1));
+            taken
+                .map(|_| TestReservation(Arc::clone(&capacity), Arc::clone(&notify)))
+                .map_err(|_| Unavailable::Full)
         }
     }
 
-    async fn enter(&self, ticket: Ticket) -> Result<Seat, ApiError> {
-        self.queue.enter(ticket, Wants::default(), &terms(), self.reserve()).await.map_err(|refused| {
-            assert_eq!(refused.scarce, Scarce::Full);
+    async fn enter(&self, ticket: AdmissionRequest) -> Result<TestReservation, ApiError> {
+        self.queue.enter(ticket, WaitOptions::default(), &terms(), self.reserve()).await.map_err(|refused| {
+            assert_eq!(refused.cause, Unavailable::Full);
             refused.error
         })
     }
@@ -58,27 +60,27 @@ fn terms() -> QueueConfig {
     QueueConfig { requests: 2000, tenant_requests: 1000, ..QueueConfig::default() }
 }
 
-fn ticket(tenant: u32) -> Ticket {
+fn ticket(tenant: u32) -> AdmissionRequest {
     let claim =
         Claim { tenant: Some(TenantId(tenant)), weight: 1, priority: Priority::Normal, bytes: 1, cost: 1 };
-    Ticket { claim, deadline: Instant::now() + Duration::from_secs(60), ends: None }
+    AdmissionRequest { claim, deadline: Instant::now() + Duration::from_secs(60), request_deadline: None }
 }
 
 #[tokio::test]
 async fn with_room_nobody_queues() {
-    let engines = Engines::new(2);
-    let seats = (engines.enter(ticket(1)).await.unwrap(), engines.enter(ticket(1)).await.unwrap());
+    let engines = TestEngines::new(2);
+    let reservations = (engines.enter(ticket(1)).await.unwrap(), engines.enter(ticket(1)).await.unwrap());
     assert_eq!(engines.queue.waiting.load(Ordering::SeqCst), 0);
-    drop(seats);
+    drop(reservations);
 }
 
 #[tokio::test]
 async fn whoever_waits_gets_the_room_that_another_leaves() {
-    let engines = Engines::new(1);
-    let seat = engines.enter(ticket(1)).await.unwrap();
+    let engines = TestEngines::new(1);
+    let reservation = engines.enter(ticket(1)).await.unwrap();
     let mut second = Box::pin(engines.enter(ticket(1)));
     assert!(futures_poll(&mut second).await.is_none());
-    drop(seat);
+    drop(reservation);
     assert!(second.await.is_ok());
 }
 
@@ -95,7 +97,7 @@ async fn futures_poll<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn nobody_is_forgotten_when_hundreds_come_wait_cancel_and_go() {
-    let engines = Arc::new(Engines::new(3));
+    let engines = Arc::new(TestEngines::new(3));
     let (busy, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
     let mut tasks = tokio::task::JoinSet::new();
     for n in 0..600_u32 {
@@ -113,33 +115,33 @@ async fn nobody_is_forgotten_when_hundreds_come_wait_cancel_and_go() {
                 }
                 return;
             }
-            let seat = entered.await.unwrap();
+            let reservation = entered.await.unwrap();
             if busy.fetch_add(1, Ordering::SeqCst) >= 3 {
                 over.store(true, Ordering::SeqCst);
             }
             tokio::task::yield_now().await;
             busy.fetch_sub(1, Ordering::SeqCst);
-            drop(seat);
+            drop(reservation);
         });
     }
     let all = async { while tasks.join_next().await.is_some_and(|task| task.is_ok()) {} };
-    tokio::time::timeout(Duration::from_secs(60), all).await.expect("everybody is served");
+    tokio::time::timeout(Duration::from_secs(60), all).await.expect("all requests are served");
     assert!(tasks.is_empty() && !over.load(Ordering::SeqCst));
-    assert_eq!(engines.room.load(Ordering::SeqCst), 3);
+    assert_eq!(engines.capacity.load(Ordering::SeqCst), 3);
     assert_eq!(engines.queue.waiting.load(Ordering::SeqCst), 0);
-    assert!(engines.queue.lock().bells.is_empty() && engines.queue.lock().queue.len() == 0);
-    assert_eq!(engines.freed.waiting(), 0);
+    assert!(engines.queue.lock().notifiers.is_empty() && engines.queue.lock().queue.len() == 0);
+    assert_eq!(engines.notify.waiting(), 0);
 }
 
 #[tokio::test]
 async fn one_who_was_woken_and_leaves_wakes_the_next() {
-    let engines = Engines::new(1);
-    let seat = engines.enter(ticket(1)).await.unwrap();
+    let engines = TestEngines::new(1);
+    let reservation = engines.enter(ticket(1)).await.unwrap();
     let mut first = Box::pin(engines.enter(ticket(1)));
     let mut second = Box::pin(engines.enter(ticket(1)));
     assert!(futures_poll(&mut first).await.is_none() && futures_poll(&mut second).await.is_none());
-    drop(seat);
-    // The first has been woken and is never polled again.
+    drop(reservation);
+    // The first request has been woken and is never polled again.
     drop(first);
     let waited = tokio::time::timeout(Duration::from_secs(30), second).await;
     assert!(waited.expect("it is woken").is_ok());
@@ -147,24 +149,24 @@ async fn one_who_was_woken_and_leaves_wakes_the_next() {
 
 #[tokio::test]
 async fn a_deadline_ends_the_wait_with_429_and_a_time_to_come_back() {
-    let engines = Engines::new(0);
-    let soon = Ticket { deadline: Instant::now() + Duration::from_millis(30), ..ticket(1) };
+    let engines = TestEngines::new(0);
+    let soon = AdmissionRequest { deadline: Instant::now() + Duration::from_millis(30), ..ticket(1) };
     let refused = engines.enter(soon).await.err().expect("expired");
     assert_eq!((refused.status, refused.code.as_deref()), (429, Some("queue_timeout")));
     assert!(refused.retry_after.is_some());
-    let past = Ticket { deadline: Instant::now(), ..ticket(1) };
+    let past = AdmissionRequest { deadline: Instant::now(), ..ticket(1) };
     assert_eq!(engines.enter(past).await.err().map(|e| e.status), Some(429));
     assert_eq!(engines.queue.waiting.load(Ordering::SeqCst), 0);
 }
 
 #[tokio::test]
 async fn a_deadline_that_cannot_be_met_is_refused_at_once() {
-    let engines = Engines::new(0);
+    let engines = TestEngines::new(0);
     let begun = Instant::now();
     (0..20).for_each(|n| engines.queue.lock().drain.served(begun + Duration::from_secs(n), true));
     let mut first = Box::pin(engines.enter(ticket(1)));
     assert!(futures_poll(&mut first).await.is_none());
-    let hurried = Ticket { deadline: Instant::now() + Duration::from_millis(1500), ..ticket(1) };
+    let hurried = AdmissionRequest { deadline: Instant::now() + Duration::from_millis(1500), ..ticket(1) };
     let refused = engines.enter(hurried).await.err().expect("one ahead takes a second, and then it");
     assert_eq!(refused.code.as_deref(), Some("overloaded"));
     let mut patient = Box::pin(engines.enter(ticket(1)));
@@ -173,54 +175,58 @@ async fn a_deadline_that_cannot_be_met_is_refused_at_once() {
 
 #[tokio::test]
 async fn without_any_engine_it_is_503_at_once() {
-    let engines = Engines::new(0);
-    let refused =
-        engines.queue.enter(ticket(1), Wants::default(), &terms(), || Err::<(), _>(Scarce::NoEngine)).await;
+    let engines = TestEngines::new(0);
+    let refused = engines
+        .queue
+        .enter(ticket(1), WaitOptions::default(), &terms(), || Err::<(), _>(Unavailable::NoEngine))
+        .await;
     let refused = refused.expect_err("there is none");
-    assert_eq!((refused.error.status, refused.scarce), (503, Scarce::NoEngine));
+    assert_eq!((refused.error.status, refused.cause), (503, Unavailable::NoEngine));
 }
 
 #[tokio::test]
 async fn whoever_waits_when_the_last_engine_goes_is_told_that_there_is_none() {
-    let (engines, terms) = (Engines::new(0), QueueConfig { requests: 2, ..terms() });
+    let (engines, terms) = (TestEngines::new(0), QueueConfig { requests: 2, ..terms() });
     let gone = AtomicBool::new(false);
-    let there = || if gone.load(Ordering::SeqCst) { Scarce::NoEngine } else { Scarce::Full };
+    let there = || if gone.load(Ordering::SeqCst) { Unavailable::NoEngine } else { Unavailable::Full };
     let enter = |millis| {
-        let ticket = Ticket { deadline: Instant::now() + Duration::from_millis(millis), ..ticket(1) };
-        Box::pin(engines.queue.enter(ticket, Wants::default(), &terms, || Err::<(), _>(there())))
+        let ticket =
+            AdmissionRequest { deadline: Instant::now() + Duration::from_millis(millis), ..ticket(1) };
+        Box::pin(engines.queue.enter(ticket, WaitOptions::default(), &terms, || Err::<(), _>(there())))
     };
     let mut waiting = [enter(100), enter(60_000)];
     for wait in &mut waiting {
         assert!(futures_poll(wait).await.is_none());
     }
-    let is_told = |refused: Result<(), NotLetIn>| {
+    let is_no_engine = |refused: Result<(), AdmissionError>| {
         let refused = refused.expect_err("there is none");
-        assert_eq!((refused.error.status, refused.scarce), (503, Scarce::NoEngine));
+        assert_eq!((refused.error.status, refused.cause), (503, Unavailable::NoEngine));
     };
     gone.store(true, Ordering::SeqCst);
     let [first, second] = waiting;
-    is_told(first.await);
-    // Of those behind nobody has tried; who finds the queue full has not either.
+    is_no_engine(first.await);
+    // No request behind them has tried, and a request that finds the queue full has not either.
     let behind = enter(60_000);
     tokio::pin!(behind);
     assert!(futures_poll(&mut behind).await.is_none());
-    is_told(enter(60_000).await);
+    is_no_engine(enter(60_000).await);
     drop(second);
 }
 
 #[tokio::test]
 async fn a_full_queue_refuses_by_tenant_and_in_total() {
-    let engines = Engines::new(0);
+    let engines = TestEngines::new(0);
     let terms = QueueConfig { requests: 3, tenant_requests: 2, ..terms() };
-    let enter =
-        |tenant| Box::pin(engines.queue.enter(ticket(tenant), Wants::default(), &terms, engines.reserve()));
+    let enter = |tenant| {
+        Box::pin(engines.queue.enter(ticket(tenant), WaitOptions::default(), &terms, engines.reserve()))
+    };
     let mut waiting = [enter(1), enter(1), enter(2)];
     for wait in &mut waiting[..2] {
         assert!(futures_poll(wait).await.is_none());
     }
-    let message = |refused: Result<Seat, NotLetIn>| {
+    let message = |refused: Result<TestReservation, AdmissionError>| {
         let refused = refused.err().expect("refused");
-        assert_eq!(refused.scarce, Scarce::Full);
+        assert_eq!(refused.cause, Unavailable::Full);
         refused.error.message
     };
     assert!(message(enter(1).await).contains("your requests"));
@@ -228,126 +234,132 @@ async fn a_full_queue_refuses_by_tenant_and_in_total() {
     assert!(message(enter(3).await).contains("too many requests"));
 }
 
-/// One engine, number 1, that is idle, and one that is full; a request may have been failed by the first.
-struct Pair {
-    idle: Engines,
-    full: Engines,
+/// One idle engine, number 1, and a full one. A request may have been failed by the first.
+struct EnginePair {
+    idle: TestEngines,
+    full: TestEngines,
 }
 
-impl Pair {
+impl EnginePair {
     fn new() -> Self {
-        let idle = Engines::new(100);
-        let mut full = Engines::new(0);
+        let idle = TestEngines::new(100);
+        let mut full = TestEngines::new(0);
         // Both belong to one model.
-        (full.freed, full.queue) = (Arc::clone(&idle.freed), Arc::clone(&idle.queue));
+        (full.notify, full.queue) = (Arc::clone(&idle.notify), Arc::clone(&idle.queue));
         Self { idle, full }
     }
 
-    async fn enter(&self, ticket: Ticket, wants: Wants) -> Result<Seat, NotLetIn> {
+    async fn enter(
+        &self,
+        ticket: AdmissionRequest,
+        options: WaitOptions,
+    ) -> Result<TestReservation, AdmissionError> {
         let (mut idle, mut full) = (self.idle.reserve(), self.full.reserve());
-        let is_retry = wants.without == [1];
+        let is_retry = options.excluded == [1];
         let reserve = move || if is_retry { full() } else { idle().or_else(|_| full()) };
-        self.idle.queue.enter(ticket, wants, &terms(), reserve).await
+        self.idle.queue.enter(ticket, options, &terms(), reserve).await
     }
 }
 
-fn retry(ahead: bool) -> Wants {
-    Wants { without: vec![1], ahead }
+fn retry(ahead: bool) -> WaitOptions {
+    WaitOptions { excluded: vec![1], ahead }
 }
 
 #[tokio::test]
 async fn a_retry_that_waits_for_a_busy_engine_holds_up_no_request_that_can_be_served() {
     for ahead in [true, false] {
-        let pair = Pair::new();
+        let pair = EnginePair::new();
         let mut waits = Box::pin(pair.enter(ticket(1), retry(ahead)));
         assert!(futures_poll(&mut waits).await.is_none());
-        let mut seats = Vec::new();
+        let mut reservations = Vec::new();
         for n in 0..20 {
             let later = async {
-                // The retry looks again whenever it is the first one.
+                // The retry tries again whenever it is the first one.
                 tokio::select! {
                     _ = &mut waits => panic!("its engine is full"),
-                    seat = pair.enter(ticket(n % 3), Wants::default()) => seat,
+                    reservation = pair.enter(ticket(n % 3), WaitOptions::default()) => reservation,
                 }
             };
-            let seat = tokio::time::timeout(Duration::from_secs(30), later).await;
-            seats.push(seat.expect("an engine is idle").unwrap());
+            let reservation = tokio::time::timeout(Duration::from_secs(30), later).await;
+            reservations.push(reservation.expect("an engine is idle").unwrap());
         }
-        pair.full.room.fetch_add(1, Ordering::SeqCst);
-        pair.full.freed.ring();
-        let seat = tokio::time::timeout(Duration::from_secs(30), waits).await.expect("it is woken");
-        assert!(seat.is_ok());
-        drop(seats);
+        pair.full.capacity.fetch_add(1, Ordering::SeqCst);
+        pair.full.notify.notify();
+        let reservation = tokio::time::timeout(Duration::from_secs(30), waits).await.expect("it is woken");
+        assert!(reservation.is_ok());
+        drop(reservations);
         assert_eq!(pair.idle.queue.waiting.load(Ordering::SeqCst), 0);
     }
 }
 
 #[tokio::test]
 async fn those_behind_a_retry_are_woken_when_their_engine_has_room_again() {
-    let pair = Pair::new();
-    pair.idle.room.store(0, Ordering::SeqCst);
+    let pair = EnginePair::new();
+    pair.idle.capacity.store(0, Ordering::SeqCst);
     let mut waits = Box::pin(pair.enter(ticket(1), retry(true)));
-    let mut behind: Vec<_> = (0..5).map(|n| Box::pin(pair.enter(ticket(n), Wants::default()))).collect();
+    let mut behind: Vec<_> =
+        (0..5).map(|n| Box::pin(pair.enter(ticket(n), WaitOptions::default()))).collect();
     assert!(futures_poll(&mut waits).await.is_none());
     for wait in &mut behind {
         assert!(futures_poll(wait).await.is_none());
     }
-    pair.idle.room.store(5, Ordering::SeqCst);
-    pair.idle.freed.ring();
+    pair.idle.capacity.store(5, Ordering::SeqCst);
+    pair.idle.notify.notify();
     let served = async {
-        // The first one must look, or they are not told: it runs beside them.
+        // The first request must try before those behind are woken, so it runs beside them.
         tokio::select! {
             _ = &mut waits => panic!("its engine is full"),
-            seats = futures::future::join_all(behind) => seats,
+            reservations = futures::future::join_all(behind) => reservations,
         }
     };
-    let seats = tokio::time::timeout(Duration::from_secs(30), served).await.expect("they are woken");
-    assert!(seats.iter().all(Result::is_ok));
+    let reservations = tokio::time::timeout(Duration::from_secs(30), served).await.expect("they are woken");
+    assert!(reservations.iter().all(Result::is_ok));
 }
 
 #[tokio::test]
 async fn a_retry_that_holds_a_prefill_gets_the_next_room_before_those_who_came_earlier() {
-    let engines = Engines::new(0);
+    let engines = TestEngines::new(0);
     let terms = terms();
-    let enter = |wants| Box::pin(engines.queue.enter(ticket(1), wants, &terms, engines.reserve()));
-    let (mut early, mut again) = (enter(Wants::default()), enter(retry(true)));
+    let enter = |options| Box::pin(engines.queue.enter(ticket(1), options, &terms, engines.reserve()));
+    let (mut early, mut again) = (enter(WaitOptions::default()), enter(retry(true)));
     assert!(futures_poll(&mut early).await.is_none() && futures_poll(&mut again).await.is_none());
-    engines.room.fetch_add(1, Ordering::SeqCst);
-    engines.freed.ring();
+    engines.capacity.fetch_add(1, Ordering::SeqCst);
+    engines.notify.notify();
     assert!(futures_poll(&mut early).await.is_none(), "it is not its turn");
-    let seat = tokio::time::timeout(Duration::from_secs(30), again).await.expect("it is woken").unwrap();
-    drop(seat);
+    let reservation =
+        tokio::time::timeout(Duration::from_secs(30), again).await.expect("it is woken").unwrap();
+    drop(reservation);
     assert!(tokio::time::timeout(Duration::from_secs(30), early).await.expect("and then it").is_ok());
 }
 
 #[tokio::test]
 async fn a_queue_that_hardly_moves_refuses_no_request_for_which_an_engine_is_idle() {
-    let pair = Pair::new();
+    let pair = EnginePair::new();
     let begun = Instant::now();
     (0..20).for_each(|n| pair.idle.queue.lock().drain.served(begun + Duration::from_secs(10 * n), true));
     let mut waits = Box::pin(pair.enter(ticket(1), retry(true)));
     assert!(futures_poll(&mut waits).await.is_none());
-    let hurried = Ticket { deadline: Instant::now() + Duration::from_secs(5), ..ticket(2) };
-    let mut later = Box::pin(pair.enter(hurried, Wants::default()));
+    let hurried = AdmissionRequest { deadline: Instant::now() + Duration::from_secs(5), ..ticket(2) };
+    let mut later = Box::pin(pair.enter(hurried, WaitOptions::default()));
     assert!(futures_poll(&mut later).await.expect("at once").is_ok());
 }
 
 #[tokio::test]
 async fn engines_that_become_free_all_the_time_keep_no_request_from_an_engine_that_is_idle() {
-    let pair = Pair::new();
-    pair.idle.room.store(0, Ordering::SeqCst);
+    let pair = EnginePair::new();
+    pair.idle.capacity.store(0, Ordering::SeqCst);
     let mut first = Box::pin(pair.enter(ticket(1), retry(true)));
-    let mut behind = Box::pin(pair.enter(ticket(2), Wants::default()));
+    let mut behind = Box::pin(pair.enter(ticket(2), WaitOptions::default()));
     assert!(futures_poll(&mut first).await.is_none());
     assert!(futures_poll(&mut behind).await.is_none());
-    pair.idle.room.store(1, Ordering::SeqCst);
-    // Each of them looks in turn, and before it does, another engine of the fleet becomes free.
+    pair.idle.capacity.store(1, Ordering::SeqCst);
+    // Before each of them tries in turn, another engine of the fleet becomes free.
     for _ in 0..4 {
-        pair.full.freed.ring();
+        pair.full.notify.notify();
         assert!(futures_poll(&mut first).await.is_none(), "its engine is full");
-        pair.full.freed.ring();
-        if let Some(seat) = futures_poll(&mut behind).await {
-            assert!(seat.is_ok());
+        pair.full.notify.notify();
+        if let Some(reservation) = futures_poll(&mut behind).await {
+            assert!(reservation.is_ok());
             return;
         }
     }
@@ -356,45 +368,46 @@ async fn engines_that_become_free_all_the_time_keep_no_request_from_an_engine_th
 
 #[tokio::test]
 async fn a_wait_that_ends_without_an_engine_is_no_dispatch() {
-    /// A retry that goes on without an engine.
-    struct Without;
-    impl Found for Without {
+    /// A retry that proceeds without an engine.
+    struct NoEngineReservation;
+    impl Reservation for NoEngineReservation {
         fn has_engine(&self) -> bool {
             false
         }
     }
-    let engines = Engines::new(0);
+    let engines = TestEngines::new(0);
     let terms = terms();
     let mut tries = 0;
     let reserve = || {
         tries += 1;
-        if tries > 2 { Ok(Without) } else { Err(Scarce::Full) }
+        if tries > 2 { Ok(NoEngineReservation) } else { Err(Unavailable::Full) }
     };
     let found = engines.queue.enter(ticket(1), retry(false), &terms, reserve).await;
     assert!(found.is_ok());
-    let ended = [Outcome::NoCapacity, Outcome::Dispatched].map(|outcome| engines.metrics.ended(outcome));
+    let ended =
+        [QueueOutcome::NoCapacity, QueueOutcome::Dispatched].map(|outcome| engines.metrics.ended(outcome));
     assert_eq!(ended, [1, 0]);
 }
 
 #[tokio::test]
 async fn a_try_that_another_round_overtakes_ends_nothing_of_that_round() {
-    let pair = Pair::new();
-    pair.idle.room.store(0, Ordering::SeqCst);
+    let pair = EnginePair::new();
+    pair.idle.capacity.store(0, Ordering::SeqCst);
     let mut first = Box::pin(pair.enter(ticket(1), retry(true)));
     assert!(futures_poll(&mut first).await.is_none());
-    // While the one behind it tries, the first one's engine becomes free.
-    let (freed, room) = (Arc::clone(&pair.full.freed), Arc::clone(&pair.full.room));
+    // While the request behind it tries, the first one's engine becomes free.
+    let (notify, capacity) = (Arc::clone(&pair.full.notify), Arc::clone(&pair.full.capacity));
     let overtaken = || {
-        room.store(1, Ordering::SeqCst);
-        freed.ring();
-        Err::<Seat, _>(Scarce::Full)
+        capacity.store(1, Ordering::SeqCst);
+        notify.notify();
+        Err::<TestReservation, _>(Unavailable::Full)
     };
     let terms = terms();
-    let mut behind = Box::pin(pair.idle.queue.enter(ticket(2), Wants::default(), &terms, overtaken));
+    let mut behind = Box::pin(pair.idle.queue.enter(ticket(2), WaitOptions::default(), &terms, overtaken));
     assert!(futures_poll(&mut behind).await.is_none());
     let (called, next) = {
         let inner = pair.idle.queue.lock();
-        (inner.called, inner.queue.next())
+        (inner.current_try, inner.queue.next())
     };
     assert!(called.is_some() && called == next, "the first one is called, and stays so");
     assert!(futures_poll(&mut first).await.expect("at once").is_ok());

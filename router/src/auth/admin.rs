@@ -1,9 +1,8 @@
-//! Who may use the admin listener: on loopback whoever is on this machine, unless a token is asked for; beyond it
-//! only who shows a certificate or the token.
+//! Access to the admin listener. On loopback all users of the machine have access, unless a token is configured.
+//! Beyond loopback a request needs a client certificate or the token.
 //!
-//! A browser on this machine lets pages of any site send requests to loopback. Without a token such requests are
-//! refused: those that name a page as their origin, and those whose `Host` is a name that a site could have pointed at
-//! loopback (DNS rebinding).
+//! A browser lets pages of any site send requests to loopback. Without a token the router refuses requests with an
+//! `Origin`. It also refuses a `Host` that a site could have pointed at loopback (DNS rebinding).
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -12,17 +11,18 @@ use arc_swap::ArcSwap;
 use hyper::header::{HOST, HeaderMap, ORIGIN};
 use hyper::http::uri::Authority;
 
-use crate::auth::{bearer, same};
+use crate::auth::{bearer, equal_in_constant_time};
 use crate::config::file_watch::FileWatch;
-use crate::config::{AdminConfig, ConfigError, first_line_of};
+use crate::config::read::first_line_of;
+use crate::config::{AdminConfig, ConfigError};
 
-/// A shorter token could be guessed.
+/// Minimum length of a token, against guessing.
 const TOKEN_BYTES_MIN: usize = 16;
 
 /// Why an admin listener is not opened.
 #[derive(Debug, thiserror::Error)]
 pub enum AdminError {
-    /// Everybody who can reach it could use it.
+    /// The listener would be open to all hosts that can reach it.
     #[error(
         "admin.listen {0} is beyond loopback: it needs admin.token_file, or admin.tls with `client_auth: require`"
     )]
@@ -30,34 +30,34 @@ pub enum AdminError {
     /// The token cannot be read.
     #[error(transparent)]
     File(#[from] ConfigError),
-    /// The token could be guessed.
+    /// The token is too short.
     #[error("{file}: the admin token must have {TOKEN_BYTES_MIN} bytes at least", file = .0.display())]
     Short(PathBuf),
 }
 
-/// What is asked of people and monitors.
-pub(crate) struct Access {
-    token: Option<Token>,
-    /// Where the listener is, whatever a later configuration says: it stays there until a restart.
+/// The credentials that the admin listener requires.
+pub(crate) struct AdminAccess {
+    token: Option<AdminToken>,
+    /// Address of the listener. It stays the same until a restart, whatever a later configuration contains.
     listen: SocketAddr,
-    /// Everybody who is connected has shown a certificate.
+    /// Every connected client has shown a certificate.
     certificates: bool,
 }
 
-struct Token {
+struct AdminToken {
     file: PathBuf,
     current: ArcSwap<String>,
     watch: FileWatch,
 }
 
-impl Access {
+impl AdminAccess {
     /// # Errors
     /// [`AdminError`]: the listener must not be opened like that.
     pub(crate) fn new(config: &AdminConfig) -> Result<Self, AdminError> {
         Self::at(config.listen, config.asks_for_certificates(), config)
     }
 
-    /// What the next configuration asks of those who come to the listener as it is.
+    /// The access rules of the next configuration, for the listener as it is.
     ///
     /// # Errors
     /// [`AdminError`]: the configuration must not take effect.
@@ -72,22 +72,26 @@ impl Access {
         let token = config.token_file.clone().map(|file| {
             let watch = FileWatch::new(vec![file.clone()]);
             let current = ArcSwap::from_pointee(read(&file)?);
-            Ok::<_, AdminError>(Token { file, current, watch })
+            Ok::<_, AdminError>(AdminToken { file, current, watch })
         });
         Ok(Self { token: token.transpose()?, listen, certificates })
     }
 
-    /// Whether the request may be answered. Whether the router lives is told to everybody: probes bring no token. So is
-    /// the page that asks for it, in which there is nothing yet.
+    /// Whether the request may be answered. `/health` and `/ready` need no token, because probes have none. `/top`
+    /// needs none either: the page asks for the token and contains no data.
     pub(crate) fn allows(&self, path: &str, headers: &HeaderMap) -> bool {
-        let Some(token) = &self.token else { return true };
-        let shown =
-            || bearer(headers).is_some_and(|shown| same(shown.as_bytes(), token.current.load().as_bytes()));
-        matches!(path, "/health" | "/ready" | "/top") || shown()
+        let Some(expected) = &self.token else { return true };
+        let has_token = || {
+            bearer(headers).is_some_and(|token| {
+                equal_in_constant_time(token.as_bytes(), expected.current.load().as_bytes())
+            })
+        };
+        matches!(path, "/health" | "/ready" | "/top") || has_token()
     }
 
-    /// Why a request looks as if a page in a browser had sent it; a token is something that no page has.
-    pub(crate) fn suspects(&self, path: &str, headers: &HeaderMap) -> Option<&'static str> {
+    /// The sign that a page in a browser sent the request, if there is one. A request needs no check where a token
+    /// is configured, because no page has the token.
+    pub(crate) fn browser_signs(&self, path: &str, headers: &HeaderMap) -> Option<&'static str> {
         if self.token.is_some() {
             return None;
         }
@@ -95,14 +99,14 @@ impl Access {
         if headers.contains_key(ORIGIN) || !matches!(site, None | Some(b"none" | b"same-origin")) {
             return Some("requests from web pages need `admin.token_file`");
         }
-        // Probes give whatever name they were told, and learn nothing else.
+        // Probes use any host name, and their responses contain nothing else.
         let probe = matches!(path, "/health" | "/ready");
         let named = || headers.get_all(HOST).iter().any(|host| !is_local(host.as_bytes()));
         (self.listen.ip().is_loopback() && !probe && named())
             .then_some("`Host` must be localhost or an IP address where there is no `admin.token_file`")
     }
 
-    /// Reads the token again if its file has changed; one that cannot be used leaves the old one in effect.
+    /// Reads the token again if its file has changed. An invalid file leaves the old token in effect.
     pub(crate) fn refresh(&self) {
         let Some(token) = self.token.as_ref().filter(|token| token.watch.has_changed()) else { return };
         match read(&token.file) {
@@ -114,7 +118,7 @@ impl Access {
     }
 }
 
-/// Whether no name server was asked for this `Host`.
+/// Whether this `Host` needs no name server.
 fn is_local(host: &[u8]) -> bool {
     let Ok(authority) = Authority::try_from(host) else { return false };
     let name = authority.host().trim_start_matches('[').trim_end_matches(']').to_ascii_lowercase();
@@ -135,10 +139,10 @@ mod tests {
 
     #[test]
     fn what_a_page_in_a_browser_sends_is_suspected_where_there_is_no_token() {
-        let access = Access::new(&AdminConfig::default()).expect("on loopback");
-        let suspects = |access: &Access, path: &str, lines: &[(&'static str, &'static str)]| {
+        let access = AdminAccess::new(&AdminConfig::default()).expect("on loopback");
+        let suspects = |access: &AdminAccess, path: &str, lines: &[(&'static str, &'static str)]| {
             let lines = lines.iter().map(|(n, v)| (HeaderName::from_static(n), HeaderValue::from_static(v)));
-            access.suspects(path, &lines.collect()).is_some()
+            access.browser_signs(path, &lines.collect()).is_some()
         };
         for host in [
             "localhost",
@@ -164,7 +168,7 @@ mod tests {
         {
             assert_eq!(suspects(&access, "/", &[("host", "localhost"), ("sec-fetch-site", site)]), page);
         }
-        let beyond = Access { token: None, listen: ([10, 0, 0, 1], 1).into(), certificates: true };
+        let beyond = AdminAccess { token: None, listen: ([10, 0, 0, 1], 1).into(), certificates: true };
         assert!(!suspects(&beyond, "/metrics", &[("host", "router.serving.svc")]));
         assert!(suspects(&beyond, "/metrics", &page));
     }

@@ -1,24 +1,24 @@
-//! A token bucket that is one number: the moment at which it will be full again (GCRA, as ATM networks meter
+//! A token bucket stored as one number: the moment at which it will be full again (GCRA, as ATM networks meter
 //! cells). Pure: the time is an argument, and every step is one compare-and-swap of that number.
 //!
 //! ```text
 //!      now                          full again
 //!  ─────┼──────────────────────────────┼───────▶ time
-//!       └── what is taken, as time ────┘ at most a minute
+//!       └── tokens taken, as time ─────┘ at most a minute
 //! ```
 //!
 //! Invariants:
-//! - In any span of time t, at most `per_minute × (1 + t / minute)` are given out.
-//! - What is given back is at most what time has not yet brought back by itself.
-//! - What was used beyond what was taken has to flow in before anything else is given: all of it, up to a day's worth.
-//!   An engine that counts wrongly locks a key out for no longer.
+//! - In any span of time t, at most `per_minute × (1 + t / minute)` tokens are taken.
+//! - Returned tokens never exceed what time has not yet refilled by itself.
+//! - Tokens used beyond those taken must be refilled before another take succeeds, up to a day's worth. So an
+//!   engine that counts wrongly locks a key out for a day at most.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::config::RateLimitsConfig;
 
-/// One limit per minute. Holds one minute's worth at most.
+/// One limit per minute. Its capacity is one minute's worth.
 #[derive(Debug)]
 pub(crate) struct Bucket {
     per_minute: u64,
@@ -26,26 +26,26 @@ pub(crate) struct Bucket {
     full_at: AtomicU64,
 }
 
-/// How a bucket stands.
+/// The level of a bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Level {
+pub(crate) struct BucketLevel {
     pub limit: u64,
     pub remaining: u64,
-    /// Until it is full again.
+    /// Time until it is full again.
     pub reset: Duration,
 }
 
-/// Why nothing was given.
+/// Why a take failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Denied {
-    /// It will have that much after this long.
-    Wait(Duration),
-    /// It never has that much.
-    TooMuch,
+pub(crate) enum RateLimitError {
+    /// The bucket will have that much after this time.
+    RetryAfter(Duration),
+    /// The amount is above the bucket's capacity.
+    AboveLimit,
 }
 
 impl Bucket {
-    /// What it holds, as time.
+    /// Its capacity, as time.
     const WINDOW_NS: u64 = 60_000_000_000;
 
     pub(crate) fn new(per_minute: u64) -> Self {
@@ -56,21 +56,21 @@ impl Bucket {
         self.per_minute
     }
 
-    /// Takes so many at `now`, in nanoseconds of a clock that does not go back.
+    /// Takes `amount` at `now`, in nanoseconds of a clock that does not go back.
     ///
     /// # Errors
-    /// [`Denied`]; then nothing was taken.
-    pub(crate) fn take(&self, amount: u64, now: u64) -> Result<(), Denied> {
+    /// [`RateLimitError`]. Nothing was taken.
+    pub(crate) fn take(&self, amount: u64, now: u64) -> Result<(), RateLimitError> {
         if amount > self.per_minute {
-            return Err(Denied::TooMuch);
+            return Err(RateLimitError::AboveLimit);
         }
-        let price = self.price(amount);
+        let refill = self.refill_time(amount);
         let mut full_at = self.full_at.load(Ordering::Relaxed);
         loop {
-            let next = full_at.max(now).saturating_add(price);
+            let next = full_at.max(now).saturating_add(refill);
             let over = next.saturating_sub(now).saturating_sub(Self::WINDOW_NS);
             if over > 0 {
-                return Err(Denied::Wait(Duration::from_nanos(over)));
+                return Err(RateLimitError::RetryAfter(Duration::from_nanos(over)));
             }
             match self.full_at.compare_exchange_weak(full_at, next, Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) => return Ok(()),
@@ -79,49 +79,49 @@ impl Bucket {
         }
     }
 
-    /// Gives back at `now` what was taken at `taken` and not used, but for what flowed in meanwhile: that came whether
-    /// it was taken or not.
+    /// Returns at `now` unused tokens that were taken at `taken`. What was refilled since then is not returned:
+    /// the refill happens whether the tokens are used or not.
     pub(crate) fn give_back(&self, amount: u64, taken: u64, now: u64) {
-        let price = self.price(amount).saturating_sub(now.saturating_sub(taken));
-        // The closure always gives a value.
+        let refill = self.refill_time(amount).saturating_sub(now.saturating_sub(taken));
+        // The closure always returns a value.
         let _ = self.full_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |full_at| {
-            Some(full_at.saturating_sub(price))
+            Some(full_at.saturating_sub(refill))
         });
     }
 
-    /// What can be owed, as time.
-    const DEBT_NS: u64 = 24 * 60 * Self::WINDOW_NS;
+    /// Maximum overuse, as time.
+    const OVERUSE_NS_MAX: u64 = 24 * 60 * Self::WINDOW_NS;
 
-    /// Takes what was used already, whether it is there or not.
+    /// Takes tokens that were used already, even beyond the level.
     pub(crate) fn debit(&self, amount: u64, now: u64) {
-        let price = self.price(amount);
-        let most = now.saturating_add(Self::WINDOW_NS + Self::DEBT_NS);
-        // The closure always gives a value.
+        let refill = self.refill_time(amount);
+        let most = now.saturating_add(Self::WINDOW_NS + Self::OVERUSE_NS_MAX);
+        // The closure always returns a value.
         let _ = self.full_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |full_at| {
-            Some(full_at.max(now).saturating_add(price).min(most).max(full_at))
+            Some(full_at.max(now).saturating_add(refill).min(most).max(full_at))
         });
     }
 
-    pub(crate) fn level(&self, now: u64) -> Level {
+    pub(crate) fn level(&self, now: u64) -> BucketLevel {
         let until_full = self.full_at.load(Ordering::Relaxed).saturating_sub(now);
         let taken = until_full.min(Self::WINDOW_NS);
         let left =
             u128::from(Self::WINDOW_NS - taken) * u128::from(self.per_minute) / u128::from(Self::WINDOW_NS);
-        Level {
+        BucketLevel {
             limit: self.per_minute,
             remaining: u64::try_from(left).unwrap_or(self.per_minute),
             reset: Duration::from_nanos(until_full),
         }
     }
 
-    /// The time in which so many flow in, rounded up: rounding never gives more than the limit.
-    fn price(&self, amount: u64) -> u64 {
-        let price = (u128::from(amount) * u128::from(Self::WINDOW_NS)).div_ceil(u128::from(self.per_minute));
-        u64::try_from(price).unwrap_or(u64::MAX)
+    /// The time in which `amount` is refilled, rounded up: rounding never exceeds the limit.
+    fn refill_time(&self, amount: u64) -> u64 {
+        let refill = (u128::from(amount) * u128::from(Self::WINDOW_NS)).div_ceil(u128::from(self.per_minute));
+        u64::try_from(refill).unwrap_or(u64::MAX)
     }
 }
 
-/// The limits of one key or tenant, and how much of them is used.
+/// The limits of one key or tenant, and their use.
 #[derive(Debug)]
 pub(crate) struct Meter {
     pub(super) requests: Option<Bucket>,
@@ -163,16 +163,19 @@ mod tests {
     fn a_minutes_worth_is_there_at_once_and_flows_back_evenly() {
         let bucket = Bucket::new(60);
         (0..60).for_each(|_| bucket.take(1, SECOND).unwrap());
-        assert_eq!(bucket.take(1, SECOND), Err(Denied::Wait(Duration::from_secs(1))));
-        assert_eq!(bucket.level(SECOND), Level { limit: 60, remaining: 0, reset: Duration::from_secs(60) });
+        assert_eq!(bucket.take(1, SECOND), Err(RateLimitError::RetryAfter(Duration::from_secs(1))));
+        assert_eq!(
+            bucket.level(SECOND),
+            BucketLevel { limit: 60, remaining: 0, reset: Duration::from_secs(60) }
+        );
         assert_eq!(bucket.take(1, 2 * SECOND), Ok(()));
-        assert_eq!(bucket.take(1, 2 * SECOND), Err(Denied::Wait(Duration::from_secs(1))));
+        assert_eq!(bucket.take(1, 2 * SECOND), Err(RateLimitError::RetryAfter(Duration::from_secs(1))));
         assert_eq!(bucket.level(92 * SECOND).remaining, 60);
     }
 
     #[test]
     fn more_than_it_can_ever_hold_is_said_so() {
-        assert_eq!(Bucket::new(10).take(11, 0), Err(Denied::TooMuch));
+        assert_eq!(Bucket::new(10).take(11, 0), Err(RateLimitError::AboveLimit));
         assert_eq!(Bucket::new(10).take(10, 0), Ok(()));
     }
 
@@ -189,7 +192,7 @@ mod tests {
     fn what_flowed_in_since_it_was_taken_is_not_given_back_again() {
         let bucket = Bucket::new(60);
         (0..60).for_each(|_| bucket.take(1, SECOND).unwrap());
-        // Thirty of them have flowed in and are taken by others.
+        // Thirty of them are refilled and taken by others.
         (0..30).for_each(|_| bucket.take(1, 31 * SECOND).unwrap());
         bucket.give_back(60, SECOND, 31 * SECOND);
         assert_eq!(bucket.level(31 * SECOND).remaining, 30);
@@ -201,13 +204,13 @@ mod tests {
     fn what_was_used_beyond_it_is_owed_up_to_a_day() {
         let bucket = Bucket::new(60);
         bucket.debit(90, SECOND);
-        let level = Level { limit: 60, remaining: 0, reset: Duration::from_secs(90) };
+        let level = BucketLevel { limit: 60, remaining: 0, reset: Duration::from_secs(90) };
         assert_eq!(bucket.level(SECOND), level);
-        assert_eq!(bucket.take(1, SECOND), Err(Denied::Wait(Duration::from_secs(31))));
-        // Half an hour's worth: that long it takes.
+        assert_eq!(bucket.take(1, SECOND), Err(RateLimitError::RetryAfter(Duration::from_secs(31))));
+        // Half an hour's worth takes half an hour.
         bucket.debit(30 * 60, SECOND);
         let wait = 31 + 30 * 60;
-        assert_eq!(bucket.take(1, SECOND), Err(Denied::Wait(Duration::from_secs(wait))));
+        assert_eq!(bucket.take(1, SECOND), Err(RateLimitError::RetryAfter(Duration::from_secs(wait))));
         assert!(bucket.take(1, wait * SECOND).is_err());
         assert_eq!(bucket.take(1, (wait + 1) * SECOND), Ok(()));
         let full = bucket.level(0).reset;
@@ -215,12 +218,12 @@ mod tests {
         assert_eq!(bucket.level(0).reset, full, "a debit gives nothing");
         let day = 24 * 60 * 60;
         bucket.debit(u64::MAX, SECOND);
-        assert_eq!(bucket.take(1, SECOND), Err(Denied::Wait(Duration::from_secs(day + 1))));
+        assert_eq!(bucket.take(1, SECOND), Err(RateLimitError::RetryAfter(Duration::from_secs(day + 1))));
         assert_eq!(bucket.take(1, (day + 2) * SECOND), Ok(()));
     }
 
     proptest! {
-        /// Whatever is asked for and when: never more than the burst and what flowed in since any earlier moment.
+        /// For any amounts and times: takes never exceed the burst plus the refill since any earlier moment.
         #[test]
         fn no_span_of_time_gets_more_than_its_share(
             per_minute in 1..5000_u64,
@@ -246,13 +249,13 @@ mod tests {
             }
         }
 
-        /// A wait that is told is enough, and not more than a nanosecond too much.
+        /// The returned wait suffices, and is at most a nanosecond too long.
         #[test]
         fn who_waits_as_told_is_served(per_minute in 1..100_000_u64, amount in 1..100_u64) {
             let amount = amount.min(per_minute);
             let bucket = Bucket::new(per_minute);
             while bucket.take(amount, SECOND).is_ok() {}
-            let Err(Denied::Wait(wait)) = bucket.take(amount, SECOND) else { panic!("it is empty") };
+            let Err(RateLimitError::RetryAfter(wait)) = bucket.take(amount, SECOND) else { panic!("it is empty") };
             let wait = u64::try_from(wait.as_nanos()).unwrap();
             prop_assert!(bucket.take(amount, SECOND + wait - 1).is_err());
             prop_assert!(bucket.take(amount, SECOND + wait).is_ok());

@@ -1,11 +1,11 @@
-//! API keys: how they are made, kept and compared.
+//! API keys: generation, storage and comparison.
 //!
-//! Only SHA-256 hashes are kept. That is enough, and nothing slower is needed: a key is 256 random bits, so there is
-//! no dictionary to try, and whoever reads the file learns nothing that opens the door. Passwords would need a slow
-//! hash; keys that people make up themselves are passwords, so let `baton key new` make them.
+//! Only SHA-256 hashes are stored. No slower hash is needed: a key is 256 random bits, so there is no dictionary
+//! to try, and the hashes open nothing. Passwords would need a slow hash. Keys that people choose are passwords,
+//! so `baton key new` generates keys.
 //!
-//! Finding the entry by the hash's first bytes tells a stranger's stopwatch at most something about hashes of what
-//! the stranger sent; the rest is compared in constant time all the same.
+//! The lookup by the hash's first bytes leaks by its timing at most a part of the hash of what the client itself
+//! sent. The rest is compared in constant time all the same.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,12 +13,12 @@ use std::sync::Arc;
 use hyper::header::{AUTHORIZATION, HeaderMap};
 use sha2::{Digest, Sha256};
 
-/// What every key begins with, so that scanners for leaked secrets find them.
+/// Prefix of every key, for scanners that look for leaked secrets.
 const PREFIX: &str = "sk-baton-";
-/// The longest key that is hashed at all.
+/// Maximum length of a key. Longer ones are not hashed.
 const KEY_BYTES_MAX: usize = 512;
 
-/// A key that was just made. It cannot be had again.
+/// A new key. Its text is stored nowhere.
 #[derive(Clone, Debug)]
 pub struct NewKey {
     /// For the client: `Authorization: Bearer KEY`.
@@ -28,7 +28,7 @@ pub struct NewKey {
 }
 
 impl NewKey {
-    /// 256 bits of the kernel's random numbers.
+    /// Generates a key from 256 bits of the kernel's random numbers.
     #[must_use]
     pub fn make() -> Self {
         let mut bytes = [0_u8; 32];
@@ -41,26 +41,26 @@ impl NewKey {
     /// The entry of `auth.keys`, as YAML.
     #[must_use]
     pub fn entry(&self, id: &str, tenant: &str) -> String {
-        // JSON strings are YAML strings, whatever is in them.
+        // Every JSON string is a YAML string.
         let quoted = |text: &str| serde_json::Value::from(text).to_string();
         format!("- id: {}\n  hash: {}\n  tenant: {}\n", quoted(id), self.hash, quoted(tenant))
     }
 }
 
-/// Something that is found by the hash of a secret.
-pub(crate) struct ByHash<T>(HashMap<u64, Entries<T>>);
+/// Entries by the hash of a secret.
+pub(crate) struct DigestMap<T>(HashMap<u64, DigestBucket<T>>);
 
-/// Those whose hashes begin alike: hardly ever more than one.
-type Entries<T> = Vec<([u8; 32], Arc<T>)>;
+/// Entries whose hashes begin alike: rarely more than one.
+type DigestBucket<T> = Vec<([u8; 32], Arc<T>)>;
 
-impl<T> Default for ByHash<T> {
+impl<T> Default for DigestMap<T> {
     fn default() -> Self {
         Self(HashMap::new())
     }
 }
 
-impl<T> ByHash<T> {
-    /// `false` when the hash is taken.
+impl<T> DigestMap<T> {
+    /// Adds an entry. Returns `false` if the hash exists.
     pub(crate) fn insert(&mut self, digest: [u8; 32], entry: Arc<T>) -> bool {
         if self.at(&digest).is_some() {
             return false;
@@ -79,11 +79,11 @@ impl<T> ByHash<T> {
 
     fn at(&self, digest: &[u8; 32]) -> Option<&Arc<T>> {
         let entries = self.0.get(&first(digest))?;
-        entries.iter().find(|(known, _)| same(known, digest)).map(|(_, entry)| entry)
+        entries.iter().find(|(known, _)| equal_in_constant_time(known, digest)).map(|(_, entry)| entry)
     }
 }
 
-/// The bearer token of a request, where it has exactly one.
+/// The bearer token of a request that has exactly one.
 pub(crate) fn bearer(headers: &HeaderMap) -> Option<&str> {
     let mut values = headers.get_all(AUTHORIZATION).iter();
     let value = values.next()?.to_str().ok()?;
@@ -96,7 +96,7 @@ pub(crate) fn bearer(headers: &HeaderMap) -> Option<&str> {
 }
 
 /// Whether both are equal, in a time that depends on their length alone.
-pub(crate) fn same(a: &[u8], b: &[u8]) -> bool {
+pub(crate) fn equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
     let differing = a.iter().zip(b).fold(0, |differing, (a, b)| differing | (a ^ b));
     a.len() == b.len() && std::hint::black_box(differing) == 0
 }
@@ -122,7 +122,7 @@ mod tests {
         let (new, other) = (NewKey::make(), NewKey::make());
         let config = format!("hash: {}\nid: a\ntenant: t\n", new.hash);
         let config: crate::config::KeyConfig = serde_saphyr::from_str(&config).expect("an entry");
-        let mut keys = ByHash::default();
+        let mut keys = DigestMap::default();
         assert!(keys.insert(config.digest().expect("a hash"), Arc::new(7)));
         assert!(!keys.insert(config.digest().expect("a hash"), Arc::new(8)), "taken");
         assert_eq!(keys.of(&new.key).map(|n| **n), Some(7));

@@ -1,4 +1,4 @@
-//! The limits of a key and of its tenant, taken together: all of them, or none.
+//! The limits of a key and of its tenant, taken together or not at all.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,19 +6,19 @@ use std::time::Duration;
 use baton_openai::ApiError;
 use hyper::header::{HeaderName, HeaderValue};
 
-use super::bucket::{Bucket, Denied, Level, Meter};
-use super::{Identity, Tenants};
-use crate::metrics::tenants::Limit;
+use super::bucket::{Bucket, BucketLevel, Meter, RateLimitError};
+use super::{Identity, TenantRegistry};
+use crate::metrics::tenants::LimitKind;
 
-/// When to come back for one of the requests in flight to end.
-const COME_BACK: Duration = Duration::from_secs(1);
+/// `Retry-After` when the limit of requests in flight is reached.
+const CONCURRENCY_RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// A request that may go on. Ends with it.
+/// A request within its limits. Dropping it ends the request.
 pub(crate) struct Permit {
     pub identity: Arc<Identity>,
-    tenants: Arc<Tenants>,
+    registry: Arc<TenantRegistry>,
     tokens: u64,
-    /// When they were taken.
+    /// Time of the take.
     taken_ns: u64,
 }
 
@@ -26,79 +26,79 @@ impl Permit {
     /// Counts a request of this identity.
     ///
     /// # Errors
-    /// 429 that says when to come back.
-    pub(crate) fn begin(identity: Arc<Identity>, tenants: &Arc<Tenants>) -> Result<Self, ApiError> {
+    /// 429 with a `Retry-After`.
+    pub(crate) fn begin(identity: Arc<Identity>, registry: &Arc<TenantRegistry>) -> Result<Self, ApiError> {
         let meters = [&identity.meter, &identity.tenant.meter];
         let whose = ["this API key", "this tenant"];
         let refused = |limit, error: ApiError| {
-            tenants.metrics().limited(limit);
+            registry.metrics().count_limited(limit);
             Err(error)
         };
         if !meters[0].enter() {
             let message = format!("{} has reached its limit of requests in flight", whose[0]);
-            return refused(Limit::Concurrent, ApiError::rate_limited(message, COME_BACK));
+            return refused(LimitKind::Concurrent, ApiError::rate_limited(message, CONCURRENCY_RETRY_AFTER));
         }
         if !meters[1].enter() {
             meters[0].exit();
             let message = format!("{} has reached its limit of requests in flight", whose[1]);
-            return refused(Limit::Concurrent, ApiError::rate_limited(message, COME_BACK));
+            return refused(LimitKind::Concurrent, ApiError::rate_limited(message, CONCURRENCY_RETRY_AFTER));
         }
-        // From here on its drop lets others in.
+        // From here on, dropping the permit decrements both counts.
         let permit =
-            Self { identity: Arc::clone(&identity), tenants: Arc::clone(tenants), tokens: 0, taken_ns: 0 };
+            Self { identity: Arc::clone(&identity), registry: Arc::clone(registry), tokens: 0, taken_ns: 0 };
         let buckets = meters.map(|meter| meter.requests.as_ref());
-        if let Err((at, denied)) = take_both(buckets, 1, tenants.now_ns()) {
+        if let Err((at, error)) = take_both(buckets, 1, registry.now_ns()) {
             let limit = buckets[at].map_or(0, Bucket::limit);
-            return refused(Limit::Requests, told(whose[at], "requests", limit, 1, denied));
+            return refused(LimitKind::Requests, limit_error(whose[at], "requests", limit, 1, error));
         }
         identity.tenant.requests.increment(1);
         tracing::debug!(key = identity.name, tenant = %identity.tenant.name, "request admitted");
         Ok(permit)
     }
 
-    /// Takes what the request may cost.
+    /// Takes the tokens that the request may cost.
     ///
     /// # Errors
-    /// 429 that says when to come back, or that it never fits.
+    /// 429 with a `Retry-After`, or without one if the tokens never fit.
     pub(crate) fn take_tokens(&mut self, tokens: u64) -> Result<(), ApiError> {
         let whose = ["this API key", "this tenant"];
         let buckets = [&self.identity.meter, &self.identity.tenant.meter].map(|meter| meter.tokens.as_ref());
-        let now = self.tenants.now_ns();
-        if let Err((at, denied)) = take_both(buckets, tokens, now) {
+        let now = self.registry.now_ns();
+        if let Err((at, error)) = take_both(buckets, tokens, now) {
             let limit = buckets[at].map_or(0, Bucket::limit);
-            self.tenants.metrics().limited(Limit::Tokens);
-            return Err(told(whose[at], "tokens", limit, tokens, denied));
+            self.registry.metrics().count_limited(LimitKind::Tokens);
+            return Err(limit_error(whose[at], "tokens", limit, tokens, error));
         }
         (self.tokens, self.taken_ns) = (tokens, now);
         Ok(())
     }
 
-    /// No engine was asked: the tokens were not used.
-    pub(crate) fn give_tokens_back(&mut self) {
+    /// Returns unused tokens of a request that was sent to no engine.
+    pub(crate) fn return_tokens(&mut self) {
         let tokens = std::mem::take(&mut self.tokens);
         if tokens > 0 {
-            let now = self.tenants.now_ns();
+            let now = self.registry.now_ns();
             for meter in [&self.identity.meter, &self.identity.tenant.meter] {
                 meter.tokens.iter().for_each(|bucket| bucket.give_back(tokens, self.taken_ns, now));
             }
         }
     }
 
-    /// The request has cost so many tokens: what was not taken before is taken now, or owed.
-    pub(crate) fn has_cost(&mut self, tokens: u64) {
+    /// Charges the tokens that the request has cost beyond those taken, even where the bucket is empty.
+    pub(crate) fn settle_cost(&mut self, tokens: u64) {
         let more = tokens.saturating_sub(self.tokens);
         if more > 0 {
             self.tokens = tokens;
-            let now = self.tenants.now_ns();
+            let now = self.registry.now_ns();
             for meter in [&self.identity.meter, &self.identity.tenant.meter] {
                 meter.tokens.iter().for_each(|bucket| bucket.debit(more, now));
             }
         }
     }
 
-    /// `x-ratelimit-*` as OpenAI names them, of whichever limit leaves less. None without limits.
+    /// `x-ratelimit-*` headers as OpenAI names them, of the limit that leaves less. None without limits.
     pub(crate) fn headers(&self) -> Vec<(HeaderName, HeaderValue)> {
-        let now = self.tenants.now_ns();
+        let now = self.registry.now_ns();
         let meters = [&self.identity.meter, &self.identity.tenant.meter];
         let tightest = |of: fn(&Meter) -> &Option<Bucket>| {
             let levels = meters.iter().filter_map(|meter| of(meter).as_ref()).map(|bucket| bucket.level(now));
@@ -111,9 +111,9 @@ impl Permit {
         ];
         let levels = [tightest(|meter| &meter.requests), tightest(|meter| &meter.tokens)];
         for (names, level) in names.into_iter().zip(levels) {
-            let Some(Level { limit, remaining, reset }) = level else { continue };
+            let Some(BucketLevel { limit, remaining, reset }) = level else { continue };
             for (name, text) in
-                names.into_iter().zip([limit.to_string(), remaining.to_string(), spoken(reset)])
+                names.into_iter().zip([limit.to_string(), remaining.to_string(), format_duration(reset)])
             {
                 let value = HeaderValue::try_from(text).expect("digits and letters");
                 headers.push((HeaderName::from_static(name), value));
@@ -130,27 +130,28 @@ impl Drop for Permit {
     }
 }
 
-/// From both, or from neither; an error says which of them it was.
-fn take_both(buckets: [Option<&Bucket>; 2], amount: u64, now: u64) -> Result<(), (usize, Denied)> {
+/// Takes from both or from neither. An error contains the index of the bucket that refused.
+fn take_both(buckets: [Option<&Bucket>; 2], amount: u64, now: u64) -> Result<(), (usize, RateLimitError)> {
     for (at, bucket) in buckets.iter().enumerate() {
-        if let Some(Err(denied)) = bucket.map(|bucket| bucket.take(amount, now)) {
+        if let Some(Err(error)) = bucket.map(|bucket| bucket.take(amount, now)) {
             buckets[..at].iter().flatten().for_each(|taken| taken.give_back(amount, now, now));
-            return Err((at, denied));
+            return Err((at, error));
         }
     }
     Ok(())
 }
 
-fn told(whose: &str, what: &str, limit: u64, wanted: u64, denied: Denied) -> ApiError {
-    match denied {
-        Denied::Wait(wait) => {
-            let message = format!("{whose} may use {limit} {what} per minute; retry in {}", spoken(wait));
+fn limit_error(owner: &str, what: &str, limit: u64, requested: u64, error: RateLimitError) -> ApiError {
+    match error {
+        RateLimitError::RetryAfter(wait) => {
+            let message =
+                format!("{owner} may use {limit} {what} per minute; retry in {}", format_duration(wait));
             ApiError::rate_limited(message, wait)
         }
-        Denied::TooMuch => {
+        RateLimitError::AboveLimit => {
             let message =
-                format!("the request needs {wanted} {what}, and {whose} may use {limit} per minute");
-            let mut error = ApiError::rate_limited(message, COME_BACK).do_not_retry();
+                format!("the request needs {requested} {what}, and {owner} may use {limit} per minute");
+            let mut error = ApiError::rate_limited(message, CONCURRENCY_RETRY_AFTER).do_not_retry();
             error.retry_after = None;
             error
         }
@@ -158,7 +159,7 @@ fn told(whose: &str, what: &str, limit: u64, wanted: u64, denied: Denied) -> Api
 }
 
 /// As OpenAI writes durations: `1m0s`, `6s`, `120ms`.
-fn spoken(duration: Duration) -> String {
+fn format_duration(duration: Duration) -> String {
     let millis = duration.as_nanos().div_ceil(1_000_000);
     match millis {
         0..1000 => format!("{millis}ms"),
@@ -178,9 +179,9 @@ mod tests {
         let (wide, narrow) = (Bucket::new(100), Bucket::new(5));
         assert_eq!(take_both([Some(&wide), Some(&narrow)], 5, 0), Ok(()));
         let refused = take_both([Some(&wide), Some(&narrow)], 5, 0);
-        assert!(matches!(refused, Err((1, Denied::Wait(_)))), "{refused:?}");
+        assert!(matches!(refused, Err((1, RateLimitError::RetryAfter(_)))), "{refused:?}");
         assert_eq!(wide.level(0).remaining, 95);
-        assert_eq!(take_both([None, Some(&narrow)], 6, 0), Err((1, Denied::TooMuch)));
+        assert_eq!(take_both([None, Some(&narrow)], 6, 0), Err((1, RateLimitError::AboveLimit)));
     }
 
     #[test]
@@ -193,13 +194,13 @@ mod tests {
             (60_000, "1m0s"),
             (5_400_000, "1h30m0s"),
         ] {
-            assert_eq!(spoken(Duration::from_millis(millis)), text);
+            assert_eq!(format_duration(Duration::from_millis(millis)), text);
         }
     }
 
     #[test]
     fn what_never_fits_is_not_to_be_tried_again() {
-        let error = told("this API key", "tokens", 10, 11, Denied::TooMuch);
+        let error = limit_error("this API key", "tokens", 10, 11, RateLimitError::AboveLimit);
         assert_eq!((error.status, error.should_retry, error.retry_after), (429, Some(false), None));
     }
 }

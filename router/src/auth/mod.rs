@@ -1,4 +1,4 @@
-//! Who asks, and what they may: API keys, client certificates, tenants and their limits.
+//! Authentication and limits: API keys, client certificates, tenants and their limits.
 //!
 //! ```text
 //!  Authorization: Bearer KEY ─┐
@@ -7,14 +7,13 @@
 //!                                  KeyTable                 Meter of the key, Meter of its tenant
 //! ```
 //!
-//! [`Auth`] is part of a generation; its table is replaced when the keys file changes. [`Tenants`] outlives both: a
-//! reload neither fills anybody's bucket nor forgets who has how many requests in flight, unless the limit itself
-//! was changed.
+//! [`Auth`] is part of a generation. Its table is replaced when the keys file changes. [`TenantRegistry`] outlives
+//! both: a reload refills no bucket and forgets no request in flight, unless the limit itself was changed.
 //!
 //! Invariants:
-//! - Without a known, unexpired key or a named certificate nothing of a request is read but its head.
+//! - Without a known, unexpired key or a named certificate, the router reads only the head of a request.
 //! - A limit that refuses has taken nothing from any other limit.
-//! - A client's credentials go no further than this module: engines get their own.
+//! - A client's credentials stay in this module: engines receive the router's own.
 
 pub(crate) mod admin;
 mod bucket;
@@ -33,26 +32,26 @@ use hyper::header::HeaderMap;
 
 use crate::config::file_watch::FileWatch;
 use crate::config::{AuthConfig, ConfigError, Priority};
-use crate::metrics::tenants::Unknown;
+use crate::metrics::tenants::UnauthorizedReason;
 
 use bucket::Meter;
 pub use keys::NewKey;
-pub(crate) use keys::{bearer, same};
+pub(crate) use keys::{bearer, equal_in_constant_time};
 pub(crate) use limits::Permit;
 use salt::SaltKey;
 use table::KeyTable;
-pub(crate) use table::Tenants;
+pub(crate) use table::TenantRegistry;
 
 /// Why keys cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum AuthError {
-    /// A file cannot be read or is not what it should be.
+    /// A file cannot be read or is not valid.
     #[error(transparent)]
     File(#[from] ConfigError),
     /// A name is used twice.
     #[error("auth: the {what} `{name}` is given twice")]
     Twice {
-        /// Of what.
+        /// What the name belongs to.
         what: &'static str,
         /// The name.
         name: String,
@@ -60,7 +59,7 @@ pub enum AuthError {
     /// Two keys have one hash: they are the same key.
     #[error("auth: the key `{0}` has the hash of another key")]
     SameKey(String),
-    /// The secret for salts is too short to be one.
+    /// The secret for salts is too short.
     #[error("auth.cache_salt_file: the secret must have 16 bytes at least")]
     ShortSecret,
 }
@@ -73,9 +72,9 @@ pub(crate) struct Auth {
     salts: SaltKey,
 }
 
-/// Who asks.
+/// The key or certificate that authenticated a request.
 pub(crate) struct Identity {
-    /// Of the key or the certificate.
+    /// Name of the key or the certificate.
     pub name: String,
     pub tenant: Arc<Tenant>,
     pub priority_max: Priority,
@@ -85,7 +84,7 @@ pub(crate) struct Identity {
     meter: Arc<Meter>,
 }
 
-/// Whose requests share a queue, limits and a prefix cache.
+/// A tenant: its requests share a queue, limits and a prefix cache.
 pub(crate) struct Tenant {
     pub name: Arc<str>,
     pub id: TenantId,
@@ -96,84 +95,84 @@ pub(crate) struct Tenant {
 
 impl Auth {
     /// # Errors
-    /// [`AuthError`] says what is wrong.
+    /// [`AuthError`] names the problem.
     pub(crate) fn build(
         config: &AuthConfig,
         cluster_secret: Option<&str>,
-        tenants: &Tenants,
+        registry: &TenantRegistry,
     ) -> Result<Self, AuthError> {
         let files: Vec<PathBuf> = config.keys_file.iter().cloned().collect();
         let watch = FileWatch::new(files);
-        let table = KeyTable::build(config, tenants)?;
+        let table = KeyTable::build(config, registry)?;
         let salts = match (&config.cache_salt_file, cluster_secret) {
             (Some(path), _) => {
-                let secret = crate::config::first_line_of("auth.cache_salt_file", path)?;
+                let secret = crate::config::read::first_line_of("auth.cache_salt_file", path)?;
                 let secret = secret.filter(|secret| secret.len() >= 16);
                 SaltKey::derived("cache salt", secret.ok_or(AuthError::ShortSecret)?.as_bytes())
             }
             (None, Some(secret)) => SaltKey::derived("cache salt", secret.as_bytes()),
-            (None, None) => tenants.salts(),
+            (None, None) => registry.salts(),
         };
         Ok(Self { table: ArcSwap::from_pointee(table), config: config.clone(), watch, salts })
     }
 
-    /// Who asks.
+    /// Authenticates a request.
     ///
     /// # Errors
-    /// 401; it does not say what was wrong with the key.
+    /// 401, without the reason for which the key was rejected.
     pub(crate) fn identify(
         &self,
         headers: &HeaderMap,
         certificate: &[String],
-        tenants: &Tenants,
+        registry: &TenantRegistry,
     ) -> Result<Arc<Identity>, ApiError> {
         let table = self.table.load();
         let unknown = |why| {
-            tenants.metrics().unknown(why);
+            registry.metrics().count_unauthorized(why);
             Err(ApiError::unauthorized())
         };
         let found = match keys::bearer(headers) {
-            // A key that is sent counts, also beside a certificate: it says more.
+            // A key overrides a certificate, because it is more specific.
             Some(token) => table.by_hash.of(token),
             None if headers.contains_key(hyper::header::AUTHORIZATION) => None,
             None => match certificate.iter().find_map(|name| table.by_certificate.get(name)) {
-                None => return unknown(Unknown::Missing),
+                None => return unknown(UnauthorizedReason::Missing),
                 found => found,
             },
         };
-        let Some(identity) = found else { return unknown(Unknown::Key) };
+        let Some(identity) = found else { return unknown(UnauthorizedReason::Key) };
         if identity.expires_s.is_some_and(|at| since_1970_s() >= at) {
-            return unknown(Unknown::Expired);
+            return unknown(UnauthorizedReason::Expired);
         }
         Ok(Arc::clone(identity))
     }
 
-    /// Somebody of a tenant.
+    /// An identity of this tenant.
     pub(crate) fn of_tenant(&self, name: &str) -> Option<Arc<Identity>> {
         self.table.load().by_tenant.get(name).cloned()
     }
 
-    /// It is in effect from now on.
-    pub(crate) fn installed(&self, tenants: &Tenants) {
-        tenants.keep(&self.table.load());
+    /// Called when this generation takes effect.
+    pub(crate) fn activate(&self, registry: &TenantRegistry) {
+        registry.keep(&self.table.load());
     }
 
-    /// The salt that keeps a tenant's cached blocks to itself.
+    /// The salt that separates a tenant's cached blocks from those of other tenants.
     pub(crate) fn cache_salt(&self, identity: &Identity, own: Option<&str>) -> String {
         self.salts.salt(&identity.tenant.name, own)
     }
 
-    /// Reads the keys file again if it has changed. One that cannot be used leaves everything as it was.
-    pub(crate) fn refresh(&self, tenants: &Tenants) {
+    /// Reads the keys file again if it has changed. An invalid file changes nothing.
+    pub(crate) fn refresh(&self, registry: &TenantRegistry) {
         if !self.watch.has_changed() {
             return;
         }
-        let read = KeyTable::build(&self.config, tenants);
-        tenants.metrics().reloaded(read.is_ok());
+        let read = KeyTable::build(&self.config, registry);
+        registry.metrics().count_reload(read.is_ok());
         match read {
             Ok(table) => {
                 tracing::info!(keys = table.len(), "keys file reloaded");
-                tenants.keep(&table);
+                registry.keep(&table);
                 self.table.store(Arc::new(table));
             }
             Err(error) => {
@@ -184,13 +183,13 @@ impl Auth {
 }
 
 impl Identity {
-    /// Whether it may use this model; `names` says whether a configured name means it.
+    /// Whether this identity may use a model. `names` returns whether a configured name means the model.
     pub(crate) fn may_use(&self, names: impl Fn(&str) -> bool) -> bool {
         self.models.as_ref().is_none_or(|models| models.iter().any(|name| names(name)))
     }
 }
 
-/// 403: the key is good, but not for this model.
+/// 403: the key is valid, but not for this model.
 pub(crate) fn forbidden(model: &str) -> ApiError {
     let mut error = ApiError::invalid("model", format!("this API key may not use the model `{model}`"));
     error.status = 403;
@@ -201,6 +200,6 @@ fn since_1970_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
-/// A tenant, by a number that stays the same as long as the process lives.
+/// A tenant's number, which never changes while the process runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct TenantId(pub u32);

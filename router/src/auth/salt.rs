@@ -1,16 +1,17 @@
-//! Whose prefix cache a request uses. An engine shares cached blocks only between requests with the same
-//! `cache_salt`; who can choose another's salt can find out by timing what the other asked. So the router sets it:
-//! a keyed hash of the tenant and of the client's own salt, which therefore can only divide a tenant's cache further.
+//! Cache salts, which separate prefix caches. An engine shares cached blocks only between requests with the same
+//! `cache_salt`. A client that could choose another's salt could find out prompts by timing. So the router sets
+//! the salt: a keyed hash of the tenant and of the client's own salt. The client's salt can therefore only divide
+//! a tenant's cache further.
 
 use hmac::{Hmac, Mac};
 use sha2::{Digest, Sha256};
 
-/// The secret from which salts are made.
+/// The secret from which salts are derived.
 #[derive(Clone)]
 pub(crate) struct SaltKey([u8; 32]);
 
 impl SaltKey {
-    /// From a secret of whatever length. `purpose` keeps apart keys that are made from one secret.
+    /// Derives a key from a secret of any length. `purpose` separates keys that are derived from one secret.
     pub(crate) fn derived(purpose: &str, secret: &[u8]) -> Self {
         let mut mac = keyed(secret);
         mac.update(purpose.as_bytes());
@@ -20,7 +21,7 @@ impl SaltKey {
     /// The salt of a tenant's request: 64 hexadecimal digits.
     pub(crate) fn salt(&self, tenant: &str, own: Option<&str>) -> String {
         let mut mac = keyed(&self.0);
-        // The length first: no tenant and salt run together into another tenant's.
+        // The length comes first, so that no pair of tenant and salt equals another tenant's.
         mac.update(&(tenant.len() as u64).to_be_bytes());
         mac.update(tenant.as_bytes());
         if let Some(own) = own {
@@ -38,7 +39,7 @@ impl std::fmt::Debug for SaltKey {
 }
 
 fn keyed(secret: &[u8]) -> Hmac<Sha256> {
-    // Hashed first, so that a key of any length is one of a length that is never refused.
+    // HMAC never refuses a key of this length.
     let key: [u8; 32] = Sha256::digest(secret).into();
     Hmac::<Sha256>::new_from_slice(&key).expect("HMAC takes keys of every length")
 }

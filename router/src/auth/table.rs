@@ -1,4 +1,5 @@
-//! The table of keys and certificates, made from the configuration and the keys file; and what outlives it.
+//! The table of keys and certificates, from the configuration and the keys file, and the registry that outlives
+//! it.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -6,39 +7,39 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use super::bucket::Meter;
-use super::keys::ByHash;
+use super::keys::DigestMap;
 use super::salt::SaltKey;
 use super::{AuthError, Identity, Tenant};
 use crate::auth::TenantId;
 use crate::config::{AuthConfig, KeysFile, RateLimitsConfig};
 use crate::metrics::tenants::TenantMetrics;
 
-/// Everybody who is known.
+/// All known keys and certificates.
 #[derive(Default)]
 pub(super) struct KeyTable {
-    pub by_hash: ByHash<Identity>,
+    pub by_hash: DigestMap<Identity>,
     pub by_certificate: HashMap<String, Arc<Identity>>,
-    /// One of each tenant's.
+    /// One identity per tenant.
     pub by_tenant: HashMap<Arc<str>, Arc<Identity>>,
     keys: usize,
-    /// The meters of everybody in it, for [`Tenants::keep`].
+    /// The meters of all entries, for [`TenantRegistry::keep`].
     meters: Vec<(String, RateLimitsConfig, Arc<Meter>)>,
 }
 
-/// What is known of keys and tenants beyond one version of the configuration: how much they have used.
-pub(crate) struct Tenants {
+/// State of keys and tenants that outlives a version of the configuration: their use of limits.
+pub(crate) struct TenantRegistry {
     meters: Mutex<HashMap<String, (RateLimitsConfig, Arc<Meter>)>>,
-    /// Of every tenant that a table knows, in effect or about to be.
+    /// Numbers of all tenants in tables, whether a table is in effect or about to be.
     ids: Mutex<HashMap<Arc<str>, TenantId>>,
-    /// The next tenant's: none is given out twice.
+    /// Number of the next tenant. None is used twice.
     next_id: AtomicU32,
     started: Instant,
-    /// Where no secret is configured.
+    /// Used where no secret is configured.
     salts: SaltKey,
     metrics: Arc<TenantMetrics>,
 }
 
-impl Tenants {
+impl TenantRegistry {
     pub(crate) fn new(metrics: Arc<TenantMetrics>) -> Self {
         let mut secret = [0_u8; 32];
         getrandom::fill(&mut secret).expect("the kernel's random numbers are there from boot on");
@@ -52,7 +53,7 @@ impl Tenants {
         }
     }
 
-    /// Nanoseconds since the process began to count.
+    /// Nanoseconds since this registry was made.
     pub(super) fn now_ns(&self) -> u64 {
         u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
@@ -65,16 +66,16 @@ impl Tenants {
         self.salts.clone()
     }
 
-    /// The same meter as before, unless the limits were changed. A new one is nobody's until [`Self::keep`]: the
-    /// configuration that it is made for may still turn out to be wrong.
+    /// The same meter as before, unless the limits were changed. A new meter is not registered until
+    /// [`Self::keep`], because the configuration may still turn out to be invalid.
     fn meter(&self, name: &str, limits: &RateLimitsConfig) -> Arc<Meter> {
         let meters = lock(&self.meters);
         let known = meters.get(name).filter(|(known, _)| known == limits);
         known.map_or_else(|| Arc::new(Meter::new(limits)), |(_, meter)| Arc::clone(meter))
     }
 
-    /// This table is in effect: what its keys use is remembered from now on, and that of keys that no table knows
-    /// any more is forgotten.
+    /// Called when a table takes effect. Registers the meters of its keys, and removes those of keys that are in
+    /// no table any more.
     pub(super) fn keep(&self, table: &KeyTable) {
         let mut meters = lock(&self.meters);
         for (name, limits, meter) in &table.meters {
@@ -83,7 +84,7 @@ impl Tenants {
         meters.retain(|_, (_, meter)| Arc::strong_count(meter) > 1);
     }
 
-    /// The same as before for as long as somebody holds the tenant's name.
+    /// The tenant's number. It stays the same for as long as a reference to the tenant's name exists.
     fn id(&self, tenant: &str) -> (Arc<str>, TenantId) {
         let mut ids = lock(&self.ids);
         if let Some((name, id)) = ids.get_key_value(tenant) {
@@ -97,12 +98,12 @@ impl Tenants {
 
 impl KeyTable {
     /// # Errors
-    /// [`AuthError`] names what is wrong; nothing else happens.
-    pub(super) fn build(config: &AuthConfig, tenants: &Tenants) -> Result<Self, AuthError> {
-        // Those of tables that are in effect no more, or never were.
-        lock(&tenants.ids).retain(|name, _| Arc::strong_count(name) > 1);
+    /// [`AuthError`] names the problem. Nothing else changes.
+    pub(super) fn build(config: &AuthConfig, registry: &TenantRegistry) -> Result<Self, AuthError> {
+        // Removes numbers of tables that are no longer in effect, or never were.
+        lock(&registry.ids).retain(|name, _| Arc::strong_count(name) > 1);
         let file = match &config.keys_file {
-            Some(path) => crate::config::load_checked::<KeysFile>(path)?,
+            Some(path) => crate::config::read::load_checked::<KeysFile>(path)?,
             None => KeysFile::default(),
         };
         let mut known: HashMap<&str, Arc<Tenant>> = HashMap::new();
@@ -114,7 +115,7 @@ impl KeyTable {
         let by_name: HashMap<&str, _> = listed.iter().map(|tenant| (tenant.name.as_str(), *tenant)).collect();
         let mut fresh = Vec::new();
         let mut meter = |name: String, limits: &RateLimitsConfig| {
-            let meter = tenants.meter(&name, limits);
+            let meter = registry.meter(&name, limits);
             fresh.push((name, limits.clone(), Arc::clone(&meter)));
             meter
         };
@@ -123,13 +124,13 @@ impl KeyTable {
                 let (weight, limits) = by_name.get(name).map_or((1, RateLimitsConfig::default()), |tenant| {
                     (tenant.weight, tenant.limits.clone())
                 });
-                let (held, id) = tenants.id(name);
+                let (shared_name, id) = registry.id(name);
                 Arc::new(Tenant {
-                    name: held,
+                    name: shared_name,
                     id,
                     weight,
                     meter: meter(format!("tenant {name}"), &limits),
-                    requests: tenants.metrics.tenant(name),
+                    requests: registry.metrics.tenant(name),
                 })
             };
         let mut table = Self::default();
@@ -193,38 +194,38 @@ mod tests {
 
     #[test]
     fn a_table_that_never_takes_effect_leaves_what_was_used_as_it_was() {
-        let tenants = Tenants::new(Arc::clone(&Metrics::new().tenants));
+        let registry = TenantRegistry::new(Arc::clone(&Metrics::new().tenants));
         let table = |tokens: u64| {
             let hash = format!("sha256:{}", "0".repeat(64));
             let text = format!(
                 "{{keys: [{{id: a, hash: '{hash}', tenant: t, limits: {{tokens_per_minute: {tokens}}}}}]}}"
             );
             let config: AuthConfig = serde_saphyr::from_str(&text).unwrap();
-            KeyTable::build(&config, &tenants).unwrap()
+            KeyTable::build(&config, &registry).unwrap()
         };
         let limits = |tokens| RateLimitsConfig { tokens_per_minute: Some(tokens), ..Default::default() };
         let first = table(10);
-        tenants.keep(&first);
-        let meter = tenants.meter("key a", &limits(10));
+        registry.keep(&first);
+        let meter = registry.meter("key a", &limits(10));
         drop(table(20));
         assert!(
-            Arc::ptr_eq(&meter, &tenants.meter("key a", &limits(10))),
+            Arc::ptr_eq(&meter, &registry.meter("key a", &limits(10))),
             "the configuration was wrong elsewhere"
         );
-        tenants.keep(&table(10));
-        assert!(Arc::ptr_eq(&meter, &tenants.meter("key a", &limits(10))));
-        tenants.keep(&table(20));
-        assert!(!Arc::ptr_eq(&meter, &tenants.meter("key a", &limits(10))), "other limits begin anew");
+        registry.keep(&table(10));
+        assert!(Arc::ptr_eq(&meter, &registry.meter("key a", &limits(10))));
+        registry.keep(&table(20));
+        assert!(!Arc::ptr_eq(&meter, &registry.meter("key a", &limits(10))), "other limits begin at zero");
         drop((first, meter));
-        tenants.keep(&KeyTable::default());
-        assert_eq!(lock(&tenants.meters).len(), 0, "nobody knows the key any more");
+        registry.keep(&KeyTable::default());
+        assert_eq!(lock(&registry.meters).len(), 0, "no table has the key any more");
         let other = table(10);
-        assert_eq!(lock(&tenants.ids).len(), 1, "a tenant that comes back is the same");
+        assert_eq!(lock(&registry.ids).len(), 1, "a tenant that returns keeps its number");
         drop(other);
-        KeyTable::build(&serde_saphyr::from_str("{}").unwrap(), &tenants).unwrap();
-        assert_eq!(lock(&tenants.ids).len(), 0, "nor the tenant");
-        let (name, id) = tenants.id("u");
-        assert_eq!(tenants.id("u").1, id);
+        KeyTable::build(&serde_saphyr::from_str("{}").unwrap(), &registry).unwrap();
+        assert_eq!(lock(&registry.ids).len(), 0, "nor the tenant");
+        let (name, id) = registry.id("u");
+        assert_eq!(registry.id("u").1, id);
         drop(name);
     }
 }

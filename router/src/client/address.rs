@@ -1,9 +1,9 @@
-//! Where a client is: the address of its connection, or, behind proxies that the configuration trusts, the one that they
-//! name in `X-Forwarded-For`.
+//! The address of a client: the peer of its connection, or, behind trusted proxies, the one that they name in
+//! `X-Forwarded-For`.
 //!
-//! Each proxy appends who connected to it, so the list is read from its end, for as long as whoever wrote the entry is
-//! trusted. What a client itself wrote stands before that and is never reached. The header goes no further: no engine
-//! gets it.
+//! Each proxy appends the address that connected to it. So the list is read from its end, for as long as the
+//! author of an entry is trusted. Entries that the client itself wrote come before those and are never reached. No
+//! engine receives the header.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -28,7 +28,7 @@ fn behind(peer: IpAddr, headers: &HeaderMap, trusted: &[Cidr]) -> IpAddr {
     let lines: Vec<_> = headers.get_all(FORWARDED_FOR).iter().collect();
     for line in lines.into_iter().rev() {
         for entry in line.as_bytes().rsplit(|byte| *byte == b',') {
-            // What is no address names nobody: whoever wrote it is the last who is known.
+            // An entry that is no address ends the search: its author is the last known address.
             let Some(address) = std::str::from_utf8(entry).ok().and_then(address) else { return client };
             client = address;
             if !is_trusted(client) {
@@ -100,7 +100,7 @@ mod tests {
             }
             prop_assert_eq!(behind(peer, &headers, &trusted), peer);
             prop_assert_eq!(behind(peer, &headers, &[]), peer);
-            // And one that is trusted never panics.
+            // A trusted peer never causes a panic.
             let _ = behind(IpAddr::from([127, 0, 0, 1]), &headers, &trusted);
         }
     }

@@ -1,31 +1,31 @@
-//! What a client's bytes must look like before any other part of the router sees them.
+//! Strict reading of a client's bytes, before any other part of the router sees them.
 //!
-//! Requests are smuggled through what two parsers read differently. So the head and the framing of a body are read here,
-//! by one strict reader, and pingora is given a head that no parser can read in two ways:
+//! Request smuggling needs two parsers that read the same bytes differently. So one strict reader reads the head
+//! and the framing of a body here. pingora receives a head that no parser can read in two ways:
 //!
 //! ```text
-//! socket ─▶ wire ─▶ head (strict, bounded, timed) ─▶ pingora: a head without framing or upgrade
-//!             │                                        │ request_filter
-//!             └──────── body (length or chunks, strict) ◀ exchange::ask: when the request is wanted
+//! socket ─▶ connection ─▶ head (strict, bounded, timed) ─▶ pingora: a head without framing or upgrade
+//!                │                                            │ request_filter
+//!                └─────── body (length or chunks, strict) ◀ exchange: when the body is needed
 //! ```
 //!
 //! Invariants:
-//! - What is refused here is answered once, with the OpenAI envelope, and the connection is closed: nothing that follows
-//!   it is taken for a request.
-//! - One request is served at a time. The next one may come while it is answered (pipelining): a bounded part of it is read
-//!   ahead, kept apart from the answer, and read as a request once that is over.
-//! - What is behind a body that was not read whole, behind a refused framing, behind an answer that says
-//!   `connection: close`, or behind an offer to speak another protocol is never a request.
-//! - One empty line in front of a request is skipped, and does not start the clock of its head.
+//! - A refused request is answered once, with the OpenAI envelope, and the connection is closed. Bytes that follow
+//!   it are never a request.
+//! - One request is served at a time. The next one may arrive before the response is complete (pipelining). A
+//!   bounded part of it is read ahead and parsed once the response is over.
+//! - Bytes are never a request behind a body that was not read whole, a refused framing, a response with
+//!   `connection: close`, or an `Upgrade` offer.
+//! - One empty line in front of a request is skipped, and does not start the timeout of its head.
 //! - Extensions and trailers of chunks are checked as strictly as heads, bounded and dropped.
-//! - A head is bounded in bytes, in fields and in time; a connection without a request in time.
-//! - A body is read straight into the buffer that is sent on; pingora never holds it.
+//! - A head is bounded in bytes, in fields and in time. A connection without a request is bounded in time.
+//! - A body is read straight into the buffer that is forwarded. pingora never has it.
 
 pub(crate) mod chunked;
+mod connection;
 pub(crate) mod head;
-mod wire;
 
-pub(crate) use wire::{BodyError, Wire};
+pub(crate) use connection::{BodyError, ClientConnection};
 
 use std::time::Duration;
 
@@ -38,9 +38,9 @@ use crate::message::request_id;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HeadBounds {
     pub bytes: usize,
-    /// From its first byte to its last.
+    /// Time from its first byte to its last.
     pub within: Duration,
-    /// From the connection's begin, or the end of the last answer, to the first byte.
+    /// Time from the start of the connection, or the end of the last response, to the first byte.
     pub idle: Duration,
 }
 
@@ -56,7 +56,7 @@ impl HeadBounds {
 
 /// Why a head is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Unclean {
+pub(crate) enum HeadError {
     #[error("{0}")]
     Malformed(&'static str),
     #[error("the path is too long")]
@@ -64,7 +64,7 @@ pub(crate) enum Unclean {
     #[error("the head of the request is too large")]
     TooLarge,
     #[error("the head of the request did not arrive in time")]
-    Late,
+    TimedOut,
     #[error("only HTTP/1.1 and HTTP/1.0 are supported")]
     Version,
     #[error("this method is not allowed here")]
@@ -73,27 +73,27 @@ pub(crate) enum Unclean {
     Expectation,
 }
 
-impl Unclean {
+impl HeadError {
     fn error(self) -> ApiError {
         let code = match self {
             Self::Malformed(_) => Code::MalformedRequest,
             Self::PathTooLong => Code::PathTooLong,
             Self::TooLarge => Code::HeadTooLarge,
-            Self::Late => Code::RequestTimeout,
+            Self::TimedOut => Code::RequestTimeout,
             Self::Version => Code::HttpVersionNotSupported,
             Self::Method => Code::MethodNotAllowed,
             Self::Expectation => Code::ExpectationFailed,
         };
         let mut error = ApiError::malformed(self.to_string());
-        // The first of a late request is 408.
+        // The first status of a code that has several; a late request is 408.
         (error.status, error.kind) = (code.statuses()[0], code.kind());
         error.with_code(code)
     }
 
-    /// The whole answer.
+    /// The whole response.
     pub(crate) fn answer(self) -> Vec<u8> {
         let error = self.error();
-        let (body, id) = (error.to_bytes(), request_id::mint());
+        let (body, id) = (error.to_bytes(), request_id::generate());
         let reason = hyper::StatusCode::from_u16(error.status).ok().and_then(|s| s.canonical_reason());
         let mut answer = format!(
             "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\ncontent-length: {}\r\nx-request-id: {id}\r\n\
@@ -114,13 +114,14 @@ mod tests {
 
     #[test]
     fn a_refusal_is_one_whole_answer_in_the_envelope() {
-        for unclean in [Unclean::Malformed("x"), Unclean::TooLarge, Unclean::Late, Unclean::Version] {
-            let answer = String::from_utf8(unclean.answer()).unwrap();
+        for error in [HeadError::Malformed("x"), HeadError::TooLarge, HeadError::TimedOut, HeadError::Version]
+        {
+            let answer = String::from_utf8(error.answer()).unwrap();
             let (head, body) = answer.split_once("\r\n\r\n").unwrap();
             assert!(head.contains(&format!("content-length: {}\r\n", body.len())), "{head}");
             assert!(head.contains("connection: close"), "{head}");
             let body: serde_json::Value = serde_json::from_str(body).unwrap();
-            assert_eq!(body["error"]["message"], unclean.to_string());
+            assert_eq!(body["error"]["message"], error.to_string());
         }
     }
 }

@@ -1,12 +1,12 @@
-//! One request of a client: its head, and the way to answer it.
+//! One request of a client: its head, and its response.
 //!
-//! pingora's HTTP/1 session reads the head and writes the answer's (its version, date and connection rules). It is let go
-//! with that: a stream may last for minutes and needs neither. The body is written here, each piece with its frame in one
-//! system call, and the first with the head.
+//! pingora's HTTP/1 session reads the head and writes the response's, with its version, date and connection rules.
+//! The session is dropped after that, because a stream may last for minutes and needs neither. The body is written
+//! here: each piece with its frame in one system call, and the first with the head.
 //!
 //! ```text
 //!  begin ─▶ head read ─▶ write_head ─▶ send … ─▶ send(last) ─▶ the connection's next request
-//!                 └▶ dropped: nothing was answered, the connection is closed
+//!                └▶ dropped: no response, the connection is closed
 //! ```
 
 use std::future::poll_fn;
@@ -23,62 +23,66 @@ use pingora::http::{RequestHeader, ResponseHeader};
 use pingora::protocols::http::v1::server::HttpSession;
 use tokio::time::Sleep;
 
-use crate::client::http::Wire;
+use crate::client::http::ClientConnection;
 
 /// The largest size in hexadecimal digits, and a line end.
 const SIZE_LINE_BYTES: usize = 18;
 
 /// One request of a client.
 pub(crate) struct Session {
-    wire: Wire,
-    /// Until the answer's head is written.
+    connection: ClientConnection,
+    /// Set until the response's head is written.
     http: Option<Box<HttpSession>>,
-    framing: Framing,
-    /// A client that takes nothing for so long is given up.
+    framing: ResponseFraming,
+    /// Maximum time in which the client reads nothing.
     stall: Duration,
     body_bytes: u64,
-    /// Whether the client and the router want to keep the connection.
-    keeps: bool,
-    /// The answer was sent whole.
-    over: bool,
+    /// Whether the client and the router keep the connection alive.
+    keep_alive: bool,
+    /// The whole response was sent.
+    is_complete: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Framing {
-    /// The answer has no body: it is one to `HEAD`, or its status says so.
+enum ResponseFraming {
+    /// The response has no body, because of `HEAD` or its status.
     None,
     Chunked,
-    /// As it is: the head says how long it is, or the connection's end does.
+    /// Unframed: the body ends after the length in the head, or with the connection.
     Plain,
 }
 
-/// How the end of an answer's body is told.
+/// How the length of a response's body is indicated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Length {
+pub(crate) enum ResponseLength {
     Known(usize),
-    /// By the last chunk; to a client of HTTP/1.0, which knows no chunks, by the connection's end.
+    /// By the last chunk. HTTP/1.0 has no chunks: there by the connection's end.
     Unknown,
 }
 
 impl Session {
-    /// The request with this head, as [`Wire::head`] gave it. `None` where pingora refuses it.
-    pub(crate) async fn begin(wire: &Wire, head: BytesMut, stall: Duration) -> Option<Self> {
-        let mut http = Box::new(HttpSession::new(Box::new(wire.clone())));
+    /// Begins a request with this head, as returned by [`ClientConnection::head`]. `None` if pingora refuses it.
+    pub(crate) async fn begin(
+        connection: &ClientConnection,
+        head: BytesMut,
+        stall: Duration,
+    ) -> Option<Self> {
+        let mut http = Box::new(HttpSession::new(Box::new(connection.clone())));
         http.set_pipelined_prefix(head);
         http.read_request().await.ok().flatten()?;
-        let framing = Framing::Plain;
+        let framing = ResponseFraming::Plain;
         Some(Self {
-            wire: wire.clone(),
+            connection: connection.clone(),
             http: Some(http),
             framing,
             stall,
             body_bytes: 0,
-            keeps: false,
-            over: false,
+            keep_alive: false,
+            is_complete: false,
         })
     }
 
-    /// The head of the request, until an answer has begun.
+    /// The head of the request, until the response has begun.
     pub(crate) fn req_header(&self) -> &RequestHeader {
         self.http.as_ref().expect("no answer has begun").req_header()
     }
@@ -87,84 +91,84 @@ impl Session {
         self.http.as_mut().expect("no answer has begun").req_header_mut()
     }
 
-    /// The connection that it came by.
-    pub(crate) fn wire(&self) -> &Wire {
-        &self.wire
+    /// The connection of the request.
+    pub(crate) fn connection(&self) -> &ClientConnection {
+        &self.connection
     }
 
     pub(crate) fn client_addr(&self) -> SocketAddr {
-        self.wire.peer()
+        self.connection.peer()
     }
 
-    /// Bytes of the answer's body that were sent.
+    /// Bytes of the response's body that were sent.
     pub(crate) fn body_bytes(&self) -> u64 {
         self.body_bytes
     }
 
-    /// The answer is the connection's last.
+    /// Closes the connection after this response.
     pub(crate) fn close_after(&mut self) {
         if let Some(http) = &mut self.http {
             http.set_server_keepalive(None);
         }
     }
 
-    /// Whether the connection is good for another request: this one was answered whole.
+    /// Whether the connection can be reused: the whole response was sent.
     pub(crate) fn is_reusable(&self) -> bool {
-        self.keeps && self.over
+        self.keep_alive && self.is_complete
     }
 
-    /// Tells a client that waits for it to send its body.
-    pub(crate) async fn go_on(&mut self) -> Result<(), ClientGone> {
+    /// Sends `100 Continue` to a client that waits for it.
+    pub(crate) async fn send_continue(&mut self) -> Result<(), ClientGone> {
         if let Some(http) = &mut self.http {
             http.write_continue_response().await.map_err(|_| ClientGone)?;
         }
-        self.out(&mut [], &mut 0).await.map(drop)
+        self.send_pieces(&mut [], &mut 0).await.map(drop)
     }
 
-    /// Begins the answer. The head leaves with the first bytes of its body.
+    /// Begins the response. The head is sent with the first bytes of its body.
     pub(crate) async fn write_head(
         &mut self,
         mut head: ResponseHeader,
-        length: Length,
+        length: ResponseLength,
     ) -> Result<(), ClientGone> {
         let Some(mut http) = self.http.take() else { return Err(ClientGone) };
-        // The rest of a body that was not read would be taken for the next request.
-        if self.wire.is_unread() {
+        // The rest of an unread body would be parsed as the next request.
+        if self.connection.is_unread() {
             http.set_server_keepalive(None);
         }
         let request = http.req_header();
         let bare = matches!(head.status.as_u16(), 204 | 304);
-        let told = match length {
+        let length_header = match length {
             _ if bare => Ok(()),
-            Length::Known(bytes) => head.insert_header(CONTENT_LENGTH, bytes),
-            Length::Unknown if request.version == Version::HTTP_11 => {
-                self.framing = Framing::Chunked;
+            ResponseLength::Known(bytes) => head.insert_header(CONTENT_LENGTH, bytes),
+            ResponseLength::Unknown if request.version == Version::HTTP_11 => {
+                self.framing = ResponseFraming::Chunked;
                 head.insert_header(TRANSFER_ENCODING, "chunked")
             }
-            Length::Unknown => Ok(()),
+            ResponseLength::Unknown => Ok(()),
         };
         if bare || request.method == Method::HEAD {
-            self.framing = Framing::None;
+            self.framing = ResponseFraming::None;
         }
-        if length == Length::Unknown && self.framing == Framing::Plain {
+        if length == ResponseLength::Unknown && self.framing == ResponseFraming::Plain {
             http.set_server_keepalive(None);
         }
-        told.map_err(|_| ClientGone)?;
+        length_header.map_err(|_| ClientGone)?;
         http.write_response_header(Box::new(head)).await.map_err(|_| ClientGone)?;
-        self.keeps = http.will_keepalive();
+        self.keep_alive = http.will_keepalive();
         Ok(())
     }
 
-    /// Sends a piece of the body; with `last` the answer is over. Whether it had to wait for the client.
+    /// Sends a piece of the body; `last` ends the response. Returns whether the send had to wait for the client.
     ///
     /// # Errors
-    /// The client has left, or takes nothing: the connection is of no further use.
+    /// The client has disconnected or reads nothing. The connection is then unusable.
     pub(crate) async fn send(&mut self, data: &[u8], last: bool) -> Result<bool, ClientGone> {
         let mut line = [0; SIZE_LINE_BYTES];
         let (size, data, end): (&[u8], &[u8], &[u8]) = match self.framing {
-            Framing::None => (b"", b"", b""),
-            Framing::Plain => (b"", data, b""),
-            Framing::Chunked => match (data.is_empty(), last) {
+            ResponseFraming::None => (b"", b"", b""),
+            ResponseFraming::Plain => (b"", data, b""),
+            ResponseFraming::Chunked => match (data.is_empty(), last) {
                 (true, true) => (b"", b"", b"0\r\n\r\n"),
                 (true, false) => (b"", b"", b""),
                 (false, true) => (size_line(data.len(), &mut line), data, b"\r\n0\r\n\r\n"),
@@ -173,22 +177,26 @@ impl Session {
         };
         let mut pieces = [size, data, end].map(IoSlice::new);
         let mut sent = 0;
-        let waited = self.out(&mut pieces, &mut sent).await;
+        let waited = self.send_pieces(&mut pieces, &mut sent).await;
         self.body_bytes += sent.saturating_sub(size.len()).min(data.len()) as u64;
-        self.over = last && waited.is_ok();
+        self.is_complete = last && waited.is_ok();
         waited
     }
 
-    /// Sends what is held and `pieces`, and counts what of them is out. Whether it had to wait.
-    async fn out(&self, mut pieces: &mut [IoSlice<'_>], sent: &mut usize) -> Result<bool, ClientGone> {
-        // Nearly always there is room, and no clock is needed.
+    /// Sends the unsent bytes and `pieces`, and counts the sent bytes of `pieces`. Returns whether it had to wait.
+    async fn send_pieces(
+        &self,
+        mut pieces: &mut [IoSlice<'_>],
+        sent: &mut usize,
+    ) -> Result<bool, ClientGone> {
+        // Nearly always the socket has capacity, and no timer is needed.
         let (mut stalled, mut waited): (Option<Pin<Box<Sleep>>>, _) = (None, false);
         poll_fn(|context| {
             loop {
-                match self.wire.poll_send(context, pieces) {
+                match self.connection.poll_send(context, pieces) {
                     Poll::Ready(Ok(0)) => return Poll::Ready(Ok(waited)),
                     Poll::Ready(Ok(out)) => {
-                        // It takes something: however slowly, it is there.
+                        // The client reads, however slowly.
                         stalled = None;
                         *sent += out;
                         IoSlice::advance_slices(&mut pieces, out);
@@ -205,13 +213,13 @@ impl Session {
         .await
     }
 
-    /// Ready once the client has left.
+    /// Ready once the client has disconnected.
     pub(crate) fn poll_gone(&self, context: &mut Context<'_>) -> Poll<()> {
-        self.wire.poll_gone(context)
+        self.connection.poll_gone(context)
     }
 }
 
-/// The size of a chunk as its first line.
+/// The first line of a chunk of this size.
 fn size_line(mut size: usize, line: &mut [u8; SIZE_LINE_BYTES]) -> &[u8] {
     let mut at = SIZE_LINE_BYTES - 2;
     line[at..].copy_from_slice(b"\r\n");
@@ -225,7 +233,7 @@ fn size_line(mut size: usize, line: &mut [u8; SIZE_LINE_BYTES]) -> &[u8] {
     }
 }
 
-/// The client closed its connection.
+/// The client disconnected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ClientGone;
 

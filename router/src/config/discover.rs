@@ -1,4 +1,4 @@
-//! The `discover` part of a pool: where its engines are looked up, beside those that the file lists.
+//! The `discover` part of a pool: sources of engines in addition to the listed ones.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -116,7 +116,7 @@ pub enum Scheme {
 }
 
 impl Scheme {
-    /// As an address has it.
+    /// The scheme as written in an address.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Http => "http",
@@ -135,25 +135,25 @@ pub enum PortName {
     Name(String),
 }
 
-/// The keys of an engine but its URL.
+/// The keys of an engine without its URL.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineTemplate(EngineConfig);
 
-/// Stands where a template has no URL.
-const NOWHERE: &str = "http://0.0.0.0:1";
+/// URL of the engine inside a template; [`EngineTemplate::engine`] replaces it.
+const PLACEHOLDER_URL: &str = "http://0.0.0.0:1";
 
 impl EngineTemplate {
-    /// Where the key of every engine that is found stands.
+    /// The file with the API key of every discovered engine.
     pub(crate) fn api_key_file(&self) -> Option<&Path> {
         self.0.api_key_file.as_deref()
     }
 
-    /// What is said of every engine that is found; its URL is none.
+    /// The keys of every discovered engine; the URL is a placeholder.
     pub(crate) fn keys(&self) -> &EngineConfig {
         &self.0
     }
 
-    /// An engine as the template has it.
+    /// The engine at `url`, with the template's keys.
     #[must_use]
     pub fn engine(&self, url: super::EngineUrl) -> EngineConfig {
         EngineConfig { url, ..self.0.clone() }
@@ -162,7 +162,7 @@ impl EngineTemplate {
 
 impl Default for EngineTemplate {
     fn default() -> Self {
-        let keys = serde_json::json!({"url": NOWHERE});
+        let keys = serde_json::json!({"url": PLACEHOLDER_URL});
         Self(serde_json::from_value(keys).expect("an engine needs no key but its URL"))
     }
 }
@@ -170,7 +170,7 @@ impl Default for EngineTemplate {
 impl<'de> Deserialize<'de> for EngineTemplate {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let mut keys = serde_json::Map::deserialize(deserializer)?;
-        if keys.insert("url".into(), NOWHERE.into()).is_some() {
+        if keys.insert("url".into(), PLACEHOLDER_URL.into()).is_some() {
             return Err(de::Error::custom("a template has no `url`: engines are found"));
         }
         serde_json::from_value(keys.into()).map(Self).map_err(de::Error::custom)
@@ -197,7 +197,7 @@ impl JsonSchema for EngineTemplate {
         if let Some(properties) = keys.get_mut("properties").and_then(|p| p.as_object_mut()) {
             properties.remove("url");
         }
-        // Read by the page of the documentation: these keys are told where engines are.
+        // The generated reference page links to the keys of an engine instead of repeating them.
         keys.insert("x-keys-of".into(), "EngineConfig".into());
         schema
     }
@@ -217,14 +217,14 @@ impl Validate for EngineTemplate {
 }
 
 impl DiscoverConfig {
-    /// Whether a source finds engines that are talked to with TLS.
+    /// Whether a source discovers engines with the scheme `https`.
     pub(crate) fn finds_https(&self) -> bool {
         let dns = self.dns.as_ref().map(|dns| dns.scheme);
         let kubernetes = self.kubernetes.as_ref().map(|kubernetes| kubernetes.scheme);
         [dns, kubernetes].contains(&Some(Scheme::Https))
     }
 
-    /// Whether any source is named.
+    /// Whether the part names a source.
     #[must_use]
     pub fn has_sources(&self) -> bool {
         self.dns.is_some() || self.file.is_some() || self.kubernetes.is_some()

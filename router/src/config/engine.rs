@@ -1,4 +1,4 @@
-//! One engine of a pool: its address, weight, labels and limits.
+//! One engine of a pool: its address, weight, labels, limits, and how its leases are released.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -1,22 +1,22 @@
-//! Why a configuration cannot be used: every problem with its place.
+//! Errors of a configuration: every problem with its position.
 
 use std::fmt;
 
-/// A place in a text.
+/// A position in a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Place {
+pub struct SourcePosition {
     /// From 1.
     pub line: usize,
     /// In characters, from 1.
     pub column: usize,
 }
 
-/// One thing that is wrong with a text.
+/// One problem of a text.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
-    /// Where.
-    pub place: Place,
-    /// What, in words that name the key.
+    /// Position of the problem.
+    pub position: SourcePosition,
+    /// Description of the problem; it names the key.
     pub what: String,
 }
 
@@ -28,11 +28,11 @@ pub enum ConfigError {
     Unreadable {
         /// The file.
         name: String,
-        /// Why.
+        /// Why the file cannot be read.
         source: std::io::Error,
     },
-    /// What is in it is not a configuration. Each problem is a line: `FILE:LINE:COLUMN: what`.
-    #[error("{}", Lines(name, problems))]
+    /// The content is not a valid configuration. Each problem is one line: `FILE:LINE:COLUMN: what`.
+    #[error("{}", ProblemLines(name, problems))]
     Invalid {
         /// The file.
         name: String,
@@ -41,11 +41,11 @@ pub enum ConfigError {
     },
 }
 
-struct Lines<'a>(&'a str, &'a [Problem]);
+struct ProblemLines<'a>(&'a str, &'a [Problem]);
 
-impl fmt::Display for Lines<'_> {
+impl fmt::Display for ProblemLines<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (at, Problem { place: Place { line, column }, what }) in self.1.iter().enumerate() {
+        for (at, Problem { position: SourcePosition { line, column }, what }) in self.1.iter().enumerate() {
             let gap = if at == 0 { "" } else { "\n" };
             write!(f, "{gap}{}:{line}:{column}: {what}", self.0)?;
         }

@@ -1,38 +1,39 @@
-//! Whether files have changed, by what the file system says of them: device, inode, size, times. A symlink that
-//! is swapped (as Kubernetes does for mounted secrets) leads to another inode; a file written in place has another
-//! change time. Polled: that works on every file system, and a second is soon enough for a certificate.
+//! Detects changed files by their metadata: device, inode, size and times. A swapped symlink, as Kubernetes swaps them
+//! for mounted secrets, leads to another inode. A file written in place has another change time.
+//!
+//! Callers poll: polling works on every file system, and a delay of one second is acceptable for a certificate.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-type Seen = Option<[i128; 7]>;
+type FileState = Option<[i128; 7]>;
 
-/// Some files, and how they looked the last time.
+/// Files and their metadata at the last check.
 #[derive(Debug)]
 pub(crate) struct FileWatch {
     paths: Vec<PathBuf>,
-    seen: Mutex<Vec<Seen>>,
+    states: Mutex<Vec<FileState>>,
 }
 
 impl FileWatch {
-    /// Make it before the files are read: what changes in between is then read twice, and never missed.
+    /// Create the watch before the files are read. A change in between then causes a second read and is not missed.
     pub(crate) fn new(paths: Vec<PathBuf>) -> Self {
-        let seen = look(&paths);
-        Self { paths, seen: Mutex::new(seen) }
+        let states = read_states(&paths);
+        Self { paths, states: Mutex::new(states) }
     }
 
-    /// Whether any of them has changed since this was last asked, or since the beginning.
+    /// Whether a file has changed since the last call, or since the watch was created.
     pub(crate) fn has_changed(&self) -> bool {
-        let now = look(&self.paths);
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        let changed = *seen != now;
-        *seen = now;
+        let now = read_states(&self.paths);
+        let mut states = self.states.lock().unwrap_or_else(PoisonError::into_inner);
+        let changed = *states != now;
+        *states = now;
         changed
     }
 }
 
-fn look(paths: &[PathBuf]) -> Vec<Seen> {
+fn read_states(paths: &[PathBuf]) -> Vec<FileState> {
     let one = |path: &Path| {
         let of = std::fs::metadata(path).ok()?;
         Some([

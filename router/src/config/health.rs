@@ -1,4 +1,4 @@
-//! The `health` part: how the router finds out which engines work, and what it does when none does.
+//! The `health` part: how the router detects engines that fail, and what happens if every engine is ejected.
 
 use garde::Validate;
 use schemars::JsonSchema;

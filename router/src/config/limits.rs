@@ -1,4 +1,4 @@
-//! The `limits` part: bounds on what clients may send and hold.
+//! Bounds on what clients may send and hold, the queue of waiting requests, and their priorities.
 
 use garde::Validate;
 use schemars::JsonSchema;
@@ -45,5 +45,122 @@ impl Default for LimitsConfig {
     }
 }
 
-/// Members of one pool; as many as a configuration may list.
+/// Most members of one pool. A configuration may list as many engines.
 pub(crate) const MEMBERS_MAX: usize = 4096;
+
+/// Requests that wait for a decode engine, per model. They wait only for engines with `max_in_flight`; an
+/// engine without it accepts every request.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct QueueConfig {
+    /// Requests that wait; more get 429. As many again may wait with a finished prefill after a decode engine
+    /// failed them, and go first. 0 disables the queue. 0 to 1,000,000; default 1,024.
+    #[garde(range(max = 1_000_000))]
+    pub requests: usize,
+    /// The sum of their bodies, in bytes. 0 to 1 TiB; default 256 MiB.
+    #[garde(range(max = 1_usize << 40))]
+    pub bytes: usize,
+    /// Requests of one tenant that wait; without `auth` there are no tenants. 1 to 1,000,000; default 256.
+    #[garde(range(min = 1, max = 1_000_000))]
+    pub tenant_requests: usize,
+    /// The sum of the bodies of one tenant's waiting requests, in bytes. 1 to 1 TiB; default 64 MiB.
+    #[garde(range(min = 1_usize, max = 1_usize << 40))]
+    pub tenant_bytes: usize,
+    /// Longest wait before the first attempt, and longest wait after an engine failed the request, in
+    /// milliseconds. A client's own deadline can only be shorter. 1 to 3,600,000; default 30,000.
+    #[garde(range(min = 1, max = 3_600_000))]
+    pub timeout_ms: u64,
+    /// How priorities share the capacity of engines while all of them wait.
+    #[garde(dive)]
+    pub weights: PriorityWeights,
+}
+
+/// Shares of the priorities. No priority starves: each gets its share as soon as one of its requests waits.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct PriorityWeights {
+    /// 1 to 1,000; default 16.
+    #[garde(range(min = 1, max = 1000))]
+    pub high: u32,
+    /// 1 to 1,000; default 4.
+    #[garde(range(min = 1, max = 1000))]
+    pub normal: u32,
+    /// 1 to 1,000; default 1.
+    #[garde(range(min = 1, max = 1000))]
+    pub low: u32,
+}
+
+/// Priority of a request.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize, Serialize, JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Priority {
+    /// Interactive, and more important than others.
+    High,
+    /// Default.
+    #[default]
+    Normal,
+    /// Batch work.
+    Low,
+}
+
+impl Default for QueueConfig {
+    fn default() -> Self {
+        Self {
+            requests: 1024,
+            bytes: 256 << 20,
+            tenant_requests: 256,
+            tenant_bytes: 64 << 20,
+            timeout_ms: 30_000,
+            weights: PriorityWeights::default(),
+        }
+    }
+}
+
+impl Default for PriorityWeights {
+    fn default() -> Self {
+        Self { high: 16, normal: 4, low: 1 }
+    }
+}
+
+impl Priority {
+    /// All priorities, the most urgent first.
+    pub const ALL: [Self; 3] = [Self::High, Self::Normal, Self::Low];
+
+    /// The name in configuration, headers and metrics.
+    #[must_use]
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::High => "high",
+            Self::Normal => "normal",
+            Self::Low => "low",
+        }
+    }
+
+    /// The priority with this name, in capitals or small letters.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|priority| priority.label().eq_ignore_ascii_case(name))
+    }
+
+    /// The priority for vLLM's number. A lower number is more urgent; 0 is the default.
+    #[must_use]
+    pub const fn of_number(number: i64) -> Self {
+        match number {
+            ..0 => Self::High,
+            0 => Self::Normal,
+            1.. => Self::Low,
+        }
+    }
+}
+
+impl PriorityWeights {
+    pub(crate) fn of(&self, priority: Priority) -> u32 {
+        match priority {
+            Priority::High => self.high,
+            Priority::Normal => self.normal,
+            Priority::Low => self.low,
+        }
+    }
+}

@@ -1,12 +1,15 @@
-//! One entry of `models`: what clients ask for, and the two pools that serve it.
+//! A model and its pools: engines, capacity, and the conditions for a prefill by a prefill engine.
+
+use std::collections::BTreeMap;
 
 use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::disaggregate::DisaggregateConfig;
-use super::features::FeaturesConfig;
-use super::pool::PoolConfig;
+use super::caches::KvEventsConfig;
+use super::discover::DiscoverConfig;
+use super::engine::EngineConfig;
+use super::policy::{FeaturesConfig, PolicyConfig};
 use super::timeouts::ModelTimeouts;
 
 /// One model and the engines that serve it.
@@ -75,4 +78,104 @@ pub enum Fallback {
     Aggregate,
     /// The request is refused with 503.
     None,
+}
+
+/// Interchangeable engines, and the policy that chooses one.
+#[derive(Clone, Debug, Default, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields)]
+pub struct PoolConfig {
+    /// The policy that chooses an engine: a name, or `{name: {parameters}}`. Default `least_load`.
+    #[serde(default)]
+    #[garde(dive)]
+    pub policy: PolicyConfig,
+    /// Only engines with all of these labels are members. At most 32. Default: every engine.
+    #[serde(default)]
+    #[garde(length(max = 32))]
+    pub select: BTreeMap<String, String>,
+    /// Engines with all of these labels are preferred while one of them has capacity. At most 32. Default:
+    /// none.
+    #[serde(default)]
+    #[garde(length(max = 32))]
+    pub prefer: BTreeMap<String, String>,
+    /// Where its engines publish KV events; an engine's own `kv_events` overrides it. Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub kv_events: Option<KvEventsConfig>,
+    /// When an engine is full.
+    #[serde(default)]
+    #[garde(dive)]
+    pub capacity: CapacityConfig,
+    /// The engines.
+    #[serde(default)]
+    #[garde(length(max = 4096), dive)]
+    pub engines: Vec<EngineConfig>,
+    /// Sources of further engines. Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub discover: Option<DiscoverConfig>,
+}
+
+/// When an engine of a pool is full. A limit that is not set does not apply.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct CapacityConfig {
+    /// Requests of this router in flight at one engine. 1 to 1,000,000; an engine's own `max_in_flight`
+    /// overrides it. Default: no bound.
+    #[garde(inner(range(min = 1, max = 1_000_000)))]
+    #[schemars(range(min = 1, max = 1_000_000))]
+    pub max_in_flight: Option<usize>,
+    /// An engine is full if this many requests wait in it, by its metrics and the requests sent since. Needs
+    /// `health.load.interval_ms`. 1 to 1,000,000. Default: no bound.
+    #[garde(inner(range(min = 1, max = 1_000_000)))]
+    #[schemars(range(min = 1, max = 1_000_000))]
+    pub max_waiting: Option<u32>,
+    /// An engine is full if this share of its KV cache is in use, by its metrics. Needs
+    /// `health.load.interval_ms`. 0.01 to 1.0. Default: no bound.
+    #[garde(inner(range(min = 0.01, max = 1.0)))]
+    #[schemars(range(min = 0.01, max = 1.0))]
+    pub max_kv_usage: Option<f32>,
+}
+
+/// Conditions for a prefill by a prefill engine. All of them must hold; with the defaults they hold for every
+/// request.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct DisaggregateConfig {
+    /// Every request, regardless of the other keys. Default false.
+    #[garde(skip)]
+    pub always: bool,
+    /// The prompt has at least this many tokens (estimated: `features.bytes_per_token`).
+    /// 0 to 100,000,000; default 0.
+    #[garde(range(max = 100_000_000))]
+    pub min_prompt_tokens: u64,
+    /// The decode engine would have to compute at least this many tokens of the prompt. Tokens in its known
+    /// cache do not count. 0 to 100,000,000; default 0.
+    #[garde(range(max = 100_000_000))]
+    pub min_uncached_tokens: u64,
+    /// The decode engine would have to compute at least this share of the prompt. 0.0 to 1.0; default 0.0.
+    #[garde(range(min = 0.0, max = 1.0))]
+    pub min_uncached_share: f64,
+    /// The least loaded prefill engine has fewer requests in flight than this. 1 to 1,000,000; default: no bound.
+    #[garde(inner(range(min = 1, max = 1_000_000)))]
+    #[schemars(range(min = 1, max = 1_000_000))]
+    pub max_prefill_in_flight: Option<u32>,
+}
+
+impl Default for DisaggregateConfig {
+    fn default() -> Self {
+        Self {
+            always: false,
+            min_prompt_tokens: 0,
+            min_uncached_tokens: 0,
+            min_uncached_share: 0.0,
+            max_prefill_in_flight: None,
+        }
+    }
+}
+
+impl DisaggregateConfig {
+    /// Whether the conditions depend on how much of a prompt the decode engine has cached.
+    pub(crate) fn asks_what_is_cached(&self) -> bool {
+        !self.always && (self.min_uncached_tokens > 0 || self.min_uncached_share > 0.0)
+    }
 }

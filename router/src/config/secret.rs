@@ -1,4 +1,4 @@
-//! A text that is never shown.
+//! A secret, which is masked wherever the configuration is shown.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::fmt;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize, Serializer};
 
-/// What a secret looks like where the configuration is shown.
+/// Replaces a secret wherever the configuration is shown.
 pub const MASK: &str = "***";
 
 /// A secret. It is shown as `***` wherever the configuration is printed, logged or served.

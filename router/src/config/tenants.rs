@@ -1,4 +1,4 @@
-//! The `auth` part: API keys, the tenants they belong to, and what each may do.
+//! The `auth` part and the keys file: API keys, client certificates, tenants, and their limits.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -8,8 +8,10 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+use time::macros::format_description;
+use time::{Date, PrimitiveDateTime};
 
-use super::queue::Priority;
+use super::limits::Priority;
 
 /// Clients that may use the router. With this part every request needs a key, or a client certificate listed
 /// here.
@@ -146,13 +148,13 @@ pub struct RateLimitsConfig {
 }
 
 impl KeyConfig {
-    /// The 32 bytes of [`Self::hash`]; `None` only if that is not one, which a checked configuration excludes.
+    /// The 32 bytes of [`Self::hash`]. `None` if the text is not a hash, which validation excludes.
     #[must_use]
     pub fn digest(&self) -> Option<[u8; 32]> {
         digest(&self.hash)
     }
 
-    /// When it expires, in seconds since 1970.
+    /// When the key expires, in seconds since 1970.
     #[must_use]
     pub fn expires_s(&self) -> Option<u64> {
         self.expires.as_deref().and_then(moment)
@@ -163,20 +165,20 @@ fn one() -> u32 {
     1
 }
 
-/// What people put where a key belongs: in examples, in a hurry, or because a variable was empty. Digits are among
-/// them one by one.
+/// Words that operators write instead of a key: words of examples, placeholders, values of empty variables, and single
+/// digits.
 const GUESSABLE: &str = "0 1 2 3 4 5 6 7 8 9 a abc abc123 admin api-key api_key apikey baton bearer changeme demo \
     dummy empty EMPTY example false foo hello hi key letmein master none None null password password123 placeholder \
     qwerty root secret sk sk-1234 sk-baton sk-baton- sk-test sk-xxx test test-key token token-abc123 true undefined user \
     vllm x xxx 0000 00000000 12 123 1234 12345 123456 1234567 12345678 123456789 1234567890 your-api-key YOUR_API_KEY";
 
 static GUESSED: LazyLock<HashSet<[u8; 32]>> = LazyLock::new(|| {
-    // `echo` ends what it writes, so its line is guessed as well.
+    // `echo` appends a line feed to its argument, so the hash of each word with a line feed is refused too.
     let words =
         GUESSABLE.split_whitespace().chain([""]).flat_map(|word| [word.to_owned(), format!("{word}\n")]);
     let zeros = [[0_u8; 32].to_vec(), [b'0'; 32].to_vec(), [b'0'; 64].to_vec()];
     let hashes = words.map(String::into_bytes).chain(zeros).map(|text| Sha256::digest(text).into());
-    // Nor is a hash of zeros or ones the hash of a key.
+    // A digest with only zero bits or only one bits is a placeholder.
     hashes.chain([[0; 32], [0xff; 32]]).collect()
 });
 
@@ -212,32 +214,15 @@ fn is_moment(text: &str, _: &()) -> garde::Result {
 
 /// Seconds since 1970 of `YYYY-MM-DD` or `YYYY-MM-DDTHH:MM:SSZ`, from 1970 to 9999.
 pub(crate) fn moment(text: &str) -> Option<u64> {
-    let (date, time) = match text.split_once('T') {
-        Some((date, time)) => (date, time.strip_suffix('Z')?),
-        None => (text, "00:00:00"),
+    // The parser takes a sign before the year.
+    text.bytes().next().filter(u8::is_ascii_digit)?;
+    let date = format_description!("[year]-[month]-[day]");
+    let time = format_description!("[year]-[month]-[day]T[hour]:[minute]:[second]Z");
+    let moment = match Date::parse(text, date) {
+        Ok(day) => day.midnight(),
+        Err(_) => PrimitiveDateTime::parse(text, time).ok()?,
     };
-    let numbers = |text: &str, separator: char, widths: [usize; 3]| -> Option<[u64; 3]> {
-        let mut numbers = [0; 3];
-        let mut parts = text.split(separator);
-        for (number, width) in numbers.iter_mut().zip(widths) {
-            let part = parts.next().filter(|p| p.len() == width && p.bytes().all(|b| b.is_ascii_digit()))?;
-            *number = part.parse().ok()?;
-        }
-        parts.next().is_none().then_some(numbers)
-    };
-    let [year, month, day] = numbers(date, '-', [4, 2, 2])?;
-    let [hour, minute, second] = numbers(time, ':', [2, 2, 2])?;
-    let leap = year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
-    let days = [31, if leap { 29 } else { 28 }, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
-    let in_month = *days.get(usize::try_from(month.checked_sub(1)?).ok()?)?;
-    if year < 1970 || day < 1 || day > in_month || hour > 23 || minute > 59 || second > 60 {
-        return None;
-    }
-    let before = year - 1;
-    let leaps = |year: u64| year / 4 - year / 100 + year / 400;
-    let years = (year - 1970) * 365 + leaps(before) - leaps(1969);
-    let months: u64 = days.iter().take(usize::try_from(month).ok()? - 1).sum();
-    Some((years + months + day - 1) * 86_400 + hour * 3600 + minute * 60 + second)
+    u64::try_from(moment.assume_utc().unix_timestamp()).ok()
 }
 
 #[cfg(test)]
@@ -260,6 +245,7 @@ mod tests {
             "2026-13-01",
             "2026-00-10",
             "26-01-01",
+            "+2027-01-31",
             "2026-1-1",
             "2026-01-01T25:00:00Z",
             "2026-01-01T00:00:00",
@@ -285,9 +271,10 @@ mod tests {
 
     #[test]
     fn keys_of_the_examples_open_nothing() {
-        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/config");
+        let folders = ["deploy/config", "examples/router"]
+            .map(|folder| std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(folder));
         let mut keys = 0;
-        for file in std::fs::read_dir(folder).expect("the examples") {
+        for file in folders.iter().flat_map(|folder| std::fs::read_dir(folder).expect("the examples")) {
             let path = file.expect("an entry").path();
             let config = crate::config::RouterConfig::load(&path).expect("an example is sound");
             for key in config.auth.iter().flat_map(|auth| &auth.keys) {

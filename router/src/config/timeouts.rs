@@ -1,4 +1,4 @@
-//! The `timeouts` part: how long each part of a request may take or be silent.
+//! Timeouts of requests and connections, attempts per leg, and the budget of retries.
 
 use std::time::Duration;
 
@@ -88,21 +88,21 @@ pub struct ModelTimeouts {
 }
 
 impl TimeoutsConfig {
-    /// How long a client may acknowledge nothing; zero: as the system does it.
+    /// How long a client's host may acknowledge nothing. Zero: the system's timeout.
     pub(crate) fn client_lost(&self) -> Duration {
         lost(self.client_lost_ms)
     }
 
-    /// The same of an engine.
+    /// How long an engine's host may acknowledge nothing. Zero: the system's timeout.
     pub(crate) fn engine_lost(&self) -> Duration {
         lost(self.engine_lost_ms)
     }
 
-    /// The bounds of a model's requests.
-    pub(crate) fn of(&self, model: &ModelTimeouts) -> Bounds {
+    /// The timeouts of a model's requests.
+    pub(crate) fn of(&self, model: &ModelTimeouts) -> RequestTimeouts {
         let ms = |of_model: Option<u64>, general: u64| Duration::from_millis(of_model.unwrap_or(general));
         let request = ms(model.request_ms, self.request_ms);
-        Bounds {
+        RequestTimeouts {
             prefill_silence: ms(model.prefill_silence_ms, self.prefill_silence_ms),
             decode_first_byte: ms(model.decode_first_byte_ms, self.decode_first_byte_ms),
             stream_silence: ms(model.stream_silence_ms, self.stream_silence_ms),
@@ -111,18 +111,18 @@ impl TimeoutsConfig {
     }
 }
 
-/// Keepalive counts in seconds.
+/// The system's keepalive timers count whole seconds, so one second is the minimum.
 fn lost(ms: u64) -> Duration {
     Duration::from_millis(if ms == 0 { 0 } else { ms.max(1_000) })
 }
 
-/// What one request may take.
+/// Timeouts of one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Bounds {
+pub(crate) struct RequestTimeouts {
     pub prefill_silence: Duration,
     pub decode_first_byte: Duration,
     pub stream_silence: Duration,
-    /// From its head to its answer's end; `None`: no bound.
+    /// From the request's head to the end of its response; `None`: no bound.
     pub request: Option<Duration>,
 }
 
@@ -144,5 +144,54 @@ impl Default for TimeoutsConfig {
             engine_idle_ms: 4_000,
             request_ms: 0,
         }
+    }
+}
+
+/// How often a leg is tried, each time on another engine.
+#[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct AttemptsConfig {
+    /// Prefill engines that one request may try. 1 to 16; default 2.
+    #[garde(range(min = 1, max = 16))]
+    pub prefill: u16,
+    /// Decode engines that one request may try, with the same handoff. 1 to 16; default 3.
+    #[garde(range(min = 1, max = 16))]
+    pub decode: u16,
+    /// Tries of one settlement. 1 to 16; default 4.
+    #[garde(range(min = 1, max = 16))]
+    pub settle: u16,
+}
+
+impl Default for AttemptsConfig {
+    fn default() -> Self {
+        Self { prefill: 2, decode: 3, settle: 4 }
+    }
+}
+
+/// The budget of retries, for the whole router. Without it, slow engines would get more work the slower they
+/// are. `attempts` bounds one request; this bounds all requests together.
+#[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct RetriesConfig {
+    /// Concurrent retries, in percent of the requests in flight. 0 to 1,000; default 20.
+    #[garde(range(max = 1000))]
+    pub budget_percent: u32,
+    /// Retries per second that are always allowed, so that a router with few requests can retry. 0 to
+    /// 1,000,000; default 10.
+    #[garde(range(max = 1_000_000))]
+    pub min_per_second: u32,
+    /// The pause before the third attempt of a leg, in milliseconds. The router draws it between half and all
+    /// of this, and doubles it for each further attempt. The second attempt, at another engine, follows at
+    /// once. 0 to 60,000; default 25.
+    #[garde(range(max = 60_000))]
+    pub pause_ms: u64,
+    /// The longest pause, in milliseconds. 0 to 60,000; default 250.
+    #[garde(range(max = 60_000))]
+    pub pause_max_ms: u64,
+}
+
+impl Default for RetriesConfig {
+    fn default() -> Self {
+        Self { budget_percent: 20, min_per_second: 10, pause_ms: 25, pause_max_ms: 250 }
     }
 }

@@ -16,7 +16,7 @@ pub struct EngineUrl {
     port: u16,
 }
 
-/// Why text is not the address of an engine.
+/// Why a text is not the address of an engine.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UrlError {
     /// Another scheme, or none.
@@ -34,25 +34,25 @@ pub enum UrlError {
 }
 
 impl EngineUrl {
-    /// Whether it is `https://`.
+    /// Whether the scheme is `https`.
     #[must_use]
     pub fn is_tls(&self) -> bool {
         self.is_tls
     }
 
-    /// Host as a resolver takes it: without brackets.
+    /// The host without brackets, as resolvers expect it.
     #[must_use]
     pub fn host(&self) -> &str {
         self.host.trim_start_matches('[').trim_end_matches(']')
     }
 
-    /// Port.
+    /// The port.
     #[must_use]
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// `HOST:PORT`, as the `Host` header takes it.
+    /// `HOST:PORT`: the value of the `Host` header.
     #[must_use]
     pub fn authority(&self) -> String {
         format!("{}:{}", self.host, self.port)

@@ -1,5 +1,5 @@
-//! What the router knows of the engines' caches: from its own decisions, and from what engines tell of
-//! themselves. It outlives reloads, because the caches do.
+//! The router's knowledge of the engines' caches, from its own decisions and from KV events. It outlives reloads,
+//! because the caches do.
 
 pub(crate) mod kv_events;
 pub(crate) mod prefix_index;
@@ -10,166 +10,179 @@ use std::sync::{PoisonError, RwLock};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::engines::caches::prefix_index::{Change, Match, PrefixIndex};
-use crate::message::features::Wanted;
-use crate::metrics::kv_events::Told;
+use crate::engines::caches::prefix_index::{CacheChange, PrefixIndex, PrefixMatch};
+use crate::message::features::RoutingFeatures;
+use crate::metrics::kv_events::SubscriptionStats;
 
-/// Hashes that change or are forgotten under one lock of an index: about 0.1 ms, for which a choice may wait.
-const AT_ONCE: usize = 1_024;
+/// Hashes that are changed or removed under one lock of an index: about 0.1 ms, for which a choice may wait.
+const HASHES_PER_LOCK_MAX: usize = 1_024;
 
-/// The numbers under which the caches of one engine are remembered; see [`crate::engines::http::Engine::holder`].
-pub(crate) type Holders = Range<u32>;
+/// The numbers of one engine's caches; see [`crate::engines::http::Engine::cache_ids`].
+pub(crate) type CacheIds = Range<u32>;
 
-/// Two indexes: by chunks of prompts as the router sent them, and by KV blocks as engines told.
+/// Two indexes: chunks of prompts that the router has sent, and KV blocks that engines have reported.
 #[derive(Debug)]
-pub(crate) struct Memory {
-    sent: Mutex<PrefixIndex>,
-    told: Mutex<PrefixIndex>,
-    /// Tokens of one KV block, of engines that told.
-    sizes: RwLock<HashMap<u32, usize>>,
+pub(crate) struct KnownCaches {
+    routed: Mutex<PrefixIndex>,
+    reported: Mutex<PrefixIndex>,
+    /// Tokens of one KV block, of engines that report them.
+    block_sizes: RwLock<HashMap<u32, usize>>,
 }
 
-/// What of a prompt an engine holds, as far as is known.
+/// The known part of a prompt that an engine has cached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Holding {
-    /// Chunks, of [`crate::message::features::Wanted::prefix`].
+pub(crate) struct CachedPrefix {
+    /// Chunks, of [`crate::message::features::RoutingFeatures::prefix`].
     pub chunks: usize,
-    /// Blocks, of [`crate::message::features::Wanted::blocks`].
+    /// Blocks, of [`crate::message::features::RoutingFeatures::blocks`].
     pub blocks: usize,
 }
 
-impl Holding {
-    /// Tokens of the prompt that it is, as far as is known. Only the beginning of a long prompt is looked at, so of a
-    /// longer one this is less than what is held.
-    pub(crate) fn tokens(self, wanted: &Wanted<'_>) -> u64 {
-        let head = if self.chunks == 0 { 0.0 } else { wanted.head_tokens };
-        let by_chunks = (head + self.chunks as f64 * wanted.chunk_tokens).round() as u64;
-        let by_blocks = (self.blocks * wanted.block_tokens) as u64;
-        by_chunks.max(by_blocks).min(wanted.tokens)
+impl CachedPrefix {
+    /// Cached tokens of the prompt, as far as known. Only the beginning of a long prompt is compared, so for a
+    /// longer one the result is below the cached part.
+    pub(crate) fn tokens(self, features: &RoutingFeatures<'_>) -> u64 {
+        let head = if self.chunks == 0 { 0.0 } else { features.head_tokens };
+        let by_chunks = (head + self.chunks as f64 * features.chunk_tokens).round() as u64;
+        let by_blocks = (self.blocks * features.block_tokens) as u64;
+        by_chunks.max(by_blocks).min(features.tokens)
     }
 
     /// The same as a share of the whole prompt: 0 to 1.
-    pub(crate) fn share(self, wanted: &Wanted<'_>) -> f64 {
-        // Tokens of prompts are far below 2^53.
-        if wanted.tokens == 0 { 0.0 } else { self.tokens(wanted) as f64 / wanted.tokens as f64 }
+    pub(crate) fn share(self, features: &RoutingFeatures<'_>) -> f64 {
+        // Token counts are far below 2^53.
+        if features.tokens == 0 { 0.0 } else { self.tokens(features) as f64 / features.tokens as f64 }
     }
 }
 
-impl Memory {
-    /// At most so many hashes of each engine and of all, in each index.
+impl KnownCaches {
+    /// Bounds the hashes of each engine and of all engines, per index.
     pub(crate) fn new(per_engine: usize, total: usize) -> Self {
         let index = || Mutex::new(PrefixIndex::new(per_engine, total));
-        Self { sent: index(), told: index(), sizes: RwLock::default() }
+        Self { routed: index(), reported: index(), block_sizes: RwLock::default() }
     }
 
     /// Changes the bounds.
     pub(crate) fn set_bounds(&self, per_engine: usize, total: usize) {
-        self.sent.lock().set_bounds(per_engine, total);
-        self.told.lock().set_bounds(per_engine, total);
+        self.routed.lock().set_bounds(per_engine, total);
+        self.reported.lock().set_bounds(per_engine, total);
     }
 
-    /// A prompt was sent to an engine.
-    pub(crate) fn sent(&self, engine: u32, prefix: &[u64]) {
+    /// Records that a prompt was sent to an engine.
+    pub(crate) fn record_routed(&self, engine: u32, prefix: &[u64]) {
         if !prefix.is_empty() {
-            self.sent.lock().add(engine, prefix);
+            self.routed.lock().add(engine, prefix);
         }
     }
 
-    /// An engine has said what changed in its cache, in a subscription that goes on. A choice that waits has its turn
-    /// between two pieces of a long list.
-    pub(crate) fn told(&self, engine: u32, changes: &[Change], subscription: &Told) {
-        for piece in changes.chunks(AT_ONCE) {
-            let mut told = self.told.lock();
-            if !subscription.is_over() {
-                told.change(engine, piece);
+    /// Applies changes that an engine has reported, unless the subscription has ended. Between two pieces of a
+    /// long list, a waiting choice gets the lock.
+    pub(crate) fn apply_reported(&self, engine: u32, changes: &[CacheChange], stats: &SubscriptionStats) {
+        for piece in changes.chunks(HASHES_PER_LOCK_MAX) {
+            let mut reported = self.reported.lock();
+            if !stats.has_ended() {
+                reported.change(engine, piece);
             }
-            MutexGuard::unlock_fair(told);
+            MutexGuard::unlock_fair(reported);
         }
     }
 
-    /// Blocks of one engine at most.
+    /// Maximum blocks of one engine.
     pub(crate) fn blocks_max(&self) -> usize {
-        self.told.lock().per_engine()
+        self.reported.lock().per_engine()
     }
 
-    /// An engine is gone.
-    pub(crate) fn forget(&self, engine: Holders) {
-        self.forget_told(engine.start);
-        self.forget_sent(engine);
+    /// Removes an engine.
+    pub(crate) fn forget(&self, engine: CacheIds) {
+        self.forget_reported(engine.start);
+        self.forget_routed(engine);
     }
 
-    /// An engine that could not be reached may come back with an empty cache.
-    pub(crate) fn forget_sent(&self, engine: Holders) {
-        engine.for_each(|holder| forget(&self.sent, holder));
+    /// Removes what was routed to an engine. An unreachable engine may return with an empty cache.
+    pub(crate) fn forget_routed(&self, engine: CacheIds) {
+        engine.for_each(|cache_id| forget(&self.routed, cache_id));
     }
 
-    /// The blocks of an engine are not known any more.
+    /// Removes the reported blocks of an engine.
     pub(crate) fn forget_blocks(&self, engine: u32) {
-        forget(&self.told, engine);
+        forget(&self.reported, engine);
     }
 
-    /// An engine tells nothing any more.
-    pub(crate) fn forget_told(&self, engine: u32) {
+    /// Removes everything that an engine has reported.
+    pub(crate) fn forget_reported(&self, engine: u32) {
         self.forget_blocks(engine);
-        self.sizes.write().unwrap_or_else(PoisonError::into_inner).remove(&engine);
+        self.block_sizes.write().unwrap_or_else(PoisonError::into_inner).remove(&engine);
     }
 
-    /// Tokens of one KV block of an engine, as it told.
+    /// Tokens of one KV block, as reported by the engine.
     pub(crate) fn block_size(&self, engine: u32) -> Option<usize> {
-        self.sizes.read().unwrap_or_else(PoisonError::into_inner).get(&engine).copied()
+        self.block_sizes.read().unwrap_or_else(PoisonError::into_inner).get(&engine).copied()
     }
 
     pub(crate) fn set_block_size(&self, engine: u32, tokens: usize) {
         if self.block_size(engine) != Some(tokens) {
-            self.sizes.write().unwrap_or_else(PoisonError::into_inner).insert(engine, tokens);
+            self.block_sizes.write().unwrap_or_else(PoisonError::into_inner).insert(engine, tokens);
         }
     }
 
-    /// What an engine holds of a prompt.
-    pub(crate) fn holding(&self, engine: u32, prefix: &[u64], blocks: &[u64]) -> Holding {
-        self.holdings(&[engine], prefix, blocks)[0]
+    /// The cached prefix of one engine.
+    pub(crate) fn cached_prefix(&self, engine: u32, prefix: &[u64], blocks: &[u64]) -> CachedPrefix {
+        self.cached_prefixes(&[engine], prefix, blocks)[0]
     }
 
-    /// What each of several engines holds of a prompt; each index is locked once.
-    pub(crate) fn holdings(&self, engines: &[u32], prefix: &[u64], blocks: &[u64]) -> Vec<Holding> {
-        let mut holdings = vec![Holding::default(); engines.len()];
+    /// The cached prefixes of several engines. Each index is locked once.
+    pub(crate) fn cached_prefixes(
+        &self,
+        engines: &[u32],
+        prefix: &[u64],
+        blocks: &[u64],
+    ) -> Vec<CachedPrefix> {
+        let mut cached = vec![CachedPrefix::default(); engines.len()];
         if !prefix.is_empty() {
-            let sent = self.sent.lock();
-            for (holding, &engine) in holdings.iter_mut().zip(engines) {
-                holding.chunks = sent.length(engine, prefix);
+            let routed = self.routed.lock();
+            for (one, &engine) in cached.iter_mut().zip(engines) {
+                one.chunks = routed.length(engine, prefix);
             }
         }
         if !blocks.is_empty() {
-            let told = self.told.lock();
-            for (holding, &engine) in holdings.iter_mut().zip(engines) {
-                holding.blocks = told.length(engine, blocks);
+            let reported = self.reported.lock();
+            for (one, &engine) in cached.iter_mut().zip(engines) {
+                one.blocks = reported.length(engine, blocks);
             }
         }
-        holdings
+        cached
     }
 
-    /// Who holds most of a prompt's chunks, of the engines that have a load.
-    pub(crate) fn longest_sent(&self, prefix: &[u64], load: impl Fn(u32) -> Option<u64>) -> Option<Match> {
-        if prefix.is_empty() { None } else { self.sent.lock().longest(prefix, load) }
+    /// The engine with the longest routed prefix, of the engines that have a load.
+    pub(crate) fn longest_routed(
+        &self,
+        prefix: &[u64],
+        load: impl Fn(u32) -> Option<u64>,
+    ) -> Option<PrefixMatch> {
+        if prefix.is_empty() { None } else { self.routed.lock().longest(prefix, load) }
     }
 
-    /// Who holds most of a prompt's blocks, of the engines that have a load.
-    pub(crate) fn longest_told(&self, blocks: &[u64], load: impl Fn(u32) -> Option<u64>) -> Option<Match> {
-        if blocks.is_empty() { None } else { self.told.lock().longest(blocks, load) }
+    /// The engine with the longest reported prefix, of the engines that have a load.
+    pub(crate) fn longest_reported(
+        &self,
+        blocks: &[u64],
+        load: impl Fn(u32) -> Option<u64>,
+    ) -> Option<PrefixMatch> {
+        if blocks.is_empty() { None } else { self.reported.lock().longest(blocks, load) }
     }
 
-    /// Chunks that an engine was sent and is still taken to hold.
+    /// Chunks that were routed to an engine and are still in the index.
     #[cfg(test)]
-    pub(crate) fn chunks_of(&self, engine: u32) -> usize {
-        self.sent.lock().len_of(engine)
+    pub(crate) fn routed_chunks(&self, engine: u32) -> usize {
+        self.routed.lock().len_of(engine)
     }
 }
 
-/// Forgets all of an engine, a piece at a time.
+/// Removes all hashes of an engine, piece by piece.
 fn forget(index: &Mutex<PrefixIndex>, engine: u32) {
     loop {
         let mut index = index.lock();
-        let is_over = index.forget_some(engine, AT_ONCE);
+        let is_over = index.forget_some(engine, HASHES_PER_LOCK_MAX);
         MutexGuard::unlock_fair(index);
         if is_over {
             return;

@@ -1,55 +1,55 @@
-//! Every engine the router knows, by its address. What an engine has become in use (connections, load, health)
-//! outlives the configuration that names it, for as long as some generation or request still holds it. An operator's
-//! order outlives that too: an engine that discovery loses and finds again is still drained.
+//! All known engines by address. An engine's connections, load and health outlive the configuration that names it,
+//! for as long as a generation or a request holds the engine. An operator's order outlives the engine: an engine
+//! that discovery loses and finds again is still drained.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::config::{EngineUrl, PrefixIndexConfig};
-use crate::engines::caches::Memory;
+use crate::engines::caches::KnownCaches;
 use crate::engines::caches::kv_events::Subscriptions;
-use crate::engines::health::{Order, Timers};
-use crate::engines::http::{Bells, Engine, Terms};
-use crate::engines::listeners::Freed;
-use crate::engines::redact::Hosts;
+use crate::engines::health::{HealthTimers, OperatorOrder};
+use crate::engines::http::{ConnectionTerms, Engine, EngineListeners};
+use crate::engines::listeners::CapacityNotify;
+use crate::engines::redact::AddressRedactor;
 use crate::metrics::Metrics;
 
-/// Orders for engines that are gone; the oldest are forgotten.
+/// Maximum orders for absent engines. The oldest are removed.
 const ORDERS_MAX: usize = 4096;
 
 /// The engines.
 pub(crate) struct Fleet {
-    /// Those that tell of their caches.
+    /// Subscriptions to KV events.
     pub subscriptions: Subscriptions,
-    /// What their caches hold, as far as is known.
-    pub memory: Arc<Memory>,
+    /// Known contents of the engines' caches.
+    pub known_caches: Arc<KnownCaches>,
     metrics: Arc<Metrics>,
-    known: Mutex<Known>,
-    /// Where they live; never told to clients.
-    hosts: Arc<Hosts>,
-    /// When each engine's health wants looking after; see `process/health_probe.rs`.
-    pub timers: Arc<Timers>,
-    /// Told whenever an engine may be able to take a request again.
-    pub freed: Arc<Freed>,
+    state: Mutex<FleetState>,
+    /// The engines' addresses, which no client may see.
+    redactor: Arc<AddressRedactor>,
+    /// When each engine's health is due; see `process/health_probe.rs`.
+    pub timers: Arc<HealthTimers>,
+    /// Notified when an engine may be able to accept a request again.
+    pub capacity: Arc<CapacityNotify>,
 }
 
 #[derive(Default)]
-struct Known {
+struct FleetState {
     engines: HashMap<EngineUrl, Arc<Engine>>,
     /// The same, by [`Engine::id`].
     by_id: HashMap<u32, Weak<Engine>>,
-    /// What operators ordered of engines that are gone, the oldest first.
-    orders: VecDeque<(EngineUrl, Order)>,
-    /// The orders have been handed over: whoever gives another is to give it to the next router.
-    handed_over: bool,
+    /// Operators' orders for absent engines, the oldest first.
+    orders: VecDeque<(EngineUrl, OperatorOrder)>,
+    /// The orders have been transferred: the next router accepts further orders.
+    orders_transferred: bool,
 }
 
-/// The orders are the next router's by now.
+/// The next router has the orders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct HandedOver;
+pub(crate) struct OrdersTransferredError;
 
-/// Keeps an order for an engine that is not there: the latest of each, and the latest of all.
-fn remember(orders: &mut VecDeque<(EngineUrl, Order)>, url: EngineUrl, order: Order) {
+/// Stores an order for an absent engine: the latest order of each engine, and the latest of all.
+fn store_order(orders: &mut VecDeque<(EngineUrl, OperatorOrder)>, url: EngineUrl, order: OperatorOrder) {
     orders.retain(|(of, _)| *of != url);
     orders.push_back((url, order));
     orders.drain(..orders.len().saturating_sub(ORDERS_MAX));
@@ -58,115 +58,125 @@ fn remember(orders: &mut VecDeque<(EngineUrl, Order)>, url: EngineUrl, order: Or
 impl Fleet {
     pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
         let bounds = PrefixIndexConfig::default();
-        let memory = Arc::new(Memory::new(bounds.chunks_per_engine, bounds.chunks_total));
+        let known_caches = Arc::new(KnownCaches::new(bounds.chunks_per_engine, bounds.chunks_total));
         Self {
             subscriptions: Subscriptions::default(),
-            memory,
+            known_caches,
             metrics,
-            known: Mutex::default(),
-            hosts: Arc::default(),
+            state: Mutex::default(),
+            redactor: Arc::default(),
             timers: Arc::default(),
-            freed: Arc::default(),
+            capacity: Arc::default(),
         }
     }
 
-    /// What counts the engines.
+    /// The metrics of the engines.
     pub(crate) fn metrics(&self) -> &Metrics {
         &self.metrics
     }
 
-    /// The engine at an address. One that is asked for twice is one engine: its load and its connections are
-    /// counted together. The terms are those of the last who asked.
-    pub(crate) fn engine(&self, url: &EngineUrl, terms: &Terms) -> Arc<Engine> {
-        let mut known = self.lock();
-        if let Some(engine) = known.engines.get(url) {
+    /// The engine at an address, with these terms. Repeated calls return the same engine, so its load and its
+    /// connections are counted together.
+    pub(crate) fn engine(&self, url: &EngineUrl, terms: &ConnectionTerms) -> Arc<Engine> {
+        let mut state = self.lock();
+        if let Some(engine) = state.engines.get(url) {
             engine.set_terms(terms.clone());
             return Arc::clone(engine);
         }
         let metrics = self.metrics.engine(&url.authority());
-        let (timers, freed) = (Arc::clone(&self.timers), Arc::clone(&self.freed));
-        let bells = Bells { timers, freed, memory: Arc::clone(&self.memory), hosts: Arc::clone(&self.hosts) };
-        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), bells, metrics));
-        self.hosts.add(url.host());
-        if let Some(at) = known.orders.iter().position(|(of, _)| of == url)
-            && let Some((_, order)) = known.orders.remove(at)
+        let (timers, capacity) = (Arc::clone(&self.timers), Arc::clone(&self.capacity));
+        let listeners = EngineListeners {
+            timers,
+            capacity,
+            known_caches: Arc::clone(&self.known_caches),
+            redactor: Arc::clone(&self.redactor),
+        };
+        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), listeners, metrics));
+        self.redactor.add(url.host());
+        if let Some(at) = state.orders.iter().position(|(of, _)| of == url)
+            && let Some((_, order)) = state.orders.remove(at)
         {
             engine.health().change(engine.authority(), &terms.health, |health, _| health.order(order));
         }
-        known.engines.insert(url.clone(), Arc::clone(&engine));
-        known.by_id.insert(engine.id(), Arc::downgrade(&engine));
-        // Not sooner: the health loop looks for it here.
+        state.engines.insert(url.clone(), Arc::clone(&engine));
+        state.by_id.insert(engine.id(), Arc::downgrade(&engine));
+        // Must come last, because the health loop looks the engine up here.
         engine.arm();
         engine
     }
 
-    /// Takes an operator's order.
+    /// Applies an operator's order.
     ///
     /// # Errors
-    /// After [`Self::hand_over_orders`]: nobody would ever hear of it.
-    pub(crate) fn order(&self, engine: &Engine, order: Order) -> Result<(), HandedOver> {
-        // Held until the order is in: what is handed over is told under the same lock, so an order is in it, or refused.
-        let known = self.lock();
-        if known.handed_over {
-            return Err(HandedOver);
+    /// After [`Self::transfer_orders`], because the order would be lost.
+    pub(crate) fn apply_order(
+        &self,
+        engine: &Engine,
+        order: OperatorOrder,
+    ) -> Result<(), OrdersTransferredError> {
+        // The lock is held until the order is stored. The transfer takes the same lock, so an order is either
+        // transferred or refused.
+        let state = self.lock();
+        if state.orders_transferred {
+            return Err(OrdersTransferredError);
         }
-        engine.judge(|health, _, _| health.order(order));
+        engine.update_health(|health, _, _| health.order(order));
         Ok(())
     }
 
-    /// As [`Self::orders`], for the next router. No further order is taken.
-    pub(crate) fn hand_over_orders(&self) -> Vec<(EngineUrl, Order)> {
-        let mut known = self.lock();
-        known.handed_over = true;
-        Self::ordered(&known)
+    /// The orders for the next router, as [`Self::orders`] returns them. No further order is accepted.
+    pub(crate) fn transfer_orders(&self) -> Vec<(EngineUrl, OperatorOrder)> {
+        let mut state = self.lock();
+        state.orders_transferred = true;
+        Self::collect_orders(&state)
     }
 
-    /// What operators have ordered and not taken back, of engines that are gone, too.
-    pub(crate) fn orders(&self) -> Vec<(EngineUrl, Order)> {
-        Self::ordered(&self.lock())
+    /// Current orders of operators, including those for absent engines.
+    pub(crate) fn orders(&self) -> Vec<(EngineUrl, OperatorOrder)> {
+        Self::collect_orders(&self.lock())
     }
 
-    fn ordered(known: &Known) -> Vec<(EngineUrl, Order)> {
+    fn collect_orders(state: &FleetState) -> Vec<(EngineUrl, OperatorOrder)> {
         let ordered = |(url, engine): (&EngineUrl, &Arc<Engine>)| {
-            let order = engine.health().snapshot().ordered();
-            (order != Order::None).then(|| (url.clone(), order))
+            let order = engine.health().snapshot().current_order();
+            (order != OperatorOrder::None).then(|| (url.clone(), order))
         };
-        known.orders.iter().cloned().chain(known.engines.iter().filter_map(ordered)).collect()
+        state.orders.iter().cloned().chain(state.engines.iter().filter_map(ordered)).collect()
     }
 
-    /// Takes an order over that was given to the router before this one: for an engine that is known, or for when it is.
-    pub(crate) fn take_over(&self, url: EngineUrl, order: Order) {
-        let mut known = self.lock();
-        let Some(engine) = known.engines.get(&url).map(Arc::clone) else {
-            remember(&mut known.orders, url, order);
+    /// Adopts an order from the previous router: applies it, or stores it until the engine is known.
+    pub(crate) fn adopt_order(&self, url: EngineUrl, order: OperatorOrder) {
+        let mut state = self.lock();
+        let Some(engine) = state.engines.get(&url).map(Arc::clone) else {
+            store_order(&mut state.orders, url, order);
             return;
         };
-        drop(known);
-        engine.judge(|health, _, _| health.order(order));
+        drop(state);
+        engine.update_health(|health, _, _| health.order(order));
     }
 
-    /// The engine of an [`Engine::id`].
+    /// The engine with this [`Engine::id`].
     pub(crate) fn by_id(&self, id: u32) -> Option<Arc<Engine>> {
         self.lock().by_id.get(&id).and_then(Weak::upgrade)
     }
 
-    /// Every engine once.
+    /// All engines.
     pub(crate) fn engines(&self) -> Vec<Arc<Engine>> {
         self.lock().engines.values().cloned().collect()
     }
 
-    /// Forgets engines that no generation and no request holds.
+    /// Removes engines that no generation and no request holds.
     pub(crate) fn prune(&self) {
-        let Known { engines, by_id, orders, .. } = &mut *self.lock();
+        let FleetState { engines, by_id, orders, .. } = &mut *self.lock();
         engines.retain(|url, engine| {
             let kept = Arc::strong_count(engine) > 1;
             if !kept {
-                let order = engine.health().snapshot().ordered();
-                if order != Order::None {
-                    remember(orders, url.clone(), order);
+                let order = engine.health().snapshot().current_order();
+                if order != OperatorOrder::None {
+                    store_order(orders, url.clone(), order);
                 }
-                self.hosts.remove(url.host());
-                self.memory.forget(engine.holders());
+                self.redactor.remove(url.host());
+                self.known_caches.forget(engine.cache_ids());
                 by_id.remove(&engine.id());
                 self.timers.set(engine.id(), None);
             }
@@ -174,8 +184,8 @@ impl Fleet {
         });
     }
 
-    fn lock(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, FleetState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -185,13 +195,13 @@ mod tests {
 
     use super::*;
     use crate::config::ReleaseMode;
-    use crate::engines::health::{Sign, Standing, state};
-    use crate::engines::http::Manner;
-    use crate::engines::liveness::Pulse;
+    use crate::engines::health::{FailureKind, Standing, state};
+    use crate::engines::http::TrialRule;
+    use crate::engines::probe::ProbeResult;
     use crate::metrics::Leg;
 
-    fn terms() -> Terms {
-        Terms {
+    fn terms() -> ConnectionTerms {
+        ConnectionTerms {
             connect_timeout: Duration::from_secs(1),
             idle_timeout: Duration::from_secs(1),
             lost_after: Duration::ZERO,
@@ -211,9 +221,9 @@ mod tests {
     fn an_engine_that_is_lost_and_found_again_is_still_drained_until_it_is_undrained() {
         let fleet = Fleet::new(Arc::new(Metrics::new()));
         let standing = |engine: &Engine| engine.health().standing(Leg::Decode);
-        let order = |engine: &Engine, order| engine.judge(|health, _, _| health.order(order));
+        let order = |engine: &Engine, order| engine.update_health(|health, _, _| health.order(order));
         let first = fleet.engine(&url(0), &terms());
-        order(&first, Order::Drain);
+        order(&first, OperatorOrder::Drain);
         let id = first.id();
         drop(first);
         fleet.prune();
@@ -221,7 +231,7 @@ mod tests {
         let again = fleet.engine(&url(0), &terms());
         assert_ne!(again.id(), id, "it is another in everything else");
         assert_eq!(standing(&again), Standing::Draining);
-        order(&again, Order::None);
+        order(&again, OperatorOrder::None);
         drop(again);
         fleet.prune();
         assert_eq!(standing(&fleet.engine(&url(0), &terms())), Standing::Usable);
@@ -232,26 +242,27 @@ mod tests {
         let fleets = [(); 2].map(|()| Fleet::new(Arc::new(Metrics::new())));
         let [before, after] = &fleets;
         let standing = |engine: &Engine| engine.health().standing(Leg::Decode);
-        let drained = Terms { health: state::Terms { drain: true, ..state::tests::TERMS }, ..terms() };
+        let drained =
+            ConnectionTerms { health: state::HealthTerms { drain: true, ..state::tests::TERMS }, ..terms() };
         let of = |n| if n == 1 { drained.clone() } else { terms() };
-        let known: Vec<_> = (0..4).map(|n| before.engine(&url(n), &of(n))).collect();
-        known[0].judge(|health, _, _| health.order(Order::Drain));
-        known[1].judge(|health, _, _| health.order(Order::Undrain));
-        // Drained and taken back: nothing is left of that, here or there.
-        for order in [Order::Drain, Order::Undrain] {
-            known[3].judge(|health, _, _| health.order(order));
+        let engines: Vec<_> = (0..4).map(|n| before.engine(&url(n), &of(n))).collect();
+        engines[0].update_health(|health, _, _| health.order(OperatorOrder::Drain));
+        engines[1].update_health(|health, _, _| health.order(OperatorOrder::Undrain));
+        // Drained and undrained: no order is left in either fleet.
+        for order in [OperatorOrder::Drain, OperatorOrder::Undrain] {
+            engines[3].update_health(|health, _, _| health.order(order));
         }
-        drop(known);
-        // The second is gone from this one, and both are still to be found by the next.
+        drop(engines);
+        // The second engine is gone from this fleet, and the next fleet has neither yet.
         let kept = before.engine(&url(0), &terms());
         before.prune();
         let mut orders = before.orders();
         orders.sort_by_key(|(url, _)| url.to_string());
-        assert_eq!(orders, [(url(0), Order::Drain), (url(1), Order::Undrain)]);
+        assert_eq!(orders, [(url(0), OperatorOrder::Drain), (url(1), OperatorOrder::Undrain)]);
         assert_eq!(standing(&kept), Standing::Draining);
         let here = after.engine(&url(0), &terms());
         for (url, order) in orders {
-            after.take_over(url, order);
+            after.adopt_order(url, order);
         }
         assert_eq!(standing(&here), Standing::Draining);
         assert_eq!(standing(&after.engine(&url(1), &drained)), Standing::Usable);
@@ -265,12 +276,12 @@ mod tests {
         let fleet = Fleet::new(Arc::new(Metrics::new()));
         let engines: Vec<_> = (0..64).map(|n| fleet.engine(&url(n), &terms())).collect();
         let (begun, taken) = (std::sync::Barrier::new(3), std::sync::atomic::AtomicUsize::new(0));
-        // Two operators, while the orders are handed over at some moment between.
+        // Two operators give orders while the orders are transferred.
         let give = |engines: &[Arc<Engine>]| -> Vec<EngineUrl> {
             begun.wait();
             let mut given = Vec::new();
             for engine in engines {
-                if fleet.order(engine, Order::Drain).is_ok() {
+                if fleet.apply_order(engine, OperatorOrder::Drain).is_ok() {
                     taken.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                     given.push(engine.url().clone());
                 }
@@ -283,7 +294,7 @@ mod tests {
             while taken.load(std::sync::atomic::Ordering::Relaxed) < 8 {
                 std::hint::spin_loop();
             }
-            let handed = fleet.hand_over_orders();
+            let handed = fleet.transfer_orders();
             let given: Vec<_> = operators.into_iter().flat_map(|one| one.join().expect("it ends")).collect();
             (given, handed)
         });
@@ -293,7 +304,7 @@ mod tests {
         given.sort();
         assert_eq!(handed, given);
         let before = engines[0].health().standing(Leg::Decode);
-        assert_eq!(fleet.order(&engines[0], Order::Undrain), Err(HandedOver));
+        assert_eq!(fleet.apply_order(&engines[0], OperatorOrder::Undrain), Err(OrdersTransferredError));
         assert_eq!(engines[0].health().standing(Leg::Decode), before, "and it changed nothing");
     }
 
@@ -301,20 +312,20 @@ mod tests {
     fn of_those_who_see_an_engine_on_trial_at_once_one_gets_it() {
         let fleet = Fleet::new(Arc::new(Metrics::new()));
         let engine = fleet.engine(&url(0), &terms());
-        engine.failed(Leg::Decode, Sign::Unreachable);
-        engine.judge(|health, now, terms| {
+        engine.failed(Leg::Decode, FailureKind::Unreachable);
+        engine.update_health(|health, now, terms| {
             health.tick(now.after(Duration::from_secs(3600)), || 1.0, terms);
-            health.told(Pulse::Answered(true), now, terms);
+            health.record_probe(ProbeResult::Answered(true), now, terms);
         });
         assert_eq!(engine.health().standing(Leg::Decode), Standing::Trial);
         let begin = |manner| engine.begin(Leg::Decode, None, 1, usize::MAX, manner);
-        assert!(engine.health().takes(Leg::Decode) && engine.health().takes(Leg::Decode), "both see it");
-        let first = begin(Manner::Careful).expect("one gets it");
-        assert!(begin(Manner::Careful).is_none(), "and the other chooses again");
-        assert!(begin(Manner::Anyway).is_some(), "unless there is no other engine");
+        assert!(engine.health().accepts(Leg::Decode) && engine.health().accepts(Leg::Decode), "both see it");
+        let first = begin(TrialRule::Enforce).expect("one gets it");
+        assert!(begin(TrialRule::Enforce).is_none(), "and the other chooses again");
+        assert!(begin(TrialRule::Ignore).is_some(), "unless there is no other engine");
         drop(first);
-        assert!(engine.begin(Leg::Decode, None, 1, 0, Manner::Careful).is_none(), "no place");
-        assert!(begin(Manner::Careful).is_some(), "a trial that found no place is none");
+        assert!(engine.begin(Leg::Decode, None, 1, 0, TrialRule::Enforce).is_none(), "no place");
+        assert!(begin(TrialRule::Enforce).is_some(), "a trial that found no place is none");
         assert_eq!((engine.load(None), engine.tokens(None)), (0, 0));
     }
 
@@ -322,25 +333,25 @@ mod tests {
     fn the_ranks_of_an_engine_are_counted_and_remembered_apart_and_forgotten_together() {
         let fleet = Fleet::new(Arc::new(Metrics::new()));
         let (engine, other) = (fleet.engine(&url(0), &terms()), fleet.engine(&url(1), &terms()));
-        let begin = |rank| engine.begin(Leg::Decode, Some(rank), 10, 1, Manner::Careful);
+        let begin = |rank| engine.begin(Leg::Decode, Some(rank), 10, 1, TrialRule::Enforce);
         let held = begin(3);
         assert!(held.is_some() && begin(3).is_none() && begin(2).is_some());
         let loads = [None, Some(3), Some(2)].map(|rank| (engine.load(rank), engine.tokens(rank)));
         assert_eq!(loads, [(1, 10), (1, 10), (0, 0)]);
         for rank in [0, 255] {
-            fleet.memory.sent(engine.holder(Some(rank)), &[u64::from(rank)]);
+            fleet.known_caches.record_routed(engine.cache_id(Some(rank)), &[u64::from(rank)]);
         }
-        fleet.memory.sent(other.holder(None), &[7]);
-        let held = |engine: &Engine, rank| fleet.memory.chunks_of(engine.holder(rank));
+        fleet.known_caches.record_routed(other.cache_id(None), &[7]);
+        let held = |engine: &Engine, rank| fleet.known_caches.routed_chunks(engine.cache_id(rank));
         assert_eq!((held(&engine, None), held(&engine, Some(255)), held(&engine, Some(1))), (1, 1, 0));
-        engine.failed(Leg::Decode, Sign::Unreachable);
-        engine.judge(|health, _, _| health.doubt(Sign::Nameless));
+        engine.failed(Leg::Decode, FailureKind::Unreachable);
+        engine.update_health(|health, _, _| health.suspect(FailureKind::Unresolved));
         assert_eq!(
             (held(&engine, None), held(&engine, Some(255))),
             (1, 1),
             "a failed connection empties no cache"
         );
-        fleet.memory.forget_sent(engine.holders());
+        fleet.known_caches.forget_routed(engine.cache_ids());
         assert_eq!((held(&engine, None), held(&engine, Some(255)), held(&other, None)), (0, 0, 1));
     }
 
@@ -348,7 +359,7 @@ mod tests {
     fn orders_for_engines_that_are_gone_are_bounded_and_the_oldest_go_first() {
         let fleet = Fleet::new(Arc::new(Metrics::new()));
         for n in 0..=ORDERS_MAX {
-            fleet.engine(&url(n), &terms()).judge(|health, _, _| health.order(Order::Drain));
+            fleet.engine(&url(n), &terms()).update_health(|health, _, _| health.order(OperatorOrder::Drain));
             fleet.prune();
         }
         assert_eq!(fleet.lock().orders.len(), ORDERS_MAX);

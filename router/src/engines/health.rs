@@ -1,20 +1,20 @@
-//! Whether an engine is given requests: the shell around the pure [`EngineHealth`].
+//! Whether an engine may receive requests: the shell around the pure [`HealthState`].
 //!
 //! ```text
-//! what became of requests (exchange, http) ──────────────────▶ ┌──────────────┐
-//! answers to GET /health (process::health_probe, timers.rs) ─▶ │ EngineHealth │ ─▶ Standing per leg, one atomic byte
-//! comparison with the pool (outlier.rs) ─────────────────────▶ │ (state.rs)   │       read by Pool::reserve
-//! operator, configuration ───────────────────────────────────▶ └──────────────┘
+//! outcomes of requests (exchange, http) ──────────────────────▶ ┌──────────────┐
+//! replies to GET /health (process::health_probe, timers.rs) ──▶ │ Health       │ ─▶ Standing per leg, one atomic byte
+//! comparison with the pool (outlier.rs) ──────────────────────▶ │ (state.rs)   │       read by Pool::reserve
+//! operator, configuration ────────────────────────────────────▶ └──────────────┘
 //! ```
 //!
-//! A request that goes well costs three relaxed atomic operations; the lock is taken only when something
-//! changed. A change of standing is logged once, where it is caused.
+//! A successful request costs three relaxed atomic operations. The lock is taken only when something changed. A
+//! change of standing is logged once, where it is caused.
 
 pub(crate) mod breaker;
 pub(crate) mod checks;
 pub(crate) mod load;
+pub(crate) mod load_reading;
 pub(crate) mod outlier;
-pub(crate) mod reading;
 pub(crate) mod state;
 pub(crate) mod timers;
 
@@ -25,50 +25,50 @@ use std::time::{Duration, Instant};
 use arc_swap::ArcSwapOption;
 use baton_connector::Time;
 
-pub(crate) use breaker::Sign;
+pub(crate) use breaker::FailureKind;
 pub(crate) use load::EngineLoad;
-pub(crate) use reading::Reading;
-pub(crate) use state::{EngineHealth, Order, Standing, Terms};
-pub(crate) use timers::Timers;
+pub(crate) use load_reading::LoadReading;
+pub(crate) use state::{HealthState, HealthTerms, OperatorOrder, Standing};
+pub(crate) use timers::HealthTimers;
 
 use crate::config::HealthConfig;
 use crate::metrics::Leg;
 
 /// One engine's health.
 pub(crate) struct Health {
-    machine: Mutex<EngineHealth>,
-    /// [`Standing`] per leg, for those who only want to know whether.
+    state: Mutex<HealthState>,
+    /// [`Standing`] per leg, for reads without the lock.
     standing: [AtomicU8; 2],
-    /// Legs that it has been in a pool for.
+    /// Legs of the pools that have contained the engine.
     serves: [AtomicBool; 2],
-    /// Set while a leg's breaker has nothing to forget, so that a good answer needs no lock.
+    /// Set while a leg's breaker has nothing to reset, so that a successful reply needs no lock.
     clean: [AtomicBool; 2],
-    /// Taken while a leg in [`Standing::Trial`] has its one request.
+    /// Set while the trial request of a leg in [`Standing::Trial`] is in progress.
     trial: [AtomicBool; 2],
-    tallies: [Tally; 2],
-    reading: ArcSwapOption<Reading>,
+    counters: [LegCounters; 2],
+    reading: ArcSwapOption<LoadReading>,
     /// The engine's number in `timers`.
     id: u32,
-    /// When it wants looking after; see [`crate::process::health_probe`].
-    timers: Arc<Timers>,
+    /// When its health is due; see [`crate::process::health_probe`].
+    timers: Arc<HealthTimers>,
 }
 
-/// What became of one leg's requests since it was last taken.
+/// Outcomes of one leg's requests since the last sample.
 #[derive(Default)]
-struct Tally {
+struct LegCounters {
     answers: AtomicU64,
     failures: AtomicU64,
     latency_us: AtomicU64,
 }
 
-/// Whether a request may be an engine's one while it is on trial.
+/// Whether a request may be the trial request of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TryOut {
-    /// It is not on trial.
+pub(crate) enum TrialSlot {
+    /// The engine is not on trial.
     NotOnTrial,
-    /// This request is the one.
-    Mine,
-    /// Another is.
+    /// This request is the trial request.
+    Claimed,
+    /// Another request is.
     Taken,
 }
 
@@ -79,38 +79,39 @@ pub(crate) fn now() -> Time {
 }
 
 impl Health {
-    pub(crate) fn new(terms: &Terms, id: u32, timers: Arc<Timers>) -> Self {
-        let standing = EngineHealth::default().standing(Leg::Decode, terms);
+    pub(crate) fn new(terms: &HealthTerms, id: u32, timers: Arc<HealthTimers>) -> Self {
+        let standing = HealthState::default().standing(Leg::Decode, terms);
         Self {
-            machine: Mutex::default(),
+            state: Mutex::default(),
             standing: std::array::from_fn(|_| AtomicU8::new(standing as u8)),
             serves: Default::default(),
             clean: std::array::from_fn(|_| AtomicBool::new(true)),
             trial: Default::default(),
-            tallies: Default::default(),
+            counters: Default::default(),
             reading: ArcSwapOption::empty(),
             id,
             timers,
         }
     }
 
-    /// Has it looked after when that is due.
-    pub(crate) fn arm(&self, terms: &Terms) {
-        let machine = self.machine();
+    /// Schedules the next check of the engine.
+    pub(crate) fn arm(&self, terms: &HealthTerms) {
+        let machine = self.state();
         self.timers.set(self.id, machine.due(terms));
     }
 
-    fn machine(&self) -> MutexGuard<'_, EngineHealth> {
-        self.machine.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, HealthState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A pool of this leg has it.
-    pub(crate) fn serve(&self, leg: Leg) {
+    /// Called when a pool of this leg contains the engine.
+    pub(crate) fn add_leg(&self, leg: Leg) {
         self.serves[leg as usize].store(true, Ordering::Relaxed);
     }
 
-    /// Whether anybody wants to hear of this leg: it is in a pool for it, or in none yet.
-    fn is_told(&self, leg: Leg) -> bool {
+    /// Whether changes of this leg are logged: a pool contains the engine for it, or no pool contains the engine
+    /// yet.
+    fn is_reported(&self, leg: Leg) -> bool {
         let serves = |leg: Leg| self.serves[leg as usize].load(Ordering::Relaxed);
         serves(leg) || !Leg::BOTH.into_iter().any(serves)
     }
@@ -119,85 +120,92 @@ impl Health {
         Standing::of(self.standing[leg as usize].load(Ordering::Relaxed))
     }
 
-    /// Whether a request may be sent to it now.
-    pub(crate) fn takes(&self, leg: Leg) -> bool {
+    /// Whether a request may be sent to the engine now.
+    pub(crate) fn accepts(&self, leg: Leg) -> bool {
         match self.standing(leg) {
             Standing::Usable => true,
             Standing::Trial => !self.trial[leg as usize].load(Ordering::Relaxed),
-            Standing::Out | Standing::Silent | Standing::Draining => false,
+            Standing::Ejected | Standing::Unresponsive | Standing::Draining => false,
         }
     }
 
-    /// Marks the one request of a trial. Whoever got [`TryOut::Mine`] calls [`Self::tried`].
-    pub(crate) fn try_out(&self, leg: Leg) -> TryOut {
+    /// Claims the trial request. After [`TrialSlot::Claimed`] the caller must call [`Self::end_trial`].
+    pub(crate) fn claim_trial(&self, leg: Leg) -> TrialSlot {
         if self.standing(leg) != Standing::Trial {
-            TryOut::NotOnTrial
+            TrialSlot::NotOnTrial
         } else if self.trial[leg as usize].swap(true, Ordering::Relaxed) {
-            TryOut::Taken
+            TrialSlot::Taken
         } else {
-            TryOut::Mine
+            TrialSlot::Claimed
         }
     }
 
-    /// The one request of a trial is over, however it ended.
-    pub(crate) fn tried(&self, leg: Leg) {
+    /// Ends the trial request, whatever its outcome.
+    pub(crate) fn end_trial(&self, leg: Leg) {
         self.trial[leg as usize].store(false, Ordering::Relaxed);
     }
 
-    /// It sent the head of an answer, or refused a request, so long after that was sent. Whether that may have changed
-    /// its standing.
-    pub(crate) fn spoke(&self, leg: Leg, after: Duration, authority: &str, terms: &Terms) -> bool {
-        let tally = &self.tallies[leg as usize];
+    /// Records that the engine sent a response head or refused a request, `after` this time. Returns whether the
+    /// standing may have changed.
+    pub(crate) fn responded(&self, leg: Leg, after: Duration, authority: &str, terms: &HealthTerms) -> bool {
+        let tally = &self.counters[leg as usize];
         tally.answers.fetch_add(1, Ordering::Relaxed);
         let after_us = u64::try_from(after.as_micros()).unwrap_or(u64::MAX);
         tally.latency_us.fetch_add(after_us, Ordering::Relaxed);
         let may_change = !self.clean[leg as usize].load(Ordering::Relaxed);
         if may_change {
-            self.change(authority, terms, |machine, now| machine.spoke(now, terms));
+            self.change(authority, terms, |machine, now| machine.responded(now, terms));
         }
         may_change
     }
 
-    /// It answered a request, well and to the end; that it spoke is known already. Whether that may have changed its
-    /// standing.
-    pub(crate) fn served(&self, leg: Leg, authority: &str, terms: &Terms) -> bool {
+    /// Records that the engine completed a request. The response head was recorded before. Returns whether the
+    /// standing may have changed.
+    pub(crate) fn completed(&self, leg: Leg, authority: &str, terms: &HealthTerms) -> bool {
         let may_change = !self.clean[leg as usize].load(Ordering::Relaxed);
         if may_change {
-            self.change(authority, terms, |machine, now| machine.answered(leg, now, terms));
+            self.change(authority, terms, |machine, now| machine.completed(leg, now, terms));
         }
         may_change
     }
 
-    /// It failed a request.
-    pub(crate) fn failed(&self, leg: Leg, sign: Sign, authority: &str, terms: &Terms) {
-        // What may be the fault of one source's requests is no comparison of engines.
-        if sign == Sign::Trouble {
-            let tally = &self.tallies[leg as usize];
+    /// Records that the engine failed a request.
+    pub(crate) fn failed(&self, leg: Leg, kind: FailureKind, authority: &str, terms: &HealthTerms) {
+        // A possible fault of one source's requests does not enter the comparison of engines.
+        if kind == FailureKind::EngineFault {
+            let tally = &self.counters[leg as usize];
             tally.answers.fetch_add(1, Ordering::Relaxed);
             tally.failures.fetch_add(1, Ordering::Relaxed);
         }
-        self.change(authority, terms, |machine, now| machine.failed(leg, sign, now, terms));
+        self.change(authority, terms, |machine, now| machine.failed(leg, kind, now, terms));
     }
 
-    /// Changes the machine and makes the change known; with what came of it, whether a standing has changed.
+    /// Changes the state and publishes the change. Returns the closure's result, and whether a standing has
+    /// changed.
     pub(crate) fn change<T>(
         &self,
         authority: &str,
-        terms: &Terms,
-        with: impl FnOnce(&mut EngineHealth, Time) -> T,
+        terms: &HealthTerms,
+        with: impl FnOnce(&mut HealthState, Time) -> T,
     ) -> (T, bool) {
-        let mut machine = self.machine();
+        let mut machine = self.state();
         let before = *machine;
         let result = with(&mut machine, now());
-        machine.forget_spent_order(terms);
+        machine.forget_obsolete_order(terms);
         let mut moved = false;
         for leg in Leg::BOTH {
             let (was, is) = (self.standing(leg), machine.standing(leg, terms));
             self.standing[leg as usize].store(is as u8, Ordering::Relaxed);
             self.clean[leg as usize].store(machine.is_clean(leg), Ordering::Relaxed);
             moved |= was != is;
-            if was != is && self.is_told(leg) {
-                told(authority, leg, is, &machine.reasons_of(leg, terms), &before.reasons_of(leg, terms));
+            if was != is && self.is_reported(leg) {
+                log_change(
+                    authority,
+                    leg,
+                    is,
+                    &machine.reasons_of(leg, terms),
+                    &before.reasons_of(leg, terms),
+                );
             }
         }
         let due = machine.due(terms);
@@ -207,41 +215,46 @@ impl Health {
         (result, moved)
     }
 
-    /// A copy, for people.
-    pub(crate) fn snapshot(&self) -> EngineHealth {
-        *self.machine()
+    /// A copy of the state.
+    pub(crate) fn snapshot(&self) -> HealthState {
+        *self.state()
     }
 
-    /// What became of a leg's requests since the last call.
-    pub(crate) fn sample(&self, leg: Leg) -> outlier::Sample {
-        let tally = &self.tallies[leg as usize];
+    /// Outcomes of a leg's requests since the last call.
+    pub(crate) fn sample(&self, leg: Leg) -> outlier::OutlierSample {
+        let tally = &self.counters[leg as usize];
         let failures = tally.failures.swap(0, Ordering::Relaxed);
         let answers = tally.answers.swap(0, Ordering::Relaxed).max(failures);
         let latency_us = tally.latency_us.swap(0, Ordering::Relaxed);
-        outlier::Sample { answers, failures, latency_us, out: self.standing(leg) > Standing::Trial }
+        outlier::OutlierSample {
+            answers,
+            failures,
+            latency_us,
+            is_excluded: self.standing(leg) > Standing::Trial,
+        }
     }
 
-    /// What the engine last said of its load, unless that is too long ago.
+    /// The engine's last reported load, unless it is stale.
     pub(crate) fn reading(
         &self,
         now: impl FnOnce() -> Instant,
         stale: impl FnOnce() -> Duration,
-    ) -> Option<Reading> {
+    ) -> Option<LoadReading> {
         self.reading.load().as_deref().and_then(|reading| reading.fresh(now(), stale()))
     }
 
-    pub(crate) fn set_reading(&self, reading: Reading) {
+    pub(crate) fn set_reading(&self, reading: LoadReading) {
         self.reading.store(Some(Arc::new(reading)));
     }
 }
 
-/// Says that a standing has changed: why it is what it is, or what has ended.
-fn told(engine: &str, leg: Leg, is: Standing, why: &[&str], was: &[&str]) {
+/// Logs a change of standing: the reasons for it, or the reasons that have ended.
+fn log_change(engine: &str, leg: Leg, is: Standing, why: &[&str], was: &[&str]) {
     let (leg, standing) = (leg.label(), is.label());
     match is {
         Standing::Usable => tracing::info!(engine, leg, standing, ?was, "engine returned to rotation"),
         Standing::Trial => tracing::info!(engine, leg, standing, ?was, "engine on trial"),
-        Standing::Out | Standing::Silent | Standing::Draining => {
+        Standing::Ejected | Standing::Unresponsive | Standing::Draining => {
             tracing::warn!(engine, leg, standing, ?why, "engine removed from rotation");
         }
     }
@@ -249,15 +262,15 @@ fn told(engine: &str, leg: Leg, is: Standing, why: &[&str], was: &[&str]) {
 
 impl HealthConfig {
     /// The terms of one engine.
-    pub(crate) fn terms(&self, drain: bool) -> state::Terms {
+    pub(crate) fn terms(&self, drain: bool) -> state::HealthTerms {
         let ms = Duration::from_millis;
-        state::Terms {
-            breaker: breaker::Terms {
+        state::HealthTerms {
+            breaker: breaker::BreakerTerms {
                 failures: self.breaker.failures,
                 cool_down: ms(self.breaker.cool_down_ms),
                 cool_down_max: ms(self.breaker.cool_down_max_ms.max(self.breaker.cool_down_ms)),
             },
-            checks: checks::Terms { healthy: self.active.healthy, unhealthy: self.active.unhealthy },
+            checks: checks::CheckTerms { healthy: self.active.healthy, unhealthy: self.active.unhealthy },
             check_every: ms(self.active.interval_ms),
             ejection: ms(self.outlier.ejection_ms),
             drain,
@@ -266,8 +279,8 @@ impl HealthConfig {
     }
 
     /// The terms of the comparison with the other engines of the pool.
-    pub(crate) fn outlier_terms(&self) -> outlier::Terms {
-        outlier::Terms {
+    pub(crate) fn outlier_terms(&self) -> outlier::OutlierTerms {
+        outlier::OutlierTerms {
             requests_min: self.outlier.requests_min,
             failure_percent: u64::from(self.outlier.failure_percent),
             latency_factor: self.outlier.latency_factor,
@@ -283,11 +296,11 @@ mod tests {
     #[test]
     fn a_leg_that_an_engine_is_in_no_pool_for_is_not_told() {
         let health = Health::new(&state::tests::TERMS, 0, Arc::default());
-        assert_eq!(Leg::BOTH.map(|leg| health.is_told(leg)), [true, true], "it is in none yet");
-        health.serve(Leg::Decode);
-        assert_eq!(Leg::BOTH.map(|leg| health.is_told(leg)), [false, true]);
-        health.serve(Leg::Prefill);
-        assert_eq!(Leg::BOTH.map(|leg| health.is_told(leg)), [true, true]);
+        assert_eq!(Leg::BOTH.map(|leg| health.is_reported(leg)), [true, true], "it is in none yet");
+        health.add_leg(Leg::Decode);
+        assert_eq!(Leg::BOTH.map(|leg| health.is_reported(leg)), [false, true]);
+        health.add_leg(Leg::Prefill);
+        assert_eq!(Leg::BOTH.map(|leg| health.is_reported(leg)), [true, true]);
     }
 
     #[test]
@@ -295,13 +308,13 @@ mod tests {
         let terms = state::tests::TERMS;
         let health = Health::new(&terms, 0, Arc::default());
         for _ in 0..5 {
-            health.failed(Leg::Decode, Sign::Suspect(1), "x:1", &terms);
+            health.failed(Leg::Decode, FailureKind::PossibleFault(1), "x:1", &terms);
         }
-        assert_eq!(health.sample(Leg::Decode), outlier::Sample::default());
-        health.spoke(Leg::Decode, Duration::from_micros(7), "x:1", &terms);
-        health.served(Leg::Decode, "x:1", &terms);
-        health.failed(Leg::Decode, Sign::Trouble, "x:1", &terms);
-        let sample = outlier::Sample { answers: 2, failures: 1, latency_us: 7, out: false };
+        assert_eq!(health.sample(Leg::Decode), outlier::OutlierSample::default());
+        health.responded(Leg::Decode, Duration::from_micros(7), "x:1", &terms);
+        health.completed(Leg::Decode, "x:1", &terms);
+        health.failed(Leg::Decode, FailureKind::EngineFault, "x:1", &terms);
+        let sample = outlier::OutlierSample { answers: 2, failures: 1, latency_us: 7, is_excluded: false };
         assert_eq!(health.sample(Leg::Decode), sample);
     }
 }

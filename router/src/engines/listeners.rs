@@ -1,9 +1,9 @@
-//! Who an engine notifies when its load or its capacity changes. Routing and admission implement the listeners.
+//! Listeners of an engine's load and capacity. Routing and admission implement them.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError, Weak};
 
-/// Keeps the load of several engines, each at an index.
+/// Follows the load of several engines, each at an index.
 pub(crate) trait LoadListener: Send + Sync {
     /// Reads the load of the engine at this index again.
     fn refresh(&self, at: usize);
@@ -17,21 +17,21 @@ pub(crate) trait CapacityListener: Send + Sync {
 
 /// An engine's place at a load listener.
 #[derive(Clone)]
-pub(crate) struct Seat {
+pub(crate) struct LoadSubscription {
     listener: Weak<dyn LoadListener>,
     at: usize,
-    /// None: all of them.
+    /// `None`: all ranks.
     rank: Option<u16>,
 }
 
-impl Seat {
-    /// The place at this index of a listener that counts one rank, or all of them.
+impl LoadSubscription {
+    /// The entry at this index of a listener that counts one rank, or all of them.
     pub(crate) fn new(listener: Weak<dyn LoadListener>, at: usize, rank: Option<u16>) -> Self {
         Self { listener, at, rank }
     }
 
     /// Whether the listener counts this rank.
-    pub(crate) fn sees(&self, rank: Option<u16>) -> bool {
+    pub(crate) fn covers(&self, rank: Option<u16>) -> bool {
         self.rank.is_none() || self.rank == rank
     }
 
@@ -43,22 +43,22 @@ impl Seat {
     }
 
     /// The listener was dropped.
-    pub(crate) fn is_gone(&self) -> bool {
+    pub(crate) fn is_dropped(&self) -> bool {
         self.listener.strong_count() == 0
     }
 }
 
 /// Notifies the queues when an engine may have capacity again.
 #[derive(Default)]
-pub(crate) struct Freed {
+pub(crate) struct CapacityNotify {
     waiting: AtomicUsize,
     listeners: Mutex<Vec<Weak<dyn CapacityListener>>>,
 }
 
-impl Freed {
-    /// To be called whenever an engine may have become able to take a request. Costs one load of a word that
-    /// hardly ever changes as long as no request waits.
-    pub(crate) fn ring(&self) {
+impl CapacityNotify {
+    /// To be called whenever an engine may have become able to accept a request. While no request waits, the cost
+    /// is one load of a word that rarely changes.
+    pub(crate) fn notify(&self) {
         if self.waiting.load(Ordering::SeqCst) > 0 {
             self.wake();
         }
@@ -77,18 +77,18 @@ impl Freed {
         listeners.push(listener);
     }
 
-    /// One more request waits. Counted before it tries, so that no notification is lost.
+    /// Adds a waiting request. It must be added before it tries, so that no notification is lost.
     pub(crate) fn begin_waiting(&self) {
         self.waiting.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Requests that wait.
+    /// Number of waiting requests.
     #[cfg(test)]
     pub(crate) fn waiting(&self) -> usize {
         self.waiting.load(Ordering::SeqCst)
     }
 
-    /// One request less waits.
+    /// Removes a waiting request.
     pub(crate) fn end_waiting(&self) {
         self.waiting.fetch_sub(1, Ordering::SeqCst);
     }

@@ -1,7 +1,7 @@
-//! The addresses of engines, and whether a text contains one: what an engine says to a client is passed on without them.
+//! Removal of engines' addresses from the texts that an engine sends to a client.
 //!
-//! An address is what reads as one to a human: a URL, an IP address, a name with a port, a name below a domain. A name
-//! without either is one only if an engine has it, or its domain.
+//! An address is a URL, an IP address, a name with a port, or a name below a domain, as a person would read it.
+//! Another name is an address only if an engine has it, or its domain.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -23,24 +23,24 @@ const PRIVATE: [&str; 12] = [
     "arpa",
     "private",
 ];
-/// Public ones: a name of three labels below them is one. Those of two letters are, too.
+/// Public ones: a name of three labels below them is an address. Those of two letters are public too.
 const PUBLIC: [&str; 10] = ["com", "net", "org", "dev", "cloud", "app", "info", "example", "test", "tech"];
 
-/// Stands where an address was.
+/// Replaces an address.
 const REMOVED: &str = "[address]";
 
-/// The hosts of the engines that the router knows. As many as engines, and no more.
+/// The hosts of the known engines, with the number of engines of each.
 #[derive(Debug, Default)]
-pub(crate) struct Hosts(RwLock<HashMap<String, usize>>);
+pub(crate) struct AddressRedactor(RwLock<HashMap<String, usize>>);
 
-impl Hosts {
-    /// One more engine lives there.
+impl AddressRedactor {
+    /// Adds an engine's host.
     pub(crate) fn add(&self, host: &str) {
         let mut hosts = self.0.write().unwrap_or_else(PoisonError::into_inner);
         *hosts.entry(host.to_ascii_lowercase()).or_default() += 1;
     }
 
-    /// One engine fewer lives there.
+    /// Removes an engine's host.
     pub(crate) fn remove(&self, host: &str) {
         let host = host.to_ascii_lowercase();
         let mut hosts = self.0.write().unwrap_or_else(PoisonError::into_inner);
@@ -52,44 +52,44 @@ impl Hosts {
         }
     }
 
-    /// Whether a text tells where somebody lives. To be asked of everything that an engine says to a client beyond what
-    /// it generates.
-    pub(crate) fn are_named_in(&self, text: &str) -> bool {
+    /// Whether a text contains an address. To be called for all texts of an engine for a client, except generated
+    /// ones.
+    pub(crate) fn occur_in(&self, text: &str) -> bool {
         text.contains("://") || text.split(|c| !is_within(c)).any(|word| self.is_address(word))
     }
 
-    /// A text without its addresses, each replaced by [`REMOVED`]; `None` where nothing else is left of it.
-    pub(crate) fn without<'t>(&self, text: &'t str) -> Option<Cow<'t, str>> {
-        if !self.are_named_in(text) {
+    /// A text with its addresses replaced by [`REMOVED`]; `None` if nothing else is left.
+    pub(crate) fn redact<'t>(&self, text: &'t str) -> Option<Cow<'t, str>> {
+        if !self.occur_in(text) {
             return (!text.is_empty()).then_some(Cow::Borrowed(text));
         }
-        let (mut kept, mut has_words, mut rest) = (String::with_capacity(text.len()), false, text);
+        let (mut redacted, mut has_words, mut rest) = (String::with_capacity(text.len()), false, text);
         while !rest.is_empty() {
             let word = &rest[..rest.find(|c| !is_within(c)).unwrap_or(rest.len())];
             if rest[word.len()..].starts_with("//") && word.ends_with(':') {
-                // A URL, with whatever is behind its host.
+                // A URL, with everything behind its host.
                 let end = rest.find(|c: char| c.is_whitespace() || "\"'`<>(){},;".contains(c));
                 rest = &rest[end.unwrap_or(rest.len())..];
-                kept.push_str(REMOVED);
+                redacted.push_str(REMOVED);
             } else if self.is_address(word) {
-                kept.push_str(REMOVED);
+                redacted.push_str(REMOVED);
                 rest = &rest[word.len()..];
-                // The port behind a bracket, `[fd00::7]:5600`, is of no use without it.
+                // The port behind a bracket, as in `[fd00::7]:5600`, is removed too.
                 if let Some(port) = rest.strip_prefix("]:") {
-                    kept.push(']');
+                    redacted.push(']');
                     rest = port.trim_start_matches(|c: char| c.is_ascii_digit());
                 }
             } else if word.is_empty() {
                 let other = rest.chars().next()?;
-                kept.push(other);
+                redacted.push(other);
                 rest = &rest[other.len_utf8()..];
             } else {
                 has_words |= word.contains(|c: char| c.is_ascii_alphabetic());
-                kept.push_str(word);
+                redacted.push_str(word);
                 rest = &rest[word.len()..];
             }
         }
-        (has_words && !self.are_named_in(&kept)).then_some(Cow::Owned(kept))
+        (has_words && !self.occur_in(&redacted)).then_some(Cow::Owned(redacted))
     }
 
     fn is_address(&self, word: &str) -> bool {
@@ -112,7 +112,7 @@ impl Hosts {
             || has_port && host.rsplit(':').next().is_some_and(named)
     }
 
-    /// Whether an engine has this name. Without a port a name that is a plain word is no more than a word.
+    /// Whether an engine has this name. Without a port, a plain word is never a name.
     fn is_known(&self, name: &str, has_port: bool) -> bool {
         let name = name.to_ascii_lowercase();
         if name == "localhost" {
@@ -136,7 +136,7 @@ fn is_within(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':')
 }
 
-/// Also as cloud providers write it into names: `ip-10-0-0-7`.
+/// Also recognizes IP addresses as cloud providers write them into names: `ip-10-0-0-7`.
 fn is_ip(part: &str) -> bool {
     let dashed = |label: &str| {
         let numbers: Vec<&str> = label.rsplit('-').take(4).collect();
@@ -145,7 +145,7 @@ fn is_ip(part: &str) -> bool {
     part.parse::<IpAddr>().is_ok() || part.split('.').any(dashed)
 }
 
-/// Whether it is a name below a domain, and not a path into a body, as `messages.0.content` is.
+/// Whether a text is a name below a domain, and not a path into a body such as `messages.0.content`.
 fn is_below_a_domain(part: &str) -> bool {
     let labels: Vec<&str> = part.trim_matches('.').split('.').collect();
     let is_label = |label: &&str| {
@@ -166,8 +166,8 @@ fn is_below_a_domain(part: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn hosts() -> Hosts {
-        let hosts = Hosts::default();
+    fn hosts() -> AddressRedactor {
+        let hosts = AddressRedactor::default();
         for host in ["decode", "p-17", "gpu7.rack.example", "10.0.0.7", "D2.Rack.Example"] {
             hosts.add(host);
         }
@@ -201,9 +201,9 @@ mod tests {
             "other.rack.example",
             "d2.rack.example/v1",
         ] {
-            assert!(hosts().are_named_in(said), "{said}");
-            let without = hosts().without(said);
-            assert!(without.is_none_or(|text| !hosts().are_named_in(&text)), "{said}");
+            assert!(hosts().occur_in(said), "{said}");
+            let without = hosts().redact(said);
+            assert!(without.is_none_or(|text| !hosts().occur_in(&text)), "{said}");
         }
     }
 
@@ -219,10 +219,10 @@ mod tests {
             ("10.0.0.7:8000, decode:8000 and ähnliche", "[address], [address] and ähnliche"),
             ("`n` is 7", "`n` is 7"),
         ] {
-            assert_eq!(hosts().without(said).as_deref(), Some(kept), "{said}");
+            assert_eq!(hosts().redact(said).as_deref(), Some(kept), "{said}");
         }
         for nothing in ["", "http://10.0.0.7/x", "10.0.0.7: 5"] {
-            assert_eq!(hosts().without(nothing), None, "{nothing}");
+            assert_eq!(hosts().redact(nothing), None, "{nothing}");
         }
     }
 
@@ -242,20 +242,20 @@ mod tests {
             "at 10:30 on 2026-11-20",
             "response_format.json_schema.name",
         ] {
-            assert!(!hosts().are_named_in(said), "{said}");
+            assert!(!hosts().occur_in(said), "{said}");
         }
     }
 
     #[test]
     fn a_host_is_known_for_as_long_as_an_engine_lives_there() {
-        let hosts = Hosts::default();
+        let hosts = AddressRedactor::default();
         hosts.add("p-17");
         hosts.add("P-17");
         hosts.remove("p-17");
-        assert!(hosts.are_named_in("p-17"));
+        assert!(hosts.occur_in("p-17"));
         hosts.remove("p-17");
         hosts.remove("p-17");
-        assert!(!hosts.are_named_in("p-17"));
+        assert!(!hosts.occur_in("p-17"));
         assert!(hosts.0.read().unwrap().is_empty());
     }
 }

@@ -1,5 +1,5 @@
-//! One request: read it, choose engines, prefill, decode, stream, resume.
+//! The course of one request: read it, choose engines, prefill, decode, stream, resume.
 
-pub(crate) mod ask;
+pub(crate) mod client_request;
 pub(crate) mod driver;
 pub(crate) mod resume;

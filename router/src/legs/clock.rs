@@ -1,10 +1,10 @@
-//! The router's time: microseconds since its start, as the pure machines take it.
+//! The router's time: microseconds since its start, the unit of the pure state machines.
 
 use std::time::Instant;
 
 use baton_connector::Time;
 
-/// Reads the time since one moment.
+/// Measures the time since its start.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Clock(Instant);
 

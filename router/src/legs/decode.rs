@@ -1,10 +1,9 @@
-//! One attempt of the decode leg: whether the engine takes the request. What it then says is passed on by the
-//! pump.
+//! One attempt of the decode leg, up to the engine's acceptance of the request. The pump passes on the response.
 //!
-//! The head of a stream says nothing: stock vLLM sends it before it has begun, and tells of blocks that it cannot fetch,
-//! or of its own death, in the stream. So an engine has taken a request that is streamed once its first event is here,
-//! and an event that tells of an error instead is a refusal like any other: the client has seen nothing yet, and another
-//! engine gets the same handoff.
+//! The head of a stream proves nothing: stock vLLM sends it before it begins, and reports missing blocks and its own
+//! failure within the stream. A streamed request therefore counts as accepted at its first event. If that event
+//! contains an error, it counts as a refusal: the client has received nothing yet, so another engine can use the same
+//! handoff.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,52 +13,53 @@ use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use memchr::memmem;
 
-use super::{Blame, Meaning, Refusal, Verdict, note_lack, unreadable};
-use crate::engines::http::{CallError, Engine, Lost, Outgoing, Reply, Whole};
-use crate::legs::liveness::while_alive;
+use super::{ErrorClass, Fault, Refusal, Verdict, classify_unreadable, log_unsupported_endpoint};
+use crate::engines::http::{CallError, ConnectionError, Engine, EngineRequest, Reply, WholeReply};
+use crate::legs::liveness::wait_while_alive;
 use crate::message::payload::Payload;
 use crate::message::sse;
 
-/// A refusal is not read beyond this; a larger one is judged by its status.
+/// Limit on the body of a refusal; a larger one is classified by its status.
 const REFUSAL_BYTES_MAX: usize = 64 * 1024;
 
-/// What an attempt came to.
-pub(crate) enum Decoding {
-    /// The engine took it: the head of a good answer is here, and of a stream its first event.
+/// The result of an attempt.
+pub(crate) enum DecodeResult {
+    /// The engine accepted the request: the head of a successful response has arrived, and of a stream its first event.
     Accepted(Box<Reply>),
     /// The engine refused the request itself.
     Refused(Refusal),
-    /// The engine failed before it took the request.
-    Failed(Failure, Refusal, Meaning, Blame),
+    /// The engine failed before it accepted the request.
+    Failed(Failure, Refusal, ErrorClass, Fault),
 }
 
-/// Asks an engine and waits, at most `first_byte` long and only while it shows signs of life, for it to take the
-/// request. It is asked for one after each `pause`. `admitted` is called with the head of a good answer: from then on the
-/// engine settles with the one that lends, and may still fail.
+/// Sends a request to an engine and waits at most `first_byte` for its acceptance, while the engine is alive. A
+/// liveness probe follows each `pause`. `admitted` is called with the head of a successful response: from then on the
+/// consumer releases the lease itself, and it may still fail.
 ///
-/// `plain` is a body that does not ask for usage, where only the router asks for it. An engine that refuses the request
-/// and may have done so for that is asked again with it, once; what it then says counts, unless it refuses that too.
+/// `plain` is a body without the option for usage, set if only the router requests usage. If the engine refuses the
+/// request, possibly because of that option, the plain body is sent once. The second response counts unless it is a
+/// refusal too.
 ///
 /// # Cancel safety
-/// Dropping the future cuts the connection, which aborts the request.
+/// Dropping the future closes the connection, which aborts the request.
 pub(crate) async fn ask(
     engine: &Arc<Engine>,
-    outgoing: &Outgoing,
+    outgoing: &EngineRequest,
     first_byte: Duration,
     pause: Duration,
-    plain: Option<Plain<'_>>,
+    plain: Option<PlainBody<'_>>,
     admitted: impl FnOnce(),
-) -> Decoding {
+) -> DecodeResult {
     let call = async {
         let mut reply = engine.call(outgoing, |_| {}).await?;
         if let Some(plain) = plain {
             if is_refusal(reply.status()) {
-                let refused = reply.whole_or_bare(REFUSAL_BYTES_MAX).await?;
+                let refused = reply.read_whole_or_head(REFUSAL_BYTES_MAX).await?;
                 if !may_be_for_usage(engine, &refused) {
                     return Ok(Err(refused));
                 }
-                // Boxed: what few engines need is not room in every call.
-                let again = Outgoing { body: plain(), ..outgoing.clone() };
+                // Boxed: few engines need this, so it should not enlarge every call.
+                let again = EngineRequest { body: plain(), ..outgoing.clone() };
                 reply = Box::pin(engine.call(&again, |_| {})).await?;
                 if is_refusal(reply.status()) {
                     return Ok(Err(refused));
@@ -72,74 +72,76 @@ pub(crate) async fn ask(
             }
         }
         if !reply.status().is_success() {
-            return reply.whole_or_bare(REFUSAL_BYTES_MAX).await.map(Err);
+            return reply.read_whole_or_head(REFUSAL_BYTES_MAX).await.map(Err);
         }
         admitted();
         if reply.is_stream() {
             let first = first_frames(&mut reply).await?;
-            if let Some(told) = sse::first_error(&first) {
-                return Ok(Err(reply.told(told.status, told.error)));
+            if let Some(embedded) = sse::first_error(&first) {
+                return Ok(Err(reply.error_reply(embedded.status, embedded.error)));
             }
             reply.put_back(first);
         }
         Ok(Ok(reply))
     };
-    match while_alive(engine, pause, first_byte, call).await {
-        Ok(Ok(Ok(reply))) => Decoding::Accepted(Box::new(reply)),
+    match wait_while_alive(engine, pause, first_byte, call).await {
+        Ok(Ok(Ok(reply))) => DecodeResult::Accepted(Box::new(reply)),
         Ok(Ok(Err(whole))) => {
-            let verdict = Verdict::of(&whole, engine.hosts());
-            note_lack(engine, &verdict.refusal);
+            let verdict = Verdict::of(&whole, engine.redactor());
+            log_unsupported_endpoint(engine, &verdict.refusal);
             match verdict.failure() {
-                Some(failure) => Decoding::Failed(failure, verdict.refusal, verdict.meaning, verdict.blame),
-                None => Decoding::Refused(verdict.refusal),
+                Some(failure) => DecodeResult::Failed(failure, verdict.refusal, verdict.class, verdict.fault),
+                None => DecodeResult::Refused(verdict.refusal),
             }
         }
-        Ok(Err(CallError::NotReached | CallError::NoSocket(_))) => {
-            Decoding::Failed(Failure::NotReached, Refusal::unreachable(), Meaning::Trouble, Blame::Nobody)
+        Ok(Err(CallError::NotConnected | CallError::OutOfResources(_))) => DecodeResult::Failed(
+            Failure::NotReached,
+            Refusal::unreachable(),
+            ErrorClass::Retryable,
+            Fault::None,
+        ),
+        Ok(Err(CallError::Undecodable(error))) => {
+            let (refusal, fault) = classify_unreadable(engine, error);
+            DecodeResult::Failed(Failure::Unknown, refusal, ErrorClass::Retryable, fault)
         }
-        Ok(Err(CallError::Unreadable(why))) => {
-            let (refusal, blame) = unreadable(engine, why);
-            Decoding::Failed(Failure::Unknown, refusal, Meaning::Trouble, blame)
-        }
-        Ok(Err(CallError::Spent)) => {
-            Decoding::Failed(Failure::Unknown, Refusal::spent(), Meaning::Trouble, Blame::Nobody)
+        Ok(Err(CallError::BudgetExhausted)) => {
+            DecodeResult::Failed(Failure::Unknown, Refusal::no_memory(), ErrorClass::Retryable, Fault::None)
         }
         Ok(Err(error)) => {
             tracing::debug!(engine = engine.authority(), %error, "decode failed");
-            Decoding::Failed(Failure::Unknown, Refusal::broken(), Meaning::Trouble, Blame::Engine)
+            DecodeResult::Failed(Failure::Unknown, Refusal::broken(), ErrorClass::Retryable, Fault::Engine)
         }
-        Err(silent) => {
-            Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble, silent.blame())
+        Err(error) => {
+            DecodeResult::Failed(Failure::Unknown, Refusal::timed_out(), ErrorClass::Retryable, error.fault())
         }
     }
 }
 
-/// What is sent to an engine that does not take `stream_options`.
-pub(crate) type Plain<'a> = &'a (dyn Fn() -> Payload + Sync);
+/// Builds the body for an engine that does not accept `stream_options`.
+pub(crate) type PlainBody<'a> = &'a (dyn Fn() -> Payload + Sync);
 
-/// Whether the engine refuses what the request says.
+/// Whether the engine refuses the request's content.
 fn is_refusal(status: StatusCode) -> bool {
     matches!(status, StatusCode::BAD_REQUEST | StatusCode::UNPROCESSABLE_ENTITY)
 }
 
-/// Whether an engine may have refused a request because it is asked for usage: it names that, or is not known to take
-/// it. An error about the handoff is judged apart.
-fn may_be_for_usage(engine: &Engine, refusal: &Whole) -> bool {
+/// Whether an engine may have refused a request because of the usage option: the response names the option, or the
+/// engine is not known to accept it. Errors about the handoff are classified separately.
+fn may_be_for_usage(engine: &Engine, refusal: &WholeReply) -> bool {
     let names = |name: &str| memmem::find(&refusal.body, name.as_bytes()).is_some();
     names("stream_options")
         || names("include_usage")
         || engine.usage_option.is_taken() != Some(true)
-            && Verdict::of(refusal, engine.hosts()).meaning == Meaning::Refused
+            && Verdict::of(refusal, engine.redactor()).class == ErrorClass::Refused
 }
 
-/// Everything up to the first end of an event; an event that is longer than a refusal may be is given as far as it is
-/// here.
+/// Everything up to the first end of an event, or the part received when it exceeds the limit of a refusal.
 async fn first_frames(reply: &mut Reply) -> Result<Bytes, CallError> {
     let (mut held, mut first) = (BytesMut::new(), sse::FirstEvent::default());
     loop {
-        let chunk = reply.chunk().await.unwrap_or(Err(CallError::Broken(Lost::Unanswered)))?;
+        let chunk = reply.chunk().await.unwrap_or(Err(CallError::Broken(ConnectionError::Unanswered)))?;
         let mut enough = |bytes: &[u8]| first.end(bytes).is_some() || bytes.len() > REFUSAL_BYTES_MAX;
-        // Mostly it is one piece, which is not copied.
+        // Usually one chunk is enough, and it is not copied.
         if held.is_empty() && enough(&chunk) {
             return Ok(chunk);
         }

@@ -1,12 +1,13 @@
-//! Whether an engine that says nothing is alive.
+//! Detects whether an engine without a response is alive.
 //!
-//! A decode engine's first event may be minutes away: it queues, it fetches, or it computes an answer that is not
-//! streamed. A lease lives for seconds. So silence on the request's own connection
-//! says nothing about the engine, and the bound on it cannot be short. Bytes on any other connection of the engine show
-//! that it lives. Where none come, it is asked: an engine that lives answers `GET /health`, off its step loop, whatever the
-//! answer is. One from which nothing comes at all, for two questions in a row, has stopped, hangs or is cut
-//! off: it is given up while its request's lease still lives, and another engine gets the handoff. Whether it is deaf to
-//! everybody, or only for as long as this request keeps it busy, is for its health to find out.
+//! A decode engine's first event may take minutes: it queues, it fetches, or it computes a response that is not
+//! streamed. A lease lasts for seconds. Silence on the request's own connection therefore proves nothing, and its bound
+//! cannot be short. Bytes on any other connection of the engine prove that the engine is alive.
+//!
+//! Without such bytes the router sends a liveness probe: a live engine answers `GET /health` outside its step loop,
+//! with any result. An engine that leaves two consecutive probes unanswered has stopped, hangs or is unreachable. The
+//! attempt ends while the request's lease is still valid, and another engine gets the handoff. The engine's health
+//! determines whether the engine is unresponsive for all requests or only while it handles this one.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,113 +15,119 @@ use std::time::Duration;
 use futures::FutureExt;
 use tokio::time::Instant;
 
-use crate::engines::health::Sign;
-use crate::engines::http::{Engine, NoConnection, Outgoing};
-use crate::engines::liveness::{ANSWER_WITHIN, Pulse};
-use crate::legs::Blame;
+use crate::engines::health::FailureKind;
+use crate::engines::http::{DialError, Engine, EngineRequest};
+use crate::engines::probe::{PROBE_TIMEOUT, ProbeResult};
+use crate::legs::Fault;
 
-/// Questions without an answer after which a request is given up.
+/// Consecutive unanswered probes after which an attempt ends.
 const UNANSWERED_MAX: u32 = 2;
 
-/// An answer to a question is not read beyond this.
+/// Limit on the answer to a probe.
 const ANSWER_BYTES_MAX: usize = 64 * 1024;
 
-/// Why an answer is not waited for any longer.
+/// Why the wait for an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Silent {
-    /// The engine does not answer anything.
-    Deaf,
-    /// It lives, and has had its time.
-    Late,
+pub(crate) enum ProbeError {
+    /// The engine is unresponsive.
+    Unresponsive,
+    /// The engine is alive, but the time is up.
+    TimedOut,
 }
 
-impl Silent {
-    /// What it says of the engine.
-    pub(crate) fn blame(self) -> Blame {
+impl ProbeError {
+    /// The fault attribution.
+    pub(crate) fn fault(self) -> Fault {
         match self {
-            Self::Deaf => Blame::Deaf,
-            Self::Late => Blame::Engine,
+            Self::Unresponsive => Fault::Unresponsive,
+            Self::TimedOut => Fault::Engine,
         }
     }
 }
 
-/// Waits for `answer`, at most `within` and as long as the engine is alive: after each `pause` in which nothing came of it,
-/// on any of its connections, it is asked.
+/// Waits for `answer`, at most `within` and while the engine is alive. A probe follows each `pause` without bytes on
+/// any of the engine's connections.
 ///
 /// # Errors
-/// [`Silent`]: there is no answer.
+/// [`ProbeError`]: there is no answer.
 ///
 /// # Cancel safety
-/// That of `answer`.
-pub(crate) async fn while_alive<T>(
+/// The same as that of `answer`.
+pub(crate) async fn wait_while_alive<T>(
     engine: &Arc<Engine>,
     pause: Duration,
     within: Duration,
     answer: impl Future<Output = T>,
-) -> Result<T, Silent> {
+) -> Result<T, ProbeError> {
     let mut answer = std::pin::pin!(answer);
     let begun = Instant::now();
     let mut unanswered = 0;
     loop {
-        // After one question without an answer the next follows at once.
+        // After one unanswered probe the next follows at once.
         let pause = if unanswered == 0 { pause } else { Duration::ZERO };
-        let heard = engine.heard();
-        let asked = async {
-            // One timer for both: most answers come long before either.
+        let received = engine.activity_count();
+        let probe_after_pause = async {
+            // One timer for pause and limit: most answers arrive long before.
             let left = within.saturating_sub(begun.elapsed());
             tokio::time::sleep(pause.min(left)).await;
             let left = within.checked_sub(begun.elapsed()).filter(|left| !left.is_zero())?;
-            if engine.heard() != heard {
-                return Some(Pulse::Busy);
+            if engine.activity_count() != received {
+                return Some(ProbeResult::Busy);
             }
-            Some(ask(engine, ANSWER_WITHIN.min(left)).await)
+            Some(probe(engine, PROBE_TIMEOUT.min(left)).await)
         };
-        let pulse = tokio::select! {
+        let result = tokio::select! {
             biased;
             answer = &mut answer => return Ok(answer),
-            pulse = asked => pulse,
+            result = probe_after_pause => result,
         };
-        unanswered = match pulse {
-            Some(Pulse::Silent | Pulse::Unreachable(_)) if begun.elapsed() < within => unanswered + 1,
-            Some(Pulse::Silent | Pulse::Unreachable(_)) | None => return Err(Silent::Late),
-            Some(Pulse::Answered(_) | Pulse::Busy | Pulse::Unasked) => 0,
+        unanswered = match result {
+            Some(ProbeResult::Unresponsive | ProbeResult::Unreachable(_)) if begun.elapsed() < within => {
+                unanswered + 1
+            }
+            Some(ProbeResult::Unresponsive | ProbeResult::Unreachable(_)) | None => {
+                return Err(ProbeError::TimedOut);
+            }
+            Some(ProbeResult::Answered(_) | ProbeResult::Busy | ProbeResult::NotSent) => 0,
         };
         if unanswered == UNANSWERED_MAX {
-            return Err(Silent::Deaf);
+            return Err(ProbeError::Unresponsive);
         }
     }
 }
 
-/// Asks an engine whether it lives, together with all who ask meanwhile.
-pub(crate) async fn ask(engine: &Arc<Engine>, within: Duration) -> Pulse {
-    // Those who join wait as long as they want to: it lasts longer than the shortest of them.
-    let lasts = ANSWER_WITHIN.max(within);
-    let (heard, answer) =
-        engine.question.join(engine.heard(), || question(Arc::clone(engine), lasts).boxed());
-    match tokio::time::timeout(within, answer).await.unwrap_or(Pulse::Silent) {
-        Pulse::Silent | Pulse::Unreachable(_) if engine.heard() != heard => Pulse::Busy,
-        pulse => pulse,
+/// Sends a liveness probe, shared by all concurrent callers.
+pub(crate) async fn probe(engine: &Arc<Engine>, within: Duration) -> ProbeResult {
+    // Concurrent callers wait for their own time limits, so the probe lasts longer than the shortest one.
+    let lasts = PROBE_TIMEOUT.max(within);
+    let (received, answer) =
+        engine.probe.join(engine.activity_count(), || send_probe(Arc::clone(engine), lasts).boxed());
+    match tokio::time::timeout(within, answer).await.unwrap_or(ProbeResult::Unresponsive) {
+        ProbeResult::Unresponsive | ProbeResult::Unreachable(_) if engine.activity_count() != received => {
+            ProbeResult::Busy
+        }
+        result => result,
     }
 }
 
-/// One `GET /health`, on a connection of its own: the kept ones are for requests. An engine that stands still while a
-/// request arrives on a kept connection never sees it if the router dies before the engine goes on.
-async fn question(engine: Arc<Engine>, within: Duration) -> Pulse {
-    let question = Outgoing::get("/health");
-    let asked = async {
+/// One `GET /health` on a new connection; idle connections are for requests. Suppose a stopped engine had such a
+/// request on an idle connection: if the router dies before the engine continues, the engine never reads that request.
+async fn send_probe(engine: Arc<Engine>, within: Duration) -> ProbeResult {
+    let request = EngineRequest::get("/health");
+    let call = async {
         let connection = match engine.dial(within).await {
             Ok(connection) => connection,
-            Err(NoConnection::Ours(_)) => return Pulse::Unasked,
-            Err(NoConnection::Refused | NoConnection::Unanswered) => {
-                return Pulse::Unreachable(Sign::Unreachable);
+            Err(DialError::OutOfResources(_)) => return ProbeResult::NotSent,
+            Err(DialError::Refused | DialError::Unanswered) => {
+                return ProbeResult::Unreachable(FailureKind::Unreachable);
             }
-            Err(NoConnection::Nameless) => return Pulse::Unreachable(Sign::Nameless),
+            Err(DialError::Unresolved) => return ProbeResult::Unreachable(FailureKind::Unresolved),
         };
-        let reply = engine.call_on(connection, &question).await;
-        match async { reply?.judged(ANSWER_BYTES_MAX).await }.await {
-            Ok(good) => Pulse::Answered(good),
-            Err(_) => Pulse::Silent,
+        let reply = engine.call_on(connection, &request).await;
+        match async { reply?.read_health(ANSWER_BYTES_MAX).await }.await {
+            Ok(good) => ProbeResult::Answered(good),
+            Err(_) => ProbeResult::Unresponsive,
         }
     };
-    tokio::time::timeout(within, asked).await.unwrap_or(Pulse::Silent)
+    tokio::time::timeout(within, call).await.unwrap_or(ProbeResult::Unresponsive)
 }

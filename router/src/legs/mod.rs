@@ -1,54 +1,56 @@
-//! The two halves of a request, each as one attempt at one engine and what its answer means.
+//! The prefill leg and the decode leg: one attempt at one engine, and the interpretation of its response.
 
 pub(crate) mod clock;
 pub(crate) mod decode;
 pub(crate) mod liveness;
-pub(crate) mod outcome;
 pub(crate) mod prefill;
+pub(crate) mod request_error;
 pub(crate) mod retries;
 pub(crate) mod settle;
 
+mod engine_error;
 mod refusal;
-mod said;
 
-pub(crate) use refusal::{Blame, Meaning, Refusal, Verdict};
+pub(crate) use refusal::{ErrorClass, Fault, Refusal, Verdict};
 
-use crate::engines::http::{CallError, Engine, Unreadable};
+use crate::engines::http::{CallError, ContentCodingError, Engine};
 
-/// What it comes to that an engine's answer cannot be decoded: for the client, and for the engine.
-pub(crate) fn unreadable(engine: &Engine, why: Unreadable) -> (Refusal, Blame) {
-    note_unreadable(engine, why);
-    match why {
-        Unreadable::TooMany => (Refusal::spent(), Blame::Nobody),
-        Unreadable::Unknown | Unreadable::Malformed => (Refusal::unreadable(), Blame::Engine),
+/// Classifies a response that cannot be decoded: the client's error and the engine's fault.
+pub(crate) fn classify_unreadable(engine: &Engine, error: ContentCodingError) -> (Refusal, Fault) {
+    log_unreadable(engine, error);
+    match error {
+        ContentCodingError::TooMany => (Refusal::no_memory(), Fault::None),
+        ContentCodingError::Unknown | ContentCodingError::Malformed => (Refusal::unreadable(), Fault::Engine),
     }
 }
 
-/// Whether a failed call is a fault of its engine: bounds of the router's own are not.
-pub(crate) fn blame(error: &CallError) -> Blame {
+/// Whether a failed call is the engine's fault. The router's own limits are not.
+pub(crate) fn fault_of(error: &CallError) -> Fault {
     match error {
-        CallError::NotReached
-        | CallError::NoSocket(_)
-        | CallError::Spent
-        | CallError::Unreadable(Unreadable::TooMany) => Blame::Nobody,
+        CallError::NotConnected
+        | CallError::OutOfResources(_)
+        | CallError::BudgetExhausted
+        | CallError::Undecodable(ContentCodingError::TooMany) => Fault::None,
         CallError::Broken(_)
         | CallError::TooLarge(_)
-        | CallError::Unreadable(Unreadable::Unknown | Unreadable::Malformed) => Blame::Engine,
+        | CallError::Undecodable(ContentCodingError::Unknown | ContentCodingError::Malformed) => {
+            Fault::Engine
+        }
     }
 }
 
-/// Logs, not too often, why an engine's answer cannot be decoded: clients read no more than that it cannot.
-fn note_unreadable(engine: &Engine, why: Unreadable) {
-    if let Some(held_back) = engine.trouble.due() {
+/// Logs, rate-limited, why a response cannot be decoded. The client's error does not contain the reason.
+fn log_unreadable(engine: &Engine, error: ContentCodingError) {
+    if let Some(held_back) = engine.log_limiter.allow() {
         let engine = engine.authority();
-        tracing::warn!(engine, error = %why, held_back, "cannot decode the engine's response");
+        tracing::warn!(engine, %error, held_back, "cannot decode the engine's response");
     }
 }
 
-/// Logs, not too often, that an engine does not have an endpoint: clients do not read which engine it was.
-pub(crate) fn note_lack(engine: &Engine, refusal: &Refusal) {
-    if refusal.is_lack_of_endpoint()
-        && let Some(held_back) = engine.trouble.due()
+/// Logs, rate-limited, that an engine lacks an endpoint. The client's error does not name the engine.
+pub(crate) fn log_unsupported_endpoint(engine: &Engine, refusal: &Refusal) {
+    if refusal.is_unsupported_endpoint()
+        && let Some(held_back) = engine.log_limiter.allow()
     {
         tracing::warn!(engine = engine.authority(), held_back, "engine does not have the request's endpoint");
     }
@@ -57,20 +59,24 @@ pub(crate) fn note_lack(engine: &Engine, refusal: &Refusal) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engines::http::Lost;
+    use crate::engines::http::ConnectionError;
 
     #[test]
     fn the_routers_own_bounds_are_no_fault_of_an_engine() {
-        let ours = [CallError::Spent, CallError::Unreadable(Unreadable::TooMany), CallError::NotReached];
-        assert!(ours.iter().all(|error| blame(error) == Blame::Nobody));
+        let own_limits = [
+            CallError::BudgetExhausted,
+            CallError::Undecodable(ContentCodingError::TooMany),
+            CallError::NotConnected,
+        ];
+        assert!(own_limits.iter().all(|error| fault_of(error) == Fault::None));
         let engines = [
             CallError::TooLarge(1),
-            CallError::Broken(Lost::Unanswered),
-            CallError::Unreadable(Unreadable::Malformed),
-            CallError::Unreadable(Unreadable::Unknown),
+            CallError::Broken(ConnectionError::Unanswered),
+            CallError::Undecodable(ContentCodingError::Malformed),
+            CallError::Undecodable(ContentCodingError::Unknown),
         ];
-        assert!(engines.iter().all(|error| blame(error) == Blame::Engine));
-        let refused = Refusal::spent().0;
+        assert!(engines.iter().all(|error| fault_of(error) == Fault::Engine));
+        let refused = Refusal::no_memory().0;
         assert_eq!(refused.status, 429);
         assert!(refused.retry_after.is_some());
     }

@@ -1,5 +1,5 @@
-//! What a client is told when an engine said no: the engine's own words where they are the client's business,
-//! ours where they are not. Never an address.
+//! Translates an engine's error into the client's error. The engine's message is passed on if the request is at fault,
+//! and replaced otherwise. It never contains an address.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -9,121 +9,121 @@ use baton_openai::{ApiError, Code, ErrorKind};
 use hyper::StatusCode;
 use serde_json::Value;
 
-use super::said::{Said, context_and_prompt};
-use crate::engines::http::Whole;
-use crate::engines::redact::Hosts;
+use super::engine_error::{EngineError, context_and_prompt};
+use crate::engines::http::WholeReply;
+use crate::engines::redact::AddressRedactor;
 
-/// When to come back, where the engine does not say.
-const COME_BACK: Duration = Duration::from_secs(1);
-/// An engine's words to a client are cut here.
-const SAID_BYTES_MAX: usize = 1024;
-/// Addresses are looked for so far: what is behind it is cut off, however short an address becomes.
-const READ_BYTES_MAX: usize = 4 * SAID_BYTES_MAX;
+/// The delay before a retry, if the engine returns none.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+/// Limit on an engine's message to a client.
+const MESSAGE_BYTES_MAX: usize = 1024;
+/// Addresses are redacted up to here; the rest is cut off, however short the redacted addresses are.
+const READ_BYTES_MAX: usize = 4 * MESSAGE_BYTES_MAX;
 
-/// An error on its way to the client.
+/// An error response for the client.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Refusal(pub ApiError);
 
-/// All that an answer other than 2xx comes to.
+/// The interpretation of an error response.
 #[derive(Debug)]
 pub(crate) struct Verdict {
-    /// For the request.
-    pub meaning: Meaning,
+    /// For the exchange.
+    pub class: ErrorClass,
     /// For the engine.
-    pub blame: Blame,
+    pub fault: Fault,
     /// For the client.
     pub refusal: Refusal,
 }
 
-/// What an engine's answer other than 2xx means for the request.
+/// The meaning of an error response for the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Meaning {
+pub(crate) enum ErrorClass {
     /// The request itself is refused; another engine would refuse it too.
     Refused,
-    /// The engine is in trouble: full, draining, failed. Another may do better, with the same handoff.
-    Trouble,
-    /// The engine says that it failed inside (500). As [`Self::Trouble`], and a stock decode engine says no more than
-    /// this when the engine that lends is gone.
-    FailedInside,
-    /// The engine cannot use the handoff. Another may; if none can, the prompt is computed anew.
+    /// The engine is full, draining or has failed. Another engine may succeed with the same handoff.
+    Retryable,
+    /// The engine reports an internal error (500). Like [`Self::Retryable`], but a stock decode engine returns nothing
+    /// else if the producer is gone.
+    InternalError,
+    /// The engine cannot use the handoff. Another one may; if none can, the prompt is computed again.
     CannotUseHandoff,
-    /// Nobody can use the handoff any more: the prompt is computed anew.
+    /// No engine can use the handoff any more: the prompt is computed again.
     HandoffSpent,
-    /// The engine does not accept this router's cluster secret, or its key for that engine. That is for the operator, not for the client.
+    /// The engine does not accept this router's cluster secret or engine key. The operator has to fix it.
     Misconfigured,
-    /// The engine does not serve the model that the router's configuration says it serves. For the operator, too.
+    /// The engine does not serve the configured model. The operator has to fix it.
     WrongModel,
 }
 
-/// What an attempt that failed says of the engine.
+/// The fault attribution of a failed attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Blame {
-    /// Nothing: it is full, or cannot use what another engine lends, or its health knows already.
-    Nobody,
-    /// It may be broken, or the request may be one that breaks engines.
+pub(crate) enum Fault {
+    /// No fault: the engine is full, cannot use a handoff, or its health has recorded the failure already.
+    None,
+    /// The engine may be broken, or the request may break engines.
     Engine,
-    /// It answered nothing, not even whether it lives: to this request, or to anybody.
-    Deaf,
-    /// It is being emptied.
+    /// The engine did not respond, not even to a liveness probe. It may be unresponsive for this request only.
+    Unresponsive,
+    /// The engine is draining.
     Draining,
-    /// It cannot read the blocks of the engine that lends.
+    /// The engine cannot read the blocks of the producer.
     Layout,
 }
 
 impl Verdict {
-    /// Reads an answer other than 2xx, once. `hosts` are those that the client must not hear of.
-    pub(crate) fn of(answer: &Whole, hosts: &Hosts) -> Self {
+    /// Interprets an error response. `hosts` contains the addresses to redact.
+    pub(crate) fn of(answer: &WholeReply, hosts: &AddressRedactor) -> Self {
         let body = serde_json::from_slice(&answer.body).unwrap_or(Value::Null);
-        let said = Said::of(&body, &answer.body);
-        let (meaning, blame) = said.judged(answer);
-        Self { meaning, blame, refusal: Refusal::of(answer, meaning, &said, hosts) }
+        let error = EngineError::of(&body, &answer.body);
+        let (class, fault) = error.classify(answer);
+        Self { class, fault, refusal: Refusal::of(answer, class, &error, hosts) }
     }
 
-    /// What it is to the exchange; `None` for a refusal of the request itself.
+    /// The failure for the exchange; `None` if the request itself is refused.
     pub(crate) fn failure(&self) -> Option<Failure> {
-        (self.meaning != Meaning::Refused).then_some(Failure::Answered)
+        (self.class != ErrorClass::Refused).then_some(Failure::Answered)
     }
 }
 
-impl Said<'_> {
-    fn judged(&self, answer: &Whole) -> (Meaning, Blame) {
+impl EngineError<'_> {
+    fn classify(&self, answer: &WholeReply) -> (ErrorClass, Fault) {
         let by_status = match answer.status.as_u16() {
-            408 | 429 => (Meaning::Trouble, Blame::Nobody),
-            400..=499 => (Meaning::Refused, Blame::Nobody),
-            500 => (Meaning::FailedInside, Blame::Engine),
-            501.. => (Meaning::Trouble, Blame::Engine),
-            _ => (Meaning::Trouble, Blame::Nobody),
+            408 | 429 => (ErrorClass::Retryable, Fault::None),
+            400..=499 => (ErrorClass::Refused, Fault::None),
+            500 => (ErrorClass::InternalError, Fault::Engine),
+            501.. => (ErrorClass::Retryable, Fault::Engine),
+            _ => (ErrorClass::Retryable, Fault::None),
         };
         match (answer.status.as_u16(), &*self.code) {
-            (401 | 403, "invalid_cluster_secret") => (Meaning::Misconfigured, Blame::Nobody),
-            (401 | 403, _) if answer.own_key => (Meaning::Misconfigured, Blame::Nobody),
-            (_, "draining") => (by_status.0, Blame::Draining),
-            (_, "overloaded") => (by_status.0, Blame::Nobody),
-            // What a decode engine says of a handoff is never about the client's own words: it sent none.
-            (_, "kv_gone" | "kv_unsupported") => (Meaning::HandoffSpent, Blame::Nobody),
-            (_, "kv_layout_mismatch") => (Meaning::CannotUseHandoff, Blame::Layout),
+            (401 | 403, "invalid_cluster_secret") => (ErrorClass::Misconfigured, Fault::None),
+            (401 | 403, _) if answer.own_key => (ErrorClass::Misconfigured, Fault::None),
+            (_, "draining") => (by_status.0, Fault::Draining),
+            (_, "overloaded") => (by_status.0, Fault::None),
+            // A decode engine's error about a handoff never concerns the client's request, which contains none.
+            (_, "kv_gone" | "kv_unsupported") => (ErrorClass::HandoffSpent, Fault::None),
+            (_, "kv_layout_mismatch") => (ErrorClass::CannotUseHandoff, Fault::Layout),
             (_, "kv_handshake_failed" | "kv_transfer_failed" | "kv_unverified" | "kv_refused") => {
-                (Meaning::CannotUseHandoff, Blame::Nobody)
+                (ErrorClass::CannotUseHandoff, Fault::None)
             }
-            (_, "kv_prompt_mismatch" | "kv_wrong_role") => (Meaning::CannotUseHandoff, Blame::Nobody),
-            (_, "invalid_kv_transfer_params") => (Meaning::CannotUseHandoff, by_status.1),
-            // Of a later version: about the handoff, and so not about the client's own words.
-            (_, code) if code.starts_with("kv_") => (Meaning::CannotUseHandoff, Blame::Nobody),
-            // The router has found the model in its own configuration before it asked.
+            (_, "kv_prompt_mismatch" | "kv_wrong_role") => (ErrorClass::CannotUseHandoff, Fault::None),
+            (_, "invalid_kv_transfer_params") => (ErrorClass::CannotUseHandoff, by_status.1),
+            // A code of a later version concerns the handoff, and so not the client's request.
+            (_, code) if code.starts_with("kv_") => (ErrorClass::CannotUseHandoff, Fault::None),
+            // The router has found the model in its own configuration before it sent the request.
             (404, code) if code == "model_not_found" || self.kind == "NotFoundError" => {
-                (Meaning::WrongModel, Blame::Engine)
+                (ErrorClass::WrongModel, Fault::Engine)
             }
             _ => by_status,
         }
     }
 
-    /// As the client is told it, where the fault is the client's: without what names an address, and cut.
-    fn told(&self, status: StatusCode, hosts: &Hosts) -> ApiError {
-        // A name with an address in it is of no use to a client; a sentence is, without the address.
-        let told = |text: &str| (!text.is_empty() && !hosts.are_named_in(text)).then(|| cut(text).to_owned());
+    /// The client's error for a faulty request: without addresses, and shortened.
+    fn client_error(&self, status: StatusCode, hosts: &AddressRedactor) -> ApiError {
+        // A name that contains an address is useless to a client; a sentence is useful without the address.
+        let visible = |text: &str| (!text.is_empty() && !hosts.occur_in(text)).then(|| cut(text).to_owned());
         let message = self.message.as_deref().and_then(|text| {
             let begun = &text[..text.floor_char_boundary(READ_BYTES_MAX)];
-            Some(cut(&hosts.without(begun)?).to_owned())
+            Some(cut(&hosts.redact(begun)?).to_owned())
         });
         ApiError {
             status: status.as_u16(),
@@ -132,8 +132,8 @@ impl Said<'_> {
                 _ => ErrorKind::InvalidRequest,
             },
             message: message.unwrap_or_else(|| "an engine refused the request".to_owned()),
-            param: self.param.as_deref().and_then(told),
-            code: told(&self.code).map(Cow::Owned),
+            param: self.param.as_deref().and_then(visible),
+            code: visible(&self.code).map(Cow::Owned),
             retry_after: None,
             should_retry: None,
             allowed: None,
@@ -143,24 +143,24 @@ impl Said<'_> {
 
 impl Refusal {
     pub(crate) fn unreachable() -> Self {
-        Self(ApiError::unavailable("no engine could be reached for this model", COME_BACK))
+        Self(ApiError::unavailable("no engine could be reached for this model", RETRY_AFTER))
     }
 
     pub(crate) fn none_left() -> Self {
-        Self(ApiError::unavailable("no engine of this model is available", COME_BACK))
+        Self(ApiError::unavailable("no engine of this model is available", RETRY_AFTER))
     }
 
-    /// Engines are there, and busy.
+    /// All engines are full.
     pub(crate) fn all_busy() -> Self {
-        Self(ApiError::overloaded("all engines are busy", COME_BACK))
+        Self(ApiError::overloaded("all engines are busy", RETRY_AFTER))
     }
 
-    /// Too many answers of engines are held.
-    pub(crate) fn spent() -> Self {
-        Self(ApiError::overloaded("the router is busy with other answers", COME_BACK))
+    /// The budget for engine responses is exhausted.
+    pub(crate) fn no_memory() -> Self {
+        Self(ApiError::overloaded("the router is busy with other answers", RETRY_AFTER))
     }
 
-    /// An engine's answer is compressed, and cannot be decoded.
+    /// An engine's response has a content coding that cannot be decoded.
     pub(crate) fn unreadable() -> Self {
         Self(ApiError::bad_gateway("an engine's answer has a content coding that cannot be decoded"))
     }
@@ -169,7 +169,7 @@ impl Refusal {
         Self(ApiError::bad_gateway("an engine failed while it worked on the request"))
     }
 
-    /// An engine does not accept this router's secret or key: the operator's to mend, so the client reads no more than 502.
+    /// An engine does not accept this router's secret or key. Only the operator can fix it, so the client reads 502.
     pub(crate) fn misconfigured() -> Self {
         Self(
             ApiError::bad_gateway("the router and an engine are not configured alike")
@@ -177,7 +177,7 @@ impl Refusal {
         )
     }
 
-    /// An engine does not serve the model that it is configured for: the operator's to mend.
+    /// An engine does not serve the configured model. Only the operator can fix it.
     pub(crate) fn wrong_model() -> Self {
         Self(
             ApiError::bad_gateway("the router and an engine are not configured alike")
@@ -185,28 +185,28 @@ impl Refusal {
         )
     }
 
-    /// The engines of the model do not have the endpoint.
+    /// The engines of the model lack the endpoint.
     fn lacks_endpoint() -> Self {
         let message = "the engines of this model do not have this endpoint".to_owned();
         Self(ApiError { message, ..ApiError::unsupported_endpoint("") })
     }
 
-    /// Whether an engine does not have the endpoint.
-    pub(crate) fn is_lack_of_endpoint(&self) -> bool {
+    /// Whether an engine lacks the endpoint.
+    pub(crate) fn is_unsupported_endpoint(&self) -> bool {
         self.0.code == Some(Code::UnsupportedEndpoint.into())
     }
 
-    /// The request itself has taken longer than it may.
+    /// The request has exceeded its time limit.
     pub(crate) fn out_of_time() -> Self {
         Self(ApiError::gateway_timeout("the request took longer than it may").with_code(Code::RequestTimeout))
     }
 
-    pub(crate) fn silent() -> Self {
+    pub(crate) fn timed_out() -> Self {
         Self(ApiError::gateway_timeout("an engine did not answer in time"))
     }
 
-    /// A prefill engine's refusal as the client's: what the engine says of the one token that the router asked it for is
-    /// not about anything that the client has asked.
+    /// Adapts a prefill engine's refusal to the client's request: the client did not request the single token that the
+    /// router requested, so the message must not mention it.
     pub(crate) fn of_prefill(mut self) -> Self {
         let message = &self.0.message;
         let too_long = self.0.code.as_deref() == Some("context_length_exceeded")
@@ -214,43 +214,46 @@ impl Refusal {
             || message.contains("maximum model length")
             || message.contains("max_tokens");
         if too_long && self.0.status == 400 {
-            let said = ApiError::without_max_tokens(message).map(str::to_owned);
+            let text = ApiError::without_max_tokens(message).map(str::to_owned);
             // vLLM's first sentence: "This model's maximum context length is 8 tokens."
-            let said = said.or_else(|| {
+            let text = text.or_else(|| {
                 let (context, prompt) = context_and_prompt(message)?;
                 Some(format!(
                     "This model's maximum context length is {context} tokens, but the prompt has {prompt}"
                 ))
             });
-            let said = said.or_else(|| {
-                let (said, _) = message.split_once(". ")?;
-                said.contains("context length").then(|| format!("{said}; the prompt is longer"))
+            let text = text.or_else(|| {
+                let (text, _) = message.split_once(". ")?;
+                text.contains("context length").then(|| format!("{text}; the prompt is longer"))
             });
-            self.0.message = said.unwrap_or_else(|| "the prompt does not fit the model's context".to_owned());
+            self.0.message = text.unwrap_or_else(|| "the prompt does not fit the model's context".to_owned());
         }
         self
     }
 
-    fn of(answer: &Whole, meaning: Meaning, said: &Said<'_>, hosts: &Hosts) -> Self {
-        let after = || answer.retry_after.unwrap_or(COME_BACK);
-        Self(match (meaning, answer.status) {
-            (Meaning::Misconfigured, _) => return Self::misconfigured(),
-            (Meaning::WrongModel, _) => return Self::wrong_model(),
+    fn of(answer: &WholeReply, class: ErrorClass, error: &EngineError<'_>, hosts: &AddressRedactor) -> Self {
+        let after = || answer.retry_after.unwrap_or(RETRY_AFTER);
+        Self(match (class, answer.status) {
+            (ErrorClass::Misconfigured, _) => return Self::misconfigured(),
+            (ErrorClass::WrongModel, _) => return Self::wrong_model(),
             (_, StatusCode::TOO_MANY_REQUESTS) => ApiError::overloaded("every engine asked is full", after()),
             (_, StatusCode::SERVICE_UNAVAILABLE) => {
                 ApiError::unavailable("no engine of this model is available", after())
             }
-            (Meaning::Refused, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
-                if said.lacks_path() =>
+            (ErrorClass::Refused, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
+                if error.lacks_path() =>
             {
                 return Self::lacks_endpoint();
             }
-            (Meaning::Refused, status) | (_, status @ StatusCode::REQUEST_TIMEOUT) => {
-                said.told(status, hosts)
+            (ErrorClass::Refused, status) | (_, status @ StatusCode::REQUEST_TIMEOUT) => {
+                error.client_error(status, hosts)
             }
-            // Not the client's doing, whatever the status says to a router.
+            // Not the client's fault, whatever the status means to a router.
             (
-                Meaning::Trouble | Meaning::FailedInside | Meaning::CannotUseHandoff | Meaning::HandoffSpent,
+                ErrorClass::Retryable
+                | ErrorClass::InternalError
+                | ErrorClass::CannotUseHandoff
+                | ErrorClass::HandoffSpent,
                 _,
             ) => {
                 return Self::broken();
@@ -260,21 +263,21 @@ impl Refusal {
 }
 
 /// The beginning, in whole characters.
-fn cut(said: &str) -> &str {
-    &said[..said.floor_char_boundary(SAID_BYTES_MAX)]
+fn cut(text: &str) -> &str {
+    &text[..text.floor_char_boundary(MESSAGE_BYTES_MAX)]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn answer(status: u16, body: &str) -> Whole {
+    fn answer(status: u16, body: &str) -> WholeReply {
         let status = StatusCode::from_u16(status).expect("a status");
-        Whole { status, retry_after: None, body: body.to_owned().into(), own_key: false }
+        WholeReply { status, retry_after: None, body: body.to_owned().into(), own_key: false }
     }
 
-    fn verdict(answer: &Whole) -> Verdict {
-        let hosts = Hosts::default();
+    fn verdict(answer: &WholeReply) -> Verdict {
+        let hosts = AddressRedactor::default();
         hosts.add("p-17");
         Verdict::of(answer, &hosts)
     }
@@ -288,10 +291,10 @@ mod tests {
         for status in [401, 403] {
             let body = r#"{"error":{"message":"Unauthorized","code":"invalid_api_key"}}"#;
             let of_client = answer(status, body);
-            assert_eq!(verdict(&of_client).meaning, Meaning::Refused);
+            assert_eq!(verdict(&of_client).class, ErrorClass::Refused);
             assert_eq!(verdict(&of_client).refusal.0.status, status);
-            let of_router = Whole { own_key: true, ..of_client };
-            assert_eq!(verdict(&of_router).meaning, Meaning::Misconfigured);
+            let of_router = WholeReply { own_key: true, ..of_client };
+            assert_eq!(verdict(&of_router).class, ErrorClass::Misconfigured);
             assert_eq!(verdict(&of_router).refusal, Refusal::misconfigured());
         }
     }
@@ -301,11 +304,11 @@ mod tests {
         let long = "ä".repeat(2000);
         let body = serde_json::json!({"error": {"message": long, "param": long, "code": long}}).to_string();
         let Refusal(error) = refusal(400, &body);
-        assert_eq!(error.message, "ä".repeat(SAID_BYTES_MAX / 2));
+        assert_eq!(error.message, "ä".repeat(MESSAGE_BYTES_MAX / 2));
         assert_eq!(error.param.as_deref(), Some(error.message.as_str()));
         assert_eq!(error.code.as_deref(), Some(error.message.as_str()));
         let odd = serde_json::json!({"error": {"message": format!("x{long}")}}).to_string();
-        assert_eq!(refusal(400, &odd).0.message.len(), SAID_BYTES_MAX - 1);
+        assert_eq!(refusal(400, &odd).0.message.len(), MESSAGE_BYTES_MAX - 1);
     }
 
     #[test]
@@ -330,7 +333,7 @@ mod tests {
 
     #[test]
     fn the_one_token_of_the_prefill_leg_is_not_told_to_the_client() {
-        for (said, told) in [
+        for (message, expected) in [
             (
                 ApiError::context_length(9, 1, 8).message.as_str(),
                 "the model's context is 8 tokens, but the prompt has 9",
@@ -347,24 +350,24 @@ mod tests {
             ("max_tokens=1 is too much", "the prompt does not fit the model's context"),
             ("`stop` is wrong", "`stop` is wrong"),
         ] {
-            let body = serde_json::json!({"error": {"message": said}}).to_string();
-            assert_eq!(refusal(400, &body).of_prefill().0.message, told);
+            let body = serde_json::json!({"error": {"message": message}}).to_string();
+            assert_eq!(refusal(400, &body).of_prefill().0.message, expected);
         }
     }
 
     #[test]
     fn an_address_reaches_the_client_in_no_field() {
-        for (said, told) in [
+        for (text, expected) in [
             ("cannot reach http://10.0.0.7:8000/v1", "cannot reach [address]"),
             ("host=10.0.0.7", "host=[address]"),
             ("decode0:8000", "an engine refused the request"),
             ("p-17 is gone", "[address] is gone"),
         ] {
             let body =
-                serde_json::json!({"error": {"message": said, "param": said, "code": said}}).to_string();
+                serde_json::json!({"error": {"message": text, "param": text, "code": text}}).to_string();
             let Refusal(error) = refusal(400, &body);
-            assert_eq!(error.message, told, "{said}");
-            assert_eq!((error.param, error.code), (None, None), "{said}");
+            assert_eq!(error.message, expected, "{text}");
+            assert_eq!((error.param, error.code), (None, None), "{text}");
         }
         let plain = "`stop[0]` must be a string of 1 to 1024 bytes: got 7";
         let body =
@@ -376,26 +379,26 @@ mod tests {
 
     #[test]
     fn an_engine_is_blamed_for_its_own_trouble_only() {
-        for (status, code, blame) in [
-            (500, "", Blame::Engine),
-            (503, "engine_failed", Blame::Engine),
-            (404, "model_not_found", Blame::Engine),
-            (503, "draining", Blame::Draining),
-            (503, "overloaded", Blame::Nobody),
-            (503, "kv_gone", Blame::Nobody),
-            (503, "kv_something_new", Blame::Nobody),
-            (400, "kv_layout_mismatch", Blame::Layout),
-            (401, "invalid_cluster_secret", Blame::Nobody),
-            (429, "", Blame::Nobody),
-            (302, "", Blame::Nobody),
+        for (status, code, expected) in [
+            (500, "", Fault::Engine),
+            (503, "engine_failed", Fault::Engine),
+            (404, "model_not_found", Fault::Engine),
+            (503, "draining", Fault::Draining),
+            (503, "overloaded", Fault::None),
+            (503, "kv_gone", Fault::None),
+            (503, "kv_something_new", Fault::None),
+            (400, "kv_layout_mismatch", Fault::Layout),
+            (401, "invalid_cluster_secret", Fault::None),
+            (429, "", Fault::None),
+            (302, "", Fault::None),
         ] {
             let body = serde_json::json!({"error": {"code": code}}).to_string();
-            assert_eq!(verdict(&answer(status, &body)).blame, blame, "{status} {code}");
+            assert_eq!(verdict(&answer(status, &body)).fault, expected, "{status} {code}");
         }
         let vllm =
             r#"{"error":{"type":"NotFoundError","code":404,"message":"The model `x` does not exist."}}"#;
-        let Verdict { meaning, blame, .. } = verdict(&answer(404, vllm));
-        assert_eq!((meaning, blame), (Meaning::WrongModel, Blame::Engine));
+        let Verdict { class, fault, .. } = verdict(&answer(404, vllm));
+        assert_eq!((class, fault), (ErrorClass::WrongModel, Fault::Engine));
     }
 
     #[test]
@@ -412,54 +415,54 @@ mod tests {
                 r#"{"error":{"message":"x","code":"unsupported_endpoint","type":"invalid_request_error"}}"#,
             ),
         ] {
-            let Verdict { meaning, blame, refusal } = verdict(&answer(status, body));
-            assert_eq!((meaning, blame), (Meaning::Refused, Blame::Nobody), "{body}");
-            assert!(refusal.is_lack_of_endpoint(), "{body}: {refusal:?}");
+            let Verdict { class, fault, refusal } = verdict(&answer(status, body));
+            assert_eq!((class, fault), (ErrorClass::Refused, Fault::None), "{body}");
+            assert!(refusal.is_unsupported_endpoint(), "{body}: {refusal:?}");
             assert_eq!(refusal.0.status, 404, "{body}");
         }
-        // About what the request names.
+        // Errors about something that the request names.
         for body in
             [r#"{"detail":"no such adapter"}"#, r#"{"error":{"message":"Not Found","param":"file_id"}}"#]
         {
-            let Verdict { meaning, refusal, .. } = verdict(&answer(404, body));
-            assert_eq!(meaning, Meaning::Refused);
-            assert!(!refusal.is_lack_of_endpoint(), "{body}");
+            let Verdict { class, refusal, .. } = verdict(&answer(404, body));
+            assert_eq!(class, ErrorClass::Refused);
+            assert!(!refusal.is_unsupported_endpoint(), "{body}");
         }
     }
 
     #[test]
     fn only_an_engines_own_trouble_is_tried_elsewhere() {
-        for (status, code, meaning) in [
-            (400, "x", Meaning::Refused),
-            (422, "", Meaning::Refused),
-            (401, "invalid_api_key", Meaning::Refused),
-            (401, "invalid_cluster_secret", Meaning::Misconfigured),
-            (429, "overloaded", Meaning::Trouble),
-            (408, "", Meaning::Trouble),
-            (500, "", Meaning::FailedInside),
-            (502, "", Meaning::Trouble),
-            (503, "draining", Meaning::Trouble),
-            (503, "engine_failed", Meaning::Trouble),
-            (503, "kv_handshake_failed", Meaning::CannotUseHandoff),
-            (503, "kv_transfer_failed", Meaning::CannotUseHandoff),
-            (503, "kv_unverified", Meaning::CannotUseHandoff),
-            (503, "kv_refused", Meaning::CannotUseHandoff),
-            (503, "kv_gone", Meaning::HandoffSpent),
-            (400, "kv_layout_mismatch", Meaning::CannotUseHandoff),
-            (400, "kv_prompt_mismatch", Meaning::CannotUseHandoff),
-            (400, "kv_wrong_role", Meaning::CannotUseHandoff),
-            (400, "invalid_kv_transfer_params", Meaning::CannotUseHandoff),
-            (400, "kv_unsupported", Meaning::HandoffSpent),
-            (400, "kv_of_a_later_version", Meaning::CannotUseHandoff),
-            (503, "kv_of_a_later_version", Meaning::CannotUseHandoff),
-            (404, "model_not_found", Meaning::WrongModel),
+        for (status, code, expected) in [
+            (400, "x", ErrorClass::Refused),
+            (422, "", ErrorClass::Refused),
+            (401, "invalid_api_key", ErrorClass::Refused),
+            (401, "invalid_cluster_secret", ErrorClass::Misconfigured),
+            (429, "overloaded", ErrorClass::Retryable),
+            (408, "", ErrorClass::Retryable),
+            (500, "", ErrorClass::InternalError),
+            (502, "", ErrorClass::Retryable),
+            (503, "draining", ErrorClass::Retryable),
+            (503, "engine_failed", ErrorClass::Retryable),
+            (503, "kv_handshake_failed", ErrorClass::CannotUseHandoff),
+            (503, "kv_transfer_failed", ErrorClass::CannotUseHandoff),
+            (503, "kv_unverified", ErrorClass::CannotUseHandoff),
+            (503, "kv_refused", ErrorClass::CannotUseHandoff),
+            (503, "kv_gone", ErrorClass::HandoffSpent),
+            (400, "kv_layout_mismatch", ErrorClass::CannotUseHandoff),
+            (400, "kv_prompt_mismatch", ErrorClass::CannotUseHandoff),
+            (400, "kv_wrong_role", ErrorClass::CannotUseHandoff),
+            (400, "invalid_kv_transfer_params", ErrorClass::CannotUseHandoff),
+            (400, "kv_unsupported", ErrorClass::HandoffSpent),
+            (400, "kv_of_a_later_version", ErrorClass::CannotUseHandoff),
+            (503, "kv_of_a_later_version", ErrorClass::CannotUseHandoff),
+            (404, "model_not_found", ErrorClass::WrongModel),
         ] {
-            let said =
+            let answer =
                 answer(status, &serde_json::json!({"error": {"code": code, "message": "x"}}).to_string());
-            let Verdict { meaning: found, refusal: Refusal(told), .. } = verdict(&said);
-            assert_eq!(found, meaning, "{status} {code}");
-            let ours = meaning != Meaning::Refused && !matches!(status, 408 | 429);
-            assert_eq!(told.status >= 500, ours, "{status} {code}: the client is told {told}");
+            let Verdict { class, refusal: Refusal(error), .. } = verdict(&answer);
+            assert_eq!(class, expected, "{status} {code}");
+            let is_server_error = expected != ErrorClass::Refused && !matches!(status, 408 | 429);
+            assert_eq!(error.status >= 500, is_server_error, "{status} {code}: the client gets {error}");
         }
     }
 }

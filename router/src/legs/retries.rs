@@ -1,8 +1,8 @@
-//! The budget of second attempts, over the whole router.
+//! The budget of retries, for the whole router.
 //!
-//! A second attempt is allowed while second attempts at once are less than a share of the requests in flight, and
-//! beyond that so many times per second. One request's attempts are bounded by `attempts`; without a bound on
-//! all of them together, engines that fail for want of capacity would get more work the more they fail.
+//! A retry is allowed while concurrent retries are below a share of the requests in flight; beyond it, a fixed number
+//! per second is allowed. `attempts` limits the attempts of one request. Without a limit on all requests together,
+//! engines that fail for lack of capacity would get more work the more they fail.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -12,33 +12,33 @@ use baton_connector::Time;
 
 use crate::config::RetriesConfig;
 
-/// What is spent.
+/// The part of the budget in use.
 #[derive(Debug, Default)]
 pub(crate) struct RetryBudget {
     at_once: AtomicUsize,
-    /// The second, shifted by 32, and what was spent of its allowance.
+    /// The second, shifted by 32, and the number of retries allowed in it.
     second: AtomicU64,
 }
 
-/// One second attempt, until it is dropped.
+/// One retry, until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Retry(Arc<RetryBudget>);
+pub(crate) struct RetryPermit(Arc<RetryBudget>);
 
 impl RetryBudget {
-    /// Leave for one more attempt; `None` when the budget is spent.
+    /// A permit for one more attempt; `None` when the budget is exhausted.
     pub(crate) fn take(
         self: &Arc<Self>,
         in_flight: usize,
         now: Time,
         terms: &RetriesConfig,
-    ) -> Option<Retry> {
+    ) -> Option<RetryPermit> {
         let at_once = self.at_once.fetch_add(1, Ordering::Relaxed);
-        let retry = Retry(Arc::clone(self));
+        let retry = RetryPermit(Arc::clone(self));
         let share = in_flight.saturating_mul(terms.budget_percent as usize) / 100;
         (at_once < share || self.spend(now, terms.min_per_second)).then_some(retry)
     }
 
-    /// Takes one of this second's allowance.
+    /// Takes one retry from this second's allowance.
     fn spend(&self, now: Time, per_second: u32) -> bool {
         let second = now.0 / 1_000_000;
         let spent = self.second.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |word| {
@@ -49,21 +49,21 @@ impl RetryBudget {
     }
 }
 
-impl Drop for Retry {
+impl Drop for RetryPermit {
     fn drop(&mut self) {
         self.0.at_once.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// The pause before the attempt after so many, drawn by `dice` (0 to 1).
-pub(crate) fn pause(attempts: usize, dice: f64, terms: &RetriesConfig) -> Duration {
+/// The pause after `attempts` attempts; `jitter` is a random number from 0 to 1.
+pub(crate) fn pause(attempts: usize, jitter: f64, terms: &RetriesConfig) -> Duration {
     let Some(doublings) = attempts.checked_sub(2) else { return Duration::ZERO };
     let whole = Duration::from_millis(terms.pause_ms).saturating_mul(1 << doublings.min(16));
-    whole.min(Duration::from_millis(terms.pause_max_ms)).mul_f64(0.5 + dice.clamp(0.0, 1.0) / 2.0)
+    whole.min(Duration::from_millis(terms.pause_max_ms)).mul_f64(0.5 + jitter.clamp(0.0, 1.0) / 2.0)
 }
 
-/// A draw from 0 to 1.
-pub(crate) fn dice() -> f64 {
+/// A random number from 0 to 1.
+pub(crate) fn draw_jitter() -> f64 {
     let mut byte = [0_u8];
     getrandom::fill(&mut byte).expect("the kernel's random numbers are there from boot on");
     f64::from(byte[0]) / 255.0
@@ -80,12 +80,12 @@ mod tests {
     fn second_attempts_are_a_share_of_the_work_and_a_few_per_second() {
         let budget = Arc::new(RetryBudget::default());
         let now = Time::ZERO.after(Duration::from_secs(5));
-        let taken: Vec<Retry> = (0..100).map_while(|_| budget.take(50, now, &TERMS)).collect();
+        let taken: Vec<RetryPermit> = (0..100).map_while(|_| budget.take(50, now, &TERMS)).collect();
         assert_eq!(taken.len(), 12, "a fifth of 50, and 2 in this second");
         assert!(budget.take(50, now, &TERMS).is_none());
         assert!(budget.take(50, now.after(Duration::from_secs(1)), &TERMS).is_some(), "the next second");
         drop(taken);
-        assert!(budget.take(50, now, &TERMS).is_some(), "those that are over are given back");
+        assert!(budget.take(50, now, &TERMS).is_some(), "retries that ended are returned");
         assert_eq!(budget.at_once.load(Ordering::Relaxed), 0);
     }
 
@@ -97,7 +97,7 @@ mod tests {
 
     #[test]
     fn the_second_attempt_follows_at_once_and_later_ones_wait_longer_up_to_a_bound() {
-        let ms = |attempts, dice| pause(attempts, dice, &TERMS).as_millis();
+        let ms = |attempts, jitter| pause(attempts, jitter, &TERMS).as_millis();
         assert_eq!([ms(0, 1.0), ms(1, 1.0), ms(2, 1.0), ms(3, 1.0), ms(4, 1.0)], [0, 0, 25, 50, 60]);
         assert_eq!((ms(3, 0.0), ms(60, 1.0)), (25, 60));
     }

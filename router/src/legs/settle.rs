@@ -1,28 +1,28 @@
-//! Paying what is owed: aborts and releases, by bounded workers with bounded tries.
+//! Settles requests: bounded workers send aborts and releases with a bounded number of attempts.
 //!
 //! ```text
-//! abort to P ──▶ POST /abort_requests ─ confirmed ──▶ read P's connection on for a bounded time ─▶ release
+//! abort to P ──▶ POST /abort_requests ─ confirmed ──▶ read P's connection for a bounded time ──▶ release
 //!    │                                └ unsupported, failed ─▶ half-close it first            late handles
-//!    └ P is known not to have the verb ──▶ half-close it at once: that aborts, and a reply that crosses it arrives
+//!    └ P lacks the verb ──▶ half-close the connection at once: this aborts, and a crossing reply still arrives
 //!
-//! A prefill whose abort is not confirmed may run to its end, so its reply is read for as long as a prefill may take: the
-//! reply is the only copy of the handle, and without it the blocks stay pinned for the whole lease. Such a reader holds
-//! no settlement's place, and a shutdown for one try's time at most.
+//! A prefill without a confirmed abort may run to its end. Its reply is therefore read for as long as a prefill may
+//! take: the reply is the only copy of the handle, and without it the blocks stay pinned for the whole lease. Such a
+//! reader occupies no settlement worker, and delays a shutdown by one attempt's timeout at most.
 //!
-//! release to P ─▶ POST /kv/release, or the abort by request id where P gave no handle
-//!    └ P does not have the verb ──▶ a decode request that must be refused (`refused_decode.rs`), or the lease's end
-//! abort to D ───▶ POST /abort_requests; its connection is cut already
+//! release to P ─▶ POST /kv/release, or the abort by request id if P returned no handle
+//!    └ P lacks the verb ──▶ a decode request that must be refused (`refused_decode.rs`), or the lease's expiry
+//! abort to D ───▶ POST /abort_requests; its connection is already closed
 //! ```
 //!
-//! Which of the ways of a release is taken is `release` in an engine's configuration. Both verbs are idempotent,
-//! so every failed try is repeated. An engine without a verb (404, 405, 501) is remembered and not asked again
-//! for a minute, or until its address could not be reached once (`engines/http/verbs.rs`). An engine that had the verb is
-//! believed to lack it only if every try says so.
+//! An engine's `release` setting selects the method of a release. Both verbs are idempotent, so every failed attempt is
+//! repeated. An engine that lacks a verb (404, 405, 501) does not receive it for a minute, or until a connection
+//! attempt to its address fails (`engines/http/verbs.rs`). An engine that once had the verb counts as lacking it only
+//! if every attempt reports so.
 //!
-//! So many settlements are carried out at once (`limits.settlements`). Further ones wait, releases before aborts, in a queue with two
-//! places for each request that may be in flight: when all of their clients leave at once, each owes an abort and a
-//! release at most. One beyond that is counted and left to the lease's expiry. The drain at shutdown waits for the queue
-//! too.
+//! At most `limits.settlements` settlements run at once. Further ones wait in a queue, releases before aborts. The
+//! queue has two places per request in flight: if all clients disconnect at once, each request needs one abort and one
+//! release at most. A settlement beyond the limit is counted, and its lease ends by expiry. The drain at shutdown
+//! includes the queue.
 
 mod refused_decode;
 
@@ -32,7 +32,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
-use baton_connector::exchange::{Attempt, Cause, Exchange, Lent, Settlement};
+use baton_connector::exchange::{Attempt, Exchange, PrefillLease, Settlement, SettlementCause};
 use baton_connector::{Handle, RequestId};
 use bytes::Bytes;
 use hyper::StatusCode;
@@ -42,288 +42,298 @@ use tokio_util::task::TaskTracker;
 
 use super::clock::Clock;
 use crate::config::ReleaseMode;
-use crate::engines::http::{Engine, Outgoing, Verb};
-use crate::legs::prefill::{PrefillCall, Prefilled};
-use crate::metrics::log_limiter::Seldom;
-use crate::metrics::{Leg, Metrics, Settled, Via};
+use crate::engines::http::{Engine, EngineRequest, Verb};
+use crate::legs::prefill::{PrefillCall, PrefillResult};
+use crate::metrics::log_limiter::LogLimiter;
+use crate::metrics::{Leg, Metrics, ReleaseMethod, SettlementResult};
 use crate::routing::models::Model;
-use refused_decode::Refusable;
+use refused_decode::RefusedDecode;
 
-/// First pause between two tries; doubled each time, up to the longest. A lease ends by itself after half a minute or so:
-/// longer pauses would only hold a settlement's place.
+/// First pause between two attempts, doubled up to the longest. A lease expires after about half a minute; longer
+/// pauses would only occupy a worker.
 const PAUSE: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
-/// An engine's answer to a settlement is not read beyond this.
+/// Limit on the engine's answer to a settlement.
 const ANSWER_BYTES_MAX: usize = 64 * 1024;
 
-/// The bounds of settlements.
+/// The limits of settlements.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct SettleTerms {
+pub(crate) struct SettlementTerms {
     pub at_once: usize,
-    /// Further ones that wait.
+    /// Limit on the queue.
     pub waiting: usize,
     pub tries: u16,
     pub try_timeout: Duration,
 }
 
-/// Pays debts in the background.
+/// Settles requests in the background.
 pub(crate) struct Settler {
-    terms: ArcSwap<SettleTerms>,
-    backlog: Mutex<Backlog>,
-    /// Replies of abandoned prefills that are still awaited. Each has a connection; as many as settlements at once.
-    reading: AtomicUsize,
+    terms: ArcSwap<SettlementTerms>,
+    backlog: Mutex<SettlementQueue>,
+    /// Number of pending replies of abandoned prefills. Each has a connection; the limit is that of settlements at
+    /// once.
+    active_readers: AtomicUsize,
     readers: TaskTracker,
     tasks: TaskTracker,
     runtime: tokio::runtime::Handle,
     metrics: Arc<Metrics>,
     clock: Clock,
-    /// Settlements beyond the bound.
-    refused: Seldom,
+    /// Logs settlements beyond the limit.
+    refusal_log: LogLimiter,
 }
 
-/// Whose debts: what every settlement of one request needs.
+/// The data that every settlement of one request needs.
 #[derive(Clone)]
-pub(crate) struct Debtor {
+pub(crate) struct SettlementContext {
     pub request: RequestId,
     pub exchange: Arc<Mutex<Exchange>>,
-    /// Whose decode engines may be asked to refuse; set once the model is known.
+    /// The model whose decode engines may receive a request to refuse; set once the model is known.
     pub model: Option<Arc<Model>>,
-    /// The client's credentials, which engines may ask for.
+    /// The client's credentials, which engines may require.
     pub authorization: Option<HeaderValue>,
 }
 
-/// A lease that goes back: its name, and what its engine said of it, where that could be read.
-pub(crate) struct Returned {
-    pub lent: Lent,
+/// A lease to release, with its engine's handoff parameters if they were readable.
+pub(crate) struct LeaseRelease {
+    pub lease: PrefillLease,
     pub params: Option<Arc<str>>,
-    pub cause: Cause,
+    pub cause: SettlementCause,
 }
 
-/// What is owed.
-enum Debt {
-    /// A prefill that was given up while its engine had it.
-    Abandoned(PrefillCall, Debtor),
-    Release(Arc<Engine>, Returned, Debtor),
-    Abort(Arc<Engine>, Leg, Debtor),
+/// One pending settlement.
+enum SettlementJob {
+    /// An abandoned prefill that its engine may have received.
+    AbandonedPrefill(PrefillCall, SettlementContext),
+    Release(Arc<Engine>, LeaseRelease, SettlementContext),
+    Abort(Arc<Engine>, Leg, SettlementContext),
 }
 
-/// Settlements that are not over. As long as some wait, as many as may work at once do.
+/// Pending settlements. While some of them wait, the maximum number of workers runs.
 #[derive(Default)]
-struct Backlog {
+struct SettlementQueue {
     working: usize,
-    /// They go first: a lease waits for each, and an engine that answers nothing must not hold up another's.
-    releases: VecDeque<Debt>,
-    aborts: VecDeque<Debt>,
+    /// Releases have priority: each one frees a lease, and an unresponsive engine's aborts must not delay them.
+    releases: VecDeque<SettlementJob>,
+    aborts: VecDeque<SettlementJob>,
 }
 
-impl Backlog {
+impl SettlementQueue {
     fn waiting(&self) -> usize {
         self.releases.len() + self.aborts.len()
     }
 
-    fn push(&mut self, debt: Debt) {
-        match debt {
-            Debt::Release(..) => self.releases.push_back(debt),
-            Debt::Abandoned(..) | Debt::Abort(..) => self.aborts.push_back(debt),
+    fn push(&mut self, job: SettlementJob) {
+        match job {
+            SettlementJob::Release(..) => self.releases.push_back(job),
+            SettlementJob::AbandonedPrefill(..) | SettlementJob::Abort(..) => self.aborts.push_back(job),
         }
     }
 
-    fn pop(&mut self) -> Option<Debt> {
+    fn pop(&mut self) -> Option<SettlementJob> {
         self.releases.pop_front().or_else(|| self.aborts.pop_front())
     }
 }
 
-/// One who pays debts, one after the other.
-struct Worker {
+/// A worker that settles one job after the other.
+struct SettlementWorker {
     settler: Arc<Settler>,
-    /// It has nothing left to do.
+    /// Nothing is left to do.
     is_over: bool,
 }
 
-impl Worker {
-    async fn work(mut self, first: Debt) {
-        let mut debt = Some(first);
-        while let Some(due) = debt {
-            self.settler.pay(due).await;
-            debt = self.settler.next();
+impl SettlementWorker {
+    async fn work(mut self, first: SettlementJob) {
+        let mut job = Some(first);
+        while let Some(current) = job {
+            self.settler.settle(current).await;
+            job = self.settler.next_job();
         }
         self.is_over = true;
     }
 }
 
-impl Drop for Worker {
+impl Drop for SettlementWorker {
     fn drop(&mut self) {
         if !self.is_over {
             self.settler.backlog().working -= 1;
-            // Otherwise the runtime ends, and every other worker with it.
+            // Otherwise the runtime shuts down, and all other workers with it.
             if std::thread::panicking() {
-                self.settler.metrics.settled(Settled::Failed);
-                self.settler.hire();
+                self.settler.metrics.count_settlement(SettlementResult::Failed);
+                self.settler.start_workers();
             }
         }
         self.settler.metrics.legs.settling.decrement(1.0);
     }
 }
 
-/// One reader among those of [`Settler::reading`].
-struct Reading(Arc<Settler>);
+/// One of the [`Settler::active_readers`].
+struct ReaderGuard(Arc<Settler>);
 
-impl Drop for Reading {
+impl Drop for ReaderGuard {
     fn drop(&mut self) {
-        self.0.reading.fetch_sub(1, Ordering::Relaxed);
+        self.0.active_readers.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 impl Settler {
     /// Must be called on the runtime that will run the settlements.
-    pub(crate) fn new(terms: SettleTerms, metrics: Arc<Metrics>, clock: Clock) -> Arc<Self> {
+    pub(crate) fn new(terms: SettlementTerms, metrics: Arc<Metrics>, clock: Clock) -> Arc<Self> {
         Arc::new(Self {
             terms: ArcSwap::from_pointee(terms),
             backlog: Mutex::default(),
-            reading: AtomicUsize::new(0),
+            active_readers: AtomicUsize::new(0),
             readers: TaskTracker::new(),
             tasks: TaskTracker::new(),
             runtime: tokio::runtime::Handle::current(),
             metrics,
             clock,
-            refused: Seldom::new(),
+            refusal_log: LogLimiter::new(),
         })
     }
 
-    /// Replaces the bounds of the settlements that begin from now on.
-    pub(crate) fn set_terms(self: &Arc<Self>, terms: SettleTerms) {
+    /// Replaces the limits for new settlements.
+    pub(crate) fn set_terms(self: &Arc<Self>, terms: SettlementTerms) {
         self.terms.store(Arc::new(terms));
-        self.hire();
+        self.start_workers();
     }
 
-    /// Aborts a prefill by request id and reads its connection on, so that a handle that still arrives is
-    /// released: the reply on the wire is its only copy.
-    pub(crate) fn abandon(self: &Arc<Self>, call: PrefillCall, debtor: Debtor) {
-        self.metrics.abort(Leg::Prefill);
+    /// Aborts a prefill by request id and keeps reading its connection, so that a late handle is released: the reply in
+    /// transit is its only copy.
+    pub(crate) fn abort_and_read(self: &Arc<Self>, call: PrefillCall, context: SettlementContext) {
+        self.metrics.count_abort(Leg::Prefill);
         if !call.was_sent() {
             return;
         }
-        call.abandon();
-        if !may_have(call.engine(), Verb::Abort) {
-            // The only way in which it can hear of it, so the sooner the better.
+        call.disable_replay();
+        if !may_support(call.engine(), Verb::Abort) {
+            // The half-close is the only abort for this engine, so it is sent at once.
             call.half_close();
         }
-        self.owe(Debt::Abandoned(call, debtor));
+        self.enqueue(SettlementJob::AbandonedPrefill(call, context));
     }
 
-    /// Gives a lease back.
-    pub(crate) fn release(self: &Arc<Self>, engine: Arc<Engine>, returned: Returned, debtor: Debtor) {
-        self.owe(Debt::Release(engine, returned, debtor));
+    /// Releases a lease.
+    pub(crate) fn release(
+        self: &Arc<Self>,
+        engine: Arc<Engine>,
+        release: LeaseRelease,
+        context: SettlementContext,
+    ) {
+        self.enqueue(SettlementJob::Release(engine, release, context));
     }
 
     /// Aborts one leg by request id.
-    pub(crate) fn abort(self: &Arc<Self>, engine: Arc<Engine>, leg: Leg, debtor: Debtor) {
-        self.metrics.abort(leg);
-        self.owe(Debt::Abort(engine, leg, debtor));
+    pub(crate) fn abort(self: &Arc<Self>, engine: Arc<Engine>, leg: Leg, context: SettlementContext) {
+        self.metrics.count_abort(leg);
+        self.enqueue(SettlementJob::Abort(engine, leg, context));
     }
 
-    /// Waits until everything is paid, or the time is up. Replies of abandoned prefills are awaited only for as long as one
-    /// try may take; what they lend until then is released. `false`: some may still lend.
-    pub(crate) async fn paid(&self, within: Duration) -> bool {
+    /// Waits until all settlements are done or the time is up. Replies of abandoned prefills are awaited for one
+    /// attempt's timeout at most; leases that arrive until then are released. `false`: leases may be left.
+    pub(crate) async fn drained(&self, within: Duration) -> bool {
         let trackers = [&self.tasks, &self.readers];
         trackers.iter().for_each(|tracker| _ = tracker.close());
         let all = async {
             self.tasks.wait().await;
-            // The rest of them ends with the runtime.
+            // The remaining readers end with the runtime.
             let read = tokio::time::timeout(self.terms.load().try_timeout, self.readers.wait()).await;
             self.tasks.wait().await;
             read.is_ok()
         };
-        let paid = tokio::time::timeout(within, all).await.unwrap_or(false);
+        let drained = tokio::time::timeout(within, all).await.unwrap_or(false);
         trackers.iter().for_each(|tracker| _ = tracker.reopen());
-        paid
+        drained
     }
 
-    /// The longest that one settlement can take.
-    pub(crate) fn longest(&self) -> Duration {
-        let SettleTerms { tries, try_timeout, .. } = **self.terms.load();
-        (try_timeout * (u32::from(tries) + 1) + pauses().take(usize::from(tries)).sum::<Duration>()) * 3
+    /// The longest duration of one settlement.
+    pub(crate) fn max_duration(&self) -> Duration {
+        let SettlementTerms { tries, try_timeout, .. } = **self.terms.load();
+        (try_timeout * (u32::from(tries) + 1) + retry_pauses().take(usize::from(tries)).sum::<Duration>()) * 3
     }
 
-    /// Has a debt paid: now, or in its turn.
-    fn owe(self: &Arc<Self>, debt: Debt) {
-        let SettleTerms { at_once, waiting, .. } = **self.terms.load();
+    /// Settles a job at once or queues it.
+    fn enqueue(self: &Arc<Self>, job: SettlementJob) {
+        let SettlementTerms { at_once, waiting, .. } = **self.terms.load();
         let mut backlog = self.backlog();
         if backlog.working >= at_once && backlog.waiting() >= waiting {
             drop(backlog);
-            self.metrics.settled(Settled::Refused);
-            if let Some(held_back) = self.refused.due() {
+            self.metrics.count_settlement(SettlementResult::Refused);
+            if let Some(held_back) = self.refusal_log.allow() {
                 tracing::warn!(held_back, "too many pending settlements, lease ends by expiry");
             }
             return;
         }
-        backlog.push(debt);
+        backlog.push(job);
         drop(backlog);
-        self.hire();
+        self.start_workers();
     }
 
-    /// Starts workers for what waits, as many as may work at once.
-    fn hire(self: &Arc<Self>) {
+    /// Starts workers for queued jobs, up to the limit.
+    fn start_workers(self: &Arc<Self>) {
         let at_once = self.terms.load().at_once;
         loop {
             let mut backlog = self.backlog();
-            let debt = if backlog.working < at_once { backlog.pop() } else { None };
+            let job = if backlog.working < at_once { backlog.pop() } else { None };
             self.metrics.legs.settlements_waiting.set(backlog.waiting() as f64);
-            let Some(debt) = debt else { return };
+            let Some(job) = job else { return };
             backlog.working += 1;
             drop(backlog);
             self.metrics.legs.settling.increment(1.0);
-            let worker = Worker { settler: Arc::clone(self), is_over: false };
-            self.tasks.spawn_on(worker.work(debt), &self.runtime);
+            let worker = SettlementWorker { settler: Arc::clone(self), is_over: false };
+            self.tasks.spawn_on(worker.work(job), &self.runtime);
         }
     }
 
-    /// What a worker does next; with nothing to do, or too many at it, it goes.
-    fn next(&self) -> Option<Debt> {
+    /// The worker's next job; `None` ends the worker, because the queue is empty or too many workers run.
+    fn next_job(&self) -> Option<SettlementJob> {
         let mut backlog = self.backlog();
         let may_stay = backlog.working <= self.terms.load().at_once;
-        let debt = if may_stay { backlog.pop() } else { None };
-        match &debt {
+        let job = if may_stay { backlog.pop() } else { None };
+        match &job {
             Some(_) => self.metrics.legs.settlements_waiting.set(backlog.waiting() as f64),
             None => backlog.working -= 1,
         }
-        debt
+        job
     }
 
-    fn backlog(&self) -> MutexGuard<'_, Backlog> {
+    fn backlog(&self) -> MutexGuard<'_, SettlementQueue> {
         self.backlog.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn pay(self: &Arc<Self>, debt: Debt) {
-        match debt {
-            Debt::Abandoned(call, debtor) => self.abandoned(call, debtor).await,
-            Debt::Release(engine, returned, debtor) => self.released(&engine, returned, &debtor).await,
-            Debt::Abort(engine, leg, debtor) => {
-                let result = self.aborted(&engine, &debtor.request, leg).await;
-                self.metrics.settled(result);
+    async fn settle(self: &Arc<Self>, job: SettlementJob) {
+        match job {
+            SettlementJob::AbandonedPrefill(call, context) => {
+                self.settle_abandoned_prefill(call, context).await
+            }
+            SettlementJob::Release(engine, release, context) => {
+                self.release_lease(&engine, release, &context).await
+            }
+            SettlementJob::Abort(engine, leg, context) => {
+                let result = self.abort_leg(&engine, &context.request, leg).await;
+                self.metrics.count_settlement(result);
             }
         }
     }
 
-    async fn abandoned(self: &Arc<Self>, mut call: PrefillCall, debtor: Debtor) {
+    async fn settle_abandoned_prefill(self: &Arc<Self>, mut call: PrefillCall, context: SettlementContext) {
         let engine = Arc::clone(call.engine());
-        let abort = self.aborted(&engine, &debtor.request, Leg::Prefill);
+        let abort = self.abort_leg(&engine, &context.request, Leg::Prefill);
         tokio::pin!(abort);
-        // The reply may come first: then the abort is still finished, because it may be all that P hears.
+        // If the reply arrives first, the abort continues, because the engine may receive no other command.
         let (mut result, mut reply, mut late) = (None, None, false);
         let deadline = tokio::time::sleep(self.terms.load().try_timeout);
         tokio::pin!(deadline);
         while reply.is_none() && !(late && result.is_some()) {
             tokio::select! {
                 biased;
-                prefilled = call.prefilled() => reply = Some(prefilled),
+                prefilled = call.receive_response() => reply = Some(prefilled),
                 done = &mut abort, if result.is_none() => {
-                    if done != Settled::Confirmed {
+                    if done != SettlementResult::Confirmed {
                         call.half_close();
                     }
                     result = Some(done);
                 }
-                // An abort that takes so long is not all that P hears.
+                // After this time the half-close aborts as well.
                 () = &mut deadline, if !late => {
                     late = true;
                     call.half_close();
@@ -334,7 +344,7 @@ impl Settler {
             Some(prefilled) => {
                 let attempt = call.attempt();
                 drop(call);
-                self.replied(&engine, attempt, prefilled, &debtor).await;
+                self.release_reply(&engine, attempt, prefilled, &context).await;
                 None
             }
             None => Some(call),
@@ -344,18 +354,18 @@ impl Settler {
             None => abort.await,
         };
         let is_read = unanswered
-            .filter(|_| result != Settled::Confirmed)
-            .is_none_or(|call| self.read_on(call, debtor.clone()));
-        self.metrics.settled(if is_read { result } else { Settled::Refused });
+            .filter(|_| result != SettlementResult::Confirmed)
+            .is_none_or(|call| self.read_late_reply(call, context.clone()));
+        self.metrics.count_settlement(if is_read { result } else { SettlementResult::Refused });
     }
 
-    /// Reads the reply of a prefill that its engine may not have given up. Whether there was room for that.
-    fn read_on(self: &Arc<Self>, mut call: PrefillCall, debtor: Debtor) -> bool {
-        let Some(model) = debtor.model.clone() else { return true };
+    /// Reads the reply of a prefill that its engine may still compute. `false` if too many readers run.
+    fn read_late_reply(self: &Arc<Self>, mut call: PrefillCall, context: SettlementContext) -> bool {
+        let Some(model) = context.model.clone() else { return true };
         call.half_close();
-        let reading = Reading(Arc::clone(self));
-        if self.reading.fetch_add(1, Ordering::Relaxed) >= self.terms.load().at_once {
-            if let Some(held_back) = self.refused.due() {
+        let reading = ReaderGuard(Arc::clone(self));
+        if self.active_readers.fetch_add(1, Ordering::Relaxed) >= self.terms.load().at_once {
+            if let Some(held_back) = self.refusal_log.allow() {
                 tracing::warn!(held_back, "too many pending responses, lease ends by expiry");
             }
             return false;
@@ -363,43 +373,43 @@ impl Settler {
         let settler = Arc::clone(self);
         let rest = async move {
             let engine = Arc::clone(call.engine());
-            let reply = tokio::time::timeout(model.bounds.prefill_silence, call.prefilled()).await;
+            let reply = tokio::time::timeout(model.bounds.prefill_silence, call.receive_response()).await;
             let attempt = call.attempt();
             drop(call);
             if let Ok(prefilled) = reply {
-                let paying = Arc::clone(&settler);
-                let pays = async move {
-                    // It has its place among the readers until what it lends is given back.
+                let settling = Arc::clone(&settler);
+                let settle = async move {
+                    // The reader's slot is held until the reply's lease is released.
                     let _reading = reading;
-                    paying.replied(&engine, attempt, prefilled, &debtor).await;
+                    settling.release_reply(&engine, attempt, prefilled, &context).await;
                 };
-                settler.tasks.spawn_on(pays, &settler.runtime);
+                settler.tasks.spawn_on(settle, &settler.runtime);
             }
         };
         self.readers.spawn_on(rest, &self.runtime);
         true
     }
 
-    /// Releases what the reply of an abandoned prefill lends.
-    async fn replied(
+    /// Releases the lease of an abandoned prefill's reply.
+    async fn release_reply(
         self: &Arc<Self>,
         engine: &Arc<Engine>,
         attempt: Attempt,
-        prefilled: Prefilled,
-        debtor: &Debtor,
+        prefilled: PrefillResult,
+        context: &SettlementContext,
     ) {
-        let event = prefilled.event(attempt);
+        let event = prefilled.exchange_event(attempt);
         let params = match prefilled {
-            Prefilled::Lent(params, ..) => Some(params),
-            Prefilled::Empty | Prefilled::Refused(_) | Prefilled::Failed(..) => None,
+            PrefillResult::Leased(params, ..) => Some(params),
+            PrefillResult::NoLease | PrefillResult::Refused(_) | PrefillResult::Failed(..) => None,
         };
         let now = self.clock.now();
-        let step = debtor.exchange.lock().unwrap_or_else(PoisonError::into_inner).apply(event, now);
-        for debt in step.settle {
-            match debt {
-                Settlement::ReleasePrefill(lent, cause) => {
+        let step = context.exchange.lock().unwrap_or_else(PoisonError::into_inner).apply(event, now);
+        for settlement in step.settlements {
+            match settlement {
+                Settlement::ReleasePrefill(lease, cause) => {
                     let params = params.clone();
-                    self.released(engine, Returned { lent, params, cause }, debtor).await;
+                    self.release_lease(engine, LeaseRelease { lease, params, cause }, context).await;
                 }
                 Settlement::AbortPrefill(_) | Settlement::AbortDecode(_) => {
                     unreachable!("a late reply brings nothing but a handle")
@@ -408,112 +418,122 @@ impl Settler {
         }
     }
 
-    async fn released(&self, engine: &Arc<Engine>, returned: Returned, debtor: &Debtor) {
-        let Returned { lent, params, cause } = returned;
-        let (via, result) = self.released_via(engine, lent, cause, params.as_deref(), debtor).await;
-        self.metrics.release(cause, via);
-        tracing::debug!(request = %debtor.request, engine = engine.authority(), cause = cause.label(), ?via, ?result,
+    async fn release_lease(&self, engine: &Arc<Engine>, release: LeaseRelease, context: &SettlementContext) {
+        let LeaseRelease { lease, params, cause } = release;
+        let (via, result) = self.try_release(engine, lease, cause, params.as_deref(), context).await;
+        self.metrics.count_release(cause, via);
+        tracing::debug!(request = %context.request, engine = engine.authority(), cause = cause.label(), ?via, ?result,
             "lease released");
-        self.metrics.settled(result);
+        self.metrics.count_settlement(result);
     }
 
-    /// Takes the first way that the engine has and its configuration allows.
-    async fn released_via(
+    /// Uses the first method that the engine supports and its configuration allows.
+    async fn try_release(
         &self,
         engine: &Arc<Engine>,
-        lent: Lent,
-        cause: Cause,
+        lease: PrefillLease,
+        cause: SettlementCause,
         params: Option<&str>,
-        debtor: &Debtor,
-    ) -> (Via, Settled) {
+        context: &SettlementContext,
+    ) -> (ReleaseMethod, SettlementResult) {
         let mode = engine.release_mode();
         if matches!(mode, ReleaseMode::Auto | ReleaseMode::Verb) {
-            let (via, verb, outgoing) = match lent.handle {
-                Some(handle) => (Via::Release, Verb::Release, release(handle, cause, &debtor.request)),
-                // An engine maps the id of a request to the lease that it opened for it.
-                None => (Via::Abort, Verb::Abort, abort(&debtor.request, Leg::Prefill)),
+            let (via, verb, message) = match lease.handle {
+                Some(handle) => {
+                    (ReleaseMethod::Release, Verb::Release, release_message(handle, cause, &context.request))
+                }
+                // An engine maps a request id to the lease opened for that request.
+                None => (ReleaseMethod::Abort, Verb::Abort, abort_message(&context.request, Leg::Prefill)),
             };
-            let result = self.asked(engine, verb, &outgoing).await;
-            if result != Settled::Unsupported {
+            let result = self.send_with_retries(engine, verb, &message).await;
+            if result != SettlementResult::Unsupported {
                 return (via, result);
             }
         }
         if matches!(mode, ReleaseMode::Auto | ReleaseMode::RefusedDecode)
-            && let (Some(model), Some(params)) = (debtor.model.as_deref(), params)
+            && let (Some(model), Some(params)) = (context.model.as_deref(), params)
         {
-            let authorization = debtor.authorization.as_ref();
-            let refusable = Refusable { model, params, authorization, request: &debtor.request };
-            let SettleTerms { tries, try_timeout, .. } = **self.terms.load();
-            let refused = refusable.refused(tries, try_timeout).await;
-            return (Via::RefusedDecode, if refused { Settled::Confirmed } else { Settled::Failed });
+            let authorization = context.authorization.as_ref();
+            let refusable = RefusedDecode { model, params, authorization, request: &context.request };
+            let SettlementTerms { tries, try_timeout, .. } = **self.terms.load();
+            let refused = refusable.send(tries, try_timeout).await;
+            return (
+                ReleaseMethod::RefusedDecode,
+                if refused { SettlementResult::Confirmed } else { SettlementResult::Failed },
+            );
         }
-        (Via::Lease, Settled::Unsupported)
+        (ReleaseMethod::Lease, SettlementResult::Unsupported)
     }
 
-    async fn aborted(&self, engine: &Arc<Engine>, request: &RequestId, leg: Leg) -> Settled {
+    async fn abort_leg(&self, engine: &Arc<Engine>, request: &RequestId, leg: Leg) -> SettlementResult {
         let begun = Instant::now();
-        let result = self.asked(engine, Verb::Abort, &abort(request, leg)).await;
-        if result == Settled::Confirmed {
-            self.metrics.propagated(leg, begun.elapsed());
+        let result = self.send_with_retries(engine, Verb::Abort, &abort_message(request, leg)).await;
+        if result == SettlementResult::Confirmed {
+            self.metrics.record_abort_propagation(leg, begun.elapsed());
         }
         result
     }
 
-    async fn asked(&self, engine: &Arc<Engine>, verb: Verb, outgoing: &Outgoing) -> Settled {
-        if !may_have(engine, verb) {
-            return Settled::Unsupported;
+    async fn send_with_retries(
+        &self,
+        engine: &Arc<Engine>,
+        verb: Verb,
+        message: &EngineRequest,
+    ) -> SettlementResult {
+        if !may_support(engine, verb) {
+            return SettlementResult::Unsupported;
         }
-        let SettleTerms { tries, try_timeout, .. } = **self.terms.load();
+        let SettlementTerms { tries, try_timeout, .. } = **self.terms.load();
         let mut missing = 0;
-        for (left, pause) in (0..tries).rev().zip(pauses()) {
-            let ask = async { engine.call(outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
-            match tokio::time::timeout(try_timeout, ask).await {
+        for (left, pause) in (0..tries).rev().zip(retry_pauses()) {
+            let call = async { engine.call(message, |_| {}).await?.read_whole(ANSWER_BYTES_MAX).await };
+            match tokio::time::timeout(try_timeout, call).await {
                 Ok(Ok(answer)) if answer.status.is_success() => {
                     engine.verbs().learn(verb, true, Instant::now());
-                    return Settled::Confirmed;
+                    return SettlementResult::Confirmed;
                 }
-                // Of an engine that had the verb, it may be a proxy's answer, or one of a moment.
+                // If the engine had the verb, this may be a proxy's answer or a temporary one.
                 Ok(Ok(answer)) if is_missing(answer.status) => {
                     missing += 1;
-                    if missing == tries || has(engine, verb) != Some(true) {
+                    if missing == tries || supports(engine, verb) != Some(true) {
                         engine.verbs().learn(verb, false, Instant::now());
-                        return Settled::Unsupported;
+                        return SettlementResult::Unsupported;
                     }
-                    complain(engine, outgoing, left, &format!("status {}", answer.status));
+                    log_failed_try(engine, message, left, &format!("status {}", answer.status));
                 }
-                Ok(Ok(answer)) => complain(engine, outgoing, left, &format!("status {}", answer.status)),
-                Ok(Err(error)) => complain(engine, outgoing, left, &error.to_string()),
-                Err(_elapsed) => complain(engine, outgoing, left, "no answer in time"),
+                Ok(Ok(answer)) => log_failed_try(engine, message, left, &format!("status {}", answer.status)),
+                Ok(Err(error)) => log_failed_try(engine, message, left, &error.to_string()),
+                Err(_elapsed) => log_failed_try(engine, message, left, "no answer in time"),
             }
             if left > 0 {
                 tokio::time::sleep(pause).await;
             }
         }
-        Settled::Failed
+        SettlementResult::Failed
     }
 }
 
-/// Says, not too often, that a try did not come to anything.
-fn complain(engine: &Engine, outgoing: &Outgoing, left: u16, what: &str) {
-    if let Some(held_back) = engine.trouble.due() {
-        let request = outgoing.id.as_ref().map(RequestId::as_str);
-        let (engine, path) = (engine.authority(), &*outgoing.path);
+/// Logs, rate-limited, a failed attempt.
+fn log_failed_try(engine: &Engine, message: &EngineRequest, left: u16, what: &str) {
+    if let Some(held_back) = engine.log_limiter.allow() {
+        let request = message.id.as_ref().map(RequestId::as_str);
+        let (engine, path) = (engine.authority(), &*message.path);
         tracing::warn!(request, engine, path, what, left, held_back, "abort or release failed");
     }
 }
 
-/// The pauses between tries.
-fn pauses() -> impl Iterator<Item = Duration> {
+/// The pauses between attempts.
+fn retry_pauses() -> impl Iterator<Item = Duration> {
     std::iter::successors(Some(PAUSE), |pause| Some((*pause * 2).min(PAUSE_MAX)))
 }
 
-/// Whether an engine may have a verb: its configuration does not say that it has none, and neither has it.
-fn may_have(engine: &Engine, verb: Verb) -> bool {
+/// Whether an engine may have a verb, according to its configuration and its earlier answers.
+fn may_support(engine: &Engine, verb: Verb) -> bool {
     let stock = matches!(engine.release_mode(), ReleaseMode::RefusedDecode | ReleaseMode::Lease);
-    !stock && has(engine, verb) != Some(false)
+    !stock && supports(engine, verb) != Some(false)
 }
 
-fn has(engine: &Engine, verb: Verb) -> Option<bool> {
+fn supports(engine: &Engine, verb: Verb) -> Option<bool> {
     engine.verbs().has(verb, Instant::now())
 }
 
@@ -521,18 +541,18 @@ fn is_missing(status: StatusCode) -> bool {
     matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED)
 }
 
-fn release(handle: Handle, cause: Cause, request: &RequestId) -> Outgoing {
+fn release_message(handle: Handle, cause: SettlementCause, request: &RequestId) -> EngineRequest {
     let body = json!({"handle": handle.to_string(), "reason": cause.label()});
-    verb("/kv/release", &body, request)
+    verb_message("/kv/release", &body, request)
 }
 
-/// Both legs have one id; an engine that serves both must know which one is meant.
-fn abort(request: &RequestId, leg: Leg) -> Outgoing {
-    verb("/abort_requests", &json!({"request_ids": [request.as_str()], "leg": leg.label()}), request)
+/// Both legs have the same id, so an engine that serves both needs the leg.
+fn abort_message(request: &RequestId, leg: Leg) -> EngineRequest {
+    verb_message("/abort_requests", &json!({"request_ids": [request.as_str()], "leg": leg.label()}), request)
 }
 
-fn verb(path: &'static str, body: &serde_json::Value, request: &RequestId) -> Outgoing {
-    Outgoing { id: Some(request.clone()), ..Outgoing::post(path, Bytes::from(body.to_string())) }
+fn verb_message(path: &'static str, body: &serde_json::Value, request: &RequestId) -> EngineRequest {
+    EngineRequest { id: Some(request.clone()), ..EngineRequest::post(path, Bytes::from(body.to_string())) }
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// The router's names of a prompt's whole blocks, at most so many.
+/// The router's names of a prompt's whole blocks, at most `most`.
 pub(crate) fn links(tokens: &[u32], block_size: usize, most: usize) -> Vec<u64> {
     if block_size == 0 {
         return Vec::new();
@@ -21,7 +21,7 @@ pub(crate) fn chain(parent: u64, tokens: &[u32], size: usize) -> impl Iterator<I
     })
 }
 
-/// What comes before the first block. Blocks of different sizes never meet.
+/// The parent of the first block. Chains of different block sizes never meet.
 pub(crate) fn root(block_size: usize) -> u64 {
     0x6b76_5f72_6f6f_7421 ^ block_size as u64
 }

@@ -1,57 +1,57 @@
-//! How many tokens a prompt takes, estimated before an engine counts them.
+//! Estimate of a prompt's tokens, before an engine counts them.
 //!
-//! Four bytes of JSON are about one token (`features.bytes_per_token`, for what routing decides). That holds for text
-//! only. Token ids are counted. Pictures, sounds and what else is base64 or an address in the body count as fixed
-//! figures, whatever they are in bytes:
+//! Four bytes of JSON are about one token (`features.bytes_per_token`, for routing). That holds for text only.
+//! Token ids are counted. Pictures, sounds and other base64 data or addresses in the body count as fixed numbers,
+//! whatever their size in bytes:
 //!
-//! | what | tokens | from |
+//! | part | tokens | from |
 //! |---|---|---|
 //! | image | 1,024 | 576 (LLaVA 1.5, 336 px) to 1,369 (Qwen2.5-VL, 1,024 px) and 4,096 (Pixtral, 1,024 px) |
 //! | sound | 1,024 | 40 s at 25 tokens a second (Qwen2-Audio); 82 s at 12.5 (Voxtral) |
 //! | video, file | 8,192 | 32 frames or pages at 256 |
 //! | `prompt_embeds` | bytes / 8,192 | one token is 3,072 values of bf16, in base64 |
 //!
-//! An estimate is charged before an answer; what `usage` tells beyond it is charged after.
+//! The estimate is charged before the response, and the excess in `usage` after it.
 
-use baton_openai::{Media, RawBody};
+use baton_openai::{MediaCounts, RawBody};
 
 const IMAGE_TOKENS: u64 = 1024;
 const SOUND_TOKENS: u64 = 1024;
 const VIDEO_TOKENS: u64 = 8192;
 const FILE_TOKENS: u64 = 8192;
 const EMBEDDING_BYTES: usize = 8192;
-/// Four bytes of text are about one token of English; the JSON around it makes up for what is shorter.
+/// Four bytes of English text are about one token. The JSON around it compensates for shorter tokens.
 const BYTES_PER_TOKEN: usize = 4;
 
-/// Fields in which a prompt may be, and those in which only pictures matter.
-const PROMPTS: [&str; 3] = ["messages", "prompt", "input"];
-const OTHERS: [&str; 5] = ["documents", "query", "queries", "text_1", "text_2"];
+/// Fields that may contain a prompt, and fields in which only media count.
+const PROMPT_FIELDS: [&str; 3] = ["messages", "prompt", "input"];
+const MEDIA_FIELDS: [&str; 5] = ["documents", "query", "queries", "text_1", "text_2"];
 
-/// What of a body is no text: its tokens, and the bytes that they are.
+/// The parts of a body that are no text: their tokens and their bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Known {
+pub(crate) struct NonTextParts {
     pub tokens: u64,
     pub bytes: usize,
 }
 
-impl Known {
+impl NonTextParts {
     pub(crate) fn of(body: &RawBody) -> Self {
-        let mut known = Self::default();
-        for name in PROMPTS {
+        let mut parts = Self::default();
+        for name in PROMPT_FIELDS {
             match body.field(name) {
-                Some(ids) if is_token_ids(ids) => known.add(token_ids(ids), ids.len()),
-                Some(value) => known.add_media(value),
+                Some(ids) if is_token_ids(ids) => parts.add(token_ids(ids), ids.len()),
+                Some(value) => parts.add_media(value),
                 None => {}
             }
         }
-        OTHERS.iter().filter_map(|name| body.field(name)).for_each(|value| known.add_media(value));
+        MEDIA_FIELDS.iter().filter_map(|name| body.field(name)).for_each(|value| parts.add_media(value));
         if let Some(embeds) = body.field("prompt_embeds") {
-            known.add((embeds.len() / EMBEDDING_BYTES) as u64, embeds.len());
+            parts.add((embeds.len() / EMBEDDING_BYTES) as u64, embeds.len());
         }
-        known
+        parts
     }
 
-    /// Tokens of a body's prompt.
+    /// Estimated tokens of a body's prompt.
     pub(crate) fn prompt_tokens(&self, body: &RawBody) -> u64 {
         self.tokens + (body.len().saturating_sub(self.bytes) / BYTES_PER_TOKEN) as u64
     }
@@ -62,7 +62,7 @@ impl Known {
     }
 
     fn add_media(&mut self, value: &[u8]) {
-        let media = Media::of(value);
+        let media = MediaCounts::of(value);
         let tokens = [
             (media.images, IMAGE_TOKENS),
             (media.sounds, SOUND_TOKENS),
@@ -73,13 +73,13 @@ impl Known {
     }
 }
 
-/// Whether a prompt is a list of token ids, or of such lists: JSON that was checked before.
+/// Whether a prompt is a list of token ids, or of such lists. Its JSON was checked before.
 fn is_token_ids(prompt: &[u8]) -> bool {
     let mut bytes = prompt.iter().filter(|byte| !byte.is_ascii_whitespace());
     bytes.next() == Some(&b'[') && bytes.find(|byte| **byte != b'[').is_some_and(u8::is_ascii_digit)
 }
 
-/// How many there are: each but the last has a comma behind it.
+/// Number of token ids: each but the last has a comma behind it.
 fn token_ids(prompt: &[u8]) -> u64 {
     1 + memchr::memchr_iter(b',', prompt).count() as u64
 }
@@ -92,7 +92,7 @@ mod tests {
 
     fn tokens(body: &Value) -> u64 {
         let body = RawBody::any(body.to_string().into(), &Default::default(), &()).expect("an object");
-        Known::of(&body).prompt_tokens(&body)
+        NonTextParts::of(&body).prompt_tokens(&body)
     }
 
     fn chat(part: Value) -> Value {

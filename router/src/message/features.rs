@@ -1,10 +1,10 @@
-//! What of a request says where it belongs: its session, its user, and the beginning of its prompt.
+//! Routing features of a request: its session, its user, and the beginning of its prompt.
 //!
-//! A prompt is compared as the bytes of its JSON, in chunks whose hashes are chained: equal hashes mean that
-//! everything up to the chunk's end is equal. What makes engines' caches differ although the text is the same
-//! goes into the chain's first link: the model, the salt, and the tools, which chat templates put in front.
+//! A prompt is compared as the bytes of its JSON, in chunks whose hashes are chained. Equal hashes mean that
+//! everything up to the chunk's end is equal. The first link separates prompts whose cached blocks differ for
+//! equal text: it hashes the model, the salt and the tools.
 //!
-//! Only what a policy of the model asks for is looked at; see [`Needs`].
+//! Only features that a policy of the model needs are computed; see [`FeatureNeeds`].
 
 use baton_openai::RawBody;
 use hyper::header::HeaderMap;
@@ -12,50 +12,50 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_seed};
 
 use crate::config::{AffinityKey, FeaturesConfig, LoadUnit, ModelConfig, PolicyConfig};
 use crate::message::block_chain::links;
-use crate::message::estimate::Known;
+use crate::message::estimate::NonTextParts;
 
-/// What has to be looked at in a model's requests.
+/// The features that a model's policies need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Needs {
+pub(crate) struct FeatureNeeds {
     pub session: bool,
     pub user: bool,
     pub prefix: bool,
-    /// The prompt's size; without it the body's is good enough.
+    /// The prompt's size. Without it the body's size suffices.
     pub tokens: bool,
 }
 
-/// What was found in a request.
+/// The features of a request.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Features {
     session: Option<u64>,
     user: Option<u64>,
     prefix: Vec<u64>,
     blocks: Vec<u64>,
-    /// Tokens of the prompt, estimated.
+    /// Estimated tokens of the prompt.
     pub tokens: u64,
-    /// Tokens of one chunk of `prefix`, and of the tools in front of the first; estimated.
+    /// Estimated tokens of one chunk of `prefix`, and of the tools in front of the first.
     chunk_tokens: f64,
     head_tokens: f64,
-    /// Tokens of one of `blocks`.
+    /// Tokens of one block of `blocks`.
     block_tokens: usize,
 }
 
-/// A request, as far as features are made of it.
-pub(crate) struct Source<'a> {
+/// The parts of a request from which features are computed.
+pub(crate) struct FeatureInput<'a> {
     pub model: &'a str,
     pub headers: &'a HeaderMap,
     pub body: &'a RawBody,
     pub user: Option<&'a str>,
-    /// What keeps this request's cache apart from others': `cache_salt`, tenant.
+    /// Values that separate this request's cache from others': `cache_salt`, tenant.
     pub salts: &'a [&'a str],
-    /// What of the body is no text.
-    pub known: Known,
-    /// Tokens of one KV block of the engines that tell of theirs.
+    /// The parts of the body that are no text.
+    pub non_text: NonTextParts,
+    /// Tokens of one KV block, of engines that report it.
     pub block_size: Option<usize>,
 }
 
-impl Needs {
-    /// What the policies of a model ask for.
+impl FeatureNeeds {
+    /// The needs of a model's policies.
     pub(crate) fn of(model: &ModelConfig) -> Self {
         let mut needs = Self { prefix: model.disaggregate.asks_what_is_cached(), ..Self::default() };
         needs.tokens = needs.prefix || model.disaggregate.min_prompt_tokens > 0;
@@ -78,27 +78,28 @@ impl Needs {
 }
 
 impl Features {
-    /// Looks at what is needed of a request.
-    pub(crate) fn read(source: &Source<'_>, needs: Needs, config: &FeaturesConfig) -> Self {
-        let known = source.known;
-        let estimate = |bytes: usize| known.tokens + estimate(bytes.saturating_sub(known.bytes), config);
-        let mut features = Self { tokens: estimate(source.body.len()), ..Self::default() };
+    /// Computes the needed features of a request.
+    pub(crate) fn read(input: &FeatureInput<'_>, needs: FeatureNeeds, config: &FeaturesConfig) -> Self {
+        let non_text = input.non_text;
+        let estimate =
+            |bytes: usize| non_text.tokens + estimate(bytes.saturating_sub(non_text.bytes), config);
+        let mut features = Self { tokens: estimate(input.body.len()), ..Self::default() };
         if needs.session {
-            let header = source.headers.get(&config.session_header);
+            let header = input.headers.get(&config.session_header);
             features.session = header.filter(|v| !v.is_empty()).map(|v| xxh3_64(v.as_bytes()));
         }
         if needs.user {
-            features.user = source.user.filter(|user| !user.is_empty()).map(|user| xxh3_64(user.as_bytes()));
+            features.user = input.user.filter(|user| !user.is_empty()).map(|user| xxh3_64(user.as_bytes()));
         }
         if needs.prefix || needs.tokens {
-            let body = source.body;
+            let body = input.body;
             let prompt = ["messages", "prompt", "input"].iter().find_map(|name| body.field(name));
             let (prompt, tools) = (prompt.unwrap_or_default(), body.field("tools").unwrap_or_default());
             let embeds = body.field("prompt_embeds").unwrap_or_default();
             features.tokens = estimate(prompt.len() + tools.len() + embeds.len());
             if is_token_ids(prompt) {
-                // What a salt keeps apart engines tell in words that are theirs alone.
-                if let Some(size) = source.block_size.filter(|_| source.salts.is_empty())
+                // With a salt, engines' block names cannot be compared with the router's.
+                if let Some(size) = input.block_size.filter(|_| input.salts.is_empty())
                     && let Ok(tokens) = serde_json::from_slice::<Vec<u32>>(prompt)
                 {
                     features.blocks = links(&tokens, size, config.chunks_max);
@@ -106,8 +107,8 @@ impl Features {
                 }
             }
             if needs.prefix {
-                features.prefix = chunks(first_link(source, tools), prompt, config);
-                // What is known of the whole: its tokens may have been counted.
+                features.prefix = chunks(first_link(input, tools), prompt, config);
+                // Derived from the whole, because its tokens may have been counted.
                 let per_byte = features.tokens as f64 / (prompt.len() + tools.len()).max(1) as f64;
                 features.chunk_tokens = config.chunk_bytes as f64 * per_byte;
                 features.head_tokens = tools.len() as f64 * per_byte;
@@ -116,14 +117,14 @@ impl Features {
         features
     }
 
-    /// Of a request of so many tokens of which nothing else matters.
+    /// Features of a request of which only the tokens matter.
     pub(crate) fn of_tokens(tokens: u64) -> Self {
         Self { tokens, ..Self::default() }
     }
 
-    /// As policies see it.
-    pub(crate) fn wanted(&self) -> Wanted<'_> {
-        Wanted {
+    /// The features as policies read them.
+    pub(crate) fn routing_features(&self) -> RoutingFeatures<'_> {
+        RoutingFeatures {
             session: self.session,
             user: self.user,
             prefix: &self.prefix,
@@ -137,7 +138,7 @@ impl Features {
     }
 }
 
-/// Whether a prompt is a list of token ids: JSON that was checked before.
+/// Whether a prompt is a list of token ids. Its JSON was checked before.
 fn is_token_ids(prompt: &[u8]) -> bool {
     let [b'[', rest @ ..] = prompt else { return false };
     rest.iter().find(|byte| !byte.is_ascii_whitespace()).is_some_and(u8::is_ascii_digit)
@@ -148,11 +149,11 @@ fn estimate(bytes: usize, config: &FeaturesConfig) -> u64 {
     (bytes as f64 / config.bytes_per_token) as u64
 }
 
-/// What keeps chains apart before a byte of the prompt is looked at.
-fn first_link(source: &Source<'_>, tools: &[u8]) -> u64 {
+/// The first link, which separates chains before any byte of the prompt.
+fn first_link(input: &FeatureInput<'_>, tools: &[u8]) -> u64 {
     let mut hash = Xxh3::new();
-    let salts = source.salts.iter().map(|salt| salt.as_bytes());
-    for part in [source.model.as_bytes(), tools].into_iter().chain(salts) {
+    let salts = input.salts.iter().map(|salt| salt.as_bytes());
+    for part in [input.model.as_bytes(), tools].into_iter().chain(salts) {
         hash.update(&(part.len() as u64).to_le_bytes());
         hash.update(part);
     }
@@ -161,7 +162,7 @@ fn first_link(source: &Source<'_>, tools: &[u8]) -> u64 {
 
 /// The chained hashes of the prompt's whole chunks.
 fn chunks(first_link: u64, prompt: &[u8], config: &FeaturesConfig) -> Vec<u64> {
-    // The bracket that closes a list of messages is not a part of the next turn's prompt.
+    // The bracket that closes a list of messages is not part of the next turn's prompt.
     let prompt = prompt.strip_suffix(b"]").unwrap_or(prompt);
     let mut link = first_link;
     let whole = prompt.chunks_exact(config.chunk_bytes).take(config.chunks_max);
@@ -173,23 +174,23 @@ fn chunks(first_link: u64, prompt: &[u8], config: &FeaturesConfig) -> Vec<u64> {
         .collect()
 }
 
-/// What a policy may know of a request.
+/// The features that a policy may use.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Wanted<'a> {
-    /// A hash of the session that it names.
+pub(crate) struct RoutingFeatures<'a> {
+    /// A hash of the request's session.
     pub session: Option<u64>,
-    /// A hash of the user that it names.
+    /// A hash of the request's user.
     pub user: Option<u64>,
-    /// The prompt's beginning, chunk by chunk: each hash is of everything up to the chunk's end.
+    /// The prompt's beginning in chunks: each hash covers everything up to the chunk's end.
     pub prefix: &'a [u64],
-    /// The same by the engines' KV blocks, where the prompt's tokens are known.
+    /// The same in the engines' KV blocks, if the prompt's tokens are known.
     pub blocks: &'a [u64],
-    /// Tokens of the prompt, estimated.
+    /// Estimated tokens of the prompt.
     pub tokens: u64,
-    /// Tokens of one of `prefix`, and of what chat templates put in front of the first; estimated.
+    /// Estimated tokens of one chunk of `prefix`, and of the text that chat templates put in front of the first.
     pub chunk_tokens: f64,
     pub head_tokens: f64,
-    /// Tokens of one of `blocks`.
+    /// Tokens of one block of `blocks`.
     pub block_tokens: usize,
     /// The partner's values of the labels that pairs should share.
     pub pair: Option<u64>,
@@ -206,21 +207,21 @@ mod tests {
         RawBody::any(body.to_owned().into(), &Default::default(), &()).expect("an object")
     }
 
-    const ALL: Needs = Needs { session: true, user: true, prefix: true, tokens: true };
+    const ALL: FeatureNeeds = FeatureNeeds { session: true, user: true, prefix: true, tokens: true };
 
     fn features(body: &Value, salts: &[&str]) -> Features {
         let headers = HeaderMap::new();
         let body = raw(&body.to_string());
-        let source = Source {
+        let input = FeatureInput {
             model: "m",
             headers: &headers,
             body: &body,
             user: None,
             salts,
             block_size: None,
-            known: Known::of(&body),
+            non_text: NonTextParts::of(&body),
         };
-        Features::read(&source, ALL, &FeaturesConfig { chunk_bytes: 64, ..FeaturesConfig::default() })
+        Features::read(&input, ALL, &FeaturesConfig { chunk_bytes: 64, ..FeaturesConfig::default() })
     }
 
     fn common(a: &Features, b: &Features) -> usize {
@@ -279,16 +280,16 @@ mod tests {
         let read = |session: &'static str, user: &str| {
             let mut headers = HeaderMap::new();
             headers.insert("x-session-id", HeaderValue::from_static(session));
-            let source = Source {
+            let input = FeatureInput {
                 model: "m",
                 headers: &headers,
                 body: &raw("{}"),
                 user: Some(user),
                 salts: &[],
-                known: Known::default(),
+                non_text: NonTextParts::default(),
                 block_size: None,
             };
-            let features = Features::read(&source, ALL, &FeaturesConfig::default());
+            let features = Features::read(&input, ALL, &FeaturesConfig::default());
             (features.session, features.user)
         };
         assert_eq!(read("s1", "u1"), read("s1", "u1"));
@@ -303,11 +304,14 @@ mod tests {
             "{name: m, prefill: {policy: random}, decode: {engines: [{url: 'http://h:1'}]}}",
         )
         .expect("a model");
-        assert_eq!(Needs::of(&config), Needs::default());
+        assert_eq!(FeatureNeeds::of(&config), FeatureNeeds::default());
         let config: ModelConfig = serde_saphyr::from_str(
             "{name: m, prefill: {policy: prefix_aware}, decode: {policy: {consistent_hash: {keys: [user]}}}}",
         )
         .expect("a model");
-        assert_eq!(Needs::of(&config), Needs { prefix: true, user: true, ..Needs::default() });
+        assert_eq!(
+            FeatureNeeds::of(&config),
+            FeatureNeeds { prefix: true, user: true, ..FeatureNeeds::default() }
+        );
     }
 }

@@ -1,4 +1,4 @@
-//! Numbers as hexadecimal digits of a fixed width, written where they belong and not by way of a formatter.
+//! Numbers as hexadecimal digits of a fixed width, written in place without a formatter.
 
 /// Fills `text` with the lowest digits of a number, in lower case.
 pub(crate) fn write(text: &mut [u8], number: u128) {

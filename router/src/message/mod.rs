@@ -1,7 +1,8 @@
-//! What requests and responses contain, pure but for minted ids: paths, features, rewriting, SSE frames, usage, trace context.
+//! The contents of requests and responses: paths, features, rewriting, SSE frames, usage, trace context. Pure,
+//! except for minted ids.
 
 pub(crate) mod block_chain;
-pub(crate) mod error_inside;
+pub(crate) mod embedded_error;
 pub(crate) mod estimate;
 pub(crate) mod features;
 pub(crate) mod hex;

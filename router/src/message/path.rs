@@ -1,23 +1,23 @@
-//! Which path is what.
+//! Routes of the client listener, and the endpoints of engines.
 
 use std::borrow::Cow;
 
 use baton_openai::{ApiError, Endpoint, path};
 use hyper::Method;
 
-/// What engines are asked, and how.
+/// The API of a request to engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Dialect {
     /// Completions and chats.
     OpenAi(Endpoint),
     /// OpenAI's newer `/v1/responses`.
     Responses,
-    /// Nothing is generated: one engine of the decode pool answers it, at this path.
-    Passed(&'static str),
+    /// Not generated: one engine of the decode pool answers the request, at this path.
+    Passthrough(&'static str),
 }
 
 impl Dialect {
-    /// What generates at a path.
+    /// The generating API at a path.
     pub(crate) fn at(path: &str) -> Option<Self> {
         if path == RESPONSES { Some(Self::Responses) } else { Endpoint::at(path).map(Self::OpenAi) }
     }
@@ -26,24 +26,24 @@ impl Dialect {
         match self {
             Self::OpenAi(endpoint) => endpoint.path(),
             Self::Responses => RESPONSES,
-            Self::Passed(path) => path,
+            Self::Passthrough(path) => path,
         }
     }
 
-    /// Whether there is something to prefill and to decode.
+    /// Whether the API has a prefill and a decode leg.
     pub(crate) fn generates(self) -> bool {
-        !matches!(self, Self::Passed(_))
+        !matches!(self, Self::Passthrough(_))
     }
 
-    /// The field that bounds what is generated.
+    /// The field that bounds the output.
     pub(crate) fn length_field(self) -> &'static str {
         match self {
-            Self::OpenAi(_) | Self::Passed(_) => "max_tokens",
+            Self::OpenAi(_) | Self::Passthrough(_) => "max_tokens",
             Self::Responses => "max_output_tokens",
         }
     }
 
-    /// Whether a stream says `[DONE]` at its end. Otherwise it ends with its body.
+    /// Whether a stream ends with `[DONE]`. Otherwise it ends with its body.
     pub(crate) fn says_done(self) -> bool {
         matches!(self, Self::OpenAi(_))
     }
@@ -51,8 +51,8 @@ impl Dialect {
 
 const RESPONSES: &str = "/v1/responses";
 
-/// What one engine of the decode pool answers by itself.
-const PASSED: [&str; 11] = [
+/// Paths that one engine of the decode pool answers.
+const PASSTHROUGH_PATHS: [&str; 11] = [
     "/tokenize",
     "/detokenize",
     "/v1/embeddings",
@@ -66,35 +66,35 @@ const PASSED: [&str; 11] = [
     "/pooling",
 ];
 
-/// What a client asks of the router.
+/// The route of a client's request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Route<'a> {
-    /// Something of engines.
+    /// A request for engines.
     Ask(Dialect),
-    /// To be told the models.
+    /// The list of models.
     Models,
-    /// To be told one model.
+    /// One model.
     Model(Cow<'a, str>),
     /// Whether the router is alive.
     Health,
-    /// Whether it takes requests and has an engine for them.
+    /// Whether the router accepts requests and has an engine for them.
     Ready,
-    /// Which version it is.
+    /// The router's version.
     Version,
-    /// Which methods a path has.
+    /// The methods of a path.
     Options(&'static str),
 }
 
 impl<'a> Route<'a> {
     /// # Errors
-    /// 404, or 405 where only the method is wrong; 400 for a model's name with a malformed escape.
+    /// 404, or 405 if only the method is wrong; 400 for a model's name with a malformed escape.
     pub(crate) fn of(method: &Method, path: &'a str) -> Result<Self, ApiError> {
         let (route, allowed) = match (Self::fixed(path), path::model_at(path)) {
             (Some(fixed), _) => fixed,
             (None, Some(name)) => (Self::Model(name?), Method::GET),
             (None, None) => return Err(path::not_found(path, |meant| Self::fixed(meant).is_some())),
         };
-        // Whoever may read may also ask for the head alone.
+        // A path that allows GET also allows HEAD.
         if *method == allowed || (*method == Method::HEAD && allowed == Method::GET) {
             return Ok(route);
         }
@@ -105,7 +105,7 @@ impl<'a> Route<'a> {
         Err(ApiError::method_not_allowed(method.as_str(), allowed))
     }
 
-    /// The route of a path that stands in the tables above, and its method.
+    /// The route of a path in the tables above, with its method.
     fn fixed(path: &str) -> Option<(Self, Method)> {
         Some(match path {
             "/v1/models" => (Self::Models, Method::GET),
@@ -113,7 +113,8 @@ impl<'a> Route<'a> {
             "/ready" => (Self::Ready, Method::GET),
             "/version" => (Self::Version, Method::GET),
             _ => {
-                let passed = || PASSED.into_iter().find(|passed| *passed == path).map(Dialect::Passed);
+                let passed =
+                    || PASSTHROUGH_PATHS.into_iter().find(|passed| *passed == path).map(Dialect::Passthrough);
                 (Self::Ask(Dialect::at(path).or_else(passed)?), Method::POST)
             }
         })
@@ -135,7 +136,10 @@ mod tests {
         assert_eq!(route(Method::GET, "/v1/models/a%2Fb"), Ok(Route::Model("a/b".into())));
         assert_eq!(route(Method::GET, "/v1/models/a%2"), Err(400));
         assert_eq!(route(Method::POST, "/v1/responses"), Ok(Route::Ask(Dialect::Responses)));
-        assert_eq!(route(Method::POST, "/v1/embeddings"), Ok(Route::Ask(Dialect::Passed("/v1/embeddings"))));
+        assert_eq!(
+            route(Method::POST, "/v1/embeddings"),
+            Ok(Route::Ask(Dialect::Passthrough("/v1/embeddings")))
+        );
         assert_eq!(route(Method::HEAD, "/health"), Ok(Route::Health));
         assert_eq!(route(Method::GET, "/ready"), Ok(Route::Ready));
         assert_eq!(route(Method::OPTIONS, "/v1/completions"), Ok(Route::Options("POST, OPTIONS")));

@@ -1,12 +1,12 @@
 //! The body of a request to an engine: one piece, or several that are never copied together.
 //!
-//! What is ready of them goes out with one vectored write, and the head says their exact length.
+//! One vectored write sends all available pieces, and the head contains their exact length.
 
 use std::sync::Arc;
 
 use bytes::Bytes;
 
-/// A body. Cheap to clone, so that another engine can be sent the same.
+/// A body. It is cheap to clone, so that it can be sent to another engine.
 #[derive(Clone, Debug)]
 pub(crate) enum Payload {
     One(Bytes),

@@ -1,4 +1,5 @@
-//! Ids of requests: minted here, random, the same on both legs. A client's own is only echoed to it.
+//! Ids of requests: random, minted by the router, and the same on both legs. A client's own id is only echoed to
+//! the client.
 
 use std::cell::RefCell;
 
@@ -8,7 +9,7 @@ use hyper::header::{HeaderMap, HeaderValue};
 use crate::message::hex;
 
 /// A random id in the shape of a version 4 UUID.
-pub(crate) fn mint() -> RequestId {
+pub(crate) fn generate() -> RequestId {
     let mut bytes = random();
     bytes[6] = bytes[6] & 0x0f | 0x40;
     bytes[8] = bytes[8] & 0x3f | 0x80;
@@ -21,17 +22,17 @@ pub(crate) fn mint() -> RequestId {
     RequestId::new(text).expect("36 bytes of printable ASCII")
 }
 
-/// Random numbers that are asked of the kernel at a time: a call for each request would cost as much as a read.
-const AHEAD: usize = 32;
+/// Random numbers read from the kernel at once, because a call per request would cost as much as a read.
+const RANDOM_BATCH: usize = 32;
 
-/// 16 random bytes, which nobody else gets.
+/// 16 unique random bytes.
 pub(crate) fn random() -> [u8; 16] {
     thread_local! {
         static STOCK: RefCell<Vec<[u8; 16]>> = const { RefCell::new(Vec::new()) };
     }
     STOCK.with_borrow_mut(|stock| {
         if stock.is_empty() {
-            stock.resize(AHEAD, [0; 16]);
+            stock.resize(RANDOM_BATCH, [0; 16]);
             getrandom::fill(stock.as_flattened_mut())
                 .expect("the kernel's random numbers are there from boot on");
         }
@@ -39,31 +40,31 @@ pub(crate) fn random() -> [u8; 16] {
     })
 }
 
-/// The name under which a request is computed anew. Engines remember for a while what was aborted by name, and aborts
-/// of the first round are repeated until they are answered: under the old name they would end the second round too.
-pub(crate) fn anew(id: &RequestId) -> RequestId {
+/// The id under which a request is recomputed. Engines remember aborted ids for a while, and aborts of the first
+/// round are repeated until they are answered. Under the old id they would end the second round too.
+pub(crate) fn next_round(id: &RequestId) -> RequestId {
     derived(id, "-2")
 }
 
-/// An id of the router's own with a few characters behind it.
+/// A minted id with a suffix.
 pub(crate) fn derived(id: &RequestId, suffix: &str) -> RequestId {
     let text = [id.as_str(), suffix].concat();
     RequestId::new(&text).expect("what is minted here is far shorter than a request id may be")
 }
 
-/// The client's id, where it is one.
-pub(crate) fn decent(headers: &HeaderMap) -> Option<HeaderValue> {
+/// The client's id, if it is valid.
+pub(crate) fn client_id(headers: &HeaderMap) -> Option<HeaderValue> {
     let mut values = headers.get_all("x-request-id").iter();
     let (Some(value), None) = (values.next(), values.next()) else { return None };
     RequestId::new(value.to_str().ok()?).ok()?;
     Some(value.clone())
 }
 
-/// The request's own id, also from an id under which its prompt is recomputed.
+/// The id of the request, also from an id under which its prompt is recomputed.
 #[must_use]
-pub(crate) fn bare_id(id: &str) -> &str {
+pub fn bare_id(id: &str) -> &str {
     let id = match id.strip_prefix("chatcmpl-").or_else(|| id.strip_prefix("cmpl-")) {
-        // The id of an engine's reply: behind the name is what tells replies to one name apart.
+        // The id of an engine's reply: the suffix distinguishes replies to one request.
         Some(reply) => {
             reply.rsplit_once('.').filter(|(_, mark)| mark.len() == 16).map_or(reply, |(name, _)| name)
         }
@@ -78,9 +79,10 @@ mod tests {
 
     #[test]
     fn ids_look_like_uuids_and_differ() {
-        let ids: std::collections::HashSet<_> = (0..10 * AHEAD).map(|_| mint().as_str().to_owned()).collect();
-        assert_eq!(ids.len(), 10 * AHEAD);
-        let a = mint();
+        let ids: std::collections::HashSet<_> =
+            (0..10 * RANDOM_BATCH).map(|_| generate().as_str().to_owned()).collect();
+        assert_eq!(ids.len(), 10 * RANDOM_BATCH);
+        let a = generate();
         assert_eq!(a.as_str().len(), 36);
         assert_eq!(&a.as_str()[14..15], "4");
     }
@@ -90,7 +92,7 @@ mod tests {
         let with = |value: &str| {
             let mut headers = HeaderMap::new();
             headers.insert("x-request-id", HeaderValue::from_str(value).expect("a header"));
-            decent(&headers)
+            client_id(&headers)
         };
         assert!(with("mine-1").is_some());
         assert!(with("with space").is_none() && with(&"x".repeat(4096)).is_none() && with("").is_none());

@@ -1,22 +1,22 @@
-//! What is taken out of a client's body, and what each leg is sent instead.
+//! The fields that are removed from a client's body, and the bodies of both legs.
 //!
-//! No byte of a client may choose an engine, a handle or a rank: one malformed `kv_transfer_params` ends a
-//! stock vLLM 0.32 decode engine, and a well-formed one reads another client's blocks. What is safe to pass as it came
-//! and what is written anew is [`RawBody`]'s to say; which names are internal is said here.
+//! No byte of a client may choose an engine, a handle or a rank. One malformed `kv_transfer_params` ends a stock
+//! vLLM 0.32 decode engine, and a well-formed one reads another client's blocks. [`RawBody`] decides which bytes
+//! are passed unchanged. This module decides which names are internal.
 
 use baton_connector::handoff::KvIntent;
-use baton_openai::{Internal, Place, RawBody};
+use baton_openai::{FieldLevel, InternalFields, RawBody};
 use serde_json::{Map, Value};
 
 use crate::message::path::Dialect;
 use crate::message::payload::Payload;
 
-/// Taken out wherever it is in the body. Stock vLLM also reads it from inside `vllm_xargs`.
-const EVERYWHERE: [&str; 3] = ["kv_transfer_params", "ec_transfer_params", "disaggregated_params"];
+/// Removed at any depth of the body. Stock vLLM also reads these from inside `vllm_xargs`.
+const INTERNAL_FIELDS: [&str; 3] = ["kv_transfer_params", "ec_transfer_params", "disaggregated_params"];
 
-/// Taken out at the top and inside [`EXTENSIONS`]. The first three name a request inside an engine, and only the
-/// router does that; the others choose engines, ranks and handles (vLLM, SGLang, TensorRT-LLM, Dynamo).
-const TOP: [&str; 17] = [
+/// Removed at the top and inside [`EXTENSIONS`]. The first three name a request inside an engine, which only the
+/// router may do. The others choose engines, ranks and handles (vLLM, SGLang, TensorRT-LLM, Dynamo).
+const INTERNAL_TOP_FIELDS: [&str; 17] = [
     "request_id",
     "rid",
     "abort_immediately",
@@ -36,32 +36,34 @@ const TOP: [&str; 17] = [
     "prefill_result",
 ];
 
-/// As [`TOP`], for whole families (SGLang's `bootstrap_*`, NixlConnector's `remote_*`).
-const TOP_PREFIXES: [&str; 3] = ["bootstrap_", "remote_", "disagg_"];
+/// As [`INTERNAL_TOP_FIELDS`], for whole families (SGLang's `bootstrap_*`, NixlConnector's `remote_*`).
+const INTERNAL_TOP_PREFIXES: [&str; 3] = ["bootstrap_", "remote_", "disagg_"];
 
-/// Objects whose fields engines read as if they stood at the top.
+/// Objects whose fields engines read as if they were at the top.
 const EXTENSIONS: [&str; 6] =
     ["vllm_xargs", "extra_body", "extra_args", "sampling_params", "custom_params", "nvext"];
 
-/// What is not a client's to say.
+/// The rules for clients' bodies.
 pub(crate) struct ClientRules;
 
-impl Internal for ClientRules {
+impl InternalFields for ClientRules {
     fn is_extension(&self, field: &str) -> bool {
         EXTENSIONS.contains(&field)
     }
 
-    fn is_internal(&self, place: Place, name: &str) -> bool {
-        EVERYWHERE.contains(&name)
-            || place != Place::Inside
-                && (TOP.contains(&name) || TOP_PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
+    fn is_internal(&self, level: FieldLevel, name: &str) -> bool {
+        INTERNAL_FIELDS.contains(&name)
+            || level != FieldLevel::Inside
+                && (INTERNAL_TOP_FIELDS.contains(&name)
+                    || INTERNAL_TOP_PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
     }
 }
 
-/// Not for the prefill leg. `stream_options` is refused without `stream`, and `min_tokens` above `max_tokens`; what
-/// ends an answer has no bearing on its prompt, and a stop that ends the one token keeps older vLLM from lending.
+/// Removed for the prefill leg. `stream_options` is refused without `stream`, and `min_tokens` above `max_tokens`.
+/// Stop conditions have no effect on the prompt, and a stop that ends the one token keeps older vLLM from opening
+/// a lease.
 const UNSET_FOR_PREFILL: [&str; 8] = [
-    // Only where the client may not say it.
+    // Removed only if the client may not set it.
     "priority",
     "stream_options",
     "min_tokens",
@@ -72,7 +74,7 @@ const UNSET_FOR_PREFILL: [&str; 8] = [
     "return_token_ids",
 ];
 
-/// A model's name as it stands in bodies.
+/// A model's name as a JSON string.
 pub(crate) struct ModelName(Box<str>);
 
 impl ModelName {
@@ -85,44 +87,44 @@ impl ModelName {
     }
 }
 
-/// Fields of ours in one body, at most.
-const OURS_MAX: usize = 12;
+/// Maximum fields that the router adds to one body.
+const ROUTER_FIELDS_MAX: usize = 12;
 
-/// What the router writes into a body because it knows whose it is. Nothing by default.
+/// Fields that the router adds because of the request's owner. None by default.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Owned {
+pub(crate) struct RouterFields {
     /// `cache_salt`, as JSON.
     cache_salt: Option<String>,
     without_priority: bool,
-    /// The engine is asked for the answer's tokens.
+    /// The engine must return the output's token ids.
     pub token_ids: bool,
-    /// `stream_options` of a stream whose client does not ask for usage, as JSON: the router does.
+    /// `stream_options` with usage, as JSON, for a stream whose client does not ask for usage.
     stream_options: Option<String>,
 }
 
-impl Owned {
-    /// With this `cache_salt`, where the endpoint knows it; and without the client's `priority`, where its key may not
-    /// have it.
+impl RouterFields {
+    /// With this `cache_salt`, where the endpoint supports it, and without the client's `priority`, where the key
+    /// may not set it.
     pub(crate) fn new(cache_salt: Option<&str>, without_priority: bool) -> Self {
         Self { cache_salt: cache_salt.map(json), without_priority, ..Self::default() }
     }
 
-    /// Asks the decode engine for the usage of a stream, beside what the client asks.
+    /// Asks the decode engine for the usage of a stream, in addition to the client's options.
     pub(crate) fn ask_for_usage(&mut self, body: &RawBody) {
         let own = body.field("stream_options").and_then(|options| serde_json::from_slice(options).ok());
         let mut options: Map<String, Value> = own.unwrap_or_default();
         options.insert("include_usage".to_owned(), Value::Bool(true));
-        // Without `include_usage` it asks for nothing (vLLM), and it must not begin to.
+        // Without `include_usage` the option has no effect (vLLM), and it must not get one.
         options.insert("continuous_usage_stats".to_owned(), Value::Bool(false));
         self.stream_options = Some(Value::Object(options).to_string());
     }
 
-    /// Whether usage comes that the client did not ask for.
+    /// Whether the engine sends usage that the client did not ask for.
     pub(crate) fn asks_for_usage(&self) -> bool {
         self.stream_options.is_some()
     }
 
-    /// The same for an engine that refuses to be asked for usage.
+    /// The same for an engine that refuses the usage option.
     pub(crate) fn without_usage(&self) -> Self {
         Self { stream_options: None, ..self.clone() }
     }
@@ -132,49 +134,54 @@ impl Owned {
     }
 }
 
-/// The prefill leg: one token, not streamed, lent to whoever comes with the handle.
-pub(crate) fn prefill_body(dialect: Dialect, body: &RawBody, owned: &Owned, model: &ModelName) -> Payload {
-    let mut ours: Vec<(&str, &[u8])> = Vec::with_capacity(OURS_MAX);
-    ours.extend([
+/// The body of the prefill leg: one token, not streamed, with a lease for the holder of the handle.
+pub(crate) fn prefill_body(
+    dialect: Dialect,
+    body: &RawBody,
+    router_fields: &RouterFields,
+    model: &ModelName,
+) -> Payload {
+    let mut added: Vec<(&str, &[u8])> = Vec::with_capacity(ROUTER_FIELDS_MAX);
+    added.extend([
         ("model", model.as_json().as_bytes()),
         ("stream", b"false"),
         (dialect.length_field(), b"1"),
         ("kv_transfer_params", KvIntent::PRODUCE_REQUEST.as_bytes()),
     ]);
-    // Only where the client had them: older engines refuse fields that they do not know.
+    // Only fields of the client: older engines refuse unknown fields.
     for name in ["max_completion_tokens", "max_output_tokens", "n", "best_of"] {
         if body.has(name) {
-            ours.push((name, b"1"));
+            added.push((name, b"1"));
         }
     }
-    // Nobody will ask for what the prefill engine would store, or run in the background.
+    // No client can retrieve what the prefill engine would store or run in the background.
     if dialect == Dialect::Responses {
         let had = ["store", "background"].into_iter().filter(|name| body.has(name));
-        ours.extend(had.map(|name| (name, b"false".as_slice())));
+        added.extend(had.map(|name| (name, b"false".as_slice())));
     }
-    ours.extend(owned.fields());
-    let unset = if owned.without_priority { &UNSET_FOR_PREFILL[..] } else { &UNSET_FOR_PREFILL[1..] };
-    body.write(&ours, unset).into()
+    added.extend(router_fields.fields());
+    let unset = if router_fields.without_priority { &UNSET_FOR_PREFILL[..] } else { &UNSET_FOR_PREFILL[1..] };
+    body.write(&added, unset).into()
 }
 
-/// The decode leg: the client's request, with the producer's handoff as it came (JSON), or with none.
+/// The body of the decode leg: the client's request, with the producer's handoff unchanged (JSON), or without one.
 pub(crate) fn decode_body(
     body: &RawBody,
-    owned: &Owned,
+    router_fields: &RouterFields,
     model: &ModelName,
     handoff: Option<&str>,
 ) -> Payload {
-    let mut ours: Vec<(&str, &[u8])> = Vec::with_capacity(OURS_MAX);
-    ours.push(("model", model.as_json().as_bytes()));
-    ours.extend(handoff.map(|handoff| ("kv_transfer_params", handoff.as_bytes())));
-    ours.extend(owned.fields());
-    if owned.token_ids {
-        ours.push(("return_token_ids", b"true"));
+    let mut added: Vec<(&str, &[u8])> = Vec::with_capacity(ROUTER_FIELDS_MAX);
+    added.push(("model", model.as_json().as_bytes()));
+    added.extend(handoff.map(|handoff| ("kv_transfer_params", handoff.as_bytes())));
+    added.extend(router_fields.fields());
+    if router_fields.token_ids {
+        added.push(("return_token_ids", b"true"));
     }
-    if let Some(options) = &owned.stream_options {
-        ours.push(("stream_options", options.as_bytes()));
+    if let Some(options) = &router_fields.stream_options {
+        added.push(("stream_options", options.as_bytes()));
     }
-    body.write(&ours, if owned.without_priority { &["priority"] } else { &[] }).into()
+    body.write(&added, if router_fields.without_priority { &["priority"] } else { &[] }).into()
 }
 
 fn json(text: &str) -> String {
@@ -182,7 +189,7 @@ fn json(text: &str) -> String {
 }
 
 #[cfg(test)]
-#[path = "../../tests/router/input/hostile.rs"]
+#[path = "../../tests/router/input/hostile_bodies.rs"]
 pub(crate) mod hostile;
 
 #[cfg(test)]
@@ -191,7 +198,7 @@ mod tests {
     use bytes::Bytes;
     use serde_json::json;
 
-    use super::hostile::{Dice, Hostile, hostile, is_marked};
+    use super::hostile::{HostileBody, TestRng, hostile, is_marked};
     use super::*;
 
     const COMPLETIONS: Dialect = Dialect::OpenAi(Endpoint::Completions);
@@ -219,7 +226,7 @@ mod tests {
             "extra_body": {"nvext": {"backend_instance_id": "MARK", "kept": 2}},
             "metadata": {"deep": [{"kv_transfer_params": "MARK", "remote_control": "kept"}]},
         }));
-        let text = read(&decode_body(&body, &Owned::default(), &model(), None)).to_string();
+        let text = read(&decode_body(&body, &RouterFields::default(), &model(), None)).to_string();
         assert!(!text.contains("MARK"), "{text}");
         for kept in ["\"mine\":1", "\"kept\":2", "\"remote_control\":\"kept\""] {
             assert!(text.contains(kept), "{text}");
@@ -232,7 +239,7 @@ mod tests {
             "model": "alias", "prompt": "x", "stream": true, "stream_options": {"include_usage": true},
             "max_tokens": 64, "min_tokens": 5, "n": 3, "temperature": 0.5, "mystery": [1],
         }));
-        let sent = read(&prefill_body(COMPLETIONS, &body, &Owned::default(), &model()));
+        let sent = read(&prefill_body(COMPLETIONS, &body, &RouterFields::default(), &model()));
         assert_eq!(sent["model"], "m");
         assert_eq!((&sent["stream"], &sent["max_tokens"], &sent["n"]), (&json!(false), &json!(1), &json!(1)));
         for gone in ["stream_options", "min_tokens", "max_completion_tokens"] {
@@ -245,7 +252,7 @@ mod tests {
     #[test]
     fn the_prefill_leg_of_a_response_is_short_and_leaves_nothing_behind() {
         let body = body(&json!({"input": "x", "store": true, "max_output_tokens": 9, "stream": true}));
-        let sent = read(&prefill_body(Dialect::Responses, &body, &Owned::default(), &model()));
+        let sent = read(&prefill_body(Dialect::Responses, &body, &RouterFields::default(), &model()));
         assert_eq!((&sent["max_output_tokens"], &sent["store"]), (&json!(1), &json!(false)));
         assert_eq!((sent.get("background"), sent.get("max_tokens")), (None, None));
     }
@@ -254,12 +261,14 @@ mod tests {
     fn the_decode_leg_is_the_clients_request_and_the_handoff_verbatim() {
         let body = body(&json!({"model": "m", "prompt": "x", "max_tokens": 64, "stream": true}));
         let handoff = json!({"remote_handle": "00", "future_field": {"kept": [1, 2]}});
-        let written = decode_body(&body, &Owned::default(), &model(), Some(&handoff.to_string()));
+        let written = decode_body(&body, &RouterFields::default(), &model(), Some(&handoff.to_string()));
         let sent = read(&written);
         assert_eq!(sent["kv_transfer_params"], handoff);
         assert_eq!((&sent["max_tokens"], &sent["stream"]), (&json!(64), &json!(true)));
         assert!(
-            read(&decode_body(&body, &Owned::default(), &model(), None)).get("kv_transfer_params").is_none()
+            read(&decode_body(&body, &RouterFields::default(), &model(), None))
+                .get("kv_transfer_params")
+                .is_none()
         );
         let bytes = written.pieces().concat();
         let text = std::str::from_utf8(&bytes).expect("JSON is text");
@@ -268,10 +277,10 @@ mod tests {
 
     #[test]
     fn a_hundred_thousand_hostile_bodies_leave_no_trace_in_what_either_leg_is_sent() {
-        let (limits, mut dice, model) = (ParseLimits::default(), Dice(4), model());
+        let (limits, mut dice, model) = (ParseLimits::default(), TestRng(4), model());
         let (handoff, mut served) = (r#"{"remote_handle":"00"}"#, 0);
         for number in 0..100_000 {
-            let Hostile { path, body, kept, refused } = hostile(&mut dice);
+            let HostileBody { path, body, expected_texts: kept, refused } = hostile(&mut dice);
             let bytes = || Bytes::from(body.clone());
             let dialect = Dialect::at(path);
             let read = match dialect {
@@ -281,18 +290,18 @@ mod tests {
                 Some(Dialect::Responses) => {
                     RawBody::responses(bytes(), &limits, &ClientRules).map(|(raw, _)| raw)
                 }
-                Some(Dialect::Passed(_)) | None => RawBody::any(bytes(), &limits, &ClientRules),
+                Some(Dialect::Passthrough(_)) | None => RawBody::any(bytes(), &limits, &ClientRules),
             };
             assert_eq!(read.is_err(), refused, "{number}: {path} {body}: {:?}", read.map(drop));
             let Ok(raw) = read else { continue };
             served += 1;
             let any = RawBody::any(bytes(), &limits, &ClientRules).expect("it was read before");
             let mut sent = vec![
-                decode_body(&raw, &Owned::default(), &model, Some(handoff)),
-                decode_body(&raw, &Owned::default(), &model, None),
-                decode_body(&any, &Owned::default(), &model, None),
+                decode_body(&raw, &RouterFields::default(), &model, Some(handoff)),
+                decode_body(&raw, &RouterFields::default(), &model, None),
+                decode_body(&any, &RouterFields::default(), &model, None),
             ];
-            sent.extend(dialect.map(|dialect| prefill_body(dialect, &raw, &Owned::default(), &model)));
+            sent.extend(dialect.map(|dialect| prefill_body(dialect, &raw, &RouterFields::default(), &model)));
             for sent in sent {
                 let sent = sent.pieces().concat();
                 assert!(!is_marked(&sent), "{number}: {body}\n{}", String::from_utf8_lossy(&sent));

@@ -1,122 +1,122 @@
-//! Server-sent events on their way through: whole frames pass as they come, a broken one is never passed.
+//! Server-sent events in transit: whole frames pass unchanged, and a broken frame never passes.
 //!
 //! ```text
-//! reads ─▶ Frames::pass ─▶ whole frames ─▶ Frames::read ─▶ what the client is sent
-//!            │ lines          (a slice)       │ tokens, usage, why it finished, an error
-//!            └ an unfinished frame waits      └ a usage that only the router asked for is taken out
+//! reads ─▶ FrameBuffer::pass ─▶ whole frames ─▶ FrameBuffer::read ─▶ bytes for the client
+//!            │ lines               (a slice)       │ tokens, usage, finish reason, an error
+//!            └ an unfinished frame waits           └ a usage that only the router asked for is removed
 //! ```
 //!
-//! An engine writes whole frames, so in the usual case a read is passed on untouched. When it ends inside a frame, that
-//! end waits for the rest: should the engine die there, the client sees the frames before it, then one typed error, then
-//! `[DONE]`, and never half a frame. Each byte is looked at once, however the stream is cut.
+//! An engine writes whole frames, so a read usually passes unchanged. If it ends inside a frame, the part waits
+//! for the rest. If the engine dies there, the client receives the frames before it, then one typed error, then
+//! `[DONE]`, and never half a frame. Each byte is scanned once, however the stream is split.
 //!
-//! Lines and events are those of a conforming parser ([`lines`]). JSON is followed only in events that say one of a few
-//! words: inside a JSON string their quotes would be escaped, so a model's text is not taken for them.
+//! Lines and events are those of a conforming parser ([`lines`]). JSON is scanned only in events that contain one
+//! of a few words. Inside a JSON string their quotes would be escaped, so a model's text cannot match them.
 
 mod events;
-mod lines;
+mod frames;
 
 use bytes::{Buf, Bytes, BytesMut};
 
-use crate::message::usage::{Choices, Skim};
-use lines::{Frame, Scan};
+use crate::message::usage::{ChoiceTokens, JsonScanner};
+use frames::{Frame, FrameScanner};
 
-pub(crate) use events::{Counts, Read, Reading, first_error};
-pub(crate) use lines::{frames, lines, value};
+pub(crate) use events::{FilteredFrames, StreamReadOptions, TokenCountRule, first_error};
+pub(crate) use frames::{frames, lines, value};
 
-/// A frame longer than this is passed on in pieces: a bound on memory is worth more than a clean end.
+/// A longer frame is passed in pieces, because the bound on memory is more important than a clean end.
 const FRAME_BYTES_MAX: usize = 1 << 20;
 
-/// One stream's frames.
+/// The buffer of one stream's frames.
 #[derive(Debug, Default)]
-pub(crate) struct Frames {
-    reading: Reading,
+pub(crate) struct FrameBuffer {
+    reading: StreamReadOptions,
     /// The unfinished frame.
-    held: BytesMut,
-    scan: Scan,
+    partial: BytesMut,
+    scan: FrameScanner,
     done: bool,
-    /// The frames of what was passed last; without the one that says `[DONE]`.
-    passed: Vec<Frame>,
-    /// The unfinished frame, of which pieces were passed on.
-    long: Option<Box<Long>>,
-    choices: Choices,
-    /// What such a frame said, once it has ended; the first one of what was passed last.
-    ended: Option<Box<Skim>>,
+    /// The frames of the last pass, without the one that is `[DONE]`.
+    complete: Vec<Frame>,
+    /// The unfinished frame, if pieces of it were passed.
+    long_frame: Option<Box<LongFrame>>,
+    choices: ChoiceTokens,
+    /// The scan of such a frame after its end: the first frame of the last pass.
+    long_scan: Option<Box<JsonScanner>>,
 }
 
-/// A frame too long to be held: its data is followed as it passes.
+/// A frame that is too long for the buffer. Its data is scanned as it passes.
 #[derive(Debug, Default)]
-struct Long {
-    data: Skim,
+struct LongFrame {
+    data: JsonScanner,
     fields: usize,
-    line: Line,
+    line: LineKind,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Line {
+enum LineKind {
     #[default]
     Begins,
     Data,
     Other,
 }
 
-impl Frames {
-    pub(crate) fn new(reading: Reading) -> Self {
+impl FrameBuffer {
+    pub(crate) fn new(reading: StreamReadOptions) -> Self {
         Self { reading, ..Self::default() }
     }
 
-    /// Takes what came and gives what may be passed on; empty when no frame has ended.
+    /// Adds received bytes and returns those that may pass; empty if no frame has ended.
     pub(crate) fn pass(&mut self, chunk: Bytes) -> Bytes {
-        self.passed.clear();
-        self.ended = None;
+        self.complete.clear();
+        self.long_scan = None;
         if self.done {
             return Bytes::new();
         }
-        if self.held.is_empty() {
-            let end = self.look(&chunk);
+        if self.partial.is_empty() {
+            let end = self.scan_frames(&chunk);
             if end < chunk.len() {
-                self.held.extend_from_slice(&chunk[end..]);
+                self.partial.extend_from_slice(&chunk[end..]);
             }
             return self.with_piece(chunk.slice(..end));
         }
-        // Only what is new is copied, and only it is looked at.
-        self.held.extend_from_slice(&chunk);
-        let held = std::mem::take(&mut self.held);
-        let end = self.look(&held);
-        self.held = held;
-        let whole = self.held.split_to(end).freeze();
-        self.with_piece(whole)
+        // Only new bytes are copied and scanned.
+        self.partial.extend_from_slice(&chunk);
+        let buffered = std::mem::take(&mut self.partial);
+        let end = self.scan_frames(&buffered);
+        self.partial = buffered;
+        let complete = self.partial.split_to(end).freeze();
+        self.with_piece(complete)
     }
 
-    /// Where the last frame ends; what follows it, or what follows `[DONE]`, is not looked at again.
-    fn look(&mut self, bytes: &[u8]) -> usize {
+    /// Returns the end of the last frame. Bytes behind it, or behind `[DONE]`, are not scanned again.
+    fn scan_frames(&mut self, bytes: &[u8]) -> usize {
         let mut end = 0;
         while let Some(frame) = self.scan.next(bytes) {
             end = frame.end;
-            if let Some(mut long) = self.long.take() {
+            if let Some(mut long) = self.long_frame.take() {
                 long.take(&bytes[..end]);
-                self.ended = Some(Box::new(long.data));
+                self.long_scan = Some(Box::new(long.data));
             } else if frame.is_done(bytes) {
                 self.done = true;
                 break;
             }
-            // A frame too long to be held is the first of them.
-            if frame.has_data() || self.ended.is_some() && self.passed.is_empty() {
-                self.passed.push(frame);
+            // A frame that was too long for the buffer is the first of them.
+            if frame.has_data() || self.long_scan.is_some() && self.complete.is_empty() {
+                self.complete.push(frame);
             }
         }
         self.scan.forget(end);
         end
     }
 
-    /// What is passed on, with what of an unfinished frame is too long to be held.
+    /// Returns the bytes that pass, with the part of an unfinished frame that is too long for the buffer.
     fn with_piece(&mut self, whole: Bytes) -> Bytes {
         if self.done {
-            // Nothing that follows means anything.
-            self.held.clear();
+            // Nothing that follows has a meaning.
+            self.partial.clear();
             return whole;
         }
-        if self.held.len() <= FRAME_BYTES_MAX && self.long.is_none() {
+        if self.partial.len() <= FRAME_BYTES_MAX && self.long_frame.is_none() {
             return whole;
         }
         let end = self.scan.can_forget();
@@ -124,39 +124,40 @@ impl Frames {
             return whole;
         }
         self.scan.forget(end);
-        let piece = self.held.split_to(end).freeze();
-        self.long.get_or_insert_default().take(&piece);
+        let piece = self.partial.split_to(end).freeze();
+        self.long_frame.get_or_insert_default().take(&piece);
         if whole.is_empty() { piece } else { [whole, piece].concat().into() }
     }
 
-    /// Whether the stream has said `[DONE]`: what comes after it changes nothing.
+    /// Whether the stream has contained `[DONE]`. Bytes behind it change nothing.
     pub(crate) fn is_done(&self) -> bool {
         self.done
     }
 
-    /// Whether all that is left is a `[DONE]` without its last line end.
+    /// Whether the rest is only a `[DONE]` without its last line end.
     pub(crate) fn ends_with_done(&self) -> bool {
-        let mut lines = lines(&self.held);
+        let mut lines = lines(&self.partial);
         let is_done = |line| value(line, b"data").is_some_and(|data| data.trim_ascii() == b"[DONE]");
-        self.long.is_none() && lines.next().is_some_and(is_done) && lines.all(<[u8]>::is_empty)
+        self.long_frame.is_none() && lines.next().is_some_and(is_done) && lines.all(<[u8]>::is_empty)
     }
 
-    /// Whether a piece of an unfinished frame was passed on, so that a blank line must end it.
+    /// Whether a piece of an unfinished frame has passed, so that a blank line must end it.
     pub(crate) fn is_inside(&self) -> bool {
-        self.long.is_some()
+        self.long_frame.is_some()
     }
 
-    /// Whether everything that came was passed on, in whole frames.
+    /// Whether all received bytes have passed, in whole frames.
     pub(crate) fn is_whole(&self) -> bool {
-        self.held.is_empty() && self.long.is_none()
+        self.partial.is_empty() && self.long_frame.is_none()
     }
 }
 
-impl Long {
-    /// Takes bytes that begin where the last ones ended and end at a line's end or inside a line that says what it is.
+impl LongFrame {
+    /// Adds bytes that begin where the last ones ended. They end at a line's end, or inside a line whose field is
+    /// known.
     fn take(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
-            if self.line == Line::Begins {
+            if self.line == LineKind::Begins {
                 let end = memchr::memchr2(b'\r', b'\n', bytes).unwrap_or(bytes.len());
                 match value(&bytes[..end], b"data") {
                     Some(data) => {
@@ -164,32 +165,32 @@ impl Long {
                             self.data.feed(b"\n");
                         }
                         self.fields += 1;
-                        self.line = Line::Data;
+                        self.line = LineKind::Data;
                         bytes.advance(end - data.len());
                     }
-                    None => self.line = Line::Other,
+                    None => self.line = LineKind::Other,
                 }
             }
             let end = memchr::memchr2(b'\r', b'\n', bytes).unwrap_or(bytes.len());
-            if self.line == Line::Data {
+            if self.line == LineKind::Data {
                 self.data.feed(&bytes[..end]);
             }
             bytes.advance(end);
             if !bytes.is_empty() {
-                // Of CRLF the second is a line of its own, which says nothing.
+                // The second byte of CRLF counts as an empty line, without effect.
                 bytes.advance(1);
-                self.line = Line::Begins;
+                self.line = LineKind::Begins;
             }
         }
     }
 }
 
-/// Looks for the end of the first event, in bytes that grow; each of them is looked at once.
+/// Searches for the end of the first event in bytes that grow. Each byte is scanned once.
 #[derive(Debug, Default)]
-pub(crate) struct FirstEvent(Scan);
+pub(crate) struct FirstEvent(FrameScanner);
 
 impl FirstEvent {
-    /// Just past it, once it is there.
+    /// The end of the first event, if it is complete.
     pub(crate) fn end(&mut self, bytes: &[u8]) -> Option<usize> {
         while let Some(frame) = self.0.next(bytes) {
             if frame.has_data() {

@@ -1,13 +1,13 @@
-//! W3C trace context: whose trace a request belongs to, and what both legs are told of it.
+//! W3C trace context: the trace of a request, and the headers for both legs.
 //!
 //! ```text
 //! client ── traceparent: its span ──▶ server span ─┬─ prefill span ── traceparent ──▶ P
 //!                                                  └─ decode span ─── traceparent ──▶ D
 //! ```
 //!
-//! A header is accepted only as the specification has it (<https://www.w3.org/TR/trace-context/>, version 00, and of
-//! later versions what they share with it); anything else is dropped with its `tracestate`. Of a trace that a client
-//! began the client decides whether it is recorded. Without telemetry a good context is passed on as it came.
+//! A header is accepted only in the form of the specification (<https://www.w3.org/TR/trace-context/>, version 00,
+//! and the shared part of later versions). Any other header is dropped with its `tracestate`. The client decides
+//! whether a trace that it began is recorded. Without telemetry a valid context is passed unchanged.
 
 use hyper::header::{HeaderMap, HeaderValue};
 
@@ -18,18 +18,18 @@ const TRACEPARENT: &str = "traceparent";
 const TRACESTATE: &str = "tracestate";
 /// Bytes of a `traceparent` of version 00.
 const PARENT_BYTES: usize = 55;
-/// A longer `tracestate` is dropped; the specification asks for at least 512.
+/// A longer `tracestate` is dropped. The specification requires support for at least 512.
 const STATE_BYTES_MAX: usize = 512;
-/// More members are dropped, as the specification has it.
+/// More members are dropped, as the specification requires.
 const STATE_MEMBERS_MAX: usize = 32;
 /// Flag: the caller records this trace.
 const SAMPLED: u8 = 1;
 /// Flag: the trace's id is random.
 const RANDOM: u8 = 2;
 
-/// Spans of one request, by what is added to the id of the first. The sum wraps: ids stay distinct.
+/// Spans of one request, as offsets from the id of the first. The sum wraps, so ids stay distinct.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SpanOf {
+pub(crate) enum RequestSpan {
     Server = 0,
     Prefill = 1,
     Decode = 2,
@@ -38,9 +38,9 @@ pub(crate) enum SpanOf {
     Fetch = 5,
 }
 
-/// A request's place in a trace; [`Trace::default`] is none.
+/// A request's position in a trace; none for [`TraceContext::default`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Trace {
+pub(crate) struct TraceContext {
     /// 0: there is none.
     id: u128,
     /// The client's span; 0 where the trace begins here.
@@ -51,7 +51,7 @@ pub(crate) struct Trace {
     state: Option<HeaderValue>,
 }
 
-/// What an engine is told of a trace.
+/// The trace headers of a request to an engine.
 #[derive(Clone, Debug)]
 pub(crate) struct TraceParent {
     parent: [u8; PARENT_BYTES],
@@ -70,9 +70,9 @@ impl TraceParent {
     }
 }
 
-impl Trace {
-    /// Takes the client's context, or begins a trace. `ratio` is the share of the traces that begin here and are
-    /// recorded; `None` without telemetry. `random` fills bytes with random ones.
+impl TraceContext {
+    /// Adopts the client's context, or begins a trace. `ratio` is the share of new traces that are recorded;
+    /// `None` without telemetry. `random` fills bytes with random ones.
     pub(crate) fn begin(headers: &HeaderMap, ratio: Option<f64>, random: impl FnOnce(&mut [u8; 24])) -> Self {
         let parent = only(headers, TRACEPARENT).and_then(|value| parent(value.as_bytes()));
         let mut trace = match parent {
@@ -91,12 +91,12 @@ impl Trace {
         trace
     }
 
-    /// Whether the router is to record its spans.
+    /// Whether the router must record its spans.
     pub(crate) fn is_recorded(&self) -> bool {
         self.first != 0 && self.flags & SAMPLED != 0
     }
 
-    /// The trace's id; `None` where there is none.
+    /// The trace's id; `None` without a trace.
     pub(crate) fn id(&self) -> Option<u128> {
         (self.id != 0).then_some(self.id)
     }
@@ -107,19 +107,19 @@ impl Trace {
     }
 
     /// The id of one of the router's spans.
-    pub(crate) fn span(&self, of: SpanOf) -> u64 {
+    pub(crate) fn span(&self, of: RequestSpan) -> u64 {
         self.first.wrapping_add(of as u64).max(1)
     }
 
-    /// What the engine of a leg is told; `None` where there is no trace.
-    pub(crate) fn told(&self, leg: Leg) -> Option<TraceParent> {
+    /// The headers for the engine of a leg; `None` without a trace.
+    pub(crate) fn parent_for(&self, leg: Leg) -> Option<TraceParent> {
         if self.id == 0 {
             return None;
         }
         let span = match leg {
             _ if self.first == 0 => self.parent,
-            Leg::Prefill => self.span(SpanOf::Prefill),
-            Leg::Decode => self.span(SpanOf::Decode),
+            Leg::Prefill => self.span(RequestSpan::Prefill),
+            Leg::Decode => self.span(RequestSpan::Decode),
         };
         let mut parent = [b'-'; PARENT_BYTES];
         for (digits, number) in
@@ -131,14 +131,14 @@ impl Trace {
     }
 }
 
-/// A share of all ids, the same for everybody who asks about the same one.
+/// Selects a share of all ids. The result is the same for every caller with the same id.
 fn is_sampled(id: u128, ratio: f64) -> bool {
-    // The low 63 bits, as OpenTelemetry's own sampler has it.
+    // The low 63 bits, as in OpenTelemetry's own sampler.
     let low = (id as u64) >> 1;
     ratio >= 1.0 || (low as f64) < ratio * (1_u64 << 63) as f64
 }
 
-/// A header that is there exactly once.
+/// A header that occurs exactly once.
 fn only<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a HeaderValue> {
     let mut values = headers.get_all(name).iter();
     values.next().filter(|_| values.next().is_none())
@@ -151,7 +151,7 @@ fn parent(text: &[u8]) -> Option<(u128, u64, u8)> {
     let fits = match version {
         0 => rest.is_empty(),
         0xff => false,
-        // A later version may add fields, apart by a dash.
+        // A later version may add fields behind a dash.
         _ => rest.is_empty() || rest[0] == b'-',
     };
     if !fits || head[2] != b'-' || head[35] != b'-' || head[52] != b'-' {
@@ -173,7 +173,7 @@ fn hex(digits: &[u8]) -> Option<u128> {
     })
 }
 
-/// The vendors' own words, all in one header; `None` where there are too many of them, or they are not text.
+/// The vendors' values, joined in one header; `None` if there are too many of them, or they are not text.
 fn state(headers: &HeaderMap) -> Option<HeaderValue> {
     let mut all = String::new();
     for value in headers.get_all(TRACESTATE) {
@@ -209,22 +209,22 @@ mod tests {
         headers
     }
 
-    fn begun(pairs: &[(&'static str, &str)], ratio: Option<f64>) -> Trace {
-        Trace::begin(&headers(pairs), ratio, |bytes| bytes.copy_from_slice(&[7; 24]))
+    fn begun(pairs: &[(&'static str, &str)], ratio: Option<f64>) -> TraceContext {
+        TraceContext::begin(&headers(pairs), ratio, |bytes| bytes.copy_from_slice(&[7; 24]))
     }
 
-    fn told(trace: &Trace, leg: Leg) -> (Option<String>, Option<String>) {
-        let Some(told) = trace.told(leg) else { return (None, None) };
-        let parent = String::from_utf8(told.parent().to_vec()).expect("text");
-        (Some(parent), told.state().map(|state| state.to_str().expect("text").to_owned()))
+    fn headers_for(trace: &TraceContext, leg: Leg) -> (Option<String>, Option<String>) {
+        let Some(headers) = trace.parent_for(leg) else { return (None, None) };
+        let parent = String::from_utf8(headers.parent().to_vec()).expect("text");
+        (Some(parent), headers.state().map(|state| state.to_str().expect("text").to_owned()))
     }
 
     #[test]
     fn without_telemetry_a_good_context_is_passed_on_and_none_is_made() {
         let trace = begun(&[("traceparent", GOOD), ("tracestate", "a=1"), ("tracestate", "b=2")], None);
-        assert_eq!(told(&trace, Leg::Prefill), (Some(GOOD.to_owned()), Some("a=1,b=2".to_owned())));
+        assert_eq!(headers_for(&trace, Leg::Prefill), (Some(GOOD.to_owned()), Some("a=1,b=2".to_owned())));
         assert!(!trace.is_recorded());
-        assert_eq!(told(&begun(&[], None), Leg::Decode), (None, None));
+        assert_eq!(headers_for(&begun(&[], None), Leg::Decode), (None, None));
     }
 
     #[test]
@@ -232,26 +232,26 @@ mod tests {
         let trace = begun(&[("traceparent", GOOD)], Some(0.0));
         assert!(trace.is_recorded(), "the client decides");
         assert_eq!(trace.id(), Some(0x0af7_6519_16cd_43dd_8448_eb21_1c80_319c));
-        let legs = [Leg::Prefill, Leg::Decode].map(|leg| told(&trace, leg).0.expect("a parent"));
+        let legs = [Leg::Prefill, Leg::Decode].map(|leg| headers_for(&trace, leg).0.expect("a parent"));
         assert_ne!(legs[0], legs[1]);
-        for (leg, span) in legs.iter().zip([SpanOf::Prefill, SpanOf::Decode]) {
+        for (leg, span) in legs.iter().zip([RequestSpan::Prefill, RequestSpan::Decode]) {
             let ours = format!("00-0af7651916cd43dd8448eb211c80319c-{:016x}-01", trace.span(span));
             assert_eq!(*leg, ours);
         }
         let unsampled = begun(&[("traceparent", &GOOD.replace("-01", "-00"))], Some(1.0));
         assert!(!unsampled.is_recorded());
-        assert!(told(&unsampled, Leg::Decode).0.expect("a parent").ends_with("-00"));
+        assert!(headers_for(&unsampled, Leg::Decode).0.expect("a parent").ends_with("-00"));
     }
 
     #[test]
     fn a_trace_that_begins_here_is_recorded_by_the_ratio() {
         let trace = begun(&[], Some(1.0));
         assert!(trace.is_recorded() && trace.parent() == 0);
-        assert!(told(&trace, Leg::Decode).0.expect("a parent").ends_with("-03"));
+        assert!(headers_for(&trace, Leg::Decode).0.expect("a parent").ends_with("-03"));
         let trace = begun(&[], Some(0.0));
         assert!(!trace.is_recorded());
         assert!(
-            told(&trace, Leg::Decode).0.expect("a parent").ends_with("-02"),
+            headers_for(&trace, Leg::Decode).0.expect("a parent").ends_with("-02"),
             "engines begin none of their own"
         );
         let share =
@@ -277,12 +277,12 @@ mod tests {
             &format!("+{}", &GOOD[1..]),
         ] {
             let trace = begun(&[("traceparent", bad), ("tracestate", "a=1")], None);
-            assert_eq!(told(&trace, Leg::Decode), (None, None), "{bad}");
+            assert_eq!(headers_for(&trace, Leg::Decode), (None, None), "{bad}");
         }
         let twice = begun(&[("traceparent", GOOD), ("traceparent", GOOD)], None);
-        assert_eq!(told(&twice, Leg::Decode).0, None);
+        assert_eq!(headers_for(&twice, Leg::Decode).0, None);
         let later = begun(&[("traceparent", &long.replacen("00-", "01-", 1))], None);
-        assert_eq!(told(&later, Leg::Decode).0.as_deref(), Some(GOOD), "as version 00");
+        assert_eq!(headers_for(&later, Leg::Decode).0.as_deref(), Some(GOOD), "as version 00");
     }
 
     #[test]
@@ -290,7 +290,7 @@ mod tests {
         let many = (0..33).map(|n| format!("k{n}=v")).collect::<Vec<_>>().join(",");
         for bad in [many.as_str(), &format!("a={}", "x".repeat(600)), "novalue", "=1", " , ", "a b=1"] {
             let trace = begun(&[("traceparent", GOOD), ("tracestate", bad)], None);
-            assert_eq!(told(&trace, Leg::Decode), (Some(GOOD.to_owned()), None), "{bad}");
+            assert_eq!(headers_for(&trace, Leg::Decode), (Some(GOOD.to_owned()), None), "{bad}");
         }
     }
 }

@@ -1,36 +1,37 @@
-//! What an answer says of itself, seen as it passes: tokens and why it finished.
+//! Usage of a response, read in transit: tokens and the finish reason.
 //!
-//! Answers are passed on unparsed. Of a stream each event is looked at where it ends ([`crate::message::sse`]), a whole answer is
-//! followed from its first byte to its last ([`Skim`]), so that `usage` is found wherever it stands and however it was
-//! cut. Tokens of a stream that its engine has not counted, or not yet, are counted here, by events.
+//! Responses are passed unparsed. Each event of a stream is read at its end ([`crate::message::sse`]). A whole
+//! response is scanned from its first byte to its last ([`JsonScanner`]), so that `usage` is found at any position
+//! and across any split. Tokens of a stream that its engine has not counted, or not yet, are counted here by
+//! events.
 
-pub(crate) mod skim;
+pub(crate) mod json_scanner;
 
 use serde::Deserialize;
 
-pub(crate) use skim::Skim;
+pub(crate) use json_scanner::JsonScanner;
 
-/// What was seen so far.
+/// The values read so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Seen {
+pub(crate) struct UsageScan {
     pub usage: Option<Usage>,
-    pub finish: Option<Finish>,
-    /// Tokens of a stream that passed since the last usage.
-    pub passed: u64,
+    pub finish: Option<FinishReason>,
+    /// Tokens of a stream since the last usage.
+    pub streamed: u64,
 }
 
-/// Tokens, as the engine counts them.
+/// Token counts of the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
     pub prompt: u64,
-    /// Those of the prompt that were found in a cache.
+    /// Tokens of the prompt that were found in a cache.
     pub cached: u64,
     pub completion: u64,
 }
 
-/// Why an answer finished.
+/// Why a response finished.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Finish {
+pub(crate) enum FinishReason {
     Stop,
     Length,
     ToolCalls,
@@ -38,7 +39,7 @@ pub(crate) enum Finish {
     Other,
 }
 
-impl Finish {
+impl FinishReason {
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Stop => "stop",
@@ -60,20 +61,20 @@ impl Finish {
     }
 }
 
-/// Tokens of each choice of a stream, where its engine counts them apart: with `continuous_usage_stats` an event has the
-/// tokens of its own choice so far (vLLM, SGLang). Their sum is the answer's until the engine says its own.
+/// Tokens of each choice of a stream, where its engine counts them separately. With `continuous_usage_stats` an
+/// event has the tokens of its own choice so far (vLLM, SGLang). Their sum counts until the engine sends its own.
 #[derive(Debug, Default)]
-pub(crate) struct Choices {
+pub(crate) struct ChoiceTokens {
     tokens: Vec<u64>,
     sum: u64,
 }
 
-/// As many choices as vLLM makes of one prompt are known apart.
+/// Maximum choices that are counted separately: as many as vLLM makes of one prompt.
 const CHOICES_MAX: usize = 16 << 10;
 
-impl Choices {
-    /// A choice has so many tokens by now, `new` of them of this event; the tokens of all. A choice beyond the bound
-    /// counts by its events.
+impl ChoiceTokens {
+    /// Records a choice's tokens so far, of which this event has `new`. Returns the tokens of all choices. A
+    /// choice beyond the bound counts by its events.
     pub(crate) fn count(&mut self, choice: usize, tokens: u64, new: u64) -> u64 {
         if choice >= CHOICES_MAX {
             self.sum = self.sum.saturating_add(new);
@@ -88,61 +89,60 @@ impl Choices {
     }
 }
 
-impl Seen {
-    /// Takes over what one event or a whole answer says; what is said later counts.
-    pub(crate) fn note(&mut self, skim: &Skim) {
-        if let Some(usage) = skim.usage() {
-            (self.usage, self.passed) = (Some(usage), 0);
+impl UsageScan {
+    /// Records the values of one event or of a whole response. Later values replace earlier ones.
+    pub(crate) fn note(&mut self, scanner: &JsonScanner) {
+        if let Some(usage) = scanner.usage() {
+            (self.usage, self.streamed) = (Some(usage), 0);
         }
-        self.finish = skim.finish().or(self.finish);
+        self.finish = scanner.finish().or(self.finish);
     }
 
-    /// Tokens of the answer; of one that ended before its engine has counted, what passed.
+    /// Tokens of the response. If it ended before its engine has counted, the streamed tokens.
     pub(crate) fn completion(&self) -> Option<u64> {
         match self.usage {
-            Some(usage) => Some(usage.completion.saturating_add(self.passed)),
-            None => (self.passed > 0).then_some(self.passed),
+            Some(usage) => Some(usage.completion.saturating_add(self.streamed)),
+            None => (self.streamed > 0).then_some(self.streamed),
         }
     }
 
-    /// Tokens of prompt and answer. The prompt is `prompt` where the engine has not said it; `None` where nothing is
-    /// known.
+    /// Tokens of prompt and response, with `prompt` if the engine has not counted it; `None` if nothing is known.
     pub(crate) fn cost(&self, prompt: u64) -> Option<u64> {
         match self.usage {
-            Some(usage) => Some(usage.prompt.saturating_add(usage.completion).saturating_add(self.passed)),
-            None if self.passed > 0 => Some(prompt.saturating_add(self.passed)),
+            Some(usage) => Some(usage.prompt.saturating_add(usage.completion).saturating_add(self.streamed)),
+            None if self.streamed > 0 => Some(prompt.saturating_add(self.streamed)),
             None => None,
         }
     }
 }
 
-/// All dialects: of completions, of responses, of what is not generated.
+/// The fields of all dialects: completions, responses, and requests without generation.
 #[derive(Deserialize)]
-struct Fields {
+struct UsageFields {
     prompt_tokens: Option<u64>,
     input_tokens: Option<u64>,
     completion_tokens: Option<u64>,
     output_tokens: Option<u64>,
     total_tokens: Option<u64>,
-    prompt_tokens_details: Option<Details>,
-    input_tokens_details: Option<Details>,
+    prompt_tokens_details: Option<PromptTokenDetails>,
+    input_tokens_details: Option<PromptTokenDetails>,
 }
 
 #[derive(Deserialize)]
-struct Details {
+struct PromptTokenDetails {
     cached_tokens: Option<u64>,
 }
 
-/// `None` where the object does not say how long prompt and answer are: that is unknown, and not 0.
+/// `None` if the object does not contain both lengths: they are then unknown, and not 0.
 fn read_usage(object: &[u8]) -> Option<Usage> {
-    let fields: Fields = serde_json::from_slice(object).ok()?;
+    let fields: UsageFields = serde_json::from_slice(object).ok()?;
     let prompt = fields.prompt_tokens.or(fields.input_tokens);
     let completion = fields.completion_tokens.or(fields.output_tokens);
     let (prompt, completion) = match (prompt, completion, fields.total_tokens) {
         (Some(prompt), Some(completion), _) => (prompt, completion),
         (Some(prompt), None, Some(total)) => (prompt, total.saturating_sub(prompt)),
         (None, Some(completion), Some(total)) => (total.saturating_sub(completion), completion),
-        // Of rerankers.
+        // The form of rerankers.
         (None, None, Some(total)) => (total, 0),
         (_, _, None) => return None,
     };
@@ -182,13 +182,13 @@ mod tests {
 
     #[test]
     fn a_cost_is_the_engines_and_else_what_was_counted() {
-        let mut seen = Seen { passed: 5, ..Seen::default() };
-        assert_eq!((Seen::default().cost(3), seen.cost(3)), (None, Some(8)));
-        seen.note(&Skim::of(br#"{"usage":{}}"#));
+        let mut seen = UsageScan { streamed: 5, ..UsageScan::default() };
+        assert_eq!((UsageScan::default().cost(3), seen.cost(3)), (None, Some(8)));
+        seen.note(&JsonScanner::of(br#"{"usage":{}}"#));
         assert_eq!(seen.cost(3), Some(8), "unknown is not 0");
-        seen.note(&Skim::of(br#"{"usage":{"prompt_tokens":4,"completion_tokens":6}}"#));
+        seen.note(&JsonScanner::of(br#"{"usage":{"prompt_tokens":4,"completion_tokens":6}}"#));
         assert_eq!(seen.cost(3), Some(10));
-        seen.passed += 2;
+        seen.streamed += 2;
         assert_eq!(seen.cost(3), Some(12), "what passed since");
     }
 }

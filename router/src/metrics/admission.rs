@@ -1,11 +1,11 @@
-//! Those who wait for an engine, and what is held of clients' bodies and of engines' answers.
+//! The queue, and the memory of request bodies and responses.
 
 use std::time::Duration;
 
 use super::registry::{Counter, Family, Gauge, Histogram, Registry};
 use crate::config::Priority;
 
-/// Seconds; a place is free again after a token at the earliest and a long generation at the latest.
+/// Seconds. Capacity is freed after one token at the earliest and after a long generation at the latest.
 const SECONDS: &[f64] =
     &[0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 3600.0];
 
@@ -41,22 +41,22 @@ pub(super) static FAMILIES: &[&Family] = &[&WAITING, &OUTCOMES, &WAITED, &BODY_B
 
 /// How a wait ended, or why it did not begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Outcome {
-    /// An engine had room.
+pub(crate) enum QueueOutcome {
+    /// An engine had capacity.
     Dispatched,
-    /// No place in the queue.
+    /// The queue was full.
     RejectedFull,
-    /// Its deadline would have passed.
+    /// The deadline would have passed in the queue.
     RejectedLate,
-    /// Its deadline passed.
+    /// The deadline passed in the queue.
     Expired,
-    /// The client left, or the router stopped.
+    /// The client disconnected, or the router stopped.
     ClientGone,
-    /// No engine could serve it.
+    /// No engine could serve the request.
     NoCapacity,
 }
 
-impl Outcome {
+impl QueueOutcome {
     const ALL: [Self; 6] = [
         Self::Dispatched,
         Self::RejectedFull,
@@ -78,7 +78,7 @@ impl Outcome {
     }
 }
 
-/// Handles, made once.
+/// Handles, created once.
 pub(crate) struct AdmissionMetrics {
     waiting: [Gauge; 3],
     outcomes: [Counter; 6],
@@ -91,7 +91,7 @@ impl AdmissionMetrics {
     pub(crate) fn new(registry: &Registry) -> Self {
         Self {
             waiting: Priority::ALL.map(|priority| registry.gauge(&WAITING, &[priority.label()])),
-            outcomes: Outcome::ALL.map(|outcome| registry.counter(&OUTCOMES, &[outcome.label()])),
+            outcomes: QueueOutcome::ALL.map(|outcome| registry.counter(&OUTCOMES, &[outcome.label()])),
             seconds: registry.histogram(&WAITED, &[]),
             body_bytes: registry.gauge(&BODY_BYTES, &[]),
             answer_bytes: registry.gauge(&ANSWER_BYTES, &[]),
@@ -102,19 +102,19 @@ impl AdmissionMetrics {
         &self.waiting[priority as usize]
     }
 
-    pub(crate) fn outcome(&self, outcome: Outcome) {
+    pub(crate) fn count_outcome(&self, outcome: QueueOutcome) {
         self.outcomes[outcome as usize].increment(1);
     }
 
-    /// Requests with this outcome until now.
+    /// Requests with this outcome so far.
     #[cfg(test)]
-    pub(crate) fn ended(&self, outcome: Outcome) -> u64 {
+    pub(crate) fn ended(&self, outcome: QueueOutcome) -> u64 {
         self.outcomes[outcome as usize].get()
     }
 
-    /// A request left the queue after this long.
-    pub(crate) fn left(&self, outcome: Outcome, after: Duration) {
-        self.outcome(outcome);
+    /// Records that a request left the queue after this time.
+    pub(crate) fn record_wait(&self, outcome: QueueOutcome, after: Duration) {
+        self.count_outcome(outcome);
         self.seconds.record(after);
     }
 }

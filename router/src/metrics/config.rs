@@ -34,7 +34,7 @@ static FAILURES: Family = Family::counter(
     &["source"],
     "Failures of a discovery source. The last valid response stays in effect.",
 );
-/// Looked up when somebody asks.
+/// Looked up at each scrape.
 pub(crate) static STALE: Family = Family::gauge(
     "baton_router_discovery_stale_seconds",
     &["source"],
@@ -69,22 +69,22 @@ impl ConfigMetrics {
             succeeded_at: registry.gauge(&SUCCEEDED_AT, &[]),
             revision: registry.gauge(&REVISION, &[]),
         };
-        metrics.in_effect();
+        metrics.record_success();
         metrics
     }
 
-    fn in_effect(&self) {
+    fn record_success(&self) {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         self.successful.set(1.0);
         self.succeeded_at.set(now.as_secs_f64().floor());
     }
 
-    pub(crate) fn accepted(&self) {
+    pub(crate) fn count_accepted(&self) {
         self.accepted.increment(1);
-        self.in_effect();
+        self.record_success();
     }
 
-    pub(crate) fn rejected(&self) {
+    pub(crate) fn count_rejected(&self) {
         self.rejected.increment(1);
         self.successful.set(0.0);
     }

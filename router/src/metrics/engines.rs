@@ -1,5 +1,4 @@
-//! Engines, by their address: what they were asked, how they failed, how long they took. Series of an engine that
-//! nobody knows any more are gone.
+//! Metrics by engine address: attempts, failures and times. The series of an engine end with its last reference.
 
 use std::sync::{Arc, OnceLock};
 
@@ -9,7 +8,7 @@ use super::legs::Leg;
 use super::registry::{Counter, Family, Histogram, Registry};
 use super::requests::FIRST_TOKEN;
 
-/// Seconds; from loopback to the longest connect timeout.
+/// Seconds, from loopback to the longest connect timeout.
 const CONNECT: &[f64] =
     &[0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 60.0];
 
@@ -22,7 +21,7 @@ static ERRORS: Family = Family::counter(
     "Failed attempts: `unreachable`, `answered` (error response), `broken` (connection broken), `silent` (no response in \
      time), `unusable` (invalid handoff), `refused` (request at fault), `died` (failed during the response).",
 )
-.of_engines(Reason::ALL.len());
+.of_engines(AttemptFailure::ALL.len());
 static RESPONSE_SECONDS: Family = Family::histogram(
     "baton_router_engine_response_seconds",
     &["engine", "leg"],
@@ -44,16 +43,16 @@ static REPLAYS: Family = Family::counter(
      a request is one attempt.",
 )
 .of_engines(1);
-/// Looked up when somebody asks.
+/// Looked up at each scrape.
 pub(crate) static IN_FLIGHT: Family = Family::gauge(
     "baton_router_engine_requests_in_flight",
     &["engine"],
     "Requests of this router in flight at an engine.",
 );
-/// Looked up when somebody asks.
+/// Looked up at each scrape.
 pub(crate) static POOL: Family =
     Family::gauge("baton_router_pool_engines", &["model", "leg"], "Engines of a pool.");
-/// Looked up when somebody asks.
+/// Looked up at each scrape.
 pub(crate) static READY: Family = Family::gauge(
     "baton_router_pool_ready_engines",
     &["model", "leg"],
@@ -65,24 +64,24 @@ pub(super) static FAMILIES: &[&Family] =
 
 /// How an attempt failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reason {
-    /// It never saw the request.
+pub(crate) enum AttemptFailure {
+    /// The engine did not receive the request.
     Unreachable,
-    /// It said that it cannot.
+    /// The engine returned an error.
     Answered,
-    /// A broken connection.
+    /// The connection broke.
     Broken,
-    /// Nothing came of it in time.
+    /// The engine did not respond in time.
     Silent,
-    /// Its handoff cannot be handed on.
+    /// The engine's handoff is invalid.
     Unusable,
-    /// It refused the request itself.
+    /// The engine refused the request itself.
     Refused,
-    /// It ended in the middle of its answer.
+    /// The engine failed during its response.
     Died,
 }
 
-impl Reason {
+impl AttemptFailure {
     const ALL: [Self; 7] = [
         Self::Unreachable,
         Self::Answered,
@@ -106,7 +105,7 @@ impl Reason {
     }
 }
 
-impl From<Failure> for Reason {
+impl From<Failure> for AttemptFailure {
     fn from(failure: Failure) -> Self {
         match failure {
             Failure::NotReached => Self::Unreachable,
@@ -117,23 +116,23 @@ impl From<Failure> for Reason {
     }
 }
 
-/// One engine. The series of a leg begin with its first attempt: most engines serve one.
+/// The metrics of one engine. The series of a leg begin with its first attempt: most engines serve one leg.
 #[derive(Debug)]
 pub(crate) struct EngineMetrics {
     registry: Arc<Registry>,
     engine: String,
-    legs: [OnceLock<LegOfEngine>; 2],
+    legs: [OnceLock<EngineLegMetrics>; 2],
     pub connect: Histogram,
-    /// From the first one on: most engines never have one.
+    /// Created at the first replay: most engines never have one.
     replays: OnceLock<Counter>,
 }
 
-/// One engine in one leg.
+/// The metrics of one engine in one leg.
 #[derive(Debug)]
-pub(crate) struct LegOfEngine {
+pub(crate) struct EngineLegMetrics {
     pub requests: Counter,
     pub response: Histogram,
-    errors: [Counter; Reason::ALL.len()],
+    errors: [Counter; AttemptFailure::ALL.len()],
 }
 
 impl EngineMetrics {
@@ -147,24 +146,24 @@ impl EngineMetrics {
         }
     }
 
-    /// A request is sent again because its kept connection had been closed.
-    pub(crate) fn replayed(&self) {
+    /// Counts a request that is sent again because its idle connection was closed.
+    pub(crate) fn count_replay(&self) {
         self.replays.get_or_init(|| self.registry.counter(&REPLAYS, &[self.engine.as_str()])).increment(1);
     }
 
-    pub(crate) fn leg(&self, leg: Leg) -> &LegOfEngine {
+    pub(crate) fn leg(&self, leg: Leg) -> &EngineLegMetrics {
         self.legs[leg as usize].get_or_init(|| {
             let labels = [self.engine.as_str(), leg.label()];
-            LegOfEngine {
+            EngineLegMetrics {
                 requests: self.registry.counter(&REQUESTS, &labels),
                 response: self.registry.histogram(&RESPONSE_SECONDS, &labels),
-                errors: Reason::ALL
+                errors: AttemptFailure::ALL
                     .map(|reason| self.registry.counter(&ERRORS, &[labels[0], labels[1], reason.label()])),
             }
         })
     }
 
-    pub(crate) fn failed(&self, leg: Leg, reason: impl Into<Reason>) {
+    pub(crate) fn count_failure(&self, leg: Leg, reason: impl Into<AttemptFailure>) {
         self.leg(leg).errors[reason.into() as usize].increment(1);
     }
 }

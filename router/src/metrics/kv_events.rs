@@ -1,4 +1,4 @@
-//! Engines that tell of their caches: whether they are heard, and what is known of them.
+//! Subscriptions to engines' KV events: connections, messages and known blocks.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -34,31 +34,31 @@ static LEFT_OUT: Family = Family::counter(
 
 pub(super) static FAMILIES: &[&Family] = &[&CONNECTED, &BATCHES, &GAPS, &BLOCKS, &LEFT_OUT];
 
-/// Looks up what became of a subscription.
-pub(crate) fn look_up(scrape: &mut Scrape, engine: &str, told: &Told) {
-    scrape.put(&CONNECTED, &[engine], f64::from(u8::from(told.is_connected())));
+/// Adds the statistics of a subscription to the scrape.
+pub(crate) fn look_up(scrape: &mut Scrape, engine: &str, stats: &SubscriptionStats) {
+    scrape.put(&CONNECTED, &[engine], f64::from(u8::from(stats.is_connected())));
     // Counts stay far below 2^53.
-    scrape.put(&BATCHES, &[engine], told.batches() as f64);
-    scrape.put(&GAPS, &[engine], told.gaps() as f64);
-    scrape.put(&BLOCKS, &[engine], told.blocks() as f64);
-    for (why, count) in told.left_out() {
-        scrape.put(&LEFT_OUT, &[engine, why.label()], count as f64);
+    scrape.put(&BATCHES, &[engine], stats.batches() as f64);
+    scrape.put(&GAPS, &[engine], stats.gaps() as f64);
+    scrape.put(&BLOCKS, &[engine], stats.blocks() as f64);
+    for (reason, count) in stats.ignored() {
+        scrape.put(&LEFT_OUT, &[engine, reason.label()], count as f64);
     }
 }
 
-/// What has become of a subscription.
+/// Statistics of a subscription.
 #[derive(Debug, Default)]
-pub(crate) struct Told {
+pub(crate) struct SubscriptionStats {
     connected: AtomicBool,
     batches: AtomicU64,
     gaps: AtomicU64,
     blocks: AtomicU64,
-    left_out: [AtomicU64; LeftOut::ALL.len()],
-    /// The subscription is over: nothing that comes changes anything any more.
-    over: AtomicBool,
+    ignored: [AtomicU64; IgnoredEventReason::ALL.len()],
+    /// The subscription has ended: later messages have no effect.
+    ended: AtomicBool,
 }
 
-impl Told {
+impl SubscriptionStats {
     /// Sets whether a publisher is connected now.
     pub(crate) fn set_connected(&self, connected: bool) {
         self.connected.store(connected, Ordering::Relaxed);
@@ -79,22 +79,22 @@ impl Told {
         self.blocks.store(blocks as u64, Ordering::Relaxed);
     }
 
-    /// The subscription is over. Happens before [`Self::is_over`] returns true.
+    /// Ends the subscription; [`Self::has_ended`] returns true from now on.
     pub(crate) fn end(&self) {
-        self.over.store(true, Ordering::Release);
+        self.ended.store(true, Ordering::Release);
     }
 
-    /// Whether a publisher is listened to now.
+    /// Whether a publisher is connected.
     pub(crate) fn is_connected(&self) -> bool {
         self.connected.load(Ordering::Relaxed)
     }
 
-    /// Messages that came, since the subscription began.
+    /// Messages received since the subscription began.
     pub(crate) fn batches(&self) -> u64 {
         self.batches.load(Ordering::Relaxed)
     }
 
-    /// Times that something was missed or could not be read, and everything was forgotten.
+    /// Times that messages were lost or unreadable and the known blocks were discarded.
     pub(crate) fn gaps(&self) -> u64 {
         self.gaps.load(Ordering::Relaxed)
     }
@@ -105,32 +105,34 @@ impl Told {
     }
 }
 
-impl Told {
-    /// Events that change nothing of what is known, by why; only what has been seen.
-    pub(crate) fn left_out(&self) -> impl Iterator<Item = (LeftOut, u64)> + '_ {
-        let counts = self.left_out.iter().map(|count| count.load(Ordering::Relaxed));
-        LeftOut::ALL.into_iter().zip(counts).filter(|(_, count)| *count > 0)
+impl SubscriptionStats {
+    /// Counts of ignored events by reason, without reasons that did not occur.
+    pub(crate) fn ignored(&self) -> impl Iterator<Item = (IgnoredEventReason, u64)> + '_ {
+        let counts = self.ignored.iter().map(|count| count.load(Ordering::Relaxed));
+        IgnoredEventReason::ALL.into_iter().zip(counts).filter(|(_, count)| *count > 0)
     }
 
-    /// The same as an object: a reason's label to its count.
-    pub(crate) fn left_out_json(&self) -> serde_json::Value {
-        self.left_out().map(|(why, count)| (why.label().to_owned(), serde_json::Value::from(count))).collect()
+    /// The same counts as an object with the reasons' labels as names.
+    pub(crate) fn ignored_json(&self) -> serde_json::Value {
+        self.ignored()
+            .map(|(reason, count)| (reason.label().to_owned(), serde_json::Value::from(count)))
+            .collect()
     }
 
-    /// Counts an event that was left out; whether it is the first of its kind.
-    pub(crate) fn leave_out(&self, why: LeftOut) -> bool {
-        self.left_out[why as usize].fetch_add(1, Ordering::Relaxed) == 0
+    /// Counts an ignored event; returns whether it is the first with this reason.
+    pub(crate) fn count_ignored(&self, reason: IgnoredEventReason) -> bool {
+        self.ignored[reason as usize].fetch_add(1, Ordering::Relaxed) == 0
     }
 
-    /// Whether the subscription is over.
-    pub(crate) fn is_over(&self) -> bool {
-        self.over.load(Ordering::Acquire)
+    /// Whether the subscription has ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
     }
 }
 
-/// Why an event does not change what is known of an engine's cache.
+/// Why an event is ignored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LeftOut {
+pub(crate) enum IgnoredEventReason {
     Malformed,
     /// Blocks of a cache group without full attention.
     Attention,
@@ -138,15 +140,15 @@ pub(crate) enum LeftOut {
     Tier,
     /// Blocks with a salt, an adapter or an image in their key.
     ExtraKeys,
-    /// Blocks whose parent is not known, so that their prompt is not.
+    /// Blocks whose parent, and so whose prompt, is unknown.
     Parent,
     /// Blocks over `prefix_index.chunks_per_engine`.
     Bound,
-    /// An event of a type that the router does not know.
+    /// An event of an unknown type.
     Type,
 }
 
-impl LeftOut {
+impl IgnoredEventReason {
     pub(crate) const ALL: [Self; 7] = [
         Self::Malformed,
         Self::Attention,
@@ -157,7 +159,7 @@ impl LeftOut {
         Self::Type,
     ];
 
-    /// As metrics, logs and explanations have it.
+    /// The label in metrics, logs and explanations.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Malformed => "malformed",
@@ -170,8 +172,8 @@ impl LeftOut {
         }
     }
 
-    /// Whether the engine's cache can serve prompts that the router does not know of, and an operator can change that.
-    pub(crate) fn is_a_surprise(self) -> bool {
+    /// Whether the engine's cache can serve prompts that the router does not know, and an operator can change that.
+    pub(crate) fn hides_cached_blocks(self) -> bool {
         matches!(self, Self::Malformed | Self::Attention | Self::Bound)
     }
 }

@@ -1,10 +1,10 @@
-//! The two legs of requests, and the debts that they leave: retries, aborts, releases, settlements.
+//! The two legs of requests and their settlement: retries, aborts and releases.
 
-use baton_connector::exchange::Cause;
+use baton_connector::exchange::SettlementCause;
 
 use super::registry::{Counter, Family, Gauge, Histogram, Registry};
 
-/// Half of a request.
+/// One half of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Leg {
     Prefill,
@@ -22,20 +22,20 @@ impl Leg {
     }
 }
 
-/// How a settlement went.
+/// The result of a settlement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Settled {
+pub(crate) enum SettlementResult {
     /// The engine confirmed it.
     Confirmed,
-    /// The engine does not have the verb; its lease will lapse.
+    /// The engine lacks the verb; the lease ends by expiry.
     Unsupported,
-    /// Every try failed; the lease will lapse.
+    /// Every attempt failed; the lease ends by expiry.
     Failed,
-    /// Too many settlements waited; the lease will lapse.
+    /// Too many settlements were pending; the lease ends by expiry.
     Refused,
 }
 
-impl Settled {
+impl SettlementResult {
     const ALL: [Self; 4] = [Self::Confirmed, Self::Unsupported, Self::Failed, Self::Refused];
 
     fn label(self) -> &'static str {
@@ -48,20 +48,20 @@ impl Settled {
     }
 }
 
-/// How a lease is given back.
+/// How a lease is released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Via {
+pub(crate) enum ReleaseMethod {
     /// `POST /kv/release` with the lease's handle.
     Release,
-    /// `POST /abort_requests` with the request's id, where the engine gave no handle.
+    /// `POST /abort_requests` with the request's id, if the engine returned no handle.
     Abort,
-    /// A decode request that had to be refused, which makes stock vLLM tell its producer.
+    /// A decode request that must be refused, after which stock vLLM notifies its producer.
     RefusedDecode,
-    /// Not at all: the lease runs out.
+    /// No release: the lease expires.
     Lease,
 }
 
-impl Via {
+impl ReleaseMethod {
     const ALL: [Self; 4] = [Self::Release, Self::Abort, Self::RefusedDecode, Self::Lease];
 
     fn label(self) -> &'static str {
@@ -74,7 +74,7 @@ impl Via {
     }
 }
 
-/// Seconds; from a loopback abort (0.1 ms) to one that every try of was needed for.
+/// Seconds, from a loopback abort (0.1 ms) to an abort that needs every attempt.
 const PROPAGATION: &[f64] =
     &[0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0];
 
@@ -127,7 +127,7 @@ pub(super) static FAMILIES: &[&Family] = &[
     &SETTLEMENTS_WAITING,
 ];
 
-/// Legs and debts.
+/// Metrics of legs and settlements.
 pub(crate) struct LegMetrics {
     pub retries: [Counter; 2],
     pub recomputes: Counter,
@@ -136,8 +136,8 @@ pub(crate) struct LegMetrics {
     pub propagation: [Histogram; 2],
     pub settling: Gauge,
     pub settlements_waiting: Gauge,
-    releases: [[Counter; Via::ALL.len()]; Cause::ALL.len()],
-    settlements: [Counter; Settled::ALL.len()],
+    releases: [[Counter; ReleaseMethod::ALL.len()]; SettlementCause::ALL.len()],
+    settlements: [Counter; SettlementResult::ALL.len()],
 }
 
 impl LegMetrics {
@@ -151,17 +151,19 @@ impl LegMetrics {
             propagation: Leg::BOTH.map(|leg| registry.histogram(&PROPAGATION_SECONDS, &[leg.label()])),
             settling: registry.gauge(&SETTLING, &[]),
             settlements_waiting: registry.gauge(&SETTLEMENTS_WAITING, &[]),
-            releases: Cause::ALL
-                .map(|cause| Via::ALL.map(|via| registry.counter(&RELEASES, &[cause.label(), via.label()]))),
-            settlements: Settled::ALL.map(|result| registry.counter(&SETTLEMENTS, &[result.label()])),
+            releases: SettlementCause::ALL.map(|cause| {
+                ReleaseMethod::ALL.map(|via| registry.counter(&RELEASES, &[cause.label(), via.label()]))
+            }),
+            settlements: SettlementResult::ALL
+                .map(|result| registry.counter(&SETTLEMENTS, &[result.label()])),
         }
     }
 
-    pub(crate) fn release(&self, cause: Cause, via: Via) {
+    pub(crate) fn count_release(&self, cause: SettlementCause, via: ReleaseMethod) {
         self.releases[cause as usize][via as usize].increment(1);
     }
 
-    pub(crate) fn settled(&self, result: Settled) {
+    pub(crate) fn count_settlement(&self, result: SettlementResult) {
         self.settlements[result as usize].increment(1);
     }
 }

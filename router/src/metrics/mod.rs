@@ -1,11 +1,9 @@
-//! What the router counts. One registry per router, so that several in one process do not mix. What concerns
-//! engines that fail is in `metrics/resilience.rs`.
+//! The router's metrics. Each router has its own registry, so that several routers in one process do not mix.
 //!
-//! Each part has a file below with its families as constants; [`families`] lists them all, and `docs/reference/metrics.md` is
-//! checked against it. A part that counts something adds a file, its `FAMILIES` to that list, and a field to
-//! [`Metrics`]. Handles are made once (when the router, a model or an engine is made); counting is a few atomic
-//! operations without a lock or an allocation: see [`registry`]. Values of labels come from configuration, never from
-//! a client.
+//! Each part has a file below with its families as constants. [`families`] lists them all, and
+//! `docs/reference/metrics.md` is compared with it. A new part adds a file, its `FAMILIES` to that list, and a field to
+//! [`Metrics`]. Handles are created once, with the router, a model or an engine. Counting takes a few atomic operations
+//! without a lock or an allocation; see [`registry`]. Label values come from the configuration, never from a client.
 
 pub(crate) mod admission;
 mod config;
@@ -29,18 +27,18 @@ pub(crate) mod tls;
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_connector::exchange::{Cause, Phase};
+use baton_connector::exchange::{Phase, SettlementCause};
 
 pub(crate) use config::{DiscoveryMetrics, STALE};
-pub(crate) use engines::{EngineMetrics, IN_FLIGHT, POOL, READY, Reason};
-pub(crate) use legs::{Leg, Settled, Via};
-pub(crate) use page::{Format, Scrape};
+pub(crate) use engines::{AttemptFailure, EngineMetrics, IN_FLIGHT, POOL, READY};
+pub(crate) use legs::{Leg, ReleaseMethod, SettlementResult};
+pub(crate) use page::{PageFormat, Scrape};
 pub(crate) use registry::{Counter, Family, Registry};
-pub(crate) use requests::{End, ModelMetrics};
-pub(crate) use resilience::{Resume, STANDINGS};
-pub(crate) use routing::Decisions;
+pub(crate) use requests::{ModelMetrics, RequestOutcome};
+pub(crate) use resilience::{ResumeResult, STANDINGS};
+pub(crate) use routing::DecisionCounters;
 
-/// Every family, of every part.
+/// Every family of every part.
 fn families() -> impl Iterator<Item = &'static Family> {
     let parts: &[&[&'static Family]] = &[
         requests::FAMILIES,
@@ -60,7 +58,7 @@ fn families() -> impl Iterator<Item = &'static Family> {
     parts.concat().into_iter()
 }
 
-/// Handles on every metric that does not belong to one model or engine.
+/// Handles of all metrics that do not belong to one model or engine.
 pub(crate) struct Metrics {
     registry: Arc<Registry>,
     pub requests: requests::RequestMetrics,
@@ -91,68 +89,68 @@ impl Metrics {
         }
     }
 
-    /// Handles for one model.
+    /// Handles of one model.
     pub(crate) fn model(&self, name: &str) -> ModelMetrics {
         ModelMetrics::new(&self.registry, name)
     }
 
-    /// Handles for what a policy decides for one leg of a model.
-    pub(crate) fn decisions(&self, model: &str, leg: Leg, policy: &str) -> Decisions {
-        Decisions::new(&self.registry, model, leg, policy)
+    /// Handles of a policy's decisions for one leg of a model.
+    pub(crate) fn decisions(&self, model: &str, leg: Leg, policy: &str) -> DecisionCounters {
+        DecisionCounters::new(&self.registry, model, leg, policy)
     }
 
-    /// Handles for one source of discovery.
+    /// Handles of one source of discovery.
     pub(crate) fn discovery(&self, source: &str) -> DiscoveryMetrics {
         DiscoveryMetrics::new(&self.registry, source)
     }
 
-    /// Handles for one engine.
+    /// Handles of one engine.
     pub(crate) fn engine(&self, authority: &str) -> EngineMetrics {
         EngineMetrics::new(&self.registry, authority)
     }
 
-    /// Handles for the certificates of a listener: `clients` or `admin`.
-    pub(crate) fn listener_tls(&self, purpose: &'static str) -> tls::ListenerTls {
-        tls::ListenerTls::new(&self.registry, purpose)
+    /// Handles of a listener's certificates: `clients` or `admin`.
+    pub(crate) fn listener_tls(&self, purpose: &'static str) -> tls::ListenerTlsMetrics {
+        tls::ListenerTlsMetrics::new(&self.registry, purpose)
     }
 
-    /// Handles for the files of `engine_tls`.
+    /// Handles of the files of `engine_tls`.
     pub(crate) fn engine_tls(&self) -> tls::EngineTlsMetrics {
         tls::EngineTlsMetrics::new(&self.registry, "engines")
     }
 
-    /// Counts a client that left.
-    pub(crate) fn disconnect(&self, phase: Phase) {
-        self.requests.disconnect(phase);
+    /// Counts a cancelled request.
+    pub(crate) fn count_disconnect(&self, phase: Phase) {
+        self.requests.count_disconnect(phase);
     }
 
-    pub(crate) fn release(&self, cause: Cause, via: Via) {
-        self.legs.release(cause, via);
+    pub(crate) fn count_release(&self, cause: SettlementCause, via: ReleaseMethod) {
+        self.legs.count_release(cause, via);
     }
 
-    pub(crate) fn settled(&self, result: Settled) {
-        self.legs.settled(result);
+    pub(crate) fn count_settlement(&self, result: SettlementResult) {
+        self.legs.count_settlement(result);
     }
 
-    pub(crate) fn abort(&self, leg: Leg) {
+    pub(crate) fn count_abort(&self, leg: Leg) {
         self.legs.aborts[leg as usize].increment(1);
     }
 
-    pub(crate) fn propagated(&self, leg: Leg, took: Duration) {
+    pub(crate) fn record_abort_propagation(&self, leg: Leg, took: Duration) {
         self.legs.propagation[leg as usize].record(took);
     }
 
-    pub(crate) fn retry(&self, leg: Leg) {
+    pub(crate) fn count_retry(&self, leg: Leg) {
         self.legs.retries[leg as usize].increment(1);
     }
 
-    /// Counts an engine that refused this router's cluster secret: nobody's fault but the operator's.
-    pub(crate) fn misconfigured(&self, leg: Leg) {
+    /// Counts a refusal of this router's cluster secret or engine key, which the operator has to fix.
+    pub(crate) fn count_misconfigured(&self, leg: Leg) {
         self.legs.misconfigured[leg as usize].increment(1);
     }
 
-    /// The page that a scraper gets; `look_up` adds what is not counted as it happens.
-    pub(crate) fn page(&self, format: Format, look_up: impl FnOnce(&mut Scrape)) -> String {
+    /// The page for a scraper; `look_up` adds values that are not counted as they occur.
+    pub(crate) fn page(&self, format: PageFormat, look_up: impl FnOnce(&mut Scrape)) -> String {
         let mut scrape = Scrape::default();
         process::read(&mut scrape);
         look_up(&mut scrape);

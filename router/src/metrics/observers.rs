@@ -1,4 +1,4 @@
-//! The access log and the traces: what was written, and what was dropped so that requests need not wait.
+//! Metrics of the access log and the traces: written and dropped. Dropping keeps requests from waiting.
 
 use super::registry::{Counter, Family, Registry};
 
@@ -18,7 +18,7 @@ static SPANS_DROPPED: Family = Family::counter(
 
 pub(super) static FAMILIES: &[&Family] = &[&LINES, &LINES_DROPPED, &SPANS, &SPANS_DROPPED];
 
-/// The access log and the traces.
+/// Metrics of the access log and the traces.
 pub(crate) struct ObserverMetrics {
     pub lines: Counter,
     pub lines_dropped: Counter,

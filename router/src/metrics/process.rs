@@ -1,11 +1,11 @@
-//! The process, as Prometheus' client libraries name it: read from `/proc` when somebody asks.
+//! Metrics of the process under the names of Prometheus' client libraries, read from `/proc` at each scrape.
 
 use std::fs;
 
 use super::page::Scrape;
 use super::registry::Family;
 
-/// Ticks per second in `/proc/self/stat`: `USER_HZ`, which is 100 on every architecture that Linux has today.
+/// Ticks per second in `/proc/self/stat`: `USER_HZ`, which is 100 on all current architectures of Linux.
 const TICKS: f64 = 100.0;
 /// Bytes of a `kB` in `/proc/self/status`.
 const KIB: f64 = 1024.0;
@@ -25,10 +25,10 @@ static START: Family = Family::gauge(
 
 pub(super) static FAMILIES: &[&Family] = &[&CPU, &RESIDENT, &VIRTUAL, &THREADS, &OPEN_FDS, &MAX_FDS, &START];
 
-/// Reads what there is; on a system without `/proc` that is nothing.
+/// Reads the available files; none on a system without `/proc`.
 pub(super) fn read(scrape: &mut Scrape) {
     if let Ok(stat) = fs::read_to_string("/proc/self/stat") {
-        // The name, which may hold anything, ends with the last parenthesis; the third field follows.
+        // The process's name can contain any character and ends with the last parenthesis; the third field follows.
         let fields: Vec<&str> =
             stat.rsplit_once(')').map(|(_, rest)| rest.split_whitespace().collect()).unwrap_or_default();
         let field = |number: usize| fields.get(number - 3).and_then(|text| text.parse::<f64>().ok());
@@ -53,7 +53,7 @@ pub(super) fn read(scrape: &mut Scrape) {
         }
     }
     if let Ok(open) = fs::read_dir("/proc/self/fd") {
-        // One of them is the directory itself.
+        // One descriptor is that of the directory itself.
         scrape.put(&OPEN_FDS, &[], open.count().saturating_sub(1) as f64);
     }
     if let Some(limit) = fs::read_to_string("/proc/self/limits").ok().as_deref().and_then(fd_limit) {
@@ -61,7 +61,7 @@ pub(super) fn read(scrape: &mut Scrape) {
     }
 }
 
-/// Seconds since the epoch at which the machine came up.
+/// Seconds since the epoch at which the machine booted.
 fn boot_time() -> Option<f64> {
     let stat = fs::read_to_string("/proc/stat").ok()?;
     stat.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()

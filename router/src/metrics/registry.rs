@@ -1,9 +1,9 @@
-//! Counters, gauges and histograms: a few atomics each, behind handles that cost nothing to use.
+//! Counters, gauges and histograms: a few atomics each, behind cheap handles.
 //!
-//! A [`Family`] is a constant: name, kind, help, label names and buckets stand beside the code that counts. A series
-//! lives exactly as long as some handle on it does: when the last request and the last generation that know an engine
-//! are gone, so are its series. The registry's lock is taken when a handle is made and when a page is written, never
-//! when something is counted.
+//! A [`Family`] is a constant: name, kind, help, label names and buckets are defined next to the code that counts. A
+//! series exists exactly as long as a handle on it. When the last request and the last generation with an engine are
+//! dropped, its series end. The registry's lock is taken when a handle is created or a page is written, never when a
+//! value is counted.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,22 +12,22 @@ use std::time::Duration;
 
 use crate::config::limits::MEMBERS_MAX;
 
-/// Series of one family that knows no engines; one more is counted under the label `other`. As llm-d's endpoint picker
-/// bounds them.
+/// Limit on the series of a family without engines; further ones are counted under the label `other`. The value is that
+/// of llm-d's endpoint picker.
 const SERIES_MAX: usize = 4096;
-/// Engines in a leg, each of which has its series: those of a model both of whose pools are full.
+/// Limit on pairs of engine and leg with their own series: those of a model with two full pools.
 const ENGINES_MAX: usize = 2 * MEMBERS_MAX;
-/// What stands for the values beyond [`Family::most`].
+/// The label value for series beyond [`Family::series_max`].
 const OTHER: &str = "other";
 
-/// What a family counts.
+/// The kind of a family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
-    /// Only grows.
+pub(crate) enum MetricKind {
+    /// Never decreases.
     Counter,
-    /// Goes up and down.
+    /// Increases and decreases.
     Gauge,
-    /// A distribution.
+    /// Counts values by bucket.
     Histogram,
 }
 
@@ -35,13 +35,13 @@ pub(crate) enum Kind {
 #[derive(Debug)]
 pub(crate) struct Family {
     pub name: &'static str,
-    pub kind: Kind,
+    pub kind: MetricKind,
     pub labels: &'static [&'static str],
     pub help: &'static str,
-    /// Upper bounds, rising; of histograms only.
+    /// Upper bounds of a histogram's buckets, ascending.
     pub buckets: &'static [f64],
-    /// Series, at most; one more is counted under the label `other`.
-    most: usize,
+    /// Limit on the series; further ones are counted under the label `other`.
+    series_max: usize,
 }
 
 impl Family {
@@ -50,7 +50,7 @@ impl Family {
         labels: &'static [&'static str],
         help: &'static str,
     ) -> Self {
-        Self { name, kind: Kind::Counter, labels, help, buckets: &[], most: SERIES_MAX }
+        Self { name, kind: MetricKind::Counter, labels, help, buckets: &[], series_max: SERIES_MAX }
     }
 
     pub(crate) const fn gauge(
@@ -58,7 +58,7 @@ impl Family {
         labels: &'static [&'static str],
         help: &'static str,
     ) -> Self {
-        Self { name, kind: Kind::Gauge, labels, help, buckets: &[], most: SERIES_MAX }
+        Self { name, kind: MetricKind::Gauge, labels, help, buckets: &[], series_max: SERIES_MAX }
     }
 
     pub(crate) const fn histogram(
@@ -67,15 +67,15 @@ impl Family {
         buckets: &'static [f64],
         help: &'static str,
     ) -> Self {
-        Self { name, kind: Kind::Histogram, labels, help, buckets, most: SERIES_MAX }
+        Self { name, kind: MetricKind::Histogram, labels, help, buckets, series_max: SERIES_MAX }
     }
 
-    /// With so many series for each engine in each leg.
+    /// Sets the limit to `each` series per engine and leg.
     pub(crate) const fn of_engines(self, each: usize) -> Self {
-        Self { most: ENGINES_MAX * each, ..self }
+        Self { series_max: ENGINES_MAX * each, ..self }
     }
 
-    /// Its labels as they stand between braces.
+    /// The labels in the format between braces.
     pub(super) fn labelled(&self, values: &[&str]) -> String {
         assert_eq!(self.labels.len(), values.len(), "{}: a value per label", self.name);
         let mut text = String::new();
@@ -99,20 +99,20 @@ impl Family {
     }
 }
 
-/// Only grows.
+/// A value that never decreases.
 #[derive(Clone, Debug)]
 pub(crate) struct Counter(Arc<AtomicU64>);
 
-/// Goes up and down.
+/// A value that increases and decreases.
 #[derive(Clone, Debug)]
 pub(crate) struct Gauge(Arc<AtomicU64>);
 
-/// A distribution.
+/// Values counted by bucket.
 #[derive(Clone, Debug)]
-pub(crate) struct Histogram(Arc<Buckets>);
+pub(crate) struct Histogram(Arc<HistogramBuckets>);
 
 #[derive(Debug)]
-pub(super) struct Buckets {
+pub(super) struct HistogramBuckets {
     pub bounds: &'static [f64],
     /// One per bound, and one beyond the last.
     pub counts: Box<[AtomicU64]>,
@@ -120,7 +120,7 @@ pub(super) struct Buckets {
     sum: AtomicU64,
 }
 
-impl Buckets {
+impl HistogramBuckets {
     pub(super) fn sum(&self) -> f64 {
         f64::from_bits(self.sum.load(Ordering::Relaxed))
     }
@@ -162,20 +162,20 @@ impl Histogram {
 
 fn add(bits: &AtomicU64, by: f64) {
     let sum = |bits: u64| Some((f64::from_bits(bits) + by).to_bits());
-    // Never `Err`: the closure always gives a value.
+    // Never `Err`: the closure always returns a value.
     let _ = bits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, sum);
 }
 
-/// One series, as long as somebody counts in it.
+/// One series, alive while a handle on it exists.
 #[derive(Debug)]
 pub(super) enum Series {
     Counter(Weak<AtomicU64>),
     Gauge(Weak<AtomicU64>),
-    Histogram(Weak<Buckets>),
+    Histogram(Weak<HistogramBuckets>),
 }
 
 impl Series {
-    fn lives(&self) -> bool {
+    fn is_alive(&self) -> bool {
         match self {
             Self::Counter(value) | Self::Gauge(value) => value.strong_count() > 0,
             Self::Histogram(value) => value.strong_count() > 0,
@@ -184,18 +184,18 @@ impl Series {
 }
 
 /// The series of one family, by their labels.
-type Known = BTreeMap<String, Series>;
+type SeriesMap = BTreeMap<String, Series>;
 
-/// Every series of one router.
+/// All series of one router.
 #[derive(Debug, Default)]
 pub(crate) struct Registry {
-    families: Mutex<BTreeMap<&'static str, Known>>,
+    families: Mutex<BTreeMap<&'static str, SeriesMap>>,
 }
 
 impl Registry {
     /// The counter with these label values, one per label name of the family.
     pub(crate) fn counter(&self, family: &'static Family, values: &[&str]) -> Counter {
-        assert_eq!(family.kind, Kind::Counter, "{}", family.name);
+        assert_eq!(family.kind, MetricKind::Counter, "{}", family.name);
         let old = |series: &Series| match series {
             Series::Counter(value) => value.upgrade(),
             Series::Gauge(_) | Series::Histogram(_) => None,
@@ -205,7 +205,7 @@ impl Registry {
 
     /// The gauge with these label values.
     pub(crate) fn gauge(&self, family: &'static Family, values: &[&str]) -> Gauge {
-        assert_eq!(family.kind, Kind::Gauge, "{}", family.name);
+        assert_eq!(family.kind, MetricKind::Gauge, "{}", family.name);
         let old = |series: &Series| match series {
             Series::Gauge(value) => value.upgrade(),
             Series::Counter(_) | Series::Histogram(_) => None,
@@ -215,13 +215,13 @@ impl Registry {
 
     /// The histogram with these label values.
     pub(crate) fn histogram(&self, family: &'static Family, values: &[&str]) -> Histogram {
-        assert_eq!(family.kind, Kind::Histogram, "{}", family.name);
+        assert_eq!(family.kind, MetricKind::Histogram, "{}", family.name);
         let old = |series: &Series| match series {
             Series::Histogram(value) => value.upgrade(),
             Series::Counter(_) | Series::Gauge(_) => None,
         };
         let new = || {
-            Arc::new(Buckets {
+            Arc::new(HistogramBuckets {
                 bounds: family.buckets,
                 counts: (0..=family.buckets.len()).map(|_| AtomicU64::new(0)).collect(),
                 sum: AtomicU64::new(0.0_f64.to_bits()),
@@ -230,7 +230,7 @@ impl Registry {
         Histogram(self.series(family, values, old, Series::Histogram, new))
     }
 
-    /// The series that lives, or a new one.
+    /// The existing series, or a new one.
     fn series<T>(
         &self,
         family: &'static Family,
@@ -240,44 +240,44 @@ impl Registry {
         new: impl Fn() -> Arc<T>,
     ) -> Arc<T> {
         let mut families = self.lock();
-        let known = families.entry(family.name).or_default();
+        let series = families.entry(family.name).or_default();
         let mut labels = family.labelled(values);
-        if !known.contains_key(&labels) && known.len() >= family.most {
-            known.retain(|_, series| series.lives());
-            if known.len() >= family.most {
+        if !series.contains_key(&labels) && series.len() >= family.series_max {
+            series.retain(|_, one| one.is_alive());
+            if series.len() >= family.series_max {
                 labels = family.labelled(&vec![OTHER; values.len()]);
             }
         }
-        if let Some(value) = known.get(&labels).and_then(old) {
+        if let Some(value) = series.get(&labels).and_then(old) {
             return value;
         }
         let value = new();
-        known.insert(labels, wrap(Arc::downgrade(&value)));
+        series.insert(labels, wrap(Arc::downgrade(&value)));
         value
     }
 
-    /// The series of a family that live.
-    pub(super) fn each(&self, family: &Family, mut each: impl FnMut(&str, Value<'_>)) {
+    /// Calls `each` for every living series of a family.
+    pub(super) fn for_each(&self, family: &Family, mut each: impl FnMut(&str, SeriesValue<'_>)) {
         let mut families = self.lock();
-        let Some(known) = families.get_mut(family.name) else { return };
-        known.retain(|labels, series| match series {
+        let Some(series) = families.get_mut(family.name) else { return };
+        series.retain(|labels, one| match one {
             Series::Counter(value) => match value.upgrade() {
                 Some(value) => {
-                    each(labels, Value::Counter(value.load(Ordering::Relaxed)));
+                    each(labels, SeriesValue::Counter(value.load(Ordering::Relaxed)));
                     true
                 }
                 None => false,
             },
             Series::Gauge(value) => match value.upgrade() {
                 Some(value) => {
-                    each(labels, Value::Gauge(f64::from_bits(value.load(Ordering::Relaxed))));
+                    each(labels, SeriesValue::Gauge(f64::from_bits(value.load(Ordering::Relaxed))));
                     true
                 }
                 None => false,
             },
             Series::Histogram(value) => match value.upgrade() {
                 Some(value) => {
-                    each(labels, Value::Histogram(&value));
+                    each(labels, SeriesValue::Histogram(&value));
                     true
                 }
                 None => false,
@@ -285,16 +285,16 @@ impl Registry {
         });
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<&'static str, Known>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<&'static str, SeriesMap>> {
         self.families.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// What a series says at one moment.
-pub(super) enum Value<'a> {
+/// The current value of a series.
+pub(super) enum SeriesValue<'a> {
     Counter(u64),
     Gauge(f64),
-    Histogram(&'a Buckets),
+    Histogram(&'a HistogramBuckets),
 }
 
 #[cfg(test)]
@@ -306,7 +306,7 @@ mod tests {
 
     fn series(registry: &Registry, family: &Family) -> Vec<String> {
         let mut found = Vec::new();
-        registry.each(family, |labels, _| found.push(labels.to_owned()));
+        registry.for_each(family, |labels, _| found.push(labels.to_owned()));
         found
     }
 
@@ -318,7 +318,7 @@ mod tests {
         let second = registry.counter(&REQUESTS, &["a"]);
         drop(first);
         second.increment(1);
-        registry.each(&REQUESTS, |_, value| assert!(matches!(value, Value::Counter(3))));
+        registry.for_each(&REQUESTS, |_, value| assert!(matches!(value, SeriesValue::Counter(3))));
         assert_eq!(series(&registry, &REQUESTS), ["engine=\"a\""]);
         drop(second);
         assert!(series(&registry, &REQUESTS).is_empty());
@@ -343,7 +343,7 @@ mod tests {
     #[test]
     fn a_family_of_engines_has_series_for_two_full_pools_and_is_bounded_too() {
         static ERRORS: Family =
-            Family::counter("t_errors_total", &["engine", "why"], "Errors.").of_engines(3);
+            Family::counter("t_errors_total", &["engine", "reason"], "Errors.").of_engines(3);
         let registry = Registry::default();
         let count = |n: usize| registry.counter(&ERRORS, &[&(n / 3).to_string(), &(n % 3).to_string()]);
         let most = 2 * MEMBERS_MAX * 3;
@@ -352,7 +352,7 @@ mod tests {
         let _more = (count(most), count(most + 1));
         let found = series(&registry, &ERRORS);
         assert_eq!((found.len(), kept.len()), (most + 1, most));
-        assert!(found.contains(&"engine=\"other\",why=\"other\"".to_owned()));
+        assert!(found.contains(&"engine=\"other\",reason=\"other\"".to_owned()));
     }
 
     #[test]
@@ -362,8 +362,8 @@ mod tests {
         for ms in [50, 100, 500, 7_000, 500] {
             histogram.record(Duration::from_millis(ms));
         }
-        registry.each(&SECONDS, |_, value| {
-            let Value::Histogram(buckets) = value else { unreachable!("it is one") };
+        registry.for_each(&SECONDS, |_, value| {
+            let SeriesValue::Histogram(buckets) = value else { unreachable!("it is one") };
             let counts: Vec<_> = buckets.counts.iter().map(|c| c.load(Ordering::Relaxed)).collect();
             assert_eq!(counts, [2, 2, 1]);
             assert!((buckets.sum() - 8.15).abs() < 1e-9);

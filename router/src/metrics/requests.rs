@@ -7,21 +7,21 @@ use baton_connector::exchange::{Outcome, Phase};
 use super::page::Scrape;
 use super::registry::{Counter, Family, Gauge, Histogram, Registry};
 
-/// Seconds, as vLLM's time to first token: dashboards can lay one over the other.
+/// Seconds, the buckets of vLLM's time to first token, so that dashboards can overlay the two.
 pub(super) const FIRST_TOKEN: &[f64] = &[
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
     80.0, 160.0, 640.0, 2560.0,
 ];
-/// Seconds, as vLLM's end-to-end latency, with a beginning for requests that are refused at once.
+/// Seconds, the buckets of vLLM's end-to-end latency, with lower ones for requests that are refused at once.
 const DURATION: &[f64] = &[
     0.001, 0.01, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 ];
-/// Seconds, as vLLM's inter-token latency, with a beginning for small models.
+/// Seconds, the buckets of vLLM's inter-token latency, with lower ones for small models.
 const PER_TOKEN: &[f64] = &[
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 80.0,
 ];
-/// Seconds: from what the router itself takes to what an engine's queue does.
+/// Seconds, from the router's own processing time to the time in an engine's queue.
 const WAIT: &[f64] = &[
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
     30.0, 60.0, 120.0, 600.0,
@@ -139,21 +139,21 @@ pub(super) static FAMILIES: &[&Family] = &[
     &OLDER,
 ];
 
-/// The label of requests whose model is not known: refused before, or for it.
+/// The label of requests without a known model.
 const UNKNOWN: &str = "unknown";
 
-/// How a request ended, for the label.
+/// The outcome of a request, for the label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum End {
-    /// It was an exchange.
+pub(crate) enum RequestOutcome {
+    /// The request was an exchange.
     Exchange(Outcome),
-    /// It never became one.
+    /// The request was refused before an exchange.
     Rejected,
-    /// It was passed to one engine as it came.
+    /// The request was passed to one engine unchanged.
     Passed,
 }
 
-impl End {
+impl RequestOutcome {
     const LABELS: [&str; 12] = [
         "completed",
         "prefill_refused",
@@ -191,10 +191,10 @@ impl End {
     }
 }
 
-/// Classes of a status: 2xx to 5xx, and none at all.
+/// Status classes: 2xx to 5xx, and none.
 const CODES: [&str; 5] = ["none", "2xx", "3xx", "4xx", "5xx"];
 
-/// The class of a status that a client was sent; 499 and 0 are not sent.
+/// The class of a status sent to a client; 499 and 0 are not sent.
 fn code(status: u16) -> usize {
     match status {
         200..300 => 1,
@@ -209,7 +209,7 @@ fn code(status: u16) -> usize {
 /// The requests of all models.
 pub(crate) struct RequestMetrics {
     pub in_flight: Gauge,
-    /// Of requests without a model.
+    /// Requests without a model.
     pub unknown: Arc<ModelMetrics>,
     disconnects: [Counter; Phase::ALL.len()],
 }
@@ -223,8 +223,8 @@ impl RequestMetrics {
         }
     }
 
-    /// Counts a client that left.
-    pub(crate) fn disconnect(&self, phase: Phase) {
+    /// Counts a cancelled request.
+    pub(crate) fn count_disconnect(&self, phase: Phase) {
         self.disconnects[phase as usize].increment(1);
     }
 }
@@ -233,8 +233,8 @@ impl RequestMetrics {
 pub(crate) struct ModelMetrics {
     registry: Arc<Registry>,
     model: String,
-    /// By outcome and class of status; made when first counted.
-    requests: [[OnceLock<Counter>; CODES.len()]; End::LABELS.len()],
+    /// By outcome and status class; created when first counted.
+    requests: [[OnceLock<Counter>; CODES.len()]; RequestOutcome::LABELS.len()],
     tokens: OnceLock<[Counter; 3]>,
     pub duration: Histogram,
     first_token: [OnceLock<Histogram>; 2],
@@ -267,23 +267,23 @@ impl ModelMetrics {
         }
     }
 
-    /// Counts a request that is over.
-    pub(crate) fn ended(&self, end: End, status: u16) {
+    /// Counts a request that has ended.
+    pub(crate) fn count_end(&self, end: RequestOutcome, status: u16) {
         let class = code(status);
         let labels = [self.model.as_str(), end.label(), CODES[class]];
         let counter = &self.requests[end.index()][class];
         counter.get_or_init(|| self.registry.counter(&REQUESTS, &labels)).increment(1);
     }
 
-    /// The time to the first token, apart by whether the answer is streamed.
+    /// The time to the first token, separate for streamed and other responses.
     pub(crate) fn first_token(&self, streamed: bool) -> &Histogram {
         let label = if streamed { "true" } else { "false" };
         self.first_token[usize::from(streamed)]
             .get_or_init(|| self.registry.histogram(&FIRST_TOKEN_SECONDS, &[&self.model, label]))
     }
 
-    /// Counts what an answer's `usage` says.
-    pub(crate) fn tokens(&self, prompt: u64, cached: u64, completion: u64) {
+    /// Counts the tokens of a response's `usage`.
+    pub(crate) fn count_tokens(&self, prompt: u64, cached: u64, completion: u64) {
         let counters = self.tokens.get_or_init(|| {
             ["prompt", "cached", "completion"]
                 .map(|kind| self.registry.counter(&TOKENS, &[&self.model, kind]))
@@ -294,7 +294,7 @@ impl ModelMetrics {
     }
 }
 
-/// The ages of the requests in flight, in seconds, the oldest first.
+/// Adds the ages of the requests in flight, in seconds, the oldest first.
 pub(crate) fn look_up_ages(scrape: &mut Scrape, ages: &[f64]) {
     scrape.put(&AGE, &[], ages.first().copied().unwrap_or(0.0));
     for seconds in AGES {

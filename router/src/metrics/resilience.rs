@@ -1,9 +1,9 @@
-//! Engines that fail, and what the router does about it.
+//! Failures of engines, and the router's reactions.
 
 use super::legs::Leg;
 use super::registry::{Counter, Family, Registry};
 
-/// Looked up when somebody asks.
+/// Looked up at each scrape.
 pub(crate) static STANDINGS: Family = Family::gauge(
     "baton_router_engine_standing",
     &["engine", "leg", "standing"],
@@ -28,18 +28,18 @@ static WRONG_MODEL: Family = Family::counter(
 
 pub(super) static FAMILIES: &[&Family] = &[&STANDINGS, &RETRIES_REFUSED, &RESUMES, &WRONG_MODEL];
 
-/// What became of a stream whose decode engine died.
+/// The result for a stream whose decode engine failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Resume {
-    /// Another engine went on.
+pub(crate) enum ResumeResult {
+    /// Another engine continued it.
     Resumed,
-    /// None could be had.
+    /// No engine was available.
     Failed,
-    /// The request, or what was sent of its answer, does not allow it.
+    /// The request, or the part already sent, does not permit it.
     NotAllowed,
 }
 
-/// The handles.
+/// Handles, created once.
 pub(crate) struct ResilienceMetrics {
     refused: [Counter; 2],
     resumes: [Counter; 3],
@@ -56,15 +56,15 @@ impl ResilienceMetrics {
         }
     }
 
-    pub(crate) fn retry_refused(&self, leg: Leg) {
+    pub(crate) fn count_refused_retry(&self, leg: Leg) {
         self.refused[leg as usize].increment(1);
     }
 
-    pub(crate) fn resume(&self, result: Resume) {
+    pub(crate) fn count_resume(&self, result: ResumeResult) {
         self.resumes[result as usize].increment(1);
     }
 
-    pub(crate) fn wrong_model(&self, leg: Leg) {
+    pub(crate) fn count_wrong_model(&self, leg: Leg) {
         self.wrong_model[leg as usize].increment(1);
     }
 }

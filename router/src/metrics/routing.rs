@@ -1,4 +1,4 @@
-//! What was decided about requests: whether another engine prefills, and by what reason engines were chosen.
+//! Decisions about requests: whether another engine prefills, and why an engine was chosen.
 
 use std::sync::{Arc, OnceLock};
 
@@ -21,76 +21,78 @@ static DECISIONS: Family = Family::counter(
 
 pub(super) static FAMILIES: &[&Family] = &[&DISAGGREGATION, &DECISIONS];
 
-/// What a policy decided for one leg of a model. A reason's series begins with its first decision.
-pub(crate) struct Decisions {
+/// A policy's decisions for one leg of a model. The series of a reason begins with its first decision.
+pub(crate) struct DecisionCounters {
     registry: Arc<Registry>,
     labels: [String; 3],
-    reasons: [OnceLock<Counter>; Reason::KINDS],
+    reasons: [OnceLock<Counter>; ChoiceReason::KINDS],
 }
 
-impl Decisions {
+impl DecisionCounters {
     pub(super) fn new(registry: &Arc<Registry>, model: &str, leg: Leg, policy: &str) -> Self {
         let labels = [model, leg.label(), policy].map(str::to_owned);
         Self { registry: Arc::clone(registry), labels, reasons: Default::default() }
     }
 
-    /// Counts an engine that was chosen.
-    pub(crate) fn count(&self, reason: Reason) {
+    /// Counts a chosen engine.
+    pub(crate) fn count(&self, reason: ChoiceReason) {
         let [model, leg, policy] = &self.labels;
         let counter = || self.registry.counter(&DECISIONS, &[model, leg, policy, reason.label()]);
         self.reasons[reason.kind()].get_or_init(counter).increment(1);
     }
 }
 
-/// What was decided about requests.
+/// Decisions about disaggregation.
 pub(crate) struct RoutingMetrics {
-    disaggregations: [Counter; Why::ALL.len()],
+    disaggregations: [Counter; DisaggregationReason::ALL.len()],
 }
 
 impl RoutingMetrics {
     pub(super) fn new(registry: &Registry) -> Self {
-        let counter = |why: Why| registry.counter(&DISAGGREGATION, &[why.decision(), why.label()]);
-        Self { disaggregations: Why::ALL.map(counter) }
+        let counter = |reason: DisaggregationReason| {
+            registry.counter(&DISAGGREGATION, &[reason.decision(), reason.label()])
+        };
+        Self { disaggregations: DisaggregationReason::ALL.map(counter) }
     }
 
-    /// Counts whether a request's prefill was another engine's; once for each request.
-    pub(crate) fn disaggregation(&self, why: Why) {
-        self.disaggregations[why as usize].increment(1);
+    /// Counts whether another engine prefills a request; once per request.
+    pub(crate) fn count_disaggregation(&self, reason: DisaggregationReason) {
+        self.disaggregations[reason as usize].increment(1);
     }
 }
 
 /// Why an engine was chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reason {
-    /// It was its turn.
+pub(crate) enum ChoiceReason {
+    /// The engine's turn.
     Turn,
-    /// It was drawn.
+    /// Random.
     Drawn,
-    /// It was the less loaded of two that were drawn.
+    /// The less loaded of two random engines.
     LessLoadedOfTwo,
-    /// It had the least load.
+    /// The least load.
     LeastLoaded,
-    /// The request's key belongs to it.
+    /// The engine owns the request's key.
     KeysEngine,
-    /// The engine of the request's key had its share; this is the key's next.
+    /// The key's engine had its share; this is the key's next engine.
     KeysNext,
     /// The request has no key; this engine had the least load.
     NoKey,
-    /// It holds this many chunks of the prompt, as the router's own decisions say.
+    /// The engine holds this many chunks of the prompt, according to the router's own decisions.
     HoldsChunks(u32),
-    /// It holds this many KV blocks of the prompt, as its events say.
+    /// The engine holds this many KV blocks of the prompt, according to its events.
     HoldsBlocks(u32),
     /// No engine holds enough of the prompt; this engine had the least load.
     NotCached,
-    /// Those that hold the prompt are too busy; this engine had the least load.
+    /// The engines that hold the prompt are too busy; this engine had the least load.
     HoldersBusy,
 }
 
-impl Reason {
-    /// How many kinds there are.
+impl ChoiceReason {
+    /// Number of kinds.
     pub(crate) const KINDS: usize = 11;
 
-    /// Which kind it is.
+    /// The index of the kind.
     pub(crate) fn kind(self) -> usize {
         match self {
             Self::Turn => 0,
@@ -107,7 +109,7 @@ impl Reason {
         }
     }
 
-    /// As explanations have it.
+    /// The label in explanations.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Turn => "turn",
@@ -125,25 +127,25 @@ impl Reason {
     }
 }
 
-/// What was decided, which is said by why.
+/// The reason of a disaggregation decision, which implies the decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Why {
-    /// Every request of this model is.
+pub(crate) enum DisaggregationReason {
+    /// The configuration prefills every request of this model remotely.
     Always,
-    /// Every condition holds.
+    /// Every condition for a remote prefill is met.
     WorthIt,
     NoPrefillEngines,
     SeveralPrompts,
     PromptLogprobs,
     ShortPrompt,
-    /// The decode engine holds too much of it.
+    /// The decode engine has cached too much of the prompt.
     Cached,
     PrefillBusy,
-    /// No prefill engine could be had, and the model falls back. Never decided, only come to.
+    /// No prefill engine was available, and the model falls back. A result, never a decision.
     FellBack,
 }
 
-impl Why {
+impl DisaggregationReason {
     pub(crate) const ALL: [Self; 9] = [
         Self::Always,
         Self::WorthIt,
@@ -156,7 +158,7 @@ impl Why {
         Self::FellBack,
     ];
 
-    /// Whether another engine prefills. Otherwise the decode engine computes everything.
+    /// Whether another engine prefills. Otherwise the decode engine computes the whole request.
     pub(crate) fn is_remote(self) -> bool {
         match self {
             Self::Always | Self::WorthIt => true,

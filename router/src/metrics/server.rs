@@ -1,4 +1,4 @@
-//! The router itself: its version, its configuration, its connections, and the bytes that pass through it.
+//! Metrics of the router itself: version, configuration, connections, and bytes of bodies.
 
 use super::registry::{Counter, Family, Gauge, Registry};
 
@@ -28,7 +28,7 @@ static RESPONSE_BYTES: Family =
 pub(super) static FAMILIES: &[&Family] =
     &[&BUILD, &GENERATION, &CONNECTIONS, &CONNECTED, &REFUSED, &REQUEST_BYTES, &RESPONSE_BYTES];
 
-/// The router itself.
+/// Metrics of the router itself.
 pub(crate) struct ServerMetrics {
     _build: Gauge,
     pub generation: Gauge,

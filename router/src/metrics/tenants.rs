@@ -1,11 +1,11 @@
-//! Keys and tenants: who was let in, who was not, and why.
+//! Metrics of keys and tenants: accepted and refused requests.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::registry::{Counter, Family, Registry};
 
-/// Tenants with a label of their own. A label is a time series, and a monitor pays for each.
+/// Limit on tenants with their own label: each label value is a time series in the monitoring system.
 const TENANTS_MAX: usize = 100;
 
 static REQUESTS: Family = Family::counter(
@@ -25,26 +25,26 @@ static RELOADS: Family =
 
 pub(super) static FAMILIES: &[&Family] = &[&REQUESTS, &LIMITED, &UNKNOWN, &RELOADS];
 
-/// Which limit refused.
+/// The limit that refused a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Limit {
+pub(crate) enum LimitKind {
     Requests,
     Tokens,
     Concurrent,
 }
 
-/// Why nobody knows a client.
+/// Why a client is not authenticated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Unknown {
-    /// Neither a key nor a certificate that is named.
+pub(crate) enum UnauthorizedReason {
+    /// Neither a key nor a configured certificate.
     Missing,
-    /// A key that is not known.
+    /// An unknown key.
     Key,
-    /// A key whose time is over.
+    /// An expired key.
     Expired,
 }
 
-/// Handles, made once; those of tenants when their tenant is first heard of.
+/// Handles, created once; those of a tenant at its first request.
 pub(crate) struct TenantMetrics {
     registry: Arc<Registry>,
     tenants: Mutex<HashMap<String, Counter>>,
@@ -78,15 +78,15 @@ impl TenantMetrics {
         counter
     }
 
-    pub(crate) fn limited(&self, limit: Limit) {
+    pub(crate) fn count_limited(&self, limit: LimitKind) {
         self.limited[limit as usize].increment(1);
     }
 
-    pub(crate) fn unknown(&self, why: Unknown) {
-        self.unknown[why as usize].increment(1);
+    pub(crate) fn count_unauthorized(&self, reason: UnauthorizedReason) {
+        self.unknown[reason as usize].increment(1);
     }
 
-    pub(crate) fn reloaded(&self, fine: bool) {
+    pub(crate) fn count_reload(&self, fine: bool) {
         self.reloads[usize::from(!fine)].increment(1);
     }
 }
@@ -102,7 +102,7 @@ mod tests {
         let kept: Vec<_> = (0..10_000).map(|n| metrics.tenant(&format!("t{n}"))).collect();
         kept.iter().for_each(|counter| counter.increment(1));
         let mut series = Vec::new();
-        registry.each(&REQUESTS, |labels, _| series.push(labels.to_owned()));
+        registry.for_each(&REQUESTS, |labels, _| series.push(labels.to_owned()));
         assert_eq!(series.len(), TENANTS_MAX + 1);
         assert!(series.contains(&"tenant=\"other\"".to_owned()));
     }

@@ -1,30 +1,30 @@
-//! The page is what Prometheus' own linter would pass, and the documentation names every family.
+//! Checks the page by the rules of Prometheus' own linter, and that the documentation contains every family.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use baton_connector::exchange::{Cause, Outcome, Phase};
+use baton_connector::exchange::{Outcome, Phase, SettlementCause};
 
 use super::*;
 use crate::config::limits::MEMBERS_MAX;
 
-/// Everything counted once.
+/// Metrics with every kind of value counted once.
 fn full() -> (Metrics, ModelMetrics, EngineMetrics) {
     let metrics = Metrics::new();
     let (model, engine) = (metrics.model("m\"\n"), metrics.engine("10.0.0.1:8000"));
-    model.ended(End::Exchange(Outcome::Completed), 200);
-    model.ended(End::Rejected, 404);
+    model.count_end(RequestOutcome::Exchange(Outcome::Completed), 200);
+    model.count_end(RequestOutcome::Rejected, 404);
     model.first_token(true).record(Duration::from_millis(3));
     model.first_token(false).record(Duration::from_secs(3000));
-    model.tokens(10, 4, 2);
-    metrics.disconnect(Phase::Gap);
-    metrics.release(Cause::Late, Via::Abort);
-    engine.failed(Leg::Decode, Reason::Died);
+    model.count_tokens(10, 4, 2);
+    metrics.count_disconnect(Phase::Gap);
+    metrics.count_release(SettlementCause::Late, ReleaseMethod::Abort);
+    engine.count_failure(Leg::Decode, AttemptFailure::Died);
     metrics.tenants.tenant("t").increment(1);
     (metrics, model, engine)
 }
 
-fn page(metrics: &Metrics, format: Format) -> String {
+fn page(metrics: &Metrics, format: PageFormat) -> String {
     metrics.page(format, |scrape| {
         scrape.put(&IN_FLIGHT, &["10.0.0.1:8000"], 3.0);
         scrape.put(&POOL, &["m", "decode"], 1.0);
@@ -33,7 +33,7 @@ fn page(metrics: &Metrics, format: Format) -> String {
     })
 }
 
-/// A sample's name, its labels by name, and its value; as strict as a scraper.
+/// A sample's name, labels and value; as strict as a scraper.
 fn parsed(line: &str) -> (String, BTreeMap<String, String>, f64) {
     let is_name = |text: &str| {
         !text.is_empty()
@@ -77,15 +77,15 @@ fn parsed(line: &str) -> (String, BTreeMap<String, String>, f64) {
     (name.to_owned(), labels, value)
 }
 
-/// Checks what `promtool check metrics` and the OpenMetrics validator check.
-fn lint(page: &str, format: Format) {
+/// Performs the checks of `promtool check metrics` and of the OpenMetrics validator.
+fn lint(page: &str, format: PageFormat) {
     let (mut family, mut kind) = (String::new(), String::new());
     let (mut families, mut seen) = (BTreeSet::new(), BTreeSet::new());
     let mut buckets: (String, f64, f64) = Default::default();
     let mut lines = page.lines().peekable();
     while let Some(line) = lines.next() {
         if line == "# EOF" {
-            assert_eq!(format, Format::OpenMetrics);
+            assert_eq!(format, PageFormat::OpenMetrics);
             assert!(lines.peek().is_none(), "something after the end");
             continue;
         }
@@ -98,7 +98,7 @@ fn lint(page: &str, format: Format) {
             kind =
                 next.strip_prefix(&format!("# TYPE {name} ")).unwrap_or_else(|| panic!("{next}")).to_owned();
             let is_total = name.ends_with("_total");
-            assert_eq!(is_total, kind == "counter" && format == Format::Prometheus, "{name} is a {kind}");
+            assert_eq!(is_total, kind == "counter" && format == PageFormat::Prometheus, "{name} is a {kind}");
             for bad in ["_count", "_sum", "_bucket", "milliseconds", "_ms", "_us", "_kb", "minutes"] {
                 assert!(!name.ends_with(bad) && !name.contains(&format!("{bad}_")), "{name}: {bad}");
             }
@@ -110,14 +110,14 @@ fn lint(page: &str, format: Format) {
         }
         if let Some(unit) = line.strip_prefix("# UNIT ") {
             let (name, unit) = unit.split_once(' ').expect("a unit");
-            assert!(format == Format::OpenMetrics && name == family && name.ends_with(unit), "{line}");
+            assert!(format == PageFormat::OpenMetrics && name == family && name.ends_with(unit), "{line}");
             continue;
         }
         let (name, labels, value) = parsed(line);
         assert!(seen.insert((name.clone(), labels.clone())), "a series twice: {line}");
         let suffix = name.strip_prefix(&family).unwrap_or_else(|| panic!("{line} is not of {family}"));
         let right = match (kind.as_str(), format) {
-            ("counter", Format::OpenMetrics) => suffix == "_total",
+            ("counter", PageFormat::OpenMetrics) => suffix == "_total",
             ("histogram", _) => matches!(suffix, "_bucket" | "_sum" | "_count"),
             _ => suffix.is_empty(),
         };
@@ -138,7 +138,7 @@ fn lint(page: &str, format: Format) {
             assert_eq!((buckets.1, buckets.2), (f64::INFINITY, value), "the last bucket is all: {line}");
         }
     }
-    assert_eq!(page.ends_with("# EOF\n"), format == Format::OpenMetrics);
+    assert_eq!(page.ends_with("# EOF\n"), format == PageFormat::OpenMetrics);
 }
 
 #[test]
@@ -146,21 +146,24 @@ fn the_page_is_valid_in_both_formats_and_has_every_family() {
     let (metrics, _model, _engine) = full();
     let _source = metrics.discovery("dns:engines:8000");
     let tls = metrics.listener_tls("clients");
-    tls.expires(Some(0));
-    for format in [Format::Prometheus, Format::OpenMetrics] {
+    tls.set_expiry(Some(0));
+    for format in [PageFormat::Prometheus, PageFormat::OpenMetrics] {
         let page = page(&metrics, format);
         lint(&page, format);
         for family in families() {
-            // Without a series a counter's family stands there as OpenMetrics names it.
+            // Without a series, a counter's family has its OpenMetrics name.
             let name = match format {
-                Format::Prometheus => family.name,
-                Format::OpenMetrics => family.name.strip_suffix("_total").unwrap_or(family.name),
+                PageFormat::Prometheus => family.name,
+                PageFormat::OpenMetrics => family.name.strip_suffix("_total").unwrap_or(family.name),
             };
             assert!(page.contains(&format!("# TYPE {name} ")), "{name}");
         }
     }
-    assert_eq!(Format::accepted("application/openmetrics-text;version=1.0.0;q=0.5,*/*"), Format::OpenMetrics);
-    assert_eq!(Format::accepted("text/plain"), Format::Prometheus);
+    assert_eq!(
+        PageFormat::accepted("application/openmetrics-text;version=1.0.0;q=0.5,*/*"),
+        PageFormat::OpenMetrics
+    );
+    assert_eq!(PageFormat::accepted("text/plain"), PageFormat::Prometheus);
 }
 
 #[test]
@@ -169,7 +172,12 @@ fn families_are_named_once_and_their_buckets_rise() {
     for family in families() {
         assert!(names.insert(family.name), "{} is there twice", family.name);
         assert!(family.buckets.is_sorted_by(|a, b| a < b), "{}", family.name);
-        assert_eq!(family.buckets.is_empty(), family.kind != registry::Kind::Histogram, "{}", family.name);
+        assert_eq!(
+            family.buckets.is_empty(),
+            family.kind != registry::MetricKind::Histogram,
+            "{}",
+            family.name
+        );
         assert!(!family.labels.contains(&"le"), "{}", family.name);
     }
 }
@@ -180,8 +188,8 @@ fn every_engine_of_two_full_pools_is_counted_under_its_own_name() {
     let leg = |n| if n < MEMBERS_MAX { Leg::Prefill } else { Leg::Decode };
     let engines = (0..2 * MEMBERS_MAX).map(|n| (metrics.engine(&format!("e{n}:1")), leg(n)));
     let engines: Vec<_> = engines.collect();
-    engines.iter().for_each(|(engine, leg)| engine.failed(*leg, Reason::Died));
-    let text = metrics.page(Format::Prometheus, |_| {});
+    engines.iter().for_each(|(engine, leg)| engine.count_failure(*leg, AttemptFailure::Died));
+    let text = metrics.page(PageFormat::Prometheus, |_| {});
     let last = 2 * MEMBERS_MAX - 1;
     let counted = format!("engine_errors_total{{engine=\"e{last}:1\",leg=\"decode\",reason=\"died\"}} 1");
     assert!(text.contains(&counted) && !text.contains("engine=\"other\""));
@@ -190,9 +198,9 @@ fn every_engine_of_two_full_pools_is_counted_under_its_own_name() {
 #[test]
 fn series_of_an_engine_and_a_model_go_away_with_them() {
     let (metrics, model, engine) = full();
-    assert!(page(&metrics, Format::Prometheus).contains("engine_errors_total{engine=\"10.0.0.1:8000\""));
+    assert!(page(&metrics, PageFormat::Prometheus).contains("engine_errors_total{engine=\"10.0.0.1:8000\""));
     drop((model, engine));
-    let text = metrics.page(Format::Prometheus, |_| {});
+    let text = metrics.page(PageFormat::Prometheus, |_| {});
     assert!(!text.contains("10.0.0.1:8000") && !text.contains("model=\"m"), "{text}");
 }
 
@@ -238,14 +246,14 @@ fn what_counting_costs() {
     timed("counter", &|_| engine.leg(Leg::Decode).requests.increment(1));
     timed("gauge", &|_| metrics.requests.in_flight.increment(1.0));
     timed("histogram", &|n| model.inter_token.record(Duration::from_millis(u64::from(n % 1000))));
-    timed("request by outcome", &|_| model.ended(End::Exchange(Outcome::Completed), 200));
+    timed("request by outcome", &|_| model.count_end(RequestOutcome::Exchange(Outcome::Completed), 200));
     let piece = format!(
         "data: {{\"choices\":[{{\"text\":\"{}\",\"finish_reason\":null}}],\"usage\":null}}\n\n",
         "t".repeat(140)
     );
     timed("looking at a piece of 200 bytes", &|_| {
         let (mut frames, mut seen) =
-            (crate::message::sse::Frames::default(), crate::message::usage::Seen::default());
+            (crate::message::sse::FrameBuffer::default(), crate::message::usage::UsageScan::default());
         let whole = frames.pass(std::hint::black_box(bytes::Bytes::copy_from_slice(piece.as_bytes())));
         std::hint::black_box(frames.read(whole, &mut seen));
     });

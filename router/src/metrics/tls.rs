@@ -24,16 +24,16 @@ static HANDSHAKES: Family = Family::counter(
 
 pub(super) static FAMILIES: &[&Family] = &[&EXPIRY, &RELOADS, &HANDSHAKES];
 
-/// How a handshake ended.
+/// The result of a handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Handshake {
+pub(crate) enum HandshakeResult {
     Done,
     Failed,
     TimedOut,
 }
 
 /// Handles of one listener.
-pub(crate) struct ListenerTls {
+pub(crate) struct ListenerTlsMetrics {
     files: EngineTlsMetrics,
     handshakes: [Counter; 3],
 }
@@ -42,12 +42,12 @@ pub(crate) struct ListenerTls {
 pub(crate) struct EngineTlsMetrics {
     registry: Arc<Registry>,
     purpose: &'static str,
-    /// Made when there is a certificate whose end is known.
+    /// Created with the first certificate whose expiry is known.
     expiry: Mutex<Option<Gauge>>,
     reloads: [Counter; 2],
 }
 
-impl ListenerTls {
+impl ListenerTlsMetrics {
     pub(super) fn new(registry: &Arc<Registry>, purpose: &'static str) -> Self {
         let results = ["ok", "failed", "timeout"];
         Self {
@@ -56,17 +56,17 @@ impl ListenerTls {
         }
     }
 
-    pub(crate) fn handshake(&self, result: Handshake) {
+    pub(crate) fn count_handshake(&self, result: HandshakeResult) {
         self.handshakes[result as usize].increment(1);
     }
 
-    pub(crate) fn reloaded(&self, fine: bool) {
-        self.files.reloaded(fine);
+    pub(crate) fn count_reload(&self, fine: bool) {
+        self.files.count_reload(fine);
     }
 
-    /// The certificate ends then, in seconds since 1970.
-    pub(crate) fn expires(&self, at_s: Option<u64>) {
-        self.files.expires(at_s);
+    /// Sets the certificate's expiry, in seconds since 1970.
+    pub(crate) fn set_expiry(&self, at_s: Option<u64>) {
+        self.files.set_expiry(at_s);
     }
 }
 
@@ -80,12 +80,12 @@ impl EngineTlsMetrics {
         }
     }
 
-    pub(crate) fn reloaded(&self, fine: bool) {
+    pub(crate) fn count_reload(&self, fine: bool) {
         self.reloads[usize::from(!fine)].increment(1);
     }
 
-    /// The certificate ends then, in seconds since 1970; `None`: there is none.
-    pub(crate) fn expires(&self, at_s: Option<u64>) {
+    /// Sets the certificate's expiry, in seconds since 1970; `None`: there is no certificate.
+    pub(crate) fn set_expiry(&self, at_s: Option<u64>) {
         let mut expiry = self.expiry.lock().unwrap_or_else(PoisonError::into_inner);
         *expiry = at_s.map(|at_s| {
             let gauge = expiry.take().unwrap_or_else(|| self.registry.gauge(&EXPIRY, &[self.purpose]));

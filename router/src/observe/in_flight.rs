@@ -1,7 +1,7 @@
-//! The requests in flight, for whoever asks: who, since when, in which phase, at which engines.
+//! The requests in flight: id, start, phase and engines.
 //!
-//! Each request enters once and leaves once, in one of [`SHARDS`] tables by its number; the bound is that of
-//! `limits.in_flight`. What is told of it (phase, engines) is looked up when somebody asks.
+//! Each request enters and leaves one of [`SHARDS`] tables, selected by its number; the limit is `limits.in_flight`.
+//! Phase and engines are looked up only when a caller reads them.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,11 +14,11 @@ use crate::engines::http::Engine;
 use crate::metrics::{Leg, Scrape, requests};
 use crate::routing::models::Model;
 
-/// Tables; a power of two. Requests that begin at once rarely meet in one.
+/// Number of tables, a power of two. Concurrent requests rarely share one.
 const SHARDS: usize = 16;
 
-/// One request.
-pub(crate) struct Entry {
+/// One request in flight.
+pub(crate) struct InFlightRequest {
     pub id: RequestId,
     pub begun: Time,
     /// Set once the body is read.
@@ -27,18 +27,18 @@ pub(crate) struct Entry {
     engines: Mutex<[Option<Arc<Engine>>; 2]>,
 }
 
-impl Entry {
-    /// An engine is being asked.
-    pub(crate) fn asks(&self, leg: Leg, engine: &Arc<Engine>) {
+impl InFlightRequest {
+    /// Records an attempt at an engine.
+    pub(crate) fn set_engine(&self, leg: Leg, engine: &Arc<Engine>) {
         self.engines.lock().unwrap_or_else(PoisonError::into_inner)[leg as usize] = Some(Arc::clone(engine));
     }
 
-    /// Who was asked last, prefill and decode.
+    /// The engines of the last attempts, prefill and decode.
     pub(crate) fn engines(&self) -> [Option<Arc<Engine>>; 2] {
         self.engines.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The part of its life it is in.
+    /// The request's phase.
     pub(crate) fn phase(&self) -> &'static str {
         let Some(exchange) = self.exchange.get() else { return "intake" };
         let phase = exchange.lock().unwrap_or_else(PoisonError::into_inner).phase();
@@ -46,19 +46,19 @@ impl Entry {
     }
 }
 
-type Shard = HashMap<u64, Arc<Entry>>;
+type InFlightShard = HashMap<u64, Arc<InFlightRequest>>;
 
-/// Every request in flight.
+/// All requests in flight.
 #[derive(Default)]
 pub(crate) struct InFlightTable {
-    shards: [Mutex<Shard>; SHARDS],
+    shards: [Mutex<InFlightShard>; SHARDS],
     next: AtomicU64,
 }
 
 impl InFlightTable {
-    /// A request begins. Whoever enters it takes it out, by the number.
-    pub(crate) fn enter(&self, id: RequestId, begun: Time) -> (u64, Arc<Entry>) {
-        let entry = Arc::new(Entry {
+    /// Adds a request. The caller must remove it by its number.
+    pub(crate) fn enter(&self, id: RequestId, begun: Time) -> (u64, Arc<InFlightRequest>) {
+        let entry = Arc::new(InFlightRequest {
             id,
             begun,
             model: OnceLock::new(),
@@ -74,9 +74,9 @@ impl InFlightTable {
         self.shard(number).remove(&number);
     }
 
-    /// Every request, the oldest first.
-    pub(crate) fn list(&self) -> Vec<Arc<Entry>> {
-        let of = |shard: &Mutex<Shard>| -> Vec<_> {
+    /// All requests, the oldest first.
+    pub(crate) fn list(&self) -> Vec<Arc<InFlightRequest>> {
+        let of = |shard: &Mutex<InFlightShard>| -> Vec<_> {
             shard.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
         };
         let mut list: Vec<_> = self.shards.iter().flat_map(of).collect();
@@ -84,13 +84,13 @@ impl InFlightTable {
         list
     }
 
-    /// How old they are.
+    /// Adds the ages of the requests to the scrape.
     pub(crate) fn look_up(&self, now: Time, scrape: &mut Scrape) {
         let ages: Vec<f64> = self.list().iter().map(|entry| now.since(entry.begun).as_secs_f64()).collect();
         requests::look_up_ages(scrape, &ages);
     }
 
-    fn shard(&self, number: u64) -> MutexGuard<'_, Shard> {
+    fn shard(&self, number: u64) -> MutexGuard<'_, InFlightShard> {
         self.shards[number as usize % SHARDS].lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,5 +1,5 @@
-//! Who is told of a request that is over: the access log and the traces. Part of a generation; what a reload does not
-//! change is handed on to the next one with its file, its queue and its connection.
+//! The observers of ended requests: the access log and the traces. They are part of a generation. A reload passes
+//! unchanged ones to the next generation with their file, queue and connection.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,13 +7,13 @@ use std::time::Duration;
 use crate::config::RouterConfig;
 use crate::metrics::Metrics;
 use crate::observe::access_log::AccessLog;
-use crate::observe::finished::Finished;
+use crate::observe::finished_request::FinishedRequest;
 use crate::observe::telemetry::{Telemetry, TelemetryError};
 
-/// How long the end of the router waits for each of them.
+/// Limit on the wait for each observer at shutdown.
 const FLUSH_WITHIN: Duration = Duration::from_secs(2);
 
-/// Why somebody cannot be told.
+/// Why an observer cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum ObserverError {
     /// The access log cannot be opened.
@@ -29,7 +29,7 @@ pub enum ObserverError {
     Telemetry(#[from] TelemetryError),
 }
 
-/// Those who are told.
+/// The observers of ended requests.
 #[derive(Clone, Default)]
 pub(crate) struct Observers {
     pub access_log: Option<Arc<AccessLog>>,
@@ -38,7 +38,7 @@ pub(crate) struct Observers {
 
 impl Observers {
     /// # Errors
-    /// [`ObserverError`] says what is in the way.
+    /// [`ObserverError`] contains the reason.
     pub(crate) fn build(
         config: &RouterConfig,
         previous: &Self,
@@ -68,13 +68,13 @@ impl Observers {
         self.telemetry.as_ref().map(|telemetry| telemetry.config.sample_ratio)
     }
 
-    /// Whether somebody may want to know of a request.
-    pub(crate) fn is_any(&self) -> bool {
+    /// Whether there is an observer.
+    pub(crate) fn has_any(&self) -> bool {
         self.access_log.is_some() || self.telemetry.is_some()
     }
 
-    /// Tells them.
-    pub(crate) fn tell(&self, finished: Finished) {
+    /// Notifies the observers of an ended request.
+    pub(crate) fn notify(&self, finished: FinishedRequest) {
         let finished = Arc::new(finished);
         if let Some(log) = &self.access_log {
             log.log(&finished);
@@ -84,7 +84,7 @@ impl Observers {
         }
     }
 
-    /// Waits until they have heard everything, but not for long.
+    /// Waits until the observers have processed all requests so far, for a limited time.
     pub(crate) async fn flush(&self) {
         if let Some(log) = &self.access_log {
             log.flush(FLUSH_WITHIN).await;

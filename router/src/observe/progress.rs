@@ -1,7 +1,7 @@
-//! What is noted of one request while it runs, and counted when it is over.
+//! Values recorded of one request while it runs, and counted when it ends.
 //!
-//! The exchange's own timeline says when each phase began; beside it stand only a few numbers that it does not know.
-//! Nothing here takes a lock or allocates.
+//! The exchange's own timeline contains the start of each phase; this module adds the few values that it lacks. No
+//! function here takes a lock or allocates.
 
 use std::sync::Arc;
 
@@ -9,70 +9,72 @@ use baton_connector::Time;
 use baton_connector::exchange::{Event, Span, Timeline};
 
 use crate::engines::http::Engine;
-use crate::message::sse::Reading;
-use crate::message::trace_context::Trace;
-use crate::message::usage::Seen;
-use crate::metrics::{End, Leg, ModelMetrics, Reason};
-use crate::observe::in_flight::Entry;
+use crate::message::sse::StreamReadOptions;
+use crate::message::trace_context::TraceContext;
+use crate::message::usage::UsageScan;
+use crate::metrics::{AttemptFailure, Leg, ModelMetrics, RequestOutcome};
+use crate::observe::in_flight::InFlightRequest;
 
-/// What the engines of one request did.
+/// The progress of one request at its engines.
 #[derive(Default)]
-pub(crate) struct Watched {
-    /// When the last attempt began.
-    asked: Time,
-    /// When the last piece of a streamed answer came.
+pub(crate) struct RequestProgress {
+    /// The start of the last attempt.
+    sent_at: Time,
+    /// The arrival of the last chunk of a streamed response.
     last_piece: Option<Time>,
-    /// One engine answers it by itself: nothing is generated.
+    /// One engine serves the request without generating tokens.
     pub passes: bool,
-    /// The answer is a stream of events.
+    /// The response is an event stream.
     pub streamed: bool,
-    /// How a streamed answer is read.
-    pub reading: Reading,
-    /// What the answer said of itself.
-    pub seen: Seen,
-    /// The next failure of an engine is that nothing came of it in time.
-    pub silent: bool,
-    /// Attempts of each leg.
+    /// How a streamed response is read.
+    pub reading: StreamReadOptions,
+    /// The usage in the response.
+    pub usage_scan: UsageScan,
+    /// The next failure of an engine is a timeout.
+    pub timed_out: bool,
+    /// Attempts per leg.
     pub attempts: [u16; 2],
-    /// Whose trace it is.
-    pub trace: Trace,
-    /// What is told of the request while it is in flight.
-    pub entry: Option<Arc<Entry>>,
+    /// The request's trace.
+    pub trace: TraceContext,
+    /// The request's entry in the table of requests in flight.
+    pub entry: Option<Arc<InFlightRequest>>,
 }
 
-impl Watched {
+impl RequestProgress {
     /// Counts an event at its engine; `engines` are those of the attempts, by number.
-    pub(crate) fn event(&mut self, event: Event, now: Time, engines: &[Arc<Engine>]) {
+    pub(crate) fn record_event(&mut self, event: Event, now: Time, engines: &[Arc<Engine>]) {
         let at = |attempt: baton_connector::exchange::Attempt| engines.get(usize::from(attempt.0));
         let (attempt, leg, reason) = match event {
-            Event::PrefillSent(to) => return self.sent(now, at(to), Leg::Prefill),
-            Event::DecodeSent(to) => return self.sent(now, at(to), Leg::Decode),
-            Event::PrefillLent(by, _) | Event::PrefillEmpty(by) => {
-                return self.answered(now, at(by), Leg::Prefill);
+            Event::PrefillSent(to) => return self.record_sent(now, at(to), Leg::Prefill),
+            Event::DecodeSent(to) => return self.record_sent(now, at(to), Leg::Decode),
+            Event::PrefillLeased(by, _) | Event::PrefillEmpty(by) => {
+                return self.record_response(now, at(by), Leg::Prefill);
             }
-            Event::DecodeAccepted(by) => return self.answered(now, at(by), Leg::Decode),
-            Event::PrefillRefused(by) => (by, Leg::Prefill, Reason::Refused),
+            Event::DecodeAccepted(by) => return self.record_response(now, at(by), Leg::Decode),
+            Event::PrefillRefused(by) => (by, Leg::Prefill, AttemptFailure::Refused),
             Event::PrefillFailed(by, failure) => (by, Leg::Prefill, self.reason(failure.into())),
-            Event::DecodeRefused(by) => (by, Leg::Decode, Reason::Refused),
+            Event::DecodeRefused(by) => (by, Leg::Decode, AttemptFailure::Refused),
             Event::DecodeFailed(by, failure) => (by, Leg::Decode, self.reason(failure.into())),
-            Event::StreamBroken(by) | Event::StreamCut(by) => (by, Leg::Decode, self.reason(Reason::Died)),
+            Event::StreamBroken(by) | Event::StreamCut(by) => {
+                (by, Leg::Decode, self.reason(AttemptFailure::Died))
+            }
             Event::NotAdmitted
             | Event::NoEngine
             | Event::PrefillEnded(_)
             | Event::PrefillSkipped
             | Event::FirstChunk(_)
             | Event::StreamEnded(_)
-            | Event::HandoffSpent
-            | Event::GaveUp
-            | Event::GaveUpFor(_)
+            | Event::HandoffUnusable
+            | Event::Exhausted
+            | Event::ExhaustedFor(_)
             | Event::ClientGone
             | Event::Dropped => return,
         };
         let Some(engine) = at(attempt) else { return };
-        engine.metrics.failed(leg, reason);
-        // A request that is itself wrong is nobody's trouble.
-        if reason != Reason::Refused
-            && let Some(held_back) = engine.trouble.due()
+        engine.metrics.count_failure(leg, reason);
+        // A faulty request is no failure of an engine.
+        if reason != AttemptFailure::Refused
+            && let Some(held_back) = engine.log_limiter.allow()
         {
             tracing::warn!(
                 request = self.entry.as_ref().map(|entry| entry.id.as_str()),
@@ -85,49 +87,56 @@ impl Watched {
         }
     }
 
-    fn reason(&mut self, otherwise: Reason) -> Reason {
-        if std::mem::take(&mut self.silent) { Reason::Silent } else { otherwise }
+    fn reason(&mut self, otherwise: AttemptFailure) -> AttemptFailure {
+        if std::mem::take(&mut self.timed_out) { AttemptFailure::Silent } else { otherwise }
     }
 
-    fn sent(&mut self, now: Time, to: Option<&Arc<Engine>>, leg: Leg) {
-        self.asked = now;
+    fn record_sent(&mut self, now: Time, to: Option<&Arc<Engine>>, leg: Leg) {
+        self.sent_at = now;
         self.attempts[leg as usize] += 1;
         if let Some(engine) = to {
             engine.metrics.leg(leg).requests.increment(1);
             if let Some(entry) = &self.entry {
-                entry.asks(leg, engine);
+                entry.set_engine(leg, engine);
             }
         }
     }
 
-    fn answered(&self, now: Time, by: Option<&Arc<Engine>>, leg: Leg) {
+    fn record_response(&self, now: Time, by: Option<&Arc<Engine>>, leg: Leg) {
         if let Some(engine) = by {
-            engine.metrics.leg(leg).response.record(now.since(self.asked));
+            engine.metrics.leg(leg).response.record(now.since(self.sent_at));
         }
     }
 
-    /// A piece of a streamed answer came.
-    pub(crate) fn piece(&mut self, now: Time, model: &ModelMetrics) {
+    /// Records a chunk of a streamed response.
+    pub(crate) fn record_piece(&mut self, now: Time, model: &ModelMetrics) {
         if let Some(last) = self.last_piece.replace(now) {
             model.inter_token.record(now.since(last));
         }
     }
 
-    /// Counts a request that is over.
-    pub(crate) fn ended(&self, model: &ModelMetrics, end: End, status: u16, line: &Timeline, begun: Time) {
-        model.ended(end, status);
-        if let Some(asked) = line.asked() {
-            model.queue.record(asked.since(begun));
+    /// Counts a request that has ended.
+    pub(crate) fn record_end(
+        &self,
+        model: &ModelMetrics,
+        end: RequestOutcome,
+        status: u16,
+        line: &Timeline,
+        begun: Time,
+    ) {
+        model.count_end(end, status);
+        if let Some(first_sent) = line.first_sent() {
+            model.queue.record(first_sent.since(begun));
         }
-        // What one engine answers by itself has no phases, and would only dilute those of what generates.
+        // A request served by one engine has no phases, and would distort the distribution of generating requests.
         if !self.passes {
-            self.phases(model, line, begun);
+            self.record_phases(model, line, begun);
         }
-        let (prompt, cached) = self.seen.usage.map_or((0, 0), |usage| (usage.prompt, usage.cached));
-        model.tokens(prompt, cached, self.seen.completion().unwrap_or(0));
+        let (prompt, cached) = self.usage_scan.usage.map_or((0, 0), |usage| (usage.prompt, usage.cached));
+        model.count_tokens(prompt, cached, self.usage_scan.completion().unwrap_or(0));
         if self.streamed
             && let (Some(usage), Some(first), Some(last)) =
-                (self.seen.usage, line.first_chunk, self.last_piece)
+                (self.usage_scan.usage, line.first_chunk, self.last_piece)
             && let Ok(others @ 1..) = u32::try_from(usage.completion.saturating_sub(1))
         {
             model.per_token.record(last.since(first) / others);
@@ -137,14 +146,14 @@ impl Watched {
         }
     }
 
-    fn phases(&self, model: &ModelMetrics, line: &Timeline, begun: Time) {
+    fn record_phases(&self, model: &ModelMetrics, line: &Timeline, begun: Time) {
         for (histogram, span) in [
             (&model.prefill, line.prefill()),
             (&model.gap, line.gap()),
             (&model.accept, line.accept()),
             (&model.decode, line.decode()),
         ] {
-            if let Some(took) = span.and_then(Span::took) {
+            if let Some(took) = span.and_then(Span::duration) {
                 histogram.record(took);
             }
         }

@@ -1,12 +1,12 @@
-//! Traces for a collector: one trace per request, made of spans when the request is over.
+//! Traces for a collector: one trace per request, built from spans when the request ends.
 //!
 //! ```text
 //! request ends ── try_send, never waits ──▶ [queue] ──▶ task: spans, batches ──▶ OTLP over HTTP, JSON
 //!                    └ full: dropped, counted                └ fails twice: dropped, counted
 //! ```
 //!
-//! While a request runs only its trace context exists (see [`crate::message::trace_context`]); what the spans say is taken from
-//! the exchange's timeline at the end. A collector that is down, slow or hostile costs spans, never requests.
+//! While a request runs, only its trace context exists (see [`crate::message::trace_context`]). The spans are derived
+//! from the exchange's timeline at the end. A collector that is down, slow or hostile costs spans, never requests.
 
 mod spans;
 
@@ -23,19 +23,19 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::config::OtlpConfig;
 use crate::metrics::Metrics;
-use crate::metrics::log_limiter::Seldom;
-use crate::observe::finished::Finished;
+use crate::metrics::log_limiter::LogLimiter;
+use crate::observe::finished_request::FinishedRequest;
 
-/// Spans that are sent at once, at most; a request has six.
+/// Limit on the spans of one batch; a request has six.
 const BATCH: usize = 512;
-/// How long the first span of a batch waits for others.
+/// Time that the first span of a batch waits for others.
 const GATHER: Duration = Duration::from_secs(1);
-/// Before the second try.
+/// Pause before the second attempt.
 const PAUSE: Duration = Duration::from_millis(500);
-/// The largest file of headers.
+/// Limit on the file of headers.
 const HEADERS_BYTES_MAX: u64 = 64 * 1024;
 
-/// Why traces cannot be sent.
+/// Why traces cannot be exported.
 #[derive(Debug, thiserror::Error)]
 pub enum TelemetryError {
     /// The file of headers cannot be read.
@@ -54,26 +54,26 @@ pub enum TelemetryError {
         /// From 1.
         line: usize,
     },
-    /// The exporter cannot be made.
+    /// The exporter cannot be created.
     #[error("telemetry: {0}")]
     Exporter(String),
 }
 
-enum Message {
-    Request(Arc<Finished>),
+enum TelemetryMessage {
+    Request(Arc<FinishedRequest>),
     Flush(oneshot::Sender<()>),
 }
 
-/// Traces in use.
+/// An active export of traces.
 pub(crate) struct Telemetry {
     pub config: OtlpConfig,
-    messages: mpsc::Sender<Message>,
+    messages: mpsc::Sender<TelemetryMessage>,
     metrics: Arc<Metrics>,
 }
 
 impl Telemetry {
     /// # Errors
-    /// [`TelemetryError`] says what is in the way. A collector that cannot be reached is none.
+    /// [`TelemetryError`] contains the reason. An unreachable collector is no error here.
     pub(crate) fn start(
         config: OtlpConfig,
         metrics: &Arc<Metrics>,
@@ -81,32 +81,32 @@ impl Telemetry {
     ) -> Result<Arc<Self>, TelemetryError> {
         let exporter = exporter(&config)?;
         let (messages, received) = mpsc::channel(config.queue);
-        let shipping = Shipping {
+        let sender = SpanSender {
             exporter,
             scope: InstrumentationScope::builder("baton-router")
                 .with_version(env!("CARGO_PKG_VERSION"))
                 .build(),
             within: Duration::from_millis(config.timeout_ms),
             metrics: Arc::clone(metrics),
-            complained: Seldom::new(),
+            error_log: LogLimiter::new(),
         };
-        runtime.spawn(shipping.run(received));
+        runtime.spawn(sender.run(received));
         Ok(Arc::new(Self { config, messages, metrics: Arc::clone(metrics) }))
     }
 
-    /// Sends a request's spans, if it is recorded.
-    pub(crate) fn send(&self, finished: &Arc<Finished>) {
-        if self.messages.try_send(Message::Request(Arc::clone(finished))).is_err() {
+    /// Exports a request's spans, if they are recorded.
+    pub(crate) fn send(&self, finished: &Arc<FinishedRequest>) {
+        if self.messages.try_send(TelemetryMessage::Request(Arc::clone(finished))).is_err() {
             self.metrics.observers.spans_dropped_full.increment(spans::count(finished));
         }
     }
 
-    /// Waits until what was recorded so far is sent, but not for long.
+    /// Waits until all spans so far are exported, for a limited time.
     pub(crate) async fn flush(&self, within: Duration) {
         let (done, sent) = oneshot::channel();
         let flushed = async {
-            // An error means that the task is gone, and with it whatever could be waited for.
-            if self.messages.send(Message::Flush(done)).await.is_ok() {
+            // An error means that the task has ended, so there is nothing to wait for.
+            if self.messages.send(TelemetryMessage::Flush(done)).await.is_ok() {
                 let _ = sent.await;
             }
         };
@@ -126,7 +126,7 @@ fn exporter(config: &OtlpConfig) -> Result<SpanExporter, TelemetryError> {
         .with_endpoint(endpoint)
         .with_timeout(Duration::from_millis(config.timeout_ms))
         .with_headers(headers(config)?)
-        // Its own retries sleep on the thread that serves requests.
+        // The exporter's own retries would block a thread that serves requests.
         .with_retry_policy(RetryPolicy::disabled())
         .build()
         .map_err(|error| TelemetryError::Exporter(error.to_string()))?;
@@ -140,11 +140,11 @@ fn exporter(config: &OtlpConfig) -> Result<SpanExporter, TelemetryError> {
     Ok(exporter)
 }
 
-/// Reads `name: value` lines; what they say is a secret.
+/// Reads `name: value` lines; the values are secret.
 fn headers(config: &OtlpConfig) -> Result<HashMap<String, String>, TelemetryError> {
     let Some(path) = &config.headers_file else { return Ok(HashMap::new()) };
     let file = path.display().to_string();
-    let read = crate::config::named_file::read_text(path, HEADERS_BYTES_MAX);
+    let read = crate::config::read::named_file::read_text(path, HEADERS_BYTES_MAX);
     let text = read.map_err(|source| TelemetryError::Headers { file: file.clone(), source })?;
     let mut headers = HashMap::new();
     for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
@@ -160,17 +160,17 @@ fn headers(config: &OtlpConfig) -> Result<HashMap<String, String>, TelemetryErro
     Ok(headers)
 }
 
-/// The task.
-struct Shipping {
+/// The exporting task.
+struct SpanSender {
     exporter: SpanExporter,
     scope: InstrumentationScope,
     within: Duration,
     metrics: Arc<Metrics>,
-    complained: Seldom,
+    error_log: LogLimiter,
 }
 
-impl Shipping {
-    async fn run(mut self, mut messages: mpsc::Receiver<Message>) {
+impl SpanSender {
+    async fn run(mut self, mut messages: mpsc::Receiver<TelemetryMessage>) {
         while let Some(first) = messages.recv().await {
             let (mut batch, mut flushed) = (Vec::with_capacity(BATCH), Vec::new());
             self.take(first, &mut batch, &mut flushed);
@@ -182,7 +182,7 @@ impl Shipping {
                 }
             }
             if !batch.is_empty() {
-                self.ship(batch).await;
+                self.export_with_retry(batch).await;
             }
             for done in flushed {
                 let _ = done.send(());
@@ -190,15 +190,20 @@ impl Shipping {
         }
     }
 
-    fn take(&self, message: Message, batch: &mut Vec<SpanData>, flushed: &mut Vec<oneshot::Sender<()>>) {
+    fn take(
+        &self,
+        message: TelemetryMessage,
+        batch: &mut Vec<SpanData>,
+        flushed: &mut Vec<oneshot::Sender<()>>,
+    ) {
         match message {
-            Message::Request(finished) => spans::add(&finished, &self.scope, batch),
-            Message::Flush(done) => flushed.push(done),
+            TelemetryMessage::Request(finished) => spans::add(&finished, &self.scope, batch),
+            TelemetryMessage::Flush(done) => flushed.push(done),
         }
     }
 
-    /// Tries twice.
-    async fn ship(&mut self, batch: Vec<SpanData>) {
+    /// Exports a batch with one retry.
+    async fn export_with_retry(&mut self, batch: Vec<SpanData>) {
         let count = batch.len() as u64;
         if self.export(batch.clone()).await.is_ok() {
             return self.metrics.observers.spans.increment(count);
@@ -208,7 +213,7 @@ impl Shipping {
             Ok(()) => self.metrics.observers.spans.increment(count),
             Err(error) => {
                 self.metrics.observers.spans_dropped_failed.increment(count);
-                if let Some(held_back) = self.complained.due() {
+                if let Some(held_back) = self.error_log.allow() {
                     tracing::warn!(%error, held_back, "span export failed");
                 }
             }

@@ -1,7 +1,8 @@
-//! The router as a process part: two listeners, a loop that accepts, and a drain at the end.
+//! The server: two listeners, an accept loop, and the drain at shutdown.
 //!
-//! pingora's own server is not used: its listeners take no port 0 and its shutdown ends the process. Requests are served
-//! from here, one task per connection, so that several routers fit into one process and a drain is ours to time.
+//! pingora's own server is not used, because its listeners accept no port 0 and its shutdown ends the process. The
+//! router serves each connection in a task of its own. So several routers fit into one process, and the router
+//! controls the timing of its drain.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -18,31 +19,31 @@ use tokio_util::either::Either;
 use tokio_util::sync::CancellationToken;
 
 use super::health_probe;
-use crate::admin::{self, Admin};
+use crate::admin::{self, AdminService};
 use crate::auth::admin::AdminError;
-use crate::client::http::{HeadBounds, Unclean, Wire};
+use crate::client::http::{ClientConnection, HeadBounds, HeadError};
 use crate::client::session::Session;
 use crate::config::RouterConfig;
-use crate::engines::health::Order;
+use crate::engines::health::OperatorOrder;
 use crate::engines::presence;
 use crate::metrics::Metrics;
-use crate::metrics::log_limiter::Seldom;
+use crate::metrics::log_limiter::LogLimiter;
 use crate::process::discovery;
-use crate::process::reload::Reload;
-use crate::process::socket_takeover::{Heir, Inherited, Successor};
-use crate::service::FrontDoor;
+use crate::process::reload::ReloadHandle;
+use crate::process::socket_takeover::{InheritedListeners, TakeoverClient, TakeoverListener};
+use crate::service::ClientService;
 use crate::state::generation::GenerationError;
 use crate::state::shared::Shared;
 use crate::tls::TlsError;
 use crate::tls::server::ServerTls;
 
-/// How often idle connections are closed.
-const UPKEEP: Duration = Duration::from_secs(1);
-/// After a drain, debts are waited for this long at most; a lease outlives it and ends by itself.
-const PAY_WITHIN_MAX: Duration = Duration::from_secs(30);
-/// A connection that is younger than this when the drain begins is not closed before it is as old: its first request may be on its
-/// way, and whoever sent it would read an end instead of an answer. Longer than a way around the world and back.
-const FIRST_WORD: Duration = Duration::from_secs(1);
+/// Interval of the removal of idle connections and unused engines.
+const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
+/// Maximum wait for settlements after a drain. A lease that outlives it ends by expiry.
+const SETTLE_WITHIN_MAX: Duration = Duration::from_secs(30);
+/// Minimum age of a connection before a drain closes it. The first request may be in transit, and its client would
+/// otherwise read an end instead of a response. Longer than a round trip around the world.
+const FIRST_REQUEST_GRACE: Duration = Duration::from_secs(1);
 
 /// Why a router cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -50,17 +51,17 @@ pub enum BindError {
     /// An address cannot be listened on.
     #[error("{key}: cannot listen on {address}: {source}{}", hint(key, source))]
     Listen {
-        /// The key of the configuration that it comes from.
+        /// The configuration key of the address.
         key: &'static str,
         /// The address.
         address: SocketAddr,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// The admin listener would be open to everybody.
+    /// The admin listener would be open to all hosts that can reach it.
     #[error(transparent)]
     Admin(#[from] AdminError),
-    /// A certificate cannot be used.
+    /// A certificate is unusable.
     #[error(transparent)]
     Tls(#[from] TlsError),
     /// The configuration cannot be put into effect.
@@ -68,7 +69,7 @@ pub enum BindError {
     Config(#[from] GenerationError),
 }
 
-/// What to do about an address that cannot be listened on, as far as that is known.
+/// A hint for an address that cannot be listened on.
 fn hint(key: &str, source: &std::io::Error) -> String {
     match source.kind() {
         std::io::ErrorKind::AddrInUse => {
@@ -88,38 +89,41 @@ fn hint(key: &str, source: &std::io::Error) -> String {
     }
 }
 
-/// A router that listens.
+/// A router whose listeners are open.
 pub struct Router {
     clients: TcpListener,
     admin: TcpListener,
     shared: Arc<Shared>,
     connections_max: usize,
-    guards: Guards,
-    inherited: Inherited,
-    successor: Option<Successor>,
+    tls: ServerTlsPair,
+    inherited: InheritedListeners,
+    takeover: Option<TakeoverListener>,
 }
 
-/// What stands before the listeners.
+/// TLS of both listeners.
 #[derive(Clone)]
-struct Guards {
+struct ServerTlsPair {
     clients: Option<Arc<ServerTls>>,
     admin: Option<Arc<ServerTls>>,
 }
 
 impl Router {
-    /// Listens on both addresses. Clients that connect are served once [`Self::run`] runs.
+    /// Opens both listeners. Clients that connect are served once [`Self::run`] runs.
     ///
     /// # Errors
-    /// [`BindError`] names what is in the way.
+    /// [`BindError`] names the problem.
     pub async fn bind(config: RouterConfig) -> Result<Self, BindError> {
-        Self::bind_with(config, Inherited::default()).await
+        Self::bind_with(config, InheritedListeners::default()).await
     }
 
-    /// As [`Self::bind`], with sockets that somebody else has opened where they are what the configuration wants.
+    /// As [`Self::bind`], with inherited sockets where they match the configuration.
     ///
     /// # Errors
     /// As [`Self::bind`].
-    pub async fn bind_with(config: RouterConfig, mut inherited: Inherited) -> Result<Self, BindError> {
+    pub async fn bind_with(
+        config: RouterConfig,
+        mut inherited: InheritedListeners,
+    ) -> Result<Self, BindError> {
         let (listen_tls, admin_tls) = (config.listen_tls.clone(), config.admin.tls.clone());
         let clients = listen("listen", config.listen, inherited.take_clients(config.listen)).await?;
         let address = config.admin.listen;
@@ -133,98 +137,98 @@ impl Router {
             let new = |config| ServerTls::new(&config, shared.metrics.listener_tls(purpose)).map(Arc::new);
             config.map(new).transpose()
         };
-        let guards = Guards { clients: tls(listen_tls, "clients")?, admin: tls(admin_tls, "admin")? };
-        Ok(Self { clients, admin, shared, connections_max, guards, inherited, successor: None })
+        let tls = ServerTlsPair { clients: tls(listen_tls, "clients")?, admin: tls(admin_tls, "admin")? };
+        Ok(Self { clients, admin, shared, connections_max, tls, inherited, takeover: None })
     }
 
-    /// Waits at this path, while [`Self::run`] runs, for the router that comes next; see [`Inherited::from_router`].
+    /// Waits at this path, while [`Self::run`] runs, for the next router; see [`InheritedListeners::from_router`].
     ///
     /// # Errors
-    /// When it cannot wait there.
-    pub fn hand_over_at(&mut self, path: &Path) -> std::io::Result<()> {
-        self.successor = Some(Successor::at(path, &self.clients, &self.admin)?);
+    /// If the socket at the path cannot be created.
+    pub fn take_over_at(&mut self, path: &Path) -> std::io::Result<()> {
+        self.takeover = Some(TakeoverListener::bind(path, &self.clients, &self.admin)?);
         Ok(())
     }
 
-    /// Where clients connect.
+    /// The address of the clients' listener.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.clients.local_addr().expect("a bound listener has an address")
     }
 
-    /// Where `/metrics`, `/health` and `/ready` are.
+    /// The address of the admin listener, with `/metrics`, `/health` and `/ready`.
     #[must_use]
     pub fn admin_addr(&self) -> SocketAddr {
         self.admin.local_addr().expect("a bound listener has an address")
     }
 
-    /// A hand for replacing the configuration while [`Self::run`] runs.
+    /// A handle for replacing the configuration while [`Self::run`] runs.
     #[must_use]
-    pub fn reload(&self) -> Reload {
-        Reload(Arc::clone(&self.shared))
+    pub fn reload(&self) -> ReloadHandle {
+        ReloadHandle(Arc::clone(&self.shared))
     }
 
-    /// Serves until `shutdown`, then drains: `/ready` says no at once, connections are taken for `drain_delay_ms`
-    /// more and closed with their answers; then there is no new connection, requests in flight go on for at most
-    /// `drain_timeout_ms`, the rest is cut, and what is owed to engines is paid before this returns.
+    /// Serves until `shutdown`, then drains. `/ready` fails at once. For `drain_delay_ms` connections are still
+    /// accepted, and closed with their responses. Then no connection is accepted, requests in flight continue for
+    /// at most `drain_timeout_ms`, and the rest is cut. Settlements complete before this returns.
     ///
-    /// The same when a successor serves ([`Self::hand_over_at`]), but that nothing more is accepted: it does that. Connections that
-    /// have been accepted within the last second are waited for until they are as old.
+    /// When the next router serves ([`Self::take_over_at`]), the same happens without further accepts, because the
+    /// next router accepts. Connections accepted within the last second stay open until they are a second old.
     ///
     /// # Cancel safety
-    /// Dropping the future cuts every request; debts are then paid only as long as the runtime lives.
+    /// Dropping the future cuts all requests. Settlements then continue only as long as the runtime does.
     pub async fn run(self, shutdown: CancellationToken) {
-        let Self { clients, admin, shared, connections_max, guards, mut inherited, mut successor } = self;
-        // Before anybody is served, and before anybody orders something else: the router before this one accepts nobody now.
-        for (url, order) in inherited.serving().await {
+        let Self { clients, admin, shared, connections_max, tls, mut inherited, mut takeover } = self;
+        // Before any request and any order: the previous router accepts neither now.
+        for (url, order) in inherited.announce_ready().await {
             tracing::info!(engine = %url, ?order, "operator order taken over from the previous router");
-            shared.fleet.take_over(url, order);
+            shared.fleet.adopt_order(url, order);
         }
-        let ready = Admin::new(Arc::clone(&shared));
+        let ready = AdminService::new(Arc::clone(&shared));
         let mut background = JoinSet::new();
-        let admin = background.spawn(admin::serve(admin, guards.admin.clone(), Arc::new(ready)));
-        background.spawn(upkeep(Arc::clone(&shared)));
+        let admin = background.spawn(admin::serve(admin, tls.admin.clone(), Arc::new(ready)));
+        background.spawn(maintain(Arc::clone(&shared)));
         background.spawn(health_probe::run(Arc::clone(&shared)));
-        background.spawn(reread(Arc::clone(&shared), guards.clone()));
+        background.spawn(reload_files(Arc::clone(&shared), tls.clone()));
         background.spawn(discovery::run(Arc::clone(&shared)));
         background.spawn(reopen_logs(Arc::clone(&shared)));
-        let door = Arc::new(FrontDoor(Arc::clone(&shared)));
+        let service = Arc::new(ClientService(Arc::clone(&shared)));
         let (drain, draining) = watch::channel(false);
         let mut connections = JoinSet::new();
-        // One bound for all, also while it drains.
-        let room = Arc::new(Semaphore::new(connections_max));
-        let heir = tokio::select! {
+        // One bound for all connections, also during the drain.
+        let permits = Arc::new(Semaphore::new(connections_max));
+        let client = tokio::select! {
             () = shutdown.cancelled() => None,
-            heir = succeeded(successor.as_ref()) => Some(heir),
-            () = accept(&clients, guards.clients.clone(), &door, draining.clone(), &room, &mut connections) => None,
+            client = wait_for_takeover(takeover.as_ref()) => Some(client),
+            () = accept(&clients, tls.clients.clone(), &service, draining.clone(), &permits, &mut connections) => None,
         };
-        // Its copies of the sockets would keep them open.
-        drop(successor.take());
+        // The takeover listener's copies of the sockets would keep them open.
+        drop(takeover.take());
         shared.draining.store(true, Ordering::Relaxed);
         let delay = Duration::from_millis(shared.generation().config.drain_delay_ms);
-        match heir {
-            Some(heir) => {
-                // Who asks there is to hear of the next one. A request that is being answered may still be: what it orders
-                // is either in what the next one hears, or refused.
+        match client {
+            Some(client) => {
+                // Admin clients must reach the next router. A request may still be in progress: its order is
+                // either transferred or refused.
                 admin.abort();
-                heir.hears(&shared.fleet.hand_over_orders()).await;
+                client.send_orders(&shared.fleet.transfer_orders()).await;
                 tracing::info!("socket takeover complete, finishing requests in flight");
-                // Answers close their connections by now; idle ones may still bring a request.
+                // Responses close their connections from now on. Idle connections may still bring a request.
                 tokio::time::sleep(delay).await;
             }
             None => {
-                tell_of_orders(&shared);
+                log_lost_orders(&shared);
                 if !delay.is_zero() {
-                    // Answers close their connections by now; idle ones may still bring a request.
+                    // Responses close their connections from now on. Idle connections may still bring a request.
                     let connections = &mut connections;
                     let accepting =
-                        accept(&clients, guards.clients.clone(), &door, draining, &room, connections);
-                    // It never ends by itself.
+                        accept(&clients, tls.clients.clone(), &service, draining, &permits, connections);
+                    // The accept loop never ends by itself.
                     let _ = tokio::time::timeout(delay, accepting).await;
                 }
             }
         }
-        // Fails only when no connection is left to hear it.
+        // Fails only if no connection is left.
         let _ = drain.send(true);
         drop(clients);
         let drain_timeout = shared.generation().config.drain_timeout();
@@ -234,7 +238,7 @@ impl Router {
             connections.shutdown().await;
         }
         shared.generation().observers.flush().await;
-        if !shared.settler.paid(shared.settler.longest().min(PAY_WITHIN_MAX)).await {
+        if !shared.settler.drained(shared.settler.max_duration().min(SETTLE_WITHIN_MAX)).await {
             tracing::warn!("settlement incomplete at shutdown, leases end by expiry");
         }
     }
@@ -253,9 +257,9 @@ async fn listen(
     listener.map_err(|source| BindError::Listen { key, address, source })
 }
 
-/// Says whom operators have drained, where nobody takes that over.
-fn tell_of_orders(shared: &Shared) {
-    let drained = shared.fleet.orders().into_iter().filter(|(_, order)| *order == Order::Drain);
+/// Logs drained engines if no other router takes the orders over.
+fn log_lost_orders(shared: &Shared) {
+    let drained = shared.fleet.orders().into_iter().filter(|(_, order)| *order == OperatorOrder::Drain);
     let drained: Vec<_> = drained.map(|(url, _)| url.to_string()).collect();
     if !drained.is_empty() {
         tracing::warn!(
@@ -265,10 +269,10 @@ fn tell_of_orders(shared: &Shared) {
     }
 }
 
-/// Ends when a successor serves, if one is waited for.
-async fn succeeded(successor: Option<&Successor>) -> Heir {
-    match successor {
-        Some(successor) => successor.serves().await,
+/// Returns when the next router serves. Never returns without a takeover listener.
+async fn wait_for_takeover(takeover: Option<&TakeoverListener>) -> TakeoverClient {
+    match takeover {
+        Some(takeover) => takeover.accept().await,
         None => std::future::pending().await,
     }
 }
@@ -276,40 +280,40 @@ async fn succeeded(successor: Option<&Successor>) -> Heir {
 async fn accept(
     listener: &TcpListener,
     tls: Option<Arc<ServerTls>>,
-    door: &Arc<FrontDoor>,
+    service: &Arc<ClientService>,
     draining: watch::Receiver<bool>,
-    room: &Arc<Semaphore>,
+    permits: &Arc<Semaphore>,
     connections: &mut JoinSet<()>,
 ) {
-    static TROUBLE: Seldom = Seldom::new();
+    static LOG_LIMITER: LogLimiter = LogLimiter::new();
     loop {
-        let permit = Arc::clone(room).acquire_owned().await.expect("the semaphore is never closed");
+        let permit = Arc::clone(permits).acquire_owned().await.expect("the semaphore is never closed");
         let (stream, peer) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                // Out of file descriptors, mostly: wait for some to be closed instead of spinning.
-                if let Some(held_back) = TROUBLE.due() {
+                // Usually the process is out of file descriptors: wait for some to be closed instead of spinning.
+                if let Some(held_back) = LOG_LIMITER.allow() {
                     tracing::warn!(%error, held_back, "cannot accept connections");
                 }
                 tokio::time::sleep(Duration::from_millis(10)).await;
                 continue;
             }
         };
-        let open = Open::new(&door.0.metrics);
-        let (door, draining) = (Arc::clone(door), draining.clone());
+        let open = ConnectionGuard::new(&service.0.metrics);
+        let (service, draining) = (Arc::clone(service), draining.clone());
         let tls = tls.clone();
         connections.spawn(async move {
             let (_permit, _open) = (permit, open);
-            serve(stream, peer, tls, &door, draining).await;
+            serve(stream, peer, tls, &service, draining).await;
         });
         while connections.try_join_next().is_some() {}
     }
 }
 
-/// One connection of a client, as long as it is open.
-struct Open(Arc<Metrics>);
+/// Counts one open client connection.
+struct ConnectionGuard(Arc<Metrics>);
 
-impl Open {
+impl ConnectionGuard {
     fn new(metrics: &Arc<Metrics>) -> Self {
         metrics.server.connected.increment(1);
         metrics.server.connections.increment(1.0);
@@ -317,114 +321,116 @@ impl Open {
     }
 }
 
-impl Drop for Open {
+impl Drop for ConnectionGuard {
     fn drop(&mut self) {
         self.0.server.connections.decrement(1.0);
     }
 }
 
-/// One client's connection, request by request.
+/// Serves one client's connection, request by request.
 async fn serve(
     stream: TcpStream,
     peer: SocketAddr,
     tls: Option<Arc<ServerTls>>,
-    door: &FrontDoor,
+    service: &ClientService,
     mut draining: watch::Receiver<bool>,
 ) {
-    // Without it a last small write waits for the peer's delayed acknowledgement: 40 ms.
+    // Otherwise a last small write waits for the peer's delayed acknowledgement: 40 ms.
     if stream.set_nodelay(true).is_err() {
         return;
     }
-    let lost_after = door.0.generation().config.timeouts.client_lost();
-    presence::probe(&stream, lost_after);
+    let lost_after = service.0.generation().config.timeouts.client_lost();
+    presence::set_keepalive(&stream, lost_after);
     let stream = match tls {
         None => Either::Left(stream),
-        // Boxed: a handshake is over soon, and would hold its room in every connection.
+        // Boxed, because a handshake is short, and its state would otherwise be part of every connection's task.
         Some(tls) => match Box::pin(tls.accept(stream)).await {
             Some(stream) => Either::Right(Box::new(stream)),
             None => return,
         },
     };
-    let wire = Wire::new(stream, peer, lost_after);
-    // One of each for the whole connection: setting them anew for each request would cost more than the request's head.
+    let connection = ClientConnection::new(stream, peer, lost_after);
+    // One timer and one drain future per connection: creating them per request would cost more than its head.
     let mut idle = pin!(tokio::time::sleep(Duration::ZERO));
-    let young = tokio::time::Instant::now() + FIRST_WORD;
+    let young = tokio::time::Instant::now() + FIRST_REQUEST_GRACE;
     let mut drained = pin!(async {
         drop(draining.wait_for(|draining| *draining).await);
-        // Boxed: it has no room in a connection before there is a drain.
+        // Boxed, because no connection needs it before a drain.
         Box::pin(tokio::time::sleep_until(young)).await;
     });
     loop {
         let (bounds, stall) = {
-            let config = &door.0.generation().config;
+            let config = &service.0.generation().config;
             (HeadBounds::of(config), Duration::from_millis(config.timeouts.client_stall_ms))
         };
         idle.as_mut().reset(tokio::time::Instant::now() + bounds.idle);
         let head = tokio::select! {
             biased;
-            head = wire.head(&bounds, idle.as_mut()) => head,
-            // Nobody has asked for anything: nothing is lost.
+            head = connection.head(&bounds, idle.as_mut()) => head,
+            // The client has sent no request, so none is lost.
             () = &mut drained => return,
         };
         match head {
             Ok(Some(head)) => {
-                let Some(mut session) = Session::begin(&wire, head, stall).await else {
-                    return wire.refuse(Unclean::Malformed("the head of the request cannot be read")).await;
+                let Some(mut session) = Session::begin(&connection, head, stall).await else {
+                    return connection
+                        .refuse(HeadError::Malformed("the head of the request cannot be read"))
+                        .await;
                 };
-                // Boxed: an idle connection has no room for a request.
-                let request = Box::pin(door.request(&mut session));
+                // Boxed, so that an idle connection has no memory for a request.
+                let request = Box::pin(service.request(&mut session));
                 tokio::select! {
                     biased;
                     () = request => {}
-                    never = wire.cut_when_lost(idle.as_mut()) => match never {},
+                    never = connection.cut_when_lost(idle.as_mut()) => match never {},
                 }
-                match session.is_reusable() && !wire.is_unread() {
+                match session.is_reusable() && !connection.is_unread() {
                     true => {}
-                    // A close alone would reset the connection under the answer.
-                    false if wire.is_ahead() => return wire.linger().await,
-                    false => return wire.close().await,
+                    // A close alone would reset the connection and lose the response.
+                    false if connection.is_ahead() => return connection.linger().await,
+                    false => return connection.close().await,
                 }
             }
             Ok(None) => return,
-            Err(unclean) => {
-                door.0.metrics.server.refused.increment(1);
-                return wire.refuse(unclean).await;
+            Err(error) => {
+                service.0.metrics.server.refused.increment(1);
+                return connection.refuse(error).await;
             }
         }
     }
 }
 
-/// Looks every `reload.poll_ms`, and when somebody asks for a reload, whether keys, tokens or certificates have changed on
-/// disk. Apart from the workers that serve: a file system may hang.
-async fn reread(shared: Arc<Shared>, guards: Guards) {
-    let mut looked = Instant::now();
+/// Reloads keys, tokens and certificates that have changed on disk, every `reload.poll_ms` and on request. It runs
+/// outside the workers that serve requests, because a file system may hang.
+async fn reload_files(shared: Arc<Shared>, tls: ServerTlsPair) {
+    let mut last_check = Instant::now();
     loop {
         let poll = match shared.generation().config.reload.poll_ms {
             0 => Duration::MAX,
             ms => Duration::from_millis(ms),
         };
-        let told = tokio::select! {
-            () = shared.reread.notified() => true,
-            () = tokio::time::sleep(poll.min(UPKEEP)) => false,
+        let was_requested = tokio::select! {
+            () = shared.installer.file_reload.notified() => true,
+            () = tokio::time::sleep(poll.min(MAINTENANCE_INTERVAL)) => false,
         };
-        guards.clients.iter().chain(&guards.admin).for_each(|tls| tls.tell_expiry());
-        shared.generation().tell_expiry();
-        if !told && looked.elapsed() < poll {
+        tls.clients.iter().chain(&tls.admin).for_each(|tls| tls.update_expiry_metric());
+        shared.generation().update_expiry_metrics();
+        if !was_requested && last_check.elapsed() < poll {
             continue;
         }
-        let (shared, guards) = (Arc::clone(&shared), guards.clone());
-        let look = move || {
-            guards.clients.iter().chain(&guards.admin).for_each(|tls| tls.refresh());
-            shared.generation().reread(&shared.tenants);
+        let (shared, tls) = (Arc::clone(&shared), tls.clone());
+        let check = move || {
+            tls.clients.iter().chain(&tls.admin).for_each(|tls| tls.refresh());
+            shared.generation().reload_files(&shared.limits.tenants);
         };
-        if tokio::task::spawn_blocking(look).await.is_err() {
+        if tokio::task::spawn_blocking(check).await.is_err() {
             tracing::error!("file reload failed; it is retried");
         }
-        looked = Instant::now();
+        last_check = Instant::now();
     }
 }
 
-/// SIGUSR1 opens the access log's file anew. Without this the signal would end the process.
+/// Reopens the access log's file at SIGUSR1. Without this the signal would end the process.
 async fn reopen_logs(shared: Arc<Shared>) {
     let Ok(mut signals) = signal(SignalKind::user_defined1()) else { return };
     while signals.recv().await.is_some() {
@@ -434,13 +440,13 @@ async fn reopen_logs(shared: Arc<Shared>) {
     }
 }
 
-async fn upkeep(shared: Arc<Shared>) {
-    let mut tick = tokio::time::interval(UPKEEP);
+async fn maintain(shared: Arc<Shared>) {
+    let mut tick = tokio::time::interval(MAINTENANCE_INTERVAL);
     loop {
         tick.tick().await;
-        shared.metrics.admission.body_bytes.set(shared.bodies.held() as f64);
-        shared.metrics.admission.answer_bytes.set(shared.held_answers.held() as f64);
+        shared.metrics.admission.body_bytes.set(shared.limits.request_bodies.reserved_bytes() as f64);
+        shared.metrics.admission.answer_bytes.set(shared.limits.response_bodies.reserved_bytes() as f64);
         shared.fleet.prune();
-        shared.fleet.engines().iter().for_each(|engine| engine.sweep());
+        shared.fleet.engines().iter().for_each(|engine| engine.close_idle());
     }
 }

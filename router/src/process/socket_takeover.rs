@@ -1,16 +1,18 @@
-//! Another process in the same place without a moment in which nobody listens.
+//! Socket takeover: another process continues with the same listeners, without any time at which no process
+//! listens.
 //!
-//! Two ways, both of which pass on the listening sockets themselves, so that a connection that waits in their queue is
-//! accepted by whoever comes next:
+//! Two ways, both of which pass on the listening sockets themselves, so that the next process accepts the
+//! connections in their queues:
 //!
-//! - **From a router that runs** (`--takeover-socket PATH`): it waits at a Unix socket at PATH for its successor. The successor asks
-//!   there, gets the sockets, reads its configuration, says that it serves, and only then does the old one stop accepting. Its
-//!   last word is what operators have ordered it; the next one accepts nobody before it has heard that.
-//!   The old one ends what it has in flight, and ends.
-//! - **From a supervisor** (systemd's socket activation, `LISTEN_FDS`): the first socket is for clients, the second is the
-//!   admin listener.
+//! - **From a running router** (`--takeover-socket PATH`): the router waits for the next one at a Unix socket at
+//!   PATH. The next router connects there, receives the sockets, reads its configuration and confirms that it
+//!   serves. Only then does the old router stop accepting. Its last message contains the operators' orders, and
+//!   the next router accepts no client before it has them. The old router finishes its requests in flight, and
+//!   ends.
+//! - **From a supervisor** (systemd's socket activation, `LISTEN_FDS`): the first socket is for clients, the
+//!   second is the admin listener.
 //!
-//! What waits at PATH belongs to this user, and so must whoever asks.
+//! The socket at PATH belongs to this user, and the next router must run as the same user.
 
 use std::io::{self, IoSlice, IoSliceMut, Write};
 use std::mem::MaybeUninit;
@@ -29,53 +31,55 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, UnixListener};
 
 use crate::config::EngineUrl;
-use crate::engines::health::Order;
+use crate::engines::health::OperatorOrder;
 
-/// How long the other side of a handover may take to answer.
+/// Timeout of the peer's messages during a takeover.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
-/// How long a successor may take from getting the sockets to serving: it reads its configuration and its keys.
+/// Maximum time between sending the sockets and the confirmation: the next router reads its configuration and its
+/// keys.
 const SERVES_WITHIN: Duration = Duration::from_secs(60);
-/// How long a successor waits for the orders before it serves without: those that connect meanwhile wait, too.
+/// Maximum wait for the orders. Clients that connect meanwhile wait, too.
 const ORDERS_WITHIN: Duration = Duration::from_secs(2);
-/// Text of orders: 8,192 of 512 bytes, as many as the fleet keeps for engines that are gone, and again for those of a full pool.
+/// Maximum text of orders: 8,192 of 512 bytes. A fleet stores half of these for absent engines, and a full pool
+/// has as many.
 const ORDERS_BYTES_MAX: usize = 4 << 20;
-/// What goes with the sockets.
-const HERE: u8 = b'L';
-/// What a successor says when it serves.
+/// The byte that is sent with the sockets.
+const SOCKETS: u8 = b'L';
+/// The byte by which the next router confirms that it serves.
 const SERVING: u8 = b'S';
-/// Listeners: for clients, and the admin listener.
+/// Number of listeners: for clients, and the admin listener.
 const LISTENERS: usize = 2;
 
-/// Listening sockets that somebody else has opened, in place of our own.
+/// Listening sockets that another process has opened.
 #[derive(Debug, Default)]
-pub struct Inherited {
+pub struct InheritedListeners {
     clients: Option<std::net::TcpListener>,
     admin: Option<std::net::TcpListener>,
-    /// Who has to be told when we serve.
-    from: Option<UnixStream>,
+    /// The previous router, which waits for the confirmation.
+    previous: Option<UnixStream>,
 }
 
-impl Inherited {
-    /// From a supervisor, if it has left any (`LISTEN_FDS`).
+impl InheritedListeners {
+    /// The sockets of a supervisor, if it has passed any (`LISTEN_FDS`).
     ///
     /// # Errors
-    /// When what it has left are no listening TCP sockets.
+    /// If they are not listening TCP sockets.
     pub fn from_supervisor() -> io::Result<Self> {
-        let mut left = listenfd::ListenFd::from_env();
-        if left.len() > LISTENERS {
+        let mut passed = listenfd::ListenFd::from_env();
+        if passed.len() > LISTENERS {
             return Err(io::Error::other(format!(
                 "{} sockets were inherited, expected at most two: for clients and for the admin listener",
-                left.len()
+                passed.len()
             )));
         }
-        let mut take = |at| if at < left.len() { left.take_tcp_listener(at) } else { Ok(None) };
-        Ok(Self { clients: take(0)?, admin: take(1)?, from: None })
+        let mut take = |at| if at < passed.len() { passed.take_tcp_listener(at) } else { Ok(None) };
+        Ok(Self { clients: take(0)?, admin: take(1)?, previous: None })
     }
 
-    /// From the router that waits at this path; nothing if nobody does.
+    /// The sockets of the router that waits at this path; none if no router does.
     ///
     /// # Errors
-    /// When somebody does, and something else comes of it than two listening sockets.
+    /// If the router does not send two listening sockets.
     pub fn from_router(path: &Path) -> io::Result<Self> {
         let mut from = match UnixStream::connect(path) {
             Ok(stream) => stream,
@@ -88,7 +92,7 @@ impl Inherited {
         };
         from.set_read_timeout(Some(ANSWER_WITHIN))?;
         from.set_write_timeout(Some(ANSWER_WITHIN))?;
-        let mut sockets = receive(&mut from)?.into_iter();
+        let mut sockets = receive_sockets(&mut from)?.into_iter();
         let mut listener = || -> io::Result<_> {
             let socket = sockets.next().ok_or_else(|| io::Error::other("expected two listening sockets"))?;
             if !rustix::net::sockopt::socket_acceptconn(&socket)? {
@@ -96,40 +100,40 @@ impl Inherited {
             }
             Ok(Some(std::net::TcpListener::from(socket)))
         };
-        Ok(Self { clients: listener()?, admin: listener()?, from: Some(from) })
+        Ok(Self { clients: listener()?, admin: listener()?, previous: Some(from) })
     }
 
-    /// Whether there is anything.
+    /// Whether there are no sockets.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.clients.is_none() && self.admin.is_none()
     }
 
     pub(crate) fn take_clients(&mut self, configured: SocketAddr) -> io::Result<Option<TcpListener>> {
-        taken(self.clients.take(), "listen", configured)
+        matching_listener(self.clients.take(), "listen", configured)
     }
 
     pub(crate) fn take_admin(&mut self, configured: SocketAddr) -> io::Result<Option<TcpListener>> {
-        taken(self.admin.take(), "admin.listen", configured)
+        matching_listener(self.admin.take(), "admin.listen", configured)
     }
 
-    /// Tells the router that had them before, and hears what operators have ordered that one.
-    pub(crate) async fn serving(&mut self) -> Vec<(EngineUrl, Order)> {
-        let Some(mut from) = self.from.take() else { return Vec::new() };
+    /// Confirms to the previous router that this one serves, and returns the operators' orders.
+    pub(crate) async fn announce_ready(&mut self) -> Vec<(EngineUrl, OperatorOrder)> {
+        let Some(mut from) = self.previous.take() else { return Vec::new() };
         if let Err(error) = from.write_all(&[SERVING]) {
             tracing::warn!(%error, "cannot notify the previous router");
             return Vec::new();
         }
-        match tokio::time::timeout(ORDERS_WITHIN, heard(from)).await {
-            Ok(Ok(text)) => read(&text),
-            Ok(Err(error)) => unheard(&error),
-            Err(_) => unheard(&"no response in time"),
+        match tokio::time::timeout(ORDERS_WITHIN, read_orders(from)).await {
+            Ok(Ok(text)) => parse_orders(&text),
+            Ok(Err(error)) => without_orders(&error),
+            Err(_) => without_orders(&"no response in time"),
         }
     }
 }
 
-/// What the router before says last; one of an older version says nothing.
-async fn heard(from: UnixStream) -> io::Result<String> {
+/// Reads the last message of the previous router; empty from an older version.
+async fn read_orders(from: UnixStream) -> io::Result<String> {
     from.set_nonblocking(true)?;
     let mut text = String::new();
     let from = tokio::net::UnixStream::from_std(from)?;
@@ -137,19 +141,19 @@ async fn heard(from: UnixStream) -> io::Result<String> {
     Ok(text)
 }
 
-fn unheard(why: &dyn std::fmt::Display) -> Vec<(EngineUrl, Order)> {
-    tracing::warn!(error = %why, "cannot read operator orders of the previous router, its drained engines get requests again");
+fn without_orders(error: &dyn std::fmt::Display) -> Vec<(EngineUrl, OperatorOrder)> {
+    tracing::warn!(%error, "cannot read operator orders of the previous router, its drained engines get requests again");
     Vec::new()
 }
 
-/// Orders, a line each: `drain URL`.
-fn written(orders: &[(EngineUrl, Order)]) -> String {
+/// Orders as text, one per line: `drain URL`.
+fn format_orders(orders: &[(EngineUrl, OperatorOrder)]) -> String {
     let mut text = String::new();
     for (number, (url, order)) in orders.iter().enumerate() {
         let verb = match order {
-            Order::None => continue,
-            Order::Drain => "drain",
-            Order::Undrain => "undrain",
+            OperatorOrder::None => continue,
+            OperatorOrder::Drain => "drain",
+            OperatorOrder::Undrain => "undrain",
         };
         let line = format!("{verb} {url}\n");
         if text.len() + line.len() > ORDERS_BYTES_MAX {
@@ -161,51 +165,52 @@ fn written(orders: &[(EngineUrl, Order)]) -> String {
     text
 }
 
-fn read(text: &str) -> Vec<(EngineUrl, Order)> {
+fn parse_orders(text: &str) -> Vec<(EngineUrl, OperatorOrder)> {
     let order = |line: &str| {
         let (verb, url) = line.split_once(' ')?;
         let order = match verb {
-            "drain" => Order::Drain,
-            "undrain" => Order::Undrain,
+            "drain" => OperatorOrder::Drain,
+            "undrain" => OperatorOrder::Undrain,
             _ => return None,
         };
         Some((url.parse().ok()?, order))
     };
-    let known = |line: &str| {
+    let parse = |line: &str| {
         let order = order(line);
         if order.is_none() {
             tracing::warn!(line, "unknown operator order from the previous router");
         }
         order
     };
-    text.lines().filter_map(known).collect()
+    text.lines().filter_map(parse).collect()
 }
 
-/// A router that has taken the sockets over, and waits for the last word of the one before.
-pub(crate) struct Heir(tokio::net::UnixStream);
+/// The next router, which has the sockets and waits for the orders.
+pub(crate) struct TakeoverClient(tokio::net::UnixStream);
 
-impl Heir {
-    /// Says what operators have ordered.
-    pub(crate) async fn hears(mut self, orders: &[(EngineUrl, Order)]) {
-        let text = written(orders);
-        let said = async {
+impl TakeoverClient {
+    /// Sends the operators' orders.
+    pub(crate) async fn send_orders(mut self, orders: &[(EngineUrl, OperatorOrder)]) {
+        let text = format_orders(orders);
+        let sending = async {
             self.0.write_all(text.as_bytes()).await?;
             self.0.shutdown().await
         };
-        let error = match tokio::time::timeout(ANSWER_WITHIN, said).await {
+        let error = match tokio::time::timeout(ANSWER_WITHIN, sending).await {
             Ok(Ok(())) => return,
             Ok(Err(error)) => error,
             Err(_) => io::ErrorKind::TimedOut.into(),
         };
-        // One of an older version does not listen any more.
+        // An older version does not read the orders.
         if !text.is_empty() {
             tracing::warn!(%error, orders = text.trim_end(), "cannot send operator orders to the next router; repeat them there");
         }
     }
 }
 
-/// An inherited socket serves where the configuration wants one: at the same address, or at any port.
-fn taken(
+/// Returns an inherited socket that matches the configuration: the same address, or any port if none is
+/// configured.
+fn matching_listener(
     inherited: Option<std::net::TcpListener>,
     key: &str,
     configured: SocketAddr,
@@ -220,39 +225,40 @@ fn taken(
     TcpListener::from_std(inherited).map(Some)
 }
 
-/// The sockets that come with one byte.
-fn receive(from: &mut UnixStream) -> io::Result<Vec<OwnedFd>> {
+/// Receives the sockets that are sent with one byte.
+fn receive_sockets(from: &mut UnixStream) -> io::Result<Vec<OwnedFd>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(LISTENERS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];
-    let told = recvmsg(&*from, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
-    if told.bytes != 1 || byte[0] != HERE {
+    let message = recvmsg(&*from, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    if message.bytes != 1 || byte[0] != SOCKETS {
         return Err(io::Error::other(
             "the peer at the takeover socket is not a router or runs as another user",
         ));
     }
-    let sockets = control.drain().filter_map(|message| match message {
+    let sockets = control.drain().filter_map(|control_message| match control_message {
         RecvAncillaryMessage::ScmRights(sockets) => Some(sockets),
         _ => None,
     });
     Ok(sockets.flatten().collect())
 }
 
-/// Waits at a path for the router that comes next.
-pub(crate) struct Successor {
+/// Waits at a path for the next router.
+pub(crate) struct TakeoverListener {
     path: PathBuf,
-    /// Of the socket at the path, to know it again.
+    /// Inode of the socket at the path.
     inode: u64,
     listener: UnixListener,
     clients: OwnedFd,
     admin: OwnedFd,
 }
 
-impl Successor {
-    /// Waits at this path from now on, in place of whoever did before.
-    pub(crate) fn at(path: &Path, clients: &TcpListener, admin: &TcpListener) -> io::Result<Self> {
+impl TakeoverListener {
+    /// Creates the socket at this path, in place of an earlier one.
+    pub(crate) fn bind(path: &Path, clients: &TcpListener, admin: &TcpListener) -> io::Result<Self> {
         let (clients, admin) = (clients.as_fd().try_clone_to_owned()?, admin.as_fd().try_clone_to_owned()?);
-        // Made beside it and moved there: at no moment is nobody there, and nobody else may ever connect.
+        // The socket is created beside the path and then renamed, with permissions set in between. So a socket
+        // exists at the path at all times, and no other user can ever connect.
         let fresh = path.with_extension(format!("{}.new", std::process::id()));
         match std::fs::remove_file(&fresh) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -265,53 +271,53 @@ impl Successor {
         Ok(Self { path: path.to_owned(), inode, listener, clients, admin })
     }
 
-    /// Ends when a successor serves.
-    pub(crate) async fn serves(&self) -> Heir {
+    /// Returns when the next router serves.
+    pub(crate) async fn accept(&self) -> TakeoverClient {
         loop {
-            match self.one().await {
-                Ok(heir) => return heir,
+            match self.try_accept().await {
+                Ok(client) => return client,
                 Err(error) => tracing::warn!(%error, "socket takeover failed; this router continues"),
             }
         }
     }
 
-    async fn one(&self) -> io::Result<Heir> {
+    async fn try_accept(&self) -> io::Result<TakeoverClient> {
         let (mut stream, _) = self.listener.accept().await?;
-        let (theirs, ours) = (stream.peer_cred()?.uid(), rustix::process::geteuid().as_raw());
-        if theirs != ours {
-            return Err(io::Error::other(format!("user {theirs} requested the sockets of user {ours}")));
+        let (peer_uid, own_uid) = (stream.peer_cred()?.uid(), rustix::process::geteuid().as_raw());
+        if peer_uid != own_uid {
+            return Err(io::Error::other(format!("user {peer_uid} requested the sockets of user {own_uid}")));
         }
         stream.writable().await?;
         stream.try_io(tokio::io::Interest::WRITABLE, || {
-            send(stream.as_fd(), [self.clients.as_fd(), self.admin.as_fd()])
+            send_sockets(stream.as_fd(), [self.clients.as_fd(), self.admin.as_fd()])
         })?;
         tracing::info!("sockets passed to the next router");
-        let mut said = [0];
-        tokio::time::timeout(SERVES_WITHIN, stream.read_exact(&mut said)).await??;
-        if said[0] == SERVING {
-            Ok(Heir(stream))
+        let mut byte = [0];
+        tokio::time::timeout(SERVES_WITHIN, stream.read_exact(&mut byte)).await??;
+        if byte[0] == SERVING {
+            Ok(TakeoverClient(stream))
         } else {
             Err(io::Error::other("the next router did not confirm that it serves"))
         }
     }
 }
 
-impl Drop for Successor {
+impl Drop for TakeoverListener {
     fn drop(&mut self) {
-        // Only if it is still ours: the next router may wait there by now.
+        // Only if it is still this router's: the next router may already wait there.
         if std::fs::metadata(&self.path).is_ok_and(|found| found.ino() == self.inode) {
             let _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
-fn send(to: BorrowedFd<'_>, sockets: [BorrowedFd<'_>; LISTENERS]) -> io::Result<()> {
+fn send_sockets(to: BorrowedFd<'_>, sockets: [BorrowedFd<'_>; LISTENERS]) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(LISTENERS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !control.push(SendAncillaryMessage::ScmRights(&sockets)) {
         return Err(io::Error::other("no room for two sockets"));
     }
-    match sendmsg(to, &[IoSlice::new(&[HERE])], &mut control, SendFlags::NOSIGNAL)? {
+    match sendmsg(to, &[IoSlice::new(&[SOCKETS])], &mut control, SendFlags::NOSIGNAL)? {
         1 => Ok(()),
         _ => Err(io::ErrorKind::WriteZero.into()),
     }
@@ -321,52 +327,53 @@ fn send(to: BorrowedFd<'_>, sockets: [BorrowedFd<'_>; LISTENERS]) -> io::Result<
 mod tests {
     use super::*;
 
-    fn order(n: u8, order: Order) -> (EngineUrl, Order) {
+    fn order(n: u8, order: OperatorOrder) -> (EngineUrl, OperatorOrder) {
         (format!("http://engine-{n}:8000").parse().expect("an address"), order)
     }
 
-    /// Both ends of a handover, as far as the last word of it.
-    fn ends() -> (Inherited, tokio::net::UnixStream) {
-        let (ours, theirs) = UnixStream::pair().expect("two sockets");
-        theirs.set_nonblocking(true).expect("a socket");
-        let theirs = tokio::net::UnixStream::from_std(theirs).expect("a socket");
-        (Inherited { from: Some(ours), ..Inherited::default() }, theirs)
+    /// Both ends of a takeover, after the sockets were sent.
+    fn ends() -> (InheritedListeners, tokio::net::UnixStream) {
+        let (next, previous) = UnixStream::pair().expect("two sockets");
+        previous.set_nonblocking(true).expect("a socket");
+        let previous = tokio::net::UnixStream::from_std(previous).expect("a socket");
+        (InheritedListeners { previous: Some(next), ..InheritedListeners::default() }, previous)
     }
 
     #[tokio::test]
     async fn the_last_word_of_a_router_is_what_operators_have_ordered_it() {
         let (mut next, mut before) = ends();
-        let orders = [order(1, Order::Drain), order(2, Order::Undrain), order(3, Order::None)];
-        let heard = tokio::spawn(async move { next.serving().await });
-        let mut said = [0];
-        before.read_exact(&mut said).await.expect("it says that it serves");
-        assert_eq!(said[0], SERVING);
-        Heir(before).hears(&orders).await;
-        assert_eq!(heard.await.expect("it hears"), orders[..2]);
+        let orders =
+            [order(1, OperatorOrder::Drain), order(2, OperatorOrder::Undrain), order(3, OperatorOrder::None)];
+        let orders_of_previous = tokio::spawn(async move { next.announce_ready().await });
+        let mut byte = [0];
+        before.read_exact(&mut byte).await.expect("it says that it serves");
+        assert_eq!(byte[0], SERVING);
+        TakeoverClient(before).send_orders(&orders).await;
+        assert_eq!(orders_of_previous.await.expect("it hears"), orders[..2]);
     }
 
     #[tokio::test]
     async fn a_router_of_an_older_version_says_nothing_and_hears_nothing() {
         let (mut next, before) = ends();
         drop(before);
-        assert_eq!(next.serving().await, []);
+        assert_eq!(next.announce_ready().await, []);
         let (next, before) = ends();
         drop(next);
-        Heir(before).hears(&[order(1, Order::Drain)]).await;
+        TakeoverClient(before).send_orders(&[order(1, OperatorOrder::Drain)]).await;
     }
 
     #[test]
     fn orders_that_are_none_are_passed_over() {
         let text = "drain http://a:1\ndance http://b:1\nundrain b:1\n\nundrain http://c:1\n";
-        let urls: Vec<_> = read(text).into_iter().map(|(url, _)| url.to_string()).collect();
+        let urls: Vec<_> = parse_orders(text).into_iter().map(|(url, _)| url.to_string()).collect();
         assert_eq!(urls, ["http://a:1", "http://c:1"]);
     }
 
     #[test]
     fn more_orders_than_a_successor_reads_are_cut_between_two() {
-        let many = vec![order(1, Order::Undrain); ORDERS_BYTES_MAX / 20];
-        let text = written(&many);
+        let many = vec![order(1, OperatorOrder::Undrain); ORDERS_BYTES_MAX / 20];
+        let text = format_orders(&many);
         assert!(text.len() <= ORDERS_BYTES_MAX && text.ends_with('\n'));
-        assert_eq!(read(&text), many[..text.lines().count()]);
+        assert_eq!(parse_orders(&text), many[..text.lines().count()]);
     }
 }

@@ -1,95 +1,100 @@
-//! Whether a request is prefilled on another engine than the one that decodes it.
+//! Decides whether another engine than the decode engine prefills a request.
 //!
-//! A remote prefill costs a hop, a transfer and a lease; a short prompt, or one that the decode engine holds most
-//! of, is computed there sooner. The decision is made once a decode engine is reserved, because what is cached is
-//! cached somewhere.
+//! A remote prefill costs a hop, a transfer and a lease. The decode engine itself is faster for a short prompt or for
+//! one that it has mostly cached. The decision follows the reservation of a decode engine, because the cached part
+//! depends on that engine.
 
 use crate::config::DisaggregateConfig;
-use crate::engines::caches::Holding;
-use crate::message::features::Wanted;
-use crate::metrics::routing::Why;
+use crate::engines::caches::CachedPrefix;
+use crate::message::features::RoutingFeatures;
+use crate::metrics::routing::DisaggregationReason;
 use crate::routing::models::Model;
 
-/// What is known when the decision is made.
+/// The inputs of the decision.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Facts {
+pub(crate) struct DisaggregationInputs {
     /// The model has prefill engines.
     pub has_prefill: bool,
-    /// The request has several prompts: one handoff is one sequence of blocks.
+    /// The request has several prompts; one handoff is one sequence of blocks.
     pub several_prompts: bool,
-    /// The answer tells of the prompt's tokens: an engine that is handed the prompt has not computed them.
+    /// The response contains log probabilities of the prompt's tokens, which an engine with a handoff has not computed.
     pub prompt_logprobs: bool,
-    /// Tokens of the prompt, estimated.
+    /// Estimated tokens of the prompt.
     pub prompt_tokens: u64,
-    /// The share of it that the decode engine holds, as far as is known: 0 to 1.
+    /// The share of the prompt that the decode engine has cached, as far as the router knows: 0 to 1.
     pub cached_share: f64,
     /// Requests in flight at the least loaded prefill engine.
     pub prefill_in_flight: usize,
 }
 
-impl Facts {
-    /// What is known of a request for one response to one prompt, whose decode engine holds this much of it.
-    pub(crate) fn new(model: &Model, features: &Wanted<'_>, holding: Holding) -> Self {
+impl DisaggregationInputs {
+    /// The inputs for a request for one response to one prompt; `cached` is the part that its decode engine has cached.
+    pub(crate) fn new(model: &Model, features: &RoutingFeatures<'_>, cached: CachedPrefix) -> Self {
         Self {
             has_prefill: !model.prefill.is_empty(),
             several_prompts: false,
             prompt_logprobs: false,
             prompt_tokens: features.tokens,
-            cached_share: holding.share(features),
+            cached_share: cached.share(features),
             prefill_in_flight: model.prefill.least_in_flight(),
         }
     }
 }
 
-/// Decides.
-pub(crate) fn decide(config: &DisaggregateConfig, facts: &Facts) -> Why {
-    if !facts.has_prefill {
-        return Why::NoPrefillEngines;
+/// Decides whether to prefill remotely, and why.
+pub(crate) fn decide(config: &DisaggregateConfig, inputs: &DisaggregationInputs) -> DisaggregationReason {
+    if !inputs.has_prefill {
+        return DisaggregationReason::NoPrefillEngines;
     }
-    if facts.several_prompts {
-        return Why::SeveralPrompts;
+    if inputs.several_prompts {
+        return DisaggregationReason::SeveralPrompts;
     }
-    if facts.prompt_logprobs {
-        return Why::PromptLogprobs;
+    if inputs.prompt_logprobs {
+        return DisaggregationReason::PromptLogprobs;
     }
     if config.always || *config == DisaggregateConfig::default() {
-        return Why::Always;
+        return DisaggregationReason::Always;
     }
-    let uncached_share = (1.0 - facts.cached_share).clamp(0.0, 1.0);
+    let uncached_share = (1.0 - inputs.cached_share).clamp(0.0, 1.0);
     // Estimates of prompts are far below 2^53.
-    let uncached = (facts.prompt_tokens as f64 * uncached_share) as u64;
-    let busy = |most: u32| facts.prefill_in_flight >= usize::try_from(most).unwrap_or(usize::MAX);
-    let against = if facts.prompt_tokens < config.min_prompt_tokens {
-        Some(Why::ShortPrompt)
+    let uncached = (inputs.prompt_tokens as f64 * uncached_share) as u64;
+    let busy = |most: u32| inputs.prefill_in_flight >= usize::try_from(most).unwrap_or(usize::MAX);
+    let against = if inputs.prompt_tokens < config.min_prompt_tokens {
+        Some(DisaggregationReason::ShortPrompt)
     } else if uncached < config.min_uncached_tokens || uncached_share < config.min_uncached_share {
-        let short = facts.prompt_tokens < config.min_uncached_tokens;
-        Some(if short { Why::ShortPrompt } else { Why::Cached })
+        let short = inputs.prompt_tokens < config.min_uncached_tokens;
+        Some(if short { DisaggregationReason::ShortPrompt } else { DisaggregationReason::Cached })
     } else if config.max_prefill_in_flight.is_some_and(busy) {
-        Some(Why::PrefillBusy)
+        Some(DisaggregationReason::PrefillBusy)
     } else {
         None
     };
-    against.unwrap_or(Why::WorthIt)
+    against.unwrap_or(DisaggregationReason::WorthIt)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn facts(prompt_tokens: u64, cached_share: f64) -> Facts {
-        Facts { has_prefill: true, prompt_tokens, cached_share, ..Facts::default() }
+    fn facts(prompt_tokens: u64, cached_share: f64) -> DisaggregationInputs {
+        DisaggregationInputs {
+            has_prefill: true,
+            prompt_tokens,
+            cached_share,
+            ..DisaggregationInputs::default()
+        }
     }
 
     #[test]
     fn with_the_defaults_every_request_of_one_prompt_is_prefilled_elsewhere() {
         let config = DisaggregateConfig::default();
-        assert_eq!(decide(&config, &facts(0, 1.0)), Why::Always);
-        let several = Facts { several_prompts: true, ..facts(9_000, 0.0) };
-        assert_eq!(decide(&config, &several), Why::SeveralPrompts);
-        let logprobs = Facts { prompt_logprobs: true, ..facts(9_000, 0.0) };
-        assert_eq!(decide(&config, &logprobs), Why::PromptLogprobs);
-        let none = Facts { has_prefill: false, ..facts(9_000, 0.0) };
-        assert_eq!(decide(&config, &none), Why::NoPrefillEngines);
+        assert_eq!(decide(&config, &facts(0, 1.0)), DisaggregationReason::Always);
+        let several = DisaggregationInputs { several_prompts: true, ..facts(9_000, 0.0) };
+        assert_eq!(decide(&config, &several), DisaggregationReason::SeveralPrompts);
+        let logprobs = DisaggregationInputs { prompt_logprobs: true, ..facts(9_000, 0.0) };
+        assert_eq!(decide(&config, &logprobs), DisaggregationReason::PromptLogprobs);
+        let none = DisaggregationInputs { has_prefill: false, ..facts(9_000, 0.0) };
+        assert_eq!(decide(&config, &none), DisaggregationReason::NoPrefillEngines);
     }
 
     #[test]
@@ -101,16 +106,16 @@ mod tests {
             max_prefill_in_flight: Some(4),
             ..DisaggregateConfig::default()
         };
-        let of = |facts: Facts| decide(&config, &facts);
-        assert_eq!(of(facts(99, 0.0)), Why::ShortPrompt);
-        assert_eq!(of(facts(511, 0.0)), Why::ShortPrompt);
-        assert_eq!(of(facts(512, 0.0)), Why::WorthIt);
-        assert_eq!(of(facts(2048, 0.75)), Why::Cached, "by share");
-        assert_eq!(of(facts(1000, 0.5)), Why::Cached, "by tokens");
-        assert_eq!(of(facts(2048, 0.5)), Why::WorthIt);
-        let busy = Facts { prefill_in_flight: 4, ..facts(2048, 0.0) };
-        assert_eq!(of(busy), Why::PrefillBusy);
+        let of = |facts: DisaggregationInputs| decide(&config, &facts);
+        assert_eq!(of(facts(99, 0.0)), DisaggregationReason::ShortPrompt);
+        assert_eq!(of(facts(511, 0.0)), DisaggregationReason::ShortPrompt);
+        assert_eq!(of(facts(512, 0.0)), DisaggregationReason::WorthIt);
+        assert_eq!(of(facts(2048, 0.75)), DisaggregationReason::Cached, "by share");
+        assert_eq!(of(facts(1000, 0.5)), DisaggregationReason::Cached, "by tokens");
+        assert_eq!(of(facts(2048, 0.5)), DisaggregationReason::WorthIt);
+        let busy = DisaggregationInputs { prefill_in_flight: 4, ..facts(2048, 0.0) };
+        assert_eq!(of(busy), DisaggregationReason::PrefillBusy);
         let always = DisaggregateConfig { always: true, ..config.clone() };
-        assert_eq!(decide(&always, &busy), Why::Always);
+        assert_eq!(decide(&always, &busy), DisaggregationReason::Always);
     }
 }

@@ -1,10 +1,10 @@
-//! Why a request went where it went: what was decided, from what, and what came of it. Kept for the latest
-//! requests, for people who ask (`GET /explain/{id}`, `baton explain`).
+//! Records why a request went to its engines: the decisions, their inputs and their results. The router keeps the
+//! latest requests for `GET /explain/{id}` and `baton explain`.
 //!
-//! A request's [`Account`] is in the ring from its first decision on, so that one that hangs can be asked about. It
-//! holds names of engines, never the engines, and nothing of the prompt. Everything in it is bounded.
+//! A request's [`Explanation`] enters the ring with its first decision, so it is available while the request hangs. It
+//! contains names of engines, no engines, and nothing of the prompt. All its parts are bounded.
 
-mod sight;
+mod decision;
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,210 +12,217 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use baton_connector::RequestId;
-use baton_connector::exchange::{Cause, Event, Failure, Outcome};
+use baton_connector::exchange::{Event, Failure, Outcome, SettlementCause};
 use hyper::header::HeaderValue;
 
 use crate::engines::http::Engine;
 use crate::message::request_id::bare_id;
 use crate::metrics::Leg;
-use crate::metrics::routing::Why;
-use crate::routing::disaggregation::Facts;
-pub(crate) use sight::{Considered, Removed, Sight};
+use crate::metrics::routing::DisaggregationReason;
+use crate::routing::disaggregation::DisaggregationInputs;
+pub(crate) use decision::{ConsideredEngine, Decision, ExcludedEngine};
 
-/// Steps of one request: more than two rounds of the most attempts that a configuration allows, decisions included.
+/// Limit on the steps of one request: more than two rounds of the most attempts that a configuration allows, with their
+/// decisions.
 const STEPS_MAX: usize = 160;
 
-/// Steps of a request that goes through both legs and meets no trouble.
+/// Steps of a request that uses both legs without a failure.
 const STEPS_USUAL: usize = 9;
 
-/// The latest accounts.
-pub(crate) struct Ring {
-    accounts: Mutex<VecDeque<Arc<Account>>>,
+/// The explanations of the latest requests.
+pub(crate) struct ExplanationHistory {
+    entries: Mutex<VecDeque<Arc<Explanation>>>,
     pub(crate) most: AtomicUsize,
 }
 
-/// What was decided about one request.
-pub(crate) struct Account {
-    /// The router's name for it.
+/// The decisions about one request.
+pub(crate) struct Explanation {
+    /// The router's id of the request.
     pub(crate) id: RequestId,
-    /// The client's own name for it.
+    /// The client's own id of the request.
     pub(crate) client_id: Option<HeaderValue>,
-    /// What was asked: an endpoint's path, as the router names it.
+    /// The path of the requested endpoint.
     pub(crate) path: &'static str,
     pub(crate) model: String,
     pub(crate) began: SystemTime,
     pub(crate) begun: Instant,
-    told: Mutex<Told>,
+    steps: Mutex<ExplanationSteps>,
 }
 
 #[derive(Default)]
-pub(crate) struct Told {
+pub(crate) struct ExplanationSteps {
     pub(crate) steps: Vec<(Duration, Step)>,
     pub(crate) left_out: usize,
-    pub(crate) over: Option<Over>,
+    pub(crate) end: Option<ExplanationEnd>,
 }
 
-/// How it ended.
-pub(crate) struct Over {
+/// How the request ended.
+pub(crate) struct ExplanationEnd {
     pub(crate) after: Duration,
     pub(crate) status: u16,
     pub(crate) outcome: Option<Outcome>,
 }
 
-/// One thing that was decided, or that happened.
+/// A decision or an event.
 pub(crate) enum Step {
-    Chose(Leg, Box<Sight>),
-    Disaggregated(Why, Facts),
-    /// An attempt at an engine.
-    Asked(Leg, Arc<str>),
-    /// What came of an attempt.
-    Came(Leg, Arc<str>, &'static str),
-    /// The exchange went on without an engine.
-    Went(&'static str),
+    Choice(Leg, Box<Decision>),
+    Disaggregation(DisaggregationReason, DisaggregationInputs),
+    /// An attempt was sent to an engine.
+    AttemptSent(Leg, Arc<str>),
+    /// The result of an attempt.
+    AttemptResult(Leg, Arc<str>, &'static str),
+    /// The exchange continued without an engine.
+    Transition(&'static str),
 }
 
-impl Ring {
-    /// The latest `most` requests; 0: none.
+impl ExplanationHistory {
+    /// Keeps the latest `most` requests; 0: none.
     pub(crate) fn new(most: usize) -> Self {
-        Self { accounts: Mutex::default(), most: AtomicUsize::new(most) }
+        Self { entries: Mutex::default(), most: AtomicUsize::new(most) }
     }
 
-    /// Keeps more or fewer from now on.
+    /// Changes the limit.
     pub(crate) fn set_most(&self, most: usize) {
         self.most.store(most, Ordering::Relaxed);
-        let mut accounts = self.lock();
-        while accounts.len() > most {
-            accounts.pop_front();
+        let mut entries = self.lock();
+        while entries.len() > most {
+            entries.pop_front();
         }
-        accounts.shrink_to(most);
+        entries.shrink_to(most);
     }
 
-    /// An account for a request; `None` when none are kept.
+    /// Adds an explanation for a request; `None` when the limit is 0.
     pub(crate) fn begin(
         &self,
         id: &RequestId,
         client_id: Option<&HeaderValue>,
         path: &'static str,
         model: &str,
-    ) -> Option<Arc<Account>> {
+    ) -> Option<Arc<Explanation>> {
         let most = self.most.load(Ordering::Relaxed);
         if most == 0 {
             return None;
         }
-        let account = Arc::new(Account {
+        let explanation = Arc::new(Explanation {
             id: id.clone(),
             client_id: client_id.cloned(),
             path,
             model: model.to_owned(),
             began: SystemTime::now(),
             begun: Instant::now(),
-            told: Mutex::new(Told { steps: Vec::with_capacity(STEPS_USUAL), ..Told::default() }),
+            steps: Mutex::new(ExplanationSteps {
+                steps: Vec::with_capacity(STEPS_USUAL),
+                ..ExplanationSteps::default()
+            }),
         });
-        let mut accounts = self.lock();
-        while accounts.len() > most {
-            accounts.pop_front();
+        let mut entries = self.lock();
+        while entries.len() > most {
+            entries.pop_front();
         }
-        let oldest = if accounts.len() == most { accounts.pop_front() } else { None };
-        accounts.push_back(Arc::clone(&account));
-        drop(accounts);
-        // Nobody waits for that.
+        let oldest = if entries.len() == most { entries.pop_front() } else { None };
+        entries.push_back(Arc::clone(&explanation));
+        drop(entries);
+        // Outside the lock: deallocation takes time.
         drop(oldest);
-        Some(account)
+        Some(explanation)
     }
 
-    /// The accounts of that name, the router's, the client's, or that of a reply, the latest first.
-    pub(crate) fn named(&self, id: &str) -> Vec<Arc<Account>> {
-        // The name under which a prompt is computed anew belongs to the same request.
+    /// The explanations with this id (the router's, the client's, or a reply's), latest first.
+    pub(crate) fn find(&self, id: &str) -> Vec<Arc<Explanation>> {
+        // A prompt that is computed again has the suffix `-2` and belongs to the same request.
         let minted = bare_id(id).trim_end_matches("-2");
-        let is = |account: &&Arc<Account>| {
-            let clients = account.client_id.as_ref().is_some_and(|value| value.as_bytes() == id.as_bytes());
-            clients || account.id.as_str() == id || account.id.as_str() == minted
+        let is = |explanation: &&Arc<Explanation>| {
+            let clients =
+                explanation.client_id.as_ref().is_some_and(|value| value.as_bytes() == id.as_bytes());
+            clients || explanation.id.as_str() == id || explanation.id.as_str() == minted
         };
         self.lock().iter().rev().filter(is).cloned().collect()
     }
 
-    pub(crate) fn latest(&self, count: usize) -> Vec<Arc<Account>> {
+    pub(crate) fn latest(&self, count: usize) -> Vec<Arc<Explanation>> {
         self.lock().iter().rev().take(count).cloned().collect()
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, VecDeque<Arc<Account>>> {
-        self.accounts.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn lock(&self) -> MutexGuard<'_, VecDeque<Arc<Explanation>>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Account {
-    /// An engine was chosen for a leg, or none could be.
-    pub(crate) fn chose(&self, leg: Leg, sight: Sight) {
-        self.tell(Step::Chose(leg, Box::new(sight)));
+impl Explanation {
+    /// Records the engine chosen for a leg, or that none could be chosen.
+    pub(crate) fn record_choice(&self, leg: Leg, decision: Decision) {
+        self.record(Step::Choice(leg, Box::new(decision)));
     }
 
-    pub(crate) fn disaggregated(&self, why: Why, facts: Facts) {
-        self.tell(Step::Disaggregated(why, facts));
+    pub(crate) fn record_disaggregation(&self, reason: DisaggregationReason, inputs: DisaggregationInputs) {
+        self.record(Step::Disaggregation(reason, inputs));
     }
 
-    /// The exchange took an event; `engines` are those of its attempts.
-    pub(crate) fn event(&self, event: &Event, engines: &[Arc<Engine>]) {
+    /// Records an event of the exchange; `engines` are those of its attempts.
+    pub(crate) fn record_event(&self, event: &Event, engines: &[Arc<Engine>]) {
         use Leg::{Decode, Prefill};
-        let step = |by: baton_connector::exchange::Attempt, leg, came: Option<&'static str>| {
+        let step = |by: baton_connector::exchange::Attempt, leg, result: Option<&'static str>| {
             let engine = engines.get(usize::from(by.0)).map_or_else(|| Arc::from("?"), |e| e.name());
-            match came {
-                None => Step::Asked(leg, engine),
-                Some(what) => Step::Came(leg, engine, what),
+            match result {
+                None => Step::AttemptSent(leg, engine),
+                Some(what) => Step::AttemptResult(leg, engine, what),
             }
         };
-        self.tell(match *event {
+        self.record(match *event {
             Event::PrefillSent(to) => step(to, Prefill, None),
             Event::DecodeSent(to) => step(to, Decode, None),
-            Event::PrefillLent(by, _) => step(by, Prefill, Some("opened a lease")),
+            Event::PrefillLeased(by, _) => step(by, Prefill, Some("opened a lease")),
             Event::PrefillEmpty(by) => step(by, Prefill, Some("opened no lease")),
             Event::PrefillRefused(by) => step(by, Prefill, Some("refused the request")),
-            Event::PrefillFailed(by, failure) => step(by, Prefill, Some(failed(failure))),
+            Event::PrefillFailed(by, failure) => step(by, Prefill, Some(failure_text(failure))),
             Event::DecodeAccepted(by) => step(by, Decode, Some("accepted")),
             Event::DecodeRefused(by) => step(by, Decode, Some("refused the request")),
-            Event::DecodeFailed(by, failure) => step(by, Decode, Some(failed(failure))),
+            Event::DecodeFailed(by, failure) => step(by, Decode, Some(failure_text(failure))),
             Event::FirstChunk(by) => step(by, Decode, Some("first bytes")),
             Event::StreamEnded(by) => step(by, Decode, Some("complete")),
             Event::StreamBroken(by) => step(by, Decode, Some("failed")),
             Event::StreamCut(by) => step(by, Decode, Some("failed; another engine continues")),
-            Event::NotAdmitted => Step::Went("not admitted"),
-            Event::NoEngine => Step::Went("no usable engine"),
-            Event::PrefillSkipped => Step::Went("no remote prefill"),
-            Event::HandoffSpent => {
-                Step::Went("no decode engine could use the handoff; the prompt is computed again")
+            Event::NotAdmitted => Step::Transition("not admitted"),
+            Event::NoEngine => Step::Transition("no usable engine"),
+            Event::PrefillSkipped => Step::Transition("no remote prefill"),
+            Event::HandoffUnusable => {
+                Step::Transition("no decode engine could use the handoff; the prompt is computed again")
             }
-            Event::GaveUp => Step::Went("gave up"),
-            Event::GaveUpFor(Cause::DecodeBusy) => Step::Went("gave up: the remaining engines are full"),
-            Event::GaveUpFor(Cause::OutOfTime) => Step::Went("gave up: out of time"),
-            Event::GaveUpFor(_) => Step::Went("gave up: no engine left"),
-            Event::ClientGone => Step::Went("cancelled by the client"),
-            // Not a step of the request, which goes on from the handoff.
+            Event::Exhausted => Step::Transition("gave up"),
+            Event::ExhaustedFor(SettlementCause::DecodeBusy) => {
+                Step::Transition("gave up: the remaining engines are full")
+            }
+            Event::ExhaustedFor(SettlementCause::OutOfTime) => Step::Transition("gave up: out of time"),
+            Event::ExhaustedFor(_) => Step::Transition("gave up: no engine left"),
+            Event::ClientGone => Step::Transition("cancelled by the client"),
+            // These are no steps: the request continues from the handoff.
             Event::PrefillEnded(_) | Event::Dropped => return,
         });
     }
 
-    /// The request is over. Only the first call counts.
-    pub(crate) fn end(&self, status: u16, outcome: Option<Outcome>) {
-        let mut told = self.told();
-        if told.over.is_none() {
-            told.over = Some(Over { after: self.begun.elapsed(), status, outcome });
+    /// Records the end of the request. Only the first call has an effect.
+    pub(crate) fn record_end(&self, status: u16, outcome: Option<Outcome>) {
+        let mut steps = self.lock_steps();
+        if steps.end.is_none() {
+            steps.end = Some(ExplanationEnd { after: self.begun.elapsed(), status, outcome });
         }
     }
 
-    fn tell(&self, step: Step) {
-        let mut told = self.told();
-        if told.steps.len() == STEPS_MAX {
-            told.left_out += 1;
+    fn record(&self, step: Step) {
+        let mut steps = self.lock_steps();
+        if steps.steps.len() == STEPS_MAX {
+            steps.left_out += 1;
         } else {
-            told.steps.push((self.begun.elapsed(), step));
+            steps.steps.push((self.begun.elapsed(), step));
         }
     }
 
-    pub(crate) fn told(&self) -> MutexGuard<'_, Told> {
-        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn lock_steps(&self) -> MutexGuard<'_, ExplanationSteps> {
+        self.steps.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn failed(failure: Failure) -> &'static str {
+fn failure_text(failure: Failure) -> &'static str {
     match failure {
         Failure::NotReached => "is unreachable",
         Failure::Answered => "returned an error",
@@ -227,44 +234,44 @@ fn failed(failure: Failure) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::admin::explain::unknown;
+    use crate::admin::explain::not_found_message;
 
-    fn begin(ring: &Ring, id: &str, client: Option<&'static str>) -> Option<Arc<Account>> {
+    fn begin(ring: &ExplanationHistory, id: &str, client: Option<&'static str>) -> Option<Arc<Explanation>> {
         let client = client.map(HeaderValue::from_static);
         ring.begin(&RequestId::new(id).expect("an id"), client.as_ref(), "/v1/completions", "m")
     }
 
     #[test]
     fn the_latest_are_kept_and_found_by_either_name() {
-        let ring = Ring::new(2);
+        let ring = ExplanationHistory::new(2);
         for (id, client) in [("a", None), ("b", Some("mine")), ("c", Some("mine"))] {
             assert!(begin(&ring, id, client).is_some());
         }
-        let names = |id: &str| ring.named(id).iter().map(|a| a.id.to_string()).collect::<Vec<_>>();
+        let names = |id: &str| ring.find(id).iter().map(|a| a.id.to_string()).collect::<Vec<_>>();
         assert!(names("a").is_empty(), "the oldest went");
         assert_eq!(names("b"), ["b"]);
-        assert_eq!(names("c-2"), ["c"], "computed anew, the same request");
-        assert_eq!(names("c-2-2"), ["c"], "and gone on with");
+        assert_eq!(names("c-2"), ["c"], "computed again, the same request");
+        assert_eq!(names("c-2-2"), ["c"], "and continued");
         assert_eq!(names("mine"), ["c", "b"], "clients may repeat themselves");
         assert_eq!(names("chatcmpl-c.0123456789abcdef"), ["c"], "as an engine's reply names it");
         assert_eq!(names("cmpl-c-2"), ["c"]);
-        assert!(unknown(&ring).contains("keeps the latest 2 "), "{}", unknown(&ring));
+        assert!(not_found_message(&ring).contains("keeps the latest 2 "), "{}", not_found_message(&ring));
         ring.set_most(1);
         assert!(names("b").is_empty());
         ring.set_most(0);
-        assert!(unknown(&ring).contains("`explain.requests` is 0"), "{}", unknown(&ring));
+        assert!(not_found_message(&ring).contains("`explain.requests` is 0"), "{}", not_found_message(&ring));
         assert!(begin(&ring, "d", None).is_none() && ring.latest(9).is_empty());
     }
 
     #[test]
     fn an_account_is_bounded_and_says_what_it_left_out() {
-        let ring = Ring::new(1);
-        let account = begin(&ring, "a", None).expect("it is kept");
+        let ring = ExplanationHistory::new(1);
+        let explanation = begin(&ring, "a", None).expect("it is kept");
         for _ in 0..STEPS_MAX + 3 {
-            account.event(&Event::GaveUp, &[]);
+            explanation.record_event(&Event::Exhausted, &[]);
         }
-        account.event(&Event::Dropped, &[]);
-        let told = account.told();
-        assert_eq!((told.steps.len(), told.left_out), (STEPS_MAX, 3));
+        explanation.record_event(&Event::Dropped, &[]);
+        let steps = explanation.lock_steps();
+        assert_eq!((steps.steps.len(), steps.left_out), (STEPS_MAX, 3));
     }
 }

@@ -1,4 +1,4 @@
-//! Which engines serve which model.
+//! The models and the engines that serve them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -8,21 +8,21 @@ use baton_openai::ApiError;
 
 use crate::admission::{Admission, ModelQueue};
 use crate::config::{
-    Bounds, DisaggregateConfig, EngineConfig, EngineUrl, Fallback, FeaturesConfig, ModelConfig, PoolConfig,
-    ReleaseMode, RouterConfig,
+    DisaggregateConfig, EngineConfig, EngineUrl, Fallback, FeaturesConfig, ModelConfig, PoolConfig,
+    ReleaseMode, RequestTimeouts, RouterConfig,
 };
-use crate::engines::caches::kv_events::Source;
+use crate::engines::caches::kv_events::EventSource;
 use crate::engines::fleet::Fleet;
-use crate::engines::http::{EngineTerms, Terms};
-use crate::engines::membership::Members;
-use crate::message::features::Needs;
+use crate::engines::http::{ConnectionTerms, EngineTerms};
+use crate::engines::pool_members::PoolMembers;
+use crate::message::features::FeatureNeeds;
 use crate::message::rewrite::ModelName;
 use crate::metrics::{Leg, ModelMetrics};
-use crate::routing::pool::{Member, Pool, has};
+use crate::routing::pool::{Pool, PoolMember, has_labels};
 
 /// One model.
 pub(crate) struct Model {
-    /// The name that engines know.
+    /// Its name at the engines.
     pub name: String,
     /// Its other names.
     pub aliases: Vec<String>,
@@ -31,26 +31,25 @@ pub(crate) struct Model {
     pub decode: Pool,
     pub fallback: Fallback,
     pub early_handoff: bool,
-    /// A stream whose decode engine dies is continued by another.
+    /// Another engine continues a stream whose decode engine fails.
     pub resume: bool,
-    /// What its requests may take.
-    pub bounds: Bounds,
+    /// Time limits of its requests.
+    pub bounds: RequestTimeouts,
     pub disaggregate: DisaggregateConfig,
     pub features: FeaturesConfig,
-    /// What has to be looked at in its requests.
-    pub needs: Needs,
-    /// Where requests wait for an engine of each leg.
+    /// The features that the router reads from its requests.
+    pub needs: FeatureNeeds,
+    /// The queue for an engine, per leg.
     pub queues: [Arc<ModelQueue>; 2],
     pub metrics: ModelMetrics,
 }
 
-/// How leases are ended at each engine.
-type Releases<'a> = HashMap<&'a EngineUrl, ReleaseMode>;
+/// The release mode of each engine.
+type ReleaseModes<'a> = HashMap<&'a EngineUrl, ReleaseMode>;
 
-/// An engine has one way, in however many pools it is: what the first pool in which it prefills says, because that is
-/// where it lends; otherwise what the first in which it decodes says. Of two that the configuration lists and that
-/// contradict each other none is taken: it is refused.
-fn releases<'a>(config: &RouterConfig, members: &'a Members) -> Releases<'a> {
+/// An engine has one release mode in all pools: that of its first prefill pool, because leases are opened there, or
+/// else that of its first decode pool. The configuration is refused if it lists contradictory modes for one engine.
+fn releases<'a>(config: &RouterConfig, members: &'a PoolMembers) -> ReleaseModes<'a> {
     let mut releases = HashMap::new();
     for leg in [Leg::Prefill, Leg::Decode] {
         for engine in config.models.iter().flat_map(|model| members.of(&model.name, leg)) {
@@ -60,10 +59,10 @@ fn releases<'a>(config: &RouterConfig, members: &'a Members) -> Releases<'a> {
     releases
 }
 
-/// Every model, by every name.
+/// All models by all their names.
 pub(crate) struct Models {
     list: Vec<Arc<Model>>,
-    /// The longest that any model's request may take; `None`: some have no bound.
+    /// The longest time limit of a request of any model; `None`: some have no limit.
     longest_request: Option<Duration>,
     by_name: HashMap<String, Arc<Model>>,
 }
@@ -72,35 +71,37 @@ impl Model {
     fn new(
         config: &ModelConfig,
         all: &RouterConfig,
-        members: &Members,
+        members: &PoolMembers,
         terms: &EngineTerms,
-        releases: &Releases<'_>,
-        ground: &Ground<'_>,
+        releases: &ReleaseModes<'_>,
+        context: &BuildContext<'_>,
         previous: Option<&Arc<Self>>,
     ) -> Self {
-        let fleet = ground.fleet;
-        let pool = |leg, pool: &PoolConfig, learns| {
+        let fleet = context.fleet;
+        let pool = |leg, pool: &PoolConfig, tracks_prefixes| {
             let engines = members.of(&config.name, leg);
-            let usable =
-                |engine: &&EngineConfig| terms.takes(&engine.url) && has(&engine.labels, &pool.select);
+            let usable = |engine: &&EngineConfig| {
+                terms.is_usable(&engine.url) && has_labels(&engine.labels, &pool.select)
+            };
             let engines = engines.iter().filter(usable);
-            let ranks = |engine: &EngineConfig| -> Vec<Arc<Member>> {
-                // An engine has one state, in however many pools it is.
+            let ranks = |engine: &EngineConfig| -> Vec<Arc<PoolMember>> {
+                // An engine has one health, in however many pools it is.
                 let health = all.health.terms(members.drains(&engine.url));
                 let release = releases.get(&engine.url).copied().unwrap_or(engine.release);
-                let terms = Terms { health, release, ..terms.of(&engine.url).clone() };
+                let terms = ConnectionTerms { health, release, ..terms.of(&engine.url).clone() };
                 let known = fleet.engine(&engine.url, &terms);
-                let member = || Member::new(engine, Arc::clone(&known), pool, &config.pair_by);
+                let member = || PoolMember::new(engine, Arc::clone(&known), pool, &config.pair_by);
                 match engine.data_parallel_size {
                     0 | 1 => vec![Arc::new(member())],
                     size => (0..size).map(|rank| Arc::new(member().at_rank(rank))).collect(),
                 }
             };
             let ranks = engines.flat_map(ranks).collect();
-            let new = Pool::new(ranks, &pool.policy, &fleet.memory, learns).guarded(leg, &all.health);
-            let new = new.counted(fleet.metrics(), &config.name);
+            let new = Pool::new(ranks, &pool.policy, &fleet.known_caches, tracks_prefixes)
+                .for_leg(leg, &all.health);
+            let new = new.with_metrics(fleet.metrics(), &config.name);
             if let Some(previous) = previous {
-                new.go_on_from(previous.pool(leg));
+                new.continue_turns_of(previous.pool(leg));
             }
             new
         };
@@ -109,7 +110,7 @@ impl Model {
             aliases: config.aliases.clone(),
             name_in_bodies: ModelName::new(&config.name),
             prefill: pool(Leg::Prefill, &config.prefill, false),
-            // What a decode engine holds already need not be prefilled elsewhere.
+            // The cached part of a prompt in the decode engine need not be prefilled elsewhere.
             decode: pool(Leg::Decode, &config.decode, config.disaggregate.asks_what_is_cached()),
             fallback: config.fallback,
             early_handoff: config.early_handoff,
@@ -117,8 +118,8 @@ impl Model {
             bounds: all.timeouts.of(&config.timeouts),
             disaggregate: config.disaggregate.clone(),
             features: config.features.clone(),
-            needs: Needs::of(config),
-            queues: Leg::BOTH.map(|leg| ground.admission.queue(&config.name, leg)),
+            needs: FeatureNeeds::of(config),
+            queues: Leg::BOTH.map(|leg| context.admission.queue(&config.name, leg)),
             metrics: fleet.metrics().model(&config.name),
         }
     }
@@ -133,19 +134,19 @@ impl Model {
         }
     }
 
-    /// Where requests wait for an engine of one leg.
+    /// The queue for an engine of one leg.
     pub(crate) fn queue(&self, leg: Leg) -> &ModelQueue {
         &self.queues[leg as usize]
     }
 }
 
 impl Models {
-    /// What policies remember of a pool is taken over from the `previous` version.
+    /// Policies continue their turns from the `previous` version of a pool.
     pub(crate) fn new(
         config: &RouterConfig,
-        members: &Members,
+        members: &PoolMembers,
         terms: &EngineTerms,
-        ground: &Ground<'_>,
+        context: &BuildContext<'_>,
         previous: Option<&Self>,
     ) -> Self {
         let (mut list, mut by_name) = (Vec::<Arc<Model>>::new(), HashMap::new());
@@ -157,7 +158,7 @@ impl Models {
                 members,
                 terms,
                 &releases,
-                ground,
+                context,
                 previous.and_then(|p| p.by_name.get(&model.name)),
             ));
             for name in std::iter::once(&model.name).chain(&model.aliases) {
@@ -169,10 +170,10 @@ impl Models {
         Self { list, longest_request: bounds.and_then(|bounds| bounds.into_iter().max()), by_name }
     }
 
-    /// The model of that name; without a name the only one there is.
+    /// The model with this name; without a name the only model.
     ///
     /// # Errors
-    /// 404, or 400 where a name is needed.
+    /// 404 for an unknown name, 400 if a name is required.
     pub(crate) fn named(&self, name: Option<&str>) -> Result<&Arc<Model>, ApiError> {
         match (name, self.list.as_slice()) {
             (Some(name), _) => self.by_name.get(name).ok_or_else(|| ApiError::model_not_found(name)),
@@ -181,13 +182,13 @@ impl Models {
         }
     }
 
-    /// Every engine that tells of its cache, and where.
-    pub(crate) fn event_sources(&self) -> Vec<Source> {
+    /// The KV-event source of every engine that has one.
+    pub(crate) fn event_sources(&self) -> Vec<EventSource> {
         let pools = self.list.iter().flat_map(|model| [&model.prefill, &model.decode]);
         pools.flat_map(Pool::members).filter_map(|member| member.events.clone()).collect()
     }
 
-    /// What a request may take whose model is not known yet; `None`: no bound.
+    /// The time limit of a request whose model is not known yet; `None`: no limit.
     pub(crate) fn longest_request(&self) -> Option<Duration> {
         self.longest_request
     }
@@ -197,8 +198,8 @@ impl Models {
     }
 }
 
-/// What outlives every version and is built upon.
-pub(crate) struct Ground<'a> {
+/// The parts of the router that outlive every generation.
+pub(crate) struct BuildContext<'a> {
     pub fleet: &'a Fleet,
     pub admission: &'a Admission,
 }

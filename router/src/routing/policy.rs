@@ -1,8 +1,8 @@
-//! How one engine of a pool is chosen. A plug: the trait is here, one file per policy is below.
+//! How one engine of a pool is chosen. The trait is here; each policy has a file below.
 //!
-//! A policy is a pure function of the request, the engines that have room ([`Candidates`]), and what is drawn for the decision
-//! (a turn and a random number come as arguments), so that a decision can be repeated without consequences: a
-//! dry run is the same call. Only [`PrefixAware`] looks at something else, the index of who holds what.
+//! A policy is a pure function of the request, the engines with capacity ([`Candidates`]), and a [`Draw`] (a turn and a
+//! random number). A dry run is therefore the same call without consequences. Only [`PrefixAware`] reads more: the
+//! index of the engines' caches.
 
 mod candidates;
 mod consistent_hash;
@@ -27,63 +27,67 @@ pub(crate) use round_robin::RoundRobin;
 use std::sync::Arc;
 
 use crate::config::{LoadUnit, PolicyConfig};
-use crate::engines::caches::Memory;
-use crate::message::features::Wanted;
-use crate::metrics::routing::Reason;
+use crate::engines::caches::KnownCaches;
+use crate::message::features::RoutingFeatures;
+use crate::metrics::routing::ChoiceReason;
 
-/// What a policy may know of an engine that can be chosen.
+/// The properties of an eligible engine that a policy reads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Candidate {
-    /// Its index in its pool.
+    /// Its index in the pool.
     pub index: usize,
-    /// Whose cache it has: an engine's, or one of its data-parallel ranks'. Candidates come in its order.
-    pub holder: u32,
-    /// A hash of its address: the same in every router.
+    /// The id of its cache: an engine's, or that of a data-parallel rank. Candidates are ordered by this id.
+    pub cache_id: u32,
+    /// A hash of its address, equal in every router.
     pub key: u64,
-    /// Requests that it is working on: this router's, or, where engines are asked for their load, everybody's as far as is
-    /// known.
+    /// Its requests: this router's, or those of all routers as far as known if engines report their load.
     pub requests: u32,
-    /// Prompt tokens of this router's requests that it is working on, estimated.
+    /// Estimated prompt tokens of this router's requests there.
     pub tokens: u64,
-    /// Its share of the work against the others'. At least 1.
+    /// Its relative share of the work. At least 1.
     pub weight: u32,
 }
 
-/// What a policy decided.
+/// A policy's decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Choice {
     /// The candidate's `index`.
     pub index: usize,
-    pub reason: Reason,
+    pub reason: ChoiceReason,
 }
 
 /// Chooses among the engines that can serve a request.
 pub(crate) trait Policy: Send + Sync {
     /// `None` only when there is no candidate.
-    fn choose(&self, wanted: &Wanted<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice>;
+    fn choose(
+        &self,
+        features: &RoutingFeatures<'_>,
+        candidates: &dyn Candidates,
+        draw: Draw,
+    ) -> Option<Choice>;
 
-    /// What the policy compares of a candidate, for explanations; more is better.
-    fn score(&self, wanted: &Wanted<'_>, candidate: &Candidate) -> f64;
+    /// The value that the policy compares, for explanations; a higher value is better.
+    fn score(&self, features: &RoutingFeatures<'_>, candidate: &Candidate) -> f64;
 
     /// The scores of several candidates, in their order.
-    fn scores(&self, wanted: &Wanted<'_>, candidates: &[Candidate]) -> Vec<f64> {
-        candidates.iter().map(|candidate| self.score(wanted, candidate)).collect()
+    fn scores(&self, features: &RoutingFeatures<'_>, candidates: &[Candidate]) -> Vec<f64> {
+        candidates.iter().map(|candidate| self.score(features, candidate)).collect()
     }
 }
 
 /// The policy that a configuration names.
-pub(crate) fn of_config(config: &PolicyConfig, memory: &Arc<Memory>) -> Box<dyn Policy> {
+pub(crate) fn of_config(config: &PolicyConfig, caches: &Arc<KnownCaches>) -> Box<dyn Policy> {
     match config {
         PolicyConfig::RoundRobin(_) => Box::new(RoundRobin),
         PolicyConfig::Random(_) => Box::new(Random),
         PolicyConfig::PowerOfTwo(config) => Box::new(PowerOfTwo(config.by)),
         PolicyConfig::LeastLoad(config) => Box::new(LeastLoad(config.by)),
         PolicyConfig::ConsistentHash(config) => Box::new(ConsistentHash(config.clone())),
-        PolicyConfig::PrefixAware(config) => Box::new(PrefixAware::new(config.clone(), Arc::clone(memory))),
+        PolicyConfig::PrefixAware(config) => Box::new(PrefixAware::new(config.clone(), Arc::clone(caches))),
     }
 }
 
-/// What a policy takes the least of, where it does.
+/// The unit of load that a policy minimizes.
 pub(crate) fn unit_of(config: &PolicyConfig) -> LoadUnit {
     match config {
         PolicyConfig::LeastLoad(config) | PolicyConfig::PowerOfTwo(config) => config.by,
@@ -95,11 +99,11 @@ pub(crate) fn unit_of(config: &PolicyConfig) -> LoadUnit {
 }
 
 impl Candidate {
-    /// Its load for its weight, in 2^-16 of the unit; comparable between candidates.
+    /// Its load divided by its weight, in 2^-16 of the unit; comparable between candidates.
     pub(crate) fn load(&self, by: LoadUnit) -> u64 {
         let load = match by {
             LoadUnit::Requests => u64::from(self.requests),
-            // A prompt of no tokens is work too.
+            // A prompt without tokens is work too.
             LoadUnit::Tokens => self.tokens.saturating_add(u64::from(self.requests)),
         };
         load.saturating_mul(1 << 16) / u64::from(self.weight.max(1))
@@ -114,7 +118,7 @@ mod tests {
     pub(crate) fn with_loads(loads: &[u32]) -> Vec<Candidate> {
         let one = |(index, &requests): (usize, &u32)| Candidate {
             index,
-            holder: u32::try_from(index).expect("few"),
+            cache_id: u32::try_from(index).expect("few"),
             key: index as u64 ^ 0x5bd1_e995,
             requests,
             tokens: u64::from(requests) * 100,
@@ -125,7 +129,7 @@ mod tests {
 
     #[test]
     fn every_policy_chooses_a_candidate_if_there_is_one_and_nothing_otherwise() {
-        let memory = Arc::new(Memory::new(1 << 10, 1 << 10));
+        let caches = Arc::new(KnownCaches::new(1 << 10, 1 << 10));
         for yaml in [
             "round_robin",
             "random",
@@ -136,12 +140,16 @@ mod tests {
             "{least_load: {by: tokens}}",
         ] {
             let config: PolicyConfig = serde_saphyr::from_str(yaml).expect(yaml);
-            let policy = of_config(&config, &memory);
-            assert_eq!(policy.choose(&Wanted::default(), &Vec::new(), Draw::default()), None, "{yaml}");
+            let policy = of_config(&config, &caches);
+            assert_eq!(
+                policy.choose(&RoutingFeatures::default(), &Vec::new(), Draw::default()),
+                None,
+                "{yaml}"
+            );
             let mut draw = Draw::seeded(7);
             for size in 1..20_u32 {
                 let candidates = with_loads(&(0..size).map(|n| n * 7 % 5).collect::<Vec<_>>());
-                let choice = policy.choose(&Wanted::default(), &candidates, draw.next());
+                let choice = policy.choose(&RoutingFeatures::default(), &candidates, draw.next());
                 assert!(choice.is_some_and(|c| c.index < candidates.len()), "{yaml}");
             }
         }

@@ -1,164 +1,166 @@
-//! Engines that can stand in for each other, and the one place where one of them is chosen.
+//! Engines that can replace each other, and the code that chooses one of them.
 //!
 //! ```text
-//! members ─▶ not tried yet ─▶ has room ─▶ in use ─▶ best labels ─▶ policy ─▶ one place is taken
+//! members ─▶ not tried yet ─▶ has capacity ─▶ in use ─▶ best labels ─▶ policy ─▶ reservation
 //! ```
 //!
-//! Which engines are in use is what `health` says. One that is left out is chosen only if no other is left and the
-//! configuration would rather try; one that is drained, or answers nothing at all, is not chosen. Requests wait
-//! rather for a healthy engine that is full than be sent to one that is not.
+//! `health` determines which engines are in use. An ejected engine is chosen only if no other engine is left and the
+//! configuration allows the attempt. A draining or unresponsive engine is not chosen. A request waits for a full
+//! healthy engine rather than use an ejected one.
 //!
-//! A choice does not walk over the members: [`board`] knows at every moment who is ready, and answers what a policy asks
-//! in as many steps as a tree of the members is high. Only what is rare walks: a place for what takes none, a pool in
-//! panic, and one of which nobody is ready or full.
+//! A choice does not scan the members. [`load_index`] always contains the ready members and answers a policy's queries
+//! in O(height of its tree). A pool scans its members in three cases: the request needs no capacity, the pool panics,
+//! or no member is ready or full.
 
-mod basis;
-mod board;
+mod inputs;
+mod load_index;
+mod load_tree;
 mod member;
-mod tree;
 
-use basis::Basis;
-use board::Board;
-pub(crate) use member::{Fit, Member, Room, has};
-use member::{Look, Now};
+use inputs::DecisionInputs;
+use load_index::LoadIndex;
+pub(crate) use member::{CapacityRule, Eligibility, PoolMember, has_labels};
+use member::{ChoiceContext, LazyNow};
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use crate::admission::{Found, Scarce};
+use crate::admission::{Reservation, Unavailable};
 use crate::config::{AllOut, HealthConfig, LoadUnit, PolicyConfig};
-use crate::engines::caches::{Holding, Memory};
-use crate::engines::http::{Engine, InFlight, Manner};
-use crate::message::features::Wanted;
-use crate::metrics::{Decisions, Leg, Metrics};
-use crate::routing::explain::Sight;
+use crate::engines::caches::{CachedPrefix, KnownCaches};
+use crate::engines::http::{Engine, EngineRequestGuard, TrialRule};
+use crate::message::features::RoutingFeatures;
+use crate::metrics::{DecisionCounters, Leg, Metrics};
+use crate::routing::explain::Decision;
 use crate::routing::policy::{self, Candidate, Choice, Draw, Policy};
 
-/// Engines of each kind that one explanation names.
-const NAMED: usize = 8;
+/// Limit on the engines of each kind that one explanation names.
+const NAMED_MAX: usize = 8;
 
-/// Choices that may come to nothing, because somebody else was faster, before all members are walked over.
-const BOARD_TRIES: usize = 64;
+/// Lost races for an engine's last capacity before the pool scans its members.
+const INDEX_TRIES: usize = 64;
 
-/// Engines that can stand in for each other.
+/// Engines that can replace each other.
 pub(crate) struct Pool {
-    /// In the order of their caches' numbers: the ranks of one engine stand side by side.
-    members: Vec<Arc<Member>>,
-    /// What they are called.
+    /// Ordered by cache id, so the ranks of one engine are adjacent.
+    members: Vec<Arc<PoolMember>>,
+    /// The members' names.
     names: Arc<[Arc<str>]>,
-    /// All members: those with the labels that the pool prefers, then those without.
-    boards: Vec<Arc<Board>>,
-    /// Members with the values of the labels that pairs should share, likewise.
-    pairs: HashMap<u64, Vec<Arc<Board>>>,
-    /// Engines that tell of their caches.
-    telling: Vec<u32>,
+    /// All members: first those with the labels that the pool prefers, then the others.
+    indexes: Vec<Arc<LoadIndex>>,
+    /// Members by the hash of their pair labels, in the same order.
+    pairs: HashMap<u64, Vec<Arc<LoadIndex>>>,
+    /// Engines that report their caches.
+    event_engines: Vec<u32>,
     policy: Box<dyn Policy>,
     by: LoadUnit,
     policy_name: &'static str,
-    decisions: Option<Decisions>,
+    decisions: Option<DecisionCounters>,
     turn: AtomicU64,
-    /// Where prompts that are sent are noted; none if nobody asks.
-    memory: Option<Arc<Memory>>,
+    /// Records the prompts sent; `None` if nothing reads it.
+    known_caches: Option<Arc<KnownCaches>>,
     leg: Leg,
     all_out: AllOut,
     panic_percent: usize,
 }
 
-/// An engine that was chosen; the request counts as in flight there until this is dropped.
-pub(crate) struct Reserved {
-    pub member: Arc<Member>,
-    pub load: InFlight,
-    /// What it held of the prompt already, as far as is known.
-    pub holding: Holding,
+/// A chosen engine. The request counts as in flight there until this is dropped.
+pub(crate) struct EngineReservation {
+    pub member: Arc<PoolMember>,
+    pub load: EngineRequestGuard,
+    /// The part of the prompt that its cache held, as far as the router knows.
+    pub cached: CachedPrefix,
 }
 
-/// A choice, and from what it was made if somebody wants to know.
-type Decided = (Result<(Choice, Manner), Scarce>, Option<Basis>);
+/// A choice, and its inputs if the caller wants them.
+type ChoiceResult = (Result<(Choice, TrialRule), Unavailable>, Option<DecisionInputs>);
 
-/// What would be chosen.
-pub(crate) struct Trial {
-    pub chosen: Option<Arc<Member>>,
-    pub sight: Sight,
+/// The engine that would be chosen.
+pub(crate) struct DryRun {
+    pub chosen: Option<Arc<PoolMember>>,
+    pub decision: Decision,
 }
 
-/// Which choices are told of.
+/// Which choices return a [`Decision`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Tell {
-    Nothing,
-    /// Those that found an engine.
+pub(crate) enum Detail {
+    None,
+    /// Choices that found an engine.
     Choices,
-    Everything,
+    All,
 }
 
 impl Pool {
-    /// `learns`: somebody will ask what the engines hold of a prompt.
+    /// `tracks_prefixes`: a caller reads how much of a prompt the engines have cached.
     pub(crate) fn new(
-        mut members: Vec<Arc<Member>>,
+        mut members: Vec<Arc<PoolMember>>,
         policy: &PolicyConfig,
-        memory: &Arc<Memory>,
-        learns: bool,
+        caches: &Arc<KnownCaches>,
+        tracks_prefixes: bool,
     ) -> Self {
-        members.sort_by_key(|member| member.holder());
-        let learns = learns || matches!(policy, PolicyConfig::PrefixAware(_));
-        let telling = members.iter().filter(|member| member.events.is_some());
+        members.sort_by_key(|member| member.cache_id());
+        let tracks_prefixes = tracks_prefixes || matches!(policy, PolicyConfig::PrefixAware(_));
+        let reporting = members.iter().filter(|member| member.events.is_some());
         Self {
             names: members.iter().map(|member| member.engine.name()).collect(),
-            boards: Vec::new(),
+            indexes: Vec::new(),
             pairs: HashMap::new(),
-            telling: telling.map(|member| member.engine.id()).collect(),
+            event_engines: reporting.map(|member| member.engine.id()).collect(),
             by: policy::unit_of(policy),
             members,
-            policy: policy::of_config(policy, memory),
+            policy: policy::of_config(policy, caches),
             policy_name: policy.name(),
             decisions: None,
             turn: AtomicU64::new(0),
-            memory: learns.then(|| Arc::clone(memory)),
+            known_caches: tracks_prefixes.then(|| Arc::clone(caches)),
             leg: Leg::Decode,
             all_out: AllOut::FailOpen,
             panic_percent: 0,
         }
     }
 
-    /// Has its members tell its boards. Until then every choice is a walk.
-    fn seated(self) -> Self {
-        let board = |of: &dyn Fn(&Member) -> bool| {
+    /// Builds the load indexes and subscribes them to the members. Until then every choice scans the members.
+    fn with_indexes(self) -> Self {
+        let new_index = |of: &dyn Fn(&PoolMember) -> bool| {
             let members = self.members.iter().enumerate().filter(|(_, member)| of(member));
             let members: Vec<_> = members.map(|(index, member)| (index, Arc::clone(member))).collect();
-            (!members.is_empty()).then(|| Board::new(members, self.leg, self.by))
+            (!members.is_empty()).then(|| LoadIndex::new(members, self.leg, self.by))
         };
-        let both = |of: &dyn Fn(&Member) -> bool| -> Vec<Arc<Board>> {
-            let with = |preferred| board(&|member: &Member| of(member) && member.is_preferred() == preferred);
+        let both = |of: &dyn Fn(&PoolMember) -> bool| -> Vec<Arc<LoadIndex>> {
+            let with = |preferred| {
+                new_index(&|member: &PoolMember| of(member) && member.is_preferred() == preferred)
+            };
             [true, false].into_iter().filter_map(with).collect()
         };
-        let boards = both(&|_| true);
+        let indexes = both(&|_| true);
         let mut pairs = HashMap::new();
         for pair in self.members.iter().filter_map(|member| member.pair()) {
             pairs.entry(pair).or_insert_with(|| both(&|member| member.pair() == Some(pair)));
         }
-        Self { boards, pairs, ..self }
+        Self { indexes, pairs, ..self }
     }
 
-    /// Says which leg it serves, and what happens when its engines are not well.
-    pub(crate) fn guarded(self, leg: Leg, health: &HealthConfig) -> Self {
+    /// Sets the pool's leg and its handling of ejected engines.
+    pub(crate) fn for_leg(self, leg: Leg, health: &HealthConfig) -> Self {
         let panic_percent = usize::from(health.panic_percent);
-        self.members.iter().for_each(|member| member.engine.health().serve(leg));
-        Self { leg, all_out: health.all_out, panic_percent, ..self }.seated()
+        self.members.iter().for_each(|member| member.engine.health().add_leg(leg));
+        Self { leg, all_out: health.all_out, panic_percent, ..self }.with_indexes()
     }
 
-    /// Counts what is decided.
-    pub(crate) fn counted(self, metrics: &Metrics, model: &str) -> Self {
+    /// Counts the decisions.
+    pub(crate) fn with_metrics(self, metrics: &Metrics, model: &str) -> Self {
         let decisions = Some(metrics.decisions(model, self.leg, self.policy_name));
         Self { decisions, ..self }
     }
 
-    /// Members that may be given requests.
+    /// Members that may receive requests.
     pub(crate) fn in_use(&self) -> usize {
-        self.boards.iter().map(|board| board.in_use()).sum()
+        self.indexes.iter().map(|index| index.in_use()).sum()
     }
 
-    /// Whether an engine that is known to live may be given requests.
+    /// Whether an engine with a proven health may receive requests.
     pub(crate) fn is_ready(&self) -> bool {
         self.members.iter().any(|member| {
             let (health, leg) = (member.engine.health(), self.leg);
@@ -166,17 +168,17 @@ impl Pool {
         })
     }
 
-    /// Whether so few engines are left that health is looked at no more.
+    /// Whether so few engines are in use that the pool ignores their health.
     fn panics(&self) -> bool {
         let fewest = self.members.len() * self.panic_percent;
         fewest > 0 && self.all_out == AllOut::FailOpen && self.in_use() * 100 < fewest
     }
 
-    /// Each engine once.
+    /// Every engine once.
     pub(crate) fn engines(&self) -> Vec<Arc<Engine>> {
         let mut engines: Vec<Arc<Engine>> = Vec::with_capacity(self.members.len());
         for member in &self.members {
-            // The ranks of one engine stand side by side.
+            // The ranks of one engine are adjacent.
             if !engines.last().is_some_and(|last| Arc::ptr_eq(last, &member.engine)) {
                 engines.push(Arc::clone(&member.engine));
             }
@@ -184,8 +186,8 @@ impl Pool {
         engines
     }
 
-    /// Takes its turns where another version of the same pool is now, so that reloads favour nobody.
-    pub(crate) fn go_on_from(&self, previous: &Self) {
+    /// Continues the turns of the previous version of this pool, so that a reload favours no engine.
+    pub(crate) fn continue_turns_of(&self, previous: &Self) {
         self.turn.store(previous.turn.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
@@ -193,183 +195,212 @@ impl Pool {
         self.members.is_empty()
     }
 
-    /// Its engines.
-    pub(crate) fn members(&self) -> &[Arc<Member>] {
+    pub(crate) fn members(&self) -> &[Arc<PoolMember>] {
         &self.members
     }
 
-    /// Tokens of one KV block, as the engines told; none if nobody asks or none told.
+    /// Tokens of one KV block, as the engines report it; `None` if the pool tracks no prefixes or no engine reported
+    /// it.
     pub(crate) fn block_size(&self) -> Option<usize> {
-        let memory = self.memory.as_ref()?;
-        self.telling.iter().find_map(|engine| memory.block_size(*engine))
+        let caches = self.known_caches.as_ref()?;
+        self.event_engines.iter().find_map(|engine| caches.block_size(*engine))
     }
 
     /// Requests of this router at the least loaded engine; 0 without any.
     pub(crate) fn least_in_flight(&self) -> usize {
-        self.boards.iter().filter_map(|board| board.least_own()).min().unwrap_or(0) as usize
+        self.indexes.iter().filter_map(|index| index.least_own()).min().unwrap_or(0) as usize
     }
 
-    /// Chooses an engine that is not among those `tried`, and has room where that is needed, and counts the request in
-    /// flight there. Tells what the choice was made from to whoever wants to know.
+    /// Chooses an engine that is not among `tried` and satisfies `capacity`, and counts the request in flight there.
+    /// Returns the [`Decision`] as well if `detail` asks for it.
     ///
     /// # Errors
-    /// [`Scarce`] says whether waiting helps.
+    /// [`Unavailable`] contains whether waiting helps.
     pub(crate) fn reserve(
         &self,
-        wanted: &Wanted<'_>,
+        features: &RoutingFeatures<'_>,
         tried: &[Arc<Engine>],
-        room: Room,
-        tell: Tell,
-    ) -> (Result<Reserved, Scarce>, Option<Sight>) {
-        let now = Now::new(Instant::now);
-        let look = Look { tried, leg: self.leg, panic: self.panics(), room, now: &now };
+        capacity: CapacityRule,
+        detail: Detail,
+    ) -> (Result<EngineReservation, Unavailable>, Option<Decision>) {
+        let now = LazyNow::new(Instant::now);
+        let context = ChoiceContext { tried, leg: self.leg, panic: self.panics(), capacity, now: &now };
         let mut tries = 0;
-        let (basis, taken) = loop {
+        let (inputs, taken) = loop {
             let draw = Draw::at(self.turn.fetch_add(1, Ordering::Relaxed));
-            let (decided, basis) = if tries < BOARD_TRIES {
-                self.decide(wanted, &look, draw, tell)
+            let (decided, inputs) = if tries < INDEX_TRIES {
+                self.decide(features, &context, draw, detail)
             } else {
-                self.walk(wanted, &look, draw)
+                self.scan(features, &context, draw)
             };
             match decided {
-                Err(scarce) => break (basis, Err(scarce)),
-                Ok((choice, manner)) => {
+                Err(scarce) => break (inputs, Err(scarce)),
+                Ok((choice, rule)) => {
                     let member = &self.members[choice.index];
-                    // If somebody else has taken its last place, or its trial, since, the choice is made again.
-                    if let Some(load) = member.begin(&look, manner, wanted.tokens) {
-                        break (basis, Ok((choice, load)));
+                    // Another request may have taken the last capacity, or the trial, since then. The choice is then
+                    // repeated.
+                    if let Some(load) = member.begin(&context, rule, features.tokens) {
+                        break (inputs, Ok((choice, load)));
                     }
                     tries += 1;
                 }
             }
         };
         let choice = taken.as_ref().map(|(choice, _)| *choice).map_err(|&scarce| scarce);
-        let holding = self.holding(choice.ok(), wanted);
-        let is_told = tell == Tell::Everything || (tell == Tell::Choices && choice.is_ok());
-        let sight = basis.filter(|_| is_told).map(|basis| self.sight(wanted, basis, choice, holding));
+        let cached = self.cached_prefix(choice.ok(), features);
+        let is_wanted = detail == Detail::All || (detail == Detail::Choices && choice.is_ok());
+        let decision =
+            inputs.filter(|_| is_wanted).map(|inputs| self.explain(features, inputs, choice, cached));
         let reserved = taken.map(|(choice, load)| {
             self.decisions.iter().for_each(|decisions| decisions.count(choice.reason));
             let member = &self.members[choice.index];
-            self.memory.iter().for_each(|memory| memory.sent(member.holder(), wanted.prefix));
-            Reserved { member: Arc::clone(member), load, holding }
+            self.known_caches
+                .iter()
+                .for_each(|caches| caches.record_routed(member.cache_id(), features.prefix));
+            EngineReservation { member: Arc::clone(member), load, cached }
         });
-        (reserved, sight)
+        (reserved, decision)
     }
 
-    /// What the chosen one holds of the prompt, where somebody asks for that.
-    fn holding(&self, choice: Option<Choice>, wanted: &Wanted<'_>) -> Holding {
-        let holding = choice.zip(self.memory.as_ref()).map(|(choice, memory)| {
-            memory.holding(self.members[choice.index].holder(), wanted.prefix, wanted.blocks)
+    /// The part of the prompt that the chosen engine has cached, if the pool tracks prefixes.
+    fn cached_prefix(&self, choice: Option<Choice>, features: &RoutingFeatures<'_>) -> CachedPrefix {
+        let cached = choice.zip(self.known_caches.as_ref()).map(|(choice, caches)| {
+            caches.cached_prefix(self.members[choice.index].cache_id(), features.prefix, features.blocks)
         });
-        holding.unwrap_or_default()
+        cached.unwrap_or_default()
     }
 
-    /// What [`Self::reserve`] would choose. Nothing is counted and nothing is noted.
-    pub(crate) fn try_out(&self, wanted: &Wanted<'_>, tried: &[Arc<Engine>]) -> Trial {
-        let now = Now::new(Instant::now);
-        let look = Look { tried, leg: self.leg, panic: self.panics(), room: Room::Needed, now: &now };
+    /// The choice that [`Self::reserve`] would make. It counts and records nothing.
+    pub(crate) fn dry_run(&self, features: &RoutingFeatures<'_>, tried: &[Arc<Engine>]) -> DryRun {
+        let now = LazyNow::new(Instant::now);
+        let context = ChoiceContext {
+            tried,
+            leg: self.leg,
+            panic: self.panics(),
+            capacity: CapacityRule::Needed,
+            now: &now,
+        };
         let draw = Draw::at(self.turn.load(Ordering::Relaxed));
-        let (decided, basis) = self.decide(wanted, &look, draw, Tell::Everything);
+        let (decided, inputs) = self.decide(features, &context, draw, Detail::All);
         let choice = decided.map(|(choice, _)| choice);
-        let holding = self.holding(choice.ok(), wanted);
-        let sight = self.sight(wanted, basis.unwrap_or_default(), choice, holding);
-        Trial { chosen: choice.ok().map(|choice| Arc::clone(&self.members[choice.index])), sight }
+        let cached = self.cached_prefix(choice.ok(), features);
+        let decision = self.explain(features, inputs.unwrap_or_default(), choice, cached);
+        DryRun { chosen: choice.ok().map(|choice| Arc::clone(&self.members[choice.index])), decision }
     }
 
-    /// Those of these engines that are members, by their numbers, ascending.
-    pub(crate) fn among(&self, engines: &[Arc<Engine>]) -> Vec<u32> {
-        let members = engines.iter().filter(|engine| self.has(engine)).map(|engine| engine.id());
+    /// The ids of those `engines` that are members, ascending.
+    pub(crate) fn member_ids(&self, engines: &[Arc<Engine>]) -> Vec<u32> {
+        let members = engines.iter().filter(|engine| self.contains(engine)).map(|engine| engine.id());
         let mut members: Vec<_> = members.collect();
         members.sort_unstable();
         members.dedup();
         members
     }
 
-    fn has(&self, engine: &Arc<Engine>) -> bool {
+    fn contains(&self, engine: &Arc<Engine>) -> bool {
         let at = self.members.partition_point(|m| m.engine.id() < engine.id());
         self.members.get(at).is_some_and(|m| Arc::ptr_eq(&m.engine, engine))
     }
 
-    /// Whether some member that was not `tried` is full, and is not a member of `other` as well. It will have room: what
-    /// it has in flight waits for nobody.
+    /// Whether a member not among `tried` and not in `other` is full. It will have capacity again: its requests do not
+    /// wait for another engine.
     pub(crate) fn will_have_room(&self, tried: &[Arc<Engine>], other: &Self) -> bool {
-        let now = Now::new(Instant::now);
-        let look = Look { tried, leg: self.leg, panic: false, room: Room::Needed, now: &now };
-        self.members.iter().any(|member| member.fit(&look) == Fit::Full && !other.has(&member.engine))
+        let now = LazyNow::new(Instant::now);
+        let context =
+            ChoiceContext { tried, leg: self.leg, panic: false, capacity: CapacityRule::Needed, now: &now };
+        self.members.iter().any(|member| {
+            member.eligibility(&context) == Eligibility::Full && !other.contains(&member.engine)
+        })
     }
 
-    /// A choice on the boards; a walk where they cannot say.
-    fn decide(&self, wanted: &Wanted<'_>, look: &Look<'_>, draw: Draw, tell: Tell) -> Decided {
-        if look.room == Room::Ignored || look.panic {
-            return self.walk(wanted, look, draw);
+    /// Chooses on the load indexes, or by a scan where they cannot decide.
+    fn decide(
+        &self,
+        features: &RoutingFeatures<'_>,
+        context: &ChoiceContext<'_>,
+        draw: Draw,
+        detail: Detail,
+    ) -> ChoiceResult {
+        if context.capacity == CapacityRule::Ignored || context.panic {
+            return self.scan(features, context, draw);
         }
         let paired =
-            wanted.pair.and_then(|pair| self.pairs.get(&pair)).map(Vec::as_slice).unwrap_or_default();
+            features.pair.and_then(|pair| self.pairs.get(&pair)).map(Vec::as_slice).unwrap_or_default();
         let (mut full, mut others) = (false, Vec::new());
-        // Where nobody of those that pair is ready, the others are all that are.
-        for (board, last) in paired.iter().map(|b| (b, false)).chain(self.boards.iter().map(|b| (b, true))) {
-            let view = board.view(look.tried);
-            if let Some(choice) = self.policy.choose(wanted, &view, draw) {
-                let basis = (tell != Tell::Nothing).then(|| self.seen(&view, board, choice, look));
-                return (Ok((choice, Manner::Careful)), basis);
+        // If no paired member is ready, all ready members are among the others.
+        for (load_index, last) in
+            paired.iter().map(|b| (b, false)).chain(self.indexes.iter().map(|b| (b, true)))
+        {
+            let view = load_index.view(context.tried);
+            if let Some(choice) = self.policy.choose(features, &view, draw) {
+                let inputs = (detail != Detail::None)
+                    .then(|| self.inputs_of_index(&view, load_index, choice, context));
+                return (Ok((choice, TrialRule::Enforce)), inputs);
             }
             if last {
                 full |= view.has_full();
-                others.extend(view.few_not_ready(if tell == Tell::Nothing {
+                others.extend(view.first_not_ready(if detail == Detail::None {
                     0
                 } else {
-                    NAMED - others.len()
+                    NAMED_MAX - others.len()
                 }));
             }
         }
         if !full {
-            return self.walk(wanted, look, draw);
+            return self.scan(features, context, draw);
         }
-        let basis = (tell != Tell::Nothing).then(|| Basis { others, ..Basis::default() });
-        (Err(Scarce::Full), basis)
+        let inputs = (detail != Detail::None).then(|| DecisionInputs { others, ..DecisionInputs::default() });
+        (Err(Unavailable::Full), inputs)
     }
 
-    /// The same choice by a walk over all members.
-    fn walk(&self, wanted: &Wanted<'_>, look: &Look<'_>, draw: Draw) -> Decided {
-        match self.candidates(wanted, look) {
-            Err(scarce) => (Err(scarce), Some(self.walked(Vec::new(), look))),
-            Ok((candidates, manner)) => {
-                let choice = self.policy.choose(wanted, &candidates, draw).ok_or(Scarce::NoEngine);
-                (choice.map(|choice| (choice, manner)), Some(self.walked(candidates, look)))
+    /// The same choice by a scan of all members.
+    fn scan(&self, features: &RoutingFeatures<'_>, context: &ChoiceContext<'_>, draw: Draw) -> ChoiceResult {
+        match self.candidates(features, context) {
+            Err(scarce) => (Err(scarce), Some(self.inputs_of_scan(Vec::new(), context))),
+            Ok((candidates, rule)) => {
+                let choice = self.policy.choose(features, &candidates, draw).ok_or(Unavailable::NoEngine);
+                (choice.map(|choice| (choice, rule)), Some(self.inputs_of_scan(candidates, context)))
             }
         }
     }
 
-    /// The engines that the policy may choose from, and how the chosen one may be taken.
-    fn candidates(&self, wanted: &Wanted<'_>, look: &Look<'_>) -> Result<(Vec<Candidate>, Manner), Scarce> {
-        let (mut ready, mut resting, mut full) = (Vec::with_capacity(self.members.len()), Vec::new(), false);
+    /// The engines that the policy may choose from, and the trial rule for the chosen one.
+    fn candidates(
+        &self,
+        features: &RoutingFeatures<'_>,
+        context: &ChoiceContext<'_>,
+    ) -> Result<(Vec<Candidate>, TrialRule), Unavailable> {
+        let (mut ready, mut ejected, mut full) = (Vec::with_capacity(self.members.len()), Vec::new(), false);
         for (index, member) in self.members.iter().enumerate() {
-            match member.fit(look) {
-                Fit::Ready => ready.push((index, member.suits(wanted))),
-                Fit::Resting if self.all_out == AllOut::FailOpen => {
-                    resting.push((index, member.suits(wanted)))
+            match member.eligibility(context) {
+                Eligibility::Ready => ready.push((index, member.label_score(features))),
+                Eligibility::Ejected if self.all_out == AllOut::FailOpen => {
+                    ejected.push((index, member.label_score(features)))
                 }
-                Fit::Full => full = true,
-                Fit::Resting | Fit::Tried | Fit::Silent | Fit::Draining => {}
+                Eligibility::Full => full = true,
+                Eligibility::Ejected
+                | Eligibility::Tried
+                | Eligibility::Unresponsive
+                | Eligibility::Draining => {}
             }
         }
-        let mut manner = if look.panic { Manner::Anyway } else { Manner::Careful };
+        let mut rule = if context.panic { TrialRule::Ignore } else { TrialRule::Enforce };
         if ready.is_empty() {
             if full {
-                return Err(Scarce::Full);
+                return Err(Unavailable::Full);
             }
-            (ready, manner) = (resting, Manner::Anyway);
+            (ready, rule) = (ejected, TrialRule::Ignore);
         }
-        let best = ready.iter().map(|(_, suits)| *suits).max().ok_or(Scarce::NoEngine)?;
-        let fitting = ready.into_iter().filter(|(_, suits)| *suits == best);
-        Ok((fitting.map(|(index, _)| self.members[index].candidate(index, look.now)).collect(), manner))
+        let best = ready.iter().map(|(_, score)| *score).max().ok_or(Unavailable::NoEngine)?;
+        let fitting = ready.into_iter().filter(|(_, score)| *score == best);
+        Ok((fitting.map(|(index, _)| self.members[index].candidate(index, context.now)).collect(), rule))
     }
 }
 
-/// An engine that is none of the first `avoided`, or else none of the next ones, and so on.
+/// Chooses an engine outside the first list of `avoided`; if there is none, outside the next list, and so on.
 ///
 /// # Errors
-/// That of the last try.
+/// The error of the last attempt.
 pub(crate) fn another_first<T, E>(
     avoided: &[&[Arc<Engine>]],
     mut choose: impl FnMut(&[Arc<Engine>]) -> Result<T, E>,
@@ -383,20 +414,20 @@ pub(crate) fn another_first<T, E>(
     choose(last)
 }
 
-impl Reserved {
+impl EngineReservation {
     pub(crate) fn engine(&self) -> &Arc<Engine> {
         &self.member.engine
     }
 
-    /// Its values of the labels that its partner should share.
+    /// A hash of the labels that the engine of the other leg should share.
     pub(crate) fn pair(&self) -> Option<u64> {
         self.member.pair()
     }
 }
 
-impl Found for Reserved {}
+impl Reservation for EngineReservation {}
 
-impl Found for Result<Reserved, Scarce> {
+impl Reservation for Result<EngineReservation, Unavailable> {
     fn has_engine(&self) -> bool {
         self.is_ok()
     }

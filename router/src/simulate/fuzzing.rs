@@ -1,6 +1,8 @@
-//! What a fuzzer may call: each function takes any bytes and fails only where a promise of this crate is broken.
+//! Entry points for fuzzing: each function accepts any bytes and fails only if an invariant of this crate is
+//! broken.
 //!
-//! Not an interface. `tests/fuzz/` calls these under a fuzzer; `tests/fuzz.rs` of this crate replays the corpus.
+//! Not a public interface. `tests/fuzz/` calls these under a fuzzer, and `tests/fuzz.rs` of this crate replays the
+//! corpus.
 
 use baton_connector::handoff::KvIntent;
 use baton_openai::{Endpoint, ParseLimits, RawBody, parse_object, strip};
@@ -9,16 +11,16 @@ use hyper::StatusCode;
 use serde_json::{Value, json};
 
 use crate::RouterConfig;
-use crate::client::http::chunked::{ChunkError, Chunked};
+use crate::client::http::chunked::{ChunkError, ChunkedReader};
 use crate::client::http::head;
 use crate::legs::prefill;
 use crate::message::path::Dialect;
-use crate::message::rewrite::{ClientRules, ModelName, Owned, decode_body, prefill_body};
-use crate::message::sse::Frames;
+use crate::message::rewrite::{ClientRules, ModelName, RouterFields, decode_body, prefill_body};
+use crate::message::sse::FrameBuffer;
 
-/// A body from a client: what is sent on is what a parser reads of it, without what is internal.
+/// A body from a client: the forwarded body equals the parsed one without its internal fields.
 pub fn request_json(bytes: &[u8]) {
-    // No field can be longer than a small one may be, and no tree too large: those bounds are of one side alone.
+    // The limits exclude bounds that only one of the two readers has.
     let limits = ParseLimits { body_bytes: 64 << 10, ..ParseLimits::default() };
     let came = Bytes::copy_from_slice(bytes);
     for endpoint in [Endpoint::Completions, Endpoint::Chat] {
@@ -30,13 +32,13 @@ pub fn request_json(bytes: &[u8]) {
         match (&read, &parsed) {
             (Ok(_), Ok(_)) => {}
             (Err(raw), Err(tree)) => assert_eq!(raw, tree),
-            // More fields than a router takes.
+            // More fields than the router accepts.
             (Err(raw), Ok(_)) => assert!(raw.message.contains("fields"), "{raw}"),
             (Ok(_), Err(tree)) => panic!("accepted, and refused by the parser: {tree}"),
         }
         if let Ok((body, _)) = read {
             let (dialect, model) = (Dialect::OpenAi(endpoint), ModelName::new("m"));
-            let sent = prefill_body(dialect, &body, &Owned::default(), &model).pieces().concat();
+            let sent = prefill_body(dialect, &body, &RouterFields::default(), &model).pieces().concat();
             assert_eq!(parse_object(&sent, &limits).expect("one object")["stream"], false);
         }
     }
@@ -45,19 +47,19 @@ pub fn request_json(bytes: &[u8]) {
         let mut expected = parse_object(bytes, &limits).expect("it was read before");
         strip(&mut expected, &ClientRules);
         expected.insert("model".to_owned(), json!("m"));
-        let sent = decode_body(&body, &Owned::default(), &ModelName::new("m"), None).pieces().concat();
+        let sent = decode_body(&body, &RouterFields::default(), &ModelName::new("m"), None).pieces().concat();
         let sent = parse_object(&sent, &limits).expect("each name once");
         assert_eq!(Value::Object(sent), Value::Object(expected));
     }
 }
 
-/// A stream of events, cut into pieces: the first byte says how long they are.
+/// A stream of events in pieces. The first byte determines their length.
 pub fn sse(bytes: &[u8]) {
     let Some((&size, stream)) = bytes.split_first() else { return };
-    let (mut frames, mut passed, mut done) = (Frames::default(), Vec::new(), false);
+    let (mut frames, mut passed, mut done) = (FrameBuffer::default(), Vec::new(), false);
     for piece in stream.chunks(1 + usize::from(size)) {
         let whole = frames.pass(Bytes::copy_from_slice(piece));
-        // Of CRLF the second may come later.
+        // The second byte of CRLF may come later.
         let blank = |end: &u8| matches!(end, b'\r' | b'\n');
         let ends = whole.is_empty() || whole.last().is_some_and(blank);
         assert!(ends, "half a frame was passed");
@@ -82,7 +84,7 @@ pub fn config(bytes: &[u8]) {
     }
 }
 
-/// A request's head: the first byte says in how long pieces it comes.
+/// A request's head in pieces. The first byte determines their length.
 pub fn http_head(bytes: &[u8]) {
     const BYTES_MAX: usize = 4096;
     let Some((&size, bytes)) = bytes.split_first() else { return };
@@ -96,19 +98,19 @@ pub fn http_head(bytes: &[u8]) {
     let Ok(Some(head)) = at_once else { return };
     assert_eq!(Ok(Some(head.clone())), in_parts);
     let mut masked = bytes[..head.bytes].to_vec();
-    head.mask(&mut masked);
+    head.mask_internal_fields(&mut masked);
     let masked = masked.to_ascii_lowercase();
     for name in ["\r\ncontent-length:", "\r\ntransfer-encoding:", "\r\nupgrade:"] {
         assert!(!masked.windows(name.len()).any(|window| window == name.as_bytes()), "{name} is left");
     }
 }
 
-/// A body in chunks: the first byte says in how long pieces it comes.
+/// A body in chunks, in pieces. The first byte determines their length.
 pub fn http_chunks(bytes: &[u8]) {
     const LIMIT: usize = 1024;
     let Some((&size, bytes)) = bytes.split_first() else { return };
     let decode = |size: usize| -> Result<Option<BytesMut>, ChunkError> {
-        let (mut chunks, mut input, mut out) = (Chunked::default(), BytesMut::new(), BytesMut::new());
+        let (mut chunks, mut input, mut out) = (ChunkedReader::default(), BytesMut::new(), BytesMut::new());
         for piece in bytes.chunks(size) {
             input.extend_from_slice(piece);
             if chunks.decode(&mut input, &mut out, LIMIT)? {
@@ -124,9 +126,9 @@ pub fn http_chunks(bytes: &[u8]) {
     }
 }
 
-/// A prefill engine's reply: what is handed on was there, complete.
+/// A prefill engine's reply: forwarded parameters occur in it, complete.
 pub fn prefill_reply(bytes: &[u8]) {
-    if let Some(params) = prefill::lent(StatusCode::OK, Bytes::copy_from_slice(bytes)) {
+    if let Some(params) = prefill::handoff_params(StatusCode::OK, Bytes::copy_from_slice(bytes)) {
         let parsed: Value = serde_json::from_slice(bytes).expect("only JSON is handed on");
         let params: Value = serde_json::from_str(&params).expect("only JSON is handed on");
         assert_eq!(params, parsed["kv_transfer_params"]);
@@ -134,7 +136,7 @@ pub fn prefill_reply(bytes: &[u8]) {
             assert!(params[needed].as_str().is_some_and(|text| !text.is_empty()), "{needed}");
         }
         assert!(params["remote_port"].as_u64().is_some_and(|port| port > 0));
-        // An engine of ours may still refuse it, and does so without a panic.
+        // A Baton engine may still refuse them, but must not panic.
         let _ = KvIntent::parse(&params);
     }
 }

@@ -1,7 +1,7 @@
-//! What a simulated fleet drives (`baton bench fleet`): this router's own models, pools, policies, health and table of
-//! requests, built from a configuration as the router builds them, without a listener, a socket or a task.
+//! The router of a simulated fleet (`baton bench fleet`): the real models, pools, policies, health and request
+//! table. A configuration builds them as in the router, but without a listener, a socket or a task.
 //!
-//! Not an interface. Whoever drives it plays clients and engines, and moves the requests' exchanges itself.
+//! Not a public interface. The simulation plays clients and engines, and advances the requests' exchanges itself.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,45 +9,45 @@ use std::time::{Duration, Instant};
 
 use baton_connector::{RequestId, Time};
 
-use crate::admission::{Admission, Scarce};
-use crate::auth::Tenants;
+use crate::admission::{Admission, Unavailable};
+use crate::auth::TenantRegistry;
 use crate::config::RouterConfig;
-use crate::engines::endpoints::Answers;
+use crate::engines::discovery_sources::DiscoverySources;
 use crate::engines::fleet::Fleet;
-use crate::engines::health::{EngineLoad, Reading, Sign};
+use crate::engines::health::{EngineLoad, FailureKind, LoadReading};
 use crate::engines::http::Engine;
-use crate::engines::membership::Members;
-use crate::message::features::Wanted;
+use crate::engines::pool_members::PoolMembers;
+use crate::message::features::RoutingFeatures;
 use crate::metrics::{Leg, Metrics};
 use crate::observe::in_flight::InFlightTable;
 use crate::observe::observers::Observers;
-use crate::routing::disaggregation::{self, Facts};
-use crate::routing::explain::Sight;
-use crate::routing::models::{Ground, Model};
+use crate::routing::disaggregation::{self, DisaggregationInputs};
+use crate::routing::explain::Decision;
+use crate::routing::models::{BuildContext, Model};
 use crate::routing::policy::Draw;
-use crate::routing::pool::{Pool, Reserved, Room, Tell};
-use crate::state::generation::{Generation, GenerationError, Outside};
+use crate::routing::pool::{CapacityRule, Detail, EngineReservation, Pool};
+use crate::state::generation::{ExternalInputs, Generation, GenerationError};
 
-/// One router, without what makes it one process among others.
-pub struct Rehearsal {
+/// One simulated router.
+pub struct SimRouter {
     fleet: Fleet,
     _admission: Admission,
     generation: Generation,
     model: Arc<Model>,
-    /// By the numbers that whoever drives this gave them.
+    /// By the simulation's numbers.
     engines: Vec<Arc<Engine>>,
     numbers: HashMap<u32, usize>,
     in_flight: InFlightTable,
-    /// What the latest choices were made from, as many as the configuration has kept.
-    sights: Mutex<VecDeque<Sight>>,
+    /// The latest decisions, as many as the configuration keeps.
+    decisions: Mutex<VecDeque<Decision>>,
 }
 
-/// What a request says of itself, as features of it: hashes, and how long it is.
+/// A request's features: hashes and lengths.
 #[derive(Clone, Debug, Default)]
-pub struct Asked {
-    /// Of the session that it names.
+pub struct SimRequest {
+    /// Hash of the request's session.
     pub session: Option<u64>,
-    /// Of the prompt's beginning, chunk by chunk.
+    /// Hashes of the prompt's beginning, chunk by chunk.
     pub prefix: Vec<u64>,
     /// Tokens of the prompt.
     pub tokens: u64,
@@ -55,51 +55,51 @@ pub struct Asked {
     pub chunk_tokens: f64,
 }
 
-/// A place at an engine, taken until this is dropped.
-pub struct Place {
-    reserved: Reserved,
+/// A reservation at an engine. Dropping it frees the capacity.
+pub struct SimReservation {
+    reserved: EngineReservation,
     leg: Leg,
     /// The engine's number.
     pub engine: usize,
-    /// Chunks of the prompt that it was taken to hold already.
-    pub held_chunks: usize,
+    /// Chunks of the prompt that the router assumed to be cached there.
+    pub cached_chunks: usize,
 }
 
-/// Why there is no place.
+/// Why there is no reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unplaced {
-    /// All that could be asked are full.
+pub enum SimReserveError {
+    /// All eligible engines are full.
     Full,
-    /// Nobody could be asked.
-    Nobody,
+    /// No engine is eligible.
+    NoEngine,
 }
 
-/// A request in the router's table of those in flight.
-pub struct Entered(u64);
+/// A request in the router's table of requests in flight.
+pub struct SimInFlight(u64);
 
-/// What is drawn on this thread from now on follows from `seed`.
+/// Seeds the random numbers of this thread.
 pub fn reseed(seed: u64) {
     Draw::reseed(seed);
 }
 
-impl Rehearsal {
+impl SimRouter {
     /// A router with the only model of `config`, whose engines have the `names` (`HOST:PORT`) in the order of their
     /// numbers.
     ///
     /// # Errors
-    /// [`GenerationError`] when the configuration cannot be put into effect.
+    /// [`GenerationError`] if the configuration cannot be put into effect.
     ///
     /// # Panics
-    /// When the configuration has several models, or no engine of some name.
+    /// If the configuration has several models, or no engine for some name.
     pub fn new(config: RouterConfig, names: &[String]) -> Result<Self, GenerationError> {
         let metrics = Arc::new(Metrics::new());
         let fleet = Fleet::new(Arc::clone(&metrics));
-        let admission = Admission::new(Arc::clone(&fleet.freed), Arc::clone(&metrics.admission));
-        let tenants = Arc::new(Tenants::new(Arc::clone(&metrics.tenants)));
-        let members = Members::now(&config, &Answers::default(), &Members::default());
-        let ground = Ground { fleet: &fleet, admission: &admission };
-        let outside = Outside::read(&config, None, &fleet, &tenants, Observers::default())?;
-        let generation = Generation::build((1, 0), config, members, None, &ground, outside)?;
+        let admission = Admission::new(Arc::clone(&fleet.capacity), Arc::clone(&metrics.admission));
+        let tenants = Arc::new(TenantRegistry::new(Arc::clone(&metrics.tenants)));
+        let members = PoolMembers::now(&config, &DiscoverySources::default(), &PoolMembers::default());
+        let context = BuildContext { fleet: &fleet, admission: &admission };
+        let inputs = ExternalInputs::read(&config, None, &fleet, &tenants, Observers::default())?;
+        let generation = Generation::build((1, 0), config, members, None, &context, inputs)?;
         let model = Arc::clone(generation.models.named(None).expect("one model"));
         let by_name: HashMap<String, Arc<Engine>> =
             fleet.engines().into_iter().map(|engine| (engine.authority().to_owned(), engine)).collect();
@@ -107,96 +107,104 @@ impl Rehearsal {
         let engines: Vec<_> = names.iter().map(engine).collect();
         let numbers = engines.iter().enumerate().map(|(number, engine)| (engine.id(), number)).collect();
         let in_flight = InFlightTable::default();
-        let sights = Mutex::default();
-        Ok(Self { fleet, _admission: admission, generation, model, engines, numbers, in_flight, sights })
+        let decisions = Mutex::default();
+        Ok(Self { fleet, _admission: admission, generation, model, engines, numbers, in_flight, decisions })
     }
 
-    /// A request is in flight from now on.
-    pub fn enter(&self, id: &RequestId, now: Time) -> Entered {
+    /// Adds a request to the requests in flight.
+    pub fn begin_request(&self, id: &RequestId, now: Time) -> SimInFlight {
         let (number, entry) = self.in_flight.enter(id.clone(), now);
-        // The first to be told is also the last: whoever drives this keeps the exchange.
+        // The value is set only once, because the simulation keeps the exchange.
         drop(entry.model.set(Arc::clone(&self.model)));
-        Entered(number)
+        SimInFlight(number)
     }
 
-    /// It is over.
-    pub fn leave(&self, entered: Entered) {
-        self.in_flight.leave(entered.0);
+    /// Removes a request from the requests in flight.
+    pub fn end_request(&self, in_flight: SimInFlight) {
+        self.in_flight.leave(in_flight.0);
     }
 
-    /// Sets a decode engine aside that is none of those `tried`.
+    /// Reserves a decode engine that is not in `tried`.
     ///
     /// # Errors
-    /// [`Unplaced`].
-    pub fn decode(&self, asked: &Asked, tried: &[usize]) -> Result<Place, Unplaced> {
-        self.place(Leg::Decode, &self.model.decode, &asked.wanted(), &self.known(tried))
+    /// [`SimReserveError`].
+    pub fn reserve_decode(
+        &self,
+        request: &SimRequest,
+        tried: &[usize],
+    ) -> Result<SimReservation, SimReserveError> {
+        self.reserve(Leg::Decode, &self.model.decode, &request.features(), &self.engines_of(tried))
     }
 
-    /// Whether a prefill engine is asked, and which one, none of those `tried`; `None`: the decode engine computes
-    /// everything.
+    /// Reserves a prefill engine that is not in `tried`; `None` if the decode engine computes the whole prompt.
     ///
     /// # Errors
-    /// [`Unplaced`].
-    pub fn prefill(&self, asked: &Asked, decode: &Place, tried: &[usize]) -> Result<Option<Place>, Unplaced> {
-        let mut wanted = asked.wanted();
-        let facts = Facts::new(&self.model, &wanted, decode.reserved.holding);
-        if !disaggregation::decide(&self.model.disaggregate, &facts).is_remote() {
+    /// [`SimReserveError`].
+    pub fn reserve_prefill(
+        &self,
+        request: &SimRequest,
+        decode: &SimReservation,
+        tried: &[usize],
+    ) -> Result<Option<SimReservation>, SimReserveError> {
+        let mut features = request.features();
+        let inputs = DisaggregationInputs::new(&self.model, &features, decode.reserved.cached);
+        if !disaggregation::decide(&self.model.disaggregate, &inputs).is_remote() {
             return Ok(None);
         }
-        wanted.pair = decode.reserved.pair();
-        let mut others = self.known(tried);
+        features.pair = decode.reserved.pair();
+        let mut others = self.engines_of(tried);
         others.push(Arc::clone(decode.reserved.engine()));
-        self.place(Leg::Prefill, &self.model.prefill, &wanted, &others).map(Some)
+        self.reserve(Leg::Prefill, &self.model.prefill, &features, &others).map(Some)
     }
 
-    fn place(
+    fn reserve(
         &self,
         leg: Leg,
         pool: &Pool,
-        wanted: &Wanted<'_>,
+        features: &RoutingFeatures<'_>,
         tried: &[Arc<Engine>],
-    ) -> Result<Place, Unplaced> {
+    ) -> Result<SimReservation, SimReserveError> {
         let explained = self.generation.config.explain.requests;
-        let tell = if explained > 0 { Tell::Everything } else { Tell::Nothing };
-        let (reserved, sight) = pool.reserve(wanted, tried, Room::Needed, tell);
-        let reserved = reserved.map_err(|scarce| match scarce {
-            Scarce::Full => Unplaced::Full,
-            Scarce::NoEngine => Unplaced::Nobody,
+        let detail = if explained > 0 { Detail::All } else { Detail::None };
+        let (reserved, decision) = pool.reserve(features, tried, CapacityRule::Needed, detail);
+        let reserved = reserved.map_err(|unavailable| match unavailable {
+            Unavailable::Full => SimReserveError::Full,
+            Unavailable::NoEngine => SimReserveError::NoEngine,
         })?;
-        if let Some(sight) = sight {
-            let mut sights = self.sights.lock().unwrap_or_else(PoisonError::into_inner);
-            if sights.len() >= explained * Leg::BOTH.len() {
-                sights.pop_front();
+        if let Some(decision) = decision {
+            let mut decisions = self.decisions.lock().unwrap_or_else(PoisonError::into_inner);
+            if decisions.len() >= explained * Leg::BOTH.len() {
+                decisions.pop_front();
             }
-            sights.push_back(sight);
+            decisions.push_back(decision);
         }
         let engine = self.numbers[&reserved.engine().id()];
-        Ok(Place { leg, engine, held_chunks: reserved.holding.chunks, reserved })
+        Ok(SimReservation { leg, engine, cached_chunks: reserved.cached.chunks, reserved })
     }
 
-    fn known(&self, numbers: &[usize]) -> Vec<Arc<Engine>> {
+    fn engines_of(&self, numbers: &[usize]) -> Vec<Arc<Engine>> {
         numbers.iter().map(|&number| Arc::clone(&self.engines[number])).collect()
     }
 
-    /// A connection to an engine could not be made.
-    pub fn unreachable(&self, engine: usize) {
-        self.engines[engine].failed(Leg::Decode, Sign::Unreachable);
+    /// Records that no connection to an engine could be made.
+    pub fn fail_connection(&self, engine: usize) {
+        self.engines[engine].failed(Leg::Decode, FailureKind::Unreachable);
     }
 
-    /// Its cool-down is over, and it answers when it is asked for its health.
-    pub fn answers_again(&self, engine: usize) {
-        self.engines[engine].judge(|health, now, terms| {
+    /// Ends an engine's cool-down with a successful health check.
+    pub fn recover(&self, engine: usize) {
+        self.engines[engine].update_health(|health, now, terms| {
             let later = now.after(Duration::from_millis(3_600_000));
             health.tick(later, || 1.0, terms);
-            health.told(crate::engines::liveness::Pulse::Answered(true), later, terms);
+            health.record_probe(crate::engines::probe::ProbeResult::Answered(true), later, terms);
         });
     }
 
-    /// An engine says how many requests it works on, and how many wait in it.
-    pub fn told(&self, engine: usize, running: u32, waiting: u32) {
+    /// Stores an engine's reported load: its running and waiting requests.
+    pub fn report_load(&self, engine: usize, running: u32, waiting: u32) {
         let engine = &self.engines[engine];
         let load = EngineLoad { running, waiting, kv_usage: 0.0, at: Instant::now() };
-        engine.set_reading(Reading::new(load, [engine.ours(); 2]));
+        engine.set_reading(LoadReading::new(load, [engine.own_requests(); 2]));
     }
 
     /// Requests of this router at each engine.
@@ -205,38 +213,38 @@ impl Rehearsal {
         self.engines.iter().map(|engine| engine.load(None)).collect()
     }
 
-    /// Engines that the router knows.
+    /// Number of known engines.
     #[must_use]
     pub fn engines(&self) -> usize {
         self.fleet.engines().len()
     }
 }
 
-impl Asked {
-    fn wanted(&self) -> Wanted<'_> {
-        Wanted {
+impl SimRequest {
+    fn features(&self) -> RoutingFeatures<'_> {
+        RoutingFeatures {
             session: self.session,
             prefix: &self.prefix,
             tokens: self.tokens,
             chunk_tokens: self.chunk_tokens,
-            ..Wanted::default()
+            ..RoutingFeatures::default()
         }
     }
 }
 
-impl Place {
-    /// The head of the engine's answer came, so long after it was asked.
-    pub fn spoke(&self, after: Duration) {
-        self.reserved.engine().spoke(self.leg, after);
+impl SimReservation {
+    /// Records that the head of the engine's reply arrived after this time.
+    pub fn respond(&self, after: Duration) {
+        self.reserved.engine().responded(self.leg, after);
     }
 
-    /// The engine's answer was good, to its end.
-    pub fn served(self) {
-        self.reserved.engine().served(self.leg);
+    /// Records that the engine completed its reply.
+    pub fn complete(self) {
+        self.reserved.engine().completed(self.leg);
     }
 }
 
-/// Runs something without the log lines of what happens to engines in it.
-pub fn silently<T>(run: impl FnOnce() -> T) -> T {
+/// Runs a function without the log lines about engines.
+pub fn without_logs<T>(run: impl FnOnce() -> T) -> T {
     tracing::subscriber::with_default(tracing::subscriber::NoSubscriber::default(), run)
 }

@@ -1,8 +1,8 @@
-//! One version of everything that comes from the configuration. It never changes; a reload builds the next
-//! one beside it and swaps them. Requests finish on the version on which they began.
+//! One version of everything derived from the configuration. A generation never changes: a reload builds the next one
+//! and swaps the two. A request finishes on the generation on which it began.
 //!
-//! What an engine has become in use (connections, load, health) is not part of it: engines live in the
-//! [`Fleet`], and a generation says who is a member of which pool, and on what terms.
+//! The state of engines (connections, load, health) is not part of it. Engines are in the [`Fleet`]; a generation
+//! contains the pool memberships and the terms of each engine.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,83 +10,83 @@ use std::time::Duration;
 use baton_openai::ParseLimits;
 use hyper::header::HeaderValue;
 
-use crate::auth::admin::{Access, AdminError};
-use crate::auth::{Auth, AuthError, Tenants};
+use crate::auth::admin::{AdminAccess, AdminError};
+use crate::auth::{Auth, AuthError, TenantRegistry};
 use crate::config::{ConfigError, ReleaseMode, RouterConfig};
 use crate::engines::fleet::Fleet;
-use crate::engines::http::{ApiKeys, EngineTerms, Terms, TermsError};
-use crate::engines::membership::Members;
-use crate::legs::settle::SettleTerms;
+use crate::engines::http::{ApiKeys, ConnectionTerms, EngineTerms, TermsError};
+use crate::engines::pool_members::PoolMembers;
+use crate::legs::settle::SettlementTerms;
 use crate::observe::observers::{ObserverError, Observers};
-use crate::routing::models::{Ground, Models};
+use crate::routing::models::{BuildContext, Models};
 use crate::tls::TlsError;
 use crate::tls::client::EngineTls;
 
-/// Why a sound configuration cannot be put into effect.
+/// Why a valid configuration cannot take effect.
 #[derive(Debug, thiserror::Error)]
 pub enum GenerationError {
-    /// A file that it names cannot be read.
+    /// A file that it names is unreadable.
     #[error(transparent)]
     File(#[from] ConfigError),
-    /// The keys cannot be used.
+    /// The keys are invalid.
     #[error(transparent)]
     Auth(#[from] AuthError),
-    /// The admin listener would be open, or its token cannot be read.
+    /// The admin listener would be unprotected, or its token is unreadable.
     #[error(transparent)]
     Admin(#[from] AdminError),
-    /// Engines cannot be talked to like that.
+    /// The terms of the engines are invalid.
     #[error(transparent)]
     Terms(#[from] TermsError),
-    /// A certificate cannot be used.
+    /// A certificate is invalid.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// The access log or the traces cannot be had.
+    /// The access log or the traces cannot be opened.
     #[error(transparent)]
     Observer(#[from] ObserverError),
-    /// The cluster secret cannot be a header.
+    /// The cluster secret is no valid header value.
     #[error("the cluster secret must be printable ASCII")]
     SecretText,
 }
 
 /// One version of the configuration, ready for use.
 pub(crate) struct Generation {
-    /// From 1, one more with each version that takes effect.
+    /// Starts at 1 and increases with each configuration that takes effect.
     pub number: u64,
-    /// From 0, one more with each change of pools by discovery.
+    /// Starts at 0 and increases with each change of pools by discovery.
     pub revision: u64,
     pub config: RouterConfig,
-    /// Who is in which pool: listed, or discovered.
-    pub members: Members,
+    /// The members of each pool, listed or discovered.
+    pub members: PoolMembers,
     pub models: Models,
     pub parse_limits: ParseLimits,
-    /// Who may ask. `None`: everybody.
+    /// Authenticates clients. `None`: all clients are accepted.
     pub auth: Option<Arc<Auth>>,
-    /// Who may use the admin listener.
-    pub access: Arc<Access>,
+    /// Authenticates clients of the admin listener.
+    pub access: Arc<AdminAccess>,
     terms: EngineTerms,
     engine_tls: Option<Arc<EngineTls>>,
     pub observers: Observers,
 }
 
-/// What a version takes from files and devices. It is read before anything is locked: a file system that hangs, hangs
-/// one reload, and neither requests nor discovery.
-pub(crate) struct Outside {
+/// The parts of a generation that are read from files and devices, before any lock is taken. A file system that hangs
+/// therefore blocks one reload, and neither requests nor discovery.
+pub(crate) struct ExternalInputs {
     secret: Option<HeaderValue>,
     keys: ApiKeys,
     auth: Option<Arc<Auth>>,
-    access: Arc<Access>,
+    access: Arc<AdminAccess>,
     engine_tls: Option<Arc<EngineTls>>,
     observers: Observers,
 }
 
-impl Outside {
+impl ExternalInputs {
     /// # Errors
-    /// [`GenerationError`] says what is in the way.
+    /// [`GenerationError`] contains the reason.
     pub(crate) fn read(
         config: &RouterConfig,
         previous: Option<&Generation>,
         fleet: &Fleet,
-        tenants: &Tenants,
+        tenants: &TenantRegistry,
         observers: Observers,
     ) -> Result<Self, GenerationError> {
         let text = config.secret()?;
@@ -94,7 +94,7 @@ impl Outside {
         let auth = config.auth.as_ref().map(|auth| Auth::build(auth, text.as_deref(), tenants));
         let access = match previous {
             Some(previous) => previous.access.next(&config.admin)?,
-            None => Access::new(&config.admin)?,
+            None => AdminAccess::new(&config.admin)?,
         };
         let tls = config.engine_tls.as_ref();
         Ok(Self {
@@ -107,34 +107,34 @@ impl Outside {
         })
     }
 
-    /// As a version has it. Where only pools change, files are not read again: a bad one must not hold engines up.
-    pub(crate) fn of(same: &Generation) -> Self {
+    /// Reuses the inputs of a generation. A change of pools reads no files, so that a bad file does not delay engines.
+    pub(crate) fn reuse(current: &Generation) -> Self {
         Self {
-            secret: same.terms.secret(),
-            keys: same.terms.keys(),
-            auth: same.auth.clone(),
-            access: Arc::clone(&same.access),
-            engine_tls: same.engine_tls.clone(),
-            observers: same.observers.clone(),
+            secret: current.terms.secret(),
+            keys: current.terms.keys(),
+            auth: current.auth.clone(),
+            access: Arc::clone(&current.access),
+            engine_tls: current.engine_tls.clone(),
+            observers: current.observers.clone(),
         }
     }
 }
 
 impl Generation {
-    /// What policies remember of a pool is taken over from the `previous` version.
+    /// Policies continue their turns from the `previous` generation.
     ///
     /// # Errors
-    /// [`GenerationError`] says what is in the way.
+    /// [`GenerationError`] contains the reason.
     pub(crate) fn build(
         (number, revision): (u64, u64),
         config: RouterConfig,
-        members: Members,
+        members: PoolMembers,
         previous: Option<&Self>,
-        ground: &Ground<'_>,
-        outside: Outside,
+        context: &BuildContext<'_>,
+        inputs: ExternalInputs,
     ) -> Result<Self, GenerationError> {
-        let Outside { secret, keys, auth, access, engine_tls, observers } = outside;
-        let terms = Terms {
+        let ExternalInputs { secret, keys, auth, access, engine_tls, observers } = inputs;
+        let terms = ConnectionTerms {
             connect_timeout: Duration::from_millis(config.timeouts.connect_ms),
             idle_timeout: Duration::from_millis(config.timeouts.engine_idle_ms),
             lost_after: config.timeouts.engine_lost(),
@@ -146,16 +146,22 @@ impl Generation {
         };
         let before = previous.map(|previous| &previous.terms);
         let terms = EngineTerms::new(&config, &members, terms, keys, engine_tls.as_ref(), before)?;
-        ground
+        context
             .fleet
-            .memory
+            .known_caches
             .set_bounds(config.prefix_index.chunks_per_engine, config.prefix_index.chunks_total);
         Ok(Self {
             number,
             revision,
-            models: Models::new(&config, &members, &terms, ground, previous.map(|previous| &previous.models)),
+            models: Models::new(
+                &config,
+                &members,
+                &terms,
+                context,
+                previous.map(|previous| &previous.models),
+            ),
             members,
-            // What an engine behind this router can do is for it to say; its refusal is told to the client.
+            // The engine decides which requests it supports; the client gets its refusal.
             parse_limits: ParseLimits::of_any_engine(config.limits.body_bytes),
             auth,
             access,
@@ -166,22 +172,22 @@ impl Generation {
         })
     }
 
-    /// Looks whether files that this version names have changed.
-    pub(crate) fn reread(&self, tenants: &Tenants) {
+    /// Reads the files of this generation again if they have changed.
+    pub(crate) fn reload_files(&self, tenants: &TenantRegistry) {
         self.auth.iter().for_each(|auth| auth.refresh(tenants));
         self.access.refresh();
         self.engine_tls.iter().for_each(|tls| tls.refresh());
     }
 
-    /// Tells how long the certificate for engines is still good.
-    pub(crate) fn tell_expiry(&self) {
-        self.engine_tls.iter().for_each(|tls| tls.tell_expiry());
+    /// Updates the metric with the remaining validity of the certificate for engines.
+    pub(crate) fn update_expiry_metrics(&self) {
+        self.engine_tls.iter().for_each(|tls| tls.update_expiry_metric());
     }
 
-    pub(crate) fn settle_terms(&self) -> SettleTerms {
-        SettleTerms {
+    pub(crate) fn settle_terms(&self) -> SettlementTerms {
+        SettlementTerms {
             at_once: self.config.limits.settlements,
-            // A request that ends owes an abort and a release at most.
+            // A request that ends needs one abort and one release at most.
             waiting: self.config.limits.in_flight.saturating_mul(2),
             tries: self.config.attempts.settle,
             try_timeout: Duration::from_millis(self.config.timeouts.settle_ms),

@@ -5,10 +5,10 @@ use std::sync::atomic::Ordering;
 use super::generation::Generation;
 use super::shared::Shared;
 
-/// Whether the router takes requests and has engines for them.
+/// Whether the router accepts requests and has engines for them.
 ///
 /// # Errors
-/// Why not.
+/// The reason.
 pub(crate) fn readiness(shared: &Shared) -> Result<(), &'static str> {
     if shared.draining.load(Ordering::Relaxed) {
         return Err("draining");
@@ -16,7 +16,7 @@ pub(crate) fn readiness(shared: &Shared) -> Result<(), &'static str> {
     if is_ready(&shared.generation()) { Ok(()) } else { Err("no engine") }
 }
 
-/// Whether the models that `/ready` waits for have a decode engine in use that has answered.
+/// Whether the models that `/ready` waits for have a usable decode engine whose health is known.
 fn is_ready(generation: &Generation) -> bool {
     use crate::config::Ready;
     let mut usable = generation.models.list().iter().map(|model| model.decode.is_ready());

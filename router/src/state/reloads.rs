@@ -1,4 +1,4 @@
-//! What became of configurations that were read again, for `GET /config` and the metrics.
+//! The results of reloads, for `GET /config` and the metrics.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::SystemTime;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::config::RouterConfig;
 
-/// Keys that take effect at a restart only, and where they stand.
+/// Keys that take effect only at a restart, and their JSON pointers.
 const AT_A_RESTART: [(&str, &str); 5] = [
     ("listen", "/listen"),
     ("listen_tls", "/listen_tls"),
@@ -16,25 +16,25 @@ const AT_A_RESTART: [(&str, &str); 5] = [
     ("limits.connections", "/limits/connections"),
 ];
 
-/// What became of configurations that were read again.
-pub(crate) struct Reloads {
-    /// What the router started with.
+/// The results of reloads.
+pub(crate) struct ReloadStatus {
+    /// The configuration at the router's start.
     booted: Value,
-    last: Mutex<Option<Last>>,
+    last: Mutex<Option<LastReload>>,
 }
 
-struct Last {
+struct LastReload {
     at: SystemTime,
     error: Option<String>,
     restart: Vec<&'static str>,
 }
 
-impl Reloads {
+impl ReloadStatus {
     pub(crate) fn new(booted: &RouterConfig) -> Self {
         Self { booted: booted.value(), last: Mutex::default() }
     }
 
-    /// Keys that differ from what the router started with and that it cannot change while it runs.
+    /// Keys that differ from the configuration at the start and require a restart.
     pub(crate) fn restart(&self, next: &RouterConfig) -> Vec<&'static str> {
         let next = next.value();
         AT_A_RESTART
@@ -44,17 +44,17 @@ impl Reloads {
             .collect()
     }
 
-    pub(crate) fn note(&self, error: Option<String>, restart: Vec<&'static str>) {
+    pub(crate) fn record(&self, error: Option<String>, restart: Vec<&'static str>) {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        // What a rejected configuration would need does not matter; what the accepted one needs still does.
+        // The keys of a rejected configuration do not matter; those of the accepted one still do.
         let restart = match (&error, last.take()) {
             (Some(_), Some(before)) => before.restart,
             _ => restart,
         };
-        *last = Some(Last { at: SystemTime::now(), error, restart });
+        *last = Some(LastReload { at: SystemTime::now(), error, restart });
     }
 
-    /// The last one, for people.
+    /// The last reload, for the admin API.
     pub(crate) fn report(&self) -> Value {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(last) = last.as_ref() else { return json!({"last": null, "needs_restart": []}) };

@@ -1,4 +1,4 @@
-//! TLS towards engines, with the router's own certificate where they ask for one.
+//! TLS towards engines, with the router's own certificate where engines require one.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,73 +10,73 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use super::certificate::{chain, key, provider, roots};
-use super::followed::Followed;
+use super::files::TlsFiles;
 use super::{TlsError, content};
 use crate::config::{EngineTlsConfig, EngineUrl};
 use crate::metrics::tls::EngineTlsMetrics;
 
-/// How engines are talked to. Kept connections keep what they began with.
+/// TLS settings for all engines. Idle connections keep the settings they began with.
 pub(crate) struct EngineTls {
     config: EngineTlsConfig,
-    files: Followed<ClientConfig>,
+    files: TlsFiles<ClientConfig>,
     metrics: EngineTlsMetrics,
 }
 
 /// TLS for one engine.
 #[derive(Clone)]
-pub(crate) struct EngineName {
+pub(crate) struct EngineTlsConnector {
     tls: Arc<EngineTls>,
     name: ServerName<'static>,
 }
 
 impl EngineTls {
     /// # Errors
-    /// [`TlsError`] names the file at fault.
+    /// [`TlsError`] names the invalid file.
     pub(crate) fn new(config: &EngineTlsConfig, metrics: EngineTlsMetrics) -> Result<Arc<Self>, TlsError> {
         let own = config.certificate.iter().chain(&config.key);
         let files: Vec<PathBuf> = std::iter::once(&config.ca).chain(own).cloned().collect();
-        let files = Followed::new(files, || load(config))?;
+        let files = TlsFiles::new(files, || load(config))?;
         Ok(Arc::new(Self { config: config.clone(), files, metrics }))
     }
 
-    /// For one engine, by the name in its certificate.
+    /// The connector for one engine, by the name in its certificate.
     ///
     /// # Errors
     /// [`TlsError::Name`].
-    pub(crate) fn named(self: &Arc<Self>, url: &EngineUrl) -> Result<EngineName, TlsError> {
+    pub(crate) fn named(self: &Arc<Self>, url: &EngineUrl) -> Result<EngineTlsConnector, TlsError> {
         let name = self.config.server_name.as_deref().unwrap_or_else(|| url.host());
         let name = ServerName::try_from(name.to_owned()).map_err(|_| TlsError::Name(name.to_owned()))?;
-        Ok(EngineName { tls: Arc::clone(self), name })
+        Ok(EngineTlsConnector { tls: Arc::clone(self), name })
     }
 
     /// Reads the files again if they have changed.
     pub(crate) fn refresh(&self) {
         if let Some(read) = self.files.refresh(|| load(&self.config)) {
-            self.metrics.reloaded(read.is_ok());
+            self.metrics.count_reload(read.is_ok());
             if let Err(error) = read {
                 tracing::error!(%error, "cannot reload engine_tls, the old files stay in effect");
             }
         }
-        self.tell_expiry();
+        self.update_expiry_metric();
     }
 
-    /// Tells how long the certificate is still good.
-    pub(crate) fn tell_expiry(&self) {
-        self.metrics.expires(self.files.not_after_s());
+    /// Sets the metric of the certificate's expiry.
+    pub(crate) fn update_expiry_metric(&self) {
+        self.metrics.set_expiry(self.files.not_after_s());
     }
 }
 
-impl EngineName {
+impl EngineTlsConnector {
     /// # Errors
-    /// The handshake failed: the engine is not who it should be, or does not know the router.
+    /// The handshake failed: the engine's certificate does not match, or the engine rejects the router's.
     pub(crate) async fn connect(&self, stream: TcpStream) -> std::io::Result<TlsStream<TcpStream>> {
         TlsConnector::from(self.tls.files.current()).connect(self.name.clone(), stream).await
     }
 }
 
-impl std::fmt::Debug for EngineName {
+impl std::fmt::Debug for EngineTlsConnector {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("EngineName").field(&self.name).finish()
+        f.debug_tuple("EngineTlsConnector").field(&self.name).finish()
     }
 }
 

@@ -1,20 +1,21 @@
-//! TLS: towards clients and monitors ([`server`]), and towards engines ([`client`]). rustls with ring.
+//! TLS towards clients and monitors ([`server`]), and towards engines ([`client`]), with rustls and ring.
 //!
 //! ```text
 //!  accept ─▶ handshake (bounded in time and number) ─▶ TlsConnection ─▶ pingora, or hyper for the admin listener
-//!                 └▶ refused: the connection is closed, nobody hears of a request
+//!                 └▶ refused: the connection is closed without a request
 //! ```
 //!
 //! Invariants:
-//! - A connection keeps the certificate it began with; a new certificate is for new connections, and none is cut.
-//! - Files that cannot be used change nothing: the old ones stay in effect, which is logged and counted.
-//! - However a client ends its connection (`close_notify`, FIN, RST), it reads as an end here, and so reaches the
-//!   engines as without TLS.
+//! - A connection keeps the certificate that it began with. A new certificate is for new connections, and no
+//!   connection is cut.
+//! - Invalid files change nothing: the old ones stay in effect, which is logged and counted.
+//! - However a client ends its connection (`close_notify`, FIN, RST), reads return its end. So a disconnect has
+//!   the same effect as without TLS.
 
 mod certificate;
+mod certificate_info;
 pub(crate) mod client;
-mod der;
-mod followed;
+mod files;
 pub(crate) mod server;
 mod stream;
 
@@ -22,37 +23,37 @@ use std::path::{Path, PathBuf};
 
 pub(crate) use stream::TlsConnection;
 
-/// Why TLS cannot be had.
+/// Why TLS cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// A file cannot be read.
     #[error("{file}: {source}", file = file.display())]
     File {
-        /// Which.
+        /// The file.
         file: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// A file is not what it should be.
+    /// A file's content is invalid.
     #[error("{file}: {what}", file = file.display())]
     Content {
-        /// Which.
+        /// The file.
         file: PathBuf,
-        /// What is wrong.
+        /// The problem.
         what: String,
     },
-    /// The files do not go together.
+    /// A certificate and its key do not match.
     #[error("the certificate {certificate} and its key cannot be used: {source}", certificate = certificate.display())]
     Pair {
         /// The certificate.
         certificate: PathBuf,
-        /// Why.
+        /// The cause.
         source: rustls::Error,
     },
     /// An engine's address needs TLS, and there is no `engine_tls`.
     #[error("the engine {0} needs `engine_tls.ca`: the roots of the engines' certificates")]
     NoRoots(String),
-    /// An engine's address is not a name that a certificate can have.
+    /// An engine's address is no valid name of a certificate.
     #[error("`{0}` is not a name for certificates; set `engine_tls.server_name`")]
     Name(String),
 }

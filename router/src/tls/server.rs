@@ -1,11 +1,11 @@
-//! TLS on a listener: the certificate in effect, and handshakes that are bounded in time and number.
+//! TLS on a listener: the current certificate, and handshakes that are bounded in time and number.
 //!
 //! ```text
-//! connected ─ whole hello ─▶ waits for a place ─▶ key exchange, signature ─ place free again ─▶ finished
-//!     └────────────────────────── handshake_ms for all of it, else cut ──────────────────────────┘
+//! connected ─ whole hello ─▶ waits for a permit ─▶ key exchange, signature ─ permit released ─▶ finished
+//!     └────────────────────────── handshake_ms for all of it, else cut ─────────────────────────┘
 //! ```
 //!
-//! A place is held while the router computes, never while it waits for a client. Clients that wait are bounded by
+//! A permit is held while the router computes, never while it waits for a client. Waiting clients are bounded by
 //! `limits.connections`.
 
 use std::future::{Future as _, poll_fn};
@@ -21,45 +21,46 @@ use tokio::sync::Semaphore;
 use tokio_rustls::LazyConfigAcceptor;
 
 use super::certificate::{chain, key, provider, roots};
-use super::followed::Followed;
+use super::files::TlsFiles;
 use super::{TlsConnection, TlsError, content};
 use crate::config::{ClientAuth, ListenTlsConfig};
-use crate::metrics::tls::{Handshake, ListenerTls};
+use crate::metrics::tls::{HandshakeResult, ListenerTlsMetrics};
 
-/// The certificates of a listener. Connections are accepted with those that are in effect when they begin.
+/// The certificates of a listener. A connection uses those that are current when it begins.
 pub(crate) struct ServerTls {
     config: ListenTlsConfig,
-    files: Followed<ServerConfig>,
+    files: TlsFiles<ServerConfig>,
     handshakes: Semaphore,
-    metrics: ListenerTls,
+    metrics: ListenerTlsMetrics,
 }
 
 impl ServerTls {
     /// # Errors
-    /// [`TlsError`] names the file at fault.
-    pub(crate) fn new(config: &ListenTlsConfig, metrics: ListenerTls) -> Result<Self, TlsError> {
+    /// [`TlsError`] names the invalid file.
+    pub(crate) fn new(config: &ListenTlsConfig, metrics: ListenerTlsMetrics) -> Result<Self, TlsError> {
         let files: Vec<PathBuf> =
             [&config.certificate, &config.key].into_iter().chain(&config.client_ca).cloned().collect();
         let tls = Self {
             config: config.clone(),
-            files: Followed::new(files, || load(config))?,
+            files: TlsFiles::new(files, || load(config))?,
             handshakes: Semaphore::new(config.handshakes),
             metrics,
         };
-        tls.metrics.expires(tls.files.not_after_s());
+        tls.metrics.set_expiry(tls.files.not_after_s());
         Ok(tls)
     }
 
-    /// The connection, encrypted; `None` when there was no handshake in time. The client is then cut.
+    /// Performs the handshake; `None` if it did not complete in time. The client is then cut.
     pub(crate) async fn accept(&self, stream: TcpStream) -> Option<TlsConnection> {
         let handshake = async {
-            // Whoever says nothing, or half of its hello, takes no place of those who have said it.
+            // Clients that send nothing, or half of a hello, take no permit from the others.
             let hello = LazyConfigAcceptor::new(rustls::server::Acceptor::default(), stream).await?;
-            let one = self.handshakes.acquire().await.expect("the semaphore is never closed");
-            // The key exchange and the signature are made here; what follows waits for the client and costs little.
+            let permit = self.handshakes.acquire().await.expect("the semaphore is never closed");
+            // The first poll computes the key exchange and the signature. The rest waits for the client and costs
+            // little.
             let mut rest = Box::pin(hello.into_stream(self.files.current()));
             let first = poll_fn(|cx| Poll::Ready(rest.as_mut().poll(cx))).await;
-            drop(one);
+            drop(permit);
             match first {
                 Poll::Ready(done) => done,
                 Poll::Pending => rest.await,
@@ -68,16 +69,16 @@ impl ServerTls {
         let within = Duration::from_millis(self.config.handshake_ms);
         match tokio::time::timeout(within, handshake).await {
             Ok(Ok(stream)) => {
-                self.metrics.handshake(Handshake::Done);
+                self.metrics.count_handshake(HandshakeResult::Done);
                 Some(TlsConnection::new(stream))
             }
             Ok(Err(error)) => {
-                self.metrics.handshake(Handshake::Failed);
+                self.metrics.count_handshake(HandshakeResult::Failed);
                 tracing::debug!(%error, "TLS handshake failed");
                 None
             }
             Err(_elapsed) => {
-                self.metrics.handshake(Handshake::TimedOut);
+                self.metrics.count_handshake(HandshakeResult::TimedOut);
                 None
             }
         }
@@ -86,7 +87,7 @@ impl ServerTls {
     /// Reads the files again if they have changed.
     pub(crate) fn refresh(&self) {
         if let Some(read) = self.files.refresh(|| load(&self.config)) {
-            self.metrics.reloaded(read.is_ok());
+            self.metrics.count_reload(read.is_ok());
             match read {
                 Ok(()) => {
                     tracing::info!(certificate = %self.config.certificate.display(), "certificate reloaded");
@@ -96,12 +97,12 @@ impl ServerTls {
                 }
             }
         }
-        self.tell_expiry();
+        self.update_expiry_metric();
     }
 
-    /// Tells how long the certificate is still good.
-    pub(crate) fn tell_expiry(&self) {
-        self.metrics.expires(self.files.not_after_s());
+    /// Sets the metric of the certificate's expiry.
+    pub(crate) fn update_expiry_metric(&self) {
+        self.metrics.set_expiry(self.files.not_after_s());
     }
 }
 
@@ -113,9 +114,9 @@ fn load(config: &ListenTlsConfig) -> Result<(Arc<ServerConfig>, u64), TlsError> 
         .expect("ring has suites for TLS 1.2 and 1.3");
     let builder = match (config.client_auth, &config.client_ca) {
         (ClientAuth::None, _) | (_, None) => builder.with_no_client_auth(),
-        (asked, Some(file)) => {
+        (client_auth, Some(file)) => {
             let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots(file)?), provider());
-            let verifier = match asked {
+            let verifier = match client_auth {
                 ClientAuth::Optional => verifier.allow_unauthenticated(),
                 ClientAuth::None | ClientAuth::Require => verifier,
             };
@@ -125,7 +126,7 @@ fn load(config: &ListenTlsConfig) -> Result<(Arc<ServerConfig>, u64), TlsError> 
     let pair = |source| TlsError::Pair { certificate: config.certificate.clone(), source };
     let mut server = builder.with_single_cert(chain, key).map_err(pair)?;
     server.alpn_protocols = vec![b"http/1.1".to_vec()];
-    // Tickets belong to this configuration: a client whose root was taken out cannot resume its way in.
+    // Tickets belong to this configuration, so that a client whose root was removed cannot resume a session.
     if let Ok(ticketer) = rustls::crypto::ring::Ticketer::new() {
         server.ticketer = ticketer;
     }

@@ -1,4 +1,4 @@
-//! A client's encrypted connection, and who its certificate says it is.
+//! A client's encrypted connection, with the names in the client's certificate.
 
 use std::io;
 use std::pin::Pin;
@@ -9,7 +9,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio_rustls::server::TlsStream;
 
-use super::der;
+use super::certificate_info::certificate_info;
 
 /// An encrypted connection.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub(crate) struct TlsConnection {
 }
 
 impl TlsConnection {
-    /// The socket below.
+    /// The TCP socket.
     pub(crate) fn tcp(&self) -> &TcpStream {
         self.stream.get_ref().0
     }
@@ -28,11 +28,11 @@ impl TlsConnection {
         let (_, session) = stream.get_ref();
         let leaf = session.peer_certificates().and_then(|chain| chain.first());
         let client_names =
-            leaf.and_then(|leaf| der::facts(leaf)).map(|facts| facts.names.into()).unwrap_or_default();
+            leaf.and_then(|leaf| certificate_info(leaf)).map(|info| info.names.into()).unwrap_or_default();
         Self { stream, client_names }
     }
 
-    /// The names in the certificate that the client showed.
+    /// The names in the client's certificate.
     pub(crate) fn client_names(&self) -> Arc<[String]> {
         Arc::clone(&self.client_names)
     }
@@ -94,9 +94,9 @@ mod tests {
 
     use tokio_util::either::Either;
 
-    use crate::client::http::Wire;
+    use crate::client::http::ClientConnection;
 
-    /// A client and the router's side of its connection.
+    /// A client, and the router's side of its connection.
     async fn pair() -> (tokio_rustls::client::TlsStream<TcpStream>, TlsConnection) {
         let provider = super::super::certificate::provider;
         let key = rcgen::KeyPair::generate().unwrap();
@@ -130,15 +130,16 @@ mod tests {
 
     #[tokio::test]
     async fn a_client_that_stops_reading_does_not_keep_the_last_record_waiting() {
-        let (deaf, connection) = pair().await;
+        let (client, connection) = pair().await;
         let peer = SocketAddr::from(([127, 0, 0, 1], 1));
-        let wire = Wire::new(Either::Right(Box::new(connection)), peer, Duration::ZERO);
+        let connection = ClientConnection::new(Either::Right(Box::new(connection)), peer, Duration::ZERO);
         let piece = vec![b'x'; 1 << 20];
-        // Until neither the kernel nor the session takes more: the goodbye finds no room.
-        let more = |context: &mut Context<'_>| wire.poll_send(context, &[IoSlice::new(&piece)]).is_ready();
+        // Until neither the kernel nor the session accepts more, so that the `close_notify` cannot be sent.
+        let more =
+            |context: &mut Context<'_>| connection.poll_send(context, &[IoSlice::new(&piece)]).is_ready();
         while poll_fn(|context| Poll::Ready(more(context))).await {}
-        let closed = tokio::time::timeout(Duration::from_secs(20), wire.close()).await;
+        let closed = tokio::time::timeout(Duration::from_secs(20), connection.close()).await;
         assert!(closed.is_ok(), "it is given up");
-        drop(deaf);
+        drop(client);
     }
 }

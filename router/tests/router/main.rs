@@ -1,4 +1,4 @@
-//! The router against scripted engines, over real sockets.
+//! Tests of the router with scripted engines over real sockets.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 

@@ -1,68 +1,76 @@
-//! Whether engines that worked for a client were told that it had left.
+//! Whether engines with work for a cancelled request received its abort.
 //!
-//! | the leg, after its client had gone | |
+//! | the leg, after the cancel | |
 //! |---|---|
-//! | was told of it (an abort, or a release) before its own end, or ended by that | told |
-//! | came to its own end, `length` or `stop`, and had not been told | untold |
+//! | received an abort or a release before it completed, or ended by an abort | aborted |
+//! | completed (`length` or `stop`) without an abort | completed without abort |
 //!
-//! However short it was, a leg that nobody stops has run for nobody. But telling takes time, and a leg may be over first:
-//! one that had less left to do than telling takes in this run ([`Telling::enough_us`]) cannot be judged. Of those that had
-//! more, some are honest races still. A leg that had `r` left goes untold as often as telling takes longer than `r`; what
-//! is untold beyond that ([`WorkRow::by_chance`]) was not told.
+//! A leg that completes after the cancel was wasted, however short it was. But an abort takes time, and a leg may
+//! complete first. A leg is not judged if it had less work left than aborts take in this run
+//! ([`AbortDelays::min_remaining_us`]). Some of the longer legs are still lost races. A leg with `r` left completes
+//! without an abort as often as aborts take longer than `r`. Only the legs beyond that share ([`WorkRow::by_chance`])
+//! received no abort.
 
 use crate::common::stats::percentile;
-use crate::disconnect::analyse::Victim;
-use crate::disconnect::analyse::summary::{RanOn, WorkRow};
-use crate::disconnect::record::timeline::{Leg, RACE_US};
+use crate::disconnect::analyse::run_data::CancelledCall;
+use crate::disconnect::analyse::summary::{UnabortedCount, WorkRow};
+use crate::disconnect::record::timeline::{LegTimeline, RACE_US};
 
-/// What telling takes, per cent of the time.
+/// The percentile of the abort delays that a leg has to exceed to be judged.
 const TELLING: f64 = 90.0;
-/// Fewer that were told do not show how long telling takes.
+/// With fewer aborts the usual delay is unknown.
 const TOLD_FEW: usize = 10;
 
-/// What became of a leg that had work when its client was gone, and how long after, microseconds.
+/// The end of a leg that had work at the cancel, and the time after the cancel, microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fate {
-    Told(u64),
-    Untold(u64),
+pub(crate) enum LegOutcome {
+    Aborted(u64),
+    Completed(u64),
 }
 
-/// `None`: it had nothing to do any more, or its end was neither its own nor told (an error; not seen at all).
-pub(crate) fn fate(leg: &Leg, gone: u64) -> Option<Fate> {
+/// `None` if the leg had no work left, failed, or has no known end.
+pub(crate) fn leg_outcome(leg: &LegTimeline, cancelled_at: u64) -> Option<LegOutcome> {
     let ended = leg.ended.as_ref();
-    if leg.queued.is_none() || ended.is_some_and(|ended| ended.at <= gone) {
+    if leg.queued.is_none() || ended.is_some_and(|ended| ended.at <= cancelled_at) {
         return None;
     }
     let end = ended.map_or(u64::MAX, |ended| ended.at);
-    // It may have been told before the clocks agree that it was.
-    let told = leg.told.iter().find(|told| **told + RACE_US > gone && **told <= end);
-    match (told, ended) {
-        (Some(told), _) => Some(Fate::Told(told.saturating_sub(gone))),
-        (None, Some(ended)) if ended.outcome == "abort" => Some(Fate::Told(ended.at - gone)),
+    // The clocks may show an abort shortly before the cancel.
+    let aborted = leg.aborts.iter().find(|aborted| **aborted + RACE_US > cancelled_at && **aborted <= end);
+    match (aborted, ended) {
+        (Some(aborted), _) => Some(LegOutcome::Aborted(aborted.saturating_sub(cancelled_at))),
+        (None, Some(ended)) if ended.outcome == "abort" => Some(LegOutcome::Aborted(ended.at - cancelled_at)),
         (None, Some(ended)) if matches!(ended.outcome.as_str(), "length" | "stop" | "lent") => {
-            Some(Fate::Untold(ended.at - gone))
+            Some(LegOutcome::Completed(ended.at - cancelled_at))
         }
         (None, _) => None,
     }
 }
 
-/// How long after a client's going its engines were told, of those that were, microseconds in order.
+/// The delays between cancels and their aborts, microseconds, sorted.
 #[derive(Debug, Default)]
-pub(crate) struct Telling(Vec<f64>);
+pub(crate) struct AbortDelays(Vec<f64>);
 
-impl Telling {
-    /// Of legs at work, and of leases that were open. Not of a lease of which the leg had gone on to its end after its
-    /// client was gone: that is told when it is too late, and would excuse what it shows.
-    pub(crate) fn of(victims: &[Victim<'_>]) -> Self {
-        let legs = victims.iter().flat_map(|victim| {
-            victim.timeline.into_iter().flat_map(|timeline| &timeline.legs).map(|leg| (leg, victim.gone))
+impl AbortDelays {
+    /// Delays of legs with work and of open leases. The release of a lease whose leg completed after the cancel does
+    /// not count: it comes late, and would hide the missing abort.
+    pub(crate) fn of(cancelled: &[CancelledCall<'_>]) -> Self {
+        let legs = cancelled.iter().flat_map(|request| {
+            request
+                .timeline
+                .into_iter()
+                .flat_map(|timeline| &timeline.legs)
+                .map(|leg| (leg, request.cancelled_at))
         });
-        let took = |(leg, gone): (&Leg, u64)| match fate(leg, gone) {
-            Some(Fate::Told(took)) => Some(took),
-            Some(Fate::Untold(_)) => None,
+        let took = |(leg, cancelled_at): (&LegTimeline, u64)| match leg_outcome(leg, cancelled_at) {
+            Some(LegOutcome::Aborted(took)) => Some(took),
+            Some(LegOutcome::Completed(_)) => None,
             None => {
-                let lent = leg.ended.as_ref().is_some_and(|ended| ended.at <= gone);
-                leg.told.iter().find(|told| lent && **told >= gone).map(|told| told - gone)
+                let leased = leg.ended.as_ref().is_some_and(|ended| ended.at <= cancelled_at);
+                leg.aborts
+                    .iter()
+                    .find(|aborted| leased && **aborted >= cancelled_at)
+                    .map(|aborted| aborted - cancelled_at)
             }
         };
         let mut took: Vec<f64> = legs.filter_map(took).map(|took| took as f64).collect();
@@ -70,15 +78,15 @@ impl Telling {
         Self(took)
     }
 
-    /// A leg that had so much left could have been told, microseconds. Never more than [`RACE_US`]: a deployment that needs
-    /// longer does not stop what it should.
-    pub(crate) fn enough_us(&self) -> u64 {
+    /// The work that a leg has to have left to be judged, microseconds. At most [`RACE_US`]: slower aborts do not stop
+    /// the work in time.
+    pub(crate) fn min_remaining_us(&self) -> u64 {
         let usual = percentile(&self.0, TELLING).filter(|_| self.0.len() >= TOLD_FEW);
         usual.map_or(RACE_US, |usual| (usual as u64).min(RACE_US))
     }
 
-    /// The share of telling that takes longer than this.
-    fn slower_than(&self, us: u64) -> f64 {
+    /// The share of aborts with a longer delay.
+    fn share_slower_than(&self, us: u64) -> f64 {
         if us > RACE_US || self.0.len() < TOLD_FEW {
             return 0.0;
         }
@@ -87,74 +95,80 @@ impl Telling {
     }
 }
 
-/// Legs of a client that had left, of one kind or of both.
-fn legs<'a>(victim: &'a Victim<'_>, lends: Option<bool>) -> impl Iterator<Item = &'a Leg> {
-    let legs = victim.timeline.into_iter().flat_map(|timeline| &timeline.legs);
-    legs.filter(move |leg| lends.is_none_or(|lends| leg.lends == lends))
+/// The legs of a cancelled request: prefill, decode, or both.
+fn legs<'a>(request: &'a CancelledCall<'_>, produces: Option<bool>) -> impl Iterator<Item = &'a LegTimeline> {
+    let legs = request.timeline.into_iter().flat_map(|timeline| &timeline.legs);
+    legs.filter(move |leg| produces.is_none_or(|produces| leg.produces == produces))
 }
 
-/// What became of the legs of one client, together.
+/// The outcome of the legs of one cancelled request.
 #[derive(Default)]
-struct Course {
+struct CancelOutcome {
     at_work: bool,
     judged: bool,
-    /// How long it ran on, where that is judged.
+    /// How long a judged leg ran after the cancel.
     without_abort: Option<u64>,
     continued_after_abort: bool,
 }
 
-fn course(victim: &Victim<'_>, lends: Option<bool>, enough_us: u64) -> Course {
-    let mut course = Course::default();
-    for leg in legs(victim, lends) {
-        let Some(fate) = fate(leg, victim.gone) else { continue };
-        course.at_work = true;
-        match fate {
-            Fate::Told(at) => {
-                course.judged = true;
-                // With the step that it was in it should have stopped.
-                let own = leg.ended.as_ref().filter(|ended| ended.outcome != "abort");
-                course.continued_after_abort |=
-                    own.is_some_and(|ended| ended.at > victim.gone + at + RACE_US);
+fn cancel_outcome(request: &CancelledCall<'_>, produces: Option<bool>, enough_us: u64) -> CancelOutcome {
+    let mut outcome = CancelOutcome::default();
+    for leg in legs(request, produces) {
+        let Some(end) = leg_outcome(leg, request.cancelled_at) else { continue };
+        outcome.at_work = true;
+        match end {
+            LegOutcome::Aborted(at) => {
+                outcome.judged = true;
+                // The leg should have stopped after the current step.
+                let completed = leg.ended.as_ref().filter(|ended| ended.outcome != "abort");
+                outcome.continued_after_abort |=
+                    completed.is_some_and(|ended| ended.at > request.cancelled_at + at + RACE_US);
             }
-            Fate::Untold(left) if left > enough_us => {
-                course.judged = true;
-                course.without_abort = course.without_abort.max(Some(left));
+            LegOutcome::Completed(left) if left > enough_us => {
+                outcome.judged = true;
+                outcome.without_abort = outcome.without_abort.max(Some(left));
             }
-            Fate::Untold(_) => {}
+            LegOutcome::Completed(_) => {}
         }
     }
-    course
+    outcome
 }
 
-/// How many of these were told by nobody.
-pub(crate) fn ran_on(victims: &[&Victim<'_>], telling: &Telling) -> RanOn {
-    let mut ran_on = RanOn::default();
-    for victim in victims {
-        let course = course(victim, None, telling.enough_us());
-        ran_on.judged += u64::from(course.judged);
-        ran_on.completed_without_abort += u64::from(course.without_abort.is_some());
+/// Counts the requests that completed without an abort.
+pub(crate) fn count_unaborted(
+    cancelled: &[&CancelledCall<'_>],
+    abort_delays: &AbortDelays,
+) -> UnabortedCount {
+    let mut ran_on = UnabortedCount::default();
+    for request in cancelled {
+        let outcome = cancel_outcome(request, None, abort_delays.min_remaining_us());
+        ran_on.judged += u64::from(outcome.judged);
+        ran_on.completed_without_abort += u64::from(outcome.without_abort.is_some());
     }
     ran_on
 }
 
-/// The same by engines, with the tags of those that show it.
-pub(crate) fn rows<'a>(victims: &'a [Victim<'_>], telling: &Telling) -> Vec<(WorkRow, Vec<&'a str>)> {
+/// The same per leg, with the tags of these requests.
+pub(crate) fn rows<'a>(
+    cancelled: &'a [CancelledCall<'_>],
+    abort_delays: &AbortDelays,
+) -> Vec<(WorkRow, Vec<&'a str>)> {
     [(true, "prefill"), (false, "decode")]
         .into_iter()
-        .map(|(lends, leg)| {
-            let enough_us = telling.enough_us();
+        .map(|(produces, leg)| {
+            let enough_us = abort_delays.min_remaining_us();
             let mut row = WorkRow { leg, abort_delivery_ms: enough_us as f64 / 1e3, ..WorkRow::default() };
             let (mut tags, mut chances) = (Vec::new(), 0.0);
-            for victim in victims {
-                let course = course(victim, Some(lends), enough_us);
-                row.at_work += u64::from(course.at_work);
-                row.judged += u64::from(course.judged);
-                row.completed_without_abort += u64::from(course.without_abort.is_some());
+            for request in cancelled {
+                let outcome = cancel_outcome(request, Some(produces), enough_us);
+                row.at_work += u64::from(outcome.at_work);
+                row.judged += u64::from(outcome.judged);
+                row.completed_without_abort += u64::from(outcome.without_abort.is_some());
                 row.continued_after_abort +=
-                    u64::from(course.continued_after_abort && course.without_abort.is_none());
-                chances += course.without_abort.map_or(0.0, |left| telling.slower_than(left));
-                if course.without_abort.is_some() || course.continued_after_abort {
-                    tags.push(victim.call.tag.as_str());
+                    u64::from(outcome.continued_after_abort && outcome.without_abort.is_none());
+                chances += outcome.without_abort.map_or(0.0, |left| abort_delays.share_slower_than(left));
+                if outcome.without_abort.is_some() || outcome.continued_after_abort {
+                    tags.push(request.call.tag.as_str());
                 }
             }
             row.by_chance = chances / row.completed_without_abort.max(1) as f64;

@@ -1,19 +1,19 @@
-//! Times of one kind: how many there are, their mean and percentiles, and how many of them never came to their end.
+//! Distributions of durations: number, mean and percentiles, and how many durations did not end.
 
 use serde::ser::SerializeMap as _;
 use serde::{Serialize, Serializer};
 
 use crate::common::stats::percentile;
 
-/// Milliseconds of one kind; written as `{"n": 0}` where nothing was measured. Percentiles are by nearest rank: the smallest
-/// sample that at least so many per cent of all samples do not exceed. What never came to its end is longer than everything
-/// that did: where a number is of it, it is infinite here, and `null` where it is written.
+/// Milliseconds; serialized as `{"n": 0}` without samples. Percentiles are by nearest rank: the smallest sample that at
+/// least this share of all samples does not exceed. A duration that did not end is longer than all others. A number
+/// that falls on it is infinite here and `null` in JSON.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Dist {
     pub(crate) n: usize,
-    /// Of these, never came to their end while they were watched.
+    /// Samples that did not end while they were watched.
     pub(crate) never: usize,
-    /// The one of them that was watched the shortest was watched so long, ms.
+    /// The shortest time that such a sample was watched, ms.
     pub(crate) watched_ms: f64,
     pub(crate) min: f64,
     pub(crate) mean: f64,
@@ -23,20 +23,20 @@ pub(crate) struct Dist {
     pub(crate) max: f64,
 }
 
-/// Times that are measured until they end, or until nobody looks any more.
+/// Durations that are measured until they end, or until the watch ends.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Times {
+pub(crate) struct DurationSamples {
     ended: Vec<f64>,
     watched: Vec<f64>,
 }
 
-impl Times {
-    pub(crate) fn ended(&mut self, ms: f64) {
+impl DurationSamples {
+    pub(crate) fn add_ended(&mut self, ms: f64) {
         self.ended.push(ms);
     }
 
-    /// It never came to its end; for so long somebody looked.
-    pub(crate) fn never(&mut self, watched_ms: f64) {
+    /// Adds a duration that did not end while it was watched.
+    pub(crate) fn add_unended(&mut self, watched_ms: f64) {
         self.watched.push(watched_ms);
     }
 
@@ -49,7 +49,7 @@ impl Times {
 }
 
 impl Dist {
-    /// Of these samples, in any order.
+    /// The distribution of samples in any order.
     pub(crate) fn of(samples: &[f64]) -> Self {
         let mut sorted = samples.to_vec();
         sorted.sort_by(f64::total_cmp);

@@ -1,125 +1,125 @@
-//! Parts of a run in which something was broken on purpose: what it met, what became of who stayed and of who left, and
-//! what nobody can give back.
+//! Fault segments: the requests in flight at the fault, the outcome of uncancelled and cancelled requests, and the
+//! excused blocks.
 //!
-//! Two kinds of blocks nobody can give back, and only these are excused: those of an engine that was itself killed, and of a
-//! lease that was open when something that is no engine was (the router that owed its release is gone).
+//! Only two kinds of blocks are excused, because no component is left that could free them. The first are blocks of an
+//! engine that was killed. The second are blocks of a lease that was open when the router was killed that had to
+//! release it.
 
-use crate::disconnect::analyse::summary::FaultRow;
-use crate::disconnect::analyse::{
-    Act, Facts, Victim, expired_during, grouped, home_after, ms, service, stays, wrong,
+use crate::disconnect::analyse::groups::{
+    all_free_after, cancel_group, expired_during, is_uncancelled, service, wrong_answers,
 };
-use crate::disconnect::record::flight::{InFlight, Struck};
-use crate::disconnect::record::raw::{ActKind, CallRecord};
-use crate::disconnect::record::retries::Retries;
-use crate::disconnect::record::timeline::{Leg, RACE_US, Timeline};
+use crate::disconnect::analyse::run_data::{CancelledCall, RunData, Segment};
+use crate::disconnect::analyse::summary::FaultRow;
+use crate::disconnect::analyse::units::us_to_ms;
+use crate::disconnect::record::in_flight::{FaultContext, InFlight};
+use crate::disconnect::record::raw::{CallRecord, SegmentKind};
+use crate::disconnect::record::retries::RetryCounts;
+use crate::disconnect::record::timeline::{LegTimeline, RACE_US, Timeline};
 
-/// A killed engine is known to be another process so soon after the part of the run, at the latest.
+/// A restart of an engine is detected at most this long after its segment.
 const NOTICED_WITHIN_US: u64 = 5_000_000;
 
-/// Something was broken, or mended.
-#[derive(Clone, Debug)]
-pub(crate) struct Fault {
-    pub(crate) act: String,
-    pub(crate) fault: String,
-    pub(crate) at: u64,
-    pub(crate) mended: bool,
-    pub(crate) struck: Option<Struck>,
-}
-
-/// A part of the run in which something was broken.
-pub(crate) struct Broken<'a> {
-    pub(crate) act: &'a Act,
+/// A segment with an injected fault.
+pub(crate) struct FaultSegment<'a> {
+    pub(crate) segment: &'a Segment,
     pub(crate) fault: &'a str,
     at: u64,
-    pub(crate) mended: Option<u64>,
-    struck: Option<&'a Struck>,
-    /// Engines that were killed, or did not come back.
+    pub(crate) recovered_at: Option<u64>,
+    context: Option<&'a FaultContext>,
+    /// Engines that were killed or did not respond again.
     engines: Vec<usize>,
     stranded_after: u64,
 }
 
-/// Every one of them, in order.
-pub(crate) fn broken(facts: &Facts) -> Vec<Broken<'_>> {
-    let breaks = || facts.faults.iter().filter(|fault| !fault.mended);
-    let of = |act: &'_ Act| {
-        let broken = breaks().find(|fault| fault.act == act.name)?;
-        let mended = facts.faults.iter().rfind(|fault| fault.act == act.name && fault.mended);
-        // The last that was broken before it was another process.
-        let ours =
-            |at: u64| breaks().rfind(|fault| fault.at <= at).is_some_and(|fault| fault.act == act.name);
-        let killed = facts
+/// All fault segments, in order.
+pub(crate) fn fault_segments(data: &RunData) -> Vec<FaultSegment<'_>> {
+    let breaks = || data.faults.iter().filter(|fault| !fault.recovered);
+    let of = |segment: &'_ Segment| {
+        let broken = breaks().find(|fault| fault.segment == segment.name)?;
+        let recovered = data.faults.iter().rfind(|fault| fault.segment == segment.name && fault.recovered);
+        // The last fault before the engine restarted.
+        let ours = |at: u64| {
+            breaks().rfind(|fault| fault.at <= at).is_some_and(|fault| fault.segment == segment.name)
+        };
+        let killed = data
             .restarts
             .iter()
-            .filter(|(_, at)| ours(*at) && *at <= act.ended.saturating_add(NOTICED_WITHIN_US));
+            .filter(|(_, at)| ours(*at) && *at <= segment.ended.saturating_add(NOTICED_WITHIN_US));
         let mut engines: Vec<usize> = killed.map(|(engine, _)| *engine).collect();
         let looked_at = |engine: usize| {
-            facts
-                .books
-                .iter()
-                .any(|books| books.engine == engine && books.at_us > broken.at && books.at_us <= act.ended)
+            data.engine_states.iter().any(|state| {
+                state.engine == engine && state.at_us > broken.at && state.at_us <= segment.ended
+            })
         };
-        engines.extend(facts.engines.iter().map(|engine| engine.engine).filter(|engine| !looked_at(*engine)));
-        Some((broken, mended.map(|fault| fault.at), engines))
+        engines.extend(data.engines.iter().map(|engine| engine.engine).filter(|engine| !looked_at(*engine)));
+        Some((broken, recovered.map(|fault| fault.at), engines))
     };
-    let acts = facts.acts.iter().filter(|act| act.what == ActKind::Fault);
-    let broken = |act| {
-        let (broken, mended, engines) = of(act)?;
-        let (fault, at, struck) = (broken.fault.as_str(), broken.at, broken.struck.as_ref());
-        let stranded_after = facts.run.stranded_after_us;
-        Some(Broken { act, fault, at, mended, struck, engines, stranded_after })
+    let segments = data.segments.iter().filter(|segment| segment.what == SegmentKind::Fault);
+    let broken = |segment| {
+        let (broken, recovered, engines) = of(segment)?;
+        let (fault, at, context) = (broken.fault.as_str(), broken.at, broken.context.as_ref());
+        let stranded_after = data.run.stranded_after_us;
+        Some(FaultSegment { segment, fault, at, recovered_at: recovered, context, engines, stranded_after })
     };
-    acts.filter_map(broken).collect()
+    segments.filter_map(broken).collect()
 }
 
-impl Broken<'_> {
-    /// Nobody is left who could give back what this leg of a call in this part of the run holds.
-    pub(crate) fn excuses(&self, call: &CallRecord, leg: &Leg) -> bool {
+impl FaultSegment<'_> {
+    /// Whether the blocks of this leg are excused.
+    pub(crate) fn excuses(&self, call: &CallRecord, leg: &LegTimeline) -> bool {
         if self.killed(leg.engine) {
             return self.died(leg);
         }
-        let Some((lent, _)) = leg.lent.filter(|_| self.engines.is_empty()) else { return false };
-        let open_at = |at: u64| lent <= at && leg.lease_ended.as_ref().is_none_or(|(ended, _)| *ended > at);
-        // A command that breaks takes its time; a client whose connection broke tells when it had done so. One that
-        // left by itself says so only of the moment itself.
+        let Some((leased_at, _)) = leg.leased.filter(|_| self.engines.is_empty()) else { return false };
+        let open_at =
+            |at: u64| leased_at <= at && leg.lease_ended.as_ref().is_none_or(|(ended, _)| *ended > at);
+        // A fault command takes time, and a broken connection shows when it had its effect. A cancel shows this only at
+        // the moment of the fault.
         let cut = match call.outcome.as_str() {
             "broken" => call.ended_us >= self.at,
             "left" => call.ended_us >= self.at && call.ended_us <= self.at + RACE_US,
             _ => false,
         };
-        // What nobody gave back for so long before it struck was stranded by who was still there.
-        let stranded = call.ended_us.max(lent).saturating_add(self.stranded_after) < self.at;
+        // Blocks that were held for this long before the fault were stranded by a component that was still running.
+        let stranded = call.ended_us.max(leased_at).saturating_add(self.stranded_after) < self.at;
         (open_at(self.at) && !stranded) || (cut && open_at(call.ended_us))
     }
 
-    /// This engine was killed, or did not come back.
+    /// Whether the engine was killed or did not respond again.
     pub(crate) fn killed(&self, engine: usize) -> bool {
         self.engines.contains(&engine)
     }
 
-    /// The leg was on an engine that was killed, before that was mended.
-    fn died(&self, leg: &Leg) -> bool {
+    /// Whether the leg was on a killed engine before the recovery.
+    fn died(&self, leg: &LegTimeline) -> bool {
         self.killed(leg.engine)
-            && leg.queued.is_none_or(|queued| self.mended.is_none_or(|mended| queued <= mended))
+            && leg.queued.is_none_or(|queued| self.recovered_at.is_none_or(|recovered| queued <= recovered))
     }
 
-    pub(crate) fn calls<'a>(&self, facts: &'a Facts) -> impl Iterator<Item = (&'a CallRecord, &'a [Leg])> {
-        let calls = facts.calls.iter().filter(|call| call.act == self.act.name);
-        calls.filter_map(|call| Some((call, facts.timelines.get(&call.tag)?.legs.as_slice())))
+    pub(crate) fn calls<'a>(
+        &self,
+        data: &'a RunData,
+    ) -> impl Iterator<Item = (&'a CallRecord, &'a [LegTimeline])> {
+        let calls = data.calls.iter().filter(|call| call.segment == self.segment.name);
+        calls.filter_map(|call| Some((call, data.timelines.get(&call.tag)?.legs.as_slice())))
     }
 
-    pub(crate) fn mended_us(&self) -> u64 {
-        self.mended.unwrap_or(self.at)
+    pub(crate) fn recovered_us(&self) -> u64 {
+        self.recovered_at.unwrap_or(self.at)
     }
 
-    /// What was in flight when it struck: by what clients and engines have told of that moment until now, which is more
-    /// than was known then.
-    fn met<'a>(&self, facts: &Facts, calls: &[&'a CallRecord]) -> (InFlight, Vec<&'a CallRecord>) {
+    /// The requests in flight at the fault, by all events until now. More is known now than at the fault.
+    fn in_flight_at_fault<'a>(
+        &self,
+        data: &RunData,
+        calls: &[&'a CallRecord],
+    ) -> (InFlight, Vec<&'a CallRecord>) {
         let (mut flight, mut them) = (InFlight::default(), Vec::new());
         for call in calls.iter().filter(|call| call.began_us <= self.at && self.at < call.ended_us) {
-            if facts.exact() {
-                let phase = facts.phase_at(call, self.at);
+            if data.exact() {
+                let phase = data.phase_at(call, self.at);
                 if phase.is_none() {
-                    // Over on the engines; its end was on its way to its client.
+                    // The request had ended on its engines; its end was on the way to the client.
                     continue;
                 }
                 flight.add(phase);
@@ -131,82 +131,86 @@ impl Broken<'_> {
         (flight, them)
     }
 
-    /// What is left of a call without the legs that ended with their engine: what those held is gone with it.
-    fn survives(&self, timeline: &Timeline) -> Timeline {
-        let survives = |leg: &&Leg| !(self.died(leg) && leg.freed.is_empty());
+    /// The timeline without the legs that ended with their engine: their blocks are gone.
+    fn surviving_legs(&self, timeline: &Timeline) -> Timeline {
+        let survives = |leg: &&LegTimeline| !(self.died(leg) && leg.freed.is_empty());
         Timeline { legs: timeline.legs.iter().filter(survives).cloned().collect() }
     }
 }
 
-/// Clients of these parts that left, or whose connection broke, when they were gone, and what was left of their calls.
-pub(crate) fn gone(facts: &Facts) -> Vec<(u64, Timeline)> {
-    let of = |broken: &Broken<'_>| {
-        let calls = facts.calls.iter().filter(|call| call.act == broken.act.name);
-        let gone = |call: &CallRecord| match call.outcome.as_str() {
+/// Cancelled and broken calls of fault segments: the time of the cancel, and the remaining timeline.
+pub(crate) fn cancelled_in_faults(data: &RunData) -> Vec<(u64, Timeline)> {
+    let of = |broken: &FaultSegment<'_>| {
+        let calls = data.calls.iter().filter(|call| call.segment == broken.segment.name);
+        let left_at = |call: &CallRecord| match call.outcome.as_str() {
             "broken" => Some(call.ended_us),
-            _ => Some(facts.victim(call)?.gone),
+            _ => Some(data.cancelled_call(call)?.cancelled_at),
         };
-        let of = |call: &CallRecord| Some((gone(call)?, broken.survives(facts.timelines.get(&call.tag)?)));
+        let of =
+            |call: &CallRecord| Some((left_at(call)?, broken.surviving_legs(data.timelines.get(&call.tag)?)));
         calls.filter_map(of).collect::<Vec<_>>()
     };
-    broken(facts).iter().flat_map(of).collect()
+    fault_segments(data).iter().flat_map(of).collect()
 }
 
-/// What became of the deployment in each of these parts.
-pub(crate) fn rows(facts: &Facts) -> Vec<FaultRow> {
-    let broken = broken(facts);
-    let acts = facts.acts.iter().filter(|act| act.what == ActKind::Fault);
-    acts.map(|act| row(facts, act, broken.iter().find(|broken| broken.act.name == act.name))).collect()
+/// The outcome of each fault segment.
+pub(crate) fn rows(data: &RunData) -> Vec<FaultRow> {
+    let broken = fault_segments(data);
+    let segments = data.segments.iter().filter(|segment| segment.what == SegmentKind::Fault);
+    segments
+        .map(|segment| row(data, segment, broken.iter().find(|broken| broken.segment.name == segment.name)))
+        .collect()
 }
 
-fn row(facts: &Facts, act: &Act, broken: Option<&Broken<'_>>) -> FaultRow {
-    let calls: Vec<_> = facts.calls.iter().filter(|call| call.act == act.name).collect();
+fn row(data: &RunData, segment: &Segment, broken: Option<&FaultSegment<'_>>) -> FaultRow {
+    let calls: Vec<_> = data.calls.iter().filter(|call| call.segment == segment.name).collect();
     let failed = |calls: &mut dyn Iterator<Item = &&CallRecord>| {
-        calls.filter(|call| stays(call) && call.outcome != "done").count() as u64
+        calls.filter(|call| is_uncancelled(call) && call.outcome != "done").count() as u64
     };
-    let mended = broken.and_then(|broken| broken.mended);
-    let later = |call: &&&CallRecord| mended.is_some_and(|mended| call.began_us > mended);
-    let met = broken.map(|broken| broken.met(facts, &calls));
+    let recovered = broken.and_then(|broken| broken.recovered_at);
+    let later = |call: &&&CallRecord| recovered.is_some_and(|recovered| call.began_us > recovered);
+    let met = broken.map(|broken| broken.in_flight_at_fault(data, &calls));
     let stayed_in_flight =
-        met.as_ref().map_or(0, |(_, them)| them.iter().filter(|call| stays(call)).count() as u64);
+        met.as_ref().map_or(0, |(_, them)| them.iter().filter(|call| is_uncancelled(call)).count() as u64);
     let failed_in_flight = met.as_ref().map_or(0, |(_, them)| failed(&mut them.iter()));
     let met = met.map(|(flight, _)| flight);
-    let wanted = broken.and_then(|broken| Some(broken.struck?.wanted));
-    let missed = wanted.zip(met.as_ref()).filter(|(wanted, met)| !wanted.is_in(met));
-    let missed = missed.map(|(wanted, _)| wanted.missed());
+    let wanted = broken.and_then(|broken| Some(broken.context?.wanted));
+    let missed = wanted.zip(met.as_ref()).filter(|(wanted, met)| !wanted.is_met_by(met));
+    let missed = missed.map(|(wanted, _)| wanted.missed_label());
 
-    let left: Vec<_> = calls.iter().filter_map(|call| facts.victim(call)).collect();
-    let survive = |victim: &Victim<'_>| {
-        let timeline = victim.timeline?;
-        Some(broken.map_or_else(|| timeline.clone(), |broken| broken.survives(timeline)))
+    let left: Vec<_> = calls.iter().filter_map(|call| data.cancelled_call(call)).collect();
+    let survive = |request: &CancelledCall<'_>| {
+        let timeline = request.timeline?;
+        Some(broken.map_or_else(|| timeline.clone(), |broken| broken.surviving_legs(timeline)))
     };
     let timelines: Vec<_> = left.iter().map(survive).collect();
     let pairs = left.iter().zip(&timelines);
-    let left: Vec<_> = pairs.map(|(victim, rest)| Victim { timeline: rest.as_ref(), ..*victim }).collect();
-    let left = grouped(&left.iter().collect::<Vec<_>>(), facts);
+    let left: Vec<_> =
+        pairs.map(|(request, rest)| CancelledCall { timeline: rest.as_ref(), ..*request }).collect();
+    let left = cancel_group(&left.iter().collect::<Vec<_>>(), data);
 
-    let clients_gone = calls.iter().map(|call| call.ended_us).max().unwrap_or(act.began);
-    let by_time = |call: &&&CallRecord| facts.timelines.get(&call.tag).is_some_and(Timeline::expired);
-    // A lease's time may be over long after the part is; of engines that tell sums only nobody knows whose lease it was.
-    let expired = if facts.exact() {
+    let last_ended = calls.iter().map(|call| call.ended_us).max().unwrap_or(segment.began);
+    let by_time = |call: &&&CallRecord| data.timelines.get(&call.tag).is_some_and(Timeline::expired);
+    // A lease may expire long after its segment. Without event logs the requests of expired leases are unknown.
+    let expired = if data.exact() {
         calls.iter().filter(by_time).count() as u64
     } else {
-        facts.engines.iter().map(|engine| expired_during(facts, engine.engine, act)).sum()
+        data.engines.iter().map(|engine| expired_during(data, engine.engine, segment)).sum()
     };
-    let in_act = |tag: &str| calls.iter().any(|call| call.tag == tag);
+    let in_segment = |tag: &str| calls.iter().any(|call| call.tag == tag);
     FaultRow {
-        fault: broken.map_or_else(|| act.name.clone(), |broken| broken.fault.to_owned()),
-        waited_ms: broken.and_then(|broken| Some(ms(broken.struck?.waited_us))),
+        fault: broken.map_or_else(|| segment.name.clone(), |broken| broken.fault.to_owned()),
+        waited_ms: broken.and_then(|broken| Some(us_to_ms(broken.context?.waited_us))),
         met,
         missed,
         stayed_in_flight,
         failed_in_flight,
         errors_after: failed(&mut calls.iter().filter(later)),
-        stayed: service(facts, &[act]).unwrap_or_default(),
-        retries: Retries::of(calls.iter().copied()),
+        stayed: service(data, &[segment]).unwrap_or_default(),
+        retries: RetryCounts::of(calls.iter().copied()),
         cancelled: left,
-        all_free_ms: home_after(facts, clients_gone, act.ended).map(|at| ms(at - clients_gone)),
+        all_free_ms: all_free_after(data, last_ended, segment.ended).map(|at| us_to_ms(at - last_ended)),
         expired,
-        wrong_texts: wrong(facts).filter(|tag| in_act(tag)).count() as u64,
+        wrong_texts: wrong_answers(data).filter(|tag| in_segment(tag)).count() as u64,
     }
 }

@@ -1,50 +1,24 @@
-//! What engines held for nobody, from looks at their metrics alone: for those that tell sums and no single request, as stock
-//! vLLM does.
+//! Blocks that engines held without a request, from samples of their metrics. For engines that report only sums, such
+//! as stock vLLM.
 //!
-//! A look is *quiet* where the engine has no request, running or waiting, and no client waits for its first token (until then its
-//! blocks may be lent, and on the engine's books as nobody's). What is held at a quiet look is held for nobody. Between two
-//! of them it is taken to be the mean of both; it may have been the smaller or the greater all the time ([`Held::off_by`]).
+//! A sample is *quiet* if the engine has no running or waiting request and no client waits for its first token. A
+//! waiting client may have leased blocks, which the metrics do not assign to it. Blocks in a quiet sample are held for
+//! no request. Between two quiet samples the mean is used; the error covers both values ([`HeldBlocks::off_by`]).
 //!
-//! Less than the truth: what engines compute on for those who left (it is a request of theirs, running), and what began and
-//! ended between two quiet looks. More: what somebody else's requests left there, and blocks that an engine gives back late
-//! to clients that stayed.
+//! The result is too low for two reasons: the work after a cancel still counts as a running request, and blocks that
+//! were held and freed between two quiet samples do not show. It is too high by blocks of other clients, and by blocks
+//! of completed requests that the engine frees late.
 
-use serde::Serialize;
+use crate::disconnect::analyse::run_data::{RunData, cancelled_at};
+use crate::disconnect::analyse::summary::{HeldBlocks, SampledSummary};
+use crate::disconnect::record::raw::{CallRecord, EngineState, SegmentKind};
 
-use crate::disconnect::analyse::{Facts, gone};
-use crate::disconnect::record::raw::{ActKind, Books, CallRecord};
-
-/// Blocks times seconds that one engine held for nobody, or all of them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub(crate) struct Held {
-    pub(crate) block_seconds: f64,
-    /// By how much that may be wrong either way, for all that changed between two quiet looks.
-    pub(crate) off_by: f64,
-    pub(crate) looks: u64,
-    pub(crate) quiet_looks: u64,
-    /// The longest time without a quiet look, s: what began and ended in it was not seen.
-    pub(crate) longest_unseen_s: f64,
-}
-
-/// The same of a run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub(crate) struct Sampled {
-    /// Of all engines of which it can be said; the looks are theirs, too.
-    #[serde(flatten)]
-    pub(crate) held: Held,
-    /// Engines of which it cannot: they do not tell how many blocks they have, or were never quiet. What these held is missing.
-    pub(crate) unknown_engines: u64,
-    /// For every 1,000 clients that left.
-    pub(crate) per_1000: f64,
-    pub(crate) per_1000_off_by: f64,
-}
-
-/// Of the whole run; `None` where it can be said of no engine.
-pub(crate) fn of(facts: &Facts, left: u64) -> Option<Sampled> {
-    let mut all = Held::default();
+/// Of the whole run; `None` if no engine can be sampled.
+pub(crate) fn of(data: &RunData, left: u64) -> Option<SampledSummary> {
+    let mut all = HeldBlocks::default();
     let mut unknown_engines = 0;
-    for engine in &facts.engines {
-        let Some(held) = of_engine(facts, engine.engine) else {
+    for engine in &data.engines {
+        let Some(held) = of_engine(data, engine.engine) else {
             unknown_engines += 1;
             continue;
         };
@@ -55,23 +29,24 @@ pub(crate) fn of(facts: &Facts, left: u64) -> Option<Sampled> {
     }
     let per_1000 = |of: f64| of * 1_000.0 / left.max(1) as f64;
     let (per_1000, per_1000_off_by) = (per_1000(all.block_seconds), per_1000(all.off_by));
-    (all.looks > 0).then_some(Sampled { held: all, unknown_engines, per_1000, per_1000_off_by })
+    (all.looks > 0).then_some(SampledSummary { held: all, unknown_engines, per_1000, per_1000_off_by })
 }
 
-/// Of one engine, in the parts of the run in which those leave that are counted: until others are refused or something is broken.
-pub(crate) fn of_engine(facts: &Facts, engine: usize) -> Option<Held> {
-    let told = facts.engines.iter().any(|known| known.engine == engine && known.blocks > 0);
-    let apart = |what| matches!(what, ActKind::Refused | ActKind::Fault);
-    let from = facts.acts.iter().map(|act| act.began).min().filter(|_| told)?;
-    let until = facts.acts.iter().filter(|act| apart(act.what)).map(|act| act.began).min();
-    let until = until.or(facts.acts.iter().map(|act| act.ended).max())?.min(facts.watched_until());
-    let waits = waits(facts);
-    let ours = |books: &&Books| books.engine == engine && from <= books.at_us && books.at_us < until;
-    let looks: Vec<_> = facts.books.iter().filter(ours).collect();
+/// Of one engine, in the segments whose cancels count: before refused requests and faults.
+pub(crate) fn of_engine(data: &RunData, engine: usize) -> Option<HeldBlocks> {
+    let has_size = data.engines.iter().any(|known| known.engine == engine && known.blocks > 0);
+    let apart = |what| matches!(what, SegmentKind::Refused | SegmentKind::Fault);
+    let from = data.segments.iter().map(|segment| segment.began).min().filter(|_| has_size)?;
+    let until = data.segments.iter().filter(|segment| apart(segment.what)).map(|segment| segment.began).min();
+    let until = until.or(data.segments.iter().map(|segment| segment.ended).max())?.min(data.watched_until());
+    let waits = waits(data);
+    let ours = |state: &&EngineState| state.engine == engine && from <= state.at_us && state.at_us < until;
+    let samples: Vec<_> = data.engine_states.iter().filter(ours).collect();
     let quiet: Vec<_> =
-        looks.iter().filter(|books| books.requests == 0 && !waits.overlap(books)).copied().collect();
+        samples.iter().filter(|state| state.requests == 0 && !waits.overlap(state)).copied().collect();
     let (first, last) = (quiet.first()?, quiet.last()?);
-    let mut held = Held { looks: looks.len() as u64, quiet_looks: quiet.len() as u64, ..Held::default() };
+    let mut held =
+        HeldBlocks { looks: samples.len() as u64, quiet_looks: quiet.len() as u64, ..HeldBlocks::default() };
     let seconds = |from: u64, to: u64| to.saturating_sub(from) as f64 / 1e6;
     held.longest_unseen_s = seconds(from, first.at_us).max(seconds(last.at_us, until));
     for pair in quiet.windows(2) {
@@ -83,18 +58,19 @@ pub(crate) fn of_engine(facts: &Facts, engine: usize) -> Option<Held> {
     Some(held)
 }
 
-/// When some client waited for its first token: times that do not touch, in order.
-struct Waits(Vec<(u64, u64)>);
+/// When clients waited for their first tokens: disjoint intervals, sorted.
+struct WaitIntervals(Vec<(u64, u64)>);
 
-/// From its beginning to its first token; of an answer in one piece to its end; and no longer than the client was there.
-fn waits(facts: &Facts) -> Waits {
+/// From the start of each call to its first token, or to the end of a response in one piece. A wait ends when the
+/// client is gone.
+fn waits(data: &RunData) -> WaitIntervals {
     let wait = |call: &CallRecord| {
-        let token = call.seen().first_token.unwrap_or(u64::MAX);
-        // One that has vanished waits for all that the deployment can know.
-        let left = gone(call).filter(|_| !call.vanishes());
-        (call.began_us, token.min(left.unwrap_or(u64::MAX)).min(facts.there_until(call)))
+        let token = call.client_times().first_token.unwrap_or(u64::MAX);
+        // For the deployment, a vanished client still waits.
+        let left = cancelled_at(call).filter(|_| !call.vanishes());
+        (call.began_us, token.min(left.unwrap_or(u64::MAX)).min(data.present_until(call)))
     };
-    let mut all: Vec<_> = facts.calls.iter().map(wait).collect();
+    let mut all: Vec<_> = data.calls.iter().map(wait).collect();
     all.sort_unstable();
     let mut apart: Vec<(u64, u64)> = Vec::new();
     for (from, to) in all {
@@ -103,12 +79,12 @@ fn waits(facts: &Facts) -> Waits {
             None => apart.push((from, to)),
         }
     }
-    Waits(apart)
+    WaitIntervals(apart)
 }
 
-impl Waits {
-    /// Whether somebody waited while this look was taken: it tells of some moment until it was answered.
-    fn overlap(&self, look: &Books) -> bool {
+impl WaitIntervals {
+    /// Whether a client waited during the sample, which is from a moment before its response.
+    fn overlap(&self, look: &EngineState) -> bool {
         let next = self.0.partition_point(|(_, to)| *to < look.at_us);
         self.0.get(next).is_some_and(|(from, _)| *from <= look.at_us + look.took_us)
     }

@@ -1,5 +1,5 @@
-//! A deployment of our own to judge: router, prefill and decode engine as processes, each of which can be killed and
-//! started again where it was.
+//! A deployment that is started for the run: router, prefill and decode engine as processes. Each can be killed and
+//! restarted at its address.
 
 use std::io;
 use std::net::Ipv4Addr;
@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 use baton_engine::compute::cuda::shared_out;
 use serde_json::json;
 
-use crate::common::processes::{Running, word};
+use crate::common::processes::{ChildProcess, word};
 
-/// One of the processes.
+/// A process of the deployment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Part {
+pub(crate) enum DeploymentPart {
     Router,
     Prefill,
     Decode,
@@ -20,14 +20,14 @@ pub(crate) enum Part {
 
 struct Process {
     arguments: Vec<String>,
-    /// Every start goes on where the one before ended.
+    /// A restart appends to the log.
     log: PathBuf,
-    running: Running,
+    running: ChildProcess,
     ready: String,
 }
 
-/// See the module's documentation. Ends with this value: the router first.
-pub(crate) struct Own {
+/// See the module's documentation. Dropping the value ends the processes, the router first.
+pub(crate) struct LocalDeployment {
     router: Process,
     prefill: Process,
     decode: Process,
@@ -36,7 +36,7 @@ pub(crate) struct Own {
 impl Process {
     fn start(arguments: Vec<String>, log: PathBuf) -> io::Result<Self> {
         let file = std::fs::OpenOptions::new().create(true).append(true).open(&log)?;
-        let mut running = Running::run(&arguments, file)?;
+        let mut running = ChildProcess::run(&arguments, file)?;
         let unready = |error| io::Error::other(format!("{error}; its log is {}", log.display()));
         let ready = running.ready_line().map_err(unready)?;
         Ok(Self { arguments, log, running, ready })
@@ -47,12 +47,13 @@ impl Process {
     }
 }
 
-impl Own {
-    /// Starts everything; `options` go to both engines, configurations to `folder`, logs to `logs`. Clients are served at
-    /// this address, and one that vanishes is lost after so long. Blocks until all of it is ready.
+impl LocalDeployment {
+    /// Starts all processes and blocks until they are ready. `options` are for both engines; `folder` gets the
+    /// configurations, `logs` the logs. The router listens at `listen` and drops a vanished client after
+    /// `client_lost_ms`.
     ///
     /// # Errors
-    /// When a part does not start.
+    /// If a process does not start.
     pub(crate) fn start(
         options: &[String],
         folder: &Path,
@@ -68,7 +69,7 @@ impl Own {
         };
         let (mut prefill, mut decode) = (engine("prefill")?, engine("decode")?);
         for process in [&mut prefill, &mut decode] {
-            // From now on it is always found in the same place.
+            // A restart uses the same address.
             process.arguments[4] = process.http()?.to_owned();
         }
         let model = word(&prefill.ready, "model")?.to_owned();
@@ -77,7 +78,7 @@ impl Own {
             let engines = |process: &Process| -> io::Result<serde_json::Value> {
                 Ok(json!({"engines": [{"url": format!("http://{}", process.http()?)}]}))
             };
-            // JSON is YAML.
+            // JSON is valid YAML.
             let text = json!({
                 "listen": listen,
                 "admin": {"listen": admin},
@@ -97,33 +98,33 @@ impl Own {
         Ok(Self { router, prefill, decode })
     }
 
-    /// Where clients go.
+    /// The URL for clients.
     pub(crate) fn url(&self) -> io::Result<String> {
         Ok(format!("http://{}", self.router.http()?))
     }
 
-    /// Each engine's name and place.
+    /// Name and address of each engine.
     pub(crate) fn engines(&self) -> io::Result<[(&'static str, &str); 2]> {
         Ok([("prefill", self.prefill.http()?), ("decode", self.decode.http()?)])
     }
 
-    /// Ends a part at once.
-    pub(crate) fn kill(&mut self, part: Part) -> io::Result<()> {
+    /// Kills a process.
+    pub(crate) fn kill(&mut self, part: DeploymentPart) -> io::Result<()> {
         self.part(part).running.kill()
     }
 
-    /// Starts a killed part again where it was; blocks until it is ready.
-    pub(crate) fn start_again(&mut self, part: Part) -> io::Result<()> {
+    /// Restarts a killed process at its address; blocks until it is ready.
+    pub(crate) fn start_again(&mut self, part: DeploymentPart) -> io::Result<()> {
         let process = self.part(part);
         *process = Process::start(process.arguments.clone(), process.log.clone())?;
         Ok(())
     }
 
-    fn part(&mut self, part: Part) -> &mut Process {
+    fn part(&mut self, part: DeploymentPart) -> &mut Process {
         match part {
-            Part::Router => &mut self.router,
-            Part::Prefill => &mut self.prefill,
-            Part::Decode => &mut self.decode,
+            DeploymentPart::Router => &mut self.router,
+            DeploymentPart::Prefill => &mut self.prefill,
+            DeploymentPart::Decode => &mut self.decode,
         }
     }
 }

@@ -1,5 +1,5 @@
-//! How far a run is, for whoever waits for it: a line for each part. Its seconds are those of the report's plots, and count
-//! from the beginning of the first part; what comes before that has none.
+//! The progress of a run on the terminal: one line per segment. The seconds are those of the report's plots and count
+//! from the first segment. Earlier lines have none.
 
 use std::sync::OnceLock;
 
@@ -8,7 +8,7 @@ use crate::load::Moment;
 /// See the module's documentation.
 pub(crate) struct Progress {
     silent: bool,
-    /// When the first part began, microseconds since the Unix epoch.
+    /// The begin of the first segment, microseconds since the Unix epoch.
     began_us: OnceLock<u64>,
 }
 
@@ -17,18 +17,18 @@ impl Progress {
         Self { silent, began_us: OnceLock::new() }
     }
 
-    /// A part has begun at this moment, which is the one in the raw events.
-    pub(crate) fn part(&self, name: &str, at_us: u64) {
+    /// A segment has begun at this time, which is the one in the raw events.
+    pub(crate) fn begin_segment(&self, name: &str, at_us: u64) {
         self.began_us.get_or_init(|| at_us);
-        self.tell(name, at_us);
+        self.print(name, at_us);
     }
 
-    /// What happens now, and is no part.
-    pub(crate) fn say(&self, what: &str) {
-        self.tell(what, Moment::now().us());
+    /// Prints an activity outside segments.
+    pub(crate) fn print_status(&self, what: &str) {
+        self.print(what, Moment::now().us());
     }
 
-    fn tell(&self, what: &str, at_us: u64) {
+    fn print(&self, what: &str, at_us: u64) {
         if !self.silent {
             crate::note(format_args!("{}", self.line(what, at_us)));
         }
@@ -52,8 +52,8 @@ mod tests {
     fn seconds_count_from_the_first_part_and_there_are_none_before() {
         let progress = Progress::new(true);
         assert_eq!(progress.line("starting", 1_000_000), "baton:          starting");
-        progress.part("calibration", 7_000_000);
-        progress.part("calm 1", 9_500_000);
+        progress.begin_segment("calibration", 7_000_000);
+        progress.begin_segment("calm 1", 9_500_000);
         assert_eq!(progress.line("calm 1", 9_500_000), "baton:   2.5 s  calm 1");
     }
 }

@@ -1,4 +1,4 @@
-//! A run from its beginning to its end: what is started, watched, played in order, compared and put back.
+//! A run from start to end: it starts and watches the deployment, runs the segments, and ends the processes.
 
 use std::io::BufReader;
 use std::net::Ipv4Addr;
@@ -9,47 +9,47 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use crate::BenchError;
-use crate::disconnect::drive::clients::{Shape, Stage};
 use crate::disconnect::drive::deployment::{Deployment, deployment};
-use crate::disconnect::drive::ghosts::{Ghosts, Vanishing};
-use crate::disconnect::drive::local::Part;
+use crate::disconnect::drive::driver::{CallDriver, RequestShape};
+use crate::disconnect::drive::local::DeploymentPart;
 use crate::disconnect::drive::progress::Progress;
-use crate::disconnect::drive::rate::Rate;
 use crate::disconnect::drive::segments;
 use crate::disconnect::drive::stall::Stall;
+use crate::disconnect::drive::vanished_clients::{VanishSupport, VanishedClients};
 use crate::disconnect::plan::options::{self, DisconnectOptions};
-use crate::disconnect::plan::phase::{Kind, Phase};
-use crate::disconnect::record::raw::{self, Record, Run};
+use crate::disconnect::plan::phase::{CancelKind, Phase};
+use crate::disconnect::record::rate::CalibratedRate;
+use crate::disconnect::record::raw::{self, Record, RunRecord};
 use crate::disconnect::record::recorder::Recorder;
-use crate::disconnect::record::watch::{self, Watch};
-use crate::load::speaker::first_model;
+use crate::disconnect::record::watch::{self, EngineWatch};
+use crate::load::endpoint_profile::first_model;
 use crate::load::{Client, Connections, Endpoint, Limits, Target};
 
-/// A call takes no longer, but for the time in which its client stalls.
+/// Maximum duration of a call, without the time of a stall.
 const CALL_WITHIN: Duration = Duration::from_secs(60);
-/// An answer is not read beyond this.
+/// Maximum bytes of a response.
 const ANSWER_BYTES_MAX: usize = 1 << 20;
-/// Answers that are compared, at most.
+/// Maximum number of compared responses.
 const COMPARED: usize = 400;
 
-/// Plays a run to its end, or until it is broken off, and writes its raw events.
-pub(crate) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
+/// Runs all segments, or until the run is stopped, and writes the raw events.
+pub(crate) async fn run(options: &DisconnectOptions) -> Result<(), BenchError> {
     let progress = Progress::new(options.json);
-    // Before anything is started: what is wrong with a file should not take a minute to be said.
-    let (beside, commands) = (options.compared_with()?, options.commands()?);
-    let mut vanishing = Vanishing::begin(&options.cancel_by).await;
-    // Before anything is started, and below once it is known whether the deployment can be reached from there.
-    vanishing.kinds(&options.cancel_by)?;
-    let listen = vanishing.near().unwrap_or(Ipv4Addr::LOCALHOST);
+    // Before anything starts, so that an error in a file shows at once.
+    let (compared_with, commands) = (options.compared_with()?, options.commands()?);
+    let mut vanish_support = VanishSupport::begin(&options.cancel_by).await;
+    // Checked before anything starts, and again below when the deployment is known to be reachable or not.
+    vanish_support.kinds(&options.cancel_by)?;
+    let listen = vanish_support.near().unwrap_or(Ipv4Addr::LOCALHOST);
     let deployment = deployment(options, listen, &progress).await?;
     let target = Target::parse(&deployment.url)?.with_key_file(options.api_key_file.as_deref())?;
     let total = CALL_WITHIN + Duration::from_millis(options.stall_ms);
     let limits = Limits { total, answer_bytes: ANSWER_BYTES_MAX, ..Limits::default() };
     let client = Client::open(target, limits, Connections::Fresh).await?;
-    let client = vanishing.client(client).await;
-    let kinds = vanishing.kinds(&options.cancel_by)?;
-    if let Some(why) = vanishing.why_not() {
-        progress.say(&format!("no client vanishes: {why}"));
+    let client = vanish_support.client(client).await;
+    let kinds = vanish_support.kinds(&options.cancel_by)?;
+    if let Some(why) = vanish_support.unavailable_reason() {
+        progress.print_status(&format!("no client vanishes: {why}"));
     }
     let model = match &options.model {
         Some(model) => model.clone(),
@@ -57,19 +57,19 @@ pub(crate) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
     };
     let recorder = Arc::new(Recorder::create(&options.out.join("events.jsonl"))?);
     let prefix = format!("baton-{:08x}-", crate::load::Moment::now().us() as u32);
-    recorder.put(&Record::Run(described(options, &deployment, &model)));
-    if let Some(why) = vanishing.why_not() {
-        recorder.put(&Record::NotPlayed { kind: Kind::Vanish, why: why.to_owned() });
+    recorder.put(&Record::Run(describe_run(options, &deployment, &model)));
+    if let Some(why) = vanish_support.unavailable_reason() {
+        recorder.put(&Record::NotPlayed { kind: CancelKind::Vanish, why: why.to_owned() });
     }
-    if let Some(compared) = beside {
+    if let Some(compared) = compared_with {
         recorder.put(&Record::ComparedWith { compared });
     }
     let every = Duration::from_millis(40);
-    let terms = watch::Terms { prefix: prefix.clone(), every, metrics_only: options.metrics_only };
-    let watch = Watch::begin(deployment.engines, &terms, &recorder).await?;
-    let stage = Arc::new(Stage {
+    let terms = watch::WatchOptions { prefix: prefix.clone(), every, metrics_only: options.metrics_only };
+    let watch = EngineWatch::begin(deployment.engines, &terms, &recorder).await?;
+    let driver = Arc::new(CallDriver {
         client,
-        shape: Shape {
+        shape: RequestShape {
             endpoint: if options.chat { Endpoint::Chat } else { Endpoint::Completions },
             model,
             words: options.prompt_words,
@@ -81,112 +81,114 @@ pub(crate) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
         recorder: Arc::clone(&recorder),
         prefix,
         seed: options.seed,
-        aims: std::sync::Mutex::default(),
+        phase_times: std::sync::Mutex::default(),
         next: AtomicU64::new(0),
         stall: std::sync::OnceLock::new(),
-        ghosts: Ghosts::new(options.vanish_noticed_ms, options.stranded_after_ms),
+        vanished: VanishedClients::new(options.vanish_noticed_ms, options.stranded_after_ms),
         open: std::sync::Mutex::default(),
         cut: CancellationToken::new(),
     });
-    let unmended = std::sync::Mutex::new(None);
-    let deployed = std::sync::Mutex::new(deployment.own);
-    let own = || deployed.lock().unwrap_or_else(PoisonError::into_inner);
-    let play = async {
-        let mut acts = segments::Acts {
-            stage: &stage,
+    let unrecovered = std::sync::Mutex::new(None);
+    let deployed = std::sync::Mutex::new(deployment.local);
+    let local = || deployed.lock().unwrap_or_else(PoisonError::into_inner);
+    let segments_run = async {
+        let mut runner = segments::SegmentRunner {
+            driver: &driver,
             watch: &watch,
-            terms: options::Terms { kinds, ..options.terms() },
+            terms: options::SegmentOptions { kinds, ..options.segment_options() },
             progress: &progress,
-            unmended: &unmended,
+            unrecovered: &unrecovered,
         };
-        let able = acts.calibrate().await?;
-        let stall = stage.stall.get().copied();
-        let stall = stall.unwrap_or_else(|| Stall::usual(options.max_tokens, stage.shape.stall));
-        let rate = Rate::of(able, options.rate, stall);
+        let able_per_s = runner.calibrate().await?;
+        let stall = driver.stall.get().copied();
+        let stall = stall.unwrap_or_else(|| Stall::usual(options.max_tokens, driver.shape.stall));
+        let rate = CalibratedRate::of(able_per_s, options.rate, stall);
         recorder.put(&Record::Load(rate));
-        acts.terms.rate = rate.rate_per_s;
-        acts.rounds(options.cancel_share).await;
+        runner.terms.rate = rate.rate_per_s;
+        runner.rounds(options.cancel_share).await;
         for &phase in &options.phases {
-            if !stage.exact && matches!(phase, Phase::Reply | Phase::Gap | Phase::Fetch) {
-                // Nobody tells when that is.
+            if !driver.exact && matches!(phase, Phase::Reply | Phase::Gap | Phase::Fetch) {
+                // Without event logs these phases are unknown.
                 continue;
             }
             // Engines that do not log their replies have no such phase.
             let is_seen =
-                || stage.aims.lock().unwrap_or_else(PoisonError::into_inner).median(phase).is_some();
+                || driver.phase_times.lock().unwrap_or_else(PoisonError::into_inner).median(phase).is_some();
             if phase == Phase::Reply && !is_seen() {
                 continue;
             }
-            acts.phase(phase).await;
+            runner.phase(phase).await;
         }
-        acts.refused().await;
-        for (name, (breaking, mending)) in &commands {
-            acts.broken(name, breaking, mending.as_deref()).await?;
+        runner.refused().await;
+        for (name, (fault_command, recover_command)) in &commands {
+            runner.inject_fault(name, fault_command, recover_command.as_deref()).await?;
         }
-        for part in [Part::Decode, Part::Prefill, Part::Router] {
+        for part in [DeploymentPart::Decode, DeploymentPart::Prefill, DeploymentPart::Router] {
             if options.no_faults {
                 break;
             }
-            let taken = own().take();
-            if let Some(taken) = taken {
-                let again = acts.killed(taken, part).await?;
-                *own() = Some(again);
+            let running = local().take();
+            if let Some(running) = running {
+                let restarted = runner.kill_part(running, part).await?;
+                *local() = Some(restarted);
             }
         }
-        watch.home(stage.ghosts.patience(Duration::from_secs_f64(options.final_wait))).await;
+        watch
+            .wait_until_all_free(driver.vanished.settle_timeout(Duration::from_secs_f64(options.final_wait)))
+            .await;
         recorder.finish()?;
         let file = std::fs::File::open(options.out.join("events.jsonl"))?;
         let records = raw::read(&mut BufReader::new(file))?;
-        acts.verify(&compared(&records), Duration::from_secs_f64(options.verify_seconds)).await;
+        runner.verify(&calls_to_verify(&records), Duration::from_secs_f64(options.verify_seconds)).await;
         watch.read_counters().await;
         Ok::<_, BenchError>(())
     };
     let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
     let at_us = || crate::load::Moment::now().us();
     let result = tokio::select! {
-        played = play => played,
+        result = segments_run => result,
         () = async { tokio::select! { _ = tokio::signal::ctrl_c() => {}, _ = terminate.recv() => {} } } => {
             recorder.put(&Record::Interrupted { at_us: at_us() });
-            progress.say("interrupted: the report is of what there is");
+            progress.print_status("interrupted: the report is of what there is");
             Ok(())
         }
     };
-    // Whatever still runs of it ends here, and the engines get their time to notice.
-    stage.cut.cancel();
+    // Open calls end here, and the engines get time to notice.
+    driver.cut.cancel();
     if let Err(error) = &result {
         recorder.put(&Record::Failed { at_us: at_us(), why: error.to_string() });
     }
-    watch.home(Duration::from_secs_f64(options.quiesce)).await;
-    let mend = unmended.lock().unwrap_or_else(PoisonError::into_inner).take();
-    if let Some(command) = mend {
-        progress.say("mending what was broken");
+    watch.wait_until_all_free(Duration::from_secs_f64(options.quiesce)).await;
+    let command = unrecovered.lock().unwrap_or_else(PoisonError::into_inner).take();
+    if let Some(command) = command {
+        progress.print_status("running the recovery command");
         let shell = tokio::process::Command::new("sh")
             .args(["-c", &command])
             .stdout(std::process::Stdio::null())
             .status();
-        let mended = shell.await;
-        if !mended.as_ref().is_ok_and(std::process::ExitStatus::success) {
-            crate::note(format_args!("baton: `{command}`: {mended:?}"));
+        let recovered = shell.await;
+        if !recovered.as_ref().is_ok_and(std::process::ExitStatus::success) {
+            crate::note(format_args!("baton: `{command}`: {recovered:?}"));
         }
     }
     drop(watch);
     recorder.finish()?;
-    // Its processes take their time to end.
-    let own = own().take();
-    tokio::task::spawn_blocking(move || drop(own)).await?;
+    // The processes need time to end.
+    let local = local().take();
+    tokio::task::spawn_blocking(move || drop(local)).await?;
     result
 }
 
-/// Answers that are worth comparing: of clients that others harmed, or may have harmed, evenly over the run.
-fn compared(records: &[Record]) -> Vec<&raw::CallRecord> {
+/// Calls whose responses are compared: with text, spread evenly over the run.
+fn calls_to_verify(records: &[Record]) -> Vec<&raw::CallRecord> {
     let calls: Vec<_> = records
         .iter()
         .filter_map(|record| match record {
-            Record::Call(call) if !call.text.is_empty() && call.act != "refused" => Some(call),
+            Record::Call(call) if !call.text.is_empty() && call.segment != "refused" => Some(call),
             _ => None,
         })
         .collect();
-    // Some of every part of the run first: the time for all may not be there.
+    // Some calls of every segment first: the time may not suffice for all.
     let (mut chosen, mut step) = (Vec::new(), calls.len().next_power_of_two());
     while step > 0 && chosen.len() < COMPARED {
         let fresh = |at: &usize| !at.is_multiple_of(step * 2) || step == calls.len().next_power_of_two();
@@ -197,13 +199,13 @@ fn compared(records: &[Record]) -> Vec<&raw::CallRecord> {
     chosen
 }
 
-fn described(options: &DisconnectOptions, deployment: &Deployment, model: &str) -> Run {
+fn describe_run(options: &DisconnectOptions, deployment: &Deployment, model: &str) -> RunRecord {
     let described = if options.url.is_some() {
         "a running deployment"
     } else {
         "started for this run: router, prefill engine, decode engine"
     };
-    Run {
+    RunRecord {
         version: env!("CARGO_PKG_VERSION").into(),
         commit: crate::common::machine::commit(),
         command: crate::common::machine::command(),
@@ -214,6 +216,6 @@ fn described(options: &DisconnectOptions, deployment: &Deployment, model: &str) 
         model: model.into(),
         seed: options.seed,
         stranded_after_us: options.stranded_after_ms * 1_000,
-        options: options.described(deployment.engines.len()),
+        options: options.describe(deployment.engines.len()),
     }
 }

@@ -1,5 +1,5 @@
-//! The parts of a run: to learn how fast the deployment is, the load in calm and in storm, clients that leave in each
-//! phase, clients that are refused, engines that die, and at last the same prompts again when all is quiet.
+//! The segments of a run: calibration, calm and storm, cancels in each phase, refused requests, faults, and the
+//! repetition of prompts without load.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,115 +7,118 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 
 use crate::BenchError;
-use crate::disconnect::drive::clients::{Made, Plan, Stage};
-use crate::disconnect::drive::local::{Own, Part};
+use crate::disconnect::analyse::run_data::{cancelled_at, phase_of};
+use crate::disconnect::drive::call::{CallPlan, CompletedCall};
+use crate::disconnect::drive::driver::CallDriver;
+use crate::disconnect::drive::local::{DeploymentPart, LocalDeployment};
 use crate::disconnect::drive::progress::Progress;
-use crate::disconnect::drive::rate::CALIBRATION_CLIENTS;
-use crate::disconnect::drive::stall::{Pace, Stall};
-use crate::disconnect::plan::options::Terms;
-use crate::disconnect::plan::phase::{Kind, Phase};
-use crate::disconnect::record::flight::{Struck, Wanted};
-use crate::disconnect::record::raw::{ActKind, CallRecord, Leaves, Record};
-use crate::disconnect::record::watch::Watch;
+use crate::disconnect::drive::stall::{CallPace, Stall};
+use crate::disconnect::plan::options::SegmentOptions;
+use crate::disconnect::plan::phase::{CancelKind, Phase};
+use crate::disconnect::record::in_flight::{FaultCondition, FaultContext};
+use crate::disconnect::record::rate::CALIBRATION_CLIENTS;
+use crate::disconnect::record::raw::{CallRecord, CancelPlan, Record, SegmentKind};
+use crate::disconnect::record::watch::EngineWatch;
 use crate::load::Moment;
 use crate::load::rng::Rng;
 
-/// Calls one after another that teach the phases.
+/// Sequential calls that measure the phases.
 const LESSONS: usize = 16;
-/// For how long clients show how much the deployment can do.
+/// Duration of the capacity measurement.
 const CALIBRATION: Duration = Duration::from_secs(2);
-/// Clients at once that are to leave in a phase. Most of them have left and stall, or wait to ask again.
+/// Concurrent clients in a phase segment. Most of them have cancelled and stall, or wait for a retry.
 const PHASE_CLIENTS: usize = 10;
-/// Enough at once for some of them to wait.
+/// Enough concurrent clients for some requests to wait in a queue.
 const QUEUE_CLIENTS: usize = 32;
-/// For each client that is to leave in a phase, so many may try.
+/// Maximum attempts per cancel that has to hit the phase.
 const TRIES: usize = 12;
-/// Clients that the decode engine is to refuse.
+/// Requests that the decode engine has to refuse.
 const REFUSED: usize = 20;
 const REFUSED_AT_ONCE: usize = 2;
-/// More than any context.
+/// More than any context has.
 const TOO_MANY_TOKENS: u32 = 1 << 24;
-/// From an engine's event to its being known here, as a rule.
+/// The usual time until an engine's event is known here.
 const WORD_TRAVELS: Duration = Duration::from_millis(3);
-/// A fault comes after so much of its act, as soon as there is in flight what it is to meet; and after so much of it
-/// without that.
+/// A fault is injected after this share of its segment, as soon as its condition is met. After the second share it is
+/// injected in any case.
 const FAULT_AFTER: f64 = 0.25;
 const FAULT_BEFORE: f64 = 0.5;
-/// And is mended so much of the act later, where somebody else's command does it.
-const MEND_AFTER: f64 = 0.25;
-/// A command that breaks or mends ends within this time.
+/// The share of the segment between a fault command and its recovery command.
+const RECOVER_AFTER: f64 = 0.25;
+/// Timeout of a fault or recovery command.
 const COMMAND_WITHIN: Duration = Duration::from_secs(120);
 
-/// The run's parts, in order.
-pub(crate) struct Acts<'a> {
-    pub(crate) stage: &'a Arc<Stage>,
-    pub(crate) watch: &'a Watch,
-    pub(crate) terms: Terms,
-    /// Says how far it is.
+/// Runs the segments, in order.
+pub(crate) struct SegmentRunner<'a> {
+    pub(crate) driver: &'a Arc<CallDriver>,
+    pub(crate) watch: &'a EngineWatch,
+    pub(crate) terms: SegmentOptions,
+    /// Prints the progress.
     pub(crate) progress: &'a Progress,
-    /// What has to be run if the run is broken off now.
-    pub(crate) unmended: &'a Mutex<Option<String>>,
+    /// The recovery command that has to run if the run is stopped now.
+    pub(crate) unrecovered: &'a Mutex<Option<String>>,
 }
 
-impl Acts<'_> {
-    /// Writes the beginning and the end of an act around it; between its last call and its end the engines come to rest.
-    async fn act<T>(&self, name: &str, what: ActKind, run: impl Future<Output = T>) -> T {
+impl SegmentRunner<'_> {
+    /// Records begin and end of a segment around `run`. Between the last call and the end the engines free their
+    /// blocks.
+    async fn run_segment<T>(&self, name: &str, what: SegmentKind, run: impl Future<Output = T>) -> T {
         self.watch.read_counters().await;
-        let (put, act) = (|record| self.stage.recorder.put(&record), name.to_owned());
+        let (put, segment) = (|record| self.driver.recorder.put(&record), name.to_owned());
         let at_us = Moment::now().us();
-        put(Record::SegmentBegan { act: act.clone(), at_us, what });
-        self.progress.part(name, at_us);
+        put(Record::SegmentBegan { segment: segment.clone(), at_us, what });
+        self.progress.begin_segment(name, at_us);
         let result = run.await;
-        self.watch.home(self.stage.ghosts.patience(self.terms.settle)).await;
+        self.watch.wait_until_all_free(self.driver.vanished.settle_timeout(self.terms.settle)).await;
         self.watch.read_counters().await;
-        // The next look carries the counters.
-        self.watch.home(Duration::from_millis(100)).await;
-        put(Record::SegmentEnded { act, at_us: Moment::now().us() });
+        // The next sample contains the counters.
+        self.watch.wait_until_all_free(Duration::from_millis(100)).await;
+        put(Record::SegmentEnded { segment, at_us: Moment::now().us() });
         result
     }
 
-    fn plan(&self, act: &str, stream: bool, leaves: Option<Leaves>) -> Plan {
-        Plan { act: act.into(), due: Instant::now(), stream, leaves, max_tokens: None }
+    fn plan(&self, segment: &str, stream: bool, leaves: Option<CancelPlan>) -> CallPlan {
+        CallPlan { segment: segment.into(), due: Instant::now(), stream, leaves, max_tokens: None }
     }
 
-    /// Learns the phases from calls one after another, and says how many requests a second the deployment completes.
+    /// Measures the phases with sequential calls, and returns the requests per second that the deployment completes.
     pub(crate) async fn calibrate(&self) -> Result<f64, BenchError> {
         const NAME: &str = "calibration";
-        self.act(NAME, ActKind::Calibration, async {
-            let (mut untold, mut pace) = (0, Pace::default());
+        self.run_segment(NAME, SegmentKind::Calibration, async {
+            let (mut without_events, mut pace) = (0, CallPace::default());
             for lesson in 0..LESSONS {
-                let made = Arc::clone(self.stage).go(self.plan(NAME, lesson % 4 != 3, None)).await;
+                let completed = Arc::clone(self.driver).call(self.plan(NAME, lesson % 4 != 3, None)).await;
                 tokio::time::sleep(WORD_TRAVELS).await;
-                untold += usize::from(self.stage.feed.forget(&made.record.tag).is_none());
-                pace.learn(&made);
-                if made.record.outcome != "done" {
-                    let why = made.record.error.unwrap_or_default();
+                without_events += usize::from(self.driver.feed.forget(&completed.record.tag).is_none());
+                pace.learn(&completed);
+                if completed.record.outcome != "done" {
+                    let why = completed.record.error.unwrap_or_default();
                     return Err(
-                        format!("the deployment does not answer: {} {why}", made.record.outcome).into()
+                        format!("the deployment does not answer: {} {why}", completed.record.outcome).into()
                     );
                 }
             }
-            if self.stage.exact && untold * 2 > LESSONS {
+            if self.driver.exact && without_events * 2 > LESSONS {
                 let why = format!(
-                    "the engines' event logs know nothing of {untold} of {LESSONS} requests: these are not the engines \
+                    "the engines' event logs know nothing of {without_events} of {LESSONS} requests: these are not the engines \
                      that answer, or what is before them does not pass on `user`; --metrics-only does without"
                 );
                 return Err(why.into());
             }
-            let room = self.watch.room(&self.stage.shape.model).await;
-            let usual = Stall::usual(self.stage.shape.max_tokens, self.stage.shape.stall);
-            let stall = usual.of(&pace, room, PHASE_CLIENTS);
-            // Nobody has set it before: there is one calibration.
-            let _ = self.stage.stall.set(stall);
-            self.stage.ghosts.learn(&pace, room, self.stage.shape.max_tokens, PHASE_CLIENTS);
+            let capacity = self.watch.token_capacity(&self.driver.shape.model).await;
+            let usual = Stall::usual(self.driver.shape.max_tokens, self.driver.shape.stall);
+            let stall = usual.of(&pace, capacity, PHASE_CLIENTS);
+            // There is one calibration, so the value is not set yet.
+            let _ = self.driver.stall.set(stall);
+            self.driver.vanished.learn(&pace, capacity, self.driver.shape.max_tokens, PHASE_CLIENTS);
             let until = Instant::now() + CALIBRATION;
             let clients = (0..CALIBRATION_CLIENTS).map(|_| {
-                let (stage, plan) = (Arc::clone(self.stage), self.plan(NAME, true, None));
+                let (driver, plan) = (Arc::clone(self.driver), self.plan(NAME, true, None));
                 tokio::spawn(async move {
                     let mut done = 0;
                     while Instant::now() < until {
-                        let made = Arc::clone(&stage).go(Plan { due: Instant::now(), ..plan.clone() }).await;
-                        done += usize::from(made.record.outcome == "done");
+                        let completed = Arc::clone(&driver).call(CallPlan { due: Instant::now(), ..plan.clone() }).await;
+                        done += usize::from(completed.record.outcome == "done");
                     }
                     done
                 })
@@ -130,12 +133,12 @@ impl Acts<'_> {
         .await
     }
 
-    /// The same load in calm and in storm, round by round: a machine that is slower for a while is so for both. Every
+    /// The same load in calm and in storm, round by round, so that a slower period of the machine affects both. Every
     /// other round begins with the storm.
     pub(crate) async fn rounds(&self, share: f64) {
         for round in 1..=self.terms.rounds {
-            let calm = (format!("calm {round}"), ActKind::Calm, 0.0);
-            let storm = (format!("storm {round}"), ActKind::Storm, share);
+            let calm = (format!("calm {round}"), SegmentKind::Calm, 0.0);
+            let storm = (format!("storm {round}"), SegmentKind::Storm, share);
             let order = if round % 2 == 1 { [calm, storm] } else { [storm, calm] };
             for (name, what, share) in order {
                 self.load(&name, what, round, share).await;
@@ -143,19 +146,19 @@ impl Acts<'_> {
         }
     }
 
-    /// Requests at this rate, at random moments that are the same for a seed and round. The share of them leaves.
-    async fn load(&self, name: &str, what: ActKind, round: u32, share: f64) {
-        self.act(name, what, async {
-            let plans = self.arrivals(name, &round.to_string(), share, self.terms.act);
-            join(self.stage, plans).await;
+    /// Requests at the configured rate, at random times that depend on seed and round. A share of them is cancelled.
+    async fn load(&self, name: &str, what: SegmentKind, round: u32, share: f64) {
+        self.run_segment(name, what, async {
+            let plans = self.arrivals(name, &round.to_string(), share, self.terms.segment);
+            join(self.driver, plans).await;
         })
         .await;
     }
 
-    /// `dice`: what has the same name has the same moments.
-    fn arrivals(&self, act: &str, dice: &str, share: f64, within: Duration) -> Vec<Plan> {
-        let mut moments = Rng::stream(self.stage.seed, &format!("arrivals-{dice}"));
-        let mut leaving = Rng::stream(self.stage.seed, &format!("who-leaves-{dice}"));
+    /// Requests with the same `stream_name` have the same times.
+    fn arrivals(&self, segment: &str, stream_name: &str, share: f64, within: Duration) -> Vec<CallPlan> {
+        let mut moments = Rng::stream(self.driver.seed, &format!("arrivals-{stream_name}"));
+        let mut leaving = Rng::stream(self.driver.seed, &format!("who-leaves-{stream_name}"));
         let begin = Instant::now() + Duration::from_millis(20);
         let (mut at, mut plans) = (0.0, Vec::new());
         let kinds = kinds_of_load(&self.terms.kinds);
@@ -165,62 +168,66 @@ impl Acts<'_> {
             if at > within.as_secs_f64() {
                 return plans;
             }
-            // The same dice in calm and in storm: the n-th request is of the same kind in both.
+            // Calm and storm use the same random numbers: their n-th requests are of the same kind.
             let stream = !leaving.chance(self.terms.unary);
             let leaves = leaving.chance(share);
             let kind = if leaves { kinds.next().copied() } else { None };
-            let leaves = kind.map(|kind| Leaves { phase: None, kind });
-            plans.push(Plan { due: begin + Duration::from_secs_f64(at), ..self.plan(act, stream, leaves) });
+            let leaves = kind.map(|kind| CancelPlan { phase: None, kind });
+            plans.push(CallPlan {
+                due: begin + Duration::from_secs_f64(at),
+                ..self.plan(segment, stream, leaves)
+            });
         }
     }
 
-    /// Clients that leave in one phase, until enough of them were in it.
+    /// Cancels requests in one phase until enough of them were in it. Returns their number.
     pub(crate) async fn phase(&self, phase: Phase) -> usize {
         let name = format!("phase {}", phase.label());
-        self.act(&name, ActKind::Phase, async {
-            let (wanted, until) = (self.terms.victims, Instant::now() + self.terms.phase);
+        self.run_segment(&name, SegmentKind::Phase, async {
+            let (wanted, until) = (self.terms.cancels, Instant::now() + self.terms.phase);
             let at_once = if phase == Phase::Queued { QUEUE_CLIENTS } else { PHASE_CLIENTS };
             let kinds = kinds_of_phase(&self.terms.kinds, phase);
             let (mut hit, mut tried, mut calls) = (0, 0, JoinSet::new());
             loop {
                 let more = hit < wanted && tried < wanted * TRIES && Instant::now() < until;
                 if more && calls.len() < at_once {
-                    let leaves = Leaves { phase: Some(phase), kind: kinds[tried % kinds.len()] };
+                    let leaves = CancelPlan { phase: Some(phase), kind: kinds[tried % kinds.len()] };
                     let plan = self.plan(&name, phase != Phase::Unary, Some(leaves));
-                    calls.spawn(Arc::clone(self.stage).go(plan));
+                    calls.spawn(Arc::clone(self.driver).call(plan));
                     tried += 1;
                     continue;
                 }
-                let Some(made) = calls.join_next().await else { break };
-                // What is told after a call's end is waited for before it is judged where it was.
+                let Some(completed) = calls.join_next().await else { break };
+                // Events that arrive after the end of a call are used to determine its phase.
                 tokio::time::sleep(WORD_TRAVELS).await;
-                hit += usize::from(made.is_ok_and(|made| self.was_in(&made, phase)));
+                hit += usize::from(completed.is_ok_and(|completed| self.reached(&completed, phase)));
             }
             hit
         })
         .await
     }
 
-    fn was_in(&self, made: &Made, phase: Phase) -> bool {
-        let Some(gone) = crate::disconnect::analyse::gone(&made.record) else { return false };
-        if !self.stage.exact {
+    fn reached(&self, completed: &CompletedCall, phase: Phase) -> bool {
+        let Some(cancelled_at) = cancelled_at(&completed.record) else { return false };
+        if !self.driver.exact {
             return true;
         }
-        let told = self.stage.feed.forget(&made.record.tag);
-        told.or(made.timeline.clone()).map_or(phase == Phase::Queued, |timeline| {
-            crate::disconnect::analyse::phase_of(&made.record, &timeline, gone) == Some(phase)
+        let known = self.driver.feed.forget(&completed.record.tag);
+        known.or(completed.timeline.clone()).map_or(phase == Phase::Queued, |timeline| {
+            phase_of(&completed.record, &timeline, cancelled_at) == Some(phase)
         })
     }
 
-    /// Requests that the prefill engine takes and the decode engine cannot: for more tokens than any context has.
+    /// Requests for more tokens than any context has: the prefill engine accepts them and the decode engine refuses
+    /// them.
     pub(crate) async fn refused(&self) {
         const NAME: &str = "refused";
-        self.act(NAME, ActKind::Refused, async {
+        self.run_segment(NAME, SegmentKind::Refused, async {
             for _ in 0..REFUSED / REFUSED_AT_ONCE {
-                let plan = Plan { max_tokens: Some(TOO_MANY_TOKENS), ..self.plan(NAME, true, None) };
-                let made = join(self.stage, vec![plan; REFUSED_AT_ONCE]).await;
-                if made.iter().any(|made| made.record.outcome != "refused") {
-                    // It takes as many as it can: there is nothing to be seen here.
+                let plan = CallPlan { max_tokens: Some(TOO_MANY_TOKENS), ..self.plan(NAME, true, None) };
+                let completed = join(self.driver, vec![plan; REFUSED_AT_ONCE]).await;
+                if completed.iter().any(|completed| completed.record.outcome != "refused") {
+                    // The engine accepts the request and limits its tokens: this segment has nothing to measure.
                     break;
                 }
             }
@@ -228,31 +235,35 @@ impl Acts<'_> {
         .await;
     }
 
-    /// Load, in which a part of our own is killed and started again at once.
-    pub(crate) async fn killed(&self, own: Own, part: Part) -> Result<Own, BenchError> {
+    /// Load during which a process of the deployment is killed and restarted.
+    pub(crate) async fn kill_part(
+        &self,
+        local: LocalDeployment,
+        part: DeploymentPart,
+    ) -> Result<LocalDeployment, BenchError> {
         let (name, fault, wanted) = match part {
-            Part::Router => ("fault router", "router killed", Wanted::Stream),
-            Part::Prefill => ("fault prefill", "prefill engine killed", Wanted::Prefill),
-            Part::Decode => ("fault decode", "decode engine killed", Wanted::Stream),
+            DeploymentPart::Router => ("fault router", "router killed", FaultCondition::Stream),
+            DeploymentPart::Prefill => ("fault prefill", "prefill engine killed", FaultCondition::Prefill),
+            DeploymentPart::Decode => ("fault decode", "decode engine killed", FaultCondition::Stream),
         };
-        let mending = async {
-            let mending = tokio::task::spawn_blocking(move || {
-                let mut own = own;
-                own.kill(part)?;
-                own.start_again(part)?;
-                Ok::<_, std::io::Error>(own)
+        let restart = async {
+            let restarted = tokio::task::spawn_blocking(move || {
+                let mut local = local;
+                local.kill(part)?;
+                local.start_again(part)?;
+                Ok::<_, std::io::Error>(local)
             });
-            Ok(mending.await??)
+            Ok(restarted.await??)
         };
-        self.fault(name, fault, wanted, mending).await
+        self.fault(name, fault, wanted, restart).await
     }
 
-    /// Load, in which something is broken and mended by whoever runs the deployment.
-    pub(crate) async fn broken(
+    /// Load during which commands of the user inject a fault and recover from it.
+    pub(crate) async fn inject_fault(
         &self,
         name: &str,
-        breaking: &str,
-        mending: Option<&str>,
+        fault_command: &str,
+        recover_command: Option<&str>,
     ) -> Result<(), BenchError> {
         let run = async |command: &str| {
             let mut shell = tokio::process::Command::new("sh");
@@ -268,112 +279,117 @@ impl Acts<'_> {
                 Err(_) => Err(format!("`{command}`: no end within {COMMAND_WITHIN:?}").into()),
             }
         };
-        let both = async {
-            *self.unmended.lock().unwrap_or_else(PoisonError::into_inner) = mending.map(str::to_owned);
-            run(breaking).await?;
-            if let Some(mending) = mending {
-                tokio::time::sleep(self.terms.fault.mul_f64(MEND_AFTER)).await;
-                run(mending).await?;
+        let inject = async {
+            *self.unrecovered.lock().unwrap_or_else(PoisonError::into_inner) =
+                recover_command.map(str::to_owned);
+            run(fault_command).await?;
+            if let Some(command) = recover_command {
+                tokio::time::sleep(self.terms.fault.mul_f64(RECOVER_AFTER)).await;
+                run(command).await?;
             }
-            *self.unmended.lock().unwrap_or_else(PoisonError::into_inner) = None;
+            *self.unrecovered.lock().unwrap_or_else(PoisonError::into_inner) = None;
             Ok(())
         };
-        // Whatever it breaks.
-        self.fault(&format!("fault {name}"), name, Wanted::PrefillAndStream, both).await
+        // The command may affect any part.
+        self.fault(&format!("fault {name}"), name, FaultCondition::PrefillAndStream, inject).await
     }
 
-    /// Load, of which some leave, and in its midst something that breaks, when it meets what is wanted, and mends.
+    /// Load with cancels, during which a fault is injected as soon as its condition is met, and ends again.
     async fn fault<T>(
         &self,
         name: &str,
         fault: &str,
-        wanted: Wanted,
-        break_and_mend: impl Future<Output = Result<T, BenchError>>,
+        wanted: FaultCondition,
+        inject: impl Future<Output = Result<T, BenchError>>,
     ) -> Result<T, BenchError> {
-        let wanted = if self.stage.exact { wanted } else { Wanted::Open };
-        let Terms { fault: lasts, fault_share, .. } = self.terms;
-        self.act(name, ActKind::Fault, async {
-            // Moments of its own: what is idle at one fault is not idle at all of them.
-            let load = join(self.stage, self.arrivals(name, name, fault_share, lasts));
-            let told = |mended, struck| {
-                let (act, fault) = (name.to_owned(), fault.to_owned());
+        let wanted = if self.driver.exact { wanted } else { FaultCondition::Open };
+        let SegmentOptions { fault: length, fault_share, .. } = self.terms;
+        self.run_segment(name, SegmentKind::Fault, async {
+            // Each fault has its own request times, so that an idle moment does not coincide with every fault.
+            let load = join(self.driver, self.arrivals(name, name, fault_share, length));
+            let record_fault = |recovered, struck| {
+                let (segment, fault) = (name.to_owned(), fault.to_owned());
                 let at_us = Moment::now().us();
-                self.stage.recorder.put(&Record::Fault { act, fault, at_us, mended, struck });
+                self.driver.recorder.put(&Record::Fault { segment, fault, at_us, recovered, struck });
             };
-            let breaking = async {
-                tokio::time::sleep(lasts.mul_f64(FAULT_AFTER)).await;
+            let injection = async {
+                tokio::time::sleep(length.mul_f64(FAULT_AFTER)).await;
                 let began = Instant::now();
-                let within = lasts.mul_f64(FAULT_BEFORE - FAULT_AFTER);
-                let known = self.stage.until_in_flight(wanted, within).await;
-                told(false, Some(Struck { wanted, waited_us: began.elapsed().as_micros() as u64, known }));
-                let result = break_and_mend.await;
+                let within = length.mul_f64(FAULT_BEFORE - FAULT_AFTER);
+                let known = self.driver.until_in_flight(wanted, within).await;
+                record_fault(
+                    false,
+                    Some(FaultContext { wanted, waited_us: began.elapsed().as_micros() as u64, known }),
+                );
+                let result = inject.await;
                 if result.is_ok() {
-                    told(true, None);
+                    record_fault(true, None);
                 }
                 result
             };
-            tokio::join!(load, breaking).1
+            tokio::join!(load, injection).1
         })
         .await
     }
 
-    /// Asks the prompts of these calls again, now that all is quiet, and writes down what is right. An answer that
-    /// differs is asked for twice: of a deployment that does not say the same twice nobody knows what is right.
+    /// Repeats the prompts of these calls without load and records the expected responses. If a response differs, the
+    /// prompt is repeated once more. If these two differ, the expected response is unknown.
     pub(crate) async fn verify(&self, calls: &[&CallRecord], within: Duration) {
-        self.progress.say("verifying texts");
+        self.progress.print_status("verifying texts");
         let until = Instant::now() + within;
         for (turn, call) in calls.iter().enumerate().take_while(|_| Instant::now() < until) {
-            let Some(number) = self.stage.number_of(&call.tag) else { continue };
-            let salt = format!("{}verify-{turn}", self.stage.prefix);
-            let mut said = self.stage.ask_again(number, call, &salt).await;
+            let Some(number) = self.driver.number_of(&call.tag) else { continue };
+            let salt = format!("{}verify-{turn}", self.driver.prefix);
+            let mut right = self.driver.verify_prompt(number, call, &salt).await;
             let whole = call.outcome == "done";
-            let agrees = |said: &str| if whole { said == call.text } else { said.starts_with(&call.text) };
-            let (mut answers, mut unanswered) = (Vec::new(), said.is_none());
-            if let Some(first) = said.clone().filter(|said| !agrees(said)) {
-                match self.stage.ask_again(number, call, &format!("{salt}-again")).await {
+            let agrees = |text: &str| if whole { text == call.text } else { text.starts_with(&call.text) };
+            let (mut answers, mut unanswered) = (Vec::new(), right.is_none());
+            if let Some(first) = right.clone().filter(|text| !agrees(text)) {
+                match self.driver.verify_prompt(number, call, &format!("{salt}-again")).await {
                     Some(again) if again == first => {}
-                    Some(again) => (said, answers) = (None, vec![first, again]),
-                    None => (said, unanswered) = (None, true),
+                    Some(again) => (right, answers) = (None, vec![first, again]),
+                    None => (right, unanswered) = (None, true),
                 }
             }
             let (tag, text) = (call.tag.clone(), Some(call.text.clone()));
-            self.stage.recorder.put(&Record::Replay { tag, text, said, answers, unanswered });
+            self.driver.recorder.put(&Record::Replay { tag, text, said: right, answers, unanswered });
         }
     }
 }
 
-/// How clients leave where requests are what all ask for. Such an answer is over before a stall is: who stalls there comes
-/// too late. And a deployment that does not know yet that a client has vanished serves it as one that stays, so that a storm
-/// of those is none. Both are measured in the phases. Where nothing else is asked for, they leave so all the same.
-fn kinds_of_load(kinds: &[Kind]) -> Vec<Kind> {
-    but_for(kinds, &[Kind::Stall, Kind::Vanish])
+/// The kinds of cancels under load, where all requests have the usual length. Such a response ends before a stall does,
+/// so a stall would come too late. A vanished client is served like an uncancelled one until the deployment notices, so
+/// it would not reduce the load. Both kinds are measured in phase segments. If no other kind is configured, they are
+/// used here too.
+fn kinds_of_load(kinds: &[CancelKind]) -> Vec<CancelKind> {
+    without(kinds, &[CancelKind::Stall, CancelKind::Vanish])
 }
 
-/// How clients leave in a phase. Who stalls goes on until its answer has begun and longer: before that nobody can stall
-/// (but where nothing else is asked for, clients do all the same, and count where they hit).
-fn kinds_of_phase(kinds: &[Kind], phase: Phase) -> Vec<Kind> {
+/// The kinds of cancels in a phase. A client can stall only after its response has begun. If no other kind is
+/// configured, clients stall in any case and count in the phase that they hit.
+fn kinds_of_phase(kinds: &[CancelKind], phase: Phase) -> Vec<CancelKind> {
     if matches!(phase, Phase::Stream | Phase::Unary) {
         kinds.to_vec()
     } else {
-        but_for(kinds, &[Kind::Stall])
+        without(kinds, &[CancelKind::Stall])
     }
 }
 
-/// All of them where there are no others.
-fn but_for(kinds: &[Kind], left_out: &[Kind]) -> Vec<Kind> {
-    let others: Vec<Kind> = kinds.iter().copied().filter(|kind| !left_out.contains(kind)).collect();
+/// `kinds` without `left_out`, or all of them if none remains.
+fn without(kinds: &[CancelKind], left_out: &[CancelKind]) -> Vec<CancelKind> {
+    let others: Vec<CancelKind> = kinds.iter().copied().filter(|kind| !left_out.contains(kind)).collect();
     if others.is_empty() { kinds.to_vec() } else { others }
 }
 
-/// Makes planned calls, each at its time; in the order of the plans.
-async fn join(stage: &Arc<Stage>, plans: Vec<Plan>) -> Vec<Made> {
-    let calls: Vec<_> = plans.into_iter().map(|plan| tokio::spawn(Arc::clone(stage).go(plan))).collect();
-    let mut made = Vec::with_capacity(calls.len());
+/// Makes planned calls, each at its time, and returns them in the order of the plans.
+async fn join(driver: &Arc<CallDriver>, plans: Vec<CallPlan>) -> Vec<CompletedCall> {
+    let calls: Vec<_> = plans.into_iter().map(|plan| tokio::spawn(Arc::clone(driver).call(plan))).collect();
+    let mut completed = Vec::with_capacity(calls.len());
     for call in calls {
-        // A call does not panic; if one did, it would be missing in the report's counts.
-        made.extend(call.await.ok());
+        // A call does not panic. If one did, it would be missing in the counts of the report.
+        completed.extend(call.await.ok());
     }
-    made
+    completed
 }
 
 #[cfg(test)]
@@ -382,14 +398,17 @@ mod tests {
 
     #[test]
     fn clients_stall_or_vanish_in_a_storm_only_where_nothing_else_is_asked_for() {
-        let others = [Kind::Fin, Kind::Rst, Kind::HalfClose, Kind::Timeout];
-        assert_eq!(kinds_of_load(&Kind::ALL), others);
-        assert_eq!(kinds_of_load(&[Kind::Stall]), [Kind::Stall]);
+        let others = [CancelKind::Fin, CancelKind::Rst, CancelKind::HalfClose, CancelKind::Timeout];
+        assert_eq!(kinds_of_load(&CancelKind::ALL), others);
+        assert_eq!(kinds_of_load(&[CancelKind::Stall]), [CancelKind::Stall]);
         assert_eq!(kinds_of_load(&[]), []);
-        assert_eq!(kinds_of_load(&[Kind::Vanish, Kind::Stall]), [Kind::Vanish, Kind::Stall]);
-        let gap = [others.as_slice(), &[Kind::Vanish]].concat();
-        assert_eq!(kinds_of_phase(&Kind::ALL, Phase::Gap), gap);
-        assert_eq!(kinds_of_phase(&Kind::ALL, Phase::Stream), Kind::ALL);
-        assert_eq!(kinds_of_phase(&[Kind::Stall], Phase::Gap), [Kind::Stall]);
+        assert_eq!(
+            kinds_of_load(&[CancelKind::Vanish, CancelKind::Stall]),
+            [CancelKind::Vanish, CancelKind::Stall]
+        );
+        let gap = [others.as_slice(), &[CancelKind::Vanish]].concat();
+        assert_eq!(kinds_of_phase(&CancelKind::ALL, Phase::Gap), gap);
+        assert_eq!(kinds_of_phase(&CancelKind::ALL, Phase::Stream), CancelKind::ALL);
+        assert_eq!(kinds_of_phase(&[CancelKind::Stall], Phase::Gap), [CancelKind::Stall]);
     }
 }

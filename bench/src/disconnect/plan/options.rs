@@ -1,14 +1,14 @@
-//! What a run is told: its options, what is wrong with them, and the terms on which its parts are played.
+//! The options of a run, their checks, and the options of its segments.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::BenchError;
-use crate::disconnect::analyse::vanished::NOTICED_MS;
-use crate::disconnect::plan::phase::{Kind, Phase};
+use crate::disconnect::plan::phase::{CancelKind, Phase};
+use crate::disconnect::plan::vanish::NOTICED_MS;
 
-/// A round is no shorter.
+/// The minimum length of a round, s.
 const ROUND_SECONDS_MIN: f64 = 0.5;
 
 /// Options of `baton bench disconnect`.
@@ -60,8 +60,8 @@ pub struct DisconnectOptions {
     #[arg(long, value_name = "NAME,...", value_delimiter = ',', default_values_t = Phase::ALL, value_enum)]
     pub(crate) phases: Vec<Phase>,
     /// Ways in which clients cancel, separated by commas
-    #[arg(long, value_name = "NAME,...", value_delimiter = ',', default_values_t = Kind::ALL, value_enum)]
-    pub(crate) cancel_by: Vec<Kind>,
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',', default_values_t = CancelKind::ALL, value_enum)]
+    pub(crate) cancel_by: Vec<CancelKind>,
     /// Milliseconds a stalled client reads nothing before it resets; less if context or pools limit the
     /// response
     #[arg(long, value_name = "MS", default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..=600_000))]
@@ -70,7 +70,7 @@ pub struct DisconnectOptions {
     #[arg(long, value_name = "MS", default_value_t = NOTICED_MS, value_parser = clap::value_parser!(u64).range(1_000..=3_600_000))]
     pub(crate) vanish_noticed_ms: u64,
     /// Cancelled requests per phase
-    #[arg(long, value_name = "N", default_value_t = 60, value_parser = victims)]
+    #[arg(long, value_name = "N", default_value_t = 60, value_parser = cancel_count)]
     pub(crate) cancels: usize,
     /// Maximum seconds per phase
     #[arg(long, value_name = "SECONDS", default_value_t = 10.0)]
@@ -140,27 +140,28 @@ fn share(text: &str) -> Result<f64, String> {
     }
 }
 
-fn victims(text: &str) -> Result<usize, String> {
+fn cancel_count(text: &str) -> Result<usize, String> {
     match text.parse() {
-        Ok(victims) if (1..=100_000).contains(&victims) => Ok(victims),
+        Ok(count) if (1..=100_000).contains(&count) => Ok(count),
         _ => Err("a number of clients, from 1 to 100,000".into()),
     }
 }
 
-/// How the parts of a run are played.
-pub(crate) struct Terms {
-    /// A calm, or a storm, of one round.
-    pub(crate) act: Duration,
+/// Options of the segments of a run.
+pub(crate) struct SegmentOptions {
+    /// Length of one calm or one storm.
+    pub(crate) segment: Duration,
     pub(crate) rounds: u32,
     pub(crate) phase: Duration,
     pub(crate) fault: Duration,
-    /// Share of the requests that leave while something is broken: half of the storm's, for who stays is what it is judged by.
+    /// Share of the requests that are cancelled in a fault segment: half of the storm's share. Uncancelled requests
+    /// show the effect of a fault, so more of them are needed.
     pub(crate) fault_share: f64,
     pub(crate) settle: Duration,
     pub(crate) rate: f64,
     pub(crate) unary: f64,
-    pub(crate) victims: usize,
-    pub(crate) kinds: Vec<Kind>,
+    pub(crate) cancels: usize,
+    pub(crate) kinds: Vec<CancelKind>,
 }
 
 impl DisconnectOptions {
@@ -197,8 +198,8 @@ impl DisconnectOptions {
         Ok(())
     }
 
-    /// What was chosen, for the record; what has a place of its own there is not repeated.
-    pub(crate) fn described(&self, engines: usize) -> serde_json::Value {
+    /// The chosen options for the run record, without those that have a field of their own there.
+    pub(crate) fn describe(&self, engines: usize) -> serde_json::Value {
         let named = |commands: &[String]| -> Vec<String> {
             commands.iter().filter_map(|text| Some(text.split_once('=')?.0.to_owned())).collect()
         };
@@ -224,7 +225,7 @@ impl DisconnectOptions {
         Ok(Some(compared))
     }
 
-    /// How to break and to mend parts of a running deployment, by name.
+    /// Commands that inject a fault and recover from it, by name.
     pub(crate) fn commands(&self) -> Result<BTreeMap<String, (String, Option<String>)>, BenchError> {
         let named = |option: &str, text: &str| match text.split_once('=') {
             Some((name, command)) if !name.is_empty() && !command.is_empty() => {
@@ -240,27 +241,27 @@ impl DisconnectOptions {
         for text in &self.recover {
             let (name, command) = named("recover", text)?;
             match commands.get_mut(&name) {
-                Some((_, mend)) => *mend = Some(command),
+                Some((_, recover)) => *recover = Some(command),
                 None => return Err(format!("--recover {name}=… has no --fault {name}=…").into()),
             }
         }
         Ok(commands)
     }
 
-    pub(crate) fn terms(&self) -> Terms {
+    pub(crate) fn segment_options(&self) -> SegmentOptions {
         let seconds = Duration::from_secs_f64;
-        let act = self.seconds / f64::from(self.rounds);
-        Terms {
-            act: seconds(act),
+        let segment = self.seconds / f64::from(self.rounds);
+        SegmentOptions {
+            segment: seconds(segment),
             rounds: self.rounds,
             phase: seconds(self.phase_seconds),
-            fault: seconds((act * 1.5).max(4.0)),
+            fault: seconds((segment * 1.5).max(4.0)),
             fault_share: self.cancel_share / 2.0,
             settle: seconds(self.quiesce),
-            // Calibration finds a better one.
+            // Calibration replaces this rate.
             rate: self.rate.unwrap_or(1.0),
             unary: self.unary_share,
-            victims: self.cancels,
+            cancels: self.cancels,
             kinds: self.cancel_by.clone(),
         }
     }
@@ -277,8 +278,8 @@ mod tests {
         let command = DisconnectOptions::augment_args(clap::Command::new("disconnect"));
         let given = command.clone().get_matches_from(["disconnect"]);
         let options = DisconnectOptions::from_arg_matches(&given).expect("defaults");
-        let described = options.described(2);
-        // In the record by themselves, in its command line alone, or of no consequence to what is measured.
+        let described = options.describe(2);
+        // In a field of the record, only in its command line, or without effect on the measurement.
         let elsewhere = [
             "url",
             "admin",

@@ -1,9 +1,9 @@
-//! Where in its life a request is when its client leaves, and how a client leaves.
+//! The phase in which a request is cancelled, and the kind of the cancel.
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// A phase of a request's life.
+/// A phase of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Phase {
@@ -26,7 +26,7 @@ pub(crate) enum Phase {
 }
 
 impl Phase {
-    /// In the order of a request's life.
+    /// All phases, in the order of a request.
     pub(crate) const ALL: [Self; 8] = [
         Self::Queued,
         Self::Prefill,
@@ -37,11 +37,11 @@ impl Phase {
         Self::Stream,
         Self::Unary,
     ];
-    /// Those of every engine: few log when a reply is written.
+    /// The phases of every engine. Few engines log when a reply is written.
     pub(crate) const COMMON: [Self; 7] =
         [Self::Queued, Self::Prefill, Self::Gap, Self::Fetch, Self::FirstToken, Self::Stream, Self::Unary];
 
-    /// The word in reports.
+    /// The name in reports.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Queued => "queued",
@@ -56,10 +56,10 @@ impl Phase {
     }
 }
 
-/// How a client leaves.
+/// How a client cancels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Kind {
+pub(crate) enum CancelKind {
     /// Closes its connection
     Fin,
     /// Resets its connection
@@ -74,12 +74,12 @@ pub(crate) enum Kind {
     Vanish,
 }
 
-impl Kind {
-    /// Every kind.
+impl CancelKind {
+    /// All kinds.
     pub(crate) const ALL: [Self; 6] =
         [Self::Fin, Self::Rst, Self::HalfClose, Self::Stall, Self::Timeout, Self::Vanish];
 
-    /// The word in reports.
+    /// The name in reports.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Fin => "FIN",

@@ -1,6 +1,7 @@
-//! What is recorded while a run is in progress: raw events, engine states, timelines.
+//! The record of a run in progress: raw events, engine states, timelines.
 
-pub(crate) mod flight;
+pub(crate) mod in_flight;
+pub(crate) mod rate;
 pub(crate) mod raw;
 pub(crate) mod recorder;
 pub(crate) mod retries;

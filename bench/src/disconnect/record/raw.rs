@@ -1,18 +1,17 @@
-//! The raw events of a run, as they are written to `events.jsonl`: one JSON object a line, in the order in which they
-//! became known. Every number of a report is computed from these and from nothing else.
+//! The raw events of a run, as in `events.jsonl`: one JSON object per line, in the order in which they arrived. All
+//! numbers of a report are computed from these events alone.
 
 use std::io::{BufRead, Write};
 
 use serde::{Deserialize, Serialize};
 
-use crate::disconnect::drive::rate::Rate;
-use crate::disconnect::plan::phase::{Kind, Phase};
-use crate::disconnect::record::flight::Struck;
-use crate::disconnect::record::timeline::Seen;
+use crate::disconnect::plan::phase::{CancelKind, Phase};
+use crate::disconnect::record::in_flight::FaultContext;
+use crate::disconnect::record::rate::CalibratedRate;
 
-/// A line is not read beyond this.
+/// Maximum bytes of a line.
 const LINE_BYTES_MAX: u64 = 4 << 20;
-/// Lines that are read.
+/// Maximum lines of a file.
 const RECORDS_MAX: usize = 20_000_000;
 
 /// One line.
@@ -20,78 +19,69 @@ const RECORDS_MAX: usize = 20_000_000;
 #[serde(tag = "record", rename_all = "snake_case")]
 pub(crate) enum Record {
     /// The first line.
-    Run(Run),
-    /// An engine that is watched, by its number in this file.
-    Engine(EngineFacts),
-    /// Part of the run has begun.
-    SegmentBegan {
-        #[serde(rename = "segment")]
-        act: String,
-        at_us: u64,
-        what: ActKind,
-    },
-    /// It is over: every call has ended, and the engines were given time to come to rest.
-    SegmentEnded {
-        #[serde(rename = "segment")]
-        act: String,
-        at_us: u64,
-    },
-    /// How much is asked for in calm, storm and faults.
-    Load(Rate),
+    Run(RunRecord),
+    /// A watched engine, by its number in this file.
+    Engine(EngineRecord),
+    /// A segment has begun.
+    SegmentBegan { segment: String, at_us: u64, what: SegmentKind },
+    /// A segment has ended: all calls have ended, and the engines had time to free their blocks.
+    SegmentEnded { segment: String, at_us: u64 },
+    /// The request rate of calm, storm and faults.
+    Load(CalibratedRate),
     /// A client's call.
     Call(CallRecord),
-    /// What an engine did.
+    /// An event of an engine.
     Event(EventRecord),
-    /// What an engine's books said.
-    EngineState(Books),
+    /// The state of an engine at one moment.
+    EngineState(EngineState),
     /// Events of an engine that were overwritten before they were read.
     Lost { engine: usize, events: u64 },
-    /// Something was broken, or mended, on purpose.
+    /// A fault was injected, or its recovery has ended.
     Fault {
-        #[serde(rename = "segment")]
-        act: String,
+        segment: String,
         fault: String,
         at_us: u64,
-        mended: bool,
-        /// Where something was broken: what that had waited for, and what was known then. Older files do not say.
+        #[serde(rename = "mended")]
+        recovered: bool,
+        /// For an injected fault: the awaited condition and the known requests in flight. Missing in older files.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        struck: Option<Struck>,
+        struck: Option<FaultContext>,
     },
-    /// Whoever ran it has stopped it before its end.
+    /// The run was stopped before its end.
     Interrupted { at_us: u64 },
-    /// It could not go on.
+    /// The run failed.
     Failed { at_us: u64, why: String },
-    /// An engine is another process than it was.
+    /// An engine runs in another process than before.
     Restarted { engine: usize, at_us: u64 },
-    /// A kind of leaving that was not possible here and was not played, and why.
-    NotPlayed { kind: Kind, why: String },
-    /// What `baton bench compare --json` has measured of other gateways.
+    /// A kind of cancel that is not possible here, and the reason.
+    NotPlayed { kind: CancelKind, why: String },
+    /// The output of `baton bench compare --json` for other gateways.
     ComparedWith { compared: serde_json::Value },
-    /// The same prompt asked again when all was quiet.
+    /// A prompt that was repeated without load.
     Replay {
         tag: String,
-        /// What was said in the run.
+        /// The response in the run.
         text: Option<String>,
-        /// What is right; `None` where the deployment did not say the same twice, or said nothing.
+        /// The expected response; `None` if the deployment gave two different responses without load, or none.
         said: Option<String>,
-        /// What it said when asked twice, where that differs.
+        /// The two responses without load, if they differ.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         answers: Vec<String>,
-        /// It gave no answer.
+        /// The deployment gave no response.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         unanswered: bool,
     },
 }
 
-/// What was run, and where.
+/// The configuration and the machine of a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Run {
+pub(crate) struct RunRecord {
     pub(crate) version: String,
-    /// Of the repository, where the run was made in it.
+    /// The commit of the repository, if the run was started in it.
     #[serde(default)]
     pub(crate) commit: Option<String>,
     pub(crate) command: String,
-    /// Its niceness, and that of what it has started. Older files do not say.
+    /// The niceness of the benchmark and of the processes it started. Missing in older files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) nice: Option<i32>,
     pub(crate) date: String,
@@ -99,44 +89,44 @@ pub(crate) struct Run {
     pub(crate) target: String,
     pub(crate) model: String,
     pub(crate) seed: u64,
-    /// After so long without its blocks being back, a client that left counts as stranded.
+    /// Blocks that are held for longer after a cancel are stranded.
     pub(crate) stranded_after_us: u64,
-    /// Everything else that was chosen.
+    /// The other options.
     pub(crate) options: serde_json::Value,
 }
 
-/// What a part of a run is for.
+/// The purpose of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum ActKind {
-    /// To learn how fast the deployment is; in no statistic.
+pub(crate) enum SegmentKind {
+    /// Measures the capacity of the deployment; in no statistic.
     Calibration,
-    /// The load, and nobody leaves.
+    /// The load without cancels.
     Calm,
-    /// The same load, and some leave.
+    /// The same load with cancels.
     Storm,
-    /// Clients that leave in one phase.
+    /// Requests that are cancelled in one phase.
     Phase,
-    /// Clients that the decode engine refuses.
+    /// Requests that the decode engine refuses.
     Refused,
-    /// Something is killed.
+    /// Load with an injected fault.
     Fault,
 }
 
-/// What is known of an engine from its start.
+/// The properties of an engine.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct EngineFacts {
+pub(crate) struct EngineRecord {
     pub(crate) engine: usize,
     pub(crate) name: String,
     pub(crate) role: String,
-    /// It has an event log; otherwise only its metrics are read.
+    /// The engine has an event log. Otherwise only its metrics are read.
     pub(crate) events: bool,
-    /// It says that what is batched beside a request may change its words.
+    /// The engine reports that other requests in a batch may change a response.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) batching_shows: bool,
-    /// Blocks of its pool; 0 where it does not say.
+    /// Blocks of the pool; 0 if the engine does not report them.
     pub(crate) blocks: u64,
-    /// Its clock less ours, and how far off that may be, microseconds.
+    /// The clock of the engine minus the clock of the benchmark, and the error of that, microseconds.
     pub(crate) clock_offset_us: i64,
     pub(crate) clock_doubt_us: u64,
 }
@@ -144,15 +134,14 @@ pub(crate) struct EngineFacts {
 /// One call of a client, in microseconds since the Unix epoch.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct CallRecord {
-    #[serde(rename = "segment")]
-    pub(crate) act: String,
+    pub(crate) segment: String,
     /// The request's `user`.
     pub(crate) tag: String,
-    /// What it was to do; `None`: stay.
+    /// The planned cancel; `None` for an uncancelled request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) leaves: Option<Leaves>,
+    pub(crate) leaves: Option<CancelPlan>,
     pub(crate) stream: bool,
-    /// When it was to begin.
+    /// The planned start.
     pub(crate) due_us: u64,
     pub(crate) began_us: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -160,7 +149,7 @@ pub(crate) struct CallRecord {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) left_us: Option<u64>,
     pub(crate) ended_us: u64,
-    /// Each event with text, microseconds after `began_us`.
+    /// The events with text, microseconds after `began_us`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) tokens_us: Vec<u64>,
     /// `done`, `left`, `refused`, `failed`, `broken` or `timed_out`.
@@ -169,27 +158,39 @@ pub(crate) struct CallRecord {
     pub(crate) status: Option<u16>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) error: Option<String>,
-    /// Tokens of the answer, as far as it came.
+    /// Received tokens of the response.
     pub(crate) generated: u32,
-    /// That it asked for, where that is not what all ask for.
+    /// Requested tokens, if they differ from the usual number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) max_tokens: Option<u32>,
     pub(crate) text: String,
-    /// An SDK's retry of the call with this tag.
+    /// The tag of the call that this call retries.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) retries: Option<String>,
 }
 
+/// The times of a call as its client saw them, in microseconds since the Unix epoch.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct ClientTimes {
+    pub(crate) began: u64,
+    pub(crate) stream: bool,
+    /// The first event of a stream with text, and the last one so far.
+    pub(crate) first_token: Option<u64>,
+    pub(crate) last_token: Option<u64>,
+    /// The end of a complete response.
+    pub(crate) done: Option<u64>,
+}
+
 impl CallRecord {
-    /// Its client is to vanish.
+    /// The client of the call is planned to vanish.
     pub(crate) fn vanishes(&self) -> bool {
-        self.leaves.is_some_and(|leaves| leaves.kind == Kind::Vanish)
+        self.leaves.is_some_and(|leaves| leaves.kind == CancelKind::Vanish)
     }
 
-    /// What its client has seen.
-    pub(crate) fn seen(&self) -> Seen {
+    /// The times that the client saw.
+    pub(crate) fn client_times(&self) -> ClientTimes {
         let token = |after: Option<&u64>| after.map(|after| self.began_us + after).filter(|_| self.stream);
-        Seen {
+        ClientTimes {
             began: self.began_us,
             stream: self.stream,
             first_token: token(self.tokens_us.first()),
@@ -199,19 +200,19 @@ impl CallRecord {
     }
 }
 
-/// When and how a client is to leave.
+/// When and how a client cancels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Leaves {
-    /// The phase that it aims at; `None`: any.
+pub(crate) struct CancelPlan {
+    /// The intended phase; `None` for any phase.
     pub(crate) phase: Option<Phase>,
-    pub(crate) kind: Kind,
+    pub(crate) kind: CancelKind,
 }
 
 /// One event of an engine's log. See `docs/reference/event-log.md`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct EventRecord {
     pub(crate) engine: usize,
-    /// By our clock.
+    /// By the clock of the benchmark.
     pub(crate) at_us: u64,
     pub(crate) seq: u64,
     pub(crate) request_id: String,
@@ -223,7 +224,7 @@ pub(crate) struct EventRecord {
     pub(crate) leg: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) blocks: Option<u64>,
-    /// Of a lease, until only time ends it; none while it grows.
+    /// Of a lease: the time until it expires; `None` while it grows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) left_ms: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -240,55 +241,54 @@ pub(crate) struct EventRecord {
     pub(crate) result: Option<String>,
 }
 
-/// An engine's books at one moment. Blocks that are not told are `None`.
+/// The state of an engine at one moment. Unreported block counts are `None`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Books {
+pub(crate) struct EngineState {
     pub(crate) engine: usize,
     pub(crate) at_us: u64,
-    /// Of metrics: from asking until they were there. They are of some moment in between.
-    #[serde(default, skip_serializing_if = "is_nothing")]
+    /// For metrics: the duration of the request. The values are from a moment within it.
+    #[serde(default, skip_serializing_if = "is_zero_u64")]
     pub(crate) took_us: u64,
     pub(crate) total: u64,
-    /// The engine does not tell how many blocks it has: `total` and `held` are thousandths of its pool.
+    /// The engine does not report the size of its pool: `total` and `held` are thousandths of the pool.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) thousandths: bool,
-    /// Blocks that nobody can have: active, leased, landing, storing.
+    /// Blocks that cannot be allocated: active, leased, landing, storing.
     pub(crate) held: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) leased: Option<u64>,
-    /// Blocks by state, less the pool: more than there are, where some were freed twice; fewer, where some were lost.
+    /// The sum of all blocks by state minus the size of the pool. Positive if blocks were freed twice, negative if
+    /// blocks were lost.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub(crate) askew: i64,
-    /// Requests on the books, in whatever phase.
+    /// Requests of the engine, in any phase.
     pub(crate) requests: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) leases: Option<u64>,
-    /// Leases that ended by expiry since the engine began.
+    /// Expired leases since the start of the engine.
     pub(crate) expired: u64,
 }
 
-#[allow(clippy::trivially_copy_pass_by_ref)] // serde's shape
 fn is_zero(value: &i64) -> bool {
     *value == 0
 }
 
-#[allow(clippy::trivially_copy_pass_by_ref)] // serde's shape
-fn is_nothing(value: &u64) -> bool {
+fn is_zero_u64(value: &u64) -> bool {
     *value == 0
 }
 
-/// Why a file of raw events cannot be used.
+/// An error in a file of raw events.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RawError {
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error("{0}")]
     Read(#[from] std::io::Error),
-    /// A line is no record.
+    /// A line is not a record.
     #[error("line {line}: {why}")]
     Line {
-        /// From 1.
+        /// The line number, from 1.
         line: usize,
-        /// What is wrong with it.
+        /// The error of the line.
         why: String,
     },
 }
@@ -296,16 +296,16 @@ pub(crate) enum RawError {
 /// Writes one line.
 ///
 /// # Errors
-/// When it cannot be written.
+/// If the write fails.
 pub(crate) fn write(out: &mut dyn Write, record: &Record) -> std::io::Result<()> {
     serde_json::to_writer(&mut *out, record)?;
     out.write_all(b"\n")
 }
 
-/// Reads what [`write`] has written.
+/// Reads the output of [`write`].
 ///
 /// # Errors
-/// [`RawError`], at the first line that is no record.
+/// [`RawError`] at the first line that is not a record.
 pub(crate) fn read(from: &mut dyn BufRead) -> Result<Vec<Record>, RawError> {
     let mut records = Vec::new();
     let mut line = Vec::new();
@@ -317,7 +317,7 @@ pub(crate) fn read(from: &mut dyn BufRead) -> Result<Vec<Record>, RawError> {
         }
         let wrong = |why: String| RawError::Line { line: number, why };
         if line.last() != Some(&b'\n') && bytes as u64 != LINE_BYTES_MAX && number > 1 {
-            // Whoever wrote it was killed in the middle of it.
+            // The writer was killed while it wrote this line.
             break;
         }
         if bytes as u64 == LINE_BYTES_MAX || records.len() == RECORDS_MAX {

@@ -1,4 +1,4 @@
-//! Where raw events go as they happen: a file, or nowhere for who looks at engines without a record.
+//! The destination of raw events: a file, or none if engines are watched without a record.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -9,34 +9,34 @@ use crate::disconnect::record::raw::{self, Record};
 
 /// See the module's documentation.
 pub(crate) struct Recorder {
-    out: Mutex<Out>,
+    out: Mutex<EventWriter>,
 }
 
-struct Out {
+struct EventWriter {
     file: Box<dyn Write + Send>,
-    /// The first thing that went wrong: what is missing in the file must not look as if it had not happened.
+    /// The first write error. Without it, missing records would look like events that did not happen.
     failed: Option<std::io::Error>,
 }
 
 impl Recorder {
-    /// A fresh file.
+    /// Creates a new file.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// If the file cannot be created.
     pub(crate) fn create(path: &Path) -> std::io::Result<Self> {
         Ok(Self::into(BufWriter::new(File::create(path)?)))
     }
 
-    /// Keeps nothing.
-    pub(crate) fn nowhere() -> Self {
+    /// A recorder that discards all records.
+    pub(crate) fn discard() -> Self {
         Self::into(std::io::sink())
     }
 
     fn into(file: impl Write + Send + 'static) -> Self {
-        Self { out: Mutex::new(Out { file: Box::new(file), failed: None }) }
+        Self { out: Mutex::new(EventWriter { file: Box::new(file), failed: None }) }
     }
 
-    /// Writes one record. That it could not be written is told by [`Self::finish`].
+    /// Writes one record. [`Self::finish`] returns a write error.
     pub(crate) fn put(&self, record: &Record) {
         let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
         if out.failed.is_none() {
@@ -44,10 +44,10 @@ impl Recorder {
         }
     }
 
-    /// Everything is in the file.
+    /// Flushes the file.
     ///
     /// # Errors
-    /// When it is not.
+    /// The first write error, or an error of the flush.
     pub(crate) fn finish(&self) -> std::io::Result<()> {
         let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
         out.file.flush()?;

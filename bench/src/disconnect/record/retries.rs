@@ -1,5 +1,5 @@
-//! What clients that ran out of patience asked again, as SDKs do, and what became of that. They count neither as clients that
-//! left nor as ones that stayed; this is all that is said of them.
+//! Retries of clients with a timeout, as SDKs make them, and their outcomes. Retries count neither as cancelled nor as
+//! uncancelled requests.
 
 use std::collections::BTreeMap;
 
@@ -9,20 +9,20 @@ use crate::disconnect::record::raw::CallRecord;
 
 /// See the module's documentation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub(crate) struct Retries {
-    /// Calls that ask again what a call before had asked.
+pub(crate) struct RetryCounts {
+    /// Calls that retry an earlier call.
     pub(crate) asked: u64,
-    /// Of those, got no whole answer.
+    /// Retries without a complete response.
     pub(crate) failed: u64,
-    /// Clients that had no whole answer when they asked no more.
+    /// Clients whose last retry had no complete response.
     pub(crate) gave_up: u64,
 }
 
-impl Retries {
-    /// Of those among these calls that ask again.
+impl RetryCounts {
+    /// Counts the retries among these calls.
     pub(crate) fn of<'a>(calls: impl IntoIterator<Item = &'a CallRecord>) -> Self {
         let mut retries = Self::default();
-        // The last of each client: when it began, and whether it failed.
+        // The last retry of each client: its start, and whether it failed.
         let mut last: BTreeMap<&str, (u64, bool)> = BTreeMap::new();
         for call in calls {
             let Some(first) = &call.retries else { continue };
@@ -36,8 +36,8 @@ impl Retries {
         retries
     }
 
-    /// In words; `None` where nothing was asked again.
-    pub(crate) fn told(&self) -> Option<String> {
+    /// As text; `None` without retries.
+    pub(crate) fn describe(&self) -> Option<String> {
         let Self { asked, failed, gave_up } = self;
         (*asked > 0).then(|| {
             format!("{asked} retries, {failed} of them failed, {gave_up} clients without a response")

@@ -1,11 +1,11 @@
-//! Looks at the engines of a deployment while it is used: follows their event logs, and reads their books again and again.
+//! Watches the engines of a deployment during a run: follows their event logs and samples their states.
 //!
-//! Baton's engines (and the simulated ones) tell every step of every request. A vLLM engine tells its usage; then only
-//! sums can be known, and the report says so.
+//! Baton's engines and the simulated ones log every step of every request. A vLLM engine reports only sums in its
+//! metrics, which the report states.
 
 mod live;
 mod log;
-pub(crate) mod room;
+pub(crate) mod token_capacity;
 mod vllm;
 
 use std::collections::{HashMap, VecDeque};
@@ -18,64 +18,64 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::common::http_client::{Origin, Samples, WebError};
-use crate::disconnect::record::raw::{Books, EngineFacts, EventRecord, Record};
+use crate::common::http_client::{Samples, ServiceClient, WebError};
+use crate::disconnect::record::raw::{EngineRecord, EngineState, EventRecord, Record};
 use crate::disconnect::record::recorder::Recorder;
 use crate::disconnect::record::timeline::Timeline;
 use crate::load::Moment;
 
-/// How long an engine may take to answer.
+/// Timeout of a request to an engine.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How long an engine may let a follower wait for an event, ms.
+/// Timeout of a long poll of the event log, ms.
 const LONG_POLL_MS: u64 = 2_000;
-/// Between two tries to reach an engine that is away.
+/// Pause before the next attempt to reach an engine.
 const RETRY: Duration = Duration::from_millis(50);
-/// Looks at a clock; the quickest of them says most.
+/// Measurements of a clock; the fastest one is the most exact.
 const CLOCK_LOOKS: usize = 9;
-/// Events of one answer.
+/// Maximum events of one page.
 const EVENTS_OF_ONE_ANSWER: usize = 2_000;
 
-/// An endpoint that does not wait is not asked faster.
+/// Minimum pause between pages, for an endpoint that does not wait.
 const BETWEEN_PAGES: Duration = Duration::from_micros(500);
-/// An engine that is another process more often is several engines.
+/// More restarts mean that there are several engines behind one address.
 const RESTARTS_MAX: usize = 50;
-/// Requests whose tags are remembered, and events of one that wait for its tag.
+/// Requests whose tags are kept, and events of one request that wait for its tag.
 const REQUESTS_REMEMBERED: usize = 65_536;
 const UNTAGGED_MAX: usize = 8;
 
-/// A point in the life of a request that its engines tell of.
+/// A point in the life of a request that its engines log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Mark {
-    /// Accepted by the first engine that has it.
+pub(crate) enum Milestone {
+    /// An engine has accepted the request.
     Queued,
-    /// The prefill engine computes.
+    /// The prefill engine has begun to compute.
     PrefillStarted,
-    /// The prefill engine has lent the blocks.
+    /// The prefill engine has leased the blocks.
     Lent,
-    /// Its server has written the reply.
+    /// The prefill engine has written its reply.
     Replied,
-    /// The decode engine has begun to read them.
+    /// The decode engine has begun to read the blocks.
     Fetching,
-    /// It has read them.
+    /// The decode engine has read the blocks.
     Fetched,
-    /// It has the first token.
+    /// The decode engine has generated the first token.
     FirstToken,
 }
 
-/// An engine that is watched.
-pub(crate) struct Watched {
-    origin: Origin,
-    facts: Mutex<EngineFacts>,
-    /// It shows its books; otherwise they are guessed from its metrics.
-    shows_books: bool,
-    /// Where its event log was when it was met: epoch and number.
+/// A watched engine.
+pub(crate) struct WatchedEngine {
+    service: ServiceClient,
+    record: Mutex<EngineRecord>,
+    /// The engine has `/debug/kv`. Otherwise its state is estimated from its metrics.
+    has_debug_kv: bool,
+    /// The end of the event log when the watch began: epoch and number.
     met_at: (String, u64),
     expired: AtomicU64,
 }
 
-/// What the watching knows so far of requests with tags of this run.
+/// The timelines of the requests with tags of this run.
 #[derive(Default)]
-pub(crate) struct Feed {
+pub(crate) struct TimelineFeed {
     state: Mutex<FeedState>,
     news: Notify,
 }
@@ -83,36 +83,36 @@ pub(crate) struct Feed {
 #[derive(Default)]
 struct FeedState {
     timelines: HashMap<String, Timeline>,
-    waiting: HashMap<String, Vec<(Mark, CancellationToken)>>,
-    /// The latest look at each engine: held blocks and requests.
+    waiting: HashMap<String, Vec<(Milestone, CancellationToken)>>,
+    /// The last sample of each engine: time, held blocks and requests.
     held: HashMap<usize, (u64, u64, u64)>,
 }
 
-impl Feed {
+impl TimelineFeed {
     fn lock(&self) -> MutexGuard<'_, FeedState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A token that is cancelled when this happens to the request with this tag.
-    pub(crate) fn when(&self, tag: &str, mark: Mark) -> CancellationToken {
+    /// A token that is cancelled when the request with this tag reaches the milestone.
+    pub(crate) fn when(&self, tag: &str, milestone: Milestone) -> CancellationToken {
         let token = CancellationToken::new();
-        self.lock().waiting.entry(tag.to_owned()).or_default().push((mark, token.clone()));
+        self.lock().waiting.entry(tag.to_owned()).or_default().push((milestone, token.clone()));
         token
     }
 
-    /// Nobody waits for this request any more; says what is known of it.
+    /// Removes the milestones of a request and returns its timeline.
     pub(crate) fn forget(&self, tag: &str) -> Option<Timeline> {
         let mut state = self.lock();
         state.waiting.remove(tag);
         state.timelines.get(tag).cloned()
     }
 
-    /// What is known of a request.
+    /// The timeline of a request.
     pub(crate) fn timeline(&self, tag: &str) -> Option<Timeline> {
         self.lock().timelines.get(tag).cloned()
     }
 
-    /// Waits until it is so, at most for so long; says what is known then.
+    /// Waits until the condition holds or the time is over, and returns the timeline.
     pub(crate) async fn until(
         &self,
         tag: &str,
@@ -123,7 +123,7 @@ impl Feed {
         loop {
             let news = self.news.notified();
             tokio::pin!(news);
-            // From here on an event that comes is not missed.
+            // From here on no event is missed.
             news.as_mut().enable();
             let known = self.timeline(tag);
             if known.as_ref().is_some_and(&is_so) || tokio::time::timeout_at(until, news).await.is_err() {
@@ -133,7 +133,7 @@ impl Feed {
     }
 
     #[cfg(test)]
-    pub(crate) fn tell(&self, event: &EventRecord) {
+    pub(crate) fn publish(&self, event: &EventRecord) {
         self.take(event);
     }
 
@@ -145,72 +145,73 @@ impl Feed {
     fn put(&self, event: &EventRecord) {
         let mut state = self.lock();
         let timeline = state.timelines.entry(event.tag.clone()).or_default();
-        timeline.take(event);
-        let lends = timeline.legs.iter().any(|leg| leg.engine == event.engine && leg.lends);
-        let mark = match (event.kind.as_str(), lends) {
-            ("queued", _) => Mark::Queued,
-            ("started", true) => Mark::PrefillStarted,
-            ("lease_opened", _) => Mark::Lent,
-            ("replied", true) => Mark::Replied,
-            ("fetching", _) => Mark::Fetching,
-            ("fetched", _) => Mark::Fetched,
-            ("first_token", false) => Mark::FirstToken,
+        timeline.apply(event);
+        let produces = timeline.legs.iter().any(|leg| leg.engine == event.engine && leg.produces);
+        let milestone = match (event.kind.as_str(), produces) {
+            ("queued", _) => Milestone::Queued,
+            ("started", true) => Milestone::PrefillStarted,
+            ("lease_opened", _) => Milestone::Lent,
+            ("replied", true) => Milestone::Replied,
+            ("fetching", _) => Milestone::Fetching,
+            ("fetched", _) => Milestone::Fetched,
+            ("first_token", false) => Milestone::FirstToken,
             _ => return,
         };
         if let Some(waiting) = state.waiting.get_mut(&event.tag) {
             waiting.retain(|(wanted, token)| {
-                if *wanted == mark {
+                if *wanted == milestone {
                     token.cancel();
                 }
-                *wanted != mark
+                *wanted != milestone
             });
         }
     }
 
-    /// Whether every engine held nothing when it was last looked at, at or after this moment.
-    pub(crate) fn all_home_since(&self, at_us: u64, engines: usize) -> bool {
+    /// Whether every engine held no blocks and no requests in its last sample, at or after this moment.
+    pub(crate) fn all_free_since(&self, at_us: u64, engines: usize) -> bool {
         let state = self.lock();
         state.held.len() == engines
             && state.held.values().all(|(at, held, requests)| *at >= at_us && *held == 0 && *requests == 0)
     }
 }
 
-/// The watching of a deployment; ends when dropped.
-pub(crate) struct Watch {
-    pub(crate) engines: Vec<Arc<Watched>>,
-    pub(crate) feed: Arc<Feed>,
+/// The watch of a deployment; ends when it is dropped.
+pub(crate) struct EngineWatch {
+    pub(crate) engines: Vec<Arc<WatchedEngine>>,
+    pub(crate) feed: Arc<TimelineFeed>,
     _tasks: JoinSet<()>,
 }
 
-/// How engines are watched.
+/// Options of the watch.
 #[derive(Clone)]
-pub(crate) struct Terms {
-    /// Only requests whose tag begins so are looked at.
+pub(crate) struct WatchOptions {
+    /// Only requests whose tag has this prefix are watched.
     pub(crate) prefix: String,
-    /// Between two looks at the books.
+    /// The interval between samples of an engine.
     pub(crate) every: Duration,
-    /// Event logs and books are not looked at, only metrics.
+    /// Read only metrics, without event logs and `/debug/kv`.
     pub(crate) metrics_only: bool,
 }
 
-impl Watch {
-    /// Meets every engine and begins to watch it. `engines`: a name, a role if it is known, and where.
+impl EngineWatch {
+    /// Connects to every engine and begins to watch it. `engines`: name, role if known, and address.
     ///
     /// # Errors
-    /// When one of them cannot be met.
+    /// If an engine does not respond.
     pub(crate) async fn begin(
-        engines: Vec<(String, Option<String>, Origin)>,
-        terms: &Terms,
+        engines: Vec<(String, Option<String>, ServiceClient)>,
+        terms: &WatchOptions,
         recorder: &Arc<Recorder>,
     ) -> Result<Self, WebError> {
-        let feed = Arc::new(Feed::default());
+        let feed = Arc::new(TimelineFeed::default());
         let mut tasks = JoinSet::new();
         let mut watched = Vec::new();
-        for (number, (name, role, origin)) in engines.into_iter().enumerate() {
-            let engine = Arc::new(Watched::meet(number, name, role, origin, terms.metrics_only).await?);
-            recorder.put(&Record::Engine(engine.facts()));
+        for (number, (name, role, service)) in engines.into_iter().enumerate() {
+            let engine =
+                Arc::new(WatchedEngine::connect(number, name, role, service, terms.metrics_only).await?);
+            recorder.put(&Record::Engine(engine.record()));
             let (feed, recorder) = (Arc::clone(&feed), Arc::clone(recorder));
-            if engine.facts().events {
+            if engine.record().events {
                 let (engine, feed) = (Arc::clone(&engine), Arc::clone(&feed));
                 let (terms, recorder) = (terms.clone(), Arc::clone(&recorder));
                 tasks.spawn(async move { engine.follow(&terms, &feed, &recorder).await });
@@ -228,22 +229,22 @@ impl Watch {
         Ok(Self { engines: watched, feed, _tasks: tasks })
     }
 
-    /// Whether every engine tells every step.
+    /// Whether all engines have an event log.
     pub(crate) fn exact(&self) -> bool {
-        !self.engines.is_empty() && self.engines.iter().all(|engine| engine.facts().events)
+        !self.engines.is_empty() && self.engines.iter().all(|engine| engine.record().events)
     }
 
-    /// Reads the counters that are only in metrics.
+    /// Reads the counters that only metrics contain.
     pub(crate) async fn read_counters(&self) {
         for engine in &self.engines {
             engine.read_counters().await;
         }
     }
 
-    /// Waits until every engine holds nothing, at most so long. Says whether they do.
-    pub(crate) async fn home(&self, within: Duration) -> bool {
+    /// Waits until no engine holds blocks, or the time is over. Returns whether they are free.
+    pub(crate) async fn wait_until_all_free(&self, within: Duration) -> bool {
         let (from, until) = (Moment::now().us(), tokio::time::Instant::now() + within);
-        while !self.feed.all_home_since(from, self.engines.len()) {
+        while !self.feed.all_free_since(from, self.engines.len()) {
             if tokio::time::Instant::now() > until {
                 return false;
             }
@@ -253,25 +254,25 @@ impl Watch {
     }
 }
 
-impl Watched {
-    async fn meet(
+impl WatchedEngine {
+    async fn connect(
         number: usize,
         name: String,
         role: Option<String>,
-        origin: Origin,
+        service: ServiceClient,
         metrics_only: bool,
     ) -> Result<Self, WebError> {
-        let mut facts = EngineFacts { engine: number, name, ..EngineFacts::default() };
-        let latest = origin.get_json("/debug/kv/events?after=latest", PATIENCE).await;
+        let mut record = EngineRecord { engine: number, name, ..EngineRecord::default() };
+        let latest = service.get_json("/debug/kv/events?after=latest", PATIENCE).await;
         match &latest {
             Ok(page) => {
-                facts.events = !metrics_only;
-                facts.role = page["engine"]["role"].as_str().unwrap_or("both").to_owned();
+                record.events = !metrics_only;
+                record.role = page["engine"]["role"].as_str().unwrap_or("both").to_owned();
             }
             Err(error) if error.status().is_some_and(|status| status.as_u16() == 404) => {}
             Err(_) => return Err(latest.expect_err("it is an error")),
         }
-        facts.role = role.unwrap_or(std::mem::take(&mut facts.role));
+        record.role = role.unwrap_or(std::mem::take(&mut record.role));
         let met_at = latest.map_or_else(
             |_| Default::default(),
             |page| {
@@ -279,41 +280,42 @@ impl Watched {
                 (epoch, page["next"].as_u64().unwrap_or_default())
             },
         );
-        let shown = origin.get_json("/debug/kv", PATIENCE).await;
+        let shown = service.get_json("/debug/kv", PATIENCE).await;
         let absent = |error: &WebError| error.status().is_some_and(|status| status.as_u16() == 404);
-        let shows_books = match shown {
+        let has_debug_kv = match shown {
             Ok(page) => {
-                facts.batching_shows = page["engine"]["batch_invariant"] == false;
+                record.batching_shows = page["engine"]["batch_invariant"] == false;
                 !metrics_only
             }
             Err(error) if absent(&error) => false,
             Err(error) => return Err(error),
         };
-        let (facts, expired) = (Mutex::new(facts), AtomicU64::new(0));
-        let engine = Self { origin, facts, shows_books, met_at, expired };
+        let (record, expired) = (Mutex::new(record), AtomicU64::new(0));
+        let engine = Self { service, record, has_debug_kv, met_at, expired };
         engine.read_counters().await;
-        if engine.facts().events {
+        if engine.record().events {
             engine.read_clock().await?;
         }
-        let books = engine.books().await?;
-        engine.with_facts(|facts| facts.blocks = if books.thousandths { 0 } else { books.total });
+        let state = engine.engine_state().await?;
+        engine.with_record(|record| record.blocks = if state.thousandths { 0 } else { state.total });
         Ok(engine)
     }
 
-    fn with_facts<T>(&self, change: impl FnOnce(&mut EngineFacts) -> T) -> T {
-        change(&mut self.facts.lock().unwrap_or_else(PoisonError::into_inner))
+    fn with_record<T>(&self, change: impl FnOnce(&mut EngineRecord) -> T) -> T {
+        change(&mut self.record.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    pub(crate) fn facts(&self) -> EngineFacts {
-        self.with_facts(|facts| facts.clone())
+    pub(crate) fn record(&self) -> EngineRecord {
+        self.with_record(|record| record.clone())
     }
 
-    /// How far its clock is off ours: of several looks the quickest, with half its time as the doubt.
+    /// Measures the offset of the engine's clock: the fastest of several measurements, with half its duration as the
+    /// error.
     async fn read_clock(&self) -> Result<(), WebError> {
         let mut best: Option<(u64, i64)> = None;
         for _ in 0..CLOCK_LOOKS {
             let asked = Moment::now().us();
-            let page = self.origin.get_json("/debug/kv/events?after=latest", PATIENCE).await?;
+            let page = self.service.get_json("/debug/kv/events?after=latest", PATIENCE).await?;
             let answered = Moment::now().us();
             let theirs = page["now_us"].as_i64().unwrap_or_default();
             let (took, middle) =
@@ -324,92 +326,92 @@ impl Watched {
         }
         let (took, offset) = best.expect("it was looked at");
         let doubt = took / 2 + 1;
-        self.with_facts(|facts| {
-            facts.clock_doubt_us = doubt;
-            // What cannot be told from nothing is nothing.
-            facts.clock_offset_us = if offset.unsigned_abs() <= doubt { 0 } else { offset };
+        self.with_record(|record| {
+            record.clock_doubt_us = doubt;
+            // An offset within its error counts as zero.
+            record.clock_offset_us = if offset.unsigned_abs() <= doubt { 0 } else { offset };
         });
         Ok(())
     }
 
-    /// Reads its event log to the end of time.
-    async fn follow(&self, terms: &Terms, feed: &Feed, recorder: &Recorder) {
+    /// Follows the event log until the watch ends.
+    async fn follow(&self, terms: &WatchOptions, feed: &TimelineFeed, recorder: &Recorder) {
         let (mut epoch, mut after) = self.met_at.clone();
-        let (mut restarts, mut tags) = (0, Tags::default());
+        let (mut restarts, mut tags) = (0, TagIndex::default());
         loop {
             let path =
                 format!("/debug/kv/events?after={after}&wait_ms={LONG_POLL_MS}&limit={EVENTS_OF_ONE_ANSWER}");
             let patience = PATIENCE + Duration::from_millis(LONG_POLL_MS);
             tokio::time::sleep(BETWEEN_PAGES).await;
-            let Ok(page) = self.origin.get_json(&path, patience).await else {
-                // Killed, perhaps, and about to be started again.
+            let Ok(page) = self.service.get_json(&path, patience).await else {
+                // The engine may be killed and about to restart.
                 tokio::time::sleep(RETRY).await;
                 continue;
             };
-            let told = page["engine"]["epoch"].as_str().unwrap_or_default();
-            if told != epoch {
-                // Another process: its numbers begin anew, and its clock was set anew.
-                (epoch, after) = (told.to_owned(), 0);
+            let current = page["engine"]["epoch"].as_str().unwrap_or_default();
+            if current != epoch {
+                // A new process: its event numbers begin again, and its clock may differ.
+                (epoch, after) = (current.to_owned(), 0);
                 restarts += 1;
                 if restarts > RESTARTS_MAX {
-                    // Several engines behind one address: what one of them tells cannot be told from the others.
-                    recorder.put(&Record::Lost { engine: self.facts().engine, events: 1 });
+                    // Several engines behind one address: their events cannot be separated.
+                    recorder.put(&Record::Lost { engine: self.record().engine, events: 1 });
                     return;
                 }
                 let _ = self.read_clock().await;
-                recorder.put(&Record::Engine(self.facts()));
-                let engine = self.facts().engine;
+                recorder.put(&Record::Engine(self.record()));
+                let engine = self.record().engine;
                 recorder.put(&Record::Restarted { engine, at_us: Moment::now().us() });
                 continue;
             }
-            let facts = self.facts();
+            let record = self.record();
             if let Some(events) = page["lost"].as_u64().filter(|lost| *lost > 0) {
-                recorder.put(&Record::Lost { engine: facts.engine, events });
+                recorder.put(&Record::Lost { engine: record.engine, events });
             }
-            let log::Page { fresh, next } = log::read(&page, after);
+            let log::LogPage { fresh, next } = log::read(&page, after);
             for event in fresh {
-                for event in tags.tell(event, &terms.prefix) {
-                    if let Some(event) = record_of(&event, &facts) {
+                for event in tags.tag(event, &terms.prefix) {
+                    if let Some(event) = record_of(&event, &record) {
                         recorder.put(&Record::Event(event.clone()));
                         feed.take(&event);
                     }
                 }
             }
             let Some(next) = next else {
-                // It would fill the disk with what is known, and tell nothing.
-                recorder.put(&Record::Lost { engine: facts.engine, events: 1 });
+                // A log that returns the same page again would fill the disk.
+                recorder.put(&Record::Lost { engine: record.engine, events: 1 });
                 return;
             };
             after = next;
         }
     }
 
-    async fn look(&self, feed: &Feed, recorder: &Recorder) {
-        let Ok(books) = self.books().await else { return };
-        feed.lock().held.insert(books.engine, (books.at_us, books.held, books.requests));
-        recorder.put(&Record::EngineState(books));
+    async fn look(&self, feed: &TimelineFeed, recorder: &Recorder) {
+        let Ok(state) = self.engine_state().await else { return };
+        feed.lock().held.insert(state.engine, (state.at_us, state.held, state.requests));
+        recorder.put(&Record::EngineState(state));
     }
 
-    async fn books(&self) -> Result<Books, WebError> {
-        let facts = self.facts();
+    async fn engine_state(&self) -> Result<EngineState, WebError> {
+        let record = self.record();
         let asked = Moment::now().us();
-        let mut books = if self.shows_books {
-            of_baton(&self.origin.get_json("/debug/kv", PATIENCE).await?)
+        let mut state = if self.has_debug_kv {
+            of_baton(&self.service.get_json("/debug/kv", PATIENCE).await?)
         } else {
-            let samples = self.origin.samples(PATIENCE).await?;
+            let samples = self.service.samples(PATIENCE).await?;
             self.count(&samples);
-            let mut books = vllm::books(&samples);
-            books.took_us = Moment::now().us() - asked;
-            books
+            let mut state = vllm::engine_state(&samples);
+            state.took_us = Moment::now().us() - asked;
+            state
         };
-        // The moment of asking: what was true at some moment after it was.
-        (books.engine, books.at_us) = (facts.engine, asked);
-        books.expired = self.expired.load(Ordering::Relaxed);
-        Ok(books)
+        // The start of the request. The values are from a later moment.
+        (state.engine, state.at_us) = (record.engine, asked);
+        state.expired = self.expired.load(Ordering::Relaxed);
+        Ok(state)
     }
 
     async fn read_counters(&self) {
-        if let Ok(samples) = self.origin.samples(PATIENCE).await {
+        if let Ok(samples) = self.service.samples(PATIENCE).await {
             self.count(&samples);
         }
     }
@@ -422,23 +424,22 @@ impl Watched {
     }
 }
 
-/// Which request has which tag: an engine may tell an abort before it knows the request, and forgets a tag with the
-/// event that brought it.
+/// Tags by request. An engine may log an abort before its request, and only the first event contains the tag.
 #[derive(Default)]
-struct Tags {
+struct TagIndex {
     known: HashMap<String, String>,
-    /// Oldest first, of both.
+    /// Oldest first, of both maps.
     order: VecDeque<String>,
     untagged: HashMap<String, Vec<Value>>,
 }
 
-impl Tags {
-    /// The events that can be told now that this one has come: it, and what waited for its tag.
-    fn tell(&mut self, event: &Value, prefix: &str) -> Vec<Value> {
+impl TagIndex {
+    /// Returns the events that have a tag now: this one, and those that waited for the tag.
+    fn tag(&mut self, event: &Value, prefix: &str) -> Vec<Value> {
         let Some(request) = event["request_id"].as_str() else { return Vec::new() };
         let tag = event["tag"].as_str().map(str::to_owned).or_else(|| self.known.get(request).cloned());
         let Some(tag) = tag else {
-            // Somebody else's, or one that comes before its request.
+            // An event of another client, or one that precedes its request.
             if event["kind"] == "abort" {
                 self.remember(request);
                 let waiting = self.untagged.entry(request.to_owned()).or_default();
@@ -451,15 +452,15 @@ impl Tags {
         if !tag.starts_with(prefix) {
             return Vec::new();
         }
-        let mut told = self.untagged.remove(request).unwrap_or_default();
+        let mut tagged = self.untagged.remove(request).unwrap_or_default();
         if self.known.insert(request.to_owned(), tag.clone()).is_none() {
             self.remember(request);
         }
-        told.push(event.clone());
-        for event in &mut told {
+        tagged.push(event.clone());
+        for event in &mut tagged {
             event["tag"] = tag.as_str().into();
         }
-        told
+        tagged
     }
 
     fn remember(&mut self, request: &str) {
@@ -473,12 +474,12 @@ impl Tags {
     }
 }
 
-fn record_of(event: &Value, facts: &EngineFacts) -> Option<EventRecord> {
+fn record_of(event: &Value, record: &EngineRecord) -> Option<EventRecord> {
     let text = |name: &str| event[name].as_str().map(str::to_owned);
     let number = |name: &str| event[name].as_u64();
-    let at = i64::try_from(number("at_us")?).ok()? - facts.clock_offset_us;
+    let at = i64::try_from(number("at_us")?).ok()? - record.clock_offset_us;
     Some(EventRecord {
-        engine: facts.engine,
+        engine: record.engine,
         at_us: u64::try_from(at).ok()?,
         seq: number("seq")?,
         request_id: text("request_id")?,
@@ -497,20 +498,20 @@ fn record_of(event: &Value, facts: &EngineFacts) -> Option<EventRecord> {
     })
 }
 
-/// What `/debug/kv` says.
-fn of_baton(shown: &Value) -> Books {
+/// The state in `/debug/kv`.
+fn of_baton(shown: &Value) -> EngineState {
     let blocks = &shown["blocks"];
     let count = |name: &str| blocks[name].as_u64().unwrap_or(0);
     let held = count("active") + count("leased") + count("landing") + count("storing");
     let requests = shown["requests"].as_object().into_iter().flatten();
-    Books {
+    EngineState {
         total: count("total"),
         held,
         leased: Some(count("leased")),
         askew: (held + count("free") + count("cached")) as i64 - count("total") as i64,
         requests: requests.filter_map(|(_, count)| count.as_u64()).sum(),
         leases: shown["leases"]["live"].as_u64(),
-        ..Books::default()
+        ..EngineState::default()
     }
 }
 
@@ -526,12 +527,12 @@ mod tests {
             "blocks": {"total": 10, "free": 3, "cached": 2, "active": 1, "leased": 2, "landing": 1, "storing": 1},
             "requests": {"waiting": 1, "running": 2, "fetching": 0}, "leases": {"live": 4},
         });
-        let books = of_baton(&shown);
+        let state = of_baton(&shown);
         assert_eq!(
-            (books.total, books.held, books.leased, books.requests, books.leases),
+            (state.total, state.held, state.leased, state.requests, state.leases),
             (10, 5, Some(2), 3, Some(4))
         );
-        assert_eq!(books.askew, 0);
+        assert_eq!(state.askew, 0);
         let mut crooked = shown;
         crooked["blocks"]["free"] = 2.into();
         assert_eq!(of_baton(&crooked).askew, -1);
@@ -539,27 +540,27 @@ mod tests {
 
     #[test]
     fn an_event_without_a_tag_is_its_requests() {
-        let mut tags = Tags::default();
+        let mut tags = TagIndex::default();
         let event =
             |request: &str, kind: &str, tag: Value| json!({"request_id": request, "kind": kind, "tag": tag});
-        // An abort that comes before its request, one of a stranger, and a tag that the engine has forgotten.
-        assert!(tags.tell(&event("a", "abort", Value::Null), "run-").is_empty());
-        assert!(tags.tell(&event("b", "abort", Value::Null), "run-").is_empty());
-        let told = tags.tell(&event("a", "queued", "run-1".into()), "run-");
-        assert_eq!(told.iter().map(|event| &event["kind"]).collect::<Vec<_>>(), ["abort", "queued"]);
-        assert!(told.iter().all(|event| event["tag"] == "run-1"));
-        assert!(tags.tell(&event("b", "queued", "other".into()), "run-").is_empty());
-        assert_eq!(tags.tell(&event("a", "freed", Value::Null), "run-")[0]["tag"], "run-1");
+        // An abort before its request, one of another client, and a tag that the engine no longer repeats.
+        assert!(tags.tag(&event("a", "abort", Value::Null), "run-").is_empty());
+        assert!(tags.tag(&event("b", "abort", Value::Null), "run-").is_empty());
+        let tagged = tags.tag(&event("a", "queued", "run-1".into()), "run-");
+        assert_eq!(tagged.iter().map(|event| &event["kind"]).collect::<Vec<_>>(), ["abort", "queued"]);
+        assert!(tagged.iter().all(|event| event["tag"] == "run-1"));
+        assert!(tags.tag(&event("b", "queued", "other".into()), "run-").is_empty());
+        assert_eq!(tags.tag(&event("a", "freed", Value::Null), "run-")[0]["tag"], "run-1");
         for n in 0..REQUESTS_REMEMBERED + 10 {
-            tags.tell(&event(&format!("r{n}"), "abort", Value::Null), "run-");
+            tags.tag(&event(&format!("r{n}"), "abort", Value::Null), "run-");
         }
         assert!(tags.order.len() <= REQUESTS_REMEMBERED && tags.untagged.len() <= REQUESTS_REMEMBERED);
     }
 
     #[test]
     fn who_waits_for_a_mark_is_told_once_and_of_its_own_request() {
-        let feed = Feed::default();
-        let (mine, other) = (feed.when("a", Mark::Lent), feed.when("b", Mark::Lent));
+        let feed = TimelineFeed::default();
+        let (mine, other) = (feed.when("a", Milestone::Lent), feed.when("b", Milestone::Lent));
         let event = |tag: &str, kind: &str| EventRecord {
             tag: tag.into(),
             kind: kind.into(),

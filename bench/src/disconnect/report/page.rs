@@ -1,18 +1,19 @@
-//! The report as one HTML page: no script, no font, no picture from elsewhere; light and dark, for a phone and for paper.
+//! The report as one HTML page without external resources, for light and dark screens, phones and print.
 
-mod beside;
+mod compared_with;
 mod words;
 
 use std::fmt::Write as _;
 
 use super::super::analyse::dist::Dist;
-use super::super::analyse::summary::{Group, Measure, Series, Service, Summary, Texts};
-use super::super::analyse::uncancelled::SLOWER;
-use super::super::analyse::vanished::Vanished;
-use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
+use super::super::analyse::summary::{
+    CancelGroup, Measure, PlotData, SLOWER, ServiceLevels, Summary, TextComparison, VanishedSummary,
+};
+use super::super::analyse::units::format_ms;
+use super::svg::{AxisScale, Curve, Plot, Span, cumulative, escaped};
 use super::{
-    above, count, decimals, excused, from_samples, known, ms, never, percentile, ran_on, rounds,
-    storm_cancels, who_stayed, within_one_read,
+    above, count, decimals, excused, from_samples, known, never, percentile, ran_on, rounds, storm_cancels,
+    uncancelled_text, within_one_read,
 };
 
 const STYLE: &str = "
@@ -48,7 +49,7 @@ dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}li{margin:.25rem 0}
 @media print{@page{margin:12mm}body{max-width:none;padding:0;font-size:11pt}.scroll{overflow:visible;background:none}.scroll td:first-child,.scroll th:first-child{position:static;background:none;border-right:0}table{font-size:6.5pt}th,td{padding:.1rem .15rem}td:first-child,td small{white-space:normal}td small{display:block}.band{print-color-adjust:exact;-webkit-print-color-adjust:exact}.curve{stroke-width:1.3}.tile,.verdict{break-inside:avoid}figure,table{break-inside:avoid}h2{break-after:avoid}}
 ";
 
-/// The heading, and the name of the page.
+/// The title of the page.
 const TITLE: &str = "What cancelled requests cost this deployment";
 
 /// The page.
@@ -64,9 +65,9 @@ pub(crate) fn page(summary: &Summary) -> String {
     head(summary, &mut out);
     tiles(summary, &mut out);
     verdict(summary, &mut out);
-    // What other gateways do with the same is what a reader came for.
+    // The comparison with other gateways comes first, if there is one.
     if summary.compared_with.is_some() {
-        beside::draw(summary, &mut out);
+        compared_with::draw(summary, &mut out);
     }
     numbers(summary, &mut out);
     by_phase(summary, &mut out);
@@ -76,7 +77,7 @@ pub(crate) fn page(summary: &Summary) -> String {
     by_kind(summary, &mut out);
     faults(summary, &mut out);
     if summary.compared_with.is_none() {
-        beside::draw(summary, &mut out);
+        compared_with::draw(summary, &mut out);
     }
     words::draw(summary, &mut out);
     out.push_str("</body></html>\n");
@@ -133,7 +134,7 @@ fn tiles(summary: &Summary, out: &mut String) {
         );
     }
     if let Some(sampled) = &summary.sampled {
-        // What some engine held is missing.
+        // Blocks of some engines are missing.
         let at_least = if sampled.unknown_engines > 0 { "≥ " } else { "" };
         let what = format!(
             "block-seconds held per 1,000 cancelled requests; from samples of metrics, ± {}",
@@ -151,8 +152,8 @@ fn tiles(summary: &Summary, out: &mut String) {
     }
     let texts = &summary.texts;
     let class = match texts {
-        Texts { wrong: 0, nondeterministic: 0, compared: 0, .. } => "",
-        Texts { wrong: 0, nondeterministic: 0, .. } => "good",
+        TextComparison { wrong: 0, nondeterministic: 0, compared: 0, .. } => "",
+        TextComparison { wrong: 0, nondeterministic: 0, .. } => "good",
         _ => "bad",
     };
     tile(
@@ -172,17 +173,17 @@ fn numbers(summary: &Summary, out: &mut String) {
         rows.push(("block-seconds held per 1,000 cancelled requests".into(), held));
     }
     if let Some(spread) = summary.judged_ttft_ratio() {
-        // Of few clients a number of another percentile is judged, of which this one says nothing.
+        // With few requests a lower percentile is judged, which this ratio does not show.
         let mut numbers = summary.uncancelled.numbers.iter();
         let judged = numbers.find(|number| (number.measure, number.percentile) == (Measure::Ttft, 99));
         let over = format!("{:.2} × ({})", spread.median, rounds(spread));
         rows.push(("time to first token of uncancelled requests, p99, storm over calm".into(), over));
         if let Some(more) = judged.and_then(|number| number.named_by_ms) {
-            rows.push(("a finding from this much more".into(), ms(more)));
+            rows.push(("a finding from this much more".into(), format_ms(more)));
         }
     }
     if !summary.uncancelled.numbers.is_empty() {
-        let above: Vec<_> = summary.uncancelled.above().map(above).collect();
+        let above: Vec<_> = summary.uncancelled.above_target().map(above).collect();
         let mut many = format!("{} of {}", above.len(), summary.uncancelled.numbers.len());
         if !above.is_empty() {
             let _ = write!(many, ": {}", above.join("; "));
@@ -213,7 +214,7 @@ fn verdict(summary: &Summary, out: &mut String) {
     if let Some(excused) = excused(summary) {
         let _ = write!(out, "<div class=\"verdict unknown\"><b>Excused:</b> {}.</div>", escaped(&excused));
     }
-    let unknown = summary.unknown();
+    let unknown = summary.describe_unknown();
     if !unknown.is_empty() {
         let items: String = unknown.iter().map(|what| format!("<li>{}</li>", escaped(what))).collect();
         let _ = write!(out, "<div class=\"verdict unknown\"><b>Not judged:</b><ul>{items}</ul></div>");
@@ -248,7 +249,7 @@ fn verdict(summary: &Summary, out: &mut String) {
 
 const GROUP_HEAD: &str = "<th>cancelled</th><th>stranded</th><th>no abort</th><th>ran to the end</th><th>abort p50</th><th>p99</th><th>time to free p50</th><th>p99</th><th>max</th><th>at prefill p99</th><th>block-s / 1,000</th><th>wasted tokens</th>";
 
-fn group_cells(group: &Group, out: &mut String) {
+fn group_cells(group: &CancelGroup, out: &mut String) {
     let stranded = match group.stranded {
         0 => known(group, || "0".into()),
         stranded => format!("<span class=\"bad\">{}</span>", count(stranded)),
@@ -281,16 +282,21 @@ fn group_cells(group: &Group, out: &mut String) {
 fn by_phase(summary: &Summary, out: &mut String) {
     out.push_str("<h2>Cancelled requests by phase</h2>");
     let samples = || {
-        summary.series.back.iter().flat_map(|(_, times)| times.iter().copied()).filter(|ms| ms.is_finite())
+        summary
+            .series
+            .time_to_free
+            .iter()
+            .flat_map(|(_, times)| times.iter().copied())
+            .filter(|ms| ms.is_finite())
     };
     if samples().next().is_some() {
-        // A curve has no point for blocks that were never freed: its name has their number.
-        let names = summary.series.back.iter().map(|(phase, times)| match never(times) {
+        // A curve has no point for blocks that were never freed, so its name has their number.
+        let names = summary.series.time_to_free.iter().map(|(phase, times)| match never(times) {
             0 => phase.label().to_owned(),
             never => format!("{} ({} of {} never)", phase.label(), count(never), count(times.len() as u64)),
         });
         let names: Vec<String> = names.collect();
-        let curves = summary.series.back.iter().zip(&names).map(|((_, times), name)| Curve {
+        let curves = summary.series.time_to_free.iter().zip(&names).map(|((_, times), name)| Curve {
             name,
             points: cumulative(times),
             steps: true,
@@ -299,9 +305,9 @@ fn by_phase(summary: &Summary, out: &mut String) {
             title: "Time to free after a cancel, by phase",
             across: (
                 "milliseconds from the cancel until the last block is free (logarithmic)",
-                Scale::log(samples(), 0.01),
+                AxisScale::log(samples(), 0.01),
             ),
-            up: ("% of requests", Scale::Linear(100.0)),
+            up: ("% of requests", AxisScale::Linear(100.0)),
             curves: curves.collect(),
             spans: Vec::new(),
         };
@@ -340,35 +346,35 @@ fn by_phase(summary: &Summary, out: &mut String) {
     }
 }
 
-fn acts(summary: &Summary) -> Vec<Span<'_>> {
-    summary.series.acts.iter().map(|(name, from, to)| Span { name, from: *from, to: *to }).collect()
+fn segments(summary: &Summary) -> Vec<Span<'_>> {
+    summary.series.segments.iter().map(|(name, from, to)| Span { name, from: *from, to: *to }).collect()
 }
 
 fn end(summary: &Summary) -> f64 {
-    summary.series.acts.iter().map(|(.., to)| *to).fold(1.0, f64::max)
+    summary.series.segments.iter().map(|(.., to)| *to).fold(1.0, f64::max)
 }
 
 fn stranded(summary: &Summary, out: &mut String) {
-    let Series { stranded, stranded_in_broken_parts: broken, vanished, .. } = &summary.series;
-    if stranded.is_empty() && broken.is_empty() && vanished.is_empty() {
+    let PlotData { stranded, stranded_in_faults, vanished, .. } = &summary.series;
+    if stranded.is_empty() && stranded_in_faults.is_empty() && vanished.is_empty() {
         return;
     }
     out.push_str("<h2>Blocks held for cancelled requests</h2>");
     let named = [
         ("held for cancelled requests", stranded),
-        ("in segments with a fault", broken),
+        ("in segments with a fault", stranded_in_faults),
         ("held for vanished clients", vanished),
     ];
     let there = || named.iter().filter(|(_, points)| !points.is_empty());
     let points = || there().flat_map(|(_, points)| points.iter().map(|(_, blocks)| *blocks));
     let plot = Plot {
         title: "Blocks held for cancelled requests, over the run",
-        across: ("seconds", Scale::Linear(end(summary))),
-        up: ("blocks", Scale::linear(points())),
+        across: ("seconds", AxisScale::Linear(end(summary))),
+        up: ("blocks", AxisScale::linear(points())),
         curves: there()
             .map(|(name, points)| Curve { name, points: (*points).clone(), steps: true })
             .collect(),
-        spans: acts(summary),
+        spans: segments(summary),
     };
     out.push_str(&plot.draw());
 }
@@ -389,8 +395,8 @@ fn uncancelled(summary: &Summary, out: &mut String) {
         let across = format!("{}, ms (logarithmic)", title.to_lowercase());
         let plot = Plot {
             title,
-            across: (&across, Scale::log(values(), 0.01)),
-            up: ("% of samples", Scale::Linear(100.0)),
+            across: (&across, AxisScale::log(values(), 0.01)),
+            up: ("% of samples", AxisScale::Linear(100.0)),
             curves: vec![
                 Curve { name: "calm", points: cumulative(calm), steps: true },
                 Curve { name: "storm", points: cumulative(storm), steps: true },
@@ -400,7 +406,7 @@ fn uncancelled(summary: &Summary, out: &mut String) {
         out.push_str(&plot.draw());
     }
     out.push_str("<div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th></th><th>requests</th><th>errors</th><th>TTFT p50</th><th>p99</th><th>ITL p50</th><th>p99</th><th>TPOT p50</th><th>p99</th><th>E2E p50</th><th>p99</th><th>tokens/s</th></tr></thead><tbody>");
-    let mut row = |name: &str, service: &Service| {
+    let mut row = |name: &str, service: &ServiceLevels| {
         let cells = |dist: &Dist| {
             format!("<td>{}</td><td>{}</td>", percentile(dist, |d| d.p50), percentile(dist, |d| d.p99))
         };
@@ -416,13 +422,13 @@ fn uncancelled(summary: &Summary, out: &mut String) {
             service.tokens_per_second,
         );
     };
-    for (name, service) in who_stayed(summary) {
+    for (name, service) in uncancelled_text(summary) {
         row(name, service);
     }
     out.push_str("</tbody></table></div>");
     let notes = [summary.storm_cancels.as_ref().map(storm_cancels), within_one_read(summary)];
-    for said in notes.into_iter().flatten() {
-        let _ = write!(out, "<p class=\"note\">{}</p>", escaped(&said));
+    for note in notes.into_iter().flatten() {
+        let _ = write!(out, "<p class=\"note\">{}</p>", escaped(&note));
     }
     if summary.uncancelled.numbers.is_empty() {
         return;
@@ -439,16 +445,16 @@ fn uncancelled(summary: &Summary, out: &mut String) {
             number.measure.label(),
             number.percentile,
             number.round,
-            ms(number.calm_ms),
-            ms(number.storm_ms),
+            format_ms(number.calm_ms),
+            format_ms(number.storm_ms),
             number.by_ms,
             number.over.median,
             number.over.min,
             number.over.max,
             number.rounds_above,
             number.over.runs.len(),
-            ms(number.noise_ms),
-            number.named_by_ms.map_or_else(|| "–".into(), |more| format!("{} more", ms(more))),
+            format_ms(number.noise_ms),
+            number.named_by_ms.map_or_else(|| "–".into(), |more| format!("{} more", format_ms(more))),
         );
     }
     out.push_str("</tbody></table></div>");
@@ -463,8 +469,8 @@ fn pools(summary: &Summary, out: &mut String) {
     let shares = drawn.iter().flat_map(|(_, points)| points.iter().map(|(_, share)| share * 100.0));
     let plot = Plot {
         title: "Share of each engine's pool that is held, over the run",
-        across: ("seconds", Scale::Linear(end(summary))),
-        up: ("% of the pool held", Scale::linear(shares)),
+        across: ("seconds", AxisScale::Linear(end(summary))),
+        up: ("% of the pool held", AxisScale::linear(shares)),
         curves: drawn
             .iter()
             .map(|(name, points)| Curve {
@@ -473,15 +479,15 @@ fn pools(summary: &Summary, out: &mut String) {
                 steps: true,
             })
             .collect(),
-        spans: acts(summary),
+        spans: segments(summary),
     };
     out.push_str(&plot.draw());
     out.push_str("<div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>engine</th><th>role</th><th>blocks</th><th>held at most</th><th>held at the end</th><th>leases expired</th><th>block-s without a request</th></tr></thead><tbody>");
     for engine in &summary.engines {
-        let told = |held: u64| {
+        let held_text = |held: u64| {
             if engine.blocks > 0 { count(held) } else { format!("{:.1} %", held as f64 / 10.0) }
         };
-        let held = engine.held_at_end.map_or_else(|| "–".to_owned(), told);
+        let held = engine.held_at_end.map_or_else(|| "–".to_owned(), held_text);
         let sampled = engine.sampled.map_or_else(String::new, |held| {
             format!(
                 "<br><small>{} ± {} from samples</small>",
@@ -496,7 +502,7 @@ fn pools(summary: &Summary, out: &mut String) {
             escaped(&engine.name),
             escaped(&engine.role),
             blocks,
-            told(engine.held_at_most),
+            held_text(engine.held_at_most),
             count(engine.expired),
             engine.idle_block_seconds,
         );
@@ -521,9 +527,11 @@ fn by_kind(summary: &Summary, out: &mut String) {
         let _ = write!(out, "<td>{served}</td><td>{late}</td><td>{asked}</td><td>{failed}</td></tr>");
     }
     out.push_str("</tbody></table></div>");
-    for said in [super::stalls(summary), summary.vanished.as_ref().map(Vanished::said)].into_iter().flatten()
+    for note in [super::stalls(summary), summary.vanished.as_ref().map(VanishedSummary::describe)]
+        .into_iter()
+        .flatten()
     {
-        let _ = write!(out, "<p class=\"note\">{}</p>", escaped(&said));
+        let _ = write!(out, "<p class=\"note\">{}</p>", escaped(&note));
     }
     let Some(vanished) = &summary.vanished else { return };
     let _ = write!(
@@ -545,7 +553,7 @@ fn faults(summary: &Summary, out: &mut String) {
     out.push_str("<h2>Faults</h2><p class=\"note\">Each fault is injected under load with cancels. Processes of this run are killed and restarted at once.</p><div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>fault</th><th>stranded</th><th>wrong texts</th><th>failed, uncancelled</th><th>failed after recovery</th><th>leases expired</th><th>all blocks free</th><th>in flight at the fault</th><th>failed of these, uncancelled</th><th>E2E p50</th><th>p99</th><th>max</th><th>time to free p50</th><th>max</th><th>retries, failed</th></tr></thead><tbody>");
     for fault in &summary.faults {
         let super::FaultRow { stayed, retries, cancelled: left, .. } = fault;
-        let home = fault.all_free_ms.map_or_else(|| "not within its segment".to_owned(), ms);
+        let all_free = fault.all_free_ms.map_or_else(|| "not within its segment".to_owned(), format_ms);
         let met = fault.met.as_ref().map_or_else(
             || "not injected".to_owned(),
             |met| match met.by_phase() {
@@ -555,7 +563,7 @@ fn faults(summary: &Summary, out: &mut String) {
         );
         let _ = write!(
             out,
-            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{home}</td><td>{met}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{all_free}</td><td>{met}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
             escaped(&fault.fault),
             known(left, || format!("{} of {}", count(left.stranded), count(left.cancelled))),
             count(fault.wrong_texts),

@@ -1,4 +1,4 @@
-//! Plots, as SVG that takes its colours from the page it stands in.
+//! Plots as SVG, with colours of the surrounding page.
 
 use std::fmt::Write as _;
 
@@ -8,20 +8,20 @@ const LEFT: f64 = 56.0;
 const RIGHT: f64 = 12.0;
 const TOP: f64 = 12.0;
 const BOTTOM: f64 = 44.0;
-/// The lower edge of a letter of each row above a plot with named parts. More rows than two are drawn where they are
-/// needed; four take 140 parts.
+/// The baselines of the rows of letters above a plot. More than two rows are drawn if necessary; four have room for 140
+/// segments.
 const LETTER_ROWS: [f64; 4] = [14.0, 30.0, 46.0, 62.0];
-/// As wide as two letters are on a phone, where they are drawn larger.
+/// The width of two letters on a phone, where they are larger.
 const LETTER_WIDE: f64 = 18.0;
-/// Lines that can be told apart, by colour and by dashes (for print, and for who does not see colours).
+/// Dash patterns that distinguish lines in print and without colours.
 const DASHES: [&str; 7] = ["none", "6 3", "2 3", "9 3 2 3", "12 4", "4 4 1 4", "1 2"];
 
-/// How values lie on an axis.
+/// The scale of an axis.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Scale {
-    /// From zero to this.
+pub(crate) enum AxisScale {
+    /// From zero to this value.
     Linear(f64),
-    /// From one to the other, both positive.
+    /// From one positive value to another.
     Log(f64, f64),
 }
 
@@ -29,12 +29,12 @@ pub(crate) enum Scale {
 pub(crate) struct Curve<'a> {
     pub(crate) name: &'a str,
     pub(crate) points: Vec<(f64, f64)>,
-    /// From each point straight to the right, then up or down.
+    /// Draws each point as a horizontal and then a vertical line.
     pub(crate) steps: bool,
 }
 
-/// A part of the horizontal axis with a name. The plot has a letter for it, and below the plot the letter has the name:
-/// a name does not fit into a part that is some pixels wide.
+/// A named part of the horizontal axis. The plot shows a letter, and the legend below it the name: a part may be only
+/// some pixels wide.
 pub(crate) struct Span<'a> {
     pub(crate) name: &'a str,
     pub(crate) from: f64,
@@ -44,25 +44,25 @@ pub(crate) struct Span<'a> {
 /// A whole plot.
 pub(crate) struct Plot<'a> {
     pub(crate) title: &'a str,
-    pub(crate) across: (&'a str, Scale),
-    pub(crate) up: (&'a str, Scale),
+    pub(crate) across: (&'a str, AxisScale),
+    pub(crate) up: (&'a str, AxisScale),
     pub(crate) curves: Vec<Curve<'a>>,
     pub(crate) spans: Vec<Span<'a>>,
 }
 
-/// Text as it may stand in HTML.
+/// Escapes text for HTML.
 pub(crate) fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
-impl Scale {
-    /// A linear axis that has room for these.
+impl AxisScale {
+    /// A linear axis for these values.
     pub(crate) fn linear(values: impl Iterator<Item = f64>) -> Self {
         let highest = values.fold(0.0_f64, f64::max);
         Self::Linear(if highest > 0.0 { highest * 1.05 } else { 1.0 })
     }
 
-    /// A logarithmic axis from one power of ten to another.
+    /// A logarithmic axis between powers of ten.
     pub(crate) fn log(values: impl Iterator<Item = f64>, least: f64) -> Self {
         let (lowest, highest) =
             values.fold((f64::INFINITY, 0.0_f64), |(low, high), value| (low.min(value), high.max(value)));
@@ -113,7 +113,7 @@ fn tick(value: f64) -> String {
 }
 
 impl Plot<'_> {
-    /// The plot, with a list of its lines below it.
+    /// The plot with its legend.
     pub(crate) fn draw(&self) -> String {
         let (wide, high) = (WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM);
         let x = |value: f64| LEFT + self.across.1.place(value) * wide;
@@ -138,7 +138,7 @@ impl Plot<'_> {
                 escaped(span.name)
             );
         }
-        // Over all of them: a letter may be wider than its part.
+        // Drawn after all parts, because a letter may be wider than its part.
         for (turn, (row, middle)) in letters.iter().enumerate() {
             let _ = write!(
                 out,
@@ -149,7 +149,7 @@ impl Plot<'_> {
         }
         for value in self.across.1.ticks() {
             let at = x(value);
-            // A number in the middle of the edge would be cut, and read as another.
+            // A centred number at the edge would be cut off.
             let anchor = if at > WIDTH - RIGHT - 24.0 { "end" } else { "middle" };
             let beside = if anchor == "end" { (at + RIGHT - 1.0).min(WIDTH - 1.0) } else { at };
             let _ = write!(
@@ -235,11 +235,10 @@ impl Plot<'_> {
     }
 }
 
-/// The row and the middle of each part's letter: the first row that has room over the part, else the one whose room is
-/// nearest to it.
+/// The row and centre of each letter: the first row with room above the part, otherwise the row with the nearest room.
 fn letters(middles: impl Iterator<Item = f64>) -> Vec<(usize, f64)> {
     let half = LETTER_WIDE / 2.0;
-    // The right edge of what stands in each row.
+    // The right edge of the last letter in each row.
     let mut taken = [0.0_f64; LETTER_ROWS.len()];
     let place = |middle: f64| {
         let free = taken.iter().position(|edge| *edge <= middle - half);
@@ -253,7 +252,7 @@ fn letters(middles: impl Iterator<Item = f64>) -> Vec<(usize, f64)> {
     middles.map(place).collect()
 }
 
-/// The name of a part in the plot: a to z, then aa, ab and so on.
+/// The letter of a part: a to z, then aa, ab and so on.
 fn letter(turn: usize) -> String {
     let last = char::from(b'a' + (turn % 26) as u8);
     match turn / 26 {
@@ -262,7 +261,8 @@ fn letter(turn: usize) -> String {
     }
 }
 
-/// The share of samples up to each value, in per cent; `sorted` is ascending. Where some are infinite it ends below all.
+/// The cumulative share of samples, in per cent; `sorted` is ascending. With infinite samples the curve ends below 100
+/// %.
 pub(crate) fn cumulative(sorted: &[f64]) -> Vec<(f64, f64)> {
     const POINTS_MAX: usize = 300;
     let finite = sorted.partition_point(|value| value.is_finite());
@@ -281,14 +281,17 @@ mod tests {
 
     #[test]
     fn axes_have_ticks_within_them() {
-        for scale in
-            [Scale::Linear(7.3), Scale::Linear(0.02), Scale::Log(0.1, 1000.0), Scale::linear([].into_iter())]
-        {
+        for scale in [
+            AxisScale::Linear(7.3),
+            AxisScale::Linear(0.02),
+            AxisScale::Log(0.1, 1000.0),
+            AxisScale::linear([].into_iter()),
+        ] {
             let ticks = scale.ticks();
             assert!((2..=7).contains(&ticks.len()), "{scale:?}: {ticks:?}");
             assert!(ticks.iter().all(|tick| (0.0..=1.0).contains(&scale.place(*tick))), "{scale:?}");
         }
-        assert_eq!(Scale::log([0.3, 40.0].into_iter(), 0.01), Scale::Log(0.1, 100.0));
+        assert_eq!(AxisScale::log([0.3, 40.0].into_iter(), 0.01), AxisScale::Log(0.1, 100.0));
         assert_eq!((tick(0.1), tick(20_000.0), tick(1.0)), ("0.1".into(), "20k".into(), "1".into()));
     }
 
@@ -296,8 +299,8 @@ mod tests {
     fn names_cannot_leave_their_place() {
         let plot = Plot {
             title: "a\"><script>",
-            across: ("s", Scale::Linear(1.0)),
-            up: ("<b>", Scale::Linear(1.0)),
+            across: ("s", AxisScale::Linear(1.0)),
+            up: ("<b>", AxisScale::Linear(1.0)),
             curves: vec![Curve { name: "<i>", points: vec![(0.0, 0.0), (1.0, 1.0)], steps: true }],
             spans: vec![Span { name: "</svg>", from: 0.0, to: 1.0 }],
         };
@@ -315,21 +318,21 @@ mod tests {
         });
         let plot = Plot {
             title: "t",
-            across: ("seconds", Scale::Linear(120.0)),
-            up: ("blocks", Scale::Linear(1.0)),
+            across: ("seconds", AxisScale::Linear(120.0)),
+            up: ("blocks", AxisScale::Linear(1.0)),
             curves: Vec::new(),
             spans: spans.collect(),
         };
         let drawn = plot.draw();
         let (svg, below) = drawn.split_once("</svg>").expect("a plot");
-        // 22 units each: no letter is in its neighbour's way.
+        // 22 units each: letters do not overlap.
         assert_eq!(svg.matches("class=\"part\"").count(), 30, "{svg}");
         assert!(svg.rfind("<rect") < svg.find("class=\"part\""), "no part covers another's letter");
         assert!(svg.contains(">a</text>") && svg.contains(">ad</text>"));
         assert!(below.contains("<strong>a</strong> part number 0 <small>0–4 s</small>"), "{below}");
         assert!(below.contains("<strong>ad</strong> part number 29 <small>116–120 s</small>"), "{below}");
-        // Where they stand closer, every other one is a row lower, and none stands on another.
-        let crowded = Plot { across: ("seconds", Scale::Linear(220.0)), ..plot }.draw();
+        // With less room, every other letter is in the second row, without overlap.
+        let crowded = Plot { across: ("seconds", AxisScale::Linear(220.0)), ..plot }.draw();
         let rows = |at: f64| crowded.matches(&format!("y=\"{at:.1}\">")).count();
         assert!(rows(LETTER_ROWS[0]) > 10 && rows(LETTER_ROWS[1]) > 10, "{crowded}");
     }
@@ -343,8 +346,8 @@ mod tests {
         });
         let plot = Plot {
             title: "t",
-            across: ("seconds", Scale::Linear(120.0)),
-            up: ("blocks", Scale::Linear(1.0)),
+            across: ("seconds", AxisScale::Linear(120.0)),
+            up: ("blocks", AxisScale::Linear(1.0)),
             curves: Vec::new(),
             spans: spans.collect(),
         };
@@ -364,7 +367,7 @@ mod tests {
         assert!(points.len() <= 302);
         assert_eq!(points.last(), Some(&(999.0, 100.0)));
         assert_eq!(cumulative(&[]), []);
-        // What never came is in the share of what did.
+        // Samples that did not end count in the total.
         assert_eq!(cumulative(&[1.0, 2.0, f64::INFINITY, f64::INFINITY]), [(1.0, 25.0), (2.0, 50.0)]);
         assert_eq!(cumulative(&[f64::INFINITY]), []);
     }

@@ -1,14 +1,14 @@
-//! What is named, and what is not.
+//! What is a finding, and what is not.
 
 use super::*;
 
 #[test]
 fn a_lease_that_only_time_ends_is_named() {
     let mut script = storm();
-    script.act("phase gap", ActKind::Phase, 2_000, 40_000, |script, act| {
-        script.left(act, "held", 1_021, Kind::Fin, Phase::Gap, 0);
+    script.segment("phase gap", SegmentKind::Phase, 2_000, 40_000, |script, segment| {
+        script.cancelled(segment, "held", 1_021, CancelKind::Fin, Phase::Gap, 0);
     });
-    script.told(P, "held", &lends(Cause::Expired.label(), 31_020));
+    script.engine_events(P, "held", &prefill_leg(CloseCause::Expired.label(), 31_020));
     let summary = script.summary();
     assert_eq!(names(&summary), ["gap_stranded", "leases_expired"]);
     assert_eq!(summary.findings[0].shown_by, ["held"]);
@@ -28,33 +28,33 @@ fn a_lease_that_only_time_ends_is_named() {
 #[test]
 fn who_was_told_and_kept_the_blocks_is_told_from_who_was_not() {
     let mut script = storm();
-    script.act("phase gap", ActKind::Phase, 2_000, 40_000, |script, act| {
-        for tag in ["kept", "kept too", "untold"] {
-            script.left(act, tag, 1_021, Kind::Fin, Phase::Gap, 0);
+    script.segment("phase gap", SegmentKind::Phase, 2_000, 40_000, |script, segment| {
+        for tag in ["kept", "kept too", "no abort"] {
+            script.cancelled(segment, tag, 1_021, CancelKind::Fin, Phase::Gap, 0);
         }
     });
     for tag in ["kept", "kept too"] {
-        script.told(P, tag, &[("abort", 1_023, 0, "verb")]);
-        script.told(P, tag, &lends(Cause::Expired.label(), 31_020));
+        script.engine_events(P, tag, &[("abort", 1_023, 0, "verb")]);
+        script.engine_events(P, tag, &prefill_leg(CloseCause::Expired.label(), 31_020));
     }
     let says = |script: &Script| {
         let summary = script.summary();
         let found = summary.findings.iter().find(|finding| finding.name == "gap_stranded");
         found.expect("it is found").says.clone()
     };
-    let all_told = says(&script);
+    let all_kept = says(&script);
     let kept = "2: engines received the abort and did not free the blocks in time";
-    assert!(all_told.contains("2 of 3") && all_told.ends_with(kept), "{all_told}");
-    script.told(P, "untold", &lends(Cause::Expired.label(), 31_020));
-    let one_was_not = says(&script);
-    assert!(one_was_not.contains("3 of 4") && one_was_not.ends_with(kept), "{one_was_not}");
-    assert!(one_was_not.contains("1: an engine's event log has no abort"), "{one_was_not}");
-    // Who is told late, and gives everything back at once, is not who keeps it.
+    assert!(all_kept.contains("2 of 3") && all_kept.ends_with(kept), "{all_kept}");
+    script.engine_events(P, "no abort", &prefill_leg(CloseCause::Expired.label(), 31_020));
+    let one_without_abort = says(&script);
+    assert!(one_without_abort.contains("3 of 4") && one_without_abort.ends_with(kept), "{one_without_abort}");
+    assert!(one_without_abort.contains("1: an engine's event log has no abort"), "{one_without_abort}");
+    // An engine that receives the abort late and frees the blocks at once differs from one that keeps them.
     let mut late = storm();
-    late.act("phase gap", ActKind::Phase, 2_000, 40_000, |script, act| {
-        script.left(act, "late", 1_021, Kind::Fin, Phase::Gap, 0);
+    late.segment("phase gap", SegmentKind::Phase, 2_000, 40_000, |script, segment| {
+        script.cancelled(segment, "late", 1_021, CancelKind::Fin, Phase::Gap, 0);
     });
-    late.told(P, "late", &lends("client_gone", 4_020));
+    late.engine_events(P, "late", &prefill_leg("client_gone", 4_020));
     assert!(
         says(&late).ends_with("1: engines received the abort later and freed the blocks then"),
         "{}",
@@ -62,22 +62,22 @@ fn who_was_told_and_kept_the_blocks_is_told_from_who_was_not() {
     );
 }
 
-/// A part in which something is broken at 3,000 and mended at 8,000, with these calls.
+/// A segment with a fault at 3,000 and its recovery at 8,000, with these calls.
 pub(super) fn broken(script: &mut Script, fault: &str, calls: impl FnOnce(&mut Script, &str)) {
-    script.act(&format!("fault {fault}"), ActKind::Fault, 2_000, 20_000, |script, act| {
-        for (at, mended) in [(3_000, false), (8_000, true)] {
+    script.segment(&format!("fault {fault}"), SegmentKind::Fault, 2_000, 20_000, |script, segment| {
+        for (at, recovered) in [(3_000, false), (8_000, true)] {
             script.0.push(Record::Fault {
-                act: act.into(),
+                segment: segment.into(),
                 fault: fault.into(),
                 at_us: at * 1_000,
-                mended,
+                recovered,
                 struck: None,
             });
         }
-        calls(script, act);
+        calls(script, segment);
         for at in [2_500, 2_900, 8_100, 15_000] {
-            script.books(P, at, 0, 2, 0);
-            script.books(D, at, 0, 0, 0);
+            script.engine_state(P, at, 0, 2, 0);
+            script.engine_state(D, at, 0, 0, 0);
         }
     });
 }
@@ -85,32 +85,32 @@ pub(super) fn broken(script: &mut Script, fault: &str, calls: impl FnOnce(&mut S
 #[test]
 fn a_lease_that_was_open_when_a_router_was_killed_is_excused_and_no_other() {
     let mut script = storm();
-    broken(&mut script, "router", |script, act| {
-        // Its lease is open from 1,020; and one that broke in that moment, and one that was not there yet.
-        script.stayed(act, "lost", 990, &[3_001], "broken");
-        script.stayed(act, "late", 10_100, &[10_150], "done");
+    broken(&mut script, "router", |script, segment| {
+        // Its lease is open from 1,020. The second call began after the recovery.
+        script.stayed(segment, "lost", 990, &[3_001], "broken");
+        script.stayed(segment, "late", 10_100, &[10_150], "done");
     });
-    script.told(P, "lost", &lends(Cause::Expired.label(), 32_000));
-    script.books(P, 33_000, 0, 3, 0);
-    script.books(D, 33_000, 0, 0, 0);
+    script.engine_events(P, "lost", &prefill_leg(CloseCause::Expired.label(), 32_000));
+    script.engine_state(P, 33_000, 0, 3, 0);
+    script.engine_state(D, 33_000, 0, 0, 0);
     let summary = script.summary();
     assert_eq!(names(&summary), [""; 0], "{:?}", summary.findings);
     assert_eq!(summary.engines[P].excused_at_end, 0);
-    // Nothing is found, and that time has ended one is said all the same.
+    // There is no finding, and the expired lease is still reported.
     assert_eq!(summary.excused_leases, 1);
-    // Its time was over long after the part of the run in which it was open, and is that part's all the same.
+    // The lease expired long after its segment and still counts there.
     assert_eq!(summary.faults[0].expired, 1);
     assert!(report::text(&summary).contains("1 expired lease is excused"));
     assert!(report::page(&summary).contains("<b>Excused:</b> 1 expired lease"));
-    // One more is somebody else's, and so is one that was lent when all was mended.
+    // Another expired lease is not excused, and neither is one that was opened after the recovery.
     let mut more = Script(script.0.clone());
-    more.books(P, 34_000, 0, 4, 0);
+    more.engine_state(P, 34_000, 0, 4, 0);
     assert_eq!(names(&more.summary()), ["leases_expired"]);
-    let later = lends(Cause::Expired.label(), 41_000)
+    let later = prefill_leg(CloseCause::Expired.label(), 41_000)
         .map(|(kind, at, number, word)| (kind, if at < 2_000 { at + 9_100 } else { at }, number, word));
-    script.told(P, "late", &later);
-    script.books(P, 42_000, 0, 4, 0);
-    script.books(D, 42_000, 0, 0, 0);
+    script.engine_events(P, "late", &later);
+    script.engine_state(P, 42_000, 0, 4, 0);
+    script.engine_state(D, 42_000, 0, 0, 0);
     let summary = script.summary();
     assert_eq!(names(&summary), ["fault_stranded", "leases_expired"]);
     assert!(summary.findings.iter().all(|found| found.shown_by == ["late"]), "{:?}", summary.findings);
@@ -119,27 +119,27 @@ fn a_lease_that_was_open_when_a_router_was_killed_is_excused_and_no_other() {
 #[test]
 fn what_the_others_hold_for_an_engine_that_was_killed_is_named() {
     let mut script = storm();
-    broken(&mut script, "decode engine killed", |script, act| {
+    broken(&mut script, "decode engine killed", |script, segment| {
         for tag in ["a", "b", "c"] {
-            script.stayed(act, tag, 990, &[], "refused");
+            script.stayed(segment, tag, 990, &[], "refused");
         }
     });
-    // What is held by the one that was killed is gone with it.
-    script.told(P, "a", &lends("transfer_done", 1_025));
-    script.told(D, "a", &[("queued", 1_022, 0, "decode"), ("fetching", 1_025, 7, "")]);
-    // What is given back when it is known, however late that was in the killed part, is well.
-    script.told(P, "b", &lends("consumer_failed", 8_100));
+    // Blocks of the killed engine are gone.
+    script.engine_events(P, "a", &prefill_leg("transfer_done", 1_025));
+    script.engine_events(D, "a", &[("queued", 1_022, 0, "decode"), ("fetching", 1_025, 7, "")]);
+    // Blocks that are freed when the fault is detected are no finding, however late that is in the segment.
+    script.engine_events(P, "b", &prefill_leg("consumer_failed", 8_100));
     script.0.push(Record::Restarted { engine: D, at_us: 9_000_000 });
     let summary = script.summary();
     assert_eq!(names(&summary), [""; 0], "{:?}", summary.findings);
     let mut held = Script(script.0.clone());
-    held.told(P, "c", &lends(Cause::Expired.label(), 31_020));
+    held.engine_events(P, "c", &prefill_leg(CloseCause::Expired.label(), 31_020));
     let summary = held.summary();
     assert_eq!(names(&summary), ["fault_stranded", "leases_expired"]);
     assert_eq!(summary.findings[0].shown_by, ["c"]);
-    // Nobody says whose they are.
-    script.books(P, 9_200, 9, 2, 0);
-    script.books(P, 9_300, 0, 2, 0);
+    // The requests of these blocks are unknown.
+    script.engine_state(P, 9_200, 9, 2, 0);
+    script.engine_state(P, 9_300, 0, 2, 0);
     let summary = script.summary();
     assert_eq!(names(&summary), ["fault_stranded"]);
     assert!(summary.findings[0].says.starts_with("prefill still held 9 blocks"), "{:?}", summary.findings);
@@ -152,7 +152,7 @@ fn an_event_that_is_told_twice_happened_once() {
         script.0.iter().filter(|record| matches!(record, Record::Event(_))).cloned().collect();
     script.0.extend(events);
     assert_eq!(names(&script.summary()), [""; 0]);
-    // With a number of its own it is another event, and so it is of another process.
+    // An event with another number is another event, and so is one of another process.
     let freed =
         script.0.iter().rposition(|record| matches!(record, Record::Event(event) if event.kind == "freed"));
     let mut again = script.0[freed.expect("something was freed")].clone();
@@ -169,10 +169,10 @@ fn an_event_that_is_told_twice_happened_once() {
 #[test]
 fn a_deployment_that_does_not_say_the_same_twice_is_named_or_said_to_be_unjudged() {
     let mut script = storm();
-    let replay = |said: Option<&str>, answers: &[&str], unanswered| Record::Replay {
+    let replay = |expected: Option<&str>, answers: &[&str], unanswered| Record::Replay {
         tag: "s1".into(),
         text: Some("wordword".into()),
-        said: said.map(str::to_owned),
+        said: expected.map(str::to_owned),
         answers: answers.iter().map(|answer| (*answer).to_owned()).collect(),
         unanswered,
     };
@@ -188,11 +188,12 @@ fn a_deployment_that_does_not_say_the_same_twice_is_named_or_said_to_be_unjudged
         report::text(&summary).contains("1 more cannot be compared")
             && report::page(&summary).contains("several without load</td><td>1</td>")
     );
-    // As files from before were written.
+    // As in older files.
     script.0.extend(vec![replay(None, &[], false); 2]);
-    // No answer is no word.
+    // A missing response is not a different one.
     script.0.push(replay(None, &[], true));
-    let unknown = |summary: &Summary, what: &str| summary.unknown().iter().any(|said| said.contains(what));
+    let unknown =
+        |summary: &Summary, what: &str| summary.describe_unknown().iter().any(|line| line.contains(what));
     for record in &mut script.0 {
         if let Record::Engine(engine) = record {
             engine.batching_shows = true;
@@ -203,17 +204,17 @@ fn a_deployment_that_does_not_say_the_same_twice_is_named_or_said_to_be_unjudged
     assert!(
         unknown(&summary, "3 of 100 responses: ") && !unknown(&summary, "1 of 100"),
         "{:?}",
-        summary.unknown()
+        summary.describe_unknown()
     );
 }
 
 #[test]
 fn wrong_texts_are_named_and_what_was_seen_of_one_must_be_its_beginning() {
     let mut script = storm();
-    let replay = |tag: &str, text: &str, said: Option<&str>| Record::Replay {
+    let replay = |tag: &str, text: &str, expected: Option<&str>| Record::Replay {
         tag: tag.into(),
         text: Some(text.into()),
-        said: said.map(str::to_owned),
+        said: expected.map(str::to_owned),
         answers: Vec::new(),
         unanswered: false,
     };
@@ -227,15 +228,15 @@ fn wrong_texts_are_named_and_what_was_seen_of_one_must_be_its_beginning() {
     assert_eq!((summary.texts.compared, summary.texts.wrong), (4, 1));
     assert_eq!(names(&summary), ["wrong_texts"]);
     assert_eq!(summary.findings[0].shown_by, ["over"]);
-    // In the calm, too: of an engine that is exact that is as wrong.
+    // A wrong response in the calm counts too, for an exact engine.
     script.0.push(replay("c3", "drow", Some("word")));
     let summary = script.summary();
     assert_eq!(
         (summary.texts.wrong, summary.texts.wrong_in_calm, names(&summary)),
         (2, 1, vec!["wrong_texts"])
     );
-    // Of one that says otherwise, or of which nobody knows, it may be the batch that changes texts.
-    let change = |script: &mut Script, change: fn(&mut EngineFacts)| {
+    // An engine that reports inexact batching, or reports nothing, may change responses by batching.
+    let change = |script: &mut Script, change: fn(&mut EngineRecord)| {
         for record in &mut script.0 {
             if let Record::Engine(engine) = record {
                 change(engine);
@@ -244,14 +245,14 @@ fn wrong_texts_are_named_and_what_was_seen_of_one_must_be_its_beginning() {
     };
     change(&mut script, |engine| engine.batching_shows = true);
     assert!(!names(&script.summary()).contains(&"wrong_texts"));
-    // But not so many more than in the calm: and then those of the calm are not shown.
+    // An excess over the calm is a finding. It does not show the calls of the calm.
     let mut broken = Script(script.0.clone());
     for number in 0..60 {
         let (calm, storm) = (format!("calm-{number}"), format!("storm-{number}"));
         broken.stayed("calm", &calm, 110, &[140], "done");
         broken.stayed("storm", &storm, 1_110, &[1_140], "done");
-        let said = if number < 12 { "other" } else { "word" };
-        broken.0.extend([replay(&calm, "word", Some("word")), replay(&storm, "word", Some(said))]);
+        let expected = if number < 12 { "other" } else { "word" };
+        broken.0.extend([replay(&calm, "word", Some("word")), replay(&storm, "word", Some(expected))]);
     }
     let summary = broken.summary();
     let found = summary.findings.iter().find(|found| found.name == "wrong_texts").expect("it is named");
@@ -263,8 +264,37 @@ fn wrong_texts_are_named_and_what_was_seen_of_one_must_be_its_beginning() {
 #[test]
 fn expiries_that_only_counters_tell_are_counted() {
     let mut script = storm();
-    script.books(D, 1_600, 0, 3, 0);
+    script.engine_state(D, 1_600, 0, 3, 0);
     let summary = script.summary();
     assert_eq!(names(&summary), ["leases_expired"]);
     assert_eq!(summary.engines[D].expired, 3);
+}
+
+#[test]
+fn a_leg_that_goes_on_although_it_was_told_is_named() {
+    let mut script = storm();
+    let tags = ["d1", "d2", "d3"];
+    script.segment("phase stream", SegmentKind::Phase, 2_000, 5_000, |script, segment| {
+        for tag in tags {
+            script.cancelled(segment, tag, 1_060, CancelKind::Fin, Phase::Stream, 3);
+        }
+    });
+    let decode = [
+        ("queued", 1_022, 0, "decode"),
+        ("fetching", 1_025, 7, ""),
+        ("fetched", 1_030, 0, "landed"),
+        ("first_token", 1_040, 0, ""),
+        ("abort", 1_061, 0, "verb"),
+        ("ended", 1_140, 50, "length"),
+        ("freed", 1_141, 8, ""),
+    ];
+    for tag in tags {
+        script.engine_events(P, tag, &prefill_leg("transfer_done", 1_031));
+        script.engine_events(D, tag, &decode);
+    }
+    let summary = script.summary();
+    assert_eq!(names(&summary), ["decode_not_aborted"]);
+    assert_eq!((summary.work[1].completed_without_abort, summary.work[1].continued_after_abort), (0, 3));
+    // 80 of the 100 ms in which each generated fifty tokens, and six tokens of the request that was aborted in time.
+    assert_eq!(summary.all.wasted_response_tokens, 3 * 40 + 6);
 }

@@ -1,11 +1,11 @@
-//! Who stayed, one by one with the same requests of the calm.
+//! Uncancelled requests compared with their paired requests of the calm.
 
-use super::super::analyse::summary::{Compared, Measure};
+use super::super::analyse::summary::{Measure, PairedComparison};
 use super::*;
 use crate::load::rng::Rng;
 
-/// A request of a round: when it is due, and what it takes to its first token, in calm and in storm; microseconds. Every
-/// answer has two more tokens, 1 ms apart.
+/// A request of a round: its due time, and its time to first token in calm and in storm, microseconds. Each response
+/// has two more tokens, 1 ms apart.
 #[derive(Clone, Copy)]
 struct Arrival {
     due: u64,
@@ -14,13 +14,13 @@ struct Arrival {
     leaves: bool,
 }
 
-fn call(act: &str, at: usize, due_us: u64, ttft: u64) -> CallRecord {
+fn call(segment: &str, at: usize, due_us: u64, ttft: u64) -> CallRecord {
     CallRecord {
-        act: act.into(),
-        tag: format!("{act}-{at}"),
+        segment: segment.into(),
+        tag: format!("{segment}-{at}"),
         stream: true,
         due_us,
-        // The client is late.
+        // The client starts late.
         began_us: due_us + 300,
         ended_us: due_us + ttft + 2_500,
         tokens_us: (0..3).map(|token| ttft - 300 + token * 1_000).collect(),
@@ -31,24 +31,25 @@ fn call(act: &str, at: usize, due_us: u64, ttft: u64) -> CallRecord {
     }
 }
 
-/// Calm and storm of every round; every other round begins with the storm.
+/// Calm and storm of each round; every other round begins with the storm.
 fn run(rounds: &[Vec<Arrival>]) -> Script {
     let mut script = Script::new();
     for (round, arrivals) in rounds.iter().enumerate() {
-        let mut of = |what: ActKind, second: u64| {
-            let act = format!("{} {}", if what == ActKind::Calm { "calm" } else { "storm" }, round + 1);
+        let mut of = |what: SegmentKind, second: u64| {
+            let segment =
+                format!("{} {}", if what == SegmentKind::Calm { "calm" } else { "storm" }, round + 1);
             let from = (round as u64 * 2 + second) * 10_000;
-            script.act(&act, what, from, from + 9_000, |script, act| {
+            script.segment(&segment, what, from, from + 9_000, |script, segment| {
                 for (at, arrival) in arrivals.iter().enumerate() {
                     let due = from * 1_000 + arrival.due;
-                    let storms = what == ActKind::Storm;
-                    let mut call = call(act, at, due, if storms { arrival.storm } else { arrival.calm });
+                    let storms = what == SegmentKind::Storm;
+                    let mut call = call(segment, at, due, if storms { arrival.storm } else { arrival.calm });
                     if storms && arrival.leaves {
-                        call.leaves = Some(Leaves { phase: None, kind: Kind::Timeout });
+                        call.leaves = Some(CancelPlan { phase: None, kind: CancelKind::Timeout });
                         (call.outcome, call.left_us) = ("left".into(), Some(call.ended_us));
                         let again =
                             CallRecord { leaves: None, retries: Some(call.tag.clone()), ..call.clone() };
-                        // What is asked again is no arrival, whatever it took.
+                        // A retry is not an arrival.
                         script.0.push(Record::Call(CallRecord {
                             tag: format!("{}-again", call.tag),
                             outcome: "done".into(),
@@ -60,8 +61,11 @@ fn run(rounds: &[Vec<Arrival>]) -> Script {
                 }
             });
         };
-        let order =
-            if round % 2 == 0 { [ActKind::Calm, ActKind::Storm] } else { [ActKind::Storm, ActKind::Calm] };
+        let order = if round % 2 == 0 {
+            [SegmentKind::Calm, SegmentKind::Storm]
+        } else {
+            [SegmentKind::Storm, SegmentKind::Calm]
+        };
         for (second, what) in order.into_iter().enumerate() {
             of(what, second as u64);
         }
@@ -69,7 +73,7 @@ fn run(rounds: &[Vec<Arrival>]) -> Script {
     script
 }
 
-/// `each` makes an arrival of its number; every other leaves.
+/// `each` returns the times of an arrival; every other one is cancelled.
 fn rounds(count: usize, of: usize, mut each: impl FnMut(usize, usize) -> (u64, u64)) -> Vec<Vec<Arrival>> {
     let arrival = |round, at, (calm, storm)| Arrival {
         due: at as u64 * 20_000 + round as u64,
@@ -80,9 +84,9 @@ fn rounds(count: usize, of: usize, mut each: impl FnMut(usize, usize) -> (u64, u
     (0..count).map(|round| (0..of).map(|at| arrival(round, at, each(round, at))).collect()).collect()
 }
 
-fn number(summary: &Summary, measure: Measure, percentile: u32) -> &Compared {
+fn number(summary: &Summary, measure: Measure, percentile: u32) -> &PairedComparison {
     let numbers = &summary.uncancelled.numbers;
-    let ours = |number: &&Compared| (number.measure, number.percentile) == (measure, percentile);
+    let ours = |number: &&PairedComparison| (number.measure, number.percentile) == (measure, percentile);
     numbers.iter().find(ours).unwrap_or_else(|| panic!("{measure:?} {percentile}: {numbers:?}"))
 }
 
@@ -93,7 +97,7 @@ fn slowed(summary: &Summary) -> Vec<&str> {
 
 #[test]
 fn those_who_stay_are_compared_with_the_same_requests_of_the_calm() {
-    // Whoever leaves took long in the calm: all of the calm together are slower than the storm.
+    // The cancelled requests were slow in the calm: the whole calm is slower than the storm.
     let rounds = rounds(
         3,
         60,
@@ -118,7 +122,7 @@ fn those_who_stay_are_compared_with_the_same_requests_of_the_calm() {
         near(number(&summary, measure, percentile).storm_ms, 1.0);
     }
     assert_eq!(summary.uncancelled.numbers.len(), 7, "of the time between tokens the high percentile alone");
-    // The first token, and with it the whole answer; between tokens nothing.
+    // The first token, and with it the complete response; not the time between tokens.
     let slowed = slowed(&summary);
     let [first, whole] = slowed[..] else { panic!("{slowed:?}") };
     assert!(first.contains("14.0 ms for the first token at p90"), "{first}");
@@ -137,14 +141,14 @@ fn those_who_stay_are_compared_with_the_same_requests_of_the_calm() {
 
 #[test]
 fn a_fifth_more_or_less_than_calms_differ_by_is_no_harm() {
-    // The calms of the three rounds are 3, 3 and 6 ms apart; what each storm is slower by is less than the middle of these.
+    // The calms of the three rounds differ by 3, 3 and 6 ms. Each storm is slower by less than their median.
     let noisy = |more: u64| {
         rounds(3, 60, move |round, _| (10_000 + 3_000 * round as u64, 10_000 + 3_000 * round as u64 + more))
     };
     assert_eq!(slowed(&run(&noisy(2_900)).summary()), [""; 0]);
-    // And by a fifth of each.
+    // And by a fifth of each calm.
     assert_ne!(slowed(&run(&noisy(3_300)).summary()), [""; 0]);
-    // Of one calm the halves.
+    // With a single calm its halves are compared.
     let halves = |more: u64| {
         rounds(1, 120, move |_, at| {
             let calm = if at < 60 { 10_000 } else { 14_000 };
@@ -153,14 +157,14 @@ fn a_fifth_more_or_less_than_calms_differ_by_is_no_harm() {
     };
     assert_eq!(slowed(&run(&halves(3_900)).summary()), [""; 0]);
     assert_ne!(slowed(&run(&halves(4_100)).summary()), [""; 0]);
-    // Beyond the noise, and within a fifth; twice as much, and within 2 ms.
+    // Beyond the noise and within a fifth; twice as much and within 2 ms.
     assert_eq!(slowed(&run(&rounds(3, 60, |_, _| (40_000, 47_900))).summary()), [""; 0]);
     assert_ne!(slowed(&run(&rounds(3, 60, |_, _| (40_000, 48_200))).summary()), [""; 0]);
     assert_eq!(slowed(&run(&rounds(3, 60, |_, _| (1_500, 3_400))).summary()), [""; 0]);
-    // One round of three that is slow is a slow moment of the machine.
+    // One slow round of three is a slow moment of the machine.
     let once = rounds(3, 60, |round, _| (10_000, if round == 1 { 90_000 } else { 10_000 }));
     assert_eq!(slowed(&run(&once).summary()), [""; 0]);
-    // Where the slowest are lost in noise, the middle may not be.
+    // If noise hides the slowest requests, the median may still show the effect.
     let middle = rounds(3, 60, |round, at| match at {
         1 | 3 | 5 | 7 => (20_000 * (round as u64 + 1), 20_000 * (round as u64 + 1)),
         _ => (10_000, 15_000),
@@ -171,14 +175,14 @@ fn a_fifth_more_or_less_than_calms_differ_by_is_no_harm() {
 
 #[test]
 fn what_is_shown_of_a_number_is_of_one_round() {
-    // The middle of the calms is 100 ms and of the storms 95 ms, and the middle of the ratios is 1.1.
+    // The medians are 100 ms of the calms, 95 ms of the storms and 1.1 of the ratios.
     let times = [(100_000, 90_000), (110_000, 121_000), (70_000, 95_000)];
     let summary = run(&rounds(3, 60, |round, _| times[round])).summary();
     let shown = number(&summary, Measure::Ttft, 90);
     assert_eq!((shown.round, shown.calm_ms, shown.storm_ms, shown.slower), (2, 110.0, 121.0, false));
     near(shown.over.median, 1.1);
     near(shown.by_ms, 11.0);
-    // The calms are 10, 30 and 40 ms apart: from 30 ms more than the calm on it is beyond the noise, and beyond the target.
+    // The calms differ by 10, 30 and 40 ms: 30 ms more than the calm exceed both the noise and the target.
     near(shown.noise_ms, 30.0);
     near(shown.named_by_ms.expect("it is not named"), 19.0);
     let (text, page) = (report::text(&summary), report::page(&summary));
@@ -187,7 +191,7 @@ fn what_is_shown_of_a_number_is_of_one_round() {
     let cells =
         "<td>2</td><td>110 ms</td><td>121 ms</td><td>+11.0 ms</td><td>1.10 ×</td><td>0.90 to 1.36</td>";
     assert!(page.contains(cells), "{page}");
-    // Of two rounds the lower: between them nothing was measured.
+    // Of two rounds the lower one: a value between them was not measured.
     let summary = run(&rounds(2, 60, |round, _| times[round + 1])).summary();
     let shown = number(&summary, Measure::Ttft, 90);
     assert_eq!((shown.round, shown.noise_ms), (1, 40.0));
@@ -195,10 +199,10 @@ fn what_is_shown_of_a_number_is_of_one_round() {
 
 #[test]
 fn what_it_says_it_would_be_named_from_is_what_it_is_named_from() {
-    // Within the target; within the noise; and of few milliseconds.
+    // Within the target; within the noise; and a few milliseconds.
     for (calm, apart) in [(40_000, 0), (40_000, 15_000), (3_000, 500)] {
         let calm = |round: usize| calm + round as u64 * apart;
-        // Of the others two are above it and one below, however much more there is in this one.
+        // Two of the other rounds are above this one and one is below, for any `more`.
         let with = |more: u64| {
             let storm = |round| [900_000, calm(round) + 300 + more, 1_000, 900_000][round];
             let summary = run(&rounds(4, 60, |round, _| (calm(round), storm(round)))).summary();
@@ -213,7 +217,7 @@ fn what_it_says_it_would_be_named_from_is_what_it_is_named_from() {
 
 #[test]
 fn what_is_above_the_target_is_said_whether_it_is_named_or_not() {
-    // In the median of the rounds 1.25 times and less than calms differ by.
+    // In the median round 1.25 times the calm, and less than the calms differ by.
     let times = [(100_000, 172_000), (160_000, 180_000), (100_000, 125_000)];
     let summary = run(&rounds(3, 60, |round, _| times[round])).summary();
     assert_eq!((slowed(&summary).len(), number(&summary, Measure::Ttft, 90).rounds_above), (0, 2));
@@ -235,8 +239,8 @@ fn tokens_that_come_with_one_read_have_nothing_between_them() {
     for record in &mut script.0 {
         if let Record::Call(call) = record {
             call.tokens_us[1] = call.tokens_us[0];
-            // Of the calm it says that they were five.
-            call.generated = if call.act.starts_with("calm") { 5 } else { 3 };
+            // The calm reports five tokens.
+            call.generated = if call.segment.starts_with("calm") { 5 } else { 3 };
         }
     }
     let summary = script.summary();
@@ -256,48 +260,48 @@ fn two_rounds_of_three_may_be_slower_by_chance() {
 
 #[test]
 fn one_calm_that_was_disturbed_hides_nothing() {
-    // Five calms of 40 to 44 ms, one of 200; every storm is slower by 30 ms.
+    // Five calms of 40 to 44 ms and one of 200 ms; every storm is slower by 30 ms.
     let calm = |round: usize| if round == 3 { 200_000 } else { 40_000 + 1_000 * round as u64 };
     let summary = run(&rounds(6, 60, |round, _| (calm(round), calm(round) + 30_000))).summary();
     assert!(slowed(&summary)[0].contains("first token at p90"), "{:?}", summary.findings);
     let shown = number(&summary, Measure::Ttft, 90);
     assert!(shown.slower && shown.noise_ms < 10.0, "{shown:?}");
-    // And where nobody is slower, the same calms show nothing.
+    // Without slower storms the same calms show nothing.
     assert_eq!(slowed(&run(&rounds(6, 60, |round, _| (calm(round), calm(round)))).summary()), [""; 0]);
 }
 
 #[test]
 fn what_cannot_be_paired_is_said_and_not_compared() {
-    let told = |script: &Script, what: &str| {
+    let not_judged = |script: &Script, what: &str| {
         let summary = script.summary();
-        let unknown = summary.unknown();
-        assert!(unknown.iter().any(|said| said.contains(what)), "{what}: {unknown:?}");
+        let unknown = summary.describe_unknown();
+        assert!(unknown.iter().any(|line| line.contains(what)), "{what}: {unknown:?}");
         summary
     };
-    // Nine pairs in each round.
+    // Nine pairs per round.
     let few = run(&rounds(3, 18, |_, _| (10_000, 90_000)));
-    let summary = told(&few, "27 uncancelled requests in 3 storms are too few");
+    let summary = not_judged(&few, "27 uncancelled requests in 3 storms are too few");
     assert_eq!((slowed(&summary), summary.uncancelled.numbers.len()), (vec![], 0));
-    // What is not judged is no headline.
+    // A ratio that is not judged is not shown.
     assert!(summary.ttft_p99_over_calm_paired.is_some());
     assert!(
         !report::text(&summary).contains("TTFT p99, storm over")
             && !report::page(&summary).contains("time to first token of uncancelled requests")
     );
-    // A round that is broken off has no pairs.
+    // A stopped round has no pairs.
     let mut broken = run(&rounds(3, 60, |_, _| (10_000, 90_000)));
     let last = broken.0.iter().rposition(|record| matches!(record, Record::Call(_))).expect("a call");
     broken.0.remove(last);
-    let summary = told(&broken, "1 rounds: calm and storm have different requests");
+    let summary = not_judged(&broken, "1 rounds: calm and storm have different requests");
     assert_eq!((summary.uncancelled.rounds, slowed(&summary).is_empty()), (2, false));
-    // Whoever failed is in neither.
+    // A failed request is in neither.
     let mut failed = run(&rounds(3, 60, |_, _| (10_000, 10_000)));
     for record in &mut failed.0 {
         if let Record::Call(call) = record
             && call.tag.ends_with("-7")
         {
-            call.outcome = if call.act.starts_with("calm") { "broken" } else { "done" }.into();
-            call.tokens_us = if call.act.starts_with("calm") { Vec::new() } else { vec![900_000] };
+            call.outcome = if call.segment.starts_with("calm") { "broken" } else { "done" }.into();
+            call.tokens_us = if call.segment.starts_with("calm") { Vec::new() } else { vec![900_000] };
         }
     }
     let summary = failed.summary();
@@ -341,7 +345,7 @@ fn every_number_of_who_stayed_agrees_with_counting() {
                 near(found.storm_ms, storms[shown]);
                 near(found.by_ms, more[shown]);
                 near(found.over.median, ratios[shown]);
-                // As many rounds as half of them, and no more without it, are not above the one that is shown.
+                // At least half of the rounds are not above the shown one, and fewer than half are below it.
                 let up_to = ratios.iter().filter(|ratio| **ratio <= ratios[shown]).count();
                 let below = ratios.iter().filter(|ratio| **ratio < ratios[shown]).count();
                 assert!(2 * up_to >= ratios.len() && 2 * below < ratios.len(), "{shown} of {ratios:?}");
@@ -354,7 +358,7 @@ fn every_number_of_who_stayed_agrees_with_counting() {
     }
 }
 
-/// The middle by counting: as many are below as above.
+/// The median by counting: as many values are below as above.
 fn middle(values: &[f64]) -> f64 {
     let rank = |value: f64| values.iter().filter(|other| **other < value).count();
     let at = |wanted: usize| {

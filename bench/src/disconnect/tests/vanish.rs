@@ -1,34 +1,34 @@
-//! Clients whose host vanishes: a deployment cannot know at once, and has to notice within a bound.
+//! Clients whose host vanishes: a deployment cannot notice at once, and has to notice within a limit.
 
 use super::*;
 
-/// A stream that vanishes mid-stream at 1,060; its decode leg ends and gives its blocks back at `back`.
+/// A stream whose client vanishes at 1,060. Its decode leg ends and frees its blocks at `back`.
 fn vanishes(script: &mut Script, tag: &str, back: u64, aborted: bool) {
-    let act = format!("phase of {tag}");
-    script.act(&act, ActKind::Phase, 1_000, 2_000, |script, act| {
-        script.left(act, tag, 1_060, Kind::Vanish, Phase::Stream, 3);
+    let segment = format!("phase of {tag}");
+    script.segment(&segment, SegmentKind::Phase, 1_000, 2_000, |script, segment| {
+        script.cancelled(segment, tag, 1_060, CancelKind::Vanish, Phase::Stream, 3);
     });
-    script.told(P, tag, &lends("transfer_done", 1_031));
+    script.engine_events(P, tag, &prefill_leg("transfer_done", 1_031));
     let begins =
         [("queued", 1_022, 0, "decode"), ("fetching", 1_025, 7, ""), ("fetched", 1_030, 0, "landed")];
-    script.told(D, tag, &begins);
-    script.told(D, tag, &[("first_token", 1_040, 0, "")]);
+    script.engine_events(D, tag, &begins);
+    script.engine_events(D, tag, &[("first_token", 1_040, 0, "")]);
     if aborted {
-        script.told(D, tag, &[("abort", back - 2, 0, "disconnect")]);
+        script.engine_events(D, tag, &[("abort", back - 2, 0, "disconnect")]);
     }
     let how = if aborted { "abort" } else { "length" };
-    script.told(D, tag, &[("ended", back - 1, 64, how), ("freed", back, 8, "")]);
+    script.engine_events(D, tag, &[("ended", back - 1, 64, how), ("freed", back, 8, "")]);
 }
 
 fn vanish_row(summary: &Summary) -> &super::super::analyse::summary::KindRow {
-    summary.kinds.iter().find(|row| row.kind == Kind::Vanish).expect("a row")
+    summary.kinds.iter().find(|row| row.kind == CancelKind::Vanish).expect("a row")
 }
 
 #[test]
 fn what_a_deployment_cannot_know_yet_is_no_finding_and_what_it_never_notices_is() {
     let healthy = storm().summary();
     for (back, aborted, found) in [
-        // Over by itself; noticed just in time, after 22.5 s and one; and too late.
+        // Completed; noticed just in time, after 22.5 s and one; and too late.
         (1_100, false, false),
         (24_560, true, false),
         (24_561, true, true),
@@ -36,12 +36,12 @@ fn what_a_deployment_cannot_know_yet_is_no_finding_and_what_it_never_notices_is(
     ] {
         let mut script = storm();
         vanishes(&mut script, "v", back, aborted);
-        script.books(P, 100_000, 0, 2, 0);
-        script.books(D, 100_000, 0, 0, 0);
+        script.engine_state(P, 100_000, 0, 2, 0);
+        script.engine_state(D, 100_000, 0, 0, 0);
         let summary = script.summary();
         let expected: &[&str] = if found { &["vanished_stranded"] } else { &[] };
         assert_eq!(names(&summary), expected, "{back}: {:?}", summary.findings);
-        // It is counted by itself, and as one of its kind.
+        // The client counts separately, and in its kind.
         let vanished = summary.vanished.as_ref().expect("one");
         for group in [&vanished.group, &vanished.phases[0].group, &vanish_row(&summary).group] {
             assert_eq!((group.cancelled, group.stranded), (1, u64::from(found)), "{back}");
@@ -50,24 +50,24 @@ fn what_a_deployment_cannot_know_yet_is_no_finding_and_what_it_never_notices_is(
         }
         let (noticed, by_itself) = (vanished.noticed_ms.n, vanished.by_itself_ms.n);
         assert_eq!((noticed, by_itself), (usize::from(aborted && !found), usize::from(!aborted && !found)));
-        // And in no number of those that can be known at once.
+        // And in no number of other cancels.
         assert_eq!((summary.cancelled, &summary.all.abort_ms), (healthy.cancelled, &healthy.all.abort_ms));
         near(summary.all.block_seconds, healthy.all.block_seconds);
         let of = |summary: &Summary| summary.phases.iter().map(|row| row.group.cancelled).collect::<Vec<_>>();
         assert_eq!((of(&summary), &summary.work), (of(&healthy), &healthy.work));
-        // Where nothing had to be noticed, whether it would have been is not known.
+        // A request that completed does not show whether the deployment would have noticed.
         let unjudged = "detection of vanished clients";
-        let said = summary.unknown().iter().any(|what| what.contains(unjudged));
-        assert_eq!(said, !aborted && !found, "{:?}", summary.unknown());
+        let shown = summary.describe_unknown().iter().any(|what| what.contains(unjudged));
+        assert_eq!(shown, !aborted && !found, "{:?}", summary.describe_unknown());
         let (text, page) = (report::text(&summary), report::page(&summary));
-        for said in ["22.5 s to notice", "vanish"] {
-            assert!(text.contains(said) && page.contains(said), "{said}: {text}");
+        for shown in ["22.5 s to notice", "vanish"] {
+            assert!(text.contains(shown) && page.contains(shown), "{shown}: {text}");
         }
         let series = report::series(&summary);
         assert!(series["held_for_vanished_s_blocks"].as_array().is_some_and(|points| points.len() == 2));
     }
-    for said in [report::text(&healthy), report::page(&healthy), report::series(&healthy).to_string()] {
-        assert!(!said.to_lowercase().contains("vanish"), "{said}");
+    for shown in [report::text(&healthy), report::page(&healthy), report::series(&healthy).to_string()] {
+        assert!(!shown.to_lowercase().contains("vanish"), "{shown}");
     }
 }
 
@@ -77,8 +77,8 @@ fn the_bound_is_what_was_asked_for() {
     let Some(Record::Run(run)) = script.0.first_mut() else { panic!("a run") };
     run.options = serde_json::json!({"vanish_noticed_ms": 2_000});
     vanishes(&mut script, "v", 1_060 + 3_000 + 1_000 + 1, true);
-    script.books(P, 100_000, 0, 2, 0);
-    script.books(D, 100_000, 0, 0, 0);
+    script.engine_state(P, 100_000, 0, 2, 0);
+    script.engine_state(D, 100_000, 0, 0, 0);
     let summary = script.summary();
     assert_eq!(names(&summary), ["vanished_stranded"]);
     assert!(summary.findings[0].says.contains("for more than 4 s"), "{}", summary.findings[0].says);
@@ -86,21 +86,24 @@ fn the_bound_is_what_was_asked_for() {
 
 #[test]
 fn what_is_held_when_a_run_is_broken_off_may_be_a_client_that_vanished() {
-    // The engines were watched for 5 s after it; then for 30 s.
+    // The engines were watched for 5 s after it, then for 30 s.
     for (watched, left_behind) in [(6_060, false), (31_060, true)] {
         let mut script = storm();
         vanishes(&mut script, "v", 90_000, false);
         script.0.retain(|record| !matches!(record, Record::Event(event) if event.at_us > 50_000_000));
         script.0.push(Record::Interrupted { at_us: 5_000_000 });
-        script.books(P, watched, 0, 2, 0);
-        script.books(D, watched, 7, 0, 0);
+        script.engine_state(P, watched, 0, 2, 0);
+        script.engine_state(D, watched, 7, 0, 0);
         let summary = script.summary();
         let expected: &[&str] = if left_behind { &["vanished_stranded", "blocks_not_freed"] } else { &[] };
         assert_eq!(names(&summary), expected);
         let vanished = &summary.vanished.as_ref().expect("one").group;
         assert_eq!((vanished.never_freed, vanished.stranded), (1, u64::from(left_behind)));
-        let said = summary.unknown().iter().any(|what| what.contains("still holds 7 blocks at the end for"));
-        assert_eq!(said, !left_behind, "{:?}", summary.unknown());
+        let shown = summary
+            .describe_unknown()
+            .iter()
+            .any(|what| what.contains("still holds 7 blocks at the end for"));
+        assert_eq!(shown, !left_behind, "{:?}", summary.describe_unknown());
     }
 }
 
@@ -110,21 +113,21 @@ fn engines_that_tell_metrics_only_are_accused_of_vanished_clients_from_the_bound
         let mut script = Script::new();
         let Some(Record::Engine(engine)) = script.0.get_mut(1) else { panic!("an engine") };
         engine.events = false;
-        script.act("phase stream", ActKind::Phase, 0, 60_000, |script, act| {
-            let kind = if vanishing { Kind::Vanish } else { Kind::Fin };
-            script.left(act, "v", 1_060, kind, Phase::Stream, 3);
+        script.segment("phase stream", SegmentKind::Phase, 0, 60_000, |script, segment| {
+            let kind = if vanishing { CancelKind::Vanish } else { CancelKind::Fin };
+            script.cancelled(segment, "v", 1_060, kind, Phase::Stream, 3);
         });
-        // Until 20 s after it. What is held for longer is found, vanished or not.
+        // Until 20 s after it. Blocks that are held for longer are a finding, with or without a vanished client.
         for at in (2_000..=21_000).step_by(500) {
-            script.books(D, at, 8, 0, 0);
+            script.engine_state(D, at, 8, 0, 0);
         }
-        script.books(D, 21_500, 0, 0, 0);
+        script.engine_state(D, 21_500, 0, 0, 0);
         let named = |script: &Script| names(&script.summary()).contains(&"orphaned_blocks");
         assert_eq!(named(&script), found);
         for at in (22_000..=40_000).step_by(500) {
-            script.books(D, at, 8, 0, 0);
+            script.engine_state(D, at, 8, 0, 0);
         }
-        script.books(D, 41_000, 0, 0, 0);
+        script.engine_state(D, 41_000, 0, 0, 0);
         assert!(named(&script));
     }
 }
@@ -132,12 +135,12 @@ fn engines_that_tell_metrics_only_are_accused_of_vanished_clients_from_the_bound
 #[test]
 fn what_could_not_be_played_is_said() {
     let mut script = storm();
-    script.0.push(Record::NotPlayed { kind: Kind::Vanish, why: "it needs <root>".into() });
+    script.0.push(Record::NotPlayed { kind: CancelKind::Vanish, why: "it needs <root>".into() });
     let summary = script.summary();
-    let said = "cancel by vanish: not possible here: it needs ";
-    assert!(summary.unknown().iter().any(|what| what.contains(said)));
-    assert!(report::text(&summary).contains(said) && report::page(&summary).contains(said));
-    assert!(!summary.kinds.iter().any(|row| row.kind == Kind::Vanish) && summary.vanished.is_none());
+    let shown = "cancel by vanish: not possible here: it needs ";
+    assert!(summary.describe_unknown().iter().any(|what| what.contains(shown)));
+    assert!(report::text(&summary).contains(shown) && report::page(&summary).contains(shown));
+    assert!(!summary.kinds.iter().any(|row| row.kind == CancelKind::Vanish) && summary.vanished.is_none());
     let json = serde_json::to_value(&summary).expect("JSON");
     assert_eq!(json["not_played"], serde_json::json!([{"kind": "vanish", "why": "it needs <root>"}]));
 }

@@ -1,36 +1,37 @@
-//! When requests arrive: fixed before the run, so that a slow endpoint changes nothing about when the next is due.
+//! When requests arrive. The times are fixed before the run, so that a slow endpoint does not delay the next
+//! request.
 
 use std::time::Duration;
 
 use crate::load::rng::Rng;
 
-/// Requests of one run.
+/// Maximum requests of one run.
 pub(crate) const REQUESTS_MAX: usize = 10_000_000;
 
-/// How arrivals follow one another.
+/// Distribution of arrivals.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Arrivals {
-    /// Requests per second; `None`: all are due at once.
-    pub(crate) rate: Option<Rate>,
-    /// The shape of the gamma distribution of the time between two; 1 is a Poisson process, less is burstier, infinite is a
+    /// Requests per second. `None`: all are due at once.
+    pub(crate) rate: Option<ArrivalRate>,
+    /// The shape of the gamma distribution of intervals. 1 is a Poisson process, less is burstier, infinite is a
     /// constant interval (as vLLM's `--burstiness`).
     pub(crate) burstiness: f64,
-    /// Arrivals only in the first of these two times, over and over.
+    /// Arrivals only in the first of these two durations, repeatedly.
     pub(crate) waves: Option<(Duration, Duration)>,
 }
 
-/// Requests per second, over a run.
+/// Requests per second during a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Rate {
+pub(crate) enum ArrivalRate {
     Constant(f64),
-    /// From the first request to the last, by the same amount with each.
+    /// From the first value to the second, by the same amount with each request.
     Linear(f64, f64),
-    /// From the first request to the last, by the same factor with each.
+    /// From the first value to the second, by the same factor with each request.
     Exponential(f64, f64),
 }
 
-impl Rate {
-    /// At the request with this place of so many.
+impl ArrivalRate {
+    /// The rate at request `index` of `count`.
     fn at(self, index: usize, count: usize) -> f64 {
         let progress = index as f64 / count.saturating_sub(1).max(1) as f64;
         match self {
@@ -42,7 +43,7 @@ impl Rate {
 }
 
 impl Arrivals {
-    /// When each of `count` requests is due, after the beginning. The first is due one interval after it.
+    /// When each of `count` requests is due, after the beginning. The first is due after one interval.
     pub(crate) fn times(&self, count: usize, rng: &mut Rng) -> Vec<Duration> {
         let Some(rate) = self.rate else { return vec![Duration::ZERO; count] };
         let mut at = 0.0;
@@ -58,7 +59,7 @@ impl Arrivals {
         times.collect()
     }
 
-    /// Time in which nothing arrives is put between the times in which something may.
+    /// Inserts the times without arrivals.
     fn spread(&self, at: f64) -> Duration {
         let at = Duration::try_from_secs_f64(at).unwrap_or(Duration::MAX);
         let Some((on, off)) = self.waves else { return at };
@@ -78,7 +79,7 @@ mod tests {
     }
 
     fn poisson(rate: f64) -> Arrivals {
-        Arrivals { rate: Some(Rate::Constant(rate)), ..at_once() }
+        Arrivals { rate: Some(ArrivalRate::Constant(rate)), ..at_once() }
     }
 
     /// Seconds between arrivals.
@@ -108,7 +109,7 @@ mod tests {
 
     #[test]
     fn a_ramp_goes_from_one_rate_to_the_other() {
-        for rate in [Rate::Linear(10.0, 100.0), Rate::Exponential(10.0, 100.0)] {
+        for rate in [ArrivalRate::Linear(10.0, 100.0), ArrivalRate::Exponential(10.0, 100.0)] {
             let arrivals = Arrivals { rate: Some(rate), ..at_once() };
             let gaps = gaps(&arrivals, 20_000);
             let (first, _) = mean_and_cv(&gaps[..1_000]);
@@ -118,9 +119,9 @@ mod tests {
                 "{rate:?}: {first} {last}"
             );
         }
-        assert!((Rate::Linear(10.0, 100.0).at(5, 11) - 55.0).abs() < 1e-9);
-        assert!((Rate::Exponential(1.0, 100.0).at(5, 11) - 10.0).abs() < 1e-9);
-        assert!((Rate::Linear(1.0, 2.0).at(0, 1) - 1.0).abs() < 1e-9);
+        assert!((ArrivalRate::Linear(10.0, 100.0).at(5, 11) - 55.0).abs() < 1e-9);
+        assert!((ArrivalRate::Exponential(1.0, 100.0).at(5, 11) - 10.0).abs() < 1e-9);
+        assert!((ArrivalRate::Linear(1.0, 2.0).at(0, 1) - 1.0).abs() < 1e-9);
     }
 
     #[test]

@@ -1,16 +1,16 @@
-//! How long prompts and answers are: distributions in tokens, drawn by seed.
+//! Lengths of prompts and responses: distributions in tokens, drawn by seed.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::load::rng::Rng;
 
-/// Nothing is longer; a prompt of this size is 40 MB of text or so.
+/// Maximum length. A prompt of this size is about 40 MB of text.
 const TOKENS_MAX: u32 = 10_000_000;
-/// Where a heavy tail is cut off that has no end of its own.
+/// Where a heavy tail without a natural end is cut off.
 const TAIL: f64 = 16.0;
 
-/// A distribution of lengths in tokens. At least 1 is drawn, and at most what is said at each.
+/// A distribution of lengths in tokens. Draws are at least 1 and at most the limit of each variant.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Lengths {
     /// `N` or `fixed:N`.
@@ -19,7 +19,7 @@ pub(crate) enum Lengths {
     Uniform(u32, u32),
     /// `normal:MEAN:DEVIATION`, at most 16 deviations above the mean.
     Normal(f64, f64),
-    /// `lognormal:MEDIAN:SIGMA`; sigma is the deviation of the logarithm. At most 16 times the 84th percentile.
+    /// `lognormal:MEDIAN:SIGMA`. Sigma is the deviation of the logarithm. At most 16 times the 84th percentile.
     LogNormal(f64, f64),
     /// `zipf:A-B:S`: the length of rank k (A is the first) has a probability proportional to 1/k^S.
     Zipf { least: u32, cumulated: Vec<f64>, exponent: f64 },
@@ -30,16 +30,16 @@ pub(crate) enum Lengths {
 #[error(
     "`{0}` is no distribution of lengths: N, fixed:N, uniform:A-B, normal:MEAN:DEVIATION, lognormal:MEDIAN:SIGMA or zipf:A-B:S"
 )]
-pub(crate) struct NoLengths(String);
+pub(crate) struct LengthsError(String);
 
-/// Ranks of a Zipf distribution: its table is kept in memory.
+/// Maximum ranks of a Zipf distribution. Its table is kept in memory.
 const RANKS_MAX: u32 = 1 << 20;
 
 impl FromStr for Lengths {
-    type Err = NoLengths;
+    type Err = LengthsError;
 
-    fn from_str(text: &str) -> Result<Self, NoLengths> {
-        Self::read(text).ok_or_else(|| NoLengths(text.to_owned()))
+    fn from_str(text: &str) -> Result<Self, LengthsError> {
+        Self::read(text).ok_or_else(|| LengthsError(text.to_owned()))
     }
 }
 

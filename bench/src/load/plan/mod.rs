@@ -1,4 +1,4 @@
-//! What a load consists of: arrivals, lengths, prompts, recorded traces, workloads.
+//! Parts of a load: arrivals, lengths, prompts, recorded traces, workloads.
 
 pub(crate) mod arrivals;
 pub(crate) mod lengths;

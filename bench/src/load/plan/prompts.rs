@@ -1,31 +1,31 @@
-//! Prompts of a chosen length in a model's own tokens, some of which share their beginnings.
+//! Prompts of a chosen length in a model's own tokens, some with shared beginnings.
 //!
-//! A prompt is a row of segments, each of which is told by a seed and a length: the same segment is the same text
-//! wherever it stands. Text is made of words of which the endpoint was asked how many tokens they are ([`Words::learn`]).
+//! A prompt is a sequence of segments. A seed and a length determine a segment's text, wherever it stands. Text
+//! consists of words whose number of tokens the endpoint reports ([`Vocabulary::learn`]).
 
-use crate::load::ask::Prompt;
+use crate::load::request::Prompt;
 use crate::load::rng::Rng;
 
 /// A piece of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Segment {
-    /// The same seed is the same text.
+pub(crate) struct PromptSegment {
+    /// Segments with the same seed have the same text.
     pub(crate) seed: u64,
     pub(crate) tokens: u32,
 }
 
-/// Short words that every English model has seen; in large vocabularies each is one token with the blank before it.
+/// Short words that every English model has seen. In large vocabularies each is one token with the blank before it.
 pub(crate) const WORDS: [&str; 48] = [
     "the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not",
     "he", "his", "but", "at", "are", "this", "have", "from", "or", "had", "an", "they", "which", "one",
     "you", "were", "all", "her", "she", "there", "would", "their", "we", "him", "been", "has", "when", "who",
     "will", "no", "more", "if",
 ];
-/// How often a word is repeated when the endpoint is asked for its tokens.
+/// How often a word is repeated to count its tokens.
 pub(crate) const REPEATED: u32 = 16;
 
-/// So many words after a first one that no other prompt has: nothing of it is in any prefix cache. For who needs no exact
-/// number of tokens.
+/// A prompt of `words` words after a unique first one, so that no prefix cache contains any of it. The number of
+/// tokens is not exact.
 pub(crate) fn plain(first: &str, words: usize, rng: &mut Rng) -> String {
     let mut text = first.to_owned();
     for _ in 1..words {
@@ -35,58 +35,59 @@ pub(crate) fn plain(first: &str, words: usize, rng: &mut Rng) -> String {
     text
 }
 
-/// What prompts are made of.
+/// The units of prompts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Words {
-    /// Words by what each costs in tokens, cheapest first; and what the endpoint adds to every prompt.
+pub(crate) enum Vocabulary {
+    /// Words with their cost in tokens, cheapest first, and the tokens that the endpoint adds to every prompt.
     Text { words: Vec<(&'static str, u32)>, overhead: u32 },
-    /// Token ids; nothing is added to those.
+    /// Token ids. The endpoint adds nothing to ids.
     Ids(Vec<u32>),
 }
 
 /// Why an endpoint's tokens cannot be learnt.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum WordsError {
+pub(crate) enum VocabularyError {
     #[error("no word of ours has a fixed number of this endpoint's tokens")]
     NoWords,
     #[error("{0}")]
     Endpoint(String),
 }
 
-impl Words {
-    /// Asks `count` for the tokens of each word, [`REPEATED`] times and twice that. What a word adds the second time is its
-    /// cost; what is left of the first is what the endpoint adds by itself (a beginning of sequence, a chat's template).
+impl Vocabulary {
+    /// Requests from `count` the tokens of each word, [`REPEATED`] times and twice that. The difference is the
+    /// word's cost. The remainder of the first count is what the endpoint adds (a beginning of sequence, a chat's
+    /// template).
     ///
     /// # Errors
-    /// What `count` fails with, or that words have no fixed costs.
+    /// If `count` fails, or no word has a fixed cost.
     pub(crate) async fn learn<F>(
         words: &[&'static str],
         mut count: impl FnMut(String) -> F,
-    ) -> Result<Self, WordsError>
+    ) -> Result<Self, VocabularyError>
     where
         F: Future<Output = Result<u32, String>>,
     {
         let mut learnt = Vec::new();
         for word in words {
-            let once = count(repeated(word, REPEATED)).await.map_err(WordsError::Endpoint)?;
-            let twice = count(repeated(word, 2 * REPEATED)).await.map_err(WordsError::Endpoint)?;
+            let once = count(repeated(word, REPEATED)).await.map_err(VocabularyError::Endpoint)?;
+            let twice = count(repeated(word, 2 * REPEATED)).await.map_err(VocabularyError::Endpoint)?;
             let added = twice.saturating_sub(once);
             let cost = added / REPEATED;
             if cost > 0 && added % REPEATED == 0 && once >= added {
                 learnt.push((*word, cost, once - added));
             }
         }
-        // Most words agree on what is added; one that does not is tokenized otherwise when it stands first.
+        // Most words agree on what is added. A word that differs is tokenized otherwise at the start of a prompt.
         let mut overheads: Vec<_> = learnt.iter().map(|(_, _, overhead)| *overhead).collect();
         overheads.sort_unstable();
-        let overhead = *overheads.get(overheads.len() / 2).ok_or(WordsError::NoWords)?;
+        let overhead = *overheads.get(overheads.len() / 2).ok_or(VocabularyError::NoWords)?;
         let mut words: Vec<_> =
             learnt.into_iter().filter(|(_, _, own)| *own == overhead).map(|(w, c, _)| (w, c)).collect();
         words.sort_by_key(|(_, cost)| *cost);
         Ok(Self::Text { words, overhead })
     }
 
-    /// The shortest prompt there is, in tokens.
+    /// The shortest possible prompt, in tokens.
     pub(crate) fn least(&self) -> u32 {
         match self {
             Self::Text { words, overhead } => overhead + words.first().map_or(1, |(_, cost)| *cost),
@@ -94,18 +95,18 @@ impl Words {
         }
     }
 
-    /// A prompt of these segments, with what the endpoint adds taken from the last.
-    pub(crate) fn prompt(&self, segments: &[Segment]) -> Prompt {
+    /// A prompt of these segments. The tokens that the endpoint adds are subtracted from the last segment.
+    pub(crate) fn prompt(&self, segments: &[PromptSegment]) -> Prompt {
         match self {
             Self::Text { words, overhead } => {
                 let mut text = String::new();
                 let last = segments.len().saturating_sub(1);
-                // A blank before each word: that is how its tokens were counted.
+                // A blank before each word, as when its tokens were counted.
                 for (place, segment) in segments.iter().enumerate() {
                     let tokens =
                         if place == last { segment.tokens.saturating_sub(*overhead) } else { segment.tokens };
                     let least = u32::from(place == last && text.is_empty());
-                    say(&mut text, words, segment.seed, tokens.max(least));
+                    append_words(&mut text, words, segment.seed, tokens.max(least));
                 }
                 Prompt::Text(text)
             }
@@ -128,8 +129,8 @@ fn repeated(word: &str, times: u32) -> String {
     format!(" {word}").repeat(times as usize)
 }
 
-/// Words that cost so many tokens; where none is cheap enough for the rest, the rest is missing.
-fn say(text: &mut String, words: &[(&'static str, u32)], seed: u64, tokens: u32) {
+/// Appends words that cost this number of tokens. If no word is cheap enough for the rest, the rest is missing.
+fn append_words(text: &mut String, words: &[(&'static str, u32)], seed: u64, tokens: u32) {
     let mut rng = Rng::new(seed);
     let mut left = tokens;
     loop {
@@ -150,8 +151,8 @@ fn say(text: &mut String, words: &[(&'static str, u32)], seed: u64, tokens: u32)
 mod tests {
     use super::*;
 
-    /// A tokenizer: words of up to three letters are one token, longer ones two; and a beginning of sequence. `flaky` words
-    /// are merged in pairs.
+    /// A tokenizer: words of up to three letters are one token, longer ones two. It adds a beginning of sequence.
+    /// `flaky` words are merged in pairs.
     fn tokens(text: &str, flaky: &str) -> u32 {
         let cost = |word: &str| if word.len() <= 3 { 1 } else { 2 };
         let words: Vec<_> = text.split_whitespace().collect();
@@ -159,15 +160,15 @@ mod tests {
         1 + words.iter().map(|word| cost(word)).sum::<u32>() - u32::try_from(merged).expect("few")
     }
 
-    fn learn(words: &[&'static str]) -> Result<Words, WordsError> {
+    fn learn(words: &[&'static str]) -> Result<Vocabulary, VocabularyError> {
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-        runtime.block_on(Words::learn(words, |text| async move { Ok(tokens(&text, "he")) }))
+        runtime.block_on(Vocabulary::learn(words, |text| async move { Ok(tokens(&text, "he")) }))
     }
 
     #[test]
     fn a_prompt_has_the_length_that_was_asked_for() {
         let words = learn(&WORDS).expect("words");
-        let Words::Text { words: list, overhead } = &words else { panic!("text") };
+        let Vocabulary::Text { words: list, overhead } = &words else { panic!("text") };
         assert!(
             *overhead == 1
                 && list.iter().all(|(word, _)| *word != "he")
@@ -175,22 +176,22 @@ mod tests {
         );
         for tokens_asked in [2, 3, 17, 512, 4_000] {
             let segments = [
-                Segment { seed: 1, tokens: tokens_asked / 2 },
-                Segment { seed: 2, tokens: tokens_asked.div_ceil(2) },
+                PromptSegment { seed: 1, tokens: tokens_asked / 2 },
+                PromptSegment { seed: 2, tokens: tokens_asked.div_ceil(2) },
             ];
             let Prompt::Text(text) = words.prompt(&segments) else { panic!("text") };
             assert_eq!(tokens(&text, "he"), tokens_asked, "{text}");
         }
-        let Prompt::Text(one) = words.prompt(&[Segment { seed: 1, tokens: 1 }]) else { panic!("text") };
+        let Prompt::Text(one) = words.prompt(&[PromptSegment { seed: 1, tokens: 1 }]) else { panic!("text") };
         assert_eq!(one.split_whitespace().count(), 1, "never empty");
         assert_eq!(words.least(), 2);
     }
 
     #[test]
     fn the_same_segment_is_the_same_text() {
-        for words in [learn(&WORDS).expect("words"), Words::Ids((100..200).collect())] {
-            let shared = Segment { seed: 9, tokens: 64 };
-            let prompt = |seed| words.prompt(&[shared, Segment { seed, tokens: 32 }]);
+        for words in [learn(&WORDS).expect("words"), Vocabulary::Ids((100..200).collect())] {
+            let shared = PromptSegment { seed: 9, tokens: 64 };
+            let prompt = |seed| words.prompt(&[shared, PromptSegment { seed, tokens: 32 }]);
             assert_eq!(prompt(1), prompt(1));
             assert_ne!(prompt(1), prompt(2));
             match (prompt(1), prompt(2)) {
@@ -209,9 +210,9 @@ mod tests {
 
     #[test]
     fn an_endpoint_without_countable_words_is_named() {
-        assert_eq!(learn(&["he"]), Err(WordsError::NoWords));
+        assert_eq!(learn(&["he"]), Err(VocabularyError::NoWords));
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-        let failed = runtime.block_on(Words::learn(&WORDS, |_| async { Err("no".to_owned()) }));
-        assert_eq!(failed, Err(WordsError::Endpoint("no".to_owned())));
+        let failed = runtime.block_on(Vocabulary::learn(&WORDS, |_| async { Err("no".to_owned()) }));
+        assert_eq!(failed, Err(VocabularyError::Endpoint("no".to_owned())));
     }
 }

@@ -1,4 +1,4 @@
-//! Replay of public traces: when requests came, how long they were, and what they shared.
+//! Replay of public traces: arrival times, lengths and shared prefixes.
 //!
 //! | format | where from | a line |
 //! |---|---|---|
@@ -6,8 +6,8 @@
 //! | BurstGPT | HPMLL/BurstGPT, with or without its session columns | CSV: `Timestamp` in s, `Request tokens`, `Response tokens` |
 //! | Azure | Azure/AzurePublicDataset, 2023 and 2024 | CSV: `TIMESTAMP` as a date and time, `ContextTokens`, `GeneratedTokens` |
 //!
-//! Lines are sorted by time, and the first is due at once. Those without a prompt or without an answer (BurstGPT's failures)
-//! are left out and counted.
+//! Lines are sorted by time, and the first is due at once. Lines without a prompt or a response (BurstGPT's
+//! failures) are skipped and counted.
 
 use std::io::BufRead;
 use std::time::Duration;
@@ -16,11 +16,11 @@ use serde::Deserialize;
 
 /// Tokens of a Mooncake block.
 pub(crate) const BLOCK_TOKENS: u32 = 512;
-/// Bytes of a line: a Mooncake request of a million tokens has 2,000 hashes.
+/// Maximum bytes of a line. A Mooncake request of a million tokens has 2,000 hashes.
 const LINE_BYTES_MAX: u64 = 1 << 20;
-/// Hashes of all lines together: a bound for memory.
+/// Maximum hashes of all lines together, a limit of memory.
 const HASHES_MAX: usize = 64 << 20;
-/// Tokens of a prompt or an answer.
+/// Maximum tokens of a prompt or a response.
 const TOKENS_MAX: u64 = 10_000_000;
 
 /// The format of a trace.
@@ -38,20 +38,21 @@ pub(crate) enum Format {
 
 /// One request of a trace.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Traced {
-    /// After the first request.
+pub(crate) struct TraceRequest {
+    /// Time after the first request.
     pub(crate) at: Duration,
     pub(crate) input_tokens: u32,
     pub(crate) output_tokens: u32,
-    /// One for each [`BLOCK_TOKENS`] of the prompt, the last of which may be cut; empty where the format has none.
+    /// One hash for each [`BLOCK_TOKENS`] of the prompt, the last of which may be partial. Empty if the format has
+    /// none.
     pub(crate) blocks: Vec<u64>,
 }
 
-/// A trace, in the order of time.
+/// A trace in order of time.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Trace {
-    pub(crate) requests: Vec<Traced>,
-    /// Lines without a prompt or an answer.
+    pub(crate) requests: Vec<TraceRequest>,
+    /// Lines without a prompt or a response.
     pub(crate) left_out: usize,
 }
 
@@ -72,8 +73,8 @@ pub(crate) enum TraceError {
     TooLarge(usize),
 }
 
-/// Which columns of a CSV count.
-struct Columns {
+/// The columns of a CSV that are read.
+struct CsvColumns {
     at: usize,
     input: usize,
     output: usize,
@@ -81,9 +82,9 @@ struct Columns {
     time: fn(&str) -> Option<f64>,
 }
 
-enum Reader {
+enum TraceReader {
     Mooncake,
-    Csv(Columns),
+    Csv(CsvColumns),
 }
 
 #[derive(Deserialize)]
@@ -97,10 +98,10 @@ struct MooncakeLine {
     hash_ids: Vec<u64>,
 }
 
-/// Reads a trace, of which only the first `limit` requests count.
+/// Reads the first `limit` requests of a trace.
 ///
 /// # Errors
-/// [`TraceError`], with the number of the line.
+/// [`TraceError`], with the line number.
 pub(crate) fn read(mut file: impl BufRead, format: Format, limit: usize) -> Result<Trace, TraceError> {
     let (mut line, mut number, mut hashes) = (Vec::new(), 0, 0);
     let mut reader = None;
@@ -123,7 +124,7 @@ pub(crate) fn read(mut file: impl BufRead, format: Format, limit: usize) -> Resu
         let request = match &reader {
             None => {
                 let chosen = choose(text, format).ok_or(TraceError::Unknown)?;
-                let is_header = matches!(chosen, Reader::Csv(_));
+                let is_header = matches!(chosen, TraceReader::Csv(_));
                 let chosen = reader.insert(chosen);
                 if is_header {
                     continue;
@@ -147,40 +148,40 @@ pub(crate) fn read(mut file: impl BufRead, format: Format, limit: usize) -> Resu
     let first = found.first().ok_or(TraceError::Empty)?.0;
     let requests = found.into_iter().map(|(at, request)| {
         // Finite and not before the first.
-        Traced { at: Duration::try_from_secs_f64(at - first).unwrap_or(Duration::MAX), ..request }
+        TraceRequest { at: Duration::try_from_secs_f64(at - first).unwrap_or(Duration::MAX), ..request }
     });
     Ok(Trace { requests: requests.collect(), left_out })
 }
 
-/// How a file is read whose first line this is.
-fn choose(first: &str, format: Format) -> Option<Reader> {
+/// The reader for a file with this first line.
+fn choose(first: &str, format: Format) -> Option<TraceReader> {
     let json = first.starts_with('{');
     match format {
-        Format::Auto | Format::Mooncake if json => Some(Reader::Mooncake),
-        Format::Auto => azure(first).or_else(|| burstgpt(first)).map(Reader::Csv),
+        Format::Auto | Format::Mooncake if json => Some(TraceReader::Mooncake),
+        Format::Auto => azure(first).or_else(|| burstgpt(first)).map(TraceReader::Csv),
         Format::Mooncake => None,
-        Format::Burstgpt => burstgpt(first).map(Reader::Csv),
-        Format::Azure => azure(first).map(Reader::Csv),
+        Format::Burstgpt => burstgpt(first).map(TraceReader::Csv),
+        Format::Azure => azure(first).map(TraceReader::Csv),
     }
 }
 
-fn columns(header: &str, names: [&str; 3], time: fn(&str) -> Option<f64>) -> Option<Columns> {
+fn columns(header: &str, names: [&str; 3], time: fn(&str) -> Option<f64>) -> Option<CsvColumns> {
     let place = |name: &str| header.split(',').position(|column| column.trim().eq_ignore_ascii_case(name));
     let [at, input, output] = names.map(place);
-    Some(Columns { at: at?, input: input?, output: output?, time })
+    Some(CsvColumns { at: at?, input: input?, output: output?, time })
 }
 
-fn azure(header: &str) -> Option<Columns> {
+fn azure(header: &str) -> Option<CsvColumns> {
     columns(header, ["TIMESTAMP", "ContextTokens", "GeneratedTokens"], date_and_time)
 }
 
-fn burstgpt(header: &str) -> Option<Columns> {
+fn burstgpt(header: &str) -> Option<CsvColumns> {
     columns(header, ["Timestamp", "Request tokens", "Response tokens"], |text| text.parse().ok())
 }
 
-impl Reader {
+impl TraceReader {
     /// Seconds, and a request whose time is not set yet.
-    fn line(&self, text: &str) -> Result<(f64, Traced), String> {
+    fn line(&self, text: &str) -> Result<(f64, TraceRequest), String> {
         let (at, input, output, blocks) = match self {
             Self::Mooncake => {
                 let line: MooncakeLine = serde_json::from_str(text).map_err(|error| error.to_string())?;
@@ -191,7 +192,7 @@ impl Reader {
                 }
                 (line.timestamp / 1e3, line.input_length, line.output_length, line.hash_ids)
             }
-            Self::Csv(Columns { at, input, output, time }) => {
+            Self::Csv(CsvColumns { at, input, output, time }) => {
                 let fields: Vec<_> = text.split(',').map(str::trim).collect();
                 let field = |place: usize| {
                     fields.get(place).copied().ok_or_else(|| format!("{} columns only", fields.len()))
@@ -213,11 +214,11 @@ impl Reader {
             _ => Err(format!("{tokens} tokens are more than {TOKENS_MAX}")),
         };
         let (input_tokens, output_tokens) = (tokens(input)?, tokens(output)?);
-        Ok((at, Traced { at: Duration::ZERO, input_tokens, output_tokens, blocks }))
+        Ok((at, TraceRequest { at: Duration::ZERO, input_tokens, output_tokens, blocks }))
     }
 }
 
-/// `2023-11-16 18:15:46.6805900`, or with `T`, `Z` or an offset; seconds since 1970.
+/// Parses `2023-11-16 18:15:46.6805900`, or with `T`, `Z` or an offset, to seconds since 1970.
 fn date_and_time(text: &str) -> Option<f64> {
     let (date, rest) = text.split_at_checked(10)?;
     let rest = rest.strip_prefix([' ', 'T'])?;
@@ -239,7 +240,7 @@ fn date_and_time(text: &str) -> Option<f64> {
         _ => {
             let (hours, minutes) = zone[1..].split_once(':').unwrap_or((&zone[1..], "0"));
             let (hours, minutes) = (whole(hours)?, whole(minutes)?);
-            // The widest that are in use are -12:00 and +14:00.
+            // The widest offsets in use are -12:00 and +14:00.
             let offset = (hours < 24 && minutes < 60).then(|| hours * 3_600 + minutes * 60)?;
             if zone.starts_with('-') { -offset } else { offset }
         }
@@ -247,7 +248,7 @@ fn date_and_time(text: &str) -> Option<f64> {
     let valid =
         (1..=12).contains(&month) && (1..=31).contains(&day) && hour < 24 && minute < 60 && second <= 60;
     let ended = date.next().is_none() && clock.next().is_none();
-    // Before anything is reckoned with them: what has many digits would overflow.
+    // Checked before any arithmetic: numbers with many digits would overflow.
     if !valid || !ended {
         return None;
     }
@@ -296,7 +297,7 @@ mod tests {
         let azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:50.9951690,396,109\n\
             2023-11-16 18:15:46.6805900,374,44\n2023-11-17 00:00:00,1,2";
         let azure = trace(azure).expect("a trace");
-        // In the order of time, whatever the file's is.
+        // In order of time, whatever the order in the file.
         assert_eq!(summary(&azure)[..2], [(0, 374, 44), (4_314_579, 396, 109)]);
         assert_eq!(summary(&azure)[2].0 / 1_000_000, 20_653);
     }

@@ -1,17 +1,17 @@
-//! What a run asks for and when, decided before it begins: from distributions or from a trace, by seed.
+//! What a run requests and when. It is decided before the run, from distributions or a trace, by seed.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::load::plan::arrivals::{Arrivals, REQUESTS_MAX, Rate};
+use crate::load::plan::arrivals::{ArrivalRate, Arrivals, REQUESTS_MAX};
 use crate::load::plan::lengths::Lengths;
-use crate::load::plan::prompts::Segment;
+use crate::load::plan::prompts::PromptSegment;
 use crate::load::plan::traces::{self, BLOCK_TOKENS, Format, Trace};
 use crate::load::rng::Rng;
 
-/// Requests of a run, where nothing else says how many; as vLLM's `bench serve` has it.
+/// Default number of requests of a run, as in vLLM's `bench serve`.
 const REQUESTS: usize = 1_000;
-/// Requests of a closed loop that ends by time, at most.
+/// Maximum requests of a closed loop that ends by time.
 const REQUESTS_BY_TIME: usize = 200_000;
 
 /// The workload, as options.
@@ -96,30 +96,30 @@ pub(crate) enum Ramp {
 
 /// One request of a run.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Planned {
-    /// After the beginning; `None` in a closed loop, where it is due when a lane is free.
+pub(crate) struct PlannedRequest {
+    /// Time after the beginning. `None` in a closed loop, where a request is due when a lane is free.
     pub(crate) at: Option<Duration>,
-    pub(crate) segments: Vec<Segment>,
+    pub(crate) segments: Vec<PromptSegment>,
     pub(crate) output_tokens: u32,
 }
 
-impl Planned {
+impl PlannedRequest {
     pub(crate) fn input_tokens(&self) -> u32 {
         self.segments.iter().map(|segment| segment.tokens).sum()
     }
 }
 
-/// A run, before it begins.
+/// The plan of a run.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Plan {
-    pub(crate) requests: Vec<Planned>,
-    /// In flight at most.
+pub(crate) struct RunPlan {
+    pub(crate) requests: Vec<PlannedRequest>,
+    /// Maximum requests in flight.
     pub(crate) lanes: Option<usize>,
-    /// No request begins after this; in an open loop none is planned for later.
+    /// No request begins after this time. An open loop plans none for later.
     pub(crate) until: Option<Duration>,
 }
 
-/// Why a workload makes no sense.
+/// Why a workload is invalid.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WorkloadError {
     #[error("{0} has to be {1}")]
@@ -130,7 +130,7 @@ pub(crate) enum WorkloadError {
     Trace(String, traces::TraceError),
 }
 
-/// A workload that has been checked, and its trace read.
+/// A checked workload with its trace.
 #[derive(Clone, Debug)]
 pub(crate) struct Workload {
     args: WorkloadArgs,
@@ -139,7 +139,7 @@ pub(crate) struct Workload {
 }
 
 impl WorkloadArgs {
-    /// Checks everything, and reads the trace.
+    /// Checks everything and reads the trace.
     ///
     /// # Errors
     /// [`WorkloadError`].
@@ -187,13 +187,13 @@ impl WorkloadArgs {
                     "left out with a ramp, which goes over --num-prompts",
                 )?;
                 Some(match strategy {
-                    Ramp::Linear => Rate::Linear(from, to),
-                    Ramp::Exponential => Rate::Exponential(from, to),
+                    Ramp::Linear => ArrivalRate::Linear(from, to),
+                    Ramp::Exponential => ArrivalRate::Exponential(from, to),
                 })
             }
             _ => None,
         };
-        let constant = self.request_rate.is_finite().then_some(Rate::Constant(self.request_rate));
+        let constant = self.request_rate.is_finite().then_some(ArrivalRate::Constant(self.request_rate));
         let rate = ramp.or(constant);
         need(rate.is_some() || self.burst_on.is_none(), "--request-rate", "given with --burst-on")?;
         let open = rate.is_some() || self.trace.is_some();
@@ -223,18 +223,18 @@ impl WorkloadArgs {
 }
 
 impl Workload {
-    /// Lines of the trace that are no requests.
+    /// Lines of the trace that were skipped.
     pub(crate) fn left_out(&self) -> usize {
         self.trace.as_ref().map_or(0, |trace| trace.left_out)
     }
 
-    /// Whether the next request waits for the end of another, and nothing else.
+    /// Whether a request waits only for the end of another.
     pub(crate) fn is_closed(&self) -> bool {
         self.trace.is_none() && self.arrivals.rate.is_none() && self.args.max_concurrency.is_some()
     }
 
-    /// The run with this number.
-    pub(crate) fn plan(&self, run: usize) -> Plan {
+    /// The plan of the run with this number.
+    pub(crate) fn plan(&self, run: usize) -> RunPlan {
         let seed = self.args.seed.wrapping_add(run as u64);
         let until =
             self.args.duration.map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX));
@@ -242,10 +242,10 @@ impl Workload {
             Some(trace) => self.replayed(trace, seed),
             None => self.drawn(seed, until),
         };
-        Plan { requests, lanes: self.args.max_concurrency, until }
+        RunPlan { requests, lanes: self.args.max_concurrency, until }
     }
 
-    fn replayed(&self, trace: &Trace, seed: u64) -> Vec<Planned> {
+    fn replayed(&self, trace: &Trace, seed: u64) -> Vec<PlannedRequest> {
         let mut unique = Rng::stream(seed, "prompts");
         let count = self.args.num_prompts.unwrap_or(usize::MAX);
         let planned = trace.requests.iter().take(count).map(|traced| {
@@ -253,22 +253,22 @@ impl Workload {
             let mut segments = Vec::new();
             for hash in &traced.blocks {
                 let tokens = left.min(BLOCK_TOKENS);
-                segments.push(Segment { seed: Rng::new(seed ^ hash.rotate_left(32)).next(), tokens });
+                segments.push(PromptSegment { seed: Rng::new(seed ^ hash.rotate_left(32)).next(), tokens });
                 left -= tokens;
                 if left == 0 {
                     break;
                 }
             }
             if left > 0 {
-                segments.push(Segment { seed: unique.next(), tokens: left });
+                segments.push(PromptSegment { seed: unique.next(), tokens: left });
             }
             let at = Some(traced.at.div_f64(self.args.speedup));
-            Planned { at, segments, output_tokens: self.output(traced.output_tokens) }
+            PlannedRequest { at, segments, output_tokens: self.output(traced.output_tokens) }
         });
         planned.collect()
     }
 
-    fn drawn(&self, seed: u64, until: Option<Duration>) -> Vec<Planned> {
+    fn drawn(&self, seed: u64, until: Option<Duration>) -> Vec<PlannedRequest> {
         let [mut inputs, mut outputs, mut sharing, mut unique] =
             ["inputs", "outputs", "sharing", "prompts"].map(|name| Rng::stream(seed, name));
         let mut prefixes = Rng::stream(seed, "prefixes");
@@ -281,14 +281,14 @@ impl Workload {
         let closed = self.is_closed();
         let planned = times.into_iter().map(|at| {
             let tokens = self.input(self.args.input_len.draw(&mut inputs));
-            // Both are drawn for every request, so that one option changes nothing of another.
+            // Both are drawn for every request, so that one option does not change another's draws.
             let (shares, which) =
                 (sharing.chance(self.args.prefix_share), sharing.below(prefixes.len() as u64));
             let shared = if shares { self.args.prefix_len.min(tokens) } else { 0 };
             let prefix = usize::try_from(which).ok().and_then(|which| prefixes.get(which)).copied();
-            let beginning = Segment { seed: prefix.unwrap_or_default(), tokens: shared };
-            let rest = Segment { seed: unique.next(), tokens: tokens - shared };
-            Planned {
+            let beginning = PromptSegment { seed: prefix.unwrap_or_default(), tokens: shared };
+            let rest = PromptSegment { seed: unique.next(), tokens: tokens - shared };
+            PlannedRequest {
                 at: (!closed).then_some(at),
                 segments: [beginning, rest].into_iter().filter(|segment| segment.tokens > 0).collect(),
                 output_tokens: self.output(self.args.output_len.draw(&mut outputs)),
@@ -297,15 +297,15 @@ impl Workload {
         planned.collect()
     }
 
-    /// How many requests are planned, before those that are due too late are taken away.
+    /// The number of planned requests, before those that are due too late are removed.
     fn count(&self, until: Option<Duration>) -> usize {
         let by_time = match (until, self.arrivals.rate) {
             (None, _) => REQUESTS,
             (Some(_), None) => REQUESTS_BY_TIME,
             (Some(until), Some(rate)) => {
-                // A Poisson process has more than 1.2 times its mean and 1,000 besides in no run that anybody will see;
-                // a burstier one may, and then begins its silence early.
-                let Rate::Constant(rate) = rate else { return REQUESTS };
+                // A Poisson process practically never exceeds 1.2 times its mean plus 1,000. A burstier process may,
+                // and its silence then begins early.
+                let ArrivalRate::Constant(rate) = rate else { return REQUESTS };
                 let spread =
                     if self.arrivals.burstiness < 1.0 { 1.2 / self.arrivals.burstiness } else { 1.2 };
                 let mean = rate * until.as_secs_f64();
@@ -335,13 +335,13 @@ mod tests {
     use super::*;
 
     #[derive(Parser)]
-    struct Line {
+    struct WorkloadCli {
         #[command(flatten)]
         args: WorkloadArgs,
     }
 
     fn workload(options: &str) -> Workload {
-        let line = Line::try_parse_from(std::iter::once("x").chain(options.split_whitespace()));
+        let line = WorkloadCli::try_parse_from(std::iter::once("x").chain(options.split_whitespace()));
         let args = line.unwrap_or_else(|error| panic!("{options}: {error}")).args;
         args.check().unwrap_or_else(|error| panic!("{options}: {error}"))
     }
@@ -356,10 +356,11 @@ mod tests {
             workload(&format!("{options} --seed 3")).plan(1),
             workload(&format!("{options} --seed 4")).plan(0)
         );
-        let times = |plan: &Plan| plan.requests.iter().map(|planned| planned.at).collect::<Vec<_>>();
-        let lengths = |plan: &Plan| plan.requests.iter().map(Planned::input_tokens).collect::<Vec<_>>();
+        let times = |plan: &RunPlan| plan.requests.iter().map(|planned| planned.at).collect::<Vec<_>>();
+        let lengths =
+            |plan: &RunPlan| plan.requests.iter().map(PlannedRequest::input_tokens).collect::<Vec<_>>();
         let outputs =
-            |plan: &Plan| plan.requests.iter().map(|planned| planned.output_tokens).collect::<Vec<_>>();
+            |plan: &RunPlan| plan.requests.iter().map(|planned| planned.output_tokens).collect::<Vec<_>>();
         let other =
             workload(&format!("{options} --prefix-len 100 --prefix-count 3 --burstiness 0.5")).plan(0);
         assert_eq!((lengths(&plan), outputs(&plan)), (lengths(&other), outputs(&other)));

@@ -1,4 +1,4 @@
-//! What was looked at and what was found, for people and for machines.
+//! The checks and their results, for people and for machines.
 
 use std::fmt::Write as _;
 
@@ -10,7 +10,7 @@ use super::Verdict;
 use crate::common::http_client::WebError;
 use crate::ops::top::text::clean;
 
-/// The checks that can warn, and so those that `--ignore` takes.
+/// The checks that can warn, which are the values of `--ignore`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum Warning {
     /// Clients need no key
@@ -35,7 +35,7 @@ pub(super) enum Warning {
 }
 
 impl Warning {
-    /// The check, as it stands in its line.
+    /// The name of the check in its line.
     pub(super) fn check(self) -> &'static str {
         match self {
             Self::Exposure => "exposure",
@@ -51,139 +51,145 @@ impl Warning {
     }
 }
 
-/// How a check went.
+/// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Mark {
+pub(super) enum CheckStatus {
     Ok,
-    /// Nothing is broken, but somebody should know.
+    /// Nothing is broken, but an operator should know.
     Warn,
     /// A warning that the operator ignores (`--ignore`).
-    Meant,
+    Ignored,
     Fail,
-    /// It could not be made.
+    /// The check could not be made.
     Skipped,
 }
 
-impl Mark {
+impl CheckStatus {
     fn label(self) -> &'static str {
         match self {
             Self::Ok => "OK",
             Self::Warn => "WARN",
-            Self::Meant => "IGNORED",
+            Self::Ignored => "IGNORED",
             Self::Fail => "FAIL",
             Self::Skipped => "SKIPPED",
         }
     }
 }
 
-/// One line.
+/// The line of one check.
 #[derive(Clone, Debug)]
-struct Line {
-    mark: Mark,
-    /// What was checked.
+struct CheckLine {
+    mark: CheckStatus,
+    /// Which check.
     check: &'static str,
-    /// Of whom; empty: of all.
+    /// The component. Empty for the whole deployment.
     of: String,
-    told: String,
+    message: String,
 }
 
-/// The check whose lines prove something: one for each phase.
+/// The check whose lines verify disconnects, one for each phase.
 const DISCONNECT: &str = "disconnect";
 
-/// All lines.
+/// The lines of all checks.
 #[derive(Debug)]
 pub(super) struct Checkup {
-    lines: Vec<Line>,
-    /// Somebody answered.
-    seen: bool,
-    /// Where clients come in, and why nobody answers there: what the verdict begins with.
+    lines: Vec<CheckLine>,
+    /// At least one component responded.
+    reachable: bool,
+    /// The client endpoint and why it does not respond. The verdict begins with this.
     dead_endpoint: Option<String>,
-    terms: Terms,
+    terms: CheckupOptions,
 }
 
-/// How it is judged.
+/// How the checks are judged.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Terms {
+pub(super) struct CheckupOptions {
     /// Warnings are findings.
     pub(super) strict: bool,
-    /// Nothing was to be tried: what is judged is what was looked at.
+    /// No requests are to be sent: only the inspection counts.
     pub(super) no_requests: bool,
-    /// Checks whose warnings are meant so.
-    pub(super) accepted: Vec<Warning>,
+    /// Checks whose warnings are ignored.
+    pub(super) ignored: Vec<Warning>,
 }
 
 impl Checkup {
-    pub(super) fn new(terms: Terms) -> Self {
-        Self { lines: Vec::new(), seen: false, dead_endpoint: None, terms }
+    pub(super) fn new(terms: CheckupOptions) -> Self {
+        Self { lines: Vec::new(), reachable: false, dead_endpoint: None, terms }
     }
 
-    /// Somebody answered: something can be said.
-    pub(super) fn saw(&mut self) {
-        self.seen = true;
+    /// Records that a component responded.
+    pub(super) fn mark_reachable(&mut self) {
+        self.reachable = true;
     }
 
-    pub(super) fn put(&mut self, mark: Mark, check: &'static str, of: &str, told: impl Into<String>) {
-        self.lines.push(Line { mark, check, of: clean(of), told: clean(&told.into()) });
+    pub(super) fn put(
+        &mut self,
+        mark: CheckStatus,
+        check: &'static str,
+        of: &str,
+        message: impl Into<String>,
+    ) {
+        self.lines.push(CheckLine { mark, check, of: clean(of), message: clean(&message.into()) });
     }
 
-    pub(super) fn ok(&mut self, check: &'static str, of: &str, told: impl Into<String>) {
-        self.put(Mark::Ok, check, of, told);
+    pub(super) fn ok(&mut self, check: &'static str, of: &str, message: impl Into<String>) {
+        self.put(CheckStatus::Ok, check, of, message);
     }
 
-    pub(super) fn warn(&mut self, check: Warning, of: &str, told: impl Into<String>) {
-        let meant = self.terms.accepted.contains(&check);
-        self.put(if meant { Mark::Meant } else { Mark::Warn }, check.check(), of, told);
+    pub(super) fn warn(&mut self, check: Warning, of: &str, message: impl Into<String>) {
+        let meant = self.terms.ignored.contains(&check);
+        self.put(if meant { CheckStatus::Ignored } else { CheckStatus::Warn }, check.check(), of, message);
     }
 
-    pub(super) fn fail(&mut self, check: &'static str, of: &str, told: impl Into<String>) {
-        self.put(Mark::Fail, check, of, told);
+    pub(super) fn fail(&mut self, check: &'static str, of: &str, message: impl Into<String>) {
+        self.put(CheckStatus::Fail, check, of, message);
     }
 
-    /// Nobody answers where clients come in. What could not be tried for that is no fault of its own.
+    /// The client endpoint does not respond. Checks that this prevents do not count as failures.
     pub(super) fn dead_endpoint(&mut self, of: &str, error: &WebError) {
-        let told = match error {
+        let message = match error {
             WebError::Unreachable(_, why) => format!("does not respond: {why}"),
             WebError::Late(_, within) => format!("does not respond within {within:?}"),
             other => other.to_string(),
         };
-        self.dead_endpoint = Some(clean(&format!("the endpoint {of} {told}")));
-        self.fail("endpoint", of, told);
+        self.dead_endpoint = Some(clean(&format!("the endpoint {of} {message}")));
+        self.fail("endpoint", of, message);
     }
 
-    pub(super) fn skip(&mut self, check: &'static str, of: &str, told: impl Into<String>) {
-        self.put(Mark::Skipped, check, of, told);
+    pub(super) fn skip(&mut self, check: &'static str, of: &str, message: impl Into<String>) {
+        self.put(CheckStatus::Skipped, check, of, message);
     }
 
-    /// Whether this check of this has failed.
+    /// Whether this check of this component has failed.
     pub(super) fn has_failed(&self, check: &str, of: &str) -> bool {
-        self.lines.iter().any(|line| line.mark == Mark::Fail && line.check == check && line.of == of)
+        self.lines.iter().any(|line| line.mark == CheckStatus::Fail && line.check == check && line.of == of)
     }
 
-    /// Whether this check of anybody has failed.
+    /// Whether this check of any component has failed.
     pub(super) fn has_failed_any(&self, check: &str) -> bool {
-        self.lines.iter().any(|line| line.mark == Mark::Fail && line.check == check)
+        self.lines.iter().any(|line| line.mark == CheckStatus::Fail && line.check == check)
     }
 
-    /// Nothing can be said of the deployment, whoever answers.
-    pub(super) fn unseen(&mut self, why: &str) {
-        self.seen = false;
+    /// Records that the deployment cannot be judged, even if components respond.
+    pub(super) fn mark_unreachable(&mut self, why: &str) {
+        self.reachable = false;
         self.skip("disconnects", "", why);
     }
 
-    fn count(&self, mark: Mark) -> usize {
+    fn count(&self, mark: CheckStatus) -> usize {
         self.lines.iter().filter(|line| line.mark == mark).count()
     }
 
     /// Failures and warnings so far.
     pub(super) fn findings(&self) -> usize {
-        self.count(Mark::Fail) + self.count(Mark::Warn)
+        self.count(CheckStatus::Fail) + self.count(CheckStatus::Warn)
     }
 
-    /// Warnings are findings where somebody wants it so (`--strict`). What was skipped never is: it says nothing of the
-    /// deployment. But nothing is healthy of which no disconnect was proved, unless `--no-requests` asks for less.
+    /// Warnings are findings only with `--strict`. A skipped check never is. The result is healthy only if a
+    /// disconnect was verified, unless `--no-requests` is given.
     pub(super) fn verdict(&self) -> Verdict {
-        let findings = if self.terms.strict { self.findings() } else { self.count(Mark::Fail) };
-        match (self.seen, findings, self.unproved()) {
+        let findings = if self.terms.strict { self.findings() } else { self.count(CheckStatus::Fail) };
+        match (self.reachable, findings, self.unproved_reason()) {
             (false, ..) => Verdict::NotSeen,
             (true, 1.., _) => Verdict::Findings,
             (true, 0, Some(_)) => Verdict::NotProved,
@@ -191,48 +197,49 @@ impl Checkup {
         }
     }
 
-    /// Why no disconnect was proved; `None` where one was (or was seen to leave blocks behind), or none was to be.
-    fn unproved(&self) -> Option<String> {
+    /// Why no disconnect was verified. `None` if one was verified, left blocks behind, or was not requested.
+    fn unproved_reason(&self) -> Option<String> {
         let of = |check: &'static str| self.lines.iter().filter(move |line| line.check == check);
-        if self.terms.no_requests || of(DISCONNECT).any(|line| line.mark != Mark::Skipped) {
+        if self.terms.no_requests || of(DISCONNECT).any(|line| line.mark != CheckStatus::Skipped) {
             return None;
         }
         let phases = of(DISCONNECT).count();
         if let Some(last) = of(DISCONNECT).next_back() {
-            return Some(format!("none of {phases} phases could be tested; {}: {}", last.of, last.told));
+            return Some(format!("none of {phases} phases could be tested; {}: {}", last.of, last.message));
         }
-        if let Some(failed) = of("request").find(|line| line.mark == Mark::Fail) {
-            return Some(format!("a request without a disconnect failed: {}", failed.told));
+        if let Some(failed) = of("request").find(|line| line.mark == CheckStatus::Fail) {
+            return Some(format!("a request without a disconnect failed: {}", failed.message));
         }
         let skipped = of("disconnects").next_back();
-        Some(skipped.map_or_else(|| "none was tried".to_owned(), |line| line.told.clone()))
+        Some(skipped.map_or_else(|| "none was tried".to_owned(), |line| line.message.clone()))
     }
 
-    /// What was to be accepted, and no check has warned of: mended since, or not looked at.
-    fn accepted_in_vain(&self) -> Vec<&'static str> {
-        let meant =
-            |name: &&str| self.lines.iter().any(|line| line.mark == Mark::Meant && line.check == *name);
-        self.terms.accepted.iter().map(|warning| warning.check()).filter(|name| !meant(name)).collect()
+    /// Ignored checks that did not warn.
+    fn unused_ignores(&self) -> Vec<&'static str> {
+        let meant = |name: &&str| {
+            self.lines.iter().any(|line| line.mark == CheckStatus::Ignored && line.check == *name)
+        };
+        self.terms.ignored.iter().map(|warning| warning.check()).filter(|name| !meant(name)).collect()
     }
 
     fn summary(&self) -> String {
-        let skipped = match self.count(Mark::Skipped) {
+        let skipped = match self.count(CheckStatus::Skipped) {
             0 => String::new(),
             count => format!(", {count} skipped"),
         };
         let plural =
             |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
-        let (failed, warned) = (self.count(Mark::Fail), self.count(Mark::Warn));
-        let well = format!("{} passed{skipped}", plural(self.count(Mark::Ok), "check"));
+        let (failed, warned) = (self.count(CheckStatus::Fail), self.count(CheckStatus::Warn));
+        let well = format!("{} passed{skipped}", plural(self.count(CheckStatus::Ok), "check"));
         let mut warnings =
             if warned > 0 { format!(", {}", plural(warned, "warning")) } else { String::new() };
-        if let meant @ 1.. = self.count(Mark::Meant) {
-            // A String takes whatever is written.
+        if let meant @ 1.. = self.count(CheckStatus::Ignored) {
+            // Writing to a string cannot fail.
             let _ = write!(warnings, ", {meant} ignored");
         }
-        let unproved = self.unproved().map(|why| format!("no disconnect was verified: {why}"));
+        let unproved = self.unproved_reason().map(|why| format!("no disconnect was verified: {why}"));
         match self.verdict() {
-            Verdict::NotSeen if self.lines.iter().any(|line| line.mark == Mark::Ok) => {
+            Verdict::NotSeen if self.lines.iter().any(|line| line.mark == CheckStatus::Ok) => {
                 format!("not examined: {well}, but no engine is known")
             }
             Verdict::NotSeen => "not examined: no endpoint responds".to_owned(),
@@ -263,17 +270,17 @@ impl Checkup {
         let of = self.lines.iter().map(|line| line.of.chars().count()).max().unwrap_or(0).min(40);
         let mut text = String::new();
         for line in &self.lines {
-            // A String takes whatever is written.
+            // Writing to a string cannot fail.
             let _ = writeln!(
                 text,
                 "{:<7}  {:<check$}  {:<of$}  {}",
                 line.mark.label(),
                 line.check,
                 line.of,
-                line.told
+                line.message
             );
         }
-        for unused in self.accepted_in_vain() {
+        for unused in self.unused_ignores() {
             let unused = if unused.contains(' ') { format!("{unused:?}") } else { unused.to_owned() };
             let _ = writeln!(text, "\n--ignore {unused}: no such warning");
         }
@@ -283,7 +290,7 @@ impl Checkup {
 
     /// For machines.
     pub(super) fn json(&self) -> Value {
-        let line = |line: &Line| json!({"mark": line.mark.label(), "check": line.check, "of": line.of, "told": line.told});
+        let line = |line: &CheckLine| json!({"mark": line.mark.label(), "check": line.check, "of": line.of, "told": line.message});
         json!({
             "verdict": match self.verdict() {
                 Verdict::Healthy => "healthy",
@@ -292,8 +299,8 @@ impl Checkup {
                 Verdict::NotProved => "not_proved",
             },
             "summary": self.summary(), "no_requests": self.terms.no_requests,
-            "ok": self.count(Mark::Ok), "warnings": self.count(Mark::Warn), "ignored": self.count(Mark::Meant),
-            "failures": self.count(Mark::Fail), "skipped": self.count(Mark::Skipped),
+            "ok": self.count(CheckStatus::Ok), "warnings": self.count(CheckStatus::Warn), "ignored": self.count(CheckStatus::Ignored),
+            "failures": self.count(CheckStatus::Fail), "skipped": self.count(CheckStatus::Skipped),
             "checks": self.lines.iter().map(line).collect::<Vec<_>>(),
         })
     }
@@ -307,10 +314,11 @@ mod tests {
 
     #[test]
     fn the_verdict_is_that_of_the_worst_line() {
-        let mut checkup = Checkup::new(Terms { accepted: vec![Warning::Exposure], ..Terms::default() });
+        let mut checkup =
+            Checkup::new(CheckupOptions { ignored: vec![Warning::Exposure], ..CheckupOptions::default() });
         checkup.skip("a", "", "x");
         assert_eq!((checkup.verdict(), checkup.verdict().code()), (Verdict::NotSeen, 2));
-        checkup.saw();
+        checkup.mark_reachable();
         checkup.ok(DISCONNECT, "unary", "y");
         assert_eq!((checkup.verdict(), checkup.verdict().code()), (Verdict::Healthy, 0));
         assert!(checkup.text().ends_with("\nhealthy: 1 check passed, 1 skipped\n"), "{}", checkup.text());
@@ -322,8 +330,8 @@ mod tests {
         checkup.lines.pop();
         checkup.warn(Warning::Exposure, "", "open");
         assert_eq!((checkup.verdict().code(), checkup.findings()), (0, 0), "what is meant so is no finding");
-        assert_eq!(checkup.accepted_in_vain(), Vec::<&str>::new());
-        checkup.terms.accepted.push(Warning::LeaseTime);
+        assert_eq!(checkup.unused_ignores(), Vec::<&str>::new());
+        checkup.terms.ignored.push(Warning::LeaseTime);
         assert!(checkup.text().contains("--ignore \"lease time\": no such warning"));
         assert!(
             checkup.text().contains("IGNORED") && checkup.text().contains("1 ignored"),
@@ -341,8 +349,9 @@ mod tests {
 
     #[test]
     fn what_was_not_to_be_tried_is_no_finding_and_the_summary_says_how_far_was_looked() {
-        let mut checkup = Checkup::new(Terms { strict: true, no_requests: true, ..Terms::default() });
-        checkup.saw();
+        let mut checkup =
+            Checkup::new(CheckupOptions { strict: true, no_requests: true, ..CheckupOptions::default() });
+        checkup.mark_reachable();
         checkup.ok("endpoint", "", "answers");
         checkup.skip("disconnects", "", "--no-requests");
         assert_eq!(checkup.verdict(), Verdict::Healthy);
@@ -356,8 +365,8 @@ mod tests {
     #[test]
     fn nothing_is_healthy_of_which_no_disconnect_was_proved() {
         for strict in [false, true] {
-            let mut checkup = Checkup::new(Terms { strict, ..Terms::default() });
-            checkup.saw();
+            let mut checkup = Checkup::new(CheckupOptions { strict, ..CheckupOptions::default() });
+            checkup.mark_reachable();
             checkup.ok("endpoint", "", "answers");
             assert!(checkup.summary().contains("verified: none was tried"), "{}", checkup.summary());
             checkup.skip("disconnects", "", "it went elsewhere");
@@ -373,15 +382,15 @@ mod tests {
             assert!(summary.contains("none of 2 phases could be tested; unary: too quick, too"), "{summary}");
             checkup.warn(Warning::Clock, "", "z");
             let expected = if strict { Verdict::Findings } else { Verdict::NotProved };
-            assert_eq!(checkup.verdict(), expected, "what was found is said first");
+            assert_eq!(checkup.verdict(), expected, "findings come first");
             assert!(checkup.summary().contains("no disconnect was verified"), "{}", checkup.summary());
             checkup.ok(DISCONNECT, "gap", "freed");
             assert!(!checkup.summary().contains("verified"), "{}", checkup.summary());
             assert_eq!(checkup.verdict(), if strict { Verdict::Findings } else { Verdict::Healthy });
         }
-        // One that left blocks behind is no question of proof.
-        let mut checkup = Checkup::new(Terms::default());
-        checkup.saw();
+        // A disconnect that left blocks behind was verified.
+        let mut checkup = Checkup::new(CheckupOptions::default());
+        checkup.mark_reachable();
         checkup.fail(DISCONNECT, "gap", "still held");
         assert_eq!(checkup.verdict(), Verdict::Findings);
         assert!(!checkup.summary().contains("verified"), "{}", checkup.summary());
@@ -389,22 +398,22 @@ mod tests {
 
     #[test]
     fn a_dead_endpoint_is_named_first_and_what_could_not_be_tried_for_it_is_no_reason_of_its_own() {
-        let mut checkup = Checkup::new(Terms::default());
+        let mut checkup = Checkup::new(CheckupOptions::default());
         let refused = || WebError::Unreachable("http://d:1/health".into(), "cannot connect: refused".into());
         checkup.dead_endpoint("d:1", &refused());
         assert_eq!(checkup.summary(), "not examined: no endpoint responds", "nothing else responds");
-        checkup.saw();
+        checkup.mark_reachable();
         checkup.ok("admin", "a:1", "in effect");
         checkup.skip("request", "", "the endpoint does not respond");
         checkup.skip("disconnects", "", "the endpoint does not respond");
-        let said = "NOT healthy: the endpoint d:1 does not respond: cannot connect: refused; 1 check passed, 2 skipped";
-        assert_eq!((checkup.summary().as_str(), checkup.verdict().code()), (said, 1));
+        let summary = "NOT healthy: the endpoint d:1 does not respond: cannot connect: refused; 1 check passed, 2 skipped";
+        assert_eq!((checkup.summary().as_str(), checkup.verdict().code()), (summary, 1));
         assert!(checkup.text().starts_with("FAIL     endpoint     d:1  does not respond: cannot connect"));
         checkup.fail("engine", "p:1", "gone");
         let summary = checkup.summary();
         assert!(summary.contains("cannot connect: refused; and 1 more failure; 1 check passed"), "{summary}");
-        let mut late = Checkup::new(Terms { no_requests: true, ..Terms::default() });
-        late.saw();
+        let mut late = Checkup::new(CheckupOptions { no_requests: true, ..CheckupOptions::default() });
+        late.mark_reachable();
         late.dead_endpoint("d:1", &WebError::Late("http://d:1/health".into(), Duration::from_secs(5)));
         assert_eq!(
             late.summary(),

@@ -1,45 +1,46 @@
-//! A lease that we ask for ourselves: how long it lives, against what the router needs, and whether the side channel that
-//! it names can be reached. It is given back at once.
+//! Opens a lease and checks its duration against the router's timeouts, and whether its side channel can be reached.
+//! The lease is released at once.
 //!
-//! Only engines of Baton's are asked: a stock engine would keep the blocks until its lease expires.
+//! Only Baton engines are probed: a stock engine would keep the blocks until its lease expires.
 
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
 use super::checkup::{Checkup, Warning};
-use super::leave::prompt;
-use super::look::{Engine, PATIENCE, Seen};
+use super::disconnect::prompt;
+use super::engine::{EngineInfo, PATIENCE};
+use super::inventory::Inventory;
 
-/// A prompt of a few blocks.
+/// Words of a prompt of a few blocks.
 const WORDS: usize = 40;
-/// A connection to a side channel.
+/// Maximum time to connect to a side channel.
 const CONNECT: Duration = Duration::from_secs(2);
-/// A prefill on a busy engine.
+/// Maximum time of a prefill on a busy engine.
 const PREFILL: Duration = Duration::from_secs(30);
-/// The router gives a silent decode engine up after `liveness_probe_ms` and two questions of two seconds each.
+/// The router gives up a silent decode engine after `liveness_probe_ms` and two probes of two seconds each.
 const QUESTIONS_MS: u64 = 4_000;
-/// A lease in a deployment without a router in view; vLLM's default is 30 s.
+/// Leases below this are short, if no router is known. vLLM's default is 30 s.
 const SHORT_MS: u64 = 5_000;
 
-/// Asks every prefill engine for a lease.
-pub(super) async fn leases(seen: &Seen, checkup: &mut Checkup) {
-    // Only an engine that tells its blocks' layout gives handles, by which a lease is given back.
-    let lends = |engine: &&Engine| {
+/// Opens a lease at every prefill engine.
+pub(super) async fn leases(inventory: &Inventory, checkup: &mut Checkup) {
+    // Only an engine that reports its blocks' layout returns handles, which are needed to release a lease.
+    let lends = |engine: &&EngineInfo| {
         let prefills = matches!(engine.role.as_deref(), Some("prefill" | "both"));
         engine.up && prefills && engine.layout.is_some()
     };
-    let mut asked = 0;
-    for engine in seen.engines.iter().filter(lends) {
-        asked += 1;
-        lease(engine, &seen.configs, checkup).await;
+    let mut probed = 0;
+    for engine in inventory.engines.iter().filter(lends) {
+        probed += 1;
+        lease(engine, &inventory.configs, checkup).await;
     }
-    if asked == 0 {
+    if probed == 0 {
         checkup.skip("side channel", "", "no prefill engine of Baton is known");
     }
 }
 
-async fn lease(engine: &Engine, configs: &[Value], checkup: &mut Checkup) {
+async fn lease(engine: &EngineInfo, configs: &[Value], checkup: &mut Checkup) {
     let name = engine.name.as_str();
     let Some(model) = engine.models.first() else {
         return checkup.skip("side channel", name, "it lists no model");
@@ -50,7 +51,7 @@ async fn lease(engine: &Engine, configs: &[Value], checkup: &mut Checkup) {
         "kv_transfer_params": {"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
             "remote_block_ids": null, "remote_host": null, "remote_port": null},
     });
-    let answer = match engine.origin.post_json("/v1/completions", &body, PREFILL).await {
+    let answer = match engine.service.post_json("/v1/completions", &body, PREFILL).await {
         Ok(answer) => answer,
         Err(error) => return checkup.fail("lease", name, format!("a prefill was refused: {error}")),
     };
@@ -70,8 +71,8 @@ async fn lease(engine: &Engine, configs: &[Value], checkup: &mut Checkup) {
         );
     };
     let release = json!({"handle": handle, "reason": "router_release"});
-    match engine.origin.post_json("/kv/release", &release, PATIENCE).await {
-        Ok(told) if told["result"] == "unknown" => {
+    match engine.service.post_json("/kv/release", &release, PATIENCE).await {
+        Ok(response) if response["result"] == "unknown" => {
             checkup.fail("lease", name, "it does not know the lease that it just opened");
         }
         Ok(_) => checkup.ok("lease", name, "opened and released"),
@@ -95,20 +96,20 @@ fn duration(name: &str, left_ms: u64, configs: &[Value], checkup: &mut Checkup) 
     };
     let needed = alive + QUESTIONS_MS;
     if left_ms < needed {
-        let told = format!(
+        let message = format!(
             "{:.1} s is too short: the router gives up an unresponsive decode engine after {:.1} s \
              (timeouts.liveness_probe_ms)",
             seconds(left_ms),
             seconds(needed)
         );
-        checkup.warn(Warning::LeaseTime, name, told);
+        checkup.warn(Warning::LeaseTime, name, message);
     } else {
-        let told = format!(
+        let message = format!(
             "{:.1} s; the router gives up an unresponsive decode engine after {:.1} s",
             seconds(left_ms),
             seconds(needed)
         );
-        checkup.ok("lease time", name, told);
+        checkup.ok("lease time", name, message);
     }
 }
 

@@ -1,16 +1,16 @@
-//! What is on the screen and what a key does to it. Pure: no terminal, no clock, no network.
+//! The state of the screen and the effect of keys. Pure: no terminal, no clock, no network.
 
 use baton_router::snapshot::{LeaseView, RequestView, Snapshot, Timeline};
 
 use super::history::History;
 
-/// Letters of a filter.
+/// Maximum letters of a filter.
 const FILTER_LETTERS_MAX: usize = 100;
 
-/// What a key means.
+/// A key by its meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Key {
-    /// A letter; in a filter itself, elsewhere a command.
+    /// A letter of a filter, or a command.
     Letter(char),
     /// Up, or `k`.
     Up,
@@ -20,34 +20,34 @@ pub(super) enum Key {
     PageUp,
     /// A page down.
     PageDown,
-    /// To the beginning.
+    /// To the first row.
     Home,
-    /// To the end.
+    /// To the last row.
     End,
-    /// Shows what is selected.
+    /// Shows the selected request.
     Enter,
     /// Back.
     Escape,
-    /// Takes the last letter of a filter away.
+    /// Deletes the last letter of a filter.
     Backspace,
-    /// The other list.
+    /// Switches to the other list.
     Tab,
     /// Ctrl-C.
     Interrupt,
 }
 
-/// What the screen's owner must do.
+/// What the event loop must do.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Act {
+pub(super) enum AppAction {
     /// Draw again.
     Draw,
-    /// End.
+    /// Quit.
     Quit,
-    /// Ask for the timeline of this request.
-    Ask(String),
+    /// Fetch the timeline of this request.
+    FetchTimeline(String),
 }
 
-/// A list that can be walked through.
+/// A list with a selection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum List {
     #[default]
@@ -55,12 +55,12 @@ pub(super) enum List {
     Requests,
 }
 
-/// One request's timeline, as far as it is there.
+/// One request's timeline, if it was fetched.
 #[derive(Debug)]
-pub(super) struct Detail {
+pub(super) struct TimelineDetail {
     pub(super) id: String,
     pub(super) line: Option<Result<Timeline, String>>,
-    /// The first moment that is shown.
+    /// The first entry that is shown.
     pub(super) scroll: usize,
 }
 
@@ -70,16 +70,16 @@ pub(super) struct App {
     pub(super) snapshot: Snapshot,
     pub(super) history: History,
     pub(super) list: List,
-    /// What is selected, by its name: rows move while they are looked at.
+    /// The selected row by name, because rows move.
     selected: Option<String>,
-    /// Where it was.
+    /// The last position of the selected row.
     at: usize,
     pub(super) filter: String,
-    /// Letters go to the filter.
+    /// Letters extend the filter.
     pub(super) filtering: bool,
-    pub(super) detail: Option<Detail>,
+    pub(super) detail: Option<TimelineDetail>,
     pub(super) paused: bool,
-    /// No snapshot has come yet.
+    /// No snapshot was received yet.
     pub(super) waiting: bool,
     pub(super) help: bool,
 }
@@ -92,7 +92,7 @@ impl App {
         Self { waiting: true, ..Self::default() }
     }
 
-    /// A new look at the deployment.
+    /// Takes a new snapshot.
     pub(super) fn take(&mut self, snapshot: Snapshot) {
         self.waiting = false;
         self.history.look(&snapshot);
@@ -102,14 +102,14 @@ impl App {
         }
     }
 
-    /// What was asked for with [`Act::Ask`].
-    pub(super) fn told(&mut self, id: &str, line: Result<Timeline, String>) {
+    /// Takes the result of [`AppAction::FetchTimeline`].
+    pub(super) fn take_timeline(&mut self, id: &str, line: Result<Timeline, String>) {
         if let Some(detail) = self.detail.as_mut().filter(|detail| detail.id == id) {
             detail.line = Some(line);
         }
     }
 
-    /// The leases that the filter lets through.
+    /// The leases that match the filter.
     pub(super) fn leases(&self) -> Vec<&LeaseView> {
         let has = |lease: &&LeaseView| {
             self.lets_through(&[&lease.request_id, &lease.engine, &lease.state, &lease.why])
@@ -118,7 +118,7 @@ impl App {
         self.snapshot.leases.iter().filter(has).collect()
     }
 
-    /// The requests that the filter lets through.
+    /// The requests that match the filter.
     pub(super) fn requests(&self) -> Vec<&RequestView> {
         let has = |request: &&RequestView| {
             let text = |text: &Option<String>| text.clone().unwrap_or_default();
@@ -134,7 +134,7 @@ impl App {
         filter.is_empty() || texts.iter().any(|text| text.to_lowercase().contains(&filter))
     }
 
-    /// The selected row of the list; 0 in an empty one.
+    /// The selected row of the list. 0 if the list is empty.
     pub(super) fn selected(&self) -> usize {
         self.at
     }
@@ -150,7 +150,7 @@ impl App {
         }
     }
 
-    /// Stays on the selected row, wherever it has moved to; on its place when it is gone.
+    /// Keeps the selection on its row if the row moves, and on its position if the row is gone.
     fn follow(&mut self) {
         let names = self.names();
         let found = self.selected.as_ref().and_then(|name| names.iter().position(|other| other == name));
@@ -164,24 +164,24 @@ impl App {
         self.selected = names.get(self.at).cloned();
     }
 
-    /// Takes a key.
-    pub(super) fn key(&mut self, key: Key) -> Act {
+    /// Processes a key.
+    pub(super) fn key(&mut self, key: Key) -> AppAction {
         if key == Key::Interrupt {
-            return Act::Quit;
+            return AppAction::Quit;
         }
         if self.filtering {
             self.filter_key(key);
-            return Act::Draw;
+            return AppAction::Draw;
         }
         if self.help {
             self.help = false;
-            return if key == Key::Letter('q') { Act::Quit } else { Act::Draw };
+            return if key == Key::Letter('q') { AppAction::Quit } else { AppAction::Draw };
         }
         if self.detail.is_some() {
             return self.detail_key(key);
         }
         match key {
-            Key::Letter('q') => return Act::Quit,
+            Key::Letter('q') => return AppAction::Quit,
             Key::Letter('/') => self.filtering = true,
             Key::Letter('?' | 'h') => self.help = true,
             Key::Letter('p' | ' ') => self.paused = !self.paused,
@@ -201,14 +201,14 @@ impl App {
                 self.follow();
             }
             Key::Enter | Key::Letter('x') => {
-                let Some(name) = &self.selected else { return Act::Draw };
+                let Some(name) = &self.selected else { return AppAction::Draw };
                 let id = name.split('\n').next().unwrap_or_default().to_owned();
-                self.detail = Some(Detail { id: id.clone(), line: None, scroll: 0 });
-                return Act::Ask(id);
+                self.detail = Some(TimelineDetail { id: id.clone(), line: None, scroll: 0 });
+                return AppAction::FetchTimeline(id);
             }
             Key::Letter(_) | Key::Backspace | Key::Interrupt => {}
         }
-        Act::Draw
+        AppAction::Draw
     }
 
     fn filter_key(&mut self, key: Key) {
@@ -227,18 +227,18 @@ impl App {
         self.follow();
     }
 
-    fn detail_key(&mut self, key: Key) -> Act {
-        let Some(detail) = &mut self.detail else { return Act::Draw };
+    fn detail_key(&mut self, key: Key) -> AppAction {
+        let Some(detail) = &mut self.detail else { return AppAction::Draw };
         let last = match &detail.line {
             Some(Ok(line)) => (line.moments.len() + line.notes.len()).saturating_sub(1),
             _ => 0,
         };
         let scroll = detail.scroll;
         detail.scroll = match key {
-            Key::Letter('r') => return Act::Ask(detail.id.clone()),
+            Key::Letter('r') => return AppAction::FetchTimeline(detail.id.clone()),
             Key::Letter('q') | Key::Escape | Key::Enter | Key::Letter('x') => {
                 self.detail = None;
-                return Act::Draw;
+                return AppAction::Draw;
             }
             Key::Up | Key::Letter('k') => scroll.saturating_sub(1),
             Key::Down | Key::Letter('j') => scroll + 1,
@@ -249,7 +249,7 @@ impl App {
             _ => scroll,
         }
         .min(last);
-        Act::Draw
+        AppAction::Draw
     }
 }
 
@@ -272,15 +272,15 @@ mod tests {
     fn the_selection_stays_with_its_row_and_then_with_its_place() {
         let mut app = app(&["a", "b", "c"]);
         app.key(Key::Letter('j'));
-        assert_eq!(app.key(Key::Enter), Act::Ask("b".to_owned()));
+        assert_eq!(app.key(Key::Enter), AppAction::FetchTimeline("b".to_owned()));
         app.key(Key::Escape);
         app.take(looks(&["x", "y", "b"]));
         assert_eq!(app.selected(), 2, "it has moved");
         app.take(looks(&["x", "y"]));
-        assert_eq!(app.key(Key::Enter), Act::Ask("y".to_owned()), "it is gone");
+        assert_eq!(app.key(Key::Enter), AppAction::FetchTimeline("y".to_owned()), "it is gone");
         app.key(Key::Escape);
         app.take(looks(&[]));
-        assert_eq!((app.selected(), app.key(Key::Enter)), (0, Act::Draw));
+        assert_eq!((app.selected(), app.key(Key::Enter)), (0, AppAction::Draw));
         app.key(Key::End);
         app.key(Key::Down);
         assert_eq!(app.selected(), 0);
@@ -290,18 +290,18 @@ mod tests {
     fn a_filter_takes_letters_until_it_is_done() {
         let mut app = app(&["apple", "quince"]);
         for key in [Key::Letter('/'), Key::Letter('q'), Key::Letter('U')] {
-            assert_eq!(app.key(key), Act::Draw);
+            assert_eq!(app.key(key), AppAction::Draw);
         }
         assert_eq!(app.leases().len(), 1, "q is a letter here, and case does not matter");
         app.key(Key::Enter);
-        assert_eq!(app.key(Key::Enter), Act::Ask("quince".to_owned()));
+        assert_eq!(app.key(Key::Enter), AppAction::FetchTimeline("quince".to_owned()));
         app.key(Key::Letter('q'));
         app.key(Key::Escape);
         assert_eq!(app.leases().len(), 2);
         app.key(Key::Letter('/'));
         (0..200).for_each(|_| drop(app.key(Key::Letter('z'))));
         assert_eq!(app.filter.len(), FILTER_LETTERS_MAX);
-        assert_eq!(app.key(Key::Interrupt), Act::Quit, "from everywhere");
+        assert_eq!(app.key(Key::Interrupt), AppAction::Quit, "from everywhere");
     }
 
     #[test]
@@ -309,13 +309,13 @@ mod tests {
         let mut app = app(&["a"]);
         app.key(Key::Letter('p'));
         app.take(looks(&["b"]));
-        assert_eq!(app.key(Key::Enter), Act::Ask("a".to_owned()));
-        app.told("b", Err("no".to_owned()));
+        assert_eq!(app.key(Key::Enter), AppAction::FetchTimeline("a".to_owned()));
+        app.take_timeline("b", Err("no".to_owned()));
         assert!(app.detail.as_ref().is_some_and(|detail| detail.line.is_none()));
-        app.told("a", Ok(Timeline::default()));
+        app.take_timeline("a", Ok(Timeline::default()));
         assert!(app.detail.as_ref().is_some_and(|detail| detail.line.is_some()));
         app.key(Key::End);
-        assert_eq!(app.key(Key::Letter('q')), Act::Draw, "back, not out");
-        assert_eq!(app.key(Key::Letter('q')), Act::Quit);
+        assert_eq!(app.key(Key::Letter('q')), AppAction::Draw, "back, not out");
+        assert_eq!(app.key(Key::Letter('q')), AppAction::Quit);
     }
 }

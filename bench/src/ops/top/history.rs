@@ -1,38 +1,38 @@
-//! What changed between two looks: leases ended per second, by cause.
+//! Changes between two snapshots: leases ended per second, by cause.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use baton_router::snapshot::{EngineView, Snapshot};
 
-/// Looks that are remembered: a sparkline is not wider.
+/// Maximum snapshots in the history, which is the width of a sparkline.
 const KEPT: usize = 120;
 
-/// Causes that are told apart.
+/// Maximum number of causes.
 const CAUSES_MAX: usize = 64;
 
 /// Rates by cause.
 #[derive(Debug, Default)]
 pub(super) struct History {
-    engines: HashMap<String, Told>,
+    engines: HashMap<String, EngineHistory>,
     rates: BTreeMap<String, Rates>,
     looks: usize,
 }
 
-/// What an engine told. A router gives one look to everybody for a while, each router at times of its own.
+/// State of one engine. A router serves one observation for a while, and each router observes at other times.
 #[derive(Debug, Default)]
-struct Told {
-    /// The latest look: when, by the clock of whom. The engine may have been silent.
+struct EngineHistory {
+    /// The time and the observer of the latest observation. The engine may not have responded.
     seen: Option<(u64, String)>,
-    /// The latest look at which it told its counts.
+    /// The latest observation that contains counts.
     counted: Option<(u64, String)>,
     epoch: Option<String>,
     releases: BTreeMap<String, u64>,
-    /// Between the latest two looks.
+    /// Rates between the latest two observations.
     per_second: BTreeMap<String, f64>,
 }
 
-impl Told {
-    /// Takes one more look. False where it is the same one again.
+impl EngineHistory {
+    /// Takes an observation. Returns false if it is the same one again.
     fn look(&mut self, engine: &EngineView) -> bool {
         let seen = (engine.at_us, engine.observed_by.clone());
         if self.seen.as_ref() == Some(&seen) {
@@ -40,18 +40,18 @@ impl Told {
         }
         self.seen = Some(seen.clone());
         if engine.epoch.is_none() && engine.releases.is_empty() {
-            // Silent. What it had counted is what it is compared with next time.
+            // The engine did not respond. The next counts are compared with the latest known ones.
             self.per_second.clear();
             return true;
         }
-        // One that is counted for the first time has counted for longer than a look; and two clocks make no difference.
+        // The first counts cover more than one interval. Times of two observers are not comparable.
         let before = self.counted.take().filter(|(at, by)| *by == seen.1 && *at < seen.0);
         if let Some((at_us, _)) = before {
             let seconds = (seen.0 - at_us) as f64 / 1e6;
-            // One that was started anew counts from nothing.
-            let anew = engine.epoch.is_some() && self.epoch.is_some() && self.epoch != engine.epoch;
+            // A restarted engine counts from zero.
+            let restarted = engine.epoch.is_some() && self.epoch.is_some() && self.epoch != engine.epoch;
             let rate = |(cause, count): (&String, &u64)| {
-                let then = if anew { 0 } else { self.releases.get(cause).copied().unwrap_or(0) };
+                let then = if restarted { 0 } else { self.releases.get(cause).copied().unwrap_or(0) };
                 (cause.clone(), count.saturating_sub(then) as f64 / seconds)
             };
             self.per_second = engine.releases.iter().map(rate).collect();
@@ -63,7 +63,7 @@ impl Told {
     }
 }
 
-/// One cause.
+/// Rates of one cause.
 #[derive(Debug, Default)]
 pub(super) struct Rates {
     /// Per second, the latest last.
@@ -73,19 +73,19 @@ pub(super) struct Rates {
 }
 
 impl History {
-    /// Takes one more look. Who has not been looked at anew keeps its rates.
+    /// Takes a snapshot. Engines without a new observation keep their rates.
     pub(super) fn look(&mut self, snapshot: &Snapshot) {
         let known = self.engines.len();
         let in_view: HashSet<&str> = snapshot.engines.iter().map(|engine| engine.engine.as_str()).collect();
         self.engines.retain(|name, _| in_view.contains(name.as_str()));
-        let mut anew = self.engines.len() < known;
+        let mut changed = self.engines.len() < known;
         for engine in &snapshot.engines {
             let first = !self.engines.contains_key(&engine.engine);
-            // Of one look nothing is known.
-            anew |= self.engines.entry(engine.engine.clone()).or_default().look(engine) && !first;
+            // A first observation has no rate.
+            changed |= self.engines.entry(engine.engine.clone()).or_default().look(engine) && !first;
         }
         let mut totals: BTreeMap<&str, u64> = BTreeMap::new();
-        for (cause, count) in self.engines.values().flat_map(|told| &told.releases) {
+        for (cause, count) in self.engines.values().flat_map(|engine| &engine.releases) {
             *totals.entry(cause).or_insert(0) += count;
         }
         for (cause, total) in totals {
@@ -93,7 +93,7 @@ impl History {
                 self.rates.entry(cause.to_owned()).or_default().total = total;
             }
         }
-        if !anew {
+        if !changed {
             return;
         }
         self.looks = (self.looks + 1).min(KEPT);
@@ -101,14 +101,14 @@ impl History {
             if rates.per_second.len() == KEPT {
                 rates.per_second.remove(0);
             }
-            // A cause that is new was nothing before.
+            // A new cause was zero before.
             rates.per_second.resize(self.looks - 1, 0.0);
-            let of_all = self.engines.values().filter_map(|told| told.per_second.get(cause));
+            let of_all = self.engines.values().filter_map(|engine| engine.per_second.get(cause));
             rates.per_second.push(of_all.fold(0.0, |sum, rate| sum + rate));
         }
     }
 
-    /// Causes that ever occurred, the most frequent of late first.
+    /// Causes that occurred, the most frequent recently first.
     pub(super) fn causes(&self) -> Vec<(&str, &Rates)> {
         let mut causes: Vec<_> =
             self.rates.iter().filter(|(_, rates)| rates.total > 0).map(|(c, r)| (c.as_str(), r)).collect();
@@ -117,7 +117,7 @@ impl History {
         causes
     }
 
-    /// All causes together, at the last look.
+    /// The sum over all causes in the latest snapshot.
     pub(super) fn ended_per_second(&self) -> f64 {
         self.rates.values().filter_map(|rates| rates.per_second.last()).fold(0.0, |sum, rate| sum + rate)
     }
@@ -151,7 +151,7 @@ mod tests {
         history.look(&look(3_000_000, "a", 99, 9));
         assert_eq!(history.causes()[0].1.per_second.len(), 1, "the same look again");
         history.look(&look(4_000_000, "b", 3, 0));
-        assert_eq!(history.causes()[0].1.per_second, [10.0, 3.0], "started anew, it counts from nothing");
+        assert_eq!(history.causes()[0].1.per_second, [10.0, 3.0], "restarted, it counts from zero");
         let silent = EngineView { engine: "p:1".to_owned(), at_us: 5_000_000, ..EngineView::default() };
         history.look(&Snapshot { engines: vec![silent], ..Snapshot::default() });
         history.look(&look(6_000_000, "b", 5, 0));

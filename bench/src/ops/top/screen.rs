@@ -1,4 +1,4 @@
-//! The terminal: taken over, drawn on, and given back as it was, whatever ends this program.
+//! The terminal: taken, drawn on, and restored, however this program ends.
 
 mod tty;
 
@@ -18,51 +18,51 @@ use ratatui::crossterm::{cursor, event, execute};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
-use super::app::{Act, App, Key};
+use super::app::{App, AppAction, Key};
 use super::source::Sources;
 use super::view::{self, Theme};
 use crate::BenchError;
 
-/// How soon the reader of keys notices that nobody wants them any more.
+/// How soon the reader of keys notices that it must end.
 const READER_LOOKS: Duration = Duration::from_millis(100);
-/// Keys that wait to be taken.
+/// Maximum keys in the queue.
 const KEYS_MAX: usize = 64;
 
-/// Something that was asked for has come.
-enum Told {
+/// An update for the screen.
+enum Update {
     Snapshot(Box<Snapshot>),
     Timeline(String, Box<Result<Timeline, String>>),
 }
 
-/// Shows the deployment until somebody quits.
+/// Shows the deployment until the user quits or a signal arrives.
 ///
 /// # Errors
-/// When the terminal cannot be used.
+/// If the terminal cannot be used.
 pub(super) async fn run(
     sources: Sources,
     every: Duration,
     theme: Theme,
     out: &mut dyn Write,
 ) -> Result<(), BenchError> {
-    let stop = told_to_stop();
+    let stop = wait_for_stop();
     let mut stop = std::pin::pin!(stop);
-    let taken = Taken::take()?;
+    let taken = TerminalGuard::take()?;
     let mut terminal = Terminal::new(CrosstermBackend::new(out))?;
     terminal.clear()?;
-    let mut keys = Keys::read();
-    let (tell, mut told) = mpsc::channel(4);
-    // One look at a time, however long it takes: the screen answers meanwhile.
-    let looking = tokio::spawn(look(sources.clone(), every, tell.clone()));
+    let mut keys = KeyReader::read();
+    let (sender, mut updates) = mpsc::channel(4);
+    // One query at a time. Keys are processed meanwhile.
+    let looking = tokio::spawn(look(sources.clone(), every, sender.clone()));
     let mut app = App::new();
     let result = loop {
         terminal.draw(|frame| view::draw(frame, &app, theme))?;
         let event = tokio::select! {
             stopped = &mut stop => break stopped,
             event = keys.events.recv() => event,
-            told = told.recv() => {
-                match told {
-                    Some(Told::Snapshot(snapshot)) => app.take(*snapshot),
-                    Some(Told::Timeline(id, line)) => app.told(&id, *line),
+            update = updates.recv() => {
+                match update {
+                    Some(Update::Snapshot(snapshot)) => app.take(*snapshot),
+                    Some(Update::Timeline(id, line)) => app.take_timeline(&id, *line),
                     None => {}
                 }
                 continue;
@@ -73,15 +73,15 @@ pub(super) async fn run(
             Some(Err(error)) => break Err(error),
             None => break Ok(()),
         };
-        match key.map_or(Act::Draw, |key| app.key(key)) {
-            Act::Draw => {}
-            Act::Quit => break Ok(()),
-            Act::Ask(id) => {
-                let (sources, tell) = (sources.clone(), tell.clone());
+        match key.map_or(AppAction::Draw, |key| app.key(key)) {
+            AppAction::Draw => {}
+            AppAction::Quit => break Ok(()),
+            AppAction::FetchTimeline(id) => {
+                let (sources, sender) = (sources.clone(), sender.clone());
                 tokio::spawn(async move {
                     let line = sources.timeline(&id).await;
-                    // Nobody is there any more when the screen is closed.
-                    let _ = tell.send(Told::Timeline(id, Box::new(line))).await;
+                    // The receiver is gone if the screen was closed.
+                    let _ = sender.send(Update::Timeline(id, Box::new(line))).await;
                 });
             }
         }
@@ -92,20 +92,20 @@ pub(super) async fn run(
     Ok(result?)
 }
 
-async fn look(sources: Sources, every: Duration, tell: mpsc::Sender<Told>) {
+async fn look(sources: Sources, every: Duration, sender: mpsc::Sender<Update>) {
     let mut due = tokio::time::interval(every);
     due.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         due.tick().await;
         let snapshot = Box::new(sources.snapshot().await);
-        if tell.send(Told::Snapshot(snapshot)).await.is_err() {
+        if sender.send(Update::Snapshot(snapshot)).await.is_err() {
             return;
         }
     }
 }
 
-/// Ends when somebody tells this process to stop. In raw mode Ctrl-C is a key.
-pub(super) async fn told_to_stop() -> io::Result<()> {
+/// Returns after a signal to stop. In raw mode Ctrl-C is a key.
+pub(super) async fn wait_for_stop() -> io::Result<()> {
     let mut signals = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()].map(signal);
     let [interrupt, terminate, hangup] = &mut signals;
     let gone = |signal: &mut io::Result<_>| -> io::Result<()> {
@@ -124,19 +124,19 @@ pub(super) async fn told_to_stop() -> io::Result<()> {
     Ok(())
 }
 
-/// The terminal is ours; it is given back when this is dropped, and by a panic before its message is printed.
-struct Taken;
+/// Owns the terminal. Dropping restores it, as does a panic before its message is printed.
+struct TerminalGuard;
 
-/// Whether there is anything to give back.
+/// Whether the terminal must be restored.
 static OURS: AtomicBool = AtomicBool::new(false);
 
-impl Taken {
+impl TerminalGuard {
     fn take() -> io::Result<Self> {
         static HOOK: std::sync::Once = std::sync::Once::new();
         HOOK.call_once(|| {
             let before = std::panic::take_hook();
             std::panic::set_hook(Box::new(move |panic| {
-                give_back();
+                restore_terminal();
                 before(panic);
             }));
         });
@@ -148,30 +148,30 @@ impl Taken {
     }
 }
 
-impl Drop for Taken {
+impl Drop for TerminalGuard {
     fn drop(&mut self) {
-        give_back();
+        restore_terminal();
     }
 }
 
-fn give_back() {
+fn restore_terminal() {
     if OURS.swap(false, Ordering::SeqCst) {
-        // If the terminal is gone there is nothing to be put right.
+        // If the terminal is gone, nothing needs to be restored.
         let _ = execute!(io::stdout(), LeaveAlternateScreen, cursor::Show);
         let _ = disable_raw_mode();
     }
 }
 
-/// A thread that waits for keys; it ends when this is dropped.
-struct Keys {
+/// A thread that waits for keys. Dropping ends it.
+struct KeyReader {
     events: mpsc::Receiver<io::Result<Event>>,
     over: Arc<AtomicBool>,
     reader: Option<std::thread::JoinHandle<()>>,
 }
 
-impl Keys {
+impl KeyReader {
     fn read() -> Self {
-        let (tell, events) = mpsc::channel(KEYS_MAX);
+        let (sender, events) = mpsc::channel(KEYS_MAX);
         let over = Arc::new(AtomicBool::new(false));
         let reader = {
             let over = Arc::clone(&over);
@@ -183,7 +183,7 @@ impl Keys {
                         Err(error) => Err(error),
                     };
                     let broken = event.is_err();
-                    if tell.blocking_send(event).is_err() || broken {
+                    if sender.blocking_send(event).is_err() || broken {
                         return;
                     }
                 }
@@ -193,15 +193,15 @@ impl Keys {
     }
 }
 
-/// What the terminal says within [`READER_LOOKS`]. A terminal that is gone is an error, which crossterm does not see: it would
-/// read nothing from it, again and again, and never come back.
+/// The next event within [`READER_LOOKS`]. A closed terminal is an error. crossterm does not detect it and would
+/// read without end.
 fn next(terminal: &io::Stdin) -> io::Result<Option<Event>> {
     let there = |within| match tty::look(terminal, within)? {
-        tty::Input::Gone => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the terminal is gone")),
-        tty::Input::Nothing | tty::Input::Waits => Ok(()),
+        tty::TerminalInput::Gone => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the terminal is gone")),
+        tty::TerminalInput::Nothing | tty::TerminalInput::Waits => Ok(()),
     };
     there(Duration::ZERO)?;
-    // Keys that came together, and windows of another size, only crossterm knows of.
+    // Only crossterm knows of keys that arrived together and of changes of the window's size.
     if event::poll(Duration::ZERO)? {
         return event::read().map(Some);
     }
@@ -209,12 +209,12 @@ fn next(terminal: &io::Stdin) -> io::Result<Option<Event>> {
     Ok(None)
 }
 
-impl Drop for Keys {
+impl Drop for KeyReader {
     fn drop(&mut self) {
         self.over.store(true, Ordering::SeqCst);
         self.events.close();
         if let Some(reader) = self.reader.take() {
-            // A reader that panicked has said so.
+            // A panic of the reader was already printed.
             let _ = reader.join();
         }
     }

@@ -1,15 +1,14 @@
-//! Text for a terminal: what others wrote, made harmless; times and counts in few characters.
+//! Text for a terminal: foreign text made harmless, times and counts in few characters.
 
 use std::time::Duration;
 
-/// Text of engines, routers and clients as a terminal may be shown it: nothing moves the cursor, changes the direction of
-/// writing, or takes no room.
+/// Foreign text without characters that move the cursor, change the writing direction, or have no width.
 pub(crate) fn clean(text: &str) -> String {
     let harmless = |letter: char| !letter.is_control() && !is_format(letter);
     text.chars().map(|letter| if harmless(letter) { letter } else { '\u{fffd}' }).collect()
 }
 
-/// Characters that are not shown and change how others are.
+/// Characters that are invisible and change how others are shown.
 fn is_format(letter: char) -> bool {
     matches!(letter,
         '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
@@ -17,7 +16,7 @@ fn is_format(letter: char) -> bool {
         | '\u{e0000}'..='\u{e0fff}')
 }
 
-/// A text of at most `width` letters; what is cut off ends in `…`.
+/// A text of at most `width` letters. Cut text ends in `…`.
 pub(crate) fn fit(text: &str, width: usize) -> String {
     if text.chars().count() <= width {
         return text.to_owned();

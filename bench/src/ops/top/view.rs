@@ -1,15 +1,15 @@
-//! The screen as a function of its state.
+//! Draws the screen as a function of its state.
 //!
 //! ```text
-//! baton top │ what there is, and what is wrong
-//! ENGINES     a bar of blocks by state each
+//! baton top │ summary, and errors of routers
+//! ENGINES     a bar of blocks by state for each engine
 //! PHASES │ RELEASES
-//! LEASES      or requests: the list that is walked through
+//! LEASES      or requests: the list with the selection
 //! keys
 //! ```
 //!
-//! Every state has a letter of its own in the bars, so that they are read without colours. Text is in the terminal's own
-//! colours, and what has one is of middling lightness: readable on light and dark.
+//! Every state has its own letter in the bars, so that they are readable without colours. Text has the terminal's
+//! own colours. Other colours have medium lightness: readable on light and dark.
 
 mod bars;
 mod lists;
@@ -33,7 +33,7 @@ pub(super) enum Theme {
 }
 
 impl Theme {
-    /// A colour of the 256, or none.
+    /// One of the 256 colours, or none.
     fn colour(self, number: u8) -> Style {
         match self {
             Self::Plain => Style::new(),
@@ -41,7 +41,7 @@ impl Theme {
         }
     }
 
-    /// What is wrong: bold, and red where there are colours.
+    /// Style of errors: bold, and red if there are colours.
     fn alarm(self) -> Style {
         self.colour(196).add_modifier(Modifier::BOLD)
     }
@@ -55,10 +55,10 @@ impl Theme {
     }
 }
 
-/// Rows that the whole screen would like to have, for a frame that is printed.
+/// Rows of the complete screen, for a printed frame.
 pub(super) fn rows(app: &App) -> u16 {
     const LEASES_MAX: usize = 20;
-    // One row of leases, and one that the middle wants before engines get their second.
+    // One row of leases, and one that the middle needs before engines get their second row.
     let lists = app.snapshot.leases.len().clamp(2, LEASES_MAX);
     let rows = 1 + bars::rows(app, usize::MAX) + 1 + PHASES.len() + 2 + lists + trouble(&app.snapshot).len();
     u16::try_from(rows).unwrap_or(u16::MAX)
@@ -91,7 +91,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, app: &App, theme: Theme) {
         let line = Line::styled(fit(&line, usize::from(rest.width)), theme.alarm());
         frame.render_widget(Paragraph::new(line), cut(&mut rest, 1));
     }
-    // The list needs a head and some rows; the middle is given up before the engines are.
+    // The list needs a heading and some rows. The middle is dropped before the engines.
     let middle_rows = PHASES.len() as u16 + 1;
     let for_engines = rest.height.saturating_sub(middle_rows + 4).max(rest.height.min(4));
     let engines = bars::lines(app, theme, rest.width, usize::from(for_engines));
@@ -117,13 +117,13 @@ fn cut(rest: &mut Rect, rows: u16) -> Rect {
     top
 }
 
-/// Routers that do not answer.
+/// Errors of routers.
 fn trouble(snapshot: &Snapshot) -> Vec<String> {
-    let told = |router: &baton_router::snapshot::RouterView| {
+    let text = |router: &baton_router::snapshot::RouterView| {
         let error = router.error.as_ref()?;
         Some(format!("! router {}: {}", clean(&router.admin), clean(error)))
     };
-    snapshot.routers.iter().filter_map(told).take(3).collect()
+    snapshot.routers.iter().filter_map(text).take(3).collect()
 }
 
 fn title(app: &App, theme: Theme) -> Line<'static> {

@@ -1,5 +1,5 @@
-//! What this machine can do right now: read bandwidth, and the `gemm` crate on a model's matrices.
-#![allow(unsafe_code)] // huge-page advice and gemm's raw interface; see each block
+//! Current limits of this machine: read bandwidth, and the `gemm` crate on a model's matrices.
+#![allow(unsafe_code, reason = "huge-page advice and gemm's raw interface; see each block")]
 
 mod peak;
 mod read;
@@ -8,19 +8,19 @@ use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use baton_engine::compute::cpu::Unit;
+use baton_engine::compute::cpu::Bf16Unit;
 use baton_engine::model::config::ModelConfig;
 
-/// Size of the buffer that is read for the memory's own bandwidth: more than twice the largest last-level caches.
+/// Size of the buffer for the bandwidth of memory: more than twice the largest last-level caches.
 const MEMORY_BYTES: usize = 1 << 30;
-/// Passes of a reading of the peak.
+/// Passes per measurement of the peak.
 const PASSES: usize = 4;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Baselines with their buffers.
-pub(super) struct Machine {
+pub(super) struct MachineLimits {
     threads: usize,
-    memory: Vec<read::Line>,
+    memory: Vec<read::CacheLine>,
     products: Vec<Gemm>,
 }
 
@@ -43,7 +43,7 @@ pub(super) fn shapes(config: &ModelConfig) -> Vec<(usize, usize)> {
     ]
 }
 
-impl Machine {
+impl MachineLimits {
     /// For steps that read up to `step_bytes`.
     pub(super) fn new(config: &ModelConfig, rows: usize, threads: usize, step_bytes: usize) -> Self {
         let products = shapes(config)
@@ -57,23 +57,23 @@ impl Machine {
                 out: vec![0.0; rows * outputs],
             })
             .collect();
-        let lines = MEMORY_BYTES.max(step_bytes).div_ceil(size_of::<read::Line>());
-        Self { threads, memory: huge(lines, read::Line::ONES), products }
+        let lines = MEMORY_BYTES.max(step_bytes).div_ceil(size_of::<read::CacheLine>());
+        Self { threads, memory: huge(lines, read::CacheLine::ONES), products }
     }
 
-    /// GB/s of all threads reading `bytes` again and again, the caches' part included: the bound of a step that
-    /// reads so many.
+    /// GB/s of all threads that read `bytes` repeatedly, including the part in caches. This is the limit of a step
+    /// that reads as many bytes.
     pub(super) fn read_gbps(&self, bytes: usize) -> f64 {
-        let lines = bytes.div_ceil(size_of::<read::Line>()).min(self.memory.len());
+        let lines = bytes.div_ceil(size_of::<read::CacheLine>()).min(self.memory.len());
         read::fastest(&self.memory[..lines], self.threads) / 1e9
     }
 
-    /// GB/s from memory itself.
+    /// GB/s from memory.
     pub(super) fn memory_gbps(&self) -> f64 {
         self.read_gbps(MEMORY_BYTES)
     }
 
-    /// GFLOP/s of f32 multiply-adds that never leave the registers, on all threads: the best of a few passes.
+    /// GFLOP/s of f32 multiply-adds that stay in registers, on all threads. The best of a few passes.
     pub(super) fn peak_gflops(&self) -> Option<f64> {
         let chains = peak::detect()?;
         let fastest = fastest_pass(self.threads, |_| {
@@ -82,8 +82,8 @@ impl Machine {
         Some(gigas(self.threads * chains.flops(), fastest))
     }
 
-    /// The same of bf16 by a unit of the engine; nothing where that multiplies f32.
-    pub(super) fn bf16_peak_gflops(&self, unit: Option<Unit>) -> Option<f64> {
+    /// The same for bf16 by a unit of the engine. `None` if that unit multiplies f32.
+    pub(super) fn bf16_peak_gflops(&self, unit: Option<Bf16Unit>) -> Option<f64> {
         let chains = peak::of_unit(unit?)?;
         let fastest = fastest_pass(self.threads, |_| {
             black_box(chains.run());
@@ -138,14 +138,14 @@ impl Gemm {
     }
 }
 
-/// The processor's name, where the system tells it.
+/// The processor's name, if the system reports it.
 pub(super) fn cpu_name() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let name = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
     name.map_or_else(|| std::env::consts::ARCH.to_owned(), |(_, name)| name.trim().to_owned())
 }
 
-/// A filled buffer, in huge pages where the system grants them: the same memory the engine's weights have.
+/// A filled buffer, in huge pages if the system grants them, as the engine's weights.
 fn huge<T: Copy>(len: usize, value: T) -> Vec<T> {
     let mut buffer = Vec::with_capacity(len);
     #[cfg(target_os = "linux")]
@@ -154,7 +154,7 @@ fn huge<T: Copy>(len: usize, value: T) -> Vec<T> {
         let start = base.addr().next_multiple_of(HUGE_PAGE_BYTES);
         let end = (base.addr() + len * size_of::<T>()) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
         if end > start {
-            // SAFETY: advice about whole pages inside an allocation of ours; it changes no contents.
+            // SAFETY: advice about whole pages inside our own allocation, which changes no contents.
             let _ = unsafe { libc::madvise(base.with_addr(start).cast(), end - start, libc::MADV_HUGEPAGE) };
         }
     }
@@ -162,7 +162,7 @@ fn huge<T: Copy>(len: usize, value: T) -> Vec<T> {
     buffer
 }
 
-/// Anonymous memory of this process in huge pages, and all of it, bytes; where the system tells it.
+/// Anonymous memory of this process in huge pages, and all of it, in bytes. `None` if the system does not report it.
 pub(super) fn huge_pages() -> Option<(u64, u64)> {
     let rollup = std::fs::read_to_string("/proc/self/smaps_rollup").ok()?;
     let bytes = |key: &str| {
@@ -174,8 +174,8 @@ pub(super) fn huge_pages() -> Option<(u64, u64)> {
 
 /// The shortest of [`PASSES`] in which every thread does its work once, all beginning together.
 ///
-/// A limit must not be lower than what the engine reaches on its waiting threads: one pass on threads that have just
-/// been started did 354 GFLOP/s where oneDNN did 371 (2026-11-21).
+/// A limit must not be lower than the engine's own speed. A single pass on threads that have just been started is
+/// slower than the engine's waiting threads.
 fn fastest_pass(threads: usize, work: impl Fn(usize) + Sync) -> Duration {
     let (barrier, work) = (&Barrier::new(threads), &work);
     std::thread::scope(|scope| {
@@ -197,7 +197,6 @@ fn fastest_pass(threads: usize, work: impl Fn(usize) + Sync) -> Duration {
     })
 }
 
-#[allow(clippy::cast_precision_loss)] // far below 2^52
 fn gigas(count: usize, time: Duration) -> f64 {
     count as f64 / time.as_secs_f64() / 1e9
 }

@@ -1,7 +1,7 @@
-//! The made-up model as a checkpoint folder, so that an engine can be started with it like with any other.
+//! The generated model as a checkpoint folder, for engines that are started as a process.
 //!
-//! Weights are those that are measured without a checkpoint. The tokenizer is the built-in model's: good enough for prompts of
-//! token ids.
+//! The weights are those that are measured without a checkpoint. The tokenizer is the built-in model's, which is
+//! sufficient for prompts of token ids.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -45,11 +45,10 @@ fn tensors(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
     first.into_iter().chain((0..config.layers).flat_map(of_layer)).chain(last).collect()
 }
 
-/// Writes a folder that is not there yet: `text` is the configuration that was parsed, of a model without biases whose head
-/// is its own.
+/// Writes a new folder. `text` is the parsed configuration of a model without biases and with its own output matrix.
 ///
 /// # Errors
-/// [`EngineBenchError::Report`], also when the folder is there.
+/// [`EngineBenchError::Report`], also if the folder exists.
 pub(super) fn write(
     folder: &Path,
     text: &str,

@@ -1,4 +1,4 @@
-//! The engine as a user starts it: how long until the first token, and how much memory it then has.
+//! The engine as a user starts it: time to the first token, and resident memory after it.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -8,22 +8,22 @@ use std::time::{Duration, Instant};
 use baton_engine::model::config::ModelConfig;
 use serde::Serialize;
 
-use super::{EngineBenchError, Series};
-use crate::common::processes::Running;
+use super::{BestWorst, EngineBenchError};
+use crate::common::processes::ChildProcess;
 
 /// Size of the KV pool: the engine's default.
 const POOL_MIB: usize = 512;
-/// Starts; the files are in the page cache after the first.
+/// Number of starts. After the first, the files are in the page cache.
 const STARTS: usize = 4;
-/// An answer takes no longer.
+/// Maximum time of a response.
 const ANSWER_WITHIN: Duration = Duration::from_secs(60);
 
 /// One engine process with the default element types.
 #[derive(Debug, Serialize)]
 pub struct ProcessReport {
-    /// From starting the program to the first token's arrival, milliseconds (`best` is the highest, `worst` the lowest), the
-    /// first start left out.
-    pub first_token_ms: Series,
+    /// From the start of the program to the first token, in milliseconds (`best` is the highest, `worst` the
+    /// lowest), without the first start.
+    pub first_token_ms: BestWorst,
     /// Resident memory after that token, bytes.
     pub resident_bytes: u64,
     /// Weights in memory, bytes.
@@ -34,7 +34,7 @@ pub struct ProcessReport {
     pub memory_ratio: f64,
 }
 
-/// Starts the engine a few times. `streamed` are the bytes of all matrices but an embedding of its own.
+/// Starts the engine several times. `streamed` are the bytes of all matrices except a separate embedding.
 pub(super) fn measure(
     dir: &Path,
     threads: usize,
@@ -46,7 +46,7 @@ pub(super) fn measure(
     let weight_bytes = streamed + embedding;
     let pool_bytes = POOL_MIB << 20;
     let mut report = ProcessReport {
-        first_token_ms: Series::default(),
+        first_token_ms: BestWorst::default(),
         resident_bytes: 0,
         weight_bytes,
         pool_bytes,
@@ -58,7 +58,7 @@ pub(super) fn measure(
         let options =
             ["--kv-cache-mib", &pool, "--threads", &threads.to_string(), "--model"].map(str::to_owned);
         let model = dir.display().to_string();
-        let mut engine = Running::start(&[&options[..], &[model]].concat()).map_err(failed)?;
+        let mut engine = ChildProcess::start(&[&options[..], &[model]].concat()).map_err(failed)?;
         let address = engine.ready().map_err(failed)?;
         first_token(address)?;
         if start > 0 {
@@ -66,7 +66,6 @@ pub(super) fn measure(
         }
         report.resident_bytes = engine.resident().map_err(failed)?;
     }
-    #[allow(clippy::cast_precision_loss)] // far below 2^52
     {
         report.memory_ratio = report.resident_bytes as f64 / (weight_bytes + pool_bytes) as f64;
     }
@@ -90,7 +89,7 @@ fn failed(error: impl std::fmt::Display) -> EngineBenchError {
     EngineBenchError::Process(error.to_string())
 }
 
-/// Asks for one token and waits for the whole answer.
+/// Requests one token and waits for the whole response.
 fn first_token(address: SocketAddr) -> Result<(), EngineBenchError> {
     let mut stream = TcpStream::connect(address).map_err(failed)?;
     stream.set_read_timeout(Some(ANSWER_WITHIN)).map_err(failed)?;

@@ -1,23 +1,23 @@
-//! One engine under measurement: an executor, and the steps that are timed.
+//! One engine under measurement: an executor and its timed steps.
 
 use std::time::Instant;
 
 use baton_connector::BlockId;
 use baton_connector::layout::KvDtype;
 use baton_engine::compute::cpu::{CpuExecutor, CpuOptions};
-use baton_engine::compute::{Executor, Logits, LogitsWanted, SeqStep};
+use baton_engine::compute::{Executor, Logits, LogitsRequest, SeqStep};
 
 use super::{BATCH, BLOCK_TOKENS, EngineBenchError, PROMPT_TOKENS};
 
-pub(super) struct Subject {
+pub(super) struct EngineSubject {
     executor: CpuExecutor,
     vocab: u32,
     decode_tokens: usize,
     tables: Vec<Vec<BlockId>>,
 }
 
-impl Subject {
-    /// What an executor of this benchmark needs.
+impl EngineSubject {
+    /// Options of the executors of this benchmark.
     pub(super) fn options(kv_dtype: KvDtype, threads: usize, decode_tokens: usize) -> CpuOptions {
         CpuOptions {
             blocks: blocks_per_sequence(decode_tokens) * BATCH,
@@ -28,7 +28,7 @@ impl Subject {
         }
     }
 
-    /// Of an executor with [`Self::options`].
+    /// For an executor with [`Self::options`].
     pub(super) fn new(executor: CpuExecutor, decode_tokens: usize) -> Self {
         let per_sequence = blocks_per_sequence(decode_tokens);
         let block = |index: usize| BlockId(u32::try_from(index).expect("a small pool"));
@@ -53,14 +53,14 @@ impl Subject {
     pub(super) fn prefill(&mut self) -> Result<f64, EngineBenchError> {
         let (tokens, mut logits) = (self.tokens(PROMPT_TOKENS), Logits::default());
         let step =
-            SeqStep { tokens: &tokens, start: 0, block_table: &self.tables[0], logits: LogitsWanted::Last };
+            SeqStep { tokens: &tokens, start: 0, block_table: &self.tables[0], logits: LogitsRequest::Last };
         let start = Instant::now();
         self.executor.execute(&[step], &mut logits)?;
         Ok(rate(PROMPT_TOKENS, start))
     }
 
-    /// Tokens/s of `batch` sequences that continue at position 512. What their earlier positions hold does not
-    /// matter to the speed.
+    /// Tokens/s of `batch` sequences that continue at position 512. The contents of earlier positions do not affect
+    /// the speed.
     pub(super) fn decode(&mut self, batch: usize) -> Result<f64, EngineBenchError> {
         let (tokens, mut logits) = (self.tokens(batch), Logits::default());
         let start = Instant::now();
@@ -70,7 +70,7 @@ impl Subject {
                     tokens: &tokens[sequence..=sequence],
                     start: position,
                     block_table: &self.tables[sequence],
-                    logits: LogitsWanted::Last,
+                    logits: LogitsRequest::Last,
                 })
                 .collect();
             self.executor.execute(&steps, &mut logits)?;
@@ -83,7 +83,6 @@ fn blocks_per_sequence(decode_tokens: usize) -> usize {
     (PROMPT_TOKENS + decode_tokens).div_ceil(BLOCK_TOKENS)
 }
 
-#[allow(clippy::cast_precision_loss)] // counts of tokens
 fn rate(count: usize, start: Instant) -> f64 {
     count as f64 / start.elapsed().as_secs_f64()
 }

@@ -1,5 +1,5 @@
-//! What is promised of the CPU engine, beside what was reached: the numbers of the README's speed table that one process can
-//! judge by itself. Speed beside other engines, and prefill beside oneDNN, are measured by `bench/engine_peers.py`.
+//! Targets of the CPU engine and whether they were met: those of the README's speed table that one process can
+//! check. `bench/engine_peers.py` compares with other engines and oneDNN.
 
 use std::io::Write;
 
@@ -7,35 +7,35 @@ use baton_engine::model::config::ModelConfig;
 use baton_engine::model::weights::parameter_count;
 use serde::Serialize;
 
-use super::{EngineReport, EngineRow};
+use super::{EngineReport, EngineSpeeds};
 
 /// Decode of one sequence, over the limit of the readings right before and after it.
 const DECODE_RATIO: f64 = 0.85;
-/// Decode of eight sequences, tokens/s, where the limit allows it.
+/// Decode of eight sequences, tokens/s, if the limit allows it.
 const DECODE_B8_TPS: f64 = 300.0;
 /// From starting the program to the first token, milliseconds.
 const FIRST_TOKEN_MS: f64 = 2_000.0;
 /// Resident memory over weights and KV pool.
 const MEMORY_RATIO: f64 = 1.15;
-/// Speeds and times are promised of a model of 214 million parameters; a larger one is judged by ratios alone.
+/// Targets of speeds and times hold for 214 million parameters. A larger model is judged by ratios alone.
 const PARAMETERS_MAX: usize = 220_000_000;
 
-/// One promise.
+/// One target.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Target {
-    /// What was measured.
+pub struct SpeedTarget {
+    /// The quantity.
     pub what: String,
-    /// What came out.
+    /// The measured value.
     pub reached: f64,
-    /// The least it is to be; absent where it is bounded from above.
+    /// The minimum. Absent if the target is a maximum.
     pub at_least: Option<f64>,
-    /// The most.
+    /// The maximum.
     pub at_most: Option<f64>,
-    /// Whether it is.
+    /// Whether the target was met.
     pub met: bool,
 }
 
-impl Target {
+impl SpeedTarget {
     fn at_least(what: String, reached: f64, least: f64) -> Self {
         Self { what, reached, at_least: Some(least), at_most: None, met: reached >= least }
     }
@@ -45,43 +45,47 @@ impl Target {
     }
 }
 
-/// Everything that is promised of what was measured.
-pub(super) fn judge(report: &EngineReport, config: &ModelConfig) -> Vec<Target> {
+/// The targets of all measurements.
+pub(super) fn judge(report: &EngineReport, config: &ModelConfig) -> Vec<SpeedTarget> {
     let small = parameter_count(config) <= PARAMETERS_MAX;
     let mut targets = Vec::new();
     for row in &report.engines {
         let name = name(row);
         let what = format!("{name}: decode of 1 sequence over its limit");
-        targets.push(Target::at_least(what, row.decode_b1_ratio_beside, DECODE_RATIO));
+        targets.push(SpeedTarget::at_least(what, row.decode_b1_ratio_beside, DECODE_RATIO));
         if small && row.decode_b8_limit_tps >= DECODE_B8_TPS {
             let what = format!("{name}: decode of 8 sequences, tokens/s");
-            targets.push(Target::at_least(what, row.decode_b8_tps.best, DECODE_B8_TPS));
+            targets.push(SpeedTarget::at_least(what, row.decode_b8_tps.best, DECODE_B8_TPS));
         }
     }
     if let Some(process) = &report.process {
         if small {
             let slowest = process.first_token_ms.best;
-            targets.push(Target::at_most("from the start to the first token, ms", slowest, FIRST_TOKEN_MS));
+            targets.push(SpeedTarget::at_most(
+                "from the start to the first token, ms",
+                slowest,
+                FIRST_TOKEN_MS,
+            ));
         }
         let what = "resident memory over weights and KV pool";
-        targets.push(Target::at_most(what, process.memory_ratio, MEMORY_RATIO));
+        targets.push(SpeedTarget::at_most(what, process.memory_ratio, MEMORY_RATIO));
     }
     targets
 }
 
-fn name(row: &EngineRow) -> String {
+fn name(row: &EngineSpeeds) -> String {
     format!("{} weights, products in {}, {} KV cache", row.weights, row.products, row.kv_cache)
 }
 
-pub(super) fn print(targets: &[Target], out: &mut dyn Write) -> std::io::Result<()> {
+pub(super) fn print(targets: &[SpeedTarget], out: &mut dyn Write) -> std::io::Result<()> {
     let met = targets.iter().filter(|target| target.met).count();
     writeln!(out, "\ntargets: {met} of {} met", targets.len())?;
     targets.iter().filter(|target| !target.met).try_for_each(|target| writeln!(out, "  MISSED {target}"))
 }
 
-impl std::fmt::Display for Target {
+impl std::fmt::Display for SpeedTarget {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // Three digits of ratios; speeds and times as they are.
+        // Three digits for ratios, none for speeds and times.
         let digits = |value: f64| if value < 10.0 { 3 } else { 0 };
         let (sign, bound) = match (self.at_least, self.at_most) {
             (Some(least), _) => ("at least", least),
@@ -101,12 +105,12 @@ impl std::fmt::Display for Target {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{MADE_UP_CONFIG, ProcessReport, Series, sample};
+    use super::super::{BestWorst, MADE_UP_CONFIG, ProcessReport, sample};
     use super::*;
     use baton_engine::model::generation::GenerationDefaults;
 
     fn missed(report: &EngineReport, config: &ModelConfig) -> Vec<String> {
-        judge(report, config).iter().filter(|target| !target.met).map(Target::to_string).collect()
+        judge(report, config).iter().filter(|target| !target.met).map(SpeedTarget::to_string).collect()
     }
 
     #[test]
@@ -115,9 +119,9 @@ mod tests {
         let mut report = sample(&config);
         let row = &mut report.engines[0];
         (row.decode_b1_ratio_beside, row.decode_b8_limit_tps) = (0.86, 400.0);
-        row.decode_b8_tps = Series { best: 301.0, worst: 200.0 };
+        row.decode_b8_tps = BestWorst { best: 301.0, worst: 200.0 };
         report.process = Some(ProcessReport {
-            first_token_ms: Series { best: 2_000.0, worst: 150.0 },
+            first_token_ms: BestWorst { best: 2_000.0, worst: 150.0 },
             resident_bytes: 0,
             weight_bytes: 0,
             pool_bytes: 0,
@@ -138,7 +142,7 @@ mod tests {
                 "resident memory over weights and KV pool: 1.200, at most 1.150".into(),
             ]
         );
-        // Where the memory is too slow for 300 tokens/s that is not the engine's fault.
+        // If memory is too slow for 300 tokens/s, the target does not apply.
         report.engines[0].decode_b8_limit_tps = 299.0;
         assert_eq!(missed(&report, &config).len(), 3);
         let larger = ModelConfig { layers: 32, ..config };

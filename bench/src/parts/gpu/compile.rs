@@ -1,13 +1,14 @@
-//! `baton bench gpu-compile`: every kernel, for every architecture, by NVIDIA's run-time compiler. No GPU is needed.
+//! `baton bench gpu-compile`: compiles every kernel for every architecture with NVIDIA's run-time compiler. Needs no
+//! GPU.
 //!
-//! What the assembler says of registers and shared memory is printed; a kernel that spills registers in bf16 fails the
-//! command, and so does one of which the assembler says nothing. Without the compiler it does nothing and says so.
+//! Prints the registers and shared memory that the assembler reports. The command fails if a bf16 kernel spills
+//! registers or the assembler reports nothing about it. Without the compiler, the command only reports that.
 
 use std::io::Write;
 
 use baton_engine::compute::cuda::device::Kernel;
 use baton_engine::compute::cuda::kernels::{COPY_KERNEL, DECODE_STAGES, decode_stages};
-use baton_engine::compute::cuda::nvrtc::{self, Usage};
+use baton_engine::compute::cuda::nvrtc::{self, KernelUsage};
 use baton_engine::compute::cuda::{DeviceError, Element};
 use clap::Args;
 
@@ -24,7 +25,7 @@ pub struct GpuCompile {
 /// Compiles and reports.
 ///
 /// # Errors
-/// [`Skipped`] without a compiler; what does not compile, or spills.
+/// [`Skipped`] without a compiler. An error if a kernel does not compile or spills.
 pub fn run(options: &GpuCompile, out: &mut dyn Write) -> Result<(), crate::BenchError> {
     let version = match nvrtc::version() {
         Err(error @ DeviceError::Library { .. }) => return Err(Skipped(error.to_string()).into()),
@@ -39,7 +40,7 @@ pub fn run(options: &GpuCompile, out: &mut dyn Write) -> Result<(), crate::Bench
     let mut wrong = Vec::new();
     for arch in &options.arch {
         for element in [Element::Bf16, Element::F32] {
-            // Heads of 128 have fewer stages where a block has 99 KiB of shared memory.
+            // With 99 KiB of shared memory per block, heads of 128 have fewer stages.
             let all =
                 HEAD_DIMS.into_iter().flat_map(|head_dim| DECODE_STAGES.map(|stages| (head_dim, stages)));
             for (head_dim, stages) in
@@ -70,10 +71,10 @@ pub fn run(options: &GpuCompile, out: &mut dyn Write) -> Result<(), crate::Bench
     }
 }
 
-/// What is wrong with the kernels of an element type: all of bf16 are judged, since spilled registers cost memory traffic;
-/// f32 is for checks of exactness.
-fn judge(element: Element, usage: &[Usage]) -> Vec<String> {
-    let spills = |usage: &&Usage| element == Element::Bf16 && usage.spill_bytes > 0;
+/// Errors of the kernels of an element type. All bf16 kernels are judged, because spilled registers cost memory
+/// traffic. f32 is only for exactness checks.
+fn judge(element: Element, usage: &[KernelUsage]) -> Vec<String> {
+    let spills = |usage: &&KernelUsage| element == Element::Bf16 && usage.spill_bytes > 0;
     let spilled = usage.iter().filter(spills);
     let mut wrong: Vec<_> =
         spilled.map(|usage| format!("{} spills {} bytes", usage.kernel, usage.spill_bytes)).collect();
@@ -87,10 +88,10 @@ fn judge(element: Element, usage: &[Usage]) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn all(element: Element) -> Vec<Usage> {
+    fn all(element: Element) -> Vec<KernelUsage> {
         let names = Kernel::all(element).iter().map(|kernel| kernel.name()).chain([COPY_KERNEL]);
         let usage =
-            |name: &str| Usage { kernel: name.into(), registers: 32, shared_bytes: 0, spill_bytes: 0 };
+            |name: &str| KernelUsage { kernel: name.into(), registers: 32, shared_bytes: 0, spill_bytes: 0 };
         names.map(usage).collect()
     }
 

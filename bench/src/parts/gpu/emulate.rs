@@ -1,13 +1,14 @@
-//! `baton bench gpu-emulate`: the kernels' own code against their twins, without a GPU.
+//! `baton bench gpu-emulate`: compares the kernels' own code with the reference kernels, without a GPU.
 //!
-//! The sources are compiled by this machine's C++ compiler and run on a CPU emulation of CUDA's threads and of the PTX
-//! instructions they use (`emulation.cpp` of the engine): which lane holds what of a matrix, when an asynchronous copy
-//! lands, who waits for whom. It says nothing of speed, of a GPU's memory model, or of what NVIDIA's compiler does.
+//! This machine's C++ compiler compiles the sources. They run on a CPU emulation of CUDA's threads and of the PTX
+//! instructions in use (`emulation.cpp` of the engine). The emulation includes the layout of matrix fragments, the
+//! completion of asynchronous copies, and barriers. It does not cover speed, a GPU's memory model, or NVIDIA's
+//! compiler.
 
 use std::io::Write;
 
 use baton_engine::check;
-use baton_engine::compute::cuda::software::{Emulation, EmulationError, SoftDevice};
+use baton_engine::compute::cuda::software::{Emulation, EmulationError, SoftwareDevice};
 use baton_engine::compute::cuda::{Element, kernels};
 use clap::Args;
 
@@ -30,7 +31,7 @@ pub struct GpuEmulate {
 /// Compiles, runs, compares and reports.
 ///
 /// # Errors
-/// [`Skipped`] without a C++ compiler; results that are not the twins'.
+/// [`Skipped`] without a C++ compiler. An error if results differ from the reference kernels.
 pub fn run(options: &GpuEmulate, out: &mut dyn Write) -> Result<(), crate::BenchError> {
     let mut wrong = 0;
     for element in [Element::Bf16, Element::F32] {
@@ -46,7 +47,7 @@ pub fn run(options: &GpuEmulate, out: &mut dyn Write) -> Result<(), crate::Bench
                 other => other?,
             };
             let mut device =
-                SoftDevice::new(BYTES, element, head_dim).emulating(emulation).with_shared_bytes(most);
+                SoftwareDevice::new(BYTES, element, head_dim).emulating(emulation).with_shared_bytes(most);
             let lines = check::kernels::kernels(&mut device, element, head_dim)?;
             for line in lines.iter().filter(|line| !line.passed) {
                 writeln!(out, "FAIL  {:<70} {}", line.what, line.numbers)?;
@@ -55,7 +56,7 @@ pub fn run(options: &GpuEmulate, out: &mut dyn Write) -> Result<(), crate::Bench
             let right = lines.iter().filter(|line| line.passed).count();
             writeln!(
                 out,
-                "{:<5} head_dim {head_dim:>4}, {stages} stages: {right} of {} results are the twins'",
+                "{:<5} head_dim {head_dim:>4}, {stages} stages: {right} of {} results match the reference kernels",
                 element.label(),
                 lines.len()
             )?;

@@ -1,8 +1,8 @@
-//! `baton bench gpu-ipc`: a handoff's blocks from one process to another on one device, through the transport that engines
-//! use, checked byte by byte and timed beside copies inside the device.
+//! `baton bench gpu-ipc`: moves a handoff's blocks between two processes on one device, with the transport that
+//! engines use. Compares all bytes, and measures the time against copies inside the device.
 //!
-//! The command starts itself once more as the producer. Read and verdict are timed together, as a fetch needs both. On
-//! `--device software` the same is run in host memory: a check of this command, and no measurement of a GPU.
+//! The command starts itself again as the producer. Read and verdict are timed together, as a fetch needs both. With
+//! `--device software` the blocks are in host memory, which checks this command but measures no GPU.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -15,19 +15,19 @@ use baton_connector::{BlockId, Epoch, Handle, Reader};
 use baton_connector_device::{BATCH_BYTES, ClientOptions, DevicePool, ServerOptions, producer, transport};
 use baton_connector_shm::{ShmServer, listen};
 use baton_engine::compute::cuda::driver::CudaDevice;
-use baton_engine::compute::cuda::software::SoftDevice;
+use baton_engine::compute::cuda::software::SoftwareDevice;
 use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, Element, cubins};
 use clap::Args;
 use serde::Serialize;
 
-use super::pool::{BLOCK_BYTES, BLOCK_TOKENS, HEAD_DIM, Pool, TOKEN_BYTES, milliseconds, table};
+use super::pool::{BLOCK_BYTES, BLOCK_TOKENS, BenchPool, HEAD_DIM, TOKEN_BYTES, milliseconds, table};
 use super::unusable;
 use crate::BenchError;
-use crate::common::machine::Origin;
-use crate::parts::transfer::lender::Lender;
+use crate::common::machine::Provenance;
+use crate::parts::transfer::producer::BenchProducer;
 
 const READER: Reader = Reader::sole(1);
-/// The producer's name on this host is its epoch; there is no other port of it.
+/// The producer's epoch is its name on this host. It has only one port.
 const PORT: u16 = 1;
 static GO: AtomicBool = AtomicBool::new(false);
 
@@ -53,9 +53,9 @@ pub struct GpuIpc {
 
 /// One JSON object of `--json`.
 #[derive(Debug, Serialize)]
-struct Report {
+struct IpcReport {
     #[serde(flatten)]
-    origin: Origin,
+    origin: Provenance,
     device: String,
     tokens: usize,
     bytes: usize,
@@ -64,16 +64,17 @@ struct Report {
     handoff_median_ms: f64,
     handoff_min_ms: f64,
     handoff_max_ms: f64,
-    /// As many bytes in one piece inside the device, in ms.
+    /// A copy of as many bytes in one piece inside the device, in ms.
     copy_median_ms: f64,
-    /// What that takes, by what the handoff takes.
+    /// Time of the copy over the time of the handoff.
     of_copy_bandwidth: f64,
 }
 
-/// Runs one end or both.
+/// Runs the producer, or both ends.
 ///
 /// # Errors
-/// [`super::Skipped`] without a GPU; a block with other bytes, a verdict that should not be, and whatever the device says.
+/// [`super::Skipped`] without a GPU. An error for a block with wrong bytes, a wrong verdict, or a failure of the
+/// device.
 pub fn run(options: &GpuIpc, out: &mut dyn Write) -> Result<(), BenchError> {
     let DeviceChoice::Accelerator(accelerator) = options.device else {
         return Err("--device cpu has no memory of its own".into());
@@ -81,7 +82,7 @@ pub fn run(options: &GpuIpc, out: &mut dyn Write) -> Result<(), BenchError> {
     match accelerator {
         Accelerator::Software => {
             let bytes = 3 * options.tokens * TOKEN_BYTES + (64 << 20);
-            ends(SoftDevice::new(bytes, Element::Bf16, HEAD_DIM), options, out)
+            ends(SoftwareDevice::new(bytes, Element::Bf16, HEAD_DIM), options, out)
         }
         Accelerator::Cuda(ordinal) => {
             let opened = CudaDevice::open(ordinal, Element::Bf16, HEAD_DIM, cubins::folder().as_deref());
@@ -92,38 +93,38 @@ pub fn run(options: &GpuIpc, out: &mut dyn Write) -> Result<(), BenchError> {
 
 fn ends(device: impl Device, options: &GpuIpc, out: &mut dyn Write) -> Result<(), BenchError> {
     let blocks = options.tokens.div_ceil(BLOCK_TOKENS).max(1);
-    let pool = Pool::new(device, blocks, BLOCK_BYTES)?;
+    let pool = BenchPool::new(device, blocks, BLOCK_BYTES)?;
     if options.serve { serve(pool) } else { measure(pool, options, out) }
 }
 
-/// The producer: lends all its blocks, as often as it is asked to, until its standard input ends.
-fn serve<D: Device>(mut pool: Pool<D>) -> Result<(), BenchError> {
+/// The producer: opens a lease of all its blocks on each request, until its standard input ends.
+fn serve<D: Device>(mut pool: BenchPool<D>) -> Result<(), BenchError> {
     pool.fill()?;
-    let lender = Arc::new(Lender::over(pool.region.clone()));
+    let bench_producer = Arc::new(BenchProducer::over(pool.region.clone()));
     let offered = producer(Arc::clone(&pool.port) as Arc<dyn DevicePool>, &pool.region, BATCH_BYTES)?;
-    let listener = listen(lender.epoch(), PORT)?;
-    let served = Arc::clone(&lender) as Arc<dyn Producer>;
-    let server = ShmServer::start_beside(listener, served, vec![offered], ServerOptions::default())?;
+    let listener = listen(bench_producer.epoch(), PORT)?;
+    let served = Arc::clone(&bench_producer) as Arc<dyn Producer>;
+    let server = ShmServer::start_with_services(listener, served, vec![offered], ServerOptions::default())?;
     let ids: Vec<_> = table(pool.region.blocks()).into_iter().map(|block| BlockId(block as u32)).collect();
     let mut out = io::stdout().lock();
-    writeln!(out, "epoch {}", lender.epoch().0)?;
+    writeln!(out, "epoch {}", bench_producer.epoch().0)?;
     for line in io::stdin().lines() {
         line?;
-        writeln!(out, "lent {}", lender.lend(&ids).0)?;
+        writeln!(out, "lent {}", bench_producer.open_lease(&ids).0)?;
         out.flush()?;
     }
     server.shutdown();
     Ok(())
 }
 
-/// The producer, as its consumer sees it.
-struct Other {
+/// The producer as a child process of the consumer.
+struct IpcProducer {
     process: Child,
-    asks: ChildStdin,
-    says: BufReader<ChildStdout>,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
 }
 
-impl Other {
+impl IpcProducer {
     fn start(options: &GpuIpc) -> Result<Self, BenchError> {
         let DeviceChoice::Accelerator(device) = options.device else { return Err("no device".into()) };
         let mut process = Command::new(std::env::current_exe()?)
@@ -132,35 +133,39 @@ impl Other {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
-        let (asks, says) = (process.stdin.take(), process.stdout.take());
-        let (Some(asks), Some(says)) = (asks, says) else { return Err("pipes were asked for".into()) };
-        Ok(Self { process, asks, says: BufReader::new(says) })
+        let (stdin, stdout) = (process.stdin.take(), process.stdout.take());
+        let (Some(stdin), Some(stdout)) = (stdin, stdout) else { return Err("pipes were asked for".into()) };
+        Ok(Self { process, stdin, stdout: BufReader::new(stdout) })
     }
 
-    /// The number after a word, on a line of its own.
-    fn hears(&mut self, word: &str) -> Result<u128, BenchError> {
+    /// The number after a word on a line.
+    fn read_line(&mut self, word: &str) -> Result<u128, BenchError> {
         let mut line = String::new();
-        self.says.read_line(&mut line)?;
+        self.stdout.read_line(&mut line)?;
         let number = line.trim().strip_prefix(word).and_then(|rest| rest.trim().parse().ok());
-        number.ok_or_else(|| format!("the producer said {line:?} and not {word:?}").into())
+        number.ok_or_else(|| format!("the producer wrote {line:?} instead of {word:?}").into())
     }
 
-    fn lends(&mut self) -> Result<Handle, BenchError> {
-        writeln!(self.asks, "lend")?;
-        Ok(Handle(self.hears("lent")?))
+    fn request_lease(&mut self) -> Result<Handle, BenchError> {
+        writeln!(self.stdin, "lend")?;
+        Ok(Handle(self.read_line("lent")?))
     }
 }
 
-impl Drop for Other {
+impl Drop for IpcProducer {
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-fn measure<D: Device>(mut pool: Pool<D>, options: &GpuIpc, out: &mut dyn Write) -> Result<(), BenchError> {
-    let mut other = Other::start(options)?;
-    let epoch = Epoch(u64::try_from(other.hears("epoch")?)?);
+fn measure<D: Device>(
+    mut pool: BenchPool<D>,
+    options: &GpuIpc,
+    out: &mut dyn Write,
+) -> Result<(), BenchError> {
+    let mut other = IpcProducer::start(options)?;
+    let epoch = Epoch(u64::try_from(other.read_line("epoch")?)?);
     let peer = Peer { address: ([127, 0, 0, 1], PORT).into(), epoch, fingerprint: 1 };
     let consumer = transport(Arc::clone(&pool.port) as Arc<dyn DevicePool>, ClientOptions::default());
     let blocks = pool.region.blocks();
@@ -173,7 +178,7 @@ fn measure<D: Device>(mut pool: Pool<D>, options: &GpuIpc, out: &mut dyn Write) 
     };
     let (mut times, mut blocks_checked) = (Vec::new(), 0);
     for repetition in 0..=options.repetitions.max(1) {
-        let order = order(other.lends()?);
+        let order = order(other.request_lease()?);
         let begun = Instant::now();
         consumer.read(&peer, &order, &pool.region, &GO)?;
         let verdict = consumer.finish(&peer, order.handle, READER)?;
@@ -182,34 +187,34 @@ fn measure<D: Device>(mut pool: Pool<D>, options: &GpuIpc, out: &mut dyn Write) 
             return Err("a live lease's verdict is not valid".into());
         }
         if repetition == 0 {
-            // Opens the pool, and is not timed.
+            // The first read opens the pool and is not timed.
             blocks_checked = pool.compare(&table)?;
         } else {
             times.push(took);
         }
     }
     blocks_checked += pool.compare(&table)?;
-    let stale = order(other.lends()?);
+    let stale = order(other.request_lease()?);
     consumer.release(&peer, stale.handle, "over")?;
     match consumer.read(&peer, &stale, &pool.region, &GO) {
         Err(TransportError::Gone) => {}
         read => return Err(format!("a read after the lease was over: {read:?}").into()),
     }
-    // A dead producer's pool stays open for a while, and nothing that is read from it is valid.
-    let orphan = order(other.lends()?);
+    // The pool of a dead producer stays open for a while, but its verdicts must not be valid.
+    let orphan = order(other.request_lease()?);
     let copy = pool.copy(options.repetitions.max(1))?;
     let read = consumer.read(&peer, &orphan, &pool.region, &GO);
     drop(other);
     if read.is_ok() && consumer.finish(&peer, orphan.handle, READER) == Ok(Verdict::Valid) {
-        return Err("a dead producer has said that its blocks are valid".into());
+        return Err("a dead producer confirmed its blocks as valid".into());
     }
     consumer.sweep();
-    if consumer.way().open_pools() > 0 {
+    if consumer.dialer().open_pools() > 0 {
         return Err("a dead producer's pool is still open".into());
     }
     let (handoff, copy) = (milliseconds(times), milliseconds(copy));
-    let report = Report {
-        origin: Origin::of(pool.device.driver()),
+    let report = IpcReport {
+        origin: Provenance::of(pool.device.driver()),
         device: pool.device.name(),
         tokens: blocks * BLOCK_TOKENS,
         bytes: blocks * BLOCK_BYTES,
@@ -223,7 +228,7 @@ fn measure<D: Device>(mut pool: Pool<D>, options: &GpuIpc, out: &mut dyn Write) 
     print(&report, options.json, out)
 }
 
-fn print(report: &Report, json: bool, out: &mut dyn Write) -> Result<(), BenchError> {
+fn print(report: &IpcReport, json: bool, out: &mut dyn Write) -> Result<(), BenchError> {
     if json {
         writeln!(out, "{}", serde_json::to_string_pretty(report).map_err(io::Error::other)?)?;
         return Ok(());

@@ -1,8 +1,8 @@
-//! `baton bench gpu-nixl`: a handoff's blocks from one process to another by NIXL, from device memory to device memory:
-//! compared byte by byte, timed, and broken off in every way that NIXL does not promise anything about.
+//! `baton bench gpu-nixl`: moves a handoff's blocks between the device memories of two processes by NIXL. Compares
+//! all bytes, measures the time, and interrupts reads in every way for which NIXL gives no guarantee.
 //!
-//! The command starts itself once more for each producer. Reads go through the transport that engines use. On
-//! `--device software` the same is run in host memory: a check of this command and of NIXL, and no measurement of a GPU.
+//! The command starts itself again for each producer. Reads use the transport that engines use. With
+//! `--device software` the blocks are in host memory, which checks this command and NIXL but measures no GPU.
 
 use std::io::{self, Write};
 use std::net::TcpListener;
@@ -15,18 +15,18 @@ use baton_connector::{BlockId, Epoch};
 use baton_connector_nixl::{DevicePool, Library, device_producer, find};
 use baton_connector_tcp::{ServerOptions, TcpServer};
 use baton_engine::compute::cuda::driver::CudaDevice;
-use baton_engine::compute::cuda::software::SoftDevice;
+use baton_engine::compute::cuda::software::SoftwareDevice;
 use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, DeviceError, Element, cubins};
 use clap::Args;
 use serde::Serialize;
 
-use super::pool::{BLOCK_BYTES, BLOCK_TOKENS, HEAD_DIM, Pool, TOKEN_BYTES, table};
+use super::pool::{BLOCK_BYTES, BLOCK_TOKENS, BenchPool, HEAD_DIM, TOKEN_BYTES, table};
 use super::{Skipped, unusable};
 use crate::BenchError;
-use crate::common::machine::Origin;
-use crate::parts::transfer::lender::Lender;
+use crate::common::machine::Provenance;
+use crate::parts::transfer::producer::BenchProducer;
 
-mod trials;
+mod consumer;
 
 /// Options of `baton bench gpu-nixl`.
 #[derive(Args, Clone, Debug)]
@@ -62,54 +62,54 @@ pub struct GpuNixl {
 
 /// One JSON object of `--json`.
 #[derive(Debug, Serialize)]
-struct Report {
+struct NixlReport {
     #[serde(flatten)]
-    origin: Origin,
+    origin: Provenance,
     device: String,
     library: String,
     tokens: usize,
     bytes: usize,
     blocks_checked: usize,
     batch_mib: u16,
-    /// The first read, which meets the producer, in ms.
+    /// The first read, which includes connecting to the producer, in ms.
     first_ms: f64,
     /// Read and verdict, in ms.
     handoff_median_ms: f64,
     handoff_min_ms: f64,
     handoff_max_ms: f64,
-    /// As many bytes in one piece inside the device, in ms.
+    /// A copy of as many bytes in one piece inside the device, in ms.
     copy_median_ms: f64,
-    /// What that takes, by what the handoff takes.
+    /// Time of the copy over the time of the handoff.
     of_copy_bandwidth: f64,
     trials: Vec<Trial>,
 }
 
-/// One way to break a read off, or to ask for more than one request may have.
+/// One way to interrupt a read, or to exceed the limits of one NIXL request.
 #[derive(Debug, Serialize)]
 struct Trial {
     name: &'static str,
-    seen: Seen,
+    seen: TrialResult,
     took_ms: f64,
 }
 
-/// What came of a trial.
+/// The result of a trial.
 #[derive(Debug, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Seen {
-    /// What should be.
+enum TrialResult {
+    /// As expected.
     Right(String),
-    /// What should not.
+    /// Not as expected.
     Wrong(String),
-    /// Nothing, because this device cannot show it.
+    /// This device cannot show the effect.
     Skipped(String),
 }
 
-impl Seen {
+impl TrialResult {
     fn is_wrong(&self) -> bool {
         matches!(self, Self::Wrong(_))
     }
 
-    /// How it begins a line, and what follows.
+    /// The first word of a line, and its text.
     fn shown(&self) -> (&'static str, &str) {
         match self {
             Self::Right(seen) => ("ok", seen),
@@ -119,16 +119,16 @@ impl Seen {
     }
 }
 
-/// Runs one end or both.
+/// Runs the producer, or both ends.
 ///
 /// # Errors
-/// [`Skipped`] without a GPU or without the library; a block with other bytes, a verdict that should not be, a byte that
-/// came after its read had returned, and whatever device and library say.
+/// [`Skipped`] without a GPU or without the library. An error for a block with wrong bytes, a wrong verdict, a byte
+/// that arrives after its read, or a failure of device or library.
 pub fn run(options: &GpuNixl, out: &mut dyn Write) -> Result<(), BenchError> {
     let DeviceChoice::Accelerator(accelerator) = options.device else {
         return Err("--device cpu has no memory of its own".into());
     };
-    trials::known(&options.trial)?;
+    consumer::known(&options.trial)?;
     let library = match find::library(options.nixl_library.as_deref()) {
         Ok(library) => library,
         Err(why) => return Err(Skipped(why.to_string()).into()),
@@ -136,7 +136,7 @@ pub fn run(options: &GpuNixl, out: &mut dyn Write) -> Result<(), BenchError> {
     let bytes = 3 * options.tokens * TOKEN_BYTES + (1 << 30);
     match accelerator {
         Accelerator::Software => {
-            ends(|| Ok(SoftDevice::new(bytes, Element::Bf16, HEAD_DIM)), &library, options, out)
+            ends(|| Ok(SoftwareDevice::new(bytes, Element::Bf16, HEAD_DIM)), &library, options, out)
         }
         Accelerator::Cuda(ordinal) => {
             let open = || CudaDevice::open(ordinal, Element::Bf16, HEAD_DIM, cubins::folder().as_deref());
@@ -154,12 +154,12 @@ fn ends<D: Device>(
 ) -> Result<(), BenchError> {
     if let (Some(blocks), Some(block_bytes)) = (options.serve, options.block_bytes) {
         return serve(
-            Pool::new(open()?, blocks, block_bytes)?,
+            BenchPool::new(open()?, blocks, block_bytes)?,
             &**library,
             usize::from(options.batch_mib) << 20,
         );
     }
-    let report = trials::all(open, library, options)?;
+    let report = consumer::all(open, library, options)?;
     let wrong: Vec<_> = report.trials.iter().filter(|trial| trial.seen.is_wrong()).collect();
     let verdict = match wrong.len() {
         0 => Ok(()),
@@ -169,32 +169,36 @@ fn ends<D: Device>(
     verdict
 }
 
-/// A producer: lends all its blocks, as often as it is asked to, until its standard input ends.
-fn serve<D: Device>(mut pool: Pool<D>, library: &dyn Library, batch_bytes: usize) -> Result<(), BenchError> {
+/// A producer: opens a lease of all its blocks on each request, until its standard input ends.
+fn serve<D: Device>(
+    mut pool: BenchPool<D>,
+    library: &dyn Library,
+    batch_bytes: usize,
+) -> Result<(), BenchError> {
     pool.fill()?;
-    let lender = Arc::new(Lender::over(pool.region.clone()));
+    let bench_producer = Arc::new(BenchProducer::over(pool.region.clone()));
     let begun = Instant::now();
     let offered = device_producer(library, Arc::clone(&pool.port) as Arc<dyn DevicePool>, batch_bytes)?;
     let registered = begun.elapsed().as_millis();
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let port = listener.local_addr()?.port();
-    let served = Arc::clone(&lender) as Arc<dyn Producer>;
-    let server = TcpServer::start_beside(listener, served, vec![offered], ServerOptions::default())?;
+    let served = Arc::clone(&bench_producer) as Arc<dyn Producer>;
+    let server = TcpServer::start_with_services(listener, served, vec![offered], ServerOptions::default())?;
     let ids: Vec<_> = table(pool.region.blocks()).into_iter().map(|block| BlockId(block as u32)).collect();
-    let Epoch(epoch) = lender.epoch();
+    let Epoch(epoch) = bench_producer.epoch();
     let mut out = io::stdout().lock();
     writeln!(out, "\nproducer {epoch} {port} {registered}")?;
     out.flush()?;
     for line in io::stdin().lines() {
         line?;
-        writeln!(out, "\nlent {}", lender.lend(&ids).0)?;
+        writeln!(out, "\nlent {}", bench_producer.open_lease(&ids).0)?;
         out.flush()?;
     }
     server.shutdown();
     Ok(())
 }
 
-fn print(report: &Report, json: bool, out: &mut dyn Write) -> Result<(), BenchError> {
+fn print(report: &NixlReport, json: bool, out: &mut dyn Write) -> Result<(), BenchError> {
     if json {
         writeln!(out, "{}", serde_json::to_string_pretty(report).map_err(io::Error::other)?)?;
         return Ok(());

@@ -1,11 +1,11 @@
-//! A pool on a device for benches: filled, compared, and copied inside the device.
+//! A pool on a device for benchmarks: filled, compared, and copied inside the device.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_connector::region::Region;
-use baton_engine::compute::cuda::device::{Buffer, HostAt, Priority, Slice};
-use baton_engine::compute::cuda::port::Port;
+use baton_engine::compute::cuda::device::{DeviceBuffer, DeviceSlice, HostSlice, Priority};
+use baton_engine::compute::cuda::shared_kv_pool::SharedKvPool;
 use baton_engine::compute::cuda::{Device, DeviceError};
 use baton_engine::compute::shared_pool::shared_pool;
 
@@ -15,33 +15,33 @@ use crate::BenchError;
 pub(super) const TOKEN_BYTES: usize = 32 * 2 * 8 * 128 * 2;
 pub(super) const BLOCK_TOKENS: usize = 16;
 pub(super) const BLOCK_BYTES: usize = BLOCK_TOKENS * TOKEN_BYTES;
-/// Element and head width decide about kernels, of which none is launched here but the one that copies.
+/// Head width, which selects kernels. Only the copy kernel is launched here.
 pub(super) const HEAD_DIM: usize = 128;
-/// Copies inside the device that are not timed.
+/// Untimed copies inside the device.
 const WARM: usize = 2;
 
-/// A pool on a device, and what moves bytes in and out of it.
-pub(super) struct Pool<D> {
+/// A pool on a device, with the buffers to write and read it.
+pub(super) struct BenchPool<D> {
     pub(super) device: D,
-    buffer: Buffer,
-    pub(super) port: Arc<Port>,
+    buffer: DeviceBuffer,
+    pub(super) port: Arc<SharedKvPool>,
     pub(super) region: Region,
 }
 
-impl<D: Device> Pool<D> {
+impl<D: Device> BenchPool<D> {
     pub(super) fn new(mut device: D, blocks: usize, block_bytes: usize) -> Result<Self, DeviceError> {
         let (buffer, memory) = device.alloc_shared(blocks * block_bytes)?;
         let region = shared_pool(blocks, block_bytes);
-        let port = Arc::new(Port::new(memory, region.clone()));
+        let port = Arc::new(SharedKvPool::new(memory, region.clone()));
         Ok(Self { device, buffer, port, region })
     }
 
-    fn block(&self, block: usize) -> Slice {
+    fn block(&self, block: usize) -> DeviceSlice {
         let bytes = self.region.block_bytes();
-        Slice { buffer: self.buffer, offset: block * bytes, bytes }
+        DeviceSlice { buffer: self.buffer, offset: block * bytes, bytes }
     }
 
-    /// Writes blocks in which no two are equal.
+    /// Writes blocks of which no two are equal.
     pub(super) fn fill(&mut self) -> Result<(), DeviceError> {
         let bytes = self.region.block_bytes();
         self.write(|block| contents(block, bytes))
@@ -49,7 +49,7 @@ impl<D: Device> Pool<D> {
 
     /// Writes every block.
     pub(super) fn write(&mut self, bytes: impl Fn(usize) -> Vec<u8>) -> Result<(), DeviceError> {
-        let host = HostAt { host: self.device.host(self.region.block_bytes())?, offset: 0 };
+        let host = HostSlice { host: self.device.host(self.region.block_bytes())?, offset: 0 };
         let (stream, event) = (self.device.stream(Priority::Steps)?, self.device.event()?);
         for block in 0..self.region.blocks() {
             self.device.write_host(host, &bytes(block))?;
@@ -60,27 +60,27 @@ impl<D: Device> Pool<D> {
         Ok(())
     }
 
-    /// Compares what has landed with what was lent to it. Says how many blocks.
+    /// Compares the read blocks with the producer's. Returns their number.
     pub(super) fn compare(&mut self, table: &[usize]) -> Result<usize, BenchError> {
         let block_bytes = self.region.block_bytes();
         self.look(table.len(), |block, bytes| {
             if bytes == contents(table[block], block_bytes) {
                 return Ok(());
             }
-            let lent = table[block];
-            Err(format!("block {block} has not the bytes of the producer's block {lent}").into())
+            let source = table[block];
+            Err(format!("block {block} has not the bytes of the producer's block {source}").into())
         })?;
         Ok(table.len())
     }
 
-    /// Looks at the first blocks.
+    /// Passes the contents of the first blocks to `each`.
     pub(super) fn look(
         &mut self,
         blocks: usize,
         each: impl Fn(usize, &[u8]) -> Result<(), BenchError>,
     ) -> Result<(), BenchError> {
         let block_bytes = self.region.block_bytes();
-        let host = HostAt { host: self.device.host(block_bytes)?, offset: 0 };
+        let host = HostSlice { host: self.device.host(block_bytes)?, offset: 0 };
         let (stream, event) = (self.device.stream(Priority::Steps)?, self.device.event()?);
         let mut bytes = vec![0; block_bytes];
         for block in 0..blocks {
@@ -93,7 +93,7 @@ impl<D: Device> Pool<D> {
         Ok(())
     }
 
-    /// As many bytes inside the device, in one piece: what it can do at most.
+    /// Times of a copy of as many bytes inside the device, in one piece: the device's limit.
     pub(super) fn copy(&mut self, repetitions: usize) -> Result<Vec<Duration>, DeviceError> {
         let bytes = self.region.blocks() * self.region.block_bytes();
         let there = self.device.alloc(bytes)?;
@@ -101,7 +101,7 @@ impl<D: Device> Pool<D> {
         let mut times = Vec::new();
         for _ in 0..WARM + repetitions {
             let begun = Instant::now();
-            self.device.copy(stream, Slice::of(self.buffer, bytes), Slice::of(there, bytes))?;
+            self.device.copy(stream, DeviceSlice::of(self.buffer, bytes), DeviceSlice::of(there, bytes))?;
             self.device.record(event, stream)?;
             self.device.synchronize(event)?;
             times.push(begun.elapsed());
@@ -118,7 +118,7 @@ fn contents(block: usize, block_bytes: usize) -> Vec<u8> {
     bytes
 }
 
-/// A block table without neighbours, the same at both ends: an odd step through a ring.
+/// A block table without neighbours, the same at both ends: multiples of an odd step, modulo the number of blocks.
 pub(super) fn table(blocks: usize) -> Vec<usize> {
     let step = (blocks / 3).max(1) | 1;
     let step = (step..).find(|step| gcd(*step, blocks) == 1).expect("one of them is prime to it");
@@ -129,7 +129,7 @@ fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// In order.
+/// Sorted times in milliseconds.
 pub(super) fn milliseconds(times: Vec<Duration>) -> Vec<f64> {
     let mut all: Vec<_> = times.iter().map(|time| time.as_secs_f64() * 1e3).collect();
     all.sort_by(f64::total_cmp);

@@ -1,4 +1,4 @@
-//! How fast, beside what the GPU can do.
+//! Speeds, with the GPU's limits.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -6,27 +6,29 @@ use std::time::Instant;
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
-use baton_engine::compute::cuda::device::{Event, HostAt, HostRun, Launch, Matmul, Priority, Slice, Stream};
-use baton_engine::compute::cuda::kernels::{self, Attention, SPLIT_TOKENS, Shape};
+use baton_engine::compute::cuda::device::{
+    DeviceSlice, HostRun, HostSlice, Launch, Matmul, Priority, Stream, StreamEvent,
+};
+use baton_engine::compute::cuda::kernels::{self, AttentionArgs, KernelShape, SPLIT_TOKENS};
 use baton_engine::compute::cuda::{CudaExecutor, Device, DeviceError, DeviceOptions, Element, PoolSize};
-use baton_engine::compute::{Executor, Logits, LogitsWanted, SeqStep};
+use baton_engine::compute::{Executor, Logits, LogitsRequest, SeqStep};
 use baton_engine::model::config::ModelConfig;
 use baton_engine::model::files::ModelFiles;
 use baton_engine::model::generation::GenerationDefaults;
 use baton_engine::model::weights::{Weights, parameter_count};
 use baton_engine::run::options::EngineOptions;
-use baton_engine::sampling::{Draw, Place, SamplingParams};
+use baton_engine::sampling::{Draw, SamplingParams, TokenPosition};
 use serde::Serialize;
 
 use super::GpuBenchError;
 
-/// Runs of each measurement; the best counts, and one more comes first.
+/// Runs of each measurement, after an untimed one. The best counts.
 const RUNS: usize = 5;
 const BLOCK_TOKENS: usize = 16;
-/// Noise that is repeated where more is wanted.
+/// Length of the noise, which is repeated in larger buffers.
 const NOISE_BYTES: usize = 64 << 20;
 
-/// How large everything is.
+/// Sizes of all measurements.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sizes {
     /// Heads, KV heads, elements of a head.
@@ -43,12 +45,12 @@ pub(super) struct Sizes {
     blocks: usize,
     /// Rows and columns of the product.
     product: usize,
-    /// Keys of the attention that is measured, and layers that it goes through one after the other.
+    /// Keys of the measured attention, and layers that it cycles through.
     context: usize,
     attended: usize,
-    /// Tokens of the prompts that are measured, and of the context that is decoded from.
+    /// Tokens of the measured prompts, and of the context of decode.
     prompts: [usize; 2],
-    /// Tokens of one step of the longest prompt, where it is not computed in one.
+    /// Tokens of one step of the longest prompt, if it takes several steps.
     chunk: usize,
     decoded_from: usize,
     decoded: usize,
@@ -56,7 +58,7 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    /// Llama 3.1 8B's, with so many layers.
+    /// The sizes of Llama 3.1 8B, with this number of layers.
     pub(super) fn llama(layers: usize) -> Self {
         Self {
             heads: (32, 8, 128),
@@ -70,10 +72,10 @@ impl Sizes {
             blocks: 512,
             product: 8_192,
             context: 32_768,
-            // Half a GiB of one sequence's: the first is in no cache any more when its turn comes again.
+            // Half a GiB for one sequence: the first layer is no longer cached when it is used again.
             attended: 4,
             prompts: [1_024, 8_192],
-            // Whatever its model.
+            // The engine's default, which does not depend on the model.
             chunk: EngineOptions::new(ModelFiles::Dir(PathBuf::new())).max_num_batched_tokens,
             decoded_from: 512,
             decoded: 64,
@@ -85,15 +87,15 @@ impl Sizes {
 /// One measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct Speed {
-    /// What was measured.
+    /// The quantity.
     pub what: String,
-    /// The number, in `unit`; the best of several runs.
+    /// The value in `unit`, the best of several runs.
     pub value: f64,
     /// Its unit.
     pub unit: &'static str,
-    /// What it could be at most by what was measured of the device, where that can be said.
+    /// The limit by measurements of the device, if known.
     pub limit: Option<f64>,
-    /// What it is to be at least, in its unit: the targets of this project, those of whole models for an H200.
+    /// The minimum in the same unit: a target of this project. Targets of whole models hold for an H200.
     pub target: Option<f64>,
 }
 
@@ -113,8 +115,8 @@ pub(super) fn print(speeds: &[Speed], out: &mut dyn Write) -> std::io::Result<()
     Ok(())
 }
 
-/// Measures everything, on devices that `open` makes for a head width. A part that fails costs only itself: it is
-/// returned by name, with its reason.
+/// Measures everything, on devices that `open` creates for a head width. If a part fails, the others continue, and
+/// its name and reason are returned.
 pub(super) fn measure<D: Device>(
     sizes: &Sizes,
     mut open: impl FnMut(usize) -> Result<D, DeviceError>,
@@ -123,7 +125,7 @@ pub(super) fn measure<D: Device>(
     let (mut copy, mut flops) = (f64::NAN, f64::NAN);
     let mut raw = || -> Result<(), GpuBenchError> {
         let mut device = open(sizes.heads.2)?;
-        let mut bench = Raw::new(&mut device, *sizes)?;
+        let mut bench = BareDevice::new(&mut device, *sizes)?;
         copy = bench.copies(&mut speeds)?;
         flops = bench.product(&mut speeds)?;
         bench.attention(copy, &mut speeds)
@@ -140,16 +142,16 @@ pub(super) fn measure<D: Device>(
     (speeds, failed)
 }
 
-/// Work on a bare device.
-struct Raw<'a, D: Device> {
+/// Measurements on a bare device.
+struct BareDevice<'a, D: Device> {
     device: &'a mut D,
     sizes: Sizes,
     stream: Stream,
-    from: Event,
-    to: Event,
+    from: StreamEvent,
+    to: StreamEvent,
 }
 
-impl<'a, D: Device> Raw<'a, D> {
+impl<'a, D: Device> BareDevice<'a, D> {
     fn new(device: &'a mut D, sizes: Sizes) -> Result<Self, DeviceError> {
         let (stream, from, to) = (device.stream(Priority::Steps)?, device.event()?, device.event()?);
         Ok(Self { device, sizes, stream, from, to })
@@ -177,18 +179,19 @@ impl<'a, D: Device> Raw<'a, D> {
         self.device.synchronize(self.to)
     }
 
-    fn room(&mut self, bytes: usize) -> Result<Slice, DeviceError> {
-        Ok(Slice::of(self.device.alloc(bytes)?, bytes))
+    fn room(&mut self, bytes: usize) -> Result<DeviceSlice, DeviceError> {
+        Ok(DeviceSlice::of(self.device.alloc(bytes)?, bytes))
     }
 
-    fn free(&mut self, slices: &[Slice]) -> Result<(), DeviceError> {
+    fn free(&mut self, slices: &[DeviceSlice]) -> Result<(), DeviceError> {
         slices.iter().try_for_each(|slice| self.device.free(slice.buffer))
     }
 
-    /// Fills memory with noise, bf16. Zeros draw less power than numbers do, and let a GPU run faster than it ever will.
-    fn fill(&mut self, slices: &[Slice]) -> Result<(), DeviceError> {
+    /// Fills memory with bf16 noise. Zeros draw less power than numbers, and let a GPU run faster than it would in
+    /// practice.
+    fn fill(&mut self, slices: &[DeviceSlice]) -> Result<(), DeviceError> {
         let longest = slices.iter().map(|slice| slice.bytes).max().unwrap_or_default().clamp(2, NOISE_BYTES);
-        let host = HostAt { host: self.device.host(longest)?, offset: 0 };
+        let host = HostSlice { host: self.device.host(longest)?, offset: 0 };
         self.device.write_host(host, &noise(longest))?;
         for slice in slices {
             for at in (0..slice.bytes).step_by(longest) {
@@ -199,7 +202,8 @@ impl<'a, D: Device> Raw<'a, D> {
         self.wait()
     }
 
-    /// Copies inside the device, and over the link; GB/s inside, each byte counted as read and as written.
+    /// Copies inside the device and over the link. Returns GB/s inside, with each byte counted as read and as
+    /// written.
     fn copies(&mut self, speeds: &mut Vec<Speed>) -> Result<f64, GpuBenchError> {
         let Sizes { copy: bytes, link, block, blocks: count, .. } = self.sizes;
         let (places, linked) = (bytes / block, link / block);
@@ -209,7 +213,7 @@ impl<'a, D: Device> Raw<'a, D> {
         let copy = gigabytes(2 * bytes) / seconds;
         speeds.push(plain(format!("copy inside the device, {} MiB, r+w", bytes >> 20), copy, "GB/s"));
 
-        // From everywhere to everywhere: what a handoff on one GPU is made of.
+        // Scattered to scattered, as in a handoff on one GPU.
         let piece = |i| (a.part(i * 797 % places * block, block), b.part(i * 1201 % places * block, block));
         let pieces: Vec<_> = (0..count).map(piece).collect();
         let seconds = self.best(|device, stream| device.copy_many(stream, &pieces))?;
@@ -224,7 +228,7 @@ impl<'a, D: Device> Raw<'a, D> {
         let blocks = gigabytes(2 * block * count) / seconds;
         speeds.push(limited(format!("copies of {many}, r+w"), blocks, copy, 0.85));
 
-        let host = HostAt { host: self.device.host(link)?, offset: 0 };
+        let host = HostSlice { host: self.device.host(link)?, offset: 0 };
         let near = a.part(0, link);
         for (name, up) in [("host to device", true), ("device to host", false)] {
             let send = |device: &mut D, stream, host, slice| match up {
@@ -235,7 +239,7 @@ impl<'a, D: Device> Raw<'a, D> {
             let parts = self.best(|device, stream| {
                 (0..count).try_for_each(|i| {
                     let at = i * 797 % linked * block;
-                    send(device, stream, HostAt { offset: at, ..host }, near.part(at, block))
+                    send(device, stream, HostSlice { offset: at, ..host }, near.part(at, block))
                 })
             })?;
             let parts = gigabytes(block * count) / parts;
@@ -247,12 +251,12 @@ impl<'a, D: Device> Raw<'a, D> {
         Ok(copy)
     }
 
-    /// Blocks from and to a host tier, as its thread moves them: one, waited for, then the next.
+    /// Blocks from and to a host tier, as the engine's thread moves them: one after the other.
     fn tiers(&mut self, speeds: &mut Vec<Speed>) -> Result<(), GpuBenchError> {
         let Sizes { link, block, blocks: count, .. } = self.sizes;
         let linked = link / block;
         let (pool, memory) = self.device.alloc_shared(link)?;
-        self.fill(&[Slice::of(pool, link)])?;
+        self.fill(&[DeviceSlice::of(pool, link)])?;
         let slots = Region::allocate(linked, block);
         memory.pin(&slots);
         let run = |i| {
@@ -278,7 +282,7 @@ impl<'a, D: Device> Raw<'a, D> {
         Ok(self.device.free(pool)?)
     }
 
-    /// One large bf16 product; FLOP/s.
+    /// One large bf16 product. Returns FLOP/s.
     fn product(&mut self, speeds: &mut Vec<Speed>) -> Result<f64, GpuBenchError> {
         let size = self.sizes.product;
         let mut room = || self.room(size * size * 2);
@@ -294,13 +298,13 @@ impl<'a, D: Device> Raw<'a, D> {
         Ok(flops)
     }
 
-    /// Decode attention at a long context: the bytes of one layer's keys and values over its time. Each launch reads
-    /// another layer than the one before it, as those of a step do: what a cache has kept of one is of no use to the next.
+    /// Decode attention with a long context: the bytes of one layer's keys and values over the time. Each launch
+    /// reads another layer than the previous one, as in a step, so that cached bytes are not reused.
     fn attention(&mut self, copy: f64, speeds: &mut Vec<Speed>) -> Result<(), GpuBenchError> {
         let Sizes { heads: (heads, kv_heads, head_dim), context, attended, .. } = self.sizes;
         for sequences in [1, 8] {
             let blocks = sequences * context / BLOCK_TOKENS;
-            let shape = Shape {
+            let shape = KernelShape {
                 element: Element::Bf16,
                 heads,
                 kv_heads,
@@ -311,7 +315,7 @@ impl<'a, D: Device> Raw<'a, D> {
                 norm_eps: 1e-5,
             };
             let splits = shape.splits(sequences, self.device.multiprocessors()).min(context / SPLIT_TOKENS);
-            let parts = Attention {
+            let parts = AttentionArgs {
                 qkv: self.room(sequences * shape.qkv_width() * 2)?,
                 pool: self.room(blocks * shape.block_stride * 2)?,
                 tables: self.room(blocks * 4)?,
@@ -321,7 +325,7 @@ impl<'a, D: Device> Raw<'a, D> {
                 summary: self.room(sequences * heads * splits * 8)?,
             };
             self.fill(&[parts.pool, parts.qkv])?;
-            let host = HostAt { host: self.device.host(blocks * 4)?, offset: 0 };
+            let host = HostSlice { host: self.device.host(blocks * 4)?, offset: 0 };
             let table: Vec<usize> = (0..blocks).map(|block| block * 4_099 % blocks).collect();
             let entry = |row| [row, context, row * context / BLOCK_TOKENS];
             let entries: Vec<usize> = (0..sequences).flat_map(entry).collect();
@@ -331,7 +335,8 @@ impl<'a, D: Device> Raw<'a, D> {
                 self.device.upload(self.stream, host, to)?;
                 self.wait()?;
             }
-            // Twice through all layers, recorded as decode steps are, so that launches are not what is measured.
+            // Two passes over all layers, recorded as decode steps are, so that the time of launches is not
+            // included.
             self.device.begin_capture(self.stream)?;
             let launches = in_turn(&shape, &parts, attended, sequences, splits);
             let issued = launches.iter().try_for_each(|launch| self.device.launch(self.stream, launch));
@@ -346,20 +351,26 @@ impl<'a, D: Device> Raw<'a, D> {
                 limit: Some(copy),
                 target: Some(copy * 0.8),
             });
-            let Attention { qkv, pool, tables, entries, out, partial, summary } = parts;
+            let AttentionArgs { qkv, pool, tables, entries, out, partial, summary } = parts;
             self.free(&[qkv, pool, tables, entries, out, partial, summary])?;
         }
         Ok(())
     }
 }
 
-/// Launches of decode attention that go twice through so many layers.
-fn in_turn(shape: &Shape, parts: &Attention, layers: usize, sequences: usize, splits: usize) -> Vec<Launch> {
+/// Launches of decode attention, in two passes over all layers.
+fn in_turn(
+    shape: &KernelShape,
+    parts: &AttentionArgs,
+    layers: usize,
+    sequences: usize,
+    splits: usize,
+) -> Vec<Launch> {
     let attend = |at: usize| kernels::decode_attention(shape, parts, at % layers, sequences, splits);
     (0..2 * layers).flat_map(attend).collect()
 }
 
-/// So many bytes of bf16 numbers, an even number: each a sign, an exponent near 1 and a mantissa.
+/// Bytes of bf16 numbers, an even count. Each number has a sign, an exponent near 1 and a mantissa.
 fn noise(bytes: usize) -> Vec<u8> {
     let number = |i: u32| {
         let mixed = i.wrapping_mul(2_654_435_761) ^ (i >> 7);
@@ -376,7 +387,7 @@ fn plain(what: impl Into<String>, value: f64, unit: &'static str) -> Speed {
     Speed { what: what.into(), value, unit, limit: None, target: None }
 }
 
-/// A whole model with made-up weights: decode and prefill, beside the device's copies and products.
+/// A whole model with generated weights: decode and prefill, with the device's copies and products as limits.
 fn model<D: Device>(
     device: D,
     sizes: &Sizes,
@@ -414,7 +425,7 @@ fn model<D: Device>(
             target: (whole && batch == 1).then_some(200.0),
         });
     }
-    // Each in one step, and the longest in such steps as an engine takes that is told nothing else.
+    // Each prompt in one step, and the longest also in steps of the engine's default size.
     let chunked = sizes.prompts.map(|prompt| (prompt, prompt)).into_iter().chain([(longest, sizes.chunk)]);
     for (prompt, chunk) in chunked {
         let layers = (matrices - config.vocab * config.hidden) as f64;
@@ -450,7 +461,7 @@ fn table(first: usize, blocks: usize) -> Vec<BlockId> {
     (first..first + blocks).map(|block| BlockId(block as u32)).collect()
 }
 
-/// Tokens/s of so many sequences together, tokens drawn on the device.
+/// Tokens/s of several sequences together, with tokens sampled on the device.
 fn decode<D: Device>(
     executor: &mut CudaExecutor<D>,
     sizes: &Sizes,
@@ -458,16 +469,20 @@ fn decode<D: Device>(
     per_sequence: usize,
 ) -> Result<f64, GpuBenchError> {
     let tables: Vec<_> = (0..batch).map(|row| table(row * per_sequence, per_sequence)).collect();
-    let place = Place { position: 0, generated: 0 };
+    let place = TokenPosition { position: 0, generated: 0 };
     let draw = Draw::of(&SamplingParams::default(), place).expect("greedy needs no more than the row");
     let mut logits = Logits::default();
     let mut best = 0.0_f64;
-    // The first round meets the bucket and records it.
+    // The first round records the graph of its bucket.
     for _ in 0..3 {
         let started = Instant::now();
         for start in sizes.decoded_from..sizes.decoded_from + sizes.decoded {
-            let step =
-                |table| SeqStep { tokens: &[1], start, block_table: table, logits: LogitsWanted::Draw(draw) };
+            let step = |table| SeqStep {
+                tokens: &[1],
+                start,
+                block_table: table,
+                logits: LogitsRequest::Draw(draw),
+            };
             let steps: Vec<SeqStep<'_>> = tables.iter().map(|table| step(table)).collect();
             executor.execute(&steps, &mut logits)?;
         }
@@ -476,7 +491,7 @@ fn decode<D: Device>(
     Ok(best)
 }
 
-/// Seconds of the fastest of three prompts, computed in steps of so many tokens.
+/// Seconds of the fastest of three prompts, computed in steps of `chunk` tokens.
 fn prefill<D: Device>(
     executor: &mut CudaExecutor<D>,
     sizes: &Sizes,
@@ -490,7 +505,7 @@ fn prefill<D: Device>(
         let started = Instant::now();
         for start in (0..prompt).step_by(chunk) {
             let end = prompt.min(start + chunk);
-            let wanted = if end == prompt { LogitsWanted::Last } else { LogitsWanted::No };
+            let wanted = if end == prompt { LogitsRequest::Last } else { LogitsRequest::No };
             let tokens = &tokens[start..end];
             let block_table = &table[..end.div_ceil(BLOCK_TOKENS)];
             executor.execute(&[SeqStep { tokens, start, block_table, logits: wanted }], &mut logits)?;
@@ -505,15 +520,15 @@ fn prefill<D: Device>(
 #[cfg(test)]
 mod tests {
     use baton_engine::compute::cuda::device::Kernel;
-    use baton_engine::compute::cuda::software::SoftDevice;
+    use baton_engine::compute::cuda::software::SoftwareDevice;
 
     use super::*;
 
     #[test]
     fn a_launch_of_the_attention_that_is_measured_reads_another_layer_than_the_one_before_it() {
-        let mut device = SoftDevice::new(1 << 20, Element::Bf16, 16);
-        let slice = Slice::of(device.alloc(1 << 16).unwrap(), 1 << 16);
-        let parts = Attention {
+        let mut device = SoftwareDevice::new(1 << 20, Element::Bf16, 16);
+        let slice = DeviceSlice::of(device.alloc(1 << 16).unwrap(), 1 << 16);
+        let parts = AttentionArgs {
             qkv: slice,
             pool: slice,
             tables: slice,
@@ -522,7 +537,7 @@ mod tests {
             partial: slice,
             summary: slice,
         };
-        let shape = Shape {
+        let shape = KernelShape {
             element: Element::Bf16,
             heads: 4,
             kv_heads: 2,
@@ -567,14 +582,14 @@ mod tests {
             batches: [1, 2, 3],
         };
         let (speeds, failed) =
-            measure(&sizes, |head_dim| Ok(SoftDevice::new(256 << 20, Element::Bf16, head_dim)));
+            measure(&sizes, |head_dim| Ok(SoftwareDevice::new(256 << 20, Element::Bf16, head_dim)));
         assert!(failed.is_empty(), "{failed:?}");
         assert_eq!(speeds.len(), 20, "{speeds:?}");
         let chunked = |speed: &Speed| speed.what == "prefill of 64 in steps of 24, 2 layers";
         assert!(speeds.iter().any(chunked), "{speeds:?}");
-        // A part that fails costs only itself.
+        // If a part fails, the others continue.
         let (speeds, failed) =
-            measure(&sizes, |head_dim| Ok(SoftDevice::new(1 << 20, Element::Bf16, head_dim)));
+            measure(&sizes, |head_dim| Ok(SoftwareDevice::new(1 << 20, Element::Bf16, head_dim)));
         assert!(failed.len() == 2 && speeds.is_empty(), "{failed:?} {speeds:?}");
     }
 }

@@ -1,5 +1,5 @@
-//! What the machine can do without us: a bare `writev`/`readv` loop over loopback, and `memcpy`.
-#![allow(unsafe_code)] // blocks of a pool as slices, and poll(2); each block says why it is sound
+//! This machine's limits: a bare `writev`/`readv` loop over loopback, and `memcpy`.
+#![allow(unsafe_code, reason = "blocks of a pool as slices, and poll(2); each block says why it is sound")]
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -10,30 +10,30 @@ use baton_connector::BlockId;
 use baton_connector::region::Region;
 use baton_connector_tcp::SEND_BUFFER_BYTES;
 
-/// Bytes of one `writev`: as many as the transport puts into one batch.
+/// Bytes of one `writev`, as in one batch of the transport.
 const CALL_BYTES: usize = 1 << 20;
 
-/// Most slices of one call; Linux takes 1,024.
+/// Maximum slices of one call. Linux accepts 1,024.
 const SLICES_MAX: usize = 1_024;
 
 /// How the writer waits for room in the socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sender {
-    /// Inside `writev`, as everybody writes it.
+    /// Inside `writev`, the usual way.
     Blocking,
-    /// In `poll`, as the transport does. Measured to be faster: `writev` then copies only what fits at once.
+    /// In `poll`, as the transport does. This is faster, because `writev` then copies only what fits at once.
     Polling,
 }
 
-/// One connection over which the same blocks go again and again, whenever the reader asks with one byte.
-pub(super) struct Loop {
+/// A connection that transfers the same blocks each time the reader sends one byte.
+pub(super) struct LoopbackStream {
     socket: TcpStream,
     landing: Region,
     into: Vec<BlockId>,
     writer: Option<JoinHandle<io::Result<()>>>,
 }
 
-impl Loop {
+impl LoopbackStream {
     pub(super) fn start(
         sender: Sender,
         (source, from): (&Region, &[BlockId]),
@@ -44,7 +44,7 @@ impl Loop {
         socket.set_nodelay(true)?;
         let (mut peer, _) = listener.accept()?;
         peer.set_nodelay(true)?;
-        // The same buffer as the transport's, so that only what the transport adds is compared.
+        // The same buffer size as the transport's, so that only the transport's own overhead differs.
         socket2::SockRef::from(&peer).set_send_buffer_size(SEND_BUFFER_BYTES)?;
         peer.set_nonblocking(sender == Sender::Polling)?;
         let (source, from) = (source.clone(), from.to_vec());
@@ -69,18 +69,18 @@ impl Loop {
     }
 }
 
-impl Drop for Loop {
+impl Drop for LoopbackStream {
     fn drop(&mut self) {
-        // The writer sees the end of its input; how it ends is of no interest any more.
+        // The writer ends with its input. Its result does not matter.
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
         let _ = self.writer.take().map(JoinHandle::join);
     }
 }
 
-/// Waits for an event; true.
+/// Waits for an event. Always returns true.
 fn wait(socket: &TcpStream, events: libc::c_short) -> io::Result<bool> {
     let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events, revents: 0 };
-    // SAFETY: one `pollfd` that lives through the call, and its count.
+    // SAFETY: one `pollfd` that outlives the call, and its count.
     let ready = unsafe { libc::poll(&raw mut poll, 1, -1) };
     if ready < 0 { Err(io::Error::last_os_error()) } else { Ok(true) }
 }
@@ -92,7 +92,7 @@ fn per_call(region: &Region) -> usize {
 fn write_all(socket: &mut TcpStream, region: &Region, blocks: &[BlockId]) -> io::Result<()> {
     let mut slices: Vec<_> = blocks
         .iter()
-        // SAFETY: the region outlives this call, and while a benchmark runs nobody writes its source.
+        // SAFETY: the region outlives this call, and its source blocks are not written during a benchmark.
         .map(|&block| unsafe { std::slice::from_raw_parts(region.block_ptr(block), region.block_bytes()) })
         .map(IoSlice::new)
         .collect();
@@ -110,8 +110,8 @@ fn write_all(socket: &mut TcpStream, region: &Region, blocks: &[BlockId]) -> io:
 fn read_all(socket: &mut TcpStream, region: &Region, blocks: &[BlockId]) -> io::Result<()> {
     let mut slices: Vec<_> = blocks
         .iter()
-        // SAFETY: the region outlives this call, the blocks of a table are all different, and while a
-        // repetition runs nobody else touches the landing blocks.
+        // SAFETY: the region outlives this call, the blocks of a table are all different, and during a repetition
+        // only this thread accesses the landing blocks.
         .map(|&block| unsafe {
             std::slice::from_raw_parts_mut(region.block_ptr(block), region.block_bytes())
         })
@@ -130,7 +130,7 @@ fn read_all(socket: &mut TcpStream, region: &Region, blocks: &[BlockId]) -> io::
 /// Copies every block once, on this thread.
 pub(super) fn memcpy(source: &Region, from: &[BlockId], landing: &Region, into: &[BlockId]) {
     for (&from, &into) in from.iter().zip(into) {
-        // SAFETY: two pools never overlap, both blocks have this length, and nobody else touches them.
+        // SAFETY: two pools never overlap, both blocks have this length, and no other thread accesses them.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 source.block_ptr(from),

@@ -1,15 +1,15 @@
-//! One simulated engine without sockets and clock: requests, steps, blocks and leases, driven by calls that say what
-//! time it is (microseconds on the clock of its event log).
+//! One simulated engine without sockets and clock: requests, steps, blocks and leases. Callers pass the time in
+//! microseconds of the event log's clock.
 //!
 //! ```text
-//!  submit ─▶ waiting ─ a place and blocks ─┬─▶ running ─ steps ─▶ first token ─▶ … ─▶ done, or lent
+//!  submit ─▶ waiting ─ a slot and blocks ──┬─▶ running ─ steps ─▶ first token ─▶ … ─▶ done, or leased
 //!                                          └─▶ fetching ─ landed ─▶ ready ─▶ running
-//!  abort: at once, but for a request that is part of the step under way: at its end
+//!  abort: at once, but at the end of the current step for a request that is part of that step
 //! ```
 //!
-//! A step computes the next prompt tokens of every running request, up to `step_tokens` over all, and one token for each
-//! that decodes; it takes the time that the plan says. Blocks for the whole request are taken when it begins, so that
-//! nobody is preempted. There is no prefix cache.
+//! A step computes the next prompt tokens of all running requests, up to `step_tokens` in total, and one token for
+//! each request that decodes. Its duration follows from the plan. Blocks for the whole request are allocated when it
+//! begins, so that no request is preempted. There is no prefix cache.
 
 mod steps;
 mod verbs;
@@ -19,19 +19,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_engine::event_log::{EventLog, What};
+use baton_engine::event_log::{EventLog, RequestEvent};
 use tokio::sync::Notify;
 
-use super::leases::{Closed, Lease, LeaseKey, Leases};
+use super::leases::{ClosedLease, Lease, LeaseKey, Leases};
 use super::plan::{Dialect, EnginePlan, LoadFailure};
-use super::pool::{Held, Pool, Usage};
+use super::pool::{BlockHolder, PoolUsage, SimPool};
 use super::text;
 
-/// A request's place in the books.
+/// Key of a request in the core.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Ticket(u64);
 
-/// Which part of a request an engine is asked for.
+/// The part of a request that an engine computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Leg {
     Prefill,
@@ -49,7 +49,7 @@ impl Leg {
     }
 }
 
-/// Where the blocks of a handoff are.
+/// Location of the blocks of a handoff.
 #[derive(Clone, Debug)]
 pub(super) struct Source {
     /// The producer.
@@ -59,80 +59,80 @@ pub(super) struct Source {
     pub tokens: usize,
 }
 
-/// A request, read and checked.
+/// A parsed and checked request.
 #[derive(Debug)]
 pub(super) struct Submission {
-    /// What the router calls it.
+    /// The router's name of the request.
     pub id: RequestId,
-    /// What this engine calls it; in vLLM's dialect they differ.
+    /// This engine's name of the request. In vLLM's dialect it differs from the router's.
     pub internal: RequestId,
     pub tag: Option<Arc<str>>,
     pub leg: Leg,
     pub prompt: usize,
-    /// The content of each block of its prompt.
+    /// The content of each block of the prompt.
     pub contents: Vec<u64>,
     pub max_tokens: usize,
     pub source: Option<Source>,
-    /// Told of every progress.
+    /// Notified of all progress.
     pub progress: Arc<Notify>,
 }
 
-/// What was lent, for the reply.
+/// An opened lease, for the reply.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Lent {
+pub(super) struct OpenedLease {
     pub handle: u128,
     pub blocks: Vec<u32>,
 }
 
 /// How a request has ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum End {
-    /// It said what it was to say.
+pub(super) enum RequestEnd {
+    /// The response is complete.
     Length,
-    /// As that, and its blocks are lent.
-    Lent(Lent),
+    /// The response is complete, and the blocks are leased.
+    Leased(OpenedLease),
     Aborted,
-    /// Its blocks could not be read: `gone` or `failed`.
+    /// The blocks could not be read: `gone` or `failed`.
     Unread(&'static str),
 }
 
-impl End {
+impl RequestEnd {
     fn label(&self) -> &'static str {
         match self {
             Self::Length => "length",
-            Self::Lent(_) => "lent",
+            Self::Leased(_) => "lent",
             Self::Aborted => "abort",
             Self::Unread(_) => "error",
         }
     }
 }
 
-/// What there is to say to a caller since it was asked last.
+/// The output of a request since it was last taken.
 #[derive(Debug, Default)]
-pub(super) struct Progress {
+pub(super) struct RequestOutput {
     pub words: Vec<&'static str>,
-    pub end: Option<End>,
+    pub end: Option<RequestEnd>,
 }
 
-/// What the shell must do.
+/// An action of the I/O layer.
 #[derive(Debug)]
 pub(super) enum Action {
-    /// Read these blocks and tell [`Core::fetched`].
+    /// Read these blocks and call [`Core::fetched`].
     Fetch(Ticket, Source),
-    /// Read no further.
+    /// Stop the read.
     StopFetch(Ticket),
-    /// Tell a producer that nobody will read.
+    /// Release the producer's lease.
     Release(Source, &'static str),
 }
 
-/// How an engine learns that nobody waits.
+/// How an engine learns of a cancel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Notice {
+pub(super) enum AbortSource {
     Disconnect,
     Verb,
 }
 
-impl Notice {
+impl AbortSource {
     fn label(self) -> &'static str {
         match self {
             Self::Disconnect => "disconnect",
@@ -142,7 +142,7 @@ impl Notice {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
+enum RequestPhase {
     Waiting,
     Fetching,
     Ready,
@@ -153,35 +153,35 @@ enum Phase {
 #[derive(Debug)]
 struct Request {
     sent: Submission,
-    phase: Phase,
+    phase: RequestPhase,
     blocks: Vec<u32>,
-    /// Prompt tokens that are there, computed or read.
+    /// Prompt tokens that are present, computed or read.
     there: usize,
-    /// Of those, computed here.
+    /// Prompt tokens that were computed here.
     computed: usize,
-    /// Blocks that were read, and are not written again.
+    /// Blocks that were read and are not written again.
     read: usize,
-    /// Whether its prompt has been part of a step.
+    /// Whether the prompt was part of a step.
     begun: bool,
     words: Vec<&'static str>,
     taken: usize,
-    end: Option<End>,
-    /// To be aborted at the end of a step, or of a read.
+    end: Option<RequestEnd>,
+    /// The request is aborted at the end of a step or a read.
     aborting: bool,
-    /// Nobody will ask for its end.
+    /// The caller has disconnected and will not take the end.
     orphan: bool,
 }
 
 #[derive(Debug)]
 struct Step {
     ends_us: u64,
-    /// Prompt tokens of each; 0: it decodes.
+    /// Prompt tokens of each request. 0 if the request decodes.
     work: Vec<(Ticket, usize)>,
 }
 
-/// Counted for `/metrics` and `/debug/kv`.
+/// Counts for `/metrics` and `/debug/kv`.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Counts {
+pub(super) struct EngineCounts {
     pub steps: u64,
     pub prompt_tokens: u64,
     pub generation_tokens: u64,
@@ -192,18 +192,18 @@ pub(super) struct Counts {
     pub fetches: u64,
     pub fetched_blocks: u64,
     pub failed_fetches: u64,
-    /// Reads that a producer was told of after its lease had ended.
+    /// Reads that ended after their lease.
     pub after_expiry: u64,
 }
 
-/// `finished_reason`, in the order of [`Counts::ended`].
+/// `finished_reason`, in the order of [`EngineCounts::ended`].
 pub(super) const REASONS: [&str; 4] = ["stop", "length", "abort", "error"];
 
-/// See the module's documentation.
+/// The state of one engine. See the module documentation.
 pub(super) struct Core {
     plan: EnginePlan,
     log: Arc<EventLog>,
-    pool: Pool,
+    pool: SimPool,
     leases: Leases,
     requests: HashMap<Ticket, Request>,
     waiting: VecDeque<Ticket>,
@@ -212,26 +212,27 @@ pub(super) struct Core {
     step: Option<Step>,
     stalled_until_us: u64,
     actions: Vec<Action>,
-    pub(super) counts: Counts,
-    /// Requests that were aborted before they came, with the leg that is meant; and in order, with their ends.
+    pub(super) counts: EngineCounts,
+    /// Requests that were aborted before they arrived, with the aborted leg. The queue contains their expiry in
+    /// order.
     early: HashMap<RequestId, Option<Leg>>,
     early_ends: VecDeque<(RequestId, u64)>,
     next: u64,
     refused: f64,
-    /// When its driver looks again by itself.
+    /// When the driver wakes next.
     pub(super) sleeps_until_us: u64,
 }
 
-/// A queue that is full.
+/// The queue is full.
 #[derive(Debug)]
 pub(super) struct QueueFull {
     pub waiting: usize,
 }
 
-/// Reasons of releases that are counted apart.
+/// Maximum release reasons with separate counts.
 const REASONS_KEPT: usize = 32;
 
-/// After a pause that was nobody's (a stopped process) steps begin anew instead of catching up.
+/// After a longer pause (of a stopped process), steps are not caught up.
 const CATCH_UP_US: u64 = 100_000;
 
 fn us(duration: Duration) -> u64 {
@@ -241,7 +242,7 @@ fn us(duration: Duration) -> u64 {
 impl Core {
     pub(super) fn new(plan: EnginePlan, log: Arc<EventLog>, seed: u64) -> Self {
         Self {
-            pool: Pool::new(plan.blocks),
+            pool: SimPool::new(plan.blocks),
             leases: Leases::new(plan.dialect),
             plan,
             log,
@@ -252,7 +253,7 @@ impl Core {
             step: None,
             stalled_until_us: 0,
             actions: Vec::new(),
-            counts: Counts::default(),
+            counts: EngineCounts::default(),
             early: HashMap::new(),
             early_ends: VecDeque::new(),
             next: text::mix(seed),
@@ -265,7 +266,7 @@ impl Core {
         self.pool.contents()
     }
 
-    /// Puts a request into the queue.
+    /// Adds a request to the queue.
     pub(super) fn submit(
         &mut self,
         sent: Submission,
@@ -278,11 +279,11 @@ impl Core {
         self.next += 1;
         let ticket = Ticket(self.next);
         let (leg, prompt, tag) = (sent.leg.label(), sent.prompt, sent.tag.clone());
-        self.log.tell(0, &sent.internal, 0, What::Queued { leg, prompt, tag });
+        self.log.emit(0, &sent.internal, 0, RequestEvent::Queued { leg, prompt, tag });
         let aborted = self.was_aborted_early(&sent, now_us);
         let request = Request {
             sent,
-            phase: Phase::Waiting,
+            phase: RequestPhase::Waiting,
             blocks: Vec::new(),
             there: 0,
             computed: 0,
@@ -297,12 +298,12 @@ impl Core {
         self.requests.insert(ticket, request);
         self.waiting.push_back(ticket);
         if aborted {
-            self.abort(ticket, Notice::Verb, now_us);
+            self.abort(ticket, AbortSource::Verb, now_us);
         }
         Ok(ticket)
     }
 
-    /// Whether the share of requests that is refused has this one in it.
+    /// Whether this request is refused, so that the fraction of refusals is as planned.
     pub(super) fn refuses(&mut self) -> bool {
         self.refused += self.plan.faults.refuses.unwrap_or(0.0);
         let refuses = self.refused >= 1.0;
@@ -310,44 +311,45 @@ impl Core {
         refuses
     }
 
-    /// What a caller has not been told yet. With the end the request leaves the books.
-    pub(super) fn take(&mut self, ticket: Ticket) -> Progress {
-        let Some(request) = self.requests.get_mut(&ticket) else { return Progress::default() };
+    /// Takes new output. If it contains the end, the request is removed.
+    pub(super) fn take(&mut self, ticket: Ticket) -> RequestOutput {
+        let Some(request) = self.requests.get_mut(&ticket) else { return RequestOutput::default() };
         let words = request.words[request.taken..].to_vec();
         request.taken = request.words.len();
         let end = request.end.take();
         if end.is_some() {
             self.requests.remove(&ticket);
         }
-        Progress { words, end }
+        RequestOutput { words, end }
     }
 
-    /// The caller of a request has left, and will not ask for its end.
-    pub(super) fn leave(&mut self, ticket: Ticket, now_us: u64) {
+    /// The caller of a request has disconnected and will not take its end.
+    pub(super) fn disconnect(&mut self, ticket: Ticket, now_us: u64) {
         let Some(request) = self.requests.get_mut(&ticket) else { return };
         request.orphan = true;
-        if request.phase != Phase::Done {
-            return self.abort(ticket, Notice::Disconnect, now_us);
+        if request.phase != RequestPhase::Done {
+            return self.abort(ticket, AbortSource::Disconnect, now_us);
         }
         if let Some(end) = self.requests.remove(&ticket).and_then(|request| request.end) {
-            self.unsent(&end, now_us);
+            self.reply_not_sent(&end, now_us);
         }
     }
 
-    /// The reply that carries this end has reached no caller.
-    pub(super) fn unsent(&mut self, end: &End, now_us: u64) {
-        let End::Lent(lent) = end else { return };
-        // Baton's engine gives back what no caller can have learnt of; vLLM's waits for the lease's end.
+    /// The reply with this end was not delivered.
+    pub(super) fn reply_not_sent(&mut self, end: &RequestEnd, now_us: u64) {
+        let RequestEnd::Leased(lent) = end else { return };
+        // Baton's engine releases the lease, because no caller can have received the handle. vLLM's waits for
+        // expiry.
         if self.plan.dialect == Dialect::Baton && !self.plan.faults.never_aborts_prefill {
             self.release(&LeaseKey::Handle(lent.handle), "client_gone", now_us);
         }
     }
 
-    /// Nobody waits for a request.
-    pub(super) fn abort(&mut self, ticket: Ticket, notice: Notice, now_us: u64) {
+    /// Aborts a request.
+    pub(super) fn abort(&mut self, ticket: Ticket, notice: AbortSource, now_us: u64) {
         let faults = self.plan.faults;
         let Some(request) = self.requests.get_mut(&ticket) else { return };
-        if request.phase == Phase::Done || request.aborting {
+        if request.phase == RequestPhase::Done || request.aborting {
             return;
         }
         let ignored = match request.sent.leg {
@@ -357,7 +359,7 @@ impl Core {
         if ignored {
             return;
         }
-        self.log.tell(0, &request.sent.internal, 0, What::Abort(notice.label()));
+        self.log.emit(0, &request.sent.internal, 0, RequestEvent::Abort(notice.label()));
         request.aborting = true;
         let phase = request.phase;
         if let Some(pause) = faults.stalls_bystanders {
@@ -365,15 +367,17 @@ impl Core {
         }
         let computes = self.step.as_ref().is_some_and(|step| step.work.iter().any(|(of, _)| *of == ticket));
         match phase {
-            Phase::Fetching if self.plan.dialect == Dialect::Baton => {
+            RequestPhase::Fetching if self.plan.dialect == Dialect::Baton => {
                 self.actions.push(Action::StopFetch(ticket))
             }
             // vLLM cannot stop a read.
-            Phase::Fetching => {}
-            // It takes effect at the end of the step.
-            Phase::Ready | Phase::Running if computes => {}
-            Phase::Waiting | Phase::Ready | Phase::Running => self.end(ticket, End::Aborted),
-            Phase::Done => unreachable!("looked at above"),
+            RequestPhase::Fetching => {}
+            // The abort takes effect at the end of the step.
+            RequestPhase::Ready | RequestPhase::Running if computes => {}
+            RequestPhase::Waiting | RequestPhase::Ready | RequestPhase::Running => {
+                self.end(ticket, RequestEnd::Aborted)
+            }
+            RequestPhase::Done => unreachable!("looked at above"),
         }
     }
 
@@ -385,65 +389,71 @@ impl Core {
         self.stalled_until_us = self.stalled_until_us.max(now_us) + stall;
     }
 
-    /// A read has ended: with the contents of the blocks, or a reason.
+    /// A read has ended, with the contents of the blocks or an error.
     pub(super) fn fetched(&mut self, ticket: Ticket, result: Result<Vec<u64>, &'static str>) {
-        let Some(request) = self.requests.get_mut(&ticket).filter(|request| request.phase == Phase::Fetching)
+        let Some(request) =
+            self.requests.get_mut(&ticket).filter(|request| request.phase == RequestPhase::Fetching)
         else {
             return;
         };
         let word = result.as_ref().map_or_else(|why| *why, |_| "landed");
-        self.log.tell(0, &request.sent.internal, 0, What::Fetched(word));
+        self.log.emit(0, &request.sent.internal, 0, RequestEvent::Fetched(word));
         self.counts.fetches += 1;
-        self.pool.become_of(request.blocks.len(), Held::Landing, Held::Active);
-        request.phase = Phase::Ready;
+        self.pool.become_of(request.blocks.len(), BlockHolder::Landing, BlockHolder::Active);
+        request.phase = RequestPhase::Ready;
         let tokens = request.sent.source.as_ref().map_or(0, |source| source.tokens);
         match result {
-            _ if request.aborting => return self.end(ticket, End::Aborted),
+            _ if request.aborting => return self.end(ticket, RequestEnd::Aborted),
             Ok(contents) => {
                 self.counts.fetched_blocks += contents.len() as u64;
-                // A block that goes on here is written again.
+                // A partial block is continued here and written again.
                 let whole = tokens / self.plan.block_tokens;
                 request.read = if tokens < request.sent.prompt { whole } else { contents.len() };
                 for (&block, content) in request.blocks.iter().zip(contents) {
                     self.pool.contents().write(block, content);
                 }
-                // The last token is computed here, for the first that is said.
+                // The last token is computed here, for the first token of the response.
                 request.there = tokens.min(request.sent.prompt - 1);
             }
             Err(why) => {
                 self.counts.failed_fetches += 1;
                 if self.plan.after_failed_read() == LoadFailure::Fail {
-                    return self.end(ticket, End::Unread(why));
+                    return self.end(ticket, RequestEnd::Unread(why));
                 }
             }
         }
         self.ready.push_back(ticket);
     }
 
-    /// Takes a request out of the books of whoever computes.
-    fn end(&mut self, ticket: Ticket, end: End) {
-        let request = self.requests.get_mut(&ticket).expect("it is in the books");
+    /// Ends a request and removes it from the queues.
+    fn end(&mut self, ticket: Ticket, end: RequestEnd) {
+        let request = self.requests.get_mut(&ticket).expect("a known ticket");
         match request.phase {
-            Phase::Waiting => self.waiting.retain(|of| *of != ticket),
-            Phase::Ready => self.ready.retain(|of| *of != ticket),
-            Phase::Running => self.running.retain(|of| *of != ticket),
-            Phase::Fetching | Phase::Done => {}
+            RequestPhase::Waiting => self.waiting.retain(|of| *of != ticket),
+            RequestPhase::Ready => self.ready.retain(|of| *of != ticket),
+            RequestPhase::Running => self.running.retain(|of| *of != ticket),
+            RequestPhase::Fetching | RequestPhase::Done => {}
         }
-        let waited = request.phase == Phase::Waiting;
-        request.phase = Phase::Done;
+        let waited = request.phase == RequestPhase::Waiting;
+        request.phase = RequestPhase::Done;
         let (generated, computed, blocks) = (request.words.len(), request.computed, request.blocks.len());
         let at = REASONS.iter().position(|reason| *reason == end.label()).unwrap_or(1);
         self.counts.ended[at] += 1;
         let internal = request.sent.internal.clone();
-        self.log.tell(0, &internal, 0, What::Ended { outcome: end.label(), generated, computed, blocks });
+        self.log.emit(
+            0,
+            &internal,
+            0,
+            RequestEvent::Ended { outcome: end.label(), generated, computed, blocks },
+        );
         let blocks = std::mem::take(&mut request.blocks);
         if waited && let Some(source) = request.sent.source.take() {
-            // Both engines tell the producer that a request which never read will not.
+            // Both dialects notify the producer of a request that will not read.
             self.actions.push(Action::Release(source, "consumer_aborted"));
         }
-        if !matches!(end, End::Lent(_)) && !blocks.is_empty() {
-            self.pool.give_back(&blocks, Held::Active);
-            self.log.tell(0, &internal, 0, What::Freed(blocks.len()));
+        if !matches!(end, RequestEnd::Leased(_)) && !blocks.is_empty() {
+            self.pool.give_back(&blocks, BlockHolder::Active);
+            self.log.emit(0, &internal, 0, RequestEvent::Freed(blocks.len()));
         }
         request.end = Some(end);
         request.sent.progress.notify_one();
@@ -452,8 +462,8 @@ impl Core {
         }
     }
 
-    /// Opens a lease of what a request has computed.
-    fn lend(&mut self, ticket: Ticket, now_us: u64) {
+    /// Opens a lease of a request's computed blocks.
+    fn open_lease(&mut self, ticket: Ticket, now_us: u64) {
         self.next += 1;
         let handle = u128::from(text::mix(self.next)) << 64 | u128::from(text::mix(!self.next));
         let request = &self.requests[&ticket];
@@ -469,35 +479,35 @@ impl Core {
             draining: None,
         };
         let internal = lease.request.clone();
-        self.pool.become_of(blocks.len(), Held::Active, Held::Leased);
+        self.pool.become_of(blocks.len(), BlockHolder::Active, BlockHolder::Leased);
         self.leases.open(lease);
-        self.log.tell(0, &internal, 0, What::Lent { blocks: blocks.len(), left: Some(left) });
-        self.end(ticket, End::Lent(Lent { handle, blocks }));
+        self.log.emit(0, &internal, 0, RequestEvent::LeaseOpened { blocks: blocks.len(), left: Some(left) });
+        self.end(ticket, RequestEnd::Leased(OpenedLease { handle, blocks }));
     }
 
-    fn closed(&mut self, closed: Closed, now_us: u64) {
-        let Closed { lease, reason, fetched } = closed;
+    fn record_closed_lease(&mut self, closed: ClosedLease, now_us: u64) {
+        let ClosedLease { lease, reason, fetched } = closed;
         let held_us = now_us.saturating_sub(lease.opened_us);
         let count = lease.blocks.len();
         let expired = &*reason == super::leases::EXPIRED;
         let readers = (usize::from(fetched), 1);
         let held = Duration::from_micros(held_us);
-        self.log.tell(
+        self.log.emit(
             0,
             &lease.request,
             0,
-            What::LeaseEnded { reason: reason.clone(), blocks: count, readers, held },
+            RequestEvent::LeaseEnded { reason: reason.clone(), blocks: count, readers, held },
         );
-        self.pool.give_back(&lease.blocks, Held::Leased);
+        self.pool.give_back(&lease.blocks, BlockHolder::Leased);
         if self.plan.faults.double_free && !fetched && !expired {
             self.pool.free_again(&lease.blocks);
         }
-        self.log.tell(0, &lease.request, 0, What::Freed(count));
+        self.log.emit(0, &lease.request, 0, RequestEvent::Freed(count));
         if expired {
             self.counts.expired += 1;
             self.counts.stranded_block_us += held_us * count as u64;
         }
-        // A caller may give any reason.
+        // Reasons are chosen by callers.
         let full = self.counts.releases.len() >= REASONS_KEPT && !self.counts.releases.contains_key(&reason);
         *self.counts.releases.entry(if full { "other".into() } else { reason }).or_default() += 1;
     }
@@ -506,7 +516,7 @@ impl Core {
         std::mem::take(&mut self.actions)
     }
 
-    pub(super) fn usage(&self) -> Usage {
+    pub(super) fn usage(&self) -> PoolUsage {
         self.pool.usage()
     }
 
@@ -514,14 +524,15 @@ impl Core {
         &self.leases
     }
 
-    /// Requests that wait, run, and fetch.
+    /// Numbers of requests that wait, run and fetch.
     pub(super) fn load(&self) -> (usize, usize, usize) {
-        let fetching = self.requests.values().filter(|request| request.phase == Phase::Fetching).count();
+        let fetching =
+            self.requests.values().filter(|request| request.phase == RequestPhase::Fetching).count();
         (self.waiting.len(), self.running.len() + self.ready.len(), fetching)
     }
 
-    /// What waiting requests will read: their producers must keep it.
-    pub(super) fn awaited(&self) -> Vec<Source> {
+    /// Leases of waiting requests, which must be renewed.
+    pub(super) fn pending_sources(&self) -> Vec<Source> {
         let sources = self.waiting.iter().filter_map(|ticket| self.requests[ticket].sent.source.clone());
         sources.collect()
     }

@@ -1,6 +1,6 @@
-//! A simulated engine's shell: its core behind a lock, the clock that drives it, and reads between engines.
+//! The I/O layer of a simulated engine: its core behind a lock, the clock, and reads between engines.
 //!
-//! Nobody holds two cores' locks: what one engine wants of another is an [`Action`], done after its own lock is free.
+//! No thread holds the locks of two cores. An [`Action`] on another engine runs after the lock is released.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -14,14 +14,15 @@ use tokio_util::sync::CancellationToken;
 
 use super::core::{Action, Core, Source, Ticket};
 use super::faults::READS_LATER;
-use super::plan::{Dialect, EnginePlan, Role};
+use super::plan::{Dialect, EnginePlan};
 use super::pool::Contents;
+use super::role::Role;
 
-/// Engines by their ids: how a consumer finds its producer.
+/// Engines by id, for consumers to find producers.
 #[derive(Default)]
-pub(super) struct Peers(RwLock<HashMap<String, Arc<Engine>>>);
+pub(super) struct EngineDirectory(RwLock<HashMap<String, Arc<Engine>>>);
 
-impl Peers {
+impl EngineDirectory {
     pub(super) fn add(&self, engine: &Arc<Engine>) {
         self.0.write().unwrap_or_else(PoisonError::into_inner).insert(engine.id.clone(), Arc::clone(engine));
     }
@@ -35,18 +36,18 @@ impl Peers {
     }
 }
 
-/// See the module's documentation.
+/// A simulated engine. See the module documentation.
 pub(super) struct Engine {
     pub plan: EnginePlan,
     pub role: Role,
-    /// Its name among engines; another one after each start.
+    /// Unique id of the engine, new after each start.
     pub id: String,
     pub epoch: Epoch,
     pub address: SocketAddr,
     pub log: Arc<EventLog>,
     pub stop: CancellationToken,
     contents: Contents,
-    peers: Arc<Peers>,
+    peers: Arc<EngineDirectory>,
     core: Mutex<Core>,
     wake: Notify,
     runtime: tokio::runtime::Handle,
@@ -58,7 +59,7 @@ impl Engine {
         plan: EnginePlan,
         (role, number): (Role, usize),
         address: SocketAddr,
-        peers: &Arc<Peers>,
+        peers: &Arc<EngineDirectory>,
         runtime: tokio::runtime::Handle,
     ) -> Arc<Self> {
         let epoch = super::random();
@@ -87,12 +88,12 @@ impl Engine {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks at the books.
-    pub(super) fn look<T>(&self, at: impl FnOnce(&Core) -> T) -> T {
+    /// Reads the core.
+    pub(super) fn inspect<T>(&self, at: impl FnOnce(&Core) -> T) -> T {
         at(&self.core())
     }
 
-    /// Does something to the core, and what follows from it now.
+    /// Changes the core and runs the resulting actions.
     pub(super) fn drive<T>(self: &Arc<Self>, what: impl FnOnce(&mut Core, u64) -> T) -> T {
         let (result, actions, earlier) = {
             let mut core = self.core();
@@ -113,10 +114,10 @@ impl Engine {
         result
     }
 
-    /// Keeps the engine going until it is stopped.
+    /// Drives the engine until it is stopped.
     pub(super) async fn run(self: Arc<Self>) {
-        let mut beats = tokio::time::interval(self.plan.lease / 6);
-        beats.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut heartbeats = tokio::time::interval(self.plan.lease / 6);
+        heartbeats.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             let next_us = self.drive(|core, now_us| {
                 core.advance(now_us);
@@ -128,14 +129,14 @@ impl Engine {
                 () = self.stop.cancelled() => return,
                 () = self.wake.notified() => {}
                 () = tokio::time::sleep(left), if next_us < u64::MAX => {}
-                _ = beats.tick(), if self.plan.heartbeats => self.beat(),
+                _ = heartbeats.tick(), if self.plan.heartbeats => self.send_heartbeats(),
             }
         }
     }
 
-    /// Signs of life of the requests that wait.
-    fn beat(&self) {
-        for source in self.look(Core::awaited) {
+    /// Renews the leases of waiting requests.
+    fn send_heartbeats(&self) {
+        for source in self.inspect(Core::pending_sources) {
             if let Some(producer) = self.peers.find(&source.engine) {
                 producer.drive(|core, now_us| core.renew(&source.lease, now_us));
             }
@@ -155,7 +156,7 @@ impl Engine {
         }
     }
 
-    /// Tells a producer that nobody will read.
+    /// Releases a producer's lease.
     pub(super) fn release_at(&self, source: &Source, reason: &str) {
         if let Some(producer) = self.peers.find(&source.engine) {
             producer.drive(|core, now_us| core.release(&source.lease, reason, now_us));
@@ -166,7 +167,7 @@ impl Engine {
         let Some(producer) = self.peers.find(&source.engine) else {
             return self.fetched(ticket, Err("failed"));
         };
-        // vLLM's reads ask nobody.
+        // vLLM's reads need no permission.
         let granted = producer.drive(|core, _| core.begin_read(&source.lease));
         if !granted && self.plan.dialect == Dialect::Baton {
             return self.fetched(ticket, Err("gone"));
@@ -181,7 +182,7 @@ impl Engine {
         let engine = Arc::clone(self);
         self.runtime.spawn(async move {
             if stale {
-                // The planted fault: done is said before it is.
+                // The fault: the read ends before it reads.
                 producer.drive(|core, now_us| core.end_read(&source.lease, true, now_us));
                 tokio::time::sleep(takes + READS_LATER).await;
                 let contents = engine.contents_of(&producer, &source);
@@ -201,7 +202,7 @@ impl Engine {
         });
     }
 
-    /// The end of a read: what is in the blocks now, and whether it was lent all the while.
+    /// Ends a read. Its result is the current contents of the blocks, and whether they were leased all the time.
     fn read(self: &Arc<Self>, ticket: Ticket, producer: &Arc<Self>, source: &Source) {
         if producer.stop.is_cancelled() {
             return self.fetched(ticket, Err("failed"));

@@ -1,40 +1,40 @@
-//! What can be wrong with a simulated engine, and how it is asked for: `NAME[:VALUE][@ENGINE]`.
+//! Faults of simulated engines, and their notation `NAME[:VALUE][@ENGINE]`.
 
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use super::plan::Role;
+use super::role::Role;
 
-/// One thing that is wrong.
+/// A fault of an engine.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Fault {
-    /// A prefill engine computes on and lends, although its caller has left.
+    /// A prefill engine continues and leases its blocks, although its caller has disconnected.
     NeverAbortsPrefill,
-    /// A decode engine computes on although its caller has left.
+    /// A decode engine continues although its caller has disconnected.
     NeverAbortsDecode,
-    /// What was lent stays lent until it is read or its time is up, whatever is released.
+    /// A lease ends only by a read or by expiry. Releases have no effect.
     StrandsGap,
-    /// The blocks of a lease that is released are put on the free list twice.
+    /// The blocks of a released lease are put on the free list twice.
     DoubleFree,
-    /// A decode engine says that it has read before it reads: what it reads may be another request's.
+    /// A decode engine ends its read before it reads, so that it may read another request's blocks.
     StaleBlocks,
-    /// After an abort nothing is computed for so long, for anybody.
+    /// After an abort, no request progresses for this time.
     StallsBystanders(Duration),
-    /// A decode engine refuses this share of its requests with 503.
+    /// A decode engine refuses this fraction of its requests with 503.
     Refuses(f64),
-    /// The engine ends, with its connections, so long after its start.
+    /// The engine ends this long after its start, with its connections.
     Dies(Duration),
 }
 
-/// For so long nobody is served after an abort, under [`Fault::StallsBystanders`], where nothing else is said.
+/// Default time of [`Fault::StallsBystanders`].
 const STALL: Duration = Duration::from_millis(300);
-/// An engine that stalls longer is one that has died.
+/// Maximum time of a stall.
 const STALL_MAX: Duration = Duration::from_secs(60);
-/// So much later than it says a decode engine reads, under [`Fault::StaleBlocks`].
+/// Delay of reads under [`Fault::StaleBlocks`].
 pub(super) const READS_LATER: Duration = Duration::from_millis(50);
 
-/// Every name, with what it may be given.
+/// Every name with its default value.
 const NAMES: [(&str, Fault); 8] = [
     ("never-aborts-prefill", Fault::NeverAbortsPrefill),
     ("never-aborts-decode", Fault::NeverAbortsDecode),
@@ -47,7 +47,7 @@ const NAMES: [(&str, Fault); 8] = [
 ];
 
 impl Fault {
-    /// Every fault, with its value where none is given.
+    /// Every fault with its default value.
     pub const ALL: [Self; 8] = {
         let mut all = [Self::StrandsGap; 8];
         let mut at = 0;
@@ -58,7 +58,7 @@ impl Fault {
         all
     };
 
-    /// As it is asked for, without a value.
+    /// The name in the notation, without a value.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -73,7 +73,7 @@ impl Fault {
         }
     }
 
-    /// Whose it is where no engine is named; `None`: everybody's.
+    /// The role of engines with this fault, if no engine is named. `None` for both.
     fn role(self) -> Option<Role> {
         match self {
             Self::NeverAbortsPrefill | Self::StrandsGap | Self::DoubleFree => Some(Role::Prefill),
@@ -83,7 +83,7 @@ impl Fault {
     }
 }
 
-/// What is wrong with one engine.
+/// The faults of one engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Faults {
     pub(super) never_aborts_prefill: bool,
@@ -111,12 +111,12 @@ impl Faults {
     }
 }
 
-/// A fault and whose it is.
+/// A fault and its engine.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FaultAt {
-    /// What is wrong.
+    /// The fault.
     pub fault: Fault,
-    /// With whom; `None`: with every engine that can have it.
+    /// The engine. `None` for every engine that can have the fault.
     pub at: Option<(Role, usize)>,
 }
 
@@ -130,7 +130,7 @@ impl FaultAt {
     pub(super) fn is_at(&self, role: Role, number: usize) -> bool {
         match self.at {
             Some(at) => at == (role, number),
-            // An end of everything would be no fault but an end: one of them.
+            // Without a name only one engine dies, because otherwise no engine would remain.
             None if matches!(self.fault, Fault::Dies(_)) => (role, number) == (Role::Decode, 0),
             None => self.fault.role().is_none_or(|of| of == role),
         }

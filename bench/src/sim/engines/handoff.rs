@@ -1,8 +1,8 @@
-//! `kv_transfer_params` in both dialects: what a prefill engine answers with, and what a decode engine makes of it.
+//! `kv_transfer_params` in both dialects: a prefill engine writes them, a decode engine reads them.
 //!
-//! vLLM's are the fields that a stock 0.32 pair was seen to exchange. A stock decode engine that lacks one of those it
-//! needs computes the prompt itself without a word, and the producer's blocks stay until their time is up; Baton's names
-//! what is missing.
+//! vLLM's fields are those that a stock 0.32 pair exchanges. If a required field is missing, a stock decode engine
+//! silently computes the prompt itself, and the producer's blocks remain until expiry. Baton's engine names the
+//! missing field.
 
 use std::time::Duration;
 
@@ -11,28 +11,28 @@ use baton_connector::{BlockId, Epoch, Handle, RequestId};
 use baton_openai::{ApiError, Code};
 use serde_json::{Value, json};
 
-use super::core::{Lent, Source};
+use super::core::{OpenedLease, Source};
 use super::leases::LeaseKey;
 use super::plan::Dialect;
 use super::text::mix;
 
-/// What a request's `kv_transfer_params` asks for.
+/// The meaning of a request's `kv_transfer_params`.
 #[derive(Debug)]
 pub(super) enum Intent {
     Plain,
     Produce,
-    Consume { source: Source, check: Option<Check> },
+    Consume { source: Source, check: Option<HandoffCheck> },
 }
 
-/// What Baton's engine compares before it reads.
+/// Values that Baton's engine compares before it reads.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Check {
+pub(super) struct HandoffCheck {
     pub layout: u64,
     pub prompt: u64,
     pub block_tokens: usize,
 }
 
-/// Who lends.
+/// The producer of a lease.
 pub(super) struct Producer<'a> {
     pub dialect: Dialect,
     pub engine: &'a str,
@@ -42,7 +42,7 @@ pub(super) struct Producer<'a> {
     pub lease: Duration,
 }
 
-/// The fingerprint of the layout of simulated blocks of that size.
+/// The fingerprint of the layout of simulated blocks.
 pub(super) fn layout(block_tokens: usize) -> u64 {
     mix(block_tokens as u64 ^ 0x51_4d5f_4b56)
 }
@@ -55,7 +55,7 @@ pub(super) fn fingerprint(contents: &[u64]) -> u64 {
 /// The reply's `kv_transfer_params`.
 pub(super) fn reply(
     producer: &Producer<'_>,
-    lent: &Lent,
+    lent: &OpenedLease,
     internal: &RequestId,
     tokens: usize,
     contents: &[u64],
@@ -89,10 +89,10 @@ pub(super) fn reply(
     }
 }
 
-/// What a request asks for.
+/// Parses a request's `kv_transfer_params`.
 ///
 /// # Errors
-/// As Baton's engine: the field that is missing or malformed. vLLM's never has one.
+/// In Baton's dialect the missing or malformed field. None in vLLM's.
 pub(super) fn intent(dialect: Dialect, params: Option<&Value>) -> Result<Intent, ApiError> {
     let Some(params) = params.filter(|params| !params.is_null()) else { return Ok(Intent::Plain) };
     match dialect {
@@ -105,13 +105,13 @@ pub(super) fn intent(dialect: Dialect, params: Option<&Value>) -> Result<Intent,
             Ok(match KvIntent::parse(params).map_err(malformed)? {
                 None => Intent::Plain,
                 Some(KvIntent::Produce { .. }) => Intent::Produce,
-                Some(KvIntent::Consume(handoff)) => batons(&handoff),
+                Some(KvIntent::Consume(handoff)) => baton_intent(&handoff),
             })
         }
     }
 }
 
-fn batons(handoff: &Handoff) -> Intent {
+fn baton_intent(handoff: &Handoff) -> Intent {
     let source = Source {
         engine: handoff.engine_id.clone(),
         lease: LeaseKey::Handle(handoff.handle.0),
@@ -119,7 +119,7 @@ fn batons(handoff: &Handoff) -> Intent {
         tokens: handoff.tokens,
     };
     let &Handoff { layout, prompt, block_tokens, .. } = handoff;
-    Intent::Consume { source, check: Some(Check { layout, prompt, block_tokens }) }
+    Intent::Consume { source, check: Some(HandoffCheck { layout, prompt, block_tokens }) }
 }
 
 fn vllms(params: &Value) -> Intent {
@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn what_one_engine_writes_the_other_reads_and_routers_pass_on() {
-        let lent = Lent { handle: 7 << 64, blocks: vec![3, 1] };
+        let lent = OpenedLease { handle: 7 << 64, blocks: vec![3, 1] };
         let internal = RequestId::new("cmpl-a-0-1").expect("an id");
         for dialect in [Dialect::Baton, Dialect::Vllm] {
             let producer = Producer {

@@ -1,8 +1,8 @@
-//! What a simulated engine has lent: by handle and by request, with an end by time.
+//! Leases of a simulated engine, by handle and by request, with expiry.
 //!
 //! ```text
 //! Offered ─ read begun ─▶ Reading ─ done ─▶ closed(transfer_done)
-//!    ├ release, time is up ─▶ closed(reason)     └ release, time is up: baton drains, vLLM closes at once
+//!    ├ release, expiry ─▶ closed(reason)     └ release, expiry: baton drains, vLLM closes at once
 //! ```
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -11,7 +11,7 @@ use baton_connector::RequestId;
 
 use super::plan::Dialect;
 
-/// By what a lease is named: Baton's engine gives it a handle, vLLM's calls it by its request.
+/// The name of a lease: a handle in Baton's dialect, the request in vLLM's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum LeaseKey {
     Handle(u128),
@@ -20,21 +20,21 @@ pub(super) enum LeaseKey {
 
 /// The reason of a lease that was read.
 pub(super) const FETCHED: &str = "transfer_done";
-/// The reason of a lease whose time is up.
+/// The reason of a lease that has expired.
 pub(super) const EXPIRED: &str = "lease_expired";
 
-/// Closed leases that are remembered, to tell a repeated release from an unknown one.
+/// Closed leases that are remembered, to distinguish repeated from unknown releases.
 const CLOSED_KEPT: usize = 4_096;
-/// How long a lease that has ended waits for its readers.
+/// How long an ended lease waits for its readers.
 const DRAIN_US: u64 = 5_000_000;
 
-/// See the module's documentation.
+/// A lease. See the module documentation.
 #[derive(Debug)]
 pub(super) struct Lease {
     pub handle: u128,
-    /// What consumers call it.
+    /// The consumers' name of the request.
     pub request: RequestId,
-    /// What the router calls it.
+    /// The router's name of the request.
     pub id: RequestId,
     pub blocks: Vec<u32>,
     pub opened_us: u64,
@@ -43,25 +43,25 @@ pub(super) struct Lease {
     pub draining: Option<Box<str>>,
 }
 
-/// A lease that is over, and why.
+/// A closed lease and its reason.
 #[derive(Debug)]
-pub(super) struct Closed {
+pub(super) struct ClosedLease {
     pub lease: Lease,
     pub reason: Box<str>,
-    /// It was read.
+    /// The lease was read.
     pub fetched: bool,
 }
 
-/// What a release has come to.
+/// The result of a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Released {
+pub(super) enum ReleaseOutcome {
     Ended,
     Draining,
     Already,
     Unknown,
 }
 
-impl Released {
+impl ReleaseOutcome {
     pub(super) fn label(self) -> &'static str {
         match self {
             Self::Ended => "released",
@@ -72,7 +72,7 @@ impl Released {
     }
 }
 
-/// Every lease of an engine.
+/// All leases of an engine.
 #[derive(Debug)]
 pub(super) struct Leases {
     dialect: Dialect,
@@ -81,9 +81,9 @@ pub(super) struct Leases {
     by_end: BTreeSet<(u64, u128)>,
     closed: VecDeque<(u128, RequestId)>,
     pub opened: u64,
-    /// Reads and releases of leases that are over.
+    /// Reads and releases of closed leases.
     pub late: u64,
-    /// And of leases that never were.
+    /// Reads and releases of unknown leases.
     pub unknown: u64,
 }
 
@@ -108,7 +108,7 @@ impl Leases {
         self.live.insert(lease.handle, lease);
     }
 
-    /// The live lease of that name; otherwise it is counted.
+    /// The live lease of this name. A missing one is counted.
     fn find(&mut self, key: &LeaseKey) -> Option<&mut Lease> {
         let handle = match key {
             LeaseKey::Handle(handle) => Some(*handle),
@@ -142,8 +142,8 @@ impl Leases {
         true
     }
 
-    /// A reader is done, and has everything or not. Whether the lease lived for the whole read, and its end.
-    pub(super) fn end_read(&mut self, key: &LeaseKey, has_everything: bool) -> (bool, Option<Closed>) {
+    /// Ends a read, complete or not. Returns whether the lease existed for the whole read, and the closed lease.
+    pub(super) fn end_read(&mut self, key: &LeaseKey, has_everything: bool) -> (bool, Option<ClosedLease>) {
         let Some(lease) = self.find(key) else { return (false, None) };
         lease.readers = lease.readers.saturating_sub(1);
         let (handle, readers) = (lease.handle, lease.readers);
@@ -155,7 +155,7 @@ impl Leases {
         (true, ended.map(|reason| self.close(handle, reason)))
     }
 
-    /// Somebody will read it later.
+    /// Extends a lease for a later read.
     pub(super) fn renew(&mut self, key: &LeaseKey, until_us: u64) {
         let Some(lease) = self.find(key) else { return };
         if lease.draining.is_none() && until_us > lease.ends_us {
@@ -166,35 +166,35 @@ impl Leases {
         }
     }
 
-    /// Nobody will.
+    /// Ends a lease early.
     pub(super) fn release(
         &mut self,
         key: &LeaseKey,
         reason: &str,
         now_us: u64,
-    ) -> (Released, Option<Closed>) {
+    ) -> (ReleaseOutcome, Option<ClosedLease>) {
         let late = self.late;
         let Some(lease) = self.find(key) else {
-            return (if self.late > late { Released::Already } else { Released::Unknown }, None);
+            return (if self.late > late { ReleaseOutcome::Already } else { ReleaseOutcome::Unknown }, None);
         };
         let handle = lease.handle;
         if lease.draining.is_some() {
-            return (Released::Draining, None);
+            return (ReleaseOutcome::Draining, None);
         }
         if lease.readers > 0 && self.dialect == Dialect::Baton {
             self.drain(handle, reason.into(), now_us);
-            return (Released::Draining, None);
+            return (ReleaseOutcome::Draining, None);
         }
-        (Released::Ended, Some(self.close(handle, reason.into())))
+        (ReleaseOutcome::Ended, Some(self.close(handle, reason.into())))
     }
 
-    /// The first lease whose time is up and that is over with it.
-    pub(super) fn expire(&mut self, now_us: u64) -> Option<Closed> {
+    /// Closes the first expired lease that can be closed.
+    pub(super) fn expire(&mut self, now_us: u64) -> Option<ClosedLease> {
         while let Some(&(ends_us, handle)) = self.by_end.first().filter(|(ends_us, _)| *ends_us <= now_us) {
             let lease = self.live.get_mut(&handle).expect("both name the same leases");
             match lease.draining.take() {
                 Some(reason) => return Some(self.close(handle, reason)),
-                // vLLM's reaper does not look at reads in flight.
+                // vLLM's expiry ignores reads in flight.
                 None if lease.readers > 0 && self.dialect == Dialect::Baton => {
                     self.drain(handle, EXPIRED.into(), now_us.max(ends_us));
                 }
@@ -212,7 +212,7 @@ impl Leases {
         self.by_end.insert((lease.ends_us, handle));
     }
 
-    fn close(&mut self, handle: u128, reason: Box<str>) -> Closed {
+    fn close(&mut self, handle: u128, reason: Box<str>) -> ClosedLease {
         let lease = self.live.remove(&handle).expect("it was found");
         self.by_end.remove(&(lease.ends_us, handle));
         self.by_request.remove(&lease.request);
@@ -221,15 +221,15 @@ impl Leases {
         }
         self.closed.push_back((handle, lease.request.clone()));
         let fetched = &*reason == FETCHED;
-        Closed { lease, reason, fetched }
+        ClosedLease { lease, reason, fetched }
     }
 
-    /// When the next one ends.
+    /// When the next lease expires.
     pub(super) fn next_end_us(&self) -> Option<u64> {
         self.by_end.first().map(|(ends_us, _)| *ends_us)
     }
 
-    /// The handle of the lease of a request, as the router calls it.
+    /// The handle of a request's lease, by the router's name.
     pub(super) fn of_request(&self, id: &RequestId) -> Option<u128> {
         self.live.values().find(|lease| lease.id == *id).map(|lease| lease.handle)
     }
@@ -269,8 +269,8 @@ mod tests {
         assert!(valid && closed.is_some_and(|closed| closed.fetched));
         assert!(!all.end_read(&KEY, true).0);
         assert!(!all.begin_read(&KEY));
-        assert_eq!(all.release(&KEY, "client_gone", 5).0, Released::Already);
-        assert_eq!(all.release(&LeaseKey::Handle(9), "client_gone", 5).0, Released::Unknown);
+        assert_eq!(all.release(&KEY, "client_gone", 5).0, ReleaseOutcome::Already);
+        assert_eq!(all.release(&LeaseKey::Handle(9), "client_gone", 5).0, ReleaseOutcome::Unknown);
         assert!(all.expire(1_000).is_none());
         assert_eq!((all.opened, all.late, all.unknown), (1, 3, 1));
     }
@@ -286,7 +286,7 @@ mod tests {
         }
         let mut all = leases(Dialect::Baton);
         assert!(all.begin_read(&KEY));
-        assert_eq!(all.release(&KEY, "client_gone", 0).0, Released::Draining);
+        assert_eq!(all.release(&KEY, "client_gone", 0).0, ReleaseOutcome::Draining);
         assert!(!all.begin_read(&KEY), "no new reader");
         assert_eq!(all.next_end_us(), Some(DRAIN_US));
         assert_eq!(all.expire(DRAIN_US).map(|closed| closed.reason), Some("client_gone".into()));

@@ -1,8 +1,9 @@
-//! What simulated engines are like: their speeds, bounds and dialect, and what is wrong with them.
+//! Properties of simulated engines: speeds, limits, dialect and faults.
 
 use std::time::Duration;
 
 use super::faults::{FaultAt, Faults};
+use super::role::Role;
 
 /// Which verbs and rules an engine has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -16,7 +17,7 @@ pub enum Dialect {
 }
 
 impl Dialect {
-    /// As options and reports name it.
+    /// The name in options and reports.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -26,7 +27,7 @@ impl Dialect {
     }
 }
 
-/// What a decode engine does whose read has failed (vLLM's `kv_load_failure_policy`).
+/// Behaviour of a decode engine after a failed read (vLLM's `kv_load_failure_policy`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum LoadFailure {
     /// Recomputes the prompt
@@ -35,67 +36,47 @@ pub enum LoadFailure {
     Fail,
 }
 
-/// Which half of the work an engine is meant for. It does what it is asked, like vLLM's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Role {
-    /// Lends.
-    Prefill,
-    /// Reads and decodes.
-    Decode,
-}
-
-impl Role {
-    /// As engines tell it.
-    #[must_use]
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Prefill => "prefill",
-            Self::Decode => "decode",
-        }
-    }
-}
-
-/// One engine. A speed of zero takes no time at all.
+/// One engine. A speed of zero takes no time.
 #[derive(Clone, Debug)]
 pub struct EnginePlan {
-    /// Which verbs and rules it has.
+    /// Endpoints and rules.
     pub dialect: Dialect,
-    /// The name it serves.
+    /// Name of the served model.
     pub model: String,
-    /// Prompt tokens per second; 0: no time.
+    /// Prompt tokens per second. 0 takes no time.
     pub prefill_rate: u64,
-    /// Before the first token of a prompt is computed.
+    /// Time before the first token of a prompt is computed.
     pub prefill_overhead: Duration,
-    /// A step in which a token is decoded, for each that decodes.
+    /// Time that a step takes per token that it decodes.
     pub decode_step: Duration,
-    /// Prompt tokens in one step, over all requests.
+    /// Maximum prompt tokens of one step, over all requests.
     pub step_tokens: usize,
-    /// Requests that compute at once.
+    /// Maximum requests that compute at once.
     pub running_max: usize,
-    /// Requests that wait; one more is refused.
+    /// Maximum waiting requests. Further ones are refused.
     pub waiting_max: usize,
     /// Blocks of the pool.
     pub blocks: usize,
-    /// Tokens of a block; the same for all engines of a fleet.
+    /// Tokens of a block, the same for all engines of a fleet.
     pub block_tokens: usize,
-    /// Tokens of prompt and answer.
+    /// Maximum tokens of prompt and response.
     pub context_tokens: usize,
-    /// Life of what was lent (`kv_lease_duration`).
+    /// Duration of a lease (`kv_lease_duration`).
     pub lease: Duration,
-    /// Whether a decode engine keeps alive what its waiting requests will read.
+    /// Whether a decode engine renews the leases of its waiting requests.
     pub heartbeats: bool,
-    /// Blocks that a decode engine reads per second; 0: no time.
+    /// Blocks that a decode engine reads per second. 0 takes no time.
     pub fetch_rate: u64,
-    /// From a request's arrival at a decode engine until it is in its queue.
+    /// From a request's arrival at a decode engine until it is queued.
     pub admission_delay: Duration,
-    /// From the end of a request's work until its server writes the reply in one piece: a caller that has sent its end by then does
-    /// not get it. [default: as the dialect's server: 1 ms for vllm, none for baton]
+    /// From the end of a request's work until its server writes the reply in one piece. A caller that closes its
+    /// sending side before does not receive it. [default: as the dialect's server: 1 ms for vllm, none for baton]
     pub reply_delay: Option<Duration>,
-    /// KV of one token, for what is told of bytes.
+    /// KV bytes of one token, for reported sizes.
     pub bytes_per_token: u64,
-    /// After a read that failed. [default: as the dialect's engine: `recompute` for baton, `fail` for vllm]
+    /// Behaviour after a failed read. [default: as the dialect's engine: `recompute` for baton, `fail` for vllm]
     pub load_failure: Option<LoadFailure>,
-    /// What is wrong with it.
+    /// Faults of the engine.
     pub faults: Faults,
 }
 
@@ -126,7 +107,7 @@ impl Default for EnginePlan {
 }
 
 impl EnginePlan {
-    /// An engine whose work takes no time: what is measured is everything else.
+    /// An engine whose work takes no time, to measure everything else.
     #[must_use]
     pub fn instant() -> Self {
         Self {
@@ -139,7 +120,7 @@ impl EnginePlan {
         }
     }
 
-    /// What it does after a read that has failed.
+    /// Behaviour after a failed read.
     pub(super) fn after_failed_read(&self) -> LoadFailure {
         self.load_failure.unwrap_or(match self.dialect {
             Dialect::Baton => LoadFailure::Recompute,
@@ -147,8 +128,9 @@ impl EnginePlan {
         })
     }
 
-    /// From the end of a request's work until its reply is written. vLLM's engine core is another process than its server, and
-    /// uvicorn drops what is written after the caller's end: a reply crossed a half-close by at most 1 ms on vLLM 0.32.
+    /// From the end of a request's work until its reply is written. vLLM's engine core and server are separate
+    /// processes, and uvicorn drops what is written after the caller's end. With vLLM 0.32, a reply crossed a
+    /// half-close by at most 1 ms.
     pub(super) fn reply_window(&self) -> Duration {
         self.reply_delay.unwrap_or(match self.dialect {
             Dialect::Baton => Duration::ZERO,
@@ -156,10 +138,10 @@ impl EnginePlan {
         })
     }
 
-    /// Whether the numbers can be those of an engine.
+    /// Checks all numbers.
     ///
     /// # Errors
-    /// What is wrong, in words.
+    /// A description of the problem.
     pub fn check(&self) -> Result<(), String> {
         let bounds = [
             ("tokens in a step", self.step_tokens, 1, 1 << 20),
@@ -183,48 +165,48 @@ impl EnginePlan {
         Ok(())
     }
 
-    /// Tokens that one request can have.
+    /// Maximum tokens of one request.
     pub(super) fn capacity(&self) -> usize {
         self.context_tokens.min(self.blocks * self.block_tokens)
     }
 }
 
-/// Engines that know each other.
+/// Engines that find each other.
 #[derive(Clone, Debug)]
 pub struct FleetPlan {
     /// Prefill engines.
     pub prefill: usize,
     /// Decode engines.
     pub decode: usize,
-    /// What each of them is like, but for its faults.
+    /// The properties of each engine, except faults.
     pub engine: EnginePlan,
-    /// What is wrong, and with whom.
+    /// Faults and their engines.
     pub faults: Vec<FaultAt>,
-    /// The first engine's port, the next one's being one more; 0: free ones.
+    /// The first engine's port. Each further engine has the next port. 0 for free ports.
     pub port: u16,
 }
 
-/// Engines of one fleet: each has a thread.
+/// Maximum engines of a fleet, because each has a thread.
 const ENGINES_MAX: usize = 64;
 
 impl FleetPlan {
-    /// So many engines of each kind.
+    /// A fleet with these numbers of engines.
     #[must_use]
     pub fn new(prefill: usize, decode: usize, engine: EnginePlan) -> Self {
         Self { prefill, decode, engine, faults: Vec::new(), port: 0 }
     }
 
-    /// With this planted.
+    /// Adds a fault.
     #[must_use]
     pub fn with(mut self, fault: FaultAt) -> Self {
         self.faults.push(fault);
         self
     }
 
-    /// Whether such a fleet can be.
+    /// Checks the numbers of engines and all properties.
     ///
     /// # Errors
-    /// What is wrong, in words.
+    /// A description of the problem.
     pub fn check(&self) -> Result<(), String> {
         if self.prefill + self.decode == 0 || self.prefill + self.decode > ENGINES_MAX {
             return Err(format!("a fleet has 1 to {ENGINES_MAX} engines"));
@@ -246,7 +228,7 @@ impl FleetPlan {
         prefill.chain((0..self.decode).map(|number| (Role::Decode, number)))
     }
 
-    /// What one of them is like.
+    /// The properties of one engine.
     pub(super) fn of(&self, role: Role, number: usize) -> EnginePlan {
         let mut faults = self.engine.faults;
         for fault in self.faults.iter().filter(|fault| fault.is_at(role, number)) {

@@ -1,73 +1,30 @@
-//! The HTTP side of a simulated engine: a path and its answer, on one thread, by hand.
+//! The HTTP server of a simulated engine: paths and their responses, on one thread.
 
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_engine::event_log::Page;
+use baton_engine::event_log::EventPage;
 use baton_openai::response::{ModelCard, TokenizeReply, models};
 use baton_openai::{ApiError, Endpoint, ParseLimits, TokenizeRequest, parse_object};
 use tokio::net::{TcpListener, TcpStream};
 
 use super::core::Leg;
 use super::engine::Engine;
+use super::http::{HttpRequest, bare, json, refusal, reply};
 use super::leases::LeaseKey;
 use super::plan::Dialect;
-use super::{books, generate, text};
-use crate::sim::instant::http::{Inbox, unchunked};
+use super::{debug_pages, generate, text};
+use crate::sim::instant::connection::ServerConnection;
 
-/// Request ids in one abort.
+/// Maximum request ids of one abort.
 const ABORT_IDS_MAX: usize = 1_024;
-/// How long a reader of events may wait for one, and how many it gets.
+/// Maximum wait for an event, and maximum events of a page.
 const EVENTS_WAIT_MAX_MS: u64 = 10_000;
 const EVENTS_SHOWN: usize = 10_000;
 
-/// One request, as far as engines look at it.
-pub(super) struct Asked {
-    pub posts: bool,
-    pub path: String,
-    pub query: String,
-    pub body: Vec<u8>,
-    pub request_id: Option<String>,
-    /// `x-baton-router-settles`.
-    pub settles: bool,
-    /// The caller wants the connection closed.
-    pub closes: bool,
-}
-
-impl Asked {
-    fn read(head: &[u8], body: &[u8], chunked: bool) -> Self {
-        let mut lines = head.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii);
-        let mut words = lines.next().unwrap_or_default().split(|&byte| byte == b' ');
-        let word = |word: Option<&[u8]>| String::from_utf8_lossy(word.unwrap_or_default()).into_owned();
-        let posts = words.next() == Some(b"POST");
-        let target = word(words.next());
-        let old = words.next() == Some(b"HTTP/1.0");
-        let (path, query) = target.split_once('?').unwrap_or((&target, ""));
-        let body = if chunked { unchunked(body) } else { body.to_vec() };
-        let (path, query) = (path.to_owned(), query.to_owned());
-        let mut asked = Self { posts, path, query, body, request_id: None, settles: false, closes: old };
-        for line in lines {
-            let Some(colon) = line.iter().position(|&byte| byte == b':') else { continue };
-            let (name, value) = (&line[..colon], line[colon + 1..].trim_ascii());
-            if name.eq_ignore_ascii_case(b"x-request-id") {
-                asked.request_id = Some(word(Some(value)));
-            } else if name.eq_ignore_ascii_case(b"x-baton-router-settles") {
-                asked.settles = true;
-            } else if name.eq_ignore_ascii_case(b"connection") {
-                asked.closes = value.eq_ignore_ascii_case(b"close");
-            }
-        }
-        asked
-    }
-
-    fn field(&self, name: &str) -> Option<&str> {
-        self.query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='))
-    }
-}
-
-/// Serves until the engine is stopped; then every connection is cut.
+/// Serves until the engine is stopped, then closes every connection.
 pub(super) async fn serve(listener: std::net::TcpListener, engine: Arc<Engine>) {
     let Ok(listener) = TcpListener::from_std(listener) else { return };
     let mut connections = tokio::task::JoinSet::new();
@@ -77,14 +34,14 @@ pub(super) async fn serve(listener: std::net::TcpListener, engine: Arc<Engine>) 
             accepted = listener.accept() => accepted,
         };
         let Ok((stream, _)) = accepted else {
-            // Out of descriptors: wait for some to be closed.
+            // Out of descriptors: wait until some are closed.
             tokio::time::sleep(Duration::from_millis(10)).await;
             continue;
         };
         let _ = stream.set_nodelay(true);
         let engine = Arc::clone(&engine);
         connections.spawn(async move {
-            // An error is the caller's end of the connection.
+            // An error means that the caller closed the connection.
             let _ = connection(stream, &engine).await;
         });
         while connections.try_join_next().is_some() {}
@@ -92,17 +49,17 @@ pub(super) async fn serve(listener: std::net::TcpListener, engine: Arc<Engine>) 
 }
 
 async fn connection(stream: TcpStream, engine: &Arc<Engine>) -> io::Result<()> {
-    let mut inbox = Inbox::new(stream);
-    while let Some(asked) = inbox.next(Asked::read).await? {
-        let closes = asked.closes;
-        match Endpoint::at(&asked.path).filter(|_| asked.posts) {
-            Some(endpoint) => generate::answer(engine, &mut inbox, endpoint, asked).await?,
+    let mut connection = ServerConnection::new(stream);
+    while let Some(request) = connection.next(HttpRequest::read).await? {
+        let closes = request.closes;
+        match Endpoint::at(&request.path).filter(|_| request.posts) {
+            Some(endpoint) => generate::answer(engine, &mut connection, endpoint, request).await?,
             None => {
                 let reply = tokio::select! {
-                    reply = other(engine, &asked) => reply,
-                    () = inbox.gone(), if asked.path == "/debug/kv/events" => return Ok(()),
+                    reply = other(engine, &request) => reply,
+                    () = connection.wait_until_closed(), if request.path == "/debug/kv/events" => return Ok(()),
                 };
-                inbox.send_or_gone(&reply).await?;
+                connection.send_or_gone(&reply).await?;
             }
         }
         if closes {
@@ -112,44 +69,21 @@ async fn connection(stream: TcpStream, engine: &Arc<Engine>) -> io::Result<()> {
     Ok(())
 }
 
-/// A whole reply: head and body, in one piece.
-pub(super) fn reply(status: u16, headers: &[(&str, String)], body: &[u8]) -> Vec<u8> {
-    use std::io::Write;
-    let mut out = Vec::with_capacity(body.len() + 160);
-    let reason = if status < 400 { "OK" } else { "Error" };
-    // Into a vector every write succeeds.
-    let _ = write!(out, "HTTP/1.1 {status} {reason}\r\nserver: sim\r\ncontent-length: {}\r\n", body.len());
-    for (name, value) in headers {
-        let _ = write!(out, "{name}: {value}\r\n");
-    }
-    out.extend_from_slice(b"\r\n");
-    out.extend_from_slice(body);
-    out
-}
-
-pub(super) fn json(body: &[u8]) -> Vec<u8> {
-    reply(200, &[("content-type", String::from("application/json"))], body)
-}
-
-pub(super) fn refusal(error: &ApiError) -> Vec<u8> {
-    reply(error.status, &error.headers(), &error.to_bytes())
-}
-
-async fn other(engine: &Arc<Engine>, asked: &Asked) -> Vec<u8> {
+async fn other(engine: &Arc<Engine>, request: &HttpRequest) -> Vec<u8> {
     let baton = engine.plan.dialect == Dialect::Baton;
-    let answer = match (asked.posts, asked.path.as_str()) {
+    let answer = match (request.posts, request.path.as_str()) {
         (false, "/health" | "/ping") => Ok(json(b"{\"status\":\"ok\"}")),
         (false, "/v1/models") => Ok(json(&models(&[card(engine)]))),
         (false, "/version") => Ok(json(b"{\"version\":\"sim\"}")),
         (false, "/metrics") => {
             let kind = String::from("text/plain; version=0.0.4; charset=utf-8");
-            Ok(reply(200, &[("content-type", kind)], books::metrics(engine).as_bytes()))
+            Ok(reply(200, &[("content-type", kind)], debug_pages::metrics(engine).as_bytes()))
         }
-        (false, "/debug/kv/events") => events(engine, asked).await,
-        (true, "/tokenize") => tokenize(engine, asked),
-        (false, "/debug/kv") if baton => Ok(json(books::debug_kv(engine).to_string().as_bytes())),
-        (true, "/kv/release") if baton => release(engine, asked),
-        (true, "/abort_requests") if baton => abort(engine, asked),
+        (false, "/debug/kv/events") => events(engine, request).await,
+        (true, "/tokenize") => tokenize(engine, request),
+        (false, "/debug/kv") if baton => Ok(json(debug_pages::debug_kv(engine).to_string().as_bytes())),
+        (true, "/kv/release") if baton => release(engine, request),
+        (true, "/abort_requests") if baton => abort(engine, request),
         (_, path) => Err(ApiError::not_found(path)),
     };
     answer.unwrap_or_else(|error| refusal(&error))
@@ -164,9 +98,9 @@ fn card(engine: &Engine) -> ModelCard {
     }
 }
 
-fn tokenize(engine: &Engine, asked: &Asked) -> Result<Vec<u8>, ApiError> {
+fn tokenize(engine: &Engine, request: &HttpRequest) -> Result<Vec<u8>, ApiError> {
     let limits = ParseLimits::default();
-    let request = TokenizeRequest::from_map(&parse_object(&asked.body, &limits)?, &limits)?;
+    let request = TokenizeRequest::from_map(&parse_object(&request.body, &limits)?, &limits)?;
     let tokens =
         text::prompt(&request.input).ok_or_else(|| ApiError::invalid("prompt", "one prompt at a time"))?;
     let reply = TokenizeReply {
@@ -178,9 +112,9 @@ fn tokenize(engine: &Engine, asked: &Asked) -> Result<Vec<u8>, ApiError> {
     Ok(json(&reply.to_bytes()))
 }
 
-/// As Baton's engine.
-fn release(engine: &Arc<Engine>, asked: &Asked) -> Result<Vec<u8>, ApiError> {
-    let fields = parse_object(&asked.body, &ParseLimits::default())?;
+/// As in Baton's engine.
+fn release(engine: &Arc<Engine>, request: &HttpRequest) -> Result<Vec<u8>, ApiError> {
+    let fields = parse_object(&request.body, &ParseLimits::default())?;
     let handle = fields.get("handle").and_then(|handle| handle.as_str());
     let handle = handle.filter(|text| text.len() == 32).and_then(|text| u128::from_str_radix(text, 16).ok());
     let handle =
@@ -193,9 +127,9 @@ fn release(engine: &Arc<Engine>, asked: &Asked) -> Result<Vec<u8>, ApiError> {
     Ok(json(format!("{{\"result\":\"{}\"}}", released.label()).as_bytes()))
 }
 
-/// As Baton's engine.
-fn abort(engine: &Arc<Engine>, asked: &Asked) -> Result<Vec<u8>, ApiError> {
-    let fields = parse_object(&asked.body, &ParseLimits::default())?;
+/// As in Baton's engine.
+fn abort(engine: &Arc<Engine>, request: &HttpRequest) -> Result<Vec<u8>, ApiError> {
+    let fields = parse_object(&request.body, &ParseLimits::default())?;
     let malformed = || {
         let bound = format!("`request_ids` must be a list of 1 to {ABORT_IDS_MAX} request ids");
         ApiError::invalid("request_ids", bound)
@@ -220,23 +154,18 @@ fn abort(engine: &Arc<Engine>, asked: &Asked) -> Result<Vec<u8>, ApiError> {
     Ok(json(serde_json::json!({"results": results}).to_string().as_bytes()))
 }
 
-/// The router's name in the names that vLLM makes of it.
-pub(super) fn bare(id: &str) -> &str {
-    id.strip_prefix("chatcmpl-").or_else(|| id.strip_prefix("cmpl-")).unwrap_or(id)
-}
-
-/// `GET /debug/kv/events`: in both dialects, since it is the simulated truth.
-async fn events(engine: &Engine, asked: &Asked) -> Result<Vec<u8>, ApiError> {
-    let number = |name: &'static str, default: u64, most: u64| match asked.field(name).map(str::parse::<u64>)
-    {
-        None => Ok(default),
-        Some(Ok(number)) if number <= most => Ok(number),
-        Some(_) => Err(ApiError::invalid(name, format!("`{name}` must be a number up to {most}"))),
-    };
+/// `GET /debug/kv/events`, in both dialects, because the log is the simulation's record.
+async fn events(engine: &Engine, request: &HttpRequest) -> Result<Vec<u8>, ApiError> {
+    let number =
+        |name: &'static str, default: u64, most: u64| match request.field(name).map(str::parse::<u64>) {
+            None => Ok(default),
+            Some(Ok(number)) if number <= most => Ok(number),
+            Some(_) => Err(ApiError::invalid(name, format!("`{name}` must be a number up to {most}"))),
+        };
     let limit = number("limit", EVENTS_SHOWN as u64, EVENTS_SHOWN as u64)?.max(1);
     let wait = Duration::from_millis(number("wait_ms", 0, EVENTS_WAIT_MAX_MS)?);
-    let page = match asked.field("after") {
-        Some("latest") => Page { next: engine.log.latest(), lost: 0, events: Vec::new() },
+    let page = match request.field("after") {
+        Some("latest") => EventPage { next: engine.log.latest(), lost: 0, events: Vec::new() },
         _ => engine.log.page_within(number("after", 0, u64::MAX)?, limit as usize, wait).await,
     };
     let body = serde_json::json!({

@@ -1,4 +1,4 @@
-//! Simulated engines as their callers see them: by HTTP, one engine after the other, and behind the real router.
+//! Simulated engines as seen by their callers: by HTTP, one engine after the other, and behind the real router.
 
 mod behind_the_router;
 mod planted;
@@ -12,9 +12,9 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use super::*;
-use crate::common::http_client::{Origin, WebError};
+use crate::common::http_client::{ServiceClient, WebError};
 
-/// Nothing here takes nearly as long.
+/// Maximum wait of a test. Waits are normally far shorter.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn prompt(number: usize, words: usize) -> String {
@@ -37,12 +37,12 @@ fn text(reply: &Value) -> String {
     reply["choices"][0]["text"].as_str().expect("a text").to_owned()
 }
 
-/// A fleet and how to ask its engines.
-struct Site {
+/// A fleet, and requests to its engines.
+struct TestFleet {
     fleet: SimFleet,
 }
 
-impl Site {
+impl TestFleet {
     fn of(plan: FleetPlan) -> Self {
         Self { fleet: SimFleet::start(plan).expect("a fleet starts on loopback") }
     }
@@ -59,15 +59,15 @@ impl Site {
     }
 
     async fn post(&self, role: Role, path: &str, body: &Value) -> Result<Value, WebError> {
-        let origin = Origin::parse(&self.at(role).to_string()).expect("an address");
-        origin.post_json(path, body, PATIENCE).await
+        let service = ServiceClient::parse(&self.at(role).to_string()).expect("an address");
+        service.post_json(path, body, PATIENCE).await
     }
 
     async fn complete(&self, role: Role, body: &Value) -> Value {
         self.post(role, "/v1/completions", body).await.expect("an answer")
     }
 
-    /// A prefill, and what the decode engine is to be sent.
+    /// Sends a prefill and returns the request for the decode engine.
     async fn lent(&self, ask: &Value) -> Value {
         let reply = self.complete(Role::Prefill, &first_leg(ask)).await;
         let mut second = ask.clone();
@@ -86,20 +86,21 @@ impl Site {
         self.events(role, tag).iter().map(kind).collect()
     }
 
-    /// The first event of that kind, once there is one.
+    /// The first event of this kind, once there is one.
     async fn event(&self, role: Role, tag: &str, kind: &str) -> Value {
         eventually(kind, || self.events(role, tag).into_iter().find(|event| event["kind"] == kind)).await
     }
 
-    fn usage(&self, role: Role) -> pool::Usage {
-        let member = self.fleet.member(role, 0).expect("it exists").lock().expect("nobody panics");
-        member.runs.as_ref().expect("it lives").0.look(core::Core::usage)
+    fn usage(&self, role: Role) -> pool::PoolUsage {
+        let member = self.fleet.member(role, 0).expect("it exists").lock().expect("no thread panics");
+        member.runs.as_ref().expect("it lives").0.inspect(core::Core::usage)
     }
 
-    /// Waits until every block of both engines is home.
+    /// Waits until all blocks of both engines are free.
     async fn settled(&self) {
-        let home = |role| self.usage(role).free == self.usage(role).total;
-        eventually("every block home", || (home(Role::Prefill) && home(Role::Decode)).then_some(())).await;
+        let all_free = |role| self.usage(role).free == self.usage(role).total;
+        eventually("every block free", || (all_free(Role::Prefill) && all_free(Role::Decode)).then_some(()))
+            .await;
     }
 }
 
@@ -115,17 +116,17 @@ async fn eventually<T>(what: &str, mut seen: impl FnMut() -> Option<T>) -> T {
     tokio::time::timeout(PATIENCE, waited).await.unwrap_or_else(|_| panic!("never: {what}"))
 }
 
-/// How a caller leaves.
+/// How a caller disconnects.
 #[derive(Clone, Copy, Debug)]
-enum Leaves {
+enum HangUp {
     Fin,
     Rst,
 }
 
-/// A caller that can leave.
-struct Caller(TcpStream);
+/// A caller that can disconnect.
+struct TestCaller(TcpStream);
 
-impl Caller {
+impl TestCaller {
     async fn post(at: SocketAddr, path: &str, body: &Value) -> Self {
         let mut stream = TcpStream::connect(at).await.expect("it listens");
         let body = body.to_string();
@@ -135,7 +136,7 @@ impl Caller {
         Self(stream)
     }
 
-    /// What it has been sent once this is in it.
+    /// The data that was received once it contains `part`.
     async fn reads_until(&mut self, part: &str) -> String {
         let mut read = Vec::new();
         let reads = async {
@@ -148,8 +149,8 @@ impl Caller {
         String::from_utf8_lossy(&read).into_owned()
     }
 
-    fn leaves(self, how: Leaves) {
-        if matches!(how, Leaves::Rst) {
+    fn leaves(self, how: HangUp) {
+        if matches!(how, HangUp::Rst) {
             socket2::SockRef::from(&self.0).set_linger(Some(Duration::ZERO)).expect("a socket");
         }
     }

@@ -1,9 +1,9 @@
-//! What simulated engines read and say. A token is a word, or eight bytes of a long one; the content of a block is one
-//! number, made of every token up to its end; and every word of an answer follows from the numbers that are in the
-//! blocks at that moment.
+//! Prompts and responses of simulated engines. A token is a word, or eight bytes of a long one. The content of a
+//! block is one number, derived from every token up to its end. Every word of a response follows from the current
+//! contents of the blocks.
 //!
-//! So the same prompt is always answered by the same words, wherever it was computed, and a block that holds another
-//! request's content changes them.
+//! The same prompt therefore always has the same response, on every engine. A block with another request's content
+//! changes the response.
 
 use baton_openai::{Input, Prompt};
 use serde_json::Value;
@@ -13,7 +13,7 @@ const VOCABULARY: u64 = 1 << 20;
 /// Bytes of a word that are one token.
 const TOKEN_BYTES: usize = 8;
 
-/// What is said.
+/// The words of responses.
 const WORDS: [&str; 64] = [
     " amber", " anvil", " apple", " arrow", " basin", " birch", " bread", " brook", " cabin", " cedar",
     " chalk", " cliff", " cloud", " coral", " crane", " delta", " ember", " fable", " fern", " field",
@@ -32,7 +32,7 @@ pub(super) fn mix(of: u64) -> u64 {
     of ^ (of >> 31)
 }
 
-/// Adds the tokens of a text.
+/// Appends the tokens of a text.
 pub(super) fn tokenize(text: &str, into: &mut Vec<u32>) {
     for word in text.split_ascii_whitespace() {
         for piece in word.as_bytes().chunks(TOKEN_BYTES) {
@@ -43,7 +43,7 @@ pub(super) fn tokenize(text: &str, into: &mut Vec<u32>) {
     }
 }
 
-/// The tokens of what a request asks to continue, where that is one prompt.
+/// The tokens of a request's prompt, if there is exactly one.
 pub(super) fn prompt(input: &Input) -> Option<Vec<u32>> {
     let mut tokens = Vec::new();
     match input {
@@ -68,7 +68,7 @@ pub(super) fn prompt(input: &Input) -> Option<Vec<u32>> {
         }
     }
     if tokens.is_empty() {
-        // An engine begins with a token of its own.
+        // As an engine's beginning of sequence.
         tokens.push(1);
     }
     Some(tokens)
@@ -84,12 +84,12 @@ pub(super) fn contents(tokens: &[u32], block_tokens: usize) -> Vec<u64> {
     tokens.chunks(block_tokens).map(end_of_block).collect()
 }
 
-/// The content of a block that holds only what was generated, from that of the block before.
+/// The content of a block of generated tokens, from that of the block before.
 pub(super) fn next_content(before: u64) -> u64 {
     mix(before ^ u64::MAX)
 }
 
-/// The word that follows from these contents as the `number`th of an answer.
+/// Word `number` of a response, from these contents.
 pub(super) fn word(contents: impl Iterator<Item = u64>, number: usize) -> &'static str {
     let all = contents.fold(0, |all, content| mix(all ^ content));
     WORDS[(mix(all ^ number as u64) % WORDS.len() as u64) as usize]
@@ -112,10 +112,10 @@ mod tests {
 
     #[test]
     fn words_follow_from_the_contents() {
-        let said =
+        let words =
             |contents: &[u64]| -> String { (0..32).map(|n| word(contents.iter().copied(), n)).collect() };
-        assert_eq!(said(&[1, 2, 3]), said(&[1, 2, 3]));
-        assert_ne!(said(&[1, 2, 3]), said(&[1, 2, 4]));
-        assert_ne!(said(&[1, 2, 3]), said(&[2, 1, 3]));
+        assert_eq!(words(&[1, 2, 3]), words(&[1, 2, 3]));
+        assert_ne!(words(&[1, 2, 3]), words(&[1, 2, 4]));
+        assert_ne!(words(&[1, 2, 3]), words(&[2, 1, 3]));
     }
 }

@@ -1,20 +1,23 @@
-//! One round of one target while nobody leaves: streams in a closed loop.
+//! One round of one target without cancels: streams in a closed loop.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use super::{CompareArgs, Contender};
+use super::{CompareArgs, CompareTarget};
 use crate::BenchError;
-use crate::load::{Call, Client, Connections, Endpoint, Leave, Limits, Manner, Prompt, Target, Wish};
+use crate::load::{
+    Call, CancelTrigger, Client, CompletionSpec, Connections, DisconnectKind, Endpoint, Limits, Prompt,
+    Target,
+};
 
-/// A request that takes longer has failed.
+/// Maximum time of a request.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Requests before those that count, per client: connections to the engines are made.
+/// Uncounted requests per client at the beginning, which open connections to the engines.
 const WARM_UP: usize = 1;
 
-/// What a round came to.
-pub(super) struct Round {
+/// The results of a round.
+pub(super) struct CalmRound {
     pub ttft_ms: Vec<f64>,
     pub gaps_ms: Vec<f64>,
     pub failed: usize,
@@ -22,22 +25,25 @@ pub(super) struct Round {
     pub cpu_s_per_1000: Option<f64>,
 }
 
-/// A client of a target, within the bounds of this benchmark.
-pub(super) async fn client(contender: &Contender, connections: Connections) -> Result<Client, BenchError> {
+/// A client of a target, with the limits of this benchmark.
+pub(super) async fn client(
+    contender: &CompareTarget,
+    connections: Connections,
+) -> Result<Client, BenchError> {
     let limits = Limits { total: PATIENCE, ..Limits::default() };
     Ok(Client::open(Target::parse(&contender.address)?, limits, connections).await?)
 }
 
-/// So many words, other ones for every number.
+/// A prompt of `words` words, different for each number.
 pub(super) fn prompt(number: usize, words: usize) -> Prompt {
     Prompt::Text((0..words).map(|word| format!("w{number}x{word} ")).collect())
 }
 
 pub(super) async fn round(
     args: &CompareArgs,
-    contender: &Contender,
+    contender: &CompareTarget,
     round: usize,
-) -> Result<Round, BenchError> {
+) -> Result<CalmRound, BenchError> {
     let client = client(contender, Connections::Kept).await?;
     let args = Arc::new(args.clone());
     closed_loop(&args, &client, usize::MAX / 2, WARM_UP * args.concurrency).await?;
@@ -52,7 +58,7 @@ pub(super) async fn round(
     }
     let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
     let per_1000 = |cpu: Duration| cpu.as_secs_f64() * 1_000.0 / calls.len() as f64;
-    Ok(Round {
+    Ok(CalmRound {
         ttft_ms: done.iter().filter_map(|call| call.ttft()).map(ms).collect(),
         gaps_ms: done.iter().flat_map(|call| call.gaps()).map(ms).collect(),
         failed: calls.len() - done.len(),
@@ -79,9 +85,14 @@ async fn closed_loop(
                     return calls;
                 }
                 let prompt = prompt(first + number, args.prompt_tokens);
-                let ask =
-                    Wish::new(Endpoint::Completions, &args.model, &prompt, args.output_tokens as u32).ask();
-                calls.push(client.call(&ask, &Leave::Never, Manner::Fin).await);
+                let ask = CompletionSpec::new(
+                    Endpoint::Completions,
+                    &args.model,
+                    &prompt,
+                    args.output_tokens as u32,
+                )
+                .prepare();
+                calls.push(client.call(&ask, &CancelTrigger::Never, DisconnectKind::Fin).await);
             }
         });
     }

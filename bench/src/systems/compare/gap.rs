@@ -1,6 +1,7 @@
-//! One round of clients that leave in the gap: the prefill engine has lent, and the decode engine has not looked yet.
+//! One round of cancels in the gap: the prefill engine has opened a lease, and the decode engine has not accepted
+//! the request.
 //!
-//! When that is, the prefill engine's event log says; what becomes of the blocks, too.
+//! The prefill engine's event log determines the time of the cancel, and reports the end of the lease.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,69 +13,71 @@ use serde_json::Value;
 use tokio_util::sync::CancellationToken;
 
 use super::calm::{client, prompt};
-use super::{CompareArgs, Contender};
+use super::{CompareArgs, CompareTarget};
 use crate::BenchError;
-use crate::load::{Call, Connections, Endpoint, Leave, Manner, Moment, Outcome, Wish};
+use crate::load::{
+    Call, CallOutcome, CancelTrigger, CompletionSpec, Connections, DisconnectKind, Endpoint, Moment,
+};
 use crate::sim::engines::{Role, SimFleet};
 
-/// Victims at a time: a storm, but none that fills a queue.
+/// Cancelled requests at a time: enough for a storm, but too few to fill a queue.
 const AT_ONCE: usize = 8;
-/// After a lease's end its blocks are home within this time, on a machine that has other work.
+/// Maximum time from the end of a lease until its blocks are free, on a busy machine.
 const SLACK: Duration = Duration::from_secs(5);
-/// Events that are looked at in one go.
+/// Events per page.
 const PAGE: usize = 4_096;
 
-/// What became of one client's blocks.
+/// The outcome for one client's blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Fate {
-    /// The client did not leave in the gap: nothing was lent, or its answer was there before.
+pub enum GapOutcome {
+    /// The client did not cancel in the gap: there was no lease, or the response came before.
     Missed,
-    /// They were given back.
+    /// The blocks were released.
     Home,
-    /// They came home when the lease's time was up.
+    /// The blocks were freed when the lease expired.
     Stranded,
-    /// They had not come home when the log was looked at no longer.
+    /// The blocks were not freed while the log was read.
     Lost,
 }
 
-/// One client that was to leave in the gap, and what the prefill engine wrote down of its blocks.
+/// One client that was to cancel in the gap, and the prefill engine's events about its blocks.
 #[derive(Clone, Debug, Serialize)]
 pub struct CancelledRequest {
-    /// Which round.
+    /// The round.
     pub round: usize,
-    /// The `user` of its request, which the engine's events carry.
+    /// The `user` of the request, which is in the engine's events.
     pub tag: String,
-    /// What became of its blocks.
-    pub fate: Fate,
-    /// When it had left, microseconds since the Unix epoch.
+    /// The outcome for the blocks.
+    pub fate: GapOutcome,
+    /// Time of the cancel, microseconds since the Unix epoch.
     pub left_us: Option<u64>,
-    /// When they were lent, by the engine's log.
+    /// When the lease was opened, by the engine's log.
     pub lent_us: Option<u64>,
-    /// When they were free.
+    /// When the blocks were freed.
     pub freed_us: Option<u64>,
-    /// Why the lease ended, in the engine's word.
+    /// Why the lease ended, as in the engine's log.
     pub reason: Option<String>,
-    /// How many.
+    /// Number of blocks.
     pub blocks: u64,
-    /// From its leaving until they were home; of lost ones, until nobody looked any more.
+    /// From the cancel until the blocks were freed. For lost blocks, until the end of the observation.
     pub after_ms: f64,
 }
 
-/// Reads an engine's log on, and keeps what is of interest by tag and kind.
-struct Watch {
+/// Reads an engine's log and keeps the events by tag and kind.
+struct LogReader {
     log: Arc<EventLog>,
     next: u64,
     seen: HashMap<(String, String), Value>,
 }
 
-impl Watch {
+impl LogReader {
     fn of(fleet: &SimFleet) -> Result<Self, BenchError> {
         let log = fleet.log(Role::Prefill, 0).ok_or("the prefill engine has ended")?;
         Ok(Self { next: log.latest(), log, seen: HashMap::new() })
     }
 
-    /// Waits for that event of that request.
+    /// Waits for this event of this request.
     async fn until(&mut self, tag: &str, kind: &str, within: Duration) -> Option<Value> {
         let key = (tag.to_owned(), kind.to_owned());
         let until = tokio::time::Instant::now() + within;
@@ -100,11 +103,11 @@ impl Watch {
 pub(super) async fn round(
     args: &CompareArgs,
     fleet: &SimFleet,
-    contender: &Contender,
+    contender: &CompareTarget,
     round: usize,
 ) -> Result<Vec<CancelledRequest>, BenchError> {
     let client = client(contender, Connections::Fresh).await?;
-    let mut watch = Watch::of(fleet)?;
+    let mut watch = LogReader::of(fleet)?;
     let mut cancelled = Vec::new();
     for first in (0..args.cancels).step_by(AT_ONCE) {
         let mut calls = tokio::task::JoinSet::new();
@@ -115,14 +118,19 @@ pub(super) async fn round(
             leaving.push((tag.clone(), leave));
             calls.spawn(async move {
                 let prompt = prompt(round * args.cancels + number, args.prompt_tokens);
-                let wish = Wish::new(Endpoint::Completions, &args.model, &prompt, args.output_tokens as u32);
-                let ask = Wish { user: Some(&tag), ..wish }.ask();
-                let call = client.call(&ask, &Leave::When(leaves), Manner::Fin).await;
+                let spec = CompletionSpec::new(
+                    Endpoint::Completions,
+                    &args.model,
+                    &prompt,
+                    args.output_tokens as u32,
+                );
+                let ask = CompletionSpec { user: Some(&tag), ..spec }.prepare();
+                let call = client.call(&ask, &CancelTrigger::When(leaves), DisconnectKind::Fin).await;
                 (tag, call)
             });
         }
         for (tag, leave) in &leaving {
-            // One that is never lent leaves all the same, and is counted as missed.
+            // A request without a lease is cancelled all the same, and counts as missed.
             watch.until(tag, "lease_opened", SLACK).await;
             leave.cancel();
         }
@@ -139,7 +147,7 @@ pub(super) async fn round(
     Ok(cancelled)
 }
 
-impl Watch {
+impl LogReader {
     async fn judge(
         &mut self,
         args: &CompareArgs,
@@ -149,7 +157,7 @@ impl Watch {
         let lent = self.until(&tag, "lease_opened", Duration::ZERO).await;
         let mut request = CancelledRequest {
             round,
-            fate: Fate::Missed,
+            fate: GapOutcome::Missed,
             left_us: call.left.map(Moment::us),
             lent_us: lent.as_ref().and_then(|lent| lent["at_us"].as_u64()),
             freed_us: None,
@@ -158,21 +166,23 @@ impl Watch {
             after_ms: 0.0,
             tag,
         };
-        let (Some(_), Some(left), Outcome::Left) = (lent, call.left, &call.outcome) else { return request };
+        let (Some(_), Some(left), CallOutcome::Left) = (lent, call.left, &call.outcome) else {
+            return request;
+        };
         if !call.tokens.is_empty() {
             return request;
         }
         let within = Duration::from_millis(args.lease_ms) + SLACK;
         let Some(freed) = self.until(&request.tag, "freed", within).await else {
-            request.fate = Fate::Lost;
+            request.fate = GapOutcome::Lost;
             request.after_ms = Moment::now().since(left).as_secs_f64() * 1e3;
             return request;
         };
         let ended = self.until(&request.tag, "lease_ended", Duration::ZERO).await;
         request.reason = ended.and_then(|ended| ended["reason"].as_str().map(str::to_owned));
         request.fate = match request.reason.as_deref() {
-            Some("lease_expired") => Fate::Stranded,
-            _ => Fate::Home,
+            Some("lease_expired") => GapOutcome::Stranded,
+            _ => GapOutcome::Home,
         };
         request.freed_us = freed["at_us"].as_u64();
         request.after_ms = request.freed_us.unwrap_or(0).saturating_sub(left.us()) as f64 / 1e3;

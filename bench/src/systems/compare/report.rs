@@ -1,70 +1,70 @@
-//! What was compared, as JSON and as tables.
+//! The report, as JSON and as tables.
 
 use serde::Serialize;
 
-use super::calm::Round;
-use super::gap::{CancelledRequest, Fate};
-use super::{CompareArgs, Contender};
+use super::calm::CalmRound;
+use super::gap::{CancelledRequest, GapOutcome};
+use super::{CompareArgs, CompareTarget};
 use crate::common::{machine, stats};
-use crate::systems::router::report::Spread;
+use crate::systems::router::report::RepeatSpread;
 
 /// The whole run.
 #[derive(Clone, Debug, Serialize)]
 pub struct CompareReport {
-    /// Of this program.
+    /// Version of this program.
     pub version: &'static str,
-    /// UTC.
+    /// Date in UTC.
     pub date: String,
-    /// Of the repository that it was run in, with a `+` where it was changed.
+    /// Commit of the repository in which the run took place, with a `+` if files were changed.
     pub commit: Option<String>,
     /// The command line.
     pub command: String,
     /// Processors, memory and kernel.
     pub machine: String,
-    /// The simulated engines' verbs and rules.
+    /// Protocol and rules of the simulated engines.
     pub dialect: &'static str,
-    /// Rounds.
+    /// Number of rounds.
     pub rounds: usize,
-    /// Per target and round.
+    /// Requests per target and round.
     pub requests: usize,
-    /// Clients at a time.
+    /// Concurrent clients.
     pub concurrency: usize,
     /// Tokens of a prompt.
     pub prompt_tokens: usize,
-    /// Tokens of an answer.
+    /// Tokens of a response.
     pub output_tokens: usize,
-    /// Where clients leave: how long a decode engine takes to look at a request.
+    /// Where clients cancel: time until a decode engine accepts a request.
     pub admission_delay_ms: u64,
-    /// And how long blocks are lent.
+    /// Where clients cancel: duration of a lease.
     pub lease_ms: u64,
-    /// The first is what the others' ratios are over.
+    /// All targets. Ratios are over the first.
     pub targets: Vec<TargetReport>,
 }
 
 /// One gateway. Times in milliseconds.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct TargetReport {
-    /// `baton`, `vllm-router`, `smg`, `toy-proxy`, `nginx`, or a name that was given.
+    /// `baton`, `vllm-router`, `smg`, `toy-proxy`, `nginx`, or a name from the options.
     pub name: String,
-    /// As it tells it.
+    /// The version that the gateway reports.
     pub version: String,
-    /// Whether it asks the prefill engine of this run.
+    /// Whether the gateway uses the prefill engine of this run.
     pub disaggregates: bool,
     /// Time to first token, median of a round.
-    pub ttft_p50_ms: Spread,
+    pub ttft_p50_ms: RepeatSpread,
     /// The same, 99th percentile.
-    pub ttft_p99_ms: Spread,
+    pub ttft_p99_ms: RepeatSpread,
     /// Between two tokens, 99th percentile.
-    pub itl_p99_ms: Spread,
-    /// Answered whole.
-    pub requests_per_second: Spread,
-    /// CPU of all its threads; `None` for somebody else's.
-    pub cpu_s_per_1000: Option<Spread>,
-    /// Not answered whole, in all rounds.
+    pub itl_p99_ms: RepeatSpread,
+    /// Complete responses per second.
+    pub requests_per_second: RepeatSpread,
+    /// CPU time of all threads. `None` for gateways that this run did not start.
+    pub cpu_s_per_1000: Option<RepeatSpread>,
+    /// Incomplete responses in all rounds.
     pub failed: usize,
-    /// Over the first target in the same round: TTFT p50, TTFT p99, ITL p99, requests per second, CPU.
+    /// Ratios over the first target in the same round.
     pub over_first: Option<Ratios>,
-    /// Clients that left in the gap.
+    /// Clients that cancelled in the gap.
     pub gap: Option<GapReport>,
 }
 
@@ -72,27 +72,27 @@ pub struct TargetReport {
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Ratios {
     /// Of the medians.
-    pub ttft_p50: Option<Spread>,
+    pub ttft_p50: Option<RepeatSpread>,
     /// Of the 99th percentiles.
-    pub ttft_p99: Option<Spread>,
+    pub ttft_p99: Option<RepeatSpread>,
     /// Of the 99th percentiles.
-    pub itl_p99: Option<Spread>,
+    pub itl_p99: Option<RepeatSpread>,
     /// Of the rates.
-    pub requests_per_second: Option<Spread>,
+    pub requests_per_second: Option<RepeatSpread>,
     /// Of the CPU per request.
-    pub cpu: Option<Spread>,
+    pub cpu: Option<RepeatSpread>,
 }
 
-/// What became of the blocks of clients that left in the gap.
+/// The outcomes for clients that cancelled in the gap.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct GapReport {
-    /// Clients that left in it.
+    /// Clients that cancelled in the gap.
     pub cancels: usize,
-    /// Clients that were to, and could not: nothing was lent, or the answer was there.
+    /// Clients that could not cancel in the gap: there was no lease, or the response came before.
     pub missed: usize,
-    /// Victims whose blocks came home by the end of the lease's time, or not at all.
+    /// Cancelled requests whose blocks were freed by expiry, or not at all.
     pub stranded: usize,
-    /// Of those, not at all while anybody looked.
+    /// Of those, the ones whose blocks were not freed during the observation.
     pub lost: usize,
     /// Blocks times seconds from the cancel of a stranded request until they are free, per 1,000 cancelled requests.
     pub stranded_block_seconds_per_1000: f64,
@@ -103,14 +103,14 @@ pub struct GapReport {
     /// The same, greatest.
     pub time_to_free_max_ms: f64,
     /// `stranded_block_seconds_per_1000` of each round.
-    pub rounds_block_seconds_per_1000: Spread,
-    /// The median of each round from leaving until the blocks were back.
-    pub rounds_time_to_free_p50_ms: Spread,
-    /// Each client: every number above follows from these.
+    pub rounds_block_seconds_per_1000: RepeatSpread,
+    /// The median of each round from the cancel until the blocks were freed.
+    pub rounds_time_to_free_p50_ms: RepeatSpread,
+    /// All clients, from which the numbers above are computed.
     pub raw: Vec<CancelledRequest>,
 }
 
-/// No number where there was no sample.
+/// NaN without samples.
 fn percentile(sorted: &[f64], p: f64) -> f64 {
     stats::percentile(sorted, p).unwrap_or(f64::NAN)
 }
@@ -121,8 +121,8 @@ fn sorted(mut numbers: Vec<f64>) -> Vec<f64> {
 }
 
 impl CompareReport {
-    pub(super) fn new(args: &CompareArgs, contenders: &[Contender]) -> Self {
-        let target = |contender: &Contender| TargetReport {
+    pub(super) fn new(args: &CompareArgs, contenders: &[CompareTarget]) -> Self {
+        let target = |contender: &CompareTarget| TargetReport {
             name: contender.name.clone(),
             version: contender.version.clone(),
             disaggregates: contender.disaggregates,
@@ -165,7 +165,7 @@ impl CompareReport {
         }
     }
 
-    /// For people: a part for each measure, with a line for each target, so that it fits a terminal of 80 columns.
+    /// For people: a section for each measure with a line for each target, for terminals of 80 columns.
     #[must_use]
     pub fn table(&self) -> String {
         let mut lines = vec![
@@ -177,7 +177,7 @@ impl CompareReport {
             ),
         ];
         let first = self.targets.first().map_or("", |target| target.name.as_str());
-        let spread = |of: &Spread| vec![number(of.median), number(of.min), number(of.max)];
+        let spread = |of: &RepeatSpread| vec![number(of.median), number(of.min), number(of.max)];
         let nothing = || vec!["-".to_owned(); 3];
         let over = format!("over {first}");
         let heads = ["", "median", "least", "greatest", &over, "least", "greatest"].map(str::to_owned);
@@ -226,11 +226,11 @@ impl CompareReport {
     }
 }
 
-type Of<T> = fn(&T) -> Option<Spread>;
-type Ratio = for<'a> fn(&'a Ratios) -> &'a Option<Spread>;
+type SpreadAccessor<T> = fn(&T) -> Option<RepeatSpread>;
+type RatioAccessor = for<'a> fn(&'a Ratios) -> &'a Option<RepeatSpread>;
 
-/// What is measured of each target: its name, its numbers, and their ratio over the first target's.
-const MEASURES: [(&str, Of<TargetReport>, Ratio); 5] = [
+/// The measures: name, value of a target, and ratio over the first target.
+const MEASURES: [(&str, SpreadAccessor<TargetReport>, RatioAccessor); 5] = [
     ("TTFT p50, ms", |of| Some(of.ttft_p50_ms.clone()), |over| &over.ttft_p50),
     ("TTFT p99, ms", |of| Some(of.ttft_p99_ms.clone()), |over| &over.ttft_p99),
     ("ITL p99, ms", |of| Some(of.itl_p99_ms.clone()), |over| &over.itl_p99),
@@ -238,13 +238,12 @@ const MEASURES: [(&str, Of<TargetReport>, Ratio); 5] = [
     ("CPU s per 1,000", |of| of.cpu_s_per_1000.clone(), |over| &over.cpu),
 ];
 
-/// To a hundredth; large ones without, so that a column stays narrow.
+/// Two decimals, but none for large values, so that columns stay narrow.
 fn number(value: f64) -> String {
     if value.is_finite() && value.abs() >= 10_000.0 { format!("{value:.0}") } else { format!("{value:.2}") }
 }
 
-/// Lines of which each column is as wide as its widest cell, two spaces apart: the first to the left, the rest to the
-/// right.
+/// Lines with aligned columns, two spaces apart. The first column is aligned left, the others right.
 fn columns(rows: &[Vec<String>]) -> Vec<String> {
     let mut wide: Vec<usize> = Vec::new();
     for row in rows {
@@ -264,7 +263,7 @@ fn columns(rows: &[Vec<String>]) -> Vec<String> {
 }
 
 impl TargetReport {
-    pub(super) fn add(&mut self, round: &Round) {
+    pub(super) fn add(&mut self, round: &CalmRound) {
         let (ttft, gaps) = (sorted(round.ttft_ms.clone()), sorted(round.gaps_ms.clone()));
         self.ttft_p50_ms.add(percentile(&ttft, 50.0));
         self.ttft_p99_ms.add(percentile(&ttft, 99.0));
@@ -287,9 +286,9 @@ impl GapReport {
         }
         self.raw.extend(cancelled);
         let all = Tally::of(&self.raw);
-        let count = |fate: Fate| self.raw.iter().filter(|request| request.fate == fate).count();
-        (self.missed, self.lost) = (count(Fate::Missed), count(Fate::Lost));
-        (self.cancels, self.stranded) = (all.time_to_free_ms.len(), self.lost + count(Fate::Stranded));
+        let count = |fate: GapOutcome| self.raw.iter().filter(|request| request.fate == fate).count();
+        (self.missed, self.lost) = (count(GapOutcome::Missed), count(GapOutcome::Lost));
+        (self.cancels, self.stranded) = (all.time_to_free_ms.len(), self.lost + count(GapOutcome::Stranded));
         let at = |p| percentile(&all.time_to_free_ms, p);
         (self.time_to_free_p50_ms, self.time_to_free_p99_ms, self.time_to_free_max_ms) =
             (at(50.0), at(99.0), at(100.0));
@@ -297,18 +296,18 @@ impl GapReport {
     }
 }
 
-/// What some cancelled requests add up to.
+/// Sums over cancelled requests.
 struct Tally {
-    /// In order.
+    /// Sorted.
     time_to_free_ms: Vec<f64>,
-    /// Of those that were stranded or lost.
+    /// Of stranded and lost requests.
     block_seconds: f64,
 }
 
 impl Tally {
     fn of(cancelled: &[CancelledRequest]) -> Self {
-        let left = || cancelled.iter().filter(|request| request.fate != Fate::Missed);
-        let stranded = left().filter(|request| request.fate != Fate::Home);
+        let left = || cancelled.iter().filter(|request| request.fate != GapOutcome::Missed);
+        let stranded = left().filter(|request| request.fate != GapOutcome::Home);
         Self {
             time_to_free_ms: sorted(left().map(|request| request.after_ms).collect()),
             block_seconds: stranded.map(|request| request.blocks as f64 * request.after_ms / 1e3).sum(),
@@ -316,7 +315,7 @@ impl Tally {
     }
 
     fn block_seconds_per_1000(&self) -> Option<f64> {
-        // A sum of nothing is −0.
+        // The sum of no values is −0.
         let seconds = self.block_seconds + 0.0;
         (!self.time_to_free_ms.is_empty()).then(|| seconds * 1_000.0 / self.time_to_free_ms.len() as f64)
     }
@@ -326,8 +325,8 @@ impl Tally {
 mod tests {
     use super::*;
 
-    fn spread(values: &[f64]) -> Spread {
-        let mut spread = Spread::default();
+    fn spread(values: &[f64]) -> RepeatSpread {
+        let mut spread = RepeatSpread::default();
         values.iter().for_each(|value| spread.add(*value));
         spread
     }
@@ -402,8 +401,12 @@ mod tests {
             blocks: 4,
             after_ms,
         };
-        gap.add(vec![request(2.0, Fate::Home), request(3_000.0, Fate::Stranded), request(0.0, Fate::Missed)]);
-        gap.add(vec![request(1.0, Fate::Home), request(500.0, Fate::Lost)]);
+        gap.add(vec![
+            request(2.0, GapOutcome::Home),
+            request(3_000.0, GapOutcome::Stranded),
+            request(0.0, GapOutcome::Missed),
+        ]);
+        gap.add(vec![request(1.0, GapOutcome::Home), request(500.0, GapOutcome::Lost)]);
         assert_eq!((gap.cancels, gap.stranded, gap.missed, gap.lost), (4, 2, 1, 1));
         // 4 × 3 s and 4 × 0.5 s, of four cancelled requests.
         assert_eq!(gap.stranded_block_seconds_per_1000, 14.0 * 250.0);

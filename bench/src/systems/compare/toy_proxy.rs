@@ -1,13 +1,14 @@
-//! What vLLM's `toy_proxy_server.py` does with a request, in Rust: the proxy that people begin with.
+//! The behaviour of vLLM's `toy_proxy_server.py`, in Rust: the proxy that users start with.
 //!
 //! ```text
-//!  body ─▶ prefill engine, to its end, whoever waits ─▶ 200 is sent ─▶ decode engine ─▶ its bytes, as they come
+//! body ─▶ prefill engine, to its end, even after a cancel ─▶ 200 is sent ─▶ decode engine ─▶ its bytes
 //! ```
 //!
-//! As there (read 2026-11-22): a client that leaves is not noticed while the prefill engine is waited for, and nobody tells
-//! a prefill engine anything; once the answer has begun, the connection to the decode engine goes with the client's. The
-//! status is 200 before the decode engine has said anything. Two things are otherwise: a stream is called one (there every
-//! answer is `application/json`, and the client here goes by that), and Python's own cost is not in it.
+//! As in the original, the proxy does not detect a cancel while it waits for the prefill engine. It sends the
+//! prefill engine neither aborts nor releases. After the response has begun, the connection to the decode engine is
+//! closed with the client's. Status 200 is sent before the decode engine responds. There are two differences. A
+//! stream has the content type of a stream: the original always sends `application/json`, and this benchmark's
+//! client depends on the type. There is no overhead of Python.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -30,26 +31,26 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use crate::systems::router::RouterBenchError;
-use crate::systems::router::peers::Engines;
-use crate::systems::router::subject::{self, Subject};
+use crate::systems::router::gateway::{self, Gateway};
+use crate::systems::router::peers::EngineAddresses;
 
-/// The kernel's name for its threads.
+/// The kernel's name of the proxy's threads.
 const THREADS: &str = "bench-toy";
-/// Bodies in both directions, where one is read whole.
+/// Maximum bytes of a body that is read as a whole.
 const BODY_BYTES_MAX: usize = 32 << 20;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
-type Answer = Response<BoxBody<Bytes, Failure>>;
+type ProxyResponse = Response<BoxBody<Bytes, Failure>>;
 
-struct Toy {
-    engines: Engines,
+struct ToyProxy {
+    engines: EngineAddresses,
     client: Client<HttpConnector, Full<Bytes>>,
 }
 
-/// Starts it on threads of this process.
-pub(super) async fn start(engines: Engines) -> Result<Subject, RouterBenchError> {
+/// Starts the proxy on threads of this process.
+pub(super) async fn start(engines: EngineAddresses) -> Result<Gateway, RouterBenchError> {
     let system = |error| RouterBenchError::System("no toy proxy", error);
-    let listener = std::net::TcpListener::bind(subject::any()).map_err(system)?;
+    let listener = std::net::TcpListener::bind(gateway::any()).map_err(system)?;
     listener.set_nonblocking(true).map_err(system)?;
     let address = listener.local_addr().map_err(system)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -61,7 +62,7 @@ pub(super) async fn start(engines: Engines) -> Result<Subject, RouterBenchError>
     let stop = CancellationToken::new();
     let stopped = stop.clone();
     let ended = std::thread::spawn(move || {
-        // The work is done on the runtime's threads, whose time is counted; this one waits.
+        // The runtime's threads do the work, and their CPU time is counted. This thread only waits.
         runtime.block_on(async {
             let serving = tokio::spawn(serve(listener, engines));
             stopped.cancelled().await;
@@ -69,16 +70,16 @@ pub(super) async fn start(engines: Engines) -> Result<Subject, RouterBenchError>
         });
         runtime.shutdown_background();
     });
-    Ok(Subject::threads("toy-proxy", THREADS, address, move || {
+    Ok(Gateway::threads("toy-proxy", THREADS, address, move || {
         stop.cancel();
-        // A panic of it has been told on standard error.
+        // A panic was already printed to standard error.
         let _ = ended.join();
     }))
 }
 
-async fn serve(listener: std::net::TcpListener, engines: Engines) {
+async fn serve(listener: std::net::TcpListener, engines: EngineAddresses) {
     let Ok(listener) = TcpListener::from_std(listener) else { return };
-    let toy = Arc::new(Toy { engines, client: Client::builder(TokioExecutor::new()).build_http() });
+    let toy = Arc::new(ToyProxy { engines, client: Client::builder(TokioExecutor::new()).build_http() });
     while let Ok((stream, _)) = listener.accept().await {
         let _ = stream.set_nodelay(true);
         let toy = Arc::clone(&toy);
@@ -87,7 +88,7 @@ async fn serve(listener: std::net::TcpListener, engines: Engines) {
                 let toy = Arc::clone(&toy);
                 async move { Ok::<_, Infallible>(toy.answer(request).await) }
             });
-            // An error is the client's end of the connection.
+            // An error means that the client closed the connection.
             let _ = hyper::server::conn::http1::Builder::new()
                 .serve_connection(TokioIo::new(stream), answers)
                 .await;
@@ -95,8 +96,8 @@ async fn serve(listener: std::net::TcpListener, engines: Engines) {
     }
 }
 
-impl Toy {
-    async fn answer(self: Arc<Self>, request: Request<Incoming>) -> Answer {
+impl ToyProxy {
+    async fn answer(self: Arc<Self>, request: Request<Incoming>) -> ProxyResponse {
         let path = request.uri().path().to_owned();
         if request.method() != Method::POST || !path.starts_with("/v1/") {
             return status(StatusCode::NOT_FOUND);
@@ -108,7 +109,7 @@ impl Toy {
             return status(StatusCode::INTERNAL_SERVER_ERROR);
         };
         let id = format!("{:032x}", u128::from(crate::sim::engines::random()));
-        // On a task of its own: it goes on when the client has left.
+        // In a separate task, which continues after a cancel.
         let prefill = {
             let (toy, path, fields, id) = (Arc::clone(&self), path.clone(), fields.clone(), id.clone());
             tokio::spawn(async move { toy.prefill(&path, fields, &id).await })
@@ -120,12 +121,12 @@ impl Toy {
         let streams = fields.get("stream").is_some_and(|stream| *stream == json!(true));
         let kind = if streams { "text/event-stream; charset=utf-8" } else { "application/json" };
         let decode = async move { self.post(self.engines.decode, &path, &fields, &id).await };
-        let mut reply = Response::new(Lazy::Begins(Box::pin(decode)).boxed());
+        let mut reply = Response::new(LazyBody::Begins(Box::pin(decode)).boxed());
         reply.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
         reply
     }
 
-    /// The prefill leg, and what it lends.
+    /// The prefill leg. Returns the handoff.
     async fn prefill(&self, path: &str, mut fields: Map<String, Value>, id: &str) -> Result<Value, Failure> {
         let produce = json!({
             "do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null, "remote_block_ids": null,
@@ -166,19 +167,19 @@ impl Toy {
     }
 }
 
-fn status(status: StatusCode) -> Answer {
+fn status(status: StatusCode) -> ProxyResponse {
     let mut reply = Response::new(Full::default().map_err(|never: Infallible| match never {}).boxed());
     *reply.status_mut() = status;
     reply
 }
 
-/// The decode engine's answer; it is asked when the answer's first byte is.
-enum Lazy<F> {
+/// The decode engine's response. The request is sent when the first byte is polled.
+enum LazyBody<F> {
     Begins(Pin<Box<F>>),
     Streams(Incoming),
 }
 
-impl<F: Future<Output = Result<Incoming, Failure>>> Body for Lazy<F> {
+impl<F: Future<Output = Result<Incoming, Failure>>> Body for LazyBody<F> {
     type Data = Bytes;
     type Error = Failure;
 
@@ -189,7 +190,7 @@ impl<F: Future<Output = Result<Incoming, Failure>>> Body for Lazy<F> {
         if let Self::Begins(begins) = &mut *self {
             match ready!(begins.as_mut().poll(context)) {
                 Ok(body) => *self = Self::Streams(body),
-                // The status has been sent: all that is left is to end the connection.
+                // The status was already sent, so the connection can only be closed.
                 Err(error) => return Poll::Ready(Some(Err(error))),
             }
         }
@@ -204,19 +205,19 @@ impl<F: Future<Output = Result<Incoming, Failure>>> Body for Lazy<F> {
 mod tests {
     use super::*;
     use crate::sim::engines::{EnginePlan, FleetPlan, SimFleet};
-    use crate::systems::router::wire::{self, Wire};
+    use crate::systems::router::connection::{self, KeptConnection};
 
     #[tokio::test]
     async fn it_asks_one_engine_and_then_the_other() {
         let fleet = SimFleet::start(FleetPlan::new(1, 1, EnginePlan::instant())).expect("a fleet");
-        let engines = Engines { prefill: fleet.prefill()[0], decode: fleet.decode()[0] };
+        let engines = EngineAddresses { prefill: fleet.prefill()[0], decode: fleet.decode()[0] };
         let toy = start(engines).await.expect("it starts");
         let ask =
             json!({"model": "sim", "prompt": "one two three", "max_tokens": 4, "min_tokens": 3, "user": "t"});
         let mut texts = Vec::new();
         for address in [toy.address, engines.decode] {
-            let mut wire = Wire::connect(address).await.expect("it listens");
-            let answer = wire.post(&wire::request(&ask.to_string())).await.expect("an answer");
+            let mut connection = KeptConnection::connect(address).await.expect("it listens");
+            let answer = connection.post(&connection::request(&ask.to_string())).await.expect("an answer");
             let body = String::from_utf8_lossy(answer.bytes).into_owned();
             let json = body[body.find('{').expect("JSON")..=body.rfind('}').expect("JSON")].to_owned();
             texts.push(serde_json::from_str::<Value>(&json).expect("JSON")["choices"][0]["text"].clone());

@@ -1,27 +1,28 @@
-//! What decisions cost: the time that each took, on the wall clock, less what the clock itself takes.
+//! Costs of decisions: wall-clock time of each, without the time of reading the clock.
 //!
-//! A decision takes a microsecond and the clock of a thread's processor time is a system call of a quarter of that, so
-//! the wall clock it is. What interrupts the thread meanwhile counts too: it shows in the mean more than in the median.
+//! A decision takes about a microsecond. Reading the clock of a thread's CPU time is a system call that takes a
+//! quarter of that. The wall clock is therefore used. Interruptions are included and affect the mean more than the
+//! median.
 
 use std::time::Instant;
 
 use hdrhistogram::Histogram;
 use serde_json::{Value, json};
 
-/// What is timed.
+/// The kinds of timed decisions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
-    /// The decode engine is chosen and its place taken.
+pub(crate) enum DecisionKind {
+    /// Choice and reservation of a decode engine.
     ChooseDecode,
-    /// Whether another engine prefills is decided, it is chosen and its place taken.
+    /// Decision whether a prefill engine is used, its choice and reservation.
     ChoosePrefill,
-    /// Both engines are said to have served the request, and its places and its entry are given back.
+    /// Reports that both engines served, release of both reservations and of the request's entry.
     Finish,
-    /// One lease, from its opening to its end: everything that its ledger does for it.
+    /// All calls of the ledger for one lease, from opening to end.
     Lease,
 }
 
-impl Kind {
+impl DecisionKind {
     pub(crate) const ALL: [Self; 4] = [Self::ChooseDecode, Self::ChoosePrefill, Self::Finish, Self::Lease];
 
     pub(crate) fn label(self) -> &'static str {
@@ -36,15 +37,15 @@ impl Kind {
 
 /// All times of one run, in nanoseconds.
 #[derive(Debug)]
-pub(crate) struct Costs {
+pub(crate) struct DecisionCosts {
     times: [Histogram<u64>; 4],
-    /// What it takes to read the clock twice.
+    /// Time of two reads of the clock.
     clock_ns: u64,
-    /// Nothing counts until the fleet is as full as it is meant to be.
+    /// Whether times count. They do not until the fleet has all its requests.
     pub(crate) counting: bool,
 }
 
-impl Costs {
+impl DecisionCosts {
     pub(crate) fn new() -> Self {
         let histogram = || Histogram::new_with_max(10_000_000_000, 3).expect("bounds that are in order");
         let mut samples: Vec<u64> = (0..2_001).map(|_| nanoseconds(Instant::now())).collect();
@@ -52,21 +53,21 @@ impl Costs {
         Self { times: std::array::from_fn(|_| histogram()), clock_ns: samples[1_000], counting: false }
     }
 
-    /// Runs something, and says how long it took, in nanoseconds.
+    /// Runs a closure and returns its duration in nanoseconds.
     pub(crate) fn timed<T>(&self, run: impl FnOnce() -> T) -> (T, u64) {
         let begun = Instant::now();
         let result = run();
         (result, nanoseconds(begun).saturating_sub(self.clock_ns))
     }
 
-    pub(crate) fn count(&mut self, kind: Kind, ns: u64) {
+    pub(crate) fn count(&mut self, kind: DecisionKind, ns: u64) {
         if self.counting {
             self.times[kind as usize].saturating_record(ns.max(1));
         }
     }
 
     /// Mean and percentiles of one kind.
-    pub(crate) fn of(&self, kind: Kind) -> Value {
+    pub(crate) fn of(&self, kind: DecisionKind) -> Value {
         let times = &self.times[kind as usize];
         json!({
             "count": times.len(),

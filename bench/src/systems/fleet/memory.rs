@@ -1,6 +1,6 @@
-//! What this process keeps resident.
+//! Resident memory of this process.
 
-/// From `/proc`; 0 where there is none.
+/// From `/proc`. 0 if there is none.
 pub(crate) fn resident_bytes() -> usize {
     let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));

@@ -1,8 +1,8 @@
-//! A small fleet: everything is settled, a seed is a run, and what is broken on purpose is found.
+//! A small fleet: everything is settled, a seed determines a run, and deliberate faults are detected.
 
 use serde_json::Value;
 
-use super::{FleetError, FleetOptions, Plant, run, run_with};
+use super::{FleetError, FleetOptions, PlantedFault, run, run_with};
 
 fn options() -> FleetOptions {
     FleetOptions {
@@ -48,7 +48,8 @@ fn every_lease_of_a_small_fleet_is_settled_in_every_way_that_leases_end() {
         died += run["engines_died"].as_u64().expect("engines_died");
         left += run["endings"]["client_gone"].as_u64().expect("client_gone");
     }
-    // Of 19,200 requests most are fetched; half a percent is forgotten by its decode engine, a tenth leaves.
+    // Of 19,200 requests most are fetched. Half a percent of leases is not renewed, and a tenth of clients
+    // disconnects.
     assert!(fetched > 12_000 && expired > 20 && died > 50 && left > 800, "{fetched} {expired} {died} {left}");
 }
 
@@ -97,13 +98,13 @@ fn the_report_has_every_number_that_is_documented() {
 #[test]
 fn what_is_broken_on_purpose_is_found() {
     for (plant, name) in [
-        (Plant::DroppedRelease, "stranded_leases 1"),
-        (Plant::KeptBlocks, "blocks_left"),
-        (Plant::FreedTwice, "freed_twice"),
+        (PlantedFault::DroppedRelease, "stranded_leases 1"),
+        (PlantedFault::KeptBlocks, "blocks_left"),
+        (PlantedFault::FreedTwice, "freed_twice"),
     ] {
         let options = FleetOptions { engines: vec![8], policy: vec!["least_load".to_owned()], ..options() };
         match run_with(&options, Some(plant), &mut Vec::new()) {
-            Err(FleetError::Faults(told)) => assert!(told.contains(name), "{plant:?}: {told}"),
+            Err(FleetError::Faults(faults)) => assert!(faults.contains(name), "{plant:?}: {faults}"),
             other => panic!("{plant:?} was not found: {other:?}"),
         }
     }
@@ -128,7 +129,7 @@ fn full_engines_refuse_and_routers_that_know_nothing_of_each_other_admit_more() 
     };
     let room = |run: &Value, name: &str| run["room"][name].as_f64().expect("a number");
     let (one, three) = (full(1, 60, None), full(3, 60, None));
-    // 4 decode engines have 240 places for 400 clients; three routers fill each place three times.
+    // 4 decode engines have capacity for 240 of 400 clients. Three routers fill the capacity three times.
     assert!(one["refused_share"].as_f64().is_some_and(|share| share > 0.1), "{one}");
     assert_eq!(one["most_at_one"]["decode"], 60);
     assert!(three["most_at_one"]["decode"].as_u64().is_some_and(|most| most > 60 && most <= 180), "{three}");
@@ -136,13 +137,13 @@ fn full_engines_refuse_and_routers_that_know_nothing_of_each_other_admit_more() 
     assert!(room(&one, "turned_away_share") > 0.2 && room(&one, "free_share") < 0.2, "{one}");
     assert!(room(&three, "busiest") > 1.2 && room(&three, "over_share") > 0.5, "{three}");
     assert!(room(&three, "turned_away_share") < room(&one, "turned_away_share") / 2.0, "{three}");
-    // Shares of the room add up to it.
+    // The shares of capacity add up to 1.
     let shares = full(3, 20, None);
     assert!(room(&shares, "busiest") == 1.0 && room(&shares, "turned_away_share") > 0.2, "{shares}");
-    // What engines say of those that wait in them holds routers back that know nothing of each other.
-    let told = full(3, 60, Some(1));
-    assert!(room(&told, "waiting_share") < room(&three, "waiting_share"), "{told} {three}");
-    assert!(room(&told, "turned_away_share") > room(&three, "turned_away_share"), "{told} {three}");
+    // Reported waiting requests limit routers that do not know of each other.
+    let informed = full(3, 60, Some(1));
+    assert!(room(&informed, "waiting_share") < room(&three, "waiting_share"), "{informed} {three}");
+    assert!(room(&informed, "turned_away_share") > room(&three, "turned_away_share"), "{informed} {three}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! What a subject adds to the time to first token, against a client that makes both hops itself.
+//! The time to first token that a gateway adds to that of a client that makes both hops itself.
 
 use std::time::{Duration, Instant};
 
@@ -6,36 +6,36 @@ use baton_connector::handoff::KvIntent;
 use hdrhistogram::Histogram;
 use serde_json::{Map, Value, json};
 
-use super::awake::Awake;
-use super::report::{Cores, RouterReport};
-use super::subject::Subject;
-use super::wire::{self, Wire, failed};
-use super::{Engines, RouterArgs, RouterBenchError};
+use super::busy_cores::BusyCores;
+use super::connection::{self, KeptConnection, failed};
+use super::gateway::Gateway;
+use super::report::{CoreMode, RouterReport};
+use super::{EnginePair, RouterArgs, RouterBenchError};
 
-/// To the prefill engine and then to the decode engine.
-struct Direct {
-    prefill: Wire,
-    decode: Wire,
+/// A client that calls the prefill engine and then the decode engine.
+struct DirectClient {
+    prefill: KeptConnection,
+    decode: KeptConnection,
     ask: Map<String, Value>,
     first: Vec<u8>,
 }
 
 fn ask(stream: bool) -> Map<String, Value> {
-    serde_json::from_str(&wire::body(stream)).expect("an object is written there")
+    serde_json::from_str(&connection::body(stream)).expect("an object is written there")
 }
 
-impl Direct {
-    async fn connect(engines: &Engines) -> Result<Self, RouterBenchError> {
+impl DirectClient {
+    async fn connect(engines: &EnginePair) -> Result<Self, RouterBenchError> {
         let mut first = ask(false);
         first.insert("max_tokens".into(), json!(1));
         let intent = serde_json::from_str(KvIntent::PRODUCE_REQUEST).map_err(failed)?;
         first.insert("kv_transfer_params".into(), intent);
         let first = serde_json::to_string(&first).map_err(failed)?;
         Ok(Self {
-            prefill: Wire::connect(engines.prefill.address()).await?,
-            decode: Wire::connect(engines.decode.address()).await?,
+            prefill: KeptConnection::connect(engines.prefill.address()).await?,
+            decode: KeptConnection::connect(engines.decode.address()).await?,
             ask: ask(true),
-            first: wire::request(&first),
+            first: connection::request(&first),
         })
     }
 
@@ -45,29 +45,29 @@ impl Direct {
         let mut reply: Map<String, Value> = serde_json::from_slice(reply.bytes).map_err(failed)?;
         let handoff = reply.remove("kv_transfer_params").ok_or_else(|| failed("no handoff"))?;
         self.ask.insert("kv_transfer_params".into(), handoff);
-        let second = wire::request(&serde_json::to_string(&self.ask).map_err(failed)?);
+        let second = connection::request(&serde_json::to_string(&self.ask).map_err(failed)?);
         let answer = self.decode.post(&second).await?;
         Ok(answer.first - begun)
     }
 }
 
-/// Tokens of an answer: the first, and one after a pause, as an engine has it. Without the pause what follows is on
-/// its way through the same two processors before the client has read the first.
+/// Tokens of a response: the first, and one after a pause, as from an engine. Without the pause, the processors
+/// would already transfer the second token before the client has read the first.
 pub(super) const TOKENS: usize = 2;
-/// Between the two: much longer than a token's way, and shorter than any engine's step.
+/// Time between the two tokens: much longer than a token's way, and shorter than an engine's step.
 pub(super) const PAUSE: Duration = Duration::from_millis(1);
 
-/// One repetition, on processors as they are and on such as do not sleep.
+/// One repetition, with idle processors asleep and kept awake.
 pub(super) async fn measure(
     args: &RouterArgs,
-    engines: &Engines,
-    subjects: &[Subject],
+    engines: &EnginePair,
+    subjects: &[Gateway],
     repetition: usize,
     report: &mut RouterReport,
 ) -> Result<(), RouterBenchError> {
-    measure_on(Cores::AsTheyAre, args, engines, subjects, repetition, report).await?;
-    match Awake::keep() {
-        Ok(_awake) => measure_on(Cores::Awake, args, engines, subjects, repetition, report).await?,
+    measure_on(CoreMode::AsTheyAre, args, engines, subjects, repetition, report).await?;
+    match BusyCores::keep() {
+        Ok(_awake) => measure_on(CoreMode::Awake, args, engines, subjects, repetition, report).await?,
         Err(error) if repetition == 0 => {
             crate::note(format_args!("baton bench router: SKIPPED processors that are kept awake: {error}"));
         }
@@ -76,21 +76,21 @@ pub(super) async fn measure(
     Ok(())
 }
 
-/// The first tenth is left out: connections, caches and branch predictors are cold.
+/// The first tenth of the requests warms up and does not count.
 async fn measure_on(
-    cores: Cores,
+    cores: CoreMode,
     args: &RouterArgs,
-    engines: &Engines,
-    subjects: &[Subject],
+    engines: &EnginePair,
+    subjects: &[Gateway],
     repetition: usize,
     report: &mut RouterReport,
 ) -> Result<(), RouterBenchError> {
-    let request = wire::request(&wire::body(true));
-    let mut direct = Direct::connect(engines).await?;
+    let request = connection::request(&connection::body(true));
+    let mut direct = DirectClient::connect(engines).await?;
     let mut past = histogram();
     let mut through = Vec::new();
     for subject in subjects.iter().filter(|subject| subject.disaggregates) {
-        through.push((subject.name, Wire::connect(subject.address).await?, histogram()));
+        through.push((subject.name, KeptConnection::connect(subject.address).await?, histogram()));
     }
     let warm = args.requests / 10;
     for round in 0..warm + args.requests {
@@ -100,9 +100,9 @@ async fn measure_on(
         }
         for turn in 0..through.len() {
             let at = (turn + round + repetition) % through.len();
-            let (_, wire, histogram) = &mut through[at];
+            let (_, connection, histogram) = &mut through[at];
             let begun = Instant::now();
-            let first = wire.post(&request).await?.first;
+            let first = connection.post(&request).await?.first;
             if round >= warm {
                 record(histogram, first - begun);
             }
@@ -123,7 +123,7 @@ async fn measure_on(
     Ok(())
 }
 
-/// From 1 µs to a minute, in nanoseconds, to three digits.
+/// From 1 µs to a minute, in nanoseconds, with three digits.
 pub(super) fn histogram() -> Histogram<u64> {
     Histogram::new_with_bounds(1_000, 60_000_000_000, 3).expect("the bounds are in order")
 }

@@ -1,41 +1,41 @@
-//! How soon an engine sees that a client has left, by the phase in which it leaves.
+//! Time until an engine detects a client's disconnect, by the phase of the disconnect.
 
 use std::time::{Duration, Instant};
 
+use super::connection::KeptConnection;
 use super::first_token::{histogram, record};
-use super::report::{Hangup, SubjectReport};
-use super::subject::Subject;
-use super::wire::Wire;
-use super::{Engines, RouterArgs, RouterBenchError};
-use crate::sim::instant::{Behaviour, Sign, SimEngine};
+use super::gateway::Gateway;
+use super::report::{GatewayReport, Hangup};
+use super::{EnginePair, RouterArgs, RouterBenchError};
+use crate::sim::instant::{Behaviour, EngineSignal, SimEngine};
 
-/// A close that no engine has seen by then is missed.
+/// After this time a close counts as missed.
 const WITHIN: Duration = Duration::from_secs(1);
-/// After so many missed closes the phase is over: each costs [`WITHIN`].
+/// Maximum missed closes of a phase, each of which costs [`WITHIN`].
 const MISSED_MAX: usize = 5;
-/// A full window fills up within this time; it holds a few MiB.
+/// Time in which a full window of a few MiB fills up.
 const FILLS_WITHIN: Duration = Duration::from_millis(20);
 
-/// Where a request is when its client leaves.
+/// Where a request is when its client disconnects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Phase {
+pub(super) enum HangupPhase {
     /// The prefill engine computes.
     Prefill,
-    /// The prefill engine has just answered.
+    /// The prefill engine has just responded.
     Gap,
     /// The decode engine has sent nothing yet.
     DecodeBeforeHead,
-    /// As that, for an answer in one piece.
+    /// The same, for a response in one piece.
     Unary,
-    /// The decode engine has sent the first token and is silent.
+    /// The decode engine has sent the first token and pauses.
     MidStream,
-    /// As that, and the client resets its connection.
+    /// The same, and the client resets its connection.
     MidStreamReset,
-    /// The decode engine sends more than the client reads: every buffer in between is full.
+    /// The decode engine sends more than the client reads: all buffers on the way are full.
     WindowFull,
 }
 
-impl Phase {
+impl HangupPhase {
     pub(super) const ALL: [Self; 7] = [
         Self::Prefill,
         Self::Gap,
@@ -58,7 +58,7 @@ impl Phase {
         }
     }
 
-    /// What the prefill and the decode engine do.
+    /// Behaviours of the prefill engine and the decode engine.
     fn behaviours(self) -> (Behaviour, Behaviour) {
         match self {
             Self::Prefill => (Behaviour::Silent, Behaviour::Answer),
@@ -68,8 +68,8 @@ impl Phase {
         }
     }
 
-    /// How many engines must have said [`Sign::Took`] before the client leaves.
-    fn takers(self, disaggregates: bool) -> usize {
+    /// Number of engines that must have sent [`EngineSignal::Took`] before the client disconnects.
+    fn phases_by_engine(self, disaggregates: bool) -> usize {
         match self {
             Self::Prefill | Self::Gap => 1,
             _ => 1 + usize::from(disaggregates),
@@ -77,15 +77,15 @@ impl Phase {
     }
 }
 
-/// Every phase; a plain reverse proxy has no prefill and no gap.
+/// All phases. A plain reverse proxy has neither prefill nor gap.
 pub(super) async fn measure(
     args: &RouterArgs,
-    engines: &Engines,
-    subject: &Subject,
-    report: &mut SubjectReport,
+    engines: &EnginePair,
+    subject: &Gateway,
+    report: &mut GatewayReport,
 ) -> Result<(), RouterBenchError> {
-    for phase in Phase::ALL {
-        if subject.disaggregates || !matches!(phase, Phase::Prefill | Phase::Gap) {
+    for phase in HangupPhase::ALL {
+        if subject.disaggregates || !matches!(phase, HangupPhase::Prefill | HangupPhase::Gap) {
             report.hangups.push(leave(args, engines, subject, phase).await?);
         }
     }
@@ -94,13 +94,13 @@ pub(super) async fn measure(
 
 async fn leave(
     args: &RouterArgs,
-    engines: &Engines,
-    subject: &Subject,
-    phase: Phase,
+    engines: &EnginePair,
+    subject: &Gateway,
+    phase: HangupPhase,
 ) -> Result<Hangup, RouterBenchError> {
     let (prefill, decode) = phase.behaviours();
-    engines.prefill.behave(prefill);
-    engines.decode.behave(decode);
+    engines.prefill.set_behaviour(prefill);
+    engines.decode.set_behaviour(decode);
     let mut hangup = Hangup { phase: phase.name(), ..Hangup::default() };
     let mut times = histogram();
     while hangup.seen < args.cancels && hangup.missed < MISSED_MAX {
@@ -112,8 +112,8 @@ async fn leave(
             None => hangup.missed += 1,
         }
     }
-    engines.prefill.behave(Behaviour::Answer);
-    engines.decode.behave(Behaviour::Answer);
+    engines.prefill.set_behaviour(Behaviour::Answer);
+    engines.decode.set_behaviour(Behaviour::Answer);
     engines.prefill.watch(None);
     engines.decode.watch(None);
     if hangup.seen > 0 {
@@ -123,41 +123,43 @@ async fn leave(
     Ok(hangup)
 }
 
-/// From one client's close to the first engine that sees it; `None` when none does.
+/// Time from one client's close to the first engine that detects it. `None` if none does.
 async fn once(
-    engines: &Engines,
-    subject: &Subject,
-    phase: Phase,
+    engines: &EnginePair,
+    subject: &Gateway,
+    phase: HangupPhase,
 ) -> Result<Option<Duration>, RouterBenchError> {
-    // A watcher of its own for each client: what still comes of the one before is nobody's.
-    let (tells, mut signs) = SimEngine::watcher();
-    engines.prefill.watch(Some(tells.clone()));
-    engines.decode.watch(Some(tells));
-    let mut wire = Wire::connect(subject.address).await?;
-    wire.send(phase != Phase::Unary).await?;
+    // Each client has its own watcher, so that late signals of earlier clients are dropped.
+    let (watcher, mut signals) = SimEngine::watcher();
+    engines.prefill.watch(Some(watcher.clone()));
+    engines.decode.watch(Some(watcher));
+    let mut connection = KeptConnection::connect(subject.address).await?;
+    connection.send(phase != HangupPhase::Unary).await?;
     let mut takers = 0;
-    while takers < phase.takers(subject.disaggregates) {
-        match tokio::time::timeout(WITHIN, signs.recv()).await {
-            Ok(Some((_, Sign::Took))) => takers += 1,
+    while takers < phase.phases_by_engine(subject.disaggregates) {
+        match tokio::time::timeout(WITHIN, signals.recv()).await {
+            Ok(Some((_, EngineSignal::Took))) => takers += 1,
             Ok(Some(_)) => {}
             Ok(None) | Err(_) => return Ok(None),
         }
     }
     match phase {
-        Phase::MidStream => wire.first_byte().await?,
-        Phase::MidStreamReset => {
-            wire.first_byte().await?;
-            wire.reset_on_close()?;
+        HangupPhase::MidStream => connection.first_byte().await?,
+        HangupPhase::MidStreamReset => {
+            connection.first_byte().await?;
+            connection.reset_on_close()?;
         }
-        Phase::WindowFull => tokio::time::sleep(FILLS_WITHIN).await,
-        Phase::Prefill | Phase::Gap | Phase::DecodeBeforeHead | Phase::Unary => {}
+        HangupPhase::WindowFull => tokio::time::sleep(FILLS_WITHIN).await,
+        HangupPhase::Prefill | HangupPhase::Gap | HangupPhase::DecodeBeforeHead | HangupPhase::Unary => {}
     }
     let left = Instant::now();
-    drop(wire);
+    drop(connection);
     loop {
-        match tokio::time::timeout(WITHIN, signs.recv()).await {
-            Ok(Some((at, Sign::Closed | Sign::Verb))) if at >= left => return Ok(Some(at - left)),
-            // What came before is of somebody else.
+        match tokio::time::timeout(WITHIN, signals.recv()).await {
+            Ok(Some((at, EngineSignal::Closed | EngineSignal::Verb))) if at >= left => {
+                return Ok(Some(at - left));
+            }
+            // Other signals, and those before the close, do not count.
             Ok(Some(_)) => {}
             Ok(None) | Err(_) => return Ok(None),
         }

@@ -2,26 +2,26 @@
 
 use std::time::Instant;
 
+use super::connection::{self, KeptConnection};
+use super::gateway::Gateway;
 use super::report::RouterReport;
-use super::subject::Subject;
-use super::wire::{self, Wire};
 use super::{RouterArgs, RouterBenchError};
 
-/// Rounds of one kind are cut to so many parts, so that a burst of other work does not hit one subject alone.
+/// Parts of a round, so that a burst of other load does not affect one gateway alone.
 const PARTS: usize = 4;
 
 /// One kind of request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum LoadKind {
     UnaryAlone,
     StreamedAlone,
     Unary,
     Streamed,
-    /// A pause between two tokens: each is a read and a write of its own.
+    /// A pause between two tokens, so that each token takes a separate read and write.
     Paced,
 }
 
-impl Kind {
+impl LoadKind {
     pub(super) const ALL: [Self; 5] =
         [Self::UnaryAlone, Self::StreamedAlone, Self::Unary, Self::Streamed, Self::Paced];
 
@@ -50,11 +50,11 @@ impl Kind {
     }
 }
 
-/// One repetition of one kind for all subjects.
+/// One repetition of one kind for all gateways.
 pub(super) async fn measure(
-    kind: Kind,
+    kind: LoadKind,
     args: &RouterArgs,
-    subjects: &[Subject],
+    subjects: &[Gateway],
     repetition: usize,
     report: &mut RouterReport,
 ) -> Result<(), RouterBenchError> {
@@ -62,7 +62,7 @@ pub(super) async fn measure(
     let mut sums = vec![(0.0, 0.0, 0); subjects.len()];
     for part in 0..PARTS {
         for turn in 0..subjects.len() {
-            // Another one begins each time.
+            // Each part begins with another gateway.
             let at = (turn + part + repetition) % subjects.len();
             let (cpu_s, took_s, requests) = round(kind, args, &subjects[at], each).await?;
             sums[at] = (sums[at].0 + cpu_s, sums[at].1 + took_s, sums[at].2 + requests);
@@ -77,54 +77,54 @@ pub(super) async fn measure(
     Ok(())
 }
 
-/// Seconds of CPU, seconds, and requests.
+/// Seconds of CPU time, seconds, and requests.
 async fn round(
-    kind: Kind,
+    kind: LoadKind,
     args: &RouterArgs,
-    subject: &Subject,
+    subject: &Gateway,
     each: usize,
 ) -> Result<(f64, f64, usize), RouterBenchError> {
     let stream = kind.is_streamed();
-    let request: std::sync::Arc<[u8]> = wire::request(&wire::body(stream)).into();
-    // Connections to the engines are made now, not while the CPU is counted.
+    let request: std::sync::Arc<[u8]> = connection::request(&connection::body(stream)).into();
+    // Connections to the engines are made before the CPU time is counted.
     let mut warming = tokio::task::JoinSet::new();
     for _ in 0..kind.at_once(args) {
         let (address, request) = (subject.address, std::sync::Arc::clone(&request));
         warming.spawn(async move {
-            let mut wire = Wire::connect(address).await?;
-            wire.post(&request).await?;
-            Ok(wire)
+            let mut connection = KeptConnection::connect(address).await?;
+            connection.post(&request).await?;
+            Ok(connection)
         });
     }
-    let wires = all(warming).await?;
+    let connections = all(warming).await?;
     let (cpu, begun) = (subject.cpu()?, Instant::now());
-    let requests = each * wires.len();
+    let requests = each * connections.len();
     let mut tasks = tokio::task::JoinSet::new();
-    for mut wire in wires {
+    for mut connection in connections {
         let request = std::sync::Arc::clone(&request);
         tasks.spawn(async move {
             for _ in 0..each {
-                let answer = wire.post(&request).await?;
+                let answer = connection.post(&request).await?;
                 if stream && !answer.bytes.windows(6).rev().take(64).any(|part| part == b"[DONE]") {
-                    return Err(wire::failed("a stream without [DONE]"));
+                    return Err(connection::failed("a stream without [DONE]"));
                 }
             }
-            Ok(wire)
+            Ok(connection)
         });
     }
-    let wires = all(tasks).await?;
+    let connections = all(tasks).await?;
     let (took, used) = (begun.elapsed(), subject.cpu()?.saturating_sub(cpu));
-    // Closing is not part of what was counted.
-    drop(wires);
+    // Closing does not count.
+    drop(connections);
     Ok((used.as_secs_f64(), took.as_secs_f64(), requests))
 }
 
 async fn all(
-    mut tasks: tokio::task::JoinSet<Result<Wire, RouterBenchError>>,
-) -> Result<Vec<Wire>, RouterBenchError> {
-    let mut wires = Vec::new();
+    mut tasks: tokio::task::JoinSet<Result<KeptConnection, RouterBenchError>>,
+) -> Result<Vec<KeptConnection>, RouterBenchError> {
+    let mut connections = Vec::new();
     while let Some(done) = tasks.join_next().await {
-        wires.push(done.map_err(wire::failed)??);
+        connections.push(done.map_err(connection::failed)??);
     }
-    Ok(wires)
+    Ok(connections)
 }

@@ -2,70 +2,70 @@
 
 use std::time::{Duration, Instant};
 
-use super::report::SubjectReport;
-use super::subject::Subject;
-use super::wire::{self, Wire};
-use super::{Engines, RouterArgs, RouterBenchError};
+use super::connection::{self, KeptConnection};
+use super::gateway::Gateway;
+use super::report::GatewayReport;
+use super::{EnginePair, RouterArgs, RouterBenchError};
 use crate::sim::instant::Behaviour;
 
 /// Streams that are opened at a time.
 const BATCH: usize = 50;
-/// Streams must be open at the engine, and be closed again, within this time.
+/// Maximum time until streams are open at the engine, and until they are closed.
 const WITHIN: Duration = Duration::from_secs(30);
 
-/// After a few requests, so that what is allocated once is there.
-pub(super) async fn idle(subject: &Subject, report: &mut SubjectReport) -> Result<(), RouterBenchError> {
+/// Idle memory after a few requests, when one-time allocations are done.
+pub(super) async fn idle(subject: &Gateway, report: &mut GatewayReport) -> Result<(), RouterBenchError> {
     if !subject.is_process() {
         return Ok(());
     }
-    let mut wire = Wire::connect(subject.address).await?;
+    let mut connection = KeptConnection::connect(subject.address).await?;
     for stream in [false, true, false, true] {
-        wire.post(&wire::request(&wire::body(stream))).await?;
+        connection.post(&connection::request(&connection::body(stream))).await?;
     }
     report.memory.get_or_insert_default().idle_mib = subject.resident_kib()? as f64 / 1024.0;
     Ok(())
 }
 
-/// Opens streams that have said one token and then nothing, and divides.
+/// Opens streams that have sent one token, and divides the added memory by their number.
 pub(super) async fn per_stream(
     args: &RouterArgs,
-    engines: &Engines,
-    subject: &Subject,
-    report: &mut SubjectReport,
+    engines: &EnginePair,
+    subject: &Gateway,
+    report: &mut GatewayReport,
 ) -> Result<(), RouterBenchError> {
     if !subject.is_process() {
         return Ok(());
     }
     let before_kib = subject.resident_kib()?;
-    engines.decode.behave(Behaviour::OneToken);
+    engines.decode.set_behaviour(Behaviour::OneToken);
     let mut open = Vec::new();
     while open.len() < args.streams {
         let mut batch = Vec::new();
         for _ in 0..BATCH.min(args.streams - open.len()) {
-            let mut wire = Wire::connect(subject.address).await?;
-            wire.send(true).await?;
-            batch.push(wire);
+            let mut connection = KeptConnection::connect(subject.address).await?;
+            connection.send(true).await?;
+            batch.push(connection);
         }
-        for mut wire in batch {
-            wire.first_byte().await?;
-            open.push(wire);
+        for mut connection in batch {
+            connection.first_byte().await?;
+            open.push(connection);
         }
     }
-    // Whatever a subject frees a moment after the first byte is freed.
+    // Time for the subject to free memory after the first byte.
     tokio::time::sleep(Duration::from_secs(2)).await;
     let with_kib = subject.resident_kib()?;
     let memory = report.memory.get_or_insert_default();
     memory.streams = open.len();
     memory.per_stream_kib = Some(with_kib.saturating_sub(before_kib) as f64 / open.len() as f64);
     drop(open);
-    engines.decode.behave(Behaviour::Answer);
+    engines.decode.set_behaviour(Behaviour::Answer);
     let begun = Instant::now();
-    while engines.decode.held() > 0 {
+    while engines.decode.open_generations() > 0 {
         if begun.elapsed() > WITHIN {
             crate::note(format_args!(
                 "baton bench router: {} keeps {} streams whose clients have left",
                 subject.name,
-                engines.decode.held()
+                engines.decode.open_generations()
             ));
             break;
         }

@@ -1,4 +1,4 @@
-//! How each proxy is started, with what its own documentation recommends for a production host.
+//! Starts each proxy with its own documentation's recommendations for production hosts.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -9,17 +9,17 @@ use baton_router::{Router, RouterConfig};
 use tokio::sync::oneshot;
 
 use super::RouterBenchError;
-use super::subject::{self, Subject, THREADS};
-use crate::common::http_client::Origin;
+use super::gateway::{self, Gateway, THREADS};
+use crate::common::http_client::ServiceClient;
 
 /// The addresses of the two simulated engines.
 #[derive(Clone, Copy)]
-pub(crate) struct Engines {
+pub(crate) struct EngineAddresses {
     pub prefill: SocketAddr,
     pub decode: SocketAddr,
 }
 
-/// Where the programs are that gateways are started from: options of every benchmark that starts some.
+/// Programs of the gateways: options of every benchmark that starts gateways.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct ProgramArgs {
     /// `baton` binary to run the router as a process [default: this one, or threads if this is another
@@ -34,70 +34,70 @@ pub struct ProgramArgs {
     pub peers: Option<PathBuf>,
 }
 
-/// What a run had to do without, each told once however often everything is started.
+/// Skipped gateways. Each is reported once, even if gateways are started several times.
 #[derive(Default)]
-pub(crate) struct Skips(std::cell::RefCell<Vec<String>>);
+pub(crate) struct SkipLog(std::cell::RefCell<Vec<String>>);
 
-impl Skips {
-    fn tell(&self, who: &str, why: &str) {
+impl SkipLog {
+    fn report(&self, who: &str, why: &str) {
         let line = format!("SKIPPED {who}: {why}");
-        let mut told = self.0.borrow_mut();
-        if !told.contains(&line) {
+        let mut reported = self.0.borrow_mut();
+        if !reported.contains(&line) {
             crate::note(format_args!("baton bench: {line}"));
-            told.push(line);
+            reported.push(line);
         }
     }
 }
 
-/// Starts everything that can be had. What cannot is told on standard error and left out.
+/// Starts all available gateways. Missing ones are reported on standard error.
 pub(crate) async fn start_all(
     programs: &ProgramArgs,
-    engines: Engines,
-    skips: &Skips,
-) -> Result<Vec<Subject>, RouterBenchError> {
+    engines: EngineAddresses,
+    skips: &SkipLog,
+) -> Result<Vec<Gateway>, RouterBenchError> {
     let mut subjects = Vec::new();
     let nginx = programs.nginx.clone().or_else(|| in_path("nginx"));
     match nginx {
         Some(binary) => subjects.push(nginx_proxy(&binary, engines).await?),
-        None => skips.tell("nginx", "not found; install it or name it with --nginx"),
+        None => skips.report("nginx", "not found; install it or name it with --nginx"),
     }
     subjects.push(baton(programs.binary.as_ref(), engines).await?);
     match &programs.peers {
         Some(folder) => {
-            for (name, start) in [("vllm-router", vllm_router as Start), ("smg", smg as Start)] {
+            for (name, start) in [("vllm-router", vllm_router as StartFn), ("smg", smg as StartFn)] {
                 let binary = folder.join(name);
                 if !binary.exists() {
-                    skips.tell(name, "not in the folder of --peers");
+                    skips.report(name, "not in the folder of --peers");
                     continue;
                 }
                 let (address, command) = start(&binary, engines)?;
                 let version = package_version(folder, name);
                 let registers = (name == "smg").then(|| tokio::spawn(register(address, engines)));
-                match Subject::process(name, version, address, command, Vec::new()).await {
+                match Gateway::process(name, version, address, command, Vec::new()).await {
                     Ok(subject) => subjects.push(subject),
-                    Err(error) => skips.tell(name, &error.to_string()),
+                    Err(error) => skips.report(name, &error.to_string()),
                 }
                 if let Some(registers) = registers {
                     registers.abort();
                 }
             }
         }
-        None => skips.tell("vllm-router and smg", "--peers names the folder where bench/peers.sh put them"),
+        None => skips.report("vllm-router and smg", "--peers names the folder where bench/peers.sh put them"),
     }
     Ok(subjects)
 }
 
-type Start = fn(&Path, Engines) -> Result<(SocketAddr, Command), RouterBenchError>;
+type StartFn = fn(&Path, EngineAddresses) -> Result<(SocketAddr, Command), RouterBenchError>;
 
 fn in_path(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     std::env::split_paths(&path).map(|folder| folder.join(name)).find(|file| file.is_file())
 }
 
-/// The first line in which a program tells its version.
+/// The first line of a program's version output.
 fn version(binary: &Path, option: &str) -> String {
-    let told = Command::new(binary).arg(option).output().ok();
-    let text = told.map(|out| [out.stdout, out.stderr].concat()).unwrap_or_default();
+    let output = Command::new(binary).arg(option).output().ok();
+    let text = output.map(|out| [out.stdout, out.stderr].concat()).unwrap_or_default();
     String::from_utf8_lossy(&text).lines().next().unwrap_or("unknown").trim().to_owned()
 }
 
@@ -108,11 +108,11 @@ fn package_version(folder: &Path, name: &str) -> String {
     asked.map(|out| String::from_utf8_lossy(&out.stdout).trim().to_owned()).unwrap_or_default()
 }
 
-/// Plain reverse proxy, one hop, to the decode engine: kept connections, events passed on as they come.
-async fn nginx_proxy(binary: &Path, engines: Engines) -> Result<Subject, RouterBenchError> {
-    let address = subject::free()?;
+/// Plain reverse proxy, one hop, to the decode engine, with kept connections and unbuffered events.
+async fn nginx_proxy(binary: &Path, engines: EngineAddresses) -> Result<Gateway, RouterBenchError> {
+    let address = gateway::free()?;
     let decode = engines.decode;
-    // Several may run in one process.
+    // Several benchmarks may run in one process.
     let name = format!("baton-bench-nginx-{}-{}", std::process::id(), address.port());
     let folder = std::env::temp_dir().join(name);
     let system = |error| RouterBenchError::System("no configuration for nginx", error);
@@ -132,14 +132,14 @@ async fn nginx_proxy(binary: &Path, engines: Engines) -> Result<Subject, RouterB
     std::fs::write(&file, config).map_err(system)?;
     let mut command = Command::new(binary);
     command.arg("-p").arg(&folder).arg("-c").arg(&file);
-    let told = version(binary, "-v");
-    let mut nginx = Subject::process("nginx", told, address, command, vec![file]).await?;
+    let version = version(binary, "-v");
+    let mut nginx = Gateway::process("nginx", version, address, command, vec![file]).await?;
     nginx.disaggregates = false;
     Ok(nginx)
 }
 
-fn vllm_router(binary: &Path, engines: Engines) -> Result<(SocketAddr, Command), RouterBenchError> {
-    let (address, metrics) = (subject::free()?, subject::free()?);
+fn vllm_router(binary: &Path, engines: EngineAddresses) -> Result<(SocketAddr, Command), RouterBenchError> {
+    let (address, metrics) = (gateway::free()?, gateway::free()?);
     let mut command = Command::new(binary);
     command
         .args(["--vllm-pd-disaggregation", "--policy", "round_robin", "--log-level", "error"])
@@ -151,8 +151,8 @@ fn vllm_router(binary: &Path, engines: Engines) -> Result<(SocketAddr, Command),
     Ok((address, command))
 }
 
-fn smg(binary: &Path, _told_later: Engines) -> Result<(SocketAddr, Command), RouterBenchError> {
-    let (address, metrics) = (subject::free()?, subject::free()?);
+fn smg(binary: &Path, _registered_later: EngineAddresses) -> Result<(SocketAddr, Command), RouterBenchError> {
+    let (address, metrics) = (gateway::free()?, gateway::free()?);
     let mut command = Command::new(binary);
     command
         .args(["launch", "--pd-disaggregation", "--policy", "round_robin", "--log-level", "error"])
@@ -162,12 +162,12 @@ fn smg(binary: &Path, _told_later: Engines) -> Result<(SocketAddr, Command), Rou
     Ok((address, command))
 }
 
-/// Tells smg its engines, and that they are NixlConnector's: engines that are named on its command line it takes for ones
-/// without a connector, and passes no handoff on (1.13.0, seen 2026-11-22). Goes on until it has been heard.
-async fn register(address: SocketAddr, engines: Engines) {
+/// Registers the engines at smg as engines with the NixlConnector. Engines on smg's command line count as engines
+/// without a connector, which get no handoff (smg 1.13.0). Retries until smg accepts.
+async fn register(address: SocketAddr, engines: EngineAddresses) {
     const PATIENCE: Duration = Duration::from_secs(5);
     const PAUSE: Duration = Duration::from_millis(100);
-    let Ok(smg) = Origin::parse(&address.to_string()) else { return };
+    let Ok(smg) = ServiceClient::parse(&address.to_string()) else { return };
     for (role, engine) in [("prefill", engines.prefill), ("decode", engines.decode)] {
         let worker = serde_json::json!({
             "url": format!("http://{engine}"), "worker_type": role, "runtime_type": "vllm",
@@ -179,8 +179,8 @@ async fn register(address: SocketAddr, engines: Engines) {
     }
 }
 
-fn yaml(listen: SocketAddr, admin: SocketAddr, engines: Engines) -> String {
-    let Engines { prefill, decode } = engines;
+fn yaml(listen: SocketAddr, admin: SocketAddr, engines: EngineAddresses) -> String {
+    let EngineAddresses { prefill, decode } = engines;
     format!(
         "listen: {listen}\nadmin: {{listen: '{admin}'}}\nmodels:\n  - name: sim\n    \
          prefill: {{engines: [{{url: 'http://{prefill}'}}]}}\n    \
@@ -188,17 +188,20 @@ fn yaml(listen: SocketAddr, admin: SocketAddr, engines: Engines) -> String {
     )
 }
 
-/// The router with nothing configured but its engines.
-pub(super) async fn baton(binary: Option<&PathBuf>, engines: Engines) -> Result<Subject, RouterBenchError> {
+/// The router with only its engines configured.
+pub(super) async fn baton(
+    binary: Option<&PathBuf>,
+    engines: EngineAddresses,
+) -> Result<Gateway, RouterBenchError> {
     let Some(binary) = binary.cloned().or_else(this_binary) else { return threads(engines).await };
-    let (address, admin) = (subject::free()?, subject::free()?);
+    let (address, admin) = (gateway::free()?, gateway::free()?);
     let file = std::env::temp_dir().join(format!("baton-bench-router-{}.yaml", std::process::id()));
     std::fs::write(&file, yaml(address, admin, engines))
         .map_err(|error| RouterBenchError::System("no configuration", error))?;
     let mut command = Command::new(&binary);
     command.args(["router", "-c"]).arg(&file);
-    let told = version(&binary, "--version");
-    Subject::process("baton", told, address, command, vec![file]).await
+    let version = version(&binary, "--version");
+    Gateway::process("baton", version, address, command, vec![file]).await
 }
 
 /// The running program, if it has a `router` command.
@@ -206,10 +209,10 @@ fn this_binary() -> Option<PathBuf> {
     std::env::current_exe().ok().filter(|path| path.file_stem().is_some_and(|stem| stem == "baton"))
 }
 
-async fn threads(engines: Engines) -> Result<Subject, RouterBenchError> {
-    let told = |error: &dyn std::fmt::Display| RouterBenchError::Router(error.to_string());
-    let config = RouterConfig::from_yaml(&yaml(subject::any(), subject::any(), engines), "bench")
-        .map_err(|error| told(&error))?;
+async fn threads(engines: EngineAddresses) -> Result<Gateway, RouterBenchError> {
+    let not_started = |error: &dyn std::fmt::Display| RouterBenchError::Router(error.to_string());
+    let config = RouterConfig::from_yaml(&yaml(gateway::any(), gateway::any(), engines), "bench")
+        .map_err(|error| not_started(&error))?;
     let (stop, stopped) = oneshot::channel::<()>();
     let (listens, address) = oneshot::channel();
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -219,7 +222,7 @@ async fn threads(engines: Engines) -> Result<Subject, RouterBenchError> {
         .build()
         .map_err(|error| RouterBenchError::System("no runtime", error))?;
     let ended = std::thread::spawn(move || {
-        // The router's work is done on the runtime's threads, whose time is counted; this one waits.
+        // The runtime's threads do the router's work, and their CPU time is counted. This thread only waits.
         runtime.block_on(async move {
             match Router::bind(config).await {
                 Ok(router) => {
@@ -233,10 +236,10 @@ async fn threads(engines: Engines) -> Result<Subject, RouterBenchError> {
         });
         runtime.shutdown_background();
     });
-    let address = address.await.map_err(|error| told(&error))?.map_err(RouterBenchError::Router)?;
-    Ok(Subject::threads("baton", THREADS, address, move || {
+    let address = address.await.map_err(|error| not_started(&error))?.map_err(RouterBenchError::Router)?;
+    Ok(Gateway::threads("baton", THREADS, address, move || {
         let _ = stop.send(());
-        // A panic of it has been told on standard error.
+        // A panic was already printed to standard error.
         let _ = ended.join();
     }))
 }
@@ -251,17 +254,17 @@ mod tests {
         let start = |role| SimEngine::start(role).expect("a simulated engine");
         let (prefill, decode) =
             (start(SimRole::Prefill), start(SimRole::Decode { tokens: 1, pause: Duration::ZERO }));
-        let engines = Engines { prefill: prefill.address(), decode: decode.address() };
+        let engines = EngineAddresses { prefill: prefill.address(), decode: decode.address() };
         let folder = tempfile::tempdir().expect("a folder");
         let programs = ProgramArgs { peers: Some(folder.path().to_owned()), ..ProgramArgs::default() };
-        let skips = Skips::default();
+        let skips = SkipLog::default();
         for _ in 0..2 {
             let subjects = start_all(&programs, engines, &skips).await.expect("ours starts");
             assert!(subjects.iter().any(|subject| subject.name == "baton"));
-            subjects.into_iter().for_each(Subject::stop);
+            subjects.into_iter().for_each(Gateway::stop);
         }
-        let told = skips.0.borrow();
-        let of = |who: &str| told.iter().filter(|line| line.contains(&format!(" {who}:"))).count();
-        assert_eq!((of("vllm-router"), of("smg")), (1, 1), "{told:?}");
+        let reported = skips.0.borrow();
+        let of = |who: &str| reported.iter().filter(|line| line.contains(&format!(" {who}:"))).count();
+        assert_eq!((of("vllm-router"), of("smg")), (1, 1), "{reported:?}");
     }
 }

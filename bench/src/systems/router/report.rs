@@ -1,24 +1,24 @@
-//! What was measured, as JSON and as a table.
+//! The report, as JSON and as a table.
 
 use serde::Serialize;
 
 use super::RouterArgs;
-use super::subject::Subject;
+use super::gateway::Gateway;
 
 /// A number over the repetitions of a run.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct Spread {
+pub struct RepeatSpread {
     /// Median.
     pub median: f64,
-    /// Least.
+    /// Minimum.
     pub min: f64,
-    /// Greatest.
+    /// Maximum.
     pub max: f64,
     #[serde(skip)]
     values: Vec<f64>,
 }
 
-impl Spread {
+impl RepeatSpread {
     pub(crate) fn add(&mut self, value: f64) {
         self.values.push(value);
         let mut sorted = self.values.clone();
@@ -32,7 +32,7 @@ impl Spread {
         (self.min, self.max) = (sorted[0], sorted[sorted.len() - 1]);
     }
 
-    /// Repetition by repetition, this over another.
+    /// Ratios of this number over another, for each repetition.
     pub(crate) fn over(&self, other: &Self) -> Option<Self> {
         let mut ratios = Self::default();
         for (mine, its) in self.values.iter().zip(&other.values) {
@@ -44,29 +44,29 @@ impl Spread {
 
 /// One kind of request under load.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct Load {
+pub struct LoadReport {
     /// `unary_c1`, `unary_cN`, `streamed_c1`, `streamed_cN` or `paced_cN`, where N is `concurrency`.
     pub kind: String,
     /// User and system time of the subject per request, in microseconds.
-    pub cpu_us: Spread,
-    /// The same, over nginx in the same repetition.
-    pub cpu_over_nginx: Option<Spread>,
-    /// Whole requests per second, with client and engines on the same machine.
-    pub requests_per_second: Spread,
+    pub cpu_us: RepeatSpread,
+    /// The same over nginx in the same repetition.
+    pub cpu_over_nginx: Option<RepeatSpread>,
+    /// Complete requests per second, with client and engines on the same machine.
+    pub requests_per_second: RepeatSpread,
 }
 
-/// What processors do that have nothing to do.
+/// Behaviour of idle processors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Cores {
-    /// They sleep, as the machine is set up; to wake one is part of what is measured.
+pub enum CoreMode {
+    /// They sleep, as the machine is configured. The time to wake one is part of the result.
     #[default]
     AsTheyAre,
-    /// They are kept from sleeping.
+    /// They are kept awake.
     Awake,
 }
 
-impl Cores {
+impl CoreMode {
     fn name(self) -> &'static str {
         match self {
             Self::AsTheyAre => "as they are",
@@ -78,41 +78,41 @@ impl Cores {
 /// Time to first token with one request at a time, in microseconds.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct FirstToken {
-    /// What the processors did meanwhile.
-    pub cores: Cores,
+    /// Behaviour of idle processors during the measurement.
+    pub cores: CoreMode,
     /// The client that makes both hops itself: median.
-    pub direct_p50_us: Spread,
+    pub direct_p50_us: RepeatSpread,
     /// The same: 99th percentile.
-    pub direct_p99_us: Spread,
+    pub direct_p99_us: RepeatSpread,
     /// The subject: median.
-    pub p50_us: Spread,
+    pub p50_us: RepeatSpread,
     /// The same: 99th percentile.
-    pub p99_us: Spread,
+    pub p99_us: RepeatSpread,
     /// The subject's median minus the direct client's.
-    pub added_p50_us: Spread,
+    pub added_p50_us: RepeatSpread,
     /// The subject's 99th percentile minus the direct client's.
-    pub added_p99_us: Spread,
+    pub added_p99_us: RepeatSpread,
 }
 
 /// Resident memory.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Memory {
-    /// After a handful of requests, in MiB.
+    /// After a few requests, in MiB.
     pub idle_mib: f64,
-    /// What one open, silent stream adds, in KiB.
+    /// Memory that one open, silent stream adds, in KiB.
     pub per_stream_kib: Option<f64>,
-    /// Streams that were open.
+    /// Number of open streams.
     pub streams: usize,
 }
 
-/// How soon an engine sees that a client has left.
+/// Time until an engine detects a client's disconnect.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Hangup {
-    /// Where the client's request was.
+    /// The phase of the client's request.
     pub phase: &'static str,
-    /// Closes that the engine saw.
+    /// Closes that the engine detected.
     pub seen: usize,
-    /// Closes that it did not see within a second.
+    /// Closes that the engine did not detect within a second.
     pub missed: usize,
     /// Median, in milliseconds.
     pub p50_ms: f64,
@@ -122,29 +122,29 @@ pub struct Hangup {
     pub max_ms: f64,
 }
 
-/// One subject.
+/// One gateway.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct SubjectReport {
+pub struct GatewayReport {
     /// `nginx`, `baton`, `vllm-router`, `smg`.
     pub name: &'static str,
-    /// As it tells it.
+    /// The version that the gateway reports.
     pub version: String,
     /// CPU per request.
-    pub loads: Vec<Load>,
-    /// On processors as they are, and awake where the system allows it; empty for nginx, which makes one hop.
+    pub loads: Vec<LoadReport>,
+    /// With idle processors asleep and, if the system allows it, kept awake. Empty for nginx, which makes one hop.
     pub first_token: Vec<FirstToken>,
-    /// `None` when it runs in the benchmark's own process.
+    /// `None` if the gateway runs in the benchmark's own process.
     pub memory: Option<Memory>,
     /// By phase.
     pub hangups: Vec<Hangup>,
 }
 
-/// A whole run; the keys of `--json`.
+/// A whole run. The fields are the keys of `--json`.
 #[derive(Clone, Debug, Serialize)]
 pub struct RouterReport {
     /// Seconds since the epoch at the start.
     pub unix_seconds: u64,
-    /// The commit of the repository that it was run in.
+    /// Commit of the repository in which the run took place.
     pub commit: Option<String>,
     /// The command.
     pub command: String,
@@ -152,28 +152,28 @@ pub struct RouterReport {
     pub machine: String,
     /// Repetitions.
     pub repetitions: usize,
-    /// Requests of each kind, subject and repetition.
+    /// Requests of each kind, per gateway and repetition.
     pub load_requests: usize,
-    /// Requests at a time under load.
+    /// Concurrent requests under load.
     pub concurrency: usize,
-    /// Tokens per answer.
+    /// Tokens per response.
     pub tokens: usize,
-    /// Between two tokens of a paced stream.
+    /// Milliseconds between two tokens of a paced stream.
     pub pause_ms: u64,
-    /// Each subject.
-    pub subjects: Vec<SubjectReport>,
+    /// All gateways.
+    pub subjects: Vec<GatewayReport>,
 }
 
-impl SubjectReport {
-    pub(super) fn load(&mut self, kind: &str) -> &mut Load {
+impl GatewayReport {
+    pub(super) fn load(&mut self, kind: &str) -> &mut LoadReport {
         let at = self.loads.iter().position(|load| load.kind == kind).unwrap_or_else(|| {
-            self.loads.push(Load { kind: kind.to_owned(), ..Load::default() });
+            self.loads.push(LoadReport { kind: kind.to_owned(), ..LoadReport::default() });
             self.loads.len() - 1
         });
         &mut self.loads[at]
     }
 
-    pub(super) fn first_token(&mut self, cores: Cores) -> &mut FirstToken {
+    pub(super) fn first_token(&mut self, cores: CoreMode) -> &mut FirstToken {
         let at = self.first_token.iter().position(|of| of.cores == cores).unwrap_or_else(|| {
             self.first_token.push(FirstToken { cores, ..FirstToken::default() });
             self.first_token.len() - 1
@@ -183,12 +183,12 @@ impl SubjectReport {
 }
 
 impl RouterReport {
-    pub(super) fn new(args: &RouterArgs, subjects: &[Subject]) -> Self {
+    pub(super) fn new(args: &RouterArgs, subjects: &[Gateway]) -> Self {
         let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-        let subjects = subjects.iter().map(|subject| SubjectReport {
+        let subjects = subjects.iter().map(|subject| GatewayReport {
             name: subject.name,
             version: subject.version.clone(),
-            ..SubjectReport::default()
+            ..GatewayReport::default()
         });
         Self {
             unix_seconds: since_epoch.unwrap_or_default().as_secs(),
@@ -204,12 +204,12 @@ impl RouterReport {
         }
     }
 
-    /// The report of a subject of this run.
-    pub(super) fn of(&mut self, name: &str) -> &mut SubjectReport {
+    /// The report of a gateway of this run.
+    pub(super) fn of(&mut self, name: &str) -> &mut GatewayReport {
         self.subjects.iter_mut().find(|of| of.name == name).expect("a subject of this run")
     }
 
-    /// Fills in the ratios.
+    /// Computes the ratios.
     pub(super) fn compare(&mut self) {
         let Some(nginx) = self.subjects.iter().find(|of| of.name == "nginx").cloned() else { return };
         for load in self.subjects.iter_mut().flat_map(|of| &mut of.loads) {

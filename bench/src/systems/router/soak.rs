@@ -1,4 +1,4 @@
-//! The router's memory over very many requests, every tenth of which is cancelled.
+//! The router's memory over many requests, of which every tenth is cancelled.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -6,32 +6,32 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::wire::{self, Wire};
-use super::{Engines, RouterArgs, RouterBenchError, peers};
+use super::connection::{self, KeptConnection};
+use super::{EnginePair, RouterArgs, RouterBenchError, peers};
 
-/// Between two looks at the memory.
+/// Interval of memory samples.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
-/// One request in so many is cancelled.
+/// One in this many requests is cancelled.
 const CANCEL_EACH: usize = 10;
 
-/// What was measured; the keys of `--soak N --json`.
+/// The report. The fields are the keys of `--soak N --json`.
 #[derive(Clone, Debug, Serialize)]
 pub struct SoakReport {
     /// The machine: processor, processors, memory.
     pub machine: String,
     /// Requests, half of them streamed.
     pub requests: usize,
-    /// Of them, left before their end: a third each before the first byte, after it, and by a reset.
+    /// Cancelled requests: a third each before the first byte, after it, and by a reset.
     pub cancelled: usize,
-    /// Seconds.
+    /// Duration of the run.
     pub seconds: f64,
-    /// Resident memory, the median of the looks in the first and in the last quarter of the run, in KiB.
+    /// Resident memory in the first quarter of the run, median of the samples, in KiB.
     pub first_quarter_kib: u64,
-    /// See there.
+    /// The same in the last quarter.
     pub last_quarter_kib: u64,
-    /// Most that was seen, in KiB.
+    /// Maximum, in KiB.
     pub most_kib: u64,
-    /// Looks at the memory.
+    /// Number of memory samples.
     pub looks: usize,
 }
 
@@ -55,16 +55,19 @@ impl SoakReport {
     }
 }
 
-/// Sends `requests` and looks at the memory meanwhile.
+/// Sends `requests` requests and samples the memory meanwhile.
 pub(super) async fn measure(args: &RouterArgs, requests: usize) -> Result<SoakReport, RouterBenchError> {
-    let engines = Engines::start(args.tokens, Duration::ZERO)?;
+    let engines = EnginePair::start(args.tokens, Duration::ZERO)?;
     let subject = peers::baton(args.programs.binary.as_ref(), engines.addresses()).await?;
     let (next, cancelled) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let begun = Instant::now();
     let mut tasks = tokio::task::JoinSet::new();
     for _ in 0..args.concurrency {
-        let caller =
-            Caller { address: subject.address, next: Arc::clone(&next), cancelled: Arc::clone(&cancelled) };
+        let caller = SoakClient {
+            address: subject.address,
+            next: Arc::clone(&next),
+            cancelled: Arc::clone(&cancelled),
+        };
         tasks.spawn(caller.run(requests));
     }
     let mut looks = Vec::new();
@@ -73,7 +76,7 @@ pub(super) async fn measure(args: &RouterArgs, requests: usize) -> Result<SoakRe
         tokio::select! {
             _ = tick.tick() => looks.push(subject.resident_kib()?),
             done = tasks.join_next() => match done {
-                Some(done) => done.map_err(wire::failed)??,
+                Some(done) => done.map_err(connection::failed)??,
                 None => break,
             },
         }
@@ -100,17 +103,18 @@ fn median(looks: &[u64]) -> u64 {
     sorted[sorted.len() / 2]
 }
 
-/// One client of many.
-struct Caller {
+/// One of several concurrent clients.
+struct SoakClient {
     address: std::net::SocketAddr,
     next: Arc<AtomicUsize>,
     cancelled: Arc<AtomicUsize>,
 }
 
-impl Caller {
+impl SoakClient {
     async fn run(self, requests: usize) -> Result<(), RouterBenchError> {
-        let bodies = [wire::request(&wire::body(false)), wire::request(&wire::body(true))];
-        let mut kept = Wire::connect(self.address).await?;
+        let bodies =
+            [connection::request(&connection::body(false)), connection::request(&connection::body(true))];
+        let mut kept = KeptConnection::connect(self.address).await?;
         loop {
             let number = self.next.fetch_add(1, Ordering::Relaxed);
             if number >= requests {
@@ -120,7 +124,7 @@ impl Caller {
                 kept.post(&bodies[number % 2]).await?;
                 continue;
             }
-            let mut leaves = Wire::connect(self.address).await?;
+            let mut leaves = KeptConnection::connect(self.address).await?;
             leaves.send(true).await?;
             match number / CANCEL_EACH % 3 {
                 0 => {}

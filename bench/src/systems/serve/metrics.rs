@@ -1,29 +1,30 @@
-//! What calls say together. Pure.
+//! Statistics of calls. Pure.
 //!
 //! | word | means |
 //! |---|---|
 //! | scheduled | when a request was due; in a closed loop, when its lane was free |
 //! | sent | when its client began: before a connection was made, where none was kept |
-//! | token | an event of the stream that brought text. Where events bring more than one token each, the numbers of tokens are those of `usage`, and `tokens_per_event` says it |
+//! | token | an event of the stream with text. If events contain more than one token each, token counts are those of `usage`, and `tokens_per_event` is their ratio |
 //! | TTFT | first token − scheduled |
-//! | E2E | end of the answer (`[DONE]` or the last byte) − scheduled |
-//! | TPOT | (E2E − TTFT) / (tokens − 1), for answers of at least two tokens |
-//! | ITL | every gap between two tokens of an answer |
+//! | E2E | end of the response (`[DONE]` or the last byte) − scheduled |
+//! | TPOT | (E2E − TTFT) / (tokens − 1), for responses of at least two tokens |
+//! | ITL | every gap between two tokens of a response |
 //! | lag | sent − scheduled: how late this client was, or how long it waited for `--max-concurrency`; for an overdue one, until the run sent nothing more |
 //! | overdue | was due, and was not sent before the run's time was over |
-//! | goodput | requests that keep every limit, over all that were sent and all that were overdue; per second and as a share. A failed one keeps none, an overdue one neither; TPOT counts as 0 where there is no second token |
+//! | goodput | requests within every limit, over all requests that were sent or overdue; per second and as a share. A failed or overdue request is within no limit; TPOT counts as 0 without a second token |
 //!
-//! Latencies are those of whole answers. Failures are counted apart; requests that Ctrl-C broke off are neither.
+//! Latencies are those of complete responses. Failures are counted separately. Requests that Ctrl-C interrupted do
+//! not count.
 
 use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::options::OptionError;
-use crate::common::stats::{Summary, rounded};
-use crate::load::runner::{Measured, Run};
+use super::error::OptionError;
+use crate::common::stats::{SampleSummary, rounded};
+use crate::load::runner::{MeasuredCall, RunResult};
 
-/// What a good request keeps, in milliseconds.
+/// Limits of a good request, in milliseconds.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Slo {
     pub(crate) ttft_ms: Option<f64>,
@@ -31,21 +32,21 @@ pub(crate) struct Slo {
     pub(crate) e2e_ms: Option<f64>,
 }
 
-/// How many requests were good.
+/// The number of good requests.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Goodput {
     pub(crate) limits: Slo,
     pub(crate) good: usize,
-    /// Of those that were due: sent and not broken off by the end of the run, or overdue.
+    /// Fraction of the due requests: those that were sent and not interrupted by the end of the run, or overdue.
     pub(crate) share: f64,
     pub(crate) per_second: f64,
 }
 
 /// One kind of failure.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub(crate) struct Failures {
+pub(crate) struct FailureCount {
     pub(crate) count: usize,
-    /// What the first of them said.
+    /// Text of the first failure.
     pub(crate) first: String,
 }
 
@@ -59,24 +60,24 @@ pub(crate) struct RunReport {
     pub(crate) sent: usize,
     pub(crate) completed: usize,
     pub(crate) failed: usize,
-    /// Broken off because the run was stopped.
+    /// Interrupted because the run was stopped.
     pub(crate) stopped: usize,
-    /// Planned, and not sent before the run's end.
+    /// Planned but not sent before the end of the run.
     pub(crate) unsent: usize,
-    /// Of those, the ones that were due: what waits in the client for an endpoint is part of what the endpoint does.
+    /// Those of the unsent requests that were due. Their wait in the client is caused by the endpoint.
     pub(crate) overdue: usize,
-    /// Attempts besides the first.
+    /// Attempts after the first.
     pub(crate) retries: usize,
     /// By status and code.
-    pub(crate) failures: BTreeMap<String, Failures>,
+    pub(crate) failures: BTreeMap<String, FailureCount>,
     pub(crate) finish_reasons: BTreeMap<String, usize>,
-    /// Completed with fewer tokens than were asked for.
+    /// Complete responses with fewer tokens than requested.
     pub(crate) short_answers: usize,
-    /// Of completed requests, as the endpoint counted; as planned where it did not.
+    /// Prompt tokens of completed requests, as counted by the endpoint, or else as planned.
     pub(crate) prompt_tokens: u64,
     pub(crate) planned_prompt_tokens: u64,
     pub(crate) completion_tokens: u64,
-    /// Where the endpoint says.
+    /// Absent if the endpoint does not report them.
     pub(crate) cached_tokens: Option<u64>,
     pub(crate) tokens_per_event: Option<f64>,
     pub(crate) requests_per_second: f64,
@@ -84,17 +85,17 @@ pub(crate) struct RunReport {
     pub(crate) total_tokens_per_second: f64,
     pub(crate) peak_in_flight: usize,
     pub(crate) goodput: Option<Goodput>,
-    pub(crate) ttft_ms: Option<Summary>,
-    pub(crate) ttft_from_sent_ms: Option<Summary>,
-    pub(crate) tpot_ms: Option<Summary>,
-    pub(crate) itl_ms: Option<Summary>,
-    pub(crate) e2e_ms: Option<Summary>,
-    pub(crate) e2e_from_sent_ms: Option<Summary>,
-    pub(crate) lag_ms: Option<Summary>,
+    pub(crate) ttft_ms: Option<SampleSummary>,
+    pub(crate) ttft_from_sent_ms: Option<SampleSummary>,
+    pub(crate) tpot_ms: Option<SampleSummary>,
+    pub(crate) itl_ms: Option<SampleSummary>,
+    pub(crate) e2e_ms: Option<SampleSummary>,
+    pub(crate) e2e_from_sent_ms: Option<SampleSummary>,
+    pub(crate) lag_ms: Option<SampleSummary>,
 }
 
 impl Slo {
-    /// Reads `ttft:MS`, `tpot:MS` and `e2e:MS` (or `e2el`, as vLLM says).
+    /// Parses `ttft:MS`, `tpot:MS` and `e2e:MS` (or `e2el`, vLLM's name).
     ///
     /// # Errors
     /// [`OptionError::Goodput`].
@@ -120,8 +121,8 @@ impl Slo {
         *self == Self::default()
     }
 
-    /// Whether a request is good.
-    pub(crate) fn is_kept_by(&self, measured: &Measured) -> bool {
+    /// Whether a request is within all limits.
+    pub(crate) fn is_kept_by(&self, measured: &MeasuredCall) -> bool {
         let within = |limit: Option<f64>, value: Option<f64>| match (limit, value) {
             (None, _) => true,
             (Some(limit), Some(value)) => value <= limit,
@@ -139,12 +140,12 @@ fn ms(duration: std::time::Duration) -> f64 {
 }
 
 impl RunReport {
-    /// Counts and measures.
-    pub(crate) fn of(number: usize, run: &Run, percentiles: &[f64], slo: &Slo) -> Self {
+    /// Computes all counts and statistics.
+    pub(crate) fn of(number: usize, run: &RunResult, percentiles: &[f64], slo: &Slo) -> Self {
         let duration_s = run.ended.since(run.began).as_secs_f64().max(1e-9);
-        let done: Vec<&Measured> = run.calls.iter().filter(|one| one.call.is_done()).collect();
+        let done: Vec<&MeasuredCall> = run.calls.iter().filter(|one| one.call.is_done()).collect();
         let stopped = run.calls.iter().filter(|one| one.was_stopped()).count();
-        let mut failures = BTreeMap::<String, Failures>::new();
+        let mut failures = BTreeMap::<String, FailureCount>::new();
         for one in &run.calls {
             if let Some(kind) = one.failure() {
                 let failures = failures.entry(kind).or_default();
@@ -159,15 +160,15 @@ impl RunReport {
             let reason = one.call.finish_reason.as_deref().unwrap_or("none");
             *finish_reasons.entry(reason.chars().take(32).collect()).or_default() += 1;
         }
-        let sum = |of: &dyn Fn(&Measured) -> u64| done.iter().map(|one| of(one)).sum::<u64>();
-        let planned = |one: &Measured| u64::from(one.planned_input_tokens);
+        let sum = |of: &dyn Fn(&MeasuredCall) -> u64| done.iter().map(|one| of(one)).sum::<u64>();
+        let planned = |one: &MeasuredCall| u64::from(one.planned_input_tokens);
         let prompt_tokens =
             sum(&|one| one.call.usage.map_or_else(|| planned(one), |usage| u64::from(usage.prompt_tokens)));
         let completion_tokens = sum(&|one| u64::from(one.call.completion_tokens()));
         let events = sum(&|one| one.call.tokens.len() as u64);
         let cached = done.iter().filter_map(|one| one.call.usage?.cached_tokens).map(u64::from);
-        let summary = |of: &dyn Fn(&Measured) -> Option<std::time::Duration>| {
-            Summary::of(done.iter().filter_map(|one| of(one).map(ms)).collect(), percentiles)
+        let summary = |of: &dyn Fn(&MeasuredCall) -> Option<std::time::Duration>| {
+            SampleSummary::of(done.iter().filter_map(|one| of(one).map(ms)).collect(), percentiles)
         };
         let gaps = done.iter().flat_map(|one| one.call.gaps().map(ms)).collect();
         let waited = run.waited.iter().map(|one| ms(one.waited));
@@ -209,16 +210,16 @@ impl RunReport {
             ttft_ms: summary(&|one| one.ttft()),
             ttft_from_sent_ms: summary(&|one| one.call.ttft()),
             tpot_ms: summary(&|one| one.tpot()),
-            itl_ms: Summary::of(gaps, percentiles),
+            itl_ms: SampleSummary::of(gaps, percentiles),
             e2e_ms: summary(&|one| Some(one.e2e())),
             e2e_from_sent_ms: summary(&|one| Some(one.call.e2e())),
-            lag_ms: Summary::of(lags, percentiles),
+            lag_ms: SampleSummary::of(lags, percentiles),
         }
     }
 }
 
-/// The most calls that were there at once; one that ends when another begins makes place for it.
-fn peak(calls: &[Measured]) -> usize {
+/// Maximum concurrent calls. A call that ends when another begins is not concurrent with it.
+fn peak(calls: &[MeasuredCall]) -> usize {
     let mut changes: Vec<_> =
         calls.iter().flat_map(|one| [(one.call.began, true), (one.call.ended, false)]).collect();
     changes.sort_unstable();

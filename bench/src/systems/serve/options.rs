@@ -1,14 +1,15 @@
-//! Options of `baton bench serve`, in the words of vLLM's where they mean the same; and their checks.
+//! Options of `baton bench serve`, and their checks. Options with the meaning of vLLM's have vLLM's names.
 
 use std::path::PathBuf;
 
 use serde_json::{Map, Value};
 
+use super::error::OptionError;
 use super::metrics::Slo;
 use crate::load::Endpoint;
 use crate::load::plan::workload::{Workload, WorkloadArgs};
 
-/// What to measure.
+/// Options of `baton bench serve`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ServeArgs {
     /// Endpoint: http(s)://HOST[:PORT][/PREFIX], with or without /v1
@@ -50,7 +51,7 @@ pub struct ServeArgs {
     pub(crate) fail_on_error: bool,
 }
 
-/// Who is asked, and how.
+/// Options of the endpoint and its requests.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct EndpointArgs {
     /// Model name [default: the first that /v1/models lists]
@@ -106,20 +107,9 @@ pub(crate) struct EndpointArgs {
     pub(crate) tag: Option<String>,
 }
 
-/// Why options make no sense.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum OptionError {
-    #[error("{0} has to be {1}")]
-    Option(&'static str, &'static str),
-    #[error("--goodput: `{0}` is not ttft:MS, tpot:MS or e2e:MS")]
-    Goodput(String),
-    #[error("--extra-body: {0}")]
-    ExtraBody(String),
-}
-
-/// Options that make sense.
+/// Checked options.
 #[derive(Debug)]
-pub(crate) struct Checked {
+pub(crate) struct ValidOptions {
     pub(crate) workload: Workload,
     pub(crate) percentiles: Vec<f64>,
     pub(crate) slo: Slo,
@@ -130,11 +120,11 @@ fn need(fine: bool, name: &'static str, what: &'static str) -> Result<(), Option
 }
 
 impl ServeArgs {
-    /// Checks all that can be checked before anybody is asked.
+    /// Checks everything that can be checked before the endpoint is contacted.
     ///
     /// # Errors
-    /// What is wrong, in words.
-    pub(crate) fn check(&self) -> Result<Checked, crate::BenchError> {
+    /// A description of the invalid option.
+    pub(crate) fn check(&self) -> Result<ValidOptions, crate::BenchError> {
         need((1..=1_000).contains(&self.repeat), "--repeat", "from 1 to 1000")?;
         need((1..=256).contains(&self.client_threads), "--client-threads", "from 1 to 256")?;
         need(self.warmup <= 100_000, "--warmup", "at most 100,000")?;
@@ -149,7 +139,7 @@ impl ServeArgs {
         if let Some(folder) = &self.out {
             std::fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
         }
-        Ok(Checked { workload: self.workload.check()?, percentiles: self.percentiles.clone(), slo })
+        Ok(ValidOptions { workload: self.workload.check()?, percentiles: self.percentiles.clone(), slo })
     }
 }
 
@@ -171,7 +161,7 @@ impl EndpointArgs {
         self.extra().map(|_| ())
     }
 
-    /// What is put over every request's body.
+    /// The fields that override those of every request body.
     pub(crate) fn extra(&self) -> Result<Map<String, Value>, OptionError> {
         let mut all = Map::new();
         all.insert("temperature".into(), self.temperature.into());

@@ -1,17 +1,17 @@
-//! While a run lasts: a line on a terminal, and every call into its file.
+//! During a run: a line on a terminal, and every call in its file.
 
 use std::fs::File;
 use std::io::{BufWriter, IsTerminal, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::load::runner::{Measured, Waited, Watch};
+use crate::load::runner::{MeasuredCall, RunObserver, UnsentRequest};
 
-/// A line is written no more often.
+/// Minimum interval of the line.
 const EVERY: Duration = Duration::from_millis(200);
 
-/// What is shown and written of one run.
-pub(super) struct Progress {
+/// The progress of one run.
+pub(super) struct RunProgress {
     planned: usize,
     sent: usize,
     ended: usize,
@@ -22,14 +22,14 @@ pub(super) struct Progress {
     shown: Option<Instant>,
     terminal: bool,
     calls: Option<BufWriter<File>>,
-    /// The first reason why calls could not be written.
+    /// The first error of writing calls.
     broken: Option<std::io::Error>,
     name: String,
 }
 
-impl Progress {
+impl RunProgress {
     /// # Errors
-    /// When the file of the calls cannot be made.
+    /// If the file of the calls cannot be created.
     pub(super) fn start(folder: Option<&Path>, run: usize, planned: usize) -> Result<Self, String> {
         let file = folder.map(|folder| folder.join(format!("calls-{run}.jsonl")));
         let name = file.as_ref().map(|file| file.display().to_string()).unwrap_or_default();
@@ -51,17 +51,17 @@ impl Progress {
     }
 
     /// # Errors
-    /// When calls could not be written.
+    /// If calls could not be written.
     pub(super) fn finish(mut self) -> Result<(), String> {
         if self.terminal {
-            // A terminal that is gone shows nothing.
+            // A closed terminal shows nothing.
             let _ = write!(std::io::stderr(), "\r\x1b[2K");
         }
         let flushed = self.calls.as_mut().map_or(Ok(()), Write::flush);
         self.broken.map_or(flushed, Err).map_err(|error| format!("{}: {error}", self.name))
     }
 
-    /// A line of the file.
+    /// Writes a line of the file.
     fn write(&mut self, what: &impl serde::Serialize) {
         if let Some(calls) = self.calls.as_mut().filter(|_| self.broken.is_none()) {
             let line = serde_json::to_string(what).map_err(std::io::Error::other);
@@ -89,23 +89,23 @@ impl Progress {
     }
 }
 
-impl Watch for Progress {
+impl RunObserver for RunProgress {
     fn sent(&mut self) {
         self.sent += 1;
         self.show();
     }
 
-    fn ended(&mut self, measured: &mut Measured) {
+    fn ended(&mut self, measured: &mut MeasuredCall) {
         self.ended += 1;
         self.failed += usize::from(measured.failure().is_some());
         self.tokens += u64::from(measured.call.completion_tokens());
         self.write(measured);
-        // It is in the file, or nobody wants it: a long run keeps times, not texts.
+        // The text is in the file, if any. It is dropped because a long run would keep too much text.
         measured.call.text = String::new();
         self.show();
     }
 
-    fn waited(&mut self, waited: &Waited) {
+    fn waited(&mut self, waited: &UnsentRequest) {
         self.write(waited);
     }
 }

@@ -6,16 +6,16 @@ use serde::{Serialize, Serializer};
 
 use super::metrics::RunReport;
 use super::options::ServeArgs;
-use super::subject::Subject;
-use crate::common::stats::{Spread, Summary};
+use super::subject::ServeSubject;
+use crate::common::stats::{SampleSummary, Spread};
 use crate::load::{Endpoint, Streaming};
 
-/// A client that is later than this is part of what it measures.
+/// A client with a greater delay distorts its own measurement.
 const LAG_MAX_MS: f64 = 5.0;
 
-/// What `--json` prints, and `summary.json` holds.
+/// The object of `--json` and of `summary.json`.
 #[derive(Debug, Serialize)]
-pub(crate) struct Report {
+pub(crate) struct ServeReport {
     benchmark: &'static str,
     version: &'static str,
     unix_seconds: u64,
@@ -26,10 +26,10 @@ pub(crate) struct Report {
     endpoint: &'static str,
     stream: bool,
     seed: u64,
-    /// Said in words where somebody who reads the numbers should know it.
+    /// Notes for readers of the numbers.
     notes: Vec<String>,
     pub(super) runs: Vec<RunReport>,
-    /// Of each number the median of the runs, the least and the greatest.
+    /// For each number, median, minimum and maximum over the runs.
     #[serde(serialize_with = "by_name")]
     over_runs: Vec<(String, Spread)>,
 }
@@ -44,8 +44,8 @@ const NUMBERS: [Number; 4] = [
     ("goodput_share", |run| run.goodput.as_ref().map(|goodput| goodput.share)),
 ];
 
-/// Latencies of a run by name, and as a table calls them.
-type Latency = (&'static str, &'static str, fn(&RunReport) -> Option<&Summary>);
+/// Latencies of a run, by name and by heading of the table.
+type Latency = (&'static str, &'static str, fn(&RunReport) -> Option<&SampleSummary>);
 
 const LATENCIES: [Latency; 7] = [
     ("ttft_ms", "TTFT", |run| run.ttft_ms.as_ref()),
@@ -57,8 +57,8 @@ const LATENCIES: [Latency; 7] = [
     ("lag_ms", "client's lag", |run| run.lag_ms.as_ref()),
 ];
 
-impl Report {
-    pub(super) fn new(args: &ServeArgs, subject: &Subject) -> Self {
+impl ServeReport {
+    pub(super) fn new(args: &ServeArgs, subject: &ServeSubject) -> Self {
         let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         Self {
             benchmark: "serve",
@@ -67,12 +67,12 @@ impl Report {
             machine: crate::common::machine::described(),
             command: command(std::env::args()),
             url: subject.client.target().url(),
-            model: subject.speaker.model.clone(),
-            endpoint: match subject.speaker.endpoint {
+            model: subject.profile.model.clone(),
+            endpoint: match subject.profile.endpoint {
                 Endpoint::Completions => "completions",
                 Endpoint::Chat => "chat",
             },
-            stream: subject.speaker.streaming != Streaming::Whole,
+            stream: subject.profile.streaming != Streaming::Whole,
             seed: args.workload.seed,
             notes: Vec::new(),
             runs: Vec::new(),
@@ -80,8 +80,8 @@ impl Report {
         }
     }
 
-    /// Compares the runs, and says what is to be said.
-    pub(super) fn finish(&mut self, subject: &Subject) {
+    /// Compares the runs and adds notes.
+    pub(super) fn finish(&mut self, subject: &ServeSubject) {
         self.notes.clone_from(&subject.notes);
         for (name, of) in NUMBERS {
             self.spread(name.to_owned(), &of);
@@ -148,7 +148,7 @@ impl Report {
         serde_json::to_string_pretty(self).expect("numbers and names are JSON")
     }
 
-    /// For people.
+    /// The table for people.
     pub(super) fn table(&self) -> String {
         let mut text = format!(
             "{}\n{}   {}   {}{}   seed {}\n",
@@ -253,7 +253,7 @@ fn latencies(text: &mut String, run: &RunReport) {
     }
 }
 
-/// The command line, without what a header may have to hide.
+/// The command line without values that may be secret.
 fn command(args: impl Iterator<Item = String>) -> String {
     let mut hidden = false;
     let words = args.map(|word| {
@@ -283,7 +283,7 @@ mod tests {
             "{\"a\": 1}",
             "--header=x: y",
         ];
-        let told = command(words.into_iter().map(str::to_owned));
-        assert_eq!(told, "baton bench --header … --extra-body '{\"a\": 1}' --header=…");
+        let line = command(words.into_iter().map(str::to_owned));
+        assert_eq!(line, "baton bench --header … --extra-body '{\"a\": 1}' --header=…");
     }
 }

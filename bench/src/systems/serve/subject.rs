@@ -1,4 +1,4 @@
-//! An endpoint that has been tried out, and runs on it.
+//! A probed endpoint, and runs on it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,38 +8,38 @@ use tokio_util::sync::CancellationToken;
 use super::metrics::Slo;
 use super::options::EndpointArgs;
 use crate::BenchError;
-use crate::load::plan::prompts::Words;
-use crate::load::plan::workload::{Plan, Workload};
-use crate::load::runner::{Run, Runner, Watch};
-use crate::load::speaker::{Speaker, first_model, learn_ids, learn_words};
-use crate::load::{Client, Connections, Limits, Retries, Streaming, Target};
+use crate::load::endpoint_profile::{EndpointProfile, first_model, learn_ids, learn_words};
+use crate::load::plan::prompts::Vocabulary;
+use crate::load::plan::workload::{RunPlan, Workload};
+use crate::load::runner::{RunObserver, RunResult, Runner};
+use crate::load::{Client, Connections, Limits, RetryLimit, Streaming, Target};
 
-/// Runs of a workload have small numbers; what is sent before them has others, so that no prompt is the same.
+/// Runs of a workload have small numbers. Warm-up requests have larger ones, so that no prompt is repeated.
 const WARM_UP_RUN: usize = 1 << 40;
-/// Warm-up requests in flight, where the workload does not say.
+/// Concurrent warm-up requests, if the workload does not specify concurrency.
 const WARM_UP_LANES: usize = 8;
 
-/// An endpoint that can be measured.
-pub(crate) struct Subject {
+/// An endpoint under measurement.
+pub(crate) struct ServeSubject {
     pub(crate) client: Client,
-    pub(crate) speaker: Speaker,
-    pub(crate) retries: Retries,
+    pub(crate) profile: EndpointProfile,
+    pub(crate) retries: RetryLimit,
     pub(crate) percentiles: Vec<f64>,
     pub(crate) slo: Slo,
-    /// What somebody who reads the numbers should know.
+    /// Notes for readers of the numbers.
     pub(crate) notes: Vec<String>,
 }
 
-/// Nobody looks.
-struct Unwatched;
+/// Ignores all events.
+struct NoObserver;
 
-impl Watch for Unwatched {}
+impl RunObserver for NoObserver {}
 
-impl Subject {
-    /// Finds the endpoint, its model, and what its prompts are made of.
+impl ServeSubject {
+    /// Resolves the endpoint, its model, and the tokens of its prompts.
     ///
     /// # Errors
-    /// When it cannot be asked, in words.
+    /// If the endpoint cannot be reached.
     pub(crate) async fn open(
         url: &str,
         args: &EndpointArgs,
@@ -62,7 +62,7 @@ impl Subject {
             None => first_model(&client).await?,
         };
         let words = match (args.prompt_ids, args.vocab_size) {
-            (true, Some(size)) => Words::Ids((0..size).collect()),
+            (true, Some(size)) => Vocabulary::Ids((0..size).collect()),
             (true, None) => learn_ids(&client, &model).await?,
             (false, _) => learn_words(&client, args.endpoint, &model).await?,
         };
@@ -71,7 +71,7 @@ impl Subject {
             (false, true) => Streaming::Counted,
             (false, false) => Streaming::Streamed,
         };
-        let speaker = Speaker {
+        let profile = EndpointProfile {
             endpoint: args.endpoint,
             model,
             words,
@@ -81,13 +81,13 @@ impl Subject {
             extra: args.extra()?,
         };
         let (percentiles, slo) = (percentiles.to_vec(), slo.clone());
-        Ok(Self { client, speaker, retries: Retries(args.retries), percentiles, slo, notes: Vec::new() })
+        Ok(Self { client, profile, retries: RetryLimit(args.retries), percentiles, slo, notes: Vec::new() })
     }
 
-    /// Tries the endpoint out with one request, then sends it some more that nobody measures.
+    /// Probes the endpoint with one request, then sends some uncounted requests.
     ///
     /// # Errors
-    /// When it does not answer the first.
+    /// If the endpoint does not answer the first request.
     pub(crate) async fn warm_up(
         &mut self,
         workload: &Workload,
@@ -95,15 +95,15 @@ impl Subject {
         stop: &CancellationToken,
     ) -> Result<(), BenchError> {
         let mut plan = workload.plan(WARM_UP_RUN);
-        let wanted = self.speaker.ignore_eos;
+        let wanted = self.profile.ignore_eos;
         if let Some(first) = plan.requests.first() {
-            let least = self.speaker.words.least();
+            let least = self.profile.words.least();
             if first.input_tokens() < least {
                 self.notes.push(format!("the shortest prompt for this endpoint has {least} tokens"));
             }
-            self.speaker.try_out(&self.client, first).await?;
+            self.profile.probe(&self.client, first).await?;
         }
-        if wanted && !self.speaker.ignore_eos {
+        if wanted && !self.profile.ignore_eos {
             self.notes
                 .push("the endpoint refuses ignore_eos: answers may be shorter than asked for".to_owned());
         }
@@ -112,22 +112,22 @@ impl Subject {
         plan.lanes = Some(plan.lanes.unwrap_or(WARM_UP_LANES));
         plan.until = None;
         if !plan.requests.is_empty() {
-            self.run(plan, 0, stop, &mut Unwatched).await;
+            self.run(plan, 0, stop, &mut NoObserver).await;
         }
         Ok(())
     }
 
-    /// Carries out a plan.
+    /// Runs a plan.
     pub(crate) async fn run(
         &self,
-        plan: Plan,
+        plan: RunPlan,
         seed: u64,
         stop: &CancellationToken,
-        watch: &mut dyn Watch,
-    ) -> Run {
+        watch: &mut dyn RunObserver,
+    ) -> RunResult {
         let runner = Runner {
             client: &self.client,
-            speaker: Arc::new(self.speaker.clone()),
+            profile: Arc::new(self.profile.clone()),
             retries: self.retries,
             stop: stop.clone(),
             seed,

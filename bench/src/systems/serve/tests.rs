@@ -1,5 +1,4 @@
-//! `baton bench serve` against a server of our own, of which everything is known: what it counts, how long it pauses at
-//! least, whom it refuses.
+//! `baton bench serve` against a test server with known behaviour: token counts, minimum pauses, refusals.
 
 mod server;
 
@@ -10,22 +9,22 @@ use clap::Parser;
 use serde_json::Value;
 
 use super::*;
-use server::{Behaviour, Server};
+use server::{ServerOptions, TestServer};
 
 #[derive(Parser)]
-struct Line {
+struct ServeCli {
     #[command(flatten)]
     args: ServeArgs,
 }
 
-fn args(server: &Server, more: &[&str]) -> ServeArgs {
+fn args(server: &TestServer, more: &[&str]) -> ServeArgs {
     let url = server.url();
     let line = ["serve", "--url", &url].into_iter().chain(more.iter().copied());
-    Line::try_parse_from(line).unwrap_or_else(|error| panic!("{error}")).args
+    ServeCli::try_parse_from(line).unwrap_or_else(|error| panic!("{error}")).args
 }
 
-/// Runs it, and reads what it prints.
-fn json(server: &Server, more: &[&str]) -> Value {
+/// Runs the benchmark and parses its output.
+fn json(server: &TestServer, more: &[&str]) -> Value {
     let mut out = Vec::new();
     run(&args(server, &[more, &["--json"]].concat()), &mut out).unwrap_or_else(|error| panic!("{error}"));
     serde_json::from_slice(&out).expect("JSON")
@@ -48,7 +47,7 @@ fn nearest_rank(mut samples: Vec<f64>, p: usize) -> f64 {
 
 #[test]
 fn a_closed_loop_counts_what_the_server_counts() {
-    let server = Server::start(Behaviour::default());
+    let server = TestServer::start(ServerOptions::default());
     let options =
         ["--num-prompts", "40", "--max-concurrency", "4", "--input-len", "uniform:8-40", "--output-len", "6"];
     let report = json(
@@ -62,7 +61,7 @@ fn a_closed_loop_counts_what_the_server_counts() {
         "{run:#}"
     );
     assert_eq!((&report["model"], &report["endpoint"]), (&"first".into(), &"completions".into()));
-    // What the server saw of them, without the warm-up's four.
+    // The server's counts, without the warm-up's four requests.
     let seen = server.seen();
     assert_eq!(seen.completions, 44);
     assert_eq!(number(&run["prompt_tokens"]) as usize, seen.prompt_tokens[4..].iter().sum::<usize>());
@@ -75,25 +74,26 @@ fn a_closed_loop_counts_what_the_server_counts() {
         (&run["itl_ms"]["count"], &run["tpot_ms"]["count"], &run["ttft_ms"]["count"]),
         (&200.into(), &40.into(), &40.into())
     );
-    // One limit that everything keeps, and one that nothing can.
+    // One limit that all requests keep, and one that none can.
     assert_eq!((&run["goodput"]["good"], &run["goodput"]["share"]), (&0.into(), &0.0.into()));
 }
 
 #[test]
 fn pauses_of_the_server_are_in_the_numbers() {
     let pause = Duration::from_millis(30);
-    let server = Server::start(Behaviour { first: pause * 2, gap: pause, ..Behaviour::default() });
+    let server =
+        TestServer::start(ServerOptions { first: pause * 2, gap: pause, ..ServerOptions::default() });
     let report = json(
         &server,
         &["--num-prompts", "4", "--max-concurrency", "2", "--output-len", "4", "--input-len", "8"],
     );
     let run = &report["runs"][0];
-    // No sleep is shorter than it is told to be.
+    // A sleep lasts at least as long as requested.
     assert!(
         number(&run["ttft_ms"]["min"]) >= 60.0 && number(&run["ttft_from_sent_ms"]["min"]) >= 60.0,
         "{run:#}"
     );
-    // A client that is woken late sees a first token late, and a gap shorter than it was; the sum stands.
+    // A client that wakes late measures a late first token and a short gap. The sum is unaffected.
     let mean = |name: &str| number(&run[name]["mean"]);
     assert!(mean("ttft_ms") + 3.0 * mean("itl_ms") >= 150.0 - 1e-3, "{run:#}");
     assert!((mean("ttft_ms") + 3.0 * mean("tpot_ms") - mean("e2e_ms")).abs() < 1e-3, "{run:#}");
@@ -113,12 +113,12 @@ fn pauses_of_the_server_are_in_the_numbers() {
 #[test]
 fn requests_that_wait_in_the_client_count_from_when_they_were_due() {
     let pause = Duration::from_millis(40);
-    let server = Server::start(Behaviour { first: pause, ..Behaviour::default() });
+    let server = TestServer::start(ServerOptions { first: pause, ..ServerOptions::default() });
     let options =
         ["--num-prompts", "6", "--request-rate", "1000", "--burstiness", "inf", "--max-concurrency", "1"];
     let report = json(&server, &[&options[..], &["--output-len", "2", "--input-len", "8"]].concat());
     let run = &report["runs"][0];
-    // The sixth is due after 6 ms, and begins after five others of 40 ms each.
+    // The sixth request is due after 6 ms, and begins after five others of 40 ms each.
     assert!(number(&run["ttft_ms"]["max"]) >= 6.0 * 40.0 - 6.0 - 1.0, "{run:#}");
     assert!(number(&run["lag_ms"]["max"]) >= 5.0 * 40.0 - 6.0 - 1.0, "{run:#}");
     assert!(number(&run["ttft_ms"]["max"]) > number(&run["ttft_from_sent_ms"]["max"]) + 150.0, "{run:#}");
@@ -130,8 +130,9 @@ fn requests_that_wait_in_the_client_count_from_when_they_were_due() {
 
 #[test]
 fn what_was_due_when_time_was_over_counts_as_late_and_as_bad() {
-    // It answers one and holds the next, which is more than one lane can wait for.
-    let server = Server::start(Behaviour { first: Duration::from_millis(900), ..Behaviour::default() });
+    // The server answers one request and holds the next, while one lane waits.
+    let server =
+        TestServer::start(ServerOptions { first: Duration::from_millis(900), ..ServerOptions::default() });
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().to_str().expect("UTF-8");
     let options =
@@ -139,14 +140,14 @@ fn what_was_due_when_time_was_over_counts_as_late_and_as_bad() {
     let more = ["--output-len", "2", "--input-len", "8", "--goodput", "ttft:60000", "--out", out];
     let report = json(&server, &[&options[..], &more].concat());
     let run = &report["runs"][0];
-    // Due every 20 ms for half a second: the first is sent, and holds the only lane to the end. All answers that were begun are
-    // good, and most of the requests were never begun.
+    // One request is due every 20 ms for half a second. The first is sent and occupies the only lane to the end. All
+    // begun responses are good, but most requests never begin.
     let (sent, overdue) = (number(&run["sent"]), number(&run["overdue"]));
     assert_eq!((sent, overdue), (1.0, 23.0), "{run:#}");
     assert_eq!((&run["unsent"], &run["lag_ms"]["count"]), (&23.into(), &24.into()), "{run:#}");
     assert_eq!(run["goodput"]["good"], 1);
     assert!((number(&run["goodput"]["share"]) - 1.0 / 24.0).abs() < 0.001, "{run:#}");
-    // The second was due after 40 ms, and time was over after 490.
+    // The second request is due after 40 ms. The run ends after 490 ms.
     assert!(number(&run["lag_ms"]["max"]) >= 445.0, "{run:#}");
     let notes = report["notes"].as_array().expect("notes");
     assert!(
@@ -160,7 +161,8 @@ fn what_was_due_when_time_was_over_counts_as_late_and_as_bad() {
 
 #[test]
 fn what_waits_for_the_end_of_another_is_not_overdue() {
-    let server = Server::start(Behaviour { first: Duration::from_millis(50), ..Behaviour::default() });
+    let server =
+        TestServer::start(ServerOptions { first: Duration::from_millis(50), ..ServerOptions::default() });
     let options = ["--max-concurrency", "1", "--duration", "0.3", "--goodput", "ttft:60000"];
     let run = &json(&server, &[&options[..], &["--output-len", "2", "--input-len", "8"]].concat())["runs"][0];
     assert!(number(&run["sent"]) >= 1.0 && number(&run["unsent"]) > 1_000.0, "{run:#}");
@@ -169,7 +171,8 @@ fn what_waits_for_the_end_of_another_is_not_overdue() {
 
 #[test]
 fn every_number_can_be_found_again_in_the_calls() {
-    let server = Server::start(Behaviour { gap: Duration::from_millis(1), ..Behaviour::default() });
+    let server =
+        TestServer::start(ServerOptions { gap: Duration::from_millis(1), ..ServerOptions::default() });
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("made");
     let options =
@@ -193,7 +196,7 @@ fn every_number_can_be_found_again_in_the_calls() {
         let calls = lines(&out.join(format!("calls-{run}.jsonl")));
         assert_eq!(calls.len(), 30);
         let us = |value: &Value| value.as_u64().expect("microseconds") as f64;
-        // Times in the file are whole microseconds: each is cut by up to one.
+        // Times in the file are truncated to whole microseconds.
         let near = |a: f64, b: &Value, what: &str| assert!((a - number(b)).abs() < 0.004, "{what}: {a} {b}");
         let due = |call: &Value| us(&call["call"]["began_us"]) - us(&call["scheduled_us"]);
         let tokens = |call: &Value| {
@@ -224,7 +227,7 @@ fn every_number_can_be_found_again_in_the_calls() {
             calls.iter().map(|call| us(&call["call"]["usage"]["completion_tokens"])).sum::<f64>(),
             number(&summary["completion_tokens"])
         );
-        // Open loop: when each was due was decided before.
+        // Open loop: the due times were decided before.
         let mut due: Vec<_> =
             calls.iter().map(|call| (call["index"].as_u64(), us(&call["scheduled_us"]))).collect();
         due.sort_by_key(|(index, _)| *index);
@@ -243,12 +246,15 @@ fn every_number_can_be_found_again_in_the_calls() {
 
 #[test]
 fn failures_are_counted_by_what_they_are_and_said_loudly() {
-    let server =
-        Server::start(Behaviour { refuse_every: Some(4), cut_every: Some(5), ..Behaviour::default() });
+    let server = TestServer::start(ServerOptions {
+        refuse_every: Some(4),
+        cut_every: Some(5),
+        ..ServerOptions::default()
+    });
     let options = ["--num-prompts", "20", "--max-concurrency", "1", "--output-len", "3", "--input-len", "8"];
     let report = json(&server, &options);
     let run = &report["runs"][0];
-    // Its first request was the one that tried it out: of the 21, every 4th is refused, and every 5th of the others cut.
+    // The first request was the probe. Of the 21, every 4th is refused, and every 5th of the others is cut.
     assert_eq!(
         (&run["sent"], &run["failed"], &run["completed"]),
         (&20.into(), &8.into(), &12.into()),
@@ -279,7 +285,7 @@ fn run_to(args: &ServeArgs, out: &mut Vec<u8>) -> Result<(), BenchError> {
 
 #[test]
 fn retries_are_made_and_the_whole_answer_counts() {
-    let server = Server::start(Behaviour { refuse_every: Some(4), ..Behaviour::default() });
+    let server = TestServer::start(ServerOptions { refuse_every: Some(4), ..ServerOptions::default() });
     let options = [
         "--num-prompts",
         "6",
@@ -302,8 +308,11 @@ fn retries_are_made_and_the_whole_answer_counts() {
 
 #[test]
 fn a_run_that_is_stopped_reports_what_there_is() {
-    let server =
-        Server::start(Behaviour { first: Duration::from_secs(600), quick: 3, ..Behaviour::default() });
+    let server = TestServer::start(ServerOptions {
+        first: Duration::from_secs(600),
+        quick: 3,
+        ..ServerOptions::default()
+    });
     let args = args(
         &server,
         &["--num-prompts", "20", "--max-concurrency", "4", "--output-len", "2", "--input-len", "8"],
@@ -312,7 +321,7 @@ fn a_run_that_is_stopped_reports_what_there_is() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let waiting = server.waiting();
     let report = runtime.block_on(async {
-        // When four are held, nothing can go on.
+        // With four held requests, the run cannot continue.
         let stop = async move {
             while waiting() < 4 {
                 tokio::time::sleep(Duration::from_millis(2)).await;
@@ -322,7 +331,7 @@ fn a_run_that_is_stopped_reports_what_there_is() {
     });
     let report = report.expect("a report");
     let run = &report.runs[0];
-    // The first of the three quick ones was the one that tried it out.
+    // The first of the three quick requests was the probe.
     assert_eq!((run.completed, run.failed, run.stopped, run.unsent), (2, 0, 4, 14), "{run:?}");
     assert!(
         report.table().contains("4 broken off") && report.table().contains("was stopped"),
@@ -333,9 +342,12 @@ fn a_run_that_is_stopped_reports_what_there_is() {
 
 #[test]
 fn an_endpoint_is_understood_as_it_is() {
-    // It refuses ignore_eos, has no /tokenize, and answers chats in one piece.
-    let server =
-        Server::start(Behaviour { refuses_ignore_eos: true, tokenizes: false, ..Behaviour::default() });
+    // The server refuses ignore_eos, has no /tokenize, and answers chats in one piece.
+    let server = TestServer::start(ServerOptions {
+        refuses_ignore_eos: true,
+        tokenizes: false,
+        ..ServerOptions::default()
+    });
     let options = ["--num-prompts", "5", "--max-concurrency", "2", "--output-len", "4", "--input-len", "20"];
     let chat = json(&server, &[&options[..], &["--endpoint", "chat", "--no-stream"]].concat());
     let run = &chat["runs"][0];
@@ -347,7 +359,7 @@ fn an_endpoint_is_understood_as_it_is() {
     assert!(run["ttft_ms"].is_null() && run["e2e_ms"]["count"] == 5, "{run:#}");
     assert!(chat["notes"][0].as_str().is_some_and(|note| note.contains("ignore_eos")), "{chat:#}");
 
-    let server = Server::start(Behaviour { tokens_per_event: 2, ..Behaviour::default() });
+    let server = TestServer::start(ServerOptions { tokens_per_event: 2, ..ServerOptions::default() });
     let options = [&options[..], &["--prompt-ids", "--continuous-usage"]].concat();
     let run = &json(&server, &options)["runs"][0];
     assert_eq!(
@@ -360,7 +372,7 @@ fn an_endpoint_is_understood_as_it_is() {
 
 #[test]
 fn options_that_make_no_sense_are_refused_before_anybody_is_asked() {
-    let server = Server::start(Behaviour::default());
+    let server = TestServer::start(ServerOptions::default());
     for (options, word) in [
         (&["--request-rate", "0"][..], "--request-rate"),
         (&["--request-rate", "nan"], "--request-rate"),
@@ -393,7 +405,7 @@ fn options_that_make_no_sense_are_refused_before_anybody_is_asked() {
         let error = args(&server, options).check().map(|_| ()).expect_err(word).to_string();
         assert!(error.contains(word), "{options:?}: {error}");
     }
-    assert!(Line::try_parse_from(["serve"]).is_err(), "whom to ask has to be said");
+    assert!(ServeCli::try_parse_from(["serve"]).is_err(), "an endpoint is required");
     let error = run(&args(&server, &["--header", "host: x"]), &mut Vec::new()).expect_err("a header of ours");
     assert!(error.to_string().contains("host: x"), "{error}");
     assert_eq!(server.seen().completions, 0);

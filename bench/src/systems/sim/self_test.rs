@@ -1,9 +1,9 @@
-//! How many requests a simulated engine answers on one core: `baton bench sim --self-test`.
+//! The request rate of a simulated engine on one core: `baton bench sim --self-test`.
 //!
-//! The engine's work takes no time, so that what is counted is the server and the books. The client has a thread of its
-//! own; per core means per second of CPU time of the engine's thread, which other work on the machine does not change
-//! much, and the rate by the clock stands beside it. A whole request has two legs on two engines: a prefill that lends, and
-//! a decode that reads what was lent; its CPU time is that of both engines' threads together.
+//! The engine's work takes no time, so that only the server and the bookkeeping are measured. The client has its own
+//! thread. Rates per core are per second of CPU time of the engine's thread, which other load hardly affects. The
+//! rates by wall-clock time are reported too. A whole request has two legs on two engines: a prefill that opens a
+//! lease, and a decode that reads the leased blocks. Its CPU time is the sum of both engines' threads.
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -20,25 +20,25 @@ use crate::common::machine;
 use crate::sim::engines::{EnginePlan, FleetPlan, SimFleet};
 use crate::sim::instant::{SimEngine, SimRole};
 use crate::systems::router::RouterBenchError;
-use crate::systems::router::subject::thread_time;
-use crate::systems::router::wire::{self, Wire};
+use crate::systems::router::connection::{self, KeptConnection};
+use crate::systems::router::gateway::thread_time;
 
-/// What is asked of a simulated engine: requests per second of one core.
+/// Target of requests per second of one core.
 const TARGET: f64 = 30_000.0;
-/// Requests at a time.
+/// Concurrent requests.
 const CONNECTIONS: usize = 64;
-/// Words of a prompt, and of an answer.
+/// Words of a prompt and of a response.
 const PROMPT: usize = 64;
 const ANSWER: usize = 16;
-/// Engines' threads.
+/// Names of the engines' threads.
 const PREFILL: &str = "sim-prefill-0";
 const DECODE: &str = "sim-decode-0";
-/// A reply's member with the handoff.
+/// The field of a reply with the handoff.
 const PARAMS: &[u8] = b"\"kv_transfer_params\":";
 
-/// What `--json` prints.
+/// The object of `--json`.
 #[derive(Debug, Serialize)]
-struct Report {
+struct SelfTestReport {
     benchmark: &'static str,
     version: &'static str,
     date: String,
@@ -50,19 +50,19 @@ struct Report {
     answer_tokens: usize,
     connections: usize,
     target_per_core: f64,
-    rates: Vec<Rate>,
+    rates: Vec<MeasuredRate>,
 }
 
 /// One kind of request.
 #[derive(Debug, Serialize)]
-struct Rate {
+struct MeasuredRate {
     what: &'static str,
     requests: usize,
-    /// Of those, the ones whose blocks a decode engine has read, by its own count.
+    /// Requests whose blocks a decode engine has read, by its own count.
     read: u64,
     by_the_clock: f64,
     per_core: f64,
-    /// Microseconds of each engine's thread.
+    /// Microseconds of CPU time of each engine's thread.
     cpu_us_per_request: Vec<(&'static str, f64)>,
 }
 
@@ -77,7 +77,7 @@ pub(super) fn run(args: &SimArgs, out: &mut dyn Write) -> Result<(), BenchError>
         "simulated engines, {} dialect: prompts of {PROMPT} tokens, answers of {ANSWER}, {CONNECTIONS} at a time",
         report.dialect
     )?;
-    for Rate { what, by_the_clock, per_core, cpu_us_per_request, .. } in &report.rates {
+    for MeasuredRate { what, by_the_clock, per_core, cpu_us_per_request, .. } in &report.rates {
         let against = per_core / TARGET;
         writeln!(
             out,
@@ -91,9 +91,9 @@ pub(super) fn run(args: &SimArgs, out: &mut dyn Write) -> Result<(), BenchError>
     Ok(())
 }
 
-fn measured(args: &SimArgs) -> Result<Report, BenchError> {
+fn measured(args: &SimArgs) -> Result<SelfTestReport, BenchError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    Ok(Report {
+    Ok(SelfTestReport {
         benchmark: "sim --self-test",
         version: env!("CARGO_PKG_VERSION"),
         date: machine::today(),
@@ -109,7 +109,7 @@ fn measured(args: &SimArgs) -> Result<Report, BenchError> {
     })
 }
 
-async fn measure(args: &SimArgs) -> Result<Vec<Rate>, BenchError> {
+async fn measure(args: &SimArgs) -> Result<Vec<MeasuredRate>, BenchError> {
     let engine = EnginePlan {
         dialect: args.engine.dialect,
         waiting_max: CONNECTIONS,
@@ -128,11 +128,14 @@ async fn measure(args: &SimArgs) -> Result<Vec<Rate>, BenchError> {
     {
         let fleet = SimFleet::start(FleetPlan::new(1, 1, engine.clone()))?;
         let (prefill, decode) = (fleet.prefill()[0], fleet.decode()[0]);
-        let asks = Asks { first: wire::request(&first_text), second: Some((decode, whole_text.clone())) };
+        let client_requests = ClientRequests {
+            first: connection::request(&first_text),
+            second: Some((decode, whole_text.clone())),
+        };
         let before = reads(decode).await?;
         let what = "whole: prefill, then decode that reads";
-        let mut rate = rate(what, prefill, &[PREFILL, DECODE], asks, requests).await?;
-        // Those before the clock began are read as well.
+        let mut rate = rate(what, prefill, &[PREFILL, DECODE], client_requests, requests).await?;
+        // Reads before the measurement are subtracted.
         rate.read = (reads(decode).await? - before).saturating_sub(CONNECTIONS as u64);
         if rate.read != requests as u64 {
             let read = rate.read;
@@ -140,10 +143,10 @@ async fn measure(args: &SimArgs) -> Result<Vec<Rate>, BenchError> {
         }
         rates.push(rate);
     }
-    // What nobody reads here goes soon, and does not pile up.
+    // Leases that are not read here expire soon, so that they do not accumulate.
     let soon = EnginePlan { lease: Duration::from_millis(100), ..engine };
     let fleet = SimFleet::start(FleetPlan::new(1, 1, soon))?;
-    let alone = |body: &str| Asks { first: wire::request(body), second: None };
+    let alone = |body: &str| ClientRequests { first: connection::request(body), second: None };
     let (prefill, decode) = (fleet.prefill()[0], fleet.decode()[0]);
     let what = "prefill alone, lent until its time is up";
     rates.push(rate(what, prefill, &[PREFILL], alone(&first_text), requests).await?);
@@ -154,43 +157,45 @@ async fn measure(args: &SimArgs) -> Result<Vec<Rate>, BenchError> {
     Ok(rates)
 }
 
-/// What a client asks, over and over.
-struct Asks {
+/// The requests of a client, which are repeated.
+struct ClientRequests {
     first: Vec<u8>,
-    /// Whom it asks then, and the body, into which it puts the handoff that it was answered with.
+    /// Address and body of the second request. The handoff of the first reply is inserted into the body.
     second: Option<(SocketAddr, String)>,
 }
 
 /// A client's connections.
-struct Client {
-    asks: Arc<Asks>,
-    first: Wire,
-    second: Option<Wire>,
+struct LoopClient {
+    client_requests: Arc<ClientRequests>,
+    first: KeptConnection,
+    second: Option<KeptConnection>,
 }
 
-impl Client {
-    async fn connect(at: SocketAddr, asks: Arc<Asks>) -> Result<Self, RouterBenchError> {
-        let second = match &asks.second {
-            Some((at, _)) => Some(Wire::connect(*at).await?),
+impl LoopClient {
+    async fn connect(at: SocketAddr, client_requests: Arc<ClientRequests>) -> Result<Self, RouterBenchError> {
+        let second = match &client_requests.second {
+            Some((at, _)) => Some(KeptConnection::connect(*at).await?),
             None => None,
         };
-        Ok(Self { first: Wire::connect(at).await?, second, asks })
+        Ok(Self { first: KeptConnection::connect(at).await?, second, client_requests })
     }
 
     async fn ask(&mut self) -> Result<(), RouterBenchError> {
-        let answer = self.first.post(&self.asks.first).await?;
-        if let (Some((_, body)), Some(wire)) = (&self.asks.second, &mut self.second) {
+        let answer = self.first.post(&self.client_requests.first).await?;
+        if let (Some((_, body)), Some(connection)) = (&self.client_requests.second, &mut self.second) {
             let params = handoff(answer.bytes).ok_or_else(|| {
                 RouterBenchError::Request("a prefill was answered without a handoff".to_owned())
             })?;
             let open = body.strip_suffix('}').unwrap_or(body);
-            wire.post(&wire::request(&format!("{open},\"kv_transfer_params\":{params}}}"))).await?;
+            connection
+                .post(&connection::request(&format!("{open},\"kv_transfer_params\":{params}}}")))
+                .await?;
         }
         Ok(())
     }
 }
 
-/// The object of a reply's [`PARAMS`], as it was written.
+/// The object of a reply's [`PARAMS`], as text.
 fn handoff(reply: &[u8]) -> Option<&str> {
     let at = reply.windows(PARAMS.len()).position(|window| window == PARAMS)? + PARAMS.len();
     let mut read =
@@ -202,13 +207,13 @@ async fn rate(
     what: &'static str,
     at: SocketAddr,
     threads: &[&'static str],
-    asks: Asks,
+    client_requests: ClientRequests,
     requests: usize,
-) -> Result<Rate, BenchError> {
-    let asks = Arc::new(asks);
+) -> Result<MeasuredRate, BenchError> {
+    let client_requests = Arc::new(client_requests);
     let mut clients = Vec::new();
     for _ in 0..CONNECTIONS {
-        let mut client = Client::connect(at, Arc::clone(&asks)).await?;
+        let mut client = LoopClient::connect(at, Arc::clone(&client_requests)).await?;
         client.ask().await?;
         clients.push(client);
     }
@@ -233,7 +238,7 @@ async fn rate(
     let used: Vec<_> =
         after.iter().zip(&before).map(|(after, before)| after.saturating_sub(*before)).collect();
     let us = |used: &Duration| used.as_secs_f64() * 1e6 / requests as f64;
-    Ok(Rate {
+    Ok(MeasuredRate {
         what,
         requests,
         read: 0,
@@ -243,7 +248,7 @@ async fn rate(
     })
 }
 
-/// Reads of lent blocks that a decode engine has ended well, as it says.
+/// Successful reads of leased blocks, by a decode engine's own count.
 async fn reads(at: SocketAddr) -> Result<u64, BenchError> {
     let mut stream = tokio::net::TcpStream::connect(at).await?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\r\n").await?;
@@ -262,7 +267,7 @@ mod tests {
     use super::*;
 
     #[derive(Parser)]
-    struct Line {
+    struct SimCli {
         #[command(flatten)]
         args: SimArgs,
     }
@@ -272,7 +277,8 @@ mod tests {
         for dialect in ["vllm", "baton"] {
             let line = ["sim", "--self-test", "--self-test-requests", "1000", "--json", "--dialect", dialect];
             let mut out = Vec::new();
-            run(&Line::parse_from(line).args, &mut out).unwrap_or_else(|error| panic!("{dialect}: {error}"));
+            run(&SimCli::parse_from(line).args, &mut out)
+                .unwrap_or_else(|error| panic!("{dialect}: {error}"));
             let report: Value = serde_json::from_slice(&out).expect("JSON");
             let whole = &report["rates"][0];
             assert_eq!((&whole["requests"], &whole["read"]), (&960.into(), &960.into()), "{report:#}");

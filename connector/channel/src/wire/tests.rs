@@ -1,4 +1,4 @@
-//! The codec against itself and against noise.
+//! Tests of the codec with round trips and with random bytes.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -81,7 +81,7 @@ proptest! {
 
     #[test]
     fn noise_is_a_message_or_an_error(kind in any::<u8>(), payload in vec(any::<u8>(), 0..600)) {
-        // What decodes must encode to the same bytes: nothing in a message is left unread.
+        // A decoded message must encode to the same bytes: no byte of a message is ignored.
         if let Ok(request) = Request::decode(kind, &payload) {
             prop_assert_eq!(&request.encode()[HEADER_BYTES..], &payload[..]);
         }

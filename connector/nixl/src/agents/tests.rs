@@ -1,4 +1,4 @@
-//! How an agent ends, step by step. Against simulated agents, which write late.
+//! The end of an agent, step by step, with simulated agents that write late.
 
 use std::io;
 use std::sync::atomic::AtomicBool;
@@ -7,24 +7,24 @@ use baton_connector::BlockId;
 use baton_connector::region::Region;
 
 use super::*;
-use crate::api::{Piece, Segment};
-use crate::simulated::{Handle, Mode, Simulated, host, metadata};
+use crate::api::{ReadDescriptor, Segment};
+use crate::simulated::{Mode, Simulated, SimulatedLibrary, host, metadata};
 
 const BLOCK: usize = 64;
 
-/// A producer's agent with a pool of eight blocks that hold nines, and what it offers.
-struct Producer {
+/// A producer's agent with a pool of eight blocks that contain nines, and its offer.
+struct ProducerAgent {
     pool: Region,
     offer: Offer,
     _agent: Box<dyn Agent>,
 }
 
-impl Producer {
-    #[allow(unsafe_code)] // registering a pool; it says why it is sound
+impl ProducerAgent {
+    #[allow(unsafe_code, reason = "registering a pool; the block states why it is sound")]
     fn new(library: &Arc<Simulated>, name: &str) -> Self {
         let pool = Region::allocate(8, BLOCK);
         (0..8).for_each(|block| pool.write_block(BlockId(block), &[9; BLOCK]));
-        let agent = Handle(Arc::clone(library)).agent(name, Side::Target).expect("an agent");
+        let agent = SimulatedLibrary(Arc::clone(library)).agent(name, AgentRole::Target).expect("an agent");
         let base = pool.block_ptr(BlockId(0));
         // SAFETY: the pool is dropped with this value, and nothing reads it then.
         unsafe { agent.register(host(base.expose_provenance(), 8 * BLOCK)) }.expect("memory");
@@ -37,25 +37,26 @@ impl Producer {
 }
 
 /// Posts a read of the producer's block 0 into the region's block `into`.
-#[allow(unsafe_code)] // posting a read; it says why it is sound
-fn post(turn: &Turn, producer: &Producer, region: &Region, into: u32) -> Request {
+#[allow(unsafe_code, reason = "posting a read; the block states why it is sound")]
+fn post(guard: &AgentGuard, producer: &ProducerAgent, region: &Region, into: u32) -> TransferRequest {
     let (from, into) = (producer.pool.block_ptr(BlockId(0)).addr(), region.block_ptr(BlockId(into)).addr());
-    let request = prepare(turn, &producer.offer.name, Piece { from, into, len: BLOCK }).expect("it fits");
-    // SAFETY: the tests look at these blocks and nobody else uses them.
-    unsafe { turn.agent().post(&request) }.expect("it begins");
+    let request =
+        prepare(guard, &producer.offer.name, ReadDescriptor { from, into, len: BLOCK }).expect("it fits");
+    // SAFETY: only the test uses these blocks.
+    unsafe { guard.agent().post(&request) }.expect("it begins");
     request
 }
 
-fn prepare(turn: &Turn, peer: &str, piece: Piece) -> Result<Request, NixlError> {
-    turn.agent().prepare(peer, Segment::Host, Segment::Host, &[piece])
+fn prepare(guard: &AgentGuard, peer: &str, piece: ReadDescriptor) -> Result<TransferRequest, NixlError> {
+    guard.agent().prepare(peer, Segment::Host, Segment::Host, &[piece])
 }
 
-fn take_turn(agents: &Agents, remote: &Remote, region: &Region) -> Result<Turn, NixlError> {
-    agents.turn(remote, &Own::Host(region.clone())).map(|(turn, _)| turn)
+fn acquire(agents: &Agents, remote: &RemoteAgent, region: &Region) -> Result<AgentGuard, NixlError> {
+    agents.acquire(remote, &LocalPool::Host(region.clone())).map(|(guard, _)| guard)
 }
 
 fn agents(library: &Arc<Simulated>) -> Arc<Agents> {
-    Agents::new(Arc::new(Handle(Arc::clone(library))), None)
+    Agents::new(Arc::new(SimulatedLibrary(Arc::clone(library))), None)
 }
 
 fn refused<T>(result: Result<T, NixlError>) -> String {
@@ -66,13 +67,11 @@ fn refused<T>(result: Result<T, NixlError>) -> String {
 fn a_retired_agent_lives_until_its_last_turn_and_quarantined_blocks_wait_for_it() {
     let library = Simulated::new();
     let (producer, region, agents) =
-        (Producer::new(&library, "p"), Region::allocate(4, BLOCK), agents(&library));
+        (ProducerAgent::new(&library, "p"), Region::allocate(4, BLOCK), agents(&library));
     let remote = agents.remote(producer.offer.clone()).expect("an offer");
-    library.mode(Mode::Held);
-    let (lost, healthy) = (
-        take_turn(&agents, &remote, &region).expect("one"),
-        take_turn(&agents, &remote, &region).expect("two"),
-    );
+    library.mode(Mode::InFlight);
+    let (lost, healthy) =
+        (acquire(&agents, &remote, &region).expect("one"), acquire(&agents, &remote, &region).expect("two"));
     let request = post(&lost, &producer, &region, 1);
     let other = post(&healthy, &producer, &region, 2);
     let returned = AtomicBool::new(false);
@@ -81,15 +80,15 @@ fn a_retired_agent_lives_until_its_last_turn_and_quarantined_blocks_wait_for_it(
             lost.quarantine(request);
             returned.store(true, Ordering::Release);
         });
-        // Later reads have an agent of their own as soon as the first is retired.
+        // Later reads get a new agent as soon as the first is retired.
         let begun = Instant::now();
-        while agents.made() < 2 {
+        while agents.created() < 2 {
             assert!(begun.elapsed() < Duration::from_secs(20), "no new agent");
-            drop(take_turn(&agents, &remote, &region).expect("another agent"));
+            drop(acquire(&agents, &remote, &region).expect("another agent"));
         }
         assert!(!returned.load(Ordering::Acquire), "a turn of the old agent is left");
-        assert!(!healthy.may_go_on(Duration::ZERO) && healthy.may_go_on(Duration::from_secs(3600)));
-        // This is what the wait is for: bytes of a read that nobody believes in any more.
+        assert!(!healthy.may_post(Duration::ZERO) && healthy.may_post(Duration::from_secs(3600)));
+        // The reason for the wait: the bytes of the failed read still arrive.
         assert_eq!(library.deliver(), 2 * BLOCK);
         assert_eq!(region.read_block(BlockId(1)), [9; BLOCK]);
         healthy.agent().release(other);
@@ -104,111 +103,111 @@ fn a_retired_agent_lives_until_its_last_turn_and_quarantined_blocks_wait_for_it(
 fn agents_that_do_not_end_are_bounded() {
     let library = Simulated::new();
     let (producer, region, agents) =
-        (Producer::new(&library, "p"), Region::allocate(8, BLOCK), agents(&library));
+        (ProducerAgent::new(&library, "p"), Region::allocate(8, BLOCK), agents(&library));
     let remote = agents.remote(producer.offer.clone()).expect("an offer");
-    library.mode(Mode::Held);
+    library.mode(Mode::InFlight);
     thread::scope(|scope| {
         let mut held = Vec::new();
         for n in 0..RETIRED_MAX {
-            let keeps = take_turn(&agents, &remote, &region).expect("room for one more");
-            let lost = take_turn(&agents, &remote, &region).expect("room for one more");
+            let keeps = acquire(&agents, &remote, &region).expect("room for one more");
+            let lost = acquire(&agents, &remote, &region).expect("room for one more");
             let request = post(&lost, &producer, &region, n as u32);
             scope.spawn(move || lost.quarantine(request));
             let begun = Instant::now();
-            while keeps.may_go_on(Duration::ZERO) {
+            while keeps.may_post(Duration::ZERO) {
                 assert!(begun.elapsed() < Duration::from_secs(20), "not retired");
             }
             held.push(keeps);
         }
-        let full = refused(take_turn(&agents, &remote, &region));
+        let full = refused(acquire(&agents, &remote, &region));
         assert!(full.contains("too many agents"), "{full}");
         drop(held);
     });
-    drop(take_turn(&agents, &remote, &region).expect("all are gone"));
+    drop(acquire(&agents, &remote, &region).expect("all are gone"));
     assert_eq!(library.deliver(), 0, "and so is what they were to write");
 }
 
 #[test]
 fn metadata_of_another_agent_is_refused_and_disturbs_no_read() {
     let library = Simulated::new();
-    let (p, liar) = (Producer::new(&library, "p"), Producer::new(&library, "liar"));
+    let (p, hostile) = (ProducerAgent::new(&library, "p"), ProducerAgent::new(&library, "hostile"));
     let (region, agents) = (Region::allocate(4, BLOCK), agents(&library));
     let remote = agents.remote(p.offer.clone()).expect("an offer");
-    let turn = take_turn(&agents, &remote, &region).expect("it is known");
-    let lie = Offer { metadata: p.offer.metadata.clone(), ..liar.offer.clone() };
-    assert!(refused(agents.remote(lie)).contains("another agent"));
-    let request = post(&turn, &p, &region, 3);
-    turn.agent().release(request);
+    let guard = acquire(&agents, &remote, &region).expect("it is known");
+    let forged = Offer { metadata: p.offer.metadata.clone(), ..hostile.offer.clone() };
+    assert!(refused(agents.remote(forged)).contains("another agent"));
+    let request = post(&guard, &p, &region, 3);
+    guard.agent().release(request);
     assert_eq!(region.read_block(BlockId(3)), [9; BLOCK]);
 }
 
 #[test]
 fn metadata_that_turns_out_to_be_of_another_agent_is_refused_and_that_one_is_read_anew() {
     let library = Simulated::new();
-    library.secretive();
-    let (p, liar) = (Producer::new(&library, "p"), Producer::new(&library, "liar"));
+    library.hides_owner();
+    let (p, hostile) = (ProducerAgent::new(&library, "p"), ProducerAgent::new(&library, "hostile"));
     let (region, agents) = (Region::allocate(4, BLOCK), agents(&library));
     let remote = agents.remote(p.offer.clone()).expect("an offer");
-    drop(take_turn(&agents, &remote, &region).expect("it is known"));
-    // It says that it is itself, and its metadata says that it is the other one.
-    let lie = Offer { metadata: p.offer.metadata.clone(), ..liar.offer.clone() };
-    assert!(refused(agents.remote(lie)).contains("another agent"));
-    // It says that it is the other one.
-    let lie = Offer { name: "p".into(), ..liar.offer.clone() };
-    assert!(refused(agents.remote(lie)).contains("another producer"));
-    let garbage = Offer { metadata: b"garbage".to_vec(), ..liar.offer.clone() };
+    drop(acquire(&agents, &remote, &region).expect("it is known"));
+    // The offer has its own name and the metadata of the other agent.
+    let forged = Offer { metadata: p.offer.metadata.clone(), ..hostile.offer.clone() };
+    assert!(refused(agents.remote(forged)).contains("another agent"));
+    // The offer has the name of the other agent.
+    let forged = Offer { name: "p".into(), ..hostile.offer.clone() };
+    assert!(refused(agents.remote(forged)).contains("another producer"));
+    let garbage = Offer { metadata: b"garbage".to_vec(), ..hostile.offer.clone() };
     assert!(agents.remote(garbage).is_err());
     library.mode(Mode::Done);
-    let turn = take_turn(&agents, &remote, &region).expect("still known");
-    let request = post(&turn, &p, &region, 3);
-    turn.agent().release(request);
+    let guard = acquire(&agents, &remote, &region).expect("still known");
+    let request = post(&guard, &p, &region, 3);
+    guard.agent().release(request);
     assert_eq!(region.read_block(BlockId(3)), [9; BLOCK]);
 }
 
 #[test]
 fn metadata_that_covers_less_than_the_pool_ends_reads_before_a_byte_moves() {
     let library = Simulated::new();
-    let mut producer = Producer::new(&library, "p");
+    let mut producer = ProducerAgent::new(&library, "p");
     let base = producer.pool.block_ptr(BlockId(4)).addr();
     producer.offer.metadata = metadata("p", &[host(base, BLOCK)]);
     let (region, agents) = (Region::allocate(4, BLOCK), agents(&library));
     let remote = agents.remote(producer.offer.clone()).expect("an offer");
-    let turn = take_turn(&agents, &remote, &region).expect("it is known");
+    let guard = acquire(&agents, &remote, &region).expect("it is known");
     let (from, into) = (producer.pool.block_ptr(BlockId(0)).addr(), region.block_ptr(BlockId(0)).addr());
-    assert!(prepare(&turn, "p", Piece { from, into, len: BLOCK }).is_err());
-    assert_eq!(agents.made(), 1, "nothing was in flight");
+    assert!(prepare(&guard, "p", ReadDescriptor { from, into, len: BLOCK }).is_err());
+    assert_eq!(agents.created(), 1, "nothing was in flight");
 }
 
 #[test]
 fn a_producer_is_forgotten_with_its_last_connection_and_can_come_again() {
     let library = Simulated::new();
     let (producer, region, agents) =
-        (Producer::new(&library, "p"), Region::allocate(4, BLOCK), agents(&library));
+        (ProducerAgent::new(&library, "p"), Region::allocate(4, BLOCK), agents(&library));
     let first = agents.remote(producer.offer.clone()).expect("an offer");
     let second = agents.remote(producer.offer.clone()).expect("the same offer");
     assert!(Arc::ptr_eq(&first, &second));
     drop(first);
-    let turn = take_turn(&agents, &second, &region).expect("still known");
-    let piece = Piece {
+    let guard = acquire(&agents, &second, &region).expect("still known");
+    let piece = ReadDescriptor {
         from: producer.pool.block_ptr(BlockId(0)).addr(),
         into: region.block_ptr(BlockId(0)).addr(),
         len: BLOCK,
     };
-    let request = prepare(&turn, "p", piece).expect("known");
-    turn.agent().release(request);
+    let request = prepare(&guard, "p", piece).expect("known");
+    guard.agent().release(request);
     drop(second);
-    assert!(prepare(&turn, "p", piece).is_err(), "forgotten");
-    drop(turn);
+    assert!(prepare(&guard, "p", piece).is_err(), "forgotten");
+    drop(guard);
     let again = agents.remote(producer.offer.clone()).expect("an offer");
-    let turn = take_turn(&agents, &again, &region).expect("known again");
-    assert!(prepare(&turn, "p", piece).is_ok());
+    let guard = acquire(&agents, &again, &region).expect("known again");
+    assert!(prepare(&guard, "p", piece).is_ok());
 }
 
-/// Host memory in the place of a device's.
+/// Host memory in place of device memory.
 #[derive(Debug)]
-struct Pretended(Region);
+struct FakeDevicePool(Region);
 
-impl DevicePool for Pretended {
+impl DevicePool for FakeDevicePool {
     fn memory(&self) -> io::Result<Memory> {
         let base = self.0.block_ptr(BlockId(0)).expose_provenance();
         Ok(Memory { segment: Segment::Cuda(0), base, len: self.0.blocks() * BLOCK })
@@ -229,14 +228,14 @@ impl DevicePool for Pretended {
 fn a_devices_pool_that_was_not_taken_is_shown_again_after_a_pause_that_grows() {
     let library = Simulated::new();
     library.without_cuda();
-    let producer = Producer::new(&library, "p");
-    let device = Arc::new(Pretended(Region::allocate(4, BLOCK)));
-    let agents = Agents::new(Arc::new(Handle(Arc::clone(&library))), Some(device));
+    let producer = ProducerAgent::new(&library, "p");
+    let device = Arc::new(FakeDevicePool(Region::allocate(4, BLOCK)));
+    let agents = Agents::new(Arc::new(SimulatedLibrary(Arc::clone(&library))), Some(device));
     let passes = || {
         let mut state = lock(&agents.state);
-        let unable = state.unable.as_mut().expect("it was not taken");
-        unable.until = Instant::now();
-        unable.pause
+        let failure = state.registration_failure.as_mut().expect("it was not taken");
+        failure.until = Instant::now();
+        failure.pause
     };
     let mut pauses = Vec::new();
     for tries in 1..=9 {
@@ -249,7 +248,7 @@ fn a_devices_pool_that_was_not_taken_is_shown_again_after_a_pause_that_grows() {
     }
     assert_eq!(pauses, [10, 20, 40, 80, 160, 320, 640, 640, 640]);
     library.with_cuda();
-    agents.remote(producer.offer.clone()).expect("whoever refused it takes it now");
-    assert!(lock(&agents.state).unable.is_none());
-    assert_eq!(agents.made(), 1);
+    agents.remote(producer.offer.clone()).expect("NIXL takes the pool now");
+    assert!(lock(&agents.state).registration_failure.is_none());
+    assert_eq!(agents.created(), 1);
 }

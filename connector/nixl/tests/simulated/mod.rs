@@ -1,60 +1,62 @@
-//! Agents without NIXL that have its traps, in one process: requests that go on writing after they were given back,
-//! posts that fail and still write, peers that nobody knows to be gone, memory that is read whatever it holds. What a
-//! transfer does is the test's to say. A device's memory is host memory that was registered as a device's; nothing finds
-//! the one where the other was registered.
+//! Simulated NIXL agents in one process, with the hazards of the real library. Requests can write after their release,
+//! and failed posts can still write. Agents do not notice the end of a peer, and read memory without a check of its
+//! content. The test chooses the behaviour of transfers ([`Mode`]). Device memory is host memory that was registered as
+//! a device's. The two kinds do not match each other.
 
-// Compiled into several tests, of which each uses a part.
-#![allow(unsafe_code, unreachable_pub, dead_code)]
+// Several tests compile this file, and each uses a part of it.
+#![allow(unsafe_code, unreachable_pub, dead_code, reason = "several test crates include this file")]
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use baton_connector_nixl::api::{Agent, Library, Memory, NixlError, Piece, Request, Segment, Side, State};
+use baton_connector_nixl::api::{
+    Agent, AgentRole, Library, Memory, NixlError, ReadDescriptor, Segment, TransferRequest, TransferState,
+};
 
-/// Longest that a test waits for a state.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// Longest wait for a state.
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What becomes of posts.
+/// The behaviour of posts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// They are done when they return.
+    /// Posts complete before they return.
     Done,
-    /// They stay in flight until [`Simulated::deliver`].
-    Held,
-    /// They fail, and what they were to read still comes with [`Simulated::deliver`].
+    /// Posts stay in flight until [`Simulated::deliver`].
+    InFlight,
+    /// Posts fail, and [`Simulated::deliver`] still writes their bytes.
     Failed,
-    /// They are in flight, and fail when they are asked for; bytes still come.
+    /// Posts are in flight, and their status is a failure. [`Simulated::deliver`] still writes their bytes.
     FailedLater,
 }
 
 /// A simulated library.
 #[derive(Debug, Default)]
 pub struct Simulated {
-    world: Mutex<World>,
+    state: Mutex<SimulatedState>,
     moved: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct World {
+struct SimulatedState {
     mode: Option<Mode>,
-    /// Memory by agent name, as its metadata says.
+    /// Registered memory, by agent name.
     agents: HashMap<String, Vec<Memory>>,
-    requests: HashMap<u64, Pending>,
+    requests: HashMap<u64, PendingRequest>,
     next: u64,
     made: usize,
     most_pieces: usize,
     most_bytes: usize,
-    secretive: bool,
+    hides_owner: bool,
     without_cuda: bool,
     device_bytes: usize,
 }
 
 #[derive(Debug)]
-struct Pending {
-    /// The agent that reads.
+struct PendingRequest {
+    /// The reading agent.
     agent: String,
-    pieces: Vec<Piece>,
+    pieces: Vec<ReadDescriptor>,
     posted: bool,
     done: bool,
     mode: Mode,
@@ -65,39 +67,39 @@ impl Simulated {
         Arc::new(Self::default())
     }
 
-    fn world(&self) -> MutexGuard<'_, World> {
-        self.world.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, SimulatedState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What posts do from now on.
+    /// Sets the behaviour of later posts.
     pub fn mode(&self, mode: Mode) {
-        self.world().mode = Some(mode);
+        self.state().mode = Some(mode);
     }
 
-    /// From now on nobody can tell whose metadata it is without loading it.
-    pub fn secretive(&self) {
-        self.world().secretive = true;
+    /// Hides the owner of metadata from now on, until the metadata is loaded.
+    pub fn hides_owner(&self) {
+        self.state().hides_owner = true;
     }
 
-    /// From now on no agent takes a device's memory, as with a UCX that was built without CUDA.
+    /// Refuses to register device memory from now on, as a UCX without CUDA does.
     pub fn without_cuda(&self) {
-        self.world().without_cuda = true;
+        self.state().without_cuda = true;
     }
 
-    /// From now on every agent takes it.
+    /// Accepts device memory again.
     pub fn with_cuda(&self) {
-        self.world().without_cuda = false;
+        self.state().without_cuda = false;
     }
 
-    /// Bytes that were asked for from device to device.
+    /// Bytes of the requests from device to device.
     pub fn device_bytes(&self) -> usize {
-        self.world().device_bytes
+        self.state().device_bytes
     }
 
-    /// Lets every posted request of an agent that lives write its bytes: also those that failed or were given back.
+    /// Writes the bytes of every posted request of a live agent, failed and released requests included.
     pub fn deliver(&self) -> usize {
-        let mut world = self.world();
-        let World { agents, requests, .. } = &mut *world;
+        let mut state = self.state();
+        let SimulatedState { agents, requests, .. } = &mut *state;
         let late = requests.values_mut().filter(|request| request.posted && !request.done);
         let late = late.filter(|request| agents.contains_key(&request.agent));
         late.map(|request| {
@@ -109,37 +111,37 @@ impl Simulated {
 
     /// Waits until a request is in flight.
     pub fn await_posted(&self) {
-        let in_flight = |world: &mut World| !world.requests.values().any(|r| r.posted && !r.done);
-        let (_world, timeout) =
-            self.moved.wait_timeout_while(self.world(), PATIENCE, in_flight).expect("no panic");
+        let in_flight = |state: &mut SimulatedState| !state.requests.values().any(|r| r.posted && !r.done);
+        let (_state, timeout) =
+            self.moved.wait_timeout_while(self.state(), TEST_TIMEOUT, in_flight).expect("no panic");
         assert!(!timeout.timed_out(), "no request in flight");
     }
 
-    /// Agents that live.
+    /// Live agents.
     pub fn agents(&self) -> usize {
-        self.world().agents.len()
+        self.state().agents.len()
     }
 
-    /// Agents ever made.
+    /// Agents created so far.
     pub fn made(&self) -> usize {
-        self.world().made
+        self.state().made
     }
 
     /// The largest request so far: descriptors, and bytes.
     pub fn largest(&self) -> (usize, usize) {
-        let world = self.world();
-        (world.most_pieces, world.most_bytes)
+        let state = self.state();
+        (state.most_pieces, state.most_bytes)
     }
 }
 
-fn copy(pieces: &[Piece]) -> usize {
+fn copy(pieces: &[ReadDescriptor]) -> usize {
     for piece in pieces {
         let (from, into) = (
             std::ptr::with_exposed_provenance(piece.from),
             std::ptr::with_exposed_provenance_mut(piece.into),
         );
-        // SAFETY: memory that both agents registered, in this process, and that the tests keep; as with the real
-        // library, somebody else may use it at the same time, and these are plain bytes.
+        // SAFETY: memory that both agents registered in this process, and that the tests keep. Other threads may use
+        // these plain bytes at the same time, as with the real library.
         unsafe { std::ptr::copy::<u8>(from, into, piece.len) };
     }
     pieces.iter().map(|piece| piece.len).sum()
@@ -148,7 +150,7 @@ fn copy(pieces: &[Piece]) -> usize {
 struct SimulatedAgent {
     library: Arc<Simulated>,
     name: String,
-    /// Peers, with the memory that their metadata says.
+    /// Peers, with the memory of their metadata.
     peers: Mutex<HashMap<String, Vec<Memory>>>,
 }
 
@@ -156,19 +158,19 @@ fn error<T>(why: impl Into<Box<str>>) -> Result<T, NixlError> {
     Err(NixlError(why.into()))
 }
 
-/// Handles on a library are what the transport takes.
+/// A simulated library as the transport's [`Library`].
 #[derive(Debug)]
-pub struct Handle(pub Arc<Simulated>);
+pub struct SimulatedLibrary(pub Arc<Simulated>);
 
-impl Library for Handle {
+impl Library for SimulatedLibrary {
     fn origin(&self) -> &str {
         "simulated"
     }
 
-    fn agent(&self, name: &str, _side: Side) -> Result<Box<dyn Agent>, NixlError> {
-        let mut world = self.0.world();
-        world.made += 1;
-        assert!(world.agents.insert(name.to_owned(), Vec::new()).is_none(), "two agents of one name");
+    fn agent(&self, name: &str, _side: AgentRole) -> Result<Box<dyn Agent>, NixlError> {
+        let mut state = self.0.state();
+        state.made += 1;
+        assert!(state.agents.insert(name.to_owned(), Vec::new()).is_none(), "two agents of one name");
         let library = Arc::clone(&self.0);
         Ok(Box::new(SimulatedAgent { library, name: name.to_owned(), peers: Mutex::default() }))
     }
@@ -176,8 +178,8 @@ impl Library for Handle {
 
 impl Drop for SimulatedAgent {
     fn drop(&mut self) {
-        // With its end nothing of it is written any more.
-        self.library.world().agents.remove(&self.name);
+        // Requests of an ended agent write no more.
+        self.library.state().agents.remove(&self.name);
     }
 }
 
@@ -218,21 +220,21 @@ fn parse(metadata: &[u8]) -> Option<(String, Vec<Memory>)> {
 
 impl Agent for SimulatedAgent {
     unsafe fn register(&self, memory: Memory) -> Result<(), NixlError> {
-        let mut world = self.library.world();
-        if world.without_cuda && memory.segment != Segment::Host {
+        let mut state = self.library.state();
+        if state.without_cuda && memory.segment != Segment::Host {
             return error("register_mem failed with -3");
         }
-        world.agents.get_mut(&self.name).expect("it lives").push(memory);
+        state.agents.get_mut(&self.name).expect("it lives").push(memory);
         Ok(())
     }
 
     fn metadata(&self) -> Result<Vec<u8>, NixlError> {
-        Ok(metadata(&self.name, &self.library.world().agents[&self.name]))
+        Ok(metadata(&self.name, &self.library.state().agents[&self.name]))
     }
 
     fn owner<'a>(&self, metadata: &'a [u8]) -> Option<&'a str> {
         let text = std::str::from_utf8(metadata).ok()?.strip_prefix("simulated|")?;
-        text.split('|').next().filter(|_| !self.library.world().secretive)
+        text.split('|').next().filter(|_| !self.library.state().hides_owner)
     }
 
     fn add(&self, metadata: &[u8]) -> Result<String, NixlError> {
@@ -254,69 +256,69 @@ impl Agent for SimulatedAgent {
         peer: &str,
         from: Segment,
         into: Segment,
-        pieces: &[Piece],
-    ) -> Result<Request, NixlError> {
+        pieces: &[ReadDescriptor],
+    ) -> Result<TransferRequest, NixlError> {
         let peers = self.peers.lock().expect("no panic");
         let Some(theirs) = peers.get(peer) else { return error("not found") };
-        let mut world = self.library.world();
-        let ours = &world.agents[&self.name];
-        // Like the library: against what the metadata says, and against nothing else.
-        let known = |piece: &Piece| {
+        let mut state = self.library.state();
+        let ours = &state.agents[&self.name];
+        // As in the library, only the metadata is checked.
+        let known = |piece: &ReadDescriptor| {
             covered(theirs, from, piece.from, piece.len) && covered(ours, into, piece.into, piece.len)
         };
         if pieces.is_empty() || !pieces.iter().all(known) {
             return error("not found");
         }
-        // A descriptor over another one's landing memory would be written twice.
+        // Overlapping descriptors would write a landing block twice.
         let landing: HashSet<usize> = pieces.iter().map(|piece| piece.into).collect();
         assert_eq!(landing.len(), pieces.len());
-        world.most_pieces = world.most_pieces.max(pieces.len());
+        state.most_pieces = state.most_pieces.max(pieces.len());
         let bytes = pieces.iter().map(|piece| piece.len).sum();
-        world.most_bytes = world.most_bytes.max(bytes);
+        state.most_bytes = state.most_bytes.max(bytes);
         if matches!((from, into), (Segment::Cuda(_), Segment::Cuda(_))) {
-            world.device_bytes += bytes;
+            state.device_bytes += bytes;
         }
-        world.next += 1;
-        let (id, mode) = (world.next, world.mode.unwrap_or(Mode::Done));
+        state.next += 1;
+        let (id, mode) = (state.next, state.mode.unwrap_or(Mode::Done));
         let agent = self.name.clone();
-        world
+        state
             .requests
-            .insert(id, Pending { agent, pieces: pieces.to_vec(), posted: false, done: false, mode });
-        Ok(Request(id))
+            .insert(id, PendingRequest { agent, pieces: pieces.to_vec(), posted: false, done: false, mode });
+        Ok(TransferRequest(id))
     }
 
-    unsafe fn post(&self, request: &Request) -> Result<State, NixlError> {
-        let mut world = self.library.world();
-        let pending = world.requests.get_mut(&request.0).expect("a request of this agent");
+    unsafe fn post(&self, request: &TransferRequest) -> Result<TransferState, NixlError> {
+        let mut state = self.library.state();
+        let pending = state.requests.get_mut(&request.0).expect("a request of this agent");
         pending.posted = true;
         let answer = match pending.mode {
             Mode::Done => {
                 pending.done = true;
                 copy(&pending.pieces);
-                Ok(State::Done)
+                Ok(TransferState::Done)
             }
-            Mode::Held | Mode::FailedLater => Ok(State::InFlight),
+            Mode::InFlight | Mode::FailedLater => Ok(TransferState::InFlight),
             Mode::Failed => error("disconnected"),
         };
         self.library.moved.notify_all();
         answer
     }
 
-    fn status(&self, request: &Request) -> Result<State, NixlError> {
-        let world = self.library.world();
-        let pending = &world.requests[&request.0];
+    fn status(&self, request: &TransferRequest) -> Result<TransferState, NixlError> {
+        let state = self.library.state();
+        let pending = &state.requests[&request.0];
         match (pending.done, pending.mode) {
-            (true, _) => Ok(State::Done),
+            (true, _) => Ok(TransferState::Done),
             (false, Mode::FailedLater) => error("disconnected"),
-            (false, _) => Ok(State::InFlight),
+            (false, _) => Ok(TransferState::InFlight),
         }
     }
 
-    fn release(&self, request: Request) {
-        let mut world = self.library.world();
-        // One that is in flight is forgotten by its owner and by nobody else.
-        if world.requests.get(&request.0).is_some_and(|pending| pending.done || !pending.posted) {
-            world.requests.remove(&request.0);
+    fn release(&self, request: TransferRequest) {
+        let mut state = self.library.state();
+        // A request in flight stays in the table: its bytes can still be written.
+        if state.requests.get(&request.0).is_some_and(|pending| pending.done || !pending.posted) {
+            state.requests.remove(&request.0);
         }
     }
 }

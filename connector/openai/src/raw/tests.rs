@@ -1,46 +1,50 @@
-//! A body that is not taken apart against the one that is: same verdict, same words, same meaning.
+//! The raw body compared with the parsed one: same verdict, same message, same meaning.
 
 use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
 
-/// A small cousin of the router's rules.
-struct Rules;
+/// A small version of the router's rules.
+struct RouterRules;
 
-impl Internal for Rules {
+impl InternalFields for RouterRules {
     fn is_extension(&self, field: &str) -> bool {
         field == "extra_body"
     }
 
-    fn is_internal(&self, place: Place, name: &str) -> bool {
-        name == "kv_transfer_params" || (place != Place::Inside && name.starts_with("remote_"))
+    fn is_internal(&self, level: FieldLevel, name: &str) -> bool {
+        name == "kv_transfer_params" || (level != FieldLevel::Inside && name.starts_with("remote_"))
     }
 }
 
 const CHAT: Endpoint = Endpoint::Chat;
 const COMPLETIONS: Endpoint = Endpoint::Completions;
 
-fn read(endpoint: Endpoint, text: &str) -> Result<(RawBody, Outline), ApiError> {
+fn read(endpoint: Endpoint, text: &str) -> Result<(RawBody, RequestOutline), ApiError> {
     read_for(&ParseLimits::default(), endpoint, text)
 }
 
-fn read_for(limits: &ParseLimits, endpoint: Endpoint, text: &str) -> Result<(RawBody, Outline), ApiError> {
-    RawBody::generate(Bytes::from(text.to_owned()), endpoint, limits, &Rules)
+fn read_for(
+    limits: &ParseLimits,
+    endpoint: Endpoint,
+    text: &str,
+) -> Result<(RawBody, RequestOutline), ApiError> {
+    RawBody::generate(Bytes::from(text.to_owned()), endpoint, limits, &RouterRules)
 }
 
 fn joined(pieces: &[Bytes]) -> String {
     String::from_utf8(pieces.concat()).unwrap()
 }
 
-/// What the parser would do: the oracle.
+/// The result of the parser, as the reference.
 fn parsed(
     limits: &ParseLimits,
     endpoint: Endpoint,
     text: &str,
 ) -> Result<(Map<String, Value>, GenerateRequest), ApiError> {
     let mut map = parse_object(text.as_bytes(), limits)?;
-    strip(&mut map, &Rules);
+    strip(&mut map, &RouterRules);
     let request = GenerateRequest::from_map(endpoint, &map, limits)?;
     Ok((map, request))
 }
@@ -117,7 +121,7 @@ fn the_usual_is_never_in_doubt() {
     ] {
         let limits = ParseLimits::default();
         let (_, shapes) =
-            RawBody::walk(Bytes::from(text.to_owned()), Some(endpoint), &limits, &Rules).unwrap();
+            RawBody::walk(Bytes::from(text.to_owned()), Some(endpoint), &limits, &RouterRules).unwrap();
         assert!(shapes.prompts().is_some(), "{text}");
         assert_alike(endpoint, text);
     }
@@ -178,7 +182,7 @@ fn bodies_on_the_edge_are_judged_as_the_parser_judges_them() {
     assert_eq!(read(COMPLETIONS, &fields(FIELDS_MAX)).unwrap_err().status, 400);
 }
 
-/// JSON text with the freedom that JSON has: spaces, escapes, names twice.
+/// Random JSON text with spaces, escapes and duplicate names.
 fn any_text() -> impl Strategy<Value = String> {
     let name = prop::sample::select(vec![
         "role",
@@ -308,7 +312,7 @@ proptest! {
             bytes[place] = byte;
         }
         let limits = ParseLimits::default();
-        let raw = RawBody::any(Bytes::from(bytes.clone()), &limits, &Rules).map(drop);
+        let raw = RawBody::any(Bytes::from(bytes.clone()), &limits, &RouterRules).map(drop);
         prop_assert_eq!(raw, parse_object(&bytes, &limits).map(drop));
     }
 }
@@ -325,7 +329,7 @@ fn a_small_field_of_megabytes_is_named_and_not_parsed() {
         assert_eq!(error.param.as_deref(), Some(name));
     }
     let text = format!(r#"{{"input":"x","user":{}}}"#, arrays(1 << 20));
-    let error = RawBody::responses(text.into(), &ParseLimits::default(), &Rules).unwrap_err();
+    let error = RawBody::responses(text.into(), &ParseLimits::default(), &RouterRules).unwrap_err();
     assert_eq!(error.param.as_deref(), Some("user"));
     let text = format!(r#"{{"prompt":"x","logit_bias":{}}}"#, arrays(1 << 19));
     assert_eq!(read(COMPLETIONS, &text).unwrap_err().code.as_deref(), Some("too_many_values"));

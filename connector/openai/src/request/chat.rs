@@ -1,8 +1,8 @@
-//! `messages` and what goes with them, in the shape that chat templates read.
+//! `messages` and the related fields, in the form that chat templates read.
 //!
-//! Messages stay JSON objects, because templates read fields that nobody here knows (`reasoning_content`,
-//! `name`). What is changed, as vLLM does for text models: content parts are joined into one string by newlines,
-//! absent content becomes `""`, and the arguments of tool calls become objects.
+//! Messages stay JSON objects, because templates may read any other field (`reasoning_content`, `name`). As in vLLM for
+//! text models, content parts are joined with newlines, absent content becomes `""`, and the arguments of tool calls
+//! become objects.
 
 use serde_json::{Map, Value};
 
@@ -17,32 +17,32 @@ pub(crate) const ROLES: [&str; 5] = ["developer", "system", "user", "assistant",
 /// Tool calls of one message.
 pub(crate) const TOOL_CALLS_MAX: usize = 128;
 
-/// A conversation and what its template is given.
+/// A conversation and the inputs of its template.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChatInput {
     /// Objects with `role` (one of five) and `content` (a string); at least one.
     pub messages: Vec<Value>,
-    /// Tools to show the model; empty when there are none or `tool_choice` is none.
+    /// Tools in the prompt; empty without tools or if `tool_choice` is none.
     pub tools: Vec<Value>,
-    /// What the client wants of tools.
+    /// The client's choice of tools.
     pub tool_choice: ToolChoice,
     /// Documents for templates that read them.
     pub documents: Vec<Value>,
-    /// Extra variables of the template (`enable_thinking` and the like).
+    /// Extra variables of the template, such as `enable_thinking`.
     pub template_kwargs: Map<String, Value>,
-    /// The template opens the assistant's turn. Default true.
+    /// Whether the template opens the assistant's turn. Default true.
     pub add_generation_prompt: bool,
-    /// The last message is continued instead of closed.
+    /// Whether the last message is continued instead of closed.
     pub continue_final_message: bool,
 }
 
-/// `tool_choice`, as far as an engine without grammars can honour it.
+/// `tool_choice`, as far as an engine without grammars supports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ToolChoice {
     /// The model decides.
     #[default]
     Auto,
-    /// Tools are not shown.
+    /// The prompt contains no tools.
     None,
 }
 
@@ -52,12 +52,13 @@ pub(super) fn read(fields: Fields<'_>, limits: &ParseLimits) -> Result<ChatInput
     if messages.is_empty() {
         return Err(ApiError::invalid("messages", "`messages` is empty"));
     }
-    // They are strings in the body, whose own tree is bounded, and become trees here.
+    // The arguments are strings in the bounded tree of the body, and become trees here.
     if arguments(messages).map(tree_bytes).fold(0, usize::saturating_add) > TREE_BYTES_MAX {
         let message = "the arguments of the tool calls in `messages` have too many values";
         return Err(ApiError::invalid("messages", message).with_code(Code::TooManyValues));
     }
-    let Manner { continue_final_message, add_generation_prompt, tool_choice } = manner(fields, limits.scope)?;
+    let TurnOptions { continue_final_message, add_generation_prompt, tool_choice } =
+        turn_options(fields, limits.scope)?;
     let tools = objects(fields, "tools", limits)?;
     Ok(ChatInput {
         messages: messages
@@ -74,27 +75,31 @@ pub(super) fn read(fields: Fields<'_>, limits: &ParseLimits) -> Result<ChatInput
     })
 }
 
-/// Arguments of tool calls that are written as JSON in strings.
+/// Arguments of tool calls, which are JSON in strings.
 fn arguments(messages: &[Value]) -> impl Iterator<Item = &str> {
     let calls = messages.iter().filter_map(|message| message.get("tool_calls")?.as_array()).flatten();
     calls.filter_map(|call| call.get("function")?.get("arguments")?.as_str())
 }
 
-/// How a conversation is to be continued.
-pub(super) struct Manner {
+/// The options for the continuation of a conversation.
+pub(super) struct TurnOptions {
     continue_final_message: bool,
     add_generation_prompt: Option<bool>,
     tool_choice: ToolChoice,
 }
 
-pub(super) fn manner(fields: Fields<'_>, scope: Scope) -> Result<Manner, ApiError> {
+pub(super) fn turn_options(fields: Fields<'_>, scope: Scope) -> Result<TurnOptions, ApiError> {
     let continue_final_message = fields.boolean("continue_final_message")?.unwrap_or(false);
     let add_generation_prompt = fields.boolean("add_generation_prompt")?;
     if continue_final_message && add_generation_prompt == Some(true) {
         let message = "`continue_final_message` and `add_generation_prompt` cannot both be true";
         return Err(ApiError::invalid("continue_final_message", message));
     }
-    Ok(Manner { continue_final_message, add_generation_prompt, tool_choice: tool_choice(fields, scope)? })
+    Ok(TurnOptions {
+        continue_final_message,
+        add_generation_prompt,
+        tool_choice: tool_choice(fields, scope)?,
+    })
 }
 
 fn objects(fields: Fields<'_>, name: &str, limits: &ParseLimits) -> Result<Vec<Value>, ApiError> {
@@ -140,7 +145,7 @@ fn message(index: usize, value: &Value, scope: Scope) -> Result<Value, ApiError>
     Ok(Value::Object(out))
 }
 
-/// The message's text. Only an assistant's may be absent (it called tools instead).
+/// The text of a message. Only an assistant message with tool calls may have none.
 fn content(fields: Fields<'_>, role: &str, scope: Scope) -> Result<String, ApiError> {
     let name = fields.name("content");
     match fields.get("content") {
@@ -173,7 +178,7 @@ fn part(name: &str, value: &Value, scope: Scope) -> Result<String, ApiError> {
     }
 }
 
-/// Tool calls with their arguments as objects: OpenAI sends JSON in a string, templates want the value.
+/// Tool calls with their arguments as objects: OpenAI sends JSON in a string, templates need the value.
 fn tool_calls(calls: &[Value], path: &str) -> Result<Vec<Value>, ApiError> {
     let read = |(index, call): (usize, &Value)| {
         let name = format!("{path}.tool_calls[{index}]");

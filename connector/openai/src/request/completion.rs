@@ -9,9 +9,9 @@ use crate::limits::ParseLimits;
 /// One prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Prompt {
-    /// To be encoded. Not empty; may still encode to nothing.
+    /// Text to encode. Not empty, but its encoding may be.
     Text(String),
-    /// Already encoded. Not empty.
+    /// Token ids. Not empty.
     Tokens(Vec<u32>),
 }
 
@@ -53,7 +53,7 @@ pub(super) fn tokens(ids: &[Value], name: &str, limits: &ParseLimits) -> Result<
             format!("`{name}` has {} tokens; at most {} are allowed", ids.len(), limits.prompt_tokens);
         return Err(ApiError::invalid(name, message));
     }
-    // The element's name is made only for the one that is wrong: a prompt has up to a million.
+    // The name of an element is created only for an error, because a prompt has up to a million elements.
     let read = |id: &Value| token(id, limits.vocab, "").ok();
     let tokens: Vec<u32> = ids.iter().map_while(read).collect();
     match ids.get(tokens.len()) {

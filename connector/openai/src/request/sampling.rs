@@ -1,4 +1,4 @@
-//! How a client wants tokens chosen. Everything is optional: a model's `generation_config.json` fills the gaps.
+//! The sampling parameters of a request. All are optional: the model's `generation_config.json` has the defaults.
 
 use serde_json::Value;
 
@@ -9,7 +9,7 @@ use crate::limits::{LOGIT_BIAS_MAX, ParseLimits, Scope, TEMPERATURE_MAX};
 const UP_TO_TEMPERATURE_MAX: &str = "a number from 0 to 100";
 const _: () = assert!(TEMPERATURE_MAX == 100.0);
 
-/// Sampling parameters as far as the request names them.
+/// The sampling parameters that the request contains.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SamplingOptions {
     /// 0 is greedy; up to [`TEMPERATURE_MAX`].
@@ -20,7 +20,7 @@ pub struct SamplingOptions {
     pub top_k: Option<u32>,
     /// 0..=1, times the probability of the most likely token.
     pub min_p: Option<f32>,
-    /// Of the random choices; any 64-bit integer.
+    /// Seed of the random choices; any 64-bit integer.
     pub seed: Option<i64>,
     /// -2..=2, times a token's count in the output.
     pub frequency_penalty: Option<f32>,
@@ -28,7 +28,7 @@ pub struct SamplingOptions {
     pub presence_penalty: Option<f32>,
     /// Over 0, up to 100; 1 is off.
     pub repetition_penalty: Option<f32>,
-    /// Token and what is added to its logit, -100..=100; no token twice.
+    /// Tokens and the biases of their logits, -100..=100; each token once.
     pub logit_bias: Vec<(u32, f32)>,
 }
 
@@ -36,7 +36,7 @@ impl SamplingOptions {
     pub(super) fn read(fields: Fields<'_>, limits: &ParseLimits) -> Result<Self, ApiError> {
         let penalty = |name| fields.number(name, "a number from -2 to 2", |x| (-2.0..=2.0).contains(&x));
         let fraction = "a number from 0 to 1";
-        // How high they may be is an engine's to say.
+        // The upper limits depend on the engine.
         let any = limits.scope == Scope::AnyEngine;
         Ok(Self {
             temperature: fields.number(
@@ -74,11 +74,12 @@ fn logit_bias(fields: Fields<'_>, limits: &ParseLimits) -> Result<Vec<(u32, f32)
     }
     let mut biases = Vec::with_capacity(entries.len());
     for (key, value) in entries {
-        // `"007"` and `"+7"` are 7 to a lenient parser: one spelling only, so that no token comes twice.
+        // Only one spelling of a number is accepted, so that no token occurs twice: a lenient parser reads `"007"` and
+        // `"+7"` as 7.
         let id = key.parse::<u32>().ok().filter(|id| id.to_string() == *key);
         let id = id.map_or_else(|| Value::String(key.clone()), Value::from);
         let id = token(&id, limits.vocab, "logit_bias")?;
-        // Some engines cut what is beyond (vLLM), others refuse it.
+        // Some engines clamp larger values (vLLM), others refuse them.
         let any = limits.scope == Scope::AnyEngine;
         let bias = value.as_f64().filter(|bias| any || (-100.0..=100.0).contains(bias));
         let name = format!("logit_bias.{id}");

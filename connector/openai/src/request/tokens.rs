@@ -10,22 +10,22 @@ use crate::limits::ParseLimits;
 /// `POST /tokenize`: a prompt or a conversation to tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenizeRequest {
-    /// The model it names.
+    /// The requested model.
     pub model: Option<String>,
     /// Exactly one prompt, or a conversation.
     pub input: Input,
-    /// Whether BOS and the like are added; `None`: yes for a prompt, no for a conversation.
+    /// Whether BOS and similar tokens are added; `None`: yes for a prompt, no for a conversation.
     pub add_special_tokens: Option<bool>,
-    /// Whether the reply also has each token's text.
+    /// Whether the reply also contains each token's text.
     pub return_token_strs: bool,
 }
 
 /// `POST /detokenize`: tokens to text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DetokenizeRequest {
-    /// The model it names.
+    /// The requested model.
     pub model: Option<String>,
-    /// What to decode; may be empty.
+    /// The tokens to decode; may be empty.
     pub tokens: Vec<u32>,
 }
 
@@ -33,7 +33,7 @@ impl TokenizeRequest {
     /// Reads a request from a parsed body.
     ///
     /// # Errors
-    /// 400 that names the field.
+    /// 400 with the field.
     pub fn from_map(map: &Map<String, Value>, limits: &ParseLimits) -> Result<Self, ApiError> {
         let fields = Fields::new(map);
         let input = match (fields.get("prompt"), fields.get("messages")) {
@@ -59,7 +59,7 @@ impl DetokenizeRequest {
     /// Reads a request from a parsed body.
     ///
     /// # Errors
-    /// 400 that names the field.
+    /// 400 with the field.
     pub fn from_map(map: &Map<String, Value>, limits: &ParseLimits) -> Result<Self, ApiError> {
         let fields = Fields::new(map);
         let ids = fields.array("tokens", limits.prompt_tokens)?;

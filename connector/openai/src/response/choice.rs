@@ -1,4 +1,4 @@
-//! One choice, in the endpoint's shape.
+//! One choice, in the form of the endpoint.
 
 use serde::Serialize;
 

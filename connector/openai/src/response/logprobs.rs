@@ -1,37 +1,37 @@
-//! Log-probabilities in the two shapes of the two endpoints.
+//! Log-probabilities in the forms of the two endpoints.
 
 use serde::ser::{Serialize, SerializeMap, SerializeSeq, Serializer};
 
 use crate::request::Endpoint;
 
-/// What vLLM writes for minus infinity, which JSON cannot.
+/// vLLM's value for minus infinity, which JSON cannot represent.
 const LOGPROB_MIN: f32 = -9999.0;
 
 /// One token of a reply with its log-probability.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprob {
-    /// Its text; a replacement character where its bytes are part of a character.
+    /// The text of the token; a replacement character if its bytes are only a part of a character.
     pub token: String,
-    /// Its bytes.
+    /// The bytes of the token.
     pub bytes: Vec<u8>,
-    /// Natural logarithm; `None` for the first token of an echoed prompt, which nothing predicts.
+    /// Natural logarithm; `None` for the first token of an echoed prompt, which has no prediction.
     pub logprob: Option<f32>,
-    /// The most likely tokens in its place, best first, as many as asked for.
+    /// The most likely tokens at this position, best first, as many as requested.
     pub top: Vec<TopLogprob>,
 }
 
 /// An alternative.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TopLogprob {
-    /// Its text.
+    /// The text of the token.
     pub token: String,
-    /// Its bytes.
+    /// The bytes of the token.
     pub bytes: Vec<u8>,
     /// Natural logarithm.
     pub logprob: f32,
 }
 
-/// Tokens of one choice or delta, to be written in the endpoint's shape.
+/// Tokens of one choice or delta, for the form of the endpoint.
 pub(super) enum Logprobs<'a> {
     Completions { tokens: &'a [TokenLogprob], text_offset: usize },
     Chat { tokens: &'a [TokenLogprob] },
@@ -75,8 +75,8 @@ impl Serialize for Logprobs<'_> {
     }
 }
 
-/// Completions: token text to log-probability, the chosen token included. Of two tokens with one text the
-/// likelier counts (keys of an object).
+/// Completions: an object from token text to log-probability, with the chosen token. Of two tokens with the same text
+/// the likelier one counts.
 struct TopMap<'a>(&'a TokenLogprob);
 
 impl Serialize for TopMap<'_> {

@@ -10,9 +10,9 @@ pub struct ModelCard {
     pub id: String,
     /// Seconds since 1970.
     pub created: u64,
-    /// Where its weights are from; a name, never a path.
+    /// The origin of its weights: a name, never a path.
     pub root: Option<String>,
-    /// Tokens of its context, where known.
+    /// Tokens of its context, if known.
     pub max_model_len: Option<usize>,
 }
 
@@ -71,7 +71,7 @@ pub struct TokenizeReply {
     pub max_model_len: usize,
     /// The tokens.
     pub tokens: Vec<u32>,
-    /// Each token's text, when asked for.
+    /// Each token's text, if requested.
     pub token_strs: Option<Vec<String>>,
 }
 

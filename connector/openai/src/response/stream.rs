@@ -1,4 +1,5 @@
-//! A reply as SSE frames. What all chunks share is serialized once; a token costs one small JSON object.
+//! A reply as SSE frames. The common part of all chunks is serialized once, so that a token costs one small JSON
+//! object.
 
 use bytes::Bytes;
 use serde_json::Value;
@@ -7,10 +8,10 @@ use super::choice::Choice;
 use super::{ChoiceDelta, ReplyHead, Usage};
 use crate::request::Endpoint;
 
-/// Bytes that a chunk usually has beyond the shared ones.
+/// Bytes of a typical chunk beyond the common part.
 const CHUNK_BYTES: usize = 160;
 
-/// Makes the frames of one reply. Keeps no state: frames may be made in any order, for any choice.
+/// Encodes the frames of one reply. It has no state: frames may be encoded in any order, for any choice.
 #[derive(Clone, Debug)]
 pub struct ChunkEncoder {
     endpoint: Endpoint,
@@ -46,15 +47,15 @@ impl ChunkEncoder {
         Self { endpoint: head.endpoint, start: [b"data: ", open].concat() }
     }
 
-    /// Chat: the first frame of each choice, which names the role. `None` for completions.
+    /// Chat: the first frame of each choice, with the role. `None` for completions.
     #[must_use]
     pub fn role(&self, index: u32, prompt_token_ids: Option<&[u32]>) -> Option<Bytes> {
         (self.endpoint == Endpoint::Chat)
             .then(|| self.frame(Some(&Choice::role(index)), prompt_token_ids, None, None))
     }
 
-    /// What one step adds to a choice; with `usage` for `continuous_usage_stats`, and with the handoff in the
-    /// chunk that finishes a producer's request.
+    /// The addition of one step to a choice. `usage` is for `continuous_usage_stats`. The handoff belongs in the chunk
+    /// that finishes a producer's request.
     #[must_use]
     pub fn delta(
         &self,
@@ -103,5 +104,5 @@ impl ChunkEncoder {
 }
 
 fn append<T: serde::Serialize>(out: &mut Vec<u8>, value: &T) {
-    serde_json::to_writer(out, value).expect("our own types serialize, and a Vec takes every write");
+    serde_json::to_writer(out, value).expect("types of this crate serialize, and a Vec takes every write");
 }

@@ -1,4 +1,4 @@
-//! When each part of a request began and ended. Metrics, logs, traces and `Server-Timing` all tell of the same spans.
+//! When each part of a request began and ended. Metrics, logs, traces and `Server-Timing` report the same spans.
 
 use std::time::Duration;
 
@@ -9,28 +9,28 @@ use crate::Time;
 pub struct Timeline {
     /// First prefill attempt.
     pub prefill_sent: Option<Time>,
-    /// A prefill engine answered, with a handoff or with none. Not where all of them failed.
+    /// First successful reply of a prefill engine, with or without a lease.
     pub prefilled: Option<Time>,
-    /// Whether the prefill that answered computed on.
+    /// Whether the prefill still computed after its reply (an early handoff).
     pub computes_on: bool,
     /// The end of such a prefill.
     pub prefill_ended: Option<Time>,
     /// First decode attempt.
     pub decode_sent: Option<Time>,
-    /// A decode engine took it.
+    /// A decode engine accepted the request.
     pub accepted: Option<Time>,
-    /// First byte of the answer.
+    /// First byte of the response.
     pub first_chunk: Option<Time>,
     /// The end.
     pub ended: Option<Time>,
 }
 
-/// A phase: when it began, and when it ended as it should, if it did.
+/// A phase: when it began, and when it ended normally, if it did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Its beginning.
+    /// The start.
     pub from: Time,
-    /// Its end; `None` when it never came to that.
+    /// The normal end, if any.
     pub to: Option<Time>,
 }
 
@@ -39,53 +39,53 @@ impl Span {
         Some(Self { from: from?, to })
     }
 
-    /// How long it took, if it ended.
+    /// Duration of a phase that ended.
     #[must_use]
-    pub fn took(self) -> Option<Duration> {
+    pub fn duration(self) -> Option<Duration> {
         Some(self.to?.since(self.from))
     }
 }
 
 impl Timeline {
-    /// When the first engine was asked.
+    /// When the request was first sent to an engine.
     #[must_use]
-    pub fn asked(&self) -> Option<Time> {
+    pub fn first_sent(&self) -> Option<Time> {
         self.prefill_sent.or(self.decode_sent)
     }
 
-    /// From the first prefill attempt to the answer of one, or to the end of one that had answered before, attempts that
-    /// failed included.
+    /// From the first prefill attempt, failed ones included, to the reply, or to the end of the prefill after an early
+    /// handoff.
     #[must_use]
     pub fn prefill(&self) -> Option<Span> {
         let ended = if self.computes_on { self.prefill_ended } else { self.prefilled };
         Span::between(self.prefill_sent, ended)
     }
 
-    /// From a prefill engine's answer until a decode engine is asked.
+    /// From the prefill reply to the first decode attempt.
     #[must_use]
     pub fn gap(&self) -> Option<Span> {
         Span::between(self.prefilled, self.decode_sent)
     }
 
-    /// From the first decode attempt until a decode engine took the request.
+    /// From the first decode attempt to the acceptance by a decode engine.
     #[must_use]
     pub fn accept(&self) -> Option<Span> {
         Span::between(self.decode_sent, self.accepted)
     }
 
-    /// From when a decode engine took it until the first byte of the answer.
+    /// From the acceptance to the first byte of the response.
     #[must_use]
     pub fn first_byte(&self) -> Option<Span> {
         Span::between(self.accepted, self.first_chunk)
     }
 
-    /// From when a decode engine took it to the end, however it ended.
+    /// From the acceptance to the end of the request, for any outcome.
     #[must_use]
     pub fn decode(&self) -> Option<Span> {
         Span::between(self.accepted, self.ended)
     }
 
-    /// From the first byte of the answer to the end, however it ended.
+    /// From the first byte of the response to the end of the request, for any outcome.
     #[must_use]
     pub fn stream(&self) -> Option<Span> {
         Span::between(self.first_chunk, self.ended)

@@ -16,7 +16,7 @@ fn a_fetch_that_goes_well_lands_and_owes_nothing() {
             Event::Admitted,
             Event::BlocksReserved,
             Event::TransferDone,
-            Event::Verdict(Answer::Valid),
+            Event::Verdict(Verification::Valid),
             Event::LeaseGone,
         ],
     );
@@ -33,14 +33,16 @@ fn an_abort_during_a_read_frees_nothing_before_the_read_is_over() {
     let (mut fetch, actions) =
         after(LoadFailurePolicy::Recompute, &[Event::Admitted, Event::BlocksReserved, Event::Abort]);
     assert_eq!(actions, [Action::StartRead, Action::StopHeartbeat, Action::StopRead]);
-    assert!(fetch.holds_landing() && !fetch.heartbeating());
+    assert!(fetch.holds_landing() && !fetch.needs_heartbeat());
     let quiet: Vec<_> = fetch.apply(Event::TransferDone).iter().collect();
-    assert_eq!(quiet, [Action::FreeLanding, Action::ReleaseAtProducer(Reason::Aborted)]);
+    assert_eq!(quiet, [Action::FreeLanding, Action::ReleaseAtProducer(ReleaseReason::Aborted)]);
 }
 
 #[test]
 fn bytes_without_a_verdict_never_land() {
-    for (answer, kind) in [(Answer::Gone, FailureKind::Gone), (Answer::Unknown, FailureKind::Unverified)] {
+    for (answer, kind) in
+        [(Verification::Gone, FailureKind::Gone), (Verification::Unknown, FailureKind::Unverified)]
+    {
         let events = [Event::Admitted, Event::BlocksReserved, Event::TransferDone, Event::Verdict(answer)];
         let (fetch, actions) = after(LoadFailurePolicy::Fail, &events);
         assert_eq!(fetch.state(), State::Failed(kind));
@@ -60,7 +62,7 @@ fn a_heartbeat_answered_gone_does_not_disturb_a_read_that_may_still_be_valid() {
             Event::LeaseGone,
             Event::TransferDone,
             Event::LeaseGone,
-            Event::Verdict(Answer::Valid),
+            Event::Verdict(Verification::Valid),
         ],
     );
     assert_eq!((fetch.state(), fetch.ignored()), (State::Landed, 2));
@@ -70,27 +72,27 @@ fn a_heartbeat_answered_gone_does_not_disturb_a_read_that_may_still_be_valid() {
 #[test]
 fn a_verdict_of_nobody_knows_is_not_valid() {
     let broken = TransportError::Transfer("reset".into());
-    assert_eq!(Answer::from(Err(broken)), Answer::Unknown);
-    assert_eq!(Answer::from(Err(TransportError::Gone)), Answer::Gone);
-    assert_eq!(Answer::from(Ok(Verdict::Valid)), Answer::Valid);
+    assert_eq!(Verification::from(Err(broken)), Verification::Unknown);
+    assert_eq!(Verification::from(Err(TransportError::Gone)), Verification::Gone);
+    assert_eq!(Verification::from(Ok(Verdict::Valid)), Verification::Valid);
 }
 
 const EVENTS: [Event; 11] = [
     Event::Admitted,
     Event::BlocksReserved,
-    Event::AlreadyHere,
+    Event::AlreadyCached,
     Event::LeaseGone,
     Event::TransferDone,
     Event::TransferFailed(FailureKind::Transfer),
-    Event::Quiet,
-    Event::Verdict(Answer::Valid),
-    Event::Verdict(Answer::Gone),
+    Event::WorkerLost,
+    Event::Verdict(Verification::Valid),
+    Event::Verdict(Verification::Gone),
     Event::Abort,
     Event::Reject,
 ];
 
-/// Every order of six events out of eleven kinds under both policies: 3.5 million runs. The longest way
-/// to an end is five events, so every way is in there, with one event more to be late or repeated.
+/// Every order of six events out of eleven kinds under both policies: 3.5 million runs. The longest path to an end has
+/// five events. So every path is covered, with one late or repeated event more.
 #[test]
 fn landing_blocks_and_the_lease_come_home_once_whatever_the_order_of_events() {
     let mut runs = 0_u64;
@@ -109,9 +111,9 @@ fn landing_blocks_and_the_lease_come_home_once_whatever_the_order_of_events() {
     assert_eq!(runs, 2 * 11_u64.pow(6));
 }
 
-/// What the world around a fetch has seen.
+/// The expected state around a fetch.
 #[derive(Default)]
-struct World {
+struct FetchModel {
     writing: bool,
     landing: bool,
     frees: u32,
@@ -124,25 +126,25 @@ struct World {
 
 fn run(policy: LoadFailurePolicy, order: &[usize]) {
     let mut fetch = Fetch::new(policy);
-    let mut world = World::default();
+    let mut model = FetchModel::default();
     for &i in order {
-        step(&mut fetch, &mut world, EVENTS[i]);
+        step(&mut fetch, &mut model, EVENTS[i]);
     }
-    // Then faults stop: the client leaves, the worker ends.
-    step(&mut fetch, &mut world, Event::Abort);
-    step(&mut fetch, &mut world, Event::Quiet);
+    // Then the client disconnects, and the worker ends.
+    step(&mut fetch, &mut model, Event::Abort);
+    step(&mut fetch, &mut model, Event::WorkerLost);
     assert!(fetch.is_over(), "{order:?} ends in {:?}", fetch.state());
-    assert!(!world.landing && !world.writing, "{order:?} strands landing blocks");
-    assert!(world.silenced, "{order:?} heartbeats for ever");
-    assert_eq!(world.releases, u32::from(!world.valid), "{order:?} releases");
-    assert!(world.ends <= 1, "{order:?} has one outcome");
+    assert!(!model.landing && !model.writing, "{order:?} strands landing blocks");
+    assert!(model.silenced, "{order:?} heartbeats for ever");
+    assert_eq!(model.releases, u32::from(!model.valid), "{order:?} releases");
+    assert!(model.ends <= 1, "{order:?} has one outcome");
 }
 
-fn step(fetch: &mut Fetch, world: &mut World, event: Event) {
+fn step(fetch: &mut Fetch, model: &mut FetchModel, event: Event) {
     let (before, ignored) = (fetch.state(), fetch.ignored());
-    if let Event::TransferDone | Event::TransferFailed(_) | Event::Quiet = event {
-        world.complete |= world.writing && event == Event::TransferDone;
-        world.writing = false;
+    if let Event::TransferDone | Event::TransferFailed(_) | Event::WorkerLost = event {
+        model.complete |= model.writing && event == Event::TransferDone;
+        model.writing = false;
     }
     let actions = fetch.apply(event);
     assert!(fetch.ignored() == ignored || fetch.state() == before, "what is ignored changes nothing");
@@ -150,40 +152,40 @@ fn step(fetch: &mut Fetch, world: &mut World, event: Event) {
         assert_eq!(fetch.ignored(), ignored, "what is ignored asks for nothing");
         match action {
             Action::StartRead => {
-                assert!(!world.landing && !world.complete, "one read per fetch");
-                (world.landing, world.writing) = (true, true);
+                assert!(!model.landing && !model.complete, "one read per fetch");
+                (model.landing, model.writing) = (true, true);
             }
-            Action::StopRead => assert!(world.writing),
-            Action::AskVerdict => assert!(world.complete),
+            Action::StopRead => assert!(model.writing),
+            Action::AskVerdict => assert!(model.complete),
             Action::Land => {
-                assert!(!world.writing);
-                let verdict = event == Event::Verdict(Answer::Valid) && world.complete;
-                assert!(verdict || (event == Event::AlreadyHere && !world.landing));
-                world.valid = verdict;
-                world.landing = false;
-                world.ends += 1;
+                assert!(!model.writing);
+                let verdict = event == Event::Verdict(Verification::Valid) && model.complete;
+                assert!(verdict || (event == Event::AlreadyCached && !model.landing));
+                model.valid = verdict;
+                model.landing = false;
+                model.ends += 1;
             }
             Action::FreeLanding => {
-                assert!(world.landing && !world.writing, "freed under a writer, or twice");
-                world.landing = false;
-                world.frees += 1;
-                assert_eq!(world.frees, 1);
+                assert!(model.landing && !model.writing, "freed under a writer, or twice");
+                model.landing = false;
+                model.frees += 1;
+                assert_eq!(model.frees, 1);
             }
-            Action::ReleaseAtProducer(_) => world.releases += 1,
+            Action::ReleaseAtProducer(_) => model.releases += 1,
             Action::Recompute => {
                 assert_eq!(fetch.policy, LoadFailurePolicy::Recompute);
-                world.ends += 1;
+                model.ends += 1;
             }
             Action::Fail(_) => {
                 assert_eq!(fetch.policy, LoadFailurePolicy::Fail);
-                world.ends += 1;
+                model.ends += 1;
             }
             Action::StopHeartbeat => {
-                assert!(!world.silenced, "said once");
-                world.silenced = true;
+                assert!(!model.silenced, "stopped once");
+                model.silenced = true;
             }
         }
     }
-    assert_eq!(fetch.heartbeating(), !world.silenced);
-    assert_eq!(fetch.holds_landing(), world.landing);
+    assert_eq!(fetch.needs_heartbeat(), !model.silenced);
+    assert_eq!(fetch.holds_landing(), model.landing);
 }

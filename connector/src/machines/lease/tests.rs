@@ -1,11 +1,11 @@
-//! What a lease promises, one by one and under every order of events.
+//! The guarantees of a lease, one by one and under every order of events.
 
 use super::*;
 
 const A: Reader = Reader::sole(1);
 const B: Reader = Reader::sole(2);
 
-/// Link `rank` of a consumer that has two.
+/// Link `rank` of a consumer with two links.
 const fn link(consumer: u64, rank: u16) -> Reader {
     Reader { consumer, of: 2, rank: Rank(rank) }
 }
@@ -17,7 +17,7 @@ fn lease(expected: usize) -> Lease {
 #[test]
 fn an_offered_lease_that_is_released_gives_its_blocks_back_in_the_same_step() {
     let step = lease(1).apply(Event::Release, Time(1));
-    assert_eq!(step, Step { reply: Reply::Released, closed: Some(Cause::Released) });
+    assert_eq!(step, Step { reply: Reply::Released, closed: Some(CloseCause::Released) });
 }
 
 #[test]
@@ -27,7 +27,7 @@ fn a_release_during_a_read_waits_for_the_reader() {
     assert_eq!(lease.apply(Event::Release, Time(2)).closed, None);
     assert_eq!(lease.apply(Event::ReadBegun(B), Time(3)).reply, Reply::Gone);
     let last = lease.apply(Event::ReadDone(A), Time(4));
-    assert_eq!(last, Step { reply: Reply::Valid, closed: Some(Cause::Fetched) });
+    assert_eq!(last, Step { reply: Reply::Valid, closed: Some(CloseCause::Fetched) });
 }
 
 #[test]
@@ -38,7 +38,7 @@ fn a_repeated_acknowledgement_is_one_reader() {
         assert_eq!(lease.apply(Event::ReadDone(A), Time(1)), Step { reply: Reply::Valid, closed: None });
     }
     lease.apply(Event::ReadBegun(B), Time(2));
-    assert_eq!(lease.apply(Event::ReadDone(B), Time(2)).closed, Some(Cause::Fetched));
+    assert_eq!(lease.apply(Event::ReadDone(B), Time(2)).closed, Some(CloseCause::Fetched));
     assert_eq!(
         lease.apply(Event::ReadDone(A), Time(3)).reply,
         Reply::Valid,
@@ -54,7 +54,7 @@ fn a_failed_read_leaves_the_lease_for_another_engine() {
     assert_eq!(lease.state(), State::Offered);
     assert_eq!(lease.apply(Event::ReadDone(A), Time(3)).reply, Reply::Gone);
     lease.apply(Event::ReadBegun(B), Time(4));
-    assert_eq!(lease.apply(Event::ReadDone(B), Time(5)).closed, Some(Cause::Fetched));
+    assert_eq!(lease.apply(Event::ReadDone(B), Time(5)).closed, Some(CloseCause::Fetched));
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn a_heartbeat_moves_the_expiry_forward_only_and_never_wakes_the_dead() {
     assert_eq!(lease.deadline(), Some(late.after(Duration::from_secs(20))));
     let after = Time::ZERO.after(Duration::from_secs(49));
     let step = lease.apply(Event::Heartbeat, after);
-    assert_eq!(step, Step { reply: Reply::Gone, closed: Some(Cause::Expired) });
+    assert_eq!(step, Step { reply: Reply::Gone, closed: Some(CloseCause::Expired) });
 }
 
 #[test]
@@ -80,9 +80,9 @@ fn a_stuck_reader_cannot_hold_blocks_past_the_drain_deadline() {
     lease.apply(Event::ReadBegun(A), Time(1));
     let expired = Time::ZERO.after(KV_LEASE_DURATION);
     assert_eq!(lease.apply(Event::Tick, expired).closed, None);
-    assert_eq!(lease.state(), State::Draining(Cause::Expired));
+    assert_eq!(lease.state(), State::Draining(CloseCause::Expired));
     let deadline = expired.after(DRAIN_DEADLINE);
-    assert_eq!(lease.apply(Event::Tick, deadline).closed, Some(Cause::Expired));
+    assert_eq!(lease.apply(Event::Tick, deadline).closed, Some(CloseCause::Expired));
     assert!(!lease.serves(A));
     assert_eq!(lease.apply(Event::ReadDone(A), deadline).reply, Reply::Gone, "its bytes may be stale");
 }
@@ -97,7 +97,7 @@ fn a_consumer_of_two_links_has_everything_when_both_are_done_however_often_one_o
     }
     assert_eq!((lease.progress(), lease.state()), ((1, 2), State::Offered));
     lease.apply(Event::ReadBegun(link(1, 1)), Time(3));
-    assert_eq!(lease.apply(Event::ReadDone(link(1, 1)), Time(4)).closed, Some(Cause::Fetched));
+    assert_eq!(lease.apply(Event::ReadDone(link(1, 1)), Time(4)).closed, Some(CloseCause::Fetched));
     assert_eq!(lease.progress(), (2, 2));
 }
 
@@ -108,11 +108,11 @@ fn links_of_two_consumers_do_not_make_one() {
         lease.apply(Event::ReadBegun(reader), Time(1));
         assert_eq!(lease.apply(Event::ReadDone(reader), Time(1)).closed, None);
     }
-    // The first has failed with its other link. The second makes up for it.
+    // The second link of the first consumer fails. The second consumer fetches everything instead.
     lease.apply(Event::ReadBegun(link(1, 1)), Time(2));
     assert_eq!(lease.apply(Event::ReadFailed(link(1, 1)), Time(2)).closed, None);
     lease.apply(Event::ReadBegun(link(2, 0)), Time(3));
-    assert_eq!(lease.apply(Event::ReadDone(link(2, 0)), Time(3)).closed, Some(Cause::Fetched));
+    assert_eq!(lease.apply(Event::ReadDone(link(2, 0)), Time(3)).closed, Some(CloseCause::Fetched));
     assert_eq!(lease.progress(), (2, 2));
 }
 
@@ -129,7 +129,7 @@ fn one_consumer_that_leaves_takes_nothing_from_the_others() {
     }
     assert_eq!(lease.apply(Event::Leave(2), Time(2)).reply, Reply::Already, "it has everything");
     let last = lease.apply(Event::Leave(3), Time(3));
-    assert_eq!(last, Step { reply: Reply::Released, closed: Some(Cause::Released) });
+    assert_eq!(last, Step { reply: Reply::Released, closed: Some(CloseCause::Released) });
     assert_eq!(lease.progress(), (3, 5));
 }
 
@@ -139,7 +139,7 @@ fn a_consumer_that_leaves_in_mid_read_is_waited_for() {
     lease.apply(Event::ReadBegun(A), Time(1));
     assert_eq!(lease.apply(Event::Leave(1), Time(1)).closed, None);
     assert_eq!(lease.apply(Event::Leave(2), Time(1)).closed, None, "bytes of the first may be on their way");
-    assert_eq!(lease.apply(Event::ReadFailed(A), Time(2)).closed, Some(Cause::Released));
+    assert_eq!(lease.apply(Event::ReadFailed(A), Time(2)).closed, Some(CloseCause::Released));
 }
 
 #[test]
@@ -158,7 +158,7 @@ fn a_growing_lease_is_read_before_it_is_sealed_and_valid_only_after() {
         (Some(much_later.after(KV_LEASE_DURATION)), State::Reading)
     );
     let last = lease.apply(Event::ReadDone(B), much_later);
-    assert_eq!(last, Step { reply: Reply::Valid, closed: Some(Cause::Fetched) });
+    assert_eq!(last, Step { reply: Reply::Valid, closed: Some(CloseCause::Fetched) });
 }
 
 #[test]
@@ -168,13 +168,13 @@ fn a_growing_lease_that_is_given_up_waits_for_its_reader_and_believes_it_nothing
     assert_eq!(lease.apply(Event::Release, Time(2)), Step { reply: Reply::Draining, closed: None });
     assert_eq!(lease.apply(Event::Sealed, Time(3)).reply, Reply::Gone);
     let last = lease.apply(Event::ReadDone(A), Time(4));
-    assert_eq!(last, Step { reply: Reply::Gone, closed: Some(Cause::Released) });
+    assert_eq!(last, Step { reply: Reply::Gone, closed: Some(CloseCause::Released) });
     let mut lease = Lease::growing(LeaseTerms::default(), 1);
     lease.apply(Event::ReadBegun(A), Time(1));
     lease.apply(Event::ReadFailed(A), Time(1));
     assert_eq!(lease.state(), State::Growing);
     let left = lease.apply(Event::Leave(1), Time(2));
-    assert_eq!(left, Step { reply: Reply::Released, closed: Some(Cause::Released) });
+    assert_eq!(left, Step { reply: Reply::Released, closed: Some(CloseCause::Released) });
 }
 
 #[test]
@@ -199,7 +199,7 @@ fn blocks_are_released_exactly_once_whatever_the_network_does() {
     assert_eq!(runs, 1_000_000);
 }
 
-/// The same for a lease that grows, with the end of its prefill among the events.
+/// The same for a growing lease, with the end of its prefill among the events.
 #[test]
 fn blocks_are_released_exactly_once_whatever_happens_while_they_are_computed() {
     let growing = |expected| Lease::growing(LeaseTerms::default(), expected);
@@ -215,7 +215,7 @@ fn blocks_are_released_exactly_once_whatever_two_consumers_of_two_links_do() {
     assert_eq!(runs, 1_889_568);
 }
 
-fn every_order(open: fn(usize) -> Lease, readers: &[Reader], leavers: &[u64], length: usize) -> u64 {
+fn every_order(open: fn(usize) -> Lease, readers: &[Reader], leaving: &[u64], length: usize) -> u64 {
     let mut events = vec![(Event::Heartbeat, 1), (Event::Release, 1), (Event::Tick, 6), (Event::Tick, 31)];
     if open(1).state() == State::Growing {
         events.push((Event::Sealed, 1));
@@ -225,7 +225,7 @@ fn every_order(open: fn(usize) -> Lease, readers: &[Reader], leavers: &[u64], le
         events.push((Event::ReadDone(reader), 1));
         events.push((Event::ReadFailed(reader), 1));
     }
-    events.extend(leavers.iter().map(|&consumer| (Event::Leave(consumer), 1)));
+    events.extend(leaving.iter().map(|&consumer| (Event::Leave(consumer), 1)));
     let mut runs = 0_u64;
     let mut order = vec![0_usize; length];
     loop {
@@ -269,7 +269,7 @@ fn run(mut lease: Lease, events: &[(Event, u64)], order: &[usize]) {
         if let (Event::ReadBegun(reader), Reply::Granted) = (event, step.reply) {
             assert!(lease.serves(reader));
         }
-        if step.closed == Some(Cause::Fetched) {
+        if step.closed == Some(CloseCause::Fetched) {
             let complete = |consumer| {
                 let mut of_it = valid_before_close.iter().filter(|reader| reader.consumer == consumer);
                 of_it.next().is_some_and(|first| 1 + of_it.count() == usize::from(first.of))
@@ -280,7 +280,7 @@ fn run(mut lease: Lease, events: &[(Event, u64)], order: &[usize]) {
         assert!(done <= of && of >= 2);
     }
     if lease.state() == State::Growing {
-        // No clock ends it: whoever computes it does.
+        // A growing lease does not expire; the end of its prefill ends it.
         assert_eq!(lease.deadline(), None);
         closings += usize::from(lease.apply(Event::Release, now).closed.is_some());
     }

@@ -1,10 +1,10 @@
-//! What a producer remembers of leases that have ended and of requests that were given up before they were known:
-//! a bounded number, for a bounded time.
+//! A producer's memory of ended leases and of requests that were released before they were known. It is bounded in
+//! number and in time.
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::limits::{TOMBSTONE_KEPT, TOMBSTONES_MAX};
-use crate::machines::lease::Cause;
+use crate::limits::{TOMBSTONE_TTL, TOMBSTONES_MAX};
+use crate::machines::lease::CloseCause;
 use crate::{Handle, Reader, RequestId, Time};
 
 #[derive(Debug)]
@@ -15,23 +15,29 @@ enum Tombstone {
 
 #[derive(Debug, Default)]
 pub(super) struct Tombstones {
-    /// With the readers whose bytes were valid.
-    ended: HashMap<Handle, (Cause, Vec<Reader>)>,
-    /// With the reason that was given.
+    /// Ended leases, with the readers whose bytes were valid.
+    ended: HashMap<Handle, (CloseCause, Vec<Reader>)>,
+    /// Requests released early, with the reason.
     released: HashMap<RequestId, Box<str>>,
     /// The oldest first.
     order: VecDeque<(Time, Tombstone)>,
 }
 
 impl Tombstones {
-    /// The lease has ended; these readers had finished.
-    pub(super) fn bury(&mut self, handle: Handle, cause: Cause, finished: Vec<Reader>, now: Time) {
+    /// Records the end of a lease and the readers that had finished.
+    pub(super) fn record_ended(
+        &mut self,
+        handle: Handle,
+        cause: CloseCause,
+        finished: Vec<Reader>,
+        now: Time,
+    ) {
         self.push(Tombstone::Handle(handle), now);
         self.ended.insert(handle, (cause, finished));
     }
 
-    /// The request was given up before it was known.
-    pub(super) fn bury_request(&mut self, request: &RequestId, reason: &str, now: Time) {
+    /// Records the release of a request that is not known yet.
+    pub(super) fn record_released(&mut self, request: &RequestId, reason: &str, now: Time) {
         if !self.released.contains_key(request) {
             self.push(Tombstone::Request(request.clone()), now);
             self.released.insert(request.clone(), reason.into());
@@ -48,24 +54,24 @@ impl Tombstones {
         self.ended.get(&handle).is_some_and(|(_, finished)| finished.contains(&reader))
     }
 
-    /// Whether the request was given up before it was known.
+    /// Whether the request was released before it was known.
     pub(super) fn has_request(&self, request: &RequestId) -> bool {
         self.released.contains_key(request)
     }
 
-    /// Every lease that has ended, with why, and who had finished.
-    pub(super) fn ended(&self) -> impl Iterator<Item = (Handle, Cause, Vec<Reader>)> {
+    /// Every ended lease, with its cause and the readers that had finished.
+    pub(super) fn ended(&self) -> impl Iterator<Item = (Handle, CloseCause, Vec<Reader>)> {
         self.ended.iter().map(|(handle, (cause, finished))| (*handle, *cause, finished.clone()))
     }
 
-    /// Every request that was given up before it was known.
+    /// Every request that was released before it was known.
     pub(super) fn released(&self) -> impl Iterator<Item = &RequestId> {
         self.released.keys()
     }
 
-    /// Forgets what is old.
+    /// Forgets tombstones older than [`TOMBSTONE_TTL`].
     pub(super) fn tick(&mut self, now: Time) {
-        while self.order.front().is_some_and(|(since, _)| now.since(*since) >= TOMBSTONE_KEPT) {
+        while self.order.front().is_some_and(|(since, _)| now.since(*since) >= TOMBSTONE_TTL) {
             self.forget_oldest();
         }
     }

@@ -7,8 +7,8 @@ use super::*;
 const PD: Child = Child(0);
 const OFFLOAD: Child = Child(1);
 
-fn new(policy: LoadFailurePolicy) -> Multi {
-    Multi::new(Children::first(2), policy)
+fn new(policy: LoadFailurePolicy) -> MultiConnectorRequest {
+    MultiConnectorRequest::new(Children::first(2), policy)
 }
 
 fn both() -> Children {
@@ -29,9 +29,9 @@ fn the_first_child_that_has_the_prefix_loads_it() {
 fn offload_is_the_fallback_of_a_handoff_that_failed_and_computing_is_the_last() {
     let mut multi = new(LoadFailurePolicy::Recompute);
     multi.apply(Event::Load(both()));
-    assert_eq!(multi.apply(Event::LoadFailed(PD)), [Action::LookAgain]);
+    assert_eq!(multi.apply(Event::LoadFailed(PD)), [Action::RetryLookup]);
     assert_eq!(multi.apply(Event::Load(both())), [Action::LoadFrom(OFFLOAD)]);
-    assert_eq!(multi.apply(Event::LoadFailed(OFFLOAD)), [Action::LookAgain]);
+    assert_eq!(multi.apply(Event::LoadFailed(OFFLOAD)), [Action::RetryLookup]);
     assert_eq!(multi.apply(Event::Load(both())), [Action::Compute]);
 }
 
@@ -46,14 +46,14 @@ fn where_the_policy_is_to_fail_nobody_else_is_asked() {
 fn the_blocks_come_back_when_the_last_holder_lets_go() {
     for (first, last) in [(PD, OFFLOAD), (OFFLOAD, PD)] {
         let mut multi = new(LoadFailurePolicy::Recompute);
-        assert_eq!(multi.apply(Event::Finish), [Action::Ask(PD), Action::Ask(OFFLOAD)]);
-        assert_eq!(multi.apply(Event::Abort), [], "nobody is asked twice");
-        assert_eq!(multi.apply(Event::Answered(PD, Answer::Holds)), []);
-        assert_eq!(multi.apply(Event::Answered(OFFLOAD, Answer::Holds)), []);
-        assert_eq!(multi.apply(Event::LetGo(first)), []);
-        assert_eq!(multi.apply(Event::LetGo(first)), [], "once");
-        assert_eq!(multi.apply(Event::LetGo(last)), [Action::FreeBlocks]);
-        assert_eq!(multi.apply(Event::LetGo(last)), []);
+        assert_eq!(multi.apply(Event::Finish), [Action::FinishChild(PD), Action::FinishChild(OFFLOAD)]);
+        assert_eq!(multi.apply(Event::Abort), [], "no child is asked twice");
+        assert_eq!(multi.apply(Event::Replied(PD, ChildReply::Holds)), []);
+        assert_eq!(multi.apply(Event::Replied(OFFLOAD, ChildReply::Holds)), []);
+        assert_eq!(multi.apply(Event::Released(first)), []);
+        assert_eq!(multi.apply(Event::Released(first)), [], "once");
+        assert_eq!(multi.apply(Event::Released(last)), [Action::FreeBlocks]);
+        assert_eq!(multi.apply(Event::Released(last)), []);
         assert_eq!(multi.ignored(), 3);
     }
 }
@@ -62,29 +62,29 @@ fn the_blocks_come_back_when_the_last_holder_lets_go() {
 fn a_child_that_lets_go_before_its_answer_arrives_holds_nothing() {
     let mut multi = new(LoadFailurePolicy::Recompute);
     multi.apply(Event::Finish);
-    multi.apply(Event::Answered(PD, Answer::Nothing));
-    assert_eq!(multi.apply(Event::LetGo(OFFLOAD)), [Action::FreeBlocks]);
-    assert_eq!(multi.apply(Event::Answered(OFFLOAD, Answer::Holds)), []);
+    multi.apply(Event::Replied(PD, ChildReply::Nothing));
+    assert_eq!(multi.apply(Event::Released(OFFLOAD)), [Action::FreeBlocks]);
+    assert_eq!(multi.apply(Event::Replied(OFFLOAD, ChildReply::Holds)), []);
     assert!(multi.is_free());
 }
 
 #[test]
 fn a_notice_goes_to_the_first_child_that_knows_the_handoff() {
     let mut asked = Vec::new();
-    let answer = first_that_knows([0, 1, 2], |child| {
+    let answer = first_reply([0, 1, 2], |child| {
         asked.push(child);
         (child >= 1).then_some(child)
     });
-    assert_eq!((answer, asked.as_slice()), (Some(1), &[0, 1][..]), "in order, and nobody after it");
-    assert_eq!(first_that_knows([0, 1], |_| None::<u8>), None);
+    assert_eq!((answer, asked.as_slice()), (Some(1), &[0, 1][..]), "in order, and no child after it");
+    assert_eq!(first_reply([0, 1], |_| None::<u8>), None);
 }
 
 #[test]
 fn children_beyond_the_bound_are_in_no_set() {
     assert!(!Children::first(CHILDREN_MAX).contains(Child(200)));
     let mut multi = new(LoadFailurePolicy::Recompute);
-    multi.apply(Event::LetGo(Child(200)));
-    multi.apply(Event::Answered(Child(200), Answer::Holds));
+    multi.apply(Event::Released(Child(200)));
+    multi.apply(Event::Replied(Child(200), ChildReply::Holds));
     assert_eq!(multi.ignored(), 2);
 }
 
@@ -100,29 +100,29 @@ const EVENTS: [Event; 18] = [
     Event::Preempted,
     Event::Finish,
     Event::Abort,
-    Event::Answered(PD, Answer::Holds),
-    Event::Answered(PD, Answer::Nothing),
-    Event::Answered(OFFLOAD, Answer::Holds),
-    Event::Answered(OFFLOAD, Answer::Nothing),
-    Event::LetGo(PD),
-    Event::LetGo(OFFLOAD),
-    Event::LetGo(Child(3)),
+    Event::Replied(PD, ChildReply::Holds),
+    Event::Replied(PD, ChildReply::Nothing),
+    Event::Replied(OFFLOAD, ChildReply::Holds),
+    Event::Replied(OFFLOAD, ChildReply::Nothing),
+    Event::Released(PD),
+    Event::Released(OFFLOAD),
+    Event::Released(Child(3)),
 ];
 
-fn copy(multi: &Multi) -> Multi {
-    Multi { ignored: 0, ..*multi }
+fn copy(multi: &MultiConnectorRequest) -> MultiConnectorRequest {
+    MultiConnectorRequest { ignored: 0, ..*multi }
 }
 
-/// What the actions so far say, as their owner keeps it.
+/// The state that an owner derives from the actions so far.
 #[derive(Clone, Debug, Default)]
-struct Owner {
+struct MultiOwner {
     asked: Children,
     loading: Option<Child>,
     over: bool,
     free: bool,
 }
 
-impl Owner {
+impl MultiOwner {
     fn act(&mut self, event: Event, actions: &[Action]) {
         self.over |= matches!(event, Event::Finish | Event::Abort);
         if matches!(event, Event::Loaded(child) | Event::LoadFailed(child) if self.loading == Some(child)) {
@@ -134,13 +134,13 @@ impl Owner {
                     assert!(!self.over && self.loading.is_none(), "one child loads at a time");
                     self.loading = Some(child);
                 }
-                Action::Compute | Action::LookAgain | Action::Fail(_) => assert!(!self.over),
-                Action::Ask(child) => {
+                Action::Compute | Action::RetryLookup | Action::Fail(_) => assert!(!self.over),
+                Action::FinishChild(child) => {
                     assert!(self.over && !self.asked.contains(child), "each child is asked once");
                     self.asked = self.asked.with(child);
                 }
                 Action::FreeBlocks => {
-                    assert!(!self.free && self.asked == both(), "free once, after everybody was asked");
+                    assert!(!self.free && self.asked == both(), "free once, after every child was asked");
                     self.free = true;
                 }
             }
@@ -148,12 +148,12 @@ impl Owner {
     }
 }
 
-/// Every state that any number of events in any order can lead to, until there is no new one.
+/// Explores every state that any sequence of events can reach.
 #[test]
 fn every_child_is_asked_once_and_the_blocks_come_back_once_whatever_the_order_of_events() {
     for policy in [LoadFailurePolicy::Recompute, LoadFailurePolicy::Fail] {
         let mut seen = BTreeSet::new();
-        let mut edge = vec![(new(policy), Owner::default())];
+        let mut edge = vec![(new(policy), MultiOwner::default())];
         while let Some((multi, owner)) = edge.pop() {
             if !seen.insert(format!("{multi:?} {owner:?}")) {
                 continue;
@@ -165,11 +165,11 @@ fn every_child_is_asked_once_and_the_blocks_come_back_once_whatever_the_order_of
                 edge.push((copy(&multi), owner));
             }
             let (mut multi, mut owner) = (copy(&multi), owner.clone());
-            for event in [Event::Abort, Event::LetGo(PD), Event::LetGo(OFFLOAD)] {
+            for event in [Event::Abort, Event::Released(PD), Event::Released(OFFLOAD)] {
                 let actions = multi.apply(event);
                 owner.act(event, &actions);
             }
-            assert!(multi.is_free() && owner.free, "everything comes home");
+            assert!(multi.is_free() && owner.free, "every block is freed");
         }
         assert!(seen.len() > 20, "{} states", seen.len());
     }

@@ -11,8 +11,8 @@ fn block(id: TransferId, event: BlockEvent) -> Event {
     Event::Block(id, event)
 }
 
-fn after(events: &[Event]) -> (Slot, Vec<Action>) {
-    let mut slot = Slot::new();
+fn after(events: &[Event]) -> (OffloadSlot, Vec<Action>) {
+    let mut slot = OffloadSlot::new();
     let actions = events.iter().flat_map(|&event| slot.apply(event)).collect();
     (slot, actions)
 }
@@ -20,7 +20,7 @@ fn after(events: &[Event]) -> (Slot, Vec<Action>) {
 #[test]
 fn a_store_that_is_done_lets_go_of_its_block() {
     let (slot, actions) = after(&[block(A, BlockEvent::Store), block(A, BlockEvent::Done), Event::Finish]);
-    assert_eq!(actions, [Action::Begin(A), Action::LetGo(A), Action::Settled]);
+    assert_eq!(actions, [Action::Begin(A), Action::ReleaseHold(A), Action::Settled]);
     assert!(slot.is_settled());
 }
 
@@ -36,7 +36,7 @@ fn stop_abort_and_the_end_of_a_store_in_one_step_have_one_result_in_every_order(
         [block(A, BlockEvent::Done), Event::Abort, Event::Finish],
     ];
     for order in orders {
-        let mut slots = Slots::default();
+        let mut slots = OffloadSlots::default();
         slots.open(7);
         let mut actions = slots.apply(7, block(A, BlockEvent::Store));
         for event in order {
@@ -46,11 +46,11 @@ fn stop_abort_and_the_end_of_a_store_in_one_step_have_one_result_in_every_order(
             }
         }
         actions.sort_by_key(|action| format!("{action:?}"));
-        assert_eq!(actions, [Action::Begin(A), Action::LetGo(A), Action::Settled], "{order:?}");
+        assert_eq!(actions, [Action::Begin(A), Action::ReleaseHold(A), Action::Settled], "{order:?}");
         assert!(slots.is_empty());
         assert_eq!(
             slots.finish(7, Event::Abort),
-            (Answer::Settled, vec![]),
+            (FinishReply::Settled, vec![]),
             "a slot that is gone is settled"
         );
     }
@@ -60,12 +60,12 @@ fn stop_abort_and_the_end_of_a_store_in_one_step_have_one_result_in_every_order(
 fn finish_and_abort_answer_alike_however_often_they_come() {
     for order in [[Event::Finish, Event::Abort], [Event::Abort, Event::Finish], [Event::Abort, Event::Abort]]
     {
-        let mut slots = Slots::default();
+        let mut slots = OffloadSlots::default();
         slots.open(1);
         slots.apply(1, block(A, BlockEvent::Store));
         slots.apply(1, block(B, BlockEvent::Load));
-        assert_eq!(slots.finish(1, order[0]), (Answer::Draining(2), vec![Action::Revoke(B)]));
-        assert_eq!(slots.finish(1, order[1]), (Answer::Draining(2), vec![]));
+        assert_eq!(slots.finish(1, order[0]), (FinishReply::Draining(2), vec![Action::Revoke(B)]));
+        assert_eq!(slots.finish(1, order[1]), (FinishReply::Draining(2), vec![]));
     }
 }
 
@@ -73,13 +73,13 @@ fn finish_and_abort_answer_alike_however_often_they_come() {
 fn giving_up_takes_effect_at_the_commitment_point() {
     let load = [block(B, BlockEvent::Load), Event::Abort];
     let (slot, actions) = after(&[&load[..], &[block(B, BlockEvent::Revoked)]].concat());
-    assert_eq!(actions[1..], [Action::Revoke(B), Action::LetGo(B), Action::Settled]);
+    assert_eq!(actions[1..], [Action::Revoke(B), Action::ReleaseHold(B), Action::Settled]);
     assert!(slot.is_settled());
 
     let (mut slot, actions) = after(&[&load[..], &[block(B, BlockEvent::Committed)]].concat());
     assert_eq!(actions[1..], [Action::Revoke(B)], "a worker writes: the block stays aside");
     assert_eq!(slot.apply(block(B, BlockEvent::Revoked)), [], "an answer that cannot be true frees nothing");
-    assert_eq!(slot.apply(block(B, BlockEvent::Done)), [Action::LetGo(B), Action::Settled]);
+    assert_eq!(slot.apply(block(B, BlockEvent::Done)), [Action::ReleaseHold(B), Action::Settled]);
 }
 
 #[test]
@@ -91,7 +91,7 @@ fn a_pool_that_is_short_gets_back_only_what_no_worker_has_begun() {
         Event::Yield,
         block(A, BlockEvent::Revoked),
     ]);
-    assert_eq!(actions[2..], [Action::Revoke(A), Action::LetGo(A)]);
+    assert_eq!(actions[2..], [Action::Revoke(A), Action::ReleaseHold(A)]);
 }
 
 #[test]
@@ -116,16 +116,16 @@ const EVENTS: [Event; 13] = [
     Event::Abort,
 ];
 
-/// What the actions so far say, as their owner keeps it.
+/// The state that an owner derives from the actions so far.
 #[derive(Clone, Debug, Default)]
-struct Owner {
+struct OffloadOwner {
     held: BTreeMap<TransferId, bool>,
     over: bool,
     settled: bool,
 }
 
-impl Owner {
-    /// Does what it is told, and insists on the invariants.
+impl OffloadOwner {
+    /// Performs the actions and checks the invariants.
     fn act(&mut self, event: Event, actions: &[Action]) {
         self.over |= matches!(event, Event::Finish | Event::Abort);
         for action in actions {
@@ -139,7 +139,7 @@ impl Owner {
                     let revoked = self.held.get_mut(&id).expect("what is revoked is held");
                     assert!(!std::mem::replace(revoked, true), "revoked once");
                 }
-                Action::LetGo(id) => assert!(self.held.remove(&id).is_some(), "a hold goes back once"),
+                Action::ReleaseHold(id) => assert!(self.held.remove(&id).is_some(), "a hold goes back once"),
                 Action::Land(id) | Action::Miss(id) => {
                     assert!(!self.over, "nothing lands in a request that is over");
                     assert!(self.held.remove(&id).is_some(), "a hold passes on once");
@@ -154,18 +154,18 @@ impl Owner {
     }
 }
 
-fn copy(slot: &Slot) -> Slot {
-    Slot { blocks: slot.blocks.clone(), over: slot.over, ignored: slot.ignored }
+fn copy(slot: &OffloadSlot) -> OffloadSlot {
+    OffloadSlot { blocks: slot.blocks.clone(), ended: slot.ended, ignored: slot.ignored }
 }
 
-/// Every state that any number of events in any order can lead to, until there is no new one.
+/// Explores every state that any sequence of events can reach.
 #[test]
 fn every_block_comes_back_exactly_once_whatever_the_order_of_events() {
     let mut seen = BTreeSet::new();
-    let mut edge = vec![(Slot::new(), Owner::default())];
+    let mut edge = vec![(OffloadSlot::new(), OffloadOwner::default())];
     let mut steps = 0;
     while let Some((slot, owner)) = edge.pop() {
-        if !seen.insert(format!("{:?} {} {owner:?}", slot.blocks, slot.over)) {
+        if !seen.insert(format!("{:?} {} {owner:?}", slot.blocks, slot.ended)) {
             continue;
         }
         for event in EVENTS {
@@ -176,7 +176,7 @@ fn every_block_comes_back_exactly_once_whatever_the_order_of_events() {
             steps += 1;
             edge.push((slot, owner));
         }
-        // Faults stop and the client leaves: every worker reports, and everything comes home.
+        // Then the client disconnects and every worker reports: every hold is released.
         let (mut slot, mut owner) = (copy(&slot), owner.clone());
         for event in [Event::Abort, block(A, BlockEvent::Failed), block(B, BlockEvent::Done)] {
             let actions = slot.apply(event);

@@ -1,4 +1,4 @@
-//! The geometry against a copy of single elements that knows nothing of runs.
+//! The geometry compared with an element-by-element copy, which uses no runs.
 
 use proptest::prelude::*;
 
@@ -14,19 +14,19 @@ fn geometry(heads: usize, ranks: usize, block_tokens: usize) -> Geometry {
 }
 
 /// A sharded cache as plain bytes: `[rank][block]`, every block of the sequence in order.
-struct Cache {
+struct ShardedCache {
     geometry: Geometry,
     ranks: Vec<Vec<Vec<u8>>>,
 }
 
-impl Cache {
+impl ShardedCache {
     fn empty(geometry: Geometry, tokens: usize) -> Self {
         let shard = geometry.shard();
         let blocks = vec![vec![0; shard.block_bytes()]; shard.blocks_for(tokens)];
         Self { geometry, ranks: vec![blocks; geometry.ranks()] }
     }
 
-    /// The place of one element's byte, from the definition of the layout.
+    /// One byte of an element, located by the definition of the layout.
     fn byte(&mut self, half: usize, head: usize, token: usize, dim: usize, byte: usize) -> &mut u8 {
         let shard = self.geometry.shard();
         let (rank, own) = (head / shard.kv_heads, head % shard.kv_heads);
@@ -48,7 +48,7 @@ impl Cache {
         }
     }
 
-    /// A cache in which (nearly) no two bytes are equal.
+    /// A cache with pseudo-random bytes other than 0.
     fn filled(geometry: Geometry, tokens: usize) -> Self {
         let mut cache = Self::empty(geometry, tokens);
         let mut next = 1_u32;
@@ -60,18 +60,18 @@ impl Cache {
     }
 }
 
-/// Reads every link of a handoff through a wire, as a producer and a consumer that share nothing would.
-fn transfer(from: &Cache, to: &mut Cache, tokens: Range<usize>, first_block: usize) {
+/// Reads every link of a handoff through a buffer, as between a producer and a consumer without shared memory.
+fn transfer(from: &ShardedCache, to: &mut ShardedCache, tokens: Range<usize>, first_block: usize) {
     let (producer, consumer) = (from.geometry, to.geometry);
     let origin = first_block * consumer.shard().block_tokens;
     for link in producer.links(&consumer).expect("layouts that fit") {
         let slice = Slice::of(&link, &producer, &consumer, tokens.clone(), origin);
         let landing = to.ranks[usize::from(link.consumer.0)].len() - first_block;
         slice.check(landing).expect("a slice that fits");
-        let entries = slice.cut.entries(&slice.producer);
+        let entries = slice.range.entries(&slice.producer);
         for piece in slice.pieces() {
             let (mut wire, mut runs) = (Vec::new(), Vec::new());
-            slice.cut.runs(&producer.shard(), &piece, &mut runs);
+            slice.range.runs(&producer.shard(), &piece, &mut runs);
             for run in &runs {
                 let block = &from.ranks[usize::from(link.producer.0)][entries.start + run.entry];
                 wire.extend_from_slice(&block[run.offset..run.offset + run.len]);
@@ -114,13 +114,13 @@ proptest! {
         (heads, theirs, ours) in shards(), (block, our_block) in blocks(), len in 1_usize..40, start in 0_usize..40,
     ) {
         let (producer, consumer) = (geometry(heads, theirs, block), geometry(heads, ours, our_block));
-        // What is cached at the consumer is whole blocks of its own.
+        // The consumer has cached whole blocks of its own.
         let first_block = start % (len.div_ceil(our_block));
         let tokens = first_block * our_block..len;
-        let mut from = Cache::filled(producer, len);
-        let mut to = Cache::empty(consumer, len);
+        let mut from = ShardedCache::filled(producer, len);
+        let mut to = ShardedCache::empty(consumer, len);
         transfer(&from, &mut to, tokens.clone(), first_block);
-        Cache::each(&producer, len, |half, head, token, dim, byte| {
+        ShardedCache::each(&producer, len, |half, head, token, dim, byte| {
             let sent = if tokens.contains(&token) { *from.byte(half, head, token, dim, byte) } else { 0 };
             assert_eq!(*to.byte(half, head, token, dim, byte), sent, "half {half} head {head} token {token}");
         });
@@ -134,12 +134,12 @@ proptest! {
         (heads, theirs, ours) in shards(), (block, our_block) in blocks(), len in 1_usize..40,
     ) {
         let (producer, consumer) = (geometry(heads, theirs, block), geometry(heads, ours, our_block));
-        let from = Cache::filled(producer, len);
-        let (mut by_wire, mut by_copy) = (Cache::empty(consumer, len), Cache::empty(consumer, len));
+        let from = ShardedCache::filled(producer, len);
+        let (mut by_wire, mut by_copy) = (ShardedCache::empty(consumer, len), ShardedCache::empty(consumer, len));
         transfer(&from, &mut by_wire, 0..len, 0);
         for link in producer.links(&consumer).expect("layouts that fit") {
             let slice = Slice::of(&link, &producer, &consumer, 0..len, 0);
-            let first = slice.cut.entries(&slice.producer).start;
+            let first = slice.range.entries(&slice.producer).start;
             for (source, target) in slice.pieces().flat_map(|piece| slice.copies(&piece)) {
                 assert_eq!(source.len, target.len);
                 let block = &from.ranks[usize::from(link.producer.0)][first + source.entry];
@@ -169,9 +169,9 @@ proptest! {
 #[test]
 fn a_whole_block_of_all_heads_is_one_run() {
     let layout = layout(2, 4);
-    let cut = Cut { tokens: 4..8, heads: 0..2 };
+    let range = SliceRange { tokens: 4..8, heads: 0..2 };
     let mut runs = Vec::new();
-    cut.runs(&layout, &cut.pieces(&layout).next().expect("a piece"), &mut runs);
+    range.runs(&layout, &range.pieces(&layout).next().expect("a piece"), &mut runs);
     assert_eq!(runs, [Run { entry: 0, offset: 0, len: layout.block_bytes() }]);
 }
 
@@ -200,13 +200,13 @@ fn a_hostile_cut_is_refused_before_anything_is_computed_from_it() {
     let held = BLOCKS_PER_HANDOFF_MAX * 16;
     for (start, end) in [(0, 0), (5, 4), (0, held + 1), (0, usize::MAX), (usize::MAX, 0)] {
         let tokens = start..end;
-        assert!(matches!(Cut { tokens, heads: 0..1 }.check(&layout), Err(SliceError::Tokens { .. })));
+        assert!(matches!(SliceRange { tokens, heads: 0..1 }.check(&layout), Err(SliceError::Tokens { .. })));
     }
     for (start, end) in [(0, 0), (1, 0), (0, 3), (2, 3), (0, usize::MAX)] {
         let heads = start..end;
-        assert!(matches!(Cut { tokens: 0..1, heads }.check(&layout), Err(SliceError::Heads { .. })));
+        assert!(matches!(SliceRange { tokens: 0..1, heads }.check(&layout), Err(SliceError::Heads { .. })));
     }
-    assert_eq!(Cut { tokens: held - 1..held, heads: 1..2 }.check(&layout), Ok(()));
+    assert_eq!(SliceRange { tokens: held - 1..held, heads: 1..2 }.check(&layout), Ok(()));
 }
 
 #[test]

@@ -1,25 +1,26 @@
-//! Cases about what rounds: KV caches of 16 bits, int8 weights and products in bfloat16, against the exact run under the
-//! same tokens, and that each of them is as exact about batches and chunks as f32 is.
+//! Cases with rounding: KV caches of 16 bits, int8 weights and products in bfloat16, compared with the exact run under
+//! the same tokens. Each of them must be as invariant to batches and chunks as f32.
 
 use baton_connector::layout::KvDtype;
 
-use super::golden::{Noise, Prompt};
-use super::logits::{Mean, against_bf16, executor, forced, logprobs, max_difference, together, worst};
-use super::{Line, ParityError, Subject};
+use super::golden::{GoldenPrompt, ReferenceNoise};
+use super::logits::{RunningMean, against_bf16, executor, forced, logprobs, max_difference, together, worst};
+use super::{CheckLine, ParityError, ParityModel};
 use crate::compute::Logits;
 use crate::compute::cpu::{CpuOptions, WeightMode};
 use crate::compute::cuda::DeviceChoice;
 
-/// What bf16 does to a float32 checkpoint, of which a golden file has no bf16 run: about the middle of the oracle's bf16
-/// checkpoints. Those in float32 have fewer layers, and come to a quarter of it.
-const OF_FLOAT32: Noise = Noise { logit: 1.2, logit_rms: 0.12, divergence: 5e-3, divergence_max: 0.05 };
+/// Effect of bf16 on a float32 checkpoint, whose golden file has no bf16 run: about the median of the oracle's bf16
+/// checkpoints. The float32 checkpoints have fewer layers and reach a quarter of it.
+const OF_FLOAT32: ReferenceNoise =
+    ReferenceNoise { logit: 1.2, logit_rms: 0.12, divergence: 5e-3, divergence_max: 0.05 };
 
 /// f16 has three significant bits more than bf16.
 const F16_OVER_BF16: f64 = 1.0 / 8.0;
 
 /// Bounds of the distance to the exact run.
 #[derive(Clone, Copy, Debug)]
-struct Bounds {
+struct DistanceBounds {
     /// Of a logit's difference.
     logit: f64,
     /// Of the mean divergence, in nats.
@@ -28,11 +29,11 @@ struct Bounds {
     chosen: f64,
 }
 
-impl Bounds {
-    /// Of what rounds by `finer` times the error of bf16, at some of the places at which a bf16 run does: the distance of the
-    /// reference's bf16 run. A divergence grows with the square of the rounding. Of the 20 models of the fixtures, of the
-    /// oracle's seeds 2 and 901, and of their bf16 models at seeds 1 and 3 each came to less than half of it.
-    fn within_bf16(subject: &Subject, finer: f64) -> Self {
+impl DistanceBounds {
+    /// Bounds for rounding of `finer` times the error of bf16, at some of the places at which a bf16 run rounds: the
+    /// distance of the reference's bf16 run. A divergence grows with the square of the rounding. All measured models
+    /// reached less than half of the bounds.
+    fn within_bf16(subject: &ParityModel, finer: f64) -> Self {
         let noise = subject.golden.noise.unwrap_or(OF_FLOAT32);
         Self {
             logit: finer * noise.logit,
@@ -41,26 +42,26 @@ impl Bounds {
         }
     }
 
-    /// Of int8 weights: with 7 bits for the largest of a group the rest is rounded more than in bf16. The same models came to at most
-    /// 4.1 times the mean divergence of the bf16 run, and the choice to 1.4 times its largest difference. That the
-    /// rounding itself is as small as it can be is proved beside the packing.
-    fn of_int8(subject: &Subject) -> Self {
+    /// Bounds for int8 weights: with 7 bits for the largest weight of a group, the others are rounded more than in
+    /// bf16. The measured models reached at most 4.1 times the mean divergence of the bf16 run, and the choice 1.4
+    /// times its largest difference. A test of the packing proves that the rounding is as small as possible.
+    fn of_int8(subject: &ParityModel) -> Self {
         let noise = subject.golden.noise.unwrap_or(OF_FLOAT32);
         Self { logit: f64::INFINITY, divergence: 10.0 * noise.divergence, chosen: 4.0 * noise.logit }
     }
 }
 
 /// Keys and values in f16 and bf16.
-pub(super) fn caches(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+pub(super) fn caches(subject: &ParityModel) -> Result<Vec<CheckLine>, ParityError> {
     if subject.device != DeviceChoice::Cpu {
         return Ok(Vec::new());
     }
     let mut lines = Vec::new();
     for (name, dtype, finer) in [("f16", KvDtype::F16, F16_OVER_BF16), ("bf16", KvDtype::Bf16, 1.0)] {
-        let bounds = Bounds::within_bf16(subject, finer);
+        let bounds = DistanceBounds::within_bf16(subject, finer);
         let change = |options: &mut CpuOptions| options.kv_dtype = dtype;
-        let coarse = Coarse::measure(subject, change)?;
-        lines.push(Line::at_most(
+        let coarse = RoundedRun::measure(subject, change)?;
+        lines.push(CheckLine::at_most(
             &format!("{name} cache: largest difference of a logit"),
             coarse.logit,
             bounds.logit,
@@ -71,25 +72,32 @@ pub(super) fn caches(subject: &Subject) -> Result<Vec<Line>, ParityError> {
 }
 
 /// Matrices in int8.
-pub(super) fn int8(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+pub(super) fn int8(subject: &ParityModel) -> Result<Vec<CheckLine>, ParityError> {
     if subject.device != DeviceChoice::Cpu {
         return Ok(Vec::new());
     }
     let change = |options: &mut CpuOptions| options.weights = WeightMode::Int8;
-    Coarse::measure(subject, change)?.lines(subject, "int8 weights", Bounds::of_int8(subject), change)
+    RoundedRun::measure(subject, change)?.lines(
+        subject,
+        "int8 weights",
+        DistanceBounds::of_int8(subject),
+        change,
+    )
 }
 
-/// Products in bfloat16: against the exact run and, where there is one, against the bf16 run of `transformers`.
-pub(super) fn bfloat16(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+/// Products in bfloat16, compared with the exact run and with the bf16 run of `transformers`, if there is one.
+pub(super) fn bfloat16(subject: &ParityModel) -> Result<Vec<CheckLine>, ParityError> {
     if subject.device != DeviceChoice::Cpu {
         return Ok(Vec::new());
     }
     let change = |options: &mut CpuOptions| options.weights = WeightMode::Bf16;
-    let bounds = Bounds::within_bf16(subject, 1.0);
-    let mut lines = Coarse::measure(subject, change)?.lines(subject, "bfloat16 products", bounds, change)?;
+    let bounds = DistanceBounds::within_bf16(subject, 1.0);
+    let mut lines =
+        RoundedRun::measure(subject, change)?.lines(subject, "bfloat16 products", bounds, change)?;
     if subject.golden.prompts.iter().all(|prompt| prompt.bf16.is_some()) {
-        let tokens =
-            |prompt: &Prompt| prompt.ids.len() + prompt.bf16.as_ref().map_or(0, |run| run.greedy_ids.len());
+        let tokens = |prompt: &GoldenPrompt| {
+            prompt.ids.len() + prompt.bf16.as_ref().map_or(0, |run| run.greedy_ids.len())
+        };
         let longest = subject.golden.prompts.iter().map(tokens).max().unwrap_or(1);
         let mut executor = executor(subject, 1, |options| {
             change(options);
@@ -100,22 +108,23 @@ pub(super) fn bfloat16(subject: &Subject) -> Result<Vec<Line>, ParityError> {
     Ok(lines)
 }
 
-/// How far an executor that rounds is from the exact one, under the tokens of the float32 run.
-struct Coarse {
+/// Distance of a rounding executor from the exact one, under the tokens of the float32 run.
+struct RoundedRun {
     logit: f64,
     /// In nats.
-    divergence: Mean,
-    /// How much less likely than its own best token the exact run's choice is to it, in nats.
+    divergence: RunningMean,
+    /// How much less likely than its own best token the exact run's choice is, in nats.
     chosen: f64,
     /// The logits of each step, prompt by prompt.
     steps: Vec<Logits>,
 }
 
-impl Coarse {
-    fn measure(subject: &Subject, change: impl FnOnce(&mut CpuOptions)) -> Result<Self, ParityError> {
+impl RoundedRun {
+    fn measure(subject: &ParityModel, change: impl FnOnce(&mut CpuOptions)) -> Result<Self, ParityError> {
         let mut exact = executor(subject, 1, |_| ())?;
         let mut coarse = executor(subject, 1, change)?;
-        let mut found = Self { logit: 0.0, divergence: Mean::default(), chosen: 0.0, steps: Vec::new() };
+        let mut found =
+            Self { logit: 0.0, divergence: RunningMean::default(), chosen: 0.0, steps: Vec::new() };
         for prompt in &subject.golden.prompts {
             let text = [prompt.ids.as_slice(), &prompt.f32.greedy_ids].concat();
             let (ours, other) = (forced(&mut exact, &text)?, forced(&mut coarse, &text)?);
@@ -141,18 +150,22 @@ impl Coarse {
 
     fn lines(
         &self,
-        subject: &Subject,
+        subject: &ParityModel,
         name: &str,
-        bounds: Bounds,
+        bounds: DistanceBounds,
         change: impl FnOnce(&mut CpuOptions),
-    ) -> Result<Vec<Line>, ParityError> {
+    ) -> Result<Vec<CheckLine>, ParityError> {
         Ok(vec![
-            Line::at_most(
+            CheckLine::at_most(
                 &format!("{name}: mean divergence, nats"),
                 self.divergence.mean(),
                 bounds.divergence,
             ),
-            Line::at_most(&format!("{name}: exact choice below its best, nats"), self.chosen, bounds.chosen),
+            CheckLine::at_most(
+                &format!("{name}: exact choice below its best, nats"),
+                self.chosen,
+                bounds.chosen,
+            ),
             together(subject, &self.steps, &format!("{name}: chunks and batches, bits"), change)?,
         ])
     }

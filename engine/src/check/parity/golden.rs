@@ -11,21 +11,21 @@ use super::ParityError;
 /// Golden outputs of one model.
 #[derive(Debug)]
 pub struct Golden {
-    /// The whole JSON file, for cases with their own parts of it.
+    /// The whole JSON file, for cases that read other parts of it.
     pub json: serde_json::Value,
     /// Prompts with their continuations.
-    pub prompts: Vec<Prompt>,
+    pub prompts: Vec<GoldenPrompt>,
     /// Tokens that end a completion.
     pub eos_token_ids: Vec<u32>,
-    /// Where the prompts have bf16 runs.
-    pub noise: Option<Noise>,
+    /// Present if the prompts have bf16 runs.
+    pub noise: Option<ReferenceNoise>,
     tensors: HashMap<String, Vec<f32>>,
 }
 
-/// How far the reference's bf16 run is from its own float32 run, step by step under the tokens of the latter: how far bf16
-/// alone moves this model.
+/// Distance of the reference's bf16 run from its own float32 run, step by step under the tokens of the latter: the
+/// effect of bf16 alone on this model.
 #[derive(Clone, Copy, Debug, Deserialize)]
-pub struct Noise {
+pub struct ReferenceNoise {
     /// The largest difference of a logit.
     #[serde(rename = "bf16_vs_f32_max_abs")]
     pub logit: f64,
@@ -35,13 +35,13 @@ pub struct Noise {
     /// Mean divergence of a step, in nats.
     #[serde(rename = "bf16_vs_f32_kl_mean")]
     pub divergence: f64,
-    /// The largest of them.
+    /// The largest divergence of a step.
     #[serde(rename = "bf16_vs_f32_kl_max")]
     pub divergence_max: f64,
 }
 
-impl Noise {
-    /// Of a golden file with bf16 runs.
+impl ReferenceNoise {
+    /// Reads the distances from a golden file with bf16 runs.
     fn read(json: &serde_json::Value) -> Result<Self, String> {
         let noise = Self::deserialize(&json["noise"]).map_err(|error| format!("noise: {error}"))?;
         let numbers = [noise.logit, noise.logit_rms, noise.divergence, noise.divergence_max];
@@ -54,21 +54,21 @@ impl Noise {
 
 /// One prompt.
 #[derive(Clone, Debug, Deserialize)]
-pub struct Prompt {
+pub struct GoldenPrompt {
     /// Token ids of the prompt.
     pub ids: Vec<u32>,
     /// Weights upcast to float32, float32 arithmetic.
-    pub f32: Run,
-    /// Weights and activations in bfloat16; only for bfloat16 checkpoints.
-    pub bf16: Option<Run>,
+    pub f32: GoldenRun,
+    /// Weights and activations in bfloat16, for bfloat16 checkpoints only.
+    pub bf16: Option<GoldenRun>,
 }
 
 /// A greedy continuation that does not stop at an end-of-sequence token.
 #[derive(Clone, Debug, Deserialize)]
-pub struct Run {
+pub struct GoldenRun {
     /// The continuation.
     pub greedy_ids: Vec<u32>,
-    /// For each step the most likely tokens.
+    /// The most likely tokens of each step.
     pub top_ids: Vec<Vec<u32>>,
     /// Their natural log-probabilities, rounded to 6 places.
     pub top_logprobs: Vec<Vec<f64>>,
@@ -77,8 +77,8 @@ pub struct Run {
 }
 
 #[derive(Deserialize)]
-struct File {
-    prompts: Vec<Prompt>,
+struct GoldenFile {
+    prompts: Vec<GoldenPrompt>,
     eos_token_ids: Vec<u32>,
 }
 
@@ -119,10 +119,11 @@ impl Golden {
             what: error.to_string(),
         };
         let json: serde_json::Value = serde_json::from_slice(&read(&json_path)?).map_err(malformed)?;
-        let file = File::deserialize(&json).map_err(malformed)?;
+        let file = GoldenFile::deserialize(&json).map_err(malformed)?;
         let noise = match file.prompts.iter().any(|prompt| prompt.bf16.is_some()) {
             true => Some(
-                Noise::read(&json).map_err(|what| ParityError::Golden { path: json_path.clone(), what })?,
+                ReferenceNoise::read(&json)
+                    .map_err(|what| ParityError::Golden { path: json_path.clone(), what })?,
             ),
             false => None,
         };
@@ -143,8 +144,8 @@ impl Golden {
         Ok(Self { json, prompts: file.prompts, eos_token_ids: file.eos_token_ids, noise, tensors })
     }
 
-    /// Raw logits, where they were kept: `RUN.PROMPT.steps`, `.prompt_last` or `.prompt_all`, rows of the
-    /// vocabulary one after the other.
+    /// Raw logits, if they were recorded: `RUN.PROMPT.steps`, `.prompt_last` or `.prompt_all`, rows of the vocabulary
+    /// in sequence.
     #[must_use]
     pub fn tensor(&self, run: &str, prompt: usize, what: &str) -> Option<&[f32]> {
         self.tensors.get(&format!("{run}.{prompt}.{what}")).map(Vec::as_slice)

@@ -1,13 +1,13 @@
-//! Cases about the network: tokens, logits and log-probabilities, and that batches and chunks change no bit.
+//! Cases of the network: tokens, logits and log-probabilities, and the invariance of bits to batches and chunks.
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
 
-use super::golden::{Noise, Prompt, Run};
-use super::{Line, ParityError, Subject};
+use super::golden::{GoldenPrompt, GoldenRun, ReferenceNoise};
+use super::{CheckLine, ParityError, ParityModel};
 use crate::compute::cpu::{CpuExecutor, CpuOptions};
 use crate::compute::cuda::{self, DeviceChoice, DeviceOptions, Element, PoolSize};
-use crate::compute::{Executor, Logits, LogitsWanted, SeqStep};
+use crate::compute::{Executor, Logits, LogitsRequest, SeqStep};
 use crate::model::weights::Weights;
 
 /// Bound of every logit's difference, float32 against float32.
@@ -15,21 +15,20 @@ const MAX_LOGIT_DIFFERENCE: f64 = 5e-4;
 /// Bound of the mean difference of the five best log-probabilities, float32 against float32.
 const MEAN_LOGPROB_DIFFERENCE: f64 = 5e-5;
 
-/// How much further an accelerator may be from the float32 run.
+/// Factor of an accelerator's bounds on the distance to the float32 run.
 const ACCELERATOR_SLACK: f64 = 2.0;
 
 const BLOCK_TOKENS: usize = 16;
 
-/// Bounds of the distance to a bf16 run, in nats: multiples of the distance that the reference's bf16 run has to its own
-/// float32 run, so that they follow from the model.
+/// Bounds of the distance to a bf16 run, in nats. They are multiples of the distance between the reference's bf16 run
+/// and its own float32 run, so that they follow from the model.
 ///
-/// An engine in float32 has that distance, one in bf16 rounds for itself. A divergence grows with the square of the
-/// rounding, so that two independent roundings have twice the divergence of one; a half more is for the few prompts
-/// of which a golden file keeps all logits. The right engines of 12 models (seeds 1, 2, 3 and 901 of the oracle; float32, bf16 of
-/// `transformers` with another attention, our bfloat16 products) came to at most 1.3 times the mean and 1.7 times the largest
-/// divergence, 0.9 times the root mean square (mean difference of the five best) and 0.7 times the largest difference (its
-/// choice below our best). The least of the oracle's planted mistakes that bf16 can show, GELU
-/// for SiLU, has 30 times the mean divergence.
+/// An engine in float32 has that distance; one in bf16 adds rounding of its own. A divergence grows with the square of
+/// the rounding, so two independent roundings have twice the divergence of one. Another half is for the few prompts
+/// whose logits are all in the golden file. Correct engines reached at most 1.3 times the mean and 1.7 times the
+/// largest divergence. They reached 0.9 times the root mean square (mean difference of the five best), and 0.7 times
+/// the largest difference (the other run's choice below the best). The smallest planted mistake that bf16 can show,
+/// GELU for SiLU, has 30 times the mean divergence.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bf16Bounds {
     /// Mean divergence.
@@ -38,13 +37,13 @@ pub(super) struct Bf16Bounds {
     pub(super) divergence_max: f64,
     /// Mean difference of the five best log-probabilities.
     pub(super) top: f64,
-    /// How much less likely than the best token the other run's choice may be. If no logit differs by more than d, that is
-    /// at most 2d.
+    /// How much less likely than the best token the other run's choice may be. If no logit differs by more than d, that
+    /// is at most 2d.
     pub(super) chosen: f64,
 }
 
-impl From<&Noise> for Bf16Bounds {
-    fn from(noise: &Noise) -> Self {
+impl From<&ReferenceNoise> for Bf16Bounds {
+    fn from(noise: &ReferenceNoise) -> Self {
         Self {
             divergence: 3.0 * noise.divergence,
             divergence_max: 3.0 * noise.divergence_max,
@@ -54,18 +53,18 @@ impl From<&Noise> for Bf16Bounds {
     }
 }
 
-/// The end-of-sequence tokens: `generation_config.json`'s list has to have won.
-pub(super) fn configuration(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+/// The end-of-sequence tokens, for which `generation_config.json` has priority.
+pub(super) fn configuration(subject: &ParityModel) -> Result<Vec<CheckLine>, ParityError> {
     let (ours, golden) = (&subject.config.eos, &subject.golden.eos_token_ids);
-    Ok(vec![Line::new("end-of-sequence tokens", ours == golden, format!("{ours:?}"))])
+    Ok(vec![CheckLine::new("end-of-sequence tokens", ours == golden, format!("{ours:?}"))])
 }
 
 /// Greedy continuations and their logits, one prompt at a time, against the float32 run.
-pub(super) fn float32(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+pub(super) fn float32(subject: &ParityModel) -> Result<Vec<CheckLine>, ParityError> {
     let mut executor = computing(subject, 1, Element::F32)?;
     let slack = if subject.device == DeviceChoice::Cpu { 1.0 } else { ACCELERATOR_SLACK };
     let (mut identical, mut tokens) = (0, 0);
-    let (mut logit, mut top, mut prompt_logprob) = (0.0_f64, Mean::default(), 0.0_f64);
+    let (mut logit, mut top, mut prompt_logprob) = (0.0_f64, RunningMean::default(), 0.0_f64);
     for (index, prompt) in subject.golden.prompts.iter().enumerate() {
         let golden = &prompt.f32;
         let alone = continuation(&mut *executor, &prompt.ids, golden.greedy_ids.len())?;
@@ -77,7 +76,7 @@ pub(super) fn float32(subject: &Subject) -> Result<Vec<Line>, ParityError> {
             }
         };
         compare("prompt_last", alone.steps.row(0));
-        // After a wrong token the contexts differ, and the token itself is already reported.
+        // After a wrong token the contexts differ, and the wrong token is already reported.
         if alone.ids == golden.greedy_ids {
             compare("steps", &alone.steps.values);
             add_top_differences(&mut top, golden, &alone.steps, 0);
@@ -91,18 +90,18 @@ pub(super) fn float32(subject: &Subject) -> Result<Vec<Line>, ParityError> {
     }
     let prompts = subject.golden.prompts.len();
     Ok(vec![
-        Line::new(
+        CheckLine::new(
             "greedy tokens",
             identical == prompts,
             format!("{identical} of {prompts} prompts identical, {tokens} tokens"),
         ),
-        Line::at_most("largest difference of a logit", logit, slack * MAX_LOGIT_DIFFERENCE),
-        Line::at_most(
+        CheckLine::at_most("largest difference of a logit", logit, slack * MAX_LOGIT_DIFFERENCE),
+        CheckLine::at_most(
             "mean difference of top-5 log-probabilities",
             top.mean(),
             slack * MEAN_LOGPROB_DIFFERENCE,
         ),
-        Line::at_most(
+        CheckLine::at_most(
             "largest difference of a prompt log-probability",
             prompt_logprob,
             slack * MAX_LOGIT_DIFFERENCE,
@@ -110,8 +109,9 @@ pub(super) fn float32(subject: &Subject) -> Result<Vec<Line>, ParityError> {
     ])
 }
 
-/// All prompts at once, cut into chunks of different sizes, decoding as they finish: the same bits as alone.
-pub(super) fn invariance(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+/// All prompts at once, in chunks of different sizes, decoding as they finish: the bits must equal those of single
+/// runs.
+pub(super) fn invariance(subject: &ParityModel) -> Result<Vec<CheckLine>, ParityError> {
     if subject.device != DeviceChoice::Cpu {
         return Ok(Vec::new());
     }
@@ -124,23 +124,23 @@ pub(super) fn invariance(subject: &Subject) -> Result<Vec<Line>, ParityError> {
     Ok(vec![together(subject, &alone, "chunks and batches give the same bits", |_| ())?])
 }
 
-/// All prompts in one executor against `alone`, the logits of each step under the golden tokens.
+/// All prompts in one executor, compared with `alone`, the logits of each step under the golden tokens.
 pub(super) fn together(
-    subject: &Subject,
+    subject: &ParityModel,
     alone: &[Logits],
     what: &str,
     change: impl FnOnce(&mut CpuOptions),
-) -> Result<Line, ParityError> {
+) -> Result<CheckLine, ParityError> {
     let prompts = &subject.golden.prompts;
     let mut executor = executor(subject, prompts.len(), change)?;
     let different = different_rows(&mut executor, prompts, alone)?;
     let rows: usize = alone.iter().map(Logits::rows).sum();
     let numbers = format!("{different} of {rows} rows differ, {} sequences together", prompts.len());
-    Ok(Line::new(what, different == 0, numbers))
+    Ok(CheckLine::new(what, different == 0, numbers))
 }
 
-/// Under the tokens of the bf16 run: bf16 weights with our f32 arithmetic stay as close to it as bf16 noise.
-pub(super) fn bfloat16(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+/// Under the tokens of the bf16 run: bf16 weights with f32 arithmetic stay within the bf16 bounds.
+pub(super) fn bfloat16(subject: &ParityModel) -> Result<Vec<CheckLine>, ParityError> {
     if subject.golden.noise.is_none() {
         return Ok(Vec::new());
     }
@@ -148,15 +148,15 @@ pub(super) fn bfloat16(subject: &Subject) -> Result<Vec<Line>, ParityError> {
     against_bf16(subject, &mut *executor, "bf16 run")
 }
 
-/// Under the tokens of the bf16 run; nothing where there is none.
+/// Compares under the tokens of the bf16 run. Empty if there is none.
 pub(super) fn against_bf16(
-    subject: &Subject,
+    subject: &ParityModel,
     executor: &mut dyn Executor,
     name: &str,
-) -> Result<Vec<Line>, ParityError> {
+) -> Result<Vec<CheckLine>, ParityError> {
     let Some(noise) = &subject.golden.noise else { return Ok(Vec::new()) };
     let bounds = Bf16Bounds::from(noise);
-    let (mut divergence, mut top) = (Mean::default(), Mean::default());
+    let (mut divergence, mut top) = (RunningMean::default(), RunningMean::default());
     let (mut divergence_max, mut chosen) = (0.0_f64, 0.0_f64);
     for (index, prompt) in subject.golden.prompts.iter().enumerate() {
         let Some(golden) = &prompt.bf16 else { continue };
@@ -177,29 +177,29 @@ pub(super) fn against_bf16(
         }
     }
     Ok(vec![
-        Line::at_most(&format!("{name}: mean divergence, nats"), divergence.mean(), bounds.divergence),
-        Line::at_most(
+        CheckLine::at_most(&format!("{name}: mean divergence, nats"), divergence.mean(), bounds.divergence),
+        CheckLine::at_most(
             &format!("{name}: largest divergence of a step, nats"),
             divergence_max,
             bounds.divergence_max,
         ),
-        Line::at_most(&format!("{name}: mean difference of top-5"), top.mean(), bounds.top),
-        Line::at_most(&format!("{name}: its choice below our best, nats"), chosen, bounds.chosen),
+        CheckLine::at_most(&format!("{name}: mean difference of top-5"), top.mean(), bounds.top),
+        CheckLine::at_most(&format!("{name}: its choice below our best, nats"), chosen, bounds.chosen),
     ])
 }
 
-/// Greedy continuation with the logits each token was chosen from.
+/// Greedy continuation with the logits that each token was chosen from.
 struct Continuation {
     ids: Vec<u32>,
     steps: Logits,
 }
 
 pub(super) fn executor(
-    subject: &Subject,
+    subject: &ParityModel,
     sequences: usize,
     change: impl FnOnce(&mut CpuOptions),
 ) -> Result<CpuExecutor, ParityError> {
-    let tokens = |prompt: &Prompt| prompt.ids.len() + prompt.f32.greedy_ids.len();
+    let tokens = |prompt: &GoldenPrompt| prompt.ids.len() + prompt.f32.greedy_ids.len();
     let longest = subject.golden.prompts.iter().map(tokens).max().unwrap_or(1);
     let blocks = longest.div_ceil(BLOCK_TOKENS) * sequences;
     let mut options = CpuOptions { blocks, block_tokens: BLOCK_TOKENS, ..CpuOptions::default() };
@@ -207,9 +207,9 @@ pub(super) fn executor(
     Ok(CpuExecutor::load(&subject.files, &subject.config, &options, &mut |_| ())?)
 }
 
-/// The executor of a subject's device. The CPU's computes in f32 whatever the weights are.
+/// The executor of a model's device. The CPU computes in f32 for all element types.
 fn computing(
-    subject: &Subject,
+    subject: &ParityModel,
     sequences: usize,
     element: Element,
 ) -> Result<Box<dyn Executor>, ParityError> {
@@ -217,7 +217,7 @@ fn computing(
         DeviceChoice::Cpu => return Ok(Box::new(executor(subject, sequences, |_| ())?)),
         DeviceChoice::Accelerator(accelerator) => accelerator,
     };
-    let tokens = |prompt: &Prompt| {
+    let tokens = |prompt: &GoldenPrompt| {
         let bf16 = prompt.bf16.as_ref().map_or(0, |run| run.greedy_ids.len());
         prompt.ids.len() + prompt.f32.greedy_ids.len().max(bf16)
     };
@@ -250,7 +250,7 @@ fn continuation(
     let mut logits = Logits::default();
     let (mut tokens, mut start) = (prompt.to_vec(), 0);
     for _ in 0..count {
-        let step = SeqStep { tokens: &tokens, start, block_table: &table, logits: LogitsWanted::Last };
+        let step = SeqStep { tokens: &tokens, start, block_table: &table, logits: LogitsRequest::Last };
         executor.execute(&[step], &mut logits)?;
         steps.values.extend_from_slice(&logits.values);
         start += tokens.len();
@@ -264,7 +264,7 @@ fn continuation(
 pub(super) fn forced(executor: &mut dyn Executor, tokens: &[u32]) -> Result<Logits, ParityError> {
     let table = table(0, executor.blocks());
     let mut logits = Logits::default();
-    let step = SeqStep { tokens, start: 0, block_table: &table, logits: LogitsWanted::All };
+    let step = SeqStep { tokens, start: 0, block_table: &table, logits: LogitsRequest::All };
     executor.execute(&[step], &mut logits)?;
     Ok(logits)
 }
@@ -272,7 +272,7 @@ pub(super) fn forced(executor: &mut dyn Executor, tokens: &[u32]) -> Result<Logi
 /// Runs all prompts together under their golden tokens and counts rows that differ from `alone` in any bit.
 fn different_rows(
     executor: &mut dyn Executor,
-    prompts: &[Prompt],
+    prompts: &[GoldenPrompt],
     alone: &[Logits],
 ) -> Result<usize, ParityError> {
     let blocks = executor.blocks() / prompts.len();
@@ -286,14 +286,14 @@ fn different_rows(
         let (mut batch, mut rows) = (Vec::new(), Vec::new());
         for (sequence, prompt) in prompts.iter().enumerate() {
             let (start, length) = (done[sequence], prompt.ids.len());
-            // Chunks of 1 to 43 tokens while in the prompt, then one token a step.
+            // Chunks of 1 to 43 tokens in the prompt, then one token per step.
             let chunk = if start < length { (1 + sequence * 5 % 43).min(length - start) } else { 1 };
             let end = start + chunk;
             let step = (end + 1).checked_sub(length + 1);
             if step.is_some_and(|step| step >= prompt.f32.greedy_ids.len()) {
                 continue;
             }
-            let wanted = if step.is_some() { LogitsWanted::Last } else { LogitsWanted::No };
+            let wanted = if step.is_some() { LogitsRequest::Last } else { LogitsRequest::No };
             batch.push(SeqStep {
                 tokens: &texts[sequence][start..end],
                 start,
@@ -319,25 +319,25 @@ fn different_rows(
 }
 
 #[derive(Default)]
-pub(super) struct Mean {
+pub(super) struct RunningMean {
     sum: f64,
     count: u32,
 }
 
-impl Mean {
+impl RunningMean {
     pub(super) fn add(&mut self, value: f64) {
         self.sum += value;
         self.count += 1;
     }
 
-    /// NaN of nothing: a check that measured nothing must not pass.
+    /// NaN without values: a check that measured nothing must not pass.
     pub(super) fn mean(&self) -> f64 {
         self.sum / f64::from(self.count)
     }
 }
 
 /// Differences of the five best tokens' log-probabilities, step by step; step 0 is row `first`.
-fn add_top_differences(mean: &mut Mean, golden: &Run, ours: &Logits, first: usize) {
+fn add_top_differences(mean: &mut RunningMean, golden: &GoldenRun, ours: &Logits, first: usize) {
     for (step, (ids, values)) in golden.top_ids.iter().zip(&golden.top_logprobs).enumerate() {
         let ours = logprobs(ours.row(first + step));
         for (id, golden) in ids.iter().zip(values).take(5) {

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use super::{Line, ParityError, Subject};
-use crate::check::golden_text::{Case, check_chat, check_sampling, check_tokenizer};
+use super::{CheckLine, ParityError, ParityModel};
+use crate::check::golden_text::{GoldenTextCase, check_chat, check_sampling, check_tokenizer};
 use crate::model::chat_template::ChatTemplate;
 use crate::model::tokenizer::Tokenizer;
 
 /// Encoding, decoding and streaming of golden texts; golden conversations rendered and encoded.
-pub(super) fn text(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+pub(super) fn text(subject: &ParityModel) -> Result<Vec<CheckLine>, ParityError> {
     let tokenizer = Arc::new(Tokenizer::load(&subject.files)?);
     let template = ChatTemplate::load(&subject.files, &tokenizer)?;
     let golden = &subject.golden.json;
@@ -17,8 +17,8 @@ pub(super) fn text(subject: &Subject) -> Result<Vec<Line>, ParityError> {
     Ok(lines)
 }
 
-/// Distributions after the warpers, from golden logits: of the prompts whose raw logits the golden file keeps.
-pub(super) fn sampling(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+/// Distributions after the warpers, for the prompts whose raw logits are in the golden file.
+pub(super) fn sampling(subject: &ParityModel) -> Result<Vec<CheckLine>, ParityError> {
     let golden = &subject.golden;
     let cases = check_sampling(&golden.json, |prompt, step| {
         let rows = golden.tensor("f32", prompt, "steps")?;
@@ -27,8 +27,8 @@ pub(super) fn sampling(subject: &Subject) -> Result<Vec<Line>, ParityError> {
     Ok(summary("sampling distributions", cases))
 }
 
-/// One line for all that hold, and one for each that does not. None where the golden file has no such cases.
-fn summary(what: &str, cases: Vec<Case>) -> Vec<Line> {
+/// One line for all passed cases, and one for each failed case. Empty if the golden file has no such cases.
+fn summary(what: &str, cases: Vec<GoldenTextCase>) -> Vec<CheckLine> {
     let total = cases.len();
     let failed: Vec<_> =
         cases.into_iter().filter_map(|(name, result)| result.err().map(|why| (name, why))).collect();
@@ -36,7 +36,7 @@ fn summary(what: &str, cases: Vec<Case>) -> Vec<Line> {
         return Vec::new();
     }
     let held = total - failed.len();
-    let mut lines = vec![Line::new(what, failed.is_empty(), format!("{held} of {total}"))];
-    lines.extend(failed.into_iter().map(|(name, why)| Line::new(&name, false, why)));
+    let mut lines = vec![CheckLine::new(what, failed.is_empty(), format!("{held} of {total}"))];
+    lines.extend(failed.into_iter().map(|(name, why)| CheckLine::new(&name, false, why)));
     lines
 }

@@ -1,10 +1,12 @@
 //! Aligned memory for weights and activations.
 //!
-//! Large buffers are aligned to 2 MiB and marked for huge pages before they are first touched: reading weights
-//! through 4 KiB pages can cost half of the memory bandwidth (measured on a 2-core Xeon guest: 33 against
-//! 67 GB/s). Weights lie side by side in an [`Arena`] of large chunks, because each matrix rounded up to huge pages, with
-//! the allocator's own room for the alignment, costs a third more memory than the weights (a 427 MB model took 600).
-#![allow(unsafe_code)] // raw allocation with an alignment `Vec` cannot give; see each block
+//! Large buffers are aligned to 2 MiB and marked for huge pages before the first access. With 4 KiB pages, reading
+//! weights can lose half of the memory bandwidth. Weights are placed next to each other in a [`WeightArena`] of large
+//! chunks. Separate buffers, each rounded up to huge pages, would take a third more memory than the weights.
+#![allow(
+    unsafe_code,
+    reason = "raw allocation with an alignment that `Vec` does not support; see each block"
+)]
 
 use std::alloc::{Layout, alloc, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ops::{Deref, DerefMut};
@@ -12,36 +14,36 @@ use std::sync::Arc;
 
 const CACHE_LINE_BYTES: usize = 64;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// Least size of an arena's chunk. What is not used of the last one is never touched, but for a part of a huge page.
+/// Smallest chunk of an arena. The unused part of the last chunk is never touched, except in its first huge page.
 const CHUNK_BYTES: usize = 64 << 20;
 
-/// Types for which all-zero bytes are a value: the only ones an [`Aligned`] buffer holds.
-pub(super) trait Plain: Copy + Send + Sync + 'static {}
-impl Plain for f32 {}
-impl Plain for u16 {}
-impl Plain for u32 {}
-impl Plain for i8 {}
+/// Types for which all-zero bytes are a valid value: the only element types of an [`AlignedBuffer`].
+pub(super) trait Zeroable: Copy + Send + Sync + 'static {}
+impl Zeroable for f32 {}
+impl Zeroable for u16 {}
+impl Zeroable for u32 {}
+impl Zeroable for i8 {}
 
-/// A fixed-size buffer of zeros to begin with, aligned to a cache line or, if large, to a huge page.
+/// A zero-initialized buffer of fixed size, aligned to a cache line or, if large, to a huge page.
 #[derive(Debug)]
-pub(super) struct Aligned<T: Plain> {
+pub(super) struct AlignedBuffer<T: Zeroable> {
     base: *mut T,
     len: usize,
-    memory: Memory,
+    memory: BufferMemory,
 }
 
-/// Whose memory a buffer is.
+/// Owner of a buffer's memory.
 #[derive(Debug)]
-enum Memory {
+enum BufferMemory {
     Own(Layout),
     /// Kept for its `Drop`.
-    #[allow(dead_code)] // the chunk lives as long as its buffers
+    #[allow(dead_code, reason = "the chunk lives as long as its buffers")]
     Part(Arc<Chunk>),
 }
 
-/// Memory for many buffers that live as long as each other.
+/// Memory for many buffers with the same lifetime.
 #[derive(Debug, Default)]
-pub(super) struct Arena {
+pub(super) struct WeightArena {
     chunk: Option<Arc<Chunk>>,
     used: usize,
 }
@@ -55,14 +57,14 @@ struct Chunk {
     mapping: (*mut libc::c_void, usize),
 }
 
-// SAFETY: a chunk is memory; who writes which part is decided by the buffers, each of which has its own.
+// SAFETY: a chunk is plain memory, and each of its buffers writes a part of its own.
 unsafe impl Send for Chunk {}
 // SAFETY: as above.
 unsafe impl Sync for Chunk {}
 
-impl Arena {
-    /// As [`Aligned::zeroed`], beside the buffers before it.
-    pub(super) fn zeroed<T: Plain>(&mut self, len: usize) -> Aligned<T> {
+impl WeightArena {
+    /// As [`AlignedBuffer::zeroed`], in the same chunk as earlier buffers if it fits.
+    pub(super) fn zeroed<T: Zeroable>(&mut self, len: usize) -> AlignedBuffer<T> {
         let bytes = len.checked_mul(size_of::<T>()).expect("a buffer fits into the address space");
         let bytes = bytes.next_multiple_of(CACHE_LINE_BYTES);
         let chunk = match &self.chunk {
@@ -76,7 +78,7 @@ impl Arena {
         // SAFETY: `used` is within the chunk, and a multiple of a cache line.
         let base = unsafe { chunk.base.add(self.used) }.cast();
         self.used += bytes;
-        Aligned { base, len, memory: Memory::Part(chunk) }
+        AlignedBuffer { base, len, memory: BufferMemory::Part(chunk) }
     }
 }
 
@@ -84,10 +86,11 @@ impl Arena {
 impl Chunk {
     fn new(bytes: usize) -> Self {
         let bytes = bytes.next_multiple_of(HUGE_PAGE_BYTES);
-        // Room to begin at a huge page; what is before it and after the end is never touched.
+        // Larger by one huge page, to start at a huge page boundary. The bytes before the start and after the end are
+        // never touched.
         let whole = bytes.checked_add(HUGE_PAGE_BYTES).expect("a chunk fits into the address space");
         let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: a new mapping of nothing else's memory.
+        // SAFETY: a new mapping that overlaps no other memory.
         let start = unsafe { libc::mmap(std::ptr::null_mut(), whole, access, kind, -1, 0) };
         if start == libc::MAP_FAILED {
             handle_alloc_error(Layout::from_size_align(bytes, HUGE_PAGE_BYTES).expect("checked above"));
@@ -134,16 +137,16 @@ impl Drop for Chunk {
 }
 
 // SAFETY: the buffer owns plain values.
-unsafe impl<T: Plain> Send for Aligned<T> {}
+unsafe impl<T: Zeroable> Send for AlignedBuffer<T> {}
 // SAFETY: as above; shared access is read-only through `Deref`.
-unsafe impl<T: Plain> Sync for Aligned<T> {}
+unsafe impl<T: Zeroable> Sync for AlignedBuffer<T> {}
 
-impl<T: Plain> Aligned<T> {
+impl<T: Zeroable> AlignedBuffer<T> {
     pub(super) fn zeroed(len: usize) -> Self {
         let bytes = len.checked_mul(size_of::<T>()).expect("a buffer fits into the address space").max(1);
         let huge = bytes >= HUGE_PAGE_BYTES;
         let align = if huge { HUGE_PAGE_BYTES } else { CACHE_LINE_BYTES };
-        // A tail shorter than a huge page gets one too, where that costs less than half as much again.
+        // A tail shorter than a huge page gets a huge page too, unless that adds more than half of the size.
         let whole = bytes.next_multiple_of(align);
         let bytes = if whole - bytes <= bytes / 2 { whole } else { bytes };
         let layout = Layout::from_size_align(bytes, align).expect("a buffer fits into the address space");
@@ -164,11 +167,11 @@ impl<T: Plain> Aligned<T> {
         if base.is_null() {
             handle_alloc_error(layout);
         }
-        Self { base: base.cast(), len, memory: Memory::Own(layout) }
+        Self { base: base.cast(), len, memory: BufferMemory::Own(layout) }
     }
 }
 
-impl<T: Plain> Deref for Aligned<T> {
+impl<T: Zeroable> Deref for AlignedBuffer<T> {
     type Target = [T];
     fn deref(&self) -> &[T] {
         // SAFETY: `base` is aligned and valid for `len` initialized values while `self` lives.
@@ -176,31 +179,31 @@ impl<T: Plain> Deref for Aligned<T> {
     }
 }
 
-impl<T: Plain> DerefMut for Aligned<T> {
+impl<T: Zeroable> DerefMut for AlignedBuffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as above, and `self` is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.base, self.len) }
     }
 }
 
-impl<T: Plain> Drop for Aligned<T> {
+impl<T: Zeroable> Drop for AlignedBuffer<T> {
     fn drop(&mut self) {
-        if let Memory::Own(layout) = self.memory {
+        if let BufferMemory::Own(layout) = self.memory {
             // SAFETY: `base` came from the allocator with this layout and is freed once.
             unsafe { dealloc(self.base.cast(), layout) };
         }
     }
 }
 
-/// Asks for huge pages; without them everything works, only slower.
+/// Asks for huge pages. Without them, memory is only slower.
 #[cfg(target_os = "linux")]
 fn advise_huge_pages(base: *mut u8, bytes: usize) {
     // SAFETY: advice about memory we have just allocated; it changes no contents.
     let _ = unsafe { libc::madvise(base.cast(), bytes, libc::MADV_HUGEPAGE) };
 }
 
-/// Asks for huge pages in memory that has been touched already. Where the system has no such thing (before
-/// Linux 6.1), its own compaction follows later.
+/// Asks for huge pages in memory that has been touched already. On systems without this call (before Linux 6.1), the
+/// kernel compacts the memory later.
 #[cfg(target_os = "linux")]
 pub(super) fn collapse_into_huge_pages(base: *mut u8, bytes: usize) {
     advise_huge_pages(base, bytes);
@@ -220,10 +223,10 @@ mod tests {
 
     #[test]
     fn buffers_of_an_arena_lie_apart_and_outlive_it() {
-        let mut arena = Arena::default();
+        let mut arena = WeightArena::default();
         // The last two do not fit into the first chunk beside the others.
         let lens = [1, 0, 1000, HUGE_PAGE_BYTES, CHUNK_BYTES / 4, CHUNK_BYTES / 2];
-        let mut buffers: Vec<Aligned<f32>> = lens.iter().map(|len| arena.zeroed(*len)).collect();
+        let mut buffers: Vec<AlignedBuffer<f32>> = lens.iter().map(|len| arena.zeroed(*len)).collect();
         drop(arena);
         for (number, buffer) in buffers.iter_mut().enumerate() {
             assert_eq!(buffer.len(), lens[number]);
@@ -239,7 +242,7 @@ mod tests {
     #[test]
     fn buffers_are_zeroed_and_aligned() {
         for len in [0, 1, 100, HUGE_PAGE_BYTES] {
-            let mut buffer = Aligned::<f32>::zeroed(len);
+            let mut buffer = AlignedBuffer::<f32>::zeroed(len);
             assert_eq!(buffer.len(), len);
             assert!(buffer.iter().all(|value| *value == 0.0));
             assert!(buffer.as_ptr().addr().is_multiple_of(CACHE_LINE_BYTES));

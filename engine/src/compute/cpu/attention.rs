@@ -1,7 +1,7 @@
 //! Attention over the paged KV pool.
 //!
-//! A unit is one KV head of one sequence for a run of query positions. Its rows are (position, query head of
-//! the group). Three passes, each exact about order:
+//! A unit is one KV head of one sequence for a run of query positions. Its rows are (position, query head of the
+//! group). Three passes with a fixed order each:
 //!
 //! 1. scores: rows against 32 transposed keys at a time with the matrix kernel (a chain over the head's
 //!    elements), up to each row's own position;
@@ -9,10 +9,13 @@
 //!    key position;
 //! 3. values: a chain over key positions from 0, continued from block to block.
 //!
-//! So a row's result depends on its sequence only: not on where its prompt was cut, on the units, the block
-//! size, or what is batched beside it. Scores of a whole row are kept, which costs 4 bytes per key and row; the
-//! number of rows of a unit shrinks as the context grows.
-#![allow(unsafe_code)] // reads and writes KV blocks through the region's raw pointers; see each block
+//! A row's result therefore depends on its sequence only, not on the chunks of its prompt, the units, the block size,
+//! or the rest of the batch. Scores of a whole row are stored, which takes 4 bytes per key and row. A unit has fewer
+//! rows as the context grows.
+#![allow(
+    unsafe_code,
+    reason = "reads and writes KV blocks through the region's raw pointers; see each block"
+)]
 
 #[cfg(target_arch = "x86_64")]
 mod few;
@@ -21,32 +24,32 @@ mod pairs;
 use baton_connector::layout::{KvDtype, KvLayout};
 
 use super::isa::{Isa, request};
-use super::kernel::{MAX_ROWS, PANEL, Tile, multiply, rows_at_once};
+use super::kernel::{MAX_ROWS, PANEL, TileOperands, multiply, rows_at_once};
 use super::{bf16, convert, vector};
 
 /// Most rows of a unit.
 const UNIT_ROWS: usize = 192;
-/// Value vectors that are copied at a time where they are not used in place: 32 KiB of a head of 64.
+/// Value vectors that are copied at a time if they are not used in place: 32 KiB for a head of 64.
 const VALUE_RUN: usize = 128;
-/// Scores a unit may hold before it is made of fewer rows: 1 MiB, half of a typical L2 cache.
+/// Scores of a unit at most; a longer context makes units of fewer rows. 1 MiB, half of a typical L2 cache.
 const UNIT_SCORES: usize = 1 << 18;
 
-/// One member's working memory for a unit.
+/// Working memory of one worker for a unit.
 #[derive(Debug, Default)]
-pub(super) struct Scratch {
+pub(super) struct AttentionScratch {
     queries: Vec<f32>,
     keys: Vec<f32>,
     scores: Vec<f32>,
     sums: Vec<f32>,
     values: Vec<f32>,
     outputs: Vec<f32>,
-    pairs: pairs::Scratch,
+    pairs: pairs::PairScratch,
 }
 
 /// One KV head of one sequence for a run of query positions.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Unit {
-    /// Which sequence of the batch.
+pub(super) struct AttentionUnit {
+    /// The sequence's index in the batch.
     pub(super) seq: usize,
     pub(super) kv_head: usize,
     /// First query, counted within the step's tokens of the sequence.
@@ -60,28 +63,28 @@ pub(super) fn positions_per_unit(group: usize, context: usize) -> usize {
     (rows / group).max(1)
 }
 
-/// What a unit reads besides its queries: keys and values of one head of one sequence in one layer.
+/// The input of a unit besides its queries: keys and values of one head of one sequence in one layer.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Cache<'a> {
+pub(super) struct HeadCache<'a> {
     /// Layout of a block in the rank that holds the head.
     pub(super) layout: &'a KvLayout,
     pub(super) layer: usize,
-    /// The head, as its rank counts its own.
+    /// Index of the head in its rank.
     pub(super) head: usize,
     /// Start of each block of the sequence in that rank.
     pub(super) blocks: &'a [*mut u8],
 }
 
-/// Which half of a block's layer.
+/// Half of a block's layer.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Half {
+pub(super) enum KvHalf {
     Keys = 0,
     Values = 1,
 }
 
-impl Cache<'_> {
+impl HeadCache<'_> {
     /// Address of one token's vector.
-    fn vector(&self, half: Half, position: usize) -> *mut u8 {
+    fn vector(&self, half: KvHalf, position: usize) -> *mut u8 {
         let layout = self.layout;
         let (block, slot) = (position / layout.block_tokens, position % layout.block_tokens);
         let run = (self.layer * 2 + half as usize) * layout.kv_heads + self.head;
@@ -90,9 +93,9 @@ impl Cache<'_> {
         unsafe { self.blocks[block].add(element * layout.dtype.bytes()) }
     }
 
-    /// Requests the vectors of up to [`PANEL`] positions from `from`. Runs of one head are a block apart, which
-    /// no hardware prefetcher follows; without this a decode step waits for memory at every block.
-    fn request(&self, half: Half, from: usize, context: usize) {
+    /// Prefetches the vectors of up to [`PANEL`] positions from `from`. Runs of one head are a block apart, which no
+    /// hardware prefetcher follows. Without prefetches a decode step waits for memory at every block.
+    fn request(&self, half: KvHalf, from: usize, context: usize) {
         let end = context.min(from + PANEL);
         let mut position = from;
         while position < end {
@@ -105,8 +108,8 @@ impl Cache<'_> {
     /// Writes one token's vector.
     ///
     /// # Safety
-    /// Nobody else reads or writes this token's slot meanwhile, and `isa` is of this machine.
-    pub(super) unsafe fn store(&self, isa: Isa, half: Half, position: usize, vector: &[f32]) {
+    /// No other code reads or writes this token's slot meanwhile, and `isa` is of this machine.
+    pub(super) unsafe fn store(&self, isa: Isa, half: KvHalf, position: usize, vector: &[f32]) {
         let to = self.vector(half, position);
         // SAFETY: the slot has `head_dim` elements of the layout's type.
         unsafe {
@@ -121,8 +124,8 @@ impl Cache<'_> {
     /// Reads the vectors of `count` positions into rows of `stride` values.
     ///
     /// # Safety
-    /// Nobody writes these slots meanwhile, and `isa` is of this machine.
-    unsafe fn load(&self, isa: Isa, half: Half, from: usize, count: usize, stride: usize, out: &mut [f32]) {
+    /// No other code writes these slots meanwhile, and `isa` is of this machine.
+    unsafe fn load(&self, isa: Isa, half: KvHalf, from: usize, count: usize, stride: usize, out: &mut [f32]) {
         for (position, out) in (from..from + count).zip(out.chunks_mut(stride)) {
             let out = &mut out[..self.layout.head_dim];
             let from = self.vector(half, position).cast_const();
@@ -142,32 +145,32 @@ impl Cache<'_> {
 
 /// Shape of a unit's queries.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shape {
+pub(super) struct QueryShape {
     pub(super) isa: Isa,
     /// Query heads per KV head.
     pub(super) group: usize,
     /// Multiplier of scores.
     pub(super) factor: f32,
-    /// What multiplies in bfloat16 mode.
-    pub(super) bf16: Option<bf16::Unit>,
+    /// The unit that multiplies in bfloat16 mode.
+    pub(super) bf16: Option<bf16::Bf16Unit>,
 }
 
-impl Shape {
+impl QueryShape {
     /// Computes `count` query positions, the first at position `start`.
     ///
-    /// `query(i, g)` is the rotated query of head `g` of the group at the unit's position `i`; `output(i, g)` is
-    /// where its result goes. Both have `head_dim` values.
+    /// `query(i, g)` is the rotated query of head `g` of the group at the unit's position `i`. `output(i, g)` is the
+    /// destination of its result. Both have `head_dim` values.
     ///
     /// # Safety
-    /// Keys and values of the head up to position `start + count - 1` are written, and nobody writes them
+    /// Keys and values of the head up to position `start + count - 1` are written, and no other code writes them
     /// meanwhile. `query` and `output` point to `head_dim` values, and the outputs belong to this unit alone.
-    #[allow(clippy::too_many_arguments)] // the coordinates of one unit
+    #[allow(clippy::too_many_arguments, reason = "the coordinates of one unit")]
     pub(super) unsafe fn attend(
         &self,
-        cache: &Cache<'_>,
+        cache: &HeadCache<'_>,
         start: usize,
         count: usize,
-        scratch: &mut Scratch,
+        scratch: &mut AttentionScratch,
         query: impl Fn(usize, usize) -> *const f32,
         output: impl Fn(usize, usize) -> *mut f32,
     ) {
@@ -200,7 +203,7 @@ impl Shape {
                 let scores = &mut scratch.scores[row * score_stride..][..context];
                 let (seen, later) = scores.split_at_mut(visible(row));
                 scratch.sums[row] = vector::softmax_numerators(self.isa, seen, self.factor);
-                // Later rows of the same tile multiply these keys; for this row they weigh nothing.
+                // Later rows of the same tile multiply these keys. For this row their weight is zero.
                 later.fill(0.0);
             }
             self.values(cache, context, rows, score_stride, scratch, visible);
@@ -214,36 +217,36 @@ impl Shape {
     }
 
     /// Pass 1.
-    #[allow(clippy::too_many_arguments)] // the coordinates of one unit
+    #[allow(clippy::too_many_arguments, reason = "the coordinates of one unit")]
     unsafe fn scores(
         &self,
-        cache: &Cache<'_>,
+        cache: &HeadCache<'_>,
         context: usize,
         rows: usize,
         score_stride: usize,
-        scratch: &mut Scratch,
+        scratch: &mut AttentionScratch,
         visible: impl Fn(usize) -> usize,
     ) {
         let (dim, step) = (cache.layout.head_dim, rows_at_once(self.isa));
         #[cfg(target_arch = "x86_64")]
         if rows == self.group && few::suits(self.isa, cache, rows) {
-            let Scratch { queries, scores, .. } = scratch;
-            // SAFETY: the caller vouches for positions below `context`; slots after it are memory of the pool, which nobody
-            // writes while the sequence is computed.
+            let AttentionScratch { queries, scores, .. } = scratch;
+            // SAFETY: the caller vouches for positions below `context`; slots after it are memory of the pool, which no
+            // other code writes while the sequence is computed.
             unsafe { few::scores(cache, context, rows, queries, scores, score_stride) };
             return;
         }
-        // With many rows the arithmetic takes longer than memory does.
+        // With many rows the arithmetic takes longer than the memory accesses.
         let waits = rows <= MAX_ROWS;
         if waits {
-            cache.request(Half::Keys, 0, context);
+            cache.request(KvHalf::Keys, 0, context);
         }
         for from in (0..context).step_by(PANEL) {
             let keys = PANEL.min(context - from);
             if waits && from + PANEL < context {
-                cache.request(Half::Keys, from + PANEL, context);
+                cache.request(KvHalf::Keys, from + PANEL, context);
             } else if waits {
-                cache.request(Half::Values, 0, context);
+                cache.request(KvHalf::Values, 0, context);
             }
             // SAFETY: the caller vouches for positions below `context`.
             unsafe { transpose_keys(self.isa, cache, from, keys, &mut scratch.values, &mut scratch.keys) };
@@ -252,7 +255,7 @@ impl Shape {
                 if visible(row + now - 1) <= from {
                     continue;
                 }
-                let tile = Tile {
+                let tile = TileOperands {
                     a: scratch.queries[row * dim..].as_ptr(),
                     a_stride: dim,
                     b: scratch.keys.as_ptr(),
@@ -271,28 +274,28 @@ impl Shape {
     }
 
     /// Pass 3.
-    #[allow(clippy::too_many_arguments)] // the coordinates of one unit
+    #[allow(clippy::too_many_arguments, reason = "the coordinates of one unit")]
     unsafe fn values(
         &self,
-        cache: &Cache<'_>,
+        cache: &HeadCache<'_>,
         context: usize,
         rows: usize,
         score_stride: usize,
-        scratch: &mut Scratch,
+        scratch: &mut AttentionScratch,
         visible: impl Fn(usize) -> usize,
     ) {
         let (dim, step) = (cache.layout.head_dim, rows_at_once(self.isa));
         let (padded_dim, block_tokens) = (dim.next_multiple_of(PANEL), cache.layout.block_tokens);
         #[cfg(target_arch = "x86_64")]
         if rows == self.group && few::suits(self.isa, cache, rows) {
-            let Scratch { scores, outputs, .. } = scratch;
+            let AttentionScratch { scores, outputs, .. } = scratch;
             // SAFETY: the caller vouches for positions below `context`.
             unsafe { few::values(cache, context, rows, (scores, score_stride), (outputs, padded_dim)) };
             return;
         }
         let few = rows <= MAX_ROWS;
         let in_place = few && cache.layout.dtype == KvDtype::F32 && dim == padded_dim;
-        // A copy pays when many rows use it: sums are then stored and taken up again less often.
+        // A copy is worth it if many rows use it: partial sums are then stored and reloaded less often.
         let run = match (in_place, few) {
             (true, _) => block_tokens,
             (false, true) => PANEL,
@@ -304,14 +307,14 @@ impl Shape {
         for from in (0..context).step_by(run) {
             let tokens = run.min(context - from);
             if few && from + PANEL < context {
-                cache.request(Half::Values, from + PANEL, (from + PANEL + run).min(context));
+                cache.request(KvHalf::Values, from + PANEL, (from + PANEL + run).min(context));
             }
             let values: *const f32 = if in_place {
-                cache.vector(Half::Values, from).cast_const().cast()
+                cache.vector(KvHalf::Values, from).cast_const().cast()
             } else {
                 // SAFETY: the caller vouches for positions below `context`.
                 unsafe {
-                    cache.load(self.isa, Half::Values, from, tokens, padded_dim, &mut scratch.values);
+                    cache.load(self.isa, KvHalf::Values, from, tokens, padded_dim, &mut scratch.values);
                 }
                 scratch.values.as_ptr()
             };
@@ -324,7 +327,7 @@ impl Shape {
                 for column in (0..padded_dim).step_by(PANEL) {
                     // SAFETY: the ranges are inside the block or buffers sized by `attend`.
                     unsafe {
-                        let tile = Tile {
+                        let tile = TileOperands {
                             a: scratch.scores[row * score_stride + from..].as_ptr(),
                             a_stride: score_stride,
                             b: values.add(column),
@@ -343,14 +346,14 @@ impl Shape {
     }
 }
 
-/// Writes `count` keys from position `from` as columns: `keys[element * PANEL + key]`. `wide` is for keys that are
-/// not f32.
+/// Writes `count` keys from position `from` as columns: `keys[element * PANEL + key]`. `wide` holds widened keys of
+/// other types.
 ///
 /// # Safety
-/// The positions are written, and nobody writes them meanwhile; `isa` is of this machine.
+/// The positions are written, and no other code writes them meanwhile; `isa` is of this machine.
 unsafe fn transpose_keys(
     isa: Isa,
-    cache: &Cache<'_>,
+    cache: &HeadCache<'_>,
     from: usize,
     count: usize,
     wide: &mut Vec<f32>,
@@ -367,11 +370,11 @@ unsafe fn transpose_keys(
         while first + 16 <= count {
             let rows: [*const f32; 16] = if in_place {
                 std::array::from_fn(|key| {
-                    cache.vector(Half::Keys, from + first + key).cast_const().cast::<f32>()
+                    cache.vector(KvHalf::Keys, from + first + key).cast_const().cast::<f32>()
                 })
             } else {
                 // SAFETY: the caller's contract.
-                unsafe { cache.load(isa, Half::Keys, from + first, 16, dim, wide) };
+                unsafe { cache.load(isa, KvHalf::Keys, from + first, 16, dim, wide) };
                 std::array::from_fn(|key| wide[key * dim..].as_ptr())
             };
             for element in (0..dim).step_by(16) {
@@ -384,7 +387,7 @@ unsafe fn transpose_keys(
     resize(wide, dim);
     for key in first..count {
         // SAFETY: the caller's contract.
-        unsafe { cache.load(isa, Half::Keys, from + key, 1, dim, wide) };
+        unsafe { cache.load(isa, KvHalf::Keys, from + key, 1, dim, wide) };
         for (element, value) in wide[..dim].iter().enumerate() {
             keys[element * PANEL + key] = *value;
         }
@@ -416,7 +419,7 @@ unsafe fn transpose_16(rows: &[*const f32; 16], start: usize, out: *mut f32, str
     }
 }
 
-/// Makes the buffer at least this long; it never shrinks.
+/// Makes the buffer at least this long. It never shrinks.
 fn resize(buffer: &mut Vec<f32>, len: usize) {
     if buffer.len() < len {
         buffer.resize(len, 0.0);

@@ -4,20 +4,23 @@
 //!   C[m][0..32] (=|+=)  Σ over chunks of 32 inputs of ( Σ even inputs a·b  +  Σ odd inputs a·b )
 //! ```
 //!
-//! The order is that of AMX's `tdpbf16ps`: within a chunk one chain over the 16 even inputs and one over the 16 odd
-//! ones, each from zero; their sum is added to the output. All units keep it, for any number of rows, so that prefill,
-//! decode, any batch and any machine give the same bits (compared on the hardware, 2026-11-21, Xeon with AMX). A product
-//! of two bf16 is exact in f32, so that a fused and a separate addition are the same. One exception: AMX and AVX512-BF16
-//! take what is below 2^-126 in magnitude for zero, the others keep it. A logit does not come from there.
+//! The order is that of AMX's `tdpbf16ps`. Within a chunk there is one chain over the 16 even inputs and one over the
+//! 16 odd ones, each from zero. Their sum is added to the output. All units keep this order for any number of rows, so
+//! that prefill, decode, any batch and any machine give the same bits. A product of two bf16 is exact in f32, so a
+//! fused and a separate addition are the same. One exception: AMX and AVX512-BF16 treat magnitudes below 2^-126 as
+//! zero, the others keep them. Logits are far larger.
 //!
 //! ```text
 //!   panel of 32 outputs     per chunk: 32 lines, 2 KiB; a line is a word of two inputs for each of 16 outputs
 //!   rows of activations     per 16 rows and chunk: 16 rows × 32 inputs, 1 KiB
 //! ```
 //!
-//! Which two inputs share a word is the unit's ([`Unit::position`]), and so is the order of the lines ([`Unit::line`]). Inputs are
-//! filled up with zeros to whole chunks.
-#![allow(unsafe_code)] // vector intrinsics and tiles on raw pointers; the contract is on `Operands`
+//! The unit determines which two inputs share a word ([`Bf16Unit::position`]) and the order of the lines
+//! ([`Bf16Unit::line`]). Inputs are padded with zeros to whole chunks.
+#![allow(
+    unsafe_code,
+    reason = "vector intrinsics and tiles on raw pointers; the contract is on `Bf16Operands`"
+)]
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -28,10 +31,10 @@ mod widened;
 
 pub(super) use self::rounding::{round, round_into, round_rows, to_words, words};
 use self::rounding::{round_chunks, round_in_place};
-use super::arena::Aligned;
+use super::arena::AlignedBuffer;
 use super::isa::Isa;
 use super::kernel::PANEL;
-use super::rows::{Rows, Shared};
+use super::rows::{Rows, SharedPtr};
 
 /// Inputs of a chunk: as many as a panel has columns, so that a panel of sums is a chunk of the next product.
 pub(super) const CHUNK: usize = 32;
@@ -40,33 +43,33 @@ const _: () = assert!(CHUNK == PANEL);
 pub(super) const PANEL_CHUNK: usize = CHUNK * PANEL;
 /// Values of a line of a panel: a word for each output of one half.
 pub(super) const LINE_VALUES: usize = 2 * TILE_ROWS;
-/// Rows that lie together.
+/// Rows that are stored together.
 pub(super) const TILE_ROWS: usize = 16;
-/// Rows that one pass over a panel serves on every unit; items begin at multiples of it.
+/// Rows that one pass over a panel serves on every unit. Items begin at multiples of it.
 pub(super) const ROW_STEP: usize = 2 * TILE_ROWS;
 
-/// What multiplies bf16.
+/// The unit that multiplies bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unit {
+pub enum Bf16Unit {
     /// Tiles: AMX-BF16.
     #[cfg(target_arch = "x86_64")]
     Amx,
     /// `vdpbf16ps`: AVX512-BF16.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
-    /// f32 multiply-adds of the instruction set on widened values: no faster than f32, but for half of the memory.
+    /// f32 multiply-adds of the instruction set on widened values: as fast as f32, with half of the memory.
     Widened,
 }
 
-impl Unit {
-    /// The best this machine has. Where both are there, AVX512-BF16 comes after AMX but before f32: on Zen 4 it does twice
-    /// as much; on a Xeon, which has AMX, half (113 against 236 GFLOP/s a core, 2026-11-21).
+impl Bf16Unit {
+    /// The best unit of this machine. AVX512-BF16 ranks below AMX and above f32: on Zen 4 it is twice as fast as f32,
+    /// on Xeons with AMX half as fast.
     #[must_use]
     pub fn detect() -> Self {
         Self::available()[0]
     }
 
-    /// All that this machine has, the best first.
+    /// All units of this machine, the best first.
     #[must_use]
     pub fn available() -> Vec<Self> {
         #[cfg(target_arch = "x86_64")]
@@ -84,7 +87,7 @@ impl Unit {
         }
     }
 
-    /// For reports.
+    /// The name in reports.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -96,10 +99,10 @@ impl Unit {
         }
     }
 
-    /// Where input `input` of a chunk lies among the chunk's 32 values of a row.
+    /// Position of input `input` of a chunk among the chunk's 32 values of a row.
     ///
-    /// `vdpbf16ps` adds the upper value of a word and then the lower one to one chain: its words hold two inputs of the
-    /// same parity, the first of them above.
+    /// `vdpbf16ps` adds the upper value of a word and then the lower one to one chain. Its words therefore contain two
+    /// inputs of the same parity, the first of them in the upper half.
     #[inline(always)]
     pub(super) const fn position(self, input: usize) -> usize {
         match self {
@@ -114,9 +117,10 @@ impl Unit {
         }
     }
 
-    /// Where the line of word `word` and of one half of the outputs lies among the 32 of a panel's chunk.
+    /// Position of the line of word `word` and of one half of the outputs among the 32 lines of a panel's chunk.
     ///
-    /// Tiles want 16 words of a half side by side; vectors take both halves of a word at once, and read a panel strictly forward.
+    /// Tiles need 16 words of a half side by side. Vectors load both halves of a word at once, and read a panel
+    /// strictly forward.
     #[inline(always)]
     pub(super) const fn line(self, word: usize, half: usize) -> usize {
         match self {
@@ -128,7 +132,8 @@ impl Unit {
         }
     }
 
-    /// Which input of a chunk lies at each position, [`Self::position`] the other way round; nothing where it is the input's own.
+    /// The input of a chunk at each position, the inverse of [`Self::position`]. `None` if every input keeps its
+    /// position.
     pub(super) fn order(self) -> Option<&'static [u16; CHUNK]> {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -139,48 +144,49 @@ impl Unit {
         }
     }
 
-    /// Whether activations are packed; the widened unit reads them as rounded f32.
+    /// Whether activations are packed. The widened unit reads them as rounded f32.
     pub(super) fn packs(self) -> bool {
         self != Self::Widened
     }
 }
 
-/// Values of a panel with so many inputs.
+/// Values of a panel with this number of inputs.
 pub(super) fn panel_len(inputs: usize) -> usize {
     inputs.div_ceil(CHUNK) * PANEL_CHUNK
 }
 
-/// Where the weight of `column` (below [`PANEL`]) for `input` lies in its panel.
+/// Position of the weight of `column` (below [`PANEL`]) for `input` in its panel.
 #[inline(always)]
-pub(super) fn panel_position(unit: Unit, input: usize, column: usize) -> usize {
+pub(super) fn panel_position(unit: Bf16Unit, input: usize, column: usize) -> usize {
     let position = unit.position(input % CHUNK);
     let (half, column) = (column / TILE_ROWS, column % TILE_ROWS);
     input / CHUNK * PANEL_CHUNK + unit.line(position / 2, half) * LINE_VALUES + 2 * column + position % 2
 }
 
-/// Activations on their way into a product.
+/// Inputs of a product.
 ///
-/// They are f32 where they are made; in bfloat16 mode whoever has made a part of a row calls [`Self::finish`] on it.
+/// Activations are computed in f32. In bfloat16 mode the code that has computed a part of a row calls [`Self::finish`]
+/// on it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Inputs {
+pub(super) struct ProductInputs {
     pub(super) wide: Rows,
-    /// The unit, and packed rows if it has them.
-    pub(super) bf16: Option<(Unit, Packed)>,
+    /// The unit, and the packed rows if the unit packs.
+    pub(super) bf16: Option<(Bf16Unit, PackedRows)>,
 }
 
-/// Rows of bf16 in the layout that this module's page shows.
+/// Rows of bf16 in the layout of the module documentation.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Packed {
-    base: Shared<u16>,
+pub(super) struct PackedRows {
+    base: SharedPtr<u16>,
     /// Values of [`TILE_ROWS`] rows.
     tile: usize,
 }
 
-impl Inputs {
-    /// The values of columns `column ..` of row `row` are final.
+impl ProductInputs {
+    /// Makes the values of columns `column ..` of row `row` final.
     ///
     /// # Safety
-    /// Row and columns are inside the buffers, and nobody else uses these values meanwhile; `isa` is of this machine.
+    /// Row and columns are inside the buffers, and no other code uses these values meanwhile; `isa` is of this machine.
     pub(super) unsafe fn finish(&self, isa: Isa, row: usize, column: usize, values: &mut [f32]) {
         let Some((unit, packed)) = self.bf16 else { return };
         if !unit.packs() {
@@ -189,12 +195,12 @@ impl Inputs {
         }
         // SAFETY: the row is inside the buffer.
         let row = unsafe { packed.base.at(row / TILE_ROWS * packed.tile + row % TILE_ROWS * CHUNK) };
-        // A part of a chunk, whole chunks, and a part of one.
+        // The rest of a started chunk, whole chunks, and a partial chunk.
         let head = (column.next_multiple_of(CHUNK) - column).min(values.len());
         let (head, rest) = values.split_at(head);
         let (whole, tail) = rest.as_chunks::<CHUNK>();
         let first_whole = column.next_multiple_of(CHUNK);
-        // SAFETY: the chunks of this row have `CHUNK` values each, and begin 16 rows of them after each other.
+        // SAFETY: the chunks of this row have `CHUNK` values each, and are 16 rows apart.
         unsafe {
             let chunk = |input: usize| row.wrapping_add(input / CHUNK * (TILE_ROWS * CHUNK));
             finish_part(isa, unit, head, column % CHUNK, chunk(column));
@@ -204,11 +210,11 @@ impl Inputs {
     }
 }
 
-/// Rounds up to a chunk of values that begin with input `first` of the row's chunk.
+/// Rounds up to a chunk of values. The first one is input `first` of the row's chunk.
 ///
 /// # Safety
-/// The chunk has [`CHUNK`] values, and nobody else uses these; there may be none to write.
-unsafe fn finish_part(isa: Isa, unit: Unit, values: &[f32], first: usize, chunk: *mut u16) {
+/// The chunk has [`CHUNK`] values, and no other code uses them. `values` may be empty.
+unsafe fn finish_part(isa: Isa, unit: Bf16Unit, values: &[f32], first: usize, chunk: *mut u16) {
     let mut rounded = [0; CHUNK];
     let rounded = &mut rounded[..values.len()];
     round_into(isa, values, rounded);
@@ -218,9 +224,9 @@ unsafe fn finish_part(isa: Isa, unit: Unit, values: &[f32], first: usize, chunk:
     }
 }
 
-impl Inputs {
-    /// The values of columns `column .. column + width` of rows `row ..` are final: `values` has [`PANEL`] of each row, zeros
-    /// beyond the width.
+impl ProductInputs {
+    /// Makes the values of columns `column .. column + width` of rows `row ..` final. `values` has [`PANEL`] values of
+    /// each row, with zeros beyond the width.
     ///
     /// # Safety
     /// As [`Self::finish`]; the row is a multiple of [`TILE_ROWS`], the column one of [`PANEL`].
@@ -253,48 +259,48 @@ impl Inputs {
     }
 }
 
-/// Memory of packed rows; what is beyond their width stays zero.
+/// Memory of packed rows. Values beyond their width stay zero.
 #[derive(Debug)]
 pub(super) struct PackedBuffer {
-    values: Aligned<u16>,
+    values: AlignedBuffer<u16>,
     rows: usize,
     tile: usize,
 }
 
 impl Default for PackedBuffer {
     fn default() -> Self {
-        Self { values: Aligned::zeroed(0), rows: 0, tile: 0 }
+        Self { values: AlignedBuffer::zeroed(0), rows: 0, tile: 0 }
     }
 }
 
 impl PackedBuffer {
-    /// Room for `rows` rows of `width` values.
+    /// Makes space for `rows` rows of `width` values.
     pub(super) fn fit(&mut self, rows: usize, width: usize) {
         let tile = width.div_ceil(CHUNK) * TILE_ROWS * CHUNK;
         if self.rows < rows || self.tile != tile {
-            *self = Self { values: Aligned::zeroed(rows.div_ceil(TILE_ROWS) * tile), rows, tile };
+            *self = Self { values: AlignedBuffer::zeroed(rows.div_ceil(TILE_ROWS) * tile), rows, tile };
         }
     }
 
-    /// As [`Self::fit`], but of what lay there before some may be left, also beyond the width where that has changed.
+    /// As [`Self::fit`], but earlier contents may remain, also beyond the width if that has changed.
     pub(super) fn reuse(&mut self, rows: usize, width: usize) {
         let tile = width.div_ceil(CHUNK) * TILE_ROWS * CHUNK;
         let needed = rows.div_ceil(TILE_ROWS) * tile;
         if self.values.len() < needed {
-            self.values = Aligned::zeroed(needed);
+            self.values = AlignedBuffer::zeroed(needed);
         }
         (self.rows, self.tile) = (rows, tile);
     }
 
-    pub(super) fn share(&mut self) -> Packed {
-        Packed { base: Shared(self.values.as_mut_ptr()), tile: self.tile }
+    pub(super) fn share(&mut self) -> PackedRows {
+        PackedRows { base: SharedPtr(self.values.as_mut_ptr()), tile: self.tile }
     }
 }
 
 /// Operands of one call: rows of activations against one panel.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Operands {
-    /// Packed rows, from a multiple of [`TILE_ROWS`] and the first chunk on; the widened unit does not look at them.
+pub(super) struct Bf16Operands {
+    /// Packed rows, from a multiple of [`TILE_ROWS`] and the first chunk on. The widened unit ignores them.
     pub(super) a: *const u16,
     /// Values between 16 rows and the next.
     pub(super) a_tile: usize,
@@ -310,16 +316,22 @@ pub(super) struct Operands {
     pub(super) inputs: usize,
     /// Continue the sums that are in C, instead of starting from zero.
     pub(super) accumulate: bool,
-    /// What will be multiplied next, to be brought near meanwhile; null where nobody knows.
+    /// The panel of the next product, for prefetching; null if unknown.
     pub(super) next: *const u8,
 }
 
-impl Operands {
-    /// Row `row` (a multiple of [`TILE_ROWS`]) and input `from` (one of [`CHUNK`]) of `x`, still without outputs.
+impl Bf16Operands {
+    /// Row `row` (a multiple of [`TILE_ROWS`]) and input `from` (a multiple of [`CHUNK`]) of `x`, without outputs yet.
     ///
     /// # Safety
     /// Row and input are inside `x`, which is for a product in bfloat16.
-    pub(super) unsafe fn from(x: &Inputs, row: usize, from: usize, b: *const u16, inputs: usize) -> Self {
+    pub(super) unsafe fn from(
+        x: &ProductInputs,
+        row: usize,
+        from: usize,
+        b: *const u16,
+        inputs: usize,
+    ) -> Self {
         debug_assert!(row.is_multiple_of(TILE_ROWS) && from.is_multiple_of(CHUNK));
         let (unit, packed) = x.bf16.expect("packed weights have a unit");
         let a = if unit.packs() {
@@ -348,12 +360,12 @@ impl Operands {
         self.inputs.div_ceil(CHUNK)
     }
 
-    /// The same from `rows` rows later on.
+    /// The same operands from `rows` rows later on.
     ///
     /// # Safety
     /// There are that many rows; for a unit that packs, `rows` is a multiple of [`TILE_ROWS`].
-    unsafe fn after(&self, unit: Unit, rows: usize) -> Self {
-        // SAFETY: the caller's contract; what the unit does not use is not moved.
+    unsafe fn after(&self, unit: Bf16Unit, rows: usize) -> Self {
+        // SAFETY: the caller's contract; pointers that the unit does not use are not moved.
         unsafe {
             let c = self.c.add(rows * self.c_stride);
             if unit.packs() {
@@ -368,17 +380,17 @@ impl Operands {
 /// Computes `rows` rows (any number) of one panel.
 ///
 /// # Safety
-/// The ranges described by `operands` are valid for `rows` rows and were made for `unit`, C overlaps none of the others,
-/// nobody else writes them meanwhile, and `isa` and `unit` are this machine's.
-pub(super) unsafe fn multiply(isa: Isa, unit: Unit, rows: usize, operands: &Operands) {
+/// The ranges described by `operands` are valid for `rows` rows and were made for `unit`, C overlaps none of the
+/// others, no other code writes them meanwhile, and `isa` and `unit` are this machine's.
+pub(super) unsafe fn multiply(isa: Isa, unit: Bf16Unit, rows: usize, operands: &Bf16Operands) {
     // SAFETY: the caller's contract.
     unsafe {
         match unit {
             #[cfg(target_arch = "x86_64")]
-            Unit::Amx => amx::multiply(rows, operands),
+            Bf16Unit::Amx => amx::multiply(rows, operands),
             #[cfg(target_arch = "x86_64")]
-            Unit::Avx512Bf16 => dot::multiply(rows, operands),
-            Unit::Widened => widened::multiply(isa, rows, operands),
+            Bf16Unit::Avx512Bf16 => dot::multiply(rows, operands),
+            Bf16Unit::Widened => widened::multiply(isa, rows, operands),
         }
     }
 }
@@ -386,8 +398,14 @@ pub(super) unsafe fn multiply(isa: Isa, unit: Unit, rows: usize, operands: &Oper
 /// As [`multiply`], where only the first `columns` columns of C may be touched.
 ///
 /// # Safety
-/// As there, for so many columns of C.
-pub(super) unsafe fn multiply_within(isa: Isa, unit: Unit, rows: usize, operands: &Operands, columns: usize) {
+/// As there, for this number of columns of C.
+pub(super) unsafe fn multiply_within(
+    isa: Isa,
+    unit: Bf16Unit,
+    rows: usize,
+    operands: &Bf16Operands,
+    columns: usize,
+) {
     if columns >= PANEL {
         // SAFETY: the caller's contract.
         unsafe { multiply(isa, unit, rows, operands) };
@@ -405,7 +423,7 @@ pub(super) unsafe fn multiply_within(isa: Isa, unit: Unit, rows: usize, operands
                     std::ptr::copy_nonoverlapping(from, copy.as_mut_ptr(), columns);
                 }
             }
-            multiply(isa, unit, now, &Operands { c: copy.as_mut_ptr().cast(), c_stride: PANEL, ..part });
+            multiply(isa, unit, now, &Bf16Operands { c: copy.as_mut_ptr().cast(), c_stride: PANEL, ..part });
             for (row, copy) in copy.iter().enumerate().take(now) {
                 std::ptr::copy_nonoverlapping(copy.as_ptr(), part.c.add(row * part.c_stride), columns);
             }

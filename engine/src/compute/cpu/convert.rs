@@ -1,18 +1,18 @@
-//! Between f32 and the 16-bit types of a KV cache, a vector at a time. Widening is exact; narrowing rounds to the
-//! nearest, ties to even, the same on every instruction set.
+//! Conversion between f32 and the 16-bit types of a KV cache, a vector at a time. Widening is exact. Narrowing rounds
+//! to nearest, ties to even, the same on every instruction set.
 //!
-//! Pointers to 16-bit values need not be aligned: a block begins wherever the pool put it.
-#![allow(unsafe_code)] // raw pointers into KV blocks, vector intrinsics; see each block
+//! Pointers to 16-bit values need not be aligned: a block can begin at any address of the pool.
+#![allow(unsafe_code, reason = "raw pointers into KV blocks, vector intrinsics; see each block")]
 
 use half::{bf16, f16};
 
 use super::isa::{Isa, for_each_isa};
 
-/// A source of 16-bit values that members of the team may read.
+/// A source of 16-bit values that workers may read.
 #[derive(Clone, Copy, Debug)]
 struct Bits(*const u16);
 
-/// Where 16-bit values go.
+/// A destination of 16-bit values.
 #[derive(Clone, Copy, Debug)]
 struct BitsMut(*mut u16);
 
@@ -39,7 +39,7 @@ impl BitsMut {
 /// Widens `out.len()` bf16 values.
 ///
 /// # Safety
-/// `from` is valid for so many values.
+/// `from` is valid for this number of values.
 pub(super) unsafe fn widen_bf16(isa: Isa, from: *const u16, out: &mut [f32]) {
     for_each_isa! {
         fn widen(from: Bits, out: &mut [f32]) {
@@ -52,10 +52,10 @@ pub(super) unsafe fn widen_bf16(isa: Isa, from: *const u16, out: &mut [f32]) {
     widen(isa, Bits(from), out);
 }
 
-/// Rounds values to bf16; what is not a number stays so.
+/// Rounds values to bf16; NaN stays NaN.
 ///
 /// # Safety
-/// `to` is valid for as many values, and nobody else uses them meanwhile.
+/// `to` is valid for as many values, and no other code uses them meanwhile.
 pub(super) unsafe fn narrow_bf16(isa: Isa, values: &[f32], to: *mut u16) {
     for_each_isa! {
         fn narrow(values: &[f32], to: BitsMut) {
@@ -71,7 +71,7 @@ pub(super) unsafe fn narrow_bf16(isa: Isa, values: &[f32], to: *mut u16) {
 /// Widens `out.len()` f16 values.
 ///
 /// # Safety
-/// `from` is valid for so many values, and `isa` comes from [`Isa::available`].
+/// `from` is valid for this number of values, and `isa` comes from [`Isa::available`].
 pub(super) unsafe fn widen_f16(isa: Isa, from: *const u16, out: &mut [f32]) {
     let done = match isa {
         // SAFETY: the caller's contract.
@@ -85,10 +85,10 @@ pub(super) unsafe fn widen_f16(isa: Isa, from: *const u16, out: &mut [f32]) {
     }
 }
 
-/// Rounds values to f16; beyond its range they become infinite.
+/// Rounds values to f16. Values beyond its range become infinite.
 ///
 /// # Safety
-/// `to` is valid for as many values, nobody else uses them meanwhile, and `isa` comes from [`Isa::available`].
+/// `to` is valid for as many values, no other code uses them meanwhile, and `isa` comes from [`Isa::available`].
 pub(super) unsafe fn narrow_f16(isa: Isa, values: &[f32], to: *mut u16) {
     let done = match isa {
         // SAFETY: the caller's contract.
@@ -102,7 +102,7 @@ pub(super) unsafe fn narrow_f16(isa: Isa, values: &[f32], to: *mut u16) {
     }
 }
 
-/// Whole groups of 8; says how many values that were.
+/// Converts whole groups of 8 and returns the number of converted values.
 ///
 /// # Safety
 /// As [`widen_f16`], on a machine with F16C.
@@ -121,7 +121,7 @@ unsafe fn widen_f16_f16c(from: *const u16, out: &mut [f32]) -> usize {
     8 * groups.len()
 }
 
-/// Whole groups of 8; says how many values that were.
+/// Converts whole groups of 8 and returns the number of converted values.
 ///
 /// # Safety
 /// As [`narrow_f16`], on a machine with F16C.

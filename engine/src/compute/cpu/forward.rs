@@ -1,69 +1,72 @@
-//! One step: every member of the team walks through the same phases and claims rows, items or units in each.
+//! One step: every worker walks through the same phases and claims rows, items or units in each.
 //!
 //! ```text
 //!   embed+norm ▶ [ qkv ▶ rotate, write KV ▶ attend ▶ output ▶ add+norm ▶ gate, up, silu ▶ down ▶ add+norm ]×layers
 //!              ▶ final norm of wanted rows ▶ logits
 //! ```
 //!
-//! A phase writes buffers that the next one reads; the barrier between them is the end of `Member::each`.
-#![allow(unsafe_code)] // phases share buffers through raw pointers with a barrier between; see each block
+//! A phase writes buffers that the next one reads. The barrier between them is the end of `Worker::each`.
+#![allow(
+    unsafe_code,
+    reason = "phases share buffers through raw pointers with a barrier between; see each block"
+)]
 
 use std::sync::{Mutex, PoisonError};
 
 use baton_connector::KvLayout;
 use baton_connector::region::Region;
 
-use super::arena::Aligned;
-use super::attention::{self, Cache, Half, Shape, Unit, positions_per_unit};
-use super::bf16::{Inputs, PackedBuffer, Unit as BfUnit};
+use super::arena::AlignedBuffer;
+use super::attention::{self, AttentionUnit, HeadCache, KvHalf, QueryShape, positions_per_unit};
+use super::bf16::{Bf16Unit as BfUnit, PackedBuffer, ProductInputs};
 use super::isa::{Isa, request};
 use super::kernel::PANEL;
-use super::matrix::{Product, SLICE_VALUES, Sums};
-use super::network::{Layer, Network};
-use super::rows::{Rows, Shared};
-use super::team::{JobPanicked, Member, Team};
+use super::matrix::{PanelSums, Product, SLICE_VALUES};
+use super::network::{CpuLayer, CpuNetwork};
+use super::rows::{Rows, SharedPtr};
+use super::thread_pool::{JobPanicked, ThreadPool, Worker};
 use super::vector;
-use crate::compute::{LogitsWanted, SeqStep};
+use crate::compute::{LogitsRequest, SeqStep};
 use crate::model::config::ModelConfig;
 
 /// A batch, row by row.
 #[derive(Debug)]
-pub(super) struct Plan {
-    rows: Vec<Row>,
-    seqs: Vec<Seq>,
-    units: Vec<Unit>,
+pub(super) struct BatchPlan {
+    rows: Vec<BatchRow>,
+    seqs: Vec<BatchSequence>,
+    units: Vec<AttentionUnit>,
     /// Rows whose logits are wanted, in order.
     wanted: Vec<usize>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Row {
+struct BatchRow {
     token: u32,
     seq: usize,
     position: usize,
 }
 
 #[derive(Debug)]
-struct Seq {
+struct BatchSequence {
     first_row: usize,
     start: usize,
     /// Blocks of its table.
     table: usize,
-    /// Start of each, rank by rank.
+    /// Start of each block, rank by rank.
     blocks: Vec<*mut u8>,
 }
 
-// SAFETY: the pointers are into the regions, which outlive the plan; rows and units that the members claim
-// say which of their slots they touch.
-unsafe impl Sync for Plan {}
+// SAFETY: the pointers are into the regions, which outlive the plan. The rows and units that workers claim determine
+// which slots they touch.
+unsafe impl Sync for BatchPlan {}
 
-impl Plan {
+impl BatchPlan {
     pub(super) fn new(
         batch: &[SeqStep<'_>],
         layout: &KvLayout,
         regions: &[Region],
         config: &ModelConfig,
-        members: usize,
+        workers: usize,
     ) -> Self {
         let mut plan = Self { rows: Vec::new(), seqs: Vec::new(), units: Vec::new(), wanted: Vec::new() };
         let group = config.heads / config.kv_heads;
@@ -83,28 +86,33 @@ impl Plan {
                     "token {token} of a vocabulary of {}",
                     config.vocab
                 );
-                plan.rows.push(Row { token: *token, seq, position: step.start + offset });
+                plan.rows.push(BatchRow { token: *token, seq, position: step.start + offset });
             }
             match step.logits {
-                LogitsWanted::No => {}
-                LogitsWanted::Last | LogitsWanted::Draw(_) => plan.wanted.push(first_row + count - 1),
-                LogitsWanted::All => plan.wanted.extend(first_row..first_row + count),
+                LogitsRequest::No => {}
+                LogitsRequest::Last | LogitsRequest::Draw(_) => plan.wanted.push(first_row + count - 1),
+                LogitsRequest::All => plan.wanted.extend(first_row..first_row + count),
             }
             let in_rank = |region: &Region| {
                 step.block_table.iter().map(|block| region.block_ptr(*block)).collect::<Vec<_>>()
             };
             let blocks = regions.iter().flat_map(in_rank).collect();
-            plan.seqs.push(Seq { first_row, start: step.start, table: step.block_table.len(), blocks });
-            // A long prompt is cut finely enough that every member gets several units.
-            let fair = (count * config.kv_heads).div_ceil(4 * members).max(1);
+            plan.seqs.push(BatchSequence {
+                first_row,
+                start: step.start,
+                table: step.block_table.len(),
+                blocks,
+            });
+            // A long prompt is divided finely enough that every worker gets several units.
+            let fair = (count * config.kv_heads).div_ceil(4 * workers).max(1);
             let run = positions_per_unit(group, end).min(fair.next_multiple_of(4));
             for kv_head in 0..config.kv_heads {
                 for first in (0..count).step_by(run) {
-                    plan.units.push(Unit { seq, kv_head, first, count: run.min(count - first) });
+                    plan.units.push(AttentionUnit { seq, kv_head, first, count: run.min(count - first) });
                 }
             }
         }
-        // The longest first, so that the members finish together.
+        // The longest first, so that the workers finish together.
         plan.units.sort_by_key(|unit| {
             std::cmp::Reverse(unit.count * (plan.seqs[unit.seq].start + unit.first + unit.count))
         });
@@ -124,54 +132,54 @@ impl Plan {
     }
 }
 
-/// Buffers of one step; they grow to the largest batch seen.
+/// Buffers of one step. They grow to the largest batch seen.
 #[derive(Debug, Default)]
-pub(super) struct Activations {
-    hidden: Buffer,
-    normed: Buffer,
-    qkv: Buffer,
-    attended: Buffer,
-    projected: Buffer,
-    gate: Buffer,
-    up: Buffer,
+pub(super) struct CpuActivations {
+    hidden: RowBuffer,
+    normed: RowBuffer,
+    qkv: RowBuffer,
+    attended: RowBuffer,
+    projected: RowBuffer,
+    gate: RowBuffer,
+    up: RowBuffer,
     /// Cosines, then sines, of each row's angles.
-    angles: Buffer,
-    /// The inputs of products once more, where the unit of bfloat16 mode wants them packed.
+    angles: RowBuffer,
+    /// Packed inputs of products, if the unit of bfloat16 mode needs them.
     packed_normed: PackedBuffer,
     packed_attended: PackedBuffer,
     packed_gate: PackedBuffer,
 }
 
 #[derive(Debug)]
-struct Buffer {
-    values: Aligned<f32>,
+struct RowBuffer {
+    values: AlignedBuffer<f32>,
     rows: usize,
     stride: usize,
 }
 
-impl Default for Buffer {
+impl Default for RowBuffer {
     fn default() -> Self {
-        Self { values: Aligned::zeroed(0), rows: 0, stride: 0 }
+        Self { values: AlignedBuffer::zeroed(0), rows: 0, stride: 0 }
     }
 }
 
-impl Buffer {
-    /// Room for `rows` rows of whole panels. The 16 extra values keep rows of a power-of-two width out of the
+impl RowBuffer {
+    /// Makes space for `rows` rows of whole panels. The 16 extra values keep rows of a power-of-two width out of the
     /// same cache sets.
     fn fit(&mut self, rows: usize, width: usize) {
         let stride = width.next_multiple_of(PANEL) + 16;
         if self.rows < rows || self.stride != stride {
-            *self = Self { values: Aligned::zeroed(rows * stride), rows, stride };
+            *self = Self { values: AlignedBuffer::zeroed(rows * stride), rows, stride };
         }
     }
 
     fn share(&mut self) -> Rows {
-        Rows { base: Shared(self.values.as_mut_ptr()), stride: self.stride }
+        Rows { base: SharedPtr(self.values.as_mut_ptr()), stride: self.stride }
     }
 }
 
-impl Activations {
-    pub(super) fn fit(&mut self, network: &Network, rows: usize) {
+impl CpuActivations {
+    pub(super) fn fit(&mut self, network: &CpuNetwork, rows: usize) {
         let config = &network.config;
         if network.bf16.is_some_and(BfUnit::packs) {
             self.packed_normed.fit(rows, config.hidden);
@@ -193,68 +201,68 @@ impl Rows {
     /// Row `row` as a slice.
     ///
     /// # Safety
-    /// The row has `width` values, and until the slice is gone nobody else uses it (or, for a slice that is only
-    /// read, writes it).
-    #[allow(clippy::mut_from_ref)] // rows are handed out by index, one member each
+    /// The row has `width` values. Until the slice is dropped, no other code uses the row (or writes it, if the slice
+    /// is only read).
+    #[allow(clippy::mut_from_ref, reason = "each row belongs to one worker, by index")]
     unsafe fn row(&self, row: usize, width: usize) -> &mut [f32] {
         // SAFETY: the caller's contract.
         unsafe { std::slice::from_raw_parts_mut(self.base.at(row * self.stride), width) }
     }
 }
 
-/// Adds a bias to rows of a panel's width; what is beyond the bias stays.
+/// Adds a bias to rows of a panel's width. Columns beyond the bias are unchanged.
 fn add_to_each(isa: Isa, rows: &mut [f32], bias: &[f32]) {
     for row in rows.as_chunks_mut::<PANEL>().0 {
         vector::add(isa, &mut row[..bias.len()], bias);
     }
 }
 
-/// One member's working memory.
+/// Working memory of one worker.
 #[derive(Debug)]
-pub(super) struct MemberScratch {
-    slice: Aligned<f32>,
-    attention: attention::Scratch,
+pub(super) struct WorkerScratch {
+    slice: AlignedBuffer<f32>,
+    attention: attention::AttentionScratch,
 }
 
-impl MemberScratch {
+impl WorkerScratch {
     pub(super) fn new() -> Self {
-        Self { slice: Aligned::zeroed(SLICE_VALUES), attention: attention::Scratch::default() }
+        Self { slice: AlignedBuffer::zeroed(SLICE_VALUES), attention: attention::AttentionScratch::default() }
     }
 }
 
-/// Everything the phases share.
+/// The state that all phases share.
 struct Step<'a> {
-    network: &'a Network,
+    network: &'a CpuNetwork,
     /// Layout of a block in one rank.
     shard: &'a KvLayout,
     isa: Isa,
-    plan: &'a Plan,
-    members: usize,
+    plan: &'a BatchPlan,
+    workers: usize,
     hidden: Rows,
-    normed: Inputs,
+    normed: ProductInputs,
     qkv: Rows,
-    attended: Inputs,
+    attended: ProductInputs,
     projected: Rows,
-    gate: Inputs,
+    gate: ProductInputs,
     up: Rows,
     angles: Rows,
     logits: Rows,
 }
 
 /// Runs the step and leaves the wanted rows in `logits`.
-#[allow(clippy::too_many_arguments)] // the parts of one executor, borrowed apart
+#[allow(clippy::too_many_arguments, reason = "the parts of one executor, borrowed separately")]
 pub(super) fn run(
-    network: &Network,
+    network: &CpuNetwork,
     shard: &KvLayout,
     isa: Isa,
-    plan: &Plan,
-    activations: &mut Activations,
-    scratch: &[Mutex<MemberScratch>],
-    team: &mut Team,
+    plan: &BatchPlan,
+    activations: &mut CpuActivations,
+    scratch: &[Mutex<WorkerScratch>],
+    threads: &mut ThreadPool,
     logits: &mut [f32],
     meanwhile: &mut dyn FnMut(),
 ) -> Result<(), JobPanicked> {
-    let inputs = |buffer: &mut Buffer, packed: &mut PackedBuffer| Inputs {
+    let inputs = |buffer: &mut RowBuffer, packed: &mut PackedBuffer| ProductInputs {
         wide: buffer.share(),
         bf16: network.bf16.map(|unit| (unit, packed.share())),
     };
@@ -263,7 +271,7 @@ pub(super) fn run(
         shard,
         isa,
         plan,
-        members: team.size(),
+        workers: threads.size(),
         hidden: activations.hidden.share(),
         normed: inputs(&mut activations.normed, &mut activations.packed_normed),
         qkv: activations.qkv.share(),
@@ -272,44 +280,44 @@ pub(super) fn run(
         gate: inputs(&mut activations.gate, &mut activations.packed_gate),
         up: activations.up.share(),
         angles: activations.angles.share(),
-        logits: Rows { base: Shared(logits.as_mut_ptr()), stride: network.config.vocab },
+        logits: Rows { base: SharedPtr(logits.as_mut_ptr()), stride: network.config.vocab },
     };
-    team.run_beside(meanwhile, &|member| {
-        // Each member has its own; the lock is never contended.
-        let mut scratch = scratch[member.index()].lock().unwrap_or_else(PoisonError::into_inner);
-        step.walk(member, &mut scratch);
+    threads.run_with(meanwhile, &|worker| {
+        // Each worker has its own scratch, so the lock is never contended.
+        let mut scratch = scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner);
+        step.walk(worker, &mut scratch);
     })
 }
 
-/// How far ahead rows of the residual stream are requested that a panel is added to: its columns are a page apart from row to
-/// row, which no hardware prefetcher follows. A prompt of 512 in bfloat16 is 1.6 % faster for it (Zen 5, 2026-11-24).
+/// Prefetch distance, in rows of the residual stream, for the addition of a panel. The panel's columns are a page apart
+/// from row to row, which no hardware prefetcher follows.
 const ROWS_AHEAD: usize = 12;
 
 impl Step<'_> {
-    fn walk(&self, member: &Member<'_>, scratch: &mut MemberScratch) {
+    fn walk(&self, worker: &Worker<'_>, scratch: &mut WorkerScratch) {
         let layers = &self.network.layers;
-        self.embed(member);
+        self.embed(worker);
         for (index, layer) in layers.iter().enumerate() {
             let qkv_width = layer.qkv.outputs();
-            self.product(member, scratch, &layer.qkv, self.normed, self.qkv, qkv_width);
-            self.rotate_and_store(member, index, layer);
-            self.attend(member, scratch, index);
+            self.product(worker, scratch, &layer.qkv, self.normed, self.qkv, qkv_width);
+            self.rotate_and_store(worker, index, layer);
+            self.attend(worker, scratch, index);
             let output = (&layer.output, layer.output_bias.as_deref());
-            self.project(member, scratch, output, self.attended, Some(&layer.mlp_norm));
-            self.gate_up(member, scratch, layer);
+            self.project(worker, scratch, output, self.attended, Some(&layer.mlp_norm));
+            self.gate_up(worker, scratch, layer);
             let next_norm = layers.get(index + 1).map(|next| next.attention_norm.as_slice());
-            self.project(member, scratch, (&layer.down, layer.down_bias.as_deref()), self.gate, next_norm);
+            self.project(worker, scratch, (&layer.down, layer.down_bias.as_deref()), self.gate, next_norm);
         }
-        self.logits(member, scratch);
+        self.logits(worker, scratch);
     }
 
     /// Embeddings, angles, and the first norm.
-    fn embed(&self, member: &Member<'_>) {
+    fn embed(&self, worker: &Worker<'_>) {
         let config = &self.network.config;
         let half = config.head_dim / 2;
-        member.each(self.plan.rows.len(), |index| {
+        worker.each(self.plan.rows.len(), |index| {
             let row = self.plan.rows[index];
-            // SAFETY: each row is claimed by one member.
+            // SAFETY: each row is claimed by one worker.
             let (hidden, normed, angles) = unsafe {
                 (
                     self.hidden.row(index, config.hidden),
@@ -320,14 +328,10 @@ impl Step<'_> {
             self.network.embed(row.token, hidden);
             let (cos, sin) = angles.split_at_mut(half);
             for ((frequency, cos), sin) in self.network.frequencies.iter().zip(cos).zip(sin) {
-                // The product is rounded to f32 as in transformers; the functions of it are then exact.
-                #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation)]
+                // The product is rounded to f32 as in transformers. Sine and cosine of it are then exact.
                 let (exact_sin, exact_cos) = f64::from(row.position as f32 * frequency).sin_cos();
-                #[allow(clippy::cast_possible_truncation)]
-                {
-                    *cos = exact_cos as f32 * self.network.rope_factor;
-                    *sin = exact_sin as f32 * self.network.rope_factor;
-                }
+                *cos = exact_cos as f32 * self.network.rope_factor;
+                *sin = exact_sin as f32 * self.network.rope_factor;
             }
             if let Some(first) = self.network.layers.first() {
                 vector::rms_norm(self.isa, hidden, &first.attention_norm, config.norm_eps, normed);
@@ -340,15 +344,15 @@ impl Step<'_> {
     /// `out = x · matrixᵀ` for all rows.
     fn product(
         &self,
-        member: &Member<'_>,
-        scratch: &mut MemberScratch,
+        worker: &Worker<'_>,
+        scratch: &mut WorkerScratch,
         matrix: &super::matrix::Matrix,
-        x: Inputs,
+        x: ProductInputs,
         out: Rows,
         writable: usize,
     ) {
-        // SAFETY: the buffers are sized by `Activations::fit`, and this phase alone uses `out`. A row of `out`
-        // is whole panels wide where `writable` is its stride.
+        // SAFETY: the buffers are sized by `CpuActivations::fit`, and only this phase uses `out`. A row of `out`
+        // consists of whole panels if `writable` is its stride.
         let product = unsafe {
             Product::plan(
                 self.isa,
@@ -357,19 +361,19 @@ impl Step<'_> {
                 self.plan.rows.len(),
                 out,
                 writable.min(out.stride),
-                self.members,
+                self.workers,
             )
         };
-        member.each(product.items(), |item| product.compute(self.isa, item, &mut scratch.slice));
+        worker.each(product.items(), |item| product.compute(self.isa, item, &mut scratch.slice));
     }
 
-    /// Biases, head norms, rotation; keys and values go into the pool.
-    fn rotate_and_store(&self, member: &Member<'_>, layer_index: usize, layer: &Layer) {
+    /// Adds biases, norms heads, rotates, and writes keys and values to the pool.
+    fn rotate_and_store(&self, worker: &Worker<'_>, layer_index: usize, layer: &CpuLayer) {
         let config = &self.network.config;
         let (dim, query, kv) = (config.head_dim, config.query_width(), config.kv_width());
-        member.each(self.plan.rows.len(), |index| {
+        worker.each(self.plan.rows.len(), |index| {
             let row = self.plan.rows[index];
-            // SAFETY: each row is claimed by one member; the angles are only read.
+            // SAFETY: each row is claimed by one worker; the angles are only read.
             let (qkv, angles) = unsafe { (self.qkv.row(index, query + 2 * kv), self.angles.row(index, dim)) };
             if let Some(bias) = &layer.qkv_bias {
                 vector::add(self.isa, qkv, bias);
@@ -392,20 +396,19 @@ impl Step<'_> {
                 let cache = self.cache(row.seq, layer_index, head);
                 // SAFETY: a row's position has its own slot, in blocks that this step may write.
                 unsafe {
-                    cache.store(self.isa, Half::Keys, row.position, &keys[head * dim..][..dim]);
-                    cache.store(self.isa, Half::Values, row.position, &values[head * dim..][..dim]);
+                    cache.store(self.isa, KvHalf::Keys, row.position, &keys[head * dim..][..dim]);
+                    cache.store(self.isa, KvHalf::Values, row.position, &values[head * dim..][..dim]);
                 }
             }
         });
     }
 
-    fn attend(&self, member: &Member<'_>, scratch: &mut MemberScratch, layer: usize) {
+    fn attend(&self, worker: &Worker<'_>, scratch: &mut WorkerScratch, layer: usize) {
         let config = &self.network.config;
         let (dim, group) = (config.head_dim, config.heads / config.kv_heads);
-        #[allow(clippy::cast_precision_loss)] // a head has at most a few hundred elements
         let factor = 1.0 / (dim as f32).sqrt();
-        let shape = Shape { isa: self.isa, group, factor, bf16: self.network.bf16 };
-        member.each(self.plan.units.len(), |index| {
+        let shape = QueryShape { isa: self.isa, group, factor, bf16: self.network.bf16 };
+        worker.each(self.plan.units.len(), |index| {
             let unit = self.plan.units[index];
             let seq = &self.plan.seqs[unit.seq];
             let first_row = seq.first_row + unit.first;
@@ -415,8 +418,8 @@ impl Step<'_> {
                 unsafe { rows.base.at((first_row + i) * rows.stride + column + g * dim) }
             };
             let attended = self.attended.wide;
-            // SAFETY: all keys and values up to this unit's last position were written in earlier steps or in
-            // the phase before; rows and heads of a unit are its own.
+            // SAFETY: all keys and values up to this unit's last position were written in earlier steps or in the phase
+            // before; rows and heads of a unit belong to it alone.
             unsafe {
                 shape.attend(
                     &self.cache(unit.seq, layer, unit.kv_head),
@@ -434,24 +437,24 @@ impl Step<'_> {
         });
     }
 
-    /// Adds a projection to the residual stream and norms the result for the next one.
+    /// Adds a projection to the residual stream and norms the result for the next product.
     fn project(
         &self,
-        member: &Member<'_>,
-        scratch: &mut MemberScratch,
+        worker: &Worker<'_>,
+        scratch: &mut WorkerScratch,
         (matrix, bias): (&super::matrix::Matrix, Option<&[f32]>),
-        x: Inputs,
+        x: ProductInputs,
         norm: Option<&[f32]>,
     ) {
         let out = self.projected;
         // SAFETY: as in `product`.
         let product = unsafe {
-            Product::plan(self.isa, matrix, x, self.plan.rows.len(), out, out.stride, self.members)
+            Product::plan(self.isa, matrix, x, self.plan.rows.len(), out, out.stride, self.workers)
         };
         if product.by_blocks() {
-            member.each(product.items(), |item| {
+            worker.each(product.items(), |item| {
                 product.compute_blocks(None, self.isa, item, &mut scratch.slice, |panel| {
-                    let Sums { rows, columns, sums, .. } = panel;
+                    let PanelSums { rows, columns, sums, .. } = panel;
                     if let Some(bias) = bias {
                         add_to_each(self.isa, sums, &bias[columns.clone()]);
                     }
@@ -461,19 +464,19 @@ impl Step<'_> {
                             base.0.wrapping_add(later * stride + columns.start).cast(),
                             size_of_val(sums),
                         );
-                        // SAFETY: rows and columns of an item are its own.
+                        // SAFETY: rows and columns of an item belong to it alone.
                         let hidden = unsafe { self.hidden.row(row, self.network.config.hidden) };
                         vector::add(self.isa, &mut hidden[columns.clone()], sums);
                     }
                 });
             });
         } else {
-            member.each(product.items(), |item| product.compute(self.isa, item, &mut scratch.slice));
+            worker.each(product.items(), |item| product.compute(self.isa, item, &mut scratch.slice));
         }
         let added = product.by_blocks();
         let width = self.network.config.hidden;
-        member.each(self.plan.rows.len(), |index| {
-            // SAFETY: each row is claimed by one member.
+        worker.each(self.plan.rows.len(), |index| {
+            // SAFETY: each row is claimed by one worker.
             let (hidden, projected) =
                 unsafe { (self.hidden.row(index, width), self.projected.row(index, width)) };
             if !added {
@@ -492,8 +495,9 @@ impl Step<'_> {
         });
     }
 
-    /// `gate = silu(gate) * up`. Both products are cut alike, and whoever computes an item of both activates it.
-    fn gate_up(&self, member: &Member<'_>, scratch: &mut MemberScratch, layer: &Layer) {
+    /// `gate = silu(gate) * up`. Both products have the same items, and the worker that computes an item of both
+    /// activates it.
+    fn gate_up(&self, worker: &Worker<'_>, scratch: &mut WorkerScratch, layer: &CpuLayer) {
         let rows = self.plan.rows.len();
         let gate_rows = self.gate.wide;
         // SAFETY: as in `product`.
@@ -506,22 +510,22 @@ impl Step<'_> {
                     rows,
                     gate_rows,
                     gate_rows.stride,
-                    self.members,
+                    self.workers,
                 ),
-                Product::plan(self.isa, &layer.up, self.normed, rows, self.up, self.up.stride, self.members),
+                Product::plan(self.isa, &layer.up, self.normed, rows, self.up, self.up.stride, self.workers),
             )
         };
         let width = self.network.config.intermediate;
         if gate.by_blocks() {
-            member.each(gate.items(), |item| {
+            worker.each(gate.items(), |item| {
                 gate.compute_blocks(Some(&up), self.isa, item, &mut scratch.slice, |panel| {
-                    let Sums { rows, columns, sums: gate, beside: up } = panel;
+                    let PanelSums { rows, columns, sums: gate, second: up } = panel;
                     if let Some((gate_bias, up_bias)) = &layer.gate_up_bias {
                         add_to_each(self.isa, gate, &gate_bias[columns.clone()]);
                         add_to_each(self.isa, up, &up_bias[columns.clone()]);
                     }
                     vector::silu_mul(self.isa, gate, up);
-                    // SAFETY: rows and columns of an item are its own.
+                    // SAFETY: rows and columns of an item belong to it alone.
                     unsafe {
                         self.gate.finish_panel(self.isa, rows.start, columns.start, columns.len(), gate);
                     }
@@ -529,13 +533,13 @@ impl Step<'_> {
             });
             return;
         }
-        member.each(gate.items(), |item| {
+        worker.each(gate.items(), |item| {
             gate.compute(self.isa, item, &mut scratch.slice);
             up.compute(self.isa, item, &mut scratch.slice);
             let (item_rows, columns) = gate.extent(item);
             let columns = columns.start..columns.end.min(width);
             for row in item_rows {
-                // SAFETY: rows and columns of an item are its own.
+                // SAFETY: rows and columns of an item belong to it alone.
                 let (gate, up) = unsafe {
                     (
                         &mut gate_rows.row(row, width)[columns.clone()],
@@ -554,11 +558,11 @@ impl Step<'_> {
     }
 
     /// Final norm and output matrix of the wanted rows.
-    fn logits(&self, member: &Member<'_>, scratch: &mut MemberScratch) {
+    fn logits(&self, worker: &Worker<'_>, scratch: &mut WorkerScratch) {
         let config = &self.network.config;
         let wanted = &self.plan.wanted;
-        member.each(wanted.len(), |index| {
-            // SAFETY: each wanted row is claimed by one member; the residual stream is only read.
+        worker.each(wanted.len(), |index| {
+            // SAFETY: each wanted row is claimed by one worker; the residual stream is only read.
             let (hidden, normed) = unsafe {
                 (self.hidden.row(wanted[index], config.hidden), self.normed.wide.row(index, config.hidden))
             };
@@ -575,16 +579,16 @@ impl Step<'_> {
                 wanted.len(),
                 self.logits,
                 config.vocab,
-                self.members,
+                self.workers,
             )
         };
-        member.each(product.items(), |item| product.compute(self.isa, item, &mut scratch.slice));
+        worker.each(product.items(), |item| product.compute(self.isa, item, &mut scratch.slice));
     }
 
     /// Keys and values of one of the model's KV heads.
-    fn cache(&self, seq: usize, layer: usize, kv_head: usize) -> Cache<'_> {
+    fn cache(&self, seq: usize, layer: usize, kv_head: usize) -> HeadCache<'_> {
         let (seq, heads) = (&self.plan.seqs[seq], self.shard.kv_heads);
         let blocks = &seq.blocks[kv_head / heads * seq.table..][..seq.table];
-        Cache { layout: self.shard, layer, head: kv_head % heads, blocks }
+        HeadCache { layout: self.shard, layer, head: kv_head % heads, blocks }
     }
 }

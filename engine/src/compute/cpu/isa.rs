@@ -1,11 +1,15 @@
-//! Which vector instructions to use, chosen once at run time.
+//! The vector instruction set in use, chosen once at run time.
 //!
-//! Every kernel has the same order of operations on every instruction set: each output is one chain of fused
-//! multiply-adds (of int8 weights one for each group of them), each sum runs over 16 lanes that are added in one fixed order.
-//! So all of them give the same bits, and a prefill engine with AVX-512 may feed a decode engine without it.
-#![allow(unsafe_code)] // a prefetch, which may point anywhere; and the calls that `for_each_isa` makes
+//! Every kernel has the same order of operations on every instruction set. Each output is one chain of fused
+//! multiply-adds (with int8 weights one chain per group of weights). Each sum runs over 16 lanes that are added in one
+//! fixed order. All instruction sets therefore give the same bits, and a prefill engine with AVX-512 may feed a decode
+//! engine without it.
+#![allow(
+    unsafe_code,
+    reason = "a prefetch, which may point anywhere; and the calls that `for_each_isa` makes"
+)]
 
-/// An instruction set this machine has.
+/// An instruction set that this machine has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
     /// AVX-512 (F, BW, DQ, VL).
@@ -14,18 +18,18 @@ pub enum Isa {
     /// AVX2 and FMA.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// Whatever the compiler's baseline is. Without fused multiply-add in the baseline it is very slow.
+    /// The compiler's baseline. Very slow if the baseline has no fused multiply-add.
     Portable,
 }
 
 impl Isa {
-    /// The best this machine has.
+    /// The best instruction set of this machine.
     #[must_use]
     pub fn detect() -> Self {
         Self::available()[0]
     }
 
-    /// All that this machine has, the best first.
+    /// All instruction sets of this machine, the best first.
     #[must_use]
     pub fn available() -> Vec<Self> {
         #[cfg(target_arch = "x86_64")]
@@ -49,7 +53,7 @@ impl Isa {
         }
     }
 
-    /// For reports.
+    /// The name in reports.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -62,7 +66,7 @@ impl Isa {
     }
 }
 
-/// Whether AMD made this processor: what suits its memory is not what suits Intel's. Bits do not depend on it.
+/// Whether this is an AMD processor. AMD and Intel need different memory access patterns; the bits are the same.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn is_amd() -> bool {
     use std::sync::LazyLock;
@@ -73,23 +77,22 @@ pub(super) fn is_amd() -> bool {
     *AMD
 }
 
-/// Whether this processor follows the panels of bfloat16 mode better by itself than with requests for what is ahead: AMD's family
-/// 19h, of which Zen 4 has the instruction. A loop that does only such a product read 0.80 to 0.89 of what plain loops read with requests
-/// 4 or 8 KiB ahead, and 0.91 to 1.00 without, for one to eight rows (2-core Zen 4 guest, 2026-11-25). The panels of f32 arithmetic
-/// are requested there, too: eight rows of bf16 weights took half as long again without.
+/// Whether this processor reads the panels of bfloat16 mode faster without software prefetches: AMD's family 19h, of
+/// which Zen 4 has the instruction. With prefetches 4 or 8 KiB ahead, Zen 4 loses about a tenth of the bandwidth. The
+/// panels of f32 arithmetic are prefetched on Zen 4 too: eight rows of bf16 weights need it.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn follows_streams() -> bool {
     use std::sync::LazyLock;
     static FOLLOWS: LazyLock<bool> = LazyLock::new(|| {
         let signature = std::arch::x86_64::__cpuid(1).eax;
-        // A family above 15 is told in two parts.
+        // A family above 15 is encoded in two fields.
         let family = (signature >> 8 & 0xf) + (signature >> 20 & 0xff);
         is_amd() && family == 0x19
     });
     *FOLLOWS
 }
 
-/// Requests the lines of `bytes` bytes from anywhere into the first cache.
+/// Prefetches the cache lines of `bytes` bytes from any address into the first-level cache.
 #[inline(always)]
 pub(super) fn request(from: *const u8, bytes: usize) {
     #[cfg(target_arch = "x86_64")]
@@ -104,8 +107,8 @@ pub(super) fn request(from: *const u8, bytes: usize) {
     let _ = (from, bytes);
 }
 
-/// Defines a function whose plain Rust body is compiled once per instruction set and chosen by its first
-/// argument.
+/// Defines a function whose plain Rust body is compiled once per instruction set. The first argument selects the
+/// compiled version.
 macro_rules! for_each_isa {
     ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
@@ -119,8 +122,8 @@ macro_rules! for_each_isa {
             #[target_feature(enable = "avx2,fma,f16c")]
             fn avx2($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
             match isa {
-                // SAFETY: an executor is only made with an `Isa` of `Isa::available`, which has checked that this
-                // machine has the features; nobody else calls these functions but tests, with the same.
+                // SAFETY: an executor is only created with an `Isa` of `Isa::available`, which has checked that this
+                // machine has the features. Other callers are tests only, with the same values.
                 #[cfg(target_arch = "x86_64")]
                 $crate::compute::cpu::isa::Isa::Avx512 => unsafe { avx512($($arg),*) },
                 // SAFETY: as above.

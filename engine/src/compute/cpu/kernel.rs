@@ -1,4 +1,4 @@
-//! The one matrix kernel: a few rows of activations against a panel of 32 output columns.
+//! The matrix kernel: a few rows of activations against a panel of 32 output columns.
 //!
 //! ```text
 //!   C[m][0..32] (=|+=)  Σ_k A[m][k] · B[k][0..32]      k strictly in order, one fused multiply-add each
@@ -6,14 +6,14 @@
 //!   with scales, group by group:   C[m] (=|+=)  scales · Σ_k A[m][k] · B[k]      each group's chain begins from zero
 //! ```
 //!
-//! Projections use it with weight panels, attention with keys (transposed) and values. Every output is one
-//! chain in the order of k (of quantized weights one for each group), whatever the number of rows, so prefill, decode and any
-//! batch give the same bits. `accumulate` continues a chain that was stored, which is exact.
-#![allow(unsafe_code)] // vector intrinsics on raw pointers; the contract is on `Tile`
+//! Projections use it with weight panels, attention with (transposed) keys and values. Every output is one chain in the
+//! order of k (with quantized weights one chain per group), for any number of rows. Prefill, decode and any batch
+//! therefore give the same bits. `accumulate` continues a stored chain, which is exact.
+#![allow(unsafe_code, reason = "vector intrinsics on raw pointers; the contract is on `TileOperands`")]
 
 mod element;
 
-pub(super) use self::element::{Bf16, Element, INTEGER_UNIT, Int8};
+pub(super) use self::element::{INTEGER_UNIT, PanelBf16, PanelElement, PanelInt8};
 use super::isa::Isa;
 #[cfg(target_arch = "x86_64")]
 use super::isa::is_amd;
@@ -22,28 +22,25 @@ use super::isa::is_amd;
 pub(super) const PANEL: usize = 32;
 /// Most rows one call computes on any instruction set.
 pub(super) const MAX_ROWS: usize = 12;
-/// How far ahead of the current row of a panel the next lines are requested, in bytes. Measured from memory on
-/// a 2-core Xeon guest: 27 GB/s without, 34 at 2 KiB, 37 to 48 at 4 KiB, the same at 8, less at 16.
+/// Prefetch distance after the current row of a panel, in bytes. 4 to 8 KiB are the fastest on a Xeon.
 const PREFETCH_BYTES: usize = 4096;
-/// The same for narrow panels and more than four rows, into the second cache: each line is worked on for longer, and lines
-/// that wait in the first take the place of requests. With 8 rows, three runs on a busy guest: 17.6, 15.7 and 16.9
-/// GB/s against 13.6, 9.5 and 13.6 with 4 KiB into the first; 16 KiB, or both together, could not be told from it.
+/// The same for narrow panels and more than four rows, into the second-level cache. Each line takes longer here, and
+/// prefetched lines in the first-level cache would block further prefetches.
 const PREFETCH_BYTES_MANY_ROWS: usize = 8192;
 
-/// The same for four panels side by side, into the second cache. One row from memory, on a 2-core Xeon guest that read
-/// 39.4 GB/s in plain loops (2026-11-21): four panels 36.9 GB/s, and 33.9, 34.4 and 32.7 at 1, 4 and 8 KiB; two
-/// panels 32 to 33.5 at any distance and into either cache.
+/// The same for four panels side by side, into the second-level cache. Both shorter and longer distances are slower on
+/// a Xeon.
 const PREFETCH_BYTES_FOUR: usize = 2048;
 
 /// Operands of one call.
 #[derive(Debug)]
-pub(super) struct Tile<E> {
+pub(super) struct TileOperands<E> {
     /// First activation; row m begins `m * a_stride` values later and has `depth` values.
     pub(super) a: *const f32,
     pub(super) a_stride: usize,
     /// First row of the panel, or the scales before it: the start of a group. Row k begins `k * b_stride` elements
-    /// after the first, plus the scales of the groups between, and has [`PANEL`] elements; rows that are stored together
-    /// begin together.
+    /// after the first, plus the scales of the groups between, and has [`PANEL`] elements. Rows that are stored
+    /// together begin together.
     pub(super) b: *const E,
     pub(super) b_stride: usize,
     /// First output; row m begins `m * c_stride` values later and has [`PANEL`] values.
@@ -53,18 +50,18 @@ pub(super) struct Tile<E> {
     pub(super) depth: usize,
     /// Continue the chain whose value is in C, instead of starting from zero.
     pub(super) accumulate: bool,
-    /// Request rows of B ahead, because it is read forward from far away. Otherwise that fetches what nobody needs.
+    /// Prefetch rows of B, if B is read forward from memory. Otherwise prefetches would load unused lines.
     pub(super) ahead: bool,
 }
 
-impl<E> Clone for Tile<E> {
+impl<E> Clone for TileOperands<E> {
     fn clone(&self) -> Self {
         *self
     }
 }
-impl<E> Copy for Tile<E> {}
+impl<E> Copy for TileOperands<E> {}
 
-/// Rows that suit one call on this instruction set.
+/// Rows of one call on this instruction set.
 pub(super) fn rows_at_once(isa: Isa) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -75,7 +72,7 @@ pub(super) fn rows_at_once(isa: Isa) -> usize {
     }
 }
 
-/// Calls a kernel that is compiled for `$rows` rows, `$name` in the call; they must be one of the listed numbers.
+/// Calls a kernel that is compiled for `$rows` rows, `$name` in the call. The number must be in the list.
 macro_rules! by_rows {
     ($rows:expr, [$($n:literal),*], |$name:ident| $call:expr) => {
         match $rows {
@@ -92,9 +89,9 @@ macro_rules! by_rows {
 /// Computes `rows` rows (any number) of one panel.
 ///
 /// # Safety
-/// The ranges described by `tile` are valid for `rows` rows, C overlaps neither A nor B, nobody else writes
-/// them meanwhile, and `isa` comes from [`Isa::available`].
-pub(super) unsafe fn multiply<E: Element>(isa: Isa, rows: usize, tile: &Tile<E>) {
+/// The ranges described by `tile` are valid for `rows` rows, C overlaps neither A nor B, no other code writes them
+/// meanwhile, and `isa` comes from [`Isa::available`].
+pub(super) unsafe fn multiply<E: PanelElement>(isa: Isa, rows: usize, tile: &TileOperands<E>) {
     debug_assert!(tile.depth > 0, "a chain of nothing leaves C as it was");
     let step = rows_at_once(isa);
     let mut done = 0;
@@ -102,7 +99,7 @@ pub(super) unsafe fn multiply<E: Element>(isa: Isa, rows: usize, tile: &Tile<E>)
         let now = (rows - done).min(step);
         // SAFETY: both offsets stay inside ranges that are valid for `rows` rows.
         let part = unsafe {
-            Tile { a: tile.a.add(done * tile.a_stride), c: tile.c.add(done * tile.c_stride), ..*tile }
+            TileOperands { a: tile.a.add(done * tile.a_stride), c: tile.c.add(done * tile.c_stride), ..*tile }
         };
         match isa {
             #[cfg(target_arch = "x86_64")]
@@ -117,10 +114,9 @@ pub(super) unsafe fn multiply<E: Element>(isa: Isa, rows: usize, tile: &Tile<E>)
     }
 }
 
-/// How many panels [`multiply_beside`] is to compute at once for so many rows, at most.
+/// Most panels that [`multiply_beside`] computes at once for `rows` rows.
 ///
-/// AMD's processors follow one stream better than several: measured on Zen 5 (2026-11-23) for bf16 and f32 weights, on Zen 4
-/// (2026-11-25) for int8, whose rows have had this layout since.
+/// AMD's processors (Zen 4, Zen 5) read one stream faster than several.
 pub(super) fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -134,23 +130,25 @@ pub(super) fn panels_at_once(isa: Isa, rows: usize) -> usize {
 }
 
 /// Computes `rows` rows of `panels` panels, `panel_stride` values apart in B and [`PANEL`] apart in C. With few rows
-/// several are computed side by side, `at_once` (of [`panels_at_once`]) at most: one has too few chains to fill the pipeline, and
-/// some memory delivers more when it is read in several places. Same chains, same bits.
+/// several panels are computed side by side, at most `at_once` (of [`panels_at_once`]). A single panel has too few
+/// chains to fill the pipeline, and some memory delivers more when it is read in several places. The chains and the
+/// bits are the same.
 ///
 /// # Safety
 /// As [`multiply`], for all panels.
-pub(super) unsafe fn multiply_beside<E: Element>(
+pub(super) unsafe fn multiply_beside<E: PanelElement>(
     isa: Isa,
     rows: usize,
-    tile: &Tile<E>,
+    tile: &TileOperands<E>,
     (panels, panel_stride): (usize, usize),
     at_once: usize,
 ) {
     let mut done = 0;
     while done < panels {
         // SAFETY: the caller's contract covers all panels.
-        let tile =
-            unsafe { Tile { b: tile.b.add(done * panel_stride), c: tile.c.add(done * PANEL), ..*tile } };
+        let tile = unsafe {
+            TileOperands { b: tile.b.add(done * panel_stride), c: tile.c.add(done * PANEL), ..*tile }
+        };
         let left = panels - done;
         done += match isa {
             #[cfg(target_arch = "x86_64")]
@@ -175,8 +173,14 @@ pub(super) unsafe fn multiply_beside<E: Element>(
 /// `P` panels side by side.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-#[allow(clippy::needless_range_loop)] // iterators over nested arrays kept the sums in memory, and eight rows took twice as long
-unsafe fn avx512<E: Element, const M: usize, const P: usize>(tile: &Tile<E>, panel_stride: usize) {
+#[allow(
+    clippy::needless_range_loop,
+    reason = "with iterators over nested arrays the compiler keeps the sums in memory"
+)]
+unsafe fn avx512<E: PanelElement, const M: usize, const P: usize>(
+    tile: &TileOperands<E>,
+    panel_stride: usize,
+) {
     use std::arch::x86_64::{_mm512_fmadd_ps, _mm512_loadu_ps, _mm512_setzero_ps, _mm512_storeu_ps};
     // SAFETY: by the contract of `multiply` every pointer below stays inside A, B and C, for all panels.
     unsafe {
@@ -200,7 +204,7 @@ unsafe fn avx512<E: Element, const M: usize, const P: usize>(tile: &Tile<E>, pan
                         request_ahead::<E, M, P>(b.add(panel * panel_stride));
                     }
                 }
-                // Of the last rows that are stored together some may be missing.
+                // The last rows that are stored together may be incomplete.
                 let rows = E::TOGETHER.min(end - k);
                 add_row_avx512::<E, M, P, 0>(&mut sums, tile, (b, panel_stride), k);
                 if rows > 1 {
@@ -240,16 +244,17 @@ unsafe fn avx512<E: Element, const M: usize, const P: usize>(tile: &Tile<E>, pan
     }
 }
 
-/// Adds the products with row `ROW` of those that are stored together at `b`, the first of which is row `k` of the panel.
+/// Adds the products with row `ROW` of the rows that are stored together at `b`. The first of them is row `k` of the
+/// panel.
 ///
 /// # Safety
 /// As [`avx512`]; there is such a row.
 #[cfg(target_arch = "x86_64")]
-#[allow(clippy::needless_range_loop)] // as in `avx512`
+#[allow(clippy::needless_range_loop, reason = "as in `avx512`")]
 #[inline(always)]
-unsafe fn add_row_avx512<E: Element, const M: usize, const P: usize, const ROW: usize>(
+unsafe fn add_row_avx512<E: PanelElement, const M: usize, const P: usize, const ROW: usize>(
     sums: &mut [[[std::arch::x86_64::__m512; 2]; P]; M],
-    tile: &Tile<E>,
+    tile: &TileOperands<E>,
     (b, panel_stride): (*const E, usize),
     k: usize,
 ) {
@@ -267,10 +272,10 @@ unsafe fn add_row_avx512<E: Element, const M: usize, const P: usize, const ROW: 
     }
 }
 
-/// Requests what lies as far behind the rows at `b` as suits so many rows of A and panels.
+/// Prefetches the lines after the rows at `b`, at the distance for these numbers of rows of A and panels.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-fn request_ahead<E: Element, const M: usize, const P: usize>(b: *const E) {
+fn request_ahead<E: PanelElement, const M: usize, const P: usize>(b: *const E) {
     use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
     for line in 0..(E::TOGETHER * PANEL * size_of::<E>()).div_ceil(64) {
         let at = b.cast::<i8>().wrapping_add(64 * line);
@@ -289,8 +294,8 @@ fn request_ahead<E: Element, const M: usize, const P: usize>(b: *const E) {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-#[allow(clippy::needless_range_loop)] // as in `avx512`
-unsafe fn avx2<E: Element, const M: usize>(tile: &Tile<E>) {
+#[allow(clippy::needless_range_loop, reason = "as in `avx512`")]
+unsafe fn avx2<E: PanelElement, const M: usize>(tile: &TileOperands<E>) {
     use std::arch::x86_64::{_mm256_fmadd_ps, _mm256_loadu_ps, _mm256_setzero_ps, _mm256_storeu_ps};
     // SAFETY: by the contract of `multiply` every pointer below stays inside A, B and C.
     unsafe {
@@ -298,7 +303,7 @@ unsafe fn avx2<E: Element, const M: usize>(tile: &Tile<E>) {
         while from < tile.depth {
             let begun = tile.accumulate || from > 0;
             let end = tile.depth.min(from.saturating_add(E::GROUP));
-            // Half of the columns, then the other half: half of the registers would not do for both.
+            // Half of the columns, then the other half: there are too few registers for both.
             let mut b = group;
             for half in 0..2 {
                 let mut sums = [[_mm256_setzero_ps(); 2]; M];
@@ -311,8 +316,8 @@ unsafe fn avx2<E: Element, const M: usize>(tile: &Tile<E>) {
                 b = group.add(E::HEADER);
                 let mut k = from;
                 while k < end {
-                    // Of four rows half of the columns is every other line, which no hardware prefetcher follows well: one row of
-                    // int8 weights took half as long again without (a Zen 4 with its AVX2, 2026-11-25).
+                    // Half of the columns of four rows is every other line, which hardware prefetchers follow badly:
+                    // int8 weights need the prefetch.
                     if tile.ahead && E::TOGETHER > 1 && half == 0 {
                         request_ahead::<E, M, 1>(b);
                     }
@@ -357,11 +362,11 @@ unsafe fn avx2<E: Element, const M: usize>(tile: &Tile<E>) {
 /// # Safety
 /// As there, on AVX2.
 #[cfg(target_arch = "x86_64")]
-#[allow(clippy::needless_range_loop)] // as in `avx512`
+#[allow(clippy::needless_range_loop, reason = "as in `avx512`")]
 #[inline(always)]
-unsafe fn add_row_avx2<E: Element, const M: usize, const ROW: usize>(
+unsafe fn add_row_avx2<E: PanelElement, const M: usize, const ROW: usize>(
     sums: &mut [[std::arch::x86_64::__m256; 2]; M],
-    tile: &Tile<E>,
+    tile: &TileOperands<E>,
     (b, half): (*const E, usize),
     k: usize,
 ) {
@@ -377,7 +382,7 @@ unsafe fn add_row_avx2<E: Element, const M: usize, const ROW: usize>(
     }
 }
 
-unsafe fn portable<E: Element, const M: usize>(tile: &Tile<E>) {
+unsafe fn portable<E: PanelElement, const M: usize>(tile: &TileOperands<E>) {
     // SAFETY: by the contract of `multiply` every pointer below stays inside A, B and C.
     unsafe {
         let stored = |m: usize| tile.c.add(m * tile.c_stride).cast::<[f32; PANEL]>();

@@ -1,55 +1,58 @@
 //! Weight matrices in the kernel's layout, and products with them.
 //!
 //! A matrix `[outputs][inputs]` of a checkpoint is packed once, when it is loaded, into panels
-//! `[outputs / 32][inputs][32]`: a product then reads memory strictly forward. bf16 weights stay bf16, quantized ones
-//! int8 with their scales between, four inputs at a time; both are widened on the way into f32 arithmetic, which is exact. In bfloat16 mode panels have
-//! the layout of `bf16`, whose units multiply them as they are.
+//! `[outputs / 32][inputs][32]`. A product then reads memory strictly forward. bf16 weights stay bf16. Quantized
+//! weights become int8 with their scales between, four inputs at a time. Both are widened to f32 in the kernel, which
+//! is exact. In bfloat16 mode panels have the layout of `bf16`, whose units multiply them without widening.
 //!
-//! A product is cut into items that members of the team claim. With few rows an item is one to eight panels,
-//! streamed from memory once. With many rows it is a group of panels by a block of rows: a slice of the group
-//! is widened into the member's cache and used for all its rows. How a product is cut never changes its bits.
-#![allow(unsafe_code)] // items write disjoint parts of one output through raw pointers; see each block
+//! A product is divided into items that workers claim. With few rows an item is one to eight panels, streamed from
+//! memory once. With many rows it is a group of panels by a block of rows. A slice of the group is widened into the
+//! worker's cache and used for all its rows. The division of a product never changes its bits.
+#![allow(
+    unsafe_code,
+    reason = "items write disjoint parts of one output through raw pointers; see each block"
+)]
 
 mod blocks;
 mod pack;
 
 use std::ops::Range;
 
-pub(super) use self::blocks::Sums;
-use super::arena::Aligned;
-use super::bf16::{self, Inputs, Operands, Unit};
+pub(super) use self::blocks::PanelSums;
+use super::arena::AlignedBuffer;
+use super::bf16::{self, Bf16Operands, Bf16Unit, ProductInputs};
 use super::isa::Isa;
 use super::kernel::{
-    Bf16, Element, INTEGER_UNIT, Int8, MAX_ROWS, PANEL, Tile, multiply, multiply_beside, panels_at_once,
-    rows_at_once,
+    INTEGER_UNIT, MAX_ROWS, PANEL, PanelBf16, PanelElement, PanelInt8, TileOperands, multiply,
+    multiply_beside, panels_at_once, rows_at_once,
 };
-use super::rows::{Rows, Shared};
+use super::rows::{Rows, SharedPtr};
 
-/// Rows up to which panels are used as stored: widening them first would cost more than it saves.
+/// Rows up to which panels are used as stored. For few rows, widening the panels first costs more than it saves.
 const FEW_ROWS: usize = 24;
 /// Panels of one item when there are many rows.
 const GROUP_PANELS: usize = 4;
 /// Inputs of one slice of a group: 512 × 128 columns × 4 bytes are 256 KiB, an eighth of a typical L2 cache.
 const SLICE_DEPTH: usize = 512;
-/// Values of scratch memory a member needs for a slice, the scales of quantized weights included.
-pub(super) const SLICE_VALUES: usize = GROUP_PANELS * (SLICE_DEPTH + SLICE_DEPTH / Int8::GROUP) * PANEL;
-/// Items per member below which rows are cut as well.
-const ITEMS_PER_MEMBER: usize = 4;
-/// Fewest rows of an item when rows are cut.
+/// Values of scratch memory that a worker needs for a slice, including the scales of quantized weights.
+pub(super) const SLICE_VALUES: usize = GROUP_PANELS * (SLICE_DEPTH + SLICE_DEPTH / PanelInt8::GROUP) * PANEL;
+/// Items per worker below which rows are divided as well.
+const ITEMS_PER_WORKER: usize = 4;
+/// Fewest rows of an item when rows are divided.
 const MIN_ROW_BLOCK: usize = 48;
 
 /// Fewest rows of an item of many rows in bfloat16 mode.
 const BF16_MIN_ROW_BLOCK: usize = 64;
 
 /// A slice begins a group of scales.
-const _: () = assert!(SLICE_DEPTH.is_multiple_of(Int8::GROUP));
+const _: () = assert!(SLICE_DEPTH.is_multiple_of(PanelInt8::GROUP));
 
 #[derive(Debug)]
 enum Panels {
-    F32(Aligned<f32>),
-    Bf16(Aligned<u16>),
-    Int8(Aligned<i8>),
-    Pairs(Aligned<u16>, Unit),
+    F32(AlignedBuffer<f32>),
+    Bf16(AlignedBuffer<u16>),
+    Int8(AlignedBuffer<i8>),
+    Pairs(AlignedBuffer<u16>, Bf16Unit),
 }
 
 /// A packed weight matrix.
@@ -60,27 +63,27 @@ pub(super) struct Matrix {
     inputs: usize,
 }
 
-/// Which element type packed weights have.
+/// Element type of packed weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightMode {
     /// bf16 stays bf16, everything else becomes f32: exact.
     Stored,
     /// All f32: exact, twice the memory of bf16.
     F32,
-    /// Matrices become 8-bit integers when they are loaded, with one scale for 64 weights of a row: 8.25 bits a weight.
-    /// Norms, biases and an embedding that is not the output matrix stay as with [`Self::Stored`]. What is computed
-    /// with them is f32 arithmetic in an order of its own, a chain over each group's integers and one of their scaled sums, with the
-    /// same invariance.
+    /// Matrices become 8-bit integers when they are loaded, with one scale for 64 weights of a row: 8.25 bits per
+    /// weight. Norms, biases and an embedding that is not the output matrix stay as with [`Self::Stored`]. The
+    /// arithmetic is f32 in an order of its own: a chain over the integers of each group, and a chain over the scaled
+    /// sums. It has the same invariance.
     Int8,
-    /// Matrices are bf16 (others are rounded when they are loaded), and so are the inputs of every product; sums are f32, and
-    /// so is all between products. Norms, biases and an embedding that is not the output matrix stay as with
-    /// [`Self::Stored`]. Another result than exact, with the same invariance.
+    /// Matrices are bf16 (others are rounded when they are loaded), and so are the inputs of every product. Sums and
+    /// all values between products are f32. Norms, biases and an embedding that is not the output matrix stay as with
+    /// [`Self::Stored`]. The result differs from exact mode; the invariance is the same.
     Bf16,
 }
 
 impl WeightMode {
-    /// What is added to the identity of a checkpoint: KV computed with rounded weights or inputs is another model's. Whoever changes
-    /// a mode's bits changes this (`+int8/64` was a chain over scaled weights), so that engines of both orders share no blocks.
+    /// The suffix of a checkpoint's identity: KV computed with rounded weights or inputs belongs to another model. A
+    /// change of a mode's bits needs a new suffix, so that engines of both versions share no blocks.
     #[must_use]
     pub fn identity(self) -> &'static str {
         match self {
@@ -96,7 +99,7 @@ impl Matrix {
         self.outputs
     }
 
-    /// Bytes of the packed panels: what one pass over the matrix reads.
+    /// Bytes of the packed panels that one pass over the matrix reads.
     pub(super) fn bytes(&self) -> usize {
         match &self.panels {
             Panels::F32(values) => values.len() * 4,
@@ -118,26 +121,26 @@ impl Matrix {
                 }
             }
             Panels::Bf16(values) => {
-                let panel = &values[panel * Bf16::panel_len(self.inputs)..];
+                let panel = &values[panel * PanelBf16::panel_len(self.inputs)..];
                 for (row, out) in panel.chunks_exact(PANEL).zip(out.iter_mut().take(self.inputs)) {
-                    *out = Bf16(row[bf16_position]).widen();
+                    *out = PanelBf16(row[bf16_position]).widen();
                 }
             }
             Panels::Pairs(values, unit) => {
                 let panel = &values[panel * bf16::panel_len(self.inputs)..];
                 for (input, out) in out.iter_mut().enumerate().take(self.inputs) {
-                    *out = Bf16(panel[bf16::panel_position(*unit, input, column)]).widen();
+                    *out = PanelBf16(panel[bf16::panel_position(*unit, input, column)]).widen();
                 }
             }
             Panels::Int8(values) => {
-                let panel = &values[panel * Int8::panel_len(self.inputs)..];
-                let groups = panel.chunks(Int8::panel_len(Int8::GROUP));
-                for (group, out) in groups.zip(out[..self.inputs].chunks_mut(Int8::GROUP)) {
-                    let (scales, rows) = group.split_at(Int8::HEADER);
+                let panel = &values[panel * PanelInt8::panel_len(self.inputs)..];
+                let groups = panel.chunks(PanelInt8::panel_len(PanelInt8::GROUP));
+                for (group, out) in groups.zip(out[..self.inputs].chunks_mut(PanelInt8::GROUP)) {
+                    let (scales, rows) = group.split_at(PanelInt8::HEADER);
                     let bits = [scales[2 * bf16_position], scales[2 * bf16_position + 1]];
-                    let scale = Bf16(u16::from_ne_bytes(bits.map(i8::cast_unsigned))).widen();
+                    let scale = PanelBf16(u16::from_ne_bytes(bits.map(i8::cast_unsigned))).widen();
                     for (row, out) in out.iter_mut().enumerate() {
-                        *out = f32::from(rows[Int8::position(row, column)]) * INTEGER_UNIT * scale;
+                        *out = f32::from(rows[PanelInt8::position(row, column)]) * INTEGER_UNIT * scale;
                     }
                 }
             }
@@ -149,54 +152,54 @@ impl Matrix {
     }
 }
 
-/// Panels of one item when there are few rows, if that leaves enough items: several are computed side by side, and their
-/// sums stored together. Where they are not computed side by side, the sums of one or two rows are little to store, and the end
-/// of a small item is a short wait.
-fn panels_of_few_rows(panels: usize, members: usize, rows: usize, at_once: usize) -> usize {
+/// Panels of one item when there are few rows, if that leaves enough items. Several panels are computed side by side,
+/// and their sums are stored together. Items stay small if panels are not computed side by side: storing the sums of
+/// one or two rows is cheap, and the last wait is shorter.
+fn panels_of_few_rows(panels: usize, workers: usize, rows: usize, at_once: usize) -> usize {
     let most = if at_once == 1 && rows <= 2 { 2 } else { 8 };
     [8, 4, 2]
         .into_iter()
-        .find(|item| *item <= most && panels >= item * members * ITEMS_PER_MEMBER)
+        .find(|item| *item <= most && panels >= item * workers * ITEMS_PER_WORKER)
         .unwrap_or(1)
 }
 
-/// What one item computes: rows of activations, and panels.
+/// The part of a product that one item computes: rows of activations, and panels.
 #[derive(Clone, Copy, Debug)]
-struct Item {
+struct ProductItem {
     first_panel: usize,
     panels: usize,
     first_row: usize,
     rows: usize,
 }
 
-/// One product `out = x · matrixᵀ`, cut into items.
+/// One product `out = x · matrixᵀ`, divided into items.
 #[derive(Debug)]
 pub(super) struct Product<'a> {
     matrix: &'a Matrix,
-    x: Inputs,
+    x: ProductInputs,
     rows: usize,
     out: Rows,
-    /// Values of an output row that may be written; a last panel that reaches beyond is copied in part.
+    /// Values of an output row that may be written. Only these columns of the last panel are copied.
     writable: usize,
     item_panels: usize,
     item_rows: usize,
 }
 
 impl<'a> Product<'a> {
-    /// Plans the product of `rows` rows for a team of `members`.
+    /// Plans the product of `rows` rows for `workers` workers.
     ///
     /// # Safety
     /// `x` has `rows` finished rows of the matrix's inputs; `out` has `rows` rows of `writable` values, at least the
-    /// matrix's outputs. While items are computed nobody else writes either or reads `out`.
-    #[allow(clippy::too_many_arguments)] // what is multiplied, where to, and by whom
+    /// matrix's outputs. While items are computed, no other code writes either or reads `out`.
+    #[allow(clippy::too_many_arguments, reason = "inputs, outputs and number of workers")]
     pub(super) unsafe fn plan(
         isa: Isa,
         matrix: &'a Matrix,
-        x: Inputs,
+        x: ProductInputs,
         rows: usize,
         out: Rows,
         writable: usize,
-        members: usize,
+        workers: usize,
     ) -> Self {
         let panels = matrix.panel_count();
         let (few, least, most, step) = match matrix.panels {
@@ -204,15 +207,15 @@ impl<'a> Product<'a> {
             _ => (FEW_ROWS, MIN_ROW_BLOCK, usize::MAX, MAX_ROWS),
         };
         let at_once = match matrix.panels {
-            // Their items have one size, whatever the rows: less was not faster.
+            // Their items have the same size for all numbers of rows: smaller ones were not faster.
             Panels::Pairs(..) => usize::MAX,
             _ => panels_at_once(isa, rows),
         };
         let (item_panels, item_rows) = if rows <= few {
-            (panels_of_few_rows(panels, members, rows, at_once), rows)
+            (panels_of_few_rows(panels, workers, rows, at_once), rows)
         } else {
             let groups = panels.div_ceil(GROUP_PANELS);
-            let wanted_cuts = (members * ITEMS_PER_MEMBER).div_ceil(groups);
+            let wanted_cuts = (workers * ITEMS_PER_WORKER).div_ceil(groups);
             let block = rows.div_ceil(wanted_cuts).clamp(least, most);
             (GROUP_PANELS, block.next_multiple_of(step).min(rows))
         };
@@ -223,7 +226,7 @@ impl<'a> Product<'a> {
         self.matrix.panel_count().div_ceil(self.item_panels) * self.rows.div_ceil(self.item_rows.max(1))
     }
 
-    /// Rows and columns that an item computes; the last columns may be padding.
+    /// Rows and columns that an item computes. The last columns may be padding.
     pub(super) fn extent(&self, item: usize) -> (Range<usize>, Range<usize>) {
         let groups = self.matrix.panel_count().div_ceil(self.item_panels);
         let first_panel = item % groups * self.item_panels;
@@ -236,7 +239,7 @@ impl<'a> Product<'a> {
     /// Computes one item; `scratch` has [`SLICE_VALUES`] values.
     pub(super) fn compute(&self, isa: Isa, number: usize, scratch: &mut [f32]) {
         let (rows, columns) = self.extent(number);
-        let item = Item {
+        let item = ProductItem {
             first_panel: columns.start / PANEL,
             panels: columns.len() / PANEL,
             first_row: rows.start,
@@ -249,7 +252,7 @@ impl<'a> Product<'a> {
                 if item.rows <= FEW_ROWS {
                     self.stream(isa, start, item, scratch);
                 } else {
-                    // Wide enough already: used in place.
+                    // f32 panels need no widening and are used in place.
                     self.block(isa, item, |from, _| {
                         // SAFETY: the slice is inside the group's panels.
                         (unsafe { start.add(f32::panel_len(from)) }, f32::panel_len(inputs))
@@ -257,11 +260,13 @@ impl<'a> Product<'a> {
                 }
             }
             Panels::Bf16(values) => {
-                let start = values[item.first_panel * Bf16::panel_len(inputs)..].as_ptr().cast::<Bf16>();
+                let start =
+                    values[item.first_panel * PanelBf16::panel_len(inputs)..].as_ptr().cast::<PanelBf16>();
                 self.narrow(isa, start, item, scratch);
             }
             Panels::Int8(values) => {
-                let start = values[item.first_panel * Int8::panel_len(inputs)..].as_ptr().cast::<Int8>();
+                let start =
+                    values[item.first_panel * PanelInt8::panel_len(inputs)..].as_ptr().cast::<PanelInt8>();
                 self.narrow(isa, start, item, scratch);
             }
             Panels::Pairs(values, unit) => {
@@ -275,9 +280,9 @@ impl<'a> Product<'a> {
         }
     }
 
-    /// An item in bfloat16 mode with few rows: each panel once, front to back.
-    fn few_pairs(&self, isa: Isa, unit: Unit, start: *const u16, item: Item) {
-        let Item { first_panel, panels, first_row, rows } = item;
+    /// An item in bfloat16 mode with few rows. Reads each panel once, front to back.
+    fn few_pairs(&self, isa: Isa, unit: Bf16Unit, start: *const u16, item: ProductItem) {
+        let ProductItem { first_panel, panels, first_row, rows } = item;
         let inputs = self.matrix.inputs;
         for panel in 0..panels {
             let column = (first_panel + panel) * PANEL;
@@ -285,18 +290,18 @@ impl<'a> Product<'a> {
             // output rows and columns of this item belong to it alone.
             unsafe {
                 let b = start.add(panel * bf16::panel_len(inputs));
-                let operands = Operands {
+                let operands = Bf16Operands {
                     c: self.out.base.at(first_row * self.out.stride + column),
                     c_stride: self.out.stride,
-                    ..Operands::from(&self.x, first_row, 0, b, inputs)
+                    ..Bf16Operands::from(&self.x, first_row, 0, b, inputs)
                 };
                 bf16::multiply_within(isa, unit, rows, &operands, self.writable - column);
             }
         }
     }
 
-    /// An item of panels that are not f32: with many rows each slice is widened into `scratch` first.
-    fn narrow<E: Element>(&self, isa: Isa, start: *const E, item: Item, scratch: &mut [f32]) {
+    /// An item of panels that are not f32. With many rows, each slice is first widened into `scratch`.
+    fn narrow<E: PanelElement>(&self, isa: Isa, start: *const E, item: ProductItem, scratch: &mut [f32]) {
         if item.rows <= FEW_ROWS {
             self.stream(isa, start, item, scratch);
             return;
@@ -305,25 +310,24 @@ impl<'a> Product<'a> {
         assert!(item.panels * slice_len <= scratch.len(), "room for a slice of each panel");
         self.block::<E::Wide>(isa, item, |from, depth| {
             for (panel, out) in scratch.chunks_exact_mut(slice_len).take(item.panels).enumerate() {
-                // SAFETY: the slice is inside the panel, and begins a group: their sizes divide a slice's. Wide elements are
-                // f32, and as many as a slice has fit.
+                // SAFETY: the slice is inside the panel and begins a group, because group sizes divide the slice size.
+                // Wide elements are f32, and `out` has space for a slice of them.
                 unsafe { widen(isa, start.add(panel * panel_len + E::panel_len(from)), depth, out) };
             }
             (scratch.as_ptr().cast(), slice_len)
         });
     }
 
-    /// Few rows: each panel once, front to back. Sums are gathered in `scratch` and copied row by row: stored panel by
-    /// panel, 128 bytes in each of eight rows, they cost a fifth of the time that the panels take to stream (measured on a
-    /// 2-core Xeon guest, 2026-11-21).
-    fn stream<E: Element>(&self, isa: Isa, start: *const E, item: Item, scratch: &mut [f32]) {
-        let Item { first_panel, panels, first_row, rows } = item;
+    /// Few rows: reads each panel once, front to back. Sums are gathered in `scratch` and copied row by row. Storing
+    /// them panel by panel, 128 bytes in each row, would take a noticeable part of the streaming time.
+    fn stream<E: PanelElement>(&self, isa: Isa, start: *const E, item: ProductItem, scratch: &mut [f32]) {
+        let ProductItem { first_panel, panels, first_row, rows } = item;
         let (depth, width) = (self.matrix.inputs, panels * PANEL);
         let sums = &mut scratch[..rows * width];
         // SAFETY: panels and rows are inside the matrix and `x` by the contract of `plan`, and `sums` has a row of all
         // panels for each.
         unsafe {
-            let tile = Tile {
+            let tile = TileOperands {
                 a: self.x.wide.base.at(first_row * self.x.wide.stride).cast_const(),
                 a_stride: self.x.wide.stride,
                 b: start,
@@ -339,7 +343,8 @@ impl<'a> Product<'a> {
         let column = first_panel * PANEL;
         let columns = width.min(self.writable - column);
         for (row, sums) in sums.chunks_exact(width).enumerate() {
-            // SAFETY: rows and columns are inside `out` by the contract of `plan`, and those of an item its own.
+            // SAFETY: rows and columns are inside `out` by the contract of `plan`, and those of an item belong to it
+            // alone.
             unsafe {
                 let out = self.out.base.at((first_row + row) * self.out.stride + column);
                 std::ptr::copy_nonoverlapping(sums.as_ptr(), out, columns);
@@ -347,15 +352,15 @@ impl<'a> Product<'a> {
         }
     }
 
-    /// Many rows: slice by slice of the group, each for all rows. `slice(from, depth)` is where the slice of the first
-    /// panel lies, and how many elements further the next panel's.
-    fn block<E: Element>(
+    /// Many rows: computes slice by slice of the group, each for all rows. `slice(from, depth)` returns the slice of
+    /// the first panel, and the distance to the next panel's slice in elements.
+    fn block<E: PanelElement>(
         &self,
         isa: Isa,
-        item: Item,
+        item: ProductItem,
         mut slice: impl FnMut(usize, usize) -> (*const E, usize),
     ) {
-        let Item { first_panel, panels, first_row, rows } = item;
+        let ProductItem { first_panel, panels, first_row, rows } = item;
         let inputs = self.matrix.inputs;
         let step = rows_at_once(isa);
         for from in (0..inputs).step_by(SLICE_DEPTH) {
@@ -368,7 +373,7 @@ impl<'a> Product<'a> {
                     let now = step.min(rows - row);
                     for panel in 0..panels {
                         let column = (first_panel + panel) * PANEL;
-                        let tile = Tile {
+                        let tile = TileOperands {
                             a: self
                                 .x
                                 .wide
@@ -391,11 +396,17 @@ impl<'a> Product<'a> {
         }
     }
 
-    /// One panel whose last columns may lie beyond what may be written.
+    /// One panel whose last columns may be outside the writable columns.
     ///
     /// # Safety
     /// As [`multiply`], for the writable columns.
-    unsafe fn multiply_within<E: Element>(&self, isa: Isa, rows: usize, tile: &Tile<E>, column: usize) {
+    unsafe fn multiply_within<E: PanelElement>(
+        &self,
+        isa: Isa,
+        rows: usize,
+        tile: &TileOperands<E>,
+        column: usize,
+    ) {
         if column + PANEL <= self.writable {
             // SAFETY: the caller's contract.
             unsafe { multiply(isa, rows, tile) };
@@ -411,22 +422,23 @@ impl<'a> Product<'a> {
                     std::ptr::copy_nonoverlapping(c, partial.as_mut_ptr(), columns);
                 }
                 let a = tile.a.add(row * tile.a_stride);
-                multiply(isa, 1, &Tile { a, c: partial.as_mut_ptr(), c_stride: PANEL, ..*tile });
+                multiply(isa, 1, &TileOperands { a, c: partial.as_mut_ptr(), c_stride: PANEL, ..*tile });
                 std::ptr::copy_nonoverlapping(partial.as_ptr(), c, columns);
             }
         }
     }
 }
 
-/// Widens `rows` rows of a panel, in the order of their columns; each group's scales are in front of it.
+/// Widens `rows` rows of a panel, in the order of their columns. The scales of each group are in front of it.
 ///
 /// # Safety
-/// `start` begins a group and is valid for so many rows and their scales; wide elements are f32, and `out` has room for as many as
-/// they become; `isa` comes from [`Isa::available`].
-unsafe fn widen<E: Element>(isa: Isa, start: *const E, rows: usize, out: &mut [f32]) {
-    /// `scales` and `load` write a row each: of the group's scales, and row `.1` of those that are stored together at `.0`.
+/// `start` begins a group and is valid for this number of rows and their scales. Wide elements are f32, and `out` has
+/// space for all of them. `isa` comes from [`Isa::available`].
+unsafe fn widen<E: PanelElement>(isa: Isa, start: *const E, rows: usize, out: &mut [f32]) {
+    /// `scales` and `load` each write one row: the group's scales, or row `.1` of the rows that are stored together at
+    /// `.0`.
     #[inline(always)]
-    unsafe fn body<E: Element>(
+    unsafe fn body<E: PanelElement>(
         start: *const E,
         rows: usize,
         out: &mut [f32],
@@ -456,7 +468,7 @@ unsafe fn widen<E: Element>(isa: Isa, start: *const E, rows: usize, out: &mut [f
     }
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f")]
-    unsafe fn avx512<E: Element>(start: *const E, rows: usize, out: &mut [f32]) {
+    unsafe fn avx512<E: PanelElement>(start: *const E, rows: usize, out: &mut [f32]) {
         use std::arch::x86_64::_mm512_storeu_ps;
         // SAFETY: the contract of `widen`; a row is two vectors.
         unsafe {
@@ -479,7 +491,7 @@ unsafe fn widen<E: Element>(isa: Isa, start: *const E, rows: usize, out: &mut [f
     }
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2")]
-    unsafe fn avx2<E: Element>(start: *const E, rows: usize, out: &mut [f32]) {
+    unsafe fn avx2<E: PanelElement>(start: *const E, rows: usize, out: &mut [f32]) {
         use std::arch::x86_64::_mm256_storeu_ps;
         // SAFETY: the contract of `widen`; half a row is two vectors.
         unsafe {
@@ -504,7 +516,7 @@ unsafe fn widen<E: Element>(isa: Isa, start: *const E, rows: usize, out: &mut [f
             );
         }
     }
-    // SAFETY: the caller's contract; an `Isa` of this machine's own.
+    // SAFETY: the caller's contract; the `Isa` is one of this machine.
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]

@@ -1,19 +1,19 @@
-//! The layers of a model and how they are loaded.
+//! The layers of a model and their loading.
 
-use super::LoadProgress;
-use super::arena::{Aligned, Arena};
-use super::bf16::Unit;
+use super::WeightLoadProgress;
+use super::arena::{AlignedBuffer, WeightArena};
+use super::bf16::Bf16Unit;
 use super::matrix::{Matrix, WeightMode};
-use super::team::{JobPanicked, Team};
+use super::thread_pool::{JobPanicked, ThreadPool};
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::weights::{Tensor, WeightDtype, Weights, parameter_count};
 
 /// A loaded model.
 #[derive(Debug)]
-pub(super) struct Network {
+pub(super) struct CpuNetwork {
     pub(super) config: ModelConfig,
-    pub(super) layers: Vec<Layer>,
+    pub(super) layers: Vec<CpuLayer>,
     pub(super) final_norm: Vec<f32>,
     /// The output matrix; with tied embeddings also the embedding.
     pub(super) head: Matrix,
@@ -22,15 +22,15 @@ pub(super) struct Network {
     pub(super) frequencies: Vec<f32>,
     /// Multiplier of cos and sin.
     pub(super) rope_factor: f32,
-    /// What multiplies in bfloat16 mode.
-    pub(super) bf16: Option<Unit>,
+    /// The unit that multiplies in bfloat16 mode.
+    pub(super) bf16: Option<Bf16Unit>,
 }
 
-/// One transformer layer. Biases are `None` where the model has none.
+/// One transformer layer. A bias is `None` if the model has none.
 #[derive(Debug)]
-pub(super) struct Layer {
+pub(super) struct CpuLayer {
     pub(super) attention_norm: Vec<f32>,
-    /// q, k and v, one below the other.
+    /// Rows of q, then k, then v.
     pub(super) qkv: Matrix,
     pub(super) qkv_bias: Option<Vec<f32>>,
     /// Weights of the norms of each head of q and of k.
@@ -48,25 +48,25 @@ pub(super) struct Layer {
 /// Rows of an embedding that is not the output matrix, in the checkpoint's precision.
 #[derive(Debug)]
 enum Embedding {
-    F32(Aligned<f32>),
-    Bf16(Aligned<u16>),
+    F32(AlignedBuffer<f32>),
+    Bf16(AlignedBuffer<u16>),
 }
 
-impl Network {
+impl CpuNetwork {
     pub(super) fn load(
         weights: &Weights,
         config: &ModelConfig,
-        (mode, unit): (WeightMode, Unit),
-        team: &mut Team,
-        progress: &mut dyn FnMut(LoadProgress),
+        (mode, unit): (WeightMode, Bf16Unit),
+        threads: &mut ThreadPool,
+        progress: &mut dyn FnMut(WeightLoadProgress),
     ) -> Result<Self, ModelError> {
-        let arena = Arena::default();
-        let mut loader = Loader { weights, mode, unit, team, arena, progress, done: 0, total: 0 };
+        let arena = WeightArena::default();
+        let mut loader = CpuLoader { weights, mode, unit, threads, arena, progress, done: 0, total: 0 };
         let (hidden, vocab) = (config.hidden, config.vocab);
         const EMBEDDING: &str = "model.embed_tokens.weight";
         let embedding = loader.weights.tensor(EMBEDDING, &[vocab, hidden])?;
-        // An estimate from the first tensor's element type: checkpoints that mix types are rare, and progress
-        // is for people.
+        // An estimate from the first tensor's element type. Checkpoints that mix types are rare, and progress is only
+        // displayed.
         loader.total = (parameter_count(config) * embedding.dtype().bytes()) as u64;
         let (embedding, head) = if config.tied {
             drop(embedding);
@@ -106,7 +106,7 @@ impl Network {
 
     /// Bytes of the matrices that every step reads.
     pub(super) fn streamed_bytes(&self) -> usize {
-        let layer = |layer: &Layer| {
+        let layer = |layer: &CpuLayer| {
             [&layer.qkv, &layer.output, &layer.gate, &layer.up, &layer.down]
                 .map(Matrix::bytes)
                 .iter()
@@ -116,19 +116,19 @@ impl Network {
     }
 }
 
-struct Loader<'a> {
+struct CpuLoader<'a> {
     weights: &'a Weights,
     mode: WeightMode,
-    unit: Unit,
-    team: &'a mut Team,
-    arena: Arena,
-    progress: &'a mut dyn FnMut(LoadProgress),
+    unit: Bf16Unit,
+    threads: &'a mut ThreadPool,
+    arena: WeightArena,
+    progress: &'a mut dyn FnMut(WeightLoadProgress),
     done: u64,
     total: u64,
 }
 
-impl Loader<'_> {
-    fn layer(&mut self, config: &ModelConfig, layer: usize) -> Result<Layer, ModelError> {
+impl CpuLoader<'_> {
+    fn layer(&mut self, config: &ModelConfig, layer: usize) -> Result<CpuLayer, ModelError> {
         let (hidden, inter) = (config.hidden, config.intermediate);
         let (query, kv) = (config.query_width(), config.kv_width());
         let name = |part: &str| format!("model.layers.{layer}.{part}");
@@ -158,7 +158,7 @@ impl Loader<'_> {
         } else {
             None
         };
-        Ok(Layer {
+        Ok(CpuLayer {
             attention_norm: self.vector(&name("input_layernorm.weight"), hidden)?,
             qkv: self.matrix(&weights.each_ref().map(|(name, width)| (name.as_str(), *width)), hidden)?,
             qkv_bias,
@@ -192,10 +192,11 @@ impl Loader<'_> {
             tensors.push((self.weights.tensor(name, &[*outputs, inputs])?, *outputs));
         }
         let bytes = tensors.iter().map(|(tensor, _)| tensor.bytes()).sum();
-        let memory = (&mut *self.team, &mut self.arena);
+        let memory = (&mut *self.threads, &mut self.arena);
         let packed = Matrix::pack(memory, &tensors, inputs, self.mode, self.unit);
         self.count(bytes);
-        // A read beyond a mapped file's end is a signal, not a panic; this is a damaged header that passed.
+        // A read beyond a mapped file's end raises a signal, not a panic. This error is a damaged header that passed
+        // the checks.
         packed.map_err(|JobPanicked(what)| ModelError::Malformed { file: parts[0].0.to_owned(), what })
     }
 
@@ -214,6 +215,6 @@ impl Loader<'_> {
 
     fn count(&mut self, bytes: usize) {
         self.done += bytes as u64;
-        (self.progress)(LoadProgress { bytes_done: self.done, bytes_total: self.total.max(self.done) });
+        (self.progress)(WeightLoadProgress { bytes_done: self.done, bytes_total: self.total.max(self.done) });
     }
 }

@@ -1,22 +1,22 @@
-//! Rows of activations, as threads share them.
-#![allow(unsafe_code)] // a pointer shared by the members of a team, which use disjoint parts
+//! Rows of activations that threads share.
+#![allow(unsafe_code, reason = "a pointer shared by the workers, which use disjoint parts")]
 
-/// A pointer that members of a team may share; they use disjoint parts of what it points to.
+/// A pointer that workers share. They use disjoint parts of its memory.
 #[derive(Debug)]
-pub(super) struct Shared<T>(pub(super) *mut T);
+pub(super) struct SharedPtr<T>(pub(super) *mut T);
 
-impl<T> Clone for Shared<T> {
+impl<T> Clone for SharedPtr<T> {
     fn clone(&self) -> Self {
         *self
     }
 }
-impl<T> Copy for Shared<T> {}
-// SAFETY: a pointer by itself is harmless; each dereference says why its range is disjoint from others.
-unsafe impl<T: Send> Send for Shared<T> {}
+impl<T> Copy for SharedPtr<T> {}
+// SAFETY: a pointer alone is harmless; each dereference states why its range is disjoint from others.
+unsafe impl<T: Send> Send for SharedPtr<T> {}
 // SAFETY: as above.
-unsafe impl<T: Send> Sync for Shared<T> {}
+unsafe impl<T: Send> Sync for SharedPtr<T> {}
 
-impl<T> Shared<T> {
+impl<T> SharedPtr<T> {
     /// # Safety
     /// `offset` is inside the allocation.
     pub(super) unsafe fn at(self, offset: usize) -> *mut T {
@@ -28,6 +28,6 @@ impl<T> Shared<T> {
 /// Rows of activations: `count` rows of `stride` values.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rows {
-    pub(super) base: Shared<f32>,
+    pub(super) base: SharedPtr<f32>,
     pub(super) stride: usize,
 }

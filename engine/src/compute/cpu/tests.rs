@@ -1,16 +1,16 @@
-//! The executor's promise, in bits: a row depends on nothing but its own sequence.
+//! Bitwise checks of the executor's invariance: a row depends on nothing but its own sequence.
 
 use baton_connector::BlockId;
 
 use super::*;
-use crate::compute::LogitsWanted;
+use crate::compute::LogitsRequest;
 use crate::model::generation::GenerationDefaults;
 use crate::model::weights::Weights;
 
 fn config(family: &str) -> ModelConfig {
     // One head width that fits vectors and one that does not.
     let head_dim = if family == "Llama" { 32 } else { 24 };
-    // One with every bias there is.
+    // One family has every bias.
     let bias = family == "Llama";
     let text = format!(
         r#"{{"architectures": ["{family}ForCausalLM"], "attention_bias": {bias}, "mlp_bias": {bias}, "hidden_size": 72, "num_hidden_layers": 2,
@@ -31,7 +31,7 @@ fn tokens(seed: u32, count: usize) -> Vec<u32> {
 }
 
 fn blocks(first: u32, count: u32) -> Vec<BlockId> {
-    // Not in order: a block table is a table.
+    // Not in order: the order of blocks is arbitrary.
     (0..count).rev().map(|i| BlockId(first + i)).collect()
 }
 
@@ -44,7 +44,7 @@ fn in_chunks(executor: &mut CpuExecutor, prompt: &[u32], chunk: usize) -> Vec<u3
     let table = blocks(3, prompt.len().div_ceil(executor.layout().block_tokens) as u32);
     let (mut all, mut logits) = (Vec::new(), Logits::default());
     for (i, tokens) in prompt.chunks(chunk).enumerate() {
-        let step = SeqStep { tokens, start: i * chunk, block_table: &table, logits: LogitsWanted::All };
+        let step = SeqStep { tokens, start: i * chunk, block_table: &table, logits: LogitsRequest::All };
         executor.execute(&[step], &mut logits).unwrap();
         all.extend(bits(&logits.values));
     }
@@ -90,7 +90,7 @@ fn furthest(some: &[u32], others: &[u32]) -> f32 {
     differences.fold(0.0, f32::max)
 }
 
-/// In other chunks, blocks, threads and instructions.
+/// The same bits with other chunks, blocks, threads and instruction sets.
 fn keeps_its_bits(
     name: &str,
     config: &ModelConfig,
@@ -145,7 +145,7 @@ fn products_in_bfloat16_are_exact_about_chunks_and_units_too() {
         let config = config(family);
         let exact = in_chunks(&mut executor(&config, |_| ()), &prompt, 61);
         let mut before = None;
-        for unit in Unit::available() {
+        for unit in Bf16Unit::available() {
             let change =
                 |options: &mut CpuOptions| (options.weights, options.bf16_unit) = (WeightMode::Bf16, unit);
             let whole = keeps_its_bits(&format!("{family} {unit:?}"), &config, &prompt, change);
@@ -165,21 +165,21 @@ fn long_contexts_in_bfloat16_are_exact_about_chunks_and_units_too() {
     let prompt = tokens(8, 300);
     let config = config("Qwen3");
     for kv_dtype in [KvDtype::F32, KvDtype::Bf16] {
-        let run = |unit: Unit, isa: Isa, chunk: usize| {
+        let run = |unit: Bf16Unit, isa: Isa, chunk: usize| {
             let change = |options: &mut CpuOptions| {
                 (options.weights, options.bf16_unit) = (WeightMode::Bf16, unit);
                 (options.isa, options.kv_dtype) = (isa, kv_dtype);
             };
             in_chunks(&mut executor(&config, change), &prompt, chunk)
         };
-        let whole = run(Unit::detect(), Isa::detect(), prompt.len());
+        let whole = run(Bf16Unit::detect(), Isa::detect(), prompt.len());
         for (unit, chunk) in
-            Unit::available().into_iter().flat_map(|unit| [(unit, 300), (unit, 259), (unit, 7)])
+            Bf16Unit::available().into_iter().flat_map(|unit| [(unit, 300), (unit, 259), (unit, 7)])
         {
             assert!(run(unit, Isa::detect(), chunk) == whole, "{unit:?} in chunks of {chunk}, {kv_dtype:?}");
         }
         for isa in Isa::available() {
-            assert!(run(Unit::Widened, isa, 70) == whole, "{isa:?}, {kv_dtype:?}");
+            assert!(run(Bf16Unit::Widened, isa, 70) == whole, "{isa:?}, {kv_dtype:?}");
         }
     }
 }
@@ -202,14 +202,14 @@ fn prefill_chunks_and_decode_rows_share_a_step_without_touching_each_other() {
                 tokens: &short[turn..=turn],
                 start: turn,
                 block_table: &short_table,
-                logits: LogitsWanted::Last,
+                logits: LogitsRequest::Last,
             });
         }
         batch.push(SeqStep {
             tokens: &long[turn * 10..(turn + 1) * 10],
             start: turn * 10,
             block_table: &long_table,
-            logits: if turn == 4 { LogitsWanted::Last } else { LogitsWanted::No },
+            logits: if turn == 4 { LogitsRequest::Last } else { LogitsRequest::No },
         });
         executor.execute(&batch, &mut logits).unwrap();
         assert_eq!(bits(logits.row(0)), short_alone[turn * vocab..][..vocab], "turn {turn}");
@@ -234,15 +234,15 @@ fn the_caller_looks_after_other_things_in_every_phase_of_a_step() {
     let config = config("Llama");
     let mut executor = executor(&config, |options| options.threads = 1);
     let (mut looks, table) = (0, blocks(0, 1));
-    let step = SeqStep { tokens: &[1], start: 0, block_table: &table, logits: LogitsWanted::Last };
+    let step = SeqStep { tokens: &[1], start: 0, block_table: &table, logits: LogitsRequest::Last };
     executor.run(&[step], &mut Logits::default(), &mut || looks += 1).unwrap();
-    // Products of the layer's four matrices, rotation, attention, and what follows the one's product.
+    // Products of the layer's four matrices, rotation, attention, and the phase after a projection.
     assert!(looks >= 6 * config.layers, "{looks} looks in {} layers", config.layers);
 }
 
 #[test]
 fn progress_ends_at_the_total() {
-    let mut last = LoadProgress { bytes_done: 0, bytes_total: 0 };
+    let mut last = WeightLoadProgress { bytes_done: 0, bytes_total: 0 };
     let options = CpuOptions { blocks: 1, threads: 1, ..CpuOptions::default() };
     CpuExecutor::with_weights(&Weights::random(5), &config("Llama"), &options, &mut |now| {
         assert!(now.bytes_done > last.bytes_done);
@@ -257,7 +257,7 @@ fn progress_ends_at_the_total() {
 fn a_step_that_writes_what_another_sequence_reads_is_the_schedulers_mistake() {
     let mut executor = executor(&config("Qwen3"), |_| ());
     let (ours, theirs) = ([BlockId(3), BlockId(4)], [BlockId(3), BlockId(5)]);
-    let step = |start, block_table| SeqStep { tokens: &[1], start, block_table, logits: LogitsWanted::Last };
-    // Of eight tokens: the one writes the first block's last position, from which the other goes on.
+    let step = |start, block_table| SeqStep { tokens: &[1], start, block_table, logits: LogitsRequest::Last };
+    // Blocks of eight tokens: one sequence writes the first block's last position, and the other continues after it.
     drop(executor.execute(&[step(7, &ours[..]), step(8, &theirs[..])], &mut Logits::default()));
 }

@@ -1,8 +1,11 @@
 //! Elementwise and row-wise arithmetic: norms, activation, rotation, softmax.
 //!
-//! Plain Rust over slices that the compiler turns into vector code per instruction set. Sums run over 16 lanes
-//! by absolute index and are added in one fixed order, so a value never depends on how its row was cut.
-#![allow(unsafe_code)] // calls into functions compiled for detected instruction sets, see `for_each_isa`
+//! Plain Rust over slices that the compiler turns into vector code per instruction set. Sums run over 16 lanes by
+//! absolute index and are added in one fixed order, so a value never depends on how its row was divided.
+#![allow(
+    unsafe_code,
+    reason = "calls into functions compiled for detected instruction sets, see `for_each_isa`"
+)]
 
 use super::isa::for_each_isa;
 
@@ -13,7 +16,7 @@ const LANES: usize = 16;
 ///
 /// Range reduction by a multiple of ln 2 in two parts, then the degree-6 polynomial of Cephes' `expf`.
 #[inline(always)]
-#[allow(clippy::excessive_precision, clippy::cast_possible_wrap)] // the constants are split as published
+#[allow(clippy::excessive_precision, reason = "the constants are split as published")]
 fn exp(x: f32) -> f32 {
     // Adding 1.5 * 2^23 rounds to a whole number and leaves it in the low bits.
     const ROUND: f32 = 12_582_912.0;
@@ -30,7 +33,7 @@ fn exp(x: f32) -> f32 {
     let p = p.mul_add(r, 1.666_666_545_9e-1);
     let p = p.mul_add(r, 5.000_000_120_1e-1);
     let e = p.mul_add(r * r, r) + 1.0;
-    // At most 254: nothing wraps, and a check would keep the compiler from making vectors of it in development builds.
+    // At most 254, so no add wraps. An overflow check would prevent vectorization in development builds.
     e * f32::from_bits((power.wrapping_add(127) << 23) as u32)
 }
 
@@ -64,7 +67,6 @@ fn sum_of_squares(x: &[f32]) -> f32 {
 }
 
 #[inline(always)]
-#[allow(clippy::cast_precision_loss)] // widths are small
 fn inverse_rms(x: &[f32], eps: f32) -> f32 {
     1.0 / (sum_of_squares(x) / x.len() as f32 + eps).sqrt()
 }
@@ -138,7 +140,7 @@ for_each_isa! {
                 *highest = if *score > *highest { *score } else { *highest };
             }
         }
-        // The largest value does not depend on the order, so any reduction will do.
+        // The largest value does not depend on the order, so any reduction is correct.
         let highest = highest.iter().chain(rest).fold(f32::NEG_INFINITY, |a, b| a.max(*b));
         let mut lanes = [0.0; LANES];
         let (chunks, rest) = scores.as_chunks_mut::<LANES>();

@@ -1,8 +1,8 @@
-//! Machine code on disk, so that kernels are compiled once on a machine and not at every start.
+//! Machine code on disk, so that kernels are compiled once per machine and not at every start.
 //!
-//! A file is named by the hash of what it was made from: source, architecture and the compiler's version. It begins with
-//! a mark and the hash of its bytes, so that one that was cut off or changed is compiled again instead of loaded. It
-//! appears by a rename, whole or not at all, and there are never more than `FILES_MAX`.
+//! A file's name is the hash of its inputs: source, architecture and the compiler's version. It begins with a mark and
+//! the hash of its bytes, so that a truncated or changed file is compiled again instead of loaded. A rename creates it
+//! as a whole, and there are never more than `FILES_MAX`.
 
 use std::fs;
 use std::io::Write;
@@ -14,16 +14,16 @@ use sha2::{Digest, Sha256};
 use super::device::DeviceError;
 use super::nvrtc;
 
-/// The folder, instead of `baton/kernels` in `XDG_CACHE_HOME` or `~/.cache`.
+/// Names the folder, instead of `baton/kernels` in `XDG_CACHE_HOME` or `~/.cache`.
 pub const FOLDER_VARIABLE: &str = "BATON_KERNEL_CACHE";
-/// Files that are kept; each is about 100 KB.
+/// Most files in the folder; each is about 100 KB.
 const FILES_MAX: usize = 64;
 /// Longest file that is read.
 const BYTES_MAX: u64 = 64 << 20;
 const MARK: &[u8; 16] = b"baton-kernels-1\n";
 const SUFFIX: &str = "cubin";
 
-/// The folder for this user, where one can be named.
+/// The folder for this user, if the environment names one.
 #[must_use]
 pub fn folder() -> Option<PathBuf> {
     let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
@@ -33,8 +33,7 @@ pub fn folder() -> Option<PathBuf> {
     })
 }
 
-/// The machine code of a source: from `folder`, or compiled and kept there. A folder that cannot be used costs time and
-/// nothing else.
+/// The machine code of a source: read from `folder`, or compiled and written there. An unusable folder only costs time.
 ///
 /// # Errors
 /// As [`nvrtc::compile`].
@@ -64,7 +63,7 @@ fn name(source: &str, arch: &str, version: (i32, i32)) -> String {
     format!("{digest}.{SUFFIX}")
 }
 
-/// The machine code of a file that is whole.
+/// The machine code of a complete file.
 fn read(path: &Path) -> Option<Vec<u8>> {
     let bytes = fs::metadata(path).ok()?.len();
     if bytes > BYTES_MAX {
@@ -83,7 +82,7 @@ fn read(path: &Path) -> Option<Vec<u8>> {
 fn keep(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(folder)?;
-    // A name of its own for each process: two that start at once both write, and both files are the same.
+    // Each process writes a file of its own name. Two processes that start at once write the same contents.
     let draft = path.with_extension(format!("{}.draft", std::process::id()));
     let written = (|| {
         let mut file = fs::File::create(&draft)?;
@@ -94,14 +93,14 @@ fn keep(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
         fs::rename(&draft, path)
     })();
     if written.is_err() {
-        // It may not even be there.
+        // The file may not exist.
         let _ = fs::remove_file(&draft);
     }
     written?;
     sweep(folder)
 }
 
-/// Removes the oldest files beyond the bound.
+/// Removes the oldest files above the bound.
 fn sweep(folder: &Path) -> std::io::Result<()> {
     let mut files: Vec<(SystemTime, PathBuf)> = Vec::new();
     for entry in fs::read_dir(folder)? {

@@ -1,13 +1,13 @@
-//! What the CUDA executor needs of a device: memory, streams, events, copies, launches, matrix products, graphs.
+//! The interface of a device for the CUDA executor: memory, streams, events, copies, launches, matrix products, graphs.
 //!
 //! ```text
-//!   executor ──▶ Device ──┬─▶ driver::CudaDevice      an NVIDIA GPU
-//!                         └─▶ software::SoftDevice    this CPU, with checks that no GPU makes
+//!   executor ──▶ Device ──┬─▶ driver::CudaDevice        an NVIDIA GPU
+//!                         └─▶ software::SoftwareDevice  this CPU, with checks that no GPU makes
 //! ```
 //!
-//! Everything but [`Device::synchronize`] only enqueues: it returns before the work is done, and work on different
-//! streams is ordered by events alone. Memory is named by handle and offset, so that a mistake is found by whoever
-//! checks instead of being an address.
+//! Every call except [`Device::synchronize`] only enqueues: it returns before the work is done, and only events order
+//! work on different streams. Memory is named by handle and offset instead of an address, so that a checking device can
+//! find mistakes.
 
 use std::fmt::Debug;
 use std::io::{self, ErrorKind};
@@ -16,20 +16,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::region::Region;
-use baton_connector_device::{Export, Offer, Opened};
+use baton_connector_device::{ImportedPool, Offer, PoolExport};
 use baton_connector_nixl::api::Memory;
 
 /// Element type of weights, activations and KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Element {
-    /// 32-bit float: for exactness.
+    /// 32-bit float, for exactness.
     F32,
     /// bfloat16, with sums in f32.
     Bf16,
 }
 
 impl Element {
-    /// Bytes of one.
+    /// Bytes of one element.
     #[must_use]
     pub fn bytes(self) -> usize {
         match self {
@@ -38,7 +38,7 @@ impl Element {
         }
     }
 
-    /// Its name in reports.
+    /// The name in reports.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -48,30 +48,30 @@ impl Element {
     }
 }
 
-/// Device memory. Its owner frees it, or the device does at its end.
+/// Device memory. The owner frees it, or the device at its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Buffer(pub(super) u32);
+pub struct DeviceBuffer(pub(super) u32);
 
-/// Host memory that copies can run from and to while the host goes on.
+/// Host memory that copies can use while the host continues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Host(pub(super) u32);
+pub struct HostBuffer(pub(super) u32);
 
 /// A queue of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Stream(pub(super) u32);
 
-/// Whose kernels get processors first, where those of several streams wait for some. What runs is not interrupted.
+/// Order of streams whose kernels wait for processors. Running kernels are not interrupted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Priority {
-    /// Steps: somebody waits for every one of them.
+    /// Steps, which a thread waits for.
     Steps,
-    /// Copies for transports and tiers, which take what steps leave.
+    /// Copies for transports and tiers, which use the processors that steps leave free.
     Copies,
 }
 
 /// A point in a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Event(pub(super) u32);
+pub struct StreamEvent(pub(super) u32);
 
 /// Recorded work that is launched as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -79,26 +79,26 @@ pub struct Graph(pub(super) u32);
 
 /// A range of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Slice {
-    /// Whose.
-    pub buffer: Buffer,
+pub struct DeviceSlice {
+    /// The buffer.
+    pub buffer: DeviceBuffer,
     /// First byte.
     pub offset: usize,
     /// Bytes.
     pub bytes: usize,
 }
 
-impl Slice {
+impl DeviceSlice {
     /// The first `bytes` bytes of a buffer.
     #[must_use]
-    pub fn of(buffer: Buffer, bytes: usize) -> Self {
+    pub fn of(buffer: DeviceBuffer, bytes: usize) -> Self {
         Self { buffer, offset: 0, bytes }
     }
 
-    /// `bytes` bytes from `at` on.
+    /// The `bytes` bytes from `at` on.
     ///
     /// # Panics
-    /// When they are not all inside: the executor's mistake.
+    /// When they are not all inside: a bug of the executor.
     #[must_use]
     pub fn part(&self, at: usize, bytes: usize) -> Self {
         assert!(at + bytes <= self.bytes, "{bytes} bytes from {at} of a slice of {}", self.bytes);
@@ -106,27 +106,27 @@ impl Slice {
     }
 }
 
-/// A range of host memory; its length is that of the other side of a copy.
+/// A range of host memory. Its length is that of the other side of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HostAt {
-    /// Whose.
-    pub host: Host,
+pub struct HostSlice {
+    /// The host memory.
+    pub host: HostBuffer,
     /// First byte.
     pub offset: usize,
 }
 
 /// One argument of a kernel, in the order of its parameters.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Arg {
-    /// A pointer that is only read through.
-    In(Slice),
-    /// A pointer that is written through, and perhaps read.
-    Out(Slice),
+pub enum KernelArg {
+    /// A pointer that the kernel only reads.
+    In(DeviceSlice),
+    /// A pointer that the kernel writes, and possibly reads.
+    Out(DeviceSlice),
     /// A null pointer.
     Null,
-    /// A 32-bit number without sign.
+    /// An unsigned 32-bit number.
     U32(u32),
-    /// A 64-bit number without sign.
+    /// An unsigned 64-bit number.
     U64(u64),
     /// A 32-bit float.
     F32(f32),
@@ -135,7 +135,7 @@ pub enum Arg {
 /// One launch of a kernel.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Launch {
-    /// Which kernel.
+    /// The kernel.
     pub kernel: super::device::Kernel,
     /// Blocks in x, y, z.
     pub grid: [u32; 3],
@@ -143,19 +143,19 @@ pub struct Launch {
     pub threads: u32,
     /// Dynamic shared memory of a block, in bytes.
     pub shared_bytes: u32,
-    /// In the order of the kernel's parameters.
-    pub args: Vec<Arg>,
+    /// Arguments in the order of the kernel's parameters.
+    pub args: Vec<KernelArg>,
 }
 
 /// `out = x · weightsᵀ`: `rows × inputs` by `outputs × inputs`, all row-major. Sums are in f32.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Matmul {
     /// `rows × inputs` elements.
-    pub x: Slice,
+    pub x: DeviceSlice,
     /// `outputs × inputs` elements.
-    pub weights: Slice,
+    pub weights: DeviceSlice,
     /// `rows × outputs` of `result`.
-    pub out: Slice,
+    pub out: DeviceSlice,
     /// Rows of `x`; at least one.
     pub rows: usize,
     /// Columns of `x`.
@@ -168,23 +168,23 @@ pub struct Matmul {
     pub result: Element,
 }
 
-/// Why a device did not do what it was asked to.
+/// Why a device call failed.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// A library that is loaded at run time is not there.
+    /// A library that is loaded at run time was not found.
     #[error("{library} was not found; looked for {names} in {places}")]
     Library {
-        /// What is missing.
+        /// The missing library.
         library: &'static str,
         /// The file names that were tried.
         names: String,
-        /// Where the loader looks.
+        /// The places that were searched.
         places: String,
     },
-    /// There is no such device, or it cannot be used.
+    /// The device does not exist or cannot be used.
     #[error("{0}")]
     Absent(String),
-    /// It does not have that much memory.
+    /// The device has too little memory.
     #[error("device memory: {wanted} bytes wanted, {free} free")]
     Memory {
         /// Bytes of the allocation.
@@ -195,45 +195,45 @@ pub enum DeviceError {
     /// A kernel does not compile.
     #[error("kernels for {arch}: {log}")]
     Compile {
-        /// For which architecture.
+        /// The architecture.
         arch: String,
-        /// What the compiler says.
+        /// The compiler's log.
         log: String,
     },
     /// A call into a library failed.
     #[error("{call}: {what}")]
     Call {
-        /// Which one.
+        /// The function.
         call: &'static str,
-        /// Its own word for it.
+        /// The library's name of the error.
         what: String,
     },
-    /// A step is larger than the executor was made for.
+    /// A step is larger than the executor's bounds.
     #[error("step out of bounds: {0}")]
     Step(String),
-    /// Work was not over in time. It cannot be called off, so the device is given up: whatever this work may still write is
-    /// used for nothing else any more.
+    /// Work was not over in time. It cannot be cancelled, so the device is disabled. Memory that this work may still
+    /// write is never used again.
     #[error("{what} not completed after {} s; the device is disabled", waited.as_secs())]
     Hung {
-        /// Which work.
+        /// The work.
         what: &'static str,
-        /// How long it was waited for.
+        /// Duration of the wait.
         waited: Duration,
     },
-    /// The engine ends, and waits for no copy any more.
+    /// The engine is shutting down and waits for no copy any more.
     #[error("the engine is shutting down")]
     Closed,
-    /// The executor used the device in a way that is undefined. Only the software device can tell.
+    /// The executor used the device in an undefined way. Only the software device can detect this.
     #[error("undefined device operation: {0}")]
     Undefined(String),
 }
 
 /// See the module's documentation.
 pub trait Device: Send {
-    /// What it is, for people.
+    /// A description for logs and reports.
     fn name(&self) -> String;
 
-    /// The version of its driver, for reports. `None`: it has none.
+    /// The version of the driver, for reports. `None`: the device has no driver.
     fn driver(&self) -> Option<String> {
         None
     }
@@ -241,7 +241,7 @@ pub trait Device: Send {
     /// Processors that run blocks at the same time.
     fn multiprocessors(&self) -> u32;
 
-    /// Bytes of shared memory that a block can have. 227 KiB on compute capability 9.0, 163 on 8.0, 99 on 8.6 and 8.9.
+    /// Largest shared memory of a block in bytes: 227 KiB on compute capability 9.0, 163 on 8.0, 99 on 8.6 and 8.9.
     fn shared_bytes_max(&self) -> usize;
 
     /// Bytes of memory, free or not.
@@ -260,45 +260,45 @@ pub trait Device: Send {
     ///
     /// # Errors
     /// [`DeviceError::Memory`].
-    fn alloc(&mut self, bytes: usize) -> Result<Buffer, DeviceError>;
+    fn alloc(&mut self, bytes: usize) -> Result<DeviceBuffer, DeviceError>;
 
-    /// The same as one allocation of its own, which other threads copy from and to, and other processes where the device
-    /// lets them. It is freed when the device and whoever has it have let go of it.
+    /// Zeroed memory as one allocation of its own, which other threads copy from and to, and other processes if the
+    /// device supports that. It is freed when the device and all other owners have dropped it.
     ///
     /// # Errors
     /// [`DeviceError::Memory`].
-    fn alloc_shared(&mut self, bytes: usize) -> Result<(Buffer, Arc<dyn PoolMemory>), DeviceError>;
+    fn alloc_shared(&mut self, bytes: usize) -> Result<(DeviceBuffer, Arc<dyn PoolMemory>), DeviceError>;
 
-    /// Gives memory back. Nothing may use it any more.
+    /// Frees memory. No work may use it any more.
     ///
     /// # Errors
     /// [`DeviceError::Call`].
-    fn free(&mut self, buffer: Buffer) -> Result<(), DeviceError>;
+    fn free(&mut self, buffer: DeviceBuffer) -> Result<(), DeviceError>;
 
     /// Page-locked host memory of its own.
     ///
     /// # Errors
     /// [`DeviceError::Call`].
-    fn host(&mut self, bytes: usize) -> Result<Host, DeviceError>;
+    fn host(&mut self, bytes: usize) -> Result<HostBuffer, DeviceError>;
 
-    /// The memory of a region, page-locked where the system lets it be; copies work either way. The device keeps the
+    /// The memory of a region, page-locked if the system permits that. Copies work either way. The device keeps the
     /// region.
     ///
     /// # Errors
     /// [`DeviceError::Call`].
-    fn host_over(&mut self, region: &Region) -> Result<Host, DeviceError>;
+    fn host_over(&mut self, region: &Region) -> Result<HostBuffer, DeviceError>;
 
-    /// Writes host memory. No copy from it may be on its way.
+    /// Writes host memory. No copy from it may be in flight.
     ///
     /// # Errors
     /// [`DeviceError::Undefined`].
-    fn write_host(&mut self, to: HostAt, bytes: &[u8]) -> Result<(), DeviceError>;
+    fn write_host(&mut self, to: HostSlice, bytes: &[u8]) -> Result<(), DeviceError>;
 
     /// Reads host memory. Copies into it must have landed.
     ///
     /// # Errors
     /// [`DeviceError::Undefined`].
-    fn read_host(&mut self, from: HostAt, bytes: &mut [u8]) -> Result<(), DeviceError>;
+    fn read_host(&mut self, from: HostSlice, bytes: &mut [u8]) -> Result<(), DeviceError>;
 
     /// A new stream.
     ///
@@ -310,31 +310,31 @@ pub trait Device: Send {
     ///
     /// # Errors
     /// [`DeviceError::Call`].
-    fn event(&mut self) -> Result<Event, DeviceError>;
+    fn event(&mut self) -> Result<StreamEvent, DeviceError>;
 
     /// Host to device.
     ///
     /// # Errors
     /// As every call that enqueues: [`DeviceError::Call`], also for work enqueued earlier.
-    fn upload(&mut self, on: Stream, from: HostAt, to: Slice) -> Result<(), DeviceError>;
+    fn upload(&mut self, on: Stream, from: HostSlice, to: DeviceSlice) -> Result<(), DeviceError>;
 
     /// Device to host.
     ///
     /// # Errors
     /// As [`Self::upload`].
-    fn download(&mut self, on: Stream, from: Slice, to: HostAt) -> Result<(), DeviceError>;
+    fn download(&mut self, on: Stream, from: DeviceSlice, to: HostSlice) -> Result<(), DeviceError>;
 
-    /// Device to device, of equal lengths that do not overlap.
+    /// Device to device. The ranges have equal lengths and do not overlap.
     ///
     /// # Errors
     /// As [`Self::upload`].
-    fn copy(&mut self, on: Stream, from: Slice, to: Slice) -> Result<(), DeviceError>;
+    fn copy(&mut self, on: Stream, from: DeviceSlice, to: DeviceSlice) -> Result<(), DeviceError>;
 
-    /// Many such copies at once, from pieces of one buffer to pieces of another; no two of them overlap.
+    /// Many such copies at once, from pieces of one buffer to pieces of another. No two of them overlap.
     ///
     /// # Errors
     /// As [`Self::upload`].
-    fn copy_many(&mut self, on: Stream, pieces: &[(Slice, Slice)]) -> Result<(), DeviceError>;
+    fn copy_many(&mut self, on: Stream, pieces: &[(DeviceSlice, DeviceSlice)]) -> Result<(), DeviceError>;
 
     /// Runs a kernel.
     ///
@@ -342,7 +342,7 @@ pub trait Device: Send {
     /// As [`Self::upload`].
     fn launch(&mut self, on: Stream, launch: &Launch) -> Result<(), DeviceError>;
 
-    /// Runs a matrix product. The first of a shape may take long, because ways to compute it are compared; it may not
+    /// Runs a matrix product. The first product of a shape may take long, because several plans are timed. It must not
     /// be part of a graph.
     ///
     /// # Errors
@@ -353,44 +353,48 @@ pub trait Device: Send {
     ///
     /// # Errors
     /// As [`Self::upload`].
-    fn record(&mut self, event: Event, on: Stream) -> Result<(), DeviceError>;
+    fn record(&mut self, event: StreamEvent, on: Stream) -> Result<(), DeviceError>;
 
     /// The stream's later work begins after the event.
     ///
     /// # Errors
     /// As [`Self::upload`].
-    fn wait(&mut self, on: Stream, event: Event) -> Result<(), DeviceError>;
+    fn wait(&mut self, on: Stream, event: StreamEvent) -> Result<(), DeviceError>;
 
-    /// Waits here until the event is reached, and no longer than is ever right; `meanwhile` is called again and again.
+    /// Waits here until the event is reached, for a bounded time. Calls `meanwhile` repeatedly.
     ///
     /// # Errors
     /// [`DeviceError::Call`], for whatever has failed before it; [`DeviceError::Hung`].
-    fn synchronize_beside(&mut self, event: Event, meanwhile: &mut dyn FnMut()) -> Result<(), DeviceError>;
+    fn synchronize_with(
+        &mut self,
+        event: StreamEvent,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), DeviceError>;
 
-    /// As [`Self::synchronize_beside`], with nothing to do meanwhile.
+    /// As [`Self::synchronize_with`], with nothing to do meanwhile.
     ///
     /// # Errors
     /// As there.
-    fn synchronize(&mut self, event: Event) -> Result<(), DeviceError> {
-        self.synchronize_beside(event, &mut || ())
+    fn synchronize(&mut self, event: StreamEvent) -> Result<(), DeviceError> {
+        self.synchronize_with(event, &mut || ())
     }
 
-    /// Milliseconds from one event to another, both reached. A device without a clock of its own answers 0.
+    /// Milliseconds from one event to another, both reached. A device without a clock returns 0.
     ///
     /// # Errors
     /// [`DeviceError::Call`].
-    fn elapsed_ms(&mut self, from: Event, to: Event) -> Result<f32, DeviceError>;
+    fn elapsed_ms(&mut self, from: StreamEvent, to: StreamEvent) -> Result<f32, DeviceError>;
 
-    /// From here on, launches and products on the stream are recorded instead of run.
+    /// Records launches and products on the stream from now on, instead of running them.
     ///
     /// # Errors
     /// [`DeviceError::Call`].
     fn begin_capture(&mut self, on: Stream) -> Result<(), DeviceError>;
 
-    /// What was recorded.
+    /// The recorded work.
     ///
     /// # Errors
-    /// [`DeviceError::Call`], for whatever could not be recorded; recording has ended then too.
+    /// [`DeviceError::Call`] for work that could not be recorded. Recording has ended then too.
     fn end_capture(&mut self, on: Stream) -> Result<Graph, DeviceError>;
 
     /// Runs recorded work.
@@ -400,7 +404,7 @@ pub trait Device: Send {
     fn replay(&mut self, graph: Graph, on: Stream) -> Result<(), DeviceError>;
 }
 
-/// Which kernel.
+/// A kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kernel {
     /// Rows of the embedding.
@@ -430,7 +434,7 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// All of them; those of bf16 alone come last.
+    /// All kernels. The bf16-only ones come last.
     const ALL: [Self; 12] = [
         Self::Embed,
         Self::AddRmsNorm,
@@ -446,7 +450,7 @@ impl Kernel {
         Self::FewRowsGated,
     ];
 
-    /// Those that there are for an element type.
+    /// The kernels of an element type.
     #[must_use]
     pub fn all(element: Element) -> &'static [Self] {
         match element {
@@ -455,7 +459,7 @@ impl Kernel {
         }
     }
 
-    /// Its name in the sources.
+    /// The name in the sources.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -475,19 +479,19 @@ impl Kernel {
     }
 }
 
-/// Bytes of the pool, and of host memory, that are copied from one to the other.
+/// Bytes that are copied between the pool and host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostRun {
     /// First byte in the pool.
     pub pool: usize,
     /// First byte in the host memory.
     pub host: usize,
-    /// How many.
+    /// Number of bytes.
     pub bytes: usize,
 }
 
 impl HostRun {
-    /// Whether it is inside a pool and host memory of so many bytes.
+    /// Whether the run is inside a pool and host memory of these sizes.
     #[must_use]
     pub fn is_inside(&self, pool: usize, host: usize) -> bool {
         let fits = |at: usize, all| at.checked_add(self.bytes).is_some_and(|end| end <= all);
@@ -495,24 +499,24 @@ impl HostRun {
     }
 }
 
-/// Device memory that other threads and processes use too, each call on a stream of its own.
+/// Device memory that other threads and processes use too. Each call uses a stream of its own.
 pub trait PoolMemory: Debug + Send + Sync {
-    /// What opens it in another process.
+    /// Exports the memory, so that another process can open it.
     ///
     /// # Errors
     /// Why it cannot be exported.
-    fn export(&self) -> io::Result<Export>;
+    fn export(&self) -> io::Result<PoolExport>;
 
     /// Opens another process's memory, for copies into this one.
     ///
     /// # Errors
-    /// Why it cannot be read from this device, or is not what the offer says.
-    fn open(&self, offer: &Offer, descriptor: Option<OwnedFd>) -> io::Result<Box<dyn Opened>>;
+    /// Why it cannot be read from this device, or how it differs from the offer.
+    fn open(&self, offer: &Offer, descriptor: Option<OwnedFd>) -> io::Result<Box<dyn ImportedPool>>;
 
     /// Copies bytes of the pool to host memory, and waits until they have landed.
     ///
     /// # Errors
-    /// [`DeviceError`]; what is there is then of no use.
+    /// [`DeviceError`]. The bytes in host memory are undefined then.
     fn copy_out(&self, runs: &[HostRun], host: &Region) -> Result<(), DeviceError>;
 
     /// Copies bytes of host memory to the pool, and waits until they have landed.
@@ -521,23 +525,24 @@ pub trait PoolMemory: Debug + Send + Sync {
     /// As [`Self::copy_out`].
     fn copy_in(&self, runs: &[HostRun], host: &Region) -> Result<(), DeviceError>;
 
-    /// Page-locks host memory, if the system lets it be, so that copies run at the link's speed. They work either way.
+    /// Page-locks host memory, if the system permits it, so that copies run at the link's speed. Copies work either
+    /// way.
     fn pin(&self, host: &Region) {
         let _ = host;
     }
 
-    /// Where it lies, for a library that opens it to other processes by itself. From then on it counts as exported.
+    /// The address and size, for a library that exports the memory itself. From then on it counts as exported.
     ///
     /// # Errors
-    /// Why others cannot have it.
+    /// Why other processes cannot open it.
     fn place(&self) -> io::Result<Memory> {
         Err(ErrorKind::Unsupported.into())
     }
 
-    /// Makes the device the calling thread's, for calls of such a library.
+    /// Makes the device current on the calling thread, for calls of such a library.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn enter(&self) -> io::Result<()> {
         Ok(())
     }

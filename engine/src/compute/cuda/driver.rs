@@ -1,15 +1,15 @@
-//! An NVIDIA GPU, through the driver's own interface. Nothing of CUDA is linked: libraries are found at run time.
+//! An NVIDIA GPU, through the driver's own interface. No CUDA library is linked: libraries are found at run time.
 //!
-//! Streams are of their own (never the legacy default one). Memory is allocated plainly, so that it can be shared with
-//! other processes (`pool`). The context is made current on whatever thread uses the device.
+//! The device creates its own streams and never uses the legacy default one. Memory is allocated plainly, so that it
+//! can be shared with other processes (`pool`). The context is made current on each thread that uses the device.
 //!
-//! `bench/gpu/check.sh` checks it where there is a GPU.
-#![allow(unsafe_code)] // calls into the driver; see each block
+//! `bench/gpu/check.sh` checks this module on a GPU.
+#![allow(unsafe_code, reason = "calls into the driver; see each block")]
 
 mod blas;
+mod bounded_wait;
 pub mod libraries;
 mod module;
-mod patience;
 mod pool;
 mod stream;
 
@@ -24,21 +24,21 @@ use baton_connector::region::Region;
 use cudarc::driver::sys;
 
 use self::blas::Blas;
-use self::module::{Module, Size};
+use self::module::{DriverModule, LaunchSize};
 use self::pool::CudaPool;
+use super::copy_pieces::CopyPiece;
 use super::device::{
-    Arg, Buffer, Device, DeviceError, Element, Event, Graph, Host, HostAt, Kernel, Launch, Matmul,
-    PoolMemory, Priority, Slice, Stream,
+    Device, DeviceBuffer, DeviceError, DeviceSlice, Element, Graph, HostBuffer, HostSlice, Kernel, KernelArg,
+    Launch, Matmul, PoolMemory, Priority, Stream, StreamEvent,
 };
-use super::pieces::Piece;
 use super::{cubins, kernels, nvrtc};
 
 /// Compute capability of the oldest devices with bf16 tensor cores.
 const CAPABILITY_MIN: (i32, i32) = (8, 0);
-/// Dynamic shared memory that a kernel may have without asking.
+/// Dynamic shared memory that a kernel may use without an attribute.
 const SHARED_BYTES_UNASKED: u32 = 48 << 10;
 
-/// `what` of a call's result: its name in the driver's own words.
+/// Converts a result of the driver; `what` of the error is the driver's name of it.
 fn check(call: &'static str, result: sys::CUresult) -> Result<(), DeviceError> {
     if result == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
@@ -55,11 +55,11 @@ fn check(call: &'static str, result: sys::CUresult) -> Result<(), DeviceError> {
     Err(DeviceError::Call { call, what })
 }
 
-/// Host memory that the device knows.
+/// Host memory for copies of the device.
 enum HostMemory {
     /// Allocated by the driver.
     Own { base: *mut u8, bytes: usize },
-    /// A region's; whether it could be page-locked.
+    /// A region's memory, and whether it is page-locked.
     Region { region: Region, locked: bool },
 }
 
@@ -88,30 +88,30 @@ pub struct CudaDevice {
     shared_bytes_max: usize,
     context: sys::CUcontext,
     bound: Option<ThreadId>,
-    module: Arc<Module>,
-    /// With the dynamic shared memory that was asked for.
+    module: Arc<DriverModule>,
+    /// Each function with its dynamic shared memory.
     functions: HashMap<Kernel, (sys::CUfunction, u32)>,
     buffers: Vec<Option<(sys::CUdeviceptr, usize)>>,
-    /// Buffers that are not this device's alone to free.
-    pools: HashMap<Buffer, Arc<CudaPool>>,
+    /// Buffers with other owners, which the device must not free.
+    pools: HashMap<DeviceBuffer, Arc<CudaPool>>,
     hosts: Vec<HostMemory>,
     streams: Vec<sys::CUstream>,
     events: Vec<sys::CUevent>,
     graphs: Vec<sys::CUgraphExec>,
     blas: Blas,
-    /// Work was not over in time. What it may still write stays where it is, to the end of the process.
+    /// Work was not over in time. Memory that it may still write is kept until the end of the process.
     hung: bool,
 }
 
-// SAFETY: the driver's handles may be used from any thread whose current context is theirs, which `bind` sees to; a
-// device is used by one thread at a time, as everything here takes it exclusively.
+// SAFETY: the driver's handles may be used from any thread whose current context is theirs, which `bind` ensures; a
+// device is used by one thread at a time, as every method takes it exclusively.
 unsafe impl Send for CudaDevice {}
 
 impl CudaDevice {
-    /// Device `ordinal`, with kernels for one element type and head width: compiled now, or taken from `cache`.
+    /// Device `ordinal`, with kernels for one element type and head width, compiled now or read from `cache`.
     ///
     /// # Errors
-    /// [`DeviceError`]: what is missing, and where it was looked for.
+    /// [`DeviceError`]: the missing part and the places that were searched.
     pub fn open(
         ordinal: usize,
         element: Element,
@@ -168,8 +168,8 @@ impl CudaDevice {
         let loaded = (|| {
             // SAFETY: the context is retained.
             check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(context) })?;
-            // Kernels that begin early are of compute capability 9.0.
-            Module::load(device, &cubin, element, capability.0 >= 9)
+            // Kernels can begin early from compute capability 9.0 on.
+            DriverModule::load(device, &cubin, element, capability.0 >= 9)
         })();
         let (module, functions) = loaded.inspect_err(|_| {
             // SAFETY: retained once, and released once.
@@ -177,7 +177,7 @@ impl CudaDevice {
         })?;
         let functions =
             functions.into_iter().map(|(kernel, function)| (kernel, (function, SHARED_BYTES_UNASKED)));
-        // From here on the destructor gives everything back.
+        // From here on the destructor frees everything.
         let mut opened = Self {
             device,
             name,
@@ -199,11 +199,11 @@ impl CudaDevice {
         };
         opened.bind()?;
         let workspace = opened.alloc(blas::WORKSPACE_BYTES)?;
-        opened.blas.open(opened.address(&Slice::of(workspace, blas::WORKSPACE_BYTES))?)?;
+        opened.blas.open(opened.address(&DeviceSlice::of(workspace, blas::WORKSPACE_BYTES))?)?;
         Ok(opened)
     }
 
-    /// What its kernels were compiled for.
+    /// The architecture of the compiled kernels.
     #[must_use]
     pub fn arch(&self) -> &str {
         &self.arch
@@ -220,7 +220,7 @@ impl CudaDevice {
     }
 
     /// The address of a range.
-    fn address(&self, slice: &Slice) -> Result<sys::CUdeviceptr, DeviceError> {
+    fn address(&self, slice: &DeviceSlice) -> Result<sys::CUdeviceptr, DeviceError> {
         let held = self.buffers.get(slice.buffer.0 as usize).copied().flatten();
         match held {
             Some((base, bytes)) if slice.offset + slice.bytes <= bytes => Ok(base + slice.offset as u64),
@@ -228,7 +228,7 @@ impl CudaDevice {
         }
     }
 
-    fn host_address(&self, at: HostAt, bytes: usize) -> Result<*mut u8, DeviceError> {
+    fn host_address(&self, at: HostSlice, bytes: usize) -> Result<*mut u8, DeviceError> {
         let memory = &self.hosts[at.host.0 as usize];
         if at.offset + bytes > memory.bytes() {
             return Err(DeviceError::Undefined(format!("{bytes} bytes at {at:?} of {}", memory.bytes())));
@@ -246,10 +246,10 @@ impl CudaDevice {
     }
 }
 
-/// Bytes of the current context's device: free, and all.
+/// Free and total bytes of the current context's device.
 fn memory_info() -> Result<(usize, usize), DeviceError> {
     let (mut free, mut total) = (0, 0);
-    // SAFETY: the out-parameters are valid. Without a current context the driver answers with an error.
+    // SAFETY: the out-parameters are valid. Without a current context the driver returns an error.
     check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
     Ok((free, total))
 }
@@ -279,7 +279,7 @@ impl Device for CudaDevice {
         memory_info().map(|(free, _)| free)
     }
 
-    fn alloc(&mut self, bytes: usize) -> Result<Buffer, DeviceError> {
+    fn alloc(&mut self, bytes: usize) -> Result<DeviceBuffer, DeviceError> {
         self.bind()?;
         let mut address = 0;
         // SAFETY: the out-parameter is valid; the memory is set within what was allocated.
@@ -292,24 +292,24 @@ impl Device for CudaDevice {
             }
             self.buffers.push(Some((address, bytes)));
             check("cuMemsetD8", sys::cuMemsetD8_v2(address, 0, bytes))?;
-            // That may still run, on the default stream, which ours do not wait for.
+            // The zeroing may still run on the default stream, which the other streams do not wait for.
             stream::await_all("the zeroing of device memory", std::ptr::null_mut())?;
         }
-        Ok(Buffer(Self::count(self.buffers.len())))
+        Ok(DeviceBuffer(Self::count(self.buffers.len())))
     }
 
-    fn alloc_shared(&mut self, bytes: usize) -> Result<(Buffer, Arc<dyn PoolMemory>), DeviceError> {
+    fn alloc_shared(&mut self, bytes: usize) -> Result<(DeviceBuffer, Arc<dyn PoolMemory>), DeviceError> {
         let buffer = self.alloc(bytes)?;
-        let address = self.address(&Slice::of(buffer, bytes))?;
+        let address = self.address(&DeviceSlice::of(buffer, bytes))?;
         let pool = Arc::new(CudaPool::over(self.device, Arc::clone(&self.module), address, bytes)?);
         self.pools.insert(buffer, Arc::clone(&pool));
         Ok((buffer, Arc::new(pool)))
     }
 
-    fn free(&mut self, buffer: Buffer) -> Result<(), DeviceError> {
+    fn free(&mut self, buffer: DeviceBuffer) -> Result<(), DeviceError> {
         self.bind()?;
         if self.pools.remove(&buffer).is_some() {
-            // Freed with the last who has it.
+            // Its last owner frees it.
             self.buffers[buffer.0 as usize] = None;
             return Ok(());
         }
@@ -319,7 +319,7 @@ impl Device for CudaDevice {
         check("cuMemFree", unsafe { sys::cuMemFree_v2(address) })
     }
 
-    fn host(&mut self, bytes: usize) -> Result<Host, DeviceError> {
+    fn host(&mut self, bytes: usize) -> Result<HostBuffer, DeviceError> {
         self.bind()?;
         let mut base = std::ptr::null_mut();
         // SAFETY: the out-parameter is valid; the memory is zeroed within what was allocated.
@@ -328,31 +328,31 @@ impl Device for CudaDevice {
             base.cast::<u8>().write_bytes(0, bytes);
         }
         self.hosts.push(HostMemory::Own { base: base.cast(), bytes });
-        Ok(Host(Self::count(self.hosts.len())))
+        Ok(HostBuffer(Self::count(self.hosts.len())))
     }
 
-    fn host_over(&mut self, region: &Region) -> Result<Host, DeviceError> {
+    fn host_over(&mut self, region: &Region) -> Result<HostBuffer, DeviceError> {
         self.bind()?;
         let bytes = region.blocks() * region.block_bytes();
         let base: *mut c_void = region.block_ptr(BlockId(0)).cast();
-        // SAFETY: the region's memory stays where it is while `self` keeps it, and is unregistered before.
+        // SAFETY: the region's memory stays in place while `self` keeps it, and is unregistered before.
         let result = unsafe { sys::cuMemHostRegister_v2(base, bytes, 0) };
         let locked = check("cuMemHostRegister", result);
         if let Err(error) = &locked {
             tracing::warn!(%error, bytes, "KV mirror not page-locked, block copies are slower");
         }
         self.hosts.push(HostMemory::Region { region: region.clone(), locked: locked.is_ok() });
-        Ok(Host(Self::count(self.hosts.len())))
+        Ok(HostBuffer(Self::count(self.hosts.len())))
     }
 
-    fn write_host(&mut self, to: HostAt, bytes: &[u8]) -> Result<(), DeviceError> {
+    fn write_host(&mut self, to: HostSlice, bytes: &[u8]) -> Result<(), DeviceError> {
         let base = self.host_address(to, bytes.len())?;
-        // SAFETY: the range was checked; the caller keeps the trait's contract that no copy is on its way.
+        // SAFETY: the range was checked; the caller keeps the trait's contract that no copy is in flight.
         unsafe { base.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Ok(())
     }
 
-    fn read_host(&mut self, from: HostAt, bytes: &mut [u8]) -> Result<(), DeviceError> {
+    fn read_host(&mut self, from: HostSlice, bytes: &mut [u8]) -> Result<(), DeviceError> {
         let base = self.host_address(from, bytes.len())?;
         // SAFETY: as above.
         unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(base, bytes.len()) };
@@ -365,25 +365,25 @@ impl Device for CudaDevice {
         Ok(Stream(Self::count(self.streams.len())))
     }
 
-    fn event(&mut self) -> Result<Event, DeviceError> {
+    fn event(&mut self) -> Result<StreamEvent, DeviceError> {
         self.bind()?;
         let mut event = std::ptr::null_mut();
         // SAFETY: the out-parameter is valid.
         check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, 0) })?;
         self.events.push(event);
-        Ok(Event(Self::count(self.events.len())))
+        Ok(StreamEvent(Self::count(self.events.len())))
     }
 
-    fn upload(&mut self, on: Stream, from: HostAt, to: Slice) -> Result<(), DeviceError> {
+    fn upload(&mut self, on: Stream, from: HostSlice, to: DeviceSlice) -> Result<(), DeviceError> {
         self.bind()?;
         let (host, device) = (self.host_address(from, to.bytes)?, self.address(&to)?);
-        // SAFETY: both ranges were checked; memory stays until work on it is done, as its owner promises.
+        // SAFETY: both ranges were checked; the owner guarantees that memory stays until work on it is done.
         let result =
             unsafe { sys::cuMemcpyHtoDAsync_v2(device, host.cast_const().cast(), to.bytes, self.on(on)) };
         check("cuMemcpyHtoDAsync", result)
     }
 
-    fn download(&mut self, on: Stream, from: Slice, to: HostAt) -> Result<(), DeviceError> {
+    fn download(&mut self, on: Stream, from: DeviceSlice, to: HostSlice) -> Result<(), DeviceError> {
         self.bind()?;
         let (host, device) = (self.host_address(to, from.bytes)?, self.address(&from)?);
         // SAFETY: as above.
@@ -391,7 +391,7 @@ impl Device for CudaDevice {
         check("cuMemcpyDtoHAsync", result)
     }
 
-    fn copy(&mut self, on: Stream, from: Slice, to: Slice) -> Result<(), DeviceError> {
+    fn copy(&mut self, on: Stream, from: DeviceSlice, to: DeviceSlice) -> Result<(), DeviceError> {
         self.bind()?;
         if from.bytes != to.bytes {
             return Err(DeviceError::Undefined(format!("a copy of {} bytes into {}", from.bytes, to.bytes)));
@@ -402,38 +402,39 @@ impl Device for CudaDevice {
         check("cuMemcpyDtoDAsync", result)
     }
 
-    fn copy_many(&mut self, on: Stream, pieces: &[(Slice, Slice)]) -> Result<(), DeviceError> {
+    fn copy_many(&mut self, on: Stream, pieces: &[(DeviceSlice, DeviceSlice)]) -> Result<(), DeviceError> {
         self.bind()?;
-        let piece = |(from, into): &(Slice, Slice)| {
+        let piece = |(from, into): &(DeviceSlice, DeviceSlice)| {
             if from.bytes != into.bytes {
                 return Err(DeviceError::Undefined(format!("{} bytes into {}", from.bytes, into.bytes)));
             }
-            Ok(Piece { from: self.address(from)?, into: self.address(into)?, bytes: from.bytes })
+            Ok(CopyPiece { from: self.address(from)?, into: self.address(into)?, bytes: from.bytes })
         };
         let pieces = pieces.iter().map(piece).collect::<Result<Vec<_>, _>>()?;
-        // SAFETY: every range was checked; that none overlap, and that memory stays, its owner promises.
+        // SAFETY: every range was checked; the owner guarantees that none overlap and that memory stays.
         unsafe { self.module.copy(self.on(on), pieces) }
     }
 
     fn launch(&mut self, on: Stream, launch: &Launch) -> Result<(), DeviceError> {
         self.bind()?;
         let (function, granted) = self.functions[&launch.kernel];
-        // Every parameter in eight bytes of its own: the driver reads as many of them as the parameter has.
+        // Every parameter in eight bytes of its own: the driver reads only the bytes of the parameter's type.
         let mut values = Vec::with_capacity(launch.args.len());
         for arg in &launch.args {
             values.push(match arg {
-                Arg::In(slice) | Arg::Out(slice) => self.address(slice)?,
-                Arg::Null => 0,
-                Arg::U32(value) => u64::from(*value),
-                Arg::U64(value) => *value,
-                Arg::F32(value) => u64::from(value.to_bits()),
+                KernelArg::In(slice) | KernelArg::Out(slice) => self.address(slice)?,
+                KernelArg::Null => 0,
+                KernelArg::U32(value) => u64::from(*value),
+                KernelArg::U64(value) => *value,
+                KernelArg::F32(value) => u64::from(value.to_bits()),
             });
         }
         let mut parameters: Vec<*mut c_void> =
             values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect();
-        let size = Size { grid: launch.grid, threads: launch.threads, shared_bytes: launch.shared_bytes };
-        // SAFETY: the parameters are those of the kernel (a test compares them with its source), little-endian as every
-        // device and host of CUDA; what its pointers reach was checked to be in buffers.
+        let size =
+            LaunchSize { grid: launch.grid, threads: launch.threads, shared_bytes: launch.shared_bytes };
+        // SAFETY: the parameters are those of the kernel (a test compares them with its source), little-endian as on
+        // every device and host of CUDA; the ranges of its pointers were checked to be in buffers.
         unsafe {
             if launch.shared_bytes > granted {
                 let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
@@ -452,21 +453,25 @@ impl Device for CudaDevice {
         self.blas.matmul(stream, matmul, at)
     }
 
-    fn record(&mut self, event: Event, on: Stream) -> Result<(), DeviceError> {
+    fn record(&mut self, event: StreamEvent, on: Stream) -> Result<(), DeviceError> {
         self.bind()?;
         // SAFETY: both handles live as long as `self`.
         let result = unsafe { sys::cuEventRecord(self.events[event.0 as usize], self.on(on)) };
         check("cuEventRecord", result)
     }
 
-    fn wait(&mut self, on: Stream, event: Event) -> Result<(), DeviceError> {
+    fn wait(&mut self, on: Stream, event: StreamEvent) -> Result<(), DeviceError> {
         self.bind()?;
         // SAFETY: as above.
         let result = unsafe { sys::cuStreamWaitEvent(self.on(on), self.events[event.0 as usize], 0) };
         check("cuStreamWaitEvent", result)
     }
 
-    fn synchronize_beside(&mut self, event: Event, meanwhile: &mut dyn FnMut()) -> Result<(), DeviceError> {
+    fn synchronize_with(
+        &mut self,
+        event: StreamEvent,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), DeviceError> {
         self.bind()?;
         let (what, event) = ("work on the device", self.events[event.0 as usize]);
         // SAFETY: as above.
@@ -475,7 +480,7 @@ impl Device for CudaDevice {
         waited
     }
 
-    fn elapsed_ms(&mut self, from: Event, to: Event) -> Result<f32, DeviceError> {
+    fn elapsed_ms(&mut self, from: StreamEvent, to: StreamEvent) -> Result<f32, DeviceError> {
         self.bind()?;
         let (from, to) = (self.events[from.0 as usize], self.events[to.0 as usize]);
         let mut elapsed = 0.0;
@@ -515,17 +520,17 @@ impl Device for CudaDevice {
 
 impl Drop for CudaDevice {
     fn drop(&mut self) {
-        // SAFETY: everything is destroyed once, after the work on every stream is done. Errors are of no use here: the
-        // process is ending, or the device is lost anyway.
+        // SAFETY: everything is destroyed once, after the work on every stream is done. Errors are ignored: the process
+        // is ending, or the device is lost.
         unsafe {
             let _ = sys::cuCtxSetCurrent(self.context);
             self.hung |= self.pools.values().any(|pool| pool.has_hung());
             for stream in &self.streams {
-                let rests = || stream::await_all("the last work on the device", *stream);
-                self.hung = self.hung || matches!(rests(), Err(DeviceError::Hung { .. }));
+                let finished = || stream::await_all("the last work on the device", *stream);
+                self.hung = self.hung || matches!(finished(), Err(DeviceError::Hung { .. }));
             }
             if self.hung {
-                // It may still write what it was given, and giving back waits for it without a bound.
+                // The work may still write this memory, and freeing would wait for it without a bound.
                 std::mem::forget((std::mem::take(&mut self.hosts), std::mem::take(&mut self.pools)));
                 std::mem::forget(Arc::clone(&self.module));
                 return;
@@ -541,7 +546,7 @@ impl Drop for CudaDevice {
                 let _ = sys::cuStreamDestroy_v2(stream);
             }
             for (index, held) in self.buffers.drain(..).enumerate() {
-                let pooled = self.pools.contains_key(&Buffer(index as u32));
+                let pooled = self.pools.contains_key(&DeviceBuffer(index as u32));
                 if let (Some((address, _)), false) = (held, pooled) {
                     let _ = sys::cuMemFree_v2(address);
                 }

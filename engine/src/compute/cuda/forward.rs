@@ -5,37 +5,37 @@
 //!         ▶ norm of wanted rows ▶ logits ▶ choose
 //! ```
 //!
-//! Products of a few rows are kernels of ours, gate, up and silu in one; the others are the library's. The residual stream and
-//! what is added to it are f32; what goes into the matrices is of the model's element.
+//! Products of few rows use Baton's own kernels, with gate, up and silu in one; the library computes the others. The
+//! residual stream and the values that are added to it are f32. The inputs of matrices have the model's element type.
 
-use super::device::{Device, DeviceError, Element, Matmul, Slice};
-use super::kernels::{self, Attention, Choice, Norm, RopeKv, Shape};
-use super::plan::{Bounds, Plan, Section, padded_rows};
+use super::device::{Device, DeviceError, DeviceSlice, Element, Matmul};
+use super::kernels::{self, AttentionArgs, ChooseArgs, KernelShape, NormArgs, RopeKvArgs};
+use super::plan::{Section, StepBounds, StepPlan, padded_rows};
 use super::{CudaExecutor, ModelConfig};
 
-/// Buffers of one step, of the most rows that one may have.
+/// Buffers of one step with the most rows.
 #[derive(Clone, Copy)]
-pub(super) struct Activations {
-    hidden: Slice,
-    normed: Slice,
-    qkv: Slice,
-    attended: Slice,
-    projected: Slice,
-    gate_up: Slice,
-    activated: Slice,
-    partial: Slice,
-    summary: Slice,
-    /// Best value, and its place, of each part of each wanted row.
-    best_values: Slice,
-    best_places: Slice,
+pub(super) struct CudaActivations {
+    hidden: DeviceSlice,
+    normed: DeviceSlice,
+    qkv: DeviceSlice,
+    attended: DeviceSlice,
+    projected: DeviceSlice,
+    gate_up: DeviceSlice,
+    activated: DeviceSlice,
+    partial: DeviceSlice,
+    summary: DeviceSlice,
+    /// Best value of each part of each wanted row, and its index.
+    best_values: DeviceSlice,
+    best_places: DeviceSlice,
 }
 
-impl Activations {
+impl CudaActivations {
     pub(super) fn new(
-        room: &mut dyn FnMut(usize) -> Result<Slice, DeviceError>,
-        shape: &Shape,
+        room: &mut dyn FnMut(usize) -> Result<DeviceSlice, DeviceError>,
+        shape: &KernelShape,
         config: &ModelConfig,
-        bounds: &Bounds,
+        bounds: &StepBounds,
         multiprocessors: u32,
     ) -> Result<Self, DeviceError> {
         let rows = padded_rows(bounds.rows);
@@ -59,15 +59,15 @@ impl Activations {
 }
 
 impl<D: Device> CudaExecutor<D> {
-    fn section(&self, section: Section) -> Slice {
+    fn section(&self, section: Section) -> DeviceSlice {
         self.words.part(section.at * 4, section.len * 4)
     }
 
     fn product(
         &mut self,
-        x: Slice,
-        weights: Slice,
-        out: Slice,
+        x: DeviceSlice,
+        weights: DeviceSlice,
+        out: DeviceSlice,
         rows: usize,
         (inputs, outputs): (usize, usize),
         result: Element,
@@ -77,7 +77,7 @@ impl<D: Device> CudaExecutor<D> {
         self.multiply(&matmul)
     }
 
-    /// By our own kernel where that is the faster one.
+    /// Runs Baton's own kernel if it is faster, otherwise the library.
     fn multiply(&mut self, matmul: &Matmul) -> Result<(), DeviceError> {
         match kernels::few_rows(matmul, self.device.multiprocessors()) {
             Some(launch) => self.device.launch(self.compute, &launch),
@@ -86,7 +86,12 @@ impl<D: Device> CudaExecutor<D> {
     }
 
     /// `activated = silu(gate + bias) * (up + bias)` of the normed rows.
-    fn gated(&mut self, weights: Slice, bias: Option<Slice>, rows: usize) -> Result<(), DeviceError> {
+    fn gated(
+        &mut self,
+        weights: DeviceSlice,
+        bias: Option<DeviceSlice>,
+        rows: usize,
+    ) -> Result<(), DeviceError> {
         let (at, width, element) = (self.activations, self.config.intermediate, self.shape.element);
         let matmul = Matmul {
             x: at.normed,
@@ -106,13 +111,13 @@ impl<D: Device> CudaExecutor<D> {
         self.device.launch(self.compute, &silu)
     }
 
-    fn norm(&mut self, norm: &Norm, rows: usize) -> Result<(), DeviceError> {
+    fn norm(&mut self, norm: &NormArgs, rows: usize) -> Result<(), DeviceError> {
         let launch = kernels::add_rms_norm(norm, self.config.hidden, self.config.norm_eps, rows);
         self.device.launch(self.compute, &launch)
     }
 
-    /// Everything up to the last layer's output, which is still to be added to the residual stream.
-    pub(super) fn layers(&mut self, plan: &Plan) -> Result<(), DeviceError> {
+    /// Runs everything up to the last layer's output. [`Self::head`] adds this output to the residual stream.
+    pub(super) fn layers(&mut self, plan: &StepPlan) -> Result<(), DeviceError> {
         let (rows, hidden, inter) = (plan.rows, self.config.hidden, self.config.intermediate);
         let (query, qkv, element) = (self.config.query_width(), self.shape.qkv_width(), self.shape.element);
         let at = self.activations;
@@ -120,13 +125,16 @@ impl<D: Device> CudaExecutor<D> {
         let embed = kernels::embed(tokens, self.network.embedding, at.hidden, hidden, rows);
         self.device.launch(self.compute, &embed)?;
         let first = self.network.layers[0].attention_norm;
-        self.norm(&Norm { hidden: at.hidden, delta: None, weight: first, rows: None, out: at.normed }, rows)?;
+        self.norm(
+            &NormArgs { hidden: at.hidden, delta: None, weight: first, rows: None, out: at.normed },
+            rows,
+        )?;
         for index in 0..self.network.layers.len() {
             let layer = &self.network.layers[index];
             let (weights, output_bias, down_bias) =
                 ([layer.qkv, layer.output, layer.gate_up, layer.down], layer.output_bias, layer.down_bias);
             let (mlp_norm, gate_up_bias) = (layer.mlp_norm, layer.gate_up_bias);
-            let parts = RopeKv {
+            let parts = RopeKvArgs {
                 qkv: at.qkv,
                 bias: layer.qkv_bias,
                 norms: layer.qk_norm,
@@ -141,24 +149,25 @@ impl<D: Device> CudaExecutor<D> {
             self.product(at.attended, weights[1], at.projected, rows, (query, hidden), Element::F32)?;
             let delta = Some((at.projected, output_bias));
             self.norm(
-                &Norm { hidden: at.hidden, delta, weight: mlp_norm, rows: None, out: at.normed },
+                &NormArgs { hidden: at.hidden, delta, weight: mlp_norm, rows: None, out: at.normed },
                 rows,
             )?;
             self.gated(weights[2], gate_up_bias, rows)?;
             self.product(at.activated, weights[3], at.projected, rows, (inter, hidden), Element::F32)?;
             if let Some(next) = self.network.layers.get(index + 1) {
                 let (delta, weight) = (Some((at.projected, down_bias)), next.attention_norm);
-                self.norm(&Norm { hidden: at.hidden, delta, weight, rows: None, out: at.normed }, rows)?;
+                self.norm(&NormArgs { hidden: at.hidden, delta, weight, rows: None, out: at.normed }, rows)?;
             }
         }
         Ok(())
     }
 
-    fn attend(&mut self, plan: &Plan, layer: usize) -> Result<(), DeviceError> {
-        let parts = |entries: Slice| Attention {
+    fn attend(&mut self, plan: &StepPlan, layer: usize) -> Result<(), DeviceError> {
+        let parts = |entries: DeviceSlice| AttentionArgs {
             qkv: self.activations.qkv,
             pool: self.pool,
-            // Longer with every step: what is recorded reads as far as the tables of any step reach.
+            // The tables section ends at the end of the buffer, so that a recorded launch can read the tables of any
+            // step.
             tables: self.words.part(plan.tables.at * 4, self.words.bytes - plan.tables.at * 4),
             entries,
             out: self.activations.attended,
@@ -180,12 +189,12 @@ impl<D: Device> CudaExecutor<D> {
         Ok(())
     }
 
-    /// Logits of `rows` wanted rows from `first` on, and the tokens drawn from them.
-    pub(super) fn head(&mut self, plan: &Plan, first: usize, rows: usize) -> Result<(), DeviceError> {
+    /// Computes the logits of `rows` wanted rows from `first` on, and the tokens drawn from them.
+    pub(super) fn head(&mut self, plan: &StepPlan, first: usize, rows: usize) -> Result<(), DeviceError> {
         let Some(last) = self.network.layers.last() else { return Ok(()) };
         let (at, down_bias) = (self.activations, last.down_bias);
         let wanted = self.section(plan.wanted).part(first * 4, rows * 4);
-        let norm = Norm {
+        let norm = NormArgs {
             hidden: at.hidden,
             delta: Some((at.projected, down_bias)),
             weight: self.network.final_norm,
@@ -209,7 +218,7 @@ impl<D: Device> CudaExecutor<D> {
             return Ok(());
         }
         let words = kernels::DRAW_WORDS * 4;
-        let choice = Choice {
+        let choice = ChooseArgs {
             logits,
             values: self.activations.best_values,
             indices: self.activations.best_places,

@@ -1,9 +1,9 @@
-//! The kernels: their sources, and what a launch of each looks like.
+//! The kernels: their sources and their launches.
 //!
-//! A source is made for one element type and head width; it includes nothing. Arguments are built here for both
-//! devices, and a test compares their number and kinds with the parameters in the sources.
+//! A source is generated for one element type and head width and includes nothing. Arguments are built here for both
+//! devices. A test compares their number and kinds with the parameters in the sources.
 
-use super::device::{Arg, Element, Kernel, Launch, Matmul, Slice};
+use super::device::{DeviceSlice, Element, Kernel, KernelArg, Launch, Matmul};
 
 const PTX: &str = include_str!("kernels/ptx.cu");
 const EMULATION: &str = include_str!("kernels/emulation.cpp");
@@ -21,35 +21,35 @@ const COPIES: &str = include_str!("kernels/copies.cu");
 
 /// Queries of one tile of prefill attention.
 pub const TILE_QUERIES: usize = 64;
-/// Query heads that a block of decode attention takes.
+/// Query heads of a block of decode attention.
 const GROUP_HEADS: usize = 16;
-/// Tokens that splits of decode attention are multiples of.
+/// Splits of decode attention are multiples of this number of tokens.
 pub const SPLIT_TOKENS: usize = 64;
 /// Most splits of one sequence.
 pub const SPLITS_MAX: usize = 64;
-/// Parts that a row of logits is cut into to find the best.
+/// Parts of a row of logits for the search of the best.
 pub const PARTS: usize = 32;
 /// Integers of one draw, see `choose.cu`.
 pub const DRAW_WORDS: usize = 7;
 /// Warps of a block of decode attention.
 const DECODE_WARPS: usize = 4;
-/// Most and fewest stages of each one's pipeline: see [`decode_stages`].
+/// Most and fewest stages of a warp's pipeline: see [`decode_stages`].
 pub const DECODE_STAGES: [usize; 2] = [3, 2];
-/// Rows that products of few rows take.
+/// Most rows of products of few rows.
 pub const FEW_ROWS_MAX: usize = 8;
-/// Inputs that they take at a time.
+/// Inputs that these products read at a time.
 const FEW_ROWS_INPUTS: usize = 64;
-/// Name of the kernel that copies pieces of memory: no step launches it, only a device's copies of many pieces.
+/// Name of the kernel that copies pieces of memory. No step launches it, only a device's copies of many pieces.
 pub const COPY_KERNEL: &str = "copy_pieces";
-/// Pieces of one launch of it: its parameters take 20 bytes of each, of the 4 KiB that a launch has.
+/// Pieces of one launch of it: the parameters take 20 bytes per piece, of the 4 KiB of a launch.
 pub(super) const COPY_PIECES: usize = 128;
-/// Bytes that a block of it copies. The least of those tried, 32 KiB to 256 KiB, was the fastest (H200).
+/// Bytes that one of its blocks copies. Larger parts are slower on an H200.
 pub(super) const COPY_PART: usize = 32 << 10;
 
 /// Whether there are kernels for heads of this width.
 ///
 /// # Errors
-/// What is computed instead.
+/// The supported widths.
 pub fn supported(element: Element, head_dim: usize) -> Result<(), String> {
     match element {
         Element::F32 if head_dim <= 256 && head_dim.is_multiple_of(2) => Ok(()),
@@ -64,16 +64,16 @@ fn pipeline_bytes(head_dim: usize, stages: usize) -> usize {
     DECODE_WARPS * stages * 2 * 16 * row_bytes(head_dim)
 }
 
-/// Stages of decode attention on a device whose blocks have at most so many bytes of shared memory: as many as fit. With heads
-/// of 128 elements three stages are 102 KiB, and devices of compute capability 8.6 and 8.9 have 99.
+/// Stages of decode attention that fit into a block's shared memory. With heads of 128 elements three stages take 102
+/// KiB, and devices of compute capability 8.6 and 8.9 have 99.
 #[must_use]
 pub fn decode_stages(head_dim: usize, shared_bytes_max: usize) -> usize {
     let [most, fewest] = DECODE_STAGES;
     if pipeline_bytes(head_dim, most) <= shared_bytes_max { most } else { fewest }
 }
 
-/// The whole source for one element type, head width and number of stages. `#line` gives errors the place in the file they
-/// are in.
+/// The complete source for one element type, head width and number of stages. `#line` makes errors refer to the source
+/// file.
 #[must_use]
 pub fn source(element: Element, head_dim: usize, stages: usize) -> String {
     definitions(element, head_dim, stages) + &lines("ptx.cu", PTX) + &bodies(element)
@@ -82,7 +82,7 @@ pub fn source(element: Element, head_dim: usize, stages: usize) -> String {
 /// The same for a C++ compiler: a library that runs the kernels on this CPU, see `emulation.cpp`.
 #[must_use]
 pub fn emulation_source(element: Element, head_dim: usize, stages: usize) -> String {
-    // What has no fixed size is not a variable there.
+    // An array without a size is not a valid variable there.
     let bodies = bodies(element).replace(DYNAMIC_SHARED, "unsigned char* shared = shared_memory;");
     let names = Kernel::all(element).iter().map(|kernel| kernel.name()).chain([COPY_KERNEL]);
     let exported: String = names.map(|name| format!("EMULATE({name})\n")).collect();
@@ -90,7 +90,7 @@ pub fn emulation_source(element: Element, head_dim: usize, stages: usize) -> Str
     lines("emulation.cpp", EMULATION) + &definitions(element, head_dim, stages) + &bodies + &exported
 }
 
-/// How kernels name dynamic shared memory.
+/// Declaration of dynamic shared memory in kernels.
 const DYNAMIC_SHARED: &str = "extern __shared__ __align__(16) unsigned char shared[];";
 
 fn lines(name: &str, text: &str) -> String {
@@ -106,7 +106,7 @@ fn definitions(element: Element, head_dim: usize, stages: usize) -> String {
     )
 }
 
-/// Everything but [`PTX`].
+/// All sources except [`PTX`].
 fn bodies(element: Element) -> String {
     let of_element: &[(&str, &str)] = match element {
         Element::Bf16 => &[
@@ -122,9 +122,9 @@ fn bodies(element: Element) -> String {
     first.iter().chain(of_element).chain(&last).map(|(name, text)| lines(name, text)).collect()
 }
 
-/// Numbers of a model that launches depend on.
+/// Sizes of a model that launches depend on.
 #[derive(Clone, Copy, Debug)]
-pub struct Shape {
+pub struct KernelShape {
     /// Element type.
     pub element: Element,
     /// Query heads.
@@ -133,7 +133,7 @@ pub struct Shape {
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// Stages of decode attention that the device's kernels were made for: [`decode_stages`].
+    /// Stages of decode attention in the device's kernels: [`decode_stages`].
     pub decode_stages: usize,
     /// Tokens of a KV block.
     pub block_tokens: usize,
@@ -143,28 +143,27 @@ pub struct Shape {
     pub norm_eps: f32,
 }
 
-impl Shape {
+impl KernelShape {
     /// Elements of a row of q, k and v.
     #[must_use]
     pub fn qkv_width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
-    /// Blocks that the query heads of one KV head are cut into by decode attention.
+    /// Blocks of decode attention per KV head, each with up to [`GROUP_HEADS`] of its query heads.
     fn group_tiles(&self) -> usize {
         (self.heads / self.kv_heads).div_ceil(GROUP_HEADS)
     }
 
-    /// Splits of decode attention for so many sequences. Two blocks run on a processor at a time, and what matters is how
-    /// long all rounds of them take: more splits are worth it where that is a tenth less.
+    /// Splits of decode attention for this number of sequences. Two blocks run on a processor at a time, and the time
+    /// of all rounds counts: more splits are chosen if they save a tenth of it.
     #[must_use]
-    #[allow(clippy::cast_precision_loss)] // a few thousand
     pub fn splits(&self, sequences: usize, multiprocessors: u32) -> usize {
         let blocks = (sequences * self.kv_heads * self.group_tiles()).max(1);
         let at_once = (2 * multiprocessors as usize).max(1);
         let time = |splits: usize| (blocks * splits).div_ceil(at_once) as f64 / splits as f64;
         let better = |best: usize, splits: usize| if time(splits) < 0.9 * time(best) { splits } else { best };
-        // The most that run in one round, and from there on what is better.
+        // Starts with the most splits that run in one round.
         let first = (at_once / blocks).clamp(1, SPLITS_MAX);
         (first..=SPLITS_MAX.min(4 * first)).fold(first, better)
     }
@@ -175,134 +174,139 @@ impl Shape {
     }
 }
 
-fn n(value: usize) -> Arg {
-    Arg::U32(u32::try_from(value).expect("sizes of a step fit 32 bits"))
+fn n(value: usize) -> KernelArg {
+    KernelArg::U32(u32::try_from(value).expect("sizes of a step fit 32 bits"))
 }
 
 fn grid(value: usize) -> u32 {
     u32::try_from(value).expect("a grid fits 32 bits")
 }
 
-fn read_or_null(slice: Option<Slice>) -> Arg {
-    slice.map_or(Arg::Null, Arg::In)
+fn read_or_null(slice: Option<DeviceSlice>) -> KernelArg {
+    slice.map_or(KernelArg::Null, KernelArg::In)
 }
 
 /// `hidden[row] = table[tokens[row]]`.
 #[must_use]
-pub fn embed(tokens: Slice, table: Slice, hidden: Slice, width: usize, rows: usize) -> Launch {
+pub fn embed(
+    tokens: DeviceSlice,
+    table: DeviceSlice,
+    hidden: DeviceSlice,
+    width: usize,
+    rows: usize,
+) -> Launch {
     Launch {
         kernel: Kernel::Embed,
         grid: [grid(rows), 1, 1],
         threads: 256,
         shared_bytes: 0,
-        args: vec![Arg::In(tokens), Arg::In(table), Arg::Out(hidden), n(width)],
+        args: vec![KernelArg::In(tokens), KernelArg::In(table), KernelArg::Out(hidden), n(width)],
     }
 }
 
-/// What [`add_rms_norm`] works on.
+/// Arguments of [`add_rms_norm`].
 #[derive(Clone, Copy, Debug)]
-pub struct Norm {
+pub struct NormArgs {
     /// The residual stream, f32.
-    pub hidden: Slice,
-    /// What is added to it, and its bias, f32.
-    pub delta: Option<(Slice, Option<Slice>)>,
+    pub hidden: DeviceSlice,
+    /// Values to add to it, and their bias, f32.
+    pub delta: Option<(DeviceSlice, Option<DeviceSlice>)>,
     /// The norm's weights, f32.
-    pub weight: Slice,
-    /// Which row each row of `out` is made of; its own by default.
-    pub rows: Option<Slice>,
+    pub weight: DeviceSlice,
+    /// The input row of each row of `out`; the same row by default.
+    pub rows: Option<DeviceSlice>,
     /// The result.
-    pub out: Slice,
+    pub out: DeviceSlice,
 }
 
 /// `hidden += delta + bias; out = norm(hidden)`, for `rows` rows of `out`.
 #[must_use]
-pub fn add_rms_norm(norm: &Norm, width: usize, eps: f32, rows: usize) -> Launch {
+pub fn add_rms_norm(norm: &NormArgs, width: usize, eps: f32, rows: usize) -> Launch {
     Launch {
         kernel: Kernel::AddRmsNorm,
         grid: [grid(rows), 1, 1],
         threads: 512,
         shared_bytes: 0,
         args: vec![
-            Arg::Out(norm.hidden),
+            KernelArg::Out(norm.hidden),
             read_or_null(norm.delta.map(|(delta, _)| delta)),
             read_or_null(norm.delta.and_then(|(_, bias)| bias)),
-            Arg::In(norm.weight),
+            KernelArg::In(norm.weight),
             read_or_null(norm.rows),
-            Arg::Out(norm.out),
+            KernelArg::Out(norm.out),
             n(width),
-            Arg::F32(eps),
+            KernelArg::F32(eps),
         ],
     }
 }
 
-/// What [`rope_kv`] works on.
+/// Arguments of [`rope_kv`].
 #[derive(Clone, Copy, Debug)]
-pub struct RopeKv {
+pub struct RopeKvArgs {
     /// Rows of q, k and v; q is rotated in place.
-    pub qkv: Slice,
-    /// Of all three, f32.
-    pub bias: Option<Slice>,
-    /// Of the norms of q's and k's heads, f32.
-    pub norms: Option<(Slice, Slice)>,
+    pub qkv: DeviceSlice,
+    /// Bias of q, k and v, f32.
+    pub bias: Option<DeviceSlice>,
+    /// Weights of the norms of q's and k's heads, f32.
+    pub norms: Option<(DeviceSlice, DeviceSlice)>,
     /// Cosines, then sines, of each position, f32.
-    pub angles: Slice,
+    pub angles: DeviceSlice,
     /// Position of each row.
-    pub positions: Slice,
+    pub positions: DeviceSlice,
     /// Slot of each row in the pool, or negative.
-    pub slots: Slice,
+    pub slots: DeviceSlice,
     /// The KV pool.
-    pub pool: Slice,
+    pub pool: DeviceSlice,
 }
 
 /// Bias, head norms, rotation and KV write of one layer.
 #[must_use]
-pub fn rope_kv(shape: &Shape, parts: &RopeKv, layer: usize, rows: usize) -> Launch {
+pub fn rope_kv(shape: &KernelShape, parts: &RopeKvArgs, layer: usize, rows: usize) -> Launch {
     Launch {
         kernel: Kernel::RopeKv,
         grid: [grid(rows), grid((shape.heads + 2 * shape.kv_heads).div_ceil(4)), 1],
         threads: 128,
         shared_bytes: 0,
         args: vec![
-            Arg::Out(parts.qkv),
+            KernelArg::Out(parts.qkv),
             read_or_null(parts.bias),
             read_or_null(parts.norms.map(|(q, _)| q)),
             read_or_null(parts.norms.map(|(_, k)| k)),
-            Arg::In(parts.angles),
-            Arg::In(parts.positions),
-            Arg::In(parts.slots),
-            Arg::Out(parts.pool),
-            Arg::U64(shape.block_stride as u64),
-            Arg::U64(shape.layer_offset(layer) as u64),
+            KernelArg::In(parts.angles),
+            KernelArg::In(parts.positions),
+            KernelArg::In(parts.slots),
+            KernelArg::Out(parts.pool),
+            KernelArg::U64(shape.block_stride as u64),
+            KernelArg::U64(shape.layer_offset(layer) as u64),
             n(shape.heads),
             n(shape.kv_heads),
             n(shape.block_tokens),
-            Arg::F32(shape.norm_eps),
+            KernelArg::F32(shape.norm_eps),
         ],
     }
 }
 
-/// What attention reads and writes.
+/// Arguments of attention.
 #[derive(Clone, Copy, Debug)]
-pub struct Attention {
+pub struct AttentionArgs {
     /// Rows of q, k and v, q rotated.
-    pub qkv: Slice,
+    pub qkv: DeviceSlice,
     /// The KV pool.
-    pub pool: Slice,
-    /// Block tables, one after the other.
-    pub tables: Slice,
+    pub pool: DeviceSlice,
+    /// Block tables, in sequence.
+    pub tables: DeviceSlice,
     /// Entries of three integers (decode) or four (prefill), see the kernels.
-    pub entries: Slice,
+    pub entries: DeviceSlice,
     /// Rows of attended heads.
-    pub out: Slice,
+    pub out: DeviceSlice,
     /// Numerators of splits, f32: decode only.
-    pub partial: Slice,
+    pub partial: DeviceSlice,
     /// Maxima and denominators of splits, f32: decode only.
-    pub summary: Slice,
+    pub summary: DeviceSlice,
 }
 
-#[allow(clippy::cast_precision_loss)] // a head has at most a few hundred elements
-fn scale(shape: &Shape) -> Arg {
-    Arg::F32(1.0 / (shape.head_dim as f32).sqrt())
+fn scale(shape: &KernelShape) -> KernelArg {
+    KernelArg::F32(1.0 / (shape.head_dim as f32).sqrt())
 }
 
 /// Bytes of a head's row in shared memory, see `tensor_core.cu`.
@@ -313,13 +317,13 @@ fn row_bytes(head_dim: usize) -> usize {
 /// The two launches of decode attention over `sequences` entries.
 #[must_use]
 pub fn decode_attention(
-    shape: &Shape,
-    parts: &Attention,
+    shape: &KernelShape,
+    parts: &AttentionArgs,
     layer: usize,
     sequences: usize,
     splits: usize,
 ) -> [Launch; 2] {
-    // A warp of the merge knows as many.
+    // A warp of the merge kernel holds this many.
     assert!(splits <= SPLITS_MAX, "{splits} splits, at most {SPLITS_MAX}");
     let pipeline = pipeline_bytes(shape.head_dim, shape.decode_stages);
     let meeting = DECODE_WARPS * 16 * (shape.head_dim + 8 + 2) * 4;
@@ -329,14 +333,14 @@ pub fn decode_attention(
         threads: 128,
         shared_bytes: shared_bytes(shape, pipeline.max(meeting)),
         args: vec![
-            Arg::In(parts.qkv),
-            Arg::In(parts.pool),
-            Arg::In(parts.tables),
-            Arg::In(parts.entries),
-            Arg::Out(parts.partial),
-            Arg::Out(parts.summary),
-            Arg::U64(shape.block_stride as u64),
-            Arg::U64(shape.layer_offset(layer) as u64),
+            KernelArg::In(parts.qkv),
+            KernelArg::In(parts.pool),
+            KernelArg::In(parts.tables),
+            KernelArg::In(parts.entries),
+            KernelArg::Out(parts.partial),
+            KernelArg::Out(parts.summary),
+            KernelArg::U64(shape.block_stride as u64),
+            KernelArg::U64(shape.layer_offset(layer) as u64),
             n(shape.heads),
             n(shape.kv_heads),
             n(shape.block_tokens),
@@ -350,10 +354,10 @@ pub fn decode_attention(
         threads: 256,
         shared_bytes: 0,
         args: vec![
-            Arg::In(parts.partial),
-            Arg::In(parts.summary),
-            Arg::In(parts.entries),
-            Arg::Out(parts.out),
+            KernelArg::In(parts.partial),
+            KernelArg::In(parts.summary),
+            KernelArg::In(parts.entries),
+            KernelArg::Out(parts.out),
             n(shape.heads),
             n(splits),
         ],
@@ -361,7 +365,7 @@ pub fn decode_attention(
     [attend, merge]
 }
 
-fn shared_bytes(shape: &Shape, bytes: usize) -> u32 {
+fn shared_bytes(shape: &KernelShape, bytes: usize) -> u32 {
     match shape.element {
         Element::F32 => 0,
         Element::Bf16 => grid(bytes),
@@ -370,20 +374,20 @@ fn shared_bytes(shape: &Shape, bytes: usize) -> u32 {
 
 /// Prefill attention over `tiles` entries.
 #[must_use]
-pub fn prefill_attention(shape: &Shape, parts: &Attention, layer: usize, tiles: usize) -> Launch {
+pub fn prefill_attention(shape: &KernelShape, parts: &AttentionArgs, layer: usize, tiles: usize) -> Launch {
     Launch {
         kernel: Kernel::PrefillAttention,
         grid: [grid(tiles), grid(shape.heads), 1],
         threads: 128,
         shared_bytes: shared_bytes(shape, 2 * 2 * TILE_QUERIES * row_bytes(shape.head_dim)),
         args: vec![
-            Arg::In(parts.qkv),
-            Arg::In(parts.pool),
-            Arg::In(parts.tables),
-            Arg::In(parts.entries),
-            Arg::Out(parts.out),
-            Arg::U64(shape.block_stride as u64),
-            Arg::U64(shape.layer_offset(layer) as u64),
+            KernelArg::In(parts.qkv),
+            KernelArg::In(parts.pool),
+            KernelArg::In(parts.tables),
+            KernelArg::In(parts.entries),
+            KernelArg::Out(parts.out),
+            KernelArg::U64(shape.block_stride as u64),
+            KernelArg::U64(shape.layer_offset(layer) as u64),
             n(shape.heads),
             n(shape.kv_heads),
             n(shape.block_tokens),
@@ -394,25 +398,31 @@ pub fn prefill_attention(shape: &Shape, parts: &Attention, layer: usize, tiles: 
 
 /// `out = silu(gate + bias) * (up + bias)`.
 #[must_use]
-pub fn silu_mul(gate_up: Slice, bias: Option<Slice>, out: Slice, width: usize, rows: usize) -> Launch {
+pub fn silu_mul(
+    gate_up: DeviceSlice,
+    bias: Option<DeviceSlice>,
+    out: DeviceSlice,
+    width: usize,
+    rows: usize,
+) -> Launch {
     Launch {
         kernel: Kernel::SiluMul,
         grid: [grid(width.div_ceil(256)), grid(rows), 1],
         threads: 256,
         shared_bytes: 0,
-        args: vec![Arg::In(gate_up), read_or_null(bias), Arg::Out(out), n(width)],
+        args: vec![KernelArg::In(gate_up), read_or_null(bias), KernelArg::Out(out), n(width)],
     }
 }
 
-/// `out = x · weightsᵀ` where a kernel of ours computes that: bf16, and few rows. `multiprocessors` decides how outputs are
-/// cut, and with that how sums are; the number of rows does not.
+/// `out = x · weightsᵀ`, if one of Baton's own kernels computes it: bf16, and few rows. `multiprocessors` determines
+/// the division of the outputs and with that the order of summation; the number of rows does not.
 #[must_use]
 pub fn few_rows(matmul: &Matmul, multiprocessors: u32) -> Option<Launch> {
     let Matmul { x, weights, out, rows, inputs, outputs, element, result } = *matmul;
     if element != Element::Bf16 || rows > FEW_ROWS_MAX || !inputs.is_multiple_of(FEW_ROWS_INPUTS) {
         return None;
     }
-    // As many blocks as run at the same time are better made of more warps.
+    // If all blocks run at the same time, blocks with more warps are faster.
     let is_deep = outputs.div_ceil(16) <= 2 * multiprocessors as usize;
     let (kernel, at_once, threads) = match is_deep {
         true => (Kernel::FewRowsDeep, 16, 512),
@@ -422,22 +432,22 @@ pub fn few_rows(matmul: &Matmul, multiprocessors: u32) -> Option<Launch> {
         return None;
     }
     let (narrow, wide) = match result {
-        Element::Bf16 => (Arg::Out(out), Arg::Null),
-        Element::F32 => (Arg::Null, Arg::Out(out)),
+        Element::Bf16 => (KernelArg::Out(out), KernelArg::Null),
+        Element::F32 => (KernelArg::Null, KernelArg::Out(out)),
     };
     Some(Launch {
         kernel,
         grid: [grid(outputs / at_once), 1, 1],
         threads,
         shared_bytes: 0,
-        args: vec![Arg::In(x), Arg::In(weights), narrow, wide, n(rows), n(inputs), n(outputs)],
+        args: vec![KernelArg::In(x), KernelArg::In(weights), narrow, wide, n(rows), n(inputs), n(outputs)],
     })
 }
 
-/// The product with gate and up, one below the other, and their gated activation, where a kernel of ours computes that:
-/// `matmul` is the product with both, `out` what comes of it.
+/// The product with gate and up (rows of gate, then rows of up), and their gated activation, if one of Baton's own
+/// kernels computes it. `matmul` is the product with both, `out` the result.
 #[must_use]
-pub fn few_rows_gated(matmul: &Matmul, bias: Option<Slice>, out: Slice) -> Option<Launch> {
+pub fn few_rows_gated(matmul: &Matmul, bias: Option<DeviceSlice>, out: DeviceSlice) -> Option<Launch> {
     let Matmul { x, weights, rows, inputs, outputs, element, .. } = *matmul;
     let width = outputs / 2;
     let is_ours = element == Element::Bf16 && rows <= FEW_ROWS_MAX;
@@ -450,10 +460,10 @@ pub fn few_rows_gated(matmul: &Matmul, bias: Option<Slice>, out: Slice) -> Optio
         threads: 256,
         shared_bytes: 0,
         args: vec![
-            Arg::In(x),
-            Arg::In(weights),
+            KernelArg::In(x),
+            KernelArg::In(weights),
             read_or_null(bias),
-            Arg::Out(out),
+            KernelArg::Out(out),
             n(rows),
             n(inputs),
             n(width),
@@ -461,33 +471,33 @@ pub fn few_rows_gated(matmul: &Matmul, bias: Option<Slice>, out: Slice) -> Optio
     })
 }
 
-/// What choosing works on.
+/// Arguments of [`choose`].
 #[derive(Clone, Copy, Debug)]
-pub struct Choice {
+pub struct ChooseArgs {
     /// Rows of logits, f32.
-    pub logits: Slice,
+    pub logits: DeviceSlice,
     /// Best value of each part of each row, f32.
-    pub values: Slice,
-    /// Where it is.
-    pub indices: Slice,
-    /// How each row is drawn from.
-    pub draws: Slice,
+    pub values: DeviceSlice,
+    /// Index of the best value.
+    pub indices: DeviceSlice,
+    /// The draw of each row.
+    pub draws: DeviceSlice,
     /// The tokens.
-    pub chosen: Slice,
+    pub chosen: DeviceSlice,
 }
 
 /// The two launches that choose a token for each of `rows` rows.
 #[must_use]
-pub fn choose(parts: &Choice, vocab: usize, rows: usize) -> [Launch; 2] {
+pub fn choose(parts: &ChooseArgs, vocab: usize, rows: usize) -> [Launch; 2] {
     let best = Launch {
         kernel: Kernel::BestOfParts,
         grid: [grid(PARTS), grid(rows), 1],
         threads: 256,
         shared_bytes: 0,
         args: vec![
-            Arg::In(parts.logits),
-            Arg::Out(parts.values),
-            Arg::Out(parts.indices),
+            KernelArg::In(parts.logits),
+            KernelArg::Out(parts.values),
+            KernelArg::Out(parts.indices),
             n(vocab),
             n(PARTS),
         ],
@@ -498,11 +508,11 @@ pub fn choose(parts: &Choice, vocab: usize, rows: usize) -> [Launch; 2] {
         threads: 512,
         shared_bytes: 0,
         args: vec![
-            Arg::In(parts.logits),
-            Arg::In(parts.values),
-            Arg::In(parts.indices),
-            Arg::In(parts.draws),
-            Arg::Out(parts.chosen),
+            KernelArg::In(parts.logits),
+            KernelArg::In(parts.values),
+            KernelArg::In(parts.indices),
+            KernelArg::In(parts.draws),
+            KernelArg::Out(parts.chosen),
             n(vocab),
             n(PARTS),
         ],

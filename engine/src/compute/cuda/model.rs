@@ -1,20 +1,20 @@
 //! A model's weights in device memory.
 
-use super::device::{Device, DeviceError, Element, Event, Host, HostAt, Slice, Stream};
+use super::device::{Device, DeviceError, DeviceSlice, Element, HostBuffer, HostSlice, Stream, StreamEvent};
 use super::software::narrow;
-use crate::compute::cpu::LoadProgress;
+use crate::compute::cpu::WeightLoadProgress;
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::weights::{Tensor, WeightDtype, Weights, parameter_count};
 
 /// Bytes that are converted and copied at a time.
 const STAGING_BYTES: usize = 16 << 20;
-/// Small tensors share allocations of this size: a device gives out memory in pieces of 2 MiB.
+/// Small tensors share allocations of this size, because a device allocates memory in pieces of 2 MiB.
 const SLAB_BYTES: usize = 2 << 20;
 /// Alignment of tensors, for 16-byte loads and the matrix library.
 const ALIGN_BYTES: usize = 256;
 
-/// Why a model is not on the device.
+/// Why a model cannot be loaded to the device.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// The checkpoint cannot be served.
@@ -23,49 +23,49 @@ pub enum LoadError {
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// There are no kernels for it, or an option is out of range.
+    /// The device has no kernels for the model, or an option is out of range.
     #[error("{0}")]
     Unsupported(String),
 }
 
-/// One layer. Matrices are of the model's element, everything else is f32.
-pub(super) struct Layer {
-    pub(super) attention_norm: Slice,
-    pub(super) qkv: Slice,
-    pub(super) qkv_bias: Option<Slice>,
-    pub(super) qk_norm: Option<(Slice, Slice)>,
-    pub(super) output: Slice,
-    pub(super) output_bias: Option<Slice>,
-    pub(super) mlp_norm: Slice,
+/// One layer. Matrices have the model's element type, all other values are f32.
+pub(super) struct CudaLayer {
+    pub(super) attention_norm: DeviceSlice,
+    pub(super) qkv: DeviceSlice,
+    pub(super) qkv_bias: Option<DeviceSlice>,
+    pub(super) qk_norm: Option<(DeviceSlice, DeviceSlice)>,
+    pub(super) output: DeviceSlice,
+    pub(super) output_bias: Option<DeviceSlice>,
+    pub(super) mlp_norm: DeviceSlice,
     /// Gate, then up.
-    pub(super) gate_up: Slice,
-    pub(super) gate_up_bias: Option<Slice>,
-    pub(super) down: Slice,
-    pub(super) down_bias: Option<Slice>,
+    pub(super) gate_up: DeviceSlice,
+    pub(super) gate_up_bias: Option<DeviceSlice>,
+    pub(super) down: DeviceSlice,
+    pub(super) down_bias: Option<DeviceSlice>,
 }
 
-/// All of it.
-pub(super) struct Network {
-    pub(super) layers: Vec<Layer>,
-    pub(super) embedding: Slice,
-    pub(super) final_norm: Slice,
-    pub(super) head: Slice,
+/// All weights of a model.
+pub(super) struct CudaNetwork {
+    pub(super) layers: Vec<CudaLayer>,
+    pub(super) embedding: DeviceSlice,
+    pub(super) final_norm: DeviceSlice,
+    pub(super) head: DeviceSlice,
     /// Cosines, then sines, of each position.
-    pub(super) angles: Slice,
-    /// What all of it takes of the device's memory.
+    pub(super) angles: DeviceSlice,
+    /// Bytes of device memory of all weights.
     pub(super) bytes: usize,
 }
 
-impl Network {
+impl CudaNetwork {
     pub(super) fn load(
         device: &mut dyn Device,
         on: Stream,
         weights: &Weights,
         config: &ModelConfig,
         (element, positions): (Element, usize),
-        progress: &mut dyn FnMut(LoadProgress),
+        progress: &mut dyn FnMut(WeightLoadProgress),
     ) -> Result<Self, LoadError> {
-        let mut loader = Loader::new(device, on, weights, element, progress)?;
+        let mut loader = CudaLoader::new(device, on, weights, element, progress)?;
         loader.total = (parameter_count(config) * element.bytes()) as u64;
         let (hidden, vocab) = (config.hidden, config.vocab);
         const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -84,29 +84,29 @@ impl Network {
     }
 }
 
-struct Loader<'a> {
+struct CudaLoader<'a> {
     device: &'a mut dyn Device,
     on: Stream,
-    /// Two, with the events at which their copies have landed: one is written while the other is copied.
-    staging: [(Host, Event); 2],
+    /// Two buffers, each with the event of its last copy: one is written while the other is copied.
+    staging: [(HostBuffer, StreamEvent); 2],
     turn: usize,
     weights: &'a Weights,
     element: Element,
-    progress: &'a mut dyn FnMut(LoadProgress),
-    slab: Option<Slice>,
+    progress: &'a mut dyn FnMut(WeightLoadProgress),
+    slab: Option<DeviceSlice>,
     /// Bytes of device memory.
     taken: usize,
     done: u64,
     total: u64,
 }
 
-impl<'a> Loader<'a> {
+impl<'a> CudaLoader<'a> {
     fn new(
         device: &'a mut dyn Device,
         on: Stream,
         weights: &'a Weights,
         element: Element,
-        progress: &'a mut dyn FnMut(LoadProgress),
+        progress: &'a mut dyn FnMut(WeightLoadProgress),
     ) -> Result<Self, DeviceError> {
         let mut staging = || Ok::<_, DeviceError>((device.host(STAGING_BYTES)?, device.event()?));
         let staging = [staging()?, staging()?];
@@ -125,7 +125,7 @@ impl<'a> Loader<'a> {
         })
     }
 
-    fn layer(&mut self, config: &ModelConfig, layer: usize) -> Result<Layer, LoadError> {
+    fn layer(&mut self, config: &ModelConfig, layer: usize) -> Result<CudaLayer, LoadError> {
         let (hidden, inter) = (config.hidden, config.intermediate);
         let (query, kv) = (config.query_width(), config.kv_width());
         let name = |part: &str| format!("model.layers.{layer}.{part}");
@@ -140,7 +140,7 @@ impl<'a> Loader<'a> {
                 self.vector(&[(name("self_attn.k_norm.weight"), config.head_dim)])?,
             )),
         };
-        Ok(Layer {
+        Ok(CudaLayer {
             attention_norm: self.vector(&[(name("input_layernorm.weight"), hidden)])?,
             qkv: self.matrix(&of_qkv("weight"), hidden)?,
             qkv_bias: self.optional(config.qkv_bias, &of_qkv("bias"))?,
@@ -155,8 +155,8 @@ impl<'a> Loader<'a> {
         })
     }
 
-    /// Matrices of so many rows each, one below the other.
-    fn matrix(&mut self, parts: &[(String, usize)], inputs: usize) -> Result<Slice, LoadError> {
+    /// Matrices with the same inputs, their rows in sequence.
+    fn matrix(&mut self, parts: &[(String, usize)], inputs: usize) -> Result<DeviceSlice, LoadError> {
         let rows: usize = parts.iter().map(|(_, rows)| rows).sum();
         let to = self.room(rows * inputs * self.element.bytes())?;
         let mut at = 0;
@@ -167,8 +167,8 @@ impl<'a> Loader<'a> {
         Ok(to)
     }
 
-    /// Vectors one after the other, in f32.
-    fn vector(&mut self, parts: &[(String, usize)]) -> Result<Slice, LoadError> {
+    /// Vectors in sequence, in f32.
+    fn vector(&mut self, parts: &[(String, usize)]) -> Result<DeviceSlice, LoadError> {
         let len: usize = parts.iter().map(|(_, len)| len).sum();
         let to = self.room(len * 4)?;
         let mut at = 0;
@@ -179,13 +179,12 @@ impl<'a> Loader<'a> {
         Ok(to)
     }
 
-    fn optional(&mut self, has: bool, parts: &[(String, usize)]) -> Result<Option<Slice>, LoadError> {
+    fn optional(&mut self, has: bool, parts: &[(String, usize)]) -> Result<Option<DeviceSlice>, LoadError> {
         if has { self.vector(parts).map(Some) } else { Ok(None) }
     }
 
-    /// As the CPU executor computes them: the angle rounded to f32, its functions exact.
-    #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation)]
-    fn angles(&mut self, config: &ModelConfig, positions: usize) -> Result<Slice, LoadError> {
+    /// The same values as in the CPU executor: the angle rounded to f32, its sine and cosine exact.
+    fn angles(&mut self, config: &ModelConfig, positions: usize) -> Result<DeviceSlice, LoadError> {
         let (frequencies, factor) =
             (config.rope.frequencies(config.head_dim), config.rope.attention_factor());
         let to = self.room(positions * config.head_dim * 4)?;
@@ -204,30 +203,30 @@ impl<'a> Loader<'a> {
     }
 
     /// Device memory for one tensor.
-    fn room(&mut self, bytes: usize) -> Result<Slice, DeviceError> {
+    fn room(&mut self, bytes: usize) -> Result<DeviceSlice, DeviceError> {
         let whole = bytes.next_multiple_of(ALIGN_BYTES);
         if whole > SLAB_BYTES / 2 {
             self.taken += whole;
-            return Ok(Slice::of(self.device.alloc(whole)?, bytes));
+            return Ok(DeviceSlice::of(self.device.alloc(whole)?, bytes));
         }
         let slab = match self.slab.filter(|slab| slab.bytes >= whole) {
             Some(slab) => slab,
             None => {
                 self.taken += SLAB_BYTES;
-                Slice::of(self.device.alloc(SLAB_BYTES)?, SLAB_BYTES)
+                DeviceSlice::of(self.device.alloc(SLAB_BYTES)?, SLAB_BYTES)
             }
         };
         self.slab = Some(slab.part(whole, slab.bytes - whole));
         Ok(slab.part(0, bytes))
     }
 
-    /// Converts and copies a tensor to byte `at` of `to`; its bytes there.
+    /// Converts and copies a tensor to byte `at` of `to`. Returns its bytes there.
     fn upload(
         &mut self,
         tensor: &Tensor<'_>,
         len: usize,
         element: Element,
-        to: Slice,
+        to: DeviceSlice,
         at: usize,
     ) -> Result<usize, DeviceError> {
         let at_once = STAGING_BYTES / element.bytes();
@@ -244,22 +243,22 @@ impl<'a> Loader<'a> {
             self.send(&bytes, to)?;
         }
         self.done += (len * element.bytes()) as u64;
-        (self.progress)(LoadProgress { bytes_done: self.done, bytes_total: self.total.max(self.done) });
+        (self.progress)(WeightLoadProgress { bytes_done: self.done, bytes_total: self.total.max(self.done) });
         Ok(len * element.bytes())
     }
 
-    fn send(&mut self, bytes: &[u8], to: Slice) -> Result<(), DeviceError> {
+    fn send(&mut self, bytes: &[u8], to: DeviceSlice) -> Result<(), DeviceError> {
         self.turn = 1 - self.turn;
         let (host, landed) = self.staging[self.turn];
-        // What it held before has landed.
+        // The buffer's earlier copy has landed.
         self.device.synchronize(landed)?;
-        let from = HostAt { host, offset: 0 };
+        let from = HostSlice { host, offset: 0 };
         self.device.write_host(from, bytes)?;
         self.device.upload(self.on, from, to)?;
         self.device.record(landed, self.on)
     }
 
-    /// Waits until everything that was sent has landed.
+    /// Waits until all copies have landed.
     fn finish(&mut self) -> Result<(), DeviceError> {
         self.staging.into_iter().try_for_each(|(_, landed)| self.device.synchronize(landed))
     }

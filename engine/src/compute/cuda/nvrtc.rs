@@ -1,5 +1,5 @@
-//! Kernels to machine code, by NVIDIA's run-time compiler. It needs neither a GPU nor a toolkit.
-#![allow(unsafe_code)] // calls into the compiler; see each block
+//! Compiles kernels to machine code with NVIDIA's run-time compiler. It needs neither a GPU nor a toolkit.
+#![allow(unsafe_code, reason = "calls into the compiler; see each block")]
 
 use std::ffi::{CStr, CString};
 
@@ -9,25 +9,25 @@ use super::device::{DeviceError, Element};
 use super::driver::libraries;
 use super::kernels;
 
-/// What the compiler made of a source.
+/// Result of a compilation.
 #[derive(Clone, Debug)]
-pub struct Compiled {
+pub struct Compilation {
     /// Machine code.
     pub cubin: Vec<u8>,
-    /// What the assembler says of each kernel.
-    pub usage: Vec<Usage>,
+    /// The assembler's report for each kernel.
+    pub usage: Vec<KernelUsage>,
 }
 
-/// What one kernel needs.
+/// Resources of one kernel.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
-    /// Its name in the source.
+pub struct KernelUsage {
+    /// The name in the source.
     pub kernel: String,
     /// Registers of a thread.
     pub registers: usize,
     /// Static shared memory of a block, in bytes.
     pub shared_bytes: usize,
-    /// Bytes of registers that a thread stores to and loads from memory for want of registers.
+    /// Bytes of registers that a thread spills to memory.
     pub spill_bytes: usize,
 }
 
@@ -43,7 +43,7 @@ pub fn version() -> Result<(i32, i32), DeviceError> {
     Ok((major, minor))
 }
 
-/// The compiler's name for a compute capability. From 9.0 on, instructions of just that chip are wanted.
+/// The compiler's name for a compute capability. From 9.0 on it selects the instructions of exactly that chip.
 #[must_use]
 pub fn arch((major, minor): (i32, i32)) -> String {
     let own = if major >= 9 { "a" } else { "" };
@@ -59,7 +59,7 @@ pub fn compile_kernels(
     head_dim: usize,
     stages: usize,
     arch: &str,
-) -> Result<Compiled, DeviceError> {
+) -> Result<Compilation, DeviceError> {
     compile(&kernels::source(element, head_dim, stages), arch)
 }
 
@@ -67,7 +67,7 @@ pub fn compile_kernels(
 ///
 /// # Errors
 /// [`DeviceError::Library`] without a compiler, [`DeviceError::Compile`] with its log.
-pub fn compile(source: &str, arch: &str) -> Result<Compiled, DeviceError> {
+pub fn compile(source: &str, arch: &str) -> Result<Compilation, DeviceError> {
     libraries::load(&libraries::NVRTC)?;
     let text = |text: &str| CString::new(text).expect("sources and options have no zero byte");
     let (source, name) = (text(source), text("kernels.cu"));
@@ -75,8 +75,8 @@ pub fn compile(source: &str, arch: &str) -> Result<Compiled, DeviceError> {
         [text(&format!("--gpu-architecture={arch}")), text("--std=c++17"), text("--ptxas-options=-v")];
     let pointers = options.each_ref().map(|option| option.as_ptr());
     let mut program = Program(std::ptr::null_mut());
-    // SAFETY: symbols were found; strings end with zero and live until the calls return; buffers have the sizes that the
-    // compiler gave for them.
+    // SAFETY: symbols were found; strings end with zero and live until the calls return; buffers have the sizes that
+    // the compiler returned.
     unsafe {
         let created = sys::nvrtcCreateProgram(
             &raw mut program.0,
@@ -97,7 +97,7 @@ pub fn compile(source: &str, arch: &str) -> Result<Compiled, DeviceError> {
         check("nvrtcGetCUBINSize", sys::nvrtcGetCUBINSize(program.0, &raw mut size))?;
         let mut cubin = vec![0_u8; size];
         check("nvrtcGetCUBIN", sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast()))?;
-        Ok(Compiled { cubin, usage: usage(&log) })
+        Ok(Compilation { cubin, usage: usage(&log) })
     }
 }
 
@@ -106,7 +106,8 @@ struct Program(sys::nvrtcProgram);
 impl Program {
     fn log(&self) -> Result<String, DeviceError> {
         let mut size = 0;
-        // SAFETY: the program was created; the buffer is as long as the compiler said, and ends with a zero of ours.
+        // SAFETY: the program was created; the buffer has the size that the compiler returned plus one byte, which
+        // stays zero.
         unsafe {
             check("nvrtcGetProgramLogSize", sys::nvrtcGetProgramLogSize(self.0, &raw mut size))?;
             let mut log = vec![0_u8; size + 1];
@@ -133,17 +134,17 @@ fn check(call: &'static str, result: sys::nvrtcResult) -> Result<(), DeviceError
     }
 }
 
-/// Reads the assembler's report.
-fn usage(log: &str) -> Vec<Usage> {
+/// Parses the assembler's report.
+fn usage(log: &str) -> Vec<KernelUsage> {
     let number_before = |line: &str, word: &str| {
         let before = &line[..line.find(word)?];
         before.trim_end().rsplit(|c: char| !c.is_ascii_digit()).next()?.parse::<usize>().ok()
     };
-    let mut all: Vec<Usage> = Vec::new();
+    let mut all: Vec<KernelUsage> = Vec::new();
     for line in log.lines() {
         if let Some((_, rest)) = line.split_once("Compiling entry function '") {
             let kernel = rest.split('\'').next().unwrap_or_default().to_owned();
-            all.push(Usage { kernel, ..Usage::default() });
+            all.push(KernelUsage { kernel, ..KernelUsage::default() });
         }
         let Some(last) = all.last_mut() else { continue };
         if let Some(stores) = number_before(line, " bytes spill stores") {
@@ -171,7 +172,7 @@ mod tests {
             ptxas info    : Compiling entry function 'embed' for 'sm_90a'\n\
             ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n\
             ptxas info    : Used 16 registers, used 0 barriers\n";
-        let of = |kernel: &str, registers, shared_bytes, spill_bytes| Usage {
+        let of = |kernel: &str, registers, shared_bytes, spill_bytes| KernelUsage {
             kernel: kernel.into(),
             registers,
             shared_bytes,

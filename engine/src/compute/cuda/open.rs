@@ -1,27 +1,27 @@
-//! `--device`: its values, and the executor that each of them is.
+//! The values of `--device`, and the executor of each.
 
 use std::fmt;
 use std::str::FromStr;
 
 use super::device::Element;
 use super::driver::CudaDevice;
-use super::software::SoftDevice;
+use super::software::SoftwareDevice;
 use super::{CudaExecutor, DeviceOptions, LoadError, cubins, kernels};
 use crate::compute::Executor;
-use crate::compute::cpu::LoadProgress;
+use crate::compute::cpu::WeightLoadProgress;
 use crate::model::config::ModelConfig;
 use crate::model::weights::Weights;
 
-/// Memory of the software device: for small models.
+/// Memory of the software device, for small models.
 const SOFTWARE_BYTES: usize = 4 << 30;
 
-/// Where an engine computes.
+/// The device on which an engine computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
     /// On the CPU.
     #[default]
     Cpu,
-    /// Elsewhere.
+    /// On an accelerator.
     Accelerator(Accelerator),
 }
 
@@ -30,15 +30,15 @@ pub enum DeviceChoice {
 pub enum Accelerator {
     /// A GPU, by the driver's number.
     Cuda(usize),
-    /// What a GPU would be asked to do, done and checked by the CPU: slow, for checks of the engine itself.
+    /// The software device: the CPU runs and checks the calls of a GPU. Slow, for checks of the engine.
     Software,
 }
 
-/// The share of a GPU's memory that an engine takes, vLLM's default.
+/// Share of a GPU's memory that an engine uses, as vLLM's default.
 pub const GPU_MEMORY_UTILIZATION: f64 = 0.9;
 
-/// What `engines` engines of one GPU are started with beside `options`, so that each of them has its share: nothing where
-/// the options are of no GPU, or say themselves how large a KV pool is.
+/// Additional options for each of `engines` engines on one GPU, so that each gets an equal share. Empty if `options`
+/// select no GPU or set the size of a KV pool.
 #[must_use]
 pub fn shared_out(options: &[String], engines: usize) -> Vec<String> {
     let value = |name: &str| {
@@ -51,7 +51,6 @@ pub fn shared_out(options: &[String], engines: usize) -> Vec<String> {
     if !is_gpu || engines < 2 || sized.into_iter().any(|name| value(name).is_some()) {
         return Vec::new();
     }
-    #[allow(clippy::cast_precision_loss)]
     let share = GPU_MEMORY_UTILIZATION / engines as f64;
     vec!["--gpu-memory-utilization".to_owned(), share.to_string()]
 }
@@ -92,13 +91,13 @@ impl FromStr for DeviceChoice {
 /// A model on a device.
 ///
 /// # Errors
-/// [`LoadError`]: what is missing, and where it was looked for.
+/// [`LoadError`]: the missing part and the places that were searched.
 pub fn open(
     accelerator: Accelerator,
     weights: &Weights,
     config: &ModelConfig,
     options: &DeviceOptions,
-    progress: &mut dyn FnMut(LoadProgress),
+    progress: &mut dyn FnMut(WeightLoadProgress),
 ) -> Result<Box<dyn Executor>, LoadError> {
     let (element, head_dim): (Element, usize) = (options.element, config.head_dim);
     kernels::supported(element, head_dim).map_err(LoadError::Unsupported)?;
@@ -110,7 +109,7 @@ pub fn open(
             Box::new(executor)
         }
         Accelerator::Software => {
-            let device = SoftDevice::new(SOFTWARE_BYTES, element, head_dim);
+            let device = SoftwareDevice::new(SOFTWARE_BYTES, element, head_dim);
             Box::new(CudaExecutor::load(device, weights, config, options, progress)?)
         }
     })

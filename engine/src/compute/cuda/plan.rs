@@ -1,32 +1,32 @@
-//! What one step is to the device: its integers in one piece, and how many of what there is. Pure.
+//! One step for the device: its integers in one piece, and its sizes. Pure.
 //!
 //! ```text
-//!   tokens | positions | slots | decode entries | wanted rows | draws | tiles | block tables, one after the other
+//!   tokens | positions | slots | decode entries | wanted rows | draws | tiles | block tables, in sequence
 //! ```
 //!
-//! A step of one token for each sequence (a *decode step*) is padded to a bucket: everything but the block tables then
-//! lies where it lay for every other step of the bucket, so that recorded launches fit it. Padding has no slot, no keys
-//! and no draw, and kernels pass over it.
+//! A step of one token for each sequence (a *decode step*) is padded to a bucket. Every section except the block tables
+//! then has the same place in all steps of the bucket, so that recorded launches fit. Padding has no slot, no keys and
+//! no draw, and kernels skip it.
 
 use std::ops::Range;
 
 use baton_connector::BlockId;
 
 use super::kernels::{DRAW_WORDS, TILE_QUERIES};
-use crate::compute::{LogitsWanted, SeqStep};
+use crate::compute::{LogitsRequest, SeqStep};
 use crate::sampling::Draw;
 
 /// Sizes that decode steps are padded to.
 pub(super) const BUCKETS: [usize; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
-/// Rows of larger products are multiples of this: their number is bounded, and no shape is just past a tile.
+/// Rows of larger products are multiples of this. It bounds the number of shapes, and no shape is just past a tile.
 const ROWS_STEP: usize = 128;
 
-/// Rows that products of `rows` rows are computed with.
+/// Rows of products for `rows` rows, with padding.
 pub(super) fn padded_rows(rows: usize) -> usize {
     BUCKETS.into_iter().find(|bucket| *bucket >= rows).unwrap_or_else(|| rows.next_multiple_of(ROWS_STEP))
 }
 
-/// Where a section lies, in integers.
+/// Place of a section, in integers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Section {
     pub(super) at: usize,
@@ -35,7 +35,7 @@ pub(super) struct Section {
 
 /// One step.
 #[derive(Debug, Default)]
-pub(super) struct Plan {
+pub(super) struct StepPlan {
     /// The integers.
     pub(super) words: Vec<i32>,
     pub(super) tokens: Section,
@@ -50,23 +50,23 @@ pub(super) struct Plan {
     pub(super) rows: usize,
     /// Sequences of one token, padding included.
     pub(super) sequences: usize,
-    /// Tiles of queries of the others.
+    /// Tiles of queries of the other sequences.
     pub(super) tile_count: usize,
     /// Rows whose logits are wanted, padding included.
     pub(super) wanted_rows: usize,
-    /// Of those, without padding.
+    /// Wanted rows without padding.
     pub(super) wanted_real: usize,
     /// Whether any wanted row is drawn from on the device.
     pub(super) sampled: bool,
-    /// Runs of wanted rows that are not, in order: their logits go to the host.
+    /// Runs of wanted rows whose logits go to the host, in order: those that are not drawn from.
     pub(super) to_host: Vec<Range<usize>>,
-    /// For a decode step.
+    /// The bucket of a decode step.
     pub(super) bucket: Option<usize>,
 }
 
 /// Bounds of a step.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Bounds {
+pub(super) struct StepBounds {
     pub(super) rows: usize,
     pub(super) positions: usize,
     pub(super) vocab: usize,
@@ -102,16 +102,16 @@ fn draw_words(draw: Option<&Draw>) -> [i32; DRAW_WORDS] {
     ]
 }
 
-impl Plan {
+impl StepPlan {
     /// The step over `batch`.
     ///
     /// # Errors
-    /// What is out of bounds: the scheduler's mistake, found before anything is enqueued.
-    pub(super) fn new(batch: &[SeqStep<'_>], bounds: &Bounds) -> Result<Self, String> {
+    /// What is out of bounds: a bug of the scheduler, found before anything is enqueued.
+    pub(super) fn new(batch: &[SeqStep<'_>], bounds: &StepBounds) -> Result<Self, String> {
         check(batch, bounds)?;
         let real_rows: usize = batch.iter().map(|step| step.tokens.len()).sum();
         let one_each = batch.iter().all(|step| {
-            step.tokens.len() == 1 && matches!(step.logits, LogitsWanted::Last | LogitsWanted::Draw(_))
+            step.tokens.len() == 1 && matches!(step.logits, LogitsRequest::Last | LogitsRequest::Draw(_))
         });
         let bucket = BUCKETS.into_iter().find(|bucket| *bucket >= batch.len());
         let bucket = bucket.filter(|bucket| one_each && *bucket <= bounds.bucket);
@@ -140,13 +140,13 @@ impl Plan {
                 }
             }
             let draw = match &step.logits {
-                LogitsWanted::Draw(draw) => Some(draw),
-                LogitsWanted::No | LogitsWanted::Last | LogitsWanted::All => None,
+                LogitsRequest::Draw(draw) => Some(draw),
+                LogitsRequest::No | LogitsRequest::Last | LogitsRequest::All => None,
             };
             let rows = match step.logits {
-                LogitsWanted::No => continue,
-                LogitsWanted::Last | LogitsWanted::Draw(_) => row + step.tokens.len() - 1..tokens.len(),
-                LogitsWanted::All => row..tokens.len(),
+                LogitsRequest::No => continue,
+                LogitsRequest::Last | LogitsRequest::Draw(_) => row + step.tokens.len() - 1..tokens.len(),
+                LogitsRequest::All => row..tokens.len(),
             };
             if draw.is_some() {
                 sampled = true;
@@ -162,7 +162,7 @@ impl Plan {
                 draws.extend(draw_words(draw));
             }
         }
-        // Those with the most keys first, so that the blocks of the device finish together.
+        // Tiles with the most keys first, so that the blocks of the device finish together.
         tiles.sort_by_key(|tile| std::cmp::Reverse(tile[1] + tile[2]));
         let wanted_real = wanted.len();
         if let Some(bucket) = bucket {
@@ -199,7 +199,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// A decode step of nothing but padding.
+    /// A decode step of padding only.
     pub(super) fn padding(bucket: usize, sampled: bool) -> Self {
         let mut plan = Self {
             rows: bucket,
@@ -220,7 +220,7 @@ impl Plan {
         plan
     }
 
-    /// Of `rows` wanted rows from `first` on, the runs whose logits go to the host, counted from `first`.
+    /// The runs of rows whose logits go to the host, among `rows` wanted rows from `first` on, counted from `first`.
     pub(super) fn rows_to_host(&self, first: usize, rows: usize) -> Vec<Range<usize>> {
         let within = |run: &Range<usize>| run.start.max(first)..run.end.min(first + rows);
         let runs = self.to_host.iter().map(within).filter(|run| run.start < run.end);
@@ -234,7 +234,7 @@ impl Plan {
     }
 }
 
-fn check(batch: &[SeqStep<'_>], bounds: &Bounds) -> Result<(), String> {
+fn check(batch: &[SeqStep<'_>], bounds: &StepBounds) -> Result<(), String> {
     let rows: usize = batch.iter().map(|step| step.tokens.len()).sum();
     if rows > bounds.rows {
         return Err(format!("a step of {rows} tokens, at most {}", bounds.rows));
@@ -263,7 +263,7 @@ fn check(batch: &[SeqStep<'_>], bounds: &Bounds) -> Result<(), String> {
 mod tests {
     use super::*;
 
-    const BOUNDS: Bounds = Bounds {
+    const BOUNDS: StepBounds = StepBounds {
         rows: 512,
         positions: 1024,
         vocab: 100,
@@ -278,16 +278,16 @@ mod tests {
         (0..blocks).rev().map(BlockId).collect()
     }
 
-    fn words(plan: &Plan, section: Section) -> &[i32] {
+    fn words(plan: &StepPlan, section: Section) -> &[i32] {
         &plan.words[section.at..][..section.len]
     }
 
     #[test]
     fn a_decode_step_lies_where_every_step_of_its_bucket_lies() {
         let table = table(5);
-        let step = |start| SeqStep { tokens: &[7], start, block_table: &table, logits: LogitsWanted::Last };
-        let three = Plan::new(&[step(0), step(20), step(79)], &BOUNDS).unwrap();
-        let four = Plan::new(&[step(1), step(2), step(3), step(70)], &BOUNDS).unwrap();
+        let step = |start| SeqStep { tokens: &[7], start, block_table: &table, logits: LogitsRequest::Last };
+        let three = StepPlan::new(&[step(0), step(20), step(79)], &BOUNDS).unwrap();
+        let four = StepPlan::new(&[step(1), step(2), step(3), step(70)], &BOUNDS).unwrap();
         assert_eq!((three.bucket, three.rows, three.sequences, three.wanted_real), (Some(4), 4, 4, 3));
         for (a, b) in [
             (three.tokens, four.tokens),
@@ -300,7 +300,7 @@ mod tests {
             assert_eq!(a, b);
         }
         assert_eq!(three.tables.at, four.tables.at);
-        let padding = Plan::padding(4, false);
+        let padding = StepPlan::padding(4, false);
         assert_eq!(
             (padding.tokens, padding.slots, padding.wanted, padding.draws, padding.tables.at),
             (four.tokens, four.slots, four.wanted, four.draws, four.tables.at)
@@ -316,10 +316,10 @@ mod tests {
     fn a_prompt_is_cut_into_tiles_beside_sequences_of_one_token() {
         let (table, prompt) = (table(10), [1; 130]);
         let batch = [
-            SeqStep { tokens: &[7], start: 30, block_table: &table, logits: LogitsWanted::Last },
-            SeqStep { tokens: &prompt, start: 20, block_table: &table, logits: LogitsWanted::No },
+            SeqStep { tokens: &[7], start: 30, block_table: &table, logits: LogitsRequest::Last },
+            SeqStep { tokens: &prompt, start: 20, block_table: &table, logits: LogitsRequest::No },
         ];
-        let plan = Plan::new(&batch, &BOUNDS).unwrap();
+        let plan = StepPlan::new(&batch, &BOUNDS).unwrap();
         assert_eq!((plan.bucket, plan.rows, plan.sequences, plan.tile_count), (None, 131, 1, 3));
         assert_eq!(words(&plan, plan.tiles), [129, 2, 148, 2, 65, 64, 84, 2, 1, 64, 20, 2]);
         assert_eq!((plan.wanted_rows, plan.sampled), (1, false));
@@ -330,20 +330,21 @@ mod tests {
         let table = table(5);
         let draw = Draw { temperature: 0.5, top_k: 3, top_p: 0.9, min_p: 0.0, fraction: 5 << 32 | 6 };
         let step = |logits| SeqStep { tokens: &[7], start: 0, block_table: &table, logits };
-        let both = Plan::new(&[step(LogitsWanted::Draw(draw)), step(LogitsWanted::Draw(draw))], &BOUNDS);
+        let both =
+            StepPlan::new(&[step(LogitsRequest::Draw(draw)), step(LogitsRequest::Draw(draw))], &BOUNDS);
         let both = both.unwrap();
         assert!(both.sampled);
         let float = |value: f32| value.to_bits().cast_signed();
         assert_eq!(words(&both, both.draws)[..7], [2, float(2.0), 3, float(0.9), 0, 6, 5]);
         assert!(both.to_host.is_empty());
-        let (draw, last) = (LogitsWanted::Draw(draw), LogitsWanted::Last);
-        let mixed = [draw, last, last, LogitsWanted::No, draw, last].map(step);
-        let mixed = Plan::new(&mixed, &BOUNDS).unwrap();
+        let (draw, last) = (LogitsRequest::Draw(draw), LogitsRequest::Last);
+        let mixed = [draw, last, last, LogitsRequest::No, draw, last].map(step);
+        let mixed = StepPlan::new(&mixed, &BOUNDS).unwrap();
         assert!(mixed.sampled);
         assert_eq!((mixed.wanted_real, mixed.to_host.clone()), (5, vec![1..3, 4..5]));
         let kinds: Vec<i32> = words(&mixed, mixed.draws).chunks(DRAW_WORDS).map(|draw| draw[0]).collect();
         assert_eq!(kinds, [2, 0, 0, 2, 0]);
-        let none = Plan::new(&[step(last), step(LogitsWanted::No), step(last)], &BOUNDS).unwrap();
+        let none = StepPlan::new(&[step(last), step(LogitsRequest::No), step(last)], &BOUNDS).unwrap();
         assert_eq!((none.sampled, none.to_host.len(), &none.to_host[0]), (false, 1, &(0..2)));
     }
 
@@ -351,7 +352,7 @@ mod tests {
     fn what_is_out_of_bounds_is_refused_before_it_is_a_number() {
         let (table, far) = (table(5), [BlockId(64)]);
         let step =
-            |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::No };
+            |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsRequest::No };
         for wrong in [
             step(&[], 0, &table),
             step(&[100], 0, &table),
@@ -360,7 +361,7 @@ mod tests {
             step(&[1], 1024, &table),
             step(&[1], 0, &far),
         ] {
-            assert!(Plan::new(std::slice::from_ref(&wrong), &BOUNDS).is_err(), "{wrong:?}");
+            assert!(StepPlan::new(std::slice::from_ref(&wrong), &BOUNDS).is_err(), "{wrong:?}");
         }
     }
 

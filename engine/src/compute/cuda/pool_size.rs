@@ -1,74 +1,74 @@
-//! How many blocks the KV pool has on a device. Pure, but for [`host_bytes`].
+//! The number of blocks of the KV pool on a device. Pure, except [`host_bytes`].
 //!
 //! ```text
 //!   total × share ── own weights and buffers ── reserve ─┐
-//!   free, once weights and buffers are there ── reserve ─┼─ the least ─▶ blocks
+//!   free, after weights and buffers ── reserve ──────────┼─ the least ─▶ blocks
 //!   half of the host's memory, for the mirror ───────────┘
 //! ```
 //!
-//! The share is of the whole device and for this engine alone, as vLLM's `--gpu-memory-utilization`: two engines with half
-//! each fit one device, whichever starts first.
+//! The share refers to the whole device and to this engine alone, as vLLM's `--gpu-memory-utilization`. Two engines
+//! with half each therefore fit one device, whichever starts first.
 
 use std::fmt;
 
-/// What a device keeps for its library's workspace (64 MiB), recorded graphs and the contexts of peers that read the pool.
+/// Reserve for the library's workspace (64 MiB), recorded graphs and the contexts of peers that read the pool.
 const RESERVE_BYTES: usize = 512 << 20;
-/// Of a small device it is a part at most.
+/// The reserve is at most this fraction of a device.
 const RESERVE_PART: usize = 8;
 
-/// How large the KV pool is made.
+/// Size of the KV pool.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum PoolSize {
-    /// So many blocks; at least one.
+    /// This number of blocks; at least one.
     Blocks(usize),
-    /// What fits into this share of the device's memory, above 0 and at most 1, beside weights and buffers.
+    /// The blocks that fit, besides weights and buffers, into this share of the device's memory: above 0, at most 1.
     Share(f64),
 }
 
-/// Memory at the moment at which the pool is made, in bytes.
+/// Memory sizes when the pool is created, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Memory {
-    /// All of the device's.
+pub struct MemorySizes {
+    /// All memory of the device.
     pub total: usize,
-    /// What is free there, with this engine's weights and buffers in place.
+    /// Free memory of the device, after this engine's weights and buffers were allocated.
     pub free: usize,
-    /// What those take.
+    /// Size of these weights and buffers.
     pub own: usize,
-    /// What is left free.
+    /// Bytes that stay free.
     pub reserve: usize,
-    /// What the host has for the mirror, which is as large as the pool.
+    /// Host memory for the mirror, which is as large as the pool.
     pub host: usize,
 }
 
-impl Memory {
-    /// The reserve of a device of so many bytes.
+impl MemorySizes {
+    /// The reserve of a device with `total` bytes.
     #[must_use]
     pub fn reserve_of(total: usize) -> usize {
         RESERVE_BYTES.min(total / RESERVE_PART)
     }
 }
 
-/// What was chosen, and by what it is bounded.
+/// The chosen size, and its limiting factor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Chosen {
+pub struct PoolChoice {
     /// Blocks; at least two.
     pub blocks: usize,
-    /// For people.
+    /// Description for logs.
     pub bound: &'static str,
 }
 
-/// There is no room for two blocks.
+/// There is no memory for two blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct TooSmall {
+pub struct PoolSizeError {
     share: f64,
-    memory: Memory,
+    memory: MemorySizes,
     block_bytes: usize,
-    chosen: Chosen,
+    chosen: PoolChoice,
 }
 
-impl fmt::Display for TooSmall {
+impl fmt::Display for PoolSizeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Memory { total, free, own, reserve, host } = self.memory;
+        let MemorySizes { total, free, own, reserve, host } = self.memory;
         write!(
             f,
             "the KV cache would hold {} blocks of {} bytes, 2 are needed, and is bounded by {}: {} of {total} bytes less \
@@ -79,12 +79,16 @@ impl fmt::Display for TooSmall {
     }
 }
 
-/// Blocks of `block_bytes` for a share of a device, `most` at most.
+/// Number of blocks of `block_bytes` for a share of a device, at most `most`.
 ///
 /// # Errors
-/// [`TooSmall`].
-pub fn blocks(share: f64, memory: &Memory, block_bytes: usize, most: usize) -> Result<Chosen, TooSmall> {
-    #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+/// [`PoolSizeError`].
+pub fn blocks(
+    share: f64,
+    memory: &MemorySizes,
+    block_bytes: usize,
+    most: usize,
+) -> Result<PoolChoice, PoolSizeError> {
     let of_share = (memory.total as f64 * share) as usize;
     let kept = memory.own.saturating_add(memory.reserve);
     let bounds = [
@@ -94,15 +98,15 @@ pub fn blocks(share: f64, memory: &Memory, block_bytes: usize, most: usize) -> R
         (most, "the numbers of slots"),
     ];
     let (blocks, bound) = bounds.into_iter().min_by_key(|(blocks, _)| *blocks).expect("there are four");
-    let chosen = Chosen { blocks, bound };
+    let chosen = PoolChoice { blocks, bound };
     if blocks < 2 {
-        return Err(TooSmall { share, memory: *memory, block_bytes, chosen });
+        return Err(PoolSizeError { share, memory: *memory, block_bytes, chosen });
     }
     Ok(chosen)
 }
 
-/// Half of the memory that the host can give to this process: the mirror is page-locked, and the rest of the process, its
-/// tiers and other engines need some too.
+/// Half of the memory that the host can give to this process. The mirror is page-locked, and the rest of the process,
+/// its tiers and other engines need memory too.
 #[must_use]
 pub fn host_bytes() -> usize {
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
@@ -114,21 +118,21 @@ pub fn host_bytes() -> usize {
     groups.chain([available(&read("/proc/meminfo"))]).min().unwrap_or(usize::MAX) / 2
 }
 
-/// The control group of this process and those around it, as folders, of version 2: a limit may stand at any of them.
+/// The control group of this process and its ancestors, as folders, of version 2: each of them may have a limit.
 fn groups(own: &str) -> Vec<String> {
     let own = own.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or("/");
     let folders = std::path::Path::new(own).ancestors().take(16);
     folders.map(|folder| folder.display().to_string().trim_end_matches('/').to_owned()).collect()
 }
 
-/// What `/proc/meminfo` calls available. What cannot be read bounds nothing.
+/// `MemAvailable` of `/proc/meminfo`. An unreadable value sets no bound.
 fn available(meminfo: &str) -> usize {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
     let kib = line.and_then(|rest| rest.trim().split(' ').next()?.parse::<usize>().ok());
     kib.and_then(|kib| kib.checked_mul(1 << 10)).unwrap_or(usize::MAX)
 }
 
-/// What a control group has left: files in its memory, such as the weights that were just read, give way.
+/// The memory that a control group has left. File pages, such as the weights that were just read, count as free.
 fn left_of_group(limit: &str, current: &str, stat: &str) -> usize {
     // "max", or no such file: no limit.
     let Ok(limit) = limit.trim().parse::<usize>() else { return usize::MAX };
@@ -148,33 +152,33 @@ mod tests {
     const GIB: usize = 1 << 30;
     const BLOCK: usize = 2 << 20;
     /// Llama 3.1 8B in bf16 on an H100.
-    const H100: Memory =
-        Memory { total: 80 * GIB, free: 63 * GIB, own: 16 * GIB, reserve: GIB / 2, host: 400 * GIB };
+    const H100: MemorySizes =
+        MemorySizes { total: 80 * GIB, free: 63 * GIB, own: 16 * GIB, reserve: GIB / 2, host: 400 * GIB };
 
-    fn sized(share: f64, memory: Memory) -> (usize, &'static str) {
-        let chosen = blocks(share, &memory, BLOCK, usize::MAX).expect("there is room");
+    fn sized(share: f64, memory: MemorySizes) -> (usize, &'static str) {
+        let chosen = blocks(share, &memory, BLOCK, usize::MAX).expect("the pool fits");
         (chosen.blocks, chosen.bound)
     }
 
     #[test]
     fn the_pool_is_what_the_share_leaves_beside_weights_and_reserve() {
-        // 72 GiB, less 16.5.
+        // 72 GiB minus 16.5.
         assert_eq!(sized(0.9, H100), (55 * 512 + 256, "the share of the device's memory"));
         assert_eq!(sized(0.45, H100), (19 * 512 + 256, "the share of the device's memory"));
     }
 
     #[test]
     fn what_another_engine_holds_of_the_device_is_left_alone() {
-        let beside = Memory { free: 20 * GIB, ..H100 };
-        assert_eq!(sized(0.9, beside), (19 * 512 + 256, "the device's free memory"));
-        // A share that both have is theirs in either order of their starts.
-        let second = Memory { free: 80 * GIB - 36 * GIB - 16 * GIB - GIB, ..H100 };
+        let occupied = MemorySizes { free: 20 * GIB, ..H100 };
+        assert_eq!(sized(0.9, occupied), (19 * 512 + 256, "the device's free memory"));
+        // Two engines with the same share get the same pool in either order of their starts.
+        let second = MemorySizes { free: 80 * GIB - 36 * GIB - 16 * GIB - GIB, ..H100 };
         assert_eq!(sized(0.45, second).0, sized(0.45, H100).0);
     }
 
     #[test]
     fn the_mirror_fits_the_host_and_slots_fit_their_numbers() {
-        let small_host = Memory { host: 8 * GIB, ..H100 };
+        let small_host = MemorySizes { host: 8 * GIB, ..H100 };
         assert_eq!(sized(0.9, small_host), (8 * 512, "the host's memory, for the mirror"));
         let chosen = blocks(1.0, &H100, BLOCK, 1000).expect("there is room");
         assert_eq!((chosen.blocks, chosen.bound), (1000, "the numbers of slots"));
@@ -183,11 +187,11 @@ mod tests {
     #[test]
     fn no_room_is_an_error_with_the_numbers_and_the_options() {
         for memory in [
-            Memory { free: 0, ..H100 },
-            Memory { own: 73 * GIB, ..H100 },
-            Memory { host: BLOCK, ..H100 },
-            Memory { total: 0, free: 0, own: 0, reserve: 0, host: 0 },
-            Memory { own: usize::MAX, reserve: usize::MAX, ..H100 },
+            MemorySizes { free: 0, ..H100 },
+            MemorySizes { own: 73 * GIB, ..H100 },
+            MemorySizes { host: BLOCK, ..H100 },
+            MemorySizes { total: 0, free: 0, own: 0, reserve: 0, host: 0 },
+            MemorySizes { own: usize::MAX, reserve: usize::MAX, ..H100 },
         ] {
             let error = blocks(0.9, &memory, BLOCK, usize::MAX).expect_err("no room").to_string();
             for part in
@@ -200,8 +204,8 @@ mod tests {
 
     #[test]
     fn small_devices_keep_a_small_reserve() {
-        assert_eq!(Memory::reserve_of(80 * GIB), GIB / 2);
-        assert_eq!(Memory::reserve_of(64 << 20), 8 << 20);
+        assert_eq!(MemorySizes::reserve_of(80 * GIB), GIB / 2);
+        assert_eq!(MemorySizes::reserve_of(64 << 20), 8 << 20);
     }
 
     #[test]

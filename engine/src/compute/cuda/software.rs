@@ -1,22 +1,22 @@
-//! A device in Rust that runs what the CUDA device runs, and refuses what a GPU lets pass in silence.
+//! A device in Rust that runs the work of the CUDA device, and rejects errors that a GPU accepts silently.
 //!
-//! Work is done when it is enqueued, in that order; what is checked is whether a device would have had to do it in that
-//! order. Every stream and the host have a vector clock, and every access is remembered with its stream and time until
-//! the host has waited for it:
+//! Work is done when it is enqueued, in that order. The device checks whether a GPU would have had to do it in that
+//! order. Every stream and the host have a vector clock. The device records every access with its stream and time until
+//! the host has waited for it. It rejects:
 //!
-//! - memory that was freed, ranges beyond a buffer, launches that no GPU takes;
-//! - two accesses to the same bytes, one of them a write, that no event and no wait puts in order;
-//! - host memory that is read before a copy into it has landed, or written while one from it is on its way.
+//! - freed memory, ranges beyond a buffer, and launches that no GPU accepts;
+//! - two accesses to the same bytes, at least one of them a write, that no event and no wait orders;
+//! - reads of host memory before a copy into it has landed, and writes while a copy from it is in flight.
 //!
-//! It is slow, and it computes bf16 as the kernels do: stored in 16 bits, summed in f32.
+//! It is slow, and computes bf16 as the kernels do: stored in 16 bits, summed in f32.
 
 mod emulated;
 mod memory;
-mod shared;
-mod twins;
+mod reference;
+mod shared_memory_pool;
 
 pub use self::emulated::{Emulation, EmulationError};
-pub(crate) use self::twins::{narrow, widen};
+pub(crate) use self::reference::{narrow, widen};
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -24,11 +24,11 @@ use std::time::Duration;
 
 use baton_connector::region::Region;
 
-use self::memory::{Bytes, Clock, Shadow, Span, lock};
-use self::shared::SharedPool;
+use self::memory::{AccessLog, AccessSpan, MemoryBytes, VectorClock, lock};
+use self::shared_memory_pool::SharedMemoryPool;
 use super::device::{
-    Arg, Buffer, Device, DeviceError, Element, Event, Graph, Host, HostAt, Launch, Matmul, PoolMemory,
-    Priority, Slice, Stream,
+    Device, DeviceBuffer, DeviceError, DeviceSlice, Element, Graph, HostBuffer, HostSlice, KernelArg, Launch,
+    Matmul, PoolMemory, Priority, Stream, StreamEvent,
 };
 
 /// Most threads of a block, and blocks of a grid in y and z, on every GPU.
@@ -36,57 +36,57 @@ const THREADS_MAX: u32 = 1024;
 const GRID_YZ_MAX: u32 = 65_535;
 /// Dynamic shared memory of a block on compute capability 9.0.
 const SHARED_BYTES_MAX: usize = 227 << 10;
-/// The host's place in clocks; streams follow.
+/// Index of the host in clocks; streams follow.
 const HOST: usize = 0;
 
-/// What the kernels were made for.
+/// Element type and head width of the kernels.
 #[derive(Clone, Copy, Debug)]
-struct Module {
+struct SoftwareModule {
     element: Element,
     head_dim: usize,
 }
 
-struct Memory {
-    bytes: Bytes,
-    /// A pool's is shared with those who copy from and to it.
-    shadow: Arc<Mutex<Shadow>>,
+struct SoftwareMemory {
+    bytes: MemoryBytes,
+    /// A pool's log is shared with the threads that copy from and to it.
+    shadow: Arc<Mutex<AccessLog>>,
 }
 
 #[derive(Clone)]
-enum Recorded {
+enum GraphNode {
     Launch(Launch),
     Matmul(Matmul),
 }
 
 /// See the module's documentation.
-pub struct SoftDevice {
-    module: Module,
-    /// Runs the kernels themselves instead of their twins.
+pub struct SoftwareDevice {
+    module: SoftwareModule,
+    /// Runs the kernels themselves instead of the reference kernels.
     emulation: Option<Emulation>,
     shared_bytes_max: usize,
     memory_bytes: usize,
-    /// Held while the device works, which is whenever it touches memory that others touch too.
+    /// Locked while the device works, because other threads touch its memory too.
     work: Arc<Mutex<()>>,
-    buffers: Vec<Option<Memory>>,
-    hosts: Vec<Memory>,
+    buffers: Vec<Option<SoftwareMemory>>,
+    hosts: Vec<SoftwareMemory>,
     /// Clocks of the host and of each stream.
-    clocks: Vec<Clock>,
-    /// Of each stream.
+    clocks: Vec<VectorClock>,
+    /// Priority of each stream.
     priorities: Vec<Priority>,
-    /// Nothing that is waited for is over in time any more.
+    /// No wait ends in time any more.
     hangs: Arc<AtomicBool>,
-    /// After so many copies to it, the next one fails.
+    /// Copies to the device until one fails.
     uploads_left: Option<u64>,
-    events: Vec<Clock>,
-    graphs: Vec<Vec<Recorded>>,
-    capturing: Option<(Stream, Vec<Recorded>)>,
-    /// Launches and products that were run, those of graphs included.
+    events: Vec<VectorClock>,
+    graphs: Vec<Vec<GraphNode>>,
+    capturing: Option<(Stream, Vec<GraphNode>)>,
+    /// Number of launches and products that ran, including those of graphs.
     pub launches: u64,
-    /// Graphs that were replayed.
+    /// Number of replayed graphs.
     pub replays: u64,
-    /// Copies between host and device.
+    /// Number of copies between host and device.
     pub copies: u64,
-    /// How often whoever drives it has waited for it.
+    /// Number of waits of the host for the device.
     pub waits: Arc<AtomicU64>,
 }
 
@@ -94,7 +94,7 @@ fn undefined<T>(what: String) -> Result<T, DeviceError> {
     Err(DeviceError::Undefined(what))
 }
 
-/// What a GPU says of work that is not over within the bound.
+/// The result of a wait: as on a GPU, an error if the work is not over within the bound.
 fn wait(what: &'static str, hangs: &AtomicBool) -> Result<(), DeviceError> {
     match hangs.load(Ordering::Acquire) {
         true => Err(DeviceError::Hung { what, waited: Duration::ZERO }),
@@ -102,19 +102,19 @@ fn wait(what: &'static str, hangs: &AtomicBool) -> Result<(), DeviceError> {
     }
 }
 
-impl SoftDevice {
-    /// A device with so many bytes of memory, and kernels for heads of `head_dim` elements.
+impl SoftwareDevice {
+    /// A device with this size of memory, and kernels for heads of `head_dim` elements.
     #[must_use]
     pub fn new(memory_bytes: usize, element: Element, head_dim: usize) -> Self {
         Self {
-            module: Module { element, head_dim },
+            module: SoftwareModule { element, head_dim },
             emulation: None,
             shared_bytes_max: SHARED_BYTES_MAX,
             memory_bytes,
             work: Arc::default(),
             buffers: Vec::new(),
             hosts: Vec::new(),
-            clocks: vec![Clock::default()],
+            clocks: vec![VectorClock::default()],
             priorities: Vec::new(),
             hangs: Arc::default(),
             uploads_left: None,
@@ -128,42 +128,43 @@ impl SoftDevice {
         }
     }
 
-    /// A device whose blocks have at most so many bytes of shared memory.
+    /// A device with at most `most` bytes of shared memory per block.
     #[must_use]
     pub fn with_shared_bytes(mut self, most: usize) -> Self {
         self.shared_bytes_max = most;
         self
     }
 
-    /// A device that runs the kernels' own code, compiled for this CPU; what they touch is not followed byte by byte.
+    /// A device that runs the kernels' own code, compiled for this CPU. Accesses of the kernels are not recorded byte
+    /// by byte.
     #[must_use]
     pub fn emulating(mut self, emulation: Emulation) -> Self {
         self.emulation = Some(emulation);
         self
     }
 
-    /// The priority that a stream was made with.
+    /// The priority of a stream.
     #[must_use]
     pub fn priority(&self, stream: Stream) -> Priority {
         self.priorities[stream.0 as usize - 1]
     }
 
-    /// From now on no work is over in time: neither steps that are waited for, nor copies from and to its pools.
+    /// From now on no work is over in time: neither steps nor copies from and to its pools.
     pub fn hang(&mut self) {
         self.hangs.store(true, Ordering::Release);
     }
 
-    /// It works again, as no GPU does: to see that nobody asks.
+    /// Makes the device work again, unlike a GPU. Tests use it to check that a disabled device gets no more calls.
     pub fn recover(&mut self) {
         self.hangs.store(false, Ordering::Release);
     }
 
-    /// The `nth` copy to it from now on fails, and no other.
+    /// The `nth` copy to the device from now on fails, and no other.
     pub fn fail_upload(&mut self, nth: u64) {
         self.uploads_left = nth.checked_sub(1);
     }
 
-    fn check(&self, slice: &Slice) -> Result<&Memory, DeviceError> {
+    fn check(&self, slice: &DeviceSlice) -> Result<&SoftwareMemory, DeviceError> {
         match self.buffers.get(slice.buffer.0 as usize) {
             Some(Some(memory)) if slice.offset + slice.bytes <= memory.bytes.len() => Ok(memory),
             Some(Some(memory)) => undefined(format!(
@@ -177,7 +178,7 @@ impl SoftDevice {
         }
     }
 
-    fn check_host(&self, at: HostAt, bytes: usize) -> Result<(), DeviceError> {
+    fn check_host(&self, at: HostSlice, bytes: usize) -> Result<(), DeviceError> {
         let len = self.hosts[at.host.0 as usize].bytes.len();
         if at.offset + bytes <= len {
             Ok(())
@@ -186,8 +187,8 @@ impl SoftDevice {
         }
     }
 
-    /// Begins a piece of work on a stream: it follows what the stream has done and what the host knows.
-    fn begin(&mut self, on: Stream) -> (usize, Clock) {
+    /// Begins a piece of work on a stream. It follows the stream's earlier work and the host's clock.
+    fn begin(&mut self, on: Stream) -> (usize, VectorClock) {
         let place = on.0 as usize;
         let host = self.clocks[HOST].clone();
         self.clocks[place].join(&host);
@@ -195,18 +196,18 @@ impl SoftDevice {
         (place, self.clocks[place].clone())
     }
 
-    fn note(
+    fn record_access(
         &mut self,
-        slice: &Slice,
-        spans: &[Span],
+        slice: &DeviceSlice,
+        spans: &[AccessSpan],
         place: usize,
-        now: &Clock,
+        now: &VectorClock,
         what: &str,
     ) -> Result<(), DeviceError> {
         let memory = self.buffers[slice.buffer.0 as usize].as_mut().expect("it was checked");
         for span in spans {
-            let span = Span { start: slice.offset + span.start, end: slice.offset + span.end, ..*span };
-            lock(&memory.shadow).note(span, place, now).map_err(|conflict| {
+            let span = AccessSpan { start: slice.offset + span.start, end: slice.offset + span.end, ..*span };
+            lock(&memory.shadow).record(span, place, now).map_err(|conflict| {
                 DeviceError::Undefined(format!("{what}: buffer {}: {conflict}", slice.buffer.0))
             })?;
         }
@@ -229,7 +230,7 @@ impl SoftDevice {
             ));
         }
         for arg in &launch.args {
-            if let Arg::In(slice) | Arg::Out(slice) = arg {
+            if let KernelArg::In(slice) | KernelArg::Out(slice) = arg {
                 self.check(slice)?;
             }
         }
@@ -237,20 +238,21 @@ impl SoftDevice {
         if let Some(emulation) = &self.emulation {
             emulation.run(&mut self.buffers, launch).map_err(DeviceError::Undefined)?;
             for arg in &launch.args {
-                if let Arg::In(slice) | Arg::Out(slice) = arg {
-                    let span = Span { start: 0, end: slice.bytes, write: matches!(arg, Arg::Out(_)) };
-                    self.note(slice, &[span], place, &now, name)?;
+                if let KernelArg::In(slice) | KernelArg::Out(slice) = arg {
+                    let span =
+                        AccessSpan { start: 0, end: slice.bytes, write: matches!(arg, KernelArg::Out(_)) };
+                    self.record_access(slice, &[span], place, &now, name)?;
                 }
             }
             self.launches += 1;
             return Ok(());
         }
-        let mut run = twins::Run::new(&mut self.buffers, launch, self.module);
-        twins::run(&mut run).map_err(|what| DeviceError::Undefined(format!("{name}: {what}")))?;
+        let mut run = reference::KernelRun::new(&mut self.buffers, launch, self.module);
+        reference::run(&mut run).map_err(|what| DeviceError::Undefined(format!("{name}: {what}")))?;
         let touched = run.touched();
         for (arg, spans) in launch.args.iter().zip(touched) {
-            if let Arg::In(slice) | Arg::Out(slice) = arg {
-                self.note(slice, &spans, place, &now, name)?;
+            if let KernelArg::In(slice) | KernelArg::Out(slice) = arg {
+                self.record_access(slice, &spans, place, &now, name)?;
             }
         }
         self.launches += 1;
@@ -273,9 +275,15 @@ impl SoftDevice {
             }
         }
         let (place, now) = self.begin(on);
-        twins::matmul(&mut self.buffers, matmul);
+        reference::matmul(&mut self.buffers, matmul);
         for (index, (slice, bytes)) in wanted.into_iter().enumerate() {
-            self.note(&slice, &[Span { start: 0, end: bytes, write: index == 2 }], place, &now, "product")?;
+            self.record_access(
+                &slice,
+                &[AccessSpan { start: 0, end: bytes, write: index == 2 }],
+                place,
+                &now,
+                "product",
+            )?;
         }
         self.launches += 1;
         Ok(())
@@ -284,8 +292,8 @@ impl SoftDevice {
     fn copy_host(
         &mut self,
         on: Stream,
-        host: HostAt,
-        slice: Slice,
+        host: HostSlice,
+        slice: DeviceSlice,
         to_host: bool,
     ) -> Result<(), DeviceError> {
         let work = Arc::clone(&self.work);
@@ -296,11 +304,17 @@ impl SoftDevice {
             return undefined("a copy to or from the host while recording".into());
         }
         let (place, now) = self.begin(on);
-        self.note(&slice, &[Span { start: 0, end: slice.bytes, write: !to_host }], place, &now, "copy")?;
+        self.record_access(
+            &slice,
+            &[AccessSpan { start: 0, end: slice.bytes, write: !to_host }],
+            place,
+            &now,
+            "copy",
+        )?;
         let side = &mut self.hosts[host.host.0 as usize];
-        let span = Span { start: host.offset, end: host.offset + slice.bytes, write: to_host };
+        let span = AccessSpan { start: host.offset, end: host.offset + slice.bytes, write: to_host };
         lock(&side.shadow)
-            .note(span, place, &now)
+            .record(span, place, &now)
             .map_err(|conflict| DeviceError::Undefined(format!("copy: host memory: {conflict}")))?;
         let device = self.buffers[slice.buffer.0 as usize].as_mut().expect("it was checked");
         let range = slice.offset..slice.offset + slice.bytes;
@@ -315,45 +329,45 @@ impl SoftDevice {
         Ok(())
     }
 
-    /// Everything of a copy inside the device but its bytes.
-    fn follow_copy(&mut self, on: Stream, from: Slice, to: Slice) -> Result<(), DeviceError> {
+    /// All effects of a copy inside the device except its bytes.
+    fn follow_copy(&mut self, on: Stream, from: DeviceSlice, to: DeviceSlice) -> Result<(), DeviceError> {
         self.check(&from)?;
         self.check(&to)?;
         if from.bytes != to.bytes {
             return undefined(format!("a copy of {} bytes into {}", from.bytes, to.bytes));
         }
         let (place, now) = self.begin(on);
-        let span = |write| Span { start: 0, end: from.bytes, write };
-        self.note(&from, &[span(false)], place, &now, "copy")?;
-        self.note(&to, &[span(true)], place, &now, "copy")
+        let span = |write| AccessSpan { start: 0, end: from.bytes, write };
+        self.record_access(&from, &[span(false)], place, &now, "copy")?;
+        self.record_access(&to, &[span(true)], place, &now, "copy")
     }
 
-    /// What the host has waited for can be forgotten: everything it enqueues from here on comes after it.
+    /// Removes accesses that the host has waited for: all work that is enqueued from here on comes after them.
     fn forget(&mut self) {
         let host = self.clocks[HOST].clone();
         let shadows = self.buffers.iter_mut().flatten().chain(&mut self.hosts);
         shadows.for_each(|memory| lock(&memory.shadow).forget(&host));
     }
 
-    fn keep_host(&mut self, bytes: Bytes) -> Host {
-        self.hosts.push(Memory { bytes, shadow: Arc::default() });
-        Host(self.hosts.len() as u32 - 1)
+    fn keep_host(&mut self, bytes: MemoryBytes) -> HostBuffer {
+        self.hosts.push(SoftwareMemory { bytes, shadow: Arc::default() });
+        HostBuffer(self.hosts.len() as u32 - 1)
     }
 
     /// The host's own access to host memory.
-    fn touch_host(&mut self, at: HostAt, bytes: usize, write: bool) -> Result<(), DeviceError> {
+    fn touch_host(&mut self, at: HostSlice, bytes: usize, write: bool) -> Result<(), DeviceError> {
         self.check_host(at, bytes)?;
         self.clocks[HOST].tick(HOST);
         let now = self.clocks[HOST].clone();
-        let span = Span { start: at.offset, end: at.offset + bytes, write };
-        lock(&self.hosts[at.host.0 as usize].shadow).note(span, HOST, &now).map_err(|conflict| {
+        let span = AccessSpan { start: at.offset, end: at.offset + bytes, write };
+        lock(&self.hosts[at.host.0 as usize].shadow).record(span, HOST, &now).map_err(|conflict| {
             let what = if write { "written" } else { "read" };
             DeviceError::Undefined(format!("host memory is {what}: {conflict}"))
         })
     }
 }
 
-impl Device for SoftDevice {
+impl Device for SoftwareDevice {
     fn name(&self) -> String {
         "software".into()
     }
@@ -375,27 +389,27 @@ impl Device for SoftDevice {
         Ok(self.memory_bytes.saturating_sub(used))
     }
 
-    fn alloc(&mut self, bytes: usize) -> Result<Buffer, DeviceError> {
+    fn alloc(&mut self, bytes: usize) -> Result<DeviceBuffer, DeviceError> {
         let free = self.free_bytes()?;
         if bytes > free {
             return Err(DeviceError::Memory { wanted: bytes, free });
         }
-        self.buffers.push(Some(Memory { bytes: Bytes::zeroed(bytes), shadow: Arc::default() }));
-        Ok(Buffer(self.buffers.len() as u32 - 1))
+        self.buffers.push(Some(SoftwareMemory { bytes: MemoryBytes::zeroed(bytes), shadow: Arc::default() }));
+        Ok(DeviceBuffer(self.buffers.len() as u32 - 1))
     }
 
-    fn alloc_shared(&mut self, bytes: usize) -> Result<(Buffer, Arc<dyn PoolMemory>), DeviceError> {
+    fn alloc_shared(&mut self, bytes: usize) -> Result<(DeviceBuffer, Arc<dyn PoolMemory>), DeviceError> {
         let free = self.free_bytes()?;
         if bytes > free {
             return Err(DeviceError::Memory { wanted: bytes, free });
         }
-        let pool = SharedPool::zeroed(bytes, Arc::clone(&self.work), Arc::clone(&self.hangs));
+        let pool = SharedMemoryPool::zeroed(bytes, Arc::clone(&self.work), Arc::clone(&self.hangs));
         let shadow = Arc::clone(&pool.shadow);
-        self.buffers.push(Some(Memory { bytes: Bytes::Shared(pool.clone()), shadow }));
-        Ok((Buffer(self.buffers.len() as u32 - 1), Arc::new(pool)))
+        self.buffers.push(Some(SoftwareMemory { bytes: MemoryBytes::Shared(pool.clone()), shadow }));
+        Ok((DeviceBuffer(self.buffers.len() as u32 - 1), Arc::new(pool)))
     }
 
-    fn free(&mut self, buffer: Buffer) -> Result<(), DeviceError> {
+    fn free(&mut self, buffer: DeviceBuffer) -> Result<(), DeviceError> {
         let now = self.clocks[HOST].clone();
         match self.buffers.get_mut(buffer.0 as usize).and_then(Option::take) {
             None => undefined(format!("buffer {} was freed twice", buffer.0)),
@@ -404,38 +418,38 @@ impl Device for SoftDevice {
         }
     }
 
-    fn host(&mut self, bytes: usize) -> Result<Host, DeviceError> {
-        Ok(self.keep_host(Bytes::zeroed(bytes)))
+    fn host(&mut self, bytes: usize) -> Result<HostBuffer, DeviceError> {
+        Ok(self.keep_host(MemoryBytes::zeroed(bytes)))
     }
 
-    fn host_over(&mut self, region: &Region) -> Result<Host, DeviceError> {
-        Ok(self.keep_host(Bytes::Region(region.clone())))
+    fn host_over(&mut self, region: &Region) -> Result<HostBuffer, DeviceError> {
+        Ok(self.keep_host(MemoryBytes::Region(region.clone())))
     }
 
-    fn write_host(&mut self, to: HostAt, bytes: &[u8]) -> Result<(), DeviceError> {
+    fn write_host(&mut self, to: HostSlice, bytes: &[u8]) -> Result<(), DeviceError> {
         self.touch_host(to, bytes.len(), true)?;
         self.hosts[to.host.0 as usize].bytes.write(to.offset, bytes);
         Ok(())
     }
 
-    fn read_host(&mut self, from: HostAt, bytes: &mut [u8]) -> Result<(), DeviceError> {
+    fn read_host(&mut self, from: HostSlice, bytes: &mut [u8]) -> Result<(), DeviceError> {
         self.touch_host(from, bytes.len(), false)?;
         self.hosts[from.host.0 as usize].bytes.read(from.offset, bytes);
         Ok(())
     }
 
     fn stream(&mut self, priority: Priority) -> Result<Stream, DeviceError> {
-        self.clocks.push(Clock::default());
+        self.clocks.push(VectorClock::default());
         self.priorities.push(priority);
         Ok(Stream(self.clocks.len() as u32 - 1))
     }
 
-    fn event(&mut self) -> Result<Event, DeviceError> {
-        self.events.push(Clock::default());
-        Ok(Event(self.events.len() as u32 - 1))
+    fn event(&mut self) -> Result<StreamEvent, DeviceError> {
+        self.events.push(VectorClock::default());
+        Ok(StreamEvent(self.events.len() as u32 - 1))
     }
 
-    fn upload(&mut self, on: Stream, from: HostAt, to: Slice) -> Result<(), DeviceError> {
+    fn upload(&mut self, on: Stream, from: HostSlice, to: DeviceSlice) -> Result<(), DeviceError> {
         if self.uploads_left.take_if(|left| *left == 0).is_some() {
             return Err(DeviceError::Call { call: "upload", what: "injected failure".into() });
         }
@@ -443,11 +457,11 @@ impl Device for SoftDevice {
         self.copy_host(on, from, to, false)
     }
 
-    fn download(&mut self, on: Stream, from: Slice, to: HostAt) -> Result<(), DeviceError> {
+    fn download(&mut self, on: Stream, from: DeviceSlice, to: HostSlice) -> Result<(), DeviceError> {
         self.copy_host(on, to, from, true)
     }
 
-    fn copy(&mut self, on: Stream, from: Slice, to: Slice) -> Result<(), DeviceError> {
+    fn copy(&mut self, on: Stream, from: DeviceSlice, to: DeviceSlice) -> Result<(), DeviceError> {
         let work = Arc::clone(&self.work);
         let _working = lock(&work);
         self.follow_copy(on, from, to)?;
@@ -456,7 +470,7 @@ impl Device for SoftDevice {
         Ok(())
     }
 
-    fn copy_many(&mut self, on: Stream, pieces: &[(Slice, Slice)]) -> Result<(), DeviceError> {
+    fn copy_many(&mut self, on: Stream, pieces: &[(DeviceSlice, DeviceSlice)]) -> Result<(), DeviceError> {
         if self.emulation.is_none() {
             return pieces.iter().try_for_each(|(from, to)| self.copy(on, *from, *to));
         }
@@ -471,7 +485,7 @@ impl Device for SoftDevice {
     fn launch(&mut self, on: Stream, launch: &Launch) -> Result<(), DeviceError> {
         match &mut self.capturing {
             Some((stream, recorded)) if *stream == on => {
-                recorded.push(Recorded::Launch(launch.clone()));
+                recorded.push(GraphNode::Launch(launch.clone()));
                 Ok(())
             }
             _ => self.run_launch(on, launch),
@@ -481,26 +495,30 @@ impl Device for SoftDevice {
     fn matmul(&mut self, on: Stream, matmul: &Matmul) -> Result<(), DeviceError> {
         match &mut self.capturing {
             Some((stream, recorded)) if *stream == on => {
-                recorded.push(Recorded::Matmul(*matmul));
+                recorded.push(GraphNode::Matmul(*matmul));
                 Ok(())
             }
             _ => self.run_matmul(on, matmul),
         }
     }
 
-    fn record(&mut self, event: Event, on: Stream) -> Result<(), DeviceError> {
+    fn record(&mut self, event: StreamEvent, on: Stream) -> Result<(), DeviceError> {
         let (_, now) = self.begin(on);
         self.events[event.0 as usize] = now;
         Ok(())
     }
 
-    fn wait(&mut self, on: Stream, event: Event) -> Result<(), DeviceError> {
+    fn wait(&mut self, on: Stream, event: StreamEvent) -> Result<(), DeviceError> {
         let reached = self.events[event.0 as usize].clone();
         self.clocks[on.0 as usize].join(&reached);
         Ok(())
     }
 
-    fn synchronize_beside(&mut self, event: Event, meanwhile: &mut dyn FnMut()) -> Result<(), DeviceError> {
+    fn synchronize_with(
+        &mut self,
+        event: StreamEvent,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), DeviceError> {
         self.waits.fetch_add(1, Ordering::AcqRel);
         meanwhile();
         wait("work on the device", &self.hangs)?;
@@ -510,7 +528,7 @@ impl Device for SoftDevice {
         Ok(())
     }
 
-    fn elapsed_ms(&mut self, _from: Event, _to: Event) -> Result<f32, DeviceError> {
+    fn elapsed_ms(&mut self, _from: StreamEvent, _to: StreamEvent) -> Result<f32, DeviceError> {
         Ok(0.0)
     }
 
@@ -536,8 +554,8 @@ impl Device for SoftDevice {
         self.replays += 1;
         for work in self.graphs[graph.0 as usize].clone() {
             match work {
-                Recorded::Launch(launch) => self.run_launch(on, &launch)?,
-                Recorded::Matmul(matmul) => self.run_matmul(on, &matmul)?,
+                GraphNode::Launch(launch) => self.run_launch(on, &launch)?,
+                GraphNode::Matmul(matmul) => self.run_matmul(on, &matmul)?,
             }
         }
         Ok(())

@@ -1,18 +1,18 @@
-//! The executor on the software device, against the CPU executor: the same launches that a GPU would get.
+//! The executor on the software device, compared with the CPU executor: the same launches as on a GPU.
 
 mod draws;
 
 use std::sync::atomic::Ordering;
 
-use super::software::SoftDevice;
+use super::software::SoftwareDevice;
 use super::*;
-use crate::compute::LogitsWanted;
+use crate::compute::LogitsRequest;
 use crate::compute::cpu::{CpuExecutor, CpuOptions};
 use crate::model::generation::GenerationDefaults;
-use crate::sampling::{Draw, Place, SamplingParams};
+use crate::sampling::{Draw, SamplingParams, TokenPosition};
 
 const VOCAB: u32 = 150;
-/// f32 against f32 of another order of summation.
+/// Largest difference of f32 results with different orders of summation.
 const FAR: f32 = 1e-3;
 
 fn config(family: &str, more: &str) -> ModelConfig {
@@ -25,7 +25,7 @@ fn config(family: &str, more: &str) -> ModelConfig {
     ModelConfig::parse(text.as_bytes(), GenerationDefaults::default()).unwrap()
 }
 
-/// Every feature that a checkpoint of each family may have.
+/// One checkpoint of each family, with every feature of it.
 fn families() -> Vec<ModelConfig> {
     vec![
         config("Llama", r#", "attention_bias": true, "mlp_bias": true"#),
@@ -38,7 +38,10 @@ fn families() -> Vec<ModelConfig> {
     ]
 }
 
-fn on_software(config: &ModelConfig, change: impl FnOnce(&mut DeviceOptions)) -> CudaExecutor<SoftDevice> {
+fn on_software(
+    config: &ModelConfig,
+    change: impl FnOnce(&mut DeviceOptions),
+) -> CudaExecutor<SoftwareDevice> {
     let mut options = DeviceOptions {
         pool_size: PoolSize::Blocks(64),
         block_tokens: 8,
@@ -49,7 +52,7 @@ fn on_software(config: &ModelConfig, change: impl FnOnce(&mut DeviceOptions)) ->
         pool: Region::allocate,
     };
     change(&mut options);
-    let device = SoftDevice::new(64 << 20, options.element, config.head_dim);
+    let device = SoftwareDevice::new(64 << 20, options.element, config.head_dim);
     CudaExecutor::load(device, &Weights::random(5), config, &options, &mut |_| ()).unwrap()
 }
 
@@ -75,7 +78,7 @@ fn far(a: &Logits, b: &Logits) -> f32 {
 }
 
 /// One sequence of a script.
-struct Script {
+struct SequenceScript {
     tokens: Vec<u32>,
     table: Vec<BlockId>,
     /// Lengths of its chunks; single tokens afterwards.
@@ -84,7 +87,7 @@ struct Script {
 }
 
 /// Runs sequences that begin at different steps, in chunks and then token by token, and calls `each` with every step.
-fn run(scripts: &[Script], steps: usize, mut each: impl FnMut(&[SeqStep<'_>])) {
+fn run(scripts: &[SequenceScript], steps: usize, mut each: impl FnMut(&[SeqStep<'_>])) {
     let mut done = vec![0; scripts.len()];
     for step in 0..steps {
         let mut batch = Vec::new();
@@ -95,9 +98,9 @@ fn run(scripts: &[Script], steps: usize, mut each: impl FnMut(&[SeqStep<'_>])) {
                 continue;
             }
             let logits = match turn % 3 {
-                0 if count > 1 => LogitsWanted::All,
-                1 if count > 1 => LogitsWanted::No,
-                _ => LogitsWanted::Last,
+                0 if count > 1 => LogitsRequest::All,
+                1 if count > 1 => LogitsRequest::No,
+                _ => LogitsRequest::Last,
             };
             let tokens = &script.tokens[*done..*done + count];
             batch.push(SeqStep { tokens, start: *done, block_table: &script.table, logits });
@@ -107,8 +110,8 @@ fn run(scripts: &[Script], steps: usize, mut each: impl FnMut(&[SeqStep<'_>])) {
     }
 }
 
-fn scripts() -> Vec<Script> {
-    let script = |seed: u32, length: usize, first: u32, chunks: &[usize], begins_at| Script {
+fn scripts() -> Vec<SequenceScript> {
+    let script = |seed: u32, length: usize, first: u32, chunks: &[usize], begins_at| SequenceScript {
         tokens: tokens(seed, length),
         table: blocks(first, length.div_ceil(8) as u32),
         chunks: chunks.to_vec(),
@@ -149,7 +152,7 @@ fn a_step_is_one_copy_to_the_device_and_one_back() {
     run(&scripts(), 12, |batch| {
         device.execute(batch, &mut logits).unwrap();
         let back = u64::from(logits.rows() > 0);
-        // Wanted rows come back in pieces of a bucket: only checks want as many.
+        // Only checks want more rows than a bucket; those results are copied in several pieces.
         if logits.rows() <= 16 {
             assert_eq!(device.device().copies - last, 1 + back, "{} rows", logits.rows());
         }
@@ -163,7 +166,7 @@ fn blocks_that_were_published_can_be_decoded_from_elsewhere() {
     let (mut producer, mut consumer) = (on_software(&config, |_| ()), on_software(&config, |_| ()));
     let (text, table, there) = (tokens(9, 45), blocks(3, 6), blocks(30, 6));
     let step =
-        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsRequest::Last };
     let mut logits = Logits::default();
     producer.execute(&[step(&text[..40], 0, &table)], &mut logits).unwrap();
     let before = producer.regions()[0].read_block(table[0]);
@@ -173,7 +176,7 @@ fn blocks_that_were_published_can_be_decoded_from_elsewhere() {
     producer.publish(&table).unwrap();
     assert_eq!(producer.device().copies, copies, "a block is copied once");
 
-    consumer.landing(&there);
+    consumer.reserve(&there);
     for (from, to) in table.iter().zip(&there) {
         consumer.regions()[0].write_block(*to, &producer.regions()[0].read_block(*from));
     }
@@ -183,7 +186,7 @@ fn blocks_that_were_published_can_be_decoded_from_elsewhere() {
         consumer.execute(&[step(&text[at..=at], at, &there)], &mut theirs).unwrap();
         assert_eq!(logits.values, theirs.values, "at {at}");
     }
-    // What the consumer has computed since then can be lent on, byte for byte.
+    // Blocks that the consumer has computed since then can be leased again, byte for byte.
     producer.publish(&table).unwrap();
     consumer.publish(&there).unwrap();
     for (from, to) in table.iter().zip(&there) {
@@ -197,7 +200,7 @@ fn what_is_stored_is_copied_by_who_stores_it_while_steps_go_on() {
     let (mut published, mut stored) = (on_software(&config, |_| ()), on_software(&config, |_| ()));
     let (text, table) = (tokens(4, 60), blocks(3, 8));
     let step =
-        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsRequest::Last };
     let (mut logits, mut theirs) = (Logits::default(), Logits::default());
     published.execute(&[step(&text[..56], 0, &table)], &mut logits).unwrap();
     stored.execute(&[step(&text[..56], 0, &table)], &mut theirs).unwrap();
@@ -207,12 +210,14 @@ fn what_is_stored_is_copied_by_who_stores_it_while_steps_go_on() {
     let (copies, before) = (stored.device().copies, waits.load(Ordering::Acquire));
     full.iter().for_each(|block| stored.store(&[*block]).unwrap());
     assert_eq!((stored.device().copies, waits.load(Ordering::Acquire)), (copies, before));
-    let port = stored.port().expect("it has memory of its own");
-    let slots = Region::allocate(40, port.region().block_bytes());
+    let shared_kv_pool = stored.shared_pool().expect("it has memory of its own");
+    let slots = Region::allocate(40, shared_kv_pool.region().block_bytes());
     let slot = |block: &BlockId| BlockId(39 - block.0);
     std::thread::scope(|scope| {
-        scope.spawn(|| full.iter().for_each(|block| port.store(*block, &slots, slot(block)).unwrap()));
-        // They go on in the block behind those.
+        scope.spawn(|| {
+            full.iter().for_each(|block| shared_kv_pool.store(*block, &slots, slot(block)).unwrap())
+        });
+        // Both continue in the block after the stored ones.
         for at in 56..60 {
             published.execute(&[step(&text[at..=at], at, &table)], &mut logits).unwrap();
             stored.execute(&[step(&text[at..=at], at, &table)], &mut theirs).unwrap();
@@ -224,18 +229,18 @@ fn what_is_stored_is_copied_by_who_stores_it_while_steps_go_on() {
         let (ours, wanted) = (slots.read_block(slot(block)), published.regions()[0].read_block(*block));
         assert!(ours == wanted && ours.iter().any(|byte| *byte != 0), "{block:?}");
     }
-    // They come back to other blocks, and the step that reads them copies nothing but its own.
+    // They are loaded into other blocks. The step that reads them copies only its own data.
     let elsewhere = blocks(20, 8);
     for (there, here) in elsewhere[..7].iter().zip(full) {
-        stored.landing(&[*there]);
-        port.load(&slots, slot(here), *there).unwrap();
+        stored.reserve(&[*there]);
+        shared_kv_pool.load(&slots, slot(here), *there).unwrap();
     }
     let copies = stored.device().copies;
     published.execute(&[step(&text[56..], 56, &table)], &mut logits).unwrap();
     stored.execute(&[step(&text[56..], 56, &elsewhere)], &mut theirs).unwrap();
     assert_eq!(logits.values, theirs.values);
     assert_eq!((stored.device().copies - copies, waits.load(Ordering::Acquire)), (2, before + 5));
-    // Whoever reads them in the mirror has them copied there, as any block that was computed.
+    // For a read in the mirror they are copied there, like computed blocks.
     stored.publish(&elsewhere[..7]).unwrap();
     for (there, here) in elsewhere[..7].iter().zip(full) {
         assert!(stored.regions()[0].read_block(*there) == slots.read_block(slot(here)));
@@ -247,7 +252,7 @@ fn a_step_copies_no_block_that_was_brought_when_it_landed() {
     let config = config("Qwen2", "");
     let (text, table, others) = (tokens(9, 33), blocks(3, 5), blocks(30, 1));
     let step =
-        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsRequest::Last };
     let (mut logits, mut theirs) = (Logits::default(), Logits::default());
     let mut producer = on_software(&config, |_| ());
     producer.execute(&[step(&text[..32], 0, &table)], &mut logits).unwrap();
@@ -255,22 +260,24 @@ fn a_step_copies_no_block_that_was_brought_when_it_landed() {
     producer.execute(&[step(&text[32..], 32, &table)], &mut logits).unwrap();
     for brought in [0, 2, 4] {
         let mut consumer = on_software(&config, |_| ());
-        consumer.landing(&table[..4]);
+        consumer.reserve(&table[..4]);
         for block in &table[..4] {
             consumer.regions()[0].write_block(*block, &producer.regions()[0].read_block(*block));
         }
-        let port = consumer.port().expect("it has memory of its own");
-        // Others' steps go on meanwhile, and have nothing to do with it.
+        let shared_kv_pool = consumer.shared_pool().expect("it has memory of its own");
+        // Steps of other sequences run meanwhile and are not affected.
         std::thread::scope(|scope| {
-            scope.spawn(|| table[..brought].iter().for_each(|block| port.onto_device(&[*block]).unwrap()));
+            scope.spawn(|| {
+                table[..brought].iter().for_each(|block| shared_kv_pool.upload(&[*block]).unwrap())
+            });
             consumer.execute(&[step(&text[..8], 0, &others)], &mut theirs).unwrap();
         });
         let before = consumer.device().copies;
         consumer.execute(&[step(&text[32..], 32, &table)], &mut theirs).unwrap();
         assert_eq!(consumer.device().copies - before, 2 + 4 - brought as u64, "its own, there and back");
         assert_eq!(logits.values, theirs.values);
-        // What a read that failed has left is not brought for those who compute the blocks anew.
-        consumer.landing(&others);
+        // Bytes of a failed read are not uploaded for sequences that compute the blocks again.
+        consumer.reserve(&others);
         let before = consumer.device().copies;
         consumer.execute(&[step(&text[..8], 0, &others)], &mut theirs).unwrap();
         assert_eq!(consumer.device().copies - before, 2);
@@ -285,14 +292,17 @@ fn blocks_that_cannot_be_brought_are_refused_and_the_device_is_given_up() {
     let config = config("Llama", "");
     let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
     let table = blocks(0, 2);
-    device.landing(&table);
-    let port = device.port().expect("it has memory of its own");
+    device.reserve(&table);
+    let shared_kv_pool = device.shared_pool().expect("it has memory of its own");
     device.device().hang();
-    assert!(matches!(port.onto_device(&table), Err(DeviceError::Hung { .. })));
+    assert!(matches!(shared_kv_pool.upload(&table), Err(DeviceError::Hung { .. })));
     device.device().recover();
-    // It may still write into blocks that will be somebody else's.
-    assert!(port.onto_device(&table).is_err() && port.load(port.region(), table[0], table[1]).is_err());
-    let step = SeqStep { tokens: &[1], start: 0, block_table: &table, logits: LogitsWanted::Last };
+    // The copy may still write into blocks that are reused.
+    assert!(
+        shared_kv_pool.upload(&table).is_err()
+            && shared_kv_pool.load(shared_kv_pool.region(), table[0], table[1]).is_err()
+    );
+    let step = SeqStep { tokens: &[1], start: 0, block_table: &table, logits: LogitsRequest::Last };
     assert!(device.execute(&[step], &mut logits).is_err() && device.usable().is_err());
 }
 
@@ -323,7 +333,7 @@ fn a_device_that_is_too_small_is_an_error_with_numbers() {
         max_positions: 64,
         pool: Region::allocate,
     };
-    let device = SoftDevice::new(8 << 20, Element::F32, config.head_dim);
+    let device = SoftwareDevice::new(8 << 20, Element::F32, config.head_dim);
     let loaded = CudaExecutor::load(device, &Weights::random(5), &config, &options, &mut |_| ());
     let Err(error) = loaded else { panic!("a pool of 96 MiB on a device of 8 MiB") };
     assert!(matches!(error, LoadError::Device(DeviceError::Memory { .. })), "{error}");
@@ -335,13 +345,13 @@ fn a_pool_of_a_share_is_as_large_as_the_device_has_room_beside_weights_and_buffe
     let blocks = |share| {
         let mut device = on_software(&config, |options| options.pool_size = PoolSize::Share(share));
         let (table, mut logits) = ([BlockId(device.blocks() as u32 - 1)], Logits::default());
-        let step = SeqStep { tokens: &[7], start: 0, block_table: &table, logits: LogitsWanted::Last };
+        let step = SeqStep { tokens: &[7], start: 0, block_table: &table, logits: LogitsRequest::Last };
         device.execute(&[step], &mut logits).unwrap();
         (device.blocks(), device.layout().block_bytes(), device.device().free_bytes().unwrap())
     };
     let (half, bytes, _) = blocks(0.5);
     let (whole, _, free) = blocks(1.0);
-    // 64 MiB, an eighth in reserve.
+    // 64 MiB, an eighth of it reserved.
     assert!((whole - half).abs_diff((32 << 20) / bytes) <= 1, "{half} and {whole} blocks of {bytes} bytes");
     assert!(free.abs_diff(8 << 20) < (1 << 20), "{free} bytes are free");
 }
@@ -352,12 +362,14 @@ fn a_warm_executor_records_nothing_more_and_says_the_same() {
     let (table, mut cold, mut warm) =
         (blocks(0, 4), on_software(&config, |_| ()), on_software(&config, |_| ()));
     warm.warm_up().unwrap();
-    // Buckets up to 16, drawn from and not.
+    // Buckets up to 16, each with and without draws.
     assert_eq!(warm.graphs.len(), 2 * 5);
-    let place = Place { position: 0, generated: 0 };
+    let place = TokenPosition { position: 0, generated: 0 };
     let draw = Draw::of(&SamplingParams::default(), place).unwrap();
     let recorded = warm.device().replays;
-    for (start, wanted) in [(0, LogitsWanted::Last), (1, LogitsWanted::Draw(draw)), (2, LogitsWanted::Last)] {
+    for (start, wanted) in
+        [(0, LogitsRequest::Last), (1, LogitsRequest::Draw(draw)), (2, LogitsRequest::Last)]
+    {
         let step = SeqStep { tokens: &[7], start, block_table: &table, logits: wanted };
         let (mut a, mut b) = (Logits::default(), Logits::default());
         cold.execute(std::slice::from_ref(&step), &mut a).unwrap();
@@ -371,7 +383,7 @@ fn a_warm_executor_records_nothing_more_and_says_the_same() {
 fn a_step_out_of_bounds_is_an_error_and_the_next_one_works() {
     let config = config("Llama", "");
     let (mut device, table, mut logits) = (on_software(&config, |_| ()), blocks(0, 2), Logits::default());
-    let step = |tokens| SeqStep { tokens, start: 0, block_table: &table, logits: LogitsWanted::Last };
+    let step = |tokens| SeqStep { tokens, start: 0, block_table: &table, logits: LogitsRequest::Last };
     let error = device.execute(&[step(&[VOCAB])], &mut logits).unwrap_err().to_string();
     assert!(error.contains("vocabulary"), "{error}");
     device.execute(&[step(&[1])], &mut logits).unwrap();
@@ -385,9 +397,9 @@ fn a_step_that_writes_what_another_sequence_reads_is_refused_before_anything_is_
     let (table, prompt) = (blocks(0, 3), tokens(3, 20));
     let other = [table[0], BlockId(30), BlockId(31)];
     let step =
-        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsRequest::Last };
     device.execute(&[step(&prompt[..8], 0, &table)], &mut logits).unwrap();
-    // Both go on from the block that the step before has written.
+    // Both continue from the block that the step before has written.
     device.execute(&[step(&prompt[8..], 8, &table), step(&prompt[8..], 8, &other)], &mut logits).unwrap();
     let before = (device.device().launches, device.device().copies);
     let wrong = [step(&prompt[7..8], 7, &table), step(&prompt[8..], 8, &other)];
@@ -410,14 +422,14 @@ fn a_copy_that_hangs_is_the_end_of_the_device() {
     let config = config("Llama", "");
     let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
     let (table, prompt) = (blocks(0, 2), tokens(3, 16));
-    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsWanted::Last };
+    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsRequest::Last };
     device.execute(std::slice::from_ref(&step), &mut logits).unwrap();
-    device.lend(&table[..1]).unwrap();
-    let port = device.port().expect("it has memory of its own");
+    device.mark_leased(&table[..1]).unwrap();
+    let shared_kv_pool = device.shared_pool().expect("it has memory of its own");
     device.device().hang();
-    let hung = port.in_region(&table[..1]).unwrap_err();
+    let hung = shared_kv_pool.download(&table[..1]).unwrap_err();
     assert!(matches!(hung, DeviceError::Hung { what: "a copy of KV blocks", .. }), "{hung}");
-    // Whatever was freed since may be given to anybody: nobody computes with it, stores it or lends it, even if the device
+    // Blocks that were freed since may be reused for any sequence. The device is not used for them any more, even if it
     // were to work again.
     device.device().recover();
     let before = (device.device().launches, device.device().copies);
@@ -425,21 +437,21 @@ fn a_copy_that_hangs_is_the_end_of_the_device() {
         let why = result.unwrap_err().to_string();
         assert!(why.contains("a copy of KV blocks not completed"), "{why}");
     };
-    device.landing(&table);
+    device.reserve(&table);
     refused(device.execute(&[step], &mut logits));
     refused(device.publish(&table).map(drop));
-    refused(device.lend(&table));
+    refused(device.mark_leased(&table));
     refused(device.usable());
-    assert!(port.in_region(&table[..1]).is_err());
+    assert!(shared_kv_pool.download(&table[..1]).is_err());
     assert_eq!((device.device().launches, device.device().copies), before);
 }
 
-/// A pool out of which no copy has ended when the test looks.
+/// A pool whose copies to the host do not end before the test ends them.
 #[derive(Debug)]
-struct Endless(std::sync::mpsc::SyncSender<()>, std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
+struct EndlessCopies(std::sync::mpsc::SyncSender<()>, std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
 
-impl device::PoolMemory for Endless {
-    fn export(&self) -> std::io::Result<baton_connector_device::Export> {
+impl device::PoolMemory for EndlessCopies {
+    fn export(&self) -> std::io::Result<baton_connector_device::PoolExport> {
         Err(std::io::ErrorKind::Unsupported.into())
     }
 
@@ -447,7 +459,7 @@ impl device::PoolMemory for Endless {
         &self,
         _: &baton_connector_device::Offer,
         _: Option<std::os::fd::OwnedFd>,
-    ) -> std::io::Result<Box<dyn baton_connector_device::Opened>> {
+    ) -> std::io::Result<Box<dyn baton_connector_device::ImportedPool>> {
         Err(std::io::ErrorKind::Unsupported.into())
     }
 
@@ -468,20 +480,20 @@ fn a_publication_leaves_out_a_block_whose_last_owners_copy_is_under_way_and_wait
     let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
     let ((begun, has_begun), (go, end)) =
         (std::sync::mpsc::sync_channel(0), std::sync::mpsc::sync_channel(0));
-    let memory = Endless(begun, std::sync::Mutex::new(end));
-    let port = Port::new(Arc::new(memory), device.regions[0].clone());
-    device.port = Arc::new(port);
-    let port = Arc::clone(&device.port);
+    let memory = EndlessCopies(begun, std::sync::Mutex::new(end));
+    let shared_kv_pool = SharedKvPool::new(Arc::new(memory), device.regions[0].clone());
+    device.shared_pool = Arc::new(shared_kv_pool);
+    let shared_kv_pool = Arc::clone(&device.shared_pool);
     let (table, prompt) = (blocks(0, 2), tokens(3, 16));
-    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsWanted::Last };
+    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsRequest::Last };
     device.execute(std::slice::from_ref(&step), &mut logits).unwrap();
-    device.lend(&table[..1]).unwrap();
+    device.mark_leased(&table[..1]).unwrap();
     std::thread::scope(|scope| {
-        // Let go of when an assertion fails, so that nobody waits for it.
+        // Dropped when an assertion fails, so that no thread waits for it.
         let go = go;
-        scope.spawn(|| port.in_region(&table[..1]));
+        scope.spawn(|| shared_kv_pool.download(&table[..1]));
         has_begun.recv().unwrap();
-        // The lease has ended past its drain deadline, and the block is another prompt's.
+        // The lease has ended past its drain deadline, and the block belongs to another prompt.
         device.execute(&[step], &mut logits).unwrap();
         assert_eq!(device.publish(&table).unwrap(), table[1..]);
         go.send(()).unwrap();
@@ -494,15 +506,15 @@ fn after_an_upload_that_fails_no_step_reads_what_was_not_uploaded() {
     let config = config("Qwen2", "");
     let (text, table) = (tokens(9, 33), blocks(3, 5));
     let step =
-        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsRequest::Last };
     let (mut logits, mut theirs) = (Logits::default(), Logits::default());
     let mut producer = on_software(&config, |_| ());
     producer.execute(&[step(&text[..32], 0, &table)], &mut logits).unwrap();
     producer.publish(&table).unwrap();
-    // By a step, a publication and a loan.
+    // The failing upload is by a step, a publication and a lease.
     for by in 0..3 {
         let mut consumer = on_software(&config, |_| ());
-        consumer.landing(&table[..4]);
+        consumer.reserve(&table[..4]);
         for block in &table[..4] {
             consumer.regions()[0].write_block(*block, &producer.regions()[0].read_block(*block));
         }
@@ -510,20 +522,20 @@ fn after_an_upload_that_fails_no_step_reads_what_was_not_uploaded() {
         let failed = match by {
             0 => consumer.execute(&[step(&text[32..], 32, &table)], &mut theirs),
             1 => consumer.publish(&table[..4]).map(drop),
-            _ => consumer.lend(&table[..4]),
+            _ => consumer.mark_leased(&table[..4]),
         };
         let why = failed.unwrap_err().to_string();
         assert!(why.contains("upload"), "{why}");
-        // The device would work again. The same prompt is refused, and so is everybody else.
+        // The device would work again. It refuses the same prompt and all others.
         let copies = consumer.device().copies;
         for (tokens, start) in [(&text[32..], 32), (&text[..1], 0)] {
             let again = consumer.execute(&[step(tokens, start, &table)], &mut theirs);
             assert!(
                 again.is_err() && theirs.values.is_empty(),
-                "way {by}: it computes with half of the blocks"
+                "case {by}: it computes with half of the blocks"
             );
         }
-        assert!(consumer.publish(&table[..4]).is_err() && consumer.lend(&table[..4]).is_err());
+        assert!(consumer.publish(&table[..4]).is_err() && consumer.mark_leased(&table[..4]).is_err());
         assert!(consumer.usable().is_err());
         assert_eq!(consumer.device().copies, copies);
     }
@@ -534,7 +546,7 @@ fn a_step_that_hangs_is_the_end_of_the_device() {
     let config = config("Llama", "");
     let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
     let (table, prompt) = (blocks(0, 2), tokens(3, 16));
-    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsWanted::Last };
+    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsRequest::Last };
     device.device().hang();
     let why = device.execute(std::slice::from_ref(&step), &mut logits).unwrap_err().to_string();
     assert!(why.contains("the device is disabled"), "{why}");

@@ -1,9 +1,12 @@
-//! Threads that read blocks: two sets for each rank of this engine's KV cache, one for what is computed and one for what
-//! its producer still computes, so that a read that waits for a prefill takes no thread from one that need not. A read blocks its thread, so a rank has
-//! as many reads in flight as it has workers; one rank of one producer has all of them but one at most ([`Turns`]).
+//! Threads that read blocks. Each rank of this engine's KV cache has two sets of workers: one for computed blocks,
+//! and one for blocks that their producer still computes. A read that waits for a prefill therefore takes no thread
+//! from another read.
 //!
-//! A fetch is one job per link: per pair of ranks, there and here, that share heads ([`Geometry::links`]). The
-//! [`Gather`] of the fetch makes one report of theirs for the step loop.
+//! A read blocks its thread, so a rank has as many reads in flight as workers. One rank of one producer can have all
+//! of them but one ([`Turns`]).
+//!
+//! A fetch is one job per link: a pair of ranks, there and here, that share heads ([`Geometry::links`]). The
+//! [`Gatherer`] of the fetch combines their reports for the step loop.
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::AssertUnwindSafe;
@@ -12,110 +15,111 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use baton_connector::fetch::{Answer, Event, FailureKind};
-use baton_connector::gather::{self, Gather};
+use baton_connector::fetch::{Event, FailureKind, Verification};
+use baton_connector::gather::{self, Gatherer};
 use baton_connector::region::Region;
 use baton_connector::slice::{Geometry, Slice, SliceError};
 use baton_connector::transport::{Part, Peer, ReadOrder, Transport, TransportError, Verdict};
 use baton_connector::{BlockId, Rank, Reader};
 
 use super::Producer;
-use super::turns::Turns;
+use super::producer_turns::Turns;
 use crate::compute::cuda::device::DeviceError;
-use crate::compute::cuda::port::Port;
+use crate::compute::cuda::shared_kv_pool::SharedKvPool;
 use crate::engine_core::fetch_target::FetchTarget;
 use crate::engine_core::mailbox::Mailbox;
 use crate::metrics::EngineMetrics;
 use crate::scheduler::sequence::SeqId;
 
-/// This engine's own KV cache: where fetched blocks land.
+/// This engine's own KV cache, into which fetched blocks land.
 #[derive(Clone, Debug)]
-pub struct OwnCache {
-    /// How it is cut.
+pub struct LocalCache {
+    /// Its shards.
     pub geometry: Geometry,
     /// The memory of each rank.
     pub regions: Vec<Region>,
-    /// Where it mirrors a device's own memory.
-    pub port: Option<Arc<Port>>,
+    /// Set if it mirrors a device's own memory.
+    pub shared_pool: Option<Arc<SharedKvPool>>,
 }
 
-impl OwnCache {
-    /// Waits until these blocks may be written, where a device copies what was in them before.
-    fn quiet(&self, blocks: &[BlockId]) -> Result<(), DeviceError> {
-        self.port.as_ref().map_or(Ok(()), |port| port.quiet(blocks))
+impl LocalCache {
+    /// Waits until these blocks may be written, if a device still copies their earlier contents.
+    fn wait_for_downloads(&self, blocks: &[BlockId]) -> Result<(), DeviceError> {
+        self.shared_pool.as_ref().map_or(Ok(()), |pool| pool.wait_for_downloads(blocks))
     }
 
-    /// Brings landed blocks to the device, if there is one, so that no step waits for their copies.
-    fn bring(&self, blocks: &[BlockId]) -> Result<(), DeviceError> {
-        self.port.as_ref().map_or(Ok(()), |port| port.onto_device(blocks))
+    /// Copies landed blocks to the device, if there is one, so that no step waits for these copies.
+    fn upload(&self, blocks: &[BlockId]) -> Result<(), DeviceError> {
+        self.shared_pool.as_ref().map_or(Ok(()), |pool| pool.upload(blocks))
     }
 }
 
 /// One fetch, shared by the jobs of its links.
-struct Run {
+struct FetchRun {
     id: SeqId,
     target: FetchTarget,
-    gather: Mutex<Gather>,
-    /// Links whose bytes have not landed. Slices of several may be in one block, which goes to the device when it is whole.
+    gather: Mutex<Gatherer>,
+    /// Links whose bytes have not landed. One block may contain slices of several links, and is uploaded when it is
+    /// complete.
     unread: AtomicUsize,
-    /// Raised to end its reads: given up by the step loop, or one link has failed.
+    /// Ends the reads: the step loop has stopped the fetch, or one link has failed.
     stop: AtomicBool,
-    /// Given up by the step loop: not worth a count of failure.
-    given_up: AtomicBool,
+    /// Stopped by the step loop: its failures are not counted.
+    abandoned: AtomicBool,
     started: Instant,
     bytes: usize,
 }
 
 /// One link of a fetch.
-struct Job {
-    run: Arc<Run>,
+struct LinkJob {
+    run: Arc<FetchRun>,
     link: usize,
     /// The producer's rank.
     from: Rank,
     order: ReadOrder,
 }
 
-/// Jobs of one rank that wait for a worker. At most one per link of a fetching sequence, which the scheduler bounds;
-/// those of a fetch that is given up leave at once.
-struct Queue {
-    waiting: VecDeque<Job>,
+/// Jobs of one rank that wait for a worker. The scheduler bounds the fetching sequences, which have at most one job
+/// per link. The jobs of a stopped fetch are removed at once.
+struct JobQueue {
+    waiting: VecDeque<LinkJob>,
     turns: Turns<Producer>,
     closed: bool,
 }
 
-struct Jobs {
-    queue: Mutex<Queue>,
+struct RankJobs {
+    queue: Mutex<JobQueue>,
     arrived: Condvar,
 }
 
-/// What front and workers share.
-struct Shared {
+/// State that the front and the workers share.
+struct FetchShared {
     transport: Arc<dyn Transport>,
-    cache: OwnCache,
+    cache: LocalCache,
     mailbox: Arc<Mailbox>,
     metrics: Arc<EngineMetrics>,
     /// By rank.
-    jobs: Vec<Jobs>,
-    /// The same for blocks that are still computed.
-    early: Vec<Jobs>,
-    /// Fetches that have not reported their end.
-    runs: Mutex<HashMap<SeqId, Arc<Run>>>,
+    jobs: Vec<RankJobs>,
+    /// The same for blocks that their producer still computes.
+    early: Vec<RankJobs>,
+    /// Fetches whose end is not reported yet.
+    runs: Mutex<HashMap<SeqId, Arc<FetchRun>>>,
 }
 
-pub(super) struct FetchWorkers(Arc<Shared>);
+pub(super) struct FetchWorkers(Arc<FetchShared>);
 
 impl FetchWorkers {
     pub(super) fn start(
         transport: Arc<dyn Transport>,
-        cache: OwnCache,
+        cache: LocalCache,
         mailbox: Arc<Mailbox>,
         metrics: Arc<EngineMetrics>,
         workers: usize,
     ) -> std::io::Result<(Self, Vec<JoinHandle<()>>)> {
-        let sets = || cache.regions.iter().map(|_| Jobs::new(workers)).collect();
+        let sets = || cache.regions.iter().map(|_| RankJobs::new(workers)).collect();
         let (jobs, early) = (sets(), sets());
         let runs = Mutex::default();
-        let shared = Arc::new(Shared { transport, cache, mailbox, metrics, jobs, early, runs });
+        let shared = Arc::new(FetchShared { transport, cache, mailbox, metrics, jobs, early, runs });
         let mut threads = Vec::with_capacity(2 * workers * shared.jobs.len());
         for rank in 0..shared.jobs.len() {
             for (growing, n) in [false, true].into_iter().flat_map(|set| (0..workers).map(move |n| (set, n)))
@@ -129,7 +133,7 @@ impl FetchWorkers {
         Ok((Self(shared), threads))
     }
 
-    /// Starts a fetch of what lies from this engine's block `first` on.
+    /// Starts a fetch into `into`, from this engine's block `first` on.
     pub(super) fn read(&self, id: SeqId, target: FetchTarget, first: usize, into: &[BlockId]) {
         let shared = &self.0;
         let orders = match orders(&target, &shared.cache.geometry, first, into) {
@@ -140,13 +144,13 @@ impl FetchWorkers {
             }
         };
         let block_bytes = shared.cache.geometry.shard().block_bytes();
-        let run = Arc::new(Run {
+        let run = Arc::new(FetchRun {
             id,
             target,
-            gather: Mutex::new(Gather::new(orders.len())),
+            gather: Mutex::new(Gatherer::new(orders.len())),
             unread: AtomicUsize::new(orders.len()),
             stop: AtomicBool::new(false),
-            given_up: AtomicBool::new(false),
+            abandoned: AtomicBool::new(false),
             started: Instant::now(),
             bytes: orders.iter().map(|link| link.order.bytes(block_bytes)).sum(),
         });
@@ -159,7 +163,7 @@ impl FetchWorkers {
                 shared.report(&run, number, gather::Event::Failed(FailureKind::Transfer));
                 continue;
             }
-            queue.waiting.push_back(Job { run: Arc::clone(&run), link: number, from, order });
+            queue.waiting.push_back(LinkJob { run: Arc::clone(&run), link: number, from, order });
             drop(queue);
             jobs.arrived.notify_one();
         }
@@ -169,38 +173,37 @@ impl FetchWorkers {
         }
     }
 
-    /// Raises the stop flag of a fetch; links that still wait are over at once, so that its blocks do not wait behind
-    /// a producer that says nothing.
+    /// Stops a fetch. Waiting links end at once, so that the fetch's blocks do not wait for a silent producer.
     pub(super) fn stop(&self, id: SeqId) {
         let run = lock(&self.0.runs).get(&id).cloned();
         if let Some(run) = run {
-            run.given_up.store(true, Ordering::Release);
+            run.abandoned.store(true, Ordering::Release);
             self.0.stop(&run);
         }
     }
 
-    /// Raises every stop flag and takes no more jobs; the threads end when they have reported.
+    /// Stops every fetch and accepts no more jobs. The threads end after their reports.
     pub(super) fn close(&self) {
         for jobs in self.0.all_jobs() {
             lock(&jobs.queue).closed = true;
         }
         let runs: Vec<_> = lock(&self.0.runs).values().cloned().collect();
         for run in runs {
-            run.given_up.store(true, Ordering::Release);
+            run.abandoned.store(true, Ordering::Release);
             self.0.stop(&run);
         }
         self.0.all_jobs().for_each(|jobs| jobs.arrived.notify_all());
     }
 }
 
-/// One link's read: from which rank there into which rank here.
+/// One link's read: from a rank of the producer into a rank here.
 struct Link {
     from: Rank,
     into: Rank,
     order: ReadOrder,
 }
 
-/// What each link of a fetch reads: whole blocks where both engines cut their caches alike, slices otherwise.
+/// The read of each link of a fetch: whole blocks if both engines have the same shards, slices otherwise.
 fn orders(
     target: &FetchTarget,
     ours: &Geometry,
@@ -227,19 +230,20 @@ fn orders(
     links.iter().enumerate().map(order).collect()
 }
 
-impl Shared {
-    /// By rank: those of blocks that are still computed, or of the others.
-    fn jobs(&self, growing: bool) -> &[Jobs] {
+impl FetchShared {
+    /// By rank: the jobs for blocks that are still computed, or those for the others.
+    fn jobs(&self, growing: bool) -> &[RankJobs] {
         if growing { &self.early } else { &self.jobs }
     }
 
-    fn all_jobs(&self) -> impl Iterator<Item = &Jobs> {
+    fn all_jobs(&self) -> impl Iterator<Item = &RankJobs> {
         self.jobs.iter().chain(&self.early)
     }
 
     fn work(&self, rank: usize, growing: bool) {
         while let Some(job) = self.jobs(growing)[rank].next() {
-            // A panic costs one fetch, not the worker: its rank must not be without. `Report` says that it is lost.
+            // A panic ends one fetch, not the worker, because its rank needs it. `LinkReport` then reports the link
+            // as lost.
             let read = AssertUnwindSafe(|| self.read(rank, &job));
             let answered = std::panic::catch_unwind(read).unwrap_or_else(|_| {
                 tracing::error!(seq = job.run.id.0, rank, "KV read panicked");
@@ -251,10 +255,10 @@ impl Shared {
         }
     }
 
-    /// Says whether the producer answered, whatever it answered; `None` when it was not waited for.
-    fn read(&self, rank: usize, job: &Job) -> Option<bool> {
-        let Job { run, order, .. } = job;
-        let mut report = Report { shared: self, run, link: job.link, owed: true };
+    /// Returns whether the producer answered in any way; `None` if no call was made.
+    fn read(&self, rank: usize, job: &LinkJob) -> Option<bool> {
+        let LinkJob { run, order, .. } = job;
+        let mut report = LinkReport { shared: self, run, link: job.link, pending: true };
         let peer = if run.stop.load(Ordering::Acquire) {
             Err(TransportError::Stopped)
         } else {
@@ -262,29 +266,29 @@ impl Shared {
         };
         let mut quiet = Ok(());
         let read = peer.and_then(|peer| {
-            quiet = self.cache.quiet(&order.into);
+            quiet = self.cache.wait_for_downloads(&order.into);
             if quiet.is_ok() {
-                // What is not brought now is brought below, or refused there.
-                let landed = &mut |blocks: &[BlockId]| drop(self.cache.bring(blocks));
-                self.transport.read_telling(&peer, order, &self.cache.regions[rank], &run.stop, landed)?;
+                // The upload after the read repeats a failed one, and reports its error.
+                let landed = &mut |blocks: &[BlockId]| drop(self.cache.upload(blocks));
+                self.transport.read_with(&peer, order, &self.cache.regions[rank], &run.stop, landed)?;
             }
             Ok(peer)
         });
-        // Before anybody hears that they have landed, and may give them to somebody else.
-        let brought = match read {
+        // Uploaded before the report: afterwards the blocks may be reallocated.
+        let uploaded = match read {
             Ok(_) if quiet.is_err() => quiet,
-            Ok(_) if run.unread.fetch_sub(1, Ordering::AcqRel) == 1 => self.cache.bring(&order.into),
+            Ok(_) if run.unread.fetch_sub(1, Ordering::AcqRel) == 1 => self.cache.upload(&order.into),
             _ => Ok(()),
         };
         match read {
-            Ok(peer) if let Err(error) = brought => {
+            Ok(peer) if let Err(error) = uploaded => {
                 tracing::error!(seq = run.id.0, %error, "cannot copy fetched blocks to the device");
                 report.last(gather::Event::Failed(FailureKind::Transfer));
                 self.give_up(&peer, job);
                 Some(true)
             }
             Ok(peer) if run.stop.load(Ordering::Acquire) => {
-                // Given up while the last bytes came in: nobody will ask for the verdict.
+                // Stopped while the last bytes arrived: the verdict is not needed.
                 report.last(gather::Event::Failed(FailureKind::Transfer));
                 self.give_up(&peer, job);
                 Some(true)
@@ -297,7 +301,7 @@ impl Shared {
                     self.metrics.carried(self.transport.carrier(&peer), bytes as u64);
                 }
                 let unknown = verdict.is_err();
-                report.last(gather::Event::Verdict(Answer::from(verdict)));
+                report.last(gather::Event::Verdict(Verification::from(verdict)));
                 if unknown {
                     self.give_up(&peer, job);
                 }
@@ -307,10 +311,11 @@ impl Shared {
                 let (seq, from) = (run.id.0, job.from.0);
                 match &error {
                     TransportError::Stopped => {}
-                    _ if run.given_up.load(Ordering::Acquire) => {
+                    _ if run.abandoned.load(Ordering::Acquire) => {
                         tracing::debug!(seq, from, rank, %error, "fetch failed after its request ended");
                     }
-                    // As when a client leaves: the router ends the lease before this engine hears of it.
+                    // For example when a client leaves: the router ends the lease before this engine receives the
+                    // abort.
                     TransportError::Gone => {
                         tracing::info!(seq, from, rank, "fetch ended, lease no longer open")
                     }
@@ -323,23 +328,23 @@ impl Shared {
         }
     }
 
-    /// Takes a link's report to the fetch's gatherer, and what follows to the step loop.
-    fn report(&self, run: &Arc<Run>, link: usize, event: gather::Event) {
+    /// Applies a link's report to the fetch's gatherer, and sends the result to the step loop.
+    fn report(&self, run: &Arc<FetchRun>, link: usize, event: gather::Event) {
         let mut gather = lock(&run.gather);
         let mut stop_others = false;
-        // Under the lock: the step loop must hear of the transfer before it hears of the verdict.
+        // Under the lock: the end of the transfer must reach the step loop before the verdict.
         for action in gather.apply(link, event).iter() {
             match action {
                 gather::Action::StopOthers => stop_others = true,
                 gather::Action::Transfer(Ok(())) => self.mailbox.fetch(run.id, Event::TransferDone),
                 gather::Action::Transfer(Err(kind)) => {
-                    if !run.given_up.load(Ordering::Acquire) {
+                    if !run.abandoned.load(Ordering::Acquire) {
                         self.metrics.transfer(run.started.elapsed(), 0, false);
                     }
                     self.mailbox.fetch(run.id, Event::TransferFailed(kind));
                 }
                 gather::Action::Verdict(answer) => {
-                    let valid = answer == Answer::Valid;
+                    let valid = answer == Verification::Valid;
                     self.metrics.transfer(run.started.elapsed(), run.bytes as u64, valid);
                     self.mailbox.fetch(run.id, Event::Verdict(answer));
                 }
@@ -356,7 +361,7 @@ impl Shared {
     }
 
     /// Raises the stop flag, and ends the links that have not begun.
-    fn stop(&self, run: &Arc<Run>) {
+    fn stop(&self, run: &Arc<FetchRun>) {
         run.stop.store(true, Ordering::Release);
         let mut unbegun = Vec::new();
         for jobs in self.all_jobs() {
@@ -371,9 +376,9 @@ impl Shared {
         }
     }
 
-    /// Without this the release that follows a read which succeeded would wait for its reader until the drain
-    /// deadline. The order of the two does not matter.
-    fn give_up(&self, peer: &Peer, job: &Job) {
+    /// Abandons a successful read at the producer. Otherwise the release that follows would wait for this reader
+    /// until the drain deadline. The order of the two does not matter.
+    fn give_up(&self, peer: &Peer, job: &LinkJob) {
         let seq = job.run.id.0;
         if let Err(error) = self.transport.give_up(peer, job.order.handle, job.order.reader) {
             tracing::debug!(seq, %error, "cannot notify the producer of an ended fetch");
@@ -381,25 +386,25 @@ impl Shared {
     }
 }
 
-impl Job {
-    /// Whose turn it is.
+impl LinkJob {
+    /// The key of its turn.
     fn endpoint(&self) -> Producer {
         self.run.target.endpoint(self.from)
     }
 }
 
-impl Jobs {
+impl RankJobs {
     fn new(workers: usize) -> Self {
         let turns = Turns::new(workers, workers.saturating_sub(1));
-        let queue = Queue { waiting: VecDeque::new(), turns, closed: false };
+        let queue = JobQueue { waiting: VecDeque::new(), turns, closed: false };
         Self { queue: Mutex::new(queue), arrived: Condvar::new() }
     }
 
-    /// The next job whose producer may be dealt with; `None` at the end.
-    fn next(&self) -> Option<Job> {
+    /// The next job whose producer has a turn; `None` at the end.
+    fn next(&self) -> Option<LinkJob> {
         let mut queue = lock(&self.queue);
         loop {
-            let Queue { waiting, turns, .. } = &mut *queue;
+            let JobQueue { waiting, turns, .. } = &mut *queue;
             let next = waiting.iter().position(|job| turns.may_start(&job.endpoint()));
             if let Some(job) = next.and_then(|at| waiting.remove(at)) {
                 turns.started(&job.endpoint());
@@ -413,29 +418,29 @@ impl Jobs {
     }
 }
 
-/// Sees to it that every link is reported to its end, also when its read unwinds.
-struct Report<'a> {
-    shared: &'a Shared,
-    run: &'a Arc<Run>,
+/// Reports the end of a link, also when its read panics.
+struct LinkReport<'a> {
+    shared: &'a FetchShared,
+    run: &'a Arc<FetchRun>,
     link: usize,
-    /// Whether more is to be said.
-    owed: bool,
+    /// Whether the end is still to be reported.
+    pending: bool,
 }
 
-impl Report<'_> {
+impl LinkReport<'_> {
     fn say(&self, event: gather::Event) {
         self.shared.report(self.run, self.link, event);
     }
 
     fn last(&mut self, event: gather::Event) {
-        self.owed = false;
+        self.pending = false;
         self.say(event);
     }
 }
 
-impl Drop for Report<'_> {
+impl Drop for LinkReport<'_> {
     fn drop(&mut self) {
-        if self.owed {
+        if self.pending {
             self.say(gather::Event::Lost);
         }
     }

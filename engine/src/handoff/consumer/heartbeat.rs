@@ -1,5 +1,5 @@
-//! Renews the leases of sequences that wait for their blocks, on threads of its own: a decode engine in a long
-//! forward pass keeps what it has been promised, and so does one that waits for a producer that says nothing.
+//! Renews the leases of sequences that wait for their blocks, on threads of its own. A long forward pass or a silent
+//! producer therefore loses no other lease.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,51 +9,51 @@ use std::time::{Duration, Instant};
 use baton_connector::Rank;
 use baton_connector::fetch::Event;
 use baton_connector::ledger::HeartbeatReply;
-use baton_connector::limits::{HEARTBEAT_HANDLES_MAX, HEARTBEATS_PER_LEASE, RENEWED_FOR_MAX};
+use baton_connector::limits::{HEARTBEAT_HANDLES_MAX, HEARTBEATS_PER_LEASE, RENEWAL_DURATIONS_MAX};
 use baton_connector::transport::{Transport, TransportError};
 
 use super::Producer;
-use super::turns::Turns;
+use super::producer_turns::Turns;
 use crate::engine_core::fetch_target::FetchTarget;
 use crate::engine_core::mailbox::Mailbox;
 use crate::scheduler::sequence::SeqId;
 
-/// The shortest interval between two beats of one lease, however short the lease.
+/// The shortest interval between two heartbeats of one lease, however short the lease.
 const INTERVAL_MIN: Duration = Duration::from_millis(20);
 
-/// What is kept of producers is looked through this often. It is done here because these threads wake anyway.
+/// The interval of sweeps over the state of producers. They run here because these threads wake anyway.
 const SWEEP: Duration = Duration::from_secs(1);
 
-/// Threads that beat.
+/// Heartbeat threads.
 pub(super) const THREADS: usize = 4;
 
-/// Producers of which another rank than the first is asked.
+/// Limit of the producers whose next rank to ask is not the first.
 const RANKS_KEPT_MAX: usize = 1_024;
 
-struct Entry {
+struct Renewal {
     target: FetchTarget,
     interval: Duration,
     due: Instant,
-    /// Then it is given up if its read has not begun: see [`RENEWED_FOR_MAX`].
+    /// The sequence is given up then if its read has not begun: see [`RENEWAL_DURATIONS_MAX`].
     until: Option<Instant>,
 }
 
-struct Entries {
-    by_sequence: HashMap<SeqId, Entry>,
+struct Renewals {
+    by_sequence: HashMap<SeqId, Renewal>,
     turns: Turns<Producer>,
-    /// Which of a producer's ranks is asked, where it is not the first: any of them knows every lease, and one that
-    /// does not answer is followed by the next. At most [`RANKS_KEPT_MAX`]; beyond it all start from the first again.
+    /// The rank to ask of a producer, if it is not the first. Every rank knows every lease, and after a failure the
+    /// next rank is asked. At [`RANKS_KEPT_MAX`] the map is cleared, and all start from the first rank again.
     ranks: HashMap<Producer, Rank>,
     swept: Instant,
 }
 
 pub(super) struct Heartbeat {
-    entries: Mutex<Entries>,
+    entries: Mutex<Renewals>,
     changed: Condvar,
 }
 
-/// The members of one producer whose beats are due.
-struct Beat {
+/// The members of one producer whose heartbeats are due.
+struct RenewalBatch {
     producer: Producer,
     rank: Rank,
     members: Vec<(SeqId, FetchTarget)>,
@@ -61,7 +61,7 @@ struct Beat {
 
 impl Default for Heartbeat {
     fn default() -> Self {
-        let entries = Entries {
+        let entries = Renewals {
             by_sequence: HashMap::new(),
             turns: Turns::new(THREADS, 1),
             ranks: HashMap::new(),
@@ -74,10 +74,14 @@ impl Default for Heartbeat {
 impl Heartbeat {
     pub(super) fn add(&self, id: SeqId, target: FetchTarget) {
         let interval = (target.lease / HEARTBEATS_PER_LEASE).max(INTERVAL_MIN);
-        // The first beat at once: the request may have been on its way for most of the lease.
+        // The first heartbeat is due at once: the request may have been on its way for most of the lease.
         let now = Instant::now();
-        let entry =
-            Entry { interval, due: now, until: now.checked_add(target.lease * RENEWED_FOR_MAX), target };
+        let entry = Renewal {
+            interval,
+            due: now,
+            until: now.checked_add(target.lease * RENEWAL_DURATIONS_MAX),
+            target,
+        };
         self.lock().by_sequence.insert(id, entry);
         self.changed.notify_all();
     }
@@ -90,17 +94,17 @@ impl Heartbeat {
         self.changed.notify_all();
     }
 
-    /// Beats until `stop`; on [`THREADS`] threads at once, one for each producer at most.
+    /// Sends heartbeats until `stop`. [`THREADS`] threads run this loop, and each producer occupies one at most.
     pub(super) fn run(&self, transport: &dyn Transport, mailbox: &Mailbox, stop: &AtomicBool) {
         while !stop.load(Ordering::Acquire) {
             if self.sweep_is_due() {
                 transport.sweep();
-                for id in self.given_up() {
+                for id in self.take_expired() {
                     tracing::warn!(seq = id.0, "handoff given up, no free blocks in time");
                     mailbox.fetch(id, Event::LeaseGone);
                 }
             }
-            let Some(Beat { producer, rank, members }) = self.next() else { continue };
+            let Some(RenewalBatch { producer, rank, members }) = self.next() else { continue };
             let beaten = beat(transport, mailbox, rank, &members);
             if let Err(error) = &beaten {
                 tracing::debug!(host = %members[0].1.host, %error, "heartbeat not delivered");
@@ -125,20 +129,20 @@ impl Heartbeat {
         due
     }
 
-    /// What has been renewed for long enough, each once. A read that has begun does not heed it, and goes on being
-    /// renewed.
-    fn given_up(&self) -> Vec<SeqId> {
+    /// Sequences that have been renewed for long enough, each once. A read that has begun ignores this and is renewed
+    /// further.
+    fn take_expired(&self) -> Vec<SeqId> {
         let (now, mut entries) = (Instant::now(), self.lock());
         let over = entries.by_sequence.iter_mut().filter(|(_, entry)| entry.until.is_some_and(|u| u <= now));
         over.map(|(&id, entry)| (id, entry.until.take()).0).collect()
     }
 
-    /// Takes what is due of one producer, the longest due first, and sets the next time; waits a little when nothing
-    /// is.
-    fn next(&self) -> Option<Beat> {
+    /// Takes the due renewals of one producer, the longest due first, and sets their next time. Waits a little if
+    /// none is due.
+    fn next(&self) -> Option<RenewalBatch> {
         let mut entries = self.lock();
         let now = Instant::now();
-        let Entries { by_sequence, turns, ranks, .. } = &mut *entries;
+        let Renewals { by_sequence, turns, ranks, .. } = &mut *entries;
         let ripe = by_sequence.values().filter(|entry| entry.due <= now);
         let longest_due =
             ripe.filter(|entry| turns.may_start(&entry.target.producer())).min_by_key(|e| e.due);
@@ -152,22 +156,23 @@ impl Heartbeat {
                 }
             }
             let rank = ranks.get(&producer).copied().unwrap_or_default();
-            return Some(Beat { producer, rank, members });
+            return Some(RenewalBatch { producer, rank, members });
         }
-        // Those that are due wait for a turn, whose end wakes.
+        // Due renewals wait for a turn, and its end wakes this thread.
         let next = by_sequence.values().map(|entry| entry.due).filter(|due| *due > now).min();
         let nap = next.map_or(Duration::from_secs(1), |due| due.saturating_duration_since(now));
         drop(self.changed.wait_timeout(entries, nap.min(Duration::from_secs(1))));
         None
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Entries> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Renewals> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Entries {
-    /// The producer's next rank gets the beats that were not delivered: at once, unless all have been tried.
+impl Renewals {
+    /// Moves the failed heartbeats to the producer's next rank. They are due at once, unless all ranks have been
+    /// tried.
     fn ask_next_rank(&mut self, producer: Producer, rank: Rank, members: &[(SeqId, FetchTarget)]) {
         let next = members.first().map_or(Rank(0), |(_, target)| target.rank_after(rank));
         if next == Rank(0) {
@@ -186,17 +191,17 @@ impl Entries {
     }
 }
 
-/// Renews leases of one producer, at one of its ranks. Those of an earlier epoch are gone.
+/// Renews leases of one producer, at one of its ranks. Leases of an earlier epoch are gone.
 fn beat(
     transport: &dyn Transport,
     mailbox: &Mailbox,
     rank: Rank,
     members: &[(SeqId, FetchTarget)],
 ) -> Result<(), TransportError> {
-    // One address may have had several epochs: each is a peer of its own.
+    // One address may have had several epochs: each epoch is a peer of its own.
     let mut peers: HashMap<_, Vec<&(SeqId, FetchTarget)>> = HashMap::new();
     for member in members {
-        // A name that does not resolve now is tried again at the next beat.
+        // A name that does not resolve now is resolved again at the next heartbeat.
         peers.entry(member.1.peer(rank)?).or_default().push(member);
     }
     for (peer, members) in peers {

@@ -1,8 +1,8 @@
-//! Release notices to producers: delivered at least once, repeated until answered or past the lease's expiry
-//! (after which the producer has its blocks back anyway).
+//! Release notices to producers: delivered at least once, and repeated until answered or past the lease's expiry.
+//! After the expiry the producer has freed the blocks anyway.
 //!
-//! Each producer has a lane of its own: one notice of it is in flight at a time, and the pauses after failures are the
-//! lane's, so that a producer that says nothing keeps neither a thread per notice nor the notices of others.
+//! Each producer has its own queue: one of its notices is in flight at a time, and the pauses after failures belong
+//! to the queue. A silent producer therefore occupies at most one thread, and delays no notice to others.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,14 +14,14 @@ use baton_connector::limits::KV_LEASE_DURATION;
 use baton_connector::transport::{Transport, TransportError};
 
 use super::Producer;
-use super::turns::Turns;
+use super::producer_turns::Turns;
 use crate::engine_core::fetch_target::FetchTarget;
 use crate::metrics::{EngineMetrics, UNDELIVERED};
 
-/// Notices that wait for an answer. One more is dropped with a log line; its lease then ends by expiry.
+/// Limit of the notices that wait for an answer. A further one is dropped with a log line; its lease then expires.
 pub const NOTICES_MAX: usize = 16_384;
 
-/// Of those, how many may wait for one producer: one that is dead must leave room to the others.
+/// Limit of the notices to one producer, so that a dead producer leaves capacity for the others.
 const NOTICES_OF_ONE_MAX: usize = NOTICES_MAX / 4;
 
 /// Threads that deliver notices.
@@ -37,39 +37,38 @@ struct Notice {
     give_up: Instant,
 }
 
-/// The notices to one producer, oldest first. Lives as long as there are any, or one is in flight.
-struct Lane {
+/// The notices to one producer, oldest first. The queue exists while it has notices, or one is in flight.
+struct ProducerQueue {
     waiting: VecDeque<Notice>,
-    /// Which of the producer's ranks is told: any of them will do, and one that does not answer is followed by the
-    /// next.
+    /// The producer's rank to notify. Any rank will do, and after a failure the next rank is tried.
     rank: Rank,
     due: Instant,
     pause: Duration,
 }
 
-struct Queue {
-    lanes: HashMap<Producer, Lane>,
+struct NoticeQueue {
+    producers: HashMap<Producer, ProducerQueue>,
     turns: Turns<Producer>,
-    /// In all lanes, those in flight included.
+    /// In all queues, including those in flight.
     count: usize,
 }
 
-pub(super) struct Notices {
-    queue: Mutex<Queue>,
+pub(super) struct NoticeSender {
+    queue: Mutex<NoticeQueue>,
     changed: Condvar,
 }
 
-impl Default for Notices {
+impl Default for NoticeSender {
     fn default() -> Self {
-        let queue = Queue { lanes: HashMap::new(), turns: Turns::new(THREADS, 1), count: 0 };
+        let queue = NoticeQueue { producers: HashMap::new(), turns: Turns::new(THREADS, 1), count: 0 };
         Self { queue: Mutex::new(queue), changed: Condvar::new() }
     }
 }
 
-impl Notices {
+impl NoticeSender {
     pub(super) fn add(&self, target: FetchTarget, reason: &'static str) {
         let mut queue = self.lock();
-        let of_one = queue.lanes.get(&target.producer()).map_or(0, |lane| lane.waiting.len());
+        let of_one = queue.producers.get(&target.producer()).map_or(0, |pending| pending.waiting.len());
         if queue.count >= NOTICES_MAX || of_one >= NOTICES_OF_ONE_MAX {
             tracing::warn!(reason, "release notice dropped, lease ends by expiry");
             return;
@@ -78,9 +77,10 @@ impl Notices {
         // Heartbeats may have renewed the lease since the handoff arrived.
         let give_up = now + target.lease.max(KV_LEASE_DURATION);
         queue.count += 1;
-        let fresh = || Lane { waiting: VecDeque::new(), rank: Rank(0), due: now, pause: PAUSE_FIRST };
-        let lane = queue.lanes.entry(target.producer()).or_insert_with(fresh);
-        lane.waiting.push_back(Notice { target, reason, give_up });
+        let fresh =
+            || ProducerQueue { waiting: VecDeque::new(), rank: Rank(0), due: now, pause: PAUSE_FIRST };
+        let pending = queue.producers.entry(target.producer()).or_insert_with(fresh);
+        pending.waiting.push_back(Notice { target, reason, give_up });
         drop(queue);
         self.changed.notify_all();
     }
@@ -102,7 +102,7 @@ impl Notices {
         }
     }
 
-    /// Delivers until `stop`; on [`THREADS`] threads at once.
+    /// Delivers notices until `stop`; [`THREADS`] threads run this loop.
     pub(super) fn run(&self, transport: &dyn Transport, metrics: &EngineMetrics, stop: &AtomicBool) {
         while !stop.load(Ordering::Acquire) {
             if let Some((producer, rank, notice)) = self.next() {
@@ -120,83 +120,86 @@ impl Notices {
         metrics: &EngineMetrics,
     ) {
         let mut queue = self.lock();
-        let Queue { lanes, turns, count } = &mut *queue;
+        let NoticeQueue { producers, turns, count } = &mut *queue;
         turns.ended(producer, answered.is_ok());
-        let lane = lanes.get_mut(producer).expect("a lane lives while one of its notices is in flight");
+        let pending =
+            producers.get_mut(producer).expect("a queue exists while one of its notices is in flight");
         match answered {
             Ok(label) => {
                 metrics.notice(notice.reason, label);
                 *count -= 1;
-                (lane.due, lane.pause) = (Instant::now(), PAUSE_FIRST);
+                (pending.due, pending.pause) = (Instant::now(), PAUSE_FIRST);
             }
             Err(error) => {
                 let now = Instant::now();
-                lane.rank = notice.target.rank_after(lane.rank);
-                if lane.rank == Rank(0) {
-                    lane.due = now + lane.pause;
-                    lane.pause = (lane.pause * 2).min(PAUSE_MAX);
+                pending.rank = notice.target.rank_after(pending.rank);
+                if pending.rank == Rank(0) {
+                    pending.due = now + pending.pause;
+                    pending.pause = (pending.pause * 2).min(PAUSE_MAX);
                 }
-                lane.waiting.push_front(notice);
-                let before = lane.waiting.len();
-                lane.waiting.retain(|notice| {
+                pending.waiting.push_front(notice);
+                let before = pending.waiting.len();
+                pending.waiting.retain(|notice| {
                     let alive = now < notice.give_up;
                     if !alive {
                         metrics.notice(notice.reason, UNDELIVERED);
                     }
                     alive
                 });
-                let given_up = before - lane.waiting.len();
+                let given_up = before - pending.waiting.len();
                 *count -= given_up;
                 if given_up > 0 {
                     tracing::warn!(%error, given_up, "release notices not delivered before lease expiry");
                 }
             }
         }
-        if lane.waiting.is_empty() {
-            lanes.remove(producer);
+        if pending.waiting.is_empty() {
+            producers.remove(producer);
         }
         drop(queue);
         self.changed.notify_all();
     }
 
-    /// The next notice that is due; waits a little when none is.
+    /// The next due notice. Waits a little if none is due.
     fn next(&self) -> Option<(Producer, Rank, Notice)> {
         let mut queue = self.lock();
         let now = Instant::now();
-        let Queue { lanes, turns, .. } = &mut *queue;
-        let startable =
-            |producer: &Producer, lane: &Lane| !lane.waiting.is_empty() && turns.may_start(producer);
-        let ripe = lanes.iter().filter(|(producer, lane)| lane.due <= now && startable(producer, lane));
-        let longest_due = ripe.min_by_key(|(_, lane)| lane.due).map(|(producer, _)| producer.clone());
+        let NoticeQueue { producers, turns, .. } = &mut *queue;
+        let startable = |producer: &Producer, pending: &ProducerQueue| {
+            !pending.waiting.is_empty() && turns.may_start(producer)
+        };
+        let ripe =
+            producers.iter().filter(|(producer, pending)| pending.due <= now && startable(producer, pending));
+        let longest_due = ripe.min_by_key(|(_, pending)| pending.due).map(|(producer, _)| producer.clone());
         if let Some(producer) = longest_due {
             turns.started(&producer);
-            let lane = lanes.get_mut(&producer).expect("it was found just now");
-            let notice = lane.waiting.pop_front().expect("a startable lane has a notice");
-            return Some((producer, lane.rank, notice));
+            let pending = producers.get_mut(&producer).expect("it was found just now");
+            let notice = pending.waiting.pop_front().expect("a startable queue has a notice");
+            return Some((producer, pending.rank, notice));
         }
-        // Those that are due wait for a turn, whose end wakes.
-        let next = lanes.values().map(|lane| lane.due).filter(|due| *due > now).min();
+        // Due notices wait for a turn, and its end wakes this thread.
+        let next = producers.values().map(|pending| pending.due).filter(|due| *due > now).min();
         let nap = next.map_or(Duration::from_secs(1), |due| due.saturating_duration_since(now));
         drop(self.changed.wait_timeout(queue, nap.min(Duration::from_secs(1))));
         None
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Queue> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, NoticeQueue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// An answer of any kind ends a notice, and so does an earlier epoch: that engine has forgotten the lease.
+/// Delivers a notice. Any answer ends the notice, and so does an earlier epoch: that engine no longer has the lease.
 fn deliver(transport: &dyn Transport, notice: &Notice, rank: Rank) -> Result<&'static str, TransportError> {
     let target = &notice.target;
     let peer = target.peer(rank)?;
-    let told = if target.consumers > 1 {
-        // Others may still want it.
+    let reply = if target.consumers > 1 {
+        // Other consumers may still read it.
         transport.leave(&peer, target.handle, target.consumer, notice.reason)
     } else {
         transport.release(&peer, target.handle, notice.reason)
     };
-    match told {
+    match reply {
         Ok(reply) => Ok(reply.label()),
         Err(TransportError::Gone) => Ok("gone"),
         Err(error @ (TransportError::Refused(_) | TransportError::Handshake(..)))

@@ -1,4 +1,4 @@
-//! One producer says nothing; another must not notice.
+//! A silent producer must not delay another one.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -12,23 +12,23 @@ use baton_connector::{Epoch, Handle, Handoff, Reader, RequestId};
 
 use super::*;
 
-/// Ports of this many producers say nothing, from 1 on.
+/// Producers at this many ports, from 1 on, never answer.
 const SILENT: u16 = 3;
 const HEALTHY: u16 = 100;
-/// Longer than anything here takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Longer than any step of this test.
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Calls to some producers never come back until the end of the test; the others are written down.
-struct Half {
-    heard: mpsc::SyncSender<&'static str>,
+/// Calls to some producers do not return until the end of the test; the others are recorded.
+struct HalfSilentTransport {
+    calls: mpsc::SyncSender<&'static str>,
     over: (Mutex<bool>, std::sync::Condvar),
 }
 
-impl Half {
+impl HalfSilentTransport {
     fn call(&self, peer: &Peer, what: &'static str) -> Result<(), TransportError> {
         if peer.address.port() == HEALTHY {
-            // Who does not listen any more needs to hear nothing.
-            let _ = self.heard.try_send(what);
+            // A full or closed channel drops the record.
+            let _ = self.calls.try_send(what);
             return Ok(());
         }
         let mut over = self.over.0.lock().expect("no panic");
@@ -39,8 +39,15 @@ impl Half {
     }
 }
 
-impl Transport for Half {
-    fn read(&self, peer: &Peer, _: &ReadOrder, _: &Region, _: &StopFlag) -> Result<(), TransportError> {
+impl Transport for HalfSilentTransport {
+    fn read_with(
+        &self,
+        peer: &Peer,
+        _: &ReadOrder,
+        _: &Region,
+        _: &StopFlag,
+        _: &mut dyn FnMut(&[BlockId]),
+    ) -> Result<(), TransportError> {
         self.call(peer, "read")
     }
 
@@ -84,13 +91,14 @@ fn target(port: u16, handle: u128) -> FetchTarget {
 
 #[test]
 fn producers_that_say_nothing_delay_no_read_no_heartbeat_and_no_notice_of_another() {
-    let (heard, hearing) = mpsc::sync_channel(1_000);
-    let transport = Arc::new(Half { heard, over: Default::default() });
+    let (calls, received) = mpsc::sync_channel(1_000);
+    let transport = Arc::new(HalfSilentTransport { calls, over: Default::default() });
     let mailbox = Arc::new(Mailbox::new(1));
     let whole = KvLayout { layers: 1, kv_heads: 1, head_dim: 2, block_tokens: 16, dtype: KvDtype::F32 };
     let geometry = Geometry::new(whole, 1).expect("one rank");
-    let cache = OwnCache { geometry, regions: vec![Region::allocate(1, whole.block_bytes())], port: None };
-    let peers = Peers::start(
+    let cache =
+        LocalCache { geometry, regions: vec![Region::allocate(1, whole.block_bytes())], shared_pool: None };
+    let consumer = HandoffConsumer::start(
         Arc::clone(&transport) as _,
         cache,
         Arc::clone(&mailbox),
@@ -98,18 +106,18 @@ fn producers_that_say_nothing_delay_no_read_no_heartbeat_and_no_notice_of_anothe
         4,
     )
     .expect("threads");
-    // Far more than there are threads, and before anything of the healthy one.
+    // Far more than there are threads, and before all calls to the healthy producer.
     for number in 0..40 {
         let silent = target(1 + (number % u64::from(SILENT)) as u16, u128::from(number));
-        peers.keep_alive(SeqId(number), &silent);
-        peers.read(SeqId(number), &silent, 0, vec![BlockId(0)]);
-        peers.release(&silent, "test");
+        consumer.keep_alive(SeqId(number), &silent);
+        consumer.read(SeqId(number), &silent, 0, vec![BlockId(0)]);
+        consumer.release(&silent, "test");
     }
     let healthy = target(HEALTHY, 1_000);
     for number in 100..110 {
-        peers.keep_alive(SeqId(number), &healthy);
-        peers.read(SeqId(number), &healthy, 0, vec![BlockId(0)]);
-        peers.release(&healthy, "test");
+        consumer.keep_alive(SeqId(number), &healthy);
+        consumer.read(SeqId(number), &healthy, 0, vec![BlockId(0)]);
+        consumer.release(&healthy, "test");
     }
     let mut counts = std::collections::HashMap::new();
     let enough = |counts: &std::collections::HashMap<&str, usize>| {
@@ -117,16 +125,16 @@ fn producers_that_say_nothing_delay_no_read_no_heartbeat_and_no_notice_of_anothe
             && counts.contains_key("heartbeat")
     };
     while !enough(&counts) {
-        let what = hearing.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("heard only {counts:?}"));
+        let what = received.recv_timeout(TEST_TIMEOUT).unwrap_or_else(|_| panic!("received only {counts:?}"));
         *counts.entry(what).or_default() += 1;
     }
     let mut landed = Vec::new();
     while landed.len() < 10 {
-        let mail = mailbox.wait(Some(Instant::now() + PATIENCE));
+        let mail = mailbox.wait(Some(Instant::now() + TEST_TIMEOUT));
         landed.extend(mail.fetches.into_iter().filter(|(_, event)| matches!(event, Event::Verdict(_))));
     }
     assert!(landed.iter().all(|(id, _)| id.0 >= 100), "{landed:?}");
     *transport.over.0.lock().expect("no panic") = true;
     transport.over.1.notify_all();
-    peers.shutdown(Instant::now());
+    consumer.shutdown(Instant::now());
 }

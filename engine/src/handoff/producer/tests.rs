@@ -1,4 +1,4 @@
-//! What is told of a lease's end: one log line and one count for each that ends by expiry, and no line for others.
+//! The reports of a lease's end: one log line and one count for each expiry, and no line for other ends.
 
 use std::fmt::Write as _;
 
@@ -10,19 +10,19 @@ use tracing::{Event, Level, Metadata, Subscriber};
 
 use super::*;
 
-/// Keeps every warning and error, with its fields.
+/// Records every warning and error, with its fields.
 #[derive(Clone, Default)]
-struct Heard(Arc<Mutex<Vec<String>>>);
+struct LogCapture(Arc<Mutex<Vec<String>>>);
 
-struct Line(String);
+struct LogLine(String);
 
-impl Visit for Line {
+impl Visit for LogLine {
     fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
         write!(self.0, "{}={value:?} ", field.name()).expect("a string takes everything");
     }
 }
 
-impl Subscriber for Heard {
+impl Subscriber for LogCapture {
     fn register_callsite(&self, _: &'static Metadata<'static>) -> Interest {
         Interest::sometimes()
     }
@@ -40,7 +40,7 @@ impl Subscriber for Heard {
     fn record_follows_from(&self, _: &Id, _: &Id) {}
 
     fn event(&self, event: &Event<'_>) {
-        let mut line = Line(String::new());
+        let mut line = LogLine(String::new());
         event.record(&mut line);
         self.0.lock().expect("no panic").push(line.0);
     }
@@ -50,8 +50,8 @@ impl Subscriber for Heard {
     fn exit(&self, _: &Id) {}
 }
 
-fn grant(handle: u128, expected: usize) -> Grant {
-    Grant {
+fn grant(handle: u128, expected: usize) -> LeaseSpec {
+    LeaseSpec {
         handle: Handle(handle),
         request: RequestId::new(&format!("request-{handle}")).expect("an id"),
         blocks: vec![BlockId(0), BlockId(1), BlockId(2)],
@@ -65,28 +65,28 @@ fn a_lease_that_ends_by_expiry_leaves_one_line_and_one_count_and_no_other_does()
     let metrics = Arc::new(EngineMetrics::new("m"));
     let mailbox = Arc::new(Mailbox::new(1));
     let log = RankLog::new(&Arc::default(), 0);
-    let desk = LeaseDesk::new(terms, Epoch(1), 2, Arc::clone(&mailbox), Arc::clone(&metrics), log);
-    let heard = Heard::default();
-    tracing::subscriber::with_default(heard.clone(), || {
+    let service = LeaseService::new(terms, Epoch(1), 2, Arc::clone(&mailbox), Arc::clone(&metrics), log);
+    let logs = LogCapture::default();
+    tracing::subscriber::with_default(logs.clone(), || {
         for (handle, expected) in [(1, 2), (2, 1), (3, 1)] {
-            desk.open(grant(handle, expected)).expect("room for three");
+            service.open(grant(handle, expected)).expect("room for three");
         }
         // One of the first's two readers finishes; the second is released, the third is fetched.
         for (handle, consumer) in [(1, 7), (3, 8)] {
             let reader = Reader { consumer, rank: Rank(0), of: 1 };
-            desk.read_begun(Handle(handle), reader, 0, 3).expect("it is live");
-            assert_eq!(desk.read_done(Handle(handle), reader), Verdict::Valid);
+            service.begin_read(Handle(handle), reader, 0, 3).expect("it is live");
+            assert_eq!(service.finish_read(Handle(handle), reader), Verdict::Valid);
         }
-        assert_eq!(desk.release(Handle(2), "router_release"), ReleaseReply::Released);
-        // The timer holds the ledger while it asks whether to stop: what it has told is looked at from outside.
-        desk.run_timer(|| {
+        assert_eq!(service.release(Handle(2), "router_release"), ReleaseReply::Released);
+        // The timer holds the ledger while it calls `stop`, so its effect is read from the metrics.
+        service.run_timer(|| {
             metrics.render().contains("nixl_num_kv_expired_reqs{model_name=\"m\",engine=\"0\"} 1\n")
         });
-        // Late messages about it change nothing and say nothing more.
-        assert_eq!(desk.release(Handle(1), "late"), ReleaseReply::Already);
-        assert_eq!(desk.heartbeat(Handle(1)), HeartbeatReply::Gone);
+        // Late messages change nothing and log nothing more.
+        assert_eq!(service.release(Handle(1), "late"), ReleaseReply::Already);
+        assert_eq!(service.heartbeat(Handle(1)), HeartbeatReply::Gone);
     });
-    let lines = heard.0.lock().expect("no panic").clone();
+    let lines = logs.0.lock().expect("no panic").clone();
     let [line] = &lines[..] else { panic!("{lines:#?}") };
     for part in ["lease expired", "request=request-1 ", "done=1 ", "expected=2 ", "blocks=3 ", "held=0."] {
         assert!(line.contains(part), "{part:?} is not in {line}");
@@ -102,5 +102,5 @@ fn a_lease_that_ends_by_expiry_leaves_one_line_and_one_count_and_no_other_does()
         assert!(text.contains(series), "{series} is not in\n{text}");
     }
     let settled: usize = mailbox.collect().settled.iter().map(|lease| lease.blocks.len()).sum();
-    assert_eq!(settled, 9, "every block of the three came back once");
+    assert_eq!(settled, 9, "every block of the three was freed once");
 }

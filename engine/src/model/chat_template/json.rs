@@ -1,4 +1,4 @@
-//! `tojson` as Hugging Face defines it: Python's `json.dumps(x, ensure_ascii=False)`, nothing escaped for HTML.
+//! `tojson` as Hugging Face defines it: Python's `json.dumps(x, ensure_ascii=False)`, without escapes for HTML.
 
 use std::io;
 
@@ -28,7 +28,7 @@ pub(super) fn tojson(value: &Value, indent: Option<usize>, kwargs: Kwargs) -> Re
         json.sort_all_objects();
     }
     let mut out = Vec::new();
-    let style = Python { item, key, indent, ascii, level: 0, empty: true };
+    let style = PythonFormatter { item, key, indent, ascii, level: 0, empty: true };
     let mut serializer = serde_json::Serializer::with_formatter(&mut out, style);
     json.serialize(&mut serializer).map_err(|error| unserializable(&error))?;
     String::from_utf8(out).map(Value::from).map_err(|error| unserializable(&error))
@@ -39,17 +39,17 @@ fn unserializable(error: &dyn std::fmt::Display) -> Error {
 }
 
 /// Python's layout of JSON.
-struct Python {
+struct PythonFormatter {
     item: String,
     key: String,
     indent: Option<usize>,
     ascii: bool,
     level: usize,
-    /// Whether the innermost array or object has nothing yet.
+    /// Whether the innermost array or object is still empty.
     empty: bool,
 }
 
-impl Python {
+impl PythonFormatter {
     fn open<W: ?Sized + io::Write>(&mut self, writer: &mut W, bracket: &[u8]) -> io::Result<()> {
         self.level += 1;
         self.empty = true;
@@ -80,7 +80,7 @@ impl Python {
     }
 }
 
-impl Formatter for Python {
+impl Formatter for PythonFormatter {
     fn begin_array<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
         self.open(writer, b"[")
     }

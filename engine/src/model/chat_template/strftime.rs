@@ -21,7 +21,7 @@ const MONTHS: [&str; 12] = [
     "December",
 ];
 
-/// The time in UTC: engines of one cluster must render alike, wherever they run.
+/// The time in UTC, so that engines in all time zones render the same text.
 pub(super) fn strftime(format: &str, now: SystemTime) -> Result<String, Error> {
     let now = OffsetDateTime::from(now);
     let mut out = String::new();

@@ -1,5 +1,5 @@
-//! Templates in the manner of real checkpoints. Expected texts are from Python's jinja2 3.1 with Hugging Face's
-//! settings and functions.
+//! Templates in the style of real checkpoints. Expected texts are from Python's jinja2 3.1 with Hugging Face's settings
+//! and functions.
 
 use std::time::{Duration, SystemTime};
 

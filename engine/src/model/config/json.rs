@@ -6,14 +6,14 @@ use serde_json::{Map, Value};
 
 use crate::model::ModelError;
 
-/// The fields of one JSON object and the name of the file they come from.
+/// The fields of one JSON object, and the name of their file.
 #[derive(Clone, Debug)]
-pub(crate) struct Fields<'a> {
+pub(crate) struct JsonFields<'a> {
     file: &'a str,
     map: Map<String, Value>,
 }
 
-impl<'a> Fields<'a> {
+impl<'a> JsonFields<'a> {
     pub(crate) fn parse(file: &'a str, bytes: &[u8]) -> Result<Self, ModelError> {
         let failed = |what: String| ModelError::Malformed { file: file.to_owned(), what };
         match serde_json::from_slice(bytes) {

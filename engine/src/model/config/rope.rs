@@ -1,13 +1,12 @@
-//! Rotary position embedding: how `config.json` describes it, and the frequencies that follow from it.
+//! Rotary position embedding: its description in `config.json`, and the resulting frequencies.
 //!
-//! The formulas are those of transformers 5 (`modeling_rope_utils.py`); llama3 and yarn are from the papers of
-//! the same names. Frequencies are rounded to single precision where they are rounded there, because checkpoints were
-//! trained with those: at position 350 one unit in the last place already moves a logit by 3e-4 on the oracle
-//! models.
+//! The formulas are those of transformers 5 (`modeling_rope_utils.py`); llama3 and yarn are from the papers of the same
+//! names. Frequencies are rounded to single precision in the same places, because checkpoints were trained with those
+//! values. At position 350 one unit in the last place already changes a logit by 3e-4 on the oracle models.
 
 use std::f64::consts::PI;
 
-use super::json::Fields;
+use super::json::JsonFields;
 use crate::model::ModelError;
 
 const SUPPORTED: &str = "default, linear, llama3, yarn";
@@ -17,14 +16,14 @@ const SUPPORTED: &str = "default, linear, llama3, yarn";
 pub struct Rope {
     /// Base of the geometric series of wavelengths.
     pub theta: f64,
-    /// How the frequencies are stretched for long contexts.
+    /// Stretching of the frequencies for long contexts.
     pub scaling: RopeScaling,
 }
 
-/// How frequencies are stretched.
+/// Stretching of frequencies.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
-    /// Not at all.
+    /// No stretching.
     None,
     /// All frequencies divided by `factor`.
     Linear {
@@ -42,7 +41,7 @@ pub enum RopeScaling {
         /// Context length before stretching, in tokens.
         original_positions: f64,
     },
-    /// YaRN: a ramp over dimensions instead, and cos and sin multiplied by `attention_factor`.
+    /// YaRN: a ramp over dimensions, and cos and sin multiplied by `attention_factor`.
     Yarn {
         /// Divisor of the long wavelengths.
         factor: f64,
@@ -60,8 +59,8 @@ pub enum RopeScaling {
 }
 
 impl Rope {
-    pub(super) fn parse(config: &Fields<'_>, max_positions: usize) -> Result<Self, ModelError> {
-        // `rope_parameters` (transformers 5) holds theta and scaling; the older dialect has them apart.
+    pub(super) fn parse(config: &JsonFields<'_>, max_positions: usize) -> Result<Self, ModelError> {
+        // `rope_parameters` (transformers 5) contains theta and scaling. The older dialect has separate fields.
         let parameters = config.object("rope_parameters")?;
         if parameters
             .as_ref()
@@ -93,7 +92,6 @@ impl Rope {
 
     /// Radians per position of each of the `head_dim / 2` pairs.
     #[must_use]
-    #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation)] // f32 is wanted
     pub fn frequencies(&self, head_dim: usize) -> Vec<f32> {
         let dim = head_dim as f64;
         (0..head_dim / 2)
@@ -139,13 +137,12 @@ impl Rope {
             .collect()
     }
 
-    /// Positions that a checkpoint with `declared` ones (`max_position_embeddings`) has once they are stretched, as vLLM
-    /// derives its `max_model_len`: yarn multiplies its original context, linear the declared one; llama3 declares the
-    /// stretched one.
+    /// Positions of a checkpoint with `declared` ones (`max_position_embeddings`) after stretching, derived as vLLM's
+    /// `max_model_len`. Yarn multiplies its original context, linear the declared one. Llama3 declares the stretched
+    /// context.
     #[must_use]
-    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
     pub fn positions(&self, declared: usize) -> usize {
-        // Factors and contexts are checked to be positive; a product beyond `usize` saturates.
+        // Factors and contexts have been checked to be positive. A product beyond `usize` saturates.
         match self.scaling {
             RopeScaling::Yarn { factor, original_positions, .. } => (original_positions * factor) as usize,
             RopeScaling::Linear { factor } => (declared as f64 * factor) as usize,
@@ -153,9 +150,8 @@ impl Rope {
         }
     }
 
-    /// What cos and sin are multiplied by.
+    /// Multiplier of cos and sin.
     #[must_use]
-    #[allow(clippy::cast_possible_truncation)] // a number near 1
     pub fn attention_factor(&self) -> f32 {
         match self.scaling {
             RopeScaling::Yarn { attention_factor, .. } => attention_factor as f32,
@@ -165,7 +161,7 @@ impl Rope {
 }
 
 impl RopeScaling {
-    fn parse(fields: &Fields<'_>, max_positions: usize) -> Result<Self, ModelError> {
+    fn parse(fields: &JsonFields<'_>, max_positions: usize) -> Result<Self, ModelError> {
         if fields.number("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
             return Err(fields.unsupported("partial_rotary_factor", "rotary embedding of whole heads"));
         }
@@ -179,7 +175,6 @@ impl RopeScaling {
             None => Ok(None),
         };
         let required = |name: &str| positive(name)?.ok_or_else(|| fields.absent(&format!("rope {name}")));
-        #[allow(clippy::cast_precision_loss)] // bounded far below 2^52
         let original = || Ok(positive("original_max_position_embeddings")?.unwrap_or(max_positions as f64));
         match kind {
             None | Some("default") => Ok(Self::None),
@@ -258,7 +253,7 @@ mod tests {
 
     #[test]
     fn yarn_multiplies_cos_and_sin() {
-        let fields = Fields::parse(
+        let fields = JsonFields::parse(
             "config.json",
             br#"{"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}"#,
         )

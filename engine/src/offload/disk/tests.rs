@@ -1,4 +1,4 @@
-//! The disk tier's files against everything that happens to files.
+//! The disk tier's files, after damage, restarts and errors of the file system.
 
 use std::os::unix::fs::PermissionsExt;
 
@@ -16,7 +16,7 @@ fn block(n: u8) -> Vec<u8> {
 }
 
 fn open(root: &Path) -> (DiskTier, Vec<BlockHash>) {
-    let (folder, found) = Folder::open(root, &IDENTITY, BYTES).expect("opened");
+    let (folder, found) = DiskFolder::open(root, &IDENTITY, BYTES).expect("opened");
     (DiskTier::new(Box::new(folder), IDENTITY, BYTES), found.blocks)
 }
 
@@ -25,7 +25,7 @@ fn path(root: &Path, n: u8) -> PathBuf {
     root.join(IDENTITY.folder()).join(&name[..2]).join(format!("{name}.kv"))
 }
 
-fn read(disk: &DiskTier, n: u8) -> Result<Vec<u8>, Fault> {
+fn read(disk: &DiskTier, n: u8) -> Result<Vec<u8>, OffloadFault> {
     disk.read(hash(n)).map(|file| file[HEADER_BYTES..].to_vec())
 }
 
@@ -42,7 +42,7 @@ fn what_was_written_is_found_again_after_a_restart_in_the_order_of_its_use() {
         let file = File::options().write(true).open(path(root.path(), n)).expect("opened");
         file.set_modified(old + std::time::Duration::from_secs(age)).expect("set");
     }
-    assert_eq!(read(&disk, 3), Ok(block(3)), "it is used, and so the last to go");
+    assert_eq!(read(&disk, 3), Ok(block(3)), "it is used, so it is evicted last");
     drop(disk);
     let (disk, found) = open(root.path());
     assert_eq!(found, [1, 2, 3].map(hash));
@@ -74,8 +74,8 @@ fn a_flipped_byte_a_cut_and_an_exchanged_file_are_found_out_and_deleted() {
     for damage in damage {
         disk.write(hash(1), &block(1)).expect("written");
         damage(&path(root.path(), 1));
-        assert_eq!(read(&disk, 1), Err(Fault::Corrupt));
-        assert_eq!(read(&disk, 1), Err(Fault::Missing), "it is deleted");
+        assert_eq!(read(&disk, 1), Err(OffloadFault::Corrupt));
+        assert_eq!(read(&disk, 1), Err(OffloadFault::Missing), "it is deleted");
     }
 }
 
@@ -88,7 +88,7 @@ fn a_folder_full_of_rubbish_is_opened_and_only_ours_is_touched() {
     drop(disk);
     let folder = path(root.path(), 1).parent().expect("a folder").to_owned();
     let top = root.path().join(IDENTITY.folder());
-    // Cut short by a crash, unfinished, foreign, in the wrong place, a folder and a link in place of a file.
+    // Truncated by a crash, unfinished, foreign, in the wrong place, a folder and a link in place of a file.
     fs::write(path(root.path(), 2), b"short").expect("written");
     let name = hash(1).to_string();
     fs::write(folder.join(format!("{name}.tmp")), b"half").expect("written");
@@ -99,14 +99,14 @@ fn a_folder_full_of_rubbish_is_opened_and_only_ours_is_touched() {
     std::os::unix::fs::symlink("/dev/zero", folder.join(format!("{}.kv", "01".repeat(31) + "03")))
         .expect("linked");
 
-    let (kept, found) = Folder::open(root.path(), &IDENTITY, BYTES).expect("opened");
+    let (kept, found) = DiskFolder::open(root.path(), &IDENTITY, BYTES).expect("opened");
     assert_eq!(found.blocks, [hash(1)]);
     assert_eq!((found.damaged, found.foreign), (2, 5));
     assert!(folder.join("README").exists() && top.join("notes.txt").exists());
     assert!(!path(root.path(), 2).exists() && !folder.join(format!("{name}.tmp")).exists());
     let disk = DiskTier::new(Box::new(kept), IDENTITY, BYTES);
     let linked: BlockHash = ("01".repeat(31) + "03").parse().expect("a hash");
-    assert_eq!(disk.read(linked), Err(Fault::Io), "a link is not followed");
+    assert_eq!(disk.read(linked), Err(OffloadFault::Io), "a link is not followed");
 }
 
 #[test]
@@ -115,7 +115,7 @@ fn another_model_or_layout_finds_nothing_and_disturbs_nothing() {
     let (disk, _) = open(root.path());
     disk.write(hash(1), &block(1)).expect("written");
     let other = TierIdentity { layout: 8, ..IDENTITY };
-    let (_, found) = Folder::open(root.path(), &other, BYTES).expect("opened beside the first");
+    let (_, found) = DiskFolder::open(root.path(), &other, BYTES).expect("opened beside the first");
     assert_eq!(found.blocks, []);
     assert_eq!(read(&disk, 1), Ok(block(1)));
 }
@@ -124,7 +124,7 @@ fn another_model_or_layout_finds_nothing_and_disturbs_nothing() {
 fn a_folder_belongs_to_one_engine_at_a_time() {
     let root = tempfile::tempdir().expect("a folder");
     let first = open(root.path());
-    assert!(matches!(Folder::open(root.path(), &IDENTITY, BYTES), Err(OpenError::InUse(_))));
+    assert!(matches!(DiskFolder::open(root.path(), &IDENTITY, BYTES), Err(FolderError::InUse(_))));
     drop(first);
     open(root.path());
 }
@@ -146,7 +146,7 @@ fn a_directory_that_was_deleted_is_made_again_and_what_was_in_it_is_missing() {
     let (disk, _) = open(root.path());
     disk.write(hash(1), &block(1)).expect("written");
     fs::remove_dir_all(root.path()).expect("deleted");
-    assert_eq!(read(&disk, 1), Err(Fault::Missing));
+    assert_eq!(read(&disk, 1), Err(OffloadFault::Missing));
     assert_eq!(disk.delete(&[hash(1)]), Ok(()));
     disk.write(hash(2), &block(2)).expect("written");
     assert_eq!(read(&disk, 2), Ok(block(2)));
@@ -160,12 +160,12 @@ fn a_file_in_place_of_the_directory_is_a_fault_and_not_a_panic() {
     let folder = root.path().join(IDENTITY.folder());
     fs::remove_dir_all(&folder).expect("deleted");
     fs::write(&folder, b"in the way").expect("written");
-    assert_eq!(disk.write(hash(2), &block(2)), Err(Fault::Io));
-    assert!(disk.read(hash(1)).is_err() && disk.delete(&[hash(1)]).is_err() && disk.try_out().is_err());
-    assert!(matches!(Folder::open(root.path(), &IDENTITY, BYTES), Err(OpenError::System { .. })));
+    assert_eq!(disk.write(hash(2), &block(2)), Err(OffloadFault::Io));
+    assert!(disk.read(hash(1)).is_err() && disk.delete(&[hash(1)]).is_err() && disk.probe().is_err());
+    assert!(matches!(DiskFolder::open(root.path(), &IDENTITY, BYTES), Err(FolderError::System { .. })));
 }
 
-/// A real file system of 64 KiB, where the tests may mount one.
+/// A real file system of 64 KiB, if the tests may mount one.
 #[test]
 fn a_file_system_that_is_really_full_is_a_fault_and_leaves_nothing_behind() {
     let root = tempfile::tempdir().expect("a folder");
@@ -179,12 +179,12 @@ fn a_file_system_that_is_really_full_is_a_fault_and_leaves_nothing_behind() {
         );
         return;
     }
-    let (folder, _) = Folder::open(root.path(), &IDENTITY, 16 << 10).expect("opened");
+    let (folder, _) = DiskFolder::open(root.path(), &IDENTITY, 16 << 10).expect("opened");
     let disk = DiskTier::new(Box::new(folder), IDENTITY, 16 << 10);
     let outcomes: Vec<_> = (0..8).map(|n| disk.write(hash(n), &vec![n; 16 << 10])).collect();
     let whole = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
     assert!((1..8).contains(&whole), "{outcomes:?}");
-    assert!(outcomes.contains(&Err(Fault::Full)), "{outcomes:?}");
+    assert!(outcomes.contains(&Err(OffloadFault::Full)), "{outcomes:?}");
     assert!(disk.read(hash(0)).is_ok(), "what was written before is whole");
     disk.delete(&[hash(0)]).expect("deleted");
     assert_eq!(disk.write(hash(9), &vec![9; 16 << 10]), Ok(()), "the failed writes left nothing behind");

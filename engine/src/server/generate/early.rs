@@ -1,6 +1,6 @@
-//! A prefill's reply that begins before the prefill has ended, for a router that asked for it
-//! (`x-baton-early-handoff`): server-sent events, of which the first has `kv_transfer_params` and the second is the reply
-//! that would have come in one piece, or an error. Dropping it before its end ends prefill and lease.
+//! A prefill's reply that begins before the prefill has ended, for a router that requests it
+//! (`x-baton-early-handoff`). The first server-sent event contains `kv_transfer_params`; the second is the complete
+//! reply, or an error. Dropping the body before its end ends prefill and lease.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -11,27 +11,26 @@ use bytes::Bytes;
 use hyper::body::{Body, Frame};
 use serde_json::json;
 
-use super::{Exchange, Progress};
-use crate::server::guard::LentGuard;
+use super::{GenerateProgress, GenerateTask};
+use crate::server::guard::LeaseGuard;
 
-type Rest = dyn Future<Output = Result<Bytes, ApiError>> + Send + Sync;
+type FinalReply = dyn Future<Output = Result<Bytes, ApiError>> + Send + Sync;
 
 pub(super) struct EarlyBody {
-    lent: LentGuard,
+    lease: LeaseGuard,
     frames: VecDeque<Bytes>,
-    /// What comes after the handoff; `None` once it is in `frames`.
-    rest: Option<Pin<Box<Rest>>>,
+    /// The reply after the handoff; `None` once it is in `frames`.
+    rest: Option<Pin<Box<FinalReply>>>,
 }
 
 impl EarlyBody {
-    /// Of an exchange that has just heard of its handoff.
-    pub(super) fn new(mut exchange: Exchange) -> Self {
-        let params = json!({ "kv_transfer_params": exchange.params() });
-        let lent =
-            LentGuard::new(exchange.guard.core(), exchange.handoff.take().map(|handoff| handoff.handle));
-        let rest = async move { exchange.collect(Progress::Nothing).await.map(|(reply, _)| reply) };
+    /// The body of a task that has just received its early handoff.
+    pub(super) fn new(mut task: GenerateTask) -> Self {
+        let params = json!({ "kv_transfer_params": task.params() });
+        let lease = LeaseGuard::new(task.guard.core(), task.handoff.take().map(|handoff| handoff.handle));
+        let rest = async move { task.collect(GenerateProgress::Nothing).await.map(|(reply, _)| reply) };
         let frames = VecDeque::from([sse::frame(params.to_string().as_bytes())]);
-        Self { lent, frames, rest: Some(Box::pin(rest)) }
+        Self { lease, frames, rest: Some(Box::pin(rest)) }
     }
 }
 
@@ -53,7 +52,7 @@ impl Body for EarlyBody {
         }
         let frame = self.frames.pop_front();
         if frame.is_none() {
-            self.lent.delivered();
+            self.lease.mark_delivered();
         }
         Poll::Ready(frame.map(|frame| Ok(Frame::data(frame))))
     }

@@ -1,5 +1,5 @@
-//! A reply as server-sent events: a body that polls the engine's events itself. Dropping it, which is what hyper
-//! does when the client is gone, drops the guard and so aborts the sequences.
+//! A reply as server-sent events: a body that polls the engine's events. When the client is gone, hyper drops the
+//! body and with it the guard, which aborts the sequences.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -9,71 +9,71 @@ use baton_openai::{ApiError, ChoiceDelta, ChunkEncoder, sse};
 use bytes::Bytes;
 use hyper::body::{Body, Frame};
 
-use super::{Exchange, Progress, echoed};
-use crate::server::follow::Piece;
+use super::{GenerateProgress, GenerateTask, echoed};
+use crate::server::choice::ChoiceUpdate;
 
 pub(super) struct StreamBody {
-    exchange: Exchange,
+    task: GenerateTask,
     chunks: ChunkEncoder,
     frames: VecDeque<Bytes>,
-    /// Choices whose prompt's tokens have been named.
+    /// Choices whose prompt tokens have been sent.
     prompt_named: Vec<bool>,
-    /// The last frame is in `frames` or gone.
+    /// The last frame is in `frames` or sent.
     complete: bool,
 }
 
 impl StreamBody {
-    pub(super) fn new(exchange: Exchange, first: Progress) -> Self {
-        let chunks = exchange.head.chunks();
-        let prompt_named = vec![false; exchange.choices.len()];
-        let mut body = Self { chunks, frames: VecDeque::new(), prompt_named, complete: false, exchange };
+    pub(super) fn new(task: GenerateTask, first: GenerateProgress) -> Self {
+        let chunks = task.head.chunks();
+        let prompt_named = vec![false; task.choices.len()];
+        let mut body = Self { chunks, frames: VecDeque::new(), prompt_named, complete: false, task };
         body.open();
         body.show(first);
         body
     }
 
-    /// Roles, and echoed prompts, come before the first token.
+    /// Sends roles and echoed prompts before the first token.
     fn open(&mut self) {
-        let request = &self.exchange.request;
-        for index in 0..self.exchange.choices.len() {
-            let prompt = &self.exchange.prompts[index / request.n as usize];
+        let request = &self.task.request;
+        for index in 0..self.task.choices.len() {
+            let prompt = &self.task.prompts[index / request.n as usize];
             let ids = request.return_token_ids.then_some(prompt.as_slice());
             let role = self.chunks.role(index as u32, ids);
             self.prompt_named[index] = role.is_some();
             self.frames.extend(role);
             if request.echo {
-                let text = echoed(&self.exchange.frontend, request, prompt);
+                let text = echoed(&self.task.frontend, request, prompt);
                 let delta = ChoiceDelta { index: index as u32, text: &text, ..ChoiceDelta::default() };
                 self.frames.push_back(self.chunks.delta(&delta, None, None));
-                self.exchange.choices[index].characters += text.chars().count();
+                self.task.choices[index].characters += text.chars().count();
             }
         }
     }
 
-    fn show(&mut self, progress: Progress) {
-        if let Progress::Piece(index, piece) = progress {
+    fn show(&mut self, progress: GenerateProgress) {
+        if let GenerateProgress::Piece(index, piece) = progress {
             self.piece(index, &piece);
         }
-        if self.exchange.open == 0 {
+        if self.task.open == 0 {
             self.close();
         }
     }
 
-    fn piece(&mut self, index: usize, piece: &Piece) {
-        let request = &self.exchange.request;
+    fn piece(&mut self, index: usize, piece: &ChoiceUpdate) {
+        let request = &self.task.request;
         let ids = piece.token.filter(|_| request.return_token_ids);
         let silent =
             piece.text.is_empty() && piece.logprob.is_none() && ids.is_none() && piece.finish.is_none();
         if silent {
             return;
         }
-        let usage = self.exchange.counted.usage();
-        // Completions have no frame of the role: theirs are in the first delta of a choice.
+        let usage = self.task.usage.usage();
+        // Completions have no frame for the role: their prompt tokens are in the first delta of a choice.
         let unnamed = request.return_token_ids && !std::mem::replace(&mut self.prompt_named[index], true);
-        let prompt = &self.exchange.prompts[index / request.n as usize];
-        let last = piece.finish.is_some() && self.exchange.open == 0;
-        let handoff = if last { self.exchange.params() } else { None };
-        let choice = &mut self.exchange.choices[index];
+        let prompt = &self.task.prompts[index / request.n as usize];
+        let last = piece.finish.is_some() && self.task.open == 0;
+        let handoff = if last { self.task.params() } else { None };
+        let choice = &mut self.task.choices[index];
         let delta = ChoiceDelta {
             index: index as u32,
             text: &piece.text,
@@ -93,8 +93,8 @@ impl StreamBody {
             return;
         }
         self.complete = true;
-        if self.exchange.request.stream_options.include_usage {
-            self.frames.push_back(self.chunks.usage(&self.exchange.counted.usage()));
+        if self.task.request.stream_options.include_usage {
+            self.frames.push_back(self.chunks.usage(&self.task.usage.usage()));
         }
         self.frames.push_back(sse::DONE);
     }
@@ -117,16 +117,16 @@ impl Body for StreamBody {
         loop {
             if let Some(frame) = self.frames.pop_front() {
                 if self.frames.is_empty() && self.complete {
-                    // The handle, if there is one, is with the connection now.
-                    self.exchange.handoff = None;
+                    // The connection now has the handle, if there is one.
+                    self.task.handoff = None;
                 }
                 return Poll::Ready(Some(Ok(Frame::data(frame))));
             }
             if self.complete {
                 return Poll::Ready(None);
             }
-            let event = std::task::ready!(self.exchange.events.poll_recv(context));
-            match self.exchange.take(event) {
+            let event = std::task::ready!(self.task.events.poll_recv(context));
+            match self.task.take(event) {
                 Ok(progress) => self.show(progress),
                 Err(error) => self.fail(&error),
             }

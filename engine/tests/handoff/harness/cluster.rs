@@ -25,8 +25,8 @@ pub(crate) const QWEN3: &str = "qwen3-f32";
 /// A Qwen 2 with biases and yarn, sharded, in bf16.
 pub(crate) const QWEN2: &str = "qwen2-yarn-bf16";
 
-/// Within this time everything must be home after the last request.
-const HOME_WITHIN: Duration = Duration::from_secs(20);
+/// All blocks must be free within this time after the last request.
+const FREED_WITHIN: Duration = Duration::from_secs(20);
 
 /// One engine with a runtime of its own.
 pub(crate) struct Node {
@@ -38,7 +38,8 @@ pub(crate) struct Node {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Options of a test's engine (`model` is a fixture's name, or an absolute path): small blocks, small steps, so that prompts have several of each.
+/// Options of a test's engine (`model` is a fixture's name, or an absolute path). Blocks and steps are small, so that
+/// prompts have several of each.
 pub(crate) fn options(model: &str, role: Role) -> EngineOptions {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(model);
     let mut options = EngineOptions::new(ModelFiles::Dir(folder));
@@ -79,7 +80,7 @@ impl Node {
         http::call(self.http, "POST", path, &[], &body.to_string())
     }
 
-    /// A request to generate, under a name. One with `messages` is a conversation.
+    /// Sends a generation request under a name. A body with `messages` is a conversation.
     pub(crate) fn generate(&self, id: &str, body: &Value) -> Reply {
         let path = if body["messages"].is_null() { "/v1/completions" } else { "/v1/chat/completions" };
         http::call(self.http, "POST", path, &[("x-request-id", id)], &body.to_string())
@@ -90,7 +91,7 @@ impl Node {
         self.generate(id, &prefill_leg(body))
     }
 
-    /// The prefill leg, and what it lends.
+    /// Sends the prefill leg. Returns its handoff.
     #[track_caller]
     pub(crate) fn lend(&self, body: &Value) -> Value {
         let reply = self.prefill(&fresh_id(), body).ok();
@@ -117,23 +118,23 @@ impl Node {
         self.get("/debug/kv").ok()
     }
 
-    /// Waits until this is so.
+    /// Waits until the condition is true.
     #[track_caller]
-    pub(crate) fn until(&self, what: &str, so: impl Fn() -> bool) {
-        let deadline = Instant::now() + HOME_WITHIN;
-        while !so() {
+    pub(crate) fn until(&self, what: &str, condition: impl Fn() -> bool) {
+        let deadline = Instant::now() + FREED_WITHIN;
+        while !condition() {
             assert!(Instant::now() < deadline, "not in time: {what}");
             std::thread::yield_now();
         }
     }
 
-    /// Waits until the engine's books say so.
+    /// Waits until the condition is true of the engine's `/debug/kv`.
     #[track_caller]
-    pub(crate) fn wait_until(&self, what: &str, so: impl Fn(&Value) -> bool) {
-        let deadline = Instant::now() + HOME_WITHIN;
+    pub(crate) fn wait_until(&self, what: &str, condition: impl Fn(&Value) -> bool) {
+        let deadline = Instant::now() + FREED_WITHIN;
         loop {
             let kv = self.kv();
-            if so(&kv) {
+            if condition(&kv) {
                 return;
             }
             assert!(Instant::now() < deadline, "{what}: {kv}");
@@ -141,17 +142,17 @@ impl Node {
         }
     }
 
-    /// Every block is home, nothing is lent or asked for, and no lease has ended by expiry.
+    /// Every block is free, no lease is live, no request remains, and no lease has expired.
     #[track_caller]
     pub(crate) fn is_clean(&self) {
-        self.is_home();
+        self.all_free();
         assert_eq!(self.metric("vllm:nixl_num_kv_expired_reqs"), 0.0, "a lease has expired");
     }
 
-    /// Every block is home, whatever brought it there.
+    /// Every block is free, for whatever reason.
     #[track_caller]
-    pub(crate) fn is_home(&self) {
-        self.wait_until("not everything is home", |kv| {
+    pub(crate) fn all_free(&self) {
+        self.wait_until("not all blocks are free", |kv| {
             let (blocks, requests) = (&kv["blocks"], &kv["requests"]);
             let count = |value: &Value| value.as_u64().expect("a count");
             count(&blocks["free"]) + count(&blocks["cached"]) == count(&blocks["total"])
@@ -160,13 +161,13 @@ impl Node {
         });
     }
 
-    /// Forgets its prefix cache.
+    /// Clears its prefix cache.
     pub(crate) fn forget(&self) {
         self.post("/reset_prefix_cache", &json!({})).ok();
         self.wait_until("the cache is kept", |kv| kv["blocks"]["cached"] == 0);
     }
 
-    /// Takes no more requests; what runs may finish.
+    /// Takes no more requests; running ones may finish.
     pub(crate) fn begin_to_stop(&self) {
         self.stop.cancel();
     }
@@ -191,7 +192,7 @@ impl Drop for Node {
     }
 }
 
-/// A prefill engine, a decode engine, and one that does both: the reference.
+/// A prefill engine, a decode engine, and the reference, which does both.
 pub(crate) struct Cluster {
     pub(crate) p: Node,
     pub(crate) d: Node,
@@ -203,7 +204,7 @@ impl Cluster {
         Self::with(model, |_| {})
     }
 
-    /// The reference keeps the usual options.
+    /// Changes the options of both engines; the reference keeps the usual ones.
     pub(crate) fn with(model: &str, change: impl Fn(&mut EngineOptions)) -> Self {
         Self::each(model, |options| match options.role {
             Role::Prefill | Role::Decode => change(options),
@@ -228,7 +229,8 @@ impl Cluster {
         self.d.decode(body, &lent).ok()
     }
 
-    /// What two engines say is what one says: choices with their text, tokens, log-probabilities and endings.
+    /// The joint answer of two engines equals that of one: choices with their text, tokens, log-probabilities and
+    /// endings.
     #[track_caller]
     pub(crate) fn agrees(&self, body: &Value) -> Value {
         let (two, one) = (self.hand_over(body), self.one.generate(&fresh_id(), body).ok());
@@ -255,7 +257,7 @@ pub(crate) fn same_choices(two: &Value, one: &Value) {
     assert!(two == one, "the same tokens, but not the same choices:\n{two}\n{one}");
 }
 
-/// A name that no other request has.
+/// A new request name.
 pub(crate) fn fresh_id() -> String {
     use std::sync::atomic::{AtomicU64, Ordering};
     static NEXT: AtomicU64 = AtomicU64::new(0);
@@ -269,7 +271,7 @@ pub(crate) fn with(body: &Value, field: &str, value: Value) -> Value {
     body
 }
 
-/// What a router makes of a client's body for the prefill engine.
+/// The prefill leg that a router makes of a client's body.
 pub(crate) fn prefill_leg(body: &Value) -> Value {
     let intent = serde_json::from_str(baton_connector::handoff::KvIntent::PRODUCE_REQUEST).expect("JSON");
     let mut leg = with(body, "kv_transfer_params", intent);
@@ -284,7 +286,7 @@ pub(crate) fn prefill_leg(body: &Value) -> Value {
     leg
 }
 
-/// A prompt of `len` tokens of every fixture's vocabulary; another one for each `seed`.
+/// A prompt of `len` tokens of every fixture's vocabulary, different for each `seed`.
 pub(crate) fn prompt(seed: u64, len: usize) -> Vec<u32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5bd1_e995;
     let mut next = || {

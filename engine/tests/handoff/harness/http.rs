@@ -1,4 +1,4 @@
-//! A client as plain as can be: one request per connection, nothing shared with the engine's own HTTP code.
+//! A minimal client: one request per connection, no code shared with the engine's own HTTP code.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-/// Longer than anything here takes on a loaded machine.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// Longer than any request takes on a loaded machine.
+const READ_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// An answer.
 #[derive(Clone, Debug)]
@@ -51,7 +51,7 @@ pub(crate) fn send(
     body: &str,
 ) -> TcpStream {
     let mut stream = TcpStream::connect(to).expect("the engine listens");
-    stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    stream.set_read_timeout(Some(READ_TIMEOUT)).expect("a timeout");
     let mut head = format!("{method} {path} HTTP/1.1\r\nhost: engine\r\nconnection: close\r\n");
     for (name, value) in headers {
         head += &format!("{name}: {value}\r\n");

@@ -1,4 +1,4 @@
-//! What the tests use: engines in this process, a plain HTTP client, checkpoints made on the spot.
+//! The harness of the tests: engines in this process, a minimal HTTP client, generated checkpoints.
 
 pub(crate) mod cluster;
 pub(crate) mod http;

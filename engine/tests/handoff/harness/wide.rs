@@ -1,4 +1,4 @@
-//! A checkpoint with four KV heads, made on the spot: the fixtures have two, which is too few to shard them twice.
+//! A generated checkpoint with four KV heads: the fixtures have two, too few to shard them twice.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -70,9 +70,8 @@ fn weights() -> Vec<u8> {
             state ^= state >> 17;
             state ^= state << 5;
             let random = f64::from(state) / f64::from(u32::MAX) - 0.5;
-            // Norms are near one; matrices keep the size of what they are applied to.
+            // Norms are near one; matrices keep the magnitude of their input.
             let value = if shape.len() == 1 { 1.0 + random * 0.2 } else { random * 0.5 };
-            #[allow(clippy::cast_possible_truncation)]
             data.extend((value as f32).to_le_bytes());
         }
         let comma = if header.len() > 1 { "," } else { "" };

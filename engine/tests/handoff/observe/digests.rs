@@ -14,7 +14,7 @@ pub(crate) fn digests(node: &Node) -> BTreeMap<String, (u32, String)> {
     digests_of_rank(node, 0)
 }
 
-/// Those of one of its data-parallel ranks.
+/// The cached blocks of one of its data-parallel ranks.
 pub(crate) fn digests_of_rank(node: &Node, rank: usize) -> BTreeMap<String, (u32, String)> {
     let mut all = BTreeMap::new();
     let mut after = String::new();
@@ -39,7 +39,7 @@ pub(crate) fn hashes(prompt: &[u32]) -> Vec<String> {
     hashes.iter().map(ToString::to_string).collect()
 }
 
-/// Which full blocks of a prompt differ on the two engines, by their place. All must be cached on both.
+/// The positions of a prompt's full blocks that differ between two engines. All must be cached on both.
 #[track_caller]
 fn differing(a: &Node, b: &Node, prompt: &[u32]) -> Vec<usize> {
     let (on_a, on_b) = (digests(a), digests(b));

@@ -1,4 +1,5 @@
-//! `GET /debug/kv/events`: what an outsider can follow of a request, on both engines, from its arrival to its last block.
+//! `GET /debug/kv/events`: the observable events of a request on both engines, from its arrival to its last freed
+//! block.
 
 use std::time::Duration;
 
@@ -8,8 +9,8 @@ use serde_json::{Value, json};
 use crate::harness::cluster::{Cluster, LLAMA, Node, greedy, options, prefill_leg, prompt, with};
 use crate::harness::http;
 
-/// The events of a tag, in order; every page is followed.
-fn told(node: &Node, tag: &str) -> Vec<Value> {
+/// The events of a tag, in order, over all pages.
+fn events_of(node: &Node, tag: &str) -> Vec<Value> {
     let (mut after, mut events) = (0, Vec::new());
     loop {
         let page = node.get(&format!("/debug/kv/events?after={after}&limit=7")).ok();
@@ -33,7 +34,7 @@ fn both_legs_are_told_from_arrival_to_the_last_block() {
     let body = with(&greedy(&prompt(1, 100), 4), "user", json!("me"));
     cluster.hand_over(&body);
     cluster.is_clean();
-    let (p, d) = (told(&cluster.p, "me"), told(&cluster.d, "me"));
+    let (p, d) = (events_of(&cluster.p, "me"), events_of(&cluster.d, "me"));
     let of_p = [
         "queued",
         "started",
@@ -61,7 +62,7 @@ fn both_legs_are_told_from_arrival_to_the_last_block() {
         assert!(events.windows(2).all(|two| two[0]["at_us"].as_u64() <= two[1]["at_us"].as_u64()));
         assert!(events.windows(2).all(|two| two[0]["seq"].as_u64() < two[1]["seq"].as_u64()));
     }
-    // One clock for both: the lease is read after it was given.
+    // Both engines use one clock: the lease is read after it was opened.
     assert!(d[1]["at_us"].as_u64() >= p[6]["at_us"].as_u64());
 }
 
@@ -90,7 +91,7 @@ fn a_client_that_leaves_is_told_and_so_is_the_last_block() {
     });
     p.is_clean();
     for (tag, how) in [("leaves", "disconnect"), ("named", "verb")] {
-        let events = told(&p, tag);
+        let events = events_of(&p, tag);
         let at = |kind: &str| kinds(&events).iter().position(|found| *found == kind);
         let abort = at("abort").unwrap_or_else(|| panic!("no abort in {events:?}"));
         assert_eq!(events[abort]["how"], how);

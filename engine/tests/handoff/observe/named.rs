@@ -1,4 +1,4 @@
-//! Names of requests: their callers' in the heads of replies, and ids of replies that are never the same twice.
+//! Names of requests: the heads of replies repeat them, and ids of replies are unique.
 
 use std::io::{BufRead, BufReader};
 use std::time::Duration;
@@ -24,14 +24,14 @@ fn a_reply_has_the_name_of_its_request_in_its_head_and_an_id_of_its_own() {
             assert!(ids.insert(id), "an id comes twice: {ids:?}");
         }
     }
-    // A stream, refusals, and what is not generated.
+    // A stream, refusals, and replies of other endpoints.
     let stream = node.generate("mine", &with(&body, "stream", json!(true)));
     assert_eq!((stream.status, stream.header("x-request-id")), (200, Some("mine")));
     let refused = node.generate("mine", &json!({"prompt": 7}));
     assert_eq!((refused.status, refused.header("x-request-id")), (400, Some("mine")));
     let named = [("x-request-id", "mine")];
     assert_eq!(http::call(node.http, "GET", "/health", &named, "").header("x-request-id"), Some("mine"));
-    // What cannot be a name is not sent back.
+    // An invalid name is not sent back.
     assert_eq!(node.get("/health").header("x-request-id"), None);
     let long = "x".repeat(4096);
     let odd = node.generate(&long, &body);

@@ -1,5 +1,5 @@
-//! A decode engine that cannot take a request: it gives the lease back, or leaves it to a router that says it will
-//! settle, so that another engine gets the same, still-live handoff.
+//! A decode engine that cannot take a request releases the lease, or leaves it to a router that settles. Another
+//! engine then gets the same, still live handoff.
 
 use std::io::Write;
 use std::net::TcpStream;
@@ -21,7 +21,7 @@ fn decode(d: &Node, body: &Value, lent: &Value, headers: &[(&str, &str)]) -> Rep
     http::call(d.http, "POST", "/v1/completions", headers, &leg)
 }
 
-/// The other decode engine, which the router tries next.
+/// The router's next decode engine takes the request.
 #[track_caller]
 fn taken_by_another(cluster: &Cluster, body: &Value, lent: &Value) {
     assert_eq!(cluster.p.kv()["leases"]["live"], 1, "the lease is still there");
@@ -79,7 +79,7 @@ fn an_engine_that_drains_gives_the_lease_back() {
         let running = scope.spawn(|| d.generate(&fresh_id(), &greedy(&prompt(2, 10), 40)).ok());
         d.wait_until("nothing runs", |kv| kv["requests"]["running"] == 1);
         d.begin_to_stop();
-        // The signal is taken in on another thread.
+        // Another thread handles the signal.
         while d.get("/health").status == 200 {
             thread::yield_now();
         }
@@ -98,7 +98,7 @@ fn a_failed_fetch_leaves_the_lease_to_a_router_that_settles_and_another_engine_u
     let (cluster, strict) = (Cluster::of(LLAMA), Node::start(strict));
     let body = greedy(&prompt(1, 45), 8);
     let lent = cluster.p.lend(&body);
-    // A port that nobody listens on: P cannot be reached from there.
+    // A port without a listener: P cannot be reached there.
     let vacant =
         std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("a port").port();
     let reply = decode(&strict, &body, &with(&lent, "remote_port", json!(vacant)), &[SETTLES]);
@@ -108,18 +108,17 @@ fn a_failed_fetch_leaves_the_lease_to_a_router_that_settles_and_another_engine_u
     cluster.is_clean();
 }
 
-/// An engine that reads others' bodies and has no room for one more, and a decode leg as a router writes it: the handoff
-/// is in front.
+/// An engine whose body budget is used up, and a decode leg as a router writes it, with the handoff first.
 fn an_engine_full_of_bodies(check: impl FnOnce(&Cluster, &dyn Fn(&[(&str, &str)]) -> Reply, Value, Value)) {
-    const ROOM: usize = 64 << 10;
+    const BUDGET: usize = 64 << 10;
     let mut small = options(LLAMA, Role::Decode);
-    small.body_bytes_total = ROOM;
+    small.body_bytes_total = BUDGET;
     let (cluster, full) = (Cluster::of(LLAMA), Node::start(small));
     let body = greedy(&prompt(1, 45), 8);
     let lent = cluster.p.lend(&body);
     let mut slow = TcpStream::connect(full.http).expect("the engine listens");
-    let head = format!("POST /tokenize HTTP/1.1\r\nhost: d\r\ncontent-length: {}\r\n\r\n", 2 * ROOM);
-    slow.write_all(&[head.into_bytes(), vec![b' '; ROOM - 64]].concat()).expect("the engine reads");
+    let head = format!("POST /tokenize HTTP/1.1\r\nhost: d\r\ncontent-length: {}\r\n\r\n", 2 * BUDGET);
+    slow.write_all(&[head.into_bytes(), vec![b' '; BUDGET - 64]].concat()).expect("the engine reads");
     let ask =
         |headers: &[(&str, &str)], leg: &str| http::call(full.http, "POST", "/v1/completions", headers, leg);
     let plain = with(&body, "user", json!("u".repeat(2048))).to_string();

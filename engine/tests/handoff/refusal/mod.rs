@@ -1,4 +1,4 @@
-//! What a decode engine refuses, and what becomes of the lease.
+//! The refusals of a decode engine, and the release of their leases.
 
 pub(crate) mod full;
 pub(crate) mod refusals;

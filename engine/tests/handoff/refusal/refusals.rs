@@ -1,4 +1,4 @@
-//! What D refuses: a clear 400 or 404, and the lease is released at P although nobody asked for it.
+//! The refusals of D: a clear 400 or 404, and the lease is released at P without a request for it.
 
 use baton_connector::layout::KvDtype;
 use baton_engine::compute::cpu::WeightMode;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::harness::cluster::{Cluster, LLAMA, Node, QWEN3, greedy, options, prompt, with};
 use crate::harness::http::Reply;
 
-/// Lends a prompt, has D refuse the decode leg, and waits until P has its blocks back.
+/// Leases a prompt, lets D refuse the decode leg, and waits until P's blocks are free.
 #[track_caller]
 fn refused(p: &Node, d: &Node, body: &Value, change: impl Fn(&Value) -> Value, status: u16) -> Reply {
     let lent = p.lend(body);

@@ -1,5 +1,5 @@
-//! Every path on which a decode engine refuses a request that came with a handoff, in one table: the producer has its
-//! blocks back at once although its leases live for an hour, and the decode engine does nothing else meanwhile.
+//! A table of all paths on which a decode engine refuses a request with a handoff. The producer's blocks are free at
+//! once, although its leases live for an hour, and the decode engine does nothing else meanwhile.
 
 use std::io::Write;
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -13,9 +13,9 @@ use crate::harness::cluster::{LLAMA, Node, fresh_id, greedy, options, prompt, wi
 use crate::harness::http;
 use crate::harness::http::Reply;
 
-/// Expiry cannot help.
+/// Too long for an expiry to free the blocks.
 const LEASE: Duration = Duration::from_secs(3600);
-/// "At once", on a machine that others use too.
+/// "At once", on a loaded machine.
 const AT_ONCE: Duration = Duration::from_secs(10);
 
 const SECRET: &str = "a secret of the whole cluster";
@@ -25,12 +25,12 @@ struct Request {
     path: &'static str,
     headers: Vec<(&'static str, String)>,
     body: Vec<u8>,
-    /// What `content-length` says, where it is not the truth.
+    /// The value of `content-length`, if it differs from the length.
     announced: Option<usize>,
 }
 
-/// What came of it; `None` where the client left without an answer.
-type Answer = Option<(u16, Option<&'static str>)>;
+/// The reply; `None` if the client left without an answer.
+type ReplySummary = Option<(u16, Option<&'static str>)>;
 
 impl Request {
     fn of(body: &Value) -> Self {
@@ -65,7 +65,7 @@ impl Request {
         }
         head += &format!("content-length: {length}\r\n\r\n");
         stream.write_all(head.as_bytes()).expect("the engine reads");
-        // An engine may refuse, and close, before it has read everything.
+        // An engine may refuse, and close, before it has read the whole body.
         let _ = stream.write_all(&self.body);
         stream
     }
@@ -81,10 +81,10 @@ fn series(metrics: &str, name: &str, label: &str) -> f64 {
         .sum()
 }
 
-/// Engines of a cluster with or without a secret, as its own members speak to them.
-struct Member<'a>(&'a Node, Option<&'a str>);
+/// A client of engines with or without a secret, with the cluster's own headers.
+struct ClusterClient<'a>(&'a Node, Option<&'a str>);
 
-impl Member<'_> {
+impl ClusterClient<'_> {
     fn get(&self, path: &str) -> Reply {
         let secret = self.1.map(|secret| ("x-baton-cluster-secret", secret));
         http::call(self.0.http, "GET", path, secret.as_slice(), "")
@@ -121,7 +121,7 @@ impl Member<'_> {
 
     #[track_caller]
     fn has_its_blocks(&self, case: &str) {
-        self.until(case, "the blocks are not back", |p| {
+        self.until(case, "the blocks are not free", |p| {
             let kv = p.get("/debug/kv").ok();
             kv["leases"]["live"] == 0 && kv["blocks"]["leased"] == 0
         });
@@ -136,12 +136,19 @@ fn producer(secret: Option<&str>) -> Node {
     Node::start(producer)
 }
 
-/// Sends one request and checks everything about its refusal.
+/// Sends one request and checks all effects of its refusal.
 #[track_caller]
-fn refused(case: &str, p: &Member<'_>, d: &Member<'_>, request: &Request, cause: &str, answer: Answer) {
+fn refused(
+    case: &str,
+    p: &ClusterClient<'_>,
+    d: &ClusterClient<'_>,
+    request: &Request,
+    cause: &str,
+    answer: ReplySummary,
+) {
     let label = format!("reason=\"{cause}\"");
-    let counted = |d: &Member<'_>| d.series("baton_early_rejections_total", &label);
-    let noticed = |d: &Member<'_>| {
+    let counted = |d: &ClusterClient<'_>| d.series("baton_early_rejections_total", &label);
+    let noticed = |d: &ClusterClient<'_>| {
         d.series("baton_release_notices_total", "reason=\"consumer_rejected\",result=\"released\"")
     };
     let before = (counted(d), noticed(d));
@@ -181,7 +188,7 @@ fn every_refusing_path_gives_the_lease_back_at_once() {
     };
     assert_eq!(broken.generate(&fresh_id(), &greedy(&prompt(9, 10), 4)).status, 503);
     let (full, draining) = (busy(1), busy(8));
-    // They run and wait until their connections are closed.
+    // These requests run and wait until their connections are closed.
     let long = |seed| with(&greedy(&prompt(seed, 10), 140), "stream", json!(true)).to_string();
     let _at_full = [2, 3].map(|seed| {
         let call = http::send(full.http, "POST", "/v1/completions", &[], &long(seed));
@@ -197,7 +204,7 @@ fn every_refusing_path_gives_the_lease_back_at_once() {
     }
 
     let body = greedy(&prompt(1, 40), 8);
-    // A complete handoff in front, as routers of ours send it, and whatever else behind it.
+    // A complete handoff first, as Baton's routers send it, followed by the rest.
     let broken_body = |lent: &Value, rest: &[u8]| {
         Request::raw([format!("{{\"kv_transfer_params\":{lent},\"prompt\":[1,2],").as_bytes(), rest].concat())
     };
@@ -215,7 +222,7 @@ fn every_refusing_path_gives_the_lease_back_at_once() {
     };
     let mebi = 1 << 20;
     type Make<'a> = Box<dyn Fn(&Value) -> Request + 'a>;
-    let table: Vec<(&str, &Node, Make<'_>, &str, Answer)> = vec![
+    let table: Vec<(&str, &Node, Make<'_>, &str, ReplySummary)> = vec![
         (
             "template",
             &d,
@@ -358,16 +365,16 @@ fn every_refusing_path_gives_the_lease_back_at_once() {
         ("draining", &draining, Box::new(&good), "draining", Some((503, Some("draining")))),
         ("device", &broken, Box::new(&good), "engine_failed", Some((503, Some("engine_failed")))),
     ];
-    let producer = Member(&p, None);
+    let producer = ClusterClient(&p, None);
     for (case, d, make, cause, answer) in &table {
         let lent = producer.lend(&body);
-        refused(case, &producer, &Member(d, None), &make(&lent), cause, *answer);
+        refused(case, &producer, &ClusterClient(d, None), &make(&lent), cause, *answer);
     }
     d.is_clean();
     p.is_clean();
 }
 
-/// One at a time, slowly; so many may wait.
+/// Runs one sequence at a time, slowly. Up to `max_waiting` others wait.
 fn busy(max_waiting: usize) -> Node {
     let mut busy = options(LLAMA, Role::Decode);
     (busy.max_num_seqs, busy.max_waiting) = (1, max_waiting);
@@ -388,12 +395,12 @@ fn a_stream_that_was_accepted_and_never_started_gives_the_lease_back() {
         d.wait_until("it does not wait", |kv| kv["requests"]["waiting"] == 1);
         assert_eq!(p.kv()["leases"]["live"], 1);
         drop(call);
-        Member(&p, None).has_its_blocks("left before the first event");
+        ClusterClient(&p, None).has_its_blocks("left before the first event");
     }
-    let released = Member(&d, None).series("baton_release_notices_total", "result=\"released\"");
+    let released = ClusterClient(&d, None).series("baton_release_notices_total", "result=\"released\"");
     drop(running);
     d.is_clean();
-    assert!(released >= 1.0, "D itself gave the first one back");
+    assert!(released >= 1.0, "D itself released the first one");
 }
 
 #[test]
@@ -422,18 +429,18 @@ fn a_stranger_is_refused_and_a_handoff_that_a_producer_of_the_cluster_wrote_is_g
     let mut guarded = options(LLAMA, Role::Decode);
     guarded.cluster_secret = Some(SECRET.into());
     let d = Node::start(guarded);
-    let (p, d) = (Member(&p, Some(SECRET)), Member(&d, Some(SECRET)));
+    let (p, d) = (ClusterClient(&p, Some(SECRET)), ClusterClient(&d, Some(SECRET)));
     let body = greedy(&prompt(1, 40), 8);
     let stranger = |lent: &Value| Request::of(&with(&body, "kv_transfer_params", lent.clone()));
-    let told = Some((401, Some("invalid_cluster_secret")));
-    refused("no secret", &p, &d, &stranger(&p.lend(&body)), "unauthorized", told);
-    let guessed = stranger(&p.lend(&body)).header("x-baton-cluster-secret", "another secret of nobody");
-    refused("another secret", &p, &d, &guessed, "unauthorized", told);
+    let expected = Some((401, Some("invalid_cluster_secret")));
+    refused("no secret", &p, &d, &stranger(&p.lend(&body)), "unauthorized", expected);
+    let guessed = stranger(&p.lend(&body)).header("x-baton-cluster-secret", "the secret of no cluster");
+    refused("another secret", &p, &d, &guessed, "unauthorized", expected);
     let mut cut = stranger(&p.lend(&body));
     cut.body.pop();
     refused("unreadable", &p, &d, &cut, "unreadable", Some((400, Some("malformed_body"))));
 
-    // A stranger cannot make the engine speak to an address of its choice.
+    // A caller without the secret cannot make the engine connect to an address of its choice.
     let trap = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let lent = p.lend(&body);
     let port = trap.local_addr().expect("an address").port();
@@ -441,7 +448,7 @@ fn a_stranger_is_refused_and_a_handoff_that_a_producer_of_the_cluster_wrote_is_g
     assert_eq!(reply.status, 401);
     assert_eq!(d.series("baton_early_rejections_total", "reason=\"unproven\""), 1.0);
     trap.set_nonblocking(true).expect("it can be asked");
-    assert!(trap.accept().is_err(), "somebody called");
+    assert!(trap.accept().is_err(), "the engine connected");
     assert_eq!(p.get("/debug/kv").ok()["leases"]["live"], 1, "and nothing was released");
     let answer = d.post(&with(&body, "kv_transfer_params", lent)).ok();
     assert_eq!(answer["choices"][0]["token_ids"].as_array().expect("ids").len(), 8);
@@ -454,15 +461,15 @@ fn a_notice_is_repeated_until_the_producer_answers() {
     let d = Node::start(options(LLAMA, Role::Decode));
     let body = greedy(&prompt(1, 40), 8);
     let lent = p.lend(&body);
-    // In front of the producer's side channel: closes the first three connections, and carries the fourth.
-    let door = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-    let port = door.local_addr().expect("an address").port();
+    // A proxy of the producer's side channel: it closes the first three connections, and forwards the fourth.
+    let proxy = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = proxy.local_addr().expect("an address").port();
     let behind = p.side_channel;
     let carried = thread::spawn(move || {
         for _ in 0..3 {
-            drop(door.accept().expect("a connection"));
+            drop(proxy.accept().expect("a connection"));
         }
-        let (front, _) = door.accept().expect("a connection");
+        let (front, _) = proxy.accept().expect("a connection");
         let back = TcpStream::connect(behind).expect("the producer listens");
         let (mut from, mut to) = (front.try_clone().expect("a socket"), back.try_clone().expect("a socket"));
         let requests = thread::spawn(move || {
@@ -476,13 +483,13 @@ fn a_notice_is_repeated_until_the_producer_answers() {
     });
     let refused = with(&body, "temperature", json!(-1));
     assert_eq!(d.decode(&refused, &with(&lent, "remote_port", json!(port))).status, 400);
-    Member(&p, None).has_its_blocks("repeated");
+    ClusterClient(&p, None).has_its_blocks("repeated");
     // A second notice of the same lease changes nothing and is answered.
     assert_eq!(d.decode(&refused, &lent).status, 400);
-    Member(&d, None).until("again", "it is not answered", |d| {
+    ClusterClient(&d, None).until("again", "it is not answered", |d| {
         d.series("baton_release_notices_total", "result=\"already\"") == 1.0
     });
     d.stop();
-    carried.join().expect("the door ends with its connection");
+    carried.join().expect("the proxy ends with its connection");
     p.is_clean();
 }

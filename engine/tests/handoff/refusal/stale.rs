@@ -1,4 +1,4 @@
-//! Handoffs whose blocks are no longer there: never a wrong answer, never a hang.
+//! Handoffs whose blocks no longer exist: never a wrong answer, never a hang.
 
 use std::time::Duration;
 
@@ -58,7 +58,8 @@ fn a_released_handoff_fails_with_a_typed_error_where_the_policy_says_so() {
     cluster.is_clean();
 }
 
-/// The blocks a prompt had on P are given to another prompt before D comes: the bytes there are somebody else's.
+/// P's blocks of a prompt are reallocated to another prompt before D reads them: their bytes belong to the other
+/// prompt.
 #[test]
 fn blocks_that_were_released_and_given_to_another_prompt_are_never_used() {
     let cluster = Cluster::with(LLAMA, |options| options.kv_blocks = Some(20));
@@ -73,7 +74,7 @@ fn blocks_that_were_released_and_given_to_another_prompt_are_never_used() {
     cluster.is_clean();
 }
 
-/// The same port, another engine: whatever it holds now, it is not what was lent.
+/// Another engine on the same port: its blocks are not the leased ones.
 fn restarted(policy: LoadFailurePolicy, check: impl Fn(&Cluster, &Value, &Reply)) {
     let mut cluster = cluster(policy);
     let body = greedy(&prompt(5, 45), 12);
@@ -86,7 +87,7 @@ fn restarted(policy: LoadFailurePolicy, check: impl Fn(&Cluster, &Value, &Reply)
     assert_eq!(fresh["remote_port"], lent["remote_port"]);
     assert_ne!(fresh["remote_epoch"], lent["remote_epoch"]);
     check(&cluster, &body, &cluster.d.decode(&body, &lent));
-    // What the new engine has lent meanwhile is still good.
+    // The new engine's own handoff is still good.
     let alone = cluster.one.generate(&fresh_id(), &body).ok();
     same_choices(&cluster.d.decode(&body, &fresh).ok(), &alone);
     cluster.is_clean();

@@ -1,26 +1,28 @@
-//! A body in chunks, read strictly: hexadecimal sizes, CRLF, and the grammar of RFC 9112, 7.1, to the letter.
+//! Strict reader of chunked bodies: hexadecimal sizes, CRLF, and exactly the grammar of RFC 9112, 7.1.
 //!
-//! Extensions and trailers are checked, bounded and dropped: no engine receives them. What smuggles through chunks needs a
-//! lenient reader of them, so a bare CR or LF, a folded line, an open quote and a framing field in a trailer are refused.
+//! Extensions and trailers are checked, bounded and dropped: no engine receives them. Smuggling through chunks
+//! needs a lenient reader. So a bare CR or LF, a folded line, an open quote and a framing field in a trailer are
+//! refused.
 //!
-//! Pure: bytes in, data out. Called again with more bytes until it has ended.
+//! Pure: bytes in, data out. The caller passes more bytes until the body has ended.
 
 use bytes::{Buf, BytesMut};
 use memchr::memchr2;
 
 use super::head;
 
-/// 8 digits: up to 4 GiB, over any limit.
+/// 8 digits: up to 4 GiB, above any limit.
 const SIZE_DIGITS_MAX: usize = 8;
-/// Extensions of one chunk. A signature of a chunk, the one kind in use, takes 81 bytes.
+/// Maximum extension bytes of one chunk. A chunk signature, the only extension in use, takes 81.
 const EXTENSION_BYTES_MAX: usize = 256;
-/// Extensions of one body; as many as hyper reads.
+/// Maximum extension bytes of one body, as in hyper.
 const EXTENSIONS_BYTES_MAX: usize = 16 << 10;
-/// Trailers of one body.
+/// Maximum trailer bytes of one body.
 const TRAILER_BYTES_MAX: usize = 4 << 10;
 const TRAILER_FIELDS_MAX: usize = 32;
 
-/// Fields that frame or route a message: RFC 9110, 6.5.1, has them in no trailer, and another reader might act on them.
+/// Fields that frame or route a message. RFC 9110, 6.5.1, allows them in no trailer, and another reader might act
+/// on them.
 const NOT_IN_TRAILERS: [&[u8]; 8] = [
     b"content-length",
     b"transfer-encoding",
@@ -32,56 +34,56 @@ const NOT_IN_TRAILERS: [&[u8]; 8] = [
     b"trailer",
 ];
 
-/// Reads one body.
+/// Reader of one body.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Chunked {
-    state: State,
-    /// Bytes of extensions that were read.
+pub(crate) struct ChunkedReader {
+    state: ChunkState,
+    /// Extension bytes so far.
     extension_bytes: usize,
-    /// Bytes and fields of trailers that were read.
+    /// Bytes and fields of trailers so far.
     trailer_bytes: usize,
     trailer_fields: usize,
 }
 
-/// Where the reader is.
+/// State of the reader.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum State {
+enum ChunkState {
     /// Before a size.
     #[default]
     Size,
-    /// So many bytes of a chunk are still to come.
+    /// So many bytes of a chunk are missing.
     Data(usize),
     /// Before the end of a chunk's line.
     DataEnd,
     /// Behind the last size: before a trailer, or the empty line.
     Trailer,
-    /// Everything was read.
+    /// The body is complete.
     Done,
 }
 
 /// The bytes are not chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct NotChunks;
+pub(crate) struct ChunkSyntaxError;
 
-/// The body is over its limit.
+/// Why a body is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ChunkError {
-    NotChunks,
+    Malformed,
     TooLarge,
 }
 
-impl From<NotChunks> for ChunkError {
-    fn from(NotChunks: NotChunks) -> Self {
-        Self::NotChunks
+impl From<ChunkSyntaxError> for ChunkError {
+    fn from(ChunkSyntaxError: ChunkSyntaxError) -> Self {
+        Self::Malformed
     }
 }
 
-impl Chunked {
-    /// Moves data from `input` to `out` as far as it goes. Whether the body has ended; what is then left of `input` is
-    /// behind it.
+impl ChunkedReader {
+    /// Moves data from `input` to `out` as far as possible. Returns whether the body has ended. The rest of
+    /// `input` is then behind it.
     ///
     /// # Errors
-    /// [`ChunkError`]; a chunk that would lead beyond `limit_bytes` is refused at its size.
+    /// [`ChunkError`]. A chunk that would exceed `limit_bytes` is refused at its size.
     pub(crate) fn decode(
         &mut self,
         input: &mut BytesMut,
@@ -90,108 +92,108 @@ impl Chunked {
     ) -> Result<bool, ChunkError> {
         loop {
             match self.state {
-                State::Size => {
-                    let Some(Size { size, extension_bytes, line_bytes }) = size(input)? else {
+                ChunkState::Size => {
+                    let Some(ChunkHeader { size, extension_bytes, line_bytes }) = size(input)? else {
                         return Ok(false);
                     };
                     self.extension_bytes += extension_bytes;
                     if self.extension_bytes > EXTENSIONS_BYTES_MAX {
-                        return Err(ChunkError::NotChunks);
+                        return Err(ChunkError::Malformed);
                     }
                     if size > limit_bytes - out.len().min(limit_bytes) {
                         return Err(ChunkError::TooLarge);
                     }
                     input.advance(line_bytes);
-                    self.state = if size == 0 { State::Trailer } else { State::Data(size) };
+                    self.state = if size == 0 { ChunkState::Trailer } else { ChunkState::Data(size) };
                 }
-                State::Data(left) => {
+                ChunkState::Data(left) => {
                     let here = left.min(input.len());
                     out.extend_from_slice(&input[..here]);
                     input.advance(here);
                     if here < left {
-                        self.state = State::Data(left - here);
+                        self.state = ChunkState::Data(left - here);
                         return Ok(false);
                     }
-                    self.state = State::DataEnd;
+                    self.state = ChunkState::DataEnd;
                 }
-                State::DataEnd => {
+                ChunkState::DataEnd => {
                     if !b"\r\n".starts_with(&input[..input.len().min(2)]) {
-                        return Err(ChunkError::NotChunks);
+                        return Err(ChunkError::Malformed);
                     }
                     if input.len() < 2 {
                         return Ok(false);
                     }
                     input.advance(2);
-                    self.state = State::Size;
+                    self.state = ChunkState::Size;
                 }
-                State::Trailer => {
+                ChunkState::Trailer => {
                     let Some(line_bytes) = self.trailer(input)? else { return Ok(false) };
                     input.advance(line_bytes);
                 }
-                State::Done => return Ok(true),
+                ChunkState::Done => return Ok(true),
             }
         }
     }
 
-    /// Checks one line behind the last chunk; its bytes with its end, `None` where it is not whole yet.
-    fn trailer(&mut self, input: &[u8]) -> Result<Option<usize>, NotChunks> {
+    /// Checks one line behind the last chunk. Returns its length with its end; `None` for an incomplete line.
+    fn trailer(&mut self, input: &[u8]) -> Result<Option<usize>, ChunkSyntaxError> {
         let left = TRAILER_BYTES_MAX.saturating_sub(self.trailer_bytes);
         let Some(line) = line(input, left)? else { return Ok(None) };
         let line_bytes = line.len() + 2;
         if line.is_empty() {
-            self.state = State::Done;
+            self.state = ChunkState::Done;
             return Ok(Some(line_bytes));
         }
-        let (name, _) = head::field(line).map_err(|_| NotChunks)?;
+        let (name, _) = head::field(line).map_err(|_| ChunkSyntaxError)?;
         self.trailer_bytes += line_bytes;
         self.trailer_fields += 1;
         let frames = NOT_IN_TRAILERS.iter().any(|field| name.eq_ignore_ascii_case(field));
         if frames || self.trailer_fields > TRAILER_FIELDS_MAX {
-            return Err(NotChunks);
+            return Err(ChunkSyntaxError);
         }
         Ok(Some(line_bytes))
     }
 }
 
 /// The first line of a chunk.
-struct Size {
+struct ChunkHeader {
     size: usize,
     extension_bytes: usize,
-    /// Of the whole line, with its end.
+    /// Length of the whole line, with its end.
     line_bytes: usize,
 }
 
-/// `None` where the line is not whole yet.
-fn size(input: &[u8]) -> Result<Option<Size>, NotChunks> {
+/// Parses the first line of a chunk; `None` for an incomplete line.
+fn size(input: &[u8]) -> Result<Option<ChunkHeader>, ChunkSyntaxError> {
     let digits = input.iter().take(SIZE_DIGITS_MAX + 1).take_while(|byte| byte.is_ascii_hexdigit()).count();
     if digits > SIZE_DIGITS_MAX || (digits == 0 && !input.is_empty()) {
-        return Err(NotChunks);
+        return Err(ChunkSyntaxError);
     }
     let Some(line) = line(input, digits + EXTENSION_BYTES_MAX)? else { return Ok(None) };
     let (digits, rest) = line.split_at(digits);
     extensions(rest)?;
-    let text = std::str::from_utf8(digits).map_err(|_| NotChunks)?;
-    let size = usize::from_str_radix(text, 16).map_err(|_| NotChunks)?;
-    Ok(Some(Size { size, extension_bytes: rest.len(), line_bytes: line.len() + 2 }))
+    let text = std::str::from_utf8(digits).map_err(|_| ChunkSyntaxError)?;
+    let size = usize::from_str_radix(text, 16).map_err(|_| ChunkSyntaxError)?;
+    Ok(Some(ChunkHeader { size, extension_bytes: rest.len(), line_bytes: line.len() + 2 }))
 }
 
-/// The first line without its end, of at most so many bytes; `None` where it is not whole yet. A CR or an LF that is not
-/// part of CRLF is refused, inside a quoted string too.
-fn line(input: &[u8], bytes_max: usize) -> Result<Option<&[u8]>, NotChunks> {
+/// The first line without its end, of at most so many bytes; `None` for an incomplete line. A CR or an LF that is
+/// not part of CRLF is refused, also inside a quoted string.
+fn line(input: &[u8], bytes_max: usize) -> Result<Option<&[u8]>, ChunkSyntaxError> {
     let Some(end) = memchr2(b'\r', b'\n', &input[..input.len().min(bytes_max + 1)]) else {
-        return if input.len() > bytes_max { Err(NotChunks) } else { Ok(None) };
+        return if input.len() > bytes_max { Err(ChunkSyntaxError) } else { Ok(None) };
     };
     match &input[end..] {
         [b'\r', b'\n', ..] => Ok(Some(&input[..end])),
         [b'\r'] => Ok(None),
-        _ => Err(NotChunks),
+        _ => Err(ChunkSyntaxError),
     }
 }
 
 /// `*( BWS ";" BWS token [ BWS "=" BWS ( token / quoted-string ) ] )`: RFC 9112, 7.1.1.
-fn extensions(mut rest: &[u8]) -> Result<(), NotChunks> {
+fn extensions(mut rest: &[u8]) -> Result<(), ChunkSyntaxError> {
     while !rest.is_empty() {
-        rest = behind_token(behind_blanks(behind_blanks(rest).strip_prefix(b";").ok_or(NotChunks)?))?;
+        rest = behind_token(behind_blanks(behind_blanks(rest).strip_prefix(b";").ok_or(ChunkSyntaxError)?))?;
         if let Some(value) = behind_blanks(rest).strip_prefix(b"=") {
             let value = behind_blanks(value);
             rest = match value.strip_prefix(b"\"") {
@@ -208,20 +210,20 @@ fn behind_blanks(bytes: &[u8]) -> &[u8] {
     &bytes[blanks..]
 }
 
-fn behind_token(bytes: &[u8]) -> Result<&[u8], NotChunks> {
+fn behind_token(bytes: &[u8]) -> Result<&[u8], ChunkSyntaxError> {
     let token = bytes.iter().take_while(|&&byte| head::is_token(byte)).count();
-    if token == 0 { Err(NotChunks) } else { Ok(&bytes[token..]) }
+    if token == 0 { Err(ChunkSyntaxError) } else { Ok(&bytes[token..]) }
 }
 
-/// What follows the quote that ends a quoted string: RFC 9110, 5.6.4.
-fn behind_quote(mut bytes: &[u8]) -> Result<&[u8], NotChunks> {
+/// The bytes behind the quote that ends a quoted string: RFC 9110, 5.6.4.
+fn behind_quote(mut bytes: &[u8]) -> Result<&[u8], ChunkSyntaxError> {
     let is_text = |byte: u8| byte == b'\t' || byte >= b' ' && byte != 0x7f;
     loop {
         bytes = match *bytes {
             [b'"', ref rest @ ..] => return Ok(rest),
             [b'\\', escaped, ref rest @ ..] if is_text(escaped) => rest,
             [byte, ref rest @ ..] if is_text(byte) && byte != b'\\' => rest,
-            _ => return Err(NotChunks),
+            _ => return Err(ChunkSyntaxError),
         };
     }
 }
@@ -230,12 +232,12 @@ fn behind_quote(mut bytes: &[u8]) -> Result<&[u8], NotChunks> {
 mod tests {
     use super::*;
 
-    /// The data, and what is behind it.
-    type Whole = (Vec<u8>, Vec<u8>);
+    /// The data, and the bytes behind it.
+    type BodyAndRest = (Vec<u8>, Vec<u8>);
 
-    fn all(text: &[u8], limit: usize) -> Result<Option<Whole>, ChunkError> {
+    fn all(text: &[u8], limit: usize) -> Result<Option<BodyAndRest>, ChunkError> {
         let (mut input, mut out) = (BytesMut::from(text), BytesMut::new());
-        let done = Chunked::default().decode(&mut input, &mut out, limit)?;
+        let done = ChunkedReader::default().decode(&mut input, &mut out, limit)?;
         Ok(done.then(|| (out.to_vec(), input.to_vec())))
     }
 
@@ -244,7 +246,7 @@ mod tests {
         assert_eq!(all(text, 15), Ok(whole.clone()), "{}", text.escape_ascii());
         for first in 0..text.len() {
             let (mut input, mut out) = (BytesMut::from(&text[..first]), BytesMut::new());
-            let mut chunks = Chunked::default();
+            let mut chunks = ChunkedReader::default();
             let early = chunks.decode(&mut input, &mut out, 15).unwrap();
             input.extend_from_slice(&text[first..]);
             assert!(chunks.decode(&mut input, &mut out, 15).unwrap(), "{first} {early}");
@@ -314,7 +316,7 @@ mod tests {
             "0\r\nconnection: close\r\n\r\n",
             "0\r\nTrailer: a\r\n\r\n",
         ] {
-            assert_eq!(all(odd.as_bytes(), 100), Err(ChunkError::NotChunks), "{odd:?}");
+            assert_eq!(all(odd.as_bytes(), 100), Err(ChunkError::Malformed), "{odd:?}");
         }
         assert_eq!(all(b"6\r\n", 5), Err(ChunkError::TooLarge));
         assert_eq!(all(b"3\r\nabc\r\n3\r\n", 5), Err(ChunkError::TooLarge));
@@ -348,7 +350,7 @@ mod tests {
         let most = EXTENSIONS_BYTES_MAX / EXTENSION_BYTES_MAX;
         assert!(extended(EXTENSION_BYTES_MAX, most) && !extended(EXTENSION_BYTES_MAX, most + 1));
         let endless = format!("5;{}", "a".repeat(EXTENSION_BYTES_MAX));
-        assert_eq!(all(endless.as_bytes(), 5), Err(ChunkError::NotChunks), "not waited for");
+        assert_eq!(all(endless.as_bytes(), 5), Err(ChunkError::Malformed), "not waited for");
 
         let trailers = |fields: usize, bytes: usize| {
             let field = format!("a:{}\r\n", "b".repeat(bytes - 4));
@@ -357,6 +359,6 @@ mod tests {
         assert!(trailers(TRAILER_FIELDS_MAX, 8) && !trailers(TRAILER_FIELDS_MAX + 1, 8));
         assert!(trailers(2, TRAILER_BYTES_MAX / 2) && !trailers(2, TRAILER_BYTES_MAX / 2 + 2));
         let endless = format!("0\r\na:{}", "b".repeat(TRAILER_BYTES_MAX));
-        assert_eq!(all(endless.as_bytes(), 5), Err(ChunkError::NotChunks), "not waited for");
+        assert_eq!(all(endless.as_bytes(), 5), Err(ChunkError::Malformed), "not waited for");
     }
 }

@@ -1,71 +1,79 @@
-//! The head of a request, read strictly: RFC 9112 without what it only tolerates.
+//! Strict reader of request heads: RFC 9112 without what it only tolerates.
 //!
-//! Refused: bare CR or LF, NUL and other control bytes, folded lines, space before a colon, an empty or odd name, more
-//! than one Host, Content-Length or Transfer-Encoding, both of the latter, a length that is not plain digits, any coding
-//! but `chunked`, chunks in HTTP/1.0, no Host in HTTP/1.1, a target in absolute form that names another host, CONNECT
-//! and TRACE. An upgrade is not spoken here and is not passed on to anybody: its header is masked, as RFC 9110 lets a
-//! server do. So is what says how long the body is, because nobody after this reader may read it differently.
+//! Refused:
+//! - bare CR or LF, NUL and other control bytes, folded lines, space before a colon, an empty or odd name
+//! - more than one Host, Content-Length or Transfer-Encoding, or both of the latter
+//! - a length that is not plain digits, any coding but `chunked`, chunks in HTTP/1.0
+//! - no Host in HTTP/1.1, a target in absolute form that names another host
+//! - CONNECT and TRACE
 //!
-//! Pure: bytes in, a verdict out. Called again with more bytes until there is a head.
+//! Upgrades are not supported and not forwarded. The reader masks the `Upgrade` header, as RFC 9110 allows. It
+//! masks the headers that frame the body too, because no later reader may read them differently.
+//!
+//! Pure: bytes in, a verdict out. The caller passes more bytes until there is a head.
 
-use super::Unclean;
+use super::HeadError;
 
-/// Header fields of one request.
+/// Maximum header fields of one request.
 pub(crate) const FIELDS_MAX: usize = 100;
-/// Bytes of a request's target.
+/// Maximum bytes of a request's target.
 pub(crate) const TARGET_BYTES_MAX: usize = 8 << 10;
-/// No method that anybody uses is longer.
+/// No method in use is longer.
 const METHOD_BYTES_MAX: usize = 16;
-/// 18 digits: under 2^63, far over any limit.
+/// 18 digits: below 2^63, far above any limit.
 const LENGTH_DIGITS_MAX: usize = 18;
 
-/// How long a body is.
+/// The framing of a body.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Framing {
+pub(crate) enum RequestFraming {
     #[default]
     None,
     Length(u64),
     Chunked,
 }
 
-/// A head that is whole and clean.
+/// A complete, accepted head.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Head {
-    /// Its bytes, with the empty line.
+pub(crate) struct RequestHead {
+    /// Its length, with the empty line.
     pub bytes: usize,
-    pub framing: Framing,
-    /// Whether the client waits to be told to send the body.
+    pub framing: RequestFraming,
+    /// Whether the client waits for `100 Continue` before it sends the body.
     pub expects_continue: bool,
-    /// Whether the client offers to speak another protocol from here on.
+    /// Whether the client offers another protocol.
     pub upgrades: bool,
-    /// Names to be written over, by their offset.
+    /// Names that replace masked ones, by their offset.
     masked: Vec<(usize, &'static [u8])>,
 }
 
-impl Head {
-    /// Makes names that are for this reader only unknown to everybody else.
-    pub(crate) fn mask(&self, bytes: &mut [u8]) {
+impl RequestHead {
+    /// Replaces the names of fields that only this reader may use.
+    pub(crate) fn mask_internal_fields(&self, bytes: &mut [u8]) {
         for (offset, name) in &self.masked {
             bytes[*offset..offset + name.len()].copy_from_slice(name);
         }
     }
 }
 
-/// Reads a head from the beginning of `bytes`; `None` where it is not whole yet. `searched` is how far the last call
-/// has looked; 0 at first.
+/// Reads a head from the beginning of `bytes`; `None` where it is incomplete. `searched` is the end of the part
+/// that earlier calls have searched; 0 at first.
 ///
 /// # Errors
-/// [`Unclean`], as early as it can be known.
-pub(crate) fn read(bytes: &[u8], searched: &mut usize, bytes_max: usize) -> Result<Option<Head>, Unclean> {
+/// [`HeadError`], as early as possible.
+pub(crate) fn read(
+    bytes: &[u8],
+    searched: &mut usize,
+    bytes_max: usize,
+) -> Result<Option<RequestHead>, HeadError> {
     let from = searched.saturating_sub(3);
     let mut before = from.checked_sub(1).map(|index| bytes[index]);
     let mut end = None;
     for (index, &byte) in bytes.iter().enumerate().skip(from) {
         if byte == b'\n' && before != Some(b'\r') {
-            return Err(Unclean::Malformed("a line ends without a carriage return"));
+            return Err(HeadError::Malformed("a line ends without a carriage return"));
         }
         if before == Some(b'\r') && byte != b'\n' {
-            return Err(Unclean::Malformed("a carriage return stands alone"));
+            return Err(HeadError::Malformed("a carriage return stands alone"));
         }
         if byte == b'\n' && index >= 3 && &bytes[index - 3..=index] == b"\r\n\r\n" {
             end = Some(index + 1);
@@ -73,16 +81,16 @@ pub(crate) fn read(bytes: &[u8], searched: &mut usize, bytes_max: usize) -> Resu
         }
         before = Some(byte);
     }
-    // Known early: most of what is not HTTP at all (TLS, HTTP/0.9, HTTP/2, an empty line).
+    // An early check, which refuses most of what is not HTTP at all (TLS, HTTP/0.9, HTTP/2, an empty line).
     if *searched == 0 && bytes.first().is_some_and(|byte| !byte.is_ascii_uppercase()) {
-        return Err(Unclean::Malformed("the request does not begin with a method"));
+        return Err(HeadError::Malformed("the request does not begin with a method"));
     }
     let line_end = bytes.iter().take(TARGET_BYTES_MAX + 64).position(|byte| *byte == b'\r');
     if line_end.is_none() && bytes.len() > TARGET_BYTES_MAX + 32 {
-        return Err(Unclean::PathTooLong);
+        return Err(HeadError::PathTooLong);
     }
     if end.unwrap_or(bytes.len()) > bytes_max {
-        return Err(Unclean::TooLarge);
+        return Err(HeadError::TooLarge);
     }
     *searched = bytes.len();
     let Some(end) = end else {
@@ -97,8 +105,8 @@ pub(crate) fn read(bytes: &[u8], searched: &mut usize, bytes_max: usize) -> Resu
     fields(lines, line_end + 2, &line, end).map(Some)
 }
 
-/// The empty line in front of a request, as far as it has come: clients of old sent one behind a body. RFC 9112, 2.2, has
-/// one ignored; more is a client that is out of step, and refused.
+/// The empty line in front of a request, as far as it has arrived: old clients sent one behind a body. RFC 9112,
+/// 2.2, has one ignored. A client that sends more is out of step, and is refused.
 pub(super) fn empty_line(bytes: &[u8]) -> Option<EmptyLine> {
     match bytes {
         [] | [b'\r'] => Some(EmptyLine::MayCome),
@@ -115,13 +123,13 @@ pub(super) enum EmptyLine {
 }
 
 struct RequestLine<'a> {
-    /// The host that a target in absolute form names.
+    /// The host of a target in absolute form.
     authority: Option<&'a [u8]>,
     is_1_0: bool,
 }
 
-fn request_line(line: &[u8]) -> Result<RequestLine<'_>, Unclean> {
-    let malformed = Unclean::Malformed("the request line must be METHOD SP TARGET SP HTTP/1.1");
+fn request_line(line: &[u8]) -> Result<RequestLine<'_>, HeadError> {
+    let malformed = HeadError::Malformed("the request line must be METHOD SP TARGET SP HTTP/1.1");
     let mut words = line.split(|byte| *byte == b' ');
     let (Some(method), Some(target), Some(version), None) =
         (words.next(), words.next(), words.next(), words.next())
@@ -134,25 +142,25 @@ fn request_line(line: &[u8]) -> Result<RequestLine<'_>, Unclean> {
     let is_1_0 = match version {
         b"HTTP/1.1" => false,
         b"HTTP/1.0" => true,
-        _ if version.starts_with(b"HTTP/") && version.len() == 8 => return Err(Unclean::Version),
+        _ if version.starts_with(b"HTTP/") && version.len() == 8 => return Err(HeadError::Version),
         _ => return Err(malformed),
     };
     if matches!(method, b"CONNECT" | b"TRACE" | b"TRACK") {
-        return Err(Unclean::Method);
+        return Err(HeadError::Method);
     }
     if target.len() > TARGET_BYTES_MAX {
-        return Err(Unclean::PathTooLong);
+        return Err(HeadError::PathTooLong);
     }
     let odd = |byte: &u8| !byte.is_ascii_graphic() || matches!(byte, b'#' | b'"' | b'<' | b'>' | b'\\');
     if target.iter().any(odd) {
-        return Err(Unclean::Malformed("the target has a byte that must be percent-encoded"));
+        return Err(HeadError::Malformed("the target has a byte that must be percent-encoded"));
     }
     let authority = match target {
         [b'/', ..] => None,
         b"*" if method == b"OPTIONS" => None,
         _ => {
             let rest = target.strip_prefix(b"http://").or_else(|| target.strip_prefix(b"https://"));
-            let rest = rest.ok_or(Unclean::Malformed("the target must be a path"))?;
+            let rest = rest.ok_or(HeadError::Malformed("the target must be a path"))?;
             let end = rest.iter().position(|byte| matches!(byte, b'/' | b'?')).unwrap_or(rest.len());
             Some(&rest[..end])
         }
@@ -160,10 +168,10 @@ fn request_line(line: &[u8]) -> Result<RequestLine<'_>, Unclean> {
     Ok(RequestLine { authority, is_1_0 })
 }
 
-fn fields(lines: &[u8], mut at: usize, line: &RequestLine<'_>, end: usize) -> Result<Head, Unclean> {
-    let mut head = Head {
+fn fields(lines: &[u8], mut at: usize, line: &RequestLine<'_>, end: usize) -> Result<RequestHead, HeadError> {
+    let mut head = RequestHead {
         bytes: end,
-        framing: Framing::None,
+        framing: RequestFraming::None,
         expects_continue: false,
         upgrades: false,
         masked: Vec::new(),
@@ -174,13 +182,13 @@ fn fields(lines: &[u8], mut at: usize, line: &RequestLine<'_>, end: usize) -> Re
         let (name, value) = field(&lines[at..at + size])?;
         count += 1;
         if count > FIELDS_MAX {
-            return Err(Unclean::TooLarge);
+            return Err(HeadError::TooLarge);
         }
         let once = |before: bool| match before {
-            true => Err(Unclean::Malformed("a header that must come once comes twice")),
+            true => Err(HeadError::Malformed("a header that must come once comes twice")),
             false => Ok(()),
         };
-        // By length first: most names are none of these.
+        // By length first, because most names are none of these.
         match name.len() {
             4 if name.eq_ignore_ascii_case(b"host") => {
                 once(host.is_some())?;
@@ -189,7 +197,7 @@ fn fields(lines: &[u8], mut at: usize, line: &RequestLine<'_>, end: usize) -> Re
             6 if name.eq_ignore_ascii_case(b"expect") => {
                 once(head.expects_continue)?;
                 if !value.eq_ignore_ascii_case(b"100-continue") {
-                    return Err(Unclean::Expectation);
+                    return Err(HeadError::Expectation);
                 }
                 head.expects_continue = true;
             }
@@ -205,7 +213,7 @@ fn fields(lines: &[u8], mut at: usize, line: &RequestLine<'_>, end: usize) -> Re
             17 if name.eq_ignore_ascii_case(b"transfer-encoding") => {
                 once(chunked)?;
                 if !value.eq_ignore_ascii_case(b"chunked") {
-                    return Err(Unclean::Malformed("the only transfer coding here is chunked"));
+                    return Err(HeadError::Malformed("the only transfer coding here is chunked"));
                 }
                 chunked = true;
                 head.masked.push((at, b"x-baton-transfer1"));
@@ -215,36 +223,36 @@ fn fields(lines: &[u8], mut at: usize, line: &RequestLine<'_>, end: usize) -> Re
         at += size + 2;
     }
     match host {
-        None if !line.is_1_0 => return Err(Unclean::Malformed("the Host header is missing")),
-        Some(host) if !is_host(host) => return Err(Unclean::Malformed("the Host header is not a host")),
+        None if !line.is_1_0 => return Err(HeadError::Malformed("the Host header is missing")),
+        Some(host) if !is_host(host) => return Err(HeadError::Malformed("the Host header is not a host")),
         _ => {}
     }
     if line.authority.is_some_and(|named| host.is_none_or(|host| !host.eq_ignore_ascii_case(named))) {
-        return Err(Unclean::Malformed("the target names another host than the Host header"));
+        return Err(HeadError::Malformed("the target names another host than the Host header"));
     }
     if chunked && (length.is_some() || line.is_1_0) {
-        return Err(Unclean::Malformed("chunks and a length, or chunks in HTTP/1.0"));
+        return Err(HeadError::Malformed("chunks and a length, or chunks in HTTP/1.0"));
     }
     head.framing = match (chunked, length) {
-        (true, _) => Framing::Chunked,
-        (false, Some(length)) if length > 0 => Framing::Length(length),
-        _ => Framing::None,
+        (true, _) => RequestFraming::Chunked,
+        (false, Some(length)) if length > 0 => RequestFraming::Length(length),
+        _ => RequestFraming::None,
     };
-    head.expects_continue &= !line.is_1_0 && head.framing != Framing::None;
+    head.expects_continue &= !line.is_1_0 && head.framing != RequestFraming::None;
     Ok(head)
 }
 
 /// Name and value of one line.
-pub(super) fn field(line: &[u8]) -> Result<(&[u8], &[u8]), Unclean> {
+pub(super) fn field(line: &[u8]) -> Result<(&[u8], &[u8]), HeadError> {
     let colon = line.iter().position(|byte| *byte == b':');
-    let colon = colon.ok_or(Unclean::Malformed("a header line has no colon"))?;
+    let colon = colon.ok_or(HeadError::Malformed("a header line has no colon"))?;
     let (name, value) = (&line[..colon], &line[colon + 1..]);
     // A folded line begins with a space, which is no token either.
     if name.is_empty() || !name.iter().all(|&byte| is_token(byte)) {
-        return Err(Unclean::Malformed("a header's name has a byte that no name may have"));
+        return Err(HeadError::Malformed("a header's name has a byte that no name may have"));
     }
     if value.iter().any(|&byte| byte < 0x20 && byte != b'\t' || byte == 0x7f) {
-        return Err(Unclean::Malformed("a header's value has a control byte"));
+        return Err(HeadError::Malformed("a header's value has a control byte"));
     }
     let space = |byte: &u8| matches!(byte, b' ' | b'\t');
     let start = value.iter().position(|byte| !space(byte)).unwrap_or(value.len());
@@ -252,11 +260,11 @@ pub(super) fn field(line: &[u8]) -> Result<(&[u8], &[u8]), Unclean> {
     Ok((name, &value[start..end]))
 }
 
-fn content_length(value: &[u8]) -> Result<u64, Unclean> {
+fn content_length(value: &[u8]) -> Result<u64, HeadError> {
     let digits = (1..=LENGTH_DIGITS_MAX).contains(&value.len()) && value.iter().all(u8::is_ascii_digit);
     let text = digits.then(|| std::str::from_utf8(value).ok()).flatten();
     text.and_then(|text| text.parse().ok())
-        .ok_or(Unclean::Malformed("Content-Length must be one plain number"))
+        .ok_or(HeadError::Malformed("Content-Length must be one plain number"))
 }
 
 fn is_host(host: &[u8]) -> bool {
@@ -275,7 +283,7 @@ mod tests {
 
     const MAX: usize = 32 << 10;
 
-    fn whole(text: &str) -> Result<Option<Head>, Unclean> {
+    fn whole(text: &str) -> Result<Option<RequestHead>, HeadError> {
         read(text.as_bytes(), &mut 0, MAX)
     }
 
@@ -284,20 +292,20 @@ mod tests {
         let text =
             "POST /v1/completions HTTP/1.1\r\nHost: x:1\r\nContent-Length: \t5 \r\nUpgrade: h2c\r\n\r\nhello";
         let head = whole(text).unwrap().unwrap();
-        assert_eq!((head.bytes, head.framing), (text.len() - 5, Framing::Length(5)));
+        assert_eq!((head.bytes, head.framing), (text.len() - 5, RequestFraming::Length(5)));
         assert!(head.upgrades && !head.expects_continue);
         let mut bytes = text.as_bytes().to_vec();
-        head.mask(&mut bytes);
+        head.mask_internal_fields(&mut bytes);
         let masked = String::from_utf8(bytes).unwrap().to_ascii_lowercase();
         assert_eq!(masked.len(), text.len());
         assert!(!masked.contains("content-length") && !masked.contains("upgrade"), "{masked}");
         let chunks =
             "POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: Chunked\r\nexpect: 100-continue\r\n\r\n";
         let head = whole(chunks).unwrap().unwrap();
-        assert_eq!((head.framing, head.expects_continue), (Framing::Chunked, true));
+        assert_eq!((head.framing, head.expects_continue), (RequestFraming::Chunked, true));
         assert_eq!(
             whole("GET http://x/a HTTP/1.1\r\nHost: X\r\n\r\n").unwrap().unwrap().framing,
-            Framing::None
+            RequestFraming::None
         );
         assert!(whole("GET / HTTP/1.0\r\n\r\n").unwrap().is_some());
         assert!(whole("OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n").unwrap().is_some());
@@ -340,7 +348,7 @@ mod tests {
                     break;
                 }
             }
-            // Read in parts, what is wrong in front is known before what is wrong behind.
+            // When a head is read in parts, an error in front is found before an error behind it.
             assert_eq!(at_once.is_ok(), in_parts.is_ok(), "{}", bytes.escape_ascii());
             if at_once.is_ok() {
                 assert_eq!(at_once, in_parts, "{}", bytes.escape_ascii());

@@ -1,4 +1,4 @@
-//! What no single value shows: keys that contradict each other.
+//! Checks that need several keys: contradictions between keys, and settings that are probably unintended.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +7,7 @@ use crate::config::{
     Scheme,
 };
 
-/// Every contradiction: the path of the key that it is told at, and what it is.
+/// Every contradiction: the path of the key that the problem names, and its description.
 pub(crate) fn find(config: &RouterConfig) -> Vec<(String, String)> {
     let mut found = Vec::new();
     listeners(config, &mut found);
@@ -29,31 +29,31 @@ pub(crate) fn find(config: &RouterConfig) -> Vec<(String, String)> {
     found
 }
 
-/// What is allowed and yet is hardly what was meant.
-pub(crate) fn doubts(config: &RouterConfig) -> Vec<String> {
-    let mut doubts = Vec::new();
-    without_effect(config, &mut doubts);
+/// Settings that are valid but probably unintended.
+pub(crate) fn find_warnings(config: &RouterConfig) -> Vec<String> {
+    let mut warnings = Vec::new();
+    without_effect(config, &mut warnings);
     for (at, model) in config.models.iter().enumerate() {
-        both_pools(model, at, &mut doubts);
+        both_pools(model, at, &mut warnings);
         for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
             let template = pool.discover.as_ref().map(|discover| discover.template.keys());
             let mut engines = pool.engines.iter().chain(template);
-            let tells = |engine: &EngineConfig| engine.kv_events.is_some() || pool.kv_events.is_some();
-            if config.auth.is_some() && (pool.kv_events.is_some() || engines.clone().any(tells)) {
-                doubts.push(format!(
+            let has_events = |engine: &EngineConfig| engine.kv_events.is_some() || pool.kv_events.is_some();
+            if config.auth.is_some() && (pool.kv_events.is_some() || engines.clone().any(has_events)) {
+                warnings.push(format!(
                     "models[{at}].{side}: `kv_events` has no effect with `auth`: requests are salted per tenant, \
                      and the router cannot match the hashes of salted blocks"
                 ));
             }
-            if engines.any(|engine| engine.data_parallel_size > 1 && tells(engine)) {
-                doubts.push(format!(
+            if engines.any(|engine| engine.data_parallel_size > 1 && has_events(engine)) {
+                warnings.push(format!(
                     "models[{at}].{side}: `kv_events` subscribes only to the first rank of an engine with \
                      `data_parallel_size`; vLLM publishes rank N at the port + N"
                 ));
             }
         }
     }
-    doubts
+    warnings
 }
 
 fn listeners(config: &RouterConfig, found: &mut Vec<(String, String)>) {
@@ -75,7 +75,7 @@ fn secrets(config: &RouterConfig, found: &mut Vec<(String, String)>) {
     }
 }
 
-/// No name and no alias is given twice: a request must mean one model.
+/// Reports names and aliases that appear twice: a request must name one model.
 fn names(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
     let mut seen = BTreeMap::new();
     for (at, model) in models.iter().enumerate() {
@@ -92,7 +92,8 @@ fn names(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
     }
 }
 
-/// The router listens on an address for one engine: two that connect to it could not be told apart.
+/// Reports engines that publish to the same address of the router. The router cannot distinguish engines that connect
+/// to one address.
 fn publishers(config: &RouterConfig, found: &mut Vec<(String, String)>) {
     let mut taken: Vec<(&KvEventsConfig, &EngineUrl, String)> = Vec::new();
     for (at, model) in config.models.iter().enumerate() {
@@ -132,8 +133,8 @@ fn publishers(config: &RouterConfig, found: &mut Vec<(String, String)>) {
     }
 }
 
-/// An engine has one way of ending a lease, in however many pools it lends. That of a pool in which it decodes counts
-/// only where it prefills in none.
+/// Reports prefill engines with two values of `release`: an engine has one way to end a lease, in all pools. The value
+/// in a decode pool counts only for engines that are in no prefill pool.
 fn releases(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
     let mut seen = BTreeMap::new();
     for (at, model) in models.iter().enumerate() {
@@ -150,11 +151,11 @@ fn releases(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
     }
 }
 
-/// Keys that are read and change nothing.
-fn without_effect(config: &RouterConfig, doubts: &mut Vec<String>) {
+/// Warns of keys without an effect.
+fn without_effect(config: &RouterConfig, warnings: &mut Vec<String>) {
     let load = &config.health.load;
     if load.interval_ms > load.stale_ms {
-        doubts.push(format!(
+        warnings.push(format!(
             "health.load: a reading is used for {} ms (`stale_ms`) and taken every {} ms (`interval_ms`): in between \
              the engines' load is not known",
             load.stale_ms, load.interval_ms
@@ -162,7 +163,7 @@ fn without_effect(config: &RouterConfig, doubts: &mut Vec<String>) {
     }
     for (at, model) in config.models.iter().enumerate() {
         if model.resume && model.fallback == Fallback::None {
-            doubts.push(format!(
+            warnings.push(format!(
                 "models[{at}].resume: has no effect with `fallback: none`: the engine that continues a stream computes \
                  its prompt"
             ));
@@ -170,7 +171,7 @@ fn without_effect(config: &RouterConfig, doubts: &mut Vec<String>) {
         for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
             let capacity = &pool.capacity;
             if load.interval_ms == 0 && (capacity.max_waiting.is_some() || capacity.max_kv_usage.is_some()) {
-                doubts.push(format!(
+                warnings.push(format!(
                     "models[{at}].{side}.capacity: `max_waiting` and `max_kv_usage` have no effect while \
                      `health.load.interval_ms` is 0: the router does not read the load of engines"
                 ));
@@ -179,12 +180,12 @@ fn without_effect(config: &RouterConfig, doubts: &mut Vec<String>) {
     }
     let pools = || config.models.iter().flat_map(|model| [&model.prefill, &model.decode]);
     let listed = pools().any(|pool| pool.engines.iter().any(|engine| engine.url.is_tls()));
-    // A file may name any address.
+    // A file may contain any address.
     let found = |pool: &PoolConfig| {
         pool.discover.as_ref().is_some_and(|discover| discover.finds_https() || discover.file.is_some())
     };
     if config.engine_tls.is_some() && !listed && !pools().any(found) {
-        doubts.push(
+        warnings.push(
             "engine_tls: has no effect: no engine's address begins with https://, and no source of engines has \
              `scheme: https`"
                 .to_owned(),
@@ -192,9 +193,9 @@ fn without_effect(config: &RouterConfig, doubts: &mut Vec<String>) {
     }
 }
 
-/// An engine that would hand its blocks to itself.
-fn both_pools(model: &ModelConfig, at: usize, doubts: &mut Vec<String>) {
-    /// Engines that a line names.
+/// Warns of engines that would hand off blocks to themselves.
+fn both_pools(model: &ModelConfig, at: usize, warnings: &mut Vec<String>) {
+    /// Most engines in one warning.
     const NAMED_MAX: usize = 3;
     let prefill: BTreeSet<_> = model.prefill.engines.iter().map(|engine| engine.url.authority()).collect();
     let decode = model.decode.engines.iter();
@@ -207,13 +208,13 @@ fn both_pools(model: &ModelConfig, at: usize, doubts: &mut Vec<String>) {
         named.push(format!("{} more", both.len() - NAMED_MAX));
     }
     let whole = "without `prefill`, the engines of `decode` compute whole requests";
-    doubts.push(format!(
+    warnings.push(format!(
         "models[{at}]: {} in `prefill` and in `decode`: a handoff from an engine to itself gains nothing; {whole}",
         named.join(", ")
     ));
 }
 
-/// Without roots no engine's certificate can be checked.
+/// Reports `https` engines without `engine_tls`: the router needs roots to check their certificates.
 fn plain(pool: &PoolConfig, path: &str, found: &mut Vec<(String, String)>) {
     if let Some(discover) = &pool.discover {
         let sources = [
@@ -231,7 +232,8 @@ fn plain(pool: &PoolConfig, path: &str, found: &mut Vec<(String, String)>) {
     }
 }
 
-/// An engine that stands in a pool twice would be asked again after it failed.
+/// Reports invalid sources and engines that are in a pool twice: a request would try such an engine again after a
+/// failure.
 fn engines(pool: &PoolConfig, path: &str, found: &mut Vec<(String, String)>) {
     if let Some(discover) = &pool.discover {
         if !discover.has_sources() {

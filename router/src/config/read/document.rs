@@ -1,126 +1,126 @@
-//! A YAML text as a tree in which every node knows its place, within bounds that hold before anything else
-//! looks at it.
+//! A YAML text as a bounded tree in which every node has its position. The bounds hold before any other code reads the
+//! tree.
 //!
-//! Aliases share the node that they name, so a bomb of aliases costs nothing here; [`Node::size`] is what it
-//! would cost whoever walks it, and is bounded. Invariants of a [`Document`] that was read:
-//! - it is one document of at most [`BYTES_MAX`] bytes and [`SIZE_MAX`] nodes with every alias expanded;
-//! - it is at most [`DEPTH_MAX`] deep, aliases included, so that walking it may recurse.
+//! Aliases share the node that they name, so nested aliases take no memory here. [`YamlNode::size`] counts the nodes
+//! that a walk visits, and is bounded. Invariants of a [`Document`]:
+//! - it is one YAML document of at most [`BYTES_MAX`] bytes and [`SIZE_MAX`] nodes with every alias expanded;
+//! - it is at most [`DEPTH_MAX`] deep, aliases included, so that a walk may recurse.
 
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 
 use serde_saphyr::granit_parser::{Event, Marker, Parser, ScalarStyle};
 
-use crate::config::error::Place;
+use crate::config::error::SourcePosition;
 
 /// Largest text, in bytes: a file of 4,096 engines with labels is a third of it.
 pub(crate) const BYTES_MAX: usize = 1 << 20;
-/// Most nodes, aliases expanded. A text within [`BYTES_MAX`] that says everything once stays below it.
+/// Most nodes, aliases expanded. A text within [`BYTES_MAX`] without aliases stays below it.
 const SIZE_MAX: usize = 200_000;
-/// Deepest nesting; the configuration's own is below 12.
+/// Deepest nesting. The nesting of a configuration is below 12.
 const DEPTH_MAX: usize = 32;
-/// Most problems that are told of one text.
+/// Most problems that are reported for one text.
 pub(crate) const PROBLEMS_MAX: usize = 100;
 
-/// One text.
+/// The tree of one text.
 #[derive(Debug)]
 pub(crate) struct Document {
-    pub root: Rc<Node>,
-    /// Keys that stand in their map already, each with the place of the first.
-    pub repeated: Vec<(Place, String, Place)>,
+    pub root: Rc<YamlNode>,
+    /// Repeated keys of a map, each with the position of the first.
+    pub repeated: Vec<(SourcePosition, String, SourcePosition)>,
 }
 
-/// A value and where it stands.
+/// A value and its position.
 #[derive(Debug)]
-pub(crate) struct Node {
-    pub place: Place,
-    pub content: Content,
-    /// Nodes in it and below, itself included, with every alias expanded.
+pub(crate) struct YamlNode {
+    pub position: SourcePosition,
+    pub content: NodeContent,
+    /// Nodes in this subtree, itself included, with every alias expanded.
     size: usize,
     depth: usize,
 }
 
-/// What a node is.
+/// The content of a node.
 #[derive(Debug)]
-pub(crate) enum Content {
-    /// Anything without a structure.
+pub(crate) enum NodeContent {
+    /// A text, number, truth value or null.
     Scalar {
         text: String,
-        /// Written without quotes: it may be a number, `true` or nothing.
+        /// Written without quotes: it may be a number, `true` or null.
         plain: bool,
     },
-    List(Vec<Rc<Node>>),
+    List(Vec<Rc<YamlNode>>),
     /// In the order of the text; keys are distinct.
-    Map(Vec<(Key, Rc<Node>)>),
+    Map(Vec<(MapKey, Rc<YamlNode>)>),
 }
 
-/// A key and where it stands.
+/// A key and its position.
 #[derive(Clone, Debug)]
-pub(crate) struct Key {
+pub(crate) struct MapKey {
     pub name: String,
-    pub place: Place,
+    pub position: SourcePosition,
 }
 
-/// A text that is not one document within the bounds.
+/// Why a text is not one document within the bounds.
 #[derive(Debug)]
-pub(crate) struct Unreadable {
-    pub place: Place,
+pub(crate) struct DocumentError {
+    pub position: SourcePosition,
     pub what: String,
 }
 
-impl Node {
-    fn new(place: Place, content: Content) -> Self {
+impl YamlNode {
+    fn new(position: SourcePosition, content: NodeContent) -> Self {
         let (mut size, mut depth) = (1_usize, 0);
-        let mut count = |node: &Node| {
+        let mut count = |node: &YamlNode| {
             size = size.saturating_add(node.size);
             depth = depth.max(node.depth);
         };
         match &content {
-            Content::Scalar { .. } => {}
-            Content::List(items) => items.iter().for_each(|item| count(item)),
-            Content::Map(entries) => entries.iter().for_each(|(_, value)| count(value)),
+            NodeContent::Scalar { .. } => {}
+            NodeContent::List(items) => items.iter().for_each(|item| count(item)),
+            NodeContent::Map(entries) => entries.iter().for_each(|(_, value)| count(value)),
         }
-        Self { place, content, size, depth: depth + 1 }
+        Self { position, content, size, depth: depth + 1 }
     }
 
     /// The value of a key.
-    pub(crate) fn get(&self, name: &str) -> Option<&Rc<Node>> {
-        let Content::Map(entries) = &self.content else { return None };
+    pub(crate) fn get(&self, name: &str) -> Option<&Rc<YamlNode>> {
+        let NodeContent::Map(entries) = &self.content else { return None };
         entries.iter().find(|(key, _)| key.name == name).map(|(_, value)| value)
     }
 
-    /// Nothing was written, or `null`.
+    /// Whether the node is empty or `null`.
     pub(crate) fn is_null(&self) -> bool {
-        matches!(&self.content, Content::Scalar { text, plain: true }
+        matches!(&self.content, NodeContent::Scalar { text, plain: true }
             if matches!(text.as_str(), "" | "~" | "null" | "Null" | "NULL"))
     }
 
-    /// The place of what a path like `models[0].decode.url` names, or of the last part of it that is there. A
-    /// map or a list stands where its key does.
-    pub(crate) fn place_of(&self, path: &str) -> Place {
-        let (mut node, mut place) = (self, self.place);
+    /// The position of the value at a path like `models[0].decode.url`, or of the last part of the path that exists.
+    /// The position of a map or a list is that of its key.
+    pub(crate) fn position_of(&self, path: &str) -> SourcePosition {
+        let (mut node, mut position) = (self, self.position);
         for part in path.split(['.', '[']) {
             let part = part.strip_suffix(']').unwrap_or(part);
             let next = match &node.content {
-                Content::Map(entries) => entries.iter().find(|(key, _)| key.name == part),
-                Content::List(items) => {
+                NodeContent::Map(entries) => entries.iter().find(|(key, _)| key.name == part),
+                NodeContent::List(items) => {
                     let Some(item) = part.parse::<usize>().ok().and_then(|at| items.get(at)) else { break };
-                    (node, place) = (item, item.place);
+                    (node, position) = (item, item.position);
                     continue;
                 }
-                Content::Scalar { .. } => None,
+                NodeContent::Scalar { .. } => None,
             };
             let Some((key, value)) = next else { break };
-            let scalar = matches!(value.content, Content::Scalar { .. });
-            (node, place) = (value, if scalar { value.place } else { key.place });
+            let scalar = matches!(value.content, NodeContent::Scalar { .. });
+            (node, position) = (value, if scalar { value.position } else { key.position });
         }
-        place
+        position
     }
 
-    /// The path of the value that stands at a place; of several the innermost one, as of a list and its first item.
-    pub(crate) fn path_at(&self, place: Place) -> Option<String> {
-        let below = |name: String, node: &Rc<Node>| {
-            let path = node.path_at(place).or_else(|| (node.place == place).then(String::new))?;
+    /// The path of the value at a position. A list and its first item may share a position; the innermost value wins.
+    pub(crate) fn path_at(&self, position: SourcePosition) -> Option<String> {
+        let below = |name: String, node: &Rc<YamlNode>| {
+            let path = node.path_at(position).or_else(|| (node.position == position).then(String::new))?;
             Some(if path.is_empty() || path.starts_with('[') {
                 name + &path
             } else {
@@ -128,49 +128,51 @@ impl Node {
             })
         };
         match &self.content {
-            Content::Scalar { .. } => None,
-            Content::List(items) => {
+            NodeContent::Scalar { .. } => None,
+            NodeContent::List(items) => {
                 items.iter().enumerate().find_map(|(at, item)| below(format!("[{at}]"), item))
             }
-            Content::Map(entries) => entries.iter().find_map(|(key, value)| below(key.name.clone(), value)),
+            NodeContent::Map(entries) => {
+                entries.iter().find_map(|(key, value)| below(key.name.clone(), value))
+            }
         }
     }
 }
 
-/// A collection whose end has not been read.
-enum Open {
+/// A collection whose end the parser has not reached.
+enum OpenCollection {
     List {
-        place: Place,
+        position: SourcePosition,
         anchor: usize,
-        items: Vec<Rc<Node>>,
+        items: Vec<Rc<YamlNode>>,
     },
     Map {
-        place: Place,
+        position: SourcePosition,
         anchor: usize,
-        entries: Vec<(Key, Rc<Node>)>,
-        names: HashMap<String, Place>,
-        merged: Vec<Rc<Node>>,
-        key: Option<Key>,
+        entries: Vec<(MapKey, Rc<YamlNode>)>,
+        names: HashMap<String, SourcePosition>,
+        merged: Vec<Rc<YamlNode>>,
+        key: Option<MapKey>,
     },
 }
 
-struct Builder {
-    open: Vec<Open>,
-    anchors: HashMap<usize, Rc<Node>>,
-    repeated: Vec<(Place, String, Place)>,
-    root: Option<Rc<Node>>,
+struct DocumentBuilder {
+    open: Vec<OpenCollection>,
+    anchors: HashMap<usize, Rc<YamlNode>>,
+    repeated: Vec<(SourcePosition, String, SourcePosition)>,
+    root: Option<Rc<YamlNode>>,
     documents: usize,
 }
 
 impl Document {
     /// Reads a text.
-    pub(crate) fn read(text: &str) -> Result<Self, Unreadable> {
-        let start = Place { line: 1, column: 1 };
+    pub(crate) fn read(text: &str) -> Result<Self, DocumentError> {
+        let start = SourcePosition { line: 1, column: 1 };
         if text.len() > BYTES_MAX {
             let what = format!("{} bytes exceed the limit of {BYTES_MAX}", text.len());
-            return Err(Unreadable { place: start, what });
+            return Err(DocumentError { position: start, what });
         }
-        let mut builder = Builder {
+        let mut builder = DocumentBuilder {
             open: Vec::new(),
             anchors: HashMap::new(),
             repeated: Vec::new(),
@@ -179,26 +181,26 @@ impl Document {
         };
         let mut parser = Parser::new_from_str(text);
         while let Some(event) = parser.next_event() {
-            let (event, span) = event.map_err(|error| Unreadable {
-                place: place(error.marker()),
+            let (event, span) = event.map_err(|error| DocumentError {
+                position: position(error.marker()),
                 what: format!("not YAML: {}", error.info()),
             })?;
             let end = matches!(event, Event::StreamEnd);
-            builder.take(event, place(&span.start))?;
+            builder.take(event, position(&span.start))?;
             if end {
                 break;
             }
         }
         match builder.root {
             Some(root) if !root.is_null() => Ok(Self { root, repeated: builder.repeated }),
-            _ => Err(Unreadable { place: start, what: "the file is empty".into() }),
+            _ => Err(DocumentError { position: start, what: "the file is empty".into() }),
         }
     }
 }
 
-impl Builder {
-    fn take(&mut self, event: Event<'_>, place: Place) -> Result<(), Unreadable> {
-        let refused = |what: &str| Err(Unreadable { place, what: what.to_owned() });
+impl DocumentBuilder {
+    fn take(&mut self, event: Event<'_>, position: SourcePosition) -> Result<(), DocumentError> {
+        let refused = |what: &str| Err(DocumentError { position, what: what.to_owned() });
         match event {
             Event::DocumentStart(..) => {
                 self.documents += 1;
@@ -208,7 +210,7 @@ impl Builder {
             }
             Event::Scalar(text, style, anchor, _) => {
                 let plain = style == ScalarStyle::Plain;
-                let node = Node::new(place, Content::Scalar { text: text.into_owned(), plain });
+                let node = YamlNode::new(position, NodeContent::Scalar { text: text.into_owned(), plain });
                 self.close(Rc::new(node), anchor)?;
             }
             Event::Alias(anchor) => match self.anchors.get(&anchor).cloned() {
@@ -216,19 +218,22 @@ impl Builder {
                 None => return refused("an alias inside the value that it refers to"),
             },
             Event::SequenceStart(_, anchor, _) => {
-                self.opened(Open::List { place, anchor, items: Vec::new() }, place)?;
+                self.opened(OpenCollection::List { position, anchor, items: Vec::new() }, position)?;
             }
             Event::MappingStart(_, anchor, _) => {
                 let (entries, names, merged) = (Vec::new(), HashMap::new(), Vec::new());
-                self.opened(Open::Map { place, anchor, entries, names, merged, key: None }, place)?;
+                self.opened(
+                    OpenCollection::Map { position, anchor, entries, names, merged, key: None },
+                    position,
+                )?;
             }
             Event::SequenceEnd | Event::MappingEnd => match self.open.pop() {
-                Some(Open::List { place, anchor, items }) => {
-                    self.close(Rc::new(Node::new(place, Content::List(items))), anchor)?;
+                Some(OpenCollection::List { position, anchor, items }) => {
+                    self.close(Rc::new(YamlNode::new(position, NodeContent::List(items))), anchor)?;
                 }
-                Some(Open::Map { place, anchor, mut entries, merged, .. }) => {
+                Some(OpenCollection::Map { position, anchor, mut entries, merged, .. }) => {
                     merge(&mut entries, &merged);
-                    self.close(Rc::new(Node::new(place, Content::Map(entries))), anchor)?;
+                    self.close(Rc::new(YamlNode::new(position, NodeContent::Map(entries))), anchor)?;
                 }
                 None => return refused("an end without a beginning"),
             },
@@ -237,44 +242,47 @@ impl Builder {
         Ok(())
     }
 
-    fn opened(&mut self, open: Open, place: Place) -> Result<(), Unreadable> {
+    fn opened(&mut self, open: OpenCollection, position: SourcePosition) -> Result<(), DocumentError> {
         if self.open.len() >= DEPTH_MAX {
-            return Err(Unreadable { place, what: format!("nested deeper than {DEPTH_MAX}") });
+            return Err(DocumentError { position, what: format!("nested deeper than {DEPTH_MAX}") });
         }
         self.open.push(open);
         Ok(())
     }
 
-    /// A node is complete: it goes where it belongs.
-    fn close(&mut self, node: Rc<Node>, anchor: usize) -> Result<(), Unreadable> {
+    /// Adds a complete node to the innermost open collection, or makes it the root.
+    fn close(&mut self, node: Rc<YamlNode>, anchor: usize) -> Result<(), DocumentError> {
         if node.size > SIZE_MAX || node.depth > DEPTH_MAX {
             let what = format!("more than {SIZE_MAX} values, or deeper than {DEPTH_MAX}, with its aliases");
-            return Err(Unreadable { place: node.place, what });
+            return Err(DocumentError { position: node.position, what });
         }
         if anchor > 0 {
             self.anchors.insert(anchor, Rc::clone(&node));
         }
         match self.open.last_mut() {
             None => self.root = Some(node),
-            Some(Open::List { items, .. }) => items.push(node),
-            Some(Open::Map { entries, names, merged, key, .. }) => match key.take() {
+            Some(OpenCollection::List { items, .. }) => items.push(node),
+            Some(OpenCollection::Map { entries, names, merged, key, .. }) => match key.take() {
                 None => {
-                    let Content::Scalar { text, .. } = &node.content else {
-                        return Err(Unreadable { place: node.place, what: "a key must be a word".into() });
+                    let NodeContent::Scalar { text, .. } = &node.content else {
+                        return Err(DocumentError {
+                            position: node.position,
+                            what: "a key must be a word".into(),
+                        });
                     };
-                    *key = Some(Key { name: text.clone(), place: node.place });
+                    *key = Some(MapKey { name: text.clone(), position: node.position });
                 }
                 Some(key) if key.name == "<<" => match &node.content {
-                    Content::List(items) => merged.extend(items.iter().cloned()),
+                    NodeContent::List(items) => merged.extend(items.iter().cloned()),
                     _ => merged.push(node),
                 },
                 Some(key) => match names.get(&key.name) {
                     Some(&first) if self.repeated.len() < PROBLEMS_MAX => {
-                        self.repeated.push((key.place, key.name, first));
+                        self.repeated.push((key.position, key.name, first));
                     }
                     Some(_) => {}
                     None => {
-                        names.insert(key.name.clone(), key.place);
+                        names.insert(key.name.clone(), key.position);
                         entries.push((key, node));
                     }
                 },
@@ -284,11 +292,11 @@ impl Builder {
     }
 }
 
-/// `<<`: entries of other maps that this one does not have itself; the first that has a key wins.
-fn merge(entries: &mut Vec<(Key, Rc<Node>)>, merged: &[Rc<Node>]) {
+/// `<<`: adds the entries of other maps whose keys the map does not have. The first map with a key wins.
+fn merge(entries: &mut Vec<(MapKey, Rc<YamlNode>)>, merged: &[Rc<YamlNode>]) {
     let mut known: HashSet<String> = entries.iter().map(|(key, _)| key.name.clone()).collect();
     for map in merged {
-        let Content::Map(others) = &map.content else { continue };
+        let NodeContent::Map(others) = &map.content else { continue };
         for (key, value) in others {
             if known.insert(key.name.clone()) {
                 entries.push((key.clone(), Rc::clone(value)));
@@ -297,8 +305,8 @@ fn merge(entries: &mut Vec<(Key, Rc<Node>)>, merged: &[Rc<Node>]) {
     }
 }
 
-fn place(marker: &Marker) -> Place {
-    Place { line: marker.line(), column: marker.col() + 1 }
+fn position(marker: &Marker) -> SourcePosition {
+    SourcePosition { line: marker.line(), column: marker.col() + 1 }
 }
 
 #[cfg(test)]
@@ -320,16 +328,16 @@ mod tests {
             ("a[0].c.nothing", 3, 5),
             ("a[7]", 1, 1),
         ] {
-            assert_eq!(document.root.place_of(path), Place { line, column }, "{path}");
+            assert_eq!(document.root.position_of(path), SourcePosition { line, column }, "{path}");
         }
     }
 
     #[test]
     fn a_key_that_stands_twice_is_told_with_both_places() {
         let document = Document::read("a: 1\nb: {c: 1, c: 2}\na: 2\n").expect("it is YAML");
-        let told: Vec<_> =
+        let repeated: Vec<_> =
             document.repeated.iter().map(|(at, name, first)| (at.line, name.as_str(), first.line)).collect();
-        assert_eq!(told, [(2, "c", 2), (3, "a", 1)]);
+        assert_eq!(repeated, [(2, "c", 2), (3, "a", 1)]);
     }
 
     #[test]
@@ -351,7 +359,7 @@ mod tests {
             refused(&format!("a: {}1{}", "[".repeat(DEPTH_MAX), "]".repeat(DEPTH_MAX))).contains("deeper")
         );
         assert!(refused("a: &a [*a]").contains("alias"));
-        assert!(refused("a: *nobody").contains("not YAML"));
+        assert!(refused("a: *missing").contains("not YAML"));
         assert!(refused("a: [1").contains("not YAML"));
         assert!(refused("a: 1\n---\nb: 1\n").contains("second document"));
         assert!(refused("").contains("empty"));
@@ -366,7 +374,7 @@ mod tests {
         let document = Document::read("x: &x {a: 1, b: 2}\ny: {<<: *x, b: 3}\n").expect("it is YAML");
         let y = document.root.get("y").expect("it is there");
         let text = |name: &str| match &y.get(name).expect(name).content {
-            Content::Scalar { text, .. } => text.clone(),
+            NodeContent::Scalar { text, .. } => text.clone(),
             other => panic!("{other:?}"),
         };
         assert_eq!((text("a"), text("b")), ("1".into(), "3".into()));

@@ -1,8 +1,8 @@
-//! Questions to a JSON schema, as `schemars` writes it.
+//! Reads parts of a JSON schema that `schemars` generated.
 
 use serde_json::Value;
 
-/// Letters of a key or a value that are compared and shown.
+/// Most characters of a key or a value that are compared and shown.
 pub(crate) const SHOWN_MAX: usize = 64;
 
 /// The keywords under which a schema lists alternatives.
@@ -24,7 +24,7 @@ pub(crate) fn could_be(kind: &str, text: &str, plain: bool) -> bool {
     }
 }
 
-/// As much of a text as a message shows.
+/// A text, cut and escaped for a message.
 pub(crate) fn short(text: &str) -> String {
     match text.char_indices().nth(SHOWN_MAX) {
         None => text.escape_debug().to_string(),
@@ -32,7 +32,7 @@ pub(crate) fn short(text: &str) -> String {
     }
 }
 
-/// What a reference leads to.
+/// The schema that a `$ref` names, or the node itself.
 pub(crate) fn target<'a>(root: &'a Value, node: &'a Value) -> &'a Value {
     let name = node["$ref"].as_str().and_then(|r| r.strip_prefix("#/$defs/"));
     name.map_or(node, |name| &root["$defs"][name])

@@ -1,48 +1,48 @@
-//! Compares a text's tree with the JSON schema and tells everything that does not fit, each with its place:
-//! unknown keys (with the nearest that is known), missing keys, wrong types, values out of their bounds.
+//! Compares a text's tree with the JSON schema and reports every mismatch with its position: unknown keys (with the
+//! nearest known key), missing keys, wrong types, values out of their bounds.
 //!
-//! The schema is ours and generated, so only what `schemars` writes is understood. This is never stricter than
-//! what reads the values afterwards; that has the last word, and finds what a schema cannot say.
+//! The schema is generated, so the check supports only the keywords that `schemars` writes. The check is never stricter
+//! than the deserializer, which runs afterwards and finds the errors that a schema cannot express.
 
 use std::rc::Rc;
 
 use serde_json::Value;
 
+use super::hints::{self, nearest};
 use super::schema::{alternatives, could_be, short, target, types};
 use crate::config::address::{self, listen_address};
-use crate::config::error::{Place, Problem};
-use crate::config::hints::{self, nearest};
-use crate::config::read::document::{Content, Node, PROBLEMS_MAX};
+use crate::config::error::{Problem, SourcePosition};
+use crate::config::read::document::{NodeContent, PROBLEMS_MAX, YamlNode};
 use crate::config::{Cidr, EngineUrl};
 
-/// Everything in a tree that does not fit a schema, in the order of the tree. At most [`PROBLEMS_MAX`].
-pub(crate) fn misfits(schema: &Value, root: &Rc<Node>) -> Vec<Problem> {
-    let mut found = Found { schema, problems: Vec::new() };
+/// The mismatches between a tree and a schema, in the order of the tree. At most [`PROBLEMS_MAX`].
+pub(crate) fn misfits(schema: &Value, root: &Rc<YamlNode>) -> Vec<Problem> {
+    let mut found = ShapeCheck { schema, problems: Vec::new() };
     found.check(schema, root, "", &[]);
     found.problems
 }
 
-/// How much of a tree does not fit a part of a schema.
-fn misfits_of(root: &Value, part: &Value, node: &Rc<Node>) -> usize {
-    let mut found = Found { schema: root, problems: Vec::new() };
+/// The number of mismatches between a tree and a part of the schema.
+fn misfits_of(root: &Value, part: &Value, node: &Rc<YamlNode>) -> usize {
+    let mut found = ShapeCheck { schema: root, problems: Vec::new() };
     found.check(part, node, "", &[]);
     found.problems.len()
 }
 
-struct Found<'a> {
+struct ShapeCheck<'a> {
     schema: &'a Value,
     problems: Vec<Problem>,
 }
 
-impl<'a> Found<'a> {
-    fn tell(&mut self, place: Place, what: String) {
+impl<'a> ShapeCheck<'a> {
+    fn add_problem(&mut self, position: SourcePosition, what: String) {
         if self.problems.len() < PROBLEMS_MAX {
-            self.problems.push(Problem { place, what });
+            self.problems.push(Problem { position, what });
         }
     }
 
-    /// `also` are keys that other alternatives of the same place would take.
-    fn check(&mut self, schema: &'a Value, node: &Rc<Node>, path: &str, also: &[&'a str]) {
+    /// Checks a node. `also` contains the keys of the other alternatives at this path.
+    fn check(&mut self, schema: &'a Value, node: &Rc<YamlNode>, path: &str, also: &[&'a str]) {
         let target = target(self.schema, schema);
         if !std::ptr::eq(target, schema) {
             self.check(target, node, path, also);
@@ -63,29 +63,29 @@ impl<'a> Found<'a> {
             return;
         }
         match &node.content {
-            Content::Map(_) if types.contains(&"object") => self.check_map(schema, node, path, also),
-            Content::List(items) if types.contains(&"array") => {
-                self.check_count(schema, ("minItems", "maxItems"), items.len(), node.place, path);
+            NodeContent::Map(_) if types.contains(&"object") => self.check_map(schema, node, path, also),
+            NodeContent::List(items) if types.contains(&"array") => {
+                self.check_count(schema, ("minItems", "maxItems"), items.len(), node.position, path);
                 for (at, item) in items.iter().enumerate() {
                     self.check(&schema["items"], item, &format!("{path}[{at}]"), &[]);
                 }
             }
-            Content::Scalar { text, plain } if types.iter().any(|kind| could_be(kind, text, *plain)) => {
-                self.check_value(schema, text, node.place, path);
+            NodeContent::Scalar { text, plain } if types.iter().any(|kind| could_be(kind, text, *plain)) => {
+                self.check_value(schema, text, node.position, path);
             }
             _ => {
-                let form = hints::of_form(self.schema, schema, node);
+                let form = hints::hint_for_form(self.schema, schema, node);
                 let form = form.map_or_else(String::new, |form| format!(": write `{form}`"));
-                self.tell(
-                    node.place,
-                    format!("{}needs {}, not {}{form}", named(path), expected(&types), described(node)),
+                self.add_problem(
+                    node.position,
+                    format!("{}needs {}, not {}{form}", key_label(path), expected(&types), describe(node)),
                 );
             }
         }
     }
 
-    fn check_map(&mut self, schema: &'a Value, node: &Rc<Node>, path: &str, also: &[&'a str]) {
-        let Content::Map(entries) = &node.content else { return };
+    fn check_map(&mut self, schema: &'a Value, node: &Rc<YamlNode>, path: &str, also: &[&'a str]) {
+        let NodeContent::Map(entries) = &node.content else { return };
         if self.problems.len() >= PROBLEMS_MAX {
             return;
         }
@@ -101,23 +101,24 @@ impl<'a> Found<'a> {
                 self.check(&schema["additionalProperties"], value, &below, &[]);
             } else if also.contains(&key.name.as_str()) {
                 let what = format!("`{}` is a second choice, expected one of {}", key.name, also.join(", "));
-                self.tell(key.place, what);
+                self.add_problem(key.position, what);
             } else if schema["additionalProperties"] == Value::Bool(false) {
-                let unknown = hints::Unknown { name: &key.name, value, map: schema, path, also, misfits_of };
-                let hint = hints::of_key(self.schema, &unknown);
-                self.tell(key.place, format!("unknown key `{}`{hint}", short(&key.name)));
+                let unknown =
+                    hints::UnknownKey { name: &key.name, value, map: schema, path, also, misfits_of };
+                let hint = hints::hint_for_key(self.schema, &unknown);
+                self.add_problem(key.position, format!("unknown key `{}`{hint}", short(&key.name)));
             }
         }
         for name in schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str) {
             if node.get(name).is_none() {
-                self.tell(node.place, format!("{}needs the key `{name}`", named(path)));
+                self.add_problem(node.position, format!("{}needs the key `{name}`", key_label(path)));
             }
         }
-        self.check_count(schema, ("minProperties", "maxProperties"), entries.len(), node.place, path);
+        self.check_count(schema, ("minProperties", "maxProperties"), entries.len(), node.position, path);
     }
 
-    /// Whichever alternative fits best says what is wrong.
-    fn check_alternatives(&mut self, alternatives: &[&'a Value], node: &Rc<Node>, path: &str) {
+    /// Reports the problems of the alternative that fits best.
+    fn check_alternatives(&mut self, alternatives: &[&'a Value], node: &Rc<YamlNode>, path: &str) {
         let all_words: Option<Vec<_>> = alternatives.iter().map(|a| words(a)).collect();
         if let Some(words) = all_words {
             return self.check_word(&words.concat(), node, path);
@@ -132,7 +133,7 @@ impl<'a> Found<'a> {
             .map(|(k, _)| k.as_str())
             .collect();
         let tries = alternatives.iter().map(|alternative| {
-            let mut tried = Found { schema: self.schema, problems: Vec::new() };
+            let mut tried = ShapeCheck { schema: self.schema, problems: Vec::new() };
             tried.check(alternative, node, path, &keys);
             let distance = (!fits(alternative, node)) as usize * PROBLEMS_MAX;
             (distance + tried.problems.len(), tried.problems)
@@ -140,73 +141,96 @@ impl<'a> Found<'a> {
         if let Some((_, problems)) =
             tries.min_by_key(|(distance, problems)| if problems.is_empty() { 0 } else { *distance })
         {
-            problems.into_iter().for_each(|problem| self.tell(problem.place, problem.what));
+            problems.into_iter().for_each(|problem| self.add_problem(problem.position, problem.what));
         }
     }
 
-    /// A map of one name to its parameters whose key is none of the names. Whether it is such a map.
-    fn check_choice(&mut self, alternatives: &[&'a Value], node: &Rc<Node>, path: &str) -> bool {
+    /// Reports a map of one name to its parameters whose key is none of the names. Returns whether the node is
+    /// such a map.
+    fn check_choice(&mut self, alternatives: &[&'a Value], node: &Rc<YamlNode>, path: &str) -> bool {
         let names: Vec<&str> = alternatives.iter().filter_map(|alternative| only_key(alternative)).collect();
-        let Content::Map(entries) = &node.content else { return false };
+        let NodeContent::Map(entries) = &node.content else { return false };
         let Some((key, _)) = entries.first() else { return false };
         if names.len() < 2 || entries.iter().any(|(key, _)| names.contains(&key.name.as_str())) {
             return false;
         }
         let meant = |text: &str| nearest(text, names.iter().copied());
-        let said = entries.iter().find_map(|(_, value)| match &value.content {
-            Content::Scalar { text, .. } => meant(text),
-            Content::List(_) | Content::Map(_) => None,
+        let from_value = entries.iter().find_map(|(_, value)| match &value.content {
+            NodeContent::Scalar { text, .. } => meant(text),
+            NodeContent::List(_) | NodeContent::Map(_) => None,
         });
-        let what = match (meant(&key.name), said) {
+        let what = match (meant(&key.name), from_value) {
             (Some(name), _) => format!("unknown key `{}`, did you mean `{name}`?", short(&key.name)),
             (None, Some(name)) => format!(
                 "{}unknown key `{}`: write `{name}`, or with parameters `{{{name}: {{...}}}}`",
-                named(path),
+                key_label(path),
                 short(&key.name)
             ),
             (None, None) => {
-                format!("{}unknown key `{}`; known here: {}", named(path), short(&key.name), names.join(", "))
+                format!(
+                    "{}unknown key `{}`; known here: {}",
+                    key_label(path),
+                    short(&key.name),
+                    names.join(", ")
+                )
             }
         };
-        self.tell(key.place, what);
+        self.add_problem(key.position, what);
         true
     }
 
-    fn check_word(&mut self, words: &[&'a str], node: &Rc<Node>, path: &str) {
+    fn check_word(&mut self, words: &[&'a str], node: &Rc<YamlNode>, path: &str) {
         let choice = words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", ");
         match &node.content {
-            Content::Scalar { text, .. } if words.contains(&text.as_str()) => {}
-            Content::Scalar { text, .. } => {
+            NodeContent::Scalar { text, .. } if words.contains(&text.as_str()) => {}
+            NodeContent::Scalar { text, .. } => {
                 let hint = nearest(text, words.iter().copied());
                 let hint = hint.map_or_else(String::new, |word| format!(", did you mean `{word}`?"));
-                self.tell(node.place, format!("{}`{}` is none of {choice}{hint}", named(path), short(text)));
+                self.add_problem(
+                    node.position,
+                    format!("{}`{}` is none of {choice}{hint}", key_label(path), short(text)),
+                );
             }
-            _ => self
-                .tell(node.place, format!("{}needs one of {choice}, not {}", named(path), described(node))),
+            _ => self.add_problem(
+                node.position,
+                format!("{}needs one of {choice}, not {}", key_label(path), describe(node)),
+            ),
         }
     }
 
-    fn check_value(&mut self, schema: &Value, text: &str, place: Place, path: &str) {
+    fn check_value(&mut self, schema: &Value, text: &str, position: SourcePosition, path: &str) {
         if let Some(what) = malformed(schema["format"].as_str().unwrap_or_default(), text) {
-            self.tell(place, format!("{}{what}", named(path)));
+            self.add_problem(position, format!("{}{what}", key_label(path)));
         }
         if let Ok(number) = text.parse::<f64>() {
             let low = schema["minimum"].as_f64().filter(|&low| number < low);
             let high = schema["maximum"].as_f64().filter(|&high| number > high);
             if low.is_some() {
-                self.tell(place, format!("{}{text} is below {}", named(path), schema["minimum"]));
+                self.add_problem(
+                    position,
+                    format!("{}{text} is below {}", key_label(path), schema["minimum"]),
+                );
             }
             if high.is_some() {
-                self.tell(place, format!("{}{text} is above {}", named(path), schema["maximum"]));
+                self.add_problem(
+                    position,
+                    format!("{}{text} is above {}", key_label(path), schema["maximum"]),
+                );
             }
         }
-        // The schema does not say whether bytes or characters are counted: only what neither allows is told.
+        // The schema does not contain the unit: only a length that is invalid in bytes and in characters is reported.
         let (bytes, letters) = (text.len() as u64, text.chars().count() as u64);
         if schema["minLength"].as_u64().is_some_and(|low| bytes < low) {
-            self.tell(place, format!("{}shorter than {} bytes", named(path), schema["minLength"]));
+            self.add_problem(
+                position,
+                format!("{}shorter than {} bytes", key_label(path), schema["minLength"]),
+            );
         }
         if schema["maxLength"].as_u64().is_some_and(|high| letters > high) {
-            self.tell(place, format!("{}longer than {} bytes", named(path), schema["maxLength"]));
+            self.add_problem(
+                position,
+                format!("{}longer than {} bytes", key_label(path), schema["maxLength"]),
+            );
         }
     }
 
@@ -215,24 +239,24 @@ impl<'a> Found<'a> {
         schema: &Value,
         keywords: (&str, &str),
         count: usize,
-        place: Place,
+        position: SourcePosition,
         path: &str,
     ) {
         let (low, high) = (schema[keywords.0].as_u64(), schema[keywords.1].as_u64());
         if low.is_some_and(|low| (count as u64) < low) {
             let low = low.unwrap_or_default();
-            self.tell(place, format!("{}needs at least {low}, and has {count}", named(path)));
+            self.add_problem(position, format!("{}needs at least {low}, and has {count}", key_label(path)));
         }
         if high.is_some_and(|high| count as u64 > high) {
             let high = high.unwrap_or_default();
-            self.tell(place, format!("{}takes at most {high}, and has {count}", named(path)));
+            self.add_problem(position, format!("{}takes at most {high}, and has {count}", key_label(path)));
         }
     }
 }
 
-/// Why a text is not of a format that this configuration has.
+/// Why a text does not have a format of the configuration.
 fn malformed(format: &str, text: &str) -> Option<String> {
-    let shown = |said: String| said.replace(text, &short(text));
+    let shown = |message: String| message.replace(text, &short(text));
     match format {
         address::FORMAT => listen_address(text).err().map(|error| error.to_string()),
         "engine-url" => text.parse::<EngineUrl>().err().map(|error| shown(error.to_string())),
@@ -245,10 +269,10 @@ fn malformed(format: &str, text: &str) -> Option<String> {
     }
 }
 
-/// The alternatives of a schema, and theirs in their place.
+/// The alternatives of a schema, with nested alternatives flattened.
 fn alternatives_of<'a>(root: &'a Value, schema: &'a Value, depth: usize, found: &mut Vec<&'a Value>) {
     for alternative in alternatives(schema).map(|alternative| target(root, alternative)) {
-        // Ours are two deep.
+        // The configuration's alternatives are two deep.
         match depth < 4 && alternatives(alternative).next().is_some() {
             true => alternatives_of(root, alternative, depth + 1, found),
             false => found.push(alternative),
@@ -256,7 +280,7 @@ fn alternatives_of<'a>(root: &'a Value, schema: &'a Value, depth: usize, found: 
     }
 }
 
-/// The key of a map that has one, which it needs.
+/// The key of a map that has exactly one key, which is required.
 fn only_key(schema: &Value) -> Option<&str> {
     let (properties, required) = (schema["properties"].as_object()?, schema["required"].as_array()?);
     (properties.len() == 1 && required.len() == 1).then(|| required[0].as_str())?
@@ -270,21 +294,21 @@ fn words(schema: &Value) -> Option<Vec<&str>> {
     schema["enum"].as_array()?.iter().map(Value::as_str).collect()
 }
 
-/// Whether an alternative is meant by a node: it is of its kind, and says what tells it from the others.
-fn fits(schema: &Value, node: &Node) -> bool {
+/// Whether a node is probably this alternative: it has the type, and the tag or a required key.
+fn fits(schema: &Value, node: &YamlNode) -> bool {
     let is = |kind: &str| types(schema).is_empty() || types(schema).contains(&kind);
     match &node.content {
-        Content::Scalar { .. } => {
+        NodeContent::Scalar { .. } => {
             words(schema).is_some() || !(is("object") || is("array")) || types(schema).is_empty()
         }
-        Content::List(_) => is("array"),
-        Content::Map(entries) => {
+        NodeContent::List(_) => is("array"),
+        NodeContent::Map(entries) => {
             let properties = schema["properties"].as_object();
             let tags =
                 properties.into_iter().flatten().filter_map(|(name, p)| Some((name, p["const"].as_str()?)));
             let tagged = tags.into_iter().all(|(name, word)| {
                 node.get(name)
-                    .is_some_and(|n| matches!(&n.content, Content::Scalar { text, .. } if text == word))
+                    .is_some_and(|n| matches!(&n.content, NodeContent::Scalar { text, .. } if text == word))
             });
             let required = schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str);
             let named = required.clone().count() == 0
@@ -307,16 +331,16 @@ fn expected(types: &[&str]) -> String {
     types.iter().filter(|kind| **kind != "null").map(word).collect::<Vec<_>>().join(" or ")
 }
 
-fn described(node: &Node) -> String {
+fn describe(node: &YamlNode) -> String {
     match &node.content {
         _ if node.is_null() => "nothing".into(),
-        Content::Scalar { text, .. } => format!("`{}`", short(text)),
-        Content::List(_) => "a list".into(),
-        Content::Map(_) => "a map".into(),
+        NodeContent::Scalar { text, .. } => format!("`{}`", short(text)),
+        NodeContent::List(_) => "a list".into(),
+        NodeContent::Map(_) => "a map".into(),
     }
 }
 
-fn named(path: &str) -> String {
+fn key_label(path: &str) -> String {
     if path.is_empty() { String::new() } else { format!("`{path}`: ") }
 }
 

@@ -1,20 +1,22 @@
-//! What engines tell of their caches: vLLM's KV events, over ZeroMQ.
+//! Cache contents that engines report: vLLM's KV events, over ZeroMQ.
 //!
 //! ```text
-//! engine's PUB socket ──▶ zmtp (frames) ──▶ msgpack ──▶ batch (events) ──▶ blocks (places) ──▶ Memory (caches.rs)
+//! engine's PUB socket ──▶ zmtp (frames) ──▶ msgpack ──▶ batch (events) ──▶ blocks (names) ──▶ KnownCaches (caches.rs)
 //!                            ▲                                │ a gap in the sequence
-//!                subscriber: connects, again and again        └▶ everything of that engine is forgotten
+//!                subscriber: connects, with retries           └▶ all blocks of that engine are forgotten
 //! ```
 //!
-//! An event names blocks by hashes of the engine's own making, and says which tokens are in them. The router hashes
-//! the tokens itself, chained from the root, so that a prompt of known tokens can be compared with what any engine
-//! holds, whatever it calls its blocks.
+//! An event names blocks by hashes of the engine's own making and contains their tokens. The router hashes the
+//! tokens itself, chained from the root. So the tokens of a prompt can be compared with any engine's blocks,
+//! whatever their names.
 //!
-//! Some events are left out, and each is counted by its reason ([`crate::metrics::kv_events::LeftOut`]): blocks with extra keys (salts, adapters,
-//! images) and what follows them; blocks on another medium; blocks of cache groups without full attention, whose hit
-//! depends on more than the tokens before it; events that are malformed.
+//! Some events are ignored and counted by reason ([`crate::metrics::kv_events::IgnoredEventReason`]):
+//! - blocks with extra keys (salts, adapters, images), and the blocks that follow them
+//! - blocks on another medium
+//! - blocks of cache groups without full attention, whose hit depends on more than the preceding tokens
+//! - malformed events
 //!
-//! Every byte is checked and every size is bounded: an engine that sends nonsense costs the others nothing.
+//! Every byte is checked and every size is bounded. An engine that sends malformed data affects no other engine.
 
 mod batch;
 mod blocks;
@@ -22,4 +24,4 @@ mod msgpack;
 mod subscriber;
 mod zmtp;
 
-pub(crate) use subscriber::{Source, Subscriptions};
+pub(crate) use subscriber::{EventSource, Subscriptions};

@@ -1,232 +1,231 @@
-//! Who holds which beginnings of prompts: chained hashes, by engine, bounded.
+//! An index of prompt prefixes by engine: chained hashes, bounded.
 //!
-//! A hash stands for a prompt's beginning up to the end of one chunk, so a longer match is a later hash of the
-//! same list. Each engine's hashes are an LRU list; touching a prompt touches its end first, so that a beginning
-//! outlives what follows it and "does it hold the n-th" can be searched for by halves.
+//! A hash represents the beginning of a prompt up to the end of one chunk. So a longer match is a later hash of
+//! the same list. Each engine's hashes are an LRU list. A use of a prompt touches its end first, so that a
+//! beginning outlives what follows it. This allows a binary search for the last cached hash.
 //!
-//! When all of them together hold as much as they may, an engine that has less than an equal share takes from one that has
-//! more, the one that has most as far as is known, and one that has its share forgets what it used longest ago.
+//! When the total bound is reached, an engine below an equal share takes from one above it, from the largest as
+//! far as known. An engine with its share evicts its own least recently used hash.
 //!
-//! Nothing here is a promise of an engine: an answer is a guess, and a wrong guess costs a prefix that is
-//! computed again.
+//! The index is an estimate, not a promise of an engine. A wrong estimate costs the computation of a prefix.
 
-mod held;
+mod hash_lru;
 
 use std::collections::{BinaryHeap, HashMap};
 use std::hash::{BuildHasher, Hasher};
 
-use held::Held;
+use hash_lru::HashLru;
 
-/// Of an engine list longer than this only so many are looked at: they are as good as the rest.
-const HOLDERS_LOOKED_AT: usize = 64;
+/// Maximum engines examined per hash. The others are as good.
+const HOLDERS_EXAMINED_MAX: usize = 64;
 
-/// Who holds what.
+/// The index.
 #[derive(Debug)]
 pub(crate) struct PrefixIndex {
-    engines: HashMap<u32, Held, Mixed>,
-    /// The engines that hold a hash; never empty.
-    holders: HashMap<u64, Vec<u32>, Mixed>,
-    mixed: Mixed,
-    /// Hashes of one engine.
+    engines: HashMap<u32, HashLru, MixHashBuilder>,
+    /// The engines of each hash; never empty.
+    holders: HashMap<u64, Vec<u32>, MixHashBuilder>,
+    hash_builder: MixHashBuilder,
+    /// Maximum hashes of one engine.
     per_engine: usize,
-    /// Hashes of all engines.
+    /// Maximum hashes of all engines.
     total: usize,
-    /// Hashes of all engines, now.
-    held: usize,
-    /// Engines that held more than an equal share when they were looked at, and how much; see [`Self::fattest`].
-    fat: BinaryHeap<(usize, u32)>,
+    /// Current hashes of all engines.
+    len: usize,
+    /// Engines above an equal share at the last scan, with their sizes; see [`Self::largest_above_share`].
+    above_share: BinaryHeap<(usize, u32)>,
 }
 
-/// One thing that an engine has said of its cache.
+/// One reported change of an engine's cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Change {
-    /// It holds this hash now.
+pub(crate) enum CacheChange {
+    /// The engine caches this hash now.
     Added(u64),
-    /// It does not hold this hash any more.
+    /// The engine no longer caches this hash.
     Removed(u64),
 }
 
-/// A holder that was found.
+/// An engine that was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Match {
+pub(crate) struct PrefixMatch {
     pub engine: u32,
-    /// Hashes of the list that it holds, from the first.
+    /// Number of cached hashes, from the first of the list.
     pub length: usize,
 }
 
 impl PrefixIndex {
-    /// At most so many hashes of each engine and of all. Each takes about 110 bytes.
+    /// Bounds the hashes of each engine and of all engines. A hash takes about 110 bytes.
     pub(crate) fn new(per_engine: usize, total: usize) -> Self {
-        let mixed = Mixed(seed());
-        let (engines, holders) = (HashMap::with_hasher(mixed), HashMap::with_hasher(mixed));
-        Self { engines, holders, mixed, per_engine, total, held: 0, fat: BinaryHeap::new() }
+        let hash_builder = MixHashBuilder(seed());
+        let (engines, holders) = (HashMap::with_hasher(hash_builder), HashMap::with_hasher(hash_builder));
+        Self { engines, holders, hash_builder, per_engine, total, len: 0, above_share: BinaryHeap::new() }
     }
 
-    /// Changes the bounds; what is over them goes, of the engines that hold most.
+    /// Changes the bounds, and evicts from the largest engines what exceeds them.
     pub(crate) fn set_bounds(&mut self, per_engine: usize, total: usize) {
         (self.per_engine, self.total) = (per_engine, total);
-        let sum = |most: usize| self.engines.values().map(|held| held.len().min(most)).sum::<usize>();
-        // The most that all may keep alike, and who may keep one more.
+        let sum = |most: usize| self.engines.values().map(|lru| lru.len().min(most)).sum::<usize>();
+        // The largest size that all engines may keep, and the number of engines that may keep one more.
         let (mut most, mut over) = (0, per_engine + 1);
         while over - most > 1 {
             let middle = most + (over - most) / 2;
             if sum(middle) <= total { most = middle } else { over = middle }
         }
         let mut spare = if most == per_engine { 0 } else { total - sum(most) };
-        for (&engine, held) in &mut self.engines {
-            let one_more = spare > 0 && held.len() > most;
+        for (&engine, lru) in &mut self.engines {
+            let one_more = spare > 0 && lru.len() > most;
             spare -= usize::from(one_more);
-            while held.len() > most + usize::from(one_more) {
-                let Some(oldest) = held.evict() else { break };
-                self.held -= 1;
+            while lru.len() > most + usize::from(one_more) {
+                let Some(oldest) = lru.evict() else { break };
+                self.len -= 1;
                 release(&mut self.holders, engine, oldest);
             }
         }
-        self.engines.retain(|_, held| held.len() > 0);
+        self.engines.retain(|_, lru| lru.len() > 0);
     }
 
-    /// Hashes of one engine at most.
+    /// Maximum hashes of one engine.
     pub(crate) fn per_engine(&self) -> usize {
         self.per_engine
     }
 
-    /// Hashes of all engines.
+    /// Current hashes of all engines.
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
-        self.held
+        self.len
     }
 
-    /// Hashes of one engine.
+    /// Current hashes of one engine.
     #[cfg(test)]
     pub(crate) fn len_of(&self, engine: u32) -> usize {
-        self.engines.get(&engine).map_or(0, Held::len)
+        self.engines.get(&engine).map_or(0, HashLru::len)
     }
 
-    /// The engine holds this prompt now, and has just used it.
+    /// Adds a prompt that the engine has just used.
     pub(crate) fn add(&mut self, engine: u32, prefix: &[u64]) {
-        // What does not fit would push its own beginning out.
+        // Hashes beyond the bound would evict the prompt's own beginning.
         let prefix = &prefix[..prefix.len().min(self.per_engine)];
         for &hash in prefix.iter().rev() {
             self.add_one(engine, hash);
         }
     }
 
-    /// The engine holds this hash now, and has just used it.
+    /// Adds a hash that the engine has just used.
     pub(crate) fn add_one(&mut self, engine: u32, hash: u64) {
-        let held = self.engines.entry(engine).or_insert_with(|| Held::new(self.mixed));
-        if held.touch(hash) {
+        let lru = self.engines.entry(engine).or_insert_with(|| HashLru::new(self.hash_builder));
+        if lru.touch(hash) {
             return;
         }
-        let own = held.len();
+        let own = lru.len();
         if own >= self.per_engine {
             self.evict(engine);
-        } else if self.held >= self.total {
+        } else if self.len >= self.total {
             let share = (self.total / self.engines.len()).max(1);
-            let from = if own >= share { Some(engine) } else { self.fattest(share) };
+            let from = if own >= share { Some(engine) } else { self.largest_above_share(share) };
             from.into_iter().for_each(|from| self.evict(from));
         }
-        let held = self.engines.entry(engine).or_insert_with(|| Held::new(self.mixed));
-        if self.held < self.total && held.len() < self.per_engine {
-            held.insert(hash);
-            self.held += 1;
+        let lru = self.engines.entry(engine).or_insert_with(|| HashLru::new(self.hash_builder));
+        if self.len < self.total && lru.len() < self.per_engine {
+            lru.insert(hash);
+            self.len += 1;
             self.holders.entry(hash).or_default().push(engine);
         }
     }
 
-    /// An engine that holds more than an equal share: the one that held most of them when all were last looked at, less
-    /// what was taken from it since. All are looked at only when none of those is left, because a look at a thousand for
-    /// each hash would cost more than the choice that it serves.
-    fn fattest(&mut self, share: usize) -> Option<u32> {
+    /// The largest engine above an equal share, by the last scan less the evictions since. A new scan happens only
+    /// when no engine of the last one is left. A scan of a thousand engines per hash would cost more than the
+    /// choice that it serves.
+    fn largest_above_share(&mut self, share: usize) -> Option<u32> {
         for fresh in [false, true] {
             if fresh {
-                let held = self.engines.iter().map(|(&engine, held)| (held.len(), engine));
-                self.fat = held.filter(|(length, _)| *length > share).collect();
+                let sizes = self.engines.iter().map(|(&engine, lru)| (lru.len(), engine));
+                self.above_share = sizes.filter(|(length, _)| *length > share).collect();
             }
-            while let Some((length, engine)) = self.fat.pop() {
-                let now = self.engines.get(&engine).map_or(0, Held::len);
+            while let Some((length, engine)) = self.above_share.pop() {
+                let now = self.engines.get(&engine).map_or(0, HashLru::len);
                 if now > share {
-                    self.fat.push((now, engine));
+                    self.above_share.push((now, engine));
                     if now == length {
                         return Some(engine);
                     }
                 }
             }
         }
-        // Nobody has more than a share, so nobody has less than one less.
-        self.engines.iter().max_by_key(|(_, held)| held.len()).map(|(&engine, _)| engine)
+        // No engine exceeds its share, so all sizes are nearly equal. Evict from the largest.
+        self.engines.iter().max_by_key(|(_, lru)| lru.len()).map(|(&engine, _)| engine)
     }
 
-    /// Forgets what an engine used longest ago.
+    /// Evicts an engine's least recently used hash.
     fn evict(&mut self, engine: u32) {
-        let Some(held) = self.engines.get_mut(&engine) else { return };
-        let oldest = held.evict();
-        if held.len() == 0 {
+        let Some(lru) = self.engines.get_mut(&engine) else { return };
+        let oldest = lru.evict();
+        if lru.len() == 0 {
             self.engines.remove(&engine);
         }
         if let Some(oldest) = oldest {
-            self.held -= 1;
+            self.len -= 1;
             release(&mut self.holders, engine, oldest);
         }
     }
 
-    /// The engine does not hold this hash any more.
+    /// Removes a hash that the engine no longer caches.
     fn remove(&mut self, engine: u32, hash: u64) {
-        if self.engines.get_mut(&engine).is_some_and(|held| held.remove(hash)) {
-            self.held -= 1;
+        if self.engines.get_mut(&engine).is_some_and(|lru| lru.remove(hash)) {
+            self.len -= 1;
             release(&mut self.holders, engine, hash);
         }
     }
 
-    /// Takes what an engine has said, in its order.
-    pub(crate) fn change(&mut self, engine: u32, changes: &[Change]) {
+    /// Applies an engine's reported changes, in order.
+    pub(crate) fn change(&mut self, engine: u32, changes: &[CacheChange]) {
         for change in changes {
             match *change {
-                Change::Added(hash) => self.add_one(engine, hash),
-                Change::Removed(hash) => self.remove(engine, hash),
+                CacheChange::Added(hash) => self.add_one(engine, hash),
+                CacheChange::Removed(hash) => self.remove(engine, hash),
             }
         }
     }
 
-    /// Forgets at most so many hashes of an engine, the least recently used first; whether none is left.
+    /// Evicts at most `most` hashes of an engine, the least recently used first. Returns whether none is left.
     pub(crate) fn forget_some(&mut self, engine: u32, most: usize) -> bool {
         (0..most).for_each(|_| self.evict(engine));
         !self.engines.contains_key(&engine)
     }
 
-    /// The engine holds nothing any more.
+    /// Removes all hashes of an engine.
     #[cfg(test)]
     pub(crate) fn forget(&mut self, engine: u32) {
         while !self.forget_some(engine, usize::from(u16::MAX)) {}
     }
 
-    /// Hashes of the list that an engine holds, from the first.
+    /// Number of cached hashes of the list, from the first.
     pub(crate) fn length(&self, engine: u32, prefix: &[u64]) -> usize {
-        let (Some(held), Some((first, rest))) = (self.engines.get(&engine), prefix.split_first()) else {
+        let (Some(lru), Some((first, rest))) = (self.engines.get(&engine), prefix.split_first()) else {
             return 0;
         };
-        // Of many engines most hold nothing of a prompt, and one look says so.
-        if held.contains(*first) { 1 + rest.partition_point(|&hash| held.contains(hash)) } else { 0 }
+        // Most engines have no part of a prompt, and one lookup shows it.
+        if lru.contains(*first) { 1 + rest.partition_point(|&hash| lru.contains(hash)) } else { 0 }
     }
 
-    /// The engine that holds most of the list, of those that have a load; the least loaded of equals.
+    /// The engine with the longest match, of the engines that have a load; of equals the least loaded.
     ///
-    /// Looks at a logarithmic number of hashes and a bounded number of engines for each.
-    pub(crate) fn longest(&self, prefix: &[u64], load: impl Fn(u32) -> Option<u64>) -> Option<Match> {
+    /// The search examines a logarithmic number of hashes, and for each a bounded number of engines.
+    pub(crate) fn longest(&self, prefix: &[u64], load: impl Fn(u32) -> Option<u64>) -> Option<PrefixMatch> {
         let holder = |hash: &u64| -> Option<u32> {
-            let engines = self.holders.get(hash)?.iter().take(HOLDERS_LOOKED_AT);
+            let engines = self.holders.get(hash)?.iter().take(HOLDERS_EXAMINED_MAX);
             engines.filter_map(|&engine| Some((load(engine)?, engine))).min().map(|(_, engine)| engine)
         };
         let has_holder = |hash: &u64| -> bool {
             let engines = self.holders.get(hash).map(Vec::as_slice).unwrap_or_default();
-            engines.iter().take(HOLDERS_LOOKED_AT).any(|&engine| load(engine).is_some())
+            engines.iter().take(HOLDERS_EXAMINED_MAX).any(|&engine| load(engine).is_some())
         };
         let length = prefix.partition_point(has_holder);
         let last = prefix.get(length.checked_sub(1)?)?;
-        holder(last).map(|engine| Match { engine, length })
+        holder(last).map(|engine| PrefixMatch { engine, length })
     }
 }
 
-fn release(holders: &mut HashMap<u64, Vec<u32>, Mixed>, engine: u32, hash: u64) {
+fn release(holders: &mut HashMap<u64, Vec<u32>, MixHashBuilder>, engine: u32, hash: u64) {
     let Some(engines) = holders.get_mut(&hash) else { return };
     engines.retain(|&other| other != engine);
     if engines.is_empty() {
@@ -234,23 +233,23 @@ fn release(holders: &mut HashMap<u64, Vec<u32>, Mixed>, engine: u32, hash: u64) 
     }
 }
 
-/// Hashes hashes: one multiplication with a secret, because clients can choose what is hashed.
+/// Hashes hashes by one multiplication with a secret, because clients control the hashed values.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Mixed(u64);
+pub(crate) struct MixHashBuilder(u64);
 
-impl BuildHasher for Mixed {
-    type Hasher = MixedHasher;
+impl BuildHasher for MixHashBuilder {
+    type Hasher = MixHasher;
 
-    fn build_hasher(&self) -> MixedHasher {
-        MixedHasher(self.0)
+    fn build_hasher(&self) -> MixHasher {
+        MixHasher(self.0)
     }
 }
 
-/// One number in, one `u64` out.
+/// Hashes one number to one `u64`.
 #[derive(Debug)]
-pub(crate) struct MixedHasher(u64);
+pub(crate) struct MixHasher(u64);
 
-impl Hasher for MixedHasher {
+impl Hasher for MixHasher {
     fn finish(&self) -> u64 {
         self.0
     }
@@ -276,7 +275,7 @@ impl Hasher for MixedHasher {
 
 fn seed() -> u64 {
     let mut bytes = [0; 8];
-    // Without a source of randomness a client could make look-ups slow, and that is all.
+    // Without a source of randomness a client could slow down lookups, with no other effect.
     let _ = getrandom::fill(&mut bytes);
     u64::from_ne_bytes(bytes)
 }
@@ -300,16 +299,19 @@ mod tests {
         };
         let found = |index: &PrefixIndex, prefix: &[u64], of| index.longest(prefix, loads(of));
         let all: &[_] = &[(1, 5), (2, 9), (3, 0)];
-        assert_eq!(found(&index, &[1, 2, 3, 4, 5, 6], all), Some(Match { engine: 2, length: 5 }));
-        assert_eq!(found(&index, &[1, 2, 3, 4, 7], all), Some(Match { engine: 1, length: 4 }));
-        assert_eq!(found(&index, &[1, 2, 9], all), Some(Match { engine: 3, length: 2 }));
-        assert_eq!(found(&index, &[1, 2, 3, 4, 5], &[(1, 5), (3, 0)]), Some(Match { engine: 1, length: 4 }));
+        assert_eq!(found(&index, &[1, 2, 3, 4, 5, 6], all), Some(PrefixMatch { engine: 2, length: 5 }));
+        assert_eq!(found(&index, &[1, 2, 3, 4, 7], all), Some(PrefixMatch { engine: 1, length: 4 }));
+        assert_eq!(found(&index, &[1, 2, 9], all), Some(PrefixMatch { engine: 3, length: 2 }));
+        assert_eq!(
+            found(&index, &[1, 2, 3, 4, 5], &[(1, 5), (3, 0)]),
+            Some(PrefixMatch { engine: 1, length: 4 })
+        );
         assert_eq!(found(&index, &[9], all), None);
         assert_eq!(found(&index, &[], all), None);
         assert_eq!(index.length(2, &[1, 2, 3, 4, 5, 6]), 5);
         index.forget(2);
         assert_eq!(index.length(2, &[1, 2, 3]), 0);
-        assert_eq!(found(&index, &[1, 2, 3, 4, 5], all), Some(Match { engine: 1, length: 4 }));
+        assert_eq!(found(&index, &[1, 2, 3, 4, 5], all), Some(PrefixMatch { engine: 1, length: 4 }));
     }
 
     #[test]
@@ -355,7 +357,7 @@ mod tests {
             assert_eq!(length, index.len_of(engine), "what is left is a beginning");
             assert!(length >= 25, "engine {engine} has {length}");
         }
-        // More engines than hashes: each newcomer has one, in the place of another's.
+        // More engines than hashes: each new engine has one hash, which another engine loses.
         let mut index = PrefixIndex::new(100, 4);
         for engine in 0..20 {
             index.add(engine, &prompt(engine));
@@ -395,29 +397,29 @@ mod tests {
     }
 
     #[derive(Clone, Debug)]
-    enum Op {
+    enum IndexOp {
         Add(u32, u64),
         Remove(u32, u64),
         Forget(u32),
     }
 
-    fn op() -> impl Strategy<Value = Op> {
+    fn op() -> impl Strategy<Value = IndexOp> {
         prop_oneof![
-            8 => (0..4_u32, 0..30_u64).prop_map(|(e, h)| Op::Add(e, h)),
-            2 => (0..4_u32, 0..30_u64).prop_map(|(e, h)| Op::Remove(e, h)),
-            1 => (0..4_u32).prop_map(Op::Forget),
+            8 => (0..4_u32, 0..30_u64).prop_map(|(e, h)| IndexOp::Add(e, h)),
+            2 => (0..4_u32, 0..30_u64).prop_map(|(e, h)| IndexOp::Remove(e, h)),
+            1 => (0..4_u32).prop_map(IndexOp::Forget),
         ]
     }
 
     proptest! {
-        /// Against lists that are searched from end to end.
+        /// Compared with lists that are searched from end to end.
         #[test]
         fn it_is_an_lru_list_for_each_engine(ops in prop::collection::vec(op(), 0..300)) {
             let mut index = PrefixIndex::new(8, 1000);
             let mut model: Model<u32, VecDeque<u64>> = Model::new();
             for op in ops {
                 match op {
-                    Op::Add(engine, hash) => {
+                    IndexOp::Add(engine, hash) => {
                         index.add_one(engine, hash);
                         let list = model.entry(engine).or_default();
                         list.retain(|&h| h != hash);
@@ -426,11 +428,11 @@ mod tests {
                             list.pop_front();
                         }
                     }
-                    Op::Remove(engine, hash) => {
+                    IndexOp::Remove(engine, hash) => {
                         index.remove(engine, hash);
                         model.entry(engine).or_default().retain(|&h| h != hash);
                     }
-                    Op::Forget(engine) => {
+                    IndexOp::Forget(engine) => {
                         index.forget(engine);
                         model.remove(&engine);
                     }

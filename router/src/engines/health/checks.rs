@@ -1,47 +1,47 @@
-//! What the answers to `GET /health` say of an engine in the long run. Pure.
+//! The record of an engine's replies to `GET /health`. Pure.
 //!
 //! ```text
-//! Up ── `unhealthy` bad answers in a row ──▶ Down
-//! Up ◀── `healthy` good answers in a row ─── Down
+//! Up ── `unhealthy` bad replies in a row ──▶ Down
+//! Up ◀── `healthy` good replies in a row ─── Down
 //! ```
 //!
-//! An engine nobody has asked yet is up: a router that has just started does not refuse its first requests.
+//! An engine without any check is up, so a router that has just started refuses no requests.
 
-/// How many answers in a row change the mind.
+/// Replies in a row that change the record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Terms {
-    /// Good ones, for an engine that is down.
+pub(crate) struct CheckTerms {
+    /// Good replies, for an engine that is down.
     pub healthy: u32,
-    /// Bad ones, for an engine that is up.
+    /// Bad replies, for an engine that is up.
     pub unhealthy: u32,
 }
 
 /// One engine's record.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub(crate) struct Checks {
-    down: bool,
-    /// Answers in a row that speak against what is believed.
-    against: u32,
+pub(crate) struct CheckRecord {
+    is_down: bool,
+    /// Replies in a row that contradict the current value.
+    contrary: u32,
 }
 
-impl Checks {
+impl CheckRecord {
     pub(crate) fn is_down(&self) -> bool {
-        self.down
+        self.is_down
     }
 
-    /// One more answer.
-    pub(crate) fn answered(&mut self, good: bool, terms: &Terms) {
-        if good != self.down {
-            self.against = 0;
+    /// Records one reply.
+    pub(crate) fn answered(&mut self, good: bool, terms: &CheckTerms) {
+        if good != self.is_down {
+            self.contrary = 0;
             return;
         }
-        self.against += 1;
-        if self.against >= if self.down { terms.healthy } else { terms.unhealthy } {
-            *self = Self { down: !self.down, against: 0 };
+        self.contrary += 1;
+        if self.contrary >= if self.is_down { terms.healthy } else { terms.unhealthy } {
+            *self = Self { is_down: !self.is_down, contrary: 0 };
         }
     }
 
-    /// Nobody asks any more: what was believed is worth nothing.
+    /// Resets the record when checks are disabled.
     pub(crate) fn forget(&mut self) {
         *self = Self::default();
     }
@@ -53,9 +53,9 @@ mod tests {
 
     #[test]
     fn it_changes_its_mind_exactly_when_the_last_answers_in_a_row_say_so() {
-        let terms = Terms { healthy: 2, unhealthy: 3 };
+        let terms = CheckTerms { healthy: 2, unhealthy: 3 };
         for answers in 0..1_u32 << 12 {
-            let (mut checks, mut down) = (Checks::default(), false);
+            let (mut checks, mut down) = (CheckRecord::default(), false);
             let mut run: (bool, u32) = (true, 0);
             for at in 0..12 {
                 let good = answers >> at & 1 == 1;

@@ -1,7 +1,7 @@
-//! What an engine says of its own load, read from its `/metrics`. Pure.
+//! An engine's reported load, read from its `/metrics`. Pure.
 //!
-//! vLLM's names, which Baton's engines use too. Samples of several ranks or models are added up; the cache's
-//! usage is that of the fullest.
+//! The names are vLLM's, which Baton's engines use too. Samples of several ranks or models are added up. The
+//! cache's usage is the maximum.
 
 use std::time::{Duration, Instant};
 
@@ -19,14 +19,14 @@ pub(crate) struct EngineLoad {
 }
 
 impl EngineLoad {
-    /// Reads Prometheus text; `None` where neither count is in it.
+    /// Reads Prometheus text; `None` if it contains neither count.
     pub(crate) fn read(text: &str, at: Instant) -> Option<Self> {
         let mut load = Self { running: 0, waiting: 0, kv_usage: 0.0, at };
         let mut found = false;
         for line in text.lines() {
             let Some(rest) = line.strip_prefix("vllm:") else { continue };
             let name = rest.split(['{', ' ']).next().unwrap_or_default();
-            // The label values of these three hold no space; what follows the last one is the value.
+            // The label values of these three have no space, so the value follows the last space.
             let value =
                 || line.rsplit(' ').next().and_then(|text| text.parse::<f32>().ok()).filter(|v| *v >= 0.0);
             match name {
@@ -47,7 +47,7 @@ impl EngineLoad {
         found.then_some(load)
     }
 
-    /// The reading, unless it is too old to say anything.
+    /// The load, unless it is stale.
     pub(crate) fn fresh(self, now: Instant, stale: Duration) -> Option<Self> {
         (now.saturating_duration_since(self.at) <= stale).then_some(self)
     }

@@ -1,49 +1,49 @@
-//! Which engines of a pool are so much worse than the others that they are left out for a while. Pure.
+//! Detection of outliers: engines that are so much worse than their pool that they are ejected for a time. Pure.
 //!
-//! Every interval each engine's answers are compared with those of the others together:
+//! Every interval each engine's replies are compared with those of all others together:
 //!
-//! - *failures*: its rate is over `failure_percent` and at least twice the others';
-//! - *latency*: its mean time to the first byte is over `latency_factor` times the others' median.
+//! - *failures*: its rate exceeds `failure_percent` and is at least twice the others';
+//! - *latency*: its mean time to the first byte exceeds `latency_factor` times the others' median.
 //!
-//! A pool in which everybody fails alike has no outlier: it is the requests, or something that all depend on.
+//! A pool in which all engines fail alike has no outlier: the cause is the requests, or a shared dependency.
 //!
-//! Invariants: at most `max_ejected_percent` of a pool is left out at once, and never its last engine.
+//! Invariants: at most `max_ejected_percent` of a pool is ejected at once, and never its last engine.
 
-/// When an engine is an outlier.
+/// Criteria of an outlier.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Terms {
-    /// Answers in an interval below which nothing is concluded.
+pub(crate) struct OutlierTerms {
+    /// Minimum replies in an interval for a conclusion.
     pub requests_min: u64,
-    /// Of its answers.
+    /// Maximum share of failures.
     pub failure_percent: u64,
-    /// Times the others' median; 0: not looked at.
+    /// Multiple of the others' median; 0: disabled.
     pub latency_factor: f64,
-    /// Of a pool.
+    /// Maximum share of a pool.
     pub max_ejected_percent: usize,
 }
 
-/// What one engine did in one interval.
+/// Outcomes of one engine in one interval.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Sample {
+pub(crate) struct OutlierSample {
     pub answers: u64,
     pub failures: u64,
-    /// Sum over its good answers.
+    /// Sum over its successful replies.
     pub latency_us: u64,
-    /// It is left out already, for this or for another reason.
-    pub out: bool,
+    /// The engine is out of rotation already, for any reason.
+    pub is_excluded: bool,
 }
 
-impl Sample {
+impl OutlierSample {
     fn mean_latency_us(&self) -> Option<u64> {
         self.latency_us.checked_div(self.answers - self.failures)
     }
 }
 
-/// The pool's outliers, worst first, by index.
-pub(crate) fn outliers(pool: &[Sample], terms: &Terms) -> Vec<usize> {
-    let out = pool.iter().filter(|sample| sample.out).count();
+/// The indexes of the pool's outliers, worst first.
+pub(crate) fn outliers(pool: &[OutlierSample], terms: &OutlierTerms) -> Vec<usize> {
+    let out = pool.iter().filter(|sample| sample.is_excluded).count();
     let allowed = (pool.len() * terms.max_ejected_percent / 100).max(1).min(pool.len().saturating_sub(1));
-    let all = All::of(pool);
+    let all = PoolTotals::of(pool);
     let mut found: Vec<(u64, usize)> =
         (0..pool.len()).filter_map(|at| Some((score(pool[at], &all, terms)?, at))).collect();
     found.sort_unstable_by(|a, b| b.cmp(a));
@@ -51,24 +51,24 @@ pub(crate) fn outliers(pool: &[Sample], terms: &Terms) -> Vec<usize> {
     found.into_iter().map(|(_, at)| at).collect()
 }
 
-/// What all engines of a pool did that are not left out, so that each is compared with the others at no cost of theirs.
-struct All {
+/// Sums over all engines in rotation, so that each engine is compared with the others in constant time.
+struct PoolTotals {
     answers: u64,
     failures: u64,
-    /// Of each that has one, ascending.
+    /// The means of all engines that have one, ascending.
     means: Vec<u64>,
 }
 
-impl All {
-    fn of(pool: &[Sample]) -> Self {
-        let of = || pool.iter().filter(|sample| !sample.out);
+impl PoolTotals {
+    fn of(pool: &[OutlierSample]) -> Self {
+        let of = || pool.iter().filter(|sample| !sample.is_excluded);
         let (answers, failures) = of().fold((0, 0), |sum, s| (sum.0 + s.answers, sum.1 + s.failures));
-        let mut means: Vec<u64> = of().filter_map(Sample::mean_latency_us).collect();
+        let mut means: Vec<u64> = of().filter_map(OutlierSample::mean_latency_us).collect();
         means.sort_unstable();
         Self { answers, failures, means }
     }
 
-    /// The median of the means but for one of them.
+    /// The median of all means without one of them.
     fn median_without(&self, mean: u64) -> Option<u64> {
         let own = self.means.partition_point(|one| *one < mean);
         let median = self.means.len().checked_sub(1)? / 2;
@@ -76,9 +76,9 @@ impl All {
     }
 }
 
-/// How bad it is, in thousandths of failures; `None` when it is no outlier.
-fn score(one: Sample, all: &All, terms: &Terms) -> Option<u64> {
-    if one.out || one.answers < terms.requests_min.max(1) {
+/// How bad an engine is, in thousandths of failures; `None` if it is no outlier.
+fn score(one: OutlierSample, all: &PoolTotals, terms: &OutlierTerms) -> Option<u64> {
+    if one.is_excluded || one.answers < terms.requests_min.max(1) {
         return None;
     }
     let (answers, failures) = (all.answers - one.answers, all.failures - one.failures);
@@ -95,7 +95,7 @@ fn score(one: Sample, all: &All, terms: &Terms) -> Option<u64> {
     }
     let mean = one.mean_latency_us()?;
     let slow = mean as f64 > terms.latency_factor * all.median_without(mean)?.max(1) as f64;
-    // Slower than failing, whatever the factor: failures are worse than waiting.
+    // A slow engine ranks below all failing ones, whatever the factor.
     slow.then_some(1)
 }
 
@@ -103,11 +103,11 @@ fn score(one: Sample, all: &All, terms: &Terms) -> Option<u64> {
 mod tests {
     use super::*;
 
-    const TERMS: Terms =
-        Terms { requests_min: 10, failure_percent: 30, latency_factor: 4.0, max_ejected_percent: 50 };
+    const TERMS: OutlierTerms =
+        OutlierTerms { requests_min: 10, failure_percent: 30, latency_factor: 4.0, max_ejected_percent: 50 };
 
-    fn sample(answers: u64, failures: u64) -> Sample {
-        Sample { answers, failures, latency_us: (answers - failures) * 1000, out: false }
+    fn sample(answers: u64, failures: u64) -> OutlierSample {
+        OutlierSample { answers, failures, latency_us: (answers - failures) * 1000, is_excluded: false }
     }
 
     #[test]
@@ -130,16 +130,16 @@ mod tests {
 
     #[test]
     fn the_one_that_is_far_slower_than_the_others_is_left_out_only_if_asked_for() {
-        let slow = Sample { latency_us: 100 * 9000, ..sample(100, 0) };
+        let slow = OutlierSample { latency_us: 100 * 9000, ..sample(100, 0) };
         let pool = [sample(100, 0), sample(100, 0), slow];
         assert_eq!(outliers(&pool, &TERMS), [2]);
-        assert_eq!(outliers(&pool, &Terms { latency_factor: 0.0, ..TERMS }), Vec::<usize>::new());
+        assert_eq!(outliers(&pool, &OutlierTerms { latency_factor: 0.0, ..TERMS }), Vec::<usize>::new());
     }
 
     #[test]
     fn the_median_of_the_others_is_that_of_a_list_without_the_one() {
         for means in [vec![5], vec![1, 2], vec![1, 1, 3], vec![1, 2, 2, 9], vec![4, 4, 4, 4, 7]] {
-            let all = All { answers: 0, failures: 0, means: means.clone() };
+            let all = PoolTotals { answers: 0, failures: 0, means: means.clone() };
             for at in 0..means.len() {
                 let mut others = means.clone();
                 let own = others.remove(at);
@@ -153,21 +153,21 @@ mod tests {
         for size in 1..7_usize {
             for kinds in 0..3_usize.pow(u32::try_from(size).expect("small")) {
                 let kind = |at: usize| kinds / 3_usize.pow(u32::try_from(at).expect("small")) % 3;
-                let pool: Vec<Sample> = (0..size)
+                let pool: Vec<OutlierSample> = (0..size)
                     .map(|at| match kind(at) {
                         0 => sample(100, 0),
                         1 => sample(100, 100),
-                        _ => Sample { out: true, ..sample(100, 100) },
+                        _ => OutlierSample { is_excluded: true, ..sample(100, 100) },
                     })
                     .collect();
                 for max_ejected_percent in [0, 10, 50, 100] {
-                    let chosen = outliers(&pool, &Terms { max_ejected_percent, ..TERMS });
-                    let before = pool.iter().filter(|s| s.out).count();
+                    let chosen = outliers(&pool, &OutlierTerms { max_ejected_percent, ..TERMS });
+                    let before = pool.iter().filter(|s| s.is_excluded).count();
                     let after = before + chosen.len();
                     assert!(chosen.is_empty() || after < size, "{pool:?}: the last one");
                     let most = (size * max_ejected_percent / 100).max(1);
                     assert!(chosen.is_empty() || after <= most, "{pool:?}: {chosen:?}");
-                    assert!(chosen.iter().all(|at| !pool[*at].out && pool[*at].failures > 0));
+                    assert!(chosen.iter().all(|at| !pool[*at].is_excluded && pool[*at].failures > 0));
                 }
             }
         }

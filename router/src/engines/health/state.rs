@@ -1,81 +1,81 @@
-//! Everything that decides whether an engine is given requests. Pure: time comes in as an argument.
+//! All criteria for whether an engine may receive requests. Pure: the time is an argument.
 //!
 //! ```text
-//!                 ┌ drained: by the configuration, by an operator, or because it says so itself
-//!  for each leg: ─┼ its breaker (`breaker.rs`), from what became of requests
-//!                 ├ a doubt, while it is asked whether it is deaf to everybody or to one request only
+//!                 ┌ drained: by the configuration, by an operator, or by the engine's own report
+//!  for each leg: ─┼ its breaker (`breaker.rs`), from the outcomes of requests
+//!                 ├ a suspicion, while a probe shows whether it ignores all requests or only one
 //!                 ├ an ejection (`outlier.rs`), from a comparison with the pool's others
 //!                 └ its checks (`checks.rs`), from `GET /health`
 //! ```
 //!
-//! The first row that objects decides; see [`Standing`].
+//! The first row that excludes the engine decides; see [`Standing`].
 //!
 //! Invariants:
-//! - Nothing here looks at or changes how many requests an engine has: load is counted elsewhere.
-//! - One request that an engine is deaf to does not make it silent: another source's or a question of the router's
-//!   own must agree. Until then it is the last to be chosen, for as long as one question takes. The same holds of one
-//!   connection that could not be made, unless the host itself says that no process listens.
-//! - An engine from which bytes come is not silent, whatever a question of the router's own came to.
-//! - What was believed ends by itself (ejections, drains that the engine announced) or by an answer of the
-//!   engine (breaker, checks); only an operator's word stays until it is taken back.
+//! - The state neither reads nor changes the number of an engine's requests: load is counted elsewhere.
+//! - One request without a response does not make an engine unresponsive: another source's request or a probe must
+//!   agree. Until then the engine is the last choice, for as long as one probe takes. The same holds for one
+//!   failed connection, unless the host itself reports that no process listens.
+//! - An engine that sends bytes is not unresponsive, whatever the result of a probe.
+//! - Conclusions end by themselves (ejections, drains reported by the engine) or by a reply of the engine
+//!   (breaker, checks). Only an operator's order stays until it is withdrawn.
 
 use std::time::Duration;
 
 use baton_connector::Time;
 
-use super::breaker::{self, Breaker, Event, Sign, State, Why};
-use super::checks::{self, Checks};
-use crate::engines::liveness::Pulse;
+use super::breaker::{self, Breaker, BreakerEvent, BreakerReason, BreakerState, FailureKind};
+use super::checks::{self, CheckRecord};
+use crate::engines::probe::ProbeResult;
 use crate::metrics::Leg;
 
-/// An engine that says that it drains is believed for this long.
-const DRAINS_FOR: Duration = Duration::from_secs(10);
+/// Time for which an engine's report that it drains is valid.
+const DRAINING_TTL: Duration = Duration::from_secs(10);
 /// An ejection grows with each one in a row, up to so many times the first.
 const EJECTIONS_MAX: u32 = 10;
 
-/// Terms of one engine; from the configuration.
+/// Terms of one engine, from the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Terms {
-    pub breaker: breaker::Terms,
-    pub checks: checks::Terms,
-    /// How often a healthy engine is asked; zero: never.
+pub(crate) struct HealthTerms {
+    pub breaker: breaker::BreakerTerms,
+    pub checks: checks::CheckTerms,
+    /// Interval of checks of a healthy engine; zero: no checks.
     pub check_every: Duration,
     /// The first ejection.
     pub ejection: Duration,
-    /// The configuration drains it.
+    /// The configuration drains the engine.
     pub drain: bool,
-    /// What it said of its load is believed for this long.
+    /// Time for which a reported load is valid.
     pub load_stale: Duration,
 }
 
-/// Whether an engine may be given a request, from best to worst.
+/// Whether an engine may receive a request, from best to worst.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub(crate) enum Standing {
     /// Yes.
     Usable = 0,
-    /// One at a time.
+    /// One request at a time.
     Trial = 1,
-    /// Only when there is no other, and the configuration would rather try.
-    Out = 2,
-    /// No: it answers nothing, so each try would cost a whole timeout.
-    Silent = 3,
-    /// No: it is being emptied.
+    /// Only if there is no other engine, and the configuration prefers a try.
+    Ejected = 2,
+    /// No: the engine sends nothing, so each try would cost a whole timeout.
+    Unresponsive = 3,
+    /// No: the engine finishes its requests and gets no new ones.
     Draining = 4,
 }
 
-/// What an operator wants of an engine.
+/// An operator's order for an engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub(crate) enum Order {
-    /// What the configuration says.
+pub(crate) enum OperatorOrder {
+    /// The configuration decides.
     #[default]
     None,
     Drain,
-    /// Use it although the configuration drains it.
+    /// Use the engine although the configuration drains it.
     Undrain,
 }
 
-/// One leg's part.
+/// The state of one leg.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 struct LegHealth {
     breaker: Breaker,
@@ -84,93 +84,96 @@ struct LegHealth {
     ejections: u32,
 }
 
-/// One engine.
+/// The state of one engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub(crate) struct EngineHealth {
+pub(crate) struct HealthState {
     legs: [LegHealth; 2],
-    checks: Checks,
+    checks: CheckRecord,
     /// The next `GET /health` of a healthy engine.
     next_check: Option<Time>,
-    doubt: Option<Doubt>,
+    suspicion: Option<Suspicion>,
     drains_until: Option<Time>,
-    order: Order,
-    /// It has said that it is well, ever.
+    order: OperatorOrder,
+    /// The engine has passed a check at least once.
     is_known: bool,
 }
 
-/// One finding against it, which a question of the router's own is to confirm.
+/// One finding against the engine, which a probe is to confirm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Doubt {
-    /// What it is out for if that is so.
-    sign: Sign,
-    /// Whose request it was deaf to; none where no connection could be made.
+struct Suspicion {
+    /// The failure, if the probe confirms it.
+    kind: FailureKind,
+    /// The source of the request without a response; none where no connection could be made.
     source: Option<u64>,
-    /// The question is on its way.
-    asked: bool,
+    /// The probe is in progress.
+    is_probing: bool,
 }
 
-impl EngineHealth {
-    /// Whether a leg may be given to it.
-    pub(crate) fn standing(&self, leg: Leg, terms: &Terms) -> Standing {
+impl HealthState {
+    /// Whether the engine may receive a leg.
+    pub(crate) fn standing(&self, leg: Leg, terms: &HealthTerms) -> Standing {
         let LegHealth { breaker, ejected_until, .. } = &self.legs[leg as usize];
         if self.drains(terms) {
             return Standing::Draining;
         }
         match breaker.state() {
-            State::Open { why: Why::Silent, .. } | State::Asking { why: Why::Silent, .. } => Standing::Silent,
-            State::Open { .. } | State::Asking { .. } => Standing::Out,
-            _ if self.doubt.is_some() => Standing::Out,
-            _ if self.checks.is_down() || ejected_until.is_some() => Standing::Out,
-            State::Trial { .. } => Standing::Trial,
-            State::Closed { .. } => Standing::Usable,
+            BreakerState::Open { reason: BreakerReason::Unresponsive, .. }
+            | BreakerState::Probing { reason: BreakerReason::Unresponsive, .. } => Standing::Unresponsive,
+            BreakerState::Open { .. } | BreakerState::Probing { .. } => Standing::Ejected,
+            _ if self.suspicion.is_some() => Standing::Ejected,
+            _ if self.checks.is_down() || ejected_until.is_some() => Standing::Ejected,
+            BreakerState::Trial { .. } => Standing::Trial,
+            BreakerState::Closed { .. } => Standing::Usable,
         }
     }
 
-    fn drains(&self, terms: &Terms) -> bool {
+    fn drains(&self, terms: &HealthTerms) -> bool {
         match self.order {
-            Order::Drain => true,
-            Order::Undrain => self.drains_until.is_some(),
-            Order::None => terms.drain || self.drains_until.is_some(),
+            OperatorOrder::Drain => true,
+            OperatorOrder::Undrain => self.drains_until.is_some(),
+            OperatorOrder::None => terms.drain || self.drains_until.is_some(),
         }
     }
 
-    /// For people: every reason why it is not simply usable.
-    pub(crate) fn reasons(&self, terms: &Terms) -> Vec<&'static str> {
+    /// All reasons why the engine is not simply usable, as text.
+    pub(crate) fn reasons(&self, terms: &HealthTerms) -> Vec<&'static str> {
         self.reasons_in(&Leg::BOTH, terms)
     }
 
-    /// The same in one leg.
-    pub(crate) fn reasons_of(&self, leg: Leg, terms: &Terms) -> Vec<&'static str> {
+    /// The same for one leg.
+    pub(crate) fn reasons_of(&self, leg: Leg, terms: &HealthTerms) -> Vec<&'static str> {
         self.reasons_in(&[leg], terms)
     }
 
-    fn reasons_in(&self, legs: &[Leg], terms: &Terms) -> Vec<&'static str> {
+    fn reasons_in(&self, legs: &[Leg], terms: &HealthTerms) -> Vec<&'static str> {
         let mut reasons = Vec::new();
         match self.order {
-            Order::Drain => reasons.push("drained by an operator"),
-            Order::None if terms.drain => reasons.push("drained by the configuration"),
+            OperatorOrder::Drain => reasons.push("drained by an operator"),
+            OperatorOrder::None if terms.drain => reasons.push("drained by the configuration"),
             _ if self.drains_until.is_some() => reasons.push("reports that it drains"),
-            Order::Undrain | Order::None => {}
+            OperatorOrder::Undrain | OperatorOrder::None => {}
         }
         for leg in legs {
             let LegHealth { breaker, ejected_until, .. } = &self.legs[*leg as usize];
-            let why = match breaker.state() {
-                State::Closed { .. } => None,
-                State::Open { why, .. } | State::Asking { why, .. } | State::Trial { why, .. } => {
-                    Some(why.label())
-                }
+            let reason = match breaker.state() {
+                BreakerState::Closed { .. } => None,
+                BreakerState::Open { reason, .. }
+                | BreakerState::Probing { reason, .. }
+                | BreakerState::Trial { reason, .. } => Some(reason.label()),
             };
-            reasons.extend(why);
+            reasons.extend(reason);
             reasons.extend(ejected_until.map(|_| match leg {
                 Leg::Prefill => "ejected from prefill",
                 Leg::Decode => "ejected from decode",
             }));
         }
-        if let Some(doubt) = &self.doubt {
-            reasons.push(match doubt.sign {
-                Sign::Unreachable => "a connection could not be made, and it is asked again",
-                Sign::Nameless => "its name could not be looked up, and it is asked again",
-                Sign::Silent | Sign::Trouble | Sign::Suspect(_) => "did not answer, and is asked again",
+        if let Some(suspicion) = &self.suspicion {
+            reasons.push(match suspicion.kind {
+                FailureKind::Unreachable => "a connection could not be made, and it is asked again",
+                FailureKind::Unresolved => "its name could not be looked up, and it is asked again",
+                FailureKind::Unresponsive | FailureKind::EngineFault | FailureKind::PossibleFault(_) => {
+                    "did not answer, and is asked again"
+                }
             });
         }
         if self.checks.is_down() {
@@ -180,182 +183,192 @@ impl EngineHealth {
         reasons
     }
 
-    pub(crate) fn breaker(&self, leg: Leg) -> State {
+    pub(crate) fn breaker(&self, leg: Leg) -> BreakerState {
         self.legs[leg as usize].breaker.state()
     }
 
-    /// Whether anybody is known to live there. Where nobody asks for health, that is taken for granted.
-    pub(crate) fn is_known(&self, terms: &Terms) -> bool {
+    /// Whether an engine is known to exist at this address. Without health checks this is assumed.
+    pub(crate) fn is_known(&self, terms: &HealthTerms) -> bool {
         self.is_known || terms.check_every.is_zero()
     }
 
-    /// It answered a request of this leg, well and to the end.
-    pub(crate) fn answered(&mut self, leg: Leg, now: Time, terms: &Terms) {
-        self.doubt = None;
-        self.is_there(now, terms);
-        self.legs[leg as usize].breaker.apply(Event::Answered, now, &terms.breaker);
+    /// Records that the engine completed a request of this leg.
+    pub(crate) fn completed(&mut self, leg: Leg, now: Time, terms: &HealthTerms) {
+        self.suspicion = None;
+        self.record_life(now, terms);
+        self.legs[leg as usize].breaker.apply(BreakerEvent::Completed, now, &terms.breaker);
     }
 
-    /// It sent the head of an answer, or refused a request.
-    pub(crate) fn spoke(&mut self, now: Time, terms: &Terms) {
-        self.doubt = None;
-        self.is_there(now, terms);
+    /// Records that the engine sent a response head or refused a request.
+    pub(crate) fn responded(&mut self, now: Time, terms: &HealthTerms) {
+        self.suspicion = None;
+        self.record_life(now, terms);
     }
 
-    /// What shows that it is there holds for both legs, as what shows the contrary does.
-    fn is_there(&mut self, now: Time, terms: &Terms) {
+    /// A sign of life holds for both legs, as a sign of the contrary does.
+    fn record_life(&mut self, now: Time, terms: &HealthTerms) {
         for one in &mut self.legs {
-            one.breaker.apply(Event::Spoke, now, &terms.breaker);
+            one.breaker.apply(BreakerEvent::Responded, now, &terms.breaker);
         }
     }
 
-    /// A request of this source got no answer from it, nor to the questions whether it lives.
-    pub(crate) fn deaf(&mut self, leg: Leg, source: u64, now: Time, terms: &Terms) {
-        match self.doubt {
-            Some(Doubt { source: Some(other), .. }) if other != source => {
-                self.doubt = None;
-                self.failed(leg, Sign::Silent, now, terms);
+    /// Records that a request of this source got no response, and the liveness probes no reply.
+    pub(crate) fn unresponsive(&mut self, leg: Leg, source: u64, now: Time, terms: &HealthTerms) {
+        match self.suspicion {
+            Some(Suspicion { source: Some(other), .. }) if other != source => {
+                self.suspicion = None;
+                self.failed(leg, FailureKind::Unresponsive, now, terms);
             }
             Some(_) => {}
-            None => self.doubt = Some(Doubt { sign: Sign::Silent, source: Some(source), asked: false }),
+            None => {
+                self.suspicion = Some(Suspicion {
+                    kind: FailureKind::Unresponsive,
+                    source: Some(source),
+                    is_probing: false,
+                })
+            }
         }
     }
 
-    /// No connection to it could be made, for a reason that may be a lost packet's or a resolver's.
-    pub(crate) fn doubt(&mut self, sign: Sign) {
-        if self.doubt.is_none() && self.passes() {
-            self.doubt = Some(Doubt { sign, source: None, asked: false });
+    /// Records that no connection could be made, for a reason that may be a lost packet or a resolver.
+    pub(crate) fn suspect(&mut self, kind: FailureKind) {
+        if self.suspicion.is_none() && self.passes_requests() {
+            self.suspicion = Some(Suspicion { kind, source: None, is_probing: false });
         }
     }
 
-    /// Whether a breaker lets requests through.
-    fn passes(&self) -> bool {
-        let passes =
-            |one: &LegHealth| matches!(one.breaker.state(), State::Closed { .. } | State::Trial { .. });
+    /// Whether a breaker lets requests pass.
+    fn passes_requests(&self) -> bool {
+        let passes = |one: &LegHealth| {
+            matches!(one.breaker.state(), BreakerState::Closed { .. } | BreakerState::Trial { .. })
+        };
         self.legs.iter().any(passes)
     }
 
-    /// Whether nothing is held against it in a leg.
+    /// Whether there is no finding against the engine in a leg.
     pub(crate) fn is_clean(&self, leg: Leg) -> bool {
-        self.doubt.is_none() && self.legs[leg as usize].breaker == Breaker::default()
+        self.suspicion.is_none() && self.legs[leg as usize].breaker == Breaker::default()
     }
 
-    /// It failed one. What shows that nobody is there holds for both legs.
-    pub(crate) fn failed(&mut self, leg: Leg, sign: Sign, now: Time, terms: &Terms) {
-        let both = matches!(sign, Sign::Unreachable | Sign::Nameless | Sign::Silent);
+    /// Records a failed request. A sign that the engine is gone holds for both legs.
+    pub(crate) fn failed(&mut self, leg: Leg, kind: FailureKind, now: Time, terms: &HealthTerms) {
+        let both =
+            matches!(kind, FailureKind::Unreachable | FailureKind::Unresolved | FailureKind::Unresponsive);
         for (at, one) in self.legs.iter_mut().enumerate() {
             if both || at == leg as usize {
-                one.breaker.apply(Event::Failed(sign), now, &terms.breaker);
+                one.breaker.apply(BreakerEvent::Failed(kind), now, &terms.breaker);
             }
         }
     }
 
-    /// It said that it drains.
-    pub(crate) fn said_draining(&mut self, now: Time) {
-        self.drains_until = Some(now.after(DRAINS_FOR));
+    /// Records the engine's report that it drains.
+    pub(crate) fn reported_draining(&mut self, now: Time) {
+        self.drains_until = Some(now.after(DRAINING_TTL));
     }
 
-    /// An operator's word.
-    pub(crate) fn order(&mut self, order: Order) {
+    /// Applies an operator's order.
+    pub(crate) fn order(&mut self, order: OperatorOrder) {
         self.order = order;
-        if order == Order::Undrain {
-            // What it said before; what it says from now on counts.
+        if order == OperatorOrder::Undrain {
+            // Discards earlier reports of the engine. Later ones count.
             self.drains_until = None;
         }
     }
 
-    /// An order against the configuration ends with what it was against: the next `drain: true` is a new one.
-    pub(crate) fn forget_spent_order(&mut self, terms: &Terms) {
-        if self.order == Order::Undrain && !terms.drain {
-            self.order = Order::None;
+    /// Ends an order against the configuration once the configuration has changed: the next `drain: true` is a new
+    /// one.
+    pub(crate) fn forget_obsolete_order(&mut self, terms: &HealthTerms) {
+        if self.order == OperatorOrder::Undrain && !terms.drain {
+            self.order = OperatorOrder::None;
         }
     }
 
-    /// The operator's word that holds.
-    pub(crate) fn ordered(&self) -> Order {
+    /// The operator's order in effect.
+    pub(crate) fn current_order(&self) -> OperatorOrder {
         self.order
     }
 
-    /// It is far worse than its pool's others.
-    pub(crate) fn eject(&mut self, leg: Leg, now: Time, terms: &Terms) {
+    /// Ejects an engine that is far worse than the others of its pool.
+    pub(crate) fn eject(&mut self, leg: Leg, now: Time, terms: &HealthTerms) {
         let one = &mut self.legs[leg as usize];
         one.ejections = (one.ejections + 1).min(EJECTIONS_MAX);
         one.ejected_until = Some(now.after(terms.ejection.saturating_mul(one.ejections)));
     }
 
-    /// It was no outlier for a whole interval.
-    pub(crate) fn behaved(&mut self, leg: Leg) {
+    /// Records an interval in which the engine was no outlier.
+    pub(crate) fn reduce_ejections(&mut self, leg: Leg) {
         let one = &mut self.legs[leg as usize];
         if one.ejected_until.is_none() {
             one.ejections = one.ejections.saturating_sub(1);
         }
     }
 
-    /// Moves what time moves. True: the engine is to be asked whether it lives, once, and [`Self::told`] to be
-    /// called with what came of it. `jitter` is a factor of the pause before the next question.
-    pub(crate) fn tick(&mut self, now: Time, jitter: impl FnOnce() -> f64, terms: &Terms) -> bool {
-        let mut ask = false;
+    /// Advances the state to `now`. Returns whether a probe must be sent, once; its result goes to
+    /// [`Self::record_probe`]. `jitter` is a factor of the pause before the next check.
+    pub(crate) fn tick(&mut self, now: Time, jitter: impl FnOnce() -> f64, terms: &HealthTerms) -> bool {
+        let mut probe = false;
         for one in &mut self.legs {
-            let was_open = matches!(one.breaker.state(), State::Open { .. });
-            one.breaker.apply(Event::Tick, now, &terms.breaker);
-            ask |= was_open && matches!(one.breaker.state(), State::Asking { .. });
+            let was_open = matches!(one.breaker.state(), BreakerState::Open { .. });
+            one.breaker.apply(BreakerEvent::Tick, now, &terms.breaker);
+            probe |= was_open && matches!(one.breaker.state(), BreakerState::Probing { .. });
             one.ejected_until = one.ejected_until.filter(|until| now < *until);
         }
         self.drains_until = self.drains_until.filter(|until| now < *until);
-        if let Some(doubt) = &mut self.doubt {
-            ask |= !std::mem::replace(&mut doubt.asked, true);
+        if let Some(suspicion) = &mut self.suspicion {
+            probe |= !std::mem::replace(&mut suspicion.is_probing, true);
         }
         if terms.check_every.is_zero() {
             self.next_check = None;
             self.checks.forget();
-            return ask;
+            return probe;
         }
-        // The first question comes at once: until it is answered nobody knows that there is an engine.
-        if ask || self.next_check.is_none_or(|next| next <= now) {
+        // The first check is due at once: until it succeeds, the engine is not known to exist.
+        if probe || self.next_check.is_none_or(|next| next <= now) {
             self.next_check = Some(now.after(terms.check_every.mul_f64(jitter())));
-            ask = true;
+            probe = true;
         }
-        ask
+        probe
     }
 
-    /// The next moment at which [`Self::tick`] does anything.
-    pub(crate) fn due(&self, terms: &Terms) -> Option<Time> {
+    /// The next time at which [`Self::tick`] has an effect.
+    pub(crate) fn due(&self, terms: &HealthTerms) -> Option<Time> {
         let legs = self.legs.iter().flat_map(|one| [one.breaker.due(), one.ejected_until]);
-        let doubt = self.doubt.filter(|doubt| !doubt.asked).map(|_| Time::ZERO);
+        let suspicion = self.suspicion.filter(|suspicion| !suspicion.is_probing).map(|_| Time::ZERO);
         let check = match (terms.check_every.is_zero(), self.next_check) {
             (false, next) => Some(next.unwrap_or(Time::ZERO)),
-            // What was believed is to be forgotten.
+            // The record is to be reset.
             (true, next) => next.map(|_| Time::ZERO),
         };
-        legs.chain([self.drains_until, check, doubt]).flatten().min()
+        legs.chain([self.drains_until, check, suspicion]).flatten().min()
     }
 
-    /// What came of asking it.
-    pub(crate) fn told(&mut self, pulse: Pulse, now: Time, terms: &Terms) {
-        let passed = self.passes();
-        let event = if pulse.is_life() { Event::Lives } else { Event::Mute };
+    /// Applies the result of a probe or check.
+    pub(crate) fn record_probe(&mut self, result: ProbeResult, now: Time, terms: &HealthTerms) {
+        let passed = self.passes_requests();
+        let event =
+            if result.shows_life() { BreakerEvent::ProbeSucceeded } else { BreakerEvent::ProbeFailed };
         for one in &mut self.legs {
             one.breaker.apply(event, now, &terms.breaker);
         }
-        let doubt = self.doubt.take();
-        let good = match pulse {
-            Pulse::Answered(good) => {
+        let suspicion = self.suspicion.take();
+        let good = match result {
+            ProbeResult::Answered(good) => {
                 self.is_known |= good;
                 good
             }
-            // It works, and has said nothing of how it is.
-            Pulse::Busy => return,
-            Pulse::Unasked => return,
-            Pulse::Silent => {
-                if let Some(doubt) = doubt {
-                    self.failed(Leg::Decode, doubt.sign, now, terms);
+            // The engine works, and its reply contains nothing about its health.
+            ProbeResult::Busy => return,
+            ProbeResult::NotSent => return,
+            ProbeResult::Unresponsive => {
+                if let Some(suspicion) = suspicion {
+                    self.failed(Leg::Decode, suspicion.kind, now, terms);
                 }
                 false
             }
-            Pulse::Unreachable(sign) => {
-                match doubt {
-                    Some(_) => self.failed(Leg::Decode, sign, now, terms),
-                    None if passed => self.doubt(sign),
+            ProbeResult::Unreachable(kind) => {
+                match suspicion {
+                    Some(_) => self.failed(Leg::Decode, kind, now, terms),
+                    None if passed => self.suspect(kind),
                     None => {}
                 }
                 false
@@ -368,19 +381,20 @@ impl EngineHealth {
 }
 
 impl Standing {
-    pub(crate) const ALL: [Self; 5] = [Self::Usable, Self::Trial, Self::Out, Self::Silent, Self::Draining];
+    pub(crate) const ALL: [Self; 5] =
+        [Self::Usable, Self::Trial, Self::Ejected, Self::Unresponsive, Self::Draining];
 
     pub(crate) fn of(byte: u8) -> Self {
         Self::ALL[usize::from(byte).min(4)]
     }
 
-    /// For people, and a metric's label.
+    /// The standing as text, for `/engines`, logs and metrics.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Usable => "usable",
             Self::Trial => "trial",
-            Self::Out => "ejected",
-            Self::Silent => "unresponsive",
+            Self::Ejected => "ejected",
+            Self::Unresponsive => "unresponsive",
             Self::Draining => "draining",
         }
     }

@@ -1,5 +1,5 @@
-//! When each engine's health wants looking after: the earliest first, so that one check costs what one engine costs,
-//! however many there are.
+//! When each engine's health is due, the earliest first. One check costs as much as one engine, whatever their
+//! number.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -7,22 +7,22 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use baton_connector::Time;
 use tokio::sync::Notify;
 
-/// One entry per engine. They are taken out when their time has come, and when the engine is forgotten.
+/// One entry per engine. An entry is removed when it is due, and when the engine is removed.
 #[derive(Debug, Default)]
-pub(crate) struct Timers {
-    due: Mutex<Due>,
-    /// Rung when the earliest is earlier than it was.
+pub(crate) struct HealthTimers {
+    due: Mutex<DueTimes>,
+    /// Notified when the earliest time becomes earlier.
     sooner: Notify,
 }
 
 #[derive(Debug, Default)]
-struct Due {
+struct DueTimes {
     in_order: BTreeSet<(Time, u32)>,
     by_engine: HashMap<u32, Time>,
 }
 
-impl Timers {
-    /// Replaces an engine's time; `None`: it wants nothing.
+impl HealthTimers {
+    /// Replaces an engine's time; `None`: no check is due.
     pub(crate) fn set(&self, engine: u32, at: Option<Time>) {
         let mut due = self.due();
         let first = due.in_order.first().copied();
@@ -44,7 +44,7 @@ impl Timers {
         }
     }
 
-    /// Takes out an engine whose time has come, the earliest first.
+    /// Removes and returns an engine that is due, the earliest first.
     pub(crate) fn take(&self, now: Time) -> Option<u32> {
         let mut due = self.due();
         let (_, engine) = due.in_order.first().copied().filter(|(at, _)| *at <= now)?;
@@ -58,7 +58,7 @@ impl Timers {
         self.due().in_order.first().map(|(at, _)| *at)
     }
 
-    /// Waits until the earliest time is earlier than it was.
+    /// Waits until the earliest time becomes earlier.
     ///
     /// # Cancel safety
     /// Nothing is lost.
@@ -66,7 +66,7 @@ impl Timers {
         self.sooner.notified().await;
     }
 
-    fn due(&self) -> MutexGuard<'_, Due> {
+    fn due(&self) -> MutexGuard<'_, DueTimes> {
         self.due.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -77,14 +77,14 @@ mod tests {
 
     use super::*;
 
-    fn rung(timers: &Timers) -> bool {
+    fn was_notified(timers: &HealthTimers) -> bool {
         let sooner = std::pin::pin!(timers.sooner());
         sooner.poll(&mut Context::from_waker(Waker::noop())) == Poll::Ready(())
     }
 
     #[test]
     fn engines_are_taken_in_the_order_of_their_times_and_each_once() {
-        let timers = Timers::default();
+        let timers = HealthTimers::default();
         for (engine, at) in [(1, 30), (2, 10), (3, 20), (2, 40), (3, 5)] {
             timers.set(engine, Some(Time(at)));
         }
@@ -100,15 +100,15 @@ mod tests {
 
     #[test]
     fn only_an_earlier_time_than_the_first_wakes_the_loop() {
-        let timers = Timers::default();
+        let timers = HealthTimers::default();
         timers.set(1, Some(Time(100)));
-        assert!(rung(&timers));
+        assert!(was_notified(&timers));
         for engine in 2..1000 {
             timers.set(engine, Some(Time(100 + u64::from(engine))));
         }
         timers.set(1, Some(Time(5000)));
-        assert!(!rung(&timers), "checks that are put off wake nothing");
+        assert!(!was_notified(&timers), "checks that are put off wake nothing");
         timers.set(500, Some(Time(1)));
-        assert!(rung(&timers));
+        assert!(was_notified(&timers));
     }
 }

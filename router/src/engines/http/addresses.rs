@@ -1,16 +1,16 @@
-//! Where an engine's name leads. The resolver's last good answer stays in use for as long as no newer one comes.
+//! Resolution of an engine's name. The resolver's last good answer stays in use until a newer one comes.
 //!
-//! The system's resolver is asked, because it knows what the host is configured with (`/etc/hosts`, search domains, other
-//! sources of names). It keeps nothing, and a resolver library keeps an answer for its time to live only: neither helps
-//! while a name server fails. So the last good answer is kept here, and no library is needed.
+//! The system's resolver is used because it follows the host's configuration (`/etc/hosts`, search domains, other
+//! name sources). It caches nothing, and a resolver library caches an answer only for its time to live. Neither
+//! helps while a name server fails. So the last good answer is stored here, without a library.
 //!
 //! ```text
-//! get ─┬─ the answer is fresh ───────────────▶ it
-//!      ├─ it is older ── look up, aside ─────▶ it, at once
-//!      └─ there is none yet ── look up ──────▶ the first one
+//! get ─┬─ the answer is fresh ──────────────────────▶ it
+//!      ├─ it is older ── look up, in a task ────────▶ it, at once
+//!      └─ there is none yet ── look up ─────────────▶ the first one
 //! ```
 //!
-//! Invariants: one lookup of a name at a time, and [`LOOKUPS_MAX`] of all names; a failure replaces no answer.
+//! Invariants: one lookup of a name at a time, and [`LOOKUPS_MAX`] of all names. A failure replaces no answer.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -21,131 +21,131 @@ use futures::FutureExt;
 use futures::future::{BoxFuture, Shared};
 use tokio::sync::Semaphore;
 
-use crate::metrics::log_limiter::Seldom;
+use crate::metrics::log_limiter::LogLimiter;
 
-/// An answer is not asked for again within this time, so that many connections at once are one question.
-const FRESH: Duration = Duration::from_secs(1);
-/// The system's resolver holds a thread while it waits for a server that does not answer. The threads of the runtime that
-/// may wait are 512, for everything.
+/// An answer is fresh for this time, so that many connections at once cause one lookup.
+const LOOKUP_TTL: Duration = Duration::from_secs(1);
+/// The system's resolver blocks a thread while it waits for a server. The runtime has at most 512 blocking threads
+/// for all uses.
 const LOOKUPS_MAX: usize = 64;
 
-/// The addresses of a name, as far as they are known.
-pub(crate) type Found = Arc<[SocketAddr]>;
-/// Asks a resolver for a name.
-type Look = fn(Arc<str>, u16) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>>;
-type Looking = Shared<BoxFuture<'static, Result<Found, Arc<io::Error>>>>;
+/// The known addresses of a name.
+pub(crate) type ResolvedAddrs = Arc<[SocketAddr]>;
+/// Looks up a name.
+type LookupFn = fn(Arc<str>, u16) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>>;
+type PendingLookup = Shared<BoxFuture<'static, Result<ResolvedAddrs, Arc<io::Error>>>>;
 
-/// One name's.
+/// The addresses of one name.
 #[derive(Debug)]
 pub(crate) struct Addresses {
     host: Arc<str>,
     port: u16,
-    look: Look,
-    known: Arc<Mutex<Known>>,
+    lookup: LookupFn,
+    state: Arc<Mutex<ResolverState>>,
 }
 
 #[derive(Debug, Default)]
-struct Known {
-    found: Option<(Found, Instant)>,
-    looking: Option<Looking>,
-    trouble: Arc<Seldom>,
+struct ResolverState {
+    addresses: Option<(ResolvedAddrs, Instant)>,
+    pending: Option<PendingLookup>,
+    log_limiter: Arc<LogLimiter>,
 }
 
 impl Addresses {
     pub(crate) fn new(host: &str, port: u16) -> Self {
-        Self::asking(host, port, system)
+        Self::with_lookup(host, port, resolve)
     }
 
-    fn asking(host: &str, port: u16, look: Look) -> Self {
-        let known = Arc::<Mutex<Known>>::default();
-        Self { host: host.into(), port, look, known }
+    fn with_lookup(host: &str, port: u16, lookup: LookupFn) -> Self {
+        let state = Arc::<Mutex<ResolverState>>::default();
+        Self { host: host.into(), port, lookup, state }
     }
 
     /// The addresses to connect to.
     ///
     /// # Errors
-    /// The resolver's own, where it has never had an answer.
+    /// The resolver's error, if it never returned an answer.
     ///
     /// # Cancel safety
-    /// A lookup goes on.
-    pub(crate) async fn get(&self) -> Result<Found, Arc<io::Error>> {
+    /// A lookup continues.
+    pub(crate) async fn get(&self) -> Result<ResolvedAddrs, Arc<io::Error>> {
         if let Ok(ip) = self.host.parse::<IpAddr>() {
             return Ok(Arc::new([SocketAddr::new(ip, self.port)]));
         }
-        let looking = {
-            let mut known = lock(&self.known);
-            match &known.found {
-                Some((found, at)) if at.elapsed() < FRESH => return Ok(Arc::clone(found)),
-                Some((found, _)) => {
-                    let found = Arc::clone(found);
-                    drop(self.look(&mut known));
-                    return Ok(found);
+        let pending = {
+            let mut state = lock(&self.state);
+            match &state.addresses {
+                Some((addresses, at)) if at.elapsed() < LOOKUP_TTL => return Ok(Arc::clone(addresses)),
+                Some((addresses, _)) => {
+                    let addresses = Arc::clone(addresses);
+                    drop(self.start_lookup(&mut state));
+                    return Ok(addresses);
                 }
-                None => self.look(&mut known),
+                None => self.start_lookup(&mut state),
             }
         };
-        looking.await
+        pending.await
     }
 
-    /// The answer of a lookup that ends after this call, if it differs from `tried`, to which no connection could be made:
-    /// the engine may have moved.
+    /// The answer of a lookup that ends after this call, if it differs from `tried`. To `tried` no connection
+    /// could be made: the engine may have moved.
     ///
     /// # Cancel safety
-    /// A lookup goes on.
-    pub(super) async fn moved_from(&self, tried: &Found) -> Option<Found> {
+    /// A lookup continues.
+    pub(super) async fn new_addresses(&self, tried: &ResolvedAddrs) -> Option<ResolvedAddrs> {
         if self.host.parse::<IpAddr>().is_ok() {
             return None;
         }
-        let looking = self.look(&mut lock(&self.known));
-        looking.await.ok().filter(|found| found != tried)
+        let pending = self.start_lookup(&mut lock(&self.state));
+        pending.await.ok().filter(|addresses| addresses != tried)
     }
 
-    /// The lookup that is on its way, or a new one.
-    fn look(&self, known: &mut Known) -> Looking {
-        if let Some(looking) = &known.looking {
-            return looking.clone();
+    /// The pending lookup, or a new one.
+    fn start_lookup(&self, state: &mut ResolverState) -> PendingLookup {
+        if let Some(pending) = &state.pending {
+            return pending.clone();
         }
-        let (host, port, look) = (Arc::clone(&self.host), self.port, self.look);
-        let (known_later, trouble) = (Arc::clone(&self.known), Arc::clone(&known.trouble));
-        let looking = async move {
+        let (host, port, lookup) = (Arc::clone(&self.host), self.port, self.lookup);
+        let (shared_state, log_limiter) = (Arc::clone(&self.state), Arc::clone(&state.log_limiter));
+        let pending = async move {
             static LOOKUPS: Semaphore = Semaphore::const_new(LOOKUPS_MAX);
-            let _place = LOOKUPS.acquire().await;
-            let answer = look(Arc::clone(&host), port).await;
+            let _permit = LOOKUPS.acquire().await;
+            let answer = lookup(Arc::clone(&host), port).await;
             let answer = match answer {
-                Ok(found) if found.is_empty() => Err(io::Error::from(io::ErrorKind::NotFound)),
+                Ok(addresses) if addresses.is_empty() => Err(io::Error::from(io::ErrorKind::NotFound)),
                 answer => answer,
             };
-            let mut known = lock(&known_later);
-            known.looking = None;
+            let mut state = lock(&shared_state);
+            state.pending = None;
             match answer {
-                Ok(found) => {
-                    let found: Found = found.into();
-                    known.found = Some((Arc::clone(&found), Instant::now()));
-                    Ok(found)
+                Ok(addresses) => {
+                    let addresses: ResolvedAddrs = addresses.into();
+                    state.addresses = Some((Arc::clone(&addresses), Instant::now()));
+                    Ok(addresses)
                 }
                 Err(error) => {
-                    if let Some(held_back) = trouble.due() {
-                        let kept = known.found.is_some();
+                    if let Some(held_back) = log_limiter.allow() {
+                        let kept = state.addresses.is_some();
                         tracing::warn!(name = &*host, %error, kept, held_back, "cannot resolve the engine's name");
                     }
                     Err(Arc::new(error))
                 }
             }
         };
-        let looking = looking.boxed().shared();
-        known.looking = Some(looking.clone());
-        // It goes on when a connection is not waited for any longer.
-        tokio::spawn(looking.clone().map(drop));
-        looking
+        let pending = pending.boxed().shared();
+        state.pending = Some(pending.clone());
+        // A lookup continues when no connection waits for it any more.
+        tokio::spawn(pending.clone().map(drop));
+        pending
     }
 }
 
-fn system(host: Arc<str>, port: u16) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>> {
+fn resolve(host: Arc<str>, port: u16) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>> {
     async move { Ok(tokio::net::lookup_host((&*host, port)).await?.collect()) }.boxed()
 }
 
-fn lock(known: &Mutex<Known>) -> MutexGuard<'_, Known> {
-    known.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(state: &Mutex<ResolverState>) -> MutexGuard<'_, ResolverState> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -154,20 +154,20 @@ mod tests {
 
     use super::*;
 
-    fn at(port: u16) -> Found {
+    fn at(port: u16) -> ResolvedAddrs {
         Arc::new([SocketAddr::from(([10, 0, 0, 1], port))])
     }
 
-    /// Makes the last answer old.
+    /// Makes the last answer stale.
     fn age(addresses: &Addresses) {
-        let mut known = lock(&addresses.known);
-        let (found, _) = known.found.take().expect("an answer");
-        known.found = Some((found, Instant::now() - FRESH));
+        let mut state = lock(&addresses.state);
+        let (addresses, _) = state.addresses.take().expect("an answer");
+        state.addresses = Some((addresses, Instant::now() - LOOKUP_TTL));
     }
 
-    /// Waits until no lookup is on its way.
+    /// Waits until no lookup is pending.
     async fn looked(addresses: &Addresses) {
-        while lock(&addresses.known).looking.is_some() {
+        while lock(&addresses.state).pending.is_some() {
             tokio::task::yield_now().await;
         }
     }
@@ -175,14 +175,14 @@ mod tests {
     #[tokio::test]
     async fn the_last_good_address_stays_in_use_while_the_resolver_fails() {
         static ANSWER: AtomicU16 = AtomicU16::new(1);
-        let look: Look = |_, _| {
+        let lookup: LookupFn = |_, _| {
             let answer = match ANSWER.load(Ordering::SeqCst) {
                 0 => Err(io::Error::other("SERVFAIL")),
                 port => Ok(at(port).to_vec()),
             };
             std::future::ready(answer).boxed()
         };
-        let addresses = Addresses::asking("engine", 8000, look);
+        let addresses = Addresses::with_lookup("engine", 8000, lookup);
         assert_eq!(addresses.get().await.expect("an answer"), at(1));
         ANSWER.store(0, Ordering::SeqCst);
         for _ in 0..3 {
@@ -190,7 +190,7 @@ mod tests {
             assert_eq!(addresses.get().await.expect("the last good one"), at(1));
             looked(&addresses).await;
         }
-        assert_eq!(addresses.moved_from(&at(1)).await, None, "a failure is no new address");
+        assert_eq!(addresses.new_addresses(&at(1)).await, None, "a failure is no new address");
         ANSWER.store(2, Ordering::SeqCst);
         age(&addresses);
         assert_eq!(
@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(addresses.get().await.expect("the new one"), at(2));
         ANSWER.store(3, Ordering::SeqCst);
         assert_eq!(
-            addresses.moved_from(&at(2)).await,
+            addresses.new_addresses(&at(2)).await,
             Some(at(3)),
             "it is asked again where nothing answered"
         );
@@ -212,11 +212,11 @@ mod tests {
     #[tokio::test]
     async fn a_resolver_that_hangs_is_asked_once_and_keeps_nothing_from_its_last_good_answer() {
         static ASKED: AtomicUsize = AtomicUsize::new(0);
-        let look: Look = |_, _| match ASKED.fetch_add(1, Ordering::SeqCst) {
+        let lookup: LookupFn = |_, _| match ASKED.fetch_add(1, Ordering::SeqCst) {
             0 => std::future::ready(Ok(at(1).to_vec())).boxed(),
             _ => std::future::pending().boxed(),
         };
-        let addresses = Addresses::asking("engine", 8000, look);
+        let addresses = Addresses::with_lookup("engine", 8000, lookup);
         assert_eq!(addresses.get().await.expect("an answer"), at(1));
         age(&addresses);
         for _ in 0..100 {
@@ -228,12 +228,12 @@ mod tests {
 
     #[tokio::test]
     async fn a_name_that_was_never_found_is_a_failure_and_an_address_needs_no_resolver() {
-        let fails: Look = |_, _| std::future::ready(Err(io::Error::other("NXDOMAIN"))).boxed();
-        assert!(Addresses::asking("engine", 8000, fails).get().await.is_err());
-        let none: Look = |_, _| std::future::ready(Ok(Vec::new())).boxed();
-        assert!(Addresses::asking("engine", 8000, none).get().await.is_err());
-        let address = Addresses::asking("10.0.0.1", 8, fails);
+        let fails: LookupFn = |_, _| std::future::ready(Err(io::Error::other("NXDOMAIN"))).boxed();
+        assert!(Addresses::with_lookup("engine", 8000, fails).get().await.is_err());
+        let none: LookupFn = |_, _| std::future::ready(Ok(Vec::new())).boxed();
+        assert!(Addresses::with_lookup("engine", 8000, none).get().await.is_err());
+        let address = Addresses::with_lookup("10.0.0.1", 8, fails);
         assert_eq!(address.get().await.expect("it is one"), at(8));
-        assert_eq!(address.moved_from(&at(8)).await, None);
+        assert_eq!(address.new_addresses(&at(8)).await, None);
     }
 }

@@ -1,54 +1,54 @@
-//! A chunked answer's framing, taken out in place.
+//! Decoder of chunked replies, in place.
 //!
-//! An engine writes each event as a chunk. What one read brings is many of them when the router is busy, and they are
-//! passed on together: their data is moved up over the framing between them, so that they are one piece of memory, and
-//! nothing is copied when there is only one.
+//! An engine writes each event as a chunk. When the router is busy, one read contains many of them, and they are
+//! forwarded together. Their data is moved up over the framing in between, so that it is contiguous. A single
+//! chunk is not copied.
 //!
-//! Pure: bytes in, how many of them are data out. Chunk extensions and trailers are skipped; everything is bounded.
+//! Pure: bytes in, the range of data out. Chunk extensions and trailers are skipped, and everything is bounded.
 
-/// Digits of a size: up to 2^60 bytes.
+/// Maximum digits of a size: up to 2^60 bytes.
 const DIGITS_MAX: usize = 15;
-/// A size with its extensions, or one line of a trailer.
+/// Maximum bytes of a size with its extensions, or of one trailer line.
 const LINE_BYTES_MAX: usize = 4096;
-/// Lines of a trailer.
+/// Maximum lines of a trailer.
 const TRAILER_LINES_MAX: u8 = 32;
 
-/// Where in the framing the next byte is.
+/// State of the decoder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Chunks {
+pub(super) enum ChunkDecoder {
     /// At a size.
     Size,
-    /// So many bytes of data are still to come.
+    /// So many bytes of data are missing.
     Data(u64),
     /// At the line end behind data.
     DataEnd,
     /// Behind the last size, after so many lines.
     Trailer(u8),
-    /// Behind the empty line: the answer has ended.
+    /// Behind the empty line: the reply has ended.
     Done,
 }
 
-/// What was made of some bytes.
+/// The result of one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Decoded {
+pub(super) struct DecodedRange {
     /// Where data begins.
     pub from: usize,
-    /// Where data ends: it is all in between.
+    /// Where data ends. All bytes in between are data.
     pub to: usize,
-    /// Bytes that are done with; what follows them waits for more.
-    pub taken: usize,
+    /// Bytes that are no longer needed. The rest waits for more.
+    pub consumed: usize,
 }
 
 /// The bytes are not chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct NotChunks;
+pub(super) struct ReplyChunkError;
 
-impl Chunks {
+impl ChunkDecoder {
     /// Moves the data in `bytes` together.
     ///
     /// # Errors
-    /// [`NotChunks`]: the connection is of no further use.
-    pub(super) fn decode(&mut self, bytes: &mut [u8]) -> Result<Decoded, NotChunks> {
+    /// [`ReplyChunkError`]. The connection is then unusable.
+    pub(super) fn decode(&mut self, bytes: &mut [u8]) -> Result<DecodedRange, ReplyChunkError> {
         let (mut from, mut to, mut at) = (0, 0, 0);
         loop {
             match *self {
@@ -64,7 +64,7 @@ impl Chunks {
                         break;
                     }
                     if to == from {
-                        // Nothing is before it: it stays where it is.
+                        // The first data stays in place.
                         (from, to) = (at, at + here);
                     } else {
                         bytes.copy_within(at..at + here, to);
@@ -80,37 +80,37 @@ impl Chunks {
                         *self = Self::Size;
                     }
                     [] | [b'\r'] => break,
-                    _ => return Err(NotChunks),
+                    _ => return Err(ReplyChunkError),
                 },
                 Self::Trailer(lines) => {
                     let Some(line) = line(&bytes[at..])? else { break };
                     at += line;
                     *self = match line {
                         2 => Self::Done,
-                        _ if lines == TRAILER_LINES_MAX => return Err(NotChunks),
+                        _ if lines == TRAILER_LINES_MAX => return Err(ReplyChunkError),
                         _ => Self::Trailer(lines + 1),
                     };
                 }
                 Self::Done => break,
             }
         }
-        Ok(Decoded { from, to, taken: at })
+        Ok(DecodedRange { from, to, consumed: at })
     }
 }
 
-/// Bytes of the first line with its end; `None` while it has none.
-fn line(bytes: &[u8]) -> Result<Option<usize>, NotChunks> {
+/// Length of the first line with its end; `None` while it is incomplete.
+fn line(bytes: &[u8]) -> Result<Option<usize>, ReplyChunkError> {
     let within = &bytes[..bytes.len().min(LINE_BYTES_MAX)];
     match memchr::memchr(b'\n', within) {
         Some(at) if at > 0 && bytes[at - 1] == b'\r' => Ok(Some(at + 1)),
-        Some(_) => Err(NotChunks),
-        None if bytes.len() >= LINE_BYTES_MAX => Err(NotChunks),
+        Some(_) => Err(ReplyChunkError),
+        None if bytes.len() >= LINE_BYTES_MAX => Err(ReplyChunkError),
         None => Ok(None),
     }
 }
 
-/// The size that a line says.
-fn size(line: &[u8]) -> Result<u64, NotChunks> {
+/// Parses the size in a line.
+fn size(line: &[u8]) -> Result<u64, ReplyChunkError> {
     let mut size = 0;
     for (digits, &byte) in line.iter().enumerate() {
         let digit = match byte {
@@ -119,30 +119,30 @@ fn size(line: &[u8]) -> Result<u64, NotChunks> {
             b'A'..=b'F' => byte - b'A' + 10,
             // The end of the line, or an extension.
             b'\r' | b';' | b' ' | b'\t' if digits > 0 => return Ok(size),
-            _ => return Err(NotChunks),
+            _ => return Err(ReplyChunkError),
         };
         if digits == DIGITS_MAX {
-            return Err(NotChunks);
+            return Err(ReplyChunkError);
         }
         size = size << 4 | u64::from(digit);
     }
-    Err(NotChunks)
+    Err(ReplyChunkError)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Feeds pieces as reads would bring them.
-    fn decode(pieces: &[&[u8]]) -> Result<(Vec<u8>, Vec<u8>, bool), NotChunks> {
-        let (mut chunks, mut waiting, mut data) = (Chunks::Size, Vec::new(), Vec::new());
+    /// Decodes pieces as reads would return them.
+    fn decode(pieces: &[&[u8]]) -> Result<(Vec<u8>, Vec<u8>, bool), ReplyChunkError> {
+        let (mut chunks, mut waiting, mut data) = (ChunkDecoder::Size, Vec::new(), Vec::new());
         for piece in pieces {
             waiting.extend_from_slice(piece);
             let decoded = chunks.decode(&mut waiting)?;
             data.extend_from_slice(&waiting[decoded.from..decoded.to]);
-            waiting.drain(..decoded.taken);
+            waiting.drain(..decoded.consumed);
         }
-        Ok((data, waiting, chunks == Chunks::Done))
+        Ok((data, waiting, chunks == ChunkDecoder::Done))
     }
 
     #[test]
@@ -161,8 +161,8 @@ mod tests {
     #[test]
     fn one_chunk_is_not_moved() {
         let mut bytes = *b"3\r\nabc\r\n";
-        let decoded = Chunks::Size.decode(&mut bytes);
-        assert_eq!(decoded, Ok(Decoded { from: 3, to: 6, taken: 8 }));
+        let decoded = ChunkDecoder::Size.decode(&mut bytes);
+        assert_eq!(decoded, Ok(DecodedRange { from: 3, to: 6, consumed: 8 }));
     }
 
     #[test]
@@ -182,9 +182,9 @@ mod tests {
             &[b'1'; LINE_BYTES_MAX],
             &[b';'; LINE_BYTES_MAX],
         ] {
-            assert_eq!(decode(&[odd]), Err(NotChunks), "{:?}", String::from_utf8_lossy(odd));
+            assert_eq!(decode(&[odd]), Err(ReplyChunkError), "{:?}", String::from_utf8_lossy(odd));
         }
         let trailer = [b"0\r\n".to_vec(), b"a: b\r\n".repeat(usize::from(TRAILER_LINES_MAX) + 1)].concat();
-        assert_eq!(decode(&[&trailer]), Err(NotChunks));
+        assert_eq!(decode(&[&trailer]), Err(ReplyChunkError));
     }
 }

@@ -1,4 +1,4 @@
-//! One HTTP/1.1 connection to an engine, with the two ways of giving it up: cut, or half-closed and read on.
+//! One HTTP/1.1 connection to an engine. An abandoned connection is cut, or half-closed and read to the end.
 
 use std::future::poll_fn;
 use std::net::{Shutdown, SocketAddr};
@@ -11,47 +11,47 @@ use bytes::Bytes;
 use socket2::SockRef;
 use tokio::net::TcpStream;
 
+use super::activity::EngineActivity;
+use super::connection_error::ConnectionError;
+use super::connection_terms::ConnectionTerms;
 use super::http1::Http1;
-use super::life::Life;
-use super::lost::Lost;
-use super::reply_head::Head;
-use super::terms::Terms;
+use super::reply_head::ReplyHead;
 use super::transport::Transport;
 use crate::engines::presence;
 
-/// A second hand on a connection, for closing it while its answer is waited for. It holds no descriptor: what it orders
-/// is carried out when the answer is next waited for.
+/// A handle that abandons a connection while its reply is awaited. It has no descriptor: its commands are carried
+/// out at the next poll of the reply.
 #[derive(Debug, Default)]
-pub(crate) struct Socket {
-    /// Nobody wants the request's work any more.
+pub(crate) struct ConnectionHandle {
+    /// The request's work is no longer needed.
     abandoned: AtomicBool,
-    /// Nothing more is to be sent.
+    /// Nothing more will be sent.
     half_closed: AtomicBool,
 }
 
-/// A connection. Closed when dropped.
+/// A connection. It is closed when dropped.
 #[derive(Debug)]
 pub(crate) struct Connection {
     http: Http1<Transport>,
-    socket: Arc<Socket>,
+    handle: Arc<ConnectionHandle>,
     half_closed: bool,
     idle_since: Instant,
-    life: Arc<Life>,
-    /// What comes is a sign of life: it is asked for work, or whether the engine lives.
-    vital: bool,
-    /// There was nothing to read when it was last looked at.
+    activity: Arc<EngineActivity>,
+    /// Received bytes are a sign of life: the request is work, or a liveness probe.
+    shows_life: bool,
+    /// The last read had to wait.
     waits: bool,
 }
 
-impl Socket {
-    /// Says that nothing more will be sent; the answer can still be read, and must be waited for. Stock vLLM aborts a
-    /// request at this just as at a close, and a reply that crosses it still arrives.
+impl ConnectionHandle {
+    /// Closes the sending side. The reply can still be read, and must be awaited. Stock vLLM aborts a request at a
+    /// half-close just as at a close, and a reply that crosses it still arrives.
     pub(crate) fn half_close(&self) {
         self.abandon();
         self.half_closed.store(true, Ordering::SeqCst);
     }
 
-    /// The request on it is not to be sent again, however its connection ends. Nothing is told to the engine.
+    /// The request must not be sent again, however its connection ends. The engine gets no message.
     pub(crate) fn abandon(&self) {
         self.abandoned.store(true, Ordering::SeqCst);
     }
@@ -62,87 +62,97 @@ impl Socket {
 }
 
 impl Connection {
-    /// Connects to the first address that takes it, with TLS where the engine has a name for it.
+    /// Connects to the first address that accepts, with TLS if the terms contain it.
     pub(super) async fn dial(
         addresses: &[SocketAddr],
-        terms: &Terms,
-        life: &Arc<Life>,
+        terms: &ConnectionTerms,
+        activity: &Arc<EngineActivity>,
     ) -> std::io::Result<Self> {
         let stream = TcpStream::connect(addresses).await?;
         stream.set_nodelay(true)?;
-        presence::watch(&stream, terms.lost_after);
+        presence::set_lost_timeout(&stream, terms.lost_after);
         let stream = match &terms.tls {
             None => Transport::Plain(stream),
             Some(name) => Transport::Tls(Box::new(name.connect(stream).await?)),
         };
-        life.opened();
+        activity.add_connection();
         Ok(Self {
             http: Http1::new(stream),
-            socket: Arc::default(),
+            handle: Arc::default(),
             half_closed: false,
             idle_since: Instant::now(),
-            life: Arc::clone(life),
-            vital: false,
+            activity: Arc::clone(activity),
+            shows_life: false,
             waits: false,
         })
     }
 
-    pub(crate) fn socket(&self) -> Arc<Socket> {
-        Arc::clone(&self.socket)
+    pub(crate) fn handle(&self) -> Arc<ConnectionHandle> {
+        Arc::clone(&self.handle)
     }
 
-    /// Sends a request, the bytes of its head and the pieces of its body, and waits for the head of its answer.
-    /// `vital`: its answer shows that the engine works.
+    /// Sends a request, the bytes of its head and the pieces of its body, and waits for the head of its reply.
+    /// `shows_life`: a reply shows that the engine works.
     ///
     /// # Cancel safety
-    /// The connection is of no use after a cancelled call.
-    pub(crate) async fn send(&mut self, head: Vec<u8>, body: &[Bytes], vital: bool) -> Result<Head, Lost> {
-        self.vital = vital;
+    /// The connection is unusable after a cancelled call.
+    pub(crate) async fn send(
+        &mut self,
+        head: Vec<u8>,
+        body: &[Bytes],
+        shows_life: bool,
+    ) -> Result<ReplyHead, ConnectionError> {
+        self.shows_life = shows_life;
         self.http.begin(head, body);
         let head = poll_fn(|context| {
-            self.obey();
+            self.apply_half_close();
             self.http.poll_head(context)
         });
         let head = head.await?;
         // Stock vLLM sends the head of a stream before it has begun, also while its engine hangs.
-        if vital && !head.is_stream() {
-            self.life.hear();
+        if shows_life && !head.is_stream() {
+            self.activity.record_read();
         }
         Ok(head)
     }
 
-    /// The next piece of the answer's body; `None` at its end.
-    pub(crate) fn poll_piece(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, Lost>>> {
-        self.obey();
+    /// The next piece of the reply's body; `None` at its end.
+    pub(crate) fn poll_piece(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Bytes, ConnectionError>>> {
+        self.apply_half_close();
         let piece = self.http.poll_piece(context);
         match &piece {
             Poll::Pending => self.waits = true,
-            Poll::Ready(Some(Ok(_))) if std::mem::take(&mut self.waits) && self.vital => self.life.hear(),
+            Poll::Ready(Some(Ok(_))) if std::mem::take(&mut self.waits) && self.shows_life => {
+                self.activity.record_read()
+            }
             Poll::Ready(_) => {}
         }
         piece
     }
 
-    /// Does what the second hand has ordered.
-    fn obey(&mut self) {
-        if !self.half_closed && self.socket.half_closed.load(Ordering::Relaxed) {
+    /// Carries out the handle's half-close.
+    fn apply_half_close(&mut self) {
+        if !self.half_closed && self.handle.half_closed.load(Ordering::Relaxed) {
             self.half_closed = true;
-            // An error means that the connection is closed already, which is what was wanted.
+            // An error means that the connection is closed already, which is the purpose.
             let _ = SockRef::from(self.http.stream().tcp()).shutdown(Shutdown::Write);
         }
     }
 
-    /// Whether the whole answer was read.
+    /// Whether the whole reply was read.
     pub(crate) fn is_ended(&self) -> bool {
         self.http.is_ended()
     }
 
-    /// Whether another request can be sent: the last answer is read and the engine has not closed it.
+    /// Whether another request can be sent: the last reply was read, and the engine has not closed the connection.
     pub(crate) fn is_ready(&mut self) -> bool {
         self.http.is_ready()
     }
 
-    pub(crate) fn rest(&mut self, now: Instant) {
+    pub(crate) fn mark_idle(&mut self, now: Instant) {
         self.idle_since = now;
     }
 
@@ -151,25 +161,25 @@ impl Connection {
     }
 }
 
-/// Whether a connection could not be had for want of something of this machine's own.
-pub(super) fn is_ours(error: &std::io::Error) -> bool {
-    let ours = [libc::EMFILE, libc::ENFILE, libc::EADDRNOTAVAIL, libc::ENOBUFS, libc::ENOMEM];
-    error.raw_os_error().is_some_and(|code| ours.contains(&code))
+/// Whether a connection failed because this machine lacks a resource.
+pub(super) fn is_local_error(error: &std::io::Error) -> bool {
+    let local = [libc::EMFILE, libc::ENFILE, libc::EADDRNOTAVAIL, libc::ENOBUFS, libc::ENOMEM];
+    error.raw_os_error().is_some_and(|code| local.contains(&code))
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        self.life.closed();
+        self.activity.remove_connection();
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::is_ours;
+    use super::is_local_error;
 
     #[test]
     fn what_this_machine_lacks_is_told_from_what_an_engine_lacks() {
-        let is = |code: i32| is_ours(&std::io::Error::from_raw_os_error(code));
+        let is = |code: i32| is_local_error(&std::io::Error::from_raw_os_error(code));
         assert!(
             [libc::EMFILE, libc::ENFILE, libc::EADDRNOTAVAIL, libc::ENOBUFS, libc::ENOMEM]
                 .into_iter()
@@ -178,6 +188,6 @@ mod tests {
         assert!(
             ![libc::ECONNREFUSED, libc::EHOSTUNREACH, libc::ETIMEDOUT, libc::ECONNRESET].into_iter().any(is)
         );
-        assert!(!is_ours(&std::io::Error::other("no such host")));
+        assert!(!is_local_error(&std::io::Error::other("no such host")));
     }
 }

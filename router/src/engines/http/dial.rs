@@ -1,76 +1,82 @@
-//! A new connection to an engine, and how a failed one changes the engine's standing.
+//! New connections to an engine, and their effect on the engine's standing.
 
 use std::time::Duration;
 
 use super::{Connection, Engine, connection};
-use crate::engines::health::Sign;
+use crate::engines::health::FailureKind;
 use crate::metrics::Leg;
 
-/// How long a failed connection waits for the name's new address. The next request finds an answer that comes later.
-const MOVED_WITHIN: Duration = Duration::from_millis(500);
+/// Maximum wait of a failed connection for the name's new address. A later answer is there for the next request.
+const NEW_ADDRESS_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Why there is no connection.
 #[derive(Debug)]
-pub(crate) enum NoConnection {
-    /// This machine lacks something of its own.
-    Ours(std::io::Error),
-    /// The host answers that no process listens there.
+pub(crate) enum DialError {
+    /// This machine lacks a resource.
+    OutOfResources(std::io::Error),
+    /// The host reports that no process listens there.
     Refused,
-    /// Nothing came of it in time, or an error that may be the network's.
+    /// No reply in time, or an error that may be the network's.
     Unanswered,
     /// The name has no address, and never had one.
-    Nameless,
+    Unresolved,
 }
 
 impl Engine {
-    /// A new connection. Only the host's own word that no process listens is held against the engine here: a packet may
-    /// be lost, and a resolver may fail, while the engine works.
+    /// Opens a connection. Only a report of the host that no process listens counts against the engine here. A
+    /// packet may be lost, and a resolver may fail, while the engine works.
     ///
     /// # Cancel safety
-    /// Dropping the future gives up the connection.
-    pub(crate) async fn dial(&self, within: Duration) -> Result<Connection, NoConnection> {
-        let terms = self.terms.load_full();
+    /// Dropping the future abandons the connection.
+    pub(crate) async fn dial(&self, within: Duration) -> Result<Connection, DialError> {
+        let terms = self.connections.terms.load_full();
         let dialled = tokio::time::timeout(within, async {
-            let addresses = self.addresses.get().await.map_err(|_| NoConnection::Nameless)?;
-            let failed = match Connection::dial(&addresses, &terms, &self.life).await {
+            let addresses = self.connections.addresses.get().await.map_err(|_| DialError::Unresolved)?;
+            let failed = match Connection::dial(&addresses, &terms, &self.connections.activity).await {
                 Ok(connection) => return Ok(connection),
-                Err(error) if connection::is_ours(&error) => return Err(NoConnection::Ours(error)),
+                Err(error) if connection::is_local_error(&error) => {
+                    return Err(DialError::OutOfResources(error));
+                }
                 Err(error) => error,
             };
-            let moved = tokio::time::timeout(MOVED_WITHIN, self.addresses.moved_from(&addresses)).await;
+            let moved = tokio::time::timeout(
+                NEW_ADDRESS_TIMEOUT,
+                self.connections.addresses.new_addresses(&addresses),
+            )
+            .await;
             let failed = match moved.ok().flatten() {
                 None => failed,
-                Some(moved) => match Connection::dial(&moved, &terms, &self.life).await {
+                Some(moved) => match Connection::dial(&moved, &terms, &self.connections.activity).await {
                     Ok(connection) => return Ok(connection),
                     Err(error) => error,
                 },
             };
             Err(match failed.kind() {
-                std::io::ErrorKind::ConnectionRefused => NoConnection::Refused,
-                _ => NoConnection::Unanswered,
+                std::io::ErrorKind::ConnectionRefused => DialError::Refused,
+                _ => DialError::Unanswered,
             })
         });
-        let dialled = dialled.await.unwrap_or(Err(NoConnection::Unanswered));
+        let dialled = dialled.await.unwrap_or(Err(DialError::Unanswered));
         match &dialled {
-            Err(NoConnection::Ours(error)) => {
-                if let Some(held_back) = self.trouble.due() {
+            Err(DialError::OutOfResources(error)) => {
+                if let Some(held_back) = self.log_limiter.allow() {
                     let engine = self.authority();
                     tracing::error!(engine, %error, held_back, "no socket available for a connection");
                 }
             }
-            Err(NoConnection::Refused) => self.refused(),
-            Ok(_) | Err(NoConnection::Unanswered | NoConnection::Nameless) => {}
+            Err(DialError::Refused) => self.refused(),
+            Ok(_) | Err(DialError::Unanswered | DialError::Unresolved) => {}
         }
         dialled
     }
 
-    /// No process listens at its address.
+    /// Records that no process listens at the engine's address.
     fn refused(&self) {
-        self.pool().retain_mut(Connection::is_ready);
-        if self.life.open() == 0 {
-            // The process is gone, and what comes up in its place has an empty cache.
-            self.memory.forget_sent(self.holders());
+        self.idle_connections().retain_mut(Connection::is_ready);
+        if self.connections.activity.connections() == 0 {
+            // The process is gone, and its successor has an empty cache.
+            self.known_caches.forget_routed(self.cache_ids());
         }
-        self.failed(Leg::Decode, Sign::Unreachable);
+        self.failed(Leg::Decode, FailureKind::Unreachable);
     }
 }

@@ -1,50 +1,51 @@
-//! The head of a request to an engine, as bytes. Names are written here; values are digits, ids and `HeaderValue`s:
-//! none of them can hold a line end, so that nothing a client sent can begin another header or another request.
+//! The head of a request to an engine, as bytes. Names are constants here. Values are digits, ids and
+//! `HeaderValue`s, which cannot contain a line end: nothing that a client sent can begin another header or another
+//! request.
 
 use hyper::Method;
 use hyper::header::HeaderValue;
 
-use super::Outgoing;
+use super::EngineRequest;
 
-/// Room for a head as it usually is.
+/// Capacity for a usual head.
 const USUAL_BYTES: usize = 512;
 
-/// Writes the head. The router's own key takes the place of the client's credentials.
+/// Writes the head. The router's own key replaces the client's credentials.
 pub(super) fn request(
     host: &HeaderValue,
     secret: Option<&HeaderValue>,
     api_key: Option<&HeaderValue>,
-    outgoing: &Outgoing,
+    request: &EngineRequest,
 ) -> Vec<u8> {
     let mut head = Vec::with_capacity(USUAL_BYTES);
-    for part in [outgoing.method.as_str(), " ", &*outgoing.path, " HTTP/1.1\r\n"] {
+    for part in [request.method.as_str(), " ", &*request.path, " HTTP/1.1\r\n"] {
         head.extend_from_slice(part.as_bytes());
     }
     field(&mut head, "host", host);
-    // Without it any coding would do.
+    // Without this header any coding would be acceptable.
     head.extend_from_slice(b"accept-encoding: identity\r\n");
-    let body_bytes: usize = outgoing.pieces().iter().map(bytes::Bytes::len).sum();
-    if body_bytes > 0 || outgoing.method != Method::GET {
+    let body_bytes: usize = request.pieces().iter().map(bytes::Bytes::len).sum();
+    if body_bytes > 0 || request.method != Method::GET {
         head.extend_from_slice(b"content-type: application/json\r\n");
         number(&mut head, "content-length", body_bytes);
     }
-    if let Some(id) = &outgoing.id {
+    if let Some(id) = &request.id {
         field(&mut head, "x-request-id", id.as_str());
     }
-    if let Some(credentials) = api_key.or(outgoing.authorization.as_ref()) {
+    if let Some(credentials) = api_key.or(request.authorization.as_ref()) {
         field(&mut head, "authorization", credentials);
     }
-    if let Some(trace) = &outgoing.trace {
+    if let Some(trace) = &request.trace {
         field(&mut head, "traceparent", trace.parent());
         trace.state().into_iter().for_each(|state| field(&mut head, "tracestate", state));
     }
-    if let Some(rank) = outgoing.rank {
+    if let Some(rank) = request.rank {
         number(&mut head, "x-data-parallel-rank", rank.into());
     }
-    if outgoing.router_settles {
+    if request.router_settles {
         field(&mut head, "x-baton-router-settles", "1");
     }
-    if outgoing.early_handoff {
+    if request.early_handoff {
         field(&mut head, "x-baton-early-handoff", "1");
     }
     if let Some(secret) = secret {
@@ -81,7 +82,7 @@ mod tests {
     use hyper::header::HeaderMap;
 
     use super::*;
-    use crate::message::trace_context::Trace;
+    use crate::message::trace_context::TraceContext;
     use crate::metrics::Leg;
 
     const PARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
@@ -91,14 +92,14 @@ mod tests {
         let mut traced = HeaderMap::new();
         traced.insert("traceparent", HeaderValue::from_static(PARENT));
         traced.insert("tracestate", HeaderValue::from_static("a=1"));
-        let outgoing = Outgoing {
+        let outgoing = EngineRequest {
             id: RequestId::new("cmpl-7").ok(),
             authorization: Some(HeaderValue::from_static("Bearer client")),
-            trace: Trace::begin(&traced, None, |_| ()).told(Leg::Decode),
+            trace: TraceContext::begin(&traced, None, |_| ()).parent_for(Leg::Decode),
             rank: Some(10),
             router_settles: true,
             early_handoff: true,
-            ..Outgoing::post("/p", Bytes::from(vec![0; 1203]))
+            ..EngineRequest::post("/p", Bytes::from(vec![0; 1203]))
         };
         let (host, secret) = (HeaderValue::from_static("h:1"), HeaderValue::from_static("s"));
         let expected = |key: &str| {
@@ -117,9 +118,10 @@ mod tests {
 
     #[test]
     fn a_question_without_a_body_says_no_length() {
-        let head = request(&HeaderValue::from_static("h"), None, None, &Outgoing::get("/health"));
+        let head = request(&HeaderValue::from_static("h"), None, None, &EngineRequest::get("/health"));
         assert_eq!(head, b"GET /health HTTP/1.1\r\nhost: h\r\naccept-encoding: identity\r\n\r\n");
-        let head = request(&HeaderValue::from_static("h"), None, None, &Outgoing::post("/p", Bytes::new()));
+        let head =
+            request(&HeaderValue::from_static("h"), None, None, &EngineRequest::post("/p", Bytes::new()));
         assert!(String::from_utf8_lossy(&head).contains("content-length: 0\r\n"));
     }
 }

@@ -1,19 +1,19 @@
-//! HTTP/1.1 to an engine, from our side: one request, one answer, nothing in between.
+//! The client side of HTTP/1.1 to an engine: one request, then one reply.
 //!
 //! ```text
-//! Idle ─ begin ─▶ sending, waiting for a head ─ head ─▶ body ─ its end ─▶ Idle   (or spent: never again)
-//!                                                         └ error, end of the connection ─▶ spent
+//! Idle ─ begin ─▶ sending, waiting for a head ─ head ─▶ body ─ its end ─▶ Idle   (or unusable)
+//!                                                         └ error, end of the connection ─▶ unusable
 //! ```
 //!
-//! Written by hand because it is what the router does most: whoever waits for the engine drives the connection, so that
-//! no task, channel or timer is between the socket and the client; a request is one vectored write of pieces that are
-//! not copied; what one read brings of an answer is passed on as one piece, in memory of exactly its size; and while
-//! nothing comes, no buffer is held.
+//! It is written by hand because it is on the router's hottest path. The waiting task drives the connection, so
+//! there is no task, channel or timer between the socket and the client. A request is one vectored write of pieces
+//! that are not copied. All data of one read is forwarded as one piece, in memory of exactly its size. No buffer
+//! is held during a wait.
 //!
 //! Invariants:
-//! - An answer whose length can be read in two ways is refused (two lengths, a length with a coding, any coding but
-//!   `chunked`): what follows it would be taken for the next answer.
-//! - A connection on which anything is out of the ordinary is never used again.
+//! - A reply whose length can be read in two ways is refused: two lengths, a length with a coding, any coding but
+//!   `chunked`. The bytes behind it could be read as the next reply.
+//! - A connection with any irregularity is never reused.
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
@@ -23,36 +23,36 @@ use std::task::{Context, Poll, Waker, ready};
 use bytes::{Buf, Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::chunks::{Chunks, NotChunks};
-use super::lost::Lost;
-use super::reply_head::{self, Extent, Head, NotHead};
+use super::chunks::{ChunkDecoder, ReplyChunkError};
+use super::connection_error::ConnectionError;
+use super::reply_head::{self, ReplyHead, ReplyHeadError, ReplyLength};
 
-/// One read of the socket.
+/// Size of one read of the socket.
 const READ_BYTES: usize = 16 << 10;
-/// Pieces of a request that go into one write.
+/// Maximum pieces of a request in one write.
 const PIECES_MAX: usize = 16;
 
-/// A connection. `S` is its bytes, plain or in TLS.
+/// A connection. `S` is its byte stream, plain or TLS.
 #[derive(Debug)]
 pub(super) struct Http1<S> {
     stream: S,
-    /// What was read and could not be used yet: half a head, the line of a chunk, or what followed a head.
+    /// Bytes that were read and are incomplete: half a head, the line of a chunk, or bytes behind a head.
     waiting: BytesMut,
-    /// What is not yet sent, last piece first.
+    /// Pieces that are not yet sent, last piece first.
     unsent: Vec<Bytes>,
-    /// What was written may still be held back, as TLS does.
+    /// Written bytes may still be buffered, as in TLS.
     flushing: bool,
-    body: Framing,
-    /// Whether another request may follow the answer.
+    body: ReplyFraming,
+    /// Whether another request may follow the reply.
     reusable: bool,
 }
 
-/// How much of an answer is still to come.
+/// The unread part of a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Framing {
+enum ReplyFraming {
     Head,
     Length(u64),
-    Chunked(Chunks),
+    Chunked(ChunkDecoder),
     /// Until the engine closes the connection.
     ToEnd,
     Done,
@@ -65,32 +65,35 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
             waiting: BytesMut::new(),
             unsent: Vec::new(),
             flushing: false,
-            body: Framing::Done,
+            body: ReplyFraming::Done,
             reusable: true,
         }
     }
 
-    /// Its bytes, for what is asked of the socket.
+    /// The byte stream, for queries of the socket.
     pub(super) fn stream(&self) -> &S {
         &self.stream
     }
 
-    /// Takes a request: the bytes of its head and of its body. [`Self::poll_head`] sends it.
+    /// Stores a request: the bytes of its head and of its body. [`Self::poll_head`] sends it.
     pub(super) fn begin(&mut self, head: Vec<u8>, body: &[Bytes]) {
         self.unsent.clear();
         self.unsent.extend(body.iter().rev().filter(|piece| !piece.is_empty()).cloned());
         self.unsent.push(head.into());
         self.flushing = true;
-        self.body = Framing::Head;
+        self.body = ReplyFraming::Head;
     }
 
-    /// Sends what is to be sent, and reads until the head of the answer is here. An engine may answer before it has
+    /// Sends the request, and reads until the head of the reply has arrived. An engine may reply before it has
     /// read the whole request.
-    pub(super) fn poll_head(&mut self, context: &mut Context<'_>) -> Poll<Result<Head, Lost>> {
+    pub(super) fn poll_head(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<ReplyHead, ConnectionError>> {
         let unsent = match self.poll_send(context) {
             Poll::Ready(Ok(())) => None,
             Poll::Pending => Some(None),
-            // It may have said why before it closed.
+            // The engine may have sent the reason before it closed.
             Poll::Ready(Err(error)) => Some(Some(error)),
         };
         let mut head = self.of_waiting(Self::head)?;
@@ -110,53 +113,56 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
             head = match ready!(read) {
                 Ok(None) | Err(_) if self.waiting.is_empty() => {
                     self.reusable = false;
-                    return Poll::Ready(Err(Lost::Unanswered));
+                    return Poll::Ready(Err(ConnectionError::Unanswered));
                 }
-                Ok(None) => return Poll::Ready(Err(self.lost(Lost::Ended))),
+                Ok(None) => return Poll::Ready(Err(self.fail(ConnectionError::Ended))),
                 Ok(Some(head)) => head?,
-                Err(error) => return Poll::Ready(Err(self.lost(error.into()))),
+                Err(error) => return Poll::Ready(Err(self.fail(error.into()))),
             };
         }
     }
 
-    /// The next piece of the answer's body: everything that is here of it. `None` at its end.
-    pub(super) fn poll_piece(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, Lost>>> {
+    /// The next piece of the reply's body: all bytes that have arrived. `None` at its end.
+    pub(super) fn poll_piece(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Bytes, ConnectionError>>> {
         let mut piece = self.waiting_piece();
         loop {
             match piece {
                 Ok(piece) if !piece.is_empty() => return Poll::Ready(Some(Ok(piece))),
-                Ok(_) if self.body == Framing::Done => return Poll::Ready(None),
+                Ok(_) if self.body == ReplyFraming::Done => return Poll::Ready(None),
                 Ok(_) => {}
-                Err(lost) => return Poll::Ready(Some(Err(lost))),
+                Err(error) => return Poll::Ready(Some(Err(error))),
             }
             piece = match ready!(self.poll_read(context, Self::piece)) {
                 Ok(Some(piece)) => piece,
-                Ok(None) if self.body == Framing::ToEnd => {
-                    self.body = Framing::Done;
+                Ok(None) if self.body == ReplyFraming::ToEnd => {
+                    self.body = ReplyFraming::Done;
                     Ok(Bytes::new())
                 }
-                Ok(None) => Err(self.lost(Lost::Ended)),
-                Err(error) => Err(self.lost(error.into())),
+                Ok(None) => Err(self.fail(ConnectionError::Ended)),
+                Err(error) => Err(self.fail(error.into())),
             };
         }
     }
 
-    /// Whether the whole answer was read.
+    /// Whether the whole reply was read.
     pub(super) fn is_ended(&self) -> bool {
-        self.body == Framing::Done
+        self.body == ReplyFraming::Done
     }
 
-    /// Whether another request can be sent: the last answer was read, and the engine has neither closed the connection
-    /// nor said anything that nobody asked for.
+    /// Whether another request can be sent: the last reply was read, and the engine has neither closed the
+    /// connection nor sent anything unrequested.
     pub(super) fn is_ready(&mut self) -> bool {
         let quiet = self.reusable && self.is_ended() && self.waiting.is_empty();
         quiet && self.poll_read(&mut Context::from_waker(Waker::noop()), |_, _| ((), 0)).is_pending()
     }
 
-    fn lost(&mut self, lost: Lost) -> Lost {
+    fn fail(&mut self, error: ConnectionError) -> ConnectionError {
         self.reusable = false;
-        self.body = Framing::Done;
-        lost
+        self.body = ReplyFraming::Done;
+        error
     }
 
     fn poll_send(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -184,23 +190,23 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
                 self.unsent.pop();
             }
         }
-        // TLS holds bytes back until it is told.
+        // TLS buffers bytes until a flush.
         ready!(Pin::new(&mut self.stream).poll_flush(context))?;
         self.flushing = false;
         Poll::Ready(Ok(()))
     }
 
-    /// Reads once, by way of the stack, and has `make` make something of what is here; it says how many bytes are done
-    /// with, and the others wait. `None` at the end of the connection.
+    /// Reads once, into a buffer on the stack, and passes the bytes to `make`. `make` returns its result and the
+    /// number of bytes it has used; the rest is kept. `None` at the end of the connection.
     fn poll_read<T>(
         &mut self,
         context: &mut Context<'_>,
         make: impl FnOnce(&mut Self, &mut [u8]) -> (T, usize),
     ) -> Poll<io::Result<Option<T>>> {
-        let mut room = [const { MaybeUninit::<u8>::uninit() }; READ_BYTES];
-        let mut room = ReadBuf::uninit(&mut room);
-        ready!(Pin::new(&mut self.stream).poll_read(context, &mut room))?;
-        let read = room.filled_mut();
+        let mut buffer = [const { MaybeUninit::<u8>::uninit() }; READ_BYTES];
+        let mut buffer = ReadBuf::uninit(&mut buffer);
+        ready!(Pin::new(&mut self.stream).poll_read(context, &mut buffer))?;
+        let read = buffer.filled_mut();
         if read.is_empty() {
             return Poll::Ready(Ok(None));
         }
@@ -208,48 +214,48 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
             self.waiting.extend_from_slice(read);
             return Poll::Ready(Ok(Some(self.of_waiting(make))));
         }
-        let (made, taken) = make(self, read);
-        self.waiting = BytesMut::from(&read[taken..]);
+        let (made, used) = make(self, read);
+        self.waiting = BytesMut::from(&read[used..]);
         Poll::Ready(Ok(Some(made)))
     }
 
-    /// As [`Self::poll_read`], of what waits already.
+    /// As [`Self::poll_read`], with the bytes that are waiting already.
     fn of_waiting<T>(&mut self, make: impl FnOnce(&mut Self, &mut [u8]) -> (T, usize)) -> T {
         let mut waiting = std::mem::take(&mut self.waiting);
-        let (made, taken) = make(self, &mut waiting);
-        if taken < waiting.len() {
-            waiting.advance(taken);
+        let (made, used) = make(self, &mut waiting);
+        if used < waiting.len() {
+            waiting.advance(used);
             self.waiting = waiting;
         }
         made
     }
 
-    /// The head, once it is whole.
-    fn head(&mut self, bytes: &mut [u8]) -> (Result<Option<Head>, Lost>, usize) {
+    /// The head, once it is complete.
+    fn head(&mut self, bytes: &mut [u8]) -> (Result<Option<ReplyHead>, ConnectionError>, usize) {
         match reply_head::read(bytes) {
             Ok(None) => (Ok(None), 0),
             Ok(Some(read)) => {
                 self.body = match read.extent {
-                    Extent::Length(0) => Framing::Done,
-                    Extent::Length(bytes) => Framing::Length(bytes),
-                    Extent::Chunked => Framing::Chunked(Chunks::Size),
-                    Extent::ToEnd => Framing::ToEnd,
+                    ReplyLength::Length(0) => ReplyFraming::Done,
+                    ReplyLength::Length(bytes) => ReplyFraming::Length(bytes),
+                    ReplyLength::Chunked => ReplyFraming::Chunked(ChunkDecoder::Size),
+                    ReplyLength::ToEnd => ReplyFraming::ToEnd,
                 };
                 self.reusable &= read.reusable;
                 (Ok(Some(read.head)), read.bytes)
             }
-            Err(NotHead(why)) => (Err(self.lost(Lost::Malformed(why))), 0),
+            Err(ReplyHeadError(reason)) => (Err(self.fail(ConnectionError::Malformed(reason))), 0),
         }
     }
 
-    /// What waits of the body.
-    fn waiting_piece(&mut self) -> Result<Bytes, Lost> {
+    /// The waiting bytes of the body.
+    fn waiting_piece(&mut self) -> Result<Bytes, ConnectionError> {
         match &mut self.body {
-            // Nothing but the body waits: it need not be copied.
-            Framing::Length(left) if *left >= self.waiting.len() as u64 => {
+            // Only bytes of the body are waiting, so they need no copy.
+            ReplyFraming::Length(left) if *left >= self.waiting.len() as u64 => {
                 *left -= self.waiting.len() as u64;
                 if *left == 0 {
-                    self.body = Framing::Done;
+                    self.body = ReplyFraming::Done;
                 }
                 Ok(std::mem::take(&mut self.waiting).freeze())
             }
@@ -257,32 +263,32 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
         }
     }
 
-    /// What is here of the body; empty when that is only framing.
-    fn piece(&mut self, bytes: &mut [u8]) -> (Result<Bytes, Lost>, usize) {
+    /// The available bytes of the body; empty if they are only framing.
+    fn piece(&mut self, bytes: &mut [u8]) -> (Result<Bytes, ConnectionError>, usize) {
         match &mut self.body {
-            Framing::Length(left) => {
+            ReplyFraming::Length(left) => {
                 let here = usize::try_from(*left).unwrap_or(usize::MAX).min(bytes.len());
                 *left -= here as u64;
                 if *left == 0 {
-                    self.body = Framing::Done;
+                    self.body = ReplyFraming::Done;
                 }
                 (Ok(Bytes::copy_from_slice(&bytes[..here])), here)
             }
-            Framing::Chunked(chunks) => match chunks.decode(bytes) {
+            ReplyFraming::Chunked(chunks) => match chunks.decode(bytes) {
                 Ok(decoded) => {
-                    if *chunks == Chunks::Done {
-                        self.body = Framing::Done;
+                    if *chunks == ChunkDecoder::Done {
+                        self.body = ReplyFraming::Done;
                     }
-                    (Ok(Bytes::copy_from_slice(&bytes[decoded.from..decoded.to])), decoded.taken)
+                    (Ok(Bytes::copy_from_slice(&bytes[decoded.from..decoded.to])), decoded.consumed)
                 }
-                Err(NotChunks) => (Err(self.lost(Lost::Malformed("the chunks"))), 0),
+                Err(ReplyChunkError) => (Err(self.fail(ConnectionError::Malformed("the chunks"))), 0),
             },
-            Framing::ToEnd => (Ok(Bytes::copy_from_slice(bytes)), bytes.len()),
-            Framing::Head | Framing::Done => (Ok(Bytes::new()), 0),
+            ReplyFraming::ToEnd => (Ok(Bytes::copy_from_slice(bytes)), bytes.len()),
+            ReplyFraming::Head | ReplyFraming::Done => (Ok(Bytes::new()), 0),
         }
     }
 }
 
 #[cfg(test)]
-#[path = "http1_tests.rs"]
+#[path = "tests/http1.rs"]
 mod tests;

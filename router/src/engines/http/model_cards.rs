@@ -1,8 +1,9 @@
-//! The models that an engine lists at `/v1/models`, and the context length of each: asked for when something needs it, by
-//! one task at a time, and again after a minute, since another version may come up at its address.
+//! The models that an engine lists at `/v1/models`, with their context lengths. One task at a time queries the
+//! list, when it is needed. The list is queried again after a minute, because another version may start at the
+//! same address.
 //!
-//! Only the first question about an engine is waited for by those who show the models: later ones get what the last
-//! answer said, while a newer one is asked for aside. So an engine that does not answer costs `/v1/models` one second, once.
+//! Only the first query of an engine is awaited by `/v1/models`. Later calls return the last list while a task
+//! queries a newer one. So an unresponsive engine costs `/v1/models` one second, once.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -10,122 +11,123 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tokio::sync::Semaphore;
 
-use super::{Engine, Outgoing};
+use super::{Engine, EngineRequest};
 
-/// An answer counts for so long; after a question without one the engine is left alone for so long.
-const KEPT_FOR: Duration = Duration::from_secs(60);
-const FAILED_FOR: Duration = Duration::from_secs(5);
-/// A list is waited for so long, by those who show it and by a stream that goes on, and read so far.
-const SHOWN_WITHIN: Duration = Duration::from_secs(1);
-const NEEDED_WITHIN: Duration = Duration::from_secs(2);
+/// A list is fresh for this time. After a failed query the engine is not queried for the shorter time.
+const LIST_TTL: Duration = Duration::from_secs(60);
+const FAILURE_TTL: Duration = Duration::from_secs(5);
+/// Maximum wait for a list, by `/v1/models` and by a stream that continues, and maximum size.
+const SHOW_TIMEOUT: Duration = Duration::from_secs(1);
+const RESUME_TIMEOUT: Duration = Duration::from_secs(2);
 const BYTES_MAX: usize = 1 << 20;
-/// Models of one engine that are kept, adapters included, and the bytes of a name.
+/// Maximum models of one engine, with adapters, and maximum bytes of a name.
 const MODELS_MAX: usize = 256;
 const NAME_BYTES_MAX: usize = 512;
-/// Engines that are asked at once, for all requests together.
-const ASKED_AT_ONCE: usize = 32;
+/// Maximum engines queried at once, for all requests together.
+const CONCURRENT_QUERIES_MAX: usize = 32;
 
 /// One model: its name, and `max_model_len`.
-type Card = (Box<str>, u64);
+type ModelCard = (Box<str>, u64);
 
-/// What one engine lists.
+/// The list of one engine.
 #[derive(Default)]
 pub(crate) struct ModelCards {
-    known: Mutex<Known>,
-    /// Held by the task that asks.
-    asking: tokio::sync::Mutex<()>,
+    cache: Mutex<CardCache>,
+    /// Held by the task that queries.
+    query_lock: tokio::sync::Mutex<()>,
 }
 
 #[derive(Default)]
-struct Known {
-    /// Of the last list that came.
-    cards: Vec<Card>,
-    listed: Option<Instant>,
-    asked: Option<Instant>,
+struct CardCache {
+    /// Of the last successful query.
+    cards: Vec<ModelCard>,
+    listed_at: Option<Instant>,
+    asked_at: Option<Instant>,
 }
 
-impl Known {
+impl CardCache {
     fn length(&self, model: &str) -> Option<u64> {
         self.cards.iter().find(|(name, _)| **name == *model).map(|(_, length)| *length)
     }
 
     fn is_fresh(&self) -> bool {
-        self.listed.is_some_and(|at| at.elapsed() < KEPT_FOR)
+        self.listed_at.is_some_and(|at| at.elapsed() < LIST_TTL)
     }
 
     fn is_due(&self) -> bool {
-        !self.is_fresh() && self.asked.is_none_or(|at| at.elapsed() >= FAILED_FOR)
+        !self.is_fresh() && self.asked_at.is_none_or(|at| at.elapsed() >= FAILURE_TTL)
     }
 }
 
 impl Engine {
-    /// Tokens that a prompt and its answer may have together (`max_model_len`) at this engine, to be shown; `None` where
-    /// it has not said.
+    /// Maximum tokens of a prompt with its output (`max_model_len`) at this engine, for `/v1/models`; `None` if
+    /// unknown.
     pub(crate) async fn shown_context_of(self: &Arc<Self>, model: &str) -> Option<u64> {
         let (is_due, is_first) = {
-            let known = self.known_models();
-            (known.is_due(), known.asked.is_none())
+            let cache = self.card_cache();
+            (cache.is_due(), cache.asked_at.is_none())
         };
         if is_due {
             let engine = Arc::clone(self);
-            // It goes on when its asker has left or waits no longer.
-            let asks = tokio::spawn(async move {
-                let _one_at_a_time = engine.model_cards.asking.lock().await;
-                let is_due = engine.known_models().is_due();
+            // The query continues when the caller has left or its wait is over.
+            let query = tokio::spawn(async move {
+                let _one_at_a_time = engine.model_cards.query_lock.lock().await;
+                let is_due = engine.card_cache().is_due();
                 if is_due {
-                    engine.ask_models(SHOWN_WITHIN).await;
+                    engine.query_models(SHOW_TIMEOUT).await;
                 }
             });
             if is_first {
-                let _ = tokio::time::timeout(SHOWN_WITHIN, asks).await;
+                let _ = tokio::time::timeout(SHOW_TIMEOUT, query).await;
             }
         }
-        self.known_models().length(model)
+        self.card_cache().length(model)
     }
 
-    /// The same for a stream that cannot go on without it: asked for again where the engine has not listed the model.
+    /// The same for a stream that cannot continue without it. Queries the engine again if its list does not
+    /// contain the model.
     pub(crate) async fn needed_context_of(self: &Arc<Self>, model: &str) -> Option<u64> {
         let fresh = |engine: &Self| {
-            let known = engine.known_models();
-            known.length(model).filter(|_| known.is_fresh())
+            let cache = engine.card_cache();
+            cache.length(model).filter(|_| cache.is_fresh())
         };
         if let Some(length) = fresh(self) {
             return Some(length);
         }
-        let asked = async {
-            let _one_at_a_time = self.model_cards.asking.lock().await;
+        let query = async {
+            let _one_at_a_time = self.model_cards.query_lock.lock().await;
             if fresh(self).is_none() {
-                self.ask_models(NEEDED_WITHIN).await;
+                self.query_models(RESUME_TIMEOUT).await;
             }
         };
-        let _ = tokio::time::timeout(NEEDED_WITHIN, asked).await;
+        let _ = tokio::time::timeout(RESUME_TIMEOUT, query).await;
         fresh(self)
     }
 
-    async fn ask_models(self: &Arc<Self>, within: Duration) {
-        static ASKING: Semaphore = Semaphore::const_new(ASKED_AT_ONCE);
-        self.known_models().asked = Some(Instant::now());
-        let question = Outgoing::get("/v1/models");
-        let asked = async {
-            let _place = ASKING.acquire().await;
-            self.call(&question, |_| {}).await?.whole(BYTES_MAX).await
+    async fn query_models(self: &Arc<Self>, within: Duration) {
+        static ASKING: Semaphore = Semaphore::const_new(CONCURRENT_QUERIES_MAX);
+        self.card_cache().asked_at = Some(Instant::now());
+        let request = EngineRequest::get("/v1/models");
+        let reply = async {
+            let _permit = ASKING.acquire().await;
+            self.call(&request, |_| {}).await?.read_whole(BYTES_MAX).await
         };
-        let answer = tokio::time::timeout(within, asked).await.ok().and_then(Result::ok);
-        let cards = answer.filter(|answer| answer.status.is_success()).and_then(|a| read(&a.body));
-        let (mut known, now) = (self.known_models(), Instant::now());
-        known.asked = Some(now);
+        let list = tokio::time::timeout(within, reply).await.ok().and_then(Result::ok);
+        let cards = list.filter(|list| list.status.is_success()).and_then(|a| read(&a.body));
+        let (mut cache, now) = (self.card_cache(), Instant::now());
+        cache.asked_at = Some(now);
         if let Some(cards) = cards {
-            (known.cards, known.listed) = (cards, Some(now));
+            (cache.cards, cache.listed_at) = (cards, Some(now));
         }
     }
 
-    fn known_models(&self) -> MutexGuard<'_, Known> {
-        self.model_cards.known.lock().unwrap_or_else(PoisonError::into_inner)
+    fn card_cache(&self) -> MutexGuard<'_, CardCache> {
+        self.model_cards.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The models of a list that say how long a context they have.
-fn read(body: &[u8]) -> Option<Vec<Card>> {
+/// The models of a list that have a context length.
+fn read(body: &[u8]) -> Option<Vec<ModelCard>> {
     let list: Value = serde_json::from_slice(body).ok()?;
     let card = |card: &Value| {
         let name = card["id"].as_str().filter(|name| name.len() <= NAME_BYTES_MAX)?;

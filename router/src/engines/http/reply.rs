@@ -1,4 +1,4 @@
-//! An engine's answer: piece by piece as it comes, or whole.
+//! An engine's reply, read piece by piece or whole.
 
 use std::future::poll_fn;
 use std::sync::{Arc, LazyLock};
@@ -9,56 +9,56 @@ use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use hyper::header::HeaderValue;
 
-use super::coding::Decoder;
 use super::connection::Connection;
-use super::reply_head::Head;
+use super::content_coding::Decoder;
+use super::reply_head::ReplyHead;
 use super::{CallError, Engine};
-use crate::engines::body_budget::{BodyBudget, Held};
+use crate::engines::body_budget::{BodyBudget, BodyReservation};
 
-/// What all replies together may take that the router reads whole for itself: a hundred thousand handoffs of 10 KiB, and
-/// not thousands of the largest.
+/// Maximum memory of all replies that the router reads whole for itself: a hundred thousand handoffs of 10 KiB,
+/// but not thousands of the largest.
 const READ_BYTES_TOTAL: usize = 1 << 30;
 static READ: LazyLock<Arc<BodyBudget>> = LazyLock::new(Arc::default);
 
-/// What one reply that is read whole takes of [`READ_BYTES_TOTAL`]. One of one piece takes nothing.
+/// The part of [`READ_BYTES_TOTAL`] that one whole reply reserves. A reply of one piece reserves nothing.
 #[derive(Debug, Default)]
-pub(crate) struct ReadShare(Option<Held>);
+pub(crate) struct ReplyReservation(Option<BodyReservation>);
 
-impl ReadShare {
-    /// Takes so many bytes in all.
+impl ReplyReservation {
+    /// Grows the reservation to `bytes` in total.
     ///
     /// # Errors
-    /// [`CallError::Spent`]: other replies have the rest.
+    /// [`CallError::BudgetExhausted`]: other replies have reserved the rest.
     pub(crate) fn grow_to(&mut self, bytes: usize) -> Result<(), CallError> {
-        let share = self.0.get_or_insert_with(|| READ.begin());
-        share.grow_to(bytes, READ_BYTES_TOTAL).map_err(|_| CallError::Spent)
+        let reservation = self.0.get_or_insert_with(|| READ.new_reservation());
+        reservation.grow_to(bytes, READ_BYTES_TOTAL).map_err(|_| CallError::BudgetExhausted)
     }
 }
 
-/// An answer whose head has arrived. Dropping it before its end cuts the connection.
+/// A reply whose head has arrived. Dropping it before its end cuts the connection.
 pub(crate) struct Reply {
-    head: Head,
-    /// Read and put back.
+    head: ReplyHead,
+    /// A piece that was put back.
     ahead: Option<Bytes>,
     connection: Connection,
-    /// Of an answer that is compressed.
+    /// Set if the reply is compressed.
     decoder: Option<Box<Decoder>>,
     engine: Arc<Engine>,
 }
 
-/// A whole answer.
+/// A whole reply.
 #[derive(Debug)]
-pub(crate) struct Whole {
+pub(crate) struct WholeReply {
     pub status: StatusCode,
-    /// When the engine wants to be asked again.
+    /// The engine's `Retry-After`.
     pub retry_after: Option<Duration>,
     pub body: Bytes,
-    /// Its engine was shown a key of the router's own, not the client's.
+    /// The request had a key of the router's own, not the client's.
     pub own_key: bool,
 }
 
 impl Reply {
-    pub(super) fn new(head: Head, connection: Connection, engine: Arc<Engine>) -> Self {
+    pub(super) fn new(head: ReplyHead, connection: Connection, engine: Arc<Engine>) -> Self {
         let decoder = Decoder::of(head.coding);
         Self { head, ahead: None, connection, decoder, engine }
     }
@@ -71,7 +71,7 @@ impl Reply {
         self.head.content_type.as_ref()
     }
 
-    /// What some engines say of an answer that is not text.
+    /// Metadata that some engines send with a binary reply.
     pub(crate) fn metadata(&self) -> Option<&HeaderValue> {
         self.head.metadata.as_ref()
     }
@@ -82,7 +82,7 @@ impl Reply {
         self.ahead.is_none() && self.connection.is_ended() && decoded
     }
 
-    /// Whether it is a stream of server-sent events.
+    /// Whether the reply is a stream of server-sent events.
     pub(crate) fn is_stream(&self) -> bool {
         self.head.is_stream()
     }
@@ -91,17 +91,17 @@ impl Reply {
         &self.engine
     }
 
-    /// Puts a piece back: it is the next one.
+    /// Puts a piece back. It becomes the next one.
     pub(crate) fn put_back(&mut self, piece: Bytes) {
         self.ahead = Some(piece);
     }
 
-    /// What an engine says in a stream, as if it had said it instead of the stream.
-    pub(crate) fn told(&self, status: StatusCode, body: Bytes) -> Whole {
-        Whole { status, body, ..self.bare() }
+    /// The error of an event, as a reply in place of the stream.
+    pub(crate) fn error_reply(&self, status: StatusCode, body: Bytes) -> WholeReply {
+        WholeReply { status, body, ..self.without_body() }
     }
 
-    /// The next piece of the body, as it came; `None` at its end.
+    /// The next piece of the body; `None` at its end.
     ///
     /// # Cancel safety
     /// No piece is lost.
@@ -109,14 +109,14 @@ impl Reply {
         poll_fn(|context| self.poll_chunk(context)).await
     }
 
-    /// Whether the body's end is here already, without waiting for it.
+    /// Whether the body's end has arrived already, without a wait.
     pub(crate) fn ends_now(&mut self) -> bool {
-        matches!(self.here(), Some(None))
+        matches!(self.try_chunk(), Some(None))
     }
 
-    /// The answer without its body, when that is more than can be used.
-    fn bare(&self) -> Whole {
-        Whole {
+    /// The reply without its body.
+    fn without_body(&self) -> WholeReply {
+        WholeReply {
             status: self.head.status,
             retry_after: self.head.retry_after,
             body: Bytes::new(),
@@ -124,8 +124,8 @@ impl Reply {
         }
     }
 
-    /// As [`Self::chunk`], of what is here already; `None` when one must wait.
-    pub(crate) fn here(&mut self) -> Option<Option<Result<Bytes, CallError>>> {
+    /// As [`Self::chunk`], without a wait; `None` if no piece has arrived.
+    pub(crate) fn try_chunk(&mut self) -> Option<Option<Result<Bytes, CallError>>> {
         match self.poll_chunk(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(chunk) => Some(chunk),
             Poll::Pending => None,
@@ -142,22 +142,25 @@ impl Reply {
         }
     }
 
-    /// Gives the connection back after the end of the body.
+    /// Returns the connection to the pool after the end of the body.
     pub(crate) fn finish(self) {
-        self.engine.keep(self.connection);
+        self.engine.store_idle(self.connection);
     }
 
-    /// As [`Self::whole`]; an answer that is larger, or cannot be decoded, is given without its body.
-    pub(crate) async fn whole_or_bare(self, limit_bytes: usize) -> Result<Whole, CallError> {
-        let bare = self.bare();
-        match self.whole(limit_bytes).await {
-            Err(CallError::TooLarge(_) | CallError::Unreadable(_) | CallError::Spent) => Ok(bare),
-            whole => whole,
+    /// As [`Self::read_whole`]. A reply that is too large, or cannot be decoded, is returned without its body.
+    pub(crate) async fn read_whole_or_head(self, limit_bytes: usize) -> Result<WholeReply, CallError> {
+        let head_only = self.without_body();
+        match self.read_whole(limit_bytes).await {
+            Err(CallError::TooLarge(_) | CallError::Undecodable(_) | CallError::BudgetExhausted) => {
+                Ok(head_only)
+            }
+            result => result,
         }
     }
 
-    /// Reads the rest of the answer, up to a bound, and closes the connection; whether the answer is good.
-    pub(crate) async fn judged(mut self, limit_bytes: usize) -> Result<bool, CallError> {
+    /// Reads the rest of the reply, up to a bound, and closes the connection. Returns whether the status is a
+    /// success.
+    pub(crate) async fn read_health(mut self, limit_bytes: usize) -> Result<bool, CallError> {
         let mut read = 0;
         while let Some(chunk) = self.chunk().await {
             read += chunk?.len();
@@ -168,11 +171,11 @@ impl Reply {
         Ok(self.head.status.is_success())
     }
 
-    /// Reads the rest of the answer, up to a bound, and gives the connection back.
-    pub(crate) async fn whole(mut self, limit_bytes: usize) -> Result<Whole, CallError> {
+    /// Reads the rest of the reply, up to a bound, and returns the connection to the pool.
+    pub(crate) async fn read_whole(mut self, limit_bytes: usize) -> Result<WholeReply, CallError> {
         let mut first = Bytes::new();
         let mut rest = BytesMut::new();
-        let mut share = ReadShare::default();
+        let mut reservation = ReplyReservation::default();
         while let Some(chunk) = self.chunk().await {
             let chunk = chunk?;
             if first.len() + rest.len() + chunk.len() > limit_bytes {
@@ -187,14 +190,14 @@ impl Reply {
                 (_, false) => rest.extend_from_slice(&chunk),
             }
             if !rest.is_empty() {
-                share.grow_to(rest.capacity())?;
+                reservation.grow_to(rest.capacity())?;
             }
         }
         let body = if rest.is_empty() { first } else { rest.freeze() };
-        let Head { status, retry_after, .. } = self.head;
+        let ReplyHead { status, retry_after, .. } = self.head;
         let own_key = self.engine.has_own_key();
         self.finish();
-        Ok(Whole { status, retry_after, body, own_key })
+        Ok(WholeReply { status, retry_after, body, own_key })
     }
 }
 
@@ -204,9 +207,9 @@ mod tests {
 
     #[test]
     fn replies_that_are_read_whole_are_bounded_in_sum() {
-        let (mut first, mut second) = (ReadShare::default(), ReadShare::default());
+        let (mut first, mut second) = (ReplyReservation::default(), ReplyReservation::default());
         assert!(first.grow_to(READ_BYTES_TOTAL / 2).is_ok());
-        assert!(matches!(second.grow_to(READ_BYTES_TOTAL / 2 + 1), Err(CallError::Spent)));
+        assert!(matches!(second.grow_to(READ_BYTES_TOTAL / 2 + 1), Err(CallError::BudgetExhausted)));
         drop(first);
         assert!(second.grow_to(READ_BYTES_TOTAL / 2 + 1).is_ok());
         assert!(second.grow_to(1).is_ok(), "what is held already is not taken twice");

@@ -1,7 +1,7 @@
-//! The head of an engine's answer, out of its bytes: the status, how long the body is, and the few headers that anybody
-//! looks at. The others are not kept.
+//! Parser of the head of an engine's reply: the status, the length of the body, and the few headers that the
+//! router uses. Other headers are dropped.
 //!
-//! Pure: bytes in, a head out. An answer whose length can be read in two ways is refused.
+//! Pure: bytes in, a head out. A reply whose length can be read in two ways is refused.
 
 use std::mem::MaybeUninit;
 use std::time::{Duration, SystemTime};
@@ -9,40 +9,40 @@ use std::time::{Duration, SystemTime};
 use hyper::StatusCode;
 use hyper::header::HeaderValue;
 
-use super::coding::Coding;
+use super::content_coding::Coding;
 
-/// Bytes of the head of an answer, and of all heads of 1xx before it.
+/// Maximum bytes of a reply's head, with all 1xx heads before it.
 pub(super) const BYTES_MAX: usize = 64 << 10;
-/// Header fields of an answer.
+/// Maximum header fields of a reply.
 const FIELDS_MAX: usize = 100;
-/// The longest time after which an engine can ask to be asked again.
-const COME_BACK_MAX: Duration = Duration::from_secs(3600);
-/// Kinds of content that engines usually send; no copy is made of them.
+/// Upper bound of an engine's `Retry-After`.
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(3600);
+/// Content types that engines usually send. They are not copied.
 const USUAL_KINDS: [&str; 3] = ["application/json", "text/event-stream; charset=utf-8", "text/event-stream"];
 
-/// What is kept of the head of an answer.
+/// The relevant fields of a reply's head.
 #[derive(Debug)]
-pub(crate) struct Head {
+pub(crate) struct ReplyHead {
     pub status: StatusCode,
     pub content_type: Option<HeaderValue>,
-    /// vLLM's of embeddings in bytes.
+    /// vLLM's metadata of embeddings in bytes.
     pub metadata: Option<HeaderValue>,
     /// How the body is compressed.
     pub(super) coding: Coding,
-    /// When the engine wants to be asked again: `Retry-After-Ms`, or `Retry-After` in seconds or as a date.
+    /// The engine's `Retry-After-Ms`, or `Retry-After` in seconds or as a date.
     pub retry_after: Option<Duration>,
 }
 
-impl Head {
+impl ReplyHead {
     /// Whether a stream of server-sent events follows.
     pub(super) fn is_stream(&self) -> bool {
         self.content_type.as_ref().is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
     }
 }
 
-/// How the body of an answer ends.
+/// How the body of a reply ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Extent {
+pub(super) enum ReplyLength {
     /// So many bytes.
     Length(u64),
     Chunked,
@@ -50,26 +50,26 @@ pub(super) enum Extent {
     ToEnd,
 }
 
-/// A whole head.
+/// A complete head.
 #[derive(Debug)]
-pub(super) struct Read {
-    pub head: Head,
-    pub extent: Extent,
-    /// Another request may follow the answer.
+pub(super) struct ParsedHead {
+    pub head: ReplyHead,
+    pub extent: ReplyLength,
+    /// Another request may follow the reply.
     pub reusable: bool,
-    /// Bytes of the head, and of those of 1xx before it.
+    /// Length of the head, with the 1xx heads before it.
     pub bytes: usize,
 }
 
-/// Why the bytes are not the head of an answer.
+/// Why the bytes are not the head of a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct NotHead(pub &'static str);
+pub(super) struct ReplyHeadError(pub &'static str);
 
-/// Reads a head; `None` while it is not whole.
+/// Reads a head; `None` while it is incomplete.
 ///
 /// # Errors
-/// [`NotHead`]: the connection is of no further use.
-pub(super) fn read(bytes: &[u8]) -> Result<Option<Read>, NotHead> {
+/// [`ReplyHeadError`]. The connection is then unusable.
+pub(super) fn read(bytes: &[u8]) -> Result<Option<ParsedHead>, ReplyHeadError> {
     let mut at = 0;
     loop {
         let mut fields = [const { MaybeUninit::uninit() }; FIELDS_MAX];
@@ -79,14 +79,14 @@ pub(super) fn read(bytes: &[u8]) -> Result<Option<Read>, NotHead> {
         at += match config.parse_response_with_uninit_headers(&mut parsed, rest, &mut fields) {
             Ok(httparse::Status::Complete(bytes)) => bytes,
             Ok(httparse::Status::Partial) if bytes.len() < BYTES_MAX => return Ok(None),
-            Ok(httparse::Status::Partial) => return Err(NotHead("an endless head")),
-            Err(_) => return Err(NotHead("no head")),
+            Ok(httparse::Status::Partial) => return Err(ReplyHeadError("an endless head")),
+            Err(_) => return Err(ReplyHeadError("no head")),
         };
         match parsed.code.unwrap_or_default() {
             100 | 102..200 => {}
-            101 => return Err(NotHead("a switch of protocols")),
+            101 => return Err(ReplyHeadError("a switch of protocols")),
             code => {
-                let status = StatusCode::from_u16(code).map_err(|_| NotHead("a status"))?;
+                let status = StatusCode::from_u16(code).map_err(|_| ReplyHeadError("a status"))?;
                 let is_1_0 = parsed.version == Some(0);
                 return of(status, is_1_0, parsed.headers, at).map(Some);
             }
@@ -99,7 +99,7 @@ fn of(
     is_1_0: bool,
     fields: &[httparse::Header<'_>],
     bytes: usize,
-) -> Result<Read, NotHead> {
+) -> Result<ParsedHead, ReplyHeadError> {
     let (mut kind, mut metadata, mut after, mut after_ms) = (None, None, None, None);
     let (mut coding, mut length) = (None, None);
     let mut content_coding = Coding::Identity;
@@ -109,9 +109,9 @@ fn of(
         if is("content-type") {
             kind = kind.or(Some(field.value));
         } else if is("content-length") {
-            twice(length.replace(field.value))?;
+            check_single(length.replace(field.value))?;
         } else if is("transfer-encoding") {
-            twice(coding.replace(field.value))?;
+            check_single(coding.replace(field.value))?;
         } else if is("content-encoding") {
             content_coding = content_coding.and(field.value);
         } else if is("connection") {
@@ -127,43 +127,43 @@ fn of(
     let extent = extent(status, is_1_0, coding, length)?;
     let after =
         after_ms.and_then(count).map(Duration::from_millis).or_else(|| after.and_then(seconds_or_date));
-    Ok(Read {
-        head: Head {
+    Ok(ParsedHead {
+        head: ReplyHead {
             status,
             content_type: kind.map(content_type).transpose()?,
-            metadata: metadata.map(kept).transpose()?,
+            metadata: metadata.map(header_value).transpose()?,
             coding: content_coding,
-            retry_after: after.map(|after| after.min(COME_BACK_MAX)),
+            retry_after: after.map(|after| after.min(RETRY_AFTER_MAX)),
         },
         extent,
-        reusable: extent != Extent::ToEnd && !is_1_0 && !closes,
+        reusable: extent != ReplyLength::ToEnd && !is_1_0 && !closes,
         bytes,
     })
 }
 
-fn twice(before: Option<&[u8]>) -> Result<(), NotHead> {
-    before.map_or(Ok(()), |_| Err(NotHead("a repeated length")))
+fn check_single(before: Option<&[u8]>) -> Result<(), ReplyHeadError> {
+    before.map_or(Ok(()), |_| Err(ReplyHeadError("a repeated length")))
 }
 
-/// How long the body of an answer is: RFC 9112, section 6.3, without what it tolerates.
+/// The length of a reply's body: RFC 9112, section 6.3, without what it tolerates.
 fn extent(
     status: StatusCode,
     is_1_0: bool,
     coding: Option<&[u8]>,
     length: Option<&[u8]>,
-) -> Result<Extent, NotHead> {
+) -> Result<ReplyLength, ReplyHeadError> {
     if let Some(coding) = coding {
-        twice(length)?;
+        check_single(length)?;
         return match coding.eq_ignore_ascii_case(b"chunked") && !is_1_0 {
-            true => Ok(Extent::Chunked),
-            false => Err(NotHead("a transfer coding other than chunked")),
+            true => Ok(ReplyLength::Chunked),
+            false => Err(ReplyHeadError("a transfer coding other than chunked")),
         };
     }
-    let length = length.map(|text| length_of(text).ok_or(NotHead("a length"))).transpose()?;
+    let length = length.map(|text| length_of(text).ok_or(ReplyHeadError("a length"))).transpose()?;
     Ok(match length {
-        _ if matches!(status.as_u16(), 204 | 304) => Extent::Length(0),
-        Some(bytes) => Extent::Length(bytes),
-        None => Extent::ToEnd,
+        _ if matches!(status.as_u16(), 204 | 304) => ReplyLength::Length(0),
+        Some(bytes) => ReplyLength::Length(bytes),
+        None => ReplyLength::ToEnd,
     })
 }
 
@@ -181,7 +181,7 @@ fn count(text: &[u8]) -> Option<u64> {
     std::str::from_utf8(text).ok()?.trim().parse().ok()
 }
 
-/// `Retry-After`: seconds, or a date (RFC 9110, section 10.2.3), of which one that is over means now.
+/// `Retry-After`: seconds, or a date (RFC 9110, section 10.2.3). A date in the past means now.
 fn seconds_or_date(text: &[u8]) -> Option<Duration> {
     count(text).map(Duration::from_secs).or_else(|| {
         let date = httpdate::parse_http_date(std::str::from_utf8(text).ok()?.trim()).ok()?;
@@ -189,22 +189,22 @@ fn seconds_or_date(text: &[u8]) -> Option<Duration> {
     })
 }
 
-fn content_type(kind: &[u8]) -> Result<HeaderValue, NotHead> {
+fn content_type(kind: &[u8]) -> Result<HeaderValue, ReplyHeadError> {
     match USUAL_KINDS.iter().find(|usual| usual.as_bytes() == kind) {
         Some(usual) => Ok(HeaderValue::from_static(usual)),
-        None => kept(kind),
+        None => header_value(kind),
     }
 }
 
-fn kept(value: &[u8]) -> Result<HeaderValue, NotHead> {
-    HeaderValue::from_bytes(value).map_err(|_| NotHead("a header's value"))
+fn header_value(value: &[u8]) -> Result<HeaderValue, ReplyHeadError> {
+    HeaderValue::from_bytes(value).map_err(|_| ReplyHeadError("a header's value"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn head(fields: &str) -> Head {
+    fn head(fields: &str) -> ReplyHead {
         let text = format!("HTTP/1.1 429 Too Many\r\n{fields}content-length: 0\r\n\r\n");
         read(text.as_bytes()).expect("a head").expect("a whole one").head
     }
@@ -251,8 +251,8 @@ mod tests {
             assert!(read(&whole[..cut]).expect("the beginning of a head").is_none(), "{cut}");
         }
         let seen = read(whole).expect("a head").expect("a whole one");
-        assert_eq!((seen.bytes, seen.extent, seen.reusable), (end, Extent::Length(5), true));
+        assert_eq!((seen.bytes, seen.extent, seen.reusable), (end, ReplyLength::Length(5), true));
         let many = format!("HTTP/1.1 200 OK\r\n{}\r\n", "a: b\r\n".repeat(FIELDS_MAX + 1));
-        assert_eq!(read(many.as_bytes()).err(), Some(NotHead("no head")));
+        assert_eq!(read(many.as_bytes()).err(), Some(ReplyHeadError("no head")));
     }
 }

@@ -1,4 +1,4 @@
-//! The bytes of a connection to an engine: plain, or in TLS.
+//! The byte stream of a connection to an engine: plain, or TLS.
 
 use std::io::{IoSlice, Result};
 use std::pin::Pin;
@@ -8,7 +8,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
 
-/// One of both. Without TLS it costs a comparison.
+/// Either stream. Without TLS it costs a comparison.
 #[derive(Debug)]
 pub(super) enum Transport {
     Plain(TcpStream),
@@ -16,7 +16,7 @@ pub(super) enum Transport {
 }
 
 impl Transport {
-    /// The socket below.
+    /// The TCP socket.
     pub(super) fn tcp(&self) -> &TcpStream {
         match self {
             Self::Plain(stream) => stream,

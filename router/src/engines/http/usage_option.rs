@@ -1,19 +1,20 @@
-//! Whether an engine takes `stream_options.include_usage`, which the router asks where its client does not: learnt from
-//! its answers, and for a minute each time, since another version may come up at its address.
+//! Whether an engine accepts `stream_options.include_usage`, which the router adds where the client does not ask
+//! for it. The value is learnt from replies and valid for a minute, because another version may start at the same
+//! address.
 
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// What was learnt counts for so long.
-const LEARNT_MS: u64 = 60_000;
+/// Time for which a learnt value is valid.
+const TTL_MS: u64 = 60_000;
 
-/// What is known; nothing at first. The lowest bit is whether it takes it, the others when that was seen.
+/// The learnt value; 0 at first. The lowest bit is the value, the others are its time.
 #[derive(Debug, Default)]
 pub(crate) struct UsageOption(AtomicU64);
 
 impl UsageOption {
-    /// Whether the engine takes it, where that is known.
+    /// Whether the engine accepts the option, if known.
     pub(crate) fn is_taken(&self) -> Option<bool> {
         self.is_taken_at(now_ms())
     }
@@ -24,21 +25,21 @@ impl UsageOption {
 
     fn is_taken_at(&self, now_ms: u64) -> Option<bool> {
         let learnt = self.0.load(Ordering::Relaxed);
-        let is_fresh = learnt > 0 && now_ms.saturating_sub(learnt >> 1) < LEARNT_MS;
+        let is_fresh = learnt > 0 && now_ms.saturating_sub(learnt >> 1) < TTL_MS;
         is_fresh.then_some(learnt & 1 == 1)
     }
 
     fn learn_at(&self, is_taken: bool, now_ms: u64) {
         let before = self.0.load(Ordering::Relaxed);
-        let is_new = before & 1 != u64::from(is_taken) || now_ms.saturating_sub(before >> 1) > LEARNT_MS / 2;
-        // Each stream teaches it: most of them write nothing that another processor would have to read again.
+        let is_new = before & 1 != u64::from(is_taken) || now_ms.saturating_sub(before >> 1) > TTL_MS / 2;
+        // Each stream confirms the value. Most of them write nothing, so that the cache line stays shared.
         if before == 0 || is_new {
             self.0.store(now_ms << 1 | u64::from(is_taken), Ordering::Relaxed);
         }
     }
 }
 
-/// Of the process's clock; never 0.
+/// Milliseconds of the process's clock; never 0.
 fn now_ms() -> u64 {
     static START: LazyLock<Instant> = LazyLock::new(Instant::now);
     u64::try_from(START.elapsed().as_millis()).unwrap_or(u64::MAX >> 1) + 1

@@ -1,13 +1,13 @@
-//! Which of the verbs that settle debts an engine has: learnt from its answers, and remembered. That it lacks one is
-//! remembered for a minute: what said so may have been a proxy, or an engine that was not all there yet.
+//! Which settlement verbs an engine supports, learnt from its replies. A missing verb is remembered for a minute
+//! only: the reply may have come from a proxy, or from an engine that was still starting.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long an engine is not asked for a verb that it lacks. Asking costs one settlement one request in vain.
-const ASK_AGAIN: Duration = Duration::from_secs(60);
+/// Time for which an engine gets no request for a missing verb. Each check costs one settlement a useless request.
+const RECHECK_INTERVAL: Duration = Duration::from_secs(60);
 
-/// One of them.
+/// A settlement verb.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verb {
     /// `POST /abort_requests`.
@@ -16,16 +16,16 @@ pub(crate) enum Verb {
     Release,
 }
 
-/// What is known, and since when; nothing at first.
+/// The learnt values with their times; empty at first.
 #[derive(Debug, Default)]
-pub(crate) struct Verbs(Mutex<[Option<(bool, Instant)>; 2]>);
+pub(crate) struct VerbSupport(Mutex<[Option<(bool, Instant)>; 2]>);
 
-impl Verbs {
-    /// Whether the engine has it, where that is known.
+impl VerbSupport {
+    /// Whether the engine supports a verb, if known.
     pub(crate) fn has(&self, verb: Verb, now: Instant) -> Option<bool> {
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner)[verb as usize];
         let is_fresh =
-            |(has, since): &(bool, Instant)| *has || now.saturating_duration_since(*since) < ASK_AGAIN;
+            |(has, since): &(bool, Instant)| *has || now.saturating_duration_since(*since) < RECHECK_INTERVAL;
         known.filter(is_fresh).map(|(has, _)| has)
     }
 
@@ -33,8 +33,8 @@ impl Verbs {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)[verb as usize] = Some((has, now));
     }
 
-    /// The engine went away; what comes up in its place may have what it lacked. What it had is doubted only as before:
-    /// one answer of a proxy that is up sooner takes nothing from it.
+    /// Forgets missing verbs when the engine has gone, because its successor may support them. Supported verbs
+    /// stay: one reply of a proxy that starts first must not remove them.
     pub(crate) fn forget(&self) {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         known.iter_mut().for_each(|known| *known = known.filter(|(has, _)| *has));
@@ -47,7 +47,7 @@ mod tests {
 
     #[test]
     fn that_a_verb_is_missing_is_believed_for_a_minute_and_that_it_is_there_for_good() {
-        let (verbs, now) = (Verbs::default(), Instant::now());
+        let (verbs, now) = (VerbSupport::default(), Instant::now());
         assert_eq!(verbs.has(Verb::Abort, now), None);
         verbs.learn(Verb::Abort, false, now);
         verbs.learn(Verb::Release, true, now);

@@ -1,4 +1,4 @@
-//! Streams that are cut at every place and gone on with.
+//! Streams that are cut at every position and continued.
 
 use super::*;
 
@@ -41,34 +41,37 @@ fn read(frames: &Bytes) -> Vec<Value> {
 
 #[test]
 fn token_ids_are_kept_here_and_not_passed_on() {
-    let mut kept = Transcript::new(Endpoint::Completions, "m", &completion(json!({})));
-    let out = read(&kept.pass(&first("a", &[1, 2], "He", &[10])));
+    let mut transcript = Transcript::new(Endpoint::Completions, "m", &completion(json!({})));
+    let out = read(&transcript.rewrite_frames(&first("a", &[1, 2], "He", &[10])));
     assert_eq!(
         out[0]["choices"][0],
         json!({"index": 0, "text": "He", "logprobs": null, "finish_reason": null})
     );
-    assert_eq!((kept.prompt.as_deref(), kept.sent.as_slice()), (Some([1, 2].as_slice()), [10].as_slice()));
+    assert_eq!(
+        (transcript.prompt.as_deref(), transcript.sent.as_slice()),
+        (Some([1, 2].as_slice()), [10].as_slice())
+    );
     let done = Bytes::from_static(b": keep-alive\n\ndata: [DONE]\n\n");
-    assert_eq!(kept.pass(&done), done);
+    assert_eq!(transcript.rewrite_frames(&done), done);
 }
 
 #[test]
 fn the_next_engine_goes_on_after_the_last_token_whose_text_was_sent() {
-    let mut kept =
+    let mut transcript =
         Transcript::new(Endpoint::Completions, "m", &completion(json!({"min_tokens": 3, "cache_salt": "s"})));
-    kept.pass(&first("a", &[1, 2], "He", &[10]));
-    kept.pass(&piece("a", "", &[11], None));
-    kept.pass(&piece("a", "llo", &[12], None));
-    kept.pass(&piece("a", "", &[13], None));
-    let Plan::Continue(body) = kept.broke() else { panic!("it can be continued") };
+    transcript.rewrite_frames(&first("a", &[1, 2], "He", &[10]));
+    transcript.rewrite_frames(&piece("a", "", &[11], None));
+    transcript.rewrite_frames(&piece("a", "llo", &[12], None));
+    transcript.rewrite_frames(&piece("a", "", &[13], None));
+    let ResumePlan::Continue(body) = transcript.plan_resume() else { panic!("it can be continued") };
     let expected = json!({"model": "m", "prompt": [1, 2, 10, 11, 12], "stream": true, "return_token_ids": true,
         "max_tokens": 5, "temperature": 0, "cache_salt": "s"});
     assert_eq!(Value::Object(body), expected);
-    kept.goes_on();
-    let out = read(&kept.pass(&first("b", &[1, 2, 10, 11, 12], " w", &[14])));
+    transcript.mark_continued();
+    let out = read(&transcript.rewrite_frames(&first("b", &[1, 2, 10, 11, 12], " w", &[14])));
     assert_eq!((&out[0]["id"], &out[0]["model"]), (&json!("a"), &json!("a")));
     assert!(out[0]["choices"][0].get("prompt_token_ids").is_none());
-    let Plan::Continue(body) = kept.broke() else { panic!("and again") };
+    let ResumePlan::Continue(body) = transcript.plan_resume() else { panic!("and again") };
     assert_eq!(body["prompt"], json!([1, 2, 10, 11, 12, 14]));
     assert_eq!(body["max_tokens"], 4);
 }
@@ -76,15 +79,15 @@ fn the_next_engine_goes_on_after_the_last_token_whose_text_was_sent() {
 #[test]
 fn usage_is_that_of_the_whole_answer() {
     let usage = json!({"stream_options": {"include_usage": true}});
-    let mut kept = Transcript::new(Endpoint::Completions, "m", &completion(usage));
-    kept.pass(&first("a", &[1, 2], "He", &[10]));
-    kept.pass(&piece("a", "llo", &[11], None));
-    assert!(matches!(kept.broke(), Plan::Continue(_)));
-    kept.goes_on();
-    kept.pass(&piece("b", "!", &[12], Some("stop")));
+    let mut transcript = Transcript::new(Endpoint::Completions, "m", &completion(usage));
+    transcript.rewrite_frames(&first("a", &[1, 2], "He", &[10]));
+    transcript.rewrite_frames(&piece("a", "llo", &[11], None));
+    assert!(matches!(transcript.plan_resume(), ResumePlan::Continue(_)));
+    transcript.mark_continued();
+    transcript.rewrite_frames(&piece("b", "!", &[12], Some("stop")));
     let last = json!({"id": "b", "created": 9, "model": "b", "choices": [],
         "usage": {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}});
-    let out = read(&kept.pass(&frame(&last)));
+    let out = read(&transcript.rewrite_frames(&frame(&last)));
     let expected = json!({"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5});
     assert_eq!((&out[0]["usage"], &out[0]["id"]), (&expected, &json!("a")));
 }
@@ -94,17 +97,21 @@ fn chat_is_continued_as_chat() {
     let body = object(
         json!({"model": "m", "messages": [], "stream": true, "max_completion_tokens": 8, "temperature": 0}),
     );
-    let mut kept = Transcript::new(Endpoint::Chat, "m", &body);
-    kept.pass(&frame(&json!({"id": "a", "object": "chat.completion.chunk", "created": 1, "model": "m",
+    let mut transcript = Transcript::new(Endpoint::Chat, "m", &body);
+    transcript.rewrite_frames(&frame(
+        &json!({"id": "a", "object": "chat.completion.chunk", "created": 1, "model": "m",
         "prompt_token_ids": [1, 2], "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""},
-        "finish_reason": null}]})));
-    kept.pass(&frame(&json!({"id": "a", "object": "chat.completion.chunk", "created": 1, "model": "m",
-        "choices": [{"index": 0, "delta": {"content": "He"}, "finish_reason": null, "token_ids": [10]}]})));
-    let Plan::Continue(body) = kept.broke() else { panic!("it can be continued") };
+        "finish_reason": null}]}),
+    ));
+    transcript.rewrite_frames(&frame(
+        &json!({"id": "a", "object": "chat.completion.chunk", "created": 1, "model": "m",
+        "choices": [{"index": 0, "delta": {"content": "He"}, "finish_reason": null, "token_ids": [10]}]}),
+    ));
+    let ResumePlan::Continue(body) = transcript.plan_resume() else { panic!("it can be continued") };
     assert_eq!((&body["prompt"], &body["max_tokens"]), (&json!([1, 2, 10]), &json!(7)));
     assert!(body.get("messages").is_none());
-    kept.goes_on();
-    let out = read(&kept.pass(&piece("b", "llo", &[11], Some("stop"))));
+    transcript.mark_continued();
+    let out = read(&transcript.rewrite_frames(&piece("b", "llo", &[11], Some("stop"))));
     assert_eq!(out[0]["object"], "chat.completion.chunk");
     assert_eq!(out[0]["choices"][0]["delta"], json!({"content": "llo"}));
     assert!(out[0]["choices"][0].get("text").is_none());
@@ -113,10 +120,10 @@ fn chat_is_continued_as_chat() {
 #[test]
 fn a_stream_that_only_lacks_its_end_gets_it_here() {
     let usage = json!({"stream_options": {"include_usage": true}});
-    let mut kept = Transcript::new(Endpoint::Completions, "m", &completion(usage));
-    kept.pass(&first("a", &[1, 2], "He", &[10]));
-    kept.pass(&piece("a", "", &[11], Some("stop")));
-    let Plan::Finish(last) = kept.broke() else { panic!("it is finished") };
+    let mut transcript = Transcript::new(Endpoint::Completions, "m", &completion(usage));
+    transcript.rewrite_frames(&first("a", &[1, 2], "He", &[10]));
+    transcript.rewrite_frames(&piece("a", "", &[11], Some("stop")));
+    let ResumePlan::Finish(last) = transcript.plan_resume() else { panic!("it is finished") };
     let out = read(&last);
     assert_eq!(out[0]["usage"], json!({"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}));
     assert_eq!(out[1], "[DONE]");
@@ -124,19 +131,21 @@ fn a_stream_that_only_lacks_its_end_gets_it_here() {
 
 #[test]
 fn what_cannot_be_continued_exactly_is_not() {
-    let mut kept = Transcript::new(Endpoint::Completions, "m", &completion(json!({})));
-    assert_eq!(kept.broke(), Plan::Again, "nothing was sent");
-    // An engine that knows no token ids.
-    kept.pass(&frame(&json!({"id": "a", "choices": [{"index": 0, "text": "He", "finish_reason": null}]})));
-    assert_eq!(kept.broke(), Plan::Impossible);
-    let mut kept = Transcript::new(Endpoint::Chat, "m", &completion(json!({})));
-    kept.pass(&frame(&json!({"id": "a", "prompt_token_ids": [1], "choices": [
+    let mut transcript = Transcript::new(Endpoint::Completions, "m", &completion(json!({})));
+    assert_eq!(transcript.plan_resume(), ResumePlan::Restart, "nothing was sent");
+    // An engine without token ids.
+    transcript.rewrite_frames(&frame(
+        &json!({"id": "a", "choices": [{"index": 0, "text": "He", "finish_reason": null}]}),
+    ));
+    assert_eq!(transcript.plan_resume(), ResumePlan::Impossible);
+    let mut transcript = Transcript::new(Endpoint::Chat, "m", &completion(json!({})));
+    transcript.rewrite_frames(&frame(&json!({"id": "a", "prompt_token_ids": [1], "choices": [
         {"index": 0, "delta": {"tool_calls": [{}]}, "finish_reason": null, "token_ids": [10]}]})));
-    assert_eq!(kept.broke(), Plan::Impossible, "a tool call");
-    let mut kept = Transcript::new(Endpoint::Completions, "m", &completion(json!({})));
-    kept.pass(&first("a", &[1], "He", &[10]));
-    kept.pass(&frame(&json!({"error": {"message": "x"}})));
-    assert_eq!(kept.broke(), Plan::Impossible, "the engine's own error went out");
+    assert_eq!(transcript.plan_resume(), ResumePlan::Impossible, "a tool call");
+    let mut transcript = Transcript::new(Endpoint::Completions, "m", &completion(json!({})));
+    transcript.rewrite_frames(&first("a", &[1], "He", &[10]));
+    transcript.rewrite_frames(&frame(&json!({"error": {"message": "x"}})));
+    assert_eq!(transcript.plan_resume(), ResumePlan::Impossible, "the engine's own error went out");
 }
 
 #[test]
@@ -173,33 +182,35 @@ fn what_was_sent_before_any_frame_could_be_read_is_not_sent_twice() {
     for unread in
         ["data: {\"error\": {\"message\": \"x\"}}\n\n", "data: not JSON\n\n", "event: x\ndata: 1\n\n"]
     {
-        let mut kept = Transcript::new(Endpoint::Completions, "m", &completion(json!({})));
-        assert!(!kept.pass(&Bytes::from_static(unread.as_bytes())).is_empty());
-        assert_eq!(kept.broke(), Plan::Impossible, "{unread}");
+        let mut transcript = Transcript::new(Endpoint::Completions, "m", &completion(json!({})));
+        assert!(!transcript.rewrite_frames(&Bytes::from_static(unread.as_bytes())).is_empty());
+        assert_eq!(transcript.plan_resume(), ResumePlan::Impossible, "{unread}");
     }
-    let mut kept = Transcript::new(Endpoint::Completions, "m", &completion(json!({})));
-    kept.pass(&Bytes::from_static(b": keep-alive\n\n"));
-    assert_eq!(kept.broke(), Plan::Again, "a comment is no part of the answer");
+    let mut transcript = Transcript::new(Endpoint::Completions, "m", &completion(json!({})));
+    transcript.rewrite_frames(&Bytes::from_static(b": keep-alive\n\n"));
+    assert_eq!(transcript.plan_resume(), ResumePlan::Restart, "a comment is no part of the answer");
 }
 
 #[test]
 fn ten_thousand_hostile_bodies_leave_no_trace_in_what_the_next_engine_is_asked() {
     use crate::message::rewrite::ClientRules;
-    use crate::message::rewrite::hostile::{Dice, is_marked, resumable};
+    use crate::message::rewrite::hostile::{TestRng, is_marked, resumable};
     let limits = baton_openai::ParseLimits::default();
-    let mut dice = Dice(7);
+    let mut rng = TestRng(7);
     for number in 0..10_000 {
-        let hostile = resumable(&mut dice);
+        let hostile = resumable(&mut rng);
         let endpoint = Endpoint::at(hostile.path).expect("it generates");
         let body = Bytes::from(hostile.body.clone());
         let (body, _) = RawBody::generate(body, endpoint, &limits, &ClientRules)
             .unwrap_or_else(|error| panic!("{number}: {}: {error}", hostile.body));
-        let begun = Transcript::begin(endpoint, "m", &body);
-        let mut kept = begun.unwrap_or_else(|| panic!("{number}: {}", hostile.body));
-        kept.pass(&first("a", &[1, 2], "He", &[10]));
-        let Plan::Continue(asked) = kept.broke() else { panic!("{number}: {}", hostile.body) };
-        assert_eq!(asked["logit_bias"], json!({"7": 1}));
-        let asked = Value::Object(asked).to_string();
-        assert!(!is_marked(asked.as_bytes()), "{number}: {}\n{asked}", hostile.body);
+        let started = Transcript::begin(endpoint, "m", &body);
+        let mut transcript = started.unwrap_or_else(|| panic!("{number}: {}", hostile.body));
+        transcript.rewrite_frames(&first("a", &[1, 2], "He", &[10]));
+        let ResumePlan::Continue(sent) = transcript.plan_resume() else {
+            panic!("{number}: {}", hostile.body)
+        };
+        assert_eq!(sent["logit_bias"], json!({"7": 1}));
+        let sent = Value::Object(sent).to_string();
+        assert!(!is_marked(sent.as_bytes()), "{number}: {}\n{sent}", hostile.body);
     }
 }

@@ -1,4 +1,4 @@
-//! Replies that were damaged in every way: only a complete one is handed on.
+//! Damaged replies: only a complete reply is handed on.
 
 use hyper::StatusCode;
 use proptest::prelude::*;
@@ -14,12 +14,15 @@ fn complete() -> Value {
     })
 }
 
-fn answered(body: impl Into<bytes::Bytes>) -> Prefilled {
+fn answered(body: impl Into<bytes::Bytes>) -> PrefillResult {
     let status = StatusCode::OK;
-    understand(&Whole { status, retry_after: None, body: body.into(), own_key: false }, &Hosts::default())
+    interpret(
+        &WholeReply { status, retry_after: None, body: body.into(), own_key: false },
+        &AddressRedactor::default(),
+    )
 }
 
-/// What vLLM's decode engine asks of a handoff, written down again.
+/// The fields that vLLM's decode engine requires of a handoff, written independently.
 fn is_complete(params: &Value) -> bool {
     let text = |name: &str| params[name].as_str().is_some_and(|text| !text.is_empty());
     let ids = |ids: &Value| ids.as_array().is_some_and(|ids| ids.iter().all(Value::is_u64));
@@ -68,12 +71,12 @@ proptest! {
             }
         }
         match answered(json!({"id": "p", "kv_transfer_params": params}).to_string()) {
-            Prefilled::Lent(handed, ..) => {
+            PrefillResult::Leased(handed, ..) => {
                 let handed: Value = serde_json::from_str(&handed).expect("only JSON is handed on");
                 prop_assert!(is_complete(&handed), "{handed}");
                 prop_assert_eq!(handed, params);
             }
-            Prefilled::Failed(Failure::Unusable(_), ..) => {}
+            PrefillResult::Failed(Failure::Unusable(_), ..) => {}
             other => prop_assert!(false, "{other:?}"),
         }
     }
@@ -90,7 +93,7 @@ proptest! {
         }
         let cut = cut.index(bytes.len() * 2);
         bytes.truncate(cut.max(1));
-        if let Prefilled::Lent(handed, ..) = answered(bytes.clone()) {
+        if let PrefillResult::Leased(handed, ..) = answered(bytes.clone()) {
             let parsed: Value = serde_json::from_slice(&bytes).expect("only JSON is handed on");
             let handed: Value = serde_json::from_str(&handed).expect("only JSON is handed on");
             prop_assert!(is_complete(&handed));
@@ -106,11 +109,11 @@ fn a_handle_is_found_in_a_reply_that_cannot_be_read_so_that_its_lease_is_given_b
     let odd = reply.replacen("\"p\"", "NaN", 1);
     for text in [twice, odd] {
         let handle = match answered(text.clone()) {
-            Prefilled::Failed(Failure::Unusable(handle), ..) => handle,
+            PrefillResult::Failed(Failure::Unusable(handle), ..) => handle,
             other => panic!("{text}: {other:?}"),
         };
         assert_eq!(handle, Some(Handle(7)), "{text}");
     }
-    assert!(matches!(answered("{}"), Prefilled::Empty));
-    assert!(matches!(answered(r#"{"kv_transfer_params":null}"#), Prefilled::Empty));
+    assert!(matches!(answered("{}"), PrefillResult::NoLease));
+    assert!(matches!(answered(r#"{"kv_transfer_params":null}"#), PrefillResult::NoLease));
 }

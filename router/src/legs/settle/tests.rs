@@ -1,13 +1,13 @@
-//! What becomes of settlements that wait.
+//! Tests of waiting settlements.
 
 use super::*;
 use crate::engines::fleet::Fleet;
 use crate::engines::health;
-use crate::engines::http::Terms;
+use crate::engines::http::ConnectionTerms;
 
-/// Of an engine that is known to have no verb: nothing is asked.
-fn lacking() -> Terms {
-    Terms {
+/// The terms of an engine that has no verb, so nothing is sent.
+fn without_verbs() -> ConnectionTerms {
+    ConnectionTerms {
         connect_timeout: Duration::from_secs(1),
         idle_timeout: Duration::from_secs(1),
         lost_after: Duration::ZERO,
@@ -22,32 +22,32 @@ fn lacking() -> Terms {
 #[tokio::test]
 async fn what_waits_for_a_worker_that_panics_is_settled_by_another() {
     let metrics = Arc::new(Metrics::new());
-    let terms = SettleTerms { at_once: 1, waiting: 10, tries: 1, try_timeout: Duration::from_secs(1) };
+    let terms = SettlementTerms { at_once: 1, waiting: 10, tries: 1, try_timeout: Duration::from_secs(1) };
     let settler = Settler::new(terms, Arc::clone(&metrics), Clock::start());
     let url = "http://engine:8000".parse().expect("an address");
-    let engine = Fleet::new(metrics).engine(&url, &lacking());
+    let engine = Fleet::new(metrics).engine(&url, &without_verbs());
     settler.backlog().working = 1;
     for _ in 0..3 {
         let exchange = Arc::new(Mutex::new(Exchange::new()));
-        let request = crate::message::request_id::mint();
-        let debtor = Debtor { request, exchange, model: None, authorization: None };
-        settler.abort(Arc::clone(&engine), Leg::Decode, debtor);
+        let request = crate::message::request_id::generate();
+        let context = SettlementContext { request, exchange, model: None, authorization: None };
+        settler.abort(Arc::clone(&engine), Leg::Decode, context);
     }
     assert_eq!(settler.backlog().waiting(), 3);
-    let worker = Worker { settler: Arc::clone(&settler), is_over: false };
+    let worker = SettlementWorker { settler: Arc::clone(&settler), is_over: false };
     let panics = tokio::spawn(async move {
         let _worker = worker;
         panic!("a settlement has a bug");
     });
     assert!(panics.await.expect_err("it panics").is_panic());
-    assert!(settler.paid(Duration::from_secs(10)).await);
+    assert!(settler.drained(Duration::from_secs(10)).await);
     let backlog = settler.backlog();
     assert_eq!((backlog.working, backlog.waiting()), (0, 0));
 }
 
 #[test]
 fn the_pauses_between_the_most_tries_take_less_than_a_lease() {
-    let pauses: Vec<_> = pauses().take(16).collect();
+    let pauses: Vec<_> = retry_pauses().take(16).collect();
     assert_eq!(pauses[..3], [50, 100, 200].map(Duration::from_millis));
     assert_eq!(pauses[15], PAUSE_MAX);
     assert!(pauses.iter().sum::<Duration>() < Duration::from_secs(30));

@@ -1,4 +1,4 @@
-//! What whole frames say, and what of them the client is sent.
+//! Contents of whole frames, and the parts that the client receives.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -7,10 +7,10 @@ use std::sync::LazyLock;
 use bytes::{Bytes, BytesMut};
 use memchr::memmem::{self, Finder};
 
-use super::Frames;
-use super::lines::{Frame, frames};
-use crate::message::error_inside::ErrorInside;
-use crate::message::usage::{Seen, Skim};
+use super::FrameBuffer;
+use super::frames::{Frame, frames};
+use crate::message::embedded_error::EmbeddedError;
+use crate::message::usage::{JsonScanner, UsageScan};
 
 static USAGE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"usage\""));
 static FINISH: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"finish_reason\""));
@@ -19,85 +19,92 @@ static TOKEN_IDS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"t
 
 /// How a stream is read.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Reading {
-    pub counts: Counts,
-    /// The router asked for usage and the client did not: its event is not for the client.
+pub(crate) struct StreamReadOptions {
+    pub counts: TokenCountRule,
+    /// Only the router asked for usage, so its event is not for the client.
     pub without_usage: bool,
 }
 
-/// How many tokens an event has.
+/// The number of tokens that an event counts as.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Counts {
+pub(crate) enum TokenCountRule {
     /// One.
     #[default]
     Events,
-    /// As many as its `token_ids`, and else one.
+    /// The number of its `token_ids`, or else one.
     TokenIds,
-    /// Of responses: one, if it is a delta.
+    /// For responses: one, if it is a delta.
     Deltas,
 }
 
-/// What became of whole frames.
+/// The result of reading whole frames.
 #[derive(Debug)]
-pub(crate) struct Read {
-    /// What the client may be sent: up to an error, and without what it did not ask for.
-    pub good: Bytes,
+pub(crate) struct FilteredFrames {
+    /// Bytes for the client: up to an error, and without events that it did not ask for.
+    pub forwarded: Bytes,
     /// An engine's error in the middle of its stream.
-    pub told: Option<ErrorInside>,
+    pub error: Option<EmbeddedError>,
 }
 
-impl Frames {
-    /// Reads what [`Frames::pass`] gave last, and notes what it says.
-    pub(crate) fn read(&mut self, whole: Bytes, seen: &mut Seen) -> Read {
-        // Few reads say anything but text; they are passed without a look into each event.
-        let says = self.ended.is_some() || says_something(&whole) || self.passed.iter().any(is_odd);
-        if !says && self.reading.counts == Counts::Events {
-            seen.passed += self.passed.iter().filter(|frame| frame.has_data()).count() as u64;
-            return Read { good: whole, told: None };
+impl FrameBuffer {
+    /// Reads the result of the last [`FrameBuffer::pass`], and records its contents.
+    pub(crate) fn read(&mut self, whole: Bytes, usage: &mut UsageScan) -> FilteredFrames {
+        // Few reads contain anything but text. The others pass without a scan of each event.
+        let has_content =
+            self.long_scan.is_some() || has_value(&whole) || self.complete.iter().any(needs_parsing);
+        if !has_content && self.reading.counts == TokenCountRule::Events {
+            usage.streamed += self.complete.iter().filter(|frame| frame.has_data()).count() as u64;
+            return FilteredFrames { forwarded: whole, error: None };
         }
-        let mut taken: Vec<Range<usize>> = Vec::new();
-        for frame in &self.passed {
-            let long = self.ended.take();
+        let mut removed: Vec<Range<usize>> = Vec::new();
+        for frame in &self.complete {
+            let long = self.long_scan.take();
             if !frame.has_data() && long.is_none() {
                 continue;
             }
             let bytes = &whole[frame.start..frame.end];
             let tokens = self.reading.counts.tokens(bytes);
-            if long.is_none() && !is_odd(frame) && !says_something(bytes) {
-                seen.passed += tokens;
+            if long.is_none() && !needs_parsing(frame) && !has_value(bytes) {
+                usage.streamed += tokens;
                 continue;
             }
             let is_long = long.is_some();
-            let (data, skim) = match long {
-                Some(skim) => (Bytes::new(), *skim),
+            let (data, scanner) = match long {
+                Some(scanner) => (Bytes::new(), *scanner),
                 None => {
                     let data = data(frame, &whole);
-                    let skim = Skim::of(&data);
-                    (data, skim)
+                    let scanner = JsonScanner::of(&data);
+                    (data, scanner)
                 }
             };
-            if let Some(told) = told(frame, data, &skim) {
-                // Of a long one the client has the beginning.
+            if let Some(error) = embedded_error(frame, data, &scanner) {
+                // The client has the beginning of a long frame.
                 let end = if is_long { frame.end } else { frame.start };
-                return Read { good: without(&whole.slice(..end), &taken), told: Some(told) };
+                return FilteredFrames {
+                    forwarded: without(&whole.slice(..end), &removed),
+                    error: Some(error),
+                };
             }
-            let only_usage = skim.has_usage() && !skim.has_choice() && self.reading.counts != Counts::Deltas;
+            let only_usage =
+                scanner.has_usage() && !scanner.has_choice() && self.reading.counts != TokenCountRule::Deltas;
             if !only_usage {
-                seen.passed += tokens;
+                usage.streamed += tokens;
             }
-            seen.note(&skim);
-            if let (Some(_), Some(choice), Some(usage)) = (skim.usage(), skim.choice(), &mut seen.usage) {
+            usage.note(&scanner);
+            if let (Some(_), Some(choice), Some(usage)) =
+                (scanner.usage(), scanner.choice(), &mut usage.usage)
+            {
                 usage.completion = self.choices.count(choice, usage.completion, tokens);
             }
             if only_usage && self.reading.without_usage && !is_long {
-                taken.push(frame.start..frame.end);
+                removed.push(frame.start..frame.end);
             }
         }
-        Read { good: without(&whole, &taken), told: None }
+        FilteredFrames { forwarded: without(&whole, &removed), error: None }
     }
 }
 
-impl Counts {
+impl TokenCountRule {
     fn tokens(self, frame: &[u8]) -> u64 {
         match self {
             Self::Events => 1,
@@ -113,24 +120,25 @@ impl Counts {
     }
 }
 
-/// An error in the first event, where it is one.
-pub(crate) fn first_error(whole: &Bytes) -> Option<ErrorInside> {
+/// The error in the first event, if it is one.
+pub(crate) fn first_error(whole: &Bytes) -> Option<EmbeddedError> {
     let frame = frames(whole).find(Frame::has_data)?;
     let data = data(&frame, whole);
-    let skim = Skim::of(&data);
-    told(&frame, data, &skim)
+    let scanner = JsonScanner::of(&data);
+    embedded_error(&frame, data, &scanner)
 }
 
-fn told(frame: &Frame, data: Bytes, skim: &Skim) -> Option<ErrorInside> {
-    ErrorInside::of(data.clone(), skim).or_else(|| frame.is_error.then(|| ErrorInside::named(data)))
+fn embedded_error(frame: &Frame, data: Bytes, scanner: &JsonScanner) -> Option<EmbeddedError> {
+    EmbeddedError::of(data.clone(), scanner)
+        .or_else(|| frame.is_error.then(|| EmbeddedError::of_error_event(data)))
 }
 
-/// Whether its words may stand across lines, or its name says what it is.
-fn is_odd(frame: &Frame) -> bool {
+/// Whether the keywords may span lines, or the event's name is `error`.
+fn needs_parsing(frame: &Frame) -> bool {
     frame.fields > 1 || frame.is_error
 }
 
-/// Without a copy where it is one line.
+/// The data of a frame, without a copy if it is one line.
 pub(super) fn data(frame: &Frame, whole: &Bytes) -> Bytes {
     match frame.data(whole) {
         Cow::Borrowed(data) => whole.slice_ref(data),
@@ -138,27 +146,27 @@ pub(super) fn data(frame: &Frame, whole: &Bytes) -> Bytes {
     }
 }
 
-/// Whether there is a usage, a reason or an error that is not `null`.
-fn says_something(bytes: &[u8]) -> bool {
+/// Whether there is a usage, a finish reason or an error that is not `null`.
+fn has_value(bytes: &[u8]) -> bool {
     let has = |name: &Finder<'_>, is: fn(Option<&[u8]>) -> bool| {
         name.find_iter(bytes).any(|at| is(value(&bytes[at + name.needle().len()..])))
     };
     has(&USAGE, |value| value.is_some_and(|value| !value.starts_with(b"null")))
         || has(&FINISH, |value| value.is_some_and(|value| value.starts_with(b"\"")))
-        // It may be a value itself.
+        // The keyword may be a value itself.
         || has(&ERROR, |value| value.is_none_or(|value| !value.starts_with(b"null")))
 }
 
-/// What follows a name's colon.
+/// The value behind a name's colon.
 fn value(after: &[u8]) -> Option<&[u8]> {
     after.trim_ascii_start().strip_prefix(b":").map(<[u8]>::trim_ascii_start)
 }
 
-/// The rest; copied only where something is taken out of its middle.
-fn without(whole: &Bytes, taken: &[Range<usize>]) -> Bytes {
+/// `whole` without the `removed` ranges; copied only if a range in its middle is removed.
+fn without(whole: &Bytes, removed: &[Range<usize>]) -> Bytes {
     let mut parts: Vec<Range<usize>> = Vec::new();
     let mut from = 0;
-    for range in taken.iter().filter(|range| range.end <= whole.len()) {
+    for range in removed.iter().filter(|range| range.end <= whole.len()) {
         parts.push(from..range.start);
         from = range.end;
     }

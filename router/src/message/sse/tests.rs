@@ -1,8 +1,8 @@
-//! Streams however they are cut, compared with the algorithm of the standard.
+//! Tests of streams that are split in any way, compared with the standard's algorithm.
 
 use super::*;
-use crate::message::error_inside::ErrorInside;
-use crate::message::usage::{Finish, Seen, Usage};
+use crate::message::embedded_error::EmbeddedError;
+use crate::message::usage::{FinishReason, Usage, UsageScan};
 
 const STREAM: &[u8] = b"data: {\"a\":1}\n\n: keep-alive\n\ndata: {\"b\":2}\r\n\r\ndata: [DONE]\n\n";
 
@@ -10,7 +10,7 @@ const STREAM: &[u8] = b"data: {\"a\":1}\n\n: keep-alive\n\ndata: {\"b\":2}\r\n\r
 fn every_split_gives_the_same_bytes_and_only_whole_frames() {
     for first in 0..STREAM.len() {
         for second in first..STREAM.len() {
-            let mut frames = Frames::default();
+            let mut frames = FrameBuffer::default();
             let mut passed = Vec::new();
             for piece in [&STREAM[..first], &STREAM[first..second], &STREAM[second..]] {
                 let out = frames.pass(Bytes::copy_from_slice(piece));
@@ -27,13 +27,13 @@ fn every_split_gives_the_same_bytes_and_only_whole_frames() {
 #[test]
 fn whole_frames_pass_without_being_held_or_copied() {
     let chunk = Bytes::from_static(b"data: 1\n\n");
-    let passed = Frames::default().pass(chunk.clone());
+    let passed = FrameBuffer::default().pass(chunk.clone());
     assert_eq!(passed.as_ptr(), chunk.as_ptr());
 }
 
 #[test]
 fn done_is_a_frame_of_its_own_and_not_a_word_in_a_text() {
-    let mut frames = Frames::default();
+    let mut frames = FrameBuffer::default();
     frames.pass(Bytes::from_static(b"data: {\"text\":\"data: [DONE]\"}\n\n"));
     assert!(!frames.is_done());
     frames.pass(Bytes::from_static(b"data: [DONE]\n"));
@@ -42,18 +42,22 @@ fn done_is_a_frame_of_its_own_and_not_a_word_in_a_text() {
     assert!(frames.is_done());
 }
 
-/// What is passed, what is noted, and the error, of a stream that comes in pieces of so many bytes.
-fn streamed(stream: &str, piece: usize, reading: Reading) -> (String, Seen, Option<ErrorInside>) {
-    let (mut frames, mut seen, mut passed) = (Frames::new(reading), Seen::default(), Vec::new());
+/// The passed bytes, the usage and the error of a stream that comes in pieces of so many bytes.
+fn streamed(
+    stream: &str,
+    piece: usize,
+    reading: StreamReadOptions,
+) -> (String, UsageScan, Option<EmbeddedError>) {
+    let (mut frames, mut scan, mut passed) = (FrameBuffer::new(reading), UsageScan::default(), Vec::new());
     for piece in stream.as_bytes().chunks(piece.max(1)) {
         let whole = frames.pass(Bytes::copy_from_slice(piece));
-        let Read { good, told } = frames.read(whole, &mut seen);
+        let FilteredFrames { forwarded: good, error } = frames.read(whole, &mut scan);
         passed.extend_from_slice(&good);
-        if told.is_some() {
-            return (String::from_utf8(passed).unwrap(), seen, told);
+        if error.is_some() {
+            return (String::from_utf8(passed).unwrap(), scan, error);
         }
     }
-    (String::from_utf8(passed).unwrap(), seen, None)
+    (String::from_utf8(passed).unwrap(), scan, None)
 }
 
 #[test]
@@ -76,7 +80,7 @@ fn an_error_is_found_where_it_stands_and_not_in_a_text() {
         "",
     ] {
         for piece in [1, 7, good.len()] {
-            assert_eq!(streamed(good, piece, Reading::default()).2, None, "{good}");
+            assert_eq!(streamed(good, piece, StreamReadOptions::default()).2, None, "{good}");
         }
         let whole = Bytes::from(good);
         assert_eq!(first_error(&whole), None, "{good}");
@@ -103,9 +107,9 @@ fn an_error_is_found_where_it_stands_and_not_in_a_text() {
         for before in ["", first, ": c\r\rdata: 1\r\r"] {
             let stream = [before, event, "data: [DONE]\n\n"].concat();
             for piece in 1..stream.len() + 1 {
-                let (passed, _, told) = streamed(&stream, piece, Reading::default());
-                let told = told.unwrap_or_else(|| panic!("in pieces of {piece}: {stream:?}"));
-                assert_eq!((&*passed, told.status.as_u16()), (before, status), "{stream:?}");
+                let (passed, _, error) = streamed(&stream, piece, StreamReadOptions::default());
+                let error = error.unwrap_or_else(|| panic!("in pieces of {piece}: {stream:?}"));
+                assert_eq!((&*passed, error.status.as_u16()), (before, status), "{stream:?}");
             }
         }
         let found = first_error(&Bytes::from(event)).expect(event);
@@ -118,13 +122,13 @@ fn an_error_is_found_where_it_stands_and_not_in_a_text() {
 fn what_comes_behind_done_is_not_passed() {
     for (behind, end) in [(": ping\n\n", "\n\n"), ("data: {\"a\":1}\n\n: p", "\r\n\r\n"), (": half", "\n\n")]
     {
-        let mut frames = Frames::default();
+        let mut frames = FrameBuffer::default();
         let done = format!("data: 1\n\ndata: [DONE]{end}");
         assert_eq!(frames.pass(Bytes::from(format!("{done}{behind}"))), done);
         assert!(frames.pass(Bytes::from_static(b"data: 2\n\n")).is_empty());
         assert!(frames.is_done() && frames.is_whole());
     }
-    let mut frames = Frames::default();
+    let mut frames = FrameBuffer::default();
     assert_eq!(frames.pass(Bytes::from_static(b"data: 1\n\ndata: [DONE]\n")), "data: 1\n\n");
     assert!(!frames.is_done() && frames.ends_with_done());
 }
@@ -154,7 +158,7 @@ fn a_comment_is_no_event() {
 
 #[test]
 fn a_frame_without_an_end_is_bounded() {
-    let mut frames = Frames::default();
+    let mut frames = FrameBuffer::default();
     let piece = Bytes::from(vec![b'x'; FRAME_BYTES_MAX]);
     assert!(frames.pass(piece.clone()).is_empty());
     assert_eq!(frames.pass(piece).len(), 2 * FRAME_BYTES_MAX);
@@ -166,7 +170,7 @@ fn reference(stream: &[u8]) -> Vec<(String, String)> {
     let text = String::from_utf8_lossy(stream).into_owned();
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text).replace("\r\n", "\n").replace('\r', "\n");
     let (mut events, mut data, mut name) = (Vec::new(), Vec::new(), String::new());
-    // What follows the last line end is no line.
+    // The text behind the last line end is no line.
     let Some((lines, _)) = text.rsplit_once('\n') else { return events };
     for line in lines.split('\n') {
         if line.is_empty() {
@@ -203,11 +207,11 @@ proptest::proptest! {
     ) {
         let expected: Vec<_> =
             reference(stream.as_bytes()).into_iter().map(|(name, data)| (name == "error", data)).collect();
-        let (mut frames, mut rest, mut passed, mut found) = (Frames::default(), stream.as_bytes(), Vec::new(), Vec::new());
+        let (mut frames, mut rest, mut passed, mut found) = (FrameBuffer::default(), stream.as_bytes(), Vec::new(), Vec::new());
         for cut in cuts.iter().cycle() {
             let piece = rest.split_off(..rest.len().min(*cut)).unwrap();
             let whole = frames.pass(Bytes::copy_from_slice(piece));
-            for frame in &frames.passed {
+            for frame in &frames.complete {
                 if frame.has_data() {
                     found.push((frame.is_error, String::from_utf8_lossy(&frame.data(&whole)).into_owned()));
                 }
@@ -218,7 +222,7 @@ proptest::proptest! {
             }
         }
         proptest::prop_assert!(stream.as_bytes().starts_with(&passed));
-        // A CR at the very end may be half of a line's end.
+        // A CR at the very end may be half of a line end.
         let waits = expected.len() == found.len() + 1 && stream.ends_with('\r');
         proptest::prop_assert!(expected == found || waits && expected.starts_with(&found), "{expected:?} {found:?}");
         proptest::prop_assert!(waits || events_of(stream.as_bytes()) == expected);
@@ -228,14 +232,14 @@ proptest::proptest! {
 #[test]
 fn lines_may_end_with_cr_alone_and_nothing_waits_for_an_lf() {
     let stream = "data: {\"a\":1}\r\r: c\r\rdata: 2\r\rdata: [DONE]\r\r";
-    let mut frames = Frames::default();
+    let mut frames = FrameBuffer::default();
     assert_eq!(frames.pass(Bytes::from("data: {\"a\":1}\r\r")), "data: {\"a\":1}\r\r");
     for piece in 1..stream.len() {
-        let (passed, seen, told) = streamed(stream, piece, Reading::default());
-        assert_eq!((&*passed, seen.passed, told), (stream, 2, None));
+        let (passed, scan, error) = streamed(stream, piece, StreamReadOptions::default());
+        assert_eq!((&*passed, scan.streamed, error), (stream, 2, None));
     }
-    // An LF that comes later belongs to the CR before it.
-    let mut frames = Frames::default();
+    // A later LF belongs to the CR before it.
+    let mut frames = FrameBuffer::default();
     assert_eq!(frames.pass(Bytes::from("data: 1\r\r")), "data: 1\r\r");
     assert_eq!(frames.pass(Bytes::from("\n")), "\n");
     assert!(frames.is_whole());
@@ -258,30 +262,34 @@ fn usage_is_read_however_the_stream_is_cut_and_whatever_follows_it() {
     ] {
         let stream = [TEXT, TEXT, LAST, USED, line_end, behind, "data: [DONE]\n\n"].concat();
         for piece in (1..400).chain([stream.len()]) {
-            let (passed, seen, told) = streamed(&stream, piece, Reading::default());
-            assert_eq!((&passed, told), (&stream, None), "in pieces of {piece}");
-            assert_eq!(seen, Seen { usage, finish: Some(Finish::Length), passed: 0 }, "in pieces of {piece}");
+            let (passed, scan, error) = streamed(&stream, piece, StreamReadOptions::default());
+            assert_eq!((&passed, error), (&stream, None), "in pieces of {piece}");
+            assert_eq!(
+                scan,
+                UsageScan { usage, finish: Some(FinishReason::Length), streamed: 0 },
+                "in pieces of {piece}"
+            );
         }
     }
 }
 
 #[test]
 fn a_usage_that_the_client_did_not_ask_for_is_taken_out() {
-    let reading = Reading { without_usage: true, ..Reading::default() };
+    let reading = StreamReadOptions { without_usage: true, ..StreamReadOptions::default() };
     let usage = Some(Usage { prompt: 7, cached: 0, completion: 2 });
     for end in ["\n\n", "\r\n\r\n", "\r\r"] {
         let (text, last, done) =
             (TEXT.replace("\n\n", end), LAST.replace("\n\n", end), "data: [DONE]\n\n".replace("\n\n", end));
         let stream = [&*text, &last, USED, end, ": c", end, &done].concat();
         for piece in 1..stream.len() + 1 {
-            let (passed, seen, _) = streamed(&stream, piece, reading);
-            assert_eq!(seen.usage, usage);
+            let (passed, scan, _) = streamed(&stream, piece, reading);
+            assert_eq!(scan.usage, usage);
             let expected = [&*text, &last, ": c", end, &done].concat();
             assert_eq!(events_of(passed.as_bytes()), events_of(expected.as_bytes()), "in pieces of {piece}");
         }
         assert_eq!(streamed(&stream, stream.len(), reading).0, [&*text, &last, ": c", end, &done].concat());
     }
-    // With a choice it is a part of the answer.
+    // With a choice it is part of the response.
     let counted =
         "data: {\"choices\":[{\"text\":\"a\"}],\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":1}}\n\n";
     assert_eq!(streamed(counted, 9999, reading).0, counted);
@@ -289,15 +297,15 @@ fn a_usage_that_the_client_did_not_ask_for_is_taken_out() {
 
 #[test]
 fn a_usage_that_the_router_asked_for_is_taken_out_although_it_cannot_be_read() {
-    let reading = Reading { without_usage: true, ..Reading::default() };
+    let reading = StreamReadOptions { without_usage: true, ..StreamReadOptions::default() };
     for usage in ["{}", r#"{"prompt_tokens":-1}"#, "[]", "7", "\"none\"", r#"{"prompt_tokens":7}"#] {
         let event = format!("data: {{\"choices\":[],\"usage\": {usage}}}\n\n");
         let stream = [TEXT, &event, "data: [DONE]\n\n"].concat();
         for piece in [1, 7, stream.len()] {
-            let (passed, seen, _) = streamed(&stream, piece, reading);
-            assert_eq!((&*passed, seen.usage), (&*[TEXT, "data: [DONE]\n\n"].concat(), None), "{usage}");
+            let (passed, scan, _) = streamed(&stream, piece, reading);
+            assert_eq!((&*passed, scan.usage), (&*[TEXT, "data: [DONE]\n\n"].concat(), None), "{usage}");
         }
-        assert_eq!(streamed(&stream, 9999, Reading::default()).0, stream, "asked for");
+        assert_eq!(streamed(&stream, 9999, StreamReadOptions::default()).0, stream, "asked for");
     }
     let none = "data: {\"choices\":[],\"usage\":null}\n\n";
     assert_eq!(streamed(none, 9999, reading).0, none, "it has none");
@@ -314,32 +322,33 @@ fn what_is_counted_for_each_choice_is_added_up() {
     let early = [event(0, 3), event(11, 2), event(0, 5), event(11, 6)].concat();
     let total = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":12}}\n\n";
     for piece in [1, 7, early.len()] {
-        let (_, seen, _) = streamed(&early, piece, Reading::default());
-        assert_eq!((seen.completion(), seen.cost(0)), (Some(11), Some(18)), "the stream ended early");
-        let (_, seen, _) = streamed(&[&*early, total].concat(), piece, Reading::default());
-        assert_eq!(seen.completion(), Some(12), "the engine's own sum");
+        let (_, scan, _) = streamed(&early, piece, StreamReadOptions::default());
+        assert_eq!((scan.completion(), scan.cost(0)), (Some(11), Some(18)), "the stream ended early");
+        let (_, scan, _) = streamed(&[&*early, total].concat(), piece, StreamReadOptions::default());
+        assert_eq!(scan.completion(), Some(12), "the engine's own sum");
     }
     let alone = [event(0, 1), event(0, 4)].concat();
-    assert_eq!(streamed(&alone, 50, Reading::default()).1.completion(), Some(4));
+    assert_eq!(streamed(&alone, 50, StreamReadOptions::default()).1.completion(), Some(4));
     let many: String = (0..20_000).map(|choice| event(choice, 1)).collect();
-    assert_eq!(streamed(&many, 65_536, Reading::default()).1.completion(), Some(20_000));
+    assert_eq!(streamed(&many, 65_536, StreamReadOptions::default()).1.completion(), Some(20_000));
 }
 
 #[test]
 fn every_event_counts_until_the_engine_has_counted() {
     let many = TEXT.repeat(2000);
     for piece in [100, 65_536, many.len()] {
-        assert_eq!(streamed(&many, piece, Reading::default()).1.passed, 2000);
+        assert_eq!(streamed(&many, piece, StreamReadOptions::default()).1.streamed, 2000);
     }
     let ids = "data: {\"choices\":[{\"text\":\"a\",\"token_ids\":[1, 2,3]}]}\n\ndata: {\"choices\":[{\"token_ids\":[]}]}\n\n";
-    let reading = |counts| Reading { counts, ..Reading::default() };
-    assert_eq!(streamed(ids, 7, reading(Counts::TokenIds)).1.passed, 3);
+    let reading = |counts| StreamReadOptions { counts, ..StreamReadOptions::default() };
+    assert_eq!(streamed(ids, 7, reading(TokenCountRule::TokenIds)).1.streamed, 3);
     let responses = "event: response.created\ndata: {\"type\":\"response.created\"}\n\n\
         data: {\"type\":\"response.output_text.delta\",\"delta\":\"a\"}\n\n\
         data: {\"type\":\"response.completed\",\"response\":{\"usage\":{\"input_tokens\":7,\"output_tokens\":2}}}\n\n";
-    let (passed, seen, _) = streamed(responses, 50, Reading { counts: Counts::Deltas, without_usage: true });
-    assert_eq!((&*passed, seen.usage), (responses, Some(Usage { prompt: 7, cached: 0, completion: 2 })));
-    assert_eq!(streamed(&responses[..150], 50, reading(Counts::Deltas)).1.passed, 1);
+    let (passed, scan, _) =
+        streamed(responses, 50, StreamReadOptions { counts: TokenCountRule::Deltas, without_usage: true });
+    assert_eq!((&*passed, scan.usage), (responses, Some(Usage { prompt: 7, cached: 0, completion: 2 })));
+    assert_eq!(streamed(&responses[..150], 50, reading(TokenCountRule::Deltas)).1.streamed, 1);
 }
 
 #[test]
@@ -353,11 +362,11 @@ fn a_frame_too_long_to_be_held_is_read_too() {
         (format!("data: {{\"error\":{{\"code\":503}},\"x\":[{ids}1]}}\n\n"), true),
     ] {
         for piece in [777, 65_536, stream.len()] {
-            let (passed, seen, told) = streamed(&stream, piece, Reading::default());
+            let (passed, scan, found) = streamed(&stream, piece, StreamReadOptions::default());
             let is_held = error && piece == stream.len();
             assert!(if is_held { passed.is_empty() } else { passed == stream }, "in pieces of {piece}");
             assert_eq!(
-                (seen.usage.map(|usage| usage.prompt), told.is_some()),
+                (scan.usage.map(|usage| usage.prompt), found.is_some()),
                 ((!error).then_some(7), error)
             );
         }

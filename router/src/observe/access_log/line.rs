@@ -1,4 +1,4 @@
-//! One line of the access log. `docs/reference/access-log.md` says what each field is; a test compares the two.
+//! One line of the access log. `docs/reference/access-log.md` describes the fields; a test compares the two.
 
 use std::io::Write;
 use std::net::IpAddr;
@@ -6,12 +6,15 @@ use std::time::{Duration, SystemTime};
 
 use baton_connector::exchange::Span;
 use serde::Serialize;
+use time::OffsetDateTime;
+use time::format_description::BorrowedFormatItem;
+use time::macros::format_description;
 
-use crate::observe::finished::Finished;
+use crate::observe::finished_request::FinishedRequest;
 
-/// The fields, in the order in which they are written; what is not known is left out.
+/// The fields in the order of the line; unknown ones are omitted.
 #[derive(Serialize)]
-struct Line<'a> {
+struct LogLine<'a> {
     time: String,
     request_id: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -68,13 +71,13 @@ fn ms(time: Duration) -> f64 {
 }
 
 /// Writes one line.
-pub(super) fn write(finished: &Finished, to: &mut dyn Write) -> std::io::Result<()> {
+pub(super) fn write(finished: &FinishedRequest, to: &mut dyn Write) -> std::io::Result<()> {
     let line = &finished.line;
-    let span = |span: Option<Span>| span.and_then(Span::took).map(ms);
+    let span = |span: Option<Span>| span.and_then(Span::duration).map(ms);
     let engine = |n: usize| finished.engines[n].as_deref().map(|engine| engine.authority());
-    let (usage, attempts) = (finished.seen.usage, finished.attempts);
+    let (usage, attempts) = (finished.usage_scan.usage, finished.attempts);
     let echoed = finished.echoed.to_str().ok();
-    let line = Line {
+    let line = LogLine {
         time: rfc3339(finished.calendar(finished.begun)),
         request_id: finished.id.as_str(),
         client_request_id: echoed.filter(|echoed| *echoed != finished.id.as_str()),
@@ -87,12 +90,12 @@ pub(super) fn write(finished: &Finished, to: &mut dyn Write) -> std::io::Result<
         model: finished.model.as_ref().map(|model| model.name.as_str()),
         status: finished.status,
         outcome: finished.end.label(),
-        disconnect_phase: finished.left_in().map(|phase| phase.label()),
+        disconnect_phase: finished.cancel_phase().map(|phase| phase.label()),
         prefill_engine: engine(0),
         decode_engine: engine(1),
         retries: attempts.iter().map(|attempts| attempts.saturating_sub(1)).sum(),
         streamed: finished.streamed,
-        queue_ms: line.asked().map(|asked| ms(asked.since(finished.begun))),
+        queue_ms: line.first_sent().map(|sent| ms(sent.since(finished.begun))),
         prefill_ms: span(line.prefill()),
         gap_ms: span(line.gap()),
         accept_ms: span(line.accept()),
@@ -103,10 +106,10 @@ pub(super) fn write(finished: &Finished, to: &mut dyn Write) -> std::io::Result<
         response_bytes: finished.response_bytes,
         prompt_tokens: usage.map(|usage| usage.prompt),
         cached_tokens: usage.map(|usage| usage.cached),
-        completion_tokens: finished.seen.completion(),
-        finish_reason: finished.seen.finish.map(|finish| finish.label()),
+        completion_tokens: finished.usage_scan.completion(),
+        finish_reason: finished.usage_scan.finish.map(|finish| finish.label()),
     };
-    // Whole or not at all: a line that is cut in two would be taken for two.
+    // Written in one call: a line cut in two would be read as two lines.
     let mut text = serde_json::to_vec(&line).map_err(std::io::Error::other)?;
     text.push(b'\n');
     to.write_all(&text)
@@ -114,35 +117,15 @@ pub(super) fn write(finished: &Finished, to: &mut dyn Write) -> std::io::Result<
 
 /// `2026-11-20T17:00:00.123456Z`.
 fn rfc3339(at: SystemTime) -> String {
+    const FORM: &[BorrowedFormatItem<'_>] =
+        format_description!("[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:6]Z");
     let since = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    let (mut days, second) = (since.as_secs() / 86_400, since.as_secs() % 86_400);
-    let mut year = 1970_u64;
-    let is_leap =
-        |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
-    loop {
-        let length = 365 + u64::from(is_leap(year));
-        if days < length {
-            break;
-        }
-        days -= length;
-        year += 1;
-    }
-    let mut month = 1;
-    for length in [31, 28 + u64::from(is_leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
-        if days < length {
-            break;
-        }
-        days -= length;
-        month += 1;
-    }
-    format!(
-        "{year:04}-{month:02}-{:02}T{:02}:{:02}:{:02}.{:06}Z",
-        days + 1,
-        second / 3600,
-        second / 60 % 60,
-        second % 60,
-        since.subsec_micros()
-    )
+    let nanos = i128::try_from(since.as_nanos()).unwrap_or(i128::MAX);
+    // A clock beyond the year 9999 has no such form.
+    OffsetDateTime::from_unix_timestamp_nanos(nanos)
+        .ok()
+        .and_then(|at| at.format(FORM).ok())
+        .unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -161,5 +144,7 @@ mod tests {
         }
         let micros = SystemTime::UNIX_EPOCH + Duration::from_micros(1_763_658_000_123_456);
         assert_eq!(rfc3339(micros), "2025-11-20T17:00:00.123456Z");
+        assert_eq!(rfc3339(SystemTime::UNIX_EPOCH - Duration::from_secs(1)), "1970-01-01T00:00:00.000000Z");
+        assert_eq!(rfc3339(SystemTime::UNIX_EPOCH + Duration::from_secs(400_000_000_000)), "");
     }
 }

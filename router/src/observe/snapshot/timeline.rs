@@ -1,82 +1,84 @@
 //! One request from its arrival to the release of its last block: the router's steps and every engine's events, in the
 //! order of time.
 //!
-//! Engines on other machines have other clocks. An engine's answer says what time it was there; where that cannot be the
-//! time at which it was asked, its events are moved by the difference.
+//! Engines on other machines have other clocks. An engine's response contains its time. If that time lies outside the
+//! interval of the call, the engine's events are moved by the difference.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::message::request_id::bare_id;
 
-/// Moments of one request; more are cut off at the end.
+/// Limit on the moments of one request; later ones are cut off.
 const MOMENTS_MAX: usize = 2_000;
 
-/// An engine's clock may differ by so much from what half the round trip allows before its events are moved.
+/// Tolerance for an engine's clock beyond half the round trip; within it events are not moved.
 const CLOCKS_AGREE_US: i64 = 2_000;
 
-/// Whose moments a router's steps are.
+/// The source of a router's steps.
 const ROUTER: &str = "router";
 
-/// The life of one request.
+/// The course of one request.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Timeline {
-    /// The router's name for it.
+    /// The router's id of the request.
     pub request_id: String,
-    /// The client's own name for it.
+    /// The client's own id of the request.
     pub client_id: Option<String>,
     /// The model's name.
     pub model: Option<String>,
-    /// When it arrived, in microseconds since the Unix epoch; where no router knows it, when the first engine heard of it.
+    /// Its arrival, in microseconds since the Unix epoch; if no router knows the request, the first engine's first
+    /// event.
     pub began_us: i64,
-    /// What its client was answered.
+    /// The status of its response.
     pub status: Option<u64>,
-    /// How it ended.
+    /// Its outcome.
     pub outcome: Option<String>,
-    /// From its arrival to its end.
+    /// Microseconds from its arrival to its end.
     pub took_us: Option<u64>,
-    /// What happened, in order.
-    pub moments: Vec<Moment>,
-    /// Which engines could not be asked, and whose clock was moved.
+    /// The moments, in order.
+    pub moments: Vec<TimelineEntry>,
+    /// The engines that could not be read, and the corrected clocks.
     pub notes: Vec<String>,
 }
 
-/// Something that happened.
+/// One step or event.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Moment {
-    /// Since the request's arrival, in microseconds; below zero where clocks disagree.
+pub struct TimelineEntry {
+    /// Microseconds since the request's arrival; negative if clocks disagree.
     pub at_us: i64,
     /// `router`, or the engine's address.
     pub who: String,
     /// The step's or event's name.
     pub kind: String,
-    /// The rest of it, for people.
+    /// Further details, as text.
     pub text: String,
 }
 
-/// What an engine's event log says.
+/// The content of an engine's event log.
 #[derive(Clone, Debug, Default)]
 pub struct EngineEvents {
     /// `HOST:PORT`.
     pub engine: String,
-    /// The events, of this request or of any.
+    /// Events of this request or of any.
     pub events: Vec<Value>,
-    /// By how much its clock is ahead of ours; 0 where that cannot be told from the time that asking took.
+    /// How far its clock is ahead of the reader's; 0 if the difference is within the duration of the call.
     pub ahead_us: i64,
-    /// Why there are none.
+    /// Why there are no events.
     pub error: Option<String>,
 }
 
 impl EngineEvents {
-    /// How far an engine's clock is ahead, which said `now_us` when it was asked between `asked_us` and `answered_us`.
+    /// How far an engine's clock is ahead, if its response to a call between `asked_us` and `answered_us` contains
+    /// `now_us`.
     #[must_use]
     pub fn ahead(now_us: u64, asked_us: u64, answered_us: u64) -> i64 {
         let (now, asked, answered) = (signed(now_us), signed(asked_us), signed(answered_us));
         let ahead = now - (asked + (answered - asked) / 2);
-        let doubt = (answered - asked) / 2 + CLOCKS_AGREE_US;
-        if ahead.abs() <= doubt { 0 } else { ahead }
+        let tolerance = (answered - asked) / 2 + CLOCKS_AGREE_US;
+        if ahead.abs() <= tolerance { 0 } else { ahead }
     }
 }
 
@@ -84,32 +86,32 @@ fn signed(us: u64) -> i64 {
     i64::try_from(us).unwrap_or(i64::MAX)
 }
 
-/// Whether an event belongs to the request of that name.
+/// Whether an event belongs to the request with this id.
 #[must_use]
 pub fn concerns(event: &Value, id: &str) -> bool {
     event["request_id"].as_str().is_some_and(|name| bare_id(name) == bare_id(id))
 }
 
 impl Timeline {
-    /// Whether a router's account is in it, and not only what engines logged.
+    /// Whether it contains a router's steps, and not only engines' events.
     #[must_use]
-    pub fn has_account(&self) -> bool {
+    pub fn has_router_steps(&self) -> bool {
         self.moments.iter().any(|moment| moment.who == ROUTER)
     }
 
-    /// Puts a router's account of a request (one of `GET /explain/ID`) and what engines logged of it together.
+    /// Joins a router's explanation of a request (one of `GET /explain/ID`) and the engines' events.
     #[must_use]
-    pub fn join(id: &str, account: Option<&Value>, engines: &[EngineEvents]) -> Self {
+    pub fn join(id: &str, explanation: Option<&Value>, engines: &[EngineEvents]) -> Self {
         let null = Value::Null;
-        let account = account.unwrap_or(&null);
-        let text = |name: &str| account[name].as_str().map(str::to_owned);
+        let explanation = explanation.unwrap_or(&null);
+        let text = |name: &str| explanation[name].as_str().map(str::to_owned);
         let mut line = Self {
             request_id: text("id").unwrap_or_else(|| bare_id(id).to_owned()),
             client_id: text("client_id"),
             model: text("model"),
-            status: account["status"].as_u64(),
+            status: explanation["status"].as_u64(),
             outcome: text("outcome"),
-            took_us: account["took_us"].as_u64(),
+            took_us: explanation["took_us"].as_u64(),
             ..Self::default()
         };
         let mut events = Vec::new();
@@ -126,26 +128,26 @@ impl Timeline {
                 events.push((signed(at) - engine.ahead_us, engine.engine.as_str(), event));
             }
         }
-        let began = account["began_us"].as_u64().map(signed);
+        let began = explanation["began_us"].as_u64().map(signed);
         line.began_us = began.or(events.iter().map(|(at, ..)| *at).min()).unwrap_or(0);
         if began.is_some() {
             line.moments.push(moment(0, ROUTER, "arrived", String::new()));
         }
-        for step in account["steps"].as_array().into_iter().flatten() {
-            let (kind, told) = step_told(step);
-            line.moments.push(moment(signed(step["at_us"].as_u64().unwrap_or(0)), ROUTER, kind, told));
+        for step in explanation["steps"].as_array().into_iter().flatten() {
+            let (kind, text) = step_text(step);
+            line.moments.push(moment(signed(step["at_us"].as_u64().unwrap_or(0)), ROUTER, kind, text));
         }
         if let Some(took) = line.took_us {
             let status = line.status.map_or(String::new(), |status| status.to_string());
-            let told = format!("{status} {}", line.outcome.as_deref().unwrap_or("")).replace('_', " ");
-            line.moments.push(moment(signed(took), ROUTER, "over", told.trim().to_owned()));
+            let text = format!("{status} {}", line.outcome.as_deref().unwrap_or("")).replace('_', " ");
+            line.moments.push(moment(signed(took), ROUTER, "over", text.trim().to_owned()));
         }
-        if let Some(left_out @ 1..) = account["steps_left_out"].as_u64() {
+        if let Some(left_out @ 1..) = explanation["steps_left_out"].as_u64() {
             line.notes.push(format!("router: {left_out} more steps are not kept"));
         }
         for (at, engine, event) in events {
             let kind = event["kind"].as_str().unwrap_or("?");
-            line.moments.push(moment(at - line.began_us, engine, kind, event_told(event)));
+            line.moments.push(moment(at - line.began_us, engine, kind, event_text(event)));
         }
         line.moments.sort_by_key(|moment| moment.at_us);
         if line.moments.len() > MOMENTS_MAX {
@@ -156,12 +158,12 @@ impl Timeline {
     }
 }
 
-fn moment(at_us: i64, who: &str, kind: &str, text: String) -> Moment {
-    Moment { at_us, who: who.to_owned(), kind: kind.to_owned(), text }
+fn moment(at_us: i64, who: &str, kind: &str, text: String) -> TimelineEntry {
+    TimelineEntry { at_us, who: who.to_owned(), kind: kind.to_owned(), text }
 }
 
-/// A step of the router's account.
-fn step_told(step: &Value) -> (&'static str, String) {
+/// The name and the text of a router's step.
+fn step_text(step: &Value) -> (&'static str, String) {
     let text = |name: &str| step[name].as_str().unwrap_or("-");
     let (leg, engine) = (text("leg"), text("engine"));
     match text("what") {
@@ -182,13 +184,13 @@ fn step_told(step: &Value) -> (&'static str, String) {
     }
 }
 
-/// An engine's event: what is in it beside its name, in words where they are known.
-fn event_told(event: &Value) -> String {
+/// The text of an engine's event; of an unknown kind, its fields.
+fn event_text(event: &Value) -> String {
     const KNOWN: [&str; 8] = ["seq", "at_us", "rank", "request_id", "tag", "index", "kind", "now_us"];
     let number = |name: &str| event[name].as_u64().unwrap_or(0);
     let text = |name: &str| event[name].as_str().unwrap_or("-").replace('_', " ");
     let blocks = |count: u64| if count == 1 { "1 block".to_owned() } else { format!("{count} blocks") };
-    let told = match event["kind"].as_str().unwrap_or_default() {
+    let details = match event["kind"].as_str().unwrap_or_default() {
         "queued" => format!("{}, {} prompt tokens", text("leg"), number("prompt")),
         "started" if number("cached") > 0 => format!("{} tokens cached", number("cached")),
         "started" | "first_token" => String::new(),
@@ -224,8 +226,8 @@ fn event_told(event: &Value) -> String {
         }
     };
     match number("index") {
-        0 => told,
-        index => format!("choice {index}: {told}"),
+        0 => details,
+        index => format!("choice {index}: {details}"),
     }
 }
 
@@ -242,7 +244,7 @@ mod tests {
 
     #[test]
     fn steps_and_events_are_told_in_the_order_of_time() {
-        let account = json!({"id": "a", "client_id": "mine", "model": "m", "began_us": 1_000_000, "took_us": 9_000,
+        let explanation = json!({"id": "a", "client_id": "mine", "model": "m", "began_us": 1_000_000, "took_us": 9_000,
             "status": 499, "outcome": "client_gone", "steps_left_out": 0, "steps": [
                 {"what": "choose", "at_us": 100, "leg": "decode", "chosen": "d:1", "policy": "random", "reason": "drawn"},
                 {"what": "ask", "at_us": 200, "leg": "prefill", "engine": "p:1"}]});
@@ -255,10 +257,11 @@ mod tests {
             ],
             ..EngineEvents::default()
         };
-        let line = Timeline::join("mine", Some(&account), &[p]);
-        let told: Vec<_> = line.moments.iter().map(|m| (m.at_us, m.who.as_str(), m.kind.as_str())).collect();
+        let line = Timeline::join("mine", Some(&explanation), &[p]);
+        let moments: Vec<_> =
+            line.moments.iter().map(|m| (m.at_us, m.who.as_str(), m.kind.as_str())).collect();
         assert_eq!(
-            told,
+            moments,
             [
                 (0, "router", "arrived"),
                 (100, "router", "choose"),
@@ -268,7 +271,7 @@ mod tests {
                 (12_000, "p:1", "freed"),
             ]
         );
-        assert!(line.has_account());
+        assert!(line.has_router_steps());
         assert_eq!(line.moments[3].text, "prefill, 40 prompt tokens");
         assert_eq!(line.moments[4].text, "499 client gone");
         assert_eq!(line.moments[5].text, "3 blocks");
@@ -276,7 +279,7 @@ mod tests {
 
     #[test]
     fn engines_alone_make_a_timeline_and_a_clock_that_is_wrong_is_put_right() {
-        assert_eq!(EngineEvents::ahead(1_000, 900, 1_300), 0, "within what asking took");
+        assert_eq!(EngineEvents::ahead(1_000, 900, 1_300), 0, "within the duration of the call");
         let ahead = EngineEvents::ahead(5_001_000, 900, 1_100);
         assert_eq!(ahead, 5_000_000);
         let p = EngineEvents {
@@ -296,10 +299,10 @@ mod tests {
             ..EngineEvents::default()
         };
         let line = Timeline::join("a", None, &[p, d, gone]);
-        assert!(!line.has_account());
+        assert!(!line.has_router_steps());
         assert_eq!((line.began_us, line.moments[0].at_us, line.moments[1].at_us), (1_000, 0, 500));
         assert_eq!(line.moments[0].text, "3 blocks, for 30.0 s");
-        assert!(line.moments[1].text.contains("blocks 3"), "an event that is not known is shown as it is");
+        assert!(line.moments[1].text.contains("blocks 3"), "an unknown event is shown with its fields");
         assert_eq!(line.notes.len(), 2);
     }
 }

@@ -1,16 +1,16 @@
-//! A request as spans.
+//! Converts a request to spans.
 //!
 //! ```text
 //! POST /v1/chat/completions   (server)
-//! ├─ queue      until the first engine is asked
-//! ├─ prefill    (client)  the first prefill attempt to the handoff
-//! ├─ gap        the handoff until a decode engine is asked
-//! └─ decode     (client)  the first decode attempt to the end
-//!    └─ fetch   until a decode engine took the request: its queue, the blocks' way, its first event
+//! ├─ queue      until the first attempt
+//! ├─ prefill    (client)  from the first prefill attempt to the handoff
+//! ├─ gap        from the handoff to the first decode attempt
+//! └─ decode     (client)  from the first decode attempt to the end
+//!    └─ fetch   until a decode engine accepts the request: its queue, the transfer of blocks, its first event
 //! ```
 //!
-//! What follows one another is cut at the same moments, so queue, prefill, gap and decode add up to the exchange's
-//! part of the server span. Names of attributes are those of OpenTelemetry's conventions for HTTP and GenAI.
+//! Consecutive spans share their boundaries, so queue, prefill, gap and decode add up to the exchange's part of the
+//! server span. Attribute names are those of OpenTelemetry's conventions for HTTP and GenAI.
 
 use baton_connector::Time;
 use baton_connector::exchange::{Outcome, Phase, Span};
@@ -18,56 +18,56 @@ use opentelemetry::trace::{SpanContext, SpanId, SpanKind, Status, TraceFlags, Tr
 use opentelemetry::{Array, InstrumentationScope, KeyValue, StringValue, Value};
 use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
 
-use crate::message::trace_context::SpanOf;
-use crate::metrics::End;
-use crate::observe::finished::Finished;
+use crate::message::trace_context::RequestSpan;
+use crate::metrics::RequestOutcome;
+use crate::observe::finished_request::FinishedRequest;
 
-/// A part of a request: which, its name, its parent, and when it was.
-struct Part {
-    of: SpanOf,
+/// One span of a request: its identity, name, parent and times.
+struct SpanPart {
+    of: RequestSpan,
     name: &'static str,
-    parent: SpanOf,
+    parent: RequestSpan,
     from: Time,
     to: Time,
 }
 
-/// The parts that came about.
-fn parts(finished: &Finished) -> impl Iterator<Item = Part> + use<> {
+/// The spans that exist for a request.
+fn parts(finished: &FinishedRequest) -> impl Iterator<Item = SpanPart> + use<> {
     let line = finished.line;
     let end = line.ended.unwrap_or(finished.over);
     let part = |of, name, parent, span: Option<Span>, until: Option<Time>| {
         let Span { from, to } = span?;
-        Some(Part { of, name, parent, from, to: to.or(until).unwrap_or(end) })
+        Some(SpanPart { of, name, parent, from, to: to.or(until).unwrap_or(end) })
     };
-    let server = SpanOf::Server;
-    let queue = Span { from: finished.begun, to: line.asked() };
+    let server = RequestSpan::Server;
+    let queue = Span { from: finished.begun, to: line.first_sent() };
     let decode = line.decode_sent.map(|from| Span { from, to: None });
     [
-        part(SpanOf::Queue, "queue", server, Some(queue), None),
-        // Where no prefill engine answered, the tries ended when a decode engine was asked instead.
-        part(SpanOf::Prefill, "prefill", server, line.prefill(), line.decode_sent),
-        part(SpanOf::Gap, "gap", server, line.gap(), None),
-        part(SpanOf::Decode, "decode", server, decode, None),
-        part(SpanOf::Fetch, "fetch", SpanOf::Decode, line.accept(), None),
+        part(RequestSpan::Queue, "queue", server, Some(queue), None),
+        // Without a prefill response, the prefill span ends with the first decode attempt.
+        part(RequestSpan::Prefill, "prefill", server, line.prefill(), line.decode_sent),
+        part(RequestSpan::Gap, "gap", server, line.gap(), None),
+        part(RequestSpan::Decode, "decode", server, decode, None),
+        part(RequestSpan::Fetch, "fetch", RequestSpan::Decode, line.accept(), None),
     ]
     .into_iter()
     .flatten()
 }
 
-/// How many spans a request has.
-pub(super) fn count(finished: &Finished) -> u64 {
+/// Number of spans of a request.
+pub(super) fn count(finished: &FinishedRequest) -> u64 {
     1 + parts(finished).count() as u64
 }
 
 /// Adds a request's spans.
-pub(super) fn add(finished: &Finished, scope: &InstrumentationScope, to: &mut Vec<SpanData>) {
+pub(super) fn add(finished: &FinishedRequest, scope: &InstrumentationScope, to: &mut Vec<SpanData>) {
     let trace = TraceId::from(finished.trace.id().unwrap_or_default());
     let context = |of| {
         let id = SpanId::from(finished.trace.span(of));
         SpanContext::new(trace, id, TraceFlags::SAMPLED, false, TraceState::default())
     };
     let server = SpanData {
-        span_context: context(SpanOf::Server),
+        span_context: context(RequestSpan::Server),
         parent_span_id: SpanId::from(finished.trace.parent()),
         parent_span_is_remote: finished.trace.parent() != 0,
         span_kind: SpanKind::Server,
@@ -86,8 +86,10 @@ pub(super) fn add(finished: &Finished, scope: &InstrumentationScope, to: &mut Ve
         parent_span_id: SpanId::from(finished.trace.span(part.parent)),
         parent_span_is_remote: false,
         span_kind: match part.of {
-            SpanOf::Prefill | SpanOf::Decode => SpanKind::Client,
-            SpanOf::Server | SpanOf::Queue | SpanOf::Gap | SpanOf::Fetch => SpanKind::Internal,
+            RequestSpan::Prefill | RequestSpan::Decode => SpanKind::Client,
+            RequestSpan::Server | RequestSpan::Queue | RequestSpan::Gap | RequestSpan::Fetch => {
+                SpanKind::Internal
+            }
         },
         name: part.name.into(),
         start_time: finished.calendar(part.from),
@@ -103,7 +105,7 @@ fn number(name: &'static str, value: u64) -> KeyValue {
     KeyValue::new(name, i64::try_from(value).unwrap_or(i64::MAX))
 }
 
-fn of_request(finished: &Finished) -> Vec<KeyValue> {
+fn of_request(finished: &FinishedRequest) -> Vec<KeyValue> {
     let head = &finished.head;
     let mut attributes = vec![
         KeyValue::new("http.request.method", head.method.as_str().to_owned()),
@@ -119,19 +121,19 @@ fn of_request(finished: &Finished) -> Vec<KeyValue> {
         attributes.push(KeyValue::new("user_agent.original", agent.to_string()));
     }
     attributes.push(KeyValue::new("baton.outcome", finished.end.label()));
-    if let Some(wrong) = wrong(finished) {
-        attributes.push(KeyValue::new("error.type", wrong));
+    if let Some(error_type) = error_type(finished) {
+        attributes.push(KeyValue::new("error.type", error_type));
     }
     if let Some(model) = &finished.model {
         attributes.extend(operation(&head.path).map(|name| KeyValue::new("gen_ai.operation.name", name)));
         attributes.push(KeyValue::new("gen_ai.request.model", model.name.clone()));
     }
-    if let Some(usage) = finished.seen.usage {
+    if let Some(usage) = finished.usage_scan.usage {
         attributes.push(number("gen_ai.usage.input_tokens", usage.prompt));
         attributes.push(number("gen_ai.usage.cache_read.input_tokens", usage.cached));
         attributes.push(number("gen_ai.usage.output_tokens", usage.completion));
     }
-    if let Some(finish) = finished.seen.finish {
+    if let Some(finish) = finished.usage_scan.finish {
         let reasons = Value::Array(Array::String(vec![StringValue::from(finish.label())]));
         attributes.push(KeyValue::new("gen_ai.response.finish_reasons", reasons));
     }
@@ -142,7 +144,7 @@ fn of_request(finished: &Finished) -> Vec<KeyValue> {
     attributes
 }
 
-/// As the conventions name it; they have no name for tokens and scores.
+/// The name of the operation in the conventions, which have none for tokens and scores.
 fn operation(path: &str) -> Option<&'static str> {
     match path {
         "/v1/chat/completions" => Some("chat"),
@@ -152,12 +154,14 @@ fn operation(path: &str) -> Option<&'static str> {
     }
 }
 
-/// An engine's address, and how often one was asked.
-fn of_part(finished: &Finished, of: SpanOf) -> Vec<KeyValue> {
+/// The attributes of a leg: its engine's address and the number of attempts.
+fn of_part(finished: &FinishedRequest, of: RequestSpan) -> Vec<KeyValue> {
     let leg = match of {
-        SpanOf::Prefill => 0,
-        SpanOf::Decode => 1,
-        SpanOf::Server | SpanOf::Queue | SpanOf::Gap | SpanOf::Fetch => return Vec::new(),
+        RequestSpan::Prefill => 0,
+        RequestSpan::Decode => 1,
+        RequestSpan::Server | RequestSpan::Queue | RequestSpan::Gap | RequestSpan::Fetch => {
+            return Vec::new();
+        }
     };
     let mut attributes = vec![number("baton.attempts", u64::from(finished.attempts[leg]))];
     if let Some(engine) = &finished.engines[leg] {
@@ -166,43 +170,45 @@ fn of_part(finished: &Finished, of: SpanOf) -> Vec<KeyValue> {
     attributes
 }
 
-/// What went wrong, as a class.
-fn wrong(finished: &Finished) -> Option<String> {
+/// The class of the error.
+fn error_type(finished: &FinishedRequest) -> Option<String> {
     match finished.end {
-        _ if finished.went_well() => None,
-        End::Exchange(Outcome::Completed) | End::Passed | End::Rejected => Some(finished.status.to_string()),
+        _ if finished.is_success() => None,
+        RequestOutcome::Exchange(Outcome::Completed) | RequestOutcome::Passed | RequestOutcome::Rejected => {
+            Some(finished.status.to_string())
+        }
         end => Some(end.label().to_owned()),
     }
 }
 
-/// An error, unless the request itself was wrong: that is its sender's.
-fn status(finished: &Finished) -> Status {
+/// The status of the server span: an error, unless the client's request is at fault.
+fn status(finished: &FinishedRequest) -> Status {
     match finished.end {
-        End::Exchange(Outcome::ClientGone(phase) | Outcome::Dropped(phase)) => {
+        RequestOutcome::Exchange(Outcome::ClientGone(phase) | Outcome::Dropped(phase)) => {
             Status::error(format!("{} in {}", finished.end.label(), phase.label()))
         }
-        _ if finished.went_well() || (400..500).contains(&finished.status) => Status::Unset,
-        _ => Status::error(wrong(finished).unwrap_or_default()),
+        _ if finished.is_success() || (400..500).contains(&finished.status) => Status::Unset,
+        _ => Status::error(error_type(finished).unwrap_or_default()),
     }
 }
 
-/// A leg that the request ended in, other than well, is where it went wrong.
-fn status_of_part(finished: &Finished, of: SpanOf) -> Status {
-    let End::Exchange(outcome) = finished.end else { return Status::Unset };
+/// The status of a leg's span: an error if the request failed in that leg.
+fn status_of_part(finished: &FinishedRequest, of: RequestSpan) -> Status {
+    let RequestOutcome::Exchange(outcome) = finished.end else { return Status::Unset };
     let line = &finished.line;
-    if of == SpanOf::Prefill && line.prefilled.is_none() && line.decode_sent.is_some() {
+    if of == RequestSpan::Prefill && line.prefilled.is_none() && line.decode_sent.is_some() {
         return Status::error("no prefill engine answered");
     }
     let at = match outcome {
         Outcome::Completed => return Status::Unset,
-        Outcome::NotAdmitted | Outcome::NoEngine => SpanOf::Queue,
-        Outcome::PrefillRefused | Outcome::PrefillExhausted => SpanOf::Prefill,
-        Outcome::DecodeRefused | Outcome::DecodeExhausted | Outcome::StreamBroken => SpanOf::Decode,
+        Outcome::NotAdmitted | Outcome::NoEngine => RequestSpan::Queue,
+        Outcome::PrefillRefused | Outcome::PrefillExhausted => RequestSpan::Prefill,
+        Outcome::DecodeRefused | Outcome::DecodeExhausted | Outcome::StreamBroken => RequestSpan::Decode,
         Outcome::ClientGone(phase) | Outcome::Dropped(phase) => match phase {
-            Phase::Queue => SpanOf::Queue,
-            Phase::Prefill => SpanOf::Prefill,
-            Phase::Gap => SpanOf::Gap,
-            Phase::DecodePreFirst | Phase::DecodeStream => SpanOf::Decode,
+            Phase::Queue => RequestSpan::Queue,
+            Phase::Prefill => RequestSpan::Prefill,
+            Phase::Gap => RequestSpan::Gap,
+            Phase::DecodePreFirst | Phase::DecodeStream => RequestSpan::Decode,
         },
     };
     if at == of { Status::error(outcome.label()) } else { Status::Unset }

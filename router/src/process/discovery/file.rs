@@ -1,5 +1,5 @@
-//! A file of engines that something else writes. Its content is read again and again, so that a rename over it, a
-//! ConfigMap's switch of symbolic links and a file system without notifications all work.
+//! Discovery by a file of engines, which another program writes. The file is read repeatedly, so that a rename
+//! over it, a ConfigMap's switch of symbolic links and a file system without notifications all work.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -9,22 +9,22 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::config::EndpointsFileConfig;
-use crate::engines::endpoints::{ENDPOINTS_MAX, Endpoint};
+use crate::engines::discovery_sources::{ENDPOINTS_MAX, Endpoint};
 
-/// Largest file.
+/// Maximum bytes of the file.
 const BYTES_MAX: usize = 4 << 20;
-/// Entries that are told of one file when they are wrong.
-const TOLD_MAX: usize = 8;
+/// Maximum invalid entries of one file that are logged.
+const WARNINGS_MAX: usize = 8;
 
-/// Reads until it is dropped.
-pub(super) async fn follow(config: &EndpointsFileConfig, tell: impl Fn(Result<Vec<Endpoint>, String>)) {
+/// Reads the file repeatedly, until it is dropped.
+pub(super) async fn follow(config: &EndpointsFileConfig, report: impl Fn(Result<Vec<Endpoint>, String>)) {
     let mut before = None;
     loop {
         let path = config.path.clone();
         let read = tokio::task::spawn_blocking(move || read(&path)).await;
         let read = read.unwrap_or_else(|error| Err(error.to_string()));
         if before.as_ref() != Some(&read) {
-            tell(read.as_ref().map_err(Clone::clone).and_then(|text| endpoints(text)));
+            report(read.as_ref().map_err(Clone::clone).and_then(|text| endpoints(text)));
             before = Some(read);
         }
         tokio::time::sleep(Duration::from_millis(config.refresh_ms)).await;
@@ -32,7 +32,7 @@ pub(super) async fn follow(config: &EndpointsFileConfig, tell: impl Fn(Result<Ve
 }
 
 fn read(path: &Path) -> Result<String, String> {
-    let file = crate::config::named_file::open(path).map_err(|error| error.to_string())?;
+    let file = crate::config::read::named_file::open(path).map_err(|error| error.to_string())?;
     let (mut text, most) = (String::new(), BYTES_MAX as u64 + 1);
     file.take(most).read_to_string(&mut text).map_err(|error| error.to_string())?;
     if text.len() > BYTES_MAX {
@@ -41,7 +41,7 @@ fn read(path: &Path) -> Result<String, String> {
     Ok(text)
 }
 
-/// The engines that a text lists. Entries that are none are skipped, unless no entry is one.
+/// The engines in a text. Invalid entries are skipped, unless all are invalid.
 fn endpoints(text: &str) -> Result<Vec<Endpoint>, String> {
     let budget = serde_saphyr::options! {
         budget: serde_saphyr::budget! { max_depth: 16, max_aliases: 0 },
@@ -57,20 +57,20 @@ fn endpoints(text: &str) -> Result<Vec<Endpoint>, String> {
         }
         _ => return Err("neither a list nor a map".into()),
     };
-    let (mut found, mut wrong) = (Vec::new(), 0);
+    let (mut found, mut invalid) = (Vec::new(), 0);
     for (at, entry) in list.iter().enumerate().take(ENDPOINTS_MAX) {
         match endpoint(entry) {
             Ok(endpoint) => found.push(endpoint),
             Err(error) => {
-                wrong += 1;
-                if wrong <= TOLD_MAX {
+                invalid += 1;
+                if invalid <= WARNINGS_MAX {
                     tracing::warn!(entry = at, error, "discovery file entry skipped");
                 }
             }
         }
     }
-    if found.is_empty() && wrong > 0 {
-        return Err(format!("none of its {wrong} entries is an engine"));
+    if found.is_empty() && invalid > 0 {
+        return Err(format!("none of its {invalid} entries is an engine"));
     }
     Ok(found)
 }

@@ -1,4 +1,4 @@
-//! The EndpointSlices of a service, watched.
+//! Discovery by Kubernetes: a watch of a service's EndpointSlices.
 //!
 //! ```text
 //! list ─▶ watch ─▶ event ─▶ slices (by name) ─▶ endpoints (pure)
@@ -6,8 +6,8 @@
 //!   └────────┘ with a growing pause; the last endpoints stay meanwhile
 //! ```
 //!
-//! `kube`'s watcher does the listing, the resuming and the pauses; a listing becomes visible when it is complete, so
-//! that a restart of the watch never shows half of the slices.
+//! `kube`'s watcher lists, resumes and pauses. A list takes effect when it is complete, so that a restart of the
+//! watch never exposes half of the slices.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -21,25 +21,25 @@ use kube::{Api, Client, Config};
 
 use super::dns::url;
 use crate::config::{KubernetesConfig, PortName, Scheme};
-use crate::engines::endpoints::{ENDPOINTS_MAX, Endpoint};
+use crate::engines::discovery_sources::{ENDPOINTS_MAX, Endpoint};
 
-/// The label by which Kubernetes says whose slice it is.
+/// The label with the name of a slice's service.
 const SERVICE: &str = "kubernetes.io/service-name";
-/// Slices of one service; each has at most 1,000 endpoints, and usually 100.
+/// Maximum slices of one service. Each has at most 1,000 endpoints, and usually 100.
 const SLICES_MAX: usize = 1024;
-/// Between two tries to reach the API at all.
+/// Pause between two attempts to create a client, doubled from the first to the second.
 const PAUSES: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(30)];
 
-/// The slices that are known, by name.
-type Slices = BTreeMap<String, EndpointSlice>;
+/// The known slices, by name.
+type SliceMap = BTreeMap<String, EndpointSlice>;
 
 /// Watches until it is dropped.
-pub(super) async fn follow(config: &KubernetesConfig, tell: impl Fn(Result<Vec<Endpoint>, String>)) {
+pub(super) async fn follow(config: &KubernetesConfig, report: impl Fn(Result<Vec<Endpoint>, String>)) {
     let mut pause = PAUSES[0];
     let client = loop {
         match client(config).await {
             Ok(client) => break client,
-            Err(error) => tell(Err(error)),
+            Err(error) => report(Err(error)),
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(PAUSES[1]);
@@ -51,24 +51,24 @@ pub(super) async fn follow(config: &KubernetesConfig, tell: impl Fn(Result<Vec<E
     let events =
         watcher::watcher(api, watcher::Config::default().labels(&selector(config))).default_backoff();
     futures::pin_mut!(events);
-    let (mut slices, mut listed) = (Slices::new(), Slices::new());
+    let (mut slices, mut listed) = (SliceMap::new(), SliceMap::new());
     while let Some(event) = events.next().await {
         match event {
             Ok(Event::Init) => listed.clear(),
             Ok(Event::InitApply(slice)) => put(&mut listed, slice),
             Ok(Event::InitDone) => {
                 slices = std::mem::take(&mut listed);
-                tell(Ok(endpoints(slices.values(), &config.port, config.scheme)));
+                report(Ok(endpoints(slices.values(), &config.port, config.scheme)));
             }
             Ok(Event::Apply(slice)) => {
                 put(&mut slices, slice);
-                tell(Ok(endpoints(slices.values(), &config.port, config.scheme)));
+                report(Ok(endpoints(slices.values(), &config.port, config.scheme)));
             }
             Ok(Event::Delete(slice)) => {
                 slices.remove(&name(&slice));
-                tell(Ok(endpoints(slices.values(), &config.port, config.scheme)));
+                report(Ok(endpoints(slices.values(), &config.port, config.scheme)));
             }
-            Err(error) => tell(Err(error.to_string())),
+            Err(error) => report(Err(error.to_string())),
         }
     }
 }
@@ -95,7 +95,7 @@ fn name(slice: &EndpointSlice) -> String {
     slice.metadata.name.clone().unwrap_or_default()
 }
 
-fn put(slices: &mut Slices, slice: EndpointSlice) {
+fn put(slices: &mut SliceMap, slice: EndpointSlice) {
     let name = name(&slice);
     if slices.len() < SLICES_MAX || slices.contains_key(&name) {
         slices.insert(name, slice);
@@ -104,30 +104,30 @@ fn put(slices: &mut Slices, slice: EndpointSlice) {
     }
 }
 
-/// How an endpoint can be used.
+/// Whether an endpoint can be used.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Use {
+enum EndpointUse {
     Ready,
-    /// It terminates and still answers: only if nobody is ready, as kube-proxy does it.
+    /// It terminates and still serves: used only if no endpoint is ready, as in kube-proxy.
     LastResort,
     No,
 }
 
-fn usable(endpoint: &Ready) -> Use {
-    let said = endpoint.conditions.as_ref();
-    // What is not said is as the API defines it.
-    let ready = said.and_then(|c| c.ready).unwrap_or(true);
-    let terminating = said.and_then(|c| c.terminating).unwrap_or(false);
-    let serving = said.and_then(|c| c.serving).unwrap_or(ready);
+fn usable(endpoint: &Ready) -> EndpointUse {
+    let conditions = endpoint.conditions.as_ref();
+    // Missing conditions have the API's defaults.
+    let ready = conditions.and_then(|c| c.ready).unwrap_or(true);
+    let terminating = conditions.and_then(|c| c.terminating).unwrap_or(false);
+    let serving = conditions.and_then(|c| c.serving).unwrap_or(ready);
     match (ready, terminating, serving) {
-        (true, false, _) => Use::Ready,
-        (_, true, true) => Use::LastResort,
-        _ => Use::No,
+        (true, false, _) => EndpointUse::Ready,
+        (_, true, true) => EndpointUse::LastResort,
+        _ => EndpointUse::No,
     }
 }
 
-/// The engines of some slices: those that are ready, or, if there is none, those that end and still answer. A pod that
-/// has an IPv4 and an IPv6 address is one engine, by its IPv4 address.
+/// The engines of some slices: ready ones, or, if there is none, terminating ones that still serve. A pod with an
+/// IPv4 and an IPv6 address is one engine, by its IPv4 address.
 fn endpoints<'a>(
     slices: impl Iterator<Item = &'a EndpointSlice>,
     port: &PortName,
@@ -137,30 +137,30 @@ fn endpoints<'a>(
     for slice in slices {
         let Some(port) = port_of(slice, port) else { continue };
         for endpoint in &slice.endpoints {
-            let found = match usable(endpoint) {
-                Use::Ready => &mut ready,
-                Use::LastResort => &mut last_resort,
-                Use::No => continue,
+            let engines = match usable(endpoint) {
+                EndpointUse::Ready => &mut ready,
+                EndpointUse::LastResort => &mut last_resort,
+                EndpointUse::No => continue,
             };
-            // The further addresses of an endpoint mean the same pod.
+            // Further addresses of an endpoint belong to the same pod.
             let Some(address) = endpoint.addresses.first().and_then(|a| a.parse::<IpAddr>().ok()) else {
                 continue;
             };
             let pod = endpoint.target_ref.as_ref().and_then(|target| target.name.clone());
             let key = (pod.clone().unwrap_or_else(|| address.to_string()), port);
-            let other = found.get(&key).is_some_and(|(known, _): &(IpAddr, Endpoint)| known.is_ipv4());
-            if other || found.len() >= ENDPOINTS_MAX {
+            let other = engines.get(&key).is_some_and(|(known, _): &(IpAddr, Endpoint)| known.is_ipv4());
+            if other || engines.len() >= ENDPOINTS_MAX {
                 continue;
             }
             let labels =
                 [("pod", pod), ("zone", endpoint.zone.clone()), ("node", endpoint.node_name.clone())];
             let labels = labels.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
             let engine = Endpoint { url: url(scheme, address, port), weight: None, labels: labels.collect() };
-            found.insert(key, (address, engine));
+            engines.insert(key, (address, engine));
         }
     }
-    let found = if ready.is_empty() { last_resort } else { ready };
-    found.into_values().map(|(_, endpoint)| endpoint).collect()
+    let engines = if ready.is_empty() { last_resort } else { ready };
+    engines.into_values().map(|(_, endpoint)| endpoint).collect()
 }
 
 fn port_of(slice: &EndpointSlice, wanted: &PortName) -> Option<u16> {

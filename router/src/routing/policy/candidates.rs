@@ -1,46 +1,50 @@
-//! The engines that a policy chooses from, as far as policies ask: a list, or a pool's board, which answers without a walk
-//! over all of them (`routing/pool/board.rs`).
+//! The engines that a policy chooses from, with the queries of policies: a list, or a pool's load index, which answers
+//! without a walk over all engines (`routing/pool/load_index.rs`).
 
 use super::Candidate;
 use crate::config::LoadUnit;
 
-/// Engines that are kept for each slot of keys: with a tenth of the engines full or away, one choice of ten thousand needs
-/// another one.
+/// Engines stored per hash slot. With a tenth of the engines full or unavailable, one choice in ten thousand needs
+/// another engine.
 pub(crate) const FIRST: usize = 4;
 
 /// Engines that can be chosen.
 pub(crate) trait Candidates {
-    /// How many there are.
+    /// Number of candidates.
     fn count(&self) -> usize;
 
-    /// What each of them weighs, where it is known that all weigh the same.
+    /// The weight of every candidate, if all are known to be equal.
     fn even_weight(&self) -> Option<u32>;
 
-    /// All weights together; 0 only without candidates.
+    /// Sum of the weights; 0 only without candidates.
     fn weights(&self) -> u64;
 
-    /// All their requests together.
+    /// Sum of the requests.
     fn requests(&self) -> u64;
 
-    /// The candidate at a position below the sum of the weights, each taking as many positions as it weighs; and the
-    /// position at which it begins.
+    /// The candidate at a position below the sum of the weights, and the position at which that candidate begins. A
+    /// candidate covers as many positions as its weight.
     fn at(&self, position: u64) -> Option<(Candidate, u64)>;
 
-    /// The least loaded; one of them where several are.
+    /// The least loaded candidate; among equals `turn` selects one.
     fn least(&self, by: LoadUnit, turn: u64) -> Option<Candidate>;
 
-    /// The one that has this cache.
-    fn of_holder(&self, holder: u32) -> Option<Candidate>;
+    /// The candidate with this cache.
+    fn with_cache(&self, cache_id: u32) -> Option<Candidate>;
 
-    /// Of all engines whose ranks for a slot are the highest those that can be chosen, the highest first, where that is kept:
-    /// `rank` of an engine never changes. `None`: every candidate has to be asked.
-    fn first_of(&self, slot: u16, rank: &dyn Fn(&Candidate) -> f64) -> Option<[Option<Candidate>; FIRST]>;
+    /// Those candidates among the engines with the highest ranks of a slot, highest first, if they are stored. An
+    /// engine's `rank` for a slot never changes. `None`: the caller has to rank every candidate.
+    fn first_of_slot(
+        &self,
+        slot: u16,
+        rank: &dyn Fn(&Candidate) -> f64,
+    ) -> Option<[Option<Candidate>; FIRST]>;
 
-    /// Every candidate.
-    fn each(&self, see: &mut dyn FnMut(&Candidate));
+    /// Calls `visit` for every candidate.
+    fn each(&self, visit: &mut dyn FnMut(&Candidate));
 }
 
-/// In the order of their caches' numbers.
+/// Ordered by cache id.
 impl Candidates for Vec<Candidate> {
     fn count(&self) -> usize {
         self.len()
@@ -79,21 +83,21 @@ impl Candidates for Vec<Candidate> {
                 equals += 1;
             }
         }
-        // Without turns an idle system would send everything to the first engine.
+        // Without turns an idle system would send every request to the first engine.
         let turn = usize::try_from(turn.checked_rem(equals)?).expect("below a length");
         self.iter().filter(|c| c.load(by) == least).nth(turn).copied()
     }
 
-    fn of_holder(&self, holder: u32) -> Option<Candidate> {
-        self.binary_search_by_key(&holder, |c| c.holder).ok().map(|at| self[at])
+    fn with_cache(&self, cache_id: u32) -> Option<Candidate> {
+        self.binary_search_by_key(&cache_id, |c| c.cache_id).ok().map(|at| self[at])
     }
 
-    fn first_of(&self, _: u16, _: &dyn Fn(&Candidate) -> f64) -> Option<[Option<Candidate>; FIRST]> {
+    fn first_of_slot(&self, _: u16, _: &dyn Fn(&Candidate) -> f64) -> Option<[Option<Candidate>; FIRST]> {
         None
     }
 
-    fn each(&self, see: &mut dyn FnMut(&Candidate)) {
-        self.iter().for_each(see);
+    fn each(&self, visit: &mut dyn FnMut(&Candidate)) {
+        self.iter().for_each(visit);
     }
 }
 

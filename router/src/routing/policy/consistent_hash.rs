@@ -1,29 +1,32 @@
-//! The engine that a request's key belongs to, unless it has more than its share: then the key's next engine.
+//! Chooses the engine that owns a request's key. If that engine has more than its share, the key's next engine is
+//! chosen.
 //!
-//! Keys are sorted into 65,536 slots. Each engine has a number for each slot (highest random weight; Thaler and Ravishankar,
-//! 1998), made of the slot and the engine's address alone, so every router sends a key to the same engine. The highest wins.
-//! Because slots are few a pool keeps who has the highest numbers of each, and does not ask all engines again; the price is
-//! that of n engines each has its share of the keys to within about √(n / 65,536): 4 % of 100, 12 % of 1,000. An engine
-//! that is added takes its share of the keys and moves no other key; one that leaves gives its keys to all the
-//! others. Loads are bounded as in Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads,
-//! 2018: no engine gets more than `load_factor` times its fair share, rounded up to a whole request.
+//! Keys are sorted into 65,536 slots. Each engine has a number per slot (highest random weight; Thaler and Ravishankar,
+//! 1998), computed from the slot and the engine's address only. The highest number wins, so every router sends a key to
+//! the same engine. A pool stores the engines with the highest numbers per slot and does not rank all engines again.
+//! The limited number of slots makes shares uneven: n engines have equal shares of the keys to within about √(n /
+//! 65,536), which is 4 % for 100 engines and 12 % for 1,000.
+//!
+//! An added engine takes its share of the keys and moves no other key; the keys of a removed engine go to all others.
+//! Loads are bounded as in Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads, 2018: no engine
+//! gets more than `load_factor` times its fair share, rounded up to a whole request.
 
 use super::{Candidate, Candidates, Choice, Draw, Policy};
 use crate::config::{AffinityKey, ConsistentHashConfig, LoadUnit};
-use crate::message::features::Wanted;
-use crate::metrics::routing::Reason;
+use crate::message::features::RoutingFeatures;
+use crate::metrics::routing::ChoiceReason;
 
 /// Sends equal keys to equal engines.
 #[derive(Debug)]
 pub(crate) struct ConsistentHash(pub ConsistentHashConfig);
 
 impl ConsistentHash {
-    fn key(&self, wanted: &Wanted<'_>) -> Option<u64> {
+    fn key(&self, features: &RoutingFeatures<'_>) -> Option<u64> {
         let of = |key: &AffinityKey| match key {
-            AffinityKey::Session => wanted.session,
-            AffinityKey::User => wanted.user,
+            AffinityKey::Session => features.session,
+            AffinityKey::User => features.user,
             AffinityKey::Prefix => {
-                wanted.prefix.get(..self.0.prefix_chunks).unwrap_or(wanted.prefix).last().copied()
+                features.prefix.get(..self.0.prefix_chunks).unwrap_or(features.prefix).last().copied()
             }
         };
         self.0.keys.iter().find_map(of)
@@ -31,20 +34,25 @@ impl ConsistentHash {
 }
 
 impl Policy for ConsistentHash {
-    fn choose(&self, wanted: &Wanted<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice> {
-        let Some(key) = self.key(wanted) else {
+    fn choose(
+        &self,
+        features: &RoutingFeatures<'_>,
+        candidates: &dyn Candidates,
+        draw: Draw,
+    ) -> Option<Choice> {
+        let Some(key) = self.key(features) else {
             let index = candidates.least(LoadUnit::Requests, draw.turn)?.index;
-            return Some(Choice { index, reason: Reason::NoKey });
+            return Some(Choice { index, reason: ChoiceReason::NoKey });
         };
-        // Of all requests with this one, `load_factor` times its share, and at least one.
+        // `load_factor` times the engine's share of all requests including this one, and at least one.
         let all = (candidates.requests() + 1) as f64;
         let per_weight = self.0.load_factor * all / candidates.weights() as f64;
         let slot = slot(key);
         let has_room = |c: &Candidate| f64::from(c.requests) < (per_weight * f64::from(c.weight)).ceil();
-        if let Some(kept) = candidates.first_of(slot, &|candidate| rank(slot, candidate)) {
-            let mut kept = kept.into_iter().flatten().peekable();
-            let first = kept.peek().map(|candidate| candidate.index);
-            if let Some((first, chosen)) = first.zip(kept.find(has_room)) {
+        if let Some(stored) = candidates.first_of_slot(slot, &|candidate| rank(slot, candidate)) {
+            let mut stored = stored.into_iter().flatten().peekable();
+            let first = stored.peek().map(|candidate| candidate.index);
+            if let Some((first, chosen)) = first.zip(stored.find(has_room)) {
                 return Some(choice(first, chosen.index));
             }
         }
@@ -60,21 +68,21 @@ impl Policy for ConsistentHash {
             }
         });
         let (_, first) = first?;
-        // The factor is at least 1, so somebody has room; the key's own engine is the answer to rounding.
+        // The factor is at least 1, so an engine has room; the key's own engine covers rounding errors.
         let index = with_room.map_or(first, |(_, index)| index);
         Some(choice(first, index))
     }
 
-    fn score(&self, wanted: &Wanted<'_>, candidate: &Candidate) -> f64 {
-        self.key(wanted).map_or(0.0, |key| rank(slot(key), candidate))
+    fn score(&self, features: &RoutingFeatures<'_>, candidate: &Candidate) -> f64 {
+        self.key(features).map_or(0.0, |key| rank(slot(key), candidate))
     }
 }
 
 fn choice(first: usize, index: usize) -> Choice {
-    Choice { index, reason: if index == first { Reason::KeysEngine } else { Reason::KeysNext } }
+    Choice { index, reason: if index == first { ChoiceReason::KeysEngine } else { ChoiceReason::KeysNext } }
 }
 
-/// Where a key belongs.
+/// The slot of a key.
 fn slot(key: u64) -> u16 {
     (mix(key) >> 48) as u16
 }
@@ -85,7 +93,7 @@ fn mix(mut mixed: u64) -> u64 {
     mixed ^ (mixed >> 33)
 }
 
-/// The candidate's number for a slot; the highest of all is as often a candidate's as it weighs. In (0, 1).
+/// The candidate's number for a slot, in (0, 1). A candidate has the highest number as often as its weight requires.
 fn rank(slot: u16, candidate: &Candidate) -> f64 {
     let mixed = mix(u64::from(slot) ^ candidate.key.rotate_left(32));
     let unit = ((mixed >> 11) as f64 + 0.5) / (1_u64 << 53) as f64;
@@ -104,11 +112,11 @@ mod tests {
     }
 
     fn owner(candidates: &Vec<Candidate>, session: u64) -> usize {
-        let wanted = Wanted { session: Some(session), ..Wanted::default() };
-        policy(100.0).choose(&wanted, candidates, Draw::default()).expect("a candidate").index
+        let features = RoutingFeatures { session: Some(session), ..RoutingFeatures::default() };
+        policy(100.0).choose(&features, candidates, Draw::default()).expect("a candidate").index
     }
 
-    /// Keys as hashes are: all bits differ.
+    /// Keys that differ in all bits, as hashes do.
     fn keys(count: u64) -> impl Iterator<Item = u64> {
         (0..count).map(|n| xxhash_rust::xxh3::xxh3_64(&n.to_le_bytes()))
     }
@@ -135,17 +143,23 @@ mod tests {
     #[test]
     fn the_first_key_that_a_request_has_is_used_and_without_any_load_decides() {
         let candidates = with_loads(&[3; 50]);
-        let choose = |wanted: Wanted<'_>| {
-            policy(100.0).choose(&wanted, &candidates, Draw::default()).expect("a candidate")
+        let choose = |features: RoutingFeatures<'_>| {
+            policy(100.0).choose(&features, &candidates, Draw::default()).expect("a candidate")
         };
         let (session, user, prefix) = (Some(11), Some(12), [1, 2, 3, 4, 5, 6]);
-        let all = choose(Wanted { session, user, prefix: &prefix, ..Wanted::default() });
-        assert_eq!(all, choose(Wanted { session, ..Wanted::default() }));
-        assert_ne!(all, choose(Wanted { user, ..Wanted::default() }));
-        let by_prefix = choose(Wanted { prefix: &prefix, ..Wanted::default() });
-        assert_eq!(by_prefix, choose(Wanted { prefix: &[1, 2, 3, 4, 9], ..Wanted::default() }));
-        assert_ne!(by_prefix, choose(Wanted { prefix: &[1, 2, 3, 5], ..Wanted::default() }));
-        assert_eq!(choose(Wanted::default()).reason, Reason::NoKey);
+        let all = choose(RoutingFeatures { session, user, prefix: &prefix, ..RoutingFeatures::default() });
+        assert_eq!(all, choose(RoutingFeatures { session, ..RoutingFeatures::default() }));
+        assert_ne!(all, choose(RoutingFeatures { user, ..RoutingFeatures::default() }));
+        let by_prefix = choose(RoutingFeatures { prefix: &prefix, ..RoutingFeatures::default() });
+        assert_eq!(
+            by_prefix,
+            choose(RoutingFeatures { prefix: &[1, 2, 3, 4, 9], ..RoutingFeatures::default() })
+        );
+        assert_ne!(
+            by_prefix,
+            choose(RoutingFeatures { prefix: &[1, 2, 3, 5], ..RoutingFeatures::default() })
+        );
+        assert_eq!(choose(RoutingFeatures::default()).reason, ChoiceReason::NoKey);
     }
 
     proptest! {
@@ -156,8 +170,8 @@ mod tests {
             let mut candidates = with_loads(&vec![0; engines]);
             let policy = policy(factor);
             for n in 0..requests {
-                let wanted = Wanted { session: Some(hot), ..Wanted::default() };
-                let index = policy.choose(&wanted, &candidates, Draw::default()).expect("one").index;
+                let features = RoutingFeatures { session: Some(hot), ..RoutingFeatures::default() };
+                let index = policy.choose(&features, &candidates, Draw::default()).expect("one").index;
                 candidates[index].requests += 1;
                 let share = f64::from(n + 1) / engines as f64;
                 prop_assert!(f64::from(candidates[index].requests) <= (factor * share).ceil());

@@ -1,11 +1,11 @@
-//! What is drawn for one decision: a turn and a random number. Policies get it as an argument.
+//! The turn and the random number of one decision. Policies receive them as an argument.
 
 use std::cell::Cell;
 
-/// What one decision may use instead of a counter and a generator of its own.
+/// Replaces a counter and a generator in the policies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Draw {
-    /// One more with each decision of the pool.
+    /// Increases with each decision of the pool.
     pub turn: u64,
     /// 64 random bits.
     pub random: u64,
@@ -14,12 +14,12 @@ pub(crate) struct Draw {
 thread_local!(static STATE: Cell<u64> = Cell::new(seed()));
 
 impl Draw {
-    /// What is drawn on this thread from now on follows from `seed`.
+    /// Makes this thread's later draws depend on `seed` only.
     pub(crate) fn reseed(seed: u64) {
         STATE.with(|state| state.set(seed));
     }
 
-    /// With this turn and fresh random bits.
+    /// A draw with this turn and new random bits.
     pub(crate) fn at(turn: u64) -> Self {
         STATE.with(|state| {
             let (next, random) = step(state.get());
@@ -28,7 +28,7 @@ impl Draw {
         })
     }
 
-    /// A number below `below`, of the bits from `shift` on. `below` is small against 2^32.
+    /// A number below `below`, from the bits at `shift`. `below` must be small compared with 2^32.
     pub(crate) fn number(self, below: u64, shift: u32) -> u64 {
         ((self.random.rotate_right(shift) & 0xffff_ffff) * below) >> 32
     }
@@ -36,22 +36,22 @@ impl Draw {
 
 #[cfg(test)]
 impl Draw {
-    /// The first of a series that is always the same.
+    /// The first draw of a series that depends on `seed` only.
     pub(crate) fn seeded(seed: u64) -> Self {
         Self { turn: 0, random: step(seed).1 }
     }
 
-    /// Moves on in the series; gives what it moved to.
+    /// Advances the series and returns the new draw.
     pub(crate) fn next(&mut self) -> Self {
         *self = Self { turn: self.turn + 1, random: step(self.random).1 };
         *self
     }
 }
 
-/// Not a secret: it only has to differ between threads and routers.
+/// Not a secret: the value only has to differ between threads and routers.
 fn seed() -> u64 {
     let mut bytes = [0; 8];
-    // Without a source of randomness draws repeat from run to run, and that is all.
+    // Without a source of randomness, draws repeat from run to run; this is acceptable.
     let _ = getrandom::fill(&mut bytes);
     u64::from_ne_bytes(bytes)
 }

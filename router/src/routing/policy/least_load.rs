@@ -1,21 +1,21 @@
-//! The least loaded engine for its weight, in requests or in prompt tokens; engines that are equal take turns.
+//! The engine with the least load for its weight, in requests or in prompt tokens; equal engines take turns.
 
 use super::{Candidate, Candidates, Choice, Draw, Policy};
 use crate::config::LoadUnit;
-use crate::message::features::Wanted;
-use crate::metrics::routing::Reason;
+use crate::message::features::RoutingFeatures;
+use crate::metrics::routing::ChoiceReason;
 
-/// Takes the least loaded.
+/// Chooses the least loaded engine.
 #[derive(Debug)]
 pub(crate) struct LeastLoad(pub LoadUnit);
 
 impl Policy for LeastLoad {
-    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice> {
+    fn choose(&self, _: &RoutingFeatures<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice> {
         let index = candidates.least(self.0, draw.turn)?.index;
-        Some(Choice { index, reason: Reason::LeastLoaded })
+        Some(Choice { index, reason: ChoiceReason::LeastLoaded })
     }
 
-    fn score(&self, _: &Wanted<'_>, candidate: &Candidate) -> f64 {
+    fn score(&self, _: &RoutingFeatures<'_>, candidate: &Candidate) -> f64 {
         -(candidate.load(self.0) as f64 / 65_536.0)
     }
 }
@@ -26,7 +26,7 @@ mod tests {
     use super::*;
 
     fn chosen(policy: &LeastLoad, candidates: &Vec<Candidate>, turn: u64) -> Option<usize> {
-        policy.choose(&Wanted::default(), candidates, Draw { turn, random: 0 }).map(|c| c.index)
+        policy.choose(&RoutingFeatures::default(), candidates, Draw { turn, random: 0 }).map(|c| c.index)
     }
 
     #[test]

@@ -1,29 +1,29 @@
-//! The less loaded of two engines that are drawn. Routers that do not know of each other's requests spread
-//! theirs with it, where the least load that each of them sees is the same engine for all.
-//! (Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001.)
+//! The less loaded of two random engines. Several routers that do not know each other's requests spread their load with
+//! it; with the least load, all of them would choose the same engine. (Mitzenmacher, The Power of Two Choices in
+//! Randomized Load Balancing, 2001.)
 
 use super::{Candidate, Candidates, Choice, Draw, Policy};
 use crate::config::LoadUnit;
-use crate::message::features::Wanted;
-use crate::metrics::routing::Reason;
+use crate::message::features::RoutingFeatures;
+use crate::metrics::routing::ChoiceReason;
 
-/// Draws two.
+/// Draws two engines.
 #[derive(Debug)]
 pub(crate) struct PowerOfTwo(pub LoadUnit);
 
 impl Policy for PowerOfTwo {
-    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice> {
+    fn choose(&self, _: &RoutingFeatures<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice> {
         let total = candidates.weights();
         let (first, begins) = candidates.at(draw.number(total, 0))?;
-        // The second is drawn from the others, so that two engines are always compared.
+        // The second engine is drawn from the others, so the comparison is always between two engines.
         let weight = u64::from(first.weight);
         let second = draw.number(total - weight, 32);
         let second = candidates.at(if second < begins { second } else { second + weight }).map(|(c, _)| c);
         let chosen = second.filter(|second| second.load(self.0) < first.load(self.0)).unwrap_or(first);
-        Some(Choice { index: chosen.index, reason: Reason::LessLoadedOfTwo })
+        Some(Choice { index: chosen.index, reason: ChoiceReason::LessLoadedOfTwo })
     }
 
-    fn score(&self, _: &Wanted<'_>, candidate: &Candidate) -> f64 {
+    fn score(&self, _: &RoutingFeatures<'_>, candidate: &Candidate) -> f64 {
         -(candidate.load(self.0) as f64 / 65_536.0)
     }
 }
@@ -38,9 +38,9 @@ mod tests {
         let mut draw = Draw::seeded(3);
         let policy = PowerOfTwo(LoadUnit::Requests);
         for _ in 0..1_000 {
-            let choice = policy.choose(&Wanted::default(), &with_loads(&[5, 4]), draw.next());
+            let choice = policy.choose(&RoutingFeatures::default(), &with_loads(&[5, 4]), draw.next());
             assert_eq!(choice.map(|c| c.index), Some(1));
-            let choice = policy.choose(&Wanted::default(), &with_loads(&[1, 2, 9, 3]), draw.next());
+            let choice = policy.choose(&RoutingFeatures::default(), &with_loads(&[1, 2, 9, 3]), draw.next());
             assert_ne!(choice.map(|c| c.index), Some(2));
         }
     }
@@ -51,7 +51,7 @@ mod tests {
         let policy = PowerOfTwo(LoadUnit::Requests);
         let mut taken = [0; 4];
         for _ in 0..1_000 {
-            let choice = policy.choose(&Wanted::default(), &with_loads(&[1, 2, 3, 4]), draw.next());
+            let choice = policy.choose(&RoutingFeatures::default(), &with_loads(&[1, 2, 3, 4]), draw.next());
             taken[choice.expect("a candidate").index] += 1;
         }
         assert!(taken[0] > taken[1] && taken[1] > taken[2] && taken[2] > 50, "{taken:?}");

@@ -1,20 +1,20 @@
-//! Any engine, as likely as its weight says.
+//! A random engine, with probabilities by weight.
 
 use super::{Candidate, Candidates, Choice, Draw, Policy};
-use crate::message::features::Wanted;
-use crate::metrics::routing::Reason;
+use crate::message::features::RoutingFeatures;
+use crate::metrics::routing::ChoiceReason;
 
-/// Draws.
+/// Draws one engine.
 #[derive(Debug)]
 pub(crate) struct Random;
 
 impl Policy for Random {
-    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice> {
+    fn choose(&self, _: &RoutingFeatures<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice> {
         let (drawn, _) = candidates.at(draw.number(candidates.weights(), 0))?;
-        Some(Choice { index: drawn.index, reason: Reason::Drawn })
+        Some(Choice { index: drawn.index, reason: ChoiceReason::Drawn })
     }
 
-    fn score(&self, _: &Wanted<'_>, candidate: &Candidate) -> f64 {
+    fn score(&self, _: &RoutingFeatures<'_>, candidate: &Candidate) -> f64 {
         f64::from(candidate.weight)
     }
 }
@@ -31,7 +31,8 @@ mod tests {
         let mut draw = Draw::seeded(1);
         let mut taken = [0_u32; 3];
         for _ in 0..40_000 {
-            let choice = Random.choose(&Wanted::default(), &candidates, draw.next()).expect("a candidate");
+            let choice =
+                Random.choose(&RoutingFeatures::default(), &candidates, draw.next()).expect("a candidate");
             taken[choice.index] += 1;
         }
         // Six standard deviations of a draw are 520 and 600.

@@ -1,15 +1,15 @@
-//! One engine after the other, whatever they are doing; an engine of twice the weight twice as often.
+//! One engine after the other, regardless of load; an engine with twice the weight is chosen twice as often.
 
 use super::{Candidate, Candidates, Choice, Draw, Policy};
-use crate::message::features::Wanted;
-use crate::metrics::routing::Reason;
+use crate::message::features::RoutingFeatures;
+use crate::metrics::routing::ChoiceReason;
 
 /// Takes turns.
 #[derive(Debug)]
 pub(crate) struct RoundRobin;
 
 impl Policy for RoundRobin {
-    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice> {
+    fn choose(&self, _: &RoutingFeatures<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice> {
         let position = match candidates.even_weight() {
             Some(weight) => draw.turn.checked_rem(candidates.count() as u64)? * u64::from(weight),
             None => {
@@ -17,16 +17,16 @@ impl Policy for RoundRobin {
                 draw.turn.checked_rem(total)?.wrapping_mul(stride(total)) % total
             }
         };
-        candidates.at(position).map(|(c, _)| Choice { index: c.index, reason: Reason::Turn })
+        candidates.at(position).map(|(c, _)| Choice { index: c.index, reason: ChoiceReason::Turn })
     }
 
-    fn score(&self, _: &Wanted<'_>, _: &Candidate) -> f64 {
+    fn score(&self, _: &RoutingFeatures<'_>, _: &Candidate) -> f64 {
         0.0
     }
 }
 
-/// Steps of this many positions visit each of `total` once before they repeat, and never linger at one engine:
-/// the golden section of `total`, moved until it has no divisor in common with it.
+/// Steps of this many positions visit each of `total` once before they repeat, and never stay at one engine. The value
+/// is the golden section of `total`, increased until the two are coprime.
 fn stride(total: u64) -> u64 {
     let golden = (total * 618 / 1000).max(1);
     (golden..golden + total).find(|&step| coprime(step, total)).unwrap_or(1)
@@ -45,7 +45,8 @@ mod tests {
     use super::*;
 
     fn turns(candidates: &Vec<Candidate>, count: u64) -> Vec<usize> {
-        let choose = |turn| RoundRobin.choose(&Wanted::default(), candidates, Draw { turn, random: 0 });
+        let choose =
+            |turn| RoundRobin.choose(&RoutingFeatures::default(), candidates, Draw { turn, random: 0 });
         (0..count).filter_map(choose).map(|c| c.index).collect()
     }
 

@@ -1,4 +1,4 @@
-//! An engine's place in a pool, and whether it can be chosen.
+//! An engine as member of a pool, and whether it can be chosen.
 
 use std::cell::LazyCell;
 use std::collections::BTreeMap;
@@ -8,72 +8,72 @@ use std::time::Instant;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use crate::config::{EngineConfig, PoolConfig};
-use crate::engines::caches::kv_events::Source;
+use crate::engines::caches::kv_events::EventSource;
 use crate::engines::health::Standing;
-use crate::engines::http::{Engine, InFlight, Manner};
-use crate::message::features::Wanted;
+use crate::engines::http::{Engine, EngineRequestGuard, TrialRule};
+use crate::message::features::RoutingFeatures;
 use crate::metrics::Leg;
 use crate::routing::policy::Candidate;
 
-/// The time of a choice, which only reported loads are compared with.
-pub(super) type Now = LazyCell<Instant>;
+/// The time of a choice, read only if a reported load is compared with it.
+pub(super) type LazyNow = LazyCell<Instant>;
 
-/// How one choice looks at engines.
-pub(super) struct Look<'a> {
+/// The parameters of one choice.
+pub(super) struct ChoiceContext<'a> {
     pub tried: &'a [Arc<Engine>],
     pub leg: Leg,
-    /// So few are left that health is looked at no more.
+    /// So few engines are in use that their health is ignored.
     pub panic: bool,
-    pub room: Room,
-    pub now: &'a Now,
+    pub capacity: CapacityRule,
+    pub now: &'a LazyNow,
 }
 
-/// Whether an engine must have room.
+/// Whether an engine must have capacity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Room {
+pub(crate) enum CapacityRule {
     Needed,
-    /// For what takes no place: it is answered at once.
+    /// For a request that needs no capacity because it is answered at once.
     Ignored,
 }
 
-/// An engine's place in a pool.
-pub(crate) struct Member {
+/// An engine, or one of its ranks, as member of a pool.
+pub(crate) struct PoolMember {
     pub engine: Arc<Engine>,
     /// Its data-parallel rank, where the engine has several.
     pub rank: Option<u16>,
-    /// Its share of the work against the others'.
+    /// Its relative share of the work.
     pub weight: u32,
-    /// Requests of this router that it takes at once.
+    /// Limit on this router's requests there.
     pub max_in_flight: usize,
-    /// Requests waiting in it, and share of its KV cache in use, from which on it is full, as it says itself.
+    /// Thresholds of its own metrics at which it counts as full: waiting requests, and used share of its KV cache.
     max_waiting: Option<u32>,
     max_kv_usage: Option<f32>,
-    /// A hash of its address, the same in every router.
+    /// A hash of its address, equal in every router.
     key: u64,
-    /// A hash of its values of the labels that pairs should share; none if it lacks one.
+    /// A hash of its values of the pair labels; `None` if it lacks one of them.
     pair: Option<u64>,
-    /// It has the labels that the pool prefers.
+    /// Whether it has the labels that the pool prefers.
     preferred: bool,
-    /// Where it tells of its cache.
-    pub events: Option<Source>,
+    /// The source of its KV-cache events.
+    pub events: Option<EventSource>,
 }
 
 /// Whether an engine can be chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fit {
+pub(crate) enum Eligibility {
     Ready,
-    /// Only if no other is left.
-    Resting,
+    /// Only if no other engine is left.
+    Ejected,
     Full,
     Tried,
-    /// Not at all: it answers nothing.
-    Silent,
-    /// Not at all: it is being emptied.
+    /// Never: it does not respond.
+    Unresponsive,
+    /// Never: an operator or the engine drains it.
     Draining,
 }
 
-impl Member {
-    /// `pair_by` are the names of the labels that pairs should share.
+impl PoolMember {
+    /// `pair_by`: the names of the labels that the engines of a pair should share.
     pub(crate) fn new(
         config: &EngineConfig,
         engine: Arc<Engine>,
@@ -93,14 +93,14 @@ impl Member {
                 .kv_events
                 .as_ref()
                 .or(pool.kv_events.as_ref())
-                .map(|events| Source::new(&config.url, engine.id(), events)),
-            preferred: !pool.prefer.is_empty() && has(&config.labels, &pool.prefer),
+                .map(|events| EventSource::new(&config.url, engine.id(), events)),
+            preferred: !pool.prefer.is_empty() && has_labels(&config.labels, &pool.prefer),
             rank: None,
             engine,
         }
     }
 
-    /// Its values of the labels that its partner should share.
+    /// A hash of the labels that the engine of the other leg should share.
     pub(crate) fn pair(&self) -> Option<u64> {
         self.pair
     }
@@ -116,76 +116,82 @@ impl Member {
         Self { rank: Some(rank), key, ..self }
     }
 
-    /// Requests of this router there.
+    /// This router's requests there.
     pub(super) fn load(&self) -> usize {
         self.engine.load(self.rank)
     }
 
-    /// Under which number its cache is remembered.
-    pub(super) fn holder(&self) -> u32 {
-        self.engine.holder(self.rank)
+    /// The id of its cache in [`KnownCaches`](crate::engines::caches::KnownCaches).
+    pub(super) fn cache_id(&self) -> u32 {
+        self.engine.cache_id(self.rank)
     }
 
-    /// The rank whose requests make a difference to it; none: those of all of them.
-    pub(super) fn looks_at(&self) -> Option<u16> {
-        // An engine says how many wait in all of its ranks together.
+    /// The rank whose requests affect its load; `None`: all ranks.
+    pub(super) fn subscribed_rank(&self) -> Option<u16> {
+        // An engine reports its waiting requests for all ranks together.
         self.rank.filter(|_| self.max_waiting.is_none())
     }
 
-    /// Requests there: this router's, or, where engines say what they have, everybody's. Of a rank, this router's: an engine says
-    /// what all of them have together.
-    fn requests(&self, now: &Now) -> u32 {
-        let ours = u32::try_from(self.load()).unwrap_or(u32::MAX);
+    /// Requests there. Engines report the requests of all routers, but only for all ranks together, so for one rank
+    /// this router's requests count.
+    fn requests(&self, now: &LazyNow) -> u32 {
+        let own = u32::try_from(self.load()).unwrap_or(u32::MAX);
         if self.rank.is_some() {
-            return ours;
+            return own;
         }
-        self.engine.reading(|| **now).map_or(ours, |reading| reading.requests(ours))
+        self.engine.reading(|| **now).map_or(own, |reading| reading.requests(own))
     }
 
-    pub(super) fn fit(&self, look: &Look<'_>) -> Fit {
+    pub(super) fn eligibility(&self, context: &ChoiceContext<'_>) -> Eligibility {
         let health = self.engine.health();
-        let has_room = || self.load() < self.max_in_flight && !self.says_it_is_full(look.now);
-        if look.tried.iter().any(|t| Arc::ptr_eq(t, &self.engine)) {
-            return Fit::Tried;
+        let has_room = || self.load() < self.max_in_flight && !self.reports_full(context.now);
+        if context.tried.iter().any(|t| Arc::ptr_eq(t, &self.engine)) {
+            return Eligibility::Tried;
         }
-        match health.standing(look.leg) {
-            Standing::Silent => return Fit::Silent,
-            Standing::Draining => return Fit::Draining,
-            Standing::Usable | Standing::Trial | Standing::Out => {}
+        match health.standing(context.leg) {
+            Standing::Unresponsive => return Eligibility::Unresponsive,
+            Standing::Draining => return Eligibility::Draining,
+            Standing::Usable | Standing::Trial | Standing::Ejected => {}
         }
-        if look.room == Room::Needed && !has_room() {
-            Fit::Full
-        } else if health.takes(look.leg) || look.panic {
-            Fit::Ready
+        if context.capacity == CapacityRule::Needed && !has_room() {
+            Eligibility::Full
+        } else if health.accepts(context.leg) || context.panic {
+            Eligibility::Ready
         } else {
-            Fit::Resting
+            Eligibility::Ejected
         }
     }
 
-    /// Whether that follows from its own metrics, where somebody asks what they say.
-    fn says_it_is_full(&self, now: &Now) -> bool {
-        // While it has a request of ours, its end is what those who wait are told of.
+    /// Whether its own metrics exceed a threshold of the pool.
+    fn reports_full(&self, now: &LazyNow) -> bool {
+        // Only the end of one of this router's requests wakes the queue, so without such a request the engine never
+        // counts as full.
         if (self.max_waiting.is_none() && self.max_kv_usage.is_none()) || self.load() == 0 {
             return false;
         }
         self.engine.reading(|| **now).is_some_and(|reading| {
-            self.max_waiting.is_some_and(|most| reading.waiting(self.engine.ours()) >= most)
-                || self.max_kv_usage.is_some_and(|most| reading.said.kv_usage >= most)
+            self.max_waiting.is_some_and(|most| reading.waiting(self.engine.own_requests()) >= most)
+                || self.max_kv_usage.is_some_and(|most| reading.reported.kv_usage >= most)
         })
     }
 
-    pub(super) fn begin(&self, look: &Look<'_>, manner: Manner, tokens: u64) -> Option<InFlight> {
-        let most = match look.room {
-            Room::Needed => self.max_in_flight,
-            Room::Ignored => usize::MAX,
+    pub(super) fn begin(
+        &self,
+        context: &ChoiceContext<'_>,
+        rule: TrialRule,
+        tokens: u64,
+    ) -> Option<EngineRequestGuard> {
+        let most = match context.capacity {
+            CapacityRule::Needed => self.max_in_flight,
+            CapacityRule::Ignored => usize::MAX,
         };
-        self.engine.begin(look.leg, self.rank, tokens, most, manner)
+        self.engine.begin(context.leg, self.rank, tokens, most, rule)
     }
 
-    pub(super) fn candidate(&self, index: usize, now: &Now) -> Candidate {
+    pub(super) fn candidate(&self, index: usize, now: &LazyNow) -> Candidate {
         Candidate {
             index,
-            holder: self.holder(),
+            cache_id: self.cache_id(),
             key: self.key,
             requests: self.requests(now),
             tokens: self.engine.tokens(self.rank),
@@ -193,16 +199,16 @@ impl Member {
         }
     }
 
-    /// How well its labels suit: the partner's labels first, then those that the pool prefers.
-    pub(super) fn suits(&self, wanted: &Wanted<'_>) -> u8 {
-        let paired = wanted.pair.is_some() && wanted.pair == self.pair;
+    /// How well its labels match: pair labels first, then the labels that the pool prefers.
+    pub(super) fn label_score(&self, features: &RoutingFeatures<'_>) -> u8 {
+        let paired = features.pair.is_some() && features.pair == self.pair;
         u8::from(paired) << 1 | u8::from(self.preferred)
     }
 }
 
-/// Whether all of `wanted` are among an engine's labels.
-pub(crate) fn has(labels: &BTreeMap<String, String>, wanted: &BTreeMap<String, String>) -> bool {
-    wanted.iter().all(|(name, value)| labels.get(name) == Some(value))
+/// Whether an engine's labels contain all of `required`.
+pub(crate) fn has_labels(labels: &BTreeMap<String, String>, required: &BTreeMap<String, String>) -> bool {
+    required.iter().all(|(name, value)| labels.get(name) == Some(value))
 }
 
 fn pair_of(labels: &BTreeMap<String, String>, names: &[String]) -> Option<u64> {

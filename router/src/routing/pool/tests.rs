@@ -1,4 +1,4 @@
-//! What a pool's boards say is what a walk over its members says, whatever the engines have been through.
+//! A pool's load indexes give the same choice as a scan of its members, after any events at the engines.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,8 +6,8 @@ use std::time::Duration;
 use super::*;
 use crate::config::{PoolConfig, ReleaseMode};
 use crate::engines::fleet::Fleet;
-use crate::engines::health::{EngineLoad, Order, Reading, Sign, state};
-use crate::engines::http::Terms;
+use crate::engines::health::{EngineLoad, FailureKind, LoadReading, OperatorOrder, state};
+use crate::engines::http::ConnectionTerms;
 
 const POLICIES: [&str; 8] = [
     "round_robin",
@@ -20,8 +20,8 @@ const POLICIES: [&str; 8] = [
     "{prefix_aware: {balance_abs: 2}}",
 ];
 
-fn terms() -> Terms {
-    Terms {
+fn terms() -> ConnectionTerms {
+    ConnectionTerms {
         connect_timeout: Duration::from_secs(1),
         idle_timeout: Duration::from_secs(1),
         lost_after: Duration::ZERO,
@@ -33,7 +33,7 @@ fn terms() -> Terms {
     }
 }
 
-/// A pool of so many engines in three zones, of which `a` is preferred; `weights`: they differ.
+/// A pool of `engines` in three zones, with different or equal `weights`; `prefer` is YAML.
 fn pool(fleet: &Fleet, policy: &str, engines: usize, weights: bool, prefer: &str) -> Pool {
     let engine = |n: usize| {
         let (weight, zone) = (if weights { 1 + n % 3 } else { 2 }, ["a", "b", "c"][n % 3]);
@@ -51,47 +51,47 @@ fn of_yaml(fleet: &Fleet, yaml: &str) -> Pool {
     let config: PoolConfig = serde_saphyr::from_str(yaml).expect("a pool");
     let member = |engine: &crate::config::EngineConfig| {
         let known = fleet.engine(&engine.url, &terms());
-        Arc::new(Member::new(engine, known, &config, &["zone".to_owned()]))
+        Arc::new(PoolMember::new(engine, known, &config, &["zone".to_owned()]))
     };
     let members = config.engines.iter().map(member).collect();
     let health = HealthConfig::default();
-    Pool::new(members, &config.policy, &fleet.memory, true).guarded(Leg::Decode, &health)
+    Pool::new(members, &config.policy, &fleet.known_caches, true).for_leg(Leg::Decode, &health)
 }
 
-/// Chance by seed.
-struct Dice(Draw);
+/// A random number generator with a seed.
+struct TestRng(Draw);
 
-impl Dice {
+impl TestRng {
     fn below(&mut self, bound: usize) -> usize {
         usize::try_from(self.0.next().number(bound as u64, 7)).expect("small")
     }
 }
 
-/// An engine tells its load.
-fn says(engine: &Engine, running: usize, waiting: usize) {
+/// Sets the load that an engine reports.
+fn report(engine: &Engine, running: usize, waiting: usize) {
     let [running, waiting] = [running, waiting].map(|count| u32::try_from(count).expect("small"));
     let load = EngineLoad { running, waiting, kv_usage: 0.0, at: Instant::now() };
-    engine.set_reading(Reading::new(load, [engine.ours(); 2]));
+    engine.set_reading(LoadReading::new(load, [engine.own_requests(); 2]));
 }
 
-/// Something happens to some engine.
-fn happens(pool: &Pool, places: &mut Vec<Reserved>, dice: &mut Dice, prefix: &[u64]) {
-    let engine = Arc::clone(&pool.members[dice.below(pool.members.len())].engine);
-    match dice.below(24) {
-        0 => engine.judge(|health, _, _| health.order(Order::Drain)),
-        1 | 2 => engine.judge(|health, _, _| health.order(Order::None)),
-        3 => engine.failed(Leg::Decode, Sign::Unreachable),
-        4 | 5 => engine.judge(|health, now, terms| {
+/// Applies a random event to a random engine.
+fn random_event(pool: &Pool, reservations: &mut Vec<EngineReservation>, rng: &mut TestRng, prefix: &[u64]) {
+    let engine = Arc::clone(&pool.members[rng.below(pool.members.len())].engine);
+    match rng.below(24) {
+        0 => engine.update_health(|health, _, _| health.order(OperatorOrder::Drain)),
+        1 | 2 => engine.update_health(|health, _, _| health.order(OperatorOrder::None)),
+        3 => engine.failed(Leg::Decode, FailureKind::Unreachable),
+        4 | 5 => engine.update_health(|health, now, terms| {
             health.tick(now.after(Duration::from_millis(3_600_000)), || 1.0, terms);
-            health.told(crate::engines::liveness::Pulse::Answered(true), now, terms);
+            health.record_probe(crate::engines::probe::ProbeResult::Answered(true), now, terms);
         }),
-        6 => engine.served(Leg::Decode),
-        12..14 => says(&engine, dice.below(6), dice.below(4)),
-        7..12 if !places.is_empty() => drop(places.swap_remove(dice.below(places.len()))),
+        6 => engine.completed(Leg::Decode),
+        12..14 => report(&engine, rng.below(6), rng.below(4)),
+        7..12 if !reservations.is_empty() => drop(reservations.swap_remove(rng.below(reservations.len()))),
         _ => {
-            let tokens = dice.below(900) as u64;
-            let wanted = Wanted { prefix, tokens, ..Wanted::default() };
-            places.extend(pool.reserve(&wanted, &[], Room::Needed, Tell::Everything).0);
+            let tokens = rng.below(900) as u64;
+            let features = RoutingFeatures { prefix, tokens, ..RoutingFeatures::default() };
+            reservations.extend(pool.reserve(&features, &[], CapacityRule::Needed, Detail::All).0);
         }
     }
 }
@@ -99,47 +99,54 @@ fn happens(pool: &Pool, places: &mut Vec<Reserved>, dice: &mut Dice, prefix: &[u
 #[test]
 fn a_choice_on_the_boards_is_the_choice_of_a_walk_over_all_members() {
     for (number, policy) in POLICIES.into_iter().enumerate() {
-        // Taking turns among equals needs no look at their weights, so turns differ where only some weigh the same.
+        // Turns among equals ignore weights, so the turns differ if only some weights are equal.
         let weights = number > 0;
-        for (engines, prefer, told) in [(1, "{}", false), (40, "{}", false), (23, "{zone: a}", true)] {
+        for (engines, prefer, reported) in [(1, "{}", false), (40, "{}", false), (23, "{zone: a}", true)] {
             let fleet = Fleet::new(Arc::new(Metrics::new()));
             let pool = pool(&fleet, policy, engines, weights, prefer);
-            let (mut dice, mut places) = (Dice(Draw::seeded(number as u64 + 1)), Vec::new());
+            let (mut rng, mut reservations) = (TestRng(Draw::seeded(number as u64 + 1)), Vec::new());
             let mut chosen = 0;
-            pool.members.iter().filter(|_| told).for_each(|member| says(&member.engine, 4, 2));
+            pool.members.iter().filter(|_| reported).for_each(|member| report(&member.engine, 4, 2));
             for step in 0..400_u64 {
                 let prefix: Vec<u64> = (0..6).map(|n| (step % 9) << 8 | n).collect();
-                happens(&pool, &mut places, &mut dice, &prefix);
-                let tried: Vec<_> = (0..dice.below(3))
-                    .map(|_| Arc::clone(&pool.members[dice.below(engines)].engine))
-                    .collect();
-                let pair = (dice.below(2) == 0).then(|| pool.members[dice.below(engines)].pair()).flatten();
+                random_event(&pool, &mut reservations, &mut rng, &prefix);
+                let tried: Vec<_> =
+                    (0..rng.below(3)).map(|_| Arc::clone(&pool.members[rng.below(engines)].engine)).collect();
+                let pair = (rng.below(2) == 0).then(|| pool.members[rng.below(engines)].pair()).flatten();
                 let session = Some(step.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-                let wanted = Wanted { session, prefix: &prefix, pair, ..Wanted::default() };
-                let now = Now::new(Instant::now);
-                let look =
-                    Look { tried: &tried, leg: Leg::Decode, panic: false, room: Room::Needed, now: &now };
-                let draw = dice.0.next();
-                let (by_boards, told) = pool.decide(&wanted, &look, draw, Tell::Everything);
-                let (by_walk, walked) = pool.walk(&wanted, &look, draw);
-                assert_eq!(by_boards, by_walk, "{policy}, {engines} engines, step {step}");
-                let (told, walked) = (told.expect("wanted"), walked.expect("always"));
-                if let Ok((choice, _)) = by_walk {
+                let features =
+                    RoutingFeatures { session, prefix: &prefix, pair, ..RoutingFeatures::default() };
+                let now = LazyNow::new(Instant::now);
+                let context = ChoiceContext {
+                    tried: &tried,
+                    leg: Leg::Decode,
+                    panic: false,
+                    capacity: CapacityRule::Needed,
+                    now: &now,
+                };
+                let draw = rng.0.next();
+                let (by_index, from_index) = pool.decide(&features, &context, draw, Detail::All);
+                let (by_scan, from_scan) = pool.scan(&features, &context, draw);
+                assert_eq!(by_index, by_scan, "{policy}, {engines} engines, step {step}");
+                let (from_index, from_scan) = (from_index.expect("wanted"), from_scan.expect("always"));
+                if let Ok((choice, _)) = by_scan {
                     chosen += 1;
-                    assert_eq!(told.candidates, walked.candidates, "{policy}, step {step}");
-                    assert!(told.named.iter().any(|named| named.index == choice.index));
+                    assert_eq!(from_index.candidates, from_scan.candidates, "{policy}, step {step}");
+                    assert!(from_index.named.iter().any(|named| named.index == choice.index));
                     assert!(
-                        told.named.iter().all(|named| walked.named.contains(named)),
+                        from_index.named.iter().all(|named| from_scan.named.contains(named)),
                         "{policy}, step {step}"
                     );
-                    assert!(told.named.len() <= NAMED && told.others.len() <= NAMED);
-                    let others = told.others.iter().map(|(at, _)| at);
-                    assert!(others.into_iter().all(|at| walked.named.iter().all(|named| named.index != *at)));
+                    assert!(from_index.named.len() <= NAMED_MAX && from_index.others.len() <= NAMED_MAX);
+                    let others = from_index.others.iter().map(|(at, _)| at);
+                    assert!(
+                        others.into_iter().all(|at| from_scan.named.iter().all(|named| named.index != *at))
+                    );
                 }
-                for (at, fit) in told.others.iter().chain(&walked.others) {
-                    assert_eq!(pool.members[*at].fit(&look), *fit, "{policy}, step {step}");
+                for (at, fit) in from_index.others.iter().chain(&from_scan.others) {
+                    assert_eq!(pool.members[*at].eligibility(&context), *fit, "{policy}, step {step}");
                 }
-                let out = |m: &&Arc<Member>| {
+                let out = |m: &&Arc<PoolMember>| {
                     m.engine.health().standing(Leg::Decode) <= crate::engines::health::Standing::Trial
                 };
                 assert_eq!(pool.in_use(), pool.members.iter().filter(out).count());
@@ -157,9 +164,11 @@ fn who_said_least_is_not_given_everything_until_it_speaks_again() {
     let engines: String = (0..4).map(|n| format!("  - url: http://e{n}:1\n")).collect();
     let pool = of_yaml(&fleet, &format!("policy: least_load\nengines:\n{engines}"));
     for (member, running) in pool.members.iter().zip([10, 7, 10, 9]) {
-        says(&member.engine, running, 0);
+        report(&member.engine, running, 0);
     }
-    let reserve = || pool.reserve(&Wanted::default(), &[], Room::Needed, Tell::Nothing).0.expect("a place");
+    let reserve = || {
+        pool.reserve(&RoutingFeatures::default(), &[], CapacityRule::Needed, Detail::None).0.expect("a place")
+    };
     let held: Vec<_> = (0..8).map(|_| reserve()).collect();
     let given =
         |at: usize| held.iter().filter(|place| Arc::ptr_eq(place.engine(), &pool.members[at].engine)).count();
@@ -171,20 +180,20 @@ fn what_is_sent_where_somebody_waits_waits_too_and_who_ends_makes_room_before_th
     let fleet = Fleet::new(Arc::new(Metrics::new()));
     let pool = of_yaml(&fleet, "capacity: {max_waiting: 3}\nengines:\n  - url: http://e0:1\n");
     let engine = &pool.members[0].engine;
-    let reserve = || pool.reserve(&Wanted::default(), &[], Room::Needed, Tell::Nothing).0;
+    let reserve = || pool.reserve(&RoutingFeatures::default(), &[], CapacityRule::Needed, Detail::None).0;
     let all = || std::iter::from_fn(|| reserve().ok()).take(100).collect::<Vec<_>>();
     let mut held = all();
-    assert_eq!(held.len(), 100, "nobody was seen waiting");
-    says(engine, 99, 1);
+    assert_eq!(held.len(), 100, "no request was reported waiting");
+    report(engine, 99, 1);
     held.extend(all());
-    assert_eq!((held.len(), reserve().err()), (102, Some(Scarce::Full)), "three wait");
+    assert_eq!((held.len(), reserve().err()), (102, Some(Unavailable::Full)), "three wait");
     held.pop();
     held.extend(all());
     assert_eq!(held.len(), 102);
-    says(engine, 99, 3);
-    assert_eq!(reserve().err(), Some(Scarce::Full));
-    says(engine, 102, 0);
-    assert_eq!(all().len(), 100, "what it said before is forgotten");
+    report(engine, 99, 3);
+    assert_eq!(reserve().err(), Some(Unavailable::Full));
+    report(engine, 102, 0);
+    assert_eq!(all().len(), 100, "the previous report is discarded");
 }
 
 #[test]
@@ -196,12 +205,12 @@ fn whoever_changes_an_engine_at_once_the_board_says_what_they_came_to() {
             threads.spawn(|| {
                 let mut held = Vec::new();
                 for _ in 0..3_000 {
-                    let wanted = Wanted { tokens: 5, ..Wanted::default() };
-                    match pool.reserve(&wanted, &[], Room::Needed, Tell::Nothing).0 {
+                    let features = RoutingFeatures { tokens: 5, ..RoutingFeatures::default() };
+                    match pool.reserve(&features, &[], CapacityRule::Needed, Detail::None).0 {
                         Ok(reserved) if held.len() < 5 => held.push(reserved),
                         Ok(_) => held.clear(),
                         Err(scarce) => {
-                            assert_eq!(scarce, Scarce::Full);
+                            assert_eq!(scarce, Unavailable::Full);
                             held.clear();
                         }
                     }
@@ -210,9 +219,10 @@ fn whoever_changes_an_engine_at_once_the_board_says_what_they_came_to() {
         }
     });
     assert_eq!((pool.least_in_flight(), pool.in_use()), (0, 5));
-    let held: Vec<_> =
-        std::iter::from_fn(|| pool.reserve(&Wanted::default(), &[], Room::Needed, Tell::Nothing).0.ok())
-            .collect();
+    let held: Vec<_> = std::iter::from_fn(|| {
+        pool.reserve(&RoutingFeatures::default(), &[], CapacityRule::Needed, Detail::None).0.ok()
+    })
+    .collect();
     assert_eq!(held.len(), 15, "every place of every engine can be had again");
 }
 
@@ -220,11 +230,17 @@ fn whoever_changes_an_engine_at_once_the_board_says_what_they_came_to() {
 fn pools_that_are_gone_are_not_told_any_more() {
     let fleet = Fleet::new(Arc::new(Metrics::new()));
     let first = pool(&fleet, "least_load", 3, false, "{}");
-    let reserved = first.reserve(&Wanted::default(), &[], Room::Needed, Tell::Nothing).0.expect("a place");
+    let reserved = first
+        .reserve(&RoutingFeatures::default(), &[], CapacityRule::Needed, Detail::None)
+        .0
+        .expect("a place");
     let second = pool(&fleet, "least_load", 3, false, "{}");
     assert_eq!(second.least_in_flight(), 0);
-    let others = second.reserve(&Wanted::default(), &[], Room::Needed, Tell::Nothing).0.expect("a place");
-    assert!(!Arc::ptr_eq(others.engine(), reserved.engine()), "the second knows what the first has there");
+    let others = second
+        .reserve(&RoutingFeatures::default(), &[], CapacityRule::Needed, Detail::None)
+        .0
+        .expect("a place");
+    assert!(!Arc::ptr_eq(others.engine(), reserved.engine()), "the second counts the first's request");
     drop(first);
     let engine = Arc::clone(reserved.engine());
     drop((reserved, others));

@@ -1,4 +1,4 @@
-//! A client that controls its socket: half a request, a hang-up by FIN or RST, one event at a time.
+//! A client that controls its socket: partial requests, disconnects by FIN or RST, one event at a time.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -8,36 +8,36 @@ use socket2::SockRef;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
 
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How a client leaves.
+/// How a client disconnects.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum HangUp {
+pub(crate) enum DisconnectKind {
     /// `close()`.
     Fin,
     /// `close()` with `SO_LINGER` 0.
     Rst,
 }
 
-pub(crate) const BOTH_HANG_UPS: [HangUp; 2] = [HangUp::Fin, HangUp::Rst];
+pub(crate) const DISCONNECT_KINDS: [DisconnectKind; 2] = [DisconnectKind::Fin, DisconnectKind::Rst];
 
 /// One connection to the router.
 pub(crate) struct Client {
     stream: TcpStream,
     buffer: Vec<u8>,
-    /// What has come of events and was not yet looked at.
+    /// Received events that are not yet read.
     events: Vec<u8>,
 }
 
-/// One answer, read to its end.
+/// One response, read to its end.
 #[derive(Clone, Debug)]
-pub(crate) struct Answer {
+pub(crate) struct ClientResponse {
     pub status: u16,
     pub head: String,
     pub body: Vec<u8>,
 }
 
-impl Answer {
+impl ClientResponse {
     pub(crate) fn json(&self) -> Value {
         serde_json::from_slice(&self.body).unwrap_or(Value::Null)
     }
@@ -46,7 +46,7 @@ impl Answer {
         String::from_utf8_lossy(&self.body).into_owned()
     }
 
-    /// `error.code`, of an answer that is an OpenAI envelope.
+    /// `error.code` of an OpenAI error envelope.
     pub(crate) fn code(&self) -> String {
         let body = self.json();
         let error = body["error"].as_object().unwrap_or_else(|| panic!("no envelope: {}", self.text()));
@@ -66,14 +66,14 @@ pub(crate) fn completion(stream: bool) -> Value {
     json!({"model": "m", "prompt": "hello", "max_tokens": 8, "stream": stream})
 }
 
-/// Posts and reads the whole answer, on a connection of its own.
-pub(crate) async fn post(address: SocketAddr, path: &str, body: &Value) -> Answer {
+/// Posts and reads the whole response on a new connection.
+pub(crate) async fn post(address: SocketAddr, path: &str, body: &Value) -> ClientResponse {
     let mut client = Client::connect(address).await;
     client.post(path, body).await;
     client.answer().await
 }
 
-pub(crate) async fn get(address: SocketAddr, path: &str) -> Answer {
+pub(crate) async fn get(address: SocketAddr, path: &str) -> ClientResponse {
     let mut client = Client::connect(address).await;
     client.send(format!("GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n").as_bytes()).await;
     client.answer().await
@@ -84,7 +84,7 @@ impl Client {
         Self::over(TcpStream::connect(address).await.unwrap())
     }
 
-    /// From one of this machine's loopback addresses.
+    /// Connects from one of this machine's loopback addresses.
     pub(crate) async fn connect_from(from: IpAddr, address: SocketAddr) -> Self {
         let socket = TcpSocket::new_v4().unwrap();
         socket.bind(SocketAddr::new(from, 0)).unwrap();
@@ -114,12 +114,12 @@ impl Client {
         self.stream.write_all(bytes).await.unwrap();
     }
 
-    /// Reads one answer to its end; the connection can be used again.
-    pub(crate) async fn answer(&mut self) -> Answer {
-        tokio::time::timeout(PATIENCE, self.read_answer()).await.expect("an answer in time")
+    /// Reads one response to its end; the connection can be used again.
+    pub(crate) async fn answer(&mut self) -> ClientResponse {
+        tokio::time::timeout(TIMEOUT, self.read_answer()).await.expect("an answer in time")
     }
 
-    async fn read_answer(&mut self) -> Answer {
+    async fn read_answer(&mut self) -> ClientResponse {
         let (status, head) = self.head().await;
         let lower = head.to_ascii_lowercase();
         let mut body = Vec::new();
@@ -134,10 +134,10 @@ impl Client {
             }
             body = self.buffer.drain(..length).collect();
         }
-        Answer { status, head, body }
+        ClientResponse { status, head, body }
     }
 
-    /// Reads the head of an answer.
+    /// Reads the head of a response.
     pub(crate) async fn head(&mut self) -> (u16, String) {
         loop {
             if let Some(at) = self.buffer.windows(4).position(|w| w == b"\r\n\r\n") {
@@ -153,7 +153,7 @@ impl Client {
         }
     }
 
-    /// One chunk of a chunked answer; `None` at its end.
+    /// One chunk of a chunked response; `None` at its end.
     pub(crate) async fn chunk(&mut self) -> Option<Vec<u8>> {
         let read = async {
             let line = loop {
@@ -170,10 +170,10 @@ impl Client {
             self.buffer.drain(..2);
             (size > 0).then_some(chunk)
         };
-        tokio::time::timeout(PATIENCE, read).await.expect("a chunk in time")
+        tokio::time::timeout(TIMEOUT, read).await.expect("a chunk in time")
     }
 
-    /// One event of a stream, however many come in one chunk; `None` at the end.
+    /// One event of a stream, independent of the chunks; `None` at the end.
     pub(crate) async fn event(&mut self) -> Option<String> {
         loop {
             if let Some(at) = self.events.windows(2).position(|window| window == b"\n\n") {
@@ -189,23 +189,23 @@ impl Client {
 
     /// Whether the router closed the connection without another byte.
     pub(crate) async fn is_closed(&mut self) -> bool {
-        self.buffer.is_empty() && !tokio::time::timeout(PATIENCE, self.more()).await.expect("an end in time")
+        self.buffer.is_empty() && !tokio::time::timeout(TIMEOUT, self.more()).await.expect("an end in time")
     }
 
-    /// Whether the connection ends in the middle of a chunked answer.
+    /// Whether the connection ends in the middle of a chunked response.
     pub(crate) async fn is_cut(&mut self) -> bool {
         !self.rest().await.ends_with(b"0\r\n\r\n")
     }
 
-    /// Everything up to the connection's end, as it came.
+    /// All bytes up to the connection's end, unchanged.
     pub(crate) async fn rest(&mut self) -> Vec<u8> {
         let end = async { while self.more().await {} };
-        tokio::time::timeout(PATIENCE, end).await.expect("an end in time");
+        tokio::time::timeout(TIMEOUT, end).await.expect("an end in time");
         std::mem::take(&mut self.buffer)
     }
 
-    pub(crate) fn hang_up(self, how: HangUp) {
-        if matches!(how, HangUp::Rst) {
+    pub(crate) fn hang_up(self, how: DisconnectKind) {
+        if matches!(how, DisconnectKind::Rst) {
             SockRef::from(&self.stream).set_linger(Some(Duration::ZERO)).unwrap();
         }
         drop(self.stream);

@@ -1,4 +1,4 @@
-//! A collector of traces: takes OTLP over HTTP with JSON, and remembers it.
+//! A collector of traces: accepts and stores OTLP over HTTP with JSON.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -18,7 +18,7 @@ use tokio::task::JoinHandle;
 
 use crate::harness::engine::eventually;
 
-/// One span, as the collector sees it.
+/// One span in the collector.
 #[derive(Clone, Debug)]
 pub(crate) struct Span {
     pub trace: String,
@@ -36,23 +36,23 @@ pub(crate) struct Span {
 }
 
 #[derive(Default)]
-struct Inner {
-    seen: Mutex<Vec<(HeaderMap, Value)>>,
+struct CollectorState {
+    received: Mutex<Vec<(HeaderMap, Value)>>,
     /// 0 for 200; 1: never answers.
     status: AtomicU16,
 }
 
-/// A collector on a port of its own.
+/// A collector on its own port.
 pub(crate) struct Collector {
     pub address: SocketAddr,
-    inner: Arc<Inner>,
+    inner: Arc<CollectorState>,
     server: JoinHandle<()>,
 }
 
 impl Collector {
     pub(crate) async fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (address, inner) = (listener.local_addr().unwrap(), Arc::new(Inner::default()));
+        let (address, inner) = (listener.local_addr().unwrap(), Arc::new(CollectorState::default()));
         let server = tokio::spawn(serve(listener, Arc::clone(&inner)));
         Self { address, inner, server }
     }
@@ -62,25 +62,25 @@ impl Collector {
         format!("telemetry: {{otlp: {{endpoint: 'http://{}'{more}}}}}", self.address)
     }
 
-    /// From now on it answers this; 1: nothing.
+    /// Sets the status of later answers; 1: no answer.
     pub(crate) fn answers(&self, status: u16) {
         self.inner.status.store(status, Ordering::SeqCst);
     }
 
-    /// What it was sent.
-    pub(crate) fn seen(&self) -> Vec<(HeaderMap, Value)> {
-        self.inner.seen.lock().unwrap().clone()
+    /// The received requests.
+    pub(crate) fn received(&self) -> Vec<(HeaderMap, Value)> {
+        self.inner.received.lock().unwrap().clone()
     }
 
     pub(crate) fn spans(&self) -> Vec<Span> {
-        let seen = self.seen();
+        let received = self.received();
         let list = |value: &Value, name: &str| value[name].as_array().cloned().unwrap_or_default();
-        let resources = seen.iter().flat_map(|(_, body)| list(body, "resourceSpans"));
+        let resources = received.iter().flat_map(|(_, body)| list(body, "resourceSpans"));
         let scopes = resources.flat_map(|resource| list(&resource, "scopeSpans"));
         scopes.flat_map(|scope| list(&scope, "spans")).map(|span| read(&span)).collect()
     }
 
-    /// Waits for so many spans of one name.
+    /// Waits for at least `count` spans with this name.
     pub(crate) async fn has(&self, name: &str, count: usize) -> Vec<Span> {
         let of = || -> Vec<Span> { self.spans().into_iter().filter(|span| span.name == name).collect() };
         eventually(&format!("{count} spans `{name}`"), || of().len() >= count).await;
@@ -117,7 +117,7 @@ fn read(span: &Value) -> Span {
     }
 }
 
-async fn serve(listener: TcpListener, inner: Arc<Inner>) {
+async fn serve(listener: TcpListener, inner: Arc<CollectorState>) {
     let mut connections = tokio::task::JoinSet::new();
     loop {
         let (stream, _) = listener.accept().await.unwrap();
@@ -131,7 +131,10 @@ async fn serve(listener: TcpListener, inner: Arc<Inner>) {
     }
 }
 
-async fn take(inner: Arc<Inner>, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, hyper::Error> {
+async fn take(
+    inner: Arc<CollectorState>,
+    request: Request<Incoming>,
+) -> Result<Response<Full<Bytes>>, hyper::Error> {
     let (head, body) = request.into_parts();
     let body = body.collect().await?.to_bytes();
     let status = inner.status.load(Ordering::SeqCst);
@@ -140,7 +143,7 @@ async fn take(inner: Arc<Inner>, request: Request<Incoming>) -> Result<Response<
     }
     assert_eq!(head.uri.path(), "/v1/traces");
     if status == 0 {
-        inner.seen.lock().unwrap().push((head.headers, serde_json::from_slice(&body).unwrap()));
+        inner.received.lock().unwrap().push((head.headers, serde_json::from_slice(&body).unwrap()));
     }
     let mut response = Response::new(Full::new(Bytes::from_static(b"{}")));
     *response.status_mut() = if status == 0 { 200 } else { status }.try_into().unwrap();

@@ -1,4 +1,4 @@
-//! A scripted engine: does what the test says and remembers what it was asked.
+//! A scripted engine: performs the test's actions and records its requests.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -22,22 +22,22 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinHandle;
 
-/// How long a test waits for a state before it fails.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Limit on a test's wait for a state.
+const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What an engine does with one request to generate.
+/// The engine's reaction to one request to generate.
 #[derive(Clone, Debug)]
-pub(crate) enum Act {
-    /// Answers at once as a prefill engine, with this handle (none: as a stock engine).
-    Lend(Option<u128>),
-    /// As [`Act::Lend`], once the test opens the gate.
-    LendWhenTold(Option<u128>),
-    /// Lends what it still computes; once the test opens the gate it says this, or closes the connection.
-    LendEarly(u128, Option<&'static str>),
+pub(crate) enum Action {
+    /// Answers at once as a prefill engine, with this handle (`None`: as a stock engine).
+    Lease(Option<u128>),
+    /// Like [`Action::Lease`], after the test opens the gate.
+    LeaseGated(Option<u128>),
+    /// Opens a lease while it computes; after the test opens the gate, sends this text or closes the connection.
+    LeaseEarly(u128, Option<&'static str>),
     /// A 2xx with this `kv_transfer_params`.
     Reply(Value),
-    /// As [`Act::Reply`], once the test opens the gate.
-    ReplyWhenTold(Value),
+    /// Like [`Action::Reply`], after the test opens the gate.
+    ReplyGated(Value),
     /// A 200 with this text.
     Text(&'static str),
     /// A 200 with this JSON.
@@ -46,21 +46,21 @@ pub(crate) enum Act {
     Bytes(Vec<(&'static str, &'static str)>, Vec<u8>),
     /// This status with these headers and bytes.
     Answer(u16, Vec<(&'static str, &'static str)>, Vec<u8>),
-    /// So many bytes of JSON, each a chunk of at most 64 KiB, then the connection is closed.
+    /// A number of bytes of JSON in chunks of at most 64 KiB, then the connection is closed.
     PartAndDie(usize),
-    /// A stream of these frames, then the connection is closed (`false`) or the answer ends (`true`).
+    /// A stream of these frames; then the connection is closed (`false`) or the response ends (`true`).
     Frames(Vec<String>, bool),
-    /// Streams so many events at once, then `[DONE]`.
+    /// Streams this many events at once, then `[DONE]`.
     Stream(usize),
-    /// Streams events, each when the test opens the gate; ends after the last.
-    StreamWhenTold(usize),
-    /// Streams so many events and a half, then closes the connection.
+    /// Streams events, one each time the test opens the gate; ends after the last.
+    StreamGated(usize),
+    /// Streams this many events and half of one, then closes the connection.
     StreamAndDie(usize),
-    /// Answers in one piece of so many bytes of text.
+    /// Answers in one piece with this many bytes of text.
     Whole(usize),
-    /// As [`Act::Whole`], once the test opens the gate.
-    WholeWhenTold(usize),
-    /// Announces a long answer, sends a part of it and closes the connection.
+    /// Like [`Action::Whole`], after the test opens the gate.
+    WholeGated(usize),
+    /// Announces a long response, sends a part of it and closes the connection.
     HalfAndDie,
     /// Answers with a status and this error body.
     Refuse(u16, Value),
@@ -70,37 +70,37 @@ pub(crate) enum Act {
     Close,
 }
 
-/// One request that an engine saw.
+/// One request that an engine received.
 #[derive(Clone, Debug)]
-pub(crate) struct Seen {
+pub(crate) struct ReceivedRequest {
     pub path: String,
     pub headers: HeaderMap,
     pub body: Value,
-    /// The body as it came.
+    /// The body, unchanged.
     pub raw: Bytes,
 }
 
 #[derive(Default)]
-struct Inner {
-    seen: Mutex<Vec<Seen>>,
-    script: Mutex<VecDeque<Act>>,
-    last: Mutex<Option<Act>>,
+struct FakeEngineState {
+    requests: Mutex<Vec<ReceivedRequest>>,
+    script: Mutex<VecDeque<Action>>,
+    last: Mutex<Option<Action>>,
     gate: Gate,
     cut: AtomicUsize,
     connections: AtomicUsize,
     open: AtomicUsize,
-    /// What its verbs answer: 0 for 200.
+    /// The status of answers to abort and release: 0 for 200.
     verbs: std::sync::atomic::AtomicU16,
-    deaf: std::sync::atomic::AtomicBool,
+    health_hangs: std::sync::atomic::AtomicBool,
     unwell: std::sync::atomic::AtomicBool,
-    /// It answers whoever has half-closed, too.
+    /// Half-closed connections are answered, too.
     crossing: std::sync::atomic::AtomicBool,
-    /// Asked before the script.
+    /// Applied before the script.
     rule: Mutex<Option<Rule>>,
 }
 
-/// What an engine does with a request that it has just seen; `None` leaves it to the script.
-pub(crate) type Rule = Box<dyn Fn(&Seen) -> Option<Act> + Send>;
+/// Selects the action for a received request; `None` leaves it to the script.
+pub(crate) type Rule = Box<dyn Fn(&ReceivedRequest) -> Option<Action> + Send>;
 
 struct Gate(Semaphore);
 
@@ -110,33 +110,33 @@ impl Default for Gate {
     }
 }
 
-/// A scripted engine on a port of its own.
+/// A scripted engine on its own port.
 pub(crate) struct FakeEngine {
     pub address: SocketAddr,
-    inner: Arc<Inner>,
+    inner: Arc<FakeEngineState>,
     server: JoinHandle<()>,
 }
 
 type Body = BoxBody<Bytes, std::io::Error>;
 
 impl FakeEngine {
-    /// Does `act` for every request.
-    pub(crate) async fn always(act: Act) -> Self {
-        Self::scripted(vec![act]).await
+    /// Performs `action` for every request.
+    pub(crate) async fn always(action: Action) -> Self {
+        Self::scripted(vec![action]).await
     }
 
-    /// Does each act once, then the last one for ever.
-    pub(crate) async fn scripted(acts: Vec<Act>) -> Self {
-        Self::listening(TcpListener::bind("127.0.0.1:0").await.unwrap(), acts)
+    /// Performs each action once, then the last one forever.
+    pub(crate) async fn scripted(actions: Vec<Action>) -> Self {
+        Self::listening(TcpListener::bind("127.0.0.1:0").await.unwrap(), actions)
     }
 
-    /// An engine that comes up where another went down.
-    pub(crate) async fn at(address: SocketAddr, act: Act) -> Self {
-        Self::listening(TcpListener::bind(address).await.unwrap(), vec![act])
+    /// Starts an engine at the address of a stopped one.
+    pub(crate) async fn at(address: SocketAddr, action: Action) -> Self {
+        Self::listening(TcpListener::bind(address).await.unwrap(), vec![action])
     }
 
-    /// As [`Self::at`], where the port may be somebody's outgoing connection for a moment.
-    pub(crate) async fn back_at(address: SocketAddr, act: Act) -> Self {
+    /// Like [`Self::at`], if the port may briefly belong to an outgoing connection.
+    pub(crate) async fn back_at(address: SocketAddr, action: Action) -> Self {
         let bound = async {
             loop {
                 if let Ok(listener) = TcpListener::bind(address).await {
@@ -145,15 +145,15 @@ impl FakeEngine {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
         };
-        let listener = tokio::time::timeout(PATIENCE, bound).await.expect("the port is free again");
-        Self::listening(listener, vec![act])
+        let listener = tokio::time::timeout(TIMEOUT, bound).await.expect("the port is free again");
+        Self::listening(listener, vec![action])
     }
 
-    fn listening(listener: TcpListener, acts: Vec<Act>) -> Self {
+    fn listening(listener: TcpListener, actions: Vec<Action>) -> Self {
         let address = listener.local_addr().unwrap();
-        let inner = Arc::new(Inner::default());
-        *inner.last.lock().unwrap() = acts.last().cloned();
-        *inner.script.lock().unwrap() = acts.into();
+        let inner = Arc::new(FakeEngineState::default());
+        *inner.last.lock().unwrap() = actions.last().cloned();
+        *inner.script.lock().unwrap() = actions.into();
         let server = tokio::spawn(serve(listener, Arc::clone(&inner)));
         Self { address, inner, server }
     }
@@ -162,8 +162,8 @@ impl FakeEngine {
         format!("http://{}", self.address)
     }
 
-    /// Every request to generate.
-    pub(crate) fn asked(&self) -> Vec<Seen> {
+    /// All requests to generate.
+    pub(crate) fn asked(&self) -> Vec<ReceivedRequest> {
         self.all().into_iter().filter(|s| s.path.starts_with("/v1/")).collect()
     }
 
@@ -183,71 +183,74 @@ impl FakeEngine {
             .collect()
     }
 
-    pub(crate) fn all(&self) -> Vec<Seen> {
-        self.inner.seen.lock().unwrap().clone()
+    pub(crate) fn all(&self) -> Vec<ReceivedRequest> {
+        self.inner.requests.lock().unwrap().clone()
     }
 
-    /// Requests whose connection was closed before they were answered to the end.
+    /// Number of requests whose connection was closed before the end of the response.
     pub(crate) fn cut(&self) -> usize {
         self.inner.cut.load(Ordering::SeqCst)
     }
 
-    /// Connections that were made to it.
+    /// Number of accepted connections.
     pub(crate) fn connections(&self) -> usize {
         self.inner.connections.load(Ordering::SeqCst)
     }
 
-    /// Connections to it that are open.
+    /// Number of open connections.
     pub(crate) fn open(&self) -> usize {
         self.inner.open.load(Ordering::SeqCst)
     }
 
-    /// From now on it knows neither release nor abort, as a stock engine.
+    /// Lacks release and abort from now on, as a stock engine.
     pub(crate) fn without_verbs(self) -> Self {
         self.verbs_answer(404);
         self
     }
 
-    /// From now on release and abort are answered with this status; with 1 they are never answered.
+    /// Answers release and abort with this status from now on; with 1 not at all.
     pub(crate) fn verbs_answer(&self, status: u16) {
         self.inner.verbs.store(status, Ordering::SeqCst);
     }
 
-    /// From now on it does not say whether it lives, as a process that stands still.
-    pub(crate) fn deaf(self) -> Self {
-        self.inner.deaf.store(true, Ordering::SeqCst);
+    /// Leaves liveness probes unanswered from now on, as a stopped process.
+    pub(crate) fn unresponsive(self) -> Self {
+        self.inner.health_hangs.store(true, Ordering::SeqCst);
         self
     }
 
-    /// From now on its replies cross the half-closes of those who wait for them.
+    /// Answers half-closed connections from now on, so that replies cross the half-close.
     pub(crate) fn crossing(self) -> Self {
         self.inner.crossing.store(true, Ordering::SeqCst);
         self
     }
 
-    /// It speaks again.
-    pub(crate) fn speak(&self) {
-        self.inner.deaf.store(false, Ordering::SeqCst);
+    /// Answers liveness probes again.
+    pub(crate) fn respond_again(&self) {
+        self.inner.health_hangs.store(false, Ordering::SeqCst);
     }
 
-    /// Whether it says that it is well when it is asked.
-    pub(crate) fn feel(&self, well: bool) {
+    /// Sets the answer to liveness probes.
+    pub(crate) fn set_healthy(&self, well: bool) {
         self.inner.unwell.store(!well, Ordering::SeqCst);
     }
 
-    /// From now on this is asked before the script.
-    pub(crate) fn ruled(self, rule: impl Fn(&Seen) -> Option<Act> + Send + 'static) -> Self {
+    /// Applies this rule before the script from now on.
+    pub(crate) fn with_rule(
+        self,
+        rule: impl Fn(&ReceivedRequest) -> Option<Action> + Send + 'static,
+    ) -> Self {
         *self.inner.rule.lock().unwrap() = Some(Box::new(rule));
         self
     }
 
-    /// Questions whether it lives.
-    pub(crate) fn health_asked(&self) -> usize {
-        self.all().iter().filter(|seen| seen.path == "/health").count()
+    /// Number of liveness probes.
+    pub(crate) fn probes(&self) -> usize {
+        self.all().iter().filter(|request| request.path == "/health").count()
     }
 
-    /// Lets one gated step happen.
-    pub(crate) fn go_on(&self) {
+    /// Permits one gated step.
+    pub(crate) fn open_gate(&self) {
         self.inner.gate.0.add_permits(1);
     }
 
@@ -276,10 +279,10 @@ pub(crate) async fn eventually(what: &str, state: impl Fn() -> bool) {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
-    assert!(tokio::time::timeout(PATIENCE, waited).await.is_ok(), "waited in vain: {what}");
+    assert!(tokio::time::timeout(TIMEOUT, waited).await.is_ok(), "waited in vain: {what}");
 }
 
-async fn serve(listener: TcpListener, inner: Arc<Inner>) {
+async fn serve(listener: TcpListener, inner: Arc<FakeEngineState>) {
     let mut connections = tokio::task::JoinSet::new();
     loop {
         let (stream, _) = listener.accept().await.unwrap();
@@ -299,16 +302,16 @@ async fn serve(listener: TcpListener, inner: Arc<Inner>) {
     }
 }
 
-/// Counts a cut when it is dropped before the answer is complete.
-struct Work(Arc<Inner>, bool);
+/// Counts a cut if it is dropped before the response is complete.
+struct WorkGuard(Arc<FakeEngineState>, bool);
 
-impl Work {
+impl WorkGuard {
     fn done(mut self) {
         self.1 = true;
     }
 }
 
-impl Drop for Work {
+impl Drop for WorkGuard {
     fn drop(&mut self) {
         if !self.1 {
             self.0.cut.fetch_add(1, Ordering::SeqCst);
@@ -317,24 +320,27 @@ impl Drop for Work {
 }
 
 /// An error in a handler closes the connection.
-async fn answer(inner: Arc<Inner>, request: Request<Incoming>) -> Result<Response<Body>, std::io::Error> {
+async fn answer(
+    inner: Arc<FakeEngineState>,
+    request: Request<Incoming>,
+) -> Result<Response<Body>, std::io::Error> {
     let (head, body) = request.into_parts();
-    let work = Work(Arc::clone(&inner), false);
+    let work = WorkGuard(Arc::clone(&inner), false);
     let body = body.collect().await.map_err(std::io::Error::other)?.to_bytes();
     let path = head.uri.path().to_owned();
-    let seen = Seen {
+    let request = ReceivedRequest {
         path: path.clone(),
         headers: head.headers,
         body: serde_json::from_slice(&body).unwrap_or(Value::Null),
         raw: body,
     };
-    inner.seen.lock().unwrap().push(seen.clone());
-    let ruled = inner.rule.lock().unwrap().as_ref().and_then(|rule| rule(&seen));
-    if let Some(act) = ruled {
-        return act_out(act, inner, work).await;
+    inner.requests.lock().unwrap().push(request.clone());
+    let action = inner.rule.lock().unwrap().as_ref().and_then(|rule| rule(&request));
+    if let Some(action) = action {
+        return perform(action, inner, work).await;
     }
     if !path.starts_with("/v1/") {
-        if path == "/health" && inner.deaf.load(Ordering::SeqCst) {
+        if path == "/health" && inner.health_hangs.load(Ordering::SeqCst) {
             std::future::pending::<()>().await;
         }
         let verb = path == "/kv/release" || path == "/abort_requests";
@@ -352,30 +358,34 @@ async fn answer(inner: Arc<Inner>, request: Request<Incoming>) -> Result<Respons
         work.done();
         return Ok(whole(if status == 0 { 200 } else { status }, &json!({"path": path, "count": 3})));
     }
-    let act = inner.script.lock().unwrap().pop_front();
-    let act = act.or_else(|| inner.last.lock().unwrap().clone()).unwrap();
-    act_out(act, inner, work).await
+    let action = inner.script.lock().unwrap().pop_front();
+    let action = action.or_else(|| inner.last.lock().unwrap().clone()).unwrap();
+    perform(action, inner, work).await
 }
 
-async fn act_out(act: Act, inner: Arc<Inner>, work: Work) -> Result<Response<Body>, std::io::Error> {
-    let response = match act {
-        Act::Lend(handle) => whole(200, &lent(handle)),
-        Act::LendWhenTold(handle) => {
+async fn perform(
+    action: Action,
+    inner: Arc<FakeEngineState>,
+    work: WorkGuard,
+) -> Result<Response<Body>, std::io::Error> {
+    let response = match action {
+        Action::Lease(handle) => whole(200, &lent(handle)),
+        Action::LeaseGated(handle) => {
             inner.gate.0.acquire().await.unwrap().forget();
             whole(200, &lent(handle))
         }
-        Act::LendEarly(handle, end) => return Ok(lending(work, handle, end, inner)),
-        Act::Reply(params) => whole(200, &json!({"id": "p", "kv_transfer_params": params})),
-        Act::ReplyWhenTold(params) => {
+        Action::LeaseEarly(handle, end) => return Ok(lending(work, handle, end, inner)),
+        Action::Reply(params) => whole(200, &json!({"id": "p", "kv_transfer_params": params})),
+        Action::ReplyGated(params) => {
             inner.gate.0.acquire().await.unwrap().forget();
             whole(200, &json!({"id": "p", "kv_transfer_params": params}))
         }
-        Act::Text(text) => {
+        Action::Text(text) => {
             let body = Full::new(Bytes::from_static(text.as_bytes()));
             Response::new(body.map_err(|never: Infallible| match never {}).boxed())
         }
-        Act::Json(value) => whole(200, &value),
-        Act::Bytes(headers, bytes) => {
+        Action::Json(value) => whole(200, &value),
+        Action::Bytes(headers, bytes) => {
             let body = Full::new(Bytes::from(bytes)).map_err(|never: Infallible| match never {});
             let mut response = Response::new(body.boxed());
             for (name, value) in headers {
@@ -383,7 +393,7 @@ async fn act_out(act: Act, inner: Arc<Inner>, work: Work) -> Result<Response<Bod
             }
             response
         }
-        Act::Answer(status, headers, bytes) => {
+        Action::Answer(status, headers, bytes) => {
             let body = Full::new(Bytes::from(bytes)).map_err(|never: Infallible| match never {});
             let mut response = Response::new(body.boxed());
             *response.status_mut() = status.try_into().unwrap();
@@ -392,7 +402,7 @@ async fn act_out(act: Act, inner: Arc<Inner>, work: Work) -> Result<Response<Bod
             }
             response
         }
-        Act::PartAndDie(bytes) => {
+        Action::PartAndDie(bytes) => {
             let text = text(bytes).to_string();
             let parts = text.as_bytes()[..bytes].chunks(64 << 10);
             let parts = parts.map(|part| String::from_utf8(part.to_vec()).unwrap()).collect();
@@ -400,29 +410,29 @@ async fn act_out(act: Act, inner: Arc<Inner>, work: Work) -> Result<Response<Bod
             response.headers_mut().insert("content-type", "application/json".parse().unwrap());
             return Ok(response);
         }
-        Act::Frames(frames, ends) => return Ok(framed(work, frames, ends)),
-        Act::Whole(bytes) => whole(200, &text(bytes)),
-        Act::WholeWhenTold(bytes) => {
+        Action::Frames(frames, ends) => return Ok(framed(work, frames, ends)),
+        Action::Whole(bytes) => whole(200, &text(bytes)),
+        Action::WholeGated(bytes) => {
             inner.gate.0.acquire().await.unwrap().forget();
             whole(200, &text(bytes))
         }
-        Act::Refuse(status, body) => whole(status, &body),
-        Act::Hang => std::future::pending().await,
-        Act::Close => {
+        Action::Refuse(status, body) => whole(status, &body),
+        Action::Hang => std::future::pending().await,
+        Action::Close => {
             work.done();
             return Err(std::io::Error::other("closed"));
         }
-        Act::Stream(events) => return Ok(stream(work, events, End::Done, None)),
-        Act::StreamWhenTold(events) => {
-            return Ok(stream(work, events, End::Done, Some(Arc::clone(&inner))));
+        Action::Stream(events) => return Ok(stream(work, events, StreamEnd::Done, None)),
+        Action::StreamGated(events) => {
+            return Ok(stream(work, events, StreamEnd::Done, Some(Arc::clone(&inner))));
         }
-        Act::StreamAndDie(events) => return Ok(stream(work, events, End::Die, None)),
-        Act::HalfAndDie => {
+        Action::StreamAndDie(events) => return Ok(stream(work, events, StreamEnd::Die, None)),
+        Action::HalfAndDie => {
             work.done();
             let (sender, receiver) = mpsc::channel(2);
             sender.send(Ok(Frame::data(Bytes::from_static(b"{\"half\":")))).await.unwrap();
             tokio::spawn(async move {
-                // Long enough for the head and the first half to be on the wire.
+                // Long enough to send the head and the first half.
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 let _ = sender.send(Err(std::io::Error::other("died"))).await;
             });
@@ -435,7 +445,7 @@ async fn act_out(act: Act, inner: Arc<Inner>, work: Work) -> Result<Response<Bod
     Ok(response)
 }
 
-enum End {
+enum StreamEnd {
     Done,
     Die,
 }
@@ -444,7 +454,12 @@ pub(crate) fn event(n: usize) -> String {
     format!("data: {{\"token\":{n}}}\n\n")
 }
 
-fn stream(work: Work, events: usize, end: End, gate: Option<Arc<Inner>>) -> Response<Body> {
+fn stream(
+    work: WorkGuard,
+    events: usize,
+    end: StreamEnd,
+    gate: Option<Arc<FakeEngineState>>,
+) -> Response<Body> {
     let (sender, receiver) = mpsc::channel(1);
     tokio::spawn(async move {
         for n in 0..events {
@@ -460,8 +475,8 @@ fn stream(work: Work, events: usize, end: End, gate: Option<Arc<Inner>>) -> Resp
             }
         }
         let last = match end {
-            End::Done => sender.send(Ok(Frame::data(Bytes::from_static(b"data: [DONE]\n\n")))).await,
-            End::Die => {
+            StreamEnd::Done => sender.send(Ok(Frame::data(Bytes::from_static(b"data: [DONE]\n\n")))).await,
+            StreamEnd::Die => {
                 let _ = sender.send(Ok(Frame::data(Bytes::from_static(b"data: {\"tok")))).await;
                 sender.send(Err(std::io::Error::other("died"))).await
             }
@@ -475,7 +490,12 @@ fn stream(work: Work, events: usize, end: End, gate: Option<Arc<Inner>>) -> Resp
     response
 }
 
-fn lending(work: Work, handle: u128, end: Option<&'static str>, inner: Arc<Inner>) -> Response<Body> {
+fn lending(
+    work: WorkGuard,
+    handle: u128,
+    end: Option<&'static str>,
+    inner: Arc<FakeEngineState>,
+) -> Response<Body> {
     let (sender, receiver) = mpsc::channel(1);
     tokio::spawn(async move {
         let params = json!({"kv_transfer_params": lent(Some(handle))["kv_transfer_params"]});
@@ -500,7 +520,7 @@ fn lending(work: Work, handle: u128, end: Option<&'static str>, inner: Arc<Inner
     response
 }
 
-fn framed(work: Work, frames: Vec<String>, ends: bool) -> Response<Body> {
+fn framed(work: WorkGuard, frames: Vec<String>, ends: bool) -> Response<Body> {
     let (sender, receiver) = mpsc::channel(1);
     tokio::spawn(async move {
         for frame in frames {
@@ -518,19 +538,19 @@ fn framed(work: Work, frames: Vec<String>, ends: bool) -> Response<Body> {
     response
 }
 
-fn channel(receiver: mpsc::Receiver<Piece>) -> Body {
-    Pipe(receiver).boxed()
+fn channel(receiver: mpsc::Receiver<BodyFrame>) -> Body {
+    ResponseBody(receiver).boxed()
 }
 
-type Piece = Result<Frame<Bytes>, std::io::Error>;
+type BodyFrame = Result<Frame<Bytes>, std::io::Error>;
 
-struct Pipe(mpsc::Receiver<Piece>);
+struct ResponseBody(mpsc::Receiver<BodyFrame>);
 
-impl hyper::body::Body for Pipe {
+impl hyper::body::Body for ResponseBody {
     type Data = Bytes;
     type Error = std::io::Error;
 
-    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Piece>> {
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<BodyFrame>> {
         self.0.poll_recv(context)
     }
 }

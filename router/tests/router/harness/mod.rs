@@ -1,4 +1,4 @@
-//! What the tests use: clients, scripted engines, a router under test, a collector.
+//! Test fixtures: clients, scripted engines, a router under test, a collector.
 
 pub(crate) mod client;
 pub(crate) mod collector;

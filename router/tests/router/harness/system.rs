@@ -2,18 +2,18 @@
 
 use std::net::SocketAddr;
 
-use baton_router::{Reload, Router, RouterConfig};
+use baton_router::{ReloadHandle, Router, RouterConfig};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use crate::harness::client::get;
 use crate::harness::engine::{FakeEngine, eventually};
 
-/// A router that runs.
-pub(crate) struct System {
+/// A running router.
+pub(crate) struct TestRouter {
     pub address: SocketAddr,
     pub admin: SocketAddr,
-    pub reload: Reload,
+    pub reload: ReloadHandle,
     shutdown: CancellationToken,
     running: Option<JoinHandle<()>>,
 }
@@ -24,7 +24,7 @@ fn pool(engines: &[&FakeEngine]) -> String {
     format!("{{policy: round_robin, engines: [{}]}}", urls.join(", "))
 }
 
-impl System {
+impl TestRouter {
     pub(crate) async fn start(prefill: &[&FakeEngine], decode: &[&FakeEngine]) -> Self {
         Self::with(prefill, decode, "", "").await
     }
@@ -42,12 +42,12 @@ impl System {
             pool(prefill),
             pool(decode)
         );
-        // Tests count what engines are asked.
+        // Tests count the requests at engines, so the periodic probes are disabled.
         let quiet = if top.contains("health:") { "" } else { "health: {active: {interval_ms: 0}}\n" };
         Self::of(&(yaml + quiet)).await
     }
 
-    /// A router with a whole file of its own.
+    /// A router with this configuration file.
     pub(crate) async fn of(yaml: &str) -> Self {
         let config = RouterConfig::from_yaml(yaml, "test.yaml").unwrap_or_else(|e| panic!("{e}\n{yaml}"));
         Self::running(config).await
@@ -109,7 +109,7 @@ impl System {
     }
 }
 
-impl Drop for System {
+impl Drop for TestRouter {
     fn drop(&mut self) {
         if let Some(running) = &self.running {
             running.abort();
@@ -117,7 +117,7 @@ impl Drop for System {
     }
 }
 
-/// Waits until an engine has been asked so often.
+/// Waits until an engine has received this many requests to generate.
 pub(crate) async fn asked(engine: &FakeEngine, times: usize) {
     eventually("an engine is asked", || engine.asked().len() == times).await;
 }

@@ -1,16 +1,16 @@
-//! Engines that compute: each token follows from all that are before it, so that an answer that was put together
-//! from the answers of several engines can be compared with one that was not.
+//! Engines that compute: each token depends on all earlier ones. A response composed of several engines' responses can
+//! therefore be compared with that of a single engine.
 
 use serde_json::{Value, json};
 
-use crate::harness::engine::{Act, Seen};
+use crate::harness::engine::{Action, ReceivedRequest};
 
-/// Text of a token.
+/// The text of a token.
 fn letter(token: u64) -> char {
     char::from(b'a' + u8::try_from(token % 26).expect("small"))
 }
 
-/// The text of this token is held back until the next one's.
+/// Whether the text of this token is sent only with the next one.
 fn is_held(token: u64) -> bool {
     token.is_multiple_of(7)
 }
@@ -21,7 +21,7 @@ fn next(tokens: &[u64]) -> u64 {
     (mixed >> 3) % 1000
 }
 
-/// The prompt's tokens: its bytes, unless it is tokens already.
+/// The prompt's tokens: its bytes, unless it consists of tokens already.
 fn prompt(body: &Value) -> Vec<u64> {
     let bytes = |text: &str| text.bytes().map(u64::from).collect();
     match &body["prompt"] {
@@ -31,9 +31,9 @@ fn prompt(body: &Value) -> Vec<u64> {
     }
 }
 
-/// What the engine answers: every frame, or the whole.
-pub(crate) fn answer(seen: &Seen, name: &str) -> Act {
-    let body = &seen.body;
+/// The engine's response: all frames, or a whole response.
+pub(crate) fn answer(request: &ReceivedRequest, name: &str) -> Action {
+    let body = &request.body;
     let most = body["max_completion_tokens"].as_u64().or(body["max_tokens"].as_u64()).unwrap_or(16);
     let prompt = prompt(body);
     let (mut tokens, mut held, mut steps) = (prompt.clone(), String::new(), Vec::new());
@@ -46,10 +46,10 @@ pub(crate) fn answer(seen: &Seen, name: &str) -> Act {
     }
     let usage = json!({"prompt_tokens": prompt.len(), "completion_tokens": most,
         "total_tokens": prompt.len() as u64 + most});
-    let chat = seen.path == "/v1/chat/completions";
+    let chat = request.path == "/v1/chat/completions";
     if body["stream"] != true {
         let text: String = steps.into_iter().map(|(_, text)| text).collect();
-        return Act::Json(
+        return Action::Json(
             json!({"id": name, "choices": [{"index": 0, "text": text, "finish_reason": "length"}],
             "usage": usage}),
         );
@@ -89,25 +89,25 @@ pub(crate) fn answer(seen: &Seen, name: &str) -> Act {
         frames.push(frame(json!([]), json!({"usage": usage})));
     }
     frames.push("data: [DONE]\n\n".to_owned());
-    Act::Frames(frames, true)
+    Action::Frames(frames, true)
 }
 
-/// One answer as a client reads it.
+/// The content of one response for a client.
 #[derive(Debug, Default, PartialEq)]
-pub(crate) struct Read {
+pub(crate) struct StreamContent {
     pub text: String,
     pub finishes: usize,
     pub dones: usize,
     pub errors: usize,
     pub roles: usize,
     pub usage: Option<Value>,
-    /// Of every frame: `id`, `created`, `model` and `object`.
+    /// `id`, `created`, `model` and `object` of every frame.
     pub heads: std::collections::BTreeSet<String>,
 }
 
-/// Reads a stream of events; every one must be whole.
-pub(crate) fn read(stream: &str) -> Read {
-    let mut read = Read::default();
+/// Reads a stream of events, which must all be complete.
+pub(crate) fn read(stream: &str) -> StreamContent {
+    let mut read = StreamContent::default();
     assert!(stream.is_empty() || stream.ends_with("\n\n"), "{stream}");
     for frame in stream.split_terminator("\n\n") {
         assert_eq!(read.dones, 0, "nothing comes after the end: {stream}");
@@ -121,7 +121,7 @@ pub(crate) fn read(stream: &str) -> Read {
             read.errors += 1;
             continue;
         }
-        assert!(!data.to_string().contains("token_ids"), "nobody asked for token ids: {data}");
+        assert!(!data.to_string().contains("token_ids"), "no token ids were requested: {data}");
         read.heads.insert(format!("{} {} {} {}", data["id"], data["created"], data["model"], data["object"]));
         read.usage = data.get("usage").filter(|usage| usage.is_object()).cloned().or(read.usage);
         if let Some(choice) = data["choices"].get(0) {

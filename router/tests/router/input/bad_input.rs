@@ -1,10 +1,10 @@
-//! What a client must not send: one clear 4xx each, before any engine is contacted.
+//! Invalid requests: one clear 4xx each, before any engine is contacted.
 
 use serde_json::json;
 
 use crate::harness::client::{Client, completion, post};
-use crate::harness::engine::{Act, FakeEngine};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine};
+use crate::harness::system::TestRouter;
 
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
@@ -64,9 +64,9 @@ fn table() -> Vec<(&'static str, Vec<u8>, u16, &'static str)> {
 
 #[tokio::test]
 async fn whatever_the_router_can_know_to_be_wrong_never_reaches_an_engine() {
-    let p = FakeEngine::always(Act::Lend(Some(1))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[&p], &[&d], "", "limits: {body_bytes: 100000}").await;
+    let p = FakeEngine::always(Action::Lease(Some(1))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[&p], &[&d], "", "limits: {body_bytes: 100000}").await;
     for (path, body, status, word) in table() {
         let mut client = Client::connect(system.address).await;
         client.post_bytes(path, "", &body).await;
@@ -82,8 +82,8 @@ async fn whatever_the_router_can_know_to_be_wrong_never_reaches_an_engine() {
 
 #[tokio::test]
 async fn a_body_over_the_limit_is_413_whether_it_is_declared_or_not() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[], &[&d], "", "limits: {body_bytes: 2000}").await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[], &[&d], "", "limits: {body_bytes: 2000}").await;
     let mut client = Client::connect(system.address).await;
     client.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2001\r\n\r\n").await;
     assert_eq!(client.answer().await.status, 413, "at once, before the body is sent");
@@ -97,8 +97,8 @@ async fn a_body_over_the_limit_is_413_whether_it_is_declared_or_not() {
 
 #[tokio::test]
 async fn a_body_that_does_not_arrive_is_408() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[], &[&d], "", "timeouts: {body_ms: 100}").await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[], &[&d], "", "timeouts: {body_ms: 100}").await;
     let mut client = Client::connect(system.address).await;
     client.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{").await;
     let answer = client.answer().await;
@@ -117,14 +117,14 @@ async fn nothing_that_a_client_puts_into_internal_fields_reaches_an_engine() {
         "vllm_xargs": {"kv_transfer_params": MARK, "remote_block_ids": MARK},
         "metadata": {"a": [{"kv_transfer_params": {"b": MARK}}]},
     });
-    let lend = Act::Lend(Some(1));
-    let nothing = Act::Reply(serde_json::Value::Null);
-    let down = Act::Refuse(503, json!({}));
+    let lend = Action::Lease(Some(1));
+    let nothing = Action::Reply(serde_json::Value::Null);
+    let down = Action::Refuse(503, json!({}));
     for p_does in [lend, nothing, down] {
         let p = FakeEngine::always(p_does).await;
-        let d = FakeEngine::scripted(vec![Act::Refuse(503, json!({})), Act::Whole(1)]).await;
-        let other = FakeEngine::always(Act::Whole(1)).await;
-        let system = System::start(&[&p], &[&d, &other]).await;
+        let d = FakeEngine::scripted(vec![Action::Refuse(503, json!({})), Action::Whole(1)]).await;
+        let other = FakeEngine::always(Action::Whole(1)).await;
+        let system = TestRouter::start(&[&p], &[&d, &other]).await;
         for prompt in [json!("x"), json!(["a", "b"])] {
             let mut body = hostile.clone();
             body["prompt"] = prompt;
@@ -135,9 +135,9 @@ async fn nothing_that_a_client_puts_into_internal_fields_reaches_an_engine() {
             assert!(!sent.body.to_string().contains(MARK), "{}", sent.body);
         }
     }
-    let p = FakeEngine::always(Act::Lend(Some(1))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(1))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let twice =
         r#"{"model":"m","prompt":"x","kv_transfer_params":null,"kv_transfer_params":{"remote_host":"x"}}"#;
     let mut client = Client::connect(system.address).await;
@@ -148,9 +148,9 @@ async fn nothing_that_a_client_puts_into_internal_fields_reaches_an_engine() {
 
 #[tokio::test]
 async fn no_internal_header_of_a_client_reaches_an_engine() {
-    let p = FakeEngine::always(Act::Lend(Some(1))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(1))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let headers =
         "x-data-parallel-rank: 7\r\nx-baton-cluster-secret: guess\r\nx-prefiller-host-port: 10.0.0.1:1\r\n";
     let mut client = Client::connect(system.address).await;
@@ -165,8 +165,8 @@ async fn no_internal_header_of_a_client_reaches_an_engine() {
 
 #[tokio::test]
 async fn more_requests_than_the_router_holds_are_429() {
-    let d = FakeEngine::always(Act::Hang).await;
-    let system = System::with(&[], &[&d], "", "limits: {in_flight: 1}").await;
+    let d = FakeEngine::always(Action::Hang).await;
+    let system = TestRouter::with(&[], &[&d], "", "limits: {in_flight: 1}").await;
     let mut first = Client::connect(system.address).await;
     first.post(COMPLETIONS, &completion(false)).await;
     d.wait("the first request", |d| d.asked().len() == 1).await;

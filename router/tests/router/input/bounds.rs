@@ -1,4 +1,4 @@
-//! Each bound of `limits`, `timeouts` and `attempts` at work that no other test is about.
+//! The bounds of `limits`, `timeouts` and `attempts` that no other test covers.
 
 use std::time::Duration;
 
@@ -6,20 +6,20 @@ use serde_json::json;
 use socket2::{Domain, Socket, Type};
 
 use crate::harness::client::{Client, completion, post};
-use crate::harness::engine::{Act, FakeEngine, eventually};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine, eventually};
+use crate::harness::system::TestRouter;
 
 const PATH: &str = "/v1/completions";
 
-fn in_trouble() -> Act {
-    Act::Refuse(500, json!({"error": {"message": "x"}}))
+fn in_trouble() -> Action {
+    Action::Refuse(500, json!({"error": {"message": "x"}}))
 }
 
-async fn three(act: &Act) -> [FakeEngine; 3] {
+async fn three(action: &Action) -> [FakeEngine; 3] {
     [
-        FakeEngine::always(act.clone()).await,
-        FakeEngine::always(act.clone()).await,
-        FakeEngine::always(act.clone()).await,
+        FakeEngine::always(action.clone()).await,
+        FakeEngine::always(action.clone()).await,
+        FakeEngine::always(action.clone()).await,
     ]
 }
 
@@ -30,17 +30,17 @@ fn asked(engines: &[FakeEngine]) -> usize {
 #[tokio::test]
 async fn a_request_asks_as_many_engines_as_attempts_allow() {
     for allowed in 1..=3 {
-        let lender = FakeEngine::always(Act::Lend(Some(1))).await;
+        let lender = FakeEngine::always(Action::Lease(Some(1))).await;
         let [a, b, c] = three(&in_trouble()).await;
         let top = format!("attempts: {{decode: {allowed}}}");
-        let system = System::with(&[&lender], &[&a, &b, &c], "", &top).await;
+        let system = TestRouter::with(&[&lender], &[&a, &b, &c], "", &top).await;
         assert_eq!(post(system.address, PATH, &completion(false)).await.status / 100, 5);
         assert_eq!(asked(&[a, b, c]), allowed, "decode");
 
-        let answers = FakeEngine::always(Act::Whole(1)).await;
+        let answers = FakeEngine::always(Action::Whole(1)).await;
         let [a, b, c] = three(&in_trouble()).await;
         let top = format!("attempts: {{prefill: {allowed}}}");
-        let system = System::with(&[&a, &b, &c], &[&answers], "", &top).await;
+        let system = TestRouter::with(&[&a, &b, &c], &[&answers], "", &top).await;
         assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200, "the fallback");
         assert_eq!(asked(&[a, b, c]), allowed, "prefill");
     }
@@ -48,10 +48,10 @@ async fn a_request_asks_as_many_engines_as_attempts_allow() {
 
 #[tokio::test]
 async fn a_settlement_is_tried_as_often_as_attempts_allow() {
-    let lender = FakeEngine::always(Act::Lend(Some(1))).await;
+    let lender = FakeEngine::always(Action::Lease(Some(1))).await;
     lender.verbs_answer(500);
-    let decode = FakeEngine::always(Act::Refuse(400, json!({"error": {"message": "x"}}))).await;
-    let system = System::with(&[&lender], &[&decode], "", "attempts: {settle: 3}").await;
+    let decode = FakeEngine::always(Action::Refuse(400, json!({"error": {"message": "x"}}))).await;
+    let system = TestRouter::with(&[&lender], &[&decode], "", "attempts: {settle: 3}").await;
     assert_eq!(post(system.address, PATH, &completion(false)).await.status, 400);
     system.counts("baton_router_settlements_total{result=\"failed\"}", 1.0).await;
     assert_eq!(lender.releases().len(), 3);
@@ -59,9 +59,9 @@ async fn a_settlement_is_tried_as_often_as_attempts_allow() {
 
 #[tokio::test]
 async fn a_404_of_a_moment_does_not_take_the_verbs_from_an_engine_that_has_them() {
-    let lender = FakeEngine::always(Act::Lend(Some(1))).await;
-    let decode = FakeEngine::always(Act::Refuse(400, json!({"error": {"message": "x"}}))).await;
-    let system = System::with(&[&lender], &[&decode], "", "attempts: {settle: 16}").await;
+    let lender = FakeEngine::always(Action::Lease(Some(1))).await;
+    let decode = FakeEngine::always(Action::Refuse(400, json!({"error": {"message": "x"}}))).await;
+    let system = TestRouter::with(&[&lender], &[&decode], "", "attempts: {settle: 16}").await;
     let confirmed = |times| system.counts("baton_router_settlements_total{result=\"confirmed\"}", times);
     assert_eq!(post(system.address, PATH, &completion(false)).await.status, 400);
     confirmed(1.0).await;
@@ -77,10 +77,10 @@ async fn a_404_of_a_moment_does_not_take_the_verbs_from_an_engine_that_has_them(
 #[tokio::test]
 async fn requests_that_end_together_are_settled_in_turn_and_a_drain_waits_for_all() {
     const CLIENTS: usize = 16;
-    let lender = FakeEngine::always(Act::Lend(Some(1))).await;
-    let decode = FakeEngine::always(Act::Hang).await;
+    let lender = FakeEngine::always(Action::Lease(Some(1))).await;
+    let decode = FakeEngine::always(Action::Hang).await;
     let top = "limits: {settlements: 4}\ndrain_timeout_ms: 50";
-    let mut system = System::with(&[&lender], &[&decode], "", top).await;
+    let mut system = TestRouter::with(&[&lender], &[&decode], "", top).await;
     let mut clients = Vec::new();
     for _ in 0..CLIENTS {
         let mut client = Client::connect(system.address).await;
@@ -88,7 +88,7 @@ async fn requests_that_end_together_are_settled_in_turn_and_a_drain_waits_for_al
         clients.push(client);
     }
     eventually("all are being decoded", || decode.asked().len() == CLIENTS).await;
-    // All are cut at once: each owes an abort and a release.
+    // All requests are cut at once: each needs an abort and a release.
     system.shut_down();
     system.stopped().await;
     assert_eq!((decode.aborts().len(), lender.releases().len()), (CLIENTS, CLIENTS));
@@ -97,10 +97,10 @@ async fn requests_that_end_together_are_settled_in_turn_and_a_drain_waits_for_al
 
 #[tokio::test]
 async fn a_settlement_beyond_the_limit_waits_and_one_beyond_the_queue_is_counted_and_left_to_the_lease() {
-    let lender = FakeEngine::always(Act::Lend(Some(1))).await;
+    let lender = FakeEngine::always(Action::Lease(Some(1))).await;
     lender.verbs_answer(1);
-    let decode = FakeEngine::always(Act::Refuse(400, json!({"error": {"message": "x"}}))).await;
-    let system = System::with(&[&lender], &[&decode], "", "limits: {settlements: 2, in_flight: 1}").await;
+    let decode = FakeEngine::always(Action::Refuse(400, json!({"error": {"message": "x"}}))).await;
+    let system = TestRouter::with(&[&lender], &[&decode], "", "limits: {settlements: 2, in_flight: 1}").await;
     for _ in 0..5 {
         while post(system.address, PATH, &completion(false)).await.status != 400 {}
     }
@@ -111,18 +111,18 @@ async fn a_settlement_beyond_the_limit_waits_and_one_beyond_the_queue_is_counted
 
 #[tokio::test]
 async fn a_connection_beyond_the_limit_waits_for_its_turn() {
-    let decode = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[], &[&decode], "", "limits: {connections: 1}").await;
+    let decode = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[], &[&decode], "", "limits: {connections: 1}").await;
     let mut first = Client::connect(system.address).await;
     first.post(PATH, &completion(false)).await;
     assert_eq!(first.answer().await.status, 200);
     let mut second = Client::connect(system.address).await;
     second.post(PATH, &completion(false)).await;
-    // The first client is served before and after; the second one only when the first has left.
+    // The first client is served before and after; the second one only after the first has disconnected.
     first.post(PATH, &completion(false)).await;
     assert_eq!(first.answer().await.status, 200);
     assert_eq!(decode.asked().len(), 2);
-    first.hang_up(crate::harness::client::HangUp::Fin);
+    first.hang_up(crate::harness::client::DisconnectKind::Fin);
     assert_eq!(second.answer().await.status, 200);
     assert_eq!(decode.asked().len(), 3);
 }
@@ -130,9 +130,9 @@ async fn a_connection_beyond_the_limit_waits_for_its_turn() {
 #[tokio::test]
 async fn connections_to_engines_are_kept_for_as_long_as_they_may_be_idle() {
     for (idle_ms, made) in [(0, 3), (3_600_000, 1)] {
-        let decode = FakeEngine::always(Act::Whole(1)).await;
+        let decode = FakeEngine::always(Action::Whole(1)).await;
         let top = format!("timeouts: {{engine_idle_ms: {idle_ms}}}");
-        let system = System::with(&[], &[&decode], "", &top).await;
+        let system = TestRouter::with(&[], &[&decode], "", &top).await;
         for _ in 0..3 {
             assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
         }
@@ -140,7 +140,7 @@ async fn connections_to_engines_are_kept_for_as_long_as_they_may_be_idle() {
     }
 }
 
-/// An address at which nobody accepts and whose queue is full: a connection there is never made.
+/// An address with a full accept queue, where no connection can be made.
 fn a_black_hole() -> (Socket, Vec<Socket>, std::net::SocketAddr) {
     let new = || Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
     let listener = new();
@@ -159,13 +159,13 @@ fn a_black_hole() -> (Socket, Vec<Socket>, std::net::SocketAddr) {
 #[tokio::test]
 async fn an_engine_that_takes_no_connection_is_given_up_after_the_connect_timeout() {
     let (_listener, _waiting, hole) = a_black_hole();
-    let live = FakeEngine::always(Act::Whole(1)).await;
+    let live = FakeEngine::always(Action::Whole(1)).await;
     let model = format!("      engines: [{{url: 'http://{hole}'}}, {{url: '{}'}}]", live.url());
     let yaml = format!(
         "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\ntimeouts: {{connect_ms: 100}}\nmodels:\n  - name: m\n    \
          decode:\n      policy: round_robin\n{model}\n"
     );
-    let system = System::of(&yaml).await;
+    let system = TestRouter::of(&yaml).await;
     for _ in 0..2 {
         assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
     }
@@ -174,11 +174,11 @@ async fn an_engine_that_takes_no_connection_is_given_up_after_the_connect_timeou
 
 #[tokio::test]
 async fn a_client_that_takes_nothing_of_its_answer_is_cut() {
-    let decode = FakeEngine::always(Act::Whole(64 << 20)).await;
-    let system = System::with(&[], &[&decode], "", "timeouts: {client_stall_ms: 100}").await;
+    let decode = FakeEngine::always(Action::Whole(64 << 20)).await;
+    let system = TestRouter::with(&[], &[&decode], "", "timeouts: {client_stall_ms: 100}").await;
     let mut client = Client::connect(system.address).await;
     client.post(PATH, &completion(false)).await;
-    eventually("the engine is told", || !decode.aborts().is_empty()).await;
+    eventually("the engine is aborted", || !decode.aborts().is_empty()).await;
     system.settled().await;
     drop(client);
     tokio::time::timeout(Duration::from_secs(10), system.settled()).await.unwrap();
@@ -189,9 +189,9 @@ async fn the_first_line_of_the_cluster_secrets_file_is_sent_to_engines() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("secret");
     std::fs::write(&file, "0123456789abcdef\nnot this line\n").unwrap();
-    let decode = FakeEngine::always(Act::Whole(1)).await;
+    let decode = FakeEngine::always(Action::Whole(1)).await;
     let top = format!("cluster_secret_file: {}", file.display());
-    let system = System::with(&[], &[&decode], "", &top).await;
+    let system = TestRouter::with(&[], &[&decode], "", &top).await;
     assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
     assert_eq!(decode.asked()[0].headers["x-baton-cluster-secret"], "0123456789abcdef");
 }

@@ -1,10 +1,10 @@
-//! A client that hangs up, in every phase, by FIN and by RST: the engines hear exactly what they are owed.
+//! Clients that disconnect in every phase, by FIN and by RST: engines receive exactly the required aborts and releases.
 
 use serde_json::json;
 
-use crate::harness::client::{BOTH_HANG_UPS, Client, HangUp, completion, get};
-use crate::harness::engine::{Act, FakeEngine};
-use crate::harness::system::{System, asked};
+use crate::harness::client::{Client, DISCONNECT_KINDS, DisconnectKind, completion, get};
+use crate::harness::engine::{Action, FakeEngine};
+use crate::harness::system::{TestRouter, asked};
 
 const HANDLE: u128 = 0xabc;
 
@@ -12,7 +12,7 @@ fn handle() -> String {
     format!("{HANDLE:032x}")
 }
 
-async fn begin(system: &System, stream: bool) -> Client {
+async fn begin(system: &TestRouter, stream: bool) -> Client {
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(stream)).await;
     client
@@ -24,11 +24,11 @@ fn id(engine: &FakeEngine) -> String {
 
 #[tokio::test]
 async fn while_the_prefill_engine_works_it_is_aborted_and_nobody_else_is_asked() {
-    for how in BOTH_HANG_UPS {
-        let p = FakeEngine::always(Act::Hang).await;
-        let d = FakeEngine::always(Act::Whole(1)).await;
+    for how in DISCONNECT_KINDS {
+        let p = FakeEngine::always(Action::Hang).await;
+        let d = FakeEngine::always(Action::Whole(1)).await;
         let top = "timeouts: {settle_ms: 300}";
-        let system = System::with(&[&p], &[&d], "", top).await;
+        let system = TestRouter::with(&[&p], &[&d], "", top).await;
         let client = begin(&system, true).await;
         asked(&p, 1).await;
         client.hang_up(how);
@@ -43,15 +43,15 @@ async fn while_the_prefill_engine_works_it_is_aborted_and_nobody_else_is_asked()
 
 #[tokio::test]
 async fn a_handle_that_crosses_the_abort_is_released() {
-    for how in BOTH_HANG_UPS {
-        let p = FakeEngine::always(Act::LendWhenTold(Some(HANDLE))).await;
-        let d = FakeEngine::always(Act::Whole(1)).await;
-        let system = System::start(&[&p], &[&d]).await;
+    for how in DISCONNECT_KINDS {
+        let p = FakeEngine::always(Action::LeaseGated(Some(HANDLE))).await;
+        let d = FakeEngine::always(Action::Whole(1)).await;
+        let system = TestRouter::start(&[&p], &[&d]).await;
         let client = begin(&system, true).await;
         asked(&p, 1).await;
         client.hang_up(how);
         p.wait("the abort", |p| !p.aborts().is_empty()).await;
-        p.go_on();
+        p.open_gate();
         p.wait("the release", |p| !p.releases().is_empty()).await;
         assert_eq!(p.releases(), [(handle(), "late_reply".to_owned())]);
         system.settled().await;
@@ -62,14 +62,14 @@ async fn a_handle_that_crosses_the_abort_is_released() {
 
 #[tokio::test]
 async fn a_prefill_engine_without_the_verbs_sees_a_half_close_and_is_read_on() {
-    let p = FakeEngine::always(Act::Hang).await.without_verbs();
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Hang).await.without_verbs();
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let client = begin(&system, true).await;
     asked(&p, 1).await;
     let begun = std::time::Instant::now();
-    client.hang_up(HangUp::Fin);
-    // hyper takes a half-close for the end, as vLLM's server does; the bounded wait alone is 5 s.
+    client.hang_up(DisconnectKind::Fin);
+    // hyper treats a half-close as the end, as vLLM's server does; the bounded wait alone is 5 s.
     p.wait("the engine sees the end", |p| p.cut() == 1).await;
     assert!(begun.elapsed().as_secs() < 2);
     system.settled().await;
@@ -79,10 +79,10 @@ async fn a_prefill_engine_without_the_verbs_sees_a_half_close_and_is_read_on() {
 
 #[tokio::test]
 async fn before_the_decode_engine_takes_it_both_are_told() {
-    for how in BOTH_HANG_UPS {
-        let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-        let d = FakeEngine::always(Act::Hang).await;
-        let system = System::start(&[&p], &[&d]).await;
+    for how in DISCONNECT_KINDS {
+        let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+        let d = FakeEngine::always(Action::Hang).await;
+        let system = TestRouter::start(&[&p], &[&d]).await;
         let client = begin(&system, true).await;
         asked(&d, 1).await;
         client.hang_up(how);
@@ -98,20 +98,20 @@ async fn before_the_decode_engine_takes_it_both_are_told() {
 
 #[tokio::test]
 async fn after_the_decode_engine_took_it_only_that_one_is_told() {
-    for how in BOTH_HANG_UPS {
+    for how in DISCONNECT_KINDS {
         for events in [0, 2] {
-            let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-            let d = FakeEngine::always(Act::StreamWhenTold(10)).await;
-            let system = System::start(&[&p], &[&d]).await;
+            let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+            let d = FakeEngine::always(Action::StreamGated(10)).await;
+            let system = TestRouter::start(&[&p], &[&d]).await;
             let mut client = begin(&system, true).await;
             for n in 0..events {
-                d.go_on();
+                d.open_gate();
                 if n == 0 {
                     assert_eq!(client.head().await.0, 200);
                 }
                 client.chunk().await.unwrap();
             }
-            // Without an event the client has not heard of it yet.
+            // Before the first event the client has received nothing.
             asked(&d, 1).await;
             let account = format!("/explain/{}", id(&d));
             while !get(system.admin, &account).await.text().contains("\"accepted\"") {
@@ -131,16 +131,16 @@ async fn after_the_decode_engine_took_it_only_that_one_is_told() {
 
 #[tokio::test]
 async fn an_answer_that_is_not_streamed_is_aborted_too() {
-    for how in BOTH_HANG_UPS {
-        let p = FakeEngine::always(Act::Lend(None)).await;
-        let d = FakeEngine::always(Act::WholeWhenTold(1)).await;
-        let system = System::start(&[&p], &[&d]).await;
+    for how in DISCONNECT_KINDS {
+        let p = FakeEngine::always(Action::Lease(None)).await;
+        let d = FakeEngine::always(Action::WholeGated(1)).await;
+        let system = TestRouter::start(&[&p], &[&d]).await;
         let client = begin(&system, false).await;
         asked(&d, 1).await;
         client.hang_up(how);
         d.wait("the decode engine is cut", |d| d.cut() == 1).await;
         d.wait("the abort", |d| d.aborts().len() == 1).await;
-        // A stock engine gave no handle: the request's id is all there is to name the lease by.
+        // A stock engine returned no handle: only the request's id identifies the lease.
         p.wait("the abort at P", |p| p.aborts().len() == 1).await;
         system.settled().await;
         assert!(p.releases().is_empty(), "{how:?}");
@@ -149,14 +149,14 @@ async fn an_answer_that_is_not_streamed_is_aborted_too() {
 
 #[tokio::test]
 async fn between_the_legs_and_in_random_moments_nothing_stays_owed() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let d = FakeEngine::always(Act::Stream(50)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let d = FakeEngine::always(Action::Stream(50)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     for n in 0..200_u64 {
         let client = begin(&system, true).await;
-        // 0 to 2 ms in steps of 10 µs: over the whole life of such a request.
+        // 0 to 2 ms in steps of 10 µs: the whole duration of such a request.
         tokio::time::sleep(std::time::Duration::from_micros(n * 10)).await;
-        client.hang_up(if n % 2 == 0 { HangUp::Fin } else { HangUp::Rst });
+        client.hang_up(if n % 2 == 0 { DisconnectKind::Fin } else { DisconnectKind::Rst });
     }
     system.settled().await;
     let total: f64 = {
@@ -167,7 +167,7 @@ async fn between_the_legs_and_in_random_moments_nothing_stays_owed() {
         sum
     };
     assert!(total > 0.0);
-    // Every lease went to a decode engine that took the request, or came back.
+    // Every lease was used by a decode engine that accepted the request, or was released.
     let lent = p.asked().len();
     let given_back = p.releases().len() + p.aborts().len();
     assert!(
@@ -179,16 +179,16 @@ async fn between_the_legs_and_in_random_moments_nothing_stays_owed() {
 
 #[tokio::test]
 async fn a_client_that_hangs_up_on_its_second_request_is_seen_as_well() {
-    let p = FakeEngine::scripted(vec![Act::Lend(Some(1)), Act::Hang]).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[&p], &[&d], "", "timeouts: {settle_ms: 200}").await;
+    let p = FakeEngine::scripted(vec![Action::Lease(Some(1)), Action::Hang]).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[&p], &[&d], "", "timeouts: {settle_ms: 200}").await;
     let mut client = begin(&system, false).await;
     assert_eq!(client.answer().await.status, 200);
     client
         .post("/v1/chat/completions", &json!({"model": "m", "messages": [{"role": "user", "content": "x"}]}))
         .await;
     asked(&p, 2).await;
-    client.hang_up(HangUp::Fin);
+    client.hang_up(DisconnectKind::Fin);
     p.wait("the abort", |p| p.aborts().len() == 1).await;
     system.settled().await;
 }
@@ -196,18 +196,18 @@ async fn a_client_that_hangs_up_on_its_second_request_is_seen_as_well() {
 #[tokio::test]
 async fn a_prefill_that_was_given_up_on_a_kept_connection_is_not_sent_again() {
     for verbs in [true, false] {
-        let p = FakeEngine::scripted(vec![Act::Lend(Some(HANDLE)), Act::Hang]).await;
+        let p = FakeEngine::scripted(vec![Action::Lease(Some(HANDLE)), Action::Hang]).await;
         let p = if verbs { p } else { p.without_verbs() };
-        let d = FakeEngine::always(Act::Whole(1)).await;
-        let system = System::with(&[&p], &[&d], "", "timeouts: {settle_ms: 300}").await;
+        let d = FakeEngine::always(Action::Whole(1)).await;
+        let system = TestRouter::with(&[&p], &[&d], "", "timeouts: {settle_ms: 300}").await;
         let mut client = begin(&system, false).await;
         assert_eq!(client.answer().await.status, 200);
         assert_eq!(p.connections(), 1);
         client.post("/v1/completions", &completion(true)).await;
         asked(&p, 2).await;
         assert_eq!(p.connections(), 1, "the second request came on the kept connection");
-        client.hang_up(HangUp::Fin);
-        // A half-close is the end to it: it closes the connection without an answer.
+        client.hang_up(DisconnectKind::Fin);
+        // The engine treats a half-close as the end: it closes the connection without an answer.
         p.wait("the engine sees the end", |p| p.cut() == 1).await;
         system.settled().await;
         assert_eq!(p.asked().len(), 2, "with the verbs: {verbs}");

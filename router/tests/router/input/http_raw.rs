@@ -1,4 +1,4 @@
-//! Bytes that no decent client sends: one answer each, the connection closed, and nothing for any engine.
+//! Malformed HTTP: one response each, then the connection is closed, and no engine receives a request.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -7,21 +7,21 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use crate::harness::client::{Client, completion, get, post};
-use crate::harness::engine::{Act, FakeEngine};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine};
+use crate::harness::system::TestRouter;
 
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 const BODY: &str = r#"{"model":"m","prompt":"hello","max_tokens":8}"#;
 
-/// What a request is answered with.
-struct Case {
+/// Bytes and the expected response.
+struct RawCase {
     what: &'static str,
     bytes: Vec<u8>,
     status: u16,
 }
 
-fn case(what: &'static str, bytes: impl Into<Vec<u8>>, status: u16) -> Case {
-    Case { what, bytes: bytes.into(), status }
+fn case(what: &'static str, bytes: impl Into<Vec<u8>>, status: u16) -> RawCase {
+    RawCase { what, bytes: bytes.into(), status }
 }
 
 /// A request to generate with these header lines instead of the usual ones.
@@ -29,7 +29,7 @@ fn with(headers: &str, body: &str) -> String {
     format!("POST /v1/completions HTTP/1.1\r\n{headers}\r\n{body}")
 }
 
-/// A good request with further header lines.
+/// A valid request with further header lines.
 fn and(headers: &str) -> String {
     with(&format!("host: x\r\ncontent-length: {}\r\n{headers}", BODY.len()), BODY)
 }
@@ -41,7 +41,7 @@ fn chunked(body: &str) -> String {
 /// A second request that must never be served.
 const HIDDEN: &str = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 45\r\n\r\n{\"model\":\"m\",\"prompt\":\"hidden\",\"max_tokens\":8}";
 
-fn framing() -> Vec<Case> {
+fn framing() -> Vec<RawCase> {
     let length = BODY.len();
     let both = |first: &str, second: &str| {
         with(&format!("host: x\r\n{first}\r\n{second}\r\n"), &format!("0\r\n\r\n{HIDDEN}"))
@@ -130,7 +130,7 @@ fn framing() -> Vec<Case> {
     ]
 }
 
-fn heads() -> Vec<Case> {
+fn heads() -> Vec<RawCase> {
     let line = |line: &str| format!("{line}\r\nhost: x\r\n\r\n");
     let many: String = (0..101).map(|n| format!("x-{n}: y\r\n")).collect();
     vec![
@@ -176,7 +176,7 @@ fn heads() -> Vec<Case> {
         case("TLS", b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03".to_vec(), 400),
         case("CONNECT", line("CONNECT x:80 HTTP/1.1"), 405),
         case("TRACE", line("TRACE /health HTTP/1.1"), 405),
-        case("an expectation that nobody knows", and("expect: 200-maybe\r\n"), 417),
+        case("an unknown expectation", and("expect: 200-maybe\r\n"), 417),
         case("two expectations", and("expect: 100-continue\r\nexpect: 100-continue\r\n"), 400),
         case("too many headers", and(&many), 431),
         case("a header that is too large", and(&format!("x-a: {}\r\n", "b".repeat(40_000))), 431),
@@ -216,8 +216,8 @@ fn heads() -> Vec<Case> {
     ]
 }
 
-/// Bodies that are framed well and are not what they must be. The connection may live on after these.
-fn bodies() -> Vec<Case> {
+/// Correctly framed bodies with invalid content. The connection may stay open after these.
+fn bodies() -> Vec<RawCase> {
     let json = |body: &[u8]| {
         let mut bytes = with(&format!("host: x\r\ncontent-length: {}\r\n", body.len()), "").into_bytes();
         bytes.extend_from_slice(body);
@@ -274,14 +274,14 @@ fn bodies() -> Vec<Case> {
     ]
 }
 
-/// Sends, half-closes if told so, and reads everything until the router closes.
+/// Sends the bytes and reads until the router closes the connection.
 async fn exchange(address: SocketAddr, bytes: &[u8]) -> Vec<u8> {
     let mut stream = TcpStream::connect(address).await.unwrap();
-    let _ = tokio::time::timeout(PATIENCE, stream.write_all(bytes)).await.expect("the router reads");
+    let _ = tokio::time::timeout(TIMEOUT, stream.write_all(bytes)).await.expect("the router reads");
     let mut all = Vec::new();
     let mut piece = vec![0; 64 << 10];
     loop {
-        let read = tokio::time::timeout(PATIENCE, stream.read(&mut piece)).await;
+        let read = tokio::time::timeout(TIMEOUT, stream.read(&mut piece)).await;
         match read.expect("the router answers and closes") {
             Ok(0) | Err(_) => return all,
             Ok(bytes) => all.extend_from_slice(&piece[..bytes]),
@@ -289,7 +289,7 @@ async fn exchange(address: SocketAddr, bytes: &[u8]) -> Vec<u8> {
     }
 }
 
-/// The status of the only answer in these bytes.
+/// The status of the only response in these bytes.
 fn only_answer(what: &str, bytes: &[u8]) -> u16 {
     let text = String::from_utf8_lossy(bytes);
     let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{what}: no answer: {text}"));
@@ -310,12 +310,12 @@ fn only_answer(what: &str, bytes: &[u8]) -> u16 {
 
 #[tokio::test]
 async fn every_odd_request_gets_one_refusal_and_no_engine_a_byte() {
-    let p = FakeEngine::always(Act::Lend(Some(1))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(1))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let (framing, heads) = (framing(), heads());
     assert!(framing.len() + heads.len() >= 60, "the suite has shrunk");
-    for Case { what, bytes, status } in framing.into_iter().chain(heads) {
+    for RawCase { what, bytes, status } in framing.into_iter().chain(heads) {
         eprintln!("{what}");
         let answer = exchange(system.address, &bytes).await;
         assert_eq!(only_answer(what, &answer), status, "{what}: {}", String::from_utf8_lossy(&answer));
@@ -327,10 +327,10 @@ async fn every_odd_request_gets_one_refusal_and_no_engine_a_byte() {
 
 #[tokio::test]
 async fn every_odd_body_gets_one_refusal_and_no_engine_a_byte() {
-    let p = FakeEngine::always(Act::Lend(Some(1))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
-    for Case { what, bytes, status } in bodies() {
+    let p = FakeEngine::always(Action::Lease(Some(1))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
+    for RawCase { what, bytes, status } in bodies() {
         let mut client = Client::connect(system.address).await;
         client.send(&bytes).await;
         let answer = client.answer().await;
@@ -342,8 +342,8 @@ async fn every_odd_body_gets_one_refusal_and_no_engine_a_byte() {
 
 #[tokio::test]
 async fn a_body_of_exactly_the_limit_is_served_and_one_byte_more_is_not() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[], &[&d], "", "limits: {body_bytes: 4096}").await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[], &[&d], "", "limits: {body_bytes: 4096}").await;
     let body = |bytes: usize| {
         let empty = r#"{"model":"m","max_tokens":1,"prompt":""}"#.len();
         format!(r#"{{"model":"m","max_tokens":1,"prompt":"{}"}}"#, "x".repeat(bytes - empty))
@@ -363,14 +363,14 @@ async fn a_body_of_exactly_the_limit_is_served_and_one_byte_more_is_not() {
 
 #[tokio::test]
 async fn a_body_that_ends_early_is_refused_however_it_is_framed() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     for bytes in [with("host: x\r\ncontent-length: 100\r\n", BODY), chunked("2d\r\n{\"model\"")] {
         let mut stream = TcpStream::connect(system.address).await.unwrap();
         stream.write_all(bytes.as_bytes()).await.unwrap();
         stream.shutdown().await.unwrap();
         let mut answer = Vec::new();
-        tokio::time::timeout(PATIENCE, stream.read_to_end(&mut answer)).await.unwrap().unwrap();
+        tokio::time::timeout(TIMEOUT, stream.read_to_end(&mut answer)).await.unwrap().unwrap();
         assert_eq!(only_answer("cut off", &answer), 400);
     }
     assert_eq!(d.connections(), 0);
@@ -378,8 +378,9 @@ async fn a_body_that_ends_early_is_refused_however_it_is_framed() {
 
 #[tokio::test]
 async fn a_slow_head_is_408_and_a_large_one_431() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[], &[&d], "", "timeouts: {head_ms: 100}\nlimits: {head_bytes: 1024}").await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system =
+        TestRouter::with(&[], &[&d], "", "timeouts: {head_ms: 100}\nlimits: {head_bytes: 1024}").await;
     let answer = exchange(system.address, b"GET /health HTTP/1.1\r\nhost: x\r\nx-a:").await;
     assert_eq!(only_answer("a head that stops", &answer), 408);
     let large = format!("GET /health HTTP/1.1\r\nhost: x\r\nx-a: {}\r\n\r\n", "b".repeat(1024));
@@ -387,7 +388,7 @@ async fn a_slow_head_is_408_and_a_large_one_431() {
     let mut stream = TcpStream::connect(system.address).await.unwrap();
     let (mut read, mut write) = stream.split();
     let slowly = async {
-        // A byte at a time, for ever: the clock is the head's, not the byte's.
+        // One byte at a time, forever: the time limit is that of the head, not of a byte.
         for byte in b"GET /health HTTP/1.1\r\nhost: x\r\n".iter().chain(std::iter::repeat(&b'x')) {
             if write.write_all(&[*byte]).await.is_err() {
                 break;
@@ -396,17 +397,17 @@ async fn a_slow_head_is_408_and_a_large_one_431() {
         }
     };
     let mut answer = Vec::new();
-    let told = async { tokio::time::timeout(PATIENCE, read.read_to_end(&mut answer)).await };
-    tokio::select! { () = slowly => {}, told = told => drop(told.expect("closed in time")) }
+    let answered = async { tokio::time::timeout(TIMEOUT, read.read_to_end(&mut answer)).await };
+    tokio::select! { () = slowly => {}, answered = answered => drop(answered.expect("closed in time")) }
     assert_eq!(only_answer("a head byte by byte", &answer), 408);
     assert_eq!(d.connections(), 0);
 }
 
 #[tokio::test]
 async fn a_connection_without_a_request_is_closed_in_time() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[], &[&d], "", "timeouts: {client_idle_ms: 100}").await;
-    assert!(exchange(system.address, b"").await.is_empty(), "nobody has asked for an answer");
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[], &[&d], "", "timeouts: {client_idle_ms: 100}").await;
+    assert!(exchange(system.address, b"").await.is_empty(), "no request was sent");
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(false)).await;
     assert_eq!(client.answer().await.status, 200);
@@ -415,8 +416,8 @@ async fn a_connection_without_a_request_is_closed_in_time() {
 
 #[tokio::test]
 async fn thousands_of_slow_clients_do_not_keep_others_waiting() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let mut slow = Vec::new();
     for n in 0..2_000 {
         let mut stream = TcpStream::connect(system.address).await.unwrap();
@@ -435,14 +436,14 @@ async fn thousands_of_slow_clients_do_not_keep_others_waiting() {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     assert_eq!(get(system.address, "/health").await.status, 200);
-    assert!(d.asked().iter().all(|seen| seen.body["prompt"] == "hello"));
+    assert!(d.asked().iter().all(|request| request.body["prompt"] == "hello"));
     drop(slow);
 }
 
 #[tokio::test]
 async fn a_chunked_body_of_many_small_pieces_is_served_and_the_connection_used_again() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     for _ in 0..2 {
         client.send(chunked("").as_bytes()).await;
@@ -457,8 +458,8 @@ async fn a_chunked_body_of_many_small_pieces_is_served_and_the_connection_used_a
 
 #[tokio::test]
 async fn an_upgrade_is_not_spoken_and_the_request_is_served_as_it_is() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     client
         .send(
@@ -466,13 +467,13 @@ async fn an_upgrade_is_not_spoken_and_the_request_is_served_as_it_is() {
         )
         .await;
     assert_eq!(client.answer().await.status, 200);
-    assert!(d.asked().iter().all(|seen| !seen.headers.contains_key("upgrade")));
+    assert!(d.asked().iter().all(|request| !request.headers.contains_key("upgrade")));
 }
 
 #[tokio::test]
 async fn a_request_id_that_is_none_is_neither_echoed_nor_passed_on() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     for lines in [
         "x-request-id: with space\r\n".to_owned(),
         "x-request-id: \r\n".to_owned(),

@@ -1,36 +1,36 @@
-//! API keys and tenants: who is let in, what engines hear of it, and what is told at a limit.
+//! API keys and tenants: authentication, the fields that engines receive, and the responses at a limit.
 
 use baton_router::{NewKey, Router, RouterConfig};
 use serde_json::{Value, json};
 
-use crate::harness::client::{Answer, Client, completion, get, post};
-use crate::harness::engine::{Act, FakeEngine, eventually};
-use crate::harness::system::{System, asked};
+use crate::harness::client::{Client, ClientResponse, completion, get, post};
+use crate::harness::engine::{Action, FakeEngine, eventually};
+use crate::harness::system::{TestRouter, asked};
 use crate::operations::health::{said, standing, stands};
 
 /// One prefill engine, one decode engine, two keys of two tenants.
-struct Keyed {
+struct KeyedRouter {
     p: FakeEngine,
     d: FakeEngine,
-    system: System,
+    system: TestRouter,
     a: String,
     b: String,
 }
 
-/// `of_a` and `of_b` are further fields of the keys, `auth` of the part, `top` of the file.
-async fn keyed(act: Act, of_a: &str, of_b: &str, auth: &str, top: &str) -> Keyed {
+/// `of_a` and `of_b` are further fields of the keys, `auth` of `auth`, `top` of the file.
+async fn keyed(action: Action, of_a: &str, of_b: &str, auth: &str, top: &str) -> KeyedRouter {
     let (a, b) = (NewKey::make(), NewKey::make());
-    let (p, d) = (FakeEngine::always(Act::Lend(Some(7))).await, FakeEngine::always(act).await);
+    let (p, d) = (FakeEngine::always(Action::Lease(Some(7))).await, FakeEngine::always(action).await);
     let key = |id: &str, key: &NewKey, more: &str| {
         format!("    - {{id: {id}, hash: '{}', tenant: tenant-{id}{more}}}\n", key.hash)
     };
     let top = format!("auth:\n{auth}  keys:\n{}{}{top}", key("a", &a, of_a), key("b", &b, of_b));
-    let system = System::with(&[&p], &[&d], "", &top).await;
-    Keyed { p, d, system, a: a.key, b: b.key }
+    let system = TestRouter::with(&[&p], &[&d], "", &top).await;
+    KeyedRouter { p, d, system, a: a.key, b: b.key }
 }
 
-impl Keyed {
-    async fn post(&self, key: &str, body: &Value) -> Answer {
+impl KeyedRouter {
+    async fn post(&self, key: &str, body: &Value) -> ClientResponse {
         let mut client = self.posted(key, body).await;
         client.answer().await
     }
@@ -45,7 +45,7 @@ impl Keyed {
 
 #[tokio::test]
 async fn without_a_good_key_nothing_reaches_an_engine_and_no_body_is_read() {
-    let k = keyed(Act::Whole(1), "", ", expires: '2020-01-01'", "", "").await;
+    let k = keyed(Action::Whole(1), "", ", expires: '2020-01-01'", "", "").await;
     let not_a_hash = format!("{}0", k.a);
     for header in [
         String::new(),
@@ -57,7 +57,7 @@ async fn without_a_good_key_nothing_reaches_an_engine_and_no_body_is_read() {
         format!("Authorization: Bearer {0}\r\nAuthorization: Bearer {0}\r\n", k.a),
     ] {
         let mut client = Client::connect(k.system.address).await;
-        // The body never comes, and is not waited for.
+        // The body never arrives and is not awaited.
         let head =
             format!("POST /v1/completions HTTP/1.1\r\nhost: x\r\n{header}content-length: 1000\r\n\r\n");
         client.send(head.as_bytes()).await;
@@ -78,11 +78,11 @@ async fn without_a_good_key_nothing_reaches_an_engine_and_no_body_is_read() {
 
 #[tokio::test]
 async fn a_good_key_is_let_in_and_goes_no_further() {
-    let k = keyed(Act::Whole(1), "", "", "", "").await;
+    let k = keyed(Action::Whole(1), "", "", "", "").await;
     assert_eq!(k.post(&k.a, &completion(false)).await.status, 200);
-    for seen in [k.p.asked(), k.d.asked()].concat() {
-        assert!(seen.headers.get("authorization").is_none());
-        assert!(!format!("{:?} {}", seen.headers, seen.body).contains(&k.a));
+    for request in [k.p.asked(), k.d.asked()].concat() {
+        assert!(request.headers.get("authorization").is_none());
+        assert!(!format!("{:?} {}", request.headers, request.body).contains(&k.a));
     }
     k.system.counts("baton_router_tenant_requests_total{tenant=\"tenant-a\"}", 1.0).await;
 }
@@ -92,8 +92,8 @@ async fn an_engine_gets_its_own_key_instead_of_the_clients() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("key");
     std::fs::write(&file, "engine-key\n").unwrap();
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::of(&format!(
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::of(&format!(
         "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels:\n  - name: m\n    decode: {{engines: \
          [{{url: '{}', api_key_file: '{}'}}]}}\n",
         d.url(),
@@ -112,19 +112,19 @@ async fn an_engine_gets_its_own_key_instead_of_the_clients() {
 async fn one_tenant_alone_cannot_take_the_only_engine_from_the_others_and_two_can() {
     let breaker = "{failures: 2, cool_down_ms: 600000, cool_down_max_ms: 600000}";
     let top = format!("health: {{active: {{interval_ms: 0}}, breaker: {breaker}}}");
-    let k = keyed(Act::Refuse(500, said("x")), "", "", "", &top).await;
+    let k = keyed(Action::Refuse(500, said("x")), "", "", "", &top).await;
     for _ in 0..5 {
         assert_eq!(k.post(&k.a, &completion(false)).await.status, 502);
     }
     assert_eq!(standing(&k.system, &k.d, "decode").await, "usable");
-    // From the same address, and the router's engines get the credentials of neither.
+    // From the same address; no engine receives a client's credentials.
     assert_eq!(k.post(&k.b, &completion(false)).await.status, 502);
     stands(&k.system, &k.d, "decode", "ejected").await;
 }
 
 #[tokio::test]
 async fn tenants_get_salts_that_no_client_can_choose() {
-    let k = keyed(Act::Whole(1), "", "", "", "cluster_secret: 0123456789abcdef").await;
+    let k = keyed(Action::Whole(1), "", "", "", "cluster_secret: 0123456789abcdef").await;
     let with = |salt: Value| {
         let mut body = completion(false);
         if !salt.is_null() {
@@ -148,7 +148,7 @@ async fn tenants_get_salts_that_no_client_can_choose() {
     assert_eq!(salts[0], salts[1]);
     let distinct: std::collections::BTreeSet<_> = salts.iter().collect();
     assert_eq!(distinct.len(), 4, "{salts:?}");
-    // Whoever copies another tenant's salt out of an engine's log gets a salt of its own.
+    // A client that copies another tenant's salt from an engine's log gets a salt of its own.
     assert_eq!(k.post(&k.b, &with(json!(salts[0]))).await.status, 200);
     let copied = k.d.asked().pop().unwrap().body["cache_salt"].as_str().unwrap().to_owned();
     assert!(!salts.contains(&copied));
@@ -162,7 +162,7 @@ async fn the_salts_of_two_routers_with_one_secret_are_the_same() {
     let auth = format!("  cache_salt_file: '{}'\n", file.display());
     let mut salts = Vec::new();
     for _ in 0..2 {
-        let k = keyed(Act::Whole(1), "", "", &auth, "").await;
+        let k = keyed(Action::Whole(1), "", "", &auth, "").await;
         assert_eq!(k.post(&k.a, &completion(false)).await.status, 200);
         salts.push(k.d.asked()[0].body["cache_salt"].clone());
     }
@@ -178,9 +178,9 @@ async fn the_salts_of_two_routers_with_one_secret_are_the_same() {
 
 #[tokio::test]
 async fn a_key_sees_and_uses_only_its_models() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let key = NewKey::make();
-    let system = System::of(&format!(
+    let system = TestRouter::of(&format!(
         "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels:\n  - {{name: m, aliases: [alias], decode: \
          {{engines: [{{url: '{0}'}}]}}}}\n  - {{name: secret, decode: {{engines: [{{url: '{0}'}}]}}}}\nauth:\n  \
          keys: [{{id: a, hash: '{1}', tenant: t, models: [alias]}}]\n",
@@ -215,7 +215,7 @@ async fn a_key_sees_and_uses_only_its_models() {
 #[tokio::test]
 async fn limits_are_told_in_headers_and_refuse_by_429() {
     let limits = ", limits: {requests_per_minute: 2, tokens_per_minute: 1000}";
-    let k = keyed(Act::Whole(1), limits, "", "", "").await;
+    let k = keyed(Action::Whole(1), limits, "", "", "").await;
     let first = k.post(&k.a, &completion(false)).await;
     assert_eq!(first.status, 200);
     assert_eq!(first.header("x-ratelimit-limit-requests"), Some("2"));
@@ -236,7 +236,7 @@ async fn limits_are_told_in_headers_and_refuse_by_429() {
 
 #[tokio::test]
 async fn a_request_that_can_never_fit_is_not_to_be_tried_again() {
-    let k = keyed(Act::Whole(1), ", limits: {tokens_per_minute: 100}", "", "", "").await;
+    let k = keyed(Action::Whole(1), ", limits: {tokens_per_minute: 100}", "", "", "").await;
     let large = json!({"model": "m", "prompt": "x", "max_tokens": 1000});
     let refused = k.post(&k.a, &large).await;
     assert_eq!((refused.status, refused.header("x-should-retry")), (429, Some("false")));
@@ -246,13 +246,13 @@ async fn a_request_that_can_never_fit_is_not_to_be_tried_again() {
 #[tokio::test]
 async fn the_limits_of_a_tenant_hold_for_all_its_keys_together() {
     let (a, b) = (NewKey::make(), NewKey::make());
-    let d = FakeEngine::always(Act::WholeWhenTold(1)).await;
+    let d = FakeEngine::always(Action::WholeGated(1)).await;
     let top = format!(
         "auth:\n  tenants: [{{name: t, weight: 2, limits: {{concurrent_requests: 1}}}}]\n  keys:\n    - {{id: a, hash: \
          '{}', tenant: t}}\n    - {{id: b, hash: '{}', tenant: t}}",
         a.hash, b.hash
     );
-    let system = System::with(&[], &[&d], "", &top).await;
+    let system = TestRouter::with(&[], &[&d], "", &top).await;
     let post = async |key: &NewKey| {
         let mut client = Client::connect(system.address).await;
         let headers = format!("Authorization: Bearer {}\r\n", key.key);
@@ -264,16 +264,16 @@ async fn the_limits_of_a_tenant_hold_for_all_its_keys_together() {
     let refused = post(&b).await.answer().await;
     assert_eq!((refused.status, refused.code()), (429, "rate_limit_exceeded".to_owned()));
     assert!(refused.text().contains("this tenant"));
-    d.go_on();
+    d.open_gate();
     assert_eq!(first.answer().await.status, 200);
     system.settled().await;
-    d.go_on();
+    d.open_gate();
     assert_eq!(post(&b).await.answer().await.status, 200, "its place is free again");
 }
 
 #[tokio::test]
 async fn a_priority_is_bounded_by_the_key_towards_engines_too() {
-    let k = keyed(Act::Whole(1), ", priority_max: high", ", priority_max: normal", "", "").await;
+    let k = keyed(Action::Whole(1), ", priority_max: high", ", priority_max: normal", "", "").await;
     let body = json!({"model": "m", "prompt": "x", "max_tokens": 1, "priority": -9});
     assert_eq!((k.post(&k.a, &body).await.status, k.post(&k.b, &body).await.status), (200, 200));
     assert_eq!(k.d.asked()[0].body["priority"], -9);
@@ -291,8 +291,9 @@ async fn the_keys_file_is_read_again_and_a_bad_one_changes_nothing() {
     };
     let entry = |key: &NewKey| format!("keys:\n{}", key.entry("a", "t"));
     write(entry(&a));
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[], &[&d], "", &format!("auth: {{keys_file: '{}'}}", file.display())).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system =
+        TestRouter::with(&[], &[&d], "", &format!("auth: {{keys_file: '{}'}}", file.display())).await;
     let status = async |key: &NewKey| {
         let mut client = Client::connect(system.address).await;
         let headers = format!("Authorization: Bearer {}\r\n", key.key);
@@ -311,8 +312,8 @@ async fn the_keys_file_is_read_again_and_a_bad_one_changes_nothing() {
 #[tokio::test]
 async fn one_tenant_with_many_waiting_requests_does_not_hold_another_up() {
     let (a, b) = (NewKey::make(), NewKey::make());
-    let d = FakeEngine::always(Act::WholeWhenTold(1)).await;
-    let system = System::of(&format!(
+    let d = FakeEngine::always(Action::WholeGated(1)).await;
+    let system = TestRouter::of(&format!(
         "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels: [{{name: m, decode: {{engines: [{{url: '{}', \
          max_in_flight: 1}}]}}}}]\nauth:\n  keys:\n    - {{id: a, hash: '{}', tenant: a}}\n    - {{id: b, hash: '{}', \
          tenant: b}}\n",
@@ -336,11 +337,14 @@ async fn one_tenant_with_many_waiting_requests_does_not_hold_another_up() {
     system.counts("baton_router_queue_requests{priority=\"normal\"}", 20.0).await;
     clients.push(post(&b, "b").await);
     system.counts("baton_router_queue_requests{priority=\"normal\"}", 21.0).await;
-    d.go_on();
-    d.go_on();
+    d.open_gate();
+    d.open_gate();
     eventually("three are asked", || d.asked().len() == 3).await;
-    assert!(d.asked().iter().any(|seen| seen.body["prompt"] == "b"), "after one turn of the other at most");
-    (0..20).for_each(|_| d.go_on());
+    assert!(
+        d.asked().iter().any(|request| request.body["prompt"] == "b"),
+        "after one turn of the other at most"
+    );
+    (0..20).for_each(|_| d.open_gate());
     for mut client in clients {
         assert_eq!(client.answer().await.status, 200);
     }
@@ -381,7 +385,7 @@ async fn what_is_wrong_with_keys_is_told() {
 #[tokio::test]
 async fn what_is_passed_on_is_charged_and_says_no_more_than_its_key_may() {
     let limits = ", limits: {tokens_per_minute: 100}, priority_max: normal";
-    let k = keyed(Act::Whole(1), limits, ", priority_max: high", "", "").await;
+    let k = keyed(Action::Whole(1), limits, ", priority_max: high", "", "").await;
     let ask = async |key: &str, path: &str, input: usize| {
         let mut client = Client::connect(k.system.address).await;
         let headers = format!("Authorization: Bearer {key}\r\n");
@@ -396,20 +400,20 @@ async fn what_is_passed_on_is_charged_and_says_no_more_than_its_key_may() {
     assert_eq!((refused.status, refused.code()), (429, "rate_limit_exceeded".to_owned()));
     assert_eq!(ask(&k.a, "/tokenize", 0).await.status, 200);
     assert_eq!(ask(&k.b, "/v1/embeddings", 200).await.status, 200);
-    let seen = k.d.all().into_iter().map(|seen| seen.body).collect::<Vec<_>>();
-    assert_eq!(seen.len(), 3, "nothing of what was refused");
-    let priorities = seen.iter().map(|body| body.get("priority").cloned()).collect::<Vec<_>>();
+    let bodies = k.d.all().into_iter().map(|request| request.body).collect::<Vec<_>>();
+    assert_eq!(bodies.len(), 3, "nothing of what was refused");
+    let priorities = bodies.iter().map(|body| body.get("priority").cloned()).collect::<Vec<_>>();
     assert_eq!(priorities, [None, None, Some(json!(-9))]);
-    assert!(seen[0]["cache_salt"].is_string() && seen[0]["cache_salt"] != seen[2]["cache_salt"]);
-    assert!(seen[1].get("cache_salt").is_none(), "no tokenizer has a cache");
+    assert!(bodies[0]["cache_salt"].is_string() && bodies[0]["cache_salt"] != bodies[2]["cache_salt"]);
+    assert!(bodies[1].get("cache_salt").is_none(), "no tokenizer has a cache");
 }
 
 #[tokio::test]
 async fn what_no_engine_was_asked_costs_no_tokens() {
-    let (key, both) = (NewKey::make(), FakeEngine::always(Act::Whole(1)).await);
-    // Full by what it is set aside for: it is refused when its prefill engine is to be chosen.
+    let (key, both) = (NewKey::make(), FakeEngine::always(Action::Whole(1)).await);
+    // The reserved place fills the pool: the request is refused when its prefill engine is chosen.
     let engine = format!("{{engines: [{{url: '{}', max_in_flight: 1}}]}}", both.url());
-    let system = System::of(&format!(
+    let system = TestRouter::of(&format!(
         "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nhealth: {{active: {{interval_ms: 0}}}}\n\
          auth: {{keys: [{{id: a, hash: '{}', tenant: t, limits: {{tokens_per_minute: 100}}}}]}}\n\
          models: [{{name: m, fallback: none, prefill: {engine}, decode: {engine}}}]\n",
@@ -431,7 +435,7 @@ async fn what_no_engine_was_asked_costs_no_tokens() {
 async fn what_an_answer_cost_beyond_the_estimate_is_charged_when_it_ends() {
     let usage = json!({"prompt_tokens": 5, "completion_tokens": 1500, "total_tokens": 1505});
     let k = keyed(
-        Act::Json(json!({"choices": [], "usage": usage})),
+        Action::Json(json!({"choices": [], "usage": usage})),
         ", limits: {tokens_per_minute: 1000}",
         "",
         "",
@@ -445,12 +449,12 @@ async fn what_an_answer_cost_beyond_the_estimate_is_charged_when_it_ends() {
     let first = client.answer().await;
     let left: u64 = first.header("x-ratelimit-remaining-tokens").unwrap().parse().unwrap();
     assert!(first.status == 200 && (700..744).contains(&left), "{left}: 256 and the prompt");
-    // The same connection: the first one is over.
+    // The same connection: the first request has ended.
     client.post_bytes("/v1/chat/completions", &headers, chat.as_bytes()).await;
     let refused = client.answer().await;
     assert_eq!((refused.status, refused.code()), (429, "rate_limit_exceeded".to_owned()));
     let after: u64 = refused.header("retry-after-ms").unwrap().parse().unwrap();
-    assert!((30_000..=60_000).contains(&after), "{after}: half a minute's worth is owed");
+    assert!((30_000..=60_000).contains(&after), "{after}: half a minute's worth is missing");
 }
 
 #[tokio::test]
@@ -458,8 +462,8 @@ async fn an_engine_that_refuses_the_routers_key_is_the_operators_trouble_and_ano
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("key");
     std::fs::write(&file, "engine-key\n").unwrap();
-    let refuses = FakeEngine::always(Act::Refuse(401, json!({"error": "Unauthorized"}))).await;
-    let serves = FakeEngine::always(Act::Whole(1)).await;
+    let refuses = FakeEngine::always(Action::Refuse(401, json!({"error": "Unauthorized"}))).await;
+    let serves = FakeEngine::always(Action::Whole(1)).await;
     let first = format!("{{url: '{}', api_key_file: '{}'}}", refuses.url(), file.display());
     let yaml = |others: &str| {
         format!(
@@ -467,11 +471,11 @@ async fn an_engine_that_refuses_the_routers_key_is_the_operators_trouble_and_ano
              name: m\n    decode: {{policy: round_robin, engines: [{first}{others}]}}\n"
         )
     };
-    let alone = System::of(&yaml("")).await;
+    let alone = TestRouter::of(&yaml("")).await;
     let answer = post(alone.address, "/v1/completions", &completion(false)).await;
     assert_eq!((answer.status, answer.code().as_str()), (502, "misconfigured"));
     alone.counts("baton_router_misconfigured_total{leg=\"decode\"}", 1.0).await;
-    let both = System::of(&yaml(&format!(", {{url: '{}'}}", serves.url()))).await;
+    let both = TestRouter::of(&yaml(&format!(", {{url: '{}'}}", serves.url()))).await;
     for _ in 0..2 {
         assert_eq!(post(both.address, "/v1/completions", &completion(false)).await.status, 200);
     }

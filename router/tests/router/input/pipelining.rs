@@ -1,10 +1,10 @@
-//! What RFC 9112 lets a client send around and behind its request, and that its leaving is noticed all the same.
+//! Bytes that RFC 9112 permits before and after a request, and disconnects among them.
 
 use serde_json::json;
 
-use crate::harness::client::{BOTH_HANG_UPS, Client, completion};
-use crate::harness::engine::{Act, FakeEngine};
-use crate::harness::system::{System, asked};
+use crate::harness::client::{Client, DISCONNECT_KINDS, completion};
+use crate::harness::engine::{Action, FakeEngine};
+use crate::harness::system::{TestRouter, asked};
 
 /// A request to generate from this prompt.
 fn request(prompt: &str) -> String {
@@ -14,14 +14,14 @@ fn request(prompt: &str) -> String {
 }
 
 fn prompts(engine: &FakeEngine) -> Vec<String> {
-    engine.asked().iter().map(|seen| seen.body["prompt"].as_str().unwrap().to_owned()).collect()
+    engine.asked().iter().map(|request| request.body["prompt"].as_str().unwrap().to_owned()).collect()
 }
 
 #[tokio::test]
 async fn requests_in_one_write_are_answered_one_after_the_other() {
-    let p = FakeEngine::always(Act::Lend(Some(1))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(1))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     let others = "GET /nowhere HTTP/1.1\r\nhost: x\r\n\r\nGET /health HTTP/1.1\r\nhost: x\r\n\r\n";
     client.send([&request("one"), others, &request("two"), &request("three")].concat().as_bytes()).await;
@@ -29,7 +29,7 @@ async fn requests_in_one_write_are_answered_one_after_the_other() {
         assert_eq!(client.answer().await.status, status);
     }
     assert_eq!(prompts(&d), ["one", "two", "three"]);
-    // One of which more has come than is kept: the client reads that it was not served.
+    // A pipelined request larger than the buffer: the response shows the client that the request was not served.
     let long = "x".repeat(60_000);
     client.send([request("four"), request(&long)].concat().as_bytes()).await;
     let last = client.answer().await;
@@ -40,20 +40,20 @@ async fn requests_in_one_write_are_answered_one_after_the_other() {
 
 #[tokio::test]
 async fn a_request_that_comes_while_another_is_answered_waits_for_its_turn() {
-    let p = FakeEngine::always(Act::LendWhenTold(Some(1))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::LeaseGated(Some(1))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     client.send(request("one").as_bytes()).await;
     asked(&p, 1).await;
     let second = request("two");
     let (begin, end) = second.split_at(30);
     client.send(begin.as_bytes()).await;
-    p.go_on();
+    p.open_gate();
     assert_eq!(client.answer().await.status, 200);
     client.send(end.as_bytes()).await;
     asked(&p, 2).await;
-    p.go_on();
+    p.open_gate();
     assert_eq!(client.answer().await.status, 200);
     assert_eq!(prompts(&d), ["one", "two"]);
     assert!(p.aborts().is_empty() && p.cut() == 0, "no client has left");
@@ -61,8 +61,8 @@ async fn a_request_that_comes_while_another_is_answered_waits_for_its_turn() {
 
 #[tokio::test]
 async fn the_last_request_of_a_connection_hides_none() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     let last = request("one").replacen("host: x", "host: x\r\nconnection: close", 1);
     client.send([last, request("hidden")].concat().as_bytes()).await;
@@ -74,20 +74,20 @@ async fn the_last_request_of_a_connection_hides_none() {
 
 #[tokio::test]
 async fn an_empty_line_behind_a_body_or_before_a_request_is_skipped() {
-    let p = FakeEngine::always(Act::LendWhenTold(Some(1))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::LeaseGated(Some(1))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     for times in 1..=3 {
         client.send(request("hello").as_bytes()).await;
         asked(&p, times).await;
         client.send(b"\r\n").await;
-        p.go_on();
+        p.open_gate();
         assert_eq!(client.answer().await.status, 200);
     }
     client.send(b"\r").await;
     client.send(b"\nGET /health HTTP/1.1\r\nhost: x\r\n\r\n").await;
-    // It was the second: one came behind the last body.
+    // The status belongs to the second request: one byte follows the last body.
     assert_eq!(client.answer().await.status, 400);
     let mut client = Client::connect(system.address).await;
     client.send(b"\r").await;
@@ -98,8 +98,8 @@ async fn an_empty_line_behind_a_body_or_before_a_request_is_skipped() {
 
 #[tokio::test]
 async fn an_empty_line_does_not_begin_a_request() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[], &[&d], "", "timeouts: {head_ms: 100, client_idle_ms: 300}").await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[], &[&d], "", "timeouts: {head_ms: 100, client_idle_ms: 300}").await;
     let mut client = Client::connect(system.address).await;
     client.send([&request("hello"), "\r\n"].concat().as_bytes()).await;
     assert_eq!(client.answer().await.status, 200);
@@ -108,8 +108,8 @@ async fn an_empty_line_does_not_begin_a_request() {
 
 #[tokio::test]
 async fn extensions_and_trailers_of_chunks_are_read_and_no_engine_gets_them() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     let body = completion(false).to_string();
     let (first, second) = body.split_at(10);
@@ -123,22 +123,22 @@ async fn extensions_and_trailers_of_chunks_are_read_and_no_engine_gets_them() {
         client.send([head, &chunks].concat().as_bytes()).await;
         assert_eq!(client.answer().await.status, 200);
     }
-    for seen in d.asked() {
-        assert_eq!(seen.body["prompt"], "hello");
+    for request in d.asked() {
+        assert_eq!(request.body["prompt"], "hello");
         for name in ["x-checksum", "authorization", "trailer"] {
-            assert!(!seen.headers.contains_key(name), "{name}");
+            assert!(!request.headers.contains_key(name), "{name}");
         }
     }
 }
 
 #[tokio::test]
 async fn a_client_that_leaves_with_its_next_request_sent_is_noticed() {
-    for how in BOTH_HANG_UPS {
-        // The longer one is not read whole: its end is behind what waits in the system's buffers.
+    for how in DISCONNECT_KINDS {
+        // The longer request is not read completely: its end is behind the data in the system's buffers.
         for next in [request("two"), request(&"x".repeat(50_000))] {
-            let p = FakeEngine::always(Act::Hang).await;
-            let d = FakeEngine::always(Act::Whole(1)).await;
-            let system = System::with(&[&p], &[&d], "", "timeouts: {settle_ms: 300}").await;
+            let p = FakeEngine::always(Action::Hang).await;
+            let d = FakeEngine::always(Action::Whole(1)).await;
+            let system = TestRouter::with(&[&p], &[&d], "", "timeouts: {settle_ms: 300}").await;
             let mut client = Client::connect(system.address).await;
             client.send(request("one").as_bytes()).await;
             asked(&p, 1).await;

@@ -1,25 +1,25 @@
-//! Clients behind proxies: who they are, and that nobody else can say so.
+//! Clients behind proxies: their addresses, which only trusted proxies can set.
 
 use std::net::{IpAddr, Ipv4Addr};
 
 use serde_json::{Value, json};
 
 use crate::harness::client::{Client, completion, get, post};
-use crate::harness::engine::{Act, FakeEngine, eventually};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine, eventually};
+use crate::harness::system::TestRouter;
 
-/// The lines of the access log of requests with these heads, from 127.0.0.2 each.
+/// The access-log lines of requests with these heads, sent from 127.0.0.2.
 async fn logged(top: &str, heads: &[&str]) -> (Vec<Value>, FakeEngine) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("access.log");
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let log = format!("{top}\naccess_log: {{enabled: true, path: '{}'}}", path.display());
     let log = if top.contains("client: false") {
         format!("access_log: {{enabled: true, client: false, path: '{}'}}", path.display())
     } else {
         log
     };
-    let system = System::with(&[], &[&d], "", &log).await;
+    let system = TestRouter::with(&[], &[&d], "", &log).await;
     for head in heads {
         let from = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 2));
         let mut client = Client::connect_from(from, system.address).await;
@@ -42,8 +42,8 @@ async fn a_trusted_proxy_says_who_its_client_is_and_no_engine_hears_of_it() {
     let (lines, d) = logged("trusted_proxies: [127.0.0.0/8, '::1']", &heads).await;
     let clients: Vec<_> = lines.iter().map(|line| line["client"].as_str().unwrap()).collect();
     assert_eq!(clients, ["203.0.113.9", "203.0.113.8", "127.0.0.2"]);
-    for seen in d.all() {
-        assert!(!seen.headers.contains_key("x-forwarded-for"), "{:?}", seen.headers);
+    for request in d.all() {
+        assert!(!request.headers.contains_key("x-forwarded-for"), "{:?}", request.headers);
     }
 }
 
@@ -54,14 +54,14 @@ async fn whoever_is_not_trusted_cannot_say_who_it_is() {
     for top in ["trusted_proxies: [10.0.0.0/8, 127.0.0.1]", ""] {
         let (lines, d) = logged(top, &heads).await;
         assert!(lines.iter().all(|line| line["client"] == "127.0.0.2"), "{lines:?}");
-        assert!(d.all().iter().all(|seen| !seen.headers.contains_key("x-forwarded-for")));
+        assert!(d.all().iter().all(|request| !request.headers.contains_key("x-forwarded-for")));
     }
     let (lines, _d) = logged("client: false", &heads).await;
     assert!(lines.iter().all(|line| line.get("client").is_none()), "{lines:?}");
 }
 
-/// Posts from one address, in the name of another.
-async fn post_for(system: &System, client: &str) -> u16 {
+/// Posts from one address on behalf of another.
+async fn post_for(system: &TestRouter, client: &str) -> u16 {
     let mut connection = Client::connect(system.address).await;
     let head = format!("x-forwarded-for: {client}\r\n");
     connection.post_bytes("/v1/completions", &head, completion(false).to_string().as_bytes()).await;
@@ -71,11 +71,11 @@ async fn post_for(system: &System, client: &str) -> u16 {
 #[tokio::test]
 async fn clients_behind_one_proxy_are_several_sources_to_the_breaker() {
     for (top, out) in [("trusted_proxies: ['127.0.0.1']", true), ("", false)] {
-        // Alone in its pool: nobody else can show that it is at fault.
-        let d = FakeEngine::always(Act::Refuse(500, json!({}))).await;
+        // Alone in its pool: no other engine can show that this engine is at fault.
+        let d = FakeEngine::always(Action::Refuse(500, json!({}))).await;
         let health = "health: {active: {interval_ms: 0}, all_out: refuse, breaker: {failures: 3, \
                       cool_down_ms: 3600000, cool_down_max_ms: 3600000}}";
-        let system = System::with(&[], &[&d], "", &format!("{top}\n{health}")).await;
+        let system = TestRouter::with(&[], &[&d], "", &format!("{top}\n{health}")).await;
         for client in 1..=12 {
             post_for(&system, &format!("203.0.113.{client}")).await;
         }
@@ -86,8 +86,8 @@ async fn clients_behind_one_proxy_are_several_sources_to_the_breaker() {
 
 #[tokio::test]
 async fn a_load_balancer_sees_on_the_clients_listener_whether_there_is_an_engine() {
-    let d = FakeEngine::always(Act::Refuse(500, json!({}))).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Refuse(500, json!({}))).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let ready = get(system.address, "/ready").await;
     assert_eq!((ready.status, &ready.json()["status"]), (200, &json!("ready")));
     let drain = format!("/engines/{}/drain", d.address);

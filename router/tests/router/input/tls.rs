@@ -1,4 +1,4 @@
-//! TLS towards clients, monitors and engines: who is let in, and that a connection's end reaches the engines.
+//! TLS with clients, monitors and engines: authentication, and disconnects that reach the engines.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -18,19 +18,19 @@ use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::harness::client::completion;
-use crate::harness::engine::{Act, FakeEngine, eventually};
-use crate::harness::system::{System, asked};
+use crate::harness::engine::{Action, FakeEngine, eventually};
+use crate::harness::system::{TestRouter, asked};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A root and a folder with what it signed.
+/// A root certificate and a folder with the certificates that it signed.
 struct Authority {
     issuer: CertifiedIssuer<'static, KeyPair>,
     dir: TempDir,
 }
 
 /// A certificate and its key, as PEM.
-struct Pair {
+struct PemPair {
     certificate: String,
     key: String,
 }
@@ -49,21 +49,21 @@ impl Authority {
         Self { issuer, dir }
     }
 
-    fn signs(&self, names: &[&str], uri: Option<&str>) -> Pair {
+    fn signs(&self, names: &[&str], uri: Option<&str>) -> PemPair {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let mut params = CertificateParams::new(names).unwrap();
         params.subject_alt_names.extend(uri.map(|uri| SanType::URI(uri.try_into().unwrap())));
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
-        Pair { certificate: certificate.pem(), key: key.serialize_pem() }
+        PemPair { certificate: certificate.pem(), key: key.serialize_pem() }
     }
 
     fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    /// Writes a pair where the configuration looks for it, each file at once.
-    fn install(&self, name: &str, pair: &Pair) {
+    /// Replaces the configured files of a pair, each atomically.
+    fn install(&self, name: &str, pair: &PemPair) {
         for (end, text) in [("key", &pair.key), ("pem", &pair.certificate)] {
             std::fs::write(self.path("new"), text).unwrap();
             std::fs::rename(self.path("new"), self.path(&format!("{name}.{end}"))).unwrap();
@@ -76,7 +76,7 @@ impl Authority {
         format!("certificate: '{}', key: '{}'", pem.display(), key.display())
     }
 
-    fn connector(&self, own: Option<&Pair>) -> TlsConnector {
+    fn connector(&self, own: Option<&PemPair>) -> TlsConnector {
         use rustls::pki_types::pem::PemObject;
         let mut roots = RootCertStore::empty();
         roots.add(CertificateDer::from_pem_slice(self.issuer.pem().as_bytes()).unwrap()).unwrap();
@@ -96,22 +96,22 @@ impl Authority {
         TlsConnector::from(Arc::new(config))
     }
 
-    async fn connect(&self, to: SocketAddr, own: Option<&Pair>) -> std::io::Result<Tls> {
+    async fn connect(&self, to: SocketAddr, own: Option<&PemPair>) -> std::io::Result<TlsClient> {
         let stream = TcpStream::connect(to).await?;
         stream.set_nodelay(true)?;
         let name = ServerName::try_from("router.test").unwrap();
         let stream = self.connector(own).connect(name, stream).await?;
-        Ok(Tls { stream, buffer: Vec::new() })
+        Ok(TlsClient { stream, buffer: Vec::new() })
     }
 }
 
 /// An encrypted connection of a client.
-struct Tls {
+struct TlsClient {
     stream: TlsStream<TcpStream>,
     buffer: Vec<u8>,
 }
 
-impl Tls {
+impl TlsClient {
     async fn post(&mut self, body: &serde_json::Value) {
         let body = body.to_string();
         let head =
@@ -124,7 +124,7 @@ impl Tls {
         self.stream.flush().await.unwrap();
     }
 
-    /// Reads until the text is there; `None` when the connection ends first.
+    /// Reads until the text arrives; `None` if the connection ends first.
     async fn until(&mut self, text: &str) -> Option<String> {
         let read = async {
             loop {
@@ -140,19 +140,19 @@ impl Tls {
                 }
             }
         };
-        tokio::time::timeout(PATIENCE, read).await.expect("in time")
+        tokio::time::timeout(TIMEOUT, read).await.expect("in time")
     }
 
-    /// The serial of the certificate that the router showed.
+    /// The certificate that the router sent.
     fn shown(&self) -> Vec<u8> {
         self.stream.get_ref().1.peer_certificates().unwrap()[0].to_vec()
     }
 }
 
-async fn system(authority: &Authority, d: &FakeEngine, tls: &str, top: &str) -> System {
+async fn system(authority: &Authority, d: &FakeEngine, tls: &str, top: &str) -> TestRouter {
     authority.install("router", &authority.signs(&["router.test"], None));
     let listen = format!("listen_tls: {{{}{tls}}}\n{top}", authority.files("router"));
-    System::with(&[], &[d], "", &listen).await
+    TestRouter::with(&[], &[d], "", &listen).await
 }
 
 fn client_ca(authority: &Authority, auth: &str) -> String {
@@ -162,7 +162,7 @@ fn client_ca(authority: &Authority, auth: &str) -> String {
 #[tokio::test]
 async fn requests_and_streams_go_through_tls_on_kept_connections() {
     let authority = Authority::new();
-    let d = FakeEngine::scripted(vec![Act::Whole(100_000), Act::Stream(3), Act::Whole(1)]).await;
+    let d = FakeEngine::scripted(vec![Action::Whole(100_000), Action::Stream(3), Action::Whole(1)]).await;
     let system = system(&authority, &d, "", "").await;
     let mut client = authority.connect(system.address, None).await.unwrap();
     assert_eq!(client.stream.get_ref().1.alpn_protocol(), Some(b"http/1.1".as_slice()), "h2 is not offered");
@@ -183,7 +183,7 @@ async fn requests_and_streams_go_through_tls_on_kept_connections() {
 async fn however_a_client_leaves_a_tls_connection_its_engine_hears_of_it() {
     let authority = Authority::new();
     for leave in ["close_notify", "fin", "rst", "notify and stay"] {
-        let d = FakeEngine::scripted(vec![Act::Hang]).await;
+        let d = FakeEngine::scripted(vec![Action::Hang]).await;
         let system = system(&authority, &d, "", "").await;
         let mut client = authority.connect(system.address, None).await.unwrap();
         client.post(&completion(true)).await;
@@ -196,7 +196,7 @@ async fn however_a_client_leaves_a_tls_connection_its_engine_hears_of_it() {
                 SockRef::from(client.stream.get_ref().0).set_linger(Some(Duration::ZERO)).unwrap();
                 drop(client.stream);
             }
-            // The record that says so, without the end of the connection below it.
+            // The `close_notify` record, without the end of the TCP connection.
             _ => {
                 let (tcp, session) = client.stream.get_mut();
                 session.send_close_notify();
@@ -216,13 +216,13 @@ async fn however_a_client_leaves_a_tls_connection_its_engine_hears_of_it() {
 #[tokio::test]
 async fn a_new_certificate_is_for_new_connections_and_a_bad_one_changes_nothing() {
     let authority = Authority::new();
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let system = system(&authority, &d, "", "").await;
     let mut old = authority.connect(system.address, None).await.unwrap();
     let reloads = |result: &str| {
         format!("baton_router_certificate_reloads_total{{use=\"clients\",result=\"{result}\"}}")
     };
-    // Swapped as Kubernetes does it: a symlink to another folder.
+    // Swapped as in Kubernetes: a symlink to another folder.
     let next = authority.signs(&["router.test"], None);
     let folder = authority.path("next");
     std::fs::create_dir(&folder).unwrap();
@@ -238,7 +238,7 @@ async fn a_new_certificate_is_for_new_connections_and_a_bad_one_changes_nothing(
         if new.shown() != old.shown() {
             break new;
         }
-        assert!(begun.elapsed() < PATIENCE, "the new certificate is in effect");
+        assert!(begun.elapsed() < TIMEOUT, "the new certificate is in effect");
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
     old.post(&completion(false)).await;
@@ -253,21 +253,21 @@ async fn a_new_certificate_is_for_new_connections_and_a_bad_one_changes_nothing(
 #[tokio::test]
 async fn clients_show_certificates_where_they_must() {
     let (authority, stranger) = (Authority::new(), Authority::new());
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let good = authority.signs(&["client.test"], None);
     let forged = stranger.signs(&["client.test"], None);
     for (auth, without) in [("optional", true), ("require", false)] {
         let system = system(&authority, &d, &client_ca(&authority, auth), "").await;
         for (own, welcome) in [(None, without), (Some(&good), true), (Some(&forged), false)] {
             let before = d.asked().len();
-            // TLS 1.3 tells a client that was refused with its first answer.
+            // In TLS 1.3 a refused client gets the error with its first read.
             let answered = match authority.connect(system.address, own).await {
                 Err(_) => None,
                 Ok(mut client) => {
                     let body = completion(false).to_string();
                     let head =
                         format!("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}", body.len());
-                    // It may be refused before it has written everything.
+                    // The connection may be refused before all is written.
                     let _ = client.stream.write_all(format!("{head}\r\n\r\n{body}").as_bytes()).await;
                     let _ = client.stream.flush().await;
                     client.until("\"t\"}]}").await
@@ -282,7 +282,7 @@ async fn clients_show_certificates_where_they_must() {
 #[tokio::test]
 async fn a_certificates_name_can_be_a_tenant() {
     let authority = Authority::new();
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let known = authority.signs(&["client.test"], Some("spiffe://cluster/batch"));
     let unknown = authority.signs(&["other.test"], None);
     let auth = "auth: {certificates: [{name: 'spiffe://cluster/batch', tenant: batch, priority_max: low, models: [m], \
@@ -302,7 +302,7 @@ async fn a_certificates_name_can_be_a_tenant() {
 #[tokio::test]
 async fn a_handshake_that_does_not_come_is_cut_and_holds_nobody_up() {
     let authority = Authority::new();
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let system = system(&authority, &d, ", handshake_ms: 300, handshakes: 4", "").await;
     let mut silent = Vec::new();
     for _ in 0..4 {
@@ -311,10 +311,10 @@ async fn a_handshake_that_does_not_come_is_cut_and_holds_nobody_up() {
     let mut plain = TcpStream::connect(system.address).await.unwrap();
     plain.write_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
     let mut all = Vec::new();
-    let _ = tokio::time::timeout(PATIENCE, plain.read_to_end(&mut all)).await.expect("it is cut");
+    let _ = tokio::time::timeout(TIMEOUT, plain.read_to_end(&mut all)).await.expect("it is cut");
     assert!(!all.starts_with(b"HTTP"), "nothing is answered in the clear");
     for stream in &mut silent {
-        let ended = tokio::time::timeout(PATIENCE, stream.read(&mut [0; 16])).await.expect("it is cut");
+        let ended = tokio::time::timeout(TIMEOUT, stream.read(&mut [0; 16])).await.expect("it is cut");
         assert!(matches!(ended, Ok(0) | Err(_)));
     }
     let mut client = authority.connect(system.address, None).await.unwrap();
@@ -322,7 +322,7 @@ async fn a_handshake_that_does_not_come_is_cut_and_holds_nobody_up() {
     assert!(client.until("\"t\"}]}").await.is_some());
 }
 
-/// Puts TLS in front of an engine; asks its clients for a certificate.
+/// A TLS proxy in front of an engine that requires client certificates.
 async fn encrypted(authority: &Authority, engine: SocketAddr) -> SocketAddr {
     use rustls::pki_types::pem::PemObject;
     let pair = authority.signs(&["engine.test"], None);
@@ -357,20 +357,20 @@ async fn encrypted(authority: &Authority, engine: SocketAddr) -> SocketAddr {
 #[tokio::test]
 async fn engines_are_reached_by_mutual_tls_and_their_certificates_are_checked() {
     let (authority, stranger) = (Authority::new(), Authority::new());
-    let d = FakeEngine::scripted(vec![Act::Whole(1), Act::Stream(2), Act::Hang]).await;
-    let door = encrypted(&authority, d.address).await;
+    let d = FakeEngine::scripted(vec![Action::Whole(1), Action::Stream(2), Action::Hang]).await;
+    let proxy = encrypted(&authority, d.address).await;
     authority.install("own", &authority.signs(&["router.test"], None));
     stranger.install("own", &stranger.signs(&["router.test"], None));
     let yaml = |by: &Authority, own: &Authority, name: &str| {
         format!(
             "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels: [{{name: m, decode: {{engines: [{{url: \
-             'https://{door}'}}]}}}}]\nengine_tls: {{ca: '{}', {}, server_name: {name}}}\nattempts: {{decode: 1}}\n\
+             'https://{proxy}'}}]}}}}]\nengine_tls: {{ca: '{}', {}, server_name: {name}}}\nattempts: {{decode: 1}}\n\
              health: {{active: {{interval_ms: 0}}}}\n",
             by.path("ca.pem").display(),
             own.files("own")
         )
     };
-    let good = System::of(&yaml(&authority, &authority, "engine.test")).await;
+    let good = TestRouter::of(&yaml(&authority, &authority, "engine.test")).await;
     for stream in [false, true] {
         let answer = crate::harness::client::post(good.address, "/v1/completions", &completion(stream)).await;
         assert_eq!(answer.status, 200, "{}", answer.text());
@@ -379,7 +379,7 @@ async fn engines_are_reached_by_mutual_tls_and_their_certificates_are_checked() 
     let mut client = crate::harness::client::Client::connect(good.address).await;
     client.post("/v1/completions", &completion(true)).await;
     asked(&d, 3).await;
-    client.hang_up(crate::harness::client::HangUp::Fin);
+    client.hang_up(crate::harness::client::DisconnectKind::Fin);
     eventually("the engine is cut", || d.cut() == 1).await;
     good.settled().await;
     for (by, own, name, why) in [
@@ -387,7 +387,7 @@ async fn engines_are_reached_by_mutual_tls_and_their_certificates_are_checked() 
         (&authority, &stranger, "engine.test", "a router of another root"),
         (&authority, &authority, "other.test", "another name"),
     ] {
-        let bad = System::of(&yaml(by, own, name)).await;
+        let bad = TestRouter::of(&yaml(by, own, name)).await;
         let answer = crate::harness::client::post(bad.address, "/v1/completions", &completion(false)).await;
         assert!(answer.status >= 500, "{why}: {}", answer.status);
     }
@@ -444,7 +444,7 @@ async fn beyond_loopback_the_admin_listener_needs_a_token_or_certificates() {
     authority.install("router", &authority.signs(&["router.test"], None));
     let token = authority.path("token");
     std::fs::write(&token, "a token of many bytes\n").unwrap();
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let yaml = |admin: &str| {
         format!(
             "listen: 127.0.0.1:0\nadmin: {{listen: '0.0.0.0:0'{admin}}}\nmodels: [{{name: m, decode: {{engines: \
@@ -468,7 +468,7 @@ async fn beyond_loopback_the_admin_listener_needs_a_token_or_certificates() {
         refused(&format!(", token_file: '{}'", authority.path("short").display())).await.contains("16 bytes")
     );
 
-    let system = System::of(&yaml(&format!(", token_file: '{}'", token.display()))).await;
+    let system = TestRouter::of(&yaml(&format!(", token_file: '{}'", token.display()))).await;
     let admin = SocketAddr::from(([127, 0, 0, 1], system.admin.port()));
     let status = async |path: &str, token: &str| {
         let mut client = crate::harness::client::Client::connect(admin).await;
@@ -487,13 +487,13 @@ async fn beyond_loopback_the_admin_listener_needs_a_token_or_certificates() {
     std::fs::write(&token, "another token of bytes\n").unwrap();
     let begun = std::time::Instant::now();
     while status("/metrics", "another token of bytes").await != 200 {
-        assert!(begun.elapsed() < PATIENCE, "the new token is in effect");
+        assert!(begun.elapsed() < TIMEOUT, "the new token is in effect");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert_eq!(status("/metrics", "a token of many bytes").await, 401);
 
     let tls = format!(", tls: {{{}{}}}", authority.files("router"), client_ca(&authority, "require"));
-    let system = System::of(&yaml(&tls)).await;
+    let system = TestRouter::of(&yaml(&tls)).await;
     let admin = SocketAddr::from(([127, 0, 0, 1], system.admin.port()));
     let own = authority.signs(&["monitor.test"], None);
     let mut monitor = authority.connect(admin, Some(&own)).await.unwrap();
@@ -506,7 +506,7 @@ async fn beyond_loopback_the_admin_listener_needs_a_token_or_certificates() {
     }
 }
 
-/// What a client says first.
+/// A client's first TLS message.
 fn hello(authority: &Authority) -> Vec<u8> {
     let config = Arc::clone(authority.connector(None).config());
     let name = ServerName::try_from("router.test").unwrap();
@@ -518,18 +518,18 @@ fn hello(authority: &Authority) -> Vec<u8> {
 #[tokio::test]
 async fn silent_connections_keep_no_client_out() {
     let authority = Authority::new();
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let system = system(&authority, &d, ", handshakes: 1, handshake_ms: 60000", "").await;
     let hello = hello(&authority);
     let mut silent = Vec::new();
     for n in 0..300 {
         let mut stream = TcpStream::connect(system.address).await.unwrap();
-        // Some say nothing, some half of it, some all and then nothing more.
+        // Some clients send nothing, some half of the message, some all of it and then nothing.
         stream.write_all(&hello[..[0, hello.len() / 2, hello.len()][n % 3]]).await.unwrap();
         silent.push(stream);
     }
-    // Far below the 60 seconds that each of the others may take.
-    let honest = tokio::time::timeout(PATIENCE, authority.connect(system.address, None)).await;
+    // Far below the 60 seconds that each silent client may take.
+    let honest = tokio::time::timeout(TIMEOUT, authority.connect(system.address, None)).await;
     let mut client = honest.expect("it is let in at once").unwrap();
     client.post(&completion(false)).await;
     assert!(client.until("\"t\"}]}").await.is_some());
@@ -542,7 +542,7 @@ async fn another_token_file_takes_effect_with_the_configuration_and_none_leaves_
     let at = |name: &str| folder.path().join(name).display().to_string();
     std::fs::write(at("one"), "the first of two tokens\n").unwrap();
     std::fs::write(at("two"), "the second of two tokens\n").unwrap();
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let config = |admin: &str| {
         let yaml = format!(
             "listen: 127.0.0.1:0\nadmin: {admin}\nmodels: [{{name: m, decode: {{engines: [{{url: '{}'}}]}}}}]\n",
@@ -551,7 +551,7 @@ async fn another_token_file_takes_effect_with_the_configuration_and_none_leaves_
         RouterConfig::from_yaml(&yaml, "r.yaml").unwrap()
     };
     let with = |file: &str| config(&format!("{{listen: '0.0.0.0:0', token_file: '{}'}}", at(file)));
-    let system = System::running(with("one")).await;
+    let system = TestRouter::running(with("one")).await;
     let admin = SocketAddr::from(([127, 0, 0, 1], system.admin.port()));
     let status = async |token: &str| {
         let mut client = crate::harness::client::Client::connect(admin).await;
@@ -564,8 +564,8 @@ async fn another_token_file_takes_effect_with_the_configuration_and_none_leaves_
     assert_eq!(status("the first of two tokens").await, 401);
     assert_eq!(status("the second of two tokens").await, 200);
     system.reload.install(with("none")).expect_err("its token cannot be read");
-    // The listener stays where it is, so a configuration that puts it on loopback still needs the token.
-    system.reload.install(config("{listen: '127.0.0.1:0'}")).expect_err("the door would be open");
+    // The listener's address does not change, so a configuration that puts it on loopback still needs the token.
+    system.reload.install(config("{listen: '127.0.0.1:0'}")).expect_err("the admin API would be unprotected");
     assert_eq!(status("the second of two tokens").await, 200);
     assert_eq!(status("").await, 401);
 }

@@ -1,4 +1,4 @@
-//! The access log's lines, and what becomes of its file.
+//! The access log's lines, and the handling of its file.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -6,15 +6,15 @@ use std::path::{Path, PathBuf};
 use baton_router::{Router, RouterConfig};
 use serde_json::{Value, json};
 
-use crate::harness::client::{Client, HangUp, completion, get, post};
-use crate::harness::engine::{Act, FakeEngine, eventually};
-use crate::harness::system::{System, asked};
+use crate::harness::client::{Client, DisconnectKind, completion, get, post};
+use crate::harness::engine::{Action, FakeEngine, eventually};
+use crate::harness::system::{TestRouter, asked};
 
-struct Log {
+struct TempLog {
     folder: tempfile::TempDir,
 }
 
-impl Log {
+impl TempLog {
     fn new() -> Self {
         Self { folder: tempfile::tempdir().unwrap() }
     }
@@ -39,15 +39,15 @@ async fn has(path: &Path, count: usize) -> Vec<Value> {
     lines(path)
 }
 
-fn usage() -> Act {
-    Act::Refuse(
+fn usage() -> Action {
+    Action::Refuse(
         200,
         json!({"id": "d", "choices": [{"text": "SECRET ANSWER", "finish_reason": "stop"}],
             "usage": {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}}),
     )
 }
 
-/// The fields that the documentation explains.
+/// The fields in the documentation.
 fn documented() -> BTreeSet<String> {
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/reference/access-log.md");
     let page = std::fs::read_to_string(page).unwrap();
@@ -59,10 +59,10 @@ fn documented() -> BTreeSet<String> {
 
 #[tokio::test]
 async fn a_line_says_what_became_of_a_request_and_nothing_secret() {
-    let log = Log::new();
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::scripted(vec![usage(), Act::StreamWhenTold(9)]).await;
-    let system = System::with(&[&p], &[&d], "", &log.yaml("")).await;
+    let log = TempLog::new();
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::scripted(vec![usage(), Action::StreamGated(9)]).await;
+    let system = TestRouter::with(&[&p], &[&d], "", &log.yaml("")).await;
     let mut client = Client::connect(system.address).await;
     let headers = "x-request-id: mine-1\r\nauthorization: Bearer SECRET KEY\r\nuser-agent: evil\"\\\u{e9}\r\n\
          traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01\r\n";
@@ -103,10 +103,10 @@ async fn a_line_says_what_became_of_a_request_and_nothing_secret() {
     assert!(!text.contains("SECRET"), "{text}");
 
     client.post("/v1/completions", &completion(true)).await;
-    d.go_on();
+    d.open_gate();
     assert_eq!(client.head().await.0, 200);
     client.chunk().await.unwrap();
-    client.hang_up(HangUp::Rst);
+    client.hang_up(DisconnectKind::Rst);
     let gone = has(&log.path(), 2).await.remove(1);
     assert_eq!(
         (&gone["outcome"], &gone["disconnect_phase"]),
@@ -121,9 +121,9 @@ async fn a_line_says_what_became_of_a_request_and_nothing_secret() {
 
 #[tokio::test]
 async fn requests_that_go_wrong_are_logged_whatever_the_sample_is() {
-    let log = Log::new();
-    let d = FakeEngine::scripted(vec![Act::Whole(1), Act::Whole(1), Act::Hang]).await;
-    let system = System::with(&[], &[&d], "", &log.yaml(", sample: 0.0")).await;
+    let log = TempLog::new();
+    let d = FakeEngine::scripted(vec![Action::Whole(1), Action::Whole(1), Action::Hang]).await;
+    let system = TestRouter::with(&[], &[&d], "", &log.yaml(", sample: 0.0")).await;
     for _ in 0..2 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
@@ -138,7 +138,7 @@ async fn requests_that_go_wrong_are_logged_whatever_the_sample_is() {
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(false)).await;
     asked(&d, 3).await;
-    client.hang_up(HangUp::Fin);
+    client.hang_up(DisconnectKind::Fin);
     system.counts("baton_router_disconnects_total", 1.0).await;
     system.counts("baton_router_access_log_lines_total", 3.0).await;
     let lines = has(&log.path(), 3).await;
@@ -149,9 +149,9 @@ async fn requests_that_go_wrong_are_logged_whatever_the_sample_is() {
 
 #[tokio::test]
 async fn a_sample_of_a_half_is_every_other_request() {
-    let log = Log::new();
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let mut system = System::with(&[], &[&d], "", &log.yaml(", sample: 0.5")).await;
+    let log = TempLog::new();
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let mut system = TestRouter::with(&[], &[&d], "", &log.yaml(", sample: 0.5")).await;
     let mut client = Client::connect(system.address).await;
     for _ in 0..100 {
         client.post("/v1/completions", &completion(false)).await;
@@ -166,9 +166,9 @@ async fn a_sample_of_a_half_is_every_other_request() {
 
 #[tokio::test]
 async fn a_file_that_was_renamed_is_opened_anew_and_no_line_is_lost() {
-    let log = Log::new();
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[], &[&d], "", &log.yaml("")).await;
+    let log = TempLog::new();
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[], &[&d], "", &log.yaml("")).await;
     let ask = || async { post(system.address, "/v1/completions", &completion(false)).await };
     ask().await;
     has(&log.path(), 1).await;
@@ -178,7 +178,7 @@ async fn a_file_that_was_renamed_is_opened_anew_and_no_line_is_lost() {
     while !log.path().exists() {
         ask().await;
         asked += 1;
-        assert!(asked < 100_000, "the file is never opened anew");
+        assert!(asked < 100_000, "the file is never opened again");
     }
     ask().await;
     asked += 1;
@@ -190,11 +190,12 @@ async fn a_file_that_was_renamed_is_opened_anew_and_no_line_is_lost() {
 
 #[tokio::test]
 async fn a_log_that_cannot_be_written_drops_lines_and_counts_them() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[], &[&d], "", "access_log: {enabled: true, path: /dev/full, queue: 1}").await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system =
+        TestRouter::with(&[], &[&d], "", "access_log: {enabled: true, path: /dev/full, queue: 1}").await;
     let dropped = "baton_router_access_log_dropped_total";
     let mut requests = 0;
-    // Lines are gathered, so the disk's refusal comes once the buffer is full.
+    // Lines are buffered, so the write error occurs when the buffer is full.
     while system.metric(dropped).await == 0.0 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
         requests += 1;
@@ -213,8 +214,8 @@ async fn a_log_that_cannot_be_opened_is_refused_at_the_start() {
 
 #[tokio::test]
 async fn a_reload_turns_the_log_on_and_off_and_a_signal_does_not_end_the_router() {
-    let (log, other) = (Log::new(), Log::new());
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let (log, other) = (TempLog::new(), TempLog::new());
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let config = |more: &str| {
         let yaml = format!(
             "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\n\
@@ -231,7 +232,7 @@ async fn a_reload_turns_the_log_on_and_off_and_a_signal_does_not_end_the_router(
     reload.install(config(&log.yaml(""))).unwrap();
     ask().await;
     has(&log.path(), 1).await;
-    // The same again: the same file goes on.
+    // The same configuration again: the file is kept.
     reload.install(config(&log.yaml(""))).unwrap();
     let signal = format!("kill -USR1 {}", std::process::id());
     assert!(std::process::Command::new("sh").args(["-c", &signal]).status().unwrap().success());
@@ -252,11 +253,11 @@ async fn a_reload_turns_the_log_on_and_off_and_a_signal_does_not_end_the_router(
 
 #[tokio::test]
 async fn a_line_names_the_tenant_and_never_the_key() {
-    let log = Log::new();
+    let log = TempLog::new();
     let key = baton_router::NewKey::make();
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let top = format!("auth: {{keys: [{{id: a, hash: '{}', tenant: acme}}]}}\n{}", key.hash, log.yaml(""));
-    let system = System::with(&[], &[&d], "", &top).await;
+    let system = TestRouter::with(&[], &[&d], "", &top).await;
     let mut client = Client::connect(system.address).await;
     let headers = format!("authorization: Bearer {}\r\n", key.key);
     client.post_bytes("/v1/completions", &headers, completion(false).to_string().as_bytes()).await;

@@ -1,35 +1,35 @@
-//! What an answer costs, however its engine writes it; and what comes as 200 and is no answer.
+//! The cost of a response in every format of the engines, and 200 responses that are invalid.
 
 use baton_router::NewKey;
 use serde_json::{Value, json};
 
-use crate::harness::client::{Answer, Client, completion, post};
-use crate::harness::engine::{Act, FakeEngine, Seen, event};
-use crate::harness::system::System;
+use crate::harness::client::{Client, ClientResponse, completion, post};
+use crate::harness::engine::{Action, FakeEngine, ReceivedRequest, event};
+use crate::harness::system::TestRouter;
 
 const HANDLE: u128 = 0xacc;
 const JSON: (&str, &str) = ("content-type", "application/json");
 const SSE: (&str, &str) = ("content-type", "text/event-stream");
 
-/// One decode engine and a key with so many tokens per minute.
-async fn limited(d: &FakeEngine, tokens: u64) -> (System, String) {
+/// One decode engine and a key with this many tokens per minute.
+async fn limited(d: &FakeEngine, tokens: u64) -> (TestRouter, String) {
     let key = NewKey::make();
     let top = format!(
         "auth: {{keys: [{{id: a, hash: '{}', tenant: t, limits: {{tokens_per_minute: {tokens}}}}}]}}",
         key.hash
     );
-    (System::with(&[], &[d], "", &top).await, key.key)
+    (TestRouter::with(&[], &[d], "", &top).await, key.key)
 }
 
-async fn ask(system: &System, key: &str, body: &Value) -> Answer {
+async fn ask(system: &TestRouter, key: &str, body: &Value) -> ClientResponse {
     let mut client = Client::connect(system.address).await;
     let headers = format!("Authorization: Bearer {key}\r\n");
     client.post_bytes("/v1/completions", &headers, body.to_string().as_bytes()).await;
     client.answer().await
 }
 
-/// Seconds that the next request has to wait.
-async fn owed(system: &System, key: &str) -> u64 {
+/// Seconds until the next request is permitted.
+async fn retry_after(system: &TestRouter, key: &str) -> u64 {
     let refused = ask(system, key, &json!({"model": "m", "prompt": "x", "max_tokens": 1})).await;
     assert_eq!(
         (refused.status, refused.code()),
@@ -56,14 +56,17 @@ async fn a_stream_is_charged_by_its_tokens_however_it_comes() {
         vec![event(0), format!("{},{ids}}}\r\n\r\n{done}", &used[..used.len() - 1])],
         vec![event(0).replace('\n', "\r"), format!("{used}\r\r"), done.replace('\n', "\r")],
     ] {
-        let d = FakeEngine::always(Act::Frames(pieces.clone(), true)).await;
+        let d = FakeEngine::always(Action::Frames(pieces.clone(), true)).await;
         let (system, key) = limited(&d, 1000).await;
         let mut body = short(true);
         body["stream_options"] = json!({"include_usage": true});
         let answer = ask(&system, &key, &body).await;
         assert_eq!((answer.status, answer.text()), (200, pieces.concat()));
-        let owed = owed(&system, &key).await;
-        assert!((430..=450).contains(&owed), "7,400 tokens more than a minute's worth: {owed} s");
+        let retry_after = retry_after(&system, &key).await;
+        assert!(
+            (430..=450).contains(&retry_after),
+            "7,400 tokens more than a minute's worth: {retry_after} s"
+        );
         system.counts("baton_router_tokens_total{model=\"m\",kind=\"completion\"}", 8000.0).await;
     }
 }
@@ -71,11 +74,14 @@ async fn a_stream_is_charged_by_its_tokens_however_it_comes() {
 #[tokio::test]
 async fn two_thousand_events_in_one_write_cost_two_thousand_tokens() {
     let events: String = (0..2000).map(event).collect();
-    let d = FakeEngine::always(Act::Frames(vec![events, "data: [DONE]\n\n".to_owned()], true)).await;
+    let d = FakeEngine::always(Action::Frames(vec![events, "data: [DONE]\n\n".to_owned()], true)).await;
     let (system, key) = limited(&d, 1000).await;
     assert_eq!(ask(&system, &key, &short(true)).await.status, 200);
-    let owed = owed(&system, &key).await;
-    assert!((55..=61).contains(&owed), "a thousand tokens more than a minute's worth: {owed} s");
+    let retry_after = retry_after(&system, &key).await;
+    assert!(
+        (55..=61).contains(&retry_after),
+        "a thousand tokens more than a minute's worth: {retry_after} s"
+    );
     system.counts("baton_router_tokens_total{model=\"m\",kind=\"completion\"}", 2000.0).await;
 }
 
@@ -87,12 +93,12 @@ async fn a_whole_answer_is_charged_wherever_its_usage_stands() {
     {
         let body =
             format!(r#"{{"choices":[],"usage":{{"prompt_tokens":730,"completion_tokens":5270}}{behind}}}"#);
-        let d = FakeEngine::always(Act::Bytes(vec![JSON], body.clone().into())).await;
+        let d = FakeEngine::always(Action::Bytes(vec![JSON], body.clone().into())).await;
         let (system, key) = limited(&d, 3000).await;
         let answer = ask(&system, &key, &short(false)).await;
         assert!(answer.status == 200 && answer.text() == body);
-        let owed = owed(&system, &key).await;
-        assert!((55..=61).contains(&owed), "{owed} s");
+        let retry_after = retry_after(&system, &key).await;
+        assert!((55..=61).contains(&retry_after), "{retry_after} s");
     }
 }
 
@@ -100,29 +106,29 @@ async fn a_whole_answer_is_charged_wherever_its_usage_stands() {
 async fn an_empty_usage_is_unknown_and_not_nothing() {
     let frames =
         [(0..500).map(event).collect(), "data: {\"usage\":{}}\n\n".to_owned(), "data: [DONE]\n\n".to_owned()];
-    let d = FakeEngine::always(Act::Frames(frames.to_vec(), true)).await;
+    let d = FakeEngine::always(Action::Frames(frames.to_vec(), true)).await;
     let (system, key) = limited(&d, 100).await;
     assert_eq!(ask(&system, &key, &short(true)).await.status, 200);
-    assert!(owed(&system, &key).await > 200);
+    assert!(retry_after(&system, &key).await > 200);
 }
 
-/// Counts where it is asked to, as vLLM does.
-fn counting(seen: &Seen) -> Option<Act> {
+/// Includes usage if the request asks for it, as vLLM does.
+fn counting(request: &ReceivedRequest) -> Option<Action> {
     let mut frames: Vec<String> = (0..3).map(event).collect();
-    if seen.body["stream_options"]["include_usage"] == true {
+    if request.body["stream_options"]["include_usage"] == true {
         frames.push(
             "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":3}}\n\n".to_owned(),
         );
     }
     frames.push("data: [DONE]\n\n".to_owned());
-    Some(Act::Frames(frames, true))
+    Some(Action::Frames(frames, true))
 }
 
 #[tokio::test]
 async fn the_usage_of_every_stream_is_known_and_reaches_only_clients_that_ask() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let d = FakeEngine::always(Act::Hang).await.ruled(counting);
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let d = FakeEngine::always(Action::Hang).await.with_rule(counting);
+    let system = TestRouter::start(&[&p], &[&d]).await;
     for (options, asked) in [
         (None, false),
         (Some(json!(null)), false),
@@ -140,28 +146,28 @@ async fn the_usage_of_every_stream_is_known_and_reaches_only_clients_that_ask() 
     }
     system.counts("baton_router_tokens_total{model=\"m\",kind=\"completion\"}", 12.0).await;
     system.counts("baton_router_tokens_total{model=\"m\",kind=\"prompt\"}", 28.0).await;
-    let sent: Vec<_> = d.asked().into_iter().map(|seen| seen.body["stream_options"].clone()).collect();
+    let sent: Vec<_> = d.asked().into_iter().map(|request| request.body["stream_options"].clone()).collect();
     assert!(sent.iter().all(|options| options["include_usage"] == true), "{sent:?}");
     assert_eq!(sent[2]["continuous_usage_stats"], false, "without `include_usage` it asks for nothing");
-    assert!(p.asked().iter().all(|seen| seen.body.get("stream_options").is_none()));
+    assert!(p.asked().iter().all(|request| request.body.get("stream_options").is_none()));
     assert_eq!(post(system.address, "/v1/completions", &short(false)).await.status, 200);
     assert!(d.asked().last().unwrap().body.get("stream_options").is_none(), "only of streams");
 }
 
 #[tokio::test]
 async fn an_engine_that_refuses_to_be_asked_for_usage_serves_streams_without() {
-    let d = FakeEngine::always(Act::Hang).await.ruled(|seen| {
-        if seen.body.get("stream_options").is_some() {
-            return Some(Act::Refuse(400, json!({"error": {"message": "Bad request"}})));
+    let d = FakeEngine::always(Action::Hang).await.with_rule(|request| {
+        if request.body.get("stream_options").is_some() {
+            return Some(Action::Refuse(400, json!({"error": {"message": "Bad request"}})));
         }
-        counting(seen)
+        counting(request)
     });
-    let system = System::start(&[], &[&d]).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     for asked in [2, 3, 4] {
         let answer = post(system.address, "/v1/completions", &short(true)).await;
         assert_eq!((answer.status, d.asked().len()), (200, asked), "{}", answer.text());
     }
-    // A client that asks itself reads the refusal.
+    // A client that requests usage itself reads the refusal.
     let mut body = short(true);
     body["stream_options"] = json!({"include_usage": true});
     assert_eq!(post(system.address, "/v1/completions", &body).await.status, 400);
@@ -170,13 +176,13 @@ async fn an_engine_that_refuses_to_be_asked_for_usage_serves_streams_without() {
 
 #[tokio::test]
 async fn a_refusal_for_something_else_is_asked_again_once_at_most_and_passed_on() {
-    let d = FakeEngine::always(Act::Hang).await.ruled(|seen| {
-        if seen.body["prompt"] == "bad" {
-            return Some(Act::Refuse(400, json!({"error": {"message": "no such thing"}})));
+    let d = FakeEngine::always(Action::Hang).await.with_rule(|request| {
+        if request.body["prompt"] == "bad" {
+            return Some(Action::Refuse(400, json!({"error": {"message": "no such thing"}})));
         }
-        counting(seen)
+        counting(request)
     });
-    let system = System::start(&[], &[&d]).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let bad = json!({"model": "m", "prompt": "bad", "stream": true});
     let answer = post(system.address, "/v1/completions", &bad).await;
     assert_eq!((answer.status, answer.text().contains("no such thing"), d.asked().len()), (400, true, 2));
@@ -198,8 +204,8 @@ async fn what_comes_as_200_and_is_no_answer_is_an_error_without_addresses() {
         ("<html>10.0.0.7</html>", vec![("content-type", "text/html")], 502),
         ("<html>10.0.0.7</html>", vec![], 502),
     ] {
-        let d = FakeEngine::always(Act::Bytes(headers, bytes.into())).await;
-        let system = System::start(&[], &[&d]).await;
+        let d = FakeEngine::always(Action::Bytes(headers, bytes.into())).await;
+        let system = TestRouter::start(&[], &[&d]).await;
         let answer = post(system.address, "/v1/completions", &completion(false)).await;
         assert_eq!(answer.status, status, "{bytes}: {}", answer.text());
         assert!(
@@ -219,7 +225,7 @@ async fn what_comes_as_200_and_is_no_answer_is_an_error_without_addresses() {
 
 #[tokio::test]
 async fn an_error_in_an_answer_that_cannot_be_held_is_no_answer_either() {
-    // Larger than what all answers together may take.
+    // Larger than the budget for all responses.
     let bulk = "1,".repeat(800_000);
     let error = |message: &str| {
         format!(r#""error":{{"message":"{message}","type":"x","code":400,"at":"10.0.0.7:8000"}}"#)
@@ -236,9 +242,9 @@ async fn an_error_in_an_answer_that_cannot_be_held_is_no_answer_either() {
         ("embeddings", &late, None),
         ("embeddings", &format!("{{\"data\":[{bulk}"), None),
     ] {
-        let d = FakeEngine::always(Act::Bytes(vec![JSON], body.clone().into())).await;
+        let d = FakeEngine::always(Action::Bytes(vec![JSON], body.clone().into())).await;
         let top = "limits: {body_bytes: 4096, body_bytes_total: 1048576}";
-        let system = System::with(&[], &[&d], "", top).await;
+        let system = TestRouter::with(&[], &[&d], "", top).await;
         let mut client = Client::connect(system.address).await;
         let asked = json!({"model": "m", "prompt": "x", "input": "x", "max_tokens": 8});
         client.post(&format!("/v1/{path}"), &asked).await;
@@ -273,8 +279,8 @@ async fn an_error_over_several_lines_of_an_event_is_an_error() {
     let split = "data: {\"error\": {\"message\":\ndata: \"lost 10.0.0.7:8000\",\ndata: \"code\": 500}}\n\n";
     for (line, ends) in [(split.to_owned(), "\n\n"), (split.replace('\n', "\r"), "\r\r")] {
         let frames = vec![event(0).replace("\n\n", ends), line, format!("data: [DONE]{ends}")];
-        let d = FakeEngine::always(Act::Frames(frames, true)).await;
-        let system = System::start(&[], &[&d]).await;
+        let d = FakeEngine::always(Action::Frames(frames, true)).await;
+        let system = TestRouter::start(&[], &[&d]).await;
         let answer = post(system.address, "/v1/completions", &completion(true)).await;
         let text = answer.text();
         assert!(
@@ -295,8 +301,8 @@ async fn an_error_over_several_lines_of_an_event_is_an_error() {
 #[tokio::test]
 async fn a_stream_whose_lines_end_with_cr_is_served_as_it_comes() {
     let stream = "\u{feff}data:{\"choices\":[]}\r\r: c\r\rdata: [DONE]\r\r";
-    let d = FakeEngine::always(Act::Bytes(vec![SSE], stream.into())).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Bytes(vec![SSE], stream.into())).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let answer = post(system.address, "/v1/completions", &completion(true)).await;
     assert_eq!((answer.status, &*answer.text()), (200, stream));
     system.counts("baton_router_requests_total{model=\"m\",outcome=\"completed\",code=\"2xx\"}", 1.0).await;
@@ -304,13 +310,16 @@ async fn a_stream_whose_lines_end_with_cr_is_served_as_it_comes() {
 
 #[tokio::test]
 async fn a_prefill_engines_error_under_a_200_is_its_failure() {
-    let fails = FakeEngine::always(Act::Json(json!({"error": {"message": "x", "code": 503}}))).await;
-    let lends = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[&fails, &lends], &[&d], "", "").await;
+    let fails = FakeEngine::always(Action::Json(json!({"error": {"message": "x", "code": 503}}))).await;
+    let lends = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[&fails, &lends], &[&d], "", "").await;
     for _ in 0..4 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
-    assert!(d.asked().iter().all(|seen| seen.body["kv_transfer_params"].is_object()), "each has a handoff");
+    assert!(
+        d.asked().iter().all(|request| request.body["kv_transfer_params"].is_object()),
+        "each has a handoff"
+    );
     assert!(!fails.asked().is_empty());
 }

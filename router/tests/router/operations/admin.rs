@@ -1,12 +1,12 @@
-//! What the admin listener tells, to whom, and in which shape.
+//! The admin listener's responses, access control and formats.
 
 use serde_json::Value;
 
-use crate::harness::client::{Client, HangUp, completion, get, post};
-use crate::harness::engine::{Act, FakeEngine};
-use crate::harness::system::{System, asked};
+use crate::harness::client::{Client, DisconnectKind, completion, get, post};
+use crate::harness::engine::{Action, FakeEngine};
+use crate::harness::system::{TestRouter, asked};
 
-async fn sent(system: &System, text: &str) -> crate::harness::client::Answer {
+async fn sent(system: &TestRouter, text: &str) -> crate::harness::client::ClientResponse {
     let mut client = Client::connect(system.admin).await;
     client.send(text.as_bytes()).await;
     client.answer().await
@@ -14,8 +14,8 @@ async fn sent(system: &System, text: &str) -> crate::harness::client::Answer {
 
 #[tokio::test]
 async fn every_path_has_its_methods_and_errors_are_json() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[], &[&d], "", "cluster_secret: 0123456789abcdef").await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[], &[&d], "", "cluster_secret: 0123456789abcdef").await;
     for path in ["/", "/health", "/ready", "/metrics", "/config", "/engines", "/requests"] {
         assert_eq!(get(system.admin, path).await.status, 200, "{path}");
         let wrong = post(system.admin, path, &Value::Null).await;
@@ -28,7 +28,7 @@ async fn every_path_has_its_methods_and_errors_are_json() {
     assert_eq!((missing.status, &missing.json()["error"]["code"]), (404, &Value::from(404)));
     let config = get(system.admin, "/config?pretty").await;
     assert!(config.text().contains("\n  \"generation\": 1"), "{}", config.text());
-    assert!(!config.text().contains("0123456789abcdef"), "the secret is not told");
+    assert!(!config.text().contains("0123456789abcdef"), "the secret is not shown");
     let engines = get(system.admin, "/engines").await.json();
     assert_eq!(engines["engines"][0]["engine"], d.address.to_string());
     assert_eq!(engines["engines"][0]["pools"][0]["leg"], "decode");
@@ -38,15 +38,15 @@ async fn every_path_has_its_methods_and_errors_are_json() {
 
 #[tokio::test]
 async fn the_page_of_metrics_comes_in_the_format_that_is_asked_for() {
-    let d = FakeEngine::always(Act::StreamWhenTold(3)).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::StreamGated(3)).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(true)).await;
-    d.go_on();
+    d.open_gate();
     client.head().await;
     client.chunk().await.unwrap();
     for _ in 1..3 {
-        d.go_on();
+        d.open_gate();
         client.chunk().await.unwrap();
     }
     while client.chunk().await.is_some() {}
@@ -85,9 +85,9 @@ async fn the_page_of_metrics_comes_in_the_format_that_is_asked_for() {
 
 #[tokio::test]
 async fn requests_in_flight_are_listed_with_their_phase_and_engines() {
-    let p = FakeEngine::always(Act::Lend(Some(1))).await;
-    let d = FakeEngine::always(Act::Hang).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(1))).await;
+    let d = FakeEngine::always(Action::Hang).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(true)).await;
     asked(&d, 1).await;
@@ -101,7 +101,7 @@ async fn requests_in_flight_are_listed_with_their_phase_and_engines() {
     assert!(request["age_seconds"].as_f64().unwrap() > 0.0);
     assert!(system.metric("baton_router_inflight_request_age_seconds").await > 0.0);
     assert_eq!(get(system.admin, "/requests?limit=0").await.json()["requests"].as_array().unwrap().len(), 0);
-    client.hang_up(HangUp::Fin);
+    client.hang_up(DisconnectKind::Fin);
     system.settled().await;
     assert_eq!(get(system.admin, "/requests").await.json()["in_flight"], 0);
     assert_eq!(system.metric("baton_router_inflight_request_age_seconds").await, 0.0);
@@ -114,12 +114,12 @@ async fn requests_in_flight_are_listed_with_their_phase_and_engines() {
 
 #[tokio::test]
 async fn server_timing_is_told_only_where_it_is_wanted() {
-    let p = FakeEngine::always(Act::Lend(Some(1))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(1))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let answer = post(system.address, "/v1/completions", &completion(false)).await;
     assert_eq!(answer.header("server-timing"), None);
-    let system = System::with(&[&p], &[&d], "", "telemetry: {server_timing: true}").await;
+    let system = TestRouter::with(&[&p], &[&d], "", "telemetry: {server_timing: true}").await;
     let answer = post(system.address, "/v1/completions", &completion(false)).await;
     let timing = answer.header("server-timing").unwrap_or_else(|| panic!("{}", answer.head));
     for phase in ["prefill;dur=", "gap;dur=", "accept;dur="] {
@@ -129,8 +129,8 @@ async fn server_timing_is_told_only_where_it_is_wanted() {
 
 #[tokio::test]
 async fn every_answer_has_a_request_id_and_a_hostile_one_is_replaced() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let long = "x".repeat(2000);
     for (path, body) in [
         ("/v1/completions", "{}"),
@@ -144,7 +144,7 @@ async fn every_answer_has_a_request_id_and_a_hostile_one_is_replaced() {
             let mut client = Client::connect(system.address).await;
             client.post_bytes(path, &format!("x-request-id: {hostile}\r\n"), body.as_bytes()).await;
             let answer = client.answer().await;
-            // What is not HTTP at all is refused before there is a request to be named.
+            // Bytes that are no HTTP are refused before the request has an id.
             if hostile == "\u{1}" && answer.status == 400 && answer.header("x-request-id").is_none() {
                 continue;
             }
@@ -160,8 +160,8 @@ async fn every_answer_has_a_request_id_and_a_hostile_one_is_replaced() {
 
 #[tokio::test]
 async fn no_page_of_another_site_reaches_the_admin_listener() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let verb = format!("POST /engines/{}/drain HTTP/1.1\r\ncontent-length: 0\r\n", d.address);
     for lines in [
         "host: localhost\r\norigin: https://evil.test",
@@ -177,9 +177,9 @@ async fn no_page_of_another_site_reaches_the_admin_listener() {
 
 #[tokio::test]
 async fn only_the_body_of_a_dry_run_is_read() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[], &[&d], "", "limits: {body_bytes: 2048}").await;
-    // Answered although nothing of the body has come, and never will.
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[], &[&d], "", "limits: {body_bytes: 2048}").await;
+    // Answered although the body never arrives.
     let head = "HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2000\r\n\r\n";
     assert_eq!(sent(&system, &format!("GET /config {head}")).await.status, 200);
     assert_eq!(sent(&system, &format!("POST /engines/{}/drain {head}", d.address)).await.status, 200);

@@ -1,4 +1,4 @@
-//! The configuration file: what is wrong is told by line and column, and the example loads.
+//! The configuration file: problems are reported by line and column, and the example is valid.
 
 use baton_router::{RouterConfig, listen_address};
 
@@ -28,7 +28,7 @@ fn a_good_file_loads_with_its_defaults() {
 
 #[test]
 fn what_is_wrong_is_told_by_line_and_column() {
-    for (from, to, told) in [
+    for (from, to, expected) in [
         ("policy: round_robin", "polizy: round_robin", "6:7: unknown key `polizy`, did you mean `policy`?"),
         (
             "http://127.0.0.1:2",
@@ -90,17 +90,20 @@ fn what_is_wrong_is_told_by_line_and_column() {
     ] {
         let yaml = GOOD.replace(from, to);
         assert_ne!(yaml, GOOD);
-        let said = problem(&yaml);
-        let place = format!("router.yaml:{told}");
-        assert!(said.starts_with(&place) || (told == "not YAML" && said.contains(told)), "{to}: {said}");
-        assert_eq!(said.lines().count(), 1, "told once: {said}");
+        let message = problem(&yaml);
+        let place = format!("router.yaml:{expected}");
+        assert!(
+            message.starts_with(&place) || (expected == "not YAML" && message.contains(expected)),
+            "{to}: {message}"
+        );
+        assert_eq!(message.lines().count(), 1, "reported once: {message}");
     }
     assert_eq!(problem(""), "router.yaml:1:1: the file is empty");
 }
 
 #[test]
 fn every_problem_of_a_file_is_told_at_once_in_the_order_of_the_file() {
-    let said = problem(
+    let message = problem(
         "listen: 127.0.0.1:0\n\
          limmits: {in_flight: 1}\n\
          timeouts: {body_ms: 0, connect_ms: soon}\n\
@@ -110,19 +113,19 @@ fn every_problem_of_a_file_is_told_at_once_in_the_order_of_the_file() {
              decode: {}\n",
     );
     let places: Vec<_> =
-        said.lines().map(|line| line.split_whitespace().next().unwrap_or_default()).collect();
+        message.lines().map(|line| line.split_whitespace().next().unwrap_or_default()).collect();
     let wanted =
         ["2:1:", "3:21:", "3:36:", "6:52:", "6:56:", "6:57:", "7:5:"].map(|p| format!("router.yaml:{p}"));
-    assert_eq!(places, wanted, "{said}");
+    assert_eq!(places, wanted, "{message}");
 }
 
 #[test]
 fn values_that_garde_alone_can_judge_are_told_with_their_place() {
     let labels: Vec<_> = (0..33).map(|n| format!("l{n}: x")).collect();
     let engine = format!("url: http://127.0.0.1:2\n          labels: {{{}}}", labels.join(", "));
-    let said = problem(&GOOD.replace("url: http://127.0.0.1:2", &engine));
-    assert!(said.starts_with("router.yaml:9:"), "{said}");
-    assert_eq!(said.lines().count(), 1, "{said}");
+    let message = problem(&GOOD.replace("url: http://127.0.0.1:2", &engine));
+    assert!(message.starts_with("router.yaml:9:"), "{message}");
+    assert_eq!(message.lines().count(), 1, "{message}");
 }
 
 #[test]
@@ -137,15 +140,15 @@ fn a_hostile_file_is_refused_early() {
     for (yaml, word) in [(bomb, "aliases"), (deep, "limit"), (huge, "bytes"), (long.clone() + GOOD, "kkk...")]
     {
         let begun = std::time::Instant::now();
-        let said = problem(&yaml);
-        assert!(said.contains(word) && said.lines().count() == 1, "{said}");
+        let message = problem(&yaml);
+        assert!(message.contains(word) && message.lines().count() == 1, "{message}");
         assert!(begun.elapsed().as_secs() < 5);
     }
-    // Whatever is wrong a hundred thousand times is told a hundred times.
+    // Repeated problems are limited to 100.
     let unknown: String = (0..40_000).map(|n| format!("timeoutz_{n}: 1\n")).collect();
     let begun = std::time::Instant::now();
-    let said = problem(&unknown);
-    assert_eq!(said.lines().count(), 100);
+    let message = problem(&unknown);
+    assert_eq!(message.lines().count(), 100);
     assert!(begun.elapsed().as_secs() < 5);
     assert!(!problem("\"\\e[31m\": 1\n").contains('\u{1b}'), "a terminal is not written to by a file");
 }
@@ -174,7 +177,7 @@ fn every_file_that_a_configuration_names_is_known() {
         RouterConfig::from_yaml(&yaml, "router.yaml").unwrap_or_else(|problems| panic!("{problems}"));
     let files: Vec<_> = config.files().into_iter().map(|file| file.display().to_string()).collect();
     assert_eq!(files, ["/a", "/c", "/k", "/s", "/y"]);
-    // The others are followed by those who use them.
+    // The modules that use the other files watch them.
     assert_eq!(config.watched_files().into_iter().collect::<Vec<_>>(), [std::path::Path::new("/s")]);
 }
 
@@ -196,7 +199,7 @@ fn the_effective_configuration_is_a_configuration_with_the_same_meaning() {
 
 #[test]
 fn the_commented_example_loads_and_names_every_default() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/config/router.yaml");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/router/router.yaml");
     let example = RouterConfig::load(std::path::Path::new(path)).unwrap();
     let bare = RouterConfig::from_yaml(GOOD, "good.yaml").unwrap();
     let parts = |c: &RouterConfig| {
@@ -207,8 +210,8 @@ fn the_commented_example_loads_and_names_every_default() {
 
 #[test]
 fn a_file_that_is_not_there_is_named() {
-    let said = RouterConfig::load(std::path::Path::new("no/such.yaml")).unwrap_err().to_string();
-    assert!(said.starts_with("no/such.yaml: "), "{said}");
+    let message = RouterConfig::load(std::path::Path::new("no/such.yaml")).unwrap_err().to_string();
+    assert!(message.starts_with("no/such.yaml: "), "{message}");
 }
 
 #[test]
@@ -233,8 +236,8 @@ fn what_cannot_observe_is_refused() {
         ("telemetry: {otlp: {endpoint: 'http://h:1', queue: 0}}", "1"),
         ("telemetry: {otlp: {endpoint: 'http://h:1', headers: {}}}", "headers"),
     ] {
-        let said = problem(&GOOD.replace("listen: 127.0.0.1:0", bad));
-        assert!(said.starts_with("router.yaml:1:") && said.contains(word), "{bad}: {said}");
+        let message = problem(&GOOD.replace("listen: 127.0.0.1:0", bad));
+        assert!(message.starts_with("router.yaml:1:") && message.contains(word), "{bad}: {message}");
     }
 }
 
@@ -251,7 +254,7 @@ fn a_policy_is_a_name_or_a_map_of_one_name_to_its_parameters() {
         assert_eq!(bare.name(), name);
         let mapped = with(&format!("{{{name}: {{}}}}")).unwrap().models.remove(0).decode.policy;
         assert_eq!(mapped, bare, "no parameters are the defaults");
-        // What is in effect is printed in a form that can be read again.
+        // The effective value is printed in a format that can be read again.
         let printed = serde_json::to_string(&bare).unwrap();
         assert_eq!(with(&printed).unwrap().models.remove(0).decode.policy, bare, "{printed}");
     }
@@ -268,8 +271,8 @@ fn a_policy_is_a_name_or_a_map_of_one_name_to_its_parameters() {
         ("{}", "policy"),
         ("[random]", "policy"),
     ] {
-        let said = with(bad).expect_err(bad).to_string();
-        assert!(said.starts_with("router.yaml:") && said.contains(word), "{bad}: {said}");
+        let message = with(bad).expect_err(bad).to_string();
+        assert!(message.starts_with("router.yaml:") && message.contains(word), "{bad}: {message}");
     }
 }
 
@@ -289,10 +292,10 @@ fn engines_that_publish_to_one_port_of_the_router_are_refused() {
             ", kv_events: {bind: 127.0.0.1, port: 7}",
         ),
     ] {
-        let said = problem(&shared);
+        let message = problem(&shared);
         assert!(
-            said.contains("`models[0].decode.engines[1].url`: publishes its `kv_events` to port"),
-            "{said}"
+            message.contains("`models[0].decode.engines[1].url`: publishes its `kv_events` to port"),
+            "{message}"
         );
     }
     for apart in [
@@ -330,7 +333,7 @@ fn keys_without_effect_are_told() {
         config.warnings()
     };
     assert_eq!(doubts("", "", ""), Vec::<String>::new());
-    for (model, pool, top, told) in [
+    for (model, pool, top, expected) in [
         ("    resume: true\n    fallback: none\n", "", "", "models[0].resume"),
         ("", "      capacity: {max_waiting: 4}\n", "", "models[0].decode.capacity"),
         ("", "      capacity: {max_kv_usage: 0.5}\n", "", "models[0].decode.capacity"),
@@ -338,7 +341,7 @@ fn keys_without_effect_are_told() {
         ("", "", "engine_tls: {ca: /ca.pem}\n", "engine_tls"),
     ] {
         let found = doubts(model, pool, top);
-        assert!(found.len() == 1 && found[0].starts_with(told), "{told}: {found:?}");
+        assert!(found.len() == 1 && found[0].starts_with(expected), "{expected}: {found:?}");
     }
     let load = "health: {load: {interval_ms: 1000}}\n";
     assert_eq!(
@@ -348,8 +351,11 @@ fn keys_without_effect_are_told() {
     let secure = "      discover: {dns: {host: d, port: 1, scheme: https}}\n";
     assert_eq!(doubts("", secure, "engine_tls: {ca: /ca.pem}\n"), Vec::<String>::new());
     let without = GOOD.replace("      policy: round_robin\n", secure);
-    let said = problem(&without);
-    assert!(said.contains("`models[0].decode.discover.dns.scheme`: `https` needs `engine_tls.ca`"), "{said}");
+    let message = problem(&without);
+    assert!(
+        message.contains("`models[0].decode.discover.dns.scheme`: `https` needs `engine_tls.ca`"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -369,14 +375,15 @@ fn the_bounds_of_a_key_that_may_be_left_out_are_in_the_schema() {
             "{part}.{key}"
         );
     }
-    let said = problem(&GOOD.replace("http://127.0.0.1:2", "http://127.0.0.1:2\n          max_in_flight: 0"));
-    assert!(said.contains("`models[0].decode.engines[0].max_in_flight`: 0 is below 1"), "{said}");
+    let message =
+        problem(&GOOD.replace("http://127.0.0.1:2", "http://127.0.0.1:2\n          max_in_flight: 0"));
+    assert!(message.contains("`models[0].decode.engines[0].max_in_flight`: 0 is below 1"), "{message}");
 }
 
 #[test]
 fn trusted_proxies_are_networks() {
-    let said = problem(&GOOD.replace("listen: 127.0.0.1:0", "trusted_proxies: [10.0.0.0/33]"));
-    assert!(said.contains("`10.0.0.0/33` is no network"), "{said}");
+    let message = problem(&GOOD.replace("listen: 127.0.0.1:0", "trusted_proxies: [10.0.0.0/33]"));
+    assert!(message.contains("`10.0.0.0/33` is no network"), "{message}");
 }
 
 #[test]
@@ -418,8 +425,8 @@ fn anything_else_is_refused_with_what_to_write() {
         ("nowhere", "is no address"),
         ("\u{1b}[31m:1", "is no address"),
     ] {
-        let said = listen_address(text).expect_err(text).to_string();
-        assert!(said.contains(part) && !said.contains('\u{1b}'), "{text}: {said}");
+        let message = listen_address(text).expect_err(text).to_string();
+        assert!(message.contains(part) && !message.contains('\u{1b}'), "{text}: {message}");
     }
     assert!(listen_address(&"9".repeat(100_000)).expect_err("it is none").to_string().len() < 200);
 }
@@ -432,7 +439,7 @@ fn an_address_has_the_same_forms_under_every_key() {
         let effective = config.effective();
         assert!(effective.contains("127.0.0.1:18080"), "{effective}");
         let name = if key.starts_with("admin") { "`admin.listen`: " } else { "`listen`: " };
-        for (address, told) in [
+        for (address, expected) in [
             (
                 "8080",
                 "`8080` has no IP address: write `127.0.0.1:8080` (this machine only) or `0.0.0.0:8080`",
@@ -440,17 +447,20 @@ fn an_address_has_the_same_forms_under_every_key() {
             ("0.0.0.0", "`0.0.0.0` has no port: write `0.0.0.0:8080`"),
             (":8080", "`:8080` has no IP address"),
         ] {
-            let said = problem(&with(address));
-            assert!(said.starts_with("router.yaml:1:") && said.contains(&format!("{name}{told}")), "{said}");
-            assert_eq!(said.lines().count(), 1, "{said}");
+            let message = problem(&with(address));
+            assert!(
+                message.starts_with("router.yaml:1:") && message.contains(&format!("{name}{expected}")),
+                "{message}"
+            );
+            assert_eq!(message.lines().count(), 1, "{message}");
         }
     }
-    // All wrong addresses of a file are reported, with its other problems.
-    let said = problem(
+    // All invalid addresses of a file are reported together with its other problems.
+    let message = problem(
         "listen: 8080\nadmin: {listen: 8081}\ntrusted_proxies: [10.0.0.0/33]\nmodels:\n  - name: m\n    \
          decode: {engines: [{url: '127.0.0.1:1', kv_events: {port: 1, bind: '127.0.0.1:5557'}}], polcy: random}\n",
     );
-    for told in [
+    for expected in [
         "1:9: `listen`: ",
         "2:17: `admin.listen`: ",
         "3:19: `trusted_proxies[0]`: `10.0.0.0/33` is no network",
@@ -458,14 +468,14 @@ fn an_address_has_the_same_forms_under_every_key() {
         "`models[0].decode.engines[0].kv_events.bind`: `127.0.0.1:5557` is no IP address: write one without a port",
         "unknown key `polcy`, did you mean `policy`?",
     ] {
-        assert!(said.contains(told), "{told}: {said}");
+        assert!(message.contains(expected), "{expected}: {message}");
     }
 }
 
 #[test]
 fn a_value_in_another_form_is_told_with_the_form_that_is_needed() {
     let model = |decode: &str| format!("models:\n  - name: m\n    decode: {decode}\n");
-    for (decode, told) in [
+    for (decode, expected) in [
         (
             "{engines: ['http://a:1']}",
             "engines[0]`: needs a map, not `http://a:1`: write `{url: http://a:1}`",
@@ -481,18 +491,18 @@ fn a_value_in_another_form_is_told_with_the_form_that_is_needed() {
         ),
         ("{engines: ['']}", "engines[0]`: needs a map, not ``"),
     ] {
-        let said = problem(&model(decode));
-        assert!(said.contains(told), "{decode}: {said}");
-        assert_eq!(said.lines().count(), 1, "{said}");
+        let message = problem(&model(decode));
+        assert!(message.contains(expected), "{decode}: {message}");
+        assert_eq!(message.lines().count(), 1, "{message}");
     }
-    let said = problem("models: {name: m, decode: {engines: [{url: 'http://a:1'}]}}\n");
-    assert!(said.ends_with("`models`: needs a list, not a map: write `[{...}]`"), "{said}");
+    let message = problem("models: {name: m, decode: {engines: [{url: 'http://a:1'}]}}\n");
+    assert!(message.ends_with("`models`: needs a list, not a map: write `[{...}]`"), "{message}");
 }
 
 #[test]
 fn an_unknown_key_is_told_with_the_key_that_was_meant() {
     let engine = "{url: 'http://a:1'}";
-    for (top, model, decode, told) in [
+    for (top, model, decode, expected) in [
         ("tls: {certificate: /c, key: /k}", "", "", "`tls`, did you mean `listen_tls`?"),
         ("tls: {ca: /ca}", "", "", "`tls`, did you mean `engine_tls`?"),
         ("tls:", "", "", "`tls`, did you mean `listen_tls` or `engine_tls`?"),
@@ -511,16 +521,16 @@ fn an_unknown_key_is_told_with_the_key_that_was_meant() {
             "{top}\nmodels:\n  - name: m\n    {}\n    decode:\n      {}\n      engines: [{engine}]\n",
             model, decode
         );
-        let said = problem(&yaml);
-        assert!(said.contains(told), "{top}{model}{decode}: {said}");
-        assert_eq!(said.lines().count(), 1, "{said}");
+        let message = problem(&yaml);
+        assert!(message.contains(expected), "{top}{model}{decode}: {message}");
+        assert_eq!(message.lines().count(), 1, "{message}");
     }
 }
 
 #[test]
 fn a_choice_in_another_spelling_is_told_with_the_form_that_is_needed() {
     let with = |policy: &str| problem(&GOOD.replace("policy: round_robin", &format!("policy: {policy}")));
-    for (policy, told) in [
+    for (policy, expected) in [
         ("least-load", "`least-load` is none of"),
         ("least-load", "did you mean `least_load`?"),
         ("LeastLoad", "did you mean `least_load`?"),
@@ -537,16 +547,19 @@ fn a_choice_in_another_spelling_is_told_with_the_form_that_is_needed() {
         ("{kind: best}", "unknown key `kind`; known here: round_robin, random, power_of_two"),
         ("{least_load: {by: Tokens}}", "did you mean `tokens`?"),
     ] {
-        let said = with(policy);
-        assert!(said.contains(told) && said.matches("`round_robin`").count() < 3, "{policy}: {said}");
-        assert_eq!(said.lines().count(), 1, "{said}");
+        let message = with(policy);
+        assert!(
+            message.contains(expected) && message.matches("`round_robin`").count() < 3,
+            "{policy}: {message}"
+        );
+        assert_eq!(message.lines().count(), 1, "{message}");
     }
-    for (key, told) in [
+    for (key, expected) in [
         ("fallback: Aggregate", "`aggregate`"),
         ("disaggregate: {min_prompt-tokens: 1}", "did you mean `min_prompt_tokens`?"),
     ] {
-        let said = problem(&GOOD.replace("  - name: m\n", &format!("  - name: m\n    {key}\n")));
-        assert!(said.contains(told), "{key}: {said}");
+        let message = problem(&GOOD.replace("  - name: m\n", &format!("  - name: m\n    {key}\n")));
+        assert!(message.contains(expected), "{key}: {message}");
     }
 }
 

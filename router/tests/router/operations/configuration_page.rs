@@ -1,13 +1,13 @@
 //! `docs/reference/configuration.md` has a row for every configuration key, and each row names a test that exists.
 //!
-//! What a row says of its key (type, default, bounds, words) comes from the JSON schema; only its last cell,
-//! the test, is written by hand. To bring the page up to date after a key was added or changed:
+//! The cells of a row (type, default, bounds, text) come from the JSON schema; only the last cell, the test, is written
+//! by hand. To update the page after a key was added or changed:
 //!
 //! ```text
 //! BATON_WRITE_DOCS=1 cargo test -p baton-router --test router the_page_has_a_row_for_every_key
 //! ```
 //!
-//! and then name the test of each new row, which is marked `?`.
+//! Then name the test of each new row, which is marked `?`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -16,26 +16,26 @@ use std::path::{Path, PathBuf};
 use baton_router::RouterConfig;
 use serde_json::Value;
 
-/// The table stands between these lines.
+/// The table is between these lines.
 const BEGIN: &str = "<!-- keys: begin -->";
 const END: &str = "<!-- keys: end -->";
-/// Where a row names no test yet.
+/// Marks a row without a test.
 const UNNAMED: &str = "?";
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// Every key of the schema once, in the schema's order; a type that is used twice is told where it comes first.
-struct Keys<'a> {
+/// Every key of the schema once, in the schema's order; a type that is used twice is listed at its first use.
+struct SchemaKeys<'a> {
     schema: &'a Value,
-    told: BTreeMap<String, String>,
+    documented: BTreeMap<String, String>,
     rows: Vec<(String, String)>,
 }
 
-impl<'a> Keys<'a> {
+impl<'a> SchemaKeys<'a> {
     fn of(schema: &'a Value) -> Vec<(String, String)> {
-        let mut keys = Self { schema, told: BTreeMap::new(), rows: Vec::new() };
+        let mut keys = Self { schema, documented: BTreeMap::new(), rows: Vec::new() };
         keys.walk(schema, "");
         keys.rows
     }
@@ -51,11 +51,11 @@ impl<'a> Keys<'a> {
             return;
         }
         if let Some((name, target)) = self.target(node) {
-            if self.told.contains_key(name) {
+            if self.documented.contains_key(name) {
                 return;
             }
             if has_keys(self.schema, target, 0) {
-                self.told.insert(name.to_owned(), path.to_owned());
+                self.documented.insert(name.to_owned(), path.to_owned());
             }
             self.walk(target, path);
         }
@@ -78,15 +78,15 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A type whose keys are those of another one that was told before.
+    /// The first use of a type with the same keys, if it is listed already.
     fn same_keys_as(&self, node: &Value) -> Option<&str> {
-        self.told.get(node["x-keys-of"].as_str()?).map(String::as_str)
+        self.documented.get(node["x-keys-of"].as_str()?).map(String::as_str)
     }
 
     fn row(&self, path: &str, node: &'a Value) -> String {
         let bounds = self.bounds(node);
         let default = node.get("default").map_or_else(String::new, |d| match d {
-            // What is in them is told by their own rows.
+            // The keys of an object have their own rows.
             Value::Object(_) => String::new(),
             Value::Array(list) if list.is_empty() => "none".into(),
             Value::Null => "none".into(),
@@ -99,7 +99,7 @@ impl<'a> Keys<'a> {
 
     fn kind(&self, node: &'a Value) -> String {
         if let Some((name, target)) = self.target(node) {
-            return match self.told.get(name) {
+            return match self.documented.get(name) {
                 Some(first) => format!("as `{first}`"),
                 None => self.kind(target),
             };
@@ -163,7 +163,7 @@ fn has_keys(schema: &Value, node: &Value, depth: usize) -> bool {
         && variants.clone().any(|v| has_keys(schema, &target(v).unwrap_or_else(|| v.clone()), depth + 1))
 }
 
-/// Every test of every source, so that a name in the table can be looked up.
+/// The names of all tests in all sources, to verify the names in the table.
 fn tests() -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     let mut folders = vec![root()];
@@ -182,7 +182,7 @@ fn tests() -> BTreeSet<String> {
                         Some(name) if marked => drop(found.insert(name.to_owned())),
                         _ => {}
                     }
-                    // Other attributes and comments may stand between the mark and the function.
+                    // Other attributes and comments may be between the attribute and the function.
                     let between = line.starts_with("#[") || line.starts_with("//");
                     marked = line == "#[test]" || line.starts_with("#[tokio::test") || (marked && between);
                 }
@@ -198,7 +198,7 @@ fn the_page_has_a_row_for_every_key() {
     let page = std::fs::read_to_string(&file).expect("the page is there");
     let (before, rest) = page.split_once(BEGIN).expect("the table has a beginning");
     let (table, after) = rest.split_once(END).expect("the table has an end");
-    // The last cell of a row is the reader's; keys are told by the first.
+    // The last cell of a row is written by hand; the first one identifies the key.
     let named: BTreeMap<&str, &str> = table
         .lines()
         .filter(|line| line.starts_with("| `"))
@@ -211,7 +211,7 @@ fn the_page_has_a_row_for_every_key() {
     let schema = RouterConfig::schema();
     let mut wanted =
         String::from("\n| key | type | default | bounds | what | covered by |\n|---|---|---|---|---|---|\n");
-    for (path, row) in Keys::of(&schema) {
+    for (path, row) in SchemaKeys::of(&schema) {
         let tests = named.get(path.as_str()).copied().unwrap_or(UNNAMED);
         let _ = writeln!(wanted, "{row} {tests} |");
     }
@@ -249,7 +249,8 @@ fn the_page_has_a_row_for_every_key() {
     assert!(wrong.is_empty(), "rows of docs/reference/configuration.md:\n  {}", wrong.join("\n  "));
 }
 
-/// `docs/reference/router.schema.json` is what `baton check --schema` prints, for editors; `BATON_WRITE_DOCS=1` writes it.
+/// Compares `docs/reference/router.schema.json`, for editors, with `baton check --schema`. `BATON_WRITE_DOCS=1` writes
+/// the file.
 #[test]
 fn the_schema_for_editors_is_that_of_the_code() {
     let file = root().join("docs/reference/router.schema.json");
@@ -264,11 +265,12 @@ fn the_schema_for_editors_is_that_of_the_code() {
     );
 }
 
-/// The examples, by their names.
+/// The examples, by name.
 fn examples() -> BTreeMap<String, String> {
-    let folder = root().join("deploy/config");
+    let folders = ["deploy/config", "examples/router"].map(|folder| root().join(folder));
+    let entries = folders.iter().flat_map(|folder| std::fs::read_dir(folder).expect("there are examples"));
     let mut found = BTreeMap::new();
-    for entry in std::fs::read_dir(folder).expect("there are examples") {
+    for entry in entries {
         let path = entry.expect("an entry can be read").path();
         if path.extension().is_some_and(|extension| extension == "yaml") {
             let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
@@ -298,8 +300,8 @@ fn every_example_is_a_configuration_and_fits_the_schema() {
     assert!(!validator.is_valid(&serde_json::json!({"models": [], "listen": 1})), "it refuses something");
 }
 
-/// Whether a text names a key below the key that holds it: on the line of that one, or on a line that follows it and is
-/// further to the right, before one that is not. Commented lines count where their text stands.
+/// Whether a text contains a key below its parent key: on the parent's line, or on a later line that is indented
+/// further, before one that is not. Commented lines count at the position of their text.
 fn is_named(reference: &str, keys: &[&str]) -> bool {
     let lines: Vec<(usize, &str)> = reference
         .lines()
@@ -308,7 +310,7 @@ fn is_named(reference: &str, keys: &[&str]) -> bool {
             (line.len() - text.len(), text)
         })
         .collect();
-    // A policy without parameters is its name.
+    // A policy without parameters is its name only.
     let is_policy = keys.contains(&"policy");
     let has = |text: &str, key: &str| {
         let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_' && c != ':');
@@ -319,10 +321,10 @@ fn is_named(reference: &str, keys: &[&str]) -> bool {
         return lines.iter().any(|(column, text)| *column < 4 && has(text, key));
     };
     if is_policy && *parent == "policy" {
-        // It stands in the list of those that there are.
+        // The key is in the list of alternatives.
         return lines.iter().any(|(_, text)| has(text, key));
     }
-    // Both pools have the same keys, and each is shown at one of them.
+    // Both pools have the same keys, and each key is shown in one of them.
     let holds = |text: &str| has(text, parent) || (*parent == "prefill" && has(text, "decode"));
     lines.iter().enumerate().filter(|(_, (_, text))| holds(text)).any(|(at, (column, text))| {
         let below = lines[at + 1..].iter().take_while(|(inner, text)| inner > column || text.is_empty());
@@ -351,6 +353,6 @@ fn the_reference_names_every_key() {
         is_named(&reference, &keys)
     };
     let missing: Vec<_> =
-        Keys::of(&schema).into_iter().map(|(path, _)| path).filter(|path| !named(path)).collect();
-    assert!(missing.is_empty(), "deploy/config/router.yaml does not name\n  {}", missing.join("\n  "));
+        SchemaKeys::of(&schema).into_iter().map(|(path, _)| path).filter(|path| !named(path)).collect();
+    assert!(missing.is_empty(), "examples/router/router.yaml does not name\n  {}", missing.join("\n  "));
 }

@@ -1,4 +1,4 @@
-//! Engines that the configuration does not list: by name, by a file, by a simulated Kubernetes API.
+//! Engines that are discovered: by DNS name, by a file, by a simulated Kubernetes API.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -19,8 +19,8 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use crate::harness::client::{Client, completion, get, post};
-use crate::harness::engine::{Act, FakeEngine};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine};
+use crate::harness::system::TestRouter;
 
 const PATH: &str = "/v1/completions";
 
@@ -31,15 +31,15 @@ fn yaml(decode: &str) -> String {
 }
 
 async fn answers() -> FakeEngine {
-    FakeEngine::always(Act::Whole(1)).await
+    FakeEngine::always(Action::Whole(1)).await
 }
 
-async fn status(system: &System) -> u16 {
+async fn status(system: &TestRouter) -> u16 {
     post(system.address, PATH, &completion(false)).await.status
 }
 
-/// Waits until the decode pool has so many members.
-async fn members(system: &System, count: usize) {
+/// Waits until the decode pool has this many members.
+async fn members(system: &TestRouter, count: usize) {
     system.counts("baton_router_pool_engines{model=\"m\",leg=\"decode\"}", count as f64).await;
 }
 
@@ -48,9 +48,9 @@ async fn engines_are_found_by_name() {
     let engine = answers().await;
     let port = engine.address.port();
     let system =
-        System::of(&yaml(&format!("{{discover: {{dns: {{host: localhost, port: {port}}}}}}}"))).await;
+        TestRouter::of(&yaml(&format!("{{discover: {{dns: {{host: localhost, port: {port}}}}}}}"))).await;
     let begun = std::time::Instant::now();
-    // Until the first answer the pool is empty; then it has every address of the name.
+    // The pool is empty until the first response; then it has every address of the name.
     while status(&system).await != 200 {
         assert!(begun.elapsed().as_secs() < 10, "the name is not found");
     }
@@ -60,13 +60,13 @@ async fn engines_are_found_by_name() {
 #[tokio::test]
 async fn a_pool_that_is_only_discovered_may_start_empty() {
     let discover = "{discover: {file: {path: /no/such/file, refresh_ms: 100}}}";
-    let system = System::of(&yaml(discover)).await;
+    let system = TestRouter::of(&yaml(discover)).await;
     let answer = post(system.address, PATH, &completion(false)).await;
     assert_eq!(answer.status, 503, "{}", answer.text());
     system.counts("baton_router_discovery_failures_total{source=\"file:/no/such/file\"}", 1.0).await;
-    let told = get(system.admin, "/config").await.json();
-    assert!(told["discovery"][0]["error"].is_string(), "{told}");
-    assert!(told["discovery"][0]["endpoints"].is_null(), "{told}");
+    let config = get(system.admin, "/config").await.json();
+    assert!(config["discovery"][0]["error"].is_string(), "{config}");
+    assert!(config["discovery"][0]["endpoints"].is_null(), "{config}");
 }
 
 #[tokio::test]
@@ -79,7 +79,7 @@ async fn a_file_of_engines_is_followed_through_a_switch_of_links_and_its_loss() 
         json!({"endpoints": [{"name": "b", "address": "127.0.0.1", "port": b.address.port().to_string()}]});
     std::fs::write(at("two"), two.to_string()).unwrap();
     symlink("one", at("engines")).unwrap();
-    let system = System::of(&yaml(&format!(
+    let system = TestRouter::of(&yaml(&format!(
         "{{policy: round_robin, engines: [{{url: '{}'}}], discover: {{file: {{path: '{}', refresh_ms: 100}}}}}}",
         listed.url(),
         at("engines").display()
@@ -90,8 +90,8 @@ async fn a_file_of_engines_is_followed_through_a_switch_of_links_and_its_loss() 
         loop {
             let engines = get(system.admin, "/engines").await.text();
             let member = |engine: &FakeEngine| {
-                let told: Value = serde_json::from_str(&engines).unwrap();
-                let list = told["engines"].as_array().unwrap().clone();
+                let engines: Value = serde_json::from_str(&engines).unwrap();
+                let list = engines["engines"].as_array().unwrap().clone();
                 let of = list.iter().find(|e| e["engine"] == engine.address.to_string());
                 of.is_some_and(|e| e["pools"].as_array().is_some_and(|pools| !pools.is_empty()))
             };
@@ -110,7 +110,7 @@ async fn a_file_of_engines_is_followed_through_a_switch_of_links_and_its_loss() 
         assert_eq!(status(&system).await, 200);
     }
     assert_eq!((b.asked().len(), listed.asked().len()), (2, 2));
-    // A file that is gone or wrong says nothing: what it said last stays.
+    // A missing or invalid file is ignored: its last valid content stays in effect.
     std::fs::remove_file(at("engines")).unwrap();
     let failures =
         format!("baton_router_discovery_failures_total{{source=\"file:{}\"}}", at("engines").display());
@@ -118,9 +118,9 @@ async fn a_file_of_engines_is_followed_through_a_switch_of_links_and_its_loss() 
     std::fs::write(at("engines"), "[").unwrap();
     system.counts(&failures, 2.0).await;
     until(&b, &a).await;
-    let told = get(system.admin, "/config").await.json();
+    let config = get(system.admin, "/config").await.json();
     assert_eq!(
-        (&told["generation"], &told["revision"]),
+        (&config["generation"], &config["revision"]),
         (&json!(1), &json!(2)),
         "one configuration, revised"
     );
@@ -132,7 +132,7 @@ async fn a_pool_keeps_its_engines_until_a_new_source_has_answered() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("engines");
     let listed = format!("{{engines: [{{url: '{}'}}]}}", old.url());
-    let system = System::of(&yaml(&listed)).await;
+    let system = TestRouter::of(&yaml(&listed)).await;
     let discover = format!("{{discover: {{file: {{path: '{}', refresh_ms: 100}}}}}}", file.display());
     let next = baton_router::RouterConfig::from_yaml(&yaml(&discover), "next.yaml").unwrap();
     system.reload.install(next).unwrap();
@@ -159,7 +159,7 @@ async fn no_request_fails_while_engines_are_found_and_lost_under_load() {
     };
     write(0);
     let discover = format!("{{discover: {{file: {{path: '{}', refresh_ms: 100}}}}}}", file.display());
-    let system = System::of(&yaml(&discover)).await;
+    let system = TestRouter::of(&yaml(&discover)).await;
     members(&system, 2).await;
     let stop = Arc::new(AtomicBool::new(false));
     let mut clients = tokio::task::JoinSet::new();
@@ -198,40 +198,40 @@ async fn what_is_found_has_the_templates_keys() {
     let file = folder.path().join("engines");
     std::fs::write(&file, format!("[{}, {{url: 'http://127.0.0.1:1', labels: {{zone: b}}}}]", engine.url()))
         .unwrap();
-    let system = System::of(&yaml(&format!(
+    let system = TestRouter::of(&yaml(&format!(
         "{{select: {{zone: a}}, discover: {{file: {{path: '{}'}}, template: {{labels: {{zone: a}}, weight: 7}}}}}}",
         file.display()
     )))
     .await;
     members(&system, 1).await;
     assert_eq!(status(&system).await, 200);
-    let told = get(system.admin, "/engines").await.json();
-    assert_eq!(told["engines"][0]["pools"][0]["weight"], 7, "{told}");
+    let engines = get(system.admin, "/engines").await.json();
+    assert_eq!(engines["engines"][0]["pools"][0]["weight"], 7, "{engines}");
 }
 
 /// The parts of the Kubernetes API that a watcher of EndpointSlices uses.
 #[derive(Clone, Default)]
-struct Api(Arc<Mutex<ApiState>>);
+struct FakeKubernetes(Arc<Mutex<FakeKubernetesState>>);
 
 #[derive(Default)]
-struct ApiState {
+struct FakeKubernetesState {
     slices: Vec<Value>,
     watches: Vec<mpsc::Sender<Option<Value>>>,
     asked: Vec<String>,
 }
 
-type Line = Result<Frame<Bytes>, std::io::Error>;
+type WatchFrame = Result<Frame<Bytes>, std::io::Error>;
 
-struct Lines(mpsc::Receiver<Option<Value>>);
+struct WatchBody(mpsc::Receiver<Option<Value>>);
 
-impl hyper::body::Body for Lines {
+impl hyper::body::Body for WatchBody {
     type Data = Bytes;
     type Error = std::io::Error;
 
     fn poll_frame(
         mut self: std::pin::Pin<&mut Self>,
         context: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<Option<Line>> {
+    ) -> std::task::Poll<Option<WatchFrame>> {
         self.0.poll_recv(context).map(|event| match event? {
             Some(event) => Some(Ok(Frame::data(format!("{event}\n").into()))),
             None => Some(Err(std::io::Error::other("the connection broke"))),
@@ -250,7 +250,7 @@ fn slice(name: &str, engines: &[(&FakeEngine, Value)]) -> Value {
     })
 }
 
-impl Api {
+impl FakeKubernetes {
     async fn start(&self) -> (SocketAddr, JoinHandle<()>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (address, api) = (listener.local_addr().unwrap(), self.clone());
@@ -279,7 +279,7 @@ impl Api {
         let body = if watches {
             let (sender, receiver) = mpsc::channel(16);
             state.watches.push(sender);
-            Lines(receiver).boxed()
+            WatchBody(receiver).boxed()
         } else {
             let list = json!({
                 "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSliceList",
@@ -297,7 +297,7 @@ impl Api {
     }
 
     /// Sends an event to every watch; `None` breaks their connections.
-    fn tell(&self, event: Option<&Value>) {
+    fn send(&self, event: Option<&Value>) {
         self.0.lock().unwrap().watches.retain(|watch| watch.try_send(event.cloned()).is_ok());
     }
 
@@ -309,7 +309,7 @@ impl Api {
 #[tokio::test]
 async fn the_endpoint_slices_of_a_service_are_watched_through_410_and_broken_watches() {
     let (a, b) = (answers().await, answers().await);
-    let api = Api::default();
+    let api = FakeKubernetes::default();
     api.set(vec![slice("s-1", &[(&a, json!({"ready": true}))])]);
     let (address, serving) = api.start().await;
     let folder = tempfile::tempdir().unwrap();
@@ -319,7 +319,7 @@ async fn the_endpoint_slices_of_a_service_are_watched_through_410_and_broken_wat
          users: [{{name: u, user: {{token: t}}}}]\ncontexts: [{{name: x, context: {{cluster: c, user: u, namespace: other}}}}]\n"
     );
     std::fs::write(&kubeconfig, text).unwrap();
-    let system = System::of(&yaml(&format!(
+    let system = TestRouter::of(&yaml(&format!(
         "{{policy: round_robin, discover: {{kubernetes: {{namespace: serving, service: decode, selector: {{team: x}}, port: http, \
          kubeconfig_file: '{}'}}}}}}",
         kubeconfig.display()
@@ -331,40 +331,40 @@ async fn the_endpoint_slices_of_a_service_are_watched_through_410_and_broken_wat
     assert!(asked.starts_with("/apis/discovery.k8s.io/v1/namespaces/serving/endpointslices?"), "{asked}");
     assert!(asked.contains("kubernetes.io%2Fservice-name%3Ddecode%2Cteam%3Dx"), "{asked}");
 
-    // One more slice; then an engine of it ends.
+    // One more slice; then an engine of it terminates.
     api.watched().await;
-    api.tell(Some(&json!({"type": "ADDED", "object": slice("s-2", &[(&b, json!({"ready": true}))])})));
+    api.send(Some(&json!({"type": "ADDED", "object": slice("s-2", &[(&b, json!({"ready": true}))])})));
     members(&system, 2).await;
     let ends = json!({"ready": false, "serving": true, "terminating": true});
-    api.tell(Some(&json!({"type": "MODIFIED", "object": slice("s-2", &[(&b, ends)])})));
+    api.send(Some(&json!({"type": "MODIFIED", "object": slice("s-2", &[(&b, ends)])})));
     members(&system, 1).await;
 
-    // The version is too old: everything is listed again, and is something else by then.
+    // The version is too old: everything is listed again, and has changed meanwhile.
     api.set(vec![slice("s-1", &[(&a, json!({}))]), slice("s-3", &[(&b, json!({}))])]);
     let gone = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
         "message": "too old resource version", "reason": "Expired", "code": 410});
-    api.tell(Some(&json!({"type": "ERROR", "object": gone})));
+    api.send(Some(&json!({"type": "ERROR", "object": gone})));
     members(&system, 2).await;
 
-    // A broken watch is taken up again.
+    // A broken watch is started again.
     let before = api.0.lock().unwrap().asked.len();
-    api.tell(None);
+    api.send(None);
     crate::harness::engine::eventually("another watch", || {
         let state = api.0.lock().unwrap();
         state.asked.len() > before && !state.watches.is_empty()
     })
     .await;
     api.watched().await;
-    api.tell(Some(&json!({"type": "DELETED", "object": slice("s-1", &[])})));
+    api.send(Some(&json!({"type": "DELETED", "object": slice("s-1", &[])})));
     members(&system, 1).await;
 
     // Without the API the last engines stay.
     serving.abort();
-    api.tell(None);
+    api.send(None);
     let series = "baton_router_discovery_failures_total";
     let begun = std::time::Instant::now();
     while system.metric(series).await == 0.0 {
-        assert!(begun.elapsed().as_secs() < 20, "nobody notices");
+        assert!(begun.elapsed().as_secs() < 20, "the end is not noticed");
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }
     members(&system, 1).await;
@@ -386,13 +386,13 @@ async fn an_endpoint_that_cannot_be_talked_to_is_left_out_and_holds_nothing_up()
         at("key").display(),
         at("secret").display()
     ));
-    let system = System::of(&text).await;
+    let system = TestRouter::of(&text).await;
     members(&system, 1).await;
     assert_eq!(status(&system).await, 200);
     let again = baton_router::RouterConfig::from_yaml(&text, "again.yaml").unwrap();
     system.reload.install(again).expect("what was discovered does not make a configuration wrong");
     assert_eq!(status(&system).await, 200);
-    // Files that were good at the start are not read for a change of members.
+    // A change of members does not read the files that were valid at the start.
     std::fs::remove_file(at("key")).unwrap();
     std::fs::remove_file(at("secret")).unwrap();
     std::fs::write(at("engines"), format!("['https://unknown:1', '{}', '{}']", a.url(), b.url())).unwrap();
@@ -412,7 +412,7 @@ async fn sources_of_one_service_with_other_ports_and_selectors_have_series_of_th
         )
     };
     let text = format!("{}    prefill: {}\n", yaml(&source("role: d", "http")), source("role: p", "8000"));
-    let system = System::of(&text).await;
+    let system = TestRouter::of(&text).await;
     for name in ["kubernetes:s/e:http?role=d", "kubernetes:s/e:8000?role=p"] {
         let failures = format!("baton_router_discovery_failures_total{{source=\"{name}\"}}");
         let begun = std::time::Instant::now();

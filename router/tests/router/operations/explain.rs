@@ -1,24 +1,24 @@
-//! Why a request went where it went, and where it would go.
+//! Explanations of past requests and dry runs.
 
 use serde_json::{Value, json};
 
 use crate::harness::client::{Client, completion, get, post};
-use crate::harness::engine::{Act, FakeEngine};
-use crate::harness::system::{System, asked};
+use crate::harness::engine::{Action, FakeEngine};
+use crate::harness::system::{TestRouter, asked};
 
-/// The one account of a name.
-async fn account(system: &System, id: &str) -> Value {
+/// The explanation of one request.
+async fn account(system: &TestRouter, id: &str) -> Value {
     let answer = get(system.admin, &format!("/explain/{id}")).await;
     assert_eq!(answer.status, 200, "{}", answer.text());
     answer.json()["requests"][0].clone()
 }
 
-/// The steps of a kind.
+/// The steps of one kind.
 fn steps<'a>(account: &'a Value, what: &str) -> Vec<&'a Value> {
     account["steps"].as_array().unwrap().iter().filter(|step| step["what"] == what).collect()
 }
 
-async fn ended(system: &System, id: &str) -> Value {
+async fn ended(system: &TestRouter, id: &str) -> Value {
     for _ in 0..2_000 {
         let account = account(system, id).await;
         if !account["status"].is_null() {
@@ -31,10 +31,10 @@ async fn ended(system: &System, id: &str) -> Value {
 
 #[tokio::test]
 async fn a_request_is_explained_by_what_was_chosen_from_and_what_came_of_it() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let down = FakeEngine::always(Act::Close).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&down, &d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let down = FakeEngine::always(Action::Close).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&down, &d]).await;
     let mut client = Client::connect(system.address).await;
     let body = completion(false).to_string();
     client.post_bytes("/v1/completions", "x-request-id: mine\r\n", body.as_bytes()).await;
@@ -69,9 +69,9 @@ async fn a_request_is_explained_by_what_was_chosen_from_and_what_came_of_it() {
 
 #[tokio::test]
 async fn a_search_that_finds_no_other_engine_is_told_once() {
-    let p = FakeEngine::always(Act::Close).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[&p], &[&d], "    fallback: aggregate", "").await;
+    let p = FakeEngine::always(Action::Close).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[&p], &[&d], "    fallback: aggregate", "").await;
     let mut client = Client::connect(system.address).await;
     let body = completion(false).to_string();
     client.post_bytes("/v1/completions", "x-request-id: mine\r\n", body.as_bytes()).await;
@@ -86,8 +86,8 @@ async fn a_search_that_finds_no_other_engine_is_told_once() {
 
 #[tokio::test]
 async fn a_request_that_hangs_is_explained_while_it_hangs() {
-    let d = FakeEngine::always(Act::Hang).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Hang).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     let body = completion(false).to_string();
     client.post_bytes("/v1/completions", "x-request-id: stuck\r\n", body.as_bytes()).await;
@@ -101,10 +101,10 @@ async fn a_request_that_hangs_is_explained_while_it_hangs() {
 #[tokio::test]
 async fn a_dry_run_says_where_a_request_would_go_and_leaves_no_trace() {
     let (p, p2) =
-        (FakeEngine::always(Act::Lend(Some(7))).await, FakeEngine::always(Act::Lend(Some(8))).await);
-    let (a, b) = (FakeEngine::always(Act::Whole(1)).await, FakeEngine::always(Act::Whole(1)).await);
+        (FakeEngine::always(Action::Lease(Some(7))).await, FakeEngine::always(Action::Lease(Some(8))).await);
+    let (a, b) = (FakeEngine::always(Action::Whole(1)).await, FakeEngine::always(Action::Whole(1)).await);
     let more = "    disaggregate: {min_prompt_tokens: 20}";
-    let system = System::with(&[&p, &p2], &[&a, &b], more, "").await;
+    let system = TestRouter::with(&[&p, &p2], &[&a, &b], more, "").await;
     let metrics = get(system.admin, "/metrics").await.text();
     let counted = |text: &str| -> Vec<String> {
         let ours = text.lines().filter(|line| line.starts_with("baton_router_") && line.contains("_total"));
@@ -112,17 +112,17 @@ async fn a_dry_run_says_where_a_request_would_go_and_leaves_no_trace() {
     };
     let long = json!({"model": "m", "prompt": "x".repeat(400)});
     for _ in 0..3 {
-        let told = post(system.admin, "/dry-run?path=/v1/completions", &long).await;
-        assert_eq!(told.status, 200, "{}", told.text());
-        let told = told.json();
-        assert_eq!(told["decode"]["chosen"], a.address.to_string(), "the turn does not move");
-        assert_eq!(told["prefill"]["chosen"], p.address.to_string());
-        assert_eq!(told["disaggregation"]["reason"], "worth_it");
+        let plan = post(system.admin, "/dry-run?path=/v1/completions", &long).await;
+        assert_eq!(plan.status, 200, "{}", plan.text());
+        let plan = plan.json();
+        assert_eq!(plan["decode"]["chosen"], a.address.to_string(), "the turn does not move");
+        assert_eq!(plan["prefill"]["chosen"], p.address.to_string());
+        assert_eq!(plan["disaggregation"]["reason"], "worth_it");
     }
     let chat = json!({"model": "m", "messages": [{"role": "user", "content": "hi"}]});
-    let told = post(system.admin, "/dry-run", &chat).await.json();
-    assert_eq!(told["disaggregation"]["reason"], "short_prompt");
-    assert!(told["prefill"].is_null());
+    let plan = post(system.admin, "/dry-run", &chat).await.json();
+    assert_eq!(plan["disaggregation"]["reason"], "short_prompt");
+    assert!(plan["prefill"].is_null());
     let bad = post(system.admin, "/dry-run", &json!({"model": "nobody", "messages": []})).await;
     assert!(matches!(bad.status, 400 | 404), "{}", bad.text());
     for engine in [&p, &p2, &a, &b] {
@@ -130,16 +130,16 @@ async fn a_dry_run_says_where_a_request_would_go_and_leaves_no_trace() {
     }
     assert_eq!(counted(&get(system.admin, "/metrics").await.text()), counted(&metrics));
     assert_eq!(get(system.admin, "/explain").await.json()["requests"], json!([]));
-    // A real request then goes where the dry run said.
+    // A real request then goes to the engines of the dry run.
     assert_eq!(post(system.address, "/v1/completions", &long).await.status, 200);
     assert_eq!((a.asked().len(), p.asked().len()), (1, 1));
 }
 
 #[tokio::test]
 async fn explanations_are_as_many_as_configured_and_none_when_they_are_off() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     for (most, kept) in [(2, 2), (0, 0)] {
-        let system = System::with(&[], &[&d], "", &format!("explain: {{requests: {most}}}")).await;
+        let system = TestRouter::with(&[], &[&d], "", &format!("explain: {{requests: {most}}}")).await;
         for _ in 0..5 {
             assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
         }
@@ -150,7 +150,7 @@ async fn explanations_are_as_many_as_configured_and_none_when_they_are_off() {
 
 #[tokio::test]
 async fn with_keys_a_dry_run_is_of_a_tenant_whose_prefixes_are_its_own() {
-    let (a, b) = (FakeEngine::always(Act::Whole(1)).await, FakeEngine::always(Act::Whole(1)).await);
+    let (a, b) = (FakeEngine::always(Action::Whole(1)).await, FakeEngine::always(Action::Whole(1)).await);
     let (one, two) = (baton_router::NewKey::make(), baton_router::NewKey::make());
     let top = format!(
         "auth:\n  keys:\n    - {{id: a, hash: '{}', tenant: one}}\n    - {{id: b, hash: '{}', tenant: two}}",
@@ -162,21 +162,21 @@ async fn with_keys_a_dry_run_is_of_a_tenant_whose_prefixes_are_its_own() {
         a.url(),
         b.url()
     );
-    let system = System::of(&yaml).await;
+    let system = TestRouter::of(&yaml).await;
     let body = json!({"model": "m", "prompt": "x".repeat(640)});
     let mut client = Client::connect(system.address).await;
     let head = format!("authorization: Bearer {}\r\n", one.key);
     client.post_bytes("/v1/completions", &head, body.to_string().as_bytes()).await;
     assert_eq!(client.answer().await.status, 200);
     let held = async |tenant: &str| {
-        let told = post(system.admin, &format!("/dry-run?path=/v1/completions&tenant={tenant}"), &body).await;
-        assert_eq!(told.status, 200, "{}", told.text());
-        told.json()["decode"]["held"]["chunks"].as_u64().unwrap()
+        let plan = post(system.admin, &format!("/dry-run?path=/v1/completions&tenant={tenant}"), &body).await;
+        assert_eq!(plan.status, 200, "{}", plan.text());
+        plan.json()["decode"]["held"]["chunks"].as_u64().unwrap()
     };
     assert!(held("one").await >= 9, "what it sent is held");
-    assert_eq!(held("two").await, 0, "and is nobody else's");
+    assert_eq!(held("two").await, 0, "and belongs to no other tenant");
     for unknown in ["", "&tenant=nobody"] {
-        let told = post(system.admin, &format!("/dry-run?path=/v1/completions{unknown}"), &body).await;
-        assert_eq!(told.status, 400, "{}", told.text());
+        let plan = post(system.admin, &format!("/dry-run?path=/v1/completions{unknown}"), &body).await;
+        assert_eq!(plan.status, 400, "{}", plan.text());
     }
 }

@@ -1,15 +1,15 @@
-//! Engines that are left out, and come back: what clients see of it is nothing.
+//! Engines that are ejected and return to rotation, invisible to clients.
 
 use serde_json::{Value, json};
 
 use crate::harness::client::{Client, completion, get, post};
-use crate::harness::engine::{Act, FakeEngine, eventually};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine, eventually};
+use crate::harness::system::TestRouter;
 
 const HANDLE: u128 = 0xabc;
 
 async fn lender() -> FakeEngine {
-    FakeEngine::always(Act::Lend(Some(HANDLE))).await
+    FakeEngine::always(Action::Lease(Some(HANDLE))).await
 }
 
 pub(crate) fn said(code: &str) -> Value {
@@ -17,17 +17,17 @@ pub(crate) fn said(code: &str) -> Value {
 }
 
 /// One engine's entry in `/engines`.
-async fn shown(system: &System, engine: &FakeEngine) -> Value {
+async fn shown(system: &TestRouter, engine: &FakeEngine) -> Value {
     let all = get(system.admin, "/engines").await.json();
     let engines = all["engines"].as_array().expect("a list").clone();
     engines.into_iter().find(|one| one["url"] == engine.url()).expect("it is listed")
 }
 
-pub(crate) async fn standing(system: &System, engine: &FakeEngine, leg: &str) -> String {
+pub(crate) async fn standing(system: &TestRouter, engine: &FakeEngine, leg: &str) -> String {
     shown(system, engine).await["legs"][leg]["standing"].as_str().expect("a standing").to_owned()
 }
 
-pub(crate) async fn stands(system: &System, engine: &FakeEngine, leg: &str, expected: &str) {
+pub(crate) async fn stands(system: &TestRouter, engine: &FakeEngine, leg: &str, expected: &str) {
     let begun = std::time::Instant::now();
     while standing(system, engine, leg).await != expected {
         assert!(begun.elapsed().as_secs() < 20, "{}", shown(system, engine).await);
@@ -35,7 +35,7 @@ pub(crate) async fn stands(system: &System, engine: &FakeEngine, leg: &str, expe
     }
 }
 
-async fn order(system: &System, engine: &FakeEngine, verb: &str) -> u16 {
+async fn order(system: &TestRouter, engine: &FakeEngine, verb: &str) -> u16 {
     let mut client = Client::connect(system.admin).await;
     let path = format!("/engines/{}/{verb}", engine.address);
     client
@@ -47,21 +47,21 @@ async fn order(system: &System, engine: &FakeEngine, verb: &str) -> u16 {
 #[tokio::test]
 async fn a_silent_engine_costs_the_first_request_its_patience_and_no_later_one() {
     let p = lender().await;
-    let silent = FakeEngine::always(Act::Hang).await.deaf();
-    let live = FakeEngine::always(Act::Whole(1)).await;
+    let silent = FakeEngine::always(Action::Hang).await.unresponsive();
+    let live = FakeEngine::always(Action::Whole(1)).await;
     let top = "timeouts: {liveness_probe_ms: 20}\nhealth: {active: {interval_ms: 0, timeout_ms: 100}, \
                breaker: {cool_down_ms: 50, cool_down_max_ms: 100}}";
-    let system = System::with(&[&p], &[&silent, &live], "", top).await;
+    let system = TestRouter::with(&[&p], &[&silent, &live], "", top).await;
     for _ in 0..12 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     assert_eq!(silent.asked().len(), 1, "one request found out");
     stands(&system, &silent, "decode", "unresponsive").await;
     assert_eq!(shown(&system, &silent).await["reasons"], json!(["silent"]));
-    let questions = silent.health_asked();
-    silent.wait("it is asked again and again", |d| d.health_asked() > questions + 3).await;
+    let questions = silent.probes();
+    silent.wait("it is asked again and again", |d| d.probes() > questions + 3).await;
     assert_eq!(silent.asked().len(), 1, "with questions of the router's own, and not with requests");
-    silent.speak();
+    silent.respond_again();
     stands(&system, &silent, "decode", "trial").await;
     system.settled().await;
 }
@@ -69,16 +69,16 @@ async fn a_silent_engine_costs_the_first_request_its_patience_and_no_later_one()
 #[tokio::test]
 async fn an_engine_that_comes_back_gets_one_request_first_and_then_its_share() {
     let p = lender().await;
-    let (d, other) = (FakeEngine::always(Act::Whole(1)).await, FakeEngine::always(Act::Whole(1)).await);
+    let (d, other) = (FakeEngine::always(Action::Whole(1)).await, FakeEngine::always(Action::Whole(1)).await);
     let top = "health: {active: {interval_ms: 0}, breaker: {cool_down_ms: 20, cool_down_max_ms: 40}}";
-    let system = System::with(&[&p], &[&d, &other], "", top).await;
+    let system = TestRouter::with(&[&p], &[&d, &other], "", top).await;
     let address = d.address;
     d.die().await;
     for _ in 0..4 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     assert_eq!(other.asked().len(), 4);
-    let d = FakeEngine::at(address, Act::WholeWhenTold(1)).await;
+    let d = FakeEngine::at(address, Action::WholeGated(1)).await;
     stands(&system, &d, "decode", "trial").await;
     let asking: Vec<_> = (0..6)
         .map(|_| {
@@ -88,7 +88,7 @@ async fn an_engine_that_comes_back_gets_one_request_first_and_then_its_share() {
         .collect();
     other.wait("the others went elsewhere", |other| other.asked().len() == 9).await;
     d.wait("one went there", |d| d.asked().len() == 1).await;
-    d.go_on();
+    d.open_gate();
     for asked in asking {
         assert_eq!(asked.await.unwrap(), 200);
     }
@@ -98,10 +98,10 @@ async fn an_engine_that_comes_back_gets_one_request_first_and_then_its_share() {
 #[tokio::test]
 async fn an_engine_that_fails_what_others_serve_is_left_out_after_so_many_in_a_row() {
     let p = lender().await;
-    let broken = FakeEngine::always(Act::Refuse(500, said("x"))).await;
-    let good = FakeEngine::always(Act::Whole(1)).await;
+    let broken = FakeEngine::always(Action::Refuse(500, said("x"))).await;
+    let good = FakeEngine::always(Action::Whole(1)).await;
     let top = "health: {active: {interval_ms: 0}, breaker: {failures: 3, cool_down_ms: 60000, cool_down_max_ms: 60000}}";
-    let system = System::with(&[&p], &[&broken, &good], "", top).await;
+    let system = TestRouter::with(&[&p], &[&broken, &good], "", top).await;
     for _ in 0..12 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
@@ -117,14 +117,14 @@ async fn an_engine_that_fails_what_others_serve_is_left_out_after_so_many_in_a_r
 #[tokio::test]
 async fn requests_that_break_every_engine_take_no_engine_from_the_others() {
     let poisoned = || async {
-        FakeEngine::always(Act::Whole(1))
-            .await
-            .ruled(|seen| (seen.body["prompt"] == "poison").then_some(Act::Refuse(500, said("x"))))
+        FakeEngine::always(Action::Whole(1)).await.with_rule(|request| {
+            (request.body["prompt"] == "poison").then_some(Action::Refuse(500, said("x")))
+        })
     };
     let p = lender().await;
     let (a, b) = (poisoned().await, poisoned().await);
     let top = "health: {active: {interval_ms: 0}, breaker: {failures: 2}}";
-    let system = System::with(&[&p], &[&a, &b], "", top).await;
+    let system = TestRouter::with(&[&p], &[&a, &b], "", top).await;
     let poison = json!({"model": "m", "prompt": "poison", "max_tokens": 8});
     for _ in 0..10 {
         assert_eq!(post(system.address, "/v1/completions", &poison).await.status, 502);
@@ -137,11 +137,11 @@ async fn requests_that_break_every_engine_take_no_engine_from_the_others() {
 
 #[tokio::test]
 async fn one_client_alone_cannot_take_the_only_engine_from_the_others() {
-    let d = FakeEngine::always(Act::Whole(1))
+    let d = FakeEngine::always(Action::Whole(1))
         .await
-        .ruled(|seen| (seen.body["prompt"] == "poison").then_some(Act::Refuse(500, said("x"))));
+        .with_rule(|request| (request.body["prompt"] == "poison").then_some(Action::Refuse(500, said("x"))));
     let top = "health: {active: {interval_ms: 0}, all_out: refuse, breaker: {failures: 2}}";
-    let system = System::with(&[], &[&d], "", top).await;
+    let system = TestRouter::with(&[], &[&d], "", top).await;
     let poison = json!({"model": "m", "prompt": "poison", "max_tokens": 8});
     for _ in 0..10 {
         assert_eq!(post(system.address, "/v1/completions", &poison).await.status, 502);
@@ -152,18 +152,18 @@ async fn one_client_alone_cannot_take_the_only_engine_from_the_others() {
 #[tokio::test]
 async fn requests_that_one_engine_fails_and_another_refuses_take_no_engine_from_the_others() {
     let poisoned = |status| async move {
-        FakeEngine::always(Act::Whole(1))
-            .await
-            .ruled(move |seen| (seen.body["prompt"] == "poison").then_some(Act::Refuse(status, said("x"))))
+        FakeEngine::always(Action::Whole(1)).await.with_rule(move |request| {
+            (request.body["prompt"] == "poison").then_some(Action::Refuse(status, said("x")))
+        })
     };
     let top = "health: {active: {interval_ms: 0}, breaker: {failures: 2}}";
     let poison = json!({"model": "m", "prompt": "poison", "max_tokens": 8});
     for leg in ["decode", "prefill"] {
         let (fails, refuses) = (poisoned(500).await, poisoned(400).await);
-        let (p, d) = (lender().await, FakeEngine::always(Act::Whole(1)).await);
+        let (p, d) = (lender().await, FakeEngine::always(Action::Whole(1)).await);
         let system = match leg {
-            "decode" => System::with(&[&p], &[&fails, &refuses], "", top).await,
-            _ => System::with(&[&fails, &refuses], &[&d], "", top).await,
+            "decode" => TestRouter::with(&[&p], &[&fails, &refuses], "", top).await,
+            _ => TestRouter::with(&[&fails, &refuses], &[&d], "", top).await,
         };
         for _ in 0..10 {
             assert_eq!(post(system.address, "/v1/completions", &poison).await.status, 400);
@@ -176,11 +176,11 @@ async fn requests_that_one_engine_fails_and_another_refuses_take_no_engine_from_
 
 #[tokio::test]
 async fn an_engine_that_takes_every_request_and_breaks_every_stream_is_left_out() {
-    let breaks = FakeEngine::always(Act::StreamAndDie(2)).await;
-    let good = FakeEngine::always(Act::Stream(2)).await;
+    let breaks = FakeEngine::always(Action::StreamAndDie(2)).await;
+    let good = FakeEngine::always(Action::Stream(2)).await;
     let top = "health: {active: {interval_ms: 0}, \
                breaker: {failures: 3, cool_down_ms: 60000, cool_down_max_ms: 60000}}";
-    let system = System::with(&[], &[&breaks, &good], "", top).await;
+    let system = TestRouter::with(&[], &[&breaks, &good], "", top).await;
     let ask = async |from: [u8; 4]| {
         let mut client = Client::connect_from(from.into(), system.address).await;
         client.post("/v1/completions", &completion(true)).await;
@@ -199,41 +199,41 @@ async fn an_engine_that_takes_every_request_and_breaks_every_stream_is_left_out(
     assert_eq!(standing(&system, &good, "decode").await, "usable");
 }
 
-/// Takes requests and says nothing; says nothing either to so many questions whether it lives.
-async fn deaf(questions: usize) -> FakeEngine {
+/// Never responds to requests, and leaves this many liveness probes unanswered.
+async fn silent_for(questions: usize) -> FakeEngine {
     let asked = std::sync::atomic::AtomicUsize::new(0);
-    FakeEngine::always(Act::Hang).await.ruled(move |seen| {
+    FakeEngine::always(Action::Hang).await.with_rule(move |request| {
         let unanswered =
-            seen.path == "/health" && asked.fetch_add(1, std::sync::atomic::Ordering::SeqCst) < questions;
-        unanswered.then_some(Act::Close)
+            request.path == "/health" && asked.fetch_add(1, std::sync::atomic::Ordering::SeqCst) < questions;
+        unanswered.then_some(Action::Close)
     })
 }
 
 #[tokio::test]
 async fn an_engine_that_was_deaf_to_one_request_only_is_asked_and_stays() {
     let p = lender().await;
-    // Two questions while the request waits, and the one that decides.
+    // Two probes while the request waits, and the one that decides.
     for (questions, expected) in [(2, "usable"), (1000, "unresponsive")] {
-        let (busy, live) = (deaf(questions).await, FakeEngine::always(Act::Whole(1)).await);
+        let (busy, live) = (silent_for(questions).await, FakeEngine::always(Action::Whole(1)).await);
         let top = "timeouts: {liveness_probe_ms: 10}\nhealth: {active: {interval_ms: 0}, \
                    breaker: {failures: 3, cool_down_ms: 60000, cool_down_max_ms: 60000}}";
-        let system = System::with(&[&p], &[&busy, &live], "", top).await;
+        let system = TestRouter::with(&[&p], &[&busy, &live], "", top).await;
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
         assert_eq!(busy.asked().len(), 1);
-        busy.wait("it is asked once more", |d| d.health_asked() == 3).await;
+        busy.wait("it is asked once more", |d| d.probes() == 3).await;
         stands(&system, &busy, "decode", expected).await;
     }
 }
 
 #[tokio::test]
 async fn a_request_that_two_engines_were_deaf_to_is_sent_to_no_other() {
-    let engines = [deaf(9).await, deaf(9).await, deaf(9).await];
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let engines = [silent_for(9).await, silent_for(9).await, silent_for(9).await];
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let [a, b, c] = &engines;
     for (prefill, decode) in [(vec![], vec![a, b, c]), (vec![a, b, c], vec![&d])] {
         let before = engines.iter().map(|engine| engine.asked().len()).sum::<usize>();
         let top = "timeouts: {liveness_probe_ms: 10}\nattempts: {prefill: 3, decode: 3}\nhealth: {active: {interval_ms: 0}}";
-        let system = System::with(&prefill, &decode, "", top).await;
+        let system = TestRouter::with(&prefill, &decode, "", top).await;
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 504);
         let after = engines.iter().map(|engine| engine.asked().len()).sum::<usize>();
         assert_eq!(after - before, 2);
@@ -245,10 +245,10 @@ async fn a_request_that_two_engines_were_deaf_to_is_sent_to_no_other() {
 #[tokio::test]
 async fn engines_that_are_full_are_not_ill() {
     let p = lender().await;
-    let full = FakeEngine::always(Act::Refuse(429, said("overloaded"))).await;
-    let good = FakeEngine::always(Act::Whole(1)).await;
+    let full = FakeEngine::always(Action::Refuse(429, said("overloaded"))).await;
+    let good = FakeEngine::always(Action::Whole(1)).await;
     let top = "health: {active: {interval_ms: 0}, breaker: {failures: 2}}";
-    let system = System::with(&[&p], &[&full, &good], "", top).await;
+    let system = TestRouter::with(&[&p], &[&full, &good], "", top).await;
     for _ in 0..10 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
@@ -259,17 +259,18 @@ async fn engines_that_are_full_are_not_ill() {
 #[tokio::test]
 async fn an_engine_that_says_it_is_not_well_is_left_out_until_it_says_otherwise() {
     let p = lender().await;
-    let (ill, good) = (FakeEngine::always(Act::Whole(1)).await, FakeEngine::always(Act::Whole(1)).await);
+    let (ill, good) =
+        (FakeEngine::always(Action::Whole(1)).await, FakeEngine::always(Action::Whole(1)).await);
     let top = "health: {active: {interval_ms: 20, unhealthy: 2, healthy: 2}}";
-    let system = System::with(&[&p], &[&ill, &good], "", top).await;
-    ill.feel(false);
+    let system = TestRouter::with(&[&p], &[&ill, &good], "", top).await;
+    ill.set_healthy(false);
     stands(&system, &ill, "decode", "ejected").await;
     assert_eq!(shown(&system, &ill).await["reasons"], json!(["fails its health checks"]));
     for _ in 0..4 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     assert_eq!((ill.asked().len(), good.asked().len()), (0, 4));
-    ill.feel(true);
+    ill.set_healthy(true);
     stands(&system, &ill, "decode", "usable").await;
 }
 
@@ -277,18 +278,18 @@ async fn an_engine_that_says_it_is_not_well_is_left_out_until_it_says_otherwise(
 async fn an_engine_far_worse_than_its_pools_others_is_left_out() {
     let p = lender().await;
     let odd = std::sync::atomic::AtomicUsize::new(0);
-    // Every second request: never so many in a row that its breaker would open.
-    let flaky = FakeEngine::always(Act::Whole(1)).await.ruled(move |seen| {
+    // Every second request fails: never enough in a row to open the breaker.
+    let flaky = FakeEngine::always(Action::Whole(1)).await.with_rule(move |request| {
         let nth =
-            odd.fetch_add(usize::from(seen.path.starts_with("/v1/")), std::sync::atomic::Ordering::SeqCst);
-        (nth % 2 == 1).then_some(Act::Refuse(500, said("x")))
+            odd.fetch_add(usize::from(request.path.starts_with("/v1/")), std::sync::atomic::Ordering::SeqCst);
+        (nth % 2 == 1).then_some(Action::Refuse(500, said("x")))
     });
-    let (b, c) = (FakeEngine::always(Act::Whole(1)).await, FakeEngine::always(Act::Whole(1)).await);
-    // Nobody's second attempt is refused: here it is the engine that is judged.
+    let (b, c) = (FakeEngine::always(Action::Whole(1)).await, FakeEngine::always(Action::Whole(1)).await);
+    // The retry budget refuses no retry: this test is about the engine.
     let top = "retries: {min_per_second: 1000000}\n\
                health: {active: {interval_ms: 0}, \
                outlier: {interval_ms: 50, requests_min: 3, failure_percent: 20, ejection_ms: 60000}}";
-    let system = System::with(&[&p], &[&flaky, &b, &c], "", top).await;
+    let system = TestRouter::with(&[&p], &[&flaky, &b, &c], "", top).await;
     let begun = std::time::Instant::now();
     while standing(&system, &flaky, "decode").await != "ejected" {
         assert!(begun.elapsed().as_secs() < 30, "{}", shown(&system, &flaky).await);
@@ -309,20 +310,20 @@ async fn an_engine_far_worse_than_its_pools_others_is_left_out() {
 #[tokio::test]
 async fn a_drained_engine_gets_nothing_new_until_it_is_undrained() {
     let p = lender().await;
-    let (a, b) = (FakeEngine::always(Act::Whole(1)).await, FakeEngine::always(Act::Whole(1)).await);
-    let system = System::start(&[&p], &[&a, &b]).await;
+    let (a, b) = (FakeEngine::always(Action::Whole(1)).await, FakeEngine::always(Action::Whole(1)).await);
+    let system = TestRouter::start(&[&p], &[&a, &b]).await;
     assert_eq!(order(&system, &a, "drain").await, 200);
     assert_eq!(shown(&system, &a).await["reasons"], json!(["drained by an operator"]));
     for _ in 0..4 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     assert_eq!((a.asked().len(), b.asked().len()), (0, 4));
-    let told = post(system.admin, "/dry-run?path=/v1/completions", &completion(false)).await.json();
+    let plan = post(system.admin, "/dry-run?path=/v1/completions", &completion(false)).await.json();
     let left_out = json!([{"engine": a.address.to_string(), "why": "draining"}]);
-    assert_eq!(told["decode"]["removed"], left_out, "in the word of /engines: {told}");
+    assert_eq!(plan["decode"]["removed"], left_out, "in the word of /engines: {plan}");
     assert_eq!(order(&system, &b, "drain").await, 200);
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 503);
-    assert_eq!(p.asked().len(), 4, "no prefill is spent on what nobody can decode");
+    assert_eq!(p.asked().len(), 4, "no prefill without a decode engine");
     let ready = get(system.admin, "/ready").await;
     assert_eq!((ready.status, ready.text().as_str()), (503, "no engine\n"));
     assert_eq!(order(&system, &a, "undrain").await, 200);
@@ -334,9 +335,10 @@ async fn a_drained_engine_gets_nothing_new_until_it_is_undrained() {
 #[tokio::test]
 async fn an_engine_that_says_it_drains_or_is_drained_by_the_configuration_gets_nothing_new() {
     let p = lender().await;
-    let leaving = FakeEngine::always(Act::Refuse(503, said("draining"))).await;
-    let (drained, stays) = (FakeEngine::always(Act::Whole(1)).await, FakeEngine::always(Act::Whole(1)).await);
-    let system = System::of(&format!(
+    let leaving = FakeEngine::always(Action::Refuse(503, said("draining"))).await;
+    let (drained, stays) =
+        (FakeEngine::always(Action::Whole(1)).await, FakeEngine::always(Action::Whole(1)).await);
+    let system = TestRouter::of(&format!(
         "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels: [{{name: m, prefill: {{engines: [{{url: '{}'}}]}}, \
          decode: {{policy: round_robin, engines: [{{url: '{}'}}, {{url: '{}', drain: true}}, {{url: '{}'}}]}}}}]",
         p.url(), leaving.url(), drained.url(), stays.url()
@@ -354,16 +356,16 @@ async fn an_engine_that_says_it_drains_or_is_drained_by_the_configuration_gets_n
 async fn when_every_engine_is_out_they_are_tried_nevertheless_or_not_as_the_configuration_says() {
     for (all_out, status, asked) in [("fail_open", 200, 1), ("refuse", 503, 0)] {
         let p = lender().await;
-        let d = FakeEngine::always(Act::Whole(1)).await;
+        let d = FakeEngine::always(Action::Whole(1)).await;
         let top = format!(
             "health: {{active: {{interval_ms: 0}}, all_out: {all_out}, ready: every_model, \
              breaker: {{cool_down_ms: 60000, cool_down_max_ms: 60000}}}}"
         );
-        let system = System::with(&[&p], &[&d], "", &top).await;
+        let system = TestRouter::with(&[&p], &[&d], "", &top).await;
         let address = d.address;
         d.die().await;
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 503);
-        let d = FakeEngine::at(address, Act::Whole(1)).await;
+        let d = FakeEngine::at(address, Action::Whole(1)).await;
         assert_eq!(get(system.admin, "/ready").await.status, 503);
         assert_eq!(
             post(system.address, "/v1/completions", &completion(false)).await.status,
@@ -377,10 +379,11 @@ async fn when_every_engine_is_out_they_are_tried_nevertheless_or_not_as_the_conf
 #[tokio::test]
 async fn in_a_panic_health_is_not_looked_at() {
     let p = lender().await;
-    let (ill, good) = (FakeEngine::always(Act::Whole(1)).await, FakeEngine::always(Act::Whole(1)).await);
+    let (ill, good) =
+        (FakeEngine::always(Action::Whole(1)).await, FakeEngine::always(Action::Whole(1)).await);
     let top = "health: {panic_percent: 60, active: {interval_ms: 20, unhealthy: 1}}";
-    let system = System::with(&[&p], &[&ill, &good], "", top).await;
-    ill.feel(false);
+    let system = TestRouter::with(&[&p], &[&ill, &good], "", top).await;
+    ill.set_healthy(false);
     stands(&system, &ill, "decode", "ejected").await;
     for _ in 0..4 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
@@ -394,14 +397,14 @@ async fn an_engine_without_the_model_is_the_operators_fault_and_not_the_clients(
     let vllm =
         json!({"error": {"message": "The model `m` does not exist.", "type": "NotFoundError", "code": 404}});
     for refusal in [said("model_not_found"), vllm] {
-        let wrong = FakeEngine::always(Act::Refuse(404, refusal)).await;
-        let good = FakeEngine::always(Act::Whole(1)).await;
-        let system = System::start(&[&p], &[&wrong, &good]).await;
+        let wrong = FakeEngine::always(Action::Refuse(404, refusal)).await;
+        let good = FakeEngine::always(Action::Whole(1)).await;
+        let system = TestRouter::start(&[&p], &[&wrong, &good]).await;
         for _ in 0..2 {
             assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
         }
         system.counts("baton_router_wrong_model_total{leg=\"decode\"}", 2.0).await;
-        let system = System::start(&[&p], &[&wrong]).await;
+        let system = TestRouter::start(&[&p], &[&wrong]).await;
         let answer = post(system.address, "/v1/completions", &completion(false)).await;
         assert_eq!((answer.status, answer.code().as_str()), (502, "misconfigured_model"));
         system.settled().await;
@@ -411,10 +414,10 @@ async fn an_engine_without_the_model_is_the_operators_fault_and_not_the_clients(
 #[tokio::test]
 async fn second_attempts_are_made_within_a_budget() {
     let p = lender().await;
-    let broken = FakeEngine::always(Act::Refuse(500, said("x"))).await;
-    let good = FakeEngine::always(Act::Whole(1)).await;
+    let broken = FakeEngine::always(Action::Refuse(500, said("x"))).await;
+    let good = FakeEngine::always(Action::Whole(1)).await;
     let top = "retries: {budget_percent: 0, min_per_second: 0}";
-    let system = System::with(&[&p], &[&broken, &good], "", top).await;
+    let system = TestRouter::with(&[&p], &[&broken, &good], "", top).await;
     let mut failed = 0;
     for _ in 0..4 {
         let answer = post(system.address, "/v1/completions", &completion(false)).await;
@@ -427,29 +430,29 @@ async fn second_attempts_are_made_within_a_budget() {
 
 #[tokio::test]
 async fn one_request_never_costs_more_prefills_than_it_may_have_attempts() {
-    let no = || FakeEngine::always(Act::Refuse(500, said("x")));
+    let no = || FakeEngine::always(Action::Refuse(500, said("x")));
     let (a, b, c) = (no().await, no().await, no().await);
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[&a, &b, &c], &[&d], "", "attempts: {prefill: 2}").await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[&a, &b, &c], &[&d], "", "attempts: {prefill: 2}").await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     assert_eq!(a.asked().len() + b.asked().len() + c.asked().len(), 2);
 
-    // A decode pool that fails altogether: the handoff goes round, and is prefilled once.
+    // A decode pool that fails altogether: the handoff is tried at every engine, and is prefilled once.
     let p = lender().await;
-    let system = System::with(&[&p], &[&a, &b, &c], "", "retries: {pause_ms: 1, pause_max_ms: 1}").await;
+    let system = TestRouter::with(&[&p], &[&a, &b, &c], "", "retries: {pause_ms: 1, pause_max_ms: 1}").await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 502);
     p.wait("the lease comes back", |p| p.releases().len() == 1).await;
     system.settled().await;
     assert_eq!(p.asked().len(), 1);
-    // A dead prefill engine that costs nothing but a second attempt is not counted as a prefill.
+    // An unreachable prefill engine costs only a retry and is not counted as a prefill.
     assert_eq!(system.metric("baton_router_prefill_seconds_count{model=\"m\"}").await, 1.0);
 }
 
 #[tokio::test]
 async fn a_prompt_that_no_prefill_engine_computed_is_not_counted_as_a_prefill() {
-    let no = FakeEngine::always(Act::Refuse(500, said("x"))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&no], &[&d]).await;
+    let no = FakeEngine::always(Action::Refuse(500, said("x"))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&no], &[&d]).await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     system.settled().await;
     assert_eq!(system.metric("baton_router_prefill_seconds_count{model=\"m\"}").await, 0.0);
@@ -458,14 +461,14 @@ async fn a_prompt_that_no_prefill_engine_computed_is_not_counted_as_a_prefill() 
 #[tokio::test]
 async fn an_engines_own_load_is_read_where_that_is_asked_for() {
     let p = lender().await;
-    let d = FakeEngine::always(Act::Whole(1)).await.ruled(|seen| {
+    let d = FakeEngine::always(Action::Whole(1)).await.with_rule(|request| {
         let text = "vllm:num_requests_running{engine=\"0\"} 3.0\nvllm:num_requests_waiting{engine=\"0\"} 1.0\n\
                     vllm:kv_cache_usage_perc{engine=\"0\"} 0.5\n";
-        (seen.path == "/metrics").then_some(Act::Text(text))
+        (request.path == "/metrics").then_some(Action::Text(text))
     });
     let top = "health: {active: {interval_ms: 0}, load: {interval_ms: 10, stale_ms: 600000}}";
-    let system = System::with(&[&p], &[&d], "", top).await;
-    d.wait("it is asked", |d| d.all().iter().filter(|seen| seen.path == "/metrics").count() > 1).await;
+    let system = TestRouter::with(&[&p], &[&d], "", top).await;
+    d.wait("it is asked", |d| d.all().iter().filter(|request| request.path == "/metrics").count() > 1).await;
     let load = shown(&system, &d).await["load"].clone();
     assert_eq!((&load["running"], &load["waiting"], &load["kv_usage"]), (&json!(3), &json!(1), &json!(0.5)));
     assert_eq!(shown(&system, &p).await["load"], Value::Null, "it says nothing of the kind");
@@ -474,8 +477,8 @@ async fn an_engines_own_load_is_read_where_that_is_asked_for() {
 #[tokio::test]
 async fn each_data_parallel_rank_is_a_candidate_and_the_router_names_it() {
     let p = lender().await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::of(&format!(
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::of(&format!(
         "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels: [{{name: m, prefill: {{engines: [{{url: '{}'}}]}}, \
          decode: {{policy: round_robin, engines: [{{url: '{}', data_parallel_size: 2}}]}}}}]",
         p.url(), d.url()
@@ -487,29 +490,32 @@ async fn each_data_parallel_rank_is_a_candidate_and_the_router_names_it() {
         client.post_bytes("/v1/completions", "x-data-parallel-rank: 7\r\n", body.as_bytes()).await;
         assert_eq!(client.answer().await.status, 200);
     }
-    let rank = |seen: &crate::harness::engine::Seen| {
-        seen.headers.get("x-data-parallel-rank").map(|v| v.to_str().unwrap().to_owned())
+    let rank = |request: &crate::harness::engine::ReceivedRequest| {
+        request.headers.get("x-data-parallel-rank").map(|v| v.to_str().unwrap().to_owned())
     };
-    let mut ranks: Vec<_> = d.asked().iter().map(|seen| rank(seen).expect("a rank")).collect();
+    let mut ranks: Vec<_> = d.asked().iter().map(|request| rank(request).expect("a rank")).collect();
     ranks.sort();
     assert_eq!(ranks, ["0", "0", "1", "1"]);
-    assert!(p.asked().iter().all(|seen| rank(seen).is_none()), "an engine of one rank is not named one");
+    assert!(
+        p.asked().iter().all(|request| rank(request).is_none()),
+        "an engine of one rank is not named one"
+    );
     eventually("nothing is left", || d.cut() == 0).await;
 }
 
 #[tokio::test]
 async fn a_router_is_ready_when_an_engine_has_said_that_it_is_well() {
     let p = lender().await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    d.feel(false);
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    d.set_healthy(false);
     let top = "health: {active: {interval_ms: 50, unhealthy: 100}}";
-    let system = System::with(&[&p], &[&d], "", top).await;
-    d.wait("it is asked before any request", |d| d.health_asked() > 2).await;
-    // Nothing is held against it yet, and still nobody knows whether there is an engine.
+    let system = TestRouter::with(&[&p], &[&d], "", top).await;
+    d.wait("it is asked before any request", |d| d.probes() > 2).await;
+    // The engine has no failure yet, and its health is still unknown.
     assert_eq!(standing(&system, &d, "decode").await, "usable");
     let ready = get(system.admin, "/ready").await;
     assert_eq!((ready.status, ready.text().as_str()), (503, "no engine\n"));
-    d.feel(true);
+    d.set_healthy(true);
     let begun = std::time::Instant::now();
     while get(system.admin, "/ready").await.status != 200 {
         assert!(begun.elapsed().as_secs() < 10);
@@ -519,8 +525,8 @@ async fn a_router_is_ready_when_an_engine_has_said_that_it_is_well() {
 #[tokio::test]
 async fn a_router_that_drains_says_so_first_and_closes_connections_with_their_answers() {
     let p = lender().await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let mut system = System::with(&[&p], &[&d], "", "drain_delay_ms: 3000").await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let mut system = TestRouter::with(&[&p], &[&d], "", "drain_delay_ms: 3000").await;
     let mut kept = Client::connect(system.address).await;
     kept.post("/v1/completions", &completion(false)).await;
     assert_eq!(kept.answer().await.status, 200);

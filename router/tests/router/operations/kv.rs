@@ -1,23 +1,23 @@
-//! `GET /debug/kv` on the admin listener: every engine's books, joined with what the router has in flight; and the page
-//! that shows them.
+//! `GET /debug/kv` on the admin listener: every engine's blocks and leases, joined with the router's requests in
+//! flight; and the page that shows them.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::harness::client::{Client, HangUp, completion, get};
-use crate::harness::engine::{Act, FakeEngine, Seen};
-use crate::harness::system::{System, asked};
+use crate::harness::client::{Client, DisconnectKind, completion, get};
+use crate::harness::engine::{Action, FakeEngine, ReceivedRequest};
+use crate::harness::system::{TestRouter, asked};
 
 fn lease(id: &str, blocks: u64, state: &str) -> Value {
     json!({"request_id": id, "blocks": blocks, "state": state, "age_ms": 10_000, "left_ms": 20_000,
         "readers_done": 0, "readers_expected": 1})
 }
 
-fn books(leases: &[Value]) -> Act {
+fn debug_kv(leases: &[Value]) -> Action {
     let leased: u64 = leases.iter().filter_map(|lease| lease["blocks"].as_u64()).sum();
-    Act::Json(json!({
+    Action::Json(json!({
         "blocks": {"total": 100, "free": 100 - leased, "cached": 0, "active": 0, "leased": leased, "landing": 0,
             "storing": 0},
         "requests": {"waiting": 1, "running": 2}, "leases": {"live": leases.len(), "opened": 7},
@@ -26,21 +26,21 @@ fn books(leases: &[Value]) -> Act {
     }))
 }
 
-fn missing() -> Act {
-    Act::Refuse(404, json!({"error": {"message": "not found"}}))
+fn missing() -> Action {
+    Action::Refuse(404, json!({"error": {"message": "not found"}}))
 }
 
-/// Asks until it is so: a snapshot is kept for a second.
-async fn until(system: &System, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
+/// Polls until the condition holds: a snapshot is cached for a second.
+async fn until(system: &TestRouter, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
     let begun = Instant::now();
     loop {
         let answer = get(system.admin, "/debug/kv").await;
         assert_eq!(answer.status, 200, "{}", answer.text());
-        let told = answer.json();
-        if is_so(&told) {
-            return told;
+        let snapshot = answer.json();
+        if is_so(&snapshot) {
+            return snapshot;
         }
-        assert!(begun.elapsed() < Duration::from_secs(20), "waited in vain: {what}: {told:#}");
+        assert!(begun.elapsed() < Duration::from_secs(20), "waited in vain: {what}: {snapshot:#}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
@@ -49,44 +49,49 @@ async fn until(system: &System, what: &str, is_so: impl Fn(&Value) -> bool) -> V
 async fn a_lease_is_held_for_its_request_and_stranded_when_its_client_has_left() {
     let id = Arc::new(Mutex::new("none".to_owned()));
     let known = Arc::clone(&id);
-    let rule = move |seen: &Seen| match seen.path.as_str() {
-        "/debug/kv" => Some(books(&[
+    let rule = move |request: &ReceivedRequest| match request.path.as_str() {
+        "/debug/kv" => Some(debug_kv(&[
             lease(&known.lock().unwrap(), 5, "offered"),
             lease("a-strangers", 7, "offered"),
             lease("read-now", 2, "reading"),
         ])),
-        "/metrics" => Some(Act::Text("baton_kv_release_total{cause=\"transfer_done\"} 41\n")),
+        "/metrics" => Some(Action::Text("baton_kv_release_total{cause=\"transfer_done\"} 41\n")),
         _ => None,
     };
-    let p = FakeEngine::always(Act::Lend(Some(1))).await.ruled(rule);
+    let p = FakeEngine::always(Action::Lease(Some(1))).await.with_rule(rule);
     let stock = "vllm:num_requests_running 4\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0.5\n\
         vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"400\"} 1\n";
-    let d = FakeEngine::always(Act::Hang).await.ruled(move |seen| match seen.path.as_str() {
+    let d = FakeEngine::always(Action::Hang).await.with_rule(move |request| match request.path.as_str() {
         "/debug/kv" => Some(missing()),
-        "/metrics" => Some(Act::Text(stock)),
+        "/metrics" => Some(Action::Text(stock)),
         _ => None,
     });
-    let system = System::start(&[&p], &[&d]).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(true)).await;
     asked(&d, 1).await;
     d.asked()[0].headers["x-request-id"].to_str().unwrap().clone_into(&mut id.lock().unwrap());
 
-    let told = until(&system, "the request's lease", |told| told["requests"]["in_flight"] == 1).await;
-    assert_eq!(told["requests"]["phases"], json!({"decode_pre_first": 1}));
-    assert_eq!((&told["stranded_leases"], &told["stranded_blocks"]), (&json!(1), &json!(7)), "{told:#}");
-    let engine = |told: &Value, of: &FakeEngine| {
-        let engines = told["engines"].as_array().unwrap();
+    let snapshot =
+        until(&system, "the request's lease", |snapshot| snapshot["requests"]["in_flight"] == 1).await;
+    assert_eq!(snapshot["requests"]["phases"], json!({"decode_pre_first": 1}));
+    assert_eq!(
+        (&snapshot["stranded_leases"], &snapshot["stranded_blocks"]),
+        (&json!(1), &json!(7)),
+        "{snapshot:#}"
+    );
+    let engine = |snapshot: &Value, of: &FakeEngine| {
+        let engines = snapshot["engines"].as_array().unwrap();
         engines.iter().find(|engine| engine["engine"] == of.address.to_string()).unwrap().clone()
     };
-    let lender = engine(&told, &p);
+    let lender = engine(&snapshot, &p);
     assert_eq!(
         (&lender["source"], &lender["role"], &lender["epoch"]),
         (&json!("debug_kv"), &json!("prefill"), &json!("e"))
     );
     assert_eq!((&lender["blocks"]["stranded"], &lender["blocks"]["leased"]), (&json!(7), &json!(14)));
     assert_eq!(lender["releases"], json!({"transfer_done": 41}));
-    let stock = engine(&told, &d);
+    let stock = engine(&snapshot, &d);
     assert_eq!(
         (&stock["source"], &stock["blocks"], &stock["kv_usage"]),
         (&json!("metrics"), &Value::Null, &json!(0.5))
@@ -95,21 +100,21 @@ async fn a_lease_is_held_for_its_request_and_stranded_when_its_client_has_left()
         (&stock["blocks_total"], &stock["role"], &stock["error"]),
         (&json!(400), &json!("decode"), &Value::Null)
     );
-    let of = |told: &Value, id: &str| {
-        told["leases"].as_array().unwrap().iter().find(|lease| lease["request_id"] == id).unwrap().clone()
+    let of = |snapshot: &Value, id: &str| {
+        snapshot["leases"].as_array().unwrap().iter().find(|lease| lease["request_id"] == id).unwrap().clone()
     };
     let mine = id.lock().unwrap().clone();
-    assert_eq!(of(&told, &mine)["request"], json!({"known": "in_flight", "phase": "decode_pre_first"}));
-    assert_eq!(of(&told, &mine)["stranded"], false);
+    assert_eq!(of(&snapshot, &mine)["request"], json!({"known": "in_flight", "phase": "decode_pre_first"}));
+    assert_eq!(of(&snapshot, &mine)["stranded"], false);
     assert_eq!(
-        (&of(&told, "a-strangers")["stranded"], &of(&told, "read-now")["stranded"]),
+        (&of(&snapshot, "a-strangers")["stranded"], &of(&snapshot, "read-now")["stranded"]),
         (&json!(true), &json!(false))
     );
 
-    client.hang_up(HangUp::Rst);
+    client.hang_up(DisconnectKind::Rst);
     system.settled().await;
-    let told = until(&system, "it is stranded", |told| told["stranded_leases"] == 2).await;
-    let mine = of(&told, &mine);
+    let snapshot = until(&system, "it is stranded", |snapshot| snapshot["stranded_leases"] == 2).await;
+    let mine = of(&snapshot, &mine);
     assert_eq!(
         (&mine["request"]["known"], &mine["request"]["outcome"]),
         (&json!("over"), &json!("client_gone"))
@@ -119,53 +124,56 @@ async fn a_lease_is_held_for_its_request_and_stranded_when_its_client_has_left()
 
 #[tokio::test]
 async fn many_open_pages_cost_an_engine_one_question() {
-    let d =
-        FakeEngine::always(Act::Whole(1)).await.ruled(|seen| (seen.path == "/debug/kv").then(|| books(&[])));
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Whole(1))
+        .await
+        .with_rule(|request| (request.path == "/debug/kv").then(|| debug_kv(&[])));
+    let system = TestRouter::start(&[], &[&d]).await;
     let begun = Instant::now();
     let all = (0..20).map(|_| get(system.admin, "/debug/kv"));
     let answers = futures::future::join_all(all).await;
     assert!(answers.iter().all(|answer| answer.json()["engines"][0]["source"] == "debug_kv"));
-    let asked = d.all().iter().filter(|seen| seen.path == "/debug/kv").count();
-    // On a machine that stands still for long a snapshot may have become old meanwhile.
+    let asked = d.all().iter().filter(|request| request.path == "/debug/kv").count();
+    // On a machine that stalls, a cached snapshot may expire meanwhile.
     assert!(asked as u64 <= 1 + begun.elapsed().as_secs(), "{asked}");
 }
 
 #[tokio::test]
 async fn an_engine_that_says_nothing_or_no_is_shown_as_such_and_hides_no_other() {
-    let hangs =
-        FakeEngine::always(Act::Whole(1)).await.ruled(|seen| (seen.path == "/debug/kv").then_some(Act::Hang));
-    let refuses = FakeEngine::always(Act::Whole(1)).await.ruled(|seen| {
-        (seen.path == "/debug/kv")
-            .then(|| Act::Refuse(401, json!({"error": {"code": "invalid_cluster_secret"}})))
-    });
-    let odd = FakeEngine::always(Act::Whole(1))
+    let hangs = FakeEngine::always(Action::Whole(1))
         .await
-        .ruled(|seen| (seen.path == "/debug/kv").then(|| Act::Bytes(vec![], b"\xff\x00<html>".to_vec())));
-    let well =
-        FakeEngine::always(Act::Whole(1)).await.ruled(|seen| (seen.path == "/debug/kv").then(|| books(&[])));
-    let gone = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[], &[&hangs, &refuses, &odd, &well, &gone]).await;
+        .with_rule(|request| (request.path == "/debug/kv").then_some(Action::Hang));
+    let refuses = FakeEngine::always(Action::Whole(1)).await.with_rule(|request| {
+        (request.path == "/debug/kv")
+            .then(|| Action::Refuse(401, json!({"error": {"code": "invalid_cluster_secret"}})))
+    });
+    let odd = FakeEngine::always(Action::Whole(1)).await.with_rule(|request| {
+        (request.path == "/debug/kv").then(|| Action::Bytes(vec![], b"\xff\x00<html>".to_vec()))
+    });
+    let well = FakeEngine::always(Action::Whole(1))
+        .await
+        .with_rule(|request| (request.path == "/debug/kv").then(|| debug_kv(&[])));
+    let gone = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&hangs, &refuses, &odd, &well, &gone]).await;
     let at_gone = gone.address.to_string();
     gone.die().await;
-    let told = get(system.admin, "/debug/kv").await.json();
+    let snapshot = get(system.admin, "/debug/kv").await.json();
     let error = |of: &str| {
-        let engine = told["engines"].as_array().unwrap().iter().find(|engine| engine["engine"] == of);
+        let engine = snapshot["engines"].as_array().unwrap().iter().find(|engine| engine["engine"] == of);
         engine.unwrap()["error"].as_str().unwrap_or_default().to_owned()
     };
-    assert!(error(&hangs.address.to_string()).contains("no answer within"), "{told:#}");
+    assert!(error(&hangs.address.to_string()).contains("no answer within"), "{snapshot:#}");
     assert!(error(&refuses.address.to_string()).contains("secret"));
     assert!(error(&odd.address.to_string()).contains("not that of a Baton engine"));
     assert_eq!(error(&well.address.to_string()), "");
     assert!(error(&at_gone).contains("cannot be reached"));
-    assert_eq!(told["engines"].as_array().unwrap().len(), 5);
+    assert_eq!(snapshot["engines"].as_array().unwrap().len(), 5);
 }
 
 #[tokio::test]
 async fn a_request_is_followed_through_the_router_and_its_engines() {
     let logs = |kinds: &'static [&'static str]| {
-        move |seen: &Seen| {
-            if seen.path != "/debug/kv/events" {
+        move |request: &ReceivedRequest| {
+            if request.path != "/debug/kv/events" {
                 return None;
             }
             let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
@@ -177,16 +185,21 @@ async fn a_request_is_followed_through_the_router_and_its_engines() {
             };
             let mut events: Vec<Value> = kinds.iter().enumerate().map(event).collect();
             events.push(json!({"seq": 9, "at_us": now_us, "request_id": "another", "kind": "freed"}));
-            Some(Act::Json(
+            Some(Action::Json(
                 json!({"engine": {"epoch": "e"}, "now_us": now_us, "next": 9, "lost": 0, "events": events}),
             ))
         }
     };
     static ID: Mutex<String> = Mutex::new(String::new());
-    let p = FakeEngine::always(Act::Lend(Some(1))).await.ruled(logs(&["queued", "lease_opened", "freed"]));
-    let d =
-        FakeEngine::always(Act::Whole(1)).await.ruled(|seen| (seen.path == "/debug/kv/events").then(missing));
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(1))).await.with_rule(logs(&[
+        "queued",
+        "lease_opened",
+        "freed",
+    ]));
+    let d = FakeEngine::always(Action::Whole(1))
+        .await
+        .with_rule(|request| (request.path == "/debug/kv/events").then(missing));
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     let body = completion(false).to_string();
     client.post_bytes("/v1/completions", "x-request-id: mine\r\n", body.as_bytes()).await;
@@ -195,7 +208,7 @@ async fn a_request_is_followed_through_the_router_and_its_engines() {
     d.asked()[0].headers["x-request-id"].to_str().unwrap().clone_into(&mut ID.lock().unwrap());
     let line = get(system.admin, "/debug/kv/requests/mine").await.json();
     assert_eq!((&line["request_id"], &line["client_id"]), (&json!(*ID.lock().unwrap()), &json!("mine")));
-    let told: Vec<(String, String)> = line["moments"]
+    let moments: Vec<(String, String)> = line["moments"]
         .as_array()
         .unwrap()
         .iter()
@@ -204,7 +217,7 @@ async fn a_request_is_followed_through_the_router_and_its_engines() {
         })
         .collect();
     let has = |who: &str, kind: &str| {
-        told.iter().filter(|told| *told == &(who.to_owned(), kind.to_owned())).count()
+        moments.iter().filter(|moment| *moment == &(who.to_owned(), kind.to_owned())).count()
     };
     let at = p.address.to_string();
     assert_eq!((has("router", "arrived"), has("router", "over")), (1, 1), "{line:#}");
@@ -219,11 +232,11 @@ async fn a_request_is_followed_through_the_router_and_its_engines() {
 
 #[tokio::test]
 async fn the_page_is_one_file_under_a_strict_policy_and_holds_no_data() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let folder = tempfile::tempdir().unwrap();
     let token = folder.path().join("token");
     std::fs::write(&token, "a token of many bytes\n").unwrap();
-    let system = System::start(&[], &[&d]).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let page = get(system.admin, "/top").await;
     assert_eq!((page.status, page.header("content-type")), (200, Some("text/html; charset=utf-8")));
     let policy = page.header("content-security-policy").unwrap();
@@ -238,7 +251,7 @@ async fn the_page_is_one_file_under_a_strict_policy_and_holds_no_data() {
         client.answer().await
     };
     let browser = asks(system.admin, "/", "accept: text/html,*/*\r\n").await;
-    assert_eq!(browser.text(), page.text(), "a browser sees the page, everybody else the list");
+    assert_eq!(browser.text(), page.text(), "a browser gets the page, any other client the list");
     assert!(get(system.admin, "/").await.text().contains("/debug/kv"));
     assert_eq!(asks(system.admin, "/debug/kv", "sec-fetch-site: same-origin\r\n").await.status, 200);
     assert_eq!(asks(system.admin, "/debug/kv", "sec-fetch-site: cross-site\r\n").await.status, 403);
@@ -250,7 +263,7 @@ async fn the_page_is_one_file_under_a_strict_policy_and_holds_no_data() {
         token.display(),
         d.url()
     );
-    let guarded = System::of(&yaml).await;
+    let guarded = TestRouter::of(&yaml).await;
     assert_eq!(get(guarded.admin, "/top").await.text(), page.text(), "it asks for the token itself");
     for path in ["/debug/kv", "/debug/kv/requests/x", "/"] {
         assert_eq!(get(guarded.admin, path).await.status, 401, "{path}");

@@ -1,4 +1,4 @@
-//! Engines that tell of their caches, by a real ZeroMQ publisher and the bytes that vLLM sends.
+//! Engines that publish KV events, with a real ZeroMQ publisher and vLLM's message format.
 
 use std::time::{Duration, Instant};
 
@@ -7,8 +7,8 @@ use serde_json::{Value, json};
 use zeromq::{PubSocket, Socket, SocketSend, ZmqMessage};
 
 use crate::harness::client::post;
-use crate::harness::engine::{Act, FakeEngine};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine};
+use crate::harness::system::TestRouter;
 
 /// An engine's publisher.
 struct Publisher {
@@ -21,7 +21,7 @@ impl Publisher {
     async fn at(port: u16) -> Self {
         let mut socket = PubSocket::new();
         let begun = Instant::now();
-        // The one before may not have closed its listener yet.
+        // The previous publisher may not have closed its listener yet.
         let endpoint = loop {
             match socket.bind(&format!("tcp://127.0.0.1:{port}")).await {
                 Ok(endpoint) => break endpoint.to_string(),
@@ -33,8 +33,8 @@ impl Publisher {
         Self { socket, sequence: 0, port }
     }
 
-    /// One message of these events, as vLLM frames it.
-    async fn tell(&mut self, events: &Value) {
+    /// Publishes one message with these events, framed as by vLLM.
+    async fn publish(&mut self, events: &Value) {
         let payload = rmp_serde::to_vec(&json!([1_795_163_885.05, events, 0])).unwrap();
         let mut message = ZmqMessage::from(Bytes::from_static(b"kv"));
         message.push_back(Bytes::copy_from_slice(&self.sequence.to_be_bytes()));
@@ -54,20 +54,19 @@ fn prompt() -> Value {
     json!({"model": "m", "prompt": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]})
 }
 
-/// Where the prompt would go, and how many of its blocks that engine is known to hold.
-async fn chosen(system: &System) -> (String, u64) {
-    let told = post(system.admin, "/dry-run?path=/v1/completions", &prompt()).await;
-    assert_eq!(told.status, 200, "{}", told.text());
-    let decode = &told.json()["decode"];
+/// The engine that a dry run chooses, and the number of the prompt's blocks that it is known to hold.
+async fn chosen(system: &TestRouter) -> (String, u64) {
+    let plan = post(system.admin, "/dry-run?path=/v1/completions", &prompt()).await;
+    assert_eq!(plan.status, 200, "{}", plan.text());
+    let decode = &plan.json()["decode"];
     (decode["chosen"].as_str().unwrap().to_owned(), decode["held"]["blocks"].as_u64().unwrap())
 }
 
-/// Tells the same until the prompt would go there with so many blocks: a publisher loses what it sends before
-/// anybody listens.
-async fn until(system: &System, publisher: &mut Publisher, events: &Value, wanted: (&str, u64)) {
+/// Publishes the events until the dry run returns this engine and number: messages before the subscription are lost.
+async fn until(system: &TestRouter, publisher: &mut Publisher, events: &Value, wanted: (&str, u64)) {
     let begun = Instant::now();
     loop {
-        publisher.tell(events).await;
+        publisher.publish(events).await;
         let found = chosen(system).await;
         if (found.0.as_str(), found.1) == wanted {
             return;
@@ -77,15 +76,15 @@ async fn until(system: &System, publisher: &mut Publisher, events: &Value, wante
     }
 }
 
-async fn two_engines(of_b: &str) -> (FakeEngine, FakeEngine, System) {
-    let (a, b) = (FakeEngine::always(Act::Whole(1)).await, FakeEngine::always(Act::Whole(1)).await);
+async fn two_engines(of_b: &str) -> (FakeEngine, FakeEngine, TestRouter) {
+    let (a, b) = (FakeEngine::always(Action::Whole(1)).await, FakeEngine::always(Action::Whole(1)).await);
     let yaml = format!(
         "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels:\n  - name: m\n    decode:\n      \
          policy: prefix_aware\n      engines:\n        - url: {}\n        - {{url: '{}', kv_events: {of_b}}}\n",
         a.url(),
         b.url()
     );
-    let system = System::of(&yaml).await;
+    let system = TestRouter::of(&yaml).await;
     (a, b, system)
 }
 
@@ -101,21 +100,21 @@ async fn a_prompt_of_tokens_goes_to_the_engine_that_tells_that_it_holds_them() {
     assert_eq!((a.asked().len(), b.asked().len()), (0, 1));
     let removed = json!([{"type": "BlockRemoved", "block_hashes": [13], "medium": "GPU", "group_idx": 0}]);
     until(&system, &mut publisher, &removed, (&b_is, 2)).await;
-    // A salted prompt is another's: engines call its blocks by names of their own.
+    // A salted prompt belongs to another tenant: engines hash its blocks differently.
     let mut salted = prompt();
     salted["cache_salt"] = json!("s");
-    let told = post(system.admin, "/dry-run?path=/v1/completions", &salted).await.json();
-    assert_eq!(told["decode"]["held"]["of_blocks"], 0);
-    // A gap: something was missed, so nothing of what was told is believed any more.
+    let plan = post(system.admin, "/dry-run?path=/v1/completions", &salted).await.json();
+    assert_eq!(plan["decode"]["held"]["of_blocks"], 0);
+    // A gap: a message was lost, so the known blocks are discarded.
     publisher.sequence += 7;
-    publisher.tell(&json!([{"type": "BlockRemoved", "block_hashes": [99]}])).await;
+    publisher.publish(&json!([{"type": "BlockRemoved", "block_hashes": [99]}])).await;
     let begun = Instant::now();
     while chosen(&system).await.1 != 0 {
         assert!(begun.elapsed() < Duration::from_secs(20), "the gap is not noticed");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     until(&system, &mut publisher, &first, (&b_is, 2)).await;
-    publisher.tell(&json!([["AllBlocksCleared"]])).await;
+    publisher.publish(&json!([["AllBlocksCleared"]])).await;
     let begun = Instant::now();
     while chosen(&system).await.1 != 0 {
         assert!(begun.elapsed() < Duration::from_secs(20), "the cache is not cleared");
@@ -128,7 +127,7 @@ async fn only_full_attention_is_a_hit_and_what_is_left_out_is_counted() {
     let mut publisher = Publisher::at(0).await;
     let (_a, b, system) = two_engines(&format!("{{port: {}, topic: kv}}", publisher.port)).await;
     let b_is = b.address.to_string();
-    // A model of two cache groups, which call the same tokens by the same names.
+    // A model of two cache groups, which use the same hashes for the same tokens.
     let group = |index: u64, kind: &str, tokens: &[u32]| {
         let mut event = stored(&[1, 2, 3], None, tokens);
         (event["group_idx"], event["kv_cache_spec_kind"]) = (json!(index), json!(kind));
@@ -136,12 +135,12 @@ async fn only_full_attention_is_a_hit_and_what_is_left_out_is_counted() {
     };
     let all: Vec<u32> = (1..=12).collect();
     until(&system, &mut publisher, &json!([group(1, "full_attention", &all)]), (&b_is, 3)).await;
-    // The window moves on; then one event of a layout that the router does not know, and one that it does.
+    // The window moves; then one event with an unknown layout and one with a known layout follow.
     let mut pairs = stored(&[4], Some(3), &[]);
     pairs["token_ids"] = json!([[13, 14], [14, 15], [15, 16], [16, 17]]);
     let moved = json!({"type": "BlockRemoved", "block_hashes": [1, 2, 3], "medium": "GPU", "group_idx": 0});
     let removed = json!({"type": "BlockRemoved", "block_hashes": [3], "medium": "GPU", "group_idx": 1});
-    publisher.tell(&json!([group(0, "sliding_window", &all), moved, pairs, removed])).await;
+    publisher.publish(&json!([group(0, "sliding_window", &all), moved, pairs, removed])).await;
     let of = |reason: &str| {
         format!("baton_router_kv_events_left_out_total{{engine=\"{b_is}\",reason=\"{reason}\"}}")
     };
@@ -150,9 +149,9 @@ async fn only_full_attention_is_a_hit_and_what_is_left_out_is_counted() {
     assert_eq!(chosen(&system).await, (b_is.clone(), 2), "the malformed event cost itself");
     let gaps = format!("baton_router_kv_events_gaps_total{{engine=\"{b_is}\"}}");
     assert_eq!(system.metric(&gaps).await, 0.0);
-    let told = post(system.admin, "/dry-run?path=/v1/completions", &prompt()).await.json();
+    let plan = post(system.admin, "/dry-run?path=/v1/completions", &prompt()).await.json();
     let expected = json!({"attention": 2, "malformed": 1});
-    assert_eq!(told["decode"]["held"]["kv_events_left_out"], expected, "{told}");
+    assert_eq!(plan["decode"]["held"]["kv_events_left_out"], expected, "{plan}");
     let engines = crate::harness::client::get(system.admin, "/engines").await.json();
     let listed = engines["engines"].as_array().unwrap().iter().find(|engine| engine["engine"] == b_is);
     assert_eq!(listed.unwrap()["kv_events"]["left_out"], expected);
@@ -163,7 +162,7 @@ async fn an_engine_that_comes_back_is_listened_to_again() {
     let publisher = Publisher::at(0).await;
     let port = publisher.port;
     drop(publisher);
-    // Nobody is there at first.
+    // No publisher is running at first.
     let (_a, b, system) = two_engines(&format!("{{port: {port}}}")).await;
     let b_is = b.address.to_string();
     let events = json!([["BlockStored", [1, 2], null, [1, 2, 3, 4, 5, 6, 7, 8], 4, null]]);
@@ -210,7 +209,7 @@ async fn a_publisher_that_fell_silent_keeps_no_newer_one_from_being_heard() {
     let b_is = b.address.to_string();
     let mut silent = Publisher { socket: connected(port).await, sequence: 40, port };
     until(&system, &mut silent, &json!([stored(&[1], None, &[1, 2, 3, 4])]), (&b_is, 1)).await;
-    // The first one's connection stays open, and nothing comes over it any more.
+    // The first publisher's connection stays open without further messages.
     let mut newer = Publisher { socket: connected(port).await, sequence: 0, port };
     let both = json!([stored(&[1, 2], None, &[1, 2, 3, 4, 5, 6, 7, 8])]);
     until(&system, &mut newer, &both, (&b_is, 2)).await;
@@ -229,18 +228,18 @@ async fn what_becomes_of_a_subscription_is_told() {
     system.counts(&of("blocks"), 2.0).await;
     assert!(system.metric(&of("batches_total")).await >= 1.0);
     publisher.sequence += 7;
-    publisher.tell(&json!([["AllBlocksCleared"]])).await;
+    publisher.publish(&json!([["AllBlocksCleared"]])).await;
     system.counts(&of("gaps_total"), 1.0).await;
     system.counts(&of("blocks"), 0.0).await;
-    let told = crate::harness::client::get(system.admin, "/engines").await.json();
+    let engines = crate::harness::client::get(system.admin, "/engines").await.json();
     let events = |address: &str| {
-        let engines = told["engines"].as_array().unwrap();
+        let engines = engines["engines"].as_array().unwrap();
         engines.iter().find(|engine| engine["engine"] == address).unwrap()["kv_events"].clone()
     };
     let of_b = events(&b_is);
     assert_eq!(of_b["publisher"], format!("127.0.0.1:{}", publisher.port));
     assert_eq!((&of_b["connected"], &of_b["gaps"], &of_b["blocks"]), (&json!(true), &json!(1), &json!(0)));
-    assert!(events(&a.address.to_string()).is_null(), "nobody listens to it");
+    assert!(events(&a.address.to_string()).is_null(), "no subscription");
     publisher.socket.close().await;
     system.counts(&of("connected"), 0.0).await;
 }

@@ -1,4 +1,4 @@
-//! The router's own log: trouble that repeats is told seldom, and with the request's id.
+//! The router's own log: repeated failures are rate-limited, and lines contain the request's id.
 
 use std::fmt::{Debug, Write as _};
 use std::sync::{Arc, Mutex};
@@ -8,16 +8,16 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
 use crate::harness::client::{completion, post};
-use crate::harness::engine::{Act, FakeEngine};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine};
+use crate::harness::system::TestRouter;
 
-/// Collects warnings of the router, as text.
+/// Collects the router's warnings as text.
 #[derive(Clone, Default)]
 struct Warnings(Arc<Mutex<Vec<String>>>);
 
-struct Text(String);
+struct WarningText(String);
 
-impl Visit for Text {
+impl Visit for WarningText {
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
         let _ = write!(self.0, " {}={value:?}", field.name());
     }
@@ -29,7 +29,7 @@ impl Subscriber for Warnings {
     }
 
     fn event(&self, event: &Event<'_>) {
-        let mut text = Text(String::new());
+        let mut text = WarningText(String::new());
         event.record(&mut text);
         self.0.lock().unwrap().push(text.0);
     }
@@ -48,26 +48,26 @@ impl Subscriber for Warnings {
 async fn an_engine_that_is_down_is_told_seldom_and_with_a_requests_id() {
     const REQUESTS: usize = 40;
     let warnings = Warnings::default();
-    // The test's runtime has one thread: whatever the router does is on it.
+    // The test's runtime has one thread, which runs the whole router.
     let _guard = tracing::subscriber::set_default(warnings.clone());
-    let down = FakeEngine::always(Act::Hang).await;
+    let down = FakeEngine::always(Action::Hang).await;
     let address = down.address.to_string();
     down.die().await;
-    let d = FakeEngine::always(Act::Refuse(500, serde_json::json!({"error": {"message": "x"}}))).await;
-    let system = System::start(&[], &[&d]).await;
-    let dead = FakeEngine::at(address.parse().unwrap(), Act::Close).await;
-    let both = System::start(&[&dead], &[&d]).await;
+    let d = FakeEngine::always(Action::Refuse(500, serde_json::json!({"error": {"message": "x"}}))).await;
+    let system = TestRouter::start(&[], &[&d]).await;
+    let dead = FakeEngine::at(address.parse().unwrap(), Action::Close).await;
+    let both = TestRouter::start(&[&dead], &[&d]).await;
     for _ in 0..REQUESTS {
         assert!(post(system.address, "/v1/completions", &completion(false)).await.status >= 500);
         assert!(post(both.address, "/v1/completions", &completion(false)).await.status >= 500);
     }
     both.settled().await;
-    let told = warnings.0.lock().unwrap().clone();
-    let of = |engine: &str| told.iter().filter(|line| line.contains(engine)).count();
+    let lines = warnings.0.lock().unwrap().clone();
+    let of = |engine: &str| lines.iter().filter(|line| line.contains(engine)).count();
     for engine in [d.address.to_string(), address] {
-        assert!((1..=REQUESTS / 4).contains(&of(&engine)), "{engine}: {told:#?}");
+        assert!((1..=REQUESTS / 4).contains(&of(&engine)), "{engine}: {lines:#?}");
     }
-    let named = told.iter().filter(|line| line.contains("engine failed a request"));
+    let named = lines.iter().filter(|line| line.contains("engine failed a request"));
     for line in named {
         assert!(
             line.contains("request=\"") && line.contains("reason=") && line.contains("held_back="),

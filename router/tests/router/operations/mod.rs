@@ -1,4 +1,4 @@
-//! What operators use: configuration, health, admin listener, logs, metrics, traces.
+//! Operators' interfaces: configuration, health, admin listener, logs, metrics, traces.
 
 pub(crate) mod access_log;
 pub(crate) mod accounting;

@@ -1,4 +1,4 @@
-//! The configuration is replaced while clients are served: no request fails, and nothing stays owed.
+//! Reloads under load: no request fails, and every lease is released.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -12,8 +12,8 @@ use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::harness::client::{Client, completion, get, post};
-use crate::harness::engine::{Act, FakeEngine};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine};
+use crate::harness::system::TestRouter;
 
 const PATH: &str = "/v1/completions";
 const RELOADS: usize = 1000;
@@ -35,32 +35,33 @@ fn config(text: &str) -> RouterConfig {
     RouterConfig::from_yaml(text, "test.yaml").unwrap_or_else(|error| panic!("{error}\n{text}"))
 }
 
-async fn effective(system: &System) -> Value {
+async fn effective(system: &TestRouter) -> Value {
     get(system.admin, "/config").await.json()
 }
 
-/// A router that follows a file.
-async fn following(file: &Path) -> (System, mpsc::Sender<()>, AbortOnDropHandle<()>) {
+/// A router that watches a file.
+async fn following(file: &Path) -> (TestRouter, mpsc::Sender<()>, AbortOnDropHandle<()>) {
     let (file, config) = ConfigFile::load(file).unwrap();
-    let system = System::running(config).await;
-    let (tell, told) = mpsc::channel(1);
+    let system = TestRouter::running(config).await;
+    let (sender, requests) = mpsc::channel(1);
     let reload = system.reload.clone();
-    let following = tokio::spawn(async move { reload.follow(file, told).await });
-    (system, tell, AbortOnDropHandle::new(following))
+    let following = tokio::spawn(async move { reload.follow(file, requests).await });
+    (system, sender, AbortOnDropHandle::new(following))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_request_fails_over_a_thousand_reloads_under_load() {
-    let lends = || FakeEngine::always(Act::Lend(Some(7)));
+    let lends = || FakeEngine::always(Action::Lease(Some(7)));
     let prefills = [lends().await, lends().await, lends().await];
-    let acts = || (0..20_000).map(|n| if n % 2 == 0 { Act::Stream(6) } else { Act::Whole(64) }).collect();
+    let actions =
+        || (0..20_000).map(|n| if n % 2 == 0 { Action::Stream(6) } else { Action::Whole(64) }).collect();
     let mut decodes = Vec::new();
     for _ in 0..3 {
-        decodes.push(FakeEngine::scripted(acts()).await);
+        decodes.push(FakeEngine::scripted(actions()).await);
     }
     let [p0, p1, p2] = &prefills;
     let [d0, d1, d2] = decodes.as_slice() else { unreachable!("three were made") };
-    // Pools shrink, grow and change places; limits, policies and time-outs change with them.
+    // Pools shrink, grow and exchange members; limits, policies and timeouts change with them.
     let versions: Vec<RouterConfig> = [
         yaml(&[p0, p1, p2], &[d0, d1, d2], "round_robin", ""),
         yaml(&[p0], &[d1], "least_load", "attempts: {decode: 1}"),
@@ -71,7 +72,7 @@ async fn no_request_fails_over_a_thousand_reloads_under_load() {
     .iter()
     .map(|text| config(text))
     .collect();
-    let system = System::of(&yaml(&[p0], &[d0], "round_robin", "")).await;
+    let system = TestRouter::of(&yaml(&[p0], &[d0], "round_robin", "")).await;
     let stop = Arc::new(AtomicBool::new(false));
     let mut clients = tokio::task::JoinSet::new();
     for number in 0..6 {
@@ -115,19 +116,19 @@ async fn no_request_fails_over_a_thousand_reloads_under_load() {
 #[tokio::test]
 async fn an_engine_that_is_taken_out_finishes_what_it_has_and_is_let_go_of() {
     let (p, old) =
-        (FakeEngine::always(Act::Lend(Some(7))).await, FakeEngine::always(Act::StreamWhenTold(2)).await);
-    let new = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::of(&yaml(&[&p], &[&old], "round_robin", "")).await;
+        (FakeEngine::always(Action::Lease(Some(7))).await, FakeEngine::always(Action::StreamGated(2)).await);
+    let new = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::of(&yaml(&[&p], &[&old], "round_robin", "")).await;
     let mut client = Client::connect(system.address).await;
     client.post(PATH, &completion(true)).await;
-    old.go_on();
+    old.open_gate();
     assert_eq!(client.head().await.0, 200);
     system.reload.install(config(&yaml(&[], &[&new], "round_robin", ""))).unwrap();
     assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
     assert_eq!((old.asked().len(), new.asked().len()), (1, 1), "new requests go to the new engine");
-    // What it has goes on, to its end.
+    // The running request continues to its end.
     let mut text = Vec::new();
-    old.go_on();
+    old.open_gate();
     while let Some(chunk) = client.chunk().await {
         text.extend(chunk);
     }
@@ -146,27 +147,27 @@ async fn an_engine_that_is_taken_out_finishes_what_it_has_and_is_let_go_of() {
 
 #[tokio::test]
 async fn what_is_owed_to_an_engine_is_paid_after_it_was_taken_out() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let old = FakeEngine::always(Act::StreamWhenTold(2)).await;
-    let new = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::of(&yaml(&[&p], &[&old], "round_robin", "")).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let old = FakeEngine::always(Action::StreamGated(2)).await;
+    let new = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::of(&yaml(&[&p], &[&old], "round_robin", "")).await;
     let mut client = Client::connect(system.address).await;
     client.post(PATH, &completion(true)).await;
     old.wait("it is asked", |old| old.asked().len() == 1).await;
     system.reload.install(config(&yaml(&[], &[&new], "round_robin", ""))).unwrap();
-    client.hang_up(crate::harness::client::HangUp::Rst);
-    old.wait("it is told", |old| old.aborts().len() == 1).await;
+    client.hang_up(crate::harness::client::DisconnectKind::Rst);
+    old.wait("the abort", |old| old.aborts().len() == 1).await;
     system.settled().await;
 }
 
 #[tokio::test]
 async fn a_changed_file_is_put_into_effect_however_it_was_replaced() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let text = |tries: u32| {
         yaml(&[], &[&d], "round_robin", &format!("reload: {{poll_ms: 5}}\nattempts: {{settle: {tries}}}"))
     };
     let folder = tempfile::tempdir().unwrap();
-    // As Kubernetes mounts a ConfigMap: file -> ..data/file, ..data -> ..1, and `..data` is replaced by a rename.
+    // A mounted ConfigMap of Kubernetes: file -> ..data/file, ..data -> ..1, and `..data` is replaced by a rename.
     for version in ["..1", "..2"] {
         std::fs::create_dir(folder.path().join(version)).unwrap();
     }
@@ -175,7 +176,7 @@ async fn a_changed_file_is_put_into_effect_however_it_was_replaced() {
     symlink("..1", folder.path().join("..data")).unwrap();
     let file = folder.path().join("router.yaml");
     symlink("..data/router.yaml", &file).unwrap();
-    let (system, _tell, _following) = following(&file).await;
+    let (system, _reload, _following) = following(&file).await;
     let generation = |number: f64| system.counts("baton_router_config_generation", number);
     generation(1.0).await;
 
@@ -184,16 +185,16 @@ async fn a_changed_file_is_put_into_effect_however_it_was_replaced() {
     generation(2.0).await;
     assert_eq!(effective(&system).await["config"]["attempts"]["settle"], 2);
 
-    // An editor: a new file in the place of the old one.
+    // An editor: a new file replaces the old one.
     std::fs::write(folder.path().join("new"), text(3)).unwrap();
     std::fs::rename(folder.path().join("new"), &file).unwrap();
     generation(3.0).await;
-    // A careless editor: gone, and there again.
+    // Another editor: the file is removed and created again.
     std::fs::remove_file(&file).unwrap();
     system.counts("baton_router_config_last_reload_successful", 0.0).await;
     std::fs::write(&file, text(4)).unwrap();
     generation(4.0).await;
-    // In place.
+    // Written in place.
     std::fs::write(&file, text(5)).unwrap();
     generation(5.0).await;
     assert_eq!(effective(&system).await["config"]["attempts"]["settle"], 5);
@@ -202,21 +203,24 @@ async fn a_changed_file_is_put_into_effect_however_it_was_replaced() {
 
 #[tokio::test]
 async fn a_wrong_file_changes_nothing_and_is_told() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let good = yaml(&[], &[&d], "round_robin", "reload: {poll_ms: 5}");
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("router.yaml");
     std::fs::write(&file, &good).unwrap();
-    let (system, _tell, _following) = following(&file).await;
+    let (system, _reload, _following) = following(&file).await;
     std::fs::write(&file, good.replace("models:", "modles:")).unwrap();
     system.counts("baton_router_config_reloads_total{result=\"rejected\"}", 1.0).await;
     system.counts("baton_router_config_last_reload_successful", 0.0).await;
-    let told = effective(&system).await;
-    assert_eq!((&told["generation"], &told["reloads"]["last"]["result"]), (&1.into(), &"rejected".into()));
-    let error = told["reloads"]["last"]["error"].as_str().unwrap();
+    let status = effective(&system).await;
+    assert_eq!(
+        (&status["generation"], &status["reloads"]["last"]["result"]),
+        (&1.into(), &"rejected".into())
+    );
+    let error = status["reloads"]["last"]["error"].as_str().unwrap();
     assert!(error.contains(":3:1: unknown key `modles`, did you mean `models`?"), "{error}");
     assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
-    // A file that it names and that is not there is as wrong; once it is there, the configuration is in effect.
+    // A missing file named in the configuration is an error; once it exists, the configuration takes effect.
     let secret = folder.path().join("secret");
     std::fs::write(&file, format!("{good}cluster_secret_file: {}\n", secret.display())).unwrap();
     system.counts("baton_router_config_reloads_total{result=\"rejected\"}", 2.0).await;
@@ -227,13 +231,13 @@ async fn a_wrong_file_changes_nothing_and_is_told() {
 
 #[tokio::test]
 async fn files_that_the_configuration_names_count_as_its_content() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let folder = tempfile::tempdir().unwrap();
     let (file, secret) = (folder.path().join("router.yaml"), folder.path().join("secret"));
     std::fs::write(&secret, "0123456789abcdef").unwrap();
     let top = format!("reload: {{poll_ms: 5}}\ncluster_secret_file: {}", secret.display());
     std::fs::write(&file, yaml(&[], &[&d], "round_robin", &top)).unwrap();
-    let (system, _tell, _following) = following(&file).await;
+    let (system, _reload, _following) = following(&file).await;
     std::fs::write(&secret, "fedcba9876543210").unwrap();
     system.counts("baton_router_config_generation", 2.0).await;
     assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
@@ -242,30 +246,30 @@ async fn files_that_the_configuration_names_count_as_its_content() {
 
 #[tokio::test]
 async fn without_polling_the_file_is_read_when_somebody_says_so() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let text = yaml(&[], &[&d], "round_robin", "reload: {poll_ms: 0}");
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("router.yaml");
     std::fs::write(&file, &text).unwrap();
-    let (system, tell, _following) = following(&file).await;
-    tell.send(()).await.unwrap();
+    let (system, reload, _following) = following(&file).await;
+    reload.send(()).await.unwrap();
     system.counts("baton_router_config_generation", 2.0).await;
     std::fs::write(&file, text.replace("poll_ms: 0", "poll_ms: 0}\nattempts: {settle: 9")).unwrap();
-    tell.send(()).await.unwrap();
+    reload.send(()).await.unwrap();
     system.counts("baton_router_config_generation", 3.0).await;
     assert_eq!(effective(&system).await["config"]["attempts"]["settle"], 9);
 }
 
 #[tokio::test]
 async fn what_needs_a_restart_is_told_and_the_rest_is_in_effect() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let text = yaml(&[], &[&d], "round_robin", "");
-    let system = System::of(&text).await;
+    let system = TestRouter::of(&text).await;
     let next = text.replace("listen: 127.0.0.1:0\n", "listen: 127.0.0.1:9\nattempts: {settle: 9}\n");
     system.reload.install(config(&next)).unwrap();
-    let told = effective(&system).await;
-    assert_eq!(told["reloads"]["needs_restart"], serde_json::json!(["listen"]));
-    assert_eq!(told["config"]["attempts"]["settle"], 9);
+    let status = effective(&system).await;
+    assert_eq!(status["reloads"]["needs_restart"], serde_json::json!(["listen"]));
+    assert_eq!(status["config"]["attempts"]["settle"], 9);
     assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
     system.reload.install(config(&text)).unwrap();
     assert_eq!(effective(&system).await["reloads"]["needs_restart"], serde_json::json!([]));
@@ -273,7 +277,7 @@ async fn what_needs_a_restart_is_told_and_the_rest_is_in_effect() {
 
 #[tokio::test]
 async fn keys_are_followed_where_they_are_used_and_cost_no_new_version() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let folder = tempfile::tempdir().unwrap();
     let (file, keys) = (folder.path().join("router.yaml"), folder.path().join("keys.yaml"));
     let hash = baton_router::NewKey::make().hash;
@@ -281,31 +285,31 @@ async fn keys_are_followed_where_they_are_used_and_cost_no_new_version() {
     std::fs::write(&keys, key("a")).unwrap();
     let top = format!("reload: {{poll_ms: 5}}\nauth: {{keys_file: '{}'}}", keys.display());
     std::fs::write(&file, yaml(&[], &[&d], "round_robin", &top)).unwrap();
-    let (system, tell, _following) = following(&file).await;
+    let (system, reload, _following) = following(&file).await;
     std::fs::write(&keys, key("a-longer-name")).unwrap();
     system.counts("baton_router_keys_reloads_total{result=\"ok\"}", 1.0).await;
     std::fs::write(&keys, "keys: 7").unwrap();
     system.counts("baton_router_keys_reloads_total{result=\"failed\"}", 1.0).await;
-    // Only what is told to read everything again finds that the whole cannot be had.
+    // Only a requested reload reads all files and fails.
     assert_eq!(system.metric("baton_router_config_generation").await, 1.0);
     assert_eq!(system.metric("baton_router_config_reloads_total").await, 0.0);
-    tell.send(()).await.unwrap();
+    reload.send(()).await.unwrap();
     system.counts("baton_router_config_reloads_total{result=\"rejected\"}", 1.0).await;
-    // A configuration that was rejected for its keys is tried again when they change.
+    // A configuration that was rejected because of its keys is read again when they change.
     std::fs::write(&keys, key("b")).unwrap();
     system.counts("baton_router_config_generation", 2.0).await;
 }
 
 #[tokio::test]
 async fn without_polling_keys_are_read_when_somebody_says_so() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let folder = tempfile::tempdir().unwrap();
     let (file, keys) = (folder.path().join("router.yaml"), folder.path().join("keys.yaml"));
     let new = baton_router::NewKey::make();
     std::fs::write(&keys, "keys: []").unwrap();
     let top = format!("reload: {{poll_ms: 0}}\nauth: {{keys_file: '{}'}}", keys.display());
     std::fs::write(&file, yaml(&[], &[&d], "round_robin", &top)).unwrap();
-    let (system, tell, _following) = following(&file).await;
+    let (system, reload, _following) = following(&file).await;
     std::fs::write(&keys, format!("keys: [{{id: a, hash: '{}', tenant: t}}]", new.hash)).unwrap();
     let status = async || {
         let mut client = Client::connect(system.address).await;
@@ -314,10 +318,10 @@ async fn without_polling_keys_are_read_when_somebody_says_so() {
         client.answer().await.status
     };
     assert_eq!(status().await, 401);
-    tell.send(()).await.unwrap();
+    reload.send(()).await.unwrap();
     system.counts("baton_router_config_generation", 2.0).await;
     assert_eq!(status().await, 200);
-    assert_eq!(system.metric("baton_router_keys_reloads_total").await, 0.0, "nobody looked by itself");
+    assert_eq!(system.metric("baton_router_keys_reloads_total").await, 0.0, "not reloaded without a request");
 }
 
 /// A pipe that nothing reads, in a folder.
@@ -330,13 +334,13 @@ fn a_pipe() -> (tempfile::TempDir, std::path::PathBuf) {
 
 #[tokio::test]
 async fn a_pipe_that_nothing_reads_is_no_access_log_and_holds_up_neither_requests_nor_reloads() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let good = yaml(&[], &[&d], "round_robin", "reload: {poll_ms: 5}");
     let folder = tempfile::tempdir().unwrap();
     let (_folder, pipe) = a_pipe();
     let file = folder.path().join("router.yaml");
     std::fs::write(&file, &good).unwrap();
-    let (system, _tell, _following) = following(&file).await;
+    let (system, _reload, _following) = following(&file).await;
     for (key, rejected) in
         [("access_log: {enabled: true, path: PIPE}", 1.0), ("cluster_secret_file: PIPE", 2.0)]
     {
@@ -345,12 +349,11 @@ async fn a_pipe_that_nothing_reads_is_no_access_log_and_holds_up_neither_request
         system.counts("baton_router_config_reloads_total{result=\"rejected\"}", rejected).await;
         assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
     }
-    let told = effective(&system).await["reloads"]["last"]["error"].as_str().unwrap().to_owned();
-    assert!(told.contains("regular file"), "{told}");
+    let error = effective(&system).await["reloads"]["last"]["error"].as_str().unwrap().to_owned();
+    assert!(error.contains("regular file"), "{error}");
     std::fs::write(&file, format!("{good}attempts: {{settle: 2}}\n")).unwrap();
     system.counts("baton_router_config_generation", 2.0).await;
-    // Once it is read, it is a log like any other.
-    // Open for both, it waits for no writer.
+    // Once a reader exists, the pipe is a normal log. Opened for both directions, it does not wait for a writer.
     let reader = std::fs::OpenOptions::new().read(true).write(true).open(&pipe).unwrap();
     let reader = std::thread::spawn(|| std::io::BufRead::lines(std::io::BufReader::new(reader)).next());
     std::fs::write(&file, format!("{good}access_log: {{enabled: true, path: {}}}\n", pipe.display()))

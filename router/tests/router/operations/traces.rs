@@ -1,18 +1,18 @@
-//! One trace per request, whole and rightly nested, and W3C's context on both legs; a collector in trouble is nobody's
-//! trouble but its own.
+//! One complete, correctly nested trace per request, and W3C trace context on both legs. A failing collector affects
+//! only itself.
 
 use serde_json::{Value, json};
 
-use crate::harness::client::{Client, HangUp, completion, post};
+use crate::harness::client::{Client, DisconnectKind, completion, post};
 use crate::harness::collector::{Collector, Span};
-use crate::harness::engine::{Act, FakeEngine};
-use crate::harness::system::{System, asked};
+use crate::harness::engine::{Action, FakeEngine};
+use crate::harness::system::{TestRouter, asked};
 
 const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
 const PARENT: &str = "b7ad6b7169203331";
 const NAME: &str = "POST /v1/completions";
 
-async fn ask(system: &System, headers: &str, body: &Value) -> crate::harness::client::Answer {
+async fn ask(system: &TestRouter, headers: &str, body: &Value) -> crate::harness::client::ClientResponse {
     let mut client = Client::connect(system.address).await;
     client.post_bytes("/v1/completions", headers, body.to_string().as_bytes()).await;
     client.answer().await
@@ -35,8 +35,8 @@ async fn a_request_is_one_trace_and_both_legs_continue_it() {
     let collector = Collector::start().await;
     let answer = json!({"id": "d", "choices": [{"text": "t", "finish_reason": "length"}],
         "usage": {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}});
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::Refuse(200, answer)).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::Refuse(200, answer)).await;
     let folder = tempfile::tempdir().unwrap();
     let secrets = folder.path().join("headers");
     std::fs::write(&secrets, "authorization: Bearer collector-key\n\nx-scope: a b\n").unwrap();
@@ -44,7 +44,7 @@ async fn a_request_is_one_trace_and_both_legs_continue_it() {
         ", headers_file: '{}', service_name: door, sample_ratio: 0.0, resource: {{deployment.environment.name: test}}",
         secrets.display()
     );
-    let system = System::with(&[&p], &[&d], "", &collector.yaml(&more)).await;
+    let system = TestRouter::with(&[&p], &[&d], "", &collector.yaml(&more)).await;
     let headers =
         format!("traceparent: 00-{TRACE}-{PARENT}-01\r\ntracestate: vendor=1\r\nuser-agent: test/1\r\n");
     assert_eq!(ask(&system, &headers, &completion(false)).await.status, 200);
@@ -64,11 +64,11 @@ async fn a_request_is_one_trace_and_both_legs_continue_it() {
     ids.sort_unstable();
     ids.dedup();
     assert_eq!(ids.len(), 6);
-    // The legs' own spans are what the engines' spans hang from.
+    // The spans of the legs are the parents of the engines' spans.
     assert_eq!(context(&p, "traceparent").unwrap(), format!("00-{TRACE}-{}-01", prefill.id));
     assert_eq!(context(&d, "traceparent").unwrap(), format!("00-{TRACE}-{}-01", decode.id));
     assert_eq!(context(&d, "tracestate").unwrap(), "vendor=1");
-    // Each phase ends where the next begins.
+    // Each phase ends where the next one begins.
     assert_eq!((server.start_ns, queue.end_ns), (queue.start_ns, prefill.start_ns));
     assert_eq!(
         (prefill.end_ns, gap.end_ns, decode.start_ns),
@@ -92,7 +92,7 @@ async fn a_request_is_one_trace_and_both_legs_continue_it() {
     assert_eq!(server.attributes["http.response.status_code"].to_string().trim_matches('"'), "200");
     assert_eq!(server.attributes["gen_ai.response.finish_reasons"]["values"][0]["stringValue"], "length");
     assert_eq!(prefill.attributes["server.address"], json!(p.address.to_string()));
-    let (sent, body) = &collector.seen()[0];
+    let (sent, body) = &collector.received()[0];
     assert_eq!(
         (&sent["authorization"], &sent["x-scope"]),
         (&"Bearer collector-key".parse().unwrap(), &"a b".parse().unwrap())
@@ -106,15 +106,15 @@ async fn a_request_is_one_trace_and_both_legs_continue_it() {
 #[tokio::test]
 async fn a_client_that_leaves_is_an_error_in_the_phase_in_which_it_left() {
     let collector = Collector::start().await;
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::StreamWhenTold(9)).await;
-    let system = System::with(&[&p], &[&d], "", &collector.yaml("")).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::StreamGated(9)).await;
+    let system = TestRouter::with(&[&p], &[&d], "", &collector.yaml("")).await;
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(true)).await;
-    d.go_on();
+    d.open_gate();
     assert_eq!(client.head().await.0, 200);
     client.chunk().await.unwrap();
-    client.hang_up(HangUp::Fin);
+    client.hang_up(DisconnectKind::Fin);
     let server = collector.has(NAME, 1).await.remove(0);
     assert_eq!((server.status, server.message.as_str()), (2, "client_gone in decode_stream"));
     assert_eq!(server.parent, "", "the trace begins here");
@@ -126,26 +126,26 @@ async fn a_client_that_leaves_is_an_error_in_the_phase_in_which_it_left() {
 #[tokio::test]
 async fn what_the_client_does_not_record_is_not_sent_and_still_passed_on() {
     let collector = Collector::start().await;
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[&p], &[&d], "", &collector.yaml("")).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[&p], &[&d], "", &collector.yaml("")).await;
     ask(&system, &format!("traceparent: 00-{TRACE}-{PARENT}-00\r\n"), &completion(false)).await;
     let sent = context(&d, "traceparent").unwrap();
     assert!(sent.starts_with(&format!("00-{TRACE}-")) && sent.ends_with("-00"), "{sent}");
-    // The next one is: whatever was to be sent of the first was sent before.
+    // The next request is recorded: all spans of the first one were sent before.
     ask(&system, "traceparent: hostile\r\ntracestate: lost=1\r\n", &completion(false)).await;
     let server = collector.has(NAME, 1).await;
     assert!(server.len() == 1 && server[0].trace != TRACE);
-    let seen = &d.asked()[1].headers;
-    assert!(seen["traceparent"].to_str().unwrap().contains(&server[0].trace));
-    assert!(seen.get("tracestate").is_none());
+    let headers = &d.asked()[1].headers;
+    assert!(headers["traceparent"].to_str().unwrap().contains(&server[0].trace));
+    assert!(headers.get("tracestate").is_none());
 }
 
 #[tokio::test]
 async fn without_telemetry_a_good_context_passes_and_a_bad_one_does_not() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let good = format!("00-{TRACE}-{PARENT}-01");
     ask(&system, &format!("traceparent: {good}\r\ntracestate: vendor=1\r\n"), &completion(false)).await;
     for engine in [&p, &d] {
@@ -164,8 +164,8 @@ async fn without_telemetry_a_good_context_passes_and_a_bad_one_does_not() {
 async fn a_collector_in_trouble_costs_spans_and_no_request() {
     let collector = Collector::start().await;
     collector.answers(503);
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[], &[&d], "", &collector.yaml("")).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[], &[&d], "", &collector.yaml("")).await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     // Server, queue, decode, fetch.
     system.counts("baton_router_spans_dropped_total{reason=\"export_failed\"}", 4.0).await;
@@ -175,7 +175,7 @@ async fn a_collector_in_trouble_costs_spans_and_no_request() {
 
     let silent = Collector::start().await;
     silent.answers(1);
-    let system = System::with(&[], &[&d], "", &silent.yaml(", queue: 1, timeout_ms: 60000")).await;
+    let system = TestRouter::with(&[], &[&d], "", &silent.yaml(", queue: 1, timeout_ms: 60000")).await;
     let dropped = "baton_router_spans_dropped_total{reason=\"queue_full\"}";
     let mut requests = 0;
     while system.metric(dropped).await == 0.0 {
@@ -188,8 +188,8 @@ async fn a_collector_in_trouble_costs_spans_and_no_request() {
 #[tokio::test]
 async fn what_is_still_to_be_sent_at_the_end_is_sent() {
     let collector = Collector::start().await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let mut system = System::with(&[], &[&d], "", &collector.yaml("")).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let mut system = TestRouter::with(&[], &[&d], "", &collector.yaml("")).await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     asked(&d, 1).await;
     system.shut_down();

@@ -1,15 +1,15 @@
-//! When every decode engine is full: who waits, whose turn it is, and what those are told who may not wait.
+//! Full decode engines: waiting requests, their order, and the responses to refused ones.
 
 use serde_json::json;
 
-use crate::harness::client::{BOTH_HANG_UPS, Client, completion, post};
-use crate::harness::engine::{Act, FakeEngine};
-use crate::harness::system::{System, asked};
+use crate::harness::client::{Client, DISCONNECT_KINDS, completion, post};
+use crate::harness::engine::{Action, FakeEngine};
+use crate::harness::system::{TestRouter, asked};
 
-/// A decode engine that takes one request at a time, and further lines of YAML.
-async fn one_at_a_time(prefill: &[&FakeEngine], d: &FakeEngine, top: &str) -> System {
+/// A decode engine that accepts one request at a time, and further lines of YAML.
+async fn one_at_a_time(prefill: &[&FakeEngine], d: &FakeEngine, top: &str) -> TestRouter {
     let p: Vec<_> = prefill.iter().map(|p| format!("{{url: '{}'}}", p.url())).collect();
-    System::of(&format!(
+    TestRouter::of(&format!(
         "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels:\n  - name: m\n    \
          prefill: {{engines: [{}]}}\n    decode: {{engines: [{{url: '{}', max_in_flight: 1}}]}}\n{top}\n",
         p.join(", "),
@@ -19,13 +19,13 @@ async fn one_at_a_time(prefill: &[&FakeEngine], d: &FakeEngine, top: &str) -> Sy
 }
 
 /// A client that has posted a completion.
-async fn posted(system: &System, headers: &str) -> Client {
+async fn posted(system: &TestRouter, headers: &str) -> Client {
     let mut client = Client::connect(system.address).await;
     client.post_bytes("/v1/completions", headers, completion(false).to_string().as_bytes()).await;
     client
 }
 
-async fn waiting(system: &System, priority: &str, requests: f64) {
+async fn waiting(system: &TestRouter, priority: &str, requests: f64) {
     system.counts(&format!("baton_router_queue_requests{{priority=\"{priority}\"}}"), requests).await;
 }
 
@@ -35,18 +35,18 @@ fn outcome(label: &str) -> String {
 
 #[tokio::test]
 async fn a_request_waits_for_a_decode_engine_and_no_prefill_is_spent_on_it_meanwhile() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::WholeGated(5)).await;
     let system = one_at_a_time(&[&p], &d, "").await;
     let mut first = posted(&system, "").await;
     asked(&d, 1).await;
     let mut second = posted(&system, "").await;
     waiting(&system, "normal", 1.0).await;
     assert_eq!((p.asked().len(), d.asked().len()), (1, 1));
-    d.go_on();
+    d.open_gate();
     assert_eq!(first.answer().await.status, 200);
     asked(&d, 2).await;
-    d.go_on();
+    d.open_gate();
     assert_eq!(second.answer().await.status, 200);
     assert_eq!(p.asked().len(), 2);
     waiting(&system, "normal", 0.0).await;
@@ -56,9 +56,9 @@ async fn a_request_waits_for_a_decode_engine_and_no_prefill_is_spent_on_it_meanw
 
 #[tokio::test]
 async fn a_client_that_leaves_while_it_waits_costs_no_engine_anything() {
-    for how in BOTH_HANG_UPS {
-        let p = FakeEngine::always(Act::Lend(Some(7))).await;
-        let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    for how in DISCONNECT_KINDS {
+        let p = FakeEngine::always(Action::Lease(Some(7))).await;
+        let d = FakeEngine::always(Action::WholeGated(5)).await;
         let system = one_at_a_time(&[&p], &d, "").await;
         let mut first = posted(&system, "").await;
         asked(&d, 1).await;
@@ -69,8 +69,8 @@ async fn a_client_that_leaves_while_it_waits_costs_no_engine_anything() {
         second.hang_up(how);
         waiting(&system, "normal", 1.0).await;
         system.counts(&outcome("client_gone"), 1.0).await;
-        d.go_on();
-        d.go_on();
+        d.open_gate();
+        d.open_gate();
         assert_eq!(first.answer().await.status, 200);
         assert_eq!(third.answer().await.status, 200, "the next one is not held up");
         assert_eq!((p.asked().len(), d.asked().len()), (2, 2));
@@ -82,7 +82,7 @@ async fn a_client_that_leaves_while_it_waits_costs_no_engine_anything() {
 
 #[tokio::test]
 async fn a_full_queue_is_429_with_a_time_to_come_back() {
-    let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let d = FakeEngine::always(Action::WholeGated(5)).await;
     let system = one_at_a_time(&[], &d, "queue: {requests: 1}").await;
     let mut first = posted(&system, "").await;
     asked(&d, 1).await;
@@ -94,14 +94,14 @@ async fn a_full_queue_is_429_with_a_time_to_come_back() {
     assert!((1..=60_000).contains(&after) && refused.header("retry-after").is_some());
     assert_eq!(refused.json()["error"]["type"], "overloaded_error");
     system.counts(&outcome("rejected_full"), 1.0).await;
-    d.go_on();
-    d.go_on();
+    d.open_gate();
+    d.open_gate();
     assert_eq!((first.answer().await.status, second.answer().await.status), (200, 200));
 }
 
 #[tokio::test]
 async fn deadlines_come_from_the_configuration_and_from_the_clients_headers() {
-    let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let d = FakeEngine::always(Action::WholeGated(5)).await;
     for (top, headers) in [
         ("queue: {timeout_ms: 50}", ""),
         ("", "x-stainless-read-timeout: 0.05\r\n"),
@@ -115,7 +115,7 @@ async fn deadlines_come_from_the_configuration_and_from_the_clients_headers() {
         assert_eq!((refused.status, refused.code()), (429, "queue_timeout".to_owned()), "{top} {headers}");
         assert!(refused.header("retry-after-ms").is_some());
         system.counts(&outcome("expired"), 1.0).await;
-        d.go_on();
+        d.open_gate();
         assert_eq!(first.answer().await.status, 200);
     }
     let system = one_at_a_time(&[], &d, "").await;
@@ -123,13 +123,13 @@ async fn deadlines_come_from_the_configuration_and_from_the_clients_headers() {
     asked(&d, 4).await;
     let refused = posted(&system, "x-request-timeout-ms: 0\r\n").await.answer().await;
     assert_eq!((refused.status, refused.code()), (429, "overloaded".to_owned()), "at once");
-    d.go_on();
+    d.open_gate();
     assert_eq!(first.answer().await.status, 200);
 }
 
 #[tokio::test]
 async fn an_urgent_request_overtakes_and_a_body_can_say_so_too() {
-    let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let d = FakeEngine::always(Action::WholeGated(5)).await;
     let system = one_at_a_time(&[], &d, "").await;
     let mut first = posted(&system, "").await;
     asked(&d, 1).await;
@@ -139,11 +139,11 @@ async fn an_urgent_request_overtakes_and_a_body_can_say_so_too() {
     let body = json!({"model": "m", "prompt": "urgent", "max_tokens": 8, "priority": -1});
     urgent.post("/v1/completions", &body).await;
     waiting(&system, "high", 1.0).await;
-    d.go_on();
+    d.open_gate();
     asked(&d, 2).await;
     assert_eq!(d.asked()[1].body["prompt"], "urgent");
-    d.go_on();
-    d.go_on();
+    d.open_gate();
+    d.open_gate();
     for client in [&mut first, &mut batch, &mut urgent] {
         assert_eq!(client.answer().await.status, 200);
     }
@@ -151,10 +151,10 @@ async fn an_urgent_request_overtakes_and_a_body_can_say_so_too() {
 
 #[tokio::test]
 async fn bodies_are_bounded_in_sum_and_what_is_only_announced_takes_nothing() {
-    let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let d = FakeEngine::always(Action::WholeGated(5)).await;
     let system = one_at_a_time(&[], &d, "limits: {body_bytes_total: 1048576}").await;
     let body = |bytes: usize| json!({"model": "m", "prompt": "x".repeat(bytes), "max_tokens": 1}).to_string();
-    // Announced, hardly begun: holds next to nothing.
+    // Announced, hardly begun: it holds next to nothing.
     let mut slow = Client::connect(system.address).await;
     let large = body(700 << 10);
     let head = format!("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", large.len());
@@ -163,7 +163,7 @@ async fn bodies_are_bounded_in_sum_and_what_is_only_announced_takes_nothing() {
     let mut first = Client::connect(system.address).await;
     first.post_bytes("/v1/completions", "", large.as_bytes()).await;
     asked(&d, 1).await;
-    // The first one's body is held until its engine answers: another one does not fit.
+    // The first body is held until its engine responds, so another one does not fit.
     let refused = {
         let mut third = Client::connect(system.address).await;
         let head =
@@ -173,17 +173,17 @@ async fn bodies_are_bounded_in_sum_and_what_is_only_announced_takes_nothing() {
     };
     assert_eq!((refused.status, refused.code()), (429, "overloaded".to_owned()), "before its body is read");
     assert!(refused.header("retry-after").is_some());
-    d.go_on();
+    d.open_gate();
     assert_eq!(first.answer().await.status, 200);
     slow.send(&large.as_bytes()[1000..]).await;
-    d.go_on();
+    d.open_gate();
     assert_eq!(slow.answer().await.status, 200);
     system.counts("baton_router_body_bytes", 0.0).await;
 }
 
 #[tokio::test]
 async fn what_is_passed_on_waits_its_turn_as_well() {
-    let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let d = FakeEngine::always(Action::WholeGated(5)).await;
     let system = one_at_a_time(&[], &d, "queue: {requests: 1}").await;
     let passed = async || {
         let mut client = Client::connect(system.address).await;
@@ -196,21 +196,21 @@ async fn what_is_passed_on_waits_its_turn_as_well() {
     waiting(&system, "normal", 1.0).await;
     let third = passed().await.answer().await;
     assert_eq!((third.status, third.header("retry-after").is_some()), (429, true));
-    d.go_on();
+    d.open_gate();
     assert_eq!(first.answer().await.status, 200);
     asked(&d, 2).await;
-    d.go_on();
+    d.open_gate();
     assert_eq!(second.answer().await.status, 200);
     system.settled().await;
 }
 
 /// A prefill and a decode pool of these engines with `max_in_flight: 1`, and further lines of a model and of YAML.
-async fn of_one(prefill: &[&FakeEngine], decode: &[&FakeEngine], model: &str, top: &str) -> System {
+async fn of_one(prefill: &[&FakeEngine], decode: &[&FakeEngine], model: &str, top: &str) -> TestRouter {
     let pool = |engines: &[&FakeEngine]| {
         let urls: Vec<_> = engines.iter().map(|e| format!("{{url: '{}'}}", e.url())).collect();
         format!("{{policy: round_robin, capacity: {{max_in_flight: 1}}, engines: [{}]}}", urls.join(", "))
     };
-    System::of(&format!(
+    TestRouter::of(&format!(
         "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nhealth: {{active: {{interval_ms: 0}}}}\nmodels:\n  - name: m\n    \
          prefill: {}\n    decode: {}\n{model}\n{top}\n",
         pool(prefill),
@@ -221,18 +221,18 @@ async fn of_one(prefill: &[&FakeEngine], decode: &[&FakeEngine], model: &str, to
 
 #[tokio::test]
 async fn a_full_prefill_pool_is_waited_for_and_no_decode_engine_prefills_instead() {
-    let p = FakeEngine::always(Act::LendWhenTold(Some(7))).await;
-    let (d, e) = (FakeEngine::always(Act::Whole(5)).await, FakeEngine::always(Act::Whole(5)).await);
+    let p = FakeEngine::always(Action::LeaseGated(Some(7))).await;
+    let (d, e) = (FakeEngine::always(Action::Whole(5)).await, FakeEngine::always(Action::Whole(5)).await);
     let system = of_one(&[&p], &[&d, &e], "", "").await;
     let mut first = posted(&system, "").await;
     asked(&p, 1).await;
     let mut second = posted(&system, "").await;
     waiting(&system, "normal", 1.0).await;
     assert_eq!((d.asked().len(), e.asked().len()), (0, 0));
-    p.go_on();
+    p.open_gate();
     assert_eq!(first.answer().await.status, 200);
     asked(&p, 2).await;
-    p.go_on();
+    p.open_gate();
     assert_eq!(second.answer().await.status, 200);
     for engine in [&d, &e] {
         assert_eq!(engine.asked()[0].body["kv_transfer_params"]["do_remote_prefill"], true);
@@ -244,8 +244,8 @@ async fn a_full_prefill_pool_is_waited_for_and_no_decode_engine_prefills_instead
 #[tokio::test]
 async fn a_full_prefill_pool_whose_queue_is_full_is_429_and_counts_as_not_admitted() {
     for fallback in ["", "    fallback: none"] {
-        let p = FakeEngine::always(Act::LendWhenTold(Some(7))).await;
-        let (d, e) = (FakeEngine::always(Act::Whole(5)).await, FakeEngine::always(Act::Whole(5)).await);
+        let p = FakeEngine::always(Action::LeaseGated(Some(7))).await;
+        let (d, e) = (FakeEngine::always(Action::Whole(5)).await, FakeEngine::always(Action::Whole(5)).await);
         let system = of_one(&[&p], &[&d, &e], fallback, "queue: {requests: 0}").await;
         let mut first = posted(&system, "").await;
         asked(&p, 1).await;
@@ -253,7 +253,7 @@ async fn a_full_prefill_pool_whose_queue_is_full_is_429_and_counts_as_not_admitt
         assert_eq!((refused.status, refused.code()), (429, "overloaded".to_owned()), "{}", refused.text());
         assert!(refused.header("retry-after").is_some());
         system.counts("baton_router_requests_total{outcome=\"not_admitted\",code=\"4xx\"}", 1.0).await;
-        p.go_on();
+        p.open_gate();
         assert_eq!(first.answer().await.status, 200);
         assert_eq!((p.asked().len(), d.asked().len() + e.asked().len()), (1, 1));
         system.settled().await;
@@ -263,8 +263,8 @@ async fn a_full_prefill_pool_whose_queue_is_full_is_429_and_counts_as_not_admitt
 #[tokio::test]
 async fn a_leg_that_has_no_engine_at_all_is_503_and_counts_as_no_engine() {
     for leg in ["decode", "prefill"] {
-        let p = FakeEngine::always(Act::Lend(Some(7))).await;
-        let d = FakeEngine::always(Act::Whole(5)).await;
+        let p = FakeEngine::always(Action::Lease(Some(7))).await;
+        let d = FakeEngine::always(Action::Whole(5)).await;
         let system = of_one(&[&p], &[&d], "    fallback: none", "").await;
         let drained = if leg == "decode" { d.address } else { p.address };
         let order = format!("/engines/{drained}/drain");
@@ -282,7 +282,7 @@ async fn a_leg_that_has_no_engine_at_all_is_503_and_counts_as_no_engine() {
 #[tokio::test]
 async fn an_engine_that_is_full_because_it_is_set_aside_to_decode_is_not_waited_for() {
     for (fallback, status) in [("", 200), ("    fallback: none", 429)] {
-        let both = FakeEngine::always(Act::Whole(5)).await;
+        let both = FakeEngine::always(Action::Whole(5)).await;
         let system = of_one(&[&both], &[&both], fallback, "").await;
         let answer = posted(&system, "").await.answer().await;
         assert_eq!(answer.status, status, "at once: {}", answer.text());
@@ -295,37 +295,38 @@ async fn an_engine_that_is_full_because_it_is_set_aside_to_decode_is_not_waited_
 
 #[tokio::test]
 async fn after_a_failure_a_decode_engine_that_is_full_is_waited_for_with_the_same_handoff() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let full = FakeEngine::always(Act::WholeWhenTold(5)).await;
-    let broken = FakeEngine::always(Act::Refuse(503, json!({"error": {"message": "x"}}))).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let full = FakeEngine::always(Action::WholeGated(5)).await;
+    let broken = FakeEngine::always(Action::Refuse(503, json!({"error": {"message": "x"}}))).await;
     let system =
-        of_one(&[&p, &FakeEngine::always(Act::Lend(Some(8))).await], &[&full, &broken], "", "").await;
+        of_one(&[&p, &FakeEngine::always(Action::Lease(Some(8))).await], &[&full, &broken], "", "").await;
     let mut first = posted(&system, "").await;
     asked(&full, 1).await;
     let mut second = posted(&system, "").await;
     asked(&broken, 1).await;
     waiting(&system, "normal", 1.0).await;
-    full.go_on();
+    full.open_gate();
     assert_eq!(first.answer().await.status, 200);
     asked(&full, 2).await;
-    full.go_on();
+    full.open_gate();
     assert_eq!(second.answer().await.status, 200);
     assert_eq!(full.asked()[1].body, broken.asked()[0].body, "the same handoff");
     system.settled().await;
 }
 
-fn busy() -> Act {
-    Act::Refuse(503, json!({"error": {"message": "x"}}))
+fn busy() -> Action {
+    Action::Refuse(503, json!({"error": {"message": "x"}}))
 }
 
 #[tokio::test]
 async fn requests_pass_a_retry_that_waits_for_a_busy_engine_while_another_is_idle() {
     for lends in [true, false] {
-        let p = FakeEngine::always(Act::Lend(Some(7))).await;
-        let full = FakeEngine::always(Act::WholeWhenTold(5)).await;
-        // It refuses once, and serves the others.
+        let p = FakeEngine::always(Action::Lease(Some(7))).await;
+        let full = FakeEngine::always(Action::WholeGated(5)).await;
+        // The engine refuses once, and serves the others.
         let idle =
-            FakeEngine::scripted([busy()].into_iter().chain((0..20).map(|_| Act::Whole(5))).collect()).await;
+            FakeEngine::scripted([busy()].into_iter().chain((0..20).map(|_| Action::Whole(5))).collect())
+                .await;
         let prefill: &[&FakeEngine] = if lends { &[&p] } else { &[] };
         let system = of_one(prefill, &[&full, &idle], "", "").await;
         let mut first = posted(&system, "").await;
@@ -339,10 +340,10 @@ async fn requests_pass_a_retry_that_waits_for_a_busy_engine_while_another_is_idl
         }
         assert_eq!((full.asked().len(), idle.asked().len()), (1, 21));
         waiting(&system, "normal", 1.0).await;
-        full.go_on();
+        full.open_gate();
         assert_eq!(first.answer().await.status, 200);
         asked(&full, 2).await;
-        full.go_on();
+        full.open_gate();
         assert_eq!(again.answer().await.status, 200);
         system.settled().await;
     }
@@ -350,24 +351,24 @@ async fn requests_pass_a_retry_that_waits_for_a_busy_engine_while_another_is_idl
 
 #[tokio::test]
 async fn a_finished_prefill_waits_for_as_long_as_any_request_may_however_long_it_took() {
-    let p = FakeEngine::always(Act::LendWhenTold(Some(7))).await;
-    let full = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let p = FakeEngine::always(Action::LeaseGated(Some(7))).await;
+    let full = FakeEngine::always(Action::WholeGated(5)).await;
     let broken = FakeEngine::always(busy()).await;
-    let free = FakeEngine::always(Act::Lend(Some(8))).await;
+    let free = FakeEngine::always(Action::Lease(Some(8))).await;
     let system = of_one(&[&free, &p], &[&full, &broken], "", "queue: {timeout_ms: 1500}").await;
     let mut first = posted(&system, "").await;
     asked(&full, 1).await;
     let mut second = posted(&system, "").await;
     asked(&p, 1).await;
-    // Longer than a wait may take; it is not a wait.
+    // Longer than the limit on a wait; this is no wait.
     tokio::time::sleep(std::time::Duration::from_millis(1600)).await;
-    p.go_on();
+    p.open_gate();
     asked(&broken, 1).await;
     waiting(&system, "normal", 1.0).await;
-    full.go_on();
+    full.open_gate();
     assert_eq!(first.answer().await.status, 200);
     asked(&full, 2).await;
-    full.go_on();
+    full.open_gate();
     assert_eq!(second.answer().await.status, 200);
     assert_eq!((p.asked().len(), p.releases().len()), (1, 0), "computed once, and used");
     system.settled().await;
@@ -375,26 +376,26 @@ async fn a_finished_prefill_waits_for_as_long_as_any_request_may_however_long_it
 
 #[tokio::test]
 async fn a_release_says_that_the_engines_that_are_left_were_busy() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let full = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let full = FakeEngine::always(Action::WholeGated(5)).await;
     let broken = FakeEngine::always(busy()).await;
-    let free = FakeEngine::always(Act::Lend(Some(8))).await;
+    let free = FakeEngine::always(Action::Lease(Some(8))).await;
     let system = of_one(&[&free, &p], &[&full, &broken], "", "queue: {timeout_ms: 100}").await;
     let mut first = posted(&system, "").await;
     asked(&full, 1).await;
     let refused = posted(&system, "").await.answer().await;
     assert_eq!((refused.status, refused.code()), (429, "queue_timeout".to_owned()), "{}", refused.text());
     p.wait("the release", |p| p.releases() == [(format!("{:032x}", 7), "decode_busy".to_owned())]).await;
-    full.go_on();
+    full.open_gate();
     assert_eq!(first.answer().await.status, 200);
     system.settled().await;
 }
 
 #[tokio::test]
 async fn a_request_has_no_longer_for_its_queue_and_its_body_than_for_itself() {
-    let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let d = FakeEngine::always(Action::WholeGated(5)).await;
     let decode = format!("decode: {{engines: [{{url: '{}', max_in_flight: 1}}]}}", d.url());
-    let system = System::of(&format!(
+    let system = TestRouter::of(&format!(
         "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels:\n  - {{name: m, {decode}, \
          timeouts: {{request_ms: 100}}}}\n  - {{name: patient, {decode}}}\n"
     ))
@@ -404,7 +405,7 @@ async fn a_request_has_no_longer_for_its_queue_and_its_body_than_for_itself() {
     asked(&d, 1).await;
     let refused = posted(&system, "").await.answer().await;
     assert_eq!((refused.status, refused.code()), (429, "queue_timeout".to_owned()), "{}", refused.text());
-    d.go_on();
+    d.open_gate();
     assert_eq!(first.answer().await.status, 200);
     for (top, headers) in [("timeouts: {request_ms: 100}", ""), ("", "x-request-timeout-ms: 100\r\n")] {
         let system = one_at_a_time(&[], &d, top).await;

@@ -1,17 +1,17 @@
-//! Every endpoint: what engines are sent, byte for byte where it is the client's, and what is not served.
+//! Every endpoint: the requests at the engines, with unchanged bytes of the client, and unsupported endpoints.
 
 use serde_json::json;
 
 use crate::harness::client::{Client, completion, get, post};
-use crate::harness::engine::{Act, FakeEngine, event};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine, event};
+use crate::harness::system::TestRouter;
 use crate::operations::health::{said, standing, stands};
 
 #[tokio::test]
 async fn a_response_is_prefilled_and_decoded_streamed_or_not() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::scripted(vec![Act::Whole(5), Act::Stream(3)]).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::scripted(vec![Action::Whole(5), Action::Stream(3)]).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let mut body = json!({"model": "alias", "input": "hello", "max_output_tokens": 8, "store": true, "own": {"x": 1.50}});
     assert_eq!(post(system.address, "/v1/responses", &body).await.status, 200);
     body["stream"] = json!(true);
@@ -41,9 +41,9 @@ async fn a_response_is_prefilled_and_decoded_streamed_or_not() {
 
 #[tokio::test]
 async fn what_only_some_engines_can_do_reaches_both_legs_as_it_is() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::Whole(2)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::Whole(2)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let image = json!({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}});
     let body = json!({
         "model": "m",
@@ -63,8 +63,8 @@ async fn what_only_some_engines_can_do_reaches_both_legs_as_it_is() {
 
 #[tokio::test]
 async fn embeddings_and_scores_go_to_one_engine_with_every_field() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     for path in ["/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify"] {
         let body =
             r#"{"model":"alias","input":["a","b"],"dimensions":3,"number":0.10000000000000000555,"rid":"x"}"#;
@@ -86,12 +86,12 @@ async fn embeddings_and_scores_go_to_one_engine_with_every_field() {
 
 #[tokio::test]
 async fn embeddings_in_bytes_keep_their_kind_and_what_says_what_they_mean() {
-    // More than is held of what is generated.
+    // Larger than the buffer for generated responses.
     let bytes: Vec<u8> = (0..3_u32 << 20).map(|n| n.to_le_bytes()[n as usize % 3]).collect();
     let metadata = r#"{"data":[{"shape":[2]}],"usage":{"prompt_tokens":3}}"#;
     let headers = vec![("content-type", "application/octet-stream"), ("metadata", metadata), ("x-own", "1")];
-    let d = FakeEngine::always(Act::Bytes(headers, bytes.clone())).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Bytes(headers, bytes.clone())).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let body = json!({"model": "m", "input": "a", "encoding_format": "bytes"});
     let answer = post(system.address, "/v1/embeddings", &body).await;
     assert_eq!((answer.status, answer.header("content-type")), (200, Some("application/octet-stream")));
@@ -103,10 +103,10 @@ async fn embeddings_in_bytes_keep_their_kind_and_what_says_what_they_mean() {
 
 #[tokio::test]
 async fn what_engines_do_wrong_with_embeddings_is_their_own_as_it_is_with_what_is_generated() {
-    let broken = FakeEngine::always(Act::Refuse(500, said("x"))).await;
-    let good = FakeEngine::always(Act::Whole(1)).await;
+    let broken = FakeEngine::always(Action::Refuse(500, said("x"))).await;
+    let good = FakeEngine::always(Action::Whole(1)).await;
     let top = "health: {active: {interval_ms: 0}, breaker: {failures: 3, cool_down_ms: 60000, cool_down_max_ms: 60000}}";
-    let system = System::with(&[], &[&broken, &good], "", top).await;
+    let system = TestRouter::with(&[], &[&broken, &good], "", top).await;
     let body = json!({"model": "m", "input": "a"});
     for _ in 0..12 {
         assert_eq!(post(system.address, "/v1/embeddings", &body).await.status, 200);
@@ -115,23 +115,23 @@ async fn what_engines_do_wrong_with_embeddings_is_their_own_as_it_is_with_what_i
     assert_eq!(standing(&system, &broken, "decode").await, "ejected");
     let failed = format!("baton_router_engine_errors_total{{engine=\"{}\",leg=\"decode\"}}", broken.address);
     system.counts(&failed, 3.0).await;
-    // Nobody is left: the request fails, and is told of as one of its model.
+    // No engine is left: the request fails, and its error names its model.
     let address = good.address;
     good.die().await;
     let refused = post(system.address, "/v1/embeddings", &body).await;
     assert!(refused.status >= 502, "{}", refused.status);
     system.counts("baton_router_requests_total{model=\"m\",outcome=\"decode_exhausted\"}", 1.0).await;
-    let good = FakeEngine::back_at(address, Act::Whole(1)).await;
+    let good = FakeEngine::back_at(address, Action::Whole(1)).await;
     assert_eq!(post(system.address, "/v1/embeddings", &body).await.status, 200, "it is there again");
     stands(&system, &good, "decode", "usable").await;
 }
 
 #[tokio::test]
 async fn an_embedding_takes_no_longer_than_its_model_allows() {
-    let d = FakeEngine::always(Act::Hang).await;
+    let d = FakeEngine::always(Action::Hang).await;
     for (bounds, status) in [("request_ms: 100", 504), ("decode_first_byte_ms: 100", 504)] {
         let more = format!("    timeouts: {{{bounds}}}");
-        let system = System::with(&[], &[&d], &more, "attempts: {decode: 1}").await;
+        let system = TestRouter::with(&[], &[&d], &more, "attempts: {decode: 1}").await;
         let refused = post(system.address, "/v1/embeddings", &json!({"model": "m", "input": "a"})).await;
         assert_eq!(refused.status, status, "{bounds}: {}", refused.text());
         system.settled().await;
@@ -140,9 +140,9 @@ async fn an_embedding_takes_no_longer_than_its_model_allows() {
 
 #[tokio::test]
 async fn what_the_client_wrote_is_sent_on_digit_for_digit() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let body = r#"{"model":"m","prompt":"a\u00e9\/","temperature":0.10000000000000000555,"x": [1E2, 12345678901234567890123]}"#;
     let mut client = Client::connect(system.address).await;
     client.post_bytes("/v1/completions", "", body.as_bytes()).await;
@@ -157,8 +157,8 @@ async fn what_the_client_wrote_is_sent_on_digit_for_digit() {
 
 #[tokio::test]
 async fn heads_and_options_are_answered_and_unknown_paths_are_not() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     client.send(b"HEAD /health HTTP/1.1\r\nhost: x\r\n\r\n").await;
     let (status, head) = client.head().await;
@@ -186,8 +186,8 @@ async fn heads_and_options_are_answered_and_unknown_paths_are_not() {
 #[tokio::test]
 async fn an_endpoint_that_is_not_served_says_so_and_not_that_the_path_is_wrong() {
     let bare = br#"{"detail":"Not Found"}"#.to_vec();
-    let d = FakeEngine::always(Act::Answer(404, vec![("content-type", "application/json")], bare)).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Answer(404, vec![("content-type", "application/json")], bare)).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     for (path, body) in [
         ("/v1/embeddings", json!({"model": "m", "input": "a"})),
         ("/v1/chat/completions", json!({"model": "m", "messages": [{"role": "user", "content": "a"}]})),
@@ -208,12 +208,12 @@ async fn an_endpoint_that_is_not_served_says_so_and_not_that_the_path_is_wrong()
 
 #[tokio::test]
 async fn a_models_name_is_encoded_as_the_sdks_do_and_slashes_get_a_hint() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let yaml = format!(
         "listen: 127.0.0.1:0\nmodels:\n  - {{name: 'org/tiny: 1', decode: {{engines: [{{url: '{}'}}]}}}}\n",
         d.url()
     );
-    let system = System::of(&yaml).await;
+    let system = TestRouter::of(&yaml).await;
     for name in ["org%2Ftiny%3A%201", "org/tiny:%201", "org%2ftin%79:%201"] {
         let card = get(system.address, &format!("/v1/models/{name}")).await;
         assert_eq!((card.status, &card.json()["id"]), (200, &json!("org/tiny: 1")), "{name}");
@@ -231,11 +231,11 @@ async fn a_models_name_is_encoded_as_the_sdks_do_and_slashes_get_a_hint() {
 #[tokio::test]
 async fn a_models_card_has_the_least_context_of_its_engines_which_are_asked_once_a_minute() {
     let says = |length: u64| {
-        Act::Json(json!({"data": [{"id": "x", "max_model_len": 9}, {"id": "m", "max_model_len": length}]}))
+        Action::Json(json!({"data": [{"id": "x", "max_model_len": 9}, {"id": "m", "max_model_len": length}]}))
     };
     let (p, d) = (FakeEngine::always(says(40)).await, FakeEngine::always(says(64)).await);
-    let silent = FakeEngine::always(Act::Hang).await;
-    let system = System::start(&[&p], &[&d, &silent]).await;
+    let silent = FakeEngine::always(Action::Hang).await;
+    let system = TestRouter::start(&[&p], &[&d, &silent]).await;
     for _ in 0..3 {
         let models = get(system.address, "/v1/models").await.json();
         let lengths: Vec<_> =
@@ -244,9 +244,9 @@ async fn a_models_card_has_the_least_context_of_its_engines_which_are_asked_once
         assert_eq!(get(system.address, "/v1/models/alias").await.json()["max_model_len"], 40);
     }
     assert_eq!([&p, &d, &silent].map(|engine| engine.asked().len()), [1, 1, 1], "and not waited for again");
-    // An engine that does not say.
-    let unsaid = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[], &[&unsaid]).await;
+    // An engine that does not report its context length.
+    let unsaid = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&unsaid]).await;
     let card = get(system.address, "/v1/models/m").await.json();
     assert_eq!((&card["id"], card.get("max_model_len")), (&json!("m"), None));
 }

@@ -1,10 +1,10 @@
-//! Engines that refuse, fail, are down or die: another one, or one clear error, and nothing stays held.
+//! Engines that refuse, fail, are unreachable or die: another engine or one clear error, and no lease is left.
 
 use serde_json::json;
 
 use crate::harness::client::{Client, completion, get, post};
-use crate::harness::engine::{Act, FakeEngine, Seen, event};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine, ReceivedRequest, event};
+use crate::harness::system::TestRouter;
 
 const HANDLE: u128 = 0xabc;
 
@@ -17,16 +17,16 @@ fn error(code: &str) -> serde_json::Value {
 }
 
 async fn down() -> FakeEngine {
-    FakeEngine::always(Act::Hang).await
+    FakeEngine::always(Action::Hang).await
 }
 
 #[tokio::test]
 async fn a_decode_engine_that_refuses_is_passed_on_and_the_lease_comes_back() {
     for status in [400, 404, 413, 422] {
-        let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-        let d = FakeEngine::always(Act::Refuse(status, error("context_length_exceeded"))).await;
-        let other = FakeEngine::always(Act::Whole(1)).await;
-        let system = System::start(&[&p], &[&d, &other]).await;
+        let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+        let d = FakeEngine::always(Action::Refuse(status, error("context_length_exceeded"))).await;
+        let other = FakeEngine::always(Action::Whole(1)).await;
+        let system = TestRouter::start(&[&p], &[&d, &other]).await;
         let answer = post(system.address, "/v1/completions", &completion(true)).await;
         assert_eq!((answer.status, answer.code().as_str()), (status, "context_length_exceeded"));
         assert_eq!(answer.json()["error"]["message"], "said so");
@@ -38,12 +38,12 @@ async fn a_decode_engine_that_refuses_is_passed_on_and_the_lease_comes_back() {
 
 #[tokio::test]
 async fn a_decode_engine_in_trouble_is_replaced_and_the_other_gets_the_same_handoff() {
-    let no = |status| Act::Refuse(status, json!({"error": {"message": "x"}}));
-    for trouble in [no(500), no(503), no(429), Act::Close] {
-        let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let no = |status| Action::Refuse(status, json!({"error": {"message": "x"}}));
+    for trouble in [no(500), no(503), no(429), Action::Close] {
+        let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
         let first = FakeEngine::always(trouble.clone()).await;
-        let second = FakeEngine::always(Act::Whole(5)).await;
-        let system = System::start(&[&p], &[&first, &second]).await;
+        let second = FakeEngine::always(Action::Whole(5)).await;
+        let system = TestRouter::start(&[&p], &[&first, &second]).await;
         let answer = post(system.address, "/v1/completions", &completion(false)).await;
         assert_eq!(answer.status, 200, "{trouble:?}: {}", answer.text());
         let (a, b) = (&first.asked()[0], &second.asked()[0]);
@@ -51,16 +51,16 @@ async fn a_decode_engine_in_trouble_is_replaced_and_the_other_gets_the_same_hand
         assert_eq!(p.asked().len(), 1, "no second prefill");
         system.settled().await;
         assert!(p.releases().is_empty());
-        let aborted = if matches!(trouble, Act::Close) { 1 } else { 0 };
+        let aborted = if matches!(trouble, Action::Close) { 1 } else { 0 };
         assert_eq!(first.aborts().len(), aborted, "{trouble:?}");
     }
 }
 
 #[tokio::test]
 async fn a_decode_engine_that_is_down_is_replaced() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let (dead, live) = (down().await, FakeEngine::always(Act::Whole(5)).await);
-    let system = System::start(&[&p], &[&dead, &live]).await;
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let (dead, live) = (down().await, FakeEngine::always(Action::Whole(5)).await);
+    let system = TestRouter::start(&[&p], &[&dead, &live]).await;
     dead.die().await;
     for _ in 0..4 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
@@ -71,9 +71,9 @@ async fn a_decode_engine_that_is_down_is_replaced() {
 
 #[tokio::test]
 async fn without_any_decode_engine_the_client_gets_one_error_and_the_lease_comes_back() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
     let (a, b) = (down().await, down().await);
-    let system = System::start(&[&p], &[&a, &b]).await;
+    let system = TestRouter::start(&[&p], &[&a, &b]).await;
     let (a_at, b_at) = (a.address.to_string(), b.address.to_string());
     a.die().await;
     b.die().await;
@@ -88,9 +88,9 @@ async fn without_any_decode_engine_the_client_gets_one_error_and_the_lease_comes
 
 #[tokio::test]
 async fn full_decode_engines_are_429_with_a_time_to_come_back() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let d = FakeEngine::always(Act::Refuse(429, json!({"error": {"message": "queue full"}}))).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let d = FakeEngine::always(Action::Refuse(429, json!({"error": {"message": "queue full"}}))).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let answer = post(system.address, "/v1/completions", &completion(false)).await;
     assert_eq!((answer.status, answer.code().as_str()), (429, "overloaded"));
     assert!(answer.header("retry-after").is_some());
@@ -99,23 +99,23 @@ async fn full_decode_engines_are_429_with_a_time_to_come_back() {
 
 #[tokio::test]
 async fn a_time_to_come_back_is_read_in_seconds_or_as_a_date() {
-    for (said, told) in [("7", "7"), ("Fri, 31 Dec 9999 23:59:59 GMT", "3600"), ("soon", "1")] {
+    for (said, expected) in [("7", "7"), ("Fri, 31 Dec 9999 23:59:59 GMT", "3600"), ("soon", "1")] {
         for status in [429, 503] {
-            let full = Act::Answer(status, vec![("retry-after", said)], b"{}".to_vec());
+            let full = Action::Answer(status, vec![("retry-after", said)], b"{}".to_vec());
             let d = FakeEngine::always(full).await;
-            let system = System::start(&[], &[&d]).await;
+            let system = TestRouter::start(&[], &[&d]).await;
             let answer = post(system.address, "/v1/completions", &completion(false)).await;
-            assert_eq!((answer.status, answer.header("retry-after")), (status, Some(told)), "{said}");
+            assert_eq!((answer.status, answer.header("retry-after")), (status, Some(expected)), "{said}");
         }
     }
 }
 
 #[tokio::test]
 async fn a_silent_decode_engine_is_aborted_and_replaced() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let (silent, live) = (down().await, FakeEngine::always(Act::Whole(1)).await);
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let (silent, live) = (down().await, FakeEngine::always(Action::Whole(1)).await);
     let top = "timeouts: {decode_first_byte_ms: 150}";
-    let system = System::with(&[&p], &[&silent, &live], "", top).await;
+    let system = TestRouter::with(&[&p], &[&silent, &live], "", top).await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     silent.wait("the cut and the abort", |d| d.cut() == 1 && d.aborts().len() == 1).await;
     system.settled().await;
@@ -124,12 +124,12 @@ async fn a_silent_decode_engine_is_aborted_and_replaced() {
 
 #[tokio::test]
 async fn a_prefill_engine_that_is_down_or_in_trouble_is_replaced() {
-    let no = |status| Act::Refuse(status, json!({"error": {"message": "x"}}));
-    for trouble in [no(500), no(503), no(429), Act::Close] {
+    let no = |status| Action::Refuse(status, json!({"error": {"message": "x"}}));
+    for trouble in [no(500), no(503), no(429), Action::Close] {
         let first = FakeEngine::always(trouble).await;
-        let second = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-        let d = FakeEngine::always(Act::Whole(1)).await;
-        let system = System::start(&[&first, &second], &[&d]).await;
+        let second = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+        let d = FakeEngine::always(Action::Whole(1)).await;
+        let system = TestRouter::start(&[&first, &second], &[&d]).await;
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
         assert!(d.asked()[0].body["kv_transfer_params"]["remote_handle"].is_string());
         system.settled().await;
@@ -139,8 +139,8 @@ async fn a_prefill_engine_that_is_down_or_in_trouble_is_replaced() {
 
 #[tokio::test]
 async fn without_any_prefill_engine_the_decode_engine_computes_everything() {
-    let (p, d) = (down().await, FakeEngine::always(Act::Whole(1)).await);
-    let system = System::start(&[&p], &[&d]).await;
+    let (p, d) = (down().await, FakeEngine::always(Action::Whole(1)).await);
+    let system = TestRouter::start(&[&p], &[&d]).await;
     p.die().await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     assert!(d.asked()[0].body.get("kv_transfer_params").is_none());
@@ -155,8 +155,8 @@ async fn without_any_prefill_engine_the_decode_engine_computes_everything() {
 
 #[tokio::test]
 async fn without_any_prefill_engine_and_without_fallback_the_client_gets_one_error() {
-    let (p, d) = (down().await, FakeEngine::always(Act::Whole(1)).await);
-    let system = System::with(&[&p], &[&d], "    fallback: none", "").await;
+    let (p, d) = (down().await, FakeEngine::always(Action::Whole(1)).await);
+    let system = TestRouter::with(&[&p], &[&d], "    fallback: none", "").await;
     p.die().await;
     let answer = post(system.address, "/v1/completions", &completion(false)).await;
     assert_eq!((answer.status, answer.code().as_str()), (503, "unavailable"));
@@ -165,9 +165,9 @@ async fn without_any_prefill_engine_and_without_fallback_the_client_gets_one_err
 
 #[tokio::test]
 async fn a_prefill_engines_refusal_is_the_clients_answer() {
-    let p = FakeEngine::always(Act::Refuse(400, error("context_length_exceeded"))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Refuse(400, error("context_length_exceeded"))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let answer = post(system.address, "/v1/completions", &completion(true)).await;
     assert_eq!((answer.status, answer.code().as_str()), (400, "context_length_exceeded"));
     system.settled().await;
@@ -176,14 +176,14 @@ async fn a_prefill_engines_refusal_is_the_clients_answer() {
 
 #[tokio::test]
 async fn a_silent_prefill_engine_is_aborted_and_its_late_handle_is_released() {
-    let silent = FakeEngine::always(Act::LendWhenTold(Some(HANDLE))).await;
-    let live = FakeEngine::always(Act::Lend(Some(1))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let silent = FakeEngine::always(Action::LeaseGated(Some(HANDLE))).await;
+    let live = FakeEngine::always(Action::Lease(Some(1))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let top = "timeouts: {prefill_silence_ms: 150}";
-    let system = System::with(&[&silent, &live], &[&d], "", top).await;
+    let system = TestRouter::with(&[&silent, &live], &[&d], "", top).await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     silent.wait("the abort", |p| p.aborts().len() == 1).await;
-    silent.go_on();
+    silent.open_gate();
     silent.wait("the release", |p| p.releases() == released("late_reply")).await;
     system.settled().await;
     assert!(live.releases().is_empty() && live.aborts().is_empty());
@@ -193,9 +193,9 @@ async fn a_silent_prefill_engine_is_aborted_and_its_late_handle_is_released() {
 async fn a_handoff_that_is_not_complete_never_reaches_a_decode_engine() {
     let mut broken = crate::harness::engine::handoff(Some(HANDLE));
     broken.as_object_mut().unwrap().remove("remote_request_id");
-    let p = FakeEngine::always(Act::Reply(broken)).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Reply(broken)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     assert!(d.asked()[0].body.get("kv_transfer_params").is_none(), "computed by D alone");
     p.wait("the release", |p| p.releases() == released("unusable_handoff")).await;
@@ -203,9 +203,9 @@ async fn a_handoff_that_is_not_complete_never_reaches_a_decode_engine() {
 
 #[tokio::test]
 async fn a_decode_engine_that_dies_in_mid_stream_ends_in_a_typed_error_at_a_frame_boundary() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let d = FakeEngine::always(Act::StreamAndDie(2)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let d = FakeEngine::always(Action::StreamAndDie(2)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let answer = post(system.address, "/v1/completions", &completion(true)).await;
     let text = answer.text();
     let frames: Vec<_> = text.split_terminator("\n\n").collect();
@@ -220,9 +220,9 @@ async fn a_decode_engine_that_dies_in_mid_stream_ends_in_a_typed_error_at_a_fram
 
 #[tokio::test]
 async fn a_decode_engine_that_dies_in_an_unstreamed_answer_is_a_502() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let d = FakeEngine::always(Act::HalfAndDie).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let d = FakeEngine::always(Action::HalfAndDie).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let answer = post(system.address, "/v1/completions", &completion(false)).await;
     assert_eq!((answer.status, answer.code().as_str()), (502, "bad_gateway"));
     p.wait("the release", |p| p.releases() == released("decode_broken")).await;
@@ -230,10 +230,10 @@ async fn a_decode_engine_that_dies_in_an_unstreamed_answer_is_a_502() {
 
 #[tokio::test]
 async fn a_stream_that_falls_silent_ends_in_a_typed_error() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let d = FakeEngine::always(Act::StreamWhenTold(3)).await;
-    let system = System::with(&[&p], &[&d], "", "timeouts: {stream_silence_ms: 150}").await;
-    d.go_on();
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let d = FakeEngine::always(Action::StreamGated(3)).await;
+    let system = TestRouter::with(&[&p], &[&d], "", "timeouts: {stream_silence_ms: 150}").await;
+    d.open_gate();
     let answer = post(system.address, "/v1/completions", &completion(true)).await;
     assert!(answer.text().starts_with(&event(0)), "{}", answer.text());
     assert!(answer.text().contains("\"timeout_error\"") && answer.text().ends_with("data: [DONE]\n\n"));
@@ -243,12 +243,12 @@ async fn a_stream_that_falls_silent_ends_in_a_typed_error() {
 
 #[tokio::test]
 async fn a_drain_finishes_what_is_in_flight_and_takes_nothing_new() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let d = FakeEngine::always(Act::StreamWhenTold(2)).await;
-    let mut system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let d = FakeEngine::always(Action::StreamGated(2)).await;
+    let mut system = TestRouter::start(&[&p], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(true)).await;
-    d.go_on();
+    d.open_gate();
     client.head().await;
     assert_eq!(client.event().await, Some(event(0)));
     system.shut_down();
@@ -257,7 +257,7 @@ async fn a_drain_finishes_what_is_in_flight_and_takes_nothing_new() {
         tokio::time::sleep(std::time::Duration::from_millis(1)).await;
     }
     assert_eq!(get(system.admin, "/ready").await.status, 503);
-    d.go_on();
+    d.open_gate();
     assert_eq!(client.event().await, Some(event(1)));
     assert_eq!(client.event().await.as_deref(), Some("data: [DONE]\n\n"));
     system.stopped().await;
@@ -266,10 +266,10 @@ async fn a_drain_finishes_what_is_in_flight_and_takes_nothing_new() {
 
 #[tokio::test]
 async fn a_drain_that_takes_too_long_cuts_and_settles() {
-    let p = FakeEngine::scripted(vec![Act::Lend(Some(HANDLE)), Act::Hang]).await;
-    let d = FakeEngine::always(Act::Hang).await;
+    let p = FakeEngine::scripted(vec![Action::Lease(Some(HANDLE)), Action::Hang]).await;
+    let d = FakeEngine::always(Action::Hang).await;
     let top = "drain_timeout_ms: 100\ntimeouts: {settle_ms: 300}";
-    let mut system = System::with(&[&p], &[&d], "", top).await;
+    let mut system = TestRouter::with(&[&p], &[&d], "", top).await;
     let mut first = Client::connect(system.address).await;
     first.post("/v1/completions", &completion(true)).await;
     d.wait("the first request decodes", |d| d.asked().len() == 1).await;
@@ -284,13 +284,13 @@ async fn a_drain_that_takes_too_long_cuts_and_settles() {
 
 #[tokio::test]
 async fn a_kept_connection_that_the_engine_closed_is_replaced_without_an_error() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     let address = p.address;
     p.die().await;
-    let p = FakeEngine::at(address, Act::Lend(Some(HANDLE))).await;
+    let p = FakeEngine::at(address, Action::Lease(Some(HANDLE))).await;
     let answer = post(system.address, "/v1/completions", &completion(false)).await;
     assert_eq!(answer.status, 200);
     assert_eq!(p.asked().len(), 1, "the restarted engine was asked on a new connection");
@@ -299,8 +299,8 @@ async fn a_kept_connection_that_the_engine_closed_is_replaced_without_an_error()
 
 #[tokio::test]
 async fn a_request_that_is_sent_again_on_a_new_connection_is_one_attempt_and_is_counted() {
-    let d = FakeEngine::scripted(vec![Act::Whole(1), Act::Close, Act::Whole(1)]).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::scripted(vec![Action::Whole(1), Action::Close, Action::Whole(1)]).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     for _ in 0..2 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
@@ -322,29 +322,30 @@ async fn an_engines_words_reach_the_client_in_every_form_and_without_its_address
         (422, vec![], list.to_string(), "messages.0.content: Field required", Some("messages.0.content")),
         (422, vec![], json!({"detail": "too odd"}).to_string(), "too odd", None),
     ] {
-        let refuses = Act::Answer(status, headers, body.clone().into_bytes());
+        let refuses = Action::Answer(status, headers, body.clone().into_bytes());
         let engines = || async {
-            (FakeEngine::always(refuses.clone()).await, FakeEngine::always(Act::Lend(Some(1))).await)
+            (FakeEngine::always(refuses.clone()).await, FakeEngine::always(Action::Lease(Some(1))).await)
         };
         let ((d, p), (bad_p, unasked)) = (engines().await, engines().await);
-        for system in [System::start(&[&p], &[&d]).await, System::start(&[&bad_p], &[&unasked]).await] {
+        for system in [TestRouter::start(&[&p], &[&d]).await, TestRouter::start(&[&bad_p], &[&unasked]).await]
+        {
             let answer = post(system.address, "/v1/completions", &completion(true)).await;
             let error = &answer.json()["error"];
             assert_eq!((answer.status, error["message"].as_str()), (status, Some(message)), "{body}");
             assert_eq!(error["param"].as_str(), param, "{body}");
         }
     }
-    // The prefill leg asks for one token: that number stays here, and the prompt's length goes out.
+    // The prefill leg requests one token: the client's error contains the prompt's length, but not that number.
     let said = "This model's maximum context length is 8 tokens. However, you requested 1 output tokens and your prompt \
                 contains at least 9 input tokens, for a total of at least 10 tokens. Please reduce the length.";
-    let p = FakeEngine::always(Act::Refuse(400, json!({"error": {"message": said, "code": 400}}))).await;
-    let system = System::start(&[&p], &[&p]).await;
+    let p = FakeEngine::always(Action::Refuse(400, json!({"error": {"message": said, "code": 400}}))).await;
+    let system = TestRouter::start(&[&p], &[&p]).await;
     let answer = post(system.address, "/v1/completions", &completion(false)).await;
     let message = "This model's maximum context length is 8 tokens, but the prompt has 9";
     assert_eq!((answer.status, answer.json()["error"]["message"].as_str()), (400, Some(message)));
 }
 
-/// What a decode engine says when it cannot use a handoff that another might.
+/// Errors of a decode engine that cannot use a handoff that another engine could use.
 const CANNOT_USE: [(u16, &str); 8] = [
     (503, "kv_handshake_failed"),
     (503, "kv_transfer_failed"),
@@ -359,10 +360,10 @@ const CANNOT_USE: [(u16, &str); 8] = [
 #[tokio::test]
 async fn a_handoff_that_one_decode_engine_cannot_use_goes_to_another_as_it_is() {
     for (status, code) in CANNOT_USE {
-        let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-        let first = FakeEngine::always(Act::Refuse(status, error(code))).await;
-        let second = FakeEngine::always(Act::Whole(5)).await;
-        let system = System::start(&[&p], &[&first, &second]).await;
+        let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+        let first = FakeEngine::always(Action::Refuse(status, error(code))).await;
+        let second = FakeEngine::always(Action::Whole(5)).await;
+        let system = TestRouter::start(&[&p], &[&first, &second]).await;
         let answer = post(system.address, "/v1/completions", &completion(false)).await;
         assert_eq!(answer.status, 200, "{code}: {}", answer.text());
         assert_eq!(first.asked()[0].body, second.asked()[0].body, "{code}: the same handoff");
@@ -374,9 +375,9 @@ async fn a_handoff_that_one_decode_engine_cannot_use_goes_to_another_as_it_is() 
 #[tokio::test]
 async fn a_handoff_that_no_decode_engine_can_use_goes_back_and_the_prompt_is_computed_anew() {
     for (status, code) in CANNOT_USE.into_iter().chain([(503, "kv_gone"), (400, "kv_unsupported")]) {
-        let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-        let d = FakeEngine::scripted(vec![Act::Refuse(status, error(code)), Act::Whole(5)]).await;
-        let system = System::start(&[&p], &[&d]).await;
+        let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+        let d = FakeEngine::scripted(vec![Action::Refuse(status, error(code)), Action::Whole(5)]).await;
+        let system = TestRouter::start(&[&p], &[&d]).await;
         let answer = post(system.address, "/v1/completions", &completion(true)).await;
         assert_eq!(answer.status, 200, "{code}: {}", answer.text());
         let asked = d.asked();
@@ -390,11 +391,11 @@ async fn a_handoff_that_no_decode_engine_can_use_goes_back_and_the_prompt_is_com
 
 #[tokio::test]
 async fn a_handoff_that_is_gone_is_tried_nowhere_else() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let gone = || FakeEngine::scripted(vec![Act::Refuse(503, error("kv_gone")), Act::Whole(5)]);
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let gone = || FakeEngine::scripted(vec![Action::Refuse(503, error("kv_gone")), Action::Whole(5)]);
     let (a, b) = (gone().await, gone().await);
-    let system = System::start(&[&p], &[&a, &b]).await;
-    // Whichever is asked anew may say so once more, of a handoff that it did not get: then the other one is asked.
+    let system = TestRouter::start(&[&p], &[&a, &b]).await;
+    // The next engine can report the same error once more, without a handoff: then the other engine is tried.
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     let with_handoff =
         |d: &FakeEngine| d.asked().iter().filter(|s| s.body["kv_transfer_params"].is_object()).count();
@@ -404,9 +405,9 @@ async fn a_handoff_that_is_gone_is_tried_nowhere_else() {
 
 #[tokio::test]
 async fn where_decode_engines_may_not_prefill_a_spent_handoff_is_replaced_by_a_second_one() {
-    let p = FakeEngine::scripted(vec![Act::Lend(Some(HANDLE)), Act::Lend(Some(7))]).await;
-    let d = FakeEngine::scripted(vec![Act::Refuse(503, error("kv_gone")), Act::Whole(5)]).await;
-    let system = System::with(&[&p], &[&d], "    fallback: none", "").await;
+    let p = FakeEngine::scripted(vec![Action::Lease(Some(HANDLE)), Action::Lease(Some(7))]).await;
+    let d = FakeEngine::scripted(vec![Action::Refuse(503, error("kv_gone")), Action::Whole(5)]).await;
+    let system = TestRouter::with(&[&p], &[&d], "    fallback: none", "").await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     let handle = &d.asked()[1].body["kv_transfer_params"]["remote_handle"];
     assert_eq!(handle, &json!(format!("{:032x}", 7)));
@@ -417,28 +418,30 @@ async fn where_decode_engines_may_not_prefill_a_spent_handoff_is_replaced_by_a_s
 
 #[tokio::test]
 async fn what_is_computed_anew_has_a_name_of_its_own_so_that_a_late_abort_cannot_end_it() {
-    let p = FakeEngine::scripted(vec![Act::Lend(Some(HANDLE)), Act::Lend(Some(7))]).await;
-    let broken = FakeEngine::scripted(vec![Act::Close, Act::Whole(5)]).await;
-    let gone = FakeEngine::scripted(vec![Act::Refuse(503, error("kv_gone")), Act::Whole(5)]).await;
-    let system = System::with(&[&p], &[&broken, &gone], "    fallback: none", "").await;
+    let p = FakeEngine::scripted(vec![Action::Lease(Some(HANDLE)), Action::Lease(Some(7))]).await;
+    let broken = FakeEngine::scripted(vec![Action::Close, Action::Whole(5)]).await;
+    let gone = FakeEngine::scripted(vec![Action::Refuse(503, error("kv_gone")), Action::Whole(5)]).await;
+    let system = TestRouter::with(&[&p], &[&broken, &gone], "    fallback: none", "").await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     broken.wait("the abort of its first attempt", |d| d.aborts().len() == 1).await;
     system.settled().await;
-    let named = |seen: &Seen| seen.headers["x-request-id"].to_str().expect("an id").to_owned();
+    let named =
+        |request: &ReceivedRequest| request.headers["x-request-id"].to_str().expect("an id").to_owned();
     let names: Vec<_> = p.asked().iter().map(named).collect();
     assert_eq!(names.len(), 2);
     assert_ne!(names[0], names[1]);
     assert_eq!(broken.aborts(), [names[0].clone()]);
-    let of = |d: &FakeEngine, name: &String| d.asked().iter().filter(|seen| named(seen) == *name).count();
+    let of =
+        |d: &FakeEngine, name: &String| d.asked().iter().filter(|request| named(request) == *name).count();
     assert_eq!((of(&broken, &names[0]), of(&gone, &names[0])), (1, 1));
     assert_eq!(of(&broken, &names[1]) + of(&gone, &names[1]), 1, "the second round has the second name");
 }
 
 #[tokio::test]
 async fn the_prompt_is_computed_anew_once_and_then_the_client_gets_one_error() {
-    let p = FakeEngine::scripted(vec![Act::Lend(Some(HANDLE)), Act::Lend(Some(7))]).await;
-    let d = FakeEngine::always(Act::Refuse(503, error("kv_transfer_failed"))).await;
-    let system = System::with(&[&p], &[&d], "    fallback: none", "").await;
+    let p = FakeEngine::scripted(vec![Action::Lease(Some(HANDLE)), Action::Lease(Some(7))]).await;
+    let d = FakeEngine::always(Action::Refuse(503, error("kv_transfer_failed"))).await;
+    let system = TestRouter::with(&[&p], &[&d], "    fallback: none", "").await;
     let answer = post(system.address, "/v1/completions", &completion(true)).await;
     assert_eq!((answer.status, answer.code().as_str()), (503, "unavailable"));
     assert!(
@@ -453,16 +456,16 @@ async fn the_prompt_is_computed_anew_once_and_then_the_client_gets_one_error() {
 
 #[tokio::test]
 async fn an_engine_that_refuses_the_routers_secret_is_passed_over_and_never_the_clients_fault() {
-    let wrong = || FakeEngine::always(Act::Refuse(401, error("invalid_cluster_secret")));
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let (strict, good) = (wrong().await, FakeEngine::always(Act::Whole(5)).await);
-    let system = System::start(&[&p], &[&strict, &good]).await;
+    let wrong = || FakeEngine::always(Action::Refuse(401, error("invalid_cluster_secret")));
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let (strict, good) = (wrong().await, FakeEngine::always(Action::Whole(5)).await);
+    let system = TestRouter::start(&[&p], &[&strict, &good]).await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     system.settled().await;
     assert!(p.releases().is_empty(), "the other one has the handoff");
 
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let system = System::start(&[&p], &[&strict]).await;
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let system = TestRouter::start(&[&p], &[&strict]).await;
     let answer = post(system.address, "/v1/completions", &completion(false)).await;
     assert_eq!((answer.status, answer.code().as_str()), (502, "misconfigured"));
     assert!(!answer.text().contains("said so"));
@@ -470,8 +473,8 @@ async fn an_engine_that_refuses_the_routers_secret_is_passed_over_and_never_the_
     let metrics = get(system.admin, "/metrics").await.text();
     assert!(metrics.contains("baton_router_misconfigured_total{leg=\"decode\"} 1"), "{metrics}");
 
-    let (p, d) = (wrong().await, FakeEngine::always(Act::Whole(5)).await);
-    let system = System::start(&[&p], &[&d]).await;
+    let (p, d) = (wrong().await, FakeEngine::always(Action::Whole(5)).await);
+    let system = TestRouter::start(&[&p], &[&d]).await;
     assert_eq!(
         post(system.address, "/v1/completions", &completion(false)).await.status,
         200,
@@ -482,12 +485,12 @@ async fn an_engine_that_refuses_the_routers_secret_is_passed_over_and_never_the_
 
 #[tokio::test]
 async fn an_engine_that_took_a_request_and_answers_nothing_at_all_is_given_up_long_before_its_bound() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let dead = FakeEngine::always(Act::Hang).await.deaf();
-    let live = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[&p], &[&dead, &live], "", "timeouts: {liveness_probe_ms: 50}").await;
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let dead = FakeEngine::always(Action::Hang).await.unresponsive();
+    let live = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[&p], &[&dead, &live], "", "timeouts: {liveness_probe_ms: 50}").await;
     for _ in 0..2 {
-        // One of the two goes to the dead one first.
+        // One of the two requests goes to the dead engine first.
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     dead.wait("the cut and the abort", |d| d.cut() >= 1 && !d.aborts().is_empty()).await;
@@ -495,8 +498,8 @@ async fn an_engine_that_took_a_request_and_answers_nothing_at_all_is_given_up_lo
     system.settled().await;
     assert!(p.releases().is_empty());
 
-    let dead = FakeEngine::always(Act::Hang).await.deaf();
-    let system = System::with(&[&dead, &p], &[&live], "", "timeouts: {liveness_probe_ms: 50}").await;
+    let dead = FakeEngine::always(Action::Hang).await.unresponsive();
+    let system = TestRouter::with(&[&dead, &p], &[&live], "", "timeouts: {liveness_probe_ms: 50}").await;
     for _ in 0..2 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
@@ -505,13 +508,13 @@ async fn an_engine_that_took_a_request_and_answers_nothing_at_all_is_given_up_lo
 
 #[tokio::test]
 async fn an_engine_that_is_slow_and_says_that_it_lives_is_waited_for() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let slow = FakeEngine::always(Act::WholeWhenTold(5)).await;
-    let system = System::with(&[&p], &[&slow], "", "timeouts: {liveness_probe_ms: 20}").await;
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let slow = FakeEngine::always(Action::WholeGated(5)).await;
+    let system = TestRouter::with(&[&p], &[&slow], "", "timeouts: {liveness_probe_ms: 20}").await;
     let address = system.address;
     let asking = tokio::spawn(async move { post(address, "/v1/completions", &completion(false)).await });
-    slow.wait("it has been asked many times", |d| d.health_asked() >= 10).await;
-    slow.go_on();
+    slow.wait("it has been asked many times", |d| d.probes() >= 10).await;
+    slow.open_gate();
     assert_eq!(asking.await.unwrap().status, 200);
     system.settled().await;
     assert_eq!((slow.asked().len(), slow.aborts().len()), (1, 0));
@@ -521,13 +524,13 @@ async fn an_engine_that_is_slow_and_says_that_it_lives_is_waited_for() {
 async fn a_refusal_of_any_size_is_passed_on_once_and_cut() {
     for bytes in [30_000, 200_000] {
         let said = json!({"error": {"message": "x".repeat(bytes), "type": "invalid_request_error"}});
-        let first = FakeEngine::always(Act::Refuse(400, said)).await;
-        let second = FakeEngine::always(Act::Whole(1)).await;
-        let system = System::start(&[], &[&first, &second]).await;
+        let first = FakeEngine::always(Action::Refuse(400, said)).await;
+        let second = FakeEngine::always(Action::Whole(1)).await;
+        let system = TestRouter::start(&[], &[&first, &second]).await;
         let answer = post(system.address, "/v1/completions", &completion(false)).await;
         assert_eq!(answer.status, 400, "{bytes}");
-        let told = answer.json()["error"]["message"].as_str().unwrap().len();
-        assert!((1..=1024).contains(&told), "{bytes}: {told}");
+        let length = answer.json()["error"]["message"].as_str().unwrap().len();
+        assert!((1..=1024).contains(&length), "{bytes}: {length}");
         assert!(second.asked().is_empty(), "another engine would refuse it too");
     }
 }

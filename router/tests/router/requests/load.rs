@@ -1,17 +1,17 @@
 //! Many clients on kept connections: none of their requests may fail.
 
 use crate::harness::client::{Client, completion};
-use crate::harness::engine::{Act, FakeEngine};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine};
+use crate::harness::system::TestRouter;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn eight_clients_on_kept_connections_see_no_failure() {
     const CLIENTS: usize = 8;
     const REQUESTS: usize = 150;
-    let p = FakeEngine::always(Act::Lend(Some(1))).await;
-    let acts = (0..CLIENTS * REQUESTS / 2).flat_map(|_| [Act::Stream(3), Act::Whole(100)]);
-    let d = FakeEngine::scripted(acts.collect()).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(1))).await;
+    let actions = (0..CLIENTS * REQUESTS / 2).flat_map(|_| [Action::Stream(3), Action::Whole(100)]);
+    let d = FakeEngine::scripted(actions.collect()).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let mut clients = tokio::task::JoinSet::new();
     for _ in 0..CLIENTS {
         let address = system.address;

@@ -1,16 +1,16 @@
-//! A request that goes well: P, then D, then the answer as it comes.
+//! A successful request: P, then D, then the relayed response.
 
 use serde_json::json;
 
 use crate::harness::client::{Client, completion, get, post};
-use crate::harness::engine::{Act, FakeEngine, event, handoff};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine, event, handoff};
+use crate::harness::system::TestRouter;
 
 #[tokio::test]
 async fn a_request_is_prefilled_by_one_engine_and_decoded_by_another() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::Whole(20)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::Whole(20)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let body = json!({"model": "alias", "prompt": "hello", "max_tokens": 8, "min_tokens": 2, "mystery": 1});
     let answer = post(system.address, "/v1/completions", &body).await;
     assert_eq!(answer.status, 200, "{}", answer.text());
@@ -35,32 +35,32 @@ async fn a_request_is_prefilled_by_one_engine_and_decoded_by_another() {
 
 #[tokio::test]
 async fn a_stream_is_passed_on_event_by_event() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::StreamWhenTold(5)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::StreamGated(5)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(true)).await;
-    d.go_on();
+    d.open_gate();
     let (status, head) = client.head().await;
     assert_eq!(status, 200);
     assert!(head.to_ascii_lowercase().contains("text/event-stream"), "{head}");
     assert_eq!(client.event().await, Some(event(0)), "with the head");
     for n in 1..5 {
-        d.go_on();
+        d.open_gate();
         assert_eq!(client.event().await, Some(event(n)), "before the next one is made");
     }
     assert_eq!(client.event().await.as_deref(), Some("data: [DONE]\n\n"));
     assert_eq!(client.event().await, None);
     client.post("/v1/completions", &completion(true)).await;
-    d.go_on();
+    d.open_gate();
     assert_eq!(client.head().await.0, 200, "the connection is used again");
 }
 
 #[tokio::test]
 async fn a_clients_own_request_id_is_echoed_and_never_used() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::with(&[&p], &[&d], "", "cluster_secret: 0123456789abcdef").await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::with(&[&p], &[&d], "", "cluster_secret: 0123456789abcdef").await;
     let mut client = Client::connect(system.address).await;
     let headers = "X-Request-Id: mine-1\r\nAuthorization: Bearer k\r\nX-Data-Parallel-Rank: 3\r\n\
                    X-Baton-Cluster-Secret: guess\r\nX-Prefiller-Host-Port: a:1\r\n";
@@ -80,18 +80,18 @@ async fn a_clients_own_request_id_is_echoed_and_never_used() {
 
 #[tokio::test]
 async fn a_prefill_engine_that_lends_nothing_leaves_everything_to_the_decode_engine() {
-    let p = FakeEngine::always(Act::Reply(serde_json::Value::Null)).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Reply(serde_json::Value::Null)).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     assert!(d.asked()[0].body.get("kv_transfer_params").is_none());
 }
 
 #[tokio::test]
 async fn several_prompts_at_once_are_computed_by_a_decode_engine_alone() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let body = json!({"model": "m", "prompt": ["a", "b"], "max_tokens": 4});
     assert_eq!(post(system.address, "/v1/completions", &body).await.status, 200);
     assert!(p.asked().is_empty());
@@ -100,9 +100,9 @@ async fn several_prompts_at_once_are_computed_by_a_decode_engine_alone() {
 
 #[tokio::test]
 async fn answers_that_tell_of_the_prompts_tokens_are_computed_by_a_decode_engine_alone() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     let message = json!([{"role": "user", "content": "x"}]);
     for (path, body) in [
         ("/v1/completions", json!({"prompt": "a", "prompt_logprobs": 0})),
@@ -116,7 +116,7 @@ async fn answers_that_tell_of_the_prompts_tokens_are_computed_by_a_decode_engine
         assert_eq!(post(system.address, path, &body).await.status, 200, "{body}");
     }
     assert!(p.asked().is_empty());
-    assert!(d.asked().iter().all(|seen| seen.body.get("kv_transfer_params").is_none()));
+    assert!(d.asked().iter().all(|request| request.body.get("kv_transfer_params").is_none()));
     let series = "baton_router_disagg_decisions_total{decision=\"decode_only\",reason=\"prompt_logprobs\"}";
     system.counts(series, 4.0).await;
     let streamed = json!({"prompt": "a", "prompt_logprobs": 1, "stream": true});
@@ -133,8 +133,8 @@ async fn answers_that_tell_of_the_prompts_tokens_are_computed_by_a_decode_engine
 
 #[tokio::test]
 async fn models_health_version_and_tokenize_are_answered() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let models = get(system.address, "/v1/models").await.json();
     assert_eq!(models["data"][0]["id"], "m");
     let names: Vec<_> = models["data"].as_array().unwrap().iter().map(|card| card["id"].clone()).collect();
@@ -156,9 +156,9 @@ async fn models_health_version_and_tokenize_are_answered() {
 
 #[tokio::test]
 async fn bodies_far_over_64_kib_reach_both_engines_whole() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::Whole(3 << 20)).await;
-    let system = System::start(&[&p], &[&d]).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::Whole(3 << 20)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
     for bytes in [200 << 10, 5 << 20] {
         let body = json!({"model": "m", "prompt": "x".repeat(bytes), "max_tokens": 1});
         let answer = post(system.address, "/v1/completions", &body).await;
@@ -171,8 +171,8 @@ async fn bodies_far_over_64_kib_reach_both_engines_whole() {
 
 #[tokio::test]
 async fn a_client_that_waits_for_100_continue_gets_it() {
-    let d = FakeEngine::always(Act::Whole(1)).await;
-    let system = System::start(&[], &[&d]).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     let body = completion(false).to_string();
     let head = format!(

@@ -1,15 +1,15 @@
-//! A request's life: routing, waiting, failures, continuation, time.
+//! The course of a request: routing, waiting, failures, continuation, time limits.
 
 pub(crate) mod admission;
-pub(crate) mod early;
+pub(crate) mod early_handoff;
 pub(crate) mod endpoints;
 pub(crate) mod failures;
-pub(crate) mod life;
+pub(crate) mod liveness;
 pub(crate) mod load;
 pub(crate) mod main_path;
 pub(crate) mod policies;
 pub(crate) mod restarts;
 pub(crate) mod resume;
-pub(crate) mod stock;
+pub(crate) mod stock_engine;
 pub(crate) mod time;
-pub(crate) mod whole;
+pub(crate) mod unstreamed;

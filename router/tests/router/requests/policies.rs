@@ -1,10 +1,10 @@
-//! Which engines are asked, by what the configuration says of them and what the request is.
+//! The choice of engines by the configuration and the properties of a request.
 
 use serde_json::{Value, json};
 
 use crate::harness::client::{Client, completion, post};
-use crate::harness::engine::{Act, FakeEngine, eventually};
-use crate::harness::system::{System, asked};
+use crate::harness::engine::{Action, FakeEngine, eventually};
+use crate::harness::system::{TestRouter, asked};
 
 /// One entry of `models`, with these pools and further lines.
 fn model(prefill: &str, decode: &str, more: &str) -> String {
@@ -13,7 +13,7 @@ fn model(prefill: &str, decode: &str, more: &str) -> String {
     )
 }
 
-/// A pool of these engines; `of` are further keys of each, `more` of the pool.
+/// A pool of these engines; `of` are further keys of each engine, `more` of the pool.
 fn pool(engines: &[&FakeEngine], of: &[&str], more: &str) -> String {
     let engine = |(n, e): (usize, &&FakeEngine)| {
         format!("{{url: '{}'{}}}", e.url(), of.get(n).map(|keys| format!(", {keys}")).unwrap_or_default())
@@ -30,14 +30,14 @@ fn prompt(text: &str) -> Value {
     json!({"model": "m", "prompt": text, "max_tokens": 4})
 }
 
-async fn ask(system: &System, body: &Value) -> u16 {
+async fn ask(system: &TestRouter, body: &Value) -> u16 {
     post(system.address, "/v1/completions", body).await.status
 }
 
 async fn decoders<const N: usize>() -> [FakeEngine; N] {
     let mut engines = Vec::new();
     for _ in 0..N {
-        engines.push(FakeEngine::always(Act::Whole(1)).await);
+        engines.push(FakeEngine::always(Action::Whole(1)).await);
     }
     engines.try_into().unwrap_or_else(|_| panic!("as many as were made"))
 }
@@ -52,7 +52,7 @@ async fn a_conversation_returns_to_the_engine_that_holds_its_beginning() {
     let all: Vec<_> = engines.iter().collect();
     let policy = "policy: {prefix_aware: {balance_abs: 4, balance_rel: 2.0, match_min: 0.2}}";
     let features = "    features: {chunk_bytes: 64, chunks_max: 100, bytes_per_token: 4.0}";
-    let system = System::of(&model("{}", &pool(&all, &[], policy), features)).await;
+    let system = TestRouter::of(&model("{}", &pool(&all, &[], policy), features)).await;
     let mut said = "a".repeat(300);
     for turn in 0..6 {
         assert_eq!(ask(&system, &prompt(&said)).await, 200);
@@ -65,7 +65,7 @@ async fn a_conversation_returns_to_the_engine_that_holds_its_beginning() {
     assert_eq!(system.metric(&format!("{decided}}}")).await, 6.0, "each choice is counted");
     assert_eq!(system.metric(&format!("{decided},reason=\"not_cached\"}}")).await, 1.0, "and its reason");
     assert_eq!(system.metric(&format!("{decided},reason=\"holds_chunks\"}}")).await, 5.0);
-    // What nobody holds takes turns.
+    // Uncached prompts take turns.
     for n in 0..8 {
         assert_eq!(ask(&system, &prompt(&format!("{n} {}", "c".repeat(300)))).await, 200);
     }
@@ -78,8 +78,8 @@ async fn what_the_index_may_hold_is_bounded_by_configuration() {
     let all: Vec<_> = engines.iter().collect();
     let yaml = model("{}", &pool(&all, &[], "policy: prefix_aware"), "    features: {chunk_bytes: 64}");
     let bounds = "prefix_index: {chunks_per_engine: 16, chunks_total: 32}";
-    let system = System::of(&format!("{yaml}{bounds}")).await;
-    // Eight prompts of eight chunks: the first is long forgotten when it comes again.
+    let system = TestRouter::of(&format!("{yaml}{bounds}")).await;
+    // Eight prompts of eight chunks: the first is evicted before it is repeated.
     for n in 0..8 {
         assert_eq!(ask(&system, &prompt(&format!("{n}{}", "d".repeat(520)))).await, 200);
     }
@@ -88,7 +88,7 @@ async fn what_the_index_may_hold_is_bounded_by_configuration() {
     for _ in 0..2 {
         assert_eq!(ask(&system, &prompt(&format!("0{}", "d".repeat(520)))).await, 200);
     }
-    // Forgotten at first, and then known again: both times the engine whose turn it was.
+    // Evicted at first, and then cached again: both times the engine whose turn it was.
     let after = counts(&engines);
     assert_eq!(after.iter().sum::<usize>(), before.iter().sum::<usize>() + 2);
     assert!(after.iter().zip(&before).any(|(a, b)| a - b == 2), "{before:?} {after:?}");
@@ -101,7 +101,7 @@ async fn a_session_stays_at_its_engine_while_that_has_no_more_than_its_share() {
     let policy =
         "policy: {consistent_hash: {keys: [session, user, prefix], load_factor: 1.5, prefix_chunks: 2}}";
     let features = "    features: {session_header: x-conversation, chunk_bytes: 64}";
-    let system = System::of(&model("{}", &pool(&all, &[], policy), features)).await;
+    let system = TestRouter::of(&model("{}", &pool(&all, &[], policy), features)).await;
     for session in ["one", "two", "three"] {
         let before = counts(&engines);
         for n in 0..5 {
@@ -126,9 +126,9 @@ async fn a_session_stays_at_its_engine_while_that_has_no_more_than_its_share() {
 #[tokio::test]
 async fn a_busy_engine_of_a_session_gives_way_to_the_sessions_next() {
     let [a, b] =
-        [FakeEngine::always(Act::WholeWhenTold(1)).await, FakeEngine::always(Act::WholeWhenTold(1)).await];
+        [FakeEngine::always(Action::WholeGated(1)).await, FakeEngine::always(Action::WholeGated(1)).await];
     let policy = "policy: {consistent_hash: {load_factor: 1.0}}";
-    let system = System::of(&model("{}", &pool(&[&a, &b], &[], policy), "")).await;
+    let system = TestRouter::of(&model("{}", &pool(&[&a, &b], &[], policy), "")).await;
     let mut clients = Vec::new();
     for n in 0..4 {
         let mut client = Client::connect(system.address).await;
@@ -139,8 +139,8 @@ async fn a_busy_engine_of_a_session_gives_way_to_the_sessions_next() {
     }
     assert_eq!((a.asked().len(), b.asked().len()), (2, 2), "one session, and still half each");
     for _ in 0..2 {
-        a.go_on();
-        b.go_on();
+        a.open_gate();
+        b.open_gate();
     }
     for mut client in clients {
         assert_eq!(client.answer().await.status, 200);
@@ -150,9 +150,9 @@ async fn a_busy_engine_of_a_session_gives_way_to_the_sessions_next() {
 #[tokio::test]
 async fn engines_without_the_selected_labels_are_never_asked_and_preferred_ones_while_they_have_room() {
     let engines = [
-        FakeEngine::always(Act::Whole(1)).await,
-        FakeEngine::always(Act::WholeWhenTold(1)).await,
-        FakeEngine::always(Act::Whole(1)).await,
+        FakeEngine::always(Action::Whole(1)).await,
+        FakeEngine::always(Action::WholeGated(1)).await,
+        FakeEngine::always(Action::Whole(1)).await,
     ];
     let all: Vec<_> = engines.iter().collect();
     let labels = [
@@ -161,14 +161,14 @@ async fn engines_without_the_selected_labels_are_never_asked_and_preferred_ones_
         "labels: {gpu: l4, zone: a}",
     ];
     let more = "select: {gpu: h200}, prefer: {zone: a}, policy: {least_load: {by: tokens}}";
-    let system = System::of(&model("{}", &pool(&all, &labels, more), "")).await;
+    let system = TestRouter::of(&model("{}", &pool(&all, &labels, more), "")).await;
     let mut waiting = Client::connect(system.address).await;
     waiting.post("/v1/completions", &completion(false)).await;
     asked(&engines[1], 1).await;
     for _ in 0..3 {
         assert_eq!(ask(&system, &completion(false)).await, 200);
     }
-    engines[1].go_on();
+    engines[1].open_gate();
     assert_eq!(waiting.answer().await.status, 200);
     assert_eq!(counts(&engines), [3, 1, 0]);
 }
@@ -177,13 +177,13 @@ async fn engines_without_the_selected_labels_are_never_asked_and_preferred_ones_
 async fn a_prefill_engine_of_the_decode_engines_zone_is_preferred() {
     let mut prefill = Vec::new();
     for handle in 0..2 {
-        prefill.push(FakeEngine::always(Act::Lend(Some(handle))).await);
+        prefill.push(FakeEngine::always(Action::Lease(Some(handle))).await);
     }
     let decode = decoders::<2>().await;
     let zones = ["labels: {zone: a}", "labels: {zone: b}"];
     let p = pool(&prefill.iter().collect::<Vec<_>>(), &zones, "policy: random");
     let d = pool(&decode.iter().collect::<Vec<_>>(), &zones, "policy: round_robin");
-    let system = System::of(&model(&p, &d, "    pair_by: [zone]")).await;
+    let system = TestRouter::of(&model(&p, &d, "    pair_by: [zone]")).await;
     for _ in 0..8 {
         assert_eq!(ask(&system, &completion(false)).await, 200);
     }
@@ -198,9 +198,9 @@ async fn a_prefill_engine_of_the_decode_engines_zone_is_preferred() {
 
 #[tokio::test]
 async fn an_engine_of_both_pools_does_not_prefill_for_itself_while_there_is_another() {
-    let both = FakeEngine::scripted(vec![Act::Whole(1)]).await;
-    let other = FakeEngine::always(Act::Lend(Some(1))).await;
-    let system = System::of(&model(&pool(&[&both, &other], &[], ""), &pool(&[&both], &[], ""), "")).await;
+    let both = FakeEngine::scripted(vec![Action::Whole(1)]).await;
+    let other = FakeEngine::always(Action::Lease(Some(1))).await;
+    let system = TestRouter::of(&model(&pool(&[&both, &other], &[], ""), &pool(&[&both], &[], ""), "")).await;
     for _ in 0..4 {
         assert_eq!(ask(&system, &completion(false)).await, 200);
     }
@@ -209,11 +209,11 @@ async fn an_engine_of_both_pools_does_not_prefill_for_itself_while_there_is_anot
 
 #[tokio::test]
 async fn a_full_decode_engine_costs_no_prefill() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::WholeWhenTold(1)).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::WholeGated(1)).await;
     let decode = pool(&[&d], &[], "capacity: {max_in_flight: 1}");
     let nobody_waits = format!("{}\nqueue: {{requests: 0}}\n", model(&pool(&[&p], &[], ""), &decode, ""));
-    let system = System::of(&nobody_waits).await;
+    let system = TestRouter::of(&nobody_waits).await;
     let mut first = Client::connect(system.address).await;
     first.post("/v1/completions", &completion(false)).await;
     asked(&d, 1).await;
@@ -223,31 +223,32 @@ async fn a_full_decode_engine_costs_no_prefill() {
     assert_eq!(refused.status, 429, "{}", refused.text());
     assert!(refused.header("retry-after").is_some());
     assert_eq!(p.asked().len(), 1, "no prefill is spent on a request that no decode engine has room for");
-    d.go_on();
+    d.open_gate();
     assert_eq!(first.answer().await.status, 200);
 }
 
 #[tokio::test]
 async fn engines_whose_own_metrics_say_that_they_are_full_are_passed_over() {
     for capacity in ["max_waiting: 9", "max_kv_usage: 0.9"] {
-        let says = |seen: &crate::harness::engine::Seen| {
+        let says = |request: &crate::harness::engine::ReceivedRequest| {
             let text = "vllm:num_requests_running 3.0\nvllm:num_requests_waiting 9.0\nvllm:kv_cache_usage_perc 0.93\n";
-            (seen.path == "/metrics").then_some(Act::Text(text))
+            (request.path == "/metrics").then_some(Action::Text(text))
         };
-        let full = FakeEngine::always(Act::WholeWhenTold(1)).await.ruled(says);
-        let free = FakeEngine::always(Act::Whole(1)).await;
+        let full = FakeEngine::always(Action::WholeGated(1)).await.with_rule(says);
+        let free = FakeEngine::always(Action::Whole(1)).await;
         let more = format!("prefer: {{zone: a}}, capacity: {{{capacity}}}");
         let decode = pool(&[&full, &free], &["labels: {zone: a}", "labels: {zone: b}"], &more);
         let health = "health: {active: {interval_ms: 0}, load: {interval_ms: 10, stale_ms: 600000}}";
-        let system = System::of(&model("{}", &decode, health)).await;
+        let system = TestRouter::of(&model("{}", &decode, health)).await;
         full.wait("it is asked", |e| e.all().iter().filter(|s| s.path == "/metrics").count() > 1).await;
-        // With nothing of ours it gets one, whatever it says: nobody would be told when it is free again.
+        // Without a request of this router the engine gets one regardless of its report, because only the end of such a
+        // request would signal free capacity.
         let mut first = Client::connect(system.address).await;
         first.post("/v1/completions", &completion(false)).await;
         asked(&full, 1).await;
         assert_eq!(ask(&system, &completion(false)).await, 200);
         assert_eq!((full.asked().len(), free.asked().len()), (1, 1), "{capacity}");
-        full.go_on();
+        full.open_gate();
         assert_eq!(first.answer().await.status, 200);
     }
 }
@@ -256,11 +257,11 @@ const DISAGG: &str = "baton_router_disagg_decisions_total";
 
 #[tokio::test]
 async fn short_prompts_and_cached_prompts_are_computed_where_they_are_decoded() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let more = "    disaggregate: {min_prompt_tokens: 50, min_uncached_tokens: 60, min_uncached_share: 0.1}\n    \
                 features: {chunk_bytes: 64, bytes_per_token: 4.0}";
-    let system = System::of(&model(&pool(&[&p], &[], ""), &pool(&[&d], &[], ""), more)).await;
+    let system = TestRouter::of(&model(&pool(&[&p], &[], ""), &pool(&[&d], &[], ""), more)).await;
     let decided =
         |decision: &str, reason: &str| format!("{DISAGG}{{decision=\"{decision}\",reason=\"{reason}\"}}");
     assert_eq!(ask(&system, &prompt("short")).await, 200);
@@ -270,11 +271,11 @@ async fn short_prompts_and_cached_prompts_are_computed_where_they_are_decoded() 
     assert_eq!(ask(&system, &prompt(&long)).await, 200);
     system.counts(&decided("prefill_decode", "worth_it"), 1.0).await;
     assert_eq!(p.asked().len(), 1);
-    // The decode engine has it now; the second time nothing is left to prefill.
+    // The decode engine has cached it now; the second time nothing is left to prefill.
     assert_eq!(ask(&system, &prompt(&long)).await, 200);
     system.counts(&decided("decode_only", "cached"), 1.0).await;
     assert_eq!(p.asked().len(), 1);
-    // Another tenant's equal prompt is not the same.
+    // Another tenant's equal prompt is a different one.
     let mut salted = prompt(&long);
     salted["cache_salt"] = json!("other");
     assert_eq!(ask(&system, &salted).await, 200);
@@ -284,12 +285,12 @@ async fn short_prompts_and_cached_prompts_are_computed_where_they_are_decoded() 
 
 #[tokio::test]
 async fn of_a_prompt_that_is_longer_than_what_is_looked_at_only_that_counts_as_cached() {
-    let p = FakeEngine::always(Act::Lend(Some(7))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let p = FakeEngine::always(Action::Lease(Some(7))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     let more = "    disaggregate: {min_uncached_tokens: 100}\n    \
                 features: {chunk_bytes: 64, chunks_max: 4, bytes_per_token: 4.0}";
-    let system = System::of(&model(&pool(&[&p], &[], ""), &pool(&[&d], &[], ""), more)).await;
-    // 64 tokens are looked at: with 300 there is enough left to prefill elsewhere, with 150 there is not.
+    let system = TestRouter::of(&model(&pool(&[&p], &[], ""), &pool(&[&d], &[], ""), more)).await;
+    // 64 tokens are compared: of 300 enough is left to prefill elsewhere, of 150 it is not.
     for (bytes, prefilled) in [(1_200, 2), (600, 1)] {
         let before = p.asked().len();
         let text = format!("{bytes}{}", "a".repeat(bytes));
@@ -301,8 +302,8 @@ async fn of_a_prompt_that_is_longer_than_what_is_looked_at_only_that_counts_as_c
 }
 
 fn ranks(engine: &FakeEngine) -> Vec<String> {
-    let rank = |seen: &crate::harness::engine::Seen| {
-        seen.headers["x-data-parallel-rank"].to_str().unwrap().to_owned()
+    let rank = |request: &crate::harness::engine::ReceivedRequest| {
+        request.headers["x-data-parallel-rank"].to_str().unwrap().to_owned()
     };
     engine.asked().iter().map(rank).collect()
 }
@@ -310,10 +311,10 @@ fn ranks(engine: &FakeEngine) -> Vec<String> {
 #[tokio::test]
 async fn each_data_parallel_rank_has_a_cache_and_a_load_of_its_own() {
     for (policy, large) in [("prefix_aware", false), ("{least_load: {by: tokens}}", true)] {
-        let d = FakeEngine::always(Act::WholeWhenTold(1)).await;
+        let d = FakeEngine::always(Action::WholeGated(1)).await;
         let decode = pool(&[&d], &["data_parallel_size: 2"], &format!("policy: {policy}"));
         let more = "    features: {chunk_bytes: 64, bytes_per_token: 4.0}";
-        let system = System::of(&model("{}", &decode, more)).await;
+        let system = TestRouter::of(&model("{}", &decode, more)).await;
         let (long, short) = (prompt(&"a".repeat(4_000)), prompt("b"));
         let mut clients = Vec::new();
         for n in 0..5 {
@@ -328,7 +329,7 @@ async fn each_data_parallel_rank_has_a_cache_and_a_load_of_its_own() {
         } else {
             assert!(ranks.iter().all(|rank| *rank == ranks[0]), "the other one holds nothing: {ranks:?}");
         }
-        (0..5).for_each(|_| d.go_on());
+        (0..5).for_each(|_| d.open_gate());
         for mut client in clients {
             assert_eq!(client.answer().await.status, 200);
         }
@@ -337,11 +338,11 @@ async fn each_data_parallel_rank_has_a_cache_and_a_load_of_its_own() {
 
 #[tokio::test]
 async fn a_busy_prefill_pool_is_left_alone_and_always_means_always() {
-    let p = FakeEngine::always(Act::LendWhenTold(Some(7))).await;
-    let d = FakeEngine::always(Act::Whole(1)).await;
+    let p = FakeEngine::always(Action::LeaseGated(Some(7))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
     for (more, sent_to_p) in [("", 1), (", always: true", 2)] {
         let more = format!("    disaggregate: {{max_prefill_in_flight: 1{more}}}");
-        let system = System::of(&model(&pool(&[&p], &[], ""), &pool(&[&d], &[], ""), &more)).await;
+        let system = TestRouter::of(&model(&pool(&[&p], &[], ""), &pool(&[&d], &[], ""), &more)).await;
         let before = p.asked().len();
         let mut first = Client::connect(system.address).await;
         first.post("/v1/completions", &completion(false)).await;
@@ -350,12 +351,12 @@ async fn a_busy_prefill_pool_is_left_alone_and_always_means_always() {
         second.post("/v1/completions", &completion(false)).await;
         if sent_to_p == 2 {
             asked(&p, before + 2).await;
-            p.go_on();
-            p.go_on();
+            p.open_gate();
+            p.open_gate();
         }
         assert_eq!(second.answer().await.status, 200);
         if sent_to_p == 1 {
-            p.go_on();
+            p.open_gate();
         }
         assert_eq!(first.answer().await.status, 200);
         assert_eq!(p.asked().len(), before + sent_to_p);

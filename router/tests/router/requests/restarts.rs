@@ -1,5 +1,5 @@
-//! Engines that are stopped and started all the time, under load: every answer is whole, or a typed error that says
-//! that trying again is worth it, before anything was sent.
+//! Engines that are stopped and started continuously under load: every response is complete, or a typed error before
+//! the first byte that recommends a retry.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -8,10 +8,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use serde_json::{Value, json};
 
 use crate::harness::client::post;
-use crate::harness::engine::{Act, FakeEngine, eventually};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine, eventually};
+use crate::harness::system::TestRouter;
 use crate::harness::tokens;
-use crate::harness::tokens::{Read, read};
+use crate::harness::tokens::{StreamContent, read};
 
 const CLIENTS: usize = 6;
 const HANDLE: u128 = 0xabc;
@@ -22,34 +22,34 @@ fn request(client: usize, streamed: bool) -> Value {
 
 async fn decoder(at: Option<SocketAddr>) -> FakeEngine {
     let engine = match at {
-        Some(at) => FakeEngine::back_at(at, Act::Hang).await,
-        None => FakeEngine::always(Act::Hang).await,
+        Some(at) => FakeEngine::back_at(at, Action::Hang).await,
+        None => FakeEngine::always(Action::Hang).await,
     };
-    engine.ruled(|seen| seen.path.starts_with("/v1/").then(|| tokens::answer(seen, "d")))
+    engine.with_rule(|request| request.path.starts_with("/v1/").then(|| tokens::answer(request, "d")))
 }
 
 async fn lender(at: Option<SocketAddr>) -> FakeEngine {
     match at {
-        Some(at) => FakeEngine::back_at(at, Act::Lend(Some(HANDLE))).await,
-        None => FakeEngine::always(Act::Lend(Some(HANDLE))).await,
+        Some(at) => FakeEngine::back_at(at, Action::Lease(Some(HANDLE))).await,
+        None => FakeEngine::always(Action::Lease(Some(HANDLE))).await,
     }
 }
 
 #[derive(Default)]
-struct Tally {
+struct OutcomeCounts {
     whole: AtomicUsize,
-    /// Typed, retryable, before the head.
+    /// Typed and retryable, before the head.
     refused: AtomicUsize,
     /// Typed, in the stream.
     broken: AtomicUsize,
 }
 
-/// Asks again and again; whatever is neither whole nor a typed error fails the test.
+/// Sends requests repeatedly; a response that is neither complete nor a typed error fails the test.
 async fn client(
     address: SocketAddr,
     number: usize,
     expected: String,
-    tally: Arc<Tally>,
+    tally: Arc<OutcomeCounts>,
     stop: Arc<AtomicBool>,
 ) {
     let mut streamed = false;
@@ -63,13 +63,13 @@ async fn client(
             continue;
         }
         let counted = if streamed {
-            let Read { text, finishes, dones, errors, .. } = read(&answer.text());
+            let StreamContent { text, finishes, dones, errors, .. } = read(&answer.text());
             assert_eq!(dones, 1);
             if errors == 0 {
                 assert_eq!((text.as_str(), finishes), (expected.as_str(), 1));
                 &tally.whole
             } else {
-                // An engine may be stopped between the last piece of its answer and `[DONE]`.
+                // An engine may be stopped between the last piece of its response and `[DONE]`.
                 assert!(errors == 1 && finishes <= 1, "{errors} errors, {finishes} ends");
                 assert!(expected.starts_with(&text), "{text} is no part of {expected}");
                 &tally.broken
@@ -84,30 +84,30 @@ async fn client(
 
 async fn expected(number: usize) -> String {
     let d = decoder(None).await;
-    let system = System::start(&[], &[&d]).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     read(&post(system.address, "/v1/completions", &request(number, true)).await.text()).text
 }
 
-/// As the 1,000 restarts need it: every attempt that is allowed to one request is allowed to all.
+/// Required for 1,000 restarts: the retry budget never refuses an attempt.
 const GENEROUS: &str = "attempts: {prefill: 3, decode: 6}\nretries: {budget_percent: 1000, min_per_second: 100000, \
                         pause_ms: 2, pause_max_ms: 20}\nhealth: {active: {interval_ms: 0}, breaker: {cool_down_ms: \
                         2, cool_down_max_ms: 10}}";
 
-async fn storm(restarts: usize, resume: bool, top: &str) -> Arc<Tally> {
+async fn storm(restarts: usize, resume: bool, top: &str) -> Arc<OutcomeCounts> {
     let mut p = vec![lender(None).await, lender(None).await];
     let mut d = vec![decoder(None).await, decoder(None).await, decoder(None).await];
     let engines = |engines: &[FakeEngine]| engines.iter().map(FakeEngine::url).collect::<Vec<_>>();
     let all = [engines(&p), engines(&d)].concat();
     let model = format!("    resume: {resume}");
     let system =
-        System::with(&p.iter().collect::<Vec<_>>(), &d.iter().collect::<Vec<_>>(), &model, top).await;
-    let (tally, stop) = (Arc::<Tally>::default(), Arc::new(AtomicBool::new(false)));
+        TestRouter::with(&p.iter().collect::<Vec<_>>(), &d.iter().collect::<Vec<_>>(), &model, top).await;
+    let (tally, stop) = (Arc::<OutcomeCounts>::default(), Arc::new(AtomicBool::new(false)));
     let mut clients = tokio::task::JoinSet::new();
     for number in 0..CLIENTS {
         let expected = expected(number).await;
         clients.spawn(client(system.address, number, expected, Arc::clone(&tally), Arc::clone(&stop)));
     }
-    let answers = |tally: &Tally| {
+    let answers = |tally: &OutcomeCounts| {
         [&tally.whole, &tally.refused, &tally.broken]
             .map(|count| count.load(Ordering::SeqCst))
             .iter()
@@ -155,8 +155,8 @@ async fn without_resuming_a_stream_whose_engine_is_restarted_ends_in_one_typed_e
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn with_the_defaults_an_answer_is_whole_or_one_typed_error_however_many_engines_are_restarted() {
-    // The budget of second attempts runs out in such a storm: what is refused then is refused with a time to come back,
-    // and a stream that nobody may go on with ends in one typed error.
+    // The retry budget is exhausted in such a storm. A request refused then gets a time for a retry, and a stream that
+    // cannot be continued ends with one typed error.
     let tally = storm(60, true, "health: {}").await;
     let [whole, refused, broken] =
         [&tally.whole, &tally.refused, &tally.broken].map(|count| count.load(Ordering::SeqCst));

@@ -1,12 +1,12 @@
-//! A decode engine that dies in the middle of a stream: another one goes on, and the client sees one answer.
+//! A decode engine that dies during a stream: another engine continues, and the client gets one response.
 
 use serde_json::{Value, json};
 
 use crate::harness::client::{completion, post};
-use crate::harness::engine::{Act, FakeEngine, Seen, event};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine, ReceivedRequest, event};
+use crate::harness::system::TestRouter;
 use crate::harness::tokens;
-use crate::harness::tokens::{Read, read};
+use crate::harness::tokens::{StreamContent, read};
 
 const HANDLE: u128 = 0xabc;
 
@@ -24,39 +24,39 @@ fn chat(extra: Value) -> Value {
     body
 }
 
-/// Computes, and dies after so many frames of its first answer, in the middle of the next.
-fn dying(name: &'static str, after: usize) -> impl Fn(&Seen) -> Option<Act> + Send + 'static {
+/// Computes, and dies after this many frames of its first response, in the middle of the next one.
+fn dying(name: &'static str, after: usize) -> impl Fn(&ReceivedRequest) -> Option<Action> + Send + 'static {
     let died = std::sync::atomic::AtomicBool::new(false);
-    move |seen| {
-        if !seen.path.ends_with("/completions") {
-            return (seen.path == "/v1/models")
-                .then(|| Act::Json(json!({"data": [{"id": "m", "max_model_len": 40}]})));
+    move |request| {
+        if !request.path.ends_with("/completions") {
+            return (request.path == "/v1/models")
+                .then(|| Action::Json(json!({"data": [{"id": "m", "max_model_len": 40}]})));
         }
-        let answer = tokens::answer(seen, name);
+        let answer = tokens::answer(request, name);
         if died.swap(true, std::sync::atomic::Ordering::SeqCst) {
             return Some(answer);
         }
-        let Act::Frames(mut frames, _) = answer else { return Some(answer) };
+        let Action::Frames(mut frames, _) = answer else { return Some(answer) };
         if after >= frames.len() {
-            return Some(Act::Frames(frames, true));
+            return Some(Action::Frames(frames, true));
         }
         frames.truncate(after + 1);
         let half = frames.pop().map(|frame| frame[..frame.len() / 2].to_owned());
         frames.extend(half);
-        Some(Act::Frames(frames, false))
+        Some(Action::Frames(frames, false))
     }
 }
 
 async fn engine(name: &'static str, after: usize) -> FakeEngine {
-    FakeEngine::always(Act::Hang).await.ruled(dying(name, after))
+    FakeEngine::always(Action::Hang).await.with_rule(dying(name, after))
 }
 
 const NEVER: usize = usize::MAX;
 
-/// What a client gets of an engine that does not die.
-async fn uninterrupted(path: &str, body: &Value) -> Read {
+/// The response of an engine that does not die.
+async fn uninterrupted(path: &str, body: &Value) -> StreamContent {
     let d = engine("first", NEVER).await;
-    let system = System::start(&[], &[&d]).await;
+    let system = TestRouter::start(&[], &[&d]).await;
     read(&post(system.address, path, body).await.text())
 }
 
@@ -67,21 +67,24 @@ async fn a_stream_whose_decode_engine_dies_is_continued_by_another() {
         let expected = uninterrupted(path, &body).await;
         assert_eq!((expected.finishes, expected.dones, expected.text.len()), (1, 1, 12));
         for after in 0..16 {
-            let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+            let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
             let (dies, lives) = (engine("first", after).await, engine("second", NEVER).await);
-            let system = System::with(&[&p], &[&dies, &lives], "    resume: true", "").await;
+            let system = TestRouter::with(&[&p], &[&dies, &lives], "    resume: true", "").await;
             let answer = read(&post(system.address, path, &body).await.text());
             if after == 0 {
-                // Nothing was sent: the other engine's answer is the answer, under its own name.
+                // Nothing was sent, so the other engine's response is relayed under its own id.
                 assert_eq!((&answer.text, answer.dones, answer.errors), (&expected.text, 1, 0), "{path}");
             } else {
                 assert_eq!(answer, expected, "{path} after {after} frames");
             }
             system.settled().await;
             assert_eq!(p.asked().len(), 1, "one prefill");
-            // The first engine had said nothing: the handoff is still good for the second.
-            let handed = |seen: &Seen| seen.body.get("kv_transfer_params").is_some();
-            assert!(lives.asked().iter().all(|seen| handed(seen) == (after == 0)), "{path} after {after}");
+            // The first engine had sent nothing: the second one can use the handoff.
+            let handed = |request: &ReceivedRequest| request.body.get("kv_transfer_params").is_some();
+            assert!(
+                lives.asked().iter().all(|request| handed(request) == (after == 0)),
+                "{path} after {after}"
+            );
             let ended = "baton_router_requests_total{model=\"m\",outcome=\"completed\",code=\"2xx\"}";
             system.counts(ended, 1.0).await;
         }
@@ -93,9 +96,10 @@ async fn a_chat_without_a_bound_may_fill_the_rest_of_the_context() {
     let mut body = chat(json!({}));
     body.as_object_mut().unwrap().remove("max_tokens");
     body["messages"] = json!([]);
-    // This engine answers with 16 tokens where nobody says how many; the next is told the rest of its context.
+    // This engine generates 16 tokens without a limit in the request; the next one gets the rest of its context as
+    // limit.
     let (dies, lives) = (engine("first", 4).await, engine("second", NEVER).await);
-    let system = System::with(&[], &[&dies, &lives], "    resume: true", "").await;
+    let system = TestRouter::with(&[], &[&dies, &lives], "    resume: true", "").await;
     assert_eq!(post(system.address, "/v1/chat/completions", &body).await.status, 400, "no messages");
     body["messages"] = json!([{"role": "user", "content": ""}]);
     let answer = read(&post(system.address, "/v1/chat/completions", &body).await.text());
@@ -109,20 +113,20 @@ async fn a_chat_without_a_bound_may_fill_the_rest_of_the_context() {
 async fn several_engines_in_a_row_may_die() {
     let body = streamed(json!({}));
     let expected = uninterrupted("/v1/completions", &body).await;
-    // Each dies once; the third round is the first engine's again.
+    // Each engine dies once; the third attempt is at the first engine again.
     let (a, b) = (engine("first", 3).await, engine("second", 2).await);
-    let system = System::with(&[], &[&a, &b], "    resume: true", "").await;
+    let system = TestRouter::with(&[], &[&a, &b], "    resume: true", "").await;
     let answer = read(&post(system.address, "/v1/completions", &body).await.text());
     assert_eq!(answer, expected);
     system.counts("baton_router_resumes_total{result=\"resumed\"}", 2.0).await;
 }
 
-/// Dies after so many frames of every answer.
+/// Dies after this many frames of every response.
 async fn fatal(name: &'static str, after: usize) -> FakeEngine {
-    FakeEngine::always(Act::Hang).await.ruled(move |seen| {
-        let Act::Frames(mut frames, _) = tokens::answer(seen, name) else { return None };
+    FakeEngine::always(Action::Hang).await.with_rule(move |request| {
+        let Action::Frames(mut frames, _) = tokens::answer(request, name) else { return None };
         frames.truncate(after);
-        Some(Act::Frames(frames, false))
+        Some(Action::Frames(frames, false))
     })
 }
 
@@ -132,7 +136,7 @@ async fn a_stream_that_takes_engines_down_goes_on_at_three_others_at_most() {
     let mut body = streamed(json!({}));
     body["max_tokens"] = json!(100);
     let (a, b) = (fatal("first", 3).await, fatal("second", 3).await);
-    let system = System::with(&[], &[&a, &b], "    resume: true", top).await;
+    let system = TestRouter::with(&[], &[&a, &b], "    resume: true", top).await;
     let answer = read(&post(system.address, "/v1/completions", &body).await.text());
     assert_eq!((answer.errors, answer.dones, answer.finishes), (1, 1, 0), "{answer:?}");
     assert_eq!(a.asked().len() + b.asked().len(), 4);
@@ -140,15 +144,15 @@ async fn a_stream_that_takes_engines_down_goes_on_at_three_others_at_most() {
     system.counts("baton_router_resumes_total{result=\"resumed\"}", 3.0).await;
     system.settled().await;
 
-    // Before the first event it is a failed attempt: the client reads a status, and every engine is asked once.
+    // Before the first event it is a failed attempt: the client reads a status, and every engine is tried once.
     let (a, b) = (fatal("first", 0).await, fatal("second", 0).await);
-    let system = System::with(&[], &[&a, &b], "    resume: true", top).await;
+    let system = TestRouter::with(&[], &[&a, &b], "    resume: true", top).await;
     assert_eq!(post(system.address, "/v1/completions", &body).await.status, 502);
     assert_eq!((a.asked().len(), b.asked().len()), (1, 1));
     system.settled().await;
 }
 
-/// What stock vLLM says of blocks that it could not fetch, under a head that it has sent before.
+/// Stock vLLM's error for blocks that it could not fetch, after the head of a stream.
 fn failed_in_the_stream(before: usize, code: u64) -> Vec<String> {
     let mut frames: Vec<String> = (0..before).map(event).collect();
     let error = json!({"error": {"message": "EngineCore encountered an issue at 10.0.0.7:8000",
@@ -159,44 +163,44 @@ fn failed_in_the_stream(before: usize, code: u64) -> Vec<String> {
 
 #[tokio::test]
 async fn an_engine_that_fails_in_its_stream_has_failed() {
-    // Before its first event another one gets the same handoff.
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let fails = FakeEngine::always(Act::Frames(failed_in_the_stream(0, 500), true)).await;
-    let lives = FakeEngine::always(Act::Stream(2)).await;
-    let system = System::with(&[&p], &[&fails, &lives], "", "").await;
+    // Before its first event another engine gets the same handoff.
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let fails = FakeEngine::always(Action::Frames(failed_in_the_stream(0, 500), true)).await;
+    let lives = FakeEngine::always(Action::Stream(2)).await;
+    let system = TestRouter::with(&[&p], &[&fails, &lives], "", "").await;
     for _ in 0..4 {
         let answer = post(system.address, "/v1/completions", &streamed(json!({}))).await;
         assert_eq!((answer.status, answer.text().contains("error")), (200, false), "{}", answer.text());
     }
     assert!(!fails.asked().is_empty() && lives.asked().len() == 4);
-    let handed = |seen: &Seen| seen.body.get("kv_transfer_params").is_some();
+    let handed = |request: &ReceivedRequest| request.body.get("kv_transfer_params").is_some();
     assert!(lives.asked().iter().all(handed), "the same handoff");
     system.settled().await;
 
-    // Alone, it is a status and not a stream that says so.
-    let system = System::with(&[&p], &[&fails], "", "").await;
+    // Alone, the failure becomes a status and not a stream.
+    let system = TestRouter::with(&[&p], &[&fails], "", "").await;
     let answer = post(system.address, "/v1/completions", &streamed(json!({}))).await;
     assert_eq!((answer.status, answer.code().as_str()), (502, "bad_gateway"));
     system.settled().await;
     p.wait("the releases", |p| !p.releases().is_empty()).await;
 
-    // A request that cannot be served is the client's to know.
-    let refuses = FakeEngine::always(Act::Frames(failed_in_the_stream(0, 400), true)).await;
-    let system = System::with(&[], &[&refuses], "", "").await;
+    // A request that cannot be served gets the engine's error.
+    let refuses = FakeEngine::always(Action::Frames(failed_in_the_stream(0, 400), true)).await;
+    let system = TestRouter::with(&[], &[&refuses], "", "").await;
     let answer = post(system.address, "/v1/completions", &streamed(json!({}))).await;
     assert_eq!(answer.status, 400);
     assert!(!answer.text().contains("10.0.0.7"), "{}", answer.text());
 
-    // What keeps a connection alive is no event.
+    // A keep-alive comment is no event.
     let mut pinged = failed_in_the_stream(0, 400);
     pinged.insert(0, ": ping\n\n".to_owned());
-    let refuses = FakeEngine::always(Act::Frames(pinged, true)).await;
-    let system = System::with(&[], &[&refuses], "", "").await;
+    let refuses = FakeEngine::always(Action::Frames(pinged, true)).await;
+    let system = TestRouter::with(&[], &[&refuses], "", "").await;
     assert_eq!(post(system.address, "/v1/completions", &streamed(json!({}))).await.status, 400);
 
-    // In the middle it is one typed error, not the engine's words, and counts as a stream that broke.
-    let breaks = FakeEngine::always(Act::Frames(failed_in_the_stream(2, 500), true)).await;
-    let system = System::with(&[], &[&breaks], "", "").await;
+    // In the middle it becomes one typed error without the engine's message, and counts as a broken stream.
+    let breaks = FakeEngine::always(Action::Frames(failed_in_the_stream(2, 500), true)).await;
+    let system = TestRouter::with(&[], &[&breaks], "", "").await;
     let text = post(system.address, "/v1/completions", &streamed(json!({}))).await.text();
     let expected = format!("{}{}", event(0), event(1));
     assert!(text.starts_with(&expected) && text.ends_with("data: [DONE]\n\n"), "{text}");
@@ -211,8 +215,8 @@ async fn an_engine_that_fails_in_its_stream_has_failed() {
 #[tokio::test]
 async fn a_stream_is_over_with_done_whatever_follows_or_lacks() {
     for last in ["data: [DONE]\n\n: ping\n\n", "data: [DONE]\n"] {
-        let d = FakeEngine::always(Act::Frames(vec![event(0), last.to_owned()], true)).await;
-        let system = System::with(&[], &[&d], "", "").await;
+        let d = FakeEngine::always(Action::Frames(vec![event(0), last.to_owned()], true)).await;
+        let system = TestRouter::with(&[], &[&d], "", "").await;
         let text = post(system.address, "/v1/completions", &streamed(json!({}))).await.text();
         assert_eq!(text, format!("{}data: [DONE]\n\n", event(0)), "{last:?}");
         let ended = "baton_router_requests_total{model=\"m\",outcome=\"completed\",code=\"2xx\"}";
@@ -224,7 +228,7 @@ async fn a_stream_is_over_with_done_whatever_follows_or_lacks() {
 async fn going_on_with_a_stream_is_charged_to_the_budget_of_second_attempts() {
     let (dies, lives) = (engine("first", 3).await, engine("second", NEVER).await);
     let top = "retries: {budget_percent: 0, min_per_second: 0}";
-    let system = System::with(&[], &[&dies, &lives], "    resume: true", top).await;
+    let system = TestRouter::with(&[], &[&dies, &lives], "    resume: true", top).await;
     let answer = read(&post(system.address, "/v1/completions", &streamed(json!({}))).await.text());
     assert_eq!((answer.errors, answer.dones, answer.finishes), (1, 1, 0), "{answer:?}");
     assert!(lives.asked().is_empty());
@@ -235,7 +239,7 @@ async fn going_on_with_a_stream_is_charged_to_the_budget_of_second_attempts() {
 async fn what_cannot_be_continued_ends_in_one_typed_error() {
     for (extra, resume) in [(json!({"stop": ["zzz"]}), true), (json!({"n": 1}), false)] {
         let (dies, lives) = (engine("first", 3).await, engine("second", NEVER).await);
-        let system = System::with(&[], &[&dies, &lives], &format!("    resume: {resume}"), "").await;
+        let system = TestRouter::with(&[], &[&dies, &lives], &format!("    resume: {resume}"), "").await;
         let answer = read(&post(system.address, "/v1/completions", &streamed(extra)).await.text());
         assert_eq!((answer.errors, answer.dones, answer.finishes), (1, 1, 0), "{answer:?}");
         assert!(lives.asked().is_empty());
@@ -246,11 +250,11 @@ async fn what_cannot_be_continued_ends_in_one_typed_error() {
 
 #[tokio::test]
 async fn where_no_other_engine_can_be_had_the_stream_ends_in_one_typed_error() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
     let dies = engine("first", 3).await;
-    let broken = FakeEngine::always(Act::Refuse(500, json!({"error": {"message": "x"}}))).await;
+    let broken = FakeEngine::always(Action::Refuse(500, json!({"error": {"message": "x"}}))).await;
     let top = "attempts: {decode: 1}";
-    let system = System::with(&[&p], &[&dies, &broken], "    resume: true", top).await;
+    let system = TestRouter::with(&[&p], &[&dies, &broken], "    resume: true", top).await;
     let answer = read(&post(system.address, "/v1/completions", &streamed(json!({}))).await.text());
     assert_eq!((answer.errors, answer.dones, answer.finishes), (1, 1, 0), "{answer:?}");
     system.counts("baton_router_resumes_total{result=\"failed\"}", 1.0).await;
@@ -261,9 +265,10 @@ async fn where_no_other_engine_can_be_had_the_stream_ends_in_one_typed_error() {
 #[tokio::test]
 async fn token_ids_are_asked_of_engines_only_where_a_stream_may_be_resumed() {
     let d = engine("first", NEVER).await;
-    let system = System::with(&[], &[&d], "    resume: true", "").await;
+    let system = TestRouter::with(&[], &[&d], "    resume: true", "").await;
     post(system.address, "/v1/completions", &streamed(json!({}))).await;
     post(system.address, "/v1/completions", &completion(false)).await;
-    let asked: Vec<_> = d.asked().iter().map(|seen| seen.body.get("return_token_ids").cloned()).collect();
+    let asked: Vec<_> =
+        d.asked().iter().map(|request| request.body.get("return_token_ids").cloned()).collect();
     assert_eq!(asked, [Some(json!(true)), None]);
 }

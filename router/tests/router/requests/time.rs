@@ -1,32 +1,32 @@
-//! Bounds on how long a request may take.
+//! Time limits of requests.
 
 use serde_json::Value;
 
 use crate::harness::client::{Client, completion, post};
-use crate::harness::engine::{Act, FakeEngine, event};
-use crate::harness::system::System;
+use crate::harness::engine::{Action, FakeEngine, event};
+use crate::harness::system::TestRouter;
 use crate::operations::health::standing;
 
 const HANDLE: u128 = 0xabc;
 
 #[tokio::test]
 async fn a_request_that_takes_too_long_ends_in_504_or_in_a_typed_error() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
-    let d = FakeEngine::always(Act::Hang).await;
-    let system = System::with(&[&p], &[&d], "", "timeouts: {request_ms: 200}").await;
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let d = FakeEngine::always(Action::Hang).await;
+    let system = TestRouter::with(&[&p], &[&d], "", "timeouts: {request_ms: 200}").await;
     let answer = post(system.address, "/v1/completions", &completion(true)).await;
     assert_eq!((answer.status, answer.code().as_str()), (504, "request_timeout"));
     p.wait("the release", |p| p.releases().len() == 1).await;
     d.wait("the abort", |d| d.aborts().len() == 1 && d.cut() == 1).await;
 
-    let hangs = FakeEngine::always(Act::Hang).await;
-    let system = System::with(&[&hangs], &[&d], "", "timeouts: {request_ms: 200}").await;
+    let hangs = FakeEngine::always(Action::Hang).await;
+    let system = TestRouter::with(&[&hangs], &[&d], "", "timeouts: {request_ms: 200}").await;
     assert_eq!(post(system.address, "/v1/completions", &completion(true)).await.status, 504);
     hangs.wait("the abort", |p| p.aborts().len() == 1).await;
 
-    let d = FakeEngine::always(Act::StreamWhenTold(9)).await;
-    let system = System::with(&[&p], &[&d], "", "timeouts: {request_ms: 1500}").await;
-    d.go_on();
+    let d = FakeEngine::always(Action::StreamGated(9)).await;
+    let system = TestRouter::with(&[&p], &[&d], "", "timeouts: {request_ms: 1500}").await;
+    d.open_gate();
     let text = post(system.address, "/v1/completions", &completion(true)).await.text();
     assert!(text.starts_with(&event(0)) && text.ends_with("data: [DONE]\n\n"), "{text}");
     let error = text.lines().find(|line| line.contains("\"error\"")).expect("a typed error");
@@ -38,12 +38,12 @@ async fn a_request_that_takes_too_long_ends_in_504_or_in_a_typed_error() {
 
 #[tokio::test]
 async fn no_engine_is_blamed_for_a_request_that_takes_too_long() {
-    for (act, stream) in [(Act::StreamWhenTold(9), true), (Act::StreamWhenTold(9), false)] {
-        let d = FakeEngine::always(act).await;
+    for (action, stream) in [(Action::StreamGated(9), true), (Action::StreamGated(9), false)] {
+        let d = FakeEngine::always(action).await;
         let breaker = "{failures: 2, cool_down_ms: 600000, cool_down_max_ms: 600000}";
         let health = format!("health: {{active: {{interval_ms: 0}}, breaker: {breaker}}}");
         let top = format!("timeouts: {{request_ms: 200}}\n{health}");
-        let system = System::with(&[], &[&d], "", &top).await;
+        let system = TestRouter::with(&[], &[&d], "", &top).await;
         for source in ["a", "b", "c", "d"] {
             let mut client = Client::connect(system.address).await;
             let body = completion(stream).to_string();
@@ -58,22 +58,22 @@ async fn no_engine_is_blamed_for_a_request_that_takes_too_long() {
 
 #[tokio::test]
 async fn a_models_own_bounds_go_before_the_routers() {
-    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
     let top = "timeouts: {prefill_silence_ms: 60000, decode_first_byte_ms: 60000, stream_silence_ms: 60000}";
-    let d = FakeEngine::always(Act::Hang).await;
-    let first_byte = System::with(&[&p], &[&d], "    timeouts: {decode_first_byte_ms: 100}", top).await;
+    let d = FakeEngine::always(Action::Hang).await;
+    let first_byte = TestRouter::with(&[&p], &[&d], "    timeouts: {decode_first_byte_ms: 100}", top).await;
     let answer = post(first_byte.address, "/v1/completions", &completion(true)).await;
     assert_eq!((answer.status, answer.json()["error"]["type"].as_str()), (504, Some("timeout_error")));
-    let request = System::with(&[&p], &[&d], "    timeouts: {request_ms: 100}", top).await;
+    let request = TestRouter::with(&[&p], &[&d], "    timeouts: {request_ms: 100}", top).await;
     assert_eq!(post(request.address, "/v1/completions", &completion(true)).await.code(), "request_timeout");
-    let stream = FakeEngine::always(Act::StreamWhenTold(2)).await;
-    let silence = System::with(&[&p], &[&stream], "    timeouts: {stream_silence_ms: 100}", top).await;
-    stream.go_on();
+    let stream = FakeEngine::always(Action::StreamGated(2)).await;
+    let silence = TestRouter::with(&[&p], &[&stream], "    timeouts: {stream_silence_ms: 100}", top).await;
+    stream.open_gate();
     let text = post(silence.address, "/v1/completions", &completion(true)).await.text();
     assert!(text.contains("\"timeout_error\""), "{text}");
-    let hangs = FakeEngine::always(Act::Hang).await;
-    let live = FakeEngine::always(Act::Whole(1)).await;
-    let prefill = System::with(&[&hangs], &[&live], "    timeouts: {prefill_silence_ms: 100}", top).await;
+    let hangs = FakeEngine::always(Action::Hang).await;
+    let live = FakeEngine::always(Action::Whole(1)).await;
+    let prefill = TestRouter::with(&[&hangs], &[&live], "    timeouts: {prefill_silence_ms: 100}", top).await;
     assert_eq!(
         post(prefill.address, "/v1/completions", &completion(false)).await.status,
         200,
@@ -85,8 +85,8 @@ async fn a_models_own_bounds_go_before_the_routers() {
 async fn a_client_that_reads_slowly_and_steadily_gets_all_of_it() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     const BYTES: usize = 24 << 20;
-    let d = FakeEngine::always(Act::Whole(BYTES)).await;
-    let system = System::with(&[], &[&d], "", "timeouts: {client_stall_ms: 1000}").await;
+    let d = FakeEngine::always(Action::Whole(BYTES)).await;
+    let system = TestRouter::with(&[], &[&d], "", "timeouts: {client_stall_ms: 1000}").await;
     let mut client = tokio::net::TcpStream::connect(system.address).await.unwrap();
     let body = r#"{"model":"m","input":"x"}"#;
     let head = format!(
@@ -100,7 +100,7 @@ async fn a_client_that_reads_slowly_and_steadily_gets_all_of_it() {
             0 => break,
             bytes => read += bytes,
         }
-        // Longer in all than a client may stand still.
+        // Longer in total than a client may stall.
         tokio::time::sleep(std::time::Duration::from_millis(10)).await;
     }
     assert!(read > BYTES, "{read} of {BYTES}");

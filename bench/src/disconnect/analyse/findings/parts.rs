@@ -1,80 +1,80 @@
-//! What is found of a deployment in which a part was broken on purpose: blocks that stay behind, and leases that only time
-//! has ended; but for what nobody can give back ([`Broken::excuses`]).
+//! Findings of fault segments: stranded blocks and expired leases, except for excused ones ([`FaultSegment::excuses`]).
 
-use super::finding;
-use crate::disconnect::analyse::Facts;
-use crate::disconnect::analyse::faults::{Broken, broken};
+use crate::disconnect::analyse::faults::{FaultSegment, fault_segments};
+use crate::disconnect::analyse::run_data::RunData;
 use crate::disconnect::analyse::summary::{Finding, Summary};
-use crate::disconnect::record::raw::{Books, CallRecord};
-use crate::disconnect::record::timeline::{Leg, RACE_US};
+use crate::disconnect::record::raw::{CallRecord, EngineState};
+use crate::disconnect::record::timeline::{LegTimeline, RACE_US};
 
-/// Blocks that were still held long after the part was mended and their client was gone.
-pub(super) fn stranded(facts: &Facts, findings: &mut Vec<Finding>) {
-    let limit = facts.run.stranded_after_us;
+/// Blocks that were held too long after the recovery and the end of their request.
+pub(super) fn stranded(data: &RunData, findings: &mut Vec<Finding>) {
+    let limit = data.run.stranded_after_us;
     let seconds = limit as f64 / 1e6;
-    // Of a part that did not come to its end nobody knows what would have come home.
-    for broken in broken(facts).iter().filter(|broken| broken.act.ended < u64::MAX) {
+    // In a segment without an end it is unknown which blocks would have been freed.
+    for broken in fault_segments(data).iter().filter(|broken| broken.segment.ended < u64::MAX) {
         let fault = broken.fault;
         let after =
-            if broken.mended.is_some() { format!("`{fault}` recovered") } else { format!("`{fault}`") };
-        let behind = |call: &CallRecord, leg: &Leg| {
-            let back = leg.freed.first().map_or(facts.watched_until(), |(at, _)| *at);
-            // A lease that is over is nobody's but the engine's.
-            let kept = leg.lease_ended.as_ref().is_some_and(|(ended, _)| back.saturating_sub(*ended) > limit);
+            if broken.recovered_at.is_some() { format!("`{fault}` recovered") } else { format!("`{fault}`") };
+        let behind = |call: &CallRecord, leg: &LegTimeline| {
+            let freed_at = leg.freed.first().map_or(data.watched_until(), |(at, _)| *at);
+            // After the end of a lease its engine has to free the blocks.
+            let kept =
+                leg.lease_ended.as_ref().is_some_and(|(ended, _)| freed_at.saturating_sub(*ended) > limit);
             (leg.held() > 0 || leg.is_at_work())
                 && (kept || !broken.excuses(call, leg))
-                && back.saturating_sub(facts.there_until(call).max(broken.mended_us())) > limit
+                && freed_at.saturating_sub(data.present_until(call).max(broken.recovered_us())) > limit
         };
-        let of = broken.calls(facts).filter(|(call, legs)| legs.iter().any(|leg| behind(call, leg)));
+        let of = broken.calls(data).filter(|(call, legs)| legs.iter().any(|leg| behind(call, leg)));
         let tags: Vec<_> = of.map(|(call, _)| call.tag.as_str()).collect();
         if !tags.is_empty() {
             let says = format!(
                 "{} requests stranded their blocks for more than {seconds} s after {after} and their cancel",
                 tags.len()
             );
-            findings.push(finding("fault_stranded", says, tags.len() as u64, &tags));
+            findings.push(Finding::new("fault_stranded", says, tags.len() as u64, &tags));
             continue;
         }
-        for engine in &facts.engines {
-            if let Some(held) = still_held(facts, broken, engine.engine) {
+        for engine in &data.engines {
+            if let Some(held) = still_held(data, broken, engine.engine) {
                 let name = &engine.name;
                 let says = format!(
                     "{name} still held {held} blocks {seconds} s after {after} and the end of the last request"
                 );
-                findings.push(finding("fault_stranded", says, held, &[]));
+                findings.push(Finding::new("fault_stranded", says, held, &[]));
             }
         }
     }
 }
 
-/// Blocks that an engine's books had as held for too long after everybody had gone, but for those that are excused.
-fn still_held(facts: &Facts, broken: &Broken<'_>, engine: usize) -> Option<u64> {
-    let calls = facts.calls.iter().filter(|call| call.act == broken.act.name);
-    let gone = calls.map(|call| facts.there_until(call)).max().unwrap_or(0).max(broken.mended_us());
-    let held = |books: &Books| {
-        books.held.saturating_sub(excused(facts, broken, engine, books.at_us).map(Leg::held).sum())
+/// Blocks that an engine held too long after all requests had ended, without excused ones.
+fn still_held(data: &RunData, broken: &FaultSegment<'_>, engine: usize) -> Option<u64> {
+    let calls = data.calls.iter().filter(|call| call.segment == broken.segment.name);
+    let last_present =
+        calls.map(|call| data.present_until(call)).max().unwrap_or(0).max(broken.recovered_us());
+    let held = |state: &EngineState| {
+        state.held.saturating_sub(excused(data, broken, engine, state.at_us).map(LegTimeline::held).sum())
     };
-    let late = facts.books.iter().filter(|books| {
-        books.engine == engine
-            && books.at_us > gone + facts.run.stranded_after_us
-            && books.at_us <= broken.act.ended
+    let late = data.engine_states.iter().filter(|state| {
+        state.engine == engine
+            && state.at_us > last_present + data.run.stranded_after_us
+            && state.at_us <= broken.segment.ended
     });
     late.map(held).find(|held| *held > 0)
 }
 
-/// Legs whose blocks an engine holds at this moment, and nobody but time can give back. What an engine held that was killed is
-/// in no books, and of a lease that has ended the engine itself has to give them back.
+/// Legs whose blocks an engine holds at this moment and that are excused. A killed engine has no blocks in its state.
+/// After the end of a lease its engine has to free the blocks.
 fn excused<'a>(
-    facts: &'a Facts,
-    broken: &'a Broken<'a>,
+    data: &'a RunData,
+    broken: &'a FaultSegment<'a>,
     engine: usize,
     at: u64,
-) -> impl Iterator<Item = &'a Leg> {
-    let legs = broken.calls(facts).flat_map(|(call, legs)| legs.iter().map(move |leg| (call, leg)));
-    let ours = move |leg: &Leg| leg.engine == engine && !broken.killed(engine);
-    let of_another = move |leg: &Leg| {
-        let since = leg.lent.map_or(0, |(lent, _)| lent);
-        facts.restarts.iter().any(|(other, when)| *other == engine && since <= *when && *when <= at)
+) -> impl Iterator<Item = &'a LegTimeline> {
+    let legs = broken.calls(data).flat_map(|(call, legs)| legs.iter().map(move |leg| (call, leg)));
+    let ours = move |leg: &LegTimeline| leg.engine == engine && !broken.killed(engine);
+    let of_another = move |leg: &LegTimeline| {
+        let since = leg.leased.map_or(0, |(leased_at, _)| leased_at);
+        data.restarts.iter().any(|(other, when)| *other == engine && since <= *when && *when <= at)
     };
     legs.filter(move |(call, leg)| ours(leg) && broken.excuses(call, leg))
         .map(|(_, leg)| leg)
@@ -83,50 +83,54 @@ fn excused<'a>(
         .filter(move |leg| !of_another(leg))
 }
 
-/// Blocks that an engine held when it was last looked at, of excused leases whose time was not over then.
-pub(crate) fn excused_at_end(facts: &Facts, engine: usize, at: u64) -> u64 {
-    let legs = facts.timelines.values().flat_map(|timeline| &timeline.legs);
-    // A lease that grows does not say it; it is the engine's for all of them.
-    let lives = legs.filter(|leg| leg.engine == engine).filter_map(|leg| leg.lease_life);
+/// Blocks in the last state of an engine that belong to excused leases which had not expired yet.
+pub(crate) fn excused_at_end(data: &RunData, engine: usize, at: u64) -> u64 {
+    let legs = data.timelines.values().flat_map(|timeline| &timeline.legs);
+    // The event of a lease that grows has no lease time. All leases of an engine have the same time.
+    let lives = legs.filter(|leg| leg.engine == engine).filter_map(|leg| leg.lease_time);
     let Some(life) = lives.max() else { return 0 };
-    let runs = |leg: &&Leg| {
-        let from = leg.lent.map_or(0, |(lent, _)| lent).max(leg.ended.as_ref().map_or(0, |ended| ended.at));
-        from.saturating_add(life).saturating_add(facts.run.stranded_after_us) > at
+    let runs = |leg: &&LegTimeline| {
+        let from = leg
+            .leased
+            .map_or(0, |(leased_at, _)| leased_at)
+            .max(leg.ended.as_ref().map_or(0, |ended| ended.at));
+        from.saturating_add(life).saturating_add(data.run.stranded_after_us) > at
     };
-    let of =
-        |broken: &Broken<'_>| excused(facts, broken, engine, at).filter(runs).map(Leg::held).sum::<u64>();
-    broken(facts).iter().map(of).sum()
+    let of = |broken: &FaultSegment<'_>| {
+        excused(data, broken, engine, at).filter(runs).map(LegTimeline::held).sum::<u64>()
+    };
+    fault_segments(data).iter().map(of).sum()
 }
 
-/// Requests with a lease that only time has ended: those that are excused, and the others.
-fn by_time(facts: &Facts) -> (Vec<&str>, Vec<&str>) {
-    let broken = broken(facts);
+/// Requests with expired leases: excused ones, and the others.
+fn expired_leases(data: &RunData) -> (Vec<&str>, Vec<&str>) {
+    let broken = fault_segments(data);
     let excused = |tag: &str| {
-        let ours = broken
-            .iter()
-            .flat_map(|broken| broken.calls(facts).map(move |(call, legs)| (broken, call, legs)));
-        ours.filter(|(_, call, _)| call.tag == tag)
-            .any(|(broken, call, legs)| legs.iter().any(|leg| leg.lends && broken.excuses(call, leg)))
+        let calls =
+            broken.iter().flat_map(|broken| broken.calls(data).map(move |(call, legs)| (broken, call, legs)));
+        calls
+            .filter(|(_, call, _)| call.tag == tag)
+            .any(|(broken, call, legs)| legs.iter().any(|leg| leg.produces && broken.excuses(call, leg)))
     };
-    let all = facts.timelines.iter().filter(|(_, timeline)| timeline.expired()).map(|(tag, _)| tag.as_str());
+    let all = data.timelines.iter().filter(|(_, timeline)| timeline.expired()).map(|(tag, _)| tag.as_str());
     all.partition(|tag| excused(tag))
 }
 
-/// How many leases that only time has ended are excused, by the engines' own word.
-pub(crate) fn excused_leases(facts: &Facts) -> u64 {
-    by_time(facts).0.len() as u64
+/// The number of expired leases that are excused, by the event logs.
+pub(crate) fn excused_leases(data: &RunData) -> u64 {
+    expired_leases(data).0.len() as u64
 }
 
-/// Leases that only time has ended.
-pub(super) fn expiries(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
+/// Expired leases.
+pub(super) fn expiries(data: &RunData, summary: &Summary, findings: &mut Vec<Finding>) {
     let counted: u64 = summary.engines.iter().map(|engine| engine.expired).sum();
-    let (excused, tags) = by_time(facts);
-    // Of engines that tell sums only nobody knows which were killed.
+    let (excused, tags) = expired_leases(data);
+    // Without event logs it is unknown which engines were killed.
     let in_parts: u64 = summary.faults.iter().map(|fault| fault.expired).sum();
     let on_purpose = if summary.exact { excused.len() as u64 } else { in_parts };
     let expired = counted.saturating_sub(on_purpose).max(tags.len() as u64);
     if expired > 0 {
         let says = format!("{expired} leases expired: their blocks were neither read nor released");
-        findings.push(finding("leases_expired", says, expired, &tags));
+        findings.push(Finding::new("leases_expired", says, expired, &tags));
     }
 }

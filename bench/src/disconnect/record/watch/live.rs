@@ -1,18 +1,19 @@
-//! What is in flight now, as far as engines have told it.
+//! Requests in flight now, from the events of the engines.
 
 use std::time::Duration;
 
-use super::Feed;
+use super::TimelineFeed;
 use crate::disconnect::plan::phase::Phase;
-use crate::disconnect::record::flight::InFlight;
-use crate::disconnect::record::timeline::{Seen, Timeline};
+use crate::disconnect::record::in_flight::InFlight;
+use crate::disconnect::record::raw::ClientTimes;
+use crate::disconnect::record::timeline::Timeline;
 
-/// Between two looks where no engine tells anything.
+/// The interval between checks without engine events.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-impl Feed {
-    /// Waits until what is in flight of the open requests is what is wanted, at most so long, and says what is in flight
-    /// then. `open`: each with its tag, and whether it streams; `exact`: engines tell where they are.
+impl TimelineFeed {
+    /// Waits until the open requests meet the condition or the time is over, and returns them. `open`: tags of the open
+    /// requests, and whether each streams. `exact`: the engines have event logs.
     pub(crate) async fn until_in_flight(
         &self,
         within: Duration,
@@ -24,7 +25,7 @@ impl Feed {
         loop {
             let news = self.news.notified();
             tokio::pin!(news);
-            // From here on an event that comes is not missed.
+            // From here on no event is missed.
             news.as_mut().enable();
             let flight = self.in_flight(&open(), exact);
             if is_wanted(&flight) || tokio::time::Instant::now() >= until {
@@ -42,11 +43,11 @@ impl Feed {
                 continue;
             }
             let phase = match state.timelines.get(tag) {
-                // On its way.
+                // The request has not reached an engine.
                 None => Some(Phase::Queued),
                 Some(timeline) => phase(timeline, *stream),
             };
-            // Otherwise it is over on the engines, and its end is on its way to its client.
+            // Otherwise the request has ended on its engines, and its end is on the way to the client.
             if phase.is_some() {
                 flight.add(phase);
             }
@@ -55,10 +56,10 @@ impl Feed {
     }
 }
 
-/// Where a request is by everything that is known of it. Its client is taken to have what the decode engine has said.
+/// The phase of a request by all known events. The client counts as having received the tokens of the decode engine.
 fn phase(timeline: &Timeline, stream: bool) -> Option<Phase> {
-    let first_token = timeline.legs.iter().filter(|leg| !leg.lends).find_map(|leg| leg.first_token);
-    timeline.phase_at(&Seen { stream, first_token, ..Seen::default() }, u64::MAX)
+    let first_token = timeline.legs.iter().filter(|leg| !leg.produces).find_map(|leg| leg.first_token);
+    timeline.phase_at(&ClientTimes { stream, first_token, ..ClientTimes::default() }, u64::MAX)
 }
 
 #[cfg(test)]
@@ -66,7 +67,7 @@ mod tests {
     use super::*;
     use crate::disconnect::record::raw::EventRecord;
 
-    fn tell(feed: &Feed, tag: &str, engine: usize, kinds: &[&str]) {
+    fn tell(feed: &TimelineFeed, tag: &str, engine: usize, kinds: &[&str]) {
         for kind in kinds {
             let leg = (*kind == "queued").then(|| if engine == 0 { "prefill" } else { "decode" }.to_owned());
             let (tag, kind) = (tag.to_owned(), (*kind).to_owned());
@@ -76,7 +77,7 @@ mod tests {
 
     #[tokio::test]
     async fn what_is_in_flight_is_known_by_phase_and_waited_for() {
-        let feed = Feed::default();
+        let feed = TimelineFeed::default();
         let open = || ["new", "p", "d", "over", "whole"].map(|tag| (tag.to_owned(), tag != "whole")).to_vec();
         let prefill = ["queued", "started"];
         let lent = [prefill.as_slice(), &["ended", "lent"]].concat();
@@ -87,7 +88,7 @@ mod tests {
             tell(&feed, tag, 1, &decode);
         }
         tell(&feed, "over", 1, &["ended", "freed"]);
-        // Somebody else's, and one whose client has gone.
+        // The request of another client, and one that was cancelled.
         tell(&feed, "gone", 0, &prefill);
         let flight = feed.until_in_flight(Duration::ZERO, true, open, |_| false).await;
         assert_eq!(
@@ -96,7 +97,7 @@ mod tests {
         );
         let flight = feed.until_in_flight(Duration::ZERO, false, open, |_| false).await;
         assert_eq!((flight.requests, flight.by_phase().as_str()), (5, ""));
-        // An event of the one that has just been sent ends the wait for it.
+        // An event of the new request ends the wait.
         let two = |flight: &InFlight| flight.phases.get(&Phase::Prefill) == Some(&2);
         let waiting = feed.until_in_flight(Duration::from_secs(60), true, open, two);
         let (flight, ()) = tokio::join!(waiting, async { tell(&feed, "new", 0, &prefill) });

@@ -1,19 +1,19 @@
-//! What of a page of an engine's event log is new.
+//! The new events of a page of an engine's event log.
 
 use serde_json::Value;
 
 /// A page, read by the numbers of its events.
 #[derive(Debug, PartialEq)]
-pub(super) struct Page<'a> {
-    /// Events that no page before had, in their order.
+pub(super) struct LogPage<'a> {
+    /// Events that no earlier page had, in order.
     pub(super) fresh: Vec<&'a Value>,
-    /// The number to ask on from; `None`: the log does not get on, and the same page would be read for ever.
+    /// The number after which the next page begins; `None` if the log does not advance and would return the same page
+    /// again.
     pub(super) next: Option<u64>,
 }
 
-/// Reads a page that was asked for after this number. An event whose number was read already is the same event, whatever
-/// the log says.
-pub(super) fn read(page: &Value, after: u64) -> Page<'_> {
+/// Reads a page that was requested after this number. An event whose number was read before is the same event.
+pub(super) fn read(page: &Value, after: u64) -> LogPage<'_> {
     let events = page["events"].as_array().map_or(&[][..], Vec::as_slice);
     let mut last = after;
     let is_fresh = |event: &&Value| {
@@ -24,7 +24,7 @@ pub(super) fn read(page: &Value, after: u64) -> Page<'_> {
     let fresh = events.iter().filter(is_fresh).collect();
     let next = page["next"].as_u64();
     let gets_on = next.filter(|next| *next > after || (*next == after && events.is_empty()));
-    Page { fresh, next: gets_on }
+    LogPage { fresh, next: gets_on }
 }
 
 #[cfg(test)]
@@ -39,20 +39,20 @@ mod tests {
             let events: Vec<_> = numbers.iter().map(|number| json!({"seq": number})).collect();
             json!({"events": events, "next": next})
         };
-        let told = |page: &Value, after| {
-            let Page { fresh, next } = read(page, after);
+        let result = |page: &Value, after| {
+            let LogPage { fresh, next } = read(page, after);
             (fresh.iter().filter_map(|event| event["seq"].as_u64()).collect::<Vec<_>>(), next)
         };
-        assert_eq!(told(&page(&[5, 6, 7], 7.into()), 4), (vec![5, 6, 7], Some(7)));
-        assert_eq!(told(&page(&[], 4.into()), 4), (vec![], Some(4)));
-        // A page that begins before what was asked for, and one that tells an event twice.
-        assert_eq!(told(&page(&[3, 4, 5], 5.into()), 4), (vec![5], Some(5)));
-        assert_eq!(told(&page(&[5, 5, 6], 6.into()), 4), (vec![5, 6], Some(6)));
-        // The same page again and again.
-        assert_eq!(told(&page(&[3, 4], 4.into()), 4), (vec![], None));
-        assert_eq!(told(&page(&[5, 6], 4.into()), 4), (vec![5, 6], None));
-        // It went back, or says nothing.
-        assert_eq!(told(&page(&[], 2.into()), 4), (vec![], None));
-        assert_eq!(told(&page(&[5], Value::Null), 4), (vec![5], None));
+        assert_eq!(result(&page(&[5, 6, 7], 7.into()), 4), (vec![5, 6, 7], Some(7)));
+        assert_eq!(result(&page(&[], 4.into()), 4), (vec![], Some(4)));
+        // A page that begins before the requested number, and one with an event twice.
+        assert_eq!(result(&page(&[3, 4, 5], 5.into()), 4), (vec![5], Some(5)));
+        assert_eq!(result(&page(&[5, 5, 6], 6.into()), 4), (vec![5, 6], Some(6)));
+        // The same page again.
+        assert_eq!(result(&page(&[3, 4], 4.into()), 4), (vec![], None));
+        assert_eq!(result(&page(&[5, 6], 4.into()), 4), (vec![5, 6], None));
+        // A page whose `next` is lower than before, or missing.
+        assert_eq!(result(&page(&[], 2.into()), 4), (vec![], None));
+        assert_eq!(result(&page(&[5], Value::Null), 4), (vec![5], None));
     }
 }

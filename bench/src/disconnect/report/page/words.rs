@@ -1,9 +1,9 @@
-//! The report's terms, and the run that its numbers are from.
+//! The terms of the report, and the configuration of the run.
 
 use std::fmt::Write as _;
 
-use super::super::super::analyse::summary::Summary;
-use super::super::super::analyse::uncancelled::SLOWER;
+use super::super::super::analyse::summary::{SLOWER, Summary};
+use super::super::super::analyse::units::format_ms;
 use super::super::super::record::timeline::RACE_US;
 use super::super::svg::escaped;
 
@@ -15,7 +15,7 @@ pub(super) fn draw(summary: &Summary, out: &mut String) {
     let vanished = summary.vanished.as_ref().map_or_else(String::new, |vanished| {
         format!(
             "<dt>vanished</dt><dd>requests whose client's host disappeared without FIN or RST. The deployment has {} to notice, and blocks are stranded {seconds} s after that. They are in no number of the cancelled requests</dd>",
-            super::super::ms(vanished.noticed_within_ms)
+            format_ms(vanished.noticed_within_ms)
         )
     });
     let _ = write!(

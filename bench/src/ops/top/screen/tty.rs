@@ -1,38 +1,42 @@
-//! Whether a terminal has something to be read, or is gone.
-#![allow(unsafe_code)] // poll(2), and openpty(3) in the test; each block says why it is sound
+//! Whether a terminal has input, or is closed.
+#![allow(unsafe_code, reason = "poll(2), and openpty(3) in the test; each block says why it is sound")]
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
-/// What a look at a terminal has found.
+/// State of a terminal's input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Input {
+pub(super) enum TerminalInput {
     Nothing,
     Waits,
-    /// Nobody has it any more: its window was closed, or the connection is lost.
+    /// The terminal's window was closed, or the connection is lost.
     Gone,
 }
 
-/// Looks at a terminal until it has something to be read, at most for so long.
+/// Waits until a terminal has input, for at most `within`.
 ///
 /// # Errors
-/// When the system cannot say.
-pub(super) fn look(terminal: &impl AsFd, within: Duration) -> io::Result<Input> {
+/// If the system call fails.
+pub(super) fn look(terminal: &impl AsFd, within: Duration) -> io::Result<TerminalInput> {
     let fd = terminal.as_fd().as_raw_fd();
     let mut asked = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     let ms = i32::try_from(within.as_millis()).unwrap_or(i32::MAX);
-    // SAFETY: one entry, which lives longer than the call, and a descriptor that is borrowed for it.
+    // SAFETY: `poll` gets one entry, which outlives the call, and a descriptor that is borrowed during the call.
     let found = unsafe { libc::poll(&raw mut asked, 1, ms) };
     if found < 0 {
         let error = io::Error::last_os_error();
-        // A signal: the window's size, for one.
-        return if error.kind() == io::ErrorKind::Interrupted { Ok(Input::Nothing) } else { Err(error) };
+        // Interrupted by a signal, such as a change of the window's size.
+        return if error.kind() == io::ErrorKind::Interrupted {
+            Ok(TerminalInput::Nothing)
+        } else {
+            Err(error)
+        };
     }
     Ok(match asked.revents {
-        0 => Input::Nothing,
-        events if events & (libc::POLLHUP | libc::POLLERR | libc::POLLNVAL) != 0 => Input::Gone,
-        _ => Input::Waits,
+        0 => TerminalInput::Nothing,
+        events if events & (libc::POLLHUP | libc::POLLERR | libc::POLLNVAL) != 0 => TerminalInput::Gone,
+        _ => TerminalInput::Waits,
     })
 }
 
@@ -44,14 +48,14 @@ mod tests {
 
     use super::*;
 
-    /// Both ends of a terminal: the window's, and the program's.
+    /// Both ends of a terminal: the window's and the program's.
     fn terminal() -> (File, File) {
         let (mut window, mut program) = (0, 0);
         let (name, mode, size) = (std::ptr::null_mut(), std::ptr::null(), std::ptr::null());
-        // SAFETY: both places are ours, and nothing else is asked for.
+        // SAFETY: both places are local variables, and the other pointers are null.
         let made = unsafe { libc::openpty(&raw mut window, &raw mut program, name, mode, size) };
         assert_eq!(made, 0, "{}", io::Error::last_os_error());
-        // SAFETY: both were just opened, and nobody else has them.
+        // SAFETY: both descriptors were just opened and have no other owner.
         unsafe { (File::from_raw_fd(window), File::from_raw_fd(program)) }
     }
 
@@ -59,10 +63,10 @@ mod tests {
     fn a_terminal_that_is_gone_is_told_from_one_that_is_silent() {
         let (mut window, program) = terminal();
         let look = || look(&program, Duration::from_millis(1)).expect("it can be looked at");
-        assert_eq!(look(), Input::Nothing);
+        assert_eq!(look(), TerminalInput::Nothing);
         window.write_all(b"q\n").expect("a key");
-        assert_eq!(look(), Input::Waits);
+        assert_eq!(look(), TerminalInput::Waits);
         drop(window);
-        assert_eq!(look(), Input::Gone);
+        assert_eq!(look(), TerminalInput::Gone);
     }
 }

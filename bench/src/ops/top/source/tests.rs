@@ -1,4 +1,4 @@
-//! Routers that say what they are told to say, asked as the program asks them.
+//! Routers with scripted responses, queried by the same code as in the program.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -10,7 +10,7 @@ use tokio::net::{TcpListener, TcpStream};
 use super::super::history::History;
 use super::*;
 
-/// An admin listener: its answers one after another, the last one for ever.
+/// An admin listener with a list of responses. The last is repeated.
 async fn admin(status: u16, answers: Vec<Value>) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let place = listener.local_addr().expect("an address").to_string();
@@ -31,12 +31,12 @@ async fn answer(mut stream: TcpStream, status: u16, answers: Arc<Mutex<VecDeque<
         }
         asked.clear();
         let body = {
-            let mut answers = answers.lock().expect("nobody panics");
+            let mut answers = answers.lock().expect("no thread panics");
             let next = if answers.len() > 1 { answers.pop_front() } else { answers.front().cloned() };
             next.unwrap_or_default().to_string()
         };
-        let told = format!("HTTP/1.1 {status} OK\r\ncontent-length: {}\r\n\r\n{body}", body.len());
-        if stream.write_all(told.as_bytes()).await.is_err() {
+        let response = format!("HTTP/1.1 {status} OK\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+        if stream.write_all(response.as_bytes()).await.is_err() {
             return;
         }
     }
@@ -47,19 +47,19 @@ fn sources(admins: &[&str]) -> Sources {
     Sources::new(&admins, &[], None, None).expect("addresses")
 }
 
-/// A look of a router's at one engine, which has ended so many leases by then.
+/// A router's observation of one engine, with the number of leases ended so far.
 fn look(engine: &str, at_us: u64, ended: u64) -> Value {
     json!({"at_us": at_us, "routers": [{}], "engines": [{"engine": engine, "at_us": at_us, "epoch": "e",
         "source": "debug_kv", "releases": {"transfer_done": ended}}]})
 }
 
-/// As routers said it that told no times of engines.
+/// As of routers that do not report observation times of engines.
 fn older(mut look: Value) -> Value {
     look["engines"][0].as_object_mut().expect("an engine").remove("at_us");
     look
 }
 
-/// What is shown after each look.
+/// The rate that is shown after each snapshot.
 async fn rates(sources: &Sources, looks: usize) -> Vec<f64> {
     let mut history = History::default();
     let mut rates = Vec::new();
@@ -72,19 +72,20 @@ async fn rates(sources: &Sources, looks: usize) -> Vec<f64> {
 
 #[tokio::test]
 async fn a_router_that_gives_one_look_twice_has_the_rate_of_its_looks() {
-    // 40 per second. The router looks when its look is older than a second: every second time that it is asked.
+    // 40 per second. The router observes when its observation is older than a second: at every second query.
     let at = |seconds: u64| look("p:1", 1_763_812_345_000_000 + seconds * 1_000_000, 1_000 + 40 * seconds);
-    let told = vec![at(0), at(0), at(2), at(2), at(3), at(5), at(5), at(5)];
+    let observed = vec![at(0), at(0), at(2), at(2), at(3), at(5), at(5), at(5)];
     let expected = [0.0, 0.0, 40.0, 40.0, 40.0, 40.0, 40.0, 40.0];
-    for told in [told.clone(), told.into_iter().map(older).collect()] {
-        let place = admin(200, told).await;
+    for answers in [observed.clone(), observed.into_iter().map(older).collect()] {
+        let place = admin(200, answers).await;
         assert_eq!(rates(&sources(&[&place]), expected.len()).await, expected);
     }
 }
 
 #[tokio::test]
 async fn every_router_has_looks_and_a_clock_of_its_own() {
-    // 40 per second at one, 10 at the other, whose clock is an hour behind and whose looks are at other times.
+    // 40 per second at one engine, 10 at the other, whose clock is an hour behind and whose observations are at
+    // other times.
     let p = |seconds: u64| look("p:1", 9_000_000_000 + seconds * 1_000_000, 40 * seconds);
     let q = |seconds: u64| look("p:2", 5_400_500_000 + seconds * 1_000_000, 10 * seconds);
     let one = admin(200, vec![p(0), p(0), p(2), p(2), p(4), p(4)]).await;
@@ -98,10 +99,11 @@ async fn every_router_has_looks_and_a_clock_of_its_own() {
 
 #[tokio::test]
 async fn an_engine_that_another_router_shows_begins_a_difference_of_its_own() {
-    // The first router loses the engine; the other one's clock is half a second behind.
-    let deaf = |at_us: u64| json!({"at_us": at_us, "routers": [{}], "engines": [{"engine": "p:1", "at_us": at_us, "error": "late"}]});
+    // The first router loses the engine. The other router's clock is half a second behind.
+    let silent = |at_us: u64| json!({"at_us": at_us, "routers": [{}], "engines": [{"engine": "p:1", "at_us": at_us, "error": "late"}]});
     let one =
-        admin(200, vec![look("p:1", 10_000_000, 400), look("p:1", 11_000_000, 440), deaf(12_000_000)]).await;
+        admin(200, vec![look("p:1", 10_000_000, 400), look("p:1", 11_000_000, 440), silent(12_000_000)])
+            .await;
     let two = vec![look("p:1", 9_500_000, 400), look("p:1", 10_500_000, 440), look("p:1", 11_500_000, 480)];
     let two = admin(200, [two, vec![look("p:1", 12_500_000, 530)]].concat()).await;
     assert_eq!(rates(&sources(&[&one, &two]), 5).await, [0.0, 40.0, 40.0, 50.0, 50.0]);
@@ -117,9 +119,9 @@ async fn the_router_that_had_a_request_tells_its_life() {
     let account = json!({"id": "a", "began_us": 1_000_000, "took_us": 9_000, "status": 200, "outcome": "ok", "steps": []});
     let whole = Timeline::join("a", Some(&account), &events);
     let engines_only = Timeline::join("a", None, &events);
-    let told = |line: &Timeline| vec![serde_json::to_value(line).expect("JSON")];
-    let stranger = admin(200, told(&engines_only)).await;
-    let owner = admin(200, told(&whole)).await;
+    let page = |line: &Timeline| vec![serde_json::to_value(line).expect("JSON")];
+    let stranger = admin(200, page(&engines_only)).await;
+    let owner = admin(200, page(&whole)).await;
     let forgot = admin(404, vec![json!({})]).await;
     for admins in [[&stranger, &owner], [&owner, &stranger], [&forgot, &owner]] {
         let line = sources(&admins.map(String::as_str)).timeline("a").await;
@@ -129,7 +131,7 @@ async fn the_router_that_had_a_request_tells_its_life() {
     assert_eq!(line.as_ref(), Ok(&engines_only), "better than nothing");
     let broken = admin(500, vec![json!({})]).await;
     let line = sources(&[&broken, &stranger]).timeline("a").await.expect("what engines know");
-    assert_eq!((line.moments.len(), line.notes.len()), (1, 1), "who may have the account is named");
+    assert_eq!((line.moments.len(), line.notes.len()), (1, 1), "the router that may have the steps is named");
     assert!(line.notes[0].contains(&broken), "{:?}", line.notes);
     let line = sources(&[&forgot, &forgot]).timeline("a").await;
     assert_eq!(line, Err("no known router has this request".to_owned()));

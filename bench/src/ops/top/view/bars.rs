@@ -1,6 +1,6 @@
 //! Engines as bars of blocks by state, and leases that ended per second as sparklines.
 
-use baton_router::snapshot::{Blocks, EngineView};
+use baton_router::snapshot::{BlockCounts, EngineView};
 use ratatui::style::{Modifier, Style};
 use ratatui::text::{Line, Span};
 
@@ -8,9 +8,9 @@ use super::super::app::App;
 use super::super::text::{clean, fit, known, short};
 use super::Theme;
 
-/// A state of blocks, as bars know it.
+/// A state of blocks in a bar.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum BlockState {
     Active,
     Leased,
     Draining,
@@ -21,19 +21,19 @@ pub(super) enum State {
     Free,
 }
 
-/// In the order of a bar, with what each means.
-pub(super) const STATES: [(State, &str); 8] = [
-    (State::Active, "of running requests"),
-    (State::Leased, "leased to a decode engine"),
-    (State::Draining, "of ended leases, until their readers are quiet"),
-    (State::Stranded, "of leases without a reader, whose request has ended"),
-    (State::Landing, "being written by a transfer"),
-    (State::Storing, "being copied to a lower tier"),
-    (State::Cached, "unused; a repeated prompt finds them"),
-    (State::Free, "unused"),
+/// In the order of a bar, with a description.
+pub(super) const STATES: [(BlockState, &str); 8] = [
+    (BlockState::Active, "of running requests"),
+    (BlockState::Leased, "leased to a decode engine"),
+    (BlockState::Draining, "of ended leases, until their readers are quiet"),
+    (BlockState::Stranded, "of leases without a reader, whose request has ended"),
+    (BlockState::Landing, "being written by a transfer"),
+    (BlockState::Storing, "being copied to a lower tier"),
+    (BlockState::Cached, "unused; a repeated prompt finds them"),
+    (BlockState::Free, "unused"),
 ];
 
-impl State {
+impl BlockState {
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Active => "active",
@@ -47,7 +47,7 @@ impl State {
         }
     }
 
-    /// Its letter and its colour.
+    /// The letter and the colour.
     pub(super) fn look(self) -> (char, u8) {
         match self {
             Self::Active => ('█', 33),
@@ -61,8 +61,8 @@ impl State {
         }
     }
 
-    /// Its share of a bar. Blocks of leases are leased ones, or active ones where their request runs as well.
-    fn of(self, blocks: &Blocks) -> u64 {
+    /// The number of blocks in this state. Blocks of leases are leased, or active if their request also runs.
+    fn of(self, blocks: &BlockCounts) -> u64 {
         let stranded = blocks.stranded.unwrap_or(0);
         let over = blocks.draining + stranded;
         match self {
@@ -78,7 +78,8 @@ impl State {
     }
 }
 
-/// Cells for counts that fill `room` together: what is there has one at least, the largest gives or takes the rest.
+/// Cells for counts that fill `room` in total. Each nonzero count has at least one cell. The largest absorbs the
+/// difference.
 fn cells(counts: &[u64], room: usize) -> Vec<usize> {
     let total: u64 = counts.iter().sum();
     if total == 0 {
@@ -101,19 +102,19 @@ fn cells(counts: &[u64], room: usize) -> Vec<usize> {
     }
 }
 
-/// Rows that all engines take, where there is room for so many.
+/// Rows of all engines, if there is room.
 pub(super) fn rows(app: &App, room: usize) -> usize {
     let engines = app.snapshot.engines.len().max(1);
     if 2 + 2 * engines <= room { 2 + 2 * engines } else { (2 + engines).min(room) }
 }
 
-/// The engines, in at most so many rows; what does not fit is counted.
+/// The engines in at most `most` rows. Engines without a row are counted.
 pub(super) fn lines(app: &App, theme: Theme, width: u16, most: usize) -> Vec<Line<'static>> {
     let (engines, width) = (&app.snapshot.engines, usize::from(width));
     let mut legend = vec![Span::styled("ENGINES  ", theme.heading())];
-    // Few have tiers below, and the legend has to fit.
+    // Few engines have lower tiers, and the legend must fit.
     let stores = engines.iter().any(|e| e.blocks.as_ref().is_some_and(|blocks| blocks.storing > 0));
-    for (state, _) in STATES.iter().filter(|(state, _)| stores || *state != State::Storing) {
+    for (state, _) in STATES.iter().filter(|(state, _)| stores || *state != BlockState::Storing) {
         let (letter, colour) = state.look();
         legend.push(Span::styled(letter.to_string(), theme.colour(colour)));
         legend.push(Span::raw(format!(" {} ", state.name())));
@@ -128,7 +129,7 @@ pub(super) fn lines(app: &App, theme: Theme, width: u16, most: usize) -> Vec<Lin
     let name = name.min((width / 3).max(12));
     let each = if two { 2 } else { 1 };
     let shown = (most.saturating_sub(2) / each).max(1).min(engines.len());
-    // Those in trouble are never among the ones that are not shown.
+    // Engines with errors are shown first.
     let mut order: Vec<&EngineView> = engines.iter().collect();
     if shown < engines.len() {
         order.sort_by_key(|engine| !is_troubled(engine));
@@ -193,7 +194,7 @@ fn bar(engine: &EngineView, theme: Theme, name: usize, width: usize) -> Line<'st
     Line::from(spans)
 }
 
-/// A share in five letters; a small one is not nothing.
+/// A fraction in five letters. A small one is not shown as zero.
 fn share(of: f64) -> String {
     match of * 100.0 {
         0.0 => "   0%".to_owned(),
@@ -203,17 +204,17 @@ fn share(of: f64) -> String {
     }
 }
 
-/// The second row: numbers by state, requests, and what is wrong.
+/// The second row: numbers by state, requests, and errors.
 ///
-/// What does not fit is left out whole, the least important first: half a number is another number.
+/// Parts that do not fit are omitted as a whole, the least important first, because a cut number is wrong.
 fn counts(engine: &EngineView, theme: Theme, name: usize, width: usize) -> Line<'static> {
     let is_known = engine.blocks.is_some() || engine.kv_usage.is_some();
-    // Where there is nothing else to be shown, the bar's place tells of it.
+    // If nothing else is known, the error is in place of the bar.
     let wrong = engine.error.iter().filter(|_| is_known).chain(&engine.failed).map(|why| clean(why));
     let standing = engine.standing.iter().filter(|(_, how)| *how != "usable");
     let wrong: Vec<String> =
         wrong.chain(standing.map(|(leg, how)| format!("{}: {}", clean(leg), clean(how)))).collect();
-    // A text, how it looks, and how soon it is left out.
+    // A text, its style, and its rank: the highest is omitted first.
     let mut parts: Vec<(String, Style, u8)> = Vec::new();
     if !wrong.is_empty() {
         parts.push((format!("! {}", wrong.join("; ")), theme.alarm(), 0));
@@ -224,15 +225,15 @@ fn counts(engine: &EngineView, theme: Theme, name: usize, width: usize) -> Line<
         Some(blocks) => {
             for (state, _) in STATES {
                 let count = state.of(blocks);
-                let unknown = state == State::Stranded && blocks.stranded.is_none();
-                if count > 0 || unknown || state == State::Free {
-                    let alarm = state == State::Stranded && count > 0;
+                let unknown = state == BlockState::Stranded && blocks.stranded.is_none();
+                if count > 0 || unknown || state == BlockState::Free {
+                    let alarm = state == BlockState::Stranded && count > 0;
                     let style = if alarm { theme.alarm() } else { Style::new() };
                     let shown = if unknown { "?".to_owned() } else { short(count) };
                     let rank = match state {
-                        State::Stranded => 0,
-                        State::Cached => 3,
-                        State::Free => 4,
+                        BlockState::Stranded => 0,
+                        BlockState::Cached => 3,
+                        BlockState::Free => 4,
                         _ => 1,
                     };
                     parts.push((format!("{} {shown}", state.name()), style, rank));
@@ -267,7 +268,7 @@ fn counts(engine: &EngineView, theme: Theme, name: usize, width: usize) -> Line<
 
 const SPARKS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-/// Leases that ended per second, by cause.
+/// Leases ended per second, by cause.
 pub(super) fn releases(app: &App, theme: Theme, width: u16, most: usize) -> Vec<Line<'static>> {
     const NAME: usize = 18;
     let heads = format!("{:<NAME$}{:>6} {:>7}", "LEASES ENDED", "per s", "total");
@@ -322,13 +323,13 @@ mod tests {
 
     #[test]
     fn numbers_that_do_not_fit_are_left_out_whole() {
-        let blocks = Blocks {
+        let blocks = BlockCounts {
             total: 8192,
             active: 180,
             free: 7295,
             cached: 717,
             stranded: Some(0),
-            ..Blocks::default()
+            ..BlockCounts::default()
         };
         let engine = EngineView { blocks: Some(blocks), kv_usage: Some(0.02), ..EngineView::default() };
         let row = |width| {
@@ -343,10 +344,20 @@ mod tests {
 
     #[test]
     fn what_leases_hold_beyond_the_leased_blocks_is_taken_from_the_active_ones() {
-        let blocks =
-            Blocks { total: 100, active: 10, leased: 4, stranded: Some(6), free: 86, ..Blocks::default() };
+        let blocks = BlockCounts {
+            total: 100,
+            active: 10,
+            leased: 4,
+            stranded: Some(6),
+            free: 86,
+            ..BlockCounts::default()
+        };
         assert_eq!(
-            (State::Leased.of(&blocks), State::Active.of(&blocks), State::Stranded.of(&blocks)),
+            (
+                BlockState::Leased.of(&blocks),
+                BlockState::Active.of(&blocks),
+                BlockState::Stranded.of(&blocks)
+            ),
             (0, 8, 6)
         );
         let sum: u64 = STATES.iter().map(|(state, _)| state.of(&blocks)).sum();

@@ -11,14 +11,14 @@ use super::super::app::{App, List};
 use super::super::text::{clean, fit, short, span};
 use super::Theme;
 
-/// Rows that the other list needs to be worth showing: its head, its columns and two of it.
+/// Minimum rows of the other list: its heading, its columns and two entries.
 const OTHER_ROWS: usize = 4;
 
-/// A column: its head, its width, whether it is a number.
+/// A column: its heading, its width, whether it is a number.
 type Column = (&'static str, usize, bool);
 
-/// The list that is walked through; and below it, where there is room, the other one: leases live for milliseconds, and the
-/// screen of a healthy deployment would be empty.
+/// Draws the list with the selection and, if there is room, the other list below. Leases exist for milliseconds, so
+/// that the screen of a healthy deployment would often be empty.
 pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, app: &App, theme: Theme) {
     if area.height == 0 {
         return;
@@ -42,9 +42,9 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, app: &App, theme: Theme) {
     frame.render_widget(Paragraph::new(lines), area);
 }
 
-/// One list in at most so many rows; one row of it is selected.
+/// One list in at most `room` rows. One row is selected.
 fn list(
-    of: Listed,
+    of: ListTable,
     theme: Theme,
     width: usize,
     height: usize,
@@ -60,7 +60,7 @@ fn list(
         lines
             .push(Line::styled(row(&columns, &heads, width), theme.dim().add_modifier(Modifier::UNDERLINED)));
     }
-    // What is selected is always in sight.
+    // The selected row is always visible.
     let first = selected.unwrap_or(0).saturating_sub(room.saturating_sub(1));
     for (at, (cells, style)) in rows.iter().enumerate().skip(first).take(room) {
         let style = if Some(at) == selected { style.add_modifier(Modifier::REVERSED) } else { *style };
@@ -78,9 +78,9 @@ fn row(columns: &[Column], cells: &[String], width: usize) -> String {
     fit(line.trim_end(), width)
 }
 
-type Listed = (String, Vec<Column>, Vec<(Vec<String>, Style)>, &'static str);
+type ListTable = (String, Vec<Column>, Vec<(Vec<String>, Style)>, &'static str);
 
-fn leases(app: &App, theme: Theme, width: usize) -> Listed {
+fn leases(app: &App, theme: Theme, width: usize) -> ListTable {
     let leases = app.leases();
     let live: u64 = app.snapshot.engines.iter().filter_map(|engine| engine.leases).sum();
     let mut head = format!("LEASES BY AGE  {} of {}", leases.len(), short(live.max(leases.len() as u64)));
@@ -127,7 +127,7 @@ fn place(engine: &str, rank: u64) -> String {
     if rank == 0 { clean(engine) } else { format!("{}/{rank}", clean(engine)) }
 }
 
-fn requests(app: &App, width: usize) -> Listed {
+fn requests(app: &App, width: usize) -> ListTable {
     let requests = app.requests();
     let head = format!("REQUESTS BY AGE  {} of {}", requests.len(), short(app.snapshot.requests.in_flight));
     let (id, engine) = match width {
@@ -135,7 +135,7 @@ fn requests(app: &App, width: usize) -> Listed {
         100..120 => (13, 16),
         _ => (36, 28),
     };
-    // Each column has a space behind it.
+    // A space follows each column.
     let fixed = (id + 1) + (18 + 1) + (7 + 1) + 2 * (engine + 1);
     let columns = vec![
         ("request", id, false),

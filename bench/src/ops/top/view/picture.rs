@@ -26,7 +26,7 @@ fn colour(of: Color) -> Option<String> {
     Some(format!("#{red:02x}{green:02x}{blue:02x}"))
 }
 
-/// A dark terminal with this frame. Cells of one style are one text of exactly their width.
+/// Draws the frame as a dark terminal. Adjacent cells of one style are one text of their exact width.
 pub(super) fn picture(frame: &Buffer, title: &str) -> String {
     let (columns, rows) = (frame.area.width, frame.area.height);
     let wide = f64::from(columns) * WIDE + 2.0 * MARGIN;

@@ -1,15 +1,17 @@
-//! Frames as they must look, on small and wide terminals. `BATON_BLESS=1` writes them anew.
+//! Golden frames on small and wide terminals. `BATON_BLESS=1` writes them.
 
 use std::collections::BTreeMap;
 
 use baton_router::snapshot::{
-    Blocks, EngineView, LeaseView, Moment, Request, RequestView, RouterView, Source, Timeline,
+    BlockCounts, EngineView, LeaseView, RequestState, RequestView, RouterView, SnapshotSource, Timeline,
+    TimelineEntry,
 };
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 
 use super::super::app::Key;
 use super::*;
+use crate::ops::top::merge::merge;
 
 #[path = "picture.rs"]
 mod picture;
@@ -22,7 +24,7 @@ fn drawn(app: &App, width: u16, height: u16, theme: Theme) -> (String, ratatui::
     ((0..height).map(row).collect::<Vec<_>>().join("\n") + "\n", buffer)
 }
 
-/// Compares with the golden frame of that name.
+/// Compares with the golden frame of this name.
 fn looks_like(name: &str, app: &App, width: u16, height: u16) {
     let (frame, _) = drawn(app, width, height, Theme::Plain);
     let file = format!("{}/src/ops/top/view/golden/{name}.txt", env!("CARGO_MANIFEST_DIR"));
@@ -53,23 +55,23 @@ fn engine(name: &str, role: &str) -> EngineView {
         role: role.to_owned(),
         model: Some("baton-demo".to_owned()),
         epoch: Some("e1".to_owned()),
-        source: Source::DebugKv,
+        source: SnapshotSource::DebugKv,
         standing: BTreeMap::from([(role.to_owned(), "usable".to_owned())]),
         leases: Some(0),
         ..EngineView::default()
     }
 }
 
-/// A deployment in which something is stranded, something drains and one engine does not answer.
+/// A deployment with stranded blocks, a draining lease and an engine that does not respond.
 fn storm() -> Snapshot {
-    let blocks = Blocks {
+    let blocks = BlockCounts {
         total: 1000,
         free: 500,
         cached: 200,
         active: 180,
         leased: 90,
         landing: 30,
-        ..Blocks::default()
+        ..BlockCounts::default()
     };
     let p = EngineView {
         kv_usage: Some(0.3),
@@ -81,25 +83,25 @@ fn storm() -> Snapshot {
     };
     let d = EngineView {
         kv_usage: Some(0.12),
-        blocks: Some(Blocks { leased: 0, landing: 12, active: 108, free: 880, cached: 0, ..blocks }),
+        blocks: Some(BlockCounts { leased: 0, landing: 12, active: 108, free: 880, cached: 0, ..blocks }),
         standing: BTreeMap::from([("decode".to_owned(), "draining".to_owned())]),
         ..engine("10.0.0.2:8100", "decode")
     };
     let stock = EngineView {
-        source: Source::Metrics,
+        source: SnapshotSource::Metrics,
         kv_usage: Some(0.5),
         blocks_total: Some(4000),
         leases: None,
         requests: BTreeMap::from([("running".to_owned(), 9)]),
         ..engine("vllm-0:8000", "decode")
     };
-    let deaf = EngineView {
-        source: Source::None,
+    let unresponsive = EngineView {
+        source: SnapshotSource::None,
         error: Some("no answer within 1 s".to_owned()),
         leases: None,
         ..engine("10.0.0.3:8100", "prefill")
     };
-    let lease = |id: &str, blocks: u64, state: &str, age_ms: u64, request: Request| LeaseView {
+    let lease = |id: &str, blocks: u64, state: &str, age_ms: u64, request: RequestState| LeaseView {
         engine: "10.0.0.1:8100".to_owned(),
         request_id: id.to_owned(),
         blocks,
@@ -110,8 +112,8 @@ fn storm() -> Snapshot {
         request,
         ..LeaseView::default()
     };
-    let flying = |phase: &str| Request::InFlight { phase: phase.to_owned() };
-    let gone = Request::Over { outcome: "client_gone".to_owned(), ms_ago: 12_300 };
+    let flying = |phase: &str| RequestState::InFlight { phase: phase.to_owned() };
+    let gone = RequestState::Over { outcome: "client_gone".to_owned(), ms_ago: 12_300 };
     let mut snapshot = Snapshot {
         at_us: 1_763_812_345_000_000,
         routers: vec![RouterView {
@@ -121,7 +123,7 @@ fn storm() -> Snapshot {
             in_flight: 21,
             ..RouterView::default()
         }],
-        engines: vec![p, d, stock, deaf],
+        engines: vec![p, d, stock, unresponsive],
         leases: vec![
             lease("5b1c6e0a-7d43-4f0e-9a55-0c6d1e2f3a4b", 32, "offered", 14_200, gone.clone()),
             lease("9e8d7c6b-5a49-4838-8716-051423324150", 16, "draining", 9_100, gone),
@@ -145,7 +147,7 @@ fn storm() -> Snapshot {
         prefill_engine: Some("10.0.0.1:8100".to_owned()),
         decode_engine: Some("10.0.0.2:8100".to_owned()),
     }];
-    snapshot.settle();
+    snapshot.finish();
     snapshot
 }
 
@@ -157,8 +159,8 @@ fn app() -> App {
         .engines
         .iter_mut()
         .for_each(|engine| engine.releases.values_mut().for_each(|n| *n -= (*n / 2).min(40)));
-    app.take(Snapshot::merge(vec![before]));
-    app.take(Snapshot::merge(vec![storm()]));
+    app.take(merge(vec![before]));
+    app.take(merge(vec![storm()]));
     app
 }
 
@@ -193,7 +195,7 @@ fn a_frame_that_is_printed_has_room_for_what_is_wrong_with_an_engine() {
     drained.standing.insert("decode".to_owned(), "draining".to_owned());
     let mut app = App::new();
     app.take(Snapshot { engines: vec![engine("127.0.0.1:8100", "prefill"), drained], ..Snapshot::default() });
-    // With the line of keys, which is not printed.
+    // Includes the line of keys, which is not printed.
     let (frame, _) = drawn(&app, 100, rows(&app) + 1, Theme::Plain);
     assert!(frame.contains("decode: draining"), "{frame}");
 }
@@ -202,9 +204,9 @@ fn a_frame_that_is_printed_has_room_for_what_is_wrong_with_an_engine() {
 fn nothing_is_known_without_a_router_and_that_is_what_is_shown() {
     let mut snapshot = storm();
     snapshot.routers.clear();
-    snapshot.requests = baton_router::snapshot::Requests::default();
-    snapshot.leases.iter_mut().for_each(|lease| lease.request = Request::Unknown);
-    snapshot.settle();
+    snapshot.requests = baton_router::snapshot::RequestsView::default();
+    snapshot.leases.iter_mut().for_each(|lease| lease.request = RequestState::Unknown);
+    snapshot.finish();
     let mut app = App::new();
     app.take(snapshot);
     looks_like("engines-only-80x24", &app, 80, 24);
@@ -214,7 +216,7 @@ fn nothing_is_known_without_a_router_and_that_is_what_is_shown() {
 
 #[test]
 fn a_request_is_shown_from_its_arrival_to_the_release_of_its_last_block() {
-    let moment = |at_us, who: &str, kind: &str, text: &str| Moment {
+    let moment = |at_us, who: &str, kind: &str, text: &str| TimelineEntry {
         at_us,
         who: who.to_owned(),
         kind: kind.to_owned(),
@@ -248,7 +250,7 @@ fn a_request_is_shown_from_its_arrival_to_the_release_of_its_last_block() {
     app.key(Key::Enter);
     let (asking, _) = drawn(&app, 80, 24, Theme::Plain);
     assert!(asking.contains("loading from the router"), "{asking}");
-    app.told("5b1c6e0a-7d43-4f0e-9a55-0c6d1e2f3a4b", Ok(line));
+    app.take_timeline("5b1c6e0a-7d43-4f0e-9a55-0c6d1e2f3a4b", Ok(line));
     looks_like("timeline-100x16", &app, 100, 16);
     app.key(Key::Letter('j'));
     let (moved, _) = drawn(&app, 100, 16, Theme::Plain);
@@ -276,14 +278,14 @@ fn hostile_names_do_not_reach_the_terminal() {
         request.model = Some(hostile.to_owned());
     }
     snapshot.routers[0].error = Some(hostile.to_owned());
-    snapshot.settle();
+    snapshot.finish();
     let mut app = App::new();
     app.take(snapshot);
     let mut looks = vec![drawn(&app, 120, 50, Theme::Colours).1, drawn(&app, 80, 24, Theme::Colours).1];
     app.key(Key::Tab);
     looks.push(drawn(&app, 120, 50, Theme::Colours).1);
     app.key(Key::Enter);
-    let moments = vec![Moment {
+    let moments = vec![TimelineEntry {
         who: hostile.to_owned(),
         kind: hostile.to_owned(),
         text: hostile.to_owned(),
@@ -295,7 +297,7 @@ fn hostile_names_do_not_reach_the_terminal() {
         notes: vec![hostile.to_owned()],
         ..Timeline::default()
     };
-    app.told(hostile, Ok(line));
+    app.take_timeline(hostile, Ok(line));
     looks.push(drawn(&app, 120, 50, Theme::Colours).1);
     let seen: String =
         looks.iter().flat_map(|look| look.content().iter().map(|cell| cell.symbol())).collect();

@@ -7,11 +7,11 @@ use ratatui::style::{Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::Paragraph;
 
-use super::super::app::Detail;
+use super::super::app::TimelineDetail;
 use super::super::text::{clean, fit};
 use super::Theme;
 
-pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, detail: &Detail, theme: Theme) {
+pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, detail: &TimelineDetail, theme: Theme) {
     let width = usize::from(area.width);
     let bold = Style::new().add_modifier(Modifier::BOLD);
     let mut lines = vec![Line::from(vec![
@@ -48,7 +48,7 @@ fn summary(line: &Timeline) -> String {
 fn moments(line: &Timeline, theme: Theme, width: usize) -> Vec<Line<'static>> {
     let who = line.moments.iter().map(|moment| clean(&moment.who).chars().count()).max().unwrap_or(0);
     let who = who.min((width / 4).max(8));
-    // The router's own steps stand apart from what happens at engines.
+    // The router's own steps are styled differently from events of engines.
     let engines: Vec<&str> = {
         let mut engines: Vec<&str> = Vec::new();
         for moment in &line.moments {

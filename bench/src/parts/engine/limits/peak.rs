@@ -1,17 +1,17 @@
-//! Chains of multiply-adds in registers: the most arithmetic a core can do.
+//! Chains of multiply-adds in registers, the maximum arithmetic of a core.
 //!
-//! The operands are opaque to the compiler: of a function without inputs it computes the result once and reports
-//! thousands of times the speed of any core.
+//! The operands are opaque to the compiler. It would otherwise compute the result once and report thousands of times
+//! the speed of any core.
 
 use std::hint::black_box;
 
-use baton_engine::compute::cpu::Unit;
+use baton_engine::compute::cpu::Bf16Unit;
 
-/// Rounds of every chain: some milliseconds.
+/// Rounds of every chain, which take some milliseconds.
 const ROUNDS: usize = 1 << 20;
-/// The same of four tiles, each of which is 512 chains of a multiply-add.
+/// Rounds of four tiles, each of which equals 512 chains of a multiply-add.
 const TILE_ROUNDS: usize = 1 << 17;
-/// Independent chains: more than the latency times the units of any core so far.
+/// Independent chains: more than latency times units of any known core.
 const CHAINS: usize = 16;
 
 /// The widest multiply-add of this machine.
@@ -23,19 +23,19 @@ pub(super) enum Chains {
     Avx2,
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
-    /// Four tiles of sums: what the engine's own blocks have.
+    /// Four tiles of sums, as in the engine's own blocks.
     #[cfg(target_arch = "x86_64")]
     Amx,
 }
 
-/// What a unit of bfloat16 mode does at most; the unit comes from [`Unit::available`].
-pub(super) fn of_unit(unit: Unit) -> Option<Chains> {
+/// The chains of a unit of bfloat16 mode. The unit comes from [`Bf16Unit::available`].
+pub(super) fn of_unit(unit: Bf16Unit) -> Option<Chains> {
     match unit {
         #[cfg(target_arch = "x86_64")]
-        Unit::Amx => Some(Chains::Amx),
+        Bf16Unit::Amx => Some(Chains::Amx),
         #[cfg(target_arch = "x86_64")]
-        Unit::Avx512Bf16 => Some(Chains::Avx512Bf16),
-        Unit::Widened => None,
+        Bf16Unit::Avx512Bf16 => Some(Chains::Avx512Bf16),
+        Bf16Unit::Widened => None,
     }
 }
 
@@ -53,7 +53,7 @@ pub(super) fn detect() -> Option<Chains> {
 }
 
 impl Chains {
-    /// Of one run.
+    /// Operations of one run.
     pub(super) fn flops(self) -> usize {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -68,16 +68,16 @@ impl Chains {
         }
     }
 
-    /// The sum of everything, so that nothing is left out.
+    /// Returns the sum of all chains, so that the compiler omits none.
     pub(super) fn run(self) -> f32 {
         match self {
-            // SAFETY: `detect` has seen the feature.
+            // SAFETY: `detect` has checked the feature.
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => unsafe { avx512() },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => unsafe { avx2() },
-            // SAFETY: the unit was available.
+            // SAFETY: the unit is available.
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Bf16 => unsafe { avx512_bf16() },
             // SAFETY: as above.
@@ -87,7 +87,7 @@ impl Chains {
     }
 }
 
-/// One named variable for each chain: without optimization an array would live in memory.
+/// One named variable for each chain: without optimization an array would be in memory.
 #[cfg(target_arch = "x86_64")]
 macro_rules! chains {
     ($set:ident, $fma:ident, $add:ident, [$($chain:ident)*]) => {{
@@ -145,7 +145,7 @@ fn avx512_bf16() -> f32 {
     _mm512_reduce_add_ps(rounds!(a1 b1 c1 d1 e1 f1 g1 h1 i1 j1 k1 l1 m1 n1 o1 p1))
 }
 
-/// Tiles times tiles; the intrinsics are not stable, so it is assembly, as in the engine.
+/// Products of tiles. The intrinsics are not stable, so this is assembly, as in the engine.
 ///
 /// # Safety
 /// This process may use AMX.
@@ -153,14 +153,14 @@ fn avx512_bf16() -> f32 {
 unsafe fn amx() -> f32 {
     /// Palette 1: eight tiles of 16 rows of 64 bytes.
     #[repr(C, align(64))]
-    struct Config([u8; 64]);
-    let mut config = Config([0; 64]);
+    struct TileConfig([u8; 64]);
+    let mut config = TileConfig([0; 64]);
     config.0[0] = 1;
     for tile in 0..8 {
         (config.0[16 + 2 * tile], config.0[48 + tile]) = (64, 16);
     }
     let mut sums = [0.0_f32; 256];
-    // SAFETY: the caller's contract; what is written is `sums`.
+    // SAFETY: the caller's contract. Only `sums` is written.
     unsafe {
         std::arch::asm!(
             "ldtilecfg [{config}]",
@@ -199,12 +199,12 @@ mod tests {
 
     use super::*;
 
-    /// No core does more than this many multiply-adds of the widest kind in a nanosecond.
+    /// No core does more operations per nanosecond.
     const FLOPS_PER_NANOSECOND_MAX: f64 = 2000.0;
 
     #[test]
     fn every_run_does_its_arithmetic_and_none_is_remembered() {
-        for chains in detect().into_iter().chain(Unit::available().into_iter().filter_map(of_unit)) {
+        for chains in detect().into_iter().chain(Bf16Unit::available().into_iter().filter_map(of_unit)) {
             let most = match chains {
                 #[cfg(target_arch = "x86_64")]
                 Chains::Amx => 5.0 * FLOPS_PER_NANOSECOND_MAX,

@@ -1,14 +1,12 @@
-//! How fast all threads together read a stretch of memory again and again, as a decode step reads its weights.
+//! How fast all threads together read the same memory repeatedly, as a decode step reads its weights.
 //!
-//! Two things decide that more than the memory itself, so a limit must have both right or it is none:
+//! A limit is only valid if it considers two factors besides memory itself:
 //!
-//! - **How many bytes.** A part of what was read stays in the last-level cache until the next pass: on a 2-core guest
-//!   with 480 MiB of it (2026-11-21) the same loop reads 128 MiB at 70 GB/s, 396 MiB at 42 and 2 GiB at 39. So a step
-//!   is compared with a loop over as many bytes as it reads.
-//! - **How they are asked for.** One stream of plain loads read 34 GB/s there, the same with lines requested ahead
-//!   into the second cache 47, four streams 44; on another day and machine the order differs. So several loops run,
-//!   and the fastest counts.
-#![allow(unsafe_code)] // prefetches, and a call that its own check guards; see each block
+//! - **Number of bytes.** Part of the bytes stays in the last-level cache until the next pass, so that a smaller
+//!   buffer is read faster. A step is therefore compared with a loop over as many bytes.
+//! - **Order of requests.** The number of streams and the distance of prefetches change the speed, and the best
+//!   choice depends on the machine. Several loops therefore run, and the fastest counts.
+#![allow(unsafe_code, reason = "prefetches, and a call that its own check guards; see each block")]
 
 use std::hint::black_box;
 use std::sync::Barrier;
@@ -18,30 +16,30 @@ use std::time::{Duration, Instant};
 /// A cache line.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
-pub(super) struct Line([u64; 8]);
+pub(super) struct CacheLine([u64; 8]);
 
-impl Line {
+impl CacheLine {
     pub(super) const ONES: Self = Self([1; 8]);
 }
 
-/// Lines of one piece of work, 1 MiB: long enough that where it begins costs nothing.
-const PIECE_LINES: usize = (1 << 20) / size_of::<Line>();
-/// Passes over the stretch, back to back.
+/// Lines of one piece of work, 1 MiB, so that the cost of a start is negligible.
+const PIECE_LINES: usize = (1 << 20) / size_of::<CacheLine>();
+/// Passes over the buffer, without a pause.
 const PASSES: usize = 4;
 
-/// Into the first cache.
+/// Prefetch into the first cache.
 const NEAR: i32 = 3;
-/// Into the second.
+/// Prefetch into the second cache.
 const FAR: i32 = 2;
 /// `_MM_HINT_T0` and `_MM_HINT_T1`.
 #[cfg(target_arch = "x86_64")]
 const _: () = assert!(NEAR == std::arch::x86_64::_MM_HINT_T0 && FAR == std::arch::x86_64::_MM_HINT_T1);
 
-/// A loop over a piece. Its result depends on every line, so that none can be left out.
-type Way = fn(&[Line]) -> u64;
+/// A loop over a piece. Its result depends on every line, so that the compiler omits none.
+type ReadLoop = fn(&[CacheLine]) -> u64;
 
-/// Streams side by side, lines asked for ahead, and into which cache.
-const WAYS: [Way; 6] = [
+/// Parallel streams, lines requested ahead, and the cache that is prefetched into.
+const WAYS: [ReadLoop; 6] = [
     read::<1, 0, NEAR>,
     read::<1, 64, FAR>,
     read::<1, 128, NEAR>,
@@ -50,27 +48,26 @@ const WAYS: [Way; 6] = [
     read::<4, 32, NEAR>,
 ];
 
-/// Who reads which piece.
+/// Which thread reads which piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Share {
-    /// Each thread the next one that nobody has.
+enum PieceOrder {
+    /// Each thread takes the next piece that is not taken.
     Next,
-    /// Each thread those of its own stretch, from front to back, as members of the engine's team do.
+    /// Each thread reads its own stretch from front to back, as workers of the engine's thread pool do.
     Own,
 }
 
 /// Bytes per second of `threads` threads that read `lines` [`PASSES`] times, by the fastest loop.
-pub(super) fn fastest(lines: &[Line], threads: usize) -> f64 {
-    let ways = WAYS.iter().flat_map(|way| [(way, Share::Next), (way, Share::Own)]);
+pub(super) fn fastest(lines: &[CacheLine], threads: usize) -> f64 {
+    let ways = WAYS.iter().flat_map(|way| [(way, PieceOrder::Next), (way, PieceOrder::Own)]);
     let shortest =
         ways.map(|(way, share)| passes(*way, share, lines, threads)).min().unwrap_or(Duration::MAX);
-    #[allow(clippy::cast_precision_loss)] // far below 2^52
     let bytes = (PASSES * size_of_val(lines)) as f64;
     bytes / shortest.as_secs_f64()
 }
 
-/// The threads read piece after piece, and never wait for each other between.
-fn passes(way: Way, share: Share, lines: &[Line], threads: usize) -> Duration {
+/// The threads read all pieces and wait for each other only at the beginning and the end.
+fn passes(way: ReadLoop, share: PieceOrder, lines: &[CacheLine], threads: usize) -> Duration {
     let pieces: Vec<_> = lines.chunks(PIECE_LINES).collect();
     let (next, together) = (&AtomicUsize::new(0), &Barrier::new(threads));
     let work = |thread: usize| {
@@ -79,12 +76,12 @@ fn passes(way: Way, share: Share, lines: &[Line], threads: usize) -> Duration {
         together.wait();
         let start = Instant::now();
         match share {
-            Share::Next => {
+            PieceOrder::Next => {
                 while let Some(piece) = claim(next, &pieces) {
                     sum = sum.wrapping_add(way(piece));
                 }
             }
-            Share::Own => {
+            PieceOrder::Own => {
                 for piece in (0..PASSES).flat_map(|_| own.chunks(PIECE_LINES)) {
                     sum = sum.wrapping_add(way(piece));
                 }
@@ -103,26 +100,26 @@ fn passes(way: Way, share: Share, lines: &[Line], threads: usize) -> Duration {
     })
 }
 
-/// A thread's own lines.
-fn stretch(lines: &[Line], thread: usize, threads: usize) -> &[Line] {
+/// The lines of one thread.
+fn stretch(lines: &[CacheLine], thread: usize, threads: usize) -> &[CacheLine] {
     &lines[thread * lines.len() / threads..(thread + 1) * lines.len() / threads]
 }
 
-fn claim<'a>(next: &AtomicUsize, pieces: &[&'a [Line]]) -> Option<&'a [Line]> {
+fn claim<'a>(next: &AtomicUsize, pieces: &[&'a [CacheLine]]) -> Option<&'a [CacheLine]> {
     let index = next.fetch_add(1, Ordering::Relaxed);
     (index < PASSES * pieces.len()).then(|| pieces[index % pieces.len()])
 }
 
-/// The sum of all words, read in `STREAMS` places side by side with `AHEAD` lines requested before they are needed.
-fn read<const STREAMS: usize, const AHEAD: usize, const CACHE: i32>(lines: &[Line]) -> u64 {
+/// The sum of all words, read in `STREAMS` parallel streams with `AHEAD` lines prefetched.
+fn read<const STREAMS: usize, const AHEAD: usize, const CACHE: i32>(lines: &[CacheLine]) -> u64 {
     #[cfg(target_arch = "x86_64")]
     {
         if is_x86_feature_detected!("avx512f") {
-            // SAFETY: the feature has been seen.
+            // SAFETY: the feature was checked.
             return unsafe { read_avx512::<STREAMS, AHEAD, CACHE>(lines) };
         }
         if is_x86_feature_detected!("avx2") {
-            // SAFETY: the feature has been seen.
+            // SAFETY: the feature was checked.
             return unsafe { read_avx2::<STREAMS, AHEAD, CACHE>(lines) };
         }
     }
@@ -131,21 +128,21 @@ fn read<const STREAMS: usize, const AHEAD: usize, const CACHE: i32>(lines: &[Lin
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn read_avx512<const STREAMS: usize, const AHEAD: usize, const CACHE: i32>(lines: &[Line]) -> u64 {
+fn read_avx512<const STREAMS: usize, const AHEAD: usize, const CACHE: i32>(lines: &[CacheLine]) -> u64 {
     read_lines::<STREAMS, AHEAD, CACHE>(lines)
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn read_avx2<const STREAMS: usize, const AHEAD: usize, const CACHE: i32>(lines: &[Line]) -> u64 {
+fn read_avx2<const STREAMS: usize, const AHEAD: usize, const CACHE: i32>(lines: &[CacheLine]) -> u64 {
     read_lines::<STREAMS, AHEAD, CACHE>(lines)
 }
 
 #[inline(always)]
-fn read_lines<const STREAMS: usize, const AHEAD: usize, const CACHE: i32>(lines: &[Line]) -> u64 {
+fn read_lines<const STREAMS: usize, const AHEAD: usize, const CACHE: i32>(lines: &[CacheLine]) -> u64 {
     let span = lines.len() / STREAMS;
     let (whole, rest) = lines.split_at(span * STREAMS);
-    let streams: [&[Line]; STREAMS] = std::array::from_fn(|stream| &whole[stream * span..][..span]);
+    let streams: [&[CacheLine]; STREAMS] = std::array::from_fn(|stream| &whole[stream * span..][..span]);
     let mut sums = [[0_u64; 8]; STREAMS];
     for index in 0..span {
         for (stream, sums) in streams.iter().zip(&mut sums) {
@@ -163,7 +160,7 @@ fn read_lines<const STREAMS: usize, const AHEAD: usize, const CACHE: i32>(lines:
 }
 
 #[inline(always)]
-fn request<const CACHE: i32>(line: *const Line) {
+fn request<const CACHE: i32>(line: *const CacheLine) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch may point anywhere.
     unsafe {
@@ -181,7 +178,7 @@ mod tests {
     fn every_way_reads_every_word_of_every_piece() {
         for count in [0, 1, 3, PIECE_LINES, 2 * PIECE_LINES + 5] {
             let lines: Vec<_> =
-                (0..count).map(|i| Line(std::array::from_fn(|word| (8 * i + word) as u64))).collect();
+                (0..count).map(|i| CacheLine(std::array::from_fn(|word| (8 * i + word) as u64))).collect();
             let words = 8 * count as u64;
             let sum = words * words.saturating_sub(1) / 2;
             for (number, way) in WAYS.iter().enumerate() {
@@ -193,10 +190,10 @@ mod tests {
 
     #[test]
     fn every_piece_is_claimed_once_in_each_pass() {
-        let lines = vec![Line::ONES; 3 * PIECE_LINES + 1];
+        let lines = vec![CacheLine::ONES; 3 * PIECE_LINES + 1];
         let pieces: Vec<_> = lines.chunks(PIECE_LINES).collect();
         let next = AtomicUsize::new(0);
-        let claimed = std::iter::from_fn(|| claim(&next, &pieces)).map(<[Line]>::len).sum::<usize>();
+        let claimed = std::iter::from_fn(|| claim(&next, &pieces)).map(<[CacheLine]>::len).sum::<usize>();
         assert_eq!(claimed, PASSES * lines.len());
         let own: Vec<_> = (0..4).map(|thread| stretch(&lines, thread, 4).len()).collect();
         assert_eq!(own.iter().sum::<usize>(), lines.len());

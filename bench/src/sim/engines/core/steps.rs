@@ -1,16 +1,16 @@
-//! The passing of time: who begins, what a step computes and how long it takes.
+//! Steps over time: admission, the work of a step and its duration.
 
-use baton_engine::event_log::What;
+use baton_engine::event_log::RequestEvent;
 
-use super::{Action, CATCH_UP_US, Core, End, Leg, Phase, Step, Ticket, us};
-use crate::sim::engines::pool::Held;
+use super::{Action, CATCH_UP_US, Core, Leg, RequestEnd, RequestPhase, Step, Ticket, us};
+use crate::sim::engines::pool::BlockHolder;
 use crate::sim::engines::text;
 
 impl Core {
-    /// Does everything that is due by now.
+    /// Processes everything that is due.
     pub(in crate::sim::engines) fn advance(&mut self, now_us: u64) {
         while let Some(closed) = self.leases.expire(now_us) {
-            self.closed(closed, now_us);
+            self.record_closed_lease(closed, now_us);
         }
         let mut begins_us = now_us;
         loop {
@@ -18,7 +18,7 @@ impl Core {
                 if step.ends_us > now_us {
                     return;
                 }
-                // The next one begins when this one ends, not when somebody looks.
+                // The next step begins when this one ends, not when the driver wakes.
                 begins_us = step.ends_us.max(now_us.saturating_sub(CATCH_UP_US));
                 let step = self.step.take().expect("looked at above");
                 self.end_step(step, now_us);
@@ -30,7 +30,7 @@ impl Core {
         }
     }
 
-    /// When there is something to do next.
+    /// When the next action is due.
     pub(in crate::sim::engines) fn next_us(&self) -> Option<u64> {
         let step = self.step.as_ref().map(|step| step.ends_us);
         step.into_iter().chain(self.leases.next_end_us()).min()
@@ -45,24 +45,24 @@ impl Core {
         while self.running.len() < self.plan.running_max
             && let Some(&ticket) = self.waiting.front()
         {
-            let request = self.requests.get_mut(&ticket).expect("who waits is in the books");
+            let request = self.requests.get_mut(&ticket).expect("a known ticket");
             let tokens = request.sent.prompt
                 + match request.sent.leg {
-                    // What is said last is not kept.
+                    // The last token's KV is not stored.
                     Leg::Prefill => request.sent.max_tokens - 1,
                     Leg::Decode | Leg::Whole => request.sent.max_tokens,
                 };
             let needs = tokens.div_ceil(self.plan.block_tokens);
-            let held = if request.sent.source.is_some() { Held::Landing } else { Held::Active };
-            // Nobody overtakes.
+            let held = if request.sent.source.is_some() { BlockHolder::Landing } else { BlockHolder::Active };
+            // Requests are admitted in order.
             let Some(blocks) = self.pool.take(needs, held) else { return };
             request.blocks = blocks;
             self.waiting.pop_front();
             match request.sent.source.clone() {
                 None => self.run(ticket),
                 Some(source) => {
-                    request.phase = Phase::Fetching;
-                    self.log.tell(0, &request.sent.internal, 0, What::Fetching(source.blocks.len()));
+                    request.phase = RequestPhase::Fetching;
+                    self.log.emit(0, &request.sent.internal, 0, RequestEvent::Fetching(source.blocks.len()));
                     self.actions.push(Action::Fetch(ticket, source));
                 }
             }
@@ -70,9 +70,9 @@ impl Core {
     }
 
     fn run(&mut self, ticket: Ticket) {
-        let request = self.requests.get_mut(&ticket).expect("it is in the books");
-        request.phase = Phase::Running;
-        self.log.tell(0, &request.sent.internal, 0, What::Started(request.there));
+        let request = self.requests.get_mut(&ticket).expect("a known ticket");
+        request.phase = RequestPhase::Running;
+        self.log.emit(0, &request.sent.internal, 0, RequestEvent::Started(request.there));
         self.running.push(ticket);
     }
 
@@ -82,7 +82,7 @@ impl Core {
         }
         let (mut room, mut work, mut took_us, mut decodes) = (self.plan.step_tokens, Vec::new(), 0, false);
         for &ticket in &self.running {
-            let request = self.requests.get_mut(&ticket).expect("who runs is in the books");
+            let request = self.requests.get_mut(&ticket).expect("a known ticket");
             let left = request.sent.prompt - request.there;
             if left == 0 {
                 decodes = true;
@@ -94,7 +94,7 @@ impl Core {
                 continue;
             }
             room -= tokens;
-            // One token more after a read is a decode's work.
+            // One remaining token after a read counts as decode.
             if left == 1 && request.there > 0 && !request.begun {
                 decodes = true;
             } else {
@@ -115,8 +115,8 @@ impl Core {
         for (ticket, tokens) in step.work {
             let Some(request) = self.requests.get_mut(&ticket) else { continue };
             if request.aborting {
-                // Abort wins over whatever the step has brought.
-                self.end(ticket, End::Aborted);
+                // An abort takes precedence over the result of the step.
+                self.end(ticket, RequestEnd::Aborted);
                 continue;
             }
             if tokens > 0 {
@@ -124,7 +124,7 @@ impl Core {
                 request.there += tokens;
                 request.computed += tokens;
                 self.counts.prompt_tokens += tokens as u64;
-                self.log.tell(0, &request.sent.internal, 0, What::Computed(request.there));
+                self.log.emit(0, &request.sent.internal, 0, RequestEvent::Computed(request.there));
                 let touched = before / self.plan.block_tokens..request.there.div_ceil(self.plan.block_tokens);
                 for index in touched.start.max(request.read)..touched.end {
                     self.pool.contents().write(request.blocks[index], request.sent.contents[index]);
@@ -133,12 +133,12 @@ impl Core {
                     continue;
                 }
             }
-            self.say(ticket, now_us);
+            self.generate_word(ticket, now_us);
         }
     }
 
-    /// The next word follows from what is in the blocks now.
-    fn say(&mut self, ticket: Ticket, now_us: u64) {
+    /// The next word depends on the current contents of the blocks.
+    fn generate_word(&mut self, ticket: Ticket, now_us: u64) {
         let request = self.requests.get_mut(&ticket).expect("it was looked up");
         let (number, size) = (request.words.len(), self.plan.block_tokens);
         let contents = self.pool.contents();
@@ -151,13 +151,13 @@ impl Core {
         request.words.push(word);
         self.counts.generation_tokens += 1;
         if number == 0 {
-            self.log.tell(0, &request.sent.internal, 0, What::FirstToken);
+            self.log.emit(0, &request.sent.internal, 0, RequestEvent::FirstToken);
         }
         request.sent.progress.notify_one();
         if request.words.len() >= request.sent.max_tokens {
             match request.sent.leg {
-                Leg::Prefill => self.lend(ticket, now_us),
-                Leg::Decode | Leg::Whole => self.end(ticket, End::Length),
+                Leg::Prefill => self.open_lease(ticket, now_us),
+                Leg::Decode | Leg::Whole => self.end(ticket, RequestEnd::Length),
             }
         }
     }

@@ -1,11 +1,11 @@
-//! What routers and other engines ask of an engine's leases and requests.
+//! Requests of routers and other engines about leases and requests.
 
 use baton_connector::RequestId;
 
-use super::{Core, Leg, Notice, Submission, us};
-use crate::sim::engines::leases::{LeaseKey, Released};
+use super::{AbortSource, Core, Leg, Submission, us};
+use crate::sim::engines::leases::{LeaseKey, ReleaseOutcome};
 
-/// Aborts of requests that have not come yet, and for how long they are remembered.
+/// Maximum aborts of requests that have not arrived, and how long they are remembered.
 const EARLY_MAX: usize = 4_096;
 const EARLY_US: u64 = 120_000_000;
 
@@ -15,7 +15,7 @@ impl Core {
         self.leases.begin_read(lease)
     }
 
-    /// A consumer has everything, or has given up; whether what it has read was lent all the while.
+    /// Ends a read, complete or not. Returns whether the blocks were leased during the whole read.
     pub(in crate::sim::engines) fn end_read(
         &mut self,
         lease: &LeaseKey,
@@ -24,7 +24,7 @@ impl Core {
     ) -> bool {
         let (valid, closed) = self.leases.end_read(lease, has_everything);
         if let Some(closed) = closed {
-            self.closed(closed, now_us);
+            self.record_closed_lease(closed, now_us);
         }
         if has_everything && !valid {
             self.counts.after_expiry += 1;
@@ -32,37 +32,37 @@ impl Core {
         valid
     }
 
-    /// A consumer will read later: two thirds of a lease from now on.
+    /// Renews a lease for two thirds of its duration, for a consumer that will read later.
     pub(in crate::sim::engines) fn renew(&mut self, lease: &LeaseKey, now_us: u64) {
         self.leases.renew(lease, now_us + us(self.plan.lease) * 2 / 3);
     }
 
-    /// Nobody will read.
+    /// Ends a lease early.
     pub(in crate::sim::engines) fn release(
         &mut self,
         lease: &LeaseKey,
         reason: &str,
         now_us: u64,
-    ) -> Released {
+    ) -> ReleaseOutcome {
         if self.plan.faults.strands_gap {
-            // It says so, as if it had done it.
-            return Released::Ended;
+            // The fault reports success without releasing.
+            return ReleaseOutcome::Ended;
         }
         let (released, closed) = self.leases.release(lease, reason, now_us);
         if let Some(closed) = closed {
-            self.closed(closed, now_us);
+            self.record_closed_lease(closed, now_us);
         }
         released
     }
 
-    /// `/abort_requests`: by the router's name, running, lent, or yet to come.
+    /// `/abort_requests`: aborts a request by the router's name, whether it runs, is leased, or has not arrived.
     pub(in crate::sim::engines) fn abort_named(
         &mut self,
         id: &RequestId,
         leg: Option<Leg>,
         now_us: u64,
     ) -> &'static str {
-        let mut answer = if leg == Some(Leg::Decode) { "aborted" } else { Released::Unknown.label() };
+        let mut answer = if leg == Some(Leg::Decode) { "aborted" } else { ReleaseOutcome::Unknown.label() };
         if leg != Some(Leg::Decode)
             && let Some(handle) = self.leases.of_request(id)
         {
@@ -83,7 +83,7 @@ impl Core {
             self.early_ends.push_back((id.clone(), now_us + EARLY_US));
         }
         for ticket in found {
-            self.abort(ticket, Notice::Verb, now_us);
+            self.abort(ticket, AbortSource::Verb, now_us);
         }
         answer
     }
@@ -97,7 +97,7 @@ impl Core {
 
     fn forget_first(&mut self) {
         if let Some((id, _)) = self.early_ends.pop_front()
-            // It may have been aborted once more since.
+            // The request may have been aborted again since.
             && !self.early_ends.iter().any(|(other, _)| *other == id)
         {
             self.early.remove(&id);
@@ -105,7 +105,7 @@ impl Core {
     }
 }
 
-/// Whether an abort of this leg, or of both, means a request of that one.
+/// Whether an abort of one leg, or of both, applies to a leg.
 fn is_meant(named: Option<Leg>, leg: Leg) -> bool {
     match named {
         None => true,

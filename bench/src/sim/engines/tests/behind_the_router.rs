@@ -1,4 +1,4 @@
-//! Simulated engines behind the real router, with callers that leave: everything comes home, in both dialects.
+//! Simulated engines behind the real router, with callers that disconnect: all blocks are freed, in both dialects.
 
 use baton_router::{Router, RouterConfig};
 
@@ -21,58 +21,58 @@ async fn after_a_storm_every_block_is_home_and_every_text_was_right() {
             decode_step: Duration::from_millis(1),
             blocks: 400,
             lease: Duration::from_secs(600),
-            // What is lost in it stays until the lease ends; below.
+            // Otherwise replies lost in this window leave leases. See the test below.
             reply_delay: Some(Duration::ZERO),
             ..EnginePlan::default()
         };
-        let site = Site::of(FleetPlan::new(1, 1, engine));
-        let (address, running) = router(&site.fleet).await;
-        let origin = Origin::parse(&address.to_string()).expect("an address");
+        let fleet = TestFleet::of(FleetPlan::new(1, 1, engine));
+        let (address, running) = router(&fleet.fleet).await;
+        let service = ServiceClient::parse(&address.to_string()).expect("an address");
         let mut right = Vec::new();
         for number in 0..4 {
-            right.push(text(&site.complete(Role::Decode, &ask(&prompt(number, 60), 24, "")).await));
+            right.push(text(&fleet.complete(Role::Decode, &ask(&prompt(number, 60), 24, "")).await));
         }
         let mut tasks = tokio::task::JoinSet::new();
         for number in 0..60usize {
-            let (origin, right) = (origin.clone(), right[number % 4].clone());
+            let (service, right) = (service.clone(), right[number % 4].clone());
             tasks.spawn(async move {
                 let mut body = ask(&prompt(number % 4, 60), 24, &format!("n{number}"));
                 if number % 2 == 0 {
                     let answer =
-                        origin.post_json("/v1/completions", &body, PATIENCE).await.expect("an answer");
+                        service.post_json("/v1/completions", &body, PATIENCE).await.expect("an answer");
                     assert_eq!(text(&answer), right);
                     return;
                 }
                 body["stream"] = json!(true);
-                let mut caller = Caller::post(address, "/v1/completions", &body).await;
+                let mut caller = TestCaller::post(address, "/v1/completions", &body).await;
                 if number % 4 == 1 {
                     caller.reads_until("data: ").await;
                 } else {
                     tokio::time::sleep(Duration::from_micros(number as u64 * 150)).await;
                 }
-                caller.leaves(if number % 3 == 0 { Leaves::Rst } else { Leaves::Fin });
+                caller.leaves(if number % 3 == 0 { HangUp::Rst } else { HangUp::Fin });
             });
         }
         while let Some(done) = tasks.join_next().await {
-            done.expect("nobody panics");
+            done.expect("no thread panics");
         }
-        // No lease has ended by its time: it is longer than anybody waits here.
-        site.settled().await;
+        // No lease has expired: its duration exceeds the wait of this test.
+        fleet.settled().await;
         running.abort();
     }
 }
 
-/// The known limit in front of stock engines: an abort of theirs is a half-close, and their server drops the reply with the only
-/// copy of the handoff.
+/// A known limit with stock engines: their abort is a half-close, and their server then drops the reply with the
+/// only copy of the handoff.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stock_engine_strands_the_blocks_of_a_caller_that_leaves_in_its_reply_window() {
     let engine = EnginePlan { reply_delay: Some(PATIENCE * 2), ..EnginePlan::instant() };
-    let site = Site::with(engine);
-    let (address, running) = router(&site.fleet).await;
-    let caller = Caller::post(address, "/v1/completions", &ask(&prompt(1, 40), 5, "mine")).await;
-    site.event(Role::Prefill, "mine", "lease_opened").await;
-    caller.leaves(Leaves::Fin);
-    let replied = site.event(Role::Prefill, "mine", "replied").await;
-    assert_eq!((&replied["result"], site.usage(Role::Prefill).leased), (&json!("dropped"), 3));
+    let fleet = TestFleet::with(engine);
+    let (address, running) = router(&fleet.fleet).await;
+    let caller = TestCaller::post(address, "/v1/completions", &ask(&prompt(1, 40), 5, "mine")).await;
+    fleet.event(Role::Prefill, "mine", "lease_opened").await;
+    caller.leaves(HangUp::Fin);
+    let replied = fleet.event(Role::Prefill, "mine", "replied").await;
+    assert_eq!((&replied["result"], fleet.usage(Role::Prefill).leased), (&json!("dropped"), 3));
     running.abort();
 }

@@ -1,4 +1,4 @@
-//! The protocol and its rules, on engines that are well.
+//! The protocol and its rules, on engines without faults.
 
 use super::*;
 
@@ -6,7 +6,7 @@ fn plans() -> impl Iterator<Item = EnginePlan> {
     [Dialect::Baton, Dialect::Vllm].into_iter().map(|dialect| EnginePlan { dialect, ..EnginePlan::instant() })
 }
 
-/// Prompts take this long per 16 tokens, and tokens as long: there is time to leave.
+/// Prompts take this long per 16 tokens, and tokens as long: there is time to disconnect.
 fn slow(dialect: Dialect) -> EnginePlan {
     EnginePlan {
         dialect,
@@ -21,36 +21,36 @@ fn slow(dialect: Dialect) -> EnginePlan {
 #[tokio::test]
 async fn a_prompt_has_one_text_wherever_it_is_computed() {
     for plan in plans() {
-        let site = Site::with(plan);
+        let fleet = TestFleet::with(plan);
         for number in 0..4 {
             let ask = ask(&prompt(number, 10 + 17 * number), 40, &format!("t{number}"));
-            let alone = text(&site.complete(Role::Decode, &ask).await);
+            let alone = text(&fleet.complete(Role::Decode, &ask).await);
             assert_eq!(alone.split(' ').count(), 41, "{alone}");
-            let second = site.lent(&ask).await;
-            assert_eq!(text(&site.complete(Role::Decode, &second).await), alone);
-            let other = text(&site.complete(Role::Decode, &super::ask(&prompt(9, 10), 40, "")).await);
+            let second = fleet.lent(&ask).await;
+            assert_eq!(text(&fleet.complete(Role::Decode, &second).await), alone);
+            let other = text(&fleet.complete(Role::Decode, &super::ask(&prompt(9, 10), 40, "")).await);
             assert_ne!(other, alone);
         }
-        site.settled().await;
+        fleet.settled().await;
     }
 }
 
 #[tokio::test]
 async fn the_events_of_a_handoff_are_told_in_their_order() {
     for plan in plans() {
-        let site = Site::with(plan);
+        let fleet = TestFleet::with(plan);
         let ask = ask(&prompt(1, 40), 5, "mine");
-        let second = site.lent(&ask).await;
-        site.complete(Role::Decode, &second).await;
+        let second = fleet.lent(&ask).await;
+        fleet.complete(Role::Decode, &second).await;
         let first =
             ["queued", "started", "computed", "first_token", "lease_opened", "ended", "lease_ended", "freed"];
-        assert_eq!(site.kinds(Role::Prefill, "mine"), first);
+        assert_eq!(fleet.kinds(Role::Prefill, "mine"), first);
         let second =
             ["queued", "fetching", "fetched", "started", "computed", "first_token", "ended", "freed"];
-        assert_eq!(site.kinds(Role::Decode, "mine"), second);
-        let ended = site.event(Role::Prefill, "mine", "lease_ended").await;
+        assert_eq!(fleet.kinds(Role::Decode, "mine"), second);
+        let ended = fleet.event(Role::Prefill, "mine", "lease_ended").await;
         assert_eq!((&ended["reason"], &ended["blocks"]), (&json!("transfer_done"), &json!(3)));
-        let started = site.event(Role::Decode, "mine", "started").await;
+        let started = fleet.event(Role::Decode, "mine", "started").await;
         assert_eq!(started["cached"], 39);
     }
 }
@@ -59,47 +59,47 @@ async fn the_events_of_a_handoff_are_told_in_their_order() {
 async fn a_caller_that_half_closes_before_the_reply_is_written_does_not_get_it() {
     for dialect in [Dialect::Baton, Dialect::Vllm] {
         let reply_delay = Some(PATIENCE * 2);
-        let site = Site::with(EnginePlan { dialect, reply_delay, ..EnginePlan::instant() });
-        let mut caller = Caller::post(
-            site.at(Role::Prefill),
+        let fleet = TestFleet::with(EnginePlan { dialect, reply_delay, ..EnginePlan::instant() });
+        let mut caller = TestCaller::post(
+            fleet.at(Role::Prefill),
             "/v1/completions",
             &first_leg(&ask(&prompt(1, 40), 5, "mine")),
         )
         .await;
-        site.event(Role::Prefill, "mine", "lease_opened").await;
+        fleet.event(Role::Prefill, "mine", "lease_opened").await;
         caller.0.shutdown().await.expect("a half-close");
-        let replied = site.event(Role::Prefill, "mine", "replied").await;
+        let replied = fleet.event(Role::Prefill, "mine", "replied").await;
         assert_eq!(replied["result"], "dropped", "{dialect:?}");
         let mut read = Vec::new();
         caller.0.read_to_end(&mut read).await.expect("the engine closes");
         assert_eq!(read, b"", "{dialect:?}");
         match dialect {
-            Dialect::Baton => site.settled().await,
-            // Only time ends this lease.
-            Dialect::Vllm => assert_eq!(site.usage(Role::Prefill).leased, 3),
+            Dialect::Baton => fleet.settled().await,
+            // This lease ends only by expiry.
+            Dialect::Vllm => assert_eq!(fleet.usage(Role::Prefill).leased, 3),
         }
     }
     let reply_delay = Some(Duration::from_millis(5));
-    let site = Site::with(EnginePlan { reply_delay, ..EnginePlan::instant() });
-    site.lent(&ask(&prompt(1, 40), 5, "mine")).await;
-    assert_eq!(site.event(Role::Prefill, "mine", "replied").await["result"], "sent");
+    let fleet = TestFleet::with(EnginePlan { reply_delay, ..EnginePlan::instant() });
+    fleet.lent(&ask(&prompt(1, 40), 5, "mine")).await;
+    assert_eq!(fleet.event(Role::Prefill, "mine", "replied").await["result"], "sent");
 }
 
 #[tokio::test]
 async fn streams_are_the_text_in_pieces() {
     for plan in plans() {
-        let site = Site::with(EnginePlan { decode_step: Duration::from_millis(1), ..plan });
+        let fleet = TestFleet::with(EnginePlan { decode_step: Duration::from_millis(1), ..plan });
         for path in ["/v1/completions", "/v1/chat/completions"] {
             let mut ask = json!({"model": "sim", "max_tokens": 6});
             match path {
                 "/v1/completions" => ask["prompt"] = json!("one two three"),
                 _ => ask["messages"] = json!([{"role": "user", "content": "one two three"}]),
             }
-            let whole = site.post(Role::Decode, path, &ask).await.expect("an answer");
+            let whole = fleet.post(Role::Decode, path, &ask).await.expect("an answer");
             assert_eq!(whole["usage"]["completion_tokens"], 6);
             ask["stream"] = json!(true);
             ask["stream_options"] = json!({"include_usage": true});
-            let mut caller = Caller::post(site.at(Role::Decode), path, &ask).await;
+            let mut caller = TestCaller::post(fleet.at(Role::Decode), path, &ask).await;
             let stream = caller.reads_until("0\r\n\r\n").await;
             let mut data = stream.lines().filter_map(|line| line.strip_prefix("data: "));
             let events: Vec<Value> =
@@ -110,8 +110,8 @@ async fn streams_are_the_text_in_pieces() {
                 choice["text"].as_str().or(choice["delta"]["content"].as_str()).unwrap_or_default().to_owned()
             };
             let whole = &whole["choices"][0];
-            let said = whole["text"].as_str().or(whole["message"]["content"].as_str()).expect("a text");
-            assert_eq!(events.iter().map(piece).collect::<String>(), said);
+            let text = whole["text"].as_str().or(whole["message"]["content"].as_str()).expect("a text");
+            assert_eq!(events.iter().map(piece).collect::<String>(), text);
             assert_eq!(events.last().expect("events")["usage"]["completion_tokens"], 6);
         }
     }
@@ -120,39 +120,39 @@ async fn streams_are_the_text_in_pieces() {
 #[tokio::test]
 async fn whoever_leaves_an_engine_that_computes_for_it_is_aborted() {
     for dialect in [Dialect::Baton, Dialect::Vllm] {
-        let site = Site::with(slow(dialect));
-        for (number, how) in [Leaves::Fin, Leaves::Rst].into_iter().enumerate() {
+        let fleet = TestFleet::with(slow(dialect));
+        for (number, how) in [HangUp::Fin, HangUp::Rst].into_iter().enumerate() {
             let (computing, decoding) = (format!("computing{number}"), format!("decoding{number}"));
             let long = first_leg(&ask(&prompt(number, 800), 9, &computing));
-            let caller = Caller::post(site.at(Role::Prefill), "/v1/completions", &long).await;
-            site.event(Role::Prefill, &computing, "computed").await;
+            let caller = TestCaller::post(fleet.at(Role::Prefill), "/v1/completions", &long).await;
+            fleet.event(Role::Prefill, &computing, "computed").await;
             caller.leaves(how);
             let mut streamed = ask(&prompt(number, 10), 2_000, &decoding);
             streamed["stream"] = json!(true);
-            let mut caller = Caller::post(site.at(Role::Decode), "/v1/completions", &streamed).await;
+            let mut caller = TestCaller::post(fleet.at(Role::Decode), "/v1/completions", &streamed).await;
             caller.reads_until("data: ").await;
             caller.leaves(how);
             for (role, tag) in [(Role::Prefill, &computing), (Role::Decode, &decoding)] {
-                assert_eq!(site.event(role, tag, "abort").await["how"], "disconnect");
-                assert_eq!(site.event(role, tag, "ended").await["outcome"], "abort");
-                site.event(role, tag, "freed").await;
+                assert_eq!(fleet.event(role, tag, "abort").await["how"], "disconnect");
+                assert_eq!(fleet.event(role, tag, "ended").await["outcome"], "abort");
+                fleet.event(role, tag, "freed").await;
             }
-            let computed = site.event(Role::Prefill, &computing, "ended").await["computed"].clone();
+            let computed = fleet.event(Role::Prefill, &computing, "ended").await["computed"].clone();
             assert!(computed.as_u64().is_some_and(|tokens| tokens < 800), "{computed}");
         }
-        site.settled().await;
+        fleet.settled().await;
     }
 }
 
 #[tokio::test]
 async fn what_nobody_reads_is_home_when_its_time_is_up() {
     for plan in plans() {
-        let site = Site::with(EnginePlan { lease: Duration::from_millis(200), ..plan });
-        site.lent(&ask(&prompt(1, 40), 5, "mine")).await;
-        let ended = site.event(Role::Prefill, "mine", "lease_ended").await;
+        let fleet = TestFleet::with(EnginePlan { lease: Duration::from_millis(200), ..plan });
+        fleet.lent(&ask(&prompt(1, 40), 5, "mine")).await;
+        let ended = fleet.event(Role::Prefill, "mine", "lease_ended").await;
         assert_eq!((&ended["reason"], &ended["readers_done"]), (&json!("lease_expired"), &json!(0)));
         assert!(ended["held_us"].as_u64().is_some_and(|held| held >= 200_000), "{ended}");
-        site.settled().await;
+        fleet.settled().await;
     }
 }
 
@@ -160,11 +160,11 @@ async fn what_nobody_reads_is_home_when_its_time_is_up() {
 async fn batons_verbs_give_back_at_once_and_stock_engines_have_none() {
     for plan in plans() {
         let dialect = plan.dialect;
-        let site = Site::with(plan);
-        let second = site.lent(&ask(&prompt(1, 40), 5, "mine")).await;
+        let fleet = TestFleet::with(plan);
+        let second = fleet.lent(&ask(&prompt(1, 40), 5, "mine")).await;
         let handle = second["kv_transfer_params"]["remote_handle"].clone();
         let release = json!({"handle": handle, "reason": "client_gone"});
-        let released = site.post(Role::Prefill, "/kv/release", &release).await;
+        let released = fleet.post(Role::Prefill, "/kv/release", &release).await;
         match dialect {
             Dialect::Vllm => {
                 assert_eq!(
@@ -175,19 +175,19 @@ async fn batons_verbs_give_back_at_once_and_stock_engines_have_none() {
             }
             Dialect::Baton => {
                 assert_eq!(released.expect("a verb")["result"], "released");
-                let again = site.post(Role::Prefill, "/kv/release", &release).await.expect("idempotent");
+                let again = fleet.post(Role::Prefill, "/kv/release", &release).await.expect("idempotent");
                 assert_eq!(again["result"], "already");
-                assert_eq!(site.event(Role::Prefill, "mine", "lease_ended").await["reason"], "client_gone");
-                let books = Origin::parse(&site.at(Role::Prefill).to_string()).expect("an address");
-                let books = books.get_json("/debug/kv", PATIENCE).await.expect("books");
-                assert_eq!(books["blocks"]["free"], books["blocks"]["total"]);
-                // And whoever reads late is told so, and computes for itself.
+                assert_eq!(fleet.event(Role::Prefill, "mine", "lease_ended").await["reason"], "client_gone");
+                let service = ServiceClient::parse(&fleet.at(Role::Prefill).to_string()).expect("an address");
+                let page = service.get_json("/debug/kv", PATIENCE).await.expect("a page");
+                assert_eq!(page["blocks"]["free"], page["blocks"]["total"]);
+                // A late consumer is refused and computes the prompt itself.
                 let (late, alone) = (
-                    site.complete(Role::Decode, &second).await,
-                    site.complete(Role::Decode, &ask(&prompt(1, 40), 5, "")).await,
+                    fleet.complete(Role::Decode, &second).await,
+                    fleet.complete(Role::Decode, &ask(&prompt(1, 40), 5, "")).await,
                 );
                 assert_eq!(text(&late), text(&alone));
-                assert_eq!(site.event(Role::Decode, "mine", "fetched").await["result"], "gone");
+                assert_eq!(fleet.event(Role::Decode, "mine", "fetched").await["result"], "gone");
             }
         }
     }
@@ -195,94 +195,94 @@ async fn batons_verbs_give_back_at_once_and_stock_engines_have_none() {
 
 #[tokio::test]
 async fn an_abort_by_name_finds_a_request_that_runs_that_has_lent_and_that_is_yet_to_come() {
-    let site = Site::with(slow(Dialect::Baton));
+    let fleet = TestFleet::with(slow(Dialect::Baton));
     let abort = async |id: &str| {
         let body = json!({"request_ids": [id], "leg": "prefill"});
-        site.post(Role::Prefill, "/abort_requests", &body).await.expect("a verb")["results"][id].clone()
+        fleet.post(Role::Prefill, "/abort_requests", &body).await.expect("a verb")["results"][id].clone()
     };
     let named = async |id: &str, words: usize| {
         let body = first_leg(&ask(&prompt(1, words), 1, id)).to_string();
-        let mut stream = TcpStream::connect(site.at(Role::Prefill)).await.expect("it listens");
+        let mut stream = TcpStream::connect(fleet.at(Role::Prefill)).await.expect("it listens");
         let head = format!(
             "POST /v1/completions HTTP/1.1\r\nx-request-id: {id}\r\ncontent-length: {}\r\n\r\n",
             body.len()
         );
         stream.write_all(format!("{head}{body}").as_bytes()).await.expect("it is sent");
-        Caller(stream)
+        TestCaller(stream)
     };
     let _lent = named("lent", 10).await;
-    site.event(Role::Prefill, "lent", "lease_opened").await;
+    fleet.event(Role::Prefill, "lent", "lease_opened").await;
     assert_eq!(abort("lent").await, "released");
-    assert_eq!(site.event(Role::Prefill, "lent", "lease_ended").await["reason"], "aborted");
+    assert_eq!(fleet.event(Role::Prefill, "lent", "lease_ended").await["reason"], "aborted");
     let _runs = named("runs", 800).await;
-    site.event(Role::Prefill, "runs", "computed").await;
+    fleet.event(Role::Prefill, "runs", "computed").await;
     abort("runs").await;
-    assert_eq!(site.event(Role::Prefill, "runs", "abort").await["how"], "verb");
+    assert_eq!(fleet.event(Role::Prefill, "runs", "abort").await["how"], "verb");
     abort("comes").await;
     let _comes = named("comes", 10).await;
-    assert_eq!(site.event(Role::Prefill, "comes", "ended").await["outcome"], "abort");
-    site.settled().await;
+    assert_eq!(fleet.event(Role::Prefill, "comes", "ended").await["outcome"], "abort");
+    fleet.settled().await;
 }
 
 #[tokio::test]
 async fn a_refusal_by_a_stock_engines_handler_gives_back_and_one_before_it_does_not() {
-    let site = Site::with(EnginePlan { lease: Duration::from_secs(600), ..EnginePlan::instant() });
+    let fleet = TestFleet::with(EnginePlan { lease: Duration::from_secs(600), ..EnginePlan::instant() });
     let refused = async |tag: &str, field: &str, value: Value| {
-        let mut second = site.lent(&ask(&prompt(1, 40), 5, tag)).await;
+        let mut second = fleet.lent(&ask(&prompt(1, 40), 5, tag)).await;
         second[field] = value;
-        let error = site.post(Role::Decode, "/v1/completions", &second).await.expect_err("it is refused");
+        let error = fleet.post(Role::Decode, "/v1/completions", &second).await.expect_err("it is refused");
         error.status().map(|status| status.as_u16())
     };
     assert_eq!(refused("negative", "temperature", json!(-1)).await, Some(400));
-    site.event(Role::Prefill, "negative", "freed").await;
+    fleet.event(Role::Prefill, "negative", "freed").await;
     assert_eq!(refused("unknown", "model", json!("another")).await, Some(404));
-    // A body that does not parse is seen by nobody who knows of the lease.
+    // A body that does not parse is refused before the handler, which knows the lease.
     assert_eq!(refused("words", "temperature", json!("abc")).await, Some(400));
-    assert!(!site.kinds(Role::Prefill, "words").contains(&"freed".to_owned()));
-    assert_eq!(site.usage(Role::Prefill).leased, 3);
+    assert!(!fleet.kinds(Role::Prefill, "words").contains(&"freed".to_owned()));
+    assert_eq!(fleet.usage(Role::Prefill).leased, 3);
 }
 
 #[tokio::test]
 async fn a_read_that_comes_too_late_is_wrong_on_stock_engines_and_right_on_batons() {
     for plan in plans() {
         let dialect = plan.dialect;
-        let site = Site::with(EnginePlan { lease: Duration::from_millis(100), ..plan });
+        let fleet = TestFleet::with(EnginePlan { lease: Duration::from_millis(100), ..plan });
         let ask = ask(&prompt(1, 40), 20, "late");
-        let right = text(&site.complete(Role::Decode, &ask).await);
-        let second = site.lent(&ask).await;
-        site.event(Role::Prefill, "late", "freed").await;
-        // Its blocks are given out again.
-        site.lent(&super::ask(&prompt(2, 40), 20, "other")).await;
-        let late = text(&site.complete(Role::Decode, &second).await);
+        let right = text(&fleet.complete(Role::Decode, &ask).await);
+        let second = fleet.lent(&ask).await;
+        fleet.event(Role::Prefill, "late", "freed").await;
+        // The lease's blocks are allocated again.
+        fleet.lent(&super::ask(&prompt(2, 40), 20, "other")).await;
+        let late = text(&fleet.complete(Role::Decode, &second).await);
         assert_eq!(late == right, dialect == Dialect::Baton, "{late}");
     }
 }
 
 #[tokio::test]
 async fn a_queue_and_a_pool_that_are_full_make_others_wait_or_go() {
-    let site = Site::with(EnginePlan { blocks: 60, waiting_max: 1, ..slow(Dialect::Baton) });
+    let fleet = TestFleet::with(EnginePlan { blocks: 60, waiting_max: 1, ..slow(Dialect::Baton) });
     let long = |number| ask(&prompt(number, 600), 100, &format!("n{number}"));
-    let first = Caller::post(site.at(Role::Decode), "/v1/completions", &long(0)).await;
-    site.event(Role::Decode, "n0", "started").await;
-    let second = Caller::post(site.at(Role::Decode), "/v1/completions", &long(1)).await;
-    site.event(Role::Decode, "n1", "queued").await;
-    let third = site.post(Role::Decode, "/v1/completions", &long(2)).await.expect_err("a full queue");
+    let first = TestCaller::post(fleet.at(Role::Decode), "/v1/completions", &long(0)).await;
+    fleet.event(Role::Decode, "n0", "started").await;
+    let second = TestCaller::post(fleet.at(Role::Decode), "/v1/completions", &long(1)).await;
+    fleet.event(Role::Decode, "n1", "queued").await;
+    let third = fleet.post(Role::Decode, "/v1/completions", &long(2)).await.expect_err("a full queue");
     assert_eq!(third.status().map(|status| status.as_u16()), Some(429));
-    assert!(!site.kinds(Role::Decode, "n1").contains(&"started".to_owned()));
-    first.leaves(Leaves::Fin);
-    site.event(Role::Decode, "n1", "started").await;
-    second.leaves(Leaves::Fin);
-    site.settled().await;
+    assert!(!fleet.kinds(Role::Decode, "n1").contains(&"started".to_owned()));
+    first.leaves(HangUp::Fin);
+    fleet.event(Role::Decode, "n1", "started").await;
+    second.leaves(HangUp::Fin);
+    fleet.settled().await;
 }
 
 #[tokio::test]
 async fn a_body_may_come_in_chunks_and_after_it_was_asked_for() {
-    let site = Site::with(EnginePlan::instant());
+    let fleet = TestFleet::with(EnginePlan::instant());
     let body = ask("one two", 3, "").to_string();
-    let mut stream = TcpStream::connect(site.at(Role::Decode)).await.expect("it listens");
+    let mut stream = TcpStream::connect(fleet.at(Role::Decode)).await.expect("it listens");
     let head = "POST /v1/completions HTTP/1.1\r\nexpect: 100-continue\r\ntransfer-encoding: chunked\r\n\r\n";
     stream.write_all(head.as_bytes()).await.expect("it is sent");
-    let mut caller = Caller(stream);
+    let mut caller = TestCaller(stream);
     caller.reads_until("100 Continue\r\n\r\n").await;
     let (one, other) = body.split_at(20);
     for piece in [one, other, ""] {

@@ -1,5 +1,5 @@
-//! A server for tests, on a thread of its own: it counts a token for each word and one for the beginning, and does to
-//! requests what it is told.
+//! A test server on its own thread. It counts a token for each word and one for the beginning, and treats requests
+//! as its options specify.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -18,24 +18,24 @@ use hyper_util::rt::TokioIo;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
-/// What it does.
+/// The behaviour of the server.
 #[derive(Clone, Debug)]
-pub(super) struct Behaviour {
-    /// Before the first token.
+pub(super) struct ServerOptions {
+    /// Time before the first token.
     pub(super) first: Duration,
-    /// Between two tokens.
+    /// Time between two tokens.
     pub(super) gap: Duration,
-    /// So many requests are answered without the first pause.
+    /// Number of first requests without the first pause.
     pub(super) quick: usize,
     pub(super) refuse_every: Option<usize>,
-    /// Of those that are not refused, by their place among all.
+    /// Every n-th of the requests that are not refused is cut.
     pub(super) cut_every: Option<usize>,
     pub(super) refuses_ignore_eos: bool,
     pub(super) tokenizes: bool,
     pub(super) tokens_per_event: usize,
 }
 
-impl Default for Behaviour {
+impl Default for ServerOptions {
     fn default() -> Self {
         Self {
             first: Duration::ZERO,
@@ -50,40 +50,41 @@ impl Default for Behaviour {
     }
 }
 
-/// What it saw.
+/// The server's counts.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Seen {
+pub(super) struct ServerCounts {
     pub(super) completions: usize,
     pub(super) prompt_tokens: Vec<usize>,
     pub(super) users: Vec<String>,
     /// Requests with token ids.
     pub(super) ids: usize,
     now: usize,
-    /// The most at once.
+    /// Maximum of concurrent requests.
     pub(super) peak: usize,
 }
 
-struct Shared {
-    behaviour: Behaviour,
-    seen: Mutex<Seen>,
+struct ServerState {
+    behaviour: ServerOptions,
+    seen: Mutex<ServerCounts>,
     waiting: AtomicUsize,
 }
 
-pub(super) struct Server {
+pub(super) struct TestServer {
     address: SocketAddr,
-    shared: Arc<Shared>,
+    shared: Arc<ServerState>,
 }
 
 type Body = BoxBody<Bytes, std::io::Error>;
 
-impl Server {
-    pub(super) fn start(behaviour: Behaviour) -> Self {
+impl TestServer {
+    pub(super) fn start(behaviour: ServerOptions) -> Self {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         listener.set_nonblocking(true).expect("a socket");
         let address = listener.local_addr().expect("an address");
-        let shared = Arc::new(Shared { behaviour, seen: Mutex::default(), waiting: AtomicUsize::new(0) });
+        let shared =
+            Arc::new(ServerState { behaviour, seen: Mutex::default(), waiting: AtomicUsize::new(0) });
         let serving = Arc::clone(&shared);
-        // It ends with the test's process.
+        // The thread ends with the test's process.
         std::thread::spawn(move || {
             let runtime =
                 tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
@@ -96,26 +97,26 @@ impl Server {
         format!("http://{}", self.address)
     }
 
-    pub(super) fn seen(&self) -> Seen {
+    pub(super) fn seen(&self) -> ServerCounts {
         self.shared.seen.lock().expect("no test panics here").clone()
     }
 
-    /// Requests that are in their first pause.
+    /// Requests in their first pause.
     pub(super) fn waiting(&self) -> impl Fn() -> usize + Send + 'static {
         let shared = Arc::clone(&self.shared);
         move || shared.waiting.load(Ordering::SeqCst)
     }
 }
 
-async fn accept(listener: std::net::TcpListener, shared: Arc<Shared>) {
+async fn accept(listener: std::net::TcpListener, shared: Arc<ServerState>) {
     let listener = tokio::net::TcpListener::from_std(listener).expect("a listener");
     while let Ok((stream, _)) = listener.accept().await {
         let shared = Arc::clone(&shared);
-        // An event that waits for the acknowledgement of the one before comes 40 ms late.
+        // Without this option, an event that waits for the acknowledgement of the previous one is 40 ms late.
         stream.set_nodelay(true).expect("a socket");
         tokio::spawn(async move {
             let service = hyper::service::service_fn(move |request| answer(Arc::clone(&shared), request));
-            // A client that leaves is nothing to report.
+            // A client that disconnects is no error.
             let _ = hyper::server::conn::http1::Builder::new()
                 .serve_connection(TokioIo::new(stream), service)
                 .await;
@@ -149,7 +150,7 @@ fn count(body: &Value) -> usize {
     }
 }
 
-async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Result<Response<Body>, Infallible> {
+async fn answer(shared: Arc<ServerState>, request: Request<Incoming>) -> Result<Response<Body>, Infallible> {
     let path = request.uri().path().to_owned();
     let bytes =
         request.into_body().collect().await.map(http_body_util::Collected::to_bytes).unwrap_or_default();
@@ -165,13 +166,13 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Result<Respo
     })
 }
 
-async fn complete(shared: Arc<Shared>, body: Value, chat: bool) -> Response<Body> {
+async fn complete(shared: Arc<ServerState>, body: Value, chat: bool) -> Response<Body> {
     let behaviour = shared.behaviour.clone();
     if behaviour.refuses_ignore_eos && !body["ignore_eos"].is_null() {
         return error(400, "bad_request", "unknown field ignore_eos");
     }
     let prompt_tokens = count(&body);
-    let place = {
+    let number = {
         let mut seen = shared.seen.lock().expect("no test panics here");
         seen.completions += 1;
         seen.prompt_tokens.push(prompt_tokens);
@@ -181,18 +182,18 @@ async fn complete(shared: Arc<Shared>, body: Value, chat: bool) -> Response<Body
         seen.peak = seen.peak.max(seen.now);
         seen.completions
     };
-    let gone = Gone(Arc::clone(&shared));
-    if behaviour.refuse_every.is_some_and(|every| place.is_multiple_of(every)) {
+    let gone = RequestGuard(Arc::clone(&shared));
+    if behaviour.refuse_every.is_some_and(|every| number.is_multiple_of(every)) {
         return error(429, "queue_full", "no room");
     }
     let tokens = body["max_tokens"].as_u64().unwrap_or(1) as usize;
     let usage = move |so_far: usize| json!({"prompt_tokens": prompt_tokens, "completion_tokens": so_far});
-    if place > behaviour.quick {
+    if number > behaviour.quick {
         shared.waiting.fetch_add(1, Ordering::SeqCst);
         tokio::time::sleep(behaviour.first).await;
         shared.waiting.fetch_sub(1, Ordering::SeqCst);
     }
-    let said = move |text: &str, finish: Option<&str>, piece: bool| match (chat, piece) {
+    let choice = move |text: &str, finish: Option<&str>, piece: bool| match (chat, piece) {
         (false, _) => json!({"index": 0, "text": text, "finish_reason": finish}),
         (true, true) => json!({"index": 0, "delta": {"content": text}, "finish_reason": finish}),
         (true, false) => json!({"index": 0, "message": {"content": text}, "finish_reason": finish}),
@@ -200,13 +201,16 @@ async fn complete(shared: Arc<Shared>, body: Value, chat: bool) -> Response<Body
     if body["stream"] != true {
         drop(gone);
         let text = " w".repeat(tokens);
-        return whole(200, &json!({"choices": [said(&text, Some("length"), false)], "usage": usage(tokens)}));
+        return whole(
+            200,
+            &json!({"choices": [choice(&text, Some("length"), false)], "usage": usage(tokens)}),
+        );
     }
     let counted = body["stream_options"]["continuous_usage_stats"] == true;
-    let cut = behaviour.cut_every.is_some_and(|every| place.is_multiple_of(every));
+    let cut = behaviour.cut_every.is_some_and(|every| number.is_multiple_of(every));
     let (send, receive) = mpsc::channel::<std::io::Result<Frame<Bytes>>>(1);
     tokio::spawn(async move {
-        // With the last byte, this request is gone.
+        // The request ends with the last byte.
         let gone = gone;
         let frame = |json: Value| Ok(Frame::data(Bytes::from(format!("data: {json}\n\n"))));
         let mut so_far = 0;
@@ -217,7 +221,7 @@ async fn complete(shared: Arc<Shared>, body: Value, chat: bool) -> Response<Body
             let now = behaviour.tokens_per_event.min(tokens - so_far);
             so_far += now;
             let usage = if counted { usage(so_far) } else { Value::Null };
-            let chunk = json!({"choices": [said(&" w".repeat(now), None, true)], "usage": usage});
+            let chunk = json!({"choices": [choice(&" w".repeat(now), None, true)], "usage": usage});
             if send.send(frame(chunk)).await.is_err() {
                 return;
             }
@@ -228,7 +232,7 @@ async fn complete(shared: Arc<Shared>, body: Value, chat: bool) -> Response<Body
         }
         drop(gone);
         let last = [
-            frame(json!({"choices": [said("", Some("length"), true)], "usage": null})),
+            frame(json!({"choices": [choice("", Some("length"), true)], "usage": null})),
             frame(json!({"choices": [], "usage": usage(tokens)})),
             Ok(Frame::data(Bytes::from_static(b"data: [DONE]\n\n"))),
         ];
@@ -239,13 +243,13 @@ async fn complete(shared: Arc<Shared>, body: Value, chat: bool) -> Response<Body
         }
     });
     let builder = Response::builder().header("content-type", "text/event-stream");
-    builder.body(Piped(receive).boxed()).expect("a response")
+    builder.body(ChannelBody(receive).boxed()).expect("a response")
 }
 
-/// A body that somebody writes while it is read.
-struct Piped(mpsc::Receiver<std::io::Result<Frame<Bytes>>>);
+/// A body that is written while it is read.
+struct ChannelBody(mpsc::Receiver<std::io::Result<Frame<Bytes>>>);
 
-impl hyper::body::Body for Piped {
+impl hyper::body::Body for ChannelBody {
     type Data = Bytes;
     type Error = std::io::Error;
 
@@ -257,10 +261,10 @@ impl hyper::body::Body for Piped {
     }
 }
 
-/// A request that is over.
-struct Gone(Arc<Shared>);
+/// Counts a request until it is dropped.
+struct RequestGuard(Arc<ServerState>);
 
-impl Drop for Gone {
+impl Drop for RequestGuard {
     fn drop(&mut self) {
         self.0.seen.lock().expect("no test panics here").now -= 1;
     }

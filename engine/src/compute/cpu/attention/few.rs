@@ -1,9 +1,12 @@
-//! One position against its whole context: a decode step's attention, where reading keys and values is the work.
+//! One position against its whole context: attention of a decode step, whose time is spent on reading keys and values.
 //!
-//! The same chains as the matrix kernel's, so the same bits: a score is a chain over the head's elements, an output one over
-//! key positions. What differs is where things are meanwhile: sixteen keys are transposed in registers and multiplied there,
-//! and sums stay in registers from the first element or position to the last.
-#![allow(unsafe_code)] // vector intrinsics on raw pointers into KV blocks; the contract is on each function
+//! The chains and therefore the bits are the same as in the matrix kernel: a score is a chain over the head's elements,
+//! an output is one over key positions. Only the storage differs. Sixteen keys are transposed and multiplied in
+//! registers, and sums stay in registers from the first element or position to the last.
+#![allow(
+    unsafe_code,
+    reason = "vector intrinsics on raw pointers into KV blocks; the contract is on each function"
+)]
 
 use std::arch::x86_64::{
     __m512, __m512bh, __m512i, _mm256_loadu_si256, _mm512_castpd_ps, _mm512_castps_pd,
@@ -15,20 +18,20 @@ use std::arch::x86_64::{
 
 use baton_connector::layout::KvDtype;
 
-use super::{Cache, Half};
+use super::{HeadCache, KvHalf};
 use crate::compute::cpu::isa::{Isa, request};
 
 /// Keys that are transposed at once, and values of a vector register.
 const LANES: usize = 16;
-/// Most rows: their sums share 32 registers with sixteen keys, or with the values of a position.
+/// Most rows. Their sums share 32 registers with sixteen keys, or with the values of a position.
 const MAX_ROWS: usize = 8;
-/// How many positions ahead are requested. Sixteen of an f32 cache with heads of 64 are a run of 4 KiB, far from the next one, and
-/// no hardware prefetcher follows. Two runs ahead into the first cache read 131 KB of keys in 5.7 µs; one run took 6.6, three to
-/// eight 6.0 to 7.7, into the second cache 7.5 to 8.9 (2-core Zen 5 guest, 2026-11-23).
+/// Prefetch distance in positions. Sixteen positions of an f32 cache with heads of 64 are a run of 4 KiB, far from the
+/// next one, and no hardware prefetcher follows. Two runs ahead into the first-level cache are the fastest on Zen 4;
+/// one run, three to eight runs, or the second-level cache are slower.
 const AHEAD: usize = 2 * LANES;
 
-/// Whether this is for so many rows of this cache.
-pub(super) fn suits(isa: Isa, cache: &Cache<'_>, rows: usize) -> bool {
+/// Whether this module supports this number of rows of this cache.
+pub(super) fn suits(isa: Isa, cache: &HeadCache<'_>, rows: usize) -> bool {
     isa == Isa::Avx512
         && rows <= MAX_ROWS
         && cache.layout.head_dim.is_multiple_of(LANES)
@@ -36,14 +39,15 @@ pub(super) fn suits(isa: Isa, cache: &Cache<'_>, rows: usize) -> bool {
 }
 
 /// An element type of the cache.
-trait Stored: Copy {
-    /// Sixteen of them, widened.
+trait CacheElement: Copy {
+    /// Sixteen elements, widened.
     ///
     /// # Safety
-    /// They may be read, on a machine with AVX-512.
+    /// The elements may be read, on a machine with AVX-512.
     unsafe fn load(from: *const Self) -> __m512;
 
-    /// Sixteen from each place as bf16, rounded as the units of bfloat16 mode do; the lower half of the register is from `lower`.
+    /// Sixteen elements from each place as bf16, rounded as in the units of bfloat16 mode. The lower half of the
+    /// register is from `lower`.
     ///
     /// # Safety
     /// As [`Self::load`], on a machine with AVX512-BF16.
@@ -59,13 +63,13 @@ trait Stored: Copy {
 
 #[derive(Clone, Copy)]
 #[repr(transparent)]
-struct F16(u16);
+struct CacheF16(u16);
 
 #[derive(Clone, Copy)]
 #[repr(transparent)]
-struct Bf16(u16);
+struct CacheBf16(u16);
 
-impl Stored for f32 {
+impl CacheElement for f32 {
     #[inline(always)]
     unsafe fn load(from: *const Self) -> __m512 {
         // SAFETY: the caller's contract.
@@ -73,7 +77,7 @@ impl Stored for f32 {
     }
 }
 
-impl Stored for F16 {
+impl CacheElement for CacheF16 {
     #[inline(always)]
     unsafe fn load(from: *const Self) -> __m512 {
         // SAFETY: the caller's contract.
@@ -81,7 +85,7 @@ impl Stored for F16 {
     }
 }
 
-impl Stored for Bf16 {
+impl CacheElement for CacheBf16 {
     #[inline(always)]
     unsafe fn load(from: *const Self) -> __m512 {
         // SAFETY: the caller's contract.
@@ -91,7 +95,7 @@ impl Stored for Bf16 {
         }
     }
 
-    /// As they are; products take subnormal ones for zero.
+    /// Unchanged; products treat subnormal values as zero.
     #[inline(always)]
     unsafe fn rounded(lower: *const Self, upper: *const Self) -> __m512i {
         // SAFETY: the caller's contract.
@@ -102,7 +106,7 @@ impl Stored for Bf16 {
     }
 }
 
-/// Calls a kernel that is compiled for so many rows and an element type.
+/// Calls a kernel that is compiled for this number of rows and element type.
 macro_rules! by_rows {
     ($rows:expr, $dtype:expr, $kernel:ident $arguments:tt) => {
         by_rows!(@ $rows, $dtype, $kernel $arguments, [1 2 3 4 5 6 7 8])
@@ -111,8 +115,8 @@ macro_rules! by_rows {
         match ($rows, $dtype) {
             $(
                 ($n, KvDtype::F32) => $kernel::<f32, $n> $arguments,
-                ($n, KvDtype::F16) => $kernel::<F16, $n> $arguments,
-                ($n, KvDtype::Bf16) => $kernel::<Bf16, $n> $arguments,
+                ($n, KvDtype::F16) => $kernel::<CacheF16, $n> $arguments,
+                ($n, KvDtype::Bf16) => $kernel::<CacheBf16, $n> $arguments,
             )*
             (rows, _) => unreachable!("{rows} rows"),
         }
@@ -121,13 +125,13 @@ macro_rules! by_rows {
 
 pub(super) mod in_bf16;
 
-/// Scores of `rows` queries, one behind the other in `queries`, with the first `context` keys. Those up to the next multiple of
-/// sixteen are written too, and mean nothing.
+/// Scores of `rows` queries, which are contiguous in `queries`, with the first `context` keys. Scores up to the next
+/// multiple of sixteen are written too, without a meaning.
 ///
 /// # Safety
-/// [`suits`]; keys of all slots in the blocks may be read, and those up to `context` are nowhere written meanwhile.
+/// [`suits`]; keys of all slots in the blocks may be read, and no other code writes those up to `context` meanwhile.
 pub(super) unsafe fn scores(
-    cache: &Cache<'_>,
+    cache: &HeadCache<'_>,
     context: usize,
     rows: usize,
     queries: &[f32],
@@ -136,7 +140,7 @@ pub(super) unsafe fn scores(
 ) {
     assert!(queries.len() >= rows * cache.layout.head_dim);
     assert!(scores.len() >= (rows - 1) * stride + context.next_multiple_of(LANES));
-    // SAFETY: the caller's contract, and what has just been looked at.
+    // SAFETY: the caller's contract, and the assertions above.
     unsafe {
         by_rows!(
             rows,
@@ -151,7 +155,7 @@ pub(super) unsafe fn scores(
 /// # Safety
 /// As [`scores`], of values.
 pub(super) unsafe fn values(
-    cache: &Cache<'_>,
+    cache: &HeadCache<'_>,
     context: usize,
     rows: usize,
     (scores, scores_stride): (&[f32], usize),
@@ -160,13 +164,13 @@ pub(super) unsafe fn values(
     assert!(scores.len() >= (rows - 1) * scores_stride + context);
     assert!(outputs.len() >= (rows - 1) * outputs_stride + cache.layout.head_dim);
     let (scores, outputs) = ((scores.as_ptr(), scores_stride), (outputs.as_mut_ptr(), outputs_stride));
-    // SAFETY: the caller's contract, and what has just been looked at.
+    // SAFETY: the caller's contract, and the assertions above.
     unsafe { by_rows!(rows, cache.layout.dtype, values_of(cache, context, scores, outputs)) };
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn scores_of<E: Stored, const R: usize>(
-    cache: &Cache<'_>,
+unsafe fn scores_of<E: CacheElement, const R: usize>(
+    cache: &HeadCache<'_>,
     context: usize,
     queries: *const f32,
     scores: *mut f32,
@@ -175,12 +179,12 @@ unsafe fn scores_of<E: Stored, const R: usize>(
     let dim = cache.layout.head_dim;
     let group_bytes = LANES * dim * size_of::<E>();
     for from in (0..context.min(AHEAD)).step_by(LANES) {
-        request(cache.vector(Half::Keys, from), group_bytes);
+        request(cache.vector(KvHalf::Keys, from), group_bytes);
     }
     // SAFETY: the contract of `scores`.
     unsafe {
         for from in (0..context).step_by(LANES) {
-            let keys = cache.vector(Half::Keys, from).cast_const().cast::<E>();
+            let keys = cache.vector(KvHalf::Keys, from).cast_const().cast::<E>();
             let later = later(cache, from, context);
             let mut sums = [_mm512_setzero_ps(); R];
             for element in (0..dim).step_by(LANES) {
@@ -205,17 +209,18 @@ unsafe fn scores_of<E: Stored, const R: usize>(
     }
 }
 
-/// What is read when the sixteen keys from `from` and those requested before have been: further keys, or the first values.
-fn later(cache: &Cache<'_>, from: usize, context: usize) -> *mut u8 {
+/// The next address after the sixteen keys from `from` and the keys requested before: further keys, or the first
+/// values.
+fn later(cache: &HeadCache<'_>, from: usize, context: usize) -> *mut u8 {
     match (from + AHEAD).checked_sub(context.next_multiple_of(LANES)) {
-        None => cache.vector(Half::Keys, from + AHEAD),
-        Some(values) => cache.vector(Half::Values, values.min(context - 1)),
+        None => cache.vector(KvHalf::Keys, from + AHEAD),
+        Some(values) => cache.vector(KvHalf::Values, values.min(context - 1)),
     }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn values_of<E: Stored, const R: usize>(
-    cache: &Cache<'_>,
+unsafe fn values_of<E: CacheElement, const R: usize>(
+    cache: &HeadCache<'_>,
     context: usize,
     scores: (*const f32, usize),
     (outputs, stride): (*mut f32, usize),
@@ -235,10 +240,10 @@ unsafe fn values_of<E: Stored, const R: usize>(
     }
 }
 
-/// `C` times sixteen elements, from the `column`th sixteen; returns `C`.
+/// Computes `C` times sixteen elements, from the `column`th sixteen; returns `C`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn values_beside<E: Stored, const R: usize, const C: usize>(
-    cache: &Cache<'_>,
+unsafe fn values_beside<E: CacheElement, const R: usize, const C: usize>(
+    cache: &HeadCache<'_>,
     context: usize,
     column: usize,
     (scores, scores_stride): (*const f32, usize),
@@ -250,8 +255,8 @@ unsafe fn values_beside<E: Stored, const R: usize, const C: usize>(
     // SAFETY: the contract of `values`.
     unsafe {
         for from in (0..context).step_by(block_tokens) {
-            let run = cache.vector(Half::Values, from).cast_const().cast::<E>();
-            let later = (from + ahead < context).then(|| cache.vector(Half::Values, from + ahead));
+            let run = cache.vector(KvHalf::Values, from).cast_const().cast::<E>();
+            let later = (from + ahead < context).then(|| cache.vector(KvHalf::Values, from + ahead));
             for slot in 0..block_tokens.min(context - from) {
                 let element = slot * dim + column * LANES;
                 if let Some(later) = later {
@@ -280,7 +285,7 @@ unsafe fn values_beside<E: Stored, const R: usize, const C: usize>(
 
 /// Sixteen rows of sixteen values as columns.
 ///
-/// Always inlined, as whoever calls it has the instructions: called, it would hand 32 registers over through memory.
+/// Always inlined, because a call would pass 32 registers through memory. Every caller has the instructions.
 ///
 /// # Safety
 /// This machine has AVX-512.
@@ -344,15 +349,15 @@ mod tests {
         ] {
             let layout = KvLayout { layers: 2, kv_heads: 2, head_dim, block_tokens, dtype };
             for context in [1, 5, 16, 17, 33, 70, 130] {
-                // Whatever is in slots that no key is in must not be seen.
+                // The contents of slots without a key must not affect the result.
                 let mut memory = vec![vec![f32::NAN; layout.block_bytes() / 4]; layout.blocks_for(context)];
                 let blocks: Vec<*mut u8> = memory.iter_mut().map(|block| block.as_mut_ptr().cast()).collect();
-                let cache = Cache { layout: &layout, layer: 1, head: 1, blocks: &blocks };
+                let cache = HeadCache { layout: &layout, layer: 1, head: 1, blocks: &blocks };
                 let mut vectors = [vec![0.0; context * head_dim], vec![0.0; context * head_dim]];
-                for (half, vectors) in [Half::Keys, Half::Values].into_iter().zip(&mut vectors) {
+                for (half, vectors) in [KvHalf::Keys, KvHalf::Values].into_iter().zip(&mut vectors) {
                     for (position, vector) in vectors.chunks_exact_mut(head_dim).enumerate() {
                         let made: Vec<f32> = noise(7 + position as u32 * 999).take(head_dim).collect();
-                        // SAFETY: the test alone has the blocks.
+                        // SAFETY: only this test uses the blocks.
                         unsafe {
                             cache.store(Isa::Portable, half, position, &made);
                             cache.load(Isa::Portable, half, position, 1, head_dim, vector);
@@ -368,12 +373,12 @@ mod tests {
         }
     }
 
-    fn check(cache: &Cache<'_>, context: usize, rows: usize, [keys, weighed]: &[Vec<f32>; 2]) {
+    fn check(cache: &HeadCache<'_>, context: usize, rows: usize, [keys, weighed]: &[Vec<f32>; 2]) {
         let dim = cache.layout.head_dim;
         let queries: Vec<f32> = noise(5).take(rows * dim).collect();
         let (stride, out_stride) = (context.next_multiple_of(LANES) + 3, dim + 5);
         let (mut seen, mut outputs) = (vec![7.0; rows * stride], vec![7.0; rows * out_stride]);
-        // SAFETY: the test alone has blocks and buffers, and this machine has AVX-512.
+        // SAFETY: only this test uses blocks and buffers, and this machine has AVX-512.
         unsafe {
             scores(cache, context, rows, &queries, &mut seen, stride);
             values(cache, context, rows, (&seen, stride), (&mut outputs, out_stride));

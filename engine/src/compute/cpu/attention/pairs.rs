@@ -1,57 +1,59 @@
 //! Attention in bfloat16 mode: the same three passes with the products of `bf16`.
 //!
-//! Queries, keys, weights of the softmax and values are rounded to bf16 where they are multiplied; scores, the softmax and
-//! its sum are f32. Chunks of the third pass are 32 key positions counted from 0, and what a row may not see weighs zero,
-//! which adds nothing to any chain: a row's result depends on its sequence only.
+//! Queries, keys, softmax weights and values are rounded to bf16 where they are multiplied. Scores, the softmax and its
+//! sum are f32. Chunks of the third pass are 32 key positions counted from 0. A key that is not visible to a row has
+//! weight zero, which adds nothing to any chain. A row's result therefore depends on its sequence only.
 
-use super::super::arena::Aligned;
-use super::super::bf16::{self, CHUNK, Inputs, Operands, PANEL_CHUNK, PackedBuffer, ROW_STEP, TILE_ROWS};
+use super::super::arena::AlignedBuffer;
+use super::super::bf16::{
+    self, Bf16Operands, CHUNK, PANEL_CHUNK, PackedBuffer, ProductInputs, ROW_STEP, TILE_ROWS,
+};
 use super::super::isa::for_each_isa;
-use super::super::rows::{Rows, Shared};
+use super::super::rows::{Rows, SharedPtr};
 use super::*;
 
-/// Key positions whose values are packed at a time: 32 KiB of a head of 64.
+/// Key positions whose values are packed at a time: 32 KiB for a head of 64.
 const RUN: usize = 256;
 /// Words of a chunk.
 const WORDS: usize = CHUNK / 2;
 
 const _: () = assert!(RUN.is_multiple_of(CHUNK) && PANEL == CHUNK);
 
-/// One member's working memory for a unit in this mode.
+/// Working memory of one worker for a unit in this mode.
 #[derive(Debug)]
-pub(super) struct Scratch {
+pub(super) struct PairScratch {
     queries: PackedBuffer,
     weights: PackedBuffer,
     /// Keys or values, rounded.
     rounded: Vec<u16>,
     /// The same as words.
-    panels: Aligned<u32>,
+    panels: AlignedBuffer<u32>,
 }
 
-impl Default for Scratch {
+impl Default for PairScratch {
     fn default() -> Self {
         Self {
             queries: PackedBuffer::default(),
             weights: PackedBuffer::default(),
             rounded: Vec::new(),
-            panels: Aligned::zeroed(0),
+            panels: AlignedBuffer::zeroed(0),
         }
     }
 }
 
-impl Shape {
-    /// As [`Shape::attend`].
+impl QueryShape {
+    /// As [`QueryShape::attend`].
     ///
     /// # Safety
     /// As there.
-    #[allow(clippy::too_many_arguments)] // the coordinates of one unit
+    #[allow(clippy::too_many_arguments, reason = "the coordinates of one unit")]
     pub(super) unsafe fn attend_in_bf16(
         &self,
-        unit: bf16::Unit,
-        cache: &Cache<'_>,
+        unit: bf16::Bf16Unit,
+        cache: &HeadCache<'_>,
         start: usize,
         count: usize,
-        scratch: &mut super::Scratch,
+        scratch: &mut super::AttentionScratch,
         query: impl Fn(usize, usize) -> *const f32,
         output: impl Fn(usize, usize) -> *mut f32,
     ) {
@@ -82,18 +84,18 @@ impl Shape {
         let panels = padded_dim / PANEL;
         let words = panels * (RUN / CHUNK) * PANEL_CHUNK / 2;
         if pairs.panels.len() < words {
-            pairs.panels = Aligned::zeroed(words);
+            pairs.panels = AlignedBuffer::zeroed(words);
         }
-        let inputs = |values: &mut Vec<f32>, stride, packed: &mut PackedBuffer| Inputs {
-            wide: Rows { base: Shared(values.as_mut_ptr()), stride },
+        let inputs = |values: &mut Vec<f32>, stride, packed: &mut PackedBuffer| ProductInputs {
+            wide: Rows { base: SharedPtr(values.as_mut_ptr()), stride },
             bf16: Some((unit, packed.share())),
         };
         let queries = inputs(&mut scratch.queries, dim, &mut pairs.queries);
         let weights = inputs(&mut scratch.scores, score_stride, &mut pairs.weights);
         let scores = weights.wide.base;
         let waits = rows <= MAX_ROWS;
-        // SAFETY: the caller vouches for queries, keys, values and outputs; all other ranges are inside buffers that have
-        // just been sized, and this member's own.
+        // SAFETY: the caller vouches for queries, keys, values and outputs; all other ranges are inside buffers that
+        // have just been sized and belong to this worker.
         unsafe {
             for row in 0..rows {
                 let values = std::slice::from_raw_parts_mut(queries.wide.base.at(row * dim), dim);
@@ -101,27 +103,27 @@ impl Shape {
                 queries.finish(self.isa, row, 0, values);
             }
             if waits {
-                cache.request(Half::Keys, 0, context);
+                cache.request(KvHalf::Keys, 0, context);
             }
             for from in (0..context).step_by(PANEL) {
                 let keys = PANEL.min(context - from);
                 if waits && from + PANEL < context {
-                    cache.request(Half::Keys, from + PANEL, context);
+                    cache.request(KvHalf::Keys, from + PANEL, context);
                 } else if waits {
-                    cache.request(Half::Values, 0, context);
+                    cache.request(KvHalf::Values, 0, context);
                 }
                 let rounded = &mut pairs.rounded[..keys * dim];
                 let wide = &mut scratch.values;
-                cache.load_rounded(self.isa, Half::Keys, from, dim, wide, rounded, |values, out| {
+                cache.load_rounded(self.isa, KvHalf::Keys, from, dim, wide, rounded, |values, out| {
                     bf16::round_rows(self.isa, unit, values, dim, out);
                 });
                 pack_keys(self.isa, unit, rounded, dim, &mut pairs.panels);
-                // Rows are in the order of their positions: the first ones may not see these keys.
+                // Rows are in the order of their positions, so these keys may not be visible to the first rows.
                 let first = (from.saturating_sub(start) * group / TILE_ROWS * TILE_ROWS).min(rows);
-                let operands = Operands {
+                let operands = Bf16Operands {
                     c: scores.at(first * score_stride + from),
                     c_stride: score_stride,
-                    ..Operands::from(&queries, first, 0, pairs.panels.as_ptr().cast(), dim)
+                    ..Bf16Operands::from(&queries, first, 0, pairs.panels.as_ptr().cast(), dim)
                 };
                 bf16::multiply(self.isa, unit, rows - first, &operands);
             }
@@ -135,13 +137,21 @@ impl Shape {
             for from in (0..context).step_by(RUN) {
                 let tokens = RUN.min(context - from);
                 if waits && from + PANEL < context {
-                    cache.request(Half::Values, from + PANEL, (from + PANEL + RUN).min(context));
+                    cache.request(KvHalf::Values, from + PANEL, (from + PANEL + RUN).min(context));
                 }
                 let rounded = &mut pairs.rounded[..tokens * padded_dim];
                 let wide = &mut scratch.values;
-                cache.load_rounded(self.isa, Half::Values, from, padded_dim, wide, rounded, |values, out| {
-                    bf16::round_into(self.isa, values, out);
-                });
+                cache.load_rounded(
+                    self.isa,
+                    KvHalf::Values,
+                    from,
+                    padded_dim,
+                    wide,
+                    rounded,
+                    |values, out| {
+                        bf16::round_into(self.isa, values, out);
+                    },
+                );
                 let chunks = tokens.div_ceil(CHUNK);
                 let panel_words = chunks * PANEL_CHUNK / 2;
                 for (panel, packed) in pairs.panels.chunks_exact_mut(panel_words).take(panels).enumerate() {
@@ -155,13 +165,13 @@ impl Shape {
                     }
                     for panel in 0..panels {
                         let packed = pairs.panels[panel * panel_words..].as_ptr();
-                        // Whole chunks: beyond the row's own position there are zeros.
+                        // Whole chunks: the weights beyond the row's own position are zero.
                         let depth = depth.next_multiple_of(CHUNK);
-                        let operands = Operands {
+                        let operands = Bf16Operands {
                             c: scratch.outputs[row * padded_dim + panel * PANEL..].as_mut_ptr(),
                             c_stride: padded_dim,
                             accumulate: from > 0,
-                            ..Operands::from(&weights, row, from, packed.cast(), depth)
+                            ..Bf16Operands::from(&weights, row, from, packed.cast(), depth)
                         };
                         bf16::multiply(self.isa, unit, now, &operands);
                     }
@@ -175,16 +185,16 @@ impl Shape {
         }
     }
 
-    /// One position, of a cache that [`few::in_bf16`] suits.
+    /// One position, for a cache that [`few::in_bf16`] supports.
     ///
     /// # Safety
     /// As [`Self::attend_in_bf16`].
     #[cfg(target_arch = "x86_64")]
     unsafe fn attend_one_in_bf16(
         &self,
-        cache: &Cache<'_>,
+        cache: &HeadCache<'_>,
         context: usize,
-        scratch: &mut super::Scratch,
+        scratch: &mut super::AttentionScratch,
         query: impl Fn(usize) -> *const f32,
         output: impl Fn(usize) -> *mut f32,
     ) {
@@ -201,8 +211,8 @@ impl Shape {
             rounded.resize(rows * (dim + padded_context), 0);
         }
         let (queries, weights) = rounded.split_at_mut(rows * dim);
-        // SAFETY: the caller vouches for queries, keys, values and outputs; slots after the context are memory of the pool, which
-        // nobody writes while the sequence is computed.
+        // SAFETY: the caller vouches for queries, keys, values and outputs; slots after the context are memory of the
+        // pool, which no other code writes while the sequence is computed.
         unsafe {
             for (row, rounded) in queries.chunks_exact_mut(dim).enumerate() {
                 let query = std::slice::from_raw_parts(query(row), dim);
@@ -226,17 +236,17 @@ impl Shape {
     }
 }
 
-impl Cache<'_> {
-    /// Reads vectors from position `from` on and rounds them into rows of `stride` values, as many as `rounded` has; what lies
-    /// in the cache as it is wanted is not copied to `wide` first.
+impl HeadCache<'_> {
+    /// Reads vectors from position `from` on and rounds them into rows of `stride` values until `rounded` is full.
+    /// Vectors that are already f32 with this stride are not copied to `wide` first.
     ///
     /// # Safety
-    /// As [`Cache::load`]; the positions are in the cache, and `wide` has as many values as `rounded`.
-    #[allow(clippy::too_many_arguments)] // where from, where to, and how
+    /// As [`HeadCache::load`]; the positions are in the cache, and `wide` has as many values as `rounded`.
+    #[allow(clippy::too_many_arguments, reason = "source, destination and conversion")]
     unsafe fn load_rounded(
         &self,
         isa: Isa,
-        half: Half,
+        half: KvHalf,
         from: usize,
         stride: usize,
         wide: &mut [f32],
@@ -254,7 +264,7 @@ impl Cache<'_> {
         while !rest.is_empty() {
             let run = (block_tokens - position % block_tokens) * head_dim;
             let (out, later) = rest.split_at_mut(run.min(rest.len()));
-            // SAFETY: the vectors of a head lie one after the other in a block; the caller's contract for the rest.
+            // SAFETY: the vectors of a head are contiguous in a block; the caller's contract for the rest.
             let values = unsafe {
                 std::slice::from_raw_parts(self.vector(half, position).cast_const().cast(), out.len())
             };
@@ -265,9 +275,9 @@ impl Cache<'_> {
     }
 }
 
-/// Packs up to 32 keys of `dim` elements, the columns of a panel; columns without a key are zero. Whole chunks of keys are in
-/// the order of the unit.
-fn pack_keys(isa: Isa, unit: bf16::Unit, keys: &[u16], dim: usize, panel: &mut [u32]) {
+/// Packs up to 32 keys of `dim` elements, the columns of a panel. Columns without a key are zero. Whole chunks of keys
+/// are in the order of the unit.
+fn pack_keys(isa: Isa, unit: bf16::Bf16Unit, keys: &[u16], dim: usize, panel: &mut [u32]) {
     let count = keys.len() / dim;
     // A line has a word for each of 16 keys.
     let between = (unit.line(1, 0) - unit.line(0, 0)) * TILE_ROWS;
@@ -281,7 +291,7 @@ fn pack_keys(isa: Isa, unit: bf16::Unit, keys: &[u16], dim: usize, panel: &mut [
                 let rows = std::array::from_fn(|key| {
                     keys[(first + key) * dim..][elements.clone()].as_ptr().cast::<f32>()
                 });
-                // SAFETY: 16 rows of 16 words each way; shuffles do not look at what they move.
+                // SAFETY: 16 rows of 16 words each way; shuffles do not interpret the values that they move.
                 unsafe { transpose_16(&rows, 0, packed.as_mut_ptr().cast(), between) };
                 continue;
             }
@@ -303,9 +313,16 @@ fn pack_keys(isa: Isa, unit: bf16::Unit, keys: &[u16], dim: usize, panel: &mut [
 }
 
 /// Packs the columns `column .. column + 32` of rows of values; positions are the inputs of the panel.
-fn pack_values(isa: Isa, unit: bf16::Unit, values: &[u16], stride: usize, column: usize, panel: &mut [u32]) {
+fn pack_values(
+    isa: Isa,
+    unit: bf16::Bf16Unit,
+    values: &[u16],
+    stride: usize,
+    column: usize,
+    panel: &mut [u32],
+) {
     for_each_isa! {
-        fn pack(unit: bf16::Unit, values: &[u16], stride: usize, column: usize, order: &[[usize; 2]; WORDS], panel: &mut [u32]) {
+        fn pack(unit: bf16::Bf16Unit, values: &[u16], stride: usize, column: usize, order: &[[usize; 2]; WORDS], panel: &mut [u32]) {
             for (chunk, packed) in panel.chunks_exact_mut(PANEL_CHUNK / 2).enumerate() {
                 for half in 0..2 {
                     for (word, inputs) in order.iter().enumerate() {

@@ -7,21 +7,20 @@
 //! ```
 //!
 //! The intrinsics are not stable in Rust, so the loop over chunks is written in assembly. The compiler never uses the
-//! tile registers itself; a thread's tiles are released at the end of each call, so that its context is small again.
-//! Blocks of 32 × 32 outputs load as many tiles as they multiply, which hides all loads from the first cache and most from
-//! the second. The same loops in C did 1550 to 1775 GFLOP/s a core on matrices of 1024 to 5632 outputs where registers alone
-//! reach 2400 (512 rows, one thread by its CPU time, while others compiled; 2026-11-21, Intel Xeon with 2 MiB of second cache).
+//! tile registers. A thread's tiles are released at the end of each call, which keeps its context small. Blocks of 32 ×
+//! 32 outputs load as many tiles as they multiply. This hides all loads from the first-level cache and most from the
+//! second.
 
 use std::arch::asm;
 use std::sync::OnceLock;
 
-use super::{Operands, PANEL_CHUNK, ROW_STEP, TILE_ROWS, Unit};
+use super::{Bf16Operands, Bf16Unit, PANEL_CHUNK, ROW_STEP, TILE_ROWS};
 
 /// Bytes of a row of a tile.
 const ROW_BYTES: usize = 64;
 
-/// Whether this machine has the tiles and the system lets this process use them. Asked once: the permission is the
-/// process's, for threads that exist and those to come.
+/// Whether this machine has the tiles and the system permits them for this process. Requested once: the permission is
+/// for the process, with all its current and later threads.
 pub(super) fn permitted() -> bool {
     static PERMITTED: OnceLock<bool> = OnceLock::new();
     *PERMITTED.get_or_init(|| has_tiles() && request())
@@ -43,13 +42,13 @@ fn has_tiles() -> bool {
         && rows as usize >= TILE_ROWS
 }
 
-/// Linux saves tiles only for processes that have asked for it (`ARCH_REQ_XCOMP_PERM` of `XFEATURE_XTILE_DATA`,
-/// Documentation/arch/x86/xstate.rst). It refuses where a thread's signal stack is too small for them.
+/// Linux saves tiles only for processes that have requested it (`ARCH_REQ_XCOMP_PERM` of `XFEATURE_XTILE_DATA`,
+/// Documentation/arch/x86/xstate.rst). It refuses if a thread's signal stack is too small for them.
 #[cfg(target_os = "linux")]
 fn request() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_ulong = 0x1023;
     const XFEATURE_XTILE_DATA: libc::c_ulong = 18;
-    // SAFETY: a request of the process for itself; it changes no memory of ours.
+    // SAFETY: a request of the process for itself; it changes no memory of this program.
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA) == 0 }
 }
 
@@ -58,9 +57,9 @@ fn request() -> bool {
     false
 }
 
-/// What `ldtilecfg` reads.
+/// The operand of `ldtilecfg`.
 #[repr(C, align(64))]
-struct Config {
+struct TileConfig {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
@@ -68,15 +67,14 @@ struct Config {
     rows: [u8; 16],
 }
 
-/// Configures the tiles for blocks whose upper and lower halves have so many rows.
+/// Configures the tiles for blocks whose upper and lower halves have these numbers of rows.
 ///
 /// # Safety
 /// The process is permitted.
 unsafe fn configure(upper: usize, lower: usize) {
-    #[allow(clippy::cast_possible_truncation)] // at most 16 each
     let (upper, lower, whole) = (upper as u8, lower as u8, TILE_ROWS as u8);
     let mut config =
-        Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+        TileConfig { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
     config.rows[..8].copy_from_slice(&[upper, upper, lower, lower, upper, lower, whole, whole]);
     for (bytes, rows) in config.row_bytes.iter_mut().zip(config.rows) {
         *bytes = if rows > 0 { ROW_BYTES as u16 } else { 0 };
@@ -95,7 +93,7 @@ unsafe fn configure(upper: usize, lower: usize) {
 
 /// # Safety
 /// As [`super::multiply`], on a permitted process.
-pub(super) unsafe fn multiply(rows: usize, operands: &Operands) {
+pub(super) unsafe fn multiply(rows: usize, operands: &Bf16Operands) {
     assert!(operands.inputs > 0, "a product without inputs");
     let whole = rows / ROW_STEP * ROW_STEP;
     // SAFETY: every block is inside the operands.
@@ -110,21 +108,21 @@ pub(super) unsafe fn multiply(rows: usize, operands: &Operands) {
         let rest = rows - whole;
         if rest > TILE_ROWS {
             configure(TILE_ROWS, rest - TILE_ROWS);
-            two_by_two::<FROM_MEMORY>(&operands.after(Unit::Amx, whole), operands.next);
+            two_by_two::<FROM_MEMORY>(&operands.after(Bf16Unit::Amx, whole), operands.next);
         } else if rest > 0 {
             configure(rest, 0);
-            one_by_two(&operands.after(Unit::Amx, whole));
+            one_by_two(&operands.after(Bf16Unit::Amx, whole));
         }
         asm!("tilerelease", options(nomem, nostack, preserves_flags));
     }
 }
 
-/// Several blocks of 32 rows of one panel, of which the first leaves the panel's chunks in the cache. Each requests its
-/// part of what is multiplied next.
+/// Several blocks of 32 rows of one panel. The first one leaves the panel's chunks in the cache. Each block prefetches
+/// its part of the next panel.
 ///
 /// # Safety
 /// As [`multiply`], for whole tiles as configured.
-unsafe fn blocks(rows: usize, operands: &Operands) {
+unsafe fn blocks(rows: usize, operands: &Bf16Operands) {
     let chunk_lines = CHUNK_BYTES / LINE_BYTES;
     let lines = match chunk_lines.div_ceil(rows / ROW_STEP) {
         _ if operands.next.is_null() => 0,
@@ -134,9 +132,9 @@ unsafe fn blocks(rows: usize, operands: &Operands) {
         _ => 16,
     };
     for row in (0..rows).step_by(ROW_STEP) {
-        // SAFETY: the caller's contract; requests may point anywhere.
+        // SAFETY: the caller's contract; prefetches may point anywhere.
         unsafe {
-            let block = operands.after(Unit::Amx, row);
+            let block = operands.after(Bf16Unit::Amx, row);
             let next = operands.next.wrapping_add(row / ROW_STEP * operands.chunks() * lines * LINE_BYTES);
             match lines {
                 0 => two_by_two::<0>(&block, next),
@@ -152,11 +150,11 @@ unsafe fn blocks(rows: usize, operands: &Operands) {
 /// Bytes of a chunk of a panel.
 const CHUNK_BYTES: usize = 2 * PANEL_CHUNK;
 const LINE_BYTES: usize = 64;
-/// As [`two_by_two`]'s number of lines: the panel comes from memory, and is requested some chunks ahead.
+/// As [`two_by_two`]'s number of lines: the panel comes from memory, and is prefetched some chunks ahead.
 const FROM_MEMORY: usize = usize::MAX;
 
-/// Requests the chunk that begins `$ahead` bytes after the current one, into the second cache. With 2 KiB one core streamed
-/// 19.1 GB/s, as fast as plain loads from four places; with 6 KiB into either cache 16.4 (2026-11-22, a busy machine).
+/// Prefetches the chunk that begins `$ahead` bytes after the current one, into the second-level cache. 2 KiB reach the
+/// bandwidth of plain loads; 6 KiB into either cache are slower.
 macro_rules! request_chunk {
     ($ahead:literal) => {
         concat!(
@@ -170,22 +168,21 @@ macro_rules! request_chunk {
     };
 }
 
-/// Requests lines of what is multiplied next, into the second cache.
+/// Prefetches lines of the next panel, into the second-level cache.
 macro_rules! request_next {
     ($lines:literal, $bytes:literal) => {
         concat!(".irp line, ", $lines, "\nprefetcht1 [{next} + \\line]\n.endr\n", "add {next}, ", $bytes)
     };
 }
 
-/// Up to 32 rows, as configured; with each chunk so many lines of what is multiplied next are requested.
+/// Up to 32 rows, as configured. Each chunk prefetches `LINES` lines of the next panel.
 ///
-/// Rows of activations, and sums that were stored before, are read past the first cache: what stays there is the panel's
-/// slice, which the next block needs again. That made 2300 GFLOP/s a core of 1700 (slices of 512 inputs, 16 blocks of
-/// rows, random values, where registers alone reach 3300; 2026-11-22, Intel Xeon with 48 KiB of first cache).
+/// Rows of activations, and sums that were stored before, are read without filling the first-level cache. The panel's
+/// slice then stays there for the next block, which is about a third faster.
 ///
 /// # Safety
 /// As [`multiply`].
-unsafe fn two_by_two<const LINES: usize>(operands: &Operands, next: *const u8) {
+unsafe fn two_by_two<const LINES: usize>(operands: &Bf16Operands, next: *const u8) {
     let chunks = operands.chunks();
     macro_rules! block {
         ($request:expr) => {
@@ -255,11 +252,11 @@ unsafe fn two_by_two<const LINES: usize>(operands: &Operands, next: *const u8) {
     }
 }
 
-/// Up to 16 rows, as configured: a panel from memory.
+/// Up to 16 rows, as configured, with a panel from memory.
 ///
 /// # Safety
 /// As [`multiply`].
-unsafe fn one_by_two(operands: &Operands) {
+unsafe fn one_by_two(operands: &Bf16Operands) {
     let chunks = operands.chunks();
     // SAFETY: as in `two_by_two`.
     unsafe {

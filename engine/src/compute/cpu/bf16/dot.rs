@@ -1,7 +1,7 @@
 //! `vdpbf16ps`: AVX512-BF16.
 //!
-//! The instruction adds two products to each of 16 sums, the upper first. With words of two even or of two odd inputs it
-//! walks along the chains of a chunk as tiles do.
+//! The instruction adds two products to each of 16 sums, the upper one first. With words of two even or of two odd
+//! inputs it computes the chains of a chunk in the order of tiles.
 
 use std::arch::x86_64::{
     __m512, __m512bh, __m512i, _MM_HINT_T0, _MM_HINT_T1, _mm_prefetch, _mm512_add_ps, _mm512_dpbf16_ps,
@@ -9,30 +9,31 @@ use std::arch::x86_64::{
 };
 use std::mem::transmute;
 
-use super::{CHUNK, LINE_VALUES, Operands, PANEL_CHUNK, ROW_STEP, TILE_ROWS, Unit};
+use super::{Bf16Operands, Bf16Unit, CHUNK, LINE_VALUES, PANEL_CHUNK, ROW_STEP, TILE_ROWS};
 use crate::compute::cpu::isa::follows_streams;
 
-/// Rows of a block that finds its panel in the cache: three sums for each and half, 24 of 32 registers.
+/// Rows of a block whose panel is in the cache: one sum per row and half for each parity, 24 of 32 registers.
 const ROWS: usize = 4;
-/// Rows of a block that streams a panel from memory, once for all of them: one sum for each and half in registers, since the odd
-/// chains begin when the even ones have ended. Where panels are in the cache that is slower, for what has to be put aside.
+/// Rows of a block that streams a panel from memory, once for all of them. One sum per row and half is in registers,
+/// because the odd chains begin after the even ones. For panels in the cache this is slower, because sums must be
+/// spilled.
 const STREAMED_ROWS: usize = 8;
 /// Words of one parity in a chunk.
 const WORDS: usize = CHUNK / 4;
-/// How far ahead the lines of a panel that is streamed are requested, where they are.
+/// Prefetch distance for the lines of a streamed panel, if they are prefetched.
 const PREFETCH_BYTES: usize = 4096;
-/// The same for more rows than [`ROWS`], where each line is worked on for longer.
+/// The same for more rows than [`ROWS`], where each line takes longer.
 const PREFETCH_BYTES_STREAMED: usize = 8192;
-/// Bytes of a line of the cache, which is one of a panel.
+/// Bytes of a cache line, which is a line of a panel.
 const LINE_BYTES: usize = 64;
 const _: () = assert!(LINE_VALUES * size_of::<u16>() == LINE_BYTES);
 
-/// Which input of a chunk lies at each position.
+/// The input of a chunk at each position.
 pub(super) const ORDER: [u16; CHUNK] = {
     let mut inputs = [0; CHUNK];
     let mut input = 0;
     while input < CHUNK {
-        inputs[Unit::Avx512Bf16.position(input)] = input as u16; // below 32
+        inputs[Bf16Unit::Avx512Bf16.position(input)] = input as u16; // below 32
         input += 1;
     }
     inputs
@@ -40,7 +41,7 @@ pub(super) const ORDER: [u16; CHUNK] = {
 
 /// # Safety
 /// As [`super::multiply`], on AVX512-BF16.
-pub(super) unsafe fn multiply(rows: usize, operands: &Operands) {
+pub(super) unsafe fn multiply(rows: usize, operands: &Bf16Operands) {
     // SAFETY: the caller's contract.
     unsafe {
         match (rows > ROW_STEP, follows_streams()) {
@@ -51,11 +52,11 @@ pub(super) unsafe fn multiply(rows: usize, operands: &Operands) {
     }
 }
 
-/// Few rows: the panel is read from memory, once for each [`STREAMED_ROWS`] of them, and requested `AHEAD`.
+/// Few rows: the panel is read from memory, once per [`STREAMED_ROWS`] rows, and prefetched if `AHEAD`.
 ///
 /// # Safety
 /// As [`multiply`].
-unsafe fn stream<const AHEAD: bool>(rows: usize, operands: &Operands) {
+unsafe fn stream<const AHEAD: bool>(rows: usize, operands: &Bf16Operands) {
     for row in (0..rows).step_by(STREAMED_ROWS) {
         // SAFETY: the rows of a block are among the operands' and in one tile of 16.
         unsafe {
@@ -73,21 +74,21 @@ unsafe fn stream<const AHEAD: bool>(rows: usize, operands: &Operands) {
     }
 }
 
-/// So many rows that the first ones leave the panel's chunks in the cache for the others. Each block requests its part of what
-/// is multiplied next, and the inputs of the block after it: those are a line in each KiB, which no hardware
-/// prefetcher follows.
+/// Many rows: the first ones leave the panel's chunks in the cache for the others. Each block prefetches its part of
+/// the next panel and the inputs of the next block. Those inputs are one line in each KiB, which no hardware prefetcher
+/// follows.
 ///
 /// # Safety
 /// As [`multiply`].
-unsafe fn blocks(rows: usize, operands: &Operands) {
+unsafe fn blocks(rows: usize, operands: &Bf16Operands) {
     let lines = if operands.next.is_null() { 0 } else { operands.chunks() * PANEL_CHUNK / LINE_VALUES };
     let mut requested = 0;
     for row in (0..rows).step_by(ROWS) {
         let now = ROWS.min(rows - row);
         let upto = lines * (row + now) / rows;
-        // After the last rows, the first ones meet the next panel.
+        // The block after the last rows is the first one, with the next panel.
         let after = if row + now < rows { row + now } else { 0 };
-        let requests = Requests {
+        let requests = Prefetches {
             inputs: inputs(operands, after),
             next: operands.next.wrapping_add(requested * LINE_BYTES),
             lines: upto - requested,
@@ -105,25 +106,25 @@ unsafe fn blocks(rows: usize, operands: &Operands) {
     }
 }
 
-/// What a block that finds its panel in the cache requests while it multiplies.
+/// Prefetches of a block whose panel is in the cache.
 #[derive(Clone, Copy)]
-struct Requests {
-    /// Of as many rows as the block's, chunk by chunk as it goes, into the first cache.
+struct Prefetches {
+    /// Inputs of as many rows as the block's, chunk by chunk, into the first-level cache.
     inputs: *const u16,
-    /// So many lines from here on, into the second cache.
+    /// `lines` lines from this address, into the second-level cache.
     next: *const u8,
     lines: usize,
 }
 
 /// The first chunk of a row's inputs.
-fn inputs(operands: &Operands, row: usize) -> *const u16 {
+fn inputs(operands: &Bf16Operands, row: usize) -> *const u16 {
     operands.a.wrapping_add(row / TILE_ROWS * operands.a_tile + row % TILE_ROWS * CHUNK)
 }
 
 /// Words of inputs and of weights.
 ///
 /// # Safety
-/// There is one, or a line of a panel, at `at`, on a machine with AVX-512.
+/// One word, or a line of a panel, may be read at `at`, on a machine with AVX-512.
 #[inline(always)]
 unsafe fn spread(at: *const i32) -> __m512bh {
     // SAFETY: the caller's contract.
@@ -136,17 +137,17 @@ unsafe fn spread(at: *const i32) -> __m512bh {
 unsafe fn line(chunk: *const u16, word: usize, half: usize) -> __m512bh {
     // SAFETY: the caller's contract.
     unsafe {
-        let at = chunk.add(Unit::Avx512Bf16.line(word, half) * LINE_VALUES);
+        let at = chunk.add(Bf16Unit::Avx512Bf16.line(word, half) * LINE_VALUES);
         transmute::<__m512i, __m512bh>(_mm512_loadu_si512(at.cast()))
     }
 }
 
-/// What is in C, or nothing yet.
+/// The sums in C, or zeros.
 ///
 /// # Safety
 /// As [`multiply`], for rows `row .. row + M`.
 #[inline(always)]
-unsafe fn begun<const M: usize>(operands: &Operands, row: usize) -> [[__m512; 2]; M] {
+unsafe fn begun<const M: usize>(operands: &Bf16Operands, row: usize) -> [[__m512; 2]; M] {
     // SAFETY: the caller's contract.
     unsafe {
         let mut sums = [[_mm512_setzero_ps(); 2]; M];
@@ -163,7 +164,7 @@ unsafe fn begun<const M: usize>(operands: &Operands, row: usize) -> [[__m512; 2]
 /// # Safety
 /// As [`begun`].
 #[inline(always)]
-unsafe fn keep<const M: usize>(operands: &Operands, row: usize, sums: &[[__m512; 2]; M]) {
+unsafe fn keep<const M: usize>(operands: &Bf16Operands, row: usize, sums: &[[__m512; 2]; M]) {
     for (m, sums) in sums.iter().enumerate() {
         // SAFETY: the caller's contract.
         unsafe {
@@ -174,12 +175,12 @@ unsafe fn keep<const M: usize>(operands: &Operands, row: usize, sums: &[[__m512;
     }
 }
 
-/// A panel from memory, line by line as it lies there.
+/// A panel from memory, line by line in storage order.
 ///
 /// # Safety
 /// As [`multiply`], for rows `row .. row + M`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-unsafe fn streamed<const M: usize, const AHEAD: bool>(operands: &Operands, row: usize) {
+unsafe fn streamed<const M: usize, const AHEAD: bool>(operands: &Bf16Operands, row: usize) {
     let ahead = if M > ROWS { PREFETCH_BYTES_STREAMED } else { PREFETCH_BYTES };
     // SAFETY: every pointer stays inside A, B and C by the contract of `multiply`; a prefetch may point anywhere.
     unsafe {
@@ -191,7 +192,8 @@ unsafe fn streamed<const M: usize, const AHEAD: bool>(operands: &Operands, row: 
                 for word in parity * WORDS..(parity + 1) * WORDS {
                     let weights = [line(b, word, 0), line(b, word, 1)];
                     if AHEAD {
-                        let next = b.wrapping_add(Unit::Avx512Bf16.line(word, 0) * LINE_VALUES).cast::<i8>();
+                        let next =
+                            b.wrapping_add(Bf16Unit::Avx512Bf16.line(word, 0) * LINE_VALUES).cast::<i8>();
                         _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(ahead));
                         _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(ahead + LINE_BYTES));
                     }
@@ -228,12 +230,12 @@ unsafe fn add_chains<const M: usize>(
     }
 }
 
-/// A panel that is in the cache: even and odd chains beside each other.
+/// A panel that is in the cache: even and odd chains side by side.
 ///
 /// # Safety
 /// As [`multiply`], for rows `row .. row + M`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-unsafe fn block<const M: usize>(operands: &Operands, row: usize, mut requests: Requests) {
+unsafe fn block<const M: usize>(operands: &Bf16Operands, row: usize, mut requests: Prefetches) {
     // SAFETY: every pointer stays inside A, B and C by the contract of `multiply`; a prefetch may point anywhere.
     unsafe {
         let mut sums = begun::<M>(operands, row);
@@ -282,7 +284,7 @@ mod tests {
 
     #[test]
     fn requests_change_no_bit() {
-        if !Unit::available().contains(&Unit::Avx512Bf16) {
+        if !Bf16Unit::available().contains(&Bf16Unit::Avx512Bf16) {
             return;
         }
         let (chunks, rows) = (3, TILE_ROWS);
@@ -293,7 +295,7 @@ mod tests {
         let b: Vec<u16> = (0..chunks * PANEL_CHUNK).map(|i| bf16(i + 99_999)).collect();
         for now in 1..=rows {
             let (mut with, mut without) = (vec![0.0_f32; rows * PANEL], vec![0.0_f32; rows * PANEL]);
-            let operands = |c: &mut Vec<f32>| Operands {
+            let operands = |c: &mut Vec<f32>| Bf16Operands {
                 a: a.as_ptr(),
                 a_tile: a.len(),
                 wide: null(),
@@ -305,7 +307,7 @@ mod tests {
                 accumulate: false,
                 next: null(),
             };
-            // SAFETY: sixteen rows and a panel of so many chunks, on a machine that has the instruction.
+            // SAFETY: sixteen rows and a panel of `chunks` chunks, on a machine that has the instruction.
             unsafe {
                 stream::<true>(now, &operands(&mut with));
                 stream::<false>(now, &operands(&mut without));

@@ -1,9 +1,9 @@
-//! Rounding to bf16, as the units that multiply it do: to the nearest, ties to even, subnormal values to zero.
+//! Rounding to bf16, as in the units that multiply it: to nearest, ties to even, subnormal values to zero.
 
 use super::super::isa::{Isa, for_each_isa};
-use super::{CHUNK, Unit};
+use super::{Bf16Unit, CHUNK};
 
-/// The nearest bf16, ties to even; subnormal values are zero, and what is not a number stays so.
+/// The nearest bf16, ties to even. Subnormal values become zero, NaN stays NaN.
 #[inline(always)]
 pub(in crate::compute::cpu) fn round(value: f32) -> u16 {
     let bits = value.to_bits();
@@ -11,10 +11,7 @@ pub(in crate::compute::cpu) fn round(value: f32) -> u16 {
     let magnitude = bits & 0x7fff_ffff;
     let kept = if magnitude > 0x7f80_0000 { bits >> 16 | 0x40 } else { rounded };
     let kept = if magnitude < 0x0080_0000 { bits >> 16 & 0x8000 } else { kept };
-    #[allow(clippy::cast_possible_truncation)] // shifted by 16; the largest magnitude rounds to infinity
-    {
-        kept as u16
-    }
+    kept as u16
 }
 
 for_each_isa! {
@@ -35,7 +32,7 @@ for_each_isa! {
     }
 }
 
-/// As [`round`], value by value; whole chunks with the instruction for it where there is one.
+/// As [`round`], value by value. Whole chunks use the instruction for it if there is one.
 pub(in crate::compute::cpu) fn round_into(isa: Isa, values: &[f32], out: &mut [u16]) {
     let whole = values.len().min(out.len()) / CHUNK * CHUNK;
     // SAFETY: `out` has as many values as there are whole chunks, side by side.
@@ -43,10 +40,11 @@ pub(in crate::compute::cpu) fn round_into(isa: Isa, values: &[f32], out: &mut [u
     round_each(isa, &values[whole..], &mut out[whole..]);
 }
 
-/// Rounds rows of `width` values: whole chunks of a row into the order of the unit, what is left of it in its own.
+/// Rounds rows of `width` values. Whole chunks of a row are written in the order of the unit, the remainder in its own
+/// order.
 pub(in crate::compute::cpu) fn round_rows(
     isa: Isa,
-    unit: Unit,
+    unit: Bf16Unit,
     values: &[f32],
     width: usize,
     out: &mut [u16],
@@ -61,18 +59,18 @@ pub(in crate::compute::cpu) fn round_rows(
     }
 }
 
-/// Rounds chunks to `out`, where each begins `stride` values after the one before; into the order of the unit, if there is one.
+/// Rounds chunks to `out`, at a distance of `stride` values, in the order of the unit if there is one.
 ///
 /// # Safety
-/// `out` is valid for all of them, and nobody else uses it meanwhile; `isa` comes from [`Isa::available`].
+/// `out` is valid for all of them, and no other code uses it meanwhile; `isa` comes from [`Isa::available`].
 pub(super) unsafe fn round_chunks(
     isa: Isa,
-    unit: Option<Unit>,
+    unit: Option<Bf16Unit>,
     chunks: &[[f32; CHUNK]],
     out: *mut u16,
     stride: usize,
 ) {
-    let order = unit.and_then(Unit::order);
+    let order = unit.and_then(Bf16Unit::order);
     #[cfg(target_arch = "x86_64")]
     if isa == Isa::Avx512 && is_x86_feature_detected!("avx512bf16") {
         // SAFETY: the caller's contract; the machine has the instruction, and with this `isa` AVX512-BW.
@@ -123,8 +121,8 @@ unsafe fn round_chunks_avx512(
     }
 }
 
-/// Part of a chunk of rounded values of one column as its words; what they do not fill is zero.
-pub(in crate::compute::cpu) fn to_words(unit: Unit, values: &[u16], out: &mut [u32; CHUNK / 2]) {
+/// Part of a chunk of rounded values of one column as words, padded with zeros.
+pub(in crate::compute::cpu) fn to_words(unit: Bf16Unit, values: &[u16], out: &mut [u32; CHUNK / 2]) {
     let mut ordered = [0; CHUNK];
     for (input, bits) in values.iter().enumerate() {
         ordered[unit.position(input)] = *bits;

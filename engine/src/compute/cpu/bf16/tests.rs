@@ -1,25 +1,25 @@
-//! Units against each other, bit for bit, and against arithmetic in f64.
+//! Units compared with each other, bit for bit, and with arithmetic in f64.
 
 use super::*;
-use crate::compute::cpu::arena::Arena;
+use crate::compute::cpu::arena::WeightArena;
 use crate::compute::cpu::matrix::{Matrix, Product, SLICE_VALUES, WeightMode};
-use crate::compute::cpu::team::Team;
+use crate::compute::cpu::thread_pool::ThreadPool;
 use crate::model::weights::Weights;
 
-/// A product in bfloat16 of made-up weights.
-struct Case {
+/// A product in bfloat16 of generated weights.
+struct ProductCase {
     inputs: usize,
     outputs: usize,
     x: Vec<f32>,
     weights: Vec<f32>,
 }
 
-impl Case {
+impl ProductCase {
     fn new(rows: usize, inputs: usize, outputs: usize) -> Self {
         let source = Weights::random(11);
         let mut weights = vec![0.0; outputs * inputs];
         source.tensor("w", &[outputs, inputs]).unwrap().read_f32(0, &mut weights);
-        // Not bf16 yet, of both signs and many magnitudes.
+        // Not rounded to bf16, of both signs and many magnitudes.
         let value = |i: usize| {
             let spread = ((i * 7919) % 1009) as f32 / 504.0 - 1.0;
             spread * [1.0, 0.01, 30.0][i % 3]
@@ -27,51 +27,52 @@ impl Case {
         Self { inputs, outputs, x: (0..rows * inputs).map(value).collect(), weights }
     }
 
-    /// Rows `from ..` of it, by one unit.
-    fn run(&self, isa: Isa, unit: Unit, from: usize, rows: usize, members: usize) -> Vec<f32> {
-        let mut team = Team::new(members).unwrap();
+    /// Rows `from ..` of the product, computed by one unit.
+    fn run(&self, isa: Isa, unit: Bf16Unit, from: usize, rows: usize, workers: usize) -> Vec<f32> {
+        let mut threads = ThreadPool::new(workers).unwrap();
         let source = Weights::random(11);
         let tensor = source.tensor("w", &[self.outputs, self.inputs]).unwrap();
         let matrix = Matrix::pack(
-            (&mut team, &mut Arena::default()),
+            (&mut threads, &mut WeightArena::default()),
             &[(tensor, self.outputs)],
             self.inputs,
             WeightMode::Bf16,
             unit,
         )
         .unwrap();
-        // What lies between rows must not matter.
+        // The values between rows must not affect the result.
         let stride = self.inputs + 5;
         let mut wide = vec![f32::NAN; rows * stride];
         let mut packed = PackedBuffer::default();
         packed.fit(rows, self.inputs);
-        let base = Shared(wide.as_mut_ptr());
-        let x = Inputs { wide: Rows { base, stride }, bf16: Some((unit, packed.share())) };
+        let base = SharedPtr(wide.as_mut_ptr());
+        let x = ProductInputs { wide: Rows { base, stride }, bf16: Some((unit, packed.share())) };
         for row in 0..rows {
             let values = &self.x[(from + row) * self.inputs..][..self.inputs];
             // SAFETY: the row's own values, in buffers of these sizes.
             unsafe {
                 let row_values = std::slice::from_raw_parts_mut(base.at(row * stride), self.inputs);
                 row_values.copy_from_slice(values);
-                // In two parts whose border is inside a chunk.
+                // Two parts whose border is inside a chunk.
                 let (left, right) = row_values.split_at_mut(self.inputs.min(45));
                 x.finish(isa, row, 0, left);
                 x.finish(isa, row, left.len(), right);
             }
         }
         let mut out = vec![f32::NAN; rows * self.outputs];
-        let to = Rows { base: Shared(out.as_mut_ptr()), stride: self.outputs };
-        // SAFETY: all buffers have these rows, and nobody else uses them.
-        let product = unsafe { Product::plan(isa, &matrix, x, rows, to, self.outputs, members) };
-        team.run(&|member| {
-            let mut scratch = vec![0.0; SLICE_VALUES];
-            member.each(product.items(), |item| product.compute(isa, item, &mut scratch));
-        })
-        .unwrap();
+        let to = Rows { base: SharedPtr(out.as_mut_ptr()), stride: self.outputs };
+        // SAFETY: all buffers have these rows, and only this test uses them.
+        let product = unsafe { Product::plan(isa, &matrix, x, rows, to, self.outputs, workers) };
+        threads
+            .run(&|worker| {
+                let mut scratch = vec![0.0; SLICE_VALUES];
+                worker.each(product.items(), |item| product.compute(isa, item, &mut scratch));
+            })
+            .unwrap();
         out
     }
 
-    /// The order of this module's page, a value at a time, and the exact product of rounded values beside the sum of the
+    /// The result in the documented order, one value at a time; the exact product of rounded values; and the sum of the
     /// magnitudes.
     fn expected(&self, row: usize, output: usize) -> (f32, f64, f64) {
         let wide = |value: f32| f32::from_bits(u32::from(round(value)) << 16);
@@ -92,9 +93,9 @@ impl Case {
     }
 }
 
-fn everywhere() -> impl Iterator<Item = (Isa, Unit)> {
-    let packing = Unit::available().into_iter().filter(|unit| unit.packs());
-    let widened = Isa::available().into_iter().map(|isa| (isa, Unit::Widened));
+fn everywhere() -> impl Iterator<Item = (Isa, Bf16Unit)> {
+    let packing = Bf16Unit::available().into_iter().filter(|unit| unit.packs());
+    let widened = Isa::available().into_iter().map(|isa| (isa, Bf16Unit::Widened));
     packing.map(|unit| (Isa::detect(), unit)).chain(widened)
 }
 
@@ -104,11 +105,11 @@ fn bits(values: &[f32]) -> Vec<u32> {
 
 #[test]
 fn every_unit_keeps_the_documented_order_to_the_bit() {
-    // The last three have more rows than an item, and more inputs than a slice; with the last one rows end with one alone.
+    // The last three have more rows than an item, and more inputs than a slice. The last one ends with a single row.
     for (rows, inputs, outputs) in
         [(1, 5, 7), (3, 33, 40), (19, 96, 64), (70, 600, 33), (530, 40, 33), (40, 1300, 33), (33, 700, 70)]
     {
-        let case = Case::new(rows, inputs, outputs);
+        let case = ProductCase::new(rows, inputs, outputs);
         let mut expected = Vec::new();
         for (row, output) in (0..rows).flat_map(|row| (0..outputs).map(move |output| (row, output))) {
             let (chain, exact, magnitude) = case.expected(row, output);
@@ -126,11 +127,11 @@ fn every_unit_keeps_the_documented_order_to_the_bit() {
 
 #[test]
 fn a_row_has_the_same_bits_in_any_batch_on_any_unit_and_team() {
-    let case = Case::new(75, 1100, 200);
+    let case = ProductCase::new(75, 1100, 200);
     let alone: Vec<u32> =
-        (0..75).flat_map(|row| bits(&case.run(Isa::detect(), Unit::detect(), row, 1, 1))).collect();
+        (0..75).flat_map(|row| bits(&case.run(Isa::detect(), Bf16Unit::detect(), row, 1, 1))).collect();
     for (isa, unit) in everywhere() {
-        for (rows, members) in [
+        for (rows, workers) in [
             (75, 1),
             (75, 3),
             (64, 2),
@@ -144,16 +145,16 @@ fn a_row_has_the_same_bits_in_any_batch_on_any_unit_and_team() {
             (8, 2),
             (2, 1),
         ] {
-            let together = bits(&case.run(isa, unit, 0, rows, members));
-            assert!(together == alone[..rows * 200], "{isa:?} {unit:?}, {rows} rows, {members} members");
+            let together = bits(&case.run(isa, unit, 0, rows, workers));
+            assert!(together == alone[..rows * 200], "{isa:?} {unit:?}, {rows} rows, {workers} workers");
         }
     }
 }
 
 #[test]
 fn a_product_is_as_near_to_f32_as_rounding_its_inputs_allows() {
-    let case = Case::new(4, 1024, 64);
-    let ours = case.run(Isa::detect(), Unit::detect(), 0, 4, 2);
+    let case = ProductCase::new(4, 1024, 64);
+    let ours = case.run(Isa::detect(), Bf16Unit::detect(), 0, 4, 2);
     let mut rounded_at_all = false;
     for (index, ours) in ours.iter().enumerate() {
         let (row, output) = (index / 64, index % 64);
@@ -196,11 +197,11 @@ fn rounding_is_to_the_nearest_and_flushes_what_tiles_flush() {
 
 #[test]
 fn rows_of_packed_pairs_are_the_original_rows() {
-    let case = Case::new(1, 70, 50);
+    let case = ProductCase::new(1, 70, 50);
     let source = Weights::random(11);
-    for unit in Unit::available() {
+    for unit in Bf16Unit::available() {
         let parts = [(source.tensor("w", &[50, 70]).unwrap(), 50)];
-        let memory = (&mut Team::new(2).unwrap(), &mut Arena::default());
+        let memory = (&mut ThreadPool::new(2).unwrap(), &mut WeightArena::default());
         let matrix = Matrix::pack(memory, &parts, 70, WeightMode::Bf16, unit).unwrap();
         let mut row = [0.0; 70];
         for (output, weights) in case.weights.chunks_exact(70).enumerate() {
@@ -214,7 +215,7 @@ fn rows_of_packed_pairs_are_the_original_rows() {
 fn chunks_lie_in_the_order_of_their_unit_and_the_rest_of_a_row_in_its_own() {
     for (rows, width) in [(1, CHUNK), (3, 2 * CHUNK), (5, 40), (2, 7)] {
         let values: Vec<f32> = (0..rows * width).map(|i| (i as f32 - 31.5) * 1.01).collect();
-        for unit in Unit::available() {
+        for unit in Bf16Unit::available() {
             let mut expected = vec![0; values.len()];
             for (index, value) in values.iter().enumerate() {
                 let (row, column) = (index / width, index % width);

@@ -1,9 +1,9 @@
 //! Multiply-adds of f32 on widened values, in the order of tiles: for machines without bf16 arithmetic.
 //!
-//! Activations are f32 that were rounded to bf16. A word of weights holds an even input below and an odd one above, so that a
-//! shift and a mask widen it.
+//! Activations are f32 that were rounded to bf16. A word of weights contains an even input in the lower half and an odd
+//! one in the upper half. A shift and a mask widen it.
 
-use super::{CHUNK, LINE_VALUES, Operands, PANEL_CHUNK, TILE_ROWS, Unit};
+use super::{Bf16Operands, Bf16Unit, CHUNK, LINE_VALUES, PANEL_CHUNK, TILE_ROWS};
 use crate::compute::cpu::isa::Isa;
 use crate::compute::cpu::kernel::PANEL;
 
@@ -11,15 +11,15 @@ use crate::compute::cpu::kernel::PANEL;
 const ROWS: usize = 4;
 /// Columns that the plain kernel computes together.
 const COLUMNS: usize = 8;
-/// How far ahead a panel's lines are requested.
+/// Prefetch distance for a panel's lines.
 #[cfg(target_arch = "x86_64")]
 const PREFETCH_BYTES: usize = 4096;
 
 /// # Safety
 /// As [`super::multiply`].
-pub(super) unsafe fn multiply(isa: Isa, rows: usize, operands: &Operands) {
+pub(super) unsafe fn multiply(isa: Isa, rows: usize, operands: &Bf16Operands) {
     for row in (0..rows).step_by(ROWS) {
-        // SAFETY: the rows of a block are among the operands'; an `Isa` of this machine's own.
+        // SAFETY: the rows of a block are among the operands'; the `Isa` is one of this machine.
         unsafe {
             match rows - row {
                 1 => block::<1>(isa, operands, row),
@@ -33,10 +33,10 @@ pub(super) unsafe fn multiply(isa: Isa, rows: usize, operands: &Operands) {
 
 /// # Safety
 /// As [`multiply`], for rows `row .. row + M`.
-unsafe fn block<const M: usize>(isa: Isa, operands: &Operands, row: usize) {
+unsafe fn block<const M: usize>(isa: Isa, operands: &Bf16Operands, row: usize) {
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma")]
-    unsafe fn avx2<const M: usize>(operands: &Operands, row: usize) {
+    unsafe fn avx2<const M: usize>(operands: &Bf16Operands, row: usize) {
         // SAFETY: the contract of `block`.
         unsafe { plain::<M, true>(operands, row) }
     }
@@ -56,7 +56,7 @@ unsafe fn block<const M: usize>(isa: Isa, operands: &Operands, row: usize) {
 /// As [`block`], on AVX-512.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-unsafe fn avx512<const M: usize>(operands: &Operands, row: usize) {
+unsafe fn avx512<const M: usize>(operands: &Bf16Operands, row: usize) {
     use std::arch::x86_64::{
         _MM_HINT_T0, _mm_prefetch, _mm512_add_ps, _mm512_and_si512, _mm512_castsi512_ps, _mm512_fmadd_ps,
         _mm512_loadu_ps, _mm512_loadu_si512, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps,
@@ -82,7 +82,7 @@ unsafe fn avx512<const M: usize>(operands: &Operands, row: usize) {
             let mut odd = [[_mm512_setzero_ps(); 2]; M];
             for word in 0..inputs.div_ceil(2) {
                 let words = [0, 1].map(|half| {
-                    let at = b.add(Unit::Widened.line(word, half) * LINE_VALUES);
+                    let at = b.add(Bf16Unit::Widened.line(word, half) * LINE_VALUES);
                     _mm_prefetch::<_MM_HINT_T0>(at.cast::<i8>().wrapping_add(PREFETCH_BYTES));
                     _mm512_loadu_si512(at.cast())
                 });
@@ -118,13 +118,13 @@ unsafe fn avx512<const M: usize>(operands: &Operands, row: usize) {
     }
 }
 
-/// Plain Rust that the compiler turns into vector code. Without fused multiply-add in hardware a product and an addition
-/// are the same: the product is exact.
+/// Plain Rust that the compiler turns into vector code. The product is exact, so without fused multiply-add a product
+/// and an addition give the same bits.
 ///
 /// # Safety
 /// As [`block`]; with `FUSED`, on a machine that has it.
 #[inline(always)]
-unsafe fn plain<const M: usize, const FUSED: bool>(operands: &Operands, row: usize) {
+unsafe fn plain<const M: usize, const FUSED: bool>(operands: &Bf16Operands, row: usize) {
     let add = |sum: f32, a: f32, b: f32| if FUSED { a.mul_add(b, sum) } else { a * b + sum };
     for column in (0..PANEL).step_by(COLUMNS) {
         let mut sums = [[0.0_f32; COLUMNS]; M];
@@ -146,7 +146,7 @@ unsafe fn plain<const M: usize, const FUSED: bool>(operands: &Operands, row: usi
                 let mut even = [[0.0_f32; COLUMNS]; M];
                 let mut odd = [[0.0_f32; COLUMNS]; M];
                 for word in 0..inputs.div_ceil(2) {
-                    let line = b.add(Unit::Widened.line(word, half) * LINE_VALUES);
+                    let line = b.add(Bf16Unit::Widened.line(word, half) * LINE_VALUES);
                     let pairs = line.cast::<[[u16; 2]; COLUMNS]>().read_unaligned();
                     let widen = |which: usize| pairs.map(|pair| f32::from_bits(u32::from(pair[which]) << 16));
                     let weights = widen(0);

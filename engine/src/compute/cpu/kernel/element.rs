@@ -1,36 +1,37 @@
-//! Elements of a panel: how each weight type is stored, and how a row of 32 becomes f32. All of it is exact.
+//! Elements of a panel: the storage of each weight type, and its exact conversion of a row of 32 to f32.
 //!
 //! ```text
 //!   f32     row of 32 × 4 bytes
 //!   bf16    row of 32 × 2 bytes, its halves interleaved: a shift and a mask widen it
-//!   int8    per 64 rows: 32 bf16 scales, stored as a bf16 row; then four rows at a time, 16 columns × 4 rows and 16 × 4
+//!   int8    per 64 rows: 32 bf16 scales, stored as a bf16 row; then per four rows: 16 columns × 4 rows and 16 × 4
 //! ```
 //!
-//! An int8 lies in the uppermost byte of 32 bits when it is widened: a shift or a mask takes it there, whichever of the four
-//! rows it is of. So what is multiplied is the integer times 2^24, which is as exact, and scales are stored for that. A chain of
-//! multiply-adds runs over the integers of a group; its sum times the scale is added to the output by one more.
+//! A widened int8 is in the uppermost byte of 32 bits: a shift or a mask moves it there, for each of the four rows. The
+//! kernel therefore multiplies the integer times 2^24, which is equally exact, and scales are stored accordingly. A
+//! chain of multiply-adds runs over the integers of a group. One more multiply-add adds its sum times the scale to the
+//! output.
 
 use half::bf16;
 
 use super::PANEL;
 
-/// What the integers of quantized weights are multiplied with when they are widened.
+/// Factor of the integers of quantized weights after widening.
 pub(in crate::compute::cpu) const INTEGER_UNIT: f32 = (1 << 24) as f32;
 
 /// Element of a panel.
-pub(in crate::compute::cpu) trait Element: Copy + Send + Sync + 'static {
-    /// What panels of it become where many rows use them.
-    type Wide: Element;
+pub(in crate::compute::cpu) trait PanelElement: Copy + Send + Sync + 'static {
+    /// The element type of widened panels, for many rows.
+    type Wide: PanelElement;
     /// Rows that are stored together.
     const TOGETHER: usize = 1;
-    /// Rows that share a row of scales; all of them where there are no scales.
+    /// Rows that share a row of scales; all rows if there are no scales.
     const GROUP: usize = usize::MAX;
-    /// Elements that a row of scales takes, in front of the group's rows; none where there are no scales.
+    /// Elements of a row of scales, in front of the group's rows; zero if there are no scales.
     const HEADER: usize = 0;
     /// Whether there are scales.
     const SCALED: bool = Self::HEADER > 0;
 
-    /// Elements of a panel of so many rows, and where row `rows` begins if it begins a group.
+    /// Elements of a panel of `rows` rows. Also the start of row `rows`, if that row begins a group.
     fn panel_len(rows: usize) -> usize {
         rows.next_multiple_of(Self::TOGETHER) * PANEL + rows.div_ceil(Self::GROUP) * Self::HEADER
     }
@@ -42,7 +43,7 @@ pub(in crate::compute::cpu) trait Element: Copy + Send + Sync + 'static {
     unsafe fn scales(_group: *const Self) -> [f32; PANEL] {
         unreachable!("no scales")
     }
-    /// Row `row` of those that are stored together, in the order of its columns.
+    /// Row `row` of the rows that are stored together, in the order of its columns.
     ///
     /// # Safety
     /// `rows` is valid for [`PANEL`] elements of each.
@@ -77,7 +78,7 @@ pub(in crate::compute::cpu) trait Element: Copy + Send + Sync + 'static {
     unsafe fn load_avx2(rows: *const Self, half: usize, row: usize) -> [std::arch::x86_64::__m256; 2];
 }
 
-impl Element for f32 {
+impl PanelElement for f32 {
     type Wide = Self;
 
     #[inline(always)]
@@ -104,21 +105,21 @@ impl Element for f32 {
 /// bf16 bits as stored in a panel.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
-pub(in crate::compute::cpu) struct Bf16(pub(in crate::compute::cpu) u16);
+pub(in crate::compute::cpu) struct PanelBf16(pub(in crate::compute::cpu) u16);
 
-impl Bf16 {
+impl PanelBf16 {
     /// Column of the panel at storage position `position` of a row.
     pub(in crate::compute::cpu) fn column(position: usize) -> usize {
         position / 2 + PANEL / 2 * (position % 2)
     }
 
-    /// Exact.
+    /// Widens without loss.
     pub(in crate::compute::cpu) fn widen(self) -> f32 {
         bf16::from_bits(self.0).to_f32()
     }
 }
 
-impl Element for Bf16 {
+impl PanelElement for PanelBf16 {
     type Wide = f32;
 
     #[inline(always)]
@@ -176,26 +177,26 @@ impl Element for Bf16 {
 /// A quantized weight, or a byte of a group's scales.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
-pub(in crate::compute::cpu) struct Int8(pub(in crate::compute::cpu) i8);
+pub(in crate::compute::cpu) struct PanelInt8(pub(in crate::compute::cpu) i8);
 
-impl Int8 {
-    /// Where the weight of `column` lies behind the scales of its group; `row` is counted from the group's first.
+impl PanelInt8 {
+    /// Position of the weight of `column` after the scales of its group. `row` is counted from the group's first row.
     pub(in crate::compute::cpu) fn position(row: usize, column: usize) -> usize {
         let (together, half) = (row / Self::TOGETHER, column / 16);
         ((2 * together + half) * 16 + column % 16) * Self::TOGETHER + row % Self::TOGETHER
     }
 }
 
-impl Element for Int8 {
-    type Wide = Integer;
+impl PanelElement for PanelInt8 {
+    type Wide = WidenedInt8;
     const TOGETHER: usize = 4;
     const GROUP: usize = 64;
     const HEADER: usize = 2 * PANEL;
 
     #[inline(always)]
     unsafe fn scales(group: *const Self) -> [f32; PANEL] {
-        // SAFETY: a group begins with a row of bf16; it is read without regard to alignment.
-        unsafe { Bf16::load(group.cast(), 0) }
+        // SAFETY: a group begins with a row of bf16; the read is unaligned.
+        unsafe { PanelBf16::load(group.cast(), 0) }
     }
     #[inline(always)]
     unsafe fn load(rows: *const Self, row: usize) -> [f32; PANEL] {
@@ -207,7 +208,7 @@ impl Element for Int8 {
     #[inline(always)]
     unsafe fn scales_avx512(group: *const Self) -> [std::arch::x86_64::__m512; 2] {
         // SAFETY: a group begins with a row of bf16, and the caller runs on AVX-512.
-        unsafe { Bf16::load_avx512(group.cast(), 0) }
+        unsafe { PanelBf16::load_avx512(group.cast(), 0) }
     }
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
@@ -234,7 +235,7 @@ impl Element for Int8 {
     #[inline(always)]
     unsafe fn scales_avx2(group: *const Self, half: usize) -> [std::arch::x86_64::__m256; 2] {
         // SAFETY: a group begins with a row of bf16, and the caller runs on AVX2.
-        unsafe { Bf16::load_avx2(group.cast(), half, 0) }
+        unsafe { PanelBf16::load_avx2(group.cast(), half, 0) }
     }
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
@@ -260,14 +261,14 @@ impl Element for Int8 {
     }
 }
 
-/// An integer of quantized weights as f32, or a group's scale: what [`Int8`] is widened to.
+/// An integer of quantized weights as f32, or a group's scale: the widened [`PanelInt8`].
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
-pub(in crate::compute::cpu) struct Integer(f32);
+pub(in crate::compute::cpu) struct WidenedInt8(f32);
 
-impl Element for Integer {
+impl PanelElement for WidenedInt8 {
     type Wide = Self;
-    const GROUP: usize = Int8::GROUP;
+    const GROUP: usize = PanelInt8::GROUP;
     const HEADER: usize = PANEL;
 
     #[inline(always)]

@@ -1,37 +1,37 @@
-//! Packing: rows of a checkpoint's matrices become panels, as they are or quantized.
+//! Packing: rows of a checkpoint's matrices become panels, unchanged or quantized.
 
-use super::super::arena::{Aligned, Arena, Plain};
-use super::super::bf16::{self, Unit};
-use super::super::kernel::{Bf16, Element, INTEGER_UNIT, Int8, PANEL};
-use super::super::team::{JobPanicked, Team};
-use super::{Matrix, Panels, Shared, WeightMode};
+use super::super::arena::{AlignedBuffer, WeightArena, Zeroable};
+use super::super::bf16::{self, Bf16Unit};
+use super::super::kernel::{INTEGER_UNIT, PANEL, PanelBf16, PanelElement, PanelInt8};
+use super::super::thread_pool::{JobPanicked, ThreadPool};
+use super::{Matrix, Panels, SharedPtr, WeightMode};
 use crate::model::weights::{Tensor, WeightDtype};
 
-/// Tensors with their numbers of rows, one below the other.
-type Parts<'a, 'b> = &'a [(Tensor<'b>, usize)];
+/// Tensors with their numbers of rows, in the order of the matrix's rows.
+type TensorParts<'a, 'b> = &'a [(Tensor<'b>, usize)];
 
 impl Matrix {
-    /// Packs the rows of all parts, one after the other; each part is `[outputs][inputs]`. `unit` is for bfloat16 mode.
+    /// Packs the rows of all parts in order. Each part is `[outputs][inputs]`. `unit` is for bfloat16 mode.
     pub(in crate::compute::cpu) fn pack(
-        (team, arena): (&mut Team, &mut Arena),
-        parts: Parts<'_, '_>,
+        (threads, arena): (&mut ThreadPool, &mut WeightArena),
+        parts: TensorParts<'_, '_>,
         inputs: usize,
         mode: WeightMode,
-        unit: Unit,
+        unit: Bf16Unit,
     ) -> Result<Self, JobPanicked> {
         let outputs = parts.iter().map(|(_, outputs)| outputs).sum::<usize>();
         let all_bf16 = parts.iter().all(|(part, _)| part.dtype() == WeightDtype::Bf16);
         let panels = match mode {
             WeightMode::Int8 => Panels::Int8(pack_panels(
-                (team, arena),
+                (threads, arena),
                 parts,
-                (inputs, Int8::panel_len(inputs)),
+                (inputs, PanelInt8::panel_len(inputs)),
                 |part, start, out| part.read_f32(start, out),
                 |rows, panel| quantize(rows, inputs, panel),
             )?),
             WeightMode::Bf16 if all_bf16 => Panels::Pairs(
                 pack_panels(
-                    (team, arena),
+                    (threads, arena),
                     parts,
                     (inputs, bf16::panel_len(inputs)),
                     |part, start, out| part.read_bf16_bits(start, out),
@@ -41,7 +41,7 @@ impl Matrix {
             ),
             WeightMode::Bf16 => Panels::Pairs(
                 pack_panels(
-                    (team, arena),
+                    (threads, arena),
                     parts,
                     (inputs, bf16::panel_len(inputs)),
                     |part, start, out| part.read_f32(start, out),
@@ -50,14 +50,14 @@ impl Matrix {
                 unit,
             ),
             WeightMode::Stored if all_bf16 => Panels::Bf16(pack_panels(
-                (team, arena),
+                (threads, arena),
                 parts,
-                (inputs, Bf16::panel_len(inputs)),
+                (inputs, PanelBf16::panel_len(inputs)),
                 |part, start, out| part.read_bf16_bits(start, out),
-                |rows, panel| transpose(rows, inputs, Bf16::column, panel),
+                |rows, panel| transpose(rows, inputs, PanelBf16::column, panel),
             )?),
             WeightMode::Stored | WeightMode::F32 => Panels::F32(pack_panels(
-                (team, arena),
+                (threads, arena),
                 parts,
                 (inputs, f32::panel_len(inputs)),
                 |part, start, out| part.read_f32(start, out),
@@ -68,22 +68,22 @@ impl Matrix {
     }
 }
 
-/// Makes panels in parallel: `fill` makes one of 32 rows of `inputs` values each.
-fn pack_panels<R: Plain + Default, T: Plain>(
-    (team, arena): (&mut Team, &mut Arena),
-    parts: Parts<'_, '_>,
+/// Makes panels in parallel. `fill` makes one panel of 32 rows of `inputs` values each.
+fn pack_panels<R: Zeroable + Default, T: Zeroable>(
+    (threads, arena): (&mut ThreadPool, &mut WeightArena),
+    parts: TensorParts<'_, '_>,
     (inputs, panel_len): (usize, usize),
     read: impl Fn(&Tensor<'_>, usize, &mut [R]) + Sync,
     fill: impl Fn(&[R], &mut [T]) + Sync,
-) -> Result<Aligned<T>, JobPanicked> {
+) -> Result<AlignedBuffer<T>, JobPanicked> {
     let outputs: usize = parts.iter().map(|(_, outputs)| outputs).sum();
     let count = outputs.div_ceil(PANEL);
     let mut packed = arena.zeroed::<T>(count * panel_len);
-    let base = Shared(packed.as_mut_ptr());
-    team.run(&|member| {
+    let base = SharedPtr(packed.as_mut_ptr());
+    threads.run(&|worker| {
         let mut rows = vec![R::default(); PANEL * inputs];
-        member.each(count, |index| {
-            // SAFETY: panels are disjoint, and each index is claimed by one member.
+        worker.each(count, |index| {
+            // SAFETY: panels are disjoint, and each index is claimed by one worker.
             let panel = unsafe { std::slice::from_raw_parts_mut(base.at(index * panel_len), panel_len) };
             for (slot, row) in rows.chunks_exact_mut(inputs).enumerate() {
                 let output = index * PANEL + slot;
@@ -104,7 +104,7 @@ fn pack_panels<R: Plain + Default, T: Plain>(
     Ok(packed)
 }
 
-/// `column(position)` is which row's value is at that position of a panel's row.
+/// `column(position)` is the row whose value is at that position of a panel's row.
 fn transpose<T: Copy>(rows: &[T], inputs: usize, column: impl Fn(usize) -> usize, panel: &mut [T]) {
     for (input, out) in panel.chunks_exact_mut(PANEL).enumerate() {
         for (position, out) in out.iter_mut().enumerate() {
@@ -113,8 +113,8 @@ fn transpose<T: Copy>(rows: &[T], inputs: usize, column: impl Fn(usize) -> usize
     }
 }
 
-/// The layout of `bf16`; what the inputs are filled up with is zero already.
-fn pair<T: Copy>(rows: &[T], inputs: usize, unit: Unit, bits: impl Fn(T) -> u16, panel: &mut [u16]) {
+/// The layout of `bf16`. The padding of the inputs is zero already.
+fn pair<T: Copy>(rows: &[T], inputs: usize, unit: Bf16Unit, bits: impl Fn(T) -> u16, panel: &mut [u16]) {
     for (column, row) in rows.chunks_exact(inputs).enumerate() {
         for (input, weight) in row.iter().enumerate() {
             panel[bf16::panel_position(unit, input, column)] = bits(*weight);
@@ -124,35 +124,34 @@ fn pair<T: Copy>(rows: &[T], inputs: usize, unit: Unit, bits: impl Fn(T) -> u16,
 
 /// Per group of inputs a row of scales, then the rounded quotients.
 ///
-/// A scale is the group's largest magnitude over 127, rounded up to bf16, so that no quotient leaves the range; what
-/// is lost is at most half a scale of each weight.
+/// A scale is the group's largest magnitude over 127, rounded up to bf16, so that no quotient leaves the range. The
+/// error of a weight is at most half a scale.
 pub(super) fn quantize(rows: &[f32], inputs: usize, panel: &mut [i8]) {
-    for (group, packed) in panel.chunks_mut(Int8::panel_len(Int8::GROUP)).enumerate() {
-        let from = group * Int8::GROUP;
-        let inputs_of_group = Int8::GROUP.min(inputs - from);
-        let (header, packed) = packed.split_at_mut(Int8::HEADER);
+    for (group, packed) in panel.chunks_mut(PanelInt8::panel_len(PanelInt8::GROUP)).enumerate() {
+        let from = group * PanelInt8::GROUP;
+        let inputs_of_group = PanelInt8::GROUP.min(inputs - from);
+        let (header, packed) = packed.split_at_mut(PanelInt8::HEADER);
         for (position, bytes) in header.as_chunks_mut::<2>().0.iter_mut().enumerate() {
-            let column = Bf16::column(position);
+            let column = PanelBf16::column(position);
             let weights = &rows[column * inputs + from..][..inputs_of_group];
             let scale = scale_of(weights);
             *bytes = scale.0.to_ne_bytes().map(u8::cast_signed);
             let scale = scale.widen() * INTEGER_UNIT;
             for (row, weight) in weights.iter().enumerate() {
                 let quotient = if scale > 0.0 { weight / scale } else { 0.0 };
-                // Saturates; what is not a number becomes 0.
-                #[allow(clippy::cast_possible_truncation)]
+                // Saturates; NaN becomes 0.
                 let rounded = quotient.round_ties_even().clamp(-127.0, 127.0) as i8;
-                packed[Int8::position(row, column)] = rounded;
+                packed[PanelInt8::position(row, column)] = rounded;
             }
         }
     }
 }
 
-/// The smallest bf16 that, times the unit of widened integers, is not below the largest magnitude over 127.
-fn scale_of(weights: &[f32]) -> Bf16 {
+/// The smallest bf16 that is, times the unit of widened integers, at least the largest magnitude over 127.
+fn scale_of(weights: &[f32]) -> PanelBf16 {
     let largest = weights.iter().fold(0.0_f32, |largest, weight| largest.max(weight.abs()));
     let bits = (largest / 127.0 / INTEGER_UNIT).to_bits();
-    Bf16(
+    PanelBf16(
         u16::try_from((bits >> 16) + u32::from(bits & 0xffff != 0))
             .expect("the upper half of a sum below 2^32"),
     )

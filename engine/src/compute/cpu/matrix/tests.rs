@@ -1,8 +1,8 @@
-//! Products against the `gemm` crate, and against themselves cut differently.
+//! Products compared with the `gemm` crate, and with the same products divided into other items.
 
 use super::*;
-use crate::compute::cpu::arena::Arena;
-use crate::compute::cpu::team::Team;
+use crate::compute::cpu::arena::WeightArena;
+use crate::compute::cpu::thread_pool::ThreadPool;
 use crate::model::weights::Weights;
 
 fn activations(rows: usize, width: usize, stride: usize) -> Vec<f32> {
@@ -15,19 +15,20 @@ fn activations(rows: usize, width: usize, stride: usize) -> Vec<f32> {
     x
 }
 
-fn product(isa: Isa, matrix: &Matrix, x: &mut [f32], stride: usize, rows: usize, members: usize) -> Vec<f32> {
+fn product(isa: Isa, matrix: &Matrix, x: &mut [f32], stride: usize, rows: usize, workers: usize) -> Vec<f32> {
     let outputs = matrix.outputs();
     let mut out = vec![f32::NAN; rows * outputs];
-    let mut team = Team::new(members).unwrap();
-    let x = Inputs { wide: Rows { base: Shared(x.as_mut_ptr()), stride }, bf16: None };
-    let base = Rows { base: Shared(out.as_mut_ptr()), stride: outputs };
-    // SAFETY: both buffers have `rows` rows, and nobody else uses them.
-    let product = unsafe { Product::plan(isa, matrix, x, rows, base, outputs, members) };
-    team.run(&|member| {
-        let mut scratch = vec![0.0; SLICE_VALUES];
-        member.each(product.items(), |item| product.compute(isa, item, &mut scratch));
-    })
-    .unwrap();
+    let mut threads = ThreadPool::new(workers).unwrap();
+    let x = ProductInputs { wide: Rows { base: SharedPtr(x.as_mut_ptr()), stride }, bf16: None };
+    let base = Rows { base: SharedPtr(out.as_mut_ptr()), stride: outputs };
+    // SAFETY: both buffers have `rows` rows, and only this test uses them.
+    let product = unsafe { Product::plan(isa, matrix, x, rows, base, outputs, workers) };
+    threads
+        .run(&|worker| {
+            let mut scratch = vec![0.0; SLICE_VALUES];
+            worker.each(product.items(), |item| product.compute(isa, item, &mut scratch));
+        })
+        .unwrap();
     out
 }
 
@@ -65,21 +66,26 @@ fn matrices(outputs: usize, inputs: usize) -> (Vec<f32>, Matrix, Matrix) {
     let tensor = weights.tensor("w", &[outputs, inputs]).unwrap();
     let mut plain = vec![0.0; outputs * inputs];
     tensor.read_f32(0, &mut plain);
-    let mut team = Team::new(2).unwrap();
+    let mut threads = ThreadPool::new(2).unwrap();
     // Two parts whose border is inside a panel.
     let cut = outputs / 3;
     let whole = [(tensor.clone(), outputs)];
-    let stored =
-        Matrix::pack((&mut team, &mut Arena::default()), &whole, inputs, WeightMode::Stored, Unit::Widened)
-            .unwrap();
+    let stored = Matrix::pack(
+        (&mut threads, &mut WeightArena::default()),
+        &whole,
+        inputs,
+        WeightMode::Stored,
+        Bf16Unit::Widened,
+    )
+    .unwrap();
     assert!(matches!(stored.panels, Panels::Bf16(_)));
     let top = weights.tensor("w", &[outputs, inputs]).unwrap();
     let wide = Matrix::pack(
-        (&mut team, &mut Arena::default()),
+        (&mut threads, &mut WeightArena::default()),
         &[(top, cut), (tensor, outputs)],
         inputs,
         WeightMode::F32,
-        Unit::Widened,
+        Bf16Unit::Widened,
     )
     .unwrap();
     assert!(matches!(wide.panels, Panels::F32(_)));
@@ -114,17 +120,17 @@ fn a_row_has_the_same_bits_in_any_batch_on_any_instruction_set_and_team() {
         .flat_map(|row| product(Isa::detect(), &stored, &mut x[row * stride..], stride, 1, 1))
         .collect();
     for isa in Isa::available() {
-        for (rows, members) in [(70, 1), (70, 3), (30, 2), (12, 2), (5, 2), (2, 1)] {
-            let together = product(isa, &stored, &mut x, stride, rows, members);
+        for (rows, workers) in [(70, 1), (70, 3), (30, 2), (12, 2), (5, 2), (2, 1)] {
+            let together = product(isa, &stored, &mut x, stride, rows, workers);
             let same = together.iter().zip(&alone).all(|(a, b)| a.to_bits() == b.to_bits());
-            assert!(same, "{isa:?}, {rows} rows, {members} members");
+            assert!(same, "{isa:?}, {rows} rows, {workers} workers");
         }
     }
 }
 
 #[test]
 fn panels_in_items_of_any_size_have_the_bits_of_one_alone() {
-    // 35 panels, the last in part, and a last group of scales in part.
+    // 35 panels, the last one partial, and a partial last group of scales.
     let (outputs, inputs) = (1100, 130);
     let (_, stored, wide) = matrices(outputs, inputs);
     let (_, int8, _) = quantized(outputs, inputs);
@@ -132,20 +138,27 @@ fn panels_in_items_of_any_size_have_the_bits_of_one_alone() {
         for rows in [1, 2, 3, 4, 5] {
             let mut x = activations(rows, inputs, inputs);
             for isa in Isa::available() {
-                // More members, fewer panels in an item: eight, four, two, one.
+                // With more workers an item has fewer panels: eight, four, two, one.
                 let [alone, others @ ..] =
-                    [5, 4, 2, 1].map(|members| product(isa, &matrix, &mut x, inputs, rows, members));
+                    [5, 4, 2, 1].map(|workers| product(isa, &matrix, &mut x, inputs, rows, workers));
                 assert!(others.iter().all(|other| *other == alone), "{isa:?}, {rows} rows");
             }
         }
     }
 }
 
-/// `rows` rows of the first seven panels, up to `at_once` of them side by side, whatever suits this machine.
-fn beside<E: Element>(isa: Isa, panels: *const E, x: &[f32], rows: usize, at_once: usize) -> Vec<u32> {
+/// `rows` rows of the first seven panels, up to `at_once` of them side by side, independent of the machine's
+/// preference.
+fn side_by_side<E: PanelElement>(
+    isa: Isa,
+    panels: *const E,
+    x: &[f32],
+    rows: usize,
+    at_once: usize,
+) -> Vec<u32> {
     let depth = x.len() / rows;
     let mut out = vec![f32::NAN; rows * 7 * PANEL];
-    let tile = Tile {
+    let tile = TileOperands {
         a: x.as_ptr(),
         a_stride: depth,
         b: panels,
@@ -156,7 +169,7 @@ fn beside<E: Element>(isa: Isa, panels: *const E, x: &[f32], rows: usize, at_onc
         accumulate: false,
         ahead: true,
     };
-    // SAFETY: seven panels of as many inputs as a row has, and room for their sums.
+    // SAFETY: seven panels with the inputs of a row, and space for their sums.
     unsafe { multiply_beside(isa, rows, &tile, (7, E::panel_len(depth)), at_once) };
     out.into_iter().map(f32::to_bits).collect()
 }
@@ -173,12 +186,12 @@ fn panels_beside_each_other_have_the_bits_of_one_alone() {
             for at_once in [2, most] {
                 for matrix in [&stored, &wide, &int8] {
                     let [alone, together] = [1, at_once].map(|at_once| match &matrix.panels {
-                        Panels::F32(values) => beside(isa, values.as_ptr(), &x, rows, at_once),
+                        Panels::F32(values) => side_by_side(isa, values.as_ptr(), &x, rows, at_once),
                         Panels::Bf16(values) => {
-                            beside(isa, values.as_ptr().cast::<Bf16>(), &x, rows, at_once)
+                            side_by_side(isa, values.as_ptr().cast::<PanelBf16>(), &x, rows, at_once)
                         }
                         Panels::Int8(values) => {
-                            beside(isa, values.as_ptr().cast::<Int8>(), &x, rows, at_once)
+                            side_by_side(isa, values.as_ptr().cast::<PanelInt8>(), &x, rows, at_once)
                         }
                         Panels::Pairs(..) => unreachable!("f32 arithmetic"),
                     });
@@ -209,11 +222,11 @@ fn quantized(outputs: usize, inputs: usize) -> (Vec<f32>, Matrix, Vec<f32>) {
     let mut plain = vec![0.0; outputs * inputs];
     tensor.read_f32(0, &mut plain);
     let matrix = Matrix::pack(
-        (&mut Team::new(2).unwrap(), &mut Arena::default()),
+        (&mut ThreadPool::new(2).unwrap(), &mut WeightArena::default()),
         &[(tensor, outputs)],
         inputs,
         WeightMode::Int8,
-        Unit::Widened,
+        Bf16Unit::Widened,
     )
     .unwrap();
     assert!(matches!(matrix.panels, Panels::Int8(_)));
@@ -229,7 +242,7 @@ fn a_quantized_weight_is_off_by_at_most_half_a_step_of_its_group() {
     for (outputs, inputs) in [(7, 5), (70, 200), (33, 64)] {
         let (plain, _, rounded) = quantized(outputs, inputs);
         for (plain, rounded) in plain.chunks_exact(inputs).zip(rounded.chunks_exact(inputs)) {
-            for (plain, rounded) in plain.chunks(Int8::GROUP).zip(rounded.chunks(Int8::GROUP)) {
+            for (plain, rounded) in plain.chunks(PanelInt8::GROUP).zip(rounded.chunks(PanelInt8::GROUP)) {
                 let largest = plain.iter().fold(0.0_f32, |largest, weight| largest.max(weight.abs()));
                 // A scale rounded up to 8 significant bits is at most 1/128 too large.
                 let bound = largest / 127.0 * (1.0 + 1.0 / 128.0) * 0.5001;
@@ -243,18 +256,21 @@ fn a_quantized_weight_is_off_by_at_most_half_a_step_of_its_group() {
 
 #[test]
 fn a_quantized_product_keeps_the_documented_order_to_the_bit() {
-    // Whole groups, a last one in part, and one whose last rows are not four.
+    // Whole groups, a partial last group, and one whose last rows are not four.
     for (outputs, inputs) in [(70, 1100), (33, 64), (40, 131), (7, 5)] {
         let (_, matrix, rounded) = quantized(outputs, inputs);
         let Panels::Int8(values) = &matrix.panels else { unreachable!("quantized") };
         let stride = inputs + 16;
         let mut x = activations(70, inputs, stride);
-        // Group by group a chain over the integers times 2^24, from zero; then its sum times the scale, in one multiply-add.
+        // Group by group: a chain over the integers times 2^24, from zero; then its sum times the scale, in one
+        // multiply-add.
         let chain = |row: usize, output: usize| {
             let (panel, column) = (output / PANEL, output % PANEL);
-            let panel = &values[panel * Int8::panel_len(inputs)..][..Int8::panel_len(inputs)];
+            let panel = &values[panel * PanelInt8::panel_len(inputs)..][..PanelInt8::panel_len(inputs)];
             let mut sum = 0.0_f32;
-            for (group, from) in panel.chunks(Int8::panel_len(Int8::GROUP)).zip((0..inputs).step_by(64)) {
+            for (group, from) in
+                panel.chunks(PanelInt8::panel_len(PanelInt8::GROUP)).zip((0..inputs).step_by(64))
+            {
                 let at = 2 * (2 * (column % 16) + column / 16);
                 let scale = f32::from_bits(u32::from_ne_bytes([0, 0, group[at] as u8, group[at + 1] as u8]));
                 let mut part = 0.0_f32;
@@ -271,10 +287,10 @@ fn a_quantized_product_keeps_the_documented_order_to_the_bit() {
         };
         let expected: Vec<u32> = (0..70 * outputs).map(|i| chain(i / outputs, i % outputs)).collect();
         for isa in Isa::available() {
-            for (rows, members) in (1..=12).map(|rows| (rows, 1)).chain([(70, 2), (25, 1), (24, 3), (1, 2)]) {
-                let ours = product(isa, &matrix, &mut x, stride, rows, members);
+            for (rows, workers) in (1..=12).map(|rows| (rows, 1)).chain([(70, 2), (25, 1), (24, 3), (1, 2)]) {
+                let ours = product(isa, &matrix, &mut x, stride, rows, workers);
                 let same = ours.iter().zip(&expected).all(|(ours, bits)| ours.to_bits() == *bits);
-                assert!(same, "{isa:?}, {rows} rows of {inputs} inputs, {members} members");
+                assert!(same, "{isa:?}, {rows} rows of {inputs} inputs, {workers} workers");
             }
         }
     }
@@ -282,19 +298,23 @@ fn a_quantized_product_keeps_the_documented_order_to_the_bit() {
 
 #[test]
 fn groups_of_zeros_and_of_huge_weights_are_quantized_without_harm() {
-    let inputs = 2 * Int8::GROUP;
+    let inputs = 2 * PanelInt8::GROUP;
     let mut rows = vec![0.0_f32; PANEL * inputs];
-    rows[Int8::GROUP..inputs].fill(-3.0e38);
+    rows[PanelInt8::GROUP..inputs].fill(-3.0e38);
     rows[inputs + 3] = f32::NAN;
-    let mut panel = vec![0_i8; Int8::panel_len(inputs)];
+    let mut panel = vec![0_i8; PanelInt8::panel_len(inputs)];
     pack::quantize(&rows, inputs, &mut panel);
-    let mut values = Aligned::<i8>::zeroed(panel.len());
+    let mut values = AlignedBuffer::<i8>::zeroed(panel.len());
     values.copy_from_slice(&panel);
     let matrix = Matrix { panels: Panels::Int8(values), outputs: PANEL, inputs };
     let mut row = vec![f32::NAN; inputs];
     matrix.row(0, &mut row);
-    assert!(row[..Int8::GROUP].iter().all(|weight| *weight == 0.0));
-    assert!(row[Int8::GROUP..].iter().all(|weight| (weight / -3.0e38 - 1.0).abs() < 0.01), "{}", row[64]);
+    assert!(row[..PanelInt8::GROUP].iter().all(|weight| *weight == 0.0));
+    assert!(
+        row[PanelInt8::GROUP..].iter().all(|weight| (weight / -3.0e38 - 1.0).abs() < 0.01),
+        "{}",
+        row[64]
+    );
     matrix.row(1, &mut row);
     assert!(row.iter().all(|weight| *weight == 0.0), "what is not a number is nothing");
 }

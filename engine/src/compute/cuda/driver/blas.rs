@@ -1,10 +1,10 @@
-//! Matrix products by cuBLASLt. Descriptors, layouts and the algorithm of a shape are made once and kept.
+//! Matrix products by cuBLASLt. Descriptors, layouts and the algorithm of a shape are created once and kept.
 //!
-//! For few rows the library's first suggestion is not always its fastest, so several are timed when a shape is met
-//! first, each after the cache was flushed, as it is when a layer's turn comes.
+//! For few rows the library's first suggestion is not always its fastest. Several are therefore timed at the first use
+//! of a shape, each with a flushed cache, as in a step.
 //!
-//! The library counts columns first: `out = x · weightsᵀ` in rows is `outᵀ = weights · xᵀ` there.
-#![allow(unsafe_code)] // calls into the library; see each block
+//! The library is column-major: `out = x · weightsᵀ` in rows is `outᵀ = weights · xᵀ` there.
+#![allow(unsafe_code, reason = "calls into the library; see each block")]
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -14,14 +14,14 @@ use cudarc::driver::sys as driver;
 
 use super::super::device::{DeviceError, Element, Matmul};
 
-/// Memory that the library may use while it computes, and what is written to flush the cache.
+/// Workspace of the library, and the memory that is written to flush the cache.
 pub(super) const WORKSPACE_BYTES: usize = 64 << 20;
-/// Up to so many rows, suggestions are timed.
+/// Suggestions are timed up to this number of rows.
 const TIMED_ROWS_MAX: usize = 256;
-/// Suggestions that are asked for, and runs of each.
+/// Number of requested suggestions, and runs of each.
 const SUGGESTIONS: usize = 8;
 const RUNS: usize = 3;
-/// Shapes that are kept; with rows in few steps a model has far fewer.
+/// Most cached shapes. Rows are rounded to few sizes, so a model has far fewer.
 const SHAPES_MAX: usize = 2_048;
 
 fn check(call: &'static str, status: sys::cublasStatus_t) -> Result<(), DeviceError> {
@@ -32,7 +32,7 @@ fn check(call: &'static str, status: sys::cublasStatus_t) -> Result<(), DeviceEr
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Size {
+struct MatmulSize {
     rows: usize,
     inputs: usize,
     outputs: usize,
@@ -40,8 +40,8 @@ struct Size {
     result: Element,
 }
 
-/// How one shape is computed.
-struct Way {
+/// Descriptors and algorithm of one shape.
+struct MatmulPlan {
     operation: sys::cublasLtMatmulDesc_t,
     weights: sys::cublasLtMatrixLayout_t,
     x: sys::cublasLtMatrixLayout_t,
@@ -49,10 +49,10 @@ struct Way {
     algorithm: Option<sys::cublasLtMatmulAlgo_t>,
 }
 
-impl Drop for Way {
+impl Drop for MatmulPlan {
     fn drop(&mut self) {
-        // SAFETY: what is not null was created by the library, and is destroyed once. Work that was enqueued with them
-        // does not need them any more.
+        // SAFETY: handles that are not null were created by the library, and are destroyed once. Enqueued work does not
+        // need them any more.
         unsafe {
             for layout in [self.weights, self.x, self.out].into_iter().filter(|layout| !layout.is_null()) {
                 let _ = sys::cublasLtMatrixLayoutDestroy(layout);
@@ -67,12 +67,12 @@ impl Drop for Way {
 pub(super) struct Blas {
     handle: sys::cublasLtHandle_t,
     workspace: driver::CUdeviceptr,
-    ways: HashMap<Size, Way>,
+    plans: HashMap<MatmulSize, MatmulPlan>,
 }
 
 impl Default for Blas {
     fn default() -> Self {
-        Self { handle: std::ptr::null_mut(), workspace: 0, ways: HashMap::new() }
+        Self { handle: std::ptr::null_mut(), workspace: 0, plans: HashMap::new() }
     }
 }
 
@@ -91,7 +91,7 @@ impl Blas {
     }
 
     pub(super) fn close(&mut self) {
-        self.ways.clear();
+        self.plans.clear();
         if !self.handle.is_null() {
             // SAFETY: it was created and is destroyed once.
             let _ = unsafe { sys::cublasLtDestroy(self.handle) };
@@ -99,7 +99,7 @@ impl Blas {
         }
     }
 
-    /// `at` are the addresses of x, weights and out.
+    /// Enqueues a product. `at` are the addresses of x, weights and out.
     pub(super) fn matmul(
         &mut self,
         on: driver::CUstream,
@@ -107,44 +107,45 @@ impl Blas {
         at: [driver::CUdeviceptr; 3],
     ) -> Result<(), DeviceError> {
         let Matmul { rows, inputs, outputs, element, result, .. } = *matmul;
-        let size = Size { rows, inputs, outputs, element, result };
-        if !self.ways.contains_key(&size) {
-            if self.ways.len() >= SHAPES_MAX {
-                self.ways.clear();
+        let size = MatmulSize { rows, inputs, outputs, element, result };
+        if !self.plans.contains_key(&size) {
+            if self.plans.len() >= SHAPES_MAX {
+                self.plans.clear();
             }
-            let way = self.find(on, &size, at)?;
-            self.ways.insert(size, way);
+            let plan = self.find(on, &size, at)?;
+            self.plans.insert(size, plan);
         }
-        let way = &self.ways[&size];
-        let algorithm = way.algorithm.as_ref().expect("a way that was found has one");
-        self.run(on, way, algorithm, at)
+        let plan = &self.plans[&size];
+        let algorithm = plan.algorithm.as_ref().expect("a plan that was found has one");
+        self.run(on, plan, algorithm, at)
     }
 
     fn run(
         &self,
         on: driver::CUstream,
-        way: &Way,
+        plan: &MatmulPlan,
         algorithm: &sys::cublasLtMatmulAlgo_t,
         [x, weights, out]: [driver::CUdeviceptr; 3],
     ) -> Result<(), DeviceError> {
         let (one, zero) = (1.0_f32, 0.0_f32);
         let pointer = |address: driver::CUdeviceptr| address as usize as *mut c_void;
-        // SAFETY: descriptors and layouts are alive and say what lies at the addresses, whose ranges the device checked;
-        // the scales are read before the call returns; the workspace is as long as the algorithm was told.
+        // SAFETY: descriptors and layouts are alive and describe the memory at the addresses, whose ranges the device
+        // checked; the scales are read before the call returns; the workspace has the size that was set for the
+        // algorithm.
         let status = unsafe {
             sys::cublasLtMatmul(
                 self.handle,
-                way.operation,
+                plan.operation,
                 std::ptr::from_ref(&one).cast(),
                 pointer(weights),
-                way.weights,
+                plan.weights,
                 pointer(x),
-                way.x,
+                plan.x,
                 std::ptr::from_ref(&zero).cast(),
                 pointer(out),
-                way.out,
+                plan.out,
                 pointer(out),
-                way.out,
+                plan.out,
                 algorithm,
                 pointer(self.workspace),
                 WORKSPACE_BYTES,
@@ -154,15 +155,15 @@ impl Blas {
         check("cublasLtMatmul", status)
     }
 
-    /// The fastest way that the library suggests.
+    /// The fastest plan that the library suggests.
     fn find(
         &self,
         on: driver::CUstream,
-        size: &Size,
+        size: &MatmulSize,
         at: [driver::CUdeviceptr; 3],
-    ) -> Result<Way, DeviceError> {
+    ) -> Result<MatmulPlan, DeviceError> {
         let (operation, layout) = (std::ptr::null_mut(), std::ptr::null_mut());
-        let mut way = Way { operation, weights: layout, x: layout, out: layout, algorithm: None };
+        let mut plan = MatmulPlan { operation, weights: layout, x: layout, out: layout, algorithm: None };
         let layout = |to: *mut sys::cublasLtMatrixLayout_t, element, lines: usize, length: usize| {
             // SAFETY: the out-parameter is valid.
             let made = unsafe {
@@ -170,10 +171,10 @@ impl Blas {
             };
             check("cublasLtMatrixLayoutCreate", made)
         };
-        layout(&raw mut way.weights, size.element, size.inputs, size.outputs)?;
-        layout(&raw mut way.x, size.element, size.inputs, size.rows)?;
-        layout(&raw mut way.out, size.result, size.outputs, size.rows)?;
-        let suggestions = self.suggestions(&mut way)?;
+        layout(&raw mut plan.weights, size.element, size.inputs, size.outputs)?;
+        layout(&raw mut plan.x, size.element, size.inputs, size.rows)?;
+        layout(&raw mut plan.out, size.result, size.outputs, size.rows)?;
+        let suggestions = self.suggestions(&mut plan)?;
         if suggestions.is_empty() {
             return Err(DeviceError::Call {
                 call: "cublasLtMatmulAlgoGetHeuristic",
@@ -181,40 +182,40 @@ impl Blas {
             });
         }
         let mut fastest = (f32::INFINITY, suggestions[0]);
-        // What is in f32 is for exactness, and does not depend on a clock: engines then agree to the last bit.
+        // f32 is for exactness, and its plan does not depend on timing: engines then agree to the last bit.
         let is_timed = size.element == Element::Bf16 && size.rows <= TIMED_ROWS_MAX;
         if is_timed && suggestions.len() > 1 {
             for algorithm in suggestions {
-                // One that fails here is not taken.
-                if let Ok(elapsed) = self.time(on, &way, &algorithm, at)
+                // A suggestion that fails here is skipped.
+                if let Ok(elapsed) = self.time(on, &plan, &algorithm, at)
                     && elapsed < fastest.0
                 {
                     fastest = (elapsed, algorithm);
                 }
             }
         }
-        way.algorithm = Some(fastest.1);
-        Ok(way)
+        plan.algorithm = Some(fastest.1);
+        Ok(plan)
     }
 
-    fn suggestions(&self, way: &mut Way) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, DeviceError> {
-        // CUBLAS_OP_T of cublas_api.h, which this library's own header does not repeat.
+    fn suggestions(&self, plan: &mut MatmulPlan) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, DeviceError> {
+        // CUBLAS_OP_T of cublas_api.h; this library's own header does not define it.
         let transposed = 1_i32;
         let mut preference = std::ptr::null_mut();
         let mut count = 0;
         let mut found: [std::mem::MaybeUninit<sys::cublasLtMatmulHeuristicResult_t>; SUGGESTIONS] =
             [const { std::mem::MaybeUninit::uninit() }; SUGGESTIONS];
-        // SAFETY: out-parameters are valid, attributes have the sizes of their types, and only as many results are read
-        // as the library says that it wrote.
+        // SAFETY: out-parameters are valid, attributes have the sizes of their types, and only the results that the
+        // library has written are read.
         unsafe {
             let made = sys::cublasLtMatmulDescCreate(
-                &raw mut way.operation,
+                &raw mut plan.operation,
                 sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
                 sys::cudaDataType::CUDA_R_32F,
             );
             check("cublasLtMatmulDescCreate", made)?;
             let set = sys::cublasLtMatmulDescSetAttribute(
-                way.operation,
+                plan.operation,
                 sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
                 std::ptr::from_ref(&transposed).cast(),
                 size_of_val(&transposed),
@@ -230,11 +231,11 @@ impl Blas {
             );
             let asked = sys::cublasLtMatmulAlgoGetHeuristic(
                 self.handle,
-                way.operation,
-                way.weights,
-                way.x,
-                way.out,
-                way.out,
+                plan.operation,
+                plan.weights,
+                plan.x,
+                plan.out,
+                plan.out,
                 preference,
                 SUGGESTIONS as i32,
                 found[0].as_mut_ptr(),
@@ -250,17 +251,17 @@ impl Blas {
         }
     }
 
-    /// The shortest of a few runs, in milliseconds, each with a cold cache. The result is the right one, computed again.
+    /// The shortest of a few runs in milliseconds, each with a cold cache. Every run writes the correct result.
     fn time(
         &self,
         on: driver::CUstream,
-        way: &Way,
+        plan: &MatmulPlan,
         algorithm: &sys::cublasLtMatmulAlgo_t,
         at: [driver::CUdeviceptr; 3],
     ) -> Result<f32, DeviceError> {
         let (mut from, mut to) = (std::ptr::null_mut(), std::ptr::null_mut());
         let mut best = Ok(f32::INFINITY);
-        // SAFETY: events are created before and destroyed after their use; the workspace is all there.
+        // SAFETY: events are created before and destroyed after their use; the whole workspace is allocated.
         unsafe {
             super::check("cuEventCreate", driver::cuEventCreate(&raw mut from, 0))?;
             super::check("cuEventCreate", driver::cuEventCreate(&raw mut to, 0))?;
@@ -269,7 +270,7 @@ impl Blas {
                     let flushed = driver::cuMemsetD8Async(self.workspace, 0, WORKSPACE_BYTES, on);
                     super::check("cuMemsetD8Async", flushed)?;
                     super::check("cuEventRecord", driver::cuEventRecord(from, on))?;
-                    self.run(on, way, algorithm, at)?;
+                    self.run(on, plan, algorithm, at)?;
                     super::check("cuEventRecord", driver::cuEventRecord(to, on))?;
                     super::stream::await_event("a product that is timed", to, &mut || ())?;
                     let mut elapsed = 0.0;

@@ -1,10 +1,10 @@
-//! Finding NVIDIA's libraries at run time, and saying what is missing.
+//! Finds NVIDIA's libraries at run time and reports missing ones.
 //!
-//! The loader's own search comes first (`LD_LIBRARY_PATH`, the system's cache), then the folders of `folders`, then those that
-//! wheels from PyPI put them in: who has a PyTorch has both libraries there. No Python is run for that. A
-//! library found there is loaded by its path and stays loaded, so that later look-ups by name find it. Every symbol that
-//! is used is looked for before the first call: a driver that is too old is an error with a name in it.
-#![allow(unsafe_code)] // loads shared libraries; see each block
+//! The loader's own search comes first (`LD_LIBRARY_PATH`, the system's cache), then the folders of `folders`, then the
+//! folders of wheels from PyPI: an installed PyTorch includes both libraries. No Python is run for that. A library
+//! found there is loaded by its path and stays loaded, so that later look-ups by name find it. Every symbol is looked
+//! up before the first call, so that a driver that is too old gives an error with the symbol's name.
+#![allow(unsafe_code, reason = "loads shared libraries; see each block")]
 
 use std::collections::HashSet;
 use std::ffi::{CString, OsStr};
@@ -16,21 +16,21 @@ use cudarc::driver::sys;
 use super::super::device::DeviceError;
 use super::check;
 
-/// Names folders with NVIDIA's libraries, separated by colons, looked into before all others.
+/// Names folders with NVIDIA's libraries, separated by colons, searched before all others.
 pub const FOLDER_VARIABLE: &str = "BATON_CUDA_LIBRARIES";
 
 /// One library.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::compute::cuda) struct Library {
-    /// For people.
+    /// The name in errors.
     pub(in crate::compute::cuda) name: &'static str,
     /// File names, newest first.
     files: &'static [&'static str],
-    /// What names of files beside it begin with that it opens by name.
+    /// Prefix of the names of files beside it that the library opens by name.
     companions: Option<&'static str>,
-    /// Where wheels put it, below a folder of Python's packages.
+    /// Its folders in wheels, below a folder of Python's packages.
     wheels: &'static [&'static str],
-    /// Symbols that are used.
+    /// Symbols that Baton calls.
     symbols: &'static [&'static str],
 }
 
@@ -133,7 +133,7 @@ pub(in crate::compute::cuda) const BLAS: Library = Library {
     ],
 };
 
-/// Where libraries are looked for beside the loader's own places.
+/// The folders that are searched in addition to the loader's own places.
 fn folders() -> Vec<PathBuf> {
     let own = std::env::var_os(FOLDER_VARIABLE);
     let own: Vec<PathBuf> = own.map(|folders| std::env::split_paths(&folders).collect()).unwrap_or_default();
@@ -148,11 +148,12 @@ fn folders() -> Vec<PathBuf> {
     own.into_iter().chain(usual.map(PathBuf::from)).collect()
 }
 
-/// Where Pythons are that may have packages: the active environments, the one that is found first, the user's, the system's.
+/// Python installations that may have packages: the active environments, the first one of `PATH`, the user's, the
+/// system's.
 fn pythons() -> Vec<PathBuf> {
     let of = |variable: &str| std::env::var_os(variable).map(PathBuf::from);
     let path = std::env::var_os("PATH").unwrap_or_default();
-    // Its folder is `bin`, beside `lib`; a link into another environment is not followed, as Python does not.
+    // The folder of `python3` is `bin`, beside `lib`. A link into another environment is not followed, as in Python.
     let first = std::env::split_paths(&path).find(|folder| folder.join("python3").is_file());
     let first = first.and_then(|bin| Some(bin.parent()?.to_owned()));
     let user = of("HOME").map(|home| home.join(".local"));
@@ -160,7 +161,7 @@ fn pythons() -> Vec<PathBuf> {
     known.chain(["/usr/local", "/usr"].map(PathBuf::from)).collect()
 }
 
-/// Folders of Python's packages below these, each once.
+/// Folders of Python's packages below these, without duplicates.
 fn packages(pythons: &[PathBuf]) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for python in pythons {
@@ -170,13 +171,13 @@ fn packages(pythons: &[PathBuf]) -> Vec<PathBuf> {
             found.extend(versions.into_iter().flat_map(both).filter(|folder| folder.is_dir()));
         }
     }
-    // `lib64` is often `lib` by another name.
+    // `lib64` is often a link to `lib`.
     let mut met = HashSet::new();
     found.retain(|folder| folder.canonicalize().is_ok_and(|real| met.insert(real)));
     found
 }
 
-/// A folder's entries whose names begin so, in order.
+/// A folder's entries whose names begin with `start`, in order.
 fn entries(folder: &Path, start: &str) -> Vec<PathBuf> {
     let named = |path: &PathBuf| path.file_name().is_some_and(|name| starts_with(name, start));
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
@@ -189,12 +190,12 @@ fn starts_with(name: &OsStr, start: &str) -> bool {
     name.as_bytes().starts_with(start.as_bytes())
 }
 
-/// Loads a library and keeps it; it is then found by name.
+/// Loads a library and keeps it loaded. It is then found by name.
 ///
 /// # Errors
-/// [`DeviceError::Library`] when it is nowhere, [`DeviceError::Absent`] when it is too old.
+/// [`DeviceError::Library`] when it is not found, [`DeviceError::Absent`] when it is too old.
 pub(in crate::compute::cuda) fn load(library: &Library) -> Result<(), DeviceError> {
-    // Packages are looked for only where there may be any of it.
+    // Searches packages only for libraries that wheels contain.
     let packages = if library.wheels.is_empty() { Vec::new() } else { packages(&pythons()) };
     load_from(library, &folders(), &packages)
 }
@@ -207,7 +208,7 @@ fn load_from(library: &Library, folders: &[PathBuf], packages: &[PathBuf]) -> Re
         let places = folders.flat_map(|folder| library.files.iter().map(move |file| folder.join(file)));
         places.filter(|path| path.is_file()).find_map(|path| {
             if let (Some(start), Some(folder)) = (library.companions, path.parent()) {
-                // Without it the compiler says so itself.
+                // Without the companion the compiler reports an error itself.
                 let _ = entries(folder, start).iter().filter_map(|path| open(path)).count();
             }
             open(&path)
@@ -230,7 +231,7 @@ fn load_from(library: &Library, folders: &[PathBuf], packages: &[PathBuf]) -> Re
     }
 }
 
-/// Where a library was looked for, for people.
+/// The places that were searched, for errors.
 fn places(library: &Library, folders: &[PathBuf], packages: &[PathBuf]) -> String {
     let shown = |folders: &[PathBuf]| {
         let folders: Vec<_> = folders.iter().map(|folder| folder.display().to_string()).collect();
@@ -254,12 +255,12 @@ pub(super) fn driver_version() -> Option<String> {
     // SAFETY: the symbol was found, the out-parameter is valid.
     check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut version) }).ok()?;
     let cuda = format!("CUDA {}.{}", version / 1000, version % 1000 / 10);
-    // The module's own page; a container may not show it.
+    // The page of the kernel module; a container may not have it.
     let page = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
     Some(module_version(&page).map_or(cuda.clone(), |module| format!("{module}, {cuda}")))
 }
 
-/// The first word of the module's page that is a version.
+/// The first word of the page that is a version.
 fn module_version(page: &str) -> Option<&str> {
     let is_version =
         |word: &&str| word.contains('.') && word.bytes().all(|b| b.is_ascii_digit() || b == b'.');
@@ -268,17 +269,17 @@ fn module_version(page: &str) -> Option<&str> {
 
 /// An open library. It is never closed.
 #[derive(Clone, Copy)]
-struct Open(*mut libc::c_void);
+struct OpenLibrary(*mut libc::c_void);
 
-fn open(path: &Path) -> Option<Open> {
+fn open(path: &Path) -> Option<OpenLibrary> {
     let path = CString::new(path.as_os_str().as_bytes()).ok()?;
-    // SAFETY: the path is a C string. What a library does when it is loaded is the system's: these are the names of
-    // NVIDIA's libraries, in places that only the machine's owner writes to.
+    // SAFETY: the path is a C string. Loading runs the library's initializers: these are the names of NVIDIA's
+    // libraries, in places that only the machine's owner writes to.
     let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
-    (!handle.is_null()).then_some(Open(handle))
+    (!handle.is_null()).then_some(OpenLibrary(handle))
 }
 
-fn has(library: Open, symbol: &str) -> bool {
+fn has(library: OpenLibrary, symbol: &str) -> bool {
     let Ok(symbol) = CString::new(symbol) else { return false };
     // SAFETY: the handle is open, and the symbol's address is only compared with null.
     !unsafe { libc::dlsym(library.0, symbol.as_ptr()) }.is_null()
@@ -310,10 +311,10 @@ mod tests {
         assert!(error(&packages).contains("nvidia/nothing/lib in /nowhere/lib/python3.11/site-packages"));
     }
 
-    /// A folder of this test's own.
-    struct Root(PathBuf);
+    /// A temporary folder of one test.
+    struct TestRoot(PathBuf);
 
-    impl Root {
+    impl TestRoot {
         fn new(name: &str) -> Self {
             let root = std::env::temp_dir().join(format!("baton-libraries-{name}-{}", std::process::id()));
             std::fs::create_dir_all(&root).unwrap();
@@ -321,7 +322,7 @@ mod tests {
         }
     }
 
-    impl Drop for Root {
+    impl Drop for TestRoot {
         fn drop(&mut self) {
             drop(std::fs::remove_dir_all(&self.0));
         }
@@ -329,14 +330,14 @@ mod tests {
 
     #[test]
     fn a_library_of_a_wheel_is_found_last() {
-        let root = Root::new("wheel");
+        let root = TestRoot::new("wheel");
         let site = root.0.join("lib/python3.11/site-packages");
         let wheel = site.join("nvidia/cu13/lib");
         std::fs::create_dir_all(&wheel).unwrap();
         std::os::unix::fs::symlink("lib", root.0.join("lib64")).unwrap();
         let packages = packages(std::slice::from_ref(&root.0));
         assert_eq!(packages, [site], "and not again as lib64");
-        // Any library that is everywhere will do.
+        // Any library that exists on every system works here.
         let c = std::fs::read_to_string("/proc/self/maps").unwrap();
         let c =
             c.lines().find_map(|line| line.split(' ').next_back().filter(|path| path.contains("/libc.so")));
@@ -350,7 +351,7 @@ mod tests {
         std::os::unix::fs::symlink(c, wheel.join(library.files[0])).unwrap();
         assert!(load_from(&Library { wheels: &[], ..library }, &[], &packages).is_err());
         load_from(&library, &[], &packages).unwrap();
-        // A folder that is named comes first.
+        // A folder from the variable comes first.
         let named = root.0.join("named");
         std::fs::create_dir_all(&named).unwrap();
         std::fs::write(named.join(library.files[0]), "no library").unwrap();

@@ -1,6 +1,5 @@
-//! Machine code on a GPU, and launches of it. It stays loaded for as long as somebody may launch: the device, and whoever has
-//! its pool.
-#![allow(unsafe_code)] // calls into the driver; see each block
+//! Machine code on a GPU, and launches of it. It stays loaded while the device or an owner of its pool may launch.
+#![allow(unsafe_code, reason = "calls into the driver; see each block")]
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -9,13 +8,13 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use super::check;
+use crate::compute::cuda::copy_pieces::{self, CopyCommand, CopyPiece};
 use crate::compute::cuda::device::{DeviceError, Element, Kernel};
 use crate::compute::cuda::kernels::COPY_KERNEL;
-use crate::compute::cuda::pieces::{self, Part, Piece};
 
 /// See the module's documentation.
 #[derive(Debug)]
-pub(super) struct Module {
+pub(super) struct DriverModule {
     device: sys::CUdevice,
     context: sys::CUcontext,
     module: sys::CUmodule,
@@ -24,21 +23,21 @@ pub(super) struct Module {
     overlaps: bool,
 }
 
-// SAFETY: the driver's handles may be used from any thread, and by several at once where that thread's current context is
-// theirs; nothing here is changed after it was loaded.
-unsafe impl Send for Module {}
+// SAFETY: the driver's handles may be used from any thread, and by several at once if each thread's current context is
+// theirs; nothing here changes after loading.
+unsafe impl Send for DriverModule {}
 // SAFETY: as above.
-unsafe impl Sync for Module {}
+unsafe impl Sync for DriverModule {}
 
 /// A launch's size.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Size {
+pub(super) struct LaunchSize {
     pub(super) grid: [u32; 3],
     pub(super) threads: u32,
     pub(super) shared_bytes: u32,
 }
 
-impl Module {
+impl DriverModule {
     /// Loads machine code, in the current context.
     ///
     /// # Errors
@@ -54,11 +53,11 @@ impl Module {
         check("cuDevicePrimaryCtxRetain", unsafe {
             sys::cuDevicePrimaryCtxRetain(&raw mut context, device)
         })?;
-        // From here on the destructor gives everything back.
+        // From here on the destructor frees everything.
         let nothing = std::ptr::null_mut();
         let mut loaded = Self { device, context, module: nothing, copies: std::ptr::null_mut(), overlaps };
         let image: *const c_void = cubin.as_ptr().cast();
-        // SAFETY: the image is a whole cubin, as the compiler made it or as its checksum says.
+        // SAFETY: the image is a complete cubin, made by the compiler or verified by its checksum.
         check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&raw mut loaded.module, image) })?;
         let mut functions = HashMap::new();
         for kernel in Kernel::all(element) {
@@ -77,20 +76,20 @@ impl Module {
         Ok(function)
     }
 
-    /// Launches a function of this module. It may begin before the kernel before it has ended, where the device can: kernels
-    /// wait for what they read (`ptx.cu`).
+    /// Launches a function of this module. The function may begin before the previous kernel has ended, if the device
+    /// supports that: kernels wait for their inputs (`ptx.cu`).
     ///
     /// # Errors
     /// [`DeviceError::Call`].
     ///
     /// # Safety
-    /// `parameters` are those of the function, and what its pointers reach is there until it has run.
+    /// `parameters` are those of the function, and the memory behind its pointers stays until it has run.
     pub(super) unsafe fn launch(
         &self,
         name: &'static str,
         function: sys::CUfunction,
         on: sys::CUstream,
-        size: Size,
+        size: LaunchSize,
         parameters: &mut [*mut c_void],
     ) -> Result<(), DeviceError> {
         let mut overlap = sys::CUlaunchAttribute {
@@ -111,7 +110,7 @@ impl Module {
             attrs: &raw mut overlap,
             numAttrs: u32::from(self.overlaps),
         };
-        // SAFETY: the function is one of a loaded module; the rest is the caller's promise.
+        // SAFETY: the function is one of a loaded module; the rest is the caller's contract.
         let launched = unsafe {
             sys::cuLaunchKernelEx(&raw const config, function, parameters.as_mut_ptr(), std::ptr::null_mut())
         };
@@ -124,32 +123,32 @@ impl Module {
     /// [`DeviceError::Call`].
     ///
     /// # Safety
-    /// Every piece is in memory of this device that is there until the copies are over, and no two of them overlap.
+    /// Every piece is in memory of this device that stays until the copies are over, and no two of them overlap.
     pub(super) unsafe fn copy(
         &self,
         on: sys::CUstream,
-        pieces: impl IntoIterator<Item = Piece>,
+        pieces: impl IntoIterator<Item = CopyPiece>,
     ) -> Result<(), DeviceError> {
-        pieces::cut(pieces, |part| match part {
-            Part::Alone(Piece { from, into, bytes }) => {
-                // SAFETY: as the caller promises.
+        copy_pieces::cut(pieces, |part| match part {
+            CopyCommand::Alone(CopyPiece { from, into, bytes }) => {
+                // SAFETY: the caller's contract.
                 check("cuMemcpyDtoDAsync", unsafe { sys::cuMemcpyDtoDAsync_v2(into, from, bytes, on) })
             }
-            Part::Together(mut pieces, grid) => {
-                let size = Size { grid, threads: pieces::THREADS, shared_bytes: 0 };
+            CopyCommand::Together(mut pieces, grid) => {
+                let size = LaunchSize { grid, threads: copy_pieces::THREADS, shared_bytes: 0 };
                 let mut parameters = [std::ptr::from_mut(&mut *pieces).cast()];
-                // SAFETY: as the caller promises; the kernel has this one parameter, which the driver reads before the call
-                // returns.
+                // SAFETY: the caller's contract; the kernel has this one parameter, which the driver reads before the
+                // call returns.
                 unsafe { self.launch(COPY_KERNEL, self.copies, on, size, &mut parameters) }
             }
         })
     }
 }
 
-impl Drop for Module {
+impl Drop for DriverModule {
     fn drop(&mut self) {
-        // SAFETY: loaded once, unloaded once, when nobody can launch any more and whoever did has waited. Errors are of no use
-        // here.
+        // SAFETY: loaded once and unloaded once, when no owner is left; every owner has waited for its launches. Errors
+        // are ignored.
         unsafe {
             let _ = sys::cuCtxSetCurrent(self.context);
             if !self.module.is_null() {

@@ -1,11 +1,11 @@
-//! A GPU's pool for others: other threads of this process, and other processes by CUDA IPC.
+//! A GPU's pool for other threads of this process, and for other processes by CUDA IPC.
 //!
-//! Every call works on a stream of its own, which lets steps go first, and waits for it, within a bound: after a copy that hung
-//! nothing is copied any more, and nothing that it may still write is freed. A handle is for a whole allocation and can be opened by every
-//! process of our user on this host, and not by the one that made it. The driver keeps exported memory for as long as
-//! somebody has it open, also past the end of its process; freeing it before that is undefined, so an exported pool is
-//! left to the end of the process.
-#![allow(unsafe_code)] // calls into the driver; see each block
+//! Every call uses a low-priority stream of its own and waits for it within a bound. After a copy that hung, nothing is
+//! copied any more, and no memory that it may still write is freed. A handle is for a whole allocation. Every process
+//! of the same user on this host can open it, except the process that created it. The driver keeps exported memory
+//! while a process has it open, also past the end of its owner. Freeing it before that is undefined, so an exported
+//! pool is kept until the end of the process.
+#![allow(unsafe_code, reason = "calls into the driver; see each block")]
 
 use std::io::{self, ErrorKind};
 use std::os::fd::OwnedFd;
@@ -14,18 +14,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
-use baton_connector_device::{DeviceId, Export, Kind, Offer, Opened, Run};
+use baton_connector_device::{CopyRun, DeviceId, DeviceKind, ImportedPool, Offer, PoolExport};
 use baton_connector_nixl::api::{Memory, Segment};
 use cudarc::driver::sys;
 
-use super::module::Module;
-use super::{check, patience, stream};
+use super::module::DriverModule;
+use super::{bounded_wait, check, stream};
+use crate::compute::cuda::copy_pieces::CopyPiece;
 use crate::compute::cuda::device::{DeviceError, HostRun, PoolMemory, Priority};
-use crate::compute::cuda::pieces::Piece;
 
 /// A stream, and the event at its end.
 #[derive(Debug)]
-struct Lane {
+struct CopyStream {
     stream: sys::CUstream,
     event: sys::CUevent,
 }
@@ -36,25 +36,25 @@ pub(super) struct CudaPool {
     device: sys::CUdevice,
     uuid: [u8; 16],
     context: sys::CUcontext,
-    module: Arc<Module>,
+    module: Arc<DriverModule>,
     address: sys::CUdeviceptr,
     bytes: usize,
     exported: AtomicBool,
-    /// As many as there were copies at the same time; those are bounded by their threads.
-    lanes: Mutex<Vec<Lane>>,
+    /// Idle streams. Their number is bounded by the number of copying threads.
+    streams: Mutex<Vec<CopyStream>>,
     /// Host memory that was page-locked for its copies.
     pinned: Mutex<Vec<Region>>,
     /// A copy was not over in time.
     hung: AtomicBool,
 }
 
-// SAFETY: the driver's handles may be used from any thread whose current context is theirs, which `bind` sees to, and by
-// one at a time, as a lane is taken out of its lock.
+// SAFETY: the driver's handles may be used from any thread whose current context is theirs, which `bind` ensures, and
+// by one thread at a time, because a stream is taken out of its lock.
 unsafe impl Send for CudaPool {}
 // SAFETY: as above.
 unsafe impl Sync for CudaPool {}
 
-/// In io's words, for transports.
+/// Converts an error for transports.
 fn refused(error: DeviceError) -> io::Error {
     io::Error::other(error)
 }
@@ -86,7 +86,7 @@ fn ordinal_of(device: sys::CUdevice) -> Result<u32, DeviceError> {
     Err(DeviceError::Undefined(format!("no device {device}: the driver reports {count} devices")))
 }
 
-/// Where an allocation begins, and its bytes, from an address inside.
+/// Start and size of the allocation that contains an address.
 fn range_of(address: sys::CUdeviceptr) -> Result<(sys::CUdeviceptr, usize), DeviceError> {
     let (mut base, mut bytes) = (0, 0);
     // SAFETY: the out-parameters are valid.
@@ -102,7 +102,7 @@ impl CudaPool {
     /// [`DeviceError::Call`]; the allocation is still the caller's.
     pub(super) fn over(
         device: sys::CUdevice,
-        module: Arc<Module>,
+        module: Arc<DriverModule>,
         address: sys::CUdeviceptr,
         bytes: usize,
     ) -> Result<Self, DeviceError> {
@@ -113,8 +113,8 @@ impl CudaPool {
             sys::cuDevicePrimaryCtxRetain(&raw mut context, device)
         })?;
         let (exported, hung) = (AtomicBool::new(false), AtomicBool::new(false));
-        let (lanes, pinned) = (Mutex::default(), Mutex::default());
-        Ok(Self { device, uuid, context, module, address, bytes, exported, lanes, pinned, hung })
+        let (streams, pinned) = (Mutex::default(), Mutex::default());
+        Ok(Self { device, uuid, context, module, address, bytes, exported, streams, pinned, hung })
     }
 
     /// Whether a copy was not over in time.
@@ -127,9 +127,9 @@ impl CudaPool {
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
     }
 
-    fn lane(&self) -> Result<Lane, DeviceError> {
-        if let Some(lane) = self.lanes.lock().unwrap_or_else(PoisonError::into_inner).pop() {
-            return Ok(lane);
+    fn take_stream(&self) -> Result<CopyStream, DeviceError> {
+        if let Some(taken) = self.streams.lock().unwrap_or_else(PoisonError::into_inner).pop() {
+            return Ok(taken);
         }
         let (stream, mut event) = (stream::create(Priority::Copies)?, std::ptr::null_mut());
         let untimed = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
@@ -141,48 +141,48 @@ impl CudaPool {
                 return Err(error);
             }
         }
-        Ok(Lane { stream, event })
+        Ok(CopyStream { stream, event })
     }
 
-    /// Enqueues copies and waits until the last of them has landed. When this returns, none is under way, unless one has
-    /// hung.
+    /// Enqueues copies and waits until the last of them has landed. No copy is in flight when this returns, unless one
+    /// has hung.
     fn copy(&self, enqueue: impl Fn(sys::CUstream) -> Result<(), DeviceError>) -> Result<(), DeviceError> {
         const WHAT: &str = "a copy of KV blocks";
         if self.has_hung() {
             return Err(DeviceError::Hung {
                 what: "an earlier copy of KV blocks",
-                waited: patience::WORK_MAX,
+                waited: bounded_wait::WORK_MAX,
             });
         }
         self.bind()?;
-        let lane = self.lane()?;
-        let result = enqueue(lane.stream).and_then(|()| {
-            // SAFETY: both handles are the lane's, which nobody else has.
+        let taken = self.take_stream()?;
+        let result = enqueue(taken.stream).and_then(|()| {
+            // SAFETY: both handles belong to the taken stream, which no other thread has.
             unsafe {
-                check("cuEventRecord", sys::cuEventRecord(lane.event, lane.stream))?;
-                stream::await_event(WHAT, lane.event, &mut || ())
+                check("cuEventRecord", sys::cuEventRecord(taken.event, taken.stream))?;
+                stream::await_event(WHAT, taken.event, &mut || ())
             }
         });
         let result = match result {
-            // What was enqueued before the failure may still run. If even this fails the context is lost, and nothing of it
-            // runs any more.
-            // SAFETY: as above.
-            Err(DeviceError::Call { .. }) => match unsafe { stream::await_all(WHAT, lane.stream) } {
+            // Work that was enqueued before the failure may still run. If this wait fails too, the context is lost, and
+            // none of its work runs any more. SAFETY: as above.
+            Err(DeviceError::Call { .. }) => match unsafe { stream::await_all(WHAT, taken.stream) } {
                 Err(hung @ DeviceError::Hung { .. }) => Err(hung),
                 _ => result,
             },
             other => other,
         };
         if matches!(result, Err(DeviceError::Hung { .. })) {
-            // Its lane is nobody's any more.
+            // The stream is not reused.
             self.hung.store(true, Ordering::Release);
         } else {
-            self.lanes.lock().unwrap_or_else(PoisonError::into_inner).push(lane);
+            self.streams.lock().unwrap_or_else(PoisonError::into_inner).push(taken);
         }
         result
     }
 
-    /// Copies between the pool and host memory, which is kept for good if they hang: they may still touch it.
+    /// Copies between the pool and host memory. If a copy hangs, the host memory is never freed, because the copy may
+    /// still access it.
     fn copy_with(
         &self,
         runs: &[HostRun],
@@ -205,9 +205,9 @@ impl CudaPool {
         copied
     }
 
-    /// Whether our device can copy from this one.
+    /// Whether this pool's device can copy from another one.
     fn reaches(&self, theirs: DeviceId) -> io::Result<()> {
-        if theirs.kind != Kind::Cuda {
+        if theirs.kind != DeviceKind::Cuda {
             return Err(unsupported(format!("the producer's device ({theirs}) is not a CUDA device")));
         }
         if theirs.uuid == self.uuid {
@@ -237,35 +237,35 @@ impl CudaPool {
 }
 
 impl PoolMemory for Arc<CudaPool> {
-    fn export(&self) -> io::Result<Export> {
+    fn export(&self) -> io::Result<PoolExport> {
         self.bind().map_err(refused)?;
-        // A handle opens an allocation from its first byte, so the pool must be that and nothing else.
+        // A handle opens an allocation from its first byte, so the pool must be a whole allocation.
         let (base, bytes) = range_of(self.address).map_err(refused)?;
         if base != self.address || bytes < self.bytes {
             return Err(unsupported("the pool is a part of a larger allocation".into()));
         }
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
-        // SAFETY: the out-parameter is valid, the address an allocation of ours.
+        // SAFETY: the out-parameter is valid, and the address is an allocation of this pool.
         let made = unsafe { sys::cuIpcGetMemHandle(&raw mut handle, self.address) };
         check("cuIpcGetMemHandle", made).map_err(refused)?;
         self.exported.store(true, Ordering::Release);
-        let device = DeviceId { kind: Kind::Cuda, uuid: self.uuid };
-        Ok(Export { device, handle: handle.reserved.map(|byte| byte as u8), descriptor: None })
+        let device = DeviceId { kind: DeviceKind::Cuda, uuid: self.uuid };
+        Ok(PoolExport { device, handle: handle.reserved.map(|byte| byte as u8), descriptor: None })
     }
 
-    fn open(&self, offer: &Offer, _descriptor: Option<OwnedFd>) -> io::Result<Box<dyn Opened>> {
+    fn open(&self, offer: &Offer, _descriptor: Option<OwnedFd>) -> io::Result<Box<dyn ImportedPool>> {
         self.bind().map_err(refused)?;
         self.reaches(offer.device)?;
         let wanted = offer.pool.bytes().ok_or(io::Error::from(ErrorKind::InvalidData))?;
         let handle = sys::CUipcMemHandle { reserved: offer.handle.map(|byte| byte as _) };
         let lazily = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut address = 0;
-        // SAFETY: the out-parameter is valid. A handle of no allocation is an error of the driver's.
+        // SAFETY: the out-parameter is valid. The driver returns an error for a handle without an allocation.
         let opened = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut address, handle, lazily) };
         check("cuIpcOpenMemHandle", opened).map_err(refused)?;
-        // Closes it again if it is not what was said.
+        // Closes the memory again if it does not match the offer.
         let is_here = offer.device.uuid == self.uuid;
-        let opened = OpenedPool { ours: Arc::clone(self), address, bytes: wanted, is_here };
+        let opened = CudaPeerPool { ours: Arc::clone(self), address, bytes: wanted, is_here };
         let (base, bytes) = range_of(address).map_err(refused)?;
         if base != address || bytes < wanted {
             let why = format!("the producer's memory of {bytes} bytes is shorter than its pool of {wanted}");
@@ -287,8 +287,7 @@ impl PoolMemory for Arc<CudaPool> {
 
     fn copy_out(&self, runs: &[HostRun], host: &Region) -> Result<(), DeviceError> {
         self.copy_with(runs, host, |pool, host, bytes, stream| {
-            // SAFETY: inside the pool and inside the host memory, as was checked, both alive until the copies have been
-            // waited for.
+            // SAFETY: inside the pool and inside the host memory, as was checked; both live until the copies are over.
             let result = unsafe { sys::cuMemcpyDtoHAsync_v2(host.cast(), pool, bytes, stream) };
             check("cuMemcpyDtoHAsync", result)
         })
@@ -305,7 +304,7 @@ impl PoolMemory for Arc<CudaPool> {
     fn pin(&self, host: &Region) {
         let bytes = host.blocks() * host.block_bytes();
         let locked = self.bind().and_then(|()| {
-            // SAFETY: the memory stays where it is while `self` keeps the region, and is unregistered before.
+            // SAFETY: the memory stays in place while `self` keeps the region, and is unregistered before.
             let result = unsafe { sys::cuMemHostRegister_v2(host.block_ptr(BlockId(0)).cast(), bytes, 0) };
             check("cuMemHostRegister", result)
         });
@@ -322,22 +321,22 @@ impl Drop for CudaPool {
     fn drop(&mut self) {
         let pinned = std::mem::take(self.pinned.get_mut().unwrap_or_else(PoisonError::into_inner));
         if *self.hung.get_mut() {
-            // A copy may still write into it, and giving back would wait for it without a bound.
+            // A copy may still write to it, and unregistering would wait for the copy without a bound.
             std::mem::forget(pinned);
             return;
         }
-        // SAFETY: nobody has the pool any more, and every copy was waited for. Errors are of no use here.
+        // SAFETY: the pool has no other owner, and every copy is over. Errors are ignored.
         unsafe {
             let _ = sys::cuCtxSetCurrent(self.context);
-            for lane in self.lanes.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
-                let _ = sys::cuEventDestroy_v2(lane.event);
-                let _ = sys::cuStreamDestroy_v2(lane.stream);
+            for taken in self.streams.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
+                let _ = sys::cuEventDestroy_v2(taken.event);
+                let _ = sys::cuStreamDestroy_v2(taken.stream);
             }
             for region in &pinned {
                 let _ = sys::cuMemHostUnregister(region.block_ptr(BlockId(0)).cast());
             }
             if *self.exported.get_mut() {
-                // Another process may have it open; and releasing the context might free it.
+                // Another process may have it open, and releasing the context might free it.
                 return;
             }
             let _ = sys::cuMemFree_v2(self.address);
@@ -348,34 +347,37 @@ impl Drop for CudaPool {
 
 /// Another process's pool.
 #[derive(Debug)]
-struct OpenedPool {
+struct CudaPeerPool {
     ours: Arc<CudaPool>,
     address: sys::CUdeviceptr,
     bytes: usize,
-    /// On the same device as ours.
+    /// Whether it is on the same device as this process's pool.
     is_here: bool,
 }
 
-impl Opened for OpenedPool {
-    fn copy(&self, runs: &[Run], _mirror: &Region) -> io::Result<()> {
+impl ImportedPool for CudaPeerPool {
+    fn copy(&self, runs: &[CopyRun], _mirror: &Region) -> io::Result<()> {
         let inside = |at: usize, len: usize, all: usize| at.checked_add(len).is_some_and(|end| end <= all);
-        let fits =
-            |run: &Run| inside(run.from, run.len, self.bytes) && inside(run.into, run.len, self.ours.bytes);
+        let fits = |run: &CopyRun| {
+            inside(run.from, run.len, self.bytes) && inside(run.into, run.len, self.ours.bytes)
+        };
         if !runs.iter().all(fits) {
             return Err(io::Error::from(ErrorKind::InvalidInput));
         }
-        let pieces = runs.iter().map(|run| Piece {
+        let pieces = runs.iter().map(|run| CopyPiece {
             from: self.address + run.from as u64,
             into: self.ours.address + run.into as u64,
             bytes: run.len,
         });
-        // SAFETY (of both): inside our pool and inside theirs, which stays open until the copies have been waited for. The
-        // landing blocks are nobody else's until the read is over (invariant 3); what is torn in the source has no verdict.
         let copied = self.ours.copy(|stream| match self.is_here {
+            // SAFETY: the pieces are inside this pool and inside the peer's, which stays open until the copies are
+            // over. No other code uses the landing blocks until the read is over (invariant 3). A read of bytes that
+            // the peer rewrites gets no verdict and is discarded.
             true => unsafe { self.ours.module.copy(stream, pieces.clone()) },
             false => pieces.clone().try_for_each(|piece| {
-                let result =
-                    unsafe { sys::cuMemcpyDtoDAsync_v2(piece.into, piece.from, piece.bytes, stream) };
+                let CopyPiece { from, into, bytes } = piece;
+                // SAFETY: as above.
+                let result = unsafe { sys::cuMemcpyDtoDAsync_v2(into, from, bytes, stream) };
                 check("cuMemcpyDtoDAsync", result)
             }),
         });
@@ -383,13 +385,13 @@ impl Opened for OpenedPool {
     }
 }
 
-impl Drop for OpenedPool {
+impl Drop for CudaPeerPool {
     fn drop(&mut self) {
         if self.ours.has_hung() {
-            // Perhaps one from here.
+            // The hung copy may be from this pool.
             return;
         }
-        // SAFETY: opened once, closed once; every copy from it was waited for.
+        // SAFETY: opened once, closed once; every copy from it is over.
         unsafe {
             let _ = sys::cuCtxSetCurrent(self.ours.context);
             let _ = sys::cuIpcCloseMemHandle(self.address);

@@ -1,12 +1,12 @@
-//! Streams of a GPU, with their priorities, and what has become of their work.
-#![allow(unsafe_code)] // calls into the driver; see each block
+//! Streams of a GPU with their priorities, and waits for their work.
+#![allow(unsafe_code, reason = "calls into the driver; see each block")]
 
 use cudarc::driver::sys;
 
-use super::{check, patience};
+use super::{bounded_wait, check};
 use crate::compute::cuda::device::{DeviceError, Priority};
 
-/// A stream in the current context, apart from the legacy default one.
+/// Creates a stream in the current context that is independent of the legacy default one.
 ///
 /// # Errors
 /// [`DeviceError::Call`].
@@ -24,7 +24,7 @@ pub(super) fn create(priority: Priority) -> Result<sys::CUstream, DeviceError> {
     Ok(stream)
 }
 
-/// The driver's number; greater priorities are smaller numbers.
+/// The driver's number of a priority. Higher priorities are smaller numbers.
 fn number(priority: Priority, (least, greatest): (i32, i32)) -> i32 {
     match priority {
         Priority::Steps => greatest,
@@ -32,7 +32,7 @@ fn number(priority: Priority, (least, greatest): (i32, i32)) -> i32 {
     }
 }
 
-/// Whether a query's answer says that work is over.
+/// Whether a query's result means that work is over.
 fn is_over(call: &'static str, answer: sys::CUresult) -> Result<bool, DeviceError> {
     match answer {
         sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
@@ -40,7 +40,7 @@ fn is_over(call: &'static str, answer: sys::CUresult) -> Result<bool, DeviceErro
     }
 }
 
-/// Waits until an event is reached, and calls `meanwhile` before each look.
+/// Waits until an event is reached, and calls `meanwhile` before each poll.
 ///
 /// # Errors
 /// [`DeviceError::Call`], [`DeviceError::Hung`].
@@ -52,12 +52,12 @@ pub(super) unsafe fn await_event(
     event: sys::CUevent,
     meanwhile: &mut dyn FnMut(),
 ) -> Result<(), DeviceError> {
-    let look = || {
+    let poll = || {
         meanwhile();
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller's contract.
         is_over("cuEventQuery", unsafe { sys::cuEventQuery(event) })
     };
-    patience::wait(what, patience::WORK_MAX, look)
+    bounded_wait::wait(what, bounded_wait::WORK_MAX, poll)
 }
 
 /// Waits until all work of a stream is over.
@@ -68,9 +68,9 @@ pub(super) unsafe fn await_event(
 /// # Safety
 /// The stream is one of the current context, or null for the default one.
 pub(super) unsafe fn await_all(what: &'static str, stream: sys::CUstream) -> Result<(), DeviceError> {
-    // SAFETY: as the caller promises.
-    let look = || is_over("cuStreamQuery", unsafe { sys::cuStreamQuery(stream) });
-    patience::wait(what, patience::WORK_MAX, look)
+    // SAFETY: the caller's contract.
+    let poll = || is_over("cuStreamQuery", unsafe { sys::cuStreamQuery(stream) });
+    bounded_wait::wait(what, bounded_wait::WORK_MAX, poll)
 }
 
 #[cfg(test)]
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn steps_go_before_copies_in_the_drivers_numbers() {
-        // As an H200 answers, and a device without priorities.
+        // The ranges of an H200, and of a device without priorities.
         for range in [(0, -5), (0, 0)] {
             let (steps, copies) = (number(Priority::Steps, range), number(Priority::Copies, range));
             assert_eq!((copies, steps), range);

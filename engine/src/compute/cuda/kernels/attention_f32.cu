@@ -1,5 +1,5 @@
-// Attention in f32, for checks of exactness: plain, one warp per query head and query. The same arguments and results
-// as the bf16 kernels.
+// Attention in f32, for checks of exactness: plain, with one warp per query head and query. Arguments and results are
+// those of the bf16 kernels.
 
 #define ELEMENTS ((HEAD_DIM + 31) / 32)
 #define LOG2_E 1.4426950408889634f

@@ -1,12 +1,12 @@
-// Choosing the next token of each row of logits, on the device.
+// Chooses the next token of each row of logits on the device.
 //
-// Weights are exp((logit - best) / temperature), and what is summed of them are whole numbers of 2^-40: sums then do
-// not depend on their order, so that a seed draws the same token again whatever the threads do.
+// Weights are exp((logit - best) / temperature). Sums of weights are whole numbers of 2^-40 and therefore do not depend
+// on their order: a seed draws the same token with any order of the threads.
 
 #define CHOOSE_THREADS 512
 #define ONE 1099511627776.0  // 2^40
 
-// The best of each part of each row, the lowest index among equals, -1 where there is no number. Grid (parts, rows).
+// The best of each part of each row, the lowest index among equals, -1 if no logit is a number. Grid (parts, rows).
 extern "C" __global__ void __launch_bounds__(256)
 best_of_parts(const float* logits, float* values, int* indices, u32 vocab, u32 parts) {
     let_later_begin();
@@ -49,11 +49,11 @@ best_of_parts(const float* logits, float* values, int* indices, u32 vocab, u32 p
 }
 
 struct Kept {
-    u32 above;      // kept: every weight whose bits are over this,
-    u32 ties;       // and so many of those that are equal to it, the first ones
+    u32 above;      // kept: every weight with larger bits,
+    u32 ties;       // and this number of the weights with equal bits, the first ones
 };
 
-// Bits of a token's weight; 0 for one that can never be drawn.
+// Bits of a token's weight; 0 for a token that can never be drawn.
 __device__ __forceinline__ u32 weight_bits(float logit, float best, float inverse_temperature) {
     const float weight = expf((logit - best) * inverse_temperature);
     return weight > 0.0f ? __float_as_uint(weight) : 0;  // NaN is not above 0
@@ -62,8 +62,8 @@ __device__ __forceinline__ u64 mass_of(u32 bits) {
     return static_cast<u64>(static_cast<double>(__uint_as_float(bits)) * ONE);
 }
 
-// Finds, digit by digit from the top, the weight at which the running sum of `measure` from the largest weight down
-// reaches `wanted` (at least 1, at most the sum of all); only weights that `within` lets through count.
+// Finds a weight, digit by digit from the top: the running sum of `measure` from the largest weight down reaches
+// `wanted` there (at least 1, at most the sum of all). Only weights that `within` accepts count.
 template <class Measure, class Within>
 __device__ __forceinline__ Kept reach(const float* row, u32 vocab, float best, float inverse_temperature, u64 wanted,
                                       u64* bins, Measure measure, Within within) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ Kept reach(const float* row, u32 vocab, float best, f
     return Kept{prefix, each == 0 ? ~0u : static_cast<u32>((wanted + each - 1) / each)};
 }
 
-// The sum over the block before this thread, and of all.
+// The sum over the threads of the block before this one, and the sum over all.
 __device__ __forceinline__ u64 sum_before(u64 mine, u64* scratch, u64& all) {
     __syncthreads();
     scratch[threadIdx.x] = mine;
@@ -111,7 +111,7 @@ __device__ __forceinline__ u64 sum_before(u64 mine, u64* scratch, u64& all) {
 }
 
 // draws[row] = {kind (0 nothing, 1 the best, 2 draw), 1/temperature, top_k (0 off), top_p, min_p, fraction low, high}
-// as bits; chosen[row] = the token, or -1 where no logit is a number. One block per row.
+// as bits; chosen[row] = the token, or -1 if no logit is a number. One block per row.
 extern "C" __global__ void __launch_bounds__(CHOOSE_THREADS)
 choose(const float* logits, const float* values, const int* indices, const int* draws, int* chosen, u32 vocab, u32 parts) {
     let_later_begin();
@@ -131,7 +131,7 @@ choose(const float* logits, const float* values, const int* indices, const int* 
             index = at;
         }
     }
-    // Infinity leaves no distribution to draw from.
+    // With infinity there is no distribution to draw from.
     if (draw[0] == 1 || index < 0 || best == -NEGATIVE_INFINITY) {
         if (threadIdx.x == 0) chosen[blockIdx.x] = index;
         return;
@@ -143,7 +143,7 @@ choose(const float* logits, const float* values, const int* indices, const int* 
     auto one = [](u32) -> u64 { return 1; };
     auto all_of_them = [](u32) { return true; };
 
-    // Min-p, then top-k with all of its ties, then top-p: the order of the host's sampler, and of vLLM.
+    // Min-p, then top-k with all of its ties, then top-p: the order of the host's sampler and of vLLM.
     Kept kept{0, ~0u};
     if (min_p > 0.0f) kept = Kept{__float_as_uint(min_p) - 1, 0};
     if (top_k > 0 && top_k < vocab) {
@@ -151,7 +151,7 @@ choose(const float* logits, const float* values, const int* indices, const int* 
         if (best_k.above > kept.above) kept = Kept{best_k.above, ~0u};
     }
     if (top_p < 1.0f) {
-        // The mass of what is in: up to here the ties are in all together, or none of them.
+        // The mass of the candidates. Up to here either all ties are candidates or none.
         const u32 floor = kept.ties == 0 ? kept.above + 1 : kept.above;
         u64 mine = 0, total;
         for (u32 i = threadIdx.x; i < vocab; i += CHOOSE_THREADS) {
@@ -170,7 +170,8 @@ choose(const float* logits, const float* values, const int* indices, const int* 
         }
     }
 
-    // In the order of the vocabulary, a run of it to each thread: which ties are in, then where the draw falls.
+    // In the order of the vocabulary, one run per thread: first the ties that are candidates, then the token of the
+    // draw.
     const u32 run = (vocab + CHOOSE_THREADS - 1) / CHOOSE_THREADS;
     const u32 start = min(vocab, threadIdx.x * run), end = min(vocab, start + run);
     u64 ties = 0, all_ties;

@@ -1,7 +1,8 @@
-// Copies of many pieces of device memory at once: blocks of a handoff lie here and there, and a copy of each by the driver
-// costs more than its bytes.
+// Copies many pieces of device memory at once: the blocks of a handoff are scattered, and the call of a separate copy
+// takes longer than its bytes.
 //
-// Pieces are of whole 16 bytes, both ends aligned to as many. Grid (parts of COPY_PART bytes of the longest, pieces).
+// Pieces are multiples of 16 bytes, and both ends are aligned to 16 bytes. Grid (parts of COPY_PART bytes of the
+// longest, pieces).
 
 struct Pieces {
     u64 from[COPY_PIECES];

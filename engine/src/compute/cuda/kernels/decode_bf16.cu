@@ -1,20 +1,21 @@
-// Decode attention, bf16: one query token per sequence, its keys cut into splits.
+// Decode attention, bf16: one query token per sequence, with its keys divided into splits.
 //
 // Grid (splits, KV heads x groups of 16 query heads, sequences). A block has all query heads of one KV head, so that
-// keys and values are read once. Its four warps are independent of each other: each has a pipeline of its own over
-// every fourth tile of 16 tokens and its own online softmax; they meet at the end. Scores are in units of log 2.
+// keys and values are read once. Its four warps are independent of each other. Each has its own pipeline over every
+// fourth tile of 16 tokens and its own online softmax. The block combines them at the end. Scores are in units of log
+// 2.
 
 #define TILE_BYTES (16 * ROW_BYTES)
 
-// decode[i] = {row of the query, keys it sees, where its block table begins}; no keys: the entry is padding.
+// decode[i] = {row of the query, number of keys, start of its block table}; no keys: the entry is padding.
 // partial[i][head][split][HEAD_DIM] are numerators; summary[i][head][split] = {maximum, denominator}.
 extern "C" __global__ void __launch_bounds__(128)
 decode_attention(const T* qkv, const T* pool, const int* tables, const int* decode, float* partial, float* summary,
                  u64 block_stride, u64 layer, u32 heads, u32 kv_heads, u32 block_tokens, u32 splits, float scale) {
     extern __shared__ __align__(16) unsigned char shared[];
     let_later_begin();
-    // The step's integers, and all keys and values but the newest, were there before the first kernel of the step: the
-    // first of them are on their way while earlier kernels still run.
+    // The step's integers, and all keys and values except the newest, existed before the first kernel of the step. The
+    // first copies of them therefore start while earlier kernels still run.
     const int* entry = decode + blockIdx.z * 3;
     const int length = entry[1];
     if (length == 0) {
@@ -112,8 +113,8 @@ decode_attention(const T* qkv, const T* pool, const int* tables, const int* deco
     copies_wait<0>();
     __syncthreads();
 
-    // The warps meet: numerators, then maximum and denominator of each row, by warp. Rows are eight words longer than a head,
-    // so that the four rows that a warp writes at once lie in different banks.
+    // Combines the warps: numerators, then maximum and denominator of each row, by warp. Rows are eight words longer
+    // than a head, so that the four rows that a warp writes at once are in different banks.
     constexpr int MEETING = HEAD_DIM + 8;
     float* meeting = reinterpret_cast<float*>(shared);
     float* numbers = meeting + DECODE_WARPS * 16 * MEETING;

@@ -1,11 +1,11 @@
-// The kernels on a CPU: every thread of a block a fiber, in step where the kernel says so. For checks of the kernels' own
-// code where there is no GPU; slow, and single-threaded.
+// The kernels on a CPU: every thread of a block is a fiber. Fibers switch only where the kernel synchronizes. For
+// checks of the kernels' own code without a GPU; slow and single-threaded.
 //
-// What is emulated is CUDA's model and the PTX of ptx.cu by its definition: which lane holds which element of an
-// ldmatrix and an mma, asynchronous copies that land when they are waited for and not before, shuffles, barriers. What
-// is not: caches, timing, races between threads (fibers switch only where threads wait).
+// CUDA's model and the PTX of ptx.cu are emulated by their definitions: the elements of each lane in an ldmatrix and an
+// mma, shuffles, and barriers. Asynchronous copies land only when they are waited for. Not emulated are caches, timing,
+// and races between threads (fibers switch only where threads wait).
 //
-// The kernels follow below this file; what a library exports is made of EMULATE at the end of all.
+// The kernels follow below this file. The exported functions are made from EMULATE at the very end.
 
 #include <math.h>
 #include <setjmp.h>
@@ -39,14 +39,14 @@ struct Copy {
     unsigned char bytes[16];
 };
 
-// What a warp exchanges: values of each lane, twice, so that a lane may be one exchange ahead.
+// The values that a warp exchanges: values of each lane, twice, so that a lane may be one exchange ahead.
 struct Warp {
     u32 arrived, generation;
     u32 values[2][32][8];
 };
 
 struct Thread {
-    // Where it begins, and, once it has begun, where it waits: jumps cost no system call.
+    // The start of the fiber, and later its last waiting point: jumps need no system call.
     ucontext_t context;
     jmp_buf waits;
     Index index;
@@ -100,7 +100,7 @@ static void __syncthreads() {
     while (block_generation == generation) yield();
 }
 
-// Waits until every lane has brought its values; all lanes' values.
+// Waits until every lane has written its values. Returns the values of all lanes.
 static u32 (*exchange(const u32* mine, int count))[8] {
     const u32 lane = threadIdx.x % 32;
     Warp& warp = warps[threadIdx.x / 32];
@@ -153,7 +153,7 @@ static V min(V a, V b) {
     return b < a ? b : a;
 }
 
-// What ptx.cu is on a GPU.
+// The functions of ptx.cu.
 
 // Kernels run one after the other here.
 static void let_later_begin() {}
@@ -197,8 +197,8 @@ static void copies_wait() {
     }
 }
 
-// Four matrices of 8 rows of 16 bytes; lane 8m + r brings the address of row r of matrix m. Lane l gets the elements
-// 2(l mod 4) and the next of row l / 4, or, transposed, of that column.
+// Four matrices of 8 rows of 16 bytes; lane 8m + r has the address of row r of matrix m. Lane l gets the elements 2(l
+// mod 4) and the next of row l / 4, or, transposed, of that column.
 static void load_matrices(u32 (&r)[4], u32 from, bool transposed) {
     u32(*addresses)[8] = exchange(&from, 1);
     const u32 lane = threadIdx.x % 32;
@@ -211,7 +211,7 @@ static void load_matrices(u32 (&r)[4], u32 from, bool transposed) {
         }
         r[m] = static_cast<u32>(element[1]) << 16 | element[0];
     }
-    // Nobody writes what another lane has still to read.
+    // No lane may write data that another lane has yet to read.
     __syncwarp();
 }
 static void load_4(u32 (&r)[4], u32 from) { load_matrices(r, from, false); }
@@ -219,9 +219,9 @@ static void load_4_transposed(u32 (&r)[4], u32 from) { load_matrices(r, from, tr
 
 static float half_of(u32 both, u32 high) { return __uint_as_float(high ? both & 0xffff0000u : both << 16); }
 
-// mma.m16n8k16: with g = lane / 4 and t = lane % 4, a lane holds of A the rows g (a0, a2) and g + 8 (a1, a3), columns
-// 2t and the next (a0, a1) and 2t + 8 and the next (a2, a3); of B the column g, rows 2t and the next (b0), 2t + 8 and
-// the next (b1); of C the rows g (c0, c1) and g + 8 (c2, c3), columns 2t and the next.
+// mma.m16n8k16 with g = lane / 4 and t = lane % 4. A lane has of A the rows g (a0, a2) and g + 8 (a1, a3), columns 2t
+// and the next (a0, a1) and 2t + 8 and the next (a2, a3). Of B it has the column g, rows 2t and the next (b0), 2t + 8
+// and the next (b1). Of C it has the rows g (c0, c1) and g + 8 (c2, c3), columns 2t and the next.
 static void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
     u32(*all)[8] = exchange(mine, 6);
@@ -243,7 +243,7 @@ static void enter() {
     (*body)();
     current->done = true;
     alive--;
-    // Whoever waits at a barrier waits for those that are left.
+    // The remaining threads complete a barrier.
     if (alive > 0 && block_arrived == alive) {
         block_arrived = 0;
         block_generation++;
@@ -260,7 +260,7 @@ static void run_block(u32 count, u32 bytes) {
     threads.resize(count);
     warps.assign((count + 31) / 32, Warp{});
     stacks.resize(count * STACK_BYTES);
-    // Not zeros: what is read before it was written shows.
+    // Not zeros, so that reads of unwritten memory are visible.
     block_memory.assign(bytes, 0xff);
     block_arrived = block_generation = 0;
     alive = count;
@@ -300,7 +300,7 @@ static void run_grid(const u32* grid, u32 count, u32 bytes, const std::function<
             }
 }
 
-// Calls a kernel with the parameters that a launch gives it: pointers to their values.
+// Calls a kernel with the parameters of a launch: pointers to their values.
 template <class... Parameters, size_t... I>
 static void call(void (*kernel)(Parameters...), void** values, std::index_sequence<I...>) {
     kernel(*static_cast<Parameters*>(values[I])...);
@@ -310,7 +310,8 @@ static std::function<void()> bind(void (*kernel)(Parameters...), void** values) 
     return [=] { call(kernel, values, std::index_sequence_for<Parameters...>{}); };
 }
 
-// Runs the kernel of this name; 0 if there is one. A line of EMULATE for each kernel stands between these two.
+// Runs the kernel of this name; returns 0 if there is one. The lines of EMULATE, one per kernel, stand between these
+// two.
 #define EMULATE_BEGIN \
     extern "C" int baton_emulate(const char* name, const u32* grid, u32 threads, u32 bytes, void** values) {
 #define EMULATE(kernel)                                           \

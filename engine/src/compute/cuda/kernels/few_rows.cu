@@ -1,10 +1,10 @@
-// Products of at most 8 rows with a matrix, bf16: what a decode step of few sequences spends its time in. Their speed is that
-// of reading the matrix.
+// Products of at most 8 rows with a matrix, bf16: the main work of a decode step with few sequences. Their speed is the
+// speed of reading the matrix.
 //
-// A block has 16 or 32 outputs; its warps share the inputs, 64 at a time, and meet at the end. Outputs are the rows of the
-// left operand of 16 x 8 x 16 products, rows of x the columns of the right one. Of 64 inputs, lane t of a quad has 16
-// t .. 16 t + 15, on both sides: which of them a product calls which does not matter, as long as both sides agree, and so
-// every load is of 16 bytes. The first loads of the matrix do not wait for the kernels before.
+// A block has 16 or 32 outputs. Its warps divide the inputs, 64 at a time, and the block combines their sums at the
+// end. Outputs are the rows of the left operand of 16 x 8 x 16 products, rows of x the columns of the right one. Of 64
+// inputs, lane t of a quad has 16 t .. 16 t + 15, on both sides. The order of inputs within a product does not matter
+// if both sides agree, so every load is of 16 bytes. The first loads of the matrix do not wait for earlier kernels.
 
 template <int WARPS, int TILES, int DEPTH, bool GATED>
 struct FewRows {
@@ -22,7 +22,7 @@ struct FewRows {
 #pragma unroll
             for (int j = 0; j < 4; j++) sums[i][j] = 0.0f;
         }
-        // Of each tile: two loads of row `row`, two of row + 8.
+        // Per tile: two loads of row `row`, two of row + 8.
         u32 loaded[DEPTH][TILES][4][4];
         auto load = [&](u32 chunk, u32 (&to)[TILES][4][4]) {
             if (chunk >= chunks) return;
@@ -36,8 +36,8 @@ struct FewRows {
         };
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) load(warp + d * WARPS, loaded[d]);
-        // The next kernel is not let begin before the end: blocks that wait take the places of blocks that read, and steps
-        // took longer with it (H200).
+        // The next kernel must not begin before the end: its waiting blocks would take the places of blocks that read,
+        // and steps would take longer.
         wait_for_earlier();
         struct alignas(16) Words {
             u32 at[4];
@@ -69,7 +69,7 @@ struct FewRows {
         }
     }
 
-    // Gives the sums of all warps to `use(tile, row, output in the tile, sum, sum of the second tile)`.
+    // Calls `use(tile, row, output in the tile, sum, sum of the second tile)` with the sums over all warps.
     template <class Use>
     __device__ __forceinline__ void meet(u32 rows, Use use) {
         __shared__ float meeting[WARPS][TILES][128 + 4];
@@ -114,20 +114,20 @@ __device__ __forceinline__ void few_rows(const T* x, const T* weights, T* out, f
     });
 }
 
-// out[row][output] = sum of x[row][i] * weights[output][i]; one of the two outs is null. Of many outputs: grid
+// out[row][output] = sum of x[row][i] * weights[output][i]; one of the two outs is null. For many outputs: grid
 // (outputs / 32).
 extern "C" __global__ void __launch_bounds__(256)
 few_rows_wide(const T* x, const T* weights, T* out, float* out_f32, u32 rows, u32 inputs, u32 outputs) {
     few_rows<8, 2, 2>(x, weights, out, out_f32, rows, inputs, outputs);
 }
 
-// The same of few outputs, with more warps to each: grid (outputs / 16).
+// The same for few outputs, with more warps per output: grid (outputs / 16).
 extern "C" __global__ void __launch_bounds__(512)
 few_rows_deep(const T* x, const T* weights, T* out, float* out_f32, u32 rows, u32 inputs, u32 outputs) {
     few_rows<16, 1, 2>(x, weights, out, out_f32, rows, inputs, outputs);
 }
 
-// out = silu(gate + bias) * (up + bias), where the matrix is gate, then up, of `outputs` rows each; `bias` may be null. Grid
+// out = silu(gate + bias) * (up + bias). The matrix is gate, then up, of `outputs` rows each; `bias` may be null. Grid
 // (outputs / 16).
 extern "C" __global__ void __launch_bounds__(256)
 few_rows_gated(const T* x, const T* weights, const float* bias, T* out, u32 rows, u32 inputs, u32 outputs) {

@@ -1,6 +1,7 @@
-// Puts the splits of decode attention together. Grid (heads, sequences); maxima are in units of log 2.
+// Combines the splits of decode attention. Grid (heads, sequences); maxima are in units of log 2.
 //
-// Lane l of every warp knows the weights of splits l and l + 32; the warps share the splits, and meet at the end.
+// Lane l of every warp has the weights of splits l and l + 32. The warps divide the splits, and the block combines
+// their sums.
 extern "C" __global__ void __launch_bounds__(256)
 merge_attention(const float* partial, const float* summary, const int* decode, T* out, u32 heads, u32 splits) {
     constexpr int WARPS = 8, MINE = (HEAD_DIM + 31) / 32;

@@ -1,12 +1,12 @@
-// Prefill attention, bf16: many query tokens per sequence, causal, keys and values through the block table, so that a
-// chunk, a prefix hit and a whole prompt are the same thing.
+// Prefill attention, bf16: many query tokens per sequence, causal, with keys and values through the block table. A
+// chunk, a prefix hit and a whole prompt therefore take the same path.
 //
-// Grid (tiles, query heads). A tile is up to 64 queries of one sequence, 16 to a warp; keys come in tiles of 64, the
-// next one on its way while one is computed with. Scores are in units of log 2.
+// Grid (tiles, query heads). A tile is up to 64 queries of one sequence, 16 per warp. Keys come in tiles of 64, and the
+// next tile is loaded during the computation of one. Scores are in units of log 2.
 
 #define SIDE_BYTES (KEYS * ROW_BYTES)
 
-// tiles[i] = {row of the first query, queries, position of the first, where the block table begins}.
+// tiles[i] = {row of the first query, queries, position of the first, start of the block table}.
 extern "C" __global__ void __launch_bounds__(128)
 prefill_attention(const T* qkv, const T* pool, const int* tables, const int* tiles, T* out, u64 block_stride, u64 layer,
                   u32 heads, u32 kv_heads, u32 block_tokens, float scale) {
@@ -64,7 +64,7 @@ prefill_attention(const T* qkv, const T* pool, const int* tables, const int* til
                         best = fmaxf(best, score);
                     }
                 }
-                // Every query sees key 0, which is in the first tile: from there on this is a number.
+                // Every query sees key 0, which is in the first tile, so this is a number from there on.
                 best = quad_max(best);
                 const float shrink = power_of_2(highest[half] - best);
                 highest[half] = best;
@@ -87,7 +87,7 @@ prefill_attention(const T* qkv, const T* pool, const int* tables, const int* til
 #pragma unroll
             for (int n = 0; n < KEYS / 16; n++) gather_16(outputs, scores[n], at + SIDE_BYTES + n * 16 * ROW_BYTES);
         }
-        // The next request overwrites what every warp must have read.
+        // The next request overwrites data that every warp must have read.
         __syncthreads();
     }
 #pragma unroll

@@ -1,4 +1,4 @@
-// What every kernel is built on, after ptx.cu.
+// Common code of all kernels, after ptx.cu.
 //
 // Defined by the host: ELEMENT_BF16 (0: f32), HEAD_DIM, DECODE_WARPS, DECODE_STAGES, KEYS, SPLIT_TOKENS.
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-// The sum over a block, known to every thread. `scratch` has a value per warp; the block is whole warps.
+// Returns the sum over a block to every thread. `scratch` has a value per warp; the block consists of whole warps.
 __device__ __forceinline__ float block_sum(float x, float* scratch) {
     x = warp_sum(x);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
@@ -47,8 +47,8 @@ __device__ __forceinline__ void store_4(T* to, const float (&x)[4]) {
 #endif
 }
 
-// Where one token's keys of one head lie; its values are `kv_heads * block_tokens * HEAD_DIM` elements further on.
-// `layer` is the layer's first element in the block 0.
+// Start of one token's keys of one head. Its values are `kv_heads * block_tokens * HEAD_DIM` elements later. `layer` is
+// the layer's first element in block 0.
 __device__ __forceinline__ const T* keys_of(const T* pool, const int* table, u64 block_stride, u64 layer, int head,
                                             int block_tokens, int token) {
     const u64 block = static_cast<u64>(table[token / block_tokens]);
@@ -56,7 +56,7 @@ __device__ __forceinline__ const T* keys_of(const T* pool, const int* table, u64
     return pool + block * block_stride + layer + vector * HEAD_DIM;
 }
 
-// Tokens of each split of decode attention: all but the last are of whole tiles.
+// Tokens of each split of decode attention. All splits but the last consist of whole tiles.
 __device__ __forceinline__ int split_tokens(int length, int splits) {
     return ((length + splits - 1) / splits + SPLIT_TOKENS - 1) / SPLIT_TOKENS * SPLIT_TOKENS;
 }

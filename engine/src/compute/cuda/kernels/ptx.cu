@@ -1,20 +1,19 @@
-// Single PTX instructions. No header is included anywhere, so that nothing but NVRTC is needed to compile: bf16 is its
-// sixteen bits. What is here, and nothing else, is written once more for the emulation of the kernels on a CPU
-// (emulation.cpp).
+// Single PTX instructions. No header is included anywhere, so that NVRTC alone compiles the source: bf16 is its sixteen
+// bits. The emulation of the kernels on a CPU (emulation.cpp) implements exactly the functions of this file again.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// Lets the kernel after this one begin while this one still runs: as far as its own `wait_for_earlier`.
+// Lets the next kernel begin while this one still runs, up to its own `wait_for_earlier`.
 __device__ __forceinline__ void let_later_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// Waits until all work before this kernel is done and can be seen. Every block does, also one with nothing to do: who comes
-// later relies on it. Before it a kernel reads nothing but what was there before the step's first kernel (weights, the step's
-// integers, older keys and values), and writes nothing.
+// Waits until all work before this kernel is done and visible. Every block calls it, even a block without work, because
+// later kernels rely on it. Before it a kernel reads only data that existed before the step's first kernel (weights,
+// the step's integers, older keys and values), and writes nothing.
 __device__ __forceinline__ void wait_for_earlier() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -30,7 +29,7 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
     return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes, or as many zeros where `bytes` is 0.
+// 16 bytes, or 16 zeros if `bytes` is 0.
 __device__ __forceinline__ void copy_16(u32 to, const void* from, u32 bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -62,7 +61,7 @@ __device__ __forceinline__ u32 narrow_2(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
-// 16 bytes that nobody writes while the kernel runs and that are read once: they leave the first cache to others.
+// 16 bytes that are read once and not written while the kernel runs. They do not fill the first-level cache.
 __device__ __forceinline__ void load_once(u32 (&r)[4], const void* from) {
     asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(from));

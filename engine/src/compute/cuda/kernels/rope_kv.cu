@@ -1,8 +1,9 @@
-// Bias, head norm and rotation of q and k, and k and v into the pool, all in one pass over the projection's output.
+// Bias, head norm and rotation of q and k, and the write of k and v to the pool, in one pass over the projection's
+// output.
 //
 // A warp has one head of one row: unit u of a row is query head u, then key heads, then value heads. Grid (rows, units
-// in groups of four). Queries are written back in place; keys and values go to slot[row] = block * block_tokens +
-// token, and nowhere where that is negative.
+// in groups of four). Queries are written back in place. Keys and values go to slot[row] = block * block_tokens +
+// token; a negative slot is skipped.
 
 #define HALF (HEAD_DIM / 2)
 #define PAIRS ((HALF + 31) / 32)

@@ -1,4 +1,4 @@
-// What is done row by row: embedding, residual and norm, activation.
+// Kernels that work row by row: embedding, residual and norm, activation.
 
 // hidden[row] = table[tokens[row]]; one block per row.
 extern "C" __global__ void __launch_bounds__(256) embed(const int* tokens, const T* table, float* hidden, u32 width) {
@@ -9,13 +9,12 @@ extern "C" __global__ void __launch_bounds__(256) embed(const int* tokens, const
     for (u32 i = threadIdx.x; i < width; i += blockDim.x) to[i] = widen(from[i]);
 }
 
-// hidden += delta + bias; out = hidden / rms(hidden) * weight; one block per row of `out`.
-// `delta`, `bias` and `rows` may be null. With `rows`, row i of `out` is made of row rows[i] of the others, and of
-// nothing where that is negative.
+// hidden += delta + bias; out = hidden / rms(hidden) * weight; one block per row of `out`. `delta`, `bias` and `rows`
+// may be null. With `rows`, row i of `out` is computed from row rows[i] of the others, and skipped if that is negative.
 extern "C" __global__ void __launch_bounds__(512)
 add_rms_norm(float* hidden, const float* delta, const float* bias, const float* weight, const int* rows, T* out, u32 width,
              float eps) {
-    // Fours of a row that a thread keeps.
+    // Groups of four values of a row that a thread keeps in registers.
     constexpr u32 KEPT = 4;
     __shared__ float scratch[16];
     let_later_begin();
@@ -73,7 +72,7 @@ add_rms_norm(float* hidden, const float* delta, const float* bias, const float* 
         squares += value * value;
     }
     const float scale = 1.0f / sqrtf(block_sum(squares, scratch) / static_cast<float>(width) + eps);
-    // Each thread reads what it has written itself.
+    // Each thread reads only values that it has written itself.
     for (u32 i = threadIdx.x; i < width; i += blockDim.x) to[i] = narrow(x[i] * scale * weight[i]);
 }
 

@@ -1,7 +1,7 @@
-// Pieces of the bf16 attention kernels: asynchronous copies into shared memory, and products of 16 x 8 x 16.
+// Parts of the bf16 attention kernels: asynchronous copies into shared memory, and products of 16 x 8 x 16.
 //
-// Rows in shared memory are 16 bytes longer than a head, an odd number of 16-byte words: the eight rows that one
-// ldmatrix reads then lie in different banks.
+// Rows in shared memory are 16 bytes longer than a head, an odd number of 16-byte words. The eight rows that one
+// ldmatrix reads are therefore in different banks.
 
 #define CHUNKS (HEAD_DIM / 8)
 #define ROW_BYTES (HEAD_DIM * 2 + 16)
@@ -21,7 +21,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 __device__ __forceinline__ void request_16(u32 keys, u32 values, const T* pool, const int* table, u64 block_stride,
                                            u64 layer, int head, int kv_heads, int block_tokens, int token, int end) {
     const int lane = threadIdx.x % 32;
-    // Lane l knows where token l is; a token past the end is not looked up, because its block may not exist.
+    // Lane l has the block of token l. A token past the end is not looked up, because its block may not exist.
     const int mine = token + lane % 16;
     const T* at = keys_of(pool, table, block_stride, layer, head, block_tokens, mine < end ? mine : end - 1);
     const u64 values_on = static_cast<u64>(kv_heads) * block_tokens * HEAD_DIM;

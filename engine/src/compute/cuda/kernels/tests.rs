@@ -1,6 +1,6 @@
-//! The launches fit the sources.
+//! Checks that the launches fit the sources.
 
-use super::super::device::Buffer;
+use super::super::device::DeviceBuffer;
 use super::*;
 
 /// Kinds of the parameters of a kernel in a source: `*` pointer, `u` u32, `l` u64, `f` float.
@@ -20,21 +20,21 @@ fn parameters(source: &str, name: &str) -> String {
 }
 
 fn kinds(launch: &Launch) -> String {
-    let kind = |arg: &Arg| match arg {
-        Arg::In(_) | Arg::Out(_) | Arg::Null => '*',
-        Arg::U32(_) => 'u',
-        Arg::U64(_) => 'l',
-        Arg::F32(_) => 'f',
+    let kind = |arg: &KernelArg| match arg {
+        KernelArg::In(_) | KernelArg::Out(_) | KernelArg::Null => '*',
+        KernelArg::U32(_) => 'u',
+        KernelArg::U64(_) => 'l',
+        KernelArg::F32(_) => 'f',
     };
     launch.args.iter().map(kind).collect()
 }
 
 #[test]
 fn every_launch_has_the_parameters_of_its_kernel_in_both_sources() {
-    let slice = Slice::of(Buffer(0), 0);
+    let slice = DeviceSlice::of(DeviceBuffer(0), 0);
     for element in [Element::F32, Element::Bf16] {
         let source = source(element, 64, 3);
-        let shape = Shape {
+        let shape = KernelShape {
             element,
             heads: 8,
             kv_heads: 2,
@@ -44,7 +44,7 @@ fn every_launch_has_the_parameters_of_its_kernel_in_both_sources() {
             block_stride: 1,
             norm_eps: 1e-5,
         };
-        let attention = Attention {
+        let attention = AttentionArgs {
             qkv: slice,
             pool: slice,
             tables: slice,
@@ -53,8 +53,8 @@ fn every_launch_has_the_parameters_of_its_kernel_in_both_sources() {
             partial: slice,
             summary: slice,
         };
-        let norm = Norm { hidden: slice, delta: None, weight: slice, rows: None, out: slice };
-        let rope = RopeKv {
+        let norm = NormArgs { hidden: slice, delta: None, weight: slice, rows: None, out: slice };
+        let rope = RopeKvArgs {
             qkv: slice,
             bias: None,
             norms: None,
@@ -63,7 +63,7 @@ fn every_launch_has_the_parameters_of_its_kernel_in_both_sources() {
             slots: slice,
             pool: slice,
         };
-        let choice = Choice { logits: slice, values: slice, indices: slice, draws: slice, chosen: slice };
+        let choice = ChooseArgs { logits: slice, values: slice, indices: slice, draws: slice, chosen: slice };
         let mut launches = vec![
             embed(slice, slice, slice, 1, 1),
             add_rms_norm(&norm, 1, 1e-5, 1),
@@ -98,7 +98,7 @@ fn every_launch_has_the_parameters_of_its_kernel_in_both_sources() {
 
 #[test]
 fn products_of_few_rows_are_ours_where_they_fit() {
-    let slice = Slice::of(Buffer(0), 0);
+    let slice = DeviceSlice::of(DeviceBuffer(0), 0);
     let matmul = |rows, inputs, outputs| Matmul {
         x: slice,
         weights: slice,
@@ -112,7 +112,7 @@ fn products_of_few_rows_are_ours_where_they_fit() {
     let kernel = |size: (usize, usize, usize)| {
         few_rows(&matmul(size.0, size.1, size.2), 132).map(|launch| (launch.kernel, launch.grid[0]))
     };
-    // Those of Llama 3.1 8B.
+    // Sizes of Llama 3.1 8B.
     assert_eq!(kernel((1, 4096, 4096)), Some((Kernel::FewRowsDeep, 256)));
     assert_eq!(kernel((8, 14_336, 4096)), Some((Kernel::FewRowsDeep, 256)));
     assert_eq!(kernel((1, 4096, 6144)), Some((Kernel::FewRowsWide, 192)));
@@ -135,7 +135,7 @@ fn sources_include_nothing() {
 
 #[test]
 fn decode_attention_is_split_by_what_fills_the_device() {
-    let shape = Shape {
+    let shape = KernelShape {
         element: Element::Bf16,
         heads: 32,
         kv_heads: 8,
@@ -145,11 +145,12 @@ fn decode_attention_is_split_by_what_fills_the_device() {
         block_stride: 1,
         norm_eps: 1e-5,
     };
-    // 132 multiprocessors, two blocks for each: 264 at a time, of 8 for each sequence.
+    // 132 multiprocessors with two blocks each run 264 blocks at a time; each sequence has 8.
     assert_eq!([1, 8, 32, 33, 256].map(|sequences| shape.splits(sequences, 132)), [33, 4, 1, 1, 1]);
-    // 192 blocks fill three quarters; 768 are three rounds, each a quarter as long. 272 are one more than a round.
+    // 192 blocks fill three quarters of a round. 768 take three rounds, each a quarter as long. 272 are slightly more
+    // than a round.
     assert_eq!([24, 34].map(|sequences| shape.splits(sequences, 132)), [4, 3]);
-    assert_eq!(Shape { heads: 1, kv_heads: 1, ..shape }.splits(1, 132), SPLITS_MAX);
+    assert_eq!(KernelShape { heads: 1, kv_heads: 1, ..shape }.splits(1, 132), SPLITS_MAX);
 }
 
 #[test]
@@ -161,14 +162,14 @@ fn heads_without_kernels_are_refused_by_name() {
 
 #[test]
 fn every_launch_of_attention_fits_a_device_with_99_kib_of_shared_memory() {
-    let slice = Slice::of(Buffer(0), 0);
+    let slice = DeviceSlice::of(DeviceBuffer(0), 0);
     let [qkv, pool, tables, entries, out, partial, summary] = [slice; 7];
-    let parts = Attention { qkv, pool, tables, entries, out, partial, summary };
+    let parts = AttentionArgs { qkv, pool, tables, entries, out, partial, summary };
     let most = 99 << 10;
     for head_dim in (16..=128).step_by(16) {
         let stages = decode_stages(head_dim, most);
         assert_eq!(stages, if head_dim == 128 { 2 } else { 3 });
-        let shape = Shape {
+        let shape = KernelShape {
             element: Element::Bf16,
             heads: 8,
             kv_heads: 2,

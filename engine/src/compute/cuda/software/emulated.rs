@@ -1,6 +1,6 @@
-//! The kernels' own code on this CPU: the CUDA C++ sources, compiled by the machine's C++ compiler together with
-//! `emulation.cpp`, which is CUDA's threads and the PTX instructions that the kernels use.
-#![allow(unsafe_code)] // loads and calls what was compiled; see each block
+//! The kernels' own code on this CPU. The machine's C++ compiler compiles the CUDA C++ sources together with
+//! `emulation.cpp`, which implements CUDA's threads and the PTX instructions of the kernels.
+#![allow(unsafe_code, reason = "loads and calls what was compiled; see each block")]
 
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::fs::DirBuilder;
@@ -10,10 +10,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::super::device::{Arg, Element, Launch, Slice};
+use super::super::copy_pieces::{self, CopyCommand, CopyPiece};
+use super::super::device::{DeviceSlice, Element, KernelArg, Launch};
 use super::super::kernels;
-use super::super::pieces::{self, Part, Piece};
-use super::Memory;
+use super::SoftwareMemory;
 
 /// Why kernels cannot be emulated.
 #[derive(Debug, thiserror::Error)]
@@ -27,7 +27,7 @@ pub enum EmulationError {
     /// A file cannot be written or loaded.
     #[error("{what}: {source}")]
     System {
-        /// Which one.
+        /// The file.
         what: String,
         /// The system's reason.
         source: std::io::Error,
@@ -35,13 +35,13 @@ pub enum EmulationError {
 }
 
 /// `baton_emulate` of `emulation.cpp`.
-type Call = unsafe extern "C" fn(*const c_char, *const u32, u32, u32, *mut *mut c_void) -> c_int;
+type EmulateFn = unsafe extern "C" fn(*const c_char, *const u32, u32, u32, *mut *mut c_void) -> c_int;
 
 /// Kernels for one element type and head width, compiled for this CPU. Never unloaded.
-pub struct Emulation(Call);
+pub struct Emulation(EmulateFn);
 
 impl Emulation {
-    /// Compiles and loads them.
+    /// Compiles and loads the kernels.
     ///
     /// # Errors
     /// [`EmulationError`].
@@ -53,7 +53,7 @@ impl Emulation {
             let what = what.display().to_string();
             |source| EmulationError::System { what, source }
         };
-        // Ours alone, and new: nobody else can put a library there.
+        // A new folder with access for this user only, so that no other user can put a library there.
         DirBuilder::new().mode(0o700).create(&folder).map_err(system(&folder))?;
         let loaded = Self::build(&folder, &kernels::emulation_source(element, head_dim, stages));
         // A loaded library does not need its file.
@@ -83,7 +83,7 @@ impl Emulation {
 
     fn load(library: &Path) -> Result<Self, EmulationError> {
         let path = CString::new(library.as_os_str().as_bytes()).expect("a path has no zero byte");
-        // SAFETY: the library was compiled just now from our own source, and runs nothing when it is loaded.
+        // SAFETY: the library was just compiled from Baton's own source, and runs no code when it is loaded.
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         let symbol = match handle.is_null() {
             true => std::ptr::null_mut(),
@@ -95,69 +95,69 @@ impl Emulation {
             return Err(EmulationError::System { what: library.display().to_string(), source });
         }
         // SAFETY: the source defines this function with this signature.
-        Ok(Self(unsafe { std::mem::transmute::<*mut c_void, Call>(symbol) }))
+        Ok(Self(unsafe { std::mem::transmute::<*mut c_void, EmulateFn>(symbol) }))
     }
 
     /// Runs a launch whose slices have been checked to be in their buffers.
-    pub(super) fn run(&self, buffers: &mut [Option<Memory>], launch: &Launch) -> Result<(), String> {
+    pub(super) fn run(&self, buffers: &mut [Option<SoftwareMemory>], launch: &Launch) -> Result<(), String> {
         let mut values: Vec<u64> = Vec::with_capacity(launch.args.len());
         for arg in &launch.args {
             values.push(match arg {
-                Arg::In(slice) | Arg::Out(slice) => {
+                KernelArg::In(slice) | KernelArg::Out(slice) => {
                     let memory = buffers[slice.buffer.0 as usize].as_mut().expect("it was checked");
                     memory.bytes.address(slice.offset)
                 }
-                Arg::Null => 0,
-                Arg::U32(value) => u64::from(*value),
-                Arg::U64(value) => *value,
-                Arg::F32(value) => u64::from(value.to_bits()),
+                KernelArg::Null => 0,
+                KernelArg::U32(value) => u64::from(*value),
+                KernelArg::U64(value) => *value,
+                KernelArg::F32(value) => u64::from(value.to_bits()),
             });
         }
         let mut pointers: Vec<*mut c_void> =
             values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect();
         let size = (launch.grid, launch.threads, launch.shared_bytes);
-        // SAFETY: the parameters are those of the kernel, in eight bytes each, as for a GPU; the buffers stay where they
-        // are during the call. A kernel that reaches beyond a slice reaches beyond it here too: this is a check of ours,
-        // run by hand, and never by a server.
+        // SAFETY: the parameters are those of the kernel, in eight bytes each, as for a GPU; the buffers stay in place
+        // during the call. A kernel that reaches beyond a slice does so here too: this is a check that is run by hand,
+        // and never by a server.
         unsafe { self.call(launch.kernel.name(), size, &mut pointers) }
     }
 
-    /// Copies pieces as a GPU does, whose slices have been checked to be in their buffers. Says how many launches that were.
+    /// Copies pieces as a GPU does. The caller has checked their slices. Returns the number of launches.
     pub(super) fn copy(
         &self,
-        buffers: &mut [Option<Memory>],
-        pieces: &[(Slice, Slice)],
+        buffers: &mut [Option<SoftwareMemory>],
+        pieces: &[(DeviceSlice, DeviceSlice)],
     ) -> Result<u64, String> {
-        let mut address = |slice: &Slice| {
+        let mut address = |slice: &DeviceSlice| {
             let memory = buffers[slice.buffer.0 as usize].as_mut().expect("it was checked");
             memory.bytes.address(slice.offset)
         };
-        let piece = |(from, into): &(Slice, Slice)| {
+        let piece = |(from, into): &(DeviceSlice, DeviceSlice)| {
             let (from, into, bytes) = (address(from), address(into), from.bytes);
-            Piece { from, into, bytes }
+            CopyPiece { from, into, bytes }
         };
         let pieces: Vec<_> = pieces.iter().map(piece).collect();
         let mut launches = 0;
-        pieces::cut(pieces, |part| match part {
-            Part::Alone(Piece { from, into, bytes }) => {
+        copy_pieces::cut(pieces, |part| match part {
+            CopyCommand::Alone(CopyPiece { from, into, bytes }) => {
                 let from = std::ptr::with_exposed_provenance::<u8>(from as usize);
                 let into = std::ptr::with_exposed_provenance_mut::<u8>(into as usize);
-                // SAFETY: in buffers that stay where they are during the call.
+                // SAFETY: in buffers that stay in place during the call.
                 unsafe { into.copy_from(from, bytes) };
                 Ok(())
             }
-            Part::Together(mut pieces, grid) => {
+            CopyCommand::Together(mut pieces, grid) => {
                 launches += 1;
                 let mut parameters = [std::ptr::from_mut(&mut *pieces).cast()];
                 // SAFETY: as above; the kernel has this one parameter.
-                unsafe { self.call(kernels::COPY_KERNEL, (grid, pieces::THREADS, 0), &mut parameters) }
+                unsafe { self.call(kernels::COPY_KERNEL, (grid, copy_pieces::THREADS, 0), &mut parameters) }
             }
         })?;
         Ok(launches)
     }
 
     /// # Safety
-    /// The parameters are those of the kernel, and what its pointers reach is there during the call.
+    /// The parameters are those of the kernel, and the memory behind its pointers stays during the call.
     unsafe fn call(
         &self,
         kernel: &str,
@@ -165,7 +165,7 @@ impl Emulation {
         parameters: &mut [*mut c_void],
     ) -> Result<(), String> {
         let name = CString::new(kernel).expect("names of kernels have no zero byte");
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller's contract.
         let unknown =
             unsafe { (self.0)(name.as_ptr(), grid.as_ptr(), threads, shared_bytes, parameters.as_mut_ptr()) };
         if unknown == 0 { Ok(()) } else { Err(format!("{kernel} is not in the emulation")) }

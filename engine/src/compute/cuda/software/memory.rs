@@ -1,5 +1,5 @@
-//! Memory of the software device, and who has touched it when.
-#![allow(unsafe_code)] // slices of memory that other threads use too; see each block
+//! Memory of the software device, and the log of accesses to it.
+#![allow(unsafe_code, reason = "slices of memory that other threads use too; see each block")]
 
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -7,19 +7,19 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use baton_connector::BlockId;
 use baton_connector::region::Region;
 
-use super::shared::SharedPool;
+use super::shared_memory_pool::SharedMemoryPool;
 use crate::compute::cuda::device::HostRun;
 
-/// Plain bytes: of its own, a region's, or a pool's.
-pub(super) enum Bytes {
+/// Plain bytes: the device's own, a region's, or a pool's.
+pub(super) enum MemoryBytes {
     Own(Vec<u8>),
     /// Host memory.
     Region(Region),
-    /// Device memory that other threads use too, none of them while the device does (`SoftDevice::work`).
-    Shared(SharedPool),
+    /// Device memory that other threads use too, none of them while the device works (`SoftwareDevice::work`).
+    Shared(SharedMemoryPool),
 }
 
-impl Bytes {
+impl MemoryBytes {
     pub(super) fn zeroed(bytes: usize) -> Self {
         Self::Own(vec![0; bytes])
     }
@@ -33,13 +33,13 @@ impl Bytes {
     }
 
     /// # Panics
-    /// Of a region: that is host memory.
+    /// For a region, which is host memory.
     pub(super) fn as_slice(&self) -> &[u8] {
         match self {
             Self::Own(bytes) => bytes,
             Self::Region(_) => panic!("device memory is not a region"),
-            // SAFETY: all of a pool that lives as long as `self`. The device holds `SoftDevice::work` for as long as it works,
-            // so that no other thread of this process writes it; other processes only read it.
+            // SAFETY: all of a pool that lives as long as `self`. The device locks `SoftwareDevice::work` while it
+            // works, so that no other thread of this process writes it; other processes only read it.
             Self::Shared(pool) => unsafe { std::slice::from_raw_parts(pool.base(), pool.bytes()) },
         }
     }
@@ -48,12 +48,12 @@ impl Bytes {
         match self {
             Self::Own(bytes) => bytes,
             Self::Region(_) => panic!("device memory is not a region"),
-            // SAFETY: as above, and nobody else of this process reads it meanwhile.
+            // SAFETY: as above, and no other thread of this process reads it meanwhile.
             Self::Shared(pool) => unsafe { std::slice::from_raw_parts_mut(pool.base(), pool.bytes()) },
         }
     }
 
-    /// Where byte `at` lies in this process.
+    /// Address of byte `at` in this process.
     pub(super) fn address(&mut self, at: usize) -> u64 {
         self.as_mut_slice()[at..].as_mut_ptr().expose_provenance() as u64
     }
@@ -84,22 +84,22 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Copies bytes of a pool to host memory, for whoever holds the right to work on the pool.
-pub(super) fn out_of(pool: &SharedPool, run: &HostRun, host: &Region) {
+/// Copies bytes of a pool to host memory. The caller holds the pool's lock.
+pub(super) fn copy_out(pool: &SharedMemoryPool, run: &HostRun, host: &Region) {
     let (pool, host) = places(pool, run, host);
-    // SAFETY: inside both, which live through the call and are different memory. The caller's lock keeps others from the pool,
-    // and the books of blocks and slots from these bytes of the host's.
+    // SAFETY: inside both, which live through the call and are different memory. The caller's lock excludes others from
+    // the pool. The states of blocks and slots exclude others from these bytes of the host.
     unsafe { std::ptr::copy_nonoverlapping(pool.cast_const(), host, run.bytes) };
 }
 
-/// The other way.
-pub(super) fn into(pool: &SharedPool, run: &HostRun, host: &Region) {
+/// Copies bytes of host memory to a pool. The caller holds the pool's lock.
+pub(super) fn copy_in(pool: &SharedMemoryPool, run: &HostRun, host: &Region) {
     let (pool, host) = places(pool, run, host);
     // SAFETY: as above.
     unsafe { std::ptr::copy_nonoverlapping(host.cast_const(), pool, run.bytes) };
 }
 
-fn places(pool: &SharedPool, run: &HostRun, host: &Region) -> (*mut u8, *mut u8) {
+fn places(pool: &SharedMemoryPool, run: &HostRun, host: &Region) -> (*mut u8, *mut u8) {
     let inside = run.is_inside(pool.bytes(), host.blocks() * host.block_bytes());
     assert!(inside, "{run:?} of a pool of {} bytes", pool.bytes());
     (pool.base().wrapping_add(run.pool), host.block_ptr(BlockId(0)).wrapping_add(run.host))
@@ -121,11 +121,11 @@ fn in_blocks(
     }
 }
 
-/// How much of each party's work has happened before a point.
+/// The time of each stream and of the host up to a point.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Clock(Vec<u64>);
+pub(super) struct VectorClock(Vec<u64>);
 
-impl Clock {
+impl VectorClock {
     pub(super) fn tick(&mut self, place: usize) {
         if self.0.len() <= place {
             self.0.resize(place + 1, 0);
@@ -147,9 +147,9 @@ impl Clock {
     }
 }
 
-/// Bytes that were touched.
+/// A range of accessed bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Span {
+pub(super) struct AccessSpan {
     pub(super) start: usize,
     pub(super) end: usize,
     pub(super) write: bool,
@@ -157,22 +157,22 @@ pub(super) struct Span {
 
 #[derive(Clone, Copy, Debug)]
 struct Access {
-    span: Span,
+    span: AccessSpan,
     place: usize,
     time: u64,
 }
 
-/// Two accesses that nothing puts in order.
+/// Two accesses without an order.
 #[derive(Debug)]
-pub(super) struct Conflict {
-    now: Span,
-    before: Span,
+pub(super) struct AccessConflict {
+    now: AccessSpan,
+    before: AccessSpan,
     place: usize,
 }
 
-impl fmt::Display for Conflict {
+impl fmt::Display for AccessConflict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let word = |span: &Span| if span.write { "written" } else { "read" };
+        let word = |span: &AccessSpan| if span.write { "written" } else { "read" };
         let who = if self.place == 0 { "the host".to_owned() } else { format!("stream {}", self.place) };
         write!(
             f,
@@ -189,19 +189,24 @@ impl fmt::Display for Conflict {
 
 /// Accesses that the host has not waited for.
 #[derive(Debug, Default)]
-pub(super) struct Shadow(Vec<Access>);
+pub(super) struct AccessLog(Vec<Access>);
 
-impl Shadow {
-    /// Adds an access by `place` at its time in `now`, if everything it conflicts with came before.
-    pub(super) fn note(&mut self, span: Span, place: usize, now: &Clock) -> Result<(), Conflict> {
+impl AccessLog {
+    /// Adds an access by `place` at its time in `now`, if all conflicting accesses came before.
+    pub(super) fn record(
+        &mut self,
+        span: AccessSpan,
+        place: usize,
+        now: &VectorClock,
+    ) -> Result<(), AccessConflict> {
         for access in &self.0 {
             let overlap = access.span.start < span.end && span.start < access.span.end;
             let conflict = overlap && (access.span.write || span.write);
             if conflict && now.at(access.place) < access.time {
-                return Err(Conflict { now: span, before: access.span, place: access.place });
+                return Err(AccessConflict { now: span, before: access.span, place: access.place });
             }
         }
-        // What this one covers and follows needs no memory: whoever follows this one follows that too.
+        // An earlier access that this one covers and follows is dropped: accesses that follow this one follow it too.
         self.0.retain(|access| {
             let covered = span.start <= access.span.start && access.span.end <= span.end;
             let replaced =
@@ -212,7 +217,7 @@ impl Shadow {
         Ok(())
     }
 
-    pub(super) fn forget(&mut self, known: &Clock) {
+    pub(super) fn forget(&mut self, known: &VectorClock) {
         self.0.retain(|access| known.at(access.place) < access.time);
     }
 
@@ -222,8 +227,8 @@ impl Shadow {
         !self.0.iter().any(|access| overlaps(access) && (access.span.write || write))
     }
 
-    /// Whether everything that was done here is known to be done.
-    pub(super) fn is_quiet(&self, known: &Clock) -> bool {
+    /// Whether all accesses in the log came before `known`.
+    pub(super) fn is_quiet(&self, known: &VectorClock) -> bool {
         self.0.iter().all(|access| known.at(access.place) >= access.time)
     }
 }

@@ -1,37 +1,37 @@
-//! What the software device refuses, and what it lets pass.
+//! Work that the software device rejects, and work that it accepts.
 
 use super::super::kernels;
 use super::*;
 
-fn device() -> SoftDevice {
-    SoftDevice::new(1 << 20, Element::F32, 32)
+fn device() -> SoftwareDevice {
+    SoftwareDevice::new(1 << 20, Element::F32, 32)
 }
 
-fn at(host: Host) -> HostAt {
-    HostAt { host, offset: 0 }
+fn at(host: HostBuffer) -> HostSlice {
+    HostSlice { host, offset: 0 }
 }
 
-/// Doubles as a kernel that reads one buffer and writes another.
-fn silu(from: Slice, to: Slice) -> Launch {
+/// A launch that reads one buffer and writes another.
+fn silu(from: DeviceSlice, to: DeviceSlice) -> Launch {
     kernels::silu_mul(from, None, to, 8, 1)
 }
 
-struct Set {
-    device: SoftDevice,
-    a: Slice,
-    b: Slice,
-    host: Host,
+struct SoftwareFixture {
+    device: SoftwareDevice,
+    a: DeviceSlice,
+    b: DeviceSlice,
+    host: HostBuffer,
     one: Stream,
     two: Stream,
-    event: Event,
+    event: StreamEvent,
 }
 
-fn set() -> Set {
+fn set() -> SoftwareFixture {
     let mut device = device();
     let (a, b) = (device.alloc(64).unwrap(), device.alloc(64).unwrap());
     let (one, two) = (device.stream(Priority::Steps).unwrap(), device.stream(Priority::Steps).unwrap());
     let (host, event) = (device.host(64).unwrap(), device.event().unwrap());
-    Set { device, a: Slice::of(a, 64), b: Slice::of(b, 32), host, one, two, event }
+    SoftwareFixture { device, a: DeviceSlice::of(a, 64), b: DeviceSlice::of(b, 32), host, one, two, event }
 }
 
 fn is_undefined<T>(result: Result<T, DeviceError>, word: &str) {
@@ -44,7 +44,7 @@ fn is_undefined<T>(result: Result<T, DeviceError>, word: &str) {
 
 #[test]
 fn streams_are_ordered_by_events_alone() {
-    let Set { mut device, a, b, one, two, event, .. } = set();
+    let SoftwareFixture { mut device, a, b, one, two, event, .. } = set();
     device.launch(one, &silu(a, b)).unwrap();
     is_undefined(device.launch(two, &silu(b.part(0, 0), a)), "argument 0");
     is_undefined(device.copy(two, b, a.part(0, 32)), "may still be written by stream 1");
@@ -52,7 +52,7 @@ fn streams_are_ordered_by_events_alone() {
     is_undefined(device.copy(two, b, a.part(0, 32)), "may still be");
     device.wait(two, event).unwrap();
     device.copy(two, b, a.part(0, 32)).unwrap();
-    // And back: the first stream has not waited for the second.
+    // In the other direction the first stream has not waited for the second.
     is_undefined(device.launch(one, &silu(a, b)), "may still be");
     device.record(event, two).unwrap();
     device.wait(one, event).unwrap();
@@ -61,7 +61,7 @@ fn streams_are_ordered_by_events_alone() {
 
 #[test]
 fn an_event_says_nothing_of_what_was_enqueued_after_it() {
-    let Set { mut device, a, b, one, two, event, .. } = set();
+    let SoftwareFixture { mut device, a, b, one, two, event, .. } = set();
     device.record(event, one).unwrap();
     device.launch(one, &silu(a, b)).unwrap();
     device.wait(two, event).unwrap();
@@ -70,7 +70,7 @@ fn an_event_says_nothing_of_what_was_enqueued_after_it() {
 
 #[test]
 fn two_streams_may_read_the_same_and_write_apart() {
-    let Set { mut device, a, b, one, two, .. } = set();
+    let SoftwareFixture { mut device, a, b, one, two, .. } = set();
     device.launch(one, &kernels::silu_mul(a, None, b.part(0, 16), 4, 1)).unwrap();
     device.launch(two, &kernels::silu_mul(a, None, b.part(16, 16), 4, 1)).unwrap();
     is_undefined(device.copy(one, b.part(0, 4), b.part(16, 4)), "stream 2");
@@ -78,12 +78,12 @@ fn two_streams_may_read_the_same_and_write_apart() {
 
 #[test]
 fn host_memory_is_the_copys_until_the_host_has_waited() {
-    let Set { mut device, a, host, one, event, .. } = set();
+    let SoftwareFixture { mut device, a, host, one, event, .. } = set();
     device.write_host(at(host), &[1; 64]).unwrap();
     device.upload(one, at(host), a).unwrap();
     is_undefined(device.write_host(at(host), &[2; 64]), "host memory is written");
     let mut bytes = [0; 64];
-    // Reading beside a copy that only reads is harmless.
+    // A read beside a copy that only reads is harmless.
     device.read_host(at(host), &mut bytes).unwrap();
     device.record(event, one).unwrap();
     device.synchronize(event).unwrap();
@@ -99,14 +99,14 @@ fn host_memory_is_the_copys_until_the_host_has_waited() {
 
 #[test]
 fn memory_that_was_freed_is_not_used_not_even_by_a_graph() {
-    let Set { mut device, a, b, one, event, .. } = set();
+    let SoftwareFixture { mut device, a, b, one, event, .. } = set();
     device.begin_capture(one).unwrap();
     device.launch(one, &silu(a, b)).unwrap();
     let graph = device.end_capture(one).unwrap();
     assert_eq!(device.launches, 0, "what is recorded is not run");
     device.replay(graph, one).unwrap();
     is_undefined(device.free(a.buffer), "while it is used");
-    let Set { mut device, a, b, one, .. } = set();
+    let SoftwareFixture { mut device, a, b, one, .. } = set();
     device.begin_capture(one).unwrap();
     device.launch(one, &silu(a, b)).unwrap();
     let graph = device.end_capture(one).unwrap();
@@ -118,15 +118,15 @@ fn memory_that_was_freed_is_not_used_not_even_by_a_graph() {
 
 #[test]
 fn lengths_beyond_a_buffer_are_found_before_and_inside_a_launch() {
-    let Set { mut device, a, b, one, host, .. } = set();
-    let beyond = Slice { bytes: 65, ..a };
+    let SoftwareFixture { mut device, a, b, one, host, .. } = set();
+    let beyond = DeviceSlice { bytes: 65, ..a };
     is_undefined(device.launch(one, &silu(beyond, b)), "of a buffer of 64");
-    // Eight values of gate and eight of up are 64 bytes; sixteen are not there.
+    // Eight values of gate and eight of up are 64 bytes; sixteen are too long.
     is_undefined(
         device.launch(one, &kernels::silu_mul(a, None, b, 16, 1)),
         "argument 0: bytes 64 to 128 of 64",
     );
-    is_undefined(device.upload(one, HostAt { host, offset: 32 }, a), "of host memory");
+    is_undefined(device.upload(one, HostSlice { host, offset: 32 }, a), "of host memory");
     let product = |rows| Matmul {
         x: a,
         weights: a,
@@ -143,7 +143,7 @@ fn lengths_beyond_a_buffer_are_found_before_and_inside_a_launch() {
 
 #[test]
 fn launches_that_no_device_takes_are_refused() {
-    let Set { mut device, a, b, one, .. } = set();
+    let SoftwareFixture { mut device, a, b, one, .. } = set();
     let launch = silu(a, b);
     for wrong in [
         Launch { grid: [0, 1, 1], ..launch.clone() },
@@ -159,8 +159,8 @@ fn launches_that_no_device_takes_are_refused() {
 fn a_block_table_that_points_outside_the_pool_is_found() {
     let mut device = device();
     let stream = device.stream(Priority::Steps).unwrap();
-    let mut room = |words: usize| Slice::of(device.alloc(words * 4).unwrap(), words * 4);
-    let shape = kernels::Shape {
+    let mut room = |words: usize| DeviceSlice::of(device.alloc(words * 4).unwrap(), words * 4);
+    let shape = kernels::KernelShape {
         element: Element::F32,
         heads: 1,
         kv_heads: 1,
@@ -170,7 +170,7 @@ fn a_block_table_that_points_outside_the_pool_is_found() {
         block_stride: 2 * 8 * 32,
         norm_eps: 1e-5,
     };
-    let parts = kernels::Attention {
+    let parts = kernels::AttentionArgs {
         qkv: room(96),
         pool: room(2 * 8 * 32),
         tables: room(4),
@@ -180,7 +180,7 @@ fn a_block_table_that_points_outside_the_pool_is_found() {
         summary: room(2),
     };
     let host = device.host(12).unwrap();
-    // Row 0 sees nine keys; its table begins at 0, where two zeros are: block 0 and again block 0.
+    // Row 0 sees nine keys. Its table begins at 0 and contains two zeros: block 0 twice.
     let entry: Vec<u8> = [0_i32, 9, 0].iter().flat_map(|word| word.to_le_bytes()).collect();
     device.write_host(at(host), &entry).unwrap();
     device.upload(stream, at(host), parts.entries).unwrap();

@@ -1,4 +1,4 @@
-//! Which tokens of a step are chosen on the device, and that they are those that the host would choose.
+//! Checks which tokens of a step are chosen on the device, and that the host would choose the same.
 
 use super::*;
 use crate::sampling::{TokenCounts, distribution};
@@ -8,7 +8,7 @@ fn apart(a: &[f32], b: &[f32]) -> f32 {
 }
 
 fn best(row: &[f32]) -> u32 {
-    let place = Place { position: 0, generated: 0 };
+    let place = TokenPosition { position: 0, generated: 0 };
     distribution(row, &SamplingParams::default(), &TokenCounts::default(), place)[0].0
 }
 
@@ -28,20 +28,20 @@ fn tokens_are_drawn_on_the_device_as_the_host_would_draw_them() {
         SamplingParams { top_k: 20, top_p: 0.8, min_p: 0.05, ..warm },
     ];
     let mut logits = Logits::default();
-    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsWanted::Last };
+    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsRequest::Last };
     cpu.execute(&[step], &mut logits).unwrap();
     let row = logits.row(0).to_vec();
     for params in &all {
         let counts = TokenCounts::for_params(params, &prompt);
-        let expected = distribution(&row, params, &counts, Place { position: 20, generated: 0 });
+        let expected = distribution(&row, params, &counts, TokenPosition { position: 20, generated: 0 });
         let mut seen = vec![0_u32; VOCAB as usize];
         let rounds = 600;
         let mut start = 0;
         for round in 0..rounds {
-            // The seed of each round; the last token is computed again and again.
+            // A new seed in each round. The last token is recomputed every time.
             let params = SamplingParams { seed: round, ..params.clone() };
-            let draw = Draw::of(&params, Place { position: 20, generated: 0 }).unwrap();
-            let logits_wanted = LogitsWanted::Draw(draw);
+            let draw = Draw::of(&params, TokenPosition { position: 20, generated: 0 }).unwrap();
+            let logits_wanted = LogitsRequest::Draw(draw);
             let step =
                 SeqStep { tokens: &prompt[start..], start, block_table: &table, logits: logits_wanted };
             device.execute(&[step], &mut logits).unwrap();
@@ -52,7 +52,7 @@ fn tokens_are_drawn_on_the_device_as_the_host_would_draw_them() {
         for (token, count) in seen.iter().enumerate() {
             let wanted = expected.iter().find(|(id, _)| *id as usize == token).map_or(0.0, |(_, p)| *p);
             let share = f64::from(*count) / rounds as f64;
-            // Four deviations of a share of 600.
+            // Four standard deviations of the share.
             let slack = 4.0 * (wanted * (1.0 - wanted) / rounds as f64).sqrt() + 1e-9;
             assert!((share - wanted).abs() <= slack, "{params:?}: token {token} {share} instead of {wanted}");
         }
@@ -66,7 +66,8 @@ fn a_row_for_the_host_leaves_the_rows_beside_it_to_the_device() {
     let prompts = [tokens(7, 21), tokens(2, 21), tokens(5, 21), tokens(1, 21), tokens(9, 21)];
     let tables = [blocks(3, 3), blocks(9, 3), blocks(15, 3), blocks(21, 3), blocks(27, 3)];
     let greedy = SamplingParams::default();
-    // What Qwen2.5-Instruct sets for every request beside one that asks for log-probabilities: the host's.
+    // Parameters of requests that can share a step. Log-probabilities, a repetition penalty (Qwen2.5-Instruct sets one
+    // for every request) and a bias need the host.
     let all = [
         greedy.clone(),
         SamplingParams { repetition_penalty: 1.05, ..greedy.clone() },
@@ -75,13 +76,13 @@ fn a_row_for_the_host_leaves_the_rows_beside_it_to_the_device() {
         SamplingParams { logit_bias: vec![(3, 1.0)], ..greedy },
     ];
     let (mut ours, mut theirs) = (Logits::default(), Logits::default());
-    // Of prompts, then of the decode step behind them: as it is, recorded, and launched as a graph.
+    // First the prompts, then the decode step after them three times: directly, recorded, and launched as a graph.
     for (start, end) in [(0, 20), (20, 21), (20, 21), (20, 21)] {
-        let place = Place { position: end as u64, generated: 0 };
+        let place = TokenPosition { position: end as u64, generated: 0 };
         let batch = |drawn| -> Vec<SeqStep<'_>> {
             let logits = |at: usize| match Draw::of(&all[at], place) {
-                Some(draw) if drawn => LogitsWanted::Draw(draw),
-                Some(_) | None => LogitsWanted::Last,
+                Some(draw) if drawn => LogitsRequest::Draw(draw),
+                Some(_) | None => LogitsRequest::Last,
             };
             let step = |at: usize| SeqStep {
                 tokens: &prompts[at][start..end],
@@ -93,7 +94,7 @@ fn a_row_for_the_host_leaves_the_rows_beside_it_to_the_device() {
         };
         let copies = device.device().copies;
         device.execute(&batch(true), &mut ours).unwrap();
-        // Its integers; the tokens; rows 1 and 2, and row 4.
+        // The step's integers; the tokens; rows 1 and 2; row 4.
         assert_eq!(device.device().copies - copies, 4);
         cpu.execute(&batch(false), &mut theirs).unwrap();
         assert_eq!((ours.chosen.len(), ours.rows()), (5, 3));
@@ -114,18 +115,18 @@ fn rows_of_a_step_that_come_back_in_pieces_are_each_where_they_belong() {
     let change = |options: &mut DeviceOptions| options.max_sequences = 4;
     let (mut device, mut cpu) = (on_software(&config, change), on_cpu(&config));
     let (whole, one, tables) = (tokens(7, 11), tokens(2, 9), [blocks(3, 2), blocks(9, 2), blocks(15, 2)]);
-    let draw = Draw::of(&SamplingParams::default(), Place { position: 9, generated: 0 }).unwrap();
+    let draw = Draw::of(&SamplingParams::default(), TokenPosition { position: 9, generated: 0 }).unwrap();
     // Pieces of four rows: 0 is drawn, 1 to 11 are values, 12 is drawn.
     let batch = |draw| {
-        [(&one, draw), (&whole, LogitsWanted::All), (&one, draw)]
+        [(&one, draw), (&whole, LogitsRequest::All), (&one, draw)]
             .into_iter()
             .zip(&tables)
             .map(|((tokens, logits), table)| SeqStep { tokens, start: 0, block_table: table, logits })
             .collect::<Vec<_>>()
     };
     let (mut ours, mut theirs) = (Logits::default(), Logits::default());
-    device.execute(&batch(LogitsWanted::Draw(draw)), &mut ours).unwrap();
-    cpu.execute(&batch(LogitsWanted::Last), &mut theirs).unwrap();
+    device.execute(&batch(LogitsRequest::Draw(draw)), &mut ours).unwrap();
+    cpu.execute(&batch(LogitsRequest::Last), &mut theirs).unwrap();
     assert_eq!((ours.chosen.len(), ours.rows(), theirs.rows()), (13, 11, 13));
     for at in 0..13 {
         match ours.drawn(at) {

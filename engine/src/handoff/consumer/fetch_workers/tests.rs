@@ -1,4 +1,4 @@
-//! What a fetch reports to the step loop, with transports that do as they are told.
+//! The reports of a fetch to the step loop, with scripted transports.
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -9,17 +9,17 @@ use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
 use baton_connector::transport::{StopFlag, Verdict};
 use baton_connector::{Epoch, Handle, Handoff, KvLayout, RequestId};
 
-use baton_connector_device::{Export, Offer, Opened};
+use baton_connector_device::{ImportedPool, Offer, PoolExport};
 
 use super::*;
 use crate::compute::cuda::device::{HostRun, PoolMemory};
 
-/// What a transport does with each read; the rest it answers.
-trait Reads: Send + Sync + 'static {
+/// The script of a transport's reads; the other calls are answered here.
+trait ReadScript: Send + Sync + 'static {
     fn read(&self, peer: SocketAddr, order: &ReadOrder, stop: &StopFlag) -> Result<(), TransportError>;
 
-    /// Blocks that are told of before the read is over.
-    fn told(&self, _: &ReadOrder, _: &Region) -> Vec<BlockId> {
+    /// Blocks that are reported as landed before the end of the read.
+    fn landed_early(&self, _: &ReadOrder, _: &Region) -> Vec<BlockId> {
         Vec::new()
     }
 
@@ -28,29 +28,19 @@ trait Reads: Send + Sync + 'static {
     }
 }
 
-/// What the step loop has heard.
-type Reports = Vec<(SeqId, Event)>;
-/// What a transport was asked for beside reads.
-type Asked = Vec<(&'static str, Reader)>;
+/// The reports that the step loop has received.
+type StepLoopReports = Vec<(SeqId, Event)>;
+/// The calls of a transport other than reads.
+type TransportCalls = Vec<(&'static str, Reader)>;
 
-/// Writes down what else is asked of it.
-struct Scripted<R> {
+/// Records the calls other than reads.
+struct ScriptedTransport<R> {
     reads: R,
-    asked: Mutex<Asked>,
+    asked: Mutex<TransportCalls>,
 }
 
-impl<R: Reads> Transport for Scripted<R> {
-    fn read(
-        &self,
-        peer: &Peer,
-        order: &ReadOrder,
-        _: &Region,
-        stop: &StopFlag,
-    ) -> Result<(), TransportError> {
-        self.reads.read(peer.address, order, stop)
-    }
-
-    fn read_telling(
+impl<R: ReadScript> Transport for ScriptedTransport<R> {
+    fn read_with(
         &self,
         peer: &Peer,
         order: &ReadOrder,
@@ -58,8 +48,8 @@ impl<R: Reads> Transport for Scripted<R> {
         stop: &StopFlag,
         landed: &mut dyn FnMut(&[BlockId]),
     ) -> Result<(), TransportError> {
-        self.reads.told(order, region).into_iter().for_each(|block| landed(&[block]));
-        self.read(peer, order, region, stop)
+        self.reads.landed_early(order, region).into_iter().for_each(|block| landed(&[block]));
+        self.reads.read(peer.address, order, stop)
     }
 
     fn finish(&self, _: &Peer, _: Handle, reader: Reader) -> Result<Verdict, TransportError> {
@@ -114,27 +104,27 @@ fn target(ranks: u16) -> FetchTarget {
 }
 
 /// A consumer of `ranks` ranks with one worker each.
-struct Bench<R> {
+struct FetchBench<R> {
     workers: FetchWorkers,
     threads: Vec<JoinHandle<()>>,
     mailbox: Arc<Mailbox>,
-    transport: Arc<Scripted<R>>,
+    transport: Arc<ScriptedTransport<R>>,
 }
 
-impl<R: Reads> Bench<R> {
+impl<R: ReadScript> FetchBench<R> {
     fn new(ranks: usize, reads: R) -> Self {
         Self::with(ranks, reads, |_| None)
     }
 
-    /// The same, where the region of rank 0 mirrors this device's memory.
-    fn with(ranks: usize, reads: R, port: impl FnOnce(&Region) -> Option<Arc<Port>>) -> Self {
-        let transport = Arc::new(Scripted { reads, asked: Mutex::default() });
+    /// The same, if the region of rank 0 mirrors this device's memory.
+    fn with(ranks: usize, reads: R, shared_pool: impl FnOnce(&Region) -> Option<Arc<SharedKvPool>>) -> Self {
+        let transport = Arc::new(ScriptedTransport { reads, asked: Mutex::default() });
         let mailbox = Arc::new(Mailbox::new(1));
         let geometry = geometry(ranks);
         let region = |_| Region::allocate(2, geometry.shard().block_bytes());
         let regions: Vec<_> = geometry.each_rank().map(region).collect();
-        let port = port(&regions[0]);
-        let cache = OwnCache { geometry, regions, port };
+        let shared_pool = shared_pool(&regions[0]);
+        let cache = LocalCache { geometry, regions, shared_pool };
         let metrics = Arc::new(EngineMetrics::new("m"));
         let (workers, threads) =
             FetchWorkers::start(Arc::clone(&transport) as _, cache, Arc::clone(&mailbox), metrics, 1)
@@ -146,8 +136,8 @@ impl<R: Reads> Bench<R> {
         self.workers.read(SeqId(id), target(from_ranks), 0, &[BlockId(0), BlockId(1)]);
     }
 
-    /// Waits for the first report, ends the workers, and returns all reports and what was asked.
-    fn end(self) -> (Reports, Asked) {
+    /// Waits for the first report, ends the workers, and returns all reports and calls.
+    fn end(self) -> (StepLoopReports, TransportCalls) {
         let mut events = self.mailbox.wait(None).fetches;
         while !lock(&self.workers.0.runs).is_empty() {
             std::thread::yield_now();
@@ -160,14 +150,14 @@ impl<R: Reads> Bench<R> {
     }
 }
 
-/// Reads at once.
-struct AtOnce {
-    /// Raises the stop flag as if the request had been given up while the last bytes came in.
+/// Reads without delay.
+struct InstantReads {
+    /// Raises the stop flag, as when a request ends while the last bytes arrive.
     given_up: bool,
     verdict: Result<Verdict, TransportError>,
 }
 
-impl Reads for AtOnce {
+impl ReadScript for InstantReads {
     fn read(&self, _: SocketAddr, _: &ReadOrder, stop: &StopFlag) -> Result<(), TransportError> {
         stop.store(self.given_up, Ordering::Release);
         Ok(())
@@ -181,9 +171,9 @@ impl Reads for AtOnce {
 const SEQ: SeqId = SeqId(1);
 const BROKEN: Event = Event::TransferFailed(FailureKind::Transfer);
 
-/// What a read over one link reports to the step loop, and what the transport was asked for.
+/// The reports of a read over one link, and the calls of the transport.
 fn read(given_up: bool, verdict: Result<Verdict, TransportError>) -> (Vec<Event>, Vec<&'static str>) {
-    let bench = Bench::new(1, AtOnce { given_up, verdict });
+    let bench = FetchBench::new(1, InstantReads { given_up, verdict });
     bench.read(1, 1);
     let (events, asked) = bench.end();
     (events.into_iter().map(|(_, event)| event).collect(), asked.into_iter().map(|(what, _)| what).collect())
@@ -192,7 +182,7 @@ fn read(given_up: bool, verdict: Result<Verdict, TransportError>) -> (Vec<Event>
 #[test]
 fn a_read_that_succeeds_is_verified() {
     let (events, asked) = read(false, Ok(Verdict::Valid));
-    assert_eq!(events, [Event::TransferDone, Event::Verdict(Answer::Valid)]);
+    assert_eq!(events, [Event::TransferDone, Event::Verdict(Verification::Valid)]);
     assert_eq!(asked, ["finish"]);
 }
 
@@ -206,17 +196,17 @@ fn a_read_that_was_given_up_while_its_last_bytes_came_in_says_so_to_the_producer
 #[test]
 fn a_read_whose_verdict_never_comes_is_given_up_at_the_producer() {
     let (events, asked) = read(false, Err(TransportError::Transfer("silence".into())));
-    assert_eq!(events, [Event::TransferDone, Event::Verdict(Answer::Unknown)]);
+    assert_eq!(events, [Event::TransferDone, Event::Verdict(Verification::Unknown)]);
     assert_eq!(asked, ["finish", "give up"]);
 }
 
 #[test]
 fn a_fetch_over_several_links_is_one_transfer_and_one_verdict() {
     for (theirs, ours, links) in [(1, 2, 2), (2, 1, 2), (2, 2, 2), (4, 2, 4), (2, 4, 4)] {
-        let bench = Bench::new(ours, AtOnce { given_up: false, verdict: Ok(Verdict::Valid) });
+        let bench = FetchBench::new(ours, InstantReads { given_up: false, verdict: Ok(Verdict::Valid) });
         bench.read(1, theirs);
         let (events, mut asked) = bench.end();
-        assert_eq!(events, [(SEQ, Event::TransferDone), (SEQ, Event::Verdict(Answer::Valid))]);
+        assert_eq!(events, [(SEQ, Event::TransferDone), (SEQ, Event::Verdict(Verification::Valid))]);
         asked.sort_unstable();
         let all = (0..links).map(|n| ("finish", Reader { consumer: 5, of: links, rank: Rank(n) }));
         assert!(asked.iter().copied().eq(all), "from {theirs} ranks to {ours}: {asked:?}");
@@ -225,8 +215,8 @@ fn a_fetch_over_several_links_is_one_transfer_and_one_verdict() {
 
 #[test]
 fn a_fetch_whose_links_do_not_all_have_a_valid_verdict_is_not_valid() {
-    struct OneGone;
-    impl Reads for OneGone {
+    struct OneLeaseGone;
+    impl ReadScript for OneLeaseGone {
         fn read(&self, _: SocketAddr, _: &ReadOrder, _: &StopFlag) -> Result<(), TransportError> {
             Ok(())
         }
@@ -234,19 +224,19 @@ fn a_fetch_whose_links_do_not_all_have_a_valid_verdict_is_not_valid() {
             Ok(if reader.rank == Rank(1) { Verdict::Gone } else { Verdict::Valid })
         }
     }
-    let bench = Bench::new(2, OneGone);
+    let bench = FetchBench::new(2, OneLeaseGone);
     bench.read(1, 2);
     let (events, _) = bench.end();
     // The order of the two links decides whether the other one was still reading.
-    let gone = [(SEQ, Event::TransferDone), (SEQ, Event::Verdict(Answer::Gone))];
+    let gone = [(SEQ, Event::TransferDone), (SEQ, Event::Verdict(Verification::Gone))];
     assert!(events == gone || events == [(SEQ, Event::TransferFailed(FailureKind::Gone))], "{events:?}");
 }
 
-/// The producer's rank at port 100 says nothing until it is stopped; others do `other`.
+/// The producer's rank at port 100 never answers; others do `other`.
 struct SilentRank(fn() -> Result<(), TransportError>);
 
-impl Reads for SilentRank {
-    #[allow(clippy::disallowed_methods)] // a producer that says nothing
+impl ReadScript for SilentRank {
+    #[allow(clippy::disallowed_methods, reason = "a producer that says nothing")]
     fn read(&self, peer: SocketAddr, _: &ReadOrder, stop: &StopFlag) -> Result<(), TransportError> {
         if peer.port() != 100 {
             return (self.0)();
@@ -260,7 +250,7 @@ impl Reads for SilentRank {
 
 #[test]
 fn a_link_that_fails_ends_the_one_that_waits_for_a_silent_rank() {
-    let bench = Bench::new(2, SilentRank(|| Err(TransportError::Gone)));
+    let bench = FetchBench::new(2, SilentRank(|| Err(TransportError::Gone)));
     bench.read(1, 2);
     let (events, asked) = bench.end();
     assert_eq!(events, [(SEQ, Event::TransferFailed(FailureKind::Gone))]);
@@ -269,7 +259,7 @@ fn a_link_that_fails_ends_the_one_that_waits_for_a_silent_rank() {
 
 #[test]
 fn a_worker_that_is_lost_ends_its_fetch_and_serves_the_next() {
-    let bench = Bench::new(2, SilentRank(|| panic!("a worker of rank 1 is lost")));
+    let bench = FetchBench::new(2, SilentRank(|| panic!("a worker of rank 1 is lost")));
     for id in [1, 2] {
         bench.read(id, 2);
     }
@@ -284,7 +274,7 @@ fn a_worker_that_is_lost_ends_its_fetch_and_serves_the_next() {
 #[test]
 fn a_fetch_given_up_behind_a_silent_producer_is_over_at_once() {
     for ranks in [1, 2] {
-        let bench = Bench::new(ranks, SilentRank(|| Ok(())));
+        let bench = FetchBench::new(ranks, SilentRank(|| Ok(())));
         bench.read(1, 1);
         bench.read(2, 1);
         bench.workers.stop(SeqId(2));
@@ -297,7 +287,7 @@ fn a_fetch_given_up_behind_a_silent_producer_is_over_at_once() {
 
 #[test]
 fn a_handoff_whose_ranks_do_not_fit_this_model_is_refused_before_anything_is_read() {
-    let bench = Bench::new(2, SilentRank(|| Ok(())));
+    let bench = FetchBench::new(2, SilentRank(|| Ok(())));
     bench.read(1, 3);
     let (events, asked) = bench.end();
     assert_eq!((events, asked), (vec![(SEQ, Event::TransferFailed(FailureKind::Refused))], vec![]));
@@ -305,45 +295,45 @@ fn a_handoff_whose_ranks_do_not_fit_this_model_is_refused_before_anything_is_rea
 
 /// A device's memory of two blocks, and what becomes of copies into it.
 #[derive(Debug)]
-struct Memory {
+struct TwoBlockPool {
     copies: Arc<Mutex<Vec<Vec<HostRun>>>>,
     works: bool,
 }
 
-impl PoolMemory for Memory {
-    fn export(&self) -> std::io::Result<Export> {
+impl PoolMemory for TwoBlockPool {
+    fn export(&self) -> std::io::Result<PoolExport> {
         Err(std::io::ErrorKind::Unsupported.into())
     }
 
-    fn open(&self, _: &Offer, _: Option<OwnedFd>) -> std::io::Result<Box<dyn Opened>> {
+    fn open(&self, _: &Offer, _: Option<OwnedFd>) -> std::io::Result<Box<dyn ImportedPool>> {
         Err(std::io::ErrorKind::Unsupported.into())
     }
 
     fn copy_out(&self, _: &[HostRun], _: &Region) -> Result<(), DeviceError> {
-        unreachable!("nothing is lent")
+        unreachable!("nothing is leased")
     }
 
     fn copy_in(&self, runs: &[HostRun], _: &Region) -> Result<(), DeviceError> {
         lock(&self.copies).push(runs.to_vec());
-        let failed = || DeviceError::Call { call: "copy", what: "it was to fail".into() };
+        let failed = || DeviceError::Call { call: "copy", what: "scripted failure".into() };
         self.works.then_some(()).ok_or_else(failed)
     }
 }
 
-/// Says when the step loop hears of a read how many copies there were.
-struct Telling {
-    told: usize,
+/// Records the number of copies at the time of the verdict.
+struct LandedReads {
+    early: usize,
     copies: Arc<Mutex<Vec<Vec<HostRun>>>>,
     at_verdict: Arc<AtomicUsize>,
 }
 
-impl Reads for Telling {
-    fn told(&self, order: &ReadOrder, _: &Region) -> Vec<BlockId> {
-        order.into[..self.told].to_vec()
+impl ReadScript for LandedReads {
+    fn landed_early(&self, order: &ReadOrder, _: &Region) -> Vec<BlockId> {
+        order.into[..self.early].to_vec()
     }
 
     fn read(&self, _: SocketAddr, _: &ReadOrder, _: &StopFlag) -> Result<(), TransportError> {
-        assert_eq!(lock(&self.copies).len(), self.told, "they are brought while the others are on their way");
+        assert_eq!(lock(&self.copies).len(), self.early, "early blocks are uploaded during the read");
         Ok(())
     }
 
@@ -353,16 +343,16 @@ impl Reads for Telling {
     }
 }
 
-/// What a fetch into a device's blocks reports, what is asked of the transport, and the bytes that each copy to the device
-/// had by the verdict.
-fn onto_device(told: usize, from_ranks: u16, works: bool) -> (Vec<Event>, Vec<&'static str>, Vec<usize>) {
+/// The reports of a fetch into a device's blocks, the calls of its transport, and the bytes of each copy to the
+/// device. The copies are counted at the verdict.
+fn onto_device(early: usize, from_ranks: u16, works: bool) -> (Vec<Event>, Vec<&'static str>, Vec<usize>) {
     let (copies, at_verdict) = (Arc::default(), Arc::default());
-    let reads = Telling { told, copies: Arc::clone(&copies), at_verdict: Arc::clone(&at_verdict) };
-    let memory = Memory { copies: Arc::clone(&copies), works };
-    let bench = Bench::with(1, reads, |region| {
-        let port = Port::new(Arc::new(memory), region.clone());
-        port.landing(&[BlockId(0), BlockId(1)]);
-        Some(Arc::new(port))
+    let reads = LandedReads { early, copies: Arc::clone(&copies), at_verdict: Arc::clone(&at_verdict) };
+    let memory = TwoBlockPool { copies: Arc::clone(&copies), works };
+    let bench = FetchBench::with(1, reads, |region| {
+        let pool = SharedKvPool::new(Arc::new(memory), region.clone());
+        pool.reserve(&[BlockId(0), BlockId(1)]);
+        Some(Arc::new(pool))
     });
     bench.read(1, from_ranks);
     let (events, asked) = bench.end();
@@ -382,26 +372,26 @@ fn onto_device(told: usize, from_ranks: u16, works: bool) -> (Vec<Event>, Vec<&'
 
 #[test]
 fn what_lands_is_on_the_device_before_the_step_loop_hears_of_it() {
-    let valid = vec![Event::TransferDone, Event::Verdict(Answer::Valid)];
+    let valid = vec![Event::TransferDone, Event::Verdict(Verification::Valid)];
     let block = geometry(1).shard().block_bytes();
-    // Neighbours are one copy; each is copied once.
-    for (told, copied) in [(0, vec![2 * block]), (1, vec![block, block]), (2, vec![block, block])] {
+    // Neighbours are one copy; each block is copied once.
+    for (early, copied) in [(0, vec![2 * block]), (1, vec![block, block]), (2, vec![block, block])] {
         assert_eq!(
-            onto_device(told, 1, true),
+            onto_device(early, 1, true),
             (valid.clone(), vec!["finish"], copied),
-            "{told} were told of"
+            "{early} landed early"
         );
     }
-    // Slices of two links are in each block: it is whole after the second.
+    // Each block contains slices of two links: it is complete after the second.
     let (events, asked, copied) = onto_device(0, 2, true);
     assert_eq!((events, asked.len(), copied), (valid, 2, vec![2 * block]));
 }
 
 #[test]
 fn what_cannot_be_brought_to_the_device_is_a_failed_fetch_that_the_producer_need_not_wait_for() {
-    for told in [0, 2] {
-        let (events, asked, copies) = onto_device(told, 1, false);
+    for early in [0, 2] {
+        let (events, asked, copies) = onto_device(early, 1, false);
         assert_eq!((events, asked), (vec![BROKEN], vec!["give up"]));
-        assert_eq!(copies.len(), told + 1, "tried once more at the end");
+        assert_eq!(copies.len(), early + 1, "tried once more at the end");
     }
 }

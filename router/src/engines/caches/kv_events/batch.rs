@@ -1,5 +1,5 @@
-//! One message's events. vLLM 0.32 writes maps with a `type`; older versions write arrays whose first item is the
-//! type and whose order is the order of the fields below. Unknown fields are skipped.
+//! Events of one message. vLLM 0.32 writes maps with a `type`. Older versions write arrays: the first item is the
+//! type, and the others have the order of the fields below. Unknown fields are skipped.
 //!
 //! ```text
 //! [timestamp, [event, …], data_parallel_rank?]
@@ -11,77 +11,77 @@
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::msgpack::{Item, Malformed, Reader};
-use crate::metrics::kv_events::LeftOut;
+use super::msgpack::{MsgpackError, MsgpackItem, MsgpackReader};
+use crate::metrics::kv_events::IgnoredEventReason;
 
-/// Events of one message that are looked at.
+/// Maximum events of one message.
 const EVENTS_MAX: usize = 65_536;
-/// Blocks, and tokens, of one event: more than any prompt has.
+/// Maximum blocks and tokens of one event: more than any prompt has.
 const BLOCKS_MAX: usize = 262_144;
 const TOKENS_MAX: usize = 4 << 20;
 
 /// The events of one message, read one at a time.
 #[derive(Debug)]
-pub(super) struct Events<'a> {
-    reader: Reader<'a>,
-    /// Events, and parts of the message behind them, that are still to be read.
-    left: usize,
+pub(super) struct EventBatch<'a> {
+    reader: MsgpackReader<'a>,
+    /// Unread events, and unread parts of the message behind them.
+    remaining: usize,
     parts: usize,
 }
 
 /// One event.
 #[derive(Debug, PartialEq)]
-pub(super) enum Event {
-    Stored(Stored),
-    /// These blocks of a cache group are not held any more.
+pub(super) enum KvEvent {
+    Stored(StoredBlocks),
+    /// These blocks of a cache group are no longer cached.
     Removed {
         hashes: Vec<u64>,
         group: Option<u64>,
     },
-    /// No block is held any more.
+    /// No block is cached any more.
     Cleared,
-    /// Blocks were removed, and which cannot be read.
-    Lost,
-    LeftOut(LeftOut),
+    /// Blocks were removed, but their names are unreadable.
+    UnreadableRemoval,
+    LeftOut(IgnoredEventReason),
 }
 
-/// Blocks in a row that are held now.
+/// Consecutive blocks that were cached.
 #[derive(Debug, Default, PartialEq)]
-pub(super) struct Stored {
+pub(super) struct StoredBlocks {
     /// The engine's names of the blocks.
     pub hashes: Vec<u64>,
-    /// The engine's name of the block before them; none at the beginning of a prompt.
+    /// The engine's name of the preceding block; none at the beginning of a prompt.
     pub parent: Option<u64>,
     pub tokens: Vec<u32>,
     pub block_size: usize,
-    /// They differ from blocks of equal tokens by something else.
-    pub apart: bool,
+    /// Something besides the tokens separates these blocks from others with equal tokens.
+    pub has_extra_keys: bool,
     /// The cache group: layers of one kind that share blocks.
     pub group: Option<u64>,
-    /// The kind of its layers; older versions do not send it.
-    pub attention: Option<Attention>,
+    /// The kind of its layers. Older versions do not send it.
+    pub attention: Option<AttentionKind>,
 }
 
-/// What the layers of a cache group keep of a prompt.
+/// The part of a prompt that the layers of a cache group keep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Attention {
-    /// Every token: a block that is held can be used by any prompt that begins with it.
+pub(super) enum AttentionKind {
+    /// Every token: any prompt that begins with a cached block can use it.
     Full,
-    /// A window, a chunk, a state, or a kind that the router does not know.
+    /// A window, a chunk, a state, or an unknown kind.
     Other,
 }
 
-/// The fields of an event, in whatever encoding.
+/// The fields of an event, in either encoding.
 #[derive(Default)]
-struct Fields {
-    kind: Kind,
-    stored: Stored,
-    /// On another medium than the device, or another host.
-    elsewhere: bool,
+struct EventFields {
+    kind: EventKind,
+    stored: StoredBlocks,
+    /// The blocks are on another medium than the device, or on another host.
+    is_off_device: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-enum Kind {
+enum EventKind {
     Stored,
     Removed,
     Cleared,
@@ -89,25 +89,25 @@ enum Kind {
     Other,
 }
 
-impl<'a> Events<'a> {
+impl<'a> EventBatch<'a> {
     /// Reads a message's last part up to its events.
-    pub(super) fn of(payload: &'a [u8]) -> Result<Self, Malformed> {
-        let mut reader = Reader::new(payload);
+    pub(super) fn of(payload: &'a [u8]) -> Result<Self, MsgpackError> {
+        let mut reader = MsgpackReader::new(payload);
         let parts = reader.array()?;
         if parts < 2 {
-            return Err(Malformed);
+            return Err(MsgpackError);
         }
         reader.skip()?;
         let left = reader.array()?;
         if left > EVENTS_MAX {
-            return Err(Malformed);
+            return Err(MsgpackError);
         }
-        Ok(Self { reader, left, parts: parts - 2 })
+        Ok(Self { reader, remaining: left, parts: parts - 2 })
     }
 
-    fn read(&mut self) -> Result<Option<Event>, Malformed> {
-        if let Some(left) = self.left.checked_sub(1) {
-            self.left = left;
+    fn read(&mut self) -> Result<Option<KvEvent>, MsgpackError> {
+        if let Some(left) = self.remaining.checked_sub(1) {
+            self.remaining = left;
             return event(&mut self.reader).map(Some);
         }
         (0..std::mem::take(&mut self.parts)).try_for_each(|_| self.reader.skip())?;
@@ -115,54 +115,55 @@ impl<'a> Events<'a> {
     }
 }
 
-/// A malformed event costs that event. `Err`, once and last: the items of the message have no ends.
-impl Iterator for Events<'_> {
-    type Item = Result<Event, Malformed>;
+/// A malformed event is an event of its own. `Err` comes once, as the last item: the rest of the message is
+/// unreadable.
+impl Iterator for EventBatch<'_> {
+    type Item = Result<KvEvent, MsgpackError>;
 
     fn next(&mut self) -> Option<Self::Item> {
         let read = self.read().transpose();
-        if matches!(read, Some(Err(Malformed))) {
-            (self.left, self.parts) = (0, 0);
+        if matches!(read, Some(Err(MsgpackError))) {
+            (self.remaining, self.parts) = (0, 0);
         }
         read
     }
 }
 
-/// Reads one event and leaves the reader behind it.
-fn event(reader: &mut Reader<'_>) -> Result<Event, Malformed> {
-    let (mut inside, mut fields) = (*reader, Fields::default());
+/// Reads one event and moves the reader behind it.
+fn event(reader: &mut MsgpackReader<'_>) -> Result<KvEvent, MsgpackError> {
+    let (mut inside, mut fields) = (*reader, EventFields::default());
     match fields.read(&mut inside) {
         Ok(()) => {
             *reader = inside;
             Ok(fields.event())
         }
-        Err(Malformed) => {
+        Err(MsgpackError) => {
             let mut whole = *reader;
             reader.skip()?;
             Ok(match kind_of(&mut whole) {
-                Kind::Removed | Kind::Cleared => Event::Lost,
-                Kind::Stored | Kind::Other => Event::LeftOut(LeftOut::Malformed),
+                EventKind::Removed | EventKind::Cleared => KvEvent::UnreadableRemoval,
+                EventKind::Stored | EventKind::Other => KvEvent::LeftOut(IgnoredEventReason::Malformed),
             })
         }
     }
 }
 
-/// The type of an event, wherever it stands and whatever else cannot be read.
-fn kind_of(reader: &mut Reader<'_>) -> Kind {
-    let mut fields = Fields::default();
-    let mut found = || -> Result<(), Malformed> {
+/// The type of an event, wherever it is and even if the other fields are unreadable.
+fn kind_of(reader: &mut MsgpackReader<'_>) -> EventKind {
+    let mut fields = EventFields::default();
+    let mut found = || -> Result<(), MsgpackError> {
         match reader.item()? {
-            Item::Map(pairs) => {
+            MsgpackItem::Map(pairs) => {
                 for _ in 0..pairs {
                     match reader.item()? {
-                        Item::Text(b"type") => return fields.field(b"type", reader),
-                        Item::Array(_) | Item::Map(_) => return Err(Malformed),
+                        MsgpackItem::Text(b"type") => return fields.field(b"type", reader),
+                        MsgpackItem::Array(_) | MsgpackItem::Map(_) => return Err(MsgpackError),
                         _ => reader.skip()?,
                     }
                 }
                 Ok(())
             }
-            Item::Array(1..) => fields.field(b"type", reader),
+            MsgpackItem::Array(1..) => fields.field(b"type", reader),
             _ => Ok(()),
         }
     };
@@ -186,85 +187,89 @@ const STORED: &[&[u8]] = &[
 ];
 const REMOVED: &[&[u8]] = &[b"block_hashes", b"medium", b"group_idx", b"locality"];
 
-impl Fields {
-    fn read(&mut self, reader: &mut Reader<'_>) -> Result<(), Malformed> {
+impl EventFields {
+    fn read(&mut self, reader: &mut MsgpackReader<'_>) -> Result<(), MsgpackError> {
         match reader.item()? {
-            Item::Map(pairs) => {
+            MsgpackItem::Map(pairs) => {
                 for _ in 0..pairs {
                     match reader.item()? {
-                        Item::Text(name) => self.field(name, reader)?,
-                        _ => return Err(Malformed),
+                        MsgpackItem::Text(name) => self.field(name, reader)?,
+                        _ => return Err(MsgpackError),
                     }
                 }
             }
-            Item::Array(count) if count > 0 => {
+            MsgpackItem::Array(count) if count > 0 => {
                 self.field(b"type", reader)?;
                 let order = match self.kind {
-                    Kind::Stored => STORED,
-                    Kind::Removed => REMOVED,
-                    Kind::Cleared | Kind::Other => &[],
+                    EventKind::Stored => STORED,
+                    EventKind::Removed => REMOVED,
+                    EventKind::Cleared | EventKind::Other => &[],
                 };
                 for index in 1..count {
                     self.field(order.get(index - 1).copied().unwrap_or(b"?"), reader)?;
                 }
             }
-            _ => return Err(Malformed),
+            _ => return Err(MsgpackError),
         }
         Ok(())
     }
 
-    fn field(&mut self, name: &[u8], reader: &mut Reader<'_>) -> Result<(), Malformed> {
+    fn field(&mut self, name: &[u8], reader: &mut MsgpackReader<'_>) -> Result<(), MsgpackError> {
         match name {
             b"type" => {
                 self.kind = match reader.item()? {
-                    Item::Text(b"BlockStored") => Kind::Stored,
-                    Item::Text(b"BlockRemoved") => Kind::Removed,
-                    Item::Text(b"AllBlocksCleared") => Kind::Cleared,
-                    Item::Text(_) => Kind::Other,
-                    _ => return Err(Malformed),
+                    MsgpackItem::Text(b"BlockStored") => EventKind::Stored,
+                    MsgpackItem::Text(b"BlockRemoved") => EventKind::Removed,
+                    MsgpackItem::Text(b"AllBlocksCleared") => EventKind::Cleared,
+                    MsgpackItem::Text(_) => EventKind::Other,
+                    _ => return Err(MsgpackError),
                 }
             }
             b"block_hashes" => {
-                let count = at_most(reader.array()?, BLOCKS_MAX)?;
+                let count = check_count(reader.array()?, BLOCKS_MAX)?;
                 self.stored.hashes = (0..count).map(|_| hash(reader.item()?)).collect::<Result<_, _>>()?;
             }
             b"parent_block_hash" => {
                 self.stored.parent = match reader.item()? {
-                    Item::Nil => None,
+                    MsgpackItem::Nil => None,
                     item => Some(hash(item)?),
                 }
             }
             b"token_ids" => {
-                let count = at_most(reader.array()?, TOKENS_MAX)?;
+                let count = check_count(reader.array()?, TOKENS_MAX)?;
                 self.stored.tokens = (0..count).map(|_| token(reader.item()?)).collect::<Result<_, _>>()?;
             }
             b"block_size" => match reader.item()? {
-                Item::Integer(size) => {
-                    self.stored.block_size = usize::try_from(size).map_err(|_| Malformed)?;
+                MsgpackItem::Integer(size) => {
+                    self.stored.block_size = usize::try_from(size).map_err(|_| MsgpackError)?;
                 }
-                _ => return Err(Malformed),
+                _ => return Err(MsgpackError),
             },
-            b"lora_id" | b"lora_name" => self.stored.apart |= !is_empty(reader)?,
-            b"extra_keys" => self.stored.apart |= !all_empty(reader)?,
+            b"lora_id" | b"lora_name" => self.stored.has_extra_keys |= !is_empty(reader)?,
+            b"extra_keys" => self.stored.has_extra_keys |= !all_empty(reader)?,
             b"medium" => {
-                self.elsewhere |= !matches!(reader.item()?, Item::Nil | Item::Text(b"GPU" | b"gpu"));
+                self.is_off_device |=
+                    !matches!(reader.item()?, MsgpackItem::Nil | MsgpackItem::Text(b"GPU" | b"gpu"));
             }
-            b"locality" => self.elsewhere |= !matches!(reader.item()?, Item::Nil | Item::Text(b"LOCAL")),
+            b"locality" => {
+                self.is_off_device |=
+                    !matches!(reader.item()?, MsgpackItem::Nil | MsgpackItem::Text(b"LOCAL"))
+            }
             b"group_idx" => {
                 self.stored.group = match reader.item()? {
-                    Item::Nil => None,
-                    Item::Integer(group) => Some(group),
-                    _ => return Err(Malformed),
+                    MsgpackItem::Nil => None,
+                    MsgpackItem::Integer(group) => Some(group),
+                    _ => return Err(MsgpackError),
                 }
             }
             b"kv_cache_spec_kind" => {
                 self.stored.attention = match reader.item()? {
-                    Item::Nil => None,
-                    Item::Text(b"full_attention" | b"mla_attention" | b"sink_full_attention") => {
-                        Some(Attention::Full)
+                    MsgpackItem::Nil => None,
+                    MsgpackItem::Text(b"full_attention" | b"mla_attention" | b"sink_full_attention") => {
+                        Some(AttentionKind::Full)
                     }
-                    Item::Text(_) => Some(Attention::Other),
-                    _ => return Err(Malformed),
+                    MsgpackItem::Text(_) => Some(AttentionKind::Other),
+                    _ => return Err(MsgpackError),
                 }
             }
             _ => reader.skip()?,
@@ -272,48 +277,50 @@ impl Fields {
         Ok(())
     }
 
-    fn event(self) -> Event {
+    fn event(self) -> KvEvent {
         match self.kind {
-            Kind::Other => Event::LeftOut(LeftOut::Type),
-            Kind::Cleared => Event::Cleared,
-            Kind::Stored | Kind::Removed if self.elsewhere => Event::LeftOut(LeftOut::Tier),
-            Kind::Stored => Event::Stored(self.stored),
-            Kind::Removed => Event::Removed { hashes: self.stored.hashes, group: self.stored.group },
+            EventKind::Other => KvEvent::LeftOut(IgnoredEventReason::Type),
+            EventKind::Cleared => KvEvent::Cleared,
+            EventKind::Stored | EventKind::Removed if self.is_off_device => {
+                KvEvent::LeftOut(IgnoredEventReason::Tier)
+            }
+            EventKind::Stored => KvEvent::Stored(self.stored),
+            EventKind::Removed => KvEvent::Removed { hashes: self.stored.hashes, group: self.stored.group },
         }
     }
 }
 
-fn at_most(count: usize, most: usize) -> Result<usize, Malformed> {
-    if count <= most { Ok(count) } else { Err(Malformed) }
+fn check_count(count: usize, most: usize) -> Result<usize, MsgpackError> {
+    if count <= most { Ok(count) } else { Err(MsgpackError) }
 }
 
-/// A block's name: a number, or bytes.
-fn hash(item: Item<'_>) -> Result<u64, Malformed> {
+/// Parses a block's name: a number, or bytes.
+fn hash(item: MsgpackItem<'_>) -> Result<u64, MsgpackError> {
     match item {
-        Item::Integer(number) => Ok(number),
-        Item::Bytes(bytes) | Item::Text(bytes) => Ok(xxh3_64(bytes)),
-        _ => Err(Malformed),
+        MsgpackItem::Integer(number) => Ok(number),
+        MsgpackItem::Bytes(bytes) | MsgpackItem::Text(bytes) => Ok(xxh3_64(bytes)),
+        _ => Err(MsgpackError),
     }
 }
 
-fn token(item: Item<'_>) -> Result<u32, Malformed> {
+fn token(item: MsgpackItem<'_>) -> Result<u32, MsgpackError> {
     match item {
-        Item::Integer(number) => u32::try_from(number).map_err(|_| Malformed),
-        _ => Err(Malformed),
+        MsgpackItem::Integer(number) => u32::try_from(number).map_err(|_| MsgpackError),
+        _ => Err(MsgpackError),
     }
 }
 
-/// Passes an item over; whether it was nil.
-fn is_empty(reader: &mut Reader<'_>) -> Result<bool, Malformed> {
-    let nil = matches!(Reader::new(reader.left()).item()?, Item::Nil);
+/// Skips an item. Returns whether it was nil.
+fn is_empty(reader: &mut MsgpackReader<'_>) -> Result<bool, MsgpackError> {
+    let nil = matches!(MsgpackReader::new(reader.left()).item()?, MsgpackItem::Nil);
     reader.skip()?;
     Ok(nil)
 }
 
-/// Passes an item over; whether it was nil, or a list of nothing but nils.
-fn all_empty(reader: &mut Reader<'_>) -> Result<bool, Malformed> {
-    match Reader::new(reader.left()).item()? {
-        Item::Array(_) => {
+/// Skips an item. Returns whether it was nil, or a list of only nils.
+fn all_empty(reader: &mut MsgpackReader<'_>) -> Result<bool, MsgpackError> {
+    match MsgpackReader::new(reader.left()).item()? {
+        MsgpackItem::Array(_) => {
             let count = reader.array()?;
             let mut all = true;
             for _ in 0..count {
@@ -332,11 +339,11 @@ mod tests {
 
     use super::*;
 
-    fn all(payload: &[u8]) -> Result<Vec<Event>, Malformed> {
-        Events::of(payload)?.collect()
+    fn all(payload: &[u8]) -> Result<Vec<KvEvent>, MsgpackError> {
+        EventBatch::of(payload)?.collect()
     }
 
-    fn read(batch: &Value) -> Result<Vec<Event>, Malformed> {
+    fn read(batch: &Value) -> Result<Vec<KvEvent>, MsgpackError> {
         all(&rmp_serde::to_vec(batch).expect("it can be written"))
     }
 
@@ -356,17 +363,22 @@ mod tests {
             {"type": "Novelty", "with": [{"what": ["ever"]}]},
         ], 0]);
         let hashes = vec![12_816_320_719_491_906_270];
-        let expected = Stored {
+        let expected = StoredBlocks {
             hashes: hashes.clone(),
             parent: Some(12_131_603_041_379_581_109),
             tokens: vec![301, 7],
             block_size: 2,
-            apart: false,
+            has_extra_keys: false,
             group: Some(0),
-            attention: Some(Attention::Full),
+            attention: Some(AttentionKind::Full),
         };
-        let removed = Event::Removed { hashes, group: Some(0) };
-        let events = vec![Event::Stored(expected), removed, Event::Cleared, Event::LeftOut(LeftOut::Type)];
+        let removed = KvEvent::Removed { hashes, group: Some(0) };
+        let events = vec![
+            KvEvent::Stored(expected),
+            removed,
+            KvEvent::Cleared,
+            KvEvent::LeftOut(IgnoredEventReason::Type),
+        ];
         assert_eq!(read(&batch), Ok(events));
     }
 
@@ -380,15 +392,15 @@ mod tests {
                 ["AllBlocksCleared"],
             ]
         ]);
-        let first = Stored {
+        let first = StoredBlocks {
             hashes: vec![5, 6],
             parent: None,
             tokens: vec![1, 2, 3, 4],
             block_size: 2,
-            ..Stored::default()
+            ..StoredBlocks::default()
         };
-        let removed = Event::Removed { hashes: vec![5], group: None };
-        let events = vec![Event::Stored(first), removed, Event::Cleared];
+        let removed = KvEvent::Removed { hashes: vec![5], group: None };
+        let events = vec![KvEvent::Stored(first), removed, KvEvent::Cleared];
         assert_eq!(read(&batch), Ok(events));
     }
 
@@ -398,7 +410,7 @@ mod tests {
         let mut bytes = vec![0x92, 0x00, 0x91, 0x92, 0xac];
         bytes.extend_from_slice(b"BlockRemoved");
         bytes.extend_from_slice(&[0x91, 0xc4, 3, 1, 2, 3]);
-        let removed = Event::Removed { hashes: vec![xxh3_64(&[1, 2, 3])], group: None };
+        let removed = KvEvent::Removed { hashes: vec![xxh3_64(&[1, 2, 3])], group: None };
         assert_eq!(all(&bytes), Ok(vec![removed]));
     }
 
@@ -406,15 +418,15 @@ mod tests {
     fn blocks_that_more_than_tokens_keeps_apart_are_marked_and_other_tiers_left_out() {
         for extra in [json!([["salt"]]), json!([null, [1]]), json!("x")] {
             let batch = read(&json!([0, [stored(&extra)]])).expect("a batch");
-            assert!(matches!(&batch[0], Event::Stored(stored) if stored.apart), "{extra}");
+            assert!(matches!(&batch[0], KvEvent::Stored(stored) if stored.has_extra_keys), "{extra}");
         }
         let (mut on_host, mut remote) = (stored(&Value::Null), stored(&Value::Null));
         on_host["medium"] = json!("CPU");
         remote["locality"] = json!("REMOTE");
         let removed = json!(["BlockRemoved", [1], "CPU"]);
         let batch = read(&json!([0, [on_host, remote, removed, stored(&Value::Null)]])).expect("a batch");
-        assert!(batch[..3].iter().all(|event| *event == Event::LeftOut(LeftOut::Tier)));
-        assert!(matches!(&batch[3], Event::Stored(stored) if !stored.apart));
+        assert!(batch[..3].iter().all(|event| *event == KvEvent::LeftOut(IgnoredEventReason::Tier)));
+        assert!(matches!(&batch[3], KvEvent::Stored(stored) if !stored.has_extra_keys));
     }
 
     #[test]
@@ -430,18 +442,18 @@ mod tests {
                 event = std::iter::once(json!("BlockStored")).chain(items).collect();
             }
             match &read(&json!([0, [event]])).expect("a batch")[0] {
-                Event::Stored(stored) => (stored.group, stored.attention),
+                KvEvent::Stored(stored) => (stored.group, stored.attention),
                 event => panic!("{event:?}"),
             }
         };
         for array in [false, true] {
             for kind in ["full_attention", "mla_attention", "sink_full_attention"] {
-                assert_eq!(read(kind, array), (Some(1), Some(Attention::Full)), "{kind}");
+                assert_eq!(read(kind, array), (Some(1), Some(AttentionKind::Full)), "{kind}");
             }
             for kind in
                 ["sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba", "unknown"]
             {
-                assert_eq!(read(kind, array), (Some(1), Some(Attention::Other)), "{kind}");
+                assert_eq!(read(kind, array), (Some(1), Some(AttentionKind::Other)), "{kind}");
             }
         }
     }
@@ -464,8 +476,12 @@ mod tests {
         ] {
             let batch = read(&json!([0, [["AllBlocksCleared"], bad, stored(&Value::Null)], 0]));
             let events = batch.expect("the message is sound");
-            assert_eq!(events[..2], [Event::Cleared, Event::LeftOut(LeftOut::Malformed)], "{bad}");
-            assert!(matches!(events[2], Event::Stored(_)), "{bad}");
+            assert_eq!(
+                events[..2],
+                [KvEvent::Cleared, KvEvent::LeftOut(IgnoredEventReason::Malformed)],
+                "{bad}"
+            );
+            assert!(matches!(events[2], KvEvent::Stored(_)), "{bad}");
         }
     }
 
@@ -477,24 +493,24 @@ mod tests {
             json!(["BlockRemoved", "all"]),
             json!({"type": "AllBlocksCleared", "medium": 7, "block_hashes": 3}),
         ] {
-            assert_eq!(read(&json!([0, [bad], 0])), Ok(vec![Event::Lost]), "{bad}");
+            assert_eq!(read(&json!([0, [bad], 0])), Ok(vec![KvEvent::UnreadableRemoval]), "{bad}");
         }
     }
 
     #[test]
     fn an_event_has_no_more_blocks_than_any_prompt() {
         let hashes = |count: usize| json!([0, [["BlockRemoved", vec![1; count]]]]);
-        assert!(matches!(read(&hashes(BLOCKS_MAX)).expect("events")[0], Event::Removed { .. }));
-        assert_eq!(read(&hashes(BLOCKS_MAX + 1)), Ok(vec![Event::Lost]));
+        assert!(matches!(read(&hashes(BLOCKS_MAX)).expect("events")[0], KvEvent::Removed { .. }));
+        assert_eq!(read(&hashes(BLOCKS_MAX + 1)), Ok(vec![KvEvent::UnreadableRemoval]));
     }
 
     #[test]
     fn anything_else_is_malformed() {
         for bad in [json!({}), json!([]), json!([0]), json!([0, 1])] {
-            assert_eq!(read(&bad), Err(Malformed), "{bad}");
+            assert_eq!(read(&bad), Err(MsgpackError), "{bad}");
         }
         // [0, [an array of two items, of which one is there]]
-        assert_eq!(all(&[0x92, 0x00, 0x91, 0x92, 0xac]), Err(Malformed));
+        assert_eq!(all(&[0x92, 0x00, 0x91, 0x92, 0xac]), Err(MsgpackError));
     }
 
     proptest! {

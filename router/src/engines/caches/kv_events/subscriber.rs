@@ -1,4 +1,4 @@
-//! One task per engine that tells of its cache: connects, listens, and begins again after a pause.
+//! One task per engine with KV events: it connects, reads messages, and reconnects after a pause.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -10,37 +10,37 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 
-use super::batch::{Event, Events};
-use super::blocks::{Blocks, Heard};
-use super::msgpack::Malformed;
-use super::zmtp::{Publisher, ZmtpError};
+use super::batch::{EventBatch, KvEvent};
+use super::blocks::{EngineBlocks, SequenceCheck};
+use super::msgpack::MsgpackError;
+use super::zmtp::{PublisherConnection, ZmtpError};
 use crate::config::{EngineUrl, KvEventsConfig};
-use crate::engines::caches::Memory;
+use crate::engines::caches::KnownCaches;
 use crate::engines::http::Addresses;
-use crate::metrics::kv_events::Told;
+use crate::metrics::kv_events::SubscriptionStats;
 
-/// A connection, and the handshake after it.
-const CONNECT_WITHIN: Duration = Duration::from_secs(5);
-/// A connection on which nothing came for so long is asked whether it lives, so often and so many times.
+/// Timeout of a connection with its handshake.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// TCP keepalive of a silent connection: idle time, interval and number of probes.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
 const KEEPALIVE_EVERY: Duration = Duration::from_secs(10);
 const KEEPALIVE_TRIES: u32 = 3;
-/// Between two tries, doubled up to the longest.
+/// Pause between two tries, doubled up to the maximum.
 const PAUSE: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
-/// Whom to listen to, and whose cache it is.
+/// A publisher, and the engine whose cache it reports.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Source {
+pub(crate) struct EventSource {
     pub engine: u32,
     /// `HOST:PORT`.
     pub address: String,
-    /// The engine's host, for a router that connects.
+    /// The engine's host, where the router connects.
     host: String,
     pub config: KvEventsConfig,
 }
 
-impl Source {
+impl EventSource {
     pub(crate) fn new(url: &EngineUrl, engine: u32, config: &KvEventsConfig) -> Self {
         let address = match config.bind {
             Some(own) => SocketAddr::new(own, config.port).to_string(),
@@ -51,29 +51,29 @@ impl Source {
     }
 }
 
-/// Everybody who is listened to.
+/// All subscriptions.
 #[derive(Default)]
 pub(crate) struct Subscriptions {
     tasks: Mutex<HashMap<u32, Subscription>>,
 }
 
 struct Subscription {
-    source: Source,
-    told: Arc<Told>,
+    source: EventSource,
+    stats: Arc<SubscriptionStats>,
     task: AbortHandle,
 }
 
-/// Says that a publisher is listened to, for as long as it lives.
-struct Connected<'a>(&'a Told);
+/// Marks a publisher as connected until it is dropped.
+struct ConnectedGuard<'a>(&'a SubscriptionStats);
 
-impl<'a> Connected<'a> {
-    fn new(told: &'a Told) -> Self {
-        told.set_connected(true);
-        Self(told)
+impl<'a> ConnectedGuard<'a> {
+    fn new(stats: &'a SubscriptionStats) -> Self {
+        stats.set_connected(true);
+        Self(stats)
     }
 }
 
-impl Drop for Connected<'_> {
+impl Drop for ConnectedGuard<'_> {
     fn drop(&mut self) {
         self.0.set_connected(false);
     }
@@ -86,52 +86,55 @@ impl Drop for Subscription {
 }
 
 impl Subscriptions {
-    /// Listens to these and to nobody else. Whoever was listened to already on the same terms is not disturbed.
-    pub(crate) fn set(&self, sources: Vec<Source>, memory: &Arc<Memory>, runtime: &Handle) {
+    /// Replaces the sources. Subscriptions with unchanged sources continue.
+    pub(crate) fn set(&self, sources: Vec<EventSource>, known_caches: &Arc<KnownCaches>, runtime: &Handle) {
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
-        let wanted: HashMap<u32, Source> = sources.into_iter().map(|s| (s.engine, s)).collect();
-        tasks.retain(|engine, kept| {
-            let stays = wanted.get(engine) == Some(&kept.source);
+        let sources: HashMap<u32, EventSource> = sources.into_iter().map(|s| (s.engine, s)).collect();
+        tasks.retain(|engine, subscription| {
+            let stays = sources.get(engine) == Some(&subscription.source);
             if !stays {
-                // What it told is not kept up to date any more. A message of which it changes a part now changes no more.
-                kept.told.end();
-                memory.forget_told(*engine);
+                // Reports of this engine are no longer updated. A batch that is being applied changes nothing from
+                // now on.
+                subscription.stats.end();
+                known_caches.forget_reported(*engine);
             }
             stays
         });
-        for (engine, source) in wanted {
+        for (engine, source) in sources {
             tasks.entry(engine).or_insert_with(|| {
-                let told = Arc::<Told>::default();
-                let listening = listen(source.clone(), Arc::clone(memory), Arc::clone(&told));
-                Subscription { source, told, task: runtime.spawn(listening).abort_handle() }
+                let stats = Arc::<SubscriptionStats>::default();
+                let listening = listen(source.clone(), Arc::clone(known_caches), Arc::clone(&stats));
+                Subscription { source, stats, task: runtime.spawn(listening).abort_handle() }
             });
         }
     }
 
-    /// Where an engine publishes, and what became of listening to it; `None` for one that nobody listens to.
-    pub(crate) fn of(&self, engine: u32) -> Option<(String, Arc<Told>)> {
+    /// Where an engine publishes, with the statistics; `None` without a subscription.
+    pub(crate) fn of(&self, engine: u32) -> Option<(String, Arc<SubscriptionStats>)> {
         let tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
-        tasks.get(&engine).map(|kept| (kept.source.address.clone(), Arc::clone(&kept.told)))
+        tasks
+            .get(&engine)
+            .map(|subscription| (subscription.source.address.clone(), Arc::clone(&subscription.stats)))
     }
 }
 
-/// Listens for ever.
-async fn listen(source: Source, memory: Arc<Memory>, told: Arc<Told>) {
+/// Runs one subscription, without end.
+async fn listen(source: EventSource, known_caches: Arc<KnownCaches>, stats: Arc<SubscriptionStats>) {
     let addresses = Addresses::new(&source.host, source.config.port);
-    let mut listener = Listener { source, addresses, memory, told, blocks: Blocks::default() };
+    let mut listener = Subscriber { source, addresses, known_caches, stats, blocks: EngineBlocks::default() };
     let mut pause = PAUSE;
-    // Told once until it succeeds again.
+    // A failure is logged once, until a message has arrived again.
     let mut failing = false;
     loop {
-        let before = listener.told.batches();
-        let heard = if listener.source.config.bind.is_some() {
+        let before = listener.stats.batches();
+        let messages = if listener.source.config.bind.is_some() {
             listener.accept().await
         } else {
             listener.connect().await
         };
         let publisher = &listener.source.address;
-        failing &= listener.told.batches() == before;
-        match heard {
+        failing &= listener.stats.batches() == before;
+        match messages {
             Ok(0) => {}
             Ok(_) => pause = PAUSE,
             Err(error) if failing => tracing::debug!(publisher, %error, "KV event subscription failed"),
@@ -145,33 +148,35 @@ async fn listen(source: Source, memory: Arc<Memory>, told: Arc<Told>) {
     }
 }
 
-/// One subscription at work.
-struct Listener {
-    source: Source,
+/// One running subscription.
+struct Subscriber {
+    source: EventSource,
     addresses: Addresses,
-    memory: Arc<Memory>,
-    told: Arc<Told>,
-    blocks: Blocks,
+    known_caches: Arc<KnownCaches>,
+    stats: Arc<SubscriptionStats>,
+    blocks: EngineBlocks,
 }
 
-impl Listener {
-    /// One connection to a publisher; how many messages it brought.
+impl Subscriber {
+    /// Connects to a publisher and follows it. Returns the number of messages.
     async fn connect(&mut self) -> Result<u64, ZmtpError> {
         let dial = async {
-            // The last good address while the resolver fails.
-            let found = self.addresses.get().await;
-            let found = found.map_err(|error| std::io::Error::new(error.kind(), error.to_string()))?;
-            TcpStream::connect(&*found).await
+            // While the resolver fails, the last good address stays in use.
+            let addresses = self.addresses.get().await;
+            let addresses =
+                addresses.map_err(|error| std::io::Error::new(error.kind(), error.to_string()))?;
+            TcpStream::connect(&*addresses).await
         };
-        let Ok(stream) = tokio::time::timeout(CONNECT_WITHIN, dial).await else {
+        let Ok(stream) = tokio::time::timeout(CONNECT_TIMEOUT, dial).await else {
             return Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
         };
         let mut publisher = shake_hands(stream?, &self.source).await?;
         self.follow(&mut publisher).await
     }
 
-    /// The publisher that shook hands last: an engine that began anew is heard although its old connection has not
-    /// ended, and whoever else connects changes nothing. vLLM connects to the router where its endpoint names a host.
+    /// Follows the publisher with the newest handshake: a restarted engine replaces its old connection before that
+    /// has ended. Connections without a handshake change nothing. vLLM connects to the router where its endpoint
+    /// names a host.
     async fn accept(&mut self) -> Result<u64, ZmtpError> {
         let listener = TcpListener::bind(&self.source.address).await?;
         let source = self.source.clone();
@@ -184,15 +189,15 @@ impl Listener {
         }
     }
 
-    /// Listens to it to its end; how many messages it brought.
-    async fn follow(&mut self, publisher: &mut Publisher<TcpStream>) -> Result<u64, ZmtpError> {
-        let told = Arc::clone(&self.told);
-        let _connected = Connected::new(&told);
+    /// Reads messages until the connection ends. Returns their number.
+    async fn follow(&mut self, publisher: &mut PublisherConnection<TcpStream>) -> Result<u64, ZmtpError> {
+        let stats = Arc::clone(&self.stats);
+        let _connected = ConnectedGuard::new(&stats);
         let mut messages = 0;
         loop {
             match publisher.message().await {
                 Ok(frames) => self.take(&frames),
-                // Broken after it was listened to for a while: not worth a longer pause.
+                // A connection that broke after some messages needs no longer pause.
                 Err(ZmtpError::Io(_)) if messages > 0 => return Ok(messages),
                 Err(error) => return Err(error),
             }
@@ -200,45 +205,46 @@ impl Listener {
         }
     }
 
-    /// One message: topic, sequence number, events.
+    /// Applies one message: topic, sequence number, events.
     fn take(&mut self, frames: &[Vec<u8>]) {
         let [_, sequence, payload] = frames else { return };
         let Ok(sequence) = sequence.as_slice().try_into().map(u64::from_be_bytes) else { return };
-        let heard = self.blocks.heard(sequence);
-        if heard == Heard::Repeated {
+        let check = self.blocks.check_sequence(sequence);
+        if check == SequenceCheck::Duplicate {
             return;
         }
-        self.told.count_batch();
-        if heard == Heard::Gap {
+        self.stats.count_batch();
+        if check == SequenceCheck::Gap {
             self.forget();
         }
-        let most = self.memory.blocks_max();
-        match Events::of(payload) {
+        let most = self.known_caches.blocks_max();
+        match EventBatch::of(payload) {
             Ok(events) => events.for_each(|event| self.apply(event, most)),
-            Err(Malformed) => self.apply(Err(Malformed), most),
+            Err(MsgpackError) => self.apply(Err(MsgpackError), most),
         }
-        self.told.set_blocks(self.blocks.count());
+        self.stats.set_blocks(self.blocks.count());
     }
 
-    /// One event; `Err`: the rest of the message cannot be read.
-    fn apply(&mut self, event: Result<Event, Malformed>, most: usize) {
+    /// Applies one event; `Err`: the rest of the message is unreadable.
+    fn apply(&mut self, event: Result<KvEvent, MsgpackError>, most: usize) {
         let Ok(event) = event else { return self.forget() };
         let engine = self.source.engine;
         let changes = self.blocks.take(&event, most);
         if changes.forget {
-            self.memory.forget_blocks(engine);
+            self.known_caches.forget_blocks(engine);
         }
-        self.memory.told(engine, &changes.list, &self.told);
+        self.known_caches.apply_reported(engine, &changes.list, &self.stats);
         if let Some(size) = changes.block_size
-            && !self.told.is_over()
+            && !self.stats.has_ended()
         {
-            self.memory.set_block_size(engine, size);
+            self.known_caches.set_block_size(engine, size);
         }
-        if let Some(why) = changes.left_out
-            && self.told.leave_out(why)
+        if let Some(reason) = changes.left_out
+            && self.stats.count_ignored(reason)
         {
-            let (publisher, reason) = (&self.source.address, why.label());
-            if why.is_a_surprise() {
+            let (publisher, hides) = (&self.source.address, reason.hides_cached_blocks());
+            let reason = reason.label();
+            if hides {
                 tracing::warn!(publisher, reason, "KV events ignored, the prefix index is incomplete");
             } else {
                 tracing::info!(publisher, reason, "KV events ignored");
@@ -246,20 +252,20 @@ impl Listener {
         }
     }
 
-    /// Something was missed, or cannot be read: nothing of what was said before is believed.
+    /// Messages are missing or unreadable: nothing reported before is valid.
     fn forget(&mut self) {
-        self.told.count_gap();
+        self.stats.count_gap();
         self.blocks.forget();
-        self.memory.forget_blocks(self.source.engine);
+        self.known_caches.forget_blocks(self.source.engine);
     }
 }
 
-async fn next_publisher(listener: &TcpListener, source: &Source) -> Publisher<TcpStream> {
+async fn next_publisher(listener: &TcpListener, source: &EventSource) -> PublisherConnection<TcpStream> {
     loop {
         let shaken = match listener.accept().await {
             Ok((stream, _)) => shake_hands(stream, source).await,
             Err(error) => {
-                // Out of file descriptors, mostly.
+                // Usually the process is out of file descriptors.
                 tokio::time::sleep(PAUSE).await;
                 Err(error.into())
             }
@@ -271,13 +277,17 @@ async fn next_publisher(listener: &TcpListener, source: &Source) -> Publisher<Tc
     }
 }
 
-async fn shake_hands(stream: TcpStream, source: &Source) -> Result<Publisher<TcpStream>, ZmtpError> {
-    // A publisher may be silent for hours, so silence alone says nothing; a host that is gone does not answer this.
+async fn shake_hands(
+    stream: TcpStream,
+    source: &EventSource,
+) -> Result<PublisherConnection<TcpStream>, ZmtpError> {
+    // A publisher may be silent for hours, so silence alone shows nothing. A host that is gone does not answer
+    // keepalives.
     let keepalive = TcpKeepalive::new().with_time(KEEPALIVE_IDLE).with_interval(KEEPALIVE_EVERY);
     stream.set_nodelay(true)?;
     SockRef::from(&stream).set_tcp_keepalive(&keepalive.with_retries(KEEPALIVE_TRIES))?;
-    let hands = Publisher::subscribe(stream, source.config.topic.as_bytes());
-    match tokio::time::timeout(CONNECT_WITHIN, hands).await {
+    let handshake = PublisherConnection::subscribe(stream, source.config.topic.as_bytes());
+    match tokio::time::timeout(CONNECT_TIMEOUT, handshake).await {
         Ok(publisher) => publisher,
         Err(_elapsed) => Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()),
     }

@@ -1,7 +1,8 @@
-//! The same in bfloat16 mode: keys and values are rounded as they are read and go from registers into `vdpbf16ps`.
+//! The same in bfloat16 mode: keys and values are rounded when they are read and stay in registers for `vdpbf16ps`.
 //!
-//! The chains are those of [`bf16`](super::super::super::bf16): chunks of 32 elements or positions, one chain over the even and
-//! one over the odd ones. So the bits are those of the passes that pack panels first, which more rows go through.
+//! The chains are those of [`bf16`](super::super::super::bf16): chunks of 32 elements or positions, one chain over the
+//! even and one over the odd inputs. The bits therefore equal those of the passes that pack panels first, which are
+//! used for more rows.
 
 use std::arch::x86_64::{
     __m512, __m512bh, __m512i, _mm512_add_ps, _mm512_and_si512, _mm512_castsi512_ps, _mm512_dpbf16_ps,
@@ -12,15 +13,15 @@ use std::mem::transmute;
 
 use baton_connector::layout::KvDtype;
 
-use super::{AHEAD, Bf16, Cache, F16, Half, LANES, Stored, later, transposed};
-use crate::compute::cpu::bf16::{CHUNK, Unit};
+use super::{AHEAD, CacheBf16, CacheElement, CacheF16, HeadCache, KvHalf, LANES, later, transposed};
+use crate::compute::cpu::bf16::{Bf16Unit, CHUNK};
 use crate::compute::cpu::isa::{Isa, request};
 
-/// How queries and weights are ordered, whatever unit multiplies otherwise: words of two even or of two odd inputs.
-pub(in crate::compute::cpu::attention) const ORDER: Unit = Unit::Avx512Bf16;
+/// The order of queries and weights, independent of the unit in use: words of two even or of two odd inputs.
+pub(in crate::compute::cpu::attention) const ORDER: Bf16Unit = Bf16Unit::Avx512Bf16;
 /// Words of one parity in a chunk.
 const WORDS: usize = CHUNK / 4;
-/// Sixteen bits from each half of a register by turns: the lower ones of a word are from the lower half.
+/// Alternates 16-bit values from the two halves of a register. The lower value of a word is from the lower half.
 const INTERLEAVED: [u16; CHUNK] = {
     let mut from = [0; CHUNK];
     let mut at = 0;
@@ -31,11 +32,11 @@ const INTERLEAVED: [u16; CHUNK] = {
     from
 };
 
-/// Whether this is for so many rows of this cache.
+/// Whether this module supports this number of rows of this cache.
 pub(in crate::compute::cpu::attention) fn suits(
     isa: Isa,
-    unit: Unit,
-    cache: &Cache<'_>,
+    unit: Bf16Unit,
+    cache: &HeadCache<'_>,
     rows: usize,
 ) -> bool {
     unit.packs()
@@ -49,7 +50,7 @@ pub(in crate::compute::cpu::attention) fn suits(
 /// # Safety
 /// As there, with [`suits`].
 pub(in crate::compute::cpu::attention) unsafe fn scores(
-    cache: &Cache<'_>,
+    cache: &HeadCache<'_>,
     context: usize,
     rows: usize,
     queries: &[u16],
@@ -58,7 +59,7 @@ pub(in crate::compute::cpu::attention) unsafe fn scores(
 ) {
     assert!(queries.len() >= rows * cache.layout.head_dim);
     assert!(scores.len() >= (rows - 1) * stride + context.next_multiple_of(LANES));
-    // SAFETY: the caller's contract, and what has just been looked at.
+    // SAFETY: the caller's contract, and the assertions above.
     unsafe {
         by_rows!(
             rows,
@@ -73,7 +74,7 @@ pub(in crate::compute::cpu::attention) unsafe fn scores(
 /// # Safety
 /// As there, with [`suits`].
 pub(in crate::compute::cpu::attention) unsafe fn values(
-    cache: &Cache<'_>,
+    cache: &HeadCache<'_>,
     context: usize,
     rows: usize,
     (weights, weights_stride): (&[u16], usize),
@@ -85,13 +86,13 @@ pub(in crate::compute::cpu::attention) unsafe fn values(
         outputs[..cache.layout.head_dim].fill(0.0);
     }
     let (weights, outputs) = ((weights.as_ptr(), weights_stride), (outputs.as_mut_ptr(), outputs_stride));
-    // SAFETY: the caller's contract, and what has just been looked at.
+    // SAFETY: the caller's contract, and the assertions above.
     unsafe { by_rows!(rows, cache.layout.dtype, values_of(cache, context, weights, outputs)) };
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-unsafe fn scores_of<E: Stored, const R: usize>(
-    cache: &Cache<'_>,
+unsafe fn scores_of<E: CacheElement, const R: usize>(
+    cache: &HeadCache<'_>,
     context: usize,
     queries: *const u16,
     scores: *mut f32,
@@ -100,14 +101,14 @@ unsafe fn scores_of<E: Stored, const R: usize>(
     let dim = cache.layout.head_dim;
     let group_bytes = LANES * dim * size_of::<E>();
     for from in (0..context.min(AHEAD)).step_by(LANES) {
-        request(cache.vector(Half::Keys, from), group_bytes);
+        request(cache.vector(KvHalf::Keys, from), group_bytes);
     }
     let order = ORDER.order().expect("an order of its own");
     // SAFETY: the contract of `scores`; the order is 64 bytes long.
     unsafe {
         let order = _mm512_loadu_si512(order.as_ptr().cast());
         for from in (0..context).step_by(LANES) {
-            let keys = cache.vector(Half::Keys, from).cast_const().cast::<E>();
+            let keys = cache.vector(KvHalf::Keys, from).cast_const().cast::<E>();
             let later = later(cache, from, context);
             let mut sums = [_mm512_setzero_ps(); R];
             for element in (0..dim).step_by(CHUNK) {
@@ -129,10 +130,11 @@ unsafe fn scores_of<E: Stored, const R: usize>(
     }
 }
 
-/// Adds the products of a chunk to each row's sum; a row's inputs, in [`ORDER`], begin `stride` after the one's before.
+/// Adds the products of a chunk to each row's sum. A row's inputs, in [`ORDER`], begin `stride` values after those of
+/// the row before.
 ///
 /// # Safety
-/// There are as many inputs as words have; this machine has AVX512-BF16.
+/// There are as many inputs as `words` need; this machine has AVX512-BF16.
 #[inline(always)]
 unsafe fn add_products<const R: usize>(
     sums: &mut [__m512; R],
@@ -161,16 +163,16 @@ unsafe fn add_products<const R: usize>(
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-unsafe fn values_of<E: Stored, const R: usize>(
-    cache: &Cache<'_>,
+unsafe fn values_of<E: CacheElement, const R: usize>(
+    cache: &HeadCache<'_>,
     context: usize,
     (weights, weights_stride): (*const u16, usize),
     outputs: (*mut f32, usize),
 ) {
     for from in (0..context).step_by(CHUNK) {
-        let run = |start: usize| cache.vector(Half::Values, start.min(context - 1) / LANES * LANES);
+        let run = |start: usize| cache.vector(KvHalf::Values, start.min(context - 1) / LANES * LANES);
         let runs = [run(from), run(from + LANES)].map(|run| run.cast_const().cast::<E>());
-        // Beyond the end the last run is asked for once more, which is near already.
+        // Beyond the end, the last run is prefetched again, which is in the cache already.
         let later = [run(from + AHEAD), run(from + AHEAD + LANES)];
         // SAFETY: the contract of `values`; runs of sixteen positions lie in one block.
         unsafe {
@@ -183,10 +185,11 @@ unsafe fn values_of<E: Stored, const R: usize>(
     }
 }
 
-/// Adds the weighted values of a chunk of positions, of which the first `seen` are there: all of them if it is `WHOLE`.
+/// Adds the weighted values of a chunk of positions. Only the first `seen` positions exist: all of them if the chunk is
+/// `WHOLE`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-unsafe fn chunk_of<E: Stored, const R: usize, const WHOLE: bool>(
-    cache: &Cache<'_>,
+unsafe fn chunk_of<E: CacheElement, const R: usize, const WHOLE: bool>(
+    cache: &HeadCache<'_>,
     runs: [*const E; 2],
     seen: usize,
     later: [*mut u8; 2],
@@ -236,7 +239,7 @@ unsafe fn chunk_of<E: Stored, const R: usize, const WHOLE: bool>(
 mod tests {
     use baton_connector::layout::KvLayout;
 
-    use super::super::super::{Scratch, Shape};
+    use super::super::super::{AttentionScratch, QueryShape};
     use super::*;
 
     /// Values without a pattern, of both signs.
@@ -246,20 +249,20 @@ mod tests {
         (seed..seed + count).map(|i| (mixed(i) >> 8) as f32 / (1 << 23) as f32 - 1.0).collect()
     }
 
-    /// The bits of what `count` positions from `start` attend to.
-    fn attended(shape: &Shape, cache: &Cache<'_>, start: usize, count: usize) -> Vec<u32> {
+    /// The bits of the attention output of `count` positions from `start`.
+    fn attended(shape: &QueryShape, cache: &HeadCache<'_>, start: usize, count: usize) -> Vec<u32> {
         let dim = cache.layout.head_dim;
         let width = shape.group * dim;
         let queries: Vec<_> = (start..start + count).map(|position| noise(31 * position, width)).collect();
         let mut outputs = vec![f32::NAN; count * width];
         let out = outputs.as_mut_ptr();
-        // SAFETY: the test alone has blocks and buffers.
+        // SAFETY: only this test uses blocks and buffers.
         unsafe {
             shape.attend(
                 cache,
                 start,
                 count,
-                &mut Scratch::default(),
+                &mut AttentionScratch::default(),
                 |i, g| queries[i][g * dim..].as_ptr(),
                 |i, g| out.add(i * width + g * dim),
             );
@@ -269,7 +272,7 @@ mod tests {
 
     #[test]
     fn a_position_alone_has_the_bits_that_it_has_beside_another() {
-        let units = Unit::available().into_iter().filter(|unit| unit.packs());
+        let units = Bf16Unit::available().into_iter().filter(|unit| unit.packs());
         for (unit, (dtype, block_tokens, head_dim)) in units.flat_map(|unit| {
             [
                 (KvDtype::F32, 16, 64),
@@ -282,13 +285,13 @@ mod tests {
         }) {
             let layout = KvLayout { layers: 2, kv_heads: 2, head_dim, block_tokens, dtype };
             for context in [2, 3, 16, 17, 32, 33, 34, 47, 48, 65, 130] {
-                // Whatever is in slots that no key is in must not be seen.
+                // The contents of slots without a key must not affect the result.
                 let mut memory = vec![vec![f32::NAN; layout.block_bytes() / 4]; layout.blocks_for(context)];
                 let blocks: Vec<*mut u8> = memory.iter_mut().map(|block| block.as_mut_ptr().cast()).collect();
-                let cache = Cache { layout: &layout, layer: 1, head: 1, blocks: &blocks };
+                let cache = HeadCache { layout: &layout, layer: 1, head: 1, blocks: &blocks };
                 for position in 0..context {
-                    for (half, seed) in [(Half::Keys, 7), (Half::Values, 1_000_007)] {
-                        // SAFETY: the test alone has the blocks.
+                    for (half, seed) in [(KvHalf::Keys, 7), (KvHalf::Values, 1_000_007)] {
+                        // SAFETY: only this test uses the blocks.
                         unsafe {
                             let vector = noise(seed + 999 * position, head_dim);
                             cache.store(Isa::Avx512, half, position, &vector);
@@ -296,7 +299,7 @@ mod tests {
                     }
                 }
                 for group in 1..=8 {
-                    let shape = Shape { isa: Isa::Avx512, group, factor: 0.7, bf16: Some(unit) };
+                    let shape = QueryShape { isa: Isa::Avx512, group, factor: 0.7, bf16: Some(unit) };
                     assert!(suits(Isa::Avx512, unit, &cache, group));
                     let beside = attended(&shape, &cache, context - 2, 2);
                     let alone = [context - 2, context - 1].map(|at| attended(&shape, &cache, at, 1));

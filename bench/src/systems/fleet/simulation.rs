@@ -1,0 +1,453 @@
+//! The simulated fleet in virtual time: clients that arrive, stay and disconnect, engines that die and restart, and
+//! between them the router's own decisions and the connector's own state machines.
+//!
+//! ```text
+//! begin ─▶ D is reserved ─▶ P computes ─▶ leases ─▶ (gap) ─▶ D queues, renews ─▶ reads ─▶ verdict ─▶ streams ─▶ over
+//!    └ refused              ├ cancel                ├ cancel  ├ cancel, D dies, D stops renewing      ├ cancel
+//!                           └ P dies: another P               └ another D, or computed again          └ D dies: another D
+//! ```
+//!
+//! The simulation has one thread, and all draws follow from the seed, so that a run is reproducible. Routing,
+//! settlement and the end of leases are decided by production code only.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+
+use baton_connector::Time;
+use baton_connector::exchange::Phase;
+use baton_connector::ledger::Ledger;
+use baton_router::sim_router::{self, SimRouter};
+use baton_router::{GenerationError, RouterConfig};
+
+use super::client::{ClientSlot, RequestStage};
+use super::costs::{DecisionCosts, DecisionKind};
+use super::engine::{FleetEngine, LeaseCounts, PlantedFault, Violations};
+use super::memory::resident_bytes;
+use crate::load::rng::Rng;
+
+/// Virtual time between two looks at loads and expired leases.
+const LOOK_US: u64 = 1_000_000;
+/// Virtual time after the last request: longer than a lease, its drain, and its tombstone.
+const QUIET_US: u64 = 200_000_000;
+/// Virtual time in which the first requests arrive.
+const RAMP_US: u64 = 15_000_000;
+/// Mean interval of engine deaths, and mean time until a restart.
+const DIES_EVERY_US: f64 = 2e6;
+const AWAY_US: f64 = 10e6;
+
+/// Parameters of a simulation.
+#[derive(Clone, Debug)]
+pub(crate) struct FleetSetup {
+    pub(crate) engines: usize,
+    /// Requests alive at once.
+    pub(crate) requests: usize,
+    /// Further requests, as a multiple of `requests`.
+    pub(crate) turnover: f64,
+    /// As in a configuration.
+    pub(crate) policy: String,
+    pub(crate) routers: usize,
+    /// Maximum requests of each router at each engine.
+    pub(crate) max_in_flight: Option<usize>,
+    /// Waiting requests at which a decode engine is full.
+    pub(crate) max_waiting: Option<u32>,
+    /// Requests that a decode engine runs at once.
+    pub(crate) engine_capacity: Option<u32>,
+    pub(crate) explain: bool,
+    pub(crate) seed: u64,
+    pub(crate) plant: Option<PlantedFault>,
+}
+
+impl FleetSetup {
+    /// Number of requests of the run.
+    fn target(&self) -> u64 {
+        self.requests as u64 + (self.requests as f64 * self.turnover) as u64
+    }
+}
+
+/// The result of a simulation.
+#[derive(Debug)]
+pub(crate) struct FleetOutcome {
+    pub(crate) costs: DecisionCosts,
+    pub(crate) leases: LeaseCounts,
+    pub(crate) faults: Violations,
+    /// By the exchange's labels.
+    pub(crate) endings: BTreeMap<&'static str, u64>,
+    pub(crate) begun: u64,
+    pub(crate) alive_most: usize,
+    pub(crate) engines_died: u64,
+    pub(crate) virtual_s: f64,
+    /// Load of the busiest engine over the mean, over all looks: prefill and decode.
+    pub(crate) imbalance: [Imbalance; 2],
+    pub(crate) crowd: CapacityStats,
+    /// Maximum requests of one engine.
+    pub(crate) most_at_one: [u32; 2],
+    /// Chunks of shared beginnings that prefill engines had cached, and all of them.
+    pub(crate) hits: [u64; 2],
+    pub(crate) bytes_per_engine: f64,
+    pub(crate) bytes_per_request: f64,
+    /// Digest of all events in order.
+    pub(crate) digest: u64,
+}
+
+/// The load of the busiest engine over the mean.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Imbalance {
+    sum: f64,
+    pub(crate) worst: f64,
+    looks: u32,
+}
+
+impl Imbalance {
+    fn look(&mut self, loads: impl Iterator<Item = u32> + Clone) {
+        let (count, sum) =
+            loads.clone().fold((0_u32, 0_u64), |(n, sum), load| (n + 1, sum + u64::from(load)));
+        if sum > 0 {
+            let share = f64::from(loads.max().unwrap_or(0)) * f64::from(count) / sum as f64;
+            self.worst = self.worst.max(share);
+            self.sum += share;
+            self.looks += 1;
+        }
+    }
+
+    pub(crate) fn mean(&self) -> f64 {
+        self.sum / f64::from(self.looks.max(1))
+    }
+}
+
+/// Load of decode engines, summed over all looks while requests arrive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct CapacityStats {
+    pub(crate) looks: u64,
+    /// Observed engines, and those with more requests than capacity.
+    pub(crate) engines: u64,
+    pub(crate) over: u64,
+    /// Requests above capacity, and free capacity.
+    pub(crate) waiting: u64,
+    pub(crate) free: u64,
+    /// Clients that were refused and have not retried.
+    pub(crate) turned_away: u64,
+}
+
+impl CapacityStats {
+    fn look(&mut self, loads: impl Iterator<Item = u32>, room: u32, turned_away: usize) {
+        self.looks += 1;
+        self.turned_away += turned_away as u64;
+        for load in loads {
+            self.engines += 1;
+            self.over += u64::from(load > room);
+            self.waiting += u64::from(load.saturating_sub(room));
+            self.free += u64::from(room.saturating_sub(load));
+        }
+    }
+}
+
+/// A scheduled event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum FleetEvent {
+    Begin(u32),
+    /// A step of a request, unless another one has replaced it.
+    Comes(u32, u32, RequestStage),
+    Dies,
+    Back(u32),
+    Look,
+}
+
+/// The simulation.
+pub(super) struct FleetSim {
+    pub(super) setup: FleetSetup,
+    pub(super) routers: Vec<SimRouter>,
+    /// Prefill engines, then decode engines.
+    pub(super) engines: Vec<FleetEngine>,
+    pub(super) clients: Vec<ClientSlot>,
+    events: BinaryHeap<Reverse<(u64, u64, FleetEvent)>>,
+    sequence: u64,
+    pub(super) now: Time,
+    pub(super) rng: Rng,
+    pub(super) costs: DecisionCosts,
+    pub(super) leases: LeaseCounts,
+    pub(super) faults: Violations,
+    pub(super) plant: Option<PlantedFault>,
+    pub(super) endings: BTreeMap<&'static str, u64>,
+    pub(super) begun: u64,
+    pub(super) living: usize,
+    /// Clients that were refused and have not retried.
+    pub(super) turned_away: usize,
+    pub(super) hits: [u64; 2],
+    /// Requests at each engine, from all routers.
+    pub(super) at: Vec<u32>,
+    pub(super) most_at_one: [u32; 2],
+    alive_most: usize,
+    died: u64,
+    imbalance: [Imbalance; 2],
+    crowd: CapacityStats,
+    digest: u64,
+}
+
+/// Simulates to the end.
+///
+/// # Errors
+/// If the configuration allows no router.
+pub(crate) fn simulate(setup: &FleetSetup) -> Result<FleetOutcome, GenerationError> {
+    sim_router::reseed(setup.seed);
+    let before = resident_bytes();
+    let mut world = FleetSim::new(setup)?;
+    let with_routers = resident_bytes();
+    world.fill();
+    let target = setup.target();
+    let mut with_requests = None;
+    let mut quiet_from = None;
+    while let Some(Reverse((at, _, what))) = world.events.pop() {
+        world.now = Time(at);
+        world.digest = (world.digest ^ at ^ (event_order(what) << 40)).wrapping_mul(0x0000_0100_0000_01b3);
+        match what {
+            FleetEvent::Begin(slot) if world.begun < target => world.begin(slot as usize),
+            FleetEvent::Begin(_) => {}
+            FleetEvent::Comes(slot, turn, stage) => world.run_stage(slot as usize, turn, stage),
+            FleetEvent::Dies if quiet_from.is_none() => world.kill_engine(),
+            FleetEvent::Dies => {}
+            FleetEvent::Back(engine) => world.restart_engine(engine as usize),
+            FleetEvent::Look => world.look(),
+        }
+        world.alive_most = world.alive_most.max(world.living);
+        if with_requests.is_none() && world.begun >= setup.requests as u64 {
+            world.costs.counting = true;
+            with_requests = Some(resident_bytes());
+        }
+        if world.begun >= target && world.living == 0 {
+            let from = *quiet_from.get_or_insert(at);
+            if at > from + QUIET_US {
+                break;
+            }
+        }
+    }
+    let per = |more: usize, less: usize, of: usize| more.saturating_sub(less) as f64 / of.max(1) as f64;
+    let bytes_per_engine = per(with_routers, before, setup.engines * setup.routers);
+    let bytes_per_request = per(with_requests.unwrap_or(0), with_routers, setup.requests);
+    Ok(world.outcome(bytes_per_engine, bytes_per_request))
+}
+
+fn event_order(what: FleetEvent) -> u64 {
+    match what {
+        FleetEvent::Begin(slot) => u64::from(slot) << 3,
+        FleetEvent::Comes(slot, _, stage) => u64::from(slot) << 3 | 1 | (stage as u64) << 20,
+        FleetEvent::Dies => 2,
+        FleetEvent::Back(engine) => u64::from(engine) << 3 | 3,
+        FleetEvent::Look => 4,
+    }
+}
+
+impl FleetSim {
+    fn new(setup: &FleetSetup) -> Result<Self, GenerationError> {
+        let names: Vec<String> = (0..setup.engines).map(|n| format!("engine-{n}.fleet:8000")).collect();
+        let yaml = configuration(setup, &names);
+        let router = || {
+            let config = RouterConfig::from_yaml(&yaml, "fleet.yaml")?;
+            SimRouter::new(config, &names)
+        };
+        let routers = (0..setup.routers).map(|_| router()).collect::<Result<Vec<_>, _>>()?;
+        Ok(Self {
+            routers,
+            engines: (0..setup.engines).map(|_| FleetEngine::new()).collect(),
+            clients: Vec::with_capacity(setup.requests),
+            events: BinaryHeap::new(),
+            sequence: 0,
+            now: Time::ZERO,
+            rng: Rng::new(setup.seed),
+            costs: DecisionCosts::new(),
+            leases: LeaseCounts::default(),
+            faults: Violations::default(),
+            plant: setup.plant,
+            endings: BTreeMap::new(),
+            begun: 0,
+            living: 0,
+            turned_away: 0,
+            hits: [0; 2],
+            at: vec![0; setup.engines],
+            most_at_one: [0; 2],
+            alive_most: 0,
+            died: 0,
+            imbalance: Default::default(),
+            crowd: CapacityStats::default(),
+            digest: 0xcbf2_9ce4_8422_2325,
+            setup: setup.clone(),
+        })
+    }
+
+    /// Number of prefill engines, which come first.
+    pub(super) fn prefills(&self) -> usize {
+        self.setup.engines / 2
+    }
+
+    fn fill(&mut self) {
+        for slot in 0..self.setup.requests {
+            self.clients.push(ClientSlot::new(slot % self.setup.routers));
+            let at = self.rng.below(RAMP_US);
+            self.after(at, FleetEvent::Begin(slot as u32));
+        }
+        self.after(LOOK_US, FleetEvent::Look);
+        let at = self.mean(DIES_EVERY_US);
+        self.after(at, FleetEvent::Dies);
+    }
+
+    /// Schedules an event.
+    pub(super) fn after(&mut self, us: u64, what: FleetEvent) {
+        self.sequence += 1;
+        self.events.push(Reverse((self.now.0 + us, self.sequence, what)));
+    }
+
+    /// An exponentially distributed time with this mean.
+    pub(super) fn mean(&mut self, us: f64) -> u64 {
+        (self.rng.exponential() * us) as u64
+    }
+
+    /// Calls the ledger of a request's lease and frees the blocks of leases that ended. `None` if the engine has
+    /// died, and the lease with it.
+    pub(super) fn on_ledger<T>(
+        &mut self,
+        slot: usize,
+        run: impl FnOnce(&mut Ledger, Time) -> T,
+    ) -> Option<T> {
+        let now = self.now;
+        let client = &mut self.clients[slot];
+        let lent = client.lent?;
+        let engine = &mut self.engines[lent.engine];
+        if !engine.alive || engine.epoch != lent.epoch {
+            return None;
+        }
+        let ((result, settled), ns) = self.costs.timed(|| {
+            let result = run(engine.ledger(), now);
+            (result, engine.ledger().take_closed())
+        });
+        client.lease_ns += ns;
+        if settled.iter().any(|settled| settled.handle == lent.handle) {
+            self.costs.count(DecisionKind::Lease, client.lease_ns);
+        }
+        engine.reclaim(settled, &mut self.leases, &mut self.faults, &mut self.plant);
+        Some(result)
+    }
+
+    fn look(&mut self) {
+        for engine in &mut self.engines {
+            if engine.next_deadline().is_some_and(|due| due <= self.now) {
+                engine.ledger().tick(self.now);
+                let settled = engine.ledger().take_closed();
+                engine.reclaim(settled, &mut self.leases, &mut self.faults, &mut self.plant);
+            }
+        }
+        if self.costs.counting && self.living * 2 > self.setup.requests {
+            let prefills = self.prefills();
+            for (leg, range) in [0..prefills, prefills..self.engines.len()].into_iter().enumerate() {
+                let alive = range.filter(|&engine| self.engines[engine].alive).map(|engine| self.at[engine]);
+                self.imbalance[leg].look(alive);
+            }
+        }
+        if let Some(room) = self.setup.engine_capacity {
+            self.sample_capacity(room);
+        }
+        self.after(LOOK_US, FleetEvent::Look);
+    }
+
+    fn sample_capacity(&mut self, room: u32) {
+        let alive = (self.prefills()..self.engines.len()).filter(|&engine| self.engines[engine].alive);
+        if self.costs.counting && self.begun < self.setup.target() {
+            self.crowd.look(alive.clone().map(|engine| self.at[engine]), room, self.turned_away);
+        }
+        if self.setup.max_waiting.is_some() {
+            for engine in alive {
+                let (running, waiting) = (self.at[engine].min(room), self.at[engine].saturating_sub(room));
+                self.routers.iter().for_each(|router| router.report_load(engine, running, waiting));
+            }
+        }
+    }
+
+    /// One engine dies, if its leg has enough others. Its requests fail.
+    fn kill_engine(&mut self) {
+        let at = self.mean(DIES_EVERY_US);
+        self.after(at, FleetEvent::Dies);
+        let failed_engine = self.rng.below(self.setup.engines as u64) as usize;
+        let prefills = self.prefills();
+        let leg = if failed_engine < prefills { 0..prefills } else { prefills..self.engines.len() };
+        let dead = leg.clone().filter(|&engine| !self.engines[engine].alive).count();
+        if !self.engines[failed_engine].alive || dead >= (leg.len() / 20).max(1) || leg.len() - dead < 2 {
+            return;
+        }
+        self.died += 1;
+        self.engines[failed_engine].die(&mut self.leases, &mut self.faults);
+        let back = self.mean(AWAY_US);
+        self.after(back, FleetEvent::Back(failed_engine as u32));
+        let broken: Vec<(usize, Phase)> = (0..self.clients.len())
+            .filter_map(|slot| Some((slot, self.clients[slot].exchange.phase()?)))
+            .filter(|(slot, phase)| self.clients[*slot].works_at(*phase) == Some(failed_engine))
+            .collect();
+        let mut notified = vec![false; self.routers.len()];
+        for (slot, phase) in broken {
+            let router = self.clients[slot].router;
+            if !std::mem::replace(&mut notified[router], true) {
+                self.routers[router].fail_connection(failed_engine);
+            }
+            self.engine_failed(slot, phase, failed_engine);
+        }
+    }
+
+    fn restart_engine(&mut self, engine: usize) {
+        self.engines[engine].alive = true;
+        self.routers.iter().for_each(|router| router.recover(engine));
+    }
+
+    fn outcome(mut self, bytes_per_engine: f64, bytes_per_request: f64) -> FleetOutcome {
+        for engine in &self.engines {
+            engine.audit(&mut self.faults);
+        }
+        let left: usize = self.routers.iter().flat_map(SimRouter::loads).sum();
+        self.faults.requests_left = left as u64 + self.at.iter().map(|&at| u64::from(at)).sum::<u64>();
+        let ended: u64 = self.endings.values().sum();
+        self.faults.endings_wrong += ended.abs_diff(self.begun);
+        FleetOutcome {
+            costs: self.costs,
+            leases: self.leases,
+            faults: self.faults,
+            endings: self.endings,
+            begun: self.begun,
+            alive_most: self.alive_most,
+            engines_died: self.died,
+            virtual_s: self.now.0 as f64 / 1e6,
+            imbalance: self.imbalance,
+            crowd: self.crowd,
+            most_at_one: self.most_at_one,
+            hits: self.hits,
+            bytes_per_engine,
+            bytes_per_request,
+            digest: self.digest,
+        }
+    }
+}
+
+/// A router's configuration. The first half of the engines prefill, the others decode.
+fn configuration(setup: &FleetSetup, names: &[String]) -> String {
+    let (prefill, decode) = names.split_at(setup.engines / 2);
+    let in_flight = setup.max_in_flight.map(|most| format!("max_in_flight: {most}"));
+    let waiting = setup.max_waiting.map(|most| format!("max_waiting: {most}"));
+    let capacity: Vec<String> = in_flight.into_iter().chain(waiting).collect();
+    let capacity = format!("      capacity: {{{}}}\n", capacity.join(", "));
+    // Load reports expire by the real clock, but arrive by the virtual one.
+    let load = if setup.max_waiting.is_some() { "{interval_ms: 1000, stale_ms: 3600000}" } else { "{}" };
+    let pool = |engines: &[String], capacity: &str| {
+        let engines: String = engines.iter().map(|name| format!("        - url: http://{name}\n")).collect();
+        format!("      policy: {}\n{capacity}      engines:\n{engines}", setup.policy)
+    };
+    format!(
+        "listen: 127.0.0.1:0\nhealth: {{active: {{interval_ms: 0}}, outlier: {{interval_ms: 0}}, load: {load}}}\n\
+         explain: {{requests: {}}}\nmodels:\n  - name: m\n    prefill:\n{}    decode:\n{}",
+        if setup.explain { 4_096 } else { 0 },
+        pool(prefill, ""),
+        pool(decode, &capacity),
+    )
+}
+
+/// A hash: all bits differ from those of the next number.
+pub(super) fn mixed(number: u64) -> u64 {
+    let mut mixed = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
+}

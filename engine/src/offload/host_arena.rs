@@ -1,0 +1,168 @@
+//! The host tier's memory, and the copies between it and the device's pool.
+//!
+//! A block of the device is one shard per rank. In a slot and in a file its shards are contiguous.
+#![allow(
+    unsafe_code,
+    reason = "the pool and the arena are shared memory; scheduler and tier index give exclusive access"
+)]
+
+use std::sync::Arc;
+
+use baton_connector::BlockId;
+use baton_connector::region::Region;
+
+use super::{HostSlot, OffloadFault};
+use crate::compute::cuda::device::DeviceError;
+use crate::compute::cuda::shared_kv_pool::SharedKvPool;
+
+/// Host memory in slots of one block, below the device's pool.
+#[derive(Clone, Debug)]
+pub struct HostArena {
+    slots: Region,
+    device: Vec<Region>,
+    /// Set if the regions mirror a device's own memory.
+    shared_pool: Option<Arc<SharedKvPool>>,
+}
+
+impl HostArena {
+    /// `slots` slots for blocks of a device with these regions, one per rank. The system provides the memory page by
+    /// page at its first use.
+    ///
+    /// # Panics
+    /// Without slots or regions.
+    #[must_use]
+    pub fn new(slots: usize, device: Vec<Region>) -> Self {
+        let block_bytes = device.iter().map(Region::block_bytes).sum();
+        Self { slots: Region::allocate(slots, block_bytes), device, shared_pool: None }
+    }
+
+    /// The same arena for regions that mirror a device's own memory: slots are copied from and to that memory
+    /// directly. Slots are page-locked if the system allows it, which allocates all of their memory now.
+    #[must_use]
+    pub fn mirroring(mut self, shared_pool: Option<Arc<SharedKvPool>>) -> Self {
+        if let Some(pool) = &shared_pool {
+            pool.pin(&self.slots);
+        }
+        self.shared_pool = shared_pool;
+        self
+    }
+
+    /// Bytes of one block, over all ranks.
+    #[must_use]
+    pub fn block_bytes(&self) -> usize {
+        self.slots.block_bytes()
+    }
+
+    /// Copies a block of the device into a slot. Contract of the caller: no thread writes the block, and no other
+    /// thread uses the slot.
+    ///
+    /// # Errors
+    /// [`OffloadFault::Io`] when the device fails to copy the block.
+    pub fn store(&self, block: BlockId, slot: HostSlot) -> Result<(), OffloadFault> {
+        if let Some(shared_pool) = &self.shared_pool {
+            return shared_pool.store(block, &self.slots, BlockId(slot.0)).map_err(|error| {
+                tracing::error!(%error, "cannot copy a block to host memory, block not stored");
+                OffloadFault::Io
+            });
+        }
+        let mut at = self.slots.block_ptr(BlockId(slot.0));
+        for shard in &self.device {
+            let bytes = shard.block_bytes();
+            // SAFETY: a slot is as long as all shards of a block together, and no other thread writes either.
+            unsafe {
+                std::ptr::copy_nonoverlapping(shard.block_ptr(block), at, bytes);
+                at = at.add(bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies a slot into a block of the device. Contract of the caller: the block is landing, and no thread writes
+    /// the slot.
+    ///
+    /// # Errors
+    /// [`OffloadFault::Io`] when the device fails to copy it.
+    pub fn load(&self, slot: HostSlot, block: BlockId) -> Result<(), OffloadFault> {
+        if let Some(shared_pool) = &self.shared_pool {
+            return shared_pool.load(&self.slots, BlockId(slot.0), block).map_err(copy_fault);
+        }
+        let mut at = self.slots.block_ptr(BlockId(slot.0)).cast_const();
+        for shard in &self.device {
+            let bytes = shard.block_bytes();
+            // SAFETY: as above.
+            unsafe {
+                std::ptr::copy_nonoverlapping(at, shard.block_ptr(block), bytes);
+                at = at.add(bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies verified bytes into a landing block of the device.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    ///
+    /// # Panics
+    /// When `bytes` is not exactly one block.
+    pub fn write_block(&self, bytes: &[u8], block: BlockId) -> Result<(), OffloadFault> {
+        assert_eq!(bytes.len(), self.block_bytes(), "one block");
+        if let Some(shared_pool) = &self.shared_pool {
+            shared_pool.wait_for_downloads(&[block]).map_err(copy_fault)?;
+        }
+        let mut rest = bytes;
+        for shard in &self.device {
+            let (mine, others) = rest.split_at(shard.block_bytes());
+            shard.write_block(block, mine);
+            rest = others;
+        }
+        self.shared_pool.as_ref().map_or(Ok(()), |pool| pool.upload(&[block]).map_err(copy_fault))
+    }
+
+    /// Copies verified bytes into a slot that no other thread uses.
+    ///
+    /// # Panics
+    /// When `bytes` is not exactly one block.
+    pub fn write_slot(&self, bytes: &[u8], slot: HostSlot) {
+        self.slots.write_block(BlockId(slot.0), bytes);
+    }
+
+    /// A copy of a slot's bytes, because a file is written at the disk's speed.
+    #[must_use]
+    pub fn bytes(&self, slot: HostSlot) -> Vec<u8> {
+        self.slots.read_block(BlockId(slot.0))
+    }
+}
+
+fn copy_fault(error: DeviceError) -> OffloadFault {
+    tracing::error!(%error, "cannot copy a stored block to the device");
+    OffloadFault::Io
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_shards_of_a_block_go_down_and_come_up_together() {
+        let device = vec![Region::allocate(4, 8), Region::allocate(4, 16)];
+        let arena = HostArena::new(2, device.clone());
+        device[0].write_block(BlockId(1), &[1; 8]);
+        device[1].write_block(BlockId(1), &[2; 16]);
+        arena.store(BlockId(1), HostSlot(1)).expect("there is no device to refuse");
+        let bytes = arena.bytes(HostSlot(1));
+        assert_eq!(bytes, [vec![1; 8], vec![2; 16]].concat());
+        arena.load(HostSlot(1), BlockId(3)).expect("there is no device to refuse");
+        assert_eq!(
+            (device[0].read_block(BlockId(3)), device[1].read_block(BlockId(3))),
+            (vec![1; 8], vec![2; 16])
+        );
+        arena.write_block(&bytes, BlockId(0)).expect("there is no device to refuse");
+        assert_eq!(
+            (device[0].read_block(BlockId(0)), device[1].read_block(BlockId(0))),
+            (vec![1; 8], vec![2; 16])
+        );
+        arena.write_slot(&[9; 24], HostSlot(0));
+        assert_eq!((arena.bytes(HostSlot(0)), arena.bytes(HostSlot(1))), (vec![9; 24], bytes));
+    }
+}

@@ -1,0 +1,136 @@
+//! TLS of the client listener, TLS towards engines, and the admin listener.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+
+use garde::Validate;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::address;
+
+/// TLS 1.2 and 1.3 on a listener, with HTTP/1.1 inside.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields)]
+pub struct ListenTlsConfig {
+    /// The certificate, with the chain below its root.
+    #[garde(skip)]
+    pub certificate: PathBuf,
+    /// Its key: PKCS#8, PKCS#1 or SEC1.
+    #[garde(skip)]
+    pub key: PathBuf,
+    /// Roots of clients' certificates. Default: none.
+    #[serde(default)]
+    #[garde(skip)]
+    pub client_ca: Option<PathBuf>,
+    /// Whether clients show a certificate; needs `client_ca`. Default `none`.
+    #[serde(default)]
+    #[garde(custom(has_client_ca(&self.client_ca)))]
+    pub client_auth: ClientAuth,
+    /// A handshake takes at most this long, in milliseconds. 1 to 60,000; default 5,000.
+    #[serde(default = "default_handshake_ms")]
+    #[garde(range(min = 1, max = 60_000))]
+    pub handshake_ms: u64,
+    /// Concurrent TLS handshakes; more wait, within `handshake_ms`. A handshake that waits for its client
+    /// does not count. 1 to 65,536; default 128.
+    #[serde(default = "default_handshakes")]
+    #[garde(range(min = 1, max = 65_536))]
+    pub handshakes: usize,
+}
+
+/// Whether clients show a certificate.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ClientAuth {
+    /// Clients need no certificate.
+    #[default]
+    None,
+    /// Clients may show a certificate; an invalid one is refused.
+    Optional,
+    /// Clients must show a certificate.
+    Require,
+}
+
+/// TLS of connections to engines with an `https://` address.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields)]
+pub struct EngineTlsConfig {
+    /// Roots of the engines' certificates. The system's are not used: engines are not public servers.
+    #[garde(skip)]
+    pub ca: PathBuf,
+    /// The router's own certificate, for engines that ask for one. Default: none.
+    #[serde(default)]
+    #[garde(skip)]
+    pub certificate: Option<PathBuf>,
+    /// Its key. Default: none.
+    #[serde(default)]
+    #[garde(custom(goes_with(&self.certificate)))]
+    pub key: Option<PathBuf>,
+    /// The name in the engines' certificates. Default: the host of their address.
+    #[serde(default)]
+    #[garde(inner(length(bytes, min = 1, max = 253)))]
+    pub server_name: Option<String>,
+}
+
+fn default_handshake_ms() -> u64 {
+    5_000
+}
+
+fn default_handshakes() -> usize {
+    128
+}
+
+fn has_client_ca(ca: &Option<PathBuf>) -> impl FnOnce(&ClientAuth, &()) -> garde::Result + '_ {
+    move |asked, _| {
+        if *asked != ClientAuth::None && ca.is_none() {
+            return Err(garde::Error::new("needs client_ca: the roots of the clients' certificates"));
+        }
+        Ok(())
+    }
+}
+
+fn goes_with(certificate: &Option<PathBuf>) -> impl FnOnce(&Option<PathBuf>, &()) -> garde::Result + '_ {
+    move |key, _| {
+        if key.is_some() != certificate.is_some() {
+            return Err(garde::Error::new("certificate and key need each other"));
+        }
+        Ok(())
+    }
+}
+
+/// The listener for people and monitors.
+#[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct AdminConfig {
+    /// `IP:PORT` or `localhost:PORT`; port 0 picks a free one. Beyond loopback it needs `token_file`, or `tls` with
+    /// `client_auth: require`. Default `127.0.0.1:8081`.
+    #[serde(deserialize_with = "address::deserialize")]
+    #[schemars(extend("format" = address::FORMAT))]
+    #[garde(skip)]
+    pub listen: SocketAddr,
+    /// A file whose first line, of at least 16 bytes, is the required token: `Authorization: Bearer`.
+    /// `/health` and `/ready` need no token. Read again when it changes. Default: none.
+    #[garde(skip)]
+    pub token_file: Option<PathBuf>,
+    /// TLS for people and monitors. Default: none.
+    #[garde(dive)]
+    pub tls: Option<ListenTlsConfig>,
+}
+
+impl Default for AdminConfig {
+    fn default() -> Self {
+        Self { listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8081), token_file: None, tls: None }
+    }
+}
+
+impl AdminConfig {
+    /// Whether the admin listener requires a client certificate.
+    pub(crate) fn asks_for_certificates(&self) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.client_auth == ClientAuth::Require)
+    }
+
+    /// Whether a listener at this address serves other hosts without a token or a certificate.
+    pub(crate) fn is_open(&self, listen: SocketAddr, certificates: bool) -> bool {
+        !listen.ip().is_loopback() && self.token_file.is_none() && !certificates
+    }
+}

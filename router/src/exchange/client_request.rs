@@ -1,0 +1,312 @@
+//! A client's request: read, cleaned and checked completely before any engine receives it.
+//!
+//! On stock vLLM, a body that the decode engine's parser refuses strands the prefill engine's blocks for a whole lease.
+//! Therefore the router sends nothing that it can recognize as invalid.
+
+mod pass_through;
+
+use std::hash::{Hash, Hasher};
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_openai::{ApiError, Code, RawBody, RequestOutline};
+use bytes::Bytes;
+use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
+
+use crate::auth::{Auth, Identity};
+use crate::client::http::BodyError;
+use crate::client::session::{ClientGone, Session};
+use crate::config::Priority;
+use crate::engines::body_budget::BudgetShare;
+use crate::engines::caches::CachedPrefix;
+use crate::legs::request_error::RequestError;
+use crate::message::estimate::NonTextParts;
+use crate::message::features::{FeatureInput, Features, RoutingFeatures};
+use crate::message::path::Dialect;
+use crate::message::rewrite::{ClientRules, RouterFields};
+use crate::message::sse::{StreamReadOptions, TokenCountRule};
+use crate::routing::disaggregation::DisaggregationInputs;
+use crate::routing::models::Model;
+use crate::state::generation::Generation;
+
+/// The delay before a retry while too many bodies are in memory.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+
+/// A request that engines may receive.
+pub(crate) struct ClientRequest {
+    pub dialect: Dialect,
+    pub model: Arc<Model>,
+    /// The client's body without internal fields.
+    pub body: RawBody,
+    /// A decode engine computes the whole request, because it has several prompts and one handoff is one sequence of
+    /// blocks.
+    pub aggregate: bool,
+    /// A decode engine computes the whole request, because the response contains log probabilities of the prompt. A
+    /// stock decode engine computes the whole prompt for them even with a handoff, and a prefill engine's reply would
+    /// hold all of them.
+    pub prompt_logprobs: bool,
+    /// Fields that the router sets because it knows the owner.
+    pub owned: RouterFields,
+    /// Estimated cost in tokens: the prompt's, and those that it may generate.
+    pub tokens: u64,
+    /// Estimated tokens of the prompt.
+    pub prompt_tokens: u64,
+    /// vLLM's `priority`.
+    pub priority: Option<i64>,
+    /// The features for routing.
+    pub features: Features,
+    /// Hash of the owner, if known.
+    owner: Option<u64>,
+    /// The client's credentials: the only header that engines receive unchanged. The trace headers are checked first.
+    pub authorization: Option<HeaderValue>,
+}
+
+/// The owner of a request, if authenticated.
+pub(crate) struct RequestOwner<'a> {
+    pub identity: &'a Identity,
+    pub auth: &'a Auth,
+}
+
+impl RequestOwner<'_> {
+    /// Whether the body's `priority` (vLLM's number) exceeds that of the key. Engines with priority scheduling read it.
+    pub(crate) fn exceeds_priority(&self, body: &RawBody) -> bool {
+        // A value that is no number here must not be interpreted by an engine either.
+        let own = body.field("priority").filter(|value| *value != b"null");
+        own.is_some_and(|_| {
+            priority(body).is_none_or(|number| Priority::of_number(number) < self.identity.priority_max)
+        })
+    }
+
+    /// Hash of the tenant, independent of its key and address: a tenant's requests must not harm another tenant.
+    fn hash(&self) -> u64 {
+        let mut hasher = std::hash::DefaultHasher::new();
+        self.identity.tenant.name.hash(&mut hasher);
+        hasher.finish()
+    }
+}
+
+impl ClientRequest {
+    /// Reads a body.
+    ///
+    /// # Errors
+    /// The client's error; nothing of the request has left the router.
+    pub(crate) fn read(
+        dialect: Dialect,
+        body: Bytes,
+        headers: &HeaderMap,
+        generation: &Generation,
+        owner: Option<&RequestOwner<'_>>,
+    ) -> Result<Self, ApiError> {
+        let limits = &generation.parse_limits;
+        let read = match dialect {
+            Dialect::OpenAi(endpoint) => RawBody::generate(body.clone(), endpoint, limits, &ClientRules),
+            Dialect::Responses => RawBody::responses(body.clone(), limits, &ClientRules),
+            Dialect::Passthrough(path) => return Self::read_passed(path, body, headers, generation, owner),
+        };
+        let (body, mut outline) = read.map_err(|error| match error.param.as_deref() {
+            Some("model") => error,
+            _ => unserved_model_error(body, generation).unwrap_or(error),
+        })?;
+        let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
+        let aggregate = outline.prompts > 1;
+        let prompt_logprobs = has_prompt_logprobs(&body, outline.request.stream)?;
+        let priority = priority(&body);
+        let non_text = NonTextParts::of(&body);
+        let prompt_tokens = non_text.prompt_tokens(&body);
+        let tokens = estimated_tokens(prompt_tokens, &outline);
+        let mut owned = RouterFields::default();
+        if let Some(owner) = owner {
+            let salt = owner.auth.cache_salt(owner.identity, outline.request.cache_salt.as_deref());
+            owned = RouterFields::new(Some(&salt), owner.exceeds_priority(&body));
+            outline.request.cache_salt = Some(salt);
+        }
+        let asks_for_usage = outline.request.stream_options.include_usage;
+        if outline.request.stream && !asks_for_usage && matches!(dialect, Dialect::OpenAi(_)) {
+            owned.ask_for_usage(&body);
+        }
+        let salt = outline.request.cache_salt.as_deref();
+        let input = FeatureInput {
+            model: &model.name,
+            headers,
+            body: &body,
+            user: outline.request.user.as_deref(),
+            salts: salt.as_slice(),
+            non_text,
+            block_size: model.decode.block_size().or_else(|| model.prefill.block_size()),
+        };
+        let features = Features::read(&input, model.needs, &model.features);
+        let authorization = headers.get(AUTHORIZATION).cloned();
+        let owner = owner.map(RequestOwner::hash);
+        Ok(Self {
+            dialect,
+            model,
+            body,
+            owned,
+            aggregate,
+            prompt_logprobs,
+            tokens,
+            prompt_tokens,
+            priority,
+            features,
+            owner,
+            authorization,
+        })
+    }
+
+    /// The properties of the request that a policy reads.
+    pub(crate) fn routing_features(&self) -> RoutingFeatures<'_> {
+        self.features.routing_features()
+    }
+
+    /// The inputs of the disaggregation decision; `cached` is the part of the prompt that the decode engine has cached.
+    pub(crate) fn disaggregation_inputs(&self, cached: CachedPrefix) -> DisaggregationInputs {
+        DisaggregationInputs {
+            several_prompts: self.aggregate,
+            prompt_logprobs: self.prompt_logprobs,
+            ..DisaggregationInputs::new(&self.model, &self.routing_features(), cached)
+        }
+    }
+
+    /// Hash of the sender: the tenant if known, or else the forwarded credentials, or else the address.
+    pub(crate) fn source_hash(&self, client: IpAddr) -> u64 {
+        if let Some(owner) = self.owner {
+            return owner;
+        }
+        let mut hasher = std::hash::DefaultHasher::new();
+        match &self.authorization {
+            Some(credentials) => credentials.hash(&mut hasher),
+            None => client.hash(&mut hasher),
+        }
+        hasher.finish()
+    }
+
+    /// How the response is read if it is a stream.
+    pub(crate) fn stream_reading(&self) -> StreamReadOptions {
+        let has_ids = self.owned.token_ids || self.body.field("return_token_ids") == Some(b"true");
+        let counts = match self.dialect {
+            Dialect::Responses => TokenCountRule::Deltas,
+            Dialect::OpenAi(_) | Dialect::Passthrough(_) if has_ids => TokenCountRule::TokenIds,
+            Dialect::OpenAi(_) | Dialect::Passthrough(_) => TokenCountRule::Events,
+        };
+        StreamReadOptions { counts, without_usage: self.owned.asks_for_usage() }
+    }
+
+    /// Frees the body's memory once the response has begun; later steps do not need the body.
+    pub(crate) fn drop_body(&mut self) {
+        self.body = RawBody::default();
+    }
+}
+
+/// The error for a model that is not served, if that is the case. Of all errors of a JSON body this one takes
+/// precedence, because the valid fields depend on the model. vLLM's handlers check the model first, too
+/// (`_check_model`).
+fn unserved_model_error(body: Bytes, generation: &Generation) -> Option<ApiError> {
+    let body = RawBody::any(body, &generation.parse_limits, &ClientRules).ok()?;
+    let name = body.string("model")?;
+    generation.models.named(Some(&name)).err()
+}
+
+/// Whether the response contains log probabilities of the prompt's tokens: `prompt_logprobs`, or `echo` with
+/// `logprobs`.
+///
+/// # Errors
+/// 400 if they are requested of a stream, as at engines; no prefill is spent on it.
+fn has_prompt_logprobs(body: &RawBody, stream: bool) -> Result<bool, ApiError> {
+    let set = |name| body.field(name).filter(|value| *value != b"null" && *value != b"false");
+    if let Some(number) = set("prompt_logprobs") {
+        if stream && number != b"0" {
+            let message = "`prompt_logprobs` cannot be streamed; leave `stream` out";
+            return Err(ApiError::invalid("prompt_logprobs", message));
+        }
+        return Ok(true);
+    }
+    Ok(set("echo").is_some() && (set("logprobs").is_some() || set("top_logprobs").is_some()))
+}
+
+/// vLLM's `priority`.
+pub(crate) fn priority(body: &RawBody) -> Option<i64> {
+    body.field("priority").and_then(|value| serde_json::from_slice(value).ok())
+}
+
+/// Assumed tokens of a response without a limit. Tokens beyond them are charged at the end of the request; see
+/// [`crate::auth::Permit::settle_cost`].
+const ANSWER_TOKENS: u64 = 256;
+
+/// Limit on the estimated cost of a request, so that sums of costs stay within 64 bits.
+const TOKENS_MAX: u64 = 1 << 40;
+
+fn estimated_tokens(prompt: u64, outline: &RequestOutline) -> u64 {
+    let answer = outline.request.max_tokens.map_or(ANSWER_TOKENS, u64::from);
+    let answers = (outline.prompts.max(1) as u64).saturating_mul(outline.request.n.max(1).into());
+    prompt.saturating_add(answer.saturating_mul(answers)).min(TOKENS_MAX)
+}
+
+/// Reads the whole body of a request.
+///
+/// # Errors
+/// - 415: the body is not declared as JSON.
+/// - 413: the body is over the limit; at once if the client declares the length.
+/// - 408: the time limit is exceeded.
+/// - 400: the framing is malformed.
+/// - 429: the budget of all bodies is exhausted.
+pub(crate) async fn read_body(
+    session: &mut Session,
+    limit_bytes: usize,
+    mut share: BudgetShare<'_>,
+    within: Duration,
+) -> Result<Bytes, RequestError> {
+    let connection = session.connection().clone();
+    is_json(&session.req_header().headers)?;
+    if connection.declared().is_some_and(|bytes| bytes > limit_bytes as u64) {
+        return Err(ApiError::payload_too_large(limit_bytes).into());
+    }
+    let exhausted = || ApiError::overloaded("the router is busy with other large requests", RETRY_AFTER);
+    // A body that does not fit the budget is not requested.
+    if !share.fits(connection.declared().unwrap_or(0)) {
+        return Err(exhausted().into());
+    }
+    if connection.expects_continue() {
+        session.send_continue().await.map_err(|ClientGone| RequestError::ClientGone)?;
+    }
+    match tokio::time::timeout(within, connection.body(limit_bytes, &mut share)).await {
+        Ok(Ok(body)) => Ok(body),
+        Ok(Err(BodyError::TooLarge)) => Err(ApiError::payload_too_large(limit_bytes).into()),
+        Ok(Err(BodyError::BudgetExhausted)) => Err(exhausted().into()),
+        Ok(Err(BodyError::Malformed)) => Err(ApiError::malformed("the body's chunks are malformed")
+            .with_code(Code::MalformedRequest)
+            .into()),
+        Ok(Err(BodyError::Ended)) => {
+            Err(ApiError::malformed("the body ended early").with_code(Code::MalformedRequest).into())
+        }
+        Err(_elapsed) => Err(ApiError::request_timeout(within).into()),
+    }
+}
+
+/// Accepts a body that is declared as unencoded JSON, or not declared at all.
+fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
+    let mut kinds = headers.get_all(CONTENT_TYPE).iter();
+    let kind = |value: &HeaderValue| {
+        let value = value.as_bytes();
+        let end = value.iter().position(|byte| *byte == b';').unwrap_or(value.len());
+        let kind = value[..end].trim_ascii();
+        kind.eq_ignore_ascii_case(b"application/json")
+            || kind.len() > 17
+                && kind[..12].eq_ignore_ascii_case(b"application/")
+                && kind[kind.len() - 5..].eq_ignore_ascii_case(b"+json")
+    };
+    if !kinds.all(kind) {
+        return Err(unsupported("the body must be sent as application/json"));
+    }
+    let mut codings = headers.get_all(CONTENT_ENCODING).iter();
+    if !codings.all(|value| value.as_bytes().eq_ignore_ascii_case(b"identity")) {
+        return Err(unsupported("the body must be sent without a content coding"));
+    }
+    Ok(())
+}
+
+fn unsupported(message: &str) -> ApiError {
+    let mut error = ApiError::malformed(message);
+    error.status = 415;
+    error.with_code(Code::UnsupportedMediaType)
+}

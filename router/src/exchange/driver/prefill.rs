@@ -1,0 +1,202 @@
+//! The prefill leg: attempts at prefill engines, until one answers with a handoff or without one.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use baton_connector::exchange::{Attempt, Event, Exchange, Failure};
+
+use super::ExchangeDriver;
+use super::selection::EngineSelection;
+use crate::admission::Unavailable;
+use crate::client::disconnect::race;
+use crate::client::session::{ClientGone, Session};
+use crate::config::Fallback;
+use crate::engines::http::{Engine, EngineRequest};
+use crate::exchange::client_request::ClientRequest;
+use crate::legs::Refusal;
+use crate::legs::liveness::wait_while_alive;
+use crate::legs::prefill::{PrefillCall, PrefillResult, PrefillTail, PrefillTimeouts};
+use crate::legs::request_error::RequestError;
+use crate::message::rewrite;
+use crate::metrics::Leg;
+use crate::metrics::routing::DisaggregationReason;
+use crate::routing::pool::EngineReservation;
+
+/// The prefill of one request.
+#[derive(Default)]
+pub(super) struct PrefillLeg {
+    /// The call in flight.
+    pub call: Option<PrefillCall>,
+    /// The rest of a call whose engine leased its blocks early.
+    pub tail: Option<PrefillTail>,
+    /// The last lease and its transfer parameters, for the release.
+    pub lease: Option<(Attempt, Arc<str>)>,
+    /// A prefill engine failed after it leased its blocks early.
+    pub failed_after_lease: bool,
+}
+
+/// The outcome of all attempts at prefill engines.
+enum PrefillOutcome {
+    /// An engine answered, with a handoff or without one.
+    Responded(Option<Arc<str>>),
+    /// No engine is left, or all are full.
+    Unavailable(Unavailable, Refusal),
+}
+
+/// The outcome of one attempt at a prefill engine.
+enum PrefillAttempt {
+    Responded(Option<Arc<str>>),
+    /// The engine failed; another one may be tried.
+    Failed(Refusal),
+}
+
+impl ExchangeDriver {
+    /// First leg: the handoff, or `None` when the decode engine computes the whole prompt.
+    pub(crate) async fn prefill(
+        &mut self,
+        session: &mut Session,
+        request: &ClientRequest,
+    ) -> Result<Option<Arc<str>>, RequestError> {
+        if !request.dialect.generates() {
+            self.apply(Event::PrefillSkipped);
+            return Ok(None);
+        }
+        let reason = self.decide_disaggregation(request);
+        let (reason, handoff) = if reason.is_remote() {
+            match self.prefill_remotely(session, request).await {
+                Ok(PrefillOutcome::Responded(handoff)) => (reason, Ok(handoff)),
+                Ok(PrefillOutcome::Unavailable(..)) if request.model.fallback == Fallback::Aggregate => {
+                    self.apply(Event::PrefillSkipped);
+                    (DisaggregationReason::FellBack, Ok(None))
+                }
+                Ok(PrefillOutcome::Unavailable(unavailable, last)) => {
+                    self.apply(match unavailable {
+                        Unavailable::Full => Event::NotAdmitted,
+                        Unavailable::NoEngine if self.attempts.engines.is_empty() => Event::NoEngine,
+                        Unavailable::NoEngine => Event::Exhausted,
+                    });
+                    (reason, Err(RequestError::Refused(last)))
+                }
+                Err(error) => (reason, Err(error)),
+            }
+        } else {
+            self.apply(Event::PrefillSkipped);
+            (reason, Ok(None))
+        };
+        // The first round has counted the request.
+        if self.retry.is_first_round() {
+            self.shared.metrics.routing.count_disaggregation(reason);
+        }
+        handoff
+    }
+
+    async fn prefill_remotely(
+        &mut self,
+        session: &mut Session,
+        request: &ClientRequest,
+    ) -> Result<PrefillOutcome, RequestError> {
+        let mut engine_request = self.engine_request(
+            request,
+            Leg::Prefill,
+            rewrite::prefill_body(
+                request.dialect,
+                &request.body,
+                &request.owned,
+                &request.model.name_in_bodies,
+            ),
+        );
+        // A recomputed prompt has no third round.
+        engine_request.early_handoff = request.model.early_handoff && self.retry.is_first_round();
+        let mut tried: Vec<Arc<Engine>> = Vec::new();
+        let mut last = Refusal::none_left();
+        while tried.len() < usize::from(self.generation.config.attempts.prefill) {
+            let Ok(selection) = self.select_prefill(session, request, &tried).await else {
+                return Err(self.cancel());
+            };
+            let reservation = match selection {
+                EngineSelection::Engine(reservation) => reservation,
+                EngineSelection::Unavailable(Unavailable::NoEngine) => break,
+                EngineSelection::Unavailable(Unavailable::Full) => {
+                    return Ok(PrefillOutcome::Unavailable(Unavailable::Full, Refusal::all_busy()));
+                }
+                EngineSelection::Busy(busy) => {
+                    self.apply(Event::NotAdmitted);
+                    return Err(busy.into());
+                }
+            };
+            if !self.take_retry(session, Leg::Prefill, tried.len()).await? {
+                break;
+            }
+            tried.push(Arc::clone(reservation.engine()));
+            match self.attempt_prefill(session, request, reservation, &mut engine_request).await? {
+                PrefillAttempt::Responded(handoff) => return Ok(PrefillOutcome::Responded(handoff)),
+                PrefillAttempt::Failed(refusal) => last = refusal,
+            }
+        }
+        Ok(PrefillOutcome::Unavailable(Unavailable::NoEngine, last))
+    }
+
+    /// One attempt at a prefill engine.
+    async fn attempt_prefill(
+        &mut self,
+        session: &mut Session,
+        request: &ClientRequest,
+        reservation: EngineReservation,
+        engine_request: &mut EngineRequest,
+    ) -> Result<PrefillAttempt, RequestError> {
+        let silence = request.model.bounds.prefill_silence;
+        let probe_interval = Duration::from_millis(self.generation.config.timeouts.liveness_probe_ms);
+        let EngineReservation { member, load, .. } = reservation;
+        let engine = Arc::clone(&member.engine);
+        engine_request.rank = member.rank;
+        let sent_at = Instant::now();
+        let attempt = self.attempts.add(Leg::Prefill, &engine);
+        self.apply(Event::PrefillSent(attempt));
+        let call = self.prefill.call.insert(PrefillCall::start(attempt, load, engine_request.clone()));
+        let response = wait_while_alive(&engine, probe_interval, silence, call.receive_response());
+        let result = match race(session, response).await {
+            Err(ClientGone) => return Err(self.cancel()),
+            Ok(Err(error)) => {
+                self.record_fault(&engine, Leg::Prefill, error.fault());
+                self.progress.timed_out = true;
+                self.apply(Event::PrefillFailed(attempt, Failure::Unknown));
+                if self.faults.has_reached_unresponsive_limit() {
+                    self.apply(Event::Exhausted);
+                    return Err(RequestError::Refused(Refusal::timed_out()));
+                }
+                return Ok(PrefillAttempt::Failed(Refusal::timed_out()));
+            }
+            Ok(Ok(result)) => result,
+        };
+        // The response ends the call.
+        let load = self.prefill.call.take().map(PrefillCall::into_load);
+        match &result {
+            PrefillResult::Leased(_, _, Some(_)) => self.record_early_lease(&engine),
+            PrefillResult::Leased(..) | PrefillResult::NoLease => {
+                self.record_prefill(&engine, sent_at.elapsed());
+            }
+            PrefillResult::Refused(_) => self.record_refusal(&engine, Leg::Prefill, sent_at.elapsed()),
+            PrefillResult::Failed(..) => {}
+        }
+        self.apply(result.exchange_event(attempt));
+        match result {
+            PrefillResult::Leased(params, _, rest) => {
+                self.prefill.tail = rest.zip(load).map(|(rest, load)| {
+                    let timeouts = PrefillTimeouts { sent_at, silence, probe_interval };
+                    self.exchange(Exchange::computes_on);
+                    let exchange = &self.settlement.exchange;
+                    PrefillTail::start(self.shared.clock, exchange, (attempt, load), rest, timeouts)
+                });
+                self.prefill.lease = Some((attempt, Arc::clone(&params)));
+                Ok(PrefillAttempt::Responded(Some(params)))
+            }
+            PrefillResult::NoLease => Ok(PrefillAttempt::Responded(None)),
+            PrefillResult::Refused(refusal) => Err(RequestError::Refused(refusal)),
+            PrefillResult::Failed(_, refusal, fault) => {
+                self.log_misconfigured(&engine, Leg::Prefill, &refusal);
+                self.record_fault(&engine, Leg::Prefill, fault);
+                Ok(PrefillAttempt::Failed(refusal))
+            }
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! The requests that another engine can continue: all fields that affect the response are known here, and the rest of
+//! the response depends only on the tokens so far.
+
+use serde_json::{Map, Value};
+
+/// Sampling parameters, sent with the continuation unchanged. Frequency and presence penalties are missing: they apply
+/// to the response only, which is part of the prompt for the next engine.
+const SAMPLING: [&str; 12] = [
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "logit_bias",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "cache_salt",
+    "user",
+];
+
+/// Known fields that the continuation does not need.
+const KNOWN: [&str; 13] = [
+    "model",
+    "prompt",
+    "messages",
+    "stream",
+    "stream_options",
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template_kwargs",
+    "priority",
+];
+
+/// Whether another engine may continue the response of a request.
+///
+/// Not permitted: responses that are not streamed; several choices; log probabilities and `echo`, whose frames contain
+/// more than text; stop strings, of which a part may be held back; a seed with a temperature, because the random draws
+/// would start again; tools, structured output, and any unknown field.
+pub(super) fn is_allowed(body: &Map<String, Value>) -> bool {
+    let neutral = |name: &str, value: &Value| match name {
+        "n" | "best_of" => *value == 1,
+        "logprobs" | "echo" | "return_token_ids" | "include_stop_str_in_output" | "use_beam_search" => {
+            *value == false
+        }
+        "stop" | "tools" => value.as_array().is_some_and(Vec::is_empty),
+        "tool_choice" => *value == "none",
+        "response_format" => value["type"] == "text",
+        "presence_penalty" | "frequency_penalty" | "top_logprobs" => value.as_f64() == Some(0.0),
+        _ => false,
+    };
+    let passes = |(name, value): (&String, &Value)| {
+        let name = name.as_str();
+        value.is_null() || SAMPLING.contains(&name) || KNOWN.contains(&name) || neutral(name, value)
+    };
+    let streamed = body.get("stream") == Some(&Value::Bool(true));
+    let drawn = body.get("temperature").and_then(Value::as_f64) != Some(0.0);
+    let seeded = body.get("seed").is_some_and(|seed| !seed.is_null());
+    streamed && !(drawn && seeded) && body.iter().all(passes)
+}
+
+/// The sampling parameters of a body.
+pub(super) fn sampling(body: &Map<String, Value>) -> Map<String, Value> {
+    let kept = |(name, value): (&String, &Value)| {
+        (SAMPLING.contains(&name.as_str()) && !value.is_null()).then(|| (name.clone(), value.clone()))
+    };
+    body.iter().filter_map(kept).collect()
+}

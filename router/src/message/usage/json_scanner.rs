@@ -1,0 +1,554 @@
+//! Scanner of one JSON value in transit, split at any place. It finds the few members of a response that the
+//! router needs, and whether the value is complete.
+//!
+//! ```text
+//! usage            tokens                       choices[].finish_reason    the finish reason
+//! error            an error                     response.usage, .error     of events of /v1/responses
+//! object, type     an error, if it is "error"   choices[].index            the choice that is counted
+//! ```
+//!
+//! The scanner follows the structure: strings, brackets, and the names of the first three levels. It parses only
+//! captured members. A model's text is inside a string and a client's tools are inside other members, so neither
+//! can pose as `usage`.
+//!
+//! Memory is bounded by [`CAPTURED_BYTES_MAX`], and each byte is scanned once.
+
+use memchr::memchr2;
+
+use super::{FinishReason, Usage, read_usage};
+
+/// Maximum bytes of a captured member: an engine's error with its trace.
+const CAPTURED_BYTES_MAX: usize = 64 << 10;
+/// The longest relevant name is `finish_reason`.
+const NAME_BYTES_MAX: usize = 16;
+
+/// State of the scan.
+#[derive(Debug, Default)]
+pub(crate) struct JsonScanner {
+    usage: Option<Usage>,
+    finish: Option<FinishReason>,
+    error: Option<Vec<u8>>,
+    /// `object` or `type` is `"error"`.
+    is_error: bool,
+    /// There is a usage, readable or not.
+    has_usage: bool,
+    choices: usize,
+    /// Of the last choice that contains one.
+    index: usize,
+    begun: bool,
+    broken: bool,
+    text: StringState,
+    depth: usize,
+    levels: [OpenBracket; LEVELS],
+    /// The names of the innermost object are relevant.
+    is_near: bool,
+    wants_name: bool,
+    reads_name: bool,
+    name: Vec<u8>,
+    /// The member whose value comes next.
+    pending_member: Option<JsonMember>,
+    capture: Option<MemberCapture>,
+}
+
+const LEVELS: usize = 3;
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum StringState {
+    #[default]
+    Outside,
+    Inside,
+    /// Behind a backslash.
+    Escaped,
+}
+
+/// One open bracket.
+#[derive(Clone, Copy, Debug, Default)]
+struct OpenBracket {
+    is_object: bool,
+    member: Option<JsonMember>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum JsonMember {
+    Usage,
+    Error,
+    Kind,
+    Choices,
+    Response,
+    Finish,
+    Index,
+}
+
+#[derive(Debug)]
+struct MemberCapture {
+    member: JsonMember,
+    /// Number of open brackets where it began.
+    depth: usize,
+    bytes: Vec<u8>,
+    too_long: bool,
+}
+
+impl JsonScanner {
+    /// Scans a whole value.
+    pub(crate) fn of(bytes: &[u8]) -> Self {
+        let mut scanner = Self::default();
+        scanner.feed(bytes);
+        scanner
+    }
+
+    /// Scans the next bytes.
+    pub(crate) fn feed(&mut self, bytes: &[u8]) {
+        let mut at = 0;
+        let mut caught_from = 0;
+        while at < bytes.len() && !self.broken {
+            match self.text {
+                StringState::Inside => {
+                    let end = memchr2(b'"', b'\\', &bytes[at..]).map_or(bytes.len(), |found| at + found);
+                    self.name(&bytes[at..end]);
+                    at = end;
+                    match bytes.get(at) {
+                        None => break,
+                        Some(b'"') => {
+                            self.text = StringState::Outside;
+                            self.reads_name = false;
+                            at += 1;
+                            self.finish_capture(self.depth, &bytes[caught_from..at]);
+                        }
+                        Some(_) => {
+                            self.name(b"\\");
+                            self.text = StringState::Escaped;
+                            at += 1;
+                        }
+                    }
+                }
+                StringState::Escaped => {
+                    self.text = StringState::Inside;
+                    at += 1;
+                }
+                StringState::Outside => {
+                    at += self.blank(&bytes[at..]);
+                    let Some(&byte) = bytes.get(at) else { break };
+                    // Any value but `null`.
+                    self.has_usage |= self.pending_member == Some(JsonMember::Usage)
+                        && self.depth == 1
+                        && matches!(byte, b'{' | b'[' | b'"' | b'-' | b'0'..=b'9' | b't' | b'f');
+                    match byte {
+                        b'"' => {
+                            self.text = StringState::Inside;
+                            self.reads_name = self.is_near && self.wants_name;
+                            if self.reads_name {
+                                self.name.clear();
+                            } else if self.begins_capture(byte) {
+                                caught_from = at;
+                            }
+                        }
+                        b'{' | b'[' => {
+                            if self.begins_capture(byte) {
+                                caught_from = at;
+                            }
+                            self.open(byte == b'{');
+                        }
+                        b'}' | b']' => {
+                            self.close(byte == b'}');
+                            self.finish_capture(self.depth, &bytes[caught_from..=at]);
+                        }
+                        b',' => (self.wants_name, self.pending_member) = (true, None),
+                        b':' => {
+                            self.wants_name = false;
+                            self.pending_member = member(self.depth, &self.name);
+                            if self.pending_member == Some(JsonMember::Index) {
+                                self.index = 0;
+                            }
+                        }
+                        b'0'..=b'9' if self.pending_member == Some(JsonMember::Index) => {
+                            self.index = self.index.saturating_mul(10).saturating_add((byte - b'0').into());
+                        }
+                        // Parts of numbers, `null` and blanks.
+                        _ => {}
+                    }
+                    at += 1;
+                }
+            }
+        }
+        if let Some(capture) = &mut self.capture {
+            capture.add(&bytes[caught_from..]);
+        }
+    }
+
+    /// Whether the bytes were one object or array, from its first bracket to its last.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.begun && !self.broken && self.depth == 0
+    }
+
+    /// Whether the value is an object.
+    pub(crate) fn is_object(&self) -> bool {
+        self.begun && self.levels[0].is_object
+    }
+
+    /// Tokens; unknown if the object does not contain them.
+    pub(crate) fn usage(&self) -> Option<Usage> {
+        self.usage
+    }
+
+    pub(crate) fn finish(&self) -> Option<FinishReason> {
+        self.finish
+    }
+
+    /// Whether there is a usage that is not `null`. Its tokens may be unknown.
+    pub(crate) fn has_usage(&self) -> bool {
+        self.has_usage
+    }
+
+    /// Whether there is a choice that is an object.
+    pub(crate) fn has_choice(&self) -> bool {
+        self.choices > 0
+    }
+
+    /// The index of its choice, if it has exactly one.
+    pub(crate) fn choice(&self) -> Option<usize> {
+        (self.choices == 1).then_some(self.index)
+    }
+
+    /// Whether the value is an error instead of a response.
+    pub(crate) fn is_error(&self) -> bool {
+        self.is_error || self.error.is_some()
+    }
+
+    /// Whether the value so far is an error, or an error has begun.
+    pub(crate) fn begins_error(&self) -> bool {
+        let begun = |capture: &MemberCapture| {
+            let object = capture.bytes.starts_with(b"{");
+            capture.member == JsonMember::Error && (object || capture.bytes.len() > 1 || capture.too_long)
+        };
+        self.is_error() || self.capture.as_ref().is_some_and(begun)
+    }
+
+    /// Whether the value can no longer become one whole object.
+    pub(crate) fn is_no_object(&self) -> bool {
+        self.broken || self.begun && !self.levels[0].is_object
+    }
+
+    /// The value of the member `error`, unchanged; empty if it is too long.
+    #[cfg(test)]
+    pub(crate) fn error(&self) -> Option<&[u8]> {
+        self.error.as_deref()
+    }
+
+    /// Number of bytes without effect.
+    fn blank(&mut self, bytes: &[u8]) -> usize {
+        if self.depth > 0 {
+            return if self.is_near { 0 } else { unstructured(bytes) };
+        }
+        let blank = bytes.len() - bytes.trim_ascii_start().len();
+        // A value begins with a bracket, and nothing follows its last.
+        self.broken = bytes.get(blank).is_some_and(|byte| self.begun || !matches!(byte, b'{' | b'['));
+        if self.broken { bytes.len() } else { blank }
+    }
+
+    fn name(&mut self, bytes: &[u8]) {
+        if self.reads_name && self.name.len() <= NAME_BYTES_MAX {
+            let room = NAME_BYTES_MAX + 1 - self.name.len();
+            self.name.extend_from_slice(&bytes[..bytes.len().min(room)]);
+        }
+    }
+
+    /// Begins a capture if the value that begins here is needed. Returns whether it does.
+    fn begins_capture(&mut self, byte: u8) -> bool {
+        if !self.is_near || self.capture.is_some() {
+            return false;
+        }
+        let caught = match (self.pending_member, byte) {
+            (Some(member @ (JsonMember::Usage | JsonMember::Error)), b'{') => member,
+            (Some(member @ (JsonMember::Error | JsonMember::Kind | JsonMember::Finish)), b'"') => member,
+            _ => return false,
+        };
+        let bytes = Vec::new();
+        self.capture = Some(MemberCapture { member: caught, depth: self.depth, bytes, too_long: false });
+        true
+    }
+
+    fn open(&mut self, is_object: bool) {
+        let member = self.pending_member.take();
+        self.begun = true;
+        if self.depth < LEVELS {
+            self.levels[self.depth] = OpenBracket { is_object, member };
+        }
+        self.depth += 1;
+        self.is_near = self.is_near();
+        self.wants_name = true;
+        self.choices += usize::from(self.is_near && self.depth == LEVELS);
+    }
+
+    fn close(&mut self, is_object: bool) {
+        self.broken = self.depth <= LEVELS && self.levels[self.depth - 1].is_object != is_object;
+        self.depth -= 1;
+        self.is_near = self.is_near();
+        (self.wants_name, self.pending_member) = (false, None);
+    }
+
+    fn is_near(&self) -> bool {
+        let [_, second, _] = self.levels;
+        let matters = match self.depth {
+            1 => true,
+            2 => second.member == Some(JsonMember::Response),
+            3 => second.member == Some(JsonMember::Choices) && !second.is_object,
+            _ => return false,
+        };
+        matters && self.levels[self.depth - 1].is_object
+    }
+
+    /// Ends the capture, if it began at this depth.
+    fn finish_capture(&mut self, depth: usize, bytes: &[u8]) {
+        let Some(mut caught) = self.capture.take_if(|capture| capture.depth == depth) else { return };
+        caught.add(bytes);
+        self.pending_member = None;
+        let MemberCapture { member, bytes, too_long, .. } = caught;
+        match member {
+            JsonMember::Usage => self.usage = read_usage(&bytes).or(self.usage),
+            JsonMember::Error if too_long => self.error = Some(Vec::new()),
+            JsonMember::Error if bytes != b"\"\"" => self.error = Some(bytes),
+            JsonMember::Kind => self.is_error |= bytes == b"\"error\"",
+            JsonMember::Finish => {
+                let text = bytes.strip_prefix(b"\"").and_then(|text| text.strip_suffix(b"\""));
+                self.finish = Some(FinishReason::of(text.unwrap_or_default()));
+            }
+            JsonMember::Error | JsonMember::Choices | JsonMember::Response | JsonMember::Index => {}
+        }
+    }
+}
+
+impl MemberCapture {
+    fn add(&mut self, bytes: &[u8]) {
+        self.too_long |= self.bytes.len() + bytes.len() > CAPTURED_BYTES_MAX;
+        if !self.too_long {
+            self.bytes.extend_from_slice(bytes);
+        }
+    }
+}
+
+fn member(depth: usize, name: &[u8]) -> Option<JsonMember> {
+    Some(match (depth, name) {
+        (1 | 2, b"usage") => JsonMember::Usage,
+        (1 | 2, b"error") => JsonMember::Error,
+        (1, b"object" | b"type") => JsonMember::Kind,
+        (1, b"choices") => JsonMember::Choices,
+        (1, b"response") => JsonMember::Response,
+        (3, b"finish_reason") => JsonMember::Finish,
+        (3, b"index") => JsonMember::Index,
+        _ => return None,
+    })
+}
+
+/// Number of bytes before the next quote or bracket. Some responses are mostly numbers, so 32 bytes are examined
+/// together.
+fn unstructured(bytes: &[u8]) -> usize {
+    const TOGETHER: usize = 32;
+    // `[` and `{`, `]` and `}` differ in one bit.
+    let matters = |byte: u8| (byte | 0x20 == b'{') | (byte | 0x20 == b'}') | (byte == b'"');
+    let (blocks, _) = bytes.as_chunks::<TOGETHER>();
+    let without = |block: &&[u8; TOGETHER]| !block.iter().fold(false, |any, byte| any | matters(*byte));
+    let skipped = blocks.iter().take_while(without).count() * TOGETHER;
+    let rest = &bytes[skipped..];
+    skipped + rest.iter().position(|byte| matters(*byte)).unwrap_or(rest.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cut(text: &str, piece: usize) -> JsonScanner {
+        let mut scanner = JsonScanner::default();
+        text.as_bytes().chunks(piece).for_each(|piece| scanner.feed(piece));
+        scanner
+    }
+
+    /// Scans a text in any split, with the same result.
+    fn read(text: &str) -> JsonScanner {
+        let whole = JsonScanner::of(text.as_bytes());
+        for piece in (1..text.len().min(12)).chain([57, 301]) {
+            let cut = cut(text, piece);
+            let facts = |scanner: &JsonScanner| {
+                let error = scanner.error().map(<[u8]>::to_vec);
+                let counted = (scanner.usage(), scanner.has_usage(), scanner.choice());
+                (
+                    counted,
+                    scanner.finish(),
+                    error,
+                    scanner.is_error(),
+                    scanner.has_choice(),
+                    scanner.is_whole(),
+                )
+            };
+            assert_eq!(facts(&cut), facts(&whole), "in pieces of {piece}: {text}");
+        }
+        whole
+    }
+
+    const USAGE: Option<Usage> = Some(Usage { prompt: 7, cached: 4, completion: 2 });
+    const TOKENS: &str = r#""usage": {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}"#;
+
+    #[test]
+    fn usage_is_read_wherever_it_stands_and_however_it_is_cut() {
+        let ids = (0..2000).map(|id| id.to_string()).collect::<Vec<_>>().join(",");
+        for text in [
+            format!("{{{TOKENS}}}"),
+            format!(r#"{{{TOKENS},"prompt_token_ids":[{ids}]}}"#),
+            format!(
+                r#"{{"choices":[{{"text":"a","finish_reason":"stop"}}],{TOKENS},"prompt_logprobs":[null,{{"7":{{"rank":1}}}}]}}"#
+            ),
+            format!(r#"{{"choices":[],"prompt_logprobs":[{{"a":[[{ids}]]}}], {TOKENS} }}"#),
+            format!(
+                r#"{{"type":"response.completed","response":{{"tools":[{{"usage":{{}}}}],{TOKENS},"error":null}}}}"#
+            ),
+        ] {
+            let scanner = read(&text);
+            assert!(scanner.usage() == USAGE && scanner.is_whole() && !scanner.is_error(), "{text}");
+        }
+        assert_eq!(
+            read(r#"{"choices":[{"finish_reason":null},{"finish_reason":"length"}]}"#).finish(),
+            Some(FinishReason::Length)
+        );
+    }
+
+    #[test]
+    fn neither_a_text_nor_a_member_of_another_poses_as_usage_or_error() {
+        for text in [
+            format!(
+                r#"{{"choices":[{{"text":{:?},"error":{{}}}}]}}"#,
+                format!("{{{TOKENS}, \"error\": {{}}}}")
+            ),
+            format!(r#"{{"tools":[{{{TOKENS}}}],"metadata":{{{TOKENS},"error":{{"code":400}}}}}}"#),
+            format!(r#"{{"a \"usage":{{"prompt_tokens":1}},"\\":{{{TOKENS}}}}}"#),
+            format!(r#"[{{{TOKENS},"error":{{}}}}]"#),
+            r#"{"choices":[{"message":{"usage":{"prompt_tokens":1},"finish_reason":"stop"}}]}"#.to_owned(),
+            r#"{"error":null,"usage":null,"object":"list","type":7}"#.to_owned(),
+            r#"{"error":"","usage":{}}"#.to_owned(),
+            r#"{"error":false,"usage":[{"prompt_tokens":1}]}"#.to_owned(),
+            r#"{"response":[{"usage":{"prompt_tokens":1}}],"object":"err\u006fr"}"#.to_owned(),
+        ] {
+            let scanner = read(&text);
+            assert_eq!(
+                (scanner.usage(), scanner.finish(), scanner.is_error()),
+                (None, None, false),
+                "{text}"
+            );
+            assert!(scanner.is_whole(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_usage_is_seen_although_it_cannot_be_read_and_a_choice_by_its_number() {
+        for (usage, has) in
+            [("{}", true), ("7", true), (" [7]", true), ("\"\"", true), ("false", true), ("null", false)]
+        {
+            let scanner = read(&format!(r#"{{"id":"u","usage":{usage},"x":{{"index":3}}}}"#));
+            assert_eq!(
+                (scanner.has_usage(), scanner.usage(), scanner.choice()),
+                (has, None, None),
+                "{usage}"
+            );
+        }
+        for (choices, choice) in [
+            (r#"[{"index":12,"delta":{"index":3}}]"#, Some(12)),
+            (r#"[{"delta":{"tool_calls":[{"index":3}]},"index": 0}]"#, Some(0)),
+            (r#"[{"index":null}]"#, Some(0)),
+            (r#"[{"index":1},{"index":2}]"#, None),
+            (r#"[{"index":99999999999999999999}]"#, Some(usize::MAX)),
+            ("[]", None),
+        ] {
+            assert_eq!(read(&format!(r#"{{"choices":{choices}}}"#)).choice(), choice, "{choices}");
+        }
+    }
+
+    #[test]
+    fn an_error_is_read_in_each_of_its_dialects() {
+        for (text, error) in [
+            (r#"{"error":{"message":"}\"{"}}"#, Some(r#"{"message":"}\"{"}"#)),
+            (r#"{"id":1,"error":"out of memory"}"#, Some("\"out of memory\"")),
+            (r#"{"object" : "error","message":"x"}"#, None),
+            (r#"{"type":"error","message":"x"}"#, None),
+            (
+                r#"{"response":{"id":"r","error":{"code":"server_error"}}}"#,
+                Some(r#"{"code":"server_error"}"#),
+            ),
+        ] {
+            let scanner = read(text);
+            assert!(scanner.is_error(), "{text}");
+            assert_eq!(scanner.error(), error.map(str::as_bytes), "{text}");
+        }
+        for (text, begins) in [
+            (r#"{"error":{"#, true),
+            (r#"{"choices":[{"text":"a"}],"error":{"message":"10.0.0"#, true),
+            (r#"{"error":"out"#, true),
+            ("{\"error\":\"", false),
+            (r#"{"error":""}"#, false),
+            (r#"{"error":null,"choices":[{"error":{"#, false),
+            (r#"{"metadata":{"error":{"#, false),
+        ] {
+            assert_eq!(read(text).begins_error(), begins, "{text}");
+        }
+        let long = format!(r#"{{"error":{{"message":"{}"}}}}"#, "x".repeat(CAPTURED_BYTES_MAX));
+        assert_eq!(cut(&long, 4096).error(), Some(&b""[..]), "bounded");
+    }
+
+    #[test]
+    fn a_value_that_is_cut_empty_or_something_else_is_not_whole() {
+        let whole = format!(r#"{{"choices":[{{"text":"a\"}}","n":[1,[2]]}}],{TOKENS}}}"#);
+        assert!(read(&format!(" \r\n{whole}\n ")).is_whole());
+        for end in 0..whole.len() {
+            assert!(!JsonScanner::of(&whole.as_bytes()[..end]).is_whole(), "{}", &whole[..end]);
+        }
+        for text in [
+            "",
+            " ",
+            "<html>{}</html>",
+            "Internal Server Error",
+            "{}{}",
+            "{} x",
+            "}",
+            "{]",
+            "[}",
+            "\"{}\"",
+            "7",
+        ] {
+            assert!(!read(text).is_whole(), "{text}");
+        }
+        assert!(
+            read("[[],{}]").is_whole()
+                && !JsonScanner::of(b"[]").is_object()
+                && JsonScanner::of(b"{}").is_object()
+        );
+    }
+
+    proptest::proptest! {
+        /// Any JSON is complete, and no prefix of it is.
+        #[test]
+        fn any_json_is_whole_and_none_of_its_beginnings_is(text in json(), cut in 0..1000_usize) {
+            assert!(read(&text).is_whole());
+            assert!(!JsonScanner::of(&text.as_bytes()[..cut % text.len()]).is_whole());
+        }
+
+        #[test]
+        fn any_bytes_are_read_alike_however_they_are_cut(text in r#"[\[\]{}",:\\ae]{0,60}"#) {
+            read(&text);
+        }
+    }
+
+    fn json() -> impl proptest::strategy::Strategy<Value = String> {
+        use proptest::prelude::*;
+        let leaf = proptest::prop_oneof![
+            Just(serde_json::Value::Null),
+            any::<i64>().prop_map(Into::into),
+            ".*".prop_map(serde_json::Value::from),
+        ];
+        let names = proptest::prop_oneof![Just("usage".to_owned()), Just("choices".to_owned()), ".{0,4}"];
+        leaf.prop_recursive(5, 40, 6, move |inner| {
+            proptest::prop_oneof![
+                proptest::collection::vec(inner.clone(), 0..6).prop_map(serde_json::Value::from),
+                proptest::collection::hash_map(names.clone(), inner, 0..6)
+                    .prop_map(|map| serde_json::Value::Object(map.into_iter().collect())),
+            ]
+        })
+        .prop_map(|value| serde_json::json!([value]).to_string())
+    }
+}

@@ -1,0 +1,432 @@
+//! Two engines that behave like stock vLLM 0.32 with the NixlConnector: no verbs, no handles. P pins the blocks of a
+//! reply until one of three events: D has read them, D's handler refuses a request that names them, or the lease
+//! expires. No test waits for the expiry. The behaviour is the observed one, with its pitfalls.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use serde_json::{Value, json};
+
+use crate::harness::client::{Client, DISCONNECT_KINDS, completion, post};
+use crate::harness::engine::{Action, FakeEngine, ReceivedRequest};
+use crate::harness::system::TestRouter;
+
+/// Blocks that P pins, by its own id of the request.
+#[derive(Clone, Default)]
+struct PinnedBlocks(Arc<Mutex<BTreeSet<String>>>);
+
+impl PinnedBlocks {
+    fn held(&self) -> usize {
+        self.0.lock().unwrap().len()
+    }
+
+    fn freed_by(&self, params: &Value) {
+        self.0.lock().unwrap().remove(params["remote_request_id"].as_str().unwrap_or_default());
+    }
+}
+
+fn refuse(status: u16, message: &str) -> Action {
+    let body =
+        json!({"error": {"message": message, "type": "BadRequestError", "param": null, "code": status}});
+    Action::Refuse(status, body)
+}
+
+/// The requests that parsers and handlers of both legs refuse.
+fn refused(body: &Value) -> Option<Action> {
+    let max = body["max_completion_tokens"].as_u64().or(body["max_tokens"].as_u64()).unwrap_or(16);
+    if body["min_tokens"].as_u64().unwrap_or(0) > max {
+        return Some(refuse(400, "min_tokens must be less than or equal to max_tokens"));
+    }
+    if body["stream"] != true && !body["stream_options"].is_null() {
+        return Some(refuse(400, "Stream options can only be defined when `stream=True`."));
+    }
+    if body["temperature"].as_f64().is_some_and(|t| t < 0.0) {
+        return Some(refuse(400, "temperature must be non-negative"));
+    }
+    None
+}
+
+/// P: pins, and answers at once or when the test opens the gate.
+fn produce(pins: &PinnedBlocks, gated: bool) -> impl Fn(&ReceivedRequest) -> Option<Action> + Send + 'static {
+    let (pins, count) = (pins.clone(), AtomicUsize::new(0));
+    move |request| {
+        if !request.path.starts_with("/v1/") {
+            return None;
+        }
+        if let Some(refusal) = refused(&request.body) {
+            return Some(refusal);
+        }
+        assert_eq!(request.body["kv_transfer_params"]["do_remote_decode"], true);
+        let id = format!(
+            "cmpl-{}-0-{}",
+            request.headers["x-request-id"].to_str().unwrap(),
+            count.fetch_add(1, Ordering::SeqCst)
+        );
+        pins.0.lock().unwrap().insert(id.clone());
+        let mut params = crate::harness::engine::handoff(None);
+        params.as_object_mut().unwrap().remove("remote_handle");
+        params["remote_request_id"] = json!(id);
+        Some(if gated { Action::ReplyGated(params) } else { Action::Reply(params) })
+    }
+}
+
+/// D: releases at P the blocks that it reads or that its handler refuses.
+fn consume(
+    pins: &PinnedBlocks,
+    then: Action,
+) -> impl Fn(&ReceivedRequest) -> Option<Action> + Send + 'static {
+    let pins = pins.clone();
+    move |request| {
+        if !request.path.starts_with("/v1/") {
+            return None;
+        }
+        let refusal = refused(&request.body);
+        pins.freed_by(&request.body["kv_transfer_params"]);
+        Some(refusal.unwrap_or_else(|| then.clone()))
+    }
+}
+
+async fn pair(pins: &PinnedBlocks, gated: bool, then: Action) -> (FakeEngine, FakeEngine) {
+    let p = FakeEngine::always(Action::Hang).await.without_verbs().crossing().with_rule(produce(pins, gated));
+    let d = FakeEngine::always(Action::Hang).await.without_verbs().with_rule(consume(pins, then));
+    (p, d)
+}
+
+fn config(p: &FakeEngine, d: &FakeEngine, release: &str) -> String {
+    format!(
+        "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nhealth: {{active: {{interval_ms: 0}}}}\n\
+         models: [{{name: m, prefill: {{engines: [{{url: '{}', release: {release}}}]}}, \
+         decode: {{engines: [{{url: '{}'}}]}}}}]",
+        p.url(),
+        d.url()
+    )
+}
+
+fn verbs(engine: &FakeEngine) -> usize {
+    engine
+        .all()
+        .iter()
+        .filter(|request| request.path == "/kv/release" || request.path == "/abort_requests")
+        .count()
+}
+
+/// Requests to generate that were meant to be refused.
+fn refusable(d: &FakeEngine) -> Vec<ReceivedRequest> {
+    d.asked().into_iter().filter(|request| request.body["temperature"] == json!(-1)).collect()
+}
+
+#[tokio::test]
+async fn every_parameter_that_trips_a_stock_engine_passes_on_its_legs() {
+    let pins = PinnedBlocks::default();
+    let (p, d) = pair(&pins, false, Action::Whole(1)).await;
+    let system = TestRouter::of(&config(&p, &d, "auto")).await;
+    let body = json!({
+        "model": "m", "messages": [{"role": "user", "content": "x"}], "stream": true,
+        "stream_options": {"include_usage": true}, "max_tokens": 64, "max_completion_tokens": 64, "min_tokens": 5,
+        "n": 2, "stop": ["END"], "stop_token_ids": [7], "ignore_eos": true,
+    });
+    let answer = post(system.address, "/v1/chat/completions", &body).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let (first, second) = (&p.asked()[0].body, &d.asked()[0].body);
+    for (field, expected) in [
+        ("max_tokens", json!(1)),
+        ("max_completion_tokens", json!(1)),
+        ("n", json!(1)),
+        ("stream", json!(false)),
+    ] {
+        assert_eq!(first[field], expected, "{field}");
+    }
+    for gone in ["min_tokens", "stream_options", "stop", "stop_token_ids", "ignore_eos"] {
+        assert!(first.get(gone).is_none(), "{gone} on the prefill leg");
+    }
+    for field in ["n", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "max_tokens", "stream_options"] {
+        assert_eq!(second[field], body[field], "{field} on the decode leg");
+    }
+    assert_eq!(p.asked()[0].headers["x-request-id"], d.asked()[0].headers["x-request-id"]);
+    assert_eq!(pins.held(), 0);
+}
+
+#[tokio::test]
+async fn a_lease_that_nobody_reads_is_ended_by_a_decode_request_that_must_be_refused() {
+    for release in ["auto", "refused_decode"] {
+        let pins = PinnedBlocks::default();
+        let (p, d) = pair(&pins, true, Action::Whole(1)).await;
+        let system = TestRouter::of(&config(&p, &d, release)).await;
+        let mut client = Client::connect(system.address).await;
+        client.post("/v1/completions", &completion(true)).await;
+        p.wait("it prefills", |p| !p.asked().is_empty() && pins.held() == 1).await;
+        client.hang_up(DISCONNECT_KINDS[0]);
+        // The reply crosses the half-close: its only copy of the handoff is used.
+        system.counts("baton_router_disconnects_total{phase=\"prefill\"}", 1.0).await;
+        p.open_gate();
+        d.wait("the refusal has freed it", |_| pins.held() == 0).await;
+        system.settled().await;
+        let sent = &refusable(&d)[0];
+        assert!(sent.body["kv_transfer_params"]["remote_request_id"].is_string());
+        assert_eq!(sent.body["max_tokens"], 1);
+        let series = "baton_router_releases_total{cause=\"late_reply\",via=\"refused_decode\"}";
+        system.counts(series, 1.0).await;
+        // The abort, and a release if the reply arrived before the abort's answer.
+        let asked = if release == "auto" { 1..=2 } else { 0..=0 };
+        assert!(asked.contains(&verbs(&p)), "{release}: {}", verbs(&p));
+    }
+}
+
+#[tokio::test]
+async fn a_reply_that_comes_when_its_settlement_is_over_still_frees_its_blocks() {
+    for release in ["auto", "refused_decode"] {
+        let pins = PinnedBlocks::default();
+        let (p, d) = pair(&pins, true, Action::Whole(1)).await;
+        let config = config(&p, &d, release) + "\ntimeouts: {settle_ms: 20}\n";
+        let system = TestRouter::of(&config).await;
+        let mut client = Client::connect(system.address).await;
+        client.post("/v1/completions", &completion(true)).await;
+        p.wait("it prefills", |p| !p.asked().is_empty() && pins.held() == 1).await;
+        client.hang_up(DISCONNECT_KINDS[0]);
+        system.counts("baton_router_disconnects_total{phase=\"prefill\"}", 1.0).await;
+        system.counts("baton_router_settlements_total{result=\"unsupported\"}", 1.0).await;
+        system.settled().await;
+        assert_eq!((p.cut(), pins.held()), (0, 1), "it prefills on, and is still read");
+        p.open_gate();
+        d.wait("the refusal has freed it", |_| pins.held() == 0).await;
+        system.counts("baton_router_releases_total{cause=\"late_reply\",via=\"refused_decode\"}", 1.0).await;
+    }
+}
+
+#[tokio::test]
+async fn a_reply_beyond_those_that_may_be_awaited_is_one_settlement() {
+    let pins = PinnedBlocks::default();
+    let (p, d) = pair(&pins, true, Action::Whole(1)).await;
+    let config = config(&p, &d, "auto") + "\ntimeouts: {settle_ms: 20}\nlimits: {settlements: 1}\n";
+    let system = TestRouter::of(&config).await;
+    for gone in 1..=2_u32 {
+        let mut client = Client::connect(system.address).await;
+        client.post("/v1/completions", &completion(true)).await;
+        p.wait("it prefills", |_| pins.held() == gone as usize).await;
+        client.hang_up(DISCONNECT_KINDS[0]);
+        system.counts("baton_router_disconnects_total{phase=\"prefill\"}", gone.into()).await;
+        system.settled().await;
+        assert_eq!(system.metric("baton_router_settlements_total").await, f64::from(gone));
+    }
+    assert_eq!(system.metric("baton_router_settlements_total{result=\"refused\"}").await, 1.0);
+}
+
+#[tokio::test]
+async fn a_shutdown_waits_for_an_abandoned_prefills_reply_no_longer_than_for_one_try() {
+    let pins = PinnedBlocks::default();
+    let (p, d) = pair(&pins, true, Action::Whole(1)).await;
+    // The wait for settlements could take 24 s, longer than this test.
+    let config = config(&p, &d, "auto") + "\ntimeouts: {settle_ms: 1500}\n";
+    let mut system = TestRouter::of(&config).await;
+    let mut client = Client::connect(system.address).await;
+    client.post("/v1/completions", &completion(true)).await;
+    p.wait("it prefills", |_| pins.held() == 1).await;
+    client.hang_up(DISCONNECT_KINDS[0]);
+    system.counts("baton_router_disconnects_total{phase=\"prefill\"}", 1.0).await;
+    system.settled().await;
+    system.shut_down();
+    system.stopped().await;
+    assert_eq!(pins.held(), 1, "it is left to the lease's end");
+}
+
+#[tokio::test]
+async fn a_shutdown_releases_what_an_abandoned_prefill_lends_meanwhile() {
+    let pins = PinnedBlocks::default();
+    let (p, d) = pair(&pins, true, Action::Whole(1)).await;
+    let config = config(&p, &d, "auto") + "\ntimeouts: {settle_ms: 1500}\n";
+    let mut system = TestRouter::of(&config).await;
+    let mut client = Client::connect(system.address).await;
+    client.post("/v1/completions", &completion(true)).await;
+    p.wait("it prefills", |_| pins.held() == 1).await;
+    client.hang_up(DISCONNECT_KINDS[0]);
+    system.counts("baton_router_disconnects_total{phase=\"prefill\"}", 1.0).await;
+    system.settled().await;
+    system.shut_down();
+    p.open_gate();
+    system.stopped().await;
+    assert_eq!(pins.held(), 0, "the refusal has freed it");
+}
+
+#[tokio::test]
+async fn what_an_engine_lacks_is_asked_for_once_and_then_its_connection_is_half_closed_at_once() {
+    let pins = PinnedBlocks::default();
+    let (p, d) = pair(&pins, true, Action::Whole(1)).await;
+    let system = TestRouter::of(&config(&p, &d, "auto")).await;
+    let mut asked = 0;
+    for round in 1..=4 {
+        let mut client = Client::connect(system.address).await;
+        client.post("/v1/completions", &completion(true)).await;
+        p.wait("it prefills", |p| p.asked().len() == round).await;
+        client.hang_up(DISCONNECT_KINDS[round % 2]);
+        let gone = f64::from(u32::try_from(round).unwrap());
+        system.counts("baton_router_disconnects_total{phase=\"prefill\"}", gone).await;
+        p.open_gate();
+        d.wait("the refusal has freed it", |d| refusable(d).len() == round && pins.held() == 0).await;
+        system.settled().await;
+        if round == 1 {
+            asked = verbs(&p);
+        }
+    }
+    assert_eq!(verbs(&p), asked, "in later rounds it is not asked again");
+    assert!((1..=2).contains(&asked), "{asked}");
+}
+
+#[tokio::test]
+async fn a_lease_is_left_to_its_end_where_the_configuration_says_so() {
+    for release in ["lease", "verb"] {
+        let pins = PinnedBlocks::default();
+        let (p, d) = pair(&pins, false, refuse(400, "no")).await;
+        // This D refuses without notifying P: a parser, or vLLM's Rust front end.
+        let d = d.with_rule(|request| request.path.starts_with("/v1/").then(|| refuse(400, "no")));
+        let system = TestRouter::of(&config(&p, &d, release)).await;
+        assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 400);
+        let series = "baton_router_releases_total{cause=\"decode_refused\",via=\"lease\"}";
+        system.counts(series, 1.0).await;
+        system.settled().await;
+        assert_eq!((pins.held(), refusable(&d).len()), (1, 0), "{release}");
+        assert_eq!(verbs(&p), usize::from(release == "verb"));
+    }
+}
+
+#[tokio::test]
+async fn a_release_by_refusal_goes_to_another_decode_engine_when_one_does_not_answer() {
+    let pins = PinnedBlocks::default();
+    let (p, d) = pair(&pins, false, Action::Whole(1)).await;
+    let dead = FakeEngine::always(Action::Close).await;
+    let sick = FakeEngine::always(refuse(500, "dead engine")).await;
+    let yaml = format!(
+        "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nhealth: {{active: {{interval_ms: 0}}}}\nattempts: {{decode: 1}}\n\
+         models: [{{name: m, prefill: {{engines: [{{url: '{}'}}]}}, \
+         decode: {{policy: round_robin, engines: [{{url: '{}'}}, {{url: '{}'}}, {{url: '{}'}}]}}}}]",
+        p.url(),
+        dead.url(),
+        sick.url(),
+        d.url()
+    );
+    let system = TestRouter::of(&yaml).await;
+    let answer = post(system.address, "/v1/completions", &completion(false)).await;
+    assert_eq!(answer.status, 502, "{}", answer.text());
+    d.wait("it is freed all the same", |_| pins.held() == 0).await;
+    system.settled().await;
+    assert_eq!(refusable(&d).len(), 1);
+}
+
+#[tokio::test]
+async fn a_release_by_refusal_comes_back_to_the_only_decode_engine_when_it_did_not_answer() {
+    let pins = PinnedBlocks::default();
+    let (p, d) = pair(&pins, true, Action::Whole(1)).await;
+    let (frees, tries) = (consume(&pins, Action::Whole(1)), AtomicUsize::new(0));
+    // Like a decode engine with a delayed step, one before a restart, and one that read too slowly.
+    let d = d.with_rule(move |request| match tries.load(Ordering::SeqCst) {
+        _ if request.body["temperature"] != json!(-1) => frees(request),
+        count @ 0..=2 => {
+            tries.store(count + 1, Ordering::SeqCst);
+            Some([Action::Hang, Action::Close, refuse(408, "slow")][count].clone())
+        }
+        _ => frees(request),
+    });
+    let yaml = format!("timeouts: {{settle_ms: 2000}}\n{}", config(&p, &d, "refused_decode"));
+    let system = TestRouter::of(&yaml).await;
+    let mut client = Client::connect(system.address).await;
+    client.post("/v1/completions", &completion(true)).await;
+    p.wait("it prefills", |p| !p.asked().is_empty() && pins.held() == 1).await;
+    client.hang_up(DISCONNECT_KINDS[0]);
+    p.open_gate();
+    d.wait("it is freed at the fourth try", |_| pins.held() == 0).await;
+    system.settled().await;
+    assert_eq!(refusable(&d).len(), 4);
+    system.counts("baton_router_settlements_total{result=\"failed\"}", 0.0).await;
+}
+
+#[tokio::test]
+async fn a_lease_is_ended_by_a_decode_engine_that_is_full() {
+    let pins = PinnedBlocks::default();
+    let (p, d) = pair(&pins, true, Action::Whole(1)).await;
+    let yaml =
+        config(&p, &d, "refused_decode").replace("decode: {", "decode: {capacity: {max_in_flight: 1}, ");
+    let system = TestRouter::of(&yaml).await;
+    let mut first = Client::connect(system.address).await;
+    first.post("/v1/completions", &completion(true)).await;
+    p.wait("it prefills", |p| p.asked().len() == 1).await;
+    let mut second = Client::connect(system.address).await;
+    second.post("/v1/completions", &completion(false)).await;
+    system.counts("baton_router_queue_requests{priority=\"normal\"}", 1.0).await;
+    first.hang_up(DISCONNECT_KINDS[0]);
+    p.wait("the second has the only place", |p| p.asked().len() == 2).await;
+    p.open_gate();
+    d.wait("the first one's lease has ended", |d| refusable(d).len() == 1).await;
+    p.open_gate();
+    assert_eq!(second.answer().await.status, 200);
+    system.settled().await;
+    assert_eq!(pins.held(), 0);
+}
+
+#[tokio::test]
+async fn when_the_engine_that_lent_is_gone_the_prompt_is_computed_anew_and_no_decode_engine_is_blamed() {
+    let (p, d, other) = {
+        let pins = PinnedBlocks::default();
+        let (p, d) = pair(&pins, false, Action::Whole(1)).await;
+        let other = FakeEngine::always(Action::Hang).await.without_verbs();
+        // The response of vLLM 0.32 after its producer was killed.
+        let gone = |request: &ReceivedRequest| {
+            let remote = request.body["kv_transfer_params"]["do_remote_prefill"] == true;
+            let error = json!({"error": {"message": "Internal server error", "type": "InternalServerError",
+                "param": null, "code": 500}});
+            let action = if remote { Action::Refuse(500, error) } else { Action::Whole(1) };
+            request.path.starts_with("/v1/").then_some(action)
+        };
+        (p, d.with_rule(gone), other.with_rule(gone))
+    };
+    for fallback in ["aggregate", "none"] {
+        let yaml = format!(
+            "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\n\
+             health: {{active: {{interval_ms: 0}}, breaker: {{failures: 2}}}}\n\
+             models: [{{name: m, fallback: {fallback}, prefill: {{engines: [{{url: '{}', release: lease}}]}}, \
+             decode: {{policy: round_robin, engines: [{{url: '{}'}}, {{url: '{}'}}]}}}}]",
+            p.url(),
+            d.url(),
+            other.url()
+        );
+        let system = TestRouter::of(&yaml).await;
+        let asked = || d.asked().len() + other.asked().len();
+        for round in 1..=4 {
+            let before = asked();
+            let answer = post(system.address, "/v1/completions", &completion(false)).await;
+            let (times, text) = (asked() - before, answer.text());
+            if fallback == "aggregate" {
+                assert_eq!((answer.status, times), (200, 2), "the dead handoff is sent to one: {text}");
+            } else if round == 1 {
+                // A second handoff fails as well, so the handoffs are not at fault.
+                assert_eq!((answer.status, times), (502, 3), "{text}");
+            }
+        }
+        system.settled().await;
+        if fallback == "aggregate" {
+            system.counts("baton_router_recomputes_total", 4.0).await;
+            for engine in [&d, &other] {
+                assert_eq!(crate::operations::health::standing(&system, engine, "decode").await, "usable");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_engine_of_both_pools_ends_its_leases_as_is_said_where_it_prefills() {
+    let pins = PinnedBlocks::default();
+    let (p, d) = pair(&pins, false, refuse(400, "no")).await;
+    let d = d.with_rule(|request| request.path.starts_with("/v1/").then(|| refuse(400, "no")));
+    let yaml = format!(
+        "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nhealth: {{active: {{interval_ms: 0}}}}\n\
+         models: [{{name: m, prefill: {{engines: [{{url: '{}', release: lease}}]}}, \
+         decode: {{prefer: {{use: it}}, engines: [{{url: '{}', labels: {{use: it}}}}, {{url: '{}'}}]}}}}]",
+        p.url(),
+        d.url(),
+        p.url()
+    );
+    let system = TestRouter::of(&yaml).await;
+    assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 400);
+    system.counts("baton_router_releases_total{cause=\"decode_refused\",via=\"lease\"}", 1.0).await;
+    system.settled().await;
+    assert_eq!(verbs(&p), 0);
+}
