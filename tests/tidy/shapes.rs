@@ -68,17 +68,31 @@ struct Item<'a> {
 
 /// The word behind `keyword` in a line that begins an item.
 fn name_of<'a>(line: &'a str, keyword: &str) -> Option<&'a str> {
+    let line = match line.strip_prefix("pub(") {
+        Some(restricted) => restricted.split_once(") ")?.1,
+        None => line,
+    };
     let mut words = line.split([' ', '(', '<', '{', ';', ':']).filter(|word| !word.is_empty());
-    let before = ["pub", "crate", "super", "in", "async", "const", "unsafe", "extern", "\"C\""];
-    loop {
-        let word = words.next()?.trim_end_matches(')');
-        if word == keyword {
-            return words.next();
-        }
-        if !before.contains(&word) && !word.starts_with("crate") {
-            return None;
-        }
-    }
+    let before = ["pub", "async", "const", "unsafe", "extern", "\"C\""];
+    words.find(|word| !before.contains(word)).filter(|word| *word == keyword)?;
+    words.next()
+}
+
+#[test]
+fn planted_items_are_found() {
+    let text = "pub(in crate::a) async fn long(\n    of: u8,\n) -> u8 {\n    1\n}\n\nstruct Unit;\n\n\
+                trait Held {\n    type Part;\n    fn short(&self);\n}\n// fn none() {}\n";
+    let sizes = |keyword| -> Vec<_> {
+        items(text, keyword).iter().map(|item| (item.name.to_owned(), item.lines.len())).collect()
+    };
+    assert_eq!(sizes("fn"), [("long".to_owned(), 5), ("short".to_owned(), 1)]);
+    assert_eq!(sizes("struct"), [("Unit".to_owned(), 1)]);
+    assert_eq!(sizes("trait"), [("Held".to_owned(), 4)]);
+    let found = || vec![("a.rs long".to_owned(), 1, 90)];
+    assert_eq!(without_exceptions(found(), &[], "LIST"), ["a.rs long (line 1) has 90"]);
+    assert_eq!(without_exceptions(found(), &[("a.rs long", 91)], "LIST").len(), 1);
+    assert_eq!(without_exceptions(found(), &[("a.rs long", 90), ("a.rs gone", 81)], "LIST").len(), 1);
+    assert!(without_exceptions(found(), &[("a.rs long", 90)], "LIST").is_empty());
 }
 
 /// The items of a source that begin with `keyword`. `rustfmt` puts the end of an item below its beginning.
