@@ -15,6 +15,19 @@ use baton_engine::run::options::Role;
 use baton_router::listen_address;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+/// Converts the values of an option to the engine's enum with the same variants.
+macro_rules! same_variants {
+    ($arg:ident => $ours:ident: $($variant:ident),+) => {
+        impl From<$arg> for $ours {
+            fn from(arg: $arg) -> Self {
+                match arg {
+                    $($arg::$variant => Self::$variant,)+
+                }
+            }
+        }
+    };
+}
+
 /// Router and inference engine for disaggregated LLM serving
 #[derive(Debug, Parser)]
 #[command(version, about, max_term_width = 100)]
@@ -84,15 +97,7 @@ pub(crate) enum RoleArg {
     Both,
 }
 
-impl From<RoleArg> for Role {
-    fn from(role: RoleArg) -> Self {
-        match role {
-            RoleArg::Prefill => Self::Prefill,
-            RoleArg::Decode => Self::Decode,
-            RoleArg::Both => Self::Both,
-        }
-    }
-}
+same_variants!(RoleArg => Role: Prefill, Decode, Both);
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum KvTransportArg {
@@ -106,16 +111,7 @@ pub(crate) enum KvTransportArg {
     Nixl,
 }
 
-impl From<KvTransportArg> for KvTransport {
-    fn from(transport: KvTransportArg) -> Self {
-        match transport {
-            KvTransportArg::Auto => Self::Auto,
-            KvTransportArg::Shm => Self::Shm,
-            KvTransportArg::Tcp => Self::Tcp,
-            KvTransportArg::Nixl => Self::Nixl,
-        }
-    }
-}
+same_variants!(KvTransportArg => KvTransport: Auto, Shm, Tcp, Nixl);
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum KvDtypeArg {
@@ -127,15 +123,7 @@ pub(crate) enum KvDtypeArg {
     Bf16,
 }
 
-impl From<KvDtypeArg> for KvDtype {
-    fn from(dtype: KvDtypeArg) -> Self {
-        match dtype {
-            KvDtypeArg::F32 => Self::F32,
-            KvDtypeArg::F16 => Self::F16,
-            KvDtypeArg::Bf16 => Self::Bf16,
-        }
-    }
-}
+same_variants!(KvDtypeArg => KvDtype: F32, F16, Bf16);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DtypeArg {
@@ -169,14 +157,7 @@ pub(crate) enum LoadFailureArg {
     Fail,
 }
 
-impl From<LoadFailureArg> for LoadFailurePolicy {
-    fn from(policy: LoadFailureArg) -> Self {
-        match policy {
-            LoadFailureArg::Recompute => Self::Recompute,
-            LoadFailureArg::Fail => Self::Fail,
-        }
-    }
-}
+same_variants!(LoadFailureArg => LoadFailurePolicy: Recompute, Fail);
 
 #[derive(Debug, Args)]
 pub(crate) struct EngineArgs {
@@ -190,7 +171,7 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "NAME", value_enum, default_value = "both")]
     pub(crate) role: RoleArg,
     /// Device to compute on
-    #[arg(long, value_name = "cpu|cuda:N", default_value = "cpu")]
+    #[arg(long, value_name = "cpu|cuda:N", default_value = "cpu", value_parser = baton_engine_check::parse_device)]
     pub(crate) device: DeviceChoice,
     /// HTTP address; port 0 picks a free port
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8100", value_parser = listen_address)]
@@ -384,7 +365,7 @@ pub(crate) struct HealthArgs {
 #[derive(Debug, Args)]
 pub(crate) struct ParityArgs {
     /// Device to compute on
-    #[arg(long, value_name = "cpu|cuda:N", default_value = "cpu")]
+    #[arg(long, value_name = "cpu|cuda:N", default_value = "cpu", value_parser = baton_engine_check::parse_device)]
     pub(crate) device: DeviceChoice,
     /// Directory made by make_tiny.py
     #[arg(value_name = "DIR")]

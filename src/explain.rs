@@ -6,11 +6,17 @@ use std::io::Write as _;
 
 use serde_json::Value;
 use time::OffsetDateTime;
+use time::format_description::BorrowedFormatItem;
+use time::macros::format_description;
 
 use crate::Failure;
 use crate::admin_client::AdminClient;
 use crate::cli::ExplainArgs;
 use crate::output::CommandOutput;
+
+/// The form of a point in time.
+const MOMENT: &[BorrowedFormatItem<'_>] =
+    format_description!("[year]-[month]-[day] [hour]:[minute]:[second].[subsecond digits:3]");
 
 pub(crate) fn run(args: &ExplainArgs) -> Result<(), Failure> {
     let admin = AdminClient { address: &args.admin, token_file: args.admin_token_file.as_deref() };
@@ -98,20 +104,8 @@ fn answer_of(request: &Value) -> String {
 /// Formats milliseconds of the Unix epoch as UTC.
 fn moment(ms: Option<u64>) -> String {
     let nanos = ms.map(|ms| i128::from(ms) * 1_000_000);
-    let Some(at) = nanos.and_then(|nanos| OffsetDateTime::from_unix_timestamp_nanos(nanos).ok()) else {
-        return "-".to_owned();
-    };
-    let (date, clock) = (at.date(), at.time());
-    format!(
-        "{:04}-{:02}-{:02} {:02}:{:02}:{:02}.{:03}",
-        date.year(),
-        u8::from(date.month()),
-        date.day(),
-        clock.hour(),
-        clock.minute(),
-        clock.second(),
-        clock.millisecond()
-    )
+    let at = nanos.and_then(|nanos| OffsetDateTime::from_unix_timestamp_nanos(nanos).ok());
+    at.and_then(|at| at.format(MOMENT).ok()).unwrap_or_else(|| "-".to_owned())
 }
 
 fn request_of(out: &mut String, request: &Value) {
@@ -228,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_account_is_told_step_by_step() {
+    fn an_explanation_is_printed_step_by_step() {
         let choose = json!({
             "what": "choose", "at_us": 210, "leg": "decode", "policy": "least_load", "chosen": "d:1",
             "reason": "least_loaded", "pool": 3, "more_candidates": 0, "more_removed": 2,
@@ -274,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dry_run_is_told_in_the_order_of_the_decisions() {
+    fn a_dry_run_is_printed_in_the_order_of_decisions() {
         let choice = json!({"policy": "random", "chosen": "p:1", "reason": "drawn"});
         let answer = json!({"model": "m", "generation": 3, "decode": choice, "prefill": null,
             "disaggregation": {"decision": "decode_only", "reason": "short_prompt", "prompt_tokens": 9,
@@ -285,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_body_says_which_endpoint_it_is_for() {
+    fn the_endpoint_follows_from_the_body() {
         assert_eq!(path_of(br#"{"messages": []}"#), "/v1/chat/completions");
         assert_eq!(path_of(br#"{"prompt": "x"}"#), "/v1/completions");
     }

@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_path_the_question_is_whether_requests_are_taken() {
+    fn without_a_path_readiness_is_queried() {
         for path in ["", "/"] {
             let (told, _) = asked(path, &[("/ready", "503")]);
             assert_eq!(
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn with_a_path_nothing_else_is_asked() {
+    fn with_a_path_only_that_path_is_queried() {
         assert!(asked("/health", &[("/health", "200")]).0.is_ok());
         let (told, paths) = asked("/ready", &[("/ready", "404")]);
         assert!(told.is_err() && paths.len() == 1);

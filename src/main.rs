@@ -102,8 +102,9 @@ fn init_logging(json: bool) {
         .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal());
     if json {
-        lines.json().init();
+        // A line has one span at most, `span`. `spans` would list only those that a thread has entered.
+        lines.json().with_span_list(false).init();
     } else {
-        lines.with_target(false).compact().init();
+        lines.with_target(false).init();
     }
 }

@@ -26,7 +26,7 @@ pub(crate) fn on_signal(until_stdin_ends: bool) -> std::io::Result<CancellationT
             _ = interrupt.recv() => {}
             _ = terminate.recv() => {}
         }
-        tracing::warn!("second signal received, exiting");
+        tracing::warn!(event = "second_signal_received", "second signal received, exiting");
         // Nothing is settled. Peers detect the end by themselves.
         #[allow(clippy::disallowed_methods, reason = "a second signal ends the process at once")]
         std::process::exit(130);

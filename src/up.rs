@@ -252,7 +252,7 @@ mod tests {
     use crate::cli::Cli;
 
     #[test]
-    fn its_help_says_where_the_admin_listener_is() {
+    fn the_help_contains_the_admin_address() {
         let mut command = Cli::command();
         let help = command.find_subcommand_mut("up").expect("the command").render_long_help().to_string();
         let words = help.split_whitespace().collect::<Vec<_>>().join(" ");

@@ -24,13 +24,13 @@ fn file(folder: &Path, name: &str, text: &str) -> String {
 
 #[test]
 fn an_engine_refuses_element_types_that_do_not_go_together() {
-    let (sound, _, said) = out(&baton(&["engine", "--dtype", "bfloat16", "--quantize", "int8"]));
-    assert!(!sound && said.contains("--dtype bfloat16 conflicts with --quantize"), "{said}");
+    let (sound, _, printed) = out(&baton(&["engine", "--dtype", "bfloat16", "--quantize", "int8"]));
+    assert!(!sound && printed.contains("--dtype bfloat16 conflicts with --quantize"), "{printed}");
     let mixed = ["engine", "--device", "cuda:0", "--dtype", "bfloat16", "--kv-cache-dtype", "f32"];
-    let (sound, _, said) = out(&baton(&mixed));
-    assert!(!sound && said.contains("--dtype and --kv-cache-dtype must be equal"), "{said}");
-    let (sound, _, said) = out(&baton(&["engine", "--dtype", "float16"]));
-    assert!(!sound && said.contains("float32") && said.contains("bfloat16"), "{said}");
+    let (sound, _, printed) = out(&baton(&mixed));
+    assert!(!sound && printed.contains("--dtype and --kv-cache-dtype must be equal"), "{printed}");
+    let (sound, _, printed) = out(&baton(&["engine", "--dtype", "float16"]));
+    assert!(!sound && printed.contains("float32") && printed.contains("bfloat16"), "{printed}");
 }
 
 #[test]
@@ -38,13 +38,16 @@ fn an_engine_beyond_loopback_needs_a_secret() {
     for (listen, side) in
         [("0.0.0.0:0", "127.0.0.1:0"), ("127.0.0.1:0", "192.0.2.1:0"), ("[::]:0", "[::1]:0")]
     {
-        let (started, _, said) = out(&baton(&["engine", "--listen", listen, "--side-channel", side]));
-        assert!(!started && said.contains("beyond loopback needs --cluster-secret-file"), "{listen}: {said}");
+        let (started, _, printed) = out(&baton(&["engine", "--listen", listen, "--side-channel", side]));
+        assert!(
+            !started && printed.contains("beyond loopback needs --cluster-secret-file"),
+            "{listen}: {printed}"
+        );
     }
     // A password that could be guessed is not accepted either.
     let folder = tempfile::tempdir().unwrap();
     let short = file(folder.path(), "secret", "fifteen bytes..");
-    let (started, _, said) = out(&baton(&[
+    let (started, _, printed) = out(&baton(&[
         "engine",
         "--listen",
         "0.0.0.0:0",
@@ -53,7 +56,7 @@ fn an_engine_beyond_loopback_needs_a_secret() {
         "--cluster-secret-file",
         &short,
     ]));
-    assert!(!started && said.contains("expected at least 16"), "{said}");
+    assert!(!started && printed.contains("expected at least 16"), "{printed}");
 }
 
 #[test]
@@ -76,12 +79,12 @@ fn check_without_files_judges_a_configuration_whose_secrets_are_elsewhere() {
     let secrets =
         format!("{GOOD}cluster_secret_file: /nowhere/secret\nadmin: {{token_file: /nowhere/token}}\n");
     let there = file(folder.path(), "there.yaml", &secrets);
-    let (sound, _, said) = out(&baton(&["check", &there]));
-    assert!(!sound && said.contains("/nowhere/secret"), "{said}");
-    let (sound, effective, said) = out(&baton(&["check", "--no-files", "--print", &there]));
-    assert!(sound && effective.contains("cluster_secret_file: /nowhere/secret"), "{effective}\n{said}");
-    let not_seen: Vec<_> = said.lines().collect();
-    assert_eq!(not_seen.len(), 2, "{said}");
+    let (sound, _, printed) = out(&baton(&["check", &there]));
+    assert!(!sound && printed.contains("/nowhere/secret"), "{printed}");
+    let (sound, effective, printed) = out(&baton(&["check", "--no-files", "--print", &there]));
+    assert!(sound && effective.contains("cluster_secret_file: /nowhere/secret"), "{effective}\n{printed}");
+    let not_seen: Vec<_> = printed.lines().collect();
+    assert_eq!(not_seen.len(), 2, "{printed}");
     for (line, key) in
         not_seen.iter().zip(["admin.token_file: /nowhere/token", "cluster_secret_file: /nowhere/secret"])
     {
@@ -89,61 +92,64 @@ fn check_without_files_judges_a_configuration_whose_secrets_are_elsewhere() {
     }
     // Problems of the file itself are reported as always.
     let wrong = file(folder.path(), "wrong.yaml", &secrets.replace("token_file", "tokn_file"));
-    let (sound, _, said) = out(&baton(&["check", "--no-files", &wrong]));
-    assert!(!sound && said.contains("tokn_file"), "{said}");
+    let (sound, _, printed) = out(&baton(&["check", "--no-files", &wrong]));
+    assert!(!sound && printed.contains("tokn_file"), "{printed}");
 }
 
 #[test]
 fn check_prints_every_problem_with_its_place_and_fails() {
     let folder = tempfile::tempdir().unwrap();
     let bad = file(folder.path(), "bad.yaml", &GOOD.replace("name", "nam").replace("2'", "2', weight: 0"));
-    let (sound, nothing, said) = out(&baton(&["check", &bad]));
+    let (sound, nothing, printed) = out(&baton(&["check", &bad]));
     assert!(!sound && nothing.is_empty(), "{nothing}");
-    let lines: Vec<_> = said.lines().collect();
-    assert_eq!(lines.len(), 4, "{said}");
-    assert!(lines[0].starts_with(&format!("{bad}:2:5: ")), "{said}");
+    let lines: Vec<_> = printed.lines().collect();
+    assert_eq!(lines.len(), 4, "{printed}");
+    assert!(lines[0].starts_with(&format!("{bad}:2:5: ")), "{printed}");
     assert_eq!(lines[1], format!("{bad}:2:5: unknown key `nam`, did you mean `name`?"));
-    assert!(lines[2].starts_with(&format!("{bad}:3:")) && lines[2].ends_with("0 is below 1"), "{said}");
+    assert!(lines[2].starts_with(&format!("{bad}:3:")) && lines[2].ends_with("0 is below 1"), "{printed}");
     assert_eq!(lines[3], "baton: 3 problems");
 }
 
 #[test]
-fn check_warns_of_what_has_no_effect_and_is_content() {
+fn check_warns_of_keys_without_effect_and_succeeds() {
     let folder = tempfile::tempdir().unwrap();
     let text = GOOD.replace("decode: {", "decode: {kv_events: {port: 5557}, ");
-    let told = |name: &str, text: &str| {
-        let (sound, _, said) = out(&baton(&["check", &file(folder.path(), name, text)]));
-        assert!(sound, "{said}");
-        said
+    let warnings = |name: &str, text: &str| {
+        let (sound, _, printed) = out(&baton(&["check", &file(folder.path(), name, text)]));
+        assert!(sound, "{printed}");
+        printed
     };
-    assert_eq!(told("plain.yaml", &text), "");
-    let salted = told("auth.yaml", &format!("{text}auth: {{}}\n"));
+    assert_eq!(warnings("plain.yaml", &text), "");
+    let salted = warnings("auth.yaml", &format!("{text}auth: {{}}\n"));
     assert!(salted.contains("warning: models[0].decode: `kv_events` has no effect with `auth`"), "{salted}");
-    let ranks = told("ranks.yaml", &text.replace(":2'", ":2', data_parallel_size: 4"));
+    let ranks = warnings("ranks.yaml", &text.replace(":2'", ":2', data_parallel_size: 4"));
     assert!(ranks.contains("first rank of an engine"), "{ranks}");
 }
 
 #[test]
-fn check_tells_files_that_are_named_and_cannot_be_read() {
+fn check_reports_unreadable_files() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join("secret");
     let anywhere = "listen: '127.0.0.1:0'\nadmin: {listen: '127.0.0.1:0'}\n";
     let text = format!("{anywhere}{GOOD}cluster_secret_file: '{}'\n", missing.display());
     let config = file(folder.path(), "router.yaml", &text);
-    let (sound, _, said) = out(&baton(&["check", &config]));
+    let (sound, _, printed) = out(&baton(&["check", &config]));
     let named = format!("cluster_secret_file: {}", missing.display());
-    assert!(!sound && said.contains(&named), "{said}");
-    let (started, _, said) = out(&baton(&["router", "--config", &config]));
-    assert!(!started && said.contains(&named), "{said}");
-    let (started, _, said) =
+    assert!(!sound && printed.contains(&named), "{printed}");
+    let (started, _, printed) = out(&baton(&["router", "--config", &config]));
+    assert!(!started && printed.contains(&named), "{printed}");
+    let (started, _, printed) =
         out(&baton(&["engine", "--role", "both", "--cluster-secret-file", &missing.display().to_string()]));
-    assert!(!started && said.contains(&format!("--cluster-secret-file {}", missing.display())), "{said}");
+    assert!(
+        !started && printed.contains(&format!("--cluster-secret-file {}", missing.display())),
+        "{printed}"
+    );
     std::fs::write(&missing, "0123456789abcdef").unwrap();
     assert!(out(&baton(&["check", &config])).0);
 }
 
 #[test]
-fn a_router_whose_port_is_taken_names_the_key_that_it_comes_from() {
+fn a_router_whose_port_is_taken_names_the_configuration_key() {
     let folder = tempfile::tempdir().unwrap();
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap();
@@ -153,19 +159,19 @@ fn a_router_whose_port_is_taken_names_the_key_that_it_comes_from() {
     ] {
         let text = format!("listen: '{listen}'\nadmin: {{listen: '{admin}'}}\n{GOOD}");
         let config = file(folder.path(), "taken.yaml", &text);
-        let (started, _, said) = out(&baton(&["router", "--config", &config]));
-        assert!(!started && said.contains(&format!("{key}: cannot listen on {address}")), "{said}");
-        assert!(said.contains(&format!("set `{key}` in the configuration to another port")), "{said}");
+        let (started, _, printed) = out(&baton(&["router", "--config", &config]));
+        assert!(!started && printed.contains(&format!("{key}: cannot listen on {address}")), "{printed}");
+        assert!(printed.contains(&format!("set `{key}` in the configuration to another port")), "{printed}");
     }
 }
 
 #[test]
-fn an_engine_whose_port_is_taken_names_the_option_that_it_comes_from() {
+fn an_engine_whose_port_is_taken_names_the_option() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     for (option, other) in [("--listen", "--side-channel"), ("--side-channel", "--listen")] {
-        let (started, _, said) = out(&baton(&["engine", option, &address, other, "127.0.0.1:0"]));
-        assert!(!started && said.contains(&format!("{address} ({option})")), "{said}");
+        let (started, _, printed) = out(&baton(&["engine", option, &address, other, "127.0.0.1:0"]));
+        assert!(!started && printed.contains(&format!("{address} ({option})")), "{printed}");
     }
 }
 
@@ -229,8 +235,8 @@ fn a_running_router_reads_its_file_again_on_sighup() {
     hang_up();
     until(&|now| now["generation"] == 2 && now["config"]["attempts"]["decode"] == 7);
     let next = file(folder.path(), "next.yaml", &format!("{text}attempts: {{decode: 6}}\n"));
-    let (sound, changes, said) = out(&baton(&["check", "--diff", &format!("http://{admin}"), &next]));
-    assert!(sound, "{said}");
+    let (sound, changes, printed) = out(&baton(&["check", "--diff", &format!("http://{admin}"), &next]));
+    assert!(sound, "{printed}");
     assert_eq!(changes, "- attempts.decode: 7\n+ attempts.decode: 6\n");
     file(folder.path(), "router.yaml", "models: nothing");
     hang_up();
@@ -240,50 +246,51 @@ fn a_running_router_reads_its_file_again_on_sighup() {
 }
 
 #[test]
-fn simulated_engines_say_where_they_are_and_write_a_sound_configuration() {
+fn simulated_engines_print_their_addresses_and_a_valid_configuration() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("router.yaml").display().to_string();
     // The command's input has ended already.
     let args = ["bench", "sim", "--decode", "2", "--until-stdin-ends", "--router-config", &file];
-    let (sound, said, _) = out(&baton(&args));
-    let line = said.strip_prefix("ready prefill=").unwrap().trim_end();
+    let (sound, printed, _) = out(&baton(&args));
+    let line = printed.strip_prefix("ready prefill=").unwrap().trim_end();
     let (prefill, decode) = line.split_once(" decode=").unwrap();
     let decode: Vec<_> = decode.split(',').collect();
-    assert!(sound && decode.len() == 2, "{said}");
-    let (sound, effective, said) = out(&baton(&["check", "--print", &file]));
-    assert!(sound, "{said}");
+    assert!(sound && decode.len() == 2, "{printed}");
+    let (sound, effective, printed) = out(&baton(&["check", "--print", &file]));
+    assert!(sound, "{printed}");
     for address in decode.into_iter().chain([prefill]) {
         assert!(effective.contains(&format!("http://{address}")), "{address}: {effective}");
     }
-    let (sound, _, said) = out(&baton(&["bench", "sim", "--fault", "refuses:2"]));
-    assert!(!sound && said.contains("`2` is no share between 0 and 1"), "{said}");
-    let (sound, _, said) = out(&baton(&["bench", "sim", "--fault", "dies@prefill-7", "--until-stdin-ends"]));
-    assert!(!sound && said.contains("there is no such engine"), "{said}");
-    let (sound, _, said) = out(&baton(&["bench", "compare", "--lease-ms", "100"]));
-    assert!(!sound && said.contains("--lease-ms must be"), "{said}");
+    let (sound, _, printed) = out(&baton(&["bench", "sim", "--fault", "refuses:2"]));
+    assert!(!sound && printed.contains("`2` is no share between 0 and 1"), "{printed}");
+    let (sound, _, printed) =
+        out(&baton(&["bench", "sim", "--fault", "dies@prefill-7", "--until-stdin-ends"]));
+    assert!(!sound && printed.contains("there is no such engine"), "{printed}");
+    let (sound, _, printed) = out(&baton(&["bench", "compare", "--lease-ms", "100"]));
+    assert!(!sound && printed.contains("--lease-ms must be"), "{printed}");
 }
 
 #[test]
-fn the_judge_of_cancelled_requests_finds_what_is_planted() {
+fn the_disconnect_benchmark_finds_planted_faults() {
     let judge = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/peers/aiperf_judge.py");
     let Ok(checked) = Command::new("python3").arg(&judge).arg("--check").output() else {
         eprintln!("SKIPPED: the judge was not tested: there is no python3");
         return;
     };
-    let (sound, said, wrong) = out(&checked);
-    assert!(sound && said.contains("finds every planted fault"), "{said}{wrong}");
+    let (sound, printed, wrong) = out(&checked);
+    assert!(sound && printed.contains("finds every planted fault"), "{printed}{wrong}");
     // The committed result still holds under the current judge.
     let kept =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/disconnect/2026-11-23-aiperf-zen5.json.gz");
     let again =
         Command::new("python3").arg(judge).arg("--again").arg(kept).output().expect("it ran just now");
-    let (sound, said, wrong) = out(&again);
-    assert!(sound && said.contains("9 of 9 runs hold\n"), "{said}{wrong}");
+    let (sound, printed, wrong) = out(&again);
+    assert!(sound && printed.contains("9 of 9 runs hold\n"), "{printed}{wrong}");
 }
 
 #[test]
 #[cfg(unix)]
-fn routers_to_compare_with_are_installed_each_by_itself_and_what_cannot_be_had_is_said() {
+fn compared_routers_are_installed_separately_and_missing_ones_reported() {
     use std::os::unix::fs::PermissionsExt;
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/peers.sh");
     let program = |folder: &Path, name: &str, does: &str| {
@@ -304,10 +311,10 @@ fn routers_to_compare_with_are_installed_each_by_itself_and_what_cannot_be_had_i
         eprintln!("SKIPPED: the script was not tested: there is no bash");
         return;
     };
-    let (_, said, wrong) = out(&one);
+    let (_, printed, wrong) = out(&one);
     assert_eq!(one.status.code(), Some(0), "{wrong}");
     assert!(
-        said.contains("--peers") && wrong.starts_with("SKIPPED smg: ") && wrong.contains("not to be had"),
+        printed.contains("--peers") && wrong.starts_with("SKIPPED smg: ") && wrong.contains("not to be had"),
         "{wrong}"
     );
     assert_eq!(wrong.matches("SKIPPED").count(), 1, "{wrong}");
@@ -354,7 +361,7 @@ impl Drop for ChildGuard {
 }
 
 #[test]
-fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
+fn every_printing_command_ends_quietly_on_a_closed_pipe() {
     let folder = tempfile::tempdir().unwrap();
     let free = || std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let (listen, admin) = (free(), free());
@@ -411,9 +418,9 @@ fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
     ];
     for command in commands {
         let output = unread(command, true);
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(141), "{command:?}: {said}");
-        assert!(!said.contains("panicked") && !said.contains("roken pipe"), "{command:?}: {said}");
+        let printed = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(141), "{command:?}: {printed}");
+        assert!(!printed.contains("panicked") && !printed.contains("roken pipe"), "{command:?}: {printed}");
     }
     // A command's purpose is not its standard error: its exit code stays the same.
     let commands: [(&[&str], i32); 5] = [
@@ -445,20 +452,20 @@ fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
 }
 
 #[test]
-fn up_tells_that_it_is_open_and_keeps_its_admin_listener_on_loopback() {
+fn up_warns_of_an_open_listener_and_keeps_the_admin_listener_on_loopback() {
     // Options that no engine accepts: the processes end soon.
     let open = baton(&["up", "--listen", "0.0.0.0:0", "--", "--no-such-option"]);
-    let (sound, _, said) = out(&open);
-    assert!(!sound && said.contains("warning: 0.0.0.0:0 is reachable from other machines"), "{said}");
+    let (sound, _, printed) = out(&open);
+    assert!(!sound && printed.contains("warning: 0.0.0.0:0 is reachable from other machines"), "{printed}");
     let closed = baton(&["up", "--listen", "localhost:0", "--", "--no-such-option"]);
-    let (sound, _, said) = out(&closed);
-    assert!(!sound && !said.contains("warning"), "{said}");
-    let (sound, _, said) = out(&baton(&["up", "--listen", "localhost:0", "--admin-listen", "0.0.0.0:0"]));
-    assert!(!sound && said.contains("--admin-listen 0.0.0.0:0 is beyond loopback"), "{said}");
+    let (sound, _, printed) = out(&closed);
+    assert!(!sound && !printed.contains("warning"), "{printed}");
+    let (sound, _, printed) = out(&baton(&["up", "--listen", "localhost:0", "--admin-listen", "0.0.0.0:0"]));
+    assert!(!sound && printed.contains("--admin-listen 0.0.0.0:0 is beyond loopback"), "{printed}");
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = taken.local_addr().unwrap().to_string();
-    let (sound, _, said) = out(&baton(&["up", "--listen", "localhost:0", "--admin-listen", &taken]));
-    assert!(!sound && said.contains("choose another with --admin-listen"), "{said}");
-    let (sound, _, said) = out(&baton(&["up", "--listen", ":8000"]));
-    assert!(!sound && said.contains("write `127.0.0.1:8000` (this machine only)"), "{said}");
+    let (sound, _, printed) = out(&baton(&["up", "--listen", "localhost:0", "--admin-listen", &taken]));
+    assert!(!sound && printed.contains("choose another with --admin-listen"), "{printed}");
+    let (sound, _, printed) = out(&baton(&["up", "--listen", ":8000"]));
+    assert!(!sound && printed.contains("write `127.0.0.1:8000` (this machine only)"), "{printed}");
 }

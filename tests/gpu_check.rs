@@ -87,28 +87,28 @@ impl Machine {
         }
         command.envs(self.variables.iter().map(|(name, value)| (name, value)));
         let output = command.output().expect("bash runs");
-        let said = String::from_utf8_lossy(&output.stdout).into_owned();
-        (output.status.code(), said.lines().last().unwrap_or_default().to_owned())
+        let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+        (output.status.code(), printed.lines().last().unwrap_or_default().to_owned())
     }
 }
 
 #[test]
-fn only_what_was_run_whole_is_all_right() {
+fn only_a_complete_run_is_all_right() {
     let whole = Machine::complete("whole");
     assert_eq!(whole.check(), (Some(0), "all right".to_owned()));
-    let (code, said) = whole.set("HANDOFF", "").set("STEPS", "parity nixl handoff e2e").check();
-    assert_eq!(code, Some(3), "{said}");
-    assert!(said.starts_with("NOT CHECKED: pool (not in STEPS); speed (not in STEPS); "), "{said}");
-    assert!(said.contains("handoff (HANDOFF does not name") && !said.contains("e2e"), "{said}");
-    let (code, said) = Machine::complete("software").set("DEVICE", "software").check();
-    assert_eq!(code, Some(3), "{said}");
+    let (code, printed) = whole.set("HANDOFF", "").set("STEPS", "parity nixl handoff e2e").check();
+    assert_eq!(code, Some(3), "{printed}");
+    assert!(printed.starts_with("NOT CHECKED: pool (not in STEPS); speed (not in STEPS); "), "{printed}");
+    assert!(printed.contains("handoff (HANDOFF does not name") && !printed.contains("e2e"), "{printed}");
+    let (code, printed) = Machine::complete("software").set("DEVICE", "software").check();
+    assert_eq!(code, Some(3), "{printed}");
     for part in ["kernels", "speed", "sanitizer", "disconnect"] {
-        assert!(said.contains(&format!("{part} (not on the software device)")), "{said}");
+        assert!(printed.contains(&format!("{part} (not on the software device)")), "{printed}");
     }
 }
 
 #[test]
-fn all_that_is_said_is_kept() {
+fn all_output_is_kept_in_the_log() {
     let machine = Machine::complete("log");
     let results = machine.folder.join("results");
     if results.exists() {
@@ -127,7 +127,7 @@ fn all_that_is_said_is_kept() {
     machine.baton(talks);
     assert_eq!(machine.check(), (Some(0), "all right".to_owned()));
     let first = log().expect("it is written down");
-    for said in [
+    for printed in [
         "called: parity ",
         "called: bench handoff --device cuda:0 --transport auto,shm,tcp --json --fail-on-miss\n",
         "--json --fail-on-miss --model DIR --tokens 4096 --chunk 512 --pace-ms 1\n",
@@ -136,7 +136,7 @@ fn all_that_is_said_is_kept() {
         "== every promise of a transport, between pools in device memory of two processes\n",
         "== a KV pool that takes what the device has left, and an answer from it\n",
     ] {
-        assert!(first.contains(said), "{said} is missing in {first}");
+        assert!(first.contains(printed), "{printed} is missing in {first}");
     }
     assert!(first.ends_with("\nall right\n"), "{first}");
     // Without a GPU the script adds no result and keeps the results of other runs.
@@ -152,8 +152,8 @@ fn all_that_is_said_is_kept() {
 fn a_library_that_is_missing_is_named() {
     let machine = Machine::complete("nixl");
     machine.baton("[ \"$2\" = gpu-nixl ] && exit 77\nexit 0\n");
-    let (code, said) = machine.check();
-    assert_eq!((code, said.as_str()), (Some(3), "NOT CHECKED: nixl (its library is not here, see above)"));
+    let (code, printed) = machine.check();
+    assert_eq!((code, printed.as_str()), (Some(3), "NOT CHECKED: nixl (its library is not here, see above)"));
 }
 
 #[test]

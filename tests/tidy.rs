@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 mod cycles;
 #[path = "tidy/layers.rs"]
 mod layers;
+#[path = "tidy/log_events.rs"]
+mod log_events;
 #[path = "tidy/pages.rs"]
 mod pages;
 #[path = "tidy/shapes.rs"]
@@ -38,6 +40,16 @@ const IMPORTS: &[(&str, &[&str])] = &[
             "baton-openai",
         ],
     ),
+    (
+        "baton-engine-check",
+        &[
+            "baton-connector",
+            "baton-connector-device",
+            "baton-connector-nixl",
+            "baton-engine",
+            "baton-openai",
+        ],
+    ),
     ("baton-fuzz", &["baton-connector-channel", "baton-router"]),
     ("baton-router", &["baton-connector", "baton-openai"]),
     (
@@ -49,6 +61,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
             "baton-connector-shm",
             "baton-connector-tcp",
             "baton-engine",
+            "baton-engine-check",
             "baton-openai",
             "baton-router",
         ],
@@ -60,6 +73,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
             "baton-connector",
             "baton-connector-tcp",
             "baton-engine",
+            "baton-engine-check",
             "baton-openai",
             "baton-router",
         ],
@@ -154,7 +168,7 @@ fn assert_none(broken: &[String], rule: &str) {
 }
 
 #[test]
-fn crates_import_only_whom_they_may() {
+fn crates_import_only_permitted_crates() {
     let mut broken = Vec::new();
     for (package, dependencies) in manifests() {
         let ours: Vec<_> = dependencies.iter().filter(|d| d.starts_with("baton")).collect();
@@ -206,13 +220,13 @@ fn the_connectors_core_is_pure() {
 }
 
 #[test]
-fn every_source_says_what_it_is() {
+fn every_source_has_a_module_comment() {
     let silent = sources().filter(|(_, text)| !text.starts_with("//! ")).map(|(name, _)| name);
     assert_none(&silent.collect::<Vec<_>>(), "files without a first line of documentation");
 }
 
 #[test]
-fn every_permission_for_unsafe_code_has_a_reason() {
+fn every_allowance_of_unsafe_code_has_a_reason() {
     let mut broken = Vec::new();
     for (name, text) in sources() {
         for (number, line) in text.lines().enumerate() {

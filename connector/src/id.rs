@@ -182,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn handles_and_epochs_survive_the_wire_and_refuse_anything_else() {
+    fn handles_and_epochs_round_trip_and_reject_other_text() {
         let handle = Handle(0x0123_4567_89ab_cdef_0011_2233_4455_6677);
         assert_eq!(handle.to_string().parse(), Ok(handle));
         assert_eq!(Epoch(7).to_string().parse(), Ok(Epoch(7)));

@@ -8,7 +8,7 @@
 //!
 //! | layer | contents |
 //! |---|---|
-//! | [`limits`], [`time`], [`id`] | every bound with its arithmetic; time and ids as plain values |
+//! | [`limits`], [`time`], [`id`], [`labelled!`] | every bound with its arithmetic; time, ids and labels as plain values |
 //! | [`memory`] | a pool's [`layout`] and [`region`]; [`mod@slice`]: which bytes of which block go where |
 //! | [`handoff`] | the format on the wire (`kv_transfer_params`) and its checks |
 //! | [`machines`] | [`lease`], [`ledger`]: a producer's leases. [`fetch`], [`gather`]: a consumer's reads |
@@ -17,6 +17,7 @@
 
 pub mod handoff;
 pub mod id;
+mod labels;
 pub mod limits;
 pub mod machines;
 pub mod memory;

@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_duration_added_and_taken_back_is_the_same_duration() {
+    fn a_duration_added_and_subtracted_is_the_same_duration() {
         let start = Time(5);
         assert_eq!(start.after(Duration::from_millis(3)).since(start), Duration::from_millis(3));
         assert_eq!(start.since(start.after(Duration::from_secs(1))), Duration::ZERO);

@@ -142,7 +142,7 @@ impl EngineModel {
 }
 
 #[test]
-fn whatever_ends_a_request_settles_exactly_what_is_owed_and_once() {
+fn every_end_of_a_request_makes_each_due_settlement_once() {
     let events = alphabet();
     let mut seen = HashSet::new();
     let mut queue = VecDeque::from([(Exchange::new(), EngineModel::default())]);
@@ -202,7 +202,7 @@ fn an_event_about_another_attempt_changes_nothing() {
 }
 
 #[test]
-fn a_handle_that_arrives_after_the_client_left_is_released_once() {
+fn a_handle_that_arrives_after_a_cancel_is_released_once() {
     let mut exchange = Exchange::new();
     exchange.apply(Event::PrefillSent(P[0]), Time::ZERO);
     let gone = exchange.apply(Event::ClientGone, Time::ZERO);
@@ -216,7 +216,7 @@ fn a_handle_that_arrives_after_the_client_left_is_released_once() {
 }
 
 #[test]
-fn an_answer_whose_engine_died_goes_on_at_another_one_which_owes_nothing_for_the_first() {
+fn a_resumed_response_settles_nothing_for_the_dead_engine() {
     let mut exchange = Exchange::new();
     let leased = Event::PrefillLeased(P[0], Some(handle(P[0])));
     for event in [Event::PrefillSent(P[0]), leased, Event::DecodeSent(D[0]), Event::DecodeAccepted(D[0])] {
@@ -243,7 +243,7 @@ fn an_answer_whose_engine_died_goes_on_at_another_one_which_owes_nothing_for_the
 }
 
 #[test]
-fn the_phases_of_a_request_are_stamped_once_each() {
+fn each_phase_of_a_request_is_stamped_once() {
     let mut exchange = Exchange::new();
     let life = [
         Event::PrefillSent(P[0]),
@@ -265,7 +265,7 @@ fn the_phases_of_a_request_are_stamped_once_each() {
 }
 
 #[test]
-fn a_prefill_that_never_answered_took_no_time_and_left_no_gap() {
+fn a_prefill_without_a_reply_has_no_duration_and_no_gap() {
     let mut exchange = Exchange::new();
     let life = [
         Event::PrefillSent(P[0]),
@@ -288,7 +288,7 @@ fn a_prefill_that_never_answered_took_no_time_and_left_no_gap() {
 }
 
 #[test]
-fn a_prefill_that_lent_before_its_end_took_until_its_end() {
+fn an_early_handoff_prefill_lasts_until_its_end() {
     let events = [
         Event::PrefillSent(P[0]),
         Event::PrefillLeased(P[0], Some(handle(P[0]))),
@@ -314,7 +314,7 @@ fn a_prefill_that_lent_before_its_end_took_until_its_end() {
 
 /// Every kind of state with every event. `BLESS=1 cargo test -p baton-connector` rewrites the file.
 #[test]
-fn the_transition_table_is_the_golden_one() {
+fn the_transition_table_matches_its_golden_file() {
     let prefixes: [&[Event]; 9] = [
         &[],
         &[Event::PrefillSent(P[0])],

@@ -87,7 +87,7 @@ fn lease_in(scenario: &Scenario) -> (Lease, u64) {
 }
 
 #[test]
-fn the_lease_moves_as_its_golden_table_says() {
+fn the_lease_matches_its_golden_table() {
     use lease::Event::{Heartbeat, Leave, ReadBegun, ReadDone, ReadFailed, Release, Sealed, Tick};
     let events = [
         ("sealed", Sealed, 1),
@@ -132,7 +132,7 @@ fn the_lease_moves_as_its_golden_table_says() {
 }
 
 #[test]
-fn every_situation_of_the_lease_table_is_the_one_that_its_name_says() {
+fn every_scenario_of_the_lease_table_has_the_state_in_its_name() {
     for scenario in LEASES {
         let (lease, _) = lease_in(scenario);
         let state = format!("{:?}", lease.state());
@@ -141,7 +141,7 @@ fn every_situation_of_the_lease_table_is_the_one_that_its_name_says() {
 }
 
 #[test]
-fn the_fetch_moves_as_its_golden_table_says() {
+fn the_fetch_matches_its_golden_table() {
     use fetch::Event::{
         Abort, Admitted, AlreadyCached, BlocksReserved, LeaseGone, Reject, TransferDone, TransferFailed,
         Verdict, WorkerLost,
@@ -202,7 +202,7 @@ fn the_fetch_moves_as_its_golden_table_says() {
 }
 
 #[test]
-fn the_gatherer_moves_as_its_golden_table_says() {
+fn the_gatherer_matches_its_golden_table() {
     use gather::Event::{Done, Failed, Lost, Verdict};
     let failed = Failed(FailureKind::Transfer);
     let stories: &[(&str, &[(usize, gather::Event)])] = &[
@@ -249,7 +249,7 @@ fn the_gatherer_moves_as_its_golden_table_says() {
 }
 
 #[test]
-fn the_offload_slot_moves_as_its_golden_table_says() {
+fn the_offload_slot_matches_its_golden_table() {
     use BlockEvent::{Committed, Done, Failed, GiveUp, Load, Revoked, Store};
     let stages =
         [TransferStage::Queued, TransferStage::Revoking, TransferStage::Committed, TransferStage::Draining];
@@ -317,7 +317,7 @@ fn the_offload_slot_moves_as_its_golden_table_says() {
 }
 
 #[test]
-fn the_multi_connector_moves_as_its_golden_table_says() {
+fn the_multi_connector_matches_its_golden_table() {
     use multi::ChildReply::{Holds, Nothing};
     use multi::Event::{Abort, Finish, Load, LoadFailed, Loaded, Preempted, Released, Replied};
     const P: Child = Child(0);

@@ -27,8 +27,9 @@ use crate::model::identity::identity;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::weights::Weights;
 use crate::run::options::{EngineOptions, StartError, system};
+use crate::run::random::random_bytes;
 use crate::run::rank::{RankContext, RunningRank};
-use crate::server::{BodyBudget, Frontend, is_loopback, serve};
+use crate::server::{BlockFormat, BodyBudgets, ClusterSecret, Frontend, ServedModel, is_loopback, serve};
 
 /// Engine cores of one process.
 const DATA_PARALLEL_MAX: usize = 64;
@@ -72,6 +73,7 @@ impl Engine {
         let eos = config.ends_of_text(tokenizer.eos());
         if eos.is_empty() {
             tracing::warn!(
+                event = "end_token_missing",
                 "no end-of-text token in the checkpoint, only stop strings, stop_token_ids and max_tokens end a text"
             );
         }
@@ -84,7 +86,7 @@ impl Engine {
         let common = RankContext {
             options: &options,
             secret: secret.clone(),
-            epoch: Epoch(random()?),
+            epoch: Epoch(random_bytes().map(u64::from_ne_bytes).map_err(system("randomness"))?),
             fingerprint,
             model: &weights,
             nixl: &nixl,
@@ -95,29 +97,30 @@ impl Engine {
         let (vocab, batch_invariant) = (executors[0].vocab(), executors[0].is_batch_invariant());
         let metrics = Arc::new(EngineMetrics::new(&model));
         let running = start_ranks(&common, executors, sides, &metrics, &model)?;
-        let frontend = Arc::new(Frontend {
-            model,
+        let model = ServedModel {
+            name: model,
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
-            role: options.role,
             tokenizer,
             template,
-            eos,
             defaults: config.generation.clone(),
+            eos,
             vocab,
             capacity: running[0].capacity,
+        };
+        let secret = options.cluster_secret.as_deref().zip(secret);
+        let frontend = Arc::new(Frontend {
+            model,
+            role: options.role,
             load_failure: options.kv_load_failure_policy,
-            fingerprint,
-            geometry: running[0].cache.geometry,
+            blocks: BlockFormat { fingerprint, geometry: running[0].cache.geometry },
             limits: ParseLimits { vocab: u32::try_from(vocab).ok(), ..ParseLimits::default() },
-            cluster_secret: options.cluster_secret.as_deref().map(Into::into),
-            secret: secret.clone(),
+            secret: secret.map(|(text, key)| ClusterSecret { text: text.into(), key }),
             cores: running.iter().map(|running| Arc::clone(&running.core)).collect(),
             metrics,
             log: Arc::clone(&common.log),
             batch_invariant,
             next_sequence: AtomicU64::new(1),
-            bodies: Arc::new(BodyBudget::of(options.body_bytes_total)),
-            verb_bodies: Arc::default(),
+            bodies: BodyBudgets::of(options.body_bytes_total),
         });
         Ok(Self {
             frontend,
@@ -157,7 +160,7 @@ impl Engine {
     /// The served model's name.
     #[must_use]
     pub fn model(&self) -> &str {
-        &self.frontend.model
+        &self.frontend.model.name
     }
 
     /// Serves until `stop`. The engine then takes no more requests, and running requests and leases may end within
@@ -245,11 +248,7 @@ fn executors(
     config: &ModelConfig,
     progress: &mut dyn FnMut(WeightLoadProgress),
 ) -> Result<Vec<Box<dyn Executor>>, StartError> {
-    let accelerator = match options.device {
-        DeviceChoice::Cpu => None,
-        DeviceChoice::Accelerator(accelerator) => Some(accelerator),
-    };
-    if let Some(accelerator) = accelerator {
+    if let DeviceChoice::Accelerator(accelerator) = options.device {
         return Ok(vec![on_device(accelerator, options, config, progress)?]);
     }
     let first = load(options, config, progress)?;
@@ -396,13 +395,4 @@ fn cpu_options(options: &EngineOptions, block_bytes: usize) -> Result<CpuOptions
     };
     cpu.threads = (options.threads.unwrap_or(cpu.threads) / options.data_parallel_size).max(1);
     Ok(cpu)
-}
-
-fn random() -> Result<u64, StartError> {
-    let mut bytes = [0; 8];
-    getrandom::fill(&mut bytes).map_err(|error| StartError::System {
-        what: "randomness".into(),
-        source: std::io::Error::other(error),
-    })?;
-    Ok(u64::from_ne_bytes(bytes))
 }

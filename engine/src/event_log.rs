@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use baton_connector::RequestId;
-use serde_json::{Map, Value};
+use serde_json::{Value, json};
 use tokio::sync::Notify;
 
 /// Limit of the retained events.
@@ -93,54 +93,36 @@ pub enum RequestEvent {
 }
 
 impl RequestEvent {
-    /// The word in the log.
-    #[must_use]
-    pub fn label(&self) -> &'static str {
+    /// The word in the log, and the fields after it.
+    fn kind_and_fields(&self) -> (&'static str, Value) {
         match self {
-            Self::Queued { .. } => "queued",
-            Self::Refused { .. } => "refused",
-            Self::Started(_) => "started",
-            Self::Computed(_) => "computed",
-            Self::Fetching(_) => "fetching",
-            Self::Fetched(_) => "fetched",
-            Self::FirstToken => "first_token",
-            Self::Abort(_) => "abort",
-            Self::LeaseOpened { .. } => "lease_opened",
-            Self::Replied(_) => "replied",
-            Self::LeaseEnded { .. } => "lease_ended",
-            Self::Ended { .. } => "ended",
-            Self::Freed(_) => "freed",
-        }
-    }
-
-    fn fields(&self) -> Vec<(&'static str, Value)> {
-        match self {
-            Self::Queued { leg, prompt, .. } => vec![("leg", (*leg).into()), ("prompt", (*prompt).into())],
-            Self::Refused { reason, .. } => vec![("reason", (*reason).into())],
-            Self::Started(cached) => vec![("cached", (*cached).into())],
-            Self::Computed(tokens) => vec![("tokens", (*tokens).into())],
-            Self::Fetching(blocks) | Self::Freed(blocks) => vec![("blocks", (*blocks).into())],
-            Self::Fetched(result) | Self::Replied(result) => vec![("result", (*result).into())],
-            Self::FirstToken => Vec::new(),
-            Self::Abort(how) => vec![("how", (*how).into())],
-            Self::LeaseOpened { blocks, left } => vec![
-                ("blocks", (*blocks).into()),
-                ("left_ms", left.map_or(Value::Null, |left| (left.as_millis() as u64).into())),
-                ("growing", left.is_none().into()),
-            ],
-            Self::LeaseEnded { reason, blocks, readers, held } => vec![
-                ("reason", (**reason).into()),
-                ("blocks", (*blocks).into()),
-                ("readers_done", readers.0.into()),
-                ("readers_expected", readers.1.into()),
-                ("held_us", (held.as_micros() as u64).into()),
-            ],
-            Self::Ended { outcome, generated, computed, blocks } => vec![
-                ("outcome", (*outcome).into()),
-                ("generated", (*generated).into()),
-                ("computed", (*computed).into()),
-                ("blocks", (*blocks).into()),
-            ],
+            Self::Queued { leg, prompt, .. } => ("queued", json!({"leg": leg, "prompt": prompt})),
+            Self::Refused { reason, .. } => ("refused", json!({"reason": reason})),
+            Self::Started(cached) => ("started", json!({"cached": cached})),
+            Self::Computed(tokens) => ("computed", json!({"tokens": tokens})),
+            Self::Fetching(blocks) => ("fetching", json!({"blocks": blocks})),
+            Self::Fetched(result) => ("fetched", json!({"result": result})),
+            Self::FirstToken => ("first_token", json!({})),
+            Self::Abort(how) => ("abort", json!({"how": how})),
+            Self::LeaseOpened { blocks, left } => {
+                let left_ms = left.map(|left| left.as_millis() as u64);
+                ("lease_opened", json!({"blocks": blocks, "left_ms": left_ms, "growing": left.is_none()}))
+            }
+            Self::Replied(result) => ("replied", json!({"result": result})),
+            Self::LeaseEnded { reason, blocks, readers: (done, expected), held } => {
+                let fields = json!({
+                    "reason": reason, "blocks": blocks, "readers_done": done, "readers_expected": expected,
+                    "held_us": held.as_micros() as u64,
+                });
+                ("lease_ended", fields)
+            }
+            Self::Ended { outcome, generated, computed, blocks } => {
+                let fields = json!({
+                    "outcome": outcome, "generated": generated, "computed": computed, "blocks": blocks,
+                });
+                ("ended", fields)
+            }
+            Self::Freed(blocks) => ("freed", json!({"blocks": blocks})),
         }
     }
 }
@@ -279,20 +261,16 @@ impl EventLog {
         unix + at.saturating_duration_since(anchor).as_micros() as u64
     }
 
-    fn to_json(&self, event: &LogEntry, number: u64) -> Value {
-        let mut fields = Map::new();
-        let mut put = |name: &str, value: Value| fields.insert(name.to_owned(), value);
-        put("seq", number.into());
-        put("at_us", self.at_us(event.at).into());
-        put("rank", event.rank.into());
-        put("request_id", event.request.as_str().into());
-        put("tag", event.tag.as_deref().map_or(Value::Null, Value::from));
-        put("index", event.index.into());
-        put("kind", event.event.label().into());
-        for (name, value) in event.event.fields() {
-            put(name, value);
+    fn to_json(&self, entry: &LogEntry, number: u64) -> Value {
+        let (kind, fields) = entry.event.kind_and_fields();
+        let mut event = json!({
+            "seq": number, "at_us": self.at_us(entry.at), "rank": entry.rank,
+            "request_id": entry.request.as_str(), "tag": entry.tag.as_deref(), "index": entry.index, "kind": kind,
+        });
+        if let (Value::Object(event), Value::Object(fields)) = (&mut event, fields) {
+            event.extend(fields);
         }
-        Value::Object(fields)
+        event
     }
 
     fn lock(&self) -> MutexGuard<'_, EventRing> {
@@ -340,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_follow_each_other_and_say_what_was_lost() {
+    fn pages_are_consecutive_and_report_lost_events() {
         let log = EventLog::with_capacity(4);
         assert_eq!((log.latest(), log.page(0, 10).next), (0, 0));
         log.emit(0, &request("a"), 0, queued("mine"));
@@ -387,7 +365,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_waits_is_told() {
+    async fn a_waiting_reader_is_woken_by_an_event() {
         let log = Arc::new(EventLog::default());
         let waiting = {
             let log = Arc::clone(&log);

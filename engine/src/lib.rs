@@ -11,6 +11,7 @@
 //!
 //! | layer | contents |
 //! |---|---|
+//! | `log_span` | spans of log lines about one request or lease |
 //! | [`event_log`] | each request's events, from arrival to the last freed block |
 //! | [`model`] | the checkpoint: configuration, weights, tokenizer, chat template |
 //! | [`sampling`] | from logits to a token; stop strings |
@@ -24,15 +25,14 @@
 //! | [`run`] | the step loop, and the threads of one data-parallel rank |
 //! | [`server`] | the HTTP API |
 //! | [`engine`] | one engine, assembled |
-//! | [`check`] | kernels and models against reference results |
 
 pub mod blocks;
-pub mod check;
 pub mod compute;
 pub mod engine;
 pub mod engine_core;
 pub mod event_log;
 pub mod handoff;
+mod log_span;
 pub mod metrics;
 pub mod model;
 pub mod offload;

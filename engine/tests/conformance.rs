@@ -43,8 +43,8 @@ use baton_engine::compute::cuda::device::{
     DeviceBuffer, DeviceSlice, HostRun, HostSlice, PoolMemory, Priority,
 };
 use baton_engine::compute::cuda::driver::CudaDevice;
-use baton_engine::compute::cuda::software::SoftwareDevice;
 use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, Element, cubins};
+use baton_engine_check::software::SoftwareDevice;
 use conformance::{TestProducer, TransportHarness};
 
 /// Smaller than in engines, so that a read of a few blocks takes several batches.
@@ -73,9 +73,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 fn open() -> Box<dyn Device> {
     let name = std::env::var("BATON_TEST_DEVICE").unwrap_or_else(|_| "software".to_owned());
     let (element, head_dim) = (Element::Bf16, 128);
-    match name.parse().expect("BATON_TEST_DEVICE is a device") {
+    match baton_engine_check::parse_device(&name).expect("BATON_TEST_DEVICE is a device") {
         DeviceChoice::Cpu => panic!("the CPU has no memory of its own"),
-        DeviceChoice::Accelerator(Accelerator::Software) => {
+        DeviceChoice::Accelerator(Accelerator::Provided(_)) => {
             Box::new(SoftwareDevice::new(SOFTWARE_BYTES, element, head_dim))
         }
         DeviceChoice::Accelerator(Accelerator::Cuda(ordinal)) => {
@@ -86,15 +86,15 @@ fn open() -> Box<dyn Device> {
 }
 
 /// The device of the consumers.
-fn ours() -> MutexGuard<'static, Box<dyn Device>> {
-    static OURS: OnceLock<Mutex<Box<dyn Device>>> = OnceLock::new();
-    lock(OURS.get_or_init(|| Mutex::new(open())))
+fn consumer_device() -> MutexGuard<'static, Box<dyn Device>> {
+    static DEVICE: OnceLock<Mutex<Box<dyn Device>>> = OnceLock::new();
+    lock(DEVICE.get_or_init(|| Mutex::new(open())))
 }
 
 /// Not a test: the process with the producers' device. It creates pools and writes into them until its standard input
 /// ends.
 #[test]
-#[ignore = "the other process of the tests below"]
+#[ignore = "the process that holds the pools of the other tests"]
 #[allow(clippy::disallowed_methods, reason = "a child process of a test, which has nothing to clean up")]
 fn holder_process() {
     if std::env::var_os(ROLE).is_none() {
@@ -114,7 +114,7 @@ fn holder_process() {
                 // CUDA IPC shares whole granules, which exceed a smaller allocation.
                 let whole = bytes.next_multiple_of(GRANULE);
                 let (buffer, memory) = device.alloc_shared(whole).expect("memory of the device");
-                let export = memory.export().expect("it can be exported");
+                let export = memory.export().expect("the pool can be exported");
                 let kind = if export.device.kind == DeviceKind::Cuda { "cuda" } else { "software" };
                 let descriptor = export.descriptor.as_ref().map_or(-1, AsRawFd::as_raw_fd);
                 let (uuid, handle) = (hex(&export.device.uuid), hex(&export.handle));
@@ -123,17 +123,17 @@ fn holder_process() {
             }
             ("write", [pool, offset, bytes]) => {
                 let mut what = vec![0; *bytes];
-                stdin.read_exact(&mut what).expect("as many bytes");
+                stdin.read_exact(&mut what).expect("the bytes of the write");
                 for (at, part) in what.chunks(STAGING).enumerate() {
                     let to = DeviceSlice {
                         buffer: pools[*pool].0,
                         offset: offset + at * STAGING,
                         bytes: part.len(),
                     };
-                    device.write_host(staging, part).expect("it fits");
-                    device.upload(stream, staging, to).expect("it fits");
+                    device.write_host(staging, part).expect("the part fits");
+                    device.upload(stream, staging, to).expect("the part fits");
                     device.record(event, stream).expect("an event");
-                    device.synchronize(event).expect("it ends");
+                    device.synchronize(event).expect("the upload ends");
                 }
                 println!("\nwritten");
             }
@@ -174,7 +174,7 @@ impl PoolProcess {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .expect("this test again");
+            .expect("the test binary starts");
         let (stdin, stdout) = (process.stdin.take().expect("piped"), process.stdout.take().expect("piped"));
         Self { process, stdin, stdout: BufReader::new(stdout) }
     }
@@ -191,22 +191,22 @@ impl PoolProcess {
     }
 
     fn pool(&mut self, bytes: usize) -> RemotePool {
-        writeln!(self.stdin, "pool {bytes}").expect("it reads");
+        writeln!(self.stdin, "pool {bytes}").expect("the holder reads its input");
         let reply = self.await_reply("pool");
         let [pool, kind, uuid, handle, descriptor] = &reply[..] else { panic!("{reply:?}") };
         let kind = if kind == "cuda" { DeviceKind::Cuda } else { DeviceKind::Software };
         let device = DeviceId { kind, uuid: unhex(uuid) };
         let descriptor = (descriptor != "-1").then(|| {
             let path = format!("/proc/{}/fd/{descriptor}", self.process.id());
-            OwnedFd::from(File::open(path).expect("the holder keeps it"))
+            OwnedFd::from(File::open(path).expect("the holder keeps the descriptor open"))
         });
         RemotePool { pool: pool.parse().expect("a number"), device, handle: unhex(handle), descriptor }
     }
 
     fn write(&mut self, pool: usize, offset: usize, bytes: &[u8]) {
-        writeln!(self.stdin, "write {pool} {offset} {}", bytes.len()).expect("it reads");
-        self.stdin.write_all(bytes).expect("it reads");
-        self.stdin.flush().expect("it reads");
+        writeln!(self.stdin, "write {pool} {offset} {}", bytes.len()).expect("the holder reads its input");
+        self.stdin.write_all(bytes).expect("the holder reads its input");
+        self.stdin.flush().expect("the holder reads its input");
         self.await_reply("written");
     }
 }
@@ -448,13 +448,13 @@ fn start(producer: Arc<TestProducer>) -> Box<dyn TransportHarness> {
         let listener = listen(epoch, address.port()).expect("a free name");
         let options = ServerOptions { secret: secret.clone(), silence: SILENCE, ..ServerOptions::default() };
         let offered = baton_connector_device::producer(Arc::clone(&pool) as _, region, BATCH_BYTES)
-            .expect("it was exported");
+            .expect("the pool was exported");
         ShmServer::start_with_services(listener, Arc::clone(&remote) as _, vec![offered], options)
             .expect("a server")
     });
     let peer = Peer { address, epoch: producer.epoch(), fingerprint: producer.fingerprint() };
     let options = ClientOptions { secret, silence: SILENCE, ..ClientOptions::default() };
-    let (landing, memory) = ours().alloc_shared(LANDING_BYTES).expect("memory of the device");
+    let (landing, memory) = consumer_device().alloc_shared(LANDING_BYTES).expect("memory of the device");
     let transport = Some(Arc::new(transport(Arc::new(LandingMemory::over(memory)), options)));
     Box::new(DeviceHarness { servers: servers.into(), transport, peer, producer, landing })
 }
@@ -493,7 +493,7 @@ impl Drop for DeviceHarness {
         self.producer.open_gate();
         self.transport = None;
         // The device frees the memory with its last user.
-        ours().free(self.landing).expect("every copy was waited for");
+        consumer_device().free(self.landing).expect("every copy was waited for");
     }
 }
 

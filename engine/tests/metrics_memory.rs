@@ -57,8 +57,8 @@ fn everything(metrics: &EngineMetrics) {
     metrics.handed_off(10);
     metrics.next_token(moment);
     metrics.finished(FinishReason::Stop, moment);
-    metrics.transfer(moment, 4096, true);
-    metrics.transfer(moment, 0, false);
+    metrics.transfer(moment, 4096);
+    metrics.transfer_failed();
     metrics.carried("tcp", 4096);
     metrics.load_failed("recompute");
     metrics.lease_opened(2);

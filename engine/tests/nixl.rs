@@ -112,8 +112,7 @@ impl TestLink {
         let address = listener.local_addr().expect("it listens");
         let served: Arc<dyn Producer> = Arc::clone(&producer) as _;
         let options = ServerOptions::default();
-        let nixl = (KvTransport::Nixl, there);
-        let side = SideChannel::start(nixl, listener, &served, theirs.as_ref(), &options);
+        let side = SideChannel::start(KvTransport::Nixl, there, listener, &served, theirs.as_ref(), &options);
         let peer = Peer { address, epoch: producer.epoch(), fingerprint: producer.fingerprint() };
         let transport = open_consumer_transport(KvTransport::Nixl, here, ours, &ClientOptions::default());
         Self { producer, transport, peer, region, _side: side.expect("loopback") }
@@ -157,7 +156,7 @@ fn nixl_is_taken_where_both_engines_have_it() {
 }
 
 #[test]
-fn without_it_on_either_side_something_else_is_taken_and_the_first_read_works() {
+fn without_nixl_on_either_side_another_transport_serves_the_first_read() {
     let library = Simulated::new();
     for (there, here) in [
         (found(&library), NixlState::NotFound),
@@ -184,7 +183,7 @@ fn a_producer_that_nixl_meets_and_cannot_read_costs_one_read_and_no_more() {
 }
 
 #[test]
-fn from_device_to_device_nothing_touches_either_host_side() {
+fn a_device_to_device_read_uses_no_host_memory() {
     let library = Simulated::new();
     let nixl = found(&library);
     let (theirs, ours) = (Vram::filled(3, 0x40), Vram::filled(1, 0x80));
@@ -212,7 +211,7 @@ fn a_device_and_host_memory_meet_in_host_memory_by_nixl_too() {
 }
 
 #[test]
-fn where_nixl_does_not_take_a_devices_memory_the_host_sides_meet() {
+fn without_device_memory_in_nixl_the_copy_goes_through_the_host() {
     let library = Simulated::new();
     library.without_cuda();
     let nixl = found(&library);

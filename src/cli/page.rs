@@ -100,7 +100,7 @@ fn commands() -> String {
 
 /// `BATON_WRITE_DOCS=1` writes the generated part of the page instead of comparing it.
 #[test]
-fn the_page_of_commands_is_what_the_binary_understands() {
+fn the_page_of_commands_matches_the_binary() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference/cli.md");
     let page = std::fs::read_to_string(&file).expect("docs/reference/cli.md is there");
     let (before, rest) = page.split_once(BEGIN).expect("the commands begin");
@@ -123,7 +123,7 @@ fn the_page_of_commands_is_what_the_binary_understands() {
 }
 
 #[test]
-fn every_command_and_option_says_what_it_is_for() {
+fn every_command_and_option_has_a_help_text() {
     fn look(command: &Command, path: &str, silent: &mut Vec<String>) {
         if command.get_about().is_none() {
             silent.push(path.to_owned());
@@ -140,6 +140,6 @@ fn every_command_and_option_says_what_it_is_for() {
 }
 
 #[test]
-fn the_definitions_are_sound() {
+fn the_command_definitions_are_valid() {
     Cli::command().debug_assert();
 }

@@ -319,7 +319,7 @@ fn every_part_of_the_collector_is_used_and_every_part_that_is_used_is_there() {
 }
 
 #[test]
-fn numbers_and_words_of_the_collector_go_together() {
+fn the_settings_of_the_collector_are_consistent() {
     let seconds = |text: &str| -> u64 {
         text.strip_suffix('s').and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("{text}"))
     };
@@ -454,11 +454,11 @@ fn every_status_of_the_log_has_one_severity() {
         panic!("lines are JSON");
     };
     let page = read(&ours("docs/reference/errors.md"));
-    let told = page.lines().filter(|line| line.starts_with("| `")).skip(1).flat_map(|line| {
+    let documented = page.lines().filter(|line| line.starts_with("| `")).skip(1).flat_map(|line| {
         let statuses = line.split(" | ").nth(1).expect("a status").split(", ");
         statuses.map(|status| status.parse::<u64>().expect("a number")).collect::<Vec<_>>()
     });
-    let statuses: BTreeSet<u64> = told.chain([0, 200]).collect();
+    let statuses: BTreeSet<u64> = documented.chain([0, 200]).collect();
     assert!(statuses.len() > 15 && statuses.contains(&499), "{statuses:?}");
     for status in statuses {
         let expected = match status {

@@ -39,19 +39,19 @@ fn stages() -> Vec<Stage> {
 }
 
 /// The arguments of a stage's instruction, or of the same instruction in its base.
-fn said<'a>(stages: &'a [Stage], name: &str, word: &str) -> Option<&'a str> {
+fn instruction<'a>(stages: &'a [Stage], name: &str, word: &str) -> Option<&'a str> {
     let stage = stages.iter().find(|stage| stage.name == name)?;
     let own = stage.lines.iter().rev().find(|(other, _)| other == word);
-    own.map(|(_, rest)| rest.as_str()).or_else(|| said(stages, &stage.from, word))
+    own.map(|(_, rest)| rest.as_str()).or_else(|| instruction(stages, &stage.from, word))
 }
 
 /// The words of the JSON form of a command.
-fn words(text: &str) -> Vec<String> {
+fn json_words(text: &str) -> Vec<String> {
     serde_json::from_str(text).unwrap_or_else(|error| panic!("{text}: {error}"))
 }
 
 #[test]
-fn every_target_is_run_by_a_stranger_says_how_it_is_and_has_no_toolkit() {
+fn every_image_runs_as_non_root_with_a_health_check_and_without_a_toolkit() {
     let stages = stages();
     let names: Vec<_> = stages.iter().map(|stage| stage.name.as_str()).collect();
     assert_eq!(names, ["build", "rootfs", "router", "engine-cpu", "engine-cuda"]);
@@ -60,16 +60,16 @@ fn every_target_is_run_by_a_stranger_says_how_it_is_and_has_no_toolkit() {
         ("engine-cpu", "engine", "http://127.0.0.1:8000/health"),
         ("engine-cuda", "engine", "http://127.0.0.1:8000/health"),
     ] {
-        assert_eq!(said(&stages, target, "USER"), Some("65532:65532"), "{target}");
+        assert_eq!(instruction(&stages, target, "USER"), Some("65532:65532"), "{target}");
         // Manifests append their arguments to the entry point.
-        let entry = words(said(&stages, target, "ENTRYPOINT").expect("it starts something"));
+        let entry = json_words(instruction(&stages, target, "ENTRYPOINT").expect("it starts something"));
         assert_eq!(entry, ["/usr/bin/baton", command]);
-        let check = said(&stages, target, "HEALTHCHECK").expect("it says how it is");
+        let check = instruction(&stages, target, "HEALTHCHECK").expect("it says how it is");
         let (_, check) = check.split_once("CMD ").expect("a command");
-        assert_eq!(words(check), ["/usr/bin/baton", "health", health]);
+        assert_eq!(json_words(check), ["/usr/bin/baton", "health", health]);
     }
     assert_eq!(
-        words(said(&stages, "router", "CMD").expect("where its configuration is")),
+        json_words(instruction(&stages, "router", "CMD").expect("where its configuration is")),
         ["--config", "/etc/baton/router.yaml"]
     );
     let cuda = &stages[4].from;
@@ -157,7 +157,7 @@ fn inside(root: &Path) -> Command {
 }
 
 #[test]
-fn what_is_in_the_image_runs_on_a_read_only_root_as_nobody_in_particular() {
+fn the_image_runs_on_a_read_only_root_as_any_user() {
     if let Some(tool) =
         missing_tools().or_else(|| ["unshare", "chroot"].into_iter().find(|tool| !installed(tool)))
     {

@@ -76,8 +76,8 @@ impl DoctorSetup {
             .output()
             .expect("the binary under test can be started");
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        let told: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
-        let lines = told["checks"].as_array().expect("a list").iter();
+        let report: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
+        let lines = report["checks"].as_array().expect("a list").iter();
         let lines = lines.filter(|line| ["WARN", "FAIL", "IGNORED"].map(Value::from).contains(&line["mark"]));
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let lines = lines
@@ -87,7 +87,7 @@ impl DoctorSetup {
 }
 
 #[test]
-fn the_doctor_is_content_with_the_example_once_its_open_door_is_meant() {
+fn the_doctor_accepts_the_example_when_its_open_listener_is_ignored() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let site = DoctorSetup::start(folder.path(), None);
     let (code, found) = site.doctor(folder.path(), &[]);
@@ -107,7 +107,7 @@ fn the_doctor_is_content_with_the_example_once_its_open_door_is_meant() {
 }
 
 #[test]
-fn the_doctor_is_content_with_the_example_once_clients_need_a_key() {
+fn the_doctor_accepts_the_example_with_client_keys() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let (made, keys) = baton(&["key", "new", "--id", "doctor", "--tenant", "operators"].map(str::to_owned));
     let key = keys.lines().find_map(|line| line.strip_prefix("#   ")).expect("the key is shown once");

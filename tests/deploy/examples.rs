@@ -111,7 +111,7 @@ fn named_files(value: &Value, key: &str, found: &mut BTreeSet<(String, String)>)
 }
 
 /// A configuration for this machine, whose files are in `folder`.
-fn at_home(text: &str, place: &str, folder: &Path) -> String {
+fn with_local_files(text: &str, place: &str, folder: &Path) -> String {
     let mut named = BTreeSet::new();
     named_files(&parsed(text, place.as_ref()), "", &mut named);
     let made = rcgen::generate_simple_self_signed(vec!["baton.example".to_owned()]).expect("a certificate");
@@ -135,12 +135,12 @@ fn at_home(text: &str, place: &str, folder: &Path) -> String {
 fn checked(text: &str, place: &str) -> Vec<String> {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let file = folder.path().join("router.yaml");
-    fs::write(&file, at_home(text, place, folder.path())).expect("the test's folder can be written");
-    let (sound, said) = run(Command::new(env!("CARGO_BIN_EXE_baton")).arg("check").arg(&file));
-    let warned = said.lines().filter(|line| line.contains(": warning: "));
+    fs::write(&file, with_local_files(text, place, folder.path())).expect("the test's folder can be written");
+    let (sound, printed) = run(Command::new(env!("CARGO_BIN_EXE_baton")).arg("check").arg(&file));
+    let warned = printed.lines().filter(|line| line.contains(": warning: "));
     match sound {
         true => warned.map(|line| format!("{place}: {line}")).collect(),
-        false => vec![format!("{place}: {said}")],
+        false => vec![format!("{place}: {printed}")],
     }
 }
 
@@ -159,13 +159,13 @@ fn every_router_configuration_below_deploy_passes_check() {
     // The files unchanged, on a machine without their secrets.
     for path in routers {
         let file = path.display().to_string();
-        let (sound, said) = baton(&["check".to_owned(), "--no-files".to_owned(), file]);
-        assert!(sound && !said.contains("warning:"), "{said}");
+        let (sound, printed) = baton(&["check".to_owned(), "--no-files".to_owned(), file]);
+        assert!(sound && !printed.contains("warning:"), "{printed}");
     }
 }
 
 #[test]
-fn every_file_of_yaml_below_deploy_is_known_for_what_it_is() {
+fn every_yaml_file_below_deploy_has_a_known_kind() {
     for file in yaml_files() {
         let expected = match file.strip_prefix(ours("deploy")).unwrap_or(&file) {
             path if path.starts_with("config")

@@ -9,7 +9,7 @@ use crate::{ours, read};
 /// module that lead to the file.
 const READ_BY: &[(&str, &str, &str, &str)] = &[
     ("README.md", "runbook", "every_alarm_has_a_section_and_every_section_an_alarm", "\"deploy/README.md\""),
-    ("alerts/*", "metrics", "every_metric_and_label_of_a_rule_or_a_panel_is_told", "\"deploy/alerts\""),
+    ("alerts/*", "metrics", "every_metric_and_label_of_a_rule_or_panel_exists", "\"deploy/alerts\""),
     (
         "config/*",
         "examples",
@@ -19,13 +19,13 @@ const READ_BY: &[(&str, &str, &str, &str)] = &[
     (
         "container/Dockerfile",
         "container",
-        "every_target_is_run_by_a_stranger_says_how_it_is_and_has_no_toolkit",
+        "every_image_runs_as_non_root_with_a_health_check_and_without_a_toolkit",
         "\"deploy/container/Dockerfile\"",
     ),
     (
         "container/Dockerfile.dockerignore",
         "container",
-        "every_target_is_run_by_a_stranger_says_how_it_is_and_has_no_toolkit",
+        "every_image_runs_as_non_root_with_a_health_check_and_without_a_toolkit",
         "\"deploy/container/Dockerfile.dockerignore\"",
     ),
     (
@@ -34,14 +34,14 @@ const READ_BY: &[(&str, &str, &str, &str)] = &[
         "the_routers_image_is_small_and_has_nothing_that_it_does_not_need",
         "\"deploy/container/rootfs.sh\"",
     ),
-    ("dashboards/baton.json", "metrics", "the_board_can_be_read", "\"deploy/dashboards/baton.json\""),
+    ("dashboards/baton.json", "metrics", "the_dashboard_is_valid", "\"deploy/dashboards/baton.json\""),
     ("kubernetes/base/*", "manifests", "every_file_is_part_of_an_overlay", "\"deploy/kubernetes\""),
     ("kubernetes/components/*", "manifests", "every_file_is_part_of_an_overlay", "\"deploy/kubernetes\""),
     ("kubernetes/overlays/*", "manifests", "every_file_is_part_of_an_overlay", "\"deploy/kubernetes\""),
     (
         "kubernetes/secrets.sh",
         "kustomize",
-        "overlays_come_to_what_kubectl_makes_of_them_and_to_nothing_without_secrets",
+        "overlays_match_kubectl_and_fail_without_secrets",
         "\"secrets.sh\"",
     ),
     (
@@ -53,34 +53,34 @@ const READ_BY: &[(&str, &str, &str, &str)] = &[
     (
         "otel/router.yaml",
         "traces",
-        "one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client_leaves",
+        "one_request_is_one_trace_across_both_engines_even_after_a_cancel",
         "\"deploy/otel/router.yaml\"",
     ),
-    (
-        "systemd/baton-engine@.service",
-        "systemd",
-        "the_units_start_what_the_binary_understands",
-        "\"baton-engine@.service\"",
-    ),
+    ("systemd/baton-engine@.service", "systemd", "the_units_use_valid_commands", "\"baton-engine@.service\""),
     ("systemd/baton-engine-cuda.conf", "systemd", SYSTEMD, "\"baton-engine-cuda.conf\""),
     ("systemd/baton-router.service", "systemd", SYSTEMD, "\"baton-router.service\""),
     ("systemd/baton-router.socket", "systemd", SYSTEMD, "\"baton-router.socket\""),
     (
         "systemd/engine-decode.env",
         "systemd",
-        "the_units_know_the_secret_and_give_the_time_to_drain",
+        "the_units_load_the_secret_and_allow_the_drain",
         "\"engine-{name}.env\"",
     ),
     (
         "systemd/engine-prefill.env",
         "systemd",
-        "the_units_know_the_secret_and_give_the_time_to_drain",
+        "the_units_load_the_secret_and_allow_the_drain",
         "\"engine-{name}.env\"",
     ),
-    ("systemd/router.env", "systemd", "the_routers_environment_is_what_it_knows", "\"router.env\""),
+    (
+        "systemd/router.env",
+        "systemd",
+        "the_environment_file_has_only_variables_of_the_router",
+        "\"router.env\"",
+    ),
 ];
 
-const SYSTEMD: &str = "systemd_finds_nothing_wrong_with_the_units_and_little_that_they_could_do";
+const SYSTEMD: &str = "systemd_verifies_the_units_and_their_exposure_is_low";
 
 /// Every file below `deploy/` without the operator's own secrets.
 fn files() -> BTreeSet<String> {
@@ -128,7 +128,7 @@ fn every_file_below_deploy_is_read_by_a_test() {
 /// Rows with a star are for folders that a test walks, or whose references it follows completely. In any other folder a
 /// new file could be missed.
 #[test]
-fn folders_that_stand_for_their_files_are_walked() {
+fn folders_in_the_list_of_files_are_walked() {
     let stars: Vec<_> = READ_BY.iter().filter_map(|(row, ..)| row.strip_suffix("/*")).collect();
     assert_eq!(
         stars,

@@ -205,7 +205,7 @@ fn copy(into: &Path) {
 }
 
 #[test]
-fn overlays_come_to_what_kubectl_makes_of_them_and_to_nothing_without_secrets() {
+fn overlays_match_kubectl_and_fail_without_secrets() {
     if !installed("kubectl") {
         return skipped(
             "kubectl is not installed: our reading of the overlays was not compared with kustomize's",
@@ -217,17 +217,17 @@ fn overlays_come_to_what_kubectl_makes_of_them_and_to_nothing_without_secrets() 
         run(Command::new("kubectl").arg("kustomize").arg(folder.path().join("overlays").join(overlay)))
     };
     for overlay in OVERLAYS {
-        let (rendered, said) = render(overlay);
-        assert!(!rendered && said.contains("secrets/"), "{overlay} without secrets: {said}");
+        let (rendered, printed) = render(overlay);
+        assert!(!rendered && printed.contains("secrets/"), "{overlay} without secrets: {printed}");
     }
     // The script expects its folders and creates files in them.
     for below in ["base", "overlays/baton", "overlays/vllm"] {
         fs::create_dir_all(folder.path().join(below).join("secrets")).expect("a folder of the test");
     }
-    let (made, said) = run(&mut Command::new(folder.path().join("secrets.sh")));
-    assert!(made && said.matches(": made").count() == 3, "{said}");
-    let (kept, said) = run(&mut Command::new(folder.path().join("secrets.sh")));
-    assert!(kept && said.matches(": kept").count() == 3, "{said}");
+    let (made, printed) = run(&mut Command::new(folder.path().join("secrets.sh")));
+    assert!(made && printed.matches(": made").count() == 3, "{printed}");
+    let (kept, printed) = run(&mut Command::new(folder.path().join("secrets.sh")));
+    assert!(kept && printed.matches(": kept").count() == 3, "{printed}");
     for overlay in OVERLAYS {
         let (rendered, text) = render(overlay);
         assert!(rendered, "{overlay}: {text}");

@@ -177,7 +177,7 @@ fn reached() -> (BTreeSet<PathBuf>, BTreeSet<PathBuf>) {
 }
 
 #[test]
-fn every_document_is_what_the_api_says_to_the_last_field() {
+fn every_document_matches_the_api_schema() {
     let (_, patches) = reached();
     let whole =
         resources().into_iter().filter(|path| !patches.contains(&path.canonicalize().expect("it exists")));
@@ -195,7 +195,7 @@ fn every_document_is_what_the_api_says_to_the_last_field() {
 }
 
 #[test]
-fn what_is_misspelt_misplaced_or_missing_is_noticed() {
+fn misspelt_misplaced_and_missing_fields_are_detected() {
     let objects = overlay("baton");
     let find =
         |kind: &str| objects.iter().find(|object| object["kind"] == kind).expect("it is there").clone();

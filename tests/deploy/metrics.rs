@@ -68,16 +68,16 @@ pub(crate) fn rules() -> Vec<Rule> {
 }
 
 /// The dashboard's content.
-fn board() -> Value {
+fn dashboard() -> Value {
     let text = read(&ours("deploy/dashboards/baton.json"));
     serde_json::from_str(&text).expect("a board is JSON")
 }
 
 /// The queries of every panel, with its title. Variables match everything.
 fn queries() -> Vec<(String, String)> {
-    let board = board();
+    let dashboard = dashboard();
     let mut found = Vec::new();
-    for panel in board["panels"].as_array().expect("panels") {
+    for panel in dashboard["panels"].as_array().expect("panels") {
         for target in panel["targets"].as_array().into_iter().flatten() {
             let query = target["expr"].as_str().expect("a query").replace("$__rate_interval", "5m");
             let query = VARIABLES.iter().fold(query, |query, variable| query.replace(variable, ".*"));
@@ -85,7 +85,7 @@ fn queries() -> Vec<(String, String)> {
             found.push((panel["title"].as_str().expect("a title").to_owned(), query));
         }
     }
-    for variable in board["templating"]["list"].as_array().expect("variables") {
+    for variable in dashboard["templating"]["list"].as_array().expect("variables") {
         if let Some(labels) =
             variable["definition"].as_str().and_then(|text| text.strip_prefix("label_values("))
         {
@@ -97,7 +97,7 @@ fn queries() -> Vec<(String, String)> {
 }
 
 /// Adds the metrics of a page of `/metrics`.
-fn told(page: &str, metrics: &mut Metrics) {
+fn add_metrics(page: &str, metrics: &mut Metrics) {
     for line in page.lines().filter(|line| !line.starts_with('#')) {
         let Some((series, _)) = line.rsplit_once(' ') else { continue };
         let (name, labels) = series.split_once('{').unwrap_or((series, ""));
@@ -149,13 +149,13 @@ fn live() -> LiveMetrics {
     leaves();
     // A decode engine refuses one handoff, one is released, and one expires.
     let refused = GenerateRequest::fresh(64);
-    let handoff = cluster.prefill[0].lends(&refused);
+    let handoff = cluster.prefill[0].open_lease(&refused);
     let body = refused.with("kv_transfer_params", handoff).with("temperature", json!(-1)).body;
     assert_eq!(cluster.decode[0].send("POST", "/v1/completions", &body).reply().status, 400);
-    let handoff = cluster.prefill[0].lends(&GenerateRequest::fresh(64));
+    let handoff = cluster.prefill[0].open_lease(&GenerateRequest::fresh(64));
     assert_eq!(cluster.prefill[0].release(&handoff), "released");
     let late = GenerateRequest::fresh(64);
-    let handoff = cluster.prefill[0].lends(&late);
+    let handoff = cluster.prefill[0].open_lease(&late);
     let expired = || match cluster.prefill[0].metric("vllm:nixl_num_kv_expired_reqs", "") {
         count if count >= 1.0 => Ok(()),
         _ => Err("nothing has expired".to_owned()),
@@ -168,8 +168,8 @@ fn live() -> LiveMetrics {
     let router = cluster.router_metrics();
     let engines = engines();
     let mut metrics = Metrics::new();
-    told(&router, &mut metrics);
-    told(&engines, &mut metrics);
+    add_metrics(&router, &mut metrics);
+    add_metrics(&engines, &mut metrics);
     assert!(metrics.len() > 100, "{metrics:?}");
     LiveMetrics { fresh, metrics, router: kinds(&router), engines: kinds(&engines) }
 }
@@ -278,7 +278,7 @@ fn problems(
 }
 
 #[test]
-fn every_metric_and_label_of_a_rule_or_a_panel_is_told() {
+fn every_metric_and_label_of_a_rule_or_panel_exists() {
     let (live, documented) = (&LIVE.metrics, documented());
     let mut unseen = BTreeSet::new();
     let mut wrong = Vec::new();
@@ -324,10 +324,11 @@ fn meant<'a>(page: &'a str, selector: &str) -> Vec<&'a str> {
                 .or_else(|| pair.trim_end_matches('"').split_once("=~\""))
                 .expect("LABEL OPERATOR VALUE");
             let (label, differs) = label.strip_suffix('!').map_or((label, false), |label| (label, true));
-            let told = labels.split_once(&format!("{label}=\"")).and_then(|(_, rest)| rest.split('"').next());
+            let found =
+                labels.split_once(&format!("{label}=\"")).and_then(|(_, rest)| rest.split('"').next());
             let is = |one: &str| match one.strip_prefix(".*") {
-                Some(end) => told.is_some_and(|told| told.ends_with(end)),
-                None => told == Some(one),
+                Some(end) => found.is_some_and(|found| found.ends_with(end)),
+                None => found == Some(one),
             };
             value.split('|').any(is) != differs
         })
@@ -340,7 +341,7 @@ fn meant<'a>(page: &'a str, selector: &str) -> Vec<&'a str> {
 /// Prometheus does not count a series' first value as growth. An alarm on the first or only expired lease would not
 /// fire if the series began with that event.
 #[test]
-fn what_an_alarm_takes_the_growth_of_is_told_before_it_grows() {
+fn a_counter_of_an_alarm_exists_before_it_grows() {
     // Series of an engine and a leg begin with the first attempt there, those of an outcome with its first request.
     // Alarms on them use shares and rates over minutes.
     let later = ["baton_router_engine_errors_total", "baton_router_requests_total"];
@@ -364,7 +365,7 @@ fn what_an_alarm_takes_the_growth_of_is_told_before_it_grows() {
 }
 
 #[test]
-fn rules_have_names_of_their_own_and_say_who_is_called() {
+fn rules_have_unique_names_and_a_severity() {
     let mut names = BTreeSet::new();
     for rule in rules() {
         assert!(names.insert(rule.alert.clone()), "{} twice", rule.alert);
@@ -396,9 +397,9 @@ fn on_a_bad_day_every_alert_fires_and_on_a_good_one_none_does() {
 }
 
 #[test]
-fn the_board_can_be_read() {
-    let board = board();
-    let panels = board["panels"].as_array().expect("panels");
+fn the_dashboard_is_valid() {
+    let dashboard = dashboard();
+    let panels = dashboard["panels"].as_array().expect("panels");
     let mut ids = BTreeSet::new();
     let mut cells = BTreeMap::new();
     let mut rows = 0;
@@ -443,9 +444,9 @@ fn the_board_can_be_read() {
         }
     }
     assert!(rows == 5 && panels.len() > 40, "{rows} rows, {} panels", panels.len());
-    let chosen = board["templating"]["list"].as_array().expect("variables").iter();
+    let chosen = dashboard["templating"]["list"].as_array().expect("variables").iter();
     let chosen: BTreeSet<_> =
         chosen.map(|one| format!("${}", one["name"].as_str().expect("a name"))).collect();
-    let used = board["panels"].to_string();
+    let used = dashboard["panels"].to_string();
     assert!(VARIABLES.iter().all(|one| chosen.contains(*one) && used.contains(one)), "{chosen:?}");
 }

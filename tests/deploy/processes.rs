@@ -49,7 +49,7 @@ fn probes(container: &Value) -> Vec<(&'static str, String, String)> {
 }
 
 /// A router's configuration for this machine. `folder` contains the files of its pod's mounts.
-fn at_home(fleet: &Fleet, folder: &Path) -> String {
+fn with_local_files(fleet: &Fleet, folder: &Path) -> String {
     let mut text = fleet.router_yaml().to_owned();
     for (at, keys) in fleet.mounts(fleet.router()) {
         let here = folder.join(at.trim_start_matches('/'));
@@ -101,15 +101,15 @@ fn engines_understand_their_arguments() {
     for (name, container) in engines() {
         // The only error is that the checkpoint does not exist here.
         let args = arguments("engine", &container);
-        let (started, said) = baton(&args);
-        assert!(!started && said.contains("--model /model: there is no such folder"), "{name}: {said}");
-        let (started, said) = baton(&[args, vec!["--side-chanel=1".to_owned()]].concat());
-        assert!(!started && said.contains("unexpected argument '--side-chanel'"), "{name}: {said}");
+        let (started, printed) = baton(&args);
+        assert!(!started && printed.contains("--model /model: there is no such folder"), "{name}: {printed}");
+        let (started, printed) = baton(&[args, vec!["--side-chanel=1".to_owned()]].concat());
+        assert!(!started && printed.contains("unexpected argument '--side-chanel'"), "{name}: {printed}");
     }
 }
 
 #[test]
-fn engines_listen_where_their_ports_say_and_answer_their_probes() {
+fn engines_listen_on_their_declared_ports_and_answer_probes() {
     for (name, container) in engines() {
         let mut args = arguments("engine", &container);
         for (key, port) in [("--listen=", "http"), ("--side-channel=", "side-channel")] {
@@ -139,8 +139,8 @@ fn engines_listen_where_their_ports_say_and_answer_their_probes() {
             assert_eq!(port, "http", "{name}: {probe}");
             assert_eq!(status(&address, &path).0, 200, "{name}: {probe} {path}");
             // The probe of a container without `curl`.
-            let (fine, said) = health(&format!("http://{address}{path}"));
-            assert!(fine && said.is_empty(), "{name}: {said}");
+            let (fine, printed) = health(&format!("http://{address}{path}"));
+            assert!(fine && printed.is_empty(), "{name}: {printed}");
         }
         assert_eq!(status(&address, "/metrics").0, 200, "{name}: what ServiceMonitors scrape");
         assert_eq!(status(&address, "/ready").0, 404, "{name}: a probe of what is not there would be seen");
@@ -148,18 +148,18 @@ fn engines_listen_where_their_ports_say_and_answer_their_probes() {
 }
 
 #[test]
-fn routers_find_their_configuration_sound_listen_where_their_ports_say_and_answer_their_probes() {
+fn routers_accept_their_configuration_listen_on_their_ports_and_answer_probes() {
     for fleet in Fleet::all() {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let mut text = at_home(&fleet, folder.path());
+        let mut text = with_local_files(&fleet, folder.path());
         let file = folder.path().join("router.yaml");
         let container = containers(fleet.router()).next().expect("a container").clone();
         let args = arguments("router", &container);
         assert_eq!(args[1..3], ["--config", "/etc/baton/router.yaml"], "{}", fleet.name);
 
         fs::write(&file, &text).expect("a file of the test");
-        let (sound, said) = run(Command::new(env!("CARGO_BIN_EXE_baton")).arg("check").arg(&file));
-        assert!(sound && !said.contains("warning:"), "{}: {said}", fleet.name);
+        let (sound, printed) = run(Command::new(env!("CARGO_BIN_EXE_baton")).arg("check").arg(&file));
+        assert!(sound && !printed.contains("warning:"), "{}: {printed}", fleet.name);
 
         for (port, place) in [("http", "\nlisten: "), ("admin", "\n  listen: ")] {
             let number = port_of(&container, port).unwrap_or_else(|| panic!("no port {port}"));
@@ -173,15 +173,17 @@ fn routers_find_their_configuration_sound_listen_where_their_ports_say_and_answe
         router.wait_ready();
         for (probe, port, path) in probes(&container) {
             let address = router.fact(if port == "http" { "http" } else { "admin" });
-            let (status, said) = status(&address, &path);
-            let (fine, told) = health(&format!("http://{address}{path}"));
+            let (status, body) = status(&address, &path);
+            let (fine, printed) = health(&format!("http://{address}{path}"));
             assert!(
-                fine == (status == 200) && (fine || told.contains("status 503 for /ready: no engine")),
-                "{told}"
+                fine == (status == 200) && (fine || printed.contains("status 503 for /ready: no engine")),
+                "{printed}"
             );
             match probe {
                 // Without a cluster there is no engine, and a router without an engine must not get requests.
-                "readinessProbe" => assert_eq!((status, said.trim()), (503, "no engine"), "{}", fleet.name),
+                "readinessProbe" => {
+                    assert_eq!((status, body.trim()), (503, "no engine"), "{}", fleet.name)
+                }
                 _ => assert_eq!(status, 200, "{}: {probe} {path}", fleet.name),
             }
         }

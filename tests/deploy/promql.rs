@@ -35,7 +35,7 @@ pub(crate) fn named(expression: &str) -> NamedSeries {
         at += 1;
         match tokens.get(at) {
             Some(Token::Mark('(')) if OF_LABELS.contains(&word.as_str()) => {
-                let (labels, end) = words_until(&tokens, at, ')');
+                let (labels, end) = names_until(&tokens, at, ')');
                 found.grouped.extend(labels);
                 at = end;
             }
@@ -44,7 +44,7 @@ pub(crate) fn named(expression: &str) -> NamedSeries {
             // An aggregation whose labels come first.
             Some(Token::Word(next)) if OF_LABELS.contains(&next.as_str()) => {}
             Some(Token::Mark('{')) => {
-                let (labels, end) = words_until(&tokens, at, '}');
+                let (labels, end) = names_until(&tokens, at, '}');
                 found.metrics.push((word.clone(), labels));
                 at = end;
             }
@@ -55,7 +55,7 @@ pub(crate) fn named(expression: &str) -> NamedSeries {
     found
 }
 
-fn words_until(tokens: &[Token], from: usize, end: char) -> (Vec<String>, usize) {
+fn names_until(tokens: &[Token], from: usize, end: char) -> (Vec<String>, usize) {
     let length =
         tokens[from..].iter().position(|token| *token == Token::Mark(end)).expect("a bracket is closed");
     let words = tokens[from..from + length].iter().filter_map(|token| match token {
@@ -90,7 +90,7 @@ fn tokens(expression: &str) -> Vec<Token> {
 }
 
 #[test]
-fn what_an_expression_names_is_found() {
+fn metrics_of_an_expression_are_found() {
     let found = named(
         "histogram_quantile(0.99, sum by (le, leg) (rate(a_bucket{x=\"y{z}\", u!~\"v|w\"}[5m]))) > 0.25 and on (leg) vllm:b == 1",
     );

@@ -62,7 +62,7 @@ impl Receiver {
 }
 
 /// The values of attributes by their names, as text.
-pub(crate) fn told(attributes: &[KeyValue]) -> BTreeMap<String, String> {
+pub(crate) fn attribute_map(attributes: &[KeyValue]) -> BTreeMap<String, String> {
     attributes.iter().map(|pair| (pair.key.clone(), text(pair.value.as_ref()))).collect()
 }
 
@@ -139,7 +139,7 @@ fn read(head: &str, body: &[u8]) -> Result<Vec<ReceivedRequest>, String> {
         .map_err(|error| format!("{error}: {}", String::from_utf8_lossy(body)))?;
     let mut spans = Vec::new();
     for resource in request.resource_spans {
-        let of = told(&resource.resource.unwrap_or_default().attributes);
+        let of = attribute_map(&resource.resource.unwrap_or_default().attributes);
         for scope in resource.scope_spans {
             let name = scope.scope.unwrap_or_default().name;
             spans.extend(scope.spans.into_iter().map(|span| ReceivedRequest {

@@ -121,7 +121,7 @@ fn as_selector(map: &Value) -> Value {
 }
 
 #[test]
-fn every_selector_means_whom_it_should() {
+fn every_selector_matches_its_pods() {
     for fleet in Fleet::all() {
         let meant = |selector: &Value| -> Vec<String> {
             let pods = fleet.pods().filter(|(_, pod)| selects(selector, &pod["metadata"]["labels"]));
@@ -270,7 +270,7 @@ fn network_policies_let_through_what_must_pass_and_nothing_else() {
 }
 
 #[test]
-fn what_pods_mount_and_read_is_there() {
+fn files_and_secrets_of_pods_exist() {
     for fleet in Fleet::all() {
         for (name, pod) in fleet.pods() {
             let mounts = fleet.mounts(pod);
@@ -326,7 +326,7 @@ fn nothing_that_could_be_used_as_a_secret_is_in_the_repository() {
 }
 
 #[test]
-fn the_router_may_ask_the_api_for_slices_and_nobody_may_ask_for_more() {
+fn only_the_router_may_query_the_api_and_only_for_slices() {
     for fleet in Fleet::all() {
         for (name, pod) in fleet.pods() {
             let token = pod["spec"]["automountServiceAccountToken"] == true;
@@ -349,7 +349,7 @@ fn the_router_may_ask_the_api_for_slices_and_nobody_may_ask_for_more() {
 }
 
 #[test]
-fn the_router_looks_for_its_engines_where_they_are() {
+fn the_router_discovers_engines_at_their_service() {
     for fleet in Fleet::all() {
         let config = fleet.router_config();
         for model in list(&config["models"]) {
@@ -377,7 +377,7 @@ fn the_router_looks_for_its_engines_where_they_are() {
 }
 
 #[test]
-fn whoever_is_told_to_stop_has_the_time_for_it() {
+fn termination_grace_periods_cover_the_drain() {
     for fleet in Fleet::all() {
         let config = fleet.router_config();
         for (name, pod) in fleet.pods() {
@@ -405,7 +405,7 @@ fn whoever_is_told_to_stop_has_the_time_for_it() {
 }
 
 #[test]
-fn our_containers_can_do_nothing_that_they_need_not() {
+fn containers_have_no_unneeded_privileges() {
     for fleet in Fleet::all() {
         for (name, pod) in fleet.pods() {
             for container in containers(pod) {

@@ -146,12 +146,12 @@ fn the_example_of_sizing_adds_up_from_what_was_measured() {
     let long = 8192.0 / speed("prefill of 8192, 32 layers");
     let squared = (long - 8.0 * short) / (8192.0 * 8192.0 - 8.0 * 1024.0 * 1024.0);
     let linear = (short - squared * 1024.0 * 1024.0) / 1024.0;
-    let told = format!("{:.2} µs × n + {:.3} ns × n²", linear * 1e6, squared * 1e9);
-    assert!(page.contains(&told), "{told}");
+    let expected = format!("{:.2} µs × n + {:.3} ns × n²", linear * 1e6, squared * 1e9);
+    assert!(page.contains(&expected), "{expected}");
     let few = 64.0 / speed("decode, 32 layers, batch 64");
     let keys = speed("decode attention, 8 × 32768 keys, one layer");
-    let told = format!("{:.2} ms + sequences × (prompt + answer / 2 − 512)", few * 1e3);
-    assert!(page.contains(&told), "{told}");
+    let expected = format!("{:.2} ms + sequences × (prompt + answer / 2 − 512)", few * 1e3);
+    assert!(page.contains(&expected), "{expected}");
     assert!(page.contains(&format!("/ {},{:03.0} GB/s", (keys / 1000.0).floor(), keys % 1000.0)), "{keys}");
 
     for (column, (prompt, at_once)) in [(8192.0, 64.0), (32_768.0, 24.0)].into_iter().enumerate() {
@@ -184,15 +184,15 @@ fn the_example_of_sizing_adds_up_from_what_was_measured() {
 }
 
 #[test]
-fn the_engines_of_the_files_here_keep_what_the_sizing_counts() {
+fn the_engine_settings_match_the_sizing() {
     let mut seen = 0;
     for file in crate::files_below(&ours("deploy")) {
         let text = read(&file);
         let pool =
             text.lines().any(|line| !line.trim_start().starts_with('#') && line.contains("--kv-cache-mib"));
         if pool && file.extension().is_some_and(|kind| kind == "yaml" || kind == "env") {
-            let told = text.replace("--kv-cache-dtype ", "--kv-cache-dtype=");
-            assert!(told.contains("--kv-cache-dtype=bf16"), "{}", file.display());
+            let expected = text.replace("--kv-cache-dtype ", "--kv-cache-dtype=");
+            assert!(expected.contains("--kv-cache-dtype=bf16"), "{}", file.display());
             seen += 1;
         }
     }
@@ -200,7 +200,7 @@ fn the_engines_of_the_files_here_keep_what_the_sizing_counts() {
 }
 
 #[test]
-fn what_overlays_do_not_bring_is_told() {
+fn objects_missing_from_overlays_are_documented() {
     let page = page();
     for (kind, name, keys) in crate::references::BROUGHT_BY_OTHERS {
         assert!(page.contains(&format!("`{name}`")), "{kind} {name}");

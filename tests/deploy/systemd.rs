@@ -61,47 +61,47 @@ fn install(folder: &Path) -> [String; 3] {
 }
 
 #[test]
-fn systemd_finds_nothing_wrong_with_the_units_and_little_that_they_could_do() {
+fn systemd_verifies_the_units_and_their_exposure_is_low() {
     if !installed("systemd-analyze") {
         return skipped("systemd-analyze is not installed: the units were not verified");
     }
     let folder = tempfile::tempdir().expect("a temporary folder");
     let units = install(folder.path());
     for unit in &units {
-        let (fine, said) =
+        let (fine, printed) =
             run(Command::new("systemd-analyze").args(["verify", "--man=no", "--recursive-errors=no", unit]));
-        assert!(fine && said.is_empty(), "{unit}: {said}");
+        assert!(fine && printed.is_empty(), "{unit}: {printed}");
     }
     for unit in &units[..2] {
         let limit = format!("--threshold={EXPOSURE_MAX}");
-        let (fine, said) = run(Command::new("systemd-analyze").args([
+        let (fine, printed) = run(Command::new("systemd-analyze").args([
             "security",
             "--offline=true",
             "--no-pager",
             &limit,
             unit,
         ]));
-        let last = said.lines().last().unwrap_or_default();
+        let last = printed.lines().last().unwrap_or_default();
         println!("{unit}: {last}");
-        assert!(fine, "{said}");
+        assert!(fine, "{printed}");
     }
     // The check fails for an unknown key.
     fs::write(folder.path().join("broken.service"), "[Service]\nExecStart=/bin/true\nProtectSytem=strict\n")
         .expect("a file");
     let broken = folder.path().join("broken.service");
-    let (_, said) = run(Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(broken));
-    assert!(said.contains("ProtectSytem"), "{said}");
+    let (_, printed) = run(Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(broken));
+    assert!(printed.contains("ProtectSytem"), "{printed}");
 }
 
 #[test]
-fn the_units_start_what_the_binary_understands() {
+fn the_units_use_valid_commands() {
     let engine = unit("baton-engine@.service");
     assert_eq!(one(&engine, "ExecStart"), format!("{BINARY} engine --log-json $ENGINE_OPTIONS"));
     for (name, options) in engines() {
         let args = [vec!["engine".to_owned(), "--log-json".to_owned()], options].concat();
-        let (started, said) = baton(&args);
+        let (started, printed) = baton(&args);
         let expected = "--model /srv/models/my-model: there is no such folder";
-        assert!(!started && said.contains(expected), "{name}: {said}");
+        assert!(!started && printed.contains(expected), "{name}: {printed}");
     }
     let router = unit("baton-router.service");
     assert_eq!(
@@ -126,12 +126,12 @@ fn the_units_start_what_the_binary_understands() {
     assert!(text.contains(&logs));
     let file = folder.path().join("router.yaml");
     fs::write(&file, text).expect("the test's folder can be written");
-    let (sound, said) = baton(&["check".to_owned(), file.display().to_string()]);
-    assert!(sound && !said.contains("warning:") && !said.contains("/run/credentials"), "{said}");
+    let (sound, printed) = baton(&["check".to_owned(), file.display().to_string()]);
+    assert!(sound && !printed.contains("warning:") && !printed.contains("/run/credentials"), "{printed}");
 }
 
 #[test]
-fn the_units_know_the_secret_and_give_the_time_to_drain() {
+fn the_units_load_the_secret_and_allow_the_drain() {
     let (engine, router) = (unit("baton-engine@.service"), unit("baton-router.service"));
     let seconds = |text: &str| one(text, "TimeoutStopSec").parse::<u64>().expect("seconds");
     for (name, options) in engines() {
@@ -204,20 +204,20 @@ fn needed(text: &str) -> u32 {
 }
 
 #[test]
-fn the_units_say_which_systemd_they_need() {
+fn the_units_name_their_minimum_systemd() {
     for name in
         ["baton-router.service", "baton-engine@.service", "baton-engine-cuda.conf", "baton-router.socket"]
     {
         let text = unit(name);
-        let told = format!("systemd {} or newer", needed(&text));
-        assert!(text.contains(&told), "{name} does not say: {told}");
+        let expected = format!("systemd {} or newer", needed(&text));
+        assert!(text.contains(&expected), "{name} does not say: {expected}");
     }
     let page = read(&ours("docs/how-to/systemd.md"));
     assert!(page.contains(&format!("systemd {} or newer", needed(&unit("baton-router.service")))));
 }
 
 #[test]
-fn the_routers_environment_is_what_it_knows() {
+fn the_environment_file_has_only_variables_of_the_router() {
     let files = values(&unit("baton-router.service"), "EnvironmentFile");
     assert_eq!(files, ["-/etc/baton/router.env"]);
     let text = unit("router.env");
@@ -236,8 +236,8 @@ fn the_routers_environment_is_what_it_knows() {
 fn allowed(sets: &[&str]) -> BTreeSet<String> {
     let mut calls = BTreeSet::new();
     for set in sets {
-        let (_, said) = run(Command::new("systemd-analyze").args(["syscall-filter", "--no-pager", set]));
-        for word in said
+        let (_, printed) = run(Command::new("systemd-analyze").args(["syscall-filter", "--no-pager", set]));
+        for word in printed
             .lines()
             .filter(|line| line.starts_with(' '))
             .map(str::trim)
@@ -270,11 +270,11 @@ fn the_filters_let_through_every_system_call_that_router_and_engine_make() {
 
     let folder = tempfile::tempdir().expect("a temporary folder");
     let trace = |name: &str| folder.path().join(format!("{name}.trace"));
-    let (works, said) = run(Command::new("strace").args(["-f", "-o"]).arg(trace("try")).arg("true"));
+    let (works, printed) = run(Command::new("strace").args(["-f", "-o"]).arg(trace("try")).arg("true"));
     if !works {
         return skipped(&format!(
             "strace may not trace here ({}): system calls were not compared",
-            said.trim()
+            printed.trim()
         ));
     }
     let start = |name: &str, words: &str| {

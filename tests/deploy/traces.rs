@@ -14,7 +14,7 @@ use crate::harness::{
     EngineSnapshot, GenerateRequest, HangUp, MODEL, PATIENCE, PendingCall, Process, Proxy, Signal,
     eventually, metric,
 };
-use crate::receiver::{ReceivedRequest, Receiver, hex, told};
+use crate::receiver::{ReceivedRequest, Receiver, attribute_map, hex};
 use crate::{collector, ours, read};
 
 const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
@@ -83,7 +83,7 @@ impl TracedRequest {
         eventually(PATIENCE, &format!("a trace with {key} {value} arrives"), || {
             let spans = self.receiver.spans();
             let of = |one: &&ReceivedRequest| {
-                told(&one.span.attributes).get(key).is_some_and(|told| told == value)
+                attribute_map(&one.span.attributes).get(key).is_some_and(|found| found == value)
             };
             let server = spans.iter().find(of).ok_or_else(|| format!("{} other spans", spans.len()))?;
             let id = server.span.trace_id.clone();
@@ -101,9 +101,9 @@ impl TracedRequest {
     }
 
     /// The values of a header in the requests of one leg.
-    fn heard(&self, leg: usize, name: &str) -> BTreeSet<String> {
-        let heard = self.ways[leg].heard();
-        let values = heard.lines().filter_map(|line| {
+    fn header_values(&self, leg: usize, name: &str) -> BTreeSet<String> {
+        let received = self.ways[leg].received();
+        let values = received.lines().filter_map(|line| {
             let (key, value) = line.split_once(": ")?;
             key.eq_ignore_ascii_case(name).then(|| value.to_owned())
         });
@@ -126,8 +126,8 @@ fn documented() -> BTreeMap<String, (String, Option<String>)> {
         let depth = line.chars().take_while(|c| " │├└─".contains(*c)).count() / 3;
         let words = line.trim_start_matches([' ', '│', '├', '└', '─']);
         let (name, rest) = words.split_once("  ").unwrap_or((words, ""));
-        let said = rest.split_whitespace().next().unwrap_or_default();
-        let kind = if ["server", "client"].contains(&said) { said } else { "" };
+        let kind_name = rest.split_whitespace().next().unwrap_or_default();
+        let kind = if ["server", "client"].contains(&kind_name) { kind_name } else { "" };
         above.truncate(depth);
         spans.insert(name.trim().to_owned(), (kind.to_owned(), above.last().cloned()));
         above.push(name.trim().to_owned());
@@ -182,7 +182,7 @@ fn attributes() -> Vec<String> {
 }
 
 #[test]
-fn one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client_leaves() {
+fn one_request_is_one_trace_across_both_engines_even_after_a_cancel() {
     let mut traced = TracedRequest::start();
     let ask = GenerateRequest::recall(20).with("stream_options", Value::Null);
     let headers = format!(
@@ -202,16 +202,16 @@ fn one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client
         assert_eq!(one.end_time_unix_nano, next.start_time_unix_nano, "{} and {}", one.name, next.name);
     }
     // Engines get their leg's span, the client's state, and the request id.
-    let said = told(&server.attributes);
-    let request = said["baton.request_id"].clone();
+    let server_attributes = attribute_map(&server.attributes);
+    let request = server_attributes["baton.request_id"].clone();
     for (leg, span) in [(0, prefill), (1, decode)] {
         assert_eq!(
-            traced.heard(leg, "traceparent"),
+            traced.header_values(leg, "traceparent"),
             [format!("00-{TRACE}-{}-01", hex(&span.span_id))].into()
         );
-        assert_eq!(traced.heard(leg, "tracestate"), ["vendor=1".to_owned()].into());
-        assert_eq!(traced.heard(leg, "x-request-id"), [request.clone()].into());
-        let of = told(&span.attributes);
+        assert_eq!(traced.header_values(leg, "tracestate"), ["vendor=1".to_owned()].into());
+        assert_eq!(traced.header_values(leg, "x-request-id"), [request.clone()].into());
+        let of = attribute_map(&span.attributes);
         assert_eq!(
             (of["baton.attempts"].as_str(), of["server.address"].as_str()),
             ("1", &*traced.ways[leg].address.to_string())
@@ -243,7 +243,7 @@ fn one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client
         ("url.path", "/v1/chat/completions".to_owned()),
         ("baton.outcome", "completed".to_owned()),
     ] {
-        assert_eq!(said.get(key), Some(&value), "{key}");
+        assert_eq!(server_attributes.get(key), Some(&value), "{key}");
     }
 
     // A client without a context disconnects while a decode engine has its handoff and has not responded.
@@ -251,7 +251,7 @@ fn one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client
     let left = GenerateRequest::recall(21);
     let leaving = traced.send(&left, "user-agent: test/2\r\n");
     eventually(PATIENCE, "the decode engine is asked", || {
-        let asked = traced.ways[1].heard().matches("POST /v1/chat/completions").count();
+        let asked = traced.ways[1].received().matches("POST /v1/chat/completions").count();
         if asked == 2 { Ok(()) } else { Err(format!("{asked} requests")) }
     });
     leaving.hang_up(HangUp::Fin);
@@ -270,16 +270,19 @@ fn one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client
     };
     assert_eq!(failed(server).as_deref(), Some("client_gone in decode_pre_first"));
     assert!(failed(named(&cut, "decode")).is_some() && failed(named(&cut, "prefill")).is_none());
-    let gone = told(&server.attributes);
-    assert_eq!((gone["error.type"].as_str(), gone["baton.outcome"].as_str()), ("client_gone", "client_gone"));
+    let cancelled = attribute_map(&server.attributes);
+    assert_eq!(
+        (cancelled["error.type"].as_str(), cancelled["baton.outcome"].as_str()),
+        ("client_gone", "client_gone")
+    );
     let trace = hex(&server.trace_id);
     for (leg, name) in [(0, "prefill"), (1, "decode")] {
         // 3: sampled, and a random id.
         let parent = format!("00-{trace}-{}-03", hex(&named(&cut, name).span_id));
         assert!(
-            traced.heard(leg, "traceparent").contains(&parent),
+            traced.header_values(leg, "traceparent").contains(&parent),
             "{name}: {:?}",
-            traced.heard(leg, "traceparent")
+            traced.header_values(leg, "traceparent")
         );
     }
     let line = traced.line(&trace);
@@ -297,7 +300,7 @@ fn one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client
     // The two traces have exactly the attributes that the page names, and no word of a prompt.
     let spans = traced.receiver.spans();
     let seen: BTreeSet<String> =
-        spans.iter().flat_map(|one| told(&one.span.attributes).into_keys()).collect();
+        spans.iter().flat_map(|one| attribute_map(&one.span.attributes).into_keys()).collect();
     let page = attributes();
     let means =
         |page: &str, key: &str| page.strip_suffix('*').map_or(page == key, |start| key.starts_with(start));

@@ -176,7 +176,7 @@ fn send_all(cluster: &Cluster, rows: &[BadRequestCase]) -> String {
     let mut wrong = String::new();
     for row in rows {
         let call = PendingCall::new(&cluster.url, row.method, row.path, &row.body);
-        let told = match call.try_reply() {
+        let outcome = match call.try_reply() {
             Err(error) => Err(format!("no answer: {error}")),
             Ok(reply) if reply.status != row.status => Err(format!(
                 "{} instead of {}: {}",
@@ -193,7 +193,7 @@ fn send_all(cluster: &Cluster, rows: &[BadRequestCase]) -> String {
                 }
             }
         };
-        if let Err(why) = told {
+        if let Err(why) = outcome {
             writeln!(wrong, "{}: {why}", row.what).expect("a string takes all");
         }
     }
@@ -205,7 +205,7 @@ fn small_bodies() -> Cluster {
 }
 
 #[test]
-fn what_the_router_knows_to_be_wrong_is_refused_before_an_engine_hears_of_it() {
+fn requests_that_the_router_rejects_never_reach_an_engine() {
     let cluster = small_bodies();
     let rows = known_to_the_router();
     let wrong = send_all(&cluster, &rows);
@@ -223,7 +223,7 @@ fn what_the_router_knows_to_be_wrong_is_refused_before_an_engine_hears_of_it() {
 }
 
 #[test]
-fn a_body_over_the_limit_is_a_413_however_it_is_announced() {
+fn a_body_over_the_limit_is_a_413_with_any_framing() {
     let cluster = small_bodies();
     let declared = format!("POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n");
     let chunk = format!("{:x}\r\n{}\r\n", 40_000, "x".repeat(40_000));
@@ -261,7 +261,7 @@ fn a_head_that_two_parsers_could_read_differently_reaches_no_engine() {
 }
 
 #[test]
-fn what_only_an_engine_can_know_to_be_wrong_is_refused_and_nothing_is_held() {
+fn a_request_that_only_an_engine_can_reject_holds_no_block() {
     let cluster = Cluster::new().start();
     let rows = [
         row(
@@ -421,9 +421,9 @@ fn a_client_that_knows_a_live_handle_can_neither_read_nor_release_it() {
     let (p, d) = (&cluster.prefill[0], &cluster.decode[0]);
     let mut ask = GenerateRequest::fresh(100);
     ask.body["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
-    let lent = p.send("POST", ask.path, &ask.body).reply().json();
-    let stolen = &lent["kv_transfer_params"];
-    let handle = stolen["remote_handle"].as_str().unwrap_or_else(|| panic!("no handle: {lent}"));
+    let leased = p.send("POST", ask.path, &ask.body).reply().json();
+    let stolen = &leased["kv_transfer_params"];
+    let handle = stolen["remote_handle"].as_str().unwrap_or_else(|| panic!("no handle: {leased}"));
     // The same prompt: the handoff would be valid at an engine that received it.
     ask.body["kv_transfer_params"] = stolen.clone();
     assert_eq!(cluster.ask(&ask).status, 200);
@@ -440,7 +440,7 @@ fn a_client_that_knows_a_live_handle_can_neither_read_nor_release_it() {
 }
 
 #[test]
-fn a_clients_request_id_names_nothing_inside() {
+fn a_clients_request_id_is_not_used_inside() {
     let cluster = Cluster::new().decode("--pace-ms 20").start();
     let named = |ask: &GenerateRequest| {
         let body = ask.body.to_string();
@@ -451,10 +451,10 @@ fn a_clients_request_id_names_nothing_inside() {
         );
         PendingCall::raw(&cluster.url, head.as_bytes())
     };
-    let (staying, leaving) =
+    let (staying, cancelled) =
         (named(&GenerateRequest::fresh(50).tokens(60)), named(&GenerateRequest::fresh(50).tokens(400)));
     cluster.decode[0].shows("both run", |snapshot| snapshot.running == 2);
-    leaving.hang_up(HangUp::Rst);
+    cancelled.hang_up(HangUp::Rst);
     let reply = staying.reply();
     assert_eq!(reply.header("x-request-id").as_deref(), Some("same"));
     let body = reply.json();

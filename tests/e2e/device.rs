@@ -39,9 +39,9 @@ fn open_pools(cluster: &Cluster) -> Option<usize> {
 /// Compares the bytes of blocks that both engines have cached under one hash. Returns their number.
 fn same_blocks(cluster: &Cluster) -> usize {
     let (p, d) = (&cluster.prefill[0].address, &cluster.decode[0].address);
-    let lent: BTreeMap<_, _> = digests(p).into_iter().collect();
-    let both = digests(d).into_iter().filter_map(|(hash, digest)| Some((digest, lent.get(&hash)?)));
-    both.map(|(fetched, lent)| assert_eq!(&fetched, lent, "a block has other bytes")).count()
+    let leased: BTreeMap<_, _> = digests(p).into_iter().collect();
+    let both = digests(d).into_iter().filter_map(|(hash, digest)| Some((digest, leased.get(&hash)?)));
+    both.map(|(fetched, leased)| assert_eq!(&fetched, leased, "a block has other bytes")).count()
 }
 
 #[test]
@@ -65,7 +65,7 @@ fn a_pair_on_one_hosts_devices_hands_over_from_device_to_device() {
 }
 
 #[test]
-fn every_block_that_came_by_device_is_the_producers_byte_by_byte() {
+fn every_block_read_by_a_device_equals_the_producers_bytes() {
     let cluster = Cluster::new().prefill(DEVICE).decode(DEVICE).start();
     for tokens in LENGTHS {
         assert_eq!(cluster.ask(&GenerateRequest::fresh(tokens)).status, 200);
@@ -86,7 +86,7 @@ fn blocks_of_other_sizes_are_cut_on_the_device() {
 }
 
 #[test]
-fn a_device_and_a_cpu_hand_over_through_host_memory_and_say_why() {
+fn a_device_and_a_cpu_hand_off_through_host_memory_and_log_the_reason() {
     for (prefill, decode) in [(DEVICE, "--kv-cache-dtype f32"), ("--kv-cache-dtype f32", DEVICE)] {
         let cluster = cluster(prefill, decode);
         answers(&cluster, 100);
@@ -100,7 +100,7 @@ fn a_device_and_a_cpu_hand_over_through_host_memory_and_say_why() {
 }
 
 #[test]
-fn a_device_reads_no_other_where_it_is_not_asked_to() {
+fn a_device_does_not_read_another_device_without_the_option() {
     for (transport, carrier) in [("tcp", "tcp"), ("shm", "shm")] {
         let engine = format!("{DEVICE} --kv-transport {transport}");
         let cluster = cluster(&engine, &engine);
@@ -111,17 +111,17 @@ fn a_device_reads_no_other_where_it_is_not_asked_to() {
 }
 
 #[test]
-fn a_client_that_leaves_while_a_device_fetches_leaves_nothing() {
+fn a_cancel_while_a_device_fetches_frees_every_block() {
     for how in HangUp::BOTH {
         let mut cluster = Cluster::new().prefill(DEVICE).decode(DEVICE).start();
         cluster.decode[0].pause();
-        let leaving = cluster.send(&GenerateRequest::fresh(300));
+        let cancelled = cluster.send(&GenerateRequest::fresh(300));
         cluster.prefill[0].shows("the blocks are leased", |snapshot| snapshot.leases == 1);
         cluster.decode[0].is_sent_something();
         cluster.prefill[0].pause();
         cluster.decode[0].go_on();
         cluster.decode[0].shows("it fetches", |snapshot| snapshot.fetching == 1 && snapshot.landing > 0);
-        leaving.hang_up(how);
+        cancelled.hang_up(how);
         cluster.decode[0].shows_within(AT_ONCE, "no fetch runs", |snapshot| snapshot.fetching == 0);
         cluster.prefill[0].go_on();
         cluster.settled(AT_ONCE);
@@ -130,7 +130,7 @@ fn a_client_that_leaves_while_a_device_fetches_leaves_nothing() {
 }
 
 #[test]
-fn a_prefill_engine_that_is_killed_is_made_up_for_and_its_pool_is_let_go_of() {
+fn a_killed_prefill_engine_is_replaced_and_its_pool_unmapped() {
     let mut cluster = Cluster::new().prefill(DEVICE).decode(DEVICE).start();
     assert_eq!(cluster.ask(&GenerateRequest::fresh(100)).status, 200);
     assert_eq!(carried(&cluster, "device"), 1.0);

@@ -48,18 +48,18 @@ fn blocks_are_read_while_they_are_computed_and_the_answer_is_the_same() {
 }
 
 #[test]
-fn a_client_leaves_while_one_engine_computes_and_the_other_fetches() {
+fn a_cancel_during_an_early_handoff_frees_its_blocks() {
     let cluster = Cluster::new().prefill(SLOW_PREFILL).start();
     for how in HangUp::BOTH {
         let steps = cluster.prefill[0].snapshot().steps;
-        let leaving = cluster.send(&GenerateRequest::fresh(LONG));
+        let cancelled = cluster.send(&GenerateRequest::fresh(LONG));
         both_work(&cluster);
-        let left = Instant::now();
-        leaving.hang_up(how);
+        let cancelled_at = Instant::now();
+        cancelled.hang_up(how);
         cluster.settled(AT_ONCE);
         println!(
             "P computes, D fetches, {how:?}: back after {:.1} ms",
-            left.elapsed().as_secs_f64() * 1000.0
+            cancelled_at.elapsed().as_secs_f64() * 1000.0
         );
         assert!(cluster.prefill[0].snapshot().steps < steps + 16, "it was computed to its end");
     }
@@ -68,7 +68,7 @@ fn a_client_leaves_while_one_engine_computes_and_the_other_fetches() {
 }
 
 #[test]
-fn a_prefill_engine_that_dies_in_the_middle_costs_time_and_no_wrong_word() {
+fn the_death_of_a_prefill_engine_during_an_early_handoff_changes_no_token() {
     for policy in ["recompute", "fail"] {
         let decode = format!("--kv-load-failure-policy {policy}");
         let mut cluster = Cluster::new().prefill(SLOW_PREFILL).decode(&decode).start();
@@ -84,7 +84,7 @@ fn a_prefill_engine_that_dies_in_the_middle_costs_time_and_no_wrong_word() {
 }
 
 #[test]
-fn a_decode_engine_that_dies_in_its_fetch_gives_way_to_another_with_the_same_handoff() {
+fn another_decode_engine_takes_the_handoff_after_a_death_in_the_fetch() {
     let mut cluster = Cluster::new().prefill(SLOW_PREFILL).decode("").decode("").start();
     let (ask, alone) = ask(&cluster);
     for engine in &cluster.decode {

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::harness::{AT_ONCE, Cluster, GenerateRequest, HangUp, PATIENCE, PendingCall};
 
 #[test]
-fn a_router_that_is_killed_while_the_prefill_engine_computes_leaves_nothing_held() {
+fn a_router_killed_during_prefill_strands_no_block() {
     for early in [false, true] {
         let plan = Cluster::new().prefill("--max-num-batched-tokens 64 --max-num-seqs 8 --pace-ms 60");
         let mut cluster = if early { plan } else { plan.not_early() }.start();
@@ -23,7 +23,7 @@ fn a_router_that_is_killed_while_the_prefill_engine_computes_leaves_nothing_held
 }
 
 #[test]
-fn a_router_that_is_killed_in_mid_stream_leaves_nothing_held() {
+fn a_router_killed_during_the_stream_strands_no_block() {
     let mut cluster = Cluster::new().decode("--pace-ms 30").start();
     let mut stream = cluster.send(&GenerateRequest::fresh(100).tokens(400).streamed()).stream();
     stream.event().expect("an event");
@@ -34,7 +34,7 @@ fn a_router_that_is_killed_in_mid_stream_leaves_nothing_held() {
 }
 
 #[test]
-fn a_router_that_is_killed_between_the_engines_leaves_nothing_held() {
+fn a_router_killed_in_the_gap_strands_no_block() {
     for kept in [false, true] {
         // No probes: a stopped engine receives only the request. Idle connections outlive a busy machine.
         let quiet = Cluster::new().router("health", json!({"active": {"interval_ms": 0}}));
@@ -57,12 +57,12 @@ fn a_router_that_is_killed_between_the_engines_leaves_nothing_held() {
 }
 
 #[test]
-fn what_an_engine_that_stands_still_is_sent_on_a_kept_connection_is_done_although_its_sender_has_left() {
+fn a_verb_sent_to_a_stopped_engine_takes_effect_after_its_sender_closed() {
     let mut cluster = Cluster::new().start();
     for how in HangUp::BOTH {
         // To the prefill engine: a verb that ends the lease.
         for path in ["/kv/release", "/abort_requests"] {
-            let handoff = cluster.prefill[0].lends(&GenerateRequest::fresh(100));
+            let handoff = cluster.prefill[0].open_lease(&GenerateRequest::fresh(100));
             let body = match path {
                 "/kv/release" => json!({"handle": handoff["remote_handle"], "reason": "router_release"}),
                 _ => json!({"request_ids": [cluster.prefill[0].lease_of_one()]}),
@@ -76,7 +76,7 @@ fn what_an_engine_that_stands_still_is_sent_on_a_kept_connection_is_done_althoug
         // To the decode engine: the handoff, with any kind of request.
         for path in ["/v1/completions", "/v1/embeddings"] {
             let ask = GenerateRequest::fresh(100);
-            let handoff = cluster.prefill[0].lends(&ask);
+            let handoff = cluster.prefill[0].open_lease(&ask);
             let kept = PendingCall::kept(&cluster.decode[0].address);
             cluster.decode[0].pause();
             kept.send(path, &ask.with("kv_transfer_params", handoff).body).hang_up(how);
@@ -88,7 +88,7 @@ fn what_an_engine_that_stands_still_is_sent_on_a_kept_connection_is_done_althoug
 }
 
 #[test]
-fn a_router_that_is_told_to_stop_finishes_what_it_has_begun() {
+fn a_terminated_router_finishes_its_requests() {
     let mut cluster = Cluster::new().decode("--pace-ms 20").start();
     let usage = json!({"include_usage": true});
     let ask = GenerateRequest::fresh(100).tokens(40).streamed().with("stream_options", usage);
@@ -110,7 +110,7 @@ fn a_router_that_is_told_to_stop_finishes_what_it_has_begun() {
 }
 
 #[test]
-fn a_decode_engine_that_is_told_to_stop_finishes_what_it_has_begun() {
+fn a_terminated_decode_engine_finishes_its_requests() {
     let mut cluster = Cluster::new().decode("--pace-ms 20").start();
     let call = cluster.send(&GenerateRequest::fresh(100).tokens(40));
     cluster.decode[0].shows("it decodes", |snapshot| snapshot.running == 1);
@@ -121,7 +121,7 @@ fn a_decode_engine_that_is_told_to_stop_finishes_what_it_has_begun() {
 }
 
 #[test]
-fn a_prefill_engine_that_is_told_to_stop_keeps_what_it_has_lent_until_it_is_fetched() {
+fn a_terminated_prefill_engine_keeps_leases_until_they_are_fetched() {
     let mut cluster = Cluster::new().start();
     cluster.decode[0].pause();
     let call = cluster.send(&GenerateRequest::fresh(100));
@@ -140,7 +140,7 @@ fn a_prefill_engine_that_is_told_to_stop_keeps_what_it_has_lent_until_it_is_fetc
 const SHORT_DRAIN: &str = "--shutdown-timeout 0.5";
 
 #[test]
-fn a_decode_engine_that_is_terminated_gives_back_what_it_cannot_finish() {
+fn a_terminated_decode_engine_releases_unfinished_requests() {
     let slow = format!("--max-num-seqs 1 --pace-ms 100 {SHORT_DRAIN}");
     let mut cluster = Cluster::new().prefill("--kv-lease-duration 600").decode(&slow).start();
     let running = cluster.send(&GenerateRequest::fresh(100).tokens(400));
@@ -175,7 +175,7 @@ fn a_decode_engine_that_is_terminated_in_mid_stream_ends_the_stream_with_one_typ
 }
 
 #[test]
-fn a_prefill_engine_that_is_terminated_while_it_computes_finishes_and_lends() {
+fn a_terminated_prefill_engine_finishes_and_opens_its_lease() {
     let slow = "--max-num-batched-tokens 64 --max-num-seqs 8 --pace-ms 60";
     let mut cluster = Cluster::new().prefill(slow).start();
     let call = cluster.send(&GenerateRequest::fresh(600));
@@ -190,17 +190,17 @@ fn a_prefill_engine_that_is_terminated_while_it_computes_finishes_and_lends() {
 }
 
 #[test]
-fn a_prefill_engine_that_is_terminated_ends_in_time_although_nobody_fetches_what_it_has_lent() {
+fn a_terminated_prefill_engine_ends_in_time_with_unfetched_leases() {
     let patient = format!("--kv-lease-duration 600 {SHORT_DRAIN}");
     let mut cluster = Cluster::new().prefill(&patient).start();
     let mut ask = GenerateRequest::fresh(100);
     ask.body["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
-    let lent = cluster.prefill[0].send("POST", ask.path, &ask.body).reply().json();
-    assert!(lent["kv_transfer_params"]["remote_handle"].is_string(), "{lent}");
+    let leased = cluster.prefill[0].send("POST", ask.path, &ask.body).reply().json();
+    assert!(leased["kv_transfer_params"]["remote_handle"].is_string(), "{leased}");
     cluster.prefill[0].terminate();
     cluster.prefill[0].ends_well();
     // A decode engine that requests the blocks now does not wait: it computes the prompt.
-    ask.body["kv_transfer_params"] = lent["kv_transfer_params"].clone();
+    ask.body["kv_transfer_params"] = leased["kv_transfer_params"].clone();
     let reply = cluster.decode[0].send("POST", ask.path, &ask.body).reply();
     assert_eq!(reply.status, 200, "{}", reply.json());
     assert_eq!(cluster.decode[0].metric("baton_kv_load_failures_total", "policy=\"recompute\""), 1.0);

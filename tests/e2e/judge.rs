@@ -68,7 +68,7 @@ pub(crate) fn is_judged(what: &str, summary: &Value, expected: &[&str], allowed:
 }
 
 #[test]
-fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
+fn batons_own_deployment_has_no_finding_and_the_report_is_reproducible() {
     let folder = tempfile::tempdir().expect("a folder");
     let engines = ["--", "--kv-cache-mib", "32", "--threads", "1"];
     let options = ["--no-faults", "--rate", "15"];
@@ -110,7 +110,7 @@ fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
 }
 
 #[test]
-fn every_kill_meets_requests_and_nothing_is_found_of_what_comes_back() {
+fn every_kill_hits_requests_and_the_restarted_processes_have_no_finding() {
     let folder = tempfile::tempdir().expect("a folder");
     let engines = ["--", "--kv-cache-mib", "32", "--threads", "1"];
     let options = ["--rate", "15", "--phases", "stream"];
@@ -130,7 +130,7 @@ fn every_kill_meets_requests_and_nothing_is_found_of_what_comes_back() {
 
 /// The sample report is what this version computes from its raw events.
 #[test]
-fn the_committed_sample_report_is_what_its_events_say() {
+fn the_committed_sample_report_follows_from_its_events() {
     let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/disconnect/sample");
     let folder = tempfile::tempdir().expect("a folder");
     let packed = "events.jsonl.gz";
@@ -216,7 +216,7 @@ fn is_found(fault: &str, phases: &str, expected: &[&str], allowed: &[&str]) -> V
 }
 
 #[test]
-fn nothing_is_found_of_healthy_simulated_engines() {
+fn healthy_simulated_engines_have_no_finding() {
     is_judged("healthy", &judged_with(None, &[]), &[], &[]);
 }
 
@@ -231,7 +231,7 @@ fn a_decode_engine_that_never_aborts_is_found() {
 }
 
 #[test]
-fn blocks_that_are_stranded_in_the_gap_are_found() {
+fn blocks_stranded_in_the_gap_are_found() {
     // A refused decode also leaks its lease, and so does a request that was cancelled before its blocks were read.
     let expected = ["gap_stranded", "refused_stranded", "leases_expired"];
     let summary = is_found("strands-gap", "gap", &expected, &["stranded"]);
@@ -258,13 +258,13 @@ fn answers_from_stale_blocks_are_found() {
 }
 
 #[test]
-fn bystanders_that_are_stalled_are_found() {
+fn stalled_uncancelled_requests_are_found() {
     // No request ends while nothing is computed: three cancels one after the other cost a second.
     is_found("stalls-uncancelled", "stream", &["uncancelled_slowed"], &["stranded"]);
 }
 
 #[test]
-fn an_engine_that_only_tells_its_metrics_is_judged_by_them() {
+fn an_engine_with_metrics_only_is_judged_by_them() {
     let summary = judged_with(None, &["--metrics-only"]);
     assert_eq!((&summary["exact"], &summary["texts"]["wrong"]), (&false.into(), &0.into()));
     is_judged("healthy", &summary, &[], &[]);
@@ -309,10 +309,10 @@ fn by_their_own_logs(simulated: &SimDeployment) -> Value {
                 tags.insert(request, tag);
             }
             let Some(tag) = tags.get(request) else { continue };
-            let mut told = event.clone();
-            (told["record"], told["engine"], told["tag"]) =
+            let mut logged = event.clone();
+            (logged["record"], logged["engine"], logged["tag"]) =
                 ("event".into(), record["engine"].clone(), (*tag).into());
-            out.push_str(&format!("{told}\n"));
+            out.push_str(&format!("{logged}\n"));
         }
     }
     std::fs::write(folder.path().join("events.jsonl"), out).expect("they are written");
@@ -320,7 +320,7 @@ fn by_their_own_logs(simulated: &SimDeployment) -> Value {
 }
 
 #[test]
-fn engines_that_nobody_can_look_at_are_judged_by_their_clients_alone() {
+fn engines_without_introspection_are_judged_by_their_clients() {
     let simulated = simulated(None);
     let options = ["--url", &simulated.url, "--rate", "40", "--verify-seconds", "5", "--phases", "stream"];
     let summary = judged(simulated.folder.path(), &options);
@@ -337,7 +337,7 @@ fn engines_that_nobody_can_look_at_are_judged_by_their_clients_alone() {
 }
 
 #[test]
-fn what_is_broken_and_mended_from_outside_is_told_and_bad_options_are_refused_early() {
+fn external_faults_and_recoveries_are_reported_and_bad_options_refused() {
     let broken = ["--fault", "nothing=true", "--recover", "nothing=true", "--phases", "stream"];
     let summary = judged_with(None, &broken);
     let faults = summary["faults"].as_array().expect("faults");
@@ -392,7 +392,7 @@ fn went_on(summary: &Value) -> Option<f64> {
 /// This machine's speed determines how long prefills must be to be judged, and how many of them run on without an
 /// abort. Correct engines are therefore compared with faulty ones of the same minute.
 #[test]
-fn short_prefills_that_nobody_stops_are_found_and_honest_ones_are_not() {
+fn short_prefills_without_aborts_are_found_and_correct_engines_pass() {
     let options = ["--phases", "prefill,stream", "--cancels", "30"];
     for engines in SHORT_PREFILL {
         let summary = judged_like(Some("never-aborts-prefill"), &engines, &options);
@@ -418,7 +418,7 @@ const ROUNDS: [&str; 6] = ["--seconds", "6", "--rounds", "4", "--phases", "prefi
 /// Unit tests cover the case without stalls, with events at known times. Here other load may slow a storm. If it slows
 /// the calm as much, a stall of 40 ms is not detectable, and the test uses a stall as long as the report requires.
 #[test]
-fn a_stall_after_each_abort_is_found() {
+fn a_stall_after_each_abort_is_a_finding() {
     let mut stall_ms = 40.0;
     for _ in 0..3 {
         let fault = format!("stalls-uncancelled:{stall_ms:.0}");

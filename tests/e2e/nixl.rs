@@ -62,7 +62,7 @@ fn caches_that_are_cut_in_different_ways_are_handed_over_by_nixl() {
 
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
-fn an_engine_with_nixl_and_one_without_hand_over_by_what_both_have() {
+fn engines_with_and_without_nixl_use_a_common_transport() {
     for (prefill, decode) in [(NIXL, ""), ("", NIXL)] {
         let cluster = cluster(prefill, decode);
         answers(&cluster, 100);
@@ -73,7 +73,7 @@ fn an_engine_with_nixl_and_one_without_hand_over_by_what_both_have() {
 
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
-fn a_prefill_engine_with_nixl_that_is_killed_is_made_up_for() {
+fn a_killed_prefill_engine_with_nixl_is_replaced() {
     let mut cluster = cluster(NIXL, NIXL);
     answers(&cluster, 100);
     cluster.prefill[0].kill();
@@ -91,10 +91,10 @@ fn a_pair_on_devices_with_nixl_hands_over_from_device_to_device_byte_by_byte() {
         assert_eq!(cluster.ask(&GenerateRequest::fresh(tokens)).status, 200);
     }
     assert_eq!(carried(&cluster, "nixl-device"), lengths.len() as f64);
-    let lent: BTreeMap<_, _> = digests(&cluster.prefill[0].address).into_iter().collect();
+    let leased: BTreeMap<_, _> = digests(&cluster.prefill[0].address).into_iter().collect();
     let fetched = digests(&cluster.decode[0].address).into_iter();
-    let both = fetched.filter_map(|(hash, digest)| Some((digest, lent.get(&hash)?)));
-    let same = both.map(|(fetched, lent)| assert_eq!(&fetched, lent, "a block has other bytes")).count();
+    let both = fetched.filter_map(|(hash, digest)| Some((digest, leased.get(&hash)?)));
+    let same = both.map(|(fetched, leased)| assert_eq!(&fetched, leased, "a block has other bytes")).count();
     assert!(
         same >= lengths.iter().sum::<usize>() / 16 - lengths.len(),
         "only {same} blocks could be compared"
@@ -116,7 +116,7 @@ fn a_device_and_a_cpu_with_nixl_meet_in_host_memory() {
 
 /// The only one of these tests that needs no library.
 #[test]
-fn an_engine_that_finds_no_nixl_says_so_and_hands_over_without() {
+fn an_engine_without_the_nixl_library_logs_it_and_uses_another_transport() {
     let missing = format!("{NIXL} --nixl-library /nowhere/libnixl_capi.so");
     let cluster = cluster(&missing, &missing);
     nixl_is(&cluster, "not_found");

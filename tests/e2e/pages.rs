@@ -31,7 +31,7 @@ fn blocks(page: &str) -> Vec<String> {
 }
 
 #[test]
-fn the_commands_of_readme_and_tutorial_do_what_the_pages_say() {
+fn the_commands_of_readme_and_tutorial_work_as_documented() {
     let shell = |script: &str| Command::new("bash").args(["-c", script]).output();
     if !shell("command -v curl").is_ok_and(|found| found.status.success()) {
         println!("SKIPPED: bash or curl is not installed (commands of README and tutorial were not run)");
@@ -51,11 +51,11 @@ fn the_commands_of_readme_and_tutorial_do_what_the_pages_say() {
             let here = here.replace("baton explain ", &format!("baton explain --admin http://{admin} "));
             let path = format!("export PATH='{}':\"$PATH\"\n{here}", folder.display());
             let output = shell(&path).expect("bash runs");
-            let said = String::from_utf8_lossy(&output.stdout);
+            let printed = String::from_utf8_lossy(&output.stdout);
             let wanted = ANSWERS.iter().find(|(word, _)| block.contains(word)).map(|(_, answer)| answer);
             let wanted = wanted.unwrap_or_else(|| panic!("{page}: nothing is expected of\n{block}"));
             let log = String::from_utf8_lossy(&output.stderr);
-            assert!(said.contains(wanted), "{page}:\n{block}\n{said}\n{log}");
+            assert!(printed.contains(wanted), "{page}:\n{block}\n{printed}\n{log}");
             run += 1;
         }
     }

@@ -59,7 +59,7 @@ fn a_prompt_too_long_for_every_engine_is_one_400() {
 }
 
 #[test]
-fn a_decode_engine_that_does_not_know_the_model_is_the_operators_to_mend_and_the_prefill_engine_is_free() {
+fn a_decode_engine_without_the_model_is_an_operator_fault_and_the_lease_is_released() {
     let cluster = Cluster::new().decode("--served-model-name another").start();
     let error = refusal(&cluster, &cluster.ask(&GenerateRequest::fresh(100)), 502, "server_error");
     assert_eq!(error["code"], "misconfigured_model");
@@ -68,7 +68,7 @@ fn a_decode_engine_that_does_not_know_the_model_is_the_operators_to_mend_and_the
 }
 
 #[test]
-fn a_full_decode_engine_is_one_429_with_a_time_to_come_back() {
+fn a_full_decode_engine_is_one_429_with_retry_after() {
     let cluster = Cluster::new().decode("--max-num-seqs 1 --max-waiting 1 --pace-ms 50").start();
     let d = &cluster.decode[0];
     let served = [0, 1].map(|waiting| {
@@ -89,7 +89,7 @@ fn a_full_decode_engine_is_one_429_with_a_time_to_come_back() {
 }
 
 #[test]
-fn a_full_prefill_engine_is_one_429_where_nobody_may_stand_in() {
+fn a_full_prefill_engine_without_a_fallback_is_one_429() {
     let narrow = "--max-num-batched-tokens 64 --max-num-seqs 1 --max-waiting 1 --pace-ms 60";
     let cluster = Cluster::new().prefill(narrow).no_fallback().start();
     let p = &cluster.prefill[0];
@@ -108,7 +108,7 @@ fn a_full_prefill_engine_is_one_429_where_nobody_may_stand_in() {
 }
 
 #[test]
-fn a_full_router_is_one_429_and_no_engine_hears_of_it() {
+fn a_full_router_is_one_429_without_an_engine_request() {
     let slow = "--pace-ms 30";
     let cluster = Cluster::new().decode(slow).router("limits", json!({"in_flight": 1})).start();
     let served = cluster.send(&GenerateRequest::fresh(60).tokens(40));
@@ -153,7 +153,7 @@ fn another_decode_engine_gets_the_same_handoff_without_a_second_prefill() {
 }
 
 #[test]
-fn a_decode_engine_that_dies_before_it_answers_hands_its_request_to_another() {
+fn a_decode_engine_that_dies_before_its_response_is_replaced() {
     let mut cluster = Cluster::new().decode("").decode("").start();
     cluster.decode[0].pause();
     cluster.decode[1].pause();
@@ -239,7 +239,7 @@ fn without_a_prefill_engine_and_without_a_fallback_a_request_is_one_503() {
 }
 
 #[test]
-fn a_prefill_engine_that_dies_while_it_computes_costs_the_client_nothing_but_time() {
+fn a_prefill_engine_that_dies_while_it_computes_is_replaced() {
     let mut cluster = Cluster::new().prefill(SLOW_PREFILL).start();
     let ask = GenerateRequest::recall(100);
     let call = cluster.send(&ask);
@@ -252,7 +252,7 @@ fn a_prefill_engine_that_dies_while_it_computes_costs_the_client_nothing_but_tim
 }
 
 #[test]
-fn a_prefill_engine_that_dies_while_it_computes_is_one_502_where_nobody_may_stand_in() {
+fn a_prefill_engine_that_dies_without_a_fallback_is_one_502() {
     let mut cluster = Cluster::new().prefill(SLOW_PREFILL).no_fallback().not_early().start();
     let call = cluster.send(&GenerateRequest::fresh(1000));
     cluster.prefill[0]
@@ -263,7 +263,7 @@ fn a_prefill_engine_that_dies_while_it_computes_is_one_502_where_nobody_may_stan
 }
 
 #[test]
-fn another_prefill_engine_stands_in_for_a_dead_one() {
+fn another_prefill_engine_replaces_a_dead_one() {
     let mut cluster = Cluster::new().prefill("").prefill("").no_fallback().start();
     cluster.prefill[0].kill();
     for number in 1..=2 {
@@ -294,7 +294,7 @@ fn a_prefill_engine_that_dies_before_its_blocks_are_fetched_does_not_change_the_
 }
 
 /// The prefill engine dies during its lease to a decode engine whose policy is to fail.
-fn lender_dies(mut cluster: Cluster, ask: &GenerateRequest) -> (Cluster, Reply) {
+fn producer_dies(mut cluster: Cluster, ask: &GenerateRequest) -> (Cluster, Reply) {
     cluster.decode[0].pause();
     let call = cluster.send(ask);
     cluster.prefill[0].shows("the blocks are leased", |snapshot| snapshot.leases == 1);
@@ -306,10 +306,10 @@ fn lender_dies(mut cluster: Cluster, ask: &GenerateRequest) -> (Cluster, Reply) 
 }
 
 #[test]
-fn blocks_that_cannot_be_fetched_are_computed_anew_at_the_routers_word_where_the_policy_is_to_fail() {
+fn under_policy_fail_the_router_recomputes_unfetchable_blocks() {
     let ask = GenerateRequest::recall(20);
     let cluster = Cluster::new().decode("--kv-load-failure-policy fail").start();
-    let (cluster, reply) = lender_dies(cluster, &ask);
+    let (cluster, reply) = producer_dies(cluster, &ask);
     let answer = reply.text();
     assert_eq!(cluster.router_metric("baton_router_recomputes_total", ""), 1.0);
     let _ = cluster.decode[0].send("POST", "/reset_prefix_cache", &json!({})).reply();
@@ -318,9 +318,9 @@ fn blocks_that_cannot_be_fetched_are_computed_anew_at_the_routers_word_where_the
 }
 
 #[test]
-fn blocks_that_cannot_be_fetched_are_one_503_where_nobody_may_compute_them() {
+fn unfetchable_blocks_without_a_fallback_are_one_503() {
     let cluster = Cluster::new().decode("--kv-load-failure-policy fail").no_fallback().start();
-    let (cluster, reply) = lender_dies(cluster, &GenerateRequest::fresh(100));
+    let (cluster, reply) = producer_dies(cluster, &GenerateRequest::fresh(100));
     refusal(&cluster, &reply, 503, "service_unavailable_error");
     cluster.settled(PATIENCE);
 }
@@ -339,7 +339,7 @@ fn a_decode_engine_that_cannot_use_the_handoff_costs_neither_a_second_prefill_no
 }
 
 #[test]
-fn a_handoff_that_no_decode_engine_can_use_goes_back_and_the_answer_comes_all_the_same() {
+fn a_handoff_unusable_everywhere_is_released_and_the_response_completes() {
     let cluster = Cluster::new().decode("--kv-cache-dtype f16").start();
     for ask in [GenerateRequest::fresh(100), GenerateRequest::fresh(100).streamed()] {
         assert_eq!(cluster.ask(&ask).status, 200);
@@ -350,7 +350,7 @@ fn a_handoff_that_no_decode_engine_can_use_goes_back_and_the_answer_comes_all_th
 }
 
 #[test]
-fn a_decode_engine_that_stands_still_hands_its_request_to_another_while_the_lease_lives() {
+fn a_stopped_decode_engine_is_replaced_while_the_lease_is_live() {
     let mut cluster =
         Cluster::new().decode("").decode("").router("timeouts", json!({"liveness_probe_ms": 300})).start();
     cluster.decode[0].pause();
@@ -379,7 +379,7 @@ fn a_wrong_cluster_secret_is_never_the_clients_fault() {
 }
 
 #[test]
-fn a_lease_that_nobody_comes_for_ends_by_its_expiry_and_is_counted() {
+fn an_unclaimed_lease_ends_by_expiry_and_is_counted() {
     let mut cluster = Cluster::new().prefill("--kv-lease-duration 0.5").start();
     let p = &mut cluster.prefill[0];
     let mut ask = GenerateRequest::fresh(100);

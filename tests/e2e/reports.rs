@@ -98,8 +98,9 @@ fn vllm_25067_a_storm_of_aborts_in_the_step_in_which_their_requests_finish() {
         });
         for call in calls {
             let reply = call.reply();
-            let lent = reply.status == 200 && reply.json()["kv_transfer_params"]["remote_handle"].is_string();
-            if lent { finished += 1 } else { aborted += 1 }
+            let leased =
+                reply.status == 200 && reply.json()["kv_transfer_params"]["remote_handle"].is_string();
+            if leased { finished += 1 } else { aborted += 1 }
         }
         p.settled(AT_ONCE);
     }
@@ -114,7 +115,7 @@ fn vllm_25067_a_storm_of_aborts_in_the_step_in_which_their_requests_finish() {
 ///
 /// Catches a release that waits for time. The lease is ten minutes long, and the blocks are freed within a second.
 #[test]
-fn vllm_35506_the_blocks_of_an_aborted_finished_request_come_back_at_once() {
+fn vllm_35506_the_blocks_of_an_aborted_finished_request_are_freed_at_once() {
     let cluster = Cluster::new().prefill(FOREVER).start();
     let p = &cluster.prefill[0];
     for at in 0..10 {
@@ -157,7 +158,7 @@ fn vllm_35506_an_abort_during_a_read_drains_it_first_and_the_reader_uses_nothing
     // The blocks are freed long before the lease's expiry, and other requests use them.
     p.settled(PATIENCE);
     for _ in 0..3 {
-        p.release(&p.lends(&GenerateRequest::fresh(500)));
+        p.release(&p.open_lease(&GenerateRequest::fresh(500)));
     }
     assert_eq!(d.snapshot().fetching, 1, "the reader was to be reading still");
     link.set(LinkFault::None);
@@ -171,7 +172,7 @@ fn vllm_35506_an_abort_during_a_read_drains_it_first_and_the_reader_uses_nothing
 /// Catches any of these refusals that leaves the lease to time, or that waits until the decode engine does other work.
 /// The decode engine is idle throughout and computes no step.
 #[test]
-fn vllm_41269_a_refusal_before_admission_gives_the_blocks_back_from_an_idle_decode_engine() {
+fn vllm_41269_a_refusal_before_admission_by_an_idle_decode_engine_frees_the_blocks() {
     let cluster = Cluster::new().prefill(FOREVER).decode("--max-model-len 128").start();
     let (p, d) = (&cluster.prefill[0], &cluster.decode[0]);
     let refusals: &[(&str, u16, Value)] = &[
@@ -188,7 +189,7 @@ fn vllm_41269_a_refusal_before_admission_gives_the_blocks_back_from_an_idle_deco
     ];
     for (what, status, change) in refusals {
         let ask = GenerateRequest::fresh(100);
-        let handoff = p.lends(&ask);
+        let handoff = p.open_lease(&ask);
         assert_eq!(p.snapshot().leases, 1, "{what}");
         let mut body = ask.with("kv_transfer_params", handoff).body;
         for (field, value) in change.as_object().expect("an object") {
@@ -258,7 +259,7 @@ fn vllm_20139_when_the_decode_engine_dies_in_its_read_time_frees_the_blocks() {
     let mut cluster = Cluster::new().links().prefill("--kv-lease-duration 1").start();
     let ask = GenerateRequest::fresh(500);
     let p = &cluster.prefill[0];
-    let handoff = p.lends(&ask);
+    let handoff = p.open_lease(&ask);
     let request = p.lease_of_one();
     let link = cluster.side_channel.as_ref().expect("a cluster with links");
     link.set(LinkFault::Slow { bytes: 2048, pause: Duration::from_millis(10) });
@@ -285,7 +286,7 @@ fn in_flight(engine: &Engine) -> Result<(), String> {
 /// Catches an engine that dies, blocks that a store or a lease keeps, and a tier that returns other bytes than it
 /// stored. The test checks that both orders happened, and that blocks were stored and loaded.
 #[test]
-fn dynamo_6681_a_store_that_ends_with_its_stopped_and_aborted_request_loses_and_breaks_nothing() {
+fn dynamo_6681_a_store_that_ends_with_its_stopped_and_aborted_request_loses_no_block() {
     const REQUESTS: usize = 16;
     const ROUNDS: u32 = 16;
     let folder = tempfile::tempdir().expect("a temporary folder");

@@ -106,20 +106,20 @@ fn goes_on(ask: &GenerateRequest, after: usize, fate: EngineFault) {
 }
 
 #[test]
-fn a_completion_goes_on_at_another_engine_when_its_own_is_killed() {
+fn a_completion_is_resumed_after_its_engine_is_killed() {
     for after in [2, 40] {
         goes_on(&GenerateRequest::fresh(150).tokens(80), after, EngineFault::Dies);
     }
 }
 
 #[test]
-fn a_chat_goes_on_at_another_engine_when_its_own_is_killed() {
+fn a_chat_is_resumed_after_its_engine_is_killed() {
     for after in [1, 30] {
         goes_on(&GenerateRequest::recall(12).tokens(80), after, EngineFault::Dies);
     }
 }
 
 #[test]
-fn a_completion_goes_on_at_another_engine_when_its_own_stands_still() {
+fn a_completion_is_resumed_after_its_engine_is_stopped() {
     goes_on(&GenerateRequest::fresh(150).tokens(80), 10, EngineFault::FallsSilent);
 }

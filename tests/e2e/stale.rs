@@ -115,7 +115,7 @@ impl StaleReadSetup {
         let mut left = blocks(handoff);
         assert!(left.len() >= self.tokens / 16, "{handoff}");
         for _ in 0..8 {
-            let other = self.p().lends(&GenerateRequest::fresh(self.tokens));
+            let other = self.p().open_lease(&GenerateRequest::fresh(self.tokens));
             left = left.difference(&blocks(&other)).copied().collect();
             assert_eq!(self.p().release(&other), "released");
             if left.is_empty() {
@@ -148,7 +148,7 @@ impl StaleReadSetup {
     /// Every block that two engines have cached has the same bytes on both.
     fn caches_agree(&self) {
         // The prefill engine computes the prompt once more, so that all engines have cached its blocks.
-        self.p().release(&self.p().lends(&self.ask));
+        self.p().release(&self.p().open_lease(&self.ask));
         let mut known = BTreeMap::new();
         let mut shared = 0;
         for engine in [&self.cluster.decode[1], self.p(), self.d()] {
@@ -164,9 +164,9 @@ impl StaleReadSetup {
 }
 
 #[test]
-fn the_same_handoff_in_time_is_fetched() {
+fn a_handoff_within_its_lease_is_fetched() {
     for stage in [StaleReadSetup::tcp("", ""), StaleReadSetup::shm("", "")] {
-        let handoff = stage.p().lends(&stage.ask);
+        let handoff = stage.p().open_lease(&stage.ask);
         let reply = stage.d().send("POST", stage.ask.path, &stage.with(&handoff)).reply();
         assert_eq!(reply.json()["choices"], stage.truth);
         let fetched = stage.d().metric("vllm:external_prefix_cache_hits_total", "");
@@ -179,7 +179,7 @@ fn the_same_handoff_in_time_is_fetched() {
 }
 
 fn expired_and_reused_before_the_read(stage: &StaleReadSetup) {
-    let handoff = stage.p().lends(&stage.ask);
+    let handoff = stage.p().open_lease(&stage.ask);
     stage.p().settled(PATIENCE);
     let expired = || match stage.p().metric("vllm:nixl_num_kv_expired_reqs", "") {
         1.0 => Ok(()),
@@ -192,13 +192,13 @@ fn expired_and_reused_before_the_read(stage: &StaleReadSetup) {
 }
 
 #[test]
-fn blocks_that_were_reused_after_the_lease_ran_out_are_computed_again() {
+fn blocks_reused_after_expiry_are_recomputed() {
     expired_and_reused_before_the_read(&StaleReadSetup::tcp(SHORT, ""));
     expired_and_reused_before_the_read(&StaleReadSetup::shm(SHORT, ""));
 }
 
 #[test]
-fn blocks_that_were_reused_after_the_lease_ran_out_are_a_typed_error_where_the_policy_says_so() {
+fn blocks_reused_after_expiry_are_a_typed_error_under_policy_fail() {
     expired_and_reused_before_the_read(&StaleReadSetup::tcp(SHORT, FAIL));
     expired_and_reused_before_the_read(&StaleReadSetup::shm(SHORT, FAIL));
 }
@@ -218,7 +218,7 @@ fn in_the_middle_of_a_read(stage: &StaleReadSetup, handoff: &Value) -> crate::ha
 
 fn given_up_and_reused_during_the_read(decode: &str) {
     let stage = StaleReadSetup::tcp("--kv-lease-duration 600", decode);
-    let handoff = stage.p().lends(&stage.ask);
+    let handoff = stage.p().open_lease(&stage.ask);
     let call = in_the_middle_of_a_read(&stage, &handoff);
     assert_eq!(stage.p().release(&handoff), "draining");
     assert_eq!(stage.p().lease_states(), ["draining"], "its reader is waited for");
@@ -231,19 +231,19 @@ fn given_up_and_reused_during_the_read(decode: &str) {
 }
 
 #[test]
-fn blocks_that_are_given_up_and_reused_during_the_read_are_computed_again() {
+fn blocks_released_and_reused_during_the_read_are_recomputed() {
     given_up_and_reused_during_the_read("");
 }
 
 #[test]
-fn blocks_that_are_given_up_and_reused_during_the_read_are_a_typed_error_where_the_policy_says_so() {
+fn blocks_released_and_reused_during_the_read_are_a_typed_error_under_policy_fail() {
     given_up_and_reused_during_the_read(FAIL);
 }
 
 #[test]
-fn blocks_that_are_reused_while_their_reader_stands_still_are_computed_again() {
+fn blocks_reused_while_their_reader_is_stopped_are_recomputed() {
     let mut stage = StaleReadSetup::tcp("--kv-lease-duration 0.5", "");
-    let handoff = stage.p().lends(&stage.ask);
+    let handoff = stage.p().open_lease(&stage.ask);
     let call = in_the_middle_of_a_read(&stage, &handoff);
     // Neither heartbeats nor reads: only time ends the lease.
     stage.cluster.decode[0].pause();
@@ -260,18 +260,18 @@ fn blocks_that_are_reused_while_their_reader_stands_still_are_computed_again() {
 /// read. The lease then expires and drains, and other requests reuse the blocks. The reader continues its copy
 /// afterwards.
 #[test]
-fn blocks_that_are_reused_in_the_middle_of_a_copy_are_computed_again() {
+fn blocks_reused_during_a_copy_are_recomputed() {
     reused_in_the_middle_of_a_copy(StaleReadSetup::one_sided("shm", HALF_A_SECOND, ""));
 }
 
 /// A device also copies by itself and does not know leases.
 #[test]
-fn blocks_that_are_reused_in_the_middle_of_a_copy_between_devices_are_computed_again() {
+fn blocks_reused_during_a_copy_between_devices_are_recomputed() {
     reused_in_the_middle_of_a_copy(StaleReadSetup::device(HALF_A_SECOND, ""));
 }
 
 #[test]
-fn blocks_that_were_reused_before_a_copy_between_devices_are_computed_again_or_a_typed_error() {
+fn blocks_reused_before_a_copy_between_devices_are_recomputed_or_a_typed_error() {
     expired_and_reused_before_the_read(&StaleReadSetup::device(SHORT, ""));
     expired_and_reused_before_the_read(&StaleReadSetup::device(SHORT, FAIL));
 }
@@ -279,13 +279,13 @@ fn blocks_that_were_reused_before_a_copy_between_devices_are_computed_again_or_a
 /// NIXL reads reused blocks and reports success. `nixl.rs` shows how to run this test.
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
-fn blocks_that_are_reused_in_the_middle_of_a_nixl_read_are_computed_again() {
+fn blocks_reused_during_a_nixl_read_are_recomputed() {
     reused_in_the_middle_of_a_copy(StaleReadSetup::one_sided("nixl", HALF_A_SECOND, ""));
 }
 
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
-fn blocks_that_were_reused_before_a_nixl_read_of_a_device_are_computed_again_or_a_typed_error() {
+fn blocks_reused_before_a_nixl_read_of_a_device_are_recomputed_or_a_typed_error() {
     let nixl = "--kv-transport nixl";
     for policy in ["", FAIL] {
         let stage = StaleReadSetup::device(&format!("{nixl} {SHORT}"), &format!("{nixl} {policy}"));
@@ -295,7 +295,7 @@ fn blocks_that_were_reused_before_a_nixl_read_of_a_device_are_computed_again_or_
 
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
-fn blocks_that_were_reused_before_a_nixl_read_are_computed_again_or_a_typed_error() {
+fn blocks_reused_before_a_nixl_read_are_recomputed_or_a_typed_error() {
     expired_and_reused_before_the_read(&StaleReadSetup::one_sided("nixl", SHORT, ""));
     expired_and_reused_before_the_read(&StaleReadSetup::one_sided("nixl", SHORT, FAIL));
 }
@@ -307,7 +307,7 @@ fn reused_in_the_middle_of_a_copy(mut stage: StaleReadSetup) {
     let (mut delay, mut step) = (Duration::from_millis(1), Duration::from_micros(800));
     for shot in 0..SHOTS {
         let _ = stage.d().send("POST", "/reset_prefix_cache", &json!({})).reply();
-        let handoff = stage.p().lends(&stage.ask);
+        let handoff = stage.p().open_lease(&stage.ask);
         // The engine finds the request when it continues. An attempt after that moment can be early, however fast the
         // read is.
         stage.cluster.decode[0].pause();
@@ -342,9 +342,9 @@ fn reused_in_the_middle_of_a_copy(mut stage: StaleReadSetup) {
 
 /// A decode engine must unmap the pool of a prefill engine that died: memory of the size of the pool.
 #[test]
-fn a_dead_prefill_engines_pool_is_let_go_of() {
+fn the_pool_of_a_dead_prefill_engine_is_unmapped() {
     let mut stage = StaleReadSetup::shm("", "");
-    let handoff = stage.p().lends(&stage.ask);
+    let handoff = stage.p().open_lease(&stage.ask);
     let reply = stage.d().send("POST", stage.ask.path, &stage.with(&handoff)).reply();
     assert_eq!(reply.status, 200);
     assert_eq!(stage.d().mapped_pools(), 1);

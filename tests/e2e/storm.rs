@@ -9,7 +9,7 @@ use crate::harness::{AT_ONCE, Cluster, GenerateRequest, HangUp, PATIENCE, eventu
 const CLIENTS: usize = 60;
 
 #[test]
-fn in_a_storm_of_hang_ups_those_who_stay_are_served_and_every_block_comes_back() {
+fn a_storm_serves_uncancelled_requests_and_frees_every_block() {
     // 96 blocks are 1,536 tokens, 40 are 640: only a fraction of the requests fits at once.
     let cluster = Cluster::new()
         .prefill("--kv-blocks 96 --max-num-batched-tokens 256 --max-num-seqs 16 --pace-ms 2")

@@ -17,16 +17,16 @@ pub(crate) struct UpProcess {
 }
 
 #[test]
-fn what_is_wrong_with_both_engines_is_said_once() {
+fn an_error_of_both_engines_is_printed_once() {
     let up = Command::new(env!("CARGO_BIN_EXE_baton"))
         .args(["up", "--listen", "127.0.0.1:0", "--", "--device", "software", "--kv-cache-dtype", "f16"])
         .stdin(Stdio::null())
         .output()
         .expect("the binary under test can be started");
-    let said = String::from_utf8_lossy(&up.stderr);
-    assert!(!up.status.success(), "{said}");
-    assert_eq!(said.matches("--kv-cache-dtype must be f32 or bf16").count(), 1, "{said}");
-    assert_eq!(said.matches("ended before it was ready").count(), 1, "{said}");
+    let printed = String::from_utf8_lossy(&up.stderr);
+    assert!(!up.status.success(), "{printed}");
+    assert_eq!(printed.matches("--kv-cache-dtype must be f32 or bf16").count(), 1, "{printed}");
+    assert_eq!(printed.matches("ended before it was ready").count(), 1, "{printed}");
 }
 
 /// The printed curl line.
@@ -133,7 +133,7 @@ impl Curl {
 }
 
 #[test]
-fn the_printed_curl_line_works_and_ctrl_c_leaves_nothing_behind() {
+fn the_printed_curl_line_works_and_ctrl_c_ends_every_process() {
     let mut up = UpProcess::start();
     let curl = up.curl();
     let answer = curl.run().expect("an answer").text();
@@ -200,7 +200,7 @@ fn killed_it_takes_its_children_along() {
 }
 
 #[test]
-fn a_second_ctrl_c_leaves_no_file_behind() {
+fn a_second_ctrl_c_removes_every_file() {
     let folder = tempfile::tempdir().expect("a folder");
     let mut child = Command::new(env!("CARGO_BIN_EXE_baton"))
         .args(["up", "--listen", "127.0.0.1:0", "--", "--kv-cache-mib", "32", "--threads", "1"])

@@ -158,7 +158,7 @@ fn routers_and_engines_are_replaced_under_load_and_no_request_fails() {
 
 /// An operator's drain order belongs to the deployment, not to the process: the next router applies it too.
 #[test]
-fn who_was_drained_is_drained_at_the_next_router_too() {
+fn a_drain_order_survives_a_router_upgrade() {
     let folder = tempfile::tempdir().expect("a folder");
     let engines = ["first", "second"].map(|name| engine(name, "decode", "127.0.0.1:0", folder.path()));
     let decode: Vec<_> =
@@ -196,8 +196,8 @@ fn who_was_drained_is_drained_at_the_next_router_too() {
     front.signal(Signal::Terminate);
     front.ends_well(ENDS_WITHIN);
     let log = front.log();
-    let told = log.lines().find(|line| line.contains("operator drain orders end with this router"));
-    assert!(told.is_some_and(|line| line.contains(&drained)), "{log}");
+    let logged = log.lines().find(|line| line.contains("operator drain orders end with this router"));
+    assert!(logged.is_some_and(|line| line.contains(&drained)), "{log}");
 }
 
 /// As systemd starts a router with its socket unit: the sockets are open before the router runs.
@@ -328,7 +328,7 @@ fn a_restart_behind_sockets_that_a_supervisor_keeps_loses_no_request() {
 
 /// A client that has connected before a drain gets a response, because its request may be on its way.
 #[test]
-fn who_had_just_connected_when_a_drain_began_is_answered() {
+fn a_client_that_connected_before_a_drain_gets_a_response() {
     let folder = tempfile::tempdir().expect("a folder");
     let engine = engine("decode", "decode", "127.0.0.1:0", folder.path());
     let decode = json!({"engines": [{"url": format!("http://{}", engine.fact("http"))}]});

@@ -19,7 +19,7 @@ fn judged(client_lost_ms: u64) -> Option<Value> {
 }
 
 #[test]
-fn a_router_that_notices_vanished_clients_is_told_from_one_that_does_not() {
+fn a_router_that_detects_vanished_clients_is_distinct_from_one_that_does_not() {
     let Some(healthy) = judged(1_000) else { return };
     is_judged("it notices", &healthy, &[], &[]);
     let vanished = &healthy["vanished"];

@@ -11,8 +11,8 @@ use crate::judge::simulated;
 /// Runs `baton` with these arguments. Returns its exit code and its output.
 fn baton(args: &[&str]) -> (Option<i32>, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_baton")).args(args).output().expect("it can be started");
-    let said = String::from_utf8_lossy(&output.stderr);
-    (output.status.code(), format!("{}{said}", String::from_utf8_lossy(&output.stdout)))
+    let printed = String::from_utf8_lossy(&output.stderr);
+    (output.status.code(), format!("{}{printed}", String::from_utf8_lossy(&output.stdout)))
 }
 
 /// The doctor's report on a cluster: its exit code and every line.
@@ -31,8 +31,8 @@ impl DoctorReport {
     fn at(url: &str, admin: &str, more: &[&str]) -> Self {
         let args = [&["doctor", url, "--admin", admin, "--json"], more].concat();
         let (code, text) = baton(&args);
-        let told: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
-        Self { code, checks: told["checks"].as_array().expect("a list").clone(), text }
+        let report: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
+        Self { code, checks: report["checks"].as_array().expect("a list").clone(), text }
     }
 
     /// The lines of a check with this mark.
@@ -43,7 +43,7 @@ impl DoctorReport {
 }
 
 /// Checks that a run prints every line of the sample in `docs/how-to/watch.md`, with any numbers.
-fn shows_the_sample_of_the_page(told: &DoctorReport) {
+fn shows_the_sample_of_the_page(report: &DoctorReport) {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/how-to/watch.md");
     let page = std::fs::read_to_string(page).expect("the page is there");
     let (_, rest) = page.split_once("```text\nOK ").expect("the page has a sample of the doctor");
@@ -58,9 +58,9 @@ fn shows_the_sample_of_the_page(told: &DoctorReport) {
     };
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let line = |check: &Value| ["mark", "check", "of", "told"].map(|key| text(&check[key])).join(" ");
-    let json: Value = serde_json::from_str(&told.text).expect("it was read before");
+    let json: Value = serde_json::from_str(&report.text).expect("it was read before");
     let printed: Vec<_> =
-        told.checks.iter().map(line).chain([text(&json["summary"])]).map(|line| plain(&line)).collect();
+        report.checks.iter().map(line).chain([text(&json["summary"])]).map(|line| plain(&line)).collect();
     for line in format!("OK {sample}").lines().filter(|line| !line.is_empty() && *line != "…") {
         // The summary also counts skipped checks, if there are any.
         let is_shown = printed.iter().any(|shown| shown.starts_with(&plain(line)));
@@ -69,25 +69,27 @@ fn shows_the_sample_of_the_page(told: &DoctorReport) {
 }
 
 #[test]
-fn the_doctor_leaves_a_healthy_deployment_in_every_phase_and_proves_that_the_blocks_came_back() {
+fn the_doctor_cancels_in_every_phase_and_proves_that_blocks_are_freed() {
     let cluster = Cluster::new().start();
-    let told = DoctorReport::of(&cluster, &[]);
-    assert_eq!(told.code, Some(0), "{}", told.text);
-    let proved = told.marked("OK", "disconnect");
-    let skipped = told.marked("SKIPPED", "disconnect");
-    assert_eq!(proved.len() + skipped.len(), 7, "every phase has its line: {}", told.text);
+    let report = DoctorReport::of(&cluster, &[]);
+    assert_eq!(report.code, Some(0), "{}", report.text);
+    let proved = report.marked("OK", "disconnect");
+    let skipped = report.marked("SKIPPED", "disconnect");
+    assert_eq!(proved.len() + skipped.len(), 7, "every phase has its line: {}", report.text);
     for phase in ["queued", "prefill", "gap", "mid-stream", "unary"] {
-        assert!(proved.iter().any(|line| line.contains(phase)), "{phase}: {}", told.text);
+        assert!(proved.iter().any(|line| line.contains(phase)), "{phase}: {}", report.text);
     }
     for (check, lines) in
         [("side channel", 1), ("lease", 1), ("layout", 1), ("engine", 2), ("request", 2), ("epoch", 1)]
     {
-        assert_eq!(told.marked("OK", check).len(), lines, "{check}: {}", told.text);
+        assert_eq!(report.marked("OK", check).len(), lines, "{check}: {}", report.text);
     }
-    assert!(told.marked("OK", "epoch")[0].contains("2 engines did not restart; the routers reach the same"));
+    assert!(
+        report.marked("OK", "epoch")[0].contains("2 engines did not restart; the routers reach the same")
+    );
     // No block stays held.
     cluster.settled(AT_ONCE * 5);
-    shows_the_sample_of_the_page(&told);
+    shows_the_sample_of_the_page(&report);
     let url = format!("http://{}", cluster.url);
     let (code, text) =
         baton(&["doctor", &url, "--admin", &format!("http://{}", cluster.admin), "--no-requests"]);
@@ -96,61 +98,61 @@ fn the_doctor_leaves_a_healthy_deployment_in_every_phase_and_proves_that_the_blo
 }
 
 #[test]
-fn the_doctor_that_sees_metrics_only_proves_what_they_show() {
+fn a_doctor_with_metrics_only_proves_what_they_show() {
     // Slow enough to distinguish an abort from a response's own end.
     let cluster = Cluster::new().decode("--pace-ms 5").start();
-    let told = DoctorReport::of(&cluster, &["--metrics-only"]);
-    assert_eq!(told.code, Some(0), "{}", told.text);
-    let proved = told.marked("OK", "disconnect");
+    let report = DoctorReport::of(&cluster, &["--metrics-only"]);
+    assert_eq!(report.code, Some(0), "{}", report.text);
+    let proved = report.marked("OK", "disconnect");
     for phase in ["before first token", "mid-stream", "unary"] {
-        assert!(proved.iter().any(|line| line.contains(phase)), "{phase}: {}", told.text);
+        assert!(proved.iter().any(|line| line.contains(phase)), "{phase}: {}", report.text);
     }
     cluster.settled(AT_ONCE * 5);
     let broken = simulated(Some("never-aborts-decode"));
-    let told = DoctorReport::at(&broken.url, &broken.admin, &["--metrics-only", "--free-within", "1"]);
-    let failed = told.marked("FAIL", "disconnect");
+    let report = DoctorReport::at(&broken.url, &broken.admin, &["--metrics-only", "--free-within", "1"]);
+    let failed = report.marked("FAIL", "disconnect");
     assert!(
         failed.iter().any(|line| line.contains("did not abort") || line.contains("are not freed")),
         "{}",
-        told.text
+        report.text
     );
 }
 
 #[test]
-fn the_doctor_that_looks_at_other_engines_than_those_that_answer_does_not_call_them_healthy() {
+fn a_doctor_that_observes_unused_engines_does_not_report_healthy() {
     let (answers, looked_at) = (Cluster::new().start(), Cluster::new().start());
     let (url, admin) = (format!("http://{}", answers.url), format!("http://{}", looked_at.admin));
     // The strictest options: a warning would change the verdict.
     for more in [&["--ignore", "exposure", "--strict"][..], &["--metrics-only", "--free-within", "1"]] {
-        let told = DoctorReport::at(&url, &admin, more);
-        assert_eq!(told.code, Some(2), "{}", told.text);
-        assert!(told.marked("OK", "disconnect").is_empty(), "{}", told.text);
-        assert!(told.text.contains("not examined: no disconnect was verified: "), "{}", told.text);
+        let report = DoctorReport::at(&url, &admin, more);
+        assert_eq!(report.code, Some(2), "{}", report.text);
+        assert!(report.marked("OK", "disconnect").is_empty(), "{}", report.text);
+        assert!(report.text.contains("not examined: no disconnect was verified: "), "{}", report.text);
         assert!(
-            told.text.contains("\"verdict\": \"not_proved\"")
-                && told.text.contains("other engines served it")
+            report.text.contains("\"verdict\": \"not_proved\"")
+                && report.text.contains("other engines served it")
         );
     }
     // One of two is not enough.
     let (code, text) =
         baton(&["doctor", &url, "--engine", &format!("http://{}", answers.prefill[0].address)]);
     assert!(code == Some(2) && text.contains("the decode engine is unknown"), "{code:?} {text}");
-    let told = DoctorReport::at(&url, &admin, &["--no-requests"]);
-    assert_eq!(told.code, Some(0), "what was looked at is well: {}", told.text);
+    let report = DoctorReport::at(&url, &admin, &["--no-requests"]);
+    assert_eq!(report.code, Some(0), "what was looked at is well: {}", report.text);
 }
 
 #[test]
-fn the_doctor_names_an_engine_that_is_gone_and_leases_that_nobody_will_fetch() {
+fn the_doctor_names_a_dead_engine_and_its_unclaimed_leases() {
     let mut cluster = Cluster::new().decode("").decode("").start();
-    let handoff = cluster.prefill[0].lends(&GenerateRequest::fresh(100));
+    let handoff = cluster.prefill[0].open_lease(&GenerateRequest::fresh(100));
     let gone = cluster.decode[1].address.clone();
     cluster.decode[1].kill();
     eventually(PATIENCE, "the lease is called stranded", || {
-        let told = DoctorReport::of(&cluster, &["--no-requests"]);
-        assert_eq!(told.code, Some(1), "{}", told.text);
-        let engines = told.marked("FAIL", "engine");
-        assert!(engines.len() == 1 && engines[0].contains(&gone), "{}", told.text);
-        match &told.marked("FAIL", "stranded")[..] {
+        let report = DoctorReport::of(&cluster, &["--no-requests"]);
+        assert_eq!(report.code, Some(1), "{}", report.text);
+        let engines = report.marked("FAIL", "engine");
+        assert!(engines.len() == 1 && engines[0].contains(&gone), "{}", report.text);
+        match &report.marked("FAIL", "stranded")[..] {
             [one] if one.contains("of 1 leases") => Ok(()),
             other => Err(format!("{other:?}")),
         }
@@ -159,7 +161,7 @@ fn the_doctor_names_an_engine_that_is_gone_and_leases_that_nobody_will_fetch() {
 }
 
 #[test]
-fn the_doctor_names_a_wrong_secret_and_blocks_that_do_not_fit() {
+fn the_doctor_names_a_wrong_secret_and_a_mismatched_block_layout() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let file = |name: &str, text: &str| {
         let path = folder.path().join(name);
@@ -173,16 +175,16 @@ fn the_doctor_names_a_wrong_secret_and_blocks_that_do_not_fit() {
         .decode(&format!("{guarded} --block-size 24"))
         .router("cluster_secret_file", json!(Path::new(&right)))
         .start();
-    let told = DoctorReport::of(&cluster, &["--no-requests", "--cluster-secret-file", &wrong]);
-    assert_eq!((told.code, told.marked("FAIL", "secret").len()), (Some(1), 2), "{}", told.text);
-    let told = DoctorReport::of(&cluster, &["--no-requests", "--cluster-secret-file", &right]);
-    assert_eq!((told.code, told.marked("FAIL", "secret").len()), (Some(1), 0), "{}", told.text);
-    let layout = told.marked("FAIL", "layout");
-    assert!(layout.len() == 1 && layout[0].contains("16 and 24"), "{}", told.text);
+    let report = DoctorReport::of(&cluster, &["--no-requests", "--cluster-secret-file", &wrong]);
+    assert_eq!((report.code, report.marked("FAIL", "secret").len()), (Some(1), 2), "{}", report.text);
+    let report = DoctorReport::of(&cluster, &["--no-requests", "--cluster-secret-file", &right]);
+    assert_eq!((report.code, report.marked("FAIL", "secret").len()), (Some(1), 0), "{}", report.text);
+    let layout = report.marked("FAIL", "layout");
+    assert!(layout.len() == 1 && layout[0].contains("16 and 24"), "{}", report.text);
 }
 
 #[test]
-fn the_doctor_that_sees_nobody_says_so() {
+fn a_doctor_without_engines_reports_it() {
     // A port that was free a moment ago, without a listener.
     let port =
         std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("an address").port();
@@ -195,7 +197,7 @@ fn the_doctor_that_sees_nobody_says_so() {
 }
 
 #[test]
-fn the_doctor_that_meets_a_dead_door_says_which_and_finds_no_fault_besides() {
+fn a_doctor_names_an_unreachable_endpoint_as_its_only_finding() {
     let cluster = Cluster::new().start();
     // A port that was free a moment ago, without a listener.
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -203,25 +205,25 @@ fn the_doctor_that_meets_a_dead_door_says_which_and_finds_no_fault_besides() {
     drop(listener);
     let admin = format!("http://{}", cluster.admin);
     for more in [&["--strict", "--ignore", "exposure"][..], &["--no-requests"]] {
-        let told = DoctorReport::at(&format!("http://{dead}"), &admin, more);
-        assert_eq!(told.code, Some(1), "{}", told.text);
+        let report = DoctorReport::at(&format!("http://{dead}"), &admin, more);
+        assert_eq!(report.code, Some(1), "{}", report.text);
         let verdict =
             format!("NOT healthy: the endpoint {dead} does not respond: cannot connect: Connection refused");
-        assert!(told.text.contains(&verdict), "{}", told.text);
-        let failed = told.checks.iter().filter(|line| line["mark"] == "FAIL").collect::<Vec<_>>();
-        assert!(failed.len() == 1 && failed[0]["check"] == "endpoint", "{}", told.text);
-        assert!(!told.text.contains("no endpoint responds"), "{}", told.text);
+        assert!(report.text.contains(&verdict), "{}", report.text);
+        let failed = report.checks.iter().filter(|line| line["mark"] == "FAIL").collect::<Vec<_>>();
+        assert!(failed.len() == 1 && failed[0]["check"] == "endpoint", "{}", report.text);
+        assert!(!report.text.contains("no endpoint responds"), "{}", report.text);
         let look_only = more == ["--no-requests"];
         // The engines accept requests, and the doctor sends one.
-        assert_eq!(told.marked("OK", "lease").len(), usize::from(!look_only), "{}", told.text);
+        assert_eq!(report.marked("OK", "lease").len(), usize::from(!look_only), "{}", report.text);
     }
     // An engine that is also the endpoint is counted once.
-    let told = DoctorReport::at(
+    let report = DoctorReport::at(
         &format!("http://{dead}"),
         &admin,
         &["--no-requests", "--engine", &format!("http://{dead}")],
     );
-    assert!(told.marked("FAIL", "engine").is_empty() && told.code == Some(1), "{}", told.text);
+    assert!(report.marked("FAIL", "engine").is_empty() && report.code == Some(1), "{}", report.text);
 }
 
 #[test]
@@ -229,18 +231,18 @@ fn top_prints_a_frame_and_json_of_a_deployment_in_use() {
     let cluster = Cluster::new().decode("--pace-ms 20").start();
     let mut stream = cluster.send(&GenerateRequest::fresh(60).tokens(200).streamed()).stream();
     stream.event();
-    let handoff = cluster.prefill[0].lends(&GenerateRequest::fresh(100));
+    let handoff = cluster.prefill[0].open_lease(&GenerateRequest::fresh(100));
     let admin = format!("http://{}", cluster.admin);
-    let told = eventually(PATIENCE, "both are seen", || {
+    let report = eventually(PATIENCE, "both are seen", || {
         let (code, text) = baton(&["top", "--json", "--once", "--admin", &admin]);
         assert_eq!(code, Some(0), "{text}");
-        let told: Value = serde_json::from_str(&text).map_err(|error| format!("{error}: {text}"))?;
-        let seen = told["stranded_leases"] == 1 && told["requests"]["phases"]["decode_stream"] == 1;
-        if seen { Ok(told) } else { Err(text) }
+        let report: Value = serde_json::from_str(&text).map_err(|error| format!("{error}: {text}"))?;
+        let seen = report["stranded_leases"] == 1 && report["requests"]["phases"]["decode_stream"] == 1;
+        if seen { Ok(report) } else { Err(text) }
     });
-    assert_eq!(told["routers"][0]["admin"], cluster.admin);
-    assert!(told["stranded_blocks"].as_u64() >= Some(6), "{told:#}");
-    assert_eq!(told["engines"].as_array().map(Vec::len), Some(2));
+    assert_eq!(report["routers"][0]["admin"], cluster.admin);
+    assert!(report["stranded_blocks"].as_u64() >= Some(6), "{report:#}");
+    assert_eq!(report["engines"].as_array().map(Vec::len), Some(2));
     let (code, frame) = baton(&["top", "--once", "--admin", &admin]);
     assert_eq!(code, Some(0), "{frame}");
     for part in ["STRANDED", &cluster.prefill[0].address, &cluster.decode[0].address, "mid-stream"] {

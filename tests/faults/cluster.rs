@@ -74,7 +74,7 @@ impl FaultCluster {
         let proxied = lane == Lane::Links;
         let start = |name: &str, role: &str, options: &str| {
             let mut server = engine(name, role, options, &folder);
-            comes_back(&mut server, role, options);
+            restart_server(&mut server, role, options);
             server
         };
         let (of_all, of_p, of_one) = match lane {
@@ -216,7 +216,7 @@ impl FaultCluster {
                         tally.record_outcome(outcome);
                         let excused = matches!(round.target, Target::Router | Target::ClientRouter);
                         if !(excused || outcome.is_final()) {
-                            wrong.push(format!("a client was not told how its request ended: {outcome:?}"));
+                            wrong.push(format!("a client got no end of its request: {outcome:?}"));
                         }
                     }
                     Ok(Err(violation)) => wrong.push(violation),
@@ -410,13 +410,13 @@ impl FaultCluster {
 const PREFILL_OPTIONS: &str = "--kv-blocks 96 --max-num-batched-tokens 64 --max-num-seqs 2 --pace-ms 6";
 const DECODE_OPTIONS: &str = "--kv-blocks 80 --max-num-seqs 8 --pace-ms 6";
 
-fn words(options: &str) -> Vec<String> {
+fn split_options(options: &str) -> Vec<String> {
     options.split_ascii_whitespace().map(str::to_owned).collect()
 }
 
 fn engine_args(role: &str, options: &str, listen: &str, side: &str) -> Vec<String> {
     let lease = LEASE.as_secs();
-    words(&format!(
+    split_options(&format!(
         "engine --role {role} --threads 1 --kv-lease-duration {lease} --listen {listen} --side-channel {side} {options}"
     ))
 }
@@ -447,7 +447,7 @@ fn engine(name: &str, role: &str, options: &str, folder: &TempDir) -> Server {
 }
 
 /// Makes the process restart with its current addresses.
-fn comes_back(server: &mut Server, role: &str, options: &str) {
+fn restart_server(server: &mut Server, role: &str, options: &str) {
     // The first of several ranks has the configured side channel, the others have free ports.
     let side = server.second.split(',').next().expect("there is a first");
     let args = engine_args(role, options, &server.address, side);

@@ -151,7 +151,7 @@ fn run(options: &Options) -> ExitCode {
             }
             let since = Instant::now();
             let played_round = catch_unwind(AssertUnwindSafe(|| site.play(round, &questions, &tally)));
-            let verdict = played_round.unwrap_or_else(|panic| Err(said(&*panic)));
+            let verdict = played_round.unwrap_or_else(|panic| Err(panic_text(&*panic)));
             played.fetch_add(1, Ordering::Relaxed);
             if verbose {
                 println!("{round}: {:.2?}", since.elapsed());
@@ -211,7 +211,7 @@ fn questions() -> Vec<CheckedPrompt> {
     prompt::questions(&oracle.fact("http"))
 }
 
-fn said(panic: &(dyn std::any::Any + Send)) -> String {
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().cloned();
     text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned())).unwrap_or_default()
 }

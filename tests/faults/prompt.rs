@@ -110,7 +110,7 @@ impl CheckedPrompt {
         let call = PendingCall::try_new(address, "POST", ask.path, ask.body.to_string().as_bytes());
         let Ok(call) = call else { return Ok(ClientOutcome::Unanswered) };
         let outcome = if let ClientBehaviour::Leaves(after, how) = manner {
-            leave(call, after, how);
+            disconnect(call, after, how);
             Ok(ClientOutcome::Left)
         } else {
             match call.answer() {
@@ -140,19 +140,23 @@ impl CheckedPrompt {
         if reply.header("content-length").is_none() && reply.header("transfer-encoding").is_none() {
             return Err(format!("an answer whose end looks like a break: {}", reply.head));
         }
-        let told = ResponseContent::whole(&body);
-        if told == self.truth { Ok(ClientOutcome::Right) } else { Err(self.wrong(&told, "a whole answer")) }
+        let content = ResponseContent::whole(&body);
+        if content == self.truth {
+            Ok(ClientOutcome::Right)
+        } else {
+            Err(self.wrong(&content, "a whole answer"))
+        }
     }
 
     fn follow(&self, mut stream: Stream) -> Result<ClientOutcome, String> {
-        let (mut told, mut error, mut done) = (ResponseContent::default(), false, false);
+        let (mut content, mut error, mut done) = (ResponseContent::default(), false, false);
         loop {
             let event = match stream.try_event() {
                 Ok(Some(event)) => event,
                 Ok(None) if done => break,
-                Ok(None) => return Err(self.wrong(&told, "a stream that ends without [DONE]")),
+                Ok(None) => return Err(self.wrong(&content, "a stream that ends without [DONE]")),
                 Err(_) if done => break,
-                Err(_) => return self.part(&told).map(|()| ClientOutcome::Cut),
+                Err(_) => return self.part(&content).map(|()| ClientOutcome::Cut),
             };
             if done {
                 return Err(format!("an event after [DONE]: {event}"));
@@ -169,20 +173,25 @@ impl CheckedPrompt {
             } else if error {
                 return Err(format!("an event after the error: {event}"));
             } else {
-                told.add(&event);
+                content.add(&event);
             }
         }
         if error {
-            return self.part(&told).map(|()| ClientOutcome::BrokenOff);
+            return self.part(&content).map(|()| ClientOutcome::BrokenOff);
         }
-        if told == self.truth { Ok(ClientOutcome::Right) } else { Err(self.wrong(&told, "a whole stream")) }
+        if content == self.truth {
+            Ok(ClientOutcome::Right)
+        } else {
+            Err(self.wrong(&content, "a whole stream"))
+        }
     }
 
     /// Checks a response that broke off: it is a prefix of the right response, and does not look complete.
-    fn part(&self, told: &ResponseContent) -> Result<(), String> {
-        let begins = self.truth.text.starts_with(&told.text) && self.truth.tokens.starts_with(&told.tokens);
-        let finished = told.finish_reason.is_some() && told.text != self.truth.text;
-        if begins && !finished { Ok(()) } else { Err(self.wrong(told, "a stream that broke off")) }
+    fn part(&self, content: &ResponseContent) -> Result<(), String> {
+        let begins =
+            self.truth.text.starts_with(&content.text) && self.truth.tokens.starts_with(&content.tokens);
+        let finished = content.finish_reason.is_some() && content.text != self.truth.text;
+        if begins && !finished { Ok(()) } else { Err(self.wrong(content, "a stream that broke off")) }
     }
 
     /// Requests only the first tokens, directly from an engine and without a handoff. The engine uses its prefix cache.
@@ -193,18 +202,19 @@ impl CheckedPrompt {
         let ask = self.ask.clone().tokens(4);
         let reply = PendingCall::new(engine, "POST", ask.path, ask.body.to_string().as_bytes()).try_reply();
         let reply = reply.map_err(|error| format!("a plain request to {engine}: {error}"))?;
-        let told = ResponseContent::whole(&reply.json());
-        let right =
-            reply.status == 200 && told.tokens.len() == 4 && self.truth.tokens.starts_with(&told.tokens);
+        let content = ResponseContent::whole(&reply.json());
+        let right = reply.status == 200
+            && content.tokens.len() == 4
+            && self.truth.tokens.starts_with(&content.tokens);
         if right {
             Ok(())
         } else {
-            Err(self.wrong(&told, &format!("a plain request to {engine} afterwards")))
+            Err(self.wrong(&content, &format!("a plain request to {engine} afterwards")))
         }
     }
 
-    fn wrong(&self, told: &ResponseContent, what: &str) -> String {
-        format!("wrong: {what}\n  told:  {told:?}\n  truth: {:?}\n  asked: {}", self.truth, self.ask.body)
+    fn wrong(&self, content: &ResponseContent, what: &str) -> String {
+        format!("wrong: {what}\n  got:   {content:?}\n  truth: {:?}\n  sent:  {}", self.truth, self.ask.body)
     }
 }
 
@@ -220,9 +230,9 @@ impl ClientOutcome {
 
 impl ResponseContent {
     fn whole(body: &Value) -> Self {
-        let mut told = Self::default();
-        told.add(body);
-        told
+        let mut content = Self::default();
+        content.add(body);
+        content
     }
 
     /// Adds a whole response, or one event of a stream.
@@ -250,15 +260,17 @@ impl ResponseContent {
 /// Checks an error: every OpenAI client can parse it, and it names no engine.
 fn envelope(body: &Value) -> Result<(), String> {
     let error = &body["error"];
-    let says = |field: &str| error[field].as_str().is_some_and(|text| !text.is_empty());
-    let whole =
-        says("message") && says("type") && error.get("param").is_some() && error.get("code").is_some();
+    let has_text = |field: &str| error[field].as_str().is_some_and(|text| !text.is_empty());
+    let whole = has_text("message")
+        && has_text("type")
+        && error.get("param").is_some()
+        && error.get("code").is_some();
     let discreet = !body.to_string().contains("127.0.0.");
     if whole && discreet { Ok(()) } else { Err(format!("not a clear error: {body}")) }
 }
 
 #[allow(clippy::disallowed_methods, reason = "a client that waits before it disconnects")]
-fn leave(call: PendingCall, after: Duration, how: HangUp) {
+fn disconnect(call: PendingCall, after: Duration, how: HangUp) {
     std::thread::sleep(after);
     call.hang_up(how);
 }

@@ -129,8 +129,8 @@ impl Server {
         if let Some(status) = self.process.ended() {
             return Err(format!("{} has ended by itself: {status}\n{}", self.name, self.process.log()));
         }
-        let said = self.new_log();
-        if let Some(line) = said.lines().find(|line| line.contains("panicked at")) {
+        let printed = self.new_log();
+        if let Some(line) = printed.lines().find(|line| line.contains("panicked at")) {
             return Err(format!("{}: a thread panicked: {line}", self.name));
         }
         let bound = self.descriptors_at_start + DESCRIPTORS_ABOVE;

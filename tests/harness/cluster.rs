@@ -142,13 +142,13 @@ impl Cluster {
 impl ClusterPlan {
     /// Adds a prefill engine with these options.
     pub(crate) fn prefill(mut self, options: &str) -> Self {
-        self.prefill.push(words(options));
+        self.prefill.push(split_options(options));
         self
     }
 
     /// Adds a decode engine with these options.
     pub(crate) fn decode(mut self, options: &str) -> Self {
-        self.decode.push(words(options));
+        self.decode.push(split_options(options));
         self
     }
 
@@ -193,9 +193,9 @@ impl ClusterPlan {
         }
         if self.links {
             // All addresses of 127/8 are this machine: the same port at another address.
-            self.prefill[0].extend(words("--side-channel-host 127.0.0.2"));
+            self.prefill[0].extend(split_options("--side-channel-host 127.0.0.2"));
             for options in self.prefill.iter_mut().chain(&mut self.decode) {
-                options.extend(words("--kv-transport tcp"));
+                options.extend(split_options("--kv-transport tcp"));
             }
         }
         let start = |role: &str, options: &[Vec<String>]| -> Vec<Engine> {
@@ -257,7 +257,7 @@ impl ClusterPlan {
 impl Engine {
     fn start(name: String, role: &str, options: &[String], folder: &TempDir) -> Self {
         let fixed = "--listen 127.0.0.1:0 --kv-cache-mib 32 --threads 1";
-        let mut args = words(&format!("engine --role {role} {fixed}"));
+        let mut args = split_options(&format!("engine --role {role} {fixed}"));
         args.extend_from_slice(options);
         let process = Process::start(&name, &args, folder.path());
         Self { name, process, address: String::new(), alive: true }
@@ -282,7 +282,7 @@ impl Engine {
     }
 
     /// Makes the engine prefill a request and lease the blocks. Returns the handoff.
-    pub(crate) fn lends(&self, ask: &GenerateRequest) -> Value {
+    pub(crate) fn open_lease(&self, ask: &GenerateRequest) -> Value {
         let ask = ask
             .clone()
             .with("kv_transfer_params", json!({"do_remote_decode": true, "do_remote_prefill": false}));
@@ -425,7 +425,7 @@ impl Engine {
     }
 }
 
-fn words(options: &str) -> Vec<String> {
+fn split_options(options: &str) -> Vec<String> {
     options.split_ascii_whitespace().map(str::to_owned).collect()
 }
 

@@ -107,7 +107,7 @@ impl PendingCall {
 
     /// Disconnects.
     pub(crate) fn hang_up(self, how: HangUp) {
-        leave(self.stream, how);
+        disconnect(self.stream, how);
     }
 
     /// Whether no byte of the response has arrived.
@@ -210,7 +210,7 @@ impl Stream {
 
     /// Disconnects.
     pub(crate) fn hang_up(self, how: HangUp) {
-        leave(self.reader.into_inner(), how);
+        disconnect(self.reader.into_inner(), how);
     }
 }
 
@@ -222,7 +222,7 @@ fn request(address: &str, method: &str, path: &str, headers: &str, body: &[u8]) 
     [head.as_bytes(), body].concat()
 }
 
-pub(super) fn leave(mut stream: TcpStream, how: HangUp) {
+pub(super) fn disconnect(mut stream: TcpStream, how: HangUp) {
     match how {
         // Closing a socket with unread bytes would reset the connection.
         HangUp::Fin => {

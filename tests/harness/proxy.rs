@@ -79,7 +79,7 @@ struct ProxyState {
     /// Forwarded bytes from the target.
     passed: AtomicU64,
     /// Bytes that clients sent, of all connections.
-    heard: Mutex<Vec<u8>>,
+    received: Mutex<Vec<u8>>,
     stop: AtomicBool,
 }
 
@@ -114,7 +114,7 @@ impl Proxy {
             left: AtomicI64::new(0),
             connections: AtomicU64::new(0),
             passed: AtomicU64::new(0),
-            heard: Mutex::default(),
+            received: Mutex::default(),
             stop: AtomicBool::new(false),
         });
         let accepting = {
@@ -145,9 +145,9 @@ impl Proxy {
     }
 
     /// Bytes that clients sent, of all connections, up to a bound.
-    pub(crate) fn heard(&self) -> String {
-        let heard = self.shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        String::from_utf8_lossy(&heard).into_owned()
+    pub(crate) fn received(&self) -> String {
+        let received = self.shared.received.lock().unwrap_or_else(PoisonError::into_inner);
+        String::from_utf8_lossy(&received).into_owned()
     }
 }
 
@@ -196,11 +196,11 @@ impl ProxyState {
             _ => None,
         };
         if let Some(end) = cut {
-            return super::http::leave(client, end.into());
+            return super::http::disconnect(client, end.into());
         }
         let Ok(target) = self.connect() else {
             // A client sees a target that refuses as a reset.
-            return super::http::leave(client, HangUp::Rst);
+            return super::http::disconnect(client, HangUp::Rst);
         };
         let ready = [&client, &target].iter().all(|stream| {
             stream.set_nonblocking(false).is_ok()
@@ -328,9 +328,9 @@ impl ProxiedConnection {
             return;
         }
         if direction == Direction::Up {
-            let mut heard = self.shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
-            let room = RECEIVED_BYTES_MAX.saturating_sub(heard.len());
-            heard.extend_from_slice(&bytes[..bytes.len().min(room)]);
+            let mut received = self.shared.received.lock().unwrap_or_else(PoisonError::into_inner);
+            let room = RECEIVED_BYTES_MAX.saturating_sub(received.len());
+            received.extend_from_slice(&bytes[..bytes.len().min(room)]);
         }
         while !bytes.is_empty() && !self.over() {
             match { to }.write(bytes) {

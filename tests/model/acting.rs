@@ -22,40 +22,42 @@ impl SystemModel {
                 self.take_off(scene, message);
                 self.arrive(scene, message, mood)
             }
-            Step::AskPrefill(req, p) => self.tell_router(scene, req, router::RouterInput::AskPrefill(p)),
-            Step::AskDecode(req, d) => self.tell_router(scene, req, router::RouterInput::AskDecode(d)),
-            Step::SkipPrefill(req) => self.tell_router(scene, req, router::RouterInput::SkipPrefill),
-            Step::HandoffSpent(req) => self.tell_router(scene, req, router::RouterInput::HandoffSpent),
-            Step::ProducerFailed(req) => self.tell_router(scene, req, router::RouterInput::ProducerFailed),
-            Step::NotAdmitted(req) => self.tell_router(scene, req, router::RouterInput::NotAdmitted),
-            Step::GiveUp(req) => self.tell_router(scene, req, router::RouterInput::GiveUp),
-            Step::ClientLeaves(req) => self.tell_router(scene, req, router::RouterInput::ClientLeaves),
-            Step::Start(p, req) => self.tell_producer(scene, p, producer::ProducerInput::Start(req)),
-            Step::LendEarly(p, req) => self.tell_producer(scene, p, producer::ProducerInput::LendEarly(req)),
-            Step::Finish(p, req) => self.tell_producer(scene, p, producer::ProducerInput::Finish(req)),
-            Step::EndPrefill(p, req) => {
-                self.tell_producer(scene, p, producer::ProducerInput::EndPrefill(req))
+            Step::AskPrefill(req, p) => self.step_router(scene, req, router::RouterInput::AskPrefill(p)),
+            Step::AskDecode(req, d) => self.step_router(scene, req, router::RouterInput::AskDecode(d)),
+            Step::SkipPrefill(req) => self.step_router(scene, req, router::RouterInput::SkipPrefill),
+            Step::HandoffSpent(req) => self.step_router(scene, req, router::RouterInput::HandoffSpent),
+            Step::ProducerFailed(req) => self.step_router(scene, req, router::RouterInput::ProducerFailed),
+            Step::NotAdmitted(req) => self.step_router(scene, req, router::RouterInput::NotAdmitted),
+            Step::GiveUp(req) => self.step_router(scene, req, router::RouterInput::GiveUp),
+            Step::ClientCancels(req) => self.step_router(scene, req, router::RouterInput::ClientCancels),
+            Step::Start(p, req) => self.step_producer(scene, p, producer::ProducerInput::Start(req)),
+            Step::OpenLeaseEarly(p, req) => {
+                self.step_producer(scene, p, producer::ProducerInput::OpenLeaseEarly(req))
             }
-            Step::TakeMail(p, req) => self.tell_producer(scene, p, producer::ProducerInput::TakeMail(req)),
-            Step::TimePasses(p) => self.tell_producer(scene, p, producer::ProducerInput::TimePasses(None)),
-            Step::RestartPrefill(p) => self.tell_producer(scene, p, producer::ProducerInput::Restart),
-            Step::Schedule(d, req) => self.tell_consumer(scene, d, consumer::ConsumerInput::Schedule(req)),
+            Step::Finish(p, req) => self.step_producer(scene, p, producer::ProducerInput::Finish(req)),
+            Step::EndPrefill(p, req) => {
+                self.step_producer(scene, p, producer::ProducerInput::EndPrefill(req))
+            }
+            Step::TakeMail(p, req) => self.step_producer(scene, p, producer::ProducerInput::TakeMail(req)),
+            Step::TimePasses(p) => self.step_producer(scene, p, producer::ProducerInput::TimePasses(None)),
+            Step::RestartPrefill(p) => self.step_producer(scene, p, producer::ProducerInput::Restart),
+            Step::Schedule(d, req) => self.step_consumer(scene, d, consumer::ConsumerInput::Schedule(req)),
             Step::FindCached(d, req) => {
-                self.tell_consumer(scene, d, consumer::ConsumerInput::FindCached(req))
+                self.step_consumer(scene, d, consumer::ConsumerInput::FindCached(req))
             }
             Step::AskToRead(d, req, rank) => self.ask_to_read(scene, (d, req, rank)),
             Step::AskAgain(d, req, rank) => self.ask_again(scene, (d, req, rank)),
             Step::Copy(d, req, rank) => self.copy(scene, d, req, rank),
             Step::StopRead(d, req, rank) => {
-                self.tell_consumer(scene, d, consumer::ConsumerInput::ReadEnds(req, rank))
+                self.step_consumer(scene, d, consumer::ConsumerInput::ReadEnds(req, rank))
             }
             Step::AskVerdict(d, req, rank) => self.ask_verdict(scene, (d, req, rank)),
             Step::Heartbeat(d, req) => self.heartbeat(scene, d, req),
             Step::FirstToken(d, req) => {
-                self.tell_consumer(scene, d, consumer::ConsumerInput::FirstToken(req))
+                self.step_consumer(scene, d, consumer::ConsumerInput::FirstToken(req))
             }
-            Step::Complete(d, req) => self.tell_consumer(scene, d, consumer::ConsumerInput::Finish(req)),
-            Step::RestartDecode(d) => self.tell_consumer(scene, d, consumer::ConsumerInput::Restart),
+            Step::Complete(d, req) => self.step_consumer(scene, d, consumer::ConsumerInput::Finish(req)),
+            Step::RestartDecode(d) => self.step_consumer(scene, d, consumer::ConsumerInput::Restart),
             Step::RestartRouter => {
                 scene.router_up = true;
                 Ok(())
@@ -95,20 +97,20 @@ impl SystemModel {
                 }
                 Ok(())
             }
-            Step::Silence(req) => self.tell_router(scene, req, router::RouterInput::Silence),
-            Step::PrefillSilence(req) => self.tell_router(scene, req, router::RouterInput::PrefillSilence),
+            Step::Silence(req) => self.step_router(scene, req, router::RouterInput::Silence),
+            Step::PrefillSilence(req) => self.step_router(scene, req, router::RouterInput::PrefillSilence),
             Step::ReadBreaks(d, req, rank) => {
-                self.tell_consumer(scene, d, consumer::ConsumerInput::ReadEnds(req, rank))
+                self.step_consumer(scene, d, consumer::ConsumerInput::ReadEnds(req, rank))
             }
             Step::AnswerLost(d, req, rank) => {
                 // P has a reader that D does not know. The end of the connection shows P its end.
                 let (reader, lease) = self.reads(scene, (d, req, rank));
                 self.begin_read(scene, reader, lease)?;
-                self.send(scene, Message::ReaderLeaves(reader, lease));
-                self.tell_consumer(
+                self.send(scene, Message::ReaderDeparts(reader, lease));
+                self.step_consumer(
                     scene,
                     d,
-                    consumer::ConsumerInput::ReadAsked(req, rank, ReadReply::Unreachable),
+                    consumer::ConsumerInput::ReadReplied(req, rank, ReadReply::Unreachable),
                 )
             }
             Step::AskTwice(d, req, rank) => {
@@ -117,15 +119,15 @@ impl SystemModel {
                 self.ask_verdict(scene, (d, req, rank))
             }
             Step::RunsOutEarly(p, renewed) => {
-                self.tell_producer(scene, p, producer::ProducerInput::TimePasses(renewed))
+                self.step_producer(scene, p, producer::ProducerInput::TimePasses(renewed))
             }
-            Step::AgesPass(p) => self.tell_producer(scene, p, producer::ProducerInput::AgesPass),
-            Step::CrashPrefill(p) => self.tell_producer(scene, p, producer::ProducerInput::Crash),
+            Step::AgesPass(p) => self.step_producer(scene, p, producer::ProducerInput::AgesPass),
+            Step::CrashPrefill(p) => self.step_producer(scene, p, producer::ProducerInput::Crash),
             Step::CrashDecode(d, memory) => {
                 if memory == MailFate::Lost {
                     self.forget(scene, |message| message.is_of_decode(d));
                 }
-                self.tell_consumer(scene, d, consumer::ConsumerInput::Crash)
+                self.step_consumer(scene, d, consumer::ConsumerInput::Crash)
             }
             Step::CrashRouter(memory) => {
                 scene.router_up = false;
@@ -134,7 +136,7 @@ impl SystemModel {
                 }
                 for req in 0..self.bounds.requests {
                     if self.routers.view(scene.router[place(req)]).has_begun() {
-                        self.tell_router(scene, req, router::RouterInput::Crash)?;
+                        self.step_router(scene, req, router::RouterInput::Crash)?;
                     }
                 }
                 Ok(())
@@ -153,22 +155,22 @@ impl SystemModel {
                     AdmissionChoice::Refuses => producer::PrefillAdmission::Refuse,
                 };
                 if self.producer_is_up(scene, p) {
-                    return self.tell_producer(scene, p, producer::ProducerInput::Prefill(req, admission));
+                    return self.step_producer(scene, p, producer::ProducerInput::Prefill(req, admission));
                 }
                 self.send(scene, Message::Prefilled(req, p, PrefillReply::NotReached));
                 Ok(())
             }
             Message::AbortPrefill(req, p) => {
-                self.tell_producer_if_up(scene, p, producer::ProducerInput::Abort(req))
+                self.step_producer_if_up(scene, p, producer::ProducerInput::Abort(req))
             }
             Message::HangUpPrefill(req, p) => {
-                self.tell_producer_if_up(scene, p, producer::ProducerInput::HangUp(req))
+                self.step_producer_if_up(scene, p, producer::ProducerInput::HangUp(req))
             }
             Message::Release(lease) | Message::Notice(_, lease) => self.release(scene, lease),
-            Message::ReaderLeaves(reader, lease) => {
-                let alive = self.producer_lives(scene, lease);
+            Message::ReaderDeparts(reader, lease) => {
+                let alive = self.producer_is_up_for(scene, lease);
                 let input = producer::ProducerInput::ReadFailed(lease.local, reader);
-                if alive { self.tell_producer(scene, lease.p, input) } else { Ok(()) }
+                if alive { self.step_producer(scene, lease.p, input) } else { Ok(()) }
             }
             Message::Decode(req, d, lease) => {
                 let admission = match mood {
@@ -177,7 +179,7 @@ impl SystemModel {
                     AdmissionChoice::Refuses => consumer::DecodeAdmission::Refuse,
                 };
                 if self.consumers.view(scene.decode[usize::from(d)]).alive {
-                    return self.tell_consumer(
+                    return self.step_consumer(
                         scene,
                         d,
                         consumer::ConsumerInput::Decode(req, lease, admission),
@@ -187,28 +189,32 @@ impl SystemModel {
                 Ok(())
             }
             Message::AbortDecode(req, d) => {
-                self.tell_consumer_if_up(scene, d, None, consumer::ConsumerInput::Abort(req))
+                self.step_consumer_if_up(scene, d, None, consumer::ConsumerInput::Abort(req))
             }
             Message::HangUpDecode(req, d) => {
-                self.tell_consumer_if_up(scene, d, None, consumer::ConsumerInput::HangUp(req))
+                self.step_consumer_if_up(scene, d, None, consumer::ConsumerInput::HangUp(req))
             }
-            Message::Verdict(ReaderName { d, life, req, rank }, answer) => self.tell_consumer_if_up(
+            Message::Verdict(ReaderName { d, life, req, rank }, answer) => self.step_consumer_if_up(
                 scene,
                 d,
                 Some(life),
                 consumer::ConsumerInput::Verdict(req, rank, answer),
             ),
             Message::LeaseGone(ReaderName { d, life, req, .. }) => {
-                self.tell_consumer_if_up(scene, d, Some(life), consumer::ConsumerInput::LeaseGone(req))
+                self.step_consumer_if_up(scene, d, Some(life), consumer::ConsumerInput::LeaseGone(req))
             }
             Message::Prefilled(req, p, what) => self.prefilled(scene, req, p, what),
             Message::PrefillEnds(req, p, lease) => self.prefill_ends(scene, req, p, lease),
-            Message::Decoded(req, d, what) => {
-                self.tell_router_if_it_lives(scene, req, router::RouterInput::Decoded(asked(req, d), what))
-            }
-            Message::Streamed(req, d, how) => {
-                self.tell_router_if_it_lives(scene, req, router::RouterInput::Streamed(asked(req, d), how))
-            }
+            Message::Decoded(req, d, what) => self.step_router_if_up(
+                scene,
+                req,
+                router::RouterInput::Decoded(engine_of_round(req, d), what),
+            ),
+            Message::Streamed(req, d, how) => self.step_router_if_up(
+                scene,
+                req,
+                router::RouterInput::Streamed(engine_of_round(req, d), how),
+            ),
         }
     }
 
@@ -218,8 +224,12 @@ impl SystemModel {
         if over && self.bounds.has(Mutation::HangUpInsteadOfAbort) {
             return Ok(());
         }
-        if self.routers.view(scene.router[place(req)]).open_prefill[usize::from(asked(req, p))] {
-            return self.tell_router(scene, req, router::RouterInput::Prefilled(asked(req, p), what));
+        if self.routers.view(scene.router[place(req)]).open_prefill[usize::from(engine_of_round(req, p))] {
+            return self.step_router(
+                scene,
+                req,
+                router::RouterInput::Prefilled(engine_of_round(req, p), what),
+            );
         }
         match what {
             PrefillReply::Lent(lease) | PrefillReply::Lending(lease) => self.release(scene, lease),
@@ -235,18 +245,18 @@ impl SystemModel {
         p: u8,
         lease: Option<LeaseName>,
     ) -> CheckResult {
-        if self.routers.view(scene.router[place(req)]).open_prefill[usize::from(asked(req, p))] {
-            return self.tell_router(
+        if self.routers.view(scene.router[place(req)]).open_prefill[usize::from(engine_of_round(req, p))] {
+            return self.step_router(
                 scene,
                 req,
-                router::RouterInput::PrefillEnds(asked(req, p), lease.is_some()),
+                router::RouterInput::PrefillEnds(engine_of_round(req, p), lease.is_some()),
             );
         }
         lease.map_or(Ok(()), |lease| self.release(scene, lease))
     }
 
     fn release(&mut self, scene: &mut WorkingState, lease: LeaseName) -> CheckResult {
-        self.tell_producer_if_up(scene, lease.p, producer::ProducerInput::Release(lease.local))
+        self.step_producer_if_up(scene, lease.p, producer::ProducerInput::Release(lease.local))
     }
 
     fn reads(&self, scene: &WorkingState, (d, req, rank): (u8, Req, u8)) -> (ReaderName, LeaseName) {
@@ -264,8 +274,8 @@ impl SystemModel {
             return Ok(ReadReply::Unreachable);
         }
         let input = producer::ProducerInput::ReadBegun(lease.local, reader);
-        let said = self.ask_producer(scene, lease.p, input)?;
-        Ok(match said {
+        let output = self.query_producer(scene, lease.p, input)?;
+        Ok(match output {
             Some(producer::ProducerOutput::Granted(block)) => ReadReply::Granted(block),
             Some(producer::ProducerOutput::NotYet(block)) => ReadReply::NotYet(block),
             Some(producer::ProducerOutput::Busy) => ReadReply::Refused,
@@ -275,23 +285,27 @@ impl SystemModel {
 
     fn ask_to_read(&mut self, scene: &mut WorkingState, who: (u8, Req, u8)) -> CheckResult {
         let (reader, lease) = self.reads(scene, who);
-        let asked = self.begin_read(scene, reader, lease)?;
-        self.tell_consumer(scene, who.0, consumer::ConsumerInput::ReadAsked(who.1, who.2, asked))
+        let reply = self.begin_read(scene, reader, lease)?;
+        self.step_consumer(scene, who.0, consumer::ConsumerInput::ReadReplied(who.1, who.2, reply))
     }
 
     fn ask_again(&mut self, scene: &mut WorkingState, (d, req, rank): (u8, Req, u8)) -> CheckResult {
         let (reader, lease) = self.reads(scene, (d, req, rank));
         let job = self.consumers.view(scene.decode[usize::from(d)]).jobs[usize::from(req)].expect("it reads");
         let Worker::Waiting(block) = job.workers[usize::from(rank)] else { unreachable!("it waits") };
-        let asked = if self.producer_is_up(scene, lease.p) {
-            match self.ask_producer(scene, lease.p, producer::ProducerInput::IsReady(lease.local, reader))? {
+        let reply = if self.producer_is_up(scene, lease.p) {
+            match self.query_producer(
+                scene,
+                lease.p,
+                producer::ProducerInput::IsReady(lease.local, reader),
+            )? {
                 Some(producer::ProducerOutput::Ready) => ReadReply::Granted(block),
                 _ => ReadReply::Gone,
             }
         } else {
             ReadReply::Unreachable
         };
-        self.tell_consumer(scene, d, consumer::ConsumerInput::ReadAsked(req, rank, asked))
+        self.step_consumer(scene, d, consumer::ConsumerInput::ReadReplied(req, rank, reply))
     }
 
     /// Copies the content of the block at this moment.
@@ -302,7 +316,7 @@ impl SystemModel {
         let view = self.producers.view(scene.prefill[usize::from(lease.p)]);
         let good = view.alive && view.blocks[block.index()] == Content::Of(lease.local.tag());
         let bytes = if good { CopyResult::Good } else { CopyResult::Stale };
-        self.tell_consumer(scene, d, consumer::ConsumerInput::Copied(req, rank, bytes))
+        self.step_consumer(scene, d, consumer::ConsumerInput::Copied(req, rank, bytes))
     }
 
     fn finish_read(
@@ -314,9 +328,9 @@ impl SystemModel {
         if !self.producer_is_up(scene, lease.p) {
             return Ok(Verification::Unknown);
         }
-        let said =
-            self.ask_producer(scene, lease.p, producer::ProducerInput::ReadDone(lease.local, reader))?;
-        Ok(if matches!(said, Some(producer::ProducerOutput::Valid)) {
+        let output =
+            self.query_producer(scene, lease.p, producer::ProducerInput::ReadDone(lease.local, reader))?;
+        Ok(if matches!(output, Some(producer::ProducerOutput::Valid)) {
             Verification::Valid
         } else {
             Verification::Gone
@@ -326,15 +340,15 @@ impl SystemModel {
     fn ask_verdict(&mut self, scene: &mut WorkingState, who: (u8, Req, u8)) -> CheckResult {
         let (reader, lease) = self.reads(scene, who);
         let answer = self.finish_read(scene, reader, lease)?;
-        self.tell_consumer(scene, who.0, consumer::ConsumerInput::AskVerdict(who.1, who.2))?;
+        self.step_consumer(scene, who.0, consumer::ConsumerInput::AskVerdict(who.1, who.2))?;
         self.send(scene, Message::Verdict(reader, answer));
         Ok(())
     }
 
     fn heartbeat(&mut self, scene: &mut WorkingState, d: u8, req: Req) -> CheckResult {
         let (reader, lease) = self.reads(scene, (d, req, 0));
-        let said = self.ask_producer(scene, lease.p, producer::ProducerInput::Heartbeat(lease.local))?;
-        if matches!(said, Some(producer::ProducerOutput::Gone)) {
+        let output = self.query_producer(scene, lease.p, producer::ProducerInput::Heartbeat(lease.local))?;
+        if matches!(output, Some(producer::ProducerOutput::Gone)) {
             self.send(scene, Message::LeaseGone(reader));
         }
         Ok(())
@@ -345,12 +359,12 @@ impl SystemModel {
     }
 
     /// Whether P is still the process that opened a lease.
-    fn producer_lives(&self, scene: &WorkingState, lease: LeaseName) -> bool {
+    fn producer_is_up_for(&self, scene: &WorkingState, lease: LeaseName) -> bool {
         let view = self.producers.view(scene.prefill[usize::from(lease.p)]);
         view.alive && view.life == lease.local.life
     }
 
-    fn tell_router_if_it_lives(
+    fn step_router_if_up(
         &mut self,
         scene: &mut WorkingState,
         req: Req,
@@ -359,14 +373,14 @@ impl SystemModel {
         if self.routers.view(scene.router[place(req)]).crashed {
             return Ok(());
         }
-        self.tell_router(scene, req, input)
+        self.step_router(scene, req, input)
     }
 
-    fn tell_router(&mut self, scene: &mut WorkingState, req: Req, input: router::RouterInput) -> CheckResult {
+    fn step_router(&mut self, scene: &mut WorkingState, req: Req, input: router::RouterInput) -> CheckResult {
         let id = &mut scene.router[place(req)];
-        let (next, said) = self.routers.tell(*id, input)?;
+        let (next, outputs) = self.routers.apply(*id, input)?;
         *id = next;
-        for &output in said.iter() {
+        for &output in outputs.iter() {
             let of = |at: u8| (req & 1 | at & 2, at & 1);
             let message = match output {
                 router::RouterOutput::Prefill(at) => Message::Prefill(of(at).0, of(at).1),
@@ -383,36 +397,36 @@ impl SystemModel {
         Ok(())
     }
 
-    fn tell_producer_if_up(
+    fn step_producer_if_up(
         &mut self,
         scene: &mut WorkingState,
         p: u8,
         input: producer::ProducerInput,
     ) -> CheckResult {
-        if self.producer_is_up(scene, p) { self.tell_producer(scene, p, input) } else { Ok(()) }
+        if self.producer_is_up(scene, p) { self.step_producer(scene, p, input) } else { Ok(()) }
     }
 
-    fn tell_producer(
+    fn step_producer(
         &mut self,
         scene: &mut WorkingState,
         p: u8,
         input: producer::ProducerInput,
     ) -> CheckResult {
-        self.ask_producer(scene, p, input).map(drop)
+        self.query_producer(scene, p, input).map(drop)
     }
 
     /// Applies an event to a prefill engine. Returns its direct reply.
-    fn ask_producer(
+    fn query_producer(
         &mut self,
         scene: &mut WorkingState,
         p: u8,
         input: producer::ProducerInput,
     ) -> Result<Option<producer::ProducerOutput>, String> {
         let id = &mut scene.prefill[usize::from(p)];
-        let (next, said) = self.producers.tell(*id, input)?;
+        let (next, outputs) = self.producers.apply(*id, input)?;
         *id = next;
         let mut answer = None;
-        for &output in said.iter() {
+        for &output in outputs.iter() {
             let (req, what) = match output {
                 producer::ProducerOutput::Lent(req, local) => {
                     (req, PrefillReply::Lent(LeaseName { p, local }))
@@ -439,7 +453,7 @@ impl SystemModel {
         Ok(answer)
     }
 
-    fn tell_consumer_if_up(
+    fn step_consumer_if_up(
         &mut self,
         scene: &mut WorkingState,
         d: u8,
@@ -448,10 +462,10 @@ impl SystemModel {
     ) -> CheckResult {
         let view = self.consumers.view(scene.decode[usize::from(d)]);
         let there = view.alive && life.is_none_or(|life| life == view.life);
-        if there { self.tell_consumer(scene, d, input) } else { Ok(()) }
+        if there { self.step_consumer(scene, d, input) } else { Ok(()) }
     }
 
-    fn tell_consumer(
+    fn step_consumer(
         &mut self,
         scene: &mut WorkingState,
         d: u8,
@@ -459,9 +473,9 @@ impl SystemModel {
     ) -> CheckResult {
         let life = self.consumers.view(scene.decode[usize::from(d)]).life;
         let id = &mut scene.decode[usize::from(d)];
-        let (next, said) = self.consumers.tell(*id, input)?;
+        let (next, outputs) = self.consumers.apply(*id, input)?;
         *id = next;
-        for &output in said.iter() {
+        for &output in outputs.iter() {
             let message = match output {
                 consumer::ConsumerOutput::Accepted(req) => Message::Decoded(req, d, DecodeReply::Accepted),
                 consumer::ConsumerOutput::Refused(req) => Message::Decoded(req, d, DecodeReply::Refused),
@@ -473,8 +487,8 @@ impl SystemModel {
                 consumer::ConsumerOutput::Complete(req) => Message::Streamed(req, d, StreamEnd::Complete),
                 consumer::ConsumerOutput::BrokenStream(req) => Message::Streamed(req, d, StreamEnd::Broken),
                 consumer::ConsumerOutput::Notice(lease) => Message::Notice(d, lease),
-                consumer::ConsumerOutput::ReaderLeaves(req, rank, lease) => {
-                    Message::ReaderLeaves(ReaderName { d, life, req, rank }, lease)
+                consumer::ConsumerOutput::ReaderDeparts(req, rank, lease) => {
+                    Message::ReaderDeparts(ReaderName { d, life, req, rank }, lease)
                 }
             };
             self.send(scene, message);
@@ -502,6 +516,6 @@ impl SystemModel {
 }
 
 /// The number of an engine in a request's router: by round.
-fn asked(req: Req, engine: u8) -> u8 {
+fn engine_of_round(req: Req, engine: u8) -> u8 {
     req & 2 | engine
 }

@@ -22,7 +22,7 @@ pub(crate) struct Bounds {
     /// Faults in one run, of any kinds: see `system.rs`.
     pub faults: u8,
     /// A client may disconnect at any time.
-    pub clients_leave: bool,
+    pub clients_cancel: bool,
     /// Engines may refuse: for lack of capacity, or because no engine accepts the request.
     pub refusals: bool,
     /// A decode engine may have cached the prompt's blocks already.
@@ -53,7 +53,7 @@ impl Bounds {
         decode_blocks: 1,
         ranks: 1,
         faults: 0,
-        clients_leave: false,
+        clients_cancel: false,
         refusals: false,
         cached: false,
         fallback: false,
@@ -86,7 +86,7 @@ impl std::fmt::Display for Bounds {
             self.policy.label()
         )?;
         let flags = [
-            (self.clients_leave, "clients leave"),
+            (self.clients_cancel, "clients leave"),
             (self.refusals, "engines refuse"),
             (self.cached, "D may have the prompt cached"),
             (self.fallback, "fallback: D computes all"),

@@ -50,7 +50,7 @@ pub(crate) enum ConsumerInput {
     Schedule(Req),
     /// The scheduler finds the whole prompt in the cache.
     FindCached(Req),
-    ReadAsked(Req, u8, ReadReply),
+    ReadReplied(Req, u8, ReadReply),
     /// A worker has copied, and has not read a stop flag that was set meanwhile.
     Copied(Req, u8, CopyResult),
     /// A worker reads the stop flag of its read, or the connection breaks.
@@ -82,7 +82,7 @@ pub(crate) enum ConsumerOutput {
     /// Release the lease by a notice that repeats until it is answered.
     Notice(LeaseName),
     /// This rank's reader leaves, or its connection is closed.
-    ReaderLeaves(Req, u8, LeaseName),
+    ReaderDeparts(Req, u8, LeaseName),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -176,17 +176,17 @@ impl Consumer {
         self.view.jobs[usize::from(req)].as_mut().expect("the event is about a job")
     }
 
-    fn tell(&mut self, req: Req, event: Event, says: &mut Vec<ConsumerOutput>) -> Result<(), String> {
+    fn apply(&mut self, req: Req, event: Event, outputs: &mut Vec<ConsumerOutput>) -> Result<(), String> {
         let Some(fetch) = &mut self.fetches[usize::from(req)] else { return Ok(()) };
         let actions = fetch.apply(event);
-        self.carry_out(req, actions, says)
+        self.carry_out(req, actions, outputs)
     }
 
     fn carry_out(
         &mut self,
         req: Req,
         actions: FetchActions,
-        says: &mut Vec<ConsumerOutput>,
+        outputs: &mut Vec<ConsumerOutput>,
     ) -> Result<(), String> {
         let ranks = usize::from(self.bounds.ranks);
         for action in actions {
@@ -218,14 +218,14 @@ impl Consumer {
                         && !self.bounds.foreign_router;
                     let lease = self.job(req).lease.expect("it fetches");
                     if !left_to_router && !self.bounds.has(Mutation::SilentRefusal) {
-                        says.push(ConsumerOutput::Notice(lease));
+                        outputs.push(ConsumerOutput::Notice(lease));
                     }
                 }
                 Action::Recompute | Action::Fail(_) if removed => {}
                 Action::Recompute => self.job(req).phase = Phase::Waiting,
                 Action::Fail(_) => {
                     self.job(req).phase = Phase::Removed;
-                    says.push(ConsumerOutput::LoadFailed(req));
+                    outputs.push(ConsumerOutput::LoadFailed(req));
                 }
             }
         }
@@ -264,11 +264,11 @@ impl Consumer {
         req: Req,
         lease: Option<LeaseName>,
         how: DecodeAdmission,
-        says: &mut Vec<ConsumerOutput>,
+        outputs: &mut Vec<ConsumerOutput>,
     ) -> Result<(), String> {
         let silent = self.bounds.has(Mutation::SilentRefusal);
-        let notice = |says: &mut Vec<ConsumerOutput>| {
-            says.extend(lease.filter(|_| !silent).map(ConsumerOutput::Notice));
+        let notice = |outputs: &mut Vec<ConsumerOutput>| {
+            outputs.extend(lease.filter(|_| !silent).map(ConsumerOutput::Notice));
         };
         match how {
             DecodeAdmission::Take
@@ -278,8 +278,8 @@ impl Consumer {
                     return Err("a request is aborted that was not given up".into());
                 }
                 // Aborted before it arrived. The caller has closed the connection, so the response has no receiver.
-                notice(says);
-                says.push(ConsumerOutput::Refused(req));
+                notice(outputs);
+                outputs.push(ConsumerOutput::Refused(req));
             }
             DecodeAdmission::Take => {
                 self.fetches[usize::from(req)] = lease.map(|_| Fetch::new(self.bounds.policy));
@@ -297,19 +297,19 @@ impl Consumer {
             DecodeAdmission::TooFull => {
                 // A router that settles itself sends the same handoff to another engine.
                 if self.bounds.foreign_router {
-                    notice(says);
+                    notice(outputs);
                 }
-                says.push(ConsumerOutput::TooFull(req));
+                outputs.push(ConsumerOutput::TooFull(req));
             }
             DecodeAdmission::Refuse => {
-                notice(says);
-                says.push(ConsumerOutput::Refused(req));
+                notice(outputs);
+                outputs.push(ConsumerOutput::Refused(req));
             }
         }
         Ok(())
     }
 
-    fn schedule(&mut self, req: Req, says: &mut Vec<ConsumerOutput>) -> Result<(), String> {
+    fn schedule(&mut self, req: Req, outputs: &mut Vec<ConsumerOutput>) -> Result<(), String> {
         let job = self.job(req);
         if job.phase == Phase::Waiting {
             job.block = Block::Active;
@@ -317,8 +317,8 @@ impl Consumer {
             return Ok(());
         }
         job.block = Block::Landing;
-        self.tell(req, Event::Admitted, says)?;
-        self.tell(req, Event::BlocksReserved, says)
+        self.apply(req, Event::Admitted, outputs)?;
+        self.apply(req, Event::BlocksReserved, outputs)
     }
 
     /// Handles a worker's report. The gatherer decides what the report means for the fetch.
@@ -327,21 +327,23 @@ impl Consumer {
         req: Req,
         rank: u8,
         event: gather::Event,
-        says: &mut Vec<ConsumerOutput>,
+        outputs: &mut Vec<ConsumerOutput>,
     ) -> Result<(), String> {
         let Some(gather) = &mut self.gathers[usize::from(req)] else { return Ok(()) };
         for action in gather.apply(rank.into(), event).iter() {
             match action {
                 gather::Action::StopOthers => self.job(req).stop = true,
-                gather::Action::Transfer(Ok(())) => self.tell(req, Event::TransferDone, says)?,
-                gather::Action::Transfer(Err(kind)) => self.tell(req, Event::TransferFailed(kind), says)?,
+                gather::Action::Transfer(Ok(())) => self.apply(req, Event::TransferDone, outputs)?,
+                gather::Action::Transfer(Err(kind)) => {
+                    self.apply(req, Event::TransferFailed(kind), outputs)?
+                }
                 gather::Action::Verdict(answer) => {
                     let unchecked =
                         self.bounds.has(Mutation::VerdictNotChecked) && answer == Verification::Gone;
-                    self.tell(
+                    self.apply(
                         req,
                         Event::Verdict(if unchecked { Verification::Valid } else { answer }),
-                        says,
+                        outputs,
                     )?;
                 }
             }
@@ -354,15 +356,15 @@ impl Consumer {
         req: Req,
         rank: u8,
         kind: FailureKind,
-        says: &mut Vec<ConsumerOutput>,
+        outputs: &mut Vec<ConsumerOutput>,
     ) -> Result<(), String> {
         let job = self.job(req);
         let was = std::mem::replace(&mut job.workers[usize::from(rank)], Worker::Over);
         if matches!(was, Worker::Waiting(_) | Worker::Granted(_)) {
             let lease = job.lease.expect("it reads");
-            says.push(ConsumerOutput::ReaderLeaves(req, rank, lease));
+            outputs.push(ConsumerOutput::ReaderDeparts(req, rank, lease));
         }
-        self.report(req, rank, gather::Event::Failed(kind), says)
+        self.report(req, rank, gather::Event::Failed(kind), outputs)
     }
 
     fn verdict(
@@ -370,20 +372,20 @@ impl Consumer {
         req: Req,
         rank: u8,
         answer: Verification,
-        says: &mut Vec<ConsumerOutput>,
+        outputs: &mut Vec<ConsumerOutput>,
     ) -> Result<(), String> {
         let job = self.job(req);
         let Worker::Asking(bytes) = job.workers[usize::from(rank)] else { return Ok(()) };
         job.workers[usize::from(rank)] = Worker::Answered(bytes, answer);
         if answer == Verification::Unknown {
             let lease = job.lease.expect("it reads");
-            says.push(ConsumerOutput::ReaderLeaves(req, rank, lease));
+            outputs.push(ConsumerOutput::ReaderDeparts(req, rank, lease));
         }
-        self.report(req, rank, gather::Event::Verdict(answer), says)
+        self.report(req, rank, gather::Event::Verdict(answer), outputs)
     }
 
     /// Ends a decode, if it has not ended. Returns whether it had not.
-    fn remove(&mut self, req: Req, says: &mut Vec<ConsumerOutput>) -> Result<bool, String> {
+    fn remove(&mut self, req: Req, outputs: &mut Vec<ConsumerOutput>) -> Result<bool, String> {
         let live = self.view.jobs[usize::from(req)].as_ref().is_some_and(|job| job.phase != Phase::Removed);
         if !live {
             return Ok(false);
@@ -391,7 +393,7 @@ impl Consumer {
         let job = self.job(req);
         let was = std::mem::replace(&mut job.phase, Phase::Removed);
         match was {
-            Phase::Fetching => self.tell(req, Event::Abort, says)?,
+            Phase::Fetching => self.apply(req, Event::Abort, outputs)?,
             Phase::Running | Phase::Speaking => job.block = Block::None,
             Phase::Waiting | Phase::Removed => {}
         }
@@ -401,12 +403,14 @@ impl Consumer {
         Ok(true)
     }
 
-    fn crash(&mut self, says: &mut Vec<ConsumerOutput>) {
+    fn crash(&mut self, outputs: &mut Vec<ConsumerOutput>) {
         for req in ROUNDS {
             let Some(job) = self.view.jobs[usize::from(req)] else { continue };
             match job.phase {
-                Phase::Fetching | Phase::Waiting | Phase::Running => says.push(ConsumerOutput::Broken(req)),
-                Phase::Speaking => says.push(ConsumerOutput::BrokenStream(req)),
+                Phase::Fetching | Phase::Waiting | Phase::Running => {
+                    outputs.push(ConsumerOutput::Broken(req))
+                }
+                Phase::Speaking => outputs.push(ConsumerOutput::BrokenStream(req)),
                 Phase::Removed => {}
             }
             for rank in BOTH {
@@ -415,7 +419,7 @@ impl Consumer {
                     Worker::Waiting(_) | Worker::Granted(_) | Worker::Copied(_) | Worker::Asking(_)
                 );
                 if let (true, Some(lease)) = (reads, job.lease) {
-                    says.push(ConsumerOutput::ReaderLeaves(req, rank, lease));
+                    outputs.push(ConsumerOutput::ReaderDeparts(req, rank, lease));
                 }
             }
         }
@@ -425,22 +429,22 @@ impl Consumer {
         self.view.life = life;
     }
 
-    fn hear(&mut self, input: ConsumerInput, says: &mut Vec<ConsumerOutput>) -> Result<(), String> {
+    fn take_input(&mut self, input: ConsumerInput, outputs: &mut Vec<ConsumerOutput>) -> Result<(), String> {
         match input {
-            ConsumerInput::Decode(req, lease, how) => self.decode(req, lease, how, says)?,
-            ConsumerInput::Schedule(req) => self.schedule(req, says)?,
+            ConsumerInput::Decode(req, lease, how) => self.decode(req, lease, how, outputs)?,
+            ConsumerInput::Schedule(req) => self.schedule(req, outputs)?,
             ConsumerInput::FindCached(req) => {
                 self.job(req).block = Block::Landing;
-                self.tell(req, Event::AlreadyCached, says)?;
+                self.apply(req, Event::AlreadyCached, outputs)?;
             }
-            ConsumerInput::ReadAsked(req, rank, asked) => match asked {
+            ConsumerInput::ReadReplied(req, rank, reply) => match reply {
                 ReadReply::Granted(block) => {
                     self.job(req).workers[usize::from(rank)] = Worker::Granted(block)
                 }
                 ReadReply::NotYet(block) => self.job(req).workers[usize::from(rank)] = Worker::Waiting(block),
-                ReadReply::Gone => self.worker_fails(req, rank, FailureKind::Gone, says)?,
-                ReadReply::Refused => self.worker_fails(req, rank, FailureKind::Refused, says)?,
-                ReadReply::Unreachable => self.worker_fails(req, rank, FailureKind::Unreachable, says)?,
+                ReadReply::Gone => self.worker_fails(req, rank, FailureKind::Gone, outputs)?,
+                ReadReply::Refused => self.worker_fails(req, rank, FailureKind::Refused, outputs)?,
+                ReadReply::Unreachable => self.worker_fails(req, rank, FailureKind::Unreachable, outputs)?,
             },
             ConsumerInput::Copied(req, rank, bytes) => {
                 let job = self.job(req);
@@ -448,10 +452,10 @@ impl Consumer {
                     return Err("a transfer writes into a block that was given back (invariant 3)".into());
                 }
                 job.workers[usize::from(rank)] = Worker::Copied(bytes);
-                self.report(req, rank, gather::Event::Done, says)?;
+                self.report(req, rank, gather::Event::Done, outputs)?;
             }
             ConsumerInput::ReadEnds(req, rank) => {
-                self.worker_fails(req, rank, FailureKind::Transfer, says)?
+                self.worker_fails(req, rank, FailureKind::Transfer, outputs)?
             }
             ConsumerInput::AskVerdict(req, rank) => {
                 let worker = &mut self.job(req).workers[usize::from(rank)];
@@ -460,12 +464,12 @@ impl Consumer {
             }
             ConsumerInput::Verdict(req, rank, answer) => {
                 if self.view.jobs[usize::from(req)].is_some() {
-                    self.verdict(req, rank, answer, says)?;
+                    self.verdict(req, rank, answer, outputs)?;
                 }
             }
             ConsumerInput::LeaseGone(req) => {
                 if self.view.jobs[usize::from(req)].is_some_and(|job| job.phase == Phase::Fetching) {
-                    self.tell(req, Event::LeaseGone, says)?;
+                    self.apply(req, Event::LeaseGone, outputs)?;
                 }
             }
             ConsumerInput::Abort(req) => {
@@ -475,22 +479,22 @@ impl Consumer {
                 if self.same_name(req).any(|other| other != req && lives(other)) {
                     return Err("a request is aborted that was not given up".into());
                 }
-                if !self.remove(req, says)? {
+                if !self.remove(req, outputs)? {
                     self.view.aborted_early[usize::from(req)] = true;
                 }
             }
-            ConsumerInput::HangUp(req) => drop(self.remove(req, says)?),
+            ConsumerInput::HangUp(req) => drop(self.remove(req, outputs)?),
             ConsumerInput::FirstToken(req) => {
                 self.job(req).phase = Phase::Speaking;
-                says.push(ConsumerOutput::Accepted(req));
+                outputs.push(ConsumerOutput::Accepted(req));
             }
             ConsumerInput::Finish(req) => {
                 let job = self.job(req);
                 job.phase = Phase::Removed;
                 job.block = Block::None;
-                says.push(ConsumerOutput::Complete(req));
+                outputs.push(ConsumerOutput::Complete(req));
             }
-            ConsumerInput::Crash => self.crash(says),
+            ConsumerInput::Crash => self.crash(outputs),
             ConsumerInput::Restart => self.view.alive = true,
         }
         Ok(())
@@ -507,8 +511,8 @@ impl Actor for Consumer {
         Self { bounds: *bounds, fetches: [const { None }; 4], gathers: [const { None }; 4], view }
     }
 
-    fn live(&mut self, input: ConsumerInput, says: &mut Vec<ConsumerOutput>) -> Result<(), String> {
-        self.hear(input, says)?;
+    fn live(&mut self, input: ConsumerInput, outputs: &mut Vec<ConsumerOutput>) -> Result<(), String> {
+        self.take_input(input, outputs)?;
         for req in ROUNDS.map(usize::from) {
             let Some(job) = &mut self.view.jobs[req] else { continue };
             if matches!(job.phase, Phase::Waiting | Phase::Running | Phase::Speaking) {
@@ -537,7 +541,9 @@ impl Actor for Consumer {
             }
             ConsumerInput::Schedule(req) => ConsumerInput::Schedule(by.req(req)),
             ConsumerInput::FindCached(req) => ConsumerInput::FindCached(by.req(req)),
-            ConsumerInput::ReadAsked(req, rank, asked) => ConsumerInput::ReadAsked(by.req(req), rank, asked),
+            ConsumerInput::ReadReplied(req, rank, reply) => {
+                ConsumerInput::ReadReplied(by.req(req), rank, reply)
+            }
             ConsumerInput::Copied(req, rank, bytes) => ConsumerInput::Copied(by.req(req), rank, bytes),
             ConsumerInput::ReadEnds(req, rank) => ConsumerInput::ReadEnds(by.req(req), rank),
             ConsumerInput::AskVerdict(req, rank) => ConsumerInput::AskVerdict(by.req(req), rank),

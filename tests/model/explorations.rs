@@ -9,7 +9,7 @@ use baton_connector::fetch::LoadFailurePolicy;
 use crate::bounds::Bounds;
 
 /// All behaviours of clients and engines without a fault.
-const LIVELY: Bounds = Bounds { clients_leave: true, refusals: true, cached: true, ..Bounds::PLAIN };
+const LIVELY: Bounds = Bounds { clients_cancel: true, refusals: true, cached: true, ..Bounds::PLAIN };
 /// Early leases. A failure then leads to a recomputation.
 const EARLY: Bounds = Bounds { early: true, recompute: true, ..Bounds::PLAIN };
 /// Two of each.
@@ -19,14 +19,14 @@ const TWO: Bounds = Bounds { requests: 2, prefill: 2, decode: 2, ..Bounds::PLAIN
 pub(crate) const SMALL: &[(&str, Bounds)] = &[
     (
         "two of everything, no fault, clients leave and engines refuse",
-        Bounds { clients_leave: true, refusals: true, ..TWO },
+        Bounds { clients_cancel: true, refusals: true, ..TWO },
     ),
     ("two of everything, one fault", Bounds { faults: 1, ..TWO }),
     ("one request, two of each engine, one fault", Bounds { requests: 1, faults: 1, ..merge(TWO, LIVELY) }),
     ("one request, one of each engine, three faults", Bounds { faults: 3, ..LIVELY }),
     (
         "two requests for one block of one P and one D, one fault",
-        Bounds { requests: 2, faults: 1, clients_leave: true, ..Bounds::PLAIN },
+        Bounds { requests: 2, faults: 1, clients_cancel: true, ..Bounds::PLAIN },
     ),
     ("a D of two ranks, one fault", Bounds { ranks: 2, faults: 1, ..LIVELY }),
     (
@@ -46,7 +46,7 @@ pub(crate) const SMALL: &[(&str, Bounds)] = &[
             faults: 1,
             recompute: true,
             policy: LoadFailurePolicy::Fail,
-            clients_leave: true,
+            clients_cancel: true,
             ..TWO
         },
     ),
@@ -56,7 +56,7 @@ pub(crate) const SMALL: &[(&str, Bounds)] = &[
     ),
     (
         "prefills that are lent while they are computed, one fault",
-        Bounds { faults: 1, clients_leave: true, refusals: true, cached: true, ..EARLY },
+        Bounds { faults: 1, clients_cancel: true, refusals: true, cached: true, ..EARLY },
     ),
     (
         "the same with two of each engine",
@@ -77,10 +77,10 @@ pub(crate) const SMALL: &[(&str, Bounds)] = &[
 
 /// Takes minutes, in release: `cargo test --release --test model`.
 pub(crate) const FULL: &[(&str, Bounds)] = &[
-    ("two of everything, one fault, clients leave", Bounds { faults: 1, clients_leave: true, ..TWO }),
+    ("two of everything, one fault, clients leave", Bounds { faults: 1, clients_cancel: true, ..TWO }),
     (
         "two requests for one block of one P and one D, two faults, clients leave",
-        Bounds { requests: 2, faults: 2, clients_leave: true, ..Bounds::PLAIN },
+        Bounds { requests: 2, faults: 2, clients_cancel: true, ..Bounds::PLAIN },
     ),
     (
         "two of everything, no fault, clients leave, engines refuse, prompts are cached",
@@ -109,7 +109,7 @@ pub(crate) const FULL: &[(&str, Bounds)] = &[
             recompute: true,
             fallback: true,
             policy: LoadFailurePolicy::Fail,
-            clients_leave: true,
+            clients_cancel: true,
             ..TWO
         },
     ),
@@ -120,7 +120,7 @@ pub(crate) const FULL: &[(&str, Bounds)] = &[
             prefill_blocks: 2,
             decode_blocks: 2,
             faults: 1,
-            clients_leave: true,
+            clients_cancel: true,
             ..Bounds::PLAIN
         },
     ),
@@ -137,7 +137,7 @@ pub(crate) const FULL: &[(&str, Bounds)] = &[
     ),
     (
         "prefills that are lent while they are computed, two faults, clients leave",
-        Bounds { faults: 2, clients_leave: true, ..EARLY },
+        Bounds { faults: 2, clients_cancel: true, ..EARLY },
     ),
     (
         "the same with two of each engine, one fault, policy fail",
@@ -145,7 +145,7 @@ pub(crate) const FULL: &[(&str, Bounds)] = &[
             prefill: 2,
             decode: 2,
             faults: 1,
-            clients_leave: true,
+            clients_cancel: true,
             policy: LoadFailurePolicy::Fail,
             ..EARLY
         },

@@ -164,7 +164,7 @@ fn trace<M: Model>(
         }
         way.push(parent as usize);
     }
-    let mut told = Vec::new();
+    let mut lines = Vec::new();
     let mut state = model.start();
     let mut steps = Vec::new();
     for &index in way.iter().rev().skip(1) {
@@ -176,16 +176,16 @@ fn trace<M: Model>(
             (model.canonical(next) == seen.states[index]).then_some((step, next))
         });
         let (step, next) = next.expect("a step that led there once leads there again");
-        told.push(step.to_string());
+        lines.push(step.to_string());
         state = next;
     }
     if last.is_some() {
         steps.clear();
         drop(model.steps(state, &mut steps));
         let broken = steps.iter().copied().find(|&step| model.take(state, step).is_err());
-        told.push(broken.or(last).expect("there is a last step").to_string());
+        lines.push(broken.or(last).expect("there is a last step").to_string());
     }
-    told
+    lines
 }
 
 /// All states so far, in the order in which they were found, and a table to find them.

@@ -73,7 +73,7 @@ fn full_bounds() -> bool {
 /// Concurrent explorations. Each takes a thread and up to a few gigabytes.
 const AT_ONCE: usize = 2;
 
-fn told(found: &Violation) -> String {
+fn violation_text(found: &Violation) -> String {
     let mut text = format!("{}\n", found.what);
     for (at, step) in found.trace.iter().enumerate() {
         writeln!(text, "    {:2}. {step}", at + 1).expect("a string takes everything");
@@ -98,7 +98,7 @@ fn line(name: &str, bounds: &Bounds, report: &Report, world: Option<&SystemModel
     }
     write!(text, "; {seconds:.1} s").expect("text");
     if let Some(found) = found {
-        write!(text, "\n  VIOLATED: {}", told(found)).expect("text");
+        write!(text, "\n  VIOLATED: {}", violation_text(found)).expect("text");
     }
     text
 }
@@ -131,7 +131,7 @@ fn explore_all(explorations: &[(&str, Bounds)]) -> Vec<String> {
 }
 
 #[test]
-fn in_every_state_the_invariants_hold_and_every_run_ends_with_everything_at_home() {
+fn invariants_hold_in_every_state_and_every_run_frees_every_block() {
     let (size, explorations) = if full_bounds() { ("full", FULL) } else { ("small", SMALL) };
     println!(
         "{size} bounds (small in the dev profile and full in release, unless {BOUNDS_VAR} says small or full)"
@@ -141,7 +141,7 @@ fn in_every_state_the_invariants_hold_and_every_run_ends_with_everything_at_home
 }
 
 #[test]
-fn an_offload_slot_settles_once_however_its_request_ends() {
+fn an_offload_slot_settles_once_for_every_end_of_its_request() {
     let bounds = Bounds { faults: u8::from(full_bounds()), ..Bounds::PLAIN };
     let mut offload = Offload::new(bounds);
     let report = explore(&mut offload);
@@ -152,13 +152,13 @@ fn an_offload_slot_settles_once_however_its_request_ends() {
         bounds.faults,
         took.as_secs_f64()
     );
-    assert!(report.found.is_none(), "{}", told(&report.found.expect("just seen")));
+    assert!(report.found.is_none(), "{}", violation_text(&report.found.expect("just seen")));
 }
 
 /// A state that represents several counts as many. The sum is the number of states without the reduction.
 #[test]
 fn places_can_be_changed_without_a_difference() {
-    let all = Bounds { requests: 2, prefill: 2, decode: 2, clients_leave: true, ..Bounds::PLAIN };
+    let all = Bounds { requests: 2, prefill: 2, decode: 2, clients_cancel: true, ..Bounds::PLAIN };
     let fewer = Bounds { requests: 2, faults: 1, ..Bounds::PLAIN };
     for bounds in [all, fewer] {
         let mut reduced = SystemModel::new(bounds);
@@ -186,10 +186,10 @@ fn every_planted_bug_is_found() {
             sound.found.is_none(),
             "{} without it: {}",
             planted.name,
-            told(&sound.found.expect("just seen"))
+            violation_text(&sound.found.expect("just seen"))
         );
         let found = sick.found.unwrap_or_else(|| panic!("not found: {}", planted.name));
-        println!("found after {} states: {}\n  {}", sick.states, planted.name, told(&found));
+        println!("found after {} states: {}\n  {}", sick.states, planted.name, violation_text(&found));
         assert!(
             found.what.contains(planted.broken),
             "{}: {} instead of {}",

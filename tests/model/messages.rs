@@ -33,7 +33,7 @@ pub(crate) enum Message {
     Streamed(Req, u8, StreamEnd),
     /// The release notice of this decode engine.
     Notice(u8, LeaseName),
-    ReaderLeaves(ReaderName, LeaseName),
+    ReaderDeparts(ReaderName, LeaseName),
 }
 
 /// The effect of the loss of a message.
@@ -73,7 +73,7 @@ impl Message {
             Self::Decoded(r, d, what) => Self::Decoded(by.req(r), by.decode(d), what),
             Self::Streamed(r, d, how) => Self::Streamed(by.req(r), by.decode(d), how),
             Self::Notice(d, of) => Self::Notice(by.decode(d), lease(of)),
-            Self::ReaderLeaves(reader, of) => Self::ReaderLeaves(reader.renamed(by), lease(of)),
+            Self::ReaderDeparts(reader, of) => Self::ReaderDeparts(reader.renamed(by), lease(of)),
         }
     }
 
@@ -95,7 +95,7 @@ impl Message {
             | Self::Release(_)
             | Self::AbortDecode(..)
             | Self::Notice(..)
-            | Self::ReaderLeaves(..)
+            | Self::ReaderDeparts(..)
             | Self::LeaseGone(_) => true,
             Self::Prefill(..)
             | Self::HangUpPrefill(..)
@@ -155,7 +155,7 @@ impl Message {
             | Self::HangUpDecode(..)
             | Self::LeaseGone(_)
             | Self::Notice(..)
-            | Self::ReaderLeaves(..) => Loss::Vanishes,
+            | Self::ReaderDeparts(..) => Loss::Vanishes,
         }
     }
 }
@@ -173,7 +173,7 @@ impl fmt::Display for Message {
             Self::Decode(r, d, None) => write!(f, "router → {}: compute all of {}", d_(d), req(r)),
             Self::AbortDecode(r, d) => write!(f, "router → {}: abort {}", d_(d), req(r)),
             Self::HangUpDecode(r, d) => write!(f, "router ✕ {}: connection of {} closed", d_(d), req(r)),
-            Self::Prefilled(r, p, what) => write!(f, "{} → router: {} {}", p_(p), req(r), said(what)),
+            Self::Prefilled(r, p, what) => write!(f, "{} → router: {} {}", p_(p), req(r), reply_text(what)),
             Self::PrefillEnds(r, p, of) => {
                 let how = if of.is_some() { "all is computed" } else { "ends before its prefill" };
                 write!(f, "{} → router: {} {how}", p_(p), req(r))
@@ -187,14 +187,14 @@ impl fmt::Display for Message {
             Self::Decoded(r, d, what) => write!(f, "{} → router: {} {what:?}", d_(d), req(r)),
             Self::Streamed(r, d, how) => write!(f, "{} → router: text of {} {how:?}", d_(d), req(r)),
             Self::Notice(d, of) => write!(f, "{} → {}: release {of}", d_(d), p_(of.p)),
-            Self::ReaderLeaves(reader, of) => {
+            Self::ReaderDeparts(reader, of) => {
                 write!(f, "{} ✕ {}: rank {} reads {of} no more", d_(reader.d), p_(of.p), reader.rank)
             }
         }
     }
 }
 
-fn said(what: PrefillReply) -> String {
+fn reply_text(what: PrefillReply) -> String {
     match what {
         PrefillReply::Lent(lease) => format!("is lent: {lease}"),
         PrefillReply::Lending(lease) => format!("is lent while it is computed: {lease}"),

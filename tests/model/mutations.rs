@@ -62,7 +62,7 @@ const fn planted(name: &'static str, mutation: Mutation, bounds: Bounds, broken:
     PlantedBug { name, mutation, bounds, broken }
 }
 
-const LIVELY: Bounds = Bounds { clients_leave: true, refusals: true, ..Bounds::PLAIN };
+const LIVELY: Bounds = Bounds { clients_cancel: true, refusals: true, ..Bounds::PLAIN };
 const EARLY: Bounds = Bounds { early: true, recompute: true, ..LIVELY };
 const STRANDED: &str = "nothing went wrong, every process is alive and done, and blocks are still leased";
 

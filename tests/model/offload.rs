@@ -79,7 +79,7 @@ pub(crate) struct OffloadActor {
 }
 
 impl OffloadActor {
-    fn tell(&mut self, event: Event) -> Result<(), String> {
+    fn apply(&mut self, event: Event) -> Result<(), String> {
         let actions = self.slots.apply(REQUEST, event);
         self.carry_out(actions)
     }
@@ -131,7 +131,7 @@ impl OffloadActor {
         let (answer, actions) = self.slots.finish(REQUEST, event);
         self.carry_out(actions)?;
         let held = self.view.by_transfer.iter().filter(|&&held| held).count();
-        let said = match answer {
+        let reported = match answer {
             FinishReply::Settled => 0,
             FinishReply::Draining(transfers) => transfers,
         };
@@ -139,8 +139,8 @@ impl OffloadActor {
             self.slots = OffloadSlots::default();
         } else if self.bounds.has(Mutation::EndFreesInFlight) {
             self.view.by_transfer = [false; 3];
-        } else if held != said {
-            return Err(format!("{held} blocks are held for transfers, the slot says {said}"));
+        } else if held != reported {
+            return Err(format!("{held} blocks are held for transfers, the slot says {reported}"));
         }
         Ok(())
     }
@@ -177,7 +177,7 @@ impl Actor for OffloadActor {
         match input {
             OffloadInput::Transfer(id) => {
                 let event = if id == LOADED { BlockEvent::Load } else { BlockEvent::Store };
-                self.tell(Event::Block(TransferId(id.into()), event))
+                self.apply(Event::Block(TransferId(id.into()), event))
             }
             OffloadInput::Begin(id) => {
                 if !self.view.by_transfer[usize::from(id)] {
@@ -200,11 +200,11 @@ impl Actor for OffloadActor {
                         self.view.mail.remove(at.expect("it is in the mail"));
                     }
                 }
-                self.tell(Event::Block(TransferId(id.into()), event))
+                self.apply(Event::Block(TransferId(id.into()), event))
             }
             OffloadInput::Yield => {
                 self.view.yields += 1;
-                self.tell(Event::Yield)
+                self.apply(Event::Yield)
             }
             OffloadInput::Finish => self.end(Event::Finish),
             OffloadInput::Abort => self.end(Event::Abort),
@@ -277,7 +277,7 @@ impl Model for Offload {
     }
 
     fn take(&mut self, state: StateId, step: OffloadInput) -> Result<StateId, String> {
-        self.0.tell(state, step).map(|(next, _)| next)
+        self.0.apply(state, step).map(|(next, _)| next)
     }
 }
 

@@ -37,7 +37,7 @@ pub(crate) enum ProducerInput {
     /// A block is free for a waiting job.
     Start(Req),
     /// An early lease is opened.
-    LendEarly(Req),
+    OpenLeaseEarly(Req),
     /// The forward pass has ended.
     Finish(Req),
     /// The step loop receives the end of a lease that ended before its prefill.
@@ -205,7 +205,7 @@ impl Producer {
         Ok(())
     }
 
-    fn lend_early(&mut self, req: Req, says: &mut Vec<ProducerOutput>) -> Result<(), String> {
+    fn open_lease_early(&mut self, req: Req, outputs: &mut Vec<ProducerOutput>) -> Result<(), String> {
         let PrefillJob::Running(block) = self.view.jobs[usize::from(req)] else {
             unreachable!("only what runs")
         };
@@ -220,27 +220,27 @@ impl Producer {
                 self.ledger.grow(self.handle(lease), 1);
             }
             self.view.jobs[usize::from(req)] = PrefillJob::Lending(block);
-            says.push(ProducerOutput::Lending(req, lease));
+            outputs.push(ProducerOutput::Lending(req, lease));
         }
         Ok(())
     }
 
     /// All blocks of an early lease are computed.
-    fn seal(&mut self, req: Req, block: BlockId, says: &mut Vec<ProducerOutput>) -> Result<(), String> {
+    fn seal(&mut self, req: Req, block: BlockId, outputs: &mut Vec<ProducerOutput>) -> Result<(), String> {
         let lease = self.own(req);
         self.now = self.now.after(Duration::from_micros(1));
         self.view.blocks[block.index()] = Content::Of(lease);
         let forgets = self.bounds.has(Mutation::NeverSealed);
         let sealed = forgets || self.ledger.seal(self.handle(lease), self.now);
-        says.push(ProducerOutput::Ends(req, sealed.then_some(lease)));
+        outputs.push(ProducerOutput::Ends(req, sealed.then_some(lease)));
         self.end_hold(req, block)
     }
 
-    fn finish(&mut self, req: Req, says: &mut Vec<ProducerOutput>) -> Result<(), String> {
+    fn finish(&mut self, req: Req, outputs: &mut Vec<ProducerOutput>) -> Result<(), String> {
         let job = std::mem::replace(&mut self.view.jobs[usize::from(req)], PrefillJob::None);
         let block = match job {
             PrefillJob::Running(block) => block,
-            PrefillJob::Lending(block) => return self.seal(req, block, says),
+            PrefillJob::Lending(block) => return self.seal(req, block, outputs),
             PrefillJob::None | PrefillJob::Waiting => unreachable!("only what runs finishes"),
         };
         self.view.blocks[block.index()] = Content::Of(self.own(req));
@@ -263,11 +263,11 @@ impl Producer {
                 self.view.opened += u8::from(self.bounds.has(Mutation::EarlierEpochAccepted));
                 self.view.blocks_of[usize::from(req)] =
                     self.bounds.has(Mutation::AbortIsASecondFinish).then_some(block);
-                says.push(ProducerOutput::Lent(req, lease));
+                outputs.push(ProducerOutput::Lent(req, lease));
             }
             Err(refused) => {
                 self.free(refused.spec.blocks[0], lease)?;
-                says.push(ProducerOutput::Empty(req));
+                outputs.push(ProducerOutput::Empty(req));
             }
         }
         Ok(())
@@ -315,7 +315,7 @@ impl Producer {
         Reader { consumer, of: self.bounds.ranks.into(), rank: Rank(rank.into()) }
     }
 
-    fn finish_read(&mut self, lease: LocalLease, reader: ReaderName, says: &mut Vec<ProducerOutput>) {
+    fn finish_read(&mut self, lease: LocalLease, reader: ReaderName, outputs: &mut Vec<ProducerOutput>) {
         let handle = self.handle(lease);
         let verdict = self.ledger.finish_read(handle, self.reader(reader), self.now);
         if self.bounds.has(Mutation::ReadersAreCounted) && self.view.valid.contains(&reader) {
@@ -329,7 +329,7 @@ impl Producer {
         if verdict == Verdict::Valid {
             self.view.valid.insert(reader);
         }
-        says.push(if verdict == Verdict::Valid { ProducerOutput::Valid } else { ProducerOutput::Gone });
+        outputs.push(if verdict == Verdict::Valid { ProducerOutput::Valid } else { ProducerOutput::Gone });
     }
 
     /// Frees the blocks of ended leases, after a check of the reason.
@@ -391,10 +391,10 @@ impl Producer {
         Ok(())
     }
 
-    fn crash(&mut self, says: &mut Vec<ProducerOutput>) {
+    fn crash(&mut self, outputs: &mut Vec<ProducerOutput>) {
         for req in ROUNDS.into_iter().filter(|&req| self.view.jobs[usize::from(req)] != PrefillJob::None) {
             let lends = matches!(self.view.jobs[usize::from(req)], PrefillJob::Lending(_));
-            says.push(if lends { ProducerOutput::Ends(req, None) } else { ProducerOutput::Broken(req) });
+            outputs.push(if lends { ProducerOutput::Ends(req, None) } else { ProducerOutput::Broken(req) });
         }
         let life = self.view.life + 1;
         *self = Self::born(&self.bounds);
@@ -402,30 +402,34 @@ impl Producer {
         self.view.life = life;
     }
 
-    fn hear(&mut self, input: ProducerInput, says: &mut Vec<ProducerOutput>) -> Result<(), String> {
+    fn take_input(&mut self, input: ProducerInput, outputs: &mut Vec<ProducerOutput>) -> Result<(), String> {
         match input {
             ProducerInput::Prefill(req, PrefillAdmission::Take) => {
                 if self.ledger.was_released_early(&name(req)) {
-                    says.push(ProducerOutput::Empty(req));
+                    outputs.push(ProducerOutput::Empty(req));
                 } else {
                     self.view.jobs[usize::from(req)] = self.start(req);
                 }
             }
-            ProducerInput::Prefill(req, PrefillAdmission::TooFull) => says.push(ProducerOutput::TooFull(req)),
-            ProducerInput::Prefill(req, PrefillAdmission::Refuse) => says.push(ProducerOutput::Refused(req)),
+            ProducerInput::Prefill(req, PrefillAdmission::TooFull) => {
+                outputs.push(ProducerOutput::TooFull(req))
+            }
+            ProducerInput::Prefill(req, PrefillAdmission::Refuse) => {
+                outputs.push(ProducerOutput::Refused(req))
+            }
             ProducerInput::Start(req) => self.view.jobs[usize::from(req)] = self.start(req),
-            ProducerInput::LendEarly(req) => self.lend_early(req, says)?,
-            ProducerInput::Finish(req) => self.finish(req, says)?,
+            ProducerInput::OpenLeaseEarly(req) => self.open_lease_early(req, outputs)?,
+            ProducerInput::Finish(req) => self.finish(req, outputs)?,
             ProducerInput::EndPrefill(req) => {
                 self.drop_job(req)?;
-                says.push(ProducerOutput::Ends(req, None));
+                outputs.push(ProducerOutput::Ends(req, None));
             }
             ProducerInput::Abort(req) => self.abort(req),
             ProducerInput::TakeMail(req) => {
                 self.view.mail[usize::from(req)] = false;
                 match self.drop_job(req)? {
-                    PrefillJob::Lending(_) => says.push(ProducerOutput::Ends(req, None)),
-                    PrefillJob::Waiting | PrefillJob::Running(_) => says.push(ProducerOutput::Empty(req)),
+                    PrefillJob::Lending(_) => outputs.push(ProducerOutput::Ends(req, None)),
+                    PrefillJob::Waiting | PrefillJob::Running(_) => outputs.push(ProducerOutput::Empty(req)),
                     PrefillJob::None => {
                         if let Some(block) = self.view.blocks_of[usize::from(req)].take() {
                             self.free(block, self.own(req))?;
@@ -440,10 +444,10 @@ impl Producer {
             | ProducerInput::IsReady(lease, _)
                 if !self.knows_epoch(lease) =>
             {
-                says.push(ProducerOutput::Gone);
+                outputs.push(ProducerOutput::Gone);
             }
             ProducerInput::IsReady(lease, reader) => {
-                says.push(match self.ledger.readiness(self.handle(lease), self.reader(reader), 1) {
+                outputs.push(match self.ledger.readiness(self.handle(lease), self.reader(reader), 1) {
                     Readiness::Ready => ProducerOutput::Ready,
                     Readiness::NotYet => return Err("a reader asks before anything has changed".into()),
                     Readiness::Gone => ProducerOutput::Gone,
@@ -452,7 +456,7 @@ impl Producer {
             ProducerInput::ReadBegun(lease, reader) => {
                 let read = self.ledger.begin_read(self.handle(lease), self.reader(reader), 0, 1, self.now);
                 let ready = self.ledger.readiness(self.handle(lease), self.reader(reader), 1);
-                says.push(match read {
+                outputs.push(match read {
                     Ok(blocks) if ready == Readiness::NotYet => ProducerOutput::NotYet(blocks[0]),
                     Ok(blocks) => ProducerOutput::Granted(blocks[0]),
                     Err(ReadError::Gone) => ProducerOutput::Gone,
@@ -460,13 +464,13 @@ impl Producer {
                     Err(ReadError::Range { .. }) => return Err("a block table lost a block".into()),
                 });
             }
-            ProducerInput::ReadDone(lease, reader) => self.finish_read(lease, reader, says),
+            ProducerInput::ReadDone(lease, reader) => self.finish_read(lease, reader, outputs),
             ProducerInput::ReadFailed(lease, reader) => {
                 self.ledger.fail_read(self.handle(lease), self.reader(reader), self.now);
             }
             ProducerInput::Heartbeat(lease) => {
                 let reply = self.ledger.heartbeat(self.handle(lease), self.now);
-                says.push(if reply == HeartbeatReply::Renewed {
+                outputs.push(if reply == HeartbeatReply::Renewed {
                     ProducerOutput::Renewed
                 } else {
                     ProducerOutput::Gone
@@ -482,7 +486,7 @@ impl Producer {
                 self.view.given_up = [false; 4];
                 self.view.valid.clear();
             }
-            ProducerInput::Crash => self.crash(says),
+            ProducerInput::Crash => self.crash(outputs),
             ProducerInput::Restart => self.view.alive = true,
         }
         Ok(())
@@ -537,8 +541,8 @@ impl Actor for Producer {
         Self { bounds: *bounds, now: Time::ZERO, ledger: Ledger::new(TERMS), view }
     }
 
-    fn live(&mut self, input: ProducerInput, says: &mut Vec<ProducerOutput>) -> Result<(), String> {
-        self.hear(input, says)?;
+    fn live(&mut self, input: ProducerInput, outputs: &mut Vec<ProducerOutput>) -> Result<(), String> {
+        self.take_input(input, outputs)?;
         self.settle()?;
         self.check()
     }
@@ -551,7 +555,7 @@ impl Actor for Producer {
         match input {
             ProducerInput::Prefill(req, admission) => ProducerInput::Prefill(by.req(req), admission),
             ProducerInput::Start(req) => ProducerInput::Start(by.req(req)),
-            ProducerInput::LendEarly(req) => ProducerInput::LendEarly(by.req(req)),
+            ProducerInput::OpenLeaseEarly(req) => ProducerInput::OpenLeaseEarly(by.req(req)),
             ProducerInput::Finish(req) => ProducerInput::Finish(by.req(req)),
             ProducerInput::EndPrefill(req) => ProducerInput::EndPrefill(by.req(req)),
             ProducerInput::Abort(req) => ProducerInput::Abort(by.req(req)),

@@ -58,7 +58,7 @@ pub(crate) enum RouterInput {
     Streamed(u8, StreamEnd),
     /// No decode engine can use the handoff: it is released, and the prompt is recomputed.
     HandoffSpent,
-    ClientLeaves,
+    ClientCancels,
     /// An engine has been silent for too long.
     Silence,
     /// The router crashes, and its connections end.
@@ -88,8 +88,8 @@ pub(crate) struct Router {
     pub round: u8,
     /// A decode engine could not use the handoff.
     pub spent: bool,
-    pub asked_prefill: [bool; 4],
-    pub asked_decode: [bool; 4],
+    pub prefill_sent: [bool; 4],
+    pub decode_sent: [bool; 4],
     /// Calls without a complete response. Those to prefill engines are read on after the request has ended.
     pub open_prefill: [bool; 4],
     pub open_decode: [bool; 4],
@@ -117,7 +117,7 @@ const DECODES: u16 = 4;
 impl Router {
     /// Whether any engine has got a leg of this request.
     pub(crate) fn has_begun(&self) -> bool {
-        self.asked_prefill.iter().chain(&self.asked_decode).any(|&asked| asked)
+        self.prefill_sent.iter().chain(&self.decode_sent).any(|&sent| sent)
             || self.exchange.state() != State::Choosing
     }
 
@@ -135,7 +135,7 @@ impl Router {
         }
     }
 
-    fn tell(&mut self, event: Event, says: &mut Vec<RouterOutput>) -> Result<(), String> {
+    fn apply(&mut self, event: Event, outputs: &mut Vec<RouterOutput>) -> Result<(), String> {
         // The request does not wait for a prefill whose handoff it has given up.
         let given_up = matches!(event, Event::HandoffUnusable | Event::StreamCut(_));
         let step = self.exchange.apply(event, Time::ZERO);
@@ -144,11 +144,11 @@ impl Router {
             self.failed = false;
             if let Some(p) = self.computing.take().filter(|_| outcome != Some(Outcome::Completed)) {
                 self.open_prefill[usize::from(p)] = false;
-                says.push(RouterOutput::HangUpPrefill(p));
+                outputs.push(RouterOutput::HangUpPrefill(p));
             }
         }
         for settlement in step.settlements {
-            self.settle(settlement, says)?;
+            self.settle(settlement, outputs)?;
         }
         self.ends += u8::from(step.ended.is_some());
         if self.ends > 1 {
@@ -160,7 +160,7 @@ impl Router {
         Ok(())
     }
 
-    fn settle(&mut self, settlement: Settlement, says: &mut Vec<RouterOutput>) -> Result<(), String> {
+    fn settle(&mut self, settlement: Settlement, outputs: &mut Vec<RouterOutput>) -> Result<(), String> {
         let (kind, engine, output) = match settlement {
             Settlement::AbortPrefill(Attempt(p)) => (0, p as u8, RouterOutput::AbortPrefill(p as u8)),
             Settlement::ReleasePrefill(lent, _) => {
@@ -176,7 +176,7 @@ impl Router {
         if std::mem::replace(&mut self.settled[kind][usize::from(engine)], true) {
             return Err(format!("a settlement is made twice: {settlement:?}"));
         }
-        says.push(output);
+        outputs.push(output);
         Ok(())
     }
 
@@ -209,12 +209,12 @@ impl Router {
     }
 
     /// A prefill has an early lease. Only the request that uses the handoff waits for the prefill's end.
-    fn lent_early(&mut self, p: u8, says: &mut Vec<RouterOutput>) {
+    fn early_lease_opened(&mut self, p: u8, outputs: &mut Vec<RouterOutput>) {
         match self.exchange.state() {
             State::ReadyToDecode(Some(lent)) if lent.attempt == prefill(p) => self.computing = Some(p),
             _ => {
                 self.open_prefill[usize::from(p)] = false;
-                says.push(RouterOutput::HangUpPrefill(p));
+                outputs.push(RouterOutput::HangUpPrefill(p));
             }
         }
     }
@@ -241,16 +241,16 @@ impl Router {
         Event::StreamCut(by)
     }
 
-    fn crash(&mut self, says: &mut Vec<RouterOutput>) {
+    fn crash(&mut self, outputs: &mut Vec<RouterOutput>) {
         for p in (0..4).filter(|&p| self.open_prefill[usize::from(p)]) {
-            says.push(RouterOutput::HangUpPrefill(p));
+            outputs.push(RouterOutput::HangUpPrefill(p));
         }
         for d in (0..4).filter(|&d| self.open_decode[usize::from(d)]) {
-            says.push(RouterOutput::HangUpDecode(d));
+            outputs.push(RouterOutput::HangUpDecode(d));
         }
         // The router forgets everything and settles nothing any more.
-        let asked = (self.asked_prefill, self.asked_decode);
-        *self = Self { crashed: true, asked_prefill: asked.0, asked_decode: asked.1, ..Self::born_empty() };
+        let sent = (self.prefill_sent, self.decode_sent);
+        *self = Self { crashed: true, prefill_sent: sent.0, decode_sent: sent.1, ..Self::born_empty() };
     }
 
     fn born_empty() -> Self {
@@ -260,8 +260,8 @@ impl Router {
             resume: false,
             round: 0,
             spent: false,
-            asked_prefill: [false; 4],
-            asked_decode: [false; 4],
+            prefill_sent: [false; 4],
+            decode_sent: [false; 4],
             open_prefill: [false; 4],
             open_decode: [false; 4],
             computing: None,
@@ -281,12 +281,12 @@ impl Actor for Router {
         Self { resume: bounds.resume, ..Self::born_empty() }
     }
 
-    fn live(&mut self, input: RouterInput, says: &mut Vec<RouterOutput>) -> Result<(), String> {
+    fn live(&mut self, input: RouterInput, outputs: &mut Vec<RouterOutput>) -> Result<(), String> {
         let event = match input {
             RouterInput::AskPrefill(p) => {
-                self.asked_prefill[usize::from(p)] = true;
+                self.prefill_sent[usize::from(p)] = true;
                 self.open_prefill[usize::from(p)] = true;
-                says.push(RouterOutput::Prefill(p));
+                outputs.push(RouterOutput::Prefill(p));
                 Event::PrefillSent(prefill(p))
             }
             RouterInput::SkipPrefill => Event::PrefillSkipped,
@@ -294,8 +294,8 @@ impl Actor for Router {
             RouterInput::GiveUp => Event::Exhausted,
             RouterInput::Prefilled(p, what @ PrefillReply::Lending(_)) => {
                 let event = self.prefilled(p, what);
-                self.tell(event, says)?;
-                self.lent_early(p, says);
+                self.apply(event, outputs)?;
+                self.early_lease_opened(p, outputs);
                 return Ok(());
             }
             RouterInput::Prefilled(p, what) => self.prefilled(p, what),
@@ -312,7 +312,7 @@ impl Actor for Router {
                 let p = self.computing.take().expect("it waits for a prefill");
                 self.open_prefill[usize::from(p)] = false;
                 self.failed = true;
-                says.push(RouterOutput::HangUpPrefill(p));
+                outputs.push(RouterOutput::HangUpPrefill(p));
                 return Ok(());
             }
             RouterInput::ProducerFailed => {
@@ -325,9 +325,9 @@ impl Actor for Router {
                 }
             }
             RouterInput::AskDecode(d) => {
-                self.asked_decode[usize::from(d)] = true;
+                self.decode_sent[usize::from(d)] = true;
                 self.open_decode[usize::from(d)] = true;
-                says.push(RouterOutput::Decode(d, self.handoff()));
+                outputs.push(RouterOutput::Decode(d, self.handoff()));
                 Event::DecodeSent(decode(d))
             }
             // The call was dropped, so its response has no receiver.
@@ -339,7 +339,7 @@ impl Actor for Router {
                 self.open_decode[usize::from(d)] = false;
                 match how {
                     StreamEnd::Complete => {
-                        self.tell(Event::FirstChunk(decode(d)), says)?;
+                        self.apply(Event::FirstChunk(decode(d)), outputs)?;
                         Event::StreamEnded(decode(d))
                     }
                     StreamEnd::Broken => self.broken(decode(d)),
@@ -349,14 +349,14 @@ impl Actor for Router {
                 self.round = 1;
                 Event::HandoffUnusable
             }
-            RouterInput::ClientLeaves => Event::ClientGone,
+            RouterInput::ClientCancels => Event::ClientGone,
             RouterInput::Silence => self.silence().expect("it waits for an engine"),
             RouterInput::Crash => {
-                self.crash(says);
+                self.crash(outputs);
                 return Ok(());
             }
         };
-        self.tell(event, says)
+        self.apply(event, outputs)
     }
 
     fn view(&self) -> Self {
@@ -381,7 +381,7 @@ impl Actor for Router {
             | RouterInput::NotAdmitted
             | RouterInput::GiveUp
             | RouterInput::HandoffSpent
-            | RouterInput::ClientLeaves
+            | RouterInput::ClientCancels
             | RouterInput::Silence
             | RouterInput::ProducerFailed
             | RouterInput::PrefillSilence

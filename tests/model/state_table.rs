@@ -24,7 +24,7 @@ pub(crate) trait Actor {
     fn born(bounds: &Bounds) -> Self;
 
     /// Applies one event. An error describes what it broke.
-    fn live(&mut self, input: Self::Input, says: &mut Vec<Self::Output>) -> Result<(), String>;
+    fn live(&mut self, input: Self::Input, outputs: &mut Vec<Self::Output>) -> Result<(), String>;
 
     fn view(&self) -> Self::View;
 
@@ -71,15 +71,15 @@ impl<P: Actor> StateTable<P> {
     }
 
     /// The result of an event in a state.
-    pub(crate) fn tell(&mut self, id: StateId, input: P::Input) -> Outcome<P> {
+    pub(crate) fn apply(&mut self, id: StateId, input: P::Input) -> Outcome<P> {
         if let Some(known) = self.outcomes.get(&(id, input)) {
             return known.clone();
         }
         let mut actor = self.reborn(id);
-        let mut says = Vec::new();
-        let outcome = actor.live(input, &mut says).map(|()| {
+        let mut outputs = Vec::new();
+        let outcome = actor.live(input, &mut outputs).map(|()| {
             let view = actor.view();
-            (self.enter(view, id, input), Rc::from(says))
+            (self.enter(view, id, input), Rc::from(outputs))
         });
         self.outcomes.insert((id, input), outcome.clone());
         outcome
@@ -92,7 +92,7 @@ impl<P: Actor> StateTable<P> {
         }
         let (parent, input) = self.history[id as usize - 1];
         let parent = self.renamed(parent, by);
-        let (other, _) = self.tell(parent, P::renamed(input, by)).expect("a renamed history is as good");
+        let (other, _) = self.apply(parent, P::renamed(input, by)).expect("a renamed history is as good");
         self.renamed[id as usize][usize::from(by.0)] = Some(other);
         // Every renaming is its own inverse.
         let back = self.renamed(other, by);

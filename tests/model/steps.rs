@@ -49,10 +49,10 @@ pub(crate) enum Step {
     HandoffSpent(Req),
     /// The router gives up a decode engine whose blocks will not be computed.
     ProducerFailed(Req),
-    ClientLeaves(Req),
+    ClientCancels(Req),
     // P.
     Start(u8, Req),
-    LendEarly(u8, Req),
+    OpenLeaseEarly(u8, Req),
     Finish(u8, Req),
     EndPrefill(u8, Req),
     TakeMail(u8, Req),
@@ -105,7 +105,7 @@ impl SystemModel {
         }
         if into.is_empty() {
             // Every step that needs no waiting has been taken.
-            self.may_be_left(scene)?;
+            self.check_no_lease_left(scene)?;
             for p in 0..self.bounds.prefill {
                 let view = self.producers.view(scene.prefill[usize::from(p)]);
                 let lends = view.ledger.live.iter().any(has_clock);
@@ -118,9 +118,9 @@ impl SystemModel {
             }
         }
         // Optional steps: a run must end well without them.
-        for req in (0..self.bounds.requests).filter(|_| self.bounds.clients_leave && scene.router_up) {
+        for req in (0..self.bounds.requests).filter(|_| self.bounds.clients_cancel && scene.router_up) {
             let view = self.routers.view(scene.router[usize::from(req)]);
-            into.extend((view.has_begun() && !view.is_over()).then_some(Step::ClientLeaves(req)));
+            into.extend((view.has_begun() && !view.is_over()).then_some(Step::ClientCancels(req)));
         }
         if scene.faults_left > 0 {
             self.faults(scene, into);
@@ -129,7 +129,7 @@ impl SystemModel {
     }
 
     /// Without a fault no block may need the clock to become free.
-    fn may_be_left(&self, scene: &WorkingState) -> Result<(), String> {
+    fn check_no_lease_left(&self, scene: &WorkingState) -> Result<(), String> {
         let lent = scene.prefill.iter().any(|&p| !self.producers.view(p).ledger.live.is_empty());
         if lent && scene.faults_left == self.bounds.faults {
             return Err(
@@ -208,7 +208,7 @@ impl SystemModel {
             Exchanging::Choosing => {
                 let mut untried: Vec<_> = prefill
                     .map(|p| view.round << 1 | p)
-                    .filter(|&p| !view.asked_prefill[usize::from(p)])
+                    .filter(|&p| !view.prefill_sent[usize::from(p)])
                     .collect();
                 if view.round == 1 && self.bounds.fallback {
                     untried.clear();
@@ -223,7 +223,7 @@ impl SystemModel {
             Exchanging::ReadyToDecode(lent) => {
                 let untried: Vec<_> = decode
                     .map(|d| view.round << 1 | d)
-                    .filter(|&d| !view.asked_decode[usize::from(d)])
+                    .filter(|&d| !view.decode_sent[usize::from(d)])
                     .collect();
                 // After some failures no other engine is tried.
                 let spent = view.spent && view.round == 0 && lent.is_some() && self.bounds.recompute;
@@ -253,7 +253,9 @@ impl SystemModel {
                     into.push(Step::Finish(p, req));
                     // A recomputation gets no early lease, and neither does an aborted request.
                     let known = view.ledger.released_early.contains(&name(req));
-                    into.extend((self.bounds.early && req < 2 && !known).then_some(Step::LendEarly(p, req)));
+                    into.extend(
+                        (self.bounds.early && req < 2 && !known).then_some(Step::OpenLeaseEarly(p, req)),
+                    );
                 }
                 PrefillJob::Lending(_) => {
                     into.push(Step::Finish(p, req));
@@ -307,11 +309,11 @@ impl SystemModel {
     fn lease_is_over(&self, scene: &WorkingState, lease: Option<LeaseName>) -> bool {
         lease.is_some_and(|lease| {
             let view = self.producers.view(scene.prefill[usize::from(lease.p)]);
-            let said = |number: &u16| matches!(self.messages.get(*number), Message::LeaseGone(reader) if reader.req == lease.local.req);
+            let is_notified = |number: &u16| matches!(self.messages.get(*number), Message::LeaseGone(reader) if reader.req == lease.local.req);
             let over = view.ledger.live.iter().all(|live| live.blocks.iter().all(|block| {
                 view.blocks[block.index()].owner() != Some(lease.local.tag())
             }));
-            view.alive && view.life == lease.local.life && over && !scene.net.iter().any(said)
+            view.alive && view.life == lease.local.life && over && !scene.net.iter().any(is_notified)
         })
     }
 
@@ -476,9 +478,9 @@ impl fmt::Display for Step {
             }
             Self::NotAdmitted(req) => write!(f, "the router has no room for {}", r(req)),
             Self::GiveUp(req) => write!(f, "the router gives {} up", r(req)),
-            Self::ClientLeaves(req) => write!(f, "the client of {} leaves", r(req)),
+            Self::ClientCancels(req) => write!(f, "the client of {} leaves", r(req)),
             Self::Start(at, req) => write!(f, "{} starts {}", p(at), r(req)),
-            Self::LendEarly(at, req) => write!(f, "{} lends {} while it computes it", p(at), r(req)),
+            Self::OpenLeaseEarly(at, req) => write!(f, "{} lends {} while it computes it", p(at), r(req)),
             Self::Finish(at, req) => write!(f, "{} finishes {}", p(at), r(req)),
             Self::EndPrefill(at, req) => {
                 write!(f, "{}'s step loop hears that the lease of {} has ended", p(at), r(req))

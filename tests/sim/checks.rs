@@ -70,7 +70,7 @@ impl Sim {
         for (index, client) in self.clients.asks.iter().enumerate() {
             let outcome = self.routers[client.router].outcome(index);
             match (client.end, outcome) {
-                (None, _) => found.push(format!("I6: client {index} was never told an end")),
+                (None, _) => found.push(format!("I6: client {index} received no end")),
                 (Some(ClientEnd::Complete), Some(outcome)) if outcome != Outcome::Completed => {
                     found.push(format!("I6: client {index} says complete, its router {outcome:?}"));
                 }

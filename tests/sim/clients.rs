@@ -28,7 +28,7 @@ pub struct Client {
     pub ask: Arc<ClientRequest>,
     pub aggregate: bool,
     pub arrives: Micros,
-    pub leaves: Option<Micros>,
+    pub cancel_after: Option<Micros>,
     silently: bool,
     pub router: usize,
     conn: Option<ConnId>,
@@ -52,7 +52,7 @@ impl Clients {
             }),
             aggregate: client.aggregate,
             arrives: client.arrives,
-            leaves: client.leaves,
+            cancel_after: client.cancel_after,
             silently: client.silently,
             router: client.router,
             conn: None,
@@ -65,7 +65,7 @@ impl Clients {
 }
 
 impl Sim {
-    pub fn client_asks(&mut self, client: usize) {
+    pub fn client_sends(&mut self, client: usize) {
         let router = self.clients.asks[client].router;
         match self.connect(Node::Clients, Node::Router(router), Purpose::Ask(client)) {
             Some(conn) => {
@@ -77,19 +77,19 @@ impl Sim {
         }
     }
 
-    pub fn client_leaves(&mut self, client: usize) {
-        let asked = &mut self.clients.asks[client];
-        if asked.end.is_some() {
+    pub fn client_cancels(&mut self, client: usize) {
+        let cancelled = &mut self.clients.asks[client];
+        if cancelled.end.is_some() {
             return;
         }
-        asked.end = Some(ClientEnd::Left);
-        let (conn, silently) = (asked.conn, asked.silently);
+        cancelled.end = Some(ClientEnd::Left);
+        let (conn, silently) = (cancelled.conn, cancelled.silently);
         let Some(conn) = conn else { return };
         if silently {
             self.counts.client_silent += 1;
             self.silence(conn);
         } else {
-            self.counts.client_left += 1;
+            self.counts.client_cancelled += 1;
             self.close(conn, Side::Caller);
         }
     }
@@ -111,7 +111,7 @@ impl Sim {
         let client = &mut self.clients.asks[index];
         if client.end.is_some() {
             if !matches!(packet, Packet::End) {
-                self.wrong(format!("I6: client {index} heard {packet:?} after its end"));
+                self.wrong(format!("I6: client {index} received {packet:?} after its end"));
             }
             return;
         }
@@ -121,8 +121,8 @@ impl Sim {
                 let right = client.right.get(*at).copied();
                 *at += 1;
                 if right != Some(token) {
-                    let said = format!("token {token} where the model says {right:?}");
-                    self.wrong(format!("wrong text: client {index}, choice {choice}: {said}"));
+                    let detail = format!("token {token} where the model says {right:?}");
+                    self.wrong(format!("wrong text: client {index}, choice {choice}: {detail}"));
                 }
             }
             Packet::Message(Msg::Complete) => {

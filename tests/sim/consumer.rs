@@ -313,7 +313,7 @@ impl Sim {
             return self.give_up(engine, &target);
         }
         self.report(engine, id, Report::TransferDone);
-        if self.mutated(Mutation::VerdictNotAsked) {
+        if self.mutated(Mutation::VerdictSkipped) {
             self.close(conn, Side::Caller);
             return self.verdict(engine, id, Verification::Valid);
         }

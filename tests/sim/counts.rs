@@ -14,7 +14,7 @@ macro_rules! counts {
 }
 
 counts! {
-    client_left: "fault: client leaves",
+    client_cancelled: "fault: client leaves",
     client_silent: "fault: client goes silent",
     crash_prefill: "fault: crash of P",
     crash_decode: "fault: crash of D",
@@ -51,7 +51,7 @@ counts! {
     stored: "seen: blocks stored in a tier",
     loaded: "seen: blocks loaded from a tier",
     gone: "seen: verdicts gone",
-    lent_early: "seen: leases opened before their prefill was done",
+    early_leases: "seen: leases opened before their prefill was done",
     unready: "seen: reads that waited for a prefill",
     fetched: "seen: leases fetched",
     released: "seen: leases released",

@@ -61,7 +61,7 @@ impl Sim {
                     self.poke(engine);
                     self.send(conn, Side::Callee, Msg::Done);
                 }
-                other => self.producer_asked(engine, conn, other),
+                other => self.producer_receives(engine, conn, other),
             },
         }
     }
@@ -244,8 +244,8 @@ impl Sim {
         if let SeqEvent::Finished(end) = &event {
             let booked = self.engine(engine).world().ended(id);
             if booked.is_some_and(|reason| reason != end.reason) {
-                let said = end.reason;
-                return self.wrong(format!("I6: the event log has {booked:?}, the HTTP side got {said:?}"));
+                let sent = end.reason;
+                return self.wrong(format!("I6: the event log has {booked:?}, the HTTP side got {sent:?}"));
             }
         }
         let front = self.engines[engine].fronts.get_mut(&conn).expect("it has just spoken");
@@ -260,7 +260,7 @@ impl Sim {
                 SeqEvent::Started { .. } | SeqEvent::Token(_) => return,
                 SeqEvent::EarlyHandoff(handoff) => {
                     front.lent = Some(handoff.handle);
-                    self.counts.lent_early += 1;
+                    self.counts.early_leases += 1;
                     return self.send(conn, Side::Callee, Msg::Prefilled(Ok(Some(handoff))));
                 }
                 SeqEvent::Finished(end) if end.reason == FinishReason::Abort => Err(503),
@@ -283,7 +283,7 @@ impl Sim {
         match event {
             SeqEvent::Started { .. } if !accepted => self.send(conn, Side::Callee, Msg::Accepted),
             SeqEvent::Started { .. } => {}
-            SeqEvent::EarlyHandoff(_) => self.wrong("a sequence that lends nothing told of a lease".into()),
+            SeqEvent::EarlyHandoff(_) => self.wrong("a sequence without a lease reported one".into()),
             SeqEvent::Token(sampled) => {
                 self.send(conn, Side::Callee, Msg::Chunk { choice, token: sampled.token });
             }

@@ -58,7 +58,7 @@ const VIOLATIONS_MAX: usize = 20;
 /// Each planted fault must be found within this many seeds.
 const MUTATION_SEEDS: u64 = 50_000;
 
-pub fn say(line: &str) {
+pub fn print_line(line: &str) {
     // The reader of the output may have closed it.
     let _ = writeln!(std::io::stdout(), "{line}");
 }
@@ -108,8 +108,8 @@ fn many(from: u64, seeds: u64) -> ExitCode {
                     // The sum does not depend on the order of the seeds.
                     sum.trace = sum.trace.wrapping_add(rng::mix(verdict.trace));
                     if let Some(violation) = verdict.violation {
-                        say(&format!("seed {seed}: {violation}"));
-                        say(&format!("replay: cargo test --release --test sim -- --seed {seed}"));
+                        print_line(&format!("seed {seed}: {violation}"));
+                        print_line(&format!("replay: cargo test --release --test sim -- --seed {seed}"));
                         sum.violations.push((seed, violation));
                     }
                 }
@@ -119,16 +119,16 @@ fn many(from: u64, seeds: u64) -> ExitCode {
     let sum = sum.into_inner().unwrap();
     let seconds = start.elapsed().as_secs_f64();
     for (what, count) in sum.counts.lines() {
-        say(&format!("{count:>12}  {what}"));
+        print_line(&format!("{count:>12}  {what}"));
     }
-    say(&format!(
+    print_line(&format!(
         "{:.0} seeds/s, {:.0} simulated hours, {} events, {threads} threads, trace {:016x}",
         seeds as f64 / seconds,
         sum.micros as f64 / 3.6e9,
         sum.events,
         sum.trace
     ));
-    say(&format!("seeds {seeds} violations {}", sum.violations.len()));
+    print_line(&format!("seeds {seeds} violations {}", sum.violations.len()));
     if sum.violations.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
@@ -142,10 +142,10 @@ fn mutations() -> bool {
         });
         match found {
             Some((seed, violation)) => {
-                say(&format!("planted {mutation:?}: found by seed {seed}: {violation}"));
+                print_line(&format!("planted {mutation:?}: found by seed {seed}: {violation}"));
             }
             None => {
-                say(&format!("planted {mutation:?}: NOT FOUND within {MUTATION_SEEDS} seeds"));
+                print_line(&format!("planted {mutation:?}: NOT FOUND within {MUTATION_SEEDS} seeds"));
                 all = false;
             }
         }
@@ -166,8 +166,8 @@ fn main() -> ExitCode {
     }
     if let Some(seed) = value("--seed") {
         let verdict = run(seed, Mutation::None, true);
-        say(&format!("seed {seed}: {}", verdict.violation.as_deref().unwrap_or("no violation")));
-        say(&format!("trace {:016x}, {} events", verdict.trace, verdict.events));
+        print_line(&format!("seed {seed}: {}", verdict.violation.as_deref().unwrap_or("no violation")));
+        print_line(&format!("trace {:016x}, {} events", verdict.trace, verdict.events));
         return if verdict.violation.is_none() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     if let Some(seeds) = value("--seeds") {

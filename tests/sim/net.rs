@@ -50,7 +50,7 @@ pub struct Conn {
     /// The connection delivers nothing any more, without a notice.
     silent: bool,
     /// The time of the caller's last received message.
-    pub heard: Micros,
+    pub last_received: Micros,
 }
 
 impl Conn {
@@ -116,7 +116,7 @@ impl Sim {
             return None;
         }
         let ends = [end(from), end(to)];
-        self.net.conns.push(Conn { ends, purpose, silent: false, heard: self.now });
+        self.net.conns.push(Conn { ends, purpose, silent: false, last_received: self.now });
         Some(ConnId(self.net.conns.len() - 1))
     }
 
@@ -133,7 +133,12 @@ impl Sim {
             self.counts.duplicated += 1;
             self.counts.duplicate_id += u64::from(matches!(msg, Msg::Prefill(_) | Msg::Decode(..)));
             let ends = self.net.conns[conn.0].ends.clone();
-            self.net.conns.push(Conn { ends, purpose: Purpose::Ghost, silent: false, heard: self.now });
+            self.net.conns.push(Conn {
+                ends,
+                purpose: Purpose::Ghost,
+                silent: false,
+                last_received: self.now,
+            });
             let ghost = ConnId(self.net.conns.len() - 1);
             let copy = msg.clone();
             self.carry(ghost, from.other(), Packet::Message(copy));
@@ -210,7 +215,7 @@ impl Sim {
             return None;
         }
         if to == Side::Caller {
-            self.net.conns[conn.0].heard = self.now;
+            self.net.conns[conn.0].last_received = self.now;
         }
         if matches!(packet, Packet::End) {
             self.net.conns[conn.0].ends[to as usize].open = false;

@@ -33,7 +33,7 @@ pub struct ServedRead {
 
 impl Sim {
     /// Handles a consumer's message.
-    pub fn producer_asked(&mut self, engine: usize, conn: ConnId, msg: Msg) {
+    pub fn producer_receives(&mut self, engine: usize, conn: ConnId, msg: Msg) {
         let world = self.engine(engine).world();
         let (now, ours) = (world.time(), world.epoch());
         let reply = match msg {

@@ -102,7 +102,7 @@ impl Sim {
                     let gone =
                         self.routers[router].requests.iter().find(|(_, r)| r.client == conn).map(|(k, _)| *k);
                     if let Some(client) = gone {
-                        self.tell(router, client, Fact::ClientGone);
+                        self.step_exchange(router, client, Fact::ClientGone);
                     }
                 }
             };
@@ -128,7 +128,7 @@ impl Sim {
                 let waiting =
                     self.routers[router].requests.get(&client).is_some_and(|r| r.prefill == Some(conn));
                 if waiting {
-                    self.tell(router, client, Fact::PrefillFailed(attempt, Failure::Unknown));
+                    self.step_exchange(router, client, Fact::PrefillFailed(attempt, Failure::Unknown));
                     self.next_prefill(router, client);
                 }
                 if self.routers[router].requests.get(&client).is_some_and(|r| r.computing == Some(conn)) {
@@ -165,7 +165,7 @@ impl Sim {
         };
         self.routers[router].requests.insert(client, request);
         if aggregate {
-            self.tell(router, client, Fact::PrefillSkipped);
+            self.step_exchange(router, client, Fact::PrefillSkipped);
             self.next_decode(router, client);
         } else {
             self.next_prefill(router, client);
@@ -173,7 +173,7 @@ impl Sim {
     }
 
     /// Reports an event to the machine, starts its settlements, and reports the outcome to the client.
-    fn tell(&mut self, router: usize, client: usize, fact: Fact) {
+    fn step_exchange(&mut self, router: usize, client: usize, fact: Fact) {
         let now = Time(self.now);
         let Some(request) = self.routers[router].requests.get_mut(&client) else { return };
         let over = request.exchange.outcome().is_some();
@@ -228,17 +228,17 @@ impl Sim {
             };
             let Some(engine) = engine else {
                 if self.setup.fall_back {
-                    self.tell(router, client, Fact::PrefillSkipped);
+                    self.step_exchange(router, client, Fact::PrefillSkipped);
                     return self.next_decode(router, client);
                 }
-                return self.tell(router, client, Fact::Exhausted);
+                return self.step_exchange(router, client, Fact::Exhausted);
             };
             let attempt = self.attempt(router, client, engine);
             self.request(router, client).prefills.push(engine);
-            self.tell(router, client, Fact::PrefillSent(attempt));
+            self.step_exchange(router, client, Fact::PrefillSent(attempt));
             let purpose = Purpose::Prefill(client, attempt);
             let Some(conn) = self.connect(Node::Router(router), Node::Engine(engine), purpose) else {
-                self.tell(router, client, Fact::PrefillFailed(attempt, Failure::NotReached));
+                self.step_exchange(router, client, Fact::PrefillFailed(attempt, Failure::NotReached));
                 continue;
             };
             self.request(router, client).prefill = Some(conn);
@@ -263,7 +263,7 @@ impl Sim {
                 Packet::Message(Msg::PrefillOver(Ok(()))) => {
                     request.computing = None;
                     self.close(conn, Side::Caller);
-                    self.tell(router, client, Fact::PrefillEnded(attempt));
+                    self.step_exchange(router, client, Fact::PrefillEnded(attempt));
                 }
                 _ => self.computing_failed(router, conn, client),
             };
@@ -289,7 +289,7 @@ impl Sim {
             Packet::Message(_) => Fact::PrefillFailed(attempt, Failure::Answered),
             Packet::End => Fact::PrefillFailed(attempt, Failure::Unknown),
         };
-        self.tell(router, client, fact);
+        self.step_exchange(router, client, fact);
         if current {
             match fact {
                 Fact::PrefillLeased(..) | Fact::PrefillEmpty(_) => self.next_decode(router, client),
@@ -324,14 +324,14 @@ impl Sim {
             } else {
                 None
             };
-            let Some(engine) = engine else { return self.tell(router, client, Fact::Exhausted) };
+            let Some(engine) = engine else { return self.step_exchange(router, client, Fact::Exhausted) };
             self.counts.second_decode += u64::from(!tried.is_empty() && handoff.is_some());
             let attempt = self.attempt(router, client, engine);
             self.request(router, client).decodes.push(engine);
-            self.tell(router, client, Fact::DecodeSent(attempt));
+            self.step_exchange(router, client, Fact::DecodeSent(attempt));
             let purpose = Purpose::Decode(client, attempt);
             let Some(conn) = self.connect(Node::Router(router), Node::Engine(engine), purpose) else {
-                self.tell(router, client, Fact::DecodeFailed(attempt, Failure::NotReached));
+                self.step_exchange(router, client, Fact::DecodeFailed(attempt, Failure::NotReached));
                 continue;
             };
             self.request(router, client).decode = Some(conn);
@@ -351,25 +351,27 @@ impl Sim {
         let Some(request) = self.routers[router].requests.get(&client) else { return };
         let (to, accepted) = (request.client, self.accepted(router, client));
         match packet {
-            Packet::Message(Msg::Accepted) => self.tell(router, client, Fact::DecodeAccepted(attempt)),
+            Packet::Message(Msg::Accepted) => {
+                self.step_exchange(router, client, Fact::DecodeAccepted(attempt))
+            }
             Packet::Message(Msg::Chunk { choice, token }) => {
                 if !accepted {
-                    self.tell(router, client, Fact::DecodeAccepted(attempt));
+                    self.step_exchange(router, client, Fact::DecodeAccepted(attempt));
                 }
                 if !self.streaming(router, client) {
-                    self.tell(router, client, Fact::FirstChunk(attempt));
+                    self.step_exchange(router, client, Fact::FirstChunk(attempt));
                 }
                 self.send(to, Side::Callee, Msg::Text { choice, token });
             }
             Packet::Message(Msg::Decoded) => {
                 self.close(conn, Side::Caller);
-                self.tell(router, client, Fact::StreamEnded(attempt));
+                self.step_exchange(router, client, Fact::StreamEnded(attempt));
             }
             Packet::Message(Msg::Refused(status)) => {
                 self.close(conn, Side::Caller);
                 match (accepted, status < 500) {
-                    (true, _) => self.tell(router, client, Fact::StreamBroken(attempt)),
-                    (false, true) => self.tell(router, client, Fact::DecodeRefused(attempt)),
+                    (true, _) => self.step_exchange(router, client, Fact::StreamBroken(attempt)),
+                    (false, true) => self.step_exchange(router, client, Fact::DecodeRefused(attempt)),
                     (false, false) => self.decode_broke(router, client, attempt, Failure::Answered),
                 }
             }
@@ -380,9 +382,9 @@ impl Sim {
 
     fn decode_broke(&mut self, router: usize, client: usize, attempt: Attempt, failure: Failure) {
         if self.accepted(router, client) {
-            self.tell(router, client, Fact::StreamBroken(attempt));
+            self.step_exchange(router, client, Fact::StreamBroken(attempt));
         } else {
-            self.tell(router, client, Fact::DecodeFailed(attempt, failure));
+            self.step_exchange(router, client, Fact::DecodeFailed(attempt, failure));
             if self.routers[router].requests.get(&client).is_some_and(|r| r.exchange.outcome().is_none()) {
                 self.next_decode(router, client);
             }

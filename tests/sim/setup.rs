@@ -33,7 +33,7 @@ pub struct EngineSetup {
 #[derive(Clone, Debug)]
 pub struct ClientSetup {
     pub arrives: Micros,
-    pub leaves: Option<Micros>,
+    pub cancel_after: Option<Micros>,
     /// The client disconnects without a notice.
     pub silently: bool,
     pub prompt: Vec<u32>,
@@ -80,7 +80,7 @@ pub struct Setup {
 pub enum Mutation {
     None,
     /// A reader does not check whether the lease was live for the whole read (the stale read).
-    VerdictNotAsked,
+    VerdictSkipped,
     /// The producer receives no release for a request that was refused or aborted (vLLM #41269).
     ReleasesNotSent,
     /// A lease that has ended returns its blocks twice (vLLM #25067).
@@ -105,7 +105,7 @@ impl Mutation {
         Self::SentTooSoon,
         Self::DamageBelieved,
         Self::RevokedLoadWrites,
-        Self::VerdictNotAsked,
+        Self::VerdictSkipped,
         Self::ReleasesNotSent,
         Self::GivenBackTwice,
         Self::ReleaseDoesNotDrain,
@@ -116,7 +116,7 @@ impl Mutation {
     pub fn shows_as(self) -> &'static [&'static str] {
         match self {
             Self::None => &[],
-            Self::VerdictNotAsked | Self::DamageBelieved | Self::SentTooSoon => &["stale KV", "wrong text"],
+            Self::VerdictSkipped | Self::DamageBelieved | Self::SentTooSoon => &["stale KV", "wrong text"],
             Self::RevokedLoadWrites => &["I3", "wrong text"],
             Self::ReleaseDoesNotDrain => &["stale KV", "wrong text", "I3: freed"],
             Self::ReleasesNotSent => &["expired"],
@@ -139,7 +139,7 @@ impl Setup {
         let span = if dice.percent(60) { dice.stretch(20_000, SECOND) } else { dice.between(1, 12) * SECOND };
         let mut clients = clients(dice, routers, span, block_tokens);
         if naive_router {
-            clients.iter_mut().for_each(|client| client.leaves = None);
+            clients.iter_mut().for_each(|client| client.cancel_after = None);
         }
         let calm_from = span + dice.between(5, 60) * SECOND;
         let mut faults =
@@ -263,7 +263,7 @@ fn clients(dice: &mut SimRng, routers: usize, span: Micros, block_tokens: usize)
         prompt.extend((0..own).map(|_| dice.below(crate::device::VOCAB) as u32));
         family.push(prompt);
     }
-    let leave_percent = *dice.pick(&[0, 20, 50, 90]);
+    let cancel_percent = *dice.pick(&[0, 20, 50, 90]);
     (0..dice.between(2, 20))
         .map(|_| {
             let mut prompt = dice.pick(&family).clone();
@@ -272,7 +272,7 @@ fn clients(dice: &mut SimRng, routers: usize, span: Micros, block_tokens: usize)
             }
             ClientSetup {
                 arrives: dice.below(span),
-                leaves: dice.percent(leave_percent).then(|| dice.stretch(50, 4 * SECOND)),
+                cancel_after: dice.percent(cancel_percent).then(|| dice.stretch(50, 4 * SECOND)),
                 silently: dice.percent(10),
                 prompt,
                 max_new: dice.between(1, 14) as usize,

@@ -51,8 +51,8 @@ pub enum Event {
     SettleAgain(usize, usize),
     /// The router stops reading an abandoned prefill.
     StopListening(ConnId),
-    ClientAsks(usize),
-    ClientLeaves(usize),
+    ClientSends(usize),
+    ClientCancels(usize),
     Fault(Fault),
     /// No faults happen from now on.
     Calm,
@@ -131,9 +131,9 @@ impl Sim {
             setup,
         };
         for client in 0..sim.clients.asks.len() {
-            sim.at(sim.clients.asks[client].arrives, Event::ClientAsks(client));
-            if let Some(after) = sim.clients.asks[client].leaves {
-                sim.at(sim.clients.asks[client].arrives + after, Event::ClientLeaves(client));
+            sim.at(sim.clients.asks[client].arrives, Event::ClientSends(client));
+            if let Some(after) = sim.clients.asks[client].cancel_after {
+                sim.at(sim.clients.asks[client].arrives + after, Event::ClientCancels(client));
             }
         }
         for (at, fault) in sim.setup.faults.clone() {
@@ -152,13 +152,13 @@ impl Sim {
             }
             self.now = queued.at;
             events += 1;
-            let for_whom = match (&queued.whose, &queued.event) {
+            let receiver = match (&queued.whose, &queued.event) {
                 (Some((node, life)), _) if self.life(*node) != *life => continue,
                 (Some((node, _)), _) => Some(*node),
                 (None, Event::Arrives(conn, side, _)) => Some(self.net.conns[conn.0].end(*side).0),
                 (None, _) => None,
             };
-            if let Some(until) = for_whom.and_then(|node| self.paused(node)) {
+            if let Some(until) = receiver.and_then(|node| self.paused(node)) {
                 // A stopped process does nothing. Messages wait in its sockets.
                 self.queue.push(Reverse(QueuedEvent { at: until, ..queued }));
                 continue;
@@ -207,8 +207,8 @@ impl Sim {
             Event::Silence(conn, bound) => self.silent(conn, bound),
             Event::SettleAgain(router, settlement) => self.settle(router, settlement),
             Event::StopListening(conn) => self.close(conn, Side::Caller),
-            Event::ClientAsks(client) => self.client_asks(client),
-            Event::ClientLeaves(client) => self.client_leaves(client),
+            Event::ClientSends(client) => self.client_sends(client),
+            Event::ClientCancels(client) => self.client_cancels(client),
             Event::Fault(fault) => self.fault(fault),
             Event::Calm => self.calm_down(),
         }
@@ -242,7 +242,7 @@ impl Sim {
         if !open.is_open(Side::Caller) {
             return;
         }
-        let quiet_for = self.now - open.heard;
+        let quiet_for = self.now - open.last_received;
         if quiet_for < bound {
             let (node, _) = open.end(Side::Caller);
             return self.later(node, bound - quiet_for, Event::Silence(conn, bound));
@@ -317,7 +317,7 @@ impl Sim {
 
     pub fn narrate(&self, what: impl FnOnce() -> String) {
         if self.narrate {
-            crate::say(&format!("{:>12} {}", self.now, what()));
+            crate::print_line(&format!("{:>12} {}", self.now, what()));
         }
     }
 
@@ -333,8 +333,8 @@ impl Sim {
             Event::Silence(conn, _) => 8 | (conn.0 as u64) << 8,
             Event::SettleAgain(_, settlement) => 9 | (*settlement as u64) << 8,
             Event::StopListening(conn) => 10 | (conn.0 as u64) << 8,
-            Event::ClientAsks(client) => 11 | (*client as u64) << 8,
-            Event::ClientLeaves(client) => 12 | (*client as u64) << 8,
+            Event::ClientSends(client) => 11 | (*client as u64) << 8,
+            Event::ClientCancels(client) => 12 | (*client as u64) << 8,
             Event::Fault(_) => 13,
             Event::Calm => 14,
             Event::StopSeen(_, seq) => 15 | seq << 8,

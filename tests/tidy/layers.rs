@@ -10,10 +10,12 @@ use super::{assert_none, files, sources};
 /// The layers of each source folder, bottom first.
 const LAYERS: &[(&str, &[&str])] = &[
     ("bench/src/", &["common", "load", "sim", "parts", "systems", "disconnect", "ops", "chart"]),
-    ("connector/src/", &["limits", "time", "id", "memory", "handoff", "machines", "transport"]),
+    ("connector/src/", &["limits", "time", "id", "labels", "memory", "handoff", "machines", "transport"]),
+    ("engine/check/src/", &["software", "open", "golden_text", "parity", "kernels"]),
     (
         "engine/src/",
         &[
+            "log_span",
             "event_log",
             "model",
             "sampling",
@@ -27,7 +29,6 @@ const LAYERS: &[(&str, &[&str])] = &[
             "run",
             "server",
             "engine",
-            "check",
         ],
     ),
     (

@@ -1,6 +1,6 @@
 //! Rules for pages: links resolve, commands parse, tests exist.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::process::Command;
 
@@ -91,7 +91,7 @@ fn targets(line: &str) -> Vec<&str> {
 }
 
 #[test]
-fn every_link_between_pages_leads_somewhere() {
+fn every_link_between_pages_resolves() {
     let (mut broken, mut followed) = (Vec::new(), 0);
     for (name, text) in pages() {
         let folder = root().join(&name).parent().expect("a page is in a folder").to_path_buf();
@@ -142,57 +142,116 @@ fn commands(page: &str, what: &str) -> Vec<(usize, String)> {
     found
 }
 
-#[test]
-fn every_test_that_a_page_tells_to_run_is_there() {
-    let manifests: String = files()
-        .into_iter()
-        .filter(|(name, _)| name.ends_with("Cargo.toml"))
-        .map(|(_, path)| fs::read_to_string(path).expect("a manifest is text"))
-        .collect();
-    let is_target = |name: &str| {
-        manifests.contains(&format!("name = \"{name}\""))
-            || files().keys().any(|file| {
-                file.ends_with(&format!("tests/{name}.rs"))
-                    || file.ends_with(&format!("tests/{name}/main.rs"))
-            })
-    };
-    let mut known = String::new();
-    for (name, text) in sources() {
-        known += &name.replace(".rs", "").replace('/', " ");
-        text.split("fn ").skip(1).for_each(|rest| {
-            known.push(' ');
-            known += rest.split(['(', '<']).next().unwrap_or_default();
-        });
+/// The folder of each package, by its name.
+fn packages() -> BTreeMap<String, String> {
+    let manifests = files().into_iter().filter(|(name, _)| name.ends_with("Cargo.toml"));
+    let named = manifests.filter_map(|(name, path)| {
+        let text = fs::read_to_string(path).expect("a manifest is text");
+        let package = text.split_once("[package]")?.1.split_once("name = \"")?.1.split('"').next()?;
+        Some((package.to_owned(), name.strip_suffix("Cargo.toml")?.to_owned()))
+    });
+    named.collect()
+}
+
+/// A `cargo test` command: its package, its target and its filters.
+#[derive(Debug, Default)]
+struct TestCommand<'a> {
+    package: Option<&'a str>,
+    target: Option<&'a str>,
+    all: bool,
+    filters: Vec<&'a str>,
+}
+
+impl<'a> TestCommand<'a> {
+    fn of(command: &'a str) -> Self {
+        let (mut read, mut words) = (Self::default(), command.split_whitespace().skip(2));
+        while let Some(word) = words.next() {
+            match word {
+                "--test" => read.target = words.next(),
+                "-p" => read.package = words.next(),
+                "--workspace" => read.all = true,
+                // Options of a harness that have values.
+                "--seed" | "--seeds" | "--from" | "--rounds" | "--test-threads" => drop(words.next()),
+                option if option.starts_with(['-', '[', ']']) || option.ends_with(']') => {}
+                filter => read.filters.push(filter),
+            }
+        }
+        read
     }
+
+    /// The path of a function as a test harness of this command would print it; `None` if it runs another target.
+    fn path(&self, folder: Option<&str>, file: &str) -> Option<String> {
+        let below = match folder {
+            Some(folder) => file.strip_prefix(folder)?,
+            None => &file[file.find("src/").or_else(|| file.find("tests/"))?..],
+        };
+        let module = match (below.strip_prefix("src/"), below.strip_prefix("tests/")) {
+            (Some(module), _) if self.target.is_none() => module.to_owned(),
+            (_, Some(rest)) => {
+                let (target, module) = rest.split_once(['/', '.'])?;
+                self.target.is_none_or(|wanted| wanted == target).then(|| module.to_owned())?
+            }
+            _ => return None,
+        };
+        let module = module.strip_suffix(".rs").unwrap_or(&module);
+        let module = module.strip_suffix("/mod").or(module.strip_suffix("main")).unwrap_or(module);
+        Some(module.replace('/', "::"))
+    }
+}
+
+/// What is wrong with a `cargo test` command.
+fn mistake(command: &str, packages: &BTreeMap<String, String>) -> Option<String> {
+    let read = TestCommand::of(command);
+    let folder = match (read.package, read.all) {
+        (Some(package), _) => match packages.get(package) {
+            Some(folder) => Some(folder.as_str()),
+            None => return Some(format!("no package {package}")),
+        },
+        (None, true) => None,
+        (None, false) => Some(""),
+    };
+    let mut paths = Vec::new();
+    for (file, text) in sources() {
+        let Some(module) = read.path(folder, &file) else { continue };
+        paths.push(format!("{module}::"));
+        for rest in text.split("fn ").skip(1) {
+            let name = rest.split(['(', '<']).next().unwrap_or_default();
+            paths.extend([format!("{module}::{name}"), format!("{module}::tests::{name}")]);
+        }
+    }
+    if paths.is_empty() {
+        return Some("no such target".to_owned());
+    }
+    let unknown = read.filters.iter().find(|filter| !paths.iter().any(|path| path.contains(**filter)));
+    unknown.map(|filter| format!("no test matches {filter}"))
+}
+
+#[test]
+fn every_test_command_of_a_page_names_a_test() {
+    let packages = packages();
     let (mut broken, mut seen) = (Vec::new(), 0);
     for (page, text) in pages() {
         for (number, command) in commands(&text, "cargo test") {
             seen += 1;
-            let mut words = command.split_whitespace().skip(2);
-            while let Some(word) = words.next() {
-                let good = match word {
-                    "--test" => words.next().is_some_and(is_target),
-                    "-p" => {
-                        words.next().is_some_and(|name| manifests.contains(&format!("name = \"{name}\"")))
-                    }
-                    // Options of a harness that have values.
-                    "--seed" | "--seeds" | "--from" | "--rounds" | "--test-threads" => words.next().is_some(),
-                    option if option.starts_with(['-', '[', ']']) => true,
-                    value if value.ends_with(']') => true,
-                    filter => filter.split("::").all(|part| known.contains(part)),
-                };
-                if !good {
-                    broken.push(format!("{page}:{number}: {command}"));
-                }
-            }
+            let wrong = mistake(&command, &packages);
+            broken.extend(wrong.map(|wrong| format!("{page}:{number}: {command}: {wrong}")));
         }
     }
     assert!(seen > 30, "only {seen} commands were seen");
     assert_none(&broken, "tests that are not there");
+    for wrong in [
+        "cargo test -p baton-absent",
+        "cargo test --test absent",
+        "cargo test -p baton-engine check::",
+        "cargo test -p baton-connector --test golden scheduler",
+        "cargo test --workspace no_test_has_this_name",
+    ] {
+        assert!(mistake(wrong, &packages).is_some(), "{wrong}");
+    }
 }
 
 #[test]
-fn every_command_of_ours_on_a_page_is_understood() {
+fn every_baton_command_on_a_page_parses() {
     let help = |command: &[&str]| {
         let output = Command::new(env!("CARGO_BIN_EXE_baton")).args(command).arg("--help").output();
         let output = output.expect("the binary runs");
@@ -241,7 +300,7 @@ fn every_command_of_ours_on_a_page_is_understood() {
 }
 
 #[test]
-fn pages_that_name_tests_name_only_those_that_exist() {
+fn test_names_on_pages_exist() {
     let all: String = sources().map(|(_, text)| text).collect();
     let plain = |word: &&str| {
         word.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
@@ -291,7 +350,7 @@ fn every_table_of_figures_in_the_comparison_names_its_command_its_day_and_its_re
 }
 
 #[test]
-fn the_comparison_of_leavers_is_what_its_report_says() {
+fn the_comparison_of_cancels_matches_its_report() {
     let read = |path: &str| fs::read_to_string(root().join(path)).expect("it is there");
     let report: serde_json::Value =
         serde_json::from_str(&read("bench/results/compare/2026-11-23-vllm-zen5.json")).expect("JSON");
@@ -318,5 +377,41 @@ fn the_comparison_of_leavers_is_what_its_report_says() {
             let off = (number(told) - measured).abs();
             assert!(off <= 0.5 && off <= 0.05 + measured * 0.005, "{row:?}: {key} is {measured}");
         }
+    }
+}
+
+/// The states of each diagram of ARCHITECTURE.md, with the source that the line above the diagram names.
+fn diagrams(page: &str) -> Vec<(String, BTreeSet<String>)> {
+    let mut found = Vec::new();
+    for part in page.split("```mermaid\nstateDiagram-v2\n").collect::<Vec<_>>().windows(2) {
+        let above = part[0].trim_end().lines().last().unwrap_or_default();
+        let source = above.split('`').nth(1).unwrap_or_default().to_owned();
+        let diagram = part[1].split("```").next().unwrap_or_default();
+        let ends = |line: &str| -> Vec<String> {
+            let arrow = line.split(':').next().unwrap_or_default();
+            arrow.split("-->").map(|end| end.trim().to_owned()).collect()
+        };
+        let states = diagram.lines().flat_map(ends).filter(|state| state != "[*]" && !state.is_empty());
+        found.push((source, states.collect()));
+    }
+    found
+}
+
+/// The variants of `enum State` in a source.
+fn states(source: &str) -> BTreeSet<String> {
+    let body = source.split_once("pub enum State {\n").map_or("", |(_, rest)| rest);
+    let body = body.split_once("\n}").map_or("", |(body, _)| body);
+    let variants = body.lines().map(str::trim).filter(|line| line.starts_with(|c: char| c.is_uppercase()));
+    variants.map(|line| line.trim_end_matches(',').split('(').next().unwrap_or_default().to_owned()).collect()
+}
+
+#[test]
+fn state_diagrams_have_the_states_of_their_machines() {
+    let page = fs::read_to_string(root().join("ARCHITECTURE.md")).expect("it is there");
+    let diagrams = diagrams(&page);
+    assert_eq!(diagrams.len(), 3);
+    for (source, drawn) in diagrams {
+        let text = fs::read_to_string(root().join(&source)).expect("the source of a machine");
+        assert_eq!(drawn, states(&text), "{source}: states of ARCHITECTURE.md, then of the machine");
     }
 }

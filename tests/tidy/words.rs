@@ -68,7 +68,7 @@ const LONG_COMMENTS: &[(&str, usize)] =
     &[("bench/", 0), ("connector/", 0), ("engine/", 6), ("router/", 4), ("src/", 0), ("tests/", 0)];
 /// Allowed banned words in string literals, such as log lines and errors, by folder.
 const IN_STRINGS: &[(&str, usize)] =
-    &[("bench/", 0), ("connector/", 0), ("engine/", 0), ("router/", 3), ("src/", 0), ("tests/", 0)];
+    &[("bench/", 0), ("connector/", 0), ("engine/", 0), ("router/", 0), ("src/", 0), ("tests/", 0)];
 /// Maximum characters of a help text.
 const HELP_MAX: usize = 120;
 
@@ -303,7 +303,7 @@ fn help_texts_are_short_and_metavars_are_types() {
 }
 
 #[test]
-fn a_term_of_the_glossary_stands_there_once() {
+fn each_term_of_the_glossary_is_defined_once() {
     let page = fs::read_to_string(root().join("docs/reference/glossary.md")).expect("the page is there");
     let terms: Vec<&str> = page
         .lines()
@@ -316,7 +316,7 @@ fn a_term_of_the_glossary_stands_there_once() {
 }
 
 #[test]
-fn the_rules_see_what_they_are_for() {
+fn the_rules_detect_planted_violations() {
     let long = format!("One. {} end.", "word ".repeat(40));
     assert_eq!(too_long(&long, 30), Some(41));
     assert_eq!(too_long(&plain("Short: yes. `a b c` is one word."), 3), Some(4));

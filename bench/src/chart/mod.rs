@@ -22,6 +22,7 @@ use serde_json::Value;
 
 use self::bars::{Bar, BarGroup, BarScale, Chart};
 use crate::BenchError;
+use crate::disconnect::grouped;
 use crate::systems::compare::gap_value;
 
 const LEAKS: &str = "compare/2026-11-23-vllm-zen5.json";
@@ -322,15 +323,7 @@ fn number(value: f64) -> String {
     if value < 100.0 && value.fract() != 0.0 {
         return format!("{value:.1}");
     }
-    let digits = format!("{value:.0}");
-    let mut out = String::new();
-    for (place, digit) in digits.chars().enumerate() {
-        if place > 0 && (digits.len() - place) % 3 == 0 {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
+    grouped(&format!("{value:.0}"))
 }
 
 #[cfg(test)]
@@ -343,7 +336,7 @@ mod tests {
 
     /// `BATON_WRITE_DOCS=1` writes the charts.
     #[test]
-    fn charts_are_what_the_results_say() {
+    fn charts_match_the_results() {
         let drawn = draw(&root().join("bench/results")).expect("the reports");
         let assets = root().join("docs/assets");
         let mut other = Vec::new();

@@ -302,13 +302,13 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_is_told_in_one_line_and_cut_between_letters() {
+    fn a_refusal_is_one_line_cut_at_a_character_boundary() {
         assert_eq!(first_words(b"show the token\r\n as a bearer\n"), "show the token as a bearer");
         assert_eq!(first_words("é".repeat(999).as_bytes()), "é".repeat(REFUSAL_CHARS_MAX));
     }
 
     #[tokio::test]
-    async fn who_cannot_be_asked_is_named_with_the_cause() {
+    async fn an_unreachable_service_is_named_with_the_cause() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let there = listener.local_addr().expect("an address");
         let ask = async |place: &str| {

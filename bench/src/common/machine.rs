@@ -1,11 +1,19 @@
 //! The machine, date, commit and command of a report.
 
+use std::io;
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use serde::Serialize;
 
 /// The date, as in `2026-11-22`, UTC.
 pub(crate) fn today() -> String {
     let now = time::OffsetDateTime::now_utc();
     format!("{:04}-{:02}-{:02}", now.year(), u8::from(now.month()), now.day())
+}
+
+/// Seconds since 1970.
+pub(crate) fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
 /// Provenance of a number: date, commit, machine, driver and command.
@@ -87,16 +95,25 @@ pub(crate) fn described() -> String {
         (read("/proc/cpuinfo"), read("/proc/meminfo"), read("/proc/sys/kernel/osrelease"));
     let names = processors.lines().filter_map(|line| line.strip_prefix("model name")?.split_once(": "));
     let names: Vec<_> = names.map(|(_, name)| name).collect();
-    let kib = memory
-        .lines()
-        .find_map(|line| line.strip_prefix("MemTotal:")?.trim().split(' ').next()?.parse::<u64>().ok());
     format!(
         "{} × {}, {} GiB, Linux {}",
         names.len(),
         names.first().unwrap_or(&"unknown processor"),
-        kib.unwrap_or(0) >> 20,
+        kib(&memory, "MemTotal:").unwrap_or(0) >> 20,
         kernel.trim()
     )
+}
+
+/// The KiB in the line of a file in `/proc` that begins with `key`.
+pub(crate) fn kib(text: &str, key: &str) -> Option<u64> {
+    let rest = text.lines().find_map(|line| line.strip_prefix(key))?;
+    rest.trim().split(' ').next()?.parse().ok()
+}
+
+/// Resident memory of a process, given by its id or as `self`, in bytes.
+pub(crate) fn resident_bytes(process: impl std::fmt::Display) -> io::Result<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status"))?;
+    kib(&status, "VmRSS:").map(|kib| kib << 10).ok_or_else(|| io::Error::other("no VmRSS"))
 }
 
 #[cfg(test)]
@@ -108,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_says_where_it_comes_from() {
+    fn a_report_contains_its_machine_and_commit() {
         let origin = super::Provenance::of(Some("580.159, CUDA 13.0".into()));
         let json = serde_json::to_value(&origin).unwrap();
         for key in ["date", "commit", "machine", "driver", "command"] {
@@ -122,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn niceness_is_read_whatever_the_program_is_called() {
+    fn niceness_is_parsed_for_any_program_name() {
         let stat = "7 (a) b) (c) S 1 7 7 0 -1 4194304 9 0 0 0 1 2 0 0 35 -15 3 0 100 0 0";
         assert_eq!(super::nice_of(stat), Some(-15));
         assert_eq!(super::nice_of("7 (a) S 1"), None);

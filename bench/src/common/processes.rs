@@ -6,6 +6,8 @@ use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use super::machine::resident_bytes;
+
 /// Time that a process has to end after its standard input is closed.
 const END_WITHIN: Duration = Duration::from_secs(5);
 
@@ -64,10 +66,7 @@ impl ChildProcess {
 
     /// Resident memory, bytes.
     pub(crate) fn resident(&self) -> io::Result<u64> {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
-        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-        let kib = resident.and_then(|rest| rest.trim().split(' ').next()?.parse::<u64>().ok());
-        kib.map(|kib| kib << 10).ok_or_else(|| io::Error::other("no VmRSS"))
+        resident_bytes(self.child.id())
     }
 }
 

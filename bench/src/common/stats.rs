@@ -80,21 +80,28 @@ pub(crate) struct Spread {
 impl Spread {
     /// `None` without runs.
     pub(crate) fn of(runs: Vec<f64>) -> Option<Self> {
-        let mut sorted = runs.clone();
-        sorted.sort_by(f64::total_cmp);
-        let (min, max) = (*sorted.first()?, *sorted.last()?);
-        let middle = sorted.len() / 2;
-        let median = match sorted.len() % 2 {
-            1 => sorted[middle],
-            _ => f64::midpoint(sorted[middle - 1], sorted[middle]),
-        };
-        Some(Self { median, min, max, runs })
+        let min = runs.iter().copied().min_by(f64::total_cmp)?;
+        let max = runs.iter().copied().max_by(f64::total_cmp)?;
+        Some(Self { median: median(runs.clone())?, min, max, runs })
     }
+}
+
+/// The middle value, or halfway between the middle two; `None` without values.
+pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    let upper = *values.get(middle)?;
+    Some(if values.len() % 2 == 1 { upper } else { f64::midpoint(values[middle - 1], upper) })
 }
 
 /// Rounds to a millionth. No measurement is more precise, and people read the reports.
 pub(crate) fn rounded(value: f64) -> f64 {
     (value * 1e6).round() / 1e6
+}
+
+/// Rounds to a thousandth: a ratio, or a measurement in a coarse unit.
+pub(crate) fn thousandths(value: f64) -> f64 {
+    (value * 1e3).round() / 1e3
 }
 
 fn write_rounded<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
@@ -131,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn every_statistic_agrees_with_another_way_to_compute_it() {
+    fn every_statistic_matches_a_second_computation() {
         let mut rng = Rng::new(1);
         for round in 0..400 {
             let count = usize::try_from(rng.below(if round % 4 == 0 { 4 } else { 1_100 })).expect("small");
@@ -161,7 +168,7 @@ mod tests {
 
     #[test]
     fn few_samples_are_what_they_are() {
-        assert_eq!(percentile(&[], 50.0), None);
+        assert_eq!((percentile(&[], 50.0), median(Vec::new())), (None, None));
         assert!(SampleSummary::of(Vec::new(), &PERCENTILES).is_none() && Spread::of(Vec::new()).is_none());
         let one = SampleSummary::of(vec![3.0], &PERCENTILES).expect("a sample");
         assert_eq!((one.mean, one.deviation, one.percentile(99.0)), (3.0, 0.0, Some(3.0)));

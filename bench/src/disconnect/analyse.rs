@@ -15,7 +15,7 @@ pub(crate) mod uncancelled;
 pub(crate) mod units;
 pub(crate) mod vanished;
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 
 use self::abort_delivery::AbortDelays;
 use self::dist::Dist;
@@ -29,65 +29,83 @@ use super::plan::phase::{CancelKind, Phase};
 use super::record::raw::{CallRecord, EngineRecord, Record, SegmentKind};
 use super::record::retries::RetryCounts;
 
+/// The cancelled requests of a run, and the effect of groups of them on the engines.
+struct RunCancels<'a> {
+    data: &'a RunData,
+    cancelled: Vec<CancelledCall<'a>>,
+    /// Requests of vanished clients. A deployment cannot know at once that a host has vanished, so they are counted
+    /// separately.
+    vanished: Vec<CancelledCall<'a>>,
+    abort_delays: AbortDelays,
+}
+
+impl<'a> RunCancels<'a> {
+    fn of(data: &'a RunData) -> Self {
+        let (vanished, cancelled): (Vec<_>, Vec<_>) =
+            data.cancelled_calls().into_iter().partition(|request| request.call.vanishes());
+        let abort_delays = AbortDelays::of(&cancelled);
+        Self { data, cancelled, vanished, abort_delays }
+    }
+
+    fn group(&self, of: impl Fn(&CancelledCall<'_>) -> bool) -> CancelGroup {
+        let all = self.cancelled.iter().chain(&self.vanished);
+        let chosen: Vec<_> = all.filter(|request| of(request)).collect();
+        let ran_on = Some(abort_delivery::count_unaborted(&chosen, &self.abort_delays));
+        CancelGroup { ran_on, ..cancel_group(&chosen, self.data) }
+    }
+
+    /// A row for each phase in which these calls were cancelled or intended to be.
+    fn phases(&self, of: impl Fn(&CallRecord) -> bool) -> Vec<PhaseRow> {
+        let row = |phase: Phase| {
+            let aims = |call: &CallRecord| call.leaves.and_then(|leaves| leaves.phase) == Some(phase);
+            let aimed = self.data.calls.iter().filter(|call| of(call) && aims(call)).count() as u64;
+            let group = self.group(|request| of(request.call) && request.phase == Some(phase));
+            (aimed + group.cancelled > 0).then_some(PhaseRow { phase, aimed, group })
+        };
+        Phase::ALL.into_iter().filter_map(row).collect()
+    }
+
+    fn kinds(&self) -> Vec<KindRow> {
+        CancelKind::ALL.into_iter().filter_map(|kind| self.kind(kind)).collect()
+    }
+
+    fn kind(&self, kind: CancelKind) -> Option<KindRow> {
+        let data = self.data;
+        let planned = |call: &CallRecord| call.leaves.is_some_and(|leaves| leaves.kind == kind);
+        let count = |of: &dyn Fn(&CallRecord) -> bool| {
+            data.calls.iter().filter(|call| planned(call) && of(call)).count() as u64
+        };
+        // Fault segments do not count here, neither for cancelled nor for completed requests.
+        let served = count(&|call| call.outcome == "done" && call.left_us.is_some() && data.counts(call));
+        let too_late = count(&|call| data.is_over_too_soon(call));
+        let dropped_by_server = count(&|call| data.is_dropped_by_server(call));
+        let of_kind = data.calls.iter().filter(|call| planned(call));
+        let tags: HashSet<&str> = of_kind.map(|call| call.tag.as_str()).collect();
+        let is_retry = |call: &&CallRecord| {
+            call.retries.as_deref().is_some_and(|first| tags.contains(first)) && data.counts(call)
+        };
+        let retries = RetryCounts::of(data.calls.iter().filter(is_retry));
+        let group = self.group(|request| planned(request.call));
+        let row = KindRow { kind, served, too_late, dropped_by_server, retries, group };
+        (row.group.cancelled + served + too_late > 0).then_some(row)
+    }
+}
+
 /// The summary of a run.
 pub(crate) fn summary(records: &[Record]) -> Summary {
     let data = RunData::of(records);
-    // A deployment cannot know at once that a host has vanished: vanished clients are counted separately.
-    let (vanished, cancelled): (Vec<_>, Vec<_>) =
-        data.cancelled_calls().into_iter().partition(|request| request.call.vanishes());
-    let abort_delays = AbortDelays::of(&cancelled);
-    let group = |of: &dyn Fn(&CancelledCall<'_>) -> bool| {
-        let chosen: Vec<_> = cancelled.iter().chain(&vanished).filter(|request| of(request)).collect();
-        let ran_on = Some(abort_delivery::count_unaborted(&chosen, &abort_delays));
-        CancelGroup { ran_on, ..cancel_group(&chosen, &data) }
-    };
-    let aimed_at = |call: &CallRecord| call.leaves.and_then(|leaves| leaves.phase);
-    let phases = |vanish: bool| {
-        let of = |phase| {
-            let ours = |call: &CallRecord| call.vanishes() == vanish && aimed_at(call) == Some(phase);
-            let aimed = data.calls.iter().filter(|call| ours(call)).count() as u64;
-            let group = group(&|request| request.call.vanishes() == vanish && request.phase == Some(phase));
-            (aimed + group.cancelled > 0).then_some(PhaseRow { phase, aimed, group })
-        };
-        Phase::ALL.into_iter().filter_map(of).collect::<Vec<_>>()
-    };
-    let kind_of: HashMap<&str, CancelKind> =
-        data.calls.iter().filter_map(|call| Some((call.tag.as_str(), call.leaves?.kind))).collect();
-    let kinds = CancelKind::ALL.into_iter().filter_map(|kind| {
-        let is = |call: &CallRecord| call.leaves.is_some_and(|leaves| leaves.kind == kind);
-        // Fault segments do not count here, neither for cancelled nor for completed requests.
-        let served = |call: &&CallRecord| {
-            is(call) && call.outcome == "done" && call.left_us.is_some() && data.counts(call)
-        };
-        let served = data.calls.iter().filter(served).count() as u64;
-        let over = |call: &&CallRecord| is(call) && data.is_over_too_soon(call);
-        let too_late = data.calls.iter().filter(over).count() as u64;
-        let dropped_by_server = |call: &&CallRecord| is(call) && data.is_dropped_by_server(call);
-        let dropped_by_server = data.calls.iter().filter(dropped_by_server).count() as u64;
-        let again = |call: &&CallRecord| {
-            let first = call.retries.as_deref();
-            first.is_some_and(|first| kind_of.get(first) == Some(&kind)) && data.counts(call)
-        };
-        let retries = RetryCounts::of(data.calls.iter().filter(again));
-        let group = group(&|request| is(request.call));
-        (group.cancelled + served + too_late > 0).then_some(KindRow {
-            kind,
-            served,
-            too_late,
-            dropped_by_server,
-            retries,
-            group,
-        })
-    });
+    let cancels = RunCancels::of(&data);
+    let RunCancels { cancelled, vanished, abort_delays, .. } = &cancels;
+    let vanished_group = cancels.group(|request| request.call.vanishes());
     let mut summary = Summary {
         load: RunLoad::of(&data),
         exact: data.exact(),
         requests: data.calls.len() as u64,
         cancelled: cancelled.len() as u64,
-        all: group(&|request| !request.call.vanishes()),
-        phases: phases(false),
-        kinds: kinds.collect(),
-        vanished: vanished::of(&data, &vanished, group(&|request| request.call.vanishes()), phases(true)),
+        all: cancels.group(|request| !request.call.vanishes()),
+        phases: cancels.phases(|call| !call.vanishes()),
+        kinds: cancels.kinds(),
+        vanished: vanished::of(&data, vanished, vanished_group, cancels.phases(CallRecord::vanishes)),
         not_played: data.not_played.clone(),
         refused: refused(&data),
         calm: service(&data, &data.segments_of(SegmentKind::Calm)),
@@ -96,7 +114,7 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         calm_paired: paired_service(&data),
         ttft_p99_over_calm_paired: uncancelled::ttft_p99_over_calm_paired(&data),
         uncancelled: uncancelled::compare(&data),
-        work: abort_delivery::rows(&cancelled, &abort_delays).into_iter().map(|(row, _)| row).collect(),
+        work: abort_delivery::rows(cancelled, abort_delays).into_iter().map(|(row, _)| row).collect(),
         faults: faults::rows(&data),
         excused_leases: findings::excused_leases(&data),
         engines: data.engines.iter().map(|engine| engine_row(&data, engine)).collect(),
@@ -106,11 +124,11 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         events_lost: data.lost,
         interrupted: data.interrupted.is_some(),
         failed: data.failed.clone(),
-        series: series::of(&data, &cancelled, &vanished),
+        series: series::of(&data, cancelled, vanished),
         findings: Vec::new(),
         run: data.run.clone(),
     };
-    summary.findings = findings::of(&data, &cancelled, &vanished, &summary);
+    summary.findings = findings::of(&data, cancelled, vanished, &summary);
     summary
 }
 

@@ -25,7 +25,7 @@ use std::time::SystemTime;
 use crate::BenchError;
 use analyse::summary::Summary;
 pub use plan::options::{DisconnectOptions, ReportOptions};
-pub(crate) use report::escaped;
+pub(crate) use report::{escaped, grouped};
 
 /// Runs the benchmark and writes its folder.
 ///

@@ -2,15 +2,13 @@
 
 mod page;
 mod svg;
-
-use std::fmt::Write as _;
+mod text;
 
 use serde_json::{Value, json};
 
 use super::analyse::dist::Dist;
 use super::analyse::summary::{
-    CancelGroup, FaultRow, PairedComparison, PlotData, SLOWER, SampledSummary, ServiceLevels, StormCancels,
-    Summary, VanishedSummary,
+    CancelGroup, PairedComparison, PlotData, SampledSummary, ServiceLevels, StormCancels, Summary,
 };
 use super::analyse::units::format_ms;
 use super::plan::phase::{CancelKind, Phase};
@@ -18,6 +16,7 @@ use crate::common::stats::{Spread, rounded};
 
 pub(crate) use page::page;
 pub(crate) use svg::escaped;
+pub(crate) use text::text;
 
 /// A percentile, or a dash where nothing was measured.
 fn percentile(dist: &Dist, of: impl Fn(&Dist) -> f64) -> String {
@@ -56,26 +55,21 @@ const NOT_COMPARED: &str = "No comparison with other gateways: `baton bench comp
 /// A number of uncancelled requests above the target, reported as a finding or not.
 fn above(number: &PairedComparison) -> String {
     let PairedComparison { measure, percentile, calm_ms, storm_ms, over, rounds_above, slower, .. } = number;
+    let (measure, calm, storm) = (measure.label(), format_ms(*calm_ms), format_ms(*storm_ms));
+    let (median, rounds) = (over.median, over.runs.len());
+    let verdict = if *slower { "a finding" } else { "no finding: within chance" };
     format!(
-        "{} p{percentile} {:.2} × ({} to {}; {rounds_above} of {} rounds; {})",
-        measure.label(),
-        over.median,
-        format_ms(*calm_ms),
-        format_ms(*storm_ms),
-        over.runs.len(),
-        if *slower { "a finding" } else { "no finding: within chance" },
+        "{measure} p{percentile} {median:.2} × ({calm} to {storm}; {rounds_above} of {rounds} rounds; {verdict})"
     )
 }
 
 /// How many requests of the storms were to be cancelled, and how many were in time.
 fn storm_cancels(cancels: &StormCancels) -> String {
     let StormCancels { requests, drawn, in_time, share_in_time } = cancels;
+    let [requests, drawn, in_time] = [requests, drawn, in_time].map(|number| count(*number));
+    let percent = share_in_time * 100.0;
     format!(
-        "Storms, all rounds: {} of {} requests were selected for a cancel. {} were cancelled before they completed ({:.1} % of all).",
-        count(*drawn),
-        count(*requests),
-        count(*in_time),
-        share_in_time * 100.0
+        "Storms, all rounds: {drawn} of {requests} requests were selected for a cancel. {in_time} were cancelled before they completed ({percent:.1} % of all)."
     )
 }
 
@@ -135,15 +129,6 @@ fn excused(summary: &Summary) -> Option<String> {
     })
 }
 
-/// Whether a number of uncancelled requests is a finding, and how far it is from that.
-fn slower(number: &PairedComparison) -> String {
-    match number.named_by_ms {
-        Some(more) => format!("a finding from {} more", format_ms(more)),
-        None if number.slower => "SLOWER".into(),
-        None => "slower, but in less than three of four rounds".into(),
-    }
-}
-
 /// Block-seconds from samples of metrics, with their error.
 fn from_samples(sampled: &SampledSummary) -> String {
     let SampledSummary { held, unknown_engines, per_1000, per_1000_off_by } = sampled;
@@ -151,15 +136,11 @@ fn from_samples(sampled: &SampledSummary) -> String {
         0 => String::new(),
         engines => format!(", without {engines} engines that cannot be sampled"),
     };
+    let (per, per_off) = (decimals(*per_1000), decimals(*per_1000_off_by));
+    let (total, total_off) = (decimals(held.block_seconds), decimals(held.off_by));
+    let (looks, quiet, longest) = (count(held.looks), count(held.quiet_looks), held.longest_unseen_s);
     format!(
-        "from samples{without}: {} ± {}, total {} ± {} ({} samples, {} without open requests; longest interval between those {:.1} s)",
-        decimals(*per_1000),
-        decimals(*per_1000_off_by),
-        decimals(held.block_seconds),
-        decimals(held.off_by),
-        count(held.looks),
-        count(held.quiet_looks),
-        held.longest_unseen_s
+        "from samples{without}: {per} ± {per_off}, total {total} ± {total_off} ({looks} samples, {quiet} without open requests; longest interval between those {longest:.1} s)"
     )
 }
 
@@ -176,7 +157,11 @@ fn decimals(value: f64) -> String {
 
 /// A count with thousands separators.
 fn count(value: u64) -> String {
-    let digits = value.to_string();
+    grouped(&value.to_string())
+}
+
+/// Digits with thousands separators.
+pub(crate) fn grouped(digits: &str) -> String {
     let mut out = String::new();
     for (at, digit) in digits.chars().enumerate() {
         if at > 0 && (digits.len() - at).is_multiple_of(3) {
@@ -206,219 +191,4 @@ fn stalls(summary: &Summary) -> Option<String> {
         rate.stall_ms,
         count(u64::from(rate.stall_max_tokens))
     ))
-}
-
-/// The lines of one fault.
-fn of_fault(fault: &FaultRow) -> String {
-    let FaultRow { stayed, cancelled: left, .. } = fault;
-    let mut out = format!("{}: ", fault.fault);
-    let met = fault.met.as_ref();
-    let _ = match met {
-        None => write!(out, "not injected"),
-        Some(met) if met.phases.is_empty() => write!(out, "{} in flight", met.requests),
-        Some(met) => write!(out, "{} in flight ({})", met.requests, met.by_phase()),
-    };
-    if met.is_some_and(|met| met.requests > 0) {
-        let (stayed, failed) = (fault.stayed_in_flight, fault.failed_in_flight);
-        let _ = write!(out, ", {stayed} of them uncancelled, {failed} of those failed");
-    }
-    let _ = write!(
-        out,
-        "\n  uncancelled: {} of {} requests failed, {} of them after the recovery; E2E p50 {}, p99 {}, max {}",
-        stayed.errors,
-        stayed.requests,
-        fault.errors_after,
-        percentile(&stayed.e2e_ms, |dist| dist.p50),
-        percentile(&stayed.e2e_ms, |dist| dist.p99),
-        percentile(&stayed.e2e_ms, |dist| dist.max),
-    );
-    let _ = write!(
-        out,
-        "\n  cancelled: {}, {} stranded; time to free p50 {}, max {}; all blocks free after {}",
-        left.cancelled,
-        known(left, || count(left.stranded)),
-        percentile(&left.time_to_free_ms, |dist| dist.p50),
-        percentile(&left.time_to_free_ms, |dist| dist.max),
-        fault.all_free_ms.map_or_else(|| "not within its segment".into(), format_ms),
-    );
-    if let Some(retries) = fault.retries.describe() {
-        let _ = write!(out, "\n  {retries}");
-    }
-    out
-}
-
-/// The text for a terminal.
-pub(crate) fn text(summary: &Summary) -> String {
-    let mut out = String::new();
-    let mut line = |text: String| {
-        out.push_str(text.trim_end());
-        out.push('\n');
-    };
-    let run = &summary.run;
-    line(format!(
-        "{} requests to {} ({}), {} cancelled",
-        count(summary.requests),
-        run.model,
-        run.target,
-        count(summary.cancelled)
-    ));
-    let nice = run.nice.map_or_else(String::new, |nice| format!(", at nice {nice}"));
-    line(format!("by `{}`{nice}", run.command));
-    if let Some(load) = &summary.load {
-        line(format!("{load}"));
-    }
-    if !summary.exact {
-        line(
-            "Not every engine has an event log. Phases are the intended ones, and blocks come from metrics."
-                .into(),
-        );
-    }
-    line(String::new());
-    line(format!(
-        "{:<18} {:>9} {:>9} {:>9} {:>16} {:>10} {:>10} {:>16} {:>10} {:>14}",
-        "cancelled in",
-        "cancelled",
-        "stranded",
-        "no abort",
-        "ran to the end",
-        "abort p50",
-        "p99",
-        "time to free p50",
-        "p99",
-        "block-s/1000"
-    ));
-    let mut row = |name: &str, group: &CancelGroup| {
-        line(format!(
-            "{name:<18} {:>9} {:>9} {:>9} {:>16} {:>10} {:>10} {:>16} {:>10} {:>14}",
-            group.cancelled,
-            known(group, || count(group.stranded)),
-            known(group, || count(group.abort_not_received)),
-            ran_on(group),
-            percentile(&group.abort_ms, |dist| dist.p50),
-            percentile(&group.abort_ms, |dist| dist.p99),
-            percentile(&group.time_to_free_ms, |dist| dist.p50),
-            percentile(&group.time_to_free_ms, |dist| dist.p99),
-            match &summary.sampled {
-                Some(sampled) if name == "all" => format!("~{}", decimals(sampled.per_1000)),
-                _ => known(group, || decimals(group.block_seconds_per_1000)),
-            },
-        ));
-    };
-    for phase in &summary.phases {
-        row(phase.phase.label(), &phase.group);
-    }
-    row("all", &summary.all);
-    if let Some(refused) = &summary.refused {
-        row("refused", refused);
-    }
-    if let Some(vanished) = &summary.vanished {
-        row("vanished", &vanished.group);
-    }
-    let mut line = |text: String| {
-        out.push_str(text.trim_end());
-        out.push('\n');
-    };
-    if let Some(sampled) = &summary.sampled {
-        line(format!("block-seconds per 1,000 cancelled requests, {}", from_samples(sampled)));
-    }
-    line(String::new());
-    if summary.calm.is_some() && summary.storm.is_some() {
-        line(format!(
-            "{:<24} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}",
-            "uncancelled requests",
-            "requests",
-            "errors",
-            "TTFT p50",
-            "TTFT p99",
-            "ITL p50",
-            "ITL p99",
-            "TPOT p50",
-            "TPOT p99"
-        ));
-        for (name, service) in uncancelled_text(summary) {
-            line(format!(
-                "{name:<24} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}",
-                service.requests,
-                service.errors,
-                percentile(&service.ttft_ms, |dist| dist.p50),
-                percentile(&service.ttft_ms, |dist| dist.p99),
-                percentile(&service.itl_ms, |dist| dist.p50),
-                percentile(&service.itl_ms, |dist| dist.p99),
-                percentile(&service.tpot_ms, |dist| dist.p50),
-                percentile(&service.tpot_ms, |dist| dist.p99),
-            ));
-        }
-        for note in [summary.storm_cancels.as_ref().map(storm_cancels), within_one_read(summary)] {
-            note.into_iter().for_each(&mut line);
-        }
-        if let Some(spread) = summary.judged_ttft_ratio() {
-            let over = rounds(spread);
-            line(format!(
-                "TTFT p99, storm over the paired requests of the calm: {:.2} ({over})",
-                spread.median
-            ));
-        }
-        if !summary.uncancelled.numbers.is_empty() {
-            let above: Vec<_> = summary.uncancelled.above_target().map(above).collect();
-            let above = if above.is_empty() { "nothing".to_owned() } else { above.join("; ") };
-            line(format!("uncancelled requests, above {SLOWER} times the calm in the median round: {above}"));
-        }
-        for number in &summary.uncancelled.numbers {
-            let PairedComparison {
-                measure, percentile, round, calm_ms, storm_ms, over, by_ms, noise_ms, ..
-            } = number;
-            line(format!(
-                "{} p{percentile}: calm {}, storm {} in round {round}, {by_ms:+.1} ms, {:.2} times: {} (noise between calms {})",
-                measure.label(),
-                format_ms(*calm_ms),
-                format_ms(*storm_ms),
-                over.median,
-                slower(number),
-                format_ms(*noise_ms),
-            ));
-        }
-        line(String::new());
-    }
-    for row in &summary.kinds {
-        if let Some(retries) = row.retries.describe() {
-            line(format!("{}: {retries}", row.kind.label()));
-        }
-    }
-    for note in
-        [stalls(summary), summary.vanished.as_ref().map(VanishedSummary::describe)].into_iter().flatten()
-    {
-        line(note);
-    }
-    for fault in &summary.faults {
-        line(of_fault(fault));
-    }
-    let texts = &summary.texts;
-    line(format!(
-        "texts: {} of {} compared responses are wrong; {} more cannot be compared because their prompt has several responses without load",
-        texts.wrong, texts.compared, texts.nondeterministic
-    ));
-    if summary.compared_with.is_none() {
-        line(NOT_COMPARED.into());
-    }
-    for unknown in summary.describe_unknown() {
-        line(format!("not judged: {unknown}"));
-    }
-    if let Some(excused) = excused(summary) {
-        line(excused);
-    }
-    if summary.findings.is_empty() && !summary.describe_unknown().is_empty() {
-        line("\nNo findings in what was judged.".into());
-    } else if summary.findings.is_empty() {
-        line(
-            "\nNo findings: no block was stranded by a cancel, freed twice or read after it was freed."
-                .into(),
-        );
-    } else {
-        let mut found = String::from("\nFindings:");
-        for finding in &summary.findings {
-            let _ = write!(found, "\n  {}: {}", finding.name, finding.says);
-        }
-        line(found);
-    }
-    out
 }

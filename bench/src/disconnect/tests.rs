@@ -222,7 +222,7 @@ fn storm() -> Script {
 }
 
 #[test]
-fn what_an_engine_aborted_for_a_leaving_was_not_over_before_it() {
+fn a_request_aborted_for_its_cancel_counts_as_cancelled() {
     // The engine aborted it 1 ms before the client's cancel, or so long before it that the abort had another reason.
     for (aborted, left) in [(1_024, 1), (1_000, 0)] {
         let mut script = Script::new();
@@ -246,7 +246,7 @@ fn near(a: f64, b: f64) {
 }
 
 #[test]
-fn every_number_of_a_healthy_storm() {
+fn a_healthy_storm_has_the_expected_numbers() {
     let summary = storm().summary();
     assert!(summary.exact);
     assert_eq!((summary.requests, summary.cancelled), (12, 4));
@@ -342,7 +342,7 @@ fn names(summary: &Summary) -> Vec<&str> {
 }
 
 #[test]
-fn blocks_that_never_come_back_are_counted_until_nobody_looks_any_more() {
+fn blocks_that_are_never_freed_count_until_the_last_sample() {
     let mut script = storm();
     script.segment("phase gap", SegmentKind::Phase, 2_000, 5_000, |script, segment| {
         script.cancelled(segment, "held", 1_021, CancelKind::Fin, Phase::Gap, 0);
@@ -367,7 +367,7 @@ fn blocks_that_never_come_back_are_counted_until_nobody_looks_any_more() {
 }
 
 #[test]
-fn legs_that_go_on_for_nobody_are_named() {
+fn legs_that_compute_after_a_cancel_are_findings() {
     let mut script = storm();
     script.segment("phase prefill", SegmentKind::Phase, 2_000, 5_000, |script, segment| {
         for (p, d) in [("p1", "d1"), ("p2", "d2"), ("p3", "d3")] {
@@ -404,7 +404,7 @@ fn legs_that_go_on_for_nobody_are_named() {
 }
 
 #[test]
-fn what_is_freed_twice_or_does_not_add_up_is_named() {
+fn a_double_free_or_a_wrong_block_sum_is_a_finding() {
     let mut script = storm();
     script.engine_events(P, "gap", &[("freed", 1_025, 7, "")]);
     script.engine_state(P, 1_600, 0, 2, 1);
@@ -415,7 +415,7 @@ fn what_is_freed_twice_or_does_not_add_up_is_named() {
 }
 
 #[test]
-fn harm_to_who_stays_is_named() {
+fn slower_uncancelled_requests_are_a_finding() {
     let mut script = storm();
     script.segment("storm 2", SegmentKind::Storm, 3_000, 5_000, |script, segment| {
         script.stayed(segment, "slow", 3_000, &[3_400, 3_700], "done");
@@ -512,7 +512,7 @@ fn percentiles_agree_with_counting() {
 }
 
 #[test]
-fn the_reports_say_what_the_summary_says_and_nothing_gets_out_of_its_place() {
+fn the_reports_match_the_summary_and_escape_names() {
     let mut script = storm();
     script.engine_events(P, "gap", &[("freed", 1_025, 7, "")]);
     let summary = script.summary();
@@ -534,7 +534,7 @@ fn the_reports_say_what_the_summary_says_and_nothing_gets_out_of_its_place() {
 }
 
 #[test]
-fn a_file_that_is_none_of_ours_is_refused_by_its_line() {
+fn a_foreign_event_file_is_refused_with_its_line() {
     let text = b"{\"record\":\"segment_ended\",\"segment\":\"a\",\"at_us\":1}\nnonsense\n";
     let error = raw::read(&mut &text[..]).expect_err("no record").to_string();
     assert!(error.starts_with("line 2: "), "{error}");
@@ -542,7 +542,7 @@ fn a_file_that_is_none_of_ours_is_refused_by_its_line() {
 }
 
 #[test]
-fn what_fails_or_goes_away_by_itself_is_named() {
+fn failed_requests_and_lost_engines_are_findings() {
     let mut script = storm();
     script.segment("phase gap", SegmentKind::Phase, 2_000, 5_000, |script, segment| {
         script.stayed(segment, "again", 2_000, &[], "refused");
@@ -559,7 +559,7 @@ fn what_fails_or_goes_away_by_itself_is_named() {
 }
 
 #[test]
-fn what_could_not_be_judged_is_said() {
+fn the_summary_lists_what_could_not_be_judged() {
     let mut script = storm();
     script.segment("storm 2", SegmentKind::Storm, 3_000, 5_000, |script, segment| {
         script.stayed(segment, "cut", 3_400, &[], "broken");

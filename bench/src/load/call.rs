@@ -43,12 +43,13 @@ impl CallStage {
 }
 
 /// How a call ended.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "how")]
 pub(crate) enum CallOutcome {
     /// The response is complete: a stream with its `[DONE]`, or a body of status 2xx.
     Done,
     /// The client disconnected before the response was complete.
+    #[default]
     Left,
     /// Any status but 2xx.
     Refused { status: u16, code: Option<String>, kind: Option<String>, message: String },
@@ -93,7 +94,7 @@ impl fmt::Display for CallOutcome {
 }
 
 /// One call. Times that are present are in the order of the fields.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Call {
     /// The client began, before a connection was made.
     pub(crate) began: Moment,
@@ -135,26 +136,7 @@ impl Call {
     /// A call that begins now.
     pub(super) fn begin() -> Self {
         let now = Moment::now();
-        Self {
-            began: now,
-            connected: None,
-            sent: None,
-            head: None,
-            status: None,
-            tokens: Vec::new(),
-            counted: Vec::new(),
-            events: 0,
-            text: String::new(),
-            finish_reason: None,
-            usage: None,
-            request_id: None,
-            left: None,
-            ended: now,
-            outcome: CallOutcome::Left,
-            should_retry: None,
-            retry_after: None,
-            sent_again: false,
-        }
+        Self { began: now, ended: now, ..Self::default() }
     }
 
     pub(crate) fn is_done(&self) -> bool {

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use rustls_pki_types::ServerName;
 use tokio::time::sleep_until;
-use tokio_rustls::TlsConnector;
 use tokio_util::sync::CancellationToken;
 
 use super::call::{Call, CallOutcome, CallStage};
@@ -20,7 +19,7 @@ use super::target::{Scheme, Target, TargetError};
 use super::transport::connection::{Connection, Dial};
 use super::transport::framing::ResponseReader;
 use super::transport::sse::Events;
-use super::transport::tls;
+use super::transport::tls::{self, TlsPeer};
 
 /// When a client disconnects.
 #[derive(Clone, Debug, Default)]
@@ -69,16 +68,17 @@ pub(crate) struct Client {
     shared: Arc<ClientInner>,
 }
 
+#[derive(Clone)]
 struct ClientInner {
     target: Target,
     limits: Limits,
     addresses: Vec<SocketAddr>,
-    tls: Option<(TlsConnector, ServerName<'static>)>,
+    tls: Option<TlsPeer>,
     /// The host from which clients vanish, and the target's address as seen from there.
     far: Option<(Arc<FarHost>, [SocketAddr; 1])>,
     connections: Connections,
     /// At most [`KEPT_MAX`]. The last used is taken first.
-    idle: Mutex<Vec<Connection>>,
+    idle: Arc<Mutex<Vec<Connection>>>,
 }
 
 impl Client {
@@ -98,13 +98,11 @@ impl Client {
             Scheme::Https => {
                 let name =
                     ServerName::try_from(target.host.clone()).map_err(|_| TargetError::Url(target.url()))?;
-                Some((tls::connector(target.ca_file.as_deref())?, name))
+                Some(TlsPeer { connector: tls::connector(target.ca_file.as_deref())?, name })
             }
         };
-        let (kept, far) = (Mutex::new(Vec::new()), None);
-        Ok(Self {
-            shared: Arc::new(ClientInner { target, limits, addresses, tls, far, connections, idle: kept }),
-        })
+        let (idle, far) = (Arc::default(), None);
+        Ok(Self { shared: Arc::new(ClientInner { target, limits, addresses, tls, far, connections, idle }) })
     }
 
     pub(crate) fn target(&self) -> &Target {
@@ -113,12 +111,8 @@ impl Client {
 
     /// A client of the same endpoint with other limits and its own connections.
     pub(crate) fn within(&self, limits: Limits, connections: Connections) -> Self {
-        let ClientInner { target, addresses, tls, far, .. } = &*self.shared;
-        let (target, addresses, tls, far) = (target.clone(), addresses.clone(), tls.clone(), far.clone());
-        let kept = Mutex::new(Vec::new());
-        Self {
-            shared: Arc::new(ClientInner { target, limits, addresses, tls, far, connections, idle: kept }),
-        }
+        let (idle, same) = (Arc::default(), ClientInner::clone(&self.shared));
+        Self { shared: Arc::new(ClientInner { limits, connections, idle, ..same }) }
     }
 
     /// A client of the same endpoint with a host from which clients can vanish.
@@ -127,13 +121,8 @@ impl Client {
     /// If the endpoint cannot be reached from that host.
     pub(crate) async fn with_far(&self, host: Arc<FarHost>) -> Result<Self, String> {
         let there = host.reach(&self.shared.addresses).await?;
-        let ClientInner { target, limits, addresses, tls, connections, .. } = &*self.shared;
-        let (target, limits, addresses, tls) =
-            (target.clone(), limits.clone(), addresses.clone(), tls.clone());
-        let (far, connections, kept) = (Some((host, [there])), *connections, Mutex::new(Vec::new()));
-        Ok(Self {
-            shared: Arc::new(ClientInner { target, limits, addresses, tls, far, connections, idle: kept }),
-        })
+        let (far, idle, same) = (Some((host, [there])), Arc::default(), ClientInner::clone(&self.shared));
+        Ok(Self { shared: Arc::new(ClientInner { far, idle, ..same }) })
     }
 
     /// Makes one call.
@@ -159,12 +148,12 @@ impl Client {
         course.run(&request, kept).await;
         // The server may have closed a kept connection while the request was sent. Every HTTP client sends the
         // request again in this case.
-        let unanswered =
-            matches!(call.outcome, CallOutcome::Broken { stage: CallStage::Send | CallStage::Head, .. });
-        if was_kept && unanswered && call.head.is_none() {
-            call.sent_again = true;
-            let mut course =
-                ActiveCall { shared: &self.shared, leave, manner, deadline, call: &mut call, raw: None };
+        let unanswered = matches!(
+            course.call.outcome,
+            CallOutcome::Broken { stage: CallStage::Send | CallStage::Head, .. }
+        );
+        if was_kept && unanswered && course.call.head.is_none() {
+            course.call.sent_again = true;
             course.run(&request, None).await;
         }
         call

@@ -24,7 +24,7 @@ fn nanos(duration: Duration) -> u64 {
 /// A point in time: nanoseconds since the Unix epoch, by a monotonic clock.
 ///
 /// It is serialized as microseconds since the Unix epoch, as engines do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Moment(u64);
 
 impl Moment {

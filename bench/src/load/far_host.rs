@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_listens_everywhere_is_reached_from_there_and_what_listens_on_loopback_is_not() {
+    async fn a_wildcard_listener_is_reachable_and_a_loopback_one_is_not() {
         let Some(host) = far_host() else { return };
         let everywhere = TcpListener::bind("0.0.0.0:0").await.expect("a port");
         let port = everywhere.local_addr().expect("bound").port();
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn two_of_them_are_there_at_once_and_nothing_is_left_of_them() {
+    fn two_far_hosts_coexist_and_are_removed() {
         let (Some(one), Some(two)) = (far_host(), far_host()) else { return };
         assert_ne!(one.near(), two.near());
         let nets = [one.net, two.net];
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn only_an_answer_to_its_own_request_counts() {
+    fn only_the_reply_to_its_own_request_counts() {
         let answer = |kind: u16, number: u32, error: i32| {
             let mut bytes = 36_u32.to_ne_bytes().to_vec();
             bytes.extend([kind.to_ne_bytes(), [0, 0]].concat());

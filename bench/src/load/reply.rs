@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_counted_is_read() {
+    fn token_usage_is_parsed() {
         let json = br#"{"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2,"total_tokens":7,"prompt_tokens_details":{"cached_tokens":4}}}"#;
         let usage = ReplyContent::read(json).expect("a chunk").usage;
         assert_eq!(

@@ -92,8 +92,6 @@ pub(crate) struct CompletionSpec<'a> {
     pub(crate) model: &'a str,
     pub(crate) prompt: &'a Prompt,
     pub(crate) max_tokens: u32,
-    /// vLLM's. Omitted if `None`.
-    pub(crate) min_tokens: Option<u32>,
     /// vLLM's. Omitted if `false`.
     pub(crate) ignore_eos: bool,
     pub(crate) streaming: Streaming,
@@ -111,7 +109,6 @@ impl<'a> CompletionSpec<'a> {
             model,
             prompt,
             max_tokens,
-            min_tokens: None,
             ignore_eos: false,
             streaming: Streaming::Streamed,
             user: None,
@@ -135,9 +132,6 @@ impl<'a> CompletionSpec<'a> {
             }
         };
         body.insert("max_tokens".into(), self.max_tokens.into());
-        if let Some(min_tokens) = self.min_tokens {
-            body.insert("min_tokens".into(), min_tokens.into());
-        }
         if self.ignore_eos {
             body.insert("ignore_eos".into(), true.into());
         }

@@ -25,13 +25,6 @@ const WAIT_MAX: Duration = Duration::from_secs(8);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RetryLimit(pub(crate) u32);
 
-impl Default for RetryLimit {
-    /// As in the SDKs.
-    fn default() -> Self {
-        Self(2)
-    }
-}
-
 impl RetryLimit {
     /// Makes a call and its retries. The last attempt counts.
     ///
@@ -99,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_sdk_repeats_is_repeated() {
+    fn statuses_that_sdks_retry_are_retried() {
         for (status, again) in
             [(400, false), (404, false), (408, true), (409, true), (429, true), (500, true), (503, true)]
         {
@@ -116,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn the_endpoints_wait_is_kept_within_a_minute() {
+    fn retry_after_is_capped_at_a_minute() {
         let mut rng = Rng::new(1);
         assert_eq!(pause(0, &ended(refused(429), None, Some(1_250)), &mut rng), Duration::from_millis(1_250));
         for (attempt, most) in [(0, 500), (1, 1_000), (3, 4_000), (4, 8_000), (40, 8_000)] {

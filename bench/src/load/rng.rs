@@ -1,19 +1,23 @@
 //! Random numbers by seed: xoshiro256++, seeded by SplitMix64 (Blackman and Vigna, 2018), the same on every machine.
 
+/// The increment of SplitMix64.
+const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// One step of SplitMix64: a hash.
+pub(crate) fn mix(of: u64) -> u64 {
+    let of = of.wrapping_add(GAMMA);
+    let of = (of ^ (of >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let of = (of ^ (of >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    of ^ (of >> 31)
+}
+
 /// A sequence of numbers determined by a seed.
 #[derive(Clone, Debug)]
 pub(crate) struct Rng([u64; 4]);
 
 impl Rng {
     pub(crate) fn new(seed: u64) -> Self {
-        let mut state = seed;
-        Self(std::array::from_fn(|_| {
-            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut mixed = state;
-            mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            mixed ^ (mixed >> 31)
-        }))
+        Self([0, 1, 2, 3].map(|step: u64| mix(seed.wrapping_add(GAMMA.wrapping_mul(step)))))
     }
 
     /// Another stream of the same seed. Each quantity has its own stream, so that drawing more of one changes no

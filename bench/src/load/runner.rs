@@ -181,16 +181,14 @@ impl Runner<'_> {
             (self.client.clone(), CancelTrigger::When(self.stop.clone()), self.retries);
         let mut rng = Rng::new(self.seed ^ index as u64);
         tasks.spawn(async move {
-            let (attempts, call) = if retries.0 == 0 {
-                (1, client.call(&ask, &leave, DisconnectKind::Fin).await)
-            } else {
-                match retries.call(&client, &ask, &leave, DisconnectKind::Fin, &mut rng).await {
-                    Ok(mut attempts) => match (attempts.len(), attempts.pop()) {
-                        (count, Some(last)) => (count, last),
-                        (_, None) => (1, client.call(&ask, &leave, DisconnectKind::Fin).await),
-                    },
-                    Err(_) => (1, client.call(&ask, &leave, DisconnectKind::Fin).await),
-                }
+            let mut attempts = Vec::new();
+            if retries.0 > 0 {
+                let retried = retries.call(&client, &ask, &leave, DisconnectKind::Fin, &mut rng).await;
+                attempts = retried.unwrap_or_default();
+            }
+            let (attempts, call) = match (attempts.len(), attempts.pop()) {
+                (count, Some(last)) => (count, last),
+                (_, None) => (1, client.call(&ask, &leave, DisconnectKind::Fin).await),
             };
             MeasuredCall {
                 index,
@@ -306,7 +304,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_was_due_is_overdue() {
+    fn only_due_calls_are_overdue() {
         let began = Moment::now();
         let due = |ms: Option<u64>| ScheduledCall {
             at: ms.map(Duration::from_millis),

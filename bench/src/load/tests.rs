@@ -81,7 +81,7 @@ impl ScriptedServer {
         Client::open(target, limits, connections).await.expect("an address")
     }
 
-    async fn how_it_left(&mut self) -> Option<ClientEnd> {
+    async fn client_end(&mut self) -> Option<ClientEnd> {
         tokio::time::timeout(PATIENCE, self.seen.recv()).await.expect("the server sees it")
     }
 }
@@ -272,7 +272,7 @@ fn an_answer_in_pieces_of_any_size_is_the_same_answer() {
 }
 
 #[test]
-fn every_manner_of_leaving_is_seen_for_what_it_is() {
+fn the_server_sees_each_kind_of_disconnect() {
     run(async {
         let begun = || vec![ServerStep::Write([HEAD, &event("a"), &event("b")].concat()), ServerStep::Watch];
         for (manner, seen) in [(DisconnectKind::Fin, ClientEnd::Fin), (DisconnectKind::Rst, ClientEnd::Rst)] {
@@ -284,7 +284,7 @@ fn every_manner_of_leaving_is_seen_for_what_it_is() {
             ] {
                 let (call, mut server) = one(begun(), leave.clone(), manner).await;
                 assert_eq!(call.outcome, CallOutcome::Left, "{manner:?} {leave:?}: {call:?}");
-                assert_eq!(server.how_it_left().await, Some(seen), "{manner:?} {leave:?}");
+                assert_eq!(server.client_end().await, Some(seen), "{manner:?} {leave:?}");
                 assert!(call.left >= call.sent && call.left <= Some(call.ended), "{call:?}");
                 if let CancelTrigger::AfterTokens(tokens) | CancelTrigger::WhenOrAfterTokens(_, tokens) =
                     leave
@@ -310,7 +310,7 @@ fn every_manner_of_leaving_is_seen_for_what_it_is() {
                     request.is_some() && call.outcome == CallOutcome::Left && call.head.is_none(),
                     "{call:?}"
                 );
-                assert_eq!(server.how_it_left().await, Some(seen), "{manner:?}");
+                assert_eq!(server.client_end().await, Some(seen), "{manner:?}");
             }
         }
     });
@@ -323,7 +323,7 @@ fn a_half_close_is_seen_and_the_answer_is_still_read() {
         let rest = ServerStep::Write([&event("c")[..], &last_event(), DONE].concat());
         let script = vec![first.clone(), ServerStep::SeeEnd, rest, ServerStep::Close];
         let (call, mut server) = one(script, CancelTrigger::AfterTokens(1), DisconnectKind::HalfClose).await;
-        assert_eq!(server.how_it_left().await, Some(ClientEnd::Fin));
+        assert_eq!(server.client_end().await, Some(ClientEnd::Fin));
         assert_eq!((&call.outcome, call.text.as_str()), (&CallOutcome::Done, "abc"), "{call:?}");
         assert!(call.left.is_some() && call.left < Some(call.ended));
         // A server that closes because of the half-close.
@@ -338,19 +338,19 @@ fn a_half_close_is_seen_and_the_answer_is_still_read() {
 }
 
 #[test]
-fn a_stall_is_felt_by_who_writes() {
+fn a_stalled_client_blocks_the_writer() {
     run(async {
         let script = vec![ServerStep::Write([HEAD, &event("a")].concat()), ServerStep::Flood];
         let manner = DisconnectKind::Stall { hold: Duration::from_millis(600) };
         let (call, mut server) = one(script, CancelTrigger::AfterTokens(1), manner).await;
-        assert_eq!(server.how_it_left().await, Some(ClientEnd::StalledThenRst));
+        assert_eq!(server.client_end().await, Some(ClientEnd::StalledThenRst));
         let held = call.left.map(|left| call.ended.since(left));
         assert!(call.outcome == CallOutcome::Left && held >= Some(Duration::from_millis(600)), "{call:?}");
     });
 }
 
 #[test]
-fn errors_are_told_apart() {
+fn each_error_has_its_outcome() {
     run(async {
         let body = r#"{"error":{"message":"full","type":"overloaded","code":"queue"}}"#;
         let head = format!("HTTP/1.1 429 No\r\nretry-after: 3\r\ncontent-length: {}\r\n\r\n", body.len());
@@ -448,7 +448,7 @@ fn a_silent_endpoint_is_given_up_in_every_stage() {
                 let call = client.call(&ask(), &CancelTrigger::Never, DisconnectKind::Rst).await;
                 assert_eq!(call.outcome, CallOutcome::TimedOut { stage });
                 assert!(call.left.is_some() && call.e2e() >= Duration::from_millis(100));
-                assert_eq!(server.how_it_left().await, Some(ClientEnd::Fin), "an SDK closes");
+                assert_eq!(server.client_end().await, Some(ClientEnd::Fin), "an SDK closes");
             }
         }
     });
@@ -478,7 +478,7 @@ fn a_connection_is_kept_while_it_is_good() {
 }
 
 #[test]
-fn retries_are_made_as_told_and_all_are_reported() {
+fn retries_follow_the_options_and_are_reported() {
     run(async {
         let busy = b"HTTP/1.1 503 Busy\r\nretry-after-ms: 5\r\ncontent-length: 0\r\n\r\n".to_vec();
         let scripts = vec![
@@ -488,7 +488,7 @@ fn retries_are_made_as_told_and_all_are_reported() {
         ];
         let mut server = ScriptedServer::start(scripts).await;
         let client = server.client(Limits::default(), Connections::Fresh).await;
-        let attempts = RetryLimit::default()
+        let attempts = RetryLimit(2)
             .call(&client, &ask(), &CancelTrigger::Never, DisconnectKind::Fin, &mut Rng::new(1))
             .await;
         let attempts = attempts.expect("good headers");
@@ -506,7 +506,7 @@ fn retries_are_made_as_told_and_all_are_reported() {
 }
 
 #[test]
-fn damaged_answers_are_errors_and_nothing_worse() {
+fn damaged_responses_are_errors() {
     let mut rng = Rng::new(9);
     let whole = [chunked(true), stream()];
     for round in 0..4_000 {

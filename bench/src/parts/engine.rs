@@ -26,7 +26,6 @@ mod targets;
 
 use std::io::Write;
 use std::path::PathBuf;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use baton_connector::layout::KvDtype;
 use baton_engine::compute::cpu::{Bf16Unit, CpuExecutor, WeightMode};
@@ -41,6 +40,8 @@ use serde::Serialize;
 pub use self::process::ProcessReport;
 use self::subject::EngineSubject;
 pub use self::targets::SpeedTarget;
+use crate::common::report::write_report;
+use crate::common::stats::median;
 
 /// Prompt length of the prefill measurement, in tokens.
 const PROMPT_TOKENS: usize = 512;
@@ -139,7 +140,7 @@ pub struct EngineReport {
 }
 
 /// The engine with one choice of element types.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub struct EngineSpeeds {
     /// Element type of the matrices in memory.
     pub weights: &'static str,
@@ -210,12 +211,7 @@ impl BestWorst {
 /// [`EngineBenchError`].
 pub fn run(options: &EngineBench, out: &mut dyn Write) -> Result<(), EngineBenchError> {
     let report = measure(options)?;
-    if options.json {
-        let text = serde_json::to_string_pretty(&report).map_err(std::io::Error::other)?;
-        writeln!(out, "{text}")?;
-    } else {
-        print(&report, options.rounds, out)?;
-    }
+    write_report(&report, options.json, out, |report, out| print(report, options.rounds, out))?;
     let missed: Vec<_> =
         report.targets.iter().filter(|target| !target.met).map(SpeedTarget::to_string).collect();
     if options.fail_on_miss && !missed.is_empty() {
@@ -234,8 +230,7 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
         .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get))
         .max(1);
     if let Some(dir) = &options.write_model {
-        let config = ModelConfig::parse(MADE_UP_CONFIG.as_bytes(), GenerationDefaults::default())?;
-        made_up::write(dir, MADE_UP_CONFIG, &config, &Weights::random(1))?;
+        made_up::write(dir, MADE_UP_CONFIG, &made_up_config()?, &Weights::random(1))?;
     }
     let checkpoint = options.model.as_ref().or(options.write_model.as_ref());
     let (name, config, weights) = match checkpoint {
@@ -244,8 +239,8 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
             (dir.display().to_string(), ModelConfig::read(&files)?, Weights::open(&files)?)
         }
         None => {
-            let config = ModelConfig::parse(MADE_UP_CONFIG.as_bytes(), GenerationDefaults::default())?;
-            ("made up: Llama shape, 214M parameters, bf16".to_owned(), config, Weights::random(1))
+            let name = "made up: Llama shape, 214M parameters, bf16".to_owned();
+            (name, made_up_config()?, Weights::random(1))
         }
     };
     let mut subjects = subjects(&config, &weights, threads, options)?;
@@ -256,7 +251,7 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
     let mut machine = limits::MachineLimits::new(&config, PROMPT_TOKENS, threads, step_bytes);
     let mut report = EngineReport {
         model: name,
-        unix_time_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+        unix_time_s: crate::common::machine::unix_seconds(),
         commit: crate::common::machine::commit(),
         command: crate::common::machine::command(),
         cpu: limits::cpu_name(),
@@ -275,36 +270,7 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
         subject.prefill()?;
     }
     for _ in 0..options.rounds.max(1) {
-        for (subject, row) in subjects.iter_mut().zip(&mut report.engines) {
-            let (one, eight) = (row.step_bytes(1), row.step_bytes(BATCH));
-            for (batch, bytes, read, decode, rounds) in [
-                (1, one, &mut row.decode_b1_read_gbps, &mut row.decode_b1_tps, &mut row.decode_b1_rounds),
-                (
-                    BATCH,
-                    eight,
-                    &mut row.decode_b8_read_gbps,
-                    &mut row.decode_b8_tps,
-                    &mut row.decode_b8_rounds,
-                ),
-            ] {
-                let before = machine.read_gbps(bytes);
-                let decoded = subject.decode(batch)?;
-                let after = machine.read_gbps(bytes);
-                read.add(before);
-                read.add(after);
-                decode.add(decoded);
-                rounds.push([decoded, before.max(after)]);
-            }
-            row.prefill_tps.add(subject.prefill()?);
-            report.gemm_gflops.add(machine.gemm_gflops());
-            if let Some(peak) = machine.peak_gflops() {
-                report.peak_gflops.get_or_insert_default().add(peak);
-            }
-            if let Some(peak) = machine.bf16_peak_gflops(subject.executor().bf16_unit()) {
-                report.bf16_peak_gflops.get_or_insert_default().add(peak);
-            }
-        }
-        report.memory_gbps.add(machine.memory_gbps());
+        measure_round(&mut subjects, &mut machine, &mut report)?;
     }
     let share = |(huge, all): (u64, u64)| huge as f64 / all.max(1) as f64;
     report.huge_page_share = limits::huge_pages().map(share);
@@ -321,6 +287,43 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
     }
     report.targets = targets::judge(&report, &config);
     Ok(report)
+}
+
+/// One round: all measurements of each engine, beside those of the machine.
+fn measure_round(
+    subjects: &mut [EngineSubject],
+    machine: &mut limits::MachineLimits,
+    report: &mut EngineReport,
+) -> Result<(), EngineBenchError> {
+    for (subject, row) in subjects.iter_mut().zip(&mut report.engines) {
+        let (one, eight) = (row.step_bytes(1), row.step_bytes(BATCH));
+        for (batch, bytes, read, decode, rounds) in [
+            (1, one, &mut row.decode_b1_read_gbps, &mut row.decode_b1_tps, &mut row.decode_b1_rounds),
+            (BATCH, eight, &mut row.decode_b8_read_gbps, &mut row.decode_b8_tps, &mut row.decode_b8_rounds),
+        ] {
+            let before = machine.read_gbps(bytes);
+            let decoded = subject.decode(batch)?;
+            let after = machine.read_gbps(bytes);
+            read.add(before);
+            read.add(after);
+            decode.add(decoded);
+            rounds.push([decoded, before.max(after)]);
+        }
+        row.prefill_tps.add(subject.prefill()?);
+        report.gemm_gflops.add(machine.gemm_gflops());
+        if let Some(peak) = machine.peak_gflops() {
+            report.peak_gflops.get_or_insert_default().add(peak);
+        }
+        if let Some(peak) = machine.bf16_peak_gflops(subject.executor().bf16_unit()) {
+            report.bf16_peak_gflops.get_or_insert_default().add(peak);
+        }
+    }
+    report.memory_gbps.add(machine.memory_gbps());
+    Ok(())
+}
+
+fn made_up_config() -> Result<ModelConfig, ModelError> {
+    ModelConfig::parse(MADE_UP_CONFIG.as_bytes(), GenerationDefaults::default())
 }
 
 /// An engine for each choice of element types. Engines with the same weights share them.
@@ -377,23 +380,7 @@ impl EngineSpeeds {
             },
             weight_bytes: executor.streamed_bytes(),
             kv_bytes: layout.block_bytes() * (PROMPT_TOKENS / BLOCK_TOKENS),
-            decode_b1_read_gbps: BestWorst::default(),
-            decode_b8_read_gbps: BestWorst::default(),
-            decode_b1_tps: BestWorst::default(),
-            decode_b8_tps: BestWorst::default(),
-            prefill_tps: BestWorst::default(),
-            prefill_gflops: 0.0,
-            decode_b1_limit_tps: 0.0,
-            decode_b8_limit_tps: 0.0,
-            prefill_limit_tps: 0.0,
-            decode_b1_ratio: 0.0,
-            decode_b8_ratio: 0.0,
-            decode_b1_rounds: Vec::new(),
-            decode_b8_rounds: Vec::new(),
-            decode_b1_ratio_beside: 0.0,
-            decode_b8_ratio_beside: 0.0,
-            prefill_ratio: 0.0,
-            prefill_over_gemm: 0.0,
+            ..Self::default()
         }
     }
 
@@ -412,7 +399,8 @@ impl EngineSpeeds {
             (gbps * 1e9 / self.step_bytes(batch) as f64 * batch as f64).min(arithmetic)
         };
         let beside = |rounds: &[[f64; 2]], batch: usize| {
-            median(rounds.iter().map(|[measured, gbps]| measured / limit(*gbps, batch)))
+            let ratios = rounds.iter().map(|[measured, gbps]| measured / limit(*gbps, batch));
+            median(ratios.collect()).unwrap_or_default()
         };
         let (one, eight) =
             (limit(self.decode_b1_read_gbps.best, 1), limit(self.decode_b8_read_gbps.best, BATCH));
@@ -427,14 +415,6 @@ impl EngineSpeeds {
         self.prefill_ratio = self.prefill_tps.best / self.prefill_limit_tps;
         self.prefill_over_gemm = self.prefill_gflops * 1e9 / gemm;
     }
-}
-
-/// The middle value, or the mean of the middle two. 0 without values.
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<_> = values.collect();
-    values.sort_by(f64::total_cmp);
-    let middle = |index: usize| values.get(index).copied().unwrap_or_default();
-    (middle(values.len() / 2) + middle(values.len().saturating_sub(1) / 2)) / 2.0
 }
 
 fn print(report: &EngineReport, rounds: usize, out: &mut dyn Write) -> std::io::Result<()> {
@@ -452,20 +432,13 @@ fn print(report: &EngineReport, rounds: usize, out: &mut dyn Write) -> std::io::
             writeln!(out, "{name:<36}{:>9.1}  {:>9.1}", series.best, series.worst)?;
         }
     }
-    writeln!(
-        out,
-        "\n{:<36}{:>9}  {:>9} {:>9}  {:>6}  {:>6}",
-        "engine, tokens/s", "best", "worst", "limit", "ratio", "beside"
-    )?;
+    writeln!(out, "\nengine, tokens/s                         best      worst     limit   ratio  beside")?;
     for row in &report.engines {
+        let EngineSpeeds { weights, products, kv_cache, .. } = row;
+        let (mb, kv_mb) = (row.weight_bytes / 1_000_000, row.kv_bytes as f64 / 1e6);
         writeln!(
             out,
-            "{} weights ({} MB), products in {}, {} KV cache ({:.1} MB a sequence)",
-            row.weights,
-            row.weight_bytes / 1_000_000,
-            row.products,
-            row.kv_cache,
-            row.kv_bytes as f64 / 1e6
+            "{weights} weights ({mb} MB), products in {products}, {kv_cache} KV cache ({kv_mb:.1} MB a sequence)"
         )?;
         for (name, read) in [
             ("  plain reads of one step's bytes, GB/s", &row.decode_b1_read_gbps),
@@ -483,14 +456,10 @@ fn print(report: &EngineReport, rounds: usize, out: &mut dyn Write) -> std::io::
             let beside = beside.map_or_else(String::new, |ratio| format!("  {:>5.0}%", ratio * 100.0));
             writeln!(out, "  {name:<34}{best:>9.1}  {worst:>9.1} {limit:>9.1}  {percent:>5.0}%{beside}")?;
         }
+        let (gflops, percent) = (row.prefill_gflops, row.prefill_over_gemm * 100.0);
         writeln!(
             out,
-            "  {:<34}{:>9.1}  {:>9} {:>9}  {:>5.0}% of gemm",
-            "  as GFLOP/s",
-            row.prefill_gflops,
-            "",
-            "",
-            row.prefill_over_gemm * 100.0
+            "    as GFLOP/s                      {gflops:>9.1}                       {percent:>5.0}% of gemm"
         )?;
     }
     writeln!(
@@ -551,15 +520,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_middle_of_rounds() {
-        assert_eq!(median([3.0, 1.0, 2.0].into_iter()), 2.0);
-        assert_eq!(median([4.0, 1.0, 2.0, 3.0].into_iter()), 2.5);
-        assert_eq!(median([].into_iter()), 0.0);
-    }
-
-    #[test]
-    fn the_made_up_model_has_the_size_it_claims() {
-        let config = ModelConfig::parse(MADE_UP_CONFIG.as_bytes(), GenerationDefaults::default()).unwrap();
+    fn the_synthetic_model_has_its_declared_size() {
+        let config = made_up_config().unwrap();
         let millions = baton_engine::model::weights::parameter_count(&config) / 1_000_000;
         assert_eq!(millions, 213);
         assert!((prefill_flops(&config) / 1e9 - 193.0).abs() < 1.0);

@@ -1,6 +1,6 @@
 //! `baton bench gpu`: checks the CUDA executor on this GPU and measures its speed against the GPU's limits.
 //!
-//! First every kernel is compared with its reference kernel ([`baton_engine::check::kernels`]). A difference fails
+//! First every kernel is compared with its reference kernel ([`baton_engine_check::kernels`]). A difference fails
 //! the command. Then speeds are measured, each with a limit from the same run: copies inside the device, copies over
 //! the link, and one large bf16 product. Without a GPU, the command only reports that ([`Skipped`]).
 
@@ -9,21 +9,23 @@ pub mod emulate;
 pub mod ipc;
 pub mod nixl;
 mod pool;
+mod process;
 mod speed;
 
 use std::io::Write;
 
-use baton_engine::check::kernels;
 use baton_engine::compute::ExecutorError;
 use baton_engine::compute::cuda::driver::CudaDevice;
 use baton_engine::compute::cuda::{Device, DeviceError, Element, LoadError, cubins};
 use baton_engine::model::ModelError;
+use baton_engine_check::kernels;
 use clap::Args;
 use serde::Serialize;
 
 use self::speed::Sizes;
 pub use self::speed::Speed;
 use crate::common::machine::Provenance;
+use crate::common::report::write_report;
 
 /// Head widths whose kernels are checked with both element types. These are the widths of released models and of the
 /// tiny checkpoints, and those between.
@@ -97,7 +99,7 @@ pub struct GpuReport {
 /// # Errors
 /// [`Skipped`] without a GPU, [`GpuBenchError`].
 pub fn run(options: &GpuBench, out: &mut dyn Write) -> Result<(), crate::BenchError> {
-    let first = open(options, Element::Bf16, HEAD_DIMS[0]).map_err(unusable)?;
+    let first = open(options.device, Element::Bf16, HEAD_DIMS[0]).map_err(unusable)?;
     let (device, arch, origin) = (first.name(), first.arch().to_owned(), Provenance::of(first.driver()));
     drop(first);
     if !options.json {
@@ -106,18 +108,16 @@ pub fn run(options: &GpuBench, out: &mut dyn Write) -> Result<(), crate::BenchEr
     let (kernels_right, failed) = check_kernels(options);
     let mut report = GpuReport { origin, device, arch, kernels_right, failed, speeds: Vec::new() };
     if !options.check_only {
-        let open = |head_dim| open(options, Element::Bf16, head_dim);
+        let open = |head_dim| open(options.device, Element::Bf16, head_dim);
         let (speeds, failed) = speed::measure(&Sizes::llama(options.layers), open);
         report.speeds = speeds;
         report.failed.extend(failed);
     }
-    if options.json {
-        writeln!(out, "{}", serde_json::to_string_pretty(&report).map_err(std::io::Error::other)?)?;
-    } else {
+    write_report(&report, options.json, out, |report, out| {
         report.failed.iter().try_for_each(|what| writeln!(out, "FAIL  {what}"))?;
         writeln!(out, "{kernels_right} kernel results match their reference kernels")?;
-        speed::print(&report.speeds, out)?;
-    }
+        speed::print(&report.speeds, out)
+    })?;
     match report.failed.len() {
         0 => Ok(()),
         failed => Err(GpuBenchError::Failed(failed).into()),
@@ -137,14 +137,12 @@ fn unusable(error: DeviceError) -> crate::BenchError {
 
 /// The GPU's name and its driver.
 pub(crate) fn named(ordinal: usize) -> Result<(Option<String>, Option<String>), crate::BenchError> {
-    let folder = cubins::folder();
-    let device =
-        CudaDevice::open(ordinal, Element::Bf16, HEAD_DIMS[0], folder.as_deref()).map_err(unusable)?;
+    let device = open(ordinal, Element::Bf16, HEAD_DIMS[0]).map_err(unusable)?;
     Ok((Some(device.name()), device.driver()))
 }
 
-fn open(options: &GpuBench, element: Element, head_dim: usize) -> Result<CudaDevice, DeviceError> {
-    CudaDevice::open(options.device, element, head_dim, cubins::folder().as_deref())
+fn open(ordinal: usize, element: Element, head_dim: usize) -> Result<CudaDevice, DeviceError> {
+    CudaDevice::open(ordinal, element, head_dim, cubins::folder().as_deref())
 }
 
 /// The number of correct results, and a description of each failure.
@@ -152,7 +150,7 @@ fn check_kernels(options: &GpuBench) -> (usize, Vec<String>) {
     let (mut right, mut failed) = (0, Vec::new());
     for element in [Element::F32, Element::Bf16] {
         for head_dim in HEAD_DIMS {
-            let lines = open(options, element, head_dim)
+            let lines = open(options.device, element, head_dim)
                 .and_then(|mut device| kernels::kernels(&mut device, element, head_dim));
             match lines {
                 Err(error) => failed.push(format!("{} {head_dim}: {error}", element.label())),

@@ -41,6 +41,8 @@ use serde_json::{Map, Value, json};
 use crate::BenchError;
 use crate::common::machine::Provenance;
 use crate::common::processes::ChildProcess;
+use crate::common::report::write_report;
+use crate::load::rng::Rng;
 
 /// Maximum time of a response.
 const ANSWER_WITHIN: Duration = Duration::from_secs(300);
@@ -65,7 +67,8 @@ pub struct HandoffOptions {
     #[arg(long, value_name = "MS", default_value_t = 20)]
     pub pace_ms: u64,
     /// Device of both engines
-    #[arg(long, value_name = "cpu|cuda:N|software", default_value_t)]
+    #[arg(long, value_name = "cpu|cuda:N|software", default_value_t,
+          value_parser = baton_engine_check::parse_device)]
     pub device: DeviceChoice,
     /// Transports to measure, separated by commas
     #[arg(long, value_name = "NAME,...", value_delimiter = ',', default_values_t = ["shm".to_owned(), "tcp".to_owned()])]
@@ -108,7 +111,7 @@ pub fn run(options: &HandoffOptions, out: &mut dyn Write) -> Result<(), BenchErr
         return Err(HandoffError::Options.into());
     }
     let (device_name, driver) = match options.device {
-        DeviceChoice::Cpu | DeviceChoice::Accelerator(Accelerator::Software) => (None, None),
+        DeviceChoice::Cpu | DeviceChoice::Accelerator(Accelerator::Provided(_)) => (None, None),
         DeviceChoice::Accelerator(Accelerator::Cuda(ordinal)) => crate::parts::gpu::named(ordinal)?,
     };
     let mut transports = Map::new();
@@ -129,11 +132,7 @@ pub fn run(options: &HandoffOptions, out: &mut dyn Write) -> Result<(), BenchErr
     for (key, value) in measured.as_object().into_iter().flatten() {
         report[key] = value.clone();
     }
-    if options.json {
-        writeln!(out, "{report:#}")?;
-    } else {
-        print(&report, out)?;
-    }
+    write_report(&report, options.json, out, print)?;
     if options.fail_on_miss && !over.is_empty() {
         return Err(HandoffError::Over(over).into());
     }
@@ -184,12 +183,12 @@ fn measure(options: &HandoffOptions, transport: &str) -> Result<(Value, u64), Ha
     let mut decode =
         ChildProcess::start(&[common(), vec!["--role".to_owned(), "decode".to_owned()]].concat())?;
     let (p, d) = (prefill.ready()?, decode.ready()?);
-    let mut state = 0x9e37_79b9_u64;
+    let mut rng = Rng::new(0x9e37_79b9);
     let mut series: [Vec<f64>; 5] = Default::default();
     // The first repetition warms up and does not count.
     for repetition in 0..=options.repetitions {
         let (early_prompt, late_prompt) =
-            (prompt(options.tokens, &mut state), prompt(options.tokens, &mut state));
+            (prompt(options.tokens, &mut rng), prompt(options.tokens, &mut rng));
         let early = early(p, d, &early_prompt)?;
         let late = late(p, d, &late_prompt)?;
         let longer = [&late_prompt[..], &[6]].concat();
@@ -252,13 +251,9 @@ fn late(p: SocketAddr, d: SocketAddr, prompt: &[u32]) -> Result<Duration, Handof
     Ok(answer(d, &body(prompt, &lent["kv_transfer_params"]), &[])?.1)
 }
 
-fn prompt(tokens: usize, state: &mut u64) -> Vec<u32> {
-    let mut next = || {
-        *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        // Token ids of words, not of special tokens, in every vocabulary.
-        6 + u32::try_from((*state >> 33) % 1_400).expect("below 1,400")
-    };
-    (0..tokens).map(|_| next()).collect()
+fn prompt(tokens: usize, rng: &mut Rng) -> Vec<u32> {
+    // Token ids of words, not of special tokens, in every vocabulary.
+    (0..tokens).map(|_| 6 + rng.below(1_400) as u32).collect()
 }
 
 fn body(prompt: &[u32], params: &Value) -> String {

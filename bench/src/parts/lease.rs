@@ -40,6 +40,10 @@ use baton_connector::transport::Verdict;
 use baton_connector::{BlockId, Handle, Reader, RequestId, Time};
 use serde_json::{Map, Value, json};
 
+use crate::common::report::write_report;
+use crate::common::stats::{median, thousandths};
+use crate::load::rng::Rng;
+
 const READER: Reader = Reader::sole(1);
 
 /// Blocks of one lease.
@@ -90,7 +94,7 @@ pub fn run(options: &LeaseOptions, out: &mut dyn Write) -> Result<(), LeaseError
     if options.rounds == 0 || options.repetitions == 0 || options.live.is_empty() || !sizes_fit {
         return Err(LeaseError::Options);
     }
-    let mut rng = HandleRng(0x9e37_79b9_7f4a_7c15);
+    let mut rng = Rng::new(0x9e37_79b9_7f4a_7c15);
     let mut fixtures: Vec<_> =
         options.live.iter().map(|&live| LedgerFixture::filled(live, &mut rng)).collect();
     // By size and kind: nanoseconds per repetition. The first repetition warms up and does not count.
@@ -112,13 +116,7 @@ pub fn run(options: &LeaseOptions, out: &mut dyn Write) -> Result<(), LeaseError
             }
         }
     }
-    let report = report(options, &times);
-    if options.json {
-        writeln!(out, "{report:#}")?
-    } else {
-        print(&report, out)?
-    }
-    Ok(())
+    Ok(write_report(&report(options, &times), options.json, out, print)?)
 }
 
 /// Ledgers with `live` live leases, and a map of that size.
@@ -136,30 +134,30 @@ struct LedgerFixture {
 }
 
 impl LedgerFixture {
-    fn filled(live: usize, rng: &mut HandleRng) -> Self {
+    fn filled(live: usize, rng: &mut Rng) -> Self {
         let (mut still, mut flowing) =
             (Ledger::new(LeaseTerms::default()), Ledger::new(LeaseTerms::default()));
         // The maximum number of ended leases is remembered.
-        for grant in rng.grants(TOMBSTONES_MAX) {
+        for grant in random_grants(TOMBSTONES_MAX, rng) {
             let handle = grant.handle;
             still.open(grant, Time::ZERO).expect("room");
             still.release(handle, "ended before", Time::ZERO);
             drop(still.take_closed());
         }
-        let grants = rng.grants(live);
+        let grants = random_grants(live, rng);
         let handles: Vec<_> = grants.iter().map(|grant| grant.handle).collect();
         for grant in grants {
             still.open(grant, Time::ZERO).expect("room");
         }
-        let head = rng.grants(1).remove(0);
+        let head = random_grants(1, rng).remove(0);
         let head_handle = head.handle;
         flowing.open(head, Time::ZERO).expect("room");
         let map = handles.iter().map(|handle| (*handle, [0; VALUE_BYTES])).collect();
         Self { live, idle: still, handles, busy: flowing, now: Time::ZERO, head: head_handle, map }
     }
 
-    fn fetched(&mut self, rounds: usize, rng: &mut HandleRng) -> Duration {
-        let grants = rng.grants(rounds);
+    fn fetched(&mut self, rounds: usize, rng: &mut Rng) -> Duration {
+        let grants = random_grants(rounds, rng);
         let mut settled = Vec::with_capacity(rounds);
         let begun = ThreadTimer::now();
         for grant in grants {
@@ -174,8 +172,8 @@ impl LedgerFixture {
         took
     }
 
-    fn released(&mut self, rounds: usize, rng: &mut HandleRng) -> Duration {
-        let grants = rng.grants(rounds);
+    fn released(&mut self, rounds: usize, rng: &mut Rng) -> Duration {
+        let grants = random_grants(rounds, rng);
         let mut settled = Vec::with_capacity(rounds);
         let begun = ThreadTimer::now();
         for grant in grants {
@@ -191,12 +189,12 @@ impl LedgerFixture {
 
     /// One lease is opened every `duration / live`, so that `live` leases exist. The head is renewed twice per
     /// interval.
-    fn expired(&mut self, rounds: usize, rng: &mut HandleRng) -> Duration {
+    fn expired(&mut self, rounds: usize, rng: &mut Rng) -> Duration {
         let step = LeaseTerms::default().duration / self.live as u32;
         // Until the first leases expire.
         let missing = (self.live + 1).saturating_sub(self.busy.len());
-        self.flow(rng.grants(missing), step);
-        let grants = rng.grants(rounds);
+        self.flow(random_grants(missing, rng), step);
+        let grants = random_grants(rounds, rng);
         let begun = ThreadTimer::now();
         let ended = self.flow(grants, step);
         let took = begun.elapsed();
@@ -217,8 +215,9 @@ impl LedgerFixture {
         ended.len()
     }
 
-    fn renewed(&mut self, rounds: usize, rng: &mut HandleRng) -> Duration {
-        let any: Vec<_> = (0..rounds).map(|_| self.handles[rng.below(self.handles.len())]).collect();
+    fn renewed(&mut self, rounds: usize, rng: &mut Rng) -> Duration {
+        let any: Vec<_> =
+            (0..rounds).map(|_| self.handles[rng.below(self.handles.len() as u64) as usize]).collect();
         let begun = ThreadTimer::now();
         for handle in any {
             assert_eq!(self.idle.heartbeat(handle, Time::ZERO), HeartbeatReply::Renewed);
@@ -226,8 +225,8 @@ impl LedgerFixture {
         begun.elapsed()
     }
 
-    fn map(&mut self, rounds: usize, rng: &mut HandleRng) -> Duration {
-        let handles: Vec<_> = (0..rounds).map(|_| rng.handle()).collect();
+    fn map(&mut self, rounds: usize, rng: &mut Rng) -> Duration {
+        let handles: Vec<_> = (0..rounds).map(|_| random_handle(rng)).collect();
         let begun = ThreadTimer::now();
         for handle in handles {
             self.map.insert(handle, [1; VALUE_BYTES]);
@@ -254,45 +253,24 @@ impl ThreadTimer {
     }
 }
 
-/// A generator of handles: xorshift with a fixed seed.
-struct HandleRng(u64);
-
-impl HandleRng {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
-
-    fn handle(&mut self) -> Handle {
-        Handle(u128::from(self.next()) << 64 | u128::from(self.next()))
-    }
-
-    fn grants(&mut self, count: usize) -> Vec<LeaseSpec> {
-        let grant = |rng: &mut Self| {
-            let handle = rng.handle();
-            let request = RequestId::new(&format!("cmpl{handle}")).expect("36 characters");
-            let blocks = (0..BLOCKS as u32).map(BlockId).collect();
-            LeaseSpec { handle, request, blocks, expected: 1 }
-        };
-        (0..count).map(|_| grant(self)).collect()
-    }
+fn random_handle(rng: &mut Rng) -> Handle {
+    Handle(u128::from(rng.next()) << 64 | u128::from(rng.next()))
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    if values.len() % 2 == 1 { values[middle] } else { f64::midpoint(values[middle - 1], values[middle]) }
+fn random_grants(count: usize, rng: &mut Rng) -> Vec<LeaseSpec> {
+    let grant = |rng: &mut Rng| {
+        let handle = random_handle(rng);
+        let request = RequestId::new(&format!("cmpl{handle}")).expect("36 characters");
+        let blocks = (0..BLOCKS as u32).map(BlockId).collect();
+        LeaseSpec { handle, request, blocks, expected: 1 }
+    };
+    (0..count).map(|_| grant(rng)).collect()
 }
 
 /// The median over the repetitions of the ratio of `a` to `b`.
 fn ratio(a: &[f64], b: &[f64]) -> f64 {
-    (median(a.iter().zip(b).map(|(a, b)| a / b).collect()) * 1000.0).round() / 1000.0
+    let ratio = median(a.iter().zip(b).map(|(a, b)| a / b).collect()).expect("there is a repetition");
+    thousandths(ratio)
 }
 
 fn report(options: &LeaseOptions, times: &[Vec<Vec<f64>>]) -> Value {
@@ -300,7 +278,8 @@ fn report(options: &LeaseOptions, times: &[Vec<Vec<f64>>]) -> Value {
         let map = times.last().expect("the last way is the map");
         let mut entry = Map::from_iter([("live".to_owned(), json!(live))]);
         for (way, list) in WAYS.iter().zip(times) {
-            let ns = (median(list.clone()) * 10.0).round() / 10.0;
+            let ns = median(list.clone()).expect("there is a repetition");
+            let ns = (ns * 10.0).round() / 10.0;
             entry.insert((*way).to_owned(), json!({"ns": ns, "ratio_to_map": ratio(list, map)}));
         }
         Value::Object(entry)
@@ -363,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_ledger_cannot_hold_is_an_error() {
+    fn lease_counts_outside_the_ledgers_range_are_an_error() {
         for live in [vec![], vec![0], vec![LEASES_MAX]] {
             let options = LeaseOptions { live, rounds: 1, repetitions: 1, json: true };
             assert!(matches!(run(&options, &mut Vec::new()), Err(LeaseError::Options)));

@@ -44,7 +44,9 @@ use baton_connector_shm::{ShmServer, ShmTransport, shared_pool};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
 use serde_json::{Value, json};
 
-use bare::Sender;
+use crate::common::report::write_report;
+use crate::common::stats::{median, thousandths};
+use bare::{BlockList, Sender};
 use producer::BenchProducer;
 
 const READER: Reader = Reader::sole(1);
@@ -197,24 +199,19 @@ pub fn run(options: &TransferOptions, out: &mut dyn Write) -> Result<(), Transfe
         "block_bytes_of_latency": LATENCY_BLOCK_BYTES,
         "latency": latencies,
     });
-    if options.json {
-        writeln!(out, "{report:#}")?
-    } else {
-        print(&report, out)?
-    }
-    Ok(())
+    Ok(write_report(&report, options.json, out, print)?)
+}
+
+/// The greatest common divisor.
+pub(super) fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 /// `n` numbers in a scattered but repeatable order: steps of a stride that is coprime to `n`.
 fn scattered(n: usize, seed: usize) -> Vec<BlockId> {
-    let coprime = |stride: &usize| {
-        let (mut a, mut b) = (*stride, n);
-        while b > 0 {
-            (a, b) = (b, a % b);
-        }
-        a == 1
-    };
-    let stride = (n * 5 / 8 + seed..).find(coprime).expect("some number shares no factor with n");
+    let stride = (n * 5 / 8 + seed..)
+        .find(|stride| gcd(*stride, n) == 1)
+        .expect("some number shares no factor with n");
     (0..n).map(|i| BlockId((i * stride % n) as u32)).collect()
 }
 
@@ -224,7 +221,8 @@ fn throughput(nixl: &Nixl, block_bytes: usize, options: &TransferOptions) -> Res
     let bench = TransferBench::start(nixl, blocks, block_bytes)?;
     let region = shared_pool(blocks, block_bytes)?;
     let (from, into) = (scattered(blocks, 1), scattered(blocks, 7));
-    let (there, here) = ((bench.producer.region(), &from[..]), (&region, &into[..]));
+    let there = BlockList { region: bench.producer.region(), blocks: &from };
+    let here = BlockList { region: &region, blocks: &into };
     let mut bare = bare::LoopbackStream::start(Sender::Blocking, there, here)?;
     let mut polling = bare::LoopbackStream::start(Sender::Polling, there, here)?;
     let mut times: [Vec<Duration>; WAYS.len()] = Default::default();
@@ -250,7 +248,7 @@ fn throughput(nixl: &Nixl, block_bytes: usize, options: &TransferOptions) -> Res
             timed(|| Ok(bare.run()?))?,
             timed(|| Ok(polling.run()?))?,
             timed(|| {
-                bare::memcpy(bench.producer.region(), &from, &region, &into);
+                bare::memcpy(there, here);
                 Ok(())
             })?,
         ];
@@ -326,32 +324,24 @@ fn percentiles(mut times: Vec<Duration>) -> Value {
     times.sort_unstable();
     let at = |share: f64| {
         let index = ((times.len() as f64 * share).ceil() as usize).clamp(1, times.len()) - 1;
-        round(times[index].as_secs_f64() * 1e6)
+        thousandths(times[index].as_secs_f64() * 1e6)
     };
     json!({ "p50": at(0.50), "p99": at(0.99), "rounds": times.len() })
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    if values.len() % 2 == 1 { values[middle] } else { f64::midpoint(values[middle - 1], values[middle]) }
-}
-
-fn round(value: f64) -> f64 {
-    (value * 1000.0).round() / 1000.0
 }
 
 fn speeds(bytes: usize, times: &[Duration]) -> Value {
     let speeds: Vec<f64> = times.iter().map(|time| bytes as f64 / time.as_secs_f64() / 1e9).collect();
     let (min, max) = speeds.iter().fold((f64::MAX, 0.0_f64), |(min, max), &s| (min.min(s), max.max(s)));
+    let median = median(speeds).expect("there is a repetition");
     json!({
-        "median_gb_per_s": round(median(speeds)), "min_gb_per_s": round(min), "max_gb_per_s": round(max),
+        "median_gb_per_s": thousandths(median), "min_gb_per_s": thousandths(min), "max_gb_per_s": thousandths(max),
     })
 }
 
 /// The speed of `ours` over that of `theirs`: the median over the repetitions, whose parts ran alternately.
 fn ratio(theirs: &[Duration], ours: &[Duration]) -> f64 {
-    round(median(theirs.iter().zip(ours).map(|(t, o)| t.as_secs_f64() / o.as_secs_f64()).collect()))
+    let ratios = theirs.iter().zip(ours).map(|(t, o)| t.as_secs_f64() / o.as_secs_f64());
+    thousandths(median(ratios.collect()).expect("there is a repetition"))
 }
 
 fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {

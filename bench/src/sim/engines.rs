@@ -91,7 +91,7 @@ impl SimFleet {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let plan = self.plan.of(role, number);
         let dies = plan.faults.dies;
-        let engine = Engine::new(plan, (role, number), address, &self.peers, runtime.handle().clone());
+        let engine = Engine::new(plan, role, number, address, &self.peers, runtime.handle().clone());
         let (runs, peers) = (Arc::clone(&engine), Arc::clone(&self.peers));
         let name = format!("sim-{}-{number}", role.label());
         let thread = std::thread::Builder::new().name(name).spawn(move || {

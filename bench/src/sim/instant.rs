@@ -332,7 +332,8 @@ async fn connection(stream: TcpStream, shared: &EngineShared) -> std::io::Result
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::systems::router::connection::KeptConnection;
+    use crate::load::Streaming;
+    use crate::systems::router::connection::{KeptConnection, default_request};
 
     fn runtime() -> tokio::runtime::Runtime {
         tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime")
@@ -344,8 +345,10 @@ mod tests {
             let decode =
                 SimEngine::start(SimRole::Decode { tokens: 3, pause: Duration::ZERO }).expect("an engine");
             let mut connection = KeptConnection::connect(decode.address()).await.expect("it listens");
-            for (stream, tokens) in [(false, 0), (true, 3), (true, 3)] {
-                let answer = connection.ask(stream).await.expect("an answer");
+            for (streaming, tokens) in
+                [(Streaming::Whole, 0), (Streaming::Streamed, 3), (Streaming::Streamed, 3)]
+            {
+                let answer = connection.post(&default_request(streaming)).await.expect("an answer");
                 let text = String::from_utf8_lossy(answer.bytes).into_owned();
                 assert_eq!(text.matches("finish_reason\":null").count(), tokens, "{text}");
             }
@@ -353,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn a_held_request_tells_when_its_caller_leaves() {
+    fn a_held_request_reports_the_callers_disconnect() {
         runtime().block_on(async {
             let prefill = SimEngine::start(SimRole::Prefill).expect("an engine");
             for behaviour in [Behaviour::Silent, Behaviour::OneToken, Behaviour::Flood] {
@@ -361,7 +364,7 @@ mod tests {
                 prefill.watch(Some(watcher));
                 prefill.set_behaviour(behaviour);
                 let mut connection = KeptConnection::connect(prefill.address()).await.expect("it listens");
-                connection.send(true).await.expect("it is sent");
+                connection.send(Streaming::Streamed).await.expect("it is sent");
                 assert_eq!(signals.recv().await.map(|(_, signal)| signal), Some(EngineSignal::Took));
                 drop(connection);
                 assert_eq!(signals.recv().await.map(|(_, signal)| signal), Some(EngineSignal::Closed));

@@ -20,11 +20,11 @@ mod report;
 mod toy_proxy;
 
 use std::io::Write;
-use std::net::SocketAddr;
 use std::str::FromStr;
 use std::time::Duration;
 
 use crate::BenchError;
+use crate::common::report::write_report;
 use crate::load::Target;
 use crate::sim::engines::{Dialect, EnginePlan, FleetPlan, SimFleet};
 use crate::systems::router::gateway::Gateway;
@@ -146,6 +146,15 @@ impl CompareArgs {
     }
 }
 
+/// What is compared.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum ComparePart {
+    /// Speed, without cancels.
+    Calm,
+    /// Blocks stranded by cancels in the gap.
+    Gap,
+}
+
 /// One gateway under test.
 struct CompareTarget {
     name: String,
@@ -165,17 +174,13 @@ pub fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<(), BenchError> {
     args.check()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let report = runtime.block_on(measure(args))?;
-    match args.json {
-        true => writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?,
-        false => writeln!(out, "{}", report.table())?,
-    }
-    Ok(())
+    Ok(write_report(&report, args.json, out, |report, out| writeln!(out, "{}", report.table()))?)
 }
 
 async fn measure(args: &CompareArgs) -> Result<CompareReport, BenchError> {
     let skips = SkipLog::default();
     let (fleet, engines) = start(args.engine())?;
-    let contenders = contenders(args, engines, true, &skips).await?;
+    let contenders = contenders(args, engines, ComparePart::Calm, &skips).await?;
     let mut report = CompareReport::new(args, &contenders);
     for round in 0..args.rounds {
         for turn in 0..contenders.len() {
@@ -189,7 +194,7 @@ async fn measure(args: &CompareArgs) -> Result<CompareReport, BenchError> {
     drop(fleet);
     if args.cancels > 0 {
         let (fleet, engines) = start(args.engine_with_a_gap())?;
-        let contenders = self::contenders(args, engines, false, &skips).await?;
+        let contenders = self::contenders(args, engines, ComparePart::Gap, &skips).await?;
         for round in 0..args.rounds {
             for turn in 0..contenders.len() {
                 let contender = &contenders[(turn + round) % contenders.len()];
@@ -213,7 +218,7 @@ fn start(engine: EnginePlan) -> Result<(SimFleet, EngineAddresses), BenchError> 
 async fn contenders(
     args: &CompareArgs,
     engines: EngineAddresses,
-    all: bool,
+    part: ComparePart,
     skips: &SkipLog,
 ) -> Result<Vec<CompareTarget>, BenchError> {
     let mut subjects = peers::start_all(&args.programs, engines, skips).await?;
@@ -225,19 +230,19 @@ async fn contenders(
     });
     let mut contenders = Vec::new();
     for subject in subjects {
-        if !all && !subject.disaggregates {
+        if part == ComparePart::Gap && !subject.disaggregates {
             subject.stop();
             continue;
         }
         contenders.push(CompareTarget {
             name: subject.name.to_owned(),
             version: subject.version.clone(),
-            address: authority(subject.address),
+            address: format!("http://{}", subject.address),
             disaggregates: subject.disaggregates,
             subject: Some(subject),
         });
     }
-    for NamedUrl { name, url } in args.target.iter().filter(|_| all) {
+    for NamedUrl { name, url } in args.target.iter().filter(|_| part == ComparePart::Calm) {
         let (name, address) = (name.clone(), url.clone());
         contenders.push(CompareTarget {
             name,
@@ -248,10 +253,6 @@ async fn contenders(
         });
     }
     Ok(contenders)
-}
-
-fn authority(address: SocketAddr) -> String {
-    format!("http://{address}")
 }
 
 fn stop(contenders: Vec<CompareTarget>) {

@@ -33,7 +33,6 @@
 mod client;
 mod costs;
 mod engine;
-mod memory;
 mod probabilities;
 mod simulation;
 #[cfg(test)]
@@ -45,7 +44,8 @@ use baton_router::{GenerationError, sim_router};
 use serde_json::{Map, Value, json};
 
 use crate::common::machine;
-use crate::common::stats::rounded;
+use crate::common::report::write_report;
+use crate::common::stats::{rounded, thousandths};
 use costs::DecisionKind;
 use engine::PlantedFault;
 use simulation::{FleetOutcome, FleetSetup, simulate};
@@ -100,6 +100,13 @@ pub struct FleetOptions {
     pub json: bool,
 }
 
+/// One simulated fleet.
+struct FleetRun {
+    policy: String,
+    engines: usize,
+    outcome: FleetOutcome,
+}
+
 /// Why the benchmark failed.
 #[derive(Debug, thiserror::Error)]
 pub enum FleetError {
@@ -134,35 +141,20 @@ fn run_with(
     let mut sizes = options.engines.clone();
     sizes.sort_unstable();
     sizes.dedup();
-    let mut runs: Vec<(String, usize, FleetOutcome)> = Vec::new();
+    let mut runs = Vec::new();
     for policy in &options.policy {
         // The largest first, because resident memory does not shrink.
         for &engines in sizes.iter().rev() {
-            let setup = FleetSetup {
-                engines,
-                requests: options.requests,
-                turnover: options.turnover,
-                policy: policy.clone(),
-                routers: options.routers,
-                max_in_flight: options.max_in_flight,
-                max_waiting: options.max_waiting,
-                engine_capacity: options.engine_capacity,
-                explain: !options.no_explain,
-                seed: options.seed,
-                plant,
-            };
-            runs.push((policy.clone(), engines, sim_router::without_logs(|| simulate(&setup))?));
+            let setup = FleetSetup { options, engines, policy, plant };
+            let outcome = sim_router::without_logs(|| simulate(setup))?;
+            runs.push(FleetRun { policy: policy.clone(), engines, outcome });
         }
     }
     let report = report(options, &runs);
-    if options.json {
-        writeln!(out, "{report:#}")?
-    } else {
-        print(&report, out)?
-    }
-    let faulty = runs.iter().filter(|(_, _, outcome)| outcome.faults.is_any());
+    write_report(&report, options.json, out, print)?;
+    let faulty = runs.iter().filter(|run| run.outcome.faults.is_any());
     let violations: Vec<String> = faulty
-        .map(|(policy, engines, outcome)| {
+        .map(|FleetRun { policy, engines, outcome }| {
             let wrong = outcome.faults.named().into_iter().filter(|(_, count)| *count > 0);
             let wrong: Vec<_> = wrong.map(|(name, count)| format!("{name} {count}")).collect();
             format!("{policy} with {engines} engines: {}", wrong.join(", "))
@@ -205,29 +197,29 @@ fn check(options: &FleetOptions) -> Result<(), FleetError> {
     Ok(())
 }
 
-fn report(options: &FleetOptions, runs: &[(String, usize, FleetOutcome)]) -> Value {
-    let memory = runs.first().map(|(policy, engines, outcome)| {
+fn report(options: &FleetOptions, runs: &[FleetRun]) -> Value {
+    let memory = runs.first().map(|FleetRun { policy, engines, outcome }| {
         json!({
             "policy": policy, "engines": engines,
             "bytes_per_engine": outcome.bytes_per_engine.round(),
             "bytes_per_request": outcome.bytes_per_request.round(),
         })
     });
-    let rows: Vec<Value> =
-        runs.iter().map(|(policy, engines, outcome)| of_run(options, policy, *engines, outcome)).collect();
+    let rows: Vec<Value> = runs.iter().map(|run| of_run(options, run)).collect();
     json!({
         "date": machine::today(), "commit": machine::commit(), "machine": machine::described(),
         "requests": options.requests, "turnover": options.turnover, "routers": options.routers,
         "max_in_flight": options.max_in_flight, "max_waiting": options.max_waiting, "engine_capacity": options.engine_capacity,
         "explain": !options.no_explain, "seed": options.seed,
-        "clock_ns": runs.first().map(|(_, _, outcome)| outcome.costs.clock_ns()),
+        "clock_ns": runs.first().map(|run| run.outcome.costs.clock_ns()),
         "memory": memory,
         "growth": growth(&rows),
         "runs": rows,
     })
 }
 
-fn of_run(options: &FleetOptions, policy: &str, engines: usize, outcome: &FleetOutcome) -> Value {
+fn of_run(options: &FleetOptions, run: &FleetRun) -> Value {
+    let FleetRun { policy, engines, outcome } = run;
     let costs: Map<_, _> =
         DecisionKind::ALL.iter().map(|&kind| (kind.label().to_owned(), outcome.costs.of(kind))).collect();
     let imbalance = outcome
@@ -245,7 +237,6 @@ fn of_run(options: &FleetOptions, policy: &str, engines: usize, outcome: &FleetO
         })
     });
     let refused = outcome.endings.get("not_admitted").copied().unwrap_or(0);
-    let leases = &outcome.leases;
     let faults: Map<_, _> =
         outcome.faults.named().into_iter().map(|(name, count)| (name.to_owned(), json!(count))).collect();
     json!({
@@ -258,10 +249,7 @@ fn of_run(options: &FleetOptions, policy: &str, engines: usize, outcome: &FleetO
         "refused_share": rounded(share(refused, outcome.begun)),
         "room": room,
         "endings": outcome.endings,
-        "leases": {
-            "opened": leases.opened, "fetched": leases.fetched, "released": leases.released,
-            "expired": leases.expired, "lost_with_engine": leases.lost_with_engine,
-        },
+        "leases": outcome.leases,
         "faults": faults,
         "digest": format!("{:016x}", outcome.digest),
     })
@@ -285,7 +273,7 @@ fn growth(runs: &[Value]) -> Vec<Value> {
         for kind in DecisionKind::ALL.map(DecisionKind::label) {
             let ratio = |which: &str| {
                 let (now, then) = (run["costs"][kind][which].as_f64()?, base["costs"][kind][which].as_f64()?);
-                (then > 0.0).then(|| (now / then * 1_000.0).round() / 1_000.0)
+                (then > 0.0).then(|| thousandths(now / then))
             };
             row.insert(kind.to_owned(), json!({"p50": ratio("p50_ns"), "mean": ratio("mean_ns")}));
         }
@@ -295,14 +283,29 @@ fn growth(runs: &[Value]) -> Vec<Value> {
 }
 
 fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {
+    print_head(report, out)?;
+    let growth = report["growth"].as_array().map(Vec::as_slice).unwrap_or_default();
+    for (run, growth) in runs_of(report).zip(growth) {
+        print_run(run, growth, out)?;
+    }
+    for run in runs_of(report).filter(|run| !run["room"].is_null()) {
+        print_room(run, out)?;
+    }
+    print_totals(report, out)
+}
+
+fn runs_of(report: &Value) -> impl Iterator<Item = &Value> {
+    report["runs"].as_array().into_iter().flatten()
+}
+
+/// The simulation, the unit of the costs, and the heads of the columns.
+fn print_head(report: &Value, out: &mut dyn Write) -> io::Result<()> {
+    let (requests, routers, seed) = (&report["requests"], &report["routers"], &report["seed"]);
+    let explanations = if report["explain"] == true { "kept" } else { "not kept" };
+    let on = report["machine"].as_str().unwrap_or_default();
     writeln!(
         out,
-        "{} requests alive, {} router(s), explanations {}, seed {}; {}",
-        report["requests"],
-        report["routers"],
-        if report["explain"] == true { "kept" } else { "not kept" },
-        report["seed"],
-        report["machine"].as_str().unwrap_or_default()
+        "{requests} requests alive, {routers} router(s), explanations {explanations}, seed {seed}; {on}"
     )?;
     writeln!(
         out,
@@ -311,54 +314,45 @@ fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {
     )?;
     writeln!(
         out,
-        "{:<16} {:>7}  {:>27}  {:>27}  {:>21}  {:>21}  {:>11}  {:>5}  {:>7}",
-        "policy",
-        "engines",
-        "choose decode",
-        "choose prefill",
-        "finish",
-        "lease",
-        "max/mean P D",
-        "hits",
-        "refused"
-    )?;
-    let growth = report["growth"].as_array().map(Vec::as_slice).unwrap_or_default();
-    for (run, growth) in report["runs"].as_array().into_iter().flatten().zip(growth) {
-        let cost = |kind: &str| {
-            let of = &run["costs"][kind];
-            let ratio = growth[kind]["p50"].as_f64().map_or(String::new(), |ratio| format!(" ×{ratio:.1}"));
-            format!("{}/{}/{}{ratio}", of["p50_ns"], of["mean_ns"].as_f64().unwrap_or(0.0), of["p99_ns"])
-        };
-        let balance = |leg: &str| run["imbalance"][leg]["mean"].as_f64().unwrap_or(0.0);
-        writeln!(
-            out,
-            "{:<16} {:>7}  {:>27}  {:>27}  {:>21}  {:>21}  {:>5.2} {:>5.2}  {:>4.0}%  {:>6.2}%",
-            run["policy"].as_str().unwrap_or_default(),
-            run["engines"],
-            cost("choose_decode"),
-            cost("choose_prefill"),
-            cost("finish"),
-            cost("lease"),
-            balance("prefill"),
-            balance("decode"),
-            run["prefix_hit_share"].as_f64().unwrap_or(0.0) * 100.0,
-            run["refused_share"].as_f64().unwrap_or(0.0) * 100.0,
-        )?;
-    }
-    for run in report["runs"].as_array().into_iter().flatten().filter(|run| !run["room"].is_null()) {
-        let percent = |name: &str| run["room"][name].as_f64().unwrap_or(0.0) * 100.0;
-        writeln!(
-            out,
-            "\nroom, {} of {}: busiest decode engine {:.0} % of it, {:.1} % of engines over it, by {:.1} % of all room, {:.1} % of it free, {:.1} % of clients turned away",
-            run["policy"].as_str().unwrap_or_default(),
-            run["engines"],
-            percent("busiest"),
-            percent("over_share"),
-            percent("waiting_share"),
-            percent("free_share"),
-            percent("turned_away_share"),
-        )?;
-    }
+        "policy           engines                choose decode               choose prefill                 finish                  lease  max/mean P D   hits  refused"
+    )
+}
+
+fn print_run(run: &Value, growth: &Value, out: &mut dyn Write) -> io::Result<()> {
+    let cost = |kind: &str| {
+        let of = &run["costs"][kind];
+        let ratio = growth[kind]["p50"].as_f64().map_or(String::new(), |ratio| format!(" ×{ratio:.1}"));
+        format!("{}/{}/{}{ratio}", of["p50_ns"], of["mean_ns"].as_f64().unwrap_or(0.0), of["p99_ns"])
+    };
+    let balance = |leg: &str| run["imbalance"][leg]["mean"].as_f64().unwrap_or(0.0);
+    let percent = |share: &str| run[share].as_f64().unwrap_or(0.0) * 100.0;
+    let [decode, prefill, finish, lease] = ["choose_decode", "choose_prefill", "finish", "lease"].map(cost);
+    let (over_p, over_d) = (balance("prefill"), balance("decode"));
+    let (hits, refused) = (percent("prefix_hit_share"), percent("refused_share"));
+    writeln!(
+        out,
+        "{:<16} {:>7}  {decode:>27}  {prefill:>27}  {finish:>21}  {lease:>21}  {over_p:>5.2} {over_d:>5.2}  {hits:>4.0}%  {refused:>6.2}%",
+        run["policy"].as_str().unwrap_or_default(),
+        run["engines"],
+    )
+}
+
+fn print_room(run: &Value, out: &mut dyn Write) -> io::Result<()> {
+    let percent = |name: &str| run["room"][name].as_f64().unwrap_or(0.0) * 100.0;
+    writeln!(
+        out,
+        "\nroom, {} of {}: busiest decode engine {:.0} % of it, {:.1} % of engines over it, by {:.1} % of all room, {:.1} % of it free, {:.1} % of clients turned away",
+        run["policy"].as_str().unwrap_or_default(),
+        run["engines"],
+        percent("busiest"),
+        percent("over_share"),
+        percent("waiting_share"),
+        percent("free_share"),
+        percent("turned_away_share"),
+    )
+}
+
+fn print_totals(report: &Value, out: &mut dyn Write) -> io::Result<()> {
     let memory = &report["memory"];
     writeln!(
         out,
@@ -368,16 +362,11 @@ fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {
         memory["bytes_per_engine"].as_f64().unwrap_or_default(),
         memory["bytes_per_request"].as_f64().unwrap_or_default()
     )?;
-    let all = |name: &str, of: &str| -> u64 {
-        report["runs"].as_array().into_iter().flatten().filter_map(|run| run[of][name].as_u64()).sum()
-    };
+    let all = |name: &str| -> u64 { runs_of(report).filter_map(|run| run["leases"][name].as_u64()).sum() };
+    let [opened, fetched, released] = ["opened", "fetched", "released"].map(all);
+    let (expired, lost) = (all("expired"), all("lost_with_engine"));
     writeln!(
         out,
-        "leases: {} opened = {} fetched + {} released + {} expired + {} lost with their engine",
-        all("opened", "leases"),
-        all("fetched", "leases"),
-        all("released", "leases"),
-        all("expired", "leases"),
-        all("lost_with_engine", "leases"),
+        "leases: {opened} opened = {fetched} fetched + {released} released + {expired} expired + {lost} lost with their engine"
     )
 }

@@ -33,6 +33,7 @@ mod soak;
 use std::io::Write;
 use std::time::Duration;
 
+use crate::common::report::write_report;
 use crate::sim::instant::{SimEngine, SimRole};
 pub use peers::ProgramArgs;
 pub use report::{
@@ -115,21 +116,17 @@ impl EnginePair {
 /// # Errors
 /// [`RouterBenchError`] if a part does not start or a request fails.
 pub fn run(args: &RouterArgs, out: &mut dyn Write) -> Result<(), RouterBenchError> {
-    let text = match args.soak {
+    let written = match args.soak {
         Some(requests) => {
             let report = runtime()?.block_on(soak::measure(args, requests))?;
-            if args.json { json(&report) } else { report.table() }
+            write_report(&report, args.json, out, |report, out| writeln!(out, "{}", report.table()))
         }
         None => {
             let report = measure(args)?;
-            if args.json { json(&report) } else { report.table() }
+            write_report(&report, args.json, out, |report, out| writeln!(out, "{}", report.table()))
         }
     };
-    writeln!(out, "{text}").map_err(|error| RouterBenchError::System("cannot write the report", error))
-}
-
-fn json(report: &impl serde::Serialize) -> String {
-    serde_json::to_string_pretty(report).expect("numbers and names are JSON")
+    written.map_err(|error| RouterBenchError::System("cannot write the report", error))
 }
 
 /// A runtime on the current thread for the client. Each engine has its own thread.

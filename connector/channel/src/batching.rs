@@ -212,7 +212,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_batch_survives_the_wire() {
+    fn a_batch_round_trips_on_the_wire() {
         let blocks = [BlockId(7), BlockId(u32::MAX), BlockId(0)];
         let frame = batch_frame(&blocks);
         let header = Header::decode(frame[..HEADER_BYTES].try_into().expect("a header"));

@@ -222,7 +222,8 @@ pub(crate) fn busy_welcome() -> [u8; WELCOME_BYTES] {
 pub(crate) fn accept<'a>(
     socket: &mut ChannelSocket,
     credentials: impl Fn(Service) -> Option<Credentials<'a>>,
-    (epoch, fingerprint): (Epoch, u64),
+    epoch: Epoch,
+    fingerprint: u64,
     stop: &AtomicBool,
 ) -> Result<Service, HandshakeError> {
     let until = WaitLimit::deadline(stop, Instant::now() + socket.silence());
@@ -365,7 +366,7 @@ mod tests {
         let peer = Peer { address: ([127, 0, 0, 1], 1).into(), epoch: Epoch(1), fingerprint: 2 };
         thread::scope(|scope| {
             let accepted = scope.spawn(|| {
-                let result = accept(&mut producer, served, (Epoch(1), 2), &go);
+                let result = accept(&mut producer, served, peer.epoch, peer.fingerprint, &go);
                 drop(producer);
                 result
             });
@@ -377,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn a_proof_for_one_transport_opens_no_other() {
+    fn a_proof_is_valid_for_one_transport_only() {
         let own = Service::ListenerDefault;
         assert!(matches!(handshake("tcp", ("tcp", own)), (Ok(Service::ListenerDefault), Ok(()))));
         let (accepted, initiated) = handshake("shm", ("tcp", own));
@@ -385,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn one_listener_serves_several_transports_and_says_which_it_does_not() {
+    fn one_listener_serves_several_transports_and_rejects_the_others() {
         assert!(matches!(
             handshake("both", ("both", Service::ListenerDefault)),
             (Ok(Service::ListenerDefault), Ok(()))

@@ -36,7 +36,7 @@
 //! | `pool` | the consumer's idle connections |
 //! | [`timeouts`] | the time limits of a read |
 //! | `dial` | a TCP connection within a bound |
-//! | [`batching`] | one-sided reads: the consumer copies the blocks itself |
+//! | [`batching`], [`copy_runs`] | one-sided reads: the consumer copies the blocks itself |
 //! | [`handshake`] | authentication, epoch and layout check |
 //! | [`wire`] | messages as bytes; pure |
 //! | [`socket`] | bounded reads and writes on one socket |
@@ -45,6 +45,7 @@
 pub mod batching;
 mod client;
 mod connection;
+pub mod copy_runs;
 mod dial;
 #[doc(hidden)]
 pub mod fuzzing;

@@ -100,8 +100,7 @@ pub enum Delivery {
 /// A read that the ledger has granted.
 pub struct GrantedRead<'a> {
     shared: &'a ServerState,
-    handle: Handle,
-    reader: Reader,
+    read: ReadId,
     /// First entry of the lease's table that is read.
     first: usize,
     blocks: Vec<BlockId>,
@@ -133,7 +132,7 @@ impl GrantedRead<'_> {
     /// Whether the lease still serves this reader.
     #[must_use]
     pub fn is_live(&self) -> bool {
-        self.shared.producer.is_read_live(self.handle, self.reader)
+        self.shared.producer.is_read_live(self.read.handle, self.read.reader)
     }
 
     /// Waits until the first `upto` blocks of the read are computed; false when the lease no longer serves this reader.
@@ -149,8 +148,8 @@ impl GrantedRead<'_> {
     ) -> Result<bool, ChannelError> {
         let mut sent = None;
         loop {
-            let producer = &self.shared.producer;
-            match producer.await_ready(self.handle, self.reader, self.first + upto, socket::SLICE) {
+            let (producer, ReadId { handle, reader }) = (&self.shared.producer, self.read);
+            match producer.await_ready(handle, reader, self.first + upto, socket::SLICE) {
                 Readiness::Ready => return self.download(upto).map(|()| true),
                 Readiness::Gone => return Ok(false),
                 Readiness::NotYet => {}
@@ -206,13 +205,20 @@ impl GrantedRead<'_> {
     }
 }
 
+/// A read: the lease, and who reads its blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct ReadId {
+    handle: Handle,
+    reader: Reader,
+}
+
 /// The connection of each open read. The lock is held across the call of the producer. Otherwise the end of one
 /// connection could fail a read that another one has just begun.
 #[derive(Debug, Default)]
-pub(crate) struct OpenReads(Mutex<HashMap<(Handle, Reader), u64>>);
+pub(crate) struct OpenReads(Mutex<HashMap<ReadId, u64>>);
 
 impl OpenReads {
-    fn lock(&self) -> MutexGuard<'_, HashMap<(Handle, Reader), u64>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<ReadId, u64>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -220,43 +226,43 @@ impl OpenReads {
         &self,
         producer: &dyn Producer,
         connection: u64,
-        (handle, reader): (Handle, Reader),
-        (first, count): (usize, usize),
+        read: ReadId,
+        entries: TableRange,
     ) -> Result<Vec<BlockId>, TransportError> {
         let mut open = self.lock();
-        let blocks = producer.begin_read(handle, reader, first, count)?;
-        open.insert((handle, reader), connection);
+        let blocks = producer.begin_read(read.handle, read.reader, entries.first, entries.count)?;
+        open.insert(read, connection);
         Ok(blocks)
     }
 
-    fn done(&self, producer: &dyn Producer, handle: Handle, reader: Reader) -> Verdict {
+    fn done(&self, producer: &dyn Producer, read: ReadId) -> Verdict {
         let mut open = self.lock();
-        open.remove(&(handle, reader));
-        producer.finish_read(handle, reader)
+        open.remove(&read);
+        producer.finish_read(read.handle, read.reader)
     }
 
-    fn failed(&self, producer: &dyn Producer, handle: Handle, reader: Reader) {
+    fn failed(&self, producer: &dyn Producer, read: ReadId) {
         let mut open = self.lock();
-        open.remove(&(handle, reader));
-        producer.fail_read(handle, reader);
+        open.remove(&read);
+        producer.fail_read(read.handle, read.reader);
     }
 
     /// Whether a read of this connection may still be in flight.
     pub(crate) fn in_flight(&self, producer: &dyn Producer, connection: u64) -> bool {
         let open = self.lock();
         let mut own = open.iter().filter(|(_, serving)| **serving == connection);
-        own.any(|((handle, reader), _)| producer.is_read_live(*handle, *reader))
+        own.any(|(read, _)| producer.is_read_live(read.handle, read.reader))
     }
 
-    fn forget(&self, handle: Handle, reader: Reader) {
-        self.lock().remove(&(handle, reader));
+    fn forget(&self, read: ReadId) {
+        self.lock().remove(&read);
     }
 
     /// Fails the open reads of an ended connection.
     pub(crate) fn connection_ended(&self, producer: &dyn Producer, connection: u64) {
-        self.lock().retain(|(handle, reader), serving| {
+        self.lock().retain(|read, serving| {
             if *serving == connection {
-                producer.fail_read(*handle, *reader);
+                producer.fail_read(read.handle, read.reader);
             }
             *serving != connection
         });
@@ -328,8 +334,8 @@ pub(crate) fn serve(
         let serve = &shared.services[named(service)?];
         Some(Credentials { secret: shared.secret.as_ref(), transport: serve.name(), service })
     };
-    let expected = (producer.epoch(), producer.fingerprint());
-    let service = handshake::accept(socket, credentials, expected, &shared.stop)?;
+    let (epoch, fingerprint) = (producer.epoch(), producer.fingerprint());
+    let service = handshake::accept(socket, credentials, epoch, fingerprint, &shared.stop)?;
     if !table.claim_slot(connection) {
         return Ok(());
     }
@@ -341,8 +347,9 @@ pub(crate) fn serve(
         let until = WaitLimit::stopped(&shared.stop);
         let reply = match request {
             Request::Read { handle, reader, first, count } => {
-                let request = ReadRequest::Blocks((first as usize, count as usize));
-                answer_read(socket, connection, (shared, serve), (handle, reader), request)?;
+                let entries = TableRange { first: first as usize, count: count as usize };
+                let (read, request) = (ReadId { handle, reader }, ReadRequest::Blocks(entries));
+                answer_read(socket, connection, shared, serve, read, request)?;
                 continue;
             }
             Request::Slice { handle, reader, tokens, heads } => {
@@ -350,15 +357,15 @@ pub(crate) fn serve(
                     tokens: tokens.0 as usize..tokens.1 as usize,
                     heads: usize::from(heads.0)..usize::from(heads.1),
                 };
-                let request = ReadRequest::Slice(range);
-                answer_read(socket, connection, (shared, serve), (handle, reader), request)?;
+                let (read, request) = (ReadId { handle, reader }, ReadRequest::Slice(range));
+                answer_read(socket, connection, shared, serve, read, request)?;
                 continue;
             }
             Request::Done { handle, reader } => {
-                Reply::Verdict(shared.open_reads.done(producer, handle, reader))
+                Reply::Verdict(shared.open_reads.done(producer, ReadId { handle, reader }))
             }
             Request::Failed { handle, reader } => {
-                shared.open_reads.failed(producer, handle, reader);
+                shared.open_reads.failed(producer, ReadId { handle, reader });
                 Reply::Noted
             }
             Request::Release { handle, reason } => Reply::Released(producer.release(handle, &reason)),
@@ -407,23 +414,33 @@ fn receive(socket: &mut ChannelSocket, shared: &ServerState) -> Result<Request, 
 
 /// The requested part of a lease.
 enum ReadRequest {
-    /// First entry of the table, and number of entries.
-    Blocks((usize, usize)),
+    Blocks(TableRange),
     Slice(SliceRange),
 }
 
-/// The entries of the block table (first and count), and the slice if the blocks are not read whole.
-type ResolvedRead = ((usize, usize), Option<(SliceRange, KvLayout)>);
+/// Entries of a lease's block table.
+struct TableRange {
+    first: usize,
+    count: usize,
+}
+
+/// A read request whose entries are known.
+struct ResolvedRead {
+    entries: TableRange,
+    /// `None` if the blocks are read whole.
+    slice: Option<(SliceRange, KvLayout)>,
+}
 
 impl ReadRequest {
     fn resolve(self, producer: &dyn Producer) -> Result<ResolvedRead, String> {
         match self {
-            Self::Blocks(range) => Ok((range, None)),
+            Self::Blocks(entries) => Ok(ResolvedRead { entries, slice: None }),
             Self::Slice(range) => {
                 let layout = producer.layout().ok_or("only whole blocks are served here")?;
                 range.check(&layout).map_err(|error| error.to_string())?;
                 let entries = range.entries(&layout);
-                Ok(((entries.start, entries.len()), Some((range, layout))))
+                let entries = TableRange { first: entries.start, count: entries.len() };
+                Ok(ResolvedRead { entries, slice: Some((range, layout)) })
             }
         }
     }
@@ -433,20 +450,21 @@ impl ReadRequest {
 fn answer_read(
     socket: &mut ChannelSocket,
     connection: u64,
-    (shared, serve): (&ServerState, &dyn Serve),
-    (handle, reader): (Handle, Reader),
+    shared: &ServerState,
+    serve: &dyn Serve,
+    read: ReadId,
     request: ReadRequest,
 ) -> Result<(), ChannelError> {
     let producer = &*shared.producer;
     let until = WaitLimit::stopped(&shared.stop);
     let refuse =
         |socket: &mut ChannelSocket, why: &str| socket.send(&Reply::Refused(why.into()).encode(), until);
-    let (range, slice) = match request.resolve(producer) {
+    let ResolvedRead { entries, slice } = match request.resolve(producer) {
         Ok(resolved) => resolved,
         Err(why) => return refuse(socket, &why),
     };
-    let first = range.0;
-    let blocks = match shared.open_reads.begin(producer, connection, (handle, reader), range) {
+    let first = entries.first;
+    let blocks = match shared.open_reads.begin(producer, connection, read, entries) {
         Ok(blocks) => blocks,
         Err(TransportError::Gone) => {
             shared.stats.reads_gone.fetch_add(1, Ordering::Relaxed);
@@ -457,11 +475,11 @@ fn answer_read(
     };
     shared.stats.reads.fetch_add(1, Ordering::Relaxed);
     let (source, downloaded) = (serve.source(), Cell::new(0));
-    let granted = GrantedRead { shared, handle, reader, first, blocks, slice, source, downloaded };
+    let granted = GrantedRead { shared, read, first, blocks, slice, source, downloaded };
     if serve.deliver(socket, &granted)? == Delivery::LeaseEnded {
         // A draining lease waits for this reader, which reports its failure or closes the connection.
-        if !producer.is_read_live(handle, reader) {
-            shared.open_reads.forget(handle, reader);
+        if !granted.is_live() {
+            shared.open_reads.forget(read);
         }
         shared.stats.reads_gone.fetch_add(1, Ordering::Relaxed);
     }

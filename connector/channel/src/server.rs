@@ -230,7 +230,7 @@ impl Drop for Server {
 
 fn join(thread: Option<JoinHandle<()>>) {
     if thread.is_some_and(|thread| thread.join().is_err()) {
-        tracing::error!("KV side channel thread panicked");
+        tracing::error!(event = "side_channel_panicked", "KV side channel thread panicked");
     }
 }
 
@@ -245,13 +245,16 @@ fn accept(listener: &Socket, shared: &Arc<ServerShared>) {
                 next_id += 1;
                 if let Err(error) = admit(socket, next_id, shared) {
                     let (transport, peer) = (shared.state.listener_service().name(), peer.as_socket());
-                    tracing::warn!(transport, ?peer, %error, "KV connection not served");
+                    tracing::warn!(
+                        event = "kv_connection_not_served", transport, ?peer, %error,
+                        "KV connection not served"
+                    );
                 }
             }
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionAborted) => {}
             Err(error) => {
                 // Probably out of descriptors. The listener stays readable, so this loop would spin.
-                tracing::warn!(%error, "cannot accept KV connections");
+                tracing::warn!(event = "kv_accept_failed", %error, "cannot accept KV connections");
                 thread::park_timeout(SLICE);
             }
         }
@@ -291,18 +294,23 @@ fn report(shared: &ServerState, ended: Result<(), ServeError>) {
     match ended {
         Ok(()) | Err(ServeError::Channel(ChannelError::Closed | ChannelError::Stopped)) => {}
         Err(ServeError::Channel(error)) => {
-            tracing::debug!(listener = shared.listener_service().name(), %error, "KV connection ended")
+            let transport = shared.listener_service().name();
+            tracing::debug!(event = "kv_connection_ended", transport, %error, "KV connection ended");
         }
         // A consumer that tries transports in order of preference: not a failure.
         Err(ServeError::Handshake(HandshakeError::Service)) => {}
         // A port check by a monitor or by `baton doctor`: counted, but no reason for an operator to act.
         Err(ServeError::Handshake(HandshakeError::Channel(error @ ChannelError::Closed))) => {
             shared.stats.handshakes_failed.fetch_add(1, Ordering::Relaxed);
-            tracing::debug!(listener = shared.listener_service().name(), %error, "KV connection closed before its handshake");
+            tracing::debug!(
+                event = "kv_handshake_missing", transport = shared.listener_service().name(), %error,
+                "KV connection closed before its handshake"
+            );
         }
         Err(ServeError::Handshake(error)) => {
             shared.stats.handshakes_failed.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(listener = shared.listener_service().name(), %error, "KV connection refused");
+            let transport = shared.listener_service().name();
+            tracing::warn!(event = "kv_handshake_failed", transport, %error, "KV connection refused");
         }
     }
 }

@@ -276,8 +276,8 @@ impl Reply {
             KIND_RELEASED => {
                 fields.check_length(1)?;
                 let [byte] = fields.array()?;
-                let known = RELEASES.iter().find(|reply| release_byte(**reply) == byte);
-                known.map(|reply| Self::Released(*reply)).ok_or(WireError::Field(kind))
+                let known = ReleaseReply::ALL.into_iter().find(|reply| release_byte(*reply) == byte);
+                known.map(Self::Released).ok_or(WireError::Field(kind))
             }
             KIND_RENEWED => {
                 if payload.len() > HEARTBEAT_HANDLES_MAX {
@@ -294,9 +294,6 @@ impl Reply {
         }
     }
 }
-
-const RELEASES: [ReleaseReply; 4] =
-    [ReleaseReply::Released, ReleaseReply::Draining, ReleaseReply::Already, ReleaseReply::Unknown];
 
 fn release_byte(reply: ReleaseReply) -> u8 {
     match reply {

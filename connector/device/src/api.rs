@@ -6,9 +6,9 @@ use std::os::fd::OwnedFd;
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
+use baton_connector_channel::copy_runs::CopyRun;
 
 use crate::offer::{DeviceId, HANDLE_BYTES, Offer};
-use crate::runs::CopyRun;
 
 /// An engine's KV pool in the memory of its device. Any number of threads may call it at once.
 pub trait DevicePool: Debug + Send + Sync {

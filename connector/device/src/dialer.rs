@@ -13,7 +13,7 @@ use baton_connector_channel::batching::{ReadBatching, ReadExtent};
 use baton_connector_channel::handshake::{self, Credentials, Service};
 use baton_connector_channel::socket::{ChannelError, ChannelSocket};
 use baton_connector_channel::{Client, ClientOptions, ConnectError, Connection, Dial};
-use baton_connector_shm::{check_peer, connect, descriptor};
+use baton_connector_shm::{PeerProof, check_peer, connect, descriptor};
 
 use crate::NAME;
 use crate::api::{DevicePool, ImportedPool};
@@ -89,16 +89,13 @@ impl Dial for DeviceDialer {
         stop: &StopFlag,
     ) -> Result<Connection<DeviceContext>, ConnectError> {
         let socket = connect(peer, options.connect_timeout, stop)?;
-        check_peer(socket.as_fd(), options.secret.is_some()).map_err(ConnectError::unreachable)?;
+        let proof = PeerProof::of(options.secret.as_ref());
+        check_peer(socket.as_fd(), proof).map_err(ConnectError::unreachable)?;
         let mut socket = ChannelSocket::new(socket, options.silence).map_err(ConnectError::unreachable)?;
         let credentials =
             Credentials { secret: options.secret.as_ref(), transport: NAME, service: Service::Device };
         handshake::initiate(&mut socket, credentials, peer, stop)?;
-        let (offer, descriptor) = receive_offer(&mut socket, stop).map_err(|error| match error {
-            ChannelError::Stopped => ConnectError::Stopped,
-            ChannelError::Silent(silence) => ConnectError::Silent(silence),
-            other => ConnectError::unreachable(other),
-        })?;
+        let (offer, descriptor) = receive_offer(&mut socket, stop)?;
         let remote = self.remote(peer.epoch, offer, descriptor).map_err(ConnectError::unreachable)?;
         Ok(Connection { socket, context: DeviceContext(remote) })
     }

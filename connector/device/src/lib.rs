@@ -47,10 +47,10 @@ mod service;
 mod software;
 
 pub use api::{DevicePool, ImportedPool, PoolExport};
+pub use baton_connector_channel::copy_runs::CopyRun;
 pub use baton_connector_channel::{ClientOptions, ConnectError, Secret, Serve, ServerOptions, ServerStats};
 pub use dialer::{DeviceDialer, DeviceTransport, transport};
 pub use offer::{DeviceId, DeviceKind, HANDLE_BYTES, Offer};
-pub use runs::CopyRun;
 pub use service::producer;
 pub use software::SoftwarePool;
 

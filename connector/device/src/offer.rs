@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn an_offer_survives_the_wire() {
+    fn an_offer_round_trips_on_the_wire() {
         for (kind, descriptor) in [(DeviceKind::Cuda, false), (DeviceKind::Software, true)] {
             let offer = Offer { device: DeviceId { kind, uuid: [9; 16] }, descriptor, ..offer() };
             assert_eq!(Offer::decode(offer.encode()), Ok(offer));
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_no_offer() {
+    fn an_impossible_offer_is_rejected() {
         let wrong: [fn(&mut Offer); 6] = [
             |offer| offer.pool.block_bytes = u64::MAX,
             |offer| offer.pool = PoolShape { block_bytes: 1 << 62, blocks: 3 },
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn only_parts_of_blocks_of_the_pool_are_somewhere() {
+    fn only_parts_of_pool_blocks_have_an_offset() {
         let offer = offer();
         assert_eq!(offer.offset_of(0, 0, 4096), Some(0));
         assert_eq!(offer.offset_of(8, 4000, 96), Some(8 * 4096 + 4000));

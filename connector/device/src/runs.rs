@@ -1,28 +1,14 @@
-//! The copies of a granted batch: offsets in the producer's pool and in the consumer's pool. Bytes that are adjacent on
-//! both sides are one run. This module reads and writes no block.
+//! The copies of a granted batch, as offsets in the producer's pool and in the consumer's pool. This module reads and
+//! writes no block.
 
 use std::ops::Range;
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
-use baton_connector::transport::{Part, ReadOrder};
+use baton_connector::transport::ReadOrder;
+use baton_connector_channel::copy_runs::{CopyRun, OutsidePool, copy_runs};
 
 use crate::offer::Offer;
-
-/// One contiguous copy: offsets in the two pools.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CopyRun {
-    /// First byte in the producer's pool.
-    pub from: usize,
-    /// First byte in the consumer's pool.
-    pub into: usize,
-    /// Length in bytes.
-    pub len: usize,
-}
-
-/// A block id outside the pool.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct OutsidePool;
 
 /// The runs of the read's blocks `blocks`, with the unchecked ids `ids` at the producer. An error for bytes outside
 /// either pool.
@@ -33,44 +19,17 @@ pub(crate) fn runs(
     blocks: Range<usize>,
     ids: &mut dyn Iterator<Item = u32>,
 ) -> Result<Vec<CopyRun>, OutsidePool> {
-    let landing = |block: BlockId, offset: usize| {
-        (block.index() < region.blocks())
-            .then(|| block.index() * region.block_bytes() + offset)
-            .ok_or(OutsidePool)
+    let block_bytes = region.block_bytes();
+    let from = |id: u32, offset: usize, len: usize| offer.offset_of(id, offset, len);
+    let into = |block: BlockId, offset: usize| {
+        (block.index() < region.blocks()).then(|| block.index() * block_bytes + offset)
     };
-    let mut runs = Vec::new();
-    match &order.part {
-        Part::Blocks { .. } => {
-            let len = region.block_bytes();
-            for (id, &into) in ids.zip(&order.into[blocks]) {
-                let from = offer.offset_of(id, 0, len).ok_or(OutsidePool)?;
-                push(&mut runs, CopyRun { from, into: landing(into, 0)?, len });
-            }
-        }
-        Part::Slice(slice) => {
-            for (index, id) in blocks.zip(ids) {
-                for (source, target) in slice.copies(&slice.range.piece(&slice.producer, index)) {
-                    let from = offer.offset_of(id, source.offset, source.len).ok_or(OutsidePool)?;
-                    let into = landing(order.into[target.entry], target.offset)?;
-                    push(&mut runs, CopyRun { from, into, len: source.len });
-                }
-            }
-        }
-    }
-    Ok(runs)
-}
-
-fn push(runs: &mut Vec<CopyRun>, run: CopyRun) {
-    match runs.last_mut() {
-        Some(last) if last.from + last.len == run.from && last.into + last.len == run.into => {
-            last.len += run.len;
-        }
-        _ => runs.push(run),
-    }
+    copy_runs(order, block_bytes, blocks, ids, from, into)
 }
 
 #[cfg(test)]
 mod tests {
+    use baton_connector::transport::Part;
     use baton_connector::{Handle, Reader};
     use baton_connector_shm::PoolShape;
 
@@ -104,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_outside_either_pool_is_not_copied() {
+    fn bytes_outside_either_pool_are_not_copied() {
         for id in [8, u32::MAX] {
             assert_eq!(found(&[0, 1], &[0, id]), Err(OutsidePool));
         }

@@ -7,11 +7,11 @@ use std::os::fd::OwnedFd;
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
+use baton_connector_channel::copy_runs::CopyRun;
 use baton_connector_shm::{PoolDescriptor, PoolMapping, SharedMemory};
 
 use crate::api::{DevicePool, ImportedPool, PoolExport};
 use crate::offer::{DeviceId, DeviceKind, HANDLE_BYTES, Offer};
-use crate::runs::CopyRun;
 
 /// A pool whose device memory is the memory of a region. Reads land in the region of the read.
 #[derive(Clone, Debug)]

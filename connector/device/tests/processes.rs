@@ -336,7 +336,7 @@ fn offers(
 }
 
 #[test]
-fn an_offer_that_is_not_true_is_not_believed_and_says_why() {
+fn a_false_offer_is_rejected_with_a_reason() {
     // Memory that is shorter than the pool, memory of another device, no memory, and a file that is not memory.
     let short = offers(|own| {
         let few = SoftwarePool::over(pool(1, BLOCK));

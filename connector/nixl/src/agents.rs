@@ -299,7 +299,10 @@ impl LiveAgent {
         };
         if let Err(why) = thread::Builder::new().name("nixl-retire".into()).spawn(end) {
             // The drop of the closure has just ended the agent, without removing peers and requests first.
-            tracing::error!(error = %why, "cannot start the thread that ends a NIXL agent");
+            tracing::error!(
+                event = "nixl_thread_not_started", error = %why,
+                "cannot start the thread that ends a NIXL agent"
+            );
             state.gone = true;
             self.retired.fetch_sub(1, Ordering::AcqRel);
             self.gone.notify_all();

@@ -7,6 +7,8 @@
 
 use std::fmt::{self, Debug};
 
+use baton_connector_channel::copy_runs::CopyRun;
+
 /// Why a call of NIXL failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("NIXL: {0}")]
@@ -59,16 +61,8 @@ pub struct Memory {
     pub len: usize,
 }
 
-/// One contiguous part of a read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ReadDescriptor {
-    /// Address in the producer's process.
-    pub from: usize,
-    /// Address in this process.
-    pub into: usize,
-    /// Length in bytes.
-    pub len: usize,
-}
+/// One contiguous part of a read: the address in the producer's process, the address in this process, and the length.
+pub type ReadDescriptor = CopyRun;
 
 /// A prepared request of one agent. Opaque; released by [`Agent::release`].
 #[derive(Debug, PartialEq, Eq)]

@@ -391,7 +391,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn metadata_says_whose_it_is_before_it_is_loaded() {
+    fn the_agent_name_is_parsed_before_metadata_is_loaded() {
         let of = |len: u64, rest: &[u8]| [b"nixlSerDes|Agent", &len.to_le_bytes()[..], rest].concat();
         assert_eq!(owner(&of(3, b"p-1|Conns\x08")), Some("p-1"));
         assert_eq!(owner(&of(3, b"p-")), None, "cut off");

@@ -1,65 +1,50 @@
-//! The bytes of a granted batch as descriptors, with the addresses at the producer and at the consumer. Bytes that are
-//! adjacent on both sides are one descriptor. This module reads and writes no block.
+//! The bytes of a granted batch as descriptors, with the addresses at the producer and at the consumer. This module
+//! reads and writes no block.
 
 use std::ops::Range;
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
-use baton_connector::transport::{Part, ReadOrder};
+use baton_connector::transport::ReadOrder;
+use baton_connector_channel::copy_runs::{OutsidePool, copy_runs};
 
 use crate::api::ReadDescriptor;
 use crate::offer::Offer;
 
-/// A block id outside the pool.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct OutsidePool;
+/// The consumer's pool.
+#[derive(Clone, Copy)]
+pub(crate) struct LandingPool<'a> {
+    /// A region of the same shape.
+    pub region: &'a Region,
+    /// The address of the pool, which may be in the memory of a device.
+    pub base: usize,
+}
 
-/// The descriptors of the read's blocks `blocks`, with the unchecked ids `ids` at the producer. They land in the pool
-/// at `base`, which has the shape of `region`. An error for bytes outside either pool.
+impl LandingPool<'_> {
+    /// The address of a block's byte.
+    fn address(self, block: BlockId, offset: usize) -> Option<usize> {
+        let inside = block.index() < self.region.blocks();
+        inside.then(|| self.base + block.index() * self.region.block_bytes() + offset)
+    }
+}
+
+/// The descriptors of the read's blocks `blocks`, with the unchecked ids `ids` at the producer. An error for bytes
+/// outside either pool.
 pub(crate) fn descriptors(
     order: &ReadOrder,
-    (region, base): (&Region, usize),
+    landing: LandingPool<'_>,
     offer: &Offer,
     blocks: Range<usize>,
     ids: &mut dyn Iterator<Item = u32>,
 ) -> Result<Vec<ReadDescriptor>, OutsidePool> {
-    let landing = |block: BlockId, offset: usize| {
-        let inside = block.index() < region.blocks();
-        inside.then(|| base + block.index() * region.block_bytes() + offset).ok_or(OutsidePool)
-    };
-    let mut descriptors = Vec::new();
-    match &order.part {
-        Part::Blocks { .. } => {
-            let len = region.block_bytes();
-            for (id, &into) in ids.zip(&order.into[blocks]) {
-                let from = offer.address(id, 0, len).ok_or(OutsidePool)?;
-                push(&mut descriptors, ReadDescriptor { from, into: landing(into, 0)?, len });
-            }
-        }
-        Part::Slice(slice) => {
-            for (index, id) in blocks.zip(ids) {
-                for (source, target) in slice.copies(&slice.range.piece(&slice.producer, index)) {
-                    let from = offer.address(id, source.offset, source.len).ok_or(OutsidePool)?;
-                    let into = landing(order.into[target.entry], target.offset)?;
-                    push(&mut descriptors, ReadDescriptor { from, into, len: source.len });
-                }
-            }
-        }
-    }
-    Ok(descriptors)
-}
-
-fn push(descriptors: &mut Vec<ReadDescriptor>, descriptor: ReadDescriptor) {
-    match descriptors.last_mut() {
-        Some(last) if last.from + last.len == descriptor.from && last.into + last.len == descriptor.into => {
-            last.len += descriptor.len;
-        }
-        _ => descriptors.push(descriptor),
-    }
+    let from = |id: u32, offset: usize, len: usize| offer.address(id, offset, len);
+    let into = |block: BlockId, offset: usize| landing.address(block, offset);
+    copy_runs(order, landing.region.block_bytes(), blocks, ids, from, into)
 }
 
 #[cfg(test)]
 mod tests {
+    use baton_connector::transport::Part;
     use baton_connector::{Handle, Reader};
 
     use super::*;
@@ -76,7 +61,8 @@ mod tests {
             ReadOrder { handle: Handle(1), reader: Reader::sole(1), part: Part::Blocks { first: 0 }, into };
         // An address without memory, as device addresses are for the host.
         let base = 1 << 20;
-        (descriptors(&order, (&region, base), &offer, 0..ids.len(), &mut ids.iter().copied()), base)
+        let landing = LandingPool { region: &region, base };
+        (descriptors(&order, landing, &offer, 0..ids.len(), &mut ids.iter().copied()), base)
     }
 
     #[test]

@@ -17,7 +17,7 @@ use baton_connector_channel::{Client, ClientOptions, ConnectError, Connection, D
 
 use crate::agents::{AgentGuard, Agents, RemoteAgent};
 use crate::api::{Library, NixlError, ReadDescriptor, Segment, TransferState};
-use crate::descriptors::descriptors;
+use crate::descriptors::{LandingPool, descriptors};
 use crate::offer::{DEVICE_BYTES, HEAD_BYTES, Offer, OfferHeader, decode_device_header};
 use crate::pool::{DevicePool, LocalPool};
 use crate::{BATCHING, DESCRIPTORS_MAX, DEVICE_NAME, NAME};
@@ -98,7 +98,7 @@ impl Dial for NixlDialer {
         peer: &Peer,
         stop: &StopFlag,
     ) -> Result<Connection<NixlContext>, ConnectError> {
-        let mut socket = open_channel(options, peer, (NAME, Service::Nixl), stop)?;
+        let mut socket = open_channel(options, peer, NAME, Service::Nixl, stop)?;
         let until = deadline(&socket, stop);
         let offer = receive_offer(&mut socket, Segment::Host, until)?;
         let remote = self.agents.remote(offer).map_err(ConnectError::unreachable)?;
@@ -114,7 +114,7 @@ impl Dial for NixlDialer {
         landed: &mut dyn FnMut(&[BlockId]),
     ) -> Result<Result<(), TransportError>, ChannelError> {
         let pool = LocalPool::Host(region.clone());
-        receive_batches(&self.agents, &pool, connection, (order, region), stop, landed)
+        receive_batches(&self.agents, &pool, connection, order, region, stop, landed)
     }
 }
 
@@ -128,7 +128,7 @@ impl Dial for NixlDeviceDialer {
         peer: &Peer,
         stop: &StopFlag,
     ) -> Result<Connection<NixlContext>, ConnectError> {
-        let mut socket = open_channel(options, peer, (DEVICE_NAME, Service::NixlDevice), stop)?;
+        let mut socket = open_channel(options, peer, DEVICE_NAME, Service::NixlDevice, stop)?;
         let (until, mut kind) = (deadline(&socket, stop), [0; DEVICE_BYTES]);
         socket.receive(&mut kind, until)?;
         let (theirs, batch_bytes) = decode_device_header(kind).map_err(ConnectError::unreachable)?;
@@ -155,7 +155,7 @@ impl Dial for NixlDeviceDialer {
             return Err(failed(NixlError("the read target is not the device's pool".into())));
         }
         let pool = LocalPool::Device(Arc::clone(&self.pool));
-        let landed = receive_batches(&self.agents, &pool, connection, (order, region), stop, &mut |_| ())?;
+        let landed = receive_batches(&self.agents, &pool, connection, order, region, stop, &mut |_| ())?;
         if landed.is_ok() {
             self.pool.landed(&order.into);
         }
@@ -167,7 +167,8 @@ impl Dial for NixlDeviceDialer {
 fn open_channel(
     options: &ClientOptions,
     peer: &Peer,
-    (transport, service): (&'static str, Service),
+    transport: &'static str,
+    service: Service,
     stop: &StopFlag,
 ) -> Result<ChannelSocket, ConnectError> {
     let socket = dial(peer.address, options.connect_timeout, stop)?;
@@ -183,7 +184,8 @@ fn receive_batches(
     agents: &Agents,
     pool: &LocalPool,
     connection: &mut Connection<NixlContext>,
-    (order, region): (&ReadOrder, &Region),
+    order: &ReadOrder,
+    region: &Region,
     stop: &StopFlag,
     landed: &mut dyn FnMut(&[BlockId]),
 ) -> Result<Result<(), TransportError>, ChannelError> {
@@ -197,7 +199,7 @@ fn receive_batches(
     let mut guard = Some(guard);
     let bytes = order.bytes(region.block_bytes());
     batching.receive(socket, extent, bytes, stop, |blocks, ids| {
-        let landing = (region, memory.base);
+        let landing = LandingPool { region, base: memory.base };
         let descriptors = descriptors(order, landing, &remote.offer, blocks.clone(), ids);
         let descriptors = descriptors.map_err(|_| ChannelError::Unexpected)?;
         for part in descriptors.chunks(DESCRIPTORS_MAX) {
@@ -247,7 +249,10 @@ fn read(
         }
         state = agent.status(&request);
     };
-    tracing::warn!(peer = offer.name, error = %failure, "NIXL read not completed, blocks quarantined until its agent ends");
+    tracing::warn!(
+        event = "nixl_blocks_quarantined", agent = offer.name, error = %failure,
+        "NIXL read not completed, blocks quarantined until its agent ends"
+    );
     guard.quarantine(request);
     Err(failure)
 }

@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_named_file_that_is_no_library_is_not_made_up_for() {
+    fn an_explicit_path_that_is_no_library_has_no_fallback() {
         let missing = library(Some(Path::new("/nowhere/libnixl_capi.so"))).expect_err("there is none");
         assert!(missing.to_string().contains("/nowhere/libnixl_capi.so"), "{missing}");
         let text = library(Some(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"))));

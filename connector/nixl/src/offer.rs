@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn an_offer_survives_the_wire() {
+    fn an_offer_round_trips_on_the_wire() {
         let bytes = offer().encode().expect("it is short");
         assert_eq!(decode(&bytes), Ok(offer()));
         let head = bytes.first_chunk().expect("a head");
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kind_of_a_devices_memory_survives_the_wire_and_no_other_is_taken_for_it() {
+    fn the_memory_kind_round_trips_and_an_unknown_kind_is_rejected() {
         for segment in [Segment::Host, Segment::Cuda(0), Segment::Cuda(7), Segment::Cuda(255)] {
             assert_eq!(decode_device_header(encode_device_header(segment, 1 << 20)), Ok((segment, 1 << 20)));
         }
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_no_offer() {
+    fn an_impossible_offer_is_rejected() {
         let wrong: [fn(&mut Offer); 7] = [
             |offer| offer.block_bytes = u64::MAX,
             |offer| offer.blocks = 0,

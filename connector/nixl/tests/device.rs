@@ -278,7 +278,7 @@ impl DevicePair {
 }
 
 #[test]
-fn each_end_has_its_own_number_of_its_device_and_is_told_what_has_landed() {
+fn each_end_uses_its_own_device_number_and_receives_completions() {
     for (there, here) in [
         (Segment::Cuda(3), Segment::Cuda(0)),
         (Segment::Cuda(0), Segment::Cuda(0)),
@@ -299,7 +299,7 @@ fn each_end_has_its_own_number_of_its_device_and_is_told_what_has_landed() {
 }
 
 #[test]
-fn memory_of_another_kind_is_not_read_and_the_reason_names_both() {
+fn memory_of_another_kind_is_refused_with_both_kinds_named() {
     for (there, here) in [(Segment::Host, Segment::Cuda(0)), (Segment::Cuda(2), Segment::Host)] {
         let why = DevicePair::new(there, here).connect_failure();
         assert!(why.contains(&there.to_string()) && why.contains(&here.to_string()), "{why}");
@@ -316,7 +316,7 @@ fn a_pool_in_host_memory_alone_is_no_device() {
 }
 
 #[test]
-fn a_library_without_cuda_offers_nothing_meets_nobody_and_is_not_asked_again_at_once() {
+fn a_library_without_cuda_makes_no_offer_and_is_not_retried_at_once() {
     let pair = DevicePair::new(Segment::Cuda(0), Segment::Cuda(0));
     pair.simulated.without_cuda();
     let made = pair.simulated.made();
@@ -331,7 +331,7 @@ fn a_library_without_cuda_offers_nothing_meets_nobody_and_is_not_asked_again_at_
 }
 
 #[test]
-fn a_read_into_other_memory_than_the_devices_moves_nothing() {
+fn a_read_into_foreign_memory_is_refused() {
     let pair = DevicePair::new(Segment::Cuda(0), Segment::Cuda(0));
     let other = pool(BLOCKS, BLOCK);
     let read = pair.read(&pair.order(), &other);
@@ -341,7 +341,7 @@ fn a_read_into_other_memory_than_the_devices_moves_nothing() {
 }
 
 #[test]
-fn bytes_that_come_late_find_their_agent_gone_and_nobody_is_told_of_a_read_that_failed() {
+fn late_bytes_of_a_failed_read_are_not_delivered_or_reported() {
     for mode in [Mode::InFlight, Mode::Failed, Mode::FailedLater] {
         let pair = DevicePair::new(Segment::Cuda(0), Segment::Cuda(1));
         pair.simulated.mode(mode);
@@ -388,7 +388,7 @@ impl Serve for HostileService {
 }
 
 #[test]
-fn an_announcement_that_cannot_be_ends_the_meeting_before_anything_is_loaded() {
+fn an_invalid_announcement_fails_the_connection_before_metadata_is_loaded() {
     let announced = |bytes: &[u8; 8], batch: u64| [&bytes[..], &batch.to_le_bytes()].concat();
     for (at, offer) in [
         announced(&[0, 1, 0, 0, 0, 0, 0, 0], 1 << 20),

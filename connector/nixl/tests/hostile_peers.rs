@@ -159,7 +159,7 @@ fn an_honest_producer_of_this_test_is_read() {
 }
 
 #[test]
-fn an_offer_that_cannot_be_is_nobody_to_be_trusted() {
+fn an_invalid_offer_is_refused() {
     let good = |base, at| (base, metadata("p", &[host(at, BLOCKS * BLOCK)]));
     /// Makes an offer of the pool's address and its correct metadata.
     type OfferForgery = fn(u64, Vec<u8>) -> Vec<u8>;
@@ -207,7 +207,7 @@ fn blocks_outside_the_pool_end_the_read_before_a_request_is_made() {
 }
 
 #[test]
-fn a_pool_that_is_not_where_its_metadata_is_moves_nothing() {
+fn a_pool_outside_its_metadata_is_refused() {
     let setup = HostileSetup::with(&[1, 2], |base, at| {
         offer(BLOCK as u64, BLOCKS as u64, base + (1 << 30), "p", &metadata("p", &[host(at, BLOCKS * BLOCK)]))
     });
@@ -218,7 +218,7 @@ fn a_pool_that_is_not_where_its_metadata_is_moves_nothing() {
 }
 
 #[test]
-fn blocks_of_another_size_move_nothing() {
+fn blocks_of_another_size_are_refused() {
     let setup = HostileSetup::with(&[1, 2], |base, at| {
         offer(2 * BLOCK as u64, BLOCKS as u64 / 2, base, "p", &metadata("p", &[host(at, BLOCKS * BLOCK)]))
     });

@@ -108,7 +108,7 @@ impl TransferPair {
 }
 
 #[test]
-fn a_read_that_is_not_over_in_time_returns_when_its_agent_is_gone() {
+fn a_read_past_its_bound_returns_after_its_agent_is_destroyed() {
     let pair = TransferPair::new(SHORT);
     pair.works();
     pair.library.mode(Mode::InFlight);
@@ -157,7 +157,7 @@ fn a_read_that_is_stopped_waits_for_its_request_in_flight() {
 
 /// The tests above prove nothing unless the simulated library writes late.
 #[test]
-fn the_simulated_library_has_the_trap() {
+fn the_simulated_library_writes_late() {
     use baton_connector_nixl::api::{AgentRole, Library, ReadDescriptor, Segment, TransferState};
     let library = Simulated::new();
     let handle = SimulatedLibrary(Arc::clone(&library));
@@ -188,7 +188,7 @@ fn the_simulated_library_has_the_trap() {
 }
 
 #[test]
-fn requests_are_bounded_whatever_is_read() {
+fn requests_are_bounded_for_any_read() {
     // Blocks that are not adjacent: each needs a descriptor of its own.
     let producer = TestProducer::new(4_096, 64, LeaseTerms::default());
     let pair = TransferPair::over(producer, LONG);
@@ -239,7 +239,7 @@ fn slices_become_many_small_pieces_and_the_bounds_hold() {
 }
 
 #[test]
-fn what_is_kept_of_a_producer_goes_with_its_last_connection() {
+fn state_of_a_producer_is_dropped_with_its_last_connection() {
     let pair = TransferPair::new(LONG);
     pair.works();
     assert_eq!(pair.transport.idle_connections(), 1);

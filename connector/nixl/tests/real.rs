@@ -251,7 +251,7 @@ fn a_producer_that_is_killed_in_mid_read_is_an_error_and_the_next_one_is_read() 
 /// Kills the producer at varying moments: for any result of the read there is no verdict.
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
-fn a_producer_that_is_killed_at_any_moment_leaves_no_valid_verdict_and_no_hang() {
+fn a_producer_killed_at_any_moment_gives_no_valid_verdict_and_no_hang() {
     let transport = client();
     let region = Region::allocate(BLOCKS, BLOCK);
     for _ in 0..4 {
@@ -319,7 +319,7 @@ fn a_stopped_producer_is_an_error_within_the_bound_and_nothing_is_written_when_i
 
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
-fn a_raised_stop_flag_ends_a_read_of_another_process_for_good() {
+fn a_stop_flag_ends_a_cross_process_read_permanently() {
     let (mut process, transport) = (ProducerProcess::start(None), client());
     let region = Region::allocate(BLOCKS, BLOCK);
     let (order, stop) = (order(process.lease()), AtomicBool::new(false));

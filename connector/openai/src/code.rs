@@ -244,7 +244,7 @@ mod tests {
 
     /// `BATON_WRITE_DOCS=1` writes the table instead of comparing it.
     #[test]
-    fn the_page_of_errors_is_the_table_of_codes() {
+    fn the_page_of_errors_matches_the_table_of_codes() {
         let file = root().join("docs/reference/errors.md");
         let page = std::fs::read_to_string(&file).expect("docs/reference/errors.md is there");
         let (begin, end) = ("<!-- codes: begin -->\n", "<!-- codes: end -->");
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn every_code_is_a_word_of_its_own() {
+    fn every_error_code_is_unique() {
         let words: BTreeSet<_> = Code::ALL.iter().map(|code| code.as_str()).collect();
         assert_eq!(words.len(), Code::ALL.len());
         for code in Code::ALL {
@@ -284,7 +284,7 @@ mod tests {
 
     /// The sources that name a code are those of its `ErrorSource`. Codes in this crate may be returned by both.
     #[test]
-    fn every_code_is_told_by_whom_the_table_says() {
+    fn every_error_code_is_returned_by_its_documented_source() {
         let mut texts = [String::new(), String::new(), String::new()];
         for (folder, text) in ["router/src", "engine/src", "connector/openai/src"].iter().zip(&mut texts) {
             sources(&root().join(folder), text);

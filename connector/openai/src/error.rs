@@ -63,6 +63,12 @@ impl ApiError {
         }
     }
 
+    /// An error with `code`, its kind and its first status.
+    #[must_use]
+    pub fn of(code: Code, message: impl Into<String>) -> Self {
+        Self::new(code.statuses()[0], code.kind(), message).with_code(code)
+    }
+
     /// 400: field `param` is not acceptable.
     #[must_use]
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
@@ -74,7 +80,7 @@ impl ApiError {
     /// 400: the body as a whole is not acceptable.
     #[must_use]
     pub fn malformed(message: impl Into<String>) -> Self {
-        Self::new(400, ErrorKind::InvalidRequest, message).with_code(Code::MalformedBody)
+        Self::of(Code::MalformedBody, message)
     }
 
     /// 400: prompt and `max_tokens` do not fit the model's context.
@@ -106,7 +112,7 @@ impl ApiError {
     /// 401: no key, or an unknown one.
     #[must_use]
     pub fn unauthorized() -> Self {
-        Self::new(401, ErrorKind::Authentication, "missing or unknown API key").with_code(Code::InvalidApiKey)
+        Self::of(Code::InvalidApiKey, "missing or unknown API key")
     }
 
     /// 404: the model does not exist here.
@@ -120,81 +126,76 @@ impl ApiError {
     /// 404: the path does not exist.
     #[must_use]
     pub fn not_found(path: &str) -> Self {
-        Self::new(404, ErrorKind::InvalidRequest, format!("no such path: {}", shortened(path)))
-            .with_code(Code::NotFound)
+        Self::of(Code::NotFound, format!("no such path: {}", shortened(path)))
     }
 
     /// 404: a path of a known API that is not served here.
     #[must_use]
     pub fn unsupported_endpoint(path: &str) -> Self {
-        Self::new(404, ErrorKind::InvalidRequest, format!("this server does not have {}", shortened(path)))
-            .with_code(Code::UnsupportedEndpoint)
+        Self::of(Code::UnsupportedEndpoint, format!("this server does not have {}", shortened(path)))
     }
 
     /// 405. `allowed` is the value of `Allow`: `GET, HEAD`.
     #[must_use]
     pub fn method_not_allowed(method: &str, allowed: &'static str) -> Self {
         let message = format!("method {} is not allowed here; use {allowed}", shortened(method));
-        let error = Self::new(405, ErrorKind::InvalidRequest, message).with_code(Code::MethodNotAllowed);
-        Self { allowed: Some(allowed), ..error }
+        Self { allowed: Some(allowed), ..Self::of(Code::MethodNotAllowed, message) }
     }
 
     /// 408: the request itself did not arrive in time.
     #[must_use]
     pub fn request_timeout(waited: Duration) -> Self {
         let message = format!("the request did not arrive within {} ms", waited.as_millis());
-        Self::new(408, ErrorKind::Timeout, message).with_code(Code::RequestTimeout)
+        Self::of(Code::RequestTimeout, message)
     }
 
     /// 413: the body is over the limit.
     #[must_use]
     pub fn payload_too_large(limit_bytes: usize) -> Self {
         let message = format!("the body is larger than the limit of {limit_bytes} bytes");
-        Self::new(413, ErrorKind::InvalidRequest, message).with_code(Code::PayloadTooLarge)
+        Self::of(Code::PayloadTooLarge, message)
     }
 
     /// 429: this client exceeds its rate limit.
     #[must_use]
     pub fn rate_limited(message: impl Into<String>, retry_after: Duration) -> Self {
-        Self::new(429, ErrorKind::RateLimit, message)
-            .with_code(Code::RateLimitExceeded)
-            .with_retry(retry_after)
+        Self::of(Code::RateLimitExceeded, message).with_retry(retry_after)
     }
 
     /// 429: queues are full, for all clients.
     #[must_use]
     pub fn overloaded(message: impl Into<String>, retry_after: Duration) -> Self {
-        Self::new(429, ErrorKind::Overloaded, message).with_code(Code::Overloaded).with_retry(retry_after)
+        Self::of(Code::Overloaded, message).with_retry(retry_after)
     }
 
     /// 499, for logs and metrics: the client disconnected first.
     #[must_use]
     pub fn client_gone() -> Self {
-        Self::new(499, ErrorKind::ClientGone, "the client closed the connection").with_code(Code::ClientGone)
+        Self::of(Code::ClientGone, "the client closed the connection")
     }
 
     /// 500: a defect of the server. `message` must not contain internals.
     #[must_use]
     pub fn internal(message: impl Into<String>) -> Self {
-        Self::new(500, ErrorKind::Server, message).with_code(Code::InternalError)
+        Self::of(Code::InternalError, message)
     }
 
     /// 502: an engine returned an invalid response.
     #[must_use]
     pub fn bad_gateway(message: impl Into<String>) -> Self {
-        Self::new(502, ErrorKind::Server, message).with_code(Code::BadGateway)
+        Self::of(Code::BadGateway, message)
     }
 
     /// 503: no engine can serve the request now.
     #[must_use]
     pub fn unavailable(message: impl Into<String>, retry_after: Duration) -> Self {
-        Self::new(503, ErrorKind::Unavailable, message).with_code(Code::Unavailable).with_retry(retry_after)
+        Self::of(Code::Unavailable, message).with_retry(retry_after)
     }
 
     /// 504: an engine did not respond in time.
     #[must_use]
     pub fn gateway_timeout(message: impl Into<String>) -> Self {
-        Self::new(504, ErrorKind::Timeout, message).with_code(Code::GatewayTimeout)
+        Self::of(Code::GatewayTimeout, message)
     }
 
     /// The same error with another `code`, which must match its status and kind.
@@ -293,14 +294,14 @@ mod tests {
     }
 
     #[test]
-    fn a_method_that_is_not_allowed_is_told_those_that_are() {
+    fn a_405_lists_the_allowed_methods() {
         let headers = ApiError::method_not_allowed("PUT", "GET, HEAD").headers();
         assert!(headers.contains(&("allow", "GET, HEAD".into())));
         assert!(!ApiError::not_found("/").headers().iter().any(|(name, _)| *name == "allow"));
     }
 
     #[test]
-    fn the_max_tokens_of_a_context_that_is_too_short_can_be_left_out() {
+    fn a_context_length_error_may_omit_max_tokens() {
         let ApiError { message, .. } = ApiError::context_length(9, 1, 8);
         assert!(message.ends_with("max_tokens asks for 1"), "{message}");
         let start = ApiError::without_max_tokens(&message);

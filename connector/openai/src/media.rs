@@ -35,7 +35,7 @@ impl MediaCounts {
         let mut scanner = Scanner::new(text, &());
         scanner.space();
         // Invalid JSON is counted up to its error.
-        let _ = walk(&mut scanner, false, &mut media);
+        let _ = walk(&mut scanner, Member::Other, &mut media);
         media
     }
 
@@ -59,16 +59,25 @@ fn written_after(name: &[u8]) -> &str {
     text.and_then(|text| std::str::from_utf8(text).ok()).unwrap_or_default()
 }
 
+/// The member of which a value is part.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Member {
+    /// `content` or `output`: the objects of its list are parts of a message.
+    Content,
+    Other,
+}
+
 /// Recursive. The scanner bounds the depth.
-fn walk(scanner: &mut Scanner<'_>, is_content: bool, media: &mut MediaCounts) -> Option<()> {
+fn walk(scanner: &mut Scanner<'_>, of: Member, media: &mut MediaCounts) -> Option<()> {
     match scanner.peek()? {
         b'[' => scanner.array(|scanner, _| match scanner.peek()? {
-            b'{' if is_content => part(scanner, media),
-            _ => walk(scanner, false, media),
+            b'{' if of == Member::Content => part(scanner, media),
+            _ => walk(scanner, Member::Other, media),
         }),
         b'{' => scanner.object(|scanner, name| match scanner.slice(name) {
             "tool_calls" | "function_call" | "arguments" => scanner.value(),
-            name => walk(scanner, matches!(name, "content" | "output"), media),
+            "content" | "output" => walk(scanner, Member::Content, media),
+            _ => walk(scanner, Member::Other, media),
         }),
         _ => scanner.value(),
     }
@@ -119,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_engine_reads_as_text_is_no_picture() {
+    fn text_content_is_not_counted_as_an_image() {
         let long = "x".repeat(1000);
         for text in [
             json!("\"type\": \"image_url\""),

@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_member_is_found_whatever_is_wrong_elsewhere() {
+    fn a_member_is_recovered_despite_damage_elsewhere() {
         let kv = json!({"a": [1, {"b": "}"}], "c": "\"]"});
         for body in [
             format!(r#"{{"kv": {kv}}}"#),
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_guessed() {
+    fn an_ambiguous_or_incomplete_member_is_not_recovered() {
         for body in [
             "",
             "x",
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_parses_as_a_whole_is_found_as_it_is_and_every_cut_finds_it_or_nothing() {
+    fn a_whole_body_yields_the_member_and_a_truncated_one_the_same_or_none() {
         let kv = json!({"do_remote_prefill": true, "ids": [[1, 2, 3]], "text": "é\u{1F600}\\\"{"});
         let body = json!({"model": "m", "prompt": [1, 2], "stop": ["}", "\""], "kv": kv, "n": 1}).to_string();
         assert_eq!(found(&body), Some(kv.clone()));

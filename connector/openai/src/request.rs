@@ -237,7 +237,7 @@ impl GenerateRequest {
         let stream = fields.boolean("stream")?.unwrap_or(false);
         Ok(Self {
             endpoint,
-            model: model(fields)?,
+            model: non_empty_string(fields, "model")?,
             n,
             max_tokens,
             min_tokens: min_tokens(fields, max_tokens)?,
@@ -265,10 +265,6 @@ impl GenerateRequest {
     pub fn sequences(&self) -> usize {
         self.input.prompts() * self.n as usize
     }
-}
-
-fn model(fields: Fields<'_>) -> Result<Option<String>, ApiError> {
-    non_empty_string(fields, "model")
 }
 
 fn non_empty_string(fields: Fields<'_>, name: &str) -> Result<Option<String>, ApiError> {

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn names_come_once_plainly_and_never_internally_and_the_rest_stays_digit_for_digit() {
+    fn internal_keys_are_removed_keys_are_normalized_and_numbers_kept() {
         for (value, expected) in [
             (
                 r#"{ "a" : 0.1000000000000000055511, "b":[ 1E2 , -0 ] }"#,

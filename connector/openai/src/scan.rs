@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn it_accepts_exactly_what_serde_json_reads() {
+    fn the_scanner_accepts_exactly_what_serde_json_parses() {
         let deep = |levels: usize| format!("{}{}", "[".repeat(levels), "]".repeat(levels));
         let texts = [
             "",
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn what_parsers_could_read_differently_is_tangled() {
+    fn json_that_parsers_read_differently_is_ambiguous() {
         let many = |last: usize| {
             let names: Vec<String> = (0..100).map(|n| format!("\"n{n}\":0")).collect();
             format!("{{{},\"n{last}\":1}}", names.join(","))
@@ -486,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_text_takes_as_a_tree_is_estimated_from_above() {
+    fn the_estimated_tree_size_is_an_upper_bound() {
         // The estimate is made of this.
         assert!(size_of::<Value>() <= 72 && size_of::<(u64, String, Value)>() <= 104);
         for (text, bytes) in [
@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn an_attempt_that_fails_leaves_no_trace() {
+    fn a_failed_attempt_changes_no_state() {
         let mut scanner = Scanner::new(r#"{"a":{"b":[1,{"c":2}]}}"#, &());
         let shape = |scanner: &mut Scanner<'_>| {
             scanner.object(|scanner, _| {

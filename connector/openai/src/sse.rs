@@ -4,8 +4,6 @@ use bytes::{BufMut, Bytes, BytesMut};
 
 /// The last frame of every stream.
 pub const DONE: Bytes = Bytes::from_static(b"data: [DONE]\n\n");
-/// A comment frame, which clients skip. It prevents proxies from closing a stream that waits for its first token.
-pub const KEEPALIVE: Bytes = Bytes::from_static(b": keep-alive\n\n");
 /// The reply's `content-type`.
 pub const CONTENT_TYPE: &str = "text/event-stream; charset=utf-8";
 

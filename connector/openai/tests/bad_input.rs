@@ -27,7 +27,7 @@ fn refuses<T: std::fmt::Debug>(result: Result<T, ApiError>, param: Option<&str>,
 }
 
 #[test]
-fn bodies_that_are_not_an_object_say_what_they_are() {
+fn a_body_that_is_no_object_is_refused_with_its_type() {
     let body = |bytes: &[u8]| parse_object(bytes, &ParseLimits::default());
     refuses(body(b""), None, "empty");
     refuses(body(b" \n "), None, "empty");
@@ -47,7 +47,7 @@ fn bodies_that_are_not_an_object_say_what_they_are() {
 }
 
 #[test]
-fn deep_nesting_is_refused_in_words_and_never_overflows() {
+fn deep_nesting_is_refused_without_a_stack_overflow() {
     for (open, close) in [("[", "]"), ("{\"a\":", "}")] {
         for depth in [200, 10_000, 1_000_000] {
             for close in [close, ""] {
@@ -205,7 +205,7 @@ fn a_million_tokens_are_read_and_ids_are_held_to_the_vocabulary() {
 }
 
 #[test]
-fn what_no_engine_here_does_is_refused_by_name() {
+fn unsupported_fields_are_refused_by_name() {
     for (field, value) in [
         ("best_of", "2"),
         ("suffix", "\"x\""),
@@ -238,7 +238,7 @@ fn what_no_engine_here_does_is_refused_by_name() {
 }
 
 #[test]
-fn what_engines_of_another_kind_may_do_is_theirs_to_judge() {
+fn fields_of_other_engines_are_left_to_them() {
     let limits = ParseLimits::of_any_engine(1 << 20);
     let image = json!({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}});
     let body = json!({
@@ -266,7 +266,7 @@ fn what_engines_of_another_kind_may_do_is_theirs_to_judge() {
 }
 
 #[test]
-fn how_much_is_asked_of_engines_of_another_kind_is_theirs_to_judge() {
+fn amounts_for_other_engines_are_left_to_them() {
     let limits = ParseLimits::of_any_engine(4 << 20);
     let read = |endpoint, body: Value| parse(endpoint, body.to_string().as_bytes(), &limits);
     let many = json!({

@@ -1,59 +1,36 @@
 //! Sends a file descriptor over a UNIX socket (SCM_RIGHTS), with a few bytes.
-#![allow(unsafe_code, reason = "sendmsg and recvmsg with control data; each block states why it is sound")]
 
-use std::io::{self, ErrorKind};
-use std::mem::{size_of, zeroed};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
 use baton_connector::transport::StopFlag;
 use baton_connector_channel::socket::{self, ChannelError, ChannelSocket, SLICE, WaitLimit};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
 
 /// Capacity for the descriptors of one message. More than one violates the protocol, but must be closed.
 const DESCRIPTORS_MAX: usize = 4;
-
-/// Control data with the required alignment.
-#[repr(C)]
-union ControlBuffer {
-    _align: libc::cmsghdr,
-    bytes: [u8; 64],
-}
-
-const fn space(descriptors: usize) -> usize {
-    // SAFETY: arithmetic on a length, without memory access.
-    unsafe { libc::CMSG_SPACE((descriptors * size_of::<RawFd>()) as libc::c_uint) as usize }
-}
-
-const _: () = assert!(space(DESCRIPTORS_MAX) <= size_of::<ControlBuffer>());
 
 /// Sends `bytes` and the descriptor in one message.
 ///
 /// # Errors
 /// A system error; `WouldBlock` if the socket accepts nothing now; `WriteZero` if it accepts only a part.
 pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<()> {
-    let mut span = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
-    let mut control = ControlBuffer { bytes: [0; 64] };
-    // SAFETY: all zeros is a valid `msghdr`.
-    let mut message: libc::msghdr = unsafe { zeroed() };
-    message.msg_iov = &raw mut span;
-    message.msg_iovlen = 1;
-    message.msg_control = (&raw mut control).cast();
-    message.msg_controllen = space(1) as _;
-    // SAFETY: the control data is zeroed, aligned and large enough for one descriptor, so there is a first header with
-    // its data inside. `sendmsg` reads the bytes, the control data and the message, which are all alive.
-    let sent = unsafe {
-        let header = libc::CMSG_FIRSTHDR(&raw const message);
-        (*header).cmsg_level = libc::SOL_SOCKET;
-        (*header).cmsg_type = libc::SCM_RIGHTS;
-        (*header).cmsg_len = libc::CMSG_LEN(size_of::<RawFd>() as libc::c_uint) as _;
-        libc::CMSG_DATA(header).cast::<RawFd>().write_unaligned(descriptor.as_raw_fd());
-        libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL)
-    };
-    match usize::try_from(sent) {
-        Err(_) => Err(io::Error::last_os_error()),
-        Ok(sent) if sent < bytes.len() => Err(ErrorKind::WriteZero.into()),
-        Ok(_) => Ok(()),
+    let descriptors = [descriptor];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !control.push(SendAncillaryMessage::ScmRights(&descriptors)) {
+        return Err(io::Error::other("no room for a descriptor"));
     }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    if sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags)? < bytes.len() {
+        return Err(ErrorKind::WriteZero.into());
+    }
+    Ok(())
 }
 
 /// As [`send`], and waits until the socket accepts the message.
@@ -116,37 +93,22 @@ pub fn receive_all(
 /// A system error; `WouldBlock` if no byte arrived within the socket's timeout, `InvalidData` for more descriptors than
 /// fit.
 pub fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
-    let mut span = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-    let mut control = ControlBuffer { bytes: [0; 64] };
-    // SAFETY: all zeros is a valid `msghdr`.
-    let mut message: libc::msghdr = unsafe { zeroed() };
-    message.msg_iov = &raw mut span;
-    message.msg_iovlen = 1;
-    message.msg_control = (&raw mut control).cast();
-    message.msg_controllen = space(DESCRIPTORS_MAX) as _;
-    // SAFETY: the kernel writes into the bytes and the control data, within the given lengths.
-    let received = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
-    let received = usize::try_from(received).map_err(|_| io::Error::last_os_error())?;
-    let mut descriptors = Vec::new();
-    // SAFETY: the headers and data that the kernel has written are inside the control data. Each descriptor in them is
-    // new and has no other owner.
-    unsafe {
-        let mut header = libc::CMSG_FIRSTHDR(&raw const message);
-        while !header.is_null() {
-            if (*header).cmsg_level == libc::SOL_SOCKET && (*header).cmsg_type == libc::SCM_RIGHTS {
-                let bytes = (*header).cmsg_len as usize - libc::CMSG_LEN(0) as usize;
-                let data = libc::CMSG_DATA(header).cast::<RawFd>();
-                for at in 0..bytes / size_of::<RawFd>() {
-                    descriptors.push(OwnedFd::from_raw_fd(data.add(at).read_unaligned()));
-                }
-            }
-            header = libc::CMSG_NXTHDR(&raw const message, header);
-        }
-    }
-    if message.msg_flags & libc::MSG_CTRUNC != 0 {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let message = recvmsg(socket, &mut [IoSliceMut::new(bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    if message.flags.contains(ReturnFlags::CTRUNC) {
         return Err(ErrorKind::InvalidData.into());
     }
-    Ok((received, descriptors))
+    let descriptors = control.drain().filter_map(|control_message| match control_message {
+        RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+        _ => None,
+    });
+    let descriptors: Vec<_> = descriptors.flatten().collect();
+    // The alignment of the buffer may leave room for more.
+    match descriptors.len() <= DESCRIPTORS_MAX {
+        true => Ok((message.bytes, descriptors)),
+        false => Err(ErrorKind::InvalidData.into()),
+    }
 }
 
 #[cfg(test)]
@@ -172,7 +134,25 @@ mod tests {
     }
 
     #[test]
-    fn bytes_without_a_descriptor_and_the_end_are_told_apart() {
+    fn more_descriptors_than_the_limit_are_refused() {
+        let null = File::open("/dev/null").expect("it is there");
+        for count in 1..=DESCRIPTORS_MAX + 3 {
+            let (here, there) = UnixStream::pair().expect("a pair");
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            let descriptors = vec![null.as_fd(); count];
+            assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
+            sendmsg(&here, &[IoSlice::new(b"x")], &mut control, SendFlags::empty()).expect("room");
+            let received = receive(there.as_fd(), &mut [0; 16]);
+            match count <= DESCRIPTORS_MAX {
+                true => assert_eq!(received.expect("within the limit").1.len(), count),
+                false => assert_eq!(received.expect_err("above it").kind(), ErrorKind::InvalidData),
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_without_a_descriptor_are_distinct_from_the_end() {
         let (mut here, there) = UnixStream::pair().expect("a pair");
         here.write_all(b"x").expect("room");
         let mut bytes = [0; 16];

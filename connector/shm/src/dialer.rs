@@ -56,8 +56,8 @@ impl Dial for ShmDialer {
         stop: &StopFlag,
     ) -> Result<Connection<ShmContext>, ConnectError> {
         let socket = connect(peer, options.connect_timeout, stop)?;
-        let proof = if options.secret.is_some() { PeerProof::Secret } else { PeerProof::None };
-        peer::check_peer_proof(socket.as_fd(), proof).map_err(ConnectError::unreachable)?;
+        let proof = PeerProof::of(options.secret.as_ref());
+        peer::check_peer(socket.as_fd(), proof).map_err(ConnectError::unreachable)?;
         let mut socket = ChannelSocket::new(socket, options.silence).map_err(ConnectError::unreachable)?;
         let credentials = Credentials {
             secret: options.secret.as_ref(),

@@ -58,6 +58,6 @@ pub use baton_connector_channel::{ClientOptions, Secret, ServerOptions, ServerSt
 pub use dialer::{ShmDialer, ShmTransport, connect};
 pub use mapping::{PoolDescriptor, PoolMapping};
 pub use memory::{SharedMemory, shared_pool};
-pub use peer::{PeerError, check_peer, listen};
+pub use peer::{PeerError, PeerProof, check_peer, listen};
 pub use pool::PoolShape;
 pub use service::ShmServer;

@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_can_write_through_what_readers_are_given() {
+    fn the_readers_mapping_is_read_only() {
         let memory = SharedMemory::zeroed(8192).expect("memory");
         let fd = memory.read_only();
         assert_eq!(writable(fd, 8192), Err(Some(libc::EACCES)), "opened for reading");
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_can_take_the_memory_away_under_a_reader() {
+    fn the_memory_cannot_shrink_under_a_reader() {
         let memory = SharedMemory::zeroed(8192).expect("memory");
         let path = format!("/proc/self/fd/{}", memory.read_only().as_raw_fd());
         let again = OpenOptions::new().write(true).open(path).expect("it is ours");
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_not_a_pool() {
+    fn an_empty_pool_is_refused() {
         assert!(SharedMemory::zeroed(0).is_err());
         assert!(shared_pool(usize::MAX, 2).is_err());
     }

@@ -6,6 +6,7 @@ use std::mem::size_of;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use baton_connector::Epoch;
+use baton_connector_channel::Secret;
 use socket2::{Domain, SockAddr, Socket, Type};
 
 /// Maximum number of connections that a producer has not accepted yet.
@@ -40,9 +41,19 @@ pub(crate) struct PeerProcess {
 
 /// Whether both ends also prove a secret.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum PeerProof {
+pub enum PeerProof {
+    /// Both ends prove a secret.
     Secret,
+    /// The process at the other end is trusted for its user and its namespaces only.
     None,
+}
+
+impl PeerProof {
+    /// The proof with this secret.
+    #[must_use]
+    pub fn of(secret: Option<&Secret>) -> Self {
+        secret.map_or(Self::None, |_| Self::Secret)
+    }
 }
 
 impl PeerProcess {
@@ -84,20 +95,15 @@ impl PeerProcess {
     }
 }
 
-/// Checks the process at the other end.
-pub(crate) fn check_peer_proof(socket: BorrowedFd<'_>, proof: PeerProof) -> io::Result<()> {
-    PeerProcess::of_socket(socket)?
-        .check(proof)
-        .map_err(|why| io::Error::new(io::ErrorKind::PermissionDenied, why))
-}
-
 /// Checks that the process at the other end runs as the same user or root and, without a secret, in the same
 /// namespaces.
 ///
 /// # Errors
 /// `PermissionDenied` with a [`PeerError`]; otherwise a system error.
-pub fn check_peer(socket: BorrowedFd<'_>, with_secret: bool) -> io::Result<()> {
-    check_peer_proof(socket, if with_secret { PeerProof::Secret } else { PeerProof::None })
+pub fn check_peer(socket: BorrowedFd<'_>, proof: PeerProof) -> io::Result<()> {
+    PeerProcess::of_socket(socket)?
+        .check(proof)
+        .map_err(|why| io::Error::new(io::ErrorKind::PermissionDenied, why))
 }
 
 /// The socket's address: an abstract name, which ends with its listener and is visible in one network namespace only.
@@ -132,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn our_own_user_and_root_are_let_in_and_nobody_else() {
+    fn only_the_own_user_and_root_are_accepted() {
         for proof in [PeerProof::Secret, PeerProof::None] {
             assert_eq!(process(5, 1000).check_against(1000, proof), Ok(()));
             assert_eq!(process(5, 0).check_against(1000, proof), Ok(()));
@@ -155,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_says_who_is_there_and_a_name_is_taken_once() {
+    fn peer_credentials_come_from_the_kernel_and_a_name_is_bound_once() {
         let (epoch, port) = (Epoch(std::process::id().into()), 7);
         let listener = listen(epoch, port).expect("a free name");
         assert_eq!(listen(epoch, port).err().map(|e| e.kind()), Some(io::ErrorKind::AddrInUse));

@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pool_survives_the_wire() {
+    fn a_pool_round_trips_on_the_wire() {
         let pool = PoolShape { block_bytes: 3 << 40, blocks: 77 };
         assert_eq!(PoolShape::decode(pool.encode()), pool);
         assert_eq!(PoolShape { block_bytes: u64::MAX, blocks: 2 }.bytes(), None);

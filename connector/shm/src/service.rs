@@ -46,7 +46,7 @@ impl ShmServer {
                 "the pool's memory is private to this process",
             ));
         }
-        let proof = if options.secret.is_some() { PeerProof::Secret } else { PeerProof::None };
+        let proof = PeerProof::of(options.secret.as_ref());
         let mut services: Vec<Arc<dyn Serve>> = vec![Arc::new(ShmService { proof })];
         services.extend(others);
         Ok(Self(Server::start(listener, producer, services, options)?))
@@ -80,7 +80,7 @@ impl Serve for ShmService {
     }
 
     fn check_socket(&self, socket: &Socket) -> io::Result<()> {
-        peer::check_peer_proof(socket.as_fd(), self.proof)
+        peer::check_peer(socket.as_fd(), self.proof)
     }
 
     fn send_offer(

@@ -202,7 +202,7 @@ fn a_process_of_another_user_learns_nothing() {
 }
 
 #[test]
-fn a_producer_of_another_user_is_not_believed() {
+fn a_producer_of_another_user_is_rejected() {
     let producer = test_producer();
     let served = as_another_user(|| {
         let address = address();
@@ -245,7 +245,7 @@ fn both_ends_must_know_the_same_secret() {
 }
 
 #[test]
-fn nobody_under_that_name_is_not_the_end_of_a_lease() {
+fn a_missing_listener_is_a_handshake_error_and_not_gone() {
     // The producer may be on another host. "Gone" would leave its lease there unreleased.
     let peer = Peer { address: address(), epoch: Epoch(77), fingerprint: 1 };
     let transport = client(None);
@@ -306,7 +306,7 @@ fn memory_of_one_process_is_not_served() {
 }
 
 #[test]
-fn garbage_ends_its_own_connection_and_disturbs_nobody() {
+fn garbage_ends_only_its_own_connection() {
     let producer = test_producer();
     let (_server, peer) = serve(&producer, None, 8);
     let transport = client(None);
@@ -385,7 +385,7 @@ fn a_grant_runs_ahead_of_the_copying_by_a_window_only() {
 }
 
 #[test]
-fn a_silent_reader_holds_its_blocks_until_the_drain_deadline_and_then_gets_nothing() {
+fn a_silent_reader_holds_blocks_only_until_the_drain_deadline() {
     let (producer, _server, peer, handle) = ten_batches(Duration::from_secs(2));
     // As a process that is stopped while it copies: its connection stays open and silent.
     let mut stopped = admitted(&peer);
@@ -466,7 +466,7 @@ fn blocks_reused_after_the_drain_deadline_are_never_valid() {
 }
 
 #[test]
-fn what_was_copied_from_a_producer_that_died_since_has_no_verdict() {
+fn a_copy_from_a_producer_that_died_has_no_verdict() {
     let producer = test_producer();
     let (server, peer) = serve(&producer, None, 8);
     let transport = client(None);

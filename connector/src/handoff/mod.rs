@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_is_read_back_as_it_was_written() {
+    fn a_reply_round_trips() {
         let reply = sample().to_reply();
         assert_eq!(KvIntent::parse(&reply), Ok(Some(KvIntent::Consume(Box::new(sample())))));
         let facts = ReplyFacts::check(&reply.to_string()).expect("complete");
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_handoff_that_says_nothing_of_ranks_and_consumers_has_one_of_each() {
+    fn a_handoff_without_ranks_and_consumers_has_one_of_each() {
         let mut reply = sample().to_reply();
         for field in ["tp_size", "remote_rank_ports", "remote_consumers"] {
             reply.as_object_mut().expect("an object").remove(field);
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_asks_for_nothing_is_no_handoff() {
+    fn transfer_params_without_a_handoff_are_none_a_produce_request_or_an_error() {
         assert_eq!(KvIntent::parse(&Value::Null), Ok(None));
         assert_eq!(KvIntent::parse(&json!({})), Ok(None));
         assert_eq!(

@@ -30,40 +30,25 @@ pub struct ReplyFacts {
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Fields<'a> {
+    // This one borrow lets all fields borrow from the text.
     #[serde(borrow)]
     do_remote_prefill: Scalar<'a>,
-    #[serde(borrow)]
     do_remote_decode: Scalar<'a>,
     remote_block_ids: BlockList,
-    #[serde(borrow)]
     remote_engine_id: Scalar<'a>,
-    #[serde(borrow)]
     remote_request_id: Scalar<'a>,
-    #[serde(borrow)]
     remote_host: Scalar<'a>,
-    #[serde(borrow)]
     remote_port: Scalar<'a>,
-    #[serde(borrow)]
     tp_size: Scalar<'a>,
-    #[serde(borrow)]
     dcp_size: Scalar<'a>,
-    #[serde(borrow)]
     pp_size: Scalar<'a>,
-    #[serde(borrow)]
     remote_consumers: Scalar<'a>,
-    #[serde(borrow)]
     remote_num_tokens: Scalar<'a>,
-    #[serde(borrow)]
     remote_prefill_cached_tokens: Scalar<'a>,
-    #[serde(borrow)]
     remote_registration_generation: Scalar<'a>,
-    #[serde(borrow)]
     remote_blocks_expiry_time: Scalar<'a>,
-    #[serde(borrow)]
     transfer_mode: Scalar<'a>,
-    #[serde(borrow)]
     remote_handle: Scalar<'a>,
-    #[serde(borrow)]
     remote_lease_left_ms: Scalar<'a>,
 }
 
@@ -216,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_object_says_nothing_and_a_list_is_not_taken_for_one() {
+    fn a_value_that_is_no_object_has_no_fields() {
         let in_order: Vec<Value> = stock().as_object().unwrap().values().cloned().collect();
         for text in ["", "null", "7", "\"x\"", "[]", &json!(in_order).to_string(), "{\"remote_host\":"] {
             assert_eq!(ReplyFacts::check(text), Err(HandoffError::NotAnObject), "{text}");

@@ -53,9 +53,10 @@ pub struct PrefillLease {
 }
 
 /// State of an exchange.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum State {
     /// No engine works on the request.
+    #[default]
     Choosing,
     /// A prefill engine has the request.
     Prefilling(Attempt),
@@ -71,19 +72,21 @@ pub enum State {
     Done(Outcome),
 }
 
-/// The phase of a request, as metrics name it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Phase {
-    /// Before the prefill is sent.
-    Queue,
-    /// While a prefill engine works.
-    Prefill,
-    /// Between the prefill engine's reply and the decode request.
-    Gap,
-    /// While a decode engine works, before the first byte of the response.
-    DecodePreFirst,
-    /// While the response is forwarded.
-    DecodeStream,
+crate::labelled! {
+    /// The phase of a request, as metrics name it.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum Phase {
+        /// Before the prefill is sent.
+        Queue => "queue",
+        /// While a prefill engine works.
+        Prefill => "prefill",
+        /// Between the prefill engine's reply and the decode request.
+        Gap => "gap",
+        /// While a decode engine works, before the first byte of the response.
+        DecodePreFirst => "decode_pre_first",
+        /// While the response is forwarded.
+        DecodeStream => "decode_stream",
+    }
 }
 
 /// How an exchange ended.
@@ -173,29 +176,31 @@ pub enum Event {
     Dropped,
 }
 
-/// Why a lease is released: the `reason` of `POST /kv/release`, and a metric label.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum SettlementCause {
-    /// The client disconnected.
-    ClientGone,
-    /// A decode engine refused the request because of its content.
-    DecodeRefused,
-    /// No decode engine could be reached.
-    DecodeUnreachable,
-    /// Every decode attempt failed, and no decode engine is left.
-    DecodeFailed,
-    /// The remaining decode engines had no capacity for as long as the request could wait.
-    DecodeBusy,
-    /// The deadline of the request passed.
-    OutOfTime,
-    /// The decode engine failed in the middle of the response.
-    DecodeBroken,
-    /// The handoff could not be handed on.
-    Unusable,
-    /// The reply arrived after the router had aborted the attempt.
-    Late,
-    /// The router dropped the request.
-    RouterShutdown,
+crate::labelled! {
+    /// Why a lease is released: the `reason` of `POST /kv/release`, and a metric label.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum SettlementCause {
+        /// The client disconnected.
+        ClientGone => "client_gone",
+        /// A decode engine refused the request because of its content.
+        DecodeRefused => "decode_refused",
+        /// No decode engine could be reached.
+        DecodeUnreachable => "decode_unreachable",
+        /// Every decode attempt failed, and no decode engine is left.
+        DecodeFailed => "decode_failed",
+        /// The remaining decode engines had no capacity for as long as the request could wait.
+        DecodeBusy => "decode_busy",
+        /// The deadline of the request passed.
+        OutOfTime => "out_of_time",
+        /// The decode engine failed in the middle of the response.
+        DecodeBroken => "decode_broken",
+        /// The handoff could not be handed on.
+        Unusable => "unusable_handoff",
+        /// The reply arrived after the router had aborted the attempt.
+        Late => "late_reply",
+        /// The router dropped the request.
+        RouterShutdown => "router_shutdown",
+    }
 }
 
 /// One command to an engine that the owner of the exchange executes.
@@ -231,7 +236,7 @@ pub enum EventEffect {
 
 /// The exchange of one request. [`Exchange::pending_settlements`] returns what its owner must execute at its end. The
 /// owner's `Drop` applies [`Event::Dropped`] and executes the settlements of that step.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Exchange {
     state: State,
     /// Prefills that were aborted and whose reply may still bring a handle.
@@ -239,17 +244,11 @@ pub struct Exchange {
     timeline: Timeline,
 }
 
-impl Default for Exchange {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl Exchange {
     /// The exchange of a new request.
     #[must_use]
     pub fn new() -> Self {
-        Self { state: State::Choosing, aborted_prefills: Vec::new(), timeline: Timeline::default() }
+        Self::default()
     }
 
     /// Current state.
@@ -528,24 +527,6 @@ fn ignored() -> Step {
     Step { settlements: Vec::new(), ended: None, effect: EventEffect::Ignored }
 }
 
-impl Phase {
-    /// Every phase, in order.
-    pub const ALL: [Self; 5] =
-        [Self::Queue, Self::Prefill, Self::Gap, Self::DecodePreFirst, Self::DecodeStream];
-
-    /// The metric label.
-    #[must_use]
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Queue => "queue",
-            Self::Prefill => "prefill",
-            Self::Gap => "gap",
-            Self::DecodePreFirst => "decode_pre_first",
-            Self::DecodeStream => "decode_stream",
-        }
-    }
-}
-
 impl Outcome {
     /// The metric label, without the phase.
     #[must_use]
@@ -561,39 +542,6 @@ impl Outcome {
             Self::StreamBroken => "stream_broken",
             Self::ClientGone(_) => "client_gone",
             Self::Dropped(_) => "dropped",
-        }
-    }
-}
-
-impl SettlementCause {
-    /// Every cause.
-    pub const ALL: [Self; 10] = [
-        Self::ClientGone,
-        Self::DecodeRefused,
-        Self::DecodeUnreachable,
-        Self::DecodeFailed,
-        Self::DecodeBusy,
-        Self::OutOfTime,
-        Self::DecodeBroken,
-        Self::Unusable,
-        Self::Late,
-        Self::RouterShutdown,
-    ];
-
-    /// The `reason` of a release, and the metric label.
-    #[must_use]
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::ClientGone => "client_gone",
-            Self::DecodeRefused => "decode_refused",
-            Self::DecodeUnreachable => "decode_unreachable",
-            Self::DecodeFailed => "decode_failed",
-            Self::DecodeBusy => "decode_busy",
-            Self::OutOfTime => "out_of_time",
-            Self::DecodeBroken => "decode_broken",
-            Self::Unusable => "unusable_handoff",
-            Self::Late => "late_reply",
-            Self::RouterShutdown => "router_shutdown",
         }
     }
 }

@@ -23,24 +23,15 @@
 
 use crate::machines::replies::{TransportError, Verdict};
 
-/// The rule for a request whose blocks could not be fetched: vLLM's `kv_load_failure_policy`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum LoadFailurePolicy {
-    /// Compute the prompt on this engine, as without a handoff.
-    #[default]
-    Recompute,
-    /// End the request with a typed error that the router can handle.
-    Fail,
-}
-
-impl LoadFailurePolicy {
-    /// The word in a configuration.
-    #[must_use]
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Recompute => "recompute",
-            Self::Fail => "fail",
-        }
+crate::labelled! {
+    /// The rule for a request whose blocks could not be fetched: vLLM's `kv_load_failure_policy`.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub enum LoadFailurePolicy {
+        /// Compute the prompt on this engine, as without a handoff.
+        #[default]
+        Recompute => "recompute",
+        /// End the request with a typed error that the router can handle.
+        Fail => "fail",
     }
 }
 
@@ -67,32 +58,20 @@ pub enum State {
     Failed(FailureKind),
 }
 
-/// Why a fetch failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum FailureKind {
-    /// The lease ended before every byte had arrived.
-    Gone,
-    /// Range, reader or layout do not fit the lease.
-    Refused,
-    /// The producer could not be reached, or did not prove its identity.
-    Unreachable,
-    /// The transfer broke off.
-    Transfer,
-    /// Every byte has arrived, but the producer gave no verdict.
-    Unverified,
-}
-
-impl FailureKind {
-    /// The metric label and the error code.
-    #[must_use]
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Gone => "gone",
-            Self::Refused => "refused",
-            Self::Unreachable => "unreachable",
-            Self::Transfer => "transfer",
-            Self::Unverified => "unverified",
-        }
+crate::labelled! {
+    /// Why a fetch failed.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum FailureKind {
+        /// The lease ended before every byte had arrived.
+        Gone => "gone",
+        /// Range, reader or layout do not fit the lease.
+        Refused => "refused",
+        /// The producer could not be reached, or did not prove its identity.
+        Unreachable => "unreachable",
+        /// The transfer broke off.
+        Transfer => "transfer",
+        /// Every byte has arrived, but the producer gave no verdict.
+        Unverified => "unverified",
     }
 }
 
@@ -155,32 +134,18 @@ pub enum Event {
     Reject,
 }
 
-/// The reason of a release at the producer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ReleaseReason {
-    /// This engine aborted the request.
-    Aborted,
-    /// This engine refused the request.
-    Rejected,
-    /// The blocks could not be fetched.
-    LoadFailed,
-    /// The blocks were already cached.
-    NotNeeded,
-}
-
-impl ReleaseReason {
-    /// Every reason.
-    pub const ALL: [Self; 4] = [Self::Aborted, Self::Rejected, Self::LoadFailed, Self::NotNeeded];
-
-    /// The word on the wire and in metrics.
-    #[must_use]
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Aborted => "consumer_aborted",
-            Self::Rejected => "consumer_rejected",
-            Self::LoadFailed => "load_failed",
-            Self::NotNeeded => "not_needed",
-        }
+crate::labelled! {
+    /// The reason of a release at the producer.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum ReleaseReason {
+        /// This engine aborted the request.
+        Aborted => "consumer_aborted",
+        /// This engine refused the request.
+        Rejected => "consumer_rejected",
+        /// The blocks could not be fetched.
+        LoadFailed => "load_failed",
+        /// The blocks were already cached.
+        NotNeeded => "not_needed",
     }
 }
 
@@ -332,49 +297,18 @@ impl Fetch {
             }
 
             (
-                State::Queued,
-                Event::BlocksReserved
-                | Event::TransferDone
-                | Event::TransferFailed(_)
-                | Event::WorkerLost
-                | Event::Verdict(_),
+                State::Queued | State::Reserving,
+                Event::TransferDone | Event::TransferFailed(_) | Event::WorkerLost | Event::Verdict(_),
             )
+            | (State::Queued, Event::BlocksReserved)
+            | (State::Reserving, Event::Admitted)
             | (
-                State::Reserving,
-                Event::Admitted
-                | Event::TransferDone
-                | Event::TransferFailed(_)
-                | Event::WorkerLost
-                | Event::Verdict(_),
+                State::Reading | State::Verifying | State::Stopping(_),
+                Event::Admitted | Event::BlocksReserved | Event::AlreadyCached | Event::LeaseGone,
             )
-            | (
-                State::Reading,
-                Event::Admitted
-                | Event::BlocksReserved
-                | Event::AlreadyCached
-                | Event::LeaseGone
-                | Event::Verdict(_),
-            )
-            | (
-                State::Verifying,
-                Event::Admitted
-                | Event::BlocksReserved
-                | Event::AlreadyCached
-                | Event::LeaseGone
-                | Event::TransferDone
-                | Event::TransferFailed(_)
-                | Event::WorkerLost,
-            )
-            | (
-                State::Stopping(_),
-                Event::Admitted
-                | Event::BlocksReserved
-                | Event::AlreadyCached
-                | Event::LeaseGone
-                | Event::Verdict(_)
-                | Event::Abort
-                | Event::Reject,
-            )
+            | (State::Reading | State::Stopping(_), Event::Verdict(_))
+            | (State::Verifying, Event::TransferDone | Event::TransferFailed(_) | Event::WorkerLost)
+            | (State::Stopping(_), Event::Abort | Event::Reject)
             | (State::Landed | State::Ended | State::Recomputing | State::Failed(_), _) => {
                 self.ignored = self.ignored.saturating_add(1);
                 FetchActions::default()

@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fetch_of_one_link_says_what_the_link_says() {
+    fn a_fetch_of_one_link_has_the_verdict_of_the_link() {
         let mut gather = Gatherer::new(1);
         assert_eq!(apply(&mut gather, 0, Event::Done), [Action::Transfer(Ok(()))]);
         assert_eq!(
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn one_failure_stops_the_others_and_waits_for_them() {
+    fn one_failed_link_stops_the_others_and_waits_for_them() {
         let mut gather = Gatherer::new(3);
         assert_eq!(apply(&mut gather, 1, Event::Failed(GONE)), [Action::StopOthers]);
         assert_eq!(apply(&mut gather, 0, Event::Done), [], "it was faster than the flag");
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_worker_holds_nobody() {
+    fn a_lost_worker_fails_its_link_and_the_fetch_ends() {
         let mut gather = Gatherer::new(2);
         assert_eq!(apply(&mut gather, 0, Event::Done), []);
         assert_eq!(apply(&mut gather, 1, Event::Lost), [Action::Transfer(Err(FailureKind::Transfer))]);

@@ -62,29 +62,16 @@ impl LeaseTerms {
     }
 }
 
-/// Why a lease ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum CloseCause {
-    /// Every expected consumer has everything.
-    Fetched,
-    /// The lease was released.
-    Released,
-    /// The lease expired.
-    Expired,
-}
-
-impl CloseCause {
-    /// Every cause.
-    pub const ALL: [Self; 3] = [Self::Fetched, Self::Released, Self::Expired];
-
-    /// The metric label.
-    #[must_use]
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Fetched => "transfer_done",
-            Self::Released => "released",
-            Self::Expired => "lease_expired",
-        }
+crate::labelled! {
+    /// Why a lease ended.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum CloseCause {
+        /// Every expected consumer has everything.
+        Fetched => "transfer_done",
+        /// The lease was released.
+        Released => "released",
+        /// The lease expired.
+        Expired => "lease_expired",
     }
 }
 

@@ -81,29 +81,18 @@ pub struct ClosedLease {
     pub readers: (usize, usize),
 }
 
-/// The answer to a release.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ReleaseReply {
-    /// The blocks are freed.
-    Released,
-    /// The lease waits for readers in flight and accepts no new ones.
-    Draining,
-    /// The lease had ended before.
-    Already,
-    /// The lease is not known, or was forgotten. A request id is remembered in case the request arrives late.
-    Unknown,
-}
-
-impl ReleaseReply {
-    /// The word on the wire.
-    #[must_use]
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Released => "released",
-            Self::Draining => "draining",
-            Self::Already => "already",
-            Self::Unknown => "unknown",
-        }
+crate::labelled! {
+    /// The answer to a release.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum ReleaseReply {
+        /// The blocks are freed.
+        Released => "released",
+        /// The lease waits for readers in flight and accepts no new ones.
+        Draining => "draining",
+        /// The lease had ended before.
+        Already => "already",
+        /// The lease is not known, or was forgotten. A request id is remembered in case the request arrives late.
+        Unknown => "unknown",
     }
 }
 
@@ -357,11 +346,7 @@ impl Ledger {
         if let Some(entry) = self.live.get_mut(slot) {
             entry.reason.get_or_insert_with(|| reason.into());
         }
-        match self.apply(slot, Event::Release, now) {
-            Reply::Released => ReleaseReply::Released,
-            Reply::Draining => ReleaseReply::Draining,
-            _ => ReleaseReply::Already,
-        }
+        release_reply(self.apply(slot, Event::Release, now))
     }
 
     /// Records that one consumer of the lease does not read any more. The last one ends the lease.
@@ -374,11 +359,7 @@ impl Ledger {
         if let (Reply::Released, Some(last)) = (reply, self.closed.last_mut()) {
             last.reason = reason.into();
         }
-        match reply {
-            Reply::Released => ReleaseReply::Released,
-            Reply::Draining => ReleaseReply::Draining,
-            _ => ReleaseReply::Already,
-        }
+        release_reply(reply)
     }
 
     /// Ends every lease of a request, and prevents a later one.
@@ -521,6 +502,14 @@ impl Ledger {
         } else {
             self.counts.unknown += 1;
         }
+    }
+}
+
+fn release_reply(reply: Reply) -> ReleaseReply {
+    match reply {
+        Reply::Released => ReleaseReply::Released,
+        Reply::Draining => ReleaseReply::Draining,
+        _ => ReleaseReply::Already,
     }
 }
 

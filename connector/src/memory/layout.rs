@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fingerprint_tells_models_and_shapes_apart() {
+    fn the_fingerprint_differs_by_model_and_shape() {
         let here = LAYOUT.fingerprint("model-a");
         assert_eq!(here, LAYOUT.fingerprint("model-a"));
         assert_ne!(here, LAYOUT.fingerprint("model-b"));

@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_provided_is_given_back_with_the_last_clone() {
+    fn provided_memory_is_released_with_the_last_clone() {
         #[derive(Debug)]
         struct CountedMemory {
             heap: HeapMemory,

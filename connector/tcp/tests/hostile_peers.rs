@@ -118,7 +118,7 @@ fn both_ends_must_know_the_same_secret() {
 }
 
 #[test]
-fn garbage_ends_its_own_connection_and_disturbs_nobody() {
+fn garbage_ends_only_its_own_connection() {
     let (producer, server) = serve(secret("a secret of the cluster"), 8);
     let (transport, peer) = (client(secret("a secret of the cluster")), peer(&producer, &server));
     fetch_works(&producer, &transport, &peer);
@@ -156,7 +156,7 @@ fn garbage_ends_its_own_connection_and_disturbs_nobody() {
 }
 
 #[test]
-fn garbage_after_the_handshake_ends_its_own_connection_and_disturbs_nobody() {
+fn garbage_after_the_handshake_ends_only_its_own_connection() {
     let (producer, server) = serve(None, 8);
     let (transport, peer) = (client(None), peer(&producer, &server));
     let mut admitted = b"BATON-KV".to_vec();
@@ -199,7 +199,7 @@ fn connections_are_bounded_and_come_free_again() {
 }
 
 #[test]
-fn a_new_consumer_takes_the_place_of_the_connection_that_was_idle_for_longest() {
+fn a_new_consumer_replaces_the_longest_idle_connection() {
     const MOST: usize = 2;
     let (producer, server) = serve(None, MOST);
     let at = peer(&producer, &server);
@@ -220,7 +220,7 @@ fn a_new_consumer_takes_the_place_of_the_connection_that_was_idle_for_longest() 
 }
 
 #[test]
-fn a_kept_connection_that_the_producer_closed_is_made_anew() {
+fn an_idle_connection_closed_by_the_producer_is_reopened() {
     let (producer, server) = serve(None, 8);
     let (transport, at) = (client(None), peer(&producer, &server));
     fetch_works(&producer, &transport, &at);

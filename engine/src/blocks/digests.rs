@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_bounded_by_blocks_and_by_bytes_and_says_where_the_next_starts() {
+    fn a_page_is_bounded_by_blocks_and_bytes_and_contains_the_next_cursor() {
         assert_eq!(page_blocks(1), DIGEST_BLOCKS_MAX);
         assert_eq!(page_blocks(DIGEST_BYTES_MAX / 3), 3);
         assert_eq!(page_blocks(usize::MAX), 1);

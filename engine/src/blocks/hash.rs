@@ -67,16 +67,22 @@ impl std::str::FromStr for BlockHash {
     type Err = BlockHashError;
 
     fn from_str(text: &str) -> Result<Self, BlockHashError> {
-        let digit = |byte: u8| (byte as char).to_digit(16).ok_or(BlockHashError);
-        let mut bytes = [0; 32];
-        if text.len() != 2 * bytes.len() {
-            return Err(BlockHashError);
-        }
-        for (byte, pair) in bytes.iter_mut().zip(text.as_bytes().chunks_exact(2)) {
-            *byte = (digit(pair[0])? * 16 + digit(pair[1])?) as u8;
-        }
-        Ok(Self(bytes))
+        hex_bytes(text).map(Self).ok_or(BlockHashError)
     }
+}
+
+/// The bytes that hexadecimal digits spell; `None` unless there are two for each byte, and nothing else.
+pub(crate) fn hex_bytes<const N: usize>(text: &str) -> Option<[u8; N]> {
+    let digit = |byte: u8| char::from(byte).to_digit(16);
+    let (pairs, []) = text.as_bytes().as_chunks::<2>() else { return None };
+    let mut bytes = [0; N];
+    if pairs.len() != N {
+        return None;
+    }
+    for (byte, [high, low]) in bytes.iter_mut().zip(pairs) {
+        *byte = (digit(*high)? * 16 + digit(*low)?) as u8;
+    }
+    Some(bytes)
 }
 
 /// Extends `hashes` to cover every full block of `tokens`.
@@ -154,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hash_is_read_back_as_it_is_written() {
+    fn a_hash_round_trips_as_text() {
         let text = BlockHash::root().to_string();
         assert_eq!(text.parse(), Ok(BlockHash::root()));
         for bad in ["", "0", &text[1..], &text.replace('9', "g"), &format!("{text}0"), &"é".repeat(32)] {

@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn the_free_list_is_the_cache_and_a_prefix_outlives_its_tail() {
+    fn freed_blocks_stay_cached_and_the_tail_is_evicted_first() {
         let mut pool = BlockPool::new(4);
         let held = pool.allocate(3, Hold::Active).expect("room");
         for (i, &id) in held.iter().enumerate() {
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lent_block_is_not_handed_out_again_until_the_lease_ends() {
+    fn a_leased_block_is_not_allocated_until_the_lease_ends() {
         let mut pool = BlockPool::new(2);
         let held = pool.allocate(2, Hold::Active).expect("room");
         pool.lease(&held);
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_both_leased_and_active_is_counted_once_and_kept_for_both() {
+    fn a_leased_and_active_block_counts_once_and_is_held_for_both() {
         let mut pool = BlockPool::new(2);
         let held = pool.allocate(1, Hold::Active).expect("room");
         pool.register(held[0], hash(1));
@@ -454,7 +454,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "given back once per lease")]
-    fn a_lease_that_gives_back_twice_is_caught() {
+    fn a_double_release_of_a_lease_panics() {
         let mut pool = BlockPool::new(1);
         let held = pool.allocate(1, Hold::Active).expect("room");
         pool.lease(&held);

@@ -11,6 +11,7 @@
 //! Exactness comes from one rule: the order in which an output is computed depends on nothing but its own sequence. The
 //! rule holds across batches, chunks, thread counts, block sizes and instruction sets, and tests compare bits.
 
+mod activations;
 mod arena;
 mod attention;
 mod bf16;
@@ -35,7 +36,8 @@ pub use self::bf16::Bf16Unit;
 pub use self::isa::Isa;
 pub use self::matrix::WeightMode;
 
-use self::forward::{BatchPlan, CpuActivations, WorkerScratch};
+use self::activations::CpuActivations;
+use self::forward::{BatchPlan, WorkerScratch};
 use self::network::CpuNetwork;
 use self::thread_pool::ThreadPool;
 use super::step_hazards::StepHazards;
@@ -139,7 +141,7 @@ impl CpuExecutor {
         assert!(Bf16Unit::available().contains(&options.bf16_unit), "a unit that this machine has");
         let mut threads = start_threads(options)?;
         let network =
-            CpuNetwork::load(weights, config, (options.weights, options.bf16_unit), &mut threads, progress)?;
+            CpuNetwork::load(weights, config, options.weights, options.bf16_unit, &mut threads, progress)?;
         Ok(Self::assemble(Arc::new(network), threads, options))
     }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   kernels     sources, launches            device          interface of a device
-//!   driver      a GPU, through libcuda       software        a checked device on the CPU
+//!   driver      a GPU, through libcuda       open            the values of `--device`
 //!   nvrtc       sources to machine code      cubins          machine code on disk
 //!   model       weights on the device        plan            one step as integers
 //!   forward     one step as launches         copy_pieces     many copies as launches
@@ -25,7 +25,7 @@
 //! Not exact in the sense of the trait. The matrix library chooses its order of summation by shape, so the rest of the
 //! batch may change a row's last bits.
 
-mod copy_pieces;
+pub mod copy_pieces;
 pub mod cubins;
 pub mod device;
 pub mod driver;
@@ -38,7 +38,6 @@ mod open;
 mod plan;
 pub mod pool_size;
 pub mod shared_kv_pool;
-pub mod software;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -48,8 +47,10 @@ use baton_connector::region::Region;
 use baton_connector::{BlockId, KvLayout};
 
 pub use self::device::{Device, DeviceError, Element};
-pub use self::model::LoadError;
-pub use self::open::{Accelerator, DeviceChoice, GPU_MEMORY_UTILIZATION, open, shared_out};
+pub use self::model::{LoadError, narrow};
+pub use self::open::{
+    Accelerator, DeviceChoice, GPU_MEMORY_UTILIZATION, OpenExecutor, ProvidedDevice, open, shared_out,
+};
 
 use self::device::{DeviceSlice, Graph, HostBuffer, HostSlice, Priority, Stream, StreamEvent};
 use self::forward::CudaActivations;
@@ -84,6 +85,72 @@ pub struct DeviceOptions {
     pub pool: fn(usize, usize) -> Region,
 }
 
+/// Buffers of a step, on the host and on the device.
+struct StepBuffers {
+    /// The step's integers.
+    words_host: HostBuffer,
+    words: DeviceSlice,
+    /// Results of a step: chosen tokens, then logits.
+    results_host: HostBuffer,
+    results: DeviceSlice,
+    chosen_bytes: usize,
+    wanted_max: usize,
+}
+
+/// The KV pool and its mirror.
+struct CudaKvPool {
+    pool: DeviceSlice,
+    mirror_host: HostBuffer,
+    /// The mirror.
+    regions: Vec<Region>,
+    shared_pool: Arc<SharedKvPool>,
+}
+
+impl CudaKvPool {
+    fn new(
+        device: &mut impl Device,
+        options: &DeviceOptions,
+        blocks: usize,
+        block_bytes: usize,
+    ) -> Result<Self, DeviceError> {
+        let (pool, memory) = device.alloc_shared(blocks * block_bytes)?;
+        let region = (options.pool)(blocks, block_bytes);
+        Ok(Self {
+            pool: DeviceSlice::of(pool, blocks * block_bytes),
+            mirror_host: device.host_over(&region)?,
+            shared_pool: Arc::new(SharedKvPool::new(memory, region.clone())),
+            regions: vec![region],
+        })
+    }
+}
+
+/// Streams of steps and of copies of blocks, each with an event.
+struct Streams {
+    compute: Stream,
+    copies: Stream,
+    computed: StreamEvent,
+    copied: StreamEvent,
+}
+
+impl Streams {
+    fn new(device: &mut impl Device) -> Result<Self, DeviceError> {
+        Ok(Self {
+            compute: device.stream(Priority::Steps)?,
+            copies: device.stream(Priority::Copies)?,
+            computed: device.event()?,
+            copied: device.event()?,
+        })
+    }
+}
+
+/// Recorded decode steps, by bucket, and by whether any token is chosen on the device.
+#[derive(Default)]
+struct GraphCache {
+    recorded: HashMap<(usize, bool), Graph>,
+    /// Buckets that have run once, so their matmul plans exist.
+    met: HashSet<(usize, bool)>,
+}
+
 /// A model on a device. See the module's documentation.
 pub struct CudaExecutor<D: Device> {
     device: D,
@@ -93,27 +160,11 @@ pub struct CudaExecutor<D: Device> {
     bounds: StepBounds,
     network: CudaNetwork,
     activations: CudaActivations,
-    pool: DeviceSlice,
-    regions: Vec<Region>,
-    shared_pool: Arc<SharedKvPool>,
-    mirror_host: HostBuffer,
-    /// The step's integers, on the host and on the device.
-    words_host: HostBuffer,
-    words: DeviceSlice,
+    kv: CudaKvPool,
+    buffers: StepBuffers,
     hazards: StepHazards,
-    /// Results of a step: chosen tokens, then logits.
-    results_host: HostBuffer,
-    results: DeviceSlice,
-    chosen_bytes: usize,
-    wanted_max: usize,
-    compute: Stream,
-    copies: Stream,
-    computed: StreamEvent,
-    copied: StreamEvent,
-    /// By bucket, and by whether any token is chosen on the device.
-    graphs: HashMap<(usize, bool), Graph>,
-    /// Buckets that have run once, so their matmul plans exist.
-    met: HashSet<(usize, bool)>,
+    streams: Streams,
+    graphs: GraphCache,
 }
 
 impl<D: Device> CudaExecutor<D> {
@@ -137,30 +188,16 @@ impl<D: Device> CudaExecutor<D> {
         let mut bounds = bounds(config, options)?;
         if options.max_sequences > bounds.bucket {
             tracing::warn!(
+                event = "recorded_graphs_exceeded",
                 max_num_seqs = options.max_sequences,
                 recorded = bounds.bucket,
                 "decode steps above the recorded graphs are slower, lower --max-num-seqs to avoid them"
             );
         }
-        let shape = KernelShape {
-            element: options.element,
-            heads: config.heads,
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim,
-            decode_stages: kernels::decode_stages(config.head_dim, device.shared_bytes_max()),
-            block_tokens: options.block_tokens,
-            block_stride: layout.block_bytes() / layout.dtype.bytes(),
-            norm_eps: config.norm_eps,
-        };
-        let (compute, copies) = (device.stream(Priority::Steps)?, device.stream(Priority::Copies)?);
-        let network = CudaNetwork::load(
-            &mut device,
-            compute,
-            weights,
-            config,
-            (options.element, options.max_positions),
-            progress,
-        )?;
+        let shape = kernel_shape(&device, config, options, &layout);
+        let streams = Streams::new(&mut device)?;
+        let placement = (options.element, options.max_positions);
+        let network = CudaNetwork::load(&mut device, streams.compute, weights, config, placement, progress)?;
         let multiprocessors = device.multiprocessors();
         let mut own = network.bytes;
         let mut room = |bytes: usize| {
@@ -172,37 +209,22 @@ impl<D: Device> CudaExecutor<D> {
         let results = room(chosen_bytes + wanted_max * config.vocab * 4)?;
         let words = room(bounds.words * 4)?;
         let activations = CudaActivations::new(&mut room, &shape, config, &bounds, multiprocessors)?;
-        let blocks = blocks(&device, options, (own, layout.block_bytes()))?;
-        bounds.blocks = blocks;
-        let pool_bytes = blocks * layout.block_bytes();
-        let (pool, memory) = device.alloc_shared(pool_bytes)?;
-        let pool = DeviceSlice::of(pool, pool_bytes);
-        let region = (options.pool)(blocks, layout.block_bytes());
+        bounds.blocks = blocks(&device, options, own, layout.block_bytes())?;
+        let kv = CudaKvPool::new(&mut device, options, bounds.blocks, layout.block_bytes())?;
+        let (words_host, results_host) = (device.host(words.bytes)?, device.host(results.bytes)?);
         Ok(Self {
-            mirror_host: device.host_over(&region)?,
-            words_host: device.host(words.bytes)?,
-            results_host: device.host(results.bytes)?,
-            computed: device.event()?,
-            copied: device.event()?,
-            shared_pool: Arc::new(SharedKvPool::new(memory, region.clone())),
-            regions: vec![region],
-            hazards: StepHazards::new(blocks),
+            hazards: StepHazards::new(bounds.blocks),
             config: config.clone(),
-            graphs: HashMap::new(),
-            met: HashSet::new(),
             device,
             layout,
             shape,
             bounds,
             network,
             activations,
-            pool,
-            words,
-            results,
-            chosen_bytes,
-            wanted_max,
-            compute,
-            copies,
+            kv,
+            buffers: StepBuffers { words_host, words, results_host, results, chosen_bytes, wanted_max },
+            streams,
+            graphs: GraphCache::default(),
         })
     }
 
@@ -225,8 +247,8 @@ impl<D: Device> CudaExecutor<D> {
                 for _ in 0..2 {
                     self.send(&plan)?;
                     self.decode_step((bucket, sampled), &plan)?;
-                    self.device.record(self.computed, self.compute)?;
-                    self.device.synchronize(self.computed)?;
+                    self.device.record(self.streams.computed, self.streams.compute)?;
+                    self.device.synchronize(self.streams.computed)?;
                 }
             }
         }
@@ -236,9 +258,9 @@ impl<D: Device> CudaExecutor<D> {
     /// Copies the step's integers to the device.
     fn send(&mut self, plan: &StepPlan) -> Result<(), DeviceError> {
         let bytes: Vec<u8> = plan.words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        let words = HostSlice { host: self.words_host, offset: 0 };
+        let words = HostSlice { host: self.buffers.words_host, offset: 0 };
         self.device.write_host(words, &bytes)?;
-        self.device.upload(self.compute, words, self.words.part(0, bytes.len()))
+        self.device.upload(self.streams.compute, words, self.buffers.words.part(0, bytes.len()))
     }
 
     /// Runs `work` unless the device is disabled. Any failure disables the device: blocks count as copied to it before
@@ -247,8 +269,8 @@ impl<D: Device> CudaExecutor<D> {
         &mut self,
         work: impl FnOnce(&mut Self) -> Result<T, DeviceError>,
     ) -> Result<T, ExecutorError> {
-        let done = self.shared_pool.usable().and_then(|()| work(self));
-        done.inspect_err(|error| self.shared_pool.record_failure(error))
+        let done = self.kv.shared_pool.usable().and_then(|()| work(self));
+        done.inspect_err(|error| self.kv.shared_pool.record_failure(error))
             .map_err(|error| ExecutorError::Device(error.to_string()))
     }
 
@@ -269,12 +291,12 @@ impl<D: Device> CudaExecutor<D> {
         for seq in batch {
             let (first, end) = (seq.start / self.layout.block_tokens, seq.start + seq.tokens.len());
             let written = &seq.block_table[first..end.div_ceil(self.layout.block_tokens)];
-            let mut mirror = self.shared_pool.mirror();
+            let mut mirror = self.kv.shared_pool.mirror();
             written.iter().for_each(|block| mirror.mark_device_newer(*block));
         }
         // One piece, unless the logits of a whole prompt are wanted.
-        for first in (0..plan.wanted_rows).step_by(self.wanted_max) {
-            let rows = self.wanted_max.min(plan.wanted_rows - first);
+        for first in (0..plan.wanted_rows).step_by(self.buffers.wanted_max) {
+            let rows = self.buffers.wanted_max.min(plan.wanted_rows - first);
             if plan.bucket.is_none() {
                 self.head(&plan, first, rows)?;
             }
@@ -282,30 +304,30 @@ impl<D: Device> CudaExecutor<D> {
             self.fetch(&plan, first, real, logits, meanwhile)?;
         }
         if plan.wanted_rows == 0 {
-            self.device.record(self.computed, self.compute)?;
-            self.device.synchronize_with(self.computed, meanwhile)?;
+            self.device.record(self.streams.computed, self.streams.compute)?;
+            self.device.synchronize_with(self.streams.computed, meanwhile)?;
         }
         Ok(())
     }
 
     /// The first time without recording, so that matmul plans exist. The second time recorded, then replayed.
     fn decode_step(&mut self, key: (usize, bool), plan: &StepPlan) -> Result<(), DeviceError> {
-        if let Some(graph) = self.graphs.get(&key) {
-            return self.device.replay(*graph, self.compute);
+        if let Some(graph) = self.graphs.recorded.get(&key) {
+            return self.device.replay(*graph, self.streams.compute);
         }
-        if !self.met.contains(&key) {
+        if !self.graphs.met.contains(&key) {
             self.layers(plan)?;
             self.head(plan, 0, plan.wanted_rows)?;
-            self.met.insert(key);
+            self.graphs.met.insert(key);
             return Ok(());
         }
-        self.device.begin_capture(self.compute)?;
+        self.device.begin_capture(self.streams.compute)?;
         let issued = self.layers(plan).and_then(|()| self.head(plan, 0, plan.wanted_rows));
-        let graph = self.device.end_capture(self.compute);
+        let graph = self.device.end_capture(self.streams.compute);
         issued?;
         let graph = graph?;
-        self.graphs.insert(key, graph);
-        self.device.replay(graph, self.compute)
+        self.graphs.recorded.insert(key, graph);
+        self.device.replay(graph, self.streams.compute)
     }
 
     /// Copies blocks to the device that were written from outside, are read for the first time, and were not uploaded
@@ -314,23 +336,23 @@ impl<D: Device> CudaExecutor<D> {
         let block_tokens = self.layout.block_tokens;
         // Bytes after the earlier positions are not needed; a failed read may have left them.
         let read = batch.iter().flat_map(|seq| seq.block_table[..seq.start.div_ceil(block_tokens)].iter());
-        let landed = self.shared_pool.take_step_uploads(read.copied());
+        let landed = self.kv.shared_pool.take_step_uploads(read.copied());
         if landed.is_empty() {
             return Ok(());
         }
         for block in landed {
             let (host, device) = self.both(block);
-            self.device.upload(self.copies, host, device)?;
+            self.device.upload(self.streams.copies, host, device)?;
         }
-        self.device.record(self.copied, self.copies)?;
-        self.device.wait(self.compute, self.copied)
+        self.device.record(self.streams.copied, self.streams.copies)?;
+        self.device.wait(self.streams.compute, self.streams.copied)
     }
 
     /// A block in the mirror and in the pool.
     fn both(&self, block: BlockId) -> (HostSlice, DeviceSlice) {
         let bytes = self.layout.block_bytes();
         let offset = block.index() * bytes;
-        (HostSlice { host: self.mirror_host, offset }, self.pool.part(offset, bytes))
+        (HostSlice { host: self.kv.mirror_host, offset }, self.kv.pool.part(offset, bytes))
     }
 
     /// Copies the results of `rows` wanted rows from `first` on to the host and waits: the chosen tokens, and the
@@ -346,20 +368,21 @@ impl<D: Device> CudaExecutor<D> {
         let to_host = plan.rows_to_host(first, rows);
         let row_bytes = self.config.vocab * 4;
         let chosen = plan.sampled.then_some((0, rows * 4));
-        let values =
-            to_host.iter().map(|run| (self.chosen_bytes + run.start * row_bytes, run.len() * row_bytes));
+        let values = to_host
+            .iter()
+            .map(|run| (self.buffers.chosen_bytes + run.start * row_bytes, run.len() * row_bytes));
         let pieces: Vec<(usize, usize)> = chosen.into_iter().chain(values).collect();
         for &(at, bytes) in &pieces {
-            let to = HostSlice { host: self.results_host, offset: at };
-            self.device.download(self.compute, self.results.part(at, bytes), to)?;
+            let to = HostSlice { host: self.buffers.results_host, offset: at };
+            self.device.download(self.streams.compute, self.buffers.results.part(at, bytes), to)?;
         }
-        self.device.record(self.computed, self.compute)?;
-        self.device.synchronize_with(self.computed, meanwhile)?;
+        self.device.record(self.streams.computed, self.streams.compute)?;
+        self.device.synchronize_with(self.streams.computed, meanwhile)?;
         let mut raw = Vec::new();
         let (mut earlier, mut tokens) = (logits.rows(), Vec::new());
         for (index, (at, bytes)) in pieces.into_iter().enumerate() {
             raw.resize(bytes, 0);
-            self.device.read_host(HostSlice { host: self.results_host, offset: at }, &mut raw)?;
+            self.device.read_host(HostSlice { host: self.buffers.results_host, offset: at }, &mut raw)?;
             let words = raw.as_chunks::<4>().0;
             if plan.sampled && index == 0 {
                 let token = |raw: &[u8; 4]| u32::try_from(i32::from_le_bytes(*raw)).ok();
@@ -382,9 +405,9 @@ impl<D: Device> CudaExecutor<D> {
     /// left out ([`SharedKvPool::begin_sync`]). The host's side is newer only for blocks that were written from outside
     /// and never read by a step.
     fn sync_blocks(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, DeviceError> {
-        let plan = self.shared_pool.begin_sync(blocks)?;
+        let plan = self.kv.shared_pool.begin_sync(blocks)?;
         let copied = self.copy_sync_plan(&plan);
-        self.shared_pool.end_sync(&plan, &copied);
+        self.kv.shared_pool.end_sync(&plan, &copied);
         copied.map(|()| plan.blocks)
     }
 
@@ -394,14 +417,33 @@ impl<D: Device> CudaExecutor<D> {
         }
         for &block in &plan.downloads {
             let (host, device) = self.both(block);
-            self.device.download(self.copies, device, host)?;
+            self.device.download(self.streams.copies, device, host)?;
         }
         for &block in &plan.uploads {
             let (host, device) = self.both(block);
-            self.device.upload(self.copies, host, device)?;
+            self.device.upload(self.streams.copies, host, device)?;
         }
-        self.device.record(self.copied, self.copies)?;
-        self.device.synchronize(self.copied)
+        self.device.record(self.streams.copied, self.streams.copies)?;
+        self.device.synchronize(self.streams.copied)
+    }
+}
+
+/// Sizes of the model for launches.
+fn kernel_shape(
+    device: &impl Device,
+    config: &ModelConfig,
+    options: &DeviceOptions,
+    layout: &KvLayout,
+) -> KernelShape {
+    KernelShape {
+        element: options.element,
+        heads: config.heads,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
+        decode_stages: kernels::decode_stages(config.head_dim, device.shared_bytes_max()),
+        block_tokens: options.block_tokens,
+        block_stride: layout.block_bytes() / layout.dtype.bytes(),
+        norm_eps: config.norm_eps,
     }
 }
 
@@ -409,7 +451,8 @@ impl<D: Device> CudaExecutor<D> {
 fn blocks(
     device: &impl Device,
     options: &DeviceOptions,
-    (own, block_bytes): (usize, usize),
+    own: usize,
+    block_bytes: usize,
 ) -> Result<usize, LoadError> {
     let most = i32::MAX as usize / options.block_tokens;
     let share = match options.pool_size {
@@ -430,6 +473,7 @@ fn blocks(
     let chosen = pool_size::blocks(share, &memory, block_bytes, most)
         .map_err(|error| LoadError::Unsupported(error.to_string()))?;
     tracing::info!(
+        event = "kv_cache_sized",
         blocks = chosen.blocks,
         tokens = chosen.blocks * options.block_tokens,
         mib = (chosen.blocks * block_bytes) >> 20,
@@ -481,7 +525,7 @@ impl<D: Device> Executor for CudaExecutor<D> {
     }
 
     fn regions(&self) -> &[Region] {
-        &self.regions
+        &self.kv.regions
     }
 
     fn vocab(&self) -> usize {
@@ -509,7 +553,7 @@ impl<D: Device> Executor for CudaExecutor<D> {
     }
 
     fn reserve(&mut self, blocks: &[BlockId]) {
-        self.shared_pool.reserve(blocks);
+        self.kv.shared_pool.reserve(blocks);
     }
 
     fn publish(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, ExecutorError> {
@@ -519,9 +563,9 @@ impl<D: Device> Executor for CudaExecutor<D> {
     /// The engine has waited for every step, so the device has finished writing these blocks.
     fn mark_leased(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
         self.used(|executor| {
-            executor.shared_pool.mirror().mark_leased(blocks.iter().copied());
+            executor.kv.shared_pool.mirror().mark_leased(blocks.iter().copied());
             // Blocks whose newer bytes are on the device stay there. The others are uploaded.
-            let only_here = executor.shared_pool.mirror().pending_uploads(blocks);
+            let only_here = executor.kv.shared_pool.mirror().pending_uploads(blocks);
             // No block is left out: nothing lands in a block before copies from it are over.
             executor.sync_blocks(&only_here).map(drop)
         })
@@ -533,13 +577,10 @@ impl<D: Device> Executor for CudaExecutor<D> {
     }
 
     fn usable(&self) -> Result<(), ExecutorError> {
-        self.shared_pool.usable().map_err(|error| ExecutorError::Device(error.to_string()))
+        self.kv.shared_pool.usable().map_err(|error| ExecutorError::Device(error.to_string()))
     }
 
     fn shared_pool(&self) -> Option<Arc<SharedKvPool>> {
-        Some(Arc::clone(&self.shared_pool))
+        Some(Arc::clone(&self.kv.shared_pool))
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -5,10 +5,9 @@
 
 pub mod cpu;
 pub mod cuda;
-pub mod failing;
+pub mod degraded;
 pub mod shared_pool;
 pub mod step_hazards;
-pub mod throttled;
 
 use std::sync::Arc;
 

@@ -7,7 +7,10 @@ use baton_connector::region::Region;
 #[must_use]
 pub fn shared_pool(blocks: usize, block_bytes: usize) -> Region {
     baton_connector_shm::shared_pool(blocks, block_bytes).unwrap_or_else(|error| {
-        tracing::warn!(%error, "cannot share the KV pool on this host, using TCP");
+        tracing::warn!(
+            event = "kv_pool_not_shared", %error,
+            "cannot share the KV pool on this host, using TCP"
+        );
         Region::allocate(blocks, block_bytes)
     })
 }

@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn sequences_share_what_earlier_steps_have_written_and_nothing_else() {
+    fn sequences_share_only_blocks_of_earlier_steps() {
         let mut hazards = StepHazards::new(200);
         let (a, b, c) = (table(&[7, 130, 9, 11]), table(&[7, 130, 10]), table(&[7, 9, 12]));
         // Two full blocks are shared, and each sequence continues in a block of its own. The rest of a table is not

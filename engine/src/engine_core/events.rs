@@ -45,6 +45,11 @@ pub(super) fn end_summary(sequence: &Sequence) -> EndSummary {
 }
 
 impl<S: EngineEnv> EngineCore<S> {
+    /// The request of a live sequence.
+    pub(super) fn request_of(&self, id: SeqId) -> Option<&RequestId> {
+        self.live.get(&id).map(|live| &live.request)
+    }
+
     /// Emits an event of a live sequence.
     pub(super) fn emit_for(&self, id: SeqId, event: RequestEvent) {
         if let Some(live) = self.live.get(&id) {
@@ -101,7 +106,7 @@ impl<S: EngineEnv> EngineCore<S> {
         summary: EndSummary,
     ) {
         let EndSummary { generated, computed, blocks } = summary;
-        let ended = RequestEvent::Ended { outcome: reason.label(), generated, computed, blocks };
+        let ended = RequestEvent::Ended { outcome: reason.as_str(), generated, computed, blocks };
         self.env.emit(&live.request, live.index, ended);
         if blocks > 0 {
             self.pending_free

@@ -5,6 +5,7 @@ use baton_connector::{BlockId, Handle, Handoff, RequestId};
 
 use super::{EngineCore, EngineEnv, LiveSequence, SeqEvent};
 use crate::blocks::hash::prompt_fingerprint;
+use crate::log_span::request_span;
 use crate::scheduler::sequence::{FinishReason, SeqId};
 
 /// A lease that was opened while its prompt is computed.
@@ -59,7 +60,10 @@ impl<S: EngineEnv> EngineCore<S> {
         ready: Option<usize>,
     ) -> Option<Box<Handoff>> {
         let Some(handle) = self.env.fresh_handle() else {
-            tracing::error!("no randomness for a lease handle, blocks freed");
+            tracing::error!(
+                parent: request_span!(request), event = "lease_handle_missing",
+                "no randomness for a lease handle, blocks freed"
+            );
             self.scheduler.lease_ended(&blocks);
             return None;
         };
@@ -95,7 +99,10 @@ impl<S: EngineEnv> EngineCore<S> {
                 }))
             }
             Err(refused) => {
-                tracing::debug!(%request, why = ?refused.kind, "lease not opened");
+                tracing::debug!(
+                    parent: request_span!(request), event = "lease_not_opened", reason = ?refused.kind,
+                    "lease not opened"
+                );
                 self.scheduler.lease_ended(&refused.spec.blocks);
                 None
             }
@@ -106,7 +113,7 @@ impl<S: EngineEnv> EngineCore<S> {
     fn make_readable(&mut self, blocks: &[BlockId]) -> bool {
         let leased = self.executor.mark_leased(blocks);
         if let Err(error) = &leased {
-            tracing::error!(%error, "cannot lease computed blocks");
+            tracing::error!(event = "block_lease_failed", %error, "cannot lease computed blocks");
         }
         leased.is_ok()
     }

@@ -274,7 +274,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_close_between_two_looks_is_not_slept_through() {
+    fn a_close_between_two_waits_wakes_the_loop() {
         let mailbox = Arc::new(Mailbox::new(1));
         drop(mailbox.collect());
         let deadline = Instant::now() + Duration::from_secs(60);

@@ -20,6 +20,7 @@ pub mod fetch_target;
 mod leasing;
 pub mod mailbox;
 mod messages;
+mod sampler;
 pub mod status;
 
 use std::collections::{HashMap, HashSet};
@@ -37,16 +38,16 @@ pub use self::env::{CoreEvent, EngineEnv};
 use self::events::PendingFree;
 use self::leasing::EarlyLease;
 pub use self::messages::{ProducerAddress, SeqEnd, SeqEvent, Submission};
+use self::sampler::Sampler;
 use crate::blocks::digests::{DigestPage, DigestRequest, page_blocks};
 use crate::blocks::pool::BlockUsage;
-use crate::compute::{Executor, Logits, LogitsRequest, SeqStep};
+use crate::compute::{Executor, LogitsRequest, SeqStep};
 use crate::engine_core::fetch_target::FetchTarget;
 use crate::engine_core::mailbox::{LegFilter, MailBatch};
 use crate::event_log::RequestEvent;
+use crate::log_span::request_span;
 use crate::offload::{OffloadFault, OffloadReport};
-use crate::sampling::{
-    Draw, SampledToken, SamplingParams, SamplingScratch, TokenCounts, TokenPosition, sample,
-};
+use crate::sampling::{Draw, SamplingParams, TokenCounts, TokenPosition};
 use crate::scheduler::sequence::{FinishReason, Purpose, SeqId, Sequence};
 use crate::scheduler::{Effect, FinishOutcome, Refusal, Scheduler, SchedulerLoad, StepPart};
 
@@ -85,8 +86,7 @@ pub struct EngineCore<S> {
     stopping: HashMap<SeqId, FetchTarget>,
     /// Removed sequences whose blocks are not all free yet.
     pending_free: HashMap<SeqId, PendingFree>,
-    logits: Logits,
-    scratch: SamplingScratch,
+    sampler: Sampler,
     closing: Option<Instant>,
     /// Since when only leases hold blocks and no sequence can proceed.
     stalled_since: Option<Instant>,
@@ -107,8 +107,7 @@ impl<S: EngineEnv> EngineCore<S> {
             by_request: HashMap::new(),
             stopping: HashMap::new(),
             pending_free: HashMap::new(),
-            logits: Logits::default(),
-            scratch: SamplingScratch::default(),
+            sampler: Sampler::default(),
             closing: None,
             stalled_since: None,
             aborted_early: EarlyAborts::default(),
@@ -165,7 +164,10 @@ impl<S: EngineEnv> EngineCore<S> {
         }
         self.stalled_since = None;
         let Some(id) = self.scheduler.first_waiting_consumer() else { return false };
-        tracing::warn!(seq = id.0, "handoff given up: leases hold all blocks and no sequence can proceed");
+        tracing::warn!(
+            parent: request_span!(self.request_of(id)), event = "handoff_deadlock_broken", seq = id.0,
+            "handoff given up: leases hold all blocks and no sequence can proceed"
+        );
         self.scheduler.fetch_event(id, Event::LeaseGone);
         self.carry_out_effects();
         true
@@ -205,7 +207,7 @@ impl<S: EngineEnv> EngineCore<S> {
             }));
             mistake = mistake.take().or(recorded.err());
         };
-        let executed = self.executor.run(&batch, &mut self.logits, &mut meanwhile);
+        let executed = self.executor.run(&batch, &mut self.sampler.logits, &mut meanwhile);
         if let Some(mistake) = mistake {
             resume_unwind(mistake);
         }
@@ -237,15 +239,10 @@ impl<S: EngineEnv> EngineCore<S> {
         let sequence = self.scheduler.sequence(part.id).expect("live sequences are known");
         let position = token_position(sequence);
         let (prompt, (cached, fetched)) = (sequence.prompt_len(), sequence.reused());
-        let sampled = match self.logits.drawn(row) {
-            Some(token) => token.map(|token| SampledToken { token, logprobs: None }),
-            None => {
-                let row = self.logits.row(row);
-                sample(row, &live.sampling, &live.counts, position, &mut self.scratch).ok()
-            }
-        };
+        let sampled = self.sampler.token_of(row, &live.sampling, &live.counts, position);
         let Some(sampled) = sampled else {
-            tracing::error!(request = %live.request, "logits row contains no number");
+            tracing::error!(parent: request_span!(&live.request), event = "logits_invalid",
+                "logits row contains no number");
             self.end_with(
                 part.id,
                 FinishReason::Error,
@@ -259,7 +256,7 @@ impl<S: EngineEnv> EngineCore<S> {
             None => {
                 self.env.record(CoreEvent::FirstToken { after: now - live.arrived, prompt, cached, fetched });
                 self.env.emit(&live.request, live.index, RequestEvent::FirstToken);
-                let cached = live.target.as_ref().map_or(cached, FetchTarget::cached);
+                let cached = live.target.as_ref().map_or(cached, |target| target.cached);
                 // If its front end has left, sending the token fails too.
                 let _ = live.outbox.try_send((live.index, SeqEvent::Started { cached }));
             }
@@ -361,7 +358,8 @@ impl<S: EngineEnv> EngineCore<S> {
         let Submission { sequence, sampling, index, tag, outbox, target, arrived } = submission;
         let (id, request) = (sequence.id, sequence.request.clone());
         if self.was_aborted_early(&request, matches!(sequence.purpose, Purpose::Produce { .. })) {
-            tracing::debug!(%request, "request aborted before it arrived");
+            tracing::debug!(parent: request_span!(&request), event = "request_aborted_early",
+                "request aborted before it arrived");
             self.env.emit(&request, index, RequestEvent::Refused { reason: ABORTED_EARLY, tag });
             let end = SeqEnd { reason: FinishReason::Abort, handoff: None };
             self.refuse(&outbox, index, target.as_ref(), SeqEvent::Finished(Box::new(end)), ABORTED_EARLY);
@@ -412,7 +410,7 @@ impl<S: EngineEnv> EngineCore<S> {
     ) {
         if let Some(target) = target {
             // Another engine may have capacity. A router that settles retries the lease there.
-            if target.survives_refusal() && reason == QUEUE_FULL {
+            if target.survives_refusal && reason == QUEUE_FULL {
                 self.env.record(CoreEvent::EarlyRejection("left_to_router"));
             } else {
                 self.env.release_at_producer(target, ReleaseReason::Rejected.label());
@@ -451,8 +449,8 @@ impl<S: EngineEnv> EngineCore<S> {
             Effect::StopHeartbeat(id) => self.env.stop_renewing(id),
             Effect::ReleaseAtProducer(id, reason) => {
                 let target = self.target(id).filter(|target| match reason {
-                    ReleaseReason::LoadFailed => !target.survives_failure(),
-                    ReleaseReason::Aborted => !(self.refusing && target.survives_refusal()),
+                    ReleaseReason::LoadFailed => !target.survives_failure,
+                    ReleaseReason::Aborted => !(self.refusing && target.survives_refusal),
                     ReleaseReason::Rejected | ReleaseReason::NotNeeded => true,
                 });
                 if let Some(target) = target {
@@ -466,7 +464,10 @@ impl<S: EngineEnv> EngineCore<S> {
             }
             Effect::Recomputing(id) => {
                 self.env.record(CoreEvent::LoadFailed("recompute"));
-                tracing::info!(seq = id.0, "handoff not usable, prompt computed locally");
+                tracing::info!(
+                    parent: request_span!(self.request_of(id)), event = "handoff_unusable", seq = id.0,
+                    "handoff not usable, prompt computed locally"
+                );
             }
             Effect::OpenLeaseEarly(id) => self.open_lease_early(id),
             Effect::Offload(order) => {
@@ -558,15 +559,11 @@ impl<S: EngineEnv> EngineCore<S> {
         let after = self.env.now().saturating_duration_since(live.arrived);
         self.env.record(CoreEvent::Finished { id, reason, after });
         self.carry_out_effects();
-        self.forget_stopped(id);
-        Some((finished, live))
-    }
-
-    /// The target of a removed sequence is needed only until its transfer has stopped.
-    fn forget_stopped(&mut self, id: SeqId) {
+        // The target of a removed sequence is needed only until its transfer has stopped.
         if !self.scheduler.is_stopping(id) {
             self.stopping.remove(&id);
         }
+        Some((finished, live))
     }
 
     /// The time until which the loop may sleep without mail.

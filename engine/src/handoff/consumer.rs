@@ -28,7 +28,7 @@ use baton_connector::slice::{Geometry, SliceError, rank_fingerprint};
 use baton_connector::transport::{Peer, Transport, TransportError};
 use baton_connector::{BlockId, KvLayout, Rank};
 
-use crate::engine_core::fetch_target::FetchTarget;
+use crate::engine_core::fetch_target::{FetchTarget, ProducerCache};
 use crate::engine_core::mailbox::Mailbox;
 use crate::metrics::EngineMetrics;
 use crate::scheduler::sequence::SeqId;
@@ -39,10 +39,10 @@ pub use notices::NOTICES_MAX;
 /// The address of a producer's side channel in its handoffs: host and port.
 type Producer = (Box<str>, u16);
 
-/// The addresses of a target's producer.
-impl FetchTarget {
+/// The addresses of a producer's ranks.
+impl ProducerCache {
     /// The key of the producer's turns; see `producer_turns.rs`.
-    fn producer(&self) -> Producer {
+    fn key(&self) -> Producer {
         self.endpoint(Rank(0))
     }
 

@@ -101,7 +101,10 @@ impl Producer for KvRank {
     fn download_blocks(&self, blocks: &[BlockId]) -> Result<(), TransportError> {
         let Some(shared_pool) = &self.shared_pool else { return Ok(()) };
         shared_pool.download(blocks).map_err(|error| {
-            tracing::error!(%error, "cannot copy leased blocks to host memory");
+            tracing::error!(
+                event = "leased_blocks_not_downloaded", %error,
+                "cannot copy leased blocks to host memory"
+            );
             TransportError::Refused("the device cannot copy the blocks".into())
         })
     }

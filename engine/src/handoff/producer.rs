@@ -23,6 +23,7 @@ use baton_connector::{BlockId, Epoch, Handle, Reader, RequestId, Time};
 
 use crate::engine_core::mailbox::Mailbox;
 use crate::event_log::{RankLog, RequestEvent};
+use crate::log_span::lease_span;
 use crate::metrics::EngineMetrics;
 
 /// See the module's documentation.
@@ -255,10 +256,12 @@ impl LeaseService {
             let held = lease.lifetime.as_secs_f64();
             match lease.cause {
                 CloseCause::Expired => tracing::warn!(
+                    parent: lease_span!(lease.handle), event = "lease_expired",
                     request = %lease.request, blocks = lease.blocks.len(), done, expected, held,
                     "lease expired before its blocks were fetched or released"
                 ),
                 CloseCause::Fetched | CloseCause::Released => tracing::debug!(
+                    parent: lease_span!(lease.handle), event = "lease_ended",
                     request = %lease.request, blocks = lease.blocks.len(), done, expected, held,
                     reason = &*lease.reason, "lease ended"
                 ),

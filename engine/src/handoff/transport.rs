@@ -77,11 +77,14 @@ impl NixlState {
         }
         match baton_connector_nixl::find::library(named) {
             Ok(library) => {
-                tracing::info!(library = library.origin(), "NIXL found");
+                tracing::info!(event = "nixl_loaded", library = library.origin(), "NIXL found");
                 Self::Loaded(library)
             }
             Err(why) => {
-                tracing::warn!(error = %why, "NIXL not loaded, using shared memory and TCP");
+                tracing::warn!(
+                    event = "nixl_not_loaded", error = %why,
+                    "NIXL not loaded, using shared memory and TCP"
+                );
                 Self::NotFound
             }
         }
@@ -127,7 +130,8 @@ impl SideChannel {
     /// # Errors
     /// As [`TcpServer::start`], and for [`KvTransport::Shm`] if shared memory is not available.
     pub fn start(
-        (transport, nixl): (KvTransport, &NixlState),
+        transport: KvTransport,
+        nixl: &NixlState,
         listener: TcpListener,
         producer: &Arc<dyn Producer>,
         shared_pool: Option<&Arc<SharedKvPool>>,
@@ -148,7 +152,10 @@ impl SideChannel {
             KvTransport::Auto | KvTransport::Nixl => match shm() {
                 Ok(server) => Some(server),
                 Err(error) => {
-                    tracing::warn!(%error, "cannot serve KV blocks by shared memory");
+                    tracing::warn!(
+                        event = "shared_memory_not_served", %error,
+                        "cannot serve KV blocks by shared memory"
+                    );
                     None
                 }
             },
@@ -172,14 +179,19 @@ fn nixl_servers(
     shared_pool: Option<&Arc<SharedKvPool>>,
 ) -> Vec<Arc<dyn Serve>> {
     let on_host = baton_connector_nixl::producer(&**library, producer.region());
-    let on_host = on_host.map_err(|why| tracing::warn!(error = %why, "cannot serve KV blocks by NIXL"));
+    let on_host = on_host.map_err(|why| {
+        tracing::warn!(event = "nixl_not_served", error = %why, "cannot serve KV blocks by NIXL");
+    });
     let on_device = shared_pool.map(|pool| {
         let pool = Arc::clone(pool) as Arc<dyn baton_connector_nixl::DevicePool>;
         let batch_bytes = baton_connector_nixl::DEVICE_BATCH_BYTES;
         let offered = baton_connector_nixl::device_producer(&**library, pool, batch_bytes);
-        let refused =
-            |why| tracing::warn!(error = %why, "cannot serve device memory by NIXL, using host memory");
-        offered.map_err(refused)
+        offered.map_err(|why| {
+            tracing::warn!(
+                event = "nixl_device_not_served", error = %why,
+                "cannot serve device memory by NIXL, using host memory"
+            );
+        })
     });
     on_host.into_iter().chain(on_device.into_iter().flatten()).collect()
 }
@@ -189,7 +201,12 @@ fn device_server(shared_pool: &Arc<SharedKvPool>) -> Option<Arc<dyn Serve>> {
     let pool = Arc::clone(shared_pool) as Arc<dyn DevicePool>;
     let offered =
         baton_connector_device::producer(pool, shared_pool.region(), baton_connector_device::BATCH_BYTES);
-    let refused = |why| tracing::warn!(error = %why, "cannot serve device memory, using host memory");
+    let refused = |why| {
+        tracing::warn!(
+            event = "device_memory_not_served", error = %why,
+            "cannot serve device memory, using host memory"
+        );
+    };
     offered.map_err(refused).ok()
 }
 
@@ -300,13 +317,23 @@ impl AutoTransport {
             match reached {
                 Ok(()) => return Ok(carrier),
                 Err(ConnectError::Unreachable(why)) if carrier == Carrier::NixlDevice => {
-                    tracing::info!(peer = %peer.address, error = %why, "cannot read the peer's device memory by NIXL");
+                    tracing::info!(
+                        event = "peer_device_unreadable_by_nixl", peer = %peer.address, error = %why,
+                        "cannot read the peer's device memory by NIXL"
+                    );
                 }
                 Err(ConnectError::Unreachable(why)) if carrier == Carrier::Device => {
-                    tracing::info!(peer = %peer.address, error = %why, "cannot read the peer's device memory, using host memory");
+                    tracing::info!(
+                        event = "peer_device_unreadable", peer = %peer.address, error = %why,
+                        "cannot read the peer's device memory, using host memory"
+                    );
                 }
                 Err(ConnectError::Unreachable(why)) => {
-                    tracing::debug!(peer = %peer.address, ?carrier, error = %why, "transport not usable for this peer");
+                    tracing::debug!(
+                        event = "transport_unusable", peer = %peer.address,
+                        transport = self.transport(carrier).carrier(peer), error = %why,
+                        "transport not usable for this peer"
+                    );
                 }
                 Err(other) => return Err(other),
             }
@@ -402,15 +429,9 @@ impl Transport for AutoTransport {
     }
 
     fn sweep(&self) {
-        if let Some(nixl) = &self.nixl_device {
-            nixl.sweep();
-        }
-        if let Some(nixl) = &self.nixl {
-            nixl.sweep();
-        }
-        if let Some(device) = &self.device {
-            device.sweep();
-        }
+        self.nixl_device.iter().for_each(Transport::sweep);
+        self.nixl.iter().for_each(Transport::sweep);
+        self.device.iter().for_each(Transport::sweep);
         self.shm.sweep();
         self.tcp.sweep();
     }
@@ -427,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_remembered_of_peers_is_bounded() {
+    fn the_state_of_peers_is_bounded() {
         let mut known = KnownCarriers::default();
         for n in 0..PEERS_MAX as u64 + 10 {
             known.remember(&peer(n), Carrier::Shm);

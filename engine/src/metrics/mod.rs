@@ -133,9 +133,8 @@ impl EngineMetrics {
         let labels = vec![Label::new("model_name", model.to_owned()), Label::new("engine", rank.to_string())];
         let make = Registrar { registry: &registry, labels: &labels };
         let states = ["free", "cached", "active", "leased", "landing", "storing"];
-        for reason in fetch::ReleaseReason::ALL {
-            make.notices(reason.label(), UNDELIVERED).increment(0);
-        }
+        let reasons = fetch::ReleaseReason::ALL.map(fetch::ReleaseReason::label);
+        reasons.into_iter().for_each(|reason| make.notices(reason, UNDELIVERED).increment(0));
         Self {
             waiting: make.gauge("vllm:num_requests_waiting", "Requests in the queue."),
             running: make.gauge("vllm:num_requests_running", "Requests in the batch."),
@@ -143,8 +142,9 @@ impl EngineMetrics {
             loading: make
                 .gauge("baton_requests_loading", "Requests that wait for blocks from an offload tier."),
             usage: make.gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1."),
-            blocks: states
-                .map(|state| make.gauge_with("baton_kv_blocks", "KV blocks by state.", "state", state)),
+            blocks: states.map(|state| {
+                make.gauge_labelled("baton_kv_blocks", "KV blocks by state.", &[Label::new("state", state)])
+            }),
             leases: make.gauge("baton_kv_leases", "Live leases."),
             preemptions: make.counter("vllm:num_preemptions_total", "Preemptions."),
             ignored: make.counter("baton_late_events_total", "Late or repeated events that changed nothing."),
@@ -257,19 +257,20 @@ impl EngineMetrics {
     pub fn finished(&self, reason: FinishReason, since_arrival: Duration) {
         self.e2e.record(since_arrival.as_secs_f64());
         let help = "Ended sequences by reason, including aborts and errors.";
-        let label = reason.label();
+        let label = reason.as_str();
         let make = || self.make().counter_with("vllm:request_success_total", help, "finished_reason", label);
         self.ended.with([label, ""], make, |counter| counter.increment(1));
     }
 
-    /// Counts one fetch.
-    pub fn transfer(&self, took: Duration, bytes: u64, valid: bool) {
-        if valid {
-            self.transfer_seconds.record(took.as_secs_f64());
-            self.transfer_bytes.record(bytes as f64);
-        } else {
-            self.transfers_failed.increment(1);
-        }
+    /// Counts a fetch with valid blocks.
+    pub fn transfer(&self, took: Duration, bytes: u64) {
+        self.transfer_seconds.record(took.as_secs_f64());
+        self.transfer_bytes.record(bytes as f64);
+    }
+
+    /// Counts a fetch without valid blocks.
+    pub fn transfer_failed(&self) {
+        self.transfers_failed.increment(1);
     }
 
     /// The transport of a valid fetch.
@@ -299,7 +300,7 @@ impl EngineMetrics {
     }
 
     /// The state of NIXL, and the path of its library (`baton_nixl_info`).
-    pub fn nixl(&self, (state, library): (&'static str, &str)) {
+    pub fn nixl(&self, state: &'static str, library: &str) {
         let labels = [Label::new("state", state), Label::new("library", library.to_owned())];
         let help = "State of NIXL, as labels: `disabled`, `not_found` (another transport is used), or `loaded`, with its file.";
         self.make().gauge_labelled("baton_nixl_info", help, &labels).set(1.0);
@@ -414,16 +415,6 @@ impl Registrar<'_> {
         self.gauge_labelled(name, help, &[])
     }
 
-    fn gauge_with(
-        &self,
-        name: &'static str,
-        help: &'static str,
-        label: &'static str,
-        value: &'static str,
-    ) -> Gauge {
-        self.gauge_labelled(name, help, &[Label::new(label, value)])
-    }
-
     fn gauge_labelled(&self, name: &'static str, help: &'static str, labels: &[Label]) -> Gauge {
         self.registry.gauge(name, help, self.labels.iter().chain(labels))
     }
@@ -448,7 +439,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_only_a_stranger_says_is_one_label() {
+    fn unknown_release_reasons_share_one_label() {
         for known in ["aborted", "lease_expired", "consumer_rejected", "decode_unreachable"] {
             assert_eq!(known_reason(known), known);
         }

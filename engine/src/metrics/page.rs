@@ -2,7 +2,7 @@
 //! event.
 //!
 //! ```text
-//! BATON_WRITE_DOCS=1 cargo test -p baton-engine the_table_of_the_documentation
+//! BATON_WRITE_DOCS=1 cargo test -p baton-engine the_documented_metrics
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -31,10 +31,10 @@ fn everything() -> String {
     metrics.handed_off(10);
     metrics.next_token(moment);
     metrics.finished(FinishReason::Stop, moment);
-    metrics.transfer(moment, 4096, true);
-    metrics.transfer(moment, 0, false);
+    metrics.transfer(moment, 4096);
+    metrics.transfer_failed();
     metrics.carried("tcp", 4096);
-    metrics.nixl(("disabled", ""));
+    metrics.nixl("disabled", "");
     metrics.copy_counters().to_host.increment(1);
     metrics.load_failed("recompute");
     metrics.lease_opened(2);
@@ -93,7 +93,7 @@ fn ours(path: &str) -> PathBuf {
 
 /// `BATON_WRITE_DOCS=1` writes the table instead of comparing it.
 #[test]
-fn the_table_of_the_documentation_is_what_an_engine_tells() {
+fn the_documented_metrics_are_those_of_an_engine() {
     let path = ours("../docs/reference/metrics.md");
     let page = std::fs::read_to_string(&path).expect("docs/reference/metrics.md is there");
     let (begin, end) = ("<!-- engine: begin -->\n", "<!-- engine: end -->");
@@ -109,7 +109,7 @@ fn the_table_of_the_documentation_is_what_an_engine_tells() {
 }
 
 #[test]
-fn every_metric_of_the_sources_has_a_type_a_word_and_the_labels_of_all() {
+fn every_metric_of_the_sources_has_type_help_and_common_labels() {
     let families = families();
     for (name, family) in &families {
         assert!(["counter", "gauge", "histogram"].contains(&family.kind.as_str()), "{name}: {}", family.kind);

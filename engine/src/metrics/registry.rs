@@ -69,8 +69,7 @@ impl Registry {
         labels: impl Iterator<Item = &'a Label>,
     ) -> Counter {
         let mut families = self.lock();
-        let series =
-            series(&mut families, (name, "counter", help), labels, || Series::Counter(Arc::default()));
+        let series = series(&mut families, name, "counter", help, labels, || Series::Counter(Arc::default()));
         match series {
             Series::Counter(value) => Counter::from_arc(Arc::clone(value)),
             Series::Gauge(_) | Series::Histogram(_) => unreachable!("{name} is one kind of metric"),
@@ -86,7 +85,7 @@ impl Registry {
     ) -> Gauge {
         let zero = || Series::Gauge(Arc::new(AtomicU64::new(0.0_f64.to_bits())));
         let mut families = self.lock();
-        match series(&mut families, (name, "gauge", help), labels, zero) {
+        match series(&mut families, name, "gauge", help, labels, zero) {
             Series::Gauge(value) => Gauge::from_arc(Arc::clone(value)),
             Series::Counter(_) | Series::Histogram(_) => unreachable!("{name} is one kind of metric"),
         }
@@ -102,7 +101,7 @@ impl Registry {
     ) -> Histogram {
         let empty = || Series::Histogram(Arc::new(HistogramBuckets::new(bounds)));
         let mut families = self.lock();
-        match series(&mut families, (name, "histogram", help), labels, empty) {
+        match series(&mut families, name, "histogram", help, labels, empty) {
             Series::Histogram(buckets) => Histogram::from_arc(Arc::clone(buckets)),
             Series::Counter(_) | Series::Gauge(_) => unreachable!("{name} is one kind of metric"),
         }
@@ -145,7 +144,9 @@ impl Registry {
 /// The existing series, or a new one.
 fn series<'f, 'a>(
     families: &'f mut BTreeMap<&'static str, MetricFamily>,
-    (name, kind, help): (&'static str, &'static str, &'static str),
+    name: &'static str,
+    kind: &'static str,
+    help: &'static str,
     labels: impl Iterator<Item = &'a Label>,
     new: impl FnOnce() -> Series,
 ) -> &'f Series {
@@ -155,24 +156,11 @@ fn series<'f, 'a>(
 
 /// Labels in exposition format, without braces.
 fn shown<'a>(labels: impl Iterator<Item = &'a Label>) -> String {
-    let mut text = String::new();
-    for label in labels {
-        if !text.is_empty() {
-            text.push(',');
-        }
-        text.push_str(label.key());
-        text.push_str("=\"");
-        for c in label.value().chars() {
-            match c {
-                '\\' => text.push_str("\\\\"),
-                '"' => text.push_str("\\\""),
-                '\n' => text.push_str("\\n"),
-                c => text.push(c),
-            }
-        }
-        text.push('"');
-    }
-    text
+    let shown = labels.map(|label| {
+        let value = label.value().replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+        format!("{}=\"{value}\"", label.key())
+    });
+    shown.collect::<Vec<_>>().join(",")
 }
 
 fn write_histogram(page: &mut String, name: &str, labels: &str, buckets: &HistogramBuckets) {

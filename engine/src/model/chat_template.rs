@@ -209,16 +209,9 @@ fn environment() -> Environment<'static> {
 }
 
 /// An error of `raise_exception`, to distinguish it from errors of the template itself.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 struct RaisedError(String);
-
-impl fmt::Display for RaisedError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for RaisedError {}
 
 fn raise_exception(message: &str) -> Result<Value, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, "raised by the template")

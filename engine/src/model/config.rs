@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_computed_is_refused_by_name() {
+    fn unsupported_model_features_are_refused_by_name() {
         for (change, name) in [
             (json!({"architectures": ["MixtralForCausalLM"]}), "MixtralForCausalLM"),
             (json!({"quantization_config": {"quant_method": "awq"}}), "awq"),

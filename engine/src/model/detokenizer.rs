@@ -198,7 +198,7 @@ mod tests {
         }
 
         #[test]
-        fn text_comes_back_whole_and_no_piece_has_half_a_character(text in "[ a-zA-Zé🙂👩‍🚀数据\u{301}\n▁<>]{0,40}") {
+        fn decoded_pieces_form_the_whole_text_without_partial_characters(text in "[ a-zA-Zé🙂👩‍🚀数据\u{301}\n▁<>]{0,40}") {
             for name in ["llama3", "qwen3", "sentencepiece"] {
                 let (tokenizer, _) = fixture(name);
                 let ids = encode(&tokenizer, &text);
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn a_character_that_never_ends_comes_out_replaced_at_the_end() {
+    fn an_incomplete_character_is_replaced_at_the_end() {
         let (tokenizer, _) = fixture("qwen3");
         let ids = encode(&tokenizer, "🙂");
         assert!(ids.len() > 1, "the fixture spreads the character over tokens");
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn special_tokens_show_only_when_asked_for() {
+    fn special_tokens_are_shown_only_on_request() {
         let (tokenizer, _) = fixture("qwen3");
         let ids = encode(&tokenizer, "a<|im_end|>b<think>c");
         assert_eq!(stream(&tokenizer, DecodeMode::SkipSpecial, &ids).concat(), "ab<think>c");

@@ -1,11 +1,9 @@
 //! A short name of a checkpoint's computation, so that two engines share KV blocks only if they run the same weights.
 //! Two models with the same shape must never share a block.
 
-use std::collections::BTreeSet;
-
-use serde_json::Value;
 use sha2::{Digest, Sha256};
 
+use super::weights::weight_files;
 use super::{ModelError, ModelFiles};
 
 /// Bytes of each weight file that are read at its start, which contains the header with names, types and shapes.
@@ -38,16 +36,6 @@ pub fn identity(files: &ModelFiles) -> Result<String, ModelError> {
         }
     }
     Ok(hash.finalize()[..16].iter().map(|byte| format!("{byte:02x}")).collect())
-}
-
-fn weight_files(files: &ModelFiles) -> Result<BTreeSet<String>, ModelError> {
-    const INDEX: &str = "model.safetensors.index.json";
-    let Some(index) = files.open(INDEX)? else { return Ok(BTreeSet::from(["model.safetensors".to_owned()])) };
-    let malformed = |what: String| ModelError::Malformed { file: INDEX.into(), what };
-    let index: Value = serde_json::from_slice(&index).map_err(|error| malformed(error.to_string()))?;
-    let map = index.get("weight_map").and_then(Value::as_object);
-    let map = map.ok_or_else(|| malformed("`weight_map` is missing".into()))?;
-    Ok(map.values().filter_map(Value::as_str).map(str::to_owned).collect())
 }
 
 #[cfg(test)]

@@ -52,8 +52,6 @@ pub(crate) mod tests {
     use std::path::Path;
     use std::sync::{Arc, LazyLock};
 
-    use serde_json::Value;
-
     use super::chat_template::ChatTemplate;
     use super::files::ModelFiles;
     use super::tokenizer::Tokenizer;
@@ -77,10 +75,5 @@ pub(crate) mod tests {
         });
         let found = LOADED.iter().find(|(known, _)| *known == name);
         found.expect("one of the three").1.clone()
-    }
-
-    pub(crate) fn fixture_json(name: &str) -> Value {
-        let bytes = fixture_files(name).open("golden.json").expect("readable").expect("there");
-        serde_json::from_slice(&bytes).expect("JSON")
     }
 }

@@ -192,7 +192,8 @@ impl Tokenizer {
     }
 
     /// Whether a text consists of exactly its tokens' bytes, so that a stream can be decoded byte by byte.
-    pub(crate) fn is_byte_level(&self) -> bool {
+    #[must_use]
+    pub fn is_byte_level(&self) -> bool {
         self.byte_level
     }
 }
@@ -338,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_without_a_token_are_nothing() {
+    fn ids_without_a_token_decode_to_nothing() {
         let (tokenizer, _) = fixture("qwen3");
         let beyond = tokenizer.vocab() as u32;
         assert_eq!(tokenizer.decode(&[beyond, u32::MAX], DecodeMode::All), "");

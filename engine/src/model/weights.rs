@@ -151,12 +151,8 @@ impl Weights {
     /// # Errors
     /// [`ModelError`]: no weights, a shard that the index names but the folder lacks, or a damaged header.
     pub fn open(files: &ModelFiles) -> Result<Self, ModelError> {
-        let names = match files.open(INDEX_FILE)? {
-            Some(index) => shard_names(&index)?,
-            None => vec![SINGLE_FILE.to_owned()],
-        };
         let (mut shards, mut tensors) = (Vec::new(), HashMap::new());
-        for name in names {
+        for name in weight_files(files)? {
             let bytes = files.open(&name)?.ok_or_else(|| ModelError::Missing(name.clone()))?;
             let malformed = |what: String| ModelError::Malformed { file: name.clone(), what };
             let (header, metadata) =
@@ -234,6 +230,14 @@ pub fn parameter_count(config: &ModelConfig) -> usize {
     let layer = attention + 3 * config.hidden * config.intermediate + 2 * config.hidden;
     let embeddings = config.vocab * config.hidden * if config.tied { 1 } else { 2 };
     config.layers * layer + embeddings + config.hidden
+}
+
+/// The checkpoint's weight files, in order.
+pub(super) fn weight_files(files: &ModelFiles) -> Result<Vec<String>, ModelError> {
+    match files.open(INDEX_FILE)? {
+        Some(index) => shard_names(&index),
+        None => Ok(vec![SINGLE_FILE.to_owned()]),
+    }
 }
 
 /// The distinct shards of an index, in order.

@@ -81,7 +81,10 @@ impl DiskTier {
             .get(hash, HEADER_BYTES + self.block_bytes + 1)
             .map_err(|error| fault(&error, "read"))?;
         if let Err(why) = verify(&self.identity, hash, self.block_bytes, &file) {
-            tracing::warn!(block = %hash, error = %why, "damaged disk tier file deleted");
+            tracing::warn!(
+                event = "disk_tier_file_damaged", block = %hash, error = %why,
+                "damaged disk tier file deleted"
+            );
             // A file that cannot be deleted fails again at its next read.
             let _ = self.volume.remove(hash);
             return Err(OffloadFault::Corrupt);
@@ -110,7 +113,7 @@ impl DiskTier {
 }
 
 fn fault(error: &io::Error, operation: &str) -> OffloadFault {
-    tracing::debug!(%error, operation, "disk tier operation failed");
+    tracing::debug!(event = "disk_tier_operation_failed", %error, operation, "disk tier operation failed");
     match error.kind() {
         ErrorKind::NotFound => OffloadFault::Missing,
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => OffloadFault::Full,
@@ -260,7 +263,11 @@ fn scan(path: &Path, bytes: u64) -> io::Result<FolderScan> {
         let Ok(files) = fs::read_dir(folder.path()) else { continue };
         for file in files.flatten() {
             if blocks.len() >= FILES_MAX {
-                tracing::warn!(limit = FILES_MAX, "too many files in the disk tier, the rest are ignored");
+                tracing::warn!(
+                    event = "disk_tier_files_ignored",
+                    limit = FILES_MAX,
+                    "too many files in the disk tier, the rest are ignored"
+                );
                 break;
             }
             let path = file.path();

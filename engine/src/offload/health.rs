@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_that_fails_in_a_row_is_left_alone_and_tried_out_before_it_is_used_again() {
+    fn a_disk_is_suspended_after_repeated_failures_and_probed_before_reuse() {
         let (start, suspension) = (Instant::now(), Duration::from_secs(30));
         let mut health = DiskHealth::new(suspension);
         let io = Err(OffloadFault::Io);
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_missing_or_damaged_says_nothing_about_the_disk() {
+    fn a_missing_or_damaged_file_is_no_disk_failure() {
         let mut health = DiskHealth::new(Duration::from_secs(1));
         for _ in 0..10 {
             assert_eq!(health.record(Err(OffloadFault::Missing), Instant::now()), HealthChange::None);

@@ -61,7 +61,10 @@ impl HostArena {
     pub fn store(&self, block: BlockId, slot: HostSlot) -> Result<(), OffloadFault> {
         if let Some(shared_pool) = &self.shared_pool {
             return shared_pool.store(block, &self.slots, BlockId(slot.0)).map_err(|error| {
-                tracing::error!(%error, "cannot copy a block to host memory, block not stored");
+                tracing::error!(
+                    event = "block_offload_failed", %error,
+                    "cannot copy a block to host memory, block not stored"
+                );
                 OffloadFault::Io
             });
         }
@@ -135,7 +138,7 @@ impl HostArena {
 }
 
 fn copy_fault(error: DeviceError) -> OffloadFault {
-    tracing::error!(%error, "cannot copy a stored block to the device");
+    tracing::error!(event = "block_load_failed", %error, "cannot copy a stored block to the device");
     OffloadFault::Io
 }
 
@@ -144,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_shards_of_a_block_go_down_and_come_up_together() {
+    fn the_shards_of_a_block_are_offloaded_and_loaded_together() {
         let device = vec![Region::allocate(4, 8), Region::allocate(4, 16)];
         let arena = HostArena::new(2, device.clone());
         device[0].write_block(BlockId(1), &[1; 8]);

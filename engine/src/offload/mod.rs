@@ -32,23 +32,14 @@ use crate::blocks::hash::BlockHash;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostSlot(pub u32);
 
-/// A tier below the device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Tier {
-    /// Host memory.
-    Host,
-    /// Files in a directory.
-    Disk,
-}
-
-impl Tier {
-    /// The label in metrics.
-    #[must_use]
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Host => "host",
-            Self::Disk => "disk",
-        }
+baton_connector::labelled! {
+    /// A tier below the device.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum Tier {
+        /// Host memory.
+        Host => "host",
+        /// Files in a directory.
+        Disk => "disk",
     }
 }
 
@@ -134,53 +125,26 @@ impl OffloadOrder {
     }
 }
 
-/// Why an order was not carried out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum OffloadFault {
-    /// The workers' queue is at its bound, or the workers have ended.
-    Refused,
-    /// The file differs from the written one: checksum, header or length.
-    Corrupt,
-    /// The file does not exist.
-    Missing,
-    /// The disk is full.
-    Full,
-    /// Another error of the system.
-    Io,
-    /// The disk failed lately and is suspended.
-    Suspended,
-    /// The load timed out; the block can be computed instead.
-    Slow,
-    /// The worker panicked.
-    Broken,
-}
-
-impl OffloadFault {
-    /// All faults.
-    pub const ALL: [Self; 8] = [
-        Self::Refused,
-        Self::Corrupt,
-        Self::Missing,
-        Self::Full,
-        Self::Io,
-        Self::Suspended,
-        Self::Slow,
-        Self::Broken,
-    ];
-
-    /// The label in metrics.
-    #[must_use]
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Refused => "refused",
-            Self::Corrupt => "corrupt",
-            Self::Missing => "missing",
-            Self::Full => "full",
-            Self::Io => "io",
-            Self::Suspended => "resting",
-            Self::Slow => "slow",
-            Self::Broken => "broken",
-        }
+baton_connector::labelled! {
+    /// Why an order was not carried out.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum OffloadFault {
+        /// The workers' queue is at its bound, or the workers have ended.
+        Refused => "refused",
+        /// The file differs from the written one: checksum, header or length.
+        Corrupt => "corrupt",
+        /// The file does not exist.
+        Missing => "missing",
+        /// The disk is full.
+        Full => "full",
+        /// Another error of the system.
+        Io => "io",
+        /// The disk failed lately and is suspended.
+        Suspended => "resting",
+        /// The load timed out; the block can be computed instead.
+        Slow => "slow",
+        /// The worker panicked.
+        Broken => "broken",
     }
 }
 

@@ -48,7 +48,7 @@ pub(crate) struct OpenTiers {
 }
 
 impl OpenTiers {
-    /// Opens the tiers of data-parallel rank `rank.0` of `rank.1`, over the shards of its blocks. With a shared pool,
+    /// Opens the tiers of data-parallel rank `rank` of `ranks`, over the shards of its blocks. With a shared pool,
     /// these regions mirror the memory of a device. `None` without tiers. `model` is the identity of the weights,
     /// `layout` the fingerprint of a shard.
     ///
@@ -56,12 +56,13 @@ impl OpenTiers {
     /// The problem with the options, as a message.
     pub(crate) fn open(
         options: &OffloadOptions,
-        rank: (usize, usize),
-        (device, shared_pool): (Vec<Region>, Option<Arc<SharedKvPool>>),
+        rank: usize,
+        ranks: usize,
+        device: Vec<Region>,
+        shared_pool: Option<Arc<SharedKvPool>>,
         layout: u64,
         model: &str,
     ) -> Result<Option<Self>, String> {
-        let (rank, ranks) = rank;
         let block_bytes: usize = device.iter().map(Region::block_bytes).sum();
         let host_blocks = options.host_bytes / ranks / block_bytes;
         if options.host_bytes > 0 && host_blocks == 0 {
@@ -83,6 +84,7 @@ impl OpenTiers {
             let (folder, there) = DiskFolder::open(&dir, &identity, block_bytes)
                 .map_err(|error| format!("cannot open the disk tier: {error}"))?;
             tracing::info!(
+                event = "disk_tier_opened",
                 blocks = there.blocks.len(), damaged = there.damaged, foreign = there.foreign,
                 dir = %dir.display(), "disk tier opened"
             );

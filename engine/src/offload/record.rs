@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_read_back_and_every_flipped_bit_of_it_is_found() {
+    fn a_record_round_trips_and_every_flipped_bit_is_detected() {
         let (identity, hash) = (TierIdentity::new(5, "model", 1), BlockHash([3; 32]));
         let good = record(&identity, hash);
         assert_eq!(verify(&identity, hash, BLOCK.len(), &good), Ok(&BLOCK[..]));
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_of_another_block_layout_model_or_number_of_ranks_is_not_this_one() {
+    fn a_record_of_another_block_layout_model_or_rank_count_is_rejected() {
         let (identity, hash) = (TierIdentity::new(5, "model", 1), BlockHash([3; 32]));
         let good = record(&identity, hash);
         let of = |identity: TierIdentity, hash| verify(&identity, hash, BLOCK.len(), &good);

@@ -14,8 +14,11 @@
 //! - Files, including those being written, are at most `disk_blocks`. Pending deletes are carried out before further
 //!   writes.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+mod files;
 
+use std::collections::{BTreeMap, HashMap};
+
+use self::files::TierFiles;
 use super::{HostSlot, LoadSource, Tier, TierCounts};
 use crate::blocks::hash::BlockHash;
 
@@ -24,12 +27,6 @@ pub const STAGING_SLOTS: usize = 64;
 
 /// Limit of the pending writes to disk. Each holds its slot. Beyond the limit a block is not written.
 pub const WRITES_MAX: usize = 256;
-
-/// Limit of the pending deletes that one write order carries out.
-const EVICTIONS_PER_ORDER_MAX: usize = 64;
-
-/// Limit of the deletions of one delete order.
-const DELETIONS_PER_ORDER_MAX: usize = 1024;
 
 /// The tiers' sizes, in blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,6 +98,15 @@ pub struct WritePlan {
     pub evict: Vec<BlockHash>,
 }
 
+/// How a store, a write or a deletion ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OrderOutcome {
+    /// All of it is done.
+    Complete,
+    /// Some of it may be missing.
+    Failed,
+}
+
 /// How a load ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LoadOutcome {
@@ -117,45 +123,41 @@ pub enum LoadOutcome {
 pub struct TierIndex {
     config: TierConfig,
     entries: HashMap<BlockHash, TierEntry>,
+    host: HostSlots,
+    disk: TierFiles,
+    clock: u64,
+}
+
+/// The slots of the host tier, or the staging slots of the disk tier.
+#[derive(Debug)]
+struct HostSlots {
     free: Vec<HostSlot>,
     /// Blocks that may be evicted, by last use.
-    host_idle: BTreeMap<u64, BlockHash>,
-    disk_idle: BTreeMap<u64, BlockHash>,
-    /// Evicted files that are not deleted yet.
-    pending_deletes: BTreeSet<BlockHash>,
-    on_disk: usize,
-    writes: usize,
-    /// A delete order is pending.
-    deleting: bool,
-    /// The index was cleared: deletions do not wait for a write.
-    purging: bool,
-    clock: u64,
-    disk_suspended: bool,
-    host: TierCounts,
-    disk: TierCounts,
+    idle: BTreeMap<u64, BlockHash>,
+    counts: TierCounts,
+}
+
+impl HostSlots {
+    fn new(capacity: usize) -> Self {
+        let slots = u32::try_from(capacity).expect("slots are counted in 32 bits");
+        Self {
+            free: (0..slots).rev().map(HostSlot).collect(),
+            idle: BTreeMap::new(),
+            counts: TierCounts { capacity, ..TierCounts::default() },
+        }
+    }
+
+    fn counts(&self) -> TierCounts {
+        TierCounts { blocks: self.counts.capacity - self.free.len(), ..self.counts }
+    }
 }
 
 impl TierIndex {
     /// Empty tiers.
     #[must_use]
     pub fn new(config: TierConfig) -> Self {
-        let slots = u32::try_from(config.slots()).expect("slots are counted in 32 bits");
-        Self {
-            config,
-            entries: HashMap::new(),
-            free: (0..slots).rev().map(HostSlot).collect(),
-            host_idle: BTreeMap::new(),
-            disk_idle: BTreeMap::new(),
-            pending_deletes: BTreeSet::new(),
-            on_disk: 0,
-            writes: 0,
-            deleting: false,
-            purging: false,
-            clock: 0,
-            disk_suspended: false,
-            host: TierCounts { capacity: config.slots(), ..TierCounts::default() },
-            disk: TierCounts { capacity: config.disk_blocks, ..TierCounts::default() },
-        }
+        let (host, disk) = (HostSlots::new(config.slots()), TierFiles::new(config.disk_blocks));
+        Self { config, entries: HashMap::new(), host, disk, clock: 0 }
     }
 
     /// Adopts the files that were found at the start, least recently used first. Excess files are deleted.
@@ -165,31 +167,31 @@ impl TierIndex {
             let entry = self.entries.entry(hash).or_default();
             if entry.disk == DiskState::Absent {
                 entry.disk = DiskState::Ready { readers: 0, used, lost: false };
-                self.disk_idle.insert(used, hash);
-                self.on_disk += 1;
+                self.disk.idle.insert(used, hash);
+                self.disk.used += 1;
             }
         }
-        while self.on_disk > self.config.disk_blocks && self.evict_file() {}
+        while self.disk.used > self.config.disk_blocks && self.evict_file() {}
     }
 
     /// Counts of a tier.
     #[must_use]
     pub fn counts(&self, tier: Tier) -> TierCounts {
         match tier {
-            Tier::Host => TierCounts { blocks: self.config.slots() - self.free.len(), ..self.host },
-            Tier::Disk => TierCounts { blocks: self.on_disk, ..self.disk },
+            Tier::Host => self.host.counts(),
+            Tier::Disk => self.disk.counts(),
         }
     }
 
     /// Whether the disk is suspended.
     #[must_use]
     pub fn is_disk_suspended(&self) -> bool {
-        self.disk_suspended
+        self.disk.suspended
     }
 
     /// Suspends or resumes the disk.
     pub fn set_disk_suspended(&mut self, suspended: bool) {
-        self.disk_suspended = suspended;
+        self.disk.suspended = suspended;
     }
 
     /// The number of blocks at the start of this chain that can be loaded.
@@ -200,7 +202,7 @@ impl TierIndex {
 
     fn is_loadable(&self, hash: BlockHash) -> bool {
         self.entries.get(&hash).is_some_and(|entry| {
-            let on_disk = matches!(entry.disk, DiskState::Ready { lost: false, .. }) && !self.disk_suspended;
+            let on_disk = matches!(entry.disk, DiskState::Ready { lost: false, .. }) && !self.disk.suspended;
             !entry.forget_when_idle && (matches!(entry.host, HostState::Ready { .. }) || on_disk)
         })
     }
@@ -220,7 +222,8 @@ impl TierIndex {
     }
 
     /// Ends a store. Returns the write to order, if the block is to go on to the disk.
-    pub fn end_store(&mut self, hash: BlockHash, whole: bool) -> Option<WritePlan> {
+    pub fn end_store(&mut self, hash: BlockHash, how: OrderOutcome) -> Option<WritePlan> {
+        let whole = how == OrderOutcome::Complete;
         self.end_filling(hash, whole);
         let write = if whole { self.begin_write(hash) } else { None };
         self.pass_through(hash);
@@ -235,25 +238,15 @@ impl TierIndex {
         else {
             return None;
         };
-        if self.config.disk_blocks == 0 || self.disk_suspended || self.writes >= WRITES_MAX {
+        if !self.disk.takes_writes() {
             return None;
         }
-        while self.on_disk >= self.config.disk_blocks {
+        while self.disk.used >= self.config.disk_blocks {
             if !self.evict_file() {
                 return None;
             }
         }
-        // A file that is written again must not be deleted afterwards.
-        self.pending_deletes.remove(&hash);
-        if self.on_disk + self.pending_deletes.len().saturating_sub(EVICTIONS_PER_ORDER_MAX)
-            >= self.config.disk_blocks
-        {
-            // One order cannot carry out that many deletes; [`Self::begin_delete`] comes first.
-            return None;
-        }
-        let evict: Vec<_> = self.pending_deletes.iter().take(EVICTIONS_PER_ORDER_MAX).copied().collect();
-        self.writes += 1;
-        self.on_disk += 1;
+        let evict = self.disk.begin_write(hash)?;
         self.entry(hash).disk = DiskState::Writing;
         self.pin_host(hash);
         Some(WritePlan { slot, evict })
@@ -272,19 +265,18 @@ impl TierIndex {
 
     /// Ends a write. `evicted` are the files that the order deleted first. After a failure they are still to be
     /// deleted.
-    pub fn end_write(&mut self, hash: BlockHash, evicted: &[BlockHash], whole: bool) {
-        self.writes -= 1;
-        if whole {
-            self.deleted(evicted);
-            self.disk.stored += 1;
+    pub fn end_write(&mut self, hash: BlockHash, evicted: &[BlockHash], how: OrderOutcome) {
+        self.disk.writes -= 1;
+        if how == OrderOutcome::Complete {
+            self.disk.deleted(evicted);
+            self.disk.counts.stored += 1;
             let used = self.tick();
             self.entry(hash).disk = DiskState::Ready { readers: 0, used, lost: false };
-            self.disk_idle.insert(used, hash);
+            self.disk.idle.insert(used, hash);
         } else {
             // A part of the file may remain.
-            self.on_disk -= 1;
             self.entry(hash).disk = DiskState::Absent;
-            self.pending_deletes.insert(hash);
+            self.disk.delete_later(hash);
         }
         self.unpin_host(hash);
         self.pass_through(hash);
@@ -293,32 +285,21 @@ impl TierIndex {
 
     /// Files to delete in an order of their own, when there are more than writes can carry along.
     pub fn begin_delete(&mut self) -> Option<Vec<BlockHash>> {
-        if self.purging && self.pending_deletes.is_empty() {
+        if self.disk.purging && self.disk.pending_deletes.is_empty() {
             // Copies in use are deleted when they are idle.
-            self.purging = self.entries.values().any(|entry| entry.forget_when_idle);
+            self.disk.purging = self.entries.values().any(|entry| entry.forget_when_idle);
         }
-        let waits = self.pending_deletes.len() <= EVICTIONS_PER_ORDER_MAX && !self.purging;
-        if self.pending_deletes.is_empty() || waits || self.deleting || self.disk_suspended {
-            return None;
-        }
-        self.deleting = true;
-        Some(self.pending_deletes.iter().take(DELETIONS_PER_ORDER_MAX).copied().collect())
+        self.disk.begin_delete()
     }
 
     /// Ends a delete order.
-    pub fn end_delete(&mut self, hashes: &[BlockHash], whole: bool) {
-        self.deleting = false;
-        if whole {
-            self.deleted(hashes);
+    pub fn end_delete(&mut self, hashes: &[BlockHash], how: OrderOutcome) {
+        self.disk.deleting = false;
+        if how == OrderOutcome::Complete {
+            self.disk.deleted(hashes);
         } else {
             // No retry at once: later writes carry the deletes along.
-            self.purging = false;
-        }
-    }
-
-    fn deleted(&mut self, hashes: &[BlockHash]) {
-        for hash in hashes {
-            self.pending_deletes.remove(hash);
+            self.disk.purging = false;
         }
     }
 
@@ -360,13 +341,13 @@ impl TierIndex {
         let whole = how == LoadOutcome::Complete;
         match from {
             LoadSource::Host(_) => {
-                self.host.loaded += u64::from(whole);
+                self.host.counts.loaded += u64::from(whole);
                 self.unpin_host(hash);
                 self.touch_disk(hash);
                 self.pass_through(hash);
             }
             LoadSource::Disk { slot } => {
-                self.disk.loaded += u64::from(whole);
+                self.disk.counts.loaded += u64::from(whole);
                 if slot.is_some() {
                     self.end_filling(hash, whole);
                 }
@@ -385,8 +366,8 @@ impl TierIndex {
                 self.entries.get_mut(&hash)
             {
                 let before = std::mem::replace(used, now);
-                self.host_idle.remove(&before);
-                self.host_idle.insert(now, hash);
+                self.host.idle.remove(&before);
+                self.host.idle.insert(now, hash);
             }
             if self.entries.contains_key(&hash) {
                 self.touch_disk(hash);
@@ -398,7 +379,7 @@ impl TierIndex {
     pub fn clear(&mut self) {
         let mut all: Vec<BlockHash> = self.entries.keys().copied().collect();
         all.sort_unstable();
-        self.purging = true;
+        self.disk.purging = true;
         for hash in all {
             self.entry(hash).forget_when_idle = true;
             self.settle(hash);
@@ -425,17 +406,17 @@ impl TierIndex {
     }
 
     fn take_slot(&mut self) -> Option<HostSlot> {
-        if self.free.is_empty() {
-            let (_, hash) = self.host_idle.pop_first()?;
+        if self.host.free.is_empty() {
+            let (_, hash) = self.host.idle.pop_first()?;
             let HostState::Ready { slot, readers: 0, .. } = self.entry(hash).host else {
                 unreachable!("only what is ready and unread is idle")
             };
             self.entry(hash).host = HostState::Absent;
-            self.host.evicted += 1;
-            self.free.push(slot);
+            self.host.counts.evicted += 1;
+            self.host.free.push(slot);
             self.settle(hash);
         }
-        self.free.pop()
+        self.host.free.pop()
     }
 
     fn end_filling(&mut self, hash: BlockHash, whole: bool) {
@@ -443,11 +424,11 @@ impl TierIndex {
         if whole {
             let used = self.tick();
             self.entry(hash).host = HostState::Ready { slot, readers: 0, used };
-            self.host_idle.insert(used, hash);
-            self.host.stored += 1;
+            self.host.idle.insert(used, hash);
+            self.host.counts.stored += 1;
         } else {
             self.entry(hash).host = HostState::Absent;
-            self.free.push(slot);
+            self.host.free.push(slot);
         }
         self.settle(hash);
     }
@@ -459,8 +440,8 @@ impl TierIndex {
                 self.entries.get_mut(&hash)
             && let HostState::Ready { slot, used, .. } = std::mem::take(host)
         {
-            self.host_idle.remove(&used);
-            self.free.push(slot);
+            self.host.idle.remove(&used);
+            self.host.free.push(slot);
             self.settle(hash);
         }
     }
@@ -471,7 +452,7 @@ impl TierIndex {
         };
         *readers += 1;
         let used = *used;
-        self.host_idle.remove(&used);
+        self.host.idle.remove(&used);
     }
 
     fn unpin_host(&mut self, hash: BlockHash) {
@@ -482,7 +463,7 @@ impl TierIndex {
         *readers -= 1;
         *used = now;
         if *readers == 0 {
-            self.host_idle.insert(now, hash);
+            self.host.idle.insert(now, hash);
         }
     }
 
@@ -492,7 +473,7 @@ impl TierIndex {
         };
         *readers += 1;
         let used = *used;
-        self.disk_idle.remove(&used);
+        self.disk.idle.remove(&used);
     }
 
     fn unpin_disk(&mut self, hash: BlockHash, found_lost: bool) {
@@ -504,12 +485,11 @@ impl TierIndex {
         *used = now;
         *lost |= found_lost;
         match (*readers, *lost) {
-            (0, false) => drop(self.disk_idle.insert(now, hash)),
+            (0, false) => drop(self.disk.idle.insert(now, hash)),
             (0, true) => {
                 // A reader deletes a damaged file. If that failed, the file is deleted later.
                 self.entry(hash).disk = DiskState::Absent;
-                self.on_disk -= 1;
-                self.pending_deletes.insert(hash);
+                self.disk.delete_later(hash);
             }
             (_, _) => {}
         }
@@ -520,17 +500,16 @@ impl TierIndex {
         let now = self.tick();
         if let DiskState::Ready { readers: 0, used, .. } = &mut self.entry(hash).disk {
             let before = std::mem::replace(used, now);
-            self.disk_idle.remove(&before);
-            self.disk_idle.insert(now, hash);
+            self.disk.idle.remove(&before);
+            self.disk.idle.insert(now, hash);
         }
     }
 
     fn evict_file(&mut self) -> bool {
-        let Some((_, hash)) = self.disk_idle.pop_first() else { return false };
+        let Some((_, hash)) = self.disk.idle.pop_first() else { return false };
         self.entry(hash).disk = DiskState::Absent;
-        self.on_disk -= 1;
-        self.disk.evicted += 1;
-        self.pending_deletes.insert(hash);
+        self.disk.counts.evicted += 1;
+        self.disk.delete_later(hash);
         self.settle(hash);
         true
     }
@@ -541,14 +520,13 @@ impl TierIndex {
         if entry.forget_when_idle {
             if let HostState::Ready { slot, readers: 0, used } = entry.host {
                 entry.host = HostState::Absent;
-                self.host_idle.remove(&used);
-                self.free.push(slot);
+                self.host.idle.remove(&used);
+                self.host.free.push(slot);
             }
             if let DiskState::Ready { readers: 0, used, .. } = entry.disk {
                 entry.disk = DiskState::Absent;
-                self.disk_idle.remove(&used);
-                self.on_disk -= 1;
-                self.pending_deletes.insert(hash);
+                self.disk.idle.remove(&used);
+                self.disk.delete_later(hash);
             }
         }
         if entry.host == HostState::Absent && entry.disk == DiskState::Absent {

@@ -207,7 +207,7 @@ impl OffloadWorkers {
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         let left = deadline.saturating_duration_since(Instant::now());
         if ended.recv_timeout(left) == Err(RecvTimeoutError::Timeout) {
-            tracing::warn!("offload thread did not end in time");
+            tracing::warn!(event = "offload_thread_not_ended", "offload thread did not end in time");
         }
     }
 
@@ -377,7 +377,7 @@ impl WorkersShared {
                     drop(queues);
                     let outcome = guarded(|| disk.probe());
                     if self.lock().health.record_probe(outcome, Instant::now()) {
-                        tracing::info!("disk tier recovered");
+                        tracing::info!(event = "disk_tier_recovered", "disk tier recovered");
                         self.report(OffloadReport::DiskResumed);
                     }
                 }
@@ -405,6 +405,7 @@ impl WorkersShared {
     fn report_health(&self, change: HealthChange) {
         if change == HealthChange::Suspended {
             tracing::warn!(
+                event = "disk_tier_suspended",
                 seconds = self.timeouts.disk_suspension.as_secs_f64(),
                 "disk tier suspended after failures"
             );

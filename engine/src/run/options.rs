@@ -155,25 +155,15 @@ pub(crate) fn system(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> 
     move |source| StartError::System { what, source }
 }
 
-/// The legs that an engine serves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Role {
-    /// Prefills and leases. Plain requests are served too.
-    Prefill,
-    /// Fetches and decodes. Plain requests are served too.
-    Decode,
-    /// Both legs.
-    Both,
-}
-
-impl Role {
-    /// The value on the command line.
-    #[must_use]
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Prefill => "prefill",
-            Self::Decode => "decode",
-            Self::Both => "both",
-        }
+baton_connector::labelled! {
+    /// The legs that an engine serves.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum Role {
+        /// Prefills and leases. Plain requests are served too.
+        Prefill => "prefill",
+        /// Fetches and decodes. Plain requests are served too.
+        Decode => "decode",
+        /// Both legs.
+        Both => "both",
     }
 }

@@ -21,8 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::compute::Executor;
 use crate::compute::cuda::shared_kv_pool::SharedKvPool;
-use crate::compute::failing::FailingExecutor;
-use crate::compute::throttled::ThrottledExecutor;
+use crate::compute::degraded::DegradedExecutor;
 use crate::engine_core::ProducerAddress;
 use crate::engine_core::mailbox::Mailbox;
 use crate::engine_core::status::SharedStatus;
@@ -35,7 +34,7 @@ use crate::metrics::EngineMetrics;
 use crate::offload::open::OpenTiers;
 use crate::offload::workers::OffloadWorkers;
 use crate::run::options::{EngineOptions, StartError, system};
-use crate::run::step_loop::{StepLoop, StepLoopParts};
+use crate::run::step_loop::{LiveEnv, StepLoop};
 use crate::scheduler::{Scheduler, SchedulerConfig};
 
 /// The handles of one core for the HTTP server.
@@ -164,8 +163,8 @@ impl RankContext<'_> {
                 KvRank::new(Arc::clone(leases), cache.geometry, rank, region.clone(), pool.cloned());
             let producer: Arc<dyn Producer> = Arc::new(producer);
             let limits = ServerOptions { secret: self.secret.clone(), ..ServerOptions::default() };
-            let transport = (self.options.kv_transport, self.nixl);
-            let server = SideChannel::start(transport, side, &producer, pool, &limits);
+            let transport = self.options.kv_transport;
+            let server = SideChannel::start(transport, self.nixl, side, &producer, pool, &limits);
             servers.push(server.map_err(system("side channel"))?);
         }
         Ok(servers)
@@ -187,7 +186,8 @@ impl RankContext<'_> {
         };
         let pool = cache.shared_pool.clone();
         let transport = transport::open_consumer_transport(options.kv_transport, self.nixl, pool, &client);
-        metrics.nixl(self.nixl.label());
+        let (state, library) = self.nixl.label();
+        metrics.nixl(state, library);
         let consumer = HandoffConsumer::start(
             transport,
             cache.clone(),
@@ -219,8 +219,10 @@ impl RankContext<'_> {
         );
         let tiers = OpenTiers::open(
             &options.offload,
-            (rank, options.data_parallel_size),
-            (cache.regions.clone(), cache.shared_pool.clone()),
+            rank,
+            options.data_parallel_size,
+            cache.regions.clone(),
+            cache.shared_pool.clone(),
             cache.geometry.rank_fingerprint(self.fingerprint, Rank(0)),
             self.model,
         );
@@ -243,14 +245,11 @@ impl RankContext<'_> {
     }
 
     /// Adds the test and benchmark options to the executor.
-    fn wrap(&self, mut executor: Box<dyn Executor>) -> Box<dyn Executor> {
-        if let Some(pace) = self.options.pace {
-            executor = Box::new(ThrottledExecutor::new(executor, pace));
+    fn wrap(&self, executor: Box<dyn Executor>) -> Box<dyn Executor> {
+        match (self.options.pace, self.options.device_fails_after) {
+            (None, None) => executor,
+            (pace, good_steps) => Box::new(DegradedExecutor::new(executor, pace, good_steps)),
         }
-        if let Some(good_steps) = self.options.device_fails_after {
-            executor = Box::new(FailingExecutor::new(executor, good_steps));
-        }
-        executor
     }
 }
 
@@ -290,10 +289,7 @@ impl RunningRank {
             log: log.clone(),
             requests: AtomicUsize::new(0),
         });
-        let step_loop = StepLoop::new(StepLoopParts {
-            executor: common.wrap(executor),
-            scheduler,
-            mailbox,
+        let env = LiveEnv {
             leases,
             consumer,
             metrics,
@@ -301,7 +297,8 @@ impl RunningRank {
             address: common.producer_address(rank, &side_channels),
             offload: offload.clone(),
             log,
-        });
+        };
+        let step_loop = StepLoop::new(common.wrap(executor), scheduler, mailbox, env);
         let threads = RankThreads::spawn(&common.suffix(rank), step_loop, &core, common.broken.clone())?;
         Ok(Self { core, side_channels, cache, capacity, servers, offload, threads })
     }

@@ -21,32 +21,9 @@ use crate::handoff::producer::LeaseService;
 use crate::metrics::{EngineMetrics, TierMetrics};
 use crate::offload::OffloadOrder;
 use crate::offload::workers::OffloadWorkers;
+use crate::run::random::random_bytes;
 use crate::scheduler::Scheduler;
 use crate::scheduler::sequence::SeqId;
-
-/// The parts of a step loop.
-pub struct StepLoopParts {
-    /// The device.
-    pub executor: Box<dyn Executor>,
-    /// The scheduler over the device's blocks.
-    pub scheduler: Scheduler,
-    /// The mailbox of its messages.
-    pub mailbox: Arc<Mailbox>,
-    /// This engine's leases.
-    pub leases: Arc<LeaseService>,
-    /// The consumer of other engines' handoffs.
-    pub consumer: Arc<HandoffConsumer>,
-    /// Counters.
-    pub metrics: Arc<EngineMetrics>,
-    /// The status that `/debug/kv` returns.
-    pub status: Arc<SharedStatus>,
-    /// How peers reach the leases.
-    pub address: ProducerAddress,
-    /// The workers that move blocks between the tiers, if there are any.
-    pub offload: Option<Arc<OffloadWorkers>>,
-    /// The event log of this rank.
-    pub log: RankLog,
-}
 
 /// See the module's documentation.
 pub struct StepLoop {
@@ -58,31 +35,16 @@ pub struct StepLoop {
 }
 
 impl StepLoop {
-    /// A loop that has not started.
+    /// A loop that has not started, over the device's blocks.
     #[must_use]
-    pub fn new(parts: StepLoopParts) -> Self {
-        let StepLoopParts {
-            executor,
-            scheduler,
-            mailbox,
-            leases,
-            consumer,
-            metrics,
-            status,
-            address,
-            offload,
-            log,
-        } = parts;
-        let tier_metrics = offload.is_some().then(|| metrics.tiers(executor.layout().block_bytes()));
-        let env = LiveEnv {
-            leases,
-            consumer,
-            metrics: Arc::clone(&metrics),
-            status: Arc::clone(&status),
-            address,
-            offload,
-            log,
-        };
+    pub fn new(
+        executor: Box<dyn Executor>,
+        scheduler: Scheduler,
+        mailbox: Arc<Mailbox>,
+        env: LiveEnv,
+    ) -> Self {
+        let (metrics, status) = (Arc::clone(&env.metrics), Arc::clone(&env.status));
+        let tier_metrics = env.offload.is_some().then(|| metrics.tiers(executor.layout().block_bytes()));
         Self { core: EngineCore::new(executor, scheduler, env), mailbox, metrics, tier_metrics, status }
     }
 
@@ -123,14 +85,21 @@ impl StepLoop {
 }
 
 /// The environment of a running engine.
-struct LiveEnv {
-    leases: Arc<LeaseService>,
-    consumer: Arc<HandoffConsumer>,
-    metrics: Arc<EngineMetrics>,
-    status: Arc<SharedStatus>,
-    address: ProducerAddress,
-    offload: Option<Arc<OffloadWorkers>>,
-    log: RankLog,
+pub struct LiveEnv {
+    /// This engine's leases.
+    pub leases: Arc<LeaseService>,
+    /// The consumer of other engines' handoffs.
+    pub consumer: Arc<HandoffConsumer>,
+    /// Counters.
+    pub metrics: Arc<EngineMetrics>,
+    /// The status that `/debug/kv` returns.
+    pub status: Arc<SharedStatus>,
+    /// How peers reach the leases.
+    pub address: ProducerAddress,
+    /// The workers that move blocks between the tiers, if there are any.
+    pub offload: Option<Arc<OffloadWorkers>>,
+    /// The event log of this rank.
+    pub log: RankLog,
 }
 
 impl EngineEnv for LiveEnv {
@@ -139,9 +108,7 @@ impl EngineEnv for LiveEnv {
     }
 
     fn fresh_handle(&mut self) -> Option<Handle> {
-        let mut random = [0; 16];
-        getrandom::fill(&mut random).ok()?;
-        Some(Handle(u128::from_ne_bytes(random)))
+        random_bytes().ok().map(|bytes| Handle(u128::from_ne_bytes(bytes)))
     }
 
     fn open_lease(&mut self, grant: LeaseSpec) -> Result<Duration, LeaseOpenError> {

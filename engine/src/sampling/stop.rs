@@ -7,11 +7,20 @@
 //! One Knuth-Morris-Pratt automaton per string: a byte of text costs amortized constant time per string, for any
 //! strings. Matching is by bytes, which is equivalent to characters in UTF-8.
 
+/// Whether the stop string that ends a text stays in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MatchedStop {
+    /// It stays.
+    Kept,
+    /// The text ends before it.
+    Removed,
+}
+
 /// Finds the stop strings of one sequence.
 #[derive(Clone, Debug)]
 pub struct StopMatcher {
     patterns: Vec<Pattern>,
-    include: bool,
+    matched_stop: MatchedStop,
     pending: String,
 }
 
@@ -35,13 +44,13 @@ struct Pattern {
 }
 
 impl StopMatcher {
-    /// A matcher for `stops`, none of them empty. With `include` the found string stays in the text.
+    /// A matcher for `stops`, none of them empty.
     #[must_use]
-    pub fn new(stops: &[String], include: bool) -> Self {
+    pub fn new(stops: &[String], matched_stop: MatchedStop) -> Self {
         assert!(stops.iter().all(|stop| !stop.is_empty()), "an empty stop string stops before it starts");
         Self {
             patterns: stops.iter().map(|stop| Pattern::new(stop)).collect(),
-            include,
+            matched_stop,
             pending: String::new(),
         }
     }
@@ -55,7 +64,10 @@ impl StopMatcher {
             if let Some((stop, len)) = self.advance(byte) {
                 let end = self.pending.len() + offset + 1;
                 let mut text = std::mem::take(&mut self.pending) + piece;
-                text.truncate(if self.include { end } else { end - len });
+                text.truncate(match self.matched_stop {
+                    MatchedStop::Kept => end,
+                    MatchedStop::Removed => end - len,
+                });
                 self.finish();
                 return StopStep { text, stop: Some(stop) };
             }
@@ -160,41 +172,41 @@ mod tests {
     }
 
     #[test]
-    fn what_may_begin_a_stop_string_waits_and_goes_out_when_it_does_not() {
-        let mut matcher = StopMatcher::new(&strings(&["\nUser:"]), false);
+    fn text_that_may_begin_a_stop_string_is_held_until_decided() {
+        let mut matcher = StopMatcher::new(&strings(&["\nUser:"]), MatchedStop::Removed);
         assert_eq!(matcher.push("Hi\nUs"), StopStep { text: "Hi".into(), stop: None });
         assert_eq!(matcher.push("ual"), StopStep { text: "\nUsual".into(), stop: None });
         assert_eq!(matcher.push(" x\nUser: y"), StopStep { text: " x".into(), stop: Some(0) });
     }
 
     #[test]
-    fn the_string_that_is_complete_first_wins_over_one_that_began_earlier() {
-        let mut matcher = StopMatcher::new(&strings(&["abcd", "bc"]), false);
+    fn the_first_completed_stop_string_wins_over_one_that_began_earlier() {
+        let mut matcher = StopMatcher::new(&strings(&["abcd", "bc"]), MatchedStop::Removed);
         assert_eq!(matcher.push("xabcd"), StopStep { text: "xa".into(), stop: Some(1) });
     }
 
     #[test]
-    fn of_strings_that_end_together_the_longest_wins() {
-        let mut matcher = StopMatcher::new(&strings(&["c", "abc", "bc"]), true);
+    fn the_longest_of_stop_strings_that_end_together_wins() {
+        let mut matcher = StopMatcher::new(&strings(&["c", "abc", "bc"]), MatchedStop::Kept);
         assert_eq!(matcher.push("xabcy"), StopStep { text: "xabc".into(), stop: Some(1) });
     }
 
     #[test]
     fn a_match_that_ends_before_min_tokens_does_not_count_and_one_that_only_begins_there_does() {
-        let mut matcher = StopMatcher::new(&strings(&["ab"]), false);
+        let mut matcher = StopMatcher::new(&strings(&["ab"]), MatchedStop::Removed);
         assert_eq!(matcher.pass("xab"), "xab");
         assert_eq!(matcher.push("b"), StopStep { text: "b".into(), stop: None });
         assert_eq!(matcher.pass("xa"), "x");
         assert_eq!(matcher.push("b"), StopStep { text: String::new(), stop: Some(0) });
         // A stop string that ended too early may be the beginning of one that ends later.
-        let mut matcher = StopMatcher::new(&strings(&["aba"]), true);
+        let mut matcher = StopMatcher::new(&strings(&["aba"]), MatchedStop::Kept);
         assert_eq!(matcher.pass("aba"), "ab");
         assert_eq!(matcher.push("ba"), StopStep { text: "aba".into(), stop: Some(0) });
     }
 
     #[test]
-    fn after_a_match_a_new_text_begins() {
-        let mut matcher = StopMatcher::new(&strings(&["aa", "a"]), false);
+    fn after_a_match_the_matcher_restarts() {
+        let mut matcher = StopMatcher::new(&strings(&["aa", "a"]), MatchedStop::Removed);
         assert_eq!(matcher.push("xa").stop, Some(1));
         assert_eq!(matcher.push("aa"), StopStep { text: String::new(), stop: Some(1) });
         assert_eq!(matcher.finish(), "");
@@ -202,7 +214,7 @@ mod tests {
 
     #[test]
     fn held_text_is_shorter_than_the_longest_stop_string() {
-        let mut matcher = StopMatcher::new(&strings(&[&"a".repeat(100)]), false);
+        let mut matcher = StopMatcher::new(&strings(&[&"a".repeat(100)]), MatchedStop::Removed);
         for _ in 0..99 {
             matcher.push("a");
         }
@@ -219,7 +231,8 @@ mod tests {
             stops in prop::collection::vec("[abé🙂]{1,5}", 0..4),
             include: bool,
         ) {
-            let mut matcher = StopMatcher::new(&stops, include);
+            let matched = if include { MatchedStop::Kept } else { MatchedStop::Removed };
+            let mut matcher = StopMatcher::new(&stops, matched);
             let (mut text, mut stop) = (String::new(), None);
             for piece in &pieces {
                 let step = matcher.push(piece);

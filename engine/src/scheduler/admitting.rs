@@ -25,6 +25,33 @@ pub(super) struct QueueBypass {
     tokens: usize,
 }
 
+/// The sequences that have been admitted and have not ended.
+#[derive(Debug, Default)]
+pub(super) struct AdmittedSequences {
+    /// Those that take part in steps, in the order in which they began to.
+    pub(super) running: Vec<SeqId>,
+    /// How many wait for a transfer.
+    pub(super) fetching: usize,
+    /// How many wait for blocks from a tier.
+    pub(super) loading: usize,
+}
+
+impl AdmittedSequences {
+    pub(super) fn count(&self) -> usize {
+        self.running.len() + self.fetching + self.loading
+    }
+}
+
+/// The limits of one admission.
+struct AdmissionLimits {
+    /// Tokens that this step can still compute.
+    budget: usize,
+    /// A load that passes others leaves at most so many tokens to compute.
+    bypass_tokens: usize,
+    /// Blocks that belong to others.
+    reserved_blocks: usize,
+}
+
 /// The result of an attempt to admit a sequence.
 pub(super) enum Admission {
     /// Runs; so many of its tokens are computed in this step.
@@ -52,17 +79,18 @@ impl Scheduler {
         let mut head = None;
         while at < self.waiting.len()
             && passed < BYPASS_MAX
-            && self.running.len() + self.fetching + self.loading + passed < self.config.max_num_seqs
+            && self.admitted.count() + passed < self.config.max_num_seqs
         {
             let id = self.waiting[at];
-            let may_pass = match head {
+            let bypass_tokens = match head {
                 None => usize::MAX,
                 Some(_) => self.config.max_num_batched_tokens.saturating_sub(self.bypass.tokens),
             };
-            match self.admit(id, (*budget, may_pass), reserved) {
+            let limits = AdmissionLimits { budget: *budget, bypass_tokens, reserved_blocks: reserved };
+            match self.admit(id, &limits) {
                 Admission::Run(count) => {
                     self.waiting.remove(at);
-                    self.running.push(id);
+                    self.admitted.running.push(id);
                     if count > 0 {
                         planned.push(self.part(id, count));
                         *budget -= count;
@@ -92,15 +120,14 @@ impl Scheduler {
     /// Blocks that admission leaves to running sequences, at most one each. Without them, the next sequence that
     /// fills a block would preempt the newly admitted one.
     fn reserved_blocks(&self) -> usize {
-        let holders = self.running.len() + self.fetching + self.loading;
-        holders.min(self.pool.usage().total.div_ceil(RESERVE_SHARE))
+        self.admitted.count().min(self.pool.usage().total.div_ceil(RESERVE_SHARE))
     }
 
-    /// Allocates blocks for all tokens of a waiting sequence, so that no prompt stops half-way. `reserved` blocks
-    /// belong to others. A load that passes others leaves at most `may_pass` tokens to compute.
-    fn admit(&mut self, id: SeqId, (budget, may_pass): (usize, usize), reserved: usize) -> Admission {
+    /// Allocates blocks for all tokens of a waiting sequence, so that no prompt stops half-way.
+    fn admit(&mut self, id: SeqId, limits: &AdmissionLimits) -> Admission {
+        let AdmissionLimits { budget, bypass_tokens, reserved_blocks } = *limits;
         let block_tokens = self.config.block_tokens;
-        let reserved = reserved + self.reserved_blocks();
+        let reserved = reserved_blocks + self.reserved_blocks();
         let gate = self.sequences[&id].follows.and_then(|leader| self.sequences.get(&leader));
         if gate.is_some_and(|leader| leader.computed < leader.prompt_len) {
             return Admission::Gated;
@@ -116,11 +143,11 @@ impl Scheduler {
         // token belongs to the prompt: no other sequence has the last block of a lease.
         let computed_here = if sequence.is_producer() { sequence.prompt_len } else { sequence.tokens.len() };
         let matchable = (computed_here - 1) / block_tokens;
-        let chain = &sequence.hashes[..matchable.min(sequence.hashes.len())];
+        let chain = &sequence.blocks.hashes[..matchable.min(sequence.blocks.hashes.len())];
         let prefix = self.pool.match_prefix(chain);
         let in_tiers = self.offload.as_ref().map_or(0, |offload| offload.prefix_len(&chain[prefix.len()..]));
         let left = sequence.tokens.len() - (prefix.len() + in_tiers) * block_tokens;
-        if budget == 0 && !fetches && (in_tiers == 0 || left > may_pass) {
+        if budget == 0 && !fetches && (in_tiers == 0 || left > bypass_tokens) {
             return Admission::NoBudget(most);
         }
         let fresh = most - prefix.len();
@@ -133,12 +160,8 @@ impl Scheduler {
         }
         let cached = prefix.len() * block_tokens;
         self.pool.share(&prefix);
-        sequence.shared = prefix.len();
-        sequence.registered = prefix.len();
-        sequence.blocks = prefix;
-        if sequence.preemptions == 0 {
-            sequence.cached = cached.min(sequence.prompt_len);
-        }
+        sequence.blocks.begin_with(prefix);
+        sequence.reuse.set_cached(cached.min(sequence.prompt_len));
         match self.choose_connector(id, in_tiers) {
             Some(HANDOFF) => return self.begin_fetch(id, fresh),
             Some(OFFLOAD) => return self.begin_load(id, in_tiers, fresh),
@@ -146,7 +169,7 @@ impl Scheduler {
         }
         let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is known");
         let taken = self.pool.allocate(fresh, Hold::Active).expect("room was checked");
-        sequence.blocks.extend(taken);
+        sequence.blocks.table.extend(taken);
         sequence.computed = cached;
         sequence.phase = Phase::Running;
         Admission::Run((sequence.tokens.len() - cached).min(budget))

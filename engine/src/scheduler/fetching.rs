@@ -38,20 +38,20 @@ impl Scheduler {
     pub(super) fn begin_fetch(&mut self, id: SeqId, fresh: usize) -> Admission {
         let block_tokens = self.config.block_tokens;
         let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is known");
-        let cached = sequence.shared * block_tokens;
+        let cached = sequence.blocks.shared * block_tokens;
         if sequence.prompt_len - cached.min(sequence.prompt_len) <= 1 {
             // Only the last token would be fetched, which is computed anyway.
             let taken = self.pool.allocate(fresh, Hold::Landing).expect("room was checked");
-            sequence.blocks.extend(taken);
+            sequence.blocks.table.extend(taken);
             self.start_fetching(id);
             let actions = self.fetch(id).apply(Event::AlreadyCached);
             self.carry_out(id, actions);
             return Admission::Fetch(0);
         }
         let into = self.pool.allocate(fresh, Hold::Landing).expect("room was checked");
-        sequence.blocks.extend(&into);
-        sequence.fetched = sequence.prompt_len - cached;
-        let first = sequence.shared;
+        sequence.blocks.table.extend(&into);
+        sequence.reuse.fetched = sequence.prompt_len - cached;
+        let first = sequence.blocks.shared;
         self.start_fetching(id);
         self.fetch(id).apply(Event::Admitted);
         let actions = self.fetch(id).apply(Event::BlocksReserved);
@@ -66,7 +66,7 @@ impl Scheduler {
     pub(super) fn abandon_fetch(&mut self, mut sequence: Sequence) {
         let id = sequence.id;
         let fetching = sequence.phase == Phase::Fetching;
-        self.fetching -= usize::from(fetching);
+        self.admitted.fetching -= usize::from(fetching);
         let actions = fetch_of(&mut sequence).apply(Event::Abort);
         self.carry_out_stopping(id, &mut sequence, actions);
         if !fetch_of(&mut sequence).is_over() {
@@ -115,14 +115,14 @@ impl Scheduler {
 
     fn finish_fetch(&mut self, id: SeqId) {
         let sequence = self.sequences.get_mut(&id).expect("a fetching sequence is known");
-        self.pool.finish_landing(&sequence.blocks[sequence.shared..]);
+        self.pool.finish_landing(&sequence.blocks.table[sequence.blocks.shared..]);
         // The last token is computed here, for the logits of the first new token.
         sequence.computed = sequence.prompt_len - 1;
         sequence.connectors.apply(multi::Event::Loaded(HANDOFF));
         sequence.phase = Phase::Running;
         sequence.purpose = Purpose::Plain;
-        self.fetching -= 1;
-        self.running.push(id);
+        self.admitted.fetching -= 1;
+        self.admitted.running.push(id);
         self.register(id);
     }
 
@@ -132,10 +132,10 @@ impl Scheduler {
         sequence.purpose = Purpose::Plain;
         // The tiers are asked when the sequence is admitted again.
         sequence.connectors.apply(multi::Event::LoadFailed(HANDOFF));
-        sequence.fetched = 0;
+        sequence.reuse.fetched = 0;
         if sequence.phase == Phase::Fetching {
             sequence.phase = Phase::Waiting;
-            self.fetching -= 1;
+            self.admitted.fetching -= 1;
             self.waiting.push_front(id);
         }
         self.effects.push(Effect::Recomputing(id));
@@ -144,17 +144,15 @@ impl Scheduler {
     fn start_fetching(&mut self, id: SeqId) {
         let sequence = self.sequences.get_mut(&id).expect("the sequence is known");
         sequence.phase = Phase::Fetching;
-        self.fetching += 1;
+        self.admitted.fetching += 1;
     }
 
     /// Releases all blocks of a fetching sequence: the shared ones and the landing ones.
     fn free_landing(&mut self, sequence: &mut Sequence) {
-        let landing = sequence.blocks.split_off(sequence.shared);
+        let landing = sequence.blocks.table.split_off(sequence.blocks.shared);
         self.pool.release(&landing, Hold::Landing);
-        self.pool.release(&sequence.blocks, Hold::Active);
-        sequence.blocks.clear();
-        sequence.shared = 0;
-        sequence.registered = 0;
+        self.pool.release(&sequence.blocks.table, Hold::Active);
+        sequence.blocks.begin_with(Vec::new());
     }
 
     fn fetch(&mut self, id: SeqId) -> &mut Fetch {

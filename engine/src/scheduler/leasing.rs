@@ -14,13 +14,13 @@ impl Scheduler {
     /// Adds a lease to the blocks of a running producer's prompt, and returns them. `None` when the sequence does not
     /// run, or had such a lease before.
     pub fn open_lease_early(&mut self, id: SeqId) -> Option<Vec<BlockId>> {
-        if !self.running.contains(&id) {
+        if !self.admitted.running.contains(&id) {
             return None;
         }
         let sequence = self.sequences.get_mut(&id).filter(|sequence| sequence.wants_early_lease())?;
         sequence.leased_early = true;
         let count = sequence.prompt_len.div_ceil(self.config.block_tokens);
-        let blocks = sequence.blocks[..count].to_vec();
+        let blocks = sequence.blocks.table[..count].to_vec();
         self.pool.add_lease(&blocks);
         self.pending_releases.add_lease(&blocks, id);
         Some(blocks)
@@ -42,28 +42,22 @@ impl Scheduler {
     pub fn final_blocks(&self, id: SeqId) -> &[BlockId] {
         self.sequences.get(&id).map_or(&[], |sequence| {
             let count = sequence.computed.min(sequence.prompt_len) / self.config.block_tokens;
-            &sequence.blocks[..count]
+            &sequence.blocks.table[..count]
         })
     }
 
     /// Ends a sequence whose blocks were leased early. If that lease has ended before, the blocks are free.
     pub(super) fn finish_early_lease(&mut self, sequence: &Sequence, complete: bool) -> FinishOutcome {
         let last = sequence.prompt_len.div_ceil(self.config.block_tokens) - 1;
-        let (prompt, _) = sequence.blocks.split_at(sequence.blocks.len().min(last + 1));
-        let last = sequence.blocks.get(last);
+        let table = sequence.blocks();
+        let (prompt, _) = table.split_at(table.len().min(last + 1));
+        let last = table.get(last);
         let leased = last.is_some_and(|last| self.pending_releases.lease_of(*last) == Some(sequence.id));
-        self.pool.release(&sequence.blocks, Hold::Active);
+        self.pool.release(table, Hold::Active);
         match (leased, complete) {
             (true, true) => FinishOutcome::Sealed(prompt.to_vec()),
             (true, false) => FinishOutcome::Unfinished,
             (false, _) => FinishOutcome::Freed,
         }
-    }
-
-    /// The sequence to preempt for the one at `at`: the youngest running sequence without an early lease.
-    pub(super) fn preemption_candidate(&self, at: usize) -> SeqId {
-        let growing = |id: &&SeqId| self.sequences[*id].leased_early;
-        let younger = self.running[at..].iter().rev().find(|id| !growing(id));
-        *younger.expect("a sequence that wants a block has no lease yet")
     }
 }

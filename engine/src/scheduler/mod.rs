@@ -37,7 +37,7 @@ use baton_connector::fetch::{FailureKind, LoadFailurePolicy, ReleaseReason};
 use baton_connector::multi::{self, Children, MultiConnectorRequest};
 use baton_connector::offload::TransferId;
 
-use self::admitting::{Admission, QueueBypass};
+use self::admitting::{Admission, AdmittedSequences, QueueBypass};
 use self::offloading::{HANDOFF, OFFLOAD, TierOffload};
 pub use self::pending_releases::OutsideStep;
 use self::pending_releases::PendingReleases;
@@ -170,10 +170,8 @@ pub struct Scheduler {
     pool: BlockPool,
     sequences: HashMap<SeqId, Sequence>,
     waiting: VecDeque<SeqId>,
-    running: Vec<SeqId>,
-    fetching: usize,
-    loading: usize,
     bypass: QueueBypass,
+    admitted: AdmittedSequences,
     /// Finished while a transfer was still writing into their landing blocks.
     stopping: HashMap<SeqId, Sequence>,
     pending_releases: PendingReleases,
@@ -192,10 +190,8 @@ impl Scheduler {
             pool: BlockPool::new(blocks),
             sequences: HashMap::new(),
             waiting: VecDeque::new(),
-            running: Vec::new(),
-            fetching: 0,
-            loading: 0,
             bypass: QueueBypass::default(),
+            admitted: AdmittedSequences::default(),
             stopping: HashMap::new(),
             pending_releases: PendingReleases::default(),
             offload: None,
@@ -233,7 +229,7 @@ impl Scheduler {
 
     /// Chooses the next step. Empty when nothing can run.
     pub fn schedule(&mut self) -> Vec<StepPart> {
-        let mut planned = Vec::with_capacity(self.running.len() + 1);
+        let mut planned = Vec::with_capacity(self.admitted.running.len() + 1);
         let mut budget = self.config.max_num_batched_tokens;
         let short =
             self.schedule_running(&mut planned, &mut budget) || self.admit_waiting(&mut planned, &mut budget);
@@ -267,14 +263,14 @@ impl Scheduler {
         };
         match sequence.phase {
             Phase::Waiting => self.waiting.retain(|&other| other != id),
-            Phase::Running => self.running.retain(|&other| other != id),
+            Phase::Running => self.admitted.running.retain(|&other| other != id),
             Phase::Fetching => {}
-            Phase::Loading => self.loading -= 1,
+            Phase::Loading(_) => self.admitted.loading -= 1,
         }
         let none = MultiConnectorRequest::new(Children::NONE, LoadFailurePolicy::Recompute);
         let mut connectors = std::mem::replace(&mut sequence.connectors, none);
         let mut finished = FinishOutcome::Freed;
-        self.touch_tiers(&sequence.hashes[..sequence.registered]);
+        self.touch_tiers(&sequence.blocks.hashes[..sequence.blocks.registered]);
         let mut finishing = Some(sequence);
         for action in connectors.apply(multi::Event::Finish) {
             let multi::Action::FinishChild(child) = action else { continue };
@@ -294,7 +290,7 @@ impl Scheduler {
     }
 
     /// The P/D connector's `request_finished`.
-    fn handoff_finished(&mut self, mut sequence: Sequence, reason: FinishReason) -> FinishOutcome {
+    fn handoff_finished(&mut self, sequence: Sequence, reason: FinishReason) -> FinishOutcome {
         if let Purpose::Consume(_) = sequence.purpose {
             self.abandon_fetch(sequence);
             return FinishOutcome::Freed;
@@ -307,15 +303,17 @@ impl Scheduler {
         }
         if complete {
             let leased_count = sequence.prompt_len.div_ceil(self.config.block_tokens);
-            let rest = sequence.blocks.split_off(leased_count);
+            let mut blocks = sequence.blocks.table;
+            let rest = blocks.split_off(leased_count);
             self.pool.release(&rest, Hold::Active);
-            self.pool.lease(&sequence.blocks);
-            self.pending_releases.add_lease(&sequence.blocks, sequence.id);
-            return FinishOutcome::Leased(sequence.blocks);
+            self.pool.lease(&blocks);
+            self.pending_releases.add_lease(&blocks, sequence.id);
+            return FinishOutcome::Leased(blocks);
         }
         // Blocks that a load still writes are released at the end of that load.
-        sequence.blocks.retain(|&block| !self.pool.is_landing(block));
-        self.pool.release(&sequence.blocks, Hold::Active);
+        let mut blocks = sequence.blocks.table;
+        blocks.retain(|&block| !self.pool.is_landing(block));
+        self.pool.release(&blocks, Hold::Active);
         FinishOutcome::Freed
     }
 
@@ -352,7 +350,7 @@ impl Scheduler {
     /// a lease can free one.
     #[must_use]
     pub fn waits_for_leases(&self) -> bool {
-        let idle = self.running.is_empty() && self.fetching + self.loading == 0 && self.stopping.is_empty();
+        let idle = self.admitted.count() == 0 && self.stopping.is_empty();
         !self.waiting.is_empty()
             && idle
             && self.offload.as_ref().is_none_or(|offload| offload.in_flight() == 0)
@@ -370,9 +368,9 @@ impl Scheduler {
     pub fn load(&self) -> SchedulerLoad {
         SchedulerLoad {
             waiting: self.waiting.len(),
-            fetching: self.fetching,
-            loading: self.loading,
-            running: self.running.len(),
+            fetching: self.admitted.fetching,
+            loading: self.admitted.loading,
+            running: self.admitted.running.len(),
             stopping: self.stopping.len(),
             preemptions: self.preemptions,
             ignored: self.ignored + self.offload.as_ref().map_or(0, TierOffload::ignored),
@@ -398,8 +396,8 @@ impl Scheduler {
     fn schedule_running(&mut self, planned: &mut Vec<StepPart>, budget: &mut usize) -> bool {
         let mut preempted = false;
         let mut at = 0;
-        'running: while at < self.running.len() && *budget > 0 {
-            let id = self.running[at];
+        'running: while at < self.admitted.running.len() && *budget > 0 {
+            let id = self.admitted.running[at];
             let sequence = &self.sequences[&id];
             if sequence.uncomputed() > 1 {
                 at += 1;
@@ -423,8 +421,8 @@ impl Scheduler {
             *budget -= 1;
             at += 1;
         }
-        for at in 0..self.running.len() {
-            let id = self.running[at];
+        for at in 0..self.admitted.running.len() {
+            let id = self.admitted.running[at];
             let count = self.sequences[&id].uncomputed().min(*budget);
             if count == 0 {
                 break;
@@ -450,42 +448,35 @@ impl Scheduler {
     /// Allocates blocks for positions up to `end`.
     fn grow(&mut self, id: SeqId, end: usize) -> bool {
         let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
-        let missing = end.div_ceil(self.config.block_tokens).saturating_sub(sequence.blocks.len());
+        let missing = end.div_ceil(self.config.block_tokens).saturating_sub(sequence.blocks.table.len());
         match self.pool.allocate(missing, Hold::Active) {
             Ok(taken) => {
-                sequence.blocks.extend(taken);
+                sequence.blocks.table.extend(taken);
                 true
             }
             Err(_) => false,
         }
     }
 
+    /// The sequence to preempt for the one at `at`: the youngest running sequence without an early lease.
+    fn preemption_candidate(&self, at: usize) -> SeqId {
+        let growing = |id: &&SeqId| self.sequences[*id].leased_early;
+        let younger = self.admitted.running[at..].iter().rev().find(|id| !growing(id));
+        *younger.expect("a sequence that wants a block has no lease yet")
+    }
+
     /// Moves a sequence to the head of the queue, for its prompt and generated tokens to be recomputed.
     fn preempt(&mut self, id: SeqId) {
-        self.running.retain(|&other| other != id);
+        self.admitted.running.retain(|&other| other != id);
         let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
-        self.pool.release(&sequence.blocks, Hold::Active);
-        sequence.blocks.clear();
+        self.pool.release(&sequence.blocks.table, Hold::Active);
+        sequence.blocks.table.clear();
         sequence.computed = 0;
-        sequence.preemptions += 1;
+        sequence.reuse.mark_preempted();
         sequence.connectors.apply(multi::Event::Preempted);
         sequence.phase = Phase::Waiting;
         self.waiting.push_front(id);
         self.preemptions += 1;
-    }
-}
-
-impl Sequence {
-    /// Enters the full blocks among the computed ones into the prefix cache.
-    fn register(&mut self, pool: &mut BlockPool, block_tokens: usize) {
-        let full = self.computed / block_tokens;
-        if full > self.registered {
-            self.extend_hashes(block_tokens);
-            for index in self.registered..full {
-                pool.register(self.blocks[index], self.hashes[index]);
-            }
-            self.registered = full;
-        }
     }
 }
 

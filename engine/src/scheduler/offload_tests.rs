@@ -164,7 +164,7 @@ impl OffloadModel {
         for part in &plan {
             let Some(sequence) = self.scheduler.sequence(part.id) else { continue };
             let (blocks, full) = (sequence.blocks().to_vec(), part.start / BLOCK);
-            for (block, hash) in blocks.iter().zip(&sequence.hashes[..full.min(sequence.hashes.len())]) {
+            for (block, hash) in blocks.iter().zip(sequence.blocks.hashes.iter().take(full)) {
                 assert_eq!(self.device.get(block), Some(hash), "what is attended to is what was computed");
             }
             for block in &blocks[full..(part.start + part.count).div_ceil(BLOCK)] {
@@ -176,7 +176,7 @@ impl OffloadModel {
             sequence.extend_hashes(BLOCK);
             let end = (part.start + part.count) / BLOCK;
             for index in part.start / BLOCK..end {
-                self.device.insert(sequence.blocks[index], sequence.hashes[index]);
+                self.device.insert(sequence.blocks.table[index], sequence.blocks.hashes[index]);
             }
             let sampled = part.samples.then(|| 1000 + sequence.tokens().len() as u32);
             if let Some(reason) = self.scheduler.commit(part, sampled)
@@ -238,7 +238,7 @@ fn a_prompt_that_left_the_pool_is_loaded_and_counts_as_cached() {
 }
 
 #[test]
-fn a_block_that_fails_to_load_truncates_what_is_used_and_the_rest_is_computed() {
+fn a_block_that_fails_to_load_truncates_the_prefix_and_the_rest_is_computed() {
     for fault in [
         OffloadFault::Corrupt,
         OffloadFault::Missing,
@@ -266,7 +266,7 @@ fn a_block_that_fails_to_load_truncates_what_is_used_and_the_rest_is_computed() 
 }
 
 #[test]
-fn prompts_that_load_a_block_each_do_not_starve_one_that_has_nothing_to_load() {
+fn loading_prompts_do_not_starve_one_without_loads() {
     const FRESH: u64 = 50;
     let long = |k: u32| [prompt(10 + 100 * k, 4), prompt(100_000 + 100 * k, 29)].concat();
     let mut model = OffloadModel::new(60, TierConfig { host_blocks: 100, disk_blocks: 0 });
@@ -302,7 +302,7 @@ fn prompts_that_load_a_block_each_do_not_starve_one_that_has_nothing_to_load() {
 
 /// Dynamo #6681: the store ends in the same step in which the request stops and is aborted.
 #[test]
-fn stop_abort_and_the_end_of_a_store_in_one_step_bring_every_block_back_once() {
+fn stop_abort_and_store_end_in_one_step_free_every_block_once() {
     for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
         let mut model = OffloadModel::new(8, ROOMY);
         model.scheduler.submit(new(1, &prompt(10, 5), 2, Purpose::Plain)).expect("accepted");
@@ -354,7 +354,7 @@ fn an_abort_during_a_load_frees_what_no_worker_writes_and_the_rest_when_it_is_qu
 }
 
 #[test]
-fn a_block_both_lent_and_being_stored_comes_back_when_the_last_of_them_lets_go() {
+fn a_leased_block_under_store_is_freed_after_both_end() {
     for lease_first in [false, true] {
         let mut model = OffloadModel::new(8, ROOMY);
         model
@@ -378,7 +378,7 @@ fn a_block_both_lent_and_being_stored_comes_back_when_the_last_of_them_lets_go()
 }
 
 #[test]
-fn stores_are_given_up_before_anybody_is_preempted() {
+fn stores_are_cancelled_before_a_sequence_is_preempted() {
     let mut model = OffloadModel::new(8, ROOMY);
     model.scheduler.submit(new(1, &prompt(10, 16), 1, Purpose::Plain)).expect("accepted");
     model.step();
@@ -412,14 +412,14 @@ fn a_handoff_that_failed_under_recompute_is_loaded_from_the_tiers() {
 }
 
 #[test]
-fn what_was_fetched_and_verified_is_stored_and_what_was_not_is_not() {
+fn only_verified_fetched_blocks_are_stored() {
     for (answer, stored) in [(Verification::Valid, 3), (Verification::Gone, 0)] {
         let mut model = OffloadModel::new(8, ROOMY);
         let consume = Purpose::Consume(Fetch::new(LoadFailurePolicy::Fail));
         model.scheduler.submit(new(1, &prompt(10, 13), 4, consume)).expect("accepted");
         model.step();
         let sequence = model.scheduler.sequence(SeqId(1)).expect("fetching");
-        let fetched: Vec<_> = sequence.blocks().iter().copied().zip(sequence.hashes.clone()).collect();
+        let fetched: Vec<_> = sequence.blocks().iter().copied().zip(sequence.blocks.hashes.clone()).collect();
         model.device.extend(fetched);
         model.scheduler.fetch_event(SeqId(1), Event::TransferDone);
         model.scheduler.fetch_event(SeqId(1), Event::Verdict(answer));
@@ -511,7 +511,7 @@ proptest! {
     /// The block counts always add up, and no sequence attends to a block with other contents. No block or slot is
     /// reused while it is copied. When all sequences and workers have ended, every block is free.
     #[test]
-    fn every_block_comes_home_with_tiers_too(
+    fn every_block_is_freed_with_tiers(
         sizes in (8_usize..14, 0_usize..6, 0_usize..6),
         acts in acts(),
     ) {
@@ -545,7 +545,7 @@ proptest! {
                             // The transfer wrote every landing block.
                             if let Some(sequence) = model.scheduler.sequence(id).filter(|s| s.phase == Phase::Fetching) {
                                 let landed: Vec<_> =
-                                    sequence.blocks().iter().copied().zip(sequence.hashes.clone()).collect();
+                                    sequence.blocks().iter().copied().zip(sequence.blocks.hashes.clone()).collect();
                                 model.device.extend(landed);
                                 model.scheduler.fetch_event(id, Event::TransferDone);
                             }

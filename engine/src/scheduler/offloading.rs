@@ -22,7 +22,7 @@ use baton_connector::offload::{Action, BlockEvent, Event, FinishReply, OffloadSl
 use super::{Admission, Effect, Scheduler};
 use crate::blocks::hash::BlockHash;
 use crate::blocks::pool::Hold;
-use crate::offload::tier_index::{LoadOutcome, TierConfig, TierIndex};
+use crate::offload::tier_index::{LoadOutcome, OrderOutcome, TierConfig, TierIndex};
 use crate::offload::{LoadSource, OffloadCounts, OffloadFault, OffloadOrder, OffloadReport, Tier};
 use crate::scheduler::sequence::{FinishReason, Phase, Purpose, SeqId, TierLoadProgress};
 
@@ -181,7 +181,7 @@ impl Scheduler {
         let Some(order) = offload.take_pending(id) else { return };
         let (owner, block, hold) = match order {
             PendingOrder::Store { owner, block, hash } => {
-                offload.index.end_store(hash, false);
+                offload.index.end_store(hash, OrderOutcome::Failed);
                 match owner {
                     // The store is queued again, if the block is still there then.
                     StoreOwner::Request(id) => offload.push_backlog(id, hash),
@@ -214,10 +214,11 @@ impl Scheduler {
     pub(super) fn register(&mut self, id: SeqId) {
         let block_tokens = self.config.block_tokens;
         let sequence = self.sequences.get_mut(&id).expect("the sequence is known");
-        let from = sequence.registered;
+        let from = sequence.blocks.registered;
         sequence.register(&mut self.pool, block_tokens);
+        let blocks = &sequence.blocks;
         let Some(offload) = &mut self.offload else { return };
-        for &hash in sequence.hashes.get(from..sequence.registered).unwrap_or_default() {
+        for &hash in blocks.hashes.get(from..blocks.registered).unwrap_or_default() {
             if offload.index.contains(hash) {
                 continue;
             }
@@ -305,18 +306,17 @@ impl Scheduler {
         let rest = self.pool.allocate(fresh - run, Hold::Active).expect("room was checked");
         let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is known");
         let offload = self.offload.as_mut().expect("its tiers have blocks");
-        let first = sequence.shared;
-        sequence.blocks.extend(&into);
-        sequence.blocks.extend(rest);
-        sequence.phase = Phase::Loading;
-        sequence.load = Some(TierLoadProgress { first, left: run, loaded_until: first + run });
-        self.loading += 1;
+        let first = sequence.blocks.shared;
+        sequence.blocks.table.extend(&into);
+        sequence.blocks.table.extend(rest);
+        sequence.phase = Phase::Loading(TierLoadProgress { first, left: run, loaded_until: first + run });
+        self.admitted.loading += 1;
         let owner = StoreOwner::Request(id);
         offload.slots.open(owner);
-        let sources = offload.index.begin_loads(&sequence.hashes[first..first + run]);
+        let sources = offload.index.begin_loads(&sequence.blocks.hashes[first..first + run]);
         for (at, (block, from)) in into.into_iter().zip(sources).enumerate() {
             let (index, transfer) = (first + at, offload.next_id());
-            let hash = sequence.hashes[index];
+            let hash = sequence.blocks.hashes[index];
             let begun = offload.slots.apply(owner, Event::Block(transfer, BlockEvent::Load));
             assert_eq!(begun, [Action::Begin(transfer)], "a waiting request's slot takes a load");
             offload.pending.insert(transfer, PendingOrder::Load { id, index, block, hash, from });
@@ -332,10 +332,14 @@ impl Scheduler {
             let at = OffloadFault::ALL.iter().position(|&other| other == fault).expect("all of them");
             offload.counts.faults[at] += 1;
         }
-        let event = Event::Block(id, if outcome.is_ok() { BlockEvent::Done } else { BlockEvent::Failed });
+        let (ended, event) = match outcome {
+            Ok(()) => (OrderOutcome::Complete, BlockEvent::Done),
+            Err(_) => (OrderOutcome::Failed, BlockEvent::Failed),
+        };
+        let event = Event::Block(id, event);
         match order {
             PendingOrder::Store { owner, block, hash } => {
-                let write = offload.index.end_store(hash, outcome.is_ok());
+                let write = offload.index.end_store(hash, ended);
                 if let Some(write) = write {
                     let id = offload.next_id();
                     offload.pending.insert(id, PendingOrder::Write { hash, evict: write.evict.clone() });
@@ -365,8 +369,8 @@ impl Scheduler {
                 let actions = offload.slots.apply(owner, event);
                 self.carry_out_offload(owner, &actions, block, Hold::Landing, Some(index));
             }
-            PendingOrder::Write { hash, evict } => offload.index.end_write(hash, &evict, outcome.is_ok()),
-            PendingOrder::Delete(hashes) => offload.index.end_delete(&hashes, outcome.is_ok()),
+            PendingOrder::Write { hash, evict } => offload.index.end_write(hash, &evict, ended),
+            PendingOrder::Delete(hashes) => offload.index.end_delete(&hashes, ended),
         }
     }
 
@@ -400,7 +404,7 @@ impl Scheduler {
     fn finish_load(&mut self, id: SeqId, index: usize, whole: bool) {
         let block_tokens = self.config.block_tokens;
         let sequence = self.sequences.get_mut(&id).expect("nothing lands in a sequence that is over");
-        let load = sequence.load.as_mut().expect("it loads");
+        let Phase::Loading(load) = &mut sequence.phase else { unreachable!("it loads") };
         load.left -= 1;
         if !whole {
             load.loaded_until = load.loaded_until.min(index);
@@ -409,19 +413,16 @@ impl Scheduler {
             return;
         }
         let TierLoadProgress { first, loaded_until: whole_until, .. } = *load;
-        sequence.load = None;
         sequence.computed = whole_until * block_tokens;
-        if sequence.preemptions == 0 {
-            sequence.cached = sequence.computed.min(sequence.prompt_len);
-        }
+        sequence.reuse.set_cached(sequence.computed.min(sequence.prompt_len));
         if whole_until > first {
             sequence.connectors.apply(MultiEvent::Loaded(OFFLOAD));
         } else {
             sequence.connectors.apply(MultiEvent::LoadFailed(OFFLOAD));
         }
         sequence.phase = Phase::Running;
-        self.loading -= 1;
-        self.running.push(id);
+        self.admitted.loading -= 1;
+        self.admitted.running.push(id);
         self.register(id);
         if let Some(offload) = &mut self.offload {
             offload.counts.hit_tokens += ((whole_until - first) * block_tokens) as u64;

@@ -3,8 +3,10 @@
 use baton_connector::fetch::{Fetch, LoadFailurePolicy};
 use baton_connector::multi::{Children, MultiConnectorRequest};
 use baton_connector::{BlockId, RequestId};
+pub use baton_openai::FinishReason;
 
 use crate::blocks::hash::{self, BlockHash};
+use crate::blocks::pool::BlockPool;
 
 /// A sequence's name inside one engine; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -70,45 +72,19 @@ pub struct NewSequence {
 
 /// The phase of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
+pub(crate) enum Phase {
     /// Holds no blocks.
     Waiting,
     /// A transfer writes its blocks; holds all its prompt's blocks.
     Fetching,
     /// Some of its blocks are being loaded from a tier; holds all its blocks.
-    Loading,
+    Loading(TierLoadProgress),
     /// Takes part in steps.
     Running,
 }
 
-/// Why a sequence ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum FinishReason {
-    /// A stop token, or a stop string that the front end found.
-    Stop,
-    /// `max_tokens`, or the context is full.
-    Length,
-    /// The client left, or an abort named the request.
-    Abort,
-    /// The engine could not continue it.
-    Error,
-}
-
-impl FinishReason {
-    /// The word in responses and metrics.
-    #[must_use]
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Stop => "stop",
-            Self::Length => "length",
-            Self::Abort => "abort",
-            Self::Error => "error",
-        }
-    }
-}
-
 /// The progress of a sequence's load from the tiers.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TierLoadProgress {
     /// Index of the first of its blocks that is loaded.
     pub(crate) first: usize,
@@ -116,6 +92,65 @@ pub(crate) struct TierLoadProgress {
     pub(crate) left: usize,
     /// The first block that could not be loaded, or the one after the last.
     pub(crate) loaded_until: usize,
+}
+
+/// The blocks of a sequence, and which of them the prefix cache contains.
+#[derive(Debug)]
+pub(crate) struct SequenceBlocks {
+    /// In the order of the tokens.
+    pub(crate) table: Vec<BlockId>,
+    /// Of `table`, how many leading ones were found in the cache (the rest are landing while fetching).
+    pub(crate) shared: usize,
+    /// Hashes of the full blocks.
+    pub(crate) hashes: Vec<BlockHash>,
+    /// Of `table`, how many leading ones have been found in the cache or entered into it.
+    pub(crate) registered: usize,
+    salt: Option<Box<str>>,
+}
+
+impl SequenceBlocks {
+    fn new(salt: Option<Box<str>>) -> Self {
+        Self { table: Vec::new(), shared: 0, hashes: Vec::new(), registered: 0, salt }
+    }
+
+    /// Replaces the table by blocks of the prefix cache.
+    pub(crate) fn begin_with(&mut self, prefix: Vec<BlockId>) {
+        self.shared = prefix.len();
+        self.registered = prefix.len();
+        self.table = prefix;
+    }
+
+    /// Enters the blocks before `full` into the prefix cache. Their hashes are known.
+    fn register(&mut self, pool: &mut BlockPool, full: usize) {
+        for index in self.registered..full {
+            pool.register(self.table[index], self.hashes[index]);
+        }
+        self.registered = full;
+    }
+}
+
+/// Tokens of a prompt that were not computed for its request.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct PromptReuse {
+    /// From the prefix cache or from a tier, before the first preemption.
+    cached: usize,
+    /// From a prefill engine.
+    pub(crate) fetched: usize,
+    preempted: bool,
+}
+
+impl PromptReuse {
+    /// Records tokens from the prefix cache or from a tier. After a preemption they may be the sequence's own.
+    pub(crate) fn set_cached(&mut self, tokens: usize) {
+        if !self.preempted {
+            self.cached = tokens;
+        }
+    }
+
+    /// The sequence was preempted: `cached` is final.
+    pub(crate) fn mark_preempted(&mut self) {
+        self.preempted = true;
+    }
 }
 
 /// A sequence of an engine's scheduler.
@@ -127,24 +162,14 @@ pub struct Sequence {
     pub(crate) prompt_len: usize,
     /// Tokens whose KV is in `blocks`.
     pub(crate) computed: usize,
-    /// Prompt tokens that came from the prefix cache or from a tier, at the first admission.
-    pub(crate) cached: usize,
-    /// Prompt tokens that came from a prefill engine.
-    pub(crate) fetched: usize,
-    pub(crate) blocks: Vec<BlockId>,
-    /// Of `blocks`, how many leading ones were found in the cache (the rest are landing while fetching).
-    pub(crate) shared: usize,
-    pub(crate) hashes: Vec<BlockHash>,
-    pub(crate) registered: usize,
+    pub(crate) reuse: PromptReuse,
+    pub(crate) blocks: SequenceBlocks,
     pub(crate) phase: Phase,
-    pub(crate) load: Option<TierLoadProgress>,
     /// The handoff and the offload connector, as one.
     pub(crate) connectors: MultiConnectorRequest,
     pub(crate) purpose: Purpose,
     pub(crate) stop: StopRule,
     pub(crate) follows: Option<SeqId>,
-    pub(crate) salt: Option<Box<str>>,
-    pub(crate) preemptions: u32,
     /// A growing lease was opened for it; that lease may have ended since.
     pub(crate) leased_early: bool,
 }
@@ -157,20 +182,13 @@ impl Sequence {
             tokens: new.prompt,
             prompt_len,
             computed: 0,
-            cached: 0,
-            fetched: 0,
-            blocks: Vec::new(),
-            shared: 0,
-            hashes: Vec::new(),
-            registered: 0,
+            reuse: PromptReuse::default(),
+            blocks: SequenceBlocks::new(new.cache_salt),
             phase: Phase::Waiting,
-            load: None,
             connectors: connectors_of(&new.purpose),
             purpose: new.purpose,
             stop: new.stop,
             follows: new.follows,
-            salt: new.cache_salt,
-            preemptions: 0,
             leased_early: false,
         }
     }
@@ -196,7 +214,7 @@ impl Sequence {
     /// Tokens of the prompt that were not computed for this request: cached here, and fetched.
     #[must_use]
     pub fn reused(&self) -> (usize, usize) {
-        (self.cached, self.fetched)
+        (self.reuse.cached, self.reuse.fetched)
     }
 
     /// Tokens whose KV is not in its blocks.
@@ -229,12 +247,22 @@ impl Sequence {
     /// The blocks that hold its KV, in order.
     #[must_use]
     pub fn blocks(&self) -> &[BlockId] {
-        &self.blocks
+        &self.blocks.table
     }
 
     /// Hashes of all full blocks of its tokens so far.
     pub(crate) fn extend_hashes(&mut self, block_tokens: usize) {
-        hash::extend(&mut self.hashes, &self.tokens, block_tokens, self.salt.as_deref());
+        let SequenceBlocks { hashes, salt, .. } = &mut self.blocks;
+        hash::extend(hashes, &self.tokens, block_tokens, salt.as_deref());
+    }
+
+    /// Enters the full blocks among the computed ones into the prefix cache.
+    pub(crate) fn register(&mut self, pool: &mut BlockPool, block_tokens: usize) {
+        let full = self.computed / block_tokens;
+        if full > self.blocks.registered {
+            self.extend_hashes(block_tokens);
+            self.blocks.register(pool, full);
+        }
     }
 
     /// Whether the token just appended ends the sequence.

@@ -58,7 +58,7 @@ fn run(scheduler: &mut Scheduler) -> Vec<Vec<BlockId>> {
 }
 
 #[test]
-fn a_long_prompt_is_computed_in_chunks_and_its_blocks_come_back() {
+fn a_long_prompt_is_computed_in_chunks_and_its_blocks_are_freed() {
     let mut scheduler = Scheduler::new(CONFIG, 32);
     scheduler.submit(new(1, &[7; 50], 3, Purpose::Plain)).expect("accepted");
     let first = scheduler.schedule();
@@ -80,7 +80,7 @@ fn a_repeated_prompt_computes_only_its_tail() {
 }
 
 #[test]
-fn a_producers_prompt_is_lent_and_only_the_lease_gives_it_back() {
+fn only_the_end_of_its_lease_frees_a_producers_prompt() {
     let mut scheduler = Scheduler::new(CONFIG, 8);
     scheduler.submit(new(1, &[5; 9], 1, Purpose::Produce { consumers: 1, early: false })).expect("accepted");
     let leased = run(&mut scheduler);
@@ -118,7 +118,7 @@ fn fetched_blocks_are_used_only_after_the_verdict() {
 }
 
 #[test]
-fn blocks_that_were_gone_when_they_arrived_are_never_cached() {
+fn blocks_without_a_valid_verdict_are_never_cached() {
     for policy in [LoadFailurePolicy::Fail, LoadFailurePolicy::Recompute] {
         let mut scheduler = Scheduler::new(CONFIG, 8);
         let prompt: Vec<u32> = (1..=9).collect();
@@ -198,7 +198,7 @@ fn step(scheduler: &mut Scheduler) -> Vec<StepPart> {
 }
 
 #[test]
-fn beside_a_long_prefill_others_decode_and_fetches_begin_and_land_and_decode() {
+fn decodes_and_fetches_proceed_during_a_long_prefill() {
     let mut scheduler = Scheduler::new(CONFIG, 64);
     scheduler.submit(new(1, &[5; 90], 1, Purpose::Plain)).expect("accepted");
     step(&mut scheduler);
@@ -224,7 +224,7 @@ fn beside_a_long_prefill_others_decode_and_fetches_begin_and_land_and_decode() {
 }
 
 #[test]
-fn a_fetch_that_passes_a_prompt_leaves_it_its_place_and_its_blocks() {
+fn a_fetch_that_overtakes_a_prompt_does_not_take_its_place_or_blocks() {
     let admitted = |config: SchedulerConfig, blocks: usize| {
         let mut scheduler = Scheduler::new(config, blocks);
         scheduler.submit(new(1, &[5; 40], 1, Purpose::Plain)).expect("accepted");
@@ -241,7 +241,7 @@ fn a_fetch_that_passes_a_prompt_leaves_it_its_place_and_its_blocks() {
 }
 
 #[test]
-fn admission_leaves_those_that_run_a_block_to_grow_into() {
+fn admission_reserves_a_block_for_each_running_sequence() {
     let preemptions = |blocks: usize| {
         let mut scheduler = Scheduler::new(CONFIG, blocks);
         // Fills its second block with its next token, while a waiting prompt would take all free blocks.
@@ -259,7 +259,7 @@ fn admission_leaves_those_that_run_a_block_to_grow_into() {
 }
 
 #[test]
-fn what_cannot_fit_is_refused_before_anything_is_allocated() {
+fn a_request_that_cannot_fit_is_refused_before_allocation() {
     let mut scheduler = Scheduler::new(SchedulerConfig { max_waiting: 1, ..CONFIG }, 4);
     let refused = scheduler.submit(new(1, &[1; 15], 2, Purpose::Plain)).expect_err("17 tokens, 16 fit");
     assert_eq!(refused.1, Refusal::TooLong { tokens: 17, capacity: 16 });
@@ -303,7 +303,7 @@ fn obey(scheduler: &mut Scheduler, leases: &mut Vec<Vec<BlockId>>) {
 }
 
 #[test]
-fn blocks_that_are_lent_early_belong_to_request_and_lease_and_come_back_from_both() {
+fn early_leased_blocks_are_freed_after_request_and_lease() {
     let early = || Purpose::Produce { consumers: 1, early: true };
     let prompt: Vec<u32> = (0..4 * CONFIG.max_num_batched_tokens as u32).collect();
     for aborted in [false, true] {
@@ -339,7 +339,7 @@ fn blocks_that_are_lent_early_belong_to_request_and_lease_and_come_back_from_bot
 }
 
 #[test]
-fn a_lease_that_ends_before_its_prefill_leaves_the_blocks_with_the_request() {
+fn a_lease_that_ends_before_its_prefill_does_not_free_the_requests_blocks() {
     let mut scheduler = Scheduler::new(CONFIG, 12);
     let long: Vec<u32> = (0..CONFIG.max_num_batched_tokens as u32 + 1).collect();
     scheduler.submit(new(1, &long, 1, Purpose::Produce { consumers: 1, early: true })).expect("accepted");
@@ -356,7 +356,7 @@ fn a_lease_that_ends_before_its_prefill_leaves_the_blocks_with_the_request() {
 /// An older sequence runs out of blocks: the scheduler preempts that sequence itself, and the leased prefill goes on
 /// in the same step.
 #[test]
-fn a_prefill_that_is_lent_goes_on_when_nobody_else_can() {
+fn an_early_leased_prefill_continues_when_an_older_sequence_is_preempted() {
     let (plain, leased) = (CONFIG.block_tokens, CONFIG.max_num_batched_tokens + 1);
     let mut scheduler = Scheduler::new(CONFIG, 1 + leased.div_ceil(CONFIG.block_tokens));
     scheduler.submit(new(1, &vec![1; plain], 4, Purpose::Plain)).expect("accepted");
@@ -367,12 +367,12 @@ fn a_prefill_that_is_lent_goes_on_when_nobody_else_can() {
     let early = Purpose::Produce { consumers: 1, early: true };
     scheduler.submit(new(2, &vec![2; leased], 1, early)).expect("accepted");
     let mut leases = Vec::new();
-    scheduler.running.reverse();
+    scheduler.admitted.running.reverse();
     let admitted = {
         // The second sequence is admitted while the older one needs no block for the step.
-        scheduler.running.clear();
+        scheduler.admitted.running.clear();
         let plan = scheduler.schedule();
-        scheduler.running.insert(0, SeqId(1));
+        scheduler.admitted.running.insert(0, SeqId(1));
         plan
     };
     assert_eq!(admitted.iter().map(|part| part.id).collect::<Vec<_>>(), [SeqId(2)]);
@@ -390,7 +390,7 @@ proptest! {
     /// Tiny pool, random submissions, aborts and transfer events in any order: the block counts always add up. When
     /// faults stop and all sequences have ended, every block is free (invariants 1, 2, 5, 7, 9).
     #[test]
-    fn every_block_comes_home_whatever_happens(acts in acts()) {
+    fn every_block_is_freed_in_any_order_of_events(acts in acts()) {
         let mut scheduler = Scheduler::new(CONFIG, 12);
         let mut next = 0_u64;
         let mut consumers = Vec::new();

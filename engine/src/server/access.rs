@@ -1,16 +1,25 @@
-//! Checks and fields that several endpoints share: authorization, request id, special tokens.
+//! Checks and fields that several endpoints share: authorization, request id, query.
 
+use baton_connector_tcp::Secret;
 use baton_openai::{ApiError, Code};
 use hyper::header::{HeaderMap, HeaderValue};
 
 use super::Frontend;
-use crate::model::tokenizer::SpecialTokens;
+use crate::run::random::random_bytes;
+
+/// The secret of the cluster's engines and routers, in both its forms.
+pub struct ClusterSecret {
+    /// As the cluster's own callers send it; see `control.rs`.
+    pub text: Box<str>,
+    /// As the key of seals; see `seal.rs`.
+    pub key: Secret,
+}
 
 /// Refuses a caller without the cluster secret.
 pub(super) fn authorize(frontend: &Frontend, headers: &HeaderMap) -> Result<(), ApiError> {
-    let Some(secret) = &frontend.cluster_secret else { return Ok(()) };
+    let Some(secret) = &frontend.secret else { return Ok(()) };
     let shown = headers.get(CLUSTER_SECRET_HEADER).map(HeaderValue::as_bytes).unwrap_or_default();
-    if equal_in_constant_time(shown, secret.as_bytes()) { Ok(()) } else { Err(wrong_secret()) }
+    if equal_in_constant_time(shown, secret.text.as_bytes()) { Ok(()) } else { Err(wrong_secret()) }
 }
 
 /// The request's name in a reply's `id`. The id has the endpoint's prefix, as in vLLM, and a suffix that
@@ -23,9 +32,15 @@ pub(super) fn bare_id(id: &str) -> &str {
         .map_or(rest, |(name, _)| name)
 }
 
-/// Whether text is encoded with the tokenizer's special tokens.
-pub(super) fn special(add: Option<bool>, default: bool) -> SpecialTokens {
-    if add.unwrap_or(default) { SpecialTokens::Add } else { SpecialTokens::AsWritten }
+/// The value of a field of a request's query.
+pub(super) fn query_field<'a>(query: &'a str, name: &str) -> Option<&'a str> {
+    query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='))
+}
+
+/// A random number.
+pub(super) fn random_u64() -> Result<u64, ApiError> {
+    let bytes = random_bytes().map_err(|_| ApiError::internal("the system has no randomness"))?;
+    Ok(u64::from_ne_bytes(bytes))
 }
 
 /// The header with the cluster secret of the cluster's own callers.

@@ -1,25 +1,24 @@
 //! Converts a checked request to sequences: model, prompts as tokens, context, handoff.
 
 use std::sync::atomic::Ordering;
-use std::time::{Instant, SystemTime};
+use std::time::Instant;
 
+use baton_connector::RequestId;
 use baton_connector::fetch::Fetch;
-use baton_connector::slice::Geometry;
-use baton_connector::{KvLayout, RequestId};
-use baton_openai::limits::COMPLETIONS_MAX_TOKENS_DEFAULT;
-use baton_openai::{ApiError, Code, Endpoint, GenerateRequest, Input, Prompt};
+use baton_openai::{ApiError, Code, GenerateRequest, Input};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
+use super::Frontend;
+use super::access::random_u64;
 use super::guard::HandoffGuard;
 use super::transfer_params::{PARAMS, TransferIntent};
-use super::{Frontend, access};
 use crate::blocks::hash::prompt_fingerprint;
 use crate::engine_core::{SeqEvent, Submission};
 use crate::event_log;
 use crate::run::options::Role;
 use crate::run::rank::RequestGuard;
 use crate::sampling::SamplingParams;
-use crate::scheduler::sequence::{NewSequence, Purpose, SeqId, StopRule};
+use crate::scheduler::sequence::{NewSequence, Purpose, SeqId};
 
 /// A request whose sequences are ready to be queued.
 pub(super) struct AdmittedRequest {
@@ -33,42 +32,6 @@ pub(super) struct AdmittedRequest {
     pub(super) request_guard: RequestGuard,
 }
 
-/// Refuses a model that is not served here.
-pub(super) fn check_model(frontend: &Frontend, model: Option<&str>) -> Result<(), ApiError> {
-    match model {
-        Some(name) if name != frontend.model => Err(ApiError::model_not_found(name)),
-        _ => Ok(()),
-    }
-}
-
-/// A request's prompts as tokens.
-pub(super) fn encode(
-    frontend: &Frontend,
-    input: &Input,
-    add_special: Option<bool>,
-) -> Result<Vec<Vec<u32>>, ApiError> {
-    let text = |text: &str, field: &str, default: bool| {
-        let special = access::special(add_special, default);
-        let tokens = frontend.tokenizer.encode(text, special, frontend.capacity);
-        tokens.map_err(|error| {
-            ApiError::invalid(field, error.to_string()).with_code(Code::ContextLengthExceeded)
-        })
-    };
-    match input {
-        Input::Prompts(prompts) => prompts
-            .iter()
-            .map(|prompt| match prompt {
-                Prompt::Text(prompt) => text(prompt, "prompt", true),
-                Prompt::Tokens(ids) => Ok(ids.clone()),
-            })
-            .collect(),
-        Input::Chat(chat) => {
-            let rendered = frontend.template.render(chat, SystemTime::now())?;
-            Ok(vec![text(&rendered, "messages", false)?])
-        }
-    }
-}
-
 /// Converts a request to sequences. Nothing is queued yet; on an error the caller's guard settles.
 pub(super) fn admit(
     frontend: &Frontend,
@@ -78,17 +41,18 @@ pub(super) fn admit(
     request_guard: RequestGuard,
     arrived: Instant,
 ) -> Result<AdmittedRequest, ApiError> {
-    check_model(frontend, request.model.as_deref())?;
+    let model = &frontend.model;
+    model.check_name(request.model.as_deref())?;
     if request.echo && (request.logprobs.is_some() || request.max_tokens == Some(0)) {
         let message = "`echo` with `logprobs` or with `max_tokens` 0 is not supported by this engine";
         return Err(ApiError::invalid("echo", message));
     }
     check_sequences(request, request_guard.mailbox.submissions_max())?;
-    let prompts = encode(frontend, &request.input, request.add_special_tokens)?;
+    let prompts = model.encode(&request.input, request.add_special_tokens)?;
     check_intent(frontend, request, &prompts, intent)?;
     let mut most = 0;
     for prompt in &prompts {
-        most = most.max(check_prompt(frontend, request, prompt)?);
+        most = most.max(model.check_prompt(request, prompt)?);
     }
     let sequences = prompts.len() * request.n as usize;
     let (outbox, events) = channel((most + 3) * sequences);
@@ -109,13 +73,13 @@ pub(super) fn admit(
             let index = at as u32 * request.n + choice;
             // Without a seed no two sequences draw alike: choices count up from this one.
             let random_seed = random_seed.wrapping_add(u64::from(at as u32) << 32);
-            let sampling = SamplingParams::resolve(request, &frontend.defaults, &frontend.eos, random_seed);
+            let sampling = SamplingParams::resolve(request, &model.defaults, &model.eos, random_seed);
             let sampling = sampling.for_choice(choice);
             let sequence = NewSequence {
                 id: SeqId(frontend.next_sequence.fetch_add(1, Ordering::Relaxed)),
                 request: id.clone(),
                 prompt: prompt.clone(),
-                stop: stop_rule(frontend, request, prompt.len()),
+                stop: model.stop_rule(request, prompt.len()),
                 // The first sequence has the handoff; the others of the request share its landed blocks.
                 purpose: purpose.take().unwrap_or(Purpose::Plain),
                 follows: leader,
@@ -174,16 +138,7 @@ fn check_intent(
         TransferIntent::Produce { .. } => Ok(()),
         TransferIntent::Consume(handoff) => {
             let prompt = &prompts[0];
-            if handoff.layout != frontend.fingerprint {
-                let message = "the producer's blocks have another layout or another model";
-                return refuse(Code::KvLayoutMismatch, message.into());
-            }
-            let theirs = KvLayout { block_tokens: handoff.block_tokens, ..frontend.geometry.whole() };
-            let theirs = Geometry::new(theirs, handoff.ports.len());
-            if let Err(error) = theirs.and_then(|theirs| theirs.links(&frontend.geometry)) {
-                let message = format!("the producer's blocks cannot be used here: {error}");
-                return refuse(Code::KvLayoutMismatch, message);
-            }
+            frontend.blocks.check(handoff)?;
             if handoff.tokens != prompt.len() || handoff.prompt != prompt_fingerprint(prompt) {
                 let (theirs, ours) = (handoff.tokens, prompt.len());
                 let message =
@@ -193,51 +148,4 @@ fn check_intent(
             Ok(())
         }
     }
-}
-
-/// Checks a prompt against vocabulary and context. Returns how many tokens may be generated.
-fn check_prompt(frontend: &Frontend, request: &GenerateRequest, prompt: &[u32]) -> Result<usize, ApiError> {
-    let field = if request.endpoint == Endpoint::Chat { "messages" } else { "prompt" };
-    if prompt.is_empty() {
-        return Err(ApiError::invalid(field, "the prompt has no tokens"));
-    }
-    if let Some(id) = prompt.iter().find(|id| **id as usize >= frontend.vocab) {
-        let message = format!("token id {id} is not below the vocabulary's size {}", frontend.vocab);
-        return Err(ApiError::invalid(field, message));
-    }
-    let most = max_new(frontend, request, prompt.len());
-    if prompt.len() + most > frontend.capacity || most == 0 {
-        let mut error = match request.max_tokens {
-            Some(asked) => ApiError::context_length(prompt.len(), asked as usize, frontend.capacity),
-            None => ApiError::prompt_too_long(prompt.len(), frontend.capacity),
-        };
-        error.param = Some(field.into());
-        return Err(error);
-    }
-    Ok(most)
-}
-
-/// Tokens to generate: the request's limit, the model's default, or the rest of the context.
-fn max_new(frontend: &Frontend, request: &GenerateRequest, prompt_len: usize) -> usize {
-    let left = frontend.capacity.saturating_sub(prompt_len);
-    let wish = request.max_tokens.map(|max| max as usize);
-    wish.unwrap_or_else(|| match request.endpoint {
-        Endpoint::Completions => left.min(COMPLETIONS_MAX_TOKENS_DEFAULT as usize),
-        Endpoint::Chat => left.min(frontend.defaults.max_new_tokens.map_or(left, |max| max as usize)),
-    })
-}
-
-fn stop_rule(frontend: &Frontend, request: &GenerateRequest, prompt_len: usize) -> StopRule {
-    let eos = if request.ignore_eos { &[][..] } else { &frontend.eos };
-    StopRule {
-        max_new: max_new(frontend, request, prompt_len),
-        stop_ids: [eos, &request.stop_token_ids].concat(),
-        min_new: request.min_tokens as usize,
-    }
-}
-
-pub(super) fn random_u64() -> Result<u64, ApiError> {
-    let mut random = [0; 8];
-    getrandom::fill(&mut random).map_err(|_| ApiError::internal("the system has no randomness"))?;
-    Ok(u64::from_ne_bytes(random))
 }

@@ -25,9 +25,29 @@ pub(super) const QUEUE_RETRY: Duration = Duration::from_secs(1);
 /// kilobyte of prose 0.4 ms.
 pub(super) const INLINE_BYTES: usize = 1024;
 
+/// The budgets of an engine's bodies.
+#[derive(Debug)]
+pub(crate) struct BodyBudgets {
+    /// Bodies of clients' requests.
+    pub(super) requests: Arc<BodyBudget>,
+    /// Bodies of control requests with the cluster secret. They have a bound of their own, so that a release or an
+    /// abort does not wait for bodies of clients.
+    pub(super) control: Arc<BodyBudget>,
+}
+
+impl BodyBudgets {
+    /// `bytes_max` bytes for the bodies of clients.
+    pub(crate) fn of(bytes_max: usize) -> Self {
+        Self {
+            requests: Arc::new(BodyBudget::of(bytes_max)),
+            control: Arc::new(BodyBudget::of(BODY_BYTES_TOTAL)),
+        }
+    }
+}
+
 /// The bodies that an engine has in memory, shared by all requests.
 #[derive(Debug)]
-pub(crate) struct BodyBudget {
+pub(super) struct BodyBudget {
     reserved: AtomicUsize,
     bytes_max: usize,
     threads: Arc<Semaphore>,
@@ -47,15 +67,9 @@ pub(super) struct BodyReservation {
     bytes: usize,
 }
 
-impl Default for BodyBudget {
-    fn default() -> Self {
-        Self::of(BODY_BYTES_TOTAL)
-    }
-}
-
 impl BodyBudget {
     /// A budget of `bytes_max` bytes.
-    pub(crate) fn of(bytes_max: usize) -> Self {
+    fn of(bytes_max: usize) -> Self {
         // The step loop computes on all cores. Reading takes at most half of them, and at least two, so that one long
         // text does not block all others.
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -128,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_sum_of_all_bodies_never_exceeds_its_bound_and_all_of_it_comes_back() {
+    fn the_sum_of_bodies_stays_within_its_bound_and_is_released() {
         let bodies = Arc::new(BodyBudget::new(100, 1));
         let (mut one, mut other) = (bodies.begin(), bodies.begin());
         assert!(one.take(60).is_ok() && other.take(40).is_ok());
@@ -145,7 +159,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn work_whose_client_has_left_keeps_its_turn_to_its_end() {
+    async fn work_of_a_cancelled_request_holds_its_permit_to_its_end() {
         let bodies = Arc::new(BodyBudget::new(100, 1));
         let (begun, has_begun) = tokio::sync::oneshot::channel();
         let (end, ended) = std::sync::mpsc::sync_channel::<()>(1);

@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_openai::{
-    Finish, FinishReason as Ending, GenerateRequest, StopReason, TokenLogprob, TopLogprob, Usage,
-};
+use baton_openai::{Finish, GenerateRequest, StopReason, TokenLogprob, TopLogprob, Usage};
 
 use super::Frontend;
 use super::guard::SequenceGuard;
@@ -12,7 +10,7 @@ use crate::engine_core::SeqEnd;
 use crate::model::detokenizer::Detokenizer;
 use crate::model::tokenizer::{DecodeMode, Tokenizer};
 use crate::sampling::SampledToken;
-use crate::sampling::stop::StopMatcher;
+use crate::sampling::stop::{MatchedStop, StopMatcher};
 use crate::scheduler::sequence::{FinishReason, NewSequence, SeqId, StopRule};
 
 /// A growing choice.
@@ -49,17 +47,19 @@ pub(super) struct ChoiceUpdate {
 impl Choice {
     pub(super) fn new(frontend: &Frontend, request: &GenerateRequest, sequence: &NewSequence) -> Self {
         let decode = if request.skip_special_tokens { DecodeMode::SkipSpecial } else { DecodeMode::All };
-        let tokenizer = Arc::clone(&frontend.tokenizer);
+        let tokenizer = Arc::clone(&frontend.model.tokenizer);
+        let include_stop = request.include_stop_str_in_output;
+        let matched = if include_stop { MatchedStop::Kept } else { MatchedStop::Removed };
         Self {
             id: sequence.id,
             detokenizer: Detokenizer::after_prompt(Arc::clone(&tokenizer), decode, &sequence.prompt),
             tokenizer,
-            stops: StopMatcher::new(&request.stop, request.include_stop_str_in_output),
+            stops: StopMatcher::new(&request.stop, matched),
             stop_strings: request.stop.clone(),
             stop_token_ids: request.stop_token_ids.clone(),
             min_tokens: request.min_tokens as usize,
             rule: sequence.stop.clone(),
-            include_stop: request.include_stop_str_in_output,
+            include_stop,
             tokens: Vec::new(),
             characters: 0,
             finish: None,
@@ -103,7 +103,7 @@ impl Choice {
         piece.text = step.text;
         if let Some(found) = step.stop {
             let stop = StopReason::Text(self.stop_strings[found].clone());
-            self.finish = Some(Finish { reason: Ending::Stop, stop: Some(stop) });
+            self.finish = Some(Finish { reason: FinishReason::Stop, stop: Some(stop) });
             piece.finish = self.finish.clone();
             guard.finish(self.id);
         }
@@ -122,15 +122,9 @@ impl Choice {
         // flush). A client that resumes, or joins pieces, then gets no U+FFFD in the middle. The tokens count, and
         // their bytes are in the log probabilities.
         let text = self.stops.finish();
-        let ending = match reason {
-            FinishReason::Stop => Ending::Stop,
-            FinishReason::Length => Ending::Length,
-            FinishReason::Abort => Ending::Abort,
-            FinishReason::Error => Ending::Error,
-        };
         let last = self.tokens.last().copied().filter(|_| reason == FinishReason::Stop);
         let stop = last.filter(|id| self.stop_token_ids.contains(id)).map(StopReason::Token);
-        self.finish = Some(Finish { reason: ending, stop });
+        self.finish = Some(Finish { reason, stop });
         ChoiceUpdate { text, finish: self.finish.clone(), ..ChoiceUpdate::default() }
     }
 }
@@ -160,7 +154,7 @@ mod tests {
     use crate::model::tokenizer::SpecialTokens;
 
     #[test]
-    fn half_a_character_is_left_out_whatever_ends_the_text_and_what_may_be_a_stop_string_is_not() {
+    fn a_partial_character_is_dropped_and_held_stop_text_is_sent_at_the_end() {
         for name in ["qwen3", "llama3", "sentencepiece"] {
             let (tokenizer, _) = fixture(name);
             let smile = tokenizer.encode("a🙂", SpecialTokens::AsWritten, 99).expect("short enough");
@@ -170,7 +164,7 @@ mod tests {
                     id: SeqId(1),
                     detokenizer: Detokenizer::new(Arc::clone(&tokenizer), DecodeMode::All),
                     tokenizer: Arc::clone(&tokenizer),
-                    stops: StopMatcher::new(&["ab".to_owned()], false),
+                    stops: StopMatcher::new(&["ab".to_owned()], MatchedStop::Removed),
                     stop_strings: vec!["ab".to_owned()],
                     stop_token_ids: Vec::new(),
                     min_tokens: 0,

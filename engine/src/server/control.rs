@@ -10,7 +10,7 @@ use std::sync::Arc;
 use baton_connector::{Handle, RequestId};
 use baton_openai::path::model_at;
 use baton_openai::response::{DetokenizeReply, TokenizeReply, models as model_list};
-use baton_openai::{ApiError, DetokenizeRequest, ModelCard, Object, TokenizeRequest, parse_object};
+use baton_openai::{ApiError, DetokenizeRequest, Object, TokenizeRequest, parse_object};
 use hyper::body::Incoming;
 use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, StatusCode};
@@ -18,9 +18,9 @@ use serde_json::{Value, json};
 
 use tokio::sync::oneshot;
 
-use super::access::{authorize, bare_id};
+use super::Frontend;
+use super::access::{authorize, bare_id, query_field};
 use super::reply::{self, Reply, read_body};
-use super::{Frontend, admit};
 use crate::blocks::digests::{BlockDigest, DigestRequest};
 use crate::blocks::hash::BlockHash;
 use crate::engine_core::mailbox::{LegFilter, MailboxError};
@@ -38,7 +38,7 @@ const REASON_BYTES_MAX: usize = 64;
 
 async fn control_object(frontend: &Frontend, request: Request<Incoming>) -> Result<Object, ApiError> {
     authorize(frontend, request.headers())?;
-    let body = read_body(request, CONTROL_BODY_MAX, &frontend.verb_bodies).await?;
+    let body = read_body(request, CONTROL_BODY_MAX, &frontend.bodies.control).await?;
     parse_object(&body, &frontend.limits)
 }
 
@@ -109,7 +109,7 @@ pub(super) fn reset_prefix_cache(
 ) -> Result<Reply, ApiError> {
     authorize(frontend, request.headers())?;
     let query = request.uri().query().unwrap_or_default();
-    let tiers_too = match query.split('&').find_map(|pair| pair.strip_prefix("reset_external=")) {
+    let tiers_too = match query_field(query, "reset_external") {
         None | Some("false") => false,
         Some("true") => true,
         Some(_) => return Err(ApiError::invalid("reset_external", "`reset_external` must be true or false")),
@@ -136,9 +136,8 @@ pub(super) async fn kv_digests(
 ) -> Result<Reply, ApiError> {
     authorize(&frontend, request.headers())?;
     let query = request.uri().query().unwrap_or_default();
-    let field = |name: &str| query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
-    let after = field("after");
-    let rank = field("rank").map_or(Some(0), |rank| rank.parse::<usize>().ok());
+    let after = query_field(query, "after");
+    let rank = query_field(query, "rank").map_or(Some(0), |rank| rank.parse::<usize>().ok());
     let core = rank.and_then(|rank| frontend.cores.get(rank)).ok_or_else(|| {
         ApiError::invalid("rank", format!("`rank` must be from 0 to {}", frontend.cores.len() - 1))
     })?;
@@ -154,7 +153,7 @@ pub(super) async fn kv_digests(
     let hex = |bytes: [u8; 32]| BlockHash(bytes).to_string();
     let shown = |digest: &BlockDigest| json!({"hash": digest.hash.to_string(), "block": digest.block.0, "sha256": hex(digest.sha256)});
     let body = json!({
-        "layout": format!("{:016x}", frontend.fingerprint), "rank": core.rank, "ranks": frontend.cores.len(),
+        "layout": format!("{:016x}", frontend.blocks.fingerprint), "rank": core.rank, "ranks": frontend.cores.len(),
         "blocks": page.blocks.iter().map(shown).collect::<Vec<_>>(),
         "next": page.next.map(|hash| hash.to_string()),
     });
@@ -184,62 +183,50 @@ pub(super) fn metrics(frontend: &Frontend) -> Reply {
     reply
 }
 
-fn card(frontend: &Frontend) -> ModelCard {
-    ModelCard {
-        id: frontend.model.clone(),
-        created: frontend.created,
-        root: None,
-        max_model_len: Some(frontend.capacity),
-    }
-}
-
 /// `GET /v1/models`.
 pub(super) fn models(frontend: &Frontend) -> Reply {
-    reply::json(StatusCode::OK, model_list(&[card(frontend)]))
+    reply::json(StatusCode::OK, model_list(&[frontend.model.card()]))
 }
 
 /// `GET /v1/models/{id}`.
 pub(super) fn model(frontend: &Frontend, path: &str) -> Result<Reply, ApiError> {
     let name = model_at(path).ok_or_else(|| ApiError::not_found(path))??;
-    if name == frontend.model {
-        Ok(reply::json(StatusCode::OK, card(frontend).to_bytes()))
+    if name == frontend.model.name {
+        Ok(reply::json(StatusCode::OK, frontend.model.card().to_bytes()))
     } else {
         Err(ApiError::model_not_found(&name))
     }
 }
 
-/// `POST /tokenize`.
-pub(super) async fn tokenize(frontend: Arc<Frontend>, request: Request<Incoming>) -> Result<Reply, ApiError> {
-    let body = read_body(request, frontend.limits.body_bytes, &frontend.bodies).await?;
-    let bodies = Arc::clone(&frontend.bodies);
-    bodies.run_blocking(move || tokenized(&frontend, &body)).await
+/// Reads a client's body, and answers it on a thread that may block.
+pub(super) async fn answer(
+    frontend: Arc<Frontend>,
+    request: Request<Incoming>,
+    answer: fn(&Frontend, &[u8]) -> Result<Reply, ApiError>,
+) -> Result<Reply, ApiError> {
+    let body = read_body(request, frontend.limits.body_bytes, &frontend.bodies.requests).await?;
+    let bodies = Arc::clone(&frontend.bodies.requests);
+    bodies.run_blocking(move || answer(&frontend, &body)).await
 }
 
-fn tokenized(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
+/// `POST /tokenize`.
+pub(super) fn tokenize(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
     let request = TokenizeRequest::from_map(&parse_object(body, &frontend.limits)?, &frontend.limits)?;
-    admit::check_model(frontend, request.model.as_deref())?;
-    let mut prompts = admit::encode(frontend, &request.input, request.add_special_tokens)?;
+    frontend.model.check_name(request.model.as_deref())?;
+    let mut prompts = frontend.model.encode(&request.input, request.add_special_tokens)?;
     let tokens = prompts.pop().ok_or_else(|| ApiError::invalid("prompt", "there is no prompt"))?;
-    let spelled = |id: &u32| frontend.tokenizer.spelling(*id).unwrap_or_default();
+    let spelled = |id: &u32| frontend.model.tokenizer.spelling(*id).unwrap_or_default();
     let token_strs = request.return_token_strs.then(|| tokens.iter().map(spelled).collect());
-    let reply = TokenizeReply { count: tokens.len(), max_model_len: frontend.capacity, tokens, token_strs };
+    let reply =
+        TokenizeReply { count: tokens.len(), max_model_len: frontend.model.capacity, tokens, token_strs };
     Ok(reply::json(StatusCode::OK, reply.to_bytes()))
 }
 
 /// `POST /detokenize`.
-pub(super) async fn detokenize(
-    frontend: Arc<Frontend>,
-    request: Request<Incoming>,
-) -> Result<Reply, ApiError> {
-    let body = read_body(request, frontend.limits.body_bytes, &frontend.bodies).await?;
-    let bodies = Arc::clone(&frontend.bodies);
-    bodies.run_blocking(move || detokenized(&frontend, &body)).await
-}
-
-fn detokenized(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
+pub(super) fn detokenize(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
     let request = DetokenizeRequest::from_map(&parse_object(body, &frontend.limits)?, &frontend.limits)?;
-    admit::check_model(frontend, request.model.as_deref())?;
-    let reply = DetokenizeReply { prompt: frontend.tokenizer.decode(&request.tokens, DecodeMode::All) };
+    frontend.model.check_name(request.model.as_deref())?;
+    let reply = DetokenizeReply { prompt: frontend.model.tokenizer.decode(&request.tokens, DecodeMode::All) };
     Ok(reply::json(StatusCode::OK, reply.to_bytes()))
 }
 

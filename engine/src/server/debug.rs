@@ -12,7 +12,7 @@ use hyper::{Request, StatusCode};
 use serde_json::{Value, json};
 
 use super::Frontend;
-use super::access::authorize;
+use super::access::{authorize, query_field};
 use super::reply::{self, Reply};
 use crate::event_log::EventPage;
 use crate::offload::{OffloadCounts, OffloadFault, TierCounts};
@@ -44,7 +44,7 @@ pub(super) fn debug_kv(frontend: &Frontend, request: &Request<Incoming>) -> Resu
         body.remove("rank");
     }
     body["engine"] = json!({
-        "role": frontend.role.label(), "model": frontend.model,
+        "role": frontend.role.label(), "model": frontend.model.name,
         "epoch": frontend.cores[0].leases.epoch().to_string(), "data_parallel_size": cores.len(),
         "batch_invariant": frontend.batch_invariant,
     });
@@ -98,7 +98,7 @@ const EVENTS_SHOWN: usize = 2_000;
 pub(super) async fn events(frontend: Arc<Frontend>, request: Request<Incoming>) -> Result<Reply, ApiError> {
     authorize(&frontend, request.headers())?;
     let query = request.uri().query().unwrap_or_default();
-    let field = |name: &str| query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
+    let field = |name: &str| query_field(query, name);
     let number = |name: &'static str, default: u64, most: u64| match field(name).map(str::parse::<u64>) {
         None => Ok(default),
         Some(Ok(number)) if number <= most => Ok(number),
@@ -114,7 +114,7 @@ pub(super) async fn events(frontend: Arc<Frontend>, request: Request<Incoming>) 
     };
     let leases = &frontend.cores[0].leases;
     let body = json!({
-        "engine": {"epoch": leases.epoch().to_string(), "role": frontend.role.label(), "model": frontend.model},
+        "engine": {"epoch": leases.epoch().to_string(), "role": frontend.role.label(), "model": frontend.model.name},
         "now_us": log.now_us(), "next": page.next, "lost": page.lost, "events": page.events,
     });
     Ok(reply::json(StatusCode::OK, body.to_string()))
@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_counts_of_all_cores_are_added_up_at_every_depth() {
+    fn counts_of_all_cores_are_summed_at_every_depth() {
         let core = |blocks: u64, suspended: bool| {
             let host = TierCounts { blocks: blocks as usize, stored: 2, ..TierCounts::default() };
             offload(

@@ -33,8 +33,9 @@ use super::task_spawner::TaskSpawner;
 use super::transfer_params::{self, PARAMS, TransferOffer};
 use super::{Frontend, access, seal};
 use crate::engine_core::mailbox::MailboxError;
-use crate::engine_core::{SeqEnd, SeqEvent, Submission};
+use crate::engine_core::{SeqEvent, Submission};
 use crate::model::tokenizer::DecodeMode;
+use crate::run::random::random_bytes;
 use crate::run::rank::DpRank;
 use crate::scheduler::Refusal;
 use crate::scheduler::sequence::Purpose;
@@ -105,7 +106,7 @@ async fn read(
 ) -> Result<(GenerateRequest, AdmittedRequest), ApiError> {
     let arrived = Instant::now();
     let headers = request.headers().clone();
-    let bodies = Arc::clone(&frontend.bodies);
+    let bodies = Arc::clone(&frontend.bodies.requests);
     let body = match read_remaining(request, frontend.limits.body_bytes, &bodies).await {
         Ok(body) => body,
         Err(BodyError { error, read }) => {
@@ -133,17 +134,10 @@ pub(super) fn name(request: &mut Request<Incoming>) -> Option<HeaderValue> {
         return request.headers().get(&REQUEST_ID).cloned();
     }
     Endpoint::at(request.uri().path()).filter(|_| request.method() == Method::POST)?;
-    let mut random = [0; 16];
-    getrandom::fill(&mut random).ok()?;
-    let minted = HeaderValue::from_str(&format!("{:032x}", u128::from_ne_bytes(random))).ok()?;
+    let number = u128::from_ne_bytes(random_bytes().ok()?);
+    let minted = HeaderValue::from_str(&format!("{number:032x}")).ok()?;
     request.headers_mut().insert(REQUEST_ID, minted.clone());
     Some(minted)
-}
-
-/// The suffix of a reply's `id` after the request's name: callers may reuse a name, but no two replies have the same
-/// id. [`access::bare_id`] removes the suffix.
-fn mark() -> Result<String, ApiError> {
-    Ok(format!(".{:016x}", admit::random_u64()?))
 }
 
 /// Prepares a request for the queue. The intent is read first, so that every later error releases the handoff.
@@ -185,7 +179,9 @@ impl GenerateTask {
         admitted: AdmittedRequest,
         id: &RequestId,
     ) -> Result<Self, ApiError> {
-        let mark = mark()?;
+        // The suffix of the reply's `id` after the request's name: callers may reuse a name, but no two replies have
+        // the same id. `access::bare_id` removes the suffix.
+        let mark = format!(".{:016x}", access::random_u64()?);
         let AdmittedRequest { mut submissions, events, prompts, handoff, request_guard } = admitted;
         let mut request = request;
         if matches!(submissions[0].sequence.purpose, Purpose::Produce { .. }) {
@@ -216,7 +212,7 @@ impl GenerateTask {
             endpoint: request.endpoint,
             id: format!("{}{id}{mark}", request.endpoint.id_prefix()),
             created,
-            model: frontend.model.clone(),
+            model: frontend.model.name.clone(),
             system_fingerprint: None,
         };
         let usage = TokenUsage { prompt: prompts.iter().map(Vec::len).sum(), ..TokenUsage::default() };
@@ -262,7 +258,7 @@ impl GenerateTask {
             }
             SeqEvent::Finished(end) => {
                 let piece = choice.end(&end, &mut self.guard);
-                self.on_end(*end);
+                self.handoff = end.handoff.or(self.handoff.take());
                 piece
             }
             SeqEvent::Refused(refusal) => return Err(refused(refusal)),
@@ -275,12 +271,6 @@ impl GenerateTask {
         let Some(piece) = piece else { return Ok(GenerateProgress::Nothing) };
         self.open -= usize::from(piece.finish.is_some());
         Ok(GenerateProgress::Piece(index as usize, piece))
-    }
-
-    fn on_end(&mut self, end: SeqEnd) {
-        if end.handoff.is_some() {
-            self.handoff = end.handoff;
-        }
     }
 
     /// A reply in one piece, and the handoff if the reply contains its only copy.
@@ -322,7 +312,7 @@ impl GenerateTask {
 
     /// The `kv_transfer_params` of the reply.
     fn params(&self) -> Option<Value> {
-        let secret = self.frontend.secret.as_ref();
+        let secret = self.frontend.secret.as_ref().map(|secret| &secret.key);
         self.handoff.as_ref().map(|handoff| seal::reply(secret, handoff))
     }
 }
@@ -350,7 +340,7 @@ impl Drop for GenerateTask {
 /// The prompt's text, for `echo`.
 fn echoed(frontend: &Frontend, request: &GenerateRequest, prompt: &[u32]) -> String {
     let decode = if request.skip_special_tokens { DecodeMode::SkipSpecial } else { DecodeMode::All };
-    frontend.tokenizer.decode(prompt, decode)
+    frontend.model.tokenizer.decode(prompt, decode)
 }
 
 fn refused(refusal: Refusal) -> ApiError {

@@ -65,13 +65,13 @@ pub(super) struct HandoffGuard {
 
 impl HandoffGuard {
     pub(super) fn new(core: Arc<DpRank>, target: FetchTarget) -> Self {
-        Self { core, target: Some(target), cause: RejectionCause::Dropped }
+        Self { core, target: Some(target), cause: RejectionCause::DROPPED }
     }
 
     /// Refuses the request. A router that settles keeps the lease if another engine might take the request.
     pub(super) fn refuse(mut self, error: &ApiError) {
         self.cause = RejectionCause::of(error);
-        if self.cause.is_retryable() && self.target.as_ref().is_some_and(FetchTarget::survives_refusal) {
+        if self.cause.is_retryable && self.target.as_ref().is_some_and(|target| target.survives_refusal) {
             self.core.metrics.early_rejection("left_to_router");
             self.target = None;
         }
@@ -87,7 +87,7 @@ impl HandoffGuard {
 impl Drop for HandoffGuard {
     fn drop(&mut self) {
         if let Some(target) = self.target.take() {
-            self.core.metrics.early_rejection(self.cause.label());
+            self.core.metrics.early_rejection(self.cause.label);
             self.core.consumer.release(&target, ReleaseReason::Rejected.label());
         }
     }
@@ -153,84 +153,47 @@ impl Body for LeaseReplyBody {
     }
 }
 
-/// Why a request with a handoff was refused: the label of `baton_early_rejections_total`.
+/// Why a request with a handoff was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RejectionCause {
-    Unauthorized,
-    UnknownModel,
-    UnknownPath,
-    TooLarge,
-    SlowBody,
-    CutOff,
-    Unreadable,
-    TooLong,
-    WrongRole,
-    Layout,
-    Prompt,
-    Unsupported,
-    Invalid,
-    QueueFull,
-    Draining,
-    EngineFailed,
-    /// The request's task was dropped because its connection was closed.
-    Dropped,
+pub(crate) struct RejectionCause {
+    /// The label of `baton_early_rejections_total`.
+    pub(super) label: &'static str,
+    /// Whether another engine might take the request, with the same handoff.
+    pub(super) is_retryable: bool,
 }
 
 impl RejectionCause {
+    /// The request's task was dropped because its connection was closed.
+    const DROPPED: Self = Self::of_request("dropped");
+
+    /// A cause that is the same on every engine.
+    const fn of_request(label: &'static str) -> Self {
+        Self { label, is_retryable: false }
+    }
+
+    /// A cause of this engine.
+    const fn of_engine(label: &'static str) -> Self {
+        Self { label, is_retryable: true }
+    }
+
     pub(super) fn of(error: &ApiError) -> Self {
         match (error.status, error.code.as_deref()) {
-            (401 | 403, _) => Self::Unauthorized,
-            (404, Some("model_not_found")) => Self::UnknownModel,
-            (404 | 405, _) => Self::UnknownPath,
-            (413, _) => Self::TooLarge,
-            (408, _) => Self::SlowBody,
-            (499, _) => Self::CutOff,
-            (429, _) => Self::QueueFull,
-            (503, Some("draining")) => Self::Draining,
-            (500.., _) => Self::EngineFailed,
-            (_, Some("malformed_body" | "duplicate_field")) => Self::Unreadable,
-            (_, Some("context_length_exceeded")) => Self::TooLong,
-            (_, Some("kv_wrong_role")) => Self::WrongRole,
-            (_, Some("kv_layout_mismatch")) => Self::Layout,
-            (_, Some("kv_prompt_mismatch")) => Self::Prompt,
-            (_, Some("kv_unsupported")) => Self::Unsupported,
-            _ => Self::Invalid,
+            (401 | 403, _) => Self::of_engine("unauthorized"),
+            (404, Some("model_not_found")) => Self::of_request("unknown_model"),
+            (404 | 405, _) => Self::of_request("unknown_path"),
+            (413, _) => Self::of_request("too_large"),
+            (408, _) => Self::of_request("slow_body"),
+            (499, _) => Self::of_request("cut_off"),
+            (429, _) => Self::of_engine("queue_full"),
+            (503, Some("draining")) => Self::of_engine("draining"),
+            (500.., _) => Self::of_engine("engine_failed"),
+            (_, Some("malformed_body" | "duplicate_field")) => Self::of_request("unreadable"),
+            (_, Some("context_length_exceeded")) => Self::of_request("too_long"),
+            (_, Some("kv_wrong_role")) => Self::of_engine("wrong_role"),
+            (_, Some("kv_layout_mismatch")) => Self::of_engine("layout"),
+            (_, Some("kv_prompt_mismatch")) => Self::of_engine("prompt"),
+            (_, Some("kv_unsupported")) => Self::of_request("unsupported"),
+            _ => Self::of_request("invalid"),
         }
-    }
-
-    pub(super) fn label(self) -> &'static str {
-        match self {
-            Self::Unauthorized => "unauthorized",
-            Self::UnknownModel => "unknown_model",
-            Self::UnknownPath => "unknown_path",
-            Self::TooLarge => "too_large",
-            Self::SlowBody => "slow_body",
-            Self::CutOff => "cut_off",
-            Self::Unreadable => "unreadable",
-            Self::TooLong => "too_long",
-            Self::WrongRole => "wrong_role",
-            Self::Layout => "layout",
-            Self::Prompt => "prompt",
-            Self::Unsupported => "unsupported",
-            Self::Invalid => "invalid",
-            Self::QueueFull => "queue_full",
-            Self::Draining => "draining",
-            Self::EngineFailed => "engine_failed",
-            Self::Dropped => "dropped",
-        }
-    }
-
-    /// Whether another engine might take the request, with the same handoff.
-    pub(super) fn is_retryable(self) -> bool {
-        matches!(
-            self,
-            Self::Unauthorized
-                | Self::WrongRole
-                | Self::Layout
-                | Self::Prompt
-                | Self::QueueFull
-                | Self::Draining
-                | Self::EngineFailed
-        )
     }
 }

@@ -42,8 +42,8 @@ fn dispatch(frontend: Arc<Frontend>, request: Request<Incoming>, begin: &TaskSpa
             let endpoint = Endpoint::at(&path).expect("both paths generate");
             Box::pin(generate::answer(frontend, endpoint, request, begin))
         }
-        (&Method::POST, "/tokenize") => Box::pin(control::tokenize(frontend, request)),
-        (&Method::POST, "/detokenize") => Box::pin(control::detokenize(frontend, request)),
+        (&Method::POST, "/tokenize") => Box::pin(control::answer(frontend, request, control::tokenize)),
+        (&Method::POST, "/detokenize") => Box::pin(control::answer(frontend, request, control::detokenize)),
         (&Method::POST, "/kv/release") => Box::pin(begin.spawn(control::release(frontend, request))),
         (&Method::POST, "/abort_requests") => Box::pin(begin.spawn(control::abort(frontend, request))),
         (&Method::POST, "/reset_prefix_cache") => now(control::reset_prefix_cache(&frontend, &request)),

@@ -17,6 +17,7 @@
 
 mod access;
 mod admit;
+mod block_format;
 mod body_budget;
 mod choice;
 mod client_liveness;
@@ -28,6 +29,7 @@ mod http;
 mod rank_choice;
 mod reply;
 mod seal;
+mod served_model;
 mod task_spawner;
 mod transfer_params;
 
@@ -37,8 +39,6 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use baton_connector::fetch::LoadFailurePolicy;
-use baton_connector::slice::Geometry;
-use baton_connector_tcp::Secret;
 use baton_openai::ParseLimits;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -49,13 +49,13 @@ use tokio_util::task::TaskTracker;
 
 use crate::event_log::EventLog;
 use crate::metrics::EngineMetrics;
-use crate::model::chat_template::ChatTemplate;
-use crate::model::generation::GenerationDefaults;
-use crate::model::tokenizer::Tokenizer;
 use crate::run::options::Role;
 use crate::run::rank::DpRank;
-pub(crate) use body_budget::BodyBudget;
+pub use access::ClusterSecret;
+pub use block_format::BlockFormat;
+pub(crate) use body_budget::BodyBudgets;
 use client_liveness::MonitoredStream;
+pub use served_model::ServedModel;
 use task_spawner::TaskSpawner;
 
 /// A request's head must arrive within this time.
@@ -69,36 +69,18 @@ const CONNECTIONS_MAX: usize = 4_096;
 
 /// The engine's state for the HTTP server.
 pub struct Frontend {
-    /// The served model's name.
-    pub model: String,
-    /// When the engine started, in seconds since 1970.
-    pub created: u64,
-    /// The legs that it serves.
+    /// The served model.
+    pub model: ServedModel,
+    /// The legs that the engine serves.
     pub role: Role,
-    /// Converts text to tokens and back.
-    pub tokenizer: Arc<Tokenizer>,
-    /// Converts conversations to text.
-    pub template: ChatTemplate,
-    /// The model's sampling defaults.
-    pub defaults: GenerationDefaults,
-    /// The model's end-of-sequence tokens.
-    pub eos: Vec<u32>,
-    /// Rows of the model's vocabulary.
-    pub vocab: usize,
-    /// Tokens of one sequence, prompt and output.
-    pub capacity: usize,
     /// The handling of a request whose blocks cannot be fetched.
     pub load_failure: LoadFailurePolicy,
-    /// Layout and model of this engine's blocks.
-    pub fingerprint: u64,
-    /// The shards of this engine's KV caches.
-    pub geometry: Geometry,
+    /// The format of this engine's KV blocks.
+    pub blocks: BlockFormat,
     /// Bounds of a body.
     pub limits: ParseLimits,
-    /// The secret that the cluster's own callers must send; see `control.rs`.
-    pub cluster_secret: Option<Box<str>>,
-    /// The same, for sealing handoffs; see `seal.rs`.
-    pub secret: Option<Secret>,
+    /// The cluster's secret, if it has one.
+    pub secret: Option<ClusterSecret>,
     /// The engine cores, by data-parallel rank; at least one.
     pub cores: Vec<Arc<DpRank>>,
     /// Counters that belong to no core.
@@ -109,11 +91,8 @@ pub struct Frontend {
     pub batch_invariant: bool,
     /// The next sequence's id.
     pub next_sequence: AtomicU64,
-    /// Bodies of requests that are being read.
-    pub(crate) bodies: Arc<BodyBudget>,
-    /// Bodies of control requests with the cluster secret. They have a bound of their own, so that a release or an
-    /// abort does not wait for bodies of clients.
-    pub(crate) verb_bodies: Arc<BodyBudget>,
+    /// The bodies that are being read.
+    pub(crate) bodies: BodyBudgets,
 }
 
 /// Serves until `stop`, then lets connections finish their requests. A client whose host acknowledges nothing for
@@ -137,7 +116,7 @@ pub async fn serve(
                 Ok(accepted) => accepted,
                 // Out of file descriptors, or a connection that died in the backlog. Neither ends the server.
                 Err(error) => {
-                    tracing::warn!(%error, "cannot accept connections");
+                    tracing::warn!(event = "accept_failed", %error, "cannot accept connections");
                     tokio::time::sleep(Duration::from_millis(10)).await;
                     continue;
                 }
@@ -145,7 +124,7 @@ pub async fn serve(
             () = stop.cancelled() => break,
         };
         if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "TCP_NODELAY not set");
+            tracing::debug!(event = "tcp_nodelay_not_set", %error, "TCP_NODELAY not set");
         }
         let frontend = Arc::clone(&frontend);
         // The spawner holds the connection's permit until the connection and its last task have ended.
@@ -160,7 +139,7 @@ pub async fn serve(
         );
         tokio::spawn(async move {
             if let Err(error) = connection.await {
-                tracing::trace!(%error, "connection ended");
+                tracing::trace!(event = "http_connection_ended", %error, "connection ended");
             }
         });
     }

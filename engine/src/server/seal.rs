@@ -9,6 +9,8 @@ use baton_connector::Handoff;
 use baton_connector_tcp::Secret;
 use serde_json::Value;
 
+use crate::blocks::hash::hex_bytes;
+
 /// The field of `kv_transfer_params`, 64 hexadecimal digits; absent without a secret.
 const FIELD: &str = "remote_seal";
 
@@ -28,7 +30,7 @@ pub(super) fn reply(secret: Option<&Secret>, handoff: &Handoff) -> Value {
 
 /// Whether a producer with the secret issued this handoff's handle and address.
 pub(super) fn is_genuine(secret: &Secret, handoff: &Handoff, params: &Value) -> bool {
-    let seal = params.get(FIELD).and_then(Value::as_str).and_then(bytes);
+    let seal = params.get(FIELD).and_then(Value::as_str).and_then(hex_bytes::<32>);
     seal.is_some_and(|seal| with_parts(handoff, |words| secret.is_authentic(words, &seal)))
 }
 
@@ -42,16 +44,6 @@ fn with_parts<T>(handoff: &Handoff, act: impl FnOnce(&[&[u8]]) -> T) -> T {
     act(&[PURPOSE, &handle, &epoch, &counts, &ports, handoff.host.as_bytes()])
 }
 
-fn bytes(hex: &str) -> Option<[u8; 32]> {
-    let digits: &[u8; 64] = hex.as_bytes().try_into().ok()?;
-    let mut bytes = [0; 32];
-    for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
-        let digit = |digit: u8| char::from(digit).to_digit(16);
-        *byte = u8::try_from(digit(pair[0])? * 16 + digit(pair[1])?).ok()?;
-    }
-    Some(bytes)
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -62,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seal_is_good_for_one_handle_at_one_address_under_one_secret() {
+    fn a_seal_is_valid_for_one_handle_address_and_secret() {
         let secret = |text: &str| Secret::new(text.as_bytes()).expect("long enough");
         let ours = secret("the cluster's own secret");
         let handoff = Handoff {

@@ -58,6 +58,7 @@ mod tests {
     use tokio::sync::mpsc::{Sender, channel};
 
     use super::*;
+    use crate::server::body_budget::BodyBudgets;
     use crate::server::protocol;
     use crate::server::reply::{Reply, json, read_body};
 
@@ -116,7 +117,7 @@ mod tests {
 
     /// Reads the body and reports its length.
     async fn look(request: Request<Incoming>, sender: Sender<usize>) -> Result<Reply, ApiError> {
-        let body = read_body(request, ROOM, &Arc::default()).await?;
+        let body = read_body(request, ROOM, &BodyBudgets::of(ROOM).requests).await?;
         sender.send(body.len()).await.expect("the test listens");
         Ok(json(StatusCode::OK, "{}"))
     }
@@ -176,7 +177,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn work_keeps_its_connections_place_until_it_is_done() {
+    async fn work_holds_its_connection_permit_until_it_ends() {
         let (places, all) = (Arc::new(Semaphore::new(1)), TaskTracker::new());
         let begin = TaskSpawner::new(Arc::clone(&places).try_acquire_owned().expect("a place"), &all);
         let (go, wait) = tokio::sync::oneshot::channel::<()>();

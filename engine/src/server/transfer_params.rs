@@ -82,16 +82,16 @@ impl TransferOffer {
             Some(KvIntent::Consume(handoff)) => handoff,
         };
         if authorized.is_err()
-            && !frontend.secret.as_ref().is_some_and(|s| seal::is_genuine(s, &handoff, params))
+            && !frontend.secret.as_ref().is_some_and(|s| seal::is_genuine(&s.key, &handoff, params))
         {
             frontend.metrics.early_rejection("unproven");
             return Self { intent: authorized.map(|()| TransferIntent::Plain), guard: None };
         }
-        let mut random = [0; 8];
-        if getrandom::fill(&mut random).is_err() {
-            return refused(ApiError::internal("the system has no randomness"));
-        }
-        let mut target = FetchTarget::new(&handoff, u64::from_ne_bytes(random));
+        let consumer = match access::random_u64() {
+            Ok(consumer) => consumer,
+            Err(error) => return refused(error),
+        };
+        let mut target = FetchTarget::new(&handoff, consumer);
         if headers.contains_key(&ROUTER_SETTLES) {
             target.leave_to_router(frontend.load_failure);
         }
@@ -124,7 +124,7 @@ pub(super) async fn release_unread(
 ) -> ApiError {
     let headers = request.headers().clone();
     let refusal = error.clone();
-    let (limit, bodies) = (frontend.limits.body_bytes, Arc::clone(&frontend.bodies));
+    let (limit, bodies) = (frontend.limits.body_bytes, Arc::clone(&frontend.bodies.requests));
     let body = read_remaining(request, limit, &bodies).await.unwrap_or_else(|BodyError { read, .. }| read);
     // Off the HTTP threads: a scan of megabytes would delay aborts and releases.
     let release = move || release_broken(&frontend, &headers, &body, &error);
@@ -140,30 +140,26 @@ mod tests {
     use crate::server::guard::RejectionCause;
 
     #[test]
-    fn an_engines_own_trouble_leaves_the_lease_to_a_router_that_settles_and_the_requests_does_not() {
+    fn an_engine_failure_leaves_the_lease_to_a_settling_router_and_a_bad_request_does_not() {
         let now = Duration::ZERO;
-        for (error, cause, elsewhere) in [
-            (ApiError::unauthorized(), RejectionCause::Unauthorized, true),
-            (ApiError::overloaded("full", now), RejectionCause::QueueFull, true),
-            (
-                ApiError::unavailable("stopping", now).with_code(Code::Draining),
-                RejectionCause::Draining,
-                true,
-            ),
-            (ApiError::unavailable("broken", now), RejectionCause::EngineFailed, true),
-            (ApiError::internal("broken"), RejectionCause::EngineFailed, true),
-            (ApiError::invalid(PARAMS, "role").with_code(Code::KvWrongRole), RejectionCause::WrongRole, true),
-            (ApiError::model_not_found("x"), RejectionCause::UnknownModel, false),
-            (ApiError::not_found("/v1/x"), RejectionCause::UnknownPath, false),
-            (ApiError::malformed("x"), RejectionCause::Unreadable, false),
-            (ApiError::payload_too_large(1), RejectionCause::TooLarge, false),
-            (ApiError::request_timeout(now), RejectionCause::SlowBody, false),
-            (ApiError::client_gone(), RejectionCause::CutOff, false),
-            (ApiError::context_length(1, 1, 1), RejectionCause::TooLong, false),
-            (ApiError::invalid("n", "x"), RejectionCause::Invalid, false),
+        for (error, label, elsewhere) in [
+            (ApiError::unauthorized(), "unauthorized", true),
+            (ApiError::overloaded("full", now), "queue_full", true),
+            (ApiError::unavailable("stopping", now).with_code(Code::Draining), "draining", true),
+            (ApiError::unavailable("broken", now), "engine_failed", true),
+            (ApiError::internal("broken"), "engine_failed", true),
+            (ApiError::invalid(PARAMS, "role").with_code(Code::KvWrongRole), "wrong_role", true),
+            (ApiError::model_not_found("x"), "unknown_model", false),
+            (ApiError::not_found("/v1/x"), "unknown_path", false),
+            (ApiError::malformed("x"), "unreadable", false),
+            (ApiError::payload_too_large(1), "too_large", false),
+            (ApiError::request_timeout(now), "slow_body", false),
+            (ApiError::client_gone(), "cut_off", false),
+            (ApiError::context_length(1, 1, 1), "too_long", false),
+            (ApiError::invalid("n", "x"), "invalid", false),
         ] {
-            assert_eq!(RejectionCause::of(&error), cause, "{error}");
-            assert_eq!(cause.is_retryable(), elsewhere, "{error}");
+            let cause = RejectionCause::of(&error);
+            assert_eq!((cause.label, cause.is_retryable), (label, elsewhere), "{error}");
         }
     }
 }

@@ -29,7 +29,7 @@ fn ended_without_a_lease(reply: &http::Reply) {
 }
 
 #[test]
-fn an_abort_while_p_computes_ends_the_request_and_lends_nothing() {
+fn an_abort_while_p_computes_ends_the_request_without_a_lease() {
     let p = paced(Role::Prefill);
     // Eight steps of 50 ms.
     let body = greedy(&prompt(1, 120), 4);
@@ -58,9 +58,9 @@ fn an_abort_that_overtakes_its_request_wins() {
 fn an_abort_of_a_decode_leg_that_has_not_arrived_releases_its_lease() {
     let cluster = Cluster::of(LLAMA);
     let body = greedy(&prompt(1, 40), 4);
-    let lent = cluster.p.lend(&body);
+    let handoff = cluster.p.open_lease(&body);
     abort(&cluster.d, "overtaken");
-    ended_without_a_lease(&cluster.d.generate("overtaken", &with(&body, "kv_transfer_params", lent)));
+    ended_without_a_lease(&cluster.d.generate("overtaken", &with(&body, "kv_transfer_params", handoff)));
     cluster.is_clean();
 }
 
@@ -80,10 +80,10 @@ fn an_abort_after_p_has_answered_closes_the_lease_by_the_requests_name() {
 }
 
 #[test]
-fn an_abort_in_mid_stream_ends_the_stream_and_everything_behind_it() {
+fn an_abort_during_the_stream_ends_stream_and_sequence() {
     let (p, d) = (Node::start(options(LLAMA, Role::Prefill)), paced(Role::Decode));
     let body = with(&greedy(&prompt(1, 40), 100), "stream", json!(true));
-    let body = with(&body, "kv_transfer_params", p.lend(&body));
+    let body = with(&body, "kv_transfer_params", p.open_lease(&body));
     thread::scope(|scope| {
         let call = scope.spawn(|| d.generate("streaming", &body));
         d.wait_until("it does not run", |kv| kv["requests"]["running"] == 1);
@@ -98,7 +98,7 @@ fn an_abort_in_mid_stream_ends_the_stream_and_everything_behind_it() {
 }
 
 #[test]
-fn a_client_that_leaves_while_p_computes_or_while_d_decodes_leaves_nothing_behind() {
+fn a_cancel_while_p_computes_or_d_decodes_frees_every_block() {
     let (p, d) = (paced(Role::Prefill), paced(Role::Decode));
     let body = greedy(&prompt(1, 120), 30);
     let text = prefill_leg(&body).to_string();
@@ -108,7 +108,7 @@ fn a_client_that_leaves_while_p_computes_or_while_d_decodes_leaves_nothing_behin
     p.is_clean();
     assert_eq!(p.kv()["leases"]["opened"], 0);
 
-    let text = with(&body, "kv_transfer_params", p.lend(&body)).to_string();
+    let text = with(&body, "kv_transfer_params", p.open_lease(&body)).to_string();
     let call = http::send(d.http, "POST", "/v1/completions", &[], &text);
     d.wait_until("it does not run", |kv| kv["requests"]["running"] == 1);
     drop(call);

@@ -25,7 +25,7 @@ pub(crate) fn at(node: &Node, rank: &str, path: &str, body: &Value) -> Reply {
     http::call(node.http, "POST", path, &[(RANK, rank)], &body.to_string())
 }
 
-pub(crate) fn lend_at(p: &Node, rank: &str, body: &Value) -> Value {
+pub(crate) fn open_lease_at(p: &Node, rank: &str, body: &Value) -> Value {
     at(p, rank, "/v1/completions", &prefill_leg(body)).ok()["kv_transfer_params"].clone()
 }
 
@@ -36,17 +36,20 @@ fn leases(node: &Node) -> [u64; 2] {
 }
 
 #[test]
-fn a_handoff_goes_from_any_rank_to_any_rank_and_says_what_one_engine_says() {
+fn a_handoff_between_any_ranks_matches_a_single_engine() {
     let (p, d, one) =
         (two_ranks(Role::Prefill), two_ranks(Role::Decode), Node::start(options(LLAMA, Role::Both)));
     for (seed, (from, to)) in [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")].into_iter().enumerate() {
         let body = greedy(&prompt(seed as u64, 45), 8);
-        let lent = lend_at(&p, from, &body);
-        assert!(lent["remote_engine_id"].as_str().expect("an id").ends_with(&format!("-dp{from}")), "{lent}");
+        let handoff = open_lease_at(&p, from, &body);
+        assert!(
+            handoff["remote_engine_id"].as_str().expect("an id").ends_with(&format!("-dp{from}")),
+            "{handoff}"
+        );
         let mut expected = [0, 0];
         expected[from.parse::<usize>().expect("a rank")] = 1;
         assert_eq!(leases(&p), expected);
-        let answer = at(&d, to, "/v1/completions", &with(&body, "kv_transfer_params", lent)).ok();
+        let answer = at(&d, to, "/v1/completions", &with(&body, "kv_transfer_params", handoff)).ok();
         same_choices(&answer, &one.generate(&fresh_id(), &body).ok());
     }
     assert_eq!(d.metric("vllm:external_prefix_cache_hits_total"), 4.0 * 45.0, "fetched, not computed");
@@ -62,10 +65,10 @@ fn a_handoff_goes_from_any_rank_to_any_rank_and_says_what_one_engine_says() {
 }
 
 #[test]
-fn a_notice_reaches_the_rank_that_holds_the_lease_also_by_way_of_another_rank() {
+fn a_notice_to_another_rank_reaches_the_rank_of_the_lease() {
     let (p, d) = (two_ranks(Role::Prefill), two_ranks(Role::Decode));
     let body = greedy(&prompt(1, 45), 8);
-    let (at_0, at_1) = (lend_at(&p, "0", &body), lend_at(&p, "1", &body));
+    let (at_0, at_1) = (open_lease_at(&p, "0", &body), open_lease_at(&p, "1", &body));
     assert_ne!(at_0["remote_port"], at_1["remote_port"], "a side channel each");
     assert_eq!(leases(&p), [1, 1]);
     // The second lease's notice is sent to the first rank's side channel.
@@ -84,8 +87,8 @@ fn a_notice_reaches_the_rank_that_holds_the_lease_also_by_way_of_another_rank() 
 fn a_verb_is_for_the_named_rank_or_for_whichever_knows() {
     let p = two_ranks(Role::Prefill);
     let body = greedy(&prompt(1, 45), 8);
-    let lent = lend_at(&p, "1", &body);
-    let release = json!({"handle": lent["remote_handle"]});
+    let handoff = open_lease_at(&p, "1", &body);
+    let release = json!({"handle": handoff["remote_handle"]});
     assert_eq!(at(&p, "0", "/kv/release", &release).ok()["result"], "unknown");
     assert_eq!(leases(&p), [0, 1]);
     assert_eq!(p.post("/kv/release", &release).ok()["result"], "released");
@@ -140,12 +143,12 @@ fn requests_without_a_rank_are_shared_out_by_load() {
 }
 
 #[test]
-fn a_rank_that_there_is_not_is_one_400_and_a_handoff_is_given_back() {
+fn an_unknown_rank_is_a_400_and_its_handoff_is_released() {
     let (p, d) = (two_ranks(Role::Prefill), two_ranks(Role::Decode));
     let body = greedy(&prompt(1, 45), 8);
     for rank in ["2", "-1", "", "one", "0, 1", "+1", "99999999999999999999"] {
-        let lent = p.lend(&body);
-        let reply = at(&d, rank, "/v1/completions", &with(&body, "kv_transfer_params", lent));
+        let handoff = p.open_lease(&body);
+        let reply = at(&d, rank, "/v1/completions", &with(&body, "kv_transfer_params", handoff));
         let code = reply.code();
         assert_eq!((reply.status, code.as_deref()), (400, Some("invalid_data_parallel_rank")), "{rank:?}");
         p.is_clean();

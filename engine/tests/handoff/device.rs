@@ -18,8 +18,8 @@ use super::observe::digests::same_bytes;
 
 fn device() -> DeviceChoice {
     match std::env::var("BATON_TEST_DEVICE") {
-        Ok(name) => name.parse().expect("BATON_TEST_DEVICE is a device"),
-        Err(_) => DeviceChoice::Accelerator(Accelerator::Software),
+        Ok(name) => baton_engine_check::parse_device(&name).expect("BATON_TEST_DEVICE is a device"),
+        Err(_) => baton_engine_check::SOFTWARE,
     }
 }
 
@@ -59,7 +59,7 @@ fn in_steps(node: &Node) -> f64 {
 const LENGTHS: [usize; 5] = [1, BLOCK - 1, BLOCK + 1, 3 * BLOCK + 1, 101];
 
 #[test]
-fn a_handoff_between_devices_says_what_the_cpu_says() {
+fn a_handoff_between_devices_matches_the_cpu() {
     for (model, transport) in
         [(LLAMA, KvTransport::Tcp), (QWEN3, KvTransport::Auto), (QWEN2, KvTransport::Auto)]
     {
@@ -82,7 +82,7 @@ fn a_handoff_between_devices_says_what_the_cpu_says() {
 }
 
 #[test]
-fn what_a_device_lends_while_it_computes_is_copied_to_the_host_for_those_who_read_it_there() {
+fn early_leased_device_blocks_are_copied_to_the_host_for_host_readers() {
     for transport in [KvTransport::Tcp, KvTransport::Auto] {
         let cluster = Cluster::with(LLAMA, |options| {
             on_device(options);
@@ -128,7 +128,7 @@ fn a_draw_with_a_seed_is_the_same_on_one_device_and_across_a_handoff() {
 }
 
 #[test]
-fn requests_that_the_host_chooses_for_and_those_of_the_device_share_steps() {
+fn host_sampled_and_device_sampled_requests_share_steps() {
     let node = Node::start({
         let mut options = options(LLAMA, Role::Both);
         on_device(&mut options);
@@ -147,15 +147,15 @@ fn requests_that_the_host_chooses_for_and_those_of_the_device_share_steps() {
     let answer = |body: &Value| ids(&node.generate(&fresh_id(), body).ok());
     let alone: Vec<Value> = bodies.iter().map(answer).collect();
     let together: Vec<Value> = std::thread::scope(|scope| {
-        let asked: Vec<_> = bodies.iter().map(|body| scope.spawn(|| answer(body))).collect();
-        asked.into_iter().map(|asked| asked.join().expect("an answer")).collect()
+        let calls: Vec<_> = bodies.iter().map(|body| scope.spawn(|| answer(body))).collect();
+        calls.into_iter().map(|call| call.join().expect("an answer")).collect()
     });
     assert_eq!(alone, together);
     node.is_clean();
 }
 
 #[test]
-fn cpu_and_device_hand_over_to_each_other() {
+fn cpu_and_device_engines_hand_off_to_each_other() {
     for on in [Role::Prefill, Role::Decode] {
         let cluster = Cluster::with(QWEN3, |options| {
             if options.role == on {
@@ -170,7 +170,7 @@ fn cpu_and_device_hand_over_to_each_other() {
 }
 
 #[test]
-fn what_was_evicted_from_a_device_comes_back_from_the_tiers() {
+fn blocks_evicted_from_a_device_are_loaded_from_the_tiers() {
     let dir = tempfile::tempdir().expect("a folder");
     let start = || {
         let mut options = options(LLAMA, Role::Both);
@@ -207,10 +207,10 @@ fn what_was_evicted_from_a_device_comes_back_from_the_tiers() {
 }
 
 #[test]
-fn what_a_device_cannot_do_is_said_before_anything_is_served() {
+fn unsupported_device_options_are_refused_at_start() {
     let refused = |change: &dyn Fn(&mut EngineOptions)| {
         let mut options = options(LLAMA, Role::Both);
-        options.device = DeviceChoice::Accelerator(Accelerator::Software);
+        options.device = baton_engine_check::SOFTWARE;
         change(&mut options);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         let _entered = runtime.enter();
@@ -223,7 +223,7 @@ fn what_a_device_cannot_do_is_said_before_anything_is_served() {
     assert!(error.contains("--device software") && error.contains("--kv-cache-dtype"), "{error}");
     let error = refused(&|options| options.kv_ranks = 2);
     assert!(error.contains("--kv-ranks"), "{error}");
-    if device() == DeviceChoice::Accelerator(Accelerator::Software) {
+    if device() == baton_engine_check::SOFTWARE {
         // No machine has as many; most machines that run this test have neither a GPU nor a driver.
         let error = refused(&|options| options.device = DeviceChoice::Accelerator(Accelerator::Cuda(4_000)));
         assert!(error.contains("--device cuda:4000"), "{error}");

@@ -59,8 +59,11 @@ fn agrees(model: &str, whole_blocks: bool, change: impl Fn(&mut EngineOptions)) 
         let body = greedy(&prompt, 12);
         let early = Early::begin(&cluster.p, &body);
         let two = cluster.d.decode(&body, &early.params).ok();
-        let said = early.end();
-        assert!(said.contains("\"finish_reason\":\"length\"") && said.contains("[DONE]"), "{said}");
+        let stream_text = early.end();
+        assert!(
+            stream_text.contains("\"finish_reason\":\"length\"") && stream_text.contains("[DONE]"),
+            "{stream_text}"
+        );
         same_choices(&two, &cluster.one.generate(&fresh_id(), &body).ok());
         if whole_blocks {
             same_bytes(&cluster.p, &cluster.d, &prompt);
@@ -72,17 +75,17 @@ fn agrees(model: &str, whole_blocks: bool, change: impl Fn(&mut EngineOptions)) 
 }
 
 #[test]
-fn llama_read_while_it_is_computed_says_what_one_engine_says() {
+fn llama_early_handoff_matches_a_single_engine() {
     agrees(LLAMA, true, |_| {});
 }
 
 #[test]
-fn qwen3_read_while_it_is_computed_over_tcp_says_what_one_engine_says() {
+fn qwen3_early_handoff_over_tcp_matches_a_single_engine() {
     agrees(QWEN3, true, |options| options.kv_transport = KvTransport::Tcp);
 }
 
 #[test]
-fn qwen2_read_in_slices_while_it_is_computed_says_what_one_engine_says() {
+fn qwen2_early_handoff_in_slices_matches_a_single_engine() {
     agrees(QWEN2, false, |options| {
         if options.role == Role::Decode {
             options.kv_ranks = 2;
@@ -92,7 +95,7 @@ fn qwen2_read_in_slices_while_it_is_computed_says_what_one_engine_says() {
 }
 
 #[test]
-fn a_prompt_of_one_step_or_in_the_cache_is_lent_when_it_is_computed() {
+fn a_prompt_of_one_step_or_from_the_cache_is_leased_after_its_prefill() {
     let cluster = Cluster::of(LLAMA);
     for len in [20, 20] {
         let headers = [("x-request-id", &*fresh_id()), ("x-baton-early-handoff", "1")];
@@ -131,7 +134,7 @@ fn slow_producer(model: &str, policy: LoadFailurePolicy) -> Cluster {
 }
 
 #[test]
-fn a_prefill_that_is_hung_up_on_ends_and_the_decode_engine_computes_the_prompt() {
+fn a_cancelled_prefill_ends_and_the_decode_engine_recomputes() {
     let cluster = slow_producer(LLAMA, LoadFailurePolicy::Recompute);
     let (body, early) = in_its_middle(&cluster.p, 11);
     let (d, params, asked) = (cluster.d.http, early.params.clone(), body.clone());
@@ -148,7 +151,7 @@ fn a_prefill_that_is_hung_up_on_ends_and_the_decode_engine_computes_the_prompt()
 }
 
 #[test]
-fn a_prefill_that_is_hung_up_on_is_gone_where_the_policy_is_to_fail() {
+fn a_cancelled_prefill_fails_its_decode_under_policy_fail() {
     let cluster = slow_producer(QWEN3, LoadFailurePolicy::Fail);
     let (body, early) = in_its_middle(&cluster.p, 12);
     let (d, params) = (cluster.d.http, early.params.clone());
@@ -177,14 +180,14 @@ fn a_lease_that_is_released_or_whose_request_is_aborted_ends_its_prefill() {
             let handle = serde_json::json!({ "handle": early.params["remote_handle"] });
             cluster.p.post("/kv/release", &handle).ok();
         }
-        let said = early.end();
-        assert!(said.contains("\"finish_reason\":\"abort\""), "{said}");
+        let stream_text = early.end();
+        assert!(stream_text.contains("\"finish_reason\":\"abort\""), "{stream_text}");
         cluster.p.is_clean();
     }
 }
 
 #[test]
-fn a_decode_engine_that_is_hung_up_on_ends_the_prefill_it_waits_for() {
+fn a_cancelled_decode_leg_ends_the_prefill_that_it_awaits() {
     let cluster = slow_producer(LLAMA, LoadFailurePolicy::Recompute);
     let (body, early) = in_its_middle(&cluster.p, 15);
     let body = super::harness::cluster::with(&body, "kv_transfer_params", early.params.clone());
@@ -192,14 +195,14 @@ fn a_decode_engine_that_is_hung_up_on_ends_the_prefill_it_waits_for() {
         http::send(cluster.d.http, "POST", PATH, &[("x-request-id", &fresh_id())], &body.to_string());
     cluster.d.wait_until("D fetches", |kv| kv["requests"]["fetching"] == 1);
     drop(decode);
-    let said = early.end();
-    assert!(said.contains("\"finish_reason\":\"abort\""), "{said}");
+    let stream_text = early.end();
+    assert!(stream_text.contains("\"finish_reason\":\"abort\""), "{stream_text}");
     cluster.is_clean();
 }
 
 /// More concurrent prefills than the decode engine has workers for, and one handoff of computed blocks.
 #[test]
-fn reads_that_wait_for_a_prefill_do_not_hold_up_those_that_need_not() {
+fn reads_that_wait_for_a_prefill_do_not_delay_other_reads() {
     // One engine computes one prompt at a time, so each prefill has its own engine.
     let behind = [(); 2].map(|()| {
         let mut options = options(LLAMA, Role::Prefill);
@@ -222,8 +225,8 @@ fn reads_that_wait_for_a_prefill_do_not_hold_up_those_that_need_not() {
         .collect();
     d.wait_until("D fetches both", |kv| kv["requests"]["fetching"] == 2);
     let body = greedy(&prompt(40, 100), 4);
-    let lent = quick.lend(&body);
-    same_choices(&d.decode(&body, &lent).ok(), &one.generate(&fresh_id(), &body).ok());
+    let handoff = quick.open_lease(&body);
+    same_choices(&d.decode(&body, &handoff).ok(), &one.generate(&fresh_id(), &body).ok());
     for (answer, body) in answers.into_iter().zip(&bodies) {
         same_choices(&http::receive(answer).ok(), &one.generate(&fresh_id(), body).ok());
     }

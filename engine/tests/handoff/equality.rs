@@ -32,17 +32,17 @@ fn every_length_agrees(model: &str) {
 }
 
 #[test]
-fn llama_in_f32_handed_over_at_every_length_says_what_one_engine_says() {
+fn llama_in_f32_handed_off_at_every_length_matches_a_single_engine() {
     every_length_agrees(LLAMA);
 }
 
 #[test]
-fn qwen3_in_f32_handed_over_at_every_length_says_what_one_engine_says() {
+fn qwen3_in_f32_handed_off_at_every_length_matches_a_single_engine() {
     every_length_agrees(QWEN3);
 }
 
 #[test]
-fn qwen2_in_bf16_handed_over_at_every_length_says_what_one_engine_says() {
+fn qwen2_in_bf16_handed_off_at_every_length_matches_a_single_engine() {
     every_length_agrees(QWEN2);
 }
 
@@ -138,7 +138,7 @@ fn a_cache_in_half_precision_is_handed_over_bit_by_bit() {
 }
 
 #[test]
-fn engines_with_quantized_weights_say_together_what_one_says() {
+fn engines_with_quantized_weights_match_a_single_engine() {
     for model in [QWEN2, QWEN3] {
         agrees_with(model, |options| options.weights = WeightMode::Int8);
     }
@@ -146,7 +146,7 @@ fn engines_with_quantized_weights_say_together_what_one_says() {
 }
 
 #[test]
-fn engines_that_multiply_in_bfloat16_say_together_what_one_says() {
+fn engines_that_multiply_in_bfloat16_match_a_single_engine() {
     for model in [LLAMA, QWEN2, QWEN3] {
         agrees_with(model, |options| options.weights = WeightMode::Bf16);
     }
@@ -190,8 +190,8 @@ fn a_streamed_answer_is_the_whole_answer_in_pieces() {
     let whole = cluster.agrees(&body);
     let streamed =
         with(&with(&body, "stream", json!(true)), "stream_options", json!({"include_usage": true}));
-    let lent = cluster.p.lend(&streamed);
-    let reply = cluster.d.decode(&streamed, &lent);
+    let handoff = cluster.p.open_lease(&streamed);
+    let reply = cluster.d.decode(&streamed, &handoff);
     assert_eq!(reply.status, 200, "{}", reply.text);
     let (mut text, mut ids, mut prompts) = (String::new(), Vec::new(), Vec::new());
     let frames: Vec<&str> = reply.text.lines().filter_map(|line| line.strip_prefix("data: ")).collect();

@@ -57,23 +57,23 @@ fn every_path(family: &str, model: &str) {
 }
 
 #[test]
-fn llama_says_the_same_in_every_way() {
+fn llama_is_the_same_on_every_path() {
     every_path("llama", LLAMA);
 }
 
 #[test]
-fn qwen2_says_the_same_in_every_way() {
+fn qwen2_is_the_same_on_every_path() {
     every_path("qwen2", qwen2_in_f32());
 }
 
 #[test]
-fn qwen3_says_the_same_in_every_way() {
+fn qwen3_is_the_same_on_every_path() {
     every_path("qwen3", QWEN3);
 }
 
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
-fn each_family_says_the_same_by_nixl() {
+fn each_family_is_the_same_by_nixl() {
     for (family, model) in [("llama", LLAMA), ("qwen2", qwen2_in_f32()), ("qwen3", QWEN3)] {
         let blocks = paths::over_nixl(&Plain::of(model));
         eprintln!("{family}, P to D by NIXL, whole and in KV ranks: {blocks} blocks with the same bytes");
@@ -101,11 +101,11 @@ fn only_bytes_show(plain: &Plain, node: &Node, answer: &serde_json::Value, pair:
 }
 
 #[test]
-fn a_transport_that_puts_two_blocks_in_each_others_place_changes_no_token_and_is_found() {
+fn a_transport_that_swaps_two_blocks_is_detected_despite_equal_tokens() {
     let plain = Plain::of(LLAMA);
     let (p, d) = (plain.node(Role::Prefill, |_| {}), plain.node(Role::Decode, |_| {}));
     let ask = plain.longest();
-    let lent = p.lend(&ask.body);
+    let handoff = p.open_lease(&ask.body);
     let pair = pair(&plain);
     // P's blocks are swapped while D reads them, as by a transport that confuses two addresses.
     let held = digests(&p);
@@ -116,14 +116,14 @@ fn a_transport_that_puts_two_blocks_in_each_others_place_changes_no_token_and_is
         p.region.write_block(b, &first);
     };
     cross();
-    let answer = d.decode(&ask.body, &lent).ok();
+    let answer = d.decode(&ask.body, &handoff).ok();
     cross();
     only_bytes_show(&plain, &d, &answer, &pair);
     assert!(plain.differing(&digests(&p)).is_empty(), "P's own are unchanged");
 }
 
 #[test]
-fn a_tier_that_keeps_two_blocks_under_each_others_name_changes_no_token_and_is_found() {
+fn a_tier_that_swaps_two_blocks_is_detected_despite_equal_tokens() {
     let plain = Plain::of(LLAMA);
     let dir = tempfile::tempdir().expect("a folder");
     let with_disk = || plain.node(Role::Both, |options| disk(options, dir.path()));
@@ -157,7 +157,7 @@ fn a_tier_that_keeps_two_blocks_under_each_others_name_changes_no_token_and_is_f
 }
 
 #[test]
-fn one_bit_of_one_block_is_found() {
+fn one_flipped_bit_of_a_block_is_detected() {
     let plain = Plain::of(LLAMA);
     let node = plain.node(Role::Both, |_| {});
     node.generate("one", &greedy(&plain.longest().prompt, 1)).ok();

@@ -17,7 +17,7 @@ fn short_leases() -> Node {
 }
 
 #[test]
-fn a_busy_decode_engine_keeps_a_short_lease_alive_while_the_request_waits() {
+fn a_busy_decode_engine_renews_the_lease_of_a_waiting_request() {
     let mut slow = options(LLAMA, Role::Decode);
     (slow.max_num_seqs, slow.pace) = (1, Some(Duration::from_millis(50)));
     let (p, d, one) = (short_leases(), Node::start(slow), Node::start(options(LLAMA, Role::Both)));
@@ -27,8 +27,8 @@ fn a_busy_decode_engine_keeps_a_short_lease_alive_while_the_request_waits() {
         let busy = scope.spawn(|| d.generate(&fresh_id(), &greedy(&prompt(2, 10), 50)).ok());
         d.wait_until("the engine is not busy", |kv| kv["requests"]["running"] == 1);
         let started = Instant::now();
-        let lent = p.lend(&body);
-        let reply = d.decode(&body, &lent).ok();
+        let handoff = p.open_lease(&body);
+        let reply = d.decode(&body, &handoff).ok();
         assert!(started.elapsed() > 3 * LEASE, "it did not have to wait: {:?}", started.elapsed());
         same_choices(&reply, &one.generate(&fresh_id(), &body).ok());
         busy.join().expect("an answer");
@@ -41,7 +41,7 @@ fn a_busy_decode_engine_keeps_a_short_lease_alive_while_the_request_waits() {
 }
 
 #[test]
-fn a_handoff_that_has_waited_for_sixteen_leases_is_given_up_and_computed_again() {
+fn a_handoff_that_waited_for_sixteen_leases_is_recomputed() {
     let mut short = options(LLAMA, Role::Prefill);
     short.kv_lease_duration = Duration::from_millis(100);
     let mut slow = options(LLAMA, Role::Decode);
@@ -51,9 +51,9 @@ fn a_handoff_that_has_waited_for_sixteen_leases_is_given_up_and_computed_again()
     thread::scope(|scope| {
         let busy = scope.spawn(|| d.generate(&fresh_id(), &greedy(&prompt(2, 10), 90)).ok());
         d.wait_until("the engine is not busy", |kv| kv["requests"]["running"] == 1);
-        let lent = p.lend(&body);
+        let handoff = p.open_lease(&body);
         let (d, body) = (&d, &body);
-        let waits = scope.spawn(move || d.decode(body, &lent).ok());
+        let waits = scope.spawn(move || d.decode(body, &handoff).ok());
         // Long before the engine has a free place.
         p.all_free();
         assert_eq!(d.kv()["requests"]["running"], 1, "it had a free place before");
@@ -71,13 +71,13 @@ fn an_engine_that_waits_for_its_own_leases_gives_one_up() {
     tight.kv_blocks = Some(6);
     let (tight, one) = (Node::start(tight), Node::start(options(LLAMA, Role::Both)));
     let bodies = [1, 2].map(|seed| greedy(&prompt(seed, 3 * BLOCK - 3), 4));
-    let lent = bodies.each_ref().map(|body| tight.lend(body));
+    let handoff = bodies.each_ref().map(|body| tight.open_lease(body));
     tight.wait_until("blocks are left", |kv| kv["blocks"]["leased"] == 6);
     thread::scope(|scope| {
         let calls: Vec<_> = (0..2)
             .map(|n| {
-                let (tight, body, lent) = (&tight, &bodies[n], &lent[n]);
-                scope.spawn(move || tight.decode(body, lent).ok())
+                let (tight, body, handoff) = (&tight, &bodies[n], &handoff[n]);
+                scope.spawn(move || tight.decode(body, handoff).ok())
             })
             .collect();
         for (call, body) in calls.into_iter().zip(&bodies) {
@@ -90,13 +90,13 @@ fn an_engine_that_waits_for_its_own_leases_gives_one_up() {
 }
 
 #[test]
-fn a_lease_that_nobody_comes_for_expires_once_and_its_blocks_come_home() {
+fn an_unclaimed_lease_expires_once_and_frees_its_blocks() {
     let p = short_leases();
-    let lent = p.lend(&greedy(&prompt(1, 45), 4));
-    assert!(lent["remote_lease_left_ms"].as_u64().expect("milliseconds") <= 500);
+    let handoff = p.open_lease(&greedy(&prompt(1, 45), 4));
+    assert!(handoff["remote_lease_left_ms"].as_u64().expect("milliseconds") <= 500);
     p.all_free();
     assert_eq!(p.metric("vllm:nixl_num_kv_expired_reqs"), 1.0);
-    let late = p.post("/kv/release", &json!({"handle": lent["remote_handle"]})).ok();
+    let late = p.post("/kv/release", &json!({"handle": handoff["remote_handle"]})).ok();
     assert_eq!(late["result"], "already");
 }
 
@@ -110,13 +110,13 @@ fn blocks_are_fetched_from_an_engine_in_the_middle_of_a_long_step() {
     let (p, d) = (Node::start(slow), Node::start(options(LLAMA, Role::Decode)));
     let in_one_step = |attempt: u64| {
         let body = greedy(&prompt(attempt, 20), 4);
-        let lent = p.lend(&body);
+        let handoff = p.open_lease(&body);
         thread::scope(|scope| {
             // Three steps long. It is observed as running after the first step, during the second one.
             let busy = scope.spawn(|| p.generate(&fresh_id(), &greedy(&prompt(100 + attempt, 60), 1)).ok());
             p.wait_until("nothing runs", |kv| kv["requests"]["running"] == 1);
             let steps = p.kv()["steps"].clone();
-            let reply = d.decode(&body, &lent).ok();
+            let reply = d.decode(&body, &handoff).ok();
             assert_eq!(reply["choices"][0]["token_ids"].as_array().expect("ids").len(), 4);
             let after = p.kv();
             assert_eq!(after["leases"]["live"], 0, "D has finished its read at P");

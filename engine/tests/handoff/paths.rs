@@ -14,7 +14,7 @@ use baton_engine::run::options::{EngineOptions, Role};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::data_parallel::{at, lend_at};
+use super::data_parallel::{at, open_lease_at};
 use super::harness::cluster::{BLOCK, Node, fresh_id, greedy, options, prompt, same_choices, with};
 use super::observe::digests::{digests, digests_of_rank, hashes};
 use super::tiers::{SMALL_POOL, cached_tokens, disk, files, hits, host, rested, wash};
@@ -24,7 +24,7 @@ use super::transports::carried;
 const ANSWER: usize = 20;
 
 /// One request, and the plain run's answer.
-pub(crate) struct Ask {
+pub(crate) struct ReferenceRequest {
     pub(crate) prompt: Vec<u32>,
     pub(crate) body: Value,
     pub(crate) answer: Value,
@@ -32,7 +32,7 @@ pub(crate) struct Ask {
     tokens: Vec<u32>,
 }
 
-impl Ask {
+impl ReferenceRequest {
     /// Full blocks of its prompt, and of prompt and answer.
     fn blocks(&self) -> (usize, usize) {
         (self.prompt.len() / BLOCK, self.tokens.len() / BLOCK)
@@ -51,7 +51,7 @@ impl Ask {
 /// The plain run: one engine, one request at a time, each prompt in one step, nothing cached, no tier.
 pub(crate) struct Plain {
     model: String,
-    pub(crate) asks: Vec<Ask>,
+    pub(crate) asks: Vec<ReferenceRequest>,
     /// The digest of every full block of every sequence, by name.
     truth: BTreeMap<String, String>,
 }
@@ -67,10 +67,10 @@ impl Plain {
         for body in [greedy(&prompt(1, 50), ANSWER), greedy(&prompt(2, 12 * BLOCK + 3), ANSWER), drawn] {
             let answer = node.generate(&fresh_id(), &body).ok();
             let list = |value: &Value| serde_json::from_value::<Vec<u32>>(value.clone()).expect("tokens");
-            let (prompt, said) = (list(&body["prompt"]), list(&answer["choices"][0]["token_ids"]));
-            assert_eq!((said.len(), cached_tokens(&answer)), (ANSWER, 0));
-            let tokens = [&prompt[..], &said[..ANSWER - 1]].concat();
-            plain.asks.push(Ask { prompt, body, answer, tokens });
+            let (prompt, emitted) = (list(&body["prompt"]), list(&answer["choices"][0]["token_ids"]));
+            assert_eq!((emitted.len(), cached_tokens(&answer)), (ANSWER, 0));
+            let tokens = [&prompt[..], &emitted[..ANSWER - 1]].concat();
+            plain.asks.push(ReferenceRequest { prompt, body, answer, tokens });
         }
         let held = digests(&node);
         for ask in &plain.asks {
@@ -91,7 +91,7 @@ impl Plain {
         Node::start(options)
     }
 
-    pub(crate) fn longest(&self) -> &Ask {
+    pub(crate) fn longest(&self) -> &ReferenceRequest {
         &self.asks[1]
     }
 
@@ -127,7 +127,7 @@ impl Plain {
 
     /// As [`Self::same_bytes`], and checks that all blocks of this sequence are present.
     #[track_caller]
-    fn all_of(&self, ask: &Ask, held: &BTreeMap<String, (u32, String)>) -> usize {
+    fn all_of(&self, ask: &ReferenceRequest, held: &BTreeMap<String, (u32, String)>) -> usize {
         self.same_bytes(held);
         let names = hashes(&ask.tokens);
         assert!(names.iter().all(|name| held.contains_key(name)), "a block is not held");
@@ -152,8 +152,8 @@ impl Plain {
 /// Sends both legs of every request, and compares the blocks of P and D.
 fn handed_over(plain: &Plain, p: &Node, d: &Node) -> usize {
     for ask in &plain.asks {
-        let lent = p.lend(&ask.body);
-        same_choices(&d.decode(&ask.body, &lent).ok(), &ask.answer);
+        let handoff = p.open_lease(&ask.body);
+        same_choices(&d.decode(&ask.body, &handoff).ok(), &ask.answer);
     }
     let sent: usize = plain.asks.iter().map(|ask| ask.prompt.len()).sum();
     assert_eq!(d.metric("vllm:external_prefix_cache_hits_total"), sent as f64, "every prompt was sent");
@@ -285,7 +285,7 @@ pub(crate) fn cached(plain: &Plain) -> usize {
 }
 
 /// Loads and compares the sequence: its prompt for the same answer, then the full blocks of its answer.
-fn loads(plain: &Plain, node: &Node, ask: &Ask, between: impl Fn(&Node)) -> usize {
+fn loads(plain: &Plain, node: &Node, ask: &ReferenceRequest, between: impl Fn(&Node)) -> usize {
     let before = hits(node);
     let answer = node.generate(&fresh_id(), &ask.body).ok();
     rested(node);
@@ -351,7 +351,7 @@ pub(crate) fn handed_over_from_tiers(plain: &Plain) -> usize {
     let (p, d) = (with_host(Role::Prefill), with_host(Role::Decode));
     let mut blocks = 0;
     for ask in &plain.asks {
-        let both = || same_choices(&d.decode(&ask.body, &p.lend(&ask.body)).ok(), &ask.answer);
+        let both = || same_choices(&d.decode(&ask.body, &p.open_lease(&ask.body)).ok(), &ask.answer);
         let all_at_rest = || [&p, &d].into_iter().for_each(rested);
         both();
         all_at_rest();
@@ -364,9 +364,9 @@ pub(crate) fn handed_over_from_tiers(plain: &Plain) -> usize {
         blocks += plain.same_bytes(&digests(&p)) + plain.all_of(ask, &digests(&d));
         p.forget();
         d.forget();
-        let (lent, before) = (p.lend(&ask.body), hits(&d));
-        p.post("/kv/release", &json!({"handle": lent["remote_handle"]})).ok();
-        same_choices(&d.decode(&ask.body, &lent).ok(), &ask.answer);
+        let (handoff, before) = (p.open_lease(&ask.body), hits(&d));
+        p.post("/kv/release", &json!({"handle": handoff["remote_handle"]})).ok();
+        same_choices(&d.decode(&ask.body, &handoff).ok(), &ask.answer);
         all_at_rest();
         assert_eq!(hits(&d) - before, ask.findable() as f64, "D loads");
         blocks += plain.all_of(ask, &digests(&d));
@@ -385,8 +385,8 @@ pub(crate) fn between_data_parallel_ranks(plain: &Plain) -> usize {
     for (from, to) in [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")] {
         d.forget();
         for ask in &plain.asks {
-            let lent = lend_at(&p, from, &ask.body);
-            let body = with(&ask.body, "kv_transfer_params", lent);
+            let handoff = open_lease_at(&p, from, &ask.body);
+            let body = with(&ask.body, "kv_transfer_params", handoff);
             same_choices(&at(&d, to, "/v1/completions", &body).ok(), &ask.answer);
         }
         let rank = |name: &str| name.parse().expect("a rank");
@@ -408,14 +408,14 @@ pub(crate) fn resumed(plain: &Plain) -> usize {
         (plain.node(Role::Both, |_| {}), plain.node(Role::Prefill, |_| {}), plain.node(Role::Decode, |_| {}));
     let mut blocks = 0;
     for ask in plain.asks.iter().filter(|ask| ask.body["temperature"] == 0) {
-        for said in [1, BLOCK, ANSWER - 3] {
+        for emitted in [1, BLOCK, ANSWER - 3] {
             [&one, &p, &d].into_iter().for_each(Node::forget);
-            let so_far = [&ask.prompt[..], &ask.answered()[..said]].concat();
-            let body = greedy(&so_far, ANSWER - said);
+            let so_far = [&ask.prompt[..], &ask.answered()[..emitted]].concat();
+            let body = greedy(&so_far, ANSWER - emitted);
             let alone = one.generate(&fresh_id(), &body).ok();
-            let handed_over = d.decode(&body, &p.lend(&body)).ok();
+            let handed_over = d.decode(&body, &p.open_lease(&body)).ok();
             for rest in [&alone, &handed_over] {
-                goes_on(rest, &ask.answer, said);
+                assert_continues(rest, &ask.answer, emitted);
             }
             blocks += plain.all_of(ask, &digests(&one)) + plain.all_of(ask, &digests(&d));
             blocks += plain.same_bytes(&digests(&p));
@@ -425,17 +425,17 @@ pub(crate) fn resumed(plain: &Plain) -> usize {
     blocks
 }
 
-/// The rest of an answer equals the tokens after the first `said` ones, to the last bit of each log-probability.
+/// The rest of an answer equals the tokens after the first `emitted` ones, to the last bit of each log-probability.
 #[track_caller]
-fn goes_on(rest: &Value, whole: &Value, said: usize) {
+fn assert_continues(rest: &Value, whole: &Value, emitted: usize) {
     let (rest, whole) = (&rest["choices"][0], &whole["choices"][0]);
     let list = |value: &Value| value.as_array().expect("a list").clone();
-    assert_eq!(list(&rest["token_ids"]), list(&whole["token_ids"])[said..]);
+    assert_eq!(list(&rest["token_ids"]), list(&whole["token_ids"])[emitted..]);
     for numbers in ["token_logprobs", "top_logprobs"] {
         assert_eq!(
             list(&rest["logprobs"][numbers]),
-            list(&whole["logprobs"][numbers])[said..],
-            "{numbers} after {said} tokens"
+            list(&whole["logprobs"][numbers])[emitted..],
+            "{numbers} after {emitted} tokens"
         );
     }
 }

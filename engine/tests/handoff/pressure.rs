@@ -37,7 +37,7 @@ fn thirty_two_requests_at_once_are_answered_as_if_each_were_alone() {
 }
 
 #[test]
-fn many_handoffs_of_one_prompt_at_once_share_their_blocks_and_hinder_nobody() {
+fn concurrent_handoffs_of_one_prompt_share_their_blocks() {
     let cluster = Cluster::of(LLAMA);
     let prompt = prompt(3_000, 7 * BLOCK + 2);
     let bodies = vec![greedy(&prompt, 12); 12];

@@ -34,8 +34,8 @@ fn fetched(d: &Node) -> f64 {
 #[track_caller]
 fn agrees(p: &Node, d: &Node, one: &Node, body: &Value) -> f64 {
     let before = fetched(d);
-    let lent = p.lend(body);
-    let (two, alone) = (d.decode(body, &lent).ok(), one.generate(&fresh_id(), body).ok());
+    let handoff = p.open_lease(body);
+    let (two, alone) = (d.decode(body, &handoff).ok(), one.generate(&fresh_id(), body).ok());
     same_choices(&two, &alone);
     assert_eq!(d.metric("baton_kv_load_failures_total"), 0.0, "nothing was computed a second time");
     fetched(d) - before
@@ -66,7 +66,7 @@ fn any_ranks_hand_over_to_any_ranks_and_any_blocks_to_any_blocks_bit_by_bit() {
 }
 
 #[test]
-fn a_prefix_that_ends_in_the_middle_of_a_foreign_block_is_not_read_again() {
+fn a_prefix_that_ends_inside_a_foreign_block_is_not_read_twice() {
     let one = reference();
     for (theirs, ours) in [((2, 32), (4, 8)), ((4, 16), (1, 8)), ((1, 8), (2, 32)), ((2, 16), (2, 16))] {
         let (p, d) = (node(Role::Prefill, theirs.0, theirs.1), node(Role::Decode, ours.0, ours.1));
@@ -96,25 +96,25 @@ fn one_handoff_over_several_links_serves_all_choices_of_a_request() {
 
 /// The handoff of a producer with a lease for `consumers` consumers.
 #[track_caller]
-fn lend_to(p: &Node, body: &Value, consumers: usize) -> Value {
+fn open_lease_for(p: &Node, body: &Value, consumers: usize) -> Value {
     let mut leg = prefill_leg(body);
     leg["kv_transfer_params"]["remote_consumers"] = json!(consumers);
-    let lent = p.generate(&fresh_id(), &leg).ok()["kv_transfer_params"].clone();
-    assert_eq!(lent["remote_consumers"], consumers, "{lent}");
-    lent
+    let handoff = p.generate(&fresh_id(), &leg).ok()["kv_transfer_params"].clone();
+    assert_eq!(handoff["remote_consumers"], consumers, "{handoff}");
+    handoff
 }
 
 #[test]
-fn several_decode_engines_each_get_everything_from_one_handoff_and_the_last_ends_the_lease() {
+fn several_decode_engines_read_one_handoff_and_the_last_ends_the_lease() {
     let p = node(Role::Prefill, 2, 16);
     let consumers = [node(Role::Decode, 1, 16), node(Role::Decode, 4, 8), node(Role::Decode, 2, 16)];
     let one = reference();
     let body = greedy(&prompt(8, 50), 8);
     let alone = one.generate(&fresh_id(), &body).ok();
-    let lent = lend_to(&p, &body, 3);
+    let handoff = open_lease_for(&p, &body, 3);
     for (n, d) in consumers.iter().enumerate() {
         assert_eq!(p.kv()["leases"]["live"], 1, "{n} of 3 have read");
-        same_choices(&d.decode(&body, &lent).ok(), &alone);
+        same_choices(&d.decode(&body, &handoff).ok(), &alone);
         assert_eq!(fetched(d), 50.0);
         d.is_clean();
     }
@@ -122,16 +122,16 @@ fn several_decode_engines_each_get_everything_from_one_handoff_and_the_last_ends
 }
 
 #[test]
-fn a_decode_engine_that_refuses_a_shared_handoff_takes_nothing_from_the_others() {
+fn a_refusal_of_a_shared_handoff_leaves_the_lease_to_the_others() {
     let p = node(Role::Prefill, 2, 16);
     let (refuses, takes, one) = (node(Role::Decode, 2, 16), node(Role::Decode, 4, 16), reference());
     let body = greedy(&prompt(9, 50), 8);
-    let lent = lend_to(&p, &body, 3);
+    let handoff = open_lease_for(&p, &body, 3);
     for bad in [with(&body, "temperature", json!(-1)), with(&body, "model", json!("another"))] {
-        assert!(refuses.decode(&bad, &lent).status >= 400);
+        assert!(refuses.decode(&bad, &handoff).status >= 400);
     }
     refuses.is_clean();
-    same_choices(&takes.decode(&body, &lent).ok(), &one.generate(&fresh_id(), &body).ok());
+    same_choices(&takes.decode(&body, &handoff).ok(), &one.generate(&fresh_id(), &body).ok());
     assert_eq!(fetched(&takes), 50.0);
     // Two have left and one has read: the lease waits for no other consumer.
     p.is_clean();
@@ -139,11 +139,11 @@ fn a_decode_engine_that_refuses_a_shared_handoff_takes_nothing_from_the_others()
 }
 
 /// The handoff with the port of one of its ranks replaced.
-fn with_port(lent: &Value, rank: usize, port: u16) -> Value {
-    let mut ports = lent["remote_rank_ports"].clone();
+fn with_port(handoff: &Value, rank: usize, port: u16) -> Value {
+    let mut ports = handoff["remote_rank_ports"].clone();
     ports[rank] = json!(port);
     let first = ports[0].clone();
-    with(&with(lent, "remote_rank_ports", ports), "remote_port", first)
+    with(&with(handoff, "remote_rank_ports", ports), "remote_port", first)
 }
 
 fn free_port() -> u16 {
@@ -152,21 +152,21 @@ fn free_port() -> u16 {
 
 /// D computes the correct answer itself, and all blocks are free on both sides.
 #[track_caller]
-fn recomputed(p: &Node, d: &Node, one: &Node, body: &Value, lent: &Value) {
+fn recomputed(p: &Node, d: &Node, one: &Node, body: &Value, handoff: &Value) {
     let before = d.metric("baton_kv_load_failures_total");
-    same_choices(&d.decode(body, lent).ok(), &one.generate(&fresh_id(), body).ok());
+    same_choices(&d.decode(body, handoff).ok(), &one.generate(&fresh_id(), body).ok());
     assert_eq!(d.metric("baton_kv_load_failures_total") - before, 1.0);
     d.is_clean();
     p.is_clean();
 }
 
 #[test]
-fn a_dead_rank_of_the_producer_costs_the_handoff_and_holds_nobody_and_nothing() {
+fn a_dead_rank_of_the_producer_fails_the_handoff_and_frees_every_block() {
     let (p, d, one) = (node(Role::Prefill, 4, 16), node(Role::Decode, 2, 16), reference());
     // Heartbeats and releases go to rank 0 first.
     for (seed, rank) in [(10, 0), (11, 1), (12, 3)] {
         let body = greedy(&prompt(seed, 50), 8);
-        recomputed(&p, &d, &one, &body, &with_port(&p.lend(&body), rank, free_port()));
+        recomputed(&p, &d, &one, &body, &with_port(&p.open_lease(&body), rank, free_port()));
     }
 }
 
@@ -176,19 +176,19 @@ fn a_silent_rank_of_the_producer_is_an_error_within_the_bound() {
     // Accepts connections and never answers.
     let silent = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let body = greedy(&prompt(13, 50), 8);
-    let lent = with_port(&p.lend(&body), 1, silent.local_addr().expect("bound").port());
-    recomputed(&p, &d, &one, &body, &lent);
+    let handoff = with_port(&p.open_lease(&body), 1, silent.local_addr().expect("bound").port());
+    recomputed(&p, &d, &one, &body, &handoff);
 }
 
 #[test]
-fn a_dead_rank_is_a_typed_failure_where_the_policy_says_so() {
+fn a_dead_rank_is_a_typed_error_under_policy_fail() {
     let p = node(Role::Prefill, 2, 16);
     let mut strict = options(wide(), Role::Decode);
     strict.kv_ranks = 2;
     strict.kv_load_failure_policy = LoadFailurePolicy::Fail;
     let d = Node::start(strict);
     let body = greedy(&prompt(14, 50), 8);
-    let reply = d.decode(&body, &with_port(&p.lend(&body), 1, free_port()));
+    let reply = d.decode(&body, &with_port(&p.open_lease(&body), 1, free_port()));
     assert_eq!((reply.status, reply.code().as_deref()), (503, Some("kv_handshake_failed")), "{}", reply.text);
     d.is_clean();
     p.is_clean();
@@ -197,20 +197,20 @@ fn a_dead_rank_is_a_typed_failure_where_the_policy_says_so() {
 #[test]
 fn a_handoff_that_lies_about_its_cut_is_refused_before_a_byte_is_read() {
     let (p, d, one) = (node(Role::Prefill, 2, 16), node(Role::Decode, 2, 16), reference());
-    let swapped = |lent: &Value| {
-        let ports = json!([lent["remote_rank_ports"][1], lent["remote_rank_ports"][0]]);
+    let swapped = |handoff: &Value| {
+        let ports = json!([handoff["remote_rank_ports"][1], handoff["remote_rank_ports"][0]]);
         let first = ports[0].clone();
-        with(&with(lent, "remote_rank_ports", ports), "remote_port", first)
+        with(&with(handoff, "remote_rank_ports", ports), "remote_port", first)
     };
-    let half = |lent: &Value| with(lent, "remote_block_size", json!(32));
+    let half = |handoff: &Value| with(handoff, "remote_block_size", json!(32));
     let lies: [&dyn Fn(&Value) -> Value; 2] = [&swapped, &half];
     for (seed, lie) in (15..).zip(lies) {
         let body = greedy(&prompt(seed, 30), 8);
-        let lent = p.lend(&body);
-        same_choices(&d.decode(&body, &lie(&lent)).ok(), &one.generate(&fresh_id(), &body).ok());
-        assert_eq!(fetched(&d), 0.0, "{}", lie(&lent));
+        let handoff = p.open_lease(&body);
+        same_choices(&d.decode(&body, &lie(&handoff)).ok(), &one.generate(&fresh_id(), &body).ok());
+        assert_eq!(fetched(&d), 0.0, "{}", lie(&handoff));
         // The producer does not recognise these ranks in a release either: the test releases the lease itself.
-        p.post("/kv/release", &json!({"handle": lent["remote_handle"]})).ok();
+        p.post("/kv/release", &json!({"handle": handoff["remote_handle"]})).ok();
         d.is_clean();
     }
     p.is_clean();

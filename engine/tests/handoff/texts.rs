@@ -95,7 +95,7 @@ fn tokens(engine: &Node, body: &Value) -> Vec<Value> {
 }
 
 #[test]
-fn every_prompt_of_a_request_with_a_seed_draws_as_it_would_alone_and_choices_count_the_seed_up() {
+fn every_prompt_of_a_seeded_request_draws_as_alone_and_choices_increment_the_seed() {
     let engine = Node::start(options(LLAMA, Role::Both));
     let (one, other) = (prompt(1, 12), prompt(2, 9));
     let body = json!({
@@ -125,7 +125,7 @@ fn a_stop_string_counts_from_the_token_after_min_tokens_on() {
     // One letter repeatedly.
     let letter = engine.post("/tokenize", &json!({"prompt": "a", "add_special_tokens": false})).ok();
     let bias = json!({letter["tokens"][0].to_string(): 100});
-    let said = |min_tokens: u32, stop: &str| {
+    let choice_with = |min_tokens: u32, stop: &str| {
         let body = json!({
             "prompt": prompt(1, 12), "max_tokens": 8, "temperature": 0, "logit_bias": bias, "stop": stop,
             "min_tokens": min_tokens, "ignore_eos": true,
@@ -135,12 +135,12 @@ fn a_stop_string_counts_from_the_token_after_min_tokens_on() {
         (choice["text"].as_str().expect("a text").to_owned(), reply["usage"]["completion_tokens"].clone())
     };
     let wanted = |text: &str, count: u32| (text.to_owned(), json!(count));
-    assert_eq!(said(0, "a"), wanted("", 1));
-    assert_eq!(said(1, "a"), wanted("a", 2));
-    assert_eq!(said(3, "a"), wanted("aaa", 4));
+    assert_eq!(choice_with(0, "a"), wanted("", 1));
+    assert_eq!(choice_with(1, "a"), wanted("a", 2));
+    assert_eq!(choice_with(3, "a"), wanted("aaa", 4));
     // A stop string that begins among the first tokens ends the text too.
-    assert_eq!(said(3, "aa"), wanted("aa", 4));
-    assert_eq!(said(8, "a"), wanted("aaaaaaaa", 8));
+    assert_eq!(choice_with(3, "aa"), wanted("aa", 4));
+    assert_eq!(choice_with(8, "a"), wanted("aaaaaaaa", 8));
 }
 
 #[test]

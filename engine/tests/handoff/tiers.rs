@@ -92,7 +92,7 @@ pub(crate) fn files(dir: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn what_was_evicted_comes_back_from_the_host_tier_bit_for_bit() {
+fn evicted_blocks_are_loaded_from_the_host_tier_bit_for_bit() {
     for (model, dtype) in
         [(LLAMA, KvDtype::F32), (QWEN2, KvDtype::F32), (LLAMA, KvDtype::F16), (QWEN2, KvDtype::Bf16)]
     {
@@ -149,7 +149,7 @@ fn the_disk_tier_survives_a_restart() {
 }
 
 #[test]
-fn a_damaged_file_is_computed_again_and_never_believed() {
+fn the_blocks_of_a_damaged_file_are_recomputed() {
     let damage: [&dyn Fn(&Path); 4] = [
         &|file| {
             let mut bytes = fs::read(file).expect("readable");
@@ -190,7 +190,7 @@ fn a_damaged_file_is_computed_again_and_never_believed() {
 }
 
 #[test]
-fn one_damaged_file_truncates_the_prefix_and_what_is_before_it_is_used() {
+fn one_damaged_file_truncates_the_loaded_prefix() {
     let dir = tempfile::tempdir().expect("a folder");
     let engine = node(LLAMA, |options| disk(options, dir.path()));
     let body = greedy(&prompt(4, PROMPT_TOKENS), 12);
@@ -213,7 +213,7 @@ fn one_damaged_file_truncates_the_prefix_and_what_is_before_it_is_used() {
 }
 
 #[test]
-fn a_disk_that_breaks_while_requests_run_is_left_alone_and_used_again_when_it_is_back() {
+fn a_disk_that_fails_under_load_is_suspended_until_it_works() {
     let dir = tempfile::tempdir().expect("a folder");
     let below = dir.path().join("tier");
     let (plain, engine) = (node(LLAMA, |_| {}), node(LLAMA, |options| disk(options, &below)));
@@ -289,7 +289,7 @@ fn stop_and_abort_while_blocks_are_stored_strand_nothing() {
 }
 
 #[test]
-fn prefill_and_decode_engines_with_tiers_say_what_one_engine_says() {
+fn engines_with_tiers_match_a_single_engine() {
     let cluster = Cluster::with(LLAMA, |options| {
         options.kv_blocks = Some(SMALL_POOL);
         host(options, 8);
@@ -308,9 +308,9 @@ fn prefill_and_decode_engines_with_tiers_say_what_one_engine_says() {
     // A handoff whose lease is gone: D falls back to its own tiers.
     cluster.p.forget();
     cluster.d.forget();
-    let lent = cluster.p.lend(&body);
-    cluster.p.post("/kv/release", &serde_json::json!({"handle": lent["remote_handle"]})).ok();
-    let fallback = cluster.d.decode(&body, &lent).ok();
+    let handoff = cluster.p.open_lease(&body);
+    cluster.p.post("/kv/release", &serde_json::json!({"handle": handoff["remote_handle"]})).ok();
+    let fallback = cluster.d.decode(&body, &handoff).ok();
     same_choices(&fallback, &cluster.one.generate(&fresh_id(), &body).ok());
     assert_eq!(hits(&cluster.d), (12 * BLOCK) as f64);
     cluster.is_clean();

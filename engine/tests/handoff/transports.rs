@@ -45,19 +45,19 @@ fn both_legs_agree(cluster: &Cluster, transport: &str) {
 }
 
 #[test]
-fn engines_of_one_host_read_shared_memory_and_say_what_one_engine_says() {
+fn engines_on_one_host_read_shared_memory_and_match_a_single_engine() {
     both_legs_agree(&cluster(KvTransport::Auto, KvTransport::Auto, LoadFailurePolicy::Fail), "shm");
     both_legs_agree(&cluster(KvTransport::Shm, KvTransport::Shm, LoadFailurePolicy::Fail), "shm");
 }
 
 #[test]
-fn an_engine_that_is_told_to_use_tcp_neither_offers_nor_reads_shared_memory() {
+fn an_engine_with_transport_tcp_neither_offers_nor_reads_shared_memory() {
     both_legs_agree(&cluster(KvTransport::Tcp, KvTransport::Auto, LoadFailurePolicy::Fail), "tcp");
     both_legs_agree(&cluster(KvTransport::Auto, KvTransport::Tcp, LoadFailurePolicy::Fail), "tcp");
 }
 
 #[test]
-fn every_model_is_handed_over_by_tcp_as_by_shared_memory() {
+fn every_model_is_the_same_over_tcp_and_shared_memory() {
     for transport in [KvTransport::Tcp, KvTransport::Auto] {
         let cluster = Cluster::with(QWEN2, |options| options.kv_transport = transport);
         let body = json!({
@@ -70,35 +70,35 @@ fn every_model_is_handed_over_by_tcp_as_by_shared_memory() {
 }
 
 #[test]
-fn a_producer_that_offers_no_shared_memory_is_an_error_where_nothing_else_may_be_used() {
+fn without_shared_memory_at_the_producer_transport_shm_is_an_error() {
     let cluster = cluster(KvTransport::Tcp, KvTransport::Shm, LoadFailurePolicy::Fail);
     let body = greedy(&prompt(1, 45), 4);
-    let lent = cluster.p.lend(&body);
-    let reply = cluster.d.decode(&body, &lent);
+    let handoff = cluster.p.open_lease(&body);
+    let reply = cluster.d.decode(&body, &handoff);
     assert_eq!(reply.status, 503, "{}", reply.text);
     assert_eq!(carried(&cluster.d, "tcp") + carried(&cluster.d, "shm"), 0);
-    cluster.p.post("/kv/release", &json!({"handle": lent["remote_handle"], "reason": "test"})).ok();
+    cluster.p.post("/kv/release", &json!({"handle": handoff["remote_handle"], "reason": "test"})).ok();
     cluster.is_clean();
 }
 
 /// A handoff whose blocks were reallocated to another prompt before D reads, on each transport.
 #[test]
-fn blocks_that_were_given_to_another_prompt_are_never_used_on_any_transport() {
+fn reallocated_blocks_are_never_used_on_any_transport() {
     for transport in [KvTransport::Auto, KvTransport::Shm, KvTransport::Tcp] {
         let cluster = Cluster::with(LLAMA, |options| {
             options.kv_blocks = Some(20);
             options.kv_transport = transport;
         });
         let body = greedy(&prompt(3, 120), 8);
-        let lent = cluster.p.lend(&body);
-        let release = |lent: &serde_json::Value| {
-            let body = json!({"handle": lent["remote_handle"], "reason": "test"});
+        let handoff = cluster.p.open_lease(&body);
+        let release = |handoff: &serde_json::Value| {
+            let body = json!({"handle": handoff["remote_handle"], "reason": "test"});
             assert_eq!(cluster.p.post("/kv/release", &body).ok()["result"], "released");
         };
-        release(&lent);
-        let other = cluster.p.lend(&greedy(&prompt(4, 120), 8));
+        release(&handoff);
+        let other = cluster.p.open_lease(&greedy(&prompt(4, 120), 8));
         let alone = cluster.one.generate(&fresh_id(), &body).ok();
-        same_choices(&cluster.d.decode(&body, &lent).ok(), &alone);
+        same_choices(&cluster.d.decode(&body, &handoff).ok(), &alone);
         assert_eq!(cluster.d.metric("baton_kv_load_failures_total"), 1.0, "computed again");
         release(&other);
         cluster.is_clean();

@@ -68,7 +68,7 @@ pub(crate) fn dry_run(
     };
     Ok(json!({
         "model": request.model.name,
-        "generation": generation.number,
+        "generation": generation.version.number,
         "decode": explain(&decode),
         "disaggregation": disaggregated(decided, &inputs),
         "prefill": prefill.as_ref().map(explain),

@@ -24,7 +24,7 @@ pub(super) fn list(shared: &Shared) -> Value {
     let mut engines: Vec<_> = shared.fleet.engines();
     engines.sort_unstable_by(|a, b| a.authority().cmp(b.authority()));
     let engines: Vec<Value> = engines.iter().map(|engine| describe(engine, shared, &generation)).collect();
-    json!({"generation": generation.number, "engines": engines})
+    json!({"generation": generation.version.number, "engines": engines})
 }
 
 fn describe(engine: &Arc<Engine>, shared: &Shared, generation: &Generation) -> Value {
@@ -90,6 +90,11 @@ pub(super) fn apply_order(shared: &Shared, name: &str, verb: &str) -> AdminRespo
         let again = vec![(RETRY_AFTER, HeaderValue::from_static("1"))];
         return AdminResponse::error(StatusCode::SERVICE_UNAVAILABLE, why).with_headers(again);
     }
-    tracing::info!(engine = engine.authority(), ?order, "operator order received");
+    tracing::info!(
+        event = "operator_order_received",
+        engine = engine.authority(),
+        ?order,
+        "operator order received"
+    );
     AdminResponse::json(describe(&engine, shared, &shared.generation()))
 }

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use crate::metrics::routing::DisaggregationReason;
 use crate::routing::disaggregation::DisaggregationInputs;
@@ -57,38 +57,36 @@ pub(crate) fn ended_requests<'a>(
 pub(crate) fn list_recent(history: &ExplanationHistory) -> Value {
     let line = |explanation: &Explanation| {
         let mut head = explanation.head();
-        head.insert("steps".into(), json!(explanation.lock_steps().steps.len()));
-        Value::Object(head)
+        head["steps"] = json!(explanation.lock_steps().steps.len());
+        head
     };
     json!({"requests": history.latest(LISTED_REQUESTS_MAX).iter().map(|explanation| line(explanation)).collect::<Vec<_>>()})
 }
 
 impl Explanation {
-    fn head(&self) -> Map<String, Value> {
+    fn head(&self) -> Value {
         let steps = self.lock_steps();
         let since_epoch = self.began.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let client_id = self.client_id.as_ref().and_then(|value| value.to_str().ok());
         let over = steps.end.as_ref();
-        let mut head = Map::new();
-        head.insert("id".into(), json!(self.id.as_str()));
-        head.insert("client_id".into(), json!(client_id));
-        head.insert("path".into(), json!(self.path));
-        head.insert("model".into(), json!(self.model));
-        head.insert("began_ms".into(), json!(u64::try_from(since_epoch.as_millis()).unwrap_or(u64::MAX)));
-        head.insert("began_us".into(), json!(micros(since_epoch)));
-        head.insert("took_us".into(), json!(over.map(|over| micros(over.after))));
-        head.insert("status".into(), json!(over.map(|over| over.status)));
-        head.insert("outcome".into(), json!(over.and_then(|over| over.outcome).map(|o| o.label())));
-        head
+        json!({
+            "id": self.id.as_str(),
+            "client_id": self.client_id.as_ref().and_then(|value| value.to_str().ok()),
+            "path": self.path,
+            "model": self.model,
+            "began_ms": u64::try_from(since_epoch.as_millis()).unwrap_or(u64::MAX),
+            "began_us": micros(since_epoch),
+            "took_us": over.map(|over| micros(over.after)),
+            "status": over.map(|over| over.status),
+            "outcome": over.and_then(|over| over.outcome).map(|o| o.label()),
+        })
     }
 
     pub(crate) fn json(&self) -> Value {
         let mut explanation = self.head();
         let steps = self.lock_steps();
-        let listed = steps.steps.iter().map(|(at, step)| step.json(*at)).collect::<Vec<_>>();
-        explanation.insert("steps".into(), Value::Array(listed));
-        explanation.insert("steps_left_out".into(), json!(steps.left_out));
-        Value::Object(explanation)
+        explanation["steps"] = steps.steps.iter().map(|(at, step)| step.json(*at)).collect();
+        explanation["steps_left_out"] = json!(steps.left_out);
+        explanation
     }
 }
 

@@ -173,7 +173,7 @@ fn merge(
     snapshot.requests = requests(shared, after);
     snapshot.routers.push(RouterView {
         version: env!("CARGO_PKG_VERSION").to_owned(),
-        generation: generation.number,
+        generation: generation.version.number,
         draining: shared.draining.load(std::sync::atomic::Ordering::Relaxed),
         in_flight: snapshot.requests.in_flight,
         ..RouterView::default()
@@ -216,10 +216,7 @@ fn requests(shared: &Shared, list: &[Arc<InFlightRequest>]) -> RequestsView {
     let mut requests = RequestsView { in_flight: list.len() as u64, ..RequestsView::default() };
     for (at, entry) in list.iter().enumerate() {
         let phase = entry.phase();
-        match requests.phases.get_mut(phase) {
-            Some(count) => *count += 1,
-            None => drop(requests.phases.insert(phase.to_owned(), 1)),
-        }
+        *requests.phases.entry(phase.to_owned()).or_default() += 1;
         if at >= LISTED_REQUESTS_MAX {
             continue;
         }

@@ -37,6 +37,7 @@ use crate::state::readiness;
 use crate::state::shared::Shared;
 use crate::tls::server::ServerTls;
 pub(crate) use response::AdminResponse;
+use response::JsonFormat;
 use write_timeout::WriteTimeout;
 
 /// Connections open at once. Real monitors are far fewer, so some idle connections keep no monitor out.
@@ -119,8 +120,9 @@ impl AdminService {
     async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
         let (head, body) = request.into_parts();
         let (path, generation) = (head.uri.path(), self.shared.generation());
-        let refuse =
-            |status, message: &str| AdminResponse::error(status, message).into_response(false, &head.method);
+        let refuse = |status, message: &str| {
+            AdminResponse::error(status, message).into_response(JsonFormat::Compact, &head.method)
+        };
         if let Some(why) = generation.access.browser_signs(path, &head.headers) {
             return refuse(StatusCode::FORBIDDEN, why);
         }
@@ -147,6 +149,7 @@ impl AdminService {
         };
         let query = head.uri.query().unwrap_or_default().to_owned();
         let pretty = query.split('&').any(|part| matches!(part, "pretty" | "pretty=1" | "pretty=true"));
+        let format = if pretty { JsonFormat::Pretty } else { JsonFormat::Compact };
         let accept = head.headers.get(ACCEPT).and_then(|accept| accept.to_str().ok());
         let request = AdminRequest {
             method: head.method.clone(),
@@ -156,7 +159,7 @@ impl AdminService {
             headers: head.headers.clone(),
             body,
         };
-        self.route(&request).await.into_response(pretty, &head.method)
+        self.route(&request).await.into_response(format, &head.method)
     }
 
     /// Maps a path to its response. Verbs are `POST`, all other paths are `GET`.

@@ -11,7 +11,6 @@ use serde_json::{Value, json};
 pub(crate) struct AdminResponse {
     status: StatusCode,
     content_type: &'static str,
-    allow: Option<&'static str>,
     /// Further headers.
     headers: Vec<(HeaderName, HeaderValue)>,
     body: ResponseBody,
@@ -23,29 +22,29 @@ enum ResponseBody {
     Json(Value),
 }
 
+/// How a JSON response is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum JsonFormat {
+    /// On one line.
+    Compact,
+    /// With indentation.
+    Pretty,
+}
+
 impl AdminResponse {
     /// Plain text.
     pub(crate) fn text(text: impl Into<String>) -> Self {
-        let body = ResponseBody::Text(text.into());
         Self {
             status: StatusCode::OK,
             content_type: "text/plain; charset=utf-8",
-            allow: None,
             headers: Vec::new(),
-            body,
+            body: ResponseBody::Text(text.into()),
         }
     }
 
     /// JSON, on one line unless the query contains `pretty`.
     pub(crate) fn json(value: Value) -> Self {
-        let body = ResponseBody::Json(value);
-        Self {
-            status: StatusCode::OK,
-            content_type: "application/json",
-            allow: None,
-            headers: Vec::new(),
-            body,
-        }
+        Self { content_type: "application/json", body: ResponseBody::Json(value), ..Self::text("") }
     }
 
     /// An error, as `{"error": {"code": 404, "message": "…"}}`.
@@ -55,8 +54,8 @@ impl AdminResponse {
 
     /// 405: the path exists, with another method.
     pub(crate) fn method_not_allowed(allow: &'static str) -> Self {
-        let answer = Self::error(StatusCode::METHOD_NOT_ALLOWED, &format!("only {allow} is allowed here"));
-        Self { allow: Some(allow), ..answer }
+        Self::error(StatusCode::METHOD_NOT_ALLOWED, &format!("only {allow} is allowed here"))
+            .with_headers(vec![(ALLOW, HeaderValue::from_static(allow))])
     }
 
     pub(crate) fn with_status(self, status: StatusCode) -> Self {
@@ -71,10 +70,10 @@ impl AdminResponse {
         Self { headers, ..self }
     }
 
-    pub(super) fn into_response(self, pretty: bool, method: &Method) -> Response<Full<Bytes>> {
+    pub(super) fn into_response(self, format: JsonFormat, method: &Method) -> Response<Full<Bytes>> {
         let text = match self.body {
             ResponseBody::Text(text) => text,
-            ResponseBody::Json(value) if pretty => format!("{value:#}\n"),
+            ResponseBody::Json(value) if format == JsonFormat::Pretty => format!("{value:#}\n"),
             ResponseBody::Json(value) => format!("{value}\n"),
         };
         let body = if *method == Method::HEAD { Bytes::new() } else { Bytes::from(text) };
@@ -85,9 +84,6 @@ impl AdminResponse {
         headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
         for (name, value) in self.headers {
             headers.insert(name, value);
-        }
-        if let Some(allow) = self.allow {
-            headers.insert(ALLOW, HeaderValue::from_static(allow));
         }
         response
     }

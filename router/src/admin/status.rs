@@ -14,8 +14,8 @@ pub(super) fn config(shared: &Shared) -> AdminResponse {
     let generation = shared.generation();
     let config = serde_json::to_value(&generation.config).unwrap_or(Value::Null);
     AdminResponse::json(json!({
-        "generation": generation.number,
-        "revision": generation.revision,
+        "generation": generation.version.number,
+        "revision": generation.version.revision,
         "reloads": shared.installer.reloads.report(),
         "discovery": shared.installer.sources.report(),
         "config": config,

@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_needs_nobody_else_and_reads_nothing_as_html() {
+    fn the_page_loads_no_other_origin_and_parses_no_data_as_html() {
         assert_eq!((PAGE.matches("<script").count(), PAGE.matches("<style").count()), (1, 1));
         for word in
             ["innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "src=", "@import", "url("]

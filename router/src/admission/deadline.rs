@@ -46,7 +46,7 @@ mod tests {
     }
 
     #[test]
-    fn the_shortest_deadline_counts_and_nonsense_is_none() {
+    fn the_shortest_deadline_applies_and_an_invalid_one_is_ignored() {
         let begun = Instant::now();
         let within = |pairs: &[(&'static str, &str)]| {
             client_deadline(&headers(pairs), begun).map(|until| (until - begun).as_millis())
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn a_priority_is_what_is_asked_for_and_never_more_than_allowed() {
+    fn a_priority_is_the_requested_one_up_to_the_allowed_maximum() {
         let asks = |value: &str, body, most| priority(&headers(&[(PRIORITY, value)]), body, most);
         assert_eq!(priority(&HeaderMap::new(), None, Priority::High), Priority::Normal);
         assert_eq!(asks("high", None, Priority::High), Priority::High);

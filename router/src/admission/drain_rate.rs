@@ -22,14 +22,19 @@ pub(crate) struct DrainRate {
 }
 
 impl DrainRate {
-    /// Records a served request. `others_wait`: the next gap measures how fast the queue drains.
-    pub(crate) fn served(&mut self, now: Instant, others_wait: bool) {
+    /// Records a served request. The next gap measures how fast the queue drains, unless [`Self::pause`] follows.
+    pub(crate) fn served(&mut self, now: Instant) {
         if let Some(last) = self.last {
             let gap = now.saturating_duration_since(last).as_secs_f64();
             self.gap_s = if self.gaps == 0 { gap } else { self.gap_s + NEWEST_WEIGHT * (gap - self.gap_s) };
             self.gaps = self.gaps.saturating_add(1);
         }
-        self.last = others_wait.then_some(now);
+        self.last = Some(now);
+    }
+
+    /// Records that no other request waits.
+    pub(crate) fn pause(&mut self) {
+        self.last = None;
     }
 
     /// Expected wait of a request with so many ahead of it; `None` while the pace is unknown.
@@ -54,12 +59,12 @@ mod tests {
 
     fn drained(gap: Duration, times: u32) -> DrainRate {
         let (mut drain, start) = (DrainRate::default(), Instant::now());
-        (0..=times).for_each(|n| drain.served(start + gap * n, true));
+        (0..=times).for_each(|n| drain.served(start + gap * n));
         drain
     }
 
     #[test]
-    fn nothing_is_claimed_before_enough_is_known() {
+    fn no_drain_rate_is_estimated_before_enough_samples() {
         assert_eq!(drained(Duration::from_secs(1), GAPS_MIN - 1).expected_wait(3), None);
         assert!(drained(Duration::from_secs(1), GAPS_MIN).expected_wait(3).is_some());
     }
@@ -74,15 +79,16 @@ mod tests {
     fn idle_time_between_two_rushes_is_no_gap() {
         let mut drain = drained(Duration::from_millis(10), 20);
         let later = Instant::now() + Duration::from_secs(3600);
-        drain.served(later, false);
-        drain.served(later + Duration::from_secs(3600), true);
+        drain.served(later);
+        drain.pause();
+        drain.served(later + Duration::from_secs(3600));
         let after_rest = drain.gaps;
-        drain.served(later + Duration::from_secs(3601), true);
+        drain.served(later + Duration::from_secs(3601));
         assert_eq!(drain.gaps, after_rest + 1);
     }
 
     #[test]
-    fn those_who_are_refused_are_told_different_times_within_bounds() {
+    fn refused_requests_get_spread_retry_times_within_bounds() {
         let mut drain = drained(Duration::from_millis(100), 20);
         let delays: Vec<_> = (0..100).map(|_| drain.retry_after(19)).collect();
         let distinct: std::collections::BTreeSet<_> = delays.iter().collect();

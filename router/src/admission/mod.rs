@@ -397,9 +397,11 @@ impl Drop for QueuedRequest<'_> {
         let first = state.queue.next();
         if self.outcome == QueueOutcome::Dispatched {
             state.queue.record_dispatch(self.entry, self.config);
+            state.drain.served(Instant::now());
             // Requests that wait for full engines show nothing of the others' pace.
-            let others_wait = state.queue.next_eligible(state.candidates.as_ref()).is_some();
-            state.drain.served(Instant::now(), others_wait);
+            if state.queue.next_eligible(state.candidates.as_ref()).is_none() {
+                state.drain.pause();
+            }
         } else {
             state.queue.leave(self.entry);
         }

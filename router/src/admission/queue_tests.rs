@@ -39,7 +39,7 @@ fn fill(queue: &mut FairQueue, times: usize, claim: Claim, terms: &QueueConfig) 
 }
 
 #[test]
-fn a_thousand_requests_of_one_tenant_delay_anothers_first_by_one_turn_at_most() {
+fn a_thousand_queued_requests_delay_another_tenant_by_one_turn() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
     for _ in 0..1000 {
         queue.join(claim(1), &terms).unwrap();
@@ -92,7 +92,7 @@ fn priorities_share_by_weight_and_none_starves() {
 }
 
 #[test]
-fn a_tenant_that_was_idle_has_saved_nothing_up() {
+fn an_idle_tenant_accumulates_no_share() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
     fill(&mut queue, 500, claim(1), &terms);
     serve(&mut queue, 400, &terms);
@@ -102,7 +102,7 @@ fn a_tenant_that_was_idle_has_saved_nothing_up() {
 }
 
 #[test]
-fn a_tenant_that_leaves_and_comes_back_is_not_ahead_of_its_share() {
+fn a_returning_tenant_gets_no_more_than_its_share() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
     fill(&mut queue, 500, claim(1), &terms);
     let mut of_two = 0;
@@ -117,7 +117,7 @@ fn a_tenant_that_leaves_and_comes_back_is_not_ahead_of_its_share() {
 }
 
 #[test]
-fn what_left_unserved_has_cost_nothing() {
+fn a_request_that_leaves_the_queue_costs_its_tenant_nothing() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
     fill(&mut queue, 10, claim(1), &terms);
     let gone: Vec<_> = (0..100).map(|_| queue.join(claim(2), &terms).unwrap()).collect();
@@ -127,7 +127,7 @@ fn what_left_unserved_has_cost_nothing() {
 }
 
 #[test]
-fn every_bound_holds_and_says_which_it_was() {
+fn every_queue_bound_holds_and_is_named() {
     let terms = QueueConfig {
         requests: 3,
         bytes: 100,
@@ -149,7 +149,7 @@ fn every_bound_holds_and_says_which_it_was() {
 }
 
 #[test]
-fn who_is_ahead_is_estimated_by_turns_and_not_by_length() {
+fn the_requests_ahead_are_estimated_by_turns() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
     fill(&mut queue, 1000, claim(1), &terms);
     assert_eq!(queue.ahead_of(&claim(1), &WaitOptions::default(), &terms), 1000);
@@ -169,7 +169,7 @@ fn ahead(engines: &[u32]) -> WaitOptions {
 }
 
 #[test]
-fn a_full_lane_holds_up_only_those_that_compete_for_its_engines() {
+fn a_full_lane_delays_only_requests_for_its_engines() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
     let retry = queue.enter(claim(1), without(&[1]), &terms).unwrap();
     let narrower = queue.enter(claim(1), without(&[1, 2]), &terms).unwrap();
@@ -189,7 +189,7 @@ fn a_full_lane_holds_up_only_those_that_compete_for_its_engines() {
 }
 
 #[test]
-fn a_retry_that_holds_a_prefill_goes_first_and_costs_its_tenant_no_second_turn() {
+fn a_retry_with_a_finished_prefill_goes_first_without_a_second_turn() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
     let urgent = Claim { priority: Priority::High, ..claim(1) };
     let first = queue.join(urgent, &terms).unwrap();
@@ -213,7 +213,7 @@ fn a_retry_that_holds_a_prefill_goes_first_and_costs_its_tenant_no_second_turn()
 }
 
 #[test]
-fn those_that_go_ahead_have_bounds_of_their_own_and_take_no_place_of_others() {
+fn prioritized_retries_have_separate_bounds() {
     let terms = QueueConfig { requests: 2, bytes: 100, tenant_requests: 1, ..QueueConfig::default() };
     let mut queue = FairQueue::default();
     queue.join(claim(1), &terms).unwrap();
@@ -270,7 +270,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 proptest! {
     /// After any steps: counts are right, all waiting requests are served in the end, and no state remains.
     #[test]
-    fn the_books_are_right_and_end_empty(steps in steps()) {
+    fn queue_counts_stay_consistent_and_end_at_zero(steps in steps()) {
         let terms = QueueConfig { requests: 40, tenant_requests: 15, bytes: 1 << 20, ..QueueConfig::default() };
         let mut queue = FairQueue::default();
         let mut waiting: BTreeMap<QueueEntry, (Claim, WaitOptions)> = BTreeMap::new();

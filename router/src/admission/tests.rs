@@ -67,7 +67,7 @@ fn ticket(tenant: u32) -> AdmissionRequest {
 }
 
 #[tokio::test]
-async fn with_room_nobody_queues() {
+async fn with_free_capacity_no_request_queues() {
     let engines = TestEngines::new(2);
     let reservations = (engines.enter(ticket(1)).await.unwrap(), engines.enter(ticket(1)).await.unwrap());
     assert_eq!(engines.queue.waiting.load(Ordering::SeqCst), 0);
@@ -75,7 +75,7 @@ async fn with_room_nobody_queues() {
 }
 
 #[tokio::test]
-async fn whoever_waits_gets_the_room_that_another_leaves() {
+async fn a_waiting_request_gets_freed_capacity() {
     let engines = TestEngines::new(1);
     let reservation = engines.enter(ticket(1)).await.unwrap();
     let mut second = Box::pin(engines.enter(ticket(1)));
@@ -96,7 +96,7 @@ async fn futures_poll<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn nobody_is_forgotten_when_hundreds_come_wait_cancel_and_go() {
+async fn every_request_is_served_under_hundreds_of_waits_and_cancels() {
     let engines = Arc::new(TestEngines::new(3));
     let (busy, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
     let mut tasks = tokio::task::JoinSet::new();
@@ -134,7 +134,7 @@ async fn nobody_is_forgotten_when_hundreds_come_wait_cancel_and_go() {
 }
 
 #[tokio::test]
-async fn one_who_was_woken_and_leaves_wakes_the_next() {
+async fn a_woken_request_that_leaves_wakes_the_next() {
     let engines = TestEngines::new(1);
     let reservation = engines.enter(ticket(1)).await.unwrap();
     let mut first = Box::pin(engines.enter(ticket(1)));
@@ -148,7 +148,7 @@ async fn one_who_was_woken_and_leaves_wakes_the_next() {
 }
 
 #[tokio::test]
-async fn a_deadline_ends_the_wait_with_429_and_a_time_to_come_back() {
+async fn a_deadline_ends_the_wait_with_429_and_retry_after() {
     let engines = TestEngines::new(0);
     let soon = AdmissionRequest { deadline: Instant::now() + Duration::from_millis(30), ..ticket(1) };
     let refused = engines.enter(soon).await.err().expect("expired");
@@ -163,7 +163,7 @@ async fn a_deadline_ends_the_wait_with_429_and_a_time_to_come_back() {
 async fn a_deadline_that_cannot_be_met_is_refused_at_once() {
     let engines = TestEngines::new(0);
     let begun = Instant::now();
-    (0..20).for_each(|n| engines.queue.lock().drain.served(begun + Duration::from_secs(n), true));
+    (0..20).for_each(|n| engines.queue.lock().drain.served(begun + Duration::from_secs(n)));
     let mut first = Box::pin(engines.enter(ticket(1)));
     assert!(futures_poll(&mut first).await.is_none());
     let hurried = AdmissionRequest { deadline: Instant::now() + Duration::from_millis(1500), ..ticket(1) };
@@ -185,7 +185,7 @@ async fn without_any_engine_it_is_503_at_once() {
 }
 
 #[tokio::test]
-async fn whoever_waits_when_the_last_engine_goes_is_told_that_there_is_none() {
+async fn waiting_requests_fail_when_the_last_engine_is_removed() {
     let (engines, terms) = (TestEngines::new(0), QueueConfig { requests: 2, ..terms() });
     let gone = AtomicBool::new(false);
     let there = || if gone.load(Ordering::SeqCst) { Unavailable::NoEngine } else { Unavailable::Full };
@@ -293,7 +293,7 @@ async fn a_retry_that_waits_for_a_busy_engine_holds_up_no_request_that_can_be_se
 }
 
 #[tokio::test]
-async fn those_behind_a_retry_are_woken_when_their_engine_has_room_again() {
+async fn requests_behind_a_retry_are_woken_when_their_engine_has_capacity() {
     let pair = EnginePair::new();
     pair.idle.capacity.store(0, Ordering::SeqCst);
     let mut waits = Box::pin(pair.enter(ticket(1), retry(true)));
@@ -317,7 +317,7 @@ async fn those_behind_a_retry_are_woken_when_their_engine_has_room_again() {
 }
 
 #[tokio::test]
-async fn a_retry_that_holds_a_prefill_gets_the_next_room_before_those_who_came_earlier() {
+async fn a_retry_with_a_finished_prefill_gets_the_next_capacity_first() {
     let engines = TestEngines::new(0);
     let terms = terms();
     let enter = |options| Box::pin(engines.queue.enter(ticket(1), options, &terms, engines.reserve()));
@@ -336,7 +336,7 @@ async fn a_retry_that_holds_a_prefill_gets_the_next_room_before_those_who_came_e
 async fn a_queue_that_hardly_moves_refuses_no_request_for_which_an_engine_is_idle() {
     let pair = EnginePair::new();
     let begun = Instant::now();
-    (0..20).for_each(|n| pair.idle.queue.lock().drain.served(begun + Duration::from_secs(10 * n), true));
+    (0..20).for_each(|n| pair.idle.queue.lock().drain.served(begun + Duration::from_secs(10 * n)));
     let mut waits = Box::pin(pair.enter(ticket(1), retry(true)));
     assert!(futures_poll(&mut waits).await.is_none());
     let hurried = AdmissionRequest { deadline: Instant::now() + Duration::from_secs(5), ..ticket(2) };
@@ -390,7 +390,7 @@ async fn a_wait_that_ends_without_an_engine_is_no_dispatch() {
 }
 
 #[tokio::test]
-async fn a_try_that_another_round_overtakes_ends_nothing_of_that_round() {
+async fn an_overtaken_round_does_not_end_the_newer_round() {
     let pair = EnginePair::new();
     pair.idle.capacity.store(0, Ordering::SeqCst);
     let mut first = Box::pin(pair.enter(ticket(1), retry(true)));

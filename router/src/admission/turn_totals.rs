@@ -114,7 +114,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_taken_out_leaves_nothing(tenants in proptest::collection::vec((0..1_000_001_usize, 1..1001_u32), 0..50)) {
+        fn subtracting_every_tenant_leaves_zero_totals(tenants in proptest::collection::vec((0..1_000_001_usize, 1..1001_u32), 0..50)) {
             let mut turns = sums(&tenants);
             tenants.iter().for_each(|(requests, weight)| turns.subtract(*requests, *weight));
             prop_assert!(turns.0.iter().all(|sum| *sum == ClassTotals::default()));

@@ -111,9 +111,10 @@ impl AdminAccess {
         let Some(token) = self.token.as_ref().filter(|token| token.watch.has_changed()) else { return };
         match read(&token.file) {
             Ok(new) => token.current.store(new.into()),
-            Err(error) => {
-                tracing::error!(%error, "cannot reload the admin token, the old one stays in effect")
-            }
+            Err(error) => tracing::error!(
+                event = "admin_token_reload_failed", %error,
+                "cannot reload the admin token, the old one stays in effect"
+            ),
         }
     }
 }
@@ -138,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_page_in_a_browser_sends_is_suspected_where_there_is_no_token() {
+    fn cross_site_browser_requests_are_refused_without_a_token() {
         let access = AdminAccess::new(&AdminConfig::default()).expect("on loopback");
         let suspects = |access: &AdminAccess, path: &str, lines: &[(&'static str, &'static str)]| {
             let lines = lines.iter().map(|(n, v)| (HeaderName::from_static(n), HeaderValue::from_static(v)));

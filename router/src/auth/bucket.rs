@@ -160,7 +160,7 @@ mod tests {
     const SECOND: u64 = 1_000_000_000;
 
     #[test]
-    fn a_minutes_worth_is_there_at_once_and_flows_back_evenly() {
+    fn a_full_bucket_holds_a_minute_and_refills_evenly() {
         let bucket = Bucket::new(60);
         (0..60).for_each(|_| bucket.take(1, SECOND).unwrap());
         assert_eq!(bucket.take(1, SECOND), Err(RateLimitError::RetryAfter(Duration::from_secs(1))));
@@ -174,13 +174,13 @@ mod tests {
     }
 
     #[test]
-    fn more_than_it_can_ever_hold_is_said_so() {
+    fn a_cost_above_the_bucket_size_is_above_limit() {
         assert_eq!(Bucket::new(10).take(11, 0), Err(RateLimitError::AboveLimit));
         assert_eq!(Bucket::new(10).take(10, 0), Ok(()));
     }
 
     #[test]
-    fn what_is_given_back_can_be_taken_again() {
+    fn refunded_tokens_are_available_again() {
         let bucket = Bucket::new(10);
         bucket.take(10, 5).unwrap();
         bucket.give_back(4, 5, 5);
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn what_flowed_in_since_it_was_taken_is_not_given_back_again() {
+    fn a_refund_excludes_tokens_refilled_since_the_charge() {
         let bucket = Bucket::new(60);
         (0..60).for_each(|_| bucket.take(1, SECOND).unwrap());
         // Thirty of them are refilled and taken by others.
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_used_beyond_it_is_owed_up_to_a_day() {
+    fn an_overdraft_is_bounded_by_a_day() {
         let bucket = Bucket::new(60);
         bucket.debit(90, SECOND);
         let level = BucketLevel { limit: 60, remaining: 0, reset: Duration::from_secs(90) };
@@ -251,7 +251,7 @@ mod tests {
 
         /// The returned wait suffices, and is at most a nanosecond too long.
         #[test]
-        fn who_waits_as_told_is_served(per_minute in 1..100_000_u64, amount in 1..100_u64) {
+        fn a_request_after_the_returned_wait_is_served(per_minute in 1..100_000_u64, amount in 1..100_u64) {
             let amount = amount.min(per_minute);
             let bucket = Bucket::new(per_minute);
             while bucket.take(amount, SECOND).is_ok() {}

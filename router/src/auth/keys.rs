@@ -13,6 +13,8 @@ use std::sync::Arc;
 use hyper::header::{AUTHORIZATION, HeaderMap};
 use sha2::{Digest, Sha256};
 
+use crate::message::random;
+
 /// Prefix of every key, for scanners that look for leaked secrets.
 const PREFIX: &str = "sk-baton-";
 /// Maximum length of a key. Longer ones are not hashed.
@@ -31,9 +33,7 @@ impl NewKey {
     /// Generates a key from 256 bits of the kernel's random numbers.
     #[must_use]
     pub fn make() -> Self {
-        let mut bytes = [0_u8; 32];
-        getrandom::fill(&mut bytes).expect("the kernel's random numbers are there from boot on");
-        let key = format!("{PREFIX}{}", hex(&bytes));
+        let key = format!("{PREFIX}{}", hex(&random::bytes::<32>()));
         let hash = format!("sha256:{}", hex(&Sha256::digest(key.as_bytes())));
         Self { key, hash }
     }
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_new_key_is_found_by_its_hash_and_no_other_is() {
+    fn a_new_key_matches_its_hash_only() {
         let (new, other) = (NewKey::make(), NewKey::make());
         let config = format!("hash: {}\nid: a\ntenant: t\n", new.hash);
         let config: crate::config::KeyConfig = serde_saphyr::from_str(&config).expect("an entry");
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_is_yaml_whatever_the_names_are() {
+    fn an_entry_is_valid_yaml_for_any_name() {
         let entry = NewKey::make().entry("a: #b\"", "t\n- x");
         let read: Vec<crate::config::KeyConfig> = serde_saphyr::from_str(&entry).expect("YAML");
         assert_eq!((read[0].id.as_str(), read[0].tenant.as_str()), ("a: #b\"", "t\n- x"));

@@ -52,7 +52,10 @@ impl Permit {
             return refused(LimitKind::Requests, limit_error(whose[at], "requests", limit, 1, error));
         }
         identity.tenant.requests.increment(1);
-        tracing::debug!(key = identity.name, tenant = %identity.tenant.name, "request admitted");
+        tracing::debug!(
+            event = "request_admitted", key = identity.name, tenant = %identity.tenant.name,
+            "request admitted"
+        );
         Ok(permit)
     }
 
@@ -175,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_second_bucket_refuses_is_not_taken_from_the_first() {
+    fn a_refusal_by_the_second_bucket_refunds_the_first() {
         let (wide, narrow) = (Bucket::new(100), Bucket::new(5));
         assert_eq!(take_both([Some(&wide), Some(&narrow)], 5, 0), Ok(()));
         let refused = take_both([Some(&wide), Some(&narrow)], 5, 0);
@@ -199,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn what_never_fits_is_not_to_be_tried_again() {
+    fn a_request_above_the_limit_is_not_retryable() {
         let error = limit_error("this API key", "tokens", 10, 11, RateLimitError::AboveLimit);
         assert_eq!((error.status, error.should_retry, error.retry_after), (429, Some(false), None));
     }

@@ -171,13 +171,14 @@ impl Auth {
         registry.metrics().count_reload(read.is_ok());
         match read {
             Ok(table) => {
-                tracing::info!(keys = table.len(), "keys file reloaded");
+                tracing::info!(event = "keys_file_reloaded", keys = table.len(), "keys file reloaded");
                 registry.keep(&table);
                 self.table.store(Arc::new(table));
             }
-            Err(error) => {
-                tracing::error!(%error, "cannot reload the keys file, the old keys stay in effect")
-            }
+            Err(error) => tracing::error!(
+                event = "keys_file_reload_failed", %error,
+                "cannot reload the keys file, the old keys stay in effect"
+            ),
         }
     }
 }

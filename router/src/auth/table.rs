@@ -12,6 +12,7 @@ use super::salt::SaltKey;
 use super::{AuthError, Identity, Tenant};
 use crate::auth::TenantId;
 use crate::config::{AuthConfig, KeysFile, RateLimitsConfig};
+use crate::message::random;
 use crate::metrics::tenants::TenantMetrics;
 
 /// All known keys and certificates.
@@ -41,14 +42,12 @@ pub(crate) struct TenantRegistry {
 
 impl TenantRegistry {
     pub(crate) fn new(metrics: Arc<TenantMetrics>) -> Self {
-        let mut secret = [0_u8; 32];
-        getrandom::fill(&mut secret).expect("the kernel's random numbers are there from boot on");
         Self {
             meters: Mutex::default(),
             ids: Mutex::default(),
             next_id: AtomicU32::new(0),
             started: Instant::now(),
-            salts: SaltKey::derived("cache salt", &secret),
+            salts: SaltKey::derived("cache salt", &random::bytes::<32>()),
             metrics,
         }
     }
@@ -193,7 +192,7 @@ mod tests {
     use crate::metrics::Metrics;
 
     #[test]
-    fn a_table_that_never_takes_effect_leaves_what_was_used_as_it_was() {
+    fn a_rejected_table_keeps_the_previous_usage() {
         let registry = TenantRegistry::new(Arc::clone(&Metrics::new().tenants));
         let table = |tokens: u64| {
             let hash = format!("sha256:{}", "0".repeat(64));

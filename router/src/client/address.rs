@@ -88,7 +88,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whoever_is_not_trusted_is_where_it_is_whatever_it_says(
+        fn the_address_of_an_untrusted_peer_ignores_its_headers(
             peer in any::<[u8; 4]>().prop_map(IpAddr::from),
             lines in proptest::collection::vec("[0-9a-f.:, \\[\\]]{0,60}", 0..4),
         ) {

@@ -84,10 +84,8 @@ impl HeadError {
             Self::Method => Code::MethodNotAllowed,
             Self::Expectation => Code::ExpectationFailed,
         };
-        let mut error = ApiError::malformed(self.to_string());
         // The first status of a code that has several; a late request is 408.
-        (error.status, error.kind) = (code.statuses()[0], code.kind());
-        error.with_code(code)
+        ApiError::of(code, self.to_string())
     }
 
     /// The whole response.

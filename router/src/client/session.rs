@@ -159,11 +159,12 @@ impl Session {
         Ok(())
     }
 
-    /// Sends a piece of the body; `last` ends the response. Returns whether the send had to wait for the client.
+    /// Sends a piece of the body. Returns whether the send had to wait for the client.
     ///
     /// # Errors
     /// The client has disconnected or reads nothing. The connection is then unusable.
-    pub(crate) async fn send(&mut self, data: &[u8], last: bool) -> Result<bool, ClientGone> {
+    pub(crate) async fn send(&mut self, data: &[u8], piece: BodyPiece) -> Result<bool, ClientGone> {
+        let last = piece == BodyPiece::Last;
         let mut line = [0; SIZE_LINE_BYTES];
         let (size, data, end): (&[u8], &[u8], &[u8]) = match self.framing {
             ResponseFraming::None => (b"", b"", b""),
@@ -233,6 +234,15 @@ fn size_line(mut size: usize, line: &mut [u8; SIZE_LINE_BYTES]) -> &[u8] {
     }
 }
 
+/// The place of a piece of a response's body.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BodyPiece {
+    /// Other pieces follow.
+    Inner,
+    /// The piece ends the response.
+    Last,
+}
+
 /// The client disconnected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ClientGone;
@@ -242,7 +252,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_size_is_told_in_hexadecimal_digits() {
+    fn a_chunk_size_is_written_in_hexadecimal() {
         for size in [0, 1, 15, 16, 255, 4096, usize::MAX] {
             assert_eq!(size_line(size, &mut [0; SIZE_LINE_BYTES]), format!("{size:x}\r\n").as_bytes());
         }

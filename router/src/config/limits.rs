@@ -20,7 +20,8 @@ pub struct LimitsConfig {
     /// default 32 KiB.
     #[garde(range(min = 1024, max = 1 << 20))]
     pub head_bytes: usize,
-    /// Concurrent client connections; more wait in the kernel's queue. 1 to 1,000,000; default 16,384.
+    /// Concurrent client connections; more wait in the kernel's queue (`net.core.somaxconn`). 1 to 1,000,000;
+    /// default 16,384.
     #[garde(range(min = 1, max = 1_000_000))]
     pub connections: usize,
     /// Concurrent requests; more get 429 with `Retry-After`. 1 to 1,000,000; default 8,192.

@@ -16,13 +16,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use garde::Validate;
-use read::named_file;
+use read::named_file::{self, Section};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use address::{AddressError, Cidr, CidrError, listen_address};
-pub use caches::KvEventsConfig;
-pub use caches::PrefixIndexConfig;
+pub use caches::{KvEventsConfig, PrefixIndexConfig};
 pub use discover::{
     DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineTemplate, KubernetesConfig, PortName, Scheme,
 };
@@ -31,29 +30,20 @@ pub use error::{ConfigError, Problem, SourcePosition};
 pub use health::{
     ActiveConfig, AllOut, BreakerConfig, HealthConfig, OutlierConfig, Ready, ReportedLoadConfig,
 };
-pub use limits::LimitsConfig;
-pub use limits::{Priority, PriorityWeights, QueueConfig};
-pub use listeners::AdminConfig;
-pub use listeners::{ClientAuth, EngineTlsConfig, ListenTlsConfig};
-pub use models::CapacityConfig;
-pub use models::DisaggregateConfig;
-pub use models::PoolConfig;
-pub use models::{Fallback, ModelConfig};
-pub use observe::AccessLogConfig;
-pub use observe::ExplainConfig;
-pub use observe::{OtlpConfig, TelemetryConfig};
-pub use policy::FeaturesConfig;
+pub use limits::{LimitsConfig, Priority, PriorityWeights, QueueConfig};
+pub use listeners::{AdminConfig, ClientAuth, EngineTlsConfig, ListenTlsConfig};
+pub use models::{CapacityConfig, DisaggregateConfig, Fallback, ModelConfig, PoolConfig};
+pub use observe::{AccessLogConfig, ExplainConfig, OtlpConfig, TelemetryConfig};
 pub use policy::{
-    AffinityKey, ConsistentHashConfig, LoadConfig, LoadUnit, NoParameters, PolicyConfig, PrefixAwareConfig,
+    AffinityKey, ConsistentHashConfig, FeaturesConfig, LoadConfig, LoadUnit, NoParameters, PolicyConfig,
+    PrefixAwareConfig,
 };
 pub use read::named_file::NamedFile;
 pub use reload::ReloadConfig;
 pub use secret::{MASK, Secret};
 pub use tenants::{AuthConfig, CertificateConfig, KeyConfig, KeysFile, RateLimitsConfig, TenantConfig};
-pub use timeouts::AttemptsConfig;
 pub(crate) use timeouts::RequestTimeouts;
-pub use timeouts::RetriesConfig;
-pub use timeouts::{ModelTimeouts, TimeoutsConfig};
+pub use timeouts::{AttemptsConfig, ModelTimeouts, RetriesConfig, TimeoutsConfig};
 pub use url::{EngineUrl, UrlError};
 
 #[cfg(test)]
@@ -254,7 +244,7 @@ impl RouterConfig {
     #[must_use]
     pub fn named_files(&self) -> Vec<NamedFile> {
         let mut files = Vec::new();
-        named_file::find(&self.value(), "", false, &mut files);
+        named_file::find(&self.value(), "", Section::Other, &mut files);
         files
     }
 

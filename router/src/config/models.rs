@@ -138,7 +138,7 @@ pub struct CapacityConfig {
 
 /// Conditions for a prefill by a prefill engine. All of them must hold; with the defaults they hold for every
 /// request.
-#[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct DisaggregateConfig {
     /// Every request, regardless of the other keys. Default false.
@@ -159,18 +159,6 @@ pub struct DisaggregateConfig {
     #[garde(inner(range(min = 1, max = 1_000_000)))]
     #[schemars(range(min = 1, max = 1_000_000))]
     pub max_prefill_in_flight: Option<u32>,
-}
-
-impl Default for DisaggregateConfig {
-    fn default() -> Self {
-        Self {
-            always: false,
-            min_prompt_tokens: 0,
-            min_uncached_tokens: 0,
-            min_uncached_share: 0.0,
-            max_prefill_in_flight: None,
-        }
-    }
 }
 
 impl DisaggregateConfig {

@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn leaves_that_differ_are_told_by_their_path() {
+    fn changed_values_are_listed_by_path() {
         let old = json!({"a": 1, "b": {"c": [1, 2]}, "e": [{"url": "x", "w": 1}, {"url": "y", "w": 1}]});
         let new =
             json!({"a": 1, "b": {"c": [1, 3]}, "e": [{"url": "y", "w": 2}, {"url": "x", "w": 1}], "f": null});

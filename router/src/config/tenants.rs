@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn hashes_of_what_anybody_can_guess_are_refused() {
+    fn hashes_of_guessable_keys_are_refused() {
         let hash = |text: &[u8]| format!("sha256:{:x}", Sha256::digest(text));
         for word in ["", "0", "hi", "changeme", "test\n", "EMPTY"] {
             assert!(is_hash(&hash(word.as_bytes()), &()).is_err(), "{word}");
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_of_the_examples_open_nothing() {
+    fn example_keys_are_refused() {
         let folders = ["deploy/config", "examples/router"]
             .map(|folder| std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(folder));
         let mut keys = 0;

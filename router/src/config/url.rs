@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn https_is_told_apart_and_written_as_it_was_read() {
+    fn an_https_url_is_recognized_and_round_trips() {
         for text in ["http://a:1", "https://a:1", "https://[::1]:443"] {
             let url: EngineUrl = text.parse().expect(text);
             assert_eq!((url.is_tls(), url.to_string().as_str()), (text.starts_with("https"), text));
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_is_refused_by_what_is_wrong() {
+    fn invalid_text_is_refused_with_its_defect() {
         for bad in [
             "127.0.0.1:8000",
             "ftp://a:1",

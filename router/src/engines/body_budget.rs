@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_sum_never_exceeds_the_limit_and_everything_comes_back() {
+    fn the_sum_stays_within_the_limit_and_is_released() {
         let budget = Arc::<BodyBudget>::default();
         let (mut a, mut b) = (budget.new_reservation(), budget.new_reservation());
         assert_eq!(a.take(60, 100), Ok(()));

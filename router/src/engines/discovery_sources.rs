@@ -96,15 +96,21 @@ impl DiscoverySources {
                 endpoints.sort();
                 endpoints.dedup_by(|a, b| a.url == b.url);
                 if endpoints.len() > ENDPOINTS_MAX {
-                    tracing::warn!(%source, endpoints = endpoints.len(), limit = ENDPOINTS_MAX, "too many endpoints discovered, the rest are ignored");
+                    tracing::warn!(
+                        event = "endpoints_ignored", %source, endpoints = endpoints.len(),
+                        limit = ENDPOINTS_MAX, "too many endpoints discovered, the rest are ignored"
+                    );
                     endpoints.truncate(ENDPOINTS_MAX);
                 }
                 if entry.failing.take().is_some() {
-                    tracing::info!(%source, "discovery recovered");
+                    tracing::info!(event = "discovery_recovered", %source, "discovery recovered");
                 }
                 entry.metrics.endpoints.set(endpoints.len() as f64);
                 if entry.endpoints.as_deref() != Some(endpoints.as_slice()) {
-                    tracing::info!(%source, endpoints = endpoints.len(), "endpoints discovered");
+                    tracing::info!(
+                        event = "endpoints_discovered", %source, endpoints = endpoints.len(),
+                        "endpoints discovered"
+                    );
                     entry.endpoints = Some(endpoints.into());
                     self.changed.notify_one();
                 }
@@ -113,7 +119,10 @@ impl DiscoverySources {
                 entry.metrics.failures.increment(1);
                 let kept = entry.endpoints.as_ref().map_or(0, |endpoints| endpoints.len());
                 if entry.failing.as_ref().is_none_or(|(_, before)| *before != error) {
-                    tracing::warn!(%source, %error, kept, "discovery failed, last endpoints kept");
+                    tracing::warn!(
+                        event = "discovery_failed", %source, %error, kept,
+                        "discovery failed, last endpoints kept"
+                    );
                 }
                 let since = entry.failing.take().map_or_else(Instant::now, |(since, _)| since);
                 entry.failing = Some((since, error));

@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn orders_are_taken_over_by_another_fleet_for_engines_that_it_knows_and_that_it_finds_later() {
+    fn operator_orders_apply_to_present_and_later_engines_of_the_next_fleet() {
         let fleets = [(); 2].map(|()| Fleet::new(Arc::new(Metrics::new())));
         let [before, after] = &fleets;
         let standing = |engine: &Engine| engine.health().standing(Leg::Decode);
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn an_order_is_in_what_is_handed_over_or_it_is_refused() {
+    fn an_operator_order_is_handed_over_or_refused() {
         let fleet = Fleet::new(Arc::new(Metrics::new()));
         let engines: Vec<_> = (0..64).map(|n| fleet.engine(&url(n), &terms())).collect();
         let (begun, taken) = (std::sync::Barrier::new(3), std::sync::atomic::AtomicUsize::new(0));
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn of_those_who_see_an_engine_on_trial_at_once_one_gets_it() {
+    fn one_of_concurrent_requests_gets_the_trial() {
         let fleet = Fleet::new(Arc::new(Metrics::new()));
         let engine = fleet.engine(&url(0), &terms());
         engine.failed(Leg::Decode, FailureKind::Unreachable);
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ranks_of_an_engine_are_counted_and_remembered_apart_and_forgotten_together() {
+    fn ranks_of_an_engine_have_separate_state_and_are_removed_together() {
         let fleet = Fleet::new(Arc::new(Metrics::new()));
         let (engine, other) = (fleet.engine(&url(0), &terms()), fleet.engine(&url(1), &terms()));
         let begin = |rank| engine.begin(Leg::Decode, Some(rank), 10, 1, TrialRule::Enforce);
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn orders_for_engines_that_are_gone_are_bounded_and_the_oldest_go_first() {
+    fn orders_for_removed_engines_are_bounded_and_the_oldest_are_dropped() {
         let fleet = Fleet::new(Arc::new(Metrics::new()));
         for n in 0..=ORDERS_MAX {
             fleet.engine(&url(n), &terms()).update_health(|health, _, _| health.order(OperatorOrder::Drain));

@@ -252,17 +252,33 @@ impl Health {
 fn log_change(engine: &str, leg: Leg, is: Standing, why: &[&str], was: &[&str]) {
     let (leg, standing) = (leg.label(), is.label());
     match is {
-        Standing::Usable => tracing::info!(engine, leg, standing, ?was, "engine returned to rotation"),
-        Standing::Trial => tracing::info!(engine, leg, standing, ?was, "engine on trial"),
+        Standing::Usable => tracing::info!(
+            event = "engine_returned",
+            engine,
+            leg,
+            standing,
+            ?was,
+            "engine returned to rotation"
+        ),
+        Standing::Trial => {
+            tracing::info!(event = "engine_on_trial", engine, leg, standing, ?was, "engine on trial");
+        }
         Standing::Ejected | Standing::Unresponsive | Standing::Draining => {
-            tracing::warn!(engine, leg, standing, ?why, "engine removed from rotation");
+            tracing::warn!(
+                event = "engine_removed",
+                engine,
+                leg,
+                standing,
+                ?why,
+                "engine removed from rotation"
+            );
         }
     }
 }
 
 impl HealthConfig {
-    /// The terms of one engine.
-    pub(crate) fn terms(&self, drain: bool) -> state::HealthTerms {
+    /// The terms of an engine that the configuration does not drain.
+    pub(crate) fn terms(&self) -> state::HealthTerms {
         let ms = Duration::from_millis;
         state::HealthTerms {
             breaker: breaker::BreakerTerms {
@@ -273,7 +289,7 @@ impl HealthConfig {
             checks: checks::CheckTerms { healthy: self.active.healthy, unhealthy: self.active.unhealthy },
             check_every: ms(self.active.interval_ms),
             ejection: ms(self.outlier.ejection_ms),
-            drain,
+            drain: false,
             load_stale: ms(self.load.stale_ms),
         }
     }
@@ -294,7 +310,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_leg_that_an_engine_is_in_no_pool_for_is_not_told() {
+    fn a_leg_without_a_pool_of_the_engine_is_not_reported() {
         let health = Health::new(&state::tests::TERMS, 0, Arc::default());
         assert_eq!(Leg::BOTH.map(|leg| health.is_reported(leg)), [true, true], "it is in none yet");
         health.add_leg(Leg::Decode);
@@ -304,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_be_its_requests_fault_is_not_compared_with_other_engines() {
+    fn failures_that_may_be_the_requests_fault_are_no_outlier_samples() {
         let terms = state::tests::TERMS;
         let health = Health::new(&terms, 0, Arc::default());
         for _ in 0..5 {

@@ -54,7 +54,7 @@ pub(crate) use reply::{Reply, ReplyReservation, WholeReply};
 use reply_head::ReplyHead;
 pub(crate) use request::EngineRequest;
 use usage_option::UsageOption;
-pub(crate) use verbs::{Verb, VerbSupport};
+pub(crate) use verbs::{Support, Verb, VerbSupport};
 
 /// One engine.
 pub(crate) struct Engine {

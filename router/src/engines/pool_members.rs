@@ -98,7 +98,7 @@ mod tests {
                         discover: {dns: {host: x, port: 1}, file: {path: y}, template: {weight: 3, labels: {a: b}}}";
 
     #[test]
-    fn what_is_listed_comes_first_and_keeps_what_the_file_says_of_it() {
+    fn listed_engines_come_first_and_keep_their_settings() {
         let answer = |source: &DiscoverySource| {
             Some(match source {
                 DiscoverySource::Dns(_) => {
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn until_a_source_has_answered_the_members_of_before_stay() {
+    fn earlier_members_stay_until_a_source_answers() {
         let before = pool("engines: [{url: 'http://old:1', weight: 5}, {url: 'http://b:1'}]").engines;
         let nothing_yet = members(&pool(BOTH), |_| None, &before);
         assert_eq!(urls(&nothing_yet), ["http://b:1", "http://old:1"]);

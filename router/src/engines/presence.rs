@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_end_behind_data_that_was_not_read_is_seen() {
+    async fn an_end_behind_unread_data_is_detected() {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         for reset in [false, true] {
             let mut other =

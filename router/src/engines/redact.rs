@@ -101,25 +101,23 @@ impl AddressRedactor {
         let (host, port) = bare.rsplit_once(':').unwrap_or((bare, ""));
         let has_port = port.parse::<u16>().is_ok();
         let named = |host: &str| {
-            let looks = host.contains(|c: char| c.is_ascii_digit() || matches!(c, '.' | '-'))
-                && host.contains(|c: char| c.is_ascii_alphabetic());
-            looks || self.is_known(host, true)
+            let looks = !is_plain_word(host) && host.contains(|c: char| c.is_ascii_alphabetic());
+            looks || self.is_known(host)
         };
         [word, bare, host].iter().any(|text| text.parse::<IpAddr>().is_ok())
             || bare
                 .split(':')
-                .any(|part| is_ip(part) || is_below_a_domain(part) || self.is_known(part, false))
+                // Without a port, a plain word other than `localhost` is never a name.
+                .filter(|part| !is_plain_word(part) || part.eq_ignore_ascii_case("localhost"))
+                .any(|part| is_ip(part) || is_below_a_domain(part) || self.is_known(part))
             || has_port && host.rsplit(':').next().is_some_and(named)
     }
 
-    /// Whether an engine has this name. Without a port, a plain word is never a name.
-    fn is_known(&self, name: &str, has_port: bool) -> bool {
+    /// Whether an engine has this name.
+    fn is_known(&self, name: &str) -> bool {
         let name = name.to_ascii_lowercase();
         if name == "localhost" {
             return true;
-        }
-        if !has_port && !name.contains(|c: char| c.is_ascii_digit() || matches!(c, '.' | '-')) {
-            return false;
         }
         let hosts = self.0.read().unwrap_or_else(PoisonError::into_inner);
         hosts.contains_key(&name)
@@ -129,6 +127,11 @@ impl AddressRedactor {
                 host.parse::<IpAddr>().is_err() && (first == name || beside)
             })
     }
+}
+
+/// Whether a text has no character that shows an address.
+fn is_plain_word(text: &str) -> bool {
+    !text.contains(|c: char| c.is_ascii_digit() || matches!(c, '.' | '-'))
 }
 
 /// Whether a character may be within an address.
@@ -175,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_is_found_wherever_it_stands() {
+    fn an_address_is_redacted_at_any_position() {
         for said in [
             "cannot reach http://x/v1",
             "peer 10.0.0.7:5600 is gone",
@@ -227,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_engines_say_of_requests_is_taken_for_no_address() {
+    fn field_paths_in_engine_errors_are_not_redacted() {
         for said in [
             "",
             "`stop[0]` must be a string of 1 to 1024 bytes: got 7",
@@ -247,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_is_known_for_as_long_as_an_engine_lives_there() {
+    fn a_host_is_redacted_while_an_engine_uses_it() {
         let hosts = AddressRedactor::default();
         hosts.add("p-17");
         hosts.add("P-17");

@@ -273,12 +273,10 @@ pub(crate) async fn read_body(
         Ok(Ok(body)) => Ok(body),
         Ok(Err(BodyError::TooLarge)) => Err(ApiError::payload_too_large(limit_bytes).into()),
         Ok(Err(BodyError::BudgetExhausted)) => Err(exhausted().into()),
-        Ok(Err(BodyError::Malformed)) => Err(ApiError::malformed("the body's chunks are malformed")
-            .with_code(Code::MalformedRequest)
-            .into()),
-        Ok(Err(BodyError::Ended)) => {
-            Err(ApiError::malformed("the body ended early").with_code(Code::MalformedRequest).into())
+        Ok(Err(BodyError::Malformed)) => {
+            Err(ApiError::of(Code::MalformedRequest, "the body's chunks are malformed").into())
         }
+        Ok(Err(BodyError::Ended)) => Err(ApiError::of(Code::MalformedRequest, "the body ended early").into()),
         Err(_elapsed) => Err(ApiError::request_timeout(within).into()),
     }
 }
@@ -306,7 +304,5 @@ fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
 }
 
 fn unsupported(message: &str) -> ApiError {
-    let mut error = ApiError::malformed(message);
-    error.status = 415;
-    error.with_code(Code::UnsupportedMediaType)
+    ApiError::of(Code::UnsupportedMediaType, message)
 }

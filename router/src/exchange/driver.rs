@@ -166,7 +166,7 @@ impl ExchangeDriver {
             }
         }
         if let Some(Outcome::ClientGone(phase)) = step.ended {
-            self.shared.metrics.count_disconnect(phase);
+            self.shared.metrics.requests.count_disconnect(phase);
         }
     }
 

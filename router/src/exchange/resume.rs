@@ -18,8 +18,10 @@
 //!   whose text was held back is computed again.
 //! - `finish_reason` and `[DONE]` are sent once; `id`, `created` and `model` are those of the first frame.
 
+mod continuation_request;
 mod eligibility;
 mod state;
+mod tokens;
 
 use baton_openai::{Endpoint, RawBody};
 use bytes::{Bytes, BytesMut};
@@ -29,38 +31,21 @@ use crate::exchange::client_request::ClientRequest;
 use crate::message::path::Dialect;
 use crate::message::sse;
 use crate::message::usage::Usage;
+use continuation_request::ContinuationRequest;
 use eligibility::is_allowed;
 pub(crate) use state::ResumeState;
-
-/// Limit on the recorded tokens of a prompt and a response.
-const TOKENS_MAX: usize = 1 << 20;
-/// Token limit of completions without one in the request; OpenAI's and vLLM's default.
-const COMPLETION_TOKENS: u64 = 16;
+use tokens::{StreamTokens, token_ids};
 
 /// The recorded state of one stream.
 #[derive(Debug)]
 pub(crate) struct Transcript {
-    endpoint: Endpoint,
-    model: String,
-    /// The sampling fields of the client's body.
-    sampling: Map<String, Value>,
-    max_tokens: Option<u64>,
-    min_tokens: u64,
-    stream_options: Option<Value>,
+    request: ContinuationRequest,
+    pub tokens: StreamTokens,
     /// `id`, `created` and `model` of the first frame.
     head: Option<StreamHead>,
-    prompt: Option<Vec<u32>>,
-    /// Tokens whose text was sent.
-    sent: Vec<u32>,
-    /// Later tokens, whose text the engine still holds back.
-    held_back: Vec<u32>,
-    /// Tokens of the response that earlier engines computed.
-    earlier_tokens: usize,
     /// Another engine has continued the stream after a part of it was sent.
     continued: bool,
     finish: bool,
-    /// The router requests usage, and the client does not.
-    usage_is_internal: bool,
     usage_sent: bool,
     /// A part was sent that cannot be continued.
     unresumable: bool,
@@ -99,7 +84,7 @@ impl Transcript {
             return None;
         }
         let mut transcript = Self::begin(endpoint, &request.model.name, &request.body)?;
-        transcript.usage_is_internal = request.owned.asks_for_usage();
+        transcript.request.usage_is_internal = request.owned.asks_for_usage();
         request.owned.token_ids = true;
         Some(transcript)
     }
@@ -118,23 +103,12 @@ impl Transcript {
 
     /// Begins with a client's body that [`is_allowed`] accepted.
     fn new(endpoint: Endpoint, model: &str, body: &Map<String, Value>) -> Self {
-        let number = |name: &str| body.get(name).and_then(Value::as_u64);
-        let default = if endpoint == Endpoint::Completions { Some(COMPLETION_TOKENS) } else { None };
         Self {
-            endpoint,
-            model: model.to_owned(),
-            sampling: eligibility::sampling(body),
-            max_tokens: number("max_completion_tokens").or_else(|| number("max_tokens")).or(default),
-            min_tokens: number("min_tokens").unwrap_or(0),
-            stream_options: body.get("stream_options").filter(|options| !options.is_null()).cloned(),
+            request: ContinuationRequest::new(endpoint, model, body),
+            tokens: StreamTokens::default(),
             head: None,
-            prompt: None,
-            sent: Vec::new(),
-            held_back: Vec::new(),
-            earlier_tokens: 0,
             continued: false,
             finish: false,
-            usage_is_internal: false,
             usage_sent: false,
             unresumable: false,
         }
@@ -194,22 +168,22 @@ impl Transcript {
                 frame.insert("id".to_owned(), head.id.clone());
                 frame.insert("created".to_owned(), head.created.clone());
                 frame.insert("model".to_owned(), head.model.clone());
-                if self.endpoint == Endpoint::Chat {
-                    frame.insert("object".to_owned(), json!("chat.completion.chunk"));
+                if self.request.endpoint == Endpoint::Chat {
+                    frame.insert("object".to_owned(), json!(self.request.chunk_object()));
                 }
             }
             Some(_) => {}
         }
         if let Some(usage @ Value::Object(_)) = frame.get_mut("usage") {
             self.usage_sent |= self.finish;
-            self.rewrite_usage(usage);
+            self.tokens.rewrite_usage(usage);
         }
     }
 
     fn record_prompt(&mut self, ids: Option<Value>) {
         // The prompt of a continuation contains tokens of the response.
-        if self.prompt.is_none() && !self.continued {
-            self.prompt = ids.as_ref().and_then(tokens);
+        if self.tokens.prompt.is_none() && !self.continued {
+            self.tokens.prompt = ids.as_ref().and_then(token_ids);
         }
     }
 
@@ -217,7 +191,7 @@ impl Transcript {
         let prompt = choice.remove("prompt_token_ids");
         self.record_prompt(prompt);
         let ids = choice.remove("token_ids");
-        if self.endpoint == Endpoint::Chat
+        if self.request.endpoint == Endpoint::Chat
             && let Some(text) = choice.remove("text")
         {
             choice.insert("delta".to_owned(), json!({"content": text}));
@@ -233,39 +207,16 @@ impl Transcript {
             _ => choice.get("text").and_then(Value::as_str).unwrap_or_default(),
         };
         self.finish |= choice.get("finish_reason").is_some_and(|reason| !reason.is_null());
-        match ids.as_ref().map(tokens) {
-            Some(Some(ids)) => self.held_back.extend(ids),
+        match ids.as_ref().map(token_ids) {
+            Some(Some(ids)) => self.tokens.held_back.extend(ids),
             // Without the tokens of a text the position of a continuation is unknown.
             None => self.unresumable |= !text.is_empty(),
             Some(None) => self.unresumable = true,
         }
         if !text.is_empty() {
-            self.sent.append(&mut self.held_back);
+            self.tokens.mark_sent();
         }
-        self.unresumable |= self.sent.len() + self.held_back.len() > TOKENS_MAX;
-    }
-
-    /// Rewrites the usage to that of the whole response.
-    fn rewrite_usage(&self, usage: &mut Value) {
-        let (Some(prompt), 1..) = (&self.prompt, self.earlier_tokens) else { return };
-        let completion = usage["completion_tokens"].as_u64().unwrap_or(0) + self.earlier_tokens as u64;
-        usage["prompt_tokens"] = json!(prompt.len());
-        usage["completion_tokens"] = json!(completion);
-        usage["total_tokens"] = json!(prompt.len() as u64 + completion);
-    }
-
-    /// The usage of the whole response, from that of the continuing engine.
-    pub(crate) fn total_usage(&self, usage: Usage) -> Usage {
-        let (Some(prompt), 1..) = (&self.prompt, self.earlier_tokens) else { return usage };
-        let (prompt, before) = (prompt.len() as u64, self.earlier_tokens as u64);
-        let completion = usage.completion.saturating_add(before);
-        Usage { prompt, cached: usage.cached.min(prompt), completion }
-    }
-
-    /// The usage of a response that lacks only its end.
-    pub(crate) fn partial_usage(&self) -> Option<Usage> {
-        let completion = (self.sent.len() + self.held_back.len()) as u64;
-        self.prompt.as_ref().map(|prompt| Usage { prompt: prompt.len() as u64, cached: 0, completion })
+        self.unresumable |= self.tokens.is_too_long();
     }
 
     /// Decides how to continue after the engine failed.
@@ -276,42 +227,18 @@ impl Transcript {
         if self.head.is_none() {
             return ResumePlan::Restart;
         }
-        let Some(prompt) = &self.prompt else { return ResumePlan::Impossible };
+        let Some(prompt) = &self.tokens.prompt else { return ResumePlan::Impossible };
         if self.finish {
             return ResumePlan::Finish(self.last_frames());
         }
-        self.held_back.clear();
-        let sent = self.sent.len() as u64;
-        if self.max_tokens.is_some_and(|most| most <= sent) {
-            // The one missing frame contains the end.
-            return ResumePlan::Impossible;
-        }
-        let mut body = self.sampling.clone();
-        body.insert("model".to_owned(), json!(self.model));
-        body.insert("prompt".to_owned(), json!(prompt.iter().chain(&self.sent).collect::<Vec<_>>()));
-        body.insert("stream".to_owned(), json!(true));
-        body.insert("return_token_ids".to_owned(), json!(true));
-        if self.usage_is_internal || self.stream_options.is_some() {
-            let mut options = self.stream_options.clone().unwrap_or_else(|| json!({}));
-            if self.usage_is_internal {
-                options["include_usage"] = json!(true);
-                options["continuous_usage_stats"] = json!(false);
-            }
-            body.insert("stream_options".to_owned(), options);
-        }
-        if let Some(most) = self.max_tokens {
-            body.insert("max_tokens".to_owned(), json!(most - sent));
-        }
-        let min = self.min_tokens.saturating_sub(sent);
-        if min > 0 {
-            body.insert("min_tokens".to_owned(), json!(min));
-        }
-        ResumePlan::Continue(body)
+        self.tokens.held_back.clear();
+        // After the last permitted token, the one missing frame contains the end.
+        self.request.body(prompt, &self.tokens.sent).map_or(ResumePlan::Impossible, ResumePlan::Continue)
     }
 
     /// Records that another engine continues.
     pub(crate) fn mark_continued(&mut self) {
-        self.earlier_tokens = self.sent.len();
+        self.tokens.mark_continued();
         self.continued = self.head.is_some();
     }
 
@@ -320,26 +247,13 @@ impl Transcript {
         self.head.is_none()
     }
 
-    /// Number of tokens whose text was sent.
-    pub(crate) fn sent_tokens(&self) -> usize {
-        self.sent.len()
-    }
-
-    /// Number of tokens in the prompt of a continuation. Never more than the context.
-    pub(crate) fn token_count(&self) -> usize {
-        self.prompt.as_ref().map_or(0, Vec::len) + self.sent.len()
-    }
-
-    fn last_frames(&mut self) -> Bytes {
+    fn last_frames(&self) -> Bytes {
         let mut out = BytesMut::new();
-        let wants_usage =
-            self.stream_options.as_ref().is_some_and(|options| options["include_usage"] == true);
-        if let (true, false, Some(head), Some(prompt)) =
-            (wants_usage, self.usage_sent, &self.head, &self.prompt)
+        if let (true, false, Some(head), Some(usage)) =
+            (self.request.wants_usage(), self.usage_sent, &self.head, self.tokens.partial_usage())
         {
-            let (prompt, completion) = (prompt.len(), self.sent.len() + self.held_back.len());
-            let object =
-                if self.endpoint == Endpoint::Chat { "chat.completion.chunk" } else { "text_completion" };
+            let Usage { prompt, completion, .. } = usage;
+            let object = self.request.chunk_object();
             let frame = json!({
                 "id": head.id, "object": object, "created": head.created, "model": head.model, "choices": [],
                 "usage": {"prompt_tokens": prompt, "completion_tokens": completion,
@@ -352,11 +266,6 @@ impl Transcript {
         out.extend_from_slice(&baton_openai::sse::DONE);
         out.freeze()
     }
-}
-
-fn tokens(ids: &Value) -> Option<Vec<u32>> {
-    let read = |id: &Value| id.as_u64().and_then(|id| u32::try_from(id).ok());
-    ids.as_array().filter(|ids| ids.len() <= TOKENS_MAX)?.iter().map(read).collect()
 }
 
 #[cfg(test)]

@@ -14,10 +14,11 @@ use hyper::StatusCode;
 use memchr::memmem;
 
 use super::{ErrorClass, Fault, Refusal, Verdict, classify_unreadable, log_unsupported_endpoint};
-use crate::engines::http::{CallError, ConnectionError, Engine, EngineRequest, Reply, WholeReply};
+use crate::engines::http::{CallError, ConnectionError, Engine, EngineRequest, Reply, Support, WholeReply};
 use crate::legs::liveness::wait_while_alive;
 use crate::message::payload::Payload;
 use crate::message::sse;
+use crate::metrics::log_span::request_span;
 
 /// Limit on the body of a refusal; a larger one is classified by its status.
 const REFUSAL_BYTES_MAX: usize = 64 * 1024;
@@ -65,10 +66,10 @@ pub(crate) async fn ask(
                     return Ok(Err(refused));
                 }
                 if reply.status().is_success() {
-                    engine.usage_option.learn(false);
+                    engine.usage_option.learn(Support::Missing);
                 }
             } else if reply.status().is_success() {
-                engine.usage_option.learn(true);
+                engine.usage_option.learn(Support::Present);
             }
         }
         if !reply.status().is_success() {
@@ -108,7 +109,10 @@ pub(crate) async fn ask(
             DecodeResult::Failed(Failure::Unknown, Refusal::no_memory(), ErrorClass::Retryable, Fault::None)
         }
         Ok(Err(error)) => {
-            tracing::debug!(engine = engine.authority(), %error, "decode failed");
+            tracing::debug!(
+                parent: request_span!(&outgoing.id), event = "decode_failed",
+                engine = engine.authority(), %error, "decode failed"
+            );
             DecodeResult::Failed(Failure::Unknown, Refusal::broken(), ErrorClass::Retryable, Fault::Engine)
         }
         Err(error) => {

@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn both_lengths_are_read_from_what_engines_say_of_a_long_prompt() {
+    fn both_lengths_are_parsed_from_context_length_errors() {
         for message in [
             "This model's maximum context length is 8 tokens. However, you requested 10 tokens (9 in the messages, \
              1 in the completion). Please reduce the length of the messages or completion.",

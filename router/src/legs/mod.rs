@@ -43,7 +43,10 @@ pub(crate) fn fault_of(error: &CallError) -> Fault {
 fn log_unreadable(engine: &Engine, error: ContentCodingError) {
     if let Some(held_back) = engine.log_limiter.allow() {
         let engine = engine.authority();
-        tracing::warn!(engine, %error, held_back, "cannot decode the engine's response");
+        tracing::warn!(
+            event = "response_undecodable", engine, %error, held_back,
+            "cannot decode the engine's response"
+        );
     }
 }
 
@@ -52,7 +55,12 @@ pub(crate) fn log_unsupported_endpoint(engine: &Engine, refusal: &Refusal) {
     if refusal.is_unsupported_endpoint()
         && let Some(held_back) = engine.log_limiter.allow()
     {
-        tracing::warn!(engine = engine.authority(), held_back, "engine does not have the request's endpoint");
+        tracing::warn!(
+            event = "endpoint_unsupported",
+            engine = engine.authority(),
+            held_back,
+            "engine does not have the request's endpoint"
+        );
     }
 }
 

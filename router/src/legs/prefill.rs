@@ -23,6 +23,7 @@ use crate::engines::redact::AddressRedactor;
 use crate::message::embedded_error::EmbeddedError;
 use crate::message::sse;
 use crate::message::usage::JsonScanner;
+use crate::metrics::log_span::request_span;
 
 /// A reply has one token and a block table: 65,536 ids of at most 11 digits, with space for log probabilities.
 const REPLY_BYTES_MAX: usize = 8 << 20;
@@ -71,16 +72,14 @@ impl PrefillCall {
         let (on, at) = (Arc::clone(&socket), Arc::clone(load.engine()));
         let answer = async move {
             let sent = |socket| *on.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
-            let reply = at.call(&outgoing, sent).await?;
-            if reply.is_stream() && reply.status().is_success() {
-                return first_event(reply).await;
+            let response = first_response(&at, &outgoing, sent).await;
+            if let Err(error @ (CallError::Broken(_) | CallError::TooLarge(_))) = &response {
+                tracing::debug!(
+                    parent: request_span!(&outgoing.id), event = "prefill_failed",
+                    engine = at.authority(), %error, "prefill failed"
+                );
             }
-            match reply.status().is_success() {
-                true => reply.read_whole(REPLY_BYTES_MAX).await,
-                // A refusal whose body cannot be read is classified by its status.
-                false => reply.read_whole_or_head(REPLY_BYTES_MAX).await,
-            }
-            .map(FirstResponse::Whole)
+            response
         };
         Self { attempt, load, socket, answer: Mutex::new(Box::pin(answer)) }
     }
@@ -140,8 +139,7 @@ impl PrefillCall {
             Err(CallError::NotConnected | CallError::OutOfResources(_)) => {
                 PrefillResult::Failed(Failure::NotReached, Refusal::unreachable(), Fault::None)
             }
-            Err(error @ CallError::Broken(_)) => {
-                tracing::debug!(engine = self.engine().authority(), %error, "prefill failed");
+            Err(CallError::Broken(_)) => {
                 PrefillResult::Failed(Failure::Unknown, Refusal::broken(), Fault::Engine)
             }
             Err(CallError::Undecodable(error)) => {
@@ -151,8 +149,7 @@ impl PrefillCall {
             Err(CallError::BudgetExhausted) => {
                 PrefillResult::Failed(Failure::Unusable(None), Refusal::no_memory(), Fault::None)
             }
-            Err(error @ CallError::TooLarge(_)) => {
-                tracing::debug!(engine = self.engine().authority(), %error, "prefill failed");
+            Err(CallError::TooLarge(_)) => {
                 PrefillResult::Failed(Failure::Unusable(None), Refusal::broken(), Fault::Engine)
             }
         }
@@ -174,6 +171,24 @@ impl PrefillResult {
             Self::Failed(failure, ..) => Event::PrefillFailed(attempt, *failure),
         }
     }
+}
+
+/// Sends a prefill and reads the first part of the response.
+async fn first_response(
+    engine: &Arc<Engine>,
+    outgoing: &EngineRequest,
+    sent: impl Fn(Arc<ConnectionHandle>),
+) -> Result<FirstResponse, CallError> {
+    let reply = engine.call(outgoing, sent).await?;
+    if reply.is_stream() && reply.status().is_success() {
+        return first_event(reply).await;
+    }
+    match reply.status().is_success() {
+        true => reply.read_whole(REPLY_BYTES_MAX).await,
+        // A refusal whose body cannot be read is classified by its status.
+        false => reply.read_whole_or_head(REPLY_BYTES_MAX).await,
+    }
+    .map(FirstResponse::Whole)
 }
 
 /// Reads the first event of a stream that answers a prefill.
@@ -233,7 +248,10 @@ fn interpret(reply: &WholeReply, hosts: &AddressRedactor) -> PrefillResult {
         // A copy, because a slice would keep the whole reply until the response ends.
         Ok(facts) => PrefillResult::Leased(params.into(), facts.handle, None),
         Err(error) => {
-            tracing::debug!(%error, "prefill engine's response not usable");
+            tracing::debug!(
+                event = "prefill_response_unusable", %error,
+                "prefill engine's response not usable"
+            );
             let handle = serde_json::from_str(params).ok().as_ref().and_then(find_handle);
             PrefillResult::Failed(Failure::Unusable(handle), Refusal::broken(), Fault::Engine)
         }

@@ -171,18 +171,12 @@ impl Refusal {
 
     /// An engine does not accept this router's secret or key. Only the operator can fix it, so the client reads 502.
     pub(crate) fn misconfigured() -> Self {
-        Self(
-            ApiError::bad_gateway("the router and an engine are not configured alike")
-                .with_code(Code::Misconfigured),
-        )
+        Self(ApiError::of(Code::Misconfigured, "the router and an engine are not configured alike"))
     }
 
     /// An engine does not serve the configured model. Only the operator can fix it.
     pub(crate) fn wrong_model() -> Self {
-        Self(
-            ApiError::bad_gateway("the router and an engine are not configured alike")
-                .with_code(Code::MisconfiguredModel),
-        )
+        Self(ApiError::of(Code::MisconfiguredModel, "the router and an engine are not configured alike"))
     }
 
     /// The engines of the model lack the endpoint.
@@ -287,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_that_refuses_the_routers_own_key_is_misconfigured_and_the_clients_key_is_the_clients() {
+    fn a_refused_router_key_is_a_misconfiguration_and_a_refused_client_key_is_not() {
         for status in [401, 403] {
             let body = r#"{"error":{"message":"Unauthorized","code":"invalid_api_key"}}"#;
             let of_client = answer(status, body);
@@ -300,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn an_engines_words_are_cut_in_whole_characters() {
+    fn an_engine_error_is_cut_at_a_character_boundary() {
         let long = "ä".repeat(2000);
         let body = serde_json::json!({"error": {"message": long, "param": long, "code": long}}).to_string();
         let Refusal(error) = refusal(400, &body);
@@ -312,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn the_engines_own_words_reach_the_client_when_the_fault_is_the_clients() {
+    fn the_engines_message_reaches_the_client_for_a_client_fault() {
         let ours = r#"{"error":{"message":"too long","type":"x","param":"prompt","code":"context_length_exceeded"}}"#;
         let Refusal(error) = refusal(400, ours);
         assert_eq!((error.status, error.message.as_str()), (400, "too long"));
@@ -332,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn the_one_token_of_the_prefill_leg_is_not_told_to_the_client() {
+    fn the_prefill_legs_max_tokens_is_hidden_from_the_client() {
         for (message, expected) in [
             (
                 ApiError::context_length(9, 1, 8).message.as_str(),
@@ -378,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_is_blamed_for_its_own_trouble_only() {
+    fn only_an_engine_failure_counts_against_the_engine() {
         for (status, code, expected) in [
             (500, "", Fault::Engine),
             (503, "engine_failed", Fault::Engine),
@@ -431,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn only_an_engines_own_trouble_is_tried_elsewhere() {
+    fn only_an_engine_failure_is_retried_elsewhere() {
         for (status, code, expected) in [
             (400, "x", ErrorClass::Refused),
             (422, "", ErrorClass::Refused),

@@ -62,13 +62,6 @@ pub(crate) fn pause(attempts: usize, jitter: f64, terms: &RetriesConfig) -> Dura
     whole.min(Duration::from_millis(terms.pause_max_ms)).mul_f64(0.5 + jitter.clamp(0.0, 1.0) / 2.0)
 }
 
-/// A random number from 0 to 1.
-pub(crate) fn draw_jitter() -> f64 {
-    let mut byte = [0_u8];
-    getrandom::fill(&mut byte).expect("the kernel's random numbers are there from boot on");
-    f64::from(byte[0]) / 255.0
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -77,7 +70,7 @@ mod tests {
         RetriesConfig { budget_percent: 20, min_per_second: 2, pause_ms: 25, pause_max_ms: 60 };
 
     #[test]
-    fn second_attempts_are_a_share_of_the_work_and_a_few_per_second() {
+    fn the_retry_budget_is_a_share_of_requests_plus_a_rate() {
         let budget = Arc::new(RetryBudget::default());
         let now = Time::ZERO.after(Duration::from_secs(5));
         let taken: Vec<RetryPermit> = (0..100).map_while(|_| budget.take(50, now, &TERMS)).collect();
@@ -90,13 +83,13 @@ mod tests {
     }
 
     #[test]
-    fn nothing_at_all_is_allowed_where_the_configuration_says_so() {
+    fn a_zero_budget_allows_no_retry() {
         let none = RetriesConfig { budget_percent: 0, min_per_second: 0, ..TERMS };
         assert!(Arc::new(RetryBudget::default()).take(1000, Time::ZERO, &none).is_none());
     }
 
     #[test]
-    fn the_second_attempt_follows_at_once_and_later_ones_wait_longer_up_to_a_bound() {
+    fn the_first_retry_is_immediate_and_later_ones_back_off_up_to_a_bound() {
         let ms = |attempts, jitter| pause(attempts, jitter, &TERMS).as_millis();
         assert_eq!([ms(0, 1.0), ms(1, 1.0), ms(2, 1.0), ms(3, 1.0), ms(4, 1.0)], [0, 0, 25, 50, 60]);
         assert_eq!((ms(3, 0.0), ms(60, 1.0)), (25, 60));

@@ -42,9 +42,10 @@ use tokio_util::task::TaskTracker;
 
 use super::clock::Clock;
 use crate::config::ReleaseMode;
-use crate::engines::http::{Engine, EngineRequest, Verb};
+use crate::engines::http::{Engine, EngineRequest, Support, Verb};
 use crate::legs::prefill::{PrefillCall, PrefillResult};
 use crate::metrics::log_limiter::LogLimiter;
+use crate::metrics::log_span::request_span;
 use crate::metrics::{Leg, Metrics, ReleaseMethod, SettlementResult};
 use crate::routing::models::Model;
 use refused_decode::RefusedDecode;
@@ -108,6 +109,16 @@ enum SettlementJob {
     Abort(Arc<Engine>, Leg, SettlementContext),
 }
 
+impl SettlementJob {
+    fn request(&self) -> &RequestId {
+        match self {
+            Self::AbandonedPrefill(_, context)
+            | Self::Release(_, _, context)
+            | Self::Abort(_, _, context) => &context.request,
+        }
+    }
+}
+
 /// Pending settlements. While some of them wait, the maximum number of workers runs.
 #[derive(Default)]
 struct SettlementQueue {
@@ -158,7 +169,7 @@ impl Drop for SettlementWorker {
             self.settler.backlog().working -= 1;
             // Otherwise the runtime shuts down, and all other workers with it.
             if std::thread::panicking() {
-                self.settler.metrics.count_settlement(SettlementResult::Failed);
+                self.settler.metrics.legs.count_settlement(SettlementResult::Failed);
                 self.settler.start_workers();
             }
         }
@@ -257,9 +268,12 @@ impl Settler {
         let mut backlog = self.backlog();
         if backlog.working >= at_once && backlog.waiting() >= waiting {
             drop(backlog);
-            self.metrics.count_settlement(SettlementResult::Refused);
+            self.metrics.legs.count_settlement(SettlementResult::Refused);
             if let Some(held_back) = self.refusal_log.allow() {
-                tracing::warn!(held_back, "too many pending settlements, lease ends by expiry");
+                tracing::warn!(
+                    parent: request_span!(job.request()), event = "settlement_refused", held_back,
+                    "too many pending settlements, lease ends by expiry"
+                );
             }
             return;
         }
@@ -310,7 +324,7 @@ impl Settler {
             }
             SettlementJob::Abort(engine, leg, context) => {
                 let result = self.abort_leg(&engine, &context.request, leg).await;
-                self.metrics.count_settlement(result);
+                self.metrics.legs.count_settlement(result);
             }
         }
     }
@@ -356,7 +370,7 @@ impl Settler {
         let is_read = unanswered
             .filter(|_| result != SettlementResult::Confirmed)
             .is_none_or(|call| self.read_late_reply(call, context.clone()));
-        self.metrics.count_settlement(if is_read { result } else { SettlementResult::Refused });
+        self.metrics.legs.count_settlement(if is_read { result } else { SettlementResult::Refused });
     }
 
     /// Reads the reply of a prefill that its engine may still compute. `false` if too many readers run.
@@ -366,7 +380,10 @@ impl Settler {
         let reading = ReaderGuard(Arc::clone(self));
         if self.active_readers.fetch_add(1, Ordering::Relaxed) >= self.terms.load().at_once {
             if let Some(held_back) = self.refusal_log.allow() {
-                tracing::warn!(held_back, "too many pending responses, lease ends by expiry");
+                tracing::warn!(
+                    parent: request_span!(&context.request), event = "late_response_not_read", held_back,
+                    "too many pending responses, lease ends by expiry"
+                );
             }
             return false;
         }
@@ -421,10 +438,12 @@ impl Settler {
     async fn release_lease(&self, engine: &Arc<Engine>, release: LeaseRelease, context: &SettlementContext) {
         let LeaseRelease { lease, params, cause } = release;
         let (via, result) = self.try_release(engine, lease, cause, params.as_deref(), context).await;
-        self.metrics.count_release(cause, via);
-        tracing::debug!(request = %context.request, engine = engine.authority(), cause = cause.label(), ?via, ?result,
-            "lease released");
-        self.metrics.count_settlement(result);
+        self.metrics.legs.count_release(cause, via);
+        tracing::debug!(
+            parent: request_span!(&context.request), event = "lease_released",
+            engine = engine.authority(), cause = cause.label(), ?via, ?result, "lease released"
+        );
+        self.metrics.legs.count_settlement(result);
     }
 
     /// Uses the first method that the engine supports and its configuration allows.
@@ -489,14 +508,14 @@ impl Settler {
             let call = async { engine.call(message, |_| {}).await?.read_whole(ANSWER_BYTES_MAX).await };
             match tokio::time::timeout(try_timeout, call).await {
                 Ok(Ok(answer)) if answer.status.is_success() => {
-                    engine.verbs().learn(verb, true, Instant::now());
+                    engine.verbs().learn(verb, Support::Present, Instant::now());
                     return SettlementResult::Confirmed;
                 }
                 // If the engine had the verb, this may be a proxy's answer or a temporary one.
                 Ok(Ok(answer)) if is_missing(answer.status) => {
                     missing += 1;
                     if missing == tries || supports(engine, verb) != Some(true) {
-                        engine.verbs().learn(verb, false, Instant::now());
+                        engine.verbs().learn(verb, Support::Missing, Instant::now());
                         return SettlementResult::Unsupported;
                     }
                     log_failed_try(engine, message, left, &format!("status {}", answer.status));
@@ -514,11 +533,13 @@ impl Settler {
 }
 
 /// Logs, rate-limited, a failed attempt.
-fn log_failed_try(engine: &Engine, message: &EngineRequest, left: u16, what: &str) {
+fn log_failed_try(engine: &Engine, message: &EngineRequest, left: u16, error: &str) {
     if let Some(held_back) = engine.log_limiter.allow() {
-        let request = message.id.as_ref().map(RequestId::as_str);
         let (engine, path) = (engine.authority(), &*message.path);
-        tracing::warn!(request, engine, path, what, left, held_back, "abort or release failed");
+        tracing::warn!(
+            parent: request_span!(&message.id), event = "settlement_attempt_failed",
+            engine, path, error, left, held_back, "abort or release failed"
+        );
     }
 }
 

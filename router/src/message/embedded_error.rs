@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_empty_or_a_page_is_no_answer() {
+    fn a_truncated_empty_or_html_body_is_no_response() {
         for text in
             ["", "{\"choices\":[{\"text\":\"a\"}]", "{\"choices\":[", "<html></html>", "Bad Gateway", "[]"]
         {
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_generated_may_be_a_list_or_bytes() {
+    fn a_response_that_is_not_generated_may_be_a_list_or_bytes() {
         for (text, kind) in [
             ("[{\"index\":0}]", None),
             ("{\"data\":[]}", Some("application/json; charset=utf-8")),
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_that_is_named_an_error_is_one_whatever_its_data_is() {
+    fn an_event_named_error_is_an_error() {
         let named = |text: &'static str| EmbeddedError::of_error_event(Bytes::from_static(text.as_bytes()));
         assert_eq!(
             named("10.0.0.7 is gone"),

@@ -269,14 +269,14 @@ mod tests {
     }
 
     #[test]
-    fn only_so_many_chunks_of_a_prompt_are_looked_at() {
+    fn the_examined_chunks_of_a_prompt_are_bounded() {
         let config = FeaturesConfig { chunk_bytes: 64, chunks_max: 3, ..FeaturesConfig::default() };
         assert_eq!(chunks(0, &[b'x'; 1_000], &config).len(), 3);
         assert_eq!(chunks(0, &[b'x'; 190], &config).len(), 2, "whole ones");
     }
 
     #[test]
-    fn sessions_and_users_are_told_apart_and_empty_ones_are_none() {
+    fn sessions_and_users_are_distinct_and_empty_ones_absent() {
         let read = |session: &'static str, user: &str| {
             let mut headers = HeaderMap::new();
             headers.insert("x-session-id", HeaderValue::from_static(session));
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_looked_at_that_no_policy_asks_for() {
+    fn features_that_no_policy_uses_are_not_computed() {
         let config: ModelConfig = serde_saphyr::from_str(
             "{name: m, prefill: {policy: random}, decode: {engines: [{url: 'http://h:1'}]}}",
         )

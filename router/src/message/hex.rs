@@ -14,7 +14,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_number_fills_its_place_as_a_formatter_would() {
+    fn a_number_is_padded_like_the_formatter() {
         for number in [0, 7, 0xabc_def0, u128::from(u64::MAX), u128::MAX - 5] {
             let (mut short, mut long) = ([0; 4], [0; 32]);
             write(&mut short, number);

@@ -1,5 +1,5 @@
 //! The contents of requests and responses: paths, features, rewriting, SSE frames, usage, trace context. Pure,
-//! except for minted ids.
+//! except for random numbers.
 
 pub(crate) mod block_chain;
 pub(crate) mod embedded_error;
@@ -8,6 +8,7 @@ pub(crate) mod features;
 pub(crate) mod hex;
 pub(crate) mod path;
 pub(crate) mod payload;
+pub(crate) mod random;
 pub(crate) mod request_id;
 pub(crate) mod rewrite;
 pub(crate) mod sse;

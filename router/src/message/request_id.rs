@@ -1,16 +1,14 @@
 //! Ids of requests: random, minted by the router, and the same on both legs. A client's own id is only echoed to
 //! the client.
 
-use std::cell::RefCell;
-
 use baton_connector::RequestId;
 use hyper::header::{HeaderMap, HeaderValue};
 
-use crate::message::hex;
+use crate::message::{hex, random};
 
 /// A random id in the shape of a version 4 UUID.
 pub(crate) fn generate() -> RequestId {
-    let mut bytes = random();
+    let mut bytes = random::id();
     bytes[6] = bytes[6] & 0x0f | 0x40;
     bytes[8] = bytes[8] & 0x3f | 0x80;
     let number = u128::from_be_bytes(bytes);
@@ -20,24 +18,6 @@ pub(crate) fn generate() -> RequestId {
     }
     let text = std::str::from_utf8(&text).expect("hexadecimal digits and dashes");
     RequestId::new(text).expect("36 bytes of printable ASCII")
-}
-
-/// Random numbers read from the kernel at once, because a call per request would cost as much as a read.
-const RANDOM_BATCH: usize = 32;
-
-/// 16 unique random bytes.
-pub(crate) fn random() -> [u8; 16] {
-    thread_local! {
-        static STOCK: RefCell<Vec<[u8; 16]>> = const { RefCell::new(Vec::new()) };
-    }
-    STOCK.with_borrow_mut(|stock| {
-        if stock.is_empty() {
-            stock.resize(RANDOM_BATCH, [0; 16]);
-            getrandom::fill(stock.as_flattened_mut())
-                .expect("the kernel's random numbers are there from boot on");
-        }
-        stock.pop().expect("it was just filled")
-    })
 }
 
 /// The id under which a request is recomputed. Engines remember aborted ids for a while, and aborts of the first
@@ -80,15 +60,15 @@ mod tests {
     #[test]
     fn ids_look_like_uuids_and_differ() {
         let ids: std::collections::HashSet<_> =
-            (0..10 * RANDOM_BATCH).map(|_| generate().as_str().to_owned()).collect();
-        assert_eq!(ids.len(), 10 * RANDOM_BATCH);
+            (0..10 * random::ID_BATCH).map(|_| generate().as_str().to_owned()).collect();
+        assert_eq!(ids.len(), 10 * random::ID_BATCH);
         let a = generate();
         assert_eq!(a.as_str().len(), 36);
         assert_eq!(&a.as_str()[14..15], "4");
     }
 
     #[test]
-    fn a_clients_id_is_echoed_only_if_it_could_be_one_of_ours() {
+    fn a_clients_id_is_echoed_only_if_valid() {
         let with = |value: &str| {
             let mut headers = HeaderMap::new();
             headers.insert("x-request-id", HeaderValue::from_str(value).expect("a header"));
@@ -99,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn the_names_of_one_request_are_found_to_be_one() {
+    fn all_ids_of_one_request_have_the_same_base() {
         for name in ["a-1", "a-1-2", "a-1-2-2", "cmpl-a-1", "a-1-2-r", "chatcmpl-a-1-2.0123456789abcdef"] {
             assert_eq!(bare_id(name), "a-1", "{name}");
         }

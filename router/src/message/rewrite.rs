@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_internal_survives_wherever_it_hides() {
+    fn internal_fields_are_removed_at_every_position() {
         let body = body(&json!({
             "model": "m", "prompt": "x", "kv_transfer_params": {"remote_host": "MARK"},
             "request_id": "MARK", "rid": "MARK", "bootstrap_room": "MARK", "remote_host": "MARK",
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn the_prefill_leg_asks_for_one_token_and_keeps_what_it_does_not_know() {
+    fn the_prefill_leg_requests_one_token_and_keeps_unknown_fields() {
         let body = body(&json!({
             "model": "alias", "prompt": "x", "stream": true, "stream_options": {"include_usage": true},
             "max_tokens": 64, "min_tokens": 5, "n": 3, "temperature": 0.5, "mystery": [1],
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn the_prefill_leg_of_a_response_is_short_and_leaves_nothing_behind() {
+    fn the_prefill_leg_of_a_response_is_short_and_not_stored() {
         let body = body(&json!({"input": "x", "store": true, "max_output_tokens": 9, "stream": true}));
         let sent = read(&prefill_body(Dialect::Responses, &body, &RouterFields::default(), &model()));
         assert_eq!((&sent["max_output_tokens"], &sent["store"]), (&json!(1), &json!(false)));
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hundred_thousand_hostile_bodies_leave_no_trace_in_what_either_leg_is_sent() {
+    fn a_hundred_thousand_hostile_bodies_add_no_internal_field_to_a_leg() {
         let (limits, mut dice, model) = (ParseLimits::default(), TestRng(4), model());
         let (handoff, mut served) = (r#"{"remote_handle":"00"}"#, 0);
         for number in 0..100_000 {

@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_specification_forbids_is_dropped() {
+    fn invalid_trace_state_is_dropped() {
         let long = format!("{GOOD}-more");
         for bad in [
             "",

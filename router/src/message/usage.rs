@@ -29,35 +29,21 @@ pub(crate) struct Usage {
     pub completion: u64,
 }
 
-/// Why a response finished.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum FinishReason {
-    Stop,
-    Length,
-    ToolCalls,
-    ContentFilter,
-    Other,
+baton_connector::labelled! {
+    /// Why a response finished.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum FinishReason {
+        Stop => "stop",
+        Length => "length",
+        ToolCalls => "tool_calls",
+        ContentFilter => "content_filter",
+        Other => "other",
+    }
 }
 
 impl FinishReason {
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::Stop => "stop",
-            Self::Length => "length",
-            Self::ToolCalls => "tool_calls",
-            Self::ContentFilter => "content_filter",
-            Self::Other => "other",
-        }
-    }
-
     fn of(text: &[u8]) -> Self {
-        match text {
-            b"stop" => Self::Stop,
-            b"length" => Self::Length,
-            b"tool_calls" => Self::ToolCalls,
-            b"content_filter" => Self::ContentFilter,
-            _ => Self::Other,
-        }
+        Self::ALL.into_iter().find(|reason| reason.label().as_bytes() == text).unwrap_or(Self::Other)
     }
 }
 
@@ -156,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn usage_is_read_in_every_dialect_and_what_it_does_not_say_is_unknown() {
+    fn usage_is_parsed_in_every_dialect_and_missing_fields_are_unknown() {
         let usage = |prompt, cached, completion| Some(Usage { prompt, cached, completion });
         for (text, expected) in [
             (r#"{"prompt_tokens":7,"completion_tokens":2,"total_tokens":9}"#, usage(7, 0, 2)),

@@ -2,79 +2,44 @@
 
 use std::time::Duration;
 
-use super::registry::{Counter, Family, Gauge, Histogram, Registry};
+use super::registry::{Counter, Gauge, Histogram, Registry, families};
 use crate::config::Priority;
 
 /// Seconds. Capacity is freed after one token at the earliest and after a long generation at the latest.
 const SECONDS: &[f64] =
     &[0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 3600.0];
 
-static WAITING: Family = Family::gauge(
-    "baton_router_queue_requests",
-    &["priority"],
-    "Requests that wait for a decode engine, or for a prefill engine with a decode engine reserved.",
-);
-static OUTCOMES: Family = Family::counter(
-    "baton_router_queue_outcomes_total",
-    &["outcome"],
-    "Ended waits for an engine, of both legs, and requests that the queue refused. Requests that did not wait are not \
-     counted.",
-);
-static WAITED: Family = Family::histogram(
-    "baton_router_queue_wait_seconds",
-    &[],
-    SECONDS,
-    "Time of requests in the queue, for all outcomes.",
-);
-static BODY_BYTES: Family = Family::gauge(
-    "baton_router_body_bytes",
-    &[],
-    "Bytes of request bodies in memory, of at most `limits.body_bytes_total`.",
-);
-static ANSWER_BYTES: Family = Family::gauge(
-    "baton_router_answer_bytes",
-    &[],
-    "Bytes of whole responses in memory, of at most `limits.body_bytes_total`. Responses of one piece are not counted.",
-);
-
-pub(super) static FAMILIES: &[&Family] = &[&WAITING, &OUTCOMES, &WAITED, &BODY_BYTES, &ANSWER_BYTES];
-
-/// How a wait ended, or why it did not begin.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum QueueOutcome {
-    /// An engine had capacity.
-    Dispatched,
-    /// The queue was full.
-    RejectedFull,
-    /// The deadline would have passed in the queue.
-    RejectedLate,
-    /// The deadline passed in the queue.
-    Expired,
-    /// The client disconnected, or the router stopped.
-    ClientGone,
-    /// No engine could serve the request.
-    NoCapacity,
+families! {
+    gauge WAITING("baton_router_queue_requests", ["priority"]):
+        "Requests that wait for a decode engine, or for a prefill engine with a decode engine reserved.";
+    counter OUTCOMES("baton_router_queue_outcomes_total", ["outcome"]):
+        "Ended waits for an engine, of both legs, and requests that the queue refused. Requests that did not wait are \
+         not counted.";
+    histogram WAITED("baton_router_queue_wait_seconds", [], SECONDS):
+        "Time of requests in the queue, for all outcomes.";
+    gauge BODY_BYTES("baton_router_body_bytes", []):
+        "Bytes of request bodies in memory, of at most `limits.body_bytes_total`.";
+    gauge ANSWER_BYTES("baton_router_answer_bytes", []):
+        "Bytes of whole responses in memory, of at most `limits.body_bytes_total`. Responses of one piece are not \
+         counted.";
 }
 
-impl QueueOutcome {
-    const ALL: [Self; 6] = [
-        Self::Dispatched,
-        Self::RejectedFull,
-        Self::RejectedLate,
-        Self::Expired,
-        Self::ClientGone,
-        Self::NoCapacity,
-    ];
-
-    fn label(self) -> &'static str {
-        match self {
-            Self::Dispatched => "dispatched",
-            Self::RejectedFull => "rejected_full",
-            Self::RejectedLate => "rejected_late",
-            Self::Expired => "expired",
-            Self::ClientGone => "client_gone",
-            Self::NoCapacity => "no_capacity",
-        }
+baton_connector::labelled! {
+    /// How a wait ended, or why it did not begin.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum QueueOutcome {
+        /// An engine had capacity.
+        Dispatched => "dispatched",
+        /// The queue was full.
+        RejectedFull => "rejected_full",
+        /// The deadline would have passed in the queue.
+        RejectedLate => "rejected_late",
+        /// The deadline passed in the queue.
+        Expired => "expired",
+        /// The client disconnected, or the router stopped.
+        ClientGone => "client_gone",
+        /// No engine could serve the request.
+        NoCapacity => "no_capacity",
     }
 }
 

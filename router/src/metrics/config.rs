@@ -2,47 +2,25 @@
 
 use std::time::SystemTime;
 
-use super::registry::{Counter, Family, Gauge, Registry};
+use super::registry::{Counter, Gauge, Registry, families};
 
-static RELOADS: Family = Family::counter(
-    "baton_router_config_reloads_total",
-    &["result"],
-    "Reloads of the configuration: `accepted`, or `rejected` and not in effect.",
-);
-static SUCCESSFUL: Family = Family::gauge(
-    "baton_router_config_last_reload_successful",
-    &[],
-    "1 if the last configuration read is in effect, else 0.",
-);
-static SUCCEEDED_AT: Family = Family::gauge(
-    "baton_router_config_last_reload_success_timestamp_seconds",
-    &[],
-    "Time at which the configuration took effect, in seconds since 1970.",
-);
-static REVISION: Family = Family::gauge(
-    "baton_router_config_revision",
-    &[],
-    "Changes of pools by discovery since the configuration took effect.",
-);
-static ENDPOINTS: Family = Family::gauge(
-    "baton_router_discovery_endpoints",
-    &["source"],
-    "Engines in the last valid response of a discovery source.",
-);
-static FAILURES: Family = Family::counter(
-    "baton_router_discovery_failures_total",
-    &["source"],
-    "Failures of a discovery source. The last valid response stays in effect.",
-);
-/// Looked up at each scrape.
-pub(crate) static STALE: Family = Family::gauge(
-    "baton_router_discovery_stale_seconds",
-    &["source"],
-    "Time since a discovery source began to fail; 0 while it works.",
-);
-
-pub(super) static FAMILIES: &[&Family] =
-    &[&RELOADS, &SUCCESSFUL, &SUCCEEDED_AT, &REVISION, &ENDPOINTS, &FAILURES, &STALE];
+families! {
+    counter RELOADS("baton_router_config_reloads_total", ["result"]):
+        "Reloads of the configuration: `accepted`, or `rejected` and not in effect.";
+    gauge SUCCESSFUL("baton_router_config_last_reload_successful", []):
+        "1 if the last configuration read is in effect, else 0.";
+    gauge SUCCEEDED_AT("baton_router_config_last_reload_success_timestamp_seconds", []):
+        "Time at which the configuration took effect, in seconds since 1970.";
+    gauge REVISION("baton_router_config_revision", []):
+        "Changes of pools by discovery since the configuration took effect.";
+    gauge ENDPOINTS("baton_router_discovery_endpoints", ["source"]):
+        "Engines in the last valid response of a discovery source.";
+    counter FAILURES("baton_router_discovery_failures_total", ["source"]):
+        "Failures of a discovery source. The last valid response stays in effect.";
+    /// Looked up at each scrape.
+    pub(crate) gauge STALE("baton_router_discovery_stale_seconds", ["source"]):
+        "Time since a discovery source began to fail; 0 while it works.";
+}
 
 /// The configuration.
 pub(crate) struct ConfigMetrics {

@@ -5,103 +5,57 @@ use std::sync::{Arc, OnceLock};
 use baton_connector::exchange::Failure;
 
 use super::legs::Leg;
-use super::registry::{Counter, Family, Histogram, Registry};
+use super::registry::{Counter, Histogram, Registry, families};
 use super::requests::FIRST_TOKEN;
 
 /// Seconds, from loopback to the longest connect timeout.
 const CONNECT: &[f64] =
     &[0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 60.0];
 
-static REQUESTS: Family =
-    Family::counter("baton_router_engine_requests_total", &["engine", "leg"], "Attempts at an engine.")
-        .of_engines(1);
-static ERRORS: Family = Family::counter(
-    "baton_router_engine_errors_total",
-    &["engine", "leg", "reason"],
-    "Failed attempts: `unreachable`, `answered` (error response), `broken` (connection broken), `silent` (no response in \
-     time), `unusable` (invalid handoff), `refused` (request at fault), `died` (failed during the response).",
-)
-.of_engines(AttemptFailure::ALL.len());
-static RESPONSE_SECONDS: Family = Family::histogram(
-    "baton_router_engine_response_seconds",
-    &["engine", "leg"],
-    FIRST_TOKEN,
-    "From an attempt to a prefill engine's response, or to the head of a decode engine's successful response.",
-)
-.of_engines(1);
-static CONNECT_SECONDS: Family = Family::histogram(
-    "baton_router_engine_connect_seconds",
-    &["engine"],
-    CONNECT,
-    "Time to open a connection to an engine.",
-)
-.of_engines(1);
-static REPLAYS: Family = Family::counter(
-    "baton_router_engine_replays_total",
-    &["engine"],
-    "Requests sent again on a new connection, because the engine closed the kept connection before its first byte. Such \
-     a request is one attempt.",
-)
-.of_engines(1);
-/// Looked up at each scrape.
-pub(crate) static IN_FLIGHT: Family = Family::gauge(
-    "baton_router_engine_requests_in_flight",
-    &["engine"],
-    "Requests of this router in flight at an engine.",
-);
-/// Looked up at each scrape.
-pub(crate) static POOL: Family =
-    Family::gauge("baton_router_pool_engines", &["model", "leg"], "Engines of a pool.");
-/// Looked up at each scrape.
-pub(crate) static READY: Family = Family::gauge(
-    "baton_router_pool_ready_engines",
-    &["model", "leg"],
-    "Engines of a pool that can be chosen.",
-);
-
-pub(super) static FAMILIES: &[&Family] =
-    &[&REQUESTS, &ERRORS, &RESPONSE_SECONDS, &CONNECT_SECONDS, &REPLAYS, &IN_FLIGHT, &POOL, &READY];
-
-/// How an attempt failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum AttemptFailure {
-    /// The engine did not receive the request.
-    Unreachable,
-    /// The engine returned an error.
-    Answered,
-    /// The connection broke.
-    Broken,
-    /// The engine did not respond in time.
-    Silent,
-    /// The engine's handoff is invalid.
-    Unusable,
-    /// The engine refused the request itself.
-    Refused,
-    /// The engine failed during its response.
-    Died,
+families! {
+    counter REQUESTS("baton_router_engine_requests_total", ["engine", "leg"]).of_engines(1):
+        "Attempts at an engine.";
+    counter ERRORS("baton_router_engine_errors_total", ["engine", "leg", "reason"])
+        .of_engines(AttemptFailure::ALL.len()):
+        "Failed attempts: `unreachable`, `answered` (error response), `broken` (connection broken), `silent` (no \
+         response in time), `unusable` (invalid handoff), `refused` (request at fault), `died` (failed during the \
+         response).";
+    histogram RESPONSE_SECONDS("baton_router_engine_response_seconds", ["engine", "leg"], FIRST_TOKEN)
+        .of_engines(1):
+        "From an attempt to a prefill engine's response, or to the head of a decode engine's successful response.";
+    histogram CONNECT_SECONDS("baton_router_engine_connect_seconds", ["engine"], CONNECT).of_engines(1):
+        "Time to open a connection to an engine.";
+    counter REPLAYS("baton_router_engine_replays_total", ["engine"]).of_engines(1):
+        "Requests sent again on a new connection, because the engine closed the kept connection before its first \
+         byte. Such a request is one attempt.";
+    /// Looked up at each scrape.
+    pub(crate) gauge IN_FLIGHT("baton_router_engine_requests_in_flight", ["engine"]):
+        "Requests of this router in flight at an engine.";
+    /// Looked up at each scrape.
+    pub(crate) gauge POOL("baton_router_pool_engines", ["model", "leg"]): "Engines of a pool.";
+    /// Looked up at each scrape.
+    pub(crate) gauge READY("baton_router_pool_ready_engines", ["model", "leg"]):
+        "Engines of a pool that can be chosen.";
 }
 
-impl AttemptFailure {
-    const ALL: [Self; 7] = [
-        Self::Unreachable,
-        Self::Answered,
-        Self::Broken,
-        Self::Silent,
-        Self::Unusable,
-        Self::Refused,
-        Self::Died,
-    ];
-
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::Unreachable => "unreachable",
-            Self::Answered => "answered",
-            Self::Broken => "broken",
-            Self::Silent => "silent",
-            Self::Unusable => "unusable",
-            Self::Refused => "refused",
-            Self::Died => "died",
-        }
+baton_connector::labelled! {
+    /// How an attempt failed.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum AttemptFailure {
+        /// The engine did not receive the request.
+        Unreachable => "unreachable",
+        /// The engine returned an error.
+        Answered => "answered",
+        /// The connection broke.
+        Broken => "broken",
+        /// The engine did not respond in time.
+        Silent => "silent",
+        /// The engine's handoff is invalid.
+        Unusable => "unusable",
+        /// The engine refused the request itself.
+        Refused => "refused",
+        /// The engine failed during its response.
+        Died => "died",
     }
 }
 

@@ -3,36 +3,20 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::page::Scrape;
-use super::registry::Family;
+use super::registry::families;
 
-static CONNECTED: Family = Family::gauge(
-    "baton_router_kv_events_connected",
-    &["engine"],
-    "1 while the router is connected to an engine's publisher of KV events. No sample: none is configured.",
-);
-static BATCHES: Family = Family::counter(
-    "baton_router_kv_events_batches_total",
-    &["engine"],
-    "Messages with KV events received from an engine.",
-);
-static GAPS: Family = Family::counter(
-    "baton_router_kv_events_gaps_total",
-    &["engine"],
-    "Times that messages were lost or unreadable; the router then discards the engine's known blocks.",
-);
-static BLOCKS: Family = Family::gauge(
-    "baton_router_kv_events_blocks",
-    &["engine"],
-    "KV blocks that an engine holds, according to its events.",
-);
-
-static LEFT_OUT: Family = Family::counter(
-    "baton_router_kv_events_left_out_total",
-    &["engine", "reason"],
-    "Events ignored in whole or in part: malformed, attention, tier, extra_keys, parent, bound, type.",
-);
-
-pub(super) static FAMILIES: &[&Family] = &[&CONNECTED, &BATCHES, &GAPS, &BLOCKS, &LEFT_OUT];
+families! {
+    gauge CONNECTED("baton_router_kv_events_connected", ["engine"]):
+        "1 while the router is connected to an engine's publisher of KV events. No sample: none is configured.";
+    counter BATCHES("baton_router_kv_events_batches_total", ["engine"]):
+        "Messages with KV events received from an engine.";
+    counter GAPS("baton_router_kv_events_gaps_total", ["engine"]):
+        "Times that messages were lost or unreadable; the router then discards the engine's known blocks.";
+    gauge BLOCKS("baton_router_kv_events_blocks", ["engine"]):
+        "KV blocks that an engine holds, according to its events.";
+    counter LEFT_OUT("baton_router_kv_events_left_out_total", ["engine", "reason"]):
+        "Events ignored in whole or in part: malformed, attention, tier, extra_keys, parent, bound, type.";
+}
 
 /// Adds the statistics of a subscription to the scrape.
 pub(crate) fn look_up(scrape: &mut Scrape, engine: &str, stats: &SubscriptionStats) {
@@ -103,9 +87,7 @@ impl SubscriptionStats {
     pub(crate) fn blocks(&self) -> u64 {
         self.blocks.load(Ordering::Relaxed)
     }
-}
 
-impl SubscriptionStats {
     /// Counts of ignored events by reason, without reasons that did not occur.
     pub(crate) fn ignored(&self) -> impl Iterator<Item = (IgnoredEventReason, u64)> + '_ {
         let counts = self.ignored.iter().map(|count| count.load(Ordering::Relaxed));
@@ -130,48 +112,27 @@ impl SubscriptionStats {
     }
 }
 
-/// Why an event is ignored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum IgnoredEventReason {
-    Malformed,
-    /// Blocks of a cache group without full attention.
-    Attention,
-    /// Blocks on another medium than the device, or on another host.
-    Tier,
-    /// Blocks with a salt, an adapter or an image in their key.
-    ExtraKeys,
-    /// Blocks whose parent, and so whose prompt, is unknown.
-    Parent,
-    /// Blocks over `prefix_index.chunks_per_engine`.
-    Bound,
-    /// An event of an unknown type.
-    Type,
+baton_connector::labelled! {
+    /// Why an event is ignored.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum IgnoredEventReason {
+        Malformed => "malformed",
+        /// Blocks of a cache group without full attention.
+        Attention => "attention",
+        /// Blocks on another medium than the device, or on another host.
+        Tier => "tier",
+        /// Blocks with a salt, an adapter or an image in their key.
+        ExtraKeys => "extra_keys",
+        /// Blocks whose parent, and so whose prompt, is unknown.
+        Parent => "parent",
+        /// Blocks over `prefix_index.chunks_per_engine`.
+        Bound => "bound",
+        /// An event of an unknown type.
+        Type => "type",
+    }
 }
 
 impl IgnoredEventReason {
-    pub(crate) const ALL: [Self; 7] = [
-        Self::Malformed,
-        Self::Attention,
-        Self::Tier,
-        Self::ExtraKeys,
-        Self::Parent,
-        Self::Bound,
-        Self::Type,
-    ];
-
-    /// The label in metrics, logs and explanations.
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::Malformed => "malformed",
-            Self::Attention => "attention",
-            Self::Tier => "tier",
-            Self::ExtraKeys => "extra_keys",
-            Self::Parent => "parent",
-            Self::Bound => "bound",
-            Self::Type => "type",
-        }
-    }
-
     /// Whether the engine's cache can serve prompts that the router does not know, and an operator can change that.
     pub(crate) fn hides_cached_blocks(self) -> bool {
         matches!(self, Self::Malformed | Self::Attention | Self::Bound)

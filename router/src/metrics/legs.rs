@@ -2,7 +2,7 @@
 
 use baton_connector::exchange::SettlementCause;
 
-use super::registry::{Counter, Family, Gauge, Histogram, Registry};
+use super::registry::{Counter, Family, Gauge, Histogram, Registry, families};
 
 /// One half of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -22,55 +22,33 @@ impl Leg {
     }
 }
 
-/// The result of a settlement.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SettlementResult {
-    /// The engine confirmed it.
-    Confirmed,
-    /// The engine lacks the verb; the lease ends by expiry.
-    Unsupported,
-    /// Every attempt failed; the lease ends by expiry.
-    Failed,
-    /// Too many settlements were pending; the lease ends by expiry.
-    Refused,
-}
-
-impl SettlementResult {
-    const ALL: [Self; 4] = [Self::Confirmed, Self::Unsupported, Self::Failed, Self::Refused];
-
-    fn label(self) -> &'static str {
-        match self {
-            Self::Confirmed => "confirmed",
-            Self::Unsupported => "unsupported",
-            Self::Failed => "failed",
-            Self::Refused => "refused",
-        }
+baton_connector::labelled! {
+    /// The result of a settlement.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum SettlementResult {
+        /// The engine confirmed it.
+        Confirmed => "confirmed",
+        /// The engine lacks the verb; the lease ends by expiry.
+        Unsupported => "unsupported",
+        /// Every attempt failed; the lease ends by expiry.
+        Failed => "failed",
+        /// Too many settlements were pending; the lease ends by expiry.
+        Refused => "refused",
     }
 }
 
-/// How a lease is released.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ReleaseMethod {
-    /// `POST /kv/release` with the lease's handle.
-    Release,
-    /// `POST /abort_requests` with the request's id, if the engine returned no handle.
-    Abort,
-    /// A decode request that must be refused, after which stock vLLM notifies its producer.
-    RefusedDecode,
-    /// No release: the lease expires.
-    Lease,
-}
-
-impl ReleaseMethod {
-    const ALL: [Self; 4] = [Self::Release, Self::Abort, Self::RefusedDecode, Self::Lease];
-
-    fn label(self) -> &'static str {
-        match self {
-            Self::Release => "release",
-            Self::Abort => "abort",
-            Self::RefusedDecode => "refused_decode",
-            Self::Lease => "lease",
-        }
+baton_connector::labelled! {
+    /// How a lease is released.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum ReleaseMethod {
+        /// `POST /kv/release` with the lease's handle.
+        Release => "release",
+        /// `POST /abort_requests` with the request's id, if the engine returned no handle.
+        Abort => "abort",
+        /// A decode request that must be refused, after which stock vLLM notifies its producer.
+        RefusedDecode => "refused_decode",
+        /// No release: the lease expires.
+        Lease => "lease",
     }
 }
 
@@ -78,54 +56,23 @@ impl ReleaseMethod {
 const PROPAGATION: &[f64] =
     &[0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0];
 
-static RETRIES: Family =
-    Family::counter("baton_router_retries_total", &["leg"], "Attempts of a leg after the first.");
-static RECOMPUTES: Family = Family::counter(
-    "baton_router_recomputes_total",
-    &[],
-    "Handoffs that no decode engine could use, so that the prompt was computed again.",
-);
-static MISCONFIGURED: Family = Family::counter(
-    "baton_router_misconfigured_total",
-    &["leg"],
-    "Responses in which an engine refuses this router's cluster secret or its configured API key.",
-);
-static ABORTS: Family = Family::counter("baton_router_aborts_total", &["leg"], "Aborted legs.");
-static PROPAGATION_SECONDS: Family = Family::histogram(
-    "baton_router_abort_propagation_seconds",
-    &["leg"],
-    PROPAGATION,
-    "From the decision to abort a leg to the engine's confirmation.",
-);
-static RELEASES: Family = Family::counter(
-    "baton_router_releases_total",
-    &["cause", "via"],
-    "Leases that the router released, by cause and method.",
-);
-static SETTLEMENTS: Family = Family::counter(
-    "baton_router_settlements_total",
-    &["result"],
-    "Completed aborts and releases. All results but `confirmed` leave the lease to its expiry.",
-);
-static SETTLING: Family =
-    Family::gauge("baton_router_settlements_in_flight", &[], "Aborts and releases in progress.");
-static SETTLEMENTS_WAITING: Family = Family::gauge(
-    "baton_router_settlements_waiting",
-    &[],
-    "Aborts and releases that wait for one in progress to complete.",
-);
-
-pub(super) static FAMILIES: &[&Family] = &[
-    &RETRIES,
-    &RECOMPUTES,
-    &MISCONFIGURED,
-    &ABORTS,
-    &PROPAGATION_SECONDS,
-    &RELEASES,
-    &SETTLEMENTS,
-    &SETTLING,
-    &SETTLEMENTS_WAITING,
-];
+families! {
+    counter RETRIES("baton_router_retries_total", ["leg"]): "Attempts of a leg after the first.";
+    counter RECOMPUTES("baton_router_recomputes_total", []):
+        "Handoffs that no decode engine could use, so that the prompt was computed again.";
+    counter MISCONFIGURED("baton_router_misconfigured_total", ["leg"]):
+        "Responses in which an engine refuses this router's cluster secret or its configured API key.";
+    counter ABORTS("baton_router_aborts_total", ["leg"]): "Aborted legs.";
+    histogram PROPAGATION_SECONDS("baton_router_abort_propagation_seconds", ["leg"], PROPAGATION):
+        "From the decision to abort a leg to the engine's confirmation.";
+    counter RELEASES("baton_router_releases_total", ["cause", "via"]):
+        "Leases that the router released, by cause and method.";
+    counter SETTLEMENTS("baton_router_settlements_total", ["result"]):
+        "Completed aborts and releases. All results but `confirmed` leave the lease to its expiry.";
+    gauge SETTLING("baton_router_settlements_in_flight", []): "Aborts and releases in progress.";
+    gauge SETTLEMENTS_WAITING("baton_router_settlements_waiting", []):
+        "Aborts and releases that wait for one in progress to complete.";
+}
 
 /// Metrics of legs and settlements.
 pub(crate) struct LegMetrics {

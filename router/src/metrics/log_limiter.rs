@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_is_told_and_then_one_per_pause_with_the_number_of_those_held_back() {
+    fn the_first_line_is_logged_and_then_one_per_pause_with_the_suppressed_count() {
         let limiter = LogLimiter::new();
         assert_eq!(limiter.allow_at(0), Some(0));
         for ms in 1..10_000 {
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_at_once_one_tells_it() {
+    fn one_of_concurrent_calls_logs() {
         let limiter = LogLimiter::new();
         let logged: usize = std::thread::scope(|scope| {
             let count = || scope.spawn(|| (0..1000).filter(|_| limiter.allow_at(5).is_some()).count());

@@ -11,6 +11,7 @@ mod engines;
 pub(crate) mod kv_events;
 mod legs;
 pub(crate) mod log_limiter;
+pub(crate) mod log_span;
 mod observers;
 mod page;
 mod process;
@@ -26,8 +27,6 @@ pub(crate) mod tls;
 
 use std::sync::Arc;
 use std::time::Duration;
-
-use baton_connector::exchange::{Phase, SettlementCause};
 
 pub(crate) use config::{DiscoveryMetrics, STALE};
 pub(crate) use engines::{AttemptFailure, EngineMetrics, IN_FLIGHT, POOL, READY};
@@ -117,19 +116,6 @@ impl Metrics {
     /// Handles of the files of `engine_tls`.
     pub(crate) fn engine_tls(&self) -> tls::EngineTlsMetrics {
         tls::EngineTlsMetrics::new(&self.registry, "engines")
-    }
-
-    /// Counts a cancelled request.
-    pub(crate) fn count_disconnect(&self, phase: Phase) {
-        self.requests.count_disconnect(phase);
-    }
-
-    pub(crate) fn count_release(&self, cause: SettlementCause, via: ReleaseMethod) {
-        self.legs.count_release(cause, via);
-    }
-
-    pub(crate) fn count_settlement(&self, result: SettlementResult) {
-        self.legs.count_settlement(result);
     }
 
     pub(crate) fn count_abort(&self, leg: Leg) {

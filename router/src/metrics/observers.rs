@@ -1,22 +1,15 @@
 //! Metrics of the access log and the traces: written and dropped. Dropping keeps requests from waiting.
 
-use super::registry::{Counter, Family, Registry};
+use super::registry::{Counter, Registry, families};
 
-static LINES: Family =
-    Family::counter("baton_router_access_log_lines_total", &[], "Written lines of the access log.");
-static LINES_DROPPED: Family = Family::counter(
-    "baton_router_access_log_dropped_total",
-    &[],
-    "Dropped lines of the access log: the queue was full, or the file was not writable.",
-);
-static SPANS: Family = Family::counter("baton_router_spans_total", &[], "Spans that the collector accepted.");
-static SPANS_DROPPED: Family = Family::counter(
-    "baton_router_spans_dropped_total",
-    &["reason"],
-    "Dropped spans: `queue_full`, or `export_failed` twice.",
-);
-
-pub(super) static FAMILIES: &[&Family] = &[&LINES, &LINES_DROPPED, &SPANS, &SPANS_DROPPED];
+families! {
+    counter LINES("baton_router_access_log_lines_total", []): "Written lines of the access log.";
+    counter LINES_DROPPED("baton_router_access_log_dropped_total", []):
+        "Dropped lines of the access log: the queue was full, or the file was not writable.";
+    counter SPANS("baton_router_spans_total", []): "Spans that the collector accepted.";
+    counter SPANS_DROPPED("baton_router_spans_dropped_total", ["reason"]):
+        "Dropped spans: `queue_full`, or `export_failed` twice.";
+}
 
 /// Metrics of the access log and the traces.
 pub(crate) struct ObserverMetrics {

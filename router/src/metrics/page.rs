@@ -56,14 +56,14 @@ pub(super) fn write<'a>(
         head(&mut page, family, format);
         if let Some(samples) = scrape.samples.get(family.name) {
             for (labels, value) in samples {
-                sample(&mut page, family.name, "", labels, "", *value);
+                sample(&mut page, family.name, "", labels, *value);
             }
         }
         registry.for_each(family, |labels, value| match value {
             SeriesValue::Counter(value) => {
                 let _ = writeln!(page, "{}{} {value}", family.name, BracedLabels(labels, ""));
             }
-            SeriesValue::Gauge(value) => sample(&mut page, family.name, "", labels, "", value),
+            SeriesValue::Gauge(value) => sample(&mut page, family.name, "", labels, value),
             SeriesValue::Histogram(buckets) => {
                 let mut count = 0;
                 for (n, bucket) in buckets.counts.iter().enumerate() {
@@ -72,7 +72,7 @@ pub(super) fn write<'a>(
                     let le = bound.map_or("le=\"+Inf\"".to_owned(), |bound| format!("le=\"{bound:?}\""));
                     let _ = writeln!(page, "{}_bucket{} {count}", family.name, BracedLabels(labels, &le));
                 }
-                sample(&mut page, family.name, "_sum", labels, "", buckets.sum());
+                sample(&mut page, family.name, "_sum", labels, buckets.sum());
                 let _ = writeln!(page, "{}_count{} {count}", family.name, BracedLabels(labels, ""));
             }
         });
@@ -109,8 +109,8 @@ fn head(page: &mut String, family: &Family, format: PageFormat) {
     }
 }
 
-fn sample(page: &mut String, name: &str, suffix: &str, labels: &str, more: &str, value: f64) {
-    let _ = writeln!(page, "{name}{suffix}{} {value}", BracedLabels(labels, more));
+fn sample(page: &mut String, name: &str, suffix: &str, labels: &str, value: f64) {
+    let _ = writeln!(page, "{name}{suffix}{} {value}", BracedLabels(labels, ""));
 }
 
 /// Labels in braces; empty without labels.

@@ -3,27 +3,22 @@
 use std::fs;
 
 use super::page::Scrape;
-use super::registry::Family;
+use super::registry::families;
 
 /// Ticks per second in `/proc/self/stat`: `USER_HZ`, which is 100 on all current architectures of Linux.
 const TICKS: f64 = 100.0;
 /// Bytes of a `kB` in `/proc/self/status`.
 const KIB: f64 = 1024.0;
 
-static CPU: Family =
-    Family::counter("process_cpu_seconds_total", &[], "User and system time of the process.");
-static RESIDENT: Family = Family::gauge("process_resident_memory_bytes", &[], "Resident memory.");
-static VIRTUAL: Family = Family::gauge("process_virtual_memory_bytes", &[], "Virtual memory.");
-static THREADS: Family = Family::gauge("process_threads", &[], "Threads of the process.");
-static OPEN_FDS: Family = Family::gauge("process_open_fds", &[], "File descriptors in use.");
-static MAX_FDS: Family = Family::gauge("process_max_fds", &[], "Limit of file descriptors of the process.");
-static START: Family = Family::gauge(
-    "process_start_time_seconds",
-    &[],
-    "Start time of the process, in seconds since the epoch.",
-);
-
-pub(super) static FAMILIES: &[&Family] = &[&CPU, &RESIDENT, &VIRTUAL, &THREADS, &OPEN_FDS, &MAX_FDS, &START];
+families! {
+    counter CPU("process_cpu_seconds_total", []): "User and system time of the process.";
+    gauge RESIDENT("process_resident_memory_bytes", []): "Resident memory.";
+    gauge VIRTUAL("process_virtual_memory_bytes", []): "Virtual memory.";
+    gauge THREADS("process_threads", []): "Threads of the process.";
+    gauge OPEN_FDS("process_open_fds", []): "File descriptors in use.";
+    gauge MAX_FDS("process_max_fds", []): "Limit of file descriptors of the process.";
+    gauge START("process_start_time_seconds", []): "Start time of the process, in seconds since the epoch.";
+}
 
 /// Reads the available files; none on a system without `/proc`.
 pub(super) fn read(scrape: &mut Scrape) {

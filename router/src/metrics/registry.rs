@@ -99,6 +99,28 @@ impl Family {
     }
 }
 
+/// Defines the families of a part, and `FAMILIES` with all of them. A row: kind, constant, the metric's name, its labels,
+/// a histogram's buckets, and the help.
+macro_rules! families {
+    ($(
+        $(#[$attribute:meta])*
+        $vis:vis $kind:ident $family:ident(
+            $name:literal, [$($label:literal),*] $(, $buckets:ident)?
+        ) $(.of_engines($each:expr))?: $help:literal;
+    )+) => {
+        $(
+            $(#[$attribute])*
+            $vis static $family: $crate::metrics::Family =
+                $crate::metrics::Family::$kind($name, &[$($label),*], $($buckets,)? $help)
+                $(.of_engines($each))?;
+        )+
+
+        /// The families of this part.
+        pub(super) static FAMILIES: &[&$crate::metrics::Family] = &[$(&$family),+];
+    };
+}
+pub(super) use families;
+
 /// A value that never decreases.
 #[derive(Clone, Debug)]
 pub(crate) struct Counter(Arc<AtomicU64>);
@@ -181,6 +203,16 @@ impl Series {
             Self::Histogram(value) => value.strong_count() > 0,
         }
     }
+
+    /// The current value; `None` without a handle.
+    fn value(&self) -> Option<SeriesValue> {
+        let load = |value: &Weak<AtomicU64>| Some(value.upgrade()?.load(Ordering::Relaxed));
+        Some(match self {
+            Self::Counter(value) => SeriesValue::Counter(load(value)?),
+            Self::Gauge(value) => SeriesValue::Gauge(f64::from_bits(load(value)?)),
+            Self::Histogram(value) => SeriesValue::Histogram(value.upgrade()?),
+        })
+    }
 }
 
 /// The series of one family, by their labels.
@@ -257,31 +289,13 @@ impl Registry {
     }
 
     /// Calls `each` for every living series of a family.
-    pub(super) fn for_each(&self, family: &Family, mut each: impl FnMut(&str, SeriesValue<'_>)) {
+    pub(super) fn for_each(&self, family: &Family, mut each: impl FnMut(&str, SeriesValue)) {
         let mut families = self.lock();
         let Some(series) = families.get_mut(family.name) else { return };
-        series.retain(|labels, one| match one {
-            Series::Counter(value) => match value.upgrade() {
-                Some(value) => {
-                    each(labels, SeriesValue::Counter(value.load(Ordering::Relaxed)));
-                    true
-                }
-                None => false,
-            },
-            Series::Gauge(value) => match value.upgrade() {
-                Some(value) => {
-                    each(labels, SeriesValue::Gauge(f64::from_bits(value.load(Ordering::Relaxed))));
-                    true
-                }
-                None => false,
-            },
-            Series::Histogram(value) => match value.upgrade() {
-                Some(value) => {
-                    each(labels, SeriesValue::Histogram(&value));
-                    true
-                }
-                None => false,
-            },
+        series.retain(|labels, one| {
+            let Some(value) = one.value() else { return false };
+            each(labels, value);
+            true
         });
     }
 
@@ -291,10 +305,10 @@ impl Registry {
 }
 
 /// The current value of a series.
-pub(super) enum SeriesValue<'a> {
+pub(super) enum SeriesValue {
     Counter(u64),
     Gauge(f64),
-    Histogram(&'a HistogramBuckets),
+    Histogram(Arc<HistogramBuckets>),
 }
 
 #[cfg(test)]

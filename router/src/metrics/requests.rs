@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use baton_connector::exchange::{Outcome, Phase};
 
 use super::page::Scrape;
-use super::registry::{Counter, Family, Gauge, Histogram, Registry};
+use super::registry::{Counter, Gauge, Histogram, Registry, families};
 
 /// Seconds, the buckets of vLLM's time to first token, so that dashboards can overlay the two.
 pub(super) const FIRST_TOKEN: &[f64] = &[
@@ -27,117 +27,46 @@ const WAIT: &[f64] = &[
     30.0, 60.0, 120.0, 600.0,
 ];
 
-static REQUESTS: Family = Family::counter(
-    "baton_router_requests_total",
-    &["model", "outcome", "code"],
-    "Ended requests, by outcome and status class (`none`: no status sent). `not_admitted`: queue full or wait too \
-     long. `no_engine`: no usable engine for a leg. `passed`: served by one engine (embeddings, tokens). `rejected`: \
-     refused before an engine was chosen.",
-);
-static IN_FLIGHT: Family = Family::gauge(
-    "baton_router_requests_in_flight",
-    &[],
-    "Requests in flight, of at most `limits.in_flight`.",
-);
-static DISCONNECTS: Family = Family::counter(
-    "baton_router_disconnects_total",
-    &["phase"],
-    "Cancelled requests, by phase: the client disconnected before the response was complete.",
-);
-static DURATION_SECONDS: Family = Family::histogram(
-    "baton_router_request_duration_seconds",
-    &["model"],
-    DURATION,
-    "From a request's head to its end, for all outcomes.",
-);
-static FIRST_TOKEN_SECONDS: Family = Family::histogram(
-    "baton_router_time_to_first_token_seconds",
-    &["model", "streaming"],
-    FIRST_TOKEN,
-    "From a request's head to the first byte of the response body; without streaming, to the whole response.",
-);
-static INTER_TOKEN_SECONDS: Family = Family::histogram(
-    "baton_router_inter_token_latency_seconds",
-    &["model"],
-    PER_TOKEN,
-    "Between two pieces of a streamed response; engines send one per token or step.",
-);
-static PER_TOKEN_SECONDS: Family = Family::histogram(
-    "baton_router_time_per_output_token_seconds",
-    &["model"],
-    PER_TOKEN,
-    "Time from the first to the last piece of a completed stream with `usage`, divided by its tokens after the first.",
-);
-static TOKENS: Family = Family::counter(
-    "baton_router_tokens_total",
-    &["model", "kind"],
-    "Tokens, from the engines' `usage`: `prompt`, `cached` (part of prompt), `completion` (events, if a stream ended before \
-     its usage).",
-);
-static QUEUE_SECONDS: Family = Family::histogram(
-    "baton_router_queue_seconds",
-    &["model"],
-    WAIT,
-    "From a request's head to the first attempt: body, checks, admission, choice.",
-);
-static PREFILL_SECONDS: Family = Family::histogram(
-    "baton_router_prefill_seconds",
-    &["model"],
-    FIRST_TOKEN,
-    "From the first prefill attempt to the handoff, retries included.",
-);
-static GAP_SECONDS: Family = Family::histogram(
-    "baton_router_gap_seconds",
-    &["model"],
-    WAIT,
-    "From the handoff to the first decode attempt: the router's part of the gap.",
-);
-static ACCEPT_SECONDS: Family = Family::histogram(
-    "baton_router_accept_seconds",
-    &["model"],
-    FIRST_TOKEN,
-    "From the first decode attempt to the head of a successful response: queue, fetch and first event. Stock vLLM sends \
-     the head of a stream at once, so that most of this is not included.",
-);
-static DECODE_SECONDS: Family = Family::histogram(
-    "baton_router_decode_seconds",
-    &["model"],
-    DURATION,
-    "From a decode engine's acceptance of a request to the end of its response.",
-);
-
-static AGE: Family = Family::gauge(
-    "baton_router_inflight_request_age_seconds",
-    &[],
-    "Age of the oldest request in flight; 0 when there is none.",
-);
-
-static OLDER: Family = Family::gauge(
-    "baton_router_inflight_requests_older_than",
-    &["seconds"],
-    "Requests in flight that are older than this.",
-);
+families! {
+    counter REQUESTS("baton_router_requests_total", ["model", "outcome", "code"]):
+        "Ended requests, by outcome and status class (`none`: no status sent). `not_admitted`: queue full or wait too \
+         long. `no_engine`: no usable engine for a leg. `passed`: served by one engine (embeddings, tokens). \
+         `rejected`: refused before an engine was chosen.";
+    gauge IN_FLIGHT("baton_router_requests_in_flight", []):
+        "Requests in flight, of at most `limits.in_flight`.";
+    counter DISCONNECTS("baton_router_disconnects_total", ["phase"]):
+        "Cancelled requests, by phase: the client disconnected before the response was complete.";
+    histogram DURATION_SECONDS("baton_router_request_duration_seconds", ["model"], DURATION):
+        "From a request's head to its end, for all outcomes.";
+    histogram FIRST_TOKEN_SECONDS("baton_router_time_to_first_token_seconds", ["model", "streaming"], FIRST_TOKEN):
+        "From a request's head to the first byte of the response body; without streaming, to the whole response.";
+    histogram INTER_TOKEN_SECONDS("baton_router_inter_token_latency_seconds", ["model"], PER_TOKEN):
+        "Between two pieces of a streamed response; engines send one per token or step.";
+    histogram PER_TOKEN_SECONDS("baton_router_time_per_output_token_seconds", ["model"], PER_TOKEN):
+        "Time from the first to the last piece of a completed stream with `usage`, divided by its tokens after the \
+         first.";
+    counter TOKENS("baton_router_tokens_total", ["model", "kind"]):
+        "Tokens, from the engines' `usage`: `prompt`, `cached` (part of prompt), `completion` (events, if a stream \
+         ended before its usage).";
+    histogram QUEUE_SECONDS("baton_router_queue_seconds", ["model"], WAIT):
+        "From a request's head to the first attempt: body, checks, admission, choice.";
+    histogram PREFILL_SECONDS("baton_router_prefill_seconds", ["model"], FIRST_TOKEN):
+        "From the first prefill attempt to the handoff, retries included.";
+    histogram GAP_SECONDS("baton_router_gap_seconds", ["model"], WAIT):
+        "From the handoff to the first decode attempt: the router's part of the gap.";
+    histogram ACCEPT_SECONDS("baton_router_accept_seconds", ["model"], FIRST_TOKEN):
+        "From the first decode attempt to the head of a successful response: queue, fetch and first event. Stock vLLM \
+         sends the head of a stream at once, so that most of this is not included.";
+    histogram DECODE_SECONDS("baton_router_decode_seconds", ["model"], DURATION):
+        "From a decode engine's acceptance of a request to the end of its response.";
+    gauge AGE("baton_router_inflight_request_age_seconds", []):
+        "Age of the oldest request in flight; 0 when there is none.";
+    gauge OLDER("baton_router_inflight_requests_older_than", ["seconds"]):
+        "Requests in flight that are older than this.";
+}
 
 /// Values of the label of [`OLDER`].
 const AGES: [u64; 6] = [1, 10, 60, 300, 600, 3600];
-
-pub(super) static FAMILIES: &[&Family] = &[
-    &REQUESTS,
-    &IN_FLIGHT,
-    &DISCONNECTS,
-    &DURATION_SECONDS,
-    &FIRST_TOKEN_SECONDS,
-    &INTER_TOKEN_SECONDS,
-    &PER_TOKEN_SECONDS,
-    &TOKENS,
-    &QUEUE_SECONDS,
-    &PREFILL_SECONDS,
-    &GAP_SECONDS,
-    &ACCEPT_SECONDS,
-    &DECODE_SECONDS,
-    &AGE,
-    &OLDER,
-];
 
 /// The label of requests without a known model.
 const UNKNOWN: &str = "unknown";
@@ -154,20 +83,8 @@ pub(crate) enum RequestOutcome {
 }
 
 impl RequestOutcome {
-    const LABELS: [&str; 12] = [
-        "completed",
-        "prefill_refused",
-        "prefill_exhausted",
-        "decode_refused",
-        "decode_exhausted",
-        "stream_broken",
-        "client_gone",
-        "dropped",
-        "rejected",
-        "passed",
-        "not_admitted",
-        "no_engine",
-    ];
+    /// Number of labels.
+    const KINDS: usize = 12;
 
     fn index(self) -> usize {
         match self {
@@ -187,7 +104,11 @@ impl RequestOutcome {
     }
 
     pub(crate) fn label(self) -> &'static str {
-        Self::LABELS[self.index()]
+        match self {
+            Self::Exchange(outcome) => outcome.label(),
+            Self::Rejected => "rejected",
+            Self::Passed => "passed",
+        }
     }
 }
 
@@ -234,7 +155,7 @@ pub(crate) struct ModelMetrics {
     registry: Arc<Registry>,
     model: String,
     /// By outcome and status class; created when first counted.
-    requests: [[OnceLock<Counter>; CODES.len()]; RequestOutcome::LABELS.len()],
+    requests: [[OnceLock<Counter>; CODES.len()]; RequestOutcome::KINDS],
     tokens: OnceLock<[Counter; 3]>,
     pub duration: Histogram,
     first_token: [OnceLock<Histogram>; 2],

@@ -1,32 +1,21 @@
 //! Failures of engines, and the router's reactions.
 
 use super::legs::Leg;
-use super::registry::{Counter, Family, Registry};
+use super::registry::{Counter, Family, Registry, families};
 
-/// Looked up at each scrape.
-pub(crate) static STANDINGS: Family = Family::gauge(
-    "baton_router_engine_standing",
-    &["engine", "leg", "standing"],
-    "1 for the state of an engine: `usable`, `trial` (one request at a time), `ejected`, `unresponsive`, `draining`.",
-);
-static RETRIES_REFUSED: Family = Family::counter(
-    "baton_router_retries_refused_total",
-    &["leg"],
-    "Retries that the retry budget did not allow.",
-);
-static RESUMES: Family = Family::counter(
-    "baton_router_resumes_total",
-    &["result"],
-    "Streams whose decode engine failed during the response: `resumed` by another engine, `failed` (no engine available), \
-     `not_allowed` (by the request, or by the part already sent).",
-);
-static WRONG_MODEL: Family = Family::counter(
-    "baton_router_wrong_model_total",
-    &["leg"],
-    "Responses of engines that do not serve their configured model.",
-);
-
-pub(super) static FAMILIES: &[&Family] = &[&STANDINGS, &RETRIES_REFUSED, &RESUMES, &WRONG_MODEL];
+families! {
+    /// Looked up at each scrape.
+    pub(crate) gauge STANDINGS("baton_router_engine_standing", ["engine", "leg", "standing"]):
+        "1 for the state of an engine: `usable`, `trial` (one request at a time), `ejected`, `unresponsive`, \
+         `draining`.";
+    counter RETRIES_REFUSED("baton_router_retries_refused_total", ["leg"]):
+        "Retries that the retry budget did not allow.";
+    counter RESUMES("baton_router_resumes_total", ["result"]):
+        "Streams whose decode engine failed during the response: `resumed` by another engine, `failed` (no engine \
+         available), `not_allowed` (by the request, or by the part already sent).";
+    counter WRONG_MODEL("baton_router_wrong_model_total", ["leg"]):
+        "Responses of engines that do not serve their configured model.";
+}
 
 /// The result for a stream whose decode engine failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

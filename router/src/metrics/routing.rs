@@ -3,23 +3,16 @@
 use std::sync::{Arc, OnceLock};
 
 use super::legs::Leg;
-use super::registry::{Counter, Family, Registry};
+use super::registry::{Counter, Registry, families};
 
-static DISAGGREGATION: Family = Family::counter(
-    "baton_router_disagg_decisions_total",
-    &["decision", "reason"],
-    "Requests by where the prefill runs, with the reason: on a prefill engine (`prefill_decode`) or on the decode engine \
-     (`decode_only`). `prompt_logprobs`: the response includes prompt tokens. `fell_back`: no prefill engine was \
-     available.",
-);
-
-static DECISIONS: Family = Family::counter(
-    "baton_router_decisions_total",
-    &["model", "leg", "policy", "reason"],
-    "Choices of an engine, by policy and reason. `/explain` shows the same reason for one request.",
-);
-
-pub(super) static FAMILIES: &[&Family] = &[&DISAGGREGATION, &DECISIONS];
+families! {
+    counter DISAGGREGATION("baton_router_disagg_decisions_total", ["decision", "reason"]):
+        "Requests by where the prefill runs, with the reason: on a prefill engine (`prefill_decode`) or on the decode \
+         engine (`decode_only`). `prompt_logprobs`: the response includes prompt tokens. `fell_back`: no prefill \
+         engine was available.";
+    counter DECISIONS("baton_router_decisions_total", ["model", "leg", "policy", "reason"]):
+        "Choices of an engine, by policy and reason. `/explain` shows the same reason for one request.";
+}
 
 /// A policy's decisions for one leg of a model. The series of a reason begins with its first decision.
 pub(crate) struct DecisionCounters {
@@ -92,72 +85,55 @@ impl ChoiceReason {
     /// Number of kinds.
     pub(crate) const KINDS: usize = 11;
 
+    /// The index and the label of the kind.
+    fn row(self) -> (usize, &'static str) {
+        match self {
+            Self::Turn => (0, "turn"),
+            Self::Drawn => (1, "drawn"),
+            Self::LessLoadedOfTwo => (2, "less_loaded_of_two"),
+            Self::LeastLoaded => (3, "least_loaded"),
+            Self::KeysEngine => (4, "keys_engine"),
+            Self::KeysNext => (5, "keys_next"),
+            Self::NoKey => (6, "no_key"),
+            Self::HoldsChunks(_) => (7, "holds_chunks"),
+            Self::HoldsBlocks(_) => (8, "holds_blocks"),
+            Self::NotCached => (9, "not_cached"),
+            Self::HoldersBusy => (10, "holders_busy"),
+        }
+    }
+
     /// The index of the kind.
     pub(crate) fn kind(self) -> usize {
-        match self {
-            Self::Turn => 0,
-            Self::Drawn => 1,
-            Self::LessLoadedOfTwo => 2,
-            Self::LeastLoaded => 3,
-            Self::KeysEngine => 4,
-            Self::KeysNext => 5,
-            Self::NoKey => 6,
-            Self::HoldsChunks(_) => 7,
-            Self::HoldsBlocks(_) => 8,
-            Self::NotCached => 9,
-            Self::HoldersBusy => 10,
-        }
+        self.row().0
     }
 
     /// The label in explanations.
     pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::Turn => "turn",
-            Self::Drawn => "drawn",
-            Self::LessLoadedOfTwo => "less_loaded_of_two",
-            Self::LeastLoaded => "least_loaded",
-            Self::KeysEngine => "keys_engine",
-            Self::KeysNext => "keys_next",
-            Self::NoKey => "no_key",
-            Self::HoldsChunks(_) => "holds_chunks",
-            Self::HoldsBlocks(_) => "holds_blocks",
-            Self::NotCached => "not_cached",
-            Self::HoldersBusy => "holders_busy",
-        }
+        self.row().1
     }
 }
 
-/// The reason of a disaggregation decision, which implies the decision.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum DisaggregationReason {
-    /// The configuration prefills every request of this model remotely.
-    Always,
-    /// Every condition for a remote prefill is met.
-    WorthIt,
-    NoPrefillEngines,
-    SeveralPrompts,
-    PromptLogprobs,
-    ShortPrompt,
-    /// The decode engine has cached too much of the prompt.
-    Cached,
-    PrefillBusy,
-    /// No prefill engine was available, and the model falls back. A result, never a decision.
-    FellBack,
+baton_connector::labelled! {
+    /// The reason of a disaggregation decision, which implies the decision.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum DisaggregationReason {
+        /// The configuration prefills every request of this model remotely.
+        Always => "always",
+        /// Every condition for a remote prefill is met.
+        WorthIt => "worth_it",
+        NoPrefillEngines => "no_prefill_engines",
+        SeveralPrompts => "several_prompts",
+        PromptLogprobs => "prompt_logprobs",
+        ShortPrompt => "short_prompt",
+        /// The decode engine has cached too much of the prompt.
+        Cached => "cached",
+        PrefillBusy => "prefill_busy",
+        /// No prefill engine was available, and the model falls back. A result, never a decision.
+        FellBack => "fell_back",
+    }
 }
 
 impl DisaggregationReason {
-    pub(crate) const ALL: [Self; 9] = [
-        Self::Always,
-        Self::WorthIt,
-        Self::NoPrefillEngines,
-        Self::SeveralPrompts,
-        Self::PromptLogprobs,
-        Self::ShortPrompt,
-        Self::Cached,
-        Self::PrefillBusy,
-        Self::FellBack,
-    ];
-
     /// Whether another engine prefills. Otherwise the decode engine computes the whole request.
     pub(crate) fn is_remote(self) -> bool {
         match self {
@@ -175,19 +151,5 @@ impl DisaggregationReason {
     /// `prefill_decode` or `decode_only`.
     pub(crate) fn decision(self) -> &'static str {
         if self.is_remote() { "prefill_decode" } else { "decode_only" }
-    }
-
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::Always => "always",
-            Self::WorthIt => "worth_it",
-            Self::NoPrefillEngines => "no_prefill_engines",
-            Self::SeveralPrompts => "several_prompts",
-            Self::PromptLogprobs => "prompt_logprobs",
-            Self::ShortPrompt => "short_prompt",
-            Self::Cached => "cached",
-            Self::PrefillBusy => "prefill_busy",
-            Self::FellBack => "fell_back",
-        }
     }
 }

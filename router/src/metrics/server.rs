@@ -1,32 +1,18 @@
 //! Metrics of the router itself: version, configuration, connections, and bytes of bodies.
 
-use super::registry::{Counter, Family, Gauge, Registry};
+use super::registry::{Counter, Gauge, Registry, families};
 
-static BUILD: Family = Family::gauge(
-    "baton_router_build_info",
-    &["version"],
-    "Always 1; the label is the version of the router.",
-);
-static GENERATION: Family = Family::gauge(
-    "baton_router_config_generation",
-    &[],
-    "Number of the configuration in effect: 1 at the start, plus 1 for each reload.",
-);
-static CONNECTIONS: Family = Family::gauge("baton_router_connections_open", &[], "Open client connections.");
-static CONNECTED: Family =
-    Family::counter("baton_router_connections_total", &[], "Accepted client connections.");
-static REFUSED: Family = Family::counter(
-    "baton_router_malformed_heads_total",
-    &[],
-    "Requests refused because of their head: malformed, too large or too slow.",
-);
-static REQUEST_BYTES: Family =
-    Family::counter("baton_router_request_body_bytes_total", &[], "Bytes read of request bodies.");
-static RESPONSE_BYTES: Family =
-    Family::counter("baton_router_response_body_bytes_total", &[], "Bytes written of response bodies.");
-
-pub(super) static FAMILIES: &[&Family] =
-    &[&BUILD, &GENERATION, &CONNECTIONS, &CONNECTED, &REFUSED, &REQUEST_BYTES, &RESPONSE_BYTES];
+families! {
+    gauge BUILD("baton_router_build_info", ["version"]): "Always 1; the label is the version of the router.";
+    gauge GENERATION("baton_router_config_generation", []):
+        "Number of the configuration in effect: 1 at the start, plus 1 for each reload.";
+    gauge CONNECTIONS("baton_router_connections_open", []): "Open client connections.";
+    counter CONNECTED("baton_router_connections_total", []): "Accepted client connections.";
+    counter REFUSED("baton_router_malformed_heads_total", []):
+        "Requests refused because of their head: malformed, too large or too slow.";
+    counter REQUEST_BYTES("baton_router_request_body_bytes_total", []): "Bytes read of request bodies.";
+    counter RESPONSE_BYTES("baton_router_response_body_bytes_total", []): "Bytes written of response bodies.";
+}
 
 /// Metrics of the router itself.
 pub(crate) struct ServerMetrics {

@@ -3,27 +3,19 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::registry::{Counter, Family, Registry};
+use super::registry::{Counter, Registry, families};
 
 /// Limit on tenants with their own label: each label value is a time series in the monitoring system.
 const TENANTS_MAX: usize = 100;
 
-static REQUESTS: Family = Family::counter(
-    "baton_router_tenant_requests_total",
-    &["tenant"],
-    "Requests that a tenant's limits allowed. The first 100 tenants have their own label, the rest are `other`.",
-);
-static LIMITED: Family = Family::counter(
-    "baton_router_rate_limited_total",
-    &["limit"],
-    "Requests refused by a limit of a key or tenant.",
-);
-static UNKNOWN: Family =
-    Family::counter("baton_router_unauthorized_total", &["reason"], "Requests refused with 401.");
-static RELOADS: Family =
-    Family::counter("baton_router_keys_reloads_total", &["result"], "Reloads of the keys file.");
-
-pub(super) static FAMILIES: &[&Family] = &[&REQUESTS, &LIMITED, &UNKNOWN, &RELOADS];
+families! {
+    counter REQUESTS("baton_router_tenant_requests_total", ["tenant"]):
+        "Requests that a tenant's limits allowed. The first 100 tenants have their own label, the rest are `other`.";
+    counter LIMITED("baton_router_rate_limited_total", ["limit"]):
+        "Requests refused by a limit of a key or tenant.";
+    counter UNKNOWN("baton_router_unauthorized_total", ["reason"]): "Requests refused with 401.";
+    counter RELOADS("baton_router_keys_reloads_total", ["result"]): "Reloads of the keys file.";
+}
 
 /// The limit that refused a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

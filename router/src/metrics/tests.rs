@@ -17,8 +17,8 @@ fn full() -> (Metrics, ModelMetrics, EngineMetrics) {
     model.first_token(true).record(Duration::from_millis(3));
     model.first_token(false).record(Duration::from_secs(3000));
     model.count_tokens(10, 4, 2);
-    metrics.count_disconnect(Phase::Gap);
-    metrics.count_release(SettlementCause::Late, ReleaseMethod::Abort);
+    metrics.requests.count_disconnect(Phase::Gap);
+    metrics.legs.count_release(SettlementCause::Late, ReleaseMethod::Abort);
     engine.count_failure(Leg::Decode, AttemptFailure::Died);
     metrics.tenants.tenant("t").increment(1);
     (metrics, model, engine)
@@ -146,7 +146,7 @@ fn the_page_is_valid_in_both_formats_and_has_every_family() {
     let (metrics, _model, _engine) = full();
     let _source = metrics.discovery("dns:engines:8000");
     let tls = metrics.listener_tls("clients");
-    tls.set_expiry(Some(0));
+    tls.files.set_expiry(Some(0));
     for format in [PageFormat::Prometheus, PageFormat::OpenMetrics] {
         let page = page(&metrics, format);
         lint(&page, format);
@@ -218,7 +218,7 @@ fn table() -> String {
 
 /// `BATON_WRITE_DOCS=1` writes the table instead of comparing it.
 #[test]
-fn the_table_of_the_documentation_is_what_the_router_tells() {
+fn the_documented_metrics_are_those_of_the_router() {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/metrics.md");
     let page = std::fs::read_to_string(&path).expect("docs/reference/metrics.md is there");
     let (begin, end) = ("<!-- table: begin -->\n", "<!-- table: end -->");
@@ -235,7 +235,7 @@ fn the_table_of_the_documentation_is_what_the_router_tells() {
 /// Prints nanoseconds per operation; run with `--release --ignored --nocapture`.
 #[test]
 #[ignore = "a measurement"]
-fn what_counting_costs() {
+fn counter_cost() {
     const TIMES: u32 = 2_000_000;
     let (metrics, model, engine) = full();
     let timed = |what: &str, work: &dyn Fn(u32)| {

@@ -4,25 +4,17 @@ use std::sync::Arc;
 use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::registry::{Counter, Family, Gauge, Registry};
+use super::registry::{Counter, Gauge, Registry, families};
 
-static EXPIRY: Family = Family::gauge(
-    "baton_router_certificate_expiry_seconds",
-    &["use"],
-    "Seconds until the router's certificate for `clients`, `admin` or `engines` expires. Negative: it has expired.",
-);
-static RELOADS: Family = Family::counter(
-    "baton_router_certificate_reloads_total",
-    &["use", "result"],
-    "Reloads of changed certificate files. After `failed` the old ones stay in effect.",
-);
-static HANDSHAKES: Family = Family::counter(
-    "baton_router_tls_handshakes_total",
-    &["use", "result"],
-    "TLS handshakes with clients and monitors.",
-);
-
-pub(super) static FAMILIES: &[&Family] = &[&EXPIRY, &RELOADS, &HANDSHAKES];
+families! {
+    gauge EXPIRY("baton_router_certificate_expiry_seconds", ["use"]):
+        "Seconds until the router's certificate for `clients`, `admin` or `engines` expires. Negative: it has \
+         expired.";
+    counter RELOADS("baton_router_certificate_reloads_total", ["use", "result"]):
+        "Reloads of changed certificate files. After `failed` the old ones stay in effect.";
+    counter HANDSHAKES("baton_router_tls_handshakes_total", ["use", "result"]):
+        "TLS handshakes with clients and monitors.";
+}
 
 /// The result of a handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +26,7 @@ pub(crate) enum HandshakeResult {
 
 /// Handles of one listener.
 pub(crate) struct ListenerTlsMetrics {
-    files: EngineTlsMetrics,
+    pub files: EngineTlsMetrics,
     handshakes: [Counter; 3],
 }
 
@@ -58,15 +50,6 @@ impl ListenerTlsMetrics {
 
     pub(crate) fn count_handshake(&self, result: HandshakeResult) {
         self.handshakes[result as usize].increment(1);
-    }
-
-    pub(crate) fn count_reload(&self, fine: bool) {
-        self.files.count_reload(fine);
-    }
-
-    /// Sets the certificate's expiry, in seconds since 1970.
-    pub(crate) fn set_expiry(&self, at_s: Option<u64>) {
-        self.files.set_expiry(at_s);
     }
 }
 

@@ -239,7 +239,10 @@ impl LogWriter {
 
     fn log_error(&self, error: &std::io::Error) {
         if let Some(held_back) = self.error_log.allow() {
-            tracing::warn!(%error, held_back, "cannot write the access log");
+            tracing::warn!(
+                event = "access_log_write_failed", %error, held_back,
+                "cannot write the access log"
+            );
         }
     }
 }

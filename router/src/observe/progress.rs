@@ -12,6 +12,7 @@ use crate::engines::http::Engine;
 use crate::message::sse::StreamReadOptions;
 use crate::message::trace_context::TraceContext;
 use crate::message::usage::UsageScan;
+use crate::metrics::log_span::request_span;
 use crate::metrics::{AttemptFailure, Leg, ModelMetrics, RequestOutcome};
 use crate::observe::in_flight::InFlightRequest;
 
@@ -77,11 +78,8 @@ impl RequestProgress {
             && let Some(held_back) = engine.log_limiter.allow()
         {
             tracing::warn!(
-                request = self.entry.as_ref().map(|entry| entry.id.as_str()),
-                engine = engine.authority(),
-                leg = leg.label(),
-                reason = reason.label(),
-                held_back,
+                parent: request_span!(self.entry.as_ref().map(|entry| &entry.id)), event = "attempt_failed",
+                engine = engine.authority(), leg = leg.label(), reason = reason.label(), held_back,
                 "engine failed a request"
             );
         }

@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_is_stranded_when_nobody_reads_it_and_its_request_is_over() {
+    fn a_lease_without_a_reader_is_stranded_after_its_request_ends() {
         let flying = || RequestState::InFlight { phase: "gap".to_owned() };
         for (state, request, stranded) in [
             ("offered", flying(), Some(false)),
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_stranded_is_known_only_where_every_router_answers() {
+    fn stranded_blocks_are_known_only_if_every_router_answers() {
         let blocks = BlockCounts { total: 100, free: 90, leased: 10, ..BlockCounts::default() };
         let engine = EngineView { engine: "p:1".to_owned(), blocks: Some(blocks), ..EngineView::default() };
         let snapshot = Snapshot {
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_survives_json() {
+    fn a_snapshot_round_trips_as_json() {
         let mut snapshot = Snapshot { leases: vec![lease("offered", over(700))], ..Snapshot::default() };
         snapshot.finish();
         let text = serde_json::to_string(&snapshot).expect("JSON");
@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_has_every_field_of_a_snapshot_and_no_other() {
+    fn the_page_documents_exactly_the_fields_of_a_snapshot() {
         let snapshot = Snapshot {
             routers: vec![RouterView::default()],
             requests: RequestsView { oldest: vec![RequestView::default()], ..RequestsView::default() },

@@ -214,7 +214,7 @@ impl SpanSender {
             Err(error) => {
                 self.metrics.observers.spans_dropped_failed.increment(count);
                 if let Some(held_back) = self.error_log.allow() {
-                    tracing::warn!(%error, held_back, "span export failed");
+                    tracing::warn!(event = "span_export_failed", %error, held_back, "span export failed");
                 }
             }
         }

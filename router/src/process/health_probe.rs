@@ -15,6 +15,7 @@ use crate::engines::health::outlier::{OutlierSample, outliers};
 use crate::engines::health::{EngineLoad, LoadReading};
 use crate::engines::http::{Engine, EngineRequest};
 use crate::legs::liveness;
+use crate::message::random;
 use crate::metrics::Leg;
 use crate::state::generation::Generation;
 use crate::state::shared::Shared;
@@ -95,9 +96,7 @@ async fn wait_for_slot(probes: &mut JoinSet<()>) {
 
 /// 0.8 to 1.2, so that routers that started together do not probe together.
 fn jitter() -> f64 {
-    let mut byte = [0_u8];
-    getrandom::fill(&mut byte).expect("the kernel's random numbers are there from boot on");
-    0.8 + f64::from(byte[0]) / 255.0 * 0.4
+    0.8 + random::fraction() * 0.4
 }
 
 async fn read_load_of(engine: Arc<Engine>, within: Duration) {
@@ -127,6 +126,7 @@ fn eject_outliers(generation: &Generation) {
                 if worst.contains(&at) {
                     let OutlierSample { answers, failures, .. } = pool[at];
                     tracing::warn!(
+                        event = "engine_ejected",
                         engine = engine.authority(),
                         leg = leg.label(),
                         answers,

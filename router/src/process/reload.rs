@@ -61,10 +61,21 @@ impl ReloadHandle {
         match self.0.install(config) {
             Ok(number) => {
                 for key in &restart {
-                    tracing::warn!(key, "changed key takes effect at the next start");
+                    tracing::warn!(
+                        event = "restart_required",
+                        key,
+                        "changed key takes effect at the next start"
+                    );
                 }
-                tracing::info!(generation = number, changes = changes.len(), "configuration accepted");
-                changes.iter().take(64).for_each(|change| tracing::debug!(change, "configuration changed"));
+                tracing::info!(
+                    event = "configuration_accepted",
+                    generation = number,
+                    changes = changes.len(),
+                    "configuration accepted"
+                );
+                for change in changes.iter().take(64) {
+                    tracing::debug!(event = "configuration_changed", change, "configuration changed");
+                }
                 self.0.metrics.config.count_accepted();
                 self.0.installer.reloads.record(None, restart);
                 Ok(number)
@@ -138,9 +149,13 @@ impl ReloadHandle {
     }
 
     fn reject(&self, error: &str) {
-        error.lines().for_each(|problem| {
-            tracing::error!(problem, "configuration rejected, the old one stays in effect")
-        });
+        for error in error.lines() {
+            tracing::error!(
+                event = "configuration_rejected",
+                error,
+                "configuration rejected, the old one stays in effect"
+            );
+        }
         self.0.metrics.config.count_rejected();
         self.0.installer.reloads.record(Some(error.to_owned()), Vec::new());
     }

@@ -1,8 +1,7 @@
 //! The server: two listeners, an accept loop, and the drain at shutdown.
 //!
-//! pingora's own server is not used, because its listeners accept no port 0 and its shutdown ends the process. The
-//! router serves each connection in a task of its own. So several routers fit into one process, and the router
-//! controls the timing of its drain.
+//! The router accepts connections itself and serves each in a task of its own. pingora's server and its listening
+//! service are not used: `docs/explanation/decisions/0020-own-accept-loop.md` has the reasons.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -11,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
@@ -37,6 +36,9 @@ use crate::state::shared::Shared;
 use crate::tls::TlsError;
 use crate::tls::server::ServerTls;
 
+/// Connections that wait in the kernel's queue, above every usual `net.core.somaxconn`, which also bounds them. Beyond
+/// the queue the kernel drops handshakes, and clients repeat them after a second.
+const BACKLOG: u32 = 65_535;
 /// Interval of the removal of idle connections and unused engines.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum wait for settlements after a drain. A lease that outlives it ends by expiry.
@@ -181,7 +183,10 @@ impl Router {
         let Self { clients, admin, shared, connections_max, tls, mut inherited, mut takeover } = self;
         // Before any request and any order: the previous router accepts neither now.
         for (url, order) in inherited.announce_ready().await {
-            tracing::info!(engine = %url, ?order, "operator order taken over from the previous router");
+            tracing::info!(
+                event = "operator_order_adopted", engine = %url, ?order,
+                "operator order taken over from the previous router"
+            );
             shared.fleet.adopt_order(url, order);
         }
         let ready = AdminService::new(Arc::clone(&shared));
@@ -212,7 +217,10 @@ impl Router {
                 // either transferred or refused.
                 admin.abort();
                 client.send_orders(&shared.fleet.transfer_orders()).await;
-                tracing::info!("socket takeover complete, finishing requests in flight");
+                tracing::info!(
+                    event = "socket_takeover_completed",
+                    "socket takeover complete, finishing requests in flight"
+                );
                 // Responses close their connections from now on. Idle connections may still bring a request.
                 tokio::time::sleep(delay).await;
             }
@@ -234,12 +242,19 @@ impl Router {
         let drain_timeout = shared.generation().config.drain_timeout();
         let in_flight = async { while connections.join_next().await.is_some() {} };
         if tokio::time::timeout(drain_timeout, in_flight).await.is_err() {
-            tracing::warn!(connections = connections.len(), "drain timeout exceeded, connections closed");
+            tracing::warn!(
+                event = "drain_timeout_exceeded",
+                connections = connections.len(),
+                "drain timeout exceeded, connections closed"
+            );
             connections.shutdown().await;
         }
         shared.generation().observers.flush().await;
         if !shared.settler.drained(shared.settler.max_duration().min(SETTLE_WITHIN_MAX)).await {
-            tracing::warn!("settlement incomplete at shutdown, leases end by expiry");
+            tracing::warn!(
+                event = "settlement_incomplete",
+                "settlement incomplete at shutdown, leases end by expiry"
+            );
         }
     }
 }
@@ -251,10 +266,18 @@ async fn listen(
 ) -> Result<TcpListener, BindError> {
     let listener = match inherited {
         Ok(Some(listener)) => Ok(listener),
-        Ok(None) => TcpListener::bind(address).await,
+        Ok(None) => bind(address),
         Err(error) => Err(error),
     };
     listener.map_err(|source| BindError::Listen { key, address, source })
+}
+
+fn bind(address: SocketAddr) -> std::io::Result<TcpListener> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    // A listener of a router that has just ended may still have connections in TIME_WAIT.
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
 }
 
 /// Logs drained engines if no other router takes the orders over.
@@ -263,6 +286,7 @@ fn log_lost_orders(shared: &Shared) {
     let drained: Vec<_> = drained.map(|(url, _)| url.to_string()).collect();
     if !drained.is_empty() {
         tracing::warn!(
+            event = "operator_orders_lost",
             engines = drained.join(" "),
             "operator drain orders end with this router; to keep them set `drain: true` or use --takeover-socket"
         );
@@ -293,7 +317,7 @@ async fn accept(
             Err(error) => {
                 // Usually the process is out of file descriptors: wait for some to be closed instead of spinning.
                 if let Some(held_back) = LOG_LIMITER.allow() {
-                    tracing::warn!(%error, held_back, "cannot accept connections");
+                    tracing::warn!(event = "accept_failed", %error, held_back, "cannot accept connections");
                 }
                 tokio::time::sleep(Duration::from_millis(10)).await;
                 continue;
@@ -424,7 +448,7 @@ async fn reload_files(shared: Arc<Shared>, tls: ServerTlsPair) {
             shared.generation().reload_files(&shared.limits.tenants);
         };
         if tokio::task::spawn_blocking(check).await.is_err() {
-            tracing::error!("file reload failed; it is retried");
+            tracing::error!(event = "file_reload_failed", "file reload failed; it is retried");
         }
         last_check = Instant::now();
     }

@@ -121,7 +121,7 @@ impl InheritedListeners {
     pub(crate) async fn announce_ready(&mut self) -> Vec<(EngineUrl, OperatorOrder)> {
         let Some(mut from) = self.previous.take() else { return Vec::new() };
         if let Err(error) = from.write_all(&[SERVING]) {
-            tracing::warn!(%error, "cannot notify the previous router");
+            tracing::warn!(event = "takeover_not_confirmed", %error, "cannot notify the previous router");
             return Vec::new();
         }
         match tokio::time::timeout(ORDERS_WITHIN, read_orders(from)).await {
@@ -142,7 +142,10 @@ async fn read_orders(from: UnixStream) -> io::Result<String> {
 }
 
 fn without_orders(error: &dyn std::fmt::Display) -> Vec<(EngineUrl, OperatorOrder)> {
-    tracing::warn!(%error, "cannot read operator orders of the previous router, its drained engines get requests again");
+    tracing::warn!(
+        event = "operator_orders_not_received", %error,
+        "cannot read operator orders of the previous router, its drained engines get requests again"
+    );
     Vec::new()
 }
 
@@ -157,7 +160,11 @@ fn format_orders(orders: &[(EngineUrl, OperatorOrder)]) -> String {
         };
         let line = format!("{verb} {url}\n");
         if text.len() + line.len() > ORDERS_BYTES_MAX {
-            tracing::warn!(left_out = orders.len() - number, "too many operator orders for the next router");
+            tracing::warn!(
+                event = "operator_orders_truncated",
+                left_out = orders.len() - number,
+                "too many operator orders for the next router"
+            );
             break;
         }
         text += &line;
@@ -178,7 +185,11 @@ fn parse_orders(text: &str) -> Vec<(EngineUrl, OperatorOrder)> {
     let parse = |line: &str| {
         let order = order(line);
         if order.is_none() {
-            tracing::warn!(line, "unknown operator order from the previous router");
+            tracing::warn!(
+                event = "operator_order_unknown",
+                line,
+                "unknown operator order from the previous router"
+            );
         }
         order
     };
@@ -203,7 +214,10 @@ impl TakeoverClient {
         };
         // An older version does not read the orders.
         if !text.is_empty() {
-            tracing::warn!(%error, orders = text.trim_end(), "cannot send operator orders to the next router; repeat them there");
+            tracing::warn!(
+                event = "operator_orders_not_sent", %error, orders = text.trim_end(),
+                "cannot send operator orders to the next router; repeat them there"
+            );
         }
     }
 }
@@ -218,7 +232,10 @@ fn matching_listener(
     let Some(inherited) = inherited else { return Ok(None) };
     let address = inherited.local_addr()?;
     if address.ip() != configured.ip() || (configured.port() != 0 && address.port() != configured.port()) {
-        tracing::warn!(key, %address, %configured, "inherited socket does not match the configured address, socket closed");
+        tracing::warn!(
+            event = "inherited_socket_closed", key, %address, %configured,
+            "inherited socket does not match the configured address, socket closed"
+        );
         return Ok(None);
     }
     inherited.set_nonblocking(true)?;
@@ -276,7 +293,10 @@ impl TakeoverListener {
         loop {
             match self.try_accept().await {
                 Ok(client) => return client,
-                Err(error) => tracing::warn!(%error, "socket takeover failed; this router continues"),
+                Err(error) => tracing::warn!(
+                    event = "socket_takeover_failed", %error,
+                    "socket takeover failed; this router continues"
+                ),
             }
         }
     }
@@ -291,7 +311,7 @@ impl TakeoverListener {
         stream.try_io(tokio::io::Interest::WRITABLE, || {
             send_sockets(stream.as_fd(), [self.clients.as_fd(), self.admin.as_fd()])
         })?;
-        tracing::info!("sockets passed to the next router");
+        tracing::info!(event = "sockets_passed", "sockets passed to the next router");
         let mut byte = [0];
         tokio::time::timeout(SERVES_WITHIN, stream.read_exact(&mut byte)).await??;
         if byte[0] == SERVING {
@@ -340,7 +360,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_last_word_of_a_router_is_what_operators_have_ordered_it() {
+    async fn the_last_message_of_a_router_contains_the_operator_orders() {
         let (mut next, mut before) = ends();
         let orders =
             [order(1, OperatorOrder::Drain), order(2, OperatorOrder::Undrain), order(3, OperatorOrder::None)];
@@ -353,7 +373,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_router_of_an_older_version_says_nothing_and_hears_nothing() {
+    async fn an_older_router_sends_and_receives_no_orders() {
         let (mut next, before) = ends();
         drop(before);
         assert_eq!(next.announce_ready().await, []);
@@ -370,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn more_orders_than_a_successor_reads_are_cut_between_two() {
+    fn surplus_orders_are_cut_at_an_order_boundary() {
         let many = vec![order(1, OperatorOrder::Undrain); ORDERS_BYTES_MAX / 20];
         let text = format_orders(&many);
         assert!(text.len() <= ORDERS_BYTES_MAX && text.ends_with('\n'));

@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn the_latest_are_kept_and_found_by_either_name() {
+    fn the_latest_explanations_are_kept_and_found_by_either_id() {
         let ring = ExplanationHistory::new(2);
         for (id, client) in [("a", None), ("b", Some("mine")), ("c", Some("mine"))] {
             assert!(begin(&ring, id, client).is_some());
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn an_account_is_bounded_and_says_what_it_left_out() {
+    fn an_explanation_is_bounded_and_counts_omitted_steps() {
         let ring = ExplanationHistory::new(1);
         let explanation = begin(&ring, "a", None).expect("it is kept");
         for _ in 0..STEPS_MAX + 3 {

@@ -13,12 +13,13 @@ use crate::config::{
 };
 use crate::engines::caches::kv_events::EventSource;
 use crate::engines::fleet::Fleet;
+use crate::engines::health::HealthTerms;
 use crate::engines::http::{ConnectionTerms, EngineTerms};
 use crate::engines::pool_members::PoolMembers;
 use crate::message::features::FeatureNeeds;
 use crate::message::rewrite::ModelName;
 use crate::metrics::{Leg, ModelMetrics};
-use crate::routing::pool::{Pool, PoolMember, has_labels};
+use crate::routing::pool::{Pool, PoolMember, PrefixTracking, has_labels};
 
 /// One model.
 pub(crate) struct Model {
@@ -78,7 +79,7 @@ impl Model {
         previous: Option<&Arc<Self>>,
     ) -> Self {
         let fleet = context.fleet;
-        let pool = |leg, pool: &PoolConfig, tracks_prefixes| {
+        let pool = |leg, pool: &PoolConfig, tracking| {
             let engines = members.of(&config.name, leg);
             let usable = |engine: &&EngineConfig| {
                 terms.is_usable(&engine.url) && has_labels(&engine.labels, &pool.select)
@@ -86,7 +87,7 @@ impl Model {
             let engines = engines.iter().filter(usable);
             let ranks = |engine: &EngineConfig| -> Vec<Arc<PoolMember>> {
                 // An engine has one health, in however many pools it is.
-                let health = all.health.terms(members.drains(&engine.url));
+                let health = HealthTerms { drain: members.drains(&engine.url), ..all.health.terms() };
                 let release = releases.get(&engine.url).copied().unwrap_or(engine.release);
                 let terms = ConnectionTerms { health, release, ..terms.of(&engine.url).clone() };
                 let known = fleet.engine(&engine.url, &terms);
@@ -97,21 +98,23 @@ impl Model {
                 }
             };
             let ranks = engines.flat_map(ranks).collect();
-            let new = Pool::new(ranks, &pool.policy, &fleet.known_caches, tracks_prefixes)
-                .for_leg(leg, &all.health);
-            let new = new.with_metrics(fleet.metrics(), &config.name);
+            let new = Pool::new(leg, ranks, &pool.policy, &all.health, &fleet.known_caches, tracking)
+                .with_metrics(fleet.metrics(), &config.name);
             if let Some(previous) = previous {
                 new.continue_turns_of(previous.pool(leg));
             }
             new
         };
+        let by_policy = PrefixTracking::ByPolicy;
+        // The cached part of a prompt in the decode engine need not be prefilled elsewhere.
+        let for_decode =
+            if config.disaggregate.asks_what_is_cached() { PrefixTracking::Always } else { by_policy };
         Self {
             name: config.name.clone(),
             aliases: config.aliases.clone(),
             name_in_bodies: ModelName::new(&config.name),
-            prefill: pool(Leg::Prefill, &config.prefill, false),
-            // The cached part of a prompt in the decode engine need not be prefilled elsewhere.
-            decode: pool(Leg::Decode, &config.decode, config.disaggregate.asks_what_is_cached()),
+            prefill: pool(Leg::Prefill, &config.prefill, by_policy),
+            decode: pool(Leg::Decode, &config.decode, for_decode),
             fallback: config.fallback,
             early_handoff: config.early_handoff,
             resume: config.resume && config.fallback == Fallback::Aggregate,
@@ -123,9 +126,7 @@ impl Model {
             metrics: fleet.metrics().model(&config.name),
         }
     }
-}
 
-impl Model {
     /// The engines of one leg.
     pub(crate) fn pool(&self, leg: Leg) -> &Pool {
         match leg {

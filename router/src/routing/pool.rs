@@ -13,22 +13,22 @@
 //! or no member is ready or full.
 
 mod inputs;
+mod label_indexes;
 mod load_index;
 mod load_tree;
 mod member;
 
 use inputs::DecisionInputs;
-use load_index::LoadIndex;
+use label_indexes::LabelIndexes;
 pub(crate) use member::{CapacityRule, Eligibility, PoolMember, has_labels};
 use member::{ChoiceContext, LazyNow};
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use crate::admission::{Reservation, Unavailable};
-use crate::config::{AllOut, HealthConfig, LoadUnit, PolicyConfig};
+use crate::config::{AllOut, HealthConfig, PolicyConfig};
 use crate::engines::caches::{CachedPrefix, KnownCaches};
 use crate::engines::http::{Engine, EngineRequestGuard, TrialRule};
 use crate::message::features::RoutingFeatures;
@@ -48,14 +48,10 @@ pub(crate) struct Pool {
     members: Vec<Arc<PoolMember>>,
     /// The members' names.
     names: Arc<[Arc<str>]>,
-    /// All members: first those with the labels that the pool prefers, then the others.
-    indexes: Vec<Arc<LoadIndex>>,
-    /// Members by the hash of their pair labels, in the same order.
-    pairs: HashMap<u64, Vec<Arc<LoadIndex>>>,
+    indexes: LabelIndexes,
     /// Engines that report their caches.
     event_engines: Vec<u32>,
     policy: Box<dyn Policy>,
-    by: LoadUnit,
     policy_name: &'static str,
     decisions: Option<DecisionCounters>,
     turn: AtomicU64,
@@ -83,6 +79,15 @@ pub(crate) struct DryRun {
     pub decision: Decision,
 }
 
+/// Whether a pool records the prompts that it sends to its engines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PrefixTracking {
+    /// Only for a policy that reads them.
+    ByPolicy,
+    /// The caller of [`Pool::reserve`] reads how much of a prompt the engines have cached.
+    Always,
+}
+
 /// Which choices return a [`Decision`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Detail {
@@ -93,60 +98,34 @@ pub(crate) enum Detail {
 }
 
 impl Pool {
-    /// `tracks_prefixes`: a caller reads how much of a prompt the engines have cached.
+    /// The pool of one leg of a model.
     pub(crate) fn new(
+        leg: Leg,
         mut members: Vec<Arc<PoolMember>>,
         policy: &PolicyConfig,
+        health: &HealthConfig,
         caches: &Arc<KnownCaches>,
-        tracks_prefixes: bool,
+        tracking: PrefixTracking,
     ) -> Self {
         members.sort_by_key(|member| member.cache_id());
-        let tracks_prefixes = tracks_prefixes || matches!(policy, PolicyConfig::PrefixAware(_));
+        members.iter().for_each(|member| member.engine.health().add_leg(leg));
+        let tracks_prefixes =
+            tracking == PrefixTracking::Always || matches!(policy, PolicyConfig::PrefixAware(_));
         let reporting = members.iter().filter(|member| member.events.is_some());
         Self {
             names: members.iter().map(|member| member.engine.name()).collect(),
-            indexes: Vec::new(),
-            pairs: HashMap::new(),
+            indexes: LabelIndexes::new(&members, leg, policy::unit_of(policy)),
             event_engines: reporting.map(|member| member.engine.id()).collect(),
-            by: policy::unit_of(policy),
             members,
             policy: policy::of_config(policy, caches),
             policy_name: policy.name(),
             decisions: None,
             turn: AtomicU64::new(0),
             known_caches: tracks_prefixes.then(|| Arc::clone(caches)),
-            leg: Leg::Decode,
-            all_out: AllOut::FailOpen,
-            panic_percent: 0,
+            leg,
+            all_out: health.all_out,
+            panic_percent: usize::from(health.panic_percent),
         }
-    }
-
-    /// Builds the load indexes and subscribes them to the members. Until then every choice scans the members.
-    fn with_indexes(self) -> Self {
-        let new_index = |of: &dyn Fn(&PoolMember) -> bool| {
-            let members = self.members.iter().enumerate().filter(|(_, member)| of(member));
-            let members: Vec<_> = members.map(|(index, member)| (index, Arc::clone(member))).collect();
-            (!members.is_empty()).then(|| LoadIndex::new(members, self.leg, self.by))
-        };
-        let both = |of: &dyn Fn(&PoolMember) -> bool| -> Vec<Arc<LoadIndex>> {
-            let with = |preferred| {
-                new_index(&|member: &PoolMember| of(member) && member.is_preferred() == preferred)
-            };
-            [true, false].into_iter().filter_map(with).collect()
-        };
-        let indexes = both(&|_| true);
-        let mut pairs = HashMap::new();
-        for pair in self.members.iter().filter_map(|member| member.pair()) {
-            pairs.entry(pair).or_insert_with(|| both(&|member| member.pair() == Some(pair)));
-        }
-        Self { indexes, pairs, ..self }
-    }
-
-    /// Sets the pool's leg and its handling of ejected engines.
-    pub(crate) fn for_leg(self, leg: Leg, health: &HealthConfig) -> Self {
-        let panic_percent = usize::from(health.panic_percent);
-        self.members.iter().for_each(|member| member.engine.health().add_leg(leg));
-        Self { leg, all_out: health.all_out, panic_percent, ..self }.with_indexes()
     }
 
     /// Counts the decisions.
@@ -157,7 +136,7 @@ impl Pool {
 
     /// Members that may receive requests.
     pub(crate) fn in_use(&self) -> usize {
-        self.indexes.iter().map(|index| index.in_use()).sum()
+        self.indexes.in_use()
     }
 
     /// Whether an engine with a proven health may receive requests.
@@ -208,7 +187,7 @@ impl Pool {
 
     /// Requests of this router at the least loaded engine; 0 without any.
     pub(crate) fn least_in_flight(&self) -> usize {
-        self.indexes.iter().filter_map(|index| index.least_own()).min().unwrap_or(0) as usize
+        self.indexes.least_own().unwrap_or(0) as usize
     }
 
     /// Chooses an engine that is not among `tried` and satisfies `capacity`, and counts the request in flight there.
@@ -324,12 +303,11 @@ impl Pool {
         if context.capacity == CapacityRule::Ignored || context.panic {
             return self.scan(features, context, draw);
         }
-        let paired =
-            features.pair.and_then(|pair| self.pairs.get(&pair)).map(Vec::as_slice).unwrap_or_default();
+        let paired = self.indexes.of_pair(features.pair);
         let (mut full, mut others) = (false, Vec::new());
         // If no paired member is ready, all ready members are among the others.
         for (load_index, last) in
-            paired.iter().map(|b| (b, false)).chain(self.indexes.iter().map(|b| (b, true)))
+            paired.iter().map(|b| (b, false)).chain(self.indexes.all().iter().map(|b| (b, true)))
         {
             let view = load_index.view(context.tried);
             if let Some(choice) = self.policy.choose(features, &view, draw) {

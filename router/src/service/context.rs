@@ -16,8 +16,8 @@ use crate::client::session::Session;
 use crate::engines::body_budget::BodyReservation;
 use crate::exchange::client_request::{ClientRequest, RequestOwner};
 use crate::exchange::driver::ExchangeDriver;
-use crate::message::request_id;
 use crate::message::trace_context::TraceContext;
+use crate::message::{random, request_id};
 use crate::metrics::{Leg, RequestOutcome};
 use crate::observe::finished_request::{FinishedRequest, LoggedHead};
 use crate::state::generation::Generation;
@@ -111,11 +111,11 @@ impl RequestContext {
     pub(super) fn read_head(&mut self, session: &Session) {
         let (head, config) = (session.req_header(), &self.generation.config);
         let observers = &self.generation.observers;
-        let random = |bytes: &mut [u8; 24]| {
-            bytes[..16].copy_from_slice(&request_id::random());
-            bytes[16..].copy_from_slice(&request_id::random()[..8]);
+        let draw = |bytes: &mut [u8; 24]| {
+            bytes[..16].copy_from_slice(&random::id());
+            bytes[16..].copy_from_slice(&random::id()[..8]);
         };
-        self.accounting.trace = TraceContext::begin(&head.headers, observers.sample_ratio(), random);
+        self.accounting.trace = TraceContext::begin(&head.headers, observers.sample_ratio(), draw);
         if observers.has_any() {
             let has_client = config.access_log.client;
             let client = has_client.then(|| address::of(session, &config.trusted_proxies));
@@ -213,7 +213,7 @@ impl RequestContext {
                     _ => return None,
                 };
                 if self.accounting.status == 499 {
-                    self.shared.metrics.count_disconnect(Phase::Queue);
+                    self.shared.metrics.requests.count_disconnect(Phase::Queue);
                 }
                 unknown.count_end(end, self.accounting.status);
                 Some(end)

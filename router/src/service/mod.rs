@@ -130,7 +130,7 @@ impl ClientService {
         let identity = context.client.permit.as_ref().map(|permit| &*permit.identity);
         let headers = &session.req_header().headers;
         let admission = AdmissionRequest {
-            claim: claim(headers, (request.priority, request.body.len(), request.tokens), identity),
+            claim: claim(headers, &request, identity),
             deadline: context.until(headers, bounds.request, context.generation.config.queue.timeout_ms),
             request_deadline: context.ends(headers, bounds.request),
         };
@@ -252,18 +252,14 @@ impl ClientService {
     }
 }
 
-/// The request's claim in the queue, from its headers, its priority, its bytes and its cost in tokens.
-fn claim(
-    headers: &HeaderMap,
-    (priority, bytes, cost): (Option<i64>, usize, u64),
-    identity: Option<&Identity>,
-) -> Claim {
+/// The request's claim in the queue.
+fn claim(headers: &HeaderMap, request: &ClientRequest, identity: Option<&Identity>) -> Claim {
     let most = identity.map_or(Priority::High, |identity| identity.priority_max);
     Claim {
         tenant: identity.map(|identity| identity.tenant.id),
         weight: identity.map_or(1, |identity| identity.tenant.weight),
-        priority: deadline::priority(headers, priority, most),
-        bytes,
-        cost,
+        priority: deadline::priority(headers, request.priority, most),
+        bytes: request.body.len(),
+        cost: request.tokens,
     }
 }

@@ -14,7 +14,7 @@ use bytes::Bytes;
 use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue};
 use pingora::http::ResponseHeader;
 
-use crate::client::session::{ClientGone, ResponseLength, Session};
+use crate::client::session::{BodyPiece, ClientGone, ResponseLength, Session};
 use crate::exchange::driver::{DecodeResponse, ExchangeDriver};
 use crate::exchange::resume::ResumeState;
 use crate::legs::Refusal;
@@ -62,7 +62,7 @@ pub(crate) async fn send_whole(
 ) -> Result<(), ClientGone> {
     let head = whole_head(status, headers, common).map_err(|_| ClientGone)?;
     session.write_head(head, ResponseLength::Known(body.len())).await?;
-    session.send(&body, true).await.map(drop)
+    session.send(&body, BodyPiece::Last).await.map(drop)
 }
 
 fn whole_head(

@@ -26,7 +26,7 @@ use crate::routing::explain::Decision;
 use crate::routing::models::{BuildContext, Model};
 use crate::routing::policy::Draw;
 use crate::routing::pool::{CapacityRule, Detail, EngineReservation, Pool};
-use crate::state::generation::{ExternalInputs, Generation, GenerationError};
+use crate::state::generation::{ExternalInputs, Generation, GenerationError, GenerationVersion};
 
 /// One simulated router.
 pub struct SimRouter {
@@ -99,7 +99,8 @@ impl SimRouter {
         let members = PoolMembers::now(&config, &DiscoverySources::default(), &PoolMembers::default());
         let context = BuildContext { fleet: &fleet, admission: &admission };
         let inputs = ExternalInputs::read(&config, None, &fleet, &tenants, Observers::default())?;
-        let generation = Generation::build((1, 0), config, members, None, &context, inputs)?;
+        let generation =
+            Generation::build(GenerationVersion::FIRST, config, members, None, &context, inputs)?;
         let model = Arc::clone(generation.models.named(None).expect("one model"));
         let by_name: HashMap<String, Arc<Engine>> =
             fleet.engines().into_iter().map(|engine| (engine.authority().to_owned(), engine)).collect();

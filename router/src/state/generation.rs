@@ -48,12 +48,23 @@ pub enum GenerationError {
     SecretText,
 }
 
-/// One version of the configuration, ready for use.
-pub(crate) struct Generation {
+/// The version of a generation.
+#[derive(Clone, Copy)]
+pub(crate) struct GenerationVersion {
     /// Starts at 1 and increases with each configuration that takes effect.
     pub number: u64,
     /// Starts at 0 and increases with each change of pools by discovery.
     pub revision: u64,
+}
+
+impl GenerationVersion {
+    /// The version of the first generation.
+    pub(crate) const FIRST: Self = Self { number: 1, revision: 0 };
+}
+
+/// One version of the configuration, ready for use.
+pub(crate) struct Generation {
+    pub version: GenerationVersion,
     pub config: RouterConfig,
     /// The members of each pool, listed or discovered.
     pub members: PoolMembers,
@@ -90,7 +101,9 @@ impl ExternalInputs {
         observers: Observers,
     ) -> Result<Self, GenerationError> {
         let text = config.secret()?;
-        config.warnings().iter().for_each(|warning| tracing::warn!(warning, "configuration warning"));
+        for warning in config.warnings() {
+            tracing::warn!(event = "configuration_warning", warning, "configuration warning");
+        }
         let auth = config.auth.as_ref().map(|auth| Auth::build(auth, text.as_deref(), tenants));
         let access = match previous {
             Some(previous) => previous.access.next(&config.admin)?,
@@ -126,7 +139,7 @@ impl Generation {
     /// # Errors
     /// [`GenerationError`] contains the reason.
     pub(crate) fn build(
-        (number, revision): (u64, u64),
+        version: GenerationVersion,
         config: RouterConfig,
         members: PoolMembers,
         previous: Option<&Self>,
@@ -141,7 +154,7 @@ impl Generation {
             secret,
             api_key: None,
             tls: None,
-            health: config.health.terms(false),
+            health: config.health.terms(),
             release: ReleaseMode::default(),
         };
         let before = previous.map(|previous| &previous.terms);
@@ -151,8 +164,7 @@ impl Generation {
             .known_caches
             .set_bounds(config.prefix_index.chunks_per_engine, config.prefix_index.chunks_total);
         Ok(Self {
-            number,
-            revision,
+            version,
             models: Models::new(
                 &config,
                 &members,

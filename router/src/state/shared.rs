@@ -23,7 +23,7 @@ use crate::observe::in_flight::{InFlightRequest, InFlightTable};
 use crate::observe::observers::Observers;
 use crate::routing::explain::ExplanationHistory;
 use crate::routing::models::BuildContext;
-use crate::state::generation::{ExternalInputs, Generation, GenerationError};
+use crate::state::generation::{ExternalInputs, Generation, GenerationError, GenerationVersion};
 use crate::state::installer::Installer;
 use crate::state::reloads::ReloadStatus;
 
@@ -118,7 +118,7 @@ impl Shared {
         let members = PoolMembers::now(&config, &sources, &PoolMembers::default());
         let context = BuildContext { fleet: &fleet, admission: &admission };
         let inputs = ExternalInputs::read(&config, None, &fleet, &tenants, observers)?;
-        let first = Generation::build((1, 0), config, members, None, &context, inputs)?;
+        let first = Generation::build(GenerationVersion::FIRST, config, members, None, &context, inputs)?;
         first.auth.iter().for_each(|auth| auth.activate(&tenants));
         metrics.server.generation.set(1.0);
         fleet.subscriptions.set(first.models.event_sources(), &fleet.known_caches, &runtime);
@@ -166,8 +166,9 @@ impl Shared {
         let _one_at_a_time = self.installer.installing.lock().unwrap_or_else(PoisonError::into_inner);
         let current = self.generation();
         let members = PoolMembers::now(&config, &self.installer.sources, &current.members);
-        let number = current.number + 1;
-        self.replace(&current, (number, 0), config, members, inputs)?;
+        let number = current.version.number + 1;
+        let version = GenerationVersion { number, revision: 0 };
+        self.replace(&current, version, config, members, inputs)?;
         self.installer.sources.configuration_changed();
         Ok(number)
     }
@@ -180,11 +181,14 @@ impl Shared {
         if members == current.members {
             return true;
         }
-        let version = (current.number, current.revision + 1);
+        let version = GenerationVersion { revision: current.version.revision + 1, ..current.version };
         let replaced =
             self.replace(&current, version, current.config.clone(), members, ExternalInputs::reuse(&current));
         if let Err(error) = &replaced {
-            tracing::warn!(%error, "cannot apply discovered engines; it is retried");
+            tracing::warn!(
+                event = "discovery_not_applied", %error,
+                "cannot apply discovered engines; it is retried"
+            );
         }
         replaced.is_ok()
     }
@@ -192,7 +196,7 @@ impl Shared {
     fn replace(
         &self,
         current: &Generation,
-        version: (u64, u64),
+        version: GenerationVersion,
         config: RouterConfig,
         members: PoolMembers,
         inputs: ExternalInputs,
@@ -206,8 +210,8 @@ impl Shared {
             &self.fleet.known_caches,
             &self.installer.runtime,
         );
-        self.metrics.server.generation.set(version.0 as f64);
-        self.metrics.config.revision.set(version.1 as f64);
+        self.metrics.server.generation.set(version.number as f64);
+        self.metrics.config.revision.set(version.revision as f64);
         next.auth.iter().for_each(|auth| auth.activate(&self.limits.tenants));
         self.installer.current.store(Arc::new(next));
         // Waiting requests may have an engine now.

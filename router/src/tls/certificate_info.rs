@@ -54,7 +54,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_and_the_names_are_read() {
+    fn expiry_and_names_of_a_certificate_are_parsed() {
         let plain = certificate_info(&certificate(|_| {})).unwrap();
         assert_eq!(plain.not_after_s, crate::config::moment("2031-02-03").unwrap());
         assert_eq!(plain.names, ["a.example"]);

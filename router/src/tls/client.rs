@@ -54,7 +54,10 @@ impl EngineTls {
         if let Some(read) = self.files.refresh(|| load(&self.config)) {
             self.metrics.count_reload(read.is_ok());
             if let Err(error) = read {
-                tracing::error!(%error, "cannot reload engine_tls, the old files stay in effect");
+                tracing::error!(
+                    event = "engine_tls_reload_failed", %error,
+                    "cannot reload engine_tls, the old files stay in effect"
+                );
             }
         }
         self.update_expiry_metric();

@@ -46,7 +46,7 @@ impl ServerTls {
             handshakes: Semaphore::new(config.handshakes),
             metrics,
         };
-        tls.metrics.set_expiry(tls.files.not_after_s());
+        tls.update_expiry_metric();
         Ok(tls)
     }
 
@@ -74,7 +74,7 @@ impl ServerTls {
             }
             Ok(Err(error)) => {
                 self.metrics.count_handshake(HandshakeResult::Failed);
-                tracing::debug!(%error, "TLS handshake failed");
+                tracing::debug!(event = "tls_handshake_failed", %error, "TLS handshake failed");
                 None
             }
             Err(_elapsed) => {
@@ -87,13 +87,19 @@ impl ServerTls {
     /// Reads the files again if they have changed.
     pub(crate) fn refresh(&self) {
         if let Some(read) = self.files.refresh(|| load(&self.config)) {
-            self.metrics.count_reload(read.is_ok());
+            self.metrics.files.count_reload(read.is_ok());
             match read {
                 Ok(()) => {
-                    tracing::info!(certificate = %self.config.certificate.display(), "certificate reloaded");
+                    tracing::info!(
+                        event = "certificate_reloaded", certificate = %self.config.certificate.display(),
+                        "certificate reloaded"
+                    );
                 }
                 Err(error) => {
-                    tracing::error!(%error, "cannot reload the certificate, the old one stays in effect");
+                    tracing::error!(
+                        event = "certificate_reload_failed", %error,
+                        "cannot reload the certificate, the old one stays in effect"
+                    );
                 }
             }
         }
@@ -102,7 +108,7 @@ impl ServerTls {
 
     /// Sets the metric of the certificate's expiry.
     pub(crate) fn update_expiry_metric(&self) {
-        self.metrics.set_expiry(self.files.not_after_s());
+        self.metrics.files.set_expiry(self.files.not_after_s());
     }
 }
 

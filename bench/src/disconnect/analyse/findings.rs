@@ -155,7 +155,7 @@ fn describe_stranded(held: &[&CancelledCall<'_>], limit: u64) -> String {
     let (mut without_abort, mut late, mut kept) = (0, 0, 0);
     for CancelledCall { timeline, cancelled_at, .. } in held.iter().copied() {
         let legs = timeline.iter().flat_map(|timeline| &timeline.legs);
-        let freed = |leg: &LegTimeline| leg.freed.first().map_or(u64::MAX, |(at, _)| *at);
+        let freed = |leg: &LegTimeline| leg.freed_at().unwrap_or(u64::MAX);
         let stranding = legs
             .filter(|leg| leg.holds_at(*cancelled_at) && freed(leg).saturating_sub(*cancelled_at) > limit);
         let aborts: Vec<_> = stranding.map(|leg| (leg.aborted_after(*cancelled_at), freed(leg))).collect();
@@ -195,47 +195,52 @@ fn wrong_texts(data: &RunData, summary: &Summary, findings: &mut Vec<Finding>) {
         let tags: Vec<_> = data.nondeterministic.iter().map(String::as_str).collect();
         findings.push(Finding::new("texts_nondeterministic", says, nondeterministic, &tags));
     }
-    let (calm, compared) = ((texts.wrong_in_calm, texts.compared_in_calm), texts.compared);
     if is_exact && texts.wrong > 0 {
-        return findings.push(Finding::new(
-            "wrong_texts",
-            describe_wrong(texts.wrong, compared, ""),
-            texts.wrong,
-            &tags,
-        ));
+        let says = WrongCount { wrong: texts.wrong, compared: texts.compared }.describe("");
+        return findings.push(Finding::new("wrong_texts", says, texts.wrong, &tags));
     }
     let in_calm = |tag: &&str| {
         segment_of(data, tag)
             .is_some_and(|segment| matches!(segment.what, SegmentKind::Calm | SegmentKind::Calibration))
     };
     let tags: Vec<_> = tags.into_iter().filter(|tag| !in_calm(tag)).collect();
-    let others = (texts.wrong - calm.0, compared - calm.1);
+    let calm = WrongCount { wrong: texts.wrong_in_calm, compared: texts.compared_in_calm };
+    let (wrong, compared) = (texts.wrong - calm.wrong, texts.compared - calm.compared);
+    let others = WrongCount { wrong, compared };
     // With too few compared responses of the calm, only more than batching can explain.
-    let gross = calm.1 < COMPARED_FEW && others.0 >= GROSS && others.0 * 10 > others.1;
-    if others.0 > 0 && (gross || by_chance(others, calm) < CHANCE) {
-        return findings.push(Finding::new(
-            "wrong_texts",
-            describe_wrong(others.0, others.1, ""),
-            others.0,
-            &tags,
-        ));
+    let gross = calm.compared < COMPARED_FEW && wrong >= GROSS && wrong * 10 > compared;
+    if wrong > 0 && (gross || by_chance(others, calm) < CHANCE) {
+        return findings.push(Finding::new("wrong_texts", others.describe(""), wrong, &tags));
     }
     // Wrong responses after one kind of fault would be lost among all others.
     for segment in data.segments.iter().filter(|segment| segment.what == SegmentKind::Fault) {
         let of_segment = |tag: &str| segment_of(data, tag).is_some_and(|of| of.name == segment.name);
         let compared = data.replays.iter().filter(|(_, text, expected)| text.is_some() && expected.is_some());
-        let all = compared.filter(|(tag, ..)| of_segment(tag)).count() as u64;
+        let compared = compared.filter(|(tag, ..)| of_segment(tag)).count() as u64;
         let tags: Vec<_> = tags.iter().copied().filter(|tag| of_segment(tag)).collect();
         let wrong = tags.len() as u64;
-        if wrong > 0 && by_chance((wrong, all), calm) < CHANCE {
-            let says = describe_wrong(wrong, all, &format!(" in segment {}", segment.name));
+        let count = WrongCount { wrong, compared };
+        if wrong > 0 && by_chance(count, calm) < CHANCE {
+            let says = count.describe(&format!(" in segment {}", segment.name));
             findings.push(Finding::new("wrong_texts", says, wrong, &tags));
         }
     }
 }
 
-fn describe_wrong(wrong: u64, compared: u64, part: &str) -> String {
-    format!("{wrong} of {compared} responses{part} differ from the response to the same prompt without load")
+/// Compared responses, and how many of them are wrong.
+#[derive(Clone, Copy, Debug)]
+struct WrongCount {
+    wrong: u64,
+    compared: u64,
+}
+
+impl WrongCount {
+    fn describe(self, part: &str) -> String {
+        let Self { wrong, compared } = self;
+        format!(
+            "{wrong} of {compared} responses{part} differ from the response to the same prompt without load"
+        )
+    }
 }
 
 fn segment_of<'a>(data: &'a RunData, tag: &str) -> Option<&'a Segment> {
@@ -243,15 +248,15 @@ fn segment_of<'a>(data: &'a RunData, tag: &str) -> Option<&'a Segment> {
 }
 
 /// The probability of at least this many wrong responses among `others`, if nothing distinguishes them from the calm:
-/// Fisher's exact test, one-sided. Each pair is (wrong, all).
-fn by_chance(others: (u64, u64), calm: (u64, u64)) -> f64 {
-    let (wrong, all) = (others.0 + calm.0, others.1 + calm.1);
+/// Fisher's exact test, one-sided.
+fn by_chance(others: WrongCount, calm: WrongCount) -> f64 {
+    let (wrong, all) = (others.wrong + calm.wrong, others.compared + calm.compared);
     let log_choose = |n: u64, k: u64| (1..=k).map(|i| ((n - k + i) as f64 / i as f64).ln()).sum::<f64>();
-    let most = wrong.min(others.1);
+    let most = wrong.min(others.compared);
     // If the calm has fewer responses than that, some wrong ones must be among the others.
-    let least = others.0.max(wrong.saturating_sub(calm.1));
-    let share =
-        |k: u64| (log_choose(others.1, k) + log_choose(calm.1, wrong - k) - log_choose(all, wrong)).exp();
+    let least = others.wrong.max(wrong.saturating_sub(calm.compared));
+    let ways = |k: u64| log_choose(others.compared, k) + log_choose(calm.compared, wrong - k);
+    let share = |k: u64| (ways(k) - log_choose(all, wrong)).exp();
     (least..=most).map(share).sum()
 }
 
@@ -391,7 +396,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_few_more_wrong_texts_may_be_chance_and_many_more_are_not() {
+    fn wrong_texts_are_a_finding_only_beyond_chance() {
         // Computed with integers in Python: sums of products of binomial coefficients.
         for (others, calm, p) in [
             ((2, 206), (0, 194), 0.264_599),
@@ -400,11 +405,9 @@ mod tests {
             ((5, 10), (0, 0), 1.0),
             ((0, 10), (3, 10), 1.0),
         ] {
-            assert!(
-                (by_chance(others, calm) / p - 1.0).abs() < 0.01,
-                "{others:?} {calm:?}: {}",
-                by_chance(others, calm)
-            );
+            let [others, calm] = [others, calm].map(|(wrong, compared)| WrongCount { wrong, compared });
+            let chance = by_chance(others, calm);
+            assert!((chance / p - 1.0).abs() < 0.01, "{others:?} {calm:?}: {chance}");
         }
     }
 }

@@ -6,7 +6,7 @@ use crate::disconnect::analyse::run_data::{CancelledCall, RunData, Segment};
 use crate::disconnect::analyse::summary::{CancelGroup, ServiceLevels};
 use crate::disconnect::analyse::units::us_to_ms;
 use crate::disconnect::record::raw::{CallRecord, EngineState};
-use crate::disconnect::record::timeline::AbortDelivery;
+use crate::disconnect::record::timeline::{AbortDelivery, LegTimeline};
 
 /// The effect of these cancelled requests on the engines.
 pub(super) fn cancel_group(cancelled: &[&CancelledCall<'_>], data: &RunData) -> CancelGroup {
@@ -43,7 +43,7 @@ pub(super) fn cancel_group(cancelled: &[&CancelledCall<'_>], data: &RunData) -> 
         }
         let producing =
             timeline.legs.iter().filter(|leg| leg.produces && (leg.held() > 0 || leg.is_at_work()));
-        let at_p: Vec<_> = producing.map(|leg| leg.freed.first().map(|(at, _)| *at)).collect();
+        let at_p: Vec<_> = producing.map(LegTimeline::freed_at).collect();
         if at_p.contains(&None) {
             freed_at_p.add_unended(watched);
         } else if let Some(at) = at_p.into_iter().flatten().max().filter(|at| at > cancelled_at) {

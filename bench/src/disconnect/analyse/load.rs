@@ -54,13 +54,11 @@ impl fmt::Display for RunLoad {
         )?;
         let (calm, storm) = (&self.late_calm_ms, &self.late_storm_ms);
         if calm.n.min(storm.n) > 0 {
+            let [calm_p50, calm_p99, storm_p50, storm_p99] =
+                [calm.p50, calm.p99, storm.p50, storm.p99].map(format_ms);
             write!(
                 f,
-                "; start after the due time: {} (p50), {} (p99) in the calm and {}, {} in the storm",
-                format_ms(calm.p50),
-                format_ms(calm.p99),
-                format_ms(storm.p50),
-                format_ms(storm.p99)
+                "; start after the due time: {calm_p50} (p50), {calm_p99} (p99) in the calm and {storm_p50}, {storm_p99} in the storm"
             )?;
         }
         Ok(())

@@ -79,7 +79,7 @@ fn held(of: &[(u64, Timeline)], watched_until: u64, seconds: &dyn Fn(u64) -> f64
     let mut changes: Vec<(u64, i64)> = Vec::new();
     for (cancelled_at, timeline) in of {
         for leg in &timeline.legs {
-            let freed_at = leg.freed.first().map_or(watched_until, |(at, _)| *at);
+            let freed_at = leg.freed_at().unwrap_or(watched_until);
             let begins = leg.queued.unwrap_or(*cancelled_at).max(*cancelled_at);
             if freed_at > begins && leg.held() > 0 {
                 let blocks = leg.held() as i64;

@@ -11,7 +11,7 @@ use crate::disconnect::analyse::load::RunLoad;
 use crate::disconnect::analyse::run_data::UnavailableKind;
 use crate::disconnect::plan::phase::{CancelKind, Phase};
 use crate::disconnect::record::in_flight::InFlight;
-use crate::disconnect::record::raw::RunRecord;
+use crate::disconnect::record::raw::{RunRecord, is_default};
 use crate::disconnect::record::retries::RetryCounts;
 
 /// The target: the latencies of uncancelled requests stay within this many times those of the calm.
@@ -317,7 +317,7 @@ pub(crate) struct EngineRow {
     /// Held blocks of excused leases that had not expired.
     pub(crate) excused_at_end: u64,
     /// Held blocks of vanished clients within their limit.
-    #[serde(skip_serializing_if = "is_zero")]
+    #[serde(skip_serializing_if = "is_default")]
     pub(crate) ghosts_at_end: u64,
     pub(crate) expired: u64,
     /// Samples with more blocks than the pool has. `too_few`: samples with fewer.
@@ -328,10 +328,6 @@ pub(crate) struct EngineRow {
     /// From samples of metrics.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) sampled: Option<HeldBlocks>,
-}
-
-fn is_zero(count: &u64) -> bool {
-    *count == 0
 }
 
 /// Responses compared with the responses to the same prompts without load.

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use crate::disconnect::record::raw::{CallRecord, CancelPlan};
 use crate::disconnect::record::timeline::Timeline;
-use crate::load::{Call, CallOutcome, Moment};
+use crate::load::{Call, CallOutcome, Moment, Streaming};
 
 /// Maximum characters of a recorded error.
 const ERROR_CHARS: usize = 200;
@@ -14,7 +14,7 @@ const ERROR_CHARS: usize = 200;
 pub(crate) struct CallPlan {
     pub(crate) segment: String,
     pub(crate) due: Instant,
-    pub(crate) stream: bool,
+    pub(crate) streaming: Streaming,
     pub(crate) leaves: Option<CancelPlan>,
     /// Requested tokens, if they differ from the usual number.
     pub(crate) max_tokens: Option<u32>,
@@ -42,7 +42,7 @@ pub(super) fn record_of(call: &Call, plan: &CallPlan, tag: String, retries: Opti
         segment: plan.segment.clone(),
         tag,
         leaves: plan.leaves,
-        stream: plan.stream,
+        stream: plan.streaming != Streaming::Whole,
         due_us: Moment::of(plan.due).us(),
         began_us: call.began.us(),
         sent_us: call.sent.map(Moment::us),

@@ -8,6 +8,7 @@ use crate::common::http_client::ServiceClient;
 use crate::disconnect::drive::local::LocalDeployment;
 use crate::disconnect::drive::progress::Progress;
 use crate::disconnect::plan::options::DisconnectOptions;
+use crate::disconnect::record::watch::EngineEndpoint;
 
 /// Timeout of a request to the admin listener.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -15,10 +16,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// The addresses of a deployment.
 pub(crate) struct Deployment {
     pub(crate) url: String,
-    pub(crate) engines: Vec<(String, Option<String>, ServiceClient)>,
+    pub(crate) engines: Vec<EngineEndpoint>,
     pub(crate) local: Option<LocalDeployment>,
-    // Kept until the processes have ended.
-    _folder: Option<tempfile::TempDir>,
 }
 
 /// Starts a deployment whose router listens at this address, or connects to a running one.
@@ -29,21 +28,21 @@ pub(crate) async fn deployment(
 ) -> Result<Deployment, BenchError> {
     let Some(url) = &options.url else {
         progress.print_status("starting router, prefill and decode engine");
-        let folder = tempfile::tempdir()?;
-        let (place, logs) = (folder.path().to_owned(), options.out.clone());
-        let engine_options = options.engine_options.clone();
+        let (engine_options, logs) = (options.engine_options.clone(), options.out.clone());
         let lost_ms = options.vanish_noticed_ms;
-        let local = move || LocalDeployment::start(&engine_options, &place, &logs, listen, lost_ms);
+        let local = move || LocalDeployment::start(&engine_options, &logs, listen, lost_ms);
         let local = tokio::task::spawn_blocking(local).await??;
         let mut engines = Vec::new();
         for (name, place) in local.engines()? {
-            engines.push((name.to_owned(), None, ServiceClient::parse(place)?));
+            let (name, service) = (name.to_owned(), ServiceClient::parse(place)?);
+            engines.push(EngineEndpoint { name, role: None, service });
         }
-        return Ok(Deployment { url: local.url()?, engines, local: Some(local), _folder: Some(folder) });
+        return Ok(Deployment { url: local.url()?, engines, local: Some(local) });
     };
     let secret = options.cluster_secret_file.as_deref();
     let engine = |name: &str, role: Option<&str>, url: &str| -> Result<_, BenchError> {
-        Ok((name.to_owned(), role.map(str::to_owned), ServiceClient::parse(url)?.with_secret_file(secret)?))
+        let service = ServiceClient::parse(url)?.with_secret_file(secret)?;
+        Ok(EngineEndpoint { name: name.to_owned(), role: role.map(str::to_owned), service })
     };
     let mut engines = Vec::new();
     for named in &options.engines {
@@ -72,6 +71,6 @@ pub(crate) async fn deployment(
     }
     // An engine may be in the options and in the router's list. The first entry counts.
     let mut seen = std::collections::BTreeSet::new();
-    engines.retain(|(.., service)| seen.insert(service.authority().to_owned()));
-    Ok(Deployment { url: url.clone(), engines, local: None, _folder: None })
+    engines.retain(|engine| seen.insert(engine.service.authority().to_owned()));
+    Ok(Deployment { url: url.clone(), engines, local: None })
 }

@@ -53,8 +53,8 @@ pub(crate) struct CallDriver {
     pub(crate) seed: u64,
     pub(crate) phase_times: Mutex<PhaseTimes>,
     pub(crate) next: AtomicU64,
-    /// Open calls by tag, and whether they stream.
-    pub(crate) open: Mutex<BTreeMap<String, bool>>,
+    /// Open calls by tag.
+    pub(crate) open: Mutex<BTreeMap<String, Streaming>>,
     /// How clients stall in a phase; set by calibration.
     pub(crate) stall: OnceLock<Stall>,
     /// Requests of vanished clients, and their length.
@@ -134,23 +134,19 @@ impl CallDriver {
             }
             _ => stall.max_tokens,
         };
+        let asked_tokens = plan.max_tokens.unwrap_or(max_tokens);
         let spec = CompletionSpec {
             ignore_eos: plan.max_tokens.is_none(),
-            streaming: if plan.stream { Streaming::Streamed } else { Streaming::Whole },
+            streaming: plan.streaming,
             user: Some(&tag),
             extra: Some(&extra),
-            ..CompletionSpec::new(
-                self.shape.endpoint,
-                &self.shape.model,
-                &prompt,
-                plan.max_tokens.unwrap_or(max_tokens),
-            )
+            ..CompletionSpec::new(self.shape.endpoint, &self.shape.model, &prompt, asked_tokens)
         };
         let request = spec.prepare();
         let mut rng = Rng::stream(self.seed, &format!("leaves-{number}"));
         let (leave, timer) = match plan.leaves {
             None => (CancelTrigger::Never, None),
-            Some(leaves) => self.schedule_cancel(&tag, plan.stream, leaves, &mut rng),
+            Some(leaves) => self.schedule_cancel(&tag, plan.streaming, leaves, &mut rng),
         };
         let kind = match plan.leaves.map(|leaves| leaves.kind) {
             None | Some(CancelKind::Fin | CancelKind::Timeout) => DisconnectKind::Fin,
@@ -159,7 +155,7 @@ impl CallDriver {
             Some(CancelKind::Stall) => DisconnectKind::Stall { hold: stall.hold },
             Some(CancelKind::Vanish) => DisconnectKind::Vanish,
         };
-        self.open().insert(tag.clone(), plan.stream);
+        self.open().insert(tag.clone(), plan.streaming);
         let call = tokio::select! {
             biased;
             () = self.cut.cancelled() => std::future::pending().await,
@@ -181,13 +177,13 @@ impl CallDriver {
         CompletedCall { record, call, timeline }
     }
 
-    fn open(&self) -> MutexGuard<'_, BTreeMap<String, bool>> {
+    fn open(&self) -> MutexGuard<'_, BTreeMap<String, Streaming>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until the requests in flight meet the condition or the time is over, and returns them.
     pub(crate) async fn until_in_flight(&self, wanted: FaultCondition, within: Duration) -> InFlight {
-        let open = || self.open().iter().map(|(tag, stream)| (tag.clone(), *stream)).collect();
+        let open = || self.open().clone();
         self.feed.until_in_flight(within, self.exact, open, |flight| wanted.is_met_by(flight)).await
     }
 
@@ -195,7 +191,7 @@ impl CallDriver {
     fn schedule_cancel(
         &self,
         tag: &str,
-        stream: bool,
+        streaming: Streaming,
         leaves: CancelPlan,
         rng: &mut Rng,
     ) -> (CancelTrigger, Option<tokio::task::JoinHandle<()>>) {
@@ -204,7 +200,8 @@ impl CallDriver {
             // Any phase, each with the same probability.
             Phase::COMMON[rng.below(Phase::COMMON.len() as u64 - 1) as usize]
         });
-        let phase = if phase == Phase::Stream && !stream { Phase::Unary } else { phase };
+        let whole = streaming == Streaming::Whole;
+        let phase = if phase == Phase::Stream && whole { Phase::Unary } else { phase };
         let within = |tokens: u32, rng: &mut Rng| 1 + rng.below(u64::from(tokens).max(1)) as usize;
         let anywhere = leaves.phase.is_none();
         if phase == Phase::Stream {
@@ -217,13 +214,13 @@ impl CallDriver {
         // Without observed times: at a random time shortly after the start.
         let mut point = point.unwrap_or_else(|| CancelPoint::At(Duration::from_micros(rng.below(3_000))));
         if anywhere {
-            point = point.limited_to(phase_times.usual_lifetime(stream));
+            point = point.limited_to(phase_times.usual_lifetime(streaming));
         }
         drop(phase_times);
         let (leave, timer) = point.leave(began, &self.feed, tag);
         let leave = match leave {
             // A faster request than earlier ones is cancelled at a token.
-            CancelTrigger::When(token) if anywhere && stream => {
+            CancelTrigger::When(token) if anywhere && !whole => {
                 CancelTrigger::WhenOrAfterTokens(token, within(self.shape.max_tokens / STREAM_SHARE, rng))
             }
             leave => leave,

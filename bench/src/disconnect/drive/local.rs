@@ -31,6 +31,8 @@ pub(crate) struct LocalDeployment {
     router: Process,
     prefill: Process,
     decode: Process,
+    /// The configurations. Kept until the processes have ended.
+    _folder: tempfile::TempDir,
 }
 
 impl Process {
@@ -48,19 +50,18 @@ impl Process {
 }
 
 impl LocalDeployment {
-    /// Starts all processes and blocks until they are ready. `options` are for both engines; `folder` gets the
-    /// configurations, `logs` the logs. The router listens at `listen` and drops a vanished client after
-    /// `client_lost_ms`.
+    /// Starts all processes and blocks until they are ready. `options` are for both engines; `logs` is the folder of
+    /// their logs. The router listens at `listen` and drops a vanished client after `client_lost_ms`.
     ///
     /// # Errors
     /// If a process does not start.
     pub(crate) fn start(
         options: &[String],
-        folder: &Path,
         logs: &Path,
         listen: Ipv4Addr,
         client_lost_ms: u64,
     ) -> io::Result<Self> {
+        let folder = tempfile::tempdir()?;
         let options = [options, &shared_out(options, 2)].concat();
         let options = options.as_slice();
         let engine = |role: &str| {
@@ -74,7 +75,7 @@ impl LocalDeployment {
         }
         let model = word(&prefill.ready, "model")?.to_owned();
         let written = |listen: &str, admin: &str| -> io::Result<String> {
-            let config = folder.join(if listen.ends_with(":0") { "first.yaml" } else { "again.yaml" });
+            let config = folder.path().join(if listen.ends_with(":0") { "first.yaml" } else { "again.yaml" });
             let engines = |process: &Process| -> io::Result<serde_json::Value> {
                 Ok(json!({"engines": [{"url": format!("http://{}", process.http()?)}]}))
             };
@@ -95,7 +96,7 @@ impl LocalDeployment {
         let arguments = vec!["router".into(), "--config".into(), config];
         let mut router = Process::start(arguments, logs.join("router.log"))?;
         router.arguments[2] = written(router.http()?, word(&router.ready, "admin")?)?;
-        Ok(Self { router, prefill, decode })
+        Ok(Self { router, prefill, decode, _folder: folder })
     }
 
     /// The URL for clients.

@@ -15,8 +15,8 @@ use crate::disconnect::plan::phase::Phase;
 use crate::disconnect::record::raw::ClientTimes;
 use crate::disconnect::record::timeline::Timeline;
 use crate::disconnect::record::watch::{Milestone, TimelineFeed};
-use crate::load::CancelTrigger;
 use crate::load::rng::Rng;
+use crate::load::{CancelTrigger, Streaming};
 
 /// Requests that are kept per phase.
 const REMEMBERED: usize = 48;
@@ -73,8 +73,9 @@ impl PhaseTimes {
 
     /// A time after the start at which most requests have not ended: three quarters of the duration of the fastest
     /// quarter.
-    pub(crate) fn usual_lifetime(&self, stream: bool) -> Option<Duration> {
-        let seen = self.seen.get(&if stream { Phase::Stream } else { Phase::Unary })?;
+    pub(crate) fn usual_lifetime(&self, streaming: Streaming) -> Option<Duration> {
+        let phase = if streaming == Streaming::Whole { Phase::Unary } else { Phase::Stream };
+        let seen = self.seen.get(&phase)?;
         let mut whole: Vec<u64> = seen.iter().map(|(_, to)| *to).collect();
         whole.sort_unstable();
         Some(Duration::from_micros(whole.get(whole.len() / 4)? * 3 / 4))
@@ -220,9 +221,9 @@ mod tests {
     }
 
     #[test]
-    fn who_leaves_anywhere_leaves_while_most_requests_live() {
+    fn an_untimed_cancel_falls_within_the_usual_lifetime() {
         let mut times = PhaseTimes::default();
-        assert_eq!(times.usual_lifetime(false), None);
+        assert_eq!(times.usual_lifetime(Streaming::Whole), None);
         for done in [9_000, 5_000, 30_000, 7_000, 40_000, 8_000, 50_000, 60_000] {
             times.learn(
                 &ClientTimes { began: 1_000, done: Some(1_000 + done), ..ClientTimes::default() },
@@ -231,7 +232,8 @@ mod tests {
         }
         // A quarter of them took less than 8 ms.
         let us = Duration::from_micros;
-        assert_eq!((times.usual_lifetime(false), times.usual_lifetime(true)), (Some(us(6_000)), None));
+        assert_eq!(times.usual_lifetime(Streaming::Whole), Some(us(6_000)));
+        assert_eq!(times.usual_lifetime(Streaming::Streamed), None);
         assert_eq!(CancelPoint::At(us(9_000)).limited_to(Some(us(6_000))), CancelPoint::At(us(6_000)));
         assert_eq!(CancelPoint::At(us(900)).limited_to(Some(us(6_000))), CancelPoint::At(us(900)));
         assert_eq!(CancelPoint::At(us(9_000)).limited_to(None), CancelPoint::At(us(9_000)));

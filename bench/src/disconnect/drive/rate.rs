@@ -33,7 +33,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rate_is_half_of_what_can_be_done_within_bounds_or_what_was_asked_for() {
+    fn the_rate_is_half_of_the_capacity_within_bounds_or_the_option() {
         for (able, asked, rate, chosen) in [
             (100.0, None, 50.0, RateSource::Half),
             (301.0, None, 150.0, RateSource::AtMost),

@@ -13,14 +13,14 @@ use crate::disconnect::drive::driver::CallDriver;
 use crate::disconnect::drive::local::{DeploymentPart, LocalDeployment};
 use crate::disconnect::drive::progress::Progress;
 use crate::disconnect::drive::stall::{CallPace, Stall};
-use crate::disconnect::plan::options::SegmentOptions;
+use crate::disconnect::plan::options::{FaultCommands, SegmentOptions};
 use crate::disconnect::plan::phase::{CancelKind, Phase};
 use crate::disconnect::record::in_flight::{FaultCondition, FaultContext};
 use crate::disconnect::record::rate::CALIBRATION_CLIENTS;
 use crate::disconnect::record::raw::{CallRecord, CancelPlan, Record, SegmentKind};
 use crate::disconnect::record::watch::EngineWatch;
-use crate::load::Moment;
 use crate::load::rng::Rng;
+use crate::load::{Moment, Streaming};
 
 /// Sequential calls that measure the phases.
 const LESSONS: usize = 16;
@@ -77,8 +77,8 @@ impl SegmentRunner<'_> {
         result
     }
 
-    fn plan(&self, segment: &str, stream: bool, leaves: Option<CancelPlan>) -> CallPlan {
-        CallPlan { segment: segment.into(), due: Instant::now(), stream, leaves, max_tokens: None }
+    fn plan(&self, segment: &str, streaming: Streaming, leaves: Option<CancelPlan>) -> CallPlan {
+        CallPlan { segment: segment.into(), due: Instant::now(), streaming, leaves, max_tokens: None }
     }
 
     /// Measures the phases with sequential calls, and returns the requests per second that the deployment completes.
@@ -87,7 +87,8 @@ impl SegmentRunner<'_> {
         self.run_segment(NAME, SegmentKind::Calibration, async {
             let (mut without_events, mut pace) = (0, CallPace::default());
             for lesson in 0..LESSONS {
-                let completed = Arc::clone(self.driver).call(self.plan(NAME, lesson % 4 != 3, None)).await;
+                let streaming = if lesson % 4 == 3 { Streaming::Whole } else { Streaming::Streamed };
+                let completed = Arc::clone(self.driver).call(self.plan(NAME, streaming, None)).await;
                 tokio::time::sleep(WORD_TRAVELS).await;
                 without_events += usize::from(self.driver.feed.forget(&completed.record.tag).is_none());
                 pace.learn(&completed);
@@ -113,7 +114,7 @@ impl SegmentRunner<'_> {
             self.driver.vanished.learn(&pace, capacity, self.driver.shape.max_tokens, PHASE_CLIENTS);
             let until = Instant::now() + CALIBRATION;
             let clients = (0..CALIBRATION_CLIENTS).map(|_| {
-                let (driver, plan) = (Arc::clone(self.driver), self.plan(NAME, true, None));
+                let (driver, plan) = (Arc::clone(self.driver), self.plan(NAME, Streaming::Streamed, None));
                 tokio::spawn(async move {
                     let mut done = 0;
                     while Instant::now() < until {
@@ -169,13 +170,14 @@ impl SegmentRunner<'_> {
                 return plans;
             }
             // Calm and storm use the same random numbers: their n-th requests are of the same kind.
-            let stream = !leaving.chance(self.terms.unary);
+            let whole = leaving.chance(self.terms.unary);
+            let streaming = if whole { Streaming::Whole } else { Streaming::Streamed };
             let leaves = leaving.chance(share);
             let kind = if leaves { kinds.next().copied() } else { None };
             let leaves = kind.map(|kind| CancelPlan { phase: None, kind });
             plans.push(CallPlan {
                 due: begin + Duration::from_secs_f64(at),
-                ..self.plan(segment, stream, leaves)
+                ..self.plan(segment, streaming, leaves)
             });
         }
     }
@@ -187,12 +189,13 @@ impl SegmentRunner<'_> {
             let (wanted, until) = (self.terms.cancels, Instant::now() + self.terms.phase);
             let at_once = if phase == Phase::Queued { QUEUE_CLIENTS } else { PHASE_CLIENTS };
             let kinds = kinds_of_phase(&self.terms.kinds, phase);
+            let streaming = if phase == Phase::Unary { Streaming::Whole } else { Streaming::Streamed };
             let (mut hit, mut tried, mut calls) = (0, 0, JoinSet::new());
             loop {
                 let more = hit < wanted && tried < wanted * TRIES && Instant::now() < until;
                 if more && calls.len() < at_once {
                     let leaves = CancelPlan { phase: Some(phase), kind: kinds[tried % kinds.len()] };
-                    let plan = self.plan(&name, phase != Phase::Unary, Some(leaves));
+                    let plan = self.plan(&name, streaming, Some(leaves));
                     calls.spawn(Arc::clone(self.driver).call(plan));
                     tried += 1;
                     continue;
@@ -224,7 +227,10 @@ impl SegmentRunner<'_> {
         const NAME: &str = "refused";
         self.run_segment(NAME, SegmentKind::Refused, async {
             for _ in 0..REFUSED / REFUSED_AT_ONCE {
-                let plan = CallPlan { max_tokens: Some(TOO_MANY_TOKENS), ..self.plan(NAME, true, None) };
+                let plan = CallPlan {
+                    max_tokens: Some(TOO_MANY_TOKENS),
+                    ..self.plan(NAME, Streaming::Streamed, None)
+                };
                 let completed = join(self.driver, vec![plan; REFUSED_AT_ONCE]).await;
                 if completed.iter().any(|completed| completed.record.outcome != "refused") {
                     // The engine accepts the request and limits its tokens: this segment has nothing to measure.
@@ -259,12 +265,7 @@ impl SegmentRunner<'_> {
     }
 
     /// Load during which commands of the user inject a fault and recover from it.
-    pub(crate) async fn inject_fault(
-        &self,
-        name: &str,
-        fault_command: &str,
-        recover_command: Option<&str>,
-    ) -> Result<(), BenchError> {
+    pub(crate) async fn inject_fault(&self, name: &str, commands: &FaultCommands) -> Result<(), BenchError> {
         let run = async |command: &str| {
             let mut shell = tokio::process::Command::new("sh");
             let shell = shell
@@ -280,10 +281,9 @@ impl SegmentRunner<'_> {
             }
         };
         let inject = async {
-            *self.unrecovered.lock().unwrap_or_else(PoisonError::into_inner) =
-                recover_command.map(str::to_owned);
-            run(fault_command).await?;
-            if let Some(command) = recover_command {
+            *self.unrecovered.lock().unwrap_or_else(PoisonError::into_inner) = commands.recover.clone();
+            run(&commands.inject).await?;
+            if let Some(command) = &commands.recover {
                 tokio::time::sleep(self.terms.fault.mul_f64(RECOVER_AFTER)).await;
                 run(command).await?;
             }
@@ -317,10 +317,8 @@ impl SegmentRunner<'_> {
                 let began = Instant::now();
                 let within = length.mul_f64(FAULT_BEFORE - FAULT_AFTER);
                 let known = self.driver.until_in_flight(wanted, within).await;
-                record_fault(
-                    false,
-                    Some(FaultContext { wanted, waited_us: began.elapsed().as_micros() as u64, known }),
-                );
+                let waited_us = began.elapsed().as_micros() as u64;
+                record_fault(false, Some(FaultContext { wanted, waited_us, known }));
                 let result = inject.await;
                 if result.is_ok() {
                     record_fault(true, None);
@@ -397,7 +395,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clients_stall_or_vanish_in_a_storm_only_where_nothing_else_is_asked_for() {
+    fn clients_stall_or_vanish_in_a_storm_only_without_other_kinds() {
         let others = [CancelKind::Fin, CancelKind::Rst, CancelKind::HalfClose, CancelKind::Timeout];
         assert_eq!(kinds_of_load(&CancelKind::ALL), others);
         assert_eq!(kinds_of_load(&[CancelKind::Stall]), [CancelKind::Stall]);

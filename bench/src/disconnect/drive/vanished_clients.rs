@@ -140,7 +140,7 @@ mod tests {
     use crate::disconnect::record::raw::EventRecord;
 
     #[tokio::test]
-    async fn where_clients_cannot_vanish_the_other_kinds_are_played_and_an_empty_rest_is_refused() {
+    async fn without_vanish_support_the_other_kinds_run_and_an_empty_list_is_refused() {
         let unavailable = VanishSupport::Unavailable("no root".into());
         assert_eq!(unavailable.kinds(&[CancelKind::Fin, CancelKind::Vanish]), Ok(vec![CancelKind::Fin]));
         assert_eq!(
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_ghost_is_there_until_its_engines_are_done_with_it_and_a_part_waits_for_it() {
+    async fn a_segment_waits_for_the_engines_of_a_vanished_client() {
         let (vanished, feed, second) =
             (VanishedClients::new(3_600_000, 1_000), TimelineFeed::default(), Duration::from_secs(1));
         assert_eq!(vanished.settle_timeout(second), second);

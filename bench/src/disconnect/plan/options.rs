@@ -164,6 +164,13 @@ pub(crate) struct SegmentOptions {
     pub(crate) kinds: Vec<CancelKind>,
 }
 
+/// The commands of one fault.
+pub(crate) struct FaultCommands {
+    pub(crate) inject: String,
+    /// Ends the fault.
+    pub(crate) recover: Option<String>,
+}
+
 impl DisconnectOptions {
     pub(crate) fn check(&self) -> Result<(), BenchError> {
         let positive = |name: &str, value: f64| {
@@ -225,27 +232,27 @@ impl DisconnectOptions {
         Ok(Some(compared))
     }
 
-    /// Commands that inject a fault and recover from it, by name.
-    pub(crate) fn commands(&self) -> Result<BTreeMap<String, (String, Option<String>)>, BenchError> {
+    /// Faults by name.
+    pub(crate) fn faults(&self) -> Result<BTreeMap<String, FaultCommands>, BenchError> {
         let named = |option: &str, text: &str| match text.split_once('=') {
             Some((name, command)) if !name.is_empty() && !command.is_empty() => {
                 Ok((name.to_owned(), command.to_owned()))
             }
             _ => Err(format!("--{option} must be NAME=COMMAND, not `{text}`")),
         };
-        let mut commands = BTreeMap::new();
+        let mut faults = BTreeMap::new();
         for text in &self.fault {
-            let (name, command) = named("fault", text)?;
-            commands.insert(name, (command, None));
+            let (name, inject) = named("fault", text)?;
+            faults.insert(name, FaultCommands { inject, recover: None });
         }
         for text in &self.recover {
             let (name, command) = named("recover", text)?;
-            match commands.get_mut(&name) {
-                Some((_, recover)) => *recover = Some(command),
+            match faults.get_mut(&name) {
+                Some(fault) => fault.recover = Some(command),
                 None => return Err(format!("--recover {name}=… has no --fault {name}=…").into()),
             }
         }
-        Ok(commands)
+        Ok(faults)
     }
 
     pub(crate) fn segment_options(&self) -> SegmentOptions {
@@ -274,7 +281,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_record_has_every_option_that_a_run_depends_on() {
+    fn the_run_record_contains_every_option() {
         let command = DisconnectOptions::augment_args(clap::Command::new("disconnect"));
         let given = command.clone().get_matches_from(["disconnect"]);
         let options = DisconnectOptions::from_arg_matches(&given).expect("defaults");

@@ -247,7 +247,7 @@ pub(crate) struct EngineState {
     pub(crate) engine: usize,
     pub(crate) at_us: u64,
     /// For metrics: the duration of the request. The values are from a moment within it.
-    #[serde(default, skip_serializing_if = "is_zero_u64")]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) took_us: u64,
     pub(crate) total: u64,
     /// The engine does not report the size of its pool: `total` and `held` are thousandths of the pool.
@@ -259,7 +259,7 @@ pub(crate) struct EngineState {
     pub(crate) leased: Option<u64>,
     /// The sum of all blocks by state minus the size of the pool. Positive if blocks were freed twice, negative if
     /// blocks were lost.
-    #[serde(default, skip_serializing_if = "is_zero")]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) askew: i64,
     /// Requests of the engine, in any phase.
     pub(crate) requests: u64,
@@ -269,12 +269,8 @@ pub(crate) struct EngineState {
     pub(crate) expired: u64,
 }
 
-fn is_zero(value: &i64) -> bool {
-    *value == 0
-}
-
-fn is_zero_u64(value: &u64) -> bool {
-    *value == 0
+pub(crate) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// An error in a file of raw events.

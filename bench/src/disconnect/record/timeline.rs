@@ -161,11 +161,7 @@ impl Timeline {
         let before = |moment: Option<u64>| moment.is_some_and(|moment| moment <= at);
         if seen.stream && before(seen.first_token) {
             // The token may come from any leg. The next lines check whether its engine has ended.
-            let over = self
-                .legs
-                .iter()
-                .filter(|leg| !leg.produces)
-                .all(|leg| before(leg.ended.as_ref().map(|ended| ended.at)));
+            let over = self.legs.iter().filter(|leg| !leg.produces).all(|leg| before(leg.ended_at()));
             let decodes = self.legs.iter().any(|leg| !leg.produces);
             return if over && decodes { None } else { Some(Phase::Stream) };
         }
@@ -175,8 +171,7 @@ impl Timeline {
             return Some(Phase::Queued);
         };
         if leg.produces {
-            let leased =
-                leg.leased.map(|(at, _)| at).filter(|_| before(leg.ended.as_ref().map(|ended| ended.at)));
+            let leased = leg.leased.map(|(at, _)| at).filter(|_| before(leg.ended_at()));
             let read =
                 leg.lease_ended.as_ref().filter(|(_, reason)| reason == read_whole()).map(|(at, _)| *at);
             if before(read) {
@@ -191,7 +186,7 @@ impl Timeline {
                 (false, false) => Phase::Queued,
             });
         }
-        if before(leg.ended.as_ref().map(|ended| ended.at)) {
+        if before(leg.ended_at()) {
             return None;
         }
         if !leg.fetches {
@@ -202,8 +197,7 @@ impl Timeline {
                 (true, true) => Phase::Unary,
             });
         }
-        let computes =
-            self.legs.iter().any(|leg| leg.produces && !before(leg.ended.as_ref().map(|ended| ended.at)));
+        let computes = self.legs.iter().any(|leg| leg.produces && !before(leg.ended_at()));
         Some(match (before(leg.fetching), before(leg.fetched.as_ref().map(|(at, _)| *at))) {
             // An early handoff: the prefill continues.
             (_, false) if computes => Phase::Prefill,
@@ -227,7 +221,7 @@ impl Timeline {
     /// When the last block of all legs with blocks was freed; `None` if blocks are still held.
     pub(crate) fn all_freed_at(&self) -> Option<u64> {
         let held = self.legs.iter().filter(|leg| leg.held() > 0 || leg.is_at_work());
-        held.map(|leg| leg.freed.first().map(|(at, _)| *at)).try_fold(0, |last, at| Some(last.max(at?)))
+        held.map(LegTimeline::freed_at).try_fold(0, |last, at| Some(last.max(at?)))
     }
 
     /// Engines with unfinished legs, and what is missing.
@@ -270,7 +264,7 @@ impl Timeline {
     /// Block-seconds after this moment; blocks that are not freed count until `end`.
     pub(crate) fn block_seconds_after(&self, at: u64, end: u64) -> f64 {
         let of = |leg: &LegTimeline| {
-            let freed = leg.freed.first().map_or(end, |(at, _)| *at);
+            let freed = leg.freed_at().unwrap_or(end);
             leg.held() as f64 * freed.saturating_sub(at.max(leg.queued.unwrap_or(at))) as f64 / 1e6
         };
         self.legs.iter().map(of).sum()
@@ -326,6 +320,15 @@ impl Timeline {
 }
 
 impl LegTimeline {
+    fn ended_at(&self) -> Option<u64> {
+        self.ended.as_ref().map(|ended| ended.at)
+    }
+
+    /// When its blocks were freed for the first time.
+    pub(crate) fn freed_at(&self) -> Option<u64> {
+        self.freed.first().map(|(at, _)| *at)
+    }
+
     /// Blocks that the leg held at its end.
     pub(crate) fn held(&self) -> u64 {
         let freed = self.freed.first().map(|(_, blocks)| *blocks);
@@ -498,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reply_phase_lasts_from_the_loan_until_the_reply_is_written() {
+    fn the_reply_phase_lasts_from_the_lease_to_the_written_reply() {
         let timeline = |result: &str| {
             let mut timeline = timeline_of(&WHOLE[..7]);
             let result = Some(result.to_owned());
@@ -525,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_has_not_given_back_is_named() {
+    fn engines_that_hold_blocks_are_named() {
         let open = |count: usize| timeline_of(&WHOLE[..count]).unfinished().collect::<Vec<_>>();
         assert_eq!(open(0), []);
         assert_eq!(open(1), [(0, "it has not ended")]);
@@ -539,7 +542,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_told_and_computed_after_a_moment_is_counted() {
+    fn held_blocks_aborts_and_work_after_a_cancel_are_counted() {
         let timeline = timeline_of(&WHOLE);
         assert_eq!(timeline.all_freed_at(), Some(312));
         // 7 blocks of P for 42 µs and 8 blocks of D for 202 µs; the leg of D begins 10 µs later.
@@ -557,7 +560,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_that_are_not_back_are_not_home() {
+    fn all_blocks_are_freed_only_when_each_block_is() {
         let timeline = timeline_of(&WHOLE[..7]);
         assert_eq!(timeline.all_freed_at(), None);
         assert!((timeline.block_seconds_after(101, 1_000_101) - 7.0).abs() < 1e-9);
@@ -574,7 +577,7 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_that_is_asked_twice_has_two_legs() {
+    fn an_engine_with_two_attempts_has_two_legs() {
         let mut events = WHOLE.to_vec();
         events.extend([
             (1, "queued", 400),

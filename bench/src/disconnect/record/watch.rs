@@ -132,12 +132,7 @@ impl TimelineFeed {
         }
     }
 
-    #[cfg(test)]
     pub(crate) fn publish(&self, event: &EventRecord) {
-        self.take(event);
-    }
-
-    fn take(&self, event: &EventRecord) {
         self.put(event);
         self.news.notify_waiters();
     }
@@ -182,6 +177,14 @@ pub(crate) struct EngineWatch {
     _tasks: JoinSet<()>,
 }
 
+/// An engine to watch.
+pub(crate) struct EngineEndpoint {
+    pub(crate) name: String,
+    /// If it is known.
+    pub(crate) role: Option<String>,
+    pub(crate) service: ServiceClient,
+}
+
 /// Options of the watch.
 #[derive(Clone)]
 pub(crate) struct WatchOptions {
@@ -194,21 +197,20 @@ pub(crate) struct WatchOptions {
 }
 
 impl EngineWatch {
-    /// Connects to every engine and begins to watch it. `engines`: name, role if known, and address.
+    /// Connects to every engine and begins to watch it.
     ///
     /// # Errors
     /// If an engine does not respond.
     pub(crate) async fn begin(
-        engines: Vec<(String, Option<String>, ServiceClient)>,
+        engines: Vec<EngineEndpoint>,
         terms: &WatchOptions,
         recorder: &Arc<Recorder>,
     ) -> Result<Self, WebError> {
         let feed = Arc::new(TimelineFeed::default());
         let mut tasks = JoinSet::new();
         let mut watched = Vec::new();
-        for (number, (name, role, service)) in engines.into_iter().enumerate() {
-            let engine =
-                Arc::new(WatchedEngine::connect(number, name, role, service, terms.metrics_only).await?);
+        for (number, endpoint) in engines.into_iter().enumerate() {
+            let engine = Arc::new(WatchedEngine::connect(number, endpoint, terms.metrics_only).await?);
             recorder.put(&Record::Engine(engine.record()));
             let (feed, recorder) = (Arc::clone(&feed), Arc::clone(recorder));
             if engine.record().events {
@@ -255,13 +257,8 @@ impl EngineWatch {
 }
 
 impl WatchedEngine {
-    async fn connect(
-        number: usize,
-        name: String,
-        role: Option<String>,
-        service: ServiceClient,
-        metrics_only: bool,
-    ) -> Result<Self, WebError> {
+    async fn connect(number: usize, endpoint: EngineEndpoint, metrics_only: bool) -> Result<Self, WebError> {
+        let EngineEndpoint { name, role, service } = endpoint;
         let mut record = EngineRecord { engine: number, name, ..EngineRecord::default() };
         let latest = service.get_json("/debug/kv/events?after=latest", PATIENCE).await;
         match &latest {
@@ -373,7 +370,7 @@ impl WatchedEngine {
                 for event in tags.tag(event, &terms.prefix) {
                     if let Some(event) = record_of(&event, &record) {
                         recorder.put(&Record::Event(event.clone()));
-                        feed.take(&event);
+                        feed.publish(&event);
                     }
                 }
             }
@@ -522,7 +519,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn books_are_read() {
+    fn engine_state_is_parsed() {
         let shown = json!({
             "blocks": {"total": 10, "free": 3, "cached": 2, "active": 1, "leased": 2, "landing": 1, "storing": 1},
             "requests": {"waiting": 1, "running": 2, "fetching": 0}, "leases": {"live": 4},
@@ -558,7 +555,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_a_mark_is_told_once_and_of_its_own_request() {
+    fn a_milestone_wakes_the_waiter_of_its_own_request() {
         let feed = TimelineFeed::default();
         let (mine, other) = (feed.when("a", Milestone::Lent), feed.when("b", Milestone::Lent));
         let event = |tag: &str, kind: &str| EventRecord {
@@ -566,9 +563,9 @@ mod tests {
             kind: kind.into(),
             ..EventRecord::default()
         };
-        feed.take(&event("a", "queued"));
+        feed.publish(&event("a", "queued"));
         assert!(!mine.is_cancelled());
-        feed.take(&event("a", "lease_opened"));
+        feed.publish(&event("a", "lease_opened"));
         assert!(mine.is_cancelled() && !other.is_cancelled());
         assert_eq!(feed.forget("a").map(|timeline| timeline.legs.len()), Some(1));
     }

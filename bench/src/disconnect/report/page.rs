@@ -7,10 +7,10 @@ use std::fmt::Write as _;
 
 use super::super::analyse::dist::Dist;
 use super::super::analyse::summary::{
-    CancelGroup, Measure, PlotData, SLOWER, ServiceLevels, Summary, TextComparison, VanishedSummary,
+    CancelGroup, FaultRow, Measure, PlotData, SLOWER, ServiceLevels, Summary, TextComparison, VanishedSummary,
 };
 use super::super::analyse::units::format_ms;
-use super::svg::{AxisScale, Curve, Plot, Span, cumulative, escaped};
+use super::svg::{Axis, AxisScale, Curve, Plot, Span, cumulative, escaped};
 use super::{
     above, count, decimals, excused, from_samples, known, never, percentile, ran_on, rounds, storm_cancels,
     uncancelled_text, within_one_read,
@@ -119,19 +119,12 @@ fn tiles(summary: &Summary, out: &mut String) {
     if summary.exact {
         let class = if all.stranded == 0 { "good" } else { "bad" };
         let seconds = summary.run.stranded_after_us as f64 / 1e6;
-        tile(
-            out,
-            &format!("{} of {}", count(all.stranded), count(all.time_to_free_ms.n as u64)),
-            class,
-            &format!("cancelled requests still held KV blocks {seconds} s later"),
-        );
+        let stranded = format!("{} of {}", count(all.stranded), count(all.time_to_free_ms.n as u64));
+        let what = format!("cancelled requests still held KV blocks {seconds} s later");
+        tile(out, &stranded, class, &what);
         let p99 = percentile(&all.time_to_free_ms, |dist| dist.p99);
-        tile(
-            out,
-            &percentile(&all.time_to_free_ms, |dist| dist.p50),
-            "",
-            &format!("from the cancel until the last block is free: median; 99 % within {p99}"),
-        );
+        let what = format!("from the cancel until the last block is free: median; 99 % within {p99}");
+        tile(out, &percentile(&all.time_to_free_ms, |dist| dist.p50), "", &what);
     }
     if let Some(sampled) = &summary.sampled {
         // Blocks of some engines are missing.
@@ -143,12 +136,8 @@ fn tiles(summary: &Summary, out: &mut String) {
         tile(out, &format!("{at_least}{}", decimals(sampled.per_1000)), "", &what);
     }
     if let Some(spread) = summary.judged_ttft_ratio() {
-        tile(
-            out,
-            &format!("{:.2} ×", spread.median),
-            "",
-            "time to first token (p99) of uncancelled requests in the storm, over the paired requests of the calm",
-        );
+        let what = "time to first token (p99) of uncancelled requests in the storm, over the paired requests of the calm";
+        tile(out, &format!("{:.2} ×", spread.median), "", what);
     }
     let texts = &summary.texts;
     let class = match texts {
@@ -156,12 +145,8 @@ fn tiles(summary: &Summary, out: &mut String) {
         TextComparison { wrong: 0, nondeterministic: 0, .. } => "good",
         _ => "bad",
     };
-    tile(
-        out,
-        &format!("{} of {}", count(texts.wrong), count(texts.compared)),
-        class,
-        "responses differ from the response to the same prompt without load",
-    );
+    let wrong = format!("{} of {}", count(texts.wrong), count(texts.compared));
+    tile(out, &wrong, class, "responses differ from the response to the same prompt without load");
     out.push_str("</div>");
 }
 
@@ -279,6 +264,12 @@ fn group_cells(group: &CancelGroup, out: &mut String) {
     );
 }
 
+fn group_row(name: &str, group: &CancelGroup, out: &mut String) {
+    let _ = write!(out, "<tr><td>{name}</td>");
+    group_cells(group, out);
+    out.push_str("</tr>");
+}
+
 fn by_phase(summary: &Summary, out: &mut String) {
     out.push_str("<h2>Cancelled requests by phase</h2>");
     let samples = || {
@@ -303,11 +294,11 @@ fn by_phase(summary: &Summary, out: &mut String) {
         });
         let plot = Plot {
             title: "Time to free after a cancel, by phase",
-            across: (
-                "milliseconds from the cancel until the last block is free (logarithmic)",
-                AxisScale::log(samples(), 0.01),
-            ),
-            up: ("% of requests", AxisScale::Linear(100.0)),
+            across: Axis {
+                label: "milliseconds from the cancel until the last block is free (logarithmic)",
+                scale: AxisScale::log(samples(), 0.01),
+            },
+            up: Axis { label: "% of requests", scale: AxisScale::Linear(100.0) },
             curves: curves.collect(),
             spans: Vec::new(),
         };
@@ -318,25 +309,16 @@ fn by_phase(summary: &Summary, out: &mut String) {
         "<div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>phase</th>{GROUP_HEAD}</tr></thead><tbody>"
     );
     for row in &summary.phases {
-        let _ = write!(out, "<tr><td>{}</td>", row.phase.label());
-        group_cells(&row.group, out);
-        out.push_str("</tr>");
+        group_row(row.phase.label(), &row.group, out);
     }
     if let Some(refused) = &summary.refused {
-        out.push_str("<tr><td>refused by decode</td>");
-        group_cells(refused, out);
-        out.push_str("</tr>");
+        group_row("refused by decode", refused, out);
     }
     if let Some(vanished) = &summary.vanished {
-        out.push_str("<tr><td>vanished, in no other row</td>");
-        group_cells(&vanished.group, out);
-        out.push_str("</tr>");
+        group_row("vanished, in no other row", &vanished.group, out);
     }
-    out.push_str("<tr><td><b>all cancelled</b></td>");
-    group_cells(&summary.all, out);
-    out.push_str(
-        "</tr></tbody></table></div><p class=\"note\">Definitions: <a href=\"#words\">terms</a>.</p>",
-    );
+    group_row("<b>all cancelled</b>", &summary.all, out);
+    out.push_str("</tbody></table></div><p class=\"note\">Definitions: <a href=\"#words\">terms</a>.</p>");
     if let Some(sampled) = &summary.sampled {
         let _ = write!(
             out,
@@ -369,8 +351,8 @@ fn stranded(summary: &Summary, out: &mut String) {
     let points = || there().flat_map(|(_, points)| points.iter().map(|(_, blocks)| *blocks));
     let plot = Plot {
         title: "Blocks held for cancelled requests, over the run",
-        across: ("seconds", AxisScale::Linear(end(summary))),
-        up: ("blocks", AxisScale::linear(points())),
+        across: Axis { label: "seconds", scale: AxisScale::Linear(end(summary)) },
+        up: Axis { label: "blocks", scale: AxisScale::linear(points()) },
         curves: there()
             .map(|(name, points)| Curve { name, points: (*points).clone(), steps: true })
             .collect(),
@@ -395,8 +377,8 @@ fn uncancelled(summary: &Summary, out: &mut String) {
         let across = format!("{}, ms (logarithmic)", title.to_lowercase());
         let plot = Plot {
             title,
-            across: (&across, AxisScale::log(values(), 0.01)),
-            up: ("% of samples", AxisScale::Linear(100.0)),
+            across: Axis { label: &across, scale: AxisScale::log(values(), 0.01) },
+            up: Axis { label: "% of samples", scale: AxisScale::Linear(100.0) },
             curves: vec![
                 Curve { name: "calm", points: cumulative(calm), steps: true },
                 Curve { name: "storm", points: cumulative(storm), steps: true },
@@ -469,8 +451,8 @@ fn pools(summary: &Summary, out: &mut String) {
     let shares = drawn.iter().flat_map(|(_, points)| points.iter().map(|(_, share)| share * 100.0));
     let plot = Plot {
         title: "Share of each engine's pool that is held, over the run",
-        across: ("seconds", AxisScale::Linear(end(summary))),
-        up: ("% of the pool held", AxisScale::linear(shares)),
+        across: Axis { label: "seconds", scale: AxisScale::Linear(end(summary)) },
+        up: Axis { label: "% of the pool held", scale: AxisScale::linear(shares) },
         curves: drawn
             .iter()
             .map(|(name, points)| Curve {
@@ -539,9 +521,7 @@ fn by_kind(summary: &Summary, out: &mut String) {
         "<h2>Vanished clients by phase</h2><div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>phase</th>{GROUP_HEAD}</tr></thead><tbody>"
     );
     for row in &vanished.phases {
-        let _ = write!(out, "<tr><td>{}</td>", row.phase.label());
-        group_cells(&row.group, out);
-        out.push_str("</tr>");
+        group_row(row.phase.label(), &row.group, out);
     }
     out.push_str("</tbody></table></div>");
 }
@@ -552,7 +532,7 @@ fn faults(summary: &Summary, out: &mut String) {
     }
     out.push_str("<h2>Faults</h2><p class=\"note\">Each fault is injected under load with cancels. Processes of this run are killed and restarted at once.</p><div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>fault</th><th>stranded</th><th>wrong texts</th><th>failed, uncancelled</th><th>failed after recovery</th><th>leases expired</th><th>all blocks free</th><th>in flight at the fault</th><th>failed of these, uncancelled</th><th>E2E p50</th><th>p99</th><th>max</th><th>time to free p50</th><th>max</th><th>retries, failed</th></tr></thead><tbody>");
     for fault in &summary.faults {
-        let super::FaultRow { stayed, retries, cancelled: left, .. } = fault;
+        let FaultRow { stayed, retries, cancelled: left, .. } = fault;
         let all_free = fault.all_free_ms.map_or_else(|| "not within its segment".to_owned(), format_ms);
         let met = fault.met.as_ref().map_or_else(
             || "not injected".to_owned(),

@@ -8,6 +8,9 @@ const LEFT: f64 = 56.0;
 const RIGHT: f64 = 12.0;
 const TOP: f64 = 12.0;
 const BOTTOM: f64 = 44.0;
+/// The area of the curves.
+const PLOT_WIDE: f64 = WIDTH - LEFT - RIGHT;
+const PLOT_HIGH: f64 = HEIGHT - TOP - BOTTOM;
 /// The baselines of the rows of letters above a plot. More than two rows are drawn if necessary; four have room for 140
 /// segments.
 const LETTER_ROWS: [f64; 4] = [14.0, 30.0, 46.0, 62.0];
@@ -23,6 +26,12 @@ pub(crate) enum AxisScale {
     Linear(f64),
     /// From one positive value to another.
     Log(f64, f64),
+}
+
+/// An axis and its label.
+pub(crate) struct Axis<'a> {
+    pub(crate) label: &'a str,
+    pub(crate) scale: AxisScale,
 }
 
 /// One line.
@@ -44,8 +53,8 @@ pub(crate) struct Span<'a> {
 /// A whole plot.
 pub(crate) struct Plot<'a> {
     pub(crate) title: &'a str,
-    pub(crate) across: (&'a str, AxisScale),
-    pub(crate) up: (&'a str, AxisScale),
+    pub(crate) across: Axis<'a>,
+    pub(crate) up: Axis<'a>,
     pub(crate) curves: Vec<Curve<'a>>,
     pub(crate) spans: Vec<Span<'a>>,
 }
@@ -115,29 +124,15 @@ fn tick(value: f64) -> String {
 impl Plot<'_> {
     /// The plot with its legend.
     pub(crate) fn draw(&self) -> String {
-        let (wide, high) = (WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM);
-        let x = |value: f64| LEFT + self.across.1.place(value) * wide;
-        let letters = letters(self.spans.iter().map(|span| (x(span.from) + x(span.to)) / 2.0));
+        let letters = letters(self.spans.iter().map(|span| (self.x(span.from) + self.x(span.to)) / 2.0));
         let rows = letters.iter().map(|(row, _)| row + 1).max().unwrap_or(0).max(2);
         let top = if self.spans.is_empty() { TOP } else { LETTER_ROWS[rows - 1] + 4.0 };
-        let all = top + high + BOTTOM;
-        let y = |value: f64| top + (1.0 - self.up.1.place(value)) * high;
         let mut out = format!(
-            "<figure><svg viewBox=\"0 0 {WIDTH} {all}\" role=\"img\" aria-label=\"{}\">",
+            "<figure><svg viewBox=\"0 0 {WIDTH} {}\" role=\"img\" aria-label=\"{}\">",
+            top + PLOT_HIGH + BOTTOM,
             escaped(self.title)
         );
-        let edges =
-            || self.spans.iter().enumerate().map(|(turn, span)| (turn, span, x(span.from), x(span.to)));
-        for (turn, span, from, to) in edges() {
-            let shade = if turn % 2 == 0 { "band" } else { "band other" };
-            let _ = write!(
-                out,
-                "<rect class=\"{shade}\" x=\"{from:.1}\" y=\"0\" width=\"{:.1}\" height=\"{:.1}\"><title>{}</title></rect>",
-                (to - from).max(0.0),
-                top + high,
-                escaped(span.name)
-            );
-        }
+        self.draw_bands(top, &mut out);
         // Drawn after all parts, because a letter may be wider than its part.
         for (turn, (row, middle)) in letters.iter().enumerate() {
             let _ = write!(
@@ -147,57 +142,91 @@ impl Plot<'_> {
                 letter(turn)
             );
         }
-        for value in self.across.1.ticks() {
-            let at = x(value);
+        self.draw_grid(top, &mut out);
+        self.draw_labels(top, &mut out);
+        self.draw_curves(top, &mut out);
+        out.push_str("</svg><figcaption>");
+        self.draw_legend(&mut out);
+        out.push_str("</figcaption></figure>");
+        out
+    }
+
+    fn x(&self, value: f64) -> f64 {
+        LEFT + self.across.scale.place(value) * PLOT_WIDE
+    }
+
+    /// `top`: where the area of the curves begins.
+    fn y(&self, value: f64, top: f64) -> f64 {
+        top + (1.0 - self.up.scale.place(value)) * PLOT_HIGH
+    }
+
+    /// The backgrounds of the parts.
+    fn draw_bands(&self, top: f64, out: &mut String) {
+        for (turn, span) in self.spans.iter().enumerate() {
+            let shade = if turn % 2 == 0 { "band" } else { "band other" };
+            let (from, to) = (self.x(span.from), self.x(span.to));
+            let _ = write!(
+                out,
+                "<rect class=\"{shade}\" x=\"{from:.1}\" y=\"0\" width=\"{:.1}\" height=\"{:.1}\"><title>{}</title></rect>",
+                (to - from).max(0.0),
+                top + PLOT_HIGH,
+                escaped(span.name)
+            );
+        }
+    }
+
+    /// The lines of the grid and their numbers.
+    fn draw_grid(&self, top: f64, out: &mut String) {
+        for value in self.across.scale.ticks() {
+            let at = self.x(value);
             // A centred number at the edge would be cut off.
             let anchor = if at > WIDTH - RIGHT - 24.0 { "end" } else { "middle" };
             let beside = if anchor == "end" { (at + RIGHT - 1.0).min(WIDTH - 1.0) } else { at };
             let _ = write!(
                 out,
                 "<line class=\"grid\" x1=\"{at:.1}\" y1=\"{top}\" x2=\"{at:.1}\" y2=\"{:.1}\"/><text class=\"tick across\" x=\"{beside:.1}\" y=\"{:.1}\" text-anchor=\"{anchor}\">{}</text>",
-                top + high,
-                top + high + 14.0,
+                top + PLOT_HIGH,
+                top + PLOT_HIGH + 14.0,
                 tick(value)
             );
         }
-        for value in self.up.1.ticks() {
-            let at = y(value);
+        for value in self.up.scale.ticks() {
+            let at = self.y(value, top);
             let _ = write!(
                 out,
                 "<line class=\"grid\" x1=\"{LEFT}\" y1=\"{at:.1}\" x2=\"{:.1}\" y2=\"{at:.1}\"/><text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-                LEFT + wide,
+                LEFT + PLOT_WIDE,
                 LEFT - 5.0,
                 at + 3.5,
                 tick(value)
             );
         }
+    }
+
+    /// The labels of the axes.
+    fn draw_labels(&self, top: f64, out: &mut String) {
         let _ = write!(
             out,
             "<text class=\"axis\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text><text class=\"axis\" x=\"12\" y=\"{:.1}\" text-anchor=\"middle\" transform=\"rotate(-90 12 {:.1})\">{}</text>",
-            LEFT + wide / 2.0,
-            all - 6.0,
-            escaped(self.across.0),
-            top + high / 2.0,
-            top + high / 2.0,
-            escaped(self.up.0)
+            LEFT + PLOT_WIDE / 2.0,
+            top + PLOT_HIGH + BOTTOM - 6.0,
+            escaped(self.across.label),
+            top + PLOT_HIGH / 2.0,
+            top + PLOT_HIGH / 2.0,
+            escaped(self.up.label)
         );
+    }
+
+    fn draw_curves(&self, top: f64, out: &mut String) {
         for (turn, curve) in self.curves.iter().enumerate() {
             let mut path = String::new();
-            let mut before = None;
-            for &(across, up) in &curve.points {
-                let (across, up) = (x(across), y(up));
-                match before {
-                    None => {
-                        let _ = write!(path, "M{across:.1} {up:.1}");
-                    }
-                    Some(_) if curve.steps => {
-                        let _ = write!(path, "H{across:.1}V{up:.1}");
-                    }
-                    Some(_) => {
-                        let _ = write!(path, "L{across:.1} {up:.1}");
-                    }
-                }
-                before = Some((across, up));
+            for (at, &(across, up)) in curve.points.iter().enumerate() {
+                let (x, y) = (self.x(across), self.y(up, top));
+                let _ = match at {
+                    0 => write!(path, "M{x:.1} {y:.1}"),
+                    _ if curve.steps => write!(path, "H{x:.1}V{y:.1}"),
+                    _ => write!(path, "L{x:.1} {y:.1}"),
+                };
             }
             let _ = write!(
                 out,
@@ -206,7 +235,10 @@ impl Plot<'_> {
                 DASHES[turn % DASHES.len()]
             );
         }
-        out.push_str("</svg><figcaption>");
+    }
+
+    /// The names of the curves and of the parts.
+    fn draw_legend(&self, out: &mut String) {
         for (turn, curve) in self.curves.iter().enumerate() {
             let _ = write!(
                 out,
@@ -216,22 +248,21 @@ impl Plot<'_> {
                 escaped(curve.name)
             );
         }
-        if !self.spans.is_empty() {
-            out.push_str("<div class=\"parts\">");
-            for (turn, span) in self.spans.iter().enumerate() {
-                let _ = write!(
-                    out,
-                    "<span class=\"key\"><strong>{}</strong> {} <small>{}–{} s</small></span>",
-                    letter(turn),
-                    escaped(span.name),
-                    span.from.round(),
-                    span.to.round()
-                );
-            }
-            out.push_str("</div>");
+        if self.spans.is_empty() {
+            return;
         }
-        out.push_str("</figcaption></figure>");
-        out
+        out.push_str("<div class=\"parts\">");
+        for (turn, span) in self.spans.iter().enumerate() {
+            let _ = write!(
+                out,
+                "<span class=\"key\"><strong>{}</strong> {} <small>{}–{} s</small></span>",
+                letter(turn),
+                escaped(span.name),
+                span.from.round(),
+                span.to.round()
+            );
+        }
+        out.push_str("</div>");
     }
 }
 
@@ -296,11 +327,11 @@ mod tests {
     }
 
     #[test]
-    fn names_cannot_leave_their_place() {
+    fn names_are_escaped_in_the_svg() {
         let plot = Plot {
             title: "a\"><script>",
-            across: ("s", AxisScale::Linear(1.0)),
-            up: ("<b>", AxisScale::Linear(1.0)),
+            across: Axis { label: "s", scale: AxisScale::Linear(1.0) },
+            up: Axis { label: "<b>", scale: AxisScale::Linear(1.0) },
             curves: vec![Curve { name: "<i>", points: vec![(0.0, 0.0), (1.0, 1.0)], steps: true }],
             spans: vec![Span { name: "</svg>", from: 0.0, to: 1.0 }],
         };
@@ -310,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn every_part_has_its_letter_in_the_plot_and_its_name_below_it() {
+    fn every_segment_has_a_letter_in_the_plot_and_a_legend() {
         let names: Vec<String> = (0..30).map(|n| format!("part number {n}")).collect();
         let spans = names.iter().enumerate().map(|(n, name)| {
             let from = n as f64 * 4.0;
@@ -318,8 +349,8 @@ mod tests {
         });
         let plot = Plot {
             title: "t",
-            across: ("seconds", AxisScale::Linear(120.0)),
-            up: ("blocks", AxisScale::Linear(1.0)),
+            across: Axis { label: "seconds", scale: AxisScale::Linear(120.0) },
+            up: Axis { label: "blocks", scale: AxisScale::Linear(1.0) },
             curves: Vec::new(),
             spans: spans.collect(),
         };
@@ -332,7 +363,8 @@ mod tests {
         assert!(below.contains("<strong>a</strong> part number 0 <small>0–4 s</small>"), "{below}");
         assert!(below.contains("<strong>ad</strong> part number 29 <small>116–120 s</small>"), "{below}");
         // With less room, every other letter is in the second row, without overlap.
-        let crowded = Plot { across: ("seconds", AxisScale::Linear(220.0)), ..plot }.draw();
+        let crowded =
+            Plot { across: Axis { label: "seconds", scale: AxisScale::Linear(220.0) }, ..plot }.draw();
         let rows = |at: f64| crowded.matches(&format!("y=\"{at:.1}\">")).count();
         assert!(rows(LETTER_ROWS[0]) > 10 && rows(LETTER_ROWS[1]) > 10, "{crowded}");
     }
@@ -346,8 +378,8 @@ mod tests {
         });
         let plot = Plot {
             title: "t",
-            across: ("seconds", AxisScale::Linear(120.0)),
-            up: ("blocks", AxisScale::Linear(1.0)),
+            across: Axis { label: "seconds", scale: AxisScale::Linear(120.0) },
+            up: Axis { label: "blocks", scale: AxisScale::Linear(1.0) },
             curves: Vec::new(),
             spans: spans.collect(),
         };
@@ -361,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cumulative_curve_ends_at_everything() {
+    fn a_cumulative_curve_ends_at_100_percent() {
         let samples: Vec<f64> = (0..1000).map(f64::from).collect();
         let points = cumulative(&samples);
         assert!(points.len() <= 302);

@@ -19,7 +19,7 @@ fn rate() -> CalibratedRate {
 }
 
 #[test]
-fn the_load_is_told_with_what_the_deployment_can_do_and_how_late_the_benchmark_was() {
+fn the_report_contains_load_capacity_and_lateness() {
     let mut script = storm();
     assert!(script.summary().load.is_none(), "older files do not say");
     let rate = rate();
@@ -40,7 +40,7 @@ fn the_load_is_told_with_what_the_deployment_can_do_and_how_late_the_benchmark_w
 }
 
 #[test]
-fn an_answer_that_nobody_compared_is_no_good_news() {
+fn an_uncompared_response_does_not_count_as_correct() {
     let summary = storm().summary();
     assert_eq!(summary.texts.compared, 0);
     let page = report::page(&summary);
@@ -64,7 +64,7 @@ fn keys(value: &Value, skip: &[&str], into: &mut BTreeSet<String>) {
 }
 
 #[test]
-fn the_documentation_says_what_every_key_of_a_summary_means() {
+fn every_key_of_a_summary_is_documented() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let page =
         std::fs::read_to_string(root.join("docs/reference/disconnect-report.md")).expect("the documentation");

@@ -5,7 +5,7 @@ use super::super::record::retries::RetryCounts;
 use super::*;
 
 #[test]
-fn who_leaves_a_storm_in_time_is_counted_and_said() {
+fn cancels_in_time_are_counted_per_storm() {
     let mut script = storm();
     script.segment("storm 2", SegmentKind::Storm, 2_000, 2_500, |script, segment| {
         script.stayed(segment, "s2", 2_100, &[2_160], "done");
@@ -34,7 +34,7 @@ fn who_leaves_a_storm_in_time_is_counted_and_said() {
 }
 
 /// A client with a timeout, and the outcomes of its retries.
-fn asks_again(script: &mut Script, segment: &str, tag: &str, outcomes: &[&str]) {
+fn retried_request(script: &mut Script, segment: &str, tag: &str, outcomes: &[&str]) {
     script.cancelled(segment, tag, 1_060, CancelKind::Timeout, Phase::Stream, 3);
     for (turn, outcome) in outcomes.iter().enumerate() {
         let again = format!("{tag}{}", "-again".repeat(turn + 1));
@@ -46,15 +46,15 @@ fn asks_again(script: &mut Script, segment: &str, tag: &str, outcomes: &[&str]) 
 }
 
 #[test]
-fn what_is_asked_again_is_counted_by_kind_and_by_fault() {
+fn retries_are_counted_by_cancel_kind_and_by_fault() {
     let mut script = storm();
     script.segment("phase stream", SegmentKind::Phase, 2_000, 4_900, |script, segment| {
-        asks_again(script, segment, "one", &["done"]);
-        asks_again(script, segment, "two", &["refused", "done"]);
-        asks_again(script, segment, "three", &["refused", "broken"]);
+        retried_request(script, segment, "one", &["done"]);
+        retried_request(script, segment, "two", &["refused", "done"]);
+        retried_request(script, segment, "three", &["refused", "broken"]);
     });
     script.segment("fault x", SegmentKind::Fault, 5_000, 9_000, |script, segment| {
-        asks_again(script, segment, "four", &["broken"]);
+        retried_request(script, segment, "four", &["broken"]);
     });
     let summary = script.summary();
     let of = |kind: CancelKind| summary.kinds.iter().find(|row| row.kind == kind).expect("a row").retries;
@@ -78,7 +78,7 @@ fn what_is_asked_again_is_counted_by_kind_and_by_fault() {
 }
 
 #[test]
-fn the_reports_say_by_what_and_beside_what_it_was_measured() {
+fn the_reports_contain_command_niceness_and_comparison() {
     let mut script = storm();
     let Some(Record::Run(run)) = script.0.first_mut() else { panic!("a run") };
     (run.command, run.nice) = ("baton bench disconnect".into(), Some(-15));
@@ -98,7 +98,7 @@ fn the_reports_say_by_what_and_beside_what_it_was_measured() {
 }
 
 #[test]
-fn what_is_drawn_is_there_as_numbers() {
+fn every_plot_has_its_numbers_as_json() {
     let series = report::series(&storm().summary());
     assert_eq!(series["segments"][1], serde_json::json!({"name": "storm", "from_s": 1.0, "to_s": 2.0}));
     // Three requests whose blocks were freed after 5, 3 and 11 ms, each in another phase.
@@ -115,7 +115,7 @@ fn what_is_drawn_is_there_as_numbers() {
 }
 
 #[test]
-fn who_is_let_go_while_it_reads_nothing_is_told_from_who_came_too_late() {
+fn a_server_side_drop_is_distinct_from_a_late_cancel() {
     let mut script = storm();
     // Both clients read nothing from 1,060 on and reset at 1,400. One response had completed before that.
     script.segment("phase stream", SegmentKind::Phase, 2_000, 5_000, |script, segment| {
@@ -143,7 +143,7 @@ fn who_is_let_go_while_it_reads_nothing_is_told_from_who_came_too_late() {
 }
 
 #[test]
-fn who_half_closes_and_is_served_is_counted_apart() {
+fn a_served_half_close_is_counted_separately() {
     let mut script = storm();
     script.segment("phase stream", SegmentKind::Phase, 2_000, 5_000, |script, segment| {
         script.cancelled(segment, "h", 1_060, CancelKind::HalfClose, Phase::Stream, 3);

@@ -64,7 +64,7 @@ fn killed() -> Script {
 }
 
 #[test]
-fn a_fault_is_told_with_what_it_met_and_what_became_of_that() {
+fn a_fault_is_reported_with_its_requests_and_their_outcomes() {
     let summary = killed().summary();
     let [fault] = &summary.faults[..] else { panic!("{:?}", summary.faults) };
     let met = fault.met.as_ref().expect("it struck");
@@ -107,7 +107,7 @@ fn a_fault_is_told_with_what_it_met_and_what_became_of_that() {
 }
 
 #[test]
-fn a_fault_that_met_nothing_is_said_to_be_unjudged() {
+fn a_fault_without_requests_is_unjudged() {
     let unjudged = |wanted, calls: &dyn Fn(&mut Script, &str)| {
         let mut script = storm();
         script.segment("fault x", SegmentKind::Fault, 2_000, 9_000, |script, segment| {
@@ -136,7 +136,7 @@ fn a_fault_that_met_nothing_is_said_to_be_unjudged() {
 }
 
 #[test]
-fn a_client_that_leaves_while_a_router_is_killed_is_excused_and_none_that_leaves_later() {
+fn only_cancels_during_a_router_kill_are_excused() {
     for (until, named) in [(3_015, vec![]), (3_100, vec!["fault_stranded", "leases_expired"])] {
         let mut script = storm();
         super::findings::broken(&mut script, "router", |script, segment| {
@@ -177,7 +177,7 @@ fn held(script: &Script, at: u64, held: u64) -> (Vec<&'static str>, u64, Summary
 }
 
 #[test]
-fn blocks_of_a_lease_that_a_killed_router_owed_are_not_judged_before_its_time_is_over() {
+fn leases_of_a_killed_router_are_judged_after_their_expiry() {
     let script = orphaned(3_002);
     let (found, excused, summary) = held(&script, 21_000, 7);
     assert_eq!((found, excused), (vec![], 7));
@@ -198,7 +198,7 @@ fn blocks_of_a_lease_that_a_killed_router_owed_are_not_judged_before_its_time_is
 }
 
 #[test]
-fn what_a_killed_router_does_not_owe_is_not_excused() {
+fn leases_of_other_requests_are_not_excused_by_a_router_kill() {
     // The router was running for two seconds after the cancel.
     assert_eq!(held(&orphaned(1_000), 21_000, 7).0, ["fault_stranded", "blocks_not_freed"]);
     // The lease has ended; its blocks are held, or freed with it.
@@ -229,7 +229,7 @@ fn what_a_killed_router_does_not_owe_is_not_excused() {
 
 /// Leases of a killed engine are not in the state of its successor.
 #[test]
-fn what_died_with_an_engine_excuses_nothing_of_the_one_that_follows() {
+fn leases_of_a_killed_engine_do_not_excuse_its_successor() {
     let mut script = storm();
     super::findings::broken(&mut script, "prefill engine killed", |script, segment| {
         script.stayed(segment, "lost", 990, &[], "failed");

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_lease_that_only_time_ends_is_named() {
+fn a_lease_that_ends_by_expiry_is_a_finding() {
     let mut script = storm();
     script.segment("phase gap", SegmentKind::Phase, 2_000, 40_000, |script, segment| {
         script.cancelled(segment, "held", 1_021, CancelKind::Fin, Phase::Gap, 0);
@@ -26,7 +26,7 @@ fn a_lease_that_only_time_ends_is_named() {
 }
 
 #[test]
-fn who_was_told_and_kept_the_blocks_is_told_from_who_was_not() {
+fn stranded_blocks_are_split_by_whether_the_abort_arrived() {
     let mut script = storm();
     script.segment("phase gap", SegmentKind::Phase, 2_000, 40_000, |script, segment| {
         for tag in ["kept", "kept too", "no abort"] {
@@ -83,7 +83,7 @@ pub(super) fn broken(script: &mut Script, fault: &str, calls: impl FnOnce(&mut S
 }
 
 #[test]
-fn a_lease_that_was_open_when_a_router_was_killed_is_excused_and_no_other() {
+fn only_leases_open_at_a_router_kill_are_excused() {
     let mut script = storm();
     broken(&mut script, "router", |script, segment| {
         // Its lease is open from 1,020. The second call began after the recovery.
@@ -117,7 +117,7 @@ fn a_lease_that_was_open_when_a_router_was_killed_is_excused_and_no_other() {
 }
 
 #[test]
-fn what_the_others_hold_for_an_engine_that_was_killed_is_named() {
+fn blocks_held_for_a_killed_engine_are_a_finding() {
     let mut script = storm();
     broken(&mut script, "decode engine killed", |script, segment| {
         for tag in ["a", "b", "c"] {
@@ -146,7 +146,7 @@ fn what_the_others_hold_for_an_engine_that_was_killed_is_named() {
 }
 
 #[test]
-fn an_event_that_is_told_twice_happened_once() {
+fn a_repeated_event_counts_once() {
     let mut script = storm();
     let events: Vec<_> =
         script.0.iter().filter(|record| matches!(record, Record::Event(_))).cloned().collect();
@@ -167,7 +167,7 @@ fn an_event_that_is_told_twice_happened_once() {
 }
 
 #[test]
-fn a_deployment_that_does_not_say_the_same_twice_is_named_or_said_to_be_unjudged() {
+fn a_nondeterministic_deployment_is_a_finding_or_unjudged() {
     let mut script = storm();
     let replay = |expected: Option<&str>, answers: &[&str], unanswered| Record::Replay {
         tag: "s1".into(),
@@ -262,7 +262,7 @@ fn wrong_texts_are_named_and_what_was_seen_of_one_must_be_its_beginning() {
 }
 
 #[test]
-fn expiries_that_only_counters_tell_are_counted() {
+fn expiries_seen_only_in_counters_are_counted() {
     let mut script = storm();
     script.engine_state(D, 1_600, 0, 3, 0);
     let summary = script.summary();
@@ -271,7 +271,7 @@ fn expiries_that_only_counters_tell_are_counted() {
 }
 
 #[test]
-fn a_leg_that_goes_on_although_it_was_told_is_named() {
+fn a_leg_that_computes_after_its_abort_is_a_finding() {
     let mut script = storm();
     let tags = ["d1", "d2", "d3"];
     script.segment("phase stream", SegmentKind::Phase, 2_000, 5_000, |script, segment| {

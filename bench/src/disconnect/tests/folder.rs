@@ -29,7 +29,7 @@ fn fails(out: &Path) -> String {
 }
 
 #[test]
-fn a_run_that_cannot_begin_takes_back_the_folders_that_it_made_and_no_other() {
+fn a_run_that_cannot_start_removes_only_folders_it_created() {
     let root = tempfile::tempdir().expect("a temporary folder");
     let (existing, missing) = (root.path().join("there"), root.path().join("made"));
     fs::create_dir(&existing).expect("it can be made");
@@ -41,7 +41,7 @@ fn a_run_that_cannot_begin_takes_back_the_folders_that_it_made_and_no_other() {
 }
 
 #[test]
-fn a_run_that_cannot_begin_tells_nothing_of_the_run_before_it() {
+fn a_run_that_cannot_start_leaves_no_earlier_report() {
     let root = tempfile::tempdir().expect("a temporary folder");
     let events = root.path().join("events.jsonl");
     let mut calm = super::Script::new();
@@ -57,7 +57,7 @@ fn a_run_that_cannot_begin_tells_nothing_of_the_run_before_it() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_written_is_said_before_anything_is_asked() {
+fn an_unwritable_folder_is_an_error_before_the_first_request() {
     let root = tempfile::tempdir().expect("a temporary folder");
     let file = root.path().join("file");
     fs::write(&file, "").expect("it can be written");

@@ -47,7 +47,7 @@ fn metrics_only_run(blocks: u64) -> Script {
 }
 
 #[test]
-fn what_is_held_at_quiet_looks_is_what_was_held_for_nobody() {
+fn blocks_held_in_idle_samples_count_as_orphaned() {
     let summary = metrics_only_run(100).summary();
     let sampled = summary.sampled.expect("it is known");
     // The first quiet sample with the blocks is at 1,040 ms, the last at 5,000: 7 × 3.96 s, and half of 40 ms before
@@ -70,7 +70,7 @@ fn what_is_held_at_quiet_looks_is_what_was_held_for_nobody() {
 }
 
 #[test]
-fn without_the_size_of_a_pool_or_a_quiet_look_nothing_is_said_and_that_is_told() {
+fn without_pool_size_or_idle_samples_the_result_is_unknown() {
     let summary = metrics_only_run(0).summary();
     assert!(summary.sampled.is_none());
     let unknown = summary.describe_unknown().join("; ");

@@ -96,7 +96,7 @@ fn slowed(summary: &Summary) -> Vec<&str> {
 }
 
 #[test]
-fn those_who_stay_are_compared_with_the_same_requests_of_the_calm() {
+fn uncancelled_requests_are_compared_with_their_paired_requests() {
     // The cancelled requests were slow in the calm: the whole calm is slower than the storm.
     let rounds = rounds(
         3,
@@ -140,7 +140,7 @@ fn those_who_stay_are_compared_with_the_same_requests_of_the_calm() {
 }
 
 #[test]
-fn a_fifth_more_or_less_than_calms_differ_by_is_no_harm() {
+fn a_difference_within_a_fifth_or_the_noise_is_no_finding() {
     // The calms of the three rounds differ by 3, 3 and 6 ms. Each storm is slower by less than their median.
     let noisy = |more: u64| {
         rounds(3, 60, move |round, _| (10_000 + 3_000 * round as u64, 10_000 + 3_000 * round as u64 + more))
@@ -174,7 +174,7 @@ fn a_fifth_more_or_less_than_calms_differ_by_is_no_harm() {
 }
 
 #[test]
-fn what_is_shown_of_a_number_is_of_one_round() {
+fn a_shown_number_comes_from_one_round() {
     // The medians are 100 ms of the calms, 95 ms of the storms and 1.1 of the ratios.
     let times = [(100_000, 90_000), (110_000, 121_000), (70_000, 95_000)];
     let summary = run(&rounds(3, 60, |round, _| times[round])).summary();
@@ -198,7 +198,7 @@ fn what_is_shown_of_a_number_is_of_one_round() {
 }
 
 #[test]
-fn what_it_says_it_would_be_named_from_is_what_it_is_named_from() {
+fn the_printed_threshold_is_the_threshold_of_the_finding() {
     // Within the target; within the noise; and a few milliseconds.
     for (calm, apart) in [(40_000, 0), (40_000, 15_000), (3_000, 500)] {
         let calm = |round: usize| calm + round as u64 * apart;
@@ -216,7 +216,7 @@ fn what_it_says_it_would_be_named_from_is_what_it_is_named_from() {
 }
 
 #[test]
-fn what_is_above_the_target_is_said_whether_it_is_named_or_not() {
+fn a_number_above_the_target_is_printed_even_without_a_finding() {
     // In the median round 1.25 times the calm, and less than the calms differ by.
     let times = [(100_000, 172_000), (160_000, 180_000), (100_000, 125_000)];
     let summary = run(&rounds(3, 60, |round, _| times[round])).summary();
@@ -234,7 +234,7 @@ fn what_is_above_the_target_is_said_whether_it_is_named_or_not() {
 }
 
 #[test]
-fn tokens_that_come_with_one_read_have_nothing_between_them() {
+fn tokens_of_one_read_have_no_gap() {
     let mut script = run(&rounds(3, 60, |_, _| (10_000, 10_000)));
     for record in &mut script.0 {
         if let Record::Call(call) = record {
@@ -259,7 +259,7 @@ fn two_rounds_of_three_may_be_slower_by_chance() {
 }
 
 #[test]
-fn one_calm_that_was_disturbed_hides_nothing() {
+fn one_disturbed_calm_does_not_hide_a_slower_storm() {
     // Five calms of 40 to 44 ms and one of 200 ms; every storm is slower by 30 ms.
     let calm = |round: usize| if round == 3 { 200_000 } else { 40_000 + 1_000 * round as u64 };
     let summary = run(&rounds(6, 60, |round, _| (calm(round), calm(round) + 30_000))).summary();
@@ -271,7 +271,7 @@ fn one_calm_that_was_disturbed_hides_nothing() {
 }
 
 #[test]
-fn what_cannot_be_paired_is_said_and_not_compared() {
+fn unpaired_requests_are_reported_and_not_compared() {
     let not_judged = |script: &Script, what: &str| {
         let summary = script.summary();
         let unknown = summary.describe_unknown();
@@ -309,7 +309,7 @@ fn what_cannot_be_paired_is_said_and_not_compared() {
 }
 
 #[test]
-fn every_number_of_who_stayed_agrees_with_counting() {
+fn numbers_of_uncancelled_requests_match_a_recount() {
     let mut rng = Rng::new(23);
     for turn in 0..24 {
         let (count, of) = (1 + turn % 5, if turn % 3 == 0 { 260 } else { 70 });

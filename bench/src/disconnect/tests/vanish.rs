@@ -25,7 +25,7 @@ fn vanish_row(summary: &Summary) -> &super::super::analyse::summary::KindRow {
 }
 
 #[test]
-fn what_a_deployment_cannot_know_yet_is_no_finding_and_what_it_never_notices_is() {
+fn a_vanished_client_is_a_finding_only_after_the_bound() {
     let healthy = storm().summary();
     for (back, aborted, found) in [
         // Completed; noticed just in time, after 22.5 s and one; and too late.
@@ -72,7 +72,7 @@ fn what_a_deployment_cannot_know_yet_is_no_finding_and_what_it_never_notices_is(
 }
 
 #[test]
-fn the_bound_is_what_was_asked_for() {
+fn the_vanish_bound_is_the_option() {
     let mut script = storm();
     let Some(Record::Run(run)) = script.0.first_mut() else { panic!("a run") };
     run.options = serde_json::json!({"vanish_noticed_ms": 2_000});
@@ -85,7 +85,7 @@ fn the_bound_is_what_was_asked_for() {
 }
 
 #[test]
-fn what_is_held_when_a_run_is_broken_off_may_be_a_client_that_vanished() {
+fn blocks_held_at_an_interrupt_may_belong_to_a_vanished_client() {
     // The engines were watched for 5 s after it, then for 30 s.
     for (watched, left_behind) in [(6_060, false), (31_060, true)] {
         let mut script = storm();
@@ -108,7 +108,7 @@ fn what_is_held_when_a_run_is_broken_off_may_be_a_client_that_vanished() {
 }
 
 #[test]
-fn engines_that_tell_metrics_only_are_accused_of_vanished_clients_from_the_bound_on() {
+fn metrics_only_engines_are_judged_on_vanished_clients_after_the_bound() {
     for (vanishing, found) in [(true, false), (false, true)] {
         let mut script = Script::new();
         let Some(Record::Engine(engine)) = script.0.get_mut(1) else { panic!("an engine") };
@@ -133,7 +133,7 @@ fn engines_that_tell_metrics_only_are_accused_of_vanished_clients_from_the_bound
 }
 
 #[test]
-fn what_could_not_be_played_is_said() {
+fn a_cancel_kind_that_could_not_run_is_reported() {
     let mut script = storm();
     script.0.push(Record::NotPlayed { kind: CancelKind::Vanish, why: "it needs <root>".into() });
     let summary = script.summary();

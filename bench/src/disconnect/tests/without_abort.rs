@@ -62,7 +62,7 @@ fn legs(count: usize, leg: (usize, LegBehaviour)) -> Vec<(usize, LegBehaviour)> 
 }
 
 #[test]
-fn short_prefills_that_nobody_stops_are_named() {
+fn short_prefills_without_aborts_are_a_finding() {
     // 4 ms of work were left: less than a limit in milliseconds would show, and more than an abort takes here.
     let completed = legs(20, (P, LegBehaviour::Completes(4_000)));
     let summary = run(&[quick_aborts(), completed].concat()).summary();
@@ -90,7 +90,7 @@ fn short_prefills_that_nobody_stops_are_named() {
 }
 
 #[test]
-fn a_leg_that_is_over_sooner_than_anybody_can_be_told_is_not_judged() {
+fn a_leg_that_ends_before_an_abort_can_arrive_is_not_judged() {
     let short = legs(20, (P, LegBehaviour::Completes(800)));
     let summary = run(&[quick_aborts(), short].concat()).summary();
     assert_eq!(names(&summary), [""; 0]);
@@ -108,7 +108,7 @@ fn a_leg_that_is_over_sooner_than_anybody_can_be_told_is_not_judged() {
 }
 
 #[test]
-fn a_few_that_were_not_told_are_races_as_long_as_telling_is_as_slow() {
+fn a_few_missed_aborts_are_races_when_aborts_are_slow() {
     let aborted = |count| legs(count, (P, LegBehaviour::Aborted(200)));
     let completed = |count, left| legs(count, (P, LegBehaviour::Completes(left)));
     // Two are chance; three of 103 are more than one in fifty, three of 203 are fewer.
@@ -142,7 +142,7 @@ fn a_few_that_were_not_told_are_races_as_long_as_telling_is_as_slow() {
 }
 
 #[test]
-fn who_is_done_by_itself_is_told_only_where_it_was() {
+fn a_leg_that_completes_at_once_needs_no_abort() {
     // A leg that completes within 19 ms needs no abort, one that completes after 21 ms received none, and one between
     // them was aborted.
     for (then, never, delay) in [
@@ -163,7 +163,7 @@ fn who_is_done_by_itself_is_told_only_where_it_was() {
 
 /// An engine that stops its work at random delays, for any amount of work: missed aborts are no finding.
 #[test]
-fn honest_engines_are_not_named_and_those_that_miss_a_quarter_are() {
+fn correct_engines_pass_and_engines_that_miss_a_quarter_fail() {
     for seed in 0..40 {
         let mut rng = Rng::new(seed);
         // An abort takes 0.3 ms, and sometimes 6 ms. The work varies from very short to long.
@@ -192,7 +192,7 @@ fn honest_engines_are_not_named_and_those_that_miss_a_quarter_are() {
 }
 
 #[test]
-fn what_ends_by_an_error_or_was_over_before_is_nobodys_fault() {
+fn a_leg_that_failed_or_ended_before_is_no_finding() {
     let mut script = run(&legs(20, (P, LegBehaviour::Completes(9_000))));
     for record in &mut script.0 {
         if let Record::Event(event) = record
@@ -206,7 +206,7 @@ fn what_ends_by_an_error_or_was_over_before_is_nobodys_fault() {
 }
 
 #[test]
-fn who_came_too_late_is_counted_and_said() {
+fn late_cancels_are_counted_and_reported() {
     let mut script = storm();
     script.segment("phase stream", SegmentKind::Phase, 2_000, 5_000, |script, segment| {
         for number in 0..12 {

@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ramp_goes_from_one_rate_to_the_other() {
+    fn a_ramp_changes_from_the_first_rate_to_the_second() {
         for rate in [ArrivalRate::Linear(10.0, 100.0), ArrivalRate::Exponential(10.0, 100.0)] {
             let arrivals = Arrivals { rate: Some(rate), ..at_once() };
             let gaps = gaps(&arrivals, 20_000);
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn waves_leave_gaps_and_change_nothing_else() {
+    fn waves_add_gaps_and_keep_the_rate() {
         let (on, off) = (Duration::from_secs(1), Duration::from_secs(3));
         let arrivals = Arrivals { waves: Some((on, off)), ..poisson(100.0) };
         let times = arrivals.times(1_000, &mut Rng::new(2));

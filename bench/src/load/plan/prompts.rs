@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_has_the_length_that_was_asked_for() {
+    fn a_prompt_has_the_requested_length() {
         let words = learn(&WORDS).expect("words");
         let Vocabulary::Text { words: list, overhead } = &words else { panic!("text") };
         assert!(
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_segment_is_the_same_text() {
+    fn equal_segments_have_equal_text() {
         for words in [learn(&WORDS).expect("words"), Vocabulary::Ids((100..200).collect())] {
             let shared = PromptSegment { seed: 9, tokens: 64 };
             let prompt = |seed| words.prompt(&[shared, PromptSegment { seed, tokens: 32 }]);
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn an_endpoint_without_countable_words_is_named() {
+    fn an_endpoint_whose_tokens_cannot_be_counted_is_named() {
         assert_eq!(learn(&["he"]), Err(VocabularyError::NoWords));
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
         let failed = runtime.block_on(Vocabulary::learn(&WORDS, |_| async { Err("no".to_owned()) }));

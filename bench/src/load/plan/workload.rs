@@ -151,17 +151,11 @@ impl WorkloadArgs {
             true => Ok(()),
             false => Err(WorkloadError::Option(name, what)),
         };
-        need(
-            self.num_prompts.is_none_or(|n| (1..=REQUESTS_MAX).contains(&n)),
-            "--num-prompts",
-            "from 1 to 10,000,000",
-        )?;
+        let prompts = self.num_prompts.is_none_or(|n| (1..=REQUESTS_MAX).contains(&n));
+        need(prompts, "--num-prompts", "from 1 to 10,000,000")?;
         need(self.duration.is_none_or(seconds), "--duration", POSITIVE)?;
-        need(
-            rate(self.request_rate) || self.request_rate == f64::INFINITY,
-            "--request-rate",
-            "greater than 0, or inf",
-        )?;
+        let rate_or_inf = rate(self.request_rate) || self.request_rate == f64::INFINITY;
+        need(rate_or_inf, "--request-rate", "greater than 0, or inf")?;
         need(self.burstiness > 0.0, "--burstiness", POSITIVE)?;
         need(self.max_concurrency != Some(0), "--max-concurrency", POSITIVE)?;
         need((0.0..=1.0).contains(&self.prefix_share), "--prefix-share", "from 0 to 1")?;
@@ -176,16 +170,10 @@ impl WorkloadArgs {
             (Some(strategy), Some(from), Some(to)) => {
                 need(rate(from), "--ramp-up-start-rps", POSITIVE)?;
                 need(rate(to), "--ramp-up-end-rps", POSITIVE)?;
-                need(
-                    self.request_rate.is_infinite(),
-                    "--request-rate",
-                    "left out with a ramp, which says its own",
-                )?;
-                need(
-                    self.duration.is_none(),
-                    "--duration",
-                    "left out with a ramp, which goes over --num-prompts",
-                )?;
+                let no_rate = "left out with a ramp, which says its own";
+                need(self.request_rate.is_infinite(), "--request-rate", no_rate)?;
+                let no_duration = "left out with a ramp, which goes over --num-prompts";
+                need(self.duration.is_none(), "--duration", no_duration)?;
                 Some(match strategy {
                     Ramp::Linear => ArrivalRate::Linear(from, to),
                     Ramp::Exponential => ArrivalRate::Exponential(from, to),
@@ -197,16 +185,10 @@ impl WorkloadArgs {
         let rate = ramp.or(constant);
         need(rate.is_some() || self.burst_on.is_none(), "--request-rate", "given with --burst-on")?;
         let open = rate.is_some() || self.trace.is_some();
-        need(
-            open || self.duration.is_none() || self.max_concurrency.is_some(),
-            "--request-rate or --max-concurrency",
-            "given with --duration",
-        )?;
-        need(
-            self.trace.is_none() || rate.is_none(),
-            "--request-rate",
-            "left out with --trace, which has its own times",
-        )?;
+        let ends = open || self.duration.is_none() || self.max_concurrency.is_some();
+        need(ends, "--request-rate or --max-concurrency", "given with --duration")?;
+        let no_rate = "left out with --trace, which has its own times";
+        need(self.trace.is_none() || rate.is_none(), "--request-rate", no_rate)?;
         let of_seconds = |seconds: f64| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
         let waves = self.burst_on.zip(self.burst_off).map(|(on, off)| (of_seconds(on), of_seconds(off)));
         let trace = self.trace.as_ref().map(|file| {
@@ -347,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_is_its_seed_and_one_option_changes_nothing_of_another() {
+    fn a_plan_follows_from_its_seed_and_its_options_are_independent() {
         let options =
             "--num-prompts 200 --request-rate 10 --input-len uniform:5-500 --output-len uniform:1-50";
         let plan = workload(options).plan(0);
@@ -369,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_requests_share_a_beginning_as_was_asked_for() {
+    fn the_requested_share_of_requests_has_a_common_prefix() {
         let options =
             "--num-prompts 4000 --input-len 300 --prefix-len 200 --prefix-count 4 --prefix-share 0.25";
         let plan = workload(options).plan(0);

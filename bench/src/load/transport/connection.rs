@@ -12,14 +12,13 @@ use std::io::{self, Read};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use rustls_pki_types::ServerName;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
-use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use crate::load::far_host::FarHost;
 use crate::load::limits::{DRAIN_BYTES_MAX, READ_BYTES, STALL_BUFFER_BYTES};
+use crate::load::transport::tls::TlsPeer;
 
 /// How a connection is made.
 #[derive(Clone, Copy)]
@@ -41,7 +40,7 @@ impl Connection {
     /// Tries the addresses in order.
     pub(crate) async fn connect(
         addresses: &[SocketAddr],
-        tls: Option<&(TlsConnector, ServerName<'static>)>,
+        tls: Option<&TlsPeer>,
         how: Dial<'_>,
     ) -> io::Result<Self> {
         let mut last = io::Error::new(io::ErrorKind::AddrNotAvailable, "its name has no address");
@@ -49,8 +48,8 @@ impl Connection {
             match dial(*address, how).await {
                 Ok(stream) => {
                     stream.set_nodelay(true)?;
-                    let Some((connector, name)) = tls else { return Ok(Self::Plain(stream)) };
-                    let stream = connector.connect(name.clone(), stream).await;
+                    let Some(tls) = tls else { return Ok(Self::Plain(stream)) };
+                    let stream = tls.connector.connect(tls.name.clone(), stream).await;
                     let stream = stream.map_err(|error| at(format_args!("{address}, TLS"), &error))?;
                     return Ok(Self::Tls(Box::new(stream)));
                 }
@@ -175,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fin_is_a_fin_whatever_is_unread() {
+    fn a_close_with_unread_data_sends_fin() {
         assert_eq!(peer_end_after(|connection| connection.finish().expect("closed")).ok(), Some(0));
         let reset = |seen: io::Result<usize>| seen.map_err(|error| error.kind());
         assert_eq!(

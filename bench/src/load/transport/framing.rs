@@ -276,7 +276,7 @@ mod tests {
         Transfer-Encoding: chunked\r\nX-Request-Id: r-1\r\n\r\n5;ext=1\r\nhello\r\n1\r\n \r\nA\r\n0123456789\r\n0\r\nx-t: 1\r\n\r\n";
 
     #[test]
-    fn chunks_are_read_whatever_the_cut() {
+    fn chunks_are_parsed_at_any_split() {
         for cut in 0..=CHUNKED.len() {
             let (first, second) = CHUNKED.split_at(cut);
             let (reader, body) = read(&[first, second]).unwrap_or_else(|error| panic!("{cut}: {error}"));
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn a_body_ends_where_the_head_says() {
+    fn a_body_ends_at_the_length_of_its_head() {
         let (reader, body) = read(&[b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"]).expect("an answer");
         assert!(reader.may_keep() && body == b"ok");
         let (reader, body) =
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_server_says_of_repeating_is_read() {
+    fn retry_headers_are_parsed() {
         let (reader, _) = read(&[
             b"HTTP/1.1 429 Slow\r\nretry-after: 2\r\nretry-after-ms: 1500\r\nx-should-retry: false\r\ncontent-length: 0\r\n\r\n",
         ])

@@ -95,7 +95,7 @@ mod tests {
         retry: 1\n\ndatabase: no\ndata: [DONE]\r\n\r\ndata: cut".as_bytes();
 
     #[test]
-    fn events_are_the_same_whatever_the_cut() {
+    fn events_are_the_same_at_any_split() {
         let whole = ["{\"a\":1}", "one\n two", "", "[DONE]"].map(str::to_owned).to_vec();
         for cut in 0..=STREAM.len() {
             let (first, second) = STREAM.split_at(cut);

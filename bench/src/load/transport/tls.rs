@@ -4,11 +4,19 @@ use std::path::Path;
 use std::sync::Arc;
 
 use rustls::{ClientConfig, RootCertStore};
-use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, ServerName};
 use tokio_rustls::TlsConnector;
 
 use crate::load::target::TargetError;
+
+/// A server with TLS.
+#[derive(Clone)]
+pub(crate) struct TlsPeer {
+    pub(crate) connector: TlsConnector,
+    /// The name that its certificate must have.
+    pub(crate) name: ServerName<'static>,
+}
 
 /// Trusts the certificates of a file, or the system's.
 ///
@@ -70,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn an_endpoint_by_https_is_trusted_by_its_certificate_and_left_as_told() {
+    fn an_https_endpoint_needs_a_trusted_certificate_and_closes_as_configured() {
         let made = rcgen::generate_simple_self_signed(["localhost".to_owned()]).expect("a certificate");
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("ca.pem");

@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_to_be_tried_is_no_finding_and_the_summary_says_how_far_was_looked() {
+    fn a_skipped_check_is_no_finding_and_the_summary_lists_it() {
         let mut checkup =
             Checkup::new(CheckupOptions { strict: true, no_requests: true, ..CheckupOptions::default() });
         checkup.mark_reachable();
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_healthy_of_which_no_disconnect_was_proved() {
+    fn without_a_proved_disconnect_the_verdict_is_not_healthy() {
         for strict in [false, true] {
             let mut checkup = Checkup::new(CheckupOptions { strict, ..CheckupOptions::default() });
             checkup.mark_reachable();
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_endpoint_is_named_first_and_what_could_not_be_tried_for_it_is_no_reason_of_its_own() {
+    fn a_dead_endpoint_is_the_first_finding_and_skipped_checks_are_none() {
         let mut checkup = Checkup::new(CheckupOptions::default());
         let refused = || WebError::Unreachable("http://d:1/health".into(), "cannot connect: refused".into());
         checkup.dead_endpoint("d:1", &refused());
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn every_check_that_warns_is_accepted_by_the_name_in_its_line() {
+    fn every_warning_is_ignorable_by_its_check_name() {
         for warning in Warning::value_variants() {
             assert_eq!(Warning::from_str(warning.check(), false), Ok(*warning));
         }

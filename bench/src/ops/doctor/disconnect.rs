@@ -23,7 +23,7 @@ use crate::disconnect::plan::phase::Phase;
 use crate::disconnect::record::raw::ClientTimes;
 use crate::disconnect::record::recorder::Recorder;
 use crate::disconnect::record::timeline::Timeline;
-use crate::disconnect::record::watch::{self, EngineWatch, Milestone};
+use crate::disconnect::record::watch::{self, EngineEndpoint, EngineWatch, Milestone};
 use crate::load::plan::prompts::plain;
 use crate::load::rng::Rng;
 use crate::load::{
@@ -72,8 +72,11 @@ pub(super) async fn probe_phases(
     checkup: &mut Checkup,
 ) {
     let prefix = format!("baton-doctor-{:x}-{:x}-", std::process::id(), now_us());
-    let watched =
-        engines.iter().map(|engine| (engine.name.clone(), engine.role.clone(), engine.service.clone()));
+    let watched = engines.iter().map(|engine| EngineEndpoint {
+        name: engine.name.clone(),
+        role: engine.role.clone(),
+        service: engine.service.clone(),
+    });
     let watching =
         watch::WatchOptions { prefix: prefix.clone(), every: ENGINE_STATE_INTERVAL, metrics_only: false };
     let watch = match EngineWatch::begin(watched.collect(), &watching, &Arc::new(Recorder::discard())).await {
@@ -148,12 +151,9 @@ impl DisconnectProbe<'_> {
                 }
             }
             if made.line.legs.is_empty() {
-                checkup.skip(
-                    "disconnects",
-                    "",
-                    "no known engine logged the request: other engines served it, or a component removed its `user` \
-                     field (then use --metrics-only)",
-                );
+                let message = "no known engine logged the request: other engines served it, or a component removed its `user` \
+                     field (then use --metrics-only)";
+                checkup.skip("disconnects", "", message);
                 return false;
             }
             let generated: u64 =
@@ -179,11 +179,8 @@ impl DisconnectProbe<'_> {
                 "served by one engine"
             };
             let took = made.call.e2e().as_secs_f64() * 1e3;
-            checkup.ok(
-                "request",
-                how,
-                format!("{path}, {took:.1} ms; {blocks} blocks of {engines} engines freed"),
-            );
+            let message = format!("{path}, {took:.1} ms; {blocks} blocks of {engines} engines freed");
+            checkup.ok("request", how, message);
         }
         true
     }

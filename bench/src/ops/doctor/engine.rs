@@ -25,8 +25,15 @@ pub(super) struct EngineInfo {
     pub(super) block_size: Option<u64>,
     /// The engine has an event log.
     pub(super) events: bool,
-    /// Pools of the routers that contain the engine: model and leg.
-    pub(super) pools: BTreeSet<(String, String)>,
+    /// Pools of the routers that contain the engine.
+    pub(super) pools: BTreeSet<EnginePool>,
+}
+
+/// A pool of a router.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct EnginePool {
+    pub(super) model: String,
+    pub(super) leg: String,
 }
 
 /// Identifies one start of an engine.

@@ -95,7 +95,7 @@ mod tests {
     use crate::sim::engines::{Dialect, EnginePlan, FleetPlan, Role, SimFleet};
 
     #[test]
-    fn an_engine_that_was_started_anew_meanwhile_is_named() {
+    fn an_engine_that_restarted_during_the_check_is_named() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         for dialect in [Dialect::Baton, Dialect::Vllm] {
             let plan = FleetPlan::new(1, 1, EnginePlan { dialect, ..EnginePlan::default() });
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_router_that_reaches_another_engine_differs() {
+    fn an_engine_with_another_epoch_behind_the_router_is_reported() {
         let (ours, theirs) = (Incarnation::Epoch("a".to_owned()), Incarnation::Epoch("b".to_owned()));
         let stock = Incarnation::Started(1_000);
         let same = BTreeMap::from([("e:1", &ours), ("stock:1", &stock)]);

@@ -9,7 +9,7 @@ use baton_router::snapshot::EngineEvents;
 use serde_json::Value;
 
 use super::checkup::{Checkup, Warning};
-use super::engine::{EngineInfo, Incarnation, PATIENCE};
+use super::engine::{EngineInfo, EnginePool, Incarnation, PATIENCE};
 use crate::common::http_client::{Samples, ServiceClient, WebError};
 use crate::ops::top::source::now_us;
 
@@ -45,9 +45,10 @@ pub(super) struct Inventory {
 pub(super) async fn inspect(targets: &DoctorTargets, checkup: &mut Checkup) -> Inventory {
     let mut inventory = Inventory::default();
     endpoint(targets, &mut inventory, checkup).await;
-    let mut engines = EnginePools::new();
+    let mut engines = KnownEngines::new();
     for service in &targets.engines {
-        engines.insert(service.authority().to_owned(), (Some(service.clone()), BTreeSet::new()));
+        let known = KnownEngine { service: Some(service.clone()), ..KnownEngine::default() };
+        engines.insert(service.authority().to_owned(), known);
     }
     for admin in &targets.admins {
         router(admin, &mut engines, &mut inventory, checkup).await;
@@ -55,7 +56,7 @@ pub(super) async fn inspect(targets: &DoctorTargets, checkup: &mut Checkup) -> I
     if targets.admins.is_empty() {
         checkup.skip("admin", "", "no admin listener is known: add --admin to check the router");
     }
-    for (name, (service, pools)) in engines {
+    for (name, KnownEngine { service, pools }) in engines {
         let service = service.map_or_else(
             || {
                 ServiceClient::parse(&name)
@@ -122,13 +123,21 @@ async fn endpoint(targets: &DoctorTargets, inventory: &mut Inventory, checkup: &
     }
 }
 
-/// Engines by name: their client, if the address was given, and their pools.
-type EnginePools = BTreeMap<String, (Option<ServiceClient>, BTreeSet<(String, String)>)>;
+/// Engines by name.
+type KnownEngines = BTreeMap<String, KnownEngine>;
+
+/// An engine that was given or that a router lists.
+#[derive(Default)]
+struct KnownEngine {
+    /// Its client, if the address was given.
+    service: Option<ServiceClient>,
+    pools: BTreeSet<EnginePool>,
+}
 
 /// Inspects a router's admin listener: configuration, engines, file descriptors.
 async fn router(
     admin: &ServiceClient,
-    engines: &mut EnginePools,
+    engines: &mut KnownEngines,
     inventory: &mut Inventory,
     checkup: &mut Checkup,
 ) {
@@ -144,11 +153,8 @@ async fn router(
     checkup.mark_reachable();
     checkup.ok("admin", name, format!("configuration {} is in effect", config["generation"]));
     if config["reloads"]["last"]["result"].as_str() == Some("rejected") {
-        checkup.warn(
-            Warning::Reload,
-            name,
-            "the last configuration read was rejected; the previous one is in effect (see /config)",
-        );
+        let message = "the last configuration read was rejected; the previous one is in effect (see /config)";
+        checkup.warn(Warning::Reload, name, message);
     }
     let config = config["config"].clone();
     exposure(admin, &config, checkup).await;
@@ -167,14 +173,14 @@ async fn router(
     inventory.configs.push(config);
 }
 
-fn known_engine(entry: &Value, engines: &mut EnginePools, checkup: &mut Checkup) {
+fn known_engine(entry: &Value, engines: &mut KnownEngines, checkup: &mut Checkup) {
     let text = |value: &Value| value.as_str().unwrap_or("?").to_owned();
     let name = text(&entry["engine"]);
     let pools = entry["pools"].as_array().into_iter().flatten();
-    let pools = pools.map(|pool| (text(&pool["model"]), text(&pool["leg"])));
-    let (service, known) = engines.entry(name.clone()).or_default();
-    known.extend(pools);
-    if service.is_none() && entry["url"].as_str().is_some_and(|url| url.starts_with("https://")) {
+    let pools = pools.map(|pool| EnginePool { model: text(&pool["model"]), leg: text(&pool["leg"]) });
+    let known = engines.entry(name.clone()).or_default();
+    known.pools.extend(pools);
+    if known.service.is_none() && entry["url"].as_str().is_some_and(|url| url.starts_with("https://")) {
         checkup.skip("engine", &name, "uses TLS: checked through the router only");
     }
     for (leg, standing) in entry["legs"].as_object().into_iter().flatten() {
@@ -183,11 +189,8 @@ fn known_engine(entry: &Value, engines: &mut EnginePools, checkup: &mut Checkup)
             Some("draining") => checkup.warn(Warning::Standing, &name, format!("{leg}: draining")),
             Some(how) => {
                 let reasons = entry["reasons"].as_array().into_iter().flatten().map(text).collect::<Vec<_>>();
-                checkup.fail(
-                    "standing",
-                    &name,
-                    format!("{leg}: {how}, by the router: {}", reasons.join(", ")),
-                );
+                let message = format!("{leg}: {how}, by the router: {}", reasons.join(", "));
+                checkup.fail("standing", &name, message);
             }
         }
     }
@@ -206,11 +209,10 @@ async fn exposure(admin: &ServiceClient, config: &Value, checkup: &mut Checkup) 
         && config["auth"].is_null()
         && !certified
     {
-        checkup.warn(
-            Warning::Exposure,
-            admin.authority(),
-            format!("clients need neither key nor certificate, and {listen} is beyond loopback: set `auth` or `listen_tls`"),
+        let message = format!(
+            "clients need neither key nor certificate, and {listen} is beyond loopback: set `auth` or `listen_tls`"
         );
+        checkup.warn(Warning::Exposure, admin.authority(), message);
     }
     match beyond(&config["admin"]["listen"]) {
         None => checkup.ok("exposure", admin.authority(), "the admin listener is on loopback"),
@@ -221,17 +223,11 @@ async fn exposure(admin: &ServiceClient, config: &Value, checkup: &mut Checkup) 
                 Err(_) => false,
             };
             if open {
-                checkup.fail(
-                    "exposure",
-                    admin.authority(),
-                    format!("{listen} requires no token: set `admin.token_file`"),
-                );
+                let message = format!("{listen} requires no token: set `admin.token_file`");
+                checkup.fail("exposure", admin.authority(), message);
             } else {
-                checkup.ok(
-                    "exposure",
-                    admin.authority(),
-                    "the admin listener requires a token or a certificate",
-                );
+                let message = "the admin listener requires a token or a certificate";
+                checkup.ok("exposure", admin.authority(), message);
             }
         }
     }
@@ -253,81 +249,25 @@ fn descriptors(name: &str, samples: &Samples, config: &Value, checkup: &mut Chec
     if open > 0.8 * most {
         checkup.fail("descriptors", name, message);
     } else if most < needed {
-        checkup.warn(
-            Warning::Descriptors,
-            name,
-            format!(
-                "{message}; limits.connections {connections:.0} and limits.in_flight {in_flight:.0} may need \
+        let message = format!(
+            "{message}; limits.connections {connections:.0} and limits.in_flight {in_flight:.0} may need \
                  {needed:.0}: raise `ulimit -n` or lower them"
-            ),
         );
+        checkup.warn(Warning::Descriptors, name, message);
     } else {
         checkup.ok("descriptors", name, message);
     }
 }
 
 /// Inspects one engine.
-async fn engine(
-    service: ServiceClient,
-    pools: BTreeSet<(String, String)>,
-    checkup: &mut Checkup,
-) -> EngineInfo {
+async fn engine(service: ServiceClient, pools: BTreeSet<EnginePool>, checkup: &mut Checkup) -> EngineInfo {
     let mut engine = EngineInfo { pools, ..EngineInfo::at(service) };
-    let name = engine.name.clone();
-    match engine.service.get("/health", PATIENCE).await {
-        Ok(_) => checkup.mark_reachable(),
-        Err(error @ WebError::Refused(..)) => {
-            checkup.mark_reachable();
-            checkup.fail("engine", &name, format!("is not healthy: {error}"));
-            return engine;
-        }
-        Err(_) if checkup.has_failed("endpoint", &name) => {
-            checkup.skip("engine", &name, "is the endpoint, which does not respond");
-            return engine;
-        }
-        Err(error) => {
-            checkup.fail("engine", &name, error.to_string());
-            return engine;
-        }
+    if !is_healthy(&engine, checkup).await {
+        return engine;
     }
-    let of = |value: &Value| value.as_str().map(str::to_owned);
-    if let Ok(version) = engine.service.get_json("/version", PATIENCE).await {
-        engine.version = of(&version["version"]);
-    }
-    if let Ok(models) = engine.service.get_json("/v1/models", PATIENCE).await {
-        let listed = models["data"].as_array().into_iter().flatten();
-        engine.models = listed.filter_map(|model| of(&model["id"])).collect();
-    }
-    if let Ok(samples) = engine.service.samples(PATIENCE).await {
-        let sizes = samples
-            .of("vllm:cache_config_info")
-            .filter_map(|(labels, _)| labels.get("block_size")?.parse().ok());
-        engine.block_size = sizes.last();
-    }
-    match engine.service.get_json("/debug/kv", PATIENCE).await {
-        Ok(page) => {
-            engine.up = true;
-            engine.role = of(&page["engine"]["role"]);
-            engine.run = Incarnation::from_page(&page);
-            if let Some(why) = of(&page["failed"]) {
-                checkup.fail("engine", &name, format!("its device has failed: {why}"));
-            }
-        }
-        Err(error) => match error.status().map(|status| status.as_u16()) {
-            Some(401 | 403) => {
-                checkup.fail(
-                    "secret",
-                    &name,
-                    "refuses the cluster secret: --cluster-secret-file must contain the engine's",
-                );
-                return engine;
-            }
-            Some(400..500) => engine.up = true,
-            _ => {
-                checkup.fail("engine", &name, error.to_string());
-                return engine;
-            }
-        },
+    read_properties(&mut engine).await;
+    if !read_debug_kv(&mut engine, checkup).await {
+        return engine;
     }
     clock(&mut engine, checkup).await;
     if engine.run.is_none() {
@@ -340,15 +280,80 @@ async fn engine(
         Some(Incarnation::Started(_)) | None => String::new(),
     };
     let version = engine.version.as_deref().unwrap_or("?");
-    checkup.ok("engine", &name, format!("{role}, version {version}{epoch}"));
+    checkup.ok("engine", &engine.name, format!("{role}, version {version}{epoch}"));
     if engine.role.is_some() {
         // No digest is greater than this hash: only the layout is returned.
         let digests = format!("/debug/kv/digests?after={}", "f".repeat(64));
         let digests = engine.service.get_json(&digests, PATIENCE).await;
-        engine.layout = digests.ok().and_then(|digests| of(&digests["layout"]));
+        engine.layout = digests.ok().and_then(|digests| text(&digests["layout"]));
         check_authentication(&engine, checkup).await;
     }
     engine
+}
+
+fn text(value: &Value) -> Option<String> {
+    value.as_str().map(str::to_owned)
+}
+
+async fn is_healthy(engine: &EngineInfo, checkup: &mut Checkup) -> bool {
+    let name = &engine.name;
+    match engine.service.get("/health", PATIENCE).await {
+        Ok(_) => {
+            checkup.mark_reachable();
+            return true;
+        }
+        Err(error @ WebError::Refused(..)) => {
+            checkup.mark_reachable();
+            checkup.fail("engine", name, format!("is not healthy: {error}"));
+        }
+        Err(_) if checkup.has_failed("endpoint", name) => {
+            checkup.skip("engine", name, "is the endpoint, which does not respond");
+        }
+        Err(error) => checkup.fail("engine", name, error.to_string()),
+    }
+    false
+}
+
+/// Reads what stock engines report too: version, models and the size of a block.
+async fn read_properties(engine: &mut EngineInfo) {
+    if let Ok(version) = engine.service.get_json("/version", PATIENCE).await {
+        engine.version = text(&version["version"]);
+    }
+    if let Ok(models) = engine.service.get_json("/v1/models", PATIENCE).await {
+        let listed = models["data"].as_array().into_iter().flatten();
+        engine.models = listed.filter_map(|model| text(&model["id"])).collect();
+    }
+    if let Ok(samples) = engine.service.samples(PATIENCE).await {
+        let sizes = samples
+            .of("vllm:cache_config_info")
+            .filter_map(|(labels, _)| labels.get("block_size")?.parse().ok());
+        engine.block_size = sizes.last();
+    }
+}
+
+/// Reads role and incarnation. Returns whether the engine can be used.
+async fn read_debug_kv(engine: &mut EngineInfo, checkup: &mut Checkup) -> bool {
+    let page = engine.service.get_json("/debug/kv", PATIENCE).await;
+    let status = page.as_ref().err().and_then(WebError::status).map(|status| status.as_u16());
+    match (page, status) {
+        (Ok(page), _) => {
+            engine.up = true;
+            engine.role = text(&page["engine"]["role"]);
+            engine.run = Incarnation::from_page(&page);
+            if let Some(why) = text(&page["failed"]) {
+                checkup.fail("engine", &engine.name, format!("its device has failed: {why}"));
+            }
+        }
+        (Err(_), Some(401 | 403)) => checkup.fail(
+            "secret",
+            &engine.name,
+            "refuses the cluster secret: --cluster-secret-file must contain the engine's",
+        ),
+        // A stock engine has no such page.
+        (Err(_), Some(400..500)) => engine.up = true,
+        (Err(error), _) => checkup.fail("engine", &engine.name, error.to_string()),
+    }
+    engine.up
 }
 
 /// Whether an engine beyond loopback requires no credentials.
@@ -363,11 +368,8 @@ async fn check_authentication(engine: &EngineInfo, checkup: &mut Checkup) {
         Err(_) => false,
     };
     if open {
-        checkup.fail(
-            "exposure",
-            &engine.name,
-            "any client can release its blocks: start it with --cluster-secret-file",
-        );
+        let message = "any client can release its blocks: start it with --cluster-secret-file";
+        checkup.fail("exposure", &engine.name, message);
     } else {
         checkup.ok("exposure", &engine.name, "requires the cluster secret");
     }
@@ -383,21 +385,16 @@ async fn clock(engine: &mut EngineInfo, checkup: &mut Checkup) {
     let Some(now) = page["now_us"].as_u64() else { return };
     let ahead = EngineEvents::ahead(now, asked, now_us()) as f64 / 1e3;
     if ahead.abs() > CLOCKS_MS {
-        checkup.warn(
-            Warning::Clock,
-            &engine.name,
-            format!("{ahead:+.0} ms from this machine: nothing fails, but times in logs do not match"),
-        );
+        let message =
+            format!("{ahead:+.0} ms from this machine: nothing fails, but times in logs do not match");
+        checkup.warn(Warning::Clock, &engine.name, message);
     } else {
-        checkup.ok(
-            "clock",
-            &engine.name,
-            if ahead == 0.0 {
-                "equals this machine's".to_owned()
-            } else {
-                format!("{ahead:+.1} ms from this machine's")
-            },
-        );
+        let message = if ahead == 0.0 {
+            "equals this machine's".to_owned()
+        } else {
+            format!("{ahead:+.1} ms from this machine's")
+        };
+        checkup.ok("clock", &engine.name, message);
     }
 }
 
@@ -415,21 +412,21 @@ fn check_compatibility(inventory: &Inventory, checkup: &mut Checkup) {
         ),
     }
     for engine in up.iter().filter(|engine| !engine.models.is_empty()) {
-        for (model, leg) in engine.pools.iter().filter(|(model, _)| !engine.models.contains(model)) {
+        for EnginePool { model, leg } in
+            engine.pools.iter().filter(|pool| !engine.models.contains(&pool.model))
+        {
             let served = engine.models.iter().cloned().collect::<Vec<_>>().join(", ");
-            checkup.fail(
-                "models",
-                &engine.name,
-                format!("is in the {leg} pool of `{model}`, but serves {served}"),
-            );
+            let message = format!("is in the {leg} pool of `{model}`, but serves {served}");
+            checkup.fail("models", &engine.name, message);
         }
     }
     let models: BTreeSet<&str> =
-        up.iter().flat_map(|engine| &engine.pools).map(|(model, _)| model.as_str()).collect();
+        up.iter().flat_map(|engine| &engine.pools).map(|pool| pool.model.as_str()).collect();
     for model in models {
         let of = |leg: &str| -> Vec<&EngineInfo> {
-            let is_in =
-                |engine: &&&EngineInfo| engine.pools.iter().any(|(name, its)| name == model && its == leg);
+            let is_in = |engine: &&&EngineInfo| {
+                engine.pools.iter().any(|pool| pool.model == model && pool.leg == leg)
+            };
             up.iter().filter(is_in).copied().collect()
         };
         pairs(model, &of("prefill"), &of("decode"), checkup);
@@ -454,11 +451,8 @@ fn pairs(model: &str, prefill: &[&EngineInfo], decode: &[&EngineInfo], checkup: 
             if let (Some(one), Some(other)) = (&p.layout, &d.layout) {
                 compared += 1;
                 if one != other {
-                    checkup.fail(
-                        "layout",
-                        model,
-                        format!("{} have different models or layouts ({one}, {other})", pair()),
-                    );
+                    let message = format!("{} have different models or layouts ({one}, {other})", pair());
+                    checkup.fail("layout", model, message);
                 }
             }
             if let (Some(one @ 1..), Some(other @ 1..)) = (p.block_size, d.block_size) {
@@ -507,11 +501,9 @@ async fn check_stranded(admin: &ServiceClient, checkup: &mut Checkup) {
             checkup.fail("router's view", of, error);
         }
         if let Some(expired @ 1..) = engine["releases"]["lease_expired"].as_u64() {
-            checkup.warn(
-                Warning::Expiries,
-                of,
-                format!("{expired} leases ended by expiry since its start: neither fetched nor released"),
-            );
+            let message =
+                format!("{expired} leases ended by expiry since its start: neither fetched nor released");
+            checkup.warn(Warning::Expiries, of, message);
         }
     }
     match (page["stranded_leases"].as_u64(), page["stranded_blocks"].as_u64()) {
@@ -520,11 +512,8 @@ async fn check_stranded(admin: &ServiceClient, checkup: &mut Checkup) {
             let oldest =
                 page["leases"].as_array().into_iter().flatten().find(|lease| lease["stranded"] == true);
             let why = oldest.and_then(|lease| lease["why"].as_str()).unwrap_or_default();
-            checkup.fail(
-                "stranded",
-                name,
-                format!("{blocks} stranded blocks of {leases} leases; the oldest: {why}"),
-            );
+            let message = format!("{blocks} stranded blocks of {leases} leases; the oldest: {why}");
+            checkup.fail("stranded", name, message);
         }
         _ => checkup.skip("stranded", name, "unknown: not every engine or router responds"),
     }

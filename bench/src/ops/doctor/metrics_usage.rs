@@ -10,7 +10,7 @@ use super::disconnect::{ProbeOptions, TOKENS, describe_outcome, prompt};
 use super::engine::{EngineInfo, PATIENCE};
 use crate::disconnect::plan::phase::Phase;
 use crate::load::{
-    CallOutcome, CancelTrigger, Client, CompletionSpec, DisconnectKind, Endpoint, Prompt, Streaming,
+    Call, CallOutcome, CancelTrigger, Client, CompletionSpec, DisconnectKind, Endpoint, Prompt, Streaming,
 };
 use crate::ops::top::source::now_us;
 
@@ -99,6 +99,98 @@ async fn was_counted(engines: &[&EngineInfo], before: &MetricsUsage, within: Dur
     }
 }
 
+/// The requests of this check.
+struct UsageProbe<'a> {
+    client: &'a Client,
+    engines: Vec<&'a EngineInfo>,
+    terms: &'a ProbeOptions,
+    prefix: String,
+}
+
+/// How long requests last, from one without a disconnect.
+struct ExpectedTimes {
+    ttft: Duration,
+    /// Tokens of a response whose client disconnects.
+    tokens: u32,
+    /// The duration of such a request without a disconnect.
+    whole: Duration,
+}
+
+impl ExpectedTimes {
+    /// How to cancel in this phase. `None` if the phase is not visible in metrics.
+    fn cancel(&self, phase: Phase) -> Option<(Streaming, CancelTrigger)> {
+        let Self { ttft, whole, .. } = *self;
+        Some(match phase {
+            Phase::Queued => (Streaming::Streamed, CancelTrigger::After(Duration::ZERO)),
+            Phase::Prefill => (Streaming::Streamed, CancelTrigger::After(ttft.mul_f64(0.4))),
+            Phase::FirstToken => (Streaming::Streamed, CancelTrigger::After(ttft.mul_f64(0.9))),
+            Phase::Stream => (Streaming::Streamed, CancelTrigger::AfterTokens(2)),
+            Phase::Unary => (Streaming::Whole, CancelTrigger::After((ttft * 2).min(whole / 2))),
+            Phase::Reply | Phase::Gap | Phase::Fetch => return None,
+        })
+    }
+}
+
+impl UsageProbe<'_> {
+    async fn call(&self, number: u32, tokens: u32, streaming: Streaming, leave: CancelTrigger) -> Call {
+        let text = Prompt::Text(prompt(&format!("{}{number}", self.prefix), self.terms.words));
+        let extra = Map::from_iter([("temperature".to_owned(), json!(0))]);
+        let spec = CompletionSpec {
+            ignore_eos: true,
+            streaming,
+            extra: Some(&extra),
+            ..CompletionSpec::new(Endpoint::Completions, &self.terms.model, &text, tokens)
+        };
+        self.client.call(&spec.prepare(), &leave, DisconnectKind::Fin).await
+    }
+
+    /// Makes a request without a disconnect. `None` if disconnects cannot be tested.
+    async fn measure(&self, idle: &MetricsUsage, checkup: &mut Checkup) -> Option<ExpectedTimes> {
+        let calm = self.call(0, TOKENS, Streaming::Streamed, CancelTrigger::Never).await;
+        let Some(ttft) = calm.ttft().filter(|_| calm.is_done()) else {
+            checkup.fail("request", "streamed", describe_outcome(&calm.outcome));
+            return None;
+        };
+        let message = format!("completed after {:.1} ms", calm.e2e().as_secs_f64() * 1e3);
+        checkup.ok("request", "streamed", message);
+        if !was_counted(&self.engines, idle, self.terms.within).await {
+            let message = "it completed, but no known engine counted its tokens: other engines served it";
+            checkup.skip("disconnects", "", message);
+            return None;
+        }
+        let each = calm.e2e().saturating_sub(ttft) / (TOKENS - 1);
+        let enough = 2.0 * self.terms.within.as_secs_f64() / each.as_secs_f64().max(1e-6);
+        let tokens = (enough as u32).clamp(TOKENS, TOKENS_MAX);
+        Some(ExpectedTimes { ttft, tokens, whole: ttft + each * tokens })
+    }
+
+    /// Waits until usage is freed and stays freed for `long`, and returns the time from now until it was freed.
+    ///
+    /// # Errors
+    /// The last usage if it was not freed in time; `None` without metrics.
+    async fn wait_until_freed(
+        &self,
+        before: &MetricsUsage,
+        long: Duration,
+    ) -> Result<Duration, Option<MetricsUsage>> {
+        let begun = Instant::now();
+        let mut stay = StabilityTimer::new(long);
+        loop {
+            let now = MetricsUsage::of(&self.engines).await;
+            let back = now.is_some_and(|now| now.is_back_to(before));
+            let at = begun.elapsed();
+            if let Some(since) = stay.look(back, at) {
+                return Ok(since);
+            }
+            // If usage was freed in time, the loop waits until it is stable.
+            if !back && at > self.terms.within {
+                return Err(now);
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+}
+
 /// Disconnects at fractions of a request's duration.
 pub(super) async fn probe_by_metrics(
     client: &Client,
@@ -114,62 +206,23 @@ pub(super) async fn probe_by_metrics(
     let Some(idle) = MetricsUsage::of(&engines).await else {
         return checkup.skip("disconnects", "", "the engines have neither event logs nor usage metrics");
     };
-    checkup.skip(
-        "disconnects",
-        "",
-        format!("{why}: judged by usage, which requests of other clients disturb"),
-    );
-    let prefix = format!("baton-doctor-{:x}-", now_us());
-    let call = |number: u32, tokens: u32, streaming: Streaming, leave: CancelTrigger| {
-        let tag = format!("{prefix}{number}");
-        let text = Prompt::Text(prompt(&tag, terms.words));
-        async move {
-            let extra = Map::from_iter([("temperature".to_owned(), json!(0))]);
-            let spec = CompletionSpec {
-                ignore_eos: true,
-                streaming,
-                extra: Some(&extra),
-                ..CompletionSpec::new(Endpoint::Completions, &terms.model, &text, tokens)
-            };
-            client.call(&spec.prepare(), &leave, DisconnectKind::Fin).await
-        }
-    };
-    let calm = call(0, TOKENS, Streaming::Streamed, CancelTrigger::Never).await;
-    let Some(ttft) = calm.ttft().filter(|_| calm.is_done()) else {
-        return checkup.fail("request", "streamed", describe_outcome(&calm.outcome));
-    };
-    checkup.ok("request", "streamed", format!("completed after {:.1} ms", calm.e2e().as_secs_f64() * 1e3));
-    if !was_counted(&engines, &idle, terms.within).await {
-        return checkup.skip(
-            "disconnects",
-            "",
-            "it completed, but no known engine counted its tokens: other engines served it",
-        );
-    }
-    let each = calm.e2e().saturating_sub(ttft) / (TOKENS - 1);
-    let enough = 2.0 * terms.within.as_secs_f64() / each.as_secs_f64().max(1e-6);
-    let tokens = (enough as u32).clamp(TOKENS, TOKENS_MAX);
-    let whole = ttft + each * tokens;
+    let message = format!("{why}: judged by usage, which requests of other clients disturb");
+    checkup.skip("disconnects", "", message);
+    let probe = UsageProbe { client, engines, terms, prefix: format!("baton-doctor-{:x}-", now_us()) };
+    let Some(times) = probe.measure(&idle, checkup).await else { return };
     let mut expired = None;
     for (number, phase) in (1..).zip(Phase::COMMON) {
-        let (streaming, leave) = match phase {
-            Phase::Queued => (Streaming::Streamed, CancelTrigger::After(Duration::ZERO)),
-            Phase::Prefill => (Streaming::Streamed, CancelTrigger::After(ttft.mul_f64(0.4))),
-            Phase::FirstToken => (Streaming::Streamed, CancelTrigger::After(ttft.mul_f64(0.9))),
-            Phase::Stream => (Streaming::Streamed, CancelTrigger::AfterTokens(2)),
-            Phase::Unary => (Streaming::Whole, CancelTrigger::After((ttft * 2).min(whole / 2))),
-            Phase::Reply | Phase::Gap | Phase::Fetch => {
-                checkup.skip("disconnect", phase.label(), "not visible in metrics");
-                continue;
-            }
+        let Some((streaming, leave)) = times.cancel(phase) else {
+            checkup.skip("disconnect", phase.label(), "not visible in metrics");
+            continue;
         };
-        let Some(before) = MetricsUsage::of(&engines).await else {
+        let Some(before) = MetricsUsage::of(&probe.engines).await else {
             checkup.skip("disconnect", phase.label(), "no usage metrics before the request");
             continue;
         };
         expired.get_or_insert(before.expired);
         let begun = Instant::now();
-        let made = call(number, tokens, streaming, leave).await;
+        let made = probe.call(number, times.tokens, streaming, leave).await;
         match (made.left, &made.outcome) {
             (Some(_), _) => {}
             (None, CallOutcome::Done) => {
@@ -182,63 +235,52 @@ pub(super) async fn probe_by_metrics(
             }
         }
         // When the response would have ended without a disconnect.
-        let own_end = whole.saturating_sub(begun.elapsed());
-        let begun = Instant::now();
-        let mut stay = StabilityTimer::new((LOOK * LOOKS_BACK).max(ttft * 2));
-        let after = loop {
-            let now = MetricsUsage::of(&engines).await;
-            let back = now.is_some_and(|now| now.is_back_to(&before));
-            let at = begun.elapsed();
-            if let Some(since) = stay.look(back, at) {
-                break Ok(since);
-            }
-            // If usage was freed in time, the loop waits until it is stable.
-            if !back && at > terms.within {
-                break Err(now);
-            }
-            tokio::time::sleep(LOOK).await;
-        };
-        match after {
-            Ok(took) => {
-                let seconds = took.as_secs_f64();
-                if own_end < LOOK * LOOKS_APART {
-                    let message = format!(
-                        "usage was freed within {seconds:.1} s, but the response would have ended by then"
-                    );
-                    checkup.skip("disconnect", phase.label(), message);
-                } else if took > own_end.mul_f64(0.8) {
-                    let message = format!(
-                        "usage was freed after {seconds:.1} s, at the response's own end: the engines did not abort it"
-                    );
-                    checkup.fail("disconnect", phase.label(), message);
-                } else {
-                    let message = format!("usage was freed within about {seconds:.1} s (by metrics)");
-                    checkup.ok("disconnect", phase.label(), message);
-                }
-            }
-            Err(None) => {
-                let message = format!("{} s after the disconnect: no usage metrics", terms.within.as_secs());
-                checkup.fail("disconnect", phase.label(), message);
-                break;
-            }
-            Err(Some(now)) => {
-                let message = format!(
-                    "{} s after the disconnect: usage is {:.2} % of a pool higher, with {:+.0} requests: blocks are not freed, \
-                     or another client uses the deployment (the phase is the intended one)",
-                    terms.within.as_secs(),
-                    (now.kv - before.kv).max(0.0) * 100.0,
-                    now.requests - before.requests,
-                );
+        let own_end = times.whole.saturating_sub(begun.elapsed());
+        match probe.wait_until_freed(&before, (LOOK * LOOKS_BACK).max(times.ttft * 2)).await {
+            Ok(took) => judge_freed(phase, took, own_end, checkup),
+            Err(now) => {
+                let message = describe_used(now, &before, terms.within.as_secs());
                 checkup.fail("disconnect", phase.label(), message);
                 break;
             }
         }
     }
-    let after = MetricsUsage::of(&engines).await.map_or(0.0, |usage| usage.expired);
+    let after = MetricsUsage::of(&probe.engines).await.map_or(0.0, |usage| usage.expired);
     let ended = after - expired.unwrap_or(after);
     if ended > 0.0 {
         checkup.fail("expiries", "", format!("{ended:.0} leases ended by expiry meanwhile"));
     }
+}
+
+/// Judges usage that was freed. `own_end`: the time until the response would have ended.
+fn judge_freed(phase: Phase, took: Duration, own_end: Duration, checkup: &mut Checkup) {
+    let seconds = took.as_secs_f64();
+    if own_end < LOOK * LOOKS_APART {
+        let message =
+            format!("usage was freed within {seconds:.1} s, but the response would have ended by then");
+        checkup.skip("disconnect", phase.label(), message);
+    } else if took > own_end.mul_f64(0.8) {
+        let message = format!(
+            "usage was freed after {seconds:.1} s, at the response's own end: the engines did not abort it"
+        );
+        checkup.fail("disconnect", phase.label(), message);
+    } else {
+        let message = format!("usage was freed within about {seconds:.1} s (by metrics)");
+        checkup.ok("disconnect", phase.label(), message);
+    }
+}
+
+/// Usage that was not freed in time.
+fn describe_used(now: Option<MetricsUsage>, before: &MetricsUsage, within_s: u64) -> String {
+    let Some(now) = now else {
+        return format!("{within_s} s after the disconnect: no usage metrics");
+    };
+    format!(
+        "{within_s} s after the disconnect: usage is {:.2} % of a pool higher, with {:+.0} requests: blocks are not freed, \
+         or another client uses the deployment (the phase is the intended one)",
+        (now.kv - before.kv).max(0.0) * 100.0,
+        now.requests - before.requests,
+    )
 }
 
 #[cfg(test)]
@@ -246,7 +288,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn usage_is_back_when_it_stays_back() {
+    fn usage_counts_as_freed_only_when_it_stays_stable() {
         let ms = Duration::from_millis;
         let mut stay = StabilityTimer::new(ms(500));
         // The engine has not begun: for a moment no blocks are held.

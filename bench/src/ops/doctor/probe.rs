@@ -64,11 +64,8 @@ async fn lease(engine: &EngineInfo, configs: &[Value], checkup: &mut Checkup) {
     }
     side_channel(name, lent, checkup).await;
     let Some(handle) = lent["remote_handle"].as_str() else {
-        return checkup.warn(
-            Warning::Lease,
-            name,
-            "it returned no handle: the blocks of this probe are freed when its lease expires",
-        );
+        let message = "it returned no handle: the blocks of this probe are freed when its lease expires";
+        return checkup.warn(Warning::Lease, name, message);
     };
     let release = json!({"handle": handle, "reason": "router_release"});
     match engine.service.post_json("/kv/release", &release, PATIENCE).await {
@@ -85,11 +82,8 @@ fn duration(name: &str, left_ms: u64, configs: &[Value], checkup: &mut Checkup) 
     let alive = configs.iter().filter_map(|config| config["timeouts"]["liveness_probe_ms"].as_u64()).max();
     let Some(alive) = alive else {
         return if left_ms < SHORT_MS {
-            checkup.warn(
-                Warning::LeaseTime,
-                name,
-                format!("{:.1} s is short: a decode engine may pause for longer", seconds(left_ms)),
-            );
+            let message = format!("{:.1} s is short: a decode engine may pause for longer", seconds(left_ms));
+            checkup.warn(Warning::LeaseTime, name, message);
         } else {
             checkup.ok("lease time", name, format!("{:.1} s", seconds(left_ms)));
         };

@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn the_selection_stays_with_its_row_and_then_with_its_place() {
+    fn the_selection_follows_its_row_and_then_its_index() {
         let mut app = app(&["a", "b", "c"]);
         app.key(Key::Letter('j'));
         assert_eq!(app.key(Key::Enter), AppAction::FetchTimeline("b".to_owned()));
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_keeps_what_is_shown_and_a_late_timeline_of_another_request_is_dropped() {
+    fn a_pause_freezes_the_screen_and_a_stale_timeline_is_dropped() {
         let mut app = app(&["a"]);
         app.key(Key::Letter('p'));
         app.take(looks(&["b"]));

@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_are_what_was_counted_between_two_looks() {
+    fn rates_are_the_difference_of_two_samples() {
         let mut history = History::default();
         history.look(&look(1_000_000, "a", 10, 0));
         assert_eq!(history.ended_per_second(), 0.0, "nothing is known of one look");
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_bounded() {
+    fn the_history_is_bounded() {
         let mut history = History::default();
         for at in 1..500 {
             history.look(&look(at * 1_000_000, "a", at, 0));

@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_router_that_lists_too_little_leaves_it_unknown() {
+    fn a_router_with_a_truncated_list_gives_unknown() {
         let mut many = view("b", &["p:2"], vec![], &["x"]);
         many.requests.in_flight = 5_000;
         let mut alone = absent();
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn engines_asked_directly_are_judged_by_the_routers_in_view() {
+    fn engines_queried_directly_are_judged_by_the_routers_in_view() {
         let direct = LeaseView { request: RequestState::Unknown, ..absent() };
         let views = vec![view("", &["p:1"], vec![direct.clone()], &[]), view("b", &["p:2"], vec![], &[])];
         assert_eq!(merge(views).stranded_leases, Some(1));
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_answered_wins_over_what_did_not() {
+    fn a_reply_wins_over_a_failed_query() {
         let mut silent = view("a", &["p:1"], vec![], &[]);
         silent.engines[0] =
             EngineView { engine: "p:1".to_owned(), error: Some("late".to_owned()), ..EngineView::default() };

@@ -106,20 +106,12 @@ async fn look(sources: Sources, every: Duration, sender: mpsc::Sender<Update>) {
 
 /// Returns after a signal to stop. In raw mode Ctrl-C is a key.
 pub(super) async fn wait_for_stop() -> io::Result<()> {
-    let mut signals = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()].map(signal);
-    let [interrupt, terminate, hangup] = &mut signals;
-    let gone = |signal: &mut io::Result<_>| -> io::Result<()> {
-        signal.as_mut().map(|_| ()).map_err(|error| io::Error::new(error.kind(), error.to_string()))
-    };
-    for signal in [&mut *interrupt, &mut *terminate, &mut *hangup] {
-        gone(signal)?;
-    }
-    if let (Ok(interrupt), Ok(terminate), Ok(hangup)) = (interrupt, terminate, hangup) {
-        tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
-            _ = hangup.recv() => {}
-        }
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    let mut hangup = signal(SignalKind::hangup())?;
+    tokio::select! {
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
+        _ = hangup.recv() => {}
     }
     Ok(())
 }

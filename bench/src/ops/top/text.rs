@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_that_a_terminal_would_obey_is_left() {
+    fn terminal_control_characters_are_removed() {
         for hostile in
             ["\u{1b}[2J", "a\rb", "\u{9b}31m", "\u{202e}abc", "a\u{200b}b", "\u{7}", "\u{0}", "\u{e0041}"]
         {

@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 use baton_engine::compute::cpu::Bf16Unit;
 use baton_engine::model::config::ModelConfig;
 
+use crate::common::machine::kib;
+
 /// Size of the buffer for the bandwidth of memory: more than twice the largest last-level caches.
 const MEMORY_BYTES: usize = 1 << 30;
 /// Passes per measurement of the peak.
@@ -75,20 +77,19 @@ impl MachineLimits {
 
     /// GFLOP/s of f32 multiply-adds that stay in registers, on all threads. The best of a few passes.
     pub(super) fn peak_gflops(&self) -> Option<f64> {
-        let chains = peak::detect()?;
-        let fastest = fastest_pass(self.threads, |_| {
-            black_box(chains.run());
-        });
-        Some(gigas(self.threads * chains.flops(), fastest))
+        Some(self.gflops_of(peak::detect()?))
     }
 
     /// The same for bf16 by a unit of the engine. `None` if that unit multiplies f32.
     pub(super) fn bf16_peak_gflops(&self, unit: Option<Bf16Unit>) -> Option<f64> {
-        let chains = peak::of_unit(unit?)?;
+        Some(self.gflops_of(peak::of_unit(unit?)?))
+    }
+
+    fn gflops_of(&self, chains: peak::Chains) -> f64 {
         let fastest = fastest_pass(self.threads, |_| {
             black_box(chains.run());
         });
-        Some(gigas(self.threads * chains.flops(), fastest))
+        gigas(self.threads * chains.flops(), fastest)
     }
 
     /// GFLOP/s of one layer's products.
@@ -165,11 +166,7 @@ fn huge<T: Copy>(len: usize, value: T) -> Vec<T> {
 /// Anonymous memory of this process in huge pages, and all of it, in bytes. `None` if the system does not report it.
 pub(super) fn huge_pages() -> Option<(u64, u64)> {
     let rollup = std::fs::read_to_string("/proc/self/smaps_rollup").ok()?;
-    let bytes = |key: &str| {
-        let rest = rollup.lines().find_map(|line| line.strip_prefix(key))?;
-        rest.trim().split(' ').next()?.parse::<u64>().ok().map(|kib| kib << 10)
-    };
-    Some((bytes("AnonHugePages:")?, bytes("Anonymous:")?))
+    Some((kib(&rollup, "AnonHugePages:")? << 10, kib(&rollup, "Anonymous:")? << 10))
 }
 
 /// The shortest of [`PASSES`] in which every thread does its work once, all beginning together.

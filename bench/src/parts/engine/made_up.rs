@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_written_is_what_was_made_up() {
+    fn the_written_model_matches_the_random_weights() {
         let text = r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
             "vocab_size": 64, "tie_word_embeddings": false}"#;

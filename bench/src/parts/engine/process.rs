@@ -66,9 +66,7 @@ pub(super) fn measure(
         }
         report.resident_bytes = engine.resident().map_err(failed)?;
     }
-    {
-        report.memory_ratio = report.resident_bytes as f64 / (weight_bytes + pool_bytes) as f64;
-    }
+    report.memory_ratio = report.resident_bytes as f64 / (weight_bytes + pool_bytes) as f64;
     Ok(report)
 }
 

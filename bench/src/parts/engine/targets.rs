@@ -60,12 +60,8 @@ pub(super) fn judge(report: &EngineReport, config: &ModelConfig) -> Vec<SpeedTar
     }
     if let Some(process) = &report.process {
         if small {
-            let slowest = process.first_token_ms.best;
-            targets.push(SpeedTarget::at_most(
-                "from the start to the first token, ms",
-                slowest,
-                FIRST_TOKEN_MS,
-            ));
+            let (what, slowest) = ("from the start to the first token, ms", process.first_token_ms.best);
+            targets.push(SpeedTarget::at_most(what, slowest, FIRST_TOKEN_MS));
         }
         let what = "resident memory over weights and KV pool";
         targets.push(SpeedTarget::at_most(what, process.memory_ratio, MEMORY_RATIO));
@@ -91,15 +87,8 @@ impl std::fmt::Display for SpeedTarget {
             (Some(least), _) => ("at least", least),
             (None, most) => ("at most", most.unwrap_or_default()),
         };
-        write!(
-            f,
-            "{}: {:.*}, {sign} {:.*}",
-            self.what,
-            digits(self.reached),
-            self.reached,
-            digits(bound),
-            bound
-        )
+        let (what, reached) = (&self.what, self.reached);
+        write!(f, "{what}: {:.*}, {sign} {:.*}", digits(reached), reached, digits(bound), bound)
     }
 }
 
@@ -114,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missed_is_said_and_what_a_larger_model_cannot_do_is_not_asked_of_it() {
+    fn missed_targets_are_reported_and_small_model_targets_are_skipped_for_larger_models() {
         let config = ModelConfig::parse(MADE_UP_CONFIG.as_bytes(), GenerationDefaults::default()).unwrap();
         let mut report = sample(&config);
         let row = &mut report.engines[0];

@@ -7,7 +7,7 @@
 use std::io::Write;
 
 use baton_engine::compute::cuda::device::Kernel;
-use baton_engine::compute::cuda::kernels::{COPY_KERNEL, DECODE_STAGES, decode_stages};
+use baton_engine::compute::cuda::kernels::{COPY_KERNEL, DECODE_STAGES, decode_stages, source};
 use baton_engine::compute::cuda::nvrtc::{self, KernelUsage};
 use baton_engine::compute::cuda::{DeviceError, Element};
 use clap::Args;
@@ -32,11 +32,7 @@ pub fn run(options: &GpuCompile, out: &mut dyn Write) -> Result<(), crate::Bench
         other => other?,
     };
     writeln!(out, "NVRTC {}.{}", version.0, version.1)?;
-    writeln!(
-        out,
-        "{:<9} {:<5} {:>8}  {:<18} {:>9} {:>13} {:>12}",
-        "arch", "type", "head_dim", "kernel", "registers", "static shared", "spilled"
-    )?;
+    writeln!(out, "arch      type  head_dim  kernel             registers static shared      spilled")?;
     let mut wrong = Vec::new();
     for arch in &options.arch {
         for element in [Element::Bf16, Element::F32] {
@@ -46,7 +42,7 @@ pub fn run(options: &GpuCompile, out: &mut dyn Write) -> Result<(), crate::Bench
             for (head_dim, stages) in
                 all.filter(|(head_dim, stages)| *stages >= decode_stages(*head_dim, 99 << 10))
             {
-                let compiled = nvrtc::compile_kernels(element, head_dim, stages, arch)?;
+                let compiled = nvrtc::compile(&source(element, head_dim, stages), arch)?;
                 let found = judge(element, &compiled.usage);
                 wrong.extend(found.into_iter().map(|what| format!("{what} for {arch}, head_dim {head_dim}")));
                 for usage in compiled.usage {
@@ -78,7 +74,7 @@ fn judge(element: Element, usage: &[KernelUsage]) -> Vec<String> {
     let spilled = usage.iter().filter(spills);
     let mut wrong: Vec<_> =
         spilled.map(|usage| format!("{} spills {} bytes", usage.kernel, usage.spill_bytes)).collect();
-    let kernels = Kernel::all(element).iter().map(|kernel| kernel.name()).chain([COPY_KERNEL]);
+    let kernels = Kernel::all(element).iter().map(|kernel| kernel.label()).chain([COPY_KERNEL]);
     let missing = kernels.filter(|name| usage.iter().all(|usage| usage.kernel != *name));
     wrong.extend(missing.map(|name| format!("the assembler says nothing of {name} in {}", element.label())));
     wrong
@@ -89,7 +85,7 @@ mod tests {
     use super::*;
 
     fn all(element: Element) -> Vec<KernelUsage> {
-        let names = Kernel::all(element).iter().map(|kernel| kernel.name()).chain([COPY_KERNEL]);
+        let names = Kernel::all(element).iter().map(|kernel| kernel.label()).chain([COPY_KERNEL]);
         let usage =
             |name: &str| KernelUsage { kernel: name.into(), registers: 32, shared_bytes: 0, spill_bytes: 0 };
         names.map(usage).collect()

@@ -1,15 +1,14 @@
 //! `baton bench gpu-emulate`: compares the kernels' own code with the reference kernels, without a GPU.
 //!
 //! This machine's C++ compiler compiles the sources. They run on a CPU emulation of CUDA's threads and of the PTX
-//! instructions in use (`emulation.cpp` of the engine). The emulation includes the layout of matrix fragments, the
+//! instructions in use (`emulation.cpp` of `baton-engine-check`). The emulation includes the layout of matrix fragments, the
 //! completion of asynchronous copies, and barriers. It does not cover speed, a GPU's memory model, or NVIDIA's
 //! compiler.
 
 use std::io::Write;
 
-use baton_engine::check;
-use baton_engine::compute::cuda::software::{Emulation, EmulationError, SoftwareDevice};
 use baton_engine::compute::cuda::{Element, kernels};
+use baton_engine_check::software::{Emulation, EmulationError, SoftwareDevice};
 use clap::Args;
 
 use super::{HEAD_DIMS, Skipped};
@@ -48,7 +47,7 @@ pub fn run(options: &GpuEmulate, out: &mut dyn Write) -> Result<(), crate::Bench
             };
             let mut device =
                 SoftwareDevice::new(BYTES, element, head_dim).emulating(emulation).with_shared_bytes(most);
-            let lines = check::kernels::kernels(&mut device, element, head_dim)?;
+            let lines = baton_engine_check::kernels::kernels(&mut device, element, head_dim)?;
             for line in lines.iter().filter(|line| !line.passed) {
                 writeln!(out, "FAIL  {:<70} {}", line.what, line.numbers)?;
                 wrong += 1;

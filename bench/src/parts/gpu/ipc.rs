@@ -4,26 +4,27 @@
 //! The command starts itself again as the producer. Read and verdict are timed together, as a fetch needs both. With
 //! `--device software` the blocks are in host memory, which checks this command but measures no GPU.
 
-use std::io::{self, BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::io::{self, Write};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-use baton_connector::transport::{Part, Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
-use baton_connector::{BlockId, Epoch, Handle, Reader};
+use baton_connector::transport::{Part, Producer, ReadOrder, Transport, TransportError, Verdict};
+use baton_connector::{BlockId, Reader};
 use baton_connector_device::{BATCH_BYTES, ClientOptions, DevicePool, ServerOptions, producer, transport};
 use baton_connector_shm::{ShmServer, listen};
-use baton_engine::compute::cuda::driver::CudaDevice;
-use baton_engine::compute::cuda::software::SoftwareDevice;
-use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, Element, cubins};
+use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, Element};
+use baton_engine_check::software::SoftwareDevice;
 use clap::Args;
 use serde::Serialize;
 
-use super::pool::{BLOCK_BYTES, BLOCK_TOKENS, BenchPool, HEAD_DIM, TOKEN_BYTES, milliseconds, table};
-use super::unusable;
+use super::pool::{BLOCK_BYTES, BLOCK_TOKENS, BenchPool, HEAD_DIM, HandoffTimes, TOKEN_BYTES, table};
+use super::process::{ProducerProcess, open_leases};
+use super::{open, unusable};
 use crate::BenchError;
 use crate::common::machine::Provenance;
+use crate::common::report::write_report;
 use crate::parts::transfer::producer::BenchProducer;
 
 const READER: Reader = Reader::sole(1);
@@ -35,7 +36,8 @@ static GO: AtomicBool = AtomicBool::new(false);
 #[derive(Args, Clone, Debug)]
 pub struct GpuIpc {
     /// Device to use
-    #[arg(long, value_name = "cuda:N|software", default_value = "cuda:0")]
+    #[arg(long, value_name = "cuda:N|software", default_value = "cuda:0",
+          value_parser = baton_engine_check::parse_device)]
     pub device: DeviceChoice,
     /// Tokens of the handoff, in the shape of Llama 3.1 8B
     #[arg(long, value_name = "N", default_value_t = 8192)]
@@ -60,14 +62,8 @@ struct IpcReport {
     tokens: usize,
     bytes: usize,
     blocks_checked: usize,
-    /// Read and verdict, in ms.
-    handoff_median_ms: f64,
-    handoff_min_ms: f64,
-    handoff_max_ms: f64,
-    /// A copy of as many bytes in one piece inside the device, in ms.
-    copy_median_ms: f64,
-    /// Time of the copy over the time of the handoff.
-    of_copy_bandwidth: f64,
+    #[serde(flatten)]
+    times: HandoffTimes,
 }
 
 /// Runs the producer, or both ends.
@@ -80,13 +76,12 @@ pub fn run(options: &GpuIpc, out: &mut dyn Write) -> Result<(), BenchError> {
         return Err("--device cpu has no memory of its own".into());
     };
     match accelerator {
-        Accelerator::Software => {
+        Accelerator::Provided(_) => {
             let bytes = 3 * options.tokens * TOKEN_BYTES + (64 << 20);
             ends(SoftwareDevice::new(bytes, Element::Bf16, HEAD_DIM), options, out)
         }
         Accelerator::Cuda(ordinal) => {
-            let opened = CudaDevice::open(ordinal, Element::Bf16, HEAD_DIM, cubins::folder().as_deref());
-            ends(opened.map_err(unusable)?, options, out)
+            ends(open(ordinal, Element::Bf16, HEAD_DIM).map_err(unusable)?, options, out)
         }
     }
 }
@@ -105,58 +100,18 @@ fn serve<D: Device>(mut pool: BenchPool<D>) -> Result<(), BenchError> {
     let listener = listen(bench_producer.epoch(), PORT)?;
     let served = Arc::clone(&bench_producer) as Arc<dyn Producer>;
     let server = ShmServer::start_with_services(listener, served, vec![offered], ServerOptions::default())?;
-    let ids: Vec<_> = table(pool.region.blocks()).into_iter().map(|block| BlockId(block as u32)).collect();
-    let mut out = io::stdout().lock();
-    writeln!(out, "epoch {}", bench_producer.epoch().0)?;
-    for line in io::stdin().lines() {
-        line?;
-        writeln!(out, "lent {}", bench_producer.open_lease(&ids).0)?;
-        out.flush()?;
-    }
+    open_leases(&bench_producer, PORT)?;
     server.shutdown();
     Ok(())
 }
 
-/// The producer as a child process of the consumer.
-struct IpcProducer {
-    process: Child,
-    stdin: ChildStdin,
-    stdout: BufReader<ChildStdout>,
-}
-
-impl IpcProducer {
-    fn start(options: &GpuIpc) -> Result<Self, BenchError> {
-        let DeviceChoice::Accelerator(device) = options.device else { return Err("no device".into()) };
-        let mut process = Command::new(std::env::current_exe()?)
+fn start_producer(options: &GpuIpc) -> Result<ProducerProcess, BenchError> {
+    let DeviceChoice::Accelerator(device) = options.device else { return Err("no device".into()) };
+    ProducerProcess::start(
+        Command::new(std::env::current_exe()?)
             .args(["bench", "gpu-ipc", "--serve", "--device", &device.to_string()])
-            .args(["--tokens", &options.tokens.to_string()])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()?;
-        let (stdin, stdout) = (process.stdin.take(), process.stdout.take());
-        let (Some(stdin), Some(stdout)) = (stdin, stdout) else { return Err("pipes were asked for".into()) };
-        Ok(Self { process, stdin, stdout: BufReader::new(stdout) })
-    }
-
-    /// The number after a word on a line.
-    fn read_line(&mut self, word: &str) -> Result<u128, BenchError> {
-        let mut line = String::new();
-        self.stdout.read_line(&mut line)?;
-        let number = line.trim().strip_prefix(word).and_then(|rest| rest.trim().parse().ok());
-        number.ok_or_else(|| format!("the producer wrote {line:?} instead of {word:?}").into())
-    }
-
-    fn request_lease(&mut self) -> Result<Handle, BenchError> {
-        writeln!(self.stdin, "lend")?;
-        Ok(Handle(self.read_line("lent")?))
-    }
-}
-
-impl Drop for IpcProducer {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
+            .args(["--tokens", &options.tokens.to_string()]),
+    )
 }
 
 fn measure<D: Device>(
@@ -164,9 +119,8 @@ fn measure<D: Device>(
     options: &GpuIpc,
     out: &mut dyn Write,
 ) -> Result<(), BenchError> {
-    let mut other = IpcProducer::start(options)?;
-    let epoch = Epoch(u64::try_from(other.read_line("epoch")?)?);
-    let peer = Peer { address: ([127, 0, 0, 1], PORT).into(), epoch, fingerprint: 1 };
+    let mut other = start_producer(options)?;
+    let peer = other.peer.clone();
     let consumer = transport(Arc::clone(&pool.port) as Arc<dyn DevicePool>, ClientOptions::default());
     let blocks = pool.region.blocks();
     let table = table(blocks);
@@ -212,44 +166,22 @@ fn measure<D: Device>(
     if consumer.dialer().open_pools() > 0 {
         return Err("a dead producer's pool is still open".into());
     }
-    let (handoff, copy) = (milliseconds(times), milliseconds(copy));
     let report = IpcReport {
         origin: Provenance::of(pool.device.driver()),
         device: pool.device.name(),
         tokens: blocks * BLOCK_TOKENS,
         bytes: blocks * BLOCK_BYTES,
         blocks_checked,
-        handoff_median_ms: handoff[handoff.len() / 2],
-        handoff_min_ms: handoff[0],
-        handoff_max_ms: handoff[handoff.len() - 1],
-        copy_median_ms: copy[copy.len() / 2],
-        of_copy_bandwidth: copy[copy.len() / 2] / handoff[handoff.len() / 2],
+        times: HandoffTimes::of(&times, &copy),
     };
-    print(&report, options.json, out)
+    Ok(write_report(&report, options.json, out, print)?)
 }
 
-fn print(report: &IpcReport, json: bool, out: &mut dyn Write) -> Result<(), BenchError> {
-    if json {
-        writeln!(out, "{}", serde_json::to_string_pretty(report).map_err(io::Error::other)?)?;
-        return Ok(());
-    }
-    writeln!(
-        out,
-        "{}: {} tokens, {} MiB, from process to process in {:.2} ms ({:.2} to {:.2}), target 5 ms for 8192 tokens",
-        report.device,
-        report.tokens,
-        report.bytes >> 20,
-        report.handoff_median_ms,
-        report.handoff_min_ms,
-        report.handoff_max_ms
-    )?;
-    writeln!(
-        out,
-        "one copy of as many bytes inside the device takes {:.2} ms: {:.0} % of copy bandwidth",
-        report.copy_median_ms,
-        report.of_copy_bandwidth * 100.0
-    )?;
+fn print(report: &IpcReport, out: &mut dyn Write) -> io::Result<()> {
+    let IpcReport { device, tokens, bytes, times, .. } = report;
+    let (mib, handoffs) = (*bytes >> 20, times.handoffs());
+    writeln!(out, "{device}: {tokens} tokens, {mib} MiB, {handoffs}, target 5 ms for 8192 tokens")?;
+    writeln!(out, "{}", times.copies())?;
     writeln!(out, "{} blocks compared, all the producer's", report.blocks_checked)?;
-    writeln!(out, "{}", report.origin.line())?;
-    Ok(())
+    writeln!(out, "{}", report.origin.line())
 }

@@ -8,22 +8,21 @@ use std::io::{self, Write};
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
 
 use baton_connector::transport::Producer;
-use baton_connector::{BlockId, Epoch};
 use baton_connector_nixl::{DevicePool, Library, device_producer, find};
 use baton_connector_tcp::{ServerOptions, TcpServer};
-use baton_engine::compute::cuda::driver::CudaDevice;
-use baton_engine::compute::cuda::software::SoftwareDevice;
-use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, DeviceError, Element, cubins};
+use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, DeviceError, Element};
+use baton_engine_check::software::SoftwareDevice;
 use clap::Args;
 use serde::Serialize;
 
-use super::pool::{BLOCK_BYTES, BLOCK_TOKENS, BenchPool, HEAD_DIM, TOKEN_BYTES, table};
-use super::{Skipped, unusable};
+use super::pool::{BLOCK_BYTES, BLOCK_TOKENS, BenchPool, HEAD_DIM, HandoffTimes, TOKEN_BYTES};
+use super::process::open_leases;
+use super::{Skipped, open, unusable};
 use crate::BenchError;
 use crate::common::machine::Provenance;
+use crate::common::report::write_report;
 use crate::parts::transfer::producer::BenchProducer;
 
 mod consumer;
@@ -32,7 +31,8 @@ mod consumer;
 #[derive(Args, Clone, Debug)]
 pub struct GpuNixl {
     /// Device to use
-    #[arg(long, value_name = "cuda:N|software", default_value = "cuda:0")]
+    #[arg(long, value_name = "cuda:N|software", default_value = "cuda:0",
+          value_parser = baton_engine_check::parse_device)]
     pub device: DeviceChoice,
     /// Tokens of the handoff, in the shape of Llama 3.1 8B
     #[arg(long, value_name = "N", default_value_t = 8192)]
@@ -73,14 +73,8 @@ struct NixlReport {
     batch_mib: u16,
     /// The first read, which includes connecting to the producer, in ms.
     first_ms: f64,
-    /// Read and verdict, in ms.
-    handoff_median_ms: f64,
-    handoff_min_ms: f64,
-    handoff_max_ms: f64,
-    /// A copy of as many bytes in one piece inside the device, in ms.
-    copy_median_ms: f64,
-    /// Time of the copy over the time of the handoff.
-    of_copy_bandwidth: f64,
+    #[serde(flatten)]
+    times: HandoffTimes,
     trials: Vec<Trial>,
 }
 
@@ -135,11 +129,11 @@ pub fn run(options: &GpuNixl, out: &mut dyn Write) -> Result<(), BenchError> {
     };
     let bytes = 3 * options.tokens * TOKEN_BYTES + (1 << 30);
     match accelerator {
-        Accelerator::Software => {
+        Accelerator::Provided(_) => {
             ends(|| Ok(SoftwareDevice::new(bytes, Element::Bf16, HEAD_DIM)), &library, options, out)
         }
         Accelerator::Cuda(ordinal) => {
-            let open = || CudaDevice::open(ordinal, Element::Bf16, HEAD_DIM, cubins::folder().as_deref());
+            let open = || open(ordinal, Element::Bf16, HEAD_DIM);
             drop(open().map_err(unusable)?);
             ends(open, &library, options, out)
         }
@@ -153,11 +147,8 @@ fn ends<D: Device>(
     out: &mut dyn Write,
 ) -> Result<(), BenchError> {
     if let (Some(blocks), Some(block_bytes)) = (options.serve, options.block_bytes) {
-        return serve(
-            BenchPool::new(open()?, blocks, block_bytes)?,
-            &**library,
-            usize::from(options.batch_mib) << 20,
-        );
+        let pool = BenchPool::new(open()?, blocks, block_bytes)?;
+        return serve(pool, &**library, usize::from(options.batch_mib) << 20);
     }
     let report = consumer::all(open, library, options)?;
     let wrong: Vec<_> = report.trials.iter().filter(|trial| trial.seen.is_wrong()).collect();
@@ -165,7 +156,7 @@ fn ends<D: Device>(
         0 => Ok(()),
         count => Err(format!("{count} of {} trials went wrong", report.trials.len()).into()),
     };
-    print(&report, options.json, out)?;
+    write_report(&report, options.json, out, print)?;
     verdict
 }
 
@@ -177,55 +168,26 @@ fn serve<D: Device>(
 ) -> Result<(), BenchError> {
     pool.fill()?;
     let bench_producer = Arc::new(BenchProducer::over(pool.region.clone()));
-    let begun = Instant::now();
     let offered = device_producer(library, Arc::clone(&pool.port) as Arc<dyn DevicePool>, batch_bytes)?;
-    let registered = begun.elapsed().as_millis();
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let port = listener.local_addr()?.port();
     let served = Arc::clone(&bench_producer) as Arc<dyn Producer>;
     let server = TcpServer::start_with_services(listener, served, vec![offered], ServerOptions::default())?;
-    let ids: Vec<_> = table(pool.region.blocks()).into_iter().map(|block| BlockId(block as u32)).collect();
-    let Epoch(epoch) = bench_producer.epoch();
-    let mut out = io::stdout().lock();
-    writeln!(out, "\nproducer {epoch} {port} {registered}")?;
-    out.flush()?;
-    for line in io::stdin().lines() {
-        line?;
-        writeln!(out, "\nlent {}", bench_producer.open_lease(&ids).0)?;
-        out.flush()?;
-    }
+    open_leases(&bench_producer, port)?;
     server.shutdown();
     Ok(())
 }
 
-fn print(report: &NixlReport, json: bool, out: &mut dyn Write) -> Result<(), BenchError> {
-    if json {
-        writeln!(out, "{}", serde_json::to_string_pretty(report).map_err(io::Error::other)?)?;
-        return Ok(());
-    }
+fn print(report: &NixlReport, out: &mut dyn Write) -> io::Result<()> {
+    let NixlReport { device, tokens, bytes, first_ms, times, .. } = report;
+    let (mib, handoffs) = (*bytes >> 20, times.handoffs());
     writeln!(out, "NIXL: {}", report.library)?;
-    writeln!(
-        out,
-        "{}: {} tokens, {} MiB, from process to process in {:.2} ms ({:.2} to {:.2}); the first read {:.1} ms",
-        report.device,
-        report.tokens,
-        report.bytes >> 20,
-        report.handoff_median_ms,
-        report.handoff_min_ms,
-        report.handoff_max_ms,
-        report.first_ms,
-    )?;
-    writeln!(
-        out,
-        "one copy of as many bytes inside the device takes {:.2} ms: {:.0} % of copy bandwidth",
-        report.copy_median_ms,
-        report.of_copy_bandwidth * 100.0
-    )?;
+    writeln!(out, "{device}: {tokens} tokens, {mib} MiB, {handoffs}; the first read {first_ms:.1} ms")?;
+    writeln!(out, "{}", times.copies())?;
     writeln!(out, "{} blocks compared, all the producer's", report.blocks_checked)?;
     for trial in &report.trials {
         let (mark, seen) = trial.seen.shown();
         writeln!(out, "{mark:<7} {:<28} {:>7.0} ms  {seen}", trial.name, trial.took_ms)?;
     }
-    writeln!(out, "{}", report.origin.line())?;
-    Ok(())
+    writeln!(out, "{}", report.origin.line())
 }

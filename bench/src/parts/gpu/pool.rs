@@ -8,8 +8,10 @@ use baton_engine::compute::cuda::device::{DeviceBuffer, DeviceSlice, HostSlice, 
 use baton_engine::compute::cuda::shared_kv_pool::SharedKvPool;
 use baton_engine::compute::cuda::{Device, DeviceError};
 use baton_engine::compute::shared_pool::shared_pool;
+use serde::Serialize;
 
 use crate::BenchError;
+use crate::parts::transfer::gcd;
 
 /// One token of Llama 3.1 8B in bf16: 32 layers, K and V, 8 heads of 128 elements.
 pub(super) const TOKEN_BYTES: usize = 32 * 2 * 8 * 128 * 2;
@@ -125,12 +127,49 @@ pub(super) fn table(blocks: usize) -> Vec<usize> {
     (0..blocks).map(|at| at * step % blocks).collect()
 }
 
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
+/// Times of handoffs between two processes, and of copies inside the device.
+#[derive(Debug, Serialize)]
+pub(super) struct HandoffTimes {
+    /// Read and verdict, in ms.
+    handoff_median_ms: f64,
+    handoff_min_ms: f64,
+    handoff_max_ms: f64,
+    /// A copy of as many bytes in one piece inside the device, in ms.
+    copy_median_ms: f64,
+    /// Time of the copy over the time of the handoff.
+    of_copy_bandwidth: f64,
+}
+
+impl HandoffTimes {
+    pub(super) fn of(handoffs: &[Duration], copies: &[Duration]) -> Self {
+        let (handoff, copy) = (milliseconds(handoffs), milliseconds(copies));
+        let (handoff_median_ms, copy_median_ms) = (handoff[handoff.len() / 2], copy[copy.len() / 2]);
+        Self {
+            handoff_median_ms,
+            handoff_min_ms: handoff[0],
+            handoff_max_ms: handoff[handoff.len() - 1],
+            copy_median_ms,
+            of_copy_bandwidth: copy_median_ms / handoff_median_ms,
+        }
+    }
+
+    /// The handoffs in words.
+    pub(super) fn handoffs(&self) -> String {
+        let Self { handoff_median_ms: median, handoff_min_ms: min, handoff_max_ms: max, .. } = self;
+        format!("from process to process in {median:.2} ms ({min:.2} to {max:.2})")
+    }
+
+    /// The copies in words.
+    pub(super) fn copies(&self) -> String {
+        let (median, percent) = (self.copy_median_ms, self.of_copy_bandwidth * 100.0);
+        format!(
+            "one copy of as many bytes inside the device takes {median:.2} ms: {percent:.0} % of copy bandwidth"
+        )
+    }
 }
 
 /// Sorted times in milliseconds.
-pub(super) fn milliseconds(times: Vec<Duration>) -> Vec<f64> {
+fn milliseconds(times: &[Duration]) -> Vec<f64> {
     let mut all: Vec<_> = times.iter().map(|time| time.as_secs_f64() * 1e3).collect();
     all.sort_by(f64::total_cmp);
     all

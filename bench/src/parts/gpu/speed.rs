@@ -135,7 +135,7 @@ pub(super) fn measure<D: Device>(
     }
     let modelled = open(sizes.heads.2)
         .map_err(GpuBenchError::from)
-        .and_then(|device| model(device, sizes, (copy, flops), &mut speeds));
+        .and_then(|device| model(device, sizes, copy, flops, &mut speeds));
     if let Err(error) = modelled {
         failed.push(format!("a model: {error}"));
     }
@@ -387,11 +387,12 @@ fn plain(what: impl Into<String>, value: f64, unit: &'static str) -> Speed {
     Speed { what: what.into(), value, unit, limit: None, target: None }
 }
 
-/// A whole model with generated weights: decode and prefill, with the device's copies and products as limits.
+/// A whole model with generated weights: decode and prefill. Limits: the device's copies in GB/s, products in FLOP/s.
 fn model<D: Device>(
     device: D,
     sizes: &Sizes,
-    (copy, flops): (f64, f64),
+    copy: f64,
+    flops: f64,
     speeds: &mut Vec<Speed>,
 ) -> Result<(), GpuBenchError> {
     let config = config(sizes)?;
@@ -432,7 +433,7 @@ fn model<D: Device>(
         let attention = (config.layers * config.heads * config.head_dim) as f64 * 2.0 * prompt as f64;
         speeds.push(Speed {
             what: format!("prefill of {prompt} in steps of {chunk}, {} layers", sizes.layers),
-            value: prompt as f64 / prefill(&mut executor, sizes, (prompt, chunk))?,
+            value: prompt as f64 / prefill(&mut executor, sizes, prompt, chunk)?,
             unit: "tok/s",
             limit: Some(flops / (2.0 * layers + attention)),
             target: (whole && prompt == longest).then_some(25_000.0),
@@ -495,7 +496,8 @@ fn decode<D: Device>(
 fn prefill<D: Device>(
     executor: &mut CudaExecutor<D>,
     sizes: &Sizes,
-    (prompt, chunk): (usize, usize),
+    prompt: usize,
+    chunk: usize,
 ) -> Result<f64, GpuBenchError> {
     let table = table(0, prompt / BLOCK_TOKENS);
     let tokens: Vec<u32> =
@@ -520,12 +522,12 @@ fn prefill<D: Device>(
 #[cfg(test)]
 mod tests {
     use baton_engine::compute::cuda::device::Kernel;
-    use baton_engine::compute::cuda::software::SoftwareDevice;
+    use baton_engine_check::software::SoftwareDevice;
 
     use super::*;
 
     #[test]
-    fn a_launch_of_the_attention_that_is_measured_reads_another_layer_than_the_one_before_it() {
+    fn each_measured_attention_launch_reads_another_layer() {
         let mut device = SoftwareDevice::new(1 << 20, Element::Bf16, 16);
         let slice = DeviceSlice::of(device.alloc(1 << 16).unwrap(), 1 << 16);
         let parts = AttentionArgs {
@@ -561,7 +563,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_is_measured_without_a_step_that_a_device_could_not_take() {
+    fn all_measured_steps_fit_the_device() {
         let sizes = Sizes {
             heads: (4, 2, 16),
             hidden: 32,

@@ -25,6 +25,13 @@ pub(super) enum Sender {
     Polling,
 }
 
+/// Blocks of a pool, in the order of a transfer.
+#[derive(Clone, Copy)]
+pub(super) struct BlockList<'a> {
+    pub(super) region: &'a Region,
+    pub(super) blocks: &'a [BlockId],
+}
+
 /// A connection that transfers the same blocks each time the reader sends one byte.
 pub(super) struct LoopbackStream {
     socket: TcpStream,
@@ -34,11 +41,7 @@ pub(super) struct LoopbackStream {
 }
 
 impl LoopbackStream {
-    pub(super) fn start(
-        sender: Sender,
-        (source, from): (&Region, &[BlockId]),
-        (landing, into): (&Region, &[BlockId]),
-    ) -> io::Result<Self> {
+    pub(super) fn start(sender: Sender, from: BlockList<'_>, into: BlockList<'_>) -> io::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let socket = TcpStream::connect(listener.local_addr()?)?;
         socket.set_nodelay(true)?;
@@ -47,7 +50,7 @@ impl LoopbackStream {
         // The same buffer size as the transport's, so that only the transport's own overhead differs.
         socket2::SockRef::from(&peer).set_send_buffer_size(SEND_BUFFER_BYTES)?;
         peer.set_nonblocking(sender == Sender::Polling)?;
-        let (source, from) = (source.clone(), from.to_vec());
+        let (source, from) = (from.region.clone(), from.blocks.to_vec());
         let writer = thread::spawn(move || {
             while wait(&peer, libc::POLLIN)? && peer.read(&mut [0])? == 1 {
                 for batch in from.chunks(per_call(&source)) {
@@ -56,7 +59,8 @@ impl LoopbackStream {
             }
             Ok(())
         });
-        Ok(Self { socket, landing: landing.clone(), into: into.to_vec(), writer: Some(writer) })
+        let (landing, into) = (into.region.clone(), into.blocks.to_vec());
+        Ok(Self { socket, landing, into, writer: Some(writer) })
     }
 
     /// Moves every block once.
@@ -128,14 +132,14 @@ fn read_all(socket: &mut TcpStream, region: &Region, blocks: &[BlockId]) -> io::
 }
 
 /// Copies every block once, on this thread.
-pub(super) fn memcpy(source: &Region, from: &[BlockId], landing: &Region, into: &[BlockId]) {
-    for (&from, &into) in from.iter().zip(into) {
+pub(super) fn memcpy(from: BlockList<'_>, into: BlockList<'_>) {
+    for (&source, &landing) in from.blocks.iter().zip(into.blocks) {
         // SAFETY: two pools never overlap, both blocks have this length, and no other thread accesses them.
         unsafe {
             std::ptr::copy_nonoverlapping(
-                source.block_ptr(from),
-                landing.block_ptr(into),
-                source.block_bytes(),
+                from.region.block_ptr(source),
+                into.region.block_ptr(landing),
+                from.region.block_bytes(),
             );
         }
     }

@@ -25,7 +25,7 @@ use tokio::sync::Notify;
 use super::leases::{ClosedLease, Lease, LeaseKey, Leases};
 use super::plan::{Dialect, EnginePlan, LoadFailure};
 use super::pool::{BlockHolder, PoolUsage, SimPool};
-use super::text;
+use crate::load::rng::mix;
 
 /// Key of a request in the core.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -256,7 +256,7 @@ impl Core {
             counts: EngineCounts::default(),
             early: HashMap::new(),
             early_ends: VecDeque::new(),
-            next: text::mix(seed),
+            next: mix(seed),
             refused: 0.0,
             sleeps_until_us: 0,
         }
@@ -440,12 +440,8 @@ impl Core {
         let at = REASONS.iter().position(|reason| *reason == end.label()).unwrap_or(1);
         self.counts.ended[at] += 1;
         let internal = request.sent.internal.clone();
-        self.log.emit(
-            0,
-            &internal,
-            0,
-            RequestEvent::Ended { outcome: end.label(), generated, computed, blocks },
-        );
+        let ended = RequestEvent::Ended { outcome: end.label(), generated, computed, blocks };
+        self.log.emit(0, &internal, 0, ended);
         let blocks = std::mem::take(&mut request.blocks);
         if waited && let Some(source) = request.sent.source.take() {
             // Both dialects notify the producer of a request that will not read.
@@ -465,7 +461,7 @@ impl Core {
     /// Opens a lease of a request's computed blocks.
     fn open_lease(&mut self, ticket: Ticket, now_us: u64) {
         self.next += 1;
-        let handle = u128::from(text::mix(self.next)) << 64 | u128::from(text::mix(!self.next));
+        let handle = u128::from(mix(self.next)) << 64 | u128::from(mix(!self.next));
         let request = &self.requests[&ticket];
         let (blocks, left) = (request.blocks.clone(), self.plan.lease);
         let lease = Lease {
@@ -492,12 +488,8 @@ impl Core {
         let expired = &*reason == super::leases::EXPIRED;
         let readers = (usize::from(fetched), 1);
         let held = Duration::from_micros(held_us);
-        self.log.emit(
-            0,
-            &lease.request,
-            0,
-            RequestEvent::LeaseEnded { reason: reason.clone(), blocks: count, readers, held },
-        );
+        let ended = RequestEvent::LeaseEnded { reason: reason.clone(), blocks: count, readers, held };
+        self.log.emit(0, &lease.request, 0, ended);
         self.pool.give_back(&lease.blocks, BlockHolder::Leased);
         if self.plan.faults.double_free && !fetched && !expired {
             self.pool.free_again(&lease.blocks);

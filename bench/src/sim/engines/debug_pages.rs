@@ -85,12 +85,8 @@ pub(super) fn metrics(engine: &Engine) -> String {
         let config = format!(",block_size=\"{}\",num_gpu_blocks=\"{blocks}\"", plan.block_tokens);
         put("vllm:cache_config_info", "gauge", &config, 1.0);
         for (reason, count) in REASONS.iter().zip(counts.ended) {
-            put(
-                "vllm:request_success_total",
-                "counter",
-                &format!(",finished_reason=\"{reason}\""),
-                count as f64,
-            );
+            let reason = format!(",finished_reason=\"{reason}\"");
+            put("vllm:request_success_total", "counter", &reason, count as f64);
         }
         put("vllm:prompt_tokens_total", "counter", "", counts.prompt_tokens as f64);
         put("vllm:generation_tokens_total", "counter", "", counts.generation_tokens as f64);
@@ -104,12 +100,8 @@ pub(super) fn metrics(engine: &Engine) -> String {
         put("vllm:nixl_num_notifications_after_expiry_total", "counter", "", counts.after_expiry as f64);
         let bytes = counts.fetched_blocks * plan.block_tokens as u64 * plan.bytes_per_token;
         put("vllm:nixl_bytes_transferred_sum", "counter", "", bytes as f64);
-        put(
-            "vllm:nixl_bytes_transferred_count",
-            "counter",
-            "",
-            (counts.fetches - counts.failed_fetches) as f64,
-        );
+        let fetched = counts.fetches - counts.failed_fetches;
+        put("vllm:nixl_bytes_transferred_count", "counter", "", fetched as f64);
         if plan.dialect == Dialect::Baton {
             let states = [
                 ("free", usage.free),

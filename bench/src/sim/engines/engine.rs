@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::core::{Action, Core, Source, Ticket};
 use super::faults::READS_LATER;
+use super::leases::ReadEnd;
 use super::plan::{Dialect, EnginePlan};
 use super::pool::Contents;
 use super::role::Role;
@@ -57,7 +58,8 @@ pub(super) struct Engine {
 impl Engine {
     pub(super) fn new(
         plan: EnginePlan,
-        (role, number): (Role, usize),
+        role: Role,
+        number: usize,
         address: SocketAddr,
         peers: &Arc<EngineDirectory>,
         runtime: tokio::runtime::Handle,
@@ -183,16 +185,16 @@ impl Engine {
         self.runtime.spawn(async move {
             if stale {
                 // The fault: the read ends before it reads.
-                producer.drive(|core, now_us| core.end_read(&source.lease, true, now_us));
+                producer.drive(|core, now_us| core.end_read(&source.lease, ReadEnd::Complete, now_us));
                 tokio::time::sleep(takes + READS_LATER).await;
                 let contents = engine.contents_of(&producer, &source);
                 return engine.fetched(ticket, Ok(contents));
             }
             tokio::select! {
-                () = engine.stop.cancelled() => drop(producer.drive(|core, now_us| core.end_read(&source.lease, false, now_us))),
+                () = engine.stop.cancelled() => drop(producer.drive(|core, now_us| core.end_read(&source.lease, ReadEnd::Stopped, now_us))),
                 () = stopped.cancelled() => {
                     producer.drive(|core, now_us| {
-                        core.end_read(&source.lease, false, now_us);
+                        core.end_read(&source.lease, ReadEnd::Stopped, now_us);
                         core.release(&source.lease, "consumer_aborted", now_us);
                     });
                     engine.fetched(ticket, Err("stopped"));
@@ -208,7 +210,7 @@ impl Engine {
             return self.fetched(ticket, Err("failed"));
         }
         let contents = self.contents_of(producer, source);
-        let valid = producer.drive(|core, now_us| core.end_read(&source.lease, true, now_us));
+        let valid = producer.drive(|core, now_us| core.end_read(&source.lease, ReadEnd::Complete, now_us));
         let unverified = !valid && self.plan.dialect == Dialect::Baton;
         self.fetched(ticket, if unverified { Err("gone") } else { Ok(contents) });
     }

@@ -197,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_fault_is_read_as_it_is_written() {
+    fn a_fault_round_trips_as_text() {
         for (name, fault) in NAMES {
             assert_eq!(fault.name(), name);
             let at = FaultAt { fault, at: Some((Role::Decode, 3)) };

@@ -163,6 +163,10 @@ fn name(request: &HttpRequest) -> RequestId {
     })
 }
 
+fn parse_limits() -> ParseLimits {
+    ParseLimits { prompts: 1, ..ParseLimits::default() }
+}
+
 struct CheckedRequest {
     request: GenerateRequest,
     sent: Submission,
@@ -176,8 +180,7 @@ fn prepare(
     id: &RequestId,
 ) -> (Option<Source>, Result<CheckedRequest, Refusal>) {
     let dialect = engine.plan.dialect;
-    let limits = ParseLimits { prompts: 1, ..ParseLimits::default() };
-    let fields = match parse_object(&request.body, &limits) {
+    let fields = match parse_object(&request.body, &parse_limits()) {
         Ok(fields) => fields,
         Err(error) => {
             let salvaged = recover_member(&request.body, PARAMS);
@@ -195,7 +198,7 @@ fn prepare(
         Ok(Intent::Produce) => (Leg::Prefill, None, None),
         Ok(Intent::Consume { source, check }) => (Leg::Decode, Some(source), check),
     };
-    let prepared = judge(engine, endpoint, &fields, &limits, (id, leg, check));
+    let prepared = judge(engine, endpoint, &fields, id, leg, check);
     (source, prepared)
 }
 
@@ -203,14 +206,15 @@ fn judge(
     engine: &Arc<Engine>,
     endpoint: Endpoint,
     fields: &Object,
-    limits: &ParseLimits,
-    (id, leg, check): (&RequestId, Leg, Option<HandoffCheck>),
+    id: &RequestId,
+    leg: Leg,
+    check: Option<HandoffCheck>,
 ) -> Result<CheckedRequest, Refusal> {
     let plan = &engine.plan;
     if leg == Leg::Decode && engine.drive(|core, _| core.refuses()) {
         return Err(Refusal::front(ApiError::unavailable("simulated: refused", RETRY)).elsewhere());
     }
-    let request = GenerateRequest::from_map(endpoint, fields, limits).map_err(|error| {
+    let request = GenerateRequest::from_map(endpoint, fields, &parse_limits()).map_err(|error| {
         // The parser refuses a value of a wrong type, the handler any other.
         let value = error.param.as_deref().and_then(|param| fields.get(param));
         if value.is_some_and(Value::is_number) { Refusal::handler(error) } else { Refusal::front(error) }

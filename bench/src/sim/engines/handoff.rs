@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use super::core::{OpenedLease, Source};
 use super::leases::LeaseKey;
 use super::plan::Dialect;
-use super::text::mix;
+use crate::load::rng::mix;
 
 /// The meaning of a request's `kv_transfer_params`.
 #[derive(Debug)]
@@ -153,7 +153,7 @@ mod tests {
     use baton_connector::handoff::ReplyFacts;
 
     #[test]
-    fn what_one_engine_writes_the_other_reads_and_routers_pass_on() {
+    fn a_written_handoff_is_parsed_by_engine_and_router() {
         let lent = OpenedLease { handle: 7 << 64, blocks: vec![3, 1] };
         let internal = RequestId::new("cmpl-a-0-1").expect("an id");
         for dialect in [Dialect::Baton, Dialect::Vllm] {

@@ -52,6 +52,15 @@ pub(super) struct ClosedLease {
     pub fetched: bool,
 }
 
+/// How a read ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReadEnd {
+    /// The consumer has all blocks.
+    Complete,
+    /// The consumer gave up.
+    Stopped,
+}
+
 /// The result of a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ReleaseOutcome {
@@ -73,7 +82,7 @@ impl ReleaseOutcome {
 }
 
 /// All leases of an engine.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Leases {
     dialect: Dialect,
     live: HashMap<u128, Lease>,
@@ -89,16 +98,7 @@ pub(super) struct Leases {
 
 impl Leases {
     pub(super) fn new(dialect: Dialect) -> Self {
-        Self {
-            dialect,
-            live: HashMap::new(),
-            by_request: HashMap::new(),
-            by_end: BTreeSet::new(),
-            closed: VecDeque::new(),
-            opened: 0,
-            late: 0,
-            unknown: 0,
-        }
+        Self { dialect, ..Self::default() }
     }
 
     pub(super) fn open(&mut self, lease: Lease) {
@@ -142,15 +142,15 @@ impl Leases {
         true
     }
 
-    /// Ends a read, complete or not. Returns whether the lease existed for the whole read, and the closed lease.
-    pub(super) fn end_read(&mut self, key: &LeaseKey, has_everything: bool) -> (bool, Option<ClosedLease>) {
+    /// Ends a read. Returns whether the lease existed for the whole read, and the closed lease.
+    pub(super) fn end_read(&mut self, key: &LeaseKey, end: ReadEnd) -> (bool, Option<ClosedLease>) {
         let Some(lease) = self.find(key) else { return (false, None) };
         lease.readers = lease.readers.saturating_sub(1);
         let (handle, readers) = (lease.handle, lease.readers);
-        let ended = match (has_everything, lease.draining.clone()) {
-            (true, _) => Some(FETCHED.into()),
-            (false, Some(reason)) if readers == 0 => Some(reason),
-            (false, _) => None,
+        let ended = match (end, lease.draining.clone()) {
+            (ReadEnd::Complete, _) => Some(FETCHED.into()),
+            (ReadEnd::Stopped, Some(reason)) if readers == 0 => Some(reason),
+            (ReadEnd::Stopped, _) => None,
         };
         (true, ended.map(|reason| self.close(handle, reason)))
     }
@@ -265,9 +265,9 @@ mod tests {
     fn a_lease_ends_once_and_what_comes_later_is_counted() {
         let mut all = leases(Dialect::Baton);
         assert!(all.begin_read(&KEY));
-        let (valid, closed) = all.end_read(&KEY, true);
+        let (valid, closed) = all.end_read(&KEY, ReadEnd::Complete);
         assert!(valid && closed.is_some_and(|closed| closed.fetched));
-        assert!(!all.end_read(&KEY, true).0);
+        assert!(!all.end_read(&KEY, ReadEnd::Complete).0);
         assert!(!all.begin_read(&KEY));
         assert_eq!(all.release(&KEY, "client_gone", 5).0, ReleaseOutcome::Already);
         assert_eq!(all.release(&LeaseKey::Handle(9), "client_gone", 5).0, ReleaseOutcome::Unknown);
@@ -276,12 +276,12 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_is_waited_for_by_baton_and_not_by_vllm() {
+    fn baton_awaits_a_reader_and_vllm_does_not() {
         for (dialect, waits) in [(Dialect::Baton, true), (Dialect::Vllm, false)] {
             let mut all = leases(dialect);
             assert!(all.begin_read(&KEY));
             assert_eq!(all.expire(100).is_none(), waits);
-            let (valid, closed) = all.end_read(&KEY, true);
+            let (valid, closed) = all.end_read(&KEY, ReadEnd::Complete);
             assert_eq!((valid, closed.is_some()), (waits, waits));
         }
         let mut all = leases(Dialect::Baton);
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sign_of_life_moves_the_end_and_never_back() {
+    fn a_heartbeat_only_extends_the_expiry() {
         let mut all = leases(Dialect::Vllm);
         all.renew(&KEY, 250);
         all.renew(&KEY, 200);

@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_freed_last_is_given_out_next() {
+    fn the_last_freed_block_is_allocated_next() {
         let mut pool = SimPool::new(8);
         let first = pool.take(3, BlockHolder::Active).expect("eight are free");
         assert!(pool.take(6, BlockHolder::Active).is_none(), "five are free");
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_freed_twice_has_two_owners_and_shows_in_the_sum() {
+    fn a_double_free_gives_a_block_two_owners_and_a_wrong_sum() {
         let mut pool = SimPool::new(4);
         let blocks = pool.take(2, BlockHolder::Leased).expect("four are free");
         pool.give_back(&blocks, BlockHolder::Leased);

@@ -68,7 +68,7 @@ impl TestFleet {
     }
 
     /// Sends a prefill and returns the request for the decode engine.
-    async fn lent(&self, ask: &Value) -> Value {
+    async fn open_lease(&self, ask: &Value) -> Value {
         let reply = self.complete(Role::Prefill, &first_leg(ask)).await;
         let mut second = ask.clone();
         second["kv_transfer_params"] = reply["kv_transfer_params"].clone();

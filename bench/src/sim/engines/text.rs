@@ -8,6 +8,8 @@
 use baton_openai::{Input, Prompt};
 use serde_json::Value;
 
+use crate::load::rng::mix;
+
 /// Ids are below this.
 const VOCABULARY: u64 = 1 << 20;
 /// Bytes of a word that are one token.
@@ -23,14 +25,6 @@ const WORDS: [&str; 64] = [
     " quill", " raven", " reed", " ridge", " river", " saddle", " sage", " shore", " slate", " stone",
     " thorn", " tide", " walnut", " willow",
 ];
-
-/// One of splitmix64's steps.
-pub(super) fn mix(of: u64) -> u64 {
-    let of = of.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let of = (of ^ (of >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let of = (of ^ (of >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    of ^ (of >> 31)
-}
 
 /// Appends the tokens of a text.
 pub(super) fn tokenize(text: &str, into: &mut Vec<u32>) {
@@ -100,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_content_follows_from_everything_before_it() {
+    fn block_contents_depend_on_all_earlier_tokens() {
         let mut tokens = Vec::new();
         tokenize("one two three four five six internationalization", &mut tokens);
         assert_eq!(tokens.len(), 9, "three pieces of the long word");
@@ -111,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn words_follow_from_the_contents() {
+    fn generated_words_depend_on_the_block_contents() {
         let words =
             |contents: &[u64]| -> String { (0..32).map(|n| word(contents.iter().copied(), n)).collect() };
         assert_eq!(words(&[1, 2, 3]), words(&[1, 2, 3]));

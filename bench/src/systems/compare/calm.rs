@@ -39,6 +39,10 @@ pub(super) fn prompt(number: usize, words: usize) -> Prompt {
     Prompt::Text((0..words).map(|word| format!("w{number}x{word} ")).collect())
 }
 
+pub(super) fn completion<'a>(args: &'a CompareArgs, prompt: &'a Prompt) -> CompletionSpec<'a> {
+    CompletionSpec::new(Endpoint::Completions, &args.model, prompt, args.output_tokens as u32)
+}
+
 pub(super) async fn round(
     args: &CompareArgs,
     contender: &CompareTarget,
@@ -85,13 +89,7 @@ async fn closed_loop(
                     return calls;
                 }
                 let prompt = prompt(first + number, args.prompt_tokens);
-                let ask = CompletionSpec::new(
-                    Endpoint::Completions,
-                    &args.model,
-                    &prompt,
-                    args.output_tokens as u32,
-                )
-                .prepare();
+                let ask = completion(&args, &prompt).prepare();
                 calls.push(client.call(&ask, &CancelTrigger::Never, DisconnectKind::Fin).await);
             }
         });

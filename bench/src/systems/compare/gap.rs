@@ -12,12 +12,10 @@ use serde::Serialize;
 use serde_json::Value;
 use tokio_util::sync::CancellationToken;
 
-use super::calm::{client, prompt};
+use super::calm::{client, completion, prompt};
 use super::{CompareArgs, CompareTarget};
 use crate::BenchError;
-use crate::load::{
-    Call, CallOutcome, CancelTrigger, CompletionSpec, Connections, DisconnectKind, Endpoint, Moment,
-};
+use crate::load::{Call, CallOutcome, CancelTrigger, CompletionSpec, Connections, DisconnectKind, Moment};
 use crate::sim::engines::{Role, SimFleet};
 
 /// Cancelled requests at a time: enough for a storm, but too few to fill a queue.
@@ -118,13 +116,7 @@ pub(super) async fn round(
             leaving.push((tag.clone(), leave));
             calls.spawn(async move {
                 let prompt = prompt(round * args.cancels + number, args.prompt_tokens);
-                let spec = CompletionSpec::new(
-                    Endpoint::Completions,
-                    &args.model,
-                    &prompt,
-                    args.output_tokens as u32,
-                );
-                let ask = CompletionSpec { user: Some(&tag), ..spec }.prepare();
+                let ask = CompletionSpec { user: Some(&tag), ..completion(&args, &prompt) }.prepare();
                 let call = client.call(&ask, &CancelTrigger::When(leaves), DisconnectKind::Fin).await;
                 (tag, call)
             });
@@ -141,7 +133,7 @@ pub(super) async fn round(
         }
         for (tag, _) in leaving {
             let call = &left[&tag];
-            cancelled.push(watch.judge(args, (round, tag), call).await);
+            cancelled.push(watch.judge(args, round, tag, call).await);
         }
     }
     Ok(cancelled)
@@ -151,7 +143,8 @@ impl LogReader {
     async fn judge(
         &mut self,
         args: &CompareArgs,
-        (round, tag): (usize, String),
+        round: usize,
+        tag: String,
         call: &Call,
     ) -> CancelledRequest {
         let lent = self.until(&tag, "lease_opened", Duration::ZERO).await;

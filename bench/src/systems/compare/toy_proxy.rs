@@ -28,7 +28,6 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use serde_json::{Map, Value, json};
 use tokio::net::TcpListener;
-use tokio_util::sync::CancellationToken;
 
 use crate::systems::router::RouterBenchError;
 use crate::systems::router::gateway::{self, Gateway};
@@ -49,32 +48,14 @@ struct ToyProxy {
 
 /// Starts the proxy on threads of this process.
 pub(super) async fn start(engines: EngineAddresses) -> Result<Gateway, RouterBenchError> {
-    let system = |error| RouterBenchError::System("no toy proxy", error);
-    let listener = std::net::TcpListener::bind(gateway::any()).map_err(system)?;
-    listener.set_nonblocking(true).map_err(system)?;
-    let address = listener.local_addr().map_err(system)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .thread_name(THREADS)
-        .enable_all()
-        .build()
-        .map_err(system)?;
-    let stop = CancellationToken::new();
-    let stopped = stop.clone();
-    let ended = std::thread::spawn(move || {
-        // The runtime's threads do the work, and their CPU time is counted. This thread only waits.
-        runtime.block_on(async {
-            let serving = tokio::spawn(serve(listener, engines));
-            stopped.cancelled().await;
-            serving.abort();
-        });
-        runtime.shutdown_background();
-    });
-    Ok(Gateway::threads("toy-proxy", THREADS, address, move || {
-        stop.cancel();
-        // A panic was already printed to standard error.
-        let _ = ended.join();
-    }))
+    let start = move || async move {
+        let system = |error| RouterBenchError::System("no toy proxy", error);
+        let listener = std::net::TcpListener::bind(gateway::any()).map_err(system)?;
+        listener.set_nonblocking(true).map_err(system)?;
+        let address = listener.local_addr().map_err(system)?;
+        Ok::<_, RouterBenchError>((address, serve(listener, engines)))
+    };
+    Gateway::threads("toy-proxy", THREADS, start).await
 }
 
 async fn serve(listener: std::net::TcpListener, engines: EngineAddresses) {
@@ -208,7 +189,7 @@ mod tests {
     use crate::systems::router::connection::{self, KeptConnection};
 
     #[tokio::test]
-    async fn it_asks_one_engine_and_then_the_other() {
+    async fn the_proxy_calls_prefill_and_then_decode() {
         let fleet = SimFleet::start(FleetPlan::new(1, 1, EnginePlan::instant())).expect("a fleet");
         let engines = EngineAddresses { prefill: fleet.prefill()[0], decode: fleet.decode()[0] };
         let toy = start(engines).await.expect("it starts");

@@ -19,7 +19,8 @@ use super::probabilities::{
     BEAT_US, CHUNK_US, COMES_BACK_US, LEAVES_GAP, LEAVES_PREFILL, LEAVES_QUEUE, LEAVES_READ, LEAVES_STREAM,
     QUEUE_US, READ_US, REPLY_ON_ITS_WAY, SILENT, SILENT_US, STREAM_US, THINKS_US,
 };
-use super::simulation::{FleetEvent, FleetSim, mixed};
+use super::simulation::{FleetEvent, FleetSim};
+use crate::load::rng::mix;
 
 /// Attempts of one leg, as the router's `attempts`.
 const TRIES: usize = 3;
@@ -143,7 +144,7 @@ impl ClientSlot {
     }
 }
 
-impl FleetSim {
+impl FleetSim<'_> {
     /// Schedules the next step of a request, which replaces earlier ones.
     fn schedule(&mut self, slot: usize, us: u64, stage: RequestStage) {
         let client = &mut self.clients[slot];
@@ -164,14 +165,14 @@ impl FleetSim {
 
     /// A client begins a request.
     pub(super) fn begin(&mut self, slot: usize) {
-        self.begun += 1;
+        self.outcome.begun += 1;
         self.living += 1;
         let beginnings = BEGINNINGS_PER_ENGINE * self.setup.engines as u64;
         // The bound is drawn too, so that some beginnings are far more frequent than others.
         let bound = 1 + self.rng.below(beginnings);
         let beginning = self.rng.below(bound);
         let own = 1 + self.rng.below(OWN_CHUNKS);
-        let number = self.begun;
+        let number = self.outcome.begun;
         let now = self.now;
         let client = &mut self.clients[slot];
         let (router, turn) = (client.router, client.turn);
@@ -180,12 +181,12 @@ impl FleetSim {
         client.turn = turn;
         client.id = RequestId::new(&format!("cmpl-{number:032x}")).expect("printable");
         client.beginning = beginning as u32;
-        let shared = (0..SHARED_CHUNKS).map(|n| mixed(beginning << 8 | n));
-        let own = (0..own).map(|n| mixed((number + (1 << 32)) << 8 | n));
+        let shared = (0..SHARED_CHUNKS).map(|n| mix(beginning << 8 | n));
+        let own = (0..own).map(|n| mix((number + (1 << 32)) << 8 | n));
         client.asked.prefix = shared.chain(own).collect();
         client.asked.tokens = client.blocks() as u64 * CHUNK_TOKENS;
         client.asked.chunk_tokens = CHUNK_TOKENS as f64;
-        client.asked.session = Some(mixed(slot as u64));
+        client.asked.session = Some(mix(slot as u64));
         client.entered = Some(self.routers[router].begin_request(&client.id, now));
         if self.choose_decode(slot) {
             self.ask_prefill(slot);
@@ -200,10 +201,10 @@ impl FleetSim {
     fn choose_decode(&mut self, slot: usize) -> bool {
         let client = &self.clients[slot];
         let router = &self.routers[client.router];
-        let (reservation, ns) = self.costs.timed(|| router.reserve_decode(&client.asked, &client.tried[1]));
-        self.costs.count(DecisionKind::ChooseDecode, ns);
-        let reservation = reservation.ok();
-        let Some(reservation) = reservation else { return false };
+        let (reservation, ns) =
+            self.outcome.costs.timed(|| router.reserve_decode(&client.asked, &client.tried[1]));
+        self.outcome.costs.count(DecisionKind::ChooseDecode, ns);
+        let Ok(reservation) = reservation else { return false };
         self.arrives(1, reservation.engine);
         self.clients[slot].decoding = reservation.engine;
         self.clients[slot].decode = Some(reservation);
@@ -212,7 +213,7 @@ impl FleetSim {
 
     fn arrives(&mut self, leg: usize, engine: usize) {
         self.at[engine] += 1;
-        self.most_at_one[leg] = self.most_at_one[leg].max(self.at[engine]);
+        self.outcome.most_at_one[leg] = self.outcome.most_at_one[leg].max(self.at[engine]);
     }
 
     /// Releases a reservation, after it has reported the response time of an engine that served. Returns the
@@ -226,7 +227,7 @@ impl FleetSim {
                 reservation.complete();
             }
         };
-        self.costs.timed(give_back).1
+        self.outcome.costs.timed(give_back).1
     }
 
     fn ask_prefill(&mut self, slot: usize) {
@@ -235,8 +236,8 @@ impl FleetSim {
             let decode = client.decode.as_ref().expect("a decode engine is set aside before");
             let router = &self.routers[client.router];
             let (chosen, ns) =
-                self.costs.timed(|| router.reserve_prefill(&client.asked, decode, &client.tried[0]));
-            self.costs.count(DecisionKind::ChoosePrefill, ns);
+                self.outcome.costs.timed(|| router.reserve_prefill(&client.asked, decode, &client.tried[0]));
+            self.outcome.costs.count(DecisionKind::ChoosePrefill, ns);
             let Ok(Some(reservation)) = chosen else { break };
             let engine = reservation.engine;
             let attempt = self.clients[slot].attempt(0);
@@ -256,9 +257,9 @@ impl FleetSim {
             client.computing = (engine, epoch);
             let (beginning, mut chunks) = (client.beginning, client.blocks() as u64);
             let cached = self.engines[engine].computes(beginning);
-            if self.costs.counting {
-                self.hits[0] += if cached { SHARED_CHUNKS } else { 0 };
-                self.hits[1] += SHARED_CHUNKS;
+            if self.outcome.costs.counting {
+                self.outcome.hits[0] += if cached { SHARED_CHUNKS } else { 0 };
+                self.outcome.hits[1] += SHARED_CHUNKS;
             }
             chunks -= if cached { SHARED_CHUNKS } else { 0 };
             let us = self.mean(CHUNK_US * chunks as f64);
@@ -331,7 +332,7 @@ impl FleetSim {
         let client = &mut self.clients[slot];
         client.lent = Some(LeaseRef { engine, epoch, handle });
         client.lease_ns = 0;
-        self.leases.opened += 1;
+        self.outcome.leases.opened += 1;
         self.on_ledger(slot, |ledger, now| {
             assert!(
                 ledger.open(grant, now).is_ok(),
@@ -479,7 +480,7 @@ impl FleetSim {
         let landing = std::mem::take(&mut client.landing);
         let engine = &mut self.engines[client.decoding];
         if engine.epoch == client.epoch {
-            engine.free(&landing, &mut self.faults);
+            engine.free(&landing, &mut self.outcome.faults);
         }
     }
 
@@ -560,17 +561,17 @@ impl FleetSim {
     fn ends(&mut self, slot: usize, outcome: Outcome, reply_comes: bool) {
         let client = &mut self.clients[slot];
         client.ended += 1;
-        self.faults.endings_wrong += u64::from(client.ended != 1);
-        *self.endings.entry(outcome.label()).or_default() += 1;
+        self.outcome.faults.endings_wrong += u64::from(client.ended != 1);
+        *self.outcome.endings.entry(outcome.label()).or_default() += 1;
         let completed = outcome == Outcome::Completed;
         let (prefill, decode, entered) = (client.prefill.take(), client.decode.take(), client.entered.take());
         let (router, mut ns) = (client.router, client.finish_ns);
         self.release_reservation(prefill, None);
         ns += self.release_reservation(decode, completed.then_some(Duration::from_millis(600)));
         let leave = || entered.into_iter().for_each(|entered| self.routers[router].end_request(entered));
-        ns += self.costs.timed(leave).1;
+        ns += self.outcome.costs.timed(leave).1;
         if completed {
-            self.costs.count(DecisionKind::Finish, ns);
+            self.outcome.costs.count(DecisionKind::Finish, ns);
         }
         if self.clients[slot].fetch.as_ref().is_some_and(|fetch| !fetch.is_over()) {
             // The landing blocks are freed when the fetch is over.

@@ -45,14 +45,16 @@ pub(crate) struct DecisionCosts {
     pub(crate) counting: bool,
 }
 
-impl DecisionCosts {
-    pub(crate) fn new() -> Self {
+impl Default for DecisionCosts {
+    fn default() -> Self {
         let histogram = || Histogram::new_with_max(10_000_000_000, 3).expect("bounds that are in order");
         let mut samples: Vec<u64> = (0..2_001).map(|_| nanoseconds(Instant::now())).collect();
         samples.sort_unstable();
         Self { times: std::array::from_fn(|_| histogram()), clock_ns: samples[1_000], counting: false }
     }
+}
 
+impl DecisionCosts {
     /// Runs a closure and returns its duration in nanoseconds.
     pub(crate) fn timed<T>(&self, run: impl FnOnce() -> T) -> (T, u64) {
         let begun = Instant::now();

@@ -9,6 +9,7 @@ use std::collections::HashMap;
 use baton_connector::lease::{CloseCause, LeaseTerms};
 use baton_connector::ledger::{ClosedLease, LeaseSpec, Ledger};
 use baton_connector::{BlockId, Handle, RequestId, Time};
+use serde::Serialize;
 
 /// Maximum cached prompt beginnings of an engine.
 const CACHED_MAX: usize = 64;
@@ -33,7 +34,7 @@ pub(crate) struct Violations {
 }
 
 /// How leases ended.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct LeaseCounts {
     pub(crate) opened: u64,
     pub(crate) fetched: u64,

@@ -19,10 +19,11 @@ use baton_connector::ledger::Ledger;
 use baton_router::sim_router::{self, SimRouter};
 use baton_router::{GenerationError, RouterConfig};
 
+use super::FleetOptions;
 use super::client::{ClientSlot, RequestStage};
 use super::costs::{DecisionCosts, DecisionKind};
 use super::engine::{FleetEngine, LeaseCounts, PlantedFault, Violations};
-use super::memory::resident_bytes;
+use crate::common::machine;
 use crate::load::rng::Rng;
 
 /// Virtual time between two looks at loads and expired leases.
@@ -36,36 +37,25 @@ const DIES_EVERY_US: f64 = 2e6;
 const AWAY_US: f64 = 10e6;
 
 /// Parameters of a simulation.
-#[derive(Clone, Debug)]
-pub(crate) struct FleetSetup {
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FleetSetup<'a> {
+    /// The options of all simulations.
+    pub(crate) options: &'a FleetOptions,
     pub(crate) engines: usize,
-    /// Requests alive at once.
-    pub(crate) requests: usize,
-    /// Further requests, as a multiple of `requests`.
-    pub(crate) turnover: f64,
     /// As in a configuration.
-    pub(crate) policy: String,
-    pub(crate) routers: usize,
-    /// Maximum requests of each router at each engine.
-    pub(crate) max_in_flight: Option<usize>,
-    /// Waiting requests at which a decode engine is full.
-    pub(crate) max_waiting: Option<u32>,
-    /// Requests that a decode engine runs at once.
-    pub(crate) engine_capacity: Option<u32>,
-    pub(crate) explain: bool,
-    pub(crate) seed: u64,
+    pub(crate) policy: &'a str,
     pub(crate) plant: Option<PlantedFault>,
 }
 
-impl FleetSetup {
+impl FleetSetup<'_> {
     /// Number of requests of the run.
     fn target(&self) -> u64 {
-        self.requests as u64 + (self.requests as f64 * self.turnover) as u64
+        self.options.requests as u64 + (self.options.requests as f64 * self.options.turnover) as u64
     }
 }
 
-/// The result of a simulation.
-#[derive(Debug)]
+/// The result of a simulation, filled in as it goes on.
+#[derive(Debug, Default)]
 pub(crate) struct FleetOutcome {
     pub(crate) costs: DecisionCosts,
     pub(crate) leases: LeaseCounts,
@@ -153,8 +143,8 @@ pub(super) enum FleetEvent {
 }
 
 /// The simulation.
-pub(super) struct FleetSim {
-    pub(super) setup: FleetSetup,
+pub(super) struct FleetSim<'a> {
+    pub(super) setup: FleetSetup<'a>,
     pub(super) routers: Vec<SimRouter>,
     /// Prefill engines, then decode engines.
     pub(super) engines: Vec<FleetEngine>,
@@ -163,44 +153,36 @@ pub(super) struct FleetSim {
     sequence: u64,
     pub(super) now: Time,
     pub(super) rng: Rng,
-    pub(super) costs: DecisionCosts,
-    pub(super) leases: LeaseCounts,
-    pub(super) faults: Violations,
+    pub(super) outcome: FleetOutcome,
     pub(super) plant: Option<PlantedFault>,
-    pub(super) endings: BTreeMap<&'static str, u64>,
-    pub(super) begun: u64,
     pub(super) living: usize,
     /// Clients that were refused and have not retried.
     pub(super) turned_away: usize,
-    pub(super) hits: [u64; 2],
     /// Requests at each engine, from all routers.
     pub(super) at: Vec<u32>,
-    pub(super) most_at_one: [u32; 2],
-    alive_most: usize,
-    died: u64,
-    imbalance: [Imbalance; 2],
-    crowd: CapacityStats,
-    digest: u64,
 }
 
 /// Simulates to the end.
 ///
 /// # Errors
 /// If the configuration allows no router.
-pub(crate) fn simulate(setup: &FleetSetup) -> Result<FleetOutcome, GenerationError> {
-    sim_router::reseed(setup.seed);
-    let before = resident_bytes();
+pub(crate) fn simulate(setup: FleetSetup<'_>) -> Result<FleetOutcome, GenerationError> {
+    sim_router::reseed(setup.options.seed);
+    // 0 without `/proc`.
+    let resident = || machine::resident_bytes("self").unwrap_or(0);
+    let before = resident();
     let mut world = FleetSim::new(setup)?;
-    let with_routers = resident_bytes();
+    let with_routers = resident();
     world.fill();
     let target = setup.target();
     let mut with_requests = None;
     let mut quiet_from = None;
     while let Some(Reverse((at, _, what))) = world.events.pop() {
         world.now = Time(at);
-        world.digest = (world.digest ^ at ^ (event_order(what) << 40)).wrapping_mul(0x0000_0100_0000_01b3);
+        world.outcome.digest =
+            (world.outcome.digest ^ at ^ (event_order(what) << 40)).wrapping_mul(0x0000_0100_0000_01b3);
         match what {
-            FleetEvent::Begin(slot) if world.begun < target => world.begin(slot as usize),
+            FleetEvent::Begin(slot) if world.outcome.begun < target => world.begin(slot as usize),
             FleetEvent::Begin(_) => {}
             FleetEvent::Comes(slot, turn, stage) => world.run_stage(slot as usize, turn, stage),
             FleetEvent::Dies if quiet_from.is_none() => world.kill_engine(),
@@ -208,22 +190,23 @@ pub(crate) fn simulate(setup: &FleetSetup) -> Result<FleetOutcome, GenerationErr
             FleetEvent::Back(engine) => world.restart_engine(engine as usize),
             FleetEvent::Look => world.look(),
         }
-        world.alive_most = world.alive_most.max(world.living);
-        if with_requests.is_none() && world.begun >= setup.requests as u64 {
-            world.costs.counting = true;
-            with_requests = Some(resident_bytes());
+        world.outcome.alive_most = world.outcome.alive_most.max(world.living);
+        if with_requests.is_none() && world.outcome.begun >= setup.options.requests as u64 {
+            world.outcome.costs.counting = true;
+            with_requests = Some(resident());
         }
-        if world.begun >= target && world.living == 0 {
+        if world.outcome.begun >= target && world.living == 0 {
             let from = *quiet_from.get_or_insert(at);
             if at > from + QUIET_US {
                 break;
             }
         }
     }
-    let per = |more: usize, less: usize, of: usize| more.saturating_sub(less) as f64 / of.max(1) as f64;
-    let bytes_per_engine = per(with_routers, before, setup.engines * setup.routers);
-    let bytes_per_request = per(with_requests.unwrap_or(0), with_routers, setup.requests);
-    Ok(world.outcome(bytes_per_engine, bytes_per_request))
+    let per = |more: u64, less: u64, of: usize| more.saturating_sub(less) as f64 / of.max(1) as f64;
+    let mut outcome = world.finish();
+    outcome.bytes_per_engine = per(with_routers, before, setup.engines * setup.options.routers);
+    outcome.bytes_per_request = per(with_requests.unwrap_or(0), with_routers, setup.options.requests);
+    Ok(outcome)
 }
 
 fn event_order(what: FleetEvent) -> u64 {
@@ -236,40 +219,29 @@ fn event_order(what: FleetEvent) -> u64 {
     }
 }
 
-impl FleetSim {
-    fn new(setup: &FleetSetup) -> Result<Self, GenerationError> {
+impl<'a> FleetSim<'a> {
+    fn new(setup: FleetSetup<'a>) -> Result<Self, GenerationError> {
         let names: Vec<String> = (0..setup.engines).map(|n| format!("engine-{n}.fleet:8000")).collect();
         let yaml = configuration(setup, &names);
         let router = || {
             let config = RouterConfig::from_yaml(&yaml, "fleet.yaml")?;
             SimRouter::new(config, &names)
         };
-        let routers = (0..setup.routers).map(|_| router()).collect::<Result<Vec<_>, _>>()?;
+        let routers = (0..setup.options.routers).map(|_| router()).collect::<Result<Vec<_>, _>>()?;
         Ok(Self {
             routers,
             engines: (0..setup.engines).map(|_| FleetEngine::new()).collect(),
-            clients: Vec::with_capacity(setup.requests),
+            clients: Vec::with_capacity(setup.options.requests),
             events: BinaryHeap::new(),
             sequence: 0,
             now: Time::ZERO,
-            rng: Rng::new(setup.seed),
-            costs: DecisionCosts::new(),
-            leases: LeaseCounts::default(),
-            faults: Violations::default(),
+            rng: Rng::new(setup.options.seed),
+            outcome: FleetOutcome { digest: 0xcbf2_9ce4_8422_2325, ..FleetOutcome::default() },
             plant: setup.plant,
-            endings: BTreeMap::new(),
-            begun: 0,
             living: 0,
             turned_away: 0,
-            hits: [0; 2],
             at: vec![0; setup.engines],
-            most_at_one: [0; 2],
-            alive_most: 0,
-            died: 0,
-            imbalance: Default::default(),
-            crowd: CapacityStats::default(),
-            digest: 0xcbf2_9ce4_8422_2325,
-            setup: setup.clone(),
+            setup,
         })
     }
 
@@ -279,8 +251,8 @@ impl FleetSim {
     }
 
     fn fill(&mut self) {
-        for slot in 0..self.setup.requests {
-            self.clients.push(ClientSlot::new(slot % self.setup.routers));
+        for slot in 0..self.setup.options.requests {
+            self.clients.push(ClientSlot::new(slot % self.setup.options.routers));
             let at = self.rng.below(RAMP_US);
             self.after(at, FleetEvent::Begin(slot as u32));
         }
@@ -314,15 +286,15 @@ impl FleetSim {
         if !engine.alive || engine.epoch != lent.epoch {
             return None;
         }
-        let ((result, settled), ns) = self.costs.timed(|| {
+        let ((result, settled), ns) = self.outcome.costs.timed(|| {
             let result = run(engine.ledger(), now);
             (result, engine.ledger().take_closed())
         });
         client.lease_ns += ns;
         if settled.iter().any(|settled| settled.handle == lent.handle) {
-            self.costs.count(DecisionKind::Lease, client.lease_ns);
+            self.outcome.costs.count(DecisionKind::Lease, client.lease_ns);
         }
-        engine.reclaim(settled, &mut self.leases, &mut self.faults, &mut self.plant);
+        engine.reclaim(settled, &mut self.outcome.leases, &mut self.outcome.faults, &mut self.plant);
         Some(result)
     }
 
@@ -331,17 +303,17 @@ impl FleetSim {
             if engine.next_deadline().is_some_and(|due| due <= self.now) {
                 engine.ledger().tick(self.now);
                 let settled = engine.ledger().take_closed();
-                engine.reclaim(settled, &mut self.leases, &mut self.faults, &mut self.plant);
+                engine.reclaim(settled, &mut self.outcome.leases, &mut self.outcome.faults, &mut self.plant);
             }
         }
-        if self.costs.counting && self.living * 2 > self.setup.requests {
+        if self.outcome.costs.counting && self.living * 2 > self.setup.options.requests {
             let prefills = self.prefills();
             for (leg, range) in [0..prefills, prefills..self.engines.len()].into_iter().enumerate() {
                 let alive = range.filter(|&engine| self.engines[engine].alive).map(|engine| self.at[engine]);
-                self.imbalance[leg].look(alive);
+                self.outcome.imbalance[leg].look(alive);
             }
         }
-        if let Some(room) = self.setup.engine_capacity {
+        if let Some(room) = self.setup.options.engine_capacity {
             self.sample_capacity(room);
         }
         self.after(LOOK_US, FleetEvent::Look);
@@ -349,10 +321,10 @@ impl FleetSim {
 
     fn sample_capacity(&mut self, room: u32) {
         let alive = (self.prefills()..self.engines.len()).filter(|&engine| self.engines[engine].alive);
-        if self.costs.counting && self.begun < self.setup.target() {
-            self.crowd.look(alive.clone().map(|engine| self.at[engine]), room, self.turned_away);
+        if self.outcome.costs.counting && self.outcome.begun < self.setup.target() {
+            self.outcome.crowd.look(alive.clone().map(|engine| self.at[engine]), room, self.turned_away);
         }
-        if self.setup.max_waiting.is_some() {
+        if self.setup.options.max_waiting.is_some() {
             for engine in alive {
                 let (running, waiting) = (self.at[engine].min(room), self.at[engine].saturating_sub(room));
                 self.routers.iter().for_each(|router| router.report_load(engine, running, waiting));
@@ -371,8 +343,8 @@ impl FleetSim {
         if !self.engines[failed_engine].alive || dead >= (leg.len() / 20).max(1) || leg.len() - dead < 2 {
             return;
         }
-        self.died += 1;
-        self.engines[failed_engine].die(&mut self.leases, &mut self.faults);
+        self.outcome.engines_died += 1;
+        self.engines[failed_engine].die(&mut self.outcome.leases, &mut self.outcome.faults);
         let back = self.mean(AWAY_US);
         self.after(back, FleetEvent::Back(failed_engine as u32));
         let broken: Vec<(usize, Phase)> = (0..self.clients.len())
@@ -394,43 +366,30 @@ impl FleetSim {
         self.routers.iter().for_each(|router| router.recover(engine));
     }
 
-    fn outcome(mut self, bytes_per_engine: f64, bytes_per_request: f64) -> FleetOutcome {
+    fn finish(mut self) -> FleetOutcome {
         for engine in &self.engines {
-            engine.audit(&mut self.faults);
+            engine.audit(&mut self.outcome.faults);
         }
         let left: usize = self.routers.iter().flat_map(SimRouter::loads).sum();
-        self.faults.requests_left = left as u64 + self.at.iter().map(|&at| u64::from(at)).sum::<u64>();
-        let ended: u64 = self.endings.values().sum();
-        self.faults.endings_wrong += ended.abs_diff(self.begun);
-        FleetOutcome {
-            costs: self.costs,
-            leases: self.leases,
-            faults: self.faults,
-            endings: self.endings,
-            begun: self.begun,
-            alive_most: self.alive_most,
-            engines_died: self.died,
-            virtual_s: self.now.0 as f64 / 1e6,
-            imbalance: self.imbalance,
-            crowd: self.crowd,
-            most_at_one: self.most_at_one,
-            hits: self.hits,
-            bytes_per_engine,
-            bytes_per_request,
-            digest: self.digest,
-        }
+        let at: u64 = self.at.iter().map(|&at| u64::from(at)).sum();
+        self.outcome.faults.requests_left = left as u64 + at;
+        let ended: u64 = self.outcome.endings.values().sum();
+        self.outcome.faults.endings_wrong += ended.abs_diff(self.outcome.begun);
+        self.outcome.virtual_s = self.now.0 as f64 / 1e6;
+        self.outcome
     }
 }
 
 /// A router's configuration. The first half of the engines prefill, the others decode.
-fn configuration(setup: &FleetSetup, names: &[String]) -> String {
+fn configuration(setup: FleetSetup<'_>, names: &[String]) -> String {
     let (prefill, decode) = names.split_at(setup.engines / 2);
-    let in_flight = setup.max_in_flight.map(|most| format!("max_in_flight: {most}"));
-    let waiting = setup.max_waiting.map(|most| format!("max_waiting: {most}"));
+    let in_flight = setup.options.max_in_flight.map(|most| format!("max_in_flight: {most}"));
+    let waiting = setup.options.max_waiting.map(|most| format!("max_waiting: {most}"));
     let capacity: Vec<String> = in_flight.into_iter().chain(waiting).collect();
     let capacity = format!("      capacity: {{{}}}\n", capacity.join(", "));
     // Load reports expire by the real clock, but arrive by the virtual one.
-    let load = if setup.max_waiting.is_some() { "{interval_ms: 1000, stale_ms: 3600000}" } else { "{}" };
+    let load =
+        if setup.options.max_waiting.is_some() { "{interval_ms: 1000, stale_ms: 3600000}" } else { "{}" };
     let pool = |engines: &[String], capacity: &str| {
         let engines: String = engines.iter().map(|name| format!("        - url: http://{name}\n")).collect();
         format!("      policy: {}\n{capacity}      engines:\n{engines}", setup.policy)
@@ -438,16 +397,8 @@ fn configuration(setup: &FleetSetup, names: &[String]) -> String {
     format!(
         "listen: 127.0.0.1:0\nhealth: {{active: {{interval_ms: 0}}, outlier: {{interval_ms: 0}}, load: {load}}}\n\
          explain: {{requests: {}}}\nmodels:\n  - name: m\n    prefill:\n{}    decode:\n{}",
-        if setup.explain { 4_096 } else { 0 },
+        if setup.options.no_explain { 0 } else { 4_096 },
         pool(prefill, ""),
         pool(decode, &capacity),
     )
-}
-
-/// A hash: all bits differ from those of the next number.
-pub(super) fn mixed(number: u64) -> u64 {
-    let mut mixed = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ (mixed >> 31)
 }

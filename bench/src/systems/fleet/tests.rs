@@ -27,7 +27,7 @@ fn report(options: &FleetOptions) -> Value {
 }
 
 #[test]
-fn every_lease_of_a_small_fleet_is_settled_in_every_way_that_leases_end() {
+fn a_small_fleet_settles_every_lease_by_every_close_cause() {
     let all = ["round_robin", "random", "power_of_two", "least_load", "consistent_hash", "prefix_aware"];
     let options = FleetOptions { policy: all.map(str::to_owned).to_vec(), ..options() };
     let report = report(&options);
@@ -54,7 +54,7 @@ fn every_lease_of_a_small_fleet_is_settled_in_every_way_that_leases_end() {
 }
 
 #[test]
-fn a_seed_is_a_run_and_another_seed_another() {
+fn a_run_follows_from_its_seed() {
     let digests = |seed| {
         let report = report(&FleetOptions { seed, ..options() });
         let runs = report["runs"].as_array().expect("runs");
@@ -66,7 +66,7 @@ fn a_seed_is_a_run_and_another_seed_another() {
 }
 
 #[test]
-fn the_report_has_every_number_that_is_documented() {
+fn the_report_contains_every_documented_number() {
     let report = report(&options());
     for key in ["date", "machine", "requests", "turnover", "routers", "explain", "seed", "clock_ns"] {
         assert!(!report[key].is_null(), "{key}");
@@ -96,7 +96,7 @@ fn the_report_has_every_number_that_is_documented() {
 }
 
 #[test]
-fn what_is_broken_on_purpose_is_found() {
+fn planted_faults_are_found() {
     for (plant, name) in [
         (PlantedFault::DroppedRelease, "stranded_leases 1"),
         (PlantedFault::KeptBlocks, "blocks_left"),
@@ -111,7 +111,7 @@ fn what_is_broken_on_purpose_is_found() {
 }
 
 #[test]
-fn full_engines_refuse_and_routers_that_know_nothing_of_each_other_admit_more() {
+fn full_engines_refuse_and_independent_routers_over_admit() {
     let full = |routers, most, max_waiting| {
         let policy = vec!["least_load".to_owned()];
         let (max_in_flight, room) = (Some(most), Some(60));
@@ -147,7 +147,7 @@ fn full_engines_refuse_and_routers_that_know_nothing_of_each_other_admit_more() 
 }
 
 #[test]
-fn options_that_make_no_sense_are_refused_before_anything_runs() {
+fn invalid_options_are_refused_before_the_run() {
     for wrong in [
         FleetOptions { engines: vec![3], ..options() },
         FleetOptions { engines: vec![], ..options() },

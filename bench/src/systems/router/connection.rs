@@ -9,6 +9,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use super::RouterBenchError;
+use crate::load::Streaming;
 use crate::sim::instant::{head_bytes, header};
 
 /// About 64 tokens.
@@ -43,7 +44,8 @@ pub(super) fn failed(error: impl std::fmt::Display) -> RouterBenchError {
 }
 
 /// The request body for every gateway.
-pub(super) fn body(stream: bool) -> String {
+pub(super) fn body(streaming: Streaming) -> String {
+    let stream = streaming != Streaming::Whole;
     format!(r#"{{"model":"sim","prompt":"{PROMPT}","max_tokens":64,"stream":{stream}}}"#)
 }
 
@@ -57,6 +59,11 @@ pub(crate) fn request(body: &str) -> Vec<u8> {
     .into_bytes()
 }
 
+/// The default request, for one write.
+pub(crate) fn default_request(streaming: Streaming) -> Vec<u8> {
+    request(&body(streaming))
+}
+
 impl KeptConnection {
     pub(crate) async fn connect(address: SocketAddr) -> Result<Self, RouterBenchError> {
         let stream = TcpStream::connect(address).await.map_err(failed)?;
@@ -65,14 +72,8 @@ impl KeptConnection {
     }
 
     /// Sends the default request without waiting for the response.
-    pub(crate) async fn send(&mut self, stream: bool) -> Result<(), RouterBenchError> {
-        self.stream.write_all(&request(&body(stream))).await.map_err(failed)
-    }
-
-    /// Sends the default request and reads the whole response.
-    #[cfg(test)]
-    pub(crate) async fn ask(&mut self, stream: bool) -> Result<WireResponse<'_>, RouterBenchError> {
-        self.post(&request(&body(stream))).await
+    pub(crate) async fn send(&mut self, streaming: Streaming) -> Result<(), RouterBenchError> {
+        self.stream.write_all(&default_request(streaming)).await.map_err(failed)
     }
 
     /// Waits for the first byte of a body.

@@ -11,6 +11,7 @@ use super::connection::{self, KeptConnection, failed};
 use super::gateway::Gateway;
 use super::report::{CoreMode, RouterReport};
 use super::{EnginePair, RouterArgs, RouterBenchError};
+use crate::load::Streaming;
 
 /// A client that calls the prefill engine and then the decode engine.
 struct DirectClient {
@@ -20,13 +21,13 @@ struct DirectClient {
     first: Vec<u8>,
 }
 
-fn ask(stream: bool) -> Map<String, Value> {
-    serde_json::from_str(&connection::body(stream)).expect("an object is written there")
+fn ask(streaming: Streaming) -> Map<String, Value> {
+    serde_json::from_str(&connection::body(streaming)).expect("an object is written there")
 }
 
 impl DirectClient {
     async fn connect(engines: &EnginePair) -> Result<Self, RouterBenchError> {
-        let mut first = ask(false);
+        let mut first = ask(Streaming::Whole);
         first.insert("max_tokens".into(), json!(1));
         let intent = serde_json::from_str(KvIntent::PRODUCE_REQUEST).map_err(failed)?;
         first.insert("kv_transfer_params".into(), intent);
@@ -34,7 +35,7 @@ impl DirectClient {
         Ok(Self {
             prefill: KeptConnection::connect(engines.prefill.address()).await?,
             decode: KeptConnection::connect(engines.decode.address()).await?,
-            ask: ask(true),
+            ask: ask(Streaming::Streamed),
             first: connection::request(&first),
         })
     }
@@ -85,7 +86,7 @@ async fn measure_on(
     repetition: usize,
     report: &mut RouterReport,
 ) -> Result<(), RouterBenchError> {
-    let request = connection::request(&connection::body(true));
+    let request = connection::default_request(Streaming::Streamed);
     let mut direct = DirectClient::connect(engines).await?;
     let mut past = histogram();
     let mut through = Vec::new();

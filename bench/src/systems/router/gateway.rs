@@ -5,8 +5,12 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use tokio::sync::oneshot;
+
 use super::RouterBenchError;
 use super::connection::{self, KeptConnection};
+use crate::common::machine;
+use crate::load::Streaming;
 
 /// Maximum time until a started proxy forwards a request. Some check their engines' health first.
 const START_WITHIN: Duration = Duration::from_secs(60);
@@ -68,20 +72,52 @@ impl Gateway {
         }
     }
 
-    /// A gateway on named threads of this process, with a function that stops it.
-    pub(crate) fn threads(
+    /// A gateway on named threads of this process. `start` runs on them and returns its address and its service.
+    pub(crate) async fn threads<F, S>(
         name: &'static str,
         threads: &'static str,
-        address: SocketAddr,
-        stop: impl FnOnce() + Send + 'static,
-    ) -> Self {
-        let runs = GatewayHandle::Threads { name: threads, stop: Box::new(stop) };
-        Self { name, version: String::from("threads"), address, disaggregates: true, runs }
+        start: impl FnOnce() -> F + Send + 'static,
+    ) -> Result<Self, RouterBenchError>
+    where
+        F: Future<Output = Result<(SocketAddr, S), RouterBenchError>> + 'static,
+        S: Future<Output: Send> + Send + 'static,
+    {
+        let (stop, stopped) = oneshot::channel::<()>();
+        let (listens, address) = oneshot::channel();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .thread_name(threads)
+            .enable_all()
+            .build()
+            .map_err(|error| RouterBenchError::System("no runtime", error))?;
+        let ended = std::thread::spawn(move || {
+            // The runtime's threads do the work, and their CPU time is counted. This thread only waits.
+            runtime.block_on(async move {
+                match start().await {
+                    Ok((address, service)) => {
+                        let _ = listens.send(Ok(address));
+                        let running = tokio::spawn(service);
+                        let _ = stopped.await;
+                        running.abort();
+                    }
+                    Err(error) => drop(listens.send(Err(error))),
+                }
+            });
+            runtime.shutdown_background();
+        });
+        let address = address.await.map_err(|error| RouterBenchError::Router(error.to_string()))??;
+        let stop = Box::new(move || {
+            let _ = stop.send(());
+            // A panic was already printed to standard error.
+            let _ = ended.join();
+        });
+        let runs = GatewayHandle::Threads { name: threads, stop };
+        Ok(Self { name, version: String::from("threads"), address, disaggregates: true, runs })
     }
 
     async fn answers(&self) -> Result<(), RouterBenchError> {
         let mut connection = KeptConnection::connect(self.address).await?;
-        let request = connection::request(&connection::body(false));
+        let request = connection::default_request(Streaming::Whole);
         let answered = tokio::time::timeout(Duration::from_secs(5), connection.post(&request)).await;
         answered.map_err(connection::failed)?.map(drop)
     }
@@ -106,9 +142,7 @@ impl Gateway {
         for process in self.processes() {
             let rollup = std::fs::read_to_string(format!("/proc/{process}/smaps_rollup"));
             let rollup = rollup.map_err(|error| RouterBenchError::System("no smaps_rollup", error))?;
-            let resident = rollup.lines().find_map(|line| line.strip_prefix("Rss:"));
-            let number = resident.and_then(|rest| rest.trim().split(' ').next()?.parse::<u64>().ok());
-            kib += number.unwrap_or(0);
+            kib += machine::kib(&rollup, "Rss:").unwrap_or(0);
         }
         Ok(kib)
     }

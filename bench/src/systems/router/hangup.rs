@@ -7,6 +7,7 @@ use super::first_token::{histogram, record};
 use super::gateway::Gateway;
 use super::report::{GatewayReport, Hangup};
 use super::{EnginePair, RouterArgs, RouterBenchError};
+use crate::load::Streaming;
 use crate::sim::instant::{Behaviour, EngineSignal, SimEngine};
 
 /// After this time a close counts as missed.
@@ -36,27 +37,15 @@ pub(super) enum HangupPhase {
 }
 
 impl HangupPhase {
-    pub(super) const ALL: [Self; 7] = [
-        Self::Prefill,
-        Self::Gap,
-        Self::DecodeBeforeHead,
-        Self::Unary,
-        Self::MidStream,
-        Self::MidStreamReset,
-        Self::WindowFull,
+    pub(super) const ALL: [(Self, &'static str); 7] = [
+        (Self::Prefill, "prefill"),
+        (Self::Gap, "gap"),
+        (Self::DecodeBeforeHead, "decode_before_head"),
+        (Self::Unary, "unary"),
+        (Self::MidStream, "mid_stream"),
+        (Self::MidStreamReset, "mid_stream_reset"),
+        (Self::WindowFull, "window_full"),
     ];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Prefill => "prefill",
-            Self::Gap => "gap",
-            Self::DecodeBeforeHead => "decode_before_head",
-            Self::Unary => "unary",
-            Self::MidStream => "mid_stream",
-            Self::MidStreamReset => "mid_stream_reset",
-            Self::WindowFull => "window_full",
-        }
-    }
 
     /// Behaviours of the prefill engine and the decode engine.
     fn behaviours(self) -> (Behaviour, Behaviour) {
@@ -84,9 +73,10 @@ pub(super) async fn measure(
     subject: &Gateway,
     report: &mut GatewayReport,
 ) -> Result<(), RouterBenchError> {
-    for phase in HangupPhase::ALL {
+    for (phase, name) in HangupPhase::ALL {
         if subject.disaggregates || !matches!(phase, HangupPhase::Prefill | HangupPhase::Gap) {
-            report.hangups.push(leave(args, engines, subject, phase).await?);
+            let hangup = leave(args, engines, subject, phase).await?;
+            report.hangups.push(Hangup { phase: name, ..hangup });
         }
     }
     Ok(())
@@ -101,7 +91,7 @@ async fn leave(
     let (prefill, decode) = phase.behaviours();
     engines.prefill.set_behaviour(prefill);
     engines.decode.set_behaviour(decode);
-    let mut hangup = Hangup { phase: phase.name(), ..Hangup::default() };
+    let mut hangup = Hangup::default();
     let mut times = histogram();
     while hangup.seen < args.cancels && hangup.missed < MISSED_MAX {
         match once(engines, subject, phase).await? {
@@ -134,7 +124,8 @@ async fn once(
     engines.prefill.watch(Some(watcher.clone()));
     engines.decode.watch(Some(watcher));
     let mut connection = KeptConnection::connect(subject.address).await?;
-    connection.send(phase != HangupPhase::Unary).await?;
+    let streaming = if phase == HangupPhase::Unary { Streaming::Whole } else { Streaming::Streamed };
+    connection.send(streaming).await?;
     let mut takers = 0;
     while takers < phase.phases_by_engine(subject.disaggregates) {
         match tokio::time::timeout(WITHIN, signals.recv()).await {

@@ -6,6 +6,7 @@ use super::connection::{self, KeptConnection};
 use super::gateway::Gateway;
 use super::report::RouterReport;
 use super::{RouterArgs, RouterBenchError};
+use crate::load::Streaming;
 
 /// Parts of a round, so that a burst of other load does not affect one gateway alone.
 const PARTS: usize = 4;
@@ -29,8 +30,11 @@ impl LoadKind {
         self == Self::Paced
     }
 
-    fn is_streamed(self) -> bool {
-        !matches!(self, Self::UnaryAlone | Self::Unary)
+    fn streaming(self) -> Streaming {
+        match self {
+            Self::UnaryAlone | Self::Unary => Streaming::Whole,
+            Self::StreamedAlone | Self::Streamed | Self::Paced => Streaming::Streamed,
+        }
     }
 
     fn at_once(self, args: &RouterArgs) -> usize {
@@ -84,8 +88,8 @@ async fn round(
     subject: &Gateway,
     each: usize,
 ) -> Result<(f64, f64, usize), RouterBenchError> {
-    let stream = kind.is_streamed();
-    let request: std::sync::Arc<[u8]> = connection::request(&connection::body(stream)).into();
+    let streaming = kind.streaming();
+    let request: std::sync::Arc<[u8]> = connection::default_request(streaming).into();
     // Connections to the engines are made before the CPU time is counted.
     let mut warming = tokio::task::JoinSet::new();
     for _ in 0..kind.at_once(args) {
@@ -105,7 +109,9 @@ async fn round(
         tasks.spawn(async move {
             for _ in 0..each {
                 let answer = connection.post(&request).await?;
-                if stream && !answer.bytes.windows(6).rev().take(64).any(|part| part == b"[DONE]") {
+                if streaming != Streaming::Whole
+                    && !answer.bytes.windows(6).rev().take(64).any(|part| part == b"[DONE]")
+                {
                     return Err(connection::failed("a stream without [DONE]"));
                 }
             }

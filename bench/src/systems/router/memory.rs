@@ -6,6 +6,7 @@ use super::connection::{self, KeptConnection};
 use super::gateway::Gateway;
 use super::report::GatewayReport;
 use super::{EnginePair, RouterArgs, RouterBenchError};
+use crate::load::Streaming;
 use crate::sim::instant::Behaviour;
 
 /// Streams that are opened at a time.
@@ -19,8 +20,8 @@ pub(super) async fn idle(subject: &Gateway, report: &mut GatewayReport) -> Resul
         return Ok(());
     }
     let mut connection = KeptConnection::connect(subject.address).await?;
-    for stream in [false, true, false, true] {
-        connection.post(&connection::request(&connection::body(stream))).await?;
+    for streaming in [Streaming::Whole, Streaming::Streamed, Streaming::Whole, Streaming::Streamed] {
+        connection.post(&connection::default_request(streaming)).await?;
     }
     report.memory.get_or_insert_default().idle_mib = subject.resident_kib()? as f64 / 1024.0;
     Ok(())
@@ -43,7 +44,7 @@ pub(super) async fn per_stream(
         let mut batch = Vec::new();
         for _ in 0..BATCH.min(args.streams - open.len()) {
             let mut connection = KeptConnection::connect(subject.address).await?;
-            connection.send(true).await?;
+            connection.send(Streaming::Streamed).await?;
             batch.push(connection);
         }
         for mut connection in batch {

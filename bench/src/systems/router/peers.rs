@@ -6,7 +6,6 @@ use std::process::Command;
 use std::time::Duration;
 
 use baton_router::{Router, RouterConfig};
-use tokio::sync::oneshot;
 
 use super::RouterBenchError;
 use super::gateway::{self, Gateway, THREADS};
@@ -213,35 +212,11 @@ async fn threads(engines: EngineAddresses) -> Result<Gateway, RouterBenchError> 
     let not_started = |error: &dyn std::fmt::Display| RouterBenchError::Router(error.to_string());
     let config = RouterConfig::from_yaml(&yaml(gateway::any(), gateway::any(), engines), "bench")
         .map_err(|error| not_started(&error))?;
-    let (stop, stopped) = oneshot::channel::<()>();
-    let (listens, address) = oneshot::channel();
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .thread_name(THREADS)
-        .enable_all()
-        .build()
-        .map_err(|error| RouterBenchError::System("no runtime", error))?;
-    let ended = std::thread::spawn(move || {
-        // The runtime's threads do the router's work, and their CPU time is counted. This thread only waits.
-        runtime.block_on(async move {
-            match Router::bind(config).await {
-                Ok(router) => {
-                    let _ = listens.send(Ok(router.local_addr()));
-                    let running = tokio::spawn(router.run(Default::default()));
-                    let _ = stopped.await;
-                    running.abort();
-                }
-                Err(error) => drop(listens.send(Err(error.to_string()))),
-            }
-        });
-        runtime.shutdown_background();
-    });
-    let address = address.await.map_err(|error| not_started(&error))?.map_err(RouterBenchError::Router)?;
-    Ok(Gateway::threads("baton", THREADS, address, move || {
-        let _ = stop.send(());
-        // A panic was already printed to standard error.
-        let _ = ended.join();
-    }))
+    let start = move || async move {
+        let router = Router::bind(config).await.map_err(|error| not_started(&error))?;
+        Ok::<_, RouterBenchError>((router.local_addr(), router.run(Default::default())))
+    };
+    Gateway::threads("baton", THREADS, start).await
 }
 
 #[cfg(test)]
@@ -250,7 +225,7 @@ mod tests {
     use crate::sim::instant::{SimEngine, SimRole};
 
     #[tokio::test]
-    async fn what_is_not_there_is_told_once_however_often_everything_is_started() {
+    async fn a_missing_program_is_reported_once_per_run() {
         let start = |role| SimEngine::start(role).expect("a simulated engine");
         let (prefill, decode) =
             (start(SimRole::Prefill), start(SimRole::Decode { tokens: 1, pause: Duration::ZERO }));

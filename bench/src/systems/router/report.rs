@@ -4,6 +4,8 @@ use serde::Serialize;
 
 use super::RouterArgs;
 use super::gateway::Gateway;
+use crate::common::machine;
+use crate::common::stats::Spread;
 
 /// A number over the repetitions of a run.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -21,15 +23,8 @@ pub struct RepeatSpread {
 impl RepeatSpread {
     pub(crate) fn add(&mut self, value: f64) {
         self.values.push(value);
-        let mut sorted = self.values.clone();
-        sorted.sort_by(f64::total_cmp);
-        let middle = sorted.len() / 2;
-        self.median = if sorted.len() % 2 == 1 {
-            sorted[middle]
-        } else {
-            f64::midpoint(sorted[middle - 1], sorted[middle])
-        };
-        (self.min, self.max) = (sorted[0], sorted[sorted.len() - 1]);
+        let spread = Spread::of(self.values.clone()).expect("there is a value");
+        (self.median, self.min, self.max) = (spread.median, spread.min, spread.max);
     }
 
     /// Ratios of this number over another, for each repetition.
@@ -184,17 +179,16 @@ impl GatewayReport {
 
 impl RouterReport {
     pub(super) fn new(args: &RouterArgs, subjects: &[Gateway]) -> Self {
-        let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         let subjects = subjects.iter().map(|subject| GatewayReport {
             name: subject.name,
             version: subject.version.clone(),
             ..GatewayReport::default()
         });
         Self {
-            unix_seconds: since_epoch.unwrap_or_default().as_secs(),
-            commit: crate::common::machine::commit(),
-            command: crate::common::machine::command(),
-            machine: crate::common::machine::described(),
+            unix_seconds: machine::unix_seconds(),
+            commit: machine::commit(),
+            command: machine::command(),
+            machine: machine::described(),
             repetitions: args.repetitions,
             load_requests: args.load_requests,
             concurrency: args.concurrency,

@@ -8,6 +8,7 @@ use serde::Serialize;
 
 use super::connection::{self, KeptConnection};
 use super::{EnginePair, RouterArgs, RouterBenchError, peers};
+use crate::load::Streaming;
 
 /// Interval of memory samples.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
@@ -39,18 +40,12 @@ impl SoakReport {
     /// The report for people.
     #[must_use]
     pub fn table(&self) -> String {
-        let mib = |kib: u64| kib as f64 / 1024.0;
+        let Self { machine, requests, cancelled, seconds, looks, .. } = self;
+        let [first, last, most] = [self.first_quarter_kib, self.last_quarter_kib, self.most_kib]
+            .map(|kib| format!("{:.2}", kib as f64 / 1024.0));
         format!(
-            "{}\n{} requests, {} of them cancelled, in {:.0} s\nresident memory, MiB: first quarter {:.2}, \
-             last quarter {:.2}, most {:.2} ({} looks)",
-            self.machine,
-            self.requests,
-            self.cancelled,
-            self.seconds,
-            mib(self.first_quarter_kib),
-            mib(self.last_quarter_kib),
-            mib(self.most_kib),
-            self.looks
+            "{machine}\n{requests} requests, {cancelled} of them cancelled, in {seconds:.0} s\nresident memory, MiB: first \
+             quarter {first}, last quarter {last}, most {most} ({looks} looks)"
         )
     }
 }
@@ -112,8 +107,7 @@ struct SoakClient {
 
 impl SoakClient {
     async fn run(self, requests: usize) -> Result<(), RouterBenchError> {
-        let bodies =
-            [connection::request(&connection::body(false)), connection::request(&connection::body(true))];
+        let bodies = [Streaming::Whole, Streaming::Streamed].map(connection::default_request);
         let mut kept = KeptConnection::connect(self.address).await?;
         loop {
             let number = self.next.fetch_add(1, Ordering::Relaxed);
@@ -125,7 +119,7 @@ impl SoakClient {
                 continue;
             }
             let mut leaves = KeptConnection::connect(self.address).await?;
-            leaves.send(true).await?;
+            leaves.send(Streaming::Streamed).await?;
             match number / CANCEL_EACH % 3 {
                 0 => {}
                 1 => leaves.first_byte().await?,

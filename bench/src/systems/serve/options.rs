@@ -147,11 +147,8 @@ impl EndpointArgs {
     /// # Errors
     /// [`OptionError`].
     pub(crate) fn check(&self) -> Result<(), OptionError> {
-        need(
-            !self.prompt_ids || self.endpoint == Endpoint::Completions,
-            "--prompt-ids",
-            "with --endpoint completions",
-        )?;
+        let ids_fit = !self.prompt_ids || self.endpoint == Endpoint::Completions;
+        need(ids_fit, "--prompt-ids", "with --endpoint completions")?;
         need(self.vocab_size != Some(0), "--vocab-size", "greater than 0")?;
         need(self.timeout > 0.0 && self.timeout <= 86_400.0, "--timeout", "from 0 to 86,400")?;
         need((0.0..=10.0).contains(&self.temperature), "--temperature", "from 0 to 10")?;

@@ -59,11 +59,10 @@ const LATENCIES: [Latency; 7] = [
 
 impl ServeReport {
     pub(super) fn new(args: &ServeArgs, subject: &ServeSubject) -> Self {
-        let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         Self {
             benchmark: "serve",
             version: env!("CARGO_PKG_VERSION"),
-            unix_seconds: since_epoch.unwrap_or_default().as_secs(),
+            unix_seconds: crate::common::machine::unix_seconds(),
             machine: crate::common::machine::described(),
             command: command(std::env::args()),
             url: subject.client.target().url(),
@@ -181,15 +180,8 @@ impl ServeReport {
     }
 
     fn over_runs_table(&self, text: &mut String) {
-        let runs = self.runs.len();
-        let _ = writeln!(
-            text,
-            "{:<34}{:>12} ({:>10} .. {:>10})",
-            format!("over {runs} runs"),
-            "median",
-            "min",
-            "max"
-        );
+        let head = format!("over {} runs", self.runs.len());
+        let _ = writeln!(text, "{head:<34}      median (       min ..        max)");
         for (name, spread) in &self.over_runs {
             let Spread { median, min, max, .. } = spread;
             let _ = writeln!(text, "{name:<34}{median:>12.3} ({min:>10.3} .. {max:>10.3})");
@@ -273,7 +265,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_is_told_without_its_secrets() {
+    fn a_command_is_printed_without_its_secrets() {
         let words = [
             "baton",
             "bench",

@@ -129,7 +129,7 @@ fn requests_that_wait_in_the_client_count_from_when_they_were_due() {
 }
 
 #[test]
-fn what_was_due_when_time_was_over_counts_as_late_and_as_bad() {
+fn calls_due_at_the_end_count_as_overdue_and_miss_the_goodput() {
     // The server answers one request and holds the next, while one lane waits.
     let server =
         TestServer::start(ServerOptions { first: Duration::from_millis(900), ..ServerOptions::default() });
@@ -160,7 +160,7 @@ fn what_was_due_when_time_was_over_counts_as_late_and_as_bad() {
 }
 
 #[test]
-fn what_waits_for_the_end_of_another_is_not_overdue() {
+fn a_call_behind_another_of_its_lane_is_not_overdue() {
     let server =
         TestServer::start(ServerOptions { first: Duration::from_millis(50), ..ServerOptions::default() });
     let options = ["--max-concurrency", "1", "--duration", "0.3", "--goodput", "ttft:60000"];
@@ -170,7 +170,7 @@ fn what_waits_for_the_end_of_another_is_not_overdue() {
 }
 
 #[test]
-fn every_number_can_be_found_again_in_the_calls() {
+fn every_number_follows_from_the_recorded_calls() {
     let server =
         TestServer::start(ServerOptions { gap: Duration::from_millis(1), ..ServerOptions::default() });
     let folder = tempfile::tempdir().expect("a folder");
@@ -245,7 +245,7 @@ fn every_number_can_be_found_again_in_the_calls() {
 }
 
 #[test]
-fn failures_are_counted_by_what_they_are_and_said_loudly() {
+fn failures_are_counted_by_kind_and_reported() {
     let server = TestServer::start(ServerOptions {
         refuse_every: Some(4),
         cut_every: Some(5),
@@ -371,7 +371,7 @@ fn an_endpoint_is_understood_as_it_is() {
 }
 
 #[test]
-fn options_that_make_no_sense_are_refused_before_anybody_is_asked() {
+fn invalid_options_are_refused_before_the_first_request() {
     let server = TestServer::start(ServerOptions::default());
     for (options, word) in [
         (&["--request-rate", "0"][..], "--request-rate"),

@@ -17,6 +17,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use super::SimArgs;
 use crate::BenchError;
 use crate::common::machine;
+use crate::common::report::write_report;
 use crate::sim::engines::{EnginePlan, FleetPlan, SimFleet};
 use crate::sim::instant::{SimEngine, SimRole};
 use crate::systems::router::RouterBenchError;
@@ -67,11 +68,10 @@ struct MeasuredRate {
 }
 
 pub(super) fn run(args: &SimArgs, out: &mut dyn Write) -> Result<(), BenchError> {
-    let report = measured(args)?;
-    if args.json {
-        writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
-        return Ok(());
-    }
+    Ok(write_report(&measured(args)?, args.json, out, print)?)
+}
+
+fn print(report: &SelfTestReport, out: &mut dyn Write) -> std::io::Result<()> {
     writeln!(
         out,
         "simulated engines, {} dialect: prompts of {PROMPT} tokens, answers of {ANSWER}, {CONNECTIONS} at a time",

@@ -50,7 +50,7 @@ fn reply() -> impl Strategy<Value = Reply> {
         Just(Reply::Verdict(Verdict::Valid)),
         Just(Reply::Verdict(Verdict::Gone)),
         text().prop_map(Reply::Refused),
-        (0..RELEASES.len()).prop_map(|i| Reply::Released(RELEASES[i])),
+        (0..ReleaseReply::ALL.len()).prop_map(|i| Reply::Released(ReleaseReply::ALL[i])),
         vec(renewed, 0..=HEARTBEAT_HANDLES_MAX).prop_map(Reply::Renewed),
     ]
 }
@@ -64,7 +64,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
     #[test]
-    fn every_request_survives_the_wire(request in request()) {
+    fn every_request_round_trips_on_the_wire(request in request()) {
         let frame = request.encode();
         let (header, payload) = split(&frame);
         prop_assert_eq!(header.control_len(), Ok(payload.len()));
@@ -72,7 +72,7 @@ proptest! {
     }
 
     #[test]
-    fn every_reply_survives_the_wire(reply in reply()) {
+    fn every_reply_round_trips_on_the_wire(reply in reply()) {
         let frame = reply.encode();
         let (header, payload) = split(&frame);
         prop_assert_eq!(header.control_len(), Ok(payload.len()));

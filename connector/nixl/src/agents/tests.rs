@@ -64,7 +64,7 @@ fn refused<T>(result: Result<T, NixlError>) -> String {
 }
 
 #[test]
-fn a_retired_agent_lives_until_its_last_turn_and_quarantined_blocks_wait_for_it() {
+fn a_retired_agent_and_its_quarantined_blocks_stay_until_its_last_transfer() {
     let library = Simulated::new();
     let (producer, region, agents) =
         (ProducerAgent::new(&library, "p"), Region::allocate(4, BLOCK), agents(&library));
@@ -128,7 +128,7 @@ fn agents_that_do_not_end_are_bounded() {
 }
 
 #[test]
-fn metadata_of_another_agent_is_refused_and_disturbs_no_read() {
+fn metadata_of_another_agent_is_refused_without_harm_to_reads() {
     let library = Simulated::new();
     let (p, hostile) = (ProducerAgent::new(&library, "p"), ProducerAgent::new(&library, "hostile"));
     let (region, agents) = (Region::allocate(4, BLOCK), agents(&library));
@@ -142,7 +142,7 @@ fn metadata_of_another_agent_is_refused_and_disturbs_no_read() {
 }
 
 #[test]
-fn metadata_that_turns_out_to_be_of_another_agent_is_refused_and_that_one_is_read_anew() {
+fn mismatched_metadata_is_refused_and_its_agent_is_loaded_again() {
     let library = Simulated::new();
     library.hides_owner();
     let (p, hostile) = (ProducerAgent::new(&library, "p"), ProducerAgent::new(&library, "hostile"));
@@ -179,7 +179,7 @@ fn metadata_that_covers_less_than_the_pool_ends_reads_before_a_byte_moves() {
 }
 
 #[test]
-fn a_producer_is_forgotten_with_its_last_connection_and_can_come_again() {
+fn a_producer_is_dropped_with_its_last_connection_and_may_reconnect() {
     let library = Simulated::new();
     let (producer, region, agents) =
         (ProducerAgent::new(&library, "p"), Region::allocate(4, BLOCK), agents(&library));

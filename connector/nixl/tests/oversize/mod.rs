@@ -137,7 +137,7 @@ fn scattered(blocks: usize) -> Vec<u32> {
 
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
-fn the_largest_read_there_can_be_arrives_in_requests_within_the_bounds() {
+fn the_largest_read_is_split_into_requests_within_the_bounds() {
     let (transport, recorded) = recording();
     let producer = TestProducer::new(BLOCKS_PER_HANDOFF_MAX, 64, LeaseTerms::default());
     let table = scattered(BLOCKS_PER_HANDOFF_MAX);
@@ -164,7 +164,7 @@ fn blocks_larger_than_a_batch_arrive_one_by_one() {
 
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
-fn a_request_that_the_library_refuses_moves_nothing_and_the_next_read_works_on_the_same_agent() {
+fn a_refused_request_moves_no_byte_and_the_agent_stays_usable() {
     let (transport, recorded) = recording();
     let producer = TestProducer::new(64, 4096, LeaseTerms::default());
     let (_server, peer) = serve(&producer);
@@ -257,7 +257,7 @@ impl AgentPair {
 /// Afterwards the same agent still reads.
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
-fn requests_far_beyond_our_bounds_arrive_whole_or_are_refused_and_the_agent_lives() {
+fn oversized_requests_arrive_whole_or_are_refused_and_the_agent_stays_usable() {
     const BYTES: usize = 64;
     for times in [64, 1024] {
         let count = times * DESCRIPTORS_MAX;

@@ -72,7 +72,7 @@ fn assert_alike_for(limits: &ParseLimits, endpoint: Endpoint, text: &str) {
 }
 
 #[test]
-fn what_is_sent_on_is_a_slice_of_what_came() {
+fn an_unchanged_body_is_forwarded_as_a_slice() {
     let prompt = "p".repeat(1 << 20);
     let text = format!(r#"{{"model":"m","temperature" : 0.10 ,"prompt":"{prompt}","x":[1.50]}}"#);
     let (body, _) = read(COMPLETIONS, &text).unwrap();
@@ -88,7 +88,7 @@ fn what_is_sent_on_is_a_slice_of_what_came() {
 }
 
 #[test]
-fn only_a_tangled_part_is_written_anew() {
+fn only_an_ambiguous_part_is_rewritten() {
     let text = r#"{"model":"m","prompt":"x","a":{"b":1.10,"b":2.20},"c" : 3.30,"\u0064":4.40,
         "remote_host":"x","extra_body":{"remote_port":1,"y":{"remote_x":0}},"e":{"remote_kept":[5.50]}}"#;
     let (body, _) = read(COMPLETIONS, text).unwrap();
@@ -103,7 +103,7 @@ fn only_a_tangled_part_is_written_anew() {
 }
 
 #[test]
-fn the_usual_is_never_in_doubt() {
+fn ordinary_bodies_are_never_ambiguous() {
     for (endpoint, text) in [
         (COMPLETIONS, r#"{"model":"m","prompt":"hello","max_tokens":5,"stream":true}"#),
         (COMPLETIONS, r#"{"model":"m","prompt":["a","b"]}"#),
@@ -160,8 +160,8 @@ fn bodies_on_the_edge_are_judged_as_the_parser_judges_them() {
         "{\"messages\":[{\"role\":\"user\"}]}",
         "{\"messages\":[{\"role\":\"assistant\"}]}",
         "{\"messages\":[{\"role\":\"us\\u0065r\",\"content\":\"x\"}]}",
-        "{\"messages\":[{\"role\":\"nobody\",\"role\":\"user\",\"content\":\"x\"}]}",
-        "{\"messages\":[{\"role\":\"user\",\"role\":\"nobody\",\"content\":\"x\"}]}",
+        "{\"messages\":[{\"role\":\"unknown\",\"role\":\"user\",\"content\":\"x\"}]}",
+        "{\"messages\":[{\"role\":\"user\",\"role\":\"unknown\",\"content\":\"x\"}]}",
         "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\"}]}]}",
         "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":null}]}]}",
         "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"tools\":null}",
@@ -235,7 +235,7 @@ fn any_text() -> impl Strategy<Value = String> {
 }
 
 fn any_message() -> impl Strategy<Value = String> {
-    let role = prop::sample::select(vec!["user", "assistant", "tool", "nobody"]);
+    let role = prop::sample::select(vec!["user", "assistant", "tool", "unknown"]);
     let call =
         any_text().prop_map(|arguments| format!(r#"{{"function":{{"name":"f","arguments":{arguments}}}}}"#));
     let part = prop_oneof![
@@ -302,7 +302,7 @@ proptest! {
     }
 
     #[test]
-    fn bytes_that_were_changed_at_random_are_judged_as_the_parser_judges_them(
+    fn randomly_changed_bytes_are_judged_like_the_parser(
         text in any_body(),
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
     ) {
@@ -339,14 +339,14 @@ fn a_small_field_of_megabytes_is_named_and_not_parsed() {
 }
 
 #[test]
-fn what_another_engine_judges_may_be_long() {
+fn fields_of_other_engines_may_be_long() {
     let limits = ParseLimits::of_any_engine(32 << 20);
     let text = format!(r#"{{"prompt":"x","guided_grammar":"{}"}}"#, "g".repeat(1 << 20));
     assert!(read_for(&limits, COMPLETIONS, &text).is_ok());
 }
 
 #[test]
-fn a_body_in_doubt_or_tangled_or_broken_is_not_parsed_where_its_tree_would_be_huge() {
+fn an_ambiguous_or_malformed_body_with_a_huge_tree_is_not_parsed() {
     let arrays = format!("{}[]", "[],".repeat(2 << 20));
     for text in [
         format!(r#"{{"prompt":[{arrays}]}}"#),

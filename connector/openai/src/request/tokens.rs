@@ -47,7 +47,7 @@ impl TokenizeRequest {
             (None, None) => return Err(ApiError::invalid("prompt", "`prompt` or `messages` is missing")),
         };
         Ok(Self {
-            model: super::model(fields)?,
+            model: super::non_empty_string(fields, "model")?,
             input,
             add_special_tokens: fields.boolean("add_special_tokens")?,
             return_token_strs: fields.boolean("return_token_strs")?.unwrap_or(false),
@@ -64,6 +64,9 @@ impl DetokenizeRequest {
         let fields = Fields::new(map);
         let ids = fields.array("tokens", limits.prompt_tokens)?;
         let ids = ids.ok_or_else(|| ApiError::invalid("tokens", "`tokens` is missing"))?;
-        Ok(Self { model: super::model(fields)?, tokens: completion::tokens(ids, "tokens", limits)? })
+        Ok(Self {
+            model: super::non_empty_string(fields, "model")?,
+            tokens: completion::tokens(ids, "tokens", limits)?,
+        })
     }
 }

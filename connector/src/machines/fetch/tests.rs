@@ -9,7 +9,7 @@ fn after(policy: LoadFailurePolicy, events: &[Event]) -> (Fetch, Vec<Action>) {
 }
 
 #[test]
-fn a_fetch_that_goes_well_lands_and_owes_nothing() {
+fn a_successful_fetch_lands_without_a_release() {
     let (fetch, actions) = after(
         LoadFailurePolicy::Fail,
         &[
@@ -53,7 +53,7 @@ fn bytes_without_a_verdict_never_land() {
 }
 
 #[test]
-fn a_heartbeat_answered_gone_does_not_disturb_a_read_that_may_still_be_valid() {
+fn a_gone_heartbeat_does_not_stop_a_read_that_may_still_be_valid() {
     let (fetch, actions) = after(
         LoadFailurePolicy::Fail,
         &[
@@ -70,7 +70,7 @@ fn a_heartbeat_answered_gone_does_not_disturb_a_read_that_may_still_be_valid() {
 }
 
 #[test]
-fn a_verdict_of_nobody_knows_is_not_valid() {
+fn an_unknown_verdict_is_not_valid() {
     let broken = TransportError::Transfer("reset".into());
     assert_eq!(Verification::from(Err(broken)), Verification::Unknown);
     assert_eq!(Verification::from(Err(TransportError::Gone)), Verification::Gone);
@@ -94,7 +94,7 @@ const EVENTS: [Event; 11] = [
 /// Every order of six events out of eleven kinds under both policies: 3.5 million runs. The longest path to an end has
 /// five events. So every path is covered, with one late or repeated event more.
 #[test]
-fn landing_blocks_and_the_lease_come_home_once_whatever_the_order_of_events() {
+fn landing_blocks_and_the_lease_are_freed_once_in_every_order_of_events() {
     let mut runs = 0_u64;
     for policy in [LoadFailurePolicy::Recompute, LoadFailurePolicy::Fail] {
         let mut order = [0_usize; 6];

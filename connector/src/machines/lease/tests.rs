@@ -15,7 +15,7 @@ fn lease(expected: usize) -> Lease {
 }
 
 #[test]
-fn an_offered_lease_that_is_released_gives_its_blocks_back_in_the_same_step() {
+fn a_released_offered_lease_frees_its_blocks_in_the_same_step() {
     let step = lease(1).apply(Event::Release, Time(1));
     assert_eq!(step, Step { reply: Reply::Released, closed: Some(CloseCause::Released) });
 }
@@ -58,7 +58,7 @@ fn a_failed_read_leaves_the_lease_for_another_engine() {
 }
 
 #[test]
-fn a_heartbeat_moves_the_expiry_forward_only_and_never_wakes_the_dead() {
+fn a_heartbeat_only_extends_a_live_lease() {
     let mut lease = lease(1);
     lease.apply(Event::Heartbeat, Time(1));
     assert_eq!(
@@ -88,7 +88,7 @@ fn a_stuck_reader_cannot_hold_blocks_past_the_drain_deadline() {
 }
 
 #[test]
-fn a_consumer_of_two_links_has_everything_when_both_are_done_however_often_one_of_them_says_so() {
+fn a_consumer_is_done_when_both_links_are_and_repeats_do_not_count() {
     let mut lease = lease(1);
     for _ in 0..3 {
         lease.apply(Event::ReadBegun(link(1, 0)), Time(1));
@@ -117,7 +117,7 @@ fn links_of_two_consumers_do_not_make_one() {
 }
 
 #[test]
-fn one_consumer_that_leaves_takes_nothing_from_the_others() {
+fn one_departed_consumer_does_not_end_the_lease_of_the_others() {
     let mut lease = lease(3);
     assert_eq!(lease.progress(), (0, 3));
     assert_eq!(lease.apply(Event::Leave(1), Time(1)).reply, Reply::Draining);
@@ -134,7 +134,7 @@ fn one_consumer_that_leaves_takes_nothing_from_the_others() {
 }
 
 #[test]
-fn a_consumer_that_leaves_in_mid_read_is_waited_for() {
+fn a_consumer_that_departs_during_a_read_is_awaited() {
     let mut lease = lease(2);
     lease.apply(Event::ReadBegun(A), Time(1));
     assert_eq!(lease.apply(Event::Leave(1), Time(1)).closed, None);
@@ -162,7 +162,7 @@ fn a_growing_lease_is_read_before_it_is_sealed_and_valid_only_after() {
 }
 
 #[test]
-fn a_growing_lease_that_is_given_up_waits_for_its_reader_and_believes_it_nothing() {
+fn a_released_growing_lease_drains_and_its_reader_gets_no_valid_verdict() {
     let mut lease = Lease::growing(LeaseTerms::default(), 1);
     lease.apply(Event::ReadBegun(A), Time(1));
     assert_eq!(lease.apply(Event::Release, Time(2)), Step { reply: Reply::Draining, closed: None });
@@ -178,7 +178,7 @@ fn a_growing_lease_that_is_given_up_waits_for_its_reader_and_believes_it_nothing
 }
 
 #[test]
-fn a_lease_keeps_a_bounded_number_of_readers_in_mind() {
+fn a_lease_tracks_a_bounded_number_of_readers() {
     let mut lease = lease(1);
     for consumer in 0..READERS_MAX as u64 {
         lease.apply(Event::ReadBegun(link(consumer, 0)), Time(1));
@@ -194,14 +194,14 @@ fn a_lease_keeps_a_bounded_number_of_readers_in_mind() {
 
 /// Every order of six events out of ten kinds (two readers, two clock jumps): a million runs.
 #[test]
-fn blocks_are_released_exactly_once_whatever_the_network_does() {
+fn blocks_are_released_exactly_once_in_every_order_of_network_events() {
     let runs = every_order(lease, &[A, B], &[], 6);
     assert_eq!(runs, 1_000_000);
 }
 
 /// The same for a growing lease, with the end of its prefill among the events.
 #[test]
-fn blocks_are_released_exactly_once_whatever_happens_while_they_are_computed() {
+fn blocks_of_a_growing_lease_are_released_exactly_once() {
     let growing = |expected| Lease::growing(LeaseTerms::default(), expected);
     assert_eq!(every_order(growing, &[A], &[1], 6), 531_441);
     assert_eq!(every_order(growing, &[A, B], &[1, 2], 5), 371_293);
@@ -210,7 +210,7 @@ fn blocks_are_released_exactly_once_whatever_happens_while_they_are_computed() {
 /// Every order of five events out of eighteen kinds (two consumers with two links each, which may also leave):
 /// 1.9 million runs.
 #[test]
-fn blocks_are_released_exactly_once_whatever_two_consumers_of_two_links_do() {
+fn blocks_are_released_exactly_once_with_two_consumers_of_two_links() {
     let runs = every_order(lease, &[link(1, 0), link(1, 1), link(2, 0), link(2, 1)], &[1, 2], 5);
     assert_eq!(runs, 1_889_568);
 }

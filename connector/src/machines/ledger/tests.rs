@@ -15,7 +15,7 @@ fn spec(n: u128) -> LeaseSpec {
 }
 
 #[test]
-fn blocks_come_back_once_with_the_reason_that_was_given() {
+fn a_released_lease_frees_its_blocks_once_with_its_reason() {
     let mut ledger = Ledger::new(LeaseTerms::default());
     ledger.open(spec(1), Time(0)).expect("open");
     assert_eq!(ledger.release(Handle(1), "client_gone", Time(5)), ReleaseReply::Released);
@@ -56,7 +56,7 @@ fn a_growing_lease_is_read_as_far_as_it_is_final_and_expires_only_once_it_is_sea
 }
 
 #[test]
-fn a_lease_that_ends_before_its_prefill_says_so_once_and_grows_no_more() {
+fn a_lease_that_ends_before_its_prefill_closes_once_and_stops_growing() {
     let mut ledger = Ledger::new(LeaseTerms::default());
     for n in [1, 2] {
         ledger.open_growing(spec(n), 1, Time(0)).expect("open");
@@ -114,7 +114,7 @@ fn a_read_outside_the_table_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_repeated_done_after_the_end_is_still_valid_and_a_strangers_is_not() {
+fn a_repeated_done_after_the_end_stays_valid_for_its_reader_only() {
     let mut ledger = Ledger::new(LeaseTerms::default());
     ledger.open(spec(1), Time(0)).expect("open");
     ledger.begin_read(Handle(1), READER, 0, 2, Time(1)).expect("granted");
@@ -125,7 +125,7 @@ fn a_repeated_done_after_the_end_is_still_valid_and_a_strangers_is_not() {
 }
 
 #[test]
-fn the_last_consumer_that_leaves_ends_the_lease_with_its_reason() {
+fn the_last_departed_consumer_ends_the_lease_with_its_reason() {
     let mut ledger = Ledger::new(LeaseTerms::default());
     ledger.open(LeaseSpec { expected: 2, ..spec(1) }, Time(0)).expect("open");
     assert_eq!(ledger.leave(Handle(1), 4, "consumer_rejected", Time(1)), ReleaseReply::Draining);
@@ -150,7 +150,7 @@ fn tombstones_are_bounded_in_number_and_time() {
 }
 
 #[test]
-fn what_ended_leases_leave_behind_is_bounded_by_the_live_ones() {
+fn tombstones_of_ended_leases_are_bounded_by_live_leases() {
     let mut ledger = Ledger::new(LeaseTerms::default());
     ledger.open(spec(0), Time(0)).expect("open");
     for n in 1..20_000_u128 {

@@ -36,14 +36,14 @@ fn offload_is_the_fallback_of_a_handoff_that_failed_and_computing_is_the_last() 
 }
 
 #[test]
-fn where_the_policy_is_to_fail_nobody_else_is_asked() {
+fn a_failed_load_under_policy_fail_is_not_retried() {
     let mut multi = new(LoadFailurePolicy::Fail);
     multi.apply(Event::Load(both()));
     assert_eq!(multi.apply(Event::LoadFailed(PD)), [Action::Fail(PD)]);
 }
 
 #[test]
-fn the_blocks_come_back_when_the_last_holder_lets_go() {
+fn blocks_are_freed_after_the_last_holder() {
     for (first, last) in [(PD, OFFLOAD), (OFFLOAD, PD)] {
         let mut multi = new(LoadFailurePolicy::Recompute);
         assert_eq!(multi.apply(Event::Finish), [Action::FinishChild(PD), Action::FinishChild(OFFLOAD)]);
@@ -59,7 +59,7 @@ fn the_blocks_come_back_when_the_last_holder_lets_go() {
 }
 
 #[test]
-fn a_child_that_lets_go_before_its_answer_arrives_holds_nothing() {
+fn a_child_that_releases_before_its_reply_holds_no_blocks() {
     let mut multi = new(LoadFailurePolicy::Recompute);
     multi.apply(Event::Finish);
     multi.apply(Event::Replied(PD, ChildReply::Nothing));
@@ -69,7 +69,7 @@ fn a_child_that_lets_go_before_its_answer_arrives_holds_nothing() {
 }
 
 #[test]
-fn a_notice_goes_to_the_first_child_that_knows_the_handoff() {
+fn a_notice_goes_to_the_first_child_with_the_handoff() {
     let mut asked = Vec::new();
     let answer = first_reply([0, 1, 2], |child| {
         asked.push(child);
@@ -150,7 +150,7 @@ impl MultiOwner {
 
 /// Explores every state that any sequence of events can reach.
 #[test]
-fn every_child_is_asked_once_and_the_blocks_come_back_once_whatever_the_order_of_events() {
+fn every_child_is_called_once_and_blocks_are_freed_once_in_every_order_of_events() {
     for policy in [LoadFailurePolicy::Recompute, LoadFailurePolicy::Fail] {
         let mut seen = BTreeSet::new();
         let mut edge = vec![(new(policy), MultiOwner::default())];

@@ -18,7 +18,7 @@ fn after(events: &[Event]) -> (OffloadSlot, Vec<Action>) {
 }
 
 #[test]
-fn a_store_that_is_done_lets_go_of_its_block() {
+fn a_finished_store_releases_its_block() {
     let (slot, actions) = after(&[block(A, BlockEvent::Store), block(A, BlockEvent::Done), Event::Finish]);
     assert_eq!(actions, [Action::Begin(A), Action::ReleaseHold(A), Action::Settled]);
     assert!(slot.is_settled());
@@ -26,7 +26,7 @@ fn a_store_that_is_done_lets_go_of_its_block() {
 
 /// Dynamo #6681: the store finishes in the very step in which the request stops and is aborted.
 #[test]
-fn stop_abort_and_the_end_of_a_store_in_one_step_have_one_result_in_every_order() {
+fn stop_abort_and_store_end_in_one_step_give_one_result_in_every_order() {
     let orders = [
         [Event::Finish, Event::Abort, block(A, BlockEvent::Done)],
         [Event::Abort, Event::Finish, block(A, BlockEvent::Done)],
@@ -57,7 +57,7 @@ fn stop_abort_and_the_end_of_a_store_in_one_step_have_one_result_in_every_order(
 }
 
 #[test]
-fn finish_and_abort_answer_alike_however_often_they_come() {
+fn repeated_finish_and_abort_return_the_same_reply() {
     for order in [[Event::Finish, Event::Abort], [Event::Abort, Event::Finish], [Event::Abort, Event::Abort]]
     {
         let mut slots = OffloadSlots::default();
@@ -83,7 +83,7 @@ fn giving_up_takes_effect_at_the_commitment_point() {
 }
 
 #[test]
-fn a_pool_that_is_short_gets_back_only_what_no_worker_has_begun() {
+fn a_short_pool_reclaims_only_uncommitted_stores() {
     let (_, actions) = after(&[
         block(A, BlockEvent::Store),
         block(B, BlockEvent::Store),
@@ -160,7 +160,7 @@ fn copy(slot: &OffloadSlot) -> OffloadSlot {
 
 /// Explores every state that any sequence of events can reach.
 #[test]
-fn every_block_comes_back_exactly_once_whatever_the_order_of_events() {
+fn every_block_is_freed_exactly_once_in_every_order_of_events() {
     let mut seen = BTreeSet::new();
     let mut edge = vec![(OffloadSlot::new(), OffloadOwner::default())];
     let mut steps = 0;

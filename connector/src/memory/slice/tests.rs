@@ -210,7 +210,7 @@ fn a_hostile_cut_is_refused_before_anything_is_computed_from_it() {
 }
 
 #[test]
-fn the_ranks_of_an_engine_and_other_cuts_of_it_have_fingerprints_of_their_own() {
+fn each_rank_and_sharding_of_an_engine_has_its_own_fingerprint() {
     let here = geometry(4, 2, 16);
     let all = [
         here.rank_fingerprint(7, Rank(0)),

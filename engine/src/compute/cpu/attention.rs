@@ -290,7 +290,7 @@ impl QueryShape {
         if rows == self.group && few::suits(self.isa, cache, rows) {
             let AttentionScratch { scores, outputs, .. } = scratch;
             // SAFETY: the caller vouches for positions below `context`.
-            unsafe { few::values(cache, context, rows, (scores, score_stride), (outputs, padded_dim)) };
+            unsafe { few::values(cache, context, rows, scores, score_stride, outputs, padded_dim) };
             return;
         }
         let few = rows <= MAX_ROWS;

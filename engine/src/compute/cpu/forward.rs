@@ -16,12 +16,13 @@ use std::sync::{Mutex, PoisonError};
 use baton_connector::KvLayout;
 use baton_connector::region::Region;
 
+use super::activations::{ActivationRows, CpuActivations};
 use super::arena::AlignedBuffer;
 use super::attention::{self, AttentionUnit, HeadCache, KvHalf, QueryShape, positions_per_unit};
-use super::bf16::{Bf16Unit as BfUnit, PackedBuffer, ProductInputs};
+use super::bf16::ProductInputs;
 use super::isa::{Isa, request};
 use super::kernel::PANEL;
-use super::matrix::{PanelSums, Product, SLICE_VALUES};
+use super::matrix::{Matrix, PanelSums, Product, SLICE_VALUES};
 use super::network::{CpuLayer, CpuNetwork};
 use super::rows::{Rows, SharedPtr};
 use super::thread_pool::{JobPanicked, ThreadPool, Worker};
@@ -132,71 +133,6 @@ impl BatchPlan {
     }
 }
 
-/// Buffers of one step. They grow to the largest batch seen.
-#[derive(Debug, Default)]
-pub(super) struct CpuActivations {
-    hidden: RowBuffer,
-    normed: RowBuffer,
-    qkv: RowBuffer,
-    attended: RowBuffer,
-    projected: RowBuffer,
-    gate: RowBuffer,
-    up: RowBuffer,
-    /// Cosines, then sines, of each row's angles.
-    angles: RowBuffer,
-    /// Packed inputs of products, if the unit of bfloat16 mode needs them.
-    packed_normed: PackedBuffer,
-    packed_attended: PackedBuffer,
-    packed_gate: PackedBuffer,
-}
-
-#[derive(Debug)]
-struct RowBuffer {
-    values: AlignedBuffer<f32>,
-    rows: usize,
-    stride: usize,
-}
-
-impl Default for RowBuffer {
-    fn default() -> Self {
-        Self { values: AlignedBuffer::zeroed(0), rows: 0, stride: 0 }
-    }
-}
-
-impl RowBuffer {
-    /// Makes space for `rows` rows of whole panels. The 16 extra values keep rows of a power-of-two width out of the
-    /// same cache sets.
-    fn fit(&mut self, rows: usize, width: usize) {
-        let stride = width.next_multiple_of(PANEL) + 16;
-        if self.rows < rows || self.stride != stride {
-            *self = Self { values: AlignedBuffer::zeroed(rows * stride), rows, stride };
-        }
-    }
-
-    fn share(&mut self) -> Rows {
-        Rows { base: SharedPtr(self.values.as_mut_ptr()), stride: self.stride }
-    }
-}
-
-impl CpuActivations {
-    pub(super) fn fit(&mut self, network: &CpuNetwork, rows: usize) {
-        let config = &network.config;
-        if network.bf16.is_some_and(BfUnit::packs) {
-            self.packed_normed.fit(rows, config.hidden);
-            self.packed_attended.fit(rows, config.query_width());
-            self.packed_gate.fit(rows, config.intermediate);
-        }
-        self.hidden.fit(rows, config.hidden);
-        self.normed.fit(rows, config.hidden);
-        self.qkv.fit(rows, config.query_width() + 2 * config.kv_width());
-        self.attended.fit(rows, config.query_width());
-        self.projected.fit(rows, config.hidden);
-        self.gate.fit(rows, config.intermediate);
-        self.up.fit(rows, config.intermediate);
-        self.angles.fit(rows, config.head_dim);
-    }
-}
-
 impl Rows {
     /// Row `row` as a slice.
     ///
@@ -238,15 +174,17 @@ struct Step<'a> {
     isa: Isa,
     plan: &'a BatchPlan,
     workers: usize,
-    hidden: Rows,
-    normed: ProductInputs,
-    qkv: Rows,
-    attended: ProductInputs,
-    projected: Rows,
-    gate: ProductInputs,
-    up: Rows,
-    angles: Rows,
+    rows: ActivationRows,
     logits: Rows,
+}
+
+/// A product whose result is added to the residual stream.
+struct Projection<'a> {
+    matrix: &'a Matrix,
+    bias: Option<&'a [f32]>,
+    x: ProductInputs,
+    /// The norm before the next product.
+    norm: Option<&'a [f32]>,
 }
 
 /// Runs the step and leaves the wanted rows in `logits`.
@@ -262,24 +200,13 @@ pub(super) fn run(
     logits: &mut [f32],
     meanwhile: &mut dyn FnMut(),
 ) -> Result<(), JobPanicked> {
-    let inputs = |buffer: &mut RowBuffer, packed: &mut PackedBuffer| ProductInputs {
-        wide: buffer.share(),
-        bf16: network.bf16.map(|unit| (unit, packed.share())),
-    };
     let step = Step {
         network,
         shard,
         isa,
         plan,
         workers: threads.size(),
-        hidden: activations.hidden.share(),
-        normed: inputs(&mut activations.normed, &mut activations.packed_normed),
-        qkv: activations.qkv.share(),
-        attended: inputs(&mut activations.attended, &mut activations.packed_attended),
-        projected: activations.projected.share(),
-        gate: inputs(&mut activations.gate, &mut activations.packed_gate),
-        up: activations.up.share(),
-        angles: activations.angles.share(),
+        rows: activations.share(network.bf16),
         logits: Rows { base: SharedPtr(logits.as_mut_ptr()), stride: network.config.vocab },
     };
     threads.run_with(meanwhile, &|worker| {
@@ -299,14 +226,24 @@ impl Step<'_> {
         self.embed(worker);
         for (index, layer) in layers.iter().enumerate() {
             let qkv_width = layer.qkv.outputs();
-            self.product(worker, scratch, &layer.qkv, self.normed, self.qkv, qkv_width);
+            self.product(worker, scratch, &layer.qkv, self.rows.normed, self.rows.qkv, qkv_width);
             self.rotate_and_store(worker, index, layer);
             self.attend(worker, scratch, index);
-            let output = (&layer.output, layer.output_bias.as_deref());
-            self.project(worker, scratch, output, self.attended, Some(&layer.mlp_norm));
+            let output = Projection {
+                matrix: &layer.output,
+                bias: layer.output_bias.as_deref(),
+                x: self.rows.attended,
+                norm: Some(&layer.mlp_norm),
+            };
+            self.project(worker, scratch, output);
             self.gate_up(worker, scratch, layer);
-            let next_norm = layers.get(index + 1).map(|next| next.attention_norm.as_slice());
-            self.project(worker, scratch, (&layer.down, layer.down_bias.as_deref()), self.gate, next_norm);
+            let down = Projection {
+                matrix: &layer.down,
+                bias: layer.down_bias.as_deref(),
+                x: self.rows.gate,
+                norm: layers.get(index + 1).map(|next| next.attention_norm.as_slice()),
+            };
+            self.project(worker, scratch, down);
         }
         self.logits(worker, scratch);
     }
@@ -320,9 +257,9 @@ impl Step<'_> {
             // SAFETY: each row is claimed by one worker.
             let (hidden, normed, angles) = unsafe {
                 (
-                    self.hidden.row(index, config.hidden),
-                    self.normed.wide.row(index, config.hidden),
-                    self.angles.row(index, config.head_dim),
+                    self.rows.hidden.row(index, config.hidden),
+                    self.rows.normed.wide.row(index, config.hidden),
+                    self.rows.angles.row(index, config.head_dim),
                 )
             };
             self.network.embed(row.token, hidden);
@@ -336,9 +273,24 @@ impl Step<'_> {
             if let Some(first) = self.network.layers.first() {
                 vector::rms_norm(self.isa, hidden, &first.attention_norm, config.norm_eps, normed);
                 // SAFETY: as above.
-                unsafe { self.normed.finish(self.isa, index, 0, normed) };
+                unsafe { self.rows.normed.finish(self.isa, index, 0, normed) };
             }
         });
+    }
+
+    /// The product of all rows with a matrix, see [`Product::plan`].
+    ///
+    /// # Safety
+    /// As for [`Product::plan`].
+    unsafe fn product_into<'m>(
+        &self,
+        matrix: &'m Matrix,
+        x: ProductInputs,
+        out: Rows,
+        writable: usize,
+    ) -> Product<'m> {
+        // SAFETY: the caller's contract.
+        unsafe { Product::plan(self.isa, matrix, x, self.plan.rows.len(), out, writable, self.workers) }
     }
 
     /// `out = x · matrixᵀ` for all rows.
@@ -346,24 +298,14 @@ impl Step<'_> {
         &self,
         worker: &Worker<'_>,
         scratch: &mut WorkerScratch,
-        matrix: &super::matrix::Matrix,
+        matrix: &Matrix,
         x: ProductInputs,
         out: Rows,
         writable: usize,
     ) {
         // SAFETY: the buffers are sized by `CpuActivations::fit`, and only this phase uses `out`. A row of `out`
         // consists of whole panels if `writable` is its stride.
-        let product = unsafe {
-            Product::plan(
-                self.isa,
-                matrix,
-                x,
-                self.plan.rows.len(),
-                out,
-                writable.min(out.stride),
-                self.workers,
-            )
-        };
+        let product = unsafe { self.product_into(matrix, x, out, writable.min(out.stride)) };
         worker.each(product.items(), |item| product.compute(self.isa, item, &mut scratch.slice));
     }
 
@@ -374,7 +316,8 @@ impl Step<'_> {
         worker.each(self.plan.rows.len(), |index| {
             let row = self.plan.rows[index];
             // SAFETY: each row is claimed by one worker; the angles are only read.
-            let (qkv, angles) = unsafe { (self.qkv.row(index, query + 2 * kv), self.angles.row(index, dim)) };
+            let (qkv, angles) =
+                unsafe { (self.rows.qkv.row(index, query + 2 * kv), self.rows.angles.row(index, dim)) };
             if let Some(bias) = &layer.qkv_bias {
                 vector::add(self.isa, qkv, bias);
             }
@@ -417,7 +360,7 @@ impl Step<'_> {
                 // SAFETY: row and head are inside the buffer.
                 unsafe { rows.base.at((first_row + i) * rows.stride + column + g * dim) }
             };
-            let attended = self.attended.wide;
+            let attended = self.rows.attended.wide;
             // SAFETY: all keys and values up to this unit's last position were written in earlier steps or in the phase
             // before; rows and heads of a unit belong to it alone.
             unsafe {
@@ -426,31 +369,23 @@ impl Step<'_> {
                     seq.start + unit.first,
                     unit.count,
                     &mut scratch.attention,
-                    |i, g| offset(self.qkv, i, g).cast_const(),
+                    |i, g| offset(self.rows.qkv, i, g).cast_const(),
                     |i, g| offset(attended, i, g),
                 );
                 for i in 0..unit.count {
                     let heads = std::slice::from_raw_parts_mut(offset(attended, i, 0), group * dim);
-                    self.attended.finish(self.isa, first_row + i, column, heads);
+                    self.rows.attended.finish(self.isa, first_row + i, column, heads);
                 }
             }
         });
     }
 
     /// Adds a projection to the residual stream and norms the result for the next product.
-    fn project(
-        &self,
-        worker: &Worker<'_>,
-        scratch: &mut WorkerScratch,
-        (matrix, bias): (&super::matrix::Matrix, Option<&[f32]>),
-        x: ProductInputs,
-        norm: Option<&[f32]>,
-    ) {
-        let out = self.projected;
+    fn project(&self, worker: &Worker<'_>, scratch: &mut WorkerScratch, projection: Projection<'_>) {
+        let Projection { matrix, bias, x, norm } = projection;
+        let out = self.rows.projected;
         // SAFETY: as in `product`.
-        let product = unsafe {
-            Product::plan(self.isa, matrix, x, self.plan.rows.len(), out, out.stride, self.workers)
-        };
+        let product = unsafe { self.product_into(matrix, x, out, out.stride) };
         if product.by_blocks() {
             worker.each(product.items(), |item| {
                 product.compute_blocks(None, self.isa, item, &mut scratch.slice, |panel| {
@@ -459,13 +394,13 @@ impl Step<'_> {
                         add_to_each(self.isa, sums, &bias[columns.clone()]);
                     }
                     for (row, sums) in rows.zip(sums.as_chunks::<PANEL>().0) {
-                        let (Rows { base, stride }, later) = (self.hidden, row + ROWS_AHEAD);
+                        let (Rows { base, stride }, later) = (self.rows.hidden, row + ROWS_AHEAD);
                         request(
                             base.0.wrapping_add(later * stride + columns.start).cast(),
                             size_of_val(sums),
                         );
                         // SAFETY: rows and columns of an item belong to it alone.
-                        let hidden = unsafe { self.hidden.row(row, self.network.config.hidden) };
+                        let hidden = unsafe { self.rows.hidden.row(row, self.network.config.hidden) };
                         vector::add(self.isa, &mut hidden[columns.clone()], sums);
                     }
                 });
@@ -478,7 +413,7 @@ impl Step<'_> {
         worker.each(self.plan.rows.len(), |index| {
             // SAFETY: each row is claimed by one worker.
             let (hidden, projected) =
-                unsafe { (self.hidden.row(index, width), self.projected.row(index, width)) };
+                unsafe { (self.rows.hidden.row(index, width), self.rows.projected.row(index, width)) };
             if !added {
                 if let Some(bias) = bias {
                     vector::add(self.isa, projected, bias);
@@ -487,10 +422,10 @@ impl Step<'_> {
             }
             if let Some(norm) = norm {
                 // SAFETY: as above.
-                let normed = unsafe { self.normed.wide.row(index, width) };
+                let normed = unsafe { self.rows.normed.wide.row(index, width) };
                 vector::rms_norm(self.isa, hidden, norm, self.network.config.norm_eps, normed);
                 // SAFETY: as above.
-                unsafe { self.normed.finish(self.isa, index, 0, normed) };
+                unsafe { self.rows.normed.finish(self.isa, index, 0, normed) };
             }
         });
     }
@@ -498,21 +433,12 @@ impl Step<'_> {
     /// `gate = silu(gate) * up`. Both products have the same items, and the worker that computes an item of both
     /// activates it.
     fn gate_up(&self, worker: &Worker<'_>, scratch: &mut WorkerScratch, layer: &CpuLayer) {
-        let rows = self.plan.rows.len();
-        let gate_rows = self.gate.wide;
+        let (gate_rows, up_rows) = (self.rows.gate.wide, self.rows.up);
         // SAFETY: as in `product`.
         let (gate, up) = unsafe {
             (
-                Product::plan(
-                    self.isa,
-                    &layer.gate,
-                    self.normed,
-                    rows,
-                    gate_rows,
-                    gate_rows.stride,
-                    self.workers,
-                ),
-                Product::plan(self.isa, &layer.up, self.normed, rows, self.up, self.up.stride, self.workers),
+                self.product_into(&layer.gate, self.rows.normed, gate_rows, gate_rows.stride),
+                self.product_into(&layer.up, self.rows.normed, up_rows, up_rows.stride),
             )
         };
         let width = self.network.config.intermediate;
@@ -527,7 +453,7 @@ impl Step<'_> {
                     vector::silu_mul(self.isa, gate, up);
                     // SAFETY: rows and columns of an item belong to it alone.
                     unsafe {
-                        self.gate.finish_panel(self.isa, rows.start, columns.start, columns.len(), gate);
+                        self.rows.gate.finish_panel(self.isa, rows.start, columns.start, columns.len(), gate);
                     }
                 });
             });
@@ -543,7 +469,7 @@ impl Step<'_> {
                 let (gate, up) = unsafe {
                     (
                         &mut gate_rows.row(row, width)[columns.clone()],
-                        &mut self.up.row(row, width)[columns.clone()],
+                        &mut up_rows.row(row, width)[columns.clone()],
                     )
                 };
                 if let Some((gate_bias, up_bias)) = &layer.gate_up_bias {
@@ -552,7 +478,7 @@ impl Step<'_> {
                 }
                 vector::silu_mul(self.isa, gate, up);
                 // SAFETY: as above.
-                unsafe { self.gate.finish(self.isa, row, columns.start, gate) };
+                unsafe { self.rows.gate.finish(self.isa, row, columns.start, gate) };
             }
         });
     }
@@ -564,18 +490,21 @@ impl Step<'_> {
         worker.each(wanted.len(), |index| {
             // SAFETY: each wanted row is claimed by one worker; the residual stream is only read.
             let (hidden, normed) = unsafe {
-                (self.hidden.row(wanted[index], config.hidden), self.normed.wide.row(index, config.hidden))
+                (
+                    self.rows.hidden.row(wanted[index], config.hidden),
+                    self.rows.normed.wide.row(index, config.hidden),
+                )
             };
             vector::rms_norm(self.isa, hidden, &self.network.final_norm, config.norm_eps, normed);
             // SAFETY: as above.
-            unsafe { self.normed.finish(self.isa, index, 0, normed) };
+            unsafe { self.rows.normed.finish(self.isa, index, 0, normed) };
         });
         // SAFETY: `logits` has a row of the vocabulary for each wanted row.
         let product = unsafe {
             Product::plan(
                 self.isa,
                 &self.network.head,
-                self.normed,
+                self.rows.normed,
                 wanted.len(),
                 self.logits,
                 config.vocab,

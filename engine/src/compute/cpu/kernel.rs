@@ -140,7 +140,8 @@ pub(super) unsafe fn multiply_beside<E: PanelElement>(
     isa: Isa,
     rows: usize,
     tile: &TileOperands<E>,
-    (panels, panel_stride): (usize, usize),
+    panels: usize,
+    panel_stride: usize,
     at_once: usize,
 ) {
     let mut done = 0;
@@ -206,15 +207,15 @@ unsafe fn avx512<E: PanelElement, const M: usize, const P: usize>(
                 }
                 // The last rows that are stored together may be incomplete.
                 let rows = E::TOGETHER.min(end - k);
-                add_row_avx512::<E, M, P, 0>(&mut sums, tile, (b, panel_stride), k);
+                add_row_avx512::<E, M, P, 0>(&mut sums, tile, b, panel_stride, k);
                 if rows > 1 {
-                    add_row_avx512::<E, M, P, 1>(&mut sums, tile, (b, panel_stride), k);
+                    add_row_avx512::<E, M, P, 1>(&mut sums, tile, b, panel_stride, k);
                 }
                 if rows > 2 {
-                    add_row_avx512::<E, M, P, 2>(&mut sums, tile, (b, panel_stride), k);
+                    add_row_avx512::<E, M, P, 2>(&mut sums, tile, b, panel_stride, k);
                 }
                 if rows > 3 {
-                    add_row_avx512::<E, M, P, 3>(&mut sums, tile, (b, panel_stride), k);
+                    add_row_avx512::<E, M, P, 3>(&mut sums, tile, b, panel_stride, k);
                 }
                 b = b.add(E::TOGETHER * tile.b_stride);
                 k += rows;
@@ -255,7 +256,8 @@ unsafe fn avx512<E: PanelElement, const M: usize, const P: usize>(
 unsafe fn add_row_avx512<E: PanelElement, const M: usize, const P: usize, const ROW: usize>(
     sums: &mut [[[std::arch::x86_64::__m512; 2]; P]; M],
     tile: &TileOperands<E>,
-    (b, panel_stride): (*const E, usize),
+    b: *const E,
+    panel_stride: usize,
     k: usize,
 ) {
     use std::arch::x86_64::{_mm512_fmadd_ps, _mm512_set1_ps};
@@ -323,15 +325,15 @@ unsafe fn avx2<E: PanelElement, const M: usize>(tile: &TileOperands<E>) {
                     }
                     // As in `avx512`.
                     let rows = E::TOGETHER.min(end - k);
-                    add_row_avx2::<E, M, 0>(&mut sums, tile, (b, half), k);
+                    add_row_avx2::<E, M, 0>(&mut sums, tile, b, half, k);
                     if rows > 1 {
-                        add_row_avx2::<E, M, 1>(&mut sums, tile, (b, half), k);
+                        add_row_avx2::<E, M, 1>(&mut sums, tile, b, half, k);
                     }
                     if rows > 2 {
-                        add_row_avx2::<E, M, 2>(&mut sums, tile, (b, half), k);
+                        add_row_avx2::<E, M, 2>(&mut sums, tile, b, half, k);
                     }
                     if rows > 3 {
-                        add_row_avx2::<E, M, 3>(&mut sums, tile, (b, half), k);
+                        add_row_avx2::<E, M, 3>(&mut sums, tile, b, half, k);
                     }
                     b = b.add(E::TOGETHER * tile.b_stride);
                     k += rows;
@@ -367,7 +369,8 @@ unsafe fn avx2<E: PanelElement, const M: usize>(tile: &TileOperands<E>) {
 unsafe fn add_row_avx2<E: PanelElement, const M: usize, const ROW: usize>(
     sums: &mut [[std::arch::x86_64::__m256; 2]; M],
     tile: &TileOperands<E>,
-    (b, half): (*const E, usize),
+    b: *const E,
+    half: usize,
     k: usize,
 ) {
     use std::arch::x86_64::{_mm256_fmadd_ps, _mm256_set1_ps};

@@ -56,7 +56,8 @@ impl CpuNetwork {
     pub(super) fn load(
         weights: &Weights,
         config: &ModelConfig,
-        (mode, unit): (WeightMode, Bf16Unit),
+        mode: WeightMode,
+        unit: Bf16Unit,
         threads: &mut ThreadPool,
         progress: &mut dyn FnMut(WeightLoadProgress),
     ) -> Result<Self, ModelError> {
@@ -144,31 +145,21 @@ impl CpuLoader<'_> {
         } else {
             None
         };
-        let qk_norm = if config.qk_norm() {
-            Some((
-                self.vector(&attention("q_norm.weight"), config.head_dim)?,
-                self.vector(&attention("k_norm.weight"), config.head_dim)?,
-            ))
-        } else {
-            None
-        };
-        let gate_up_bias = if config.mlp_bias {
-            let gate = self.vector(&name("mlp.gate_proj.bias"), inter)?;
-            Some((gate, self.vector(&name("mlp.up_proj.bias"), inter)?))
-        } else {
-            None
-        };
+        let q_norm = self.optional(config.qk_norm(), &attention("q_norm.weight"), config.head_dim)?;
+        let k_norm = self.optional(config.qk_norm(), &attention("k_norm.weight"), config.head_dim)?;
+        let gate_bias = self.optional(config.mlp_bias, &name("mlp.gate_proj.bias"), inter)?;
+        let up_bias = self.optional(config.mlp_bias, &name("mlp.up_proj.bias"), inter)?;
         Ok(CpuLayer {
             attention_norm: self.vector(&name("input_layernorm.weight"), hidden)?,
             qkv: self.matrix(&weights.each_ref().map(|(name, width)| (name.as_str(), *width)), hidden)?,
             qkv_bias,
-            qk_norm,
+            qk_norm: q_norm.zip(k_norm),
             output: self.matrix(&[(&attention("o_proj.weight"), hidden)], query)?,
             output_bias: self.optional(config.output_bias, &attention("o_proj.bias"), hidden)?,
             mlp_norm: self.vector(&name("post_attention_layernorm.weight"), hidden)?,
             gate: self.matrix(&[(&name("mlp.gate_proj.weight"), inter)], hidden)?,
             up: self.matrix(&[(&name("mlp.up_proj.weight"), inter)], hidden)?,
-            gate_up_bias,
+            gate_up_bias: gate_bias.zip(up_bias),
             down: self.matrix(&[(&name("mlp.down_proj.weight"), hidden)], inter)?,
             down_bias: self.optional(config.mlp_bias, &name("mlp.down_proj.bias"), hidden)?,
         })
@@ -192,8 +183,7 @@ impl CpuLoader<'_> {
             tensors.push((self.weights.tensor(name, &[*outputs, inputs])?, *outputs));
         }
         let bytes = tensors.iter().map(|(tensor, _)| tensor.bytes()).sum();
-        let memory = (&mut *self.threads, &mut self.arena);
-        let packed = Matrix::pack(memory, &tensors, inputs, self.mode, self.unit);
+        let packed = Matrix::pack(self.threads, &mut self.arena, &tensors, inputs, self.mode, self.unit);
         self.count(bytes);
         // A read beyond a mapped file's end raises a signal, not a panic. This error is a damaged header that passed
         // the checks.

@@ -223,14 +223,14 @@ fn prefill_chunks_and_decode_rows_share_a_step_without_touching_each_other() {
 }
 
 #[test]
-fn an_empty_batch_is_nothing_to_do() {
+fn an_empty_batch_does_nothing() {
     let mut logits = Logits { vocab: 1, values: vec![1.0], ..Logits::default() };
     executor(&config("Llama"), |_| ()).execute(&[], &mut logits).unwrap();
     assert_eq!((logits.vocab, logits.rows()), (150, 0));
 }
 
 #[test]
-fn the_caller_looks_after_other_things_in_every_phase_of_a_step() {
+fn the_callback_runs_in_every_phase_of_a_step() {
     let config = config("Llama");
     let mut executor = executor(&config, |options| options.threads = 1);
     let (mut looks, table) = (0, blocks(0, 1));
@@ -254,7 +254,7 @@ fn progress_ends_at_the_total() {
 
 #[test]
 #[should_panic(expected = "block 3 is written by one sequence and read by another")]
-fn a_step_that_writes_what_another_sequence_reads_is_the_schedulers_mistake() {
+fn a_step_that_writes_blocks_of_another_sequence_panics() {
     let mut executor = executor(&config("Qwen3"), |_| ());
     let (ours, theirs) = ([BlockId(3), BlockId(4)], [BlockId(3), BlockId(5)]);
     let step = |start, block_table| SeqStep { tokens: &[1], start, block_table, logits: LogitsRequest::Last };

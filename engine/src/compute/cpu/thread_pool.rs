@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_done_with_its_own_part_helps_the_others() {
+    fn a_finished_worker_takes_items_of_the_others() {
         let mut pool = ThreadPool::new(2).unwrap();
         let done = AtomicUsize::new(0);
         pool.run(&|worker| {
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panicking_member_fails_the_job_and_not_the_team() {
+    fn a_panicking_worker_fails_the_job_and_not_the_pool() {
         let mut pool = ThreadPool::new(3).unwrap();
         for _ in 0..10 {
             let error = pool
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_no_item_is_not_waited_for() {
+    fn a_worker_without_items_is_not_awaited() {
         let mut pool = ThreadPool::new(3).unwrap();
         for _ in 0..3 {
             let done = AtomicUsize::new(0);
@@ -471,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn who_comes_late_joins_the_others_where_they_are() {
+    fn a_late_worker_joins_the_current_phase() {
         let mut pool = ThreadPool::new(2).unwrap();
         let done: Vec<AtomicUsize> = (0..8).map(|_| AtomicUsize::new(0)).collect();
         pool.run(&|worker| {
@@ -503,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_may_be_over_before_a_thread_has_come() {
+    fn a_job_may_end_before_a_worker_joins() {
         let mut pool = ThreadPool::new(5).unwrap();
         let done = AtomicUsize::new(0);
         for round in 1..=5000 {
@@ -519,7 +519,7 @@ mod tests {
     }
 
     #[test]
-    fn who_sleeps_is_woken() {
+    fn a_sleeping_worker_is_woken() {
         let mut pool = ThreadPool::new(2).unwrap();
         for round in 0..60 {
             let joined = AtomicBool::new(false);
@@ -542,7 +542,7 @@ mod tests {
     }
 
     #[test]
-    fn naps_make_patient_up_to_a_bound_and_a_long_sleep_ends_it() {
+    fn short_sleeps_lengthen_the_spin_up_to_a_bound_and_a_long_sleep_resets_it() {
         let (nap, long) = (SPIN_INSTEAD_BELOW, SPIN_INSTEAD_BELOW + Duration::from_micros(1));
         let mut seen = vec![SPINS];
         for slept in [nap, nap, nap, nap, nap, long, nap] {

@@ -1,5 +1,5 @@
 //! Divides copies of many pieces within a device into launches of the kernel that copies pieces (`copies.cu`) and
-//! separate copies. Pure; used for the GPU and for its emulation.
+//! separate copies. Pure; used for GPUs and for emulated kernels.
 
 use super::kernels::{COPY_PART, COPY_PIECES};
 
@@ -8,19 +8,22 @@ const PIECE_BYTES: usize = 2 << 20;
 /// Alignment of pieces, which are whole multiples of it.
 const PIECE_ALIGN: u64 = 16;
 /// Threads of a block of the kernel.
-pub(super) const THREADS: u32 = 512;
+pub const THREADS: u32 = 512;
 
 /// Bytes that are copied together, by addresses in this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct CopyPiece {
-    pub(super) from: u64,
-    pub(super) into: u64,
-    pub(super) bytes: usize,
+pub struct CopyPiece {
+    /// Address of the source.
+    pub from: u64,
+    /// Address of the destination.
+    pub into: u64,
+    /// Length.
+    pub bytes: usize,
 }
 
 /// One command to enqueue.
 #[derive(Debug)]
-pub(super) enum CopyCommand {
+pub enum CopyCommand {
     /// A piece with unaligned addresses or length. The device's own copy runs it, which takes as long as several
     /// aligned pieces.
     Alone(CopyPiece),
@@ -31,7 +34,7 @@ pub(super) enum CopyCommand {
 /// The parameter of the kernel, as declared in `copies.cu`.
 #[repr(C)]
 #[derive(Debug)]
-pub(super) struct CopyKernelArg {
+pub struct CopyKernelArg {
     from: [u64; COPY_PIECES],
     into: [u64; COPY_PIECES],
     bytes: [u32; COPY_PIECES],
@@ -41,7 +44,7 @@ pub(super) struct CopyKernelArg {
 ///
 /// # Errors
 /// The first error of `enqueue`.
-pub(super) fn cut<E>(
+pub fn cut<E>(
     pieces: impl IntoIterator<Item = CopyPiece>,
     mut enqueue: impl FnMut(CopyCommand) -> Result<(), E>,
 ) -> Result<(), E> {
@@ -110,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_enqueued_ends_the_copy() {
+    fn a_failed_enqueue_ends_the_copy() {
         let piece = CopyPiece { from: 3, into: 0, bytes: 1 };
         let mut enqueued = 0;
         let cut = cut([piece, piece], |_| {

@@ -43,12 +43,20 @@ pub fn get(folder: Option<&Path>, source: &str, arch: &str) -> Result<Vec<u8>, D
     if let Some(cubin) = path.as_deref().and_then(read) {
         return Ok(cubin);
     }
-    tracing::info!(arch, nvrtc = format!("{}.{}", version.0, version.1), "compiling kernels");
+    tracing::info!(
+        event = "kernel_compilation_started",
+        arch,
+        nvrtc = format!("{}.{}", version.0, version.1),
+        "compiling kernels"
+    );
     let compiled = nvrtc::compile(source, arch)?;
     if let Some(path) = path
         && let Err(error) = keep(&path, &compiled.cubin)
     {
-        tracing::warn!(%error, path = %path.display(), "cannot cache compiled kernels");
+        tracing::warn!(
+            event = "kernel_cache_not_written", %error, path = %path.display(),
+            "cannot cache compiled kernels"
+        );
     }
     Ok(compiled.cubin)
 }
@@ -73,7 +81,10 @@ fn read(path: &Path) -> Option<Vec<u8>> {
     let rest = file.strip_prefix(MARK)?;
     let (hash, cubin) = rest.split_at_checked(32)?;
     if Sha256::digest(cubin).as_slice() != hash {
-        tracing::warn!(path = %path.display(), "cached kernels damaged, compiled again");
+        tracing::warn!(
+            event = "kernel_cache_damaged", path = %path.display(),
+            "cached kernels damaged, compiled again"
+        );
         return None;
     }
     Some(cubin.to_vec())
@@ -123,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_kept_is_read_again_and_what_is_damaged_is_not() {
+    fn a_cached_file_is_reused_and_a_damaged_one_is_not() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("below").join(name("source", "sm_90a", (13, 0)));
         keep(&path, b"machine code").unwrap();
@@ -142,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_stands_for_source_architecture_and_compiler() {
+    fn a_file_name_identifies_source_architecture_and_compiler() {
         let here = name("source", "sm_90a", (13, 0));
         assert_eq!(here, name("source", "sm_90a", (13, 0)));
         for other in [

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   executor ──▶ Device ──┬─▶ driver::CudaDevice        an NVIDIA GPU
-//!                         └─▶ software::SoftwareDevice  this CPU, with checks that no GPU makes
+//!                         └─▶ SoftwareDevice            this CPU, with checks that no GPU makes (baton-engine-check)
 //! ```
 //!
 //! Every call except [`Device::synchronize`] only enqueues: it returns before the work is done, and only events order
@@ -19,13 +19,15 @@ use baton_connector::region::Region;
 use baton_connector_device::{ImportedPool, Offer, PoolExport};
 use baton_connector_nixl::api::Memory;
 
-/// Element type of weights, activations and KV.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Element {
-    /// 32-bit float, for exactness.
-    F32,
-    /// bfloat16, with sums in f32.
-    Bf16,
+baton_connector::labelled! {
+    /// Element type of weights, activations and KV.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum Element {
+        /// 32-bit float, for exactness.
+        F32 => "f32",
+        /// bfloat16, with sums in f32.
+        Bf16 => "bf16",
+    }
 }
 
 impl Element {
@@ -37,28 +39,19 @@ impl Element {
             Self::Bf16 => 2,
         }
     }
-
-    /// The name in reports.
-    #[must_use]
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-        }
-    }
 }
 
 /// Device memory. The owner frees it, or the device at its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct DeviceBuffer(pub(super) u32);
+pub struct DeviceBuffer(pub u32);
 
 /// Host memory that copies can use while the host continues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct HostBuffer(pub(super) u32);
+pub struct HostBuffer(pub u32);
 
 /// A queue of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Stream(pub(super) u32);
+pub struct Stream(pub u32);
 
 /// Order of streams whose kernels wait for processors. Running kernels are not interrupted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,11 +64,11 @@ pub enum Priority {
 
 /// A point in a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct StreamEvent(pub(super) u32);
+pub struct StreamEvent(pub u32);
 
 /// Recorded work that is launched as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Graph(pub(super) u32);
+pub struct Graph(pub u32);
 
 /// A range of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,6 +123,23 @@ pub enum KernelArg {
     U64(u64),
     /// A 32-bit float.
     F32(f32),
+}
+
+impl KernelArg {
+    /// The parameter's value in eight bytes, of which a kernel reads those of the parameter's type. `address` finds a
+    /// slice.
+    ///
+    /// # Errors
+    /// That of `address`.
+    pub fn bits<E>(&self, address: impl FnOnce(&DeviceSlice) -> Result<u64, E>) -> Result<u64, E> {
+        match self {
+            Self::In(slice) | Self::Out(slice) => address(slice),
+            Self::Null => Ok(0),
+            Self::U32(value) => Ok(u64::from(*value)),
+            Self::U64(value) => Ok(*value),
+            Self::F32(value) => Ok(u64::from(value.to_bits())),
+        }
+    }
 }
 
 /// One launch of a kernel.
@@ -404,77 +414,44 @@ pub trait Device: Send {
     fn replay(&mut self, graph: Graph, on: Stream) -> Result<(), DeviceError>;
 }
 
-/// A kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Kernel {
-    /// Rows of the embedding.
-    Embed,
-    /// Residual, norm.
-    AddRmsNorm,
-    /// Bias, head norms, rotation, KV write.
-    RopeKv,
-    /// Attention of one query per sequence, in splits.
-    DecodeAttention,
-    /// Puts the splits together.
-    MergeAttention,
-    /// Attention of many queries per sequence.
-    PrefillAttention,
-    /// Gated activation.
-    SiluMul,
-    /// First stage of choosing a token.
-    BestOfParts,
-    /// Second stage.
-    Choose,
-    /// A product of few rows with a matrix of many outputs.
-    FewRowsWide,
-    /// The same of few outputs.
-    FewRowsDeep,
-    /// The same of two matrices, and the gated activation of both.
-    FewRowsGated,
+baton_connector::labelled! {
+    /// A kernel, with its name in the sources. The kernels for bf16 only come last.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    pub enum Kernel {
+        /// Rows of the embedding.
+        Embed => "embed",
+        /// Residual, norm.
+        AddRmsNorm => "add_rms_norm",
+        /// Bias, head norms, rotation, KV write.
+        RopeKv => "rope_kv",
+        /// Attention of one query per sequence, in splits.
+        DecodeAttention => "decode_attention",
+        /// Puts the splits together.
+        MergeAttention => "merge_attention",
+        /// Attention of many queries per sequence.
+        PrefillAttention => "prefill_attention",
+        /// Gated activation.
+        SiluMul => "silu_mul",
+        /// First stage of choosing a token.
+        BestOfParts => "best_of_parts",
+        /// Second stage.
+        Choose => "choose",
+        /// A product of few rows with a matrix of many outputs.
+        FewRowsWide => "few_rows_wide",
+        /// The same of few outputs.
+        FewRowsDeep => "few_rows_deep",
+        /// The same of two matrices, and the gated activation of both.
+        FewRowsGated => "few_rows_gated",
+    }
 }
 
 impl Kernel {
-    /// All kernels. The bf16-only ones come last.
-    const ALL: [Self; 12] = [
-        Self::Embed,
-        Self::AddRmsNorm,
-        Self::RopeKv,
-        Self::DecodeAttention,
-        Self::MergeAttention,
-        Self::PrefillAttention,
-        Self::SiluMul,
-        Self::BestOfParts,
-        Self::Choose,
-        Self::FewRowsWide,
-        Self::FewRowsDeep,
-        Self::FewRowsGated,
-    ];
-
     /// The kernels of an element type.
     #[must_use]
     pub fn all(element: Element) -> &'static [Self] {
         match element {
             Element::F32 => &Self::ALL[..9],
             Element::Bf16 => &Self::ALL,
-        }
-    }
-
-    /// The name in the sources.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Embed => "embed",
-            Self::AddRmsNorm => "add_rms_norm",
-            Self::RopeKv => "rope_kv",
-            Self::DecodeAttention => "decode_attention",
-            Self::MergeAttention => "merge_attention",
-            Self::PrefillAttention => "prefill_attention",
-            Self::SiluMul => "silu_mul",
-            Self::BestOfParts => "best_of_parts",
-            Self::Choose => "choose",
-            Self::FewRowsWide => "few_rows_wide",
-            Self::FewRowsDeep => "few_rows_deep",
-            Self::FewRowsGated => "few_rows_gated",
         }
     }
 }

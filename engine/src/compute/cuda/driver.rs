@@ -28,8 +28,8 @@ use self::module::{DriverModule, LaunchSize};
 use self::pool::CudaPool;
 use super::copy_pieces::CopyPiece;
 use super::device::{
-    Device, DeviceBuffer, DeviceError, DeviceSlice, Element, Graph, HostBuffer, HostSlice, Kernel, KernelArg,
-    Launch, Matmul, PoolMemory, Priority, Stream, StreamEvent,
+    Device, DeviceBuffer, DeviceError, DeviceSlice, Element, Graph, HostBuffer, HostSlice, Kernel, Launch,
+    Matmul, PoolMemory, Priority, Stream, StreamEvent,
 };
 use super::{cubins, kernels, nvrtc};
 
@@ -79,13 +79,28 @@ impl HostMemory {
     }
 }
 
-/// See the module's documentation.
-pub struct CudaDevice {
+/// What the driver reports about a device.
+struct DeviceProperties {
     device: sys::CUdevice,
     name: String,
-    arch: String,
+    /// Compute capability: major, minor.
+    capability: (i32, i32),
     multiprocessors: u32,
     shared_bytes_max: usize,
+}
+
+/// Handles of queued work, by number.
+#[derive(Default)]
+struct QueueHandles {
+    streams: Vec<sys::CUstream>,
+    events: Vec<sys::CUevent>,
+    graphs: Vec<sys::CUgraphExec>,
+}
+
+/// See the module's documentation.
+pub struct CudaDevice {
+    properties: DeviceProperties,
+    arch: String,
     context: sys::CUcontext,
     bound: Option<ThreadId>,
     module: Arc<DriverModule>,
@@ -95,33 +110,18 @@ pub struct CudaDevice {
     /// Buffers with other owners, which the device must not free.
     pools: HashMap<DeviceBuffer, Arc<CudaPool>>,
     hosts: Vec<HostMemory>,
-    streams: Vec<sys::CUstream>,
-    events: Vec<sys::CUevent>,
-    graphs: Vec<sys::CUgraphExec>,
+    queues: QueueHandles,
     blas: Blas,
     /// Work was not over in time. Memory that it may still write is kept until the end of the process.
     hung: bool,
 }
 
-// SAFETY: the driver's handles may be used from any thread whose current context is theirs, which `bind` ensures; a
-// device is used by one thread at a time, as every method takes it exclusively.
-unsafe impl Send for CudaDevice {}
-
-impl CudaDevice {
-    /// Device `ordinal`, with kernels for one element type and head width, compiled now or read from `cache`.
-    ///
-    /// # Errors
-    /// [`DeviceError`]: the missing part and the places that were searched.
-    pub fn open(
-        ordinal: usize,
-        element: Element,
-        head_dim: usize,
-        cache: Option<&Path>,
-    ) -> Result<Self, DeviceError> {
+impl DeviceProperties {
+    /// The properties of device `ordinal`.
+    fn query(ordinal: usize) -> Result<Self, DeviceError> {
         libraries::load(&libraries::DRIVER)?;
-        libraries::load(&libraries::BLAS)?;
         // SAFETY: plain calls whose symbols were found; out-parameters are valid for their types.
-        let (device, name, capability, multiprocessors, shared_bytes_max) = unsafe {
+        let properties = unsafe {
             check("cuInit", sys::cuInit(0))?;
             let mut count = 0;
             check("cuDeviceGetCount", sys::cuDeviceGetCount(&raw mut count))?;
@@ -139,25 +139,48 @@ impl CudaDevice {
                 Ok(value)
             };
             use sys::CUdevice_attribute_enum as A;
-            (
+            Self {
                 device,
-                CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned(),
-                (
+                name: CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned(),
+                capability: (
                     attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
                     attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
                 ),
-                attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.cast_unsigned(),
-                attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.cast_unsigned() as usize,
-            )
+                multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.cast_unsigned(),
+                shared_bytes_max: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
+                    .cast_unsigned() as usize,
+            }
         };
-        if capability < CAPABILITY_MIN {
+        if properties.capability < CAPABILITY_MIN {
             return Err(DeviceError::Absent(format!(
-                "{name} has compute capability {}.{}, expected at least 8.0 (bf16)",
-                capability.0, capability.1
+                "{} has compute capability {}.{}, expected at least 8.0 (bf16)",
+                properties.name, properties.capability.0, properties.capability.1
             )));
         }
+        Ok(properties)
+    }
+}
+
+// SAFETY: the driver's handles may be used from any thread whose current context is theirs, which `bind` ensures; a
+// device is used by one thread at a time, as every method takes it exclusively.
+unsafe impl Send for CudaDevice {}
+
+impl CudaDevice {
+    /// Device `ordinal`, with kernels for one element type and head width, compiled now or read from `cache`.
+    ///
+    /// # Errors
+    /// [`DeviceError`]: the missing part and the places that were searched.
+    pub fn open(
+        ordinal: usize,
+        element: Element,
+        head_dim: usize,
+        cache: Option<&Path>,
+    ) -> Result<Self, DeviceError> {
+        let properties = DeviceProperties::query(ordinal)?;
+        libraries::load(&libraries::BLAS)?;
+        let (device, capability) = (properties.device, properties.capability);
         let arch = nvrtc::arch(capability);
-        let stages = kernels::decode_stages(head_dim, shared_bytes_max);
+        let stages = kernels::decode_stages(head_dim, properties.shared_bytes_max);
         let cubin = cubins::get(cache, &kernels::source(element, head_dim, stages), &arch)?;
         let mut context = std::ptr::null_mut();
         // SAFETY: as above; the context is released when the device is dropped.
@@ -179,11 +202,8 @@ impl CudaDevice {
             functions.into_iter().map(|(kernel, function)| (kernel, (function, SHARED_BYTES_UNASKED)));
         // From here on the destructor frees everything.
         let mut opened = Self {
-            device,
-            name,
+            properties,
             arch,
-            multiprocessors,
-            shared_bytes_max,
             context,
             bound: None,
             module,
@@ -191,9 +211,7 @@ impl CudaDevice {
             buffers: Vec::new(),
             pools: HashMap::new(),
             hosts: Vec::new(),
-            streams: Vec::new(),
-            events: Vec::new(),
-            graphs: Vec::new(),
+            queues: QueueHandles::default(),
             blas: Blas::default(),
             hung: false,
         };
@@ -238,7 +256,7 @@ impl CudaDevice {
     }
 
     fn on(&self, stream: Stream) -> sys::CUstream {
-        self.streams[stream.0 as usize]
+        self.queues.streams[stream.0 as usize]
     }
 
     fn count(len: usize) -> u32 {
@@ -256,7 +274,7 @@ fn memory_info() -> Result<(usize, usize), DeviceError> {
 
 impl Device for CudaDevice {
     fn name(&self) -> String {
-        self.name.clone()
+        self.properties.name.clone()
     }
 
     fn driver(&self) -> Option<String> {
@@ -264,11 +282,11 @@ impl Device for CudaDevice {
     }
 
     fn multiprocessors(&self) -> u32 {
-        self.multiprocessors
+        self.properties.multiprocessors
     }
 
     fn shared_bytes_max(&self) -> usize {
-        self.shared_bytes_max
+        self.properties.shared_bytes_max
     }
 
     fn total_bytes(&self) -> Result<usize, DeviceError> {
@@ -301,7 +319,8 @@ impl Device for CudaDevice {
     fn alloc_shared(&mut self, bytes: usize) -> Result<(DeviceBuffer, Arc<dyn PoolMemory>), DeviceError> {
         let buffer = self.alloc(bytes)?;
         let address = self.address(&DeviceSlice::of(buffer, bytes))?;
-        let pool = Arc::new(CudaPool::over(self.device, Arc::clone(&self.module), address, bytes)?);
+        let pool =
+            Arc::new(CudaPool::over(self.properties.device, Arc::clone(&self.module), address, bytes)?);
         self.pools.insert(buffer, Arc::clone(&pool));
         Ok((buffer, Arc::new(pool)))
     }
@@ -339,7 +358,10 @@ impl Device for CudaDevice {
         let result = unsafe { sys::cuMemHostRegister_v2(base, bytes, 0) };
         let locked = check("cuMemHostRegister", result);
         if let Err(error) = &locked {
-            tracing::warn!(%error, bytes, "KV mirror not page-locked, block copies are slower");
+            tracing::warn!(
+                event = "kv_mirror_not_page_locked", %error, bytes,
+                "KV mirror not page-locked, block copies are slower"
+            );
         }
         self.hosts.push(HostMemory::Region { region: region.clone(), locked: locked.is_ok() });
         Ok(HostBuffer(Self::count(self.hosts.len())))
@@ -361,8 +383,8 @@ impl Device for CudaDevice {
 
     fn stream(&mut self, priority: Priority) -> Result<Stream, DeviceError> {
         self.bind()?;
-        self.streams.push(stream::create(priority)?);
-        Ok(Stream(Self::count(self.streams.len())))
+        self.queues.streams.push(stream::create(priority)?);
+        Ok(Stream(Self::count(self.queues.streams.len())))
     }
 
     fn event(&mut self) -> Result<StreamEvent, DeviceError> {
@@ -370,8 +392,8 @@ impl Device for CudaDevice {
         let mut event = std::ptr::null_mut();
         // SAFETY: the out-parameter is valid.
         check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, 0) })?;
-        self.events.push(event);
-        Ok(StreamEvent(Self::count(self.events.len())))
+        self.queues.events.push(event);
+        Ok(StreamEvent(Self::count(self.queues.events.len())))
     }
 
     fn upload(&mut self, on: Stream, from: HostSlice, to: DeviceSlice) -> Result<(), DeviceError> {
@@ -421,13 +443,7 @@ impl Device for CudaDevice {
         // Every parameter in eight bytes of its own: the driver reads only the bytes of the parameter's type.
         let mut values = Vec::with_capacity(launch.args.len());
         for arg in &launch.args {
-            values.push(match arg {
-                KernelArg::In(slice) | KernelArg::Out(slice) => self.address(slice)?,
-                KernelArg::Null => 0,
-                KernelArg::U32(value) => u64::from(*value),
-                KernelArg::U64(value) => *value,
-                KernelArg::F32(value) => u64::from(value.to_bits()),
-            });
+            values.push(arg.bits(|slice| self.address(slice))?);
         }
         let mut parameters: Vec<*mut c_void> =
             values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect();
@@ -442,7 +458,7 @@ impl Device for CudaDevice {
                 check("cuFuncSetAttribute (shared memory)", asked)?;
                 self.functions.insert(launch.kernel, (function, launch.shared_bytes));
             }
-            self.module.launch(launch.kernel.name(), function, self.on(on), size, &mut parameters)
+            self.module.launch(launch.kernel.label(), function, self.on(on), size, &mut parameters)
         }
     }
 
@@ -456,14 +472,14 @@ impl Device for CudaDevice {
     fn record(&mut self, event: StreamEvent, on: Stream) -> Result<(), DeviceError> {
         self.bind()?;
         // SAFETY: both handles live as long as `self`.
-        let result = unsafe { sys::cuEventRecord(self.events[event.0 as usize], self.on(on)) };
+        let result = unsafe { sys::cuEventRecord(self.queues.events[event.0 as usize], self.on(on)) };
         check("cuEventRecord", result)
     }
 
     fn wait(&mut self, on: Stream, event: StreamEvent) -> Result<(), DeviceError> {
         self.bind()?;
         // SAFETY: as above.
-        let result = unsafe { sys::cuStreamWaitEvent(self.on(on), self.events[event.0 as usize], 0) };
+        let result = unsafe { sys::cuStreamWaitEvent(self.on(on), self.queues.events[event.0 as usize], 0) };
         check("cuStreamWaitEvent", result)
     }
 
@@ -473,7 +489,7 @@ impl Device for CudaDevice {
         meanwhile: &mut dyn FnMut(),
     ) -> Result<(), DeviceError> {
         self.bind()?;
-        let (what, event) = ("work on the device", self.events[event.0 as usize]);
+        let (what, event) = ("work on the device", self.queues.events[event.0 as usize]);
         // SAFETY: as above.
         let waited = unsafe { stream::await_event(what, event, meanwhile) };
         self.hung |= matches!(waited, Err(DeviceError::Hung { .. }));
@@ -482,7 +498,7 @@ impl Device for CudaDevice {
 
     fn elapsed_ms(&mut self, from: StreamEvent, to: StreamEvent) -> Result<f32, DeviceError> {
         self.bind()?;
-        let (from, to) = (self.events[from.0 as usize], self.events[to.0 as usize]);
+        let (from, to) = (self.queues.events[from.0 as usize], self.queues.events[to.0 as usize]);
         let mut elapsed = 0.0;
         // SAFETY: as above, and the out-parameter is valid.
         check("cuEventElapsedTime", unsafe { sys::cuEventElapsedTime_v2(&raw mut elapsed, from, to) })?;
@@ -507,14 +523,16 @@ impl Device for CudaDevice {
             check("cuGraphInstantiate", made)?;
             check("cuGraphDestroy", destroyed)?;
         }
-        self.graphs.push(executable);
-        Ok(Graph(Self::count(self.graphs.len())))
+        self.queues.graphs.push(executable);
+        Ok(Graph(Self::count(self.queues.graphs.len())))
     }
 
     fn replay(&mut self, graph: Graph, on: Stream) -> Result<(), DeviceError> {
         self.bind()?;
         // SAFETY: both handles live as long as `self`.
-        check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(self.graphs[graph.0 as usize], self.on(on)) })
+        check("cuGraphLaunch", unsafe {
+            sys::cuGraphLaunch(self.queues.graphs[graph.0 as usize], self.on(on))
+        })
     }
 }
 
@@ -525,7 +543,7 @@ impl Drop for CudaDevice {
         unsafe {
             let _ = sys::cuCtxSetCurrent(self.context);
             self.hung |= self.pools.values().any(|pool| pool.has_hung());
-            for stream in &self.streams {
+            for stream in &self.queues.streams {
                 let finished = || stream::await_all("the last work on the device", *stream);
                 self.hung = self.hung || matches!(finished(), Err(DeviceError::Hung { .. }));
             }
@@ -536,13 +554,13 @@ impl Drop for CudaDevice {
                 return;
             }
             self.blas.close();
-            for graph in self.graphs.drain(..) {
+            for graph in self.queues.graphs.drain(..) {
                 let _ = sys::cuGraphExecDestroy(graph);
             }
-            for event in self.events.drain(..) {
+            for event in self.queues.events.drain(..) {
                 let _ = sys::cuEventDestroy_v2(event);
             }
-            for stream in self.streams.drain(..) {
+            for stream in self.queues.streams.drain(..) {
                 let _ = sys::cuStreamDestroy_v2(stream);
             }
             for (index, held) in self.buffers.drain(..).enumerate() {
@@ -559,7 +577,7 @@ impl Drop for CudaDevice {
                     HostMemory::Region { locked: false, .. } => continue,
                 };
             }
-            let _ = sys::cuDevicePrimaryCtxRelease_v2(self.device);
+            let _ = sys::cuDevicePrimaryCtxRelease_v2(self.properties.device);
         }
     }
 }

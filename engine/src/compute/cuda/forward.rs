@@ -60,7 +60,7 @@ impl CudaActivations {
 
 impl<D: Device> CudaExecutor<D> {
     fn section(&self, section: Section) -> DeviceSlice {
-        self.words.part(section.at * 4, section.len * 4)
+        self.buffers.words.part(section.at * 4, section.len * 4)
     }
 
     fn product(
@@ -80,8 +80,8 @@ impl<D: Device> CudaExecutor<D> {
     /// Runs Baton's own kernel if it is faster, otherwise the library.
     fn multiply(&mut self, matmul: &Matmul) -> Result<(), DeviceError> {
         match kernels::few_rows(matmul, self.device.multiprocessors()) {
-            Some(launch) => self.device.launch(self.compute, &launch),
-            None => self.device.matmul(self.compute, matmul),
+            Some(launch) => self.device.launch(self.streams.compute, &launch),
+            None => self.device.matmul(self.streams.compute, matmul),
         }
     }
 
@@ -104,16 +104,16 @@ impl<D: Device> CudaExecutor<D> {
             result: element,
         };
         if let Some(launch) = kernels::few_rows_gated(&matmul, bias, at.activated) {
-            return self.device.launch(self.compute, &launch);
+            return self.device.launch(self.streams.compute, &launch);
         }
-        self.device.matmul(self.compute, &matmul)?;
+        self.device.matmul(self.streams.compute, &matmul)?;
         let silu = kernels::silu_mul(at.gate_up, bias, at.activated, width, rows);
-        self.device.launch(self.compute, &silu)
+        self.device.launch(self.streams.compute, &silu)
     }
 
     fn norm(&mut self, norm: &NormArgs, rows: usize) -> Result<(), DeviceError> {
         let launch = kernels::add_rms_norm(norm, self.config.hidden, self.config.norm_eps, rows);
-        self.device.launch(self.compute, &launch)
+        self.device.launch(self.streams.compute, &launch)
     }
 
     /// Runs everything up to the last layer's output. [`Self::head`] adds this output to the residual stream.
@@ -121,9 +121,9 @@ impl<D: Device> CudaExecutor<D> {
         let (rows, hidden, inter) = (plan.rows, self.config.hidden, self.config.intermediate);
         let (query, qkv, element) = (self.config.query_width(), self.shape.qkv_width(), self.shape.element);
         let at = self.activations;
-        let tokens = self.section(plan.tokens);
+        let tokens = self.section(plan.sections.tokens);
         let embed = kernels::embed(tokens, self.network.embedding, at.hidden, hidden, rows);
-        self.device.launch(self.compute, &embed)?;
+        self.device.launch(self.streams.compute, &embed)?;
         let first = self.network.layers[0].attention_norm;
         self.norm(
             &NormArgs { hidden: at.hidden, delta: None, weight: first, rows: None, out: at.normed },
@@ -139,12 +139,12 @@ impl<D: Device> CudaExecutor<D> {
                 bias: layer.qkv_bias,
                 norms: layer.qk_norm,
                 angles: self.network.angles,
-                positions: self.section(plan.positions),
-                slots: self.section(plan.slots),
-                pool: self.pool,
+                positions: self.section(plan.sections.positions),
+                slots: self.section(plan.sections.slots),
+                pool: self.kv.pool,
             };
             self.product(at.normed, weights[0], at.qkv, rows, (hidden, qkv), element)?;
-            self.device.launch(self.compute, &kernels::rope_kv(&self.shape, &parts, index, rows))?;
+            self.device.launch(self.streams.compute, &kernels::rope_kv(&self.shape, &parts, index, rows))?;
             self.attend(plan, index)?;
             self.product(at.attended, weights[1], at.projected, rows, (query, hidden), Element::F32)?;
             let delta = Some((at.projected, output_bias));
@@ -165,10 +165,13 @@ impl<D: Device> CudaExecutor<D> {
     fn attend(&mut self, plan: &StepPlan, layer: usize) -> Result<(), DeviceError> {
         let parts = |entries: DeviceSlice| AttentionArgs {
             qkv: self.activations.qkv,
-            pool: self.pool,
+            pool: self.kv.pool,
             // The tables section ends at the end of the buffer, so that a recorded launch can read the tables of any
             // step.
-            tables: self.words.part(plan.tables.at * 4, self.words.bytes - plan.tables.at * 4),
+            tables: self
+                .buffers
+                .words
+                .part(plan.sections.tables.at * 4, self.buffers.words.bytes - plan.sections.tables.at * 4),
             entries,
             out: self.activations.attended,
             partial: self.activations.partial,
@@ -176,15 +179,15 @@ impl<D: Device> CudaExecutor<D> {
         };
         if plan.sequences > 0 {
             let splits = self.shape.splits(plan.sequences, self.device.multiprocessors());
-            let parts = parts(self.section(plan.decode));
+            let parts = parts(self.section(plan.sections.decode));
             for launch in kernels::decode_attention(&self.shape, &parts, layer, plan.sequences, splits) {
-                self.device.launch(self.compute, &launch)?;
+                self.device.launch(self.streams.compute, &launch)?;
             }
         }
         if plan.tile_count > 0 {
-            let parts = parts(self.section(plan.tiles));
+            let parts = parts(self.section(plan.sections.tiles));
             let launch = kernels::prefill_attention(&self.shape, &parts, layer, plan.tile_count);
-            self.device.launch(self.compute, &launch)?;
+            self.device.launch(self.streams.compute, &launch)?;
         }
         Ok(())
     }
@@ -193,7 +196,7 @@ impl<D: Device> CudaExecutor<D> {
     pub(super) fn head(&mut self, plan: &StepPlan, first: usize, rows: usize) -> Result<(), DeviceError> {
         let Some(last) = self.network.layers.last() else { return Ok(()) };
         let (at, down_bias) = (self.activations, last.down_bias);
-        let wanted = self.section(plan.wanted).part(first * 4, rows * 4);
+        let wanted = self.section(plan.sections.wanted).part(first * 4, rows * 4);
         let norm = NormArgs {
             hidden: at.hidden,
             delta: Some((at.projected, down_bias)),
@@ -202,7 +205,10 @@ impl<D: Device> CudaExecutor<D> {
             out: at.normed,
         };
         self.norm(&norm, rows)?;
-        let logits = self.results.part(self.chosen_bytes, self.results.bytes - self.chosen_bytes);
+        let logits = self
+            .buffers
+            .results
+            .part(self.buffers.chosen_bytes, self.buffers.results.bytes - self.buffers.chosen_bytes);
         let matmul = Matmul {
             x: at.normed,
             weights: self.network.head,
@@ -222,11 +228,11 @@ impl<D: Device> CudaExecutor<D> {
             logits,
             values: self.activations.best_values,
             indices: self.activations.best_places,
-            draws: self.section(plan.draws).part(first * words, rows * words),
-            chosen: self.results.part(0, self.chosen_bytes),
+            draws: self.section(plan.sections.draws).part(first * words, rows * words),
+            chosen: self.buffers.results.part(0, self.buffers.chosen_bytes),
         };
         for launch in kernels::choose(&choice, self.config.vocab, rows) {
-            self.device.launch(self.compute, &launch)?;
+            self.device.launch(self.streams.compute, &launch)?;
         }
         Ok(())
     }

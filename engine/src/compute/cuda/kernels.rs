@@ -6,7 +6,6 @@
 use super::device::{DeviceSlice, Element, Kernel, KernelArg, Launch, Matmul};
 
 const PTX: &str = include_str!("kernels/ptx.cu");
-const EMULATION: &str = include_str!("kernels/emulation.cpp");
 const PRELUDE: &str = include_str!("kernels/prelude.cu");
 const ROWS: &str = include_str!("kernels/rows.cu");
 const ROPE_KV: &str = include_str!("kernels/rope_kv.cu");
@@ -42,9 +41,9 @@ const FEW_ROWS_INPUTS: usize = 64;
 /// Name of the kernel that copies pieces of memory. No step launches it, only a device's copies of many pieces.
 pub const COPY_KERNEL: &str = "copy_pieces";
 /// Pieces of one launch of it: the parameters take 20 bytes per piece, of the 4 KiB of a launch.
-pub(super) const COPY_PIECES: usize = 128;
+pub const COPY_PIECES: usize = 128;
 /// Bytes that one of its blocks copies. Larger parts are slower on an H200.
-pub(super) const COPY_PART: usize = 32 << 10;
+pub const COPY_PART: usize = 32 << 10;
 
 /// Whether there are kernels for heads of this width.
 ///
@@ -79,25 +78,15 @@ pub fn source(element: Element, head_dim: usize, stages: usize) -> String {
     definitions(element, head_dim, stages) + &lines("ptx.cu", PTX) + &bodies(element)
 }
 
-/// The same for a C++ compiler: a library that runs the kernels on this CPU, see `emulation.cpp`.
+/// A source behind a `#line`, so that errors refer to its file.
 #[must_use]
-pub fn emulation_source(element: Element, head_dim: usize, stages: usize) -> String {
-    // An array without a size is not a valid variable there.
-    let bodies = bodies(element).replace(DYNAMIC_SHARED, "unsigned char* shared = shared_memory;");
-    let names = Kernel::all(element).iter().map(|kernel| kernel.name()).chain([COPY_KERNEL]);
-    let exported: String = names.map(|name| format!("EMULATE({name})\n")).collect();
-    let exported = format!("EMULATE_BEGIN\n{exported}EMULATE_END\n");
-    lines("emulation.cpp", EMULATION) + &definitions(element, head_dim, stages) + &bodies + &exported
-}
-
-/// Declaration of dynamic shared memory in kernels.
-const DYNAMIC_SHARED: &str = "extern __shared__ __align__(16) unsigned char shared[];";
-
-fn lines(name: &str, text: &str) -> String {
+pub fn lines(name: &str, text: &str) -> String {
     format!("#line 1 \"{name}\"\n{text}\n")
 }
 
-fn definitions(element: Element, head_dim: usize, stages: usize) -> String {
+/// The constants of the sources.
+#[must_use]
+pub fn definitions(element: Element, head_dim: usize, stages: usize) -> String {
     let bf16 = u8::from(element == Element::Bf16);
     format!(
         "#define ELEMENT_BF16 {bf16}\n#define HEAD_DIM {head_dim}\n#define DECODE_WARPS {DECODE_WARPS}\n\
@@ -106,8 +95,9 @@ fn definitions(element: Element, head_dim: usize, stages: usize) -> String {
     )
 }
 
-/// All sources except [`PTX`].
-fn bodies(element: Element) -> String {
+/// All sources except the PTX instructions.
+#[must_use]
+pub fn bodies(element: Element) -> String {
     let of_element: &[(&str, &str)] = match element {
         Element::Bf16 => &[
             ("tensor_core.cu", TENSOR_CORE),
@@ -182,6 +172,11 @@ fn grid(value: usize) -> u32 {
     u32::try_from(value).expect("a grid fits 32 bits")
 }
 
+/// A launch without dynamic shared memory.
+fn launch(kernel: Kernel, grid: [u32; 3], threads: u32, args: Vec<KernelArg>) -> Launch {
+    Launch { kernel, grid, threads, shared_bytes: 0, args }
+}
+
 fn read_or_null(slice: Option<DeviceSlice>) -> KernelArg {
     slice.map_or(KernelArg::Null, KernelArg::In)
 }
@@ -195,13 +190,8 @@ pub fn embed(
     width: usize,
     rows: usize,
 ) -> Launch {
-    Launch {
-        kernel: Kernel::Embed,
-        grid: [grid(rows), 1, 1],
-        threads: 256,
-        shared_bytes: 0,
-        args: vec![KernelArg::In(tokens), KernelArg::In(table), KernelArg::Out(hidden), n(width)],
-    }
+    let args = vec![KernelArg::In(tokens), KernelArg::In(table), KernelArg::Out(hidden), n(width)];
+    launch(Kernel::Embed, [grid(rows), 1, 1], 256, args)
 }
 
 /// Arguments of [`add_rms_norm`].
@@ -222,22 +212,17 @@ pub struct NormArgs {
 /// `hidden += delta + bias; out = norm(hidden)`, for `rows` rows of `out`.
 #[must_use]
 pub fn add_rms_norm(norm: &NormArgs, width: usize, eps: f32, rows: usize) -> Launch {
-    Launch {
-        kernel: Kernel::AddRmsNorm,
-        grid: [grid(rows), 1, 1],
-        threads: 512,
-        shared_bytes: 0,
-        args: vec![
-            KernelArg::Out(norm.hidden),
-            read_or_null(norm.delta.map(|(delta, _)| delta)),
-            read_or_null(norm.delta.and_then(|(_, bias)| bias)),
-            KernelArg::In(norm.weight),
-            read_or_null(norm.rows),
-            KernelArg::Out(norm.out),
-            n(width),
-            KernelArg::F32(eps),
-        ],
-    }
+    let args = vec![
+        KernelArg::Out(norm.hidden),
+        read_or_null(norm.delta.map(|(delta, _)| delta)),
+        read_or_null(norm.delta.and_then(|(_, bias)| bias)),
+        KernelArg::In(norm.weight),
+        read_or_null(norm.rows),
+        KernelArg::Out(norm.out),
+        n(width),
+        KernelArg::F32(eps),
+    ];
+    launch(Kernel::AddRmsNorm, [grid(rows), 1, 1], 512, args)
 }
 
 /// Arguments of [`rope_kv`].
@@ -262,28 +247,17 @@ pub struct RopeKvArgs {
 /// Bias, head norms, rotation and KV write of one layer.
 #[must_use]
 pub fn rope_kv(shape: &KernelShape, parts: &RopeKvArgs, layer: usize, rows: usize) -> Launch {
-    Launch {
-        kernel: Kernel::RopeKv,
-        grid: [grid(rows), grid((shape.heads + 2 * shape.kv_heads).div_ceil(4)), 1],
-        threads: 128,
-        shared_bytes: 0,
-        args: vec![
-            KernelArg::Out(parts.qkv),
-            read_or_null(parts.bias),
-            read_or_null(parts.norms.map(|(q, _)| q)),
-            read_or_null(parts.norms.map(|(_, k)| k)),
-            KernelArg::In(parts.angles),
-            KernelArg::In(parts.positions),
-            KernelArg::In(parts.slots),
-            KernelArg::Out(parts.pool),
-            KernelArg::U64(shape.block_stride as u64),
-            KernelArg::U64(shape.layer_offset(layer) as u64),
-            n(shape.heads),
-            n(shape.kv_heads),
-            n(shape.block_tokens),
-            KernelArg::F32(shape.norm_eps),
-        ],
-    }
+    let args = [
+        &[KernelArg::Out(parts.qkv), read_or_null(parts.bias)][..],
+        &[parts.norms.map(|(q, _)| q), parts.norms.map(|(_, k)| k)].map(read_or_null),
+        &[parts.angles, parts.positions, parts.slots].map(KernelArg::In),
+        &[KernelArg::Out(parts.pool)],
+        &layer_args(shape, layer),
+        &[KernelArg::F32(shape.norm_eps)],
+    ]
+    .concat();
+    let units = grid((shape.heads + 2 * shape.kv_heads).div_ceil(4));
+    launch(Kernel::RopeKv, [grid(rows), units, 1], 128, args)
 }
 
 /// Arguments of attention.
@@ -303,6 +277,13 @@ pub struct AttentionArgs {
     pub partial: DeviceSlice,
     /// Maxima and denominators of splits, f32: decode only.
     pub summary: DeviceSlice,
+}
+
+/// The place of a layer in the pool, and the pool's heads and blocks.
+fn layer_args(shape: &KernelShape, layer: usize) -> [KernelArg; 5] {
+    let (stride, offset) = (shape.block_stride as u64, shape.layer_offset(layer) as u64);
+    let [stride, offset] = [stride, offset].map(KernelArg::U64);
+    [stride, offset, n(shape.heads), n(shape.kv_heads), n(shape.block_tokens)]
 }
 
 fn scale(shape: &KernelShape) -> KernelArg {
@@ -327,41 +308,17 @@ pub fn decode_attention(
     assert!(splits <= SPLITS_MAX, "{splits} splits, at most {SPLITS_MAX}");
     let pipeline = pipeline_bytes(shape.head_dim, shape.decode_stages);
     let meeting = DECODE_WARPS * 16 * (shape.head_dim + 8 + 2) * 4;
+    let read = [parts.qkv, parts.pool, parts.tables, parts.entries].map(KernelArg::In);
+    let written = [parts.partial, parts.summary].map(KernelArg::Out);
+    let args = [&read[..], &written, &layer_args(shape, layer), &[n(splits), scale(shape)]].concat();
+    let blocks = [grid(splits), grid(shape.kv_heads * shape.group_tiles()), grid(sequences)];
     let attend = Launch {
-        kernel: Kernel::DecodeAttention,
-        grid: [grid(splits), grid(shape.kv_heads * shape.group_tiles()), grid(sequences)],
-        threads: 128,
         shared_bytes: shared_bytes(shape, pipeline.max(meeting)),
-        args: vec![
-            KernelArg::In(parts.qkv),
-            KernelArg::In(parts.pool),
-            KernelArg::In(parts.tables),
-            KernelArg::In(parts.entries),
-            KernelArg::Out(parts.partial),
-            KernelArg::Out(parts.summary),
-            KernelArg::U64(shape.block_stride as u64),
-            KernelArg::U64(shape.layer_offset(layer) as u64),
-            n(shape.heads),
-            n(shape.kv_heads),
-            n(shape.block_tokens),
-            n(splits),
-            scale(shape),
-        ],
+        ..launch(Kernel::DecodeAttention, blocks, 128, args)
     };
-    let merge = Launch {
-        kernel: Kernel::MergeAttention,
-        grid: [grid(shape.heads), grid(sequences), 1],
-        threads: 256,
-        shared_bytes: 0,
-        args: vec![
-            KernelArg::In(parts.partial),
-            KernelArg::In(parts.summary),
-            KernelArg::In(parts.entries),
-            KernelArg::Out(parts.out),
-            n(shape.heads),
-            n(splits),
-        ],
-    };
+    let read = [parts.partial, parts.summary, parts.entries].map(KernelArg::In);
+    let args = [&read[..], &[KernelArg::Out(parts.out), n(shape.heads), n(splits)]].concat();
+    let merge = launch(Kernel::MergeAttention, [grid(shape.heads), grid(sequences), 1], 256, args);
     [attend, merge]
 }
 
@@ -375,24 +332,11 @@ fn shared_bytes(shape: &KernelShape, bytes: usize) -> u32 {
 /// Prefill attention over `tiles` entries.
 #[must_use]
 pub fn prefill_attention(shape: &KernelShape, parts: &AttentionArgs, layer: usize, tiles: usize) -> Launch {
+    let read = [parts.qkv, parts.pool, parts.tables, parts.entries].map(KernelArg::In);
+    let args = [&read[..], &[KernelArg::Out(parts.out)], &layer_args(shape, layer), &[scale(shape)]].concat();
     Launch {
-        kernel: Kernel::PrefillAttention,
-        grid: [grid(tiles), grid(shape.heads), 1],
-        threads: 128,
         shared_bytes: shared_bytes(shape, 2 * 2 * TILE_QUERIES * row_bytes(shape.head_dim)),
-        args: vec![
-            KernelArg::In(parts.qkv),
-            KernelArg::In(parts.pool),
-            KernelArg::In(parts.tables),
-            KernelArg::In(parts.entries),
-            KernelArg::Out(parts.out),
-            KernelArg::U64(shape.block_stride as u64),
-            KernelArg::U64(shape.layer_offset(layer) as u64),
-            n(shape.heads),
-            n(shape.kv_heads),
-            n(shape.block_tokens),
-            scale(shape),
-        ],
+        ..launch(Kernel::PrefillAttention, [grid(tiles), grid(shape.heads), 1], 128, args)
     }
 }
 
@@ -405,13 +349,8 @@ pub fn silu_mul(
     width: usize,
     rows: usize,
 ) -> Launch {
-    Launch {
-        kernel: Kernel::SiluMul,
-        grid: [grid(width.div_ceil(256)), grid(rows), 1],
-        threads: 256,
-        shared_bytes: 0,
-        args: vec![KernelArg::In(gate_up), read_or_null(bias), KernelArg::Out(out), n(width)],
-    }
+    let args = vec![KernelArg::In(gate_up), read_or_null(bias), KernelArg::Out(out), n(width)];
+    launch(Kernel::SiluMul, [grid(width.div_ceil(256)), grid(rows), 1], 256, args)
 }
 
 /// `out = x · weightsᵀ`, if one of Baton's own kernels computes it: bf16, and few rows. `multiprocessors` determines
@@ -435,13 +374,8 @@ pub fn few_rows(matmul: &Matmul, multiprocessors: u32) -> Option<Launch> {
         Element::Bf16 => (KernelArg::Out(out), KernelArg::Null),
         Element::F32 => (KernelArg::Null, KernelArg::Out(out)),
     };
-    Some(Launch {
-        kernel,
-        grid: [grid(outputs / at_once), 1, 1],
-        threads,
-        shared_bytes: 0,
-        args: vec![KernelArg::In(x), KernelArg::In(weights), narrow, wide, n(rows), n(inputs), n(outputs)],
-    })
+    let args = vec![KernelArg::In(x), KernelArg::In(weights), narrow, wide, n(rows), n(inputs), n(outputs)];
+    Some(launch(kernel, [grid(outputs / at_once), 1, 1], threads, args))
 }
 
 /// The product with gate and up (rows of gate, then rows of up), and their gated activation, if one of Baton's own
@@ -454,21 +388,9 @@ pub fn few_rows_gated(matmul: &Matmul, bias: Option<DeviceSlice>, out: DeviceSli
     if !is_ours || !inputs.is_multiple_of(FEW_ROWS_INPUTS) || !width.is_multiple_of(16) {
         return None;
     }
-    Some(Launch {
-        kernel: Kernel::FewRowsGated,
-        grid: [grid(width / 16), 1, 1],
-        threads: 256,
-        shared_bytes: 0,
-        args: vec![
-            KernelArg::In(x),
-            KernelArg::In(weights),
-            read_or_null(bias),
-            KernelArg::Out(out),
-            n(rows),
-            n(inputs),
-            n(width),
-        ],
-    })
+    let [x, weights] = [x, weights].map(KernelArg::In);
+    let args = vec![x, weights, read_or_null(bias), KernelArg::Out(out), n(rows), n(inputs), n(width)];
+    Some(launch(Kernel::FewRowsGated, [grid(width / 16), 1, 1], 256, args))
 }
 
 /// Arguments of [`choose`].
@@ -489,34 +411,12 @@ pub struct ChooseArgs {
 /// The two launches that choose a token for each of `rows` rows.
 #[must_use]
 pub fn choose(parts: &ChooseArgs, vocab: usize, rows: usize) -> [Launch; 2] {
-    let best = Launch {
-        kernel: Kernel::BestOfParts,
-        grid: [grid(PARTS), grid(rows), 1],
-        threads: 256,
-        shared_bytes: 0,
-        args: vec![
-            KernelArg::In(parts.logits),
-            KernelArg::Out(parts.values),
-            KernelArg::Out(parts.indices),
-            n(vocab),
-            n(PARTS),
-        ],
-    };
-    let choose = Launch {
-        kernel: Kernel::Choose,
-        grid: [grid(rows), 1, 1],
-        threads: 512,
-        shared_bytes: 0,
-        args: vec![
-            KernelArg::In(parts.logits),
-            KernelArg::In(parts.values),
-            KernelArg::In(parts.indices),
-            KernelArg::In(parts.draws),
-            KernelArg::Out(parts.chosen),
-            n(vocab),
-            n(PARTS),
-        ],
-    };
+    let best = [KernelArg::In(parts.logits), KernelArg::Out(parts.values), KernelArg::Out(parts.indices)];
+    let args = [&best[..], &[n(vocab), n(PARTS)]].concat();
+    let best = launch(Kernel::BestOfParts, [grid(PARTS), grid(rows), 1], 256, args);
+    let read = [parts.logits, parts.values, parts.indices, parts.draws].map(KernelArg::In);
+    let args = [&read[..], &[KernelArg::Out(parts.chosen), n(vocab), n(PARTS)]].concat();
+    let choose = launch(Kernel::Choose, [grid(rows), 1, 1], 512, args);
     [best, choose]
 }
 

@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lent_is_copied_for_its_first_reader_and_not_again() {
+    fn a_leased_block_is_copied_once_for_its_first_reader() {
         let mut mirror = MirrorMap::new(4);
         let leased = blocks(&[1, 2]);
         [1, 2, 3].into_iter().for_each(|block| mirror.mark_device_newer(BlockId(block)));
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_of_one_loan_does_not_settle_another() {
+    fn a_copy_for_one_lease_does_not_count_for_another() {
         let mut mirror = MirrorMap::new(1);
         let leased = blocks(&[0]);
         mirror.mark_device_newer(leased[0]);

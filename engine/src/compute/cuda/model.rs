@@ -1,7 +1,8 @@
 //! A model's weights in device memory.
 
+use half::bf16;
+
 use super::device::{Device, DeviceError, DeviceSlice, Element, HostBuffer, HostSlice, Stream, StreamEvent};
-use super::software::narrow;
 use crate::compute::cpu::WeightLoadProgress;
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
@@ -133,18 +134,14 @@ impl<'a> CudaLoader<'a> {
         let of_qkv = |kind: &str| qkv.map(|(part, width)| (name(&format!("self_attn.{part}.{kind}")), width));
         let of_mlp =
             |kind: &str| ["gate_proj", "up_proj"].map(|part| (name(&format!("mlp.{part}.{kind}")), inter));
-        let qk_norm = match config.qk_norm() {
-            false => None,
-            true => Some((
-                self.vector(&[(name("self_attn.q_norm.weight"), config.head_dim)])?,
-                self.vector(&[(name("self_attn.k_norm.weight"), config.head_dim)])?,
-            )),
-        };
+        let of_heads = |part: &str| [(name(&format!("self_attn.{part}.weight")), config.head_dim)];
+        let q_norm = self.optional(config.qk_norm(), &of_heads("q_norm"))?;
+        let k_norm = self.optional(config.qk_norm(), &of_heads("k_norm"))?;
         Ok(CudaLayer {
             attention_norm: self.vector(&[(name("input_layernorm.weight"), hidden)])?,
             qkv: self.matrix(&of_qkv("weight"), hidden)?,
             qkv_bias: self.optional(config.qkv_bias, &of_qkv("bias"))?,
-            qk_norm,
+            qk_norm: q_norm.zip(k_norm),
             output: self.matrix(&[(name("self_attn.o_proj.weight"), hidden)], query)?,
             output_bias: self.optional(config.output_bias, &[(name("self_attn.o_proj.bias"), hidden)])?,
             mlp_norm: self.vector(&[(name("post_attention_layernorm.weight"), hidden)])?,
@@ -261,5 +258,21 @@ impl<'a> CudaLoader<'a> {
     /// Waits until all copies have landed.
     fn finish(&mut self) -> Result<(), DeviceError> {
         self.staging.into_iter().try_for_each(|(_, landed)| self.device.synchronize(landed))
+    }
+}
+
+/// Converts f32 to elements, rounded to nearest.
+pub fn narrow(values: &[f32], element: Element, out: &mut [u8]) {
+    match element {
+        Element::F32 => {
+            for (out, value) in out.as_chunks_mut::<4>().0.iter_mut().zip(values) {
+                *out = value.to_le_bytes();
+            }
+        }
+        Element::Bf16 => {
+            for (out, value) in out.as_chunks_mut::<2>().0.iter_mut().zip(values) {
+                *out = bf16::from_f32(*value).to_le_bytes();
+            }
+        }
     }
 }

@@ -5,9 +5,8 @@ use std::ffi::{CStr, CString};
 
 use cudarc::nvrtc::sys;
 
-use super::device::{DeviceError, Element};
+use super::device::DeviceError;
 use super::driver::libraries;
-use super::kernels;
 
 /// Result of a compilation.
 #[derive(Clone, Debug)]
@@ -48,19 +47,6 @@ pub fn version() -> Result<(i32, i32), DeviceError> {
 pub fn arch((major, minor): (i32, i32)) -> String {
     let own = if major >= 9 { "a" } else { "" };
     format!("sm_{major}{minor}{own}")
-}
-
-/// Compiles all kernels for one element type, head width and number of stages.
-///
-/// # Errors
-/// [`DeviceError`].
-pub fn compile_kernels(
-    element: Element,
-    head_dim: usize,
-    stages: usize,
-    arch: &str,
-) -> Result<Compilation, DeviceError> {
-    compile(&kernels::source(element, head_dim, stages), arch)
 }
 
 /// Compiles a source.

@@ -5,15 +5,11 @@ use std::str::FromStr;
 
 use super::device::Element;
 use super::driver::CudaDevice;
-use super::software::SoftwareDevice;
 use super::{CudaExecutor, DeviceOptions, LoadError, cubins, kernels};
 use crate::compute::Executor;
 use crate::compute::cpu::WeightLoadProgress;
 use crate::model::config::ModelConfig;
 use crate::model::weights::Weights;
-
-/// Memory of the software device, for small models.
-const SOFTWARE_BYTES: usize = 4 << 30;
 
 /// The device on which an engine computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -30,9 +26,34 @@ pub enum DeviceChoice {
 pub enum Accelerator {
     /// A GPU, by the driver's number.
     Cuda(usize),
-    /// The software device: the CPU runs and checks the calls of a GPU. Slow, for checks of the engine.
-    Software,
+    /// A device of another crate.
+    Provided(ProvidedDevice),
 }
+
+/// Loads a model to a device and returns its executor.
+pub type OpenExecutor = fn(
+    &Weights,
+    &ModelConfig,
+    &DeviceOptions,
+    &mut dyn FnMut(WeightLoadProgress),
+) -> Result<Box<dyn Executor>, LoadError>;
+
+/// A device of another crate, such as the software device of `baton-engine-check`.
+#[derive(Clone, Copy, Debug)]
+pub struct ProvidedDevice {
+    /// The value of `--device`.
+    pub name: &'static str,
+    /// Opens it.
+    pub open: OpenExecutor,
+}
+
+impl PartialEq for ProvidedDevice {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl Eq for ProvidedDevice {}
 
 /// Share of a GPU's memory that an engine uses, as vLLM's default.
 pub const GPU_MEMORY_UTILIZATION: f64 = 0.9;
@@ -59,7 +80,7 @@ impl fmt::Display for Accelerator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
-            Self::Software => write!(f, "software"),
+            Self::Provided(device) => f.write_str(device.name),
         }
     }
 }
@@ -81,9 +102,8 @@ impl FromStr for DeviceChoice {
         match text.split_once(':') {
             None if text == "cpu" => Ok(Self::Cpu),
             None if text == "cuda" => Ok(Self::Accelerator(Accelerator::Cuda(0))),
-            None if text == "software" => Ok(Self::Accelerator(Accelerator::Software)),
             Some(("cuda", ordinal)) if cuda(ordinal).is_ok() => Ok(cuda(ordinal).expect("it was parsed")),
-            _ => Err(format!("unknown device {text:?}, expected cpu, cuda:N (cuda is cuda:0) or software")),
+            _ => Err(format!("unknown device {text:?}, expected cpu or cuda:N (cuda is cuda:0)")),
         }
     }
 }
@@ -108,10 +128,7 @@ pub fn open(
             executor.warm_up()?;
             Box::new(executor)
         }
-        Accelerator::Software => {
-            let device = SoftwareDevice::new(SOFTWARE_BYTES, element, head_dim);
-            Box::new(CudaExecutor::load(device, weights, config, options, progress)?)
-        }
+        Accelerator::Provided(device) => (device.open)(weights, config, options, progress)?,
     })
 }
 
@@ -150,13 +167,13 @@ mod tests {
         };
         assert_eq!("cpu".parse(), Ok(DeviceChoice::Cpu));
         assert_eq!(accelerator("cuda"), Accelerator::Cuda(0));
-        for text in ["cuda:0", "cuda:7", "software"] {
+        for text in ["cuda:0", "cuda:7"] {
             assert_eq!(accelerator(text).to_string(), text);
         }
-        for text in ["cpu", "cuda:7", "software"] {
+        for text in ["cpu", "cuda:7"] {
             assert_eq!(text.parse::<DeviceChoice>().map(|device| device.to_string()), Ok(text.into()));
         }
-        for wrong in ["", "cuda:", "cuda:x", "cuda:-1", "gpu", "cpu:0"] {
+        for wrong in ["", "cuda:", "cuda:x", "cuda:-1", "gpu", "cpu:0", "software"] {
             let error = wrong.parse::<DeviceChoice>().unwrap_err();
             assert!(error.contains("cuda:N"), "{error}");
         }

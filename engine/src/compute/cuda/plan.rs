@@ -33,11 +33,9 @@ pub(super) struct Section {
     pub(super) len: usize,
 }
 
-/// One step.
-#[derive(Debug, Default)]
-pub(super) struct StepPlan {
-    /// The integers.
-    pub(super) words: Vec<i32>,
+/// The sections of a step.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sections {
     pub(super) tokens: Section,
     pub(super) positions: Section,
     pub(super) slots: Section,
@@ -46,6 +44,14 @@ pub(super) struct StepPlan {
     pub(super) draws: Section,
     pub(super) tiles: Section,
     pub(super) tables: Section,
+}
+
+/// One step.
+#[derive(Debug)]
+pub(super) struct StepPlan {
+    /// The integers.
+    pub(super) words: Vec<i32>,
+    pub(super) sections: Sections,
     /// Rows, padding included.
     pub(super) rows: usize,
     /// Sequences of one token, padding included.
@@ -102,6 +108,115 @@ fn draw_words(draw: Option<&Draw>) -> [i32; DRAW_WORDS] {
     ]
 }
 
+/// The integers of a step, by section.
+#[derive(Default)]
+struct StepWords {
+    tokens: Vec<i32>,
+    positions: Vec<i32>,
+    slots: Vec<i32>,
+    decode: Vec<i32>,
+    wanted: Vec<i32>,
+    draws: Vec<i32>,
+    tiles: Vec<[i32; 4]>,
+    tables: Vec<i32>,
+    sampled: bool,
+    to_host: Vec<Range<usize>>,
+}
+
+impl StepWords {
+    fn add(&mut self, step: &SeqStep<'_>, block_tokens: usize) {
+        let (row, table) = (self.tokens.len(), self.tables.len());
+        let end = step.start + step.tokens.len();
+        for (position, token) in (step.start..end).zip(step.tokens) {
+            self.tokens.push(token.cast_signed());
+            self.positions.push(int(position));
+            let block = step.block_table[position / block_tokens].index();
+            self.slots.push(int(block * block_tokens + position % block_tokens));
+        }
+        let used = &step.block_table[..end.div_ceil(block_tokens)];
+        self.tables.extend(used.iter().map(|block| int(block.index())));
+        if step.tokens.len() == 1 {
+            self.decode.extend([int(row), int(end), int(table)]);
+        } else {
+            for first in (0..step.tokens.len()).step_by(TILE_QUERIES) {
+                let queries = TILE_QUERIES.min(step.tokens.len() - first);
+                self.tiles.push([int(row + first), int(queries), int(step.start + first), int(table)]);
+            }
+        }
+        let last = row + step.tokens.len() - 1;
+        match &step.logits {
+            LogitsRequest::No => {}
+            LogitsRequest::Last => self.want(last..last + 1, None),
+            LogitsRequest::All => self.want(row..last + 1, None),
+            LogitsRequest::Draw(draw) => self.want(last..last + 1, Some(draw)),
+        }
+    }
+
+    /// Adds wanted rows: drawn from on the device, or copied to the host.
+    fn want(&mut self, rows: Range<usize>, draw: Option<&Draw>) {
+        if draw.is_some() {
+            self.sampled = true;
+        } else {
+            let (first, end) = (self.wanted.len(), self.wanted.len() + rows.len());
+            match self.to_host.last_mut().filter(|last| last.end == first) {
+                Some(last) => last.end = end,
+                None => self.to_host.push(first..end),
+            }
+        }
+        for row in rows {
+            self.wanted.push(int(row));
+            self.draws.extend(draw_words(draw));
+        }
+    }
+
+    /// Pads a decode step to its bucket.
+    fn pad(&mut self, bucket: usize) {
+        self.tokens.resize(bucket, 0);
+        self.positions.resize(bucket, 0);
+        self.slots.resize(bucket, -1);
+        self.decode.resize(3 * bucket, 0);
+        self.wanted.resize(bucket, -1);
+        self.draws.resize(DRAW_WORDS * bucket, 0);
+    }
+
+    /// The step, padded to the bucket of a decode step.
+    fn plan(mut self, bucket: Option<usize>) -> StepPlan {
+        // Tiles with the most keys first, so that the blocks of the device finish together.
+        self.tiles.sort_by_key(|tile| std::cmp::Reverse(tile[1] + tile[2]));
+        let wanted_real = self.wanted.len();
+        if let Some(bucket) = bucket {
+            self.pad(bucket);
+        }
+        let mut words = Vec::new();
+        let mut put = |section: &[i32]| {
+            words.extend_from_slice(section);
+            Section { at: words.len() - section.len(), len: section.len() }
+        };
+        let sections = Sections {
+            tokens: put(&self.tokens),
+            positions: put(&self.positions),
+            slots: put(&self.slots),
+            decode: put(&self.decode),
+            wanted: put(&self.wanted),
+            draws: put(&self.draws),
+            tiles: put(self.tiles.as_flattened()),
+            tables: put(&self.tables),
+        };
+        StepPlan {
+            words,
+            sections,
+            rows: self.tokens.len(),
+            sequences: self.decode.len() / 3,
+            tile_count: self.tiles.len(),
+            wanted_rows: self.wanted.len(),
+            wanted_real,
+            sampled: self.sampled,
+            to_host: self.to_host,
+            bucket,
+        }
+    }
+}
+
 impl StepPlan {
     /// The step over `batch`.
     ///
@@ -109,90 +224,14 @@ impl StepPlan {
     /// What is out of bounds: a bug of the scheduler, found before anything is enqueued.
     pub(super) fn new(batch: &[SeqStep<'_>], bounds: &StepBounds) -> Result<Self, String> {
         check(batch, bounds)?;
-        let real_rows: usize = batch.iter().map(|step| step.tokens.len()).sum();
         let one_each = batch.iter().all(|step| {
             step.tokens.len() == 1 && matches!(step.logits, LogitsRequest::Last | LogitsRequest::Draw(_))
         });
         let bucket = BUCKETS.into_iter().find(|bucket| *bucket >= batch.len());
         let bucket = bucket.filter(|bucket| one_each && *bucket <= bounds.bucket);
-
-        let (mut tokens, mut positions, mut slots) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut decode, mut tiles, mut tables) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut wanted, mut draws, mut sampled) = (Vec::new(), Vec::new(), false);
-        let mut to_host: Vec<Range<usize>> = Vec::new();
-        for step in batch {
-            let (row, table) = (tokens.len(), tables.len());
-            let end = step.start + step.tokens.len();
-            for (position, token) in (step.start..end).zip(step.tokens) {
-                tokens.push(token.cast_signed());
-                positions.push(int(position));
-                let block = step.block_table[position / bounds.block_tokens].index();
-                slots.push(int(block * bounds.block_tokens + position % bounds.block_tokens));
-            }
-            let used = &step.block_table[..end.div_ceil(bounds.block_tokens)];
-            tables.extend(used.iter().map(|block| int(block.index())));
-            if step.tokens.len() == 1 {
-                decode.extend([int(row), int(end), int(table)]);
-            } else {
-                for first in (0..step.tokens.len()).step_by(TILE_QUERIES) {
-                    let queries = TILE_QUERIES.min(step.tokens.len() - first);
-                    tiles.push([int(row + first), int(queries), int(step.start + first), int(table)]);
-                }
-            }
-            let draw = match &step.logits {
-                LogitsRequest::Draw(draw) => Some(draw),
-                LogitsRequest::No | LogitsRequest::Last | LogitsRequest::All => None,
-            };
-            let rows = match step.logits {
-                LogitsRequest::No => continue,
-                LogitsRequest::Last | LogitsRequest::Draw(_) => row + step.tokens.len() - 1..tokens.len(),
-                LogitsRequest::All => row..tokens.len(),
-            };
-            if draw.is_some() {
-                sampled = true;
-            } else {
-                let (first, end) = (wanted.len(), wanted.len() + rows.len());
-                match to_host.last_mut().filter(|last| last.end == first) {
-                    Some(last) => last.end = end,
-                    None => to_host.push(first..end),
-                }
-            }
-            for row in rows {
-                wanted.push(int(row));
-                draws.extend(draw_words(draw));
-            }
-        }
-        // Tiles with the most keys first, so that the blocks of the device finish together.
-        tiles.sort_by_key(|tile| std::cmp::Reverse(tile[1] + tile[2]));
-        let wanted_real = wanted.len();
-        if let Some(bucket) = bucket {
-            let missing = bucket - batch.len();
-            tokens.resize(bucket, 0);
-            positions.resize(bucket, 0);
-            slots.resize(bucket, -1);
-            decode.resize(3 * bucket, 0);
-            wanted.resize(bucket, -1);
-            draws.resize(draws.len() + missing * DRAW_WORDS, 0);
-        }
-        let mut plan = Self {
-            rows: bucket.unwrap_or(real_rows),
-            sequences: decode.len() / 3,
-            tile_count: tiles.len(),
-            wanted_rows: wanted.len(),
-            wanted_real,
-            sampled,
-            to_host,
-            bucket,
-            ..Self::default()
-        };
-        plan.tokens = plan.put(&tokens);
-        plan.positions = plan.put(&positions);
-        plan.slots = plan.put(&slots);
-        plan.decode = plan.put(&decode);
-        plan.wanted = plan.put(&wanted);
-        plan.draws = plan.put(&draws);
-        plan.tiles = plan.put(tiles.as_flattened());
-        plan.tables = plan.put(&tables);
+        let mut words = StepWords::default();
+        batch.iter().for_each(|step| words.add(step, bounds.block_tokens));
+        let plan = words.plan(bucket);
         if plan.words.len() > bounds.words {
             return Err(format!("a step of {} integers, at most {}", plan.words.len(), bounds.words));
         }
@@ -201,23 +240,7 @@ impl StepPlan {
 
     /// A decode step of padding only.
     pub(super) fn padding(bucket: usize, sampled: bool) -> Self {
-        let mut plan = Self {
-            rows: bucket,
-            sequences: bucket,
-            wanted_rows: bucket,
-            sampled,
-            bucket: Some(bucket),
-            ..Self::default()
-        };
-        plan.tokens = plan.put(&vec![0; bucket]);
-        plan.positions = plan.put(&vec![0; bucket]);
-        plan.slots = plan.put(&vec![-1; bucket]);
-        plan.decode = plan.put(&vec![0; 3 * bucket]);
-        plan.wanted = plan.put(&vec![-1; bucket]);
-        plan.draws = plan.put(&vec![0; DRAW_WORDS * bucket]);
-        plan.tiles = plan.put(&[]);
-        plan.tables = plan.put(&[]);
-        plan
+        StepWords { sampled, ..StepWords::default() }.plan(Some(bucket))
     }
 
     /// The runs of rows whose logits go to the host, among `rows` wanted rows from `first` on, counted from `first`.
@@ -225,12 +248,6 @@ impl StepPlan {
         let within = |run: &Range<usize>| run.start.max(first)..run.end.min(first + rows);
         let runs = self.to_host.iter().map(within).filter(|run| run.start < run.end);
         runs.map(|run| run.start - first..run.end - first).collect()
-    }
-
-    fn put(&mut self, words: &[i32]) -> Section {
-        let at = self.words.len();
-        self.words.extend_from_slice(words);
-        Section { at, len: words.len() }
     }
 }
 
@@ -290,26 +307,38 @@ mod tests {
         let four = StepPlan::new(&[step(1), step(2), step(3), step(70)], &BOUNDS).unwrap();
         assert_eq!((three.bucket, three.rows, three.sequences, three.wanted_real), (Some(4), 4, 4, 3));
         for (a, b) in [
-            (three.tokens, four.tokens),
-            (three.positions, four.positions),
-            (three.slots, four.slots),
-            (three.decode, four.decode),
-            (three.wanted, four.wanted),
-            (three.draws, four.draws),
+            (three.sections.tokens, four.sections.tokens),
+            (three.sections.positions, four.sections.positions),
+            (three.sections.slots, four.sections.slots),
+            (three.sections.decode, four.sections.decode),
+            (three.sections.wanted, four.sections.wanted),
+            (three.sections.draws, four.sections.draws),
         ] {
             assert_eq!(a, b);
         }
-        assert_eq!(three.tables.at, four.tables.at);
+        assert_eq!(three.sections.tables.at, four.sections.tables.at);
         let padding = StepPlan::padding(4, false);
         assert_eq!(
-            (padding.tokens, padding.slots, padding.wanted, padding.draws, padding.tables.at),
-            (four.tokens, four.slots, four.wanted, four.draws, four.tables.at)
+            (
+                padding.sections.tokens,
+                padding.sections.slots,
+                padding.sections.wanted,
+                padding.sections.draws,
+                padding.sections.tables.at
+            ),
+            (
+                four.sections.tokens,
+                four.sections.slots,
+                four.sections.wanted,
+                four.sections.draws,
+                four.sections.tables.at
+            )
         );
         // Tables of 1, 2 and 5 blocks, and padding without keys.
-        assert_eq!(words(&three, three.decode), [0, 1, 0, 1, 21, 1, 2, 80, 3, 0, 0, 0]);
-        assert_eq!(words(&three, three.tables), [4, 4, 3, 4, 3, 2, 1, 0]);
-        assert_eq!(words(&three, three.slots), [64, 3 * 16 + 4, 15, -1]);
-        assert_eq!(words(&three, three.wanted), [0, 1, 2, -1]);
+        assert_eq!(words(&three, three.sections.decode), [0, 1, 0, 1, 21, 1, 2, 80, 3, 0, 0, 0]);
+        assert_eq!(words(&three, three.sections.tables), [4, 4, 3, 4, 3, 2, 1, 0]);
+        assert_eq!(words(&three, three.sections.slots), [64, 3 * 16 + 4, 15, -1]);
+        assert_eq!(words(&three, three.sections.wanted), [0, 1, 2, -1]);
     }
 
     #[test]
@@ -321,12 +350,12 @@ mod tests {
         ];
         let plan = StepPlan::new(&batch, &BOUNDS).unwrap();
         assert_eq!((plan.bucket, plan.rows, plan.sequences, plan.tile_count), (None, 131, 1, 3));
-        assert_eq!(words(&plan, plan.tiles), [129, 2, 148, 2, 65, 64, 84, 2, 1, 64, 20, 2]);
+        assert_eq!(words(&plan, plan.sections.tiles), [129, 2, 148, 2, 65, 64, 84, 2, 1, 64, 20, 2]);
         assert_eq!((plan.wanted_rows, plan.sampled), (1, false));
     }
 
     #[test]
-    fn every_row_that_can_be_is_drawn_from_on_the_device_and_the_others_are_for_the_host() {
+    fn rows_are_sampled_on_the_device_where_supported_and_else_on_the_host() {
         let table = table(5);
         let draw = Draw { temperature: 0.5, top_k: 3, top_p: 0.9, min_p: 0.0, fraction: 5 << 32 | 6 };
         let step = |logits| SeqStep { tokens: &[7], start: 0, block_table: &table, logits };
@@ -335,21 +364,22 @@ mod tests {
         let both = both.unwrap();
         assert!(both.sampled);
         let float = |value: f32| value.to_bits().cast_signed();
-        assert_eq!(words(&both, both.draws)[..7], [2, float(2.0), 3, float(0.9), 0, 6, 5]);
+        assert_eq!(words(&both, both.sections.draws)[..7], [2, float(2.0), 3, float(0.9), 0, 6, 5]);
         assert!(both.to_host.is_empty());
         let (draw, last) = (LogitsRequest::Draw(draw), LogitsRequest::Last);
         let mixed = [draw, last, last, LogitsRequest::No, draw, last].map(step);
         let mixed = StepPlan::new(&mixed, &BOUNDS).unwrap();
         assert!(mixed.sampled);
         assert_eq!((mixed.wanted_real, mixed.to_host.clone()), (5, vec![1..3, 4..5]));
-        let kinds: Vec<i32> = words(&mixed, mixed.draws).chunks(DRAW_WORDS).map(|draw| draw[0]).collect();
+        let kinds: Vec<i32> =
+            words(&mixed, mixed.sections.draws).chunks(DRAW_WORDS).map(|draw| draw[0]).collect();
         assert_eq!(kinds, [2, 0, 0, 2, 0]);
         let none = StepPlan::new(&[step(last), step(LogitsRequest::No), step(last)], &BOUNDS).unwrap();
         assert_eq!((none.sampled, none.to_host.len(), &none.to_host[0]), (false, 1, &(0..2)));
     }
 
     #[test]
-    fn what_is_out_of_bounds_is_refused_before_it_is_a_number() {
+    fn out_of_range_values_are_refused_before_conversion() {
         let (table, far) = (table(5), [BlockId(64)]);
         let step =
             |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsRequest::No };

@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_engine_holds_of_the_device_is_left_alone() {
+    fn device_memory_of_another_engine_is_not_used() {
         let occupied = MemorySizes { free: 20 * GIB, ..H100 };
         assert_eq!(sized(0.9, occupied), (19 * 512 + 256, "the device's free memory"));
         // Two engines with the same share get the same pool in either order of their starts.

@@ -28,6 +28,7 @@ use crate::compute::cuda::device::DeviceError;
 use crate::compute::cuda::shared_kv_pool::SharedKvPool;
 use crate::engine_core::fetch_target::FetchTarget;
 use crate::engine_core::mailbox::Mailbox;
+use crate::log_span::lease_span;
 use crate::metrics::EngineMetrics;
 use crate::scheduler::sequence::SeqId;
 
@@ -139,7 +140,10 @@ impl FetchWorkers {
         let orders = match orders(&target, &shared.cache.geometry, first, into) {
             Ok(orders) => orders,
             Err(error) => {
-                tracing::warn!(seq = id.0, %error, "handoff does not match the KV cache");
+                tracing::warn!(
+                    parent: lease_span!(target.handle), event = "handoff_mismatched", seq = id.0, %error,
+                    "handoff does not match the KV cache"
+                );
                 return shared.mailbox.fetch(id, Event::TransferFailed(FailureKind::Refused));
             }
         };
@@ -156,7 +160,7 @@ impl FetchWorkers {
         });
         lock(&shared.runs).insert(id, Arc::clone(&run));
         for (number, Link { from, into, order }) in orders.into_iter().enumerate() {
-            let jobs = &shared.jobs(run.target.growing())[usize::from(into.0)];
+            let jobs = &shared.jobs(run.target.growing)[usize::from(into.0)];
             let mut queue = lock(&jobs.queue);
             if queue.closed {
                 drop(queue);
@@ -210,7 +214,7 @@ fn orders(
     first: usize,
     into: &[BlockId],
 ) -> Result<Vec<Link>, SliceError> {
-    let theirs = target.geometry(ours)?;
+    let theirs = target.producer.geometry(ours)?;
     let links = theirs.links(ours)?;
     let of = u16::try_from(links.len()).expect("there are at most LINKS_MAX links");
     let origin = first * ours.whole().block_tokens;
@@ -246,7 +250,10 @@ impl FetchShared {
             // as lost.
             let read = AssertUnwindSafe(|| self.read(rank, &job));
             let answered = std::panic::catch_unwind(read).unwrap_or_else(|_| {
-                tracing::error!(seq = job.run.id.0, rank, "KV read panicked");
+                tracing::error!(
+                    parent: lease_span!(job.order.handle), event = "kv_read_panicked",
+                    seq = job.run.id.0, rank, "KV read panicked"
+                );
                 None
             });
             let jobs = &self.jobs(growing)[rank];
@@ -262,7 +269,7 @@ impl FetchShared {
         let peer = if run.stop.load(Ordering::Acquire) {
             Err(TransportError::Stopped)
         } else {
-            run.target.peer(job.from)
+            run.target.producer.peer(job.from)
         };
         let mut quiet = Ok(());
         let read = peer.and_then(|peer| {
@@ -282,7 +289,10 @@ impl FetchShared {
         };
         match read {
             Ok(peer) if let Err(error) = uploaded => {
-                tracing::error!(seq = run.id.0, %error, "cannot copy fetched blocks to the device");
+                tracing::error!(
+                    parent: lease_span!(order.handle), event = "fetched_blocks_not_uploaded",
+                    seq = run.id.0, %error, "cannot copy fetched blocks to the device"
+                );
                 report.last(gather::Event::Failed(FailureKind::Transfer));
                 self.give_up(&peer, job);
                 Some(true)
@@ -308,19 +318,7 @@ impl FetchShared {
                 Some(!unknown)
             }
             Err(error) => {
-                let (seq, from) = (run.id.0, job.from.0);
-                match &error {
-                    TransportError::Stopped => {}
-                    _ if run.abandoned.load(Ordering::Acquire) => {
-                        tracing::debug!(seq, from, rank, %error, "fetch failed after its request ended");
-                    }
-                    // For example when a client leaves: the router ends the lease before this engine receives the
-                    // abort.
-                    TransportError::Gone => {
-                        tracing::info!(seq, from, rank, "fetch ended, lease no longer open")
-                    }
-                    _ => tracing::warn!(seq, from, rank, %error, "fetch failed"),
-                }
+                log_failed_read(job, rank, &error);
                 report.last(gather::Event::Failed(FailureKind::from(&error)));
                 let answered = matches!(error, TransportError::Gone | TransportError::Refused(_));
                 (error != TransportError::Stopped).then_some(answered)
@@ -339,13 +337,16 @@ impl FetchShared {
                 gather::Action::Transfer(Ok(())) => self.mailbox.fetch(run.id, Event::TransferDone),
                 gather::Action::Transfer(Err(kind)) => {
                     if !run.abandoned.load(Ordering::Acquire) {
-                        self.metrics.transfer(run.started.elapsed(), 0, false);
+                        self.metrics.transfer_failed();
                     }
                     self.mailbox.fetch(run.id, Event::TransferFailed(kind));
                 }
                 gather::Action::Verdict(answer) => {
-                    let valid = answer == Verification::Valid;
-                    self.metrics.transfer(run.started.elapsed(), run.bytes as u64, valid);
+                    if answer == Verification::Valid {
+                        self.metrics.transfer(run.started.elapsed(), run.bytes as u64);
+                    } else {
+                        self.metrics.transfer_failed();
+                    }
                     self.mailbox.fetch(run.id, Event::Verdict(answer));
                 }
             }
@@ -381,15 +382,39 @@ impl FetchShared {
     fn give_up(&self, peer: &Peer, job: &LinkJob) {
         let seq = job.run.id.0;
         if let Err(error) = self.transport.give_up(peer, job.order.handle, job.order.reader) {
-            tracing::debug!(seq, %error, "cannot notify the producer of an ended fetch");
+            tracing::debug!(
+                parent: lease_span!(job.order.handle), event = "fetch_end_not_delivered", seq, %error,
+                "cannot notify the producer of an ended fetch"
+            );
         }
+    }
+}
+
+/// Logs why a read failed.
+fn log_failed_read(job: &LinkJob, rank: usize, error: &TransportError) {
+    let (seq, from, handle) = (job.run.id.0, job.from.0, job.order.handle);
+    match error {
+        TransportError::Stopped => {}
+        _ if job.run.abandoned.load(Ordering::Acquire) => tracing::debug!(
+            parent: lease_span!(handle), event = "abandoned_fetch_failed", seq, from, rank, %error,
+            "fetch failed after its request ended"
+        ),
+        // For example when a client leaves: the router ends the lease before this engine receives the abort.
+        TransportError::Gone => tracing::info!(
+            parent: lease_span!(handle), event = "fetch_lease_gone", seq, from, rank,
+            "fetch ended, lease no longer open"
+        ),
+        _ => tracing::warn!(
+            parent: lease_span!(handle), event = "fetch_failed", seq, from, rank, %error,
+            "fetch failed"
+        ),
     }
 }
 
 impl LinkJob {
     /// The key of its turn.
     fn endpoint(&self) -> Producer {
-        self.run.target.endpoint(self.from)
+        self.run.target.producer.endpoint(self.from)
     }
 }
 

@@ -100,14 +100,19 @@ impl Heartbeat {
             if self.sweep_is_due() {
                 transport.sweep();
                 for id in self.take_expired() {
-                    tracing::warn!(seq = id.0, "handoff given up, no free blocks in time");
+                    tracing::warn!(
+                        event = "handoff_wait_expired",
+                        seq = id.0,
+                        "handoff given up, no free blocks in time"
+                    );
                     mailbox.fetch(id, Event::LeaseGone);
                 }
             }
             let Some(RenewalBatch { producer, rank, members }) = self.next() else { continue };
             let beaten = beat(transport, mailbox, rank, &members);
             if let Err(error) = &beaten {
-                tracing::debug!(host = %members[0].1.host, %error, "heartbeat not delivered");
+                let peer = &members[0].1.producer.host;
+                tracing::debug!(event = "heartbeat_failed", %peer, %error, "heartbeat not delivered");
             }
             let mut entries = self.lock();
             entries.turns.ended(&producer, beaten.is_ok());
@@ -145,12 +150,12 @@ impl Heartbeat {
         let Renewals { by_sequence, turns, ranks, .. } = &mut *entries;
         let ripe = by_sequence.values().filter(|entry| entry.due <= now);
         let longest_due =
-            ripe.filter(|entry| turns.may_start(&entry.target.producer())).min_by_key(|e| e.due);
-        if let Some(producer) = longest_due.map(|entry| entry.target.producer()) {
+            ripe.filter(|entry| turns.may_start(&entry.target.producer.key())).min_by_key(|e| e.due);
+        if let Some(producer) = longest_due.map(|entry| entry.target.producer.key()) {
             turns.started(&producer);
             let mut members = Vec::new();
             for (&id, entry) in by_sequence.iter_mut() {
-                if entry.due <= now && entry.target.producer() == producer {
+                if entry.due <= now && entry.target.producer.key() == producer {
                     entry.due = now + entry.interval;
                     members.push((id, entry.target.clone()));
                 }
@@ -174,7 +179,7 @@ impl Renewals {
     /// Moves the failed heartbeats to the producer's next rank. They are due at once, unless all ranks have been
     /// tried.
     fn ask_next_rank(&mut self, producer: Producer, rank: Rank, members: &[(SeqId, FetchTarget)]) {
-        let next = members.first().map_or(Rank(0), |(_, target)| target.rank_after(rank));
+        let next = members.first().map_or(Rank(0), |(_, target)| target.producer.rank_after(rank));
         if next == Rank(0) {
             self.ranks.remove(&producer);
             return;
@@ -202,7 +207,7 @@ fn beat(
     let mut peers: HashMap<_, Vec<&(SeqId, FetchTarget)>> = HashMap::new();
     for member in members {
         // A name that does not resolve now is resolved again at the next heartbeat.
-        peers.entry(member.1.peer(rank)?).or_default().push(member);
+        peers.entry(member.1.producer.peer(rank)?).or_default().push(member);
     }
     for (peer, members) in peers {
         for batch in members.chunks(HEARTBEAT_HANDLES_MAX) {

@@ -16,6 +16,7 @@ use baton_connector::transport::{Transport, TransportError};
 use super::Producer;
 use super::producer_turns::Turns;
 use crate::engine_core::fetch_target::FetchTarget;
+use crate::log_span::lease_span;
 use crate::metrics::{EngineMetrics, UNDELIVERED};
 
 /// Limit of the notices that wait for an answer. A further one is dropped with a log line; its lease then expires.
@@ -68,9 +69,12 @@ impl Default for NoticeSender {
 impl NoticeSender {
     pub(super) fn add(&self, target: FetchTarget, reason: &'static str) {
         let mut queue = self.lock();
-        let of_one = queue.producers.get(&target.producer()).map_or(0, |pending| pending.waiting.len());
+        let of_one = queue.producers.get(&target.producer.key()).map_or(0, |pending| pending.waiting.len());
         if queue.count >= NOTICES_MAX || of_one >= NOTICES_OF_ONE_MAX {
-            tracing::warn!(reason, "release notice dropped, lease ends by expiry");
+            tracing::warn!(
+                parent: lease_span!(target.handle), event = "release_notice_dropped", reason,
+                "release notice dropped, lease ends by expiry"
+            );
             return;
         }
         let now = Instant::now();
@@ -79,7 +83,7 @@ impl NoticeSender {
         queue.count += 1;
         let fresh =
             || ProducerQueue { waiting: VecDeque::new(), rank: Rank(0), due: now, pause: PAUSE_FIRST };
-        let pending = queue.producers.entry(target.producer()).or_insert_with(fresh);
+        let pending = queue.producers.entry(target.producer.key()).or_insert_with(fresh);
         pending.waiting.push_back(Notice { target, reason, give_up });
         drop(queue);
         self.changed.notify_all();
@@ -95,7 +99,11 @@ impl NoticeSender {
         while queue.count > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                tracing::warn!(notices = queue.count, "release notices not delivered before shutdown");
+                tracing::warn!(
+                    event = "release_notices_abandoned",
+                    notices = queue.count,
+                    "release notices not delivered before shutdown"
+                );
                 return;
             }
             queue = self.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -132,7 +140,7 @@ impl NoticeSender {
             }
             Err(error) => {
                 let now = Instant::now();
-                pending.rank = notice.target.rank_after(pending.rank);
+                pending.rank = notice.target.producer.rank_after(pending.rank);
                 if pending.rank == Rank(0) {
                     pending.due = now + pending.pause;
                     pending.pause = (pending.pause * 2).min(PAUSE_MAX);
@@ -149,7 +157,10 @@ impl NoticeSender {
                 let given_up = before - pending.waiting.len();
                 *count -= given_up;
                 if given_up > 0 {
-                    tracing::warn!(%error, given_up, "release notices not delivered before lease expiry");
+                    tracing::warn!(
+                        event = "release_notices_expired", %error, given_up,
+                        "release notices not delivered before lease expiry"
+                    );
                 }
             }
         }
@@ -192,7 +203,7 @@ impl NoticeSender {
 /// Delivers a notice. Any answer ends the notice, and so does an earlier epoch: that engine no longer has the lease.
 fn deliver(transport: &dyn Transport, notice: &Notice, rank: Rank) -> Result<&'static str, TransportError> {
     let target = &notice.target;
-    let peer = target.peer(rank)?;
+    let peer = target.producer.peer(rank)?;
     let reply = if target.consumers > 1 {
         // Other consumers may still read it.
         transport.leave(&peer, target.handle, target.consumer, notice.reason)

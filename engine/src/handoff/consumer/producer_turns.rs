@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn silent_producers_leave_a_thread_to_those_who_answer() {
+    fn silent_producers_leave_one_thread_free() {
         let mut turns = Turns::new(4, 3);
         for unknown in ["a", "b", "c", "d"] {
             assert!(turns.may_start(&unknown));
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn one_producer_does_not_have_all_threads_however_well_it_answers() {
+    fn one_responsive_producer_does_not_hold_all_threads() {
         let mut turns = Turns::new(4, 3);
         turns.started(&"a");
         turns.ended(&"a", true);
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_single_thread_serves_one_after_the_other() {
+    fn a_single_thread_serves_producers_in_turn() {
         let mut turns = Turns::new(1, 0);
         assert!(turns.may_start(&"a"));
         turns.started(&"a");
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_remembered_is_bounded() {
+    fn the_remembered_producers_are_bounded() {
         let mut turns = Turns::new(2, 1);
         for producer in 0..10 * REMEMBERED_MAX {
             turns.started(&producer);

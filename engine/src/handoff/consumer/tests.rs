@@ -90,7 +90,7 @@ fn target(port: u16, handle: u128) -> FetchTarget {
 }
 
 #[test]
-fn producers_that_say_nothing_delay_no_read_no_heartbeat_and_no_notice_of_another() {
+fn silent_producers_delay_no_read_heartbeat_or_notice_of_another() {
     let (calls, received) = mpsc::sync_channel(1_000);
     let transport = Arc::new(HalfSilentTransport { calls, over: Default::default() });
     let mailbox = Arc::new(Mailbox::new(1));

@@ -10,9 +10,13 @@ use tracing::{Event, Level, Metadata, Subscriber};
 
 use super::*;
 
-/// Records every warning and error, with its fields.
+/// Records every warning and error, with its fields and those of its span.
 #[derive(Clone, Default)]
-struct LogCapture(Arc<Mutex<Vec<String>>>);
+struct LogCapture {
+    lines: Arc<Mutex<Vec<String>>>,
+    /// By id.
+    spans: Arc<Mutex<Vec<String>>>,
+}
 
 struct LogLine(String);
 
@@ -31,8 +35,12 @@ impl Subscriber for LogCapture {
         *metadata.level() <= Level::WARN
     }
 
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
-        Id::from_u64(1)
+    fn new_span(&self, span: &Attributes<'_>) -> Id {
+        let mut line = LogLine(String::new());
+        span.record(&mut line);
+        let mut spans = self.spans.lock().expect("no panic");
+        spans.push(line.0);
+        Id::from_u64(spans.len() as u64)
     }
 
     fn record(&self, _: &Id, _: &Record<'_>) {}
@@ -40,9 +48,11 @@ impl Subscriber for LogCapture {
     fn record_follows_from(&self, _: &Id, _: &Id) {}
 
     fn event(&self, event: &Event<'_>) {
-        let mut line = LogLine(String::new());
+        let spans = self.spans.lock().expect("no panic");
+        let span = event.parent().map(|id| spans[id.into_u64() as usize - 1].clone());
+        let mut line = LogLine(span.unwrap_or_default());
         event.record(&mut line);
-        self.0.lock().expect("no panic").push(line.0);
+        self.lines.lock().expect("no panic").push(line.0);
     }
 
     fn enter(&self, _: &Id) {}
@@ -60,7 +70,7 @@ fn grant(handle: u128, expected: usize) -> LeaseSpec {
 }
 
 #[test]
-fn a_lease_that_ends_by_expiry_leaves_one_line_and_one_count_and_no_other_does() {
+fn only_an_expiry_logs_one_line_and_counts_once() {
     let terms = LeaseTerms { duration: Duration::from_millis(500), ..LeaseTerms::default() };
     let metrics = Arc::new(EngineMetrics::new("m"));
     let mailbox = Arc::new(Mailbox::new(1));
@@ -86,9 +96,18 @@ fn a_lease_that_ends_by_expiry_leaves_one_line_and_one_count_and_no_other_does()
         assert_eq!(service.release(Handle(1), "late"), ReleaseReply::Already);
         assert_eq!(service.heartbeat(Handle(1)), HeartbeatReply::Gone);
     });
-    let lines = logs.0.lock().expect("no panic").clone();
+    let lines = logs.lines.lock().expect("no panic").clone();
     let [line] = &lines[..] else { panic!("{lines:#?}") };
-    for part in ["lease expired", "request=request-1 ", "done=1 ", "expected=2 ", "blocks=3 ", "held=0."] {
+    assert!(line.starts_with("handle=00000000 "), "a part of the secret: {line}");
+    for part in [
+        "lease expired",
+        "event=\"lease_expired\" ",
+        "request=request-1 ",
+        "done=1 ",
+        "expected=2 ",
+        "blocks=3 ",
+        "held=0.",
+    ] {
         assert!(line.contains(part), "{part:?} is not in {line}");
     }
     let text = metrics.render();

@@ -5,22 +5,6 @@ use std::time::SystemTime;
 use minijinja::{Error, ErrorKind};
 use time::OffsetDateTime;
 
-const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
-const MONTHS: [&str; 12] = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-];
-
 /// The time in UTC, so that engines in all time zones render the same text.
 pub(super) fn strftime(format: &str, now: SystemTime) -> Result<String, Error> {
     let now = OffsetDateTime::from(now);
@@ -47,8 +31,7 @@ pub(super) fn strftime(format: &str, now: SystemTime) -> Result<String, Error> {
 fn field(directive: char, padded: bool, now: OffsetDateTime) -> Option<String> {
     let number =
         |value: u16, width: usize| if padded { format!("{value:0width$}") } else { value.to_string() };
-    let weekday = usize::from(now.weekday().number_days_from_sunday());
-    let month = usize::from(u8::from(now.month()));
+    let (weekday, month) = (now.weekday(), u8::from(now.month()));
     let hour12 = match now.hour() % 12 {
         0 => 12,
         hour => hour,
@@ -56,7 +39,7 @@ fn field(directive: char, padded: bool, now: OffsetDateTime) -> Option<String> {
     Some(match directive {
         'Y' => now.year().to_string(),
         'y' => format!("{:02}", now.year().rem_euclid(100)),
-        'm' => number(month as u16, 2),
+        'm' => number(month.into(), 2),
         'd' => number(now.day().into(), 2),
         'e' => format!("{:2}", now.day()),
         'j' => number(now.ordinal(), 3),
@@ -65,12 +48,12 @@ fn field(directive: char, padded: bool, now: OffsetDateTime) -> Option<String> {
         'M' => number(now.minute().into(), 2),
         'S' => number(now.second().into(), 2),
         'p' => if now.hour() < 12 { "AM" } else { "PM" }.to_owned(),
-        'A' => DAYS[weekday].to_owned(),
-        'a' => DAYS[weekday][..3].to_owned(),
-        'B' => MONTHS[month - 1].to_owned(),
-        'b' | 'h' => MONTHS[month - 1][..3].to_owned(),
-        'w' => weekday.to_string(),
-        'u' => now.weekday().number_from_monday().to_string(),
+        'A' => weekday.to_string(),
+        'a' => weekday.to_string()[..3].to_owned(),
+        'B' => now.month().to_string(),
+        'b' | 'h' => now.month().to_string()[..3].to_owned(),
+        'w' => weekday.number_days_from_sunday().to_string(),
+        'u' => weekday.number_from_monday().to_string(),
         'F' => format!("{}-{:02}-{:02}", now.year(), month, now.day()),
         'D' => format!("{:02}/{:02}/{:02}", month, now.day(), now.year().rem_euclid(100)),
         'T' => format!("{:02}:{:02}:{:02}", now.hour(), now.minute(), now.second()),

@@ -119,7 +119,7 @@ fn the_date_is_the_callers_in_utc() {
 }
 
 #[test]
-fn what_a_template_raises_reaches_the_client_in_its_words() {
+fn a_template_error_reaches_the_client_verbatim() {
     let raised = render("{{ raise_exception('roles must alternate') }}", &hello());
     assert_eq!(raised, Err(ChatError::Raised("roles must alternate".into())));
     let error = ApiError::from(ChatError::Raised("roles must alternate".into()));
@@ -150,7 +150,7 @@ fn generation_marks_are_read_as_nothing() {
 }
 
 #[test]
-fn a_clients_variables_are_seen_but_not_in_place_of_ours() {
+fn template_variables_of_a_client_do_not_override_reserved_ones() {
     let body = |kwargs: Json| {
         chat(json!({"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": kwargs}))
     };

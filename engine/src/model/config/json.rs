@@ -45,13 +45,7 @@ impl<'a> JsonFields<'a> {
     }
 
     pub(crate) fn text(&self, name: &str) -> Result<Option<&str>, ModelError> {
-        match self.get(name) {
-            None => Ok(None),
-            Some(value) => match value.as_str() {
-                Some(text) => Ok(Some(text)),
-                None => Err(self.malformed(format!("{name} is {value}, not a string"))),
-            },
-        }
+        self.typed(name, "a string", Value::as_str)
     }
 
     /// A size: between 1 and `max`.
@@ -71,10 +65,7 @@ impl<'a> JsonFields<'a> {
 
     /// A token id.
     pub(crate) fn token(&self, name: &str) -> Result<Option<u32>, ModelError> {
-        match self.get(name) {
-            None => Ok(None),
-            Some(value) => self.as_token(name, value).map(Some),
-        }
+        self.get(name).map(|value| self.as_token(name, value)).transpose()
     }
 
     /// A token id or a list of them.
@@ -111,18 +102,13 @@ impl<'a> JsonFields<'a> {
             .ok_or_else(|| self.malformed(format!("{name} {value} is not a token id")))
     }
 
-    fn typed<T>(
-        &self,
+    fn typed<'v, T>(
+        &'v self,
         name: &str,
         wanted: &str,
-        read: impl Fn(&Value) -> Option<T>,
+        read: impl Fn(&'v Value) -> Option<T>,
     ) -> Result<Option<T>, ModelError> {
-        match self.get(name) {
-            None => Ok(None),
-            Some(value) => match read(value) {
-                Some(read) => Ok(Some(read)),
-                None => Err(self.malformed(format!("{name} is {value}, not {wanted}"))),
-            },
-        }
+        let wrong = |value: &Value| self.malformed(format!("{name} is {value}, not {wanted}"));
+        self.get(name).map(|value| read(value).ok_or_else(|| wrong(value))).transpose()
     }
 }

@@ -72,10 +72,7 @@ impl Rope {
             Some(_) => parameters.clone(),
             None => config.object("rope_scaling")?,
         };
-        let theta = match &parameters {
-            Some(fields) => fields.number("rope_theta")?,
-            None => None,
-        };
+        let theta = parameters.as_ref().map_or(Ok(None), |fields| fields.number("rope_theta"))?;
         let theta = match theta {
             Some(theta) => theta,
             None => config.number("rope_theta")?.unwrap_or(10_000.0),
@@ -175,7 +172,6 @@ impl RopeScaling {
             None => Ok(None),
         };
         let required = |name: &str| positive(name)?.ok_or_else(|| fields.absent(&format!("rope {name}")));
-        let original = || Ok(positive("original_max_position_embeddings")?.unwrap_or(max_positions as f64));
         match kind {
             None | Some("default") => Ok(Self::None),
             Some("linear") => Ok(Self::Linear { factor: required("factor")? }),
@@ -211,7 +207,8 @@ impl RopeScaling {
                     attention_factor,
                     beta_fast: positive("beta_fast")?.unwrap_or(32.0),
                     beta_slow: positive("beta_slow")?.unwrap_or(1.0),
-                    original_positions: original()?,
+                    original_positions: positive("original_max_position_embeddings")?
+                        .unwrap_or(max_positions as f64),
                     truncate: fields.flag("truncate")?.unwrap_or(true),
                 })
             }

@@ -30,7 +30,7 @@ fn read(disk: &DiskTier, n: u8) -> Result<Vec<u8>, OffloadFault> {
 }
 
 #[test]
-fn what_was_written_is_found_again_after_a_restart_in_the_order_of_its_use() {
+fn written_files_are_found_after_a_restart_in_order_of_use() {
     let root = tempfile::tempdir().expect("a folder");
     let (disk, found) = open(root.path());
     assert_eq!(found, []);
@@ -50,7 +50,7 @@ fn what_was_written_is_found_again_after_a_restart_in_the_order_of_its_use() {
 }
 
 #[test]
-fn a_flipped_byte_a_cut_and_an_exchanged_file_are_found_out_and_deleted() {
+fn flipped_truncated_and_swapped_files_are_detected_and_deleted() {
     let root = tempfile::tempdir().expect("a folder");
     let (disk, _) = open(root.path());
     let damage: [&dyn Fn(&Path); 4] = [
@@ -80,7 +80,7 @@ fn a_flipped_byte_a_cut_and_an_exchanged_file_are_found_out_and_deleted() {
 }
 
 #[test]
-fn a_folder_full_of_rubbish_is_opened_and_only_ours_is_touched() {
+fn opening_deletes_damaged_files_keeps_foreign_ones_and_follows_no_link() {
     let root = tempfile::tempdir().expect("a folder");
     let (disk, _) = open(root.path());
     disk.write(hash(1), &block(1)).expect("written");
@@ -110,7 +110,7 @@ fn a_folder_full_of_rubbish_is_opened_and_only_ours_is_touched() {
 }
 
 #[test]
-fn another_model_or_layout_finds_nothing_and_disturbs_nothing() {
+fn another_model_or_layout_finds_no_block_and_deletes_none() {
     let root = tempfile::tempdir().expect("a folder");
     let (disk, _) = open(root.path());
     disk.write(hash(1), &block(1)).expect("written");
@@ -141,7 +141,7 @@ fn prompts_on_disk_are_for_their_owner_only() {
 }
 
 #[test]
-fn a_directory_that_was_deleted_is_made_again_and_what_was_in_it_is_missing() {
+fn a_deleted_directory_is_recreated_and_its_blocks_are_missing() {
     let root = tempfile::tempdir().expect("a folder");
     let (disk, _) = open(root.path());
     disk.write(hash(1), &block(1)).expect("written");
@@ -153,7 +153,7 @@ fn a_directory_that_was_deleted_is_made_again_and_what_was_in_it_is_missing() {
 }
 
 #[test]
-fn a_file_in_place_of_the_directory_is_a_fault_and_not_a_panic() {
+fn a_file_at_the_path_of_the_directory_is_an_error() {
     let root = tempfile::tempdir().expect("a folder");
     let (disk, _) = open(root.path());
     disk.write(hash(1), &block(1)).expect("written");
@@ -167,7 +167,7 @@ fn a_file_in_place_of_the_directory_is_a_fault_and_not_a_panic() {
 
 /// A real file system of 64 KiB, if the tests may mount one.
 #[test]
-fn a_file_system_that_is_really_full_is_a_fault_and_leaves_nothing_behind() {
+fn a_full_file_system_is_an_error_and_leaves_no_file() {
     let root = tempfile::tempdir().expect("a folder");
     let mount = |arguments: &[&str]| {
         let done = std::process::Command::new("mount").args(arguments).arg(root.path()).output();

@@ -17,8 +17,8 @@ fn tier_index(host_blocks: usize, disk_blocks: usize) -> TierIndex {
 /// Stores a block. Its write, if it gets one, succeeds.
 fn store(index: &mut TierIndex, n: u8) {
     index.begin_store(hash(n)).expect("a slot");
-    if let Some(write) = index.end_store(hash(n), true) {
-        index.end_write(hash(n), &write.evict, true);
+    if let Some(write) = index.end_store(hash(n), OrderOutcome::Complete) {
+        index.end_write(hash(n), &write.evict, OrderOutcome::Complete);
     }
 }
 
@@ -35,7 +35,7 @@ fn the_least_recently_used_block_makes_room_in_the_host_tier() {
 }
 
 #[test]
-fn a_prefix_outlives_its_tail() {
+fn the_tail_of_a_prefix_is_evicted_first() {
     let mut index = tier_index(3, 0);
     for n in 1..=3 {
         store(&mut index, n);
@@ -46,7 +46,7 @@ fn a_prefix_outlives_its_tail() {
 }
 
 #[test]
-fn what_the_host_tier_evicts_lives_on_on_disk_and_comes_back_into_a_slot() {
+fn blocks_evicted_from_the_host_tier_are_loaded_from_disk() {
     let mut index = tier_index(1, 4);
     store(&mut index, 1);
     store(&mut index, 2);
@@ -62,9 +62,9 @@ fn a_block_that_is_read_or_written_is_never_evicted() {
     let mut index = tier_index(1, 1);
     let slot = index.begin_store(hash(1)).expect("a slot");
     assert_eq!(index.begin_store(hash(2)), None, "it is being filled");
-    let write = index.end_store(hash(1), true).expect("to disk");
+    let write = index.end_store(hash(1), OrderOutcome::Complete).expect("to disk");
     assert_eq!((write.slot, index.begin_store(hash(2))), (slot, None), "it is being written");
-    index.end_write(hash(1), &write.evict, true);
+    index.end_write(hash(1), &write.evict, OrderOutcome::Complete);
     let from = index.begin_load(hash(1)).expect("there");
     assert_eq!(index.begin_store(hash(2)), None, "it is being read");
     index.end_load(hash(1), from, LoadOutcome::Complete);
@@ -72,24 +72,24 @@ fn a_block_that_is_read_or_written_is_never_evicted() {
 }
 
 #[test]
-fn a_full_disk_tier_deletes_its_oldest_file_with_the_next_write_and_owes_it_until_then() {
+fn a_full_disk_tier_deletes_its_oldest_file_with_the_next_write() {
     let mut index = tier_index(4, 2);
     for n in 1..=2 {
         store(&mut index, n);
     }
     index.begin_store(hash(3)).expect("a slot");
-    let write = index.end_store(hash(3), true).expect("to disk");
+    let write = index.end_store(hash(3), OrderOutcome::Complete).expect("to disk");
     assert_eq!(write.evict, [hash(1)]);
-    index.end_write(hash(3), &write.evict, false);
+    index.end_write(hash(3), &write.evict, OrderOutcome::Failed);
     index.begin_store(hash(4)).expect("a slot");
-    let write = index.end_store(hash(4), true).expect("to disk");
+    let write = index.end_store(hash(4), OrderOutcome::Complete).expect("to disk");
     assert_eq!(write.evict, [hash(1), hash(3)], "still pending, with the rest of the failed write");
-    index.end_write(hash(4), &write.evict, true);
+    index.end_write(hash(4), &write.evict, OrderOutcome::Complete);
     assert_eq!(index.counts(Tier::Disk).blocks, 2);
 }
 
 #[test]
-fn a_file_that_was_found_gone_is_offered_to_nobody_even_while_others_still_read_it() {
+fn a_missing_file_is_not_found_even_while_another_load_reads_it() {
     let mut index = tier_index(0, 4);
     index.adopt([hash(1)]);
     let (one, two) = (index.begin_load(hash(1)).expect("a"), index.begin_load(hash(1)).expect("b"));
@@ -102,63 +102,69 @@ fn a_file_that_was_found_gone_is_offered_to_nobody_even_while_others_still_read_
 }
 
 #[test]
-fn a_disk_that_rests_is_neither_written_nor_offered() {
+fn a_suspended_disk_is_neither_written_nor_searched() {
     let mut index = tier_index(1, 4);
     store(&mut index, 1);
     store(&mut index, 2);
     index.set_disk_suspended(true);
     assert_eq!([1, 2].map(|n| index.prefix_len(&[hash(n)])), [0, 1]);
     index.begin_store(hash(3)).expect("a slot");
-    assert_eq!(index.end_store(hash(3), true), None);
+    assert_eq!(index.end_store(hash(3), OrderOutcome::Complete), None);
     assert!(index.lacks_file(hash(3)));
     index.set_disk_suspended(false);
     assert_eq!(index.prefix_len(&[hash(1)]), 1);
 }
 
 #[test]
-fn what_was_found_at_the_start_is_bounded_and_the_newest_is_kept() {
+fn adopted_files_are_bounded_and_the_newest_stay() {
     let mut index = tier_index(0, 2);
     index.adopt((1..=4).map(hash));
     assert_eq!([1, 2, 3, 4].map(|n| index.prefix_len(&[hash(n)])), [0, 0, 1, 1]);
     index.begin_store(hash(9)).expect("a staging slot");
-    assert_eq!(index.end_store(hash(9), true).expect("to disk").evict, [hash(1), hash(2), hash(3)]);
+    assert_eq!(
+        index.end_store(hash(9), OrderOutcome::Complete).expect("to disk").evict,
+        [hash(1), hash(2), hash(3)]
+    );
 }
 
 #[test]
-fn more_than_goes_along_with_a_write_is_deleted_first() {
+fn a_backlog_of_deletions_goes_before_the_next_write() {
     let mut index = tier_index(0, 100);
     index.adopt((0..100).map(hash));
     index.clear();
     index.begin_store(hash(200)).expect("a staging slot");
-    assert!(index.end_store(hash(200), true).is_some(), "there is space besides the pending deletes");
+    assert!(
+        index.end_store(hash(200), OrderOutcome::Complete).is_some(),
+        "there is space besides the pending deletes"
+    );
     let pending = index.begin_delete().expect("many are pending");
     assert_eq!((pending.len(), index.begin_delete()), (100, None));
-    index.end_delete(&pending, false);
+    index.end_delete(&pending, OrderOutcome::Failed);
     let pending = index.begin_delete().expect("they are pending until it is done");
-    index.end_delete(&pending, true);
+    index.end_delete(&pending, OrderOutcome::Complete);
     assert_eq!(index.begin_delete(), None);
 }
 
 #[test]
-fn what_is_forgotten_is_deleted_also_when_it_is_little() {
+fn cleared_files_are_deleted_also_below_a_batch() {
     let mut index = tier_index(2, 8);
     index.adopt((0..3).map(hash));
     assert_eq!(index.begin_delete(), None);
     index.clear();
     let pending = index.begin_delete().expect("cleared files are deleted");
-    index.end_delete(&pending, true);
+    index.end_delete(&pending, OrderOutcome::Complete);
     assert_eq!((pending.len(), index.begin_delete()), (3, None));
 }
 
 #[test]
-fn what_is_in_use_when_everything_is_forgotten_goes_when_it_is_not() {
+fn blocks_in_use_at_a_clear_are_dropped_after_their_use() {
     let mut index = tier_index(2, 2);
     store(&mut index, 1);
     let from = index.begin_load(hash(1)).expect("there");
     index.begin_store(hash(2)).expect("a slot");
     index.clear();
     assert_eq!(index.prefix_len(&[hash(1)]), 0);
-    assert_eq!(index.end_store(hash(2), true), None);
+    assert_eq!(index.end_store(hash(2), OrderOutcome::Complete), None);
     index.end_load(hash(1), from, LoadOutcome::Complete);
     assert_eq!((index.counts(Tier::Host).blocks, index.counts(Tier::Disk).blocks), (0, 0));
     assert!(!index.contains(hash(1)) && !index.contains(hash(2)));
@@ -186,11 +192,12 @@ proptest! {
         let mut index = tier_index(host, disk);
         let mut orders: Vec<PendingTransfer> = Vec::new();
         let end = |index: &mut TierIndex, order: PendingTransfer, how: u8| -> Vec<PendingTransfer> {
+            let ended = if how == 0 { OrderOutcome::Failed } else { OrderOutcome::Complete };
             match order {
                 PendingTransfer::Store(hash, _) => {
-                    index.end_store(hash, how != 0).map(|write| PendingTransfer::Write(hash, write)).into_iter().collect()
+                    index.end_store(hash, ended).map(|write| PendingTransfer::Write(hash, write)).into_iter().collect()
                 }
-                PendingTransfer::Write(hash, write) => { index.end_write(hash, &write.evict, how != 0); vec![] }
+                PendingTransfer::Write(hash, write) => { index.end_write(hash, &write.evict, ended); vec![] }
                 PendingTransfer::Load(hash, from) => {
                     let how = match (how, from) {
                         (0, _) => LoadOutcome::Failed,
@@ -200,7 +207,7 @@ proptest! {
                     index.end_load(hash, from, how);
                     vec![]
                 }
-                PendingTransfer::Delete(hashes) => { index.end_delete(&hashes, how != 0); vec![] }
+                PendingTransfer::Delete(hashes) => { index.end_delete(&hashes, ended); vec![] }
             }
         };
         for (kind, n, pick, how) in steps {
@@ -246,6 +253,6 @@ proptest! {
         prop_assert_eq!(index.in_use(), 0);
         index.clear();
         prop_assert_eq!((index.counts(Tier::Host).blocks, index.counts(Tier::Disk).blocks), (0, 0));
-        prop_assert!(index.entries.is_empty() && index.host_idle.is_empty() && index.disk_idle.is_empty());
+        prop_assert!(index.entries.is_empty() && index.host.idle.is_empty() && index.disk.idle.is_empty());
     }
 }

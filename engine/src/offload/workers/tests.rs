@@ -141,7 +141,7 @@ impl WorkerBench {
 const FILE: LoadSource = LoadSource::Disk { slot: None };
 
 #[test]
-fn a_block_goes_down_to_the_disk_and_comes_up_again() {
+fn a_block_is_offloaded_to_disk_and_loaded_back() {
     let mut bench = bench(WorkerTimeouts::default());
     assert!(matches!(bench.store(3), OffloadReport::Ended(_, Ok(()))));
     let id = bench.write(3, vec![]);
@@ -169,7 +169,7 @@ fn a_file_that_is_missing_or_damaged_never_reaches_the_device() {
 }
 
 #[test]
-fn a_disk_that_is_full_or_broken_is_left_alone_and_used_again_when_it_works() {
+fn a_full_or_broken_disk_is_suspended_until_it_works() {
     for (behavior, fault) in
         [(DiskBehavior::Full, OffloadFault::Full), (DiskBehavior::Broken, OffloadFault::Io)]
     {
@@ -226,7 +226,7 @@ fn a_load_from_a_hanging_disk_is_given_up_and_its_block_is_never_written() {
 }
 
 #[test]
-fn an_order_is_revoked_before_its_commitment_point_or_answered_after_it() {
+fn an_order_is_revoked_before_its_commitment_point_or_completed_after() {
     let mut bench = bench(WorkerTimeouts::default());
     bench.store(3);
     bench.write(3, vec![]);

@@ -93,7 +93,7 @@ impl Node {
 
     /// Sends the prefill leg. Returns its handoff.
     #[track_caller]
-    pub(crate) fn lend(&self, body: &Value) -> Value {
+    pub(crate) fn open_lease(&self, body: &Value) -> Value {
         let reply = self.prefill(&fresh_id(), body).ok();
         let params = reply["kv_transfer_params"].clone();
         assert_eq!(params["do_remote_prefill"], true, "{reply}");
@@ -101,8 +101,8 @@ impl Node {
     }
 
     /// The decode leg of a request, as a router sends it.
-    pub(crate) fn decode(&self, body: &Value, lent: &Value) -> Reply {
-        self.generate(&fresh_id(), &with(body, "kv_transfer_params", lent.clone()))
+    pub(crate) fn decode(&self, body: &Value, handoff: &Value) -> Reply {
+        self.generate(&fresh_id(), &with(body, "kv_transfer_params", handoff.clone()))
     }
 
     /// The sum of a metric over its labels.
@@ -225,8 +225,8 @@ impl Cluster {
     /// Both legs.
     #[track_caller]
     pub(crate) fn hand_over(&self, body: &Value) -> Value {
-        let lent = self.p.lend(body);
-        self.d.decode(body, &lent).ok()
+        let handoff = self.p.open_lease(body);
+        self.d.decode(body, &handoff).ok()
     }
 
     /// The joint answer of two engines equals that of one: choices with their text, tokens, log-probabilities and

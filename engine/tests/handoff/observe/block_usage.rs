@@ -24,13 +24,13 @@ fn paths(value: &Value, path: &str, found: &mut BTreeSet<String>) {
 }
 
 #[test]
-fn the_page_has_every_field_of_the_books_and_no_other() {
+fn the_page_documents_exactly_the_fields_of_debug_kv() {
     let folder = tempfile::tempdir().expect("a folder");
     let mut options = options(LLAMA, Role::Prefill);
     disk(&mut options, folder.path());
     host(&mut options, 1);
     let node = Node::start(options);
-    node.lend(&greedy(&prompt(1, 45), 8));
+    node.open_lease(&greedy(&prompt(1, 45), 8));
     let mut usage = node.kv();
     // Each core has the same fields.
     let cores = usage["cores"].take();

@@ -54,7 +54,7 @@ pub(crate) fn same_bytes(a: &Node, b: &Node, prompt: &[u32]) {
 }
 
 #[test]
-fn two_swapped_blocks_are_seen_and_only_they() {
+fn exactly_the_two_swapped_blocks_are_reported() {
     let cluster = Cluster::of(LLAMA);
     let prompt = prompt(9, 6 * BLOCK + 3);
     cluster.agrees(&greedy(&prompt, 4));

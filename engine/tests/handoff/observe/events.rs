@@ -29,7 +29,7 @@ fn kinds(events: &[Value]) -> Vec<&str> {
 }
 
 #[test]
-fn both_legs_are_told_from_arrival_to_the_last_block() {
+fn events_cover_both_legs_from_arrival_to_the_last_freed_block() {
     let cluster = Cluster::with(LLAMA, |options| options.max_num_batched_tokens = 64);
     let body = with(&greedy(&prompt(1, 100), 4), "user", json!("me"));
     cluster.hand_over(&body);
@@ -67,7 +67,7 @@ fn both_legs_are_told_from_arrival_to_the_last_block() {
 }
 
 #[test]
-fn a_client_that_leaves_is_told_and_so_is_the_last_block() {
+fn events_contain_the_cancel_and_the_last_freed_block() {
     let mut slow = options(LLAMA, Role::Prefill);
     (slow.pace, slow.max_num_batched_tokens) = (Some(Duration::from_millis(50)), 16);
     let p = Node::start(slow);
@@ -105,7 +105,7 @@ fn a_client_that_leaves_is_told_and_so_is_the_last_block() {
 }
 
 #[test]
-fn who_asks_waits_for_news_and_is_told_what_is_wrong_with_the_question() {
+fn an_event_query_waits_for_events_and_an_invalid_one_is_refused() {
     let node = Node::start(options(LLAMA, Role::Both));
     let latest = node.get("/debug/kv/events?after=latest").ok();
     assert_eq!((&latest["next"], &latest["events"]), (&json!(0), &json!([])));

@@ -11,9 +11,9 @@ use crate::harness::http::Reply;
 /// Leases a prompt, lets D refuse the decode leg, and waits until P's blocks are free.
 #[track_caller]
 fn refused(p: &Node, d: &Node, body: &Value, change: impl Fn(&Value) -> Value, status: u16) -> Reply {
-    let lent = p.lend(body);
+    let handoff = p.open_lease(body);
     assert_eq!(p.kv()["leases"]["live"], 1);
-    let reply = d.decode(&change(body), &lent);
+    let reply = d.decode(&change(body), &handoff);
     assert_eq!(reply.status, status, "{}", reply.text);
     assert!(reply.json()["error"]["message"].as_str().is_some_and(|text| !text.is_empty()), "{}", reply.text);
     p.is_clean();
@@ -22,7 +22,7 @@ fn refused(p: &Node, d: &Node, body: &Value, change: impl Fn(&Value) -> Value, s
 }
 
 #[test]
-fn a_refused_request_releases_its_lease_whatever_the_reason() {
+fn every_refused_request_releases_its_lease() {
     let cluster = Cluster::of(LLAMA);
     let body = greedy(&prompt(1, 40), 8);
     let cases: [(&str, Value, u16); 9] = [
@@ -67,7 +67,7 @@ fn a_handoff_of_another_precision_is_refused_and_released() {
 }
 
 #[test]
-fn a_handoff_whose_blocks_cannot_be_cut_into_ours_is_refused_and_released() {
+fn a_handoff_with_incompatible_block_slices_is_refused_and_released() {
     let mut larger = options(LLAMA, Role::Decode);
     larger.block_tokens = 12;
     let (p, d) = (Node::start(options(LLAMA, Role::Prefill)), Node::start(larger));
@@ -79,16 +79,16 @@ fn an_engine_serves_only_the_leg_of_its_role() {
     let cluster = Cluster::of(LLAMA);
     let body = greedy(&prompt(1, 40), 8);
     assert_eq!(cluster.d.prefill("leg", &body).status, 400);
-    let lent = cluster.p.lend(&body);
-    assert_eq!(cluster.p.decode(&body, &lent).status, 400);
+    let handoff = cluster.p.open_lease(&body);
+    assert_eq!(cluster.p.decode(&body, &handoff).status, 400);
     cluster.is_clean();
 }
 
 #[test]
-fn a_malformed_handoff_is_named_and_touches_nothing() {
+fn a_malformed_handoff_is_named_and_changes_no_state() {
     let cluster = Cluster::of(LLAMA);
     let body = greedy(&prompt(1, 40), 8);
-    let lent = cluster.p.lend(&body);
+    let handoff = cluster.p.open_lease(&body);
     let needed = [
         "remote_block_ids",
         "remote_engine_id",
@@ -107,21 +107,21 @@ fn a_malformed_handoff_is_named_and_touches_nothing() {
         (json!([1]), "kv_transfer_params"),
         (json!({"do_remote_decode": true, "do_remote_prefill": true}), "do_remote_decode"),
         (json!({"do_remote_prefill": "yes"}), "do_remote_prefill"),
-        (with(&lent, "remote_port", json!(70_000)), "remote_port"),
-        (with(&lent, "remote_block_ids", json!([[1, -2]])), "remote_block_ids"),
-        (with(&lent, "remote_num_tokens", json!(0)), "remote_num_tokens"),
-        (with(&lent, "remote_handle", json!("0x12")), "remote_handle"),
-        (with(&lent, "tp_size", json!(2)), "remote_rank_ports"),
-        (with(&lent, "tp_size", json!(65)), "tp_size"),
-        (with(&lent, "remote_rank_ports", json!([1, 2])), "remote_rank_ports"),
-        (with(&lent, "remote_rank_ports", json!([1])), "remote_rank_ports"),
-        (with(&lent, "remote_block_size", json!(4)), "remote_block_ids"),
-        (with(&lent, "remote_consumers", json!(17)), "remote_consumers"),
-        (with(&lent, "remote_lease_left_ms", json!(-1)), "remote_lease_left_ms"),
+        (with(&handoff, "remote_port", json!(70_000)), "remote_port"),
+        (with(&handoff, "remote_block_ids", json!([[1, -2]])), "remote_block_ids"),
+        (with(&handoff, "remote_num_tokens", json!(0)), "remote_num_tokens"),
+        (with(&handoff, "remote_handle", json!("0x12")), "remote_handle"),
+        (with(&handoff, "tp_size", json!(2)), "remote_rank_ports"),
+        (with(&handoff, "tp_size", json!(65)), "tp_size"),
+        (with(&handoff, "remote_rank_ports", json!([1, 2])), "remote_rank_ports"),
+        (with(&handoff, "remote_rank_ports", json!([1])), "remote_rank_ports"),
+        (with(&handoff, "remote_block_size", json!(4)), "remote_block_ids"),
+        (with(&handoff, "remote_consumers", json!(17)), "remote_consumers"),
+        (with(&handoff, "remote_lease_left_ms", json!(-1)), "remote_lease_left_ms"),
     ];
     for field in needed {
-        broken.push((with(&lent, field, Value::Null), field));
-        broken.push((with(&lent, field, json!({"a": 1})), field));
+        broken.push((with(&handoff, field, Value::Null), field));
+        broken.push((with(&handoff, field, json!({"a": 1})), field));
     }
     for (params, named) in broken {
         let reply = cluster.d.decode(&body, &params);
@@ -132,14 +132,14 @@ fn a_malformed_handoff_is_named_and_touches_nothing() {
     }
     assert_eq!(cluster.p.kv()["leases"]["live"], 1, "nothing was mutated");
     assert_eq!(
-        cluster.d.decode(&body, &lent).ok()["choices"],
+        cluster.d.decode(&body, &handoff).ok()["choices"],
         cluster.one.generate("alone", &body).ok()["choices"],
     );
     cluster.is_clean();
 }
 
 #[test]
-fn a_prompt_that_fills_the_context_is_refused_with_the_max_tokens_that_was_asked_for_or_none() {
+fn a_prompt_that_fills_the_context_is_refused_with_the_requested_max_tokens() {
     let node = Node::start(options(LLAMA, Role::Both));
     let context = 160;
     let message = |tokens: usize, max_tokens: Option<u32>| {

@@ -95,10 +95,11 @@ impl ClusterClient<'_> {
         http::call(self.0.http, "POST", "/v1/completions", secret.as_slice(), &body.to_string())
     }
 
-    fn lend(&self, body: &Value) -> Value {
-        let lent = self.post(&crate::harness::cluster::prefill_leg(body)).ok()["kv_transfer_params"].clone();
-        assert_eq!(lent["do_remote_prefill"], true, "{lent}");
-        lent
+    fn open_lease(&self, body: &Value) -> Value {
+        let handoff =
+            self.post(&crate::harness::cluster::prefill_leg(body)).ok()["kv_transfer_params"].clone();
+        assert_eq!(handoff["do_remote_prefill"], true, "{handoff}");
+        handoff
     }
 
     fn series(&self, name: &str, label: &str) -> f64 {
@@ -172,7 +173,7 @@ fn refused(
 }
 
 #[test]
-fn every_refusing_path_gives_the_lease_back_at_once() {
+fn every_refusal_releases_the_lease_at_once() {
     let p = producer(None);
     let d = Node::start(options(LLAMA, Role::Decode));
     let other_blocks = {
@@ -205,19 +206,22 @@ fn every_refusing_path_gives_the_lease_back_at_once() {
 
     let body = greedy(&prompt(1, 40), 8);
     // A complete handoff first, as Baton's routers send it, followed by the rest.
-    let broken_body = |lent: &Value, rest: &[u8]| {
-        Request::raw([format!("{{\"kv_transfer_params\":{lent},\"prompt\":[1,2],").as_bytes(), rest].concat())
+    let broken_body = |handoff: &Value, rest: &[u8]| {
+        Request::raw(
+            [format!("{{\"kv_transfer_params\":{handoff},\"prompt\":[1,2],").as_bytes(), rest].concat(),
+        )
     };
     let set = |name: &'static str, value: Value| {
         let body = body.clone();
-        move |lent: &Value| {
-            Request::of(&with(&with(&body, name, value.clone()), "kv_transfer_params", lent.clone()))
+        move |handoff: &Value| {
+            Request::of(&with(&with(&body, name, value.clone()), "kv_transfer_params", handoff.clone()))
         }
     };
     let good = set("max_tokens", json!(8));
     let chat = |messages: Value| {
-        move |lent: &Value| {
-            Request::of(&json!({"messages": messages, "kv_transfer_params": lent})).at("/v1/chat/completions")
+        move |handoff: &Value| {
+            Request::of(&json!({"messages": messages, "kv_transfer_params": handoff}))
+                .at("/v1/chat/completions")
         }
     };
     let mebi = 1 << 20;
@@ -277,22 +281,22 @@ fn every_refusing_path_gives_the_lease_back_at_once() {
         (
             "rank",
             &d,
-            Box::new(|lent| good(lent).header("x-data-parallel-rank", "7")),
+            Box::new(|handoff| good(handoff).header("x-data-parallel-rank", "7")),
             "invalid",
             Some((400, Some("invalid_data_parallel_rank"))),
         ),
         (
             "path",
             &d,
-            Box::new(|lent| good(lent).at("/v1/responses")),
+            Box::new(|handoff| good(handoff).at("/v1/responses")),
             "unknown_path",
             Some((404, Some("unsupported_endpoint"))),
         ),
         (
             "garbage behind",
             &d,
-            Box::new(|lent| {
-                let mut r = good(lent);
+            Box::new(|handoff| {
+                let mut r = good(handoff);
                 r.body.extend(b"}} more");
                 r
             }),
@@ -302,36 +306,36 @@ fn every_refusing_path_gives_the_lease_back_at_once() {
         (
             "cut off inside",
             &d,
-            Box::new(|lent| broken_body(lent, b"\"stop\":[\"a")),
+            Box::new(|handoff| broken_body(handoff, b"\"stop\":[\"a")),
             "unreadable",
             Some((400, Some("malformed_body"))),
         ),
         (
             "not UTF-8",
             &d,
-            Box::new(|lent| broken_body(lent, b"\"user\":\"\xff\xfe\"}")),
+            Box::new(|handoff| broken_body(handoff, b"\"user\":\"\xff\xfe\"}")),
             "unreadable",
             Some((400, Some("malformed_body"))),
         ),
         (
             "not a number",
             &d,
-            Box::new(|lent| broken_body(lent, b"\"temperature\":NaN}")),
+            Box::new(|handoff| broken_body(handoff, b"\"temperature\":NaN}")),
             "unreadable",
             Some((400, Some("malformed_body"))),
         ),
         (
             "a field twice",
             &d,
-            Box::new(|lent| broken_body(lent, b"\"model\":\"a\",\"model\":\"b\"}")),
+            Box::new(|handoff| broken_body(handoff, b"\"model\":\"a\",\"model\":\"b\"}")),
             "unreadable",
             Some((400, Some("duplicate_field"))),
         ),
         (
             "byte order mark",
             &d,
-            Box::new(|lent| {
-                let mut r = good(lent);
+            Box::new(|handoff| {
+                let mut r = good(handoff);
                 r.body.splice(0..0, *b"\xEF\xBB\xBF");
                 r
             }),
@@ -341,8 +345,8 @@ fn every_refusing_path_gives_the_lease_back_at_once() {
         (
             "nested too deep",
             &d,
-            Box::new(|lent| {
-                broken_body(lent, format!("\"x\":{}{}}}", "[".repeat(500), "]".repeat(500)).as_bytes())
+            Box::new(|handoff| {
+                broken_body(handoff, format!("\"x\":{}{}}}", "[".repeat(500), "]".repeat(500)).as_bytes())
             }),
             "unreadable",
             Some((400, Some("malformed_body"))),
@@ -350,14 +354,14 @@ fn every_refusing_path_gives_the_lease_back_at_once() {
         (
             "announced too large",
             &d,
-            Box::new(|lent| broken_body(lent, &vec![b' '; 2 * mebi]).announcing(64 * mebi)),
+            Box::new(|handoff| broken_body(handoff, &vec![b' '; 2 * mebi]).announcing(64 * mebi)),
             "too_large",
             Some((413, Some("payload_too_large"))),
         ),
         (
             "cut off",
             &d,
-            Box::new(|lent| broken_body(lent, b"\"user\":\"").announcing(100_000)),
+            Box::new(|handoff| broken_body(handoff, b"\"user\":\"").announcing(100_000)),
             "cut_off",
             None,
         ),
@@ -367,8 +371,8 @@ fn every_refusing_path_gives_the_lease_back_at_once() {
     ];
     let producer = ClusterClient(&p, None);
     for (case, d, make, cause, answer) in &table {
-        let lent = producer.lend(&body);
-        refused(case, &producer, &ClusterClient(d, None), &make(&lent), cause, *answer);
+        let handoff = producer.open_lease(&body);
+        refused(case, &producer, &ClusterClient(d, None), &make(&handoff), cause, *answer);
     }
     d.is_clean();
     p.is_clean();
@@ -383,14 +387,14 @@ fn busy(max_waiting: usize) -> Node {
 }
 
 #[test]
-fn a_stream_that_was_accepted_and_never_started_gives_the_lease_back() {
+fn an_accepted_stream_that_never_starts_releases_the_lease() {
     let (p, d) = (producer(None), busy(8));
     let long = with(&greedy(&prompt(2, 10), 140), "stream", json!(true)).to_string();
     let running = http::send(d.http, "POST", "/v1/completions", &[], &long);
     d.wait_until("nothing runs", |kv| kv["requests"]["running"] == 1);
     let body = greedy(&prompt(1, 40), 8);
     for stream in [true, false] {
-        let leg = with(&with(&body, "stream", json!(stream)), "kv_transfer_params", p.lend(&body));
+        let leg = with(&with(&body, "stream", json!(stream)), "kv_transfer_params", p.open_lease(&body));
         let call = http::send(d.http, "POST", "/v1/completions", &[], &leg.to_string());
         d.wait_until("it does not wait", |kv| kv["requests"]["waiting"] == 1);
         assert_eq!(p.kv()["leases"]["live"], 1);
@@ -404,7 +408,7 @@ fn a_stream_that_was_accepted_and_never_started_gives_the_lease_back() {
 }
 
 #[test]
-fn a_device_that_fails_gives_back_what_its_requests_hold() {
+fn a_failed_device_frees_the_blocks_of_its_requests() {
     let p = producer(None);
     let mut failing = options(LLAMA, Role::Decode);
     (failing.max_num_seqs, failing.device_fails_after) = (1, Some(3));
@@ -415,7 +419,7 @@ fn a_device_that_fails_gives_back_what_its_requests_hold() {
         let first = scope.spawn(|| d.generate(&fresh_id(), &greedy(&prompt(2, 10), 40)));
         d.wait_until("nothing runs", |kv| kv["requests"]["running"] == 1);
         // It waits when the device fails.
-        let reply = d.decode(&body, &p.lend(&body));
+        let reply = d.decode(&body, &p.open_lease(&body));
         assert_eq!(reply.status, 503, "{}", reply.text);
         assert_eq!(first.join().expect("an answer").status, 503);
     });
@@ -424,33 +428,34 @@ fn a_device_that_fails_gives_back_what_its_requests_hold() {
 }
 
 #[test]
-fn a_stranger_is_refused_and_a_handoff_that_a_producer_of_the_cluster_wrote_is_given_back() {
+fn a_caller_without_the_secret_is_refused_and_a_sealed_handoff_is_released() {
     let p = producer(Some(SECRET));
     let mut guarded = options(LLAMA, Role::Decode);
     guarded.cluster_secret = Some(SECRET.into());
     let d = Node::start(guarded);
     let (p, d) = (ClusterClient(&p, Some(SECRET)), ClusterClient(&d, Some(SECRET)));
     let body = greedy(&prompt(1, 40), 8);
-    let stranger = |lent: &Value| Request::of(&with(&body, "kv_transfer_params", lent.clone()));
+    let unauthorized = |handoff: &Value| Request::of(&with(&body, "kv_transfer_params", handoff.clone()));
     let expected = Some((401, Some("invalid_cluster_secret")));
-    refused("no secret", &p, &d, &stranger(&p.lend(&body)), "unauthorized", expected);
-    let guessed = stranger(&p.lend(&body)).header("x-baton-cluster-secret", "the secret of no cluster");
+    refused("no secret", &p, &d, &unauthorized(&p.open_lease(&body)), "unauthorized", expected);
+    let guessed =
+        unauthorized(&p.open_lease(&body)).header("x-baton-cluster-secret", "the secret of no cluster");
     refused("another secret", &p, &d, &guessed, "unauthorized", expected);
-    let mut cut = stranger(&p.lend(&body));
+    let mut cut = unauthorized(&p.open_lease(&body));
     cut.body.pop();
     refused("unreadable", &p, &d, &cut, "unreadable", Some((400, Some("malformed_body"))));
 
     // A caller without the secret cannot make the engine connect to an address of its choice.
     let trap = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-    let lent = p.lend(&body);
+    let handoff = p.open_lease(&body);
     let port = trap.local_addr().expect("an address").port();
-    let reply = http::receive(stranger(&with(&lent, "remote_port", json!(port))).send(d.0.http));
+    let reply = http::receive(unauthorized(&with(&handoff, "remote_port", json!(port))).send(d.0.http));
     assert_eq!(reply.status, 401);
     assert_eq!(d.series("baton_early_rejections_total", "reason=\"unproven\""), 1.0);
-    trap.set_nonblocking(true).expect("it can be asked");
+    trap.set_nonblocking(true).expect("a non-blocking listener");
     assert!(trap.accept().is_err(), "the engine connected");
     assert_eq!(p.get("/debug/kv").ok()["leases"]["live"], 1, "and nothing was released");
-    let answer = d.post(&with(&body, "kv_transfer_params", lent)).ok();
+    let answer = d.post(&with(&body, "kv_transfer_params", handoff)).ok();
     assert_eq!(answer["choices"][0]["token_ids"].as_array().expect("ids").len(), 8);
     p.has_its_blocks("fetched");
 }
@@ -460,7 +465,7 @@ fn a_notice_is_repeated_until_the_producer_answers() {
     let p = producer(None);
     let d = Node::start(options(LLAMA, Role::Decode));
     let body = greedy(&prompt(1, 40), 8);
-    let lent = p.lend(&body);
+    let handoff = p.open_lease(&body);
     // A proxy of the producer's side channel: it closes the first three connections, and forwards the fourth.
     let proxy = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = proxy.local_addr().expect("an address").port();
@@ -482,10 +487,10 @@ fn a_notice_is_repeated_until_the_producer_answers() {
         drop(requests.join());
     });
     let refused = with(&body, "temperature", json!(-1));
-    assert_eq!(d.decode(&refused, &with(&lent, "remote_port", json!(port))).status, 400);
+    assert_eq!(d.decode(&refused, &with(&handoff, "remote_port", json!(port))).status, 400);
     ClusterClient(&p, None).has_its_blocks("repeated");
     // A second notice of the same lease changes nothing and is answered.
-    assert_eq!(d.decode(&refused, &lent).status, 400);
+    assert_eq!(d.decode(&refused, &handoff).status, 400);
     ClusterClient(&d, None).until("again", "it is not answered", |d| {
         d.series("baton_release_notices_total", "result=\"already\"") == 1.0
     });

@@ -17,8 +17,8 @@ fn cluster(policy: LoadFailurePolicy) -> Cluster {
     })
 }
 
-fn release(p: &Node, lent: &Value) {
-    let reply = p.post("/kv/release", &json!({"handle": lent["remote_handle"], "reason": "test"})).ok();
+fn release(p: &Node, handoff: &Value) {
+    let reply = p.post("/kv/release", &json!({"handle": handoff["remote_handle"], "reason": "test"})).ok();
     assert_eq!(reply["result"], "released");
     p.is_clean();
 }
@@ -38,22 +38,22 @@ fn failed(cluster: &Cluster, reply: &Reply) {
 }
 
 #[test]
-fn a_released_handoff_is_computed_again_where_the_policy_says_so() {
+fn a_released_handoff_is_recomputed_under_policy_recompute() {
     let cluster = cluster(LoadFailurePolicy::Recompute);
     let body = greedy(&prompt(1, 45), 12);
-    let lent = cluster.p.lend(&body);
-    release(&cluster.p, &lent);
-    recomputed(&cluster, &body, &cluster.d.decode(&body, &lent));
+    let handoff = cluster.p.open_lease(&body);
+    release(&cluster.p, &handoff);
+    recomputed(&cluster, &body, &cluster.d.decode(&body, &handoff));
     cluster.is_clean();
 }
 
 #[test]
-fn a_released_handoff_fails_with_a_typed_error_where_the_policy_says_so() {
+fn a_released_handoff_is_a_typed_error_under_policy_fail() {
     let cluster = cluster(LoadFailurePolicy::Fail);
     let body = greedy(&prompt(2, 45), 12);
-    let lent = cluster.p.lend(&body);
-    release(&cluster.p, &lent);
-    failed(&cluster, &cluster.d.decode(&body, &lent));
+    let handoff = cluster.p.open_lease(&body);
+    release(&cluster.p, &handoff);
+    failed(&cluster, &cluster.d.decode(&body, &handoff));
     cluster.agrees(&body);
     cluster.is_clean();
 }
@@ -61,15 +61,15 @@ fn a_released_handoff_fails_with_a_typed_error_where_the_policy_says_so() {
 /// P's blocks of a prompt are reallocated to another prompt before D reads them: their bytes belong to the other
 /// prompt.
 #[test]
-fn blocks_that_were_released_and_given_to_another_prompt_are_never_used() {
+fn released_blocks_of_another_prompt_are_never_used() {
     let cluster = Cluster::with(LLAMA, |options| options.kv_blocks = Some(20));
     let body = greedy(&prompt(3, 120), 8);
-    let lent = cluster.p.lend(&body);
-    release(&cluster.p, &lent);
-    let other = cluster.p.lend(&greedy(&prompt(4, 120), 8));
-    assert_ne!(other["remote_handle"], lent["remote_handle"]);
+    let handoff = cluster.p.open_lease(&body);
+    release(&cluster.p, &handoff);
+    let other = cluster.p.open_lease(&greedy(&prompt(4, 120), 8));
+    assert_ne!(other["remote_handle"], handoff["remote_handle"]);
     let alone = cluster.one.generate(&fresh_id(), &body).ok();
-    same_choices(&cluster.d.decode(&body, &lent).ok(), &alone);
+    same_choices(&cluster.d.decode(&body, &handoff).ok(), &alone);
     release(&cluster.p, &other);
     cluster.is_clean();
 }
@@ -78,15 +78,15 @@ fn blocks_that_were_released_and_given_to_another_prompt_are_never_used() {
 fn restarted(policy: LoadFailurePolicy, check: impl Fn(&Cluster, &Value, &Reply)) {
     let mut cluster = cluster(policy);
     let body = greedy(&prompt(5, 45), 12);
-    let lent = cluster.p.lend(&body);
+    let handoff = cluster.p.open_lease(&body);
     let mut again = options(LLAMA, Role::Prefill);
     again.side_channel = cluster.p.side_channel;
     std::mem::replace(&mut cluster.p, Node::start(options(LLAMA, Role::Prefill))).stop();
     cluster.p = Node::start(again);
-    let fresh = cluster.p.lend(&body);
-    assert_eq!(fresh["remote_port"], lent["remote_port"]);
-    assert_ne!(fresh["remote_epoch"], lent["remote_epoch"]);
-    check(&cluster, &body, &cluster.d.decode(&body, &lent));
+    let fresh = cluster.p.open_lease(&body);
+    assert_eq!(fresh["remote_port"], handoff["remote_port"]);
+    assert_ne!(fresh["remote_epoch"], handoff["remote_epoch"]);
+    check(&cluster, &body, &cluster.d.decode(&body, &handoff));
     // The new engine's own handoff is still good.
     let alone = cluster.one.generate(&fresh_id(), &body).ok();
     same_choices(&cluster.d.decode(&body, &fresh).ok(), &alone);
@@ -94,31 +94,31 @@ fn restarted(policy: LoadFailurePolicy, check: impl Fn(&Cluster, &Value, &Reply)
 }
 
 #[test]
-fn a_handoff_from_before_a_restart_is_computed_again_where_the_policy_says_so() {
+fn a_handoff_from_before_a_restart_is_recomputed_under_policy_recompute() {
     restarted(LoadFailurePolicy::Recompute, recomputed);
 }
 
 #[test]
-fn a_handoff_from_before_a_restart_fails_where_the_policy_says_so() {
+fn a_handoff_from_before_a_restart_fails_under_policy_fail() {
     restarted(LoadFailurePolicy::Fail, |cluster, _, reply| failed(cluster, reply));
 }
 
 #[test]
-fn a_handoff_from_an_engine_that_is_gone_is_computed_again() {
+fn a_handoff_from_a_dead_engine_is_recomputed() {
     let mut cluster = cluster(LoadFailurePolicy::Recompute);
     let body = greedy(&prompt(6, 45), 12);
-    let lent = cluster.p.lend(&body);
+    let handoff = cluster.p.open_lease(&body);
     std::mem::replace(&mut cluster.p, Node::start(options(LLAMA, Role::Prefill))).stop();
-    recomputed(&cluster, &body, &cluster.d.decode(&body, &lent));
+    recomputed(&cluster, &body, &cluster.d.decode(&body, &handoff));
 }
 
 #[test]
-fn a_handoff_is_good_for_one_reader_and_then_gone() {
+fn a_handoff_serves_one_reader_and_then_ends() {
     let cluster = cluster(LoadFailurePolicy::Fail);
     let body = greedy(&prompt(7, 45), 12);
-    let lent = cluster.p.lend(&body);
-    cluster.d.decode(&body, &lent).ok();
+    let handoff = cluster.p.open_lease(&body);
+    cluster.d.decode(&body, &handoff).ok();
     cluster.d.forget();
-    failed(&cluster, &cluster.d.decode(&body, &lent));
+    failed(&cluster, &cluster.d.decode(&body, &handoff));
     cluster.is_clean();
 }

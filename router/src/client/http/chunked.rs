@@ -61,21 +61,12 @@ enum ChunkState {
     Done,
 }
 
-/// The bytes are not chunks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct ChunkSyntaxError;
-
 /// Why a body is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ChunkError {
+    /// The bytes are not chunks.
     Malformed,
     TooLarge,
-}
-
-impl From<ChunkSyntaxError> for ChunkError {
-    fn from(ChunkSyntaxError: ChunkSyntaxError) -> Self {
-        Self::Malformed
-    }
 }
 
 impl ChunkedReader {
@@ -136,7 +127,7 @@ impl ChunkedReader {
     }
 
     /// Checks one line behind the last chunk. Returns its length with its end; `None` for an incomplete line.
-    fn trailer(&mut self, input: &[u8]) -> Result<Option<usize>, ChunkSyntaxError> {
+    fn trailer(&mut self, input: &[u8]) -> Result<Option<usize>, ChunkError> {
         let left = TRAILER_BYTES_MAX.saturating_sub(self.trailer_bytes);
         let Some(line) = line(input, left)? else { return Ok(None) };
         let line_bytes = line.len() + 2;
@@ -144,12 +135,12 @@ impl ChunkedReader {
             self.state = ChunkState::Done;
             return Ok(Some(line_bytes));
         }
-        let (name, _) = head::field(line).map_err(|_| ChunkSyntaxError)?;
+        let (name, _) = head::field(line).map_err(|_| ChunkError::Malformed)?;
         self.trailer_bytes += line_bytes;
         self.trailer_fields += 1;
         let frames = NOT_IN_TRAILERS.iter().any(|field| name.eq_ignore_ascii_case(field));
         if frames || self.trailer_fields > TRAILER_FIELDS_MAX {
-            return Err(ChunkSyntaxError);
+            return Err(ChunkError::Malformed);
         }
         Ok(Some(line_bytes))
     }
@@ -164,36 +155,37 @@ struct ChunkHeader {
 }
 
 /// Parses the first line of a chunk; `None` for an incomplete line.
-fn size(input: &[u8]) -> Result<Option<ChunkHeader>, ChunkSyntaxError> {
+fn size(input: &[u8]) -> Result<Option<ChunkHeader>, ChunkError> {
     let digits = input.iter().take(SIZE_DIGITS_MAX + 1).take_while(|byte| byte.is_ascii_hexdigit()).count();
     if digits > SIZE_DIGITS_MAX || (digits == 0 && !input.is_empty()) {
-        return Err(ChunkSyntaxError);
+        return Err(ChunkError::Malformed);
     }
     let Some(line) = line(input, digits + EXTENSION_BYTES_MAX)? else { return Ok(None) };
     let (digits, rest) = line.split_at(digits);
     extensions(rest)?;
-    let text = std::str::from_utf8(digits).map_err(|_| ChunkSyntaxError)?;
-    let size = usize::from_str_radix(text, 16).map_err(|_| ChunkSyntaxError)?;
+    let text = std::str::from_utf8(digits).map_err(|_| ChunkError::Malformed)?;
+    let size = usize::from_str_radix(text, 16).map_err(|_| ChunkError::Malformed)?;
     Ok(Some(ChunkHeader { size, extension_bytes: rest.len(), line_bytes: line.len() + 2 }))
 }
 
 /// The first line without its end, of at most so many bytes; `None` for an incomplete line. A CR or an LF that is
 /// not part of CRLF is refused, also inside a quoted string.
-fn line(input: &[u8], bytes_max: usize) -> Result<Option<&[u8]>, ChunkSyntaxError> {
+fn line(input: &[u8], bytes_max: usize) -> Result<Option<&[u8]>, ChunkError> {
     let Some(end) = memchr2(b'\r', b'\n', &input[..input.len().min(bytes_max + 1)]) else {
-        return if input.len() > bytes_max { Err(ChunkSyntaxError) } else { Ok(None) };
+        return if input.len() > bytes_max { Err(ChunkError::Malformed) } else { Ok(None) };
     };
     match &input[end..] {
         [b'\r', b'\n', ..] => Ok(Some(&input[..end])),
         [b'\r'] => Ok(None),
-        _ => Err(ChunkSyntaxError),
+        _ => Err(ChunkError::Malformed),
     }
 }
 
 /// `*( BWS ";" BWS token [ BWS "=" BWS ( token / quoted-string ) ] )`: RFC 9112, 7.1.1.
-fn extensions(mut rest: &[u8]) -> Result<(), ChunkSyntaxError> {
+fn extensions(mut rest: &[u8]) -> Result<(), ChunkError> {
     while !rest.is_empty() {
-        rest = behind_token(behind_blanks(behind_blanks(rest).strip_prefix(b";").ok_or(ChunkSyntaxError)?))?;
+        let extension = behind_blanks(rest).strip_prefix(b";").ok_or(ChunkError::Malformed)?;
+        rest = behind_token(behind_blanks(extension))?;
         if let Some(value) = behind_blanks(rest).strip_prefix(b"=") {
             let value = behind_blanks(value);
             rest = match value.strip_prefix(b"\"") {
@@ -210,20 +202,20 @@ fn behind_blanks(bytes: &[u8]) -> &[u8] {
     &bytes[blanks..]
 }
 
-fn behind_token(bytes: &[u8]) -> Result<&[u8], ChunkSyntaxError> {
+fn behind_token(bytes: &[u8]) -> Result<&[u8], ChunkError> {
     let token = bytes.iter().take_while(|&&byte| head::is_token(byte)).count();
-    if token == 0 { Err(ChunkSyntaxError) } else { Ok(&bytes[token..]) }
+    if token == 0 { Err(ChunkError::Malformed) } else { Ok(&bytes[token..]) }
 }
 
 /// The bytes behind the quote that ends a quoted string: RFC 9110, 5.6.4.
-fn behind_quote(mut bytes: &[u8]) -> Result<&[u8], ChunkSyntaxError> {
+fn behind_quote(mut bytes: &[u8]) -> Result<&[u8], ChunkError> {
     let is_text = |byte: u8| byte == b'\t' || byte >= b' ' && byte != 0x7f;
     loop {
         bytes = match *bytes {
             [b'"', ref rest @ ..] => return Ok(rest),
             [b'\\', escaped, ref rest @ ..] if is_text(escaped) => rest,
             [byte, ref rest @ ..] if is_text(byte) && byte != b'\\' => rest,
-            _ => return Err(ChunkSyntaxError),
+            _ => return Err(ChunkError::Malformed),
         };
     }
 }
@@ -264,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_but_chunks_of_the_grammar_is_read() {
+    fn only_grammatical_chunks_are_accepted() {
         for odd in [
             "5 \r\nhello\r\n",
             " 5\r\nhello\r\n",

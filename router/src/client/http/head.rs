@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn every_split_reads_the_same() {
+    fn every_split_gives_the_same_head() {
         let text = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello";
         let head = whole(text).unwrap().unwrap();
         for first in 1..text.len() {

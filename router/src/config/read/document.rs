@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn every_key_and_value_knows_its_place() {
+    fn every_key_and_value_has_its_source_position() {
         let document = Document::read("a:\n  - b: 1\n    c: {d: x}\n").expect("it is YAML");
         for (path, line, column) in [
             ("a", 1, 1),
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_stands_twice_is_told_with_both_places() {
+    fn a_duplicate_key_is_reported_with_both_positions() {
         let document = Document::read("a: 1\nb: {c: 1, c: 2}\na: 2\n").expect("it is YAML");
         let repeated: Vec<_> =
             document.repeated.iter().map(|(at, name, first)| (at.line, name.as_str(), first.line)).collect();
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_large_too_deep_or_endless_is_refused() {
+    fn oversized_deep_or_recursive_documents_are_refused() {
         assert!(refused(&"#".repeat(BYTES_MAX + 1)).contains("bytes"));
         assert!(
             refused(&format!("a: {}1{}", "[".repeat(DEPTH_MAX), "]".repeat(DEPTH_MAX))).contains("deeper")
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn merged_maps_give_what_the_map_itself_does_not_say() {
+    fn merged_maps_supply_missing_keys() {
         let document = Document::read("x: &x {a: 1, b: 2}\ny: {<<: *x, b: 3}\n").expect("it is YAML");
         let y = document.root.get("y").expect("it is there");
         let text = |name: &str| match &y.get(name).expect(name).content {

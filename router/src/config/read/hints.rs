@@ -80,17 +80,12 @@ pub(in crate::config::read) fn hint_for_key<'a>(root: &'a Value, key: &UnknownKe
         best_paths(root, key, paths)
     };
     let (_, names) = if there.0 < here.0 { there } else { here };
-    match names.as_slice() {
-        [] => {}
-        names => {
-            let names: Vec<_> =
-                names.iter().take(SUGGESTED_PATHS_MAX).map(|name| format!("`{name}`")).collect();
-            return format!(", did you mean {}?", names.join(" or "));
-        }
+    if !names.is_empty() {
+        let names: Vec<_> = names.iter().take(SUGGESTED_PATHS_MAX).map(|name| format!("`{name}`")).collect();
+        return format!(", did you mean {}?", names.join(" or "));
     }
-    match known.as_slice() {
-        [] => String::new(),
-        _ if known.len() <= 12 => format!("; known here: {}", known.join(", ")),
+    match known.len() {
+        1..=12 => format!("; known here: {}", known.join(", ")),
         _ => String::new(),
     }
 }

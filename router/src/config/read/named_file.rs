@@ -60,11 +60,19 @@ pub struct NamedFile {
     pub(in crate::config) followed: bool,
 }
 
+/// The section of the configuration that contains a key.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(in crate::config) enum Section {
+    /// Its keys `certificate`, `key`, `ca` and `client_ca` name files.
+    Tls,
+    Other,
+}
+
 /// Finds the files that keys below `value` name.
 pub(in crate::config) fn find(
     value: &serde_json::Value,
     key_path: &str,
-    in_tls: bool,
+    section: Section,
     files: &mut Vec<NamedFile>,
 ) {
     // Operators choose the keys of these maps.
@@ -74,20 +82,23 @@ pub(in crate::config) fn find(
     match value {
         serde_json::Value::Object(entries) => {
             for (key, value) in entries.iter().filter(|(key, _)| !FREE.contains(&key.as_str())) {
-                let of_tls = in_tls && TLS.contains(&key.as_str());
+                let of_tls = section == Section::Tls && TLS.contains(&key.as_str());
                 let key_path = if key_path.is_empty() { key.clone() } else { format!("{key_path}.{key}") };
                 match value.as_str().filter(|_| of_tls || key.ends_with("_file")) {
                     Some(path) => {
                         let followed = of_tls || FOLLOWED.contains(&key.as_str());
                         files.push(NamedFile { key: key_path, file: PathBuf::from(path), followed });
                     }
-                    None => find(value, &key_path, key.ends_with("tls"), files),
+                    None => {
+                        let section = if key.ends_with("tls") { Section::Tls } else { Section::Other };
+                        find(value, &key_path, section, files);
+                    }
                 }
             }
         }
         serde_json::Value::Array(items) => {
             for (index, item) in items.iter().enumerate() {
-                find(item, &format!("{key_path}[{index}]"), false, files);
+                find(item, &format!("{key_path}[{index}]"), Section::Other, files);
             }
         }
         _ => {}
@@ -104,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_without_another_end_is_refused_at_once_and_one_that_is_read_is_written() {
+    fn a_pipe_without_a_reader_is_refused_and_one_with_a_reader_is_written() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("pipe");
         pipe(&path);

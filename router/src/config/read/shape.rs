@@ -41,6 +41,11 @@ impl<'a> ShapeCheck<'a> {
         }
     }
 
+    /// Reports a mismatch of the value at `path`.
+    fn add_mismatch(&mut self, position: SourcePosition, path: &str, what: String) {
+        self.add_problem(position, format!("{}{what}", key_label(path)));
+    }
+
     /// Checks a node. `also` contains the keys of the other alternatives at this path.
     fn check(&mut self, schema: &'a Value, node: &Rc<YamlNode>, path: &str, also: &[&'a str]) {
         let target = target(self.schema, schema);
@@ -76,10 +81,8 @@ impl<'a> ShapeCheck<'a> {
             _ => {
                 let form = hints::hint_for_form(self.schema, schema, node);
                 let form = form.map_or_else(String::new, |form| format!(": write `{form}`"));
-                self.add_problem(
-                    node.position,
-                    format!("{}needs {}, not {}{form}", key_label(path), expected(&types), describe(node)),
-                );
+                let what = format!("needs {}, not {}{form}", expected(&types), describe(node));
+                self.add_mismatch(node.position, path, what);
             }
         }
     }
@@ -111,7 +114,7 @@ impl<'a> ShapeCheck<'a> {
         }
         for name in schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str) {
             if node.get(name).is_none() {
-                self.add_problem(node.position, format!("{}needs the key `{name}`", key_label(path)));
+                self.add_mismatch(node.position, path, format!("needs the key `{name}`"));
             }
         }
         self.check_count(schema, ("minProperties", "maxProperties"), entries.len(), node.position, path);
@@ -159,21 +162,13 @@ impl<'a> ShapeCheck<'a> {
             NodeContent::Scalar { text, .. } => meant(text),
             NodeContent::List(_) | NodeContent::Map(_) => None,
         });
+        let (label, unknown) = (key_label(path), short(&key.name));
         let what = match (meant(&key.name), from_value) {
-            (Some(name), _) => format!("unknown key `{}`, did you mean `{name}`?", short(&key.name)),
+            (Some(name), _) => format!("unknown key `{unknown}`, did you mean `{name}`?"),
             (None, Some(name)) => format!(
-                "{}unknown key `{}`: write `{name}`, or with parameters `{{{name}: {{...}}}}`",
-                key_label(path),
-                short(&key.name)
+                "{label}unknown key `{unknown}`: write `{name}`, or with parameters `{{{name}: {{...}}}}`"
             ),
-            (None, None) => {
-                format!(
-                    "{}unknown key `{}`; known here: {}",
-                    key_label(path),
-                    short(&key.name),
-                    names.join(", ")
-                )
-            }
+            (None, None) => format!("{label}unknown key `{unknown}`; known here: {}", names.join(", ")),
         };
         self.add_problem(key.position, what);
         true
@@ -186,51 +181,35 @@ impl<'a> ShapeCheck<'a> {
             NodeContent::Scalar { text, .. } => {
                 let hint = nearest(text, words.iter().copied());
                 let hint = hint.map_or_else(String::new, |word| format!(", did you mean `{word}`?"));
-                self.add_problem(
-                    node.position,
-                    format!("{}`{}` is none of {choice}{hint}", key_label(path), short(text)),
-                );
+                let what = format!("`{}` is none of {choice}{hint}", short(text));
+                self.add_mismatch(node.position, path, what);
             }
-            _ => self.add_problem(
-                node.position,
-                format!("{}needs one of {choice}, not {}", key_label(path), describe(node)),
-            ),
+            _ => {
+                let what = format!("needs one of {choice}, not {}", describe(node));
+                self.add_mismatch(node.position, path, what);
+            }
         }
     }
 
     fn check_value(&mut self, schema: &Value, text: &str, position: SourcePosition, path: &str) {
         if let Some(what) = malformed(schema["format"].as_str().unwrap_or_default(), text) {
-            self.add_problem(position, format!("{}{what}", key_label(path)));
+            self.add_mismatch(position, path, what);
         }
         if let Ok(number) = text.parse::<f64>() {
-            let low = schema["minimum"].as_f64().filter(|&low| number < low);
-            let high = schema["maximum"].as_f64().filter(|&high| number > high);
-            if low.is_some() {
-                self.add_problem(
-                    position,
-                    format!("{}{text} is below {}", key_label(path), schema["minimum"]),
-                );
+            if schema["minimum"].as_f64().is_some_and(|low| number < low) {
+                self.add_mismatch(position, path, format!("{text} is below {}", schema["minimum"]));
             }
-            if high.is_some() {
-                self.add_problem(
-                    position,
-                    format!("{}{text} is above {}", key_label(path), schema["maximum"]),
-                );
+            if schema["maximum"].as_f64().is_some_and(|high| number > high) {
+                self.add_mismatch(position, path, format!("{text} is above {}", schema["maximum"]));
             }
         }
         // The schema does not contain the unit: only a length that is invalid in bytes and in characters is reported.
         let (bytes, letters) = (text.len() as u64, text.chars().count() as u64);
         if schema["minLength"].as_u64().is_some_and(|low| bytes < low) {
-            self.add_problem(
-                position,
-                format!("{}shorter than {} bytes", key_label(path), schema["minLength"]),
-            );
+            self.add_mismatch(position, path, format!("shorter than {} bytes", schema["minLength"]));
         }
         if schema["maxLength"].as_u64().is_some_and(|high| letters > high) {
-            self.add_problem(
-                position,
-                format!("{}longer than {} bytes", key_label(path), schema["maxLength"]),
-            );
+            self.add_mismatch(position, path, format!("longer than {} bytes", schema["maxLength"]));
         }
     }
 
@@ -242,14 +221,11 @@ impl<'a> ShapeCheck<'a> {
         position: SourcePosition,
         path: &str,
     ) {
-        let (low, high) = (schema[keywords.0].as_u64(), schema[keywords.1].as_u64());
-        if low.is_some_and(|low| (count as u64) < low) {
-            let low = low.unwrap_or_default();
-            self.add_problem(position, format!("{}needs at least {low}, and has {count}", key_label(path)));
+        if let Some(low) = schema[keywords.0].as_u64().filter(|low| (count as u64) < *low) {
+            self.add_mismatch(position, path, format!("needs at least {low}, and has {count}"));
         }
-        if high.is_some_and(|high| count as u64 > high) {
-            let high = high.unwrap_or_default();
-            self.add_problem(position, format!("{}takes at most {high}, and has {count}", key_label(path)));
+        if let Some(high) = schema[keywords.1].as_u64().filter(|high| count as u64 > *high) {
+            self.add_mismatch(position, path, format!("takes at most {high}, and has {count}"));
         }
     }
 }

@@ -16,6 +16,8 @@ use std::hash::{BuildHasher, Hasher};
 
 use hash_lru::HashLru;
 
+use crate::message::random;
+
 /// Maximum engines examined per hash. The others are as good.
 const HOLDERS_EXAMINED_MAX: usize = 64;
 
@@ -56,7 +58,8 @@ pub(crate) struct PrefixMatch {
 impl PrefixIndex {
     /// Bounds the hashes of each engine and of all engines. A hash takes about 110 bytes.
     pub(crate) fn new(per_engine: usize, total: usize) -> Self {
-        let hash_builder = MixHashBuilder(seed());
+        // Without a source of randomness a client could slow down lookups, with no other effect.
+        let hash_builder = MixHashBuilder(random::seed());
         let (engines, holders) = (HashMap::with_hasher(hash_builder), HashMap::with_hasher(hash_builder));
         Self { engines, holders, hash_builder, per_engine, total, len: 0, above_share: BinaryHeap::new() }
     }
@@ -273,13 +276,6 @@ impl Hasher for MixHasher {
     }
 }
 
-fn seed() -> u64 {
-    let mut bytes = [0; 8];
-    // Without a source of randomness a client could slow down lookups, with no other effect.
-    let _ = getrandom::fill(&mut bytes);
-    u64::from_ne_bytes(bytes)
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::{HashMap as Model, VecDeque};
@@ -315,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_beginning_outlives_what_follows_it() {
+    fn the_start_of_a_prompt_is_evicted_last() {
         let mut index = PrefixIndex::new(10, 1000);
         index.add(1, &[1, 2, 3, 4, 5, 6]);
         index.add(1, &[1, 2, 13, 14, 15, 16, 17, 18]);
@@ -345,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_that_comes_when_the_index_is_full_gets_its_share_of_those_that_have_most() {
+    fn a_new_engine_in_a_full_index_takes_its_share_from_the_largest() {
         let mut index = PrefixIndex::new(100, 100);
         let prompt = |engine: u32| (0..100).map(|n| u64::from(engine) * 1000 + n).collect::<Vec<_>>();
         for engine in 0..4 {
@@ -414,7 +410,7 @@ mod tests {
     proptest! {
         /// Compared with lists that are searched from end to end.
         #[test]
-        fn it_is_an_lru_list_for_each_engine(ops in prop::collection::vec(op(), 0..300)) {
+        fn each_engine_has_an_lru_list(ops in prop::collection::vec(op(), 0..300)) {
             let mut index = PrefixIndex::new(8, 1000);
             let mut model: Model<u32, VecDeque<u64>> = Model::new();
             for op in ops {

@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn in_every_order_of_seven_events_only_an_answer_of_the_engine_ends_a_cool_down() {
+    fn in_every_order_of_seven_events_only_a_response_ends_a_cool_down() {
         let mut seen = std::collections::HashSet::from([(Breaker::default(), 0_u64)]);
         for _ in 0..7 {
             let mut next = std::collections::HashSet::new();
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn one_source_alone_never_trips_it_however_often_it_fails() {
+    fn failures_of_one_source_never_open_the_breaker() {
         let breaker = after(&[BreakerEvent::Failed(FailureKind::PossibleFault(7)); 100]);
         assert_eq!(breaker.state(), BreakerState::Closed { failures: 1, source: Some(7) });
         let turns = [1, 2, 1].map(|source| BreakerEvent::Failed(FailureKind::PossibleFault(source)));
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn the_head_of_an_answer_forgets_no_failures() {
+    fn a_response_head_does_not_reset_the_failures() {
         let turns = [1, 2, 1].map(|source| {
             [BreakerEvent::Responded, BreakerEvent::Failed(FailureKind::PossibleFault(source))]
         });
@@ -382,13 +382,13 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_that_fails_requests_is_not_let_back_in_by_an_old_request_that_ends_well() {
+    fn an_old_success_closes_only_a_breaker_opened_by_silence() {
         let tripped = after(&[BreakerEvent::Failed(FailureKind::EngineFault); 3]);
         let mut late = tripped;
         late.apply(BreakerEvent::Completed, Time::ZERO, &TERMS);
         assert_eq!(late, tripped);
         let mut back = after(&[BreakerEvent::Failed(FailureKind::Unresponsive)]);
         back.apply(BreakerEvent::Completed, Time::ZERO, &TERMS);
-        assert_eq!(back, Breaker::default(), "one that was silent has spoken");
+        assert_eq!(back, Breaker::default(), "a response closes a breaker that silence opened");
     }
 }

@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_changes_its_mind_exactly_when_the_last_answers_in_a_row_say_so() {
+    fn health_changes_exactly_after_the_configured_consecutive_results() {
         let terms = CheckTerms { healthy: 2, unhealthy: 3 };
         for answers in 0..1_u32 << 12 {
             let (mut checks, mut down) = (CheckRecord::default(), false);

@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_reading_says_nothing() {
+    fn a_stale_load_reading_is_ignored() {
         let at = Instant::now();
         let load = EngineLoad::read(TEXT, at).expect("a reading");
         assert!(load.fresh(at + Duration::from_secs(3), Duration::from_secs(3)).is_some());

@@ -56,20 +56,16 @@ mod tests {
     }
 
     #[test]
-    fn what_was_sent_since_counts_and_what_has_ended_does_not() {
+    fn load_counts_requests_sent_since_the_reading_without_ended_ones() {
         let one_of_several = reading(90, 10, [40, 40]);
         assert_eq!([40, 45, 35].map(|own_requests| one_of_several.requests(own_requests)), [100, 105, 95]);
         assert_eq!([40, 45, 35, 20].map(|own_requests| one_of_several.waiting(own_requests)), [10, 15, 5, 0]);
-        let nobody_waits = reading(90, 0, [40, 40]);
-        assert_eq!(
-            (nobody_waits.requests(60), nobody_waits.waiting(60)),
-            (110, 0),
-            "its capacity is unknown"
-        );
+        let empty_queue = reading(90, 0, [40, 40]);
+        assert_eq!((empty_queue.requests(60), empty_queue.waiting(60)), (110, 0), "its capacity is unknown");
     }
 
     #[test]
-    fn ours_are_there_whatever_was_said_and_no_sum_is_too_large() {
+    fn own_requests_always_count_and_sums_saturate() {
         let restarted = reading(0, 0, [9, 9]);
         assert_eq!([9, 10, 0].map(|own_requests| restarted.requests(own_requests)), [9, 10, 0]);
         let nonsense = reading(u32::MAX, u32::MAX, [3, 3]);
@@ -78,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changed_while_it_answered_is_not_taken_for_room() {
+    fn changes_during_a_query_do_not_count_as_free_capacity() {
         // Ten at the query and eight at the reply: all ten may be in the reading.
         assert_eq!(reading(10, 0, [10, 8]).requests(8), 10);
         // The two that came may not be in it.

@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn the_one_that_fails_while_the_others_do_not_is_left_out() {
+    fn an_engine_that_fails_while_others_succeed_is_ejected() {
         assert_eq!(outliers(&[sample(100, 0), sample(100, 60), sample(100, 1)], &TERMS), [1]);
         assert_eq!(
             outliers(&[sample(100, 0), sample(5, 5), sample(100, 1)], &TERMS),
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_an_outlier_where_everybody_fails() {
+    fn no_engine_is_an_outlier_when_all_fail() {
         assert_eq!(
             outliers(&[sample(100, 60), sample(100, 70), sample(100, 65)], &TERMS),
             Vec::<usize>::new()
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn the_one_that_is_far_slower_than_the_others_is_left_out_only_if_asked_for() {
+    fn a_much_slower_engine_is_ejected_only_if_configured() {
         let slow = OutlierSample { latency_us: 100 * 9000, ..sample(100, 0) };
         let pool = [sample(100, 0), sample(100, 0), slow];
         assert_eq!(outliers(&pool, &TERMS), [2]);
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn the_median_of_the_others_is_that_of_a_list_without_the_one() {
+    fn the_median_of_the_others_excludes_the_engine() {
         for means in [vec![5], vec![1, 2], vec![1, 1, 3], vec![1, 2, 2, 9], vec![4, 4, 4, 4, 7]] {
             let all = PoolTotals { answers: 0, failures: 0, means: means.clone() };
             for at in 0..means.len() {
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn never_more_than_its_share_of_a_pool_and_never_the_last_engine_is_left_out() {
+    fn ejections_stay_within_the_pools_share_and_spare_the_last_engine() {
         for size in 1..7_usize {
             for kinds in 0..3_usize.pow(u32::try_from(size).expect("small")) {
                 let kind = |at: usize| kinds / 3_usize.pow(u32::try_from(at).expect("small")) % 3;

@@ -48,20 +48,22 @@ pub(crate) struct HealthTerms {
     pub load_stale: Duration,
 }
 
-/// Whether an engine may receive a request, from best to worst.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[repr(u8)]
-pub(crate) enum Standing {
-    /// Yes.
-    Usable = 0,
-    /// One request at a time.
-    Trial = 1,
-    /// Only if there is no other engine, and the configuration prefers a try.
-    Ejected = 2,
-    /// No: the engine sends nothing, so each try would cost a whole timeout.
-    Unresponsive = 3,
-    /// No: the engine finishes its requests and gets no new ones.
-    Draining = 4,
+baton_connector::labelled! {
+    /// Whether an engine may receive a request, from best to worst.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    #[repr(u8)]
+    pub(crate) enum Standing {
+        /// Yes.
+        Usable => "usable",
+        /// One request at a time.
+        Trial => "trial",
+        /// Only if there is no other engine, and the configuration prefers a try.
+        Ejected => "ejected",
+        /// No: the engine sends nothing, so each try would cost a whole timeout.
+        Unresponsive => "unresponsive",
+        /// No: the engine finishes its requests and gets no new ones.
+        Draining => "draining",
+    }
 }
 
 /// An operator's order for an engine.
@@ -381,22 +383,8 @@ impl HealthState {
 }
 
 impl Standing {
-    pub(crate) const ALL: [Self; 5] =
-        [Self::Usable, Self::Trial, Self::Ejected, Self::Unresponsive, Self::Draining];
-
     pub(crate) fn of(byte: u8) -> Self {
         Self::ALL[usize::from(byte).min(4)]
-    }
-
-    /// The standing as text, for `/engines`, logs and metrics.
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::Usable => "usable",
-            Self::Trial => "trial",
-            Self::Ejected => "ejected",
-            Self::Unresponsive => "unresponsive",
-            Self::Draining => "draining",
-        }
     }
 }
 

@@ -126,7 +126,10 @@ impl Addresses {
                 Err(error) => {
                     if let Some(held_back) = log_limiter.allow() {
                         let kept = state.addresses.is_some();
-                        tracing::warn!(name = &*host, %error, kept, held_back, "cannot resolve the engine's name");
+                        tracing::warn!(
+                            event = "engine_name_unresolved", name = &*host, %error, kept, held_back,
+                            "cannot resolve the engine's name"
+                        );
                     }
                     Err(Arc::new(error))
                 }
@@ -173,7 +176,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_last_good_address_stays_in_use_while_the_resolver_fails() {
+    async fn the_last_resolved_address_is_used_while_the_resolver_fails() {
         static ANSWER: AtomicU16 = AtomicU16::new(1);
         let lookup: LookupFn = |_, _| {
             let answer = match ANSWER.load(Ordering::SeqCst) {
@@ -210,7 +213,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_resolver_that_hangs_is_asked_once_and_keeps_nothing_from_its_last_good_answer() {
+    async fn a_hanging_resolver_is_called_once_and_the_last_address_stays_in_use() {
         static ASKED: AtomicUsize = AtomicUsize::new(0);
         let lookup: LookupFn = |_, _| match ASKED.fetch_add(1, Ordering::SeqCst) {
             0 => std::future::ready(Ok(at(1).to_vec())).boxed(),

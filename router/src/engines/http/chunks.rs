@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn every_split_gives_the_same_data_and_leaves_what_is_behind_the_end() {
+    fn every_split_gives_the_same_data_and_keeps_bytes_after_the_end() {
         let whole = b"5\r\nhello\r\n00A;x=y\r\n, world...\r\n0\r\nA: b\r\n\r\nNEXT";
         let expected = (b"hello, world...".to_vec(), b"NEXT".to_vec(), true);
         assert_eq!(decode(&[whole]), Ok(expected.clone()));
@@ -159,14 +159,14 @@ mod tests {
     }
 
     #[test]
-    fn one_chunk_is_not_moved() {
+    fn a_single_chunk_is_not_copied() {
         let mut bytes = *b"3\r\nabc\r\n";
         let decoded = ChunkDecoder::Size.decode(&mut bytes);
         assert_eq!(decoded, Ok(DecodedRange { from: 3, to: 6, consumed: 8 }));
     }
 
     #[test]
-    fn what_is_not_chunks_is_an_error_and_not_data() {
+    fn malformed_chunks_are_an_error() {
         for odd in [
             &b"\r\n"[..],
             b"g\r\n",

@@ -16,7 +16,7 @@ use super::connection_error::ConnectionError;
 use super::connection_terms::ConnectionTerms;
 use super::http1::Http1;
 use super::reply_head::ReplyHead;
-use super::transport::Transport;
+use super::transport::{self, Transport};
 use crate::engines::presence;
 
 /// A handle that abandons a connection while its reply is awaited. It has no descriptor: its commands are carried
@@ -72,8 +72,8 @@ impl Connection {
         stream.set_nodelay(true)?;
         presence::set_lost_timeout(&stream, terms.lost_after);
         let stream = match &terms.tls {
-            None => Transport::Plain(stream),
-            Some(name) => Transport::Tls(Box::new(name.connect(stream).await?)),
+            None => Transport::Left(stream),
+            Some(name) => Transport::Right(Box::new(name.connect(stream).await?)),
         };
         activity.add_connection();
         Ok(Self {
@@ -138,7 +138,7 @@ impl Connection {
         if !self.half_closed && self.handle.half_closed.load(Ordering::Relaxed) {
             self.half_closed = true;
             // An error means that the connection is closed already, which is the purpose.
-            let _ = SockRef::from(self.http.stream().tcp()).shutdown(Shutdown::Write);
+            let _ = SockRef::from(transport::tcp(self.http.stream())).shutdown(Shutdown::Write);
         }
     }
 
@@ -178,7 +178,7 @@ mod tests {
     use super::is_local_error;
 
     #[test]
-    fn what_this_machine_lacks_is_told_from_what_an_engine_lacks() {
+    fn local_resource_errors_are_distinct_from_engine_errors() {
         let is = |code: i32| is_local_error(&std::io::Error::from_raw_os_error(code));
         assert!(
             [libc::EMFILE, libc::ENFILE, libc::EADDRNOTAVAIL, libc::ENOBUFS, libc::ENOMEM]

@@ -121,7 +121,10 @@ impl EngineTerms {
                 Err(error) if listed.contains(&engine.url) => return Err(error),
                 Err(error) => {
                     if previous.is_none_or(|previous| previous.is_usable(&engine.url)) {
-                        tracing::warn!(engine = %engine.url, %error, "discovered engine ignored");
+                        tracing::warn!(
+                            event = "discovered_engine_ignored", engine = %engine.url, %error,
+                            "discovered engine ignored"
+                        );
                     }
                     terms.left_out.insert(engine.url.clone());
                 }

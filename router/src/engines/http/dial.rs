@@ -61,7 +61,10 @@ impl Engine {
             Err(DialError::OutOfResources(error)) => {
                 if let Some(held_back) = self.log_limiter.allow() {
                     let engine = self.authority();
-                    tracing::error!(engine, %error, held_back, "no socket available for a connection");
+                    tracing::error!(
+                        event = "sockets_exhausted", engine, %error, held_back,
+                        "no socket available for a connection"
+                    );
                 }
             }
             Err(DialError::Refused) => self.refused(),

@@ -88,7 +88,7 @@ mod tests {
     const PARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
     #[test]
-    fn a_head_says_everything_once_and_the_routers_key_in_place_of_the_clients() {
+    fn a_head_contains_each_header_once_and_the_routers_key() {
         let mut traced = HeaderMap::new();
         traced.insert("traceparent", HeaderValue::from_static(PARENT));
         traced.insert("tracestate", HeaderValue::from_static("a=1"));
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_question_without_a_body_says_no_length() {
+    fn a_request_without_a_body_has_no_content_length() {
         let head = request(&HeaderValue::from_static("h"), None, None, &EngineRequest::get("/health"));
         assert_eq!(head, b"GET /health HTTP/1.1\r\nhost: h\r\naccept-encoding: identity\r\n\r\n");
         let head =

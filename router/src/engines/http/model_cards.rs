@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_list_is_nothing_and_what_has_no_length_is_left_out() {
+    fn a_reply_without_a_list_is_empty_and_models_without_a_length_are_ignored() {
         let read = |list: Value| read(list.to_string().as_bytes());
         let cards = json!({"data": [{"id": "a", "max_model_len": 8}, {"id": "b"}, {"max_model_len": 8}, 3,
             {"id": "c", "max_model_len": null}, {"id": "d", "max_model_len": 0}, {"id": "é", "max_model_len": 9}]});

@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_looked_at_is_kept_however_it_is_spelled_and_the_first_counts() {
+    fn known_headers_match_in_any_case_and_the_first_counts() {
         let seen =
             head("X-Other: 1\r\nCONTENT-TYPE: text/plain; x=y\r\ncontent-type: a/b\r\nRetry-After: 7 \r\n");
         assert_eq!(seen.status, 429);
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn when_to_come_back_is_bounded_and_a_time_that_is_none_is_not_guessed() {
+    fn retry_after_is_bounded_and_an_invalid_one_is_ignored() {
         for (fields, after_ms) in [
             ("", None),
             ("retry-after: soon\r\n", None),
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_head_is_awaited_until_it_is_whole_with_those_of_1xx_before_it() {
+    fn a_head_is_awaited_until_complete_after_1xx_heads() {
         let whole =
             b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello";
         let end = whole.len() - 5;

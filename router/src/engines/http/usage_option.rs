@@ -6,6 +6,8 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use super::verbs::Support;
+
 /// Time for which a learnt value is valid.
 const TTL_MS: u64 = 60_000;
 
@@ -19,8 +21,8 @@ impl UsageOption {
         self.is_taken_at(now_ms())
     }
 
-    pub(crate) fn learn(&self, is_taken: bool) {
-        self.learn_at(is_taken, now_ms());
+    pub(crate) fn learn(&self, support: Support) {
+        self.learn_at(support, now_ms());
     }
 
     fn is_taken_at(&self, now_ms: u64) -> Option<bool> {
@@ -29,12 +31,13 @@ impl UsageOption {
         is_fresh.then_some(learnt & 1 == 1)
     }
 
-    fn learn_at(&self, is_taken: bool, now_ms: u64) {
+    fn learn_at(&self, support: Support, now_ms: u64) {
         let before = self.0.load(Ordering::Relaxed);
-        let is_new = before & 1 != u64::from(is_taken) || now_ms.saturating_sub(before >> 1) > TTL_MS / 2;
+        let value = u64::from(support == Support::Present);
+        let is_new = before & 1 != value || now_ms.saturating_sub(before >> 1) > TTL_MS / 2;
         // Each stream confirms the value. Most of them write nothing, so that the cache line stays shared.
         if before == 0 || is_new {
-            self.0.store(now_ms << 1 | u64::from(is_taken), Ordering::Relaxed);
+            self.0.store(now_ms << 1 | value, Ordering::Relaxed);
         }
     }
 }
@@ -50,15 +53,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_learnt_is_forgotten_after_a_minute_unless_it_is_seen_again() {
+    fn learned_usage_support_expires_after_a_minute_unless_confirmed() {
         let option = UsageOption::default();
         assert_eq!(option.is_taken_at(1), None);
-        option.learn_at(false, 1);
+        option.learn_at(Support::Missing, 1);
         assert_eq!((option.is_taken_at(60_000), option.is_taken_at(60_001)), (Some(false), None));
-        option.learn_at(true, 60_001);
-        (60_001..160_000).step_by(100).for_each(|now| option.learn_at(true, now));
+        option.learn_at(Support::Present, 60_001);
+        (60_001..160_000).step_by(100).for_each(|now| option.learn_at(Support::Present, now));
         assert_eq!(option.is_taken_at(170_000), Some(true));
-        option.learn_at(false, 170_000);
+        option.learn_at(Support::Missing, 170_000);
         assert_eq!(option.is_taken_at(170_000), Some(false), "the last word counts");
     }
 }

@@ -16,6 +16,13 @@ pub(crate) enum Verb {
     Release,
 }
 
+/// Whether an engine supports a verb or an option.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Support {
+    Present,
+    Missing,
+}
+
 /// The learnt values with their times; empty at first.
 #[derive(Debug, Default)]
 pub(crate) struct VerbSupport(Mutex<[Option<(bool, Instant)>; 2]>);
@@ -29,7 +36,8 @@ impl VerbSupport {
         known.filter(is_fresh).map(|(has, _)| has)
     }
 
-    pub(crate) fn learn(&self, verb: Verb, has: bool, now: Instant) {
+    pub(crate) fn learn(&self, verb: Verb, support: Support, now: Instant) {
+        let has = support == Support::Present;
         self.0.lock().unwrap_or_else(PoisonError::into_inner)[verb as usize] = Some((has, now));
     }
 
@@ -46,16 +54,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn that_a_verb_is_missing_is_believed_for_a_minute_and_that_it_is_there_for_good() {
+    fn a_missing_verb_is_cached_for_a_minute_and_a_present_one_forever() {
         let (verbs, now) = (VerbSupport::default(), Instant::now());
         assert_eq!(verbs.has(Verb::Abort, now), None);
-        verbs.learn(Verb::Abort, false, now);
-        verbs.learn(Verb::Release, true, now);
+        verbs.learn(Verb::Abort, Support::Missing, now);
+        verbs.learn(Verb::Release, Support::Present, now);
         let later = |seconds| now + Duration::from_secs(seconds);
         assert_eq!(verbs.has(Verb::Abort, later(59)), Some(false));
         assert_eq!(verbs.has(Verb::Abort, later(60)), None, "it is asked again");
         assert_eq!(verbs.has(Verb::Release, later(1 << 20)), Some(true));
-        verbs.learn(Verb::Abort, false, later(60));
+        verbs.learn(Verb::Abort, Support::Missing, later(60));
         assert_eq!(verbs.has(Verb::Abort, later(119)), Some(false));
         verbs.forget();
         assert_eq!(verbs.has(Verb::Abort, later(119)), None, "what comes up may have it");

@@ -17,6 +17,7 @@ use crate::legs::decode::PlainBody;
 use crate::legs::request_error::RequestError;
 use crate::message::payload::Payload;
 use crate::message::{request_id, rewrite};
+use crate::metrics::log_span::request_span;
 use crate::metrics::{Leg, ResumeResult};
 
 /// The request to another decode engine.
@@ -70,7 +71,10 @@ impl ExchangeDriver {
             let mut decode_request = DecodeRequest { request: engine_request, plain_body, after_error };
             match self.attempt_decode(session, request, reserved, &mut decode_request).await? {
                 DecodeOutcome::Accepted(answer) => {
-                    tracing::info!(request = %self.settlement.request, engine = engine.authority(), "stream resumed");
+                    tracing::info!(
+                        parent: request_span!(&self.settlement.request), event = "stream_resumed",
+                        engine = engine.authority(), "stream resumed"
+                    );
                     return Ok(Some(answer));
                 }
                 DecodeOutcome::Refused(_) => return Ok(None),

@@ -20,7 +20,9 @@ use crate::engines::http::Engine;
 use crate::legs::request_error::RequestError;
 use crate::legs::retries::{self, RetryPermit};
 use crate::legs::{Fault, Refusal};
+use crate::message::random;
 use crate::metrics::Leg;
+use crate::metrics::log_span::request_span;
 
 /// Limit on unresponsive engines of one request, after which no other engine gets it: the request itself may block
 /// them.
@@ -128,7 +130,7 @@ impl ExchangeDriver {
             self.shared.metrics.resilience.count_refused_retry(leg);
             return Ok(false);
         };
-        let pause = retries::pause(tried, retries::draw_jitter(), terms);
+        let pause = retries::pause(tried, random::fraction(), terms);
         self.retry.permit = Some(permit);
         self.shared.metrics.count_retry(leg);
         if !pause.is_zero() && race(session, tokio::time::sleep(pause)).await.is_err() {
@@ -158,8 +160,8 @@ impl ExchangeDriver {
                 let Some(producer) = &self.attempts.last_prefill else { return };
                 if self.shared.incompatible.record_mismatch(producer.url(), engine.url()) {
                     tracing::warn!(
-                        prefill = producer.authority(),
-                        decode = engine.authority(),
+                        parent: request_span!(&self.settlement.request), event = "engines_incompatible",
+                        prefill = producer.authority(), decode = engine.authority(),
                         "decode engine cannot read the prefill engine's blocks: models, versions or caches differ"
                     );
                 }
@@ -207,10 +209,8 @@ impl ExchangeDriver {
         if *refusal == Refusal::misconfigured() {
             if let Some(held_back) = self.shared.incompatible.misconfigured_log.allow() {
                 tracing::error!(
-                    request = %self.settlement.request,
-                    engine = engine.authority(),
-                    leg = leg.label(),
-                    held_back,
+                    parent: request_span!(&self.settlement.request), event = "engine_credentials_refused",
+                    engine = engine.authority(), leg = leg.label(), held_back,
                     "engine refused the cluster secret or API key"
                 );
             }
@@ -218,8 +218,8 @@ impl ExchangeDriver {
         }
         if *refusal == Refusal::wrong_model() {
             tracing::error!(
-                engine = engine.authority(),
-                leg = leg.label(),
+                parent: request_span!(&self.settlement.request), event = "engine_model_mismatched",
+                engine = engine.authority(), leg = leg.label(),
                 "engine does not serve its configured model"
             );
             self.shared.metrics.resilience.count_wrong_model(leg);

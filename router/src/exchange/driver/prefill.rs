@@ -185,7 +185,7 @@ impl ExchangeDriver {
                     let timeouts = PrefillTimeouts { sent_at, silence, probe_interval };
                     self.exchange(Exchange::computes_on);
                     let exchange = &self.settlement.exchange;
-                    PrefillTail::start(self.shared.clock, exchange, (attempt, load), rest, timeouts)
+                    PrefillTail::start(self.shared.clock, exchange, attempt, load, rest, timeouts)
                 });
                 self.prefill.lease = Some((attempt, Arc::clone(&params)));
                 Ok(PrefillAttempt::Responded(Some(params)))

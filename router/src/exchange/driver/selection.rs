@@ -63,7 +63,7 @@ impl ExchangeDriver {
         let find = |model: &Model, detail| {
             self.search(Leg::Decode, &model.decode, &request.routing_features(), detail, |choose| choose(&[]))
         };
-        match self.wait(session, Leg::Decode, (admission, WaitOptions::default()), find).await {
+        match self.wait(session, Leg::Decode, admission, WaitOptions::default(), find).await {
             Err(ClientGone) => Err(self.cancel()),
             Ok(Ok(reserved)) => {
                 self.selection.reserved = Some(reserved);
@@ -97,8 +97,8 @@ impl ExchangeDriver {
         };
         let excluded = self.model.decode.member_ids(tried);
         let ahead = matches!(self.exchange(|exchange| exchange.state()), State::ReadyToDecode(Some(_)));
-        self.select(session, Leg::Decode, (self.renewed_admission(), WaitOptions { excluded, ahead }), find)
-            .await
+        let options = WaitOptions { excluded, ahead };
+        self.select(session, Leg::Decode, self.renewed_admission(), options, find).await
     }
 
     /// A prefill engine: preferably neither the decode engine nor one of the engines tried before.
@@ -132,7 +132,7 @@ impl ExchangeDriver {
         let is_first = tried.is_empty() && self.retry.is_first_round();
         let admission = if is_first { self.admission() } else { self.renewed_admission() };
         let options = WaitOptions { excluded: self.model.prefill.member_ids(&others), ahead: false };
-        self.select(session, Leg::Prefill, (admission, options), find).await
+        self.select(session, Leg::Prefill, admission, options, find).await
     }
 
     fn admission(&self) -> AdmissionRequest {
@@ -151,10 +151,11 @@ impl ExchangeDriver {
         &self,
         session: &mut Session,
         leg: Leg,
-        admission: (AdmissionRequest, WaitOptions),
+        admission: AdmissionRequest,
+        options: WaitOptions,
         find: impl FnMut(&Model, Detail) -> Result<Result<EngineReservation, Unavailable>, Unavailable>,
     ) -> Result<EngineSelection, ClientGone> {
-        Ok(match self.wait(session, leg, admission, find).await? {
+        Ok(match self.wait(session, leg, admission, options, find).await? {
             Ok(Ok(reserved)) => EngineSelection::Engine(reserved),
             Ok(Err(unavailable)) => EngineSelection::Unavailable(unavailable),
             Err(AdmissionError { error, .. }) => EngineSelection::Busy(error),
@@ -166,7 +167,8 @@ impl ExchangeDriver {
         &self,
         session: &mut Session,
         leg: Leg,
-        (admission, options): (AdmissionRequest, WaitOptions),
+        admission: AdmissionRequest,
+        options: WaitOptions,
         mut find: impl FnMut(&Model, Detail) -> Result<T, Unavailable>,
     ) -> Result<Result<T, AdmissionError>, ClientGone> {
         let mut waits = false;

@@ -42,7 +42,7 @@ impl ResumeState {
         if !matches!(plan, ResumePlan::Restart | ResumePlan::Continue(_)) {
             return plan;
         }
-        let sent = self.transcript.sent_tokens();
+        let sent = self.transcript.tokens.sent.len();
         let idle = if self.times > 0 && sent == self.sent { self.idle + 1 } else { 0 };
         if self.times == RESUMES_MAX || idle > IDLE_RESUMES_MAX {
             return ResumePlan::Impossible;

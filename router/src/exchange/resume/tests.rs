@@ -48,7 +48,7 @@ fn token_ids_are_kept_here_and_not_passed_on() {
         json!({"index": 0, "text": "He", "logprobs": null, "finish_reason": null})
     );
     assert_eq!(
-        (transcript.prompt.as_deref(), transcript.sent.as_slice()),
+        (transcript.tokens.prompt.as_deref(), transcript.tokens.sent.as_slice()),
         (Some([1, 2].as_slice()), [10].as_slice())
     );
     let done = Bytes::from_static(b": keep-alive\n\ndata: [DONE]\n\n");
@@ -56,7 +56,7 @@ fn token_ids_are_kept_here_and_not_passed_on() {
 }
 
 #[test]
-fn the_next_engine_goes_on_after_the_last_token_whose_text_was_sent() {
+fn resumption_starts_after_the_last_sent_token() {
     let mut transcript =
         Transcript::new(Endpoint::Completions, "m", &completion(json!({"min_tokens": 3, "cache_salt": "s"})));
     transcript.rewrite_frames(&first("a", &[1, 2], "He", &[10]));
@@ -130,7 +130,7 @@ fn a_stream_that_only_lacks_its_end_gets_it_here() {
 }
 
 #[test]
-fn what_cannot_be_continued_exactly_is_not() {
+fn a_stream_that_cannot_be_continued_exactly_is_not_resumed() {
     let mut transcript = Transcript::new(Endpoint::Completions, "m", &completion(json!({})));
     assert_eq!(transcript.plan_resume(), ResumePlan::Restart, "nothing was sent");
     // An engine without token ids.
@@ -178,7 +178,7 @@ fn requests_whose_answer_depends_on_more_than_its_tokens_are_not_continued() {
 }
 
 #[test]
-fn what_was_sent_before_any_frame_could_be_read_is_not_sent_twice() {
+fn a_stream_with_an_unreadable_frame_is_not_resumed() {
     for unread in
         ["data: {\"error\": {\"message\": \"x\"}}\n\n", "data: not JSON\n\n", "event: x\ndata: 1\n\n"]
     {
@@ -192,7 +192,7 @@ fn what_was_sent_before_any_frame_could_be_read_is_not_sent_twice() {
 }
 
 #[test]
-fn ten_thousand_hostile_bodies_leave_no_trace_in_what_the_next_engine_is_asked() {
+fn ten_thousand_hostile_bodies_add_no_internal_field_to_the_resumed_request() {
     use crate::message::rewrite::ClientRules;
     use crate::message::rewrite::hostile::{TestRng, is_marked, resumable};
     let limits = baton_openai::ParseLimits::default();

@@ -51,7 +51,8 @@ impl PrefillTail {
     pub(crate) fn start(
         clock: Clock,
         exchange: &Arc<Mutex<Exchange>>,
-        (attempt, load): (Attempt, EngineRequestGuard),
+        attempt: Attempt,
+        load: EngineRequestGuard,
         ReplyTail(reply): ReplyTail,
         timeouts: PrefillTimeouts,
     ) -> Self {
@@ -76,7 +77,10 @@ impl PrefillTail {
                 }
                 Ok(Ok(Some(error))) => Verdict::of(&error, engine.redactor()).fault,
                 Ok(Err(error)) => {
-                    tracing::debug!(engine = engine.authority(), %error, "prefill failed after its handoff");
+                    tracing::debug!(
+                        event = "prefill_failed_after_handoff", engine = engine.authority(), %error,
+                        "prefill failed after its handoff"
+                    );
                     fault_of(&error)
                 }
                 Err(error) => error.fault(),

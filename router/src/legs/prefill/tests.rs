@@ -58,7 +58,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_damaged_reply_is_never_handed_on(
+    fn a_damaged_reply_is_never_forwarded(
         changes in prop::collection::vec((any::<prop::sample::Index>(), prop::option::of(damage())), 1..4),
     ) {
         let mut params = complete();
@@ -103,7 +103,7 @@ proptest! {
 }
 
 #[test]
-fn a_handle_is_found_in_a_reply_that_cannot_be_read_so_that_its_lease_is_given_back() {
+fn a_handle_in_an_unreadable_reply_is_found_for_its_release() {
     let reply = json!({"id": "p", "kv_transfer_params": complete()}).to_string();
     let twice = reply.replacen("\"id\"", "\"id\":1,\"id\"", 1);
     let odd = reply.replacen("\"p\"", "NaN", 1);

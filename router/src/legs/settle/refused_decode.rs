@@ -109,14 +109,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_handler_ends_a_lease() {
+    fn only_a_refusal_of_the_handler_ends_the_lease() {
         let is = |status: u16| reached_handler(StatusCode::from_u16(status).expect("a status"));
         assert!([200, 400, 422].into_iter().all(is));
         assert!(![401, 403, 404, 405, 408, 409, 413, 415, 429, 500, 503].into_iter().any(is));
     }
 
     #[test]
-    fn what_an_engine_refuses_for_now_is_asked_again() {
+    fn a_temporary_refusal_is_retried() {
         let is = |status: u16| is_permanent(StatusCode::from_u16(status).expect("a status"));
         assert!([401, 403, 404, 405, 413, 415].into_iter().all(is));
         assert!(![408, 429, 500, 502, 503, 504].into_iter().any(is));

@@ -20,7 +20,7 @@ fn without_verbs() -> ConnectionTerms {
 }
 
 #[tokio::test]
-async fn what_waits_for_a_worker_that_panics_is_settled_by_another() {
+async fn settlements_of_a_panicked_worker_are_made_by_another() {
     let metrics = Arc::new(Metrics::new());
     let terms = SettlementTerms { at_once: 1, waiting: 10, tries: 1, try_timeout: Duration::from_secs(1) };
     let settler = Settler::new(terms, Arc::clone(&metrics), Clock::start());
@@ -46,7 +46,7 @@ async fn what_waits_for_a_worker_that_panics_is_settled_by_another() {
 }
 
 #[test]
-fn the_pauses_between_the_most_tries_take_less_than_a_lease() {
+fn the_backoff_of_all_settlement_tries_is_shorter_than_a_lease() {
     let pauses: Vec<_> = retry_pauses().take(16).collect();
     assert_eq!(pauses[..3], [50, 100, 200].map(Duration::from_millis));
     assert_eq!(pauses[15], PAUSE_MAX);

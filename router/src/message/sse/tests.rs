@@ -32,7 +32,7 @@ fn whole_frames_pass_without_being_held_or_copied() {
 }
 
 #[test]
-fn done_is_a_frame_of_its_own_and_not_a_word_in_a_text() {
+fn done_counts_only_as_a_frame() {
     let mut frames = FrameBuffer::default();
     frames.pass(Bytes::from_static(b"data: {\"text\":\"data: [DONE]\"}\n\n"));
     assert!(!frames.is_done());
@@ -61,7 +61,7 @@ fn streamed(
 }
 
 #[test]
-fn an_error_is_found_where_it_stands_and_not_in_a_text() {
+fn an_error_is_found_as_a_field_and_not_in_a_text() {
     for good in [
         "data: {\"choices\":[{\"text\":\"data: {\\\"error\\\": 1}\"}]}\n\n",
         "data: {\"id\":\"1\",\"error\":null}\n\ndata: [DONE]\n\n",
@@ -119,7 +119,7 @@ fn an_error_is_found_where_it_stands_and_not_in_a_text() {
 }
 
 #[test]
-fn what_comes_behind_done_is_not_passed() {
+fn frames_after_done_are_dropped() {
     for (behind, end) in [(": ping\n\n", "\n\n"), ("data: {\"a\":1}\n\n: p", "\r\n\r\n"), (": half", "\n\n")]
     {
         let mut frames = FrameBuffer::default();
@@ -134,7 +134,7 @@ fn what_comes_behind_done_is_not_passed() {
 }
 
 #[test]
-fn the_first_event_is_told_from_what_follows_it() {
+fn the_first_event_is_distinct_from_later_ones() {
     let both = Bytes::from_static(b": hi\n\nevent: x\r\ndata: {\"a\": 1} \r\n\r\ndata: 2\n\n");
     let end = FirstEvent::default().end(&both).expect("it has ended");
     assert_eq!((&both[end..], data_of(&both).as_deref()), (&b"data: 2\n\n"[..], Some(&b"{\"a\": 1} "[..])));
@@ -201,7 +201,7 @@ fn events_of(whole: &[u8]) -> Vec<(bool, String)> {
 proptest::proptest! {
     /// Line ends of every kind, comments, other fields, a byte order mark; in any pieces.
     #[test]
-    fn events_are_those_of_a_conforming_parser_however_they_are_cut(
+    fn events_match_a_conforming_parser_at_any_split(
         stream in "\u{feff}?((data|event|id|: x|data: 1|data:  2|data:\\{|event:error|event: error|datum:3|)(\n|\r|\r\n)){0,12}",
         cuts in proptest::collection::vec(1..9_usize, 1..40),
     ) {
@@ -251,7 +251,7 @@ const TEXT: &str = "data: {\"choices\":[{\"text\":\"a\",\"finish_reason\":null}]
 const LAST: &str = "data: {\"choices\":[{\"text\":\"b\",\"finish_reason\":\"length\"}]}\n\n";
 
 #[test]
-fn usage_is_read_however_the_stream_is_cut_and_whatever_follows_it() {
+fn usage_is_parsed_at_any_split_and_before_any_tail() {
     let usage = Some(Usage { prompt: 7, cached: 0, completion: 2 });
     let long = "x".repeat(5000);
     for (line_end, behind) in [
@@ -274,7 +274,7 @@ fn usage_is_read_however_the_stream_is_cut_and_whatever_follows_it() {
 }
 
 #[test]
-fn a_usage_that_the_client_did_not_ask_for_is_taken_out() {
+fn an_unrequested_usage_is_removed() {
     let reading = StreamReadOptions { without_usage: true, ..StreamReadOptions::default() };
     let usage = Some(Usage { prompt: 7, cached: 0, completion: 2 });
     for end in ["\n\n", "\r\n\r\n", "\r\r"] {
@@ -296,7 +296,7 @@ fn a_usage_that_the_client_did_not_ask_for_is_taken_out() {
 }
 
 #[test]
-fn a_usage_that_the_router_asked_for_is_taken_out_although_it_cannot_be_read() {
+fn a_usage_requested_by_the_router_is_removed_even_if_unreadable() {
     let reading = StreamReadOptions { without_usage: true, ..StreamReadOptions::default() };
     for usage in ["{}", r#"{"prompt_tokens":-1}"#, "[]", "7", "\"none\"", r#"{"prompt_tokens":7}"#] {
         let event = format!("data: {{\"choices\":[],\"usage\": {usage}}}\n\n");
@@ -312,7 +312,7 @@ fn a_usage_that_the_router_asked_for_is_taken_out_although_it_cannot_be_read() {
 }
 
 #[test]
-fn what_is_counted_for_each_choice_is_added_up() {
+fn usage_is_summed_over_choices() {
     let event = |choice: usize, tokens: usize| {
         format!(
             "data: {{\"choices\":[{{\"text\":\"a\",\"index\": {choice},\"logprobs\":{{\"index\":9}}}}],\
@@ -334,7 +334,7 @@ fn what_is_counted_for_each_choice_is_added_up() {
 }
 
 #[test]
-fn every_event_counts_until_the_engine_has_counted() {
+fn events_count_as_tokens_until_the_engine_reports_usage() {
     let many = TEXT.repeat(2000);
     for piece in [100, 65_536, many.len()] {
         assert_eq!(streamed(&many, piece, StreamReadOptions::default()).1.streamed, 2000);

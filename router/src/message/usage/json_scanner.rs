@@ -25,6 +25,20 @@ const NAME_BYTES_MAX: usize = 16;
 /// State of the scan.
 #[derive(Debug, Default)]
 pub(crate) struct JsonScanner {
+    members: ScannedMembers,
+    nesting: Nesting,
+    text: StringState,
+    wants_name: bool,
+    reads_name: bool,
+    name: Vec<u8>,
+    /// The member whose value comes next.
+    pending_member: Option<JsonMember>,
+    capture: Option<MemberCapture>,
+}
+
+/// The members that the router needs.
+#[derive(Debug, Default)]
+struct ScannedMembers {
     usage: Option<Usage>,
     finish: Option<FinishReason>,
     error: Option<Vec<u8>>,
@@ -35,19 +49,18 @@ pub(crate) struct JsonScanner {
     choices: usize,
     /// Of the last choice that contains one.
     index: usize,
+}
+
+/// The open brackets.
+#[derive(Debug, Default)]
+struct Nesting {
     begun: bool,
+    /// The bytes are not one object or array.
     broken: bool,
-    text: StringState,
     depth: usize,
     levels: [OpenBracket; LEVELS],
     /// The names of the innermost object are relevant.
     is_near: bool,
-    wants_name: bool,
-    reads_name: bool,
-    name: Vec<u8>,
-    /// The member whose value comes next.
-    pending_member: Option<JsonMember>,
-    capture: Option<MemberCapture>,
 }
 
 const LEVELS: usize = 3;
@@ -100,7 +113,7 @@ impl JsonScanner {
     pub(crate) fn feed(&mut self, bytes: &[u8]) {
         let mut at = 0;
         let mut caught_from = 0;
-        while at < bytes.len() && !self.broken {
+        while at < bytes.len() && !self.nesting.broken {
             match self.text {
                 StringState::Inside => {
                     let end = memchr2(b'"', b'\\', &bytes[at..]).map_or(bytes.len(), |found| at + found);
@@ -112,7 +125,7 @@ impl JsonScanner {
                             self.text = StringState::Outside;
                             self.reads_name = false;
                             at += 1;
-                            self.finish_capture(self.depth, &bytes[caught_from..at]);
+                            self.finish_capture(&bytes[caught_from..at]);
                         }
                         Some(_) => {
                             self.name(b"\\");
@@ -126,16 +139,16 @@ impl JsonScanner {
                     at += 1;
                 }
                 StringState::Outside => {
-                    at += self.blank(&bytes[at..]);
+                    at += self.nesting.blank(&bytes[at..]);
                     let Some(&byte) = bytes.get(at) else { break };
                     // Any value but `null`.
-                    self.has_usage |= self.pending_member == Some(JsonMember::Usage)
-                        && self.depth == 1
+                    self.members.has_usage |= self.pending_member == Some(JsonMember::Usage)
+                        && self.nesting.depth == 1
                         && matches!(byte, b'{' | b'[' | b'"' | b'-' | b'0'..=b'9' | b't' | b'f');
                     match byte {
                         b'"' => {
                             self.text = StringState::Inside;
-                            self.reads_name = self.is_near && self.wants_name;
+                            self.reads_name = self.nesting.is_near && self.wants_name;
                             if self.reads_name {
                                 self.name.clear();
                             } else if self.begins_capture(byte) {
@@ -150,18 +163,19 @@ impl JsonScanner {
                         }
                         b'}' | b']' => {
                             self.close(byte == b'}');
-                            self.finish_capture(self.depth, &bytes[caught_from..=at]);
+                            self.finish_capture(&bytes[caught_from..=at]);
                         }
                         b',' => (self.wants_name, self.pending_member) = (true, None),
                         b':' => {
                             self.wants_name = false;
-                            self.pending_member = member(self.depth, &self.name);
+                            self.pending_member = member(self.nesting.depth, &self.name);
                             if self.pending_member == Some(JsonMember::Index) {
-                                self.index = 0;
+                                self.members.index = 0;
                             }
                         }
                         b'0'..=b'9' if self.pending_member == Some(JsonMember::Index) => {
-                            self.index = self.index.saturating_mul(10).saturating_add((byte - b'0').into());
+                            let index = &mut self.members.index;
+                            *index = index.saturating_mul(10).saturating_add((byte - b'0').into());
                         }
                         // Parts of numbers, `null` and blanks.
                         _ => {}
@@ -177,41 +191,41 @@ impl JsonScanner {
 
     /// Whether the bytes were one object or array, from its first bracket to its last.
     pub(crate) fn is_whole(&self) -> bool {
-        self.begun && !self.broken && self.depth == 0
+        self.nesting.begun && !self.nesting.broken && self.nesting.depth == 0
     }
 
     /// Whether the value is an object.
     pub(crate) fn is_object(&self) -> bool {
-        self.begun && self.levels[0].is_object
+        self.nesting.begun && self.nesting.levels[0].is_object
     }
 
     /// Tokens; unknown if the object does not contain them.
     pub(crate) fn usage(&self) -> Option<Usage> {
-        self.usage
+        self.members.usage
     }
 
     pub(crate) fn finish(&self) -> Option<FinishReason> {
-        self.finish
+        self.members.finish
     }
 
     /// Whether there is a usage that is not `null`. Its tokens may be unknown.
     pub(crate) fn has_usage(&self) -> bool {
-        self.has_usage
+        self.members.has_usage
     }
 
     /// Whether there is a choice that is an object.
     pub(crate) fn has_choice(&self) -> bool {
-        self.choices > 0
+        self.members.choices > 0
     }
 
     /// The index of its choice, if it has exactly one.
     pub(crate) fn choice(&self) -> Option<usize> {
-        (self.choices == 1).then_some(self.index)
+        (self.members.choices == 1).then_some(self.members.index)
     }
 
     /// Whether the value is an error instead of a response.
     pub(crate) fn is_error(&self) -> bool {
-        self.is_error || self.error.is_some()
+        self.members.is_error || self.members.error.is_some()
     }
 
     /// Whether the value so far is an error, or an error has begun.
@@ -225,24 +239,13 @@ impl JsonScanner {
 
     /// Whether the value can no longer become one whole object.
     pub(crate) fn is_no_object(&self) -> bool {
-        self.broken || self.begun && !self.levels[0].is_object
+        self.nesting.broken || self.nesting.begun && !self.nesting.levels[0].is_object
     }
 
     /// The value of the member `error`, unchanged; empty if it is too long.
     #[cfg(test)]
     pub(crate) fn error(&self) -> Option<&[u8]> {
-        self.error.as_deref()
-    }
-
-    /// Number of bytes without effect.
-    fn blank(&mut self, bytes: &[u8]) -> usize {
-        if self.depth > 0 {
-            return if self.is_near { 0 } else { unstructured(bytes) };
-        }
-        let blank = bytes.len() - bytes.trim_ascii_start().len();
-        // A value begins with a bracket, and nothing follows its last.
-        self.broken = bytes.get(blank).is_some_and(|byte| self.begun || !matches!(byte, b'{' | b'['));
-        if self.broken { bytes.len() } else { blank }
+        self.members.error.as_deref()
     }
 
     fn name(&mut self, bytes: &[u8]) {
@@ -254,7 +257,7 @@ impl JsonScanner {
 
     /// Begins a capture if the value that begins here is needed. Returns whether it does.
     fn begins_capture(&mut self, byte: u8) -> bool {
-        if !self.is_near || self.capture.is_some() {
+        if !self.nesting.is_near || self.capture.is_some() {
             return false;
         }
         let caught = match (self.pending_member, byte) {
@@ -263,46 +266,34 @@ impl JsonScanner {
             _ => return false,
         };
         let bytes = Vec::new();
-        self.capture = Some(MemberCapture { member: caught, depth: self.depth, bytes, too_long: false });
+        self.capture =
+            Some(MemberCapture { member: caught, depth: self.nesting.depth, bytes, too_long: false });
         true
     }
 
     fn open(&mut self, is_object: bool) {
-        let member = self.pending_member.take();
-        self.begun = true;
-        if self.depth < LEVELS {
-            self.levels[self.depth] = OpenBracket { is_object, member };
-        }
-        self.depth += 1;
-        self.is_near = self.is_near();
+        self.nesting.open(is_object, self.pending_member.take());
         self.wants_name = true;
-        self.choices += usize::from(self.is_near && self.depth == LEVELS);
+        self.members.choices += usize::from(self.nesting.is_near && self.nesting.depth == LEVELS);
     }
 
     fn close(&mut self, is_object: bool) {
-        self.broken = self.depth <= LEVELS && self.levels[self.depth - 1].is_object != is_object;
-        self.depth -= 1;
-        self.is_near = self.is_near();
+        self.nesting.close(is_object);
         (self.wants_name, self.pending_member) = (false, None);
     }
 
-    fn is_near(&self) -> bool {
-        let [_, second, _] = self.levels;
-        let matters = match self.depth {
-            1 => true,
-            2 => second.member == Some(JsonMember::Response),
-            3 => second.member == Some(JsonMember::Choices) && !second.is_object,
-            _ => return false,
-        };
-        matters && self.levels[self.depth - 1].is_object
-    }
-
     /// Ends the capture, if it began at this depth.
-    fn finish_capture(&mut self, depth: usize, bytes: &[u8]) {
-        let Some(mut caught) = self.capture.take_if(|capture| capture.depth == depth) else { return };
-        caught.add(bytes);
+    fn finish_capture(&mut self, bytes: &[u8]) {
+        let depth = self.nesting.depth;
+        let Some(mut capture) = self.capture.take_if(|capture| capture.depth == depth) else { return };
+        capture.add(bytes);
         self.pending_member = None;
-        let MemberCapture { member, bytes, too_long, .. } = caught;
+        self.members.record(capture);
+    }
+}
+
+impl ScannedMembers {
+    fn record(&mut self, MemberCapture { member, bytes, too_long, .. }: MemberCapture) {
         match member {
             JsonMember::Usage => self.usage = read_usage(&bytes).or(self.usage),
             JsonMember::Error if too_long => self.error = Some(Vec::new()),
@@ -314,6 +305,46 @@ impl JsonScanner {
             }
             JsonMember::Error | JsonMember::Choices | JsonMember::Response | JsonMember::Index => {}
         }
+    }
+}
+
+impl Nesting {
+    /// Number of bytes without effect.
+    fn blank(&mut self, bytes: &[u8]) -> usize {
+        if self.depth > 0 {
+            return if self.is_near { 0 } else { unstructured(bytes) };
+        }
+        let blank = bytes.len() - bytes.trim_ascii_start().len();
+        // A value begins with a bracket, and nothing follows its last.
+        self.broken = bytes.get(blank).is_some_and(|byte| self.begun || !matches!(byte, b'{' | b'['));
+        if self.broken { bytes.len() } else { blank }
+    }
+
+    /// Opens a bracket, of the value of `member`.
+    fn open(&mut self, is_object: bool, member: Option<JsonMember>) {
+        self.begun = true;
+        if self.depth < LEVELS {
+            self.levels[self.depth] = OpenBracket { is_object, member };
+        }
+        self.depth += 1;
+        self.is_near = self.is_near();
+    }
+
+    fn close(&mut self, is_object: bool) {
+        self.broken = self.depth <= LEVELS && self.levels[self.depth - 1].is_object != is_object;
+        self.depth -= 1;
+        self.is_near = self.is_near();
+    }
+
+    fn is_near(&self) -> bool {
+        let [_, second, _] = self.levels;
+        let matters = match self.depth {
+            1 => true,
+            2 => second.member == Some(JsonMember::Response),
+            3 => second.member == Some(JsonMember::Choices) && !second.is_object,
+            _ => return false,
+        };
+        matters && self.levels[self.depth - 1].is_object
     }
 }
 
@@ -388,7 +419,7 @@ mod tests {
     const TOKENS: &str = r#""usage": {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}"#;
 
     #[test]
-    fn usage_is_read_wherever_it_stands_and_however_it_is_cut() {
+    fn usage_is_parsed_at_any_position_and_split() {
         let ids = (0..2000).map(|id| id.to_string()).collect::<Vec<_>>().join(",");
         for text in [
             format!("{{{TOKENS}}}"),
@@ -411,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn neither_a_text_nor_a_member_of_another_poses_as_usage_or_error() {
+    fn a_text_or_a_nested_member_does_not_count_as_usage_or_error() {
         for text in [
             format!(
                 r#"{{"choices":[{{"text":{:?},"error":{{}}}}]}}"#,
@@ -529,7 +560,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_read_alike_however_they_are_cut(text in r#"[\[\]{}",:\\ae]{0,60}"#) {
+        fn any_bytes_are_parsed_alike_at_any_split(text in r#"[\[\]{}",:\\ae]{0,60}"#) {
             read(&text);
         }
     }

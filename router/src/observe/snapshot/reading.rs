@@ -146,11 +146,7 @@ fn text(value: &Value) -> Option<String> {
 }
 
 fn cut(text: &str) -> String {
-    let mut end = text.len().min(TEXT_BYTES_MAX);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    text[..end].to_owned()
+    text[..text.floor_char_boundary(TEXT_BYTES_MAX)].to_owned()
 }
 
 #[cfg(test)]
@@ -160,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn books_are_read_with_the_leases_of_every_rank() {
+    fn debug_kv_is_parsed_with_the_leases_of_every_rank() {
         let lease = json!({"request_id": "r", "blocks": 3, "state": "offered", "age_ms": 5, "left_ms": null,
             "readers_done": 0, "readers_expected": 1});
         let blocks = json!({"total": 10, "free": 4, "cached": 1, "active": 2, "leased": 3, "landing": 0, "storing": 0});
@@ -188,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stock_engine_shows_what_its_metrics_say() {
+    fn a_stock_engine_is_shown_from_its_metrics() {
         let text = "# TYPE x\nvllm:num_requests_running{engine=\"0\"} 3.0\nvllm:num_requests_running{engine=\"1\"} 1.0\n\
             vllm:num_requests_waiting{engine=\"0\"} 2.0\nvllm:kv_cache_usage_perc{engine=\"0\"} 0.25\n\
             vllm:cache_config_info{block_size=\"16\",cache_dtype=\"auto\",num_gpu_blocks=\"400\"} 1.0\n";

@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_and_events_are_told_in_the_order_of_time() {
+    fn steps_and_events_are_sorted_by_time() {
         let explanation = json!({"id": "a", "client_id": "mine", "model": "m", "began_us": 1_000_000, "took_us": 9_000,
             "status": 499, "outcome": "client_gone", "steps_left_out": 0, "steps": [
                 {"what": "choose", "at_us": 100, "leg": "decode", "chosen": "d:1", "policy": "random", "reason": "drawn"},

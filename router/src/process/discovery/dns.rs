@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_failure_and_a_name_without_addresses_are_told_as_failures() {
+    async fn a_failed_lookup_and_a_name_without_addresses_are_failures() {
         let address: IpAddr = "10.0.0.1".parse().expect("an address");
         let script = vec![
             Ok(vec![address, "fd00::1".parse().expect("an address")]),

@@ -2,17 +2,16 @@
 //! over it, a ConfigMap's switch of symbolic links and a file system without notifications all work.
 
 use std::collections::BTreeMap;
-use std::io::Read;
-use std::path::Path;
 use std::time::Duration;
 
 use serde_json::Value;
 
 use crate::config::EndpointsFileConfig;
+use crate::config::read::named_file::read_text;
 use crate::engines::discovery_sources::{ENDPOINTS_MAX, Endpoint};
 
 /// Maximum bytes of the file.
-const BYTES_MAX: usize = 4 << 20;
+const BYTES_MAX: u64 = 4 << 20;
 /// Maximum invalid entries of one file that are logged.
 const WARNINGS_MAX: usize = 8;
 
@@ -21,24 +20,14 @@ pub(super) async fn follow(config: &EndpointsFileConfig, report: impl Fn(Result<
     let mut before = None;
     loop {
         let path = config.path.clone();
-        let read = tokio::task::spawn_blocking(move || read(&path)).await;
-        let read = read.unwrap_or_else(|error| Err(error.to_string()));
+        let read = move || read_text(&path, BYTES_MAX).map_err(|error| error.to_string());
+        let read = tokio::task::spawn_blocking(read).await.unwrap_or_else(|error| Err(error.to_string()));
         if before.as_ref() != Some(&read) {
             report(read.as_ref().map_err(Clone::clone).and_then(|text| endpoints(text)));
             before = Some(read);
         }
         tokio::time::sleep(Duration::from_millis(config.refresh_ms)).await;
     }
-}
-
-fn read(path: &Path) -> Result<String, String> {
-    let file = crate::config::read::named_file::open(path).map_err(|error| error.to_string())?;
-    let (mut text, most) = (String::new(), BYTES_MAX as u64 + 1);
-    file.take(most).read_to_string(&mut text).map_err(|error| error.to_string())?;
-    if text.len() > BYTES_MAX {
-        return Err(format!("larger than {BYTES_MAX} bytes"));
-    }
-    Ok(text)
 }
 
 /// The engines in a text. Invalid entries are skipped, unless all are invalid.
@@ -64,7 +53,12 @@ fn endpoints(text: &str) -> Result<Vec<Endpoint>, String> {
             Err(error) => {
                 invalid += 1;
                 if invalid <= WARNINGS_MAX {
-                    tracing::warn!(entry = at, error, "discovery file entry skipped");
+                    tracing::warn!(
+                        event = "discovery_entry_skipped",
+                        entry = at,
+                        error,
+                        "discovery file entry skipped"
+                    );
                 }
             }
         }

@@ -100,7 +100,12 @@ fn put(slices: &mut SliceMap, slice: EndpointSlice) {
     if slices.len() < SLICES_MAX || slices.contains_key(&name) {
         slices.insert(name, slice);
     } else {
-        tracing::warn!(slice = name, limit = SLICES_MAX, "too many slices, slice ignored");
+        tracing::warn!(
+            event = "endpoint_slice_ignored",
+            slice = name,
+            limit = SLICES_MAX,
+            "too many slices, slice ignored"
+        );
     }
 }
 
@@ -214,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn when_all_end_those_that_still_answer_are_members() {
+    fn terminating_pods_that_serve_are_members_when_all_terminate() {
         let ending = slice(json!([
             {"addresses": ["10.0.0.2"], "conditions": {"ready": false, "serving": true, "terminating": true}},
             {"addresses": ["10.0.0.3"], "conditions": {"ready": false, "serving": false, "terminating": true}},

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_spread_as_the_weights_say() {
+    fn keys_are_spread_in_proportion_to_the_weights() {
         let mut candidates = with_loads(&[0; 4]);
         candidates[0].weight = 3;
         let mut taken = [0_u32; 4];
@@ -164,7 +164,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nobody_gets_more_than_the_factor_times_its_share_even_of_one_key(
+        fn no_engine_exceeds_the_factor_times_its_share_even_for_one_key(
             engines in 1_usize..24, factor in 1.0_f64..3.0, hot in 0_u64..1000, requests in 1_u32..400,
         ) {
             let mut candidates = with_loads(&vec![0; engines]);

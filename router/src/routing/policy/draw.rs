@@ -2,6 +2,8 @@
 
 use std::cell::Cell;
 
+use crate::message::random;
+
 /// Replaces a counter and a generator in the policies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Draw {
@@ -11,7 +13,8 @@ pub(crate) struct Draw {
     pub random: u64,
 }
 
-thread_local!(static STATE: Cell<u64> = Cell::new(seed()));
+// Without a source of randomness, draws repeat from run to run; this is acceptable.
+thread_local!(static STATE: Cell<u64> = Cell::new(random::seed()));
 
 impl Draw {
     /// Makes this thread's later draws depend on `seed` only.
@@ -46,14 +49,6 @@ impl Draw {
         *self = Self { turn: self.turn + 1, random: step(self.random).1 };
         *self
     }
-}
-
-/// Not a secret: the value only has to differ between threads and routers.
-fn seed() -> u64 {
-    let mut bytes = [0; 8];
-    // Without a source of randomness, draws repeat from run to run; this is acceptable.
-    let _ = getrandom::fill(&mut bytes);
-    u64::from_ne_bytes(bytes)
 }
 
 /// SplitMix64: the next state and its output.

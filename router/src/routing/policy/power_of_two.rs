@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_busier_of_two_engines_is_never_chosen_and_the_busiest_of_many_neither() {
+    fn the_busier_of_two_and_the_busiest_of_many_are_never_chosen() {
         let mut draw = Draw::seeded(3);
         let policy = PowerOfTwo(LoadUnit::Requests);
         for _ in 0..1_000 {

@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn the_engine_that_holds_most_is_chosen_until_both_thresholds_say_that_it_is_too_busy() {
+    fn the_engine_with_the_longest_prefix_is_chosen_below_both_load_thresholds() {
         let policy = policy(4, 2.0);
         policy.caches.record_routed(1, &[1, 2, 3, 4]);
         policy.caches.record_routed(2, &[1, 2]);
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn what_engines_tell_goes_before_what_was_sent() {
+    fn reported_cache_contents_override_assumed_ones() {
         let policy = policy(4, 2.0);
         policy.caches.record_routed(1, &[1, 2, 3, 4]);
         policy.caches.apply_reported(

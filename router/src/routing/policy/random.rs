@@ -25,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn engines_are_drawn_as_often_as_their_weights_say() {
+    fn engines_are_drawn_in_proportion_to_their_weights() {
         let mut candidates = with_loads(&[9, 0, 4]);
         candidates[2].weight = 2;
         let mut draw = Draw::seeded(1);

@@ -312,7 +312,7 @@ mod tests {
     proptest! {
         /// Compared with a walk over a list, after any changes.
         #[test]
-        fn it_says_what_a_walk_over_a_list_would(
+        fn the_tree_matches_a_walk_over_a_list(
             first in prop_oneof![Just(0..10), Just(0..140), Just(500..530)]
                 .prop_flat_map(|lengths| prop::collection::vec((0..6_u32, 0..3_u32, 0..4_u8), lengths)),
             changes in prop::collection::vec((any::<prop::sample::Index>(), (0..6_u32, 0..3_u32, 0..4_u8)), 0..60),
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_draw_among_four_thousand_engines_looks_at_few_more_nodes_than_one_among_ten() {
+    fn a_draw_among_four_thousand_engines_visits_few_more_nodes_than_among_ten() {
         let looked_at = |engines: usize| {
             let tree = LoadTree::new((0..engines).map(|at| leaf(at, (1, 0, 0))).collect());
             let looks = std::cell::Cell::new(0);

@@ -55,7 +55,8 @@ fn of_yaml(fleet: &Fleet, yaml: &str) -> Pool {
     };
     let members = config.engines.iter().map(member).collect();
     let health = HealthConfig::default();
-    Pool::new(members, &config.policy, &fleet.known_caches, true).for_leg(Leg::Decode, &health)
+    let (leg, caches) = (Leg::Decode, &fleet.known_caches);
+    Pool::new(leg, members, &config.policy, &health, caches, PrefixTracking::Always)
 }
 
 /// A random number generator with a seed.
@@ -97,7 +98,7 @@ fn random_event(pool: &Pool, reservations: &mut Vec<EngineReservation>, rng: &mu
 }
 
 #[test]
-fn a_choice_on_the_boards_is_the_choice_of_a_walk_over_all_members() {
+fn a_choice_by_index_equals_a_walk_over_all_members() {
     for (number, policy) in POLICIES.into_iter().enumerate() {
         // Turns among equals ignore weights, so the turns differ if only some weights are equal.
         let weights = number > 0;
@@ -159,7 +160,7 @@ fn a_choice_on_the_boards_is_the_choice_of_a_walk_over_all_members() {
 }
 
 #[test]
-fn who_said_least_is_not_given_everything_until_it_speaks_again() {
+fn the_least_loaded_engine_does_not_get_all_requests_between_reports() {
     let fleet = Fleet::new(Arc::new(Metrics::new()));
     let engines: String = (0..4).map(|n| format!("  - url: http://e{n}:1\n")).collect();
     let pool = of_yaml(&fleet, &format!("policy: least_load\nengines:\n{engines}"));
@@ -176,7 +177,7 @@ fn who_said_least_is_not_given_everything_until_it_speaks_again() {
 }
 
 #[test]
-fn what_is_sent_where_somebody_waits_waits_too_and_who_ends_makes_room_before_the_next_reading() {
+fn requests_behind_waiting_ones_count_as_waiting_until_a_request_ends() {
     let fleet = Fleet::new(Arc::new(Metrics::new()));
     let pool = of_yaml(&fleet, "capacity: {max_waiting: 3}\nengines:\n  - url: http://e0:1\n");
     let engine = &pool.members[0].engine;
@@ -197,7 +198,7 @@ fn what_is_sent_where_somebody_waits_waits_too_and_who_ends_makes_room_before_th
 }
 
 #[test]
-fn whoever_changes_an_engine_at_once_the_board_says_what_they_came_to() {
+fn the_load_index_matches_engines_after_concurrent_changes() {
     let fleet = Fleet::new(Arc::new(Metrics::new()));
     let pool = pool(&fleet, "least_load", 5, true, "{}");
     std::thread::scope(|threads| {
@@ -227,7 +228,7 @@ fn whoever_changes_an_engine_at_once_the_board_says_what_they_came_to() {
 }
 
 #[test]
-fn pools_that_are_gone_are_not_told_any_more() {
+fn dropped_pools_receive_no_load_changes() {
     let fleet = Fleet::new(Arc::new(Metrics::new()));
     let first = pool(&fleet, "least_load", 3, false, "{}");
     let reserved = first

@@ -9,7 +9,7 @@ use bytes::{Bytes, BytesMut};
 use pingora::http::ResponseHeader;
 
 use super::stream::{ResponsePump, StreamError};
-use crate::client::session::ResponseLength;
+use crate::client::session::{BodyPiece, ResponseLength};
 use crate::engines::body_budget::BodyReservation;
 use crate::legs::request_error::RequestError;
 use crate::message::embedded_error::{ERROR_BYTES_MAX, InvalidReply, check_reply};
@@ -53,7 +53,7 @@ impl ResponsePump<'_> {
         }
         self.complete();
         self.commit(head, ResponseLength::Known(buffered.len())).await?;
-        self.write(buffered, true).await
+        self.write(buffered, BodyPiece::Last).await
     }
 
     /// Relays a response that is too large to buffer. A failure in the middle is signalled by the connection only: the
@@ -81,7 +81,7 @@ impl ResponsePump<'_> {
             return Err(self.refuse(error));
         }
         self.commit(head, ResponseLength::Unknown).await?;
-        self.write(begun, false).await?;
+        self.write(begun, BodyPiece::Inner).await?;
         // The buffered part has been sent.
         drop(reservation);
         loop {
@@ -91,7 +91,7 @@ impl ResponsePump<'_> {
                     if scanner.begins_error() {
                         break;
                     }
-                    self.write(chunk, false).await?;
+                    self.write(chunk, BodyPiece::Inner).await?;
                 }
                 Ok(None) => break,
                 Err(error) => {
@@ -109,7 +109,7 @@ impl ResponsePump<'_> {
             return Ok(());
         }
         self.complete();
-        self.write(Bytes::new(), true).await
+        self.write(Bytes::new(), BodyPiece::Last).await
     }
 
     /// Returns an error if a whole response is invalid or is an error; records its usage.

@@ -14,7 +14,7 @@ use tokio::time::{Instant, Sleep};
 
 use super::StreamTimeouts;
 use crate::client::disconnect::race;
-use crate::client::session::{ClientGone, ResponseLength, Session};
+use crate::client::session::{BodyPiece, ClientGone, ResponseLength, Session};
 use crate::engines::http::{CallError, EngineRequestGuard, Reply};
 use crate::exchange::driver::{Continuation, ExchangeDriver};
 use crate::exchange::resume::{ResumePlan, ResumeState};
@@ -122,7 +122,8 @@ impl ResponsePump<'_> {
                             Some(resume_state) => resume_state.rewrite_frames(&forwarded),
                             None => forwarded,
                         };
-                        self.write(forwarded, done).await?;
+                        let piece = if done { BodyPiece::Last } else { BodyPiece::Inner };
+                        self.write(forwarded, piece).await?;
                     }
                     match error {
                         Some(error) => self.stream_error(error),
@@ -133,11 +134,11 @@ impl ResponsePump<'_> {
                 // The final line end is missing.
                 Ok(None) if frames.ends_with_done() => {
                     self.complete();
-                    return self.write(DONE, true).await;
+                    return self.write(DONE, BodyPiece::Last).await;
                 }
                 Ok(None) if !self.dialect.says_done() && frames.is_whole() => {
                     self.complete();
-                    return self.write(Bytes::new(), true).await;
+                    return self.write(Bytes::new(), BodyPiece::Last).await;
                 }
                 Ok(None) => StreamError::EngineDied,
                 Err(error) => error,
@@ -166,7 +167,8 @@ impl ResponsePump<'_> {
         let read = frames.read(whole, usage_scan);
         // The engine of a continuation counts only its part of the response.
         if let (Some(resume_state), true) = (&self.resume_state, usage_scan.usage != before) {
-            usage_scan.usage = usage_scan.usage.map(|usage| resume_state.transcript.total_usage(usage));
+            usage_scan.usage =
+                usage_scan.usage.map(|usage| resume_state.transcript.tokens.total_usage(usage));
         }
         read
     }
@@ -199,19 +201,20 @@ impl ResponsePump<'_> {
         let (resume_state, rest) = match (plan, &mut self.resume_state) {
             (ResumePlan::Restart, Some(resume_state)) => (resume_state, Continuation::Everything),
             (ResumePlan::Continue(body), Some(resume_state)) => {
-                let tokens = resume_state.transcript.token_count();
+                let tokens = resume_state.transcript.tokens.count();
                 (resume_state, Continuation::After { body, tokens })
             }
             (ResumePlan::Finish(last), resume_state) => {
-                let usage =
-                    resume_state.as_ref().and_then(|resume_state| resume_state.transcript.partial_usage());
+                let usage = resume_state
+                    .as_ref()
+                    .and_then(|resume_state| resume_state.transcript.tokens.partial_usage());
                 let usage_scan = &mut self.driver.progress.usage_scan;
                 if usage_scan.usage.is_none() && usage.is_some() {
                     (usage_scan.usage, usage_scan.streamed) = (usage, 0);
                 }
                 self.driver.count_resume(ResumeResult::Resumed);
                 self.driver.apply(Event::StreamEnded(self.attempt));
-                self.write(last, true).await?;
+                self.write(last, BodyPiece::Last).await?;
                 return Ok(ResumeOutcome::Ended);
             }
             (ResumePlan::Impossible | ResumePlan::Restart | ResumePlan::Continue(_), _) => {
@@ -255,7 +258,7 @@ impl ResponsePump<'_> {
         }
         last.extend_from_slice(&error.refusal().0.to_sse());
         last.extend_from_slice(&DONE);
-        self.write(last.freeze(), true).await
+        self.write(last.freeze(), BodyPiece::Last).await
     }
 
     /// Applies the error to the exchange. The engine is at fault only for its own failure, not for a request that took
@@ -319,8 +322,8 @@ impl ResponsePump<'_> {
         written.map_err(|ClientGone| self.driver.cancel())
     }
 
-    pub(super) async fn write(&mut self, bytes: Bytes, last: bool) -> Result<(), RequestError> {
-        match self.session.send(&bytes, last).await {
+    pub(super) async fn write(&mut self, bytes: Bytes, piece: BodyPiece) -> Result<(), RequestError> {
+        match self.session.send(&bytes, piece).await {
             // The time spent waiting for the client does not count as the engine's silence.
             Ok(true) => self.idle.received(),
             Ok(false) => {}

@@ -163,7 +163,7 @@ impl FakeEngine {
     }
 
     /// All requests to generate.
-    pub(crate) fn asked(&self) -> Vec<ReceivedRequest> {
+    pub(crate) fn received(&self) -> Vec<ReceivedRequest> {
         self.all().into_iter().filter(|s| s.path.starts_with("/v1/")).collect()
     }
 
@@ -369,10 +369,10 @@ async fn perform(
     work: WorkGuard,
 ) -> Result<Response<Body>, std::io::Error> {
     let response = match action {
-        Action::Lease(handle) => whole(200, &lent(handle)),
+        Action::Lease(handle) => whole(200, &handoff_reply(handle)),
         Action::LeaseGated(handle) => {
             inner.gate.0.acquire().await.unwrap().forget();
-            whole(200, &lent(handle))
+            whole(200, &handoff_reply(handle))
         }
         Action::LeaseEarly(handle, end) => return Ok(lending(work, handle, end, inner)),
         Action::Reply(params) => whole(200, &json!({"id": "p", "kv_transfer_params": params})),
@@ -464,10 +464,10 @@ fn stream(
     tokio::spawn(async move {
         for n in 0..events {
             if let Some(inner) = &gate {
-                let gone = sender.closed();
+                let closed = sender.closed();
                 tokio::select! {
                     permit = inner.gate.0.acquire() => permit.unwrap().forget(),
-                    () = gone => return,
+                    () = closed => return,
                 }
             }
             if sender.send(Ok(Frame::data(event(n).into()))).await.is_err() {
@@ -498,14 +498,14 @@ fn lending(
 ) -> Response<Body> {
     let (sender, receiver) = mpsc::channel(1);
     tokio::spawn(async move {
-        let params = json!({"kv_transfer_params": lent(Some(handle))["kv_transfer_params"]});
+        let params = json!({"kv_transfer_params": handoff_reply(Some(handle))["kv_transfer_params"]});
         if sender.send(Ok(Frame::data(format!("data: {params}\n\n").into()))).await.is_err() {
             return;
         }
-        let gone = sender.closed();
+        let closed = sender.closed();
         tokio::select! {
             permit = inner.gate.0.acquire() => permit.unwrap().forget(),
-            () = gone => return,
+            () = closed => return,
         }
         let last = match end {
             Some(end) => Ok(Frame::data(Bytes::from_static(end.as_bytes()))),
@@ -577,7 +577,7 @@ pub(crate) fn handoff(handle: Option<u128>) -> Value {
     })
 }
 
-fn lent(handle: Option<u128>) -> Value {
+fn handoff_reply(handle: Option<u128>) -> Value {
     json!({"id": "p", "choices": [{"text": "", "finish_reason": "length"}],
         "kv_transfer_params": handoff(handle)})
 }

@@ -118,6 +118,6 @@ impl Drop for TestRouter {
 }
 
 /// Waits until an engine has received this many requests to generate.
-pub(crate) async fn asked(engine: &FakeEngine, times: usize) {
-    eventually("an engine is asked", || engine.asked().len() == times).await;
+pub(crate) async fn await_requests(engine: &FakeEngine, times: usize) {
+    eventually("an engine has the requests", || engine.received().len() == times).await;
 }

@@ -63,7 +63,7 @@ fn table() -> Vec<(&'static str, Vec<u8>, u16, &'static str)> {
 }
 
 #[tokio::test]
-async fn whatever_the_router_can_know_to_be_wrong_never_reaches_an_engine() {
+async fn requests_that_the_router_can_reject_never_reach_an_engine() {
     let p = FakeEngine::always(Action::Lease(Some(1))).await;
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::with(&[&p], &[&d], "", "limits: {body_bytes: 100000}").await;
@@ -107,7 +107,7 @@ async fn a_body_that_does_not_arrive_is_408() {
 }
 
 #[tokio::test]
-async fn nothing_that_a_client_puts_into_internal_fields_reaches_an_engine() {
+async fn internal_fields_of_a_client_reach_no_engine() {
     const MARK: &str = "hostile-marker";
     let hostile = json!({
         "model": "m", "prompt": "x", "max_tokens": 2,
@@ -117,10 +117,10 @@ async fn nothing_that_a_client_puts_into_internal_fields_reaches_an_engine() {
         "vllm_xargs": {"kv_transfer_params": MARK, "remote_block_ids": MARK},
         "metadata": {"a": [{"kv_transfer_params": {"b": MARK}}]},
     });
-    let lend = Action::Lease(Some(1));
+    let lease = Action::Lease(Some(1));
     let nothing = Action::Reply(serde_json::Value::Null);
     let down = Action::Refuse(503, json!({}));
-    for p_does in [lend, nothing, down] {
+    for p_does in [lease, nothing, down] {
         let p = FakeEngine::always(p_does).await;
         let d = FakeEngine::scripted(vec![Action::Refuse(503, json!({})), Action::Whole(1)]).await;
         let other = FakeEngine::always(Action::Whole(1)).await;
@@ -156,7 +156,7 @@ async fn no_internal_header_of_a_client_reaches_an_engine() {
     let mut client = Client::connect(system.address).await;
     client.post_bytes(COMPLETIONS, headers, completion(false).to_string().as_bytes()).await;
     assert_eq!(client.answer().await.status, 200);
-    for sent in [p.asked(), d.asked()].concat() {
+    for sent in [p.received(), d.received()].concat() {
         for name in ["x-data-parallel-rank", "x-baton-cluster-secret", "x-prefiller-host-port"] {
             assert!(!sent.headers.contains_key(name), "{name} at {}", sent.path);
         }
@@ -169,7 +169,7 @@ async fn more_requests_than_the_router_holds_are_429() {
     let system = TestRouter::with(&[], &[&d], "", "limits: {in_flight: 1}").await;
     let mut first = Client::connect(system.address).await;
     first.post(COMPLETIONS, &completion(false)).await;
-    d.wait("the first request", |d| d.asked().len() == 1).await;
+    d.wait("the first request", |d| d.received().len() == 1).await;
     let answer = post(system.address, COMPLETIONS, &completion(false)).await;
     assert_eq!((answer.status, answer.code().as_str()), (429, "overloaded"));
     assert!(answer.header("retry-after").is_some());

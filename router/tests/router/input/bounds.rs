@@ -23,52 +23,52 @@ async fn three(action: &Action) -> [FakeEngine; 3] {
     ]
 }
 
-fn asked(engines: &[FakeEngine]) -> usize {
-    engines.iter().map(|engine| engine.asked().len()).sum()
+fn total_requests(engines: &[FakeEngine]) -> usize {
+    engines.iter().map(|engine| engine.received().len()).sum()
 }
 
 #[tokio::test]
-async fn a_request_asks_as_many_engines_as_attempts_allow() {
+async fn attempts_bound_the_engines_of_a_request() {
     for allowed in 1..=3 {
-        let lender = FakeEngine::always(Action::Lease(Some(1))).await;
+        let prefill = FakeEngine::always(Action::Lease(Some(1))).await;
         let [a, b, c] = three(&in_trouble()).await;
         let top = format!("attempts: {{decode: {allowed}}}");
-        let system = TestRouter::with(&[&lender], &[&a, &b, &c], "", &top).await;
+        let system = TestRouter::with(&[&prefill], &[&a, &b, &c], "", &top).await;
         assert_eq!(post(system.address, PATH, &completion(false)).await.status / 100, 5);
-        assert_eq!(asked(&[a, b, c]), allowed, "decode");
+        assert_eq!(total_requests(&[a, b, c]), allowed, "decode");
 
         let answers = FakeEngine::always(Action::Whole(1)).await;
         let [a, b, c] = three(&in_trouble()).await;
         let top = format!("attempts: {{prefill: {allowed}}}");
         let system = TestRouter::with(&[&a, &b, &c], &[&answers], "", &top).await;
         assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200, "the fallback");
-        assert_eq!(asked(&[a, b, c]), allowed, "prefill");
+        assert_eq!(total_requests(&[a, b, c]), allowed, "prefill");
     }
 }
 
 #[tokio::test]
 async fn a_settlement_is_tried_as_often_as_attempts_allow() {
-    let lender = FakeEngine::always(Action::Lease(Some(1))).await;
-    lender.verbs_answer(500);
+    let prefill = FakeEngine::always(Action::Lease(Some(1))).await;
+    prefill.verbs_answer(500);
     let decode = FakeEngine::always(Action::Refuse(400, json!({"error": {"message": "x"}}))).await;
-    let system = TestRouter::with(&[&lender], &[&decode], "", "attempts: {settle: 3}").await;
+    let system = TestRouter::with(&[&prefill], &[&decode], "", "attempts: {settle: 3}").await;
     assert_eq!(post(system.address, PATH, &completion(false)).await.status, 400);
     system.counts("baton_router_settlements_total{result=\"failed\"}", 1.0).await;
-    assert_eq!(lender.releases().len(), 3);
+    assert_eq!(prefill.releases().len(), 3);
 }
 
 #[tokio::test]
-async fn a_404_of_a_moment_does_not_take_the_verbs_from_an_engine_that_has_them() {
-    let lender = FakeEngine::always(Action::Lease(Some(1))).await;
+async fn a_temporary_404_does_not_disable_the_verbs_of_an_engine() {
+    let prefill = FakeEngine::always(Action::Lease(Some(1))).await;
     let decode = FakeEngine::always(Action::Refuse(400, json!({"error": {"message": "x"}}))).await;
-    let system = TestRouter::with(&[&lender], &[&decode], "", "attempts: {settle: 16}").await;
+    let system = TestRouter::with(&[&prefill], &[&decode], "", "attempts: {settle: 16}").await;
     let confirmed = |times| system.counts("baton_router_settlements_total{result=\"confirmed\"}", times);
     assert_eq!(post(system.address, PATH, &completion(false)).await.status, 400);
     confirmed(1.0).await;
-    lender.verbs_answer(404);
+    prefill.verbs_answer(404);
     assert_eq!(post(system.address, PATH, &completion(false)).await.status, 400);
-    eventually("it is asked again", || lender.releases().len() >= 3).await;
-    lender.verbs_answer(0);
+    eventually("the release is repeated", || prefill.releases().len() >= 3).await;
+    prefill.verbs_answer(0);
     confirmed(2.0).await;
     assert_eq!(post(system.address, PATH, &completion(false)).await.status, 400);
     confirmed(3.0).await;
@@ -77,30 +77,31 @@ async fn a_404_of_a_moment_does_not_take_the_verbs_from_an_engine_that_has_them(
 #[tokio::test]
 async fn requests_that_end_together_are_settled_in_turn_and_a_drain_waits_for_all() {
     const CLIENTS: usize = 16;
-    let lender = FakeEngine::always(Action::Lease(Some(1))).await;
+    let prefill = FakeEngine::always(Action::Lease(Some(1))).await;
     let decode = FakeEngine::always(Action::Hang).await;
     let top = "limits: {settlements: 4}\ndrain_timeout_ms: 50";
-    let mut system = TestRouter::with(&[&lender], &[&decode], "", top).await;
+    let mut system = TestRouter::with(&[&prefill], &[&decode], "", top).await;
     let mut clients = Vec::new();
     for _ in 0..CLIENTS {
         let mut client = Client::connect(system.address).await;
         client.post(PATH, &completion(false)).await;
         clients.push(client);
     }
-    eventually("all are being decoded", || decode.asked().len() == CLIENTS).await;
+    eventually("all are being decoded", || decode.received().len() == CLIENTS).await;
     // All requests are cut at once: each needs an abort and a release.
     system.shut_down();
     system.stopped().await;
-    assert_eq!((decode.aborts().len(), lender.releases().len()), (CLIENTS, CLIENTS));
+    assert_eq!((decode.aborts().len(), prefill.releases().len()), (CLIENTS, CLIENTS));
     drop(clients);
 }
 
 #[tokio::test]
-async fn a_settlement_beyond_the_limit_waits_and_one_beyond_the_queue_is_counted_and_left_to_the_lease() {
-    let lender = FakeEngine::always(Action::Lease(Some(1))).await;
-    lender.verbs_answer(1);
+async fn settlements_beyond_the_limit_wait_and_beyond_the_queue_are_counted_and_dropped() {
+    let prefill = FakeEngine::always(Action::Lease(Some(1))).await;
+    prefill.verbs_answer(1);
     let decode = FakeEngine::always(Action::Refuse(400, json!({"error": {"message": "x"}}))).await;
-    let system = TestRouter::with(&[&lender], &[&decode], "", "limits: {settlements: 2, in_flight: 1}").await;
+    let system =
+        TestRouter::with(&[&prefill], &[&decode], "", "limits: {settlements: 2, in_flight: 1}").await;
     for _ in 0..5 {
         while post(system.address, PATH, &completion(false)).await.status != 400 {}
     }
@@ -121,10 +122,10 @@ async fn a_connection_beyond_the_limit_waits_for_its_turn() {
     // The first client is served before and after; the second one only after the first has disconnected.
     first.post(PATH, &completion(false)).await;
     assert_eq!(first.answer().await.status, 200);
-    assert_eq!(decode.asked().len(), 2);
+    assert_eq!(decode.received().len(), 2);
     first.hang_up(crate::harness::client::DisconnectKind::Fin);
     assert_eq!(second.answer().await.status, 200);
-    assert_eq!(decode.asked().len(), 3);
+    assert_eq!(decode.received().len(), 3);
 }
 
 #[tokio::test]
@@ -169,11 +170,11 @@ async fn an_engine_that_takes_no_connection_is_given_up_after_the_connect_timeou
     for _ in 0..2 {
         assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
     }
-    assert_eq!(live.asked().len(), 2);
+    assert_eq!(live.received().len(), 2);
 }
 
 #[tokio::test]
-async fn a_client_that_takes_nothing_of_its_answer_is_cut() {
+async fn a_client_that_reads_nothing_is_disconnected() {
     let decode = FakeEngine::always(Action::Whole(64 << 20)).await;
     let system = TestRouter::with(&[], &[&decode], "", "timeouts: {client_stall_ms: 100}").await;
     let mut client = Client::connect(system.address).await;
@@ -193,5 +194,5 @@ async fn the_first_line_of_the_cluster_secrets_file_is_sent_to_engines() {
     let top = format!("cluster_secret_file: {}", file.display());
     let system = TestRouter::with(&[], &[&decode], "", &top).await;
     assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
-    assert_eq!(decode.asked()[0].headers["x-baton-cluster-secret"], "0123456789abcdef");
+    assert_eq!(decode.received()[0].headers["x-baton-cluster-secret"], "0123456789abcdef");
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::harness::client::{Client, completion};
 use crate::harness::engine::{Action, FakeEngine};
-use crate::harness::system::{TestRouter, asked};
+use crate::harness::system::{TestRouter, await_requests};
 
 const PATH: &str = "/v1/completions";
 
@@ -98,11 +98,11 @@ async fn a_client_that_vanishes_in_the_prefill_is_noticed() {
     let (p, d) = (FakeEngine::always(Action::Hang).await, FakeEngine::always(Action::Whole(1)).await);
     let system = system(&host, &[&p], &d).await;
     host.ask(system.address.port(), false);
-    asked(&p, 1).await;
+    await_requests(&p, 1).await;
     host.vanish();
     p.wait("the prefill is aborted", |p| !p.aborts().is_empty()).await;
     system.counts("baton_router_requests_in_flight", 0.0).await;
-    assert_eq!(d.asked().len(), 0);
+    assert_eq!(d.received().len(), 0);
 }
 
 #[tokio::test]
@@ -111,7 +111,7 @@ async fn a_client_that_vanishes_while_a_whole_answer_is_computed_is_noticed() {
     let d = FakeEngine::always(Action::Hang).await;
     let system = system(&host, &[], &d).await;
     host.ask(system.address.port(), false);
-    asked(&d, 1).await;
+    await_requests(&d, 1).await;
     host.vanish();
     d.wait("its work is ended", |d| d.cut() == 1).await;
     system.counts("baton_router_requests_in_flight", 0.0).await;
@@ -124,7 +124,7 @@ async fn a_client_that_vanishes_from_a_stream_is_noticed_whether_it_flows_or_pau
         let d = FakeEngine::always(Action::StreamGated(100_000)).await;
         let system = system(&host, &[], &d).await;
         host.ask(system.address.port(), true);
-        asked(&d, 1).await;
+        await_requests(&d, 1).await;
         d.open_gate();
         system.counts("baton_router_requests_in_flight", 1.0).await;
         host.vanish();
@@ -152,10 +152,10 @@ async fn a_client_that_vanishes_in_the_queue_is_noticed() {
     // This request keeps the only place.
     let mut first = Client::connect(system.address).await;
     first.post(PATH, &completion(false)).await;
-    asked(&d, 1).await;
+    await_requests(&d, 1).await;
     host.ask(system.address.port(), false);
     system.counts("baton_router_requests_in_flight", 2.0).await;
     host.vanish();
     system.counts("baton_router_requests_in_flight", 1.0).await;
-    assert_eq!((d.asked().len(), d.cut()), (1, 0), "the one that stays is served");
+    assert_eq!((d.received().len(), d.cut()), (1, 0), "the one that stays is served");
 }

@@ -4,7 +4,7 @@ use serde_json::json;
 
 use crate::harness::client::{Client, DISCONNECT_KINDS, DisconnectKind, completion, get};
 use crate::harness::engine::{Action, FakeEngine};
-use crate::harness::system::{TestRouter, asked};
+use crate::harness::system::{TestRouter, await_requests};
 
 const HANDLE: u128 = 0xabc;
 
@@ -19,18 +19,18 @@ async fn begin(system: &TestRouter, stream: bool) -> Client {
 }
 
 fn id(engine: &FakeEngine) -> String {
-    engine.asked()[0].headers["x-request-id"].to_str().unwrap().to_owned()
+    engine.received()[0].headers["x-request-id"].to_str().unwrap().to_owned()
 }
 
 #[tokio::test]
-async fn while_the_prefill_engine_works_it_is_aborted_and_nobody_else_is_asked() {
+async fn a_cancel_during_prefill_aborts_the_prefill_engine_only() {
     for how in DISCONNECT_KINDS {
         let p = FakeEngine::always(Action::Hang).await;
         let d = FakeEngine::always(Action::Whole(1)).await;
         let top = "timeouts: {settle_ms: 300}";
         let system = TestRouter::with(&[&p], &[&d], "", top).await;
         let client = begin(&system, true).await;
-        asked(&p, 1).await;
+        await_requests(&p, 1).await;
         client.hang_up(how);
         p.wait("the abort", |p| !p.aborts().is_empty()).await;
         assert_eq!(p.aborts(), [id(&p)]);
@@ -48,7 +48,7 @@ async fn a_handle_that_crosses_the_abort_is_released() {
         let d = FakeEngine::always(Action::Whole(1)).await;
         let system = TestRouter::start(&[&p], &[&d]).await;
         let client = begin(&system, true).await;
-        asked(&p, 1).await;
+        await_requests(&p, 1).await;
         client.hang_up(how);
         p.wait("the abort", |p| !p.aborts().is_empty()).await;
         p.open_gate();
@@ -66,25 +66,25 @@ async fn a_prefill_engine_without_the_verbs_sees_a_half_close_and_is_read_on() {
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::start(&[&p], &[&d]).await;
     let client = begin(&system, true).await;
-    asked(&p, 1).await;
+    await_requests(&p, 1).await;
     let begun = std::time::Instant::now();
     client.hang_up(DisconnectKind::Fin);
     // hyper treats a half-close as the end, as vLLM's server does; the bounded wait alone is 5 s.
     p.wait("the engine sees the end", |p| p.cut() == 1).await;
     assert!(begun.elapsed().as_secs() < 2);
     system.settled().await;
-    assert_eq!(p.aborts().len(), 1, "an engine without the verb is not asked twice");
+    assert_eq!(p.aborts().len(), 1, "an engine without the verb gets no second abort");
     system.counts("baton_router_settlements_total{result=\"unsupported\"}", 1.0).await;
 }
 
 #[tokio::test]
-async fn before_the_decode_engine_takes_it_both_are_told() {
+async fn a_cancel_before_acceptance_is_settled_at_both_engines() {
     for how in DISCONNECT_KINDS {
         let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
         let d = FakeEngine::always(Action::Hang).await;
         let system = TestRouter::start(&[&p], &[&d]).await;
         let client = begin(&system, true).await;
-        asked(&d, 1).await;
+        await_requests(&d, 1).await;
         client.hang_up(how);
         d.wait("the decode engine is cut", |d| d.cut() == 1).await;
         d.wait("the abort", |d| !d.aborts().is_empty()).await;
@@ -97,7 +97,7 @@ async fn before_the_decode_engine_takes_it_both_are_told() {
 }
 
 #[tokio::test]
-async fn after_the_decode_engine_took_it_only_that_one_is_told() {
+async fn a_cancel_after_acceptance_is_settled_at_the_decode_engine_only() {
     for how in DISCONNECT_KINDS {
         for events in [0, 2] {
             let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
@@ -112,7 +112,7 @@ async fn after_the_decode_engine_took_it_only_that_one_is_told() {
                 client.chunk().await.unwrap();
             }
             // Before the first event the client has received nothing.
-            asked(&d, 1).await;
+            await_requests(&d, 1).await;
             let account = format!("/explain/{}", id(&d));
             while !get(system.admin, &account).await.text().contains("\"accepted\"") {
                 tokio::time::sleep(std::time::Duration::from_millis(5)).await;
@@ -136,7 +136,7 @@ async fn an_answer_that_is_not_streamed_is_aborted_too() {
         let d = FakeEngine::always(Action::WholeGated(1)).await;
         let system = TestRouter::start(&[&p], &[&d]).await;
         let client = begin(&system, false).await;
-        asked(&d, 1).await;
+        await_requests(&d, 1).await;
         client.hang_up(how);
         d.wait("the decode engine is cut", |d| d.cut() == 1).await;
         d.wait("the abort", |d| d.aborts().len() == 1).await;
@@ -148,7 +148,7 @@ async fn an_answer_that_is_not_streamed_is_aborted_too() {
 }
 
 #[tokio::test]
-async fn between_the_legs_and_in_random_moments_nothing_stays_owed() {
+async fn a_cancel_between_the_legs_or_at_random_moments_is_fully_settled() {
     let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
     let d = FakeEngine::always(Action::Stream(50)).await;
     let system = TestRouter::start(&[&p], &[&d]).await;
@@ -168,17 +168,17 @@ async fn between_the_legs_and_in_random_moments_nothing_stays_owed() {
     };
     assert!(total > 0.0);
     // Every lease was used by a decode engine that accepted the request, or was released.
-    let lent = p.asked().len();
+    let leased = p.received().len();
     let given_back = p.releases().len() + p.aborts().len();
     assert!(
-        given_back + d.asked().len() >= lent,
-        "{lent} lent, {given_back} back, {} taken",
-        d.asked().len()
+        given_back + d.received().len() >= leased,
+        "{leased} lent, {given_back} back, {} taken",
+        d.received().len()
     );
 }
 
 #[tokio::test]
-async fn a_client_that_hangs_up_on_its_second_request_is_seen_as_well() {
+async fn a_cancel_of_a_connections_second_request_is_detected() {
     let p = FakeEngine::scripted(vec![Action::Lease(Some(1)), Action::Hang]).await;
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::with(&[&p], &[&d], "", "timeouts: {settle_ms: 200}").await;
@@ -187,7 +187,7 @@ async fn a_client_that_hangs_up_on_its_second_request_is_seen_as_well() {
     client
         .post("/v1/chat/completions", &json!({"model": "m", "messages": [{"role": "user", "content": "x"}]}))
         .await;
-    asked(&p, 2).await;
+    await_requests(&p, 2).await;
     client.hang_up(DisconnectKind::Fin);
     p.wait("the abort", |p| p.aborts().len() == 1).await;
     system.settled().await;
@@ -204,12 +204,12 @@ async fn a_prefill_that_was_given_up_on_a_kept_connection_is_not_sent_again() {
         assert_eq!(client.answer().await.status, 200);
         assert_eq!(p.connections(), 1);
         client.post("/v1/completions", &completion(true)).await;
-        asked(&p, 2).await;
+        await_requests(&p, 2).await;
         assert_eq!(p.connections(), 1, "the second request came on the kept connection");
         client.hang_up(DisconnectKind::Fin);
         // The engine treats a half-close as the end: it closes the connection without an answer.
         p.wait("the engine sees the end", |p| p.cut() == 1).await;
         system.settled().await;
-        assert_eq!(p.asked().len(), 2, "with the verbs: {verbs}");
+        assert_eq!(p.received().len(), 2, "with the verbs: {verbs}");
     }
 }

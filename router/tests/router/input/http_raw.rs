@@ -309,7 +309,7 @@ fn only_answer(what: &str, bytes: &[u8]) -> u16 {
 }
 
 #[tokio::test]
-async fn every_odd_request_gets_one_refusal_and_no_engine_a_byte() {
+async fn every_odd_request_gets_one_refusal_and_reaches_no_engine() {
     let p = FakeEngine::always(Action::Lease(Some(1))).await;
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::start(&[&p], &[&d]).await;
@@ -320,13 +320,13 @@ async fn every_odd_request_gets_one_refusal_and_no_engine_a_byte() {
         let answer = exchange(system.address, &bytes).await;
         assert_eq!(only_answer(what, &answer), status, "{what}: {}", String::from_utf8_lossy(&answer));
     }
-    assert!(p.all().is_empty() && d.all().is_empty(), "an engine was asked");
+    assert!(p.all().is_empty() && d.all().is_empty(), "an engine received a request");
     assert_eq!((p.connections(), d.connections()), (0, 0), "an engine was connected to");
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
 }
 
 #[tokio::test]
-async fn every_odd_body_gets_one_refusal_and_no_engine_a_byte() {
+async fn every_odd_body_gets_one_refusal_and_reaches_no_engine() {
     let p = FakeEngine::always(Action::Lease(Some(1))).await;
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::start(&[&p], &[&d]).await;
@@ -362,7 +362,7 @@ async fn a_body_of_exactly_the_limit_is_served_and_one_byte_more_is_not() {
 }
 
 #[tokio::test]
-async fn a_body_that_ends_early_is_refused_however_it_is_framed() {
+async fn a_truncated_body_is_refused_with_any_framing() {
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::start(&[], &[&d]).await;
     for bytes in [with("host: x\r\ncontent-length: 100\r\n", BODY), chunked("2d\r\n{\"model\"")] {
@@ -415,7 +415,7 @@ async fn a_connection_without_a_request_is_closed_in_time() {
 }
 
 #[tokio::test]
-async fn thousands_of_slow_clients_do_not_keep_others_waiting() {
+async fn thousands_of_slow_clients_do_not_delay_others() {
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::start(&[], &[&d]).await;
     let mut slow = Vec::new();
@@ -436,7 +436,7 @@ async fn thousands_of_slow_clients_do_not_keep_others_waiting() {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     assert_eq!(get(system.address, "/health").await.status, 200);
-    assert!(d.asked().iter().all(|request| request.body["prompt"] == "hello"));
+    assert!(d.received().iter().all(|request| request.body["prompt"] == "hello"));
     drop(slow);
 }
 
@@ -453,11 +453,11 @@ async fn a_chunked_body_of_many_small_pieces_is_served_and_the_connection_used_a
         client.send(b"0\r\n\r\n").await;
         assert_eq!(client.answer().await.status, 200);
     }
-    assert_eq!(d.asked().len(), 2);
+    assert_eq!(d.received().len(), 2);
 }
 
 #[tokio::test]
-async fn an_upgrade_is_not_spoken_and_the_request_is_served_as_it_is() {
+async fn an_upgrade_header_is_ignored_and_the_request_served() {
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::start(&[], &[&d]).await;
     let mut client = Client::connect(system.address).await;
@@ -467,7 +467,7 @@ async fn an_upgrade_is_not_spoken_and_the_request_is_served_as_it_is() {
         )
         .await;
     assert_eq!(client.answer().await.status, 200);
-    assert!(d.asked().iter().all(|request| !request.headers.contains_key("upgrade")));
+    assert!(d.received().iter().all(|request| !request.headers.contains_key("upgrade")));
 }
 
 #[tokio::test]
@@ -487,6 +487,6 @@ async fn a_request_id_that_is_none_is_neither_echoed_nor_passed_on() {
         assert_eq!(answer.status, 200, "{lines:.60}");
         let echoed = answer.header("x-request-id").unwrap().to_owned();
         assert_eq!(echoed.len(), 36, "one of ours: {echoed}");
-        assert_eq!(d.asked().pop().unwrap().headers["x-request-id"], echoed.as_str());
+        assert_eq!(d.received().pop().unwrap().headers["x-request-id"], echoed.as_str());
     }
 }

@@ -5,8 +5,8 @@ use serde_json::{Value, json};
 
 use crate::harness::client::{Client, ClientResponse, completion, get, post};
 use crate::harness::engine::{Action, FakeEngine, eventually};
-use crate::harness::system::{TestRouter, asked};
-use crate::operations::health::{said, standing, stands};
+use crate::harness::system::{TestRouter, await_requests};
+use crate::operations::health::{error_body, standing, stands};
 
 /// One prefill engine, one decode engine, two keys of two tenants.
 struct KeyedRouter {
@@ -44,7 +44,7 @@ impl KeyedRouter {
 }
 
 #[tokio::test]
-async fn without_a_good_key_nothing_reaches_an_engine_and_no_body_is_read() {
+async fn without_a_valid_key_nothing_reaches_an_engine_and_no_body_is_read() {
     let k = keyed(Action::Whole(1), "", ", expires: '2020-01-01'", "", "").await;
     let not_a_hash = format!("{}0", k.a);
     for header in [
@@ -77,10 +77,10 @@ async fn without_a_good_key_nothing_reaches_an_engine_and_no_body_is_read() {
 }
 
 #[tokio::test]
-async fn a_good_key_is_let_in_and_goes_no_further() {
+async fn a_valid_key_is_accepted_and_not_forwarded() {
     let k = keyed(Action::Whole(1), "", "", "", "").await;
     assert_eq!(k.post(&k.a, &completion(false)).await.status, 200);
-    for request in [k.p.asked(), k.d.asked()].concat() {
+    for request in [k.p.received(), k.d.received()].concat() {
         assert!(request.headers.get("authorization").is_none());
         assert!(!format!("{:?} {}", request.headers, request.body).contains(&k.a));
     }
@@ -88,7 +88,7 @@ async fn a_good_key_is_let_in_and_goes_no_further() {
 }
 
 #[tokio::test]
-async fn an_engine_gets_its_own_key_instead_of_the_clients() {
+async fn an_engine_gets_its_own_key_and_not_the_clients() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("key");
     std::fs::write(&file, "engine-key\n").unwrap();
@@ -104,15 +104,15 @@ async fn an_engine_gets_its_own_key_instead_of_the_clients() {
     let body = completion(false).to_string();
     client.post_bytes("/v1/completions", "Authorization: Bearer client\r\n", body.as_bytes()).await;
     assert_eq!(client.answer().await.status, 200);
-    assert_eq!(d.asked()[0].headers["authorization"], "Bearer engine-key");
-    assert_eq!(d.asked()[0].headers.get_all("authorization").iter().count(), 1);
+    assert_eq!(d.received()[0].headers["authorization"], "Bearer engine-key");
+    assert_eq!(d.received()[0].headers.get_all("authorization").iter().count(), 1);
 }
 
 #[tokio::test]
-async fn one_tenant_alone_cannot_take_the_only_engine_from_the_others_and_two_can() {
+async fn one_tenant_cannot_eject_the_only_engine_and_two_can() {
     let breaker = "{failures: 2, cool_down_ms: 600000, cool_down_max_ms: 600000}";
     let top = format!("health: {{active: {{interval_ms: 0}}, breaker: {breaker}}}");
-    let k = keyed(Action::Refuse(500, said("x")), "", "", "", &top).await;
+    let k = keyed(Action::Refuse(500, error_body("x")), "", "", "", &top).await;
     for _ in 0..5 {
         assert_eq!(k.post(&k.a, &completion(false)).await.status, 502);
     }
@@ -141,7 +141,7 @@ async fn tenants_get_salts_that_no_client_can_choose() {
         (&k.b, with(json!("x"))),
     ] {
         assert_eq!(k.post(key, &body).await.status, 200);
-        let (p, d) = (k.p.asked().pop().unwrap(), k.d.asked().pop().unwrap());
+        let (p, d) = (k.p.received().pop().unwrap(), k.d.received().pop().unwrap());
         assert_eq!(p.body["cache_salt"], d.body["cache_salt"], "the same on both legs");
         salts.push(p.body["cache_salt"].as_str().unwrap().to_owned());
     }
@@ -150,7 +150,7 @@ async fn tenants_get_salts_that_no_client_can_choose() {
     assert_eq!(distinct.len(), 4, "{salts:?}");
     // A client that copies another tenant's salt from an engine's log gets a salt of its own.
     assert_eq!(k.post(&k.b, &with(json!(salts[0]))).await.status, 200);
-    let copied = k.d.asked().pop().unwrap().body["cache_salt"].as_str().unwrap().to_owned();
+    let copied = k.d.received().pop().unwrap().body["cache_salt"].as_str().unwrap().to_owned();
     assert!(!salts.contains(&copied));
 }
 
@@ -164,7 +164,7 @@ async fn the_salts_of_two_routers_with_one_secret_are_the_same() {
     for _ in 0..2 {
         let k = keyed(Action::Whole(1), "", "", &auth, "").await;
         assert_eq!(k.post(&k.a, &completion(false)).await.status, 200);
-        salts.push(k.d.asked()[0].body["cache_salt"].clone());
+        salts.push(k.d.received()[0].body["cache_salt"].clone());
     }
     assert_eq!(salts[0], salts[1]);
     std::fs::write(&file, "short\n").unwrap();
@@ -209,11 +209,11 @@ async fn a_key_sees_and_uses_only_its_models() {
     let refused =
         ask("POST", "/v1/completions", &json!({"model": "secret", "prompt": "x"}).to_string()).await;
     assert_eq!(refused.code(), "model_not_allowed");
-    assert_eq!(d.asked().len(), 2);
+    assert_eq!(d.received().len(), 2);
 }
 
 #[tokio::test]
-async fn limits_are_told_in_headers_and_refuse_by_429() {
+async fn limits_are_reported_in_headers_and_enforced_with_429() {
     let limits = ", limits: {requests_per_minute: 2, tokens_per_minute: 1000}";
     let k = keyed(Action::Whole(1), limits, "", "", "").await;
     let first = k.post(&k.a, &completion(false)).await;
@@ -231,11 +231,11 @@ async fn limits_are_told_in_headers_and_refuse_by_429() {
     assert_eq!(refused.json()["error"]["type"], "rate_limit_error");
     let other = k.post(&k.b, &completion(false)).await;
     assert_eq!((other.status, other.header("x-ratelimit-limit-requests")), (200, None));
-    assert_eq!(k.d.asked().len(), 3);
+    assert_eq!(k.d.received().len(), 3);
 }
 
 #[tokio::test]
-async fn a_request_that_can_never_fit_is_not_to_be_tried_again() {
+async fn a_request_that_can_never_fit_is_not_retryable() {
     let k = keyed(Action::Whole(1), ", limits: {tokens_per_minute: 100}", "", "", "").await;
     let large = json!({"model": "m", "prompt": "x", "max_tokens": 1000});
     let refused = k.post(&k.a, &large).await;
@@ -260,7 +260,7 @@ async fn the_limits_of_a_tenant_hold_for_all_its_keys_together() {
         client
     };
     let mut first = post(&a).await;
-    asked(&d, 1).await;
+    await_requests(&d, 1).await;
     let refused = post(&b).await.answer().await;
     assert_eq!((refused.status, refused.code()), (429, "rate_limit_exceeded".to_owned()));
     assert!(refused.text().contains("this tenant"));
@@ -276,8 +276,8 @@ async fn a_priority_is_bounded_by_the_key_towards_engines_too() {
     let k = keyed(Action::Whole(1), ", priority_max: high", ", priority_max: normal", "", "").await;
     let body = json!({"model": "m", "prompt": "x", "max_tokens": 1, "priority": -9});
     assert_eq!((k.post(&k.a, &body).await.status, k.post(&k.b, &body).await.status), (200, 200));
-    assert_eq!(k.d.asked()[0].body["priority"], -9);
-    assert!(k.d.asked()[1].body.get("priority").is_none());
+    assert_eq!(k.d.received()[0].body["priority"], -9);
+    assert!(k.d.received()[1].body.get("priority").is_none());
 }
 
 #[tokio::test]
@@ -330,7 +330,7 @@ async fn one_tenant_with_many_waiting_requests_does_not_hold_another_up() {
         client
     };
     let mut clients = vec![post(&a, "a").await];
-    asked(&d, 1).await;
+    await_requests(&d, 1).await;
     for _ in 0..20 {
         clients.push(post(&a, "a").await);
     }
@@ -339,9 +339,9 @@ async fn one_tenant_with_many_waiting_requests_does_not_hold_another_up() {
     system.counts("baton_router_queue_requests{priority=\"normal\"}", 21.0).await;
     d.open_gate();
     d.open_gate();
-    eventually("three are asked", || d.asked().len() == 3).await;
+    eventually("three have the request", || d.received().len() == 3).await;
     assert!(
-        d.asked().iter().any(|request| request.body["prompt"] == "b"),
+        d.received().iter().any(|request| request.body["prompt"] == "b"),
         "after one turn of the other at most"
     );
     (0..20).for_each(|_| d.open_gate());
@@ -351,7 +351,7 @@ async fn one_tenant_with_many_waiting_requests_does_not_hold_another_up() {
 }
 
 #[tokio::test]
-async fn what_is_wrong_with_keys_is_told() {
+async fn invalid_keys_are_reported() {
     let key = NewKey::make();
     let entry = |id: &str| format!("{{id: {id}, hash: '{}', tenant: t}}", key.hash);
     let yaml = |auth: &str| {
@@ -366,8 +366,8 @@ async fn what_is_wrong_with_keys_is_told() {
         (format!("{{keys: [{{id: a, hash: '{}', tenant: t, expires: soon}}]}}", key.hash), "UTC"),
         (format!("{{keys: [{{id: a, hash: '{}', tenant: t, priority_max: urgent}}]}}", key.hash), "urgent"),
     ] {
-        let said = RouterConfig::from_yaml(&yaml(&auth), "r.yaml").expect_err(&auth).to_string();
-        assert!(said.starts_with("r.yaml:4:") && said.contains(word), "{said}");
+        let message = RouterConfig::from_yaml(&yaml(&auth), "r.yaml").expect_err(&auth).to_string();
+        assert!(message.starts_with("r.yaml:4:") && message.contains(word), "{message}");
     }
     for (auth, word) in [
         (format!("{{keys: [{}, {}]}}", entry("a"), entry("b")), "hash of another key"),
@@ -377,13 +377,13 @@ async fn what_is_wrong_with_keys_is_told() {
         ("{keys_file: no/such.yaml}".to_owned(), "no/such.yaml"),
     ] {
         let config = RouterConfig::from_yaml(&yaml(&auth), "r.yaml").unwrap();
-        let said = Router::bind(config).await.err().expect(&auth).to_string();
-        assert!(said.contains(word), "{said}");
+        let message = Router::bind(config).await.err().expect(&auth).to_string();
+        assert!(message.contains(word), "{message}");
     }
 }
 
 #[tokio::test]
-async fn what_is_passed_on_is_charged_and_says_no_more_than_its_key_may() {
+async fn passthrough_requests_are_charged_and_their_priority_is_bounded() {
     let limits = ", limits: {tokens_per_minute: 100}, priority_max: normal";
     let k = keyed(Action::Whole(1), limits, ", priority_max: high", "", "").await;
     let ask = async |key: &str, path: &str, input: usize| {
@@ -409,7 +409,7 @@ async fn what_is_passed_on_is_charged_and_says_no_more_than_its_key_may() {
 }
 
 #[tokio::test]
-async fn what_no_engine_was_asked_costs_no_tokens() {
+async fn a_request_that_reached_no_engine_costs_no_tokens() {
     let (key, both) = (NewKey::make(), FakeEngine::always(Action::Whole(1)).await);
     // The reserved place fills the pool: the request is refused when its prefill engine is chosen.
     let engine = format!("{{engines: [{{url: '{}', max_in_flight: 1}}]}}", both.url());
@@ -432,7 +432,7 @@ async fn what_no_engine_was_asked_costs_no_tokens() {
 }
 
 #[tokio::test]
-async fn what_an_answer_cost_beyond_the_estimate_is_charged_when_it_ends() {
+async fn the_cost_beyond_the_estimate_is_charged_at_the_end() {
     let usage = json!({"prompt_tokens": 5, "completion_tokens": 1500, "total_tokens": 1505});
     let k = keyed(
         Action::Json(json!({"choices": [], "usage": usage})),
@@ -458,7 +458,7 @@ async fn what_an_answer_cost_beyond_the_estimate_is_charged_when_it_ends() {
 }
 
 #[tokio::test]
-async fn an_engine_that_refuses_the_routers_key_is_the_operators_trouble_and_another_is_asked() {
+async fn an_engine_that_refuses_the_routers_key_is_skipped_as_misconfigured() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("key");
     std::fs::write(&file, "engine-key\n").unwrap();
@@ -479,6 +479,6 @@ async fn an_engine_that_refuses_the_routers_key_is_the_operators_trouble_and_ano
     for _ in 0..2 {
         assert_eq!(post(both.address, "/v1/completions", &completion(false)).await.status, 200);
     }
-    assert_eq!(serves.asked().len(), 2);
-    assert!(refuses.asked().len() > 1, "it was asked, and its refusal was not the answer");
+    assert_eq!(serves.received().len(), 2);
+    assert!(refuses.received().len() > 1, "it got requests, and its refusal was not forwarded");
 }

@@ -4,7 +4,7 @@ use serde_json::json;
 
 use crate::harness::client::{Client, DISCONNECT_KINDS, completion};
 use crate::harness::engine::{Action, FakeEngine};
-use crate::harness::system::{TestRouter, asked};
+use crate::harness::system::{TestRouter, await_requests};
 
 /// A request to generate from this prompt.
 fn request(prompt: &str) -> String {
@@ -14,7 +14,7 @@ fn request(prompt: &str) -> String {
 }
 
 fn prompts(engine: &FakeEngine) -> Vec<String> {
-    engine.asked().iter().map(|request| request.body["prompt"].as_str().unwrap().to_owned()).collect()
+    engine.received().iter().map(|request| request.body["prompt"].as_str().unwrap().to_owned()).collect()
 }
 
 #[tokio::test]
@@ -45,14 +45,14 @@ async fn a_request_that_comes_while_another_is_answered_waits_for_its_turn() {
     let system = TestRouter::start(&[&p], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     client.send(request("one").as_bytes()).await;
-    asked(&p, 1).await;
+    await_requests(&p, 1).await;
     let second = request("two");
     let (begin, end) = second.split_at(30);
     client.send(begin.as_bytes()).await;
     p.open_gate();
     assert_eq!(client.answer().await.status, 200);
     client.send(end.as_bytes()).await;
-    asked(&p, 2).await;
+    await_requests(&p, 2).await;
     p.open_gate();
     assert_eq!(client.answer().await.status, 200);
     assert_eq!(prompts(&d), ["one", "two"]);
@@ -80,7 +80,7 @@ async fn an_empty_line_behind_a_body_or_before_a_request_is_skipped() {
     let mut client = Client::connect(system.address).await;
     for times in 1..=3 {
         client.send(request("hello").as_bytes()).await;
-        asked(&p, times).await;
+        await_requests(&p, times).await;
         client.send(b"\r\n").await;
         p.open_gate();
         assert_eq!(client.answer().await.status, 200);
@@ -123,7 +123,7 @@ async fn extensions_and_trailers_of_chunks_are_read_and_no_engine_gets_them() {
         client.send([head, &chunks].concat().as_bytes()).await;
         assert_eq!(client.answer().await.status, 200);
     }
-    for request in d.asked() {
+    for request in d.received() {
         assert_eq!(request.body["prompt"], "hello");
         for name in ["x-checksum", "authorization", "trailer"] {
             assert!(!request.headers.contains_key(name), "{name}");
@@ -132,7 +132,7 @@ async fn extensions_and_trailers_of_chunks_are_read_and_no_engine_gets_them() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_with_its_next_request_sent_is_noticed() {
+async fn a_cancel_after_a_pipelined_request_is_detected() {
     for how in DISCONNECT_KINDS {
         // The longer request is not read completely: its end is behind the data in the system's buffers.
         for next in [request("two"), request(&"x".repeat(50_000))] {
@@ -141,7 +141,7 @@ async fn a_client_that_leaves_with_its_next_request_sent_is_noticed() {
             let system = TestRouter::with(&[&p], &[&d], "", "timeouts: {settle_ms: 300}").await;
             let mut client = Client::connect(system.address).await;
             client.send(request("one").as_bytes()).await;
-            asked(&p, 1).await;
+            await_requests(&p, 1).await;
             client.send(next.as_bytes()).await;
             client.hang_up(how);
             p.wait("the abort", |p| !p.aborts().is_empty()).await;

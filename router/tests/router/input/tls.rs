@@ -19,7 +19,7 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::harness::client::completion;
 use crate::harness::engine::{Action, FakeEngine, eventually};
-use crate::harness::system::{TestRouter, asked};
+use crate::harness::system::{TestRouter, await_requests};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -180,14 +180,14 @@ async fn requests_and_streams_go_through_tls_on_kept_connections() {
 }
 
 #[tokio::test]
-async fn however_a_client_leaves_a_tls_connection_its_engine_hears_of_it() {
+async fn every_tls_disconnect_of_a_client_aborts_its_request() {
     let authority = Authority::new();
     for leave in ["close_notify", "fin", "rst", "notify and stay"] {
         let d = FakeEngine::scripted(vec![Action::Hang]).await;
         let system = system(&authority, &d, "", "").await;
         let mut client = authority.connect(system.address, None).await.unwrap();
         client.post(&completion(true)).await;
-        asked(&d, 1).await;
+        await_requests(&d, 1).await;
         let mut kept = None;
         match leave {
             "close_notify" => client.stream.shutdown().await.unwrap(),
@@ -252,14 +252,14 @@ async fn a_new_certificate_is_for_new_connections_and_a_bad_one_changes_nothing(
 
 #[tokio::test]
 async fn clients_show_certificates_where_they_must() {
-    let (authority, stranger) = (Authority::new(), Authority::new());
+    let (authority, foreign) = (Authority::new(), Authority::new());
     let d = FakeEngine::always(Action::Whole(1)).await;
     let good = authority.signs(&["client.test"], None);
-    let forged = stranger.signs(&["client.test"], None);
+    let forged = foreign.signs(&["client.test"], None);
     for (auth, without) in [("optional", true), ("require", false)] {
         let system = system(&authority, &d, &client_ca(&authority, auth), "").await;
         for (own, welcome) in [(None, without), (Some(&good), true), (Some(&forged), false)] {
-            let before = d.asked().len();
+            let before = d.received().len();
             // In TLS 1.3 a refused client gets the error with its first read.
             let answered = match authority.connect(system.address, own).await {
                 Err(_) => None,
@@ -274,7 +274,7 @@ async fn clients_show_certificates_where_they_must() {
                 }
             };
             assert_eq!(answered.is_some(), welcome, "{auth}");
-            assert_eq!(d.asked().len() - before, usize::from(welcome), "{auth}");
+            assert_eq!(d.received().len() - before, usize::from(welcome), "{auth}");
         }
     }
 }
@@ -293,14 +293,14 @@ async fn a_certificates_name_can_be_a_tenant() {
     let answer = client.until("\"t\"}]}").await.unwrap();
     assert!(answer.to_ascii_lowercase().contains("x-ratelimit-remaining-requests: 99"), "{answer}");
     system.counts("baton_router_tenant_requests_total{tenant=\"batch\"}", 1.0).await;
-    assert!(d.asked()[0].body["cache_salt"].is_string());
+    assert!(d.received()[0].body["cache_salt"].is_string());
     let mut client = authority.connect(system.address, Some(&unknown)).await.unwrap();
     client.post(&completion(false)).await;
     assert!(client.until("invalid_api_key").await.unwrap().starts_with("HTTP/1.1 401"));
 }
 
 #[tokio::test]
-async fn a_handshake_that_does_not_come_is_cut_and_holds_nobody_up() {
+async fn a_missing_handshake_is_cut_and_delays_no_client() {
     let authority = Authority::new();
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = system(&authority, &d, ", handshake_ms: 300, handshakes: 4", "").await;
@@ -356,11 +356,11 @@ async fn encrypted(authority: &Authority, engine: SocketAddr) -> SocketAddr {
 
 #[tokio::test]
 async fn engines_are_reached_by_mutual_tls_and_their_certificates_are_checked() {
-    let (authority, stranger) = (Authority::new(), Authority::new());
+    let (authority, foreign) = (Authority::new(), Authority::new());
     let d = FakeEngine::scripted(vec![Action::Whole(1), Action::Stream(2), Action::Hang]).await;
     let proxy = encrypted(&authority, d.address).await;
     authority.install("own", &authority.signs(&["router.test"], None));
-    stranger.install("own", &stranger.signs(&["router.test"], None));
+    foreign.install("own", &foreign.signs(&["router.test"], None));
     let yaml = |by: &Authority, own: &Authority, name: &str| {
         format!(
             "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels: [{{name: m, decode: {{engines: [{{url: \
@@ -378,24 +378,24 @@ async fn engines_are_reached_by_mutual_tls_and_their_certificates_are_checked() 
     assert_eq!(d.connections(), 1, "the connection is kept");
     let mut client = crate::harness::client::Client::connect(good.address).await;
     client.post("/v1/completions", &completion(true)).await;
-    asked(&d, 3).await;
+    await_requests(&d, 3).await;
     client.hang_up(crate::harness::client::DisconnectKind::Fin);
     eventually("the engine is cut", || d.cut() == 1).await;
     good.settled().await;
     for (by, own, name, why) in [
-        (&stranger, &authority, "engine.test", "an engine of another root"),
-        (&authority, &stranger, "engine.test", "a router of another root"),
+        (&foreign, &authority, "engine.test", "an engine of another root"),
+        (&authority, &foreign, "engine.test", "a router of another root"),
         (&authority, &authority, "other.test", "another name"),
     ] {
         let bad = TestRouter::of(&yaml(by, own, name)).await;
         let answer = crate::harness::client::post(bad.address, "/v1/completions", &completion(false)).await;
         assert!(answer.status >= 500, "{why}: {}", answer.status);
     }
-    assert_eq!(d.asked().len(), 3);
+    assert_eq!(d.received().len(), 3);
 }
 
 #[tokio::test]
-async fn what_cannot_be_used_is_told_before_anything_listens() {
+async fn unusable_tls_files_are_reported_before_the_router_listens() {
     let authority = Authority::new();
     authority.install("a", &authority.signs(&["a.test"], None));
     authority.install("b", &authority.signs(&["b.test"], None));
@@ -432,9 +432,9 @@ async fn what_cannot_be_used_is_told_before_anything_listens() {
             "client_ca",
         ),
     ] {
-        let said = start(url, &format!("{listen}{top}")).await;
-        assert!(said.contains(word), "{top}: {said}");
-        assert!(!said.contains("PRIVATE"), "{said}");
+        let message = start(url, &format!("{listen}{top}")).await;
+        assert!(message.contains(word), "{top}: {message}");
+        assert!(!message.contains("PRIVATE"), "{message}");
     }
 }
 
@@ -499,10 +499,10 @@ async fn beyond_loopback_the_admin_listener_needs_a_token_or_certificates() {
     let mut monitor = authority.connect(admin, Some(&own)).await.unwrap();
     monitor.send(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n").await;
     assert!(monitor.until("baton_router_build_info").await.is_some());
-    let stranger = authority.connect(admin, None).await;
-    if let Ok(mut stranger) = stranger {
-        let _ = stranger.stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n").await;
-        assert!(stranger.until("baton_router_build_info").await.is_none());
+    let foreign = authority.connect(admin, None).await;
+    if let Ok(mut foreign) = foreign {
+        let _ = foreign.stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n").await;
+        assert!(foreign.until("baton_router_build_info").await.is_none());
     }
 }
 
@@ -516,7 +516,7 @@ fn hello(authority: &Authority) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn silent_connections_keep_no_client_out() {
+async fn silent_connections_do_not_block_new_clients() {
     let authority = Authority::new();
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = system(&authority, &d, ", handshakes: 1, handshake_ms: 60000", "").await;
@@ -537,7 +537,7 @@ async fn silent_connections_keep_no_client_out() {
 }
 
 #[tokio::test]
-async fn another_token_file_takes_effect_with_the_configuration_and_none_leaves_no_door_open() {
+async fn a_new_token_file_takes_effect_and_a_missing_one_keeps_the_admin_api_closed() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name).display().to_string();
     std::fs::write(at("one"), "the first of two tokens\n").unwrap();

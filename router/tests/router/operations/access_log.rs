@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::harness::client::{Client, DisconnectKind, completion, get, post};
 use crate::harness::engine::{Action, FakeEngine, eventually};
-use crate::harness::system::{TestRouter, asked};
+use crate::harness::system::{TestRouter, await_requests};
 
 struct TempLog {
     folder: tempfile::TempDir,
@@ -58,7 +58,7 @@ fn documented() -> BTreeSet<String> {
 }
 
 #[tokio::test]
-async fn a_line_says_what_became_of_a_request_and_nothing_secret() {
+async fn a_log_line_contains_the_outcome_and_no_secret() {
     let log = TempLog::new();
     let p = FakeEngine::always(Action::Lease(Some(7))).await;
     let d = FakeEngine::scripted(vec![usage(), Action::StreamGated(9)]).await;
@@ -90,7 +90,7 @@ async fn a_line_says_what_became_of_a_request_and_nothing_secret() {
     ] {
         assert_eq!(line[field], value, "{field}: {line}");
     }
-    assert_eq!(line["request_id"], p.asked()[0].headers["x-request-id"].to_str().unwrap());
+    assert_eq!(line["request_id"], p.received()[0].headers["x-request-id"].to_str().unwrap());
     let ms = |field: &str| line[field].as_f64().unwrap_or_else(|| panic!("{field}: {line}"));
     let phases = ["queue_ms", "prefill_ms", "gap_ms", "accept_ms", "first_byte_ms", "stream_ms"];
     let sum: f64 = phases.map(ms).iter().sum();
@@ -107,20 +107,20 @@ async fn a_line_says_what_became_of_a_request_and_nothing_secret() {
     assert_eq!(client.head().await.0, 200);
     client.chunk().await.unwrap();
     client.hang_up(DisconnectKind::Rst);
-    let gone = has(&log.path(), 2).await.remove(1);
+    let cancelled = has(&log.path(), 2).await.remove(1);
     assert_eq!(
-        (&gone["outcome"], &gone["disconnect_phase"]),
+        (&cancelled["outcome"], &cancelled["disconnect_phase"]),
         (&json!("client_gone"), &json!("decode_stream"))
     );
-    assert_eq!((&gone["streamed"], gone["status"].as_u64()), (&json!(true), Some(499)));
+    assert_eq!((&cancelled["streamed"], cancelled["status"].as_u64()), (&json!(true), Some(499)));
 
     let mut known: BTreeSet<String> = BTreeSet::from(["tenant".to_owned()]);
-    known.extend([&line, &gone].into_iter().flat_map(|line| line.as_object().unwrap().keys().cloned()));
+    known.extend([&line, &cancelled].into_iter().flat_map(|line| line.as_object().unwrap().keys().cloned()));
     assert_eq!(known, documented(), "docs/reference/access-log.md explains every field");
 }
 
 #[tokio::test]
-async fn requests_that_go_wrong_are_logged_whatever_the_sample_is() {
+async fn failed_requests_are_logged_at_any_sample_rate() {
     let log = TempLog::new();
     let d = FakeEngine::scripted(vec![Action::Whole(1), Action::Whole(1), Action::Hang]).await;
     let system = TestRouter::with(&[], &[&d], "", &log.yaml(", sample: 0.0")).await;
@@ -137,7 +137,7 @@ async fn requests_that_go_wrong_are_logged_whatever_the_sample_is() {
     assert_eq!(get(system.address, &format!("/{}", "x".repeat(3000))).await.status, 404);
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(false)).await;
-    asked(&d, 3).await;
+    await_requests(&d, 3).await;
     client.hang_up(DisconnectKind::Fin);
     system.counts("baton_router_disconnects_total", 1.0).await;
     system.counts("baton_router_access_log_lines_total", 3.0).await;
@@ -165,7 +165,7 @@ async fn a_sample_of_a_half_is_every_other_request() {
 }
 
 #[tokio::test]
-async fn a_file_that_was_renamed_is_opened_anew_and_no_line_is_lost() {
+async fn a_renamed_log_file_is_reopened_without_losing_a_line() {
     let log = TempLog::new();
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::with(&[], &[&d], "", &log.yaml("")).await;
@@ -174,17 +174,17 @@ async fn a_file_that_was_renamed_is_opened_anew_and_no_line_is_lost() {
     has(&log.path(), 1).await;
     let old = log.folder.path().join("access.log.1");
     std::fs::rename(log.path(), &old).unwrap();
-    let mut asked = 1;
+    let mut sent = 1;
     while !log.path().exists() {
         ask().await;
-        asked += 1;
-        assert!(asked < 100_000, "the file is never opened again");
+        sent += 1;
+        assert!(sent < 100_000, "the file is never opened again");
     }
     ask().await;
-    asked += 1;
-    system.counts("baton_router_access_log_lines_total", f64::from(asked)).await;
+    sent += 1;
+    system.counts("baton_router_access_log_lines_total", f64::from(sent)).await;
     let total = || lines(&old).len() + lines(&log.path()).len();
-    eventually("every line is in one of the two", || total() == asked as usize).await;
+    eventually("every line is in one of the two", || total() == sent as usize).await;
     assert!(!lines(&log.path()).is_empty());
 }
 
@@ -208,8 +208,8 @@ async fn a_log_that_cannot_be_opened_is_refused_at_the_start() {
     let yaml = "listen: 127.0.0.1:0\nadmin: {listen: '127.0.0.1:0'}\nmodels: [{name: m, decode: {engines: \
         [{url: 'http://127.0.0.1:1'}]}}]\naccess_log: {enabled: true, path: /no/such/folder/access.log}\n";
     let config = RouterConfig::from_yaml(yaml, "test.yaml").unwrap();
-    let said = Router::bind(config).await.err().unwrap().to_string();
-    assert!(said.contains("/no/such/folder/access.log"), "{said}");
+    let message = Router::bind(config).await.err().unwrap().to_string();
+    assert!(message.contains("/no/such/folder/access.log"), "{message}");
 }
 
 #[tokio::test]

@@ -45,7 +45,7 @@ fn short(stream: bool) -> Value {
 }
 
 #[tokio::test]
-async fn a_stream_is_charged_by_its_tokens_however_it_comes() {
+async fn a_stream_is_charged_by_its_tokens_at_any_framing() {
     let used = r#"data: {"choices":[],"usage":{"prompt_tokens":400,"completion_tokens":8000}}"#;
     let (comment, done) = (format!(": {}\n\n", "x".repeat(5000)), "data: [DONE]\n\n");
     let ids = format!("\"prompt_token_ids\":[{}1]", "12345,".repeat(2000));
@@ -86,7 +86,7 @@ async fn two_thousand_events_in_one_write_cost_two_thousand_tokens() {
 }
 
 #[tokio::test]
-async fn a_whole_answer_is_charged_wherever_its_usage_stands() {
+async fn an_unstreamed_response_is_charged_for_usage_at_any_position() {
     let long = "7,".repeat(800_000);
     for behind in
         ["", &*format!(r#","prompt_logprobs":[null,[{}7]]"#, &long[..9000]), &*format!(r#","ids":[{long}7]"#)]
@@ -125,11 +125,11 @@ fn counting(request: &ReceivedRequest) -> Option<Action> {
 }
 
 #[tokio::test]
-async fn the_usage_of_every_stream_is_known_and_reaches_only_clients_that_ask() {
+async fn the_usage_of_every_stream_is_known_and_sent_only_on_request() {
     let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
     let d = FakeEngine::always(Action::Hang).await.with_rule(counting);
     let system = TestRouter::start(&[&p], &[&d]).await;
-    for (options, asked) in [
+    for (options, requested) in [
         (None, false),
         (Some(json!(null)), false),
         (Some(json!({"include_usage": false, "continuous_usage_stats": true})), false),
@@ -140,22 +140,23 @@ async fn the_usage_of_every_stream_is_known_and_reaches_only_clients_that_ask() 
             body["stream_options"] = options;
         }
         let answer = post(system.address, "/v1/completions", &body).await;
-        assert_eq!((answer.status, answer.text().contains("usage")), (200, asked), "{body}");
+        assert_eq!((answer.status, answer.text().contains("usage")), (200, requested), "{body}");
         assert!(answer.text().starts_with(&(0..3).map(event).collect::<String>()));
         assert!(answer.text().ends_with("data: [DONE]\n\n"));
     }
     system.counts("baton_router_tokens_total{model=\"m\",kind=\"completion\"}", 12.0).await;
     system.counts("baton_router_tokens_total{model=\"m\",kind=\"prompt\"}", 28.0).await;
-    let sent: Vec<_> = d.asked().into_iter().map(|request| request.body["stream_options"].clone()).collect();
+    let sent: Vec<_> =
+        d.received().into_iter().map(|request| request.body["stream_options"].clone()).collect();
     assert!(sent.iter().all(|options| options["include_usage"] == true), "{sent:?}");
     assert_eq!(sent[2]["continuous_usage_stats"], false, "without `include_usage` it asks for nothing");
-    assert!(p.asked().iter().all(|request| request.body.get("stream_options").is_none()));
+    assert!(p.received().iter().all(|request| request.body.get("stream_options").is_none()));
     assert_eq!(post(system.address, "/v1/completions", &short(false)).await.status, 200);
-    assert!(d.asked().last().unwrap().body.get("stream_options").is_none(), "only of streams");
+    assert!(d.received().last().unwrap().body.get("stream_options").is_none(), "only of streams");
 }
 
 #[tokio::test]
-async fn an_engine_that_refuses_to_be_asked_for_usage_serves_streams_without() {
+async fn an_engine_that_refuses_the_usage_option_serves_streams_without_it() {
     let d = FakeEngine::always(Action::Hang).await.with_rule(|request| {
         if request.body.get("stream_options").is_some() {
             return Some(Action::Refuse(400, json!({"error": {"message": "Bad request"}})));
@@ -163,19 +164,19 @@ async fn an_engine_that_refuses_to_be_asked_for_usage_serves_streams_without() {
         counting(request)
     });
     let system = TestRouter::start(&[], &[&d]).await;
-    for asked in [2, 3, 4] {
+    for requested in [2, 3, 4] {
         let answer = post(system.address, "/v1/completions", &short(true)).await;
-        assert_eq!((answer.status, d.asked().len()), (200, asked), "{}", answer.text());
+        assert_eq!((answer.status, d.received().len()), (200, requested), "{}", answer.text());
     }
     // A client that requests usage itself reads the refusal.
     let mut body = short(true);
     body["stream_options"] = json!({"include_usage": true});
     assert_eq!(post(system.address, "/v1/completions", &body).await.status, 400);
-    assert_eq!(d.asked().len(), 5);
+    assert_eq!(d.received().len(), 5);
 }
 
 #[tokio::test]
-async fn a_refusal_for_something_else_is_asked_again_once_at_most_and_passed_on() {
+async fn a_refusal_for_another_reason_is_retried_once_and_forwarded() {
     let d = FakeEngine::always(Action::Hang).await.with_rule(|request| {
         if request.body["prompt"] == "bad" {
             return Some(Action::Refuse(400, json!({"error": {"message": "no such thing"}})));
@@ -185,14 +186,14 @@ async fn a_refusal_for_something_else_is_asked_again_once_at_most_and_passed_on(
     let system = TestRouter::start(&[], &[&d]).await;
     let bad = json!({"model": "m", "prompt": "bad", "stream": true});
     let answer = post(system.address, "/v1/completions", &bad).await;
-    assert_eq!((answer.status, answer.text().contains("no such thing"), d.asked().len()), (400, true, 2));
+    assert_eq!((answer.status, answer.text().contains("no such thing"), d.received().len()), (400, true, 2));
     assert_eq!(post(system.address, "/v1/completions", &short(true)).await.status, 200);
     assert_eq!(post(system.address, "/v1/completions", &bad).await.status, 400);
-    assert_eq!(d.asked().len(), 4, "it is known to take it");
+    assert_eq!(d.received().len(), 4, "it is known to take it");
 }
 
 #[tokio::test]
-async fn what_comes_as_200_and_is_no_answer_is_an_error_without_addresses() {
+async fn a_200_without_a_response_is_an_error_without_addresses() {
     let error = r#"{"error":{"message":"lost 10.0.0.7:8000","type":"InternalServerError","code":500}}"#;
     let refusal = r#"{"object":"error","message":"too long","code":400}"#;
     for (bytes, headers, status) in [
@@ -224,7 +225,7 @@ async fn what_comes_as_200_and_is_no_answer_is_an_error_without_addresses() {
 }
 
 #[tokio::test]
-async fn an_error_in_an_answer_that_cannot_be_held_is_no_answer_either() {
+async fn an_error_in_an_oversized_response_is_an_error() {
     // Larger than the budget for all responses.
     let bulk = "1,".repeat(800_000);
     let error = |message: &str| {
@@ -246,8 +247,8 @@ async fn an_error_in_an_answer_that_cannot_be_held_is_no_answer_either() {
         let top = "limits: {body_bytes: 4096, body_bytes_total: 1048576}";
         let system = TestRouter::with(&[], &[&d], "", top).await;
         let mut client = Client::connect(system.address).await;
-        let asked = json!({"model": "m", "prompt": "x", "input": "x", "max_tokens": 8});
-        client.post(&format!("/v1/{path}"), &asked).await;
+        let requested = json!({"model": "m", "prompt": "x", "input": "x", "max_tokens": 8});
+        client.post(&format!("/v1/{path}"), &requested).await;
         match status {
             Some(status) => {
                 let answer = client.answer().await;
@@ -311,15 +312,15 @@ async fn a_stream_whose_lines_end_with_cr_is_served_as_it_comes() {
 #[tokio::test]
 async fn a_prefill_engines_error_under_a_200_is_its_failure() {
     let fails = FakeEngine::always(Action::Json(json!({"error": {"message": "x", "code": 503}}))).await;
-    let lends = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let leasing = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
     let d = FakeEngine::always(Action::Whole(1)).await;
-    let system = TestRouter::with(&[&fails, &lends], &[&d], "", "").await;
+    let system = TestRouter::with(&[&fails, &leasing], &[&d], "", "").await;
     for _ in 0..4 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     assert!(
-        d.asked().iter().all(|request| request.body["kv_transfer_params"].is_object()),
+        d.received().iter().all(|request| request.body["kv_transfer_params"].is_object()),
         "each has a handoff"
     );
-    assert!(!fails.asked().is_empty());
+    assert!(!fails.received().is_empty());
 }

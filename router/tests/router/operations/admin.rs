@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::harness::client::{Client, DisconnectKind, completion, get, post};
 use crate::harness::engine::{Action, FakeEngine};
-use crate::harness::system::{TestRouter, asked};
+use crate::harness::system::{TestRouter, await_requests};
 
 async fn sent(system: &TestRouter, text: &str) -> crate::harness::client::ClientResponse {
     let mut client = Client::connect(system.admin).await;
@@ -37,7 +37,7 @@ async fn every_path_has_its_methods_and_errors_are_json() {
 }
 
 #[tokio::test]
-async fn the_page_of_metrics_comes_in_the_format_that_is_asked_for() {
+async fn the_metrics_page_has_the_requested_format() {
     let d = FakeEngine::always(Action::StreamGated(3)).await;
     let system = TestRouter::start(&[], &[&d]).await;
     let mut client = Client::connect(system.address).await;
@@ -90,14 +90,14 @@ async fn requests_in_flight_are_listed_with_their_phase_and_engines() {
     let system = TestRouter::start(&[&p], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(true)).await;
-    asked(&d, 1).await;
+    await_requests(&d, 1).await;
     let list = get(system.admin, "/requests").await.json();
     let request = &list["requests"][0];
     assert_eq!((&list["in_flight"], &request["model"]), (&Value::from(1), &Value::from("m")), "{list}");
     assert_eq!(request["phase"], "decode_pre_first");
     assert_eq!(request["prefill_engine"], p.address.to_string());
     assert_eq!(request["decode_engine"], d.address.to_string());
-    assert_eq!(request["request_id"], d.asked()[0].headers["x-request-id"].to_str().unwrap());
+    assert_eq!(request["request_id"], d.received()[0].headers["x-request-id"].to_str().unwrap());
     assert!(request["age_seconds"].as_f64().unwrap() > 0.0);
     assert!(system.metric("baton_router_inflight_request_age_seconds").await > 0.0);
     assert_eq!(get(system.admin, "/requests?limit=0").await.json()["requests"].as_array().unwrap().len(), 0);
@@ -113,7 +113,7 @@ async fn requests_in_flight_are_listed_with_their_phase_and_engines() {
 }
 
 #[tokio::test]
-async fn server_timing_is_told_only_where_it_is_wanted() {
+async fn server_timing_is_sent_only_if_configured() {
     let p = FakeEngine::always(Action::Lease(Some(1))).await;
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::start(&[&p], &[&d]).await;

@@ -27,7 +27,7 @@ fn a_good_file_loads_with_its_defaults() {
 }
 
 #[test]
-fn what_is_wrong_is_told_by_line_and_column() {
+fn a_problem_is_reported_by_line_and_column() {
     for (from, to, expected) in [
         ("policy: round_robin", "polizy: round_robin", "6:7: unknown key `polizy`, did you mean `policy`?"),
         (
@@ -102,7 +102,7 @@ fn what_is_wrong_is_told_by_line_and_column() {
 }
 
 #[test]
-fn every_problem_of_a_file_is_told_at_once_in_the_order_of_the_file() {
+fn all_problems_of_a_file_are_reported_in_file_order() {
     let message = problem(
         "listen: 127.0.0.1:0\n\
          limmits: {in_flight: 1}\n\
@@ -120,7 +120,7 @@ fn every_problem_of_a_file_is_told_at_once_in_the_order_of_the_file() {
 }
 
 #[test]
-fn values_that_garde_alone_can_judge_are_told_with_their_place() {
+fn values_that_garde_rejects_are_reported_with_their_position() {
     let labels: Vec<_> = (0..33).map(|n| format!("l{n}: x")).collect();
     let engine = format!("url: http://127.0.0.1:2\n          labels: {{{}}}", labels.join(", "));
     let message = problem(&GOOD.replace("url: http://127.0.0.1:2", &engine));
@@ -154,7 +154,7 @@ fn a_hostile_file_is_refused_early() {
 }
 
 #[test]
-fn anchors_and_merges_say_things_once() {
+fn anchors_and_merges_reuse_settings() {
     let engines: Vec<_> = (1..=200).map(|n| format!("{{<<: *e, url: 'http://e{n}:1'}}")).collect();
     let yaml = format!(
         "models:\n  - name: m\n    prefill: {{engines: [&e {{weight: 7, labels: {{zone: a}}, url: 'http://p:1'}}]}}\n    \
@@ -224,7 +224,7 @@ fn the_schema_describes_every_field() {
 }
 
 #[test]
-fn what_cannot_observe_is_refused() {
+fn invalid_telemetry_and_access_log_settings_are_refused() {
     for (bad, word) in [
         ("access_log: {sample: 1.5}", "1"),
         ("access_log: {queue: 0}", "1"),
@@ -324,7 +324,7 @@ fn engines_that_publish_to_one_port_of_the_router_are_refused() {
 }
 
 #[test]
-fn keys_without_effect_are_told() {
+fn keys_without_effect_are_reported() {
     let doubts = |model: &str, pool: &str, top: &str| {
         let yaml = GOOD
             .replace("  - name: m\n", &format!("  - name: m\n{model}"))
@@ -359,7 +359,7 @@ fn keys_without_effect_are_told() {
 }
 
 #[test]
-fn the_bounds_of_a_key_that_may_be_left_out_are_in_the_schema() {
+fn the_bounds_of_an_optional_key_are_in_the_schema() {
     let schema = RouterConfig::schema();
     for (part, key, low, high) in [
         ("CapacityConfig", "max_in_flight", 1, 1_000_000),
@@ -399,7 +399,7 @@ fn an_address_to_listen_at_is_an_ip_address_or_localhost_with_a_port() {
 }
 
 #[test]
-fn anything_else_is_refused_with_what_to_write() {
+fn an_invalid_value_is_refused_with_the_expected_form() {
     for (text, part) in [
         ("8080", "`127.0.0.1:8080` (this machine only) or `0.0.0.0:8080`"),
         (":8080", "`127.0.0.1:8080` (this machine only) or `0.0.0.0:8080`"),
@@ -473,7 +473,7 @@ fn an_address_has_the_same_forms_under_every_key() {
 }
 
 #[test]
-fn a_value_in_another_form_is_told_with_the_form_that_is_needed() {
+fn a_value_of_another_form_is_reported_with_the_expected_form() {
     let model = |decode: &str| format!("models:\n  - name: m\n    decode: {decode}\n");
     for (decode, expected) in [
         (
@@ -500,7 +500,7 @@ fn a_value_in_another_form_is_told_with_the_form_that_is_needed() {
 }
 
 #[test]
-fn an_unknown_key_is_told_with_the_key_that_was_meant() {
+fn an_unknown_key_is_reported_with_the_closest_key() {
     let engine = "{url: 'http://a:1'}";
     for (top, model, decode, expected) in [
         ("tls: {certificate: /c, key: /k}", "", "", "`tls`, did you mean `listen_tls`?"),
@@ -528,7 +528,7 @@ fn an_unknown_key_is_told_with_the_key_that_was_meant() {
 }
 
 #[test]
-fn a_choice_in_another_spelling_is_told_with_the_form_that_is_needed() {
+fn a_misspelt_choice_is_reported_with_the_expected_spelling() {
     let with = |policy: &str| problem(&GOOD.replace("policy: round_robin", &format!("policy: {policy}")));
     for (policy, expected) in [
         ("least-load", "`least-load` is none of"),

@@ -134,7 +134,7 @@ impl<'a> SchemaKeys<'a> {
 
     fn bounds(&self, node: &'a Value) -> String {
         let node = self.target(node).map_or(node, |(_, target)| target);
-        let mut said = Vec::new();
+        let mut ranges = Vec::new();
         for (low, high, of) in [
             ("minimum", "maximum", ""),
             ("minLength", "maxLength", " bytes"),
@@ -143,12 +143,12 @@ impl<'a> SchemaKeys<'a> {
         ] {
             match (&node[low], &node[high]) {
                 (Value::Null, Value::Null) => {}
-                (low, Value::Null) => said.push(format!("at least {low}{of}")),
-                (Value::Null, high) => said.push(format!("at most {high}{of}")),
-                (low, high) => said.push(format!("{low} to {high}{of}")),
+                (low, Value::Null) => ranges.push(format!("at least {low}{of}")),
+                (Value::Null, high) => ranges.push(format!("at most {high}{of}")),
+                (low, high) => ranges.push(format!("{low} to {high}{of}")),
             }
         }
-        said.join("; ")
+        ranges.join("; ")
     }
 }
 

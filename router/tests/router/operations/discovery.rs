@@ -54,7 +54,7 @@ async fn engines_are_found_by_name() {
     while status(&system).await != 200 {
         assert!(begun.elapsed().as_secs() < 10, "the name is not found");
     }
-    assert!(!engine.asked().is_empty());
+    assert!(!engine.received().is_empty());
 }
 
 #[tokio::test]
@@ -109,7 +109,7 @@ async fn a_file_of_engines_is_followed_through_a_switch_of_links_and_its_loss() 
     for _ in 0..4 {
         assert_eq!(status(&system).await, 200);
     }
-    assert_eq!((b.asked().len(), listed.asked().len()), (2, 2));
+    assert_eq!((b.received().len(), listed.received().len()), (2, 2));
     // A missing or invalid file is ignored: its last valid content stays in effect.
     std::fs::remove_file(at("engines")).unwrap();
     let failures =
@@ -137,11 +137,11 @@ async fn a_pool_keeps_its_engines_until_a_new_source_has_answered() {
     let next = baton_router::RouterConfig::from_yaml(&yaml(&discover), "next.yaml").unwrap();
     system.reload.install(next).unwrap();
     assert_eq!(status(&system).await, 200);
-    assert_eq!(old.asked().len(), 1);
+    assert_eq!(old.received().len(), 1);
     std::fs::write(&file, format!("[{}]", new.url())).unwrap();
     system.counts("baton_router_config_revision", 1.0).await;
     assert_eq!(status(&system).await, 200);
-    assert_eq!((old.asked().len(), new.asked().len()), (1, 1));
+    assert_eq!((old.received().len(), new.received().len()), (1, 1));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -187,12 +187,12 @@ async fn no_request_fails_while_engines_are_found_and_lost_under_load() {
         answered += client.unwrap();
     }
     assert!(answered >= 100, "{answered} answers are too few to say anything");
-    assert!(engines.iter().all(|engine| !engine.asked().is_empty()), "each had its time");
+    assert!(engines.iter().all(|engine| !engine.received().is_empty()), "each had its time");
     system.settled().await;
 }
 
 #[tokio::test]
-async fn what_is_found_has_the_templates_keys() {
+async fn discovered_engines_have_the_templates_settings() {
     let engine = answers().await;
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("engines");
@@ -217,7 +217,7 @@ struct FakeKubernetes(Arc<Mutex<FakeKubernetesState>>);
 struct FakeKubernetesState {
     slices: Vec<Value>,
     watches: Vec<mpsc::Sender<Option<Value>>>,
-    asked: Vec<String>,
+    requests: Vec<String>,
 }
 
 type WatchFrame = Result<Frame<Bytes>, std::io::Error>;
@@ -273,9 +273,9 @@ impl FakeKubernetes {
 
     fn answer(&self, request: &Request<Incoming>) -> Response<BoxBody<Bytes, std::io::Error>> {
         let mut state = self.0.lock().unwrap();
-        let asked = request.uri().to_string();
-        let watches = asked.contains("watch=true");
-        state.asked.push(asked);
+        let uri = request.uri().to_string();
+        let watches = uri.contains("watch=true");
+        state.requests.push(uri);
         let body = if watches {
             let (sender, receiver) = mpsc::channel(16);
             state.watches.push(sender);
@@ -327,9 +327,9 @@ async fn the_endpoint_slices_of_a_service_are_watched_through_410_and_broken_wat
     .await;
     members(&system, 1).await;
     assert_eq!(status(&system).await, 200);
-    let asked = api.0.lock().unwrap().asked[0].clone();
-    assert!(asked.starts_with("/apis/discovery.k8s.io/v1/namespaces/serving/endpointslices?"), "{asked}");
-    assert!(asked.contains("kubernetes.io%2Fservice-name%3Ddecode%2Cteam%3Dx"), "{asked}");
+    let uri = api.0.lock().unwrap().requests[0].clone();
+    assert!(uri.starts_with("/apis/discovery.k8s.io/v1/namespaces/serving/endpointslices?"), "{uri}");
+    assert!(uri.contains("kubernetes.io%2Fservice-name%3Ddecode%2Cteam%3Dx"), "{uri}");
 
     // One more slice; then an engine of it terminates.
     api.watched().await;
@@ -347,11 +347,11 @@ async fn the_endpoint_slices_of_a_service_are_watched_through_410_and_broken_wat
     members(&system, 2).await;
 
     // A broken watch is started again.
-    let before = api.0.lock().unwrap().asked.len();
+    let before = api.0.lock().unwrap().requests.len();
     api.send(None);
     crate::harness::engine::eventually("another watch", || {
         let state = api.0.lock().unwrap();
-        state.asked.len() > before && !state.watches.is_empty()
+        state.requests.len() > before && !state.watches.is_empty()
     })
     .await;
     api.watched().await;
@@ -372,7 +372,7 @@ async fn the_endpoint_slices_of_a_service_are_watched_through_410_and_broken_wat
 }
 
 #[tokio::test]
-async fn an_endpoint_that_cannot_be_talked_to_is_left_out_and_holds_nothing_up() {
+async fn an_unreachable_endpoint_is_left_out_without_delay() {
     let (a, b) = (answers().await, answers().await);
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
@@ -400,7 +400,7 @@ async fn an_endpoint_that_cannot_be_talked_to_is_left_out_and_holds_nothing_up()
     for _ in 0..4 {
         assert_eq!(status(&system).await, 200);
     }
-    assert_eq!(b.asked()[0].headers["authorization"], "Bearer an-engine-key");
+    assert_eq!(b.received()[0].headers["authorization"], "Bearer an-engine-key");
 }
 
 #[tokio::test]

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::harness::client::{Client, completion, get, post};
 use crate::harness::engine::{Action, FakeEngine};
-use crate::harness::system::{TestRouter, asked};
+use crate::harness::system::{TestRouter, await_requests};
 
 /// The explanation of one request.
 async fn account(system: &TestRouter, id: &str) -> Value {
@@ -54,7 +54,7 @@ async fn a_request_is_explained_by_what_was_chosen_from_and_what_came_of_it() {
     assert_eq!(came[..2], ["opened a lease", "failed or did not respond"]);
     assert!(came.contains(&"accepted"), "{came:?}");
     let minted = account["id"].as_str().unwrap();
-    assert_eq!(p.asked()[0].headers["x-request-id"], minted);
+    assert_eq!(p.received()[0].headers["x-request-id"], minted);
     assert_eq!(ended(&system, minted).await, account, "by either name");
     let unknown = get(system.admin, "/explain/unknown").await;
     assert_eq!(unknown.status, 404);
@@ -68,7 +68,7 @@ async fn a_request_is_explained_by_what_was_chosen_from_and_what_came_of_it() {
 }
 
 #[tokio::test]
-async fn a_search_that_finds_no_other_engine_is_told_once() {
+async fn a_search_without_another_engine_is_explained_once() {
     let p = FakeEngine::always(Action::Close).await;
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::with(&[&p], &[&d], "    fallback: aggregate", "").await;
@@ -91,7 +91,7 @@ async fn a_request_that_hangs_is_explained_while_it_hangs() {
     let mut client = Client::connect(system.address).await;
     let body = completion(false).to_string();
     client.post_bytes("/v1/completions", "x-request-id: stuck\r\n", body.as_bytes()).await;
-    asked(&d, 1).await;
+    await_requests(&d, 1).await;
     let account = account(&system, "stuck").await;
     assert!(account["status"].is_null() && account["took_us"].is_null());
     assert_eq!(steps(&account, "disaggregate")[0]["reason"], "no_prefill_engines");
@@ -99,7 +99,7 @@ async fn a_request_that_hangs_is_explained_while_it_hangs() {
 }
 
 #[tokio::test]
-async fn a_dry_run_says_where_a_request_would_go_and_leaves_no_trace() {
+async fn a_dry_run_returns_the_choice_and_changes_no_state() {
     let (p, p2) =
         (FakeEngine::always(Action::Lease(Some(7))).await, FakeEngine::always(Action::Lease(Some(8))).await);
     let (a, b) = (FakeEngine::always(Action::Whole(1)).await, FakeEngine::always(Action::Whole(1)).await);
@@ -123,7 +123,7 @@ async fn a_dry_run_says_where_a_request_would_go_and_leaves_no_trace() {
     let plan = post(system.admin, "/dry-run", &chat).await.json();
     assert_eq!(plan["disaggregation"]["reason"], "short_prompt");
     assert!(plan["prefill"].is_null());
-    let bad = post(system.admin, "/dry-run", &json!({"model": "nobody", "messages": []})).await;
+    let bad = post(system.admin, "/dry-run", &json!({"model": "unknown", "messages": []})).await;
     assert!(matches!(bad.status, 400 | 404), "{}", bad.text());
     for engine in [&p, &p2, &a, &b] {
         assert!(engine.all().is_empty(), "no engine hears of a dry run");
@@ -132,7 +132,7 @@ async fn a_dry_run_says_where_a_request_would_go_and_leaves_no_trace() {
     assert_eq!(get(system.admin, "/explain").await.json()["requests"], json!([]));
     // A real request then goes to the engines of the dry run.
     assert_eq!(post(system.address, "/v1/completions", &long).await.status, 200);
-    assert_eq!((a.asked().len(), p.asked().len()), (1, 1));
+    assert_eq!((a.received().len(), p.received().len()), (1, 1));
 }
 
 #[tokio::test]
@@ -175,7 +175,7 @@ async fn with_keys_a_dry_run_is_of_a_tenant_whose_prefixes_are_its_own() {
     };
     assert!(held("one").await >= 9, "what it sent is held");
     assert_eq!(held("two").await, 0, "and belongs to no other tenant");
-    for unknown in ["", "&tenant=nobody"] {
+    for unknown in ["", "&tenant=unknown"] {
         let plan = post(system.admin, &format!("/dry-run?path=/v1/completions{unknown}"), &body).await;
         assert_eq!(plan.status, 400, "{}", plan.text());
     }

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::harness::client::{Client, DisconnectKind, completion, get};
 use crate::harness::engine::{Action, FakeEngine, ReceivedRequest};
-use crate::harness::system::{TestRouter, asked};
+use crate::harness::system::{TestRouter, await_requests};
 
 fn lease(id: &str, blocks: u64, state: &str) -> Value {
     json!({"request_id": id, "blocks": blocks, "state": state, "age_ms": 10_000, "left_ms": 20_000,
@@ -46,7 +46,7 @@ async fn until(system: &TestRouter, what: &str, is_so: impl Fn(&Value) -> bool) 
 }
 
 #[tokio::test]
-async fn a_lease_is_held_for_its_request_and_stranded_when_its_client_has_left() {
+async fn a_lease_is_held_for_its_request_and_stranded_after_a_cancel() {
     let id = Arc::new(Mutex::new("none".to_owned()));
     let known = Arc::clone(&id);
     let rule = move |request: &ReceivedRequest| match request.path.as_str() {
@@ -69,8 +69,8 @@ async fn a_lease_is_held_for_its_request_and_stranded_when_its_client_has_left()
     let system = TestRouter::start(&[&p], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(true)).await;
-    asked(&d, 1).await;
-    d.asked()[0].headers["x-request-id"].to_str().unwrap().clone_into(&mut id.lock().unwrap());
+    await_requests(&d, 1).await;
+    d.received()[0].headers["x-request-id"].to_str().unwrap().clone_into(&mut id.lock().unwrap());
 
     let snapshot =
         until(&system, "the request's lease", |snapshot| snapshot["requests"]["in_flight"] == 1).await;
@@ -84,13 +84,13 @@ async fn a_lease_is_held_for_its_request_and_stranded_when_its_client_has_left()
         let engines = snapshot["engines"].as_array().unwrap();
         engines.iter().find(|engine| engine["engine"] == of.address.to_string()).unwrap().clone()
     };
-    let lender = engine(&snapshot, &p);
+    let producer = engine(&snapshot, &p);
     assert_eq!(
-        (&lender["source"], &lender["role"], &lender["epoch"]),
+        (&producer["source"], &producer["role"], &producer["epoch"]),
         (&json!("debug_kv"), &json!("prefill"), &json!("e"))
     );
-    assert_eq!((&lender["blocks"]["stranded"], &lender["blocks"]["leased"]), (&json!(7), &json!(14)));
-    assert_eq!(lender["releases"], json!({"transfer_done": 41}));
+    assert_eq!((&producer["blocks"]["stranded"], &producer["blocks"]["leased"]), (&json!(7), &json!(14)));
+    assert_eq!(producer["releases"], json!({"transfer_done": 41}));
     let stock = engine(&snapshot, &d);
     assert_eq!(
         (&stock["source"], &stock["blocks"], &stock["kv_usage"]),
@@ -132,13 +132,13 @@ async fn many_open_pages_cost_an_engine_one_question() {
     let all = (0..20).map(|_| get(system.admin, "/debug/kv"));
     let answers = futures::future::join_all(all).await;
     assert!(answers.iter().all(|answer| answer.json()["engines"][0]["source"] == "debug_kv"));
-    let asked = d.all().iter().filter(|request| request.path == "/debug/kv").count();
+    let queries = d.all().iter().filter(|request| request.path == "/debug/kv").count();
     // On a machine that stalls, a cached snapshot may expire meanwhile.
-    assert!(asked as u64 <= 1 + begun.elapsed().as_secs(), "{asked}");
+    assert!(queries as u64 <= 1 + begun.elapsed().as_secs(), "{queries}");
 }
 
 #[tokio::test]
-async fn an_engine_that_says_nothing_or_no_is_shown_as_such_and_hides_no_other() {
+async fn a_silent_or_refusing_engine_is_shown_as_such_beside_the_others() {
     let hangs = FakeEngine::always(Action::Whole(1))
         .await
         .with_rule(|request| (request.path == "/debug/kv").then_some(Action::Hang));
@@ -152,10 +152,10 @@ async fn an_engine_that_says_nothing_or_no_is_shown_as_such_and_hides_no_other()
     let well = FakeEngine::always(Action::Whole(1))
         .await
         .with_rule(|request| (request.path == "/debug/kv").then(|| debug_kv(&[])));
-    let gone = FakeEngine::always(Action::Whole(1)).await;
-    let system = TestRouter::start(&[], &[&hangs, &refuses, &odd, &well, &gone]).await;
-    let at_gone = gone.address.to_string();
-    gone.die().await;
+    let dead = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[], &[&hangs, &refuses, &odd, &well, &dead]).await;
+    let dead_address = dead.address.to_string();
+    dead.die().await;
     let snapshot = get(system.admin, "/debug/kv").await.json();
     let error = |of: &str| {
         let engine = snapshot["engines"].as_array().unwrap().iter().find(|engine| engine["engine"] == of);
@@ -165,7 +165,7 @@ async fn an_engine_that_says_nothing_or_no_is_shown_as_such_and_hides_no_other()
     assert!(error(&refuses.address.to_string()).contains("secret"));
     assert!(error(&odd.address.to_string()).contains("not that of a Baton engine"));
     assert_eq!(error(&well.address.to_string()), "");
-    assert!(error(&at_gone).contains("cannot be reached"));
+    assert!(error(&dead_address).contains("cannot be reached"));
     assert_eq!(snapshot["engines"].as_array().unwrap().len(), 5);
 }
 
@@ -205,7 +205,7 @@ async fn a_request_is_followed_through_the_router_and_its_engines() {
     client.post_bytes("/v1/completions", "x-request-id: mine\r\n", body.as_bytes()).await;
     assert_eq!(client.answer().await.status, 200);
     system.settled().await;
-    d.asked()[0].headers["x-request-id"].to_str().unwrap().clone_into(&mut ID.lock().unwrap());
+    d.received()[0].headers["x-request-id"].to_str().unwrap().clone_into(&mut ID.lock().unwrap());
     let line = get(system.admin, "/debug/kv/requests/mine").await.json();
     assert_eq!((&line["request_id"], &line["client_id"]), (&json!(*ID.lock().unwrap()), &json!("mine")));
     let moments: Vec<(String, String)> = line["moments"]
@@ -227,7 +227,7 @@ async fn a_request_is_followed_through_the_router_and_its_engines() {
         "each once, and not another's"
     );
     assert!(line["notes"][0].as_str().unwrap().contains("no event log"), "{line:#}");
-    assert_eq!(get(system.admin, "/debug/kv/requests/nobody").await.status, 404);
+    assert_eq!(get(system.admin, "/debug/kv/requests/unknown").await.status, 404);
 }
 
 #[tokio::test]

@@ -89,7 +89,7 @@ async fn two_engines(of_b: &str) -> (FakeEngine, FakeEngine, TestRouter) {
 }
 
 #[tokio::test]
-async fn a_prompt_of_tokens_goes_to_the_engine_that_tells_that_it_holds_them() {
+async fn a_prompt_of_tokens_goes_to_the_engine_that_reports_its_blocks() {
     let mut publisher = Publisher::at(0).await;
     let (a, b, system) = two_engines(&format!("{{port: {}, topic: kv}}", publisher.port)).await;
     let b_is = b.address.to_string();
@@ -97,7 +97,7 @@ async fn a_prompt_of_tokens_goes_to_the_engine_that_tells_that_it_holds_them() {
     until(&system, &mut publisher, &first, (&b_is, 2)).await;
     until(&system, &mut publisher, &json!([stored(&[13], Some(12), &[9, 10, 11, 12])]), (&b_is, 3)).await;
     assert_eq!(post(system.address, "/v1/completions", &prompt()).await.status, 200);
-    assert_eq!((a.asked().len(), b.asked().len()), (0, 1));
+    assert_eq!((a.received().len(), b.received().len()), (0, 1));
     let removed = json!([{"type": "BlockRemoved", "block_hashes": [13], "medium": "GPU", "group_idx": 0}]);
     until(&system, &mut publisher, &removed, (&b_is, 2)).await;
     // A salted prompt belongs to another tenant: engines hash its blocks differently.
@@ -123,7 +123,7 @@ async fn a_prompt_of_tokens_goes_to_the_engine_that_tells_that_it_holds_them() {
 }
 
 #[tokio::test]
-async fn only_full_attention_is_a_hit_and_what_is_left_out_is_counted() {
+async fn only_full_attention_blocks_hit_and_ignored_events_are_counted() {
     let mut publisher = Publisher::at(0).await;
     let (_a, b, system) = two_engines(&format!("{{port: {}, topic: kv}}", publisher.port)).await;
     let b_is = b.address.to_string();
@@ -158,7 +158,7 @@ async fn only_full_attention_is_a_hit_and_what_is_left_out_is_counted() {
 }
 
 #[tokio::test]
-async fn an_engine_that_comes_back_is_listened_to_again() {
+async fn a_returning_engine_is_subscribed_again() {
     let publisher = Publisher::at(0).await;
     let port = publisher.port;
     drop(publisher);
@@ -174,7 +174,7 @@ async fn an_engine_that_comes_back_is_listened_to_again() {
 }
 
 #[tokio::test]
-async fn an_engine_that_connects_to_the_router_is_heard() {
+async fn events_of_an_engine_that_connects_to_the_router_are_received() {
     let probe = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = probe.local_addr().unwrap().port();
     drop(probe);
@@ -201,7 +201,7 @@ async fn connected(port: u16) -> PubSocket {
 }
 
 #[tokio::test]
-async fn a_publisher_that_fell_silent_keeps_no_newer_one_from_being_heard() {
+async fn a_silent_publisher_does_not_block_a_newer_one() {
     let probe = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = probe.local_addr().unwrap().port();
     drop(probe);
@@ -217,7 +217,7 @@ async fn a_publisher_that_fell_silent_keeps_no_newer_one_from_being_heard() {
 }
 
 #[tokio::test]
-async fn what_becomes_of_a_subscription_is_told() {
+async fn the_state_of_a_subscription_is_reported() {
     let mut publisher = Publisher::at(0).await;
     let (a, b, system) = two_engines(&format!("{{port: {}, topic: kv}}", publisher.port)).await;
     let b_is = b.address.to_string();

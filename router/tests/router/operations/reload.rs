@@ -51,8 +51,8 @@ async fn following(file: &Path) -> (TestRouter, mpsc::Sender<()>, AbortOnDropHan
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_request_fails_over_a_thousand_reloads_under_load() {
-    let lends = || FakeEngine::always(Action::Lease(Some(7)));
-    let prefills = [lends().await, lends().await, lends().await];
+    let leasing_engine = || FakeEngine::always(Action::Lease(Some(7)));
+    let prefills = [leasing_engine().await, leasing_engine().await, leasing_engine().await];
     let actions =
         || (0..20_000).map(|n| if n % 2 == 0 { Action::Stream(6) } else { Action::Whole(64) }).collect();
     let mut decodes = Vec::new();
@@ -114,7 +114,7 @@ async fn no_request_fails_over_a_thousand_reloads_under_load() {
 }
 
 #[tokio::test]
-async fn an_engine_that_is_taken_out_finishes_what_it_has_and_is_let_go_of() {
+async fn a_removed_engine_finishes_its_requests_and_is_dropped() {
     let (p, old) =
         (FakeEngine::always(Action::Lease(Some(7))).await, FakeEngine::always(Action::StreamGated(2)).await);
     let new = FakeEngine::always(Action::Whole(1)).await;
@@ -125,7 +125,7 @@ async fn an_engine_that_is_taken_out_finishes_what_it_has_and_is_let_go_of() {
     assert_eq!(client.head().await.0, 200);
     system.reload.install(config(&yaml(&[], &[&new], "round_robin", ""))).unwrap();
     assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
-    assert_eq!((old.asked().len(), new.asked().len()), (1, 1), "new requests go to the new engine");
+    assert_eq!((old.received().len(), new.received().len()), (1, 1), "new requests go to the new engine");
     // The running request continues to its end.
     let mut text = Vec::new();
     old.open_gate();
@@ -146,14 +146,14 @@ async fn an_engine_that_is_taken_out_finishes_what_it_has_and_is_let_go_of() {
 }
 
 #[tokio::test]
-async fn what_is_owed_to_an_engine_is_paid_after_it_was_taken_out() {
+async fn settlements_are_made_at_an_engine_after_its_removal() {
     let p = FakeEngine::always(Action::Lease(Some(7))).await;
     let old = FakeEngine::always(Action::StreamGated(2)).await;
     let new = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::of(&yaml(&[&p], &[&old], "round_robin", "")).await;
     let mut client = Client::connect(system.address).await;
     client.post(PATH, &completion(true)).await;
-    old.wait("it is asked", |old| old.asked().len() == 1).await;
+    old.wait("it has the request", |old| old.received().len() == 1).await;
     system.reload.install(config(&yaml(&[], &[&new], "round_robin", ""))).unwrap();
     client.hang_up(crate::harness::client::DisconnectKind::Rst);
     old.wait("the abort", |old| old.aborts().len() == 1).await;
@@ -161,7 +161,7 @@ async fn what_is_owed_to_an_engine_is_paid_after_it_was_taken_out() {
 }
 
 #[tokio::test]
-async fn a_changed_file_is_put_into_effect_however_it_was_replaced() {
+async fn a_changed_file_takes_effect_after_any_kind_of_replacement() {
     let d = FakeEngine::always(Action::Whole(1)).await;
     let text = |tries: u32| {
         yaml(&[], &[&d], "round_robin", &format!("reload: {{poll_ms: 5}}\nattempts: {{settle: {tries}}}"))
@@ -202,7 +202,7 @@ async fn a_changed_file_is_put_into_effect_however_it_was_replaced() {
 }
 
 #[tokio::test]
-async fn a_wrong_file_changes_nothing_and_is_told() {
+async fn an_invalid_file_is_reported_and_changes_nothing() {
     let d = FakeEngine::always(Action::Whole(1)).await;
     let good = yaml(&[], &[&d], "round_robin", "reload: {poll_ms: 5}");
     let folder = tempfile::tempdir().unwrap();
@@ -230,7 +230,7 @@ async fn a_wrong_file_changes_nothing_and_is_told() {
 }
 
 #[tokio::test]
-async fn files_that_the_configuration_names_count_as_its_content() {
+async fn referenced_files_count_as_content_of_the_configuration() {
     let d = FakeEngine::always(Action::Whole(1)).await;
     let folder = tempfile::tempdir().unwrap();
     let (file, secret) = (folder.path().join("router.yaml"), folder.path().join("secret"));
@@ -241,11 +241,11 @@ async fn files_that_the_configuration_names_count_as_its_content() {
     std::fs::write(&secret, "fedcba9876543210").unwrap();
     system.counts("baton_router_config_generation", 2.0).await;
     assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
-    assert_eq!(d.asked()[0].headers["x-baton-cluster-secret"], "fedcba9876543210");
+    assert_eq!(d.received()[0].headers["x-baton-cluster-secret"], "fedcba9876543210");
 }
 
 #[tokio::test]
-async fn without_polling_the_file_is_read_when_somebody_says_so() {
+async fn without_polling_the_file_is_read_on_request() {
     let d = FakeEngine::always(Action::Whole(1)).await;
     let text = yaml(&[], &[&d], "round_robin", "reload: {poll_ms: 0}");
     let folder = tempfile::tempdir().unwrap();
@@ -261,7 +261,7 @@ async fn without_polling_the_file_is_read_when_somebody_says_so() {
 }
 
 #[tokio::test]
-async fn what_needs_a_restart_is_told_and_the_rest_is_in_effect() {
+async fn changes_that_need_a_restart_are_reported_and_the_rest_applies() {
     let d = FakeEngine::always(Action::Whole(1)).await;
     let text = yaml(&[], &[&d], "round_robin", "");
     let system = TestRouter::of(&text).await;
@@ -301,7 +301,7 @@ async fn keys_are_followed_where_they_are_used_and_cost_no_new_version() {
 }
 
 #[tokio::test]
-async fn without_polling_keys_are_read_when_somebody_says_so() {
+async fn without_polling_keys_are_read_on_request() {
     let d = FakeEngine::always(Action::Whole(1)).await;
     let folder = tempfile::tempdir().unwrap();
     let (file, keys) = (folder.path().join("router.yaml"), folder.path().join("keys.yaml"));
@@ -333,7 +333,7 @@ fn a_pipe() -> (tempfile::TempDir, std::path::PathBuf) {
 }
 
 #[tokio::test]
-async fn a_pipe_that_nothing_reads_is_no_access_log_and_holds_up_neither_requests_nor_reloads() {
+async fn a_pipe_without_a_reader_delays_no_request_or_reload() {
     let d = FakeEngine::always(Action::Whole(1)).await;
     let good = yaml(&[], &[&d], "round_robin", "reload: {poll_ms: 5}");
     let folder = tempfile::tempdir().unwrap();

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::harness::client::{Client, DisconnectKind, completion, post};
 use crate::harness::collector::{Collector, Span};
 use crate::harness::engine::{Action, FakeEngine};
-use crate::harness::system::{TestRouter, asked};
+use crate::harness::system::{TestRouter, await_requests};
 
 const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
 const PARENT: &str = "b7ad6b7169203331";
@@ -19,8 +19,8 @@ async fn ask(system: &TestRouter, headers: &str, body: &Value) -> crate::harness
 }
 
 fn context(engine: &FakeEngine, name: &str) -> Option<String> {
-    let asked = engine.asked();
-    asked[0].headers.get(name).map(|value| value.to_str().unwrap().to_owned())
+    let requests = engine.received();
+    requests[0].headers.get(name).map(|value| value.to_str().unwrap().to_owned())
 }
 
 fn named<'a>(spans: &'a [Span], name: &str) -> &'a Span {
@@ -104,7 +104,7 @@ async fn a_request_is_one_trace_and_both_legs_continue_it() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_is_an_error_in_the_phase_in_which_it_left() {
+async fn a_cancel_is_recorded_in_its_phase() {
     let collector = Collector::start().await;
     let p = FakeEngine::always(Action::Lease(Some(7))).await;
     let d = FakeEngine::always(Action::StreamGated(9)).await;
@@ -124,7 +124,7 @@ async fn a_client_that_leaves_is_an_error_in_the_phase_in_which_it_left() {
 }
 
 #[tokio::test]
-async fn what_the_client_does_not_record_is_not_sent_and_still_passed_on() {
+async fn an_unsampled_trace_is_forwarded_and_not_exported() {
     let collector = Collector::start().await;
     let p = FakeEngine::always(Action::Lease(Some(7))).await;
     let d = FakeEngine::always(Action::Whole(1)).await;
@@ -136,7 +136,7 @@ async fn what_the_client_does_not_record_is_not_sent_and_still_passed_on() {
     ask(&system, "traceparent: hostile\r\ntracestate: lost=1\r\n", &completion(false)).await;
     let server = collector.has(NAME, 1).await;
     assert!(server.len() == 1 && server[0].trace != TRACE);
-    let headers = &d.asked()[1].headers;
+    let headers = &d.received()[1].headers;
     assert!(headers["traceparent"].to_str().unwrap().contains(&server[0].trace));
     assert!(headers.get("tracestate").is_none());
 }
@@ -154,14 +154,14 @@ async fn without_telemetry_a_good_context_passes_and_a_bad_one_does_not() {
     }
     for bad in ["00-1-2-3", &good.to_uppercase()] {
         ask(&system, &format!("traceparent: {bad}\r\n"), &completion(false)).await;
-        assert!(d.asked().pop().unwrap().headers.get("traceparent").is_none(), "{bad}");
+        assert!(d.received().pop().unwrap().headers.get("traceparent").is_none(), "{bad}");
     }
     ask(&system, "", &completion(false)).await;
-    assert!(d.asked().pop().unwrap().headers.get("traceparent").is_none());
+    assert!(d.received().pop().unwrap().headers.get("traceparent").is_none());
 }
 
 #[tokio::test]
-async fn a_collector_in_trouble_costs_spans_and_no_request() {
+async fn a_failing_collector_drops_spans_and_delays_no_request() {
     let collector = Collector::start().await;
     collector.answers(503);
     let d = FakeEngine::always(Action::Whole(1)).await;
@@ -186,12 +186,12 @@ async fn a_collector_in_trouble_costs_spans_and_no_request() {
 }
 
 #[tokio::test]
-async fn what_is_still_to_be_sent_at_the_end_is_sent() {
+async fn pending_spans_are_exported_at_shutdown() {
     let collector = Collector::start().await;
     let d = FakeEngine::always(Action::Whole(1)).await;
     let mut system = TestRouter::with(&[], &[&d], "", &collector.yaml("")).await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
-    asked(&d, 1).await;
+    await_requests(&d, 1).await;
     system.shut_down();
     system.stopped().await;
     assert_eq!(collector.spans().iter().filter(|span| span.name == NAME).count(), 1);

@@ -4,7 +4,7 @@ use serde_json::json;
 
 use crate::harness::client::{Client, DISCONNECT_KINDS, completion, post};
 use crate::harness::engine::{Action, FakeEngine};
-use crate::harness::system::{TestRouter, asked};
+use crate::harness::system::{TestRouter, await_requests};
 
 /// A decode engine that accepts one request at a time, and further lines of YAML.
 async fn one_at_a_time(prefill: &[&FakeEngine], d: &FakeEngine, top: &str) -> TestRouter {
@@ -39,29 +39,29 @@ async fn a_request_waits_for_a_decode_engine_and_no_prefill_is_spent_on_it_meanw
     let d = FakeEngine::always(Action::WholeGated(5)).await;
     let system = one_at_a_time(&[&p], &d, "").await;
     let mut first = posted(&system, "").await;
-    asked(&d, 1).await;
+    await_requests(&d, 1).await;
     let mut second = posted(&system, "").await;
     waiting(&system, "normal", 1.0).await;
-    assert_eq!((p.asked().len(), d.asked().len()), (1, 1));
+    assert_eq!((p.received().len(), d.received().len()), (1, 1));
     d.open_gate();
     assert_eq!(first.answer().await.status, 200);
-    asked(&d, 2).await;
+    await_requests(&d, 2).await;
     d.open_gate();
     assert_eq!(second.answer().await.status, 200);
-    assert_eq!(p.asked().len(), 2);
+    assert_eq!(p.received().len(), 2);
     waiting(&system, "normal", 0.0).await;
     system.counts(&outcome("dispatched"), 1.0).await;
     system.settled().await;
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_while_it_waits_costs_no_engine_anything() {
+async fn a_cancel_in_the_queue_reaches_no_engine() {
     for how in DISCONNECT_KINDS {
         let p = FakeEngine::always(Action::Lease(Some(7))).await;
         let d = FakeEngine::always(Action::WholeGated(5)).await;
         let system = one_at_a_time(&[&p], &d, "").await;
         let mut first = posted(&system, "").await;
-        asked(&d, 1).await;
+        await_requests(&d, 1).await;
         let second = posted(&system, "").await;
         waiting(&system, "normal", 1.0).await;
         let mut third = posted(&system, "").await;
@@ -73,7 +73,7 @@ async fn a_client_that_leaves_while_it_waits_costs_no_engine_anything() {
         d.open_gate();
         assert_eq!(first.answer().await.status, 200);
         assert_eq!(third.answer().await.status, 200, "the next one is not held up");
-        assert_eq!((p.asked().len(), d.asked().len()), (2, 2));
+        assert_eq!((p.received().len(), d.received().len()), (2, 2));
         system.counts("baton_router_disconnects_total{phase=\"queue\"}", 1.0).await;
         system.settled().await;
         assert!(p.releases().is_empty() && p.aborts().is_empty() && d.aborts().is_empty());
@@ -81,11 +81,11 @@ async fn a_client_that_leaves_while_it_waits_costs_no_engine_anything() {
 }
 
 #[tokio::test]
-async fn a_full_queue_is_429_with_a_time_to_come_back() {
+async fn a_full_queue_is_429_with_retry_after() {
     let d = FakeEngine::always(Action::WholeGated(5)).await;
     let system = one_at_a_time(&[], &d, "queue: {requests: 1}").await;
     let mut first = posted(&system, "").await;
-    asked(&d, 1).await;
+    await_requests(&d, 1).await;
     let mut second = posted(&system, "").await;
     waiting(&system, "normal", 1.0).await;
     let refused = post(system.address, "/v1/completions", &completion(false)).await;
@@ -108,9 +108,9 @@ async fn deadlines_come_from_the_configuration_and_from_the_clients_headers() {
         ("", "x-request-timeout-ms: 50\r\n"),
     ] {
         let system = one_at_a_time(&[], &d, top).await;
-        let before = d.asked().len();
+        let before = d.received().len();
         let mut first = posted(&system, "").await;
-        asked(&d, before + 1).await;
+        await_requests(&d, before + 1).await;
         let refused = posted(&system, headers).await.answer().await;
         assert_eq!((refused.status, refused.code()), (429, "queue_timeout".to_owned()), "{top} {headers}");
         assert!(refused.header("retry-after-ms").is_some());
@@ -120,7 +120,7 @@ async fn deadlines_come_from_the_configuration_and_from_the_clients_headers() {
     }
     let system = one_at_a_time(&[], &d, "").await;
     let mut first = posted(&system, "").await;
-    asked(&d, 4).await;
+    await_requests(&d, 4).await;
     let refused = posted(&system, "x-request-timeout-ms: 0\r\n").await.answer().await;
     assert_eq!((refused.status, refused.code()), (429, "overloaded".to_owned()), "at once");
     d.open_gate();
@@ -128,11 +128,11 @@ async fn deadlines_come_from_the_configuration_and_from_the_clients_headers() {
 }
 
 #[tokio::test]
-async fn an_urgent_request_overtakes_and_a_body_can_say_so_too() {
+async fn a_high_priority_by_header_or_body_overtakes() {
     let d = FakeEngine::always(Action::WholeGated(5)).await;
     let system = one_at_a_time(&[], &d, "").await;
     let mut first = posted(&system, "").await;
-    asked(&d, 1).await;
+    await_requests(&d, 1).await;
     let mut batch = posted(&system, "x-priority: low\r\n").await;
     waiting(&system, "low", 1.0).await;
     let mut urgent = Client::connect(system.address).await;
@@ -140,8 +140,8 @@ async fn an_urgent_request_overtakes_and_a_body_can_say_so_too() {
     urgent.post("/v1/completions", &body).await;
     waiting(&system, "high", 1.0).await;
     d.open_gate();
-    asked(&d, 2).await;
-    assert_eq!(d.asked()[1].body["prompt"], "urgent");
+    await_requests(&d, 2).await;
+    assert_eq!(d.received()[1].body["prompt"], "urgent");
     d.open_gate();
     d.open_gate();
     for client in [&mut first, &mut batch, &mut urgent] {
@@ -150,7 +150,7 @@ async fn an_urgent_request_overtakes_and_a_body_can_say_so_too() {
 }
 
 #[tokio::test]
-async fn bodies_are_bounded_in_sum_and_what_is_only_announced_takes_nothing() {
+async fn bodies_are_bounded_in_sum_by_received_bytes() {
     let d = FakeEngine::always(Action::WholeGated(5)).await;
     let system = one_at_a_time(&[], &d, "limits: {body_bytes_total: 1048576}").await;
     let body = |bytes: usize| json!({"model": "m", "prompt": "x".repeat(bytes), "max_tokens": 1}).to_string();
@@ -162,7 +162,7 @@ async fn bodies_are_bounded_in_sum_and_what_is_only_announced_takes_nothing() {
     slow.send(&large.as_bytes()[..1000]).await;
     let mut first = Client::connect(system.address).await;
     first.post_bytes("/v1/completions", "", large.as_bytes()).await;
-    asked(&d, 1).await;
+    await_requests(&d, 1).await;
     // The first body is held until its engine responds, so another one does not fit.
     let refused = {
         let mut third = Client::connect(system.address).await;
@@ -182,7 +182,7 @@ async fn bodies_are_bounded_in_sum_and_what_is_only_announced_takes_nothing() {
 }
 
 #[tokio::test]
-async fn what_is_passed_on_waits_its_turn_as_well() {
+async fn passthrough_requests_queue_like_others() {
     let d = FakeEngine::always(Action::WholeGated(5)).await;
     let system = one_at_a_time(&[], &d, "queue: {requests: 1}").await;
     let passed = async || {
@@ -191,14 +191,14 @@ async fn what_is_passed_on_waits_its_turn_as_well() {
         client
     };
     let mut first = posted(&system, "").await;
-    asked(&d, 1).await;
+    await_requests(&d, 1).await;
     let mut second = passed().await;
     waiting(&system, "normal", 1.0).await;
     let third = passed().await.answer().await;
     assert_eq!((third.status, third.header("retry-after").is_some()), (429, true));
     d.open_gate();
     assert_eq!(first.answer().await.status, 200);
-    asked(&d, 2).await;
+    await_requests(&d, 2).await;
     d.open_gate();
     assert_eq!(second.answer().await.status, 200);
     system.settled().await;
@@ -225,17 +225,17 @@ async fn a_full_prefill_pool_is_waited_for_and_no_decode_engine_prefills_instead
     let (d, e) = (FakeEngine::always(Action::Whole(5)).await, FakeEngine::always(Action::Whole(5)).await);
     let system = of_one(&[&p], &[&d, &e], "", "").await;
     let mut first = posted(&system, "").await;
-    asked(&p, 1).await;
+    await_requests(&p, 1).await;
     let mut second = posted(&system, "").await;
     waiting(&system, "normal", 1.0).await;
-    assert_eq!((d.asked().len(), e.asked().len()), (0, 0));
+    assert_eq!((d.received().len(), e.received().len()), (0, 0));
     p.open_gate();
     assert_eq!(first.answer().await.status, 200);
-    asked(&p, 2).await;
+    await_requests(&p, 2).await;
     p.open_gate();
     assert_eq!(second.answer().await.status, 200);
     for engine in [&d, &e] {
-        assert_eq!(engine.asked()[0].body["kv_transfer_params"]["do_remote_prefill"], true);
+        assert_eq!(engine.received()[0].body["kv_transfer_params"]["do_remote_prefill"], true);
     }
     system.counts("baton_router_disagg_decisions_total{decision=\"prefill_decode\"}", 2.0).await;
     system.settled().await;
@@ -248,14 +248,14 @@ async fn a_full_prefill_pool_whose_queue_is_full_is_429_and_counts_as_not_admitt
         let (d, e) = (FakeEngine::always(Action::Whole(5)).await, FakeEngine::always(Action::Whole(5)).await);
         let system = of_one(&[&p], &[&d, &e], fallback, "queue: {requests: 0}").await;
         let mut first = posted(&system, "").await;
-        asked(&p, 1).await;
+        await_requests(&p, 1).await;
         let refused = posted(&system, "").await.answer().await;
         assert_eq!((refused.status, refused.code()), (429, "overloaded".to_owned()), "{}", refused.text());
         assert!(refused.header("retry-after").is_some());
         system.counts("baton_router_requests_total{outcome=\"not_admitted\",code=\"4xx\"}", 1.0).await;
         p.open_gate();
         assert_eq!(first.answer().await.status, 200);
-        assert_eq!((p.asked().len(), d.asked().len() + e.asked().len()), (1, 1));
+        assert_eq!((p.received().len(), d.received().len() + e.received().len()), (1, 1));
         system.settled().await;
     }
 }
@@ -274,7 +274,7 @@ async fn a_leg_that_has_no_engine_at_all_is_503_and_counts_as_no_engine() {
         assert!(refused.header("retry-after").is_some());
         system.counts("baton_router_requests_total{outcome=\"no_engine\",code=\"5xx\"}", 1.0).await;
         system.counts("baton_router_requests_total{outcome=\"not_admitted\"}", 0.0).await;
-        assert_eq!((p.asked().len(), d.asked().len()), (0, 0), "{leg}");
+        assert_eq!((p.received().len(), d.received().len()), (0, 0), "{leg}");
         system.settled().await;
     }
 }
@@ -294,23 +294,23 @@ async fn an_engine_that_is_full_because_it_is_set_aside_to_decode_is_not_waited_
 }
 
 #[tokio::test]
-async fn after_a_failure_a_decode_engine_that_is_full_is_waited_for_with_the_same_handoff() {
+async fn after_a_failure_a_full_decode_engine_is_awaited_with_the_same_handoff() {
     let p = FakeEngine::always(Action::Lease(Some(7))).await;
     let full = FakeEngine::always(Action::WholeGated(5)).await;
     let broken = FakeEngine::always(Action::Refuse(503, json!({"error": {"message": "x"}}))).await;
     let system =
         of_one(&[&p, &FakeEngine::always(Action::Lease(Some(8))).await], &[&full, &broken], "", "").await;
     let mut first = posted(&system, "").await;
-    asked(&full, 1).await;
+    await_requests(&full, 1).await;
     let mut second = posted(&system, "").await;
-    asked(&broken, 1).await;
+    await_requests(&broken, 1).await;
     waiting(&system, "normal", 1.0).await;
     full.open_gate();
     assert_eq!(first.answer().await.status, 200);
-    asked(&full, 2).await;
+    await_requests(&full, 2).await;
     full.open_gate();
     assert_eq!(second.answer().await.status, 200);
-    assert_eq!(full.asked()[1].body, broken.asked()[0].body, "the same handoff");
+    assert_eq!(full.received()[1].body, broken.received()[0].body, "the same handoff");
     system.settled().await;
 }
 
@@ -319,30 +319,30 @@ fn busy() -> Action {
 }
 
 #[tokio::test]
-async fn requests_pass_a_retry_that_waits_for_a_busy_engine_while_another_is_idle() {
-    for lends in [true, false] {
+async fn requests_overtake_a_retry_that_waits_for_a_busy_engine() {
+    for with_lease in [true, false] {
         let p = FakeEngine::always(Action::Lease(Some(7))).await;
         let full = FakeEngine::always(Action::WholeGated(5)).await;
         // The engine refuses once, and serves the others.
         let idle =
             FakeEngine::scripted([busy()].into_iter().chain((0..20).map(|_| Action::Whole(5))).collect())
                 .await;
-        let prefill: &[&FakeEngine] = if lends { &[&p] } else { &[] };
+        let prefill: &[&FakeEngine] = if with_lease { &[&p] } else { &[] };
         let system = of_one(prefill, &[&full, &idle], "", "").await;
         let mut first = posted(&system, "").await;
-        asked(&full, 1).await;
+        await_requests(&full, 1).await;
         let mut again = posted(&system, "").await;
-        asked(&idle, 1).await;
+        await_requests(&idle, 1).await;
         waiting(&system, "normal", 1.0).await;
         for n in 0..20 {
             let answer = posted(&system, "").await.answer().await;
             assert_eq!(answer.status, 200, "{n}: {}", answer.text());
         }
-        assert_eq!((full.asked().len(), idle.asked().len()), (1, 21));
+        assert_eq!((full.received().len(), idle.received().len()), (1, 21));
         waiting(&system, "normal", 1.0).await;
         full.open_gate();
         assert_eq!(first.answer().await.status, 200);
-        asked(&full, 2).await;
+        await_requests(&full, 2).await;
         full.open_gate();
         assert_eq!(again.answer().await.status, 200);
         system.settled().await;
@@ -350,39 +350,39 @@ async fn requests_pass_a_retry_that_waits_for_a_busy_engine_while_another_is_idl
 }
 
 #[tokio::test]
-async fn a_finished_prefill_waits_for_as_long_as_any_request_may_however_long_it_took() {
+async fn a_finished_prefill_has_the_whole_queue_timeout() {
     let p = FakeEngine::always(Action::LeaseGated(Some(7))).await;
     let full = FakeEngine::always(Action::WholeGated(5)).await;
     let broken = FakeEngine::always(busy()).await;
     let free = FakeEngine::always(Action::Lease(Some(8))).await;
     let system = of_one(&[&free, &p], &[&full, &broken], "", "queue: {timeout_ms: 1500}").await;
     let mut first = posted(&system, "").await;
-    asked(&full, 1).await;
+    await_requests(&full, 1).await;
     let mut second = posted(&system, "").await;
-    asked(&p, 1).await;
+    await_requests(&p, 1).await;
     // Longer than the limit on a wait; this is no wait.
     tokio::time::sleep(std::time::Duration::from_millis(1600)).await;
     p.open_gate();
-    asked(&broken, 1).await;
+    await_requests(&broken, 1).await;
     waiting(&system, "normal", 1.0).await;
     full.open_gate();
     assert_eq!(first.answer().await.status, 200);
-    asked(&full, 2).await;
+    await_requests(&full, 2).await;
     full.open_gate();
     assert_eq!(second.answer().await.status, 200);
-    assert_eq!((p.asked().len(), p.releases().len()), (1, 0), "computed once, and used");
+    assert_eq!((p.received().len(), p.releases().len()), (1, 0), "computed once, and used");
     system.settled().await;
 }
 
 #[tokio::test]
-async fn a_release_says_that_the_engines_that_are_left_were_busy() {
+async fn a_release_for_busy_engines_has_that_reason() {
     let p = FakeEngine::always(Action::Lease(Some(7))).await;
     let full = FakeEngine::always(Action::WholeGated(5)).await;
     let broken = FakeEngine::always(busy()).await;
     let free = FakeEngine::always(Action::Lease(Some(8))).await;
     let system = of_one(&[&free, &p], &[&full, &broken], "", "queue: {timeout_ms: 100}").await;
     let mut first = posted(&system, "").await;
-    asked(&full, 1).await;
+    await_requests(&full, 1).await;
     let refused = posted(&system, "").await.answer().await;
     assert_eq!((refused.status, refused.code()), (429, "queue_timeout".to_owned()), "{}", refused.text());
     p.wait("the release", |p| p.releases() == [(format!("{:032x}", 7), "decode_busy".to_owned())]).await;
@@ -402,7 +402,7 @@ async fn a_request_has_no_longer_for_its_queue_and_its_body_than_for_itself() {
     .await;
     let mut first = Client::connect(system.address).await;
     first.post("/v1/completions", &json!({"model": "patient", "prompt": "x"})).await;
-    asked(&d, 1).await;
+    await_requests(&d, 1).await;
     let refused = posted(&system, "").await.answer().await;
     assert_eq!((refused.status, refused.code()), (429, "queue_timeout".to_owned()), "{}", refused.text());
     d.open_gate();

@@ -5,7 +5,7 @@ use serde_json::json;
 use crate::harness::client::{Client, completion, get, post};
 use crate::harness::engine::{Action, FakeEngine, event};
 use crate::harness::system::TestRouter;
-use crate::operations::health::{said, standing, stands};
+use crate::operations::health::{error_body, standing, stands};
 
 #[tokio::test]
 async fn a_response_is_prefilled_and_decoded_streamed_or_not() {
@@ -23,13 +23,13 @@ async fn a_response_is_prefilled_and_decoded_streamed_or_not() {
         all.push_str(&String::from_utf8(chunk).unwrap());
     }
     assert!(all.starts_with(&event(0)) && !all.contains("error"), "{all}");
-    for sent in p.asked() {
+    for sent in p.received() {
         assert_eq!((sent.path.as_str(), &sent.body["max_output_tokens"]), ("/v1/responses", &json!(1)));
         assert_eq!((&sent.body["stream"], &sent.body["store"]), (&json!(false), &json!(false)));
         assert_eq!((&sent.body["model"], sent.body.get("max_tokens")), (&json!("m"), None));
         assert_eq!(sent.body["kv_transfer_params"]["do_remote_decode"], true);
     }
-    for sent in d.asked() {
+    for sent in d.received() {
         assert_eq!((&sent.body["max_output_tokens"], &sent.body["own"]), (&json!(8), &json!({"x": 1.5})));
         assert_eq!(sent.body["kv_transfer_params"]["do_remote_prefill"], true);
     }
@@ -40,7 +40,7 @@ async fn a_response_is_prefilled_and_decoded_streamed_or_not() {
 }
 
 #[tokio::test]
-async fn what_only_some_engines_can_do_reaches_both_legs_as_it_is() {
+async fn engine_specific_fields_reach_both_legs_unchanged() {
     let p = FakeEngine::always(Action::Lease(Some(7))).await;
     let d = FakeEngine::always(Action::Whole(2)).await;
     let system = TestRouter::start(&[&p], &[&d]).await;
@@ -54,7 +54,7 @@ async fn what_only_some_engines_can_do_reaches_both_legs_as_it_is() {
         "structured_outputs": {"regex": "a+"},
     });
     assert_eq!(post(system.address, "/v1/chat/completions", &body).await.status, 200);
-    for sent in p.asked().into_iter().chain(d.asked()) {
+    for sent in p.received().into_iter().chain(d.received()) {
         for (name, value) in body.as_object().unwrap() {
             assert_eq!(&sent.body[name.as_str()], value, "{name}");
         }
@@ -71,7 +71,7 @@ async fn embeddings_and_scores_go_to_one_engine_with_every_field() {
         let mut client = Client::connect(system.address).await;
         client.post_bytes(path, "", body.as_bytes()).await;
         assert_eq!(client.answer().await.status, 200, "{path}");
-        let sent = d.asked().pop().unwrap();
+        let sent = d.received().pop().unwrap();
         assert_eq!(sent.path, path);
         assert_eq!(
             String::from_utf8(sent.raw.to_vec()).unwrap(),
@@ -85,7 +85,7 @@ async fn embeddings_and_scores_go_to_one_engine_with_every_field() {
 }
 
 #[tokio::test]
-async fn embeddings_in_bytes_keep_their_kind_and_what_says_what_they_mean() {
+async fn embeddings_in_bytes_keep_content_type_and_metadata() {
     // Larger than the buffer for generated responses.
     let bytes: Vec<u8> = (0..3_u32 << 20).map(|n| n.to_le_bytes()[n as usize % 3]).collect();
     let metadata = r#"{"data":[{"shape":[2]}],"usage":{"prompt_tokens":3}}"#;
@@ -102,8 +102,8 @@ async fn embeddings_in_bytes_keep_their_kind_and_what_says_what_they_mean() {
 }
 
 #[tokio::test]
-async fn what_engines_do_wrong_with_embeddings_is_their_own_as_it_is_with_what_is_generated() {
-    let broken = FakeEngine::always(Action::Refuse(500, said("x"))).await;
+async fn embedding_failures_count_against_the_engine() {
+    let broken = FakeEngine::always(Action::Refuse(500, error_body("x"))).await;
     let good = FakeEngine::always(Action::Whole(1)).await;
     let top = "health: {active: {interval_ms: 0}, breaker: {failures: 3, cool_down_ms: 60000, cool_down_max_ms: 60000}}";
     let system = TestRouter::with(&[], &[&broken, &good], "", top).await;
@@ -111,7 +111,7 @@ async fn what_engines_do_wrong_with_embeddings_is_their_own_as_it_is_with_what_i
     for _ in 0..12 {
         assert_eq!(post(system.address, "/v1/embeddings", &body).await.status, 200);
     }
-    assert_eq!(broken.asked().len(), 3);
+    assert_eq!(broken.received().len(), 3);
     assert_eq!(standing(&system, &broken, "decode").await, "ejected");
     let failed = format!("baton_router_engine_errors_total{{engine=\"{}\",leg=\"decode\"}}", broken.address);
     system.counts(&failed, 3.0).await;
@@ -139,7 +139,7 @@ async fn an_embedding_takes_no_longer_than_its_model_allows() {
 }
 
 #[tokio::test]
-async fn what_the_client_wrote_is_sent_on_digit_for_digit() {
+async fn the_clients_numbers_are_forwarded_digit_for_digit() {
     let p = FakeEngine::always(Action::Lease(Some(7))).await;
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::start(&[&p], &[&d]).await;
@@ -147,7 +147,7 @@ async fn what_the_client_wrote_is_sent_on_digit_for_digit() {
     let mut client = Client::connect(system.address).await;
     client.post_bytes("/v1/completions", "", body.as_bytes()).await;
     assert_eq!(client.answer().await.status, 200);
-    for sent in [p.asked(), d.asked()].concat() {
+    for sent in [p.received(), d.received()].concat() {
         let raw = String::from_utf8(sent.raw.to_vec()).unwrap();
         let as_it_came = r#""prompt":"a\u00e9\/","temperature":0.10000000000000000555,"x": [1E2, 12345678901234567890123]}"#;
         assert!(raw.ends_with(as_it_came), "{raw}");
@@ -184,7 +184,7 @@ async fn heads_and_options_are_answered_and_unknown_paths_are_not() {
 }
 
 #[tokio::test]
-async fn an_endpoint_that_is_not_served_says_so_and_not_that_the_path_is_wrong() {
+async fn an_unsupported_endpoint_is_reported_as_unsupported() {
     let bare = br#"{"detail":"Not Found"}"#.to_vec();
     let d = FakeEngine::always(Action::Answer(404, vec![("content-type", "application/json")], bare)).await;
     let system = TestRouter::start(&[], &[&d]).await;
@@ -203,7 +203,7 @@ async fn an_endpoint_that_is_not_served_says_so_and_not_that_the_path_is_wrong()
     }
     let typed = post(system.address, "/v1/completionss", &json!({})).await;
     assert_eq!((typed.status, typed.code().as_str()), (404, "not_found"));
-    assert_eq!(d.asked().len(), 2);
+    assert_eq!(d.received().len(), 2);
 }
 
 #[tokio::test]
@@ -229,11 +229,11 @@ async fn a_models_name_is_encoded_as_the_sdks_do_and_slashes_get_a_hint() {
 }
 
 #[tokio::test]
-async fn a_models_card_has_the_least_context_of_its_engines_which_are_asked_once_a_minute() {
-    let says = |length: u64| {
+async fn a_models_card_has_the_least_context_of_its_engines_queried_once_a_minute() {
+    let with_context = |length: u64| {
         Action::Json(json!({"data": [{"id": "x", "max_model_len": 9}, {"id": "m", "max_model_len": length}]}))
     };
-    let (p, d) = (FakeEngine::always(says(40)).await, FakeEngine::always(says(64)).await);
+    let (p, d) = (FakeEngine::always(with_context(40)).await, FakeEngine::always(with_context(64)).await);
     let silent = FakeEngine::always(Action::Hang).await;
     let system = TestRouter::start(&[&p], &[&d, &silent]).await;
     for _ in 0..3 {
@@ -243,7 +243,11 @@ async fn a_models_card_has_the_least_context_of_its_engines_which_are_asked_once
         assert_eq!(lengths, [json!(40), json!(40)], "the model and its alias");
         assert_eq!(get(system.address, "/v1/models/alias").await.json()["max_model_len"], 40);
     }
-    assert_eq!([&p, &d, &silent].map(|engine| engine.asked().len()), [1, 1, 1], "and not waited for again");
+    assert_eq!(
+        [&p, &d, &silent].map(|engine| engine.received().len()),
+        [1, 1, 1],
+        "and not waited for again"
+    );
     // An engine that does not report its context length.
     let unsaid = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::start(&[], &[&unsaid]).await;

@@ -21,7 +21,7 @@ async fn down() -> FakeEngine {
 }
 
 #[tokio::test]
-async fn a_decode_engine_that_refuses_is_passed_on_and_the_lease_comes_back() {
+async fn a_decode_refusal_is_forwarded_and_the_lease_released() {
     for status in [400, 404, 413, 422] {
         let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
         let d = FakeEngine::always(Action::Refuse(status, error("context_length_exceeded"))).await;
@@ -37,7 +37,7 @@ async fn a_decode_engine_that_refuses_is_passed_on_and_the_lease_comes_back() {
 }
 
 #[tokio::test]
-async fn a_decode_engine_in_trouble_is_replaced_and_the_other_gets_the_same_handoff() {
+async fn a_failed_decode_engine_is_replaced_with_the_same_handoff() {
     let no = |status| Action::Refuse(status, json!({"error": {"message": "x"}}));
     for trouble in [no(500), no(503), no(429), Action::Close] {
         let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
@@ -46,9 +46,9 @@ async fn a_decode_engine_in_trouble_is_replaced_and_the_other_gets_the_same_hand
         let system = TestRouter::start(&[&p], &[&first, &second]).await;
         let answer = post(system.address, "/v1/completions", &completion(false)).await;
         assert_eq!(answer.status, 200, "{trouble:?}: {}", answer.text());
-        let (a, b) = (&first.asked()[0], &second.asked()[0]);
+        let (a, b) = (&first.received()[0], &second.received()[0]);
         assert_eq!(a.body, b.body, "the same handoff");
-        assert_eq!(p.asked().len(), 1, "no second prefill");
+        assert_eq!(p.received().len(), 1, "no second prefill");
         system.settled().await;
         assert!(p.releases().is_empty());
         let aborted = if matches!(trouble, Action::Close) { 1 } else { 0 };
@@ -70,7 +70,7 @@ async fn a_decode_engine_that_is_down_is_replaced() {
 }
 
 #[tokio::test]
-async fn without_any_decode_engine_the_client_gets_one_error_and_the_lease_comes_back() {
+async fn without_a_decode_engine_the_client_gets_one_error_and_the_lease_is_released() {
     let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
     let (a, b) = (down().await, down().await);
     let system = TestRouter::start(&[&p], &[&a, &b]).await;
@@ -83,11 +83,11 @@ async fn without_any_decode_engine_the_client_gets_one_error_and_the_lease_comes
     assert!(!answer.text().contains(&a_at) && !answer.text().contains(&b_at), "no addresses");
     p.wait("the release", |p| p.releases() == released("decode_unreachable")).await;
     system.settled().await;
-    assert_eq!(p.asked().len(), 1);
+    assert_eq!(p.received().len(), 1);
 }
 
 #[tokio::test]
-async fn full_decode_engines_are_429_with_a_time_to_come_back() {
+async fn full_decode_engines_are_429_with_retry_after() {
     let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
     let d = FakeEngine::always(Action::Refuse(429, json!({"error": {"message": "queue full"}}))).await;
     let system = TestRouter::start(&[&p], &[&d]).await;
@@ -98,14 +98,18 @@ async fn full_decode_engines_are_429_with_a_time_to_come_back() {
 }
 
 #[tokio::test]
-async fn a_time_to_come_back_is_read_in_seconds_or_as_a_date() {
-    for (said, expected) in [("7", "7"), ("Fri, 31 Dec 9999 23:59:59 GMT", "3600"), ("soon", "1")] {
+async fn retry_after_is_parsed_in_seconds_or_as_a_date() {
+    for (retry_after, expected) in [("7", "7"), ("Fri, 31 Dec 9999 23:59:59 GMT", "3600"), ("soon", "1")] {
         for status in [429, 503] {
-            let full = Action::Answer(status, vec![("retry-after", said)], b"{}".to_vec());
+            let full = Action::Answer(status, vec![("retry-after", retry_after)], b"{}".to_vec());
             let d = FakeEngine::always(full).await;
             let system = TestRouter::start(&[], &[&d]).await;
             let answer = post(system.address, "/v1/completions", &completion(false)).await;
-            assert_eq!((answer.status, answer.header("retry-after")), (status, Some(expected)), "{said}");
+            assert_eq!(
+                (answer.status, answer.header("retry-after")),
+                (status, Some(expected)),
+                "{retry_after}"
+            );
         }
     }
 }
@@ -123,7 +127,7 @@ async fn a_silent_decode_engine_is_aborted_and_replaced() {
 }
 
 #[tokio::test]
-async fn a_prefill_engine_that_is_down_or_in_trouble_is_replaced() {
+async fn an_unreachable_or_failing_prefill_engine_is_replaced() {
     let no = |status| Action::Refuse(status, json!({"error": {"message": "x"}}));
     for trouble in [no(500), no(503), no(429), Action::Close] {
         let first = FakeEngine::always(trouble).await;
@@ -131,19 +135,19 @@ async fn a_prefill_engine_that_is_down_or_in_trouble_is_replaced() {
         let d = FakeEngine::always(Action::Whole(1)).await;
         let system = TestRouter::start(&[&first, &second], &[&d]).await;
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
-        assert!(d.asked()[0].body["kv_transfer_params"]["remote_handle"].is_string());
+        assert!(d.received()[0].body["kv_transfer_params"]["remote_handle"].is_string());
         system.settled().await;
         assert!(second.releases().is_empty());
     }
 }
 
 #[tokio::test]
-async fn without_any_prefill_engine_the_decode_engine_computes_everything() {
+async fn without_a_prefill_engine_the_decode_engine_computes_the_prompt() {
     let (p, d) = (down().await, FakeEngine::always(Action::Whole(1)).await);
     let system = TestRouter::start(&[&p], &[&d]).await;
     p.die().await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
-    assert!(d.asked()[0].body.get("kv_transfer_params").is_none());
+    assert!(d.received()[0].body.get("kv_transfer_params").is_none());
     system.counts("baton_router_disagg_decisions_total{reason=\"fell_back\"}", 1.0).await;
     assert_eq!(
         system.metric("baton_router_disagg_decisions_total").await,
@@ -197,7 +201,7 @@ async fn a_handoff_that_is_not_complete_never_reaches_a_decode_engine() {
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::start(&[&p], &[&d]).await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
-    assert!(d.asked()[0].body.get("kv_transfer_params").is_none(), "computed by D alone");
+    assert!(d.received()[0].body.get("kv_transfer_params").is_none(), "computed by D alone");
     p.wait("the release", |p| p.releases() == released("unusable_handoff")).await;
 }
 
@@ -272,13 +276,13 @@ async fn a_drain_that_takes_too_long_cuts_and_settles() {
     let mut system = TestRouter::with(&[&p], &[&d], "", top).await;
     let mut first = Client::connect(system.address).await;
     first.post("/v1/completions", &completion(true)).await;
-    d.wait("the first request decodes", |d| d.asked().len() == 1).await;
+    d.wait("the first request decodes", |d| d.received().len() == 1).await;
     let mut second = Client::connect(system.address).await;
     second.post("/v1/completions", &completion(true)).await;
-    p.wait("the second request prefills", |p| p.asked().len() == 2).await;
+    p.wait("the second request prefills", |p| p.received().len() == 2).await;
     system.shut_down();
     system.stopped().await;
-    assert_eq!(p.releases(), released("router_shutdown"), "paid before run() returns");
+    assert_eq!(p.releases(), released("router_shutdown"), "settled before run() returns");
     assert_eq!((p.aborts().len(), d.aborts().len()), (1, 1));
 }
 
@@ -293,7 +297,7 @@ async fn a_kept_connection_that_the_engine_closed_is_replaced_without_an_error()
     let p = FakeEngine::at(address, Action::Lease(Some(HANDLE))).await;
     let answer = post(system.address, "/v1/completions", &completion(false)).await;
     assert_eq!(answer.status, 200);
-    assert_eq!(p.asked().len(), 1, "the restarted engine was asked on a new connection");
+    assert_eq!(p.received().len(), 1, "the restarted engine got the request on a new connection");
     assert_eq!(system.metric("baton_router_engine_replays_total").await, 0.0, "its end was seen in time");
 }
 
@@ -304,7 +308,7 @@ async fn a_request_that_is_sent_again_on_a_new_connection_is_one_attempt_and_is_
     for _ in 0..2 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
-    assert_eq!(d.asked().len(), 3, "the second request came twice");
+    assert_eq!(d.received().len(), 3, "the second request came twice");
     let of_engine = format!("{{engine=\"{}\"}}", d.address);
     system.counts(&format!("baton_router_engine_replays_total{of_engine}"), 1.0).await;
     system.counts(&format!("baton_router_engine_requests_total{of_engine}"), 2.0).await;
@@ -312,7 +316,7 @@ async fn a_request_that_is_sent_again_on_a_new_connection_is_one_attempt_and_is_
 }
 
 #[tokio::test]
-async fn an_engines_words_reach_the_client_in_every_form_and_without_its_address() {
+async fn an_engine_error_reaches_the_client_in_every_form_without_its_address() {
     let text = || vec![("content-type", "text/plain")];
     let list = json!({"detail": [{"type": "missing", "loc": ["body", "messages", 0, "content"],
         "msg": "Field required", "url": "http://10.0.0.7:8000/missing"}]});
@@ -336,9 +340,10 @@ async fn an_engines_words_reach_the_client_in_every_form_and_without_its_address
         }
     }
     // The prefill leg requests one token: the client's error contains the prompt's length, but not that number.
-    let said = "This model's maximum context length is 8 tokens. However, you requested 1 output tokens and your prompt \
+    let message = "This model's maximum context length is 8 tokens. However, you requested 1 output tokens and your prompt \
                 contains at least 9 input tokens, for a total of at least 10 tokens. Please reduce the length.";
-    let p = FakeEngine::always(Action::Refuse(400, json!({"error": {"message": said, "code": 400}}))).await;
+    let p =
+        FakeEngine::always(Action::Refuse(400, json!({"error": {"message": message, "code": 400}}))).await;
     let system = TestRouter::start(&[&p], &[&p]).await;
     let answer = post(system.address, "/v1/completions", &completion(false)).await;
     let message = "This model's maximum context length is 8 tokens, but the prompt has 9";
@@ -358,7 +363,7 @@ const CANNOT_USE: [(u16, &str); 8] = [
 ];
 
 #[tokio::test]
-async fn a_handoff_that_one_decode_engine_cannot_use_goes_to_another_as_it_is() {
+async fn a_handoff_unusable_at_one_decode_engine_goes_to_another() {
     for (status, code) in CANNOT_USE {
         let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
         let first = FakeEngine::always(Action::Refuse(status, error(code))).await;
@@ -366,39 +371,39 @@ async fn a_handoff_that_one_decode_engine_cannot_use_goes_to_another_as_it_is() 
         let system = TestRouter::start(&[&p], &[&first, &second]).await;
         let answer = post(system.address, "/v1/completions", &completion(false)).await;
         assert_eq!(answer.status, 200, "{code}: {}", answer.text());
-        assert_eq!(first.asked()[0].body, second.asked()[0].body, "{code}: the same handoff");
+        assert_eq!(first.received()[0].body, second.received()[0].body, "{code}: the same handoff");
         system.settled().await;
-        assert!(p.releases().is_empty() && p.asked().len() == 1, "{code}");
+        assert!(p.releases().is_empty() && p.received().len() == 1, "{code}");
     }
 }
 
 #[tokio::test]
-async fn a_handoff_that_no_decode_engine_can_use_goes_back_and_the_prompt_is_computed_anew() {
+async fn a_handoff_unusable_everywhere_is_released_and_the_prompt_recomputed() {
     for (status, code) in CANNOT_USE.into_iter().chain([(503, "kv_gone"), (400, "kv_unsupported")]) {
         let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
         let d = FakeEngine::scripted(vec![Action::Refuse(status, error(code)), Action::Whole(5)]).await;
         let system = TestRouter::start(&[&p], &[&d]).await;
         let answer = post(system.address, "/v1/completions", &completion(true)).await;
         assert_eq!(answer.status, 200, "{code}: {}", answer.text());
-        let asked = d.asked();
-        assert!(asked[0].body["kv_transfer_params"].is_object(), "{code}");
-        assert!(asked[1].body.get("kv_transfer_params").is_none(), "{code}: computed by D alone");
+        let requests = d.received();
+        assert!(requests[0].body["kv_transfer_params"].is_object(), "{code}");
+        assert!(requests[1].body.get("kv_transfer_params").is_none(), "{code}: computed by D alone");
         p.wait("the release", |p| p.releases() == released("unusable_handoff")).await;
         system.settled().await;
-        assert_eq!(p.asked().len(), 1, "{code}");
+        assert_eq!(p.received().len(), 1, "{code}");
     }
 }
 
 #[tokio::test]
-async fn a_handoff_that_is_gone_is_tried_nowhere_else() {
+async fn an_ended_handoff_is_not_tried_at_another_engine() {
     let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
-    let gone = || FakeEngine::scripted(vec![Action::Refuse(503, error("kv_gone")), Action::Whole(5)]);
-    let (a, b) = (gone().await, gone().await);
+    let spent = || FakeEngine::scripted(vec![Action::Refuse(503, error("kv_gone")), Action::Whole(5)]);
+    let (a, b) = (spent().await, spent().await);
     let system = TestRouter::start(&[&p], &[&a, &b]).await;
     // The next engine can report the same error once more, without a handoff: then the other engine is tried.
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     let with_handoff =
-        |d: &FakeEngine| d.asked().iter().filter(|s| s.body["kv_transfer_params"].is_object()).count();
+        |d: &FakeEngine| d.received().iter().filter(|s| s.body["kv_transfer_params"].is_object()).count();
     assert_eq!(with_handoff(&a) + with_handoff(&b), 1);
     system.settled().await;
 }
@@ -409,36 +414,36 @@ async fn where_decode_engines_may_not_prefill_a_spent_handoff_is_replaced_by_a_s
     let d = FakeEngine::scripted(vec![Action::Refuse(503, error("kv_gone")), Action::Whole(5)]).await;
     let system = TestRouter::with(&[&p], &[&d], "    fallback: none", "").await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
-    let handle = &d.asked()[1].body["kv_transfer_params"]["remote_handle"];
+    let handle = &d.received()[1].body["kv_transfer_params"]["remote_handle"];
     assert_eq!(handle, &json!(format!("{:032x}", 7)));
     p.wait("the release", |p| p.releases() == released("unusable_handoff")).await;
     system.settled().await;
-    assert_eq!(p.asked().len(), 2);
+    assert_eq!(p.received().len(), 2);
 }
 
 #[tokio::test]
-async fn what_is_computed_anew_has_a_name_of_its_own_so_that_a_late_abort_cannot_end_it() {
+async fn a_recomputed_leg_has_its_own_id_and_survives_a_late_abort() {
     let p = FakeEngine::scripted(vec![Action::Lease(Some(HANDLE)), Action::Lease(Some(7))]).await;
     let broken = FakeEngine::scripted(vec![Action::Close, Action::Whole(5)]).await;
-    let gone = FakeEngine::scripted(vec![Action::Refuse(503, error("kv_gone")), Action::Whole(5)]).await;
-    let system = TestRouter::with(&[&p], &[&broken, &gone], "    fallback: none", "").await;
+    let spent = FakeEngine::scripted(vec![Action::Refuse(503, error("kv_gone")), Action::Whole(5)]).await;
+    let system = TestRouter::with(&[&p], &[&broken, &spent], "    fallback: none", "").await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     broken.wait("the abort of its first attempt", |d| d.aborts().len() == 1).await;
     system.settled().await;
     let named =
         |request: &ReceivedRequest| request.headers["x-request-id"].to_str().expect("an id").to_owned();
-    let names: Vec<_> = p.asked().iter().map(named).collect();
+    let names: Vec<_> = p.received().iter().map(named).collect();
     assert_eq!(names.len(), 2);
     assert_ne!(names[0], names[1]);
     assert_eq!(broken.aborts(), [names[0].clone()]);
     let of =
-        |d: &FakeEngine, name: &String| d.asked().iter().filter(|request| named(request) == *name).count();
-    assert_eq!((of(&broken, &names[0]), of(&gone, &names[0])), (1, 1));
-    assert_eq!(of(&broken, &names[1]) + of(&gone, &names[1]), 1, "the second round has the second name");
+        |d: &FakeEngine, name: &String| d.received().iter().filter(|request| named(request) == *name).count();
+    assert_eq!((of(&broken, &names[0]), of(&spent, &names[0])), (1, 1));
+    assert_eq!(of(&broken, &names[1]) + of(&spent, &names[1]), 1, "the second round has the second name");
 }
 
 #[tokio::test]
-async fn the_prompt_is_computed_anew_once_and_then_the_client_gets_one_error() {
+async fn the_prompt_is_recomputed_once_before_the_client_gets_an_error() {
     let p = FakeEngine::scripted(vec![Action::Lease(Some(HANDLE)), Action::Lease(Some(7))]).await;
     let d = FakeEngine::always(Action::Refuse(503, error("kv_transfer_failed"))).await;
     let system = TestRouter::with(&[&p], &[&d], "    fallback: none", "").await;
@@ -451,7 +456,7 @@ async fn the_prompt_is_computed_anew_once_and_then_the_client_gets_one_error() {
     let reasons = |p: &FakeEngine| p.releases().into_iter().map(|(_, reason)| reason).collect::<Vec<_>>();
     p.wait("both releases", |p| reasons(p) == ["unusable_handoff", "decode_failed"]).await;
     system.settled().await;
-    assert_eq!((p.asked().len(), d.asked().len()), (2, 2));
+    assert_eq!((p.received().len(), d.received().len()), (2, 2));
 }
 
 #[tokio::test]
@@ -480,11 +485,11 @@ async fn an_engine_that_refuses_the_routers_secret_is_passed_over_and_never_the_
         200,
         "D computes all"
     );
-    assert!(d.asked()[0].body.get("kv_transfer_params").is_none());
+    assert!(d.received()[0].body.get("kv_transfer_params").is_none());
 }
 
 #[tokio::test]
-async fn an_engine_that_took_a_request_and_answers_nothing_at_all_is_given_up_long_before_its_bound() {
+async fn an_unresponsive_engine_is_abandoned_before_the_request_timeout() {
     let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
     let dead = FakeEngine::always(Action::Hang).await.unresponsive();
     let live = FakeEngine::always(Action::Whole(1)).await;
@@ -494,7 +499,7 @@ async fn an_engine_that_took_a_request_and_answers_nothing_at_all_is_given_up_lo
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     dead.wait("the cut and the abort", |d| d.cut() >= 1 && !d.aborts().is_empty()).await;
-    assert_eq!(dead.asked()[0].body["kv_transfer_params"], live.asked()[0].body["kv_transfer_params"]);
+    assert_eq!(dead.received()[0].body["kv_transfer_params"], live.received()[0].body["kv_transfer_params"]);
     system.settled().await;
     assert!(p.releases().is_empty());
 
@@ -507,30 +512,30 @@ async fn an_engine_that_took_a_request_and_answers_nothing_at_all_is_given_up_lo
 }
 
 #[tokio::test]
-async fn an_engine_that_is_slow_and_says_that_it_lives_is_waited_for() {
+async fn a_slow_engine_that_passes_its_liveness_probe_is_awaited() {
     let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
     let slow = FakeEngine::always(Action::WholeGated(5)).await;
     let system = TestRouter::with(&[&p], &[&slow], "", "timeouts: {liveness_probe_ms: 20}").await;
     let address = system.address;
     let asking = tokio::spawn(async move { post(address, "/v1/completions", &completion(false)).await });
-    slow.wait("it has been asked many times", |d| d.probes() >= 10).await;
+    slow.wait("it has been probed many times", |d| d.probes() >= 10).await;
     slow.open_gate();
     assert_eq!(asking.await.unwrap().status, 200);
     system.settled().await;
-    assert_eq!((slow.asked().len(), slow.aborts().len()), (1, 0));
+    assert_eq!((slow.received().len(), slow.aborts().len()), (1, 0));
 }
 
 #[tokio::test]
 async fn a_refusal_of_any_size_is_passed_on_once_and_cut() {
     for bytes in [30_000, 200_000] {
-        let said = json!({"error": {"message": "x".repeat(bytes), "type": "invalid_request_error"}});
-        let first = FakeEngine::always(Action::Refuse(400, said)).await;
+        let body = json!({"error": {"message": "x".repeat(bytes), "type": "invalid_request_error"}});
+        let first = FakeEngine::always(Action::Refuse(400, body)).await;
         let second = FakeEngine::always(Action::Whole(1)).await;
         let system = TestRouter::start(&[], &[&first, &second]).await;
         let answer = post(system.address, "/v1/completions", &completion(false)).await;
         assert_eq!(answer.status, 400, "{bytes}");
         let length = answer.json()["error"]["message"].as_str().unwrap().len();
         assert!((1..=1024).contains(&length), "{bytes}: {length}");
-        assert!(second.asked().is_empty(), "another engine would refuse it too");
+        assert!(second.received().is_empty(), "another engine would refuse it too");
     }
 }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::harness::client::{Client, completion, post};
 use crate::harness::engine::{Action, FakeEngine};
-use crate::harness::system::{TestRouter, asked};
+use crate::harness::system::{TestRouter, await_requests};
 use crate::operations::health::{standing, stands};
 
 const PATH: &str = "/v1/completions";
@@ -18,7 +18,7 @@ async fn busy() -> FakeEngine {
 }
 
 #[tokio::test]
-async fn an_engine_whose_streams_flow_is_alive_although_it_leaves_questions_unanswered() {
+async fn an_engine_with_flowing_streams_is_alive_despite_unanswered_probes() {
     let d = busy().await;
     let top = "timeouts: {liveness_probe_ms: 20}\nhealth: {active: {interval_ms: 50, timeout_ms: 1000}}";
     let system = TestRouter::with(&[], &[&d], "", top).await;
@@ -27,14 +27,14 @@ async fn an_engine_whose_streams_flow_is_alive_although_it_leaves_questions_unan
     d.open_gate();
     let address = system.address;
     let waiting = tokio::spawn(async move { post(address, PATH, &completion(false)).await.status });
-    asked(&d, 2).await;
+    await_requests(&d, 2).await;
     // Longer than two probes of a request, which end after 2 s each, and many of the router's own.
     for _ in 0..500 {
         d.open_gate();
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert!(!waiting.is_finished(), "a request was given up at a busy engine");
-    assert!(d.probes() > 2, "it is asked for its health all the while");
+    assert!(d.probes() > 2, "it is probed all the while");
     assert_eq!(standing(&system, &d, "decode").await, "usable");
     waiting.abort();
     // No bytes arrive from here on.
@@ -42,7 +42,7 @@ async fn an_engine_whose_streams_flow_is_alive_although_it_leaves_questions_unan
 }
 
 #[tokio::test]
-async fn an_engine_is_asked_once_for_all_requests_that_wait_for_it() {
+async fn one_liveness_probe_serves_all_waiting_requests() {
     const PAUSE: Duration = Duration::from_millis(50);
     const QUESTIONS: usize = 10;
     let d = FakeEngine::always(Action::Hang).await;
@@ -55,20 +55,20 @@ async fn an_engine_is_asked_once_for_all_requests_that_wait_for_it() {
         client.post(PATH, &completion(false)).await;
         clients.push(client);
     }
-    asked(&d, 20).await;
-    d.wait("it is asked", |d| d.probes() > QUESTIONS).await;
+    await_requests(&d, 20).await;
+    d.wait("it is probed", |d| d.probes() > QUESTIONS).await;
     let (took, least) = (begun.elapsed(), PAUSE * QUESTIONS as u32);
     assert!(took >= least, "{QUESTIONS} questions within {took:?}");
 }
 
 #[tokio::test]
-async fn a_question_takes_no_kept_connection_from_the_requests() {
+async fn a_liveness_probe_takes_no_idle_connection() {
     let d = FakeEngine::always(Action::Whole(1)).await;
     let top = "timeouts: {engine_idle_ms: 3600000}\nhealth: {active: {interval_ms: 10}}";
     let system = TestRouter::with(&[], &[&d], "", top).await;
     assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
     let questions = d.probes();
-    d.wait("it is asked again and again", |d| d.probes() > questions + 5).await;
+    d.wait("it is probed repeatedly", |d| d.probes() > questions + 5).await;
     let kept = d.open();
     assert!(kept >= 1, "the kept connection was used for a question and closed");
 }

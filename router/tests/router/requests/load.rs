@@ -29,7 +29,7 @@ async fn eight_clients_on_kept_connections_see_no_failure() {
         client.unwrap();
     }
     system.settled().await;
-    assert_eq!(p.asked().len(), CLIENTS * REQUESTS);
+    assert_eq!(p.received().len(), CLIENTS * REQUESTS);
     assert!(p.aborts().is_empty() && p.releases().is_empty() && d.aborts().is_empty());
     for engine in [&p, &d] {
         let made = engine.connections();

@@ -15,7 +15,7 @@ async fn a_request_is_prefilled_by_one_engine_and_decoded_by_another() {
     let answer = post(system.address, "/v1/completions", &body).await;
     assert_eq!(answer.status, 200, "{}", answer.text());
     assert_eq!(answer.json()["choices"][0]["text"], "t".repeat(20));
-    let (asked_p, asked_d) = (p.asked(), d.asked());
+    let (asked_p, asked_d) = (p.received(), d.received());
     let (to_p, to_d) = (&asked_p[0], &asked_d[0]);
     assert_eq!((&to_p.body["max_tokens"], &to_p.body["stream"]), (&json!(1), &json!(false)));
     assert_eq!(to_p.body["kv_transfer_params"]["do_remote_decode"], true);
@@ -68,7 +68,7 @@ async fn a_clients_own_request_id_is_echoed_and_never_used() {
     client.post_bytes("/v1/completions", headers, body.as_bytes()).await;
     let answer = client.answer().await;
     assert_eq!(answer.header("x-request-id"), Some("mine-1"));
-    for sent in [&p.asked()[0], &d.asked()[0]] {
+    for sent in [&p.received()[0], &d.received()[0]] {
         assert_ne!(sent.headers["x-request-id"], "mine-1");
         assert_eq!(sent.headers["authorization"], "Bearer k");
         assert_eq!(sent.headers["x-baton-cluster-secret"], "0123456789abcdef");
@@ -79,12 +79,12 @@ async fn a_clients_own_request_id_is_echoed_and_never_used() {
 }
 
 #[tokio::test]
-async fn a_prefill_engine_that_lends_nothing_leaves_everything_to_the_decode_engine() {
+async fn without_a_handoff_the_decode_engine_computes_the_prompt() {
     let p = FakeEngine::always(Action::Reply(serde_json::Value::Null)).await;
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::start(&[&p], &[&d]).await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
-    assert!(d.asked()[0].body.get("kv_transfer_params").is_none());
+    assert!(d.received()[0].body.get("kv_transfer_params").is_none());
 }
 
 #[tokio::test]
@@ -94,12 +94,12 @@ async fn several_prompts_at_once_are_computed_by_a_decode_engine_alone() {
     let system = TestRouter::start(&[&p], &[&d]).await;
     let body = json!({"model": "m", "prompt": ["a", "b"], "max_tokens": 4});
     assert_eq!(post(system.address, "/v1/completions", &body).await.status, 200);
-    assert!(p.asked().is_empty());
-    assert!(d.asked()[0].body.get("kv_transfer_params").is_none());
+    assert!(p.received().is_empty());
+    assert!(d.received()[0].body.get("kv_transfer_params").is_none());
 }
 
 #[tokio::test]
-async fn answers_that_tell_of_the_prompts_tokens_are_computed_by_a_decode_engine_alone() {
+async fn requests_for_prompt_logprobs_run_on_a_decode_engine_alone() {
     let p = FakeEngine::always(Action::Lease(Some(7))).await;
     let d = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::start(&[&p], &[&d]).await;
@@ -115,8 +115,8 @@ async fn answers_that_tell_of_the_prompts_tokens_are_computed_by_a_decode_engine
     ] {
         assert_eq!(post(system.address, path, &body).await.status, 200, "{body}");
     }
-    assert!(p.asked().is_empty());
-    assert!(d.asked().iter().all(|request| request.body.get("kv_transfer_params").is_none()));
+    assert!(p.received().is_empty());
+    assert!(d.received().iter().all(|request| request.body.get("kv_transfer_params").is_none()));
     let series = "baton_router_disagg_decisions_total{decision=\"decode_only\",reason=\"prompt_logprobs\"}";
     system.counts(series, 4.0).await;
     let streamed = json!({"prompt": "a", "prompt_logprobs": 1, "stream": true});
@@ -128,7 +128,7 @@ async fn answers_that_tell_of_the_prompts_tokens_are_computed_by_a_decode_engine
     ] {
         assert_eq!(post(system.address, "/v1/completions", &body).await.status, 200, "{body}");
     }
-    assert_eq!((p.asked().len(), d.asked().len()), (2, 6));
+    assert_eq!((p.received().len(), d.received().len()), (2, 6));
 }
 
 #[tokio::test]
@@ -144,8 +144,8 @@ async fn models_health_version_and_tokenize_are_answered() {
     assert_eq!(get(system.address, "/v1/models/other").await.code(), "model_not_found");
     assert_eq!(get(system.address, "/health").await.status, 200);
     assert!(get(system.address, "/version").await.json()["version"].is_string());
-    let asked = json!({"model": "alias", "prompt": "x", "kv_transfer_params": {"do_remote_prefill": true}});
-    let answer = post(system.address, "/tokenize", &asked).await;
+    let body = json!({"model": "alias", "prompt": "x", "kv_transfer_params": {"do_remote_prefill": true}});
+    let answer = post(system.address, "/tokenize", &body).await;
     assert_eq!((answer.status, &answer.json()["path"]), (200, &json!("/tokenize")));
     let passed = d.all().pop().unwrap();
     assert_eq!((&passed.body["model"], passed.body.get("kv_transfer_params")), (&json!("m"), None));
@@ -163,7 +163,7 @@ async fn bodies_far_over_64_kib_reach_both_engines_whole() {
         let body = json!({"model": "m", "prompt": "x".repeat(bytes), "max_tokens": 1});
         let answer = post(system.address, "/v1/completions", &body).await;
         assert_eq!((answer.status, answer.body.len() > 3 << 20), (200, true));
-        for sent in [p.asked().pop().unwrap(), d.asked().pop().unwrap()] {
+        for sent in [p.received().pop().unwrap(), d.received().pop().unwrap()] {
             assert_eq!(sent.body["prompt"].as_str().map(str::len), Some(bytes));
         }
     }

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::harness::client::{Client, completion, post};
 use crate::harness::engine::{Action, FakeEngine, eventually};
-use crate::harness::system::{TestRouter, asked};
+use crate::harness::system::{TestRouter, await_requests};
 
 /// One entry of `models`, with these pools and further lines.
 fn model(prefill: &str, decode: &str, more: &str) -> String {
@@ -43,20 +43,20 @@ async fn decoders<const N: usize>() -> [FakeEngine; N] {
 }
 
 fn counts(engines: &[FakeEngine]) -> Vec<usize> {
-    engines.iter().map(|e| e.asked().len()).collect()
+    engines.iter().map(|e| e.received().len()).collect()
 }
 
 #[tokio::test]
-async fn a_conversation_returns_to_the_engine_that_holds_its_beginning() {
+async fn a_conversation_returns_to_the_engine_with_its_prefix() {
     let engines = decoders::<4>().await;
     let all: Vec<_> = engines.iter().collect();
     let policy = "policy: {prefix_aware: {balance_abs: 4, balance_rel: 2.0, match_min: 0.2}}";
     let features = "    features: {chunk_bytes: 64, chunks_max: 100, bytes_per_token: 4.0}";
     let system = TestRouter::of(&model("{}", &pool(&all, &[], policy), features)).await;
-    let mut said = "a".repeat(300);
+    let mut text = "a".repeat(300);
     for turn in 0..6 {
-        assert_eq!(ask(&system, &prompt(&said)).await, 200);
-        said.push_str(&format!(" and then {turn} {}", "b".repeat(80)));
+        assert_eq!(ask(&system, &prompt(&text)).await, 200);
+        text.push_str(&format!(" and then {turn} {}", "b".repeat(80)));
     }
     let mut first = counts(&engines);
     first.sort_unstable();
@@ -69,11 +69,11 @@ async fn a_conversation_returns_to_the_engine_that_holds_its_beginning() {
     for n in 0..8 {
         assert_eq!(ask(&system, &prompt(&format!("{n} {}", "c".repeat(300)))).await, 200);
     }
-    assert!(counts(&engines).iter().all(|&asked| asked >= 2), "{:?}", counts(&engines));
+    assert!(counts(&engines).iter().all(|&count| count >= 2), "{:?}", counts(&engines));
 }
 
 #[tokio::test]
-async fn what_the_index_may_hold_is_bounded_by_configuration() {
+async fn the_index_size_is_bounded_by_configuration() {
     let engines = decoders::<2>().await;
     let all: Vec<_> = engines.iter().collect();
     let yaml = model("{}", &pool(&all, &[], "policy: prefix_aware"), "    features: {chunk_bytes: 64}");
@@ -124,7 +124,7 @@ async fn a_session_stays_at_its_engine_while_that_has_no_more_than_its_share() {
 }
 
 #[tokio::test]
-async fn a_busy_engine_of_a_session_gives_way_to_the_sessions_next() {
+async fn a_busy_engine_of_a_session_is_skipped_for_the_sessions_next() {
     let [a, b] =
         [FakeEngine::always(Action::WholeGated(1)).await, FakeEngine::always(Action::WholeGated(1)).await];
     let policy = "policy: {consistent_hash: {load_factor: 1.0}}";
@@ -134,10 +134,10 @@ async fn a_busy_engine_of_a_session_gives_way_to_the_sessions_next() {
         let mut client = Client::connect(system.address).await;
         let body = completion(false).to_string();
         client.post_bytes("/v1/completions", "x-session-id: s\r\n", body.as_bytes()).await;
-        eventually("it is asked", || a.asked().len() + b.asked().len() == n + 1).await;
+        eventually("an engine has the request", || a.received().len() + b.received().len() == n + 1).await;
         clients.push(client);
     }
-    assert_eq!((a.asked().len(), b.asked().len()), (2, 2), "one session, and still half each");
+    assert_eq!((a.received().len(), b.received().len()), (2, 2), "one session, and still half each");
     for _ in 0..2 {
         a.open_gate();
         b.open_gate();
@@ -148,7 +148,7 @@ async fn a_busy_engine_of_a_session_gives_way_to_the_sessions_next() {
 }
 
 #[tokio::test]
-async fn engines_without_the_selected_labels_are_never_asked_and_preferred_ones_while_they_have_room() {
+async fn selected_labels_are_required_and_preferred_labels_apply_while_capacity_lasts() {
     let engines = [
         FakeEngine::always(Action::Whole(1)).await,
         FakeEngine::always(Action::WholeGated(1)).await,
@@ -164,7 +164,7 @@ async fn engines_without_the_selected_labels_are_never_asked_and_preferred_ones_
     let system = TestRouter::of(&model("{}", &pool(&all, &labels, more), "")).await;
     let mut waiting = Client::connect(system.address).await;
     waiting.post("/v1/completions", &completion(false)).await;
-    asked(&engines[1], 1).await;
+    await_requests(&engines[1], 1).await;
     for _ in 0..3 {
         assert_eq!(ask(&system, &completion(false)).await, 200);
     }
@@ -188,9 +188,9 @@ async fn a_prefill_engine_of_the_decode_engines_zone_is_preferred() {
         assert_eq!(ask(&system, &completion(false)).await, 200);
     }
     for (p, d) in prefill.iter().zip(&decode) {
-        assert_eq!((p.asked().len(), d.asked().len()), (4, 4));
+        assert_eq!((p.received().len(), d.received().len()), (4, 4));
         let id = |e: &FakeEngine| -> Vec<_> {
-            e.asked().iter().map(|s| s.headers["x-request-id"].clone()).collect()
+            e.received().iter().map(|s| s.headers["x-request-id"].clone()).collect()
         };
         assert_eq!(id(p), id(d), "each pair is of one zone");
     }
@@ -204,7 +204,7 @@ async fn an_engine_of_both_pools_does_not_prefill_for_itself_while_there_is_anot
     for _ in 0..4 {
         assert_eq!(ask(&system, &completion(false)).await, 200);
     }
-    assert_eq!((both.asked().len(), other.asked().len()), (4, 4));
+    assert_eq!((both.received().len(), other.received().len()), (4, 4));
 }
 
 #[tokio::test]
@@ -212,42 +212,43 @@ async fn a_full_decode_engine_costs_no_prefill() {
     let p = FakeEngine::always(Action::Lease(Some(7))).await;
     let d = FakeEngine::always(Action::WholeGated(1)).await;
     let decode = pool(&[&d], &[], "capacity: {max_in_flight: 1}");
-    let nobody_waits = format!("{}\nqueue: {{requests: 0}}\n", model(&pool(&[&p], &[], ""), &decode, ""));
-    let system = TestRouter::of(&nobody_waits).await;
+    let without_queue = format!("{}\nqueue: {{requests: 0}}\n", model(&pool(&[&p], &[], ""), &decode, ""));
+    let system = TestRouter::of(&without_queue).await;
     let mut first = Client::connect(system.address).await;
     first.post("/v1/completions", &completion(false)).await;
-    asked(&d, 1).await;
+    await_requests(&d, 1).await;
     let mut second = Client::connect(system.address).await;
     second.post("/v1/completions", &completion(false)).await;
     let refused = second.answer().await;
     assert_eq!(refused.status, 429, "{}", refused.text());
     assert!(refused.header("retry-after").is_some());
-    assert_eq!(p.asked().len(), 1, "no prefill is spent on a request that no decode engine has room for");
+    assert_eq!(p.received().len(), 1, "no prefill is spent on a request that no decode engine has room for");
     d.open_gate();
     assert_eq!(first.answer().await.status, 200);
 }
 
 #[tokio::test]
-async fn engines_whose_own_metrics_say_that_they_are_full_are_passed_over() {
+async fn engines_with_full_metrics_are_skipped() {
     for capacity in ["max_waiting: 9", "max_kv_usage: 0.9"] {
-        let says = |request: &crate::harness::engine::ReceivedRequest| {
+        let full_metrics = |request: &crate::harness::engine::ReceivedRequest| {
             let text = "vllm:num_requests_running 3.0\nvllm:num_requests_waiting 9.0\nvllm:kv_cache_usage_perc 0.93\n";
             (request.path == "/metrics").then_some(Action::Text(text))
         };
-        let full = FakeEngine::always(Action::WholeGated(1)).await.with_rule(says);
+        let full = FakeEngine::always(Action::WholeGated(1)).await.with_rule(full_metrics);
         let free = FakeEngine::always(Action::Whole(1)).await;
         let more = format!("prefer: {{zone: a}}, capacity: {{{capacity}}}");
         let decode = pool(&[&full, &free], &["labels: {zone: a}", "labels: {zone: b}"], &more);
         let health = "health: {active: {interval_ms: 0}, load: {interval_ms: 10, stale_ms: 600000}}";
         let system = TestRouter::of(&model("{}", &decode, health)).await;
-        full.wait("it is asked", |e| e.all().iter().filter(|s| s.path == "/metrics").count() > 1).await;
+        full.wait("its metrics are read", |e| e.all().iter().filter(|s| s.path == "/metrics").count() > 1)
+            .await;
         // Without a request of this router the engine gets one regardless of its report, because only the end of such a
         // request would signal free capacity.
         let mut first = Client::connect(system.address).await;
         first.post("/v1/completions", &completion(false)).await;
-        asked(&full, 1).await;
+        await_requests(&full, 1).await;
         assert_eq!(ask(&system, &completion(false)).await, 200);
-        assert_eq!((full.asked().len(), free.asked().len()), (1, 1), "{capacity}");
+        assert_eq!((full.received().len(), free.received().len()), (1, 1), "{capacity}");
         full.open_gate();
         assert_eq!(first.answer().await.status, 200);
     }
@@ -266,25 +267,25 @@ async fn short_prompts_and_cached_prompts_are_computed_where_they_are_decoded() 
         |decision: &str, reason: &str| format!("{DISAGG}{{decision=\"{decision}\",reason=\"{reason}\"}}");
     assert_eq!(ask(&system, &prompt("short")).await, 200);
     system.counts(&decided("decode_only", "short_prompt"), 1.0).await;
-    assert!(p.asked().is_empty());
+    assert!(p.received().is_empty());
     let long = "a".repeat(1_000);
     assert_eq!(ask(&system, &prompt(&long)).await, 200);
     system.counts(&decided("prefill_decode", "worth_it"), 1.0).await;
-    assert_eq!(p.asked().len(), 1);
+    assert_eq!(p.received().len(), 1);
     // The decode engine has cached it now; the second time nothing is left to prefill.
     assert_eq!(ask(&system, &prompt(&long)).await, 200);
     system.counts(&decided("decode_only", "cached"), 1.0).await;
-    assert_eq!(p.asked().len(), 1);
+    assert_eq!(p.received().len(), 1);
     // Another tenant's equal prompt is a different one.
     let mut salted = prompt(&long);
     salted["cache_salt"] = json!("other");
     assert_eq!(ask(&system, &salted).await, 200);
-    assert_eq!(p.asked().len(), 2);
-    assert!(d.asked()[2].body.get("kv_transfer_params").is_none());
+    assert_eq!(p.received().len(), 2);
+    assert!(d.received()[2].body.get("kv_transfer_params").is_none());
 }
 
 #[tokio::test]
-async fn of_a_prompt_that_is_longer_than_what_is_looked_at_only_that_counts_as_cached() {
+async fn only_the_examined_part_of_a_long_prompt_counts_as_cached() {
     let p = FakeEngine::always(Action::Lease(Some(7))).await;
     let d = FakeEngine::always(Action::Whole(1)).await;
     let more = "    disaggregate: {min_uncached_tokens: 100}\n    \
@@ -292,12 +293,12 @@ async fn of_a_prompt_that_is_longer_than_what_is_looked_at_only_that_counts_as_c
     let system = TestRouter::of(&model(&pool(&[&p], &[], ""), &pool(&[&d], &[], ""), more)).await;
     // 64 tokens are compared: of 300 enough is left to prefill elsewhere, of 150 it is not.
     for (bytes, prefilled) in [(1_200, 2), (600, 1)] {
-        let before = p.asked().len();
+        let before = p.received().len();
         let text = format!("{bytes}{}", "a".repeat(bytes));
         for _ in 0..2 {
             assert_eq!(ask(&system, &prompt(&text)).await, 200);
         }
-        assert_eq!(p.asked().len() - before, prefilled, "{bytes}");
+        assert_eq!(p.received().len() - before, prefilled, "{bytes}");
     }
 }
 
@@ -305,7 +306,7 @@ fn ranks(engine: &FakeEngine) -> Vec<String> {
     let rank = |request: &crate::harness::engine::ReceivedRequest| {
         request.headers["x-data-parallel-rank"].to_str().unwrap().to_owned()
     };
-    engine.asked().iter().map(rank).collect()
+    engine.received().iter().map(rank).collect()
 }
 
 #[tokio::test]
@@ -320,7 +321,7 @@ async fn each_data_parallel_rank_has_a_cache_and_a_load_of_its_own() {
         for n in 0..5 {
             let mut client = Client::connect(system.address).await;
             client.post("/v1/completions", if large && n > 0 { &short } else { &long }).await;
-            asked(&d, n + 1).await;
+            await_requests(&d, n + 1).await;
             clients.push(client);
         }
         let ranks = ranks(&d);
@@ -337,20 +338,20 @@ async fn each_data_parallel_rank_has_a_cache_and_a_load_of_its_own() {
 }
 
 #[tokio::test]
-async fn a_busy_prefill_pool_is_left_alone_and_always_means_always() {
+async fn a_busy_prefill_pool_is_skipped_unless_disaggregation_is_always() {
     let p = FakeEngine::always(Action::LeaseGated(Some(7))).await;
     let d = FakeEngine::always(Action::Whole(1)).await;
     for (more, sent_to_p) in [("", 1), (", always: true", 2)] {
         let more = format!("    disaggregate: {{max_prefill_in_flight: 1{more}}}");
         let system = TestRouter::of(&model(&pool(&[&p], &[], ""), &pool(&[&d], &[], ""), &more)).await;
-        let before = p.asked().len();
+        let before = p.received().len();
         let mut first = Client::connect(system.address).await;
         first.post("/v1/completions", &completion(false)).await;
-        asked(&p, before + 1).await;
+        await_requests(&p, before + 1).await;
         let mut second = Client::connect(system.address).await;
         second.post("/v1/completions", &completion(false)).await;
         if sent_to_p == 2 {
-            asked(&p, before + 2).await;
+            await_requests(&p, before + 2).await;
             p.open_gate();
             p.open_gate();
         }
@@ -359,6 +360,6 @@ async fn a_busy_prefill_pool_is_left_alone_and_always_means_always() {
             p.open_gate();
         }
         assert_eq!(first.answer().await.status, 200);
-        assert_eq!(p.asked().len(), before + sent_to_p);
+        assert_eq!(p.received().len(), before + sent_to_p);
     }
 }

@@ -28,7 +28,7 @@ async fn decoder(at: Option<SocketAddr>) -> FakeEngine {
     engine.with_rule(|request| request.path.starts_with("/v1/").then(|| tokens::answer(request, "d")))
 }
 
-async fn lender(at: Option<SocketAddr>) -> FakeEngine {
+async fn leasing_engine(at: Option<SocketAddr>) -> FakeEngine {
     match at {
         Some(at) => FakeEngine::back_at(at, Action::Lease(Some(HANDLE))).await,
         None => FakeEngine::always(Action::Lease(Some(HANDLE))).await,
@@ -94,7 +94,7 @@ const GENEROUS: &str = "attempts: {prefill: 3, decode: 6}\nretries: {budget_perc
                         2, cool_down_max_ms: 10}}";
 
 async fn storm(restarts: usize, resume: bool, top: &str) -> Arc<OutcomeCounts> {
-    let mut p = vec![lender(None).await, lender(None).await];
+    let mut p = vec![leasing_engine(None).await, leasing_engine(None).await];
     let mut d = vec![decoder(None).await, decoder(None).await, decoder(None).await];
     let engines = |engines: &[FakeEngine]| engines.iter().map(FakeEngine::url).collect::<Vec<_>>();
     let all = [engines(&p), engines(&d)].concat();
@@ -119,7 +119,7 @@ async fn storm(restarts: usize, resume: bool, top: &str) -> Arc<OutcomeCounts> {
             let one = p.remove(0);
             let at = one.address;
             one.die().await;
-            p.push(lender(Some(at)).await);
+            p.push(leasing_engine(Some(at)).await);
         } else {
             let one = d.remove(0);
             let at = one.address;
@@ -154,7 +154,7 @@ async fn without_resuming_a_stream_whose_engine_is_restarted_ends_in_one_typed_e
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_the_defaults_an_answer_is_whole_or_one_typed_error_however_many_engines_are_restarted() {
+async fn with_the_defaults_a_response_is_whole_or_one_typed_error_under_engine_restarts() {
     // The retry budget is exhausted in such a storm. A request refused then gets a time for a retry, and a stream that
     // cannot be continued ends with one typed error.
     let tally = storm(60, true, "health: {}").await;

@@ -78,11 +78,11 @@ async fn a_stream_whose_decode_engine_dies_is_continued_by_another() {
                 assert_eq!(answer, expected, "{path} after {after} frames");
             }
             system.settled().await;
-            assert_eq!(p.asked().len(), 1, "one prefill");
+            assert_eq!(p.received().len(), 1, "one prefill");
             // The first engine had sent nothing: the second one can use the handoff.
             let handed = |request: &ReceivedRequest| request.body.get("kv_transfer_params").is_some();
             assert!(
-                lives.asked().iter().all(|request| handed(request) == (after == 0)),
+                lives.received().iter().all(|request| handed(request) == (after == 0)),
                 "{path} after {after}"
             );
             let ended = "baton_router_requests_total{model=\"m\",outcome=\"completed\",code=\"2xx\"}";
@@ -104,9 +104,9 @@ async fn a_chat_without_a_bound_may_fill_the_rest_of_the_context() {
     body["messages"] = json!([{"role": "user", "content": ""}]);
     let answer = read(&post(system.address, "/v1/chat/completions", &body).await.text());
     assert_eq!((answer.dones, answer.errors, answer.finishes), (1, 0, 1), "{answer:?}");
-    let asked = lives.asked();
-    let prompt = asked.last().unwrap().body["prompt"].as_array().unwrap().len() as u64;
-    assert_eq!(asked.last().unwrap().body["max_tokens"], 40 - prompt);
+    let requests = lives.received();
+    let prompt = requests.last().unwrap().body["prompt"].as_array().unwrap().len() as u64;
+    assert_eq!(requests.last().unwrap().body["max_tokens"], 40 - prompt);
 }
 
 #[tokio::test]
@@ -131,7 +131,7 @@ async fn fatal(name: &'static str, after: usize) -> FakeEngine {
 }
 
 #[tokio::test]
-async fn a_stream_that_takes_engines_down_goes_on_at_three_others_at_most() {
+async fn a_stream_that_crashes_engines_is_resumed_at_most_three_times() {
     let top = "attempts: {decode: 16}\nretries: {min_per_second: 1000}";
     let mut body = streamed(json!({}));
     body["max_tokens"] = json!(100);
@@ -139,8 +139,8 @@ async fn a_stream_that_takes_engines_down_goes_on_at_three_others_at_most() {
     let system = TestRouter::with(&[], &[&a, &b], "    resume: true", top).await;
     let answer = read(&post(system.address, "/v1/completions", &body).await.text());
     assert_eq!((answer.errors, answer.dones, answer.finishes), (1, 1, 0), "{answer:?}");
-    assert_eq!(a.asked().len() + b.asked().len(), 4);
-    assert!(a.asked().len().abs_diff(b.asked().len()) < 2, "the engine that died is not the next one");
+    assert_eq!(a.received().len() + b.received().len(), 4);
+    assert!(a.received().len().abs_diff(b.received().len()) < 2, "the engine that died is not the next one");
     system.counts("baton_router_resumes_total{result=\"resumed\"}", 3.0).await;
     system.settled().await;
 
@@ -148,7 +148,7 @@ async fn a_stream_that_takes_engines_down_goes_on_at_three_others_at_most() {
     let (a, b) = (fatal("first", 0).await, fatal("second", 0).await);
     let system = TestRouter::with(&[], &[&a, &b], "    resume: true", top).await;
     assert_eq!(post(system.address, "/v1/completions", &body).await.status, 502);
-    assert_eq!((a.asked().len(), b.asked().len()), (1, 1));
+    assert_eq!((a.received().len(), b.received().len()), (1, 1));
     system.settled().await;
 }
 
@@ -172,9 +172,9 @@ async fn an_engine_that_fails_in_its_stream_has_failed() {
         let answer = post(system.address, "/v1/completions", &streamed(json!({}))).await;
         assert_eq!((answer.status, answer.text().contains("error")), (200, false), "{}", answer.text());
     }
-    assert!(!fails.asked().is_empty() && lives.asked().len() == 4);
+    assert!(!fails.received().is_empty() && lives.received().len() == 4);
     let handed = |request: &ReceivedRequest| request.body.get("kv_transfer_params").is_some();
-    assert!(lives.asked().iter().all(handed), "the same handoff");
+    assert!(lives.received().iter().all(handed), "the same handoff");
     system.settled().await;
 
     // Alone, the failure becomes a status and not a stream.
@@ -213,7 +213,7 @@ async fn an_engine_that_fails_in_its_stream_has_failed() {
 }
 
 #[tokio::test]
-async fn a_stream_is_over_with_done_whatever_follows_or_lacks() {
+async fn a_stream_ends_with_done_despite_trailing_or_missing_data() {
     for last in ["data: [DONE]\n\n: ping\n\n", "data: [DONE]\n"] {
         let d = FakeEngine::always(Action::Frames(vec![event(0), last.to_owned()], true)).await;
         let system = TestRouter::with(&[], &[&d], "", "").await;
@@ -225,31 +225,31 @@ async fn a_stream_is_over_with_done_whatever_follows_or_lacks() {
 }
 
 #[tokio::test]
-async fn going_on_with_a_stream_is_charged_to_the_budget_of_second_attempts() {
+async fn resumption_is_charged_to_the_retry_budget() {
     let (dies, lives) = (engine("first", 3).await, engine("second", NEVER).await);
     let top = "retries: {budget_percent: 0, min_per_second: 0}";
     let system = TestRouter::with(&[], &[&dies, &lives], "    resume: true", top).await;
     let answer = read(&post(system.address, "/v1/completions", &streamed(json!({}))).await.text());
     assert_eq!((answer.errors, answer.dones, answer.finishes), (1, 1, 0), "{answer:?}");
-    assert!(lives.asked().is_empty());
+    assert!(lives.received().is_empty());
     system.counts("baton_router_resumes_total{result=\"failed\"}", 1.0).await;
 }
 
 #[tokio::test]
-async fn what_cannot_be_continued_ends_in_one_typed_error() {
+async fn a_stream_that_cannot_be_resumed_ends_in_one_typed_error() {
     for (extra, resume) in [(json!({"stop": ["zzz"]}), true), (json!({"n": 1}), false)] {
         let (dies, lives) = (engine("first", 3).await, engine("second", NEVER).await);
         let system = TestRouter::with(&[], &[&dies, &lives], &format!("    resume: {resume}"), "").await;
         let answer = read(&post(system.address, "/v1/completions", &streamed(extra)).await.text());
         assert_eq!((answer.errors, answer.dones, answer.finishes), (1, 1, 0), "{answer:?}");
-        assert!(lives.asked().is_empty());
+        assert!(lives.received().is_empty());
         let count = if resume { 1.0 } else { 0.0 };
         system.counts("baton_router_resumes_total{result=\"not_allowed\"}", count).await;
     }
 }
 
 #[tokio::test]
-async fn where_no_other_engine_can_be_had_the_stream_ends_in_one_typed_error() {
+async fn without_another_engine_the_stream_ends_in_one_typed_error() {
     let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
     let dies = engine("first", 3).await;
     let broken = FakeEngine::always(Action::Refuse(500, json!({"error": {"message": "x"}}))).await;
@@ -263,12 +263,12 @@ async fn where_no_other_engine_can_be_had_the_stream_ends_in_one_typed_error() {
 }
 
 #[tokio::test]
-async fn token_ids_are_asked_of_engines_only_where_a_stream_may_be_resumed() {
+async fn token_ids_are_requested_only_for_resumable_streams() {
     let d = engine("first", NEVER).await;
     let system = TestRouter::with(&[], &[&d], "    resume: true", "").await;
     post(system.address, "/v1/completions", &streamed(json!({}))).await;
     post(system.address, "/v1/completions", &completion(false)).await;
-    let asked: Vec<_> =
-        d.asked().iter().map(|request| request.body.get("return_token_ids").cloned()).collect();
-    assert_eq!(asked, [Some(json!(true)), None]);
+    let requests: Vec<_> =
+        d.received().iter().map(|request| request.body.get("return_token_ids").cloned()).collect();
+    assert_eq!(requests, [Some(json!(true)), None]);
 }

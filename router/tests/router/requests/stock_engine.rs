@@ -113,11 +113,11 @@ fn verbs(engine: &FakeEngine) -> usize {
 
 /// Requests to generate that were meant to be refused.
 fn refusable(d: &FakeEngine) -> Vec<ReceivedRequest> {
-    d.asked().into_iter().filter(|request| request.body["temperature"] == json!(-1)).collect()
+    d.received().into_iter().filter(|request| request.body["temperature"] == json!(-1)).collect()
 }
 
 #[tokio::test]
-async fn every_parameter_that_trips_a_stock_engine_passes_on_its_legs() {
+async fn the_legs_adapt_parameters_that_stock_engines_reject() {
     let pins = PinnedBlocks::default();
     let (p, d) = pair(&pins, false, Action::Whole(1)).await;
     let system = TestRouter::of(&config(&p, &d, "auto")).await;
@@ -128,7 +128,7 @@ async fn every_parameter_that_trips_a_stock_engine_passes_on_its_legs() {
     });
     let answer = post(system.address, "/v1/chat/completions", &body).await;
     assert_eq!(answer.status, 200, "{}", answer.text());
-    let (first, second) = (&p.asked()[0].body, &d.asked()[0].body);
+    let (first, second) = (&p.received()[0].body, &d.received()[0].body);
     for (field, expected) in [
         ("max_tokens", json!(1)),
         ("max_completion_tokens", json!(1)),
@@ -143,19 +143,19 @@ async fn every_parameter_that_trips_a_stock_engine_passes_on_its_legs() {
     for field in ["n", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "max_tokens", "stream_options"] {
         assert_eq!(second[field], body[field], "{field} on the decode leg");
     }
-    assert_eq!(p.asked()[0].headers["x-request-id"], d.asked()[0].headers["x-request-id"]);
+    assert_eq!(p.received()[0].headers["x-request-id"], d.received()[0].headers["x-request-id"]);
     assert_eq!(pins.held(), 0);
 }
 
 #[tokio::test]
-async fn a_lease_that_nobody_reads_is_ended_by_a_decode_request_that_must_be_refused() {
+async fn an_unread_lease_is_ended_by_a_decode_request_that_must_be_refused() {
     for release in ["auto", "refused_decode"] {
         let pins = PinnedBlocks::default();
         let (p, d) = pair(&pins, true, Action::Whole(1)).await;
         let system = TestRouter::of(&config(&p, &d, release)).await;
         let mut client = Client::connect(system.address).await;
         client.post("/v1/completions", &completion(true)).await;
-        p.wait("it prefills", |p| !p.asked().is_empty() && pins.held() == 1).await;
+        p.wait("it prefills", |p| !p.received().is_empty() && pins.held() == 1).await;
         client.hang_up(DISCONNECT_KINDS[0]);
         // The reply crosses the half-close: its only copy of the handoff is used.
         system.counts("baton_router_disconnects_total{phase=\"prefill\"}", 1.0).await;
@@ -168,8 +168,8 @@ async fn a_lease_that_nobody_reads_is_ended_by_a_decode_request_that_must_be_ref
         let series = "baton_router_releases_total{cause=\"late_reply\",via=\"refused_decode\"}";
         system.counts(series, 1.0).await;
         // The abort, and a release if the reply arrived before the abort's answer.
-        let asked = if release == "auto" { 1..=2 } else { 0..=0 };
-        assert!(asked.contains(&verbs(&p)), "{release}: {}", verbs(&p));
+        let allowed = if release == "auto" { 1..=2 } else { 0..=0 };
+        assert!(allowed.contains(&verbs(&p)), "{release}: {}", verbs(&p));
     }
 }
 
@@ -182,7 +182,7 @@ async fn a_reply_that_comes_when_its_settlement_is_over_still_frees_its_blocks()
         let system = TestRouter::of(&config).await;
         let mut client = Client::connect(system.address).await;
         client.post("/v1/completions", &completion(true)).await;
-        p.wait("it prefills", |p| !p.asked().is_empty() && pins.held() == 1).await;
+        p.wait("it prefills", |p| !p.received().is_empty() && pins.held() == 1).await;
         client.hang_up(DISCONNECT_KINDS[0]);
         system.counts("baton_router_disconnects_total{phase=\"prefill\"}", 1.0).await;
         system.counts("baton_router_settlements_total{result=\"unsupported\"}", 1.0).await;
@@ -195,7 +195,7 @@ async fn a_reply_that_comes_when_its_settlement_is_over_still_frees_its_blocks()
 }
 
 #[tokio::test]
-async fn a_reply_beyond_those_that_may_be_awaited_is_one_settlement() {
+async fn a_reply_beyond_the_awaited_limit_is_one_settlement() {
     let pins = PinnedBlocks::default();
     let (p, d) = pair(&pins, true, Action::Whole(1)).await;
     let config = config(&p, &d, "auto") + "\ntimeouts: {settle_ms: 20}\nlimits: {settlements: 1}\n";
@@ -231,7 +231,7 @@ async fn a_shutdown_waits_for_an_abandoned_prefills_reply_no_longer_than_for_one
 }
 
 #[tokio::test]
-async fn a_shutdown_releases_what_an_abandoned_prefill_lends_meanwhile() {
+async fn a_shutdown_releases_the_late_lease_of_an_abandoned_prefill() {
     let pins = PinnedBlocks::default();
     let (p, d) = pair(&pins, true, Action::Whole(1)).await;
     let config = config(&p, &d, "auto") + "\ntimeouts: {settle_ms: 1500}\n";
@@ -249,15 +249,15 @@ async fn a_shutdown_releases_what_an_abandoned_prefill_lends_meanwhile() {
 }
 
 #[tokio::test]
-async fn what_an_engine_lacks_is_asked_for_once_and_then_its_connection_is_half_closed_at_once() {
+async fn a_missing_abort_verb_is_tried_once_and_then_replaced_by_a_half_close() {
     let pins = PinnedBlocks::default();
     let (p, d) = pair(&pins, true, Action::Whole(1)).await;
     let system = TestRouter::of(&config(&p, &d, "auto")).await;
-    let mut asked = 0;
+    let mut verbs_sent = 0;
     for round in 1..=4 {
         let mut client = Client::connect(system.address).await;
         client.post("/v1/completions", &completion(true)).await;
-        p.wait("it prefills", |p| p.asked().len() == round).await;
+        p.wait("it prefills", |p| p.received().len() == round).await;
         client.hang_up(DISCONNECT_KINDS[round % 2]);
         let gone = f64::from(u32::try_from(round).unwrap());
         system.counts("baton_router_disconnects_total{phase=\"prefill\"}", gone).await;
@@ -265,15 +265,15 @@ async fn what_an_engine_lacks_is_asked_for_once_and_then_its_connection_is_half_
         d.wait("the refusal has freed it", |d| refusable(d).len() == round && pins.held() == 0).await;
         system.settled().await;
         if round == 1 {
-            asked = verbs(&p);
+            verbs_sent = verbs(&p);
         }
     }
-    assert_eq!(verbs(&p), asked, "in later rounds it is not asked again");
-    assert!((1..=2).contains(&asked), "{asked}");
+    assert_eq!(verbs(&p), verbs_sent, "later rounds send no further verb");
+    assert!((1..=2).contains(&verbs_sent), "{verbs_sent}");
 }
 
 #[tokio::test]
-async fn a_lease_is_left_to_its_end_where_the_configuration_says_so() {
+async fn a_lease_is_left_to_its_expiry_if_configured() {
     for release in ["lease", "verb"] {
         let pins = PinnedBlocks::default();
         let (p, d) = pair(&pins, false, refuse(400, "no")).await;
@@ -313,7 +313,7 @@ async fn a_release_by_refusal_goes_to_another_decode_engine_when_one_does_not_an
 }
 
 #[tokio::test]
-async fn a_release_by_refusal_comes_back_to_the_only_decode_engine_when_it_did_not_answer() {
+async fn a_release_by_refusal_is_retried_at_the_only_decode_engine() {
     let pins = PinnedBlocks::default();
     let (p, d) = pair(&pins, true, Action::Whole(1)).await;
     let (frees, tries) = (consume(&pins, Action::Whole(1)), AtomicUsize::new(0));
@@ -330,7 +330,7 @@ async fn a_release_by_refusal_comes_back_to_the_only_decode_engine_when_it_did_n
     let system = TestRouter::of(&yaml).await;
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(true)).await;
-    p.wait("it prefills", |p| !p.asked().is_empty() && pins.held() == 1).await;
+    p.wait("it prefills", |p| !p.received().is_empty() && pins.held() == 1).await;
     client.hang_up(DISCONNECT_KINDS[0]);
     p.open_gate();
     d.wait("it is freed at the fourth try", |_| pins.held() == 0).await;
@@ -348,12 +348,12 @@ async fn a_lease_is_ended_by_a_decode_engine_that_is_full() {
     let system = TestRouter::of(&yaml).await;
     let mut first = Client::connect(system.address).await;
     first.post("/v1/completions", &completion(true)).await;
-    p.wait("it prefills", |p| p.asked().len() == 1).await;
+    p.wait("it prefills", |p| p.received().len() == 1).await;
     let mut second = Client::connect(system.address).await;
     second.post("/v1/completions", &completion(false)).await;
     system.counts("baton_router_queue_requests{priority=\"normal\"}", 1.0).await;
     first.hang_up(DISCONNECT_KINDS[0]);
-    p.wait("the second has the only place", |p| p.asked().len() == 2).await;
+    p.wait("the second has the only place", |p| p.received().len() == 2).await;
     p.open_gate();
     d.wait("the first one's lease has ended", |d| refusable(d).len() == 1).await;
     p.open_gate();
@@ -363,7 +363,7 @@ async fn a_lease_is_ended_by_a_decode_engine_that_is_full() {
 }
 
 #[tokio::test]
-async fn when_the_engine_that_lent_is_gone_the_prompt_is_computed_anew_and_no_decode_engine_is_blamed() {
+async fn after_the_loss_of_the_producer_the_prompt_is_recomputed_without_a_fault() {
     let (p, d, other) = {
         let pins = PinnedBlocks::default();
         let (p, d) = pair(&pins, false, Action::Whole(1)).await;
@@ -389,11 +389,11 @@ async fn when_the_engine_that_lent_is_gone_the_prompt_is_computed_anew_and_no_de
             other.url()
         );
         let system = TestRouter::of(&yaml).await;
-        let asked = || d.asked().len() + other.asked().len();
+        let decode_requests = || d.received().len() + other.received().len();
         for round in 1..=4 {
-            let before = asked();
+            let before = decode_requests();
             let answer = post(system.address, "/v1/completions", &completion(false)).await;
-            let (times, text) = (asked() - before, answer.text());
+            let (times, text) = (decode_requests() - before, answer.text());
             if fallback == "aggregate" {
                 assert_eq!((answer.status, times), (200, 2), "the dead handoff is sent to one: {text}");
             } else if round == 1 {
@@ -412,7 +412,7 @@ async fn when_the_engine_that_lent_is_gone_the_prompt_is_computed_anew_and_no_de
 }
 
 #[tokio::test]
-async fn an_engine_of_both_pools_ends_its_leases_as_is_said_where_it_prefills() {
+async fn an_engine_of_both_pools_uses_the_prefill_pools_release_mode() {
     let pins = PinnedBlocks::default();
     let (p, d) = pair(&pins, false, refuse(400, "no")).await;
     let d = d.with_rule(|request| request.path.starts_with("/v1/").then(|| refuse(400, "no")));

@@ -42,7 +42,7 @@ fn text(bytes: usize) -> Value {
 }
 
 #[tokio::test]
-async fn an_answer_that_is_compressed_unasked_reaches_the_client_plain() {
+async fn an_unrequested_compression_is_removed_for_the_client() {
     let answer = text(40_000);
     let frames = format!("{}{}data: [DONE]\n\n", event(0), event(1));
     for (coding, bytes) in coded(answer.to_string().as_bytes()) {
@@ -57,7 +57,7 @@ async fn an_answer_that_is_compressed_unasked_reaches_the_client_plain() {
         let tokens = "baton_router_tokens_total{kind=\"completion\"}";
         assert_eq!(system.metric(tokens).await, 4.0, "{coding}: usage is read from what is decoded");
         for engine in [&p, &d] {
-            assert_eq!(engine.asked()[0].headers["accept-encoding"], "identity");
+            assert_eq!(engine.received()[0].headers["accept-encoding"], "identity");
         }
         assert_eq!(d.connections(), 1, "{coding}: its connection is used again");
         system.settled().await;
@@ -82,14 +82,14 @@ async fn a_prefill_engines_compressed_reply_keeps_its_lease() {
         let d = FakeEngine::always(Action::Whole(1)).await;
         let system = TestRouter::start(&[&p], &[&d]).await;
         assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
-        assert_eq!(d.asked()[0].body["kv_transfer_params"], handoff(Some(HANDLE)), "{coding}");
+        assert_eq!(d.received()[0].body["kv_transfer_params"], handoff(Some(HANDLE)), "{coding}");
         system.settled().await;
         assert!(p.releases().is_empty() && p.aborts().is_empty(), "{coding}");
     }
 }
 
 #[tokio::test]
-async fn a_compressed_refusal_keeps_its_words_on_either_leg() {
+async fn a_compressed_refusal_keeps_its_message_on_either_leg() {
     let body = json!({"error": {"message": "`n` is 7", "type": "x", "param": "n", "code": "odd"}});
     for (coding, bytes) in coded(body.to_string().as_bytes()) {
         let refuses = || FakeEngine::always(Action::Answer(400, json_in(coding), bytes.clone()));
@@ -107,7 +107,7 @@ async fn a_compressed_refusal_keeps_its_words_on_either_leg() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_decoded_is_a_502_with_its_reason_and_no_lease_is_lost() {
+async fn an_undecodable_response_is_a_502_and_its_lease_is_released() {
     let why = "content coding";
     let body = text(40_000).to_string();
     let cut = |(coding, bytes): (&'static str, Vec<u8>)| (coding, bytes[..bytes.len() - 9].to_vec());
@@ -194,7 +194,7 @@ async fn an_engine_that_dies_in_a_large_answer_is_to_blame_and_not_the_client() 
 }
 
 #[tokio::test]
-async fn a_slow_reader_of_a_whole_answer_holds_no_place_at_its_engine() {
+async fn a_slow_reader_of_an_unstreamed_response_holds_no_engine_capacity() {
     for path in [PATH, "/v1/embeddings"] {
         let d = FakeEngine::scripted(vec![Action::Whole(24 * MIB), Action::Whole(1)]).await;
         let yaml = format!(
@@ -206,7 +206,7 @@ async fn a_slow_reader_of_a_whole_answer_holds_no_place_at_its_engine() {
         let body = json!({"model": "m", "prompt": "x", "input": "x"});
         let mut slow = Client::connect(system.address).await;
         slow.post(path, &body).await;
-        d.wait("it is asked", |d| d.asked().len() == 1).await;
+        d.wait("it has the request", |d| d.received().len() == 1).await;
         // The client reads nothing until another request was served in its place.
         assert_eq!(post(system.address, path, &body).await.status, 200, "{path}");
         assert!(system.metric("baton_router_requests_in_flight").await >= 1.0, "the first is not read");

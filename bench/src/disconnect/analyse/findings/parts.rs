@@ -16,7 +16,7 @@ pub(super) fn stranded(data: &RunData, findings: &mut Vec<Finding>) {
         let after =
             if broken.recovered_at.is_some() { format!("`{fault}` recovered") } else { format!("`{fault}`") };
         let behind = |call: &CallRecord, leg: &LegTimeline| {
-            let freed_at = leg.freed.first().map_or(data.watched_until(), |(at, _)| *at);
+            let freed_at = leg.freed_at().unwrap_or(data.watched_until());
             // After the end of a lease its engine has to free the blocks.
             let kept =
                 leg.lease_ended.as_ref().is_some_and(|(ended, _)| freed_at.saturating_sub(*ended) > limit);
@@ -78,7 +78,7 @@ fn excused<'a>(
     };
     legs.filter(move |(call, leg)| ours(leg) && broken.excuses(call, leg))
         .map(|(_, leg)| leg)
-        .filter(move |leg| leg.freed.first().is_none_or(|(freed, _)| *freed >= at))
+        .filter(move |leg| leg.freed_at().is_none_or(|freed| freed >= at))
         .filter(move |leg| leg.lease_ended.as_ref().is_none_or(|(ended, _)| *ended + RACE_US > at))
         .filter(move |leg| !of_another(leg))
 }

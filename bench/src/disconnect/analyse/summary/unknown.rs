@@ -1,8 +1,8 @@
 //! What a run could not judge.
 
 use super::{
-    EngineRow, FaultRow, JUDGED_FEW, KindRow, Measure, NOT_RECEIVED_FEW, SLOWER, Summary, TextComparison,
-    UncancelledSummary, VanishedSummary,
+    FaultRow, JUDGED_FEW, KindRow, Measure, NOT_RECEIVED_FEW, PhaseRow, SLOWER, Summary, TextComparison,
+    UncancelledSummary, VanishedSummary, WorkRow,
 };
 use crate::disconnect::analyse::run_data::UnavailableKind;
 use crate::disconnect::analyse::units::format_ms;
@@ -19,132 +19,157 @@ const KIND_LATE: u64 = 2;
 impl Summary {
     /// What could not be judged, as text. Without it, a report without findings would claim too much.
     pub(crate) fn describe_unknown(&self) -> Vec<String> {
-        let mut unknown = Vec::new();
-        let mut add = |there: bool, what: String| unknown.extend(there.then_some(what));
-        add(self.interrupted, "the run was broken off".into());
-        let failed = self.failed.as_deref().unwrap_or_default();
-        add(self.failed.is_some(), format!("the run ended early: {failed}"));
-        add(
-            self.engines.is_empty(),
-            "blocks, leases and wasted work: no engine was observed (`--admin`, `--engine`)".into(),
-        );
-        add(
-            !self.exact && !self.engines.is_empty(),
-            "phases, times and blocks of single requests: the engines report metrics only".into(),
-        );
-        for EngineRow { name, .. } in
-            self.engines.iter().filter(|engine| !self.exact && engine.sampled.is_none())
-        {
-            let sizeless = self.engines.iter().any(|engine| engine.name == *name && engine.blocks == 0);
-            let why = if sizeless {
-                "does not report the size of its pool (`num_gpu_blocks` of `vllm:cache_config_info`); held blocks are a share of the pool"
-            } else {
-                "had a request or a client before its first token in every sample"
-            };
-            add(true, format!("orphaned block-seconds: {name} {why}"));
-        }
-        let in_parts: u64 = self.faults.iter().map(|fault| fault.expired).sum();
-        add(
-            !self.exact && in_parts > 0,
-            format!(
-                "{in_parts} leases that expired in fault segments: engines with metrics only do not report their requests"
-            ),
-        );
-        for engine in self.engines.iter().filter(|engine| engine.excused_at_end > 0) {
-            let EngineRow { name, excused_at_end, .. } = engine;
-            let what = engine.describe_held(*excused_at_end);
-            add(
-                true,
-                format!(
-                    "{name} still holds {what} at the end, of unexpired leases that a killed process had to release: a longer `--final-wait` shows their end"
-                ),
-            );
-        }
-        add(self.events_lost > 0, format!("exact counts: {} engine events were lost", self.events_lost));
-        add(self.texts.compared == 0, "responses: none could be compared".into());
-        let few = self.texts.compared > 0 && self.texts.compared < TEXTS_FEW && self.requests >= TEXTS_FEW;
-        add(
-            few,
-            format!(
-                "all responses: only {} of {} were compared within `--verify-seconds`",
-                self.texts.compared, self.requests
-            ),
-        );
-        let TextComparison { compared, nondeterministic, unanswered, .. } = self.texts;
-        for (count, why) in
-            [(nondeterministic, "different responses without load"), (unanswered, "no response without load")]
-        {
-            let all = compared + nondeterministic + unanswered;
-            add(
-                count as f64 > TEXTS_UNSTEADY * all as f64,
-                format!("{count} of {all} responses: the same prompt has {why}"),
-            );
-        }
-        if self.calm.is_some() && self.storm.is_some() {
-            let UncancelledSummary { requests, rounds, unpaired_rounds, numbers } = &self.uncancelled;
-            add(
-                !numbers.iter().any(|number| number.measure == Measure::Ttft),
-                format!(
-                    "time to first token: {requests} uncancelled requests in {rounds} storms are too few"
-                ),
-            );
-            let (above, all) = (self.uncancelled.above_target().count(), numbers.len());
-            add(
-                above * 2 > all && !numbers.iter().any(|number| number.slower),
-                format!(
-                    "effect on uncancelled requests: {above} of {all} numbers are above {SLOWER} times the calm, none beyond the noise between calms"
-                ),
-            );
-            add(
-                *unpaired_rounds > 0,
-                format!("{unpaired_rounds} rounds: calm and storm have different requests"),
-            );
-        }
-        for row in self.work.iter().filter(|row| row.at_work > 0 && row.judged < JUDGED_FEW) {
-            add(
-                self.exact && row.completed_without_abort + row.continued_after_abort < NOT_RECEIVED_FEW,
-                format!(
-                    "aborts at {} engines: only {} of {} cancelled requests are judged, the others completed within {:.1} ms, which an abort takes",
-                    row.leg, row.judged, row.at_work, row.abort_delivery_ms
-                ),
-            );
-        }
-        let few = |row: &&KindRow| {
-            let (left, late) = (row.group.cancelled, row.too_late);
-            (left < KIND_FEW && late > left) || late > KIND_LATE * left
-        };
-        for row in self.kinds.iter().filter(few) {
-            add(
-                true,
-                format!(
-                    "cancel by {}: only {} of {} were measured, the other requests completed before their cancel",
-                    row.kind.label(),
-                    row.group.cancelled,
-                    row.group.cancelled + row.too_late
-                ),
-            );
-        }
-        for phase in &self.phases {
-            let missed = phase.aimed > 0 && phase.group.cancelled == 0 && self.exact;
-            add(missed, format!("phase {}: no cancel was in it", phase.phase.label()));
-        }
-        for FaultRow { fault, met, missed, .. } in &self.faults {
-            // A fault that was not injected belongs to a run that ended early.
-            let Some(met) = met else { continue };
-            add(met.requests == 0, format!("effect of `{fault}` on requests: none was in flight"));
-            let missed = missed.filter(|_| met.requests > 0);
-            add(
-                missed.is_some(),
-                format!("`{fault}` met {}, with {} in flight", missed.unwrap_or_default(), met.requests),
-            );
-        }
-        add(
-            self.refused.as_ref().is_some_and(|refused| refused.cancelled == 0) && self.exact,
-            "refused handoffs: the decode engine refused none".into(),
-        );
-        unknown.extend(vanished_unknown(self));
-        unknown
+        [
+            run_unknown(self),
+            engines_unknown(self),
+            texts_unknown(self),
+            uncancelled_unknown(self),
+            cancels_unknown(self),
+            faults_unknown(self),
+            vanished_unknown(self),
+        ]
+        .concat()
     }
+}
+
+/// The part of the run that is missing.
+fn run_unknown(summary: &Summary) -> Vec<String> {
+    let interrupted = summary.interrupted.then(|| "the run was broken off".to_owned());
+    let failed = summary.failed.as_ref().map(|why| format!("the run ended early: {why}"));
+    interrupted.into_iter().chain(failed).collect()
+}
+
+/// What engines did not report until the end of the run.
+fn engines_unknown(summary: &Summary) -> Vec<String> {
+    let mut unknown = Vec::new();
+    if summary.engines.is_empty() {
+        unknown.push(
+            "blocks, leases and wasted work: no engine was observed (`--admin`, `--engine`)".to_owned(),
+        );
+    } else if !summary.exact {
+        unknown
+            .push("phases, times and blocks of single requests: the engines report metrics only".to_owned());
+    }
+    for engine in summary.engines.iter().filter(|engine| !summary.exact && engine.sampled.is_none()) {
+        let why = if engine.blocks == 0 {
+            "does not report the size of its pool (`num_gpu_blocks` of `vllm:cache_config_info`); held blocks are a share of the pool"
+        } else {
+            "had a request or a client before its first token in every sample"
+        };
+        unknown.push(format!("orphaned block-seconds: {} {why}", engine.name));
+    }
+    let in_faults: u64 = summary.faults.iter().map(|fault| fault.expired).sum();
+    if !summary.exact && in_faults > 0 {
+        unknown.push(format!(
+            "{in_faults} leases that expired in fault segments: engines with metrics only do not report their requests"
+        ));
+    }
+    for engine in summary.engines.iter().filter(|engine| engine.excused_at_end > 0) {
+        unknown.push(format!(
+            "{} still holds {} at the end, of unexpired leases that a killed process had to release: a longer `--final-wait` shows their end",
+            engine.name,
+            engine.describe_held(engine.excused_at_end)
+        ));
+    }
+    if summary.events_lost > 0 {
+        unknown.push(format!("exact counts: {} engine events were lost", summary.events_lost));
+    }
+    unknown
+}
+
+/// Responses that could not be compared.
+fn texts_unknown(summary: &Summary) -> Vec<String> {
+    let TextComparison { compared, nondeterministic, unanswered, .. } = summary.texts;
+    let mut unknown = Vec::new();
+    if compared == 0 {
+        unknown.push("responses: none could be compared".to_owned());
+    } else if compared < TEXTS_FEW && summary.requests >= TEXTS_FEW {
+        unknown.push(format!(
+            "all responses: only {compared} of {} were compared within `--verify-seconds`",
+            summary.requests
+        ));
+    }
+    let all = compared + nondeterministic + unanswered;
+    for (count, why) in
+        [(nondeterministic, "different responses without load"), (unanswered, "no response without load")]
+    {
+        if count as f64 > TEXTS_UNSTEADY * all as f64 {
+            unknown.push(format!("{count} of {all} responses: the same prompt has {why}"));
+        }
+    }
+    unknown
+}
+
+/// What calm and storm do not show.
+fn uncancelled_unknown(summary: &Summary) -> Vec<String> {
+    let mut unknown = Vec::new();
+    if summary.calm.is_none() || summary.storm.is_none() {
+        return unknown;
+    }
+    let UncancelledSummary { requests, rounds, unpaired_rounds, numbers } = &summary.uncancelled;
+    if !numbers.iter().any(|number| number.measure == Measure::Ttft) {
+        unknown.push(format!(
+            "time to first token: {requests} uncancelled requests in {rounds} storms are too few"
+        ));
+    }
+    let (above, all) = (summary.uncancelled.above_target().count(), numbers.len());
+    if above * 2 > all && !numbers.iter().any(|number| number.slower) {
+        unknown.push(format!(
+            "effect on uncancelled requests: {above} of {all} numbers are above {SLOWER} times the calm, none beyond the noise between calms"
+        ));
+    }
+    if *unpaired_rounds > 0 {
+        unknown.push(format!("{unpaired_rounds} rounds: calm and storm have different requests"));
+    }
+    unknown
+}
+
+/// Cancels that were too few or too late, by engine, kind and phase.
+fn cancels_unknown(summary: &Summary) -> Vec<String> {
+    let is_unjudged = |row: &&WorkRow| {
+        let missing = row.completed_without_abort + row.continued_after_abort;
+        summary.exact && row.at_work > 0 && row.judged < JUDGED_FEW && missing < NOT_RECEIVED_FEW
+    };
+    let aborts = summary.work.iter().filter(is_unjudged).map(|row| {
+        format!(
+            "aborts at {} engines: only {} of {} cancelled requests are judged, the others completed within {:.1} ms, which an abort takes",
+            row.leg, row.judged, row.at_work, row.abort_delivery_ms
+        )
+    });
+    let is_few = |row: &&KindRow| {
+        let (left, late) = (row.group.cancelled, row.too_late);
+        (left < KIND_FEW && late > left) || late > KIND_LATE * left
+    };
+    let kinds = summary.kinds.iter().filter(is_few).map(|row| {
+        format!(
+            "cancel by {}: only {} of {} were measured, the other requests completed before their cancel",
+            row.kind.label(),
+            row.group.cancelled,
+            row.group.cancelled + row.too_late
+        )
+    });
+    let is_missed = |row: &&PhaseRow| summary.exact && row.aimed > 0 && row.group.cancelled == 0;
+    let phases = summary.phases.iter().filter(is_missed);
+    let phases = phases.map(|row| format!("phase {}: no cancel was in it", row.phase.label()));
+    aborts.chain(kinds).chain(phases).collect()
+}
+
+/// Faults without a request, and refusals that did not happen.
+fn faults_unknown(summary: &Summary) -> Vec<String> {
+    let mut unknown = Vec::new();
+    for FaultRow { fault, met, missed, .. } in &summary.faults {
+        // A fault that was not injected belongs to a run that ended early.
+        match met.as_ref().map(|met| met.requests) {
+            None => {}
+            Some(0) => unknown.push(format!("effect of `{fault}` on requests: none was in flight")),
+            Some(requests) => unknown
+                .extend(missed.map(|missed| format!("`{fault}` met {missed}, with {requests} in flight"))),
+        }
+    }
+    if summary.exact && summary.refused.as_ref().is_some_and(|refused| refused.cancelled == 0) {
+        unknown.push("refused handoffs: the decode engine refused none".to_owned());
+    }
+    unknown
 }
 
 /// What could not be judged of vanished clients.

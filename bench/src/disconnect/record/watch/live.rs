@@ -1,5 +1,6 @@
 //! Requests in flight now, from the events of the engines.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::TimelineFeed;
@@ -7,18 +8,19 @@ use crate::disconnect::plan::phase::Phase;
 use crate::disconnect::record::in_flight::InFlight;
 use crate::disconnect::record::raw::ClientTimes;
 use crate::disconnect::record::timeline::Timeline;
+use crate::load::Streaming;
 
 /// The interval between checks without engine events.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 impl TimelineFeed {
-    /// Waits until the open requests meet the condition or the time is over, and returns them. `open`: tags of the open
-    /// requests, and whether each streams. `exact`: the engines have event logs.
+    /// Waits until the open requests meet the condition or the time is over, and returns them. `open`: open requests
+    /// by tag. `exact`: the engines have event logs.
     pub(crate) async fn until_in_flight(
         &self,
         within: Duration,
         exact: bool,
-        open: impl Fn() -> Vec<(String, bool)>,
+        open: impl Fn() -> BTreeMap<String, Streaming>,
         is_wanted: impl Fn(&InFlight) -> bool,
     ) -> InFlight {
         let until = tokio::time::Instant::now() + within;
@@ -35,9 +37,9 @@ impl TimelineFeed {
         }
     }
 
-    fn in_flight(&self, open: &[(String, bool)], exact: bool) -> InFlight {
+    fn in_flight(&self, open: &BTreeMap<String, Streaming>, exact: bool) -> InFlight {
         let (state, mut flight) = (self.lock(), InFlight::default());
-        for (tag, stream) in open {
+        for (tag, streaming) in open {
             if !exact {
                 flight.add(None);
                 continue;
@@ -45,7 +47,7 @@ impl TimelineFeed {
             let phase = match state.timelines.get(tag) {
                 // The request has not reached an engine.
                 None => Some(Phase::Queued),
-                Some(timeline) => phase(timeline, *stream),
+                Some(timeline) => phase(timeline, *streaming),
             };
             // Otherwise the request has ended on its engines, and its end is on the way to the client.
             if phase.is_some() {
@@ -57,7 +59,8 @@ impl TimelineFeed {
 }
 
 /// The phase of a request by all known events. The client counts as having received the tokens of the decode engine.
-fn phase(timeline: &Timeline, stream: bool) -> Option<Phase> {
+fn phase(timeline: &Timeline, streaming: Streaming) -> Option<Phase> {
+    let stream = streaming != Streaming::Whole;
     let first_token = timeline.legs.iter().filter(|leg| !leg.produces).find_map(|leg| leg.first_token);
     timeline.phase_at(&ClientTimes { stream, first_token, ..ClientTimes::default() }, u64::MAX)
 }
@@ -71,14 +74,16 @@ mod tests {
         for kind in kinds {
             let leg = (*kind == "queued").then(|| if engine == 0 { "prefill" } else { "decode" }.to_owned());
             let (tag, kind) = (tag.to_owned(), (*kind).to_owned());
-            feed.take(&EventRecord { engine, tag, kind, leg, ..EventRecord::default() });
+            feed.publish(&EventRecord { engine, tag, kind, leg, ..EventRecord::default() });
         }
     }
 
     #[tokio::test]
-    async fn what_is_in_flight_is_known_by_phase_and_waited_for() {
+    async fn requests_in_flight_are_counted_by_phase_and_awaited() {
         let feed = TimelineFeed::default();
-        let open = || ["new", "p", "d", "over", "whole"].map(|tag| (tag.to_owned(), tag != "whole")).to_vec();
+        let streaming = |tag: &str| if tag == "whole" { Streaming::Whole } else { Streaming::Streamed };
+        let tags = ["new", "p", "d", "over", "whole"];
+        let open = || BTreeMap::from(tags.map(|tag| (tag.to_owned(), streaming(tag))));
         let prefill = ["queued", "started"];
         let lent = [prefill.as_slice(), &["ended", "lent"]].concat();
         let decode = ["queued", "fetching", "fetched", "started", "first_token"];

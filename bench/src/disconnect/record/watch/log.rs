@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_event_is_new_once_and_a_log_that_does_not_get_on_is_left() {
+    fn an_event_is_new_once_and_a_stalled_event_log_is_abandoned() {
         let page = |numbers: &[u64], next: Value| {
             let events: Vec<_> = numbers.iter().map(|number| json!({"seq": number})).collect();
             json!({"events": events, "next": next})

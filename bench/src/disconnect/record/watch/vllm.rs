@@ -48,7 +48,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(60);
 
     #[tokio::test]
-    async fn what_a_simulated_engine_lends_is_what_its_metrics_are_read_as() {
+    async fn leased_blocks_of_a_simulated_engine_match_its_metrics() {
         for (dialect, unused) in [(Dialect::Baton, 0), (Dialect::Vllm, 1)] {
             let plan = EnginePlan { dialect, lease: PATIENCE, ..EnginePlan::instant() };
             let blocks = plan.blocks as u64 + unused;
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_of_a_pool_is_its_blocks_whether_or_not_one_of_them_is_nobodys() {
+    fn a_usage_share_becomes_blocks_with_or_without_an_unused_block() {
         let text = "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"200\"} 1\n\
                     vllm:kv_cache_usage_perc{engine=\"0\"} 0.25\nvllm:num_requests_running 3\nvllm:num_requests_waiting 1\n";
         let seen = engine_state(&Samples::parse(text));
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_whose_size_is_not_told_is_counted_in_thousandths_and_says_so() {
+    fn a_pool_of_unknown_size_is_counted_in_thousandths() {
         for config in ["", "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"None\"} 1\n"] {
             let seen = engine_state(&Samples::parse(&format!("{config}vllm:kv_cache_usage_perc 0.25\n")));
             assert_eq!((seen.total, seen.held, seen.thousandths), (1_000, 250, true));

@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_of_another_front_door_has_its_spread_and_its_ratio() {
+    fn a_number_of_another_gateway_has_a_spread_and_a_ratio() {
         let of = json!({"median": 3.0, "min": 2.0, "max": 4.5});
         let over = json!({"median": 1.5, "min": 1.25, "max": 2.0});
         let text = |value: f64| format!("{value} ms");

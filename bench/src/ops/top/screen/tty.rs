@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn a_terminal_that_is_gone_is_told_from_one_that_is_silent() {
+    fn a_closed_terminal_is_distinct_from_a_silent_one() {
         let (mut window, program) = terminal();
         let look = || look(&program, Duration::from_millis(1)).expect("it can be looked at");
         assert_eq!(look(), TerminalInput::Nothing);

@@ -71,7 +71,7 @@ async fn rates(sources: &Sources, looks: usize) -> Vec<f64> {
 }
 
 #[tokio::test]
-async fn a_router_that_gives_one_look_twice_has_the_rate_of_its_looks() {
+async fn a_repeated_sample_keeps_the_rate() {
     // 40 per second. The router observes when its observation is older than a second: at every second query.
     let at = |seconds: u64| look("p:1", 1_763_812_345_000_000 + seconds * 1_000_000, 1_000 + 40 * seconds);
     let observed = vec![at(0), at(0), at(2), at(2), at(3), at(5), at(5), at(5)];
@@ -83,7 +83,7 @@ async fn a_router_that_gives_one_look_twice_has_the_rate_of_its_looks() {
 }
 
 #[tokio::test]
-async fn every_router_has_looks_and_a_clock_of_its_own() {
+async fn each_router_has_its_own_samples_and_clock() {
     // 40 per second at one engine, 10 at the other, whose clock is an hour behind and whose observations are at
     // other times.
     let p = |seconds: u64| look("p:1", 9_000_000_000 + seconds * 1_000_000, 40 * seconds);
@@ -98,7 +98,7 @@ async fn every_router_has_looks_and_a_clock_of_its_own() {
 }
 
 #[tokio::test]
-async fn an_engine_that_another_router_shows_begins_a_difference_of_its_own() {
+async fn an_engine_from_another_router_starts_a_new_rate() {
     // The first router loses the engine. The other router's clock is half a second behind.
     let silent = |at_us: u64| json!({"at_us": at_us, "routers": [{}], "engines": [{"engine": "p:1", "at_us": at_us, "error": "late"}]});
     let one =
@@ -110,7 +110,7 @@ async fn an_engine_that_another_router_shows_begins_a_difference_of_its_own() {
 }
 
 #[tokio::test]
-async fn the_router_that_had_a_request_tells_its_life() {
+async fn a_request_timeline_comes_from_its_router() {
     let events = [EngineEvents {
         engine: "p:1".to_owned(),
         events: vec![json!({"seq": 1, "at_us": 1_000_400, "request_id": "a", "kind": "queued", "prompt": 4})],

@@ -302,7 +302,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cells_fill_the_bar_and_nothing_that_is_there_is_left_out() {
+    fn cells_fill_the_bar_and_every_nonzero_part_has_one() {
         assert_eq!(cells(&[1, 0, 1_000_000], 20), [1, 0, 19]);
         assert_eq!(cells(&[50, 50], 10), [5, 5]);
         assert_eq!(cells(&[0, 0], 10), [0, 0]);
@@ -316,13 +316,13 @@ mod tests {
     }
 
     #[test]
-    fn a_small_share_is_not_nothing() {
+    fn a_small_share_has_at_least_one_cell() {
         let shares = [0.0, 0.000_1, 0.004, 0.0994, 0.0996, 0.3, 1.0].map(share);
         assert_eq!(shares, ["   0%", "<0.1%", " 0.4%", " 9.9%", "  10%", "  30%", " 100%"]);
     }
 
     #[test]
-    fn numbers_that_do_not_fit_are_left_out_whole() {
+    fn numbers_that_do_not_fit_are_omitted() {
         let blocks = BlockCounts {
             total: 8192,
             active: 180,
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn what_leases_hold_beyond_the_leased_blocks_is_taken_from_the_active_ones() {
+    fn leases_beyond_the_leased_blocks_are_subtracted_from_active_blocks() {
         let blocks = BlockCounts {
             total: 100,
             active: 10,

@@ -37,7 +37,7 @@ fn looks_like(name: &str, app: &App, width: u16, height: u16) {
 
 /// Draws the picture of the documentation again and compares it.
 #[test]
-fn the_picture_of_a_storm_is_its_frame() {
+fn the_documented_picture_matches_the_frame_of_a_storm() {
     let (_, frame) = drawn(&app(), 100, 34, Theme::Colours);
     let picture =
         picture::picture(&frame, "baton top: blocks by state, leases and requests in a storm of cancels");
@@ -176,7 +176,7 @@ fn a_storm_on_terminals_of_every_size() {
 }
 
 #[test]
-fn requests_help_and_filters_have_their_place() {
+fn requests_help_and_filters_are_drawn() {
     let mut app = app();
     app.key(Key::Tab);
     looks_like("requests-100x30", &app, 100, 30);
@@ -201,7 +201,7 @@ fn a_frame_that_is_printed_has_room_for_what_is_wrong_with_an_engine() {
 }
 
 #[test]
-fn nothing_is_known_without_a_router_and_that_is_what_is_shown() {
+fn without_a_router_the_frame_shows_unknown() {
     let mut snapshot = storm();
     snapshot.routers.clear();
     snapshot.requests = baton_router::snapshot::RequestsView::default();
@@ -309,7 +309,7 @@ fn hostile_names_do_not_reach_the_terminal() {
 }
 
 #[test]
-fn without_colours_there_are_none_and_what_is_stranded_is_still_told() {
+fn without_colours_the_frame_is_plain_and_shows_stranded_blocks() {
     let (frame, plain) = drawn(&app(), 80, 24, Theme::Plain);
     assert!(plain.content().iter().all(|cell| cell.fg == Color::Reset && cell.bg == Color::Reset));
     assert!(frame.contains("STRANDED") && frame.contains('X'));

@@ -203,7 +203,7 @@ mod tests {
     const FLOPS_PER_NANOSECOND_MAX: f64 = 2000.0;
 
     #[test]
-    fn every_run_does_its_arithmetic_and_none_is_remembered() {
+    fn every_run_computes_and_no_result_is_reused() {
         for chains in detect().into_iter().chain(Bf16Unit::available().into_iter().filter_map(of_unit)) {
             let most = match chains {
                 #[cfg(target_arch = "x86_64")]

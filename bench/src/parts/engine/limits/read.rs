@@ -175,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_way_reads_every_word_of_every_piece() {
+    fn every_read_loop_covers_every_word() {
         for count in [0, 1, 3, PIECE_LINES, 2 * PIECE_LINES + 5] {
             let lines: Vec<_> =
                 (0..count).map(|i| CacheLine(std::array::from_fn(|word| (8 * i + word) as u64))).collect();

@@ -1,22 +1,22 @@
 //! The consumer of `baton bench gpu-nixl`, and its trials.
 #![allow(unsafe_code, reason = "kill(2) of a child; it says why it is sound")]
 
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use baton_connector::transport::{Part, Peer, ReadOrder, StopFlag, Transport, TransportError, Verdict};
-use baton_connector::{BlockId, Epoch, Handle, Reader};
+use baton_connector::transport::{Part, ReadOrder, StopFlag, Transport, TransportError, Verdict};
+use baton_connector::{BlockId, Handle, Reader};
 use baton_connector_nixl::{
     DESCRIPTORS_MAX, DEVICE_BATCH_BYTES, DevicePool, Library, NixlDeviceTransport, device_transport,
 };
 use baton_connector_tcp::ClientOptions;
-use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, DeviceError};
+use baton_engine::compute::cuda::{Device, DeviceChoice, DeviceError};
 
-use super::super::pool::{BenchPool, milliseconds, table};
+use super::super::pool::{BenchPool, HandoffTimes, table};
+use super::super::process::ProducerProcess;
 use super::{BLOCK_BYTES, BLOCK_TOKENS, GpuNixl, NixlReport, Trial, TrialResult};
 use crate::BenchError;
 use crate::common::machine::Provenance;
@@ -32,6 +32,9 @@ const LATE: Duration = Duration::from_millis(300);
 const FREED: Duration = Duration::from_secs(10);
 /// Times after the start of a read at which it is interrupted.
 const MOMENTS_US: [u64; 4] = [100, 700, 2_000, 6_000];
+/// Bytes of a block of [`MANY`]: one batch has more descriptors than one request.
+const MANY_BLOCK_BYTES: usize = 16 << 10;
+const _: () = assert!(DEVICE_BATCH_BYTES / MANY_BLOCK_BYTES > DESCRIPTORS_MAX);
 /// Value of bytes that no read has written.
 const MARK: u8 = 0xee;
 
@@ -56,70 +59,30 @@ struct NixlConsumer<'a, D> {
     options: &'a GpuNixl,
 }
 
-/// A producer in a child process.
-struct NixlProducer {
-    process: Child,
-    stdin: ChildStdin,
-    stdout: BufReader<ChildStdout>,
-    peer: Peer,
+fn start_producer(
+    options: &GpuNixl,
+    blocks: usize,
+    block_bytes: usize,
+) -> Result<ProducerProcess, BenchError> {
+    let DeviceChoice::Accelerator(device) = options.device else { return Err("no device".into()) };
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(["bench", "gpu-nixl", "--device", &device.to_string()]);
+    command.args(["--tokens", &options.tokens.to_string()]);
+    command.args(["--batch-mib", &options.batch_mib.to_string()]);
+    command.args(["--serve", &blocks.to_string(), "--block-bytes", &block_bytes.to_string()]);
+    if let Some(library) = &options.nixl_library {
+        command.arg("--nixl-library").arg(library);
+    }
+    // UCX logs to standard output by default, but a producer's last output is not read.
+    if std::env::var_os("UCX_LOG_FILE").is_none() {
+        command.env("UCX_LOG_FILE", "stderr");
+    }
+    ProducerProcess::start(&mut command)
 }
 
-impl NixlProducer {
-    fn start(options: &GpuNixl, blocks: usize, block_bytes: usize) -> Result<Self, BenchError> {
-        let DeviceChoice::Accelerator(device) = options.device else { return Err("no device".into()) };
-        let mut command = Command::new(std::env::current_exe()?);
-        command.args(["bench", "gpu-nixl", "--device", &device.to_string()]);
-        command.args(["--tokens", &options.tokens.to_string()]);
-        command.args(["--batch-mib", &options.batch_mib.to_string()]);
-        command.args(["--serve", &blocks.to_string(), "--block-bytes", &block_bytes.to_string()]);
-        if let Some(library) = &options.nixl_library {
-            command.arg("--nixl-library").arg(library);
-        }
-        // UCX logs to standard output by default, but a producer's last output is not read.
-        if std::env::var_os("UCX_LOG_FILE").is_none() {
-            command.env("UCX_LOG_FILE", "stderr");
-        }
-        let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-        let (stdin, stdout) = (process.stdin.take(), process.stdout.take());
-        let (Some(stdin), Some(stdout)) = (stdin, stdout) else { return Err("pipes were asked for".into()) };
-        let peer = Peer { address: ([127, 0, 0, 1], 1).into(), epoch: Epoch(0), fingerprint: 1 };
-        let mut other = Self { process, stdin, stdout: BufReader::new(stdout), peer };
-        let line = other.read_line("producer")?;
-        let mut numbers = line.split_whitespace();
-        other.peer.epoch = Epoch(numbers.next().unwrap_or_default().parse()?);
-        other.peer.address.set_port(numbers.next().unwrap_or_default().parse()?);
-        Ok(other)
-    }
-
-    /// The text after a word at the beginning of a line. Libraries may write other lines.
-    fn read_line(&mut self, word: &str) -> Result<String, BenchError> {
-        let mut line = String::new();
-        while self.stdout.read_line(&mut line)? > 0 {
-            if let Some(rest) = line.strip_prefix(word) {
-                return Ok(rest.trim().to_owned());
-            }
-            line.clear();
-        }
-        Err(format!("the producer ended without {word:?}").into())
-    }
-
-    fn request_lease(&mut self) -> Result<Handle, BenchError> {
-        writeln!(self.stdin, "lend")?;
-        Ok(Handle(self.read_line("lent")?.parse()?))
-    }
-
-    fn signal(&self, signal: i32) {
-        // SAFETY: sends a signal to our own child, which has not been waited for.
-        unsafe { libc::kill(self.process.id().cast_signed(), signal) };
-    }
-}
-
-impl Drop for NixlProducer {
-    fn drop(&mut self) {
-        // A stopped process can be killed too.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
+fn send_signal(process: &Child, signal: i32) {
+    // SAFETY: sends a signal to our own child, which has not been waited for.
+    unsafe { libc::kill(process.id().cast_signed(), signal) };
 }
 
 fn pause(time: Duration) {
@@ -143,7 +106,8 @@ impl<'a, D: Device> NixlConsumer<'a, D> {
         device: D,
         library: &Arc<dyn Library>,
         options: &'a GpuNixl,
-        (blocks, block_bytes): (usize, usize),
+        blocks: usize,
+        block_bytes: usize,
     ) -> Result<Self, BenchError> {
         let pool = BenchPool::new(device, blocks, block_bytes)?;
         Ok(Self { transport: connected(&pool, library), pool, library: Arc::clone(library), options })
@@ -154,8 +118,8 @@ impl<'a, D: Device> NixlConsumer<'a, D> {
         self.transport = connected(&self.pool, &self.library);
     }
 
-    fn producer(&self) -> Result<NixlProducer, BenchError> {
-        NixlProducer::start(self.options, self.pool.region.blocks(), self.pool.region.block_bytes())
+    fn producer(&self) -> Result<ProducerProcess, BenchError> {
+        start_producer(self.options, self.pool.region.blocks(), self.pool.region.block_bytes())
     }
 
     fn order(&self, handle: Handle) -> ReadOrder {
@@ -163,12 +127,17 @@ impl<'a, D: Device> NixlConsumer<'a, D> {
         ReadOrder { handle, reader: READER, part: Part::Blocks { first: 0 }, into }
     }
 
-    fn read(&self, other: &NixlProducer, order: &ReadOrder, stop: &StopFlag) -> Result<(), TransportError> {
+    fn read(
+        &self,
+        other: &ProducerProcess,
+        order: &ReadOrder,
+        stop: &StopFlag,
+    ) -> Result<(), TransportError> {
         self.transport.read(&other.peer, order, &self.pool.region, stop)
     }
 
     /// One read with its verdict.
-    fn handoff(&self, other: &mut NixlProducer) -> Result<Duration, BenchError> {
+    fn handoff(&self, other: &mut ProducerProcess) -> Result<Duration, BenchError> {
         let order = self.order(other.request_lease()?);
         let begun = Instant::now();
         self.read(other, &order, &GO)?;
@@ -205,7 +174,7 @@ impl<'a, D: Device> NixlConsumer<'a, D> {
     /// Reads, and acts on the producer after `moment`. Returns the result of the read if it ends within the limit.
     fn broken(
         &self,
-        other: &NixlProducer,
+        other: &ProducerProcess,
         order: &ReadOrder,
         moment: Duration,
         stop: &StopFlag,
@@ -257,8 +226,8 @@ pub(super) fn all<D: Device>(
     options: &GpuNixl,
 ) -> Result<NixlReport, BenchError> {
     let blocks = options.tokens.div_ceil(BLOCK_TOKENS).max(1);
-    let consumer = |shape| NixlConsumer::new(open()?, library, options, shape);
-    let mut main = consumer((blocks, BLOCK_BYTES))?;
+    let consumer = |blocks, block_bytes| NixlConsumer::new(open()?, library, options, blocks, block_bytes);
+    let mut main = consumer(blocks, BLOCK_BYTES)?;
     let mut other = main.producer()?;
     let first = main.handoff(&mut other)?;
     let mut blocks_checked = main.compare()?;
@@ -267,7 +236,7 @@ pub(super) fn all<D: Device>(
     blocks_checked += main.compare()?;
     let copy = main.pool.copy(options.repetitions.max(1))?;
     let mut trials = Vec::new();
-    let software = options.device == DeviceChoice::Accelerator(Accelerator::Software);
+    let software = options.device == baton_engine_check::SOFTWARE;
     let mut tried = |name: &'static str, run: &mut dyn FnMut() -> Result<String, BenchError>| {
         if !wanted(&options.trial, name) {
             return;
@@ -287,15 +256,8 @@ pub(super) fn all<D: Device>(
     tried(STOPPED, &mut || stopped(&mut main));
     tried(FREE, &mut || freed(&mut main));
     drop(main);
-    tried(MANY, &mut || {
-        let bytes = 16 << 10;
-        shaped(
-            consumer((3 * DEVICE_BATCH_BYTES / bytes, bytes))?,
-            DEVICE_BATCH_BYTES / bytes > DESCRIPTORS_MAX,
-        )
-    });
-    tried(LARGE, &mut || shaped(consumer((5, DEVICE_BATCH_BYTES + 4096))?, true));
-    let (handoff, copy) = (milliseconds(times), milliseconds(copy));
+    tried(MANY, &mut || shaped(consumer(3 * DEVICE_BATCH_BYTES / MANY_BLOCK_BYTES, MANY_BLOCK_BYTES)?));
+    tried(LARGE, &mut || shaped(consumer(5, DEVICE_BATCH_BYTES + 4096)?));
     let device = open()?;
     Ok(NixlReport {
         origin: Provenance::of(device.driver()),
@@ -306,16 +268,12 @@ pub(super) fn all<D: Device>(
         blocks_checked,
         batch_mib: options.batch_mib,
         first_ms: first.as_secs_f64() * 1e3,
-        handoff_median_ms: handoff[handoff.len() / 2],
-        handoff_min_ms: handoff[0],
-        handoff_max_ms: handoff[handoff.len() - 1],
-        copy_median_ms: copy[copy.len() / 2],
-        of_copy_bandwidth: copy[copy.len() / 2] / handoff[handoff.len() / 2],
+        times: HandoffTimes::of(&times, &copy),
         trials,
     })
 }
 
-fn stale<D: Device>(main: &NixlConsumer<'_, D>, other: &mut NixlProducer) -> Result<String, BenchError> {
+fn stale<D: Device>(main: &NixlConsumer<'_, D>, other: &mut ProducerProcess) -> Result<String, BenchError> {
     let order = main.order(other.request_lease()?);
     main.transport.release(&other.peer, order.handle, "over")?;
     match main.read(other, &order, &GO) {
@@ -325,7 +283,7 @@ fn stale<D: Device>(main: &NixlConsumer<'_, D>, other: &mut NixlProducer) -> Res
 }
 
 /// All bytes have arrived, and the lease ends before the verdict.
-fn ended<D: Device>(main: &NixlConsumer<'_, D>, other: &mut NixlProducer) -> Result<String, BenchError> {
+fn ended<D: Device>(main: &NixlConsumer<'_, D>, other: &mut ProducerProcess) -> Result<String, BenchError> {
     let order = main.order(other.request_lease()?);
     main.read(other, &order, &GO)?;
     main.transport.give_up(&other.peer, order.handle, READER)?;
@@ -338,7 +296,7 @@ fn ended<D: Device>(main: &NixlConsumer<'_, D>, other: &mut NixlProducer) -> Res
 
 fn aborted<D: Device>(
     main: &mut NixlConsumer<'_, D>,
-    other: &mut NixlProducer,
+    other: &mut ProducerProcess,
 ) -> Result<String, BenchError> {
     let mut in_time = 0;
     for moment in MOMENTS_US {
@@ -362,7 +320,7 @@ fn killed<D: Device>(main: &mut NixlConsumer<'_, D>) -> Result<String, BenchErro
     for moment in MOMENTS_US {
         let mut other = main.producer()?;
         let order = main.order(other.request_lease()?);
-        let kill = || other.signal(libc::SIGKILL);
+        let kill = || send_signal(&other.process, libc::SIGKILL);
         let read = main.broken(&other, &order, Duration::from_micros(moment), &GO, kill)?;
         failed += usize::from(read.is_err());
         if let Ok(verdict) = main.transport.finish(&other.peer, order.handle, READER) {
@@ -383,7 +341,7 @@ fn stopped<D: Device>(main: &mut NixlConsumer<'_, D>) -> Result<String, BenchErr
     for moment in MOMENTS_US {
         let mut other = main.producer()?;
         let order = main.order(other.request_lease()?);
-        let stop = || other.signal(libc::SIGSTOP);
+        let stop = || send_signal(&other.process, libc::SIGSTOP);
         let read = main.broken(&other, &order, Duration::from_micros(moment), &GO, stop)?;
         if let Ok(verdict) = main.transport.finish(&other.peer, order.handle, READER) {
             return Err(wrong(format!("a stopped producer says {verdict:?}")));
@@ -392,7 +350,7 @@ fn stopped<D: Device>(main: &mut NixlConsumer<'_, D>) -> Result<String, BenchErr
         // After SIGCONT, the producer finds requests of an agent that has ended, whether or not the read was
         // interrupted.
         main.renew();
-        other.signal(libc::SIGCONT);
+        send_signal(&other.process, libc::SIGCONT);
         main.stays_marked()?;
         let ended = other.process.try_wait()?;
         results.push(match (read.is_ok(), ended) {
@@ -432,8 +390,7 @@ fn freed<D: Device>(main: &mut NixlConsumer<'_, D>) -> Result<String, BenchError
     }
 }
 
-fn shaped<D: Device>(mut consumer: NixlConsumer<'_, D>, larger: bool) -> Result<String, BenchError> {
-    assert!(larger, "the case is what it says");
+fn shaped<D: Device>(mut consumer: NixlConsumer<'_, D>) -> Result<String, BenchError> {
     let mut other = consumer.producer()?;
     consumer.handoff(&mut other)?;
     let took = consumer.handoff(&mut other)?;
@@ -447,7 +404,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_software_device_cannot_show_is_skipped_and_no_success() {
+    fn a_check_that_a_software_device_cannot_run_is_skipped() {
         for name in NAMES {
             assert_eq!(unseen(name, true).is_some(), name == FREE, "{name}");
             assert_eq!(unseen(name, false), None, "{name}");

@@ -3,7 +3,7 @@
 use baton_connector::RequestId;
 
 use super::{AbortSource, Core, Leg, Submission, us};
-use crate::sim::engines::leases::{LeaseKey, ReleaseOutcome};
+use crate::sim::engines::leases::{LeaseKey, ReadEnd, ReleaseOutcome};
 
 /// Maximum aborts of requests that have not arrived, and how long they are remembered.
 const EARLY_MAX: usize = 4_096;
@@ -15,18 +15,13 @@ impl Core {
         self.leases.begin_read(lease)
     }
 
-    /// Ends a read, complete or not. Returns whether the blocks were leased during the whole read.
-    pub(in crate::sim::engines) fn end_read(
-        &mut self,
-        lease: &LeaseKey,
-        has_everything: bool,
-        now_us: u64,
-    ) -> bool {
-        let (valid, closed) = self.leases.end_read(lease, has_everything);
+    /// Ends a read. Returns whether the blocks were leased during the whole read.
+    pub(in crate::sim::engines) fn end_read(&mut self, lease: &LeaseKey, end: ReadEnd, now_us: u64) -> bool {
+        let (valid, closed) = self.leases.end_read(lease, end);
         if let Some(closed) = closed {
             self.record_closed_lease(closed, now_us);
         }
-        if has_everything && !valid {
+        if end == ReadEnd::Complete && !valid {
             self.counts.after_expiry += 1;
         }
         valid

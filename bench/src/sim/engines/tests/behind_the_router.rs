@@ -13,7 +13,7 @@ async fn router(fleet: &SimFleet) -> (SocketAddr, tokio::task::JoinHandle<()>) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn after_a_storm_every_block_is_home_and_every_text_was_right() {
+async fn after_a_storm_every_block_is_free_and_every_text_is_correct() {
     for dialect in [Dialect::Baton, Dialect::Vllm] {
         let engine = EnginePlan {
             dialect,

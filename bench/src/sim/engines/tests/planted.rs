@@ -17,7 +17,7 @@ fn computes_for_a_while() -> EnginePlan {
 }
 
 #[tokio::test]
-async fn a_prefill_that_is_never_aborted_is_computed_and_lent_for_nobody() {
+async fn a_planted_missing_prefill_abort_computes_and_leases_after_the_cancel() {
     let fleet = fleet(Dialect::Vllm, Fault::NeverAbortsPrefill, computes_for_a_while());
     let long = first_leg(&ask(&prompt(1, 100), 1, "left"));
     let caller = TestCaller::post(fleet.at(Role::Prefill), "/v1/completions", &long).await;
@@ -29,7 +29,7 @@ async fn a_prefill_that_is_never_aborted_is_computed_and_lent_for_nobody() {
 }
 
 #[tokio::test]
-async fn a_decode_that_is_never_aborted_goes_on_to_its_last_word() {
+async fn a_planted_missing_decode_abort_generates_to_the_last_token() {
     let fleet = fleet(Dialect::Baton, Fault::NeverAbortsDecode, computes_for_a_while());
     let mut streamed = ask(&prompt(1, 10), 40, "left");
     streamed["stream"] = json!(true);
@@ -42,13 +42,13 @@ async fn a_decode_that_is_never_aborted_goes_on_to_its_last_word() {
 }
 
 #[tokio::test]
-async fn a_gap_that_strands_says_released_and_holds_on() {
+async fn a_planted_stranding_gap_replies_released_and_keeps_the_blocks() {
     let fleet = fleet(
         Dialect::Baton,
         Fault::StrandsGap,
         EnginePlan { lease: Duration::from_millis(300), ..EnginePlan::instant() },
     );
-    let second = fleet.lent(&ask(&prompt(1, 40), 5, "mine")).await;
+    let second = fleet.open_lease(&ask(&prompt(1, 40), 5, "mine")).await;
     let release = json!({"handle": second["kv_transfer_params"]["remote_handle"], "reason": "client_gone"});
     let released = fleet.post(Role::Prefill, "/kv/release", &release).await.expect("a verb");
     assert_eq!(released["result"], "released");
@@ -64,29 +64,29 @@ async fn blocks_that_are_freed_twice_are_shared_and_add_up_to_too_many() {
     for ask in &asks {
         right.push(text(&fleet.complete(Role::Decode, ask).await));
     }
-    let cancelled = fleet.lent(&ask(&prompt(9, 40), 5, "cancelled")).await;
+    let cancelled = fleet.open_lease(&ask(&prompt(9, 40), 5, "cancelled")).await;
     let release =
         json!({"handle": cancelled["kv_transfer_params"]["remote_handle"], "reason": "client_gone"});
     fleet.post(Role::Prefill, "/kv/release", &release).await.expect("a verb");
     let pool::PoolUsage { total, free, .. } = fleet.usage(Role::Prefill);
     assert_eq!(free, total + 3);
     // The next two requests get the same blocks: the first is read as the second.
-    let (one, other) = (fleet.lent(&asks[0]).await, fleet.lent(&asks[1]).await);
+    let (one, other) = (fleet.open_lease(&asks[0]).await, fleet.open_lease(&asks[1]).await);
     assert_ne!(text(&fleet.complete(Role::Decode, &one).await), right[0]);
     assert_eq!(text(&fleet.complete(Role::Decode, &other).await), right[1]);
 }
 
 #[tokio::test]
-async fn a_read_that_is_said_to_be_done_before_it_is_brings_anothers_blocks() {
+async fn a_planted_early_read_completion_reads_blocks_of_another_prompt() {
     for dialect in [Dialect::Baton, Dialect::Vllm] {
         let fleet = fleet(dialect, Fault::StaleBlocks, EnginePlan::instant());
         let ask = ask(&prompt(1, 40), 20, "mine");
         let right = text(&fleet.complete(Role::Decode, &ask).await);
-        let second = fleet.lent(&ask).await;
+        let second = fleet.open_lease(&ask).await;
         let decode = fleet.complete(Role::Decode, &second);
         let reuse = async {
             fleet.event(Role::Prefill, "mine", "freed").await;
-            fleet.lent(&super::ask(&prompt(2, 40), 20, "other")).await;
+            fleet.open_lease(&super::ask(&prompt(2, 40), 20, "other")).await;
         };
         let (wrong, ()) = tokio::join!(decode, reuse);
         assert_ne!(text(&wrong), right);
@@ -95,7 +95,7 @@ async fn a_read_that_is_said_to_be_done_before_it_is_brings_anothers_blocks() {
 }
 
 #[tokio::test]
-async fn an_abort_that_stalls_keeps_everybody_from_their_next_word() {
+async fn a_planted_abort_stall_delays_every_other_request() {
     let stalls = Fault::StallsBystanders(Duration::from_millis(300));
     let fleet = fleet(Dialect::Baton, stalls, computes_for_a_while());
     let long = first_leg(&ask(&prompt(1, 400), 1, "uncancelled"));
@@ -116,13 +116,13 @@ async fn an_abort_that_stalls_keeps_everybody_from_their_next_word() {
 }
 
 #[tokio::test]
-async fn a_share_is_refused_and_an_engine_that_dies_is_gone() {
+async fn a_planted_share_is_refused_and_a_killed_engine_is_unreachable() {
     let plan = EnginePlan { dialect: Dialect::Baton, ..EnginePlan::instant() };
     let refuses = FleetPlan::new(1, 1, plan.clone()).with(Fault::Refuses(0.5).into());
     let fleet = TestFleet::of(refuses);
     let mut refused = 0;
     for number in 0..6 {
-        let second = fleet.lent(&ask(&prompt(number, 20), 3, "")).await;
+        let second = fleet.open_lease(&ask(&prompt(number, 20), 3, "")).await;
         let answer = fleet.post(Role::Decode, "/v1/completions", &second).await;
         refused += usize::from(answer.is_err_and(|error| error.status().is_some_and(|status| status == 503)));
     }
@@ -131,7 +131,7 @@ async fn a_share_is_refused_and_an_engine_that_dies_is_gone() {
 
     let dies = FaultAt { fault: Fault::Dies(Duration::from_millis(200)), at: Some((Role::Prefill, 0)) };
     let fleet = TestFleet::of(FleetPlan::new(1, 1, plan).with(dies));
-    let second = fleet.lent(&ask(&prompt(1, 20), 3, "")).await;
+    let second = fleet.open_lease(&ask(&prompt(1, 20), 3, "")).await;
     let dead = async {
         while TcpStream::connect(fleet.at(Role::Prefill)).await.is_ok() {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -142,7 +142,7 @@ async fn a_share_is_refused_and_an_engine_that_dies_is_gone() {
     let answer = fleet.complete(Role::Decode, &second).await;
     assert_eq!(text(&answer), text(&fleet.complete(Role::Decode, &ask(&prompt(1, 20), 3, "")).await));
     fleet.fleet.restart(Role::Prefill, 0).expect("its port is free");
-    fleet.lent(&ask(&prompt(1, 20), 3, "again")).await;
+    fleet.open_lease(&ask(&prompt(1, 20), 3, "again")).await;
 }
 
 #[test]

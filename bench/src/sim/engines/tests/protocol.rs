@@ -26,7 +26,7 @@ async fn a_prompt_has_one_text_wherever_it_is_computed() {
             let ask = ask(&prompt(number, 10 + 17 * number), 40, &format!("t{number}"));
             let alone = text(&fleet.complete(Role::Decode, &ask).await);
             assert_eq!(alone.split(' ').count(), 41, "{alone}");
-            let second = fleet.lent(&ask).await;
+            let second = fleet.open_lease(&ask).await;
             assert_eq!(text(&fleet.complete(Role::Decode, &second).await), alone);
             let other = text(&fleet.complete(Role::Decode, &super::ask(&prompt(9, 10), 40, "")).await);
             assert_ne!(other, alone);
@@ -36,11 +36,11 @@ async fn a_prompt_has_one_text_wherever_it_is_computed() {
 }
 
 #[tokio::test]
-async fn the_events_of_a_handoff_are_told_in_their_order() {
+async fn the_events_of_a_handoff_are_reported_in_order() {
     for plan in plans() {
         let fleet = TestFleet::with(plan);
         let ask = ask(&prompt(1, 40), 5, "mine");
-        let second = fleet.lent(&ask).await;
+        let second = fleet.open_lease(&ask).await;
         fleet.complete(Role::Decode, &second).await;
         let first =
             ["queued", "started", "computed", "first_token", "lease_opened", "ended", "lease_ended", "freed"];
@@ -81,7 +81,7 @@ async fn a_caller_that_half_closes_before_the_reply_is_written_does_not_get_it()
     }
     let reply_delay = Some(Duration::from_millis(5));
     let fleet = TestFleet::with(EnginePlan { reply_delay, ..EnginePlan::instant() });
-    fleet.lent(&ask(&prompt(1, 40), 5, "mine")).await;
+    fleet.open_lease(&ask(&prompt(1, 40), 5, "mine")).await;
     assert_eq!(fleet.event(Role::Prefill, "mine", "replied").await["result"], "sent");
 }
 
@@ -118,7 +118,7 @@ async fn streams_are_the_text_in_pieces() {
 }
 
 #[tokio::test]
-async fn whoever_leaves_an_engine_that_computes_for_it_is_aborted() {
+async fn a_disconnect_from_an_engine_aborts_its_request() {
     for dialect in [Dialect::Baton, Dialect::Vllm] {
         let fleet = TestFleet::with(slow(dialect));
         for (number, how) in [HangUp::Fin, HangUp::Rst].into_iter().enumerate() {
@@ -145,10 +145,10 @@ async fn whoever_leaves_an_engine_that_computes_for_it_is_aborted() {
 }
 
 #[tokio::test]
-async fn what_nobody_reads_is_home_when_its_time_is_up() {
+async fn an_unread_lease_is_freed_at_its_expiry() {
     for plan in plans() {
         let fleet = TestFleet::with(EnginePlan { lease: Duration::from_millis(200), ..plan });
-        fleet.lent(&ask(&prompt(1, 40), 5, "mine")).await;
+        fleet.open_lease(&ask(&prompt(1, 40), 5, "mine")).await;
         let ended = fleet.event(Role::Prefill, "mine", "lease_ended").await;
         assert_eq!((&ended["reason"], &ended["readers_done"]), (&json!("lease_expired"), &json!(0)));
         assert!(ended["held_us"].as_u64().is_some_and(|held| held >= 200_000), "{ended}");
@@ -157,11 +157,11 @@ async fn what_nobody_reads_is_home_when_its_time_is_up() {
 }
 
 #[tokio::test]
-async fn batons_verbs_give_back_at_once_and_stock_engines_have_none() {
+async fn batons_verbs_free_at_once_and_stock_engines_have_none() {
     for plan in plans() {
         let dialect = plan.dialect;
         let fleet = TestFleet::with(plan);
-        let second = fleet.lent(&ask(&prompt(1, 40), 5, "mine")).await;
+        let second = fleet.open_lease(&ask(&prompt(1, 40), 5, "mine")).await;
         let handle = second["kv_transfer_params"]["remote_handle"].clone();
         let release = json!({"handle": handle, "reason": "client_gone"});
         let released = fleet.post(Role::Prefill, "/kv/release", &release).await;
@@ -194,7 +194,7 @@ async fn batons_verbs_give_back_at_once_and_stock_engines_have_none() {
 }
 
 #[tokio::test]
-async fn an_abort_by_name_finds_a_request_that_runs_that_has_lent_and_that_is_yet_to_come() {
+async fn an_abort_by_id_covers_running_leased_and_future_requests() {
     let fleet = TestFleet::with(slow(Dialect::Baton));
     let abort = async |id: &str| {
         let body = json!({"request_ids": [id], "leg": "prefill"});
@@ -225,10 +225,10 @@ async fn an_abort_by_name_finds_a_request_that_runs_that_has_lent_and_that_is_ye
 }
 
 #[tokio::test]
-async fn a_refusal_by_a_stock_engines_handler_gives_back_and_one_before_it_does_not() {
+async fn only_a_refusal_by_a_stock_engines_handler_ends_the_lease() {
     let fleet = TestFleet::with(EnginePlan { lease: Duration::from_secs(600), ..EnginePlan::instant() });
     let refused = async |tag: &str, field: &str, value: Value| {
-        let mut second = fleet.lent(&ask(&prompt(1, 40), 5, tag)).await;
+        let mut second = fleet.open_lease(&ask(&prompt(1, 40), 5, tag)).await;
         second[field] = value;
         let error = fleet.post(Role::Decode, "/v1/completions", &second).await.expect_err("it is refused");
         error.status().map(|status| status.as_u16())
@@ -243,23 +243,23 @@ async fn a_refusal_by_a_stock_engines_handler_gives_back_and_one_before_it_does_
 }
 
 #[tokio::test]
-async fn a_read_that_comes_too_late_is_wrong_on_stock_engines_and_right_on_batons() {
+async fn a_late_read_is_wrong_on_stock_engines_and_correct_on_baton() {
     for plan in plans() {
         let dialect = plan.dialect;
         let fleet = TestFleet::with(EnginePlan { lease: Duration::from_millis(100), ..plan });
         let ask = ask(&prompt(1, 40), 20, "late");
         let right = text(&fleet.complete(Role::Decode, &ask).await);
-        let second = fleet.lent(&ask).await;
+        let second = fleet.open_lease(&ask).await;
         fleet.event(Role::Prefill, "late", "freed").await;
         // The lease's blocks are allocated again.
-        fleet.lent(&super::ask(&prompt(2, 40), 20, "other")).await;
+        fleet.open_lease(&super::ask(&prompt(2, 40), 20, "other")).await;
         let late = text(&fleet.complete(Role::Decode, &second).await);
         assert_eq!(late == right, dialect == Dialect::Baton, "{late}");
     }
 }
 
 #[tokio::test]
-async fn a_queue_and_a_pool_that_are_full_make_others_wait_or_go() {
+async fn a_full_pool_queues_requests_and_a_full_queue_refuses_them() {
     let fleet = TestFleet::with(EnginePlan { blocks: 60, waiting_max: 1, ..slow(Dialect::Baton) });
     let long = |number| ask(&prompt(number, 600), 100, &format!("n{number}"));
     let first = TestCaller::post(fleet.at(Role::Decode), "/v1/completions", &long(0)).await;
@@ -276,7 +276,7 @@ async fn a_queue_and_a_pool_that_are_full_make_others_wait_or_go() {
 }
 
 #[tokio::test]
-async fn a_body_may_come_in_chunks_and_after_it_was_asked_for() {
+async fn a_body_may_be_chunked_and_follow_a_100_continue() {
     let fleet = TestFleet::with(EnginePlan::instant());
     let body = ask("one two", 3, "").to_string();
     let mut stream = TcpStream::connect(fleet.at(Role::Decode)).await.expect("it listens");

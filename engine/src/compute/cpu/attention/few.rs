@@ -158,14 +158,22 @@ pub(super) unsafe fn values(
     cache: &HeadCache<'_>,
     context: usize,
     rows: usize,
-    (scores, scores_stride): (&[f32], usize),
-    (outputs, outputs_stride): (&mut [f32], usize),
+    scores: &[f32],
+    scores_stride: usize,
+    outputs: &mut [f32],
+    outputs_stride: usize,
 ) {
     assert!(scores.len() >= (rows - 1) * scores_stride + context);
     assert!(outputs.len() >= (rows - 1) * outputs_stride + cache.layout.head_dim);
-    let (scores, outputs) = ((scores.as_ptr(), scores_stride), (outputs.as_mut_ptr(), outputs_stride));
+    let (scores, outputs) = (scores.as_ptr(), outputs.as_mut_ptr());
     // SAFETY: the caller's contract, and the assertions above.
-    unsafe { by_rows!(rows, cache.layout.dtype, values_of(cache, context, scores, outputs)) };
+    unsafe {
+        by_rows!(
+            rows,
+            cache.layout.dtype,
+            values_of(cache, context, scores, scores_stride, outputs, outputs_stride)
+        );
+    }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
@@ -222,19 +230,23 @@ fn later(cache: &HeadCache<'_>, from: usize, context: usize) -> *mut u8 {
 unsafe fn values_of<E: CacheElement, const R: usize>(
     cache: &HeadCache<'_>,
     context: usize,
-    scores: (*const f32, usize),
-    (outputs, stride): (*mut f32, usize),
+    scores: *const f32,
+    scores_stride: usize,
+    outputs: *mut f32,
+    stride: usize,
 ) {
     let columns = cache.layout.head_dim / LANES;
     let mut column = 0;
     while column < columns {
         // SAFETY: the caller's contract; columns are inside the head.
         unsafe {
-            let out = (outputs.add(column * LANES), stride);
+            let out = outputs.add(column * LANES);
             column += match columns - column {
-                4.. if R <= 4 => values_beside::<E, R, 4>(cache, context, column, scores, out),
-                2.. => values_beside::<E, R, 2>(cache, context, column, scores, out),
-                _ => values_beside::<E, R, 1>(cache, context, column, scores, out),
+                4.. if R <= 4 => {
+                    values_beside::<E, R, 4>(cache, context, column, scores, scores_stride, out, stride)
+                }
+                2.. => values_beside::<E, R, 2>(cache, context, column, scores, scores_stride, out, stride),
+                _ => values_beside::<E, R, 1>(cache, context, column, scores, scores_stride, out, stride),
             };
         }
     }
@@ -246,8 +258,10 @@ unsafe fn values_beside<E: CacheElement, const R: usize, const C: usize>(
     cache: &HeadCache<'_>,
     context: usize,
     column: usize,
-    (scores, scores_stride): (*const f32, usize),
-    (outputs, stride): (*mut f32, usize),
+    scores: *const f32,
+    scores_stride: usize,
+    outputs: *mut f32,
+    stride: usize,
 ) -> usize {
     let (dim, block_tokens) = (cache.layout.head_dim, cache.layout.block_tokens);
     let mut sums = [[_mm512_setzero_ps(); C]; R];
@@ -336,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn scores_and_sums_are_the_chains_that_they_say_to_be() {
+    fn scores_and_sums_add_in_the_documented_order() {
         if !Isa::available().contains(&Isa::Avx512) {
             return;
         }
@@ -381,7 +395,7 @@ mod tests {
         // SAFETY: only this test uses blocks and buffers, and this machine has AVX-512.
         unsafe {
             scores(cache, context, rows, &queries, &mut seen, stride);
-            values(cache, context, rows, (&seen, stride), (&mut outputs, out_stride));
+            values(cache, context, rows, &seen, stride, &mut outputs, out_stride);
         }
         for row in 0..rows {
             let seen = &seen[row * stride..][..context];

@@ -67,121 +67,32 @@ impl QueryShape {
             };
             return;
         }
-        let (padded_dim, padded_context) = (dim.next_multiple_of(PANEL), context.next_multiple_of(CHUNK));
-        let score_stride = padded_context + 16;
-        let visible = |row: usize| start + row / group + 1;
-        resize(&mut scratch.queries, rows * dim);
-        resize(&mut scratch.scores, rows * score_stride);
-        resize(&mut scratch.sums, rows);
-        resize(&mut scratch.values, RUN * padded_dim);
-        resize(&mut scratch.outputs, rows * padded_dim);
-        let pairs = &mut scratch.pairs;
-        pairs.queries.reuse(rows, dim);
-        pairs.weights.reuse(rows, padded_context);
-        if pairs.rounded.len() < RUN * padded_dim {
-            pairs.rounded.resize(RUN * padded_dim, 0);
-        }
-        let panels = padded_dim / PANEL;
-        let words = panels * (RUN / CHUNK) * PANEL_CHUNK / 2;
-        if pairs.panels.len() < words {
-            pairs.panels = AlignedBuffer::zeroed(words);
-        }
+        let score_stride = context.next_multiple_of(CHUNK) + 16;
+        scratch.fit_pairs(cache, rows, context, score_stride);
         let inputs = |values: &mut Vec<f32>, stride, packed: &mut PackedBuffer| ProductInputs {
             wide: Rows { base: SharedPtr(values.as_mut_ptr()), stride },
             bf16: Some((unit, packed.share())),
         };
-        let queries = inputs(&mut scratch.queries, dim, &mut pairs.queries);
-        let weights = inputs(&mut scratch.scores, score_stride, &mut pairs.weights);
-        let scores = weights.wide.base;
-        let waits = rows <= MAX_ROWS;
+        let super::AttentionScratch { queries, scores, sums, values, outputs, pairs, .. } = scratch;
+        let PairScratch { queries: packed_queries, weights: packed_weights, rounded, panels } = pairs;
+        let attention = PairAttention {
+            shape: self,
+            unit,
+            cache,
+            start,
+            rows,
+            context,
+            queries: inputs(queries, dim, packed_queries),
+            weights: inputs(scores, score_stride, packed_weights),
+        };
         // SAFETY: the caller vouches for queries, keys, values and outputs; all other ranges are inside buffers that
         // have just been sized and belong to this worker.
         unsafe {
-            for row in 0..rows {
-                let values = std::slice::from_raw_parts_mut(queries.wide.base.at(row * dim), dim);
-                values.copy_from_slice(std::slice::from_raw_parts(query(row / group, row % group), dim));
-                queries.finish(self.isa, row, 0, values);
-            }
-            if waits {
-                cache.request(KvHalf::Keys, 0, context);
-            }
-            for from in (0..context).step_by(PANEL) {
-                let keys = PANEL.min(context - from);
-                if waits && from + PANEL < context {
-                    cache.request(KvHalf::Keys, from + PANEL, context);
-                } else if waits {
-                    cache.request(KvHalf::Values, 0, context);
-                }
-                let rounded = &mut pairs.rounded[..keys * dim];
-                let wide = &mut scratch.values;
-                cache.load_rounded(self.isa, KvHalf::Keys, from, dim, wide, rounded, |values, out| {
-                    bf16::round_rows(self.isa, unit, values, dim, out);
-                });
-                pack_keys(self.isa, unit, rounded, dim, &mut pairs.panels);
-                // Rows are in the order of their positions, so these keys may not be visible to the first rows.
-                let first = (from.saturating_sub(start) * group / TILE_ROWS * TILE_ROWS).min(rows);
-                let operands = Bf16Operands {
-                    c: scores.at(first * score_stride + from),
-                    c_stride: score_stride,
-                    ..Bf16Operands::from(&queries, first, 0, pairs.panels.as_ptr().cast(), dim)
-                };
-                bf16::multiply(self.isa, unit, rows - first, &operands);
-            }
-            for row in 0..rows {
-                let scores = std::slice::from_raw_parts_mut(scores.at(row * score_stride), padded_context);
-                let (seen, later) = scores.split_at_mut(visible(row));
-                scratch.sums[row] = vector::softmax_numerators(self.isa, seen, self.factor);
-                later.fill(0.0);
-                weights.finish(self.isa, row, 0, scores);
-            }
-            for from in (0..context).step_by(RUN) {
-                let tokens = RUN.min(context - from);
-                if waits && from + PANEL < context {
-                    cache.request(KvHalf::Values, from + PANEL, (from + PANEL + RUN).min(context));
-                }
-                let rounded = &mut pairs.rounded[..tokens * padded_dim];
-                let wide = &mut scratch.values;
-                cache.load_rounded(
-                    self.isa,
-                    KvHalf::Values,
-                    from,
-                    padded_dim,
-                    wide,
-                    rounded,
-                    |values, out| {
-                        bf16::round_into(self.isa, values, out);
-                    },
-                );
-                let chunks = tokens.div_ceil(CHUNK);
-                let panel_words = chunks * PANEL_CHUNK / 2;
-                for (panel, packed) in pairs.panels.chunks_exact_mut(panel_words).take(panels).enumerate() {
-                    pack_values(self.isa, unit, rounded, padded_dim, panel * PANEL, packed);
-                }
-                for row in (0..rows).step_by(ROW_STEP) {
-                    let now = ROW_STEP.min(rows - row);
-                    let depth = visible(row + now - 1).saturating_sub(from).min(tokens);
-                    if depth == 0 {
-                        continue;
-                    }
-                    for panel in 0..panels {
-                        let packed = pairs.panels[panel * panel_words..].as_ptr();
-                        // Whole chunks: the weights beyond the row's own position are zero.
-                        let depth = depth.next_multiple_of(CHUNK);
-                        let operands = Bf16Operands {
-                            c: scratch.outputs[row * padded_dim + panel * PANEL..].as_mut_ptr(),
-                            c_stride: padded_dim,
-                            accumulate: from > 0,
-                            ..Bf16Operands::from(&weights, row, from, packed.cast(), depth)
-                        };
-                        bf16::multiply(self.isa, unit, now, &operands);
-                    }
-                }
-            }
-            for row in 0..rows {
-                let out = std::slice::from_raw_parts_mut(output(row / group, row % group), dim);
-                let numerators = &scratch.outputs[row * padded_dim..][..dim];
-                vector::scale_into(self.isa, numerators, 1.0 / scratch.sums[row], out);
-            }
+            attention.round_queries(query);
+            attention.multiply_keys(values, rounded, panels);
+            attention.softmax(sums);
+            attention.multiply_values(values, rounded, panels, outputs);
+            attention.scale_outputs(outputs, sums, output);
         }
     }
 
@@ -226,12 +137,237 @@ impl QueryShape {
                 later.fill(0.0);
                 bf16::round_rows(self.isa, ORDER, scores, padded_context, weights);
             }
-            values(cache, context, rows, (weights, padded_context), (&mut scratch.outputs, dim));
+            values(cache, context, rows, weights, padded_context, &mut scratch.outputs, dim);
             for row in 0..rows {
                 let out = std::slice::from_raw_parts_mut(output(row), dim);
                 let numerators = &scratch.outputs[row * dim..][..dim];
                 vector::scale_into(self.isa, numerators, 1.0 / scratch.sums[row], out);
             }
+        }
+    }
+}
+
+impl super::AttentionScratch {
+    /// Makes space for a unit in this mode.
+    fn fit_pairs(&mut self, cache: &HeadCache<'_>, rows: usize, context: usize, score_stride: usize) {
+        let dim = cache.layout.head_dim;
+        let (padded_dim, padded_context) = (dim.next_multiple_of(PANEL), context.next_multiple_of(CHUNK));
+        resize(&mut self.queries, rows * dim);
+        resize(&mut self.scores, rows * score_stride);
+        resize(&mut self.sums, rows);
+        resize(&mut self.values, RUN * padded_dim);
+        resize(&mut self.outputs, rows * padded_dim);
+        let pairs = &mut self.pairs;
+        pairs.queries.reuse(rows, dim);
+        pairs.weights.reuse(rows, padded_context);
+        if pairs.rounded.len() < RUN * padded_dim {
+            pairs.rounded.resize(RUN * padded_dim, 0);
+        }
+        let words = padded_dim / PANEL * (RUN / CHUNK) * PANEL_CHUNK / 2;
+        if pairs.panels.len() < words {
+            pairs.panels = AlignedBuffer::zeroed(words);
+        }
+    }
+}
+
+/// The passes of one unit in this mode.
+struct PairAttention<'a> {
+    shape: &'a QueryShape,
+    unit: bf16::Bf16Unit,
+    cache: &'a HeadCache<'a>,
+    /// Position of the first query.
+    start: usize,
+    /// Query positions, times the heads of the group.
+    rows: usize,
+    /// Key positions.
+    context: usize,
+    queries: ProductInputs,
+    /// Scores, and then softmax weights.
+    weights: ProductInputs,
+}
+
+/// The safety contract of each pass is that of [`QueryShape::attend`], with buffers of
+/// [`fit_pairs`](super::AttentionScratch::fit_pairs) that belong to this worker.
+impl PairAttention<'_> {
+    /// Number of keys that a row sees.
+    #[inline(always)]
+    fn visible(&self, row: usize) -> usize {
+        self.start + row / self.shape.group + 1
+    }
+
+    /// With many rows the arithmetic takes longer than the memory accesses.
+    #[inline(always)]
+    fn waits_for_memory(&self) -> bool {
+        self.rows <= MAX_ROWS
+    }
+
+    /// Before pass 1: copies the queries and rounds them.
+    ///
+    /// # Safety
+    /// See the impl.
+    #[inline(always)]
+    unsafe fn round_queries(&self, query: impl Fn(usize, usize) -> *const f32) {
+        let (dim, group) = (self.cache.layout.head_dim, self.shape.group);
+        for row in 0..self.rows {
+            // SAFETY: the caller's contract.
+            unsafe {
+                let values = std::slice::from_raw_parts_mut(self.queries.wide.base.at(row * dim), dim);
+                values.copy_from_slice(std::slice::from_raw_parts(query(row / group, row % group), dim));
+                self.queries.finish(self.shape.isa, row, 0, values);
+            }
+        }
+    }
+
+    /// Pass 1: scores of all rows, panel by panel of keys.
+    ///
+    /// # Safety
+    /// See the impl.
+    #[inline(always)]
+    unsafe fn multiply_keys(&self, wide: &mut [f32], rounded: &mut [u16], panel: &mut [u32]) {
+        let &Self { unit, cache, start, rows, context, .. } = self;
+        let (isa, group, dim) = (self.shape.isa, self.shape.group, cache.layout.head_dim);
+        let (scores, waits) = (self.weights.wide, self.waits_for_memory());
+        if waits {
+            cache.request(KvHalf::Keys, 0, context);
+        }
+        for from in (0..context).step_by(PANEL) {
+            let keys = PANEL.min(context - from);
+            if waits && from + PANEL < context {
+                cache.request(KvHalf::Keys, from + PANEL, context);
+            } else if waits {
+                cache.request(KvHalf::Values, 0, context);
+            }
+            let rounded = &mut rounded[..keys * dim];
+            // SAFETY: the caller's contract.
+            unsafe {
+                cache.load_rounded(isa, KvHalf::Keys, from, dim, wide, rounded, |values, out| {
+                    bf16::round_rows(isa, unit, values, dim, out);
+                });
+                pack_keys(isa, unit, rounded, dim, panel);
+                // Rows are in the order of their positions, so these keys may not be visible to the first rows.
+                let first = (from.saturating_sub(start) * group / TILE_ROWS * TILE_ROWS).min(rows);
+                let operands = Bf16Operands {
+                    c: scores.base.at(first * scores.stride + from),
+                    c_stride: scores.stride,
+                    ..Bf16Operands::from(&self.queries, first, 0, panel.as_ptr().cast(), dim)
+                };
+                bf16::multiply(isa, unit, rows - first, &operands);
+            }
+        }
+    }
+
+    /// Pass 2: scores become rounded weights, and `sums` their sums.
+    ///
+    /// # Safety
+    /// See the impl.
+    #[inline(always)]
+    unsafe fn softmax(&self, sums: &mut [f32]) {
+        let (isa, padded_context) = (self.shape.isa, self.context.next_multiple_of(CHUNK));
+        let Rows { base, stride } = self.weights.wide;
+        for (row, sum) in sums.iter_mut().enumerate().take(self.rows) {
+            // SAFETY: the caller's contract.
+            unsafe {
+                let scores = std::slice::from_raw_parts_mut(base.at(row * stride), padded_context);
+                let (seen, later) = scores.split_at_mut(self.visible(row));
+                *sum = vector::softmax_numerators(isa, seen, self.shape.factor);
+                later.fill(0.0);
+                self.weights.finish(isa, row, 0, scores);
+            }
+        }
+    }
+
+    /// Pass 3: weighted sums of the values, run by run of positions.
+    ///
+    /// # Safety
+    /// See the impl.
+    #[inline(always)]
+    unsafe fn multiply_values(
+        &self,
+        wide: &mut [f32],
+        rounded: &mut [u16],
+        panels: &mut [u32],
+        outputs: &mut [f32],
+    ) {
+        let &Self { unit, cache, context, .. } = self;
+        let (isa, waits) = (self.shape.isa, self.waits_for_memory());
+        let padded_dim = cache.layout.head_dim.next_multiple_of(PANEL);
+        for from in (0..context).step_by(RUN) {
+            let tokens = RUN.min(context - from);
+            if waits && from + PANEL < context {
+                cache.request(KvHalf::Values, from + PANEL, (from + PANEL + RUN).min(context));
+            }
+            let rounded = &mut rounded[..tokens * padded_dim];
+            // SAFETY: the caller's contract.
+            unsafe {
+                cache.load_rounded(isa, KvHalf::Values, from, padded_dim, wide, rounded, |values, out| {
+                    bf16::round_into(isa, values, out);
+                });
+            }
+            let panel_words = tokens.div_ceil(CHUNK) * PANEL_CHUNK / 2;
+            let packed = panels.chunks_exact_mut(panel_words).take(padded_dim / PANEL);
+            for (panel, packed) in packed.enumerate() {
+                pack_values(isa, unit, rounded, padded_dim, panel * PANEL, packed);
+            }
+            // SAFETY: the caller's contract.
+            unsafe { self.add_run(from..from + tokens, panels, panel_words, outputs) };
+        }
+    }
+
+    /// Adds the weighted values of one run of positions, whose panels are `panel_words` words apart.
+    ///
+    /// # Safety
+    /// See the impl.
+    #[inline(always)]
+    unsafe fn add_run(
+        &self,
+        run: std::ops::Range<usize>,
+        panels: &[u32],
+        panel_words: usize,
+        outputs: &mut [f32],
+    ) {
+        let padded_dim = self.cache.layout.head_dim.next_multiple_of(PANEL);
+        let (from, tokens) = (run.start, run.len());
+        for row in (0..self.rows).step_by(ROW_STEP) {
+            let now = ROW_STEP.min(self.rows - row);
+            let depth = self.visible(row + now - 1).saturating_sub(from).min(tokens);
+            if depth == 0 {
+                continue;
+            }
+            for panel in 0..padded_dim / PANEL {
+                let packed = panels[panel * panel_words..].as_ptr();
+                // Whole chunks: the weights beyond the row's own position are zero.
+                let depth = depth.next_multiple_of(CHUNK);
+                // SAFETY: the caller's contract.
+                unsafe {
+                    let operands = Bf16Operands {
+                        c: outputs[row * padded_dim + panel * PANEL..].as_mut_ptr(),
+                        c_stride: padded_dim,
+                        accumulate: from > 0,
+                        ..Bf16Operands::from(&self.weights, row, from, packed.cast(), depth)
+                    };
+                    bf16::multiply(self.shape.isa, self.unit, now, &operands);
+                }
+            }
+        }
+    }
+
+    /// After pass 3: divides by the sums of the weights.
+    ///
+    /// # Safety
+    /// See the impl.
+    #[inline(always)]
+    unsafe fn scale_outputs(
+        &self,
+        numerators: &[f32],
+        sums: &[f32],
+        output: impl Fn(usize, usize) -> *mut f32,
+    ) {
+        let (dim, group) = (self.cache.layout.head_dim, self.shape.group);
+        for (row, sum) in sums.iter().enumerate().take(self.rows) {
+            // SAFETY: the caller's contract.
+            let out = unsafe { std::slice::from_raw_parts_mut(output(row / group, row % group), dim) };
+            let numerators = &numerators[row * dim.next_multiple_of(PANEL)..][..dim];
+            vector::scale_into(self.shape.isa, numerators, 1.0 / *sum, out);
         }
     }
 }

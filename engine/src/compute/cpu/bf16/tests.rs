@@ -33,7 +33,8 @@ impl ProductCase {
         let source = Weights::random(11);
         let tensor = source.tensor("w", &[self.outputs, self.inputs]).unwrap();
         let matrix = Matrix::pack(
-            (&mut threads, &mut WeightArena::default()),
+            &mut threads,
+            &mut WeightArena::default(),
             &[(tensor, self.outputs)],
             self.inputs,
             WeightMode::Bf16,
@@ -201,8 +202,8 @@ fn rows_of_packed_pairs_are_the_original_rows() {
     let source = Weights::random(11);
     for unit in Bf16Unit::available() {
         let parts = [(source.tensor("w", &[50, 70]).unwrap(), 50)];
-        let memory = (&mut ThreadPool::new(2).unwrap(), &mut WeightArena::default());
-        let matrix = Matrix::pack(memory, &parts, 70, WeightMode::Bf16, unit).unwrap();
+        let (mut threads, mut arena) = (ThreadPool::new(2).unwrap(), WeightArena::default());
+        let matrix = Matrix::pack(&mut threads, &mut arena, &parts, 70, WeightMode::Bf16, unit).unwrap();
         let mut row = [0.0; 70];
         for (output, weights) in case.weights.chunks_exact(70).enumerate() {
             matrix.row(output, &mut row);

@@ -13,7 +13,8 @@ type TensorParts<'a, 'b> = &'a [(Tensor<'b>, usize)];
 impl Matrix {
     /// Packs the rows of all parts in order. Each part is `[outputs][inputs]`. `unit` is for bfloat16 mode.
     pub(in crate::compute::cpu) fn pack(
-        (threads, arena): (&mut ThreadPool, &mut WeightArena),
+        threads: &mut ThreadPool,
+        arena: &mut WeightArena,
         parts: TensorParts<'_, '_>,
         inputs: usize,
         mode: WeightMode,
@@ -21,45 +22,36 @@ impl Matrix {
     ) -> Result<Self, JobPanicked> {
         let outputs = parts.iter().map(|(_, outputs)| outputs).sum::<usize>();
         let all_bf16 = parts.iter().all(|(part, _)| part.dtype() == WeightDtype::Bf16);
+        let mut packer = PanelPacker { threads, arena, parts, inputs };
         let panels = match mode {
-            WeightMode::Int8 => Panels::Int8(pack_panels(
-                (threads, arena),
-                parts,
-                (inputs, PanelInt8::panel_len(inputs)),
+            WeightMode::Int8 => Panels::Int8(packer.pack(
+                PanelInt8::panel_len(inputs),
                 |part, start, out| part.read_f32(start, out),
                 |rows, panel| quantize(rows, inputs, panel),
             )?),
             WeightMode::Bf16 if all_bf16 => Panels::Pairs(
-                pack_panels(
-                    (threads, arena),
-                    parts,
-                    (inputs, bf16::panel_len(inputs)),
+                packer.pack(
+                    bf16::panel_len(inputs),
                     |part, start, out| part.read_bf16_bits(start, out),
                     |rows, panel| pair(rows, inputs, unit, |weight: u16| weight, panel),
                 )?,
                 unit,
             ),
             WeightMode::Bf16 => Panels::Pairs(
-                pack_panels(
-                    (threads, arena),
-                    parts,
-                    (inputs, bf16::panel_len(inputs)),
+                packer.pack(
+                    bf16::panel_len(inputs),
                     |part, start, out| part.read_f32(start, out),
                     |rows, panel| pair(rows, inputs, unit, bf16::round, panel),
                 )?,
                 unit,
             ),
-            WeightMode::Stored if all_bf16 => Panels::Bf16(pack_panels(
-                (threads, arena),
-                parts,
-                (inputs, PanelBf16::panel_len(inputs)),
+            WeightMode::Stored if all_bf16 => Panels::Bf16(packer.pack(
+                PanelBf16::panel_len(inputs),
                 |part, start, out| part.read_bf16_bits(start, out),
                 |rows, panel| transpose(rows, inputs, PanelBf16::column, panel),
             )?),
-            WeightMode::Stored | WeightMode::F32 => Panels::F32(pack_panels(
-                (threads, arena),
-                parts,
-                (inputs, f32::panel_len(inputs)),
+            WeightMode::Stored | WeightMode::F32 => Panels::F32(packer.pack(
+                f32::panel_len(inputs),
                 |part, start, out| part.read_f32(start, out),
                 |rows, panel| transpose(rows, inputs, |position| position, panel),
             )?),
@@ -68,40 +60,50 @@ impl Matrix {
     }
 }
 
-/// Makes panels in parallel. `fill` makes one panel of 32 rows of `inputs` values each.
-fn pack_panels<R: Zeroable + Default, T: Zeroable>(
-    (threads, arena): (&mut ThreadPool, &mut WeightArena),
-    parts: TensorParts<'_, '_>,
-    (inputs, panel_len): (usize, usize),
-    read: impl Fn(&Tensor<'_>, usize, &mut [R]) + Sync,
-    fill: impl Fn(&[R], &mut [T]) + Sync,
-) -> Result<AlignedBuffer<T>, JobPanicked> {
-    let outputs: usize = parts.iter().map(|(_, outputs)| outputs).sum();
-    let count = outputs.div_ceil(PANEL);
-    let mut packed = arena.zeroed::<T>(count * panel_len);
-    let base = SharedPtr(packed.as_mut_ptr());
-    threads.run(&|worker| {
-        let mut rows = vec![R::default(); PANEL * inputs];
-        worker.each(count, |index| {
-            // SAFETY: panels are disjoint, and each index is claimed by one worker.
-            let panel = unsafe { std::slice::from_raw_parts_mut(base.at(index * panel_len), panel_len) };
-            for (slot, row) in rows.chunks_exact_mut(inputs).enumerate() {
-                let output = index * PANEL + slot;
-                if output >= outputs {
-                    row.fill(R::default());
-                    continue;
+/// Packs the rows of `parts`, of `inputs` values each.
+struct PanelPacker<'a, 'b> {
+    threads: &'a mut ThreadPool,
+    arena: &'a mut WeightArena,
+    parts: TensorParts<'a, 'b>,
+    inputs: usize,
+}
+
+impl PanelPacker<'_, '_> {
+    /// Makes panels in parallel. `fill` makes one panel of 32 rows.
+    fn pack<R: Zeroable + Default, T: Zeroable>(
+        &mut self,
+        panel_len: usize,
+        read: impl Fn(&Tensor<'_>, usize, &mut [R]) + Sync,
+        fill: impl Fn(&[R], &mut [T]) + Sync,
+    ) -> Result<AlignedBuffer<T>, JobPanicked> {
+        let (parts, inputs) = (self.parts, self.inputs);
+        let outputs: usize = parts.iter().map(|(_, outputs)| outputs).sum();
+        let count = outputs.div_ceil(PANEL);
+        let mut packed = self.arena.zeroed::<T>(count * panel_len);
+        let base = SharedPtr(packed.as_mut_ptr());
+        self.threads.run(&|worker| {
+            let mut rows = vec![R::default(); PANEL * inputs];
+            worker.each(count, |index| {
+                // SAFETY: panels are disjoint, and each index is claimed by one worker.
+                let panel = unsafe { std::slice::from_raw_parts_mut(base.at(index * panel_len), panel_len) };
+                for (slot, row) in rows.chunks_exact_mut(inputs).enumerate() {
+                    let output = index * PANEL + slot;
+                    if output >= outputs {
+                        row.fill(R::default());
+                        continue;
+                    }
+                    let (mut part, mut local) = (0, output);
+                    while local >= parts[part].1 {
+                        local -= parts[part].1;
+                        part += 1;
+                    }
+                    read(&parts[part].0, local * inputs, row);
                 }
-                let (mut part, mut local) = (0, output);
-                while local >= parts[part].1 {
-                    local -= parts[part].1;
-                    part += 1;
-                }
-                read(&parts[part].0, local * inputs, row);
-            }
-            fill(&rows, panel);
-        });
-    })?;
-    Ok(packed)
+                fill(&rows, panel);
+            });
+        })?;
+        Ok(packed)
+    }
 }
 
 /// `column(position)` is the row whose value is at that position of a panel's row.

@@ -71,7 +71,8 @@ fn matrices(outputs: usize, inputs: usize) -> (Vec<f32>, Matrix, Matrix) {
     let cut = outputs / 3;
     let whole = [(tensor.clone(), outputs)];
     let stored = Matrix::pack(
-        (&mut threads, &mut WeightArena::default()),
+        &mut threads,
+        &mut WeightArena::default(),
         &whole,
         inputs,
         WeightMode::Stored,
@@ -81,7 +82,8 @@ fn matrices(outputs: usize, inputs: usize) -> (Vec<f32>, Matrix, Matrix) {
     assert!(matches!(stored.panels, Panels::Bf16(_)));
     let top = weights.tensor("w", &[outputs, inputs]).unwrap();
     let wide = Matrix::pack(
-        (&mut threads, &mut WeightArena::default()),
+        &mut threads,
+        &mut WeightArena::default(),
         &[(top, cut), (tensor, outputs)],
         inputs,
         WeightMode::F32,
@@ -129,7 +131,7 @@ fn a_row_has_the_same_bits_in_any_batch_on_any_instruction_set_and_team() {
 }
 
 #[test]
-fn panels_in_items_of_any_size_have_the_bits_of_one_alone() {
+fn panels_in_items_of_any_size_have_the_bits_of_a_single_one() {
     // 35 panels, the last one partial, and a partial last group of scales.
     let (outputs, inputs) = (1100, 130);
     let (_, stored, wide) = matrices(outputs, inputs);
@@ -170,12 +172,12 @@ fn side_by_side<E: PanelElement>(
         ahead: true,
     };
     // SAFETY: seven panels with the inputs of a row, and space for their sums.
-    unsafe { multiply_beside(isa, rows, &tile, (7, E::panel_len(depth)), at_once) };
+    unsafe { multiply_beside(isa, rows, &tile, 7, E::panel_len(depth), at_once) };
     out.into_iter().map(f32::to_bits).collect()
 }
 
 #[test]
-fn panels_beside_each_other_have_the_bits_of_one_alone() {
+fn adjacent_panels_have_the_bits_of_a_single_one() {
     let (outputs, inputs) = (7 * PANEL, 130);
     let (_, stored, wide) = matrices(outputs, inputs);
     let (_, int8, _) = quantized(outputs, inputs);
@@ -222,7 +224,8 @@ fn quantized(outputs: usize, inputs: usize) -> (Vec<f32>, Matrix, Vec<f32>) {
     let mut plain = vec![0.0; outputs * inputs];
     tensor.read_f32(0, &mut plain);
     let matrix = Matrix::pack(
-        (&mut ThreadPool::new(2).unwrap(), &mut WeightArena::default()),
+        &mut ThreadPool::new(2).unwrap(),
+        &mut WeightArena::default(),
         &[(tensor, outputs)],
         inputs,
         WeightMode::Int8,

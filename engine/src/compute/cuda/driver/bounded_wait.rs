@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_over_in_time_has_hung_and_what_fails_says_so_itself() {
+    fn late_work_counts_as_hung_and_failed_work_keeps_its_error() {
         let mut looks = 0;
         let over_at_last = || {
             looks += 1;

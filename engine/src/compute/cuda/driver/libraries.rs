@@ -298,7 +298,7 @@ mod tests {
     };
 
     #[test]
-    fn what_is_missing_is_named_with_where_it_was_looked_for() {
+    fn a_missing_library_is_named_with_its_search_paths() {
         let nowhere =
             Library { files: &["libnothing-at-all.so.9"], wheels: &["nvidia/nothing/lib"], ..C_LIBRARY };
         let folders = [PathBuf::from("/usr/local/cuda/lib64")];
@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn every_call_into_the_driver_is_looked_for_before_the_first() {
+    fn every_driver_symbol_is_resolved_before_the_first_call() {
         let sources = [
             include_str!("../driver.rs"),
             include_str!("blas.rs"),

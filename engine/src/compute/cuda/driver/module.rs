@@ -61,7 +61,7 @@ impl DriverModule {
         check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&raw mut loaded.module, image) })?;
         let mut functions = HashMap::new();
         for kernel in Kernel::all(element) {
-            functions.insert(*kernel, loaded.function(kernel.name())?);
+            functions.insert(*kernel, loaded.function(kernel.label())?);
         }
         loaded.copies = loaded.function(COPY_KERNEL)?;
         Ok((Arc::new(loaded), functions))

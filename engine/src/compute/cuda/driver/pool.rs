@@ -311,7 +311,10 @@ impl PoolMemory for Arc<CudaPool> {
         match locked {
             Ok(()) => self.pinned.lock().unwrap_or_else(PoisonError::into_inner).push(host.clone()),
             Err(error) => {
-                tracing::warn!(%error, bytes, "host tier not page-locked, block copies are slower");
+                tracing::warn!(
+                    event = "host_tier_not_page_locked", %error, bytes,
+                    "host tier not page-locked, block copies are slower"
+                );
             }
         }
     }

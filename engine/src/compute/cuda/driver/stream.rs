@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_query_says_whether_work_is_over() {
+    fn a_query_returns_whether_work_has_ended() {
         assert!(is_over("cuEventQuery", sys::CUresult::CUDA_SUCCESS).unwrap());
         assert!(!is_over("cuEventQuery", sys::CUresult::CUDA_ERROR_NOT_READY).unwrap());
     }

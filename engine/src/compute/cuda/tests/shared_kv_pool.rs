@@ -28,7 +28,7 @@ impl PoolMemory for GatedMemory {
 
     fn copy_out(&self, _: &[HostRun], _: &Region) -> Result<(), DeviceError> {
         self.begun.send(()).expect("the test waits");
-        lock(&self.end).recv().expect("the test goes on");
+        lock(&self.end).recv().expect("the test lets the copy end");
         lock(&self.events).push("copied");
         Ok(())
     }
@@ -45,7 +45,7 @@ impl ImportedPool for StuckPool {
 }
 
 #[test]
-fn a_copy_from_another_device_that_hangs_gives_ours_up_before_its_reader_hears_of_it() {
+fn a_hung_copy_from_a_peer_pool_disables_the_local_device() {
     let ((begun, _has_begun), (_go, end)) = (sync_channel(0), sync_channel(0));
     let memory = GatedMemory { begun, end: Mutex::new(end), events: Arc::default() };
     let region = Region::allocate(4, 64);
@@ -75,36 +75,36 @@ fn pool_with_lease(
 }
 
 #[test]
-fn nothing_lands_in_a_block_whose_last_owners_copy_is_under_way() {
+fn a_landing_waits_for_the_previous_owners_download() {
     let events = Arc::<Mutex<Vec<&'static str>>>::default();
     let (pool, leased, has_begun, go) = pool_with_lease(&events);
     std::thread::scope(|scope| {
-        scope.spawn(|| pool.download(&leased).expect("it is copied"));
-        has_begun.recv().expect("it begins");
-        // Its lease has ended. Reserving it does not wait. Another block may be written, this one not yet.
+        scope.spawn(|| pool.download(&leased).expect("the block is copied"));
+        has_begun.recv().expect("the copy begins");
+        // The lease has ended. Reserving its block does not wait. Another block may be written, this one not yet.
         pool.reserve(&leased);
         assert!(pool.mirror().is_in_flight(&leased));
-        pool.wait_for_downloads(&[BlockId(2)]).expect("nothing is copied there");
+        pool.wait_for_downloads(&[BlockId(2)]).expect("block 2 is not in download");
         let landing = scope.spawn(|| {
             pool.wait_for_downloads(&leased).expect("the copy ends");
             lock(&events).push("landed");
         });
-        go.send(()).expect("it waits");
+        go.send(()).expect("the copy waits");
         landing.join().expect("no panic");
     });
     assert_eq!(*lock(&events), ["copied", "landed"]);
     assert!(!pool.mirror().is_in_flight(&leased));
-    assert_eq!(pool.mirror().pending_uploads(&leased), leased, "what has landed counts");
+    assert_eq!(pool.mirror().pending_uploads(&leased), leased, "the landed block is to be uploaded");
 }
 
 #[test]
-fn who_waits_for_a_copy_is_let_go_when_the_engine_ends() {
+fn waits_for_a_download_end_when_the_pool_is_closed() {
     let (pool, leased, has_begun, go) = pool_with_lease(&Arc::default());
     std::thread::scope(|scope| {
         // Dropped when an assertion fails, so that the copy ends.
         let go = go;
         scope.spawn(|| pool.download(&leased));
-        has_begun.recv().expect("it begins");
+        has_begun.recv().expect("the copy begins");
         let landing = scope.spawn(|| pool.wait_for_downloads(&leased));
         let loading = scope.spawn(|| pool.load(pool.region(), BlockId(0), leased[0]));
         pool.close();
@@ -112,48 +112,48 @@ fn who_waits_for_a_copy_is_let_go_when_the_engine_ends() {
             let ended = waited.join().expect("no panic");
             assert!(matches!(ended, Err(DeviceError::Closed)), "{ended:?}");
         }
-        pool.wait_for_downloads(&[BlockId(2)]).expect("nothing is copied there");
-        go.send(()).expect("it waits");
+        pool.wait_for_downloads(&[BlockId(2)]).expect("block 2 is not in download");
+        go.send(()).expect("the copy waits");
     });
     assert!(pool.usable().is_ok(), "the device is still usable");
 }
 
 #[test]
-fn nothing_is_loaded_into_a_block_whose_last_owners_copy_is_under_way() {
+fn a_load_waits_for_the_previous_owners_download() {
     let events = Arc::<Mutex<Vec<&'static str>>>::default();
     let (pool, leased, has_begun, go) = pool_with_lease(&events);
     std::thread::scope(|scope| {
         let go = go;
-        scope.spawn(|| pool.download(&leased).expect("it is copied"));
-        has_begun.recv().expect("it begins");
-        // Its lease has ended, and a tier has the bytes of the block's next owner.
+        scope.spawn(|| pool.download(&leased).expect("the block is copied"));
+        has_begun.recv().expect("the copy begins");
+        // The lease has ended, and a tier has the bytes of the block's next owner.
         pool.reserve(&leased);
         let loading = scope.spawn(|| pool.load(pool.region(), BlockId(0), leased[0]));
-        go.send(()).expect("it waits");
-        loading.join().expect("no panic").expect("it is loaded");
+        go.send(()).expect("the copy waits");
+        loading.join().expect("no panic").expect("the block is loaded");
     });
     assert_eq!(*lock(&events), ["copied", "loaded"]);
 }
 
 #[test]
-fn nothing_is_published_of_a_block_whose_last_owners_copy_is_under_way() {
+fn a_publication_skips_a_block_during_the_previous_owners_download() {
     let events = Arc::<Mutex<Vec<&'static str>>>::default();
     let (pool, leased, has_begun, go) = pool_with_lease(&events);
     std::thread::scope(|scope| {
-        scope.spawn(|| pool.download(&leased).expect("it is copied"));
-        has_begun.recv().expect("it begins");
-        // Its lease has ended past its drain deadline. Another prompt has computed the block, which is published.
+        scope.spawn(|| pool.download(&leased).expect("the block is copied"));
+        has_begun.recv().expect("the copy begins");
+        // The lease has ended past its drain deadline. The block has another prompt's tokens and is published.
         pool.mirror().mark_device_newer(leased[0]);
-        let plan = pool.begin_sync(&[BlockId(1), BlockId(2)]).expect("it waits for no copy");
+        let plan = pool.begin_sync(&[BlockId(1), BlockId(2)]).expect("the publication does not wait");
         assert_eq!((&plan.blocks[..], plan.downloads.len(), plan.uploads.len()), (&[BlockId(2)][..], 0, 0));
         pool.end_sync(&plan, &Ok(()));
-        go.send(()).expect("it waits");
+        go.send(()).expect("the copy waits");
     });
     let plan = pool.begin_sync(&leased).expect("the copy has ended");
     assert_eq!(
         (plan.downloads.as_slice(), &plan.uploads[..]),
         (&leased[..], &[][..]),
-        "the mirror has the other prompt's"
+        "the block of the other prompt is downloaded"
     );
     pool.end_sync(&plan, &Ok(()));
     assert_eq!(*lock(&events), ["copied"]);
@@ -161,28 +161,28 @@ fn nothing_is_published_of_a_block_whose_last_owners_copy_is_under_way() {
 }
 
 #[test]
-fn what_is_published_is_not_copied_for_readers_meanwhile_nor_afterwards() {
+fn a_block_in_publication_is_not_downloaded_again() {
     let (pool, leased, has_begun, _go) = pool_with_lease(&Arc::default());
-    let plan = pool.begin_sync(&leased).expect("no copy is under way");
+    let plan = pool.begin_sync(&leased).expect("no download is in flight");
     // A copy would panic, because the receiver of its begin signal is dropped.
     drop(has_begun);
     std::thread::scope(|scope| {
         let reading = scope.spawn(|| pool.download(&leased));
         pool.end_sync(&plan, &Ok(()));
-        reading.join().expect("no copy").expect("the mirror has it");
+        reading.join().expect("no copy").expect("the mirror has the block");
     });
 }
 
 #[test]
-fn a_copy_that_does_not_end_is_not_waited_for_for_ever() {
+fn a_download_that_exceeds_its_timeout_disables_the_device() {
     let (pool, leased, has_begun, go) = pool_with_lease(&Arc::default());
     let pool = pool.with_copy_timeout(Duration::ZERO);
     std::thread::scope(|scope| {
         let go = go;
         scope.spawn(|| pool.download(&leased));
-        has_begun.recv().expect("it begins");
+        has_begun.recv().expect("the copy begins");
         let why = pool.wait_for_downloads(&leased).unwrap_err().to_string();
         assert!(why.contains("host memory not completed") && pool.usable().is_err(), "{why}");
-        go.send(()).expect("it waits");
+        go.send(()).expect("the copy waits");
     });
 }

@@ -187,7 +187,7 @@ fn a_read_that_succeeds_is_verified() {
 }
 
 #[test]
-fn a_read_that_was_given_up_while_its_last_bytes_came_in_says_so_to_the_producer() {
+fn a_read_cancelled_at_its_last_bytes_is_reported_to_the_producer() {
     let (events, asked) = read(true, Ok(Verdict::Valid));
     assert_eq!(events, [BROKEN]);
     assert_eq!(asked, ["give up"]);
@@ -215,8 +215,8 @@ fn a_fetch_over_several_links_is_one_transfer_and_one_verdict() {
 
 #[test]
 fn a_fetch_whose_links_do_not_all_have_a_valid_verdict_is_not_valid() {
-    struct OneLeaseGone;
-    impl ReadScript for OneLeaseGone {
+    struct OneEndedLease;
+    impl ReadScript for OneEndedLease {
         fn read(&self, _: SocketAddr, _: &ReadOrder, _: &StopFlag) -> Result<(), TransportError> {
             Ok(())
         }
@@ -224,7 +224,7 @@ fn a_fetch_whose_links_do_not_all_have_a_valid_verdict_is_not_valid() {
             Ok(if reader.rank == Rank(1) { Verdict::Gone } else { Verdict::Valid })
         }
     }
-    let bench = FetchBench::new(2, OneLeaseGone);
+    let bench = FetchBench::new(2, OneEndedLease);
     bench.read(1, 2);
     let (events, _) = bench.end();
     // The order of the two links decides whether the other one was still reading.
@@ -371,7 +371,7 @@ fn onto_device(early: usize, from_ranks: u16, works: bool) -> (Vec<Event>, Vec<&
 }
 
 #[test]
-fn what_lands_is_on_the_device_before_the_step_loop_hears_of_it() {
+fn landed_blocks_are_on_the_device_before_the_step_loop_is_notified() {
     let valid = vec![Event::TransferDone, Event::Verdict(Verification::Valid)];
     let block = geometry(1).shard().block_bytes();
     // Neighbours are one copy; each block is copied once.
@@ -388,7 +388,7 @@ fn what_lands_is_on_the_device_before_the_step_loop_hears_of_it() {
 }
 
 #[test]
-fn what_cannot_be_brought_to_the_device_is_a_failed_fetch_that_the_producer_need_not_wait_for() {
+fn a_failed_upload_fails_the_fetch_and_ends_the_read_at_the_producer() {
     for early in [0, 2] {
         let (events, asked, copies) = onto_device(early, 1, false);
         assert_eq!((events, asked), (vec![BROKEN], vec!["give up"]));

@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn what_vllm_0_32_sends_is_read() {
+    fn events_of_vllm_0_32_are_parsed() {
         let batch = json!([1_795_163_885.054_947_8, [
             stored(&json!([null])),
             {"type": "BlockRemoved", "block_hashes": [12_816_320_719_491_906_270_u64], "medium": "GPU", "group_idx": 0},
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn what_older_versions_send_is_read_the_same() {
+    fn events_of_older_vllm_versions_are_parsed_alike() {
         let batch = json!([
             1.5,
             [
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_that_more_than_tokens_keeps_apart_are_marked_and_other_tiers_left_out() {
+    fn blocks_with_extra_keys_are_marked_and_other_tiers_are_ignored() {
         for extra in [json!([["salt"]]), json!([null, [1]]), json!("x")] {
             let batch = read(&json!([0, [stored(&extra)]])).expect("a batch");
             assert!(matches!(&batch[0], KvEvent::Stored(stored) if stored.has_extra_keys), "{extra}");
@@ -486,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn a_removal_that_cannot_be_read_may_be_of_any_block() {
+    fn an_unreadable_removal_may_mean_any_block() {
         for bad in [
             json!({"type": "BlockRemoved", "block_hashes": [[1]]}),
             json!({"block_hashes": [[1]], "type": "BlockRemoved"}),

@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_tokens_are_found_whatever_the_engines_call_their_blocks() {
+    fn equal_tokens_match_across_block_names_of_engines() {
         let mut fixture = BlockFixture::new();
         let events =
             [stored(&[11, 12], None, &[1, 2, 3, 4]), stored(&[13], Some(12), &[5, 6])].map(KvEvent::Stored);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn only_full_attention_counts_by_its_kind_and_not_by_its_index() {
+    fn only_groups_of_kind_full_attention_count() {
         use AttentionKind::{Full, Other};
         let prompt = links(&[1, 2, 3, 4], 2, 100);
         let mut fixture = BlockFixture::new();
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_without_a_place_and_blocks_that_do_not_add_up_are_left_out() {
+    fn blocks_without_a_parent_or_with_a_wrong_length_are_ignored() {
         let mut fixture = BlockFixture::new();
         let zero = StoredBlocks { hashes: vec![1], ..StoredBlocks::default() };
         let apart = StoredBlocks { has_extra_keys: true, ..stored(&[1], None, &[1, 2]) };
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_the_engine_gives_to_other_tokens_stands_for_these_alone() {
+    fn a_reused_block_name_means_its_latest_tokens_only() {
         let mut fixture = BlockFixture::new();
         let first = KvEvent::Stored(stored(&[1], None, &[1, 2]));
         fixture.take(0, vec![first, KvEvent::Stored(stored(&[1], None, &[3, 4]))]);
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_removal_that_cannot_be_read_takes_everything_and_so_does_a_new_beginning_with_the_kinds() {
+    fn an_unreadable_removal_clears_blocks_and_group_kinds() {
         let mut fixture = BlockFixture::new();
         let window = of_group(0, Some(AttentionKind::Other), &[1], &[1, 2]);
         let full = of_group(1, Some(AttentionKind::Full), &[1], &[1, 2]);
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_blocks_are_known_than_allowed() {
+    fn the_known_blocks_are_bounded() {
         let mut blocks = EngineBlocks::default();
         let hashes: Vec<u64> = (0..50).collect();
         let tokens: Vec<u32> = (0..100).collect();

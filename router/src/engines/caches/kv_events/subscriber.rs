@@ -137,10 +137,16 @@ async fn listen(source: EventSource, known_caches: Arc<KnownCaches>, stats: Arc<
         match messages {
             Ok(0) => {}
             Ok(_) => pause = PAUSE,
-            Err(error) if failing => tracing::debug!(publisher, %error, "KV event subscription failed"),
+            Err(error) if failing => tracing::debug!(
+                event = "kv_event_subscription_failed", publisher, %error,
+                "KV event subscription failed"
+            ),
             Err(error) => {
                 failing = true;
-                tracing::warn!(publisher, %error, "KV event subscription failed");
+                tracing::warn!(
+                    event = "kv_event_subscription_failed", publisher, %error,
+                    "KV event subscription failed"
+                );
             }
         }
         tokio::time::sleep(pause).await;
@@ -245,9 +251,14 @@ impl Subscriber {
             let (publisher, hides) = (&self.source.address, reason.hides_cached_blocks());
             let reason = reason.label();
             if hides {
-                tracing::warn!(publisher, reason, "KV events ignored, the prefix index is incomplete");
+                tracing::warn!(
+                    event = "prefix_index_incomplete",
+                    publisher,
+                    reason,
+                    "KV events ignored, the prefix index is incomplete"
+                );
             } else {
-                tracing::info!(publisher, reason, "KV events ignored");
+                tracing::info!(event = "kv_events_ignored", publisher, reason, "KV events ignored");
             }
         }
     }
@@ -272,7 +283,10 @@ async fn next_publisher(listener: &TcpListener, source: &EventSource) -> Publish
         };
         match shaken {
             Ok(publisher) => return publisher,
-            Err(error) => tracing::debug!(publisher = source.address, %error, "not a publisher of KV events"),
+            Err(error) => tracing::debug!(
+                event = "kv_event_publisher_rejected", publisher = source.address, %error,
+                "not a publisher of KV events"
+            ),
         }
     }
 }

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_is_no_publisher_or_claims_too_much_is_given_up() {
+    async fn a_peer_that_is_no_publisher_or_exceeds_a_bound_is_dropped() {
         let good = greeting(b"NULL");
         let many = [b"\x01\x00".as_slice(); 20].concat();
         let huge = b"\x02\x7f\xff\xff\xff\xff\xff\xff\xff";

@@ -85,7 +85,7 @@ fn recovers(mut health: HealthState, mut now: Time) -> HealthState {
 }
 
 #[test]
-fn after_every_order_of_five_events_an_engine_that_works_again_is_used_again() {
+fn a_recovered_engine_is_used_after_every_order_of_five_events() {
     let mut seen = std::collections::HashSet::from([HealthState::default()]);
     for second in 0..5 {
         let now = Time::ZERO.after(Duration::from_secs(second));
@@ -111,7 +111,7 @@ fn after_every_order_of_five_events_an_engine_that_works_again_is_used_again() {
 }
 
 #[test]
-fn trouble_of_one_leg_leaves_the_other_alone_and_an_engine_that_is_gone_is_gone_for_both() {
+fn a_failure_ejects_one_leg_and_an_unreachable_engine_both() {
     let mut health = HealthState::default();
     for _ in 0..2 {
         health.failed(Leg::Prefill, FailureKind::EngineFault, Time::ZERO, &TERMS);
@@ -123,7 +123,7 @@ fn trouble_of_one_leg_leaves_the_other_alone_and_an_engine_that_is_gone_is_gone_
 }
 
 #[test]
-fn an_engine_that_is_deaf_to_one_request_is_asked_before_it_is_taken_from_everybody() {
+fn an_unresponsive_engine_is_probed_at_once_before_it_is_removed() {
     let both = |health: &HealthState| Leg::BOTH.map(|leg| health.standing(leg, &TERMS));
     let mut health = HealthState::default();
     health.tick(Time::ZERO, || 1.0, &TERMS);
@@ -148,7 +148,7 @@ fn an_engine_that_is_deaf_to_one_request_is_asked_before_it_is_taken_from_everyb
 }
 
 #[test]
-fn a_question_that_could_not_be_asked_says_nothing_of_the_engine() {
+fn a_probe_that_was_not_sent_does_not_change_health() {
     let mut doubted = HealthState::default();
     doubted.tick(Time::ZERO, || 1.0, &TERMS);
     doubted.unresponsive(Leg::Decode, 1, Time::ZERO, &TERMS);
@@ -167,7 +167,7 @@ fn a_question_that_could_not_be_asked_says_nothing_of_the_engine() {
 }
 
 #[test]
-fn one_connection_that_could_not_be_made_is_a_doubt_and_a_second_takes_the_engine_out() {
+fn one_failed_connection_demotes_the_engine_and_a_second_ejects_it() {
     let standing = |health: &HealthState| health.standing(Leg::Decode, &TERMS);
     let mut health = HealthState::default();
     health.tick(Time::ZERO, || 1.0, &TERMS);
@@ -200,7 +200,7 @@ fn one_connection_that_could_not_be_made_is_a_doubt_and_a_second_takes_the_engin
 }
 
 #[test]
-fn an_engine_that_works_and_leaves_questions_unanswered_stays_usable() {
+fn a_working_engine_with_unanswered_probes_stays_usable() {
     let mut health = HealthState::default();
     for second in 0..100 {
         let now = Time::ZERO.after(Duration::from_secs(second * 10));
@@ -228,7 +228,7 @@ fn an_answer_in_one_leg_shows_that_the_engine_is_there_for_both() {
 }
 
 #[test]
-fn an_operators_word_goes_before_the_configurations() {
+fn an_operator_order_overrides_the_configuration() {
     let drained = HealthTerms { drain: true, ..TERMS };
     let mut health = HealthState::default();
     assert_eq!(health.standing(Leg::Decode, &drained), Standing::Draining);

@@ -110,7 +110,7 @@ fn is_malformed(result: Result<Vec<u8>, CallError>) -> bool {
 }
 
 #[test]
-fn every_coding_gives_the_data_however_it_is_cut() {
+fn every_coding_gives_the_data_at_any_split() {
     let data = plain();
     for (name, coded) in coded(&data) {
         for size in [1, 7, 4096, coded.len()] {
@@ -121,7 +121,7 @@ fn every_coding_gives_the_data_however_it_is_cut() {
 }
 
 #[test]
-fn what_is_flushed_is_given_at_once() {
+fn flushed_data_is_returned_at_once() {
     let mut gzip = GzEncoder::new(Vec::new(), Compression::fast());
     gzip.write_all(b"data: 1\n\n").unwrap();
     gzip.flush().unwrap();
@@ -140,7 +140,7 @@ fn what_is_flushed_is_given_at_once() {
 }
 
 #[test]
-fn what_is_cut_or_broken_or_goes_on_is_an_error() {
+fn truncated_corrupt_or_trailing_data_is_an_error() {
     let data = plain();
     for (name, coded) in coded(&data) {
         assert!(is_malformed(decode(&mut decoder(name), &[&coded[..coded.len() - 3]])), "{name}: cut");
@@ -160,7 +160,7 @@ fn what_is_cut_or_broken_or_goes_on_is_an_error() {
 }
 
 #[test]
-fn members_and_frames_that_follow_each_other_are_one_answer() {
+fn consecutive_members_and_frames_form_one_response() {
     for (name, coded) in coded(b"twice").into_iter().filter(|(name, _)| name.contains('z')) {
         let twice = [&*coded, &*coded].concat();
         assert_eq!(decode(&mut decoder(name), &[&twice]).unwrap(), b"twicetwice", "{name}");
@@ -169,7 +169,7 @@ fn members_and_frames_that_follow_each_other_are_one_answer() {
 }
 
 #[test]
-fn a_window_over_the_bound_is_refused_and_every_window_is_given_back() {
+fn a_window_over_the_bound_is_refused_and_every_window_is_released() {
     let mut wide = zstd::Encoder::new(Vec::new(), 1).unwrap();
     wide.window_log(ZSTD_WINDOW_LOG_MAX + 1).unwrap();
     wide.write_all(&plain()).unwrap();

@@ -81,7 +81,7 @@ async fn a_request_arrives_whole_and_in_order() {
 }
 
 #[tokio::test]
-async fn an_answer_ends_where_its_framing_says() {
+async fn a_response_ends_as_framed() {
     for (bytes, status, body, again) in [
         (&b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"[..], 200, &b"ok"[..], true),
         (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok", 200, b"ok", true),
@@ -132,7 +132,7 @@ async fn an_answer_that_can_be_read_in_two_ways_is_refused() {
 }
 
 #[tokio::test]
-async fn what_is_here_at_once_is_one_piece_and_no_buffer_is_kept() {
+async fn data_of_one_read_is_one_piece_and_the_buffer_is_released() {
     let mut engine = engine();
     let head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n";
     engine.far.write_all(head).await.expect("there is room");
@@ -178,7 +178,7 @@ async fn a_piece_holds_no_memory_but_its_own() {
 }
 
 #[tokio::test]
-async fn an_end_in_the_middle_is_told_from_one_before_the_answer() {
+async fn a_connection_end_before_the_head_is_distinct_from_a_later_one() {
     for (bytes, before) in [
         (&b""[..], true),
         (b"HTTP/1.1 200 OK\r\ncontent-le", false),

@@ -77,17 +77,25 @@ pub(in crate::compute::cpu::attention) unsafe fn values(
     cache: &HeadCache<'_>,
     context: usize,
     rows: usize,
-    (weights, weights_stride): (&[u16], usize),
-    (outputs, outputs_stride): (&mut [f32], usize),
+    weights: &[u16],
+    weights_stride: usize,
+    outputs: &mut [f32],
+    outputs_stride: usize,
 ) {
     assert!(weights.len() >= (rows - 1) * weights_stride + context.next_multiple_of(CHUNK));
     assert!(outputs.len() >= (rows - 1) * outputs_stride + cache.layout.head_dim);
     for outputs in outputs.chunks_mut(outputs_stride).take(rows) {
         outputs[..cache.layout.head_dim].fill(0.0);
     }
-    let (weights, outputs) = ((weights.as_ptr(), weights_stride), (outputs.as_mut_ptr(), outputs_stride));
+    let (weights, outputs) = (weights.as_ptr(), outputs.as_mut_ptr());
     // SAFETY: the caller's contract, and the assertions above.
-    unsafe { by_rows!(rows, cache.layout.dtype, values_of(cache, context, weights, outputs)) };
+    unsafe {
+        by_rows!(
+            rows,
+            cache.layout.dtype,
+            values_of(cache, context, weights, weights_stride, outputs, outputs_stride)
+        );
+    }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
@@ -121,7 +129,7 @@ unsafe fn scores_of<E: CacheElement, const R: usize>(
                 let words = transposed(rows);
                 let part = LANES * CHUNK * size_of::<E>();
                 request(later.wrapping_add(element / CHUNK * part), part);
-                add_products(&mut sums, &words, (queries.add(element), dim));
+                add_products(&mut sums, &words, queries.add(element), dim);
             }
             for (row, sum) in sums.into_iter().enumerate() {
                 _mm512_storeu_ps(scores.add(row * stride + from), sum);
@@ -139,7 +147,8 @@ unsafe fn scores_of<E: CacheElement, const R: usize>(
 unsafe fn add_products<const R: usize>(
     sums: &mut [__m512; R],
     words: &[__m512; 2 * WORDS],
-    (inputs, stride): (*const u16, usize),
+    inputs: *const u16,
+    stride: usize,
 ) {
     // SAFETY: the caller's contract; a register of words may be seen as any of the three types.
     unsafe {
@@ -166,8 +175,10 @@ unsafe fn add_products<const R: usize>(
 unsafe fn values_of<E: CacheElement, const R: usize>(
     cache: &HeadCache<'_>,
     context: usize,
-    (weights, weights_stride): (*const u16, usize),
-    outputs: (*mut f32, usize),
+    weights: *const u16,
+    weights_stride: usize,
+    outputs: *mut f32,
+    stride: usize,
 ) {
     for from in (0..context).step_by(CHUNK) {
         let run = |start: usize| cache.vector(KvHalf::Values, start.min(context - 1) / LANES * LANES);
@@ -176,10 +187,28 @@ unsafe fn values_of<E: CacheElement, const R: usize>(
         let later = [run(from + AHEAD), run(from + AHEAD + LANES)];
         // SAFETY: the contract of `values`; runs of sixteen positions lie in one block.
         unsafe {
-            let weights = (weights.add(from), weights_stride);
+            let weights = weights.add(from);
             match context - from {
-                CHUNK.. => chunk_of::<E, R, true>(cache, runs, CHUNK, later, weights, outputs),
-                seen => chunk_of::<E, R, false>(cache, runs, seen, later, weights, outputs),
+                CHUNK.. => chunk_of::<E, R, true>(
+                    cache,
+                    runs,
+                    CHUNK,
+                    later,
+                    weights,
+                    weights_stride,
+                    outputs,
+                    stride,
+                ),
+                seen => chunk_of::<E, R, false>(
+                    cache,
+                    runs,
+                    seen,
+                    later,
+                    weights,
+                    weights_stride,
+                    outputs,
+                    stride,
+                ),
             }
         }
     }
@@ -188,13 +217,16 @@ unsafe fn values_of<E: CacheElement, const R: usize>(
 /// Adds the weighted values of a chunk of positions. Only the first `seen` positions exist: all of them if the chunk is
 /// `WHOLE`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+#[allow(clippy::too_many_arguments, reason = "the coordinates of one chunk")]
 unsafe fn chunk_of<E: CacheElement, const R: usize, const WHOLE: bool>(
     cache: &HeadCache<'_>,
     runs: [*const E; 2],
     seen: usize,
     later: [*mut u8; 2],
-    (weights, weights_stride): (*const u16, usize),
-    (outputs, stride): (*mut f32, usize),
+    weights: *const u16,
+    weights_stride: usize,
+    outputs: *mut f32,
+    stride: usize,
 ) {
     let dim = cache.layout.head_dim;
     // SAFETY: the contract of `values`; columns are inside the head.
@@ -227,7 +259,7 @@ unsafe fn chunk_of<E: CacheElement, const R: usize, const WHOLE: bool>(
             for (row, sum) in sums.iter_mut().enumerate() {
                 *sum = _mm512_loadu_ps(out.add(row * stride));
             }
-            add_products(&mut sums, &words, (weights, weights_stride));
+            add_products(&mut sums, &words, weights, weights_stride);
             for (row, sum) in sums.into_iter().enumerate() {
                 _mm512_storeu_ps(out.add(row * stride), sum);
             }
@@ -271,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_position_alone_has_the_bits_that_it_has_beside_another() {
+    fn a_position_has_the_same_bits_alone_and_in_a_pair() {
         let units = Bf16Unit::available().into_iter().filter(|unit| unit.packs());
         for (unit, (dtype, block_tokens, head_dim)) in units.flat_map(|unit| {
             [

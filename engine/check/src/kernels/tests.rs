@@ -1,0 +1,43 @@
+//! Checks that the kernel cases find errors and that a failed case does not stop the others.
+
+use super::*;
+
+#[test]
+fn every_case_passes_on_the_software_device() {
+    for (element, head_dim) in [(Element::F32, 24), (Element::Bf16, 64)] {
+        let mut device = SoftwareDevice::new(SOFT_BYTES, element, head_dim);
+        let lines = kernels(&mut device, element, head_dim).unwrap();
+        assert!(lines.len() > 30 && lines.iter().all(|line| line.passed), "{lines:?}");
+    }
+}
+
+#[test]
+fn a_kernel_with_other_results_fails_its_cases() {
+    // Reference kernels for another head width: exactly the kernels that read or write heads differ.
+    let mut device = SoftwareDevice::new(SOFT_BYTES, Element::F32, 32);
+    let lines = kernels(&mut device, Element::F32, 64).unwrap();
+    let failed: Vec<_> = lines.iter().filter(|line| !line.passed).map(|line| line.what.clone()).collect();
+    for kernel in ["rope_kv", "decode_attention", "prefill_attention"] {
+        assert!(failed.iter().any(|what| what.starts_with(kernel)), "{kernel}: {failed:?}");
+    }
+    assert!(!failed.iter().any(|what| what.starts_with("embed")), "{failed:?}");
+}
+
+#[test]
+fn a_case_that_exceeds_device_memory_fails_and_the_others_run() {
+    // Memory for the small cases only.
+    let mut device = SoftwareDevice::new(1 << 20, Element::F32, 32);
+    let lines = kernels(&mut device, Element::F32, 32).unwrap();
+    let of = |passed: bool| lines.iter().filter(move |line| line.passed == passed);
+    assert!(
+        of(true).count() > 5 && of(false).any(|line| line.numbers.contains("device memory")),
+        "{lines:?}"
+    );
+}
+
+#[test]
+fn a_nan_result_fails() {
+    let nan = f32::NAN.to_le_bytes();
+    let line = compared("x", Comparison::Near(Element::F32, 1.0), &nan, &1.0_f32.to_le_bytes());
+    assert!(!line.passed, "{line:?}");
+}

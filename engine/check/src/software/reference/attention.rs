@@ -1,0 +1,163 @@
+//! The reference kernels of attention.
+
+use super::{KernelFault, KernelRun, dot};
+use baton_engine::compute::cuda::device::Element;
+use baton_engine::compute::cuda::kernels::SPLIT_TOKENS;
+
+/// Query heads that a block of decode attention takes.
+const GROUP_HEADS: usize = 16;
+
+/// The arguments that locate keys and values, starting with the block's stride.
+#[derive(Clone, Copy)]
+struct PoolArgs {
+    block_stride: usize,
+    layer: usize,
+    heads: usize,
+    kv_heads: usize,
+    block_tokens: usize,
+}
+
+impl PoolArgs {
+    fn of(run: &KernelRun<'_>, first: usize) -> Result<Self, KernelFault> {
+        Ok(Self {
+            block_stride: run.number(first)?,
+            layer: run.number(first + 1)?,
+            heads: run.number(first + 2)?,
+            kv_heads: run.number(first + 3)?,
+            block_tokens: run.number(first + 4)?,
+        })
+    }
+
+    fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+}
+
+/// Numerators, maximum in units of log 2, denominator.
+struct SoftmaxSums {
+    outputs: Vec<f32>,
+    highest: f32,
+    sum: f32,
+}
+
+/// One query over the keys `start..end`. `table` is the start of its block table in argument 2.
+fn attend(
+    run: &mut KernelRun<'_>,
+    pool: &PoolArgs,
+    query: &[f32],
+    head: usize,
+    table: usize,
+    (start, end): (usize, usize),
+    scale: f32,
+) -> Result<SoftmaxSums, KernelFault> {
+    let (element, dim) = (run.module.element, run.module.head_dim);
+    let mut sums = SoftmaxSums { outputs: vec![0.0; dim], highest: f32::NEG_INFINITY, sum: 0.0 };
+    for token in start..end {
+        let block = KernelRun::index(run.integers(2, table + token / pool.block_tokens, 1)?[0], "block")?;
+        let vector = head * pool.block_tokens + token % pool.block_tokens;
+        let keys = block * pool.block_stride + pool.layer + vector * dim;
+        let key = run.read(1, element, keys, dim)?;
+        let value = run.read(1, element, keys + pool.kv_heads * pool.block_tokens * dim, dim)?;
+        let score = dot(query, &key) * scale * std::f32::consts::LOG2_E;
+        let best = sums.highest.max(score);
+        let (shrink, weight) = ((sums.highest - best).exp2(), (score - best).exp2());
+        sums.highest = best;
+        sums.sum = sums.sum * shrink + weight;
+        for (output, value) in sums.outputs.iter_mut().zip(value) {
+            *output = *output * shrink + weight * value;
+        }
+    }
+    Ok(sums)
+}
+
+pub(super) fn decode(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
+    let (pool, splits, scale) = (PoolArgs::of(run, 6)?, run.number(11)?, run.float(12)?);
+    let (dim, [grid_splits, groups, sequences]) = (run.module.head_dim, run.grid());
+    let group_tiles = pool.group().div_ceil(GROUP_HEADS);
+    if grid_splits != splits || groups != pool.kv_heads * group_tiles {
+        return Err(format!("a grid of {grid_splits} × {groups} for {splits} splits"));
+    }
+    for sequence in 0..sequences {
+        let entry = run.integers(3, sequence * 3, 3)?;
+        let (row, length) = (entry[0], KernelRun::index(entry[1], "length")?);
+        if length == 0 {
+            continue;
+        }
+        let (row, table) = (KernelRun::index(row, "row")?, KernelRun::index(entry[2], "table")?);
+        let per_split = length.div_ceil(splits).next_multiple_of(SPLIT_TOKENS);
+        for split in 0..splits {
+            let (start, end) = (split * per_split, length.min((split + 1) * per_split));
+            for head in 0..pool.heads {
+                let at = (sequence * pool.heads + head) * splits + split;
+                let width = pool.heads + 2 * pool.kv_heads;
+                let query = run.read(0, run.module.element, (row * width + head) * dim, dim)?;
+                let sums = attend(run, &pool, &query, head / pool.group(), table, (start, end), scale)?;
+                run.write(5, Element::F32, at * 2, &[sums.highest, sums.sum])?;
+                if start < end {
+                    run.write(4, Element::F32, at * dim, &sums.outputs)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn merge(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
+    let (heads, splits, dim) = (run.number(4)?, run.number(5)?, run.module.head_dim);
+    let [grid_heads, sequences, _] = run.grid();
+    if grid_heads != heads {
+        return Err(format!("a grid of {grid_heads} for {heads} heads"));
+    }
+    for sequence in 0..sequences {
+        let entry = run.integers(2, sequence * 3, 3)?;
+        if entry[1] == 0 {
+            continue;
+        }
+        let row = KernelRun::index(entry[0], "row")?;
+        for head in 0..heads {
+            let first = (sequence * heads + head) * splits;
+            let summary = run.read(1, Element::F32, first * 2, splits * 2)?;
+            let best = summary.chunks(2).map(|pair| pair[0]).fold(f32::NEG_INFINITY, f32::max);
+            let (mut total, mut values) = (0.0, vec![0.0; dim]);
+            for (split, pair) in summary.chunks(2).enumerate() {
+                let weight = (pair[0] - best).exp2();
+                total += weight * pair[1];
+                if weight > 0.0 {
+                    let partial = run.read(0, Element::F32, (first + split) * dim, dim)?;
+                    values.iter_mut().zip(partial).for_each(|(value, partial)| *value += weight * partial);
+                }
+            }
+            values.iter_mut().for_each(|value| *value /= total);
+            run.write(3, run.module.element, (row * heads + head) * dim, &values)?;
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn prefill(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
+    let (pool, scale, dim) = (PoolArgs::of(run, 5)?, run.float(10)?, run.module.head_dim);
+    let [tiles, heads, _] = run.grid();
+    if heads != pool.heads {
+        return Err(format!("a grid of {heads} for {} heads", pool.heads));
+    }
+    for tile in 0..tiles {
+        let entry = run.integers(3, tile * 4, 4)?;
+        let [row, queries, first, table] =
+            [0, 1, 2, 3].map(|i| KernelRun::index(entry[i], "entry of a tile"));
+        let (row, queries, first, table) = (row?, queries?, first?, table?);
+        if queries > baton_engine::compute::cuda::kernels::TILE_QUERIES {
+            return Err(format!("a tile of {queries} queries"));
+        }
+        for query in 0..queries {
+            for head in 0..heads {
+                let width = heads + 2 * pool.kv_heads;
+                let q = run.read(0, run.module.element, ((row + query) * width + head) * dim, dim)?;
+                let end = first + query + 1;
+                let sums = attend(run, &pool, &q, head / pool.group(), table, (0, end), scale)?;
+                let out: Vec<_> = sums.outputs.iter().map(|output| output / sums.sum).collect();
+                run.write(4, run.module.element, ((row + query) * heads + head) * dim, &out)?;
+            }
+        }
+    }
+    Ok(())
+}

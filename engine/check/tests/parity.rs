@@ -1,0 +1,238 @@
+//! The engine against recorded outputs of `transformers` on tiny checkpoints of all families.
+//!
+//! `fixtures/` is a subset of the oracle's output (see `fixtures/README.md`). `BATON_PARITY_DIR` names a full set to
+//! run against as well.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
+
+use std::path::{Path, PathBuf};
+
+use baton_engine::compute::cuda::{Accelerator, DeviceChoice};
+use safetensors::SafeTensors;
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
+}
+
+fn assert_parity(dir: &Path, device: DeviceChoice) {
+    let mut lines = Vec::new();
+    let report = baton_engine_check::parity::run(dir, device, &mut lines).expect("the folder is complete");
+    let text = String::from_utf8(lines).expect("the report is text");
+    // Shown with --nocapture.
+    eprintln!("{text}");
+    assert!(report.passed > 0 && report.failed == 0, "{text}");
+}
+
+#[test]
+fn the_cpu_matches_transformers() {
+    assert_parity(&fixtures(), DeviceChoice::Cpu);
+}
+
+#[test]
+fn the_software_device_matches_transformers() {
+    assert_parity(&fixtures(), baton_engine_check::SOFTWARE);
+}
+
+#[test]
+fn a_missing_device_is_an_error_without_results() {
+    // No machine has this many GPUs. Most machines that run this test have neither a GPU nor a driver.
+    let absent = DeviceChoice::Accelerator(Accelerator::Cuda(4_000));
+    let mut lines = Vec::new();
+    assert!(baton_engine_check::parity::run(&fixtures(), absent, &mut lines).is_err());
+    assert_eq!(String::from_utf8_lossy(&lines), "");
+}
+
+#[test]
+fn a_full_set_of_checkpoints_matches_transformers() {
+    if let Some(dir) = std::env::var_os("BATON_PARITY_DIR") {
+        assert_parity(Path::new(&dir), DeviceChoice::Cpu);
+    }
+}
+
+/// A checkpoint with a planted mistake: its configuration and its tensors, bf16, each with its shape.
+struct Checkpoint {
+    folder: PathBuf,
+    config: serde_json::Value,
+}
+
+impl Checkpoint {
+    /// A copy of a fixture with its golden files, in `dir`.
+    fn copied(name: &str, dir: &Path) -> Self {
+        let folder = dir.join(name);
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::create_dir(dir.join("golden")).unwrap();
+        for entry in std::fs::read_dir(fixtures().join(name)).unwrap() {
+            let path = entry.unwrap().path();
+            std::fs::copy(&path, folder.join(path.file_name().unwrap())).unwrap();
+        }
+        for file in ["json", "safetensors"].map(|extension| format!("golden/{name}.{extension}")) {
+            std::fs::copy(fixtures().join(&file), dir.join(file)).unwrap();
+        }
+        let config = serde_json::from_slice(&std::fs::read(folder.join("config.json")).unwrap()).unwrap();
+        Self { folder, config }
+    }
+
+    fn number(&self, name: &str) -> usize {
+        usize::try_from(self.config[name].as_u64().unwrap()).unwrap()
+    }
+
+    fn head_dim(&self) -> usize {
+        self.config["head_dim"].as_u64().map_or_else(
+            || self.number("hidden_size") / self.number("num_attention_heads"),
+            |dim| dim as usize,
+        )
+    }
+
+    /// Changes the configuration.
+    fn configure(&mut self, change: impl FnOnce(&mut serde_json::Value)) {
+        change(&mut self.config);
+        std::fs::write(self.folder.join("config.json"), self.config.to_string()).unwrap();
+    }
+
+    /// Changes the rows of every tensor whose name ends with `suffix`, row by row, two bytes per element.
+    fn change(&self, suffix: &str, change: impl Fn(&mut [Vec<u8>])) {
+        let mut changed = 0;
+        for entry in std::fs::read_dir(&self.folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_none_or(|extension| extension != "safetensors") {
+                continue;
+            }
+            let mut bytes = std::fs::read(&path).unwrap();
+            let (header, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
+            let data =
+                bytes.len() - metadata.tensors().values().map(|info| info.data_offsets.1).max().unwrap();
+            assert!(data > header, "the tensors follow the header");
+            for (name, info) in metadata.tensors() {
+                if !name.ends_with(suffix) {
+                    continue;
+                }
+                let at = data + info.data_offsets.0..data + info.data_offsets.1;
+                let row = 2 * info.shape[1..].iter().product::<usize>();
+                let mut rows: Vec<_> = bytes[at.clone()].chunks(row).map(<[u8]>::to_vec).collect();
+                change(&mut rows);
+                bytes[at].copy_from_slice(&rows.concat());
+                changed += 1;
+            }
+            std::fs::write(&path, bytes).unwrap();
+        }
+        assert!(changed > 0, "{suffix}: no such tensor");
+    }
+
+    fn fill(&self, suffix: &str, value: [u8; 2]) {
+        self.change(suffix, |rows| rows.iter_mut().for_each(|row| row.as_chunks_mut().0.fill(value)));
+    }
+
+    /// Reorders the rows of each head. `order` returns the source of each position.
+    fn reorder(&self, suffix: &str, order: impl Fn(usize) -> usize) {
+        let dim = self.head_dim();
+        self.change(suffix, |rows| {
+            for head in rows.chunks_mut(dim) {
+                let before = head.to_vec();
+                (0..dim).for_each(|place| head[place].clone_from(&before[order(place)]));
+            }
+        });
+    }
+}
+
+/// A mistake of an engine, planted in the checkpoint: the engine then computes as with the mistake.
+type PlantedMistake = (&'static str, fn(&mut Checkpoint));
+
+const ONE: [u8; 2] = [0x80, 0x3f];
+const ZERO: [u8; 2] = [0, 0];
+
+/// The mistakes of `make_tiny.py --audit` that a checkpoint can contain.
+const OF_ALL: &[PlantedMistake] = &[
+    ("rope frequencies off", |checkpoint| {
+        checkpoint.configure(|config| {
+            config["rope_theta"] = (config["rope_theta"].as_f64().unwrap() * 0.7).into();
+        });
+    }),
+    ("interleaved instead of half-split rope", |checkpoint| {
+        // Pairs of neighbours become pairs of halves.
+        let half = checkpoint.head_dim() / 2;
+        for name in ["q_proj.weight", "k_proj.weight"] {
+            checkpoint.reorder(name, |place| place % half * 2 + place / half);
+        }
+    }),
+    ("post-attention norm weight ignored", |checkpoint| {
+        checkpoint.fill("post_attention_layernorm.weight", ONE);
+    }),
+];
+const OF_YARN: &[PlantedMistake] = &[
+    ("rope scaling ignored", |checkpoint| {
+        checkpoint.configure(|config| drop(config.as_object_mut().unwrap().remove("rope_scaling")));
+    }),
+    ("yarn attention factor ignored", |checkpoint| {
+        checkpoint.configure(|config| config["rope_scaling"]["attention_factor"] = 1.0.into());
+    }),
+    ("q bias ignored", |checkpoint| checkpoint.fill("q_proj.bias", ZERO)),
+    ("k bias ignored", |checkpoint| checkpoint.fill("k_proj.bias", ZERO)),
+    ("v bias ignored", |checkpoint| checkpoint.fill("v_proj.bias", ZERO)),
+];
+const OF_QWEN3: &[PlantedMistake] = &[
+    ("qk-norm weights ignored", |checkpoint| {
+        checkpoint.fill("q_norm.weight", ONE);
+        checkpoint.fill("k_norm.weight", ONE);
+    }),
+    ("GQA groups tiled instead of repeated", |checkpoint| {
+        // Query heads move to where the engine reads the KV head that the mistake would read.
+        let (dim, kv) = (checkpoint.head_dim(), checkpoint.number("num_key_value_heads"));
+        let group = checkpoint.number("num_attention_heads") / kv;
+        let head = move |place: usize| place % group * kv + place / group;
+        checkpoint.change("q_proj.weight", |rows| {
+            let before = rows.to_vec();
+            (0..rows.len()).for_each(|at| rows[at].clone_from(&before[head(at / dim) * dim + at % dim]));
+        });
+        checkpoint.change("o_proj.weight", |rows| {
+            for row in rows {
+                let heads: Vec<_> = row.chunks(2 * dim).map(<[u8]>::to_vec).collect();
+                *row = (0..heads.len()).flat_map(|place| heads[head(place)].clone()).collect();
+            }
+        });
+    }),
+];
+
+/// Asserts that every comparison with the bf16 run fails for every mistake.
+fn assert_found(name: &str, device: DeviceChoice, mistakes: &[PlantedMistake]) {
+    for (mistake, plant) in mistakes {
+        let dir = tempfile::tempdir().unwrap();
+        plant(&mut Checkpoint::copied(name, dir.path()));
+        let mut lines = Vec::new();
+        baton_engine_check::parity::run(dir.path(), device, &mut lines).expect("the folder is complete");
+        let text = String::from_utf8(lines).unwrap();
+        let compared: Vec<_> = text
+            .lines()
+            .filter(|line| line.contains(" bf16 run") && line.contains(": mean divergence"))
+            .collect();
+        assert!(!compared.is_empty(), "{text}");
+        assert!(compared.iter().all(|line| line.starts_with("FAIL")), "{name}, {mistake}: {compared:#?}");
+    }
+}
+
+#[test]
+fn planted_mistakes_fail_against_the_bf16_run() {
+    assert_found("qwen2-yarn-bf16", DeviceChoice::Cpu, &[OF_ALL, OF_YARN].concat());
+    assert_found("qwen3-bf16", DeviceChoice::Cpu, &[OF_ALL, OF_QWEN3].concat());
+}
+
+#[test]
+fn planted_mistakes_fail_on_the_software_device_in_bf16() {
+    let software = baton_engine_check::SOFTWARE;
+    assert_found("qwen2-yarn-bf16", software, &[OF_ALL, OF_YARN].concat());
+}
+
+#[test]
+fn a_golden_file_with_a_bf16_run_requires_its_distance() {
+    let dir = tempfile::tempdir().unwrap();
+    Checkpoint::copied("qwen2-yarn-bf16", dir.path());
+    let path = dir.path().join("golden/qwen2-yarn-bf16.json");
+    let golden: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    for wrong in [serde_json::Value::Null, 0.into(), "much".into()] {
+        let mut golden = golden.clone();
+        golden["noise"]["bf16_vs_f32_kl_mean"] = wrong;
+        std::fs::write(&path, golden.to_string()).unwrap();
+        let error =
+            baton_engine_check::parity::run(dir.path(), DeviceChoice::Cpu, &mut Vec::new()).unwrap_err();
+        assert!(error.to_string().contains("noise"), "{error}");
+    }
+}

@@ -1,0 +1,122 @@
+//! The served model: its name, texts as tokens, and the bounds of a prompt.
+
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use baton_openai::limits::COMPLETIONS_MAX_TOKENS_DEFAULT;
+use baton_openai::{ApiError, Code, Endpoint, GenerateRequest, Input, ModelCard, Prompt};
+
+use crate::model::chat_template::ChatTemplate;
+use crate::model::generation::GenerationDefaults;
+use crate::model::tokenizer::{SpecialTokens, Tokenizer};
+use crate::scheduler::sequence::StopRule;
+
+/// The served model.
+pub struct ServedModel {
+    /// Its name in requests.
+    pub name: String,
+    /// When the engine started, in seconds since 1970.
+    pub created: u64,
+    /// Converts text to tokens and back.
+    pub tokenizer: Arc<Tokenizer>,
+    /// Converts conversations to text.
+    pub template: ChatTemplate,
+    /// The model's sampling defaults.
+    pub defaults: GenerationDefaults,
+    /// The model's end-of-sequence tokens.
+    pub eos: Vec<u32>,
+    /// Rows of the model's vocabulary.
+    pub vocab: usize,
+    /// Tokens of one sequence, prompt and output.
+    pub capacity: usize,
+}
+
+impl ServedModel {
+    /// Its entry in the list of models.
+    pub(super) fn card(&self) -> ModelCard {
+        ModelCard {
+            id: self.name.clone(),
+            created: self.created,
+            root: None,
+            max_model_len: Some(self.capacity),
+        }
+    }
+
+    /// Refuses a model that is not served here.
+    pub(super) fn check_name(&self, model: Option<&str>) -> Result<(), ApiError> {
+        match model {
+            Some(name) if name != self.name => Err(ApiError::model_not_found(name)),
+            _ => Ok(()),
+        }
+    }
+
+    /// A request's prompts as tokens. `add_special` replaces the default for special tokens.
+    pub(super) fn encode(&self, input: &Input, add_special: Option<bool>) -> Result<Vec<Vec<u32>>, ApiError> {
+        let text = |text: &str, field: &str, default: SpecialTokens| {
+            let special = match add_special {
+                None => default,
+                Some(true) => SpecialTokens::Add,
+                Some(false) => SpecialTokens::AsWritten,
+            };
+            let tokens = self.tokenizer.encode(text, special, self.capacity);
+            tokens.map_err(|error| {
+                ApiError::invalid(field, error.to_string()).with_code(Code::ContextLengthExceeded)
+            })
+        };
+        match input {
+            Input::Prompts(prompts) => prompts
+                .iter()
+                .map(|prompt| match prompt {
+                    Prompt::Text(prompt) => text(prompt, "prompt", SpecialTokens::Add),
+                    Prompt::Tokens(ids) => Ok(ids.clone()),
+                })
+                .collect(),
+            Input::Chat(chat) => {
+                let rendered = self.template.render(chat, SystemTime::now())?;
+                Ok(vec![text(&rendered, "messages", SpecialTokens::AsWritten)?])
+            }
+        }
+    }
+
+    /// Checks a prompt against vocabulary and context. Returns how many tokens may be generated.
+    pub(super) fn check_prompt(&self, request: &GenerateRequest, prompt: &[u32]) -> Result<usize, ApiError> {
+        let field = if request.endpoint == Endpoint::Chat { "messages" } else { "prompt" };
+        if prompt.is_empty() {
+            return Err(ApiError::invalid(field, "the prompt has no tokens"));
+        }
+        if let Some(id) = prompt.iter().find(|id| **id as usize >= self.vocab) {
+            let message = format!("token id {id} is not below the vocabulary's size {}", self.vocab);
+            return Err(ApiError::invalid(field, message));
+        }
+        let most = self.max_new(request, prompt.len());
+        if prompt.len() + most > self.capacity || most == 0 {
+            let mut error = match request.max_tokens {
+                Some(asked) => ApiError::context_length(prompt.len(), asked as usize, self.capacity),
+                None => ApiError::prompt_too_long(prompt.len(), self.capacity),
+            };
+            error.param = Some(field.into());
+            return Err(error);
+        }
+        Ok(most)
+    }
+
+    /// Tokens to generate: the request's limit, the model's default, or the rest of the context.
+    fn max_new(&self, request: &GenerateRequest, prompt_len: usize) -> usize {
+        let left = self.capacity.saturating_sub(prompt_len);
+        let wish = request.max_tokens.map(|max| max as usize);
+        wish.unwrap_or_else(|| match request.endpoint {
+            Endpoint::Completions => left.min(COMPLETIONS_MAX_TOKENS_DEFAULT as usize),
+            Endpoint::Chat => left.min(self.defaults.max_new_tokens.map_or(left, |max| max as usize)),
+        })
+    }
+
+    /// When the generation for a prompt stops.
+    pub(super) fn stop_rule(&self, request: &GenerateRequest, prompt_len: usize) -> StopRule {
+        let eos = if request.ignore_eos { &[][..] } else { &self.eos };
+        StopRule {
+            max_new: self.max_new(request, prompt_len),
+            stop_ids: [eos, &request.stop_token_ids].concat(),
+            min_new: request.min_tokens as usize,
+        }
+    }
+}
