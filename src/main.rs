@@ -93,7 +93,11 @@ type Failure = Box<dyn std::error::Error>;
 /// Log lines go to stderr. `RUST_LOG` selects them (`info` by default).
 fn init_logging(json: bool) {
     use tracing_subscriber::EnvFilter;
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    let wanted = std::env::var(EnvFilter::DEFAULT_ENV).unwrap_or_default();
+    let (filter, invalid) = match EnvFilter::try_new(if wanted.is_empty() { "info" } else { &wanted }) {
+        Ok(filter) => (filter, None),
+        Err(error) => (EnvFilter::new("info"), Some(error)),
+    };
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
@@ -106,5 +110,8 @@ fn init_logging(json: bool) {
         lines.json().with_span_list(false).init();
     } else {
         lines.with_target(false).init();
+    }
+    if let Some(error) = invalid {
+        tracing::warn!(event = "log_filter_invalid", %error, "RUST_LOG is invalid, the filter is info");
     }
 }

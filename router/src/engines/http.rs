@@ -37,7 +37,7 @@ use crate::engines::health::{self, FailureKind, Health, HealthState, HealthTimer
 use crate::engines::listeners::CapacityNotify;
 use crate::engines::probe::SharedProbe;
 use crate::engines::redact::AddressRedactor;
-use crate::metrics::log_limiter::LogLimiter;
+use crate::metrics::log_limiter::EngineLogLimiters;
 use crate::metrics::{EngineMetrics, Leg};
 use activity::EngineActivity;
 pub(crate) use addresses::Addresses;
@@ -73,8 +73,7 @@ pub(crate) struct Engine {
     /// The engine's list at `/v1/models`.
     model_cards: ModelCards,
     pub metrics: EngineMetrics,
-    /// Limits the log of the engine's failures.
-    pub log_limiter: LogLimiter,
+    pub log_limiters: EngineLogLimiters,
 }
 
 /// Where an engine is, and its number in this process.
@@ -165,7 +164,7 @@ impl Engine {
             usage_option: UsageOption::default(),
             model_cards: ModelCards::default(),
             metrics,
-            log_limiter: LogLimiter::new(),
+            log_limiters: EngineLogLimiters::default(),
         }
     }
 

@@ -41,7 +41,7 @@ pub(crate) fn fault_of(error: &CallError) -> Fault {
 
 /// Logs, rate-limited, why a response cannot be decoded. The client's error does not contain the reason.
 fn log_unreadable(engine: &Engine, error: ContentCodingError) {
-    if let Some(held_back) = engine.log_limiter.allow() {
+    if let Some(held_back) = engine.log_limiters.response_undecodable.allow() {
         let engine = engine.authority();
         tracing::warn!(
             event = "response_undecodable", engine, %error, held_back,
@@ -53,7 +53,7 @@ fn log_unreadable(engine: &Engine, error: ContentCodingError) {
 /// Logs, rate-limited, that an engine lacks an endpoint. The client's error does not name the engine.
 pub(crate) fn log_unsupported_endpoint(engine: &Engine, refusal: &Refusal) {
     if refusal.is_unsupported_endpoint()
-        && let Some(held_back) = engine.log_limiter.allow()
+        && let Some(held_back) = engine.log_limiters.endpoint_unsupported.allow()
     {
         tracing::warn!(
             event = "endpoint_unsupported",

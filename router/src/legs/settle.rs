@@ -79,8 +79,8 @@ pub(crate) struct Settler {
     runtime: tokio::runtime::Handle,
     metrics: Arc<Metrics>,
     clock: Clock,
-    /// Logs settlements beyond the limit.
     refusal_log: LogLimiter,
+    late_response_log: LogLimiter,
 }
 
 /// The data that every settlement of one request needs.
@@ -199,6 +199,7 @@ impl Settler {
             metrics,
             clock,
             refusal_log: LogLimiter::new(),
+            late_response_log: LogLimiter::new(),
         })
     }
 
@@ -379,7 +380,7 @@ impl Settler {
         call.half_close();
         let reading = ReaderGuard(Arc::clone(self));
         if self.active_readers.fetch_add(1, Ordering::Relaxed) >= self.terms.load().at_once {
-            if let Some(held_back) = self.refusal_log.allow() {
+            if let Some(held_back) = self.late_response_log.allow() {
                 tracing::warn!(
                     parent: request_span!(&context.request), event = "late_response_not_read", held_back,
                     "too many pending responses, lease ends by expiry"
@@ -534,7 +535,7 @@ impl Settler {
 
 /// Logs, rate-limited, a failed attempt.
 fn log_failed_try(engine: &Engine, message: &EngineRequest, left: u16, error: &str) {
-    if let Some(held_back) = engine.log_limiter.allow() {
+    if let Some(held_back) = engine.log_limiters.settlement_attempt_failed.allow() {
         let (engine, path) = (engine.authority(), &*message.path);
         tracing::warn!(
             parent: request_span!(&message.id), event = "settlement_attempt_failed",

@@ -51,6 +51,16 @@ impl LogLimiter {
     }
 }
 
+/// The limiters of the log lines about one engine: one per event, so that no event hides another.
+#[derive(Debug, Default)]
+pub(crate) struct EngineLogLimiters {
+    pub attempt_failed: LogLimiter,
+    pub endpoint_unsupported: LogLimiter,
+    pub response_undecodable: LogLimiter,
+    pub settlement_attempt_failed: LogLimiter,
+    pub sockets_exhausted: LogLimiter,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -75,7 +75,7 @@ impl RequestProgress {
         engine.metrics.count_failure(leg, reason);
         // A faulty request is no failure of an engine.
         if reason != AttemptFailure::Refused
-            && let Some(held_back) = engine.log_limiter.allow()
+            && let Some(held_back) = engine.log_limiters.attempt_failed.allow()
         {
             tracing::warn!(
                 parent: request_span!(self.entry.as_ref().map(|entry| &entry.id)), event = "attempt_failed",

@@ -59,7 +59,7 @@ impl Engine {
         let dialled = dialled.await.unwrap_or(Err(DialError::Unanswered));
         match &dialled {
             Err(DialError::OutOfResources(error)) => {
-                if let Some(held_back) = self.log_limiter.allow() {
+                if let Some(held_back) = self.log_limiters.sockets_exhausted.allow() {
                     let engine = self.authority();
                     tracing::error!(
                         event = "sockets_exhausted", engine, %error, held_back,
