@@ -34,6 +34,18 @@ fn an_engine_refuses_element_types_that_do_not_go_together() {
 }
 
 #[test]
+fn an_invalid_log_filter_is_reported() {
+    let folder = tempfile::tempdir().unwrap();
+    let good = file(folder.path(), "good.yaml", GOOD);
+    for (filter, is_invalid) in [("info,baton_router=verbose", true), ("info,baton_router=debug", false)] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+        let (sound, _, printed) =
+            out(&command.env("RUST_LOG", filter).args(["check", &good]).output().unwrap());
+        assert!(sound && printed.contains("log_filter_invalid") == is_invalid, "{filter}: {printed}");
+    }
+}
+
+#[test]
 fn an_engine_beyond_loopback_needs_a_secret() {
     for (listen, side) in
         [("0.0.0.0:0", "127.0.0.1:0"), ("127.0.0.1:0", "192.0.2.1:0"), ("[::]:0", "[::1]:0")]

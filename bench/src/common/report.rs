@@ -4,8 +4,8 @@ use std::io::{self, Write};
 
 use serde::Serialize;
 
-/// Writes a report as indented JSON, else by `table`.
-pub(crate) fn write_report<T: Serialize>(
+/// Prints a report as indented JSON, else by `table`.
+pub(crate) fn print_report<T: Serialize>(
     report: &T,
     json: bool,
     out: &mut dyn Write,

@@ -27,7 +27,6 @@ use clap::Args;
 
 use crate::BenchError;
 use crate::common::http_client::ServiceClient;
-use crate::common::report::write_report;
 use crate::load::{Client, Connections, Limits, Target};
 use checkup::{Checkup, Warning};
 use inventory::DoctorTargets;
@@ -126,7 +125,10 @@ pub fn run(args: &DoctorArgs, out: &mut dyn Write) -> Result<Verdict, BenchError
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let checkup = runtime.block_on(examine(args, targets, target))?;
     let verdict = checkup.verdict();
-    write_report(&checkup.json(), args.json, out, |_, out| write!(out, "{}", checkup.text()))?;
+    match args.json {
+        true => writeln!(out, "{}", serde_json::to_string_pretty(&checkup.json())?)?,
+        false => write!(out, "{}", checkup.text())?,
+    }
     Ok(verdict)
 }
 

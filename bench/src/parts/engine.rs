@@ -40,7 +40,7 @@ use serde::Serialize;
 pub use self::process::ProcessReport;
 use self::subject::EngineSubject;
 pub use self::targets::SpeedTarget;
-use crate::common::report::write_report;
+use crate::common::report::print_report;
 use crate::common::stats::median;
 
 /// Prompt length of the prefill measurement, in tokens.
@@ -211,7 +211,7 @@ impl BestWorst {
 /// [`EngineBenchError`].
 pub fn run(options: &EngineBench, out: &mut dyn Write) -> Result<(), EngineBenchError> {
     let report = measure(options)?;
-    write_report(&report, options.json, out, |report, out| print(report, options.rounds, out))?;
+    print_report(&report, options.json, out, |report, out| print(report, options.rounds, out))?;
     let missed: Vec<_> =
         report.targets.iter().filter(|target| !target.met).map(SpeedTarget::to_string).collect();
     if options.fail_on_miss && !missed.is_empty() {

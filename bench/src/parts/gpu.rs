@@ -25,7 +25,7 @@ use serde::Serialize;
 use self::speed::Sizes;
 pub use self::speed::Speed;
 use crate::common::machine::Provenance;
-use crate::common::report::write_report;
+use crate::common::report::print_report;
 
 /// Head widths whose kernels are checked with both element types. These are the widths of released models and of the
 /// tiny checkpoints, and those between.
@@ -113,7 +113,7 @@ pub fn run(options: &GpuBench, out: &mut dyn Write) -> Result<(), crate::BenchEr
         report.speeds = speeds;
         report.failed.extend(failed);
     }
-    write_report(&report, options.json, out, |report, out| {
+    print_report(&report, options.json, out, |report, out| {
         report.failed.iter().try_for_each(|what| writeln!(out, "FAIL  {what}"))?;
         writeln!(out, "{kernels_right} kernel results match their reference kernels")?;
         speed::print(&report.speeds, out)

@@ -41,7 +41,7 @@ use serde_json::{Map, Value, json};
 use crate::BenchError;
 use crate::common::machine::Provenance;
 use crate::common::processes::ChildProcess;
-use crate::common::report::write_report;
+use crate::common::report::print_report;
 use crate::load::rng::Rng;
 
 /// Maximum time of a response.
@@ -132,7 +132,7 @@ pub fn run(options: &HandoffOptions, out: &mut dyn Write) -> Result<(), BenchErr
     for (key, value) in measured.as_object().into_iter().flatten() {
         report[key] = value.clone();
     }
-    write_report(&report, options.json, out, print)?;
+    print_report(&report, options.json, out, print)?;
     if options.fail_on_miss && !over.is_empty() {
         return Err(HandoffError::Over(over).into());
     }

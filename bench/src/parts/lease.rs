@@ -40,7 +40,7 @@ use baton_connector::transport::Verdict;
 use baton_connector::{BlockId, Handle, Reader, RequestId, Time};
 use serde_json::{Map, Value, json};
 
-use crate::common::report::write_report;
+use crate::common::report::print_report;
 use crate::common::stats::{median, thousandths};
 use crate::load::rng::Rng;
 
@@ -116,7 +116,7 @@ pub fn run(options: &LeaseOptions, out: &mut dyn Write) -> Result<(), LeaseError
             }
         }
     }
-    Ok(write_report(&report(options, &times), options.json, out, print)?)
+    Ok(print_report(&report(options, &times), options.json, out, print)?)
 }
 
 /// Ledgers with `live` live leases, and a map of that size.

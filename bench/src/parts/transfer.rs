@@ -44,7 +44,7 @@ use baton_connector_shm::{ShmServer, ShmTransport, shared_pool};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
 use serde_json::{Value, json};
 
-use crate::common::report::write_report;
+use crate::common::report::print_report;
 use crate::common::stats::{median, thousandths};
 use bare::{BlockList, Sender};
 use producer::BenchProducer;
@@ -199,7 +199,7 @@ pub fn run(options: &TransferOptions, out: &mut dyn Write) -> Result<(), Transfe
         "block_bytes_of_latency": LATENCY_BLOCK_BYTES,
         "latency": latencies,
     });
-    Ok(write_report(&report, options.json, out, print)?)
+    Ok(print_report(&report, options.json, out, print)?)
 }
 
 /// The greatest common divisor.

@@ -24,7 +24,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use crate::BenchError;
-use crate::common::report::write_report;
+use crate::common::report::print_report;
 use crate::load::Target;
 use crate::sim::engines::{Dialect, EnginePlan, FleetPlan, SimFleet};
 use crate::systems::router::gateway::Gateway;
@@ -174,7 +174,7 @@ pub fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<(), BenchError> {
     args.check()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let report = runtime.block_on(measure(args))?;
-    Ok(write_report(&report, args.json, out, |report, out| writeln!(out, "{}", report.table()))?)
+    Ok(print_report(&report, args.json, out, |report, out| writeln!(out, "{}", report.table()))?)
 }
 
 async fn measure(args: &CompareArgs) -> Result<CompareReport, BenchError> {

@@ -44,7 +44,7 @@ use baton_router::{GenerationError, sim_router};
 use serde_json::{Map, Value, json};
 
 use crate::common::machine;
-use crate::common::report::write_report;
+use crate::common::report::print_report;
 use crate::common::stats::{rounded, thousandths};
 use costs::DecisionKind;
 use engine::PlantedFault;
@@ -151,7 +151,7 @@ fn run_with(
         }
     }
     let report = report(options, &runs);
-    write_report(&report, options.json, out, print)?;
+    print_report(&report, options.json, out, print)?;
     let faulty = runs.iter().filter(|run| run.outcome.faults.is_any());
     let violations: Vec<String> = faulty
         .map(|FleetRun { policy, engines, outcome }| {

@@ -33,7 +33,7 @@ mod soak;
 use std::io::Write;
 use std::time::Duration;
 
-use crate::common::report::write_report;
+use crate::common::report::print_report;
 use crate::sim::instant::{SimEngine, SimRole};
 pub use peers::ProgramArgs;
 pub use report::{
@@ -119,11 +119,11 @@ pub fn run(args: &RouterArgs, out: &mut dyn Write) -> Result<(), RouterBenchErro
     let written = match args.soak {
         Some(requests) => {
             let report = runtime()?.block_on(soak::measure(args, requests))?;
-            write_report(&report, args.json, out, |report, out| writeln!(out, "{}", report.table()))
+            print_report(&report, args.json, out, |report, out| writeln!(out, "{}", report.table()))
         }
         None => {
             let report = measure(args)?;
-            write_report(&report, args.json, out, |report, out| writeln!(out, "{}", report.table()))
+            print_report(&report, args.json, out, |report, out| writeln!(out, "{}", report.table()))
         }
     };
     written.map_err(|error| RouterBenchError::System("cannot write the report", error))

@@ -24,7 +24,7 @@ use super::process::{ProducerProcess, open_leases};
 use super::{open, unusable};
 use crate::BenchError;
 use crate::common::machine::Provenance;
-use crate::common::report::write_report;
+use crate::common::report::print_report;
 use crate::parts::transfer::producer::BenchProducer;
 
 const READER: Reader = Reader::sole(1);
@@ -174,7 +174,7 @@ fn measure<D: Device>(
         blocks_checked,
         times: HandoffTimes::of(&times, &copy),
     };
-    Ok(write_report(&report, options.json, out, print)?)
+    Ok(print_report(&report, options.json, out, print)?)
 }
 
 fn print(report: &IpcReport, out: &mut dyn Write) -> io::Result<()> {

@@ -22,7 +22,7 @@ use super::process::open_leases;
 use super::{Skipped, open, unusable};
 use crate::BenchError;
 use crate::common::machine::Provenance;
-use crate::common::report::write_report;
+use crate::common::report::print_report;
 use crate::parts::transfer::producer::BenchProducer;
 
 mod consumer;
@@ -156,7 +156,7 @@ fn ends<D: Device>(
         0 => Ok(()),
         count => Err(format!("{count} of {} trials went wrong", report.trials.len()).into()),
     };
-    write_report(&report, options.json, out, print)?;
+    print_report(&report, options.json, out, print)?;
     verdict
 }
 

@@ -17,7 +17,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use super::SimArgs;
 use crate::BenchError;
 use crate::common::machine;
-use crate::common::report::write_report;
+use crate::common::report::print_report;
 use crate::sim::engines::{EnginePlan, FleetPlan, SimFleet};
 use crate::sim::instant::{SimEngine, SimRole};
 use crate::systems::router::RouterBenchError;
@@ -68,7 +68,7 @@ struct MeasuredRate {
 }
 
 pub(super) fn run(args: &SimArgs, out: &mut dyn Write) -> Result<(), BenchError> {
-    Ok(write_report(&measured(args)?, args.json, out, print)?)
+    Ok(print_report(&measured(args)?, args.json, out, print)?)
 }
 
 fn print(report: &SelfTestReport, out: &mut dyn Write) -> std::io::Result<()> {
