@@ -26,6 +26,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("baton-openai", &[]),
     ("baton-connector-channel", &["baton-connector"]),
     ("baton-connector-device", &["baton-connector", "baton-connector-channel", "baton-connector-shm"]),
+    ("baton-connector-leases", &["baton-connector"]),
     ("baton-connector-nixl", &["baton-connector", "baton-connector-channel"]),
     ("baton-connector-shm", &["baton-connector", "baton-connector-channel"]),
     ("baton-connector-tcp", &["baton-connector", "baton-connector-channel"]),
@@ -34,6 +35,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
         &[
             "baton-connector",
             "baton-connector-device",
+            "baton-connector-leases",
             "baton-connector-nixl",
             "baton-connector-shm",
             "baton-connector-tcp",
@@ -52,11 +54,13 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ),
     ("baton-fuzz", &["baton-connector-channel", "baton-router"]),
     ("baton-router", &["baton-connector", "baton-openai"]),
+    ("baton-vllm", &["baton-connector", "baton-connector-channel", "baton-connector-leases", "baton-openai"]),
     (
         "baton-bench",
         &[
             "baton-connector",
             "baton-connector-device",
+            "baton-connector-leases",
             "baton-connector-nixl",
             "baton-connector-shm",
             "baton-connector-tcp",

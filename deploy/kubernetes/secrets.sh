@@ -6,7 +6,8 @@
 set -euo pipefail
 umask 077
 cd "$(dirname "$0")"
-for file in base/secrets/admin-token overlays/baton/secrets/cluster-secret overlays/vllm/secrets/engine-key; do
+for file in base/secrets/admin-token overlays/baton/secrets/cluster-secret overlays/vllm/secrets/engine-key \
+    overlays/vllm-baton/secrets/cluster-secret; do
     if [ -s "$file" ]; then
         echo "$file: kept"
     else

@@ -11,8 +11,7 @@
 //!
 //! | layer | contents |
 //! |---|---|
-//! | `log_span` | spans of log lines about one request or lease |
-//! | [`event_log`] | each request's events, from arrival to the last freed block |
+//! | `log_span` | the span of log lines about one request |
 //! | [`model`] | the checkpoint: configuration, weights, tokenizer, chat template |
 //! | [`sampling`] | from logits to a token; stop strings |
 //! | [`compute`] | executors: forward passes on CPUs and CUDA devices |
@@ -21,7 +20,7 @@
 //! | [`scheduler`] | sequences, batches, admission, preemption |
 //! | [`engine_core`] | all decisions between two forward passes; mailbox and status |
 //! | [`metrics`] | metrics of one engine core |
-//! | [`handoff`] | leases of a producer, reads of a consumer, the choice of a transport |
+//! | [`handoff`] | the owner of a producer's leases, reads of a consumer, the choice of a transport |
 //! | [`run`] | the step loop, and the threads of one data-parallel rank |
 //! | [`server`] | the HTTP API |
 //! | [`engine`] | one engine, assembled |
@@ -30,7 +29,6 @@ pub mod blocks;
 pub mod compute;
 pub mod engine;
 pub mod engine_core;
-pub mod event_log;
 pub mod handoff;
 mod log_span;
 pub mod metrics;

@@ -1,6 +1,6 @@
-//! The spans of log lines about one request or one lease.
+//! The span of log lines about one request. The span of a lease is [`baton_connector_leases::lease_span!`].
 //!
-//! A span is the `parent` of a log line: `tracing::warn!(parent: lease_span!(handle), event = …)`. `tracing` evaluates
+//! A span is the `parent` of a log line: `tracing::warn!(parent: request_span!(id), event = …)`. `tracing` evaluates
 //! the parent only for a line that is written, so a request without log lines costs nothing.
 //!
 //! A filter that shows a line shows its span. The span has the level `error`, which every filter for the line's module
@@ -16,14 +16,6 @@ macro_rules! request_span {
     };
 }
 pub(crate) use request_span;
-
-/// The span `lease{handle}`. The handle is a secret, so the span has only its first 8 digits.
-macro_rules! lease_span {
-    ($handle:expr) => {
-        &tracing::error_span!("lease", handle = %format_args!("{:08x}", $handle.0 >> 96))
-    };
-}
-pub(crate) use lease_span;
 
 /// The field `id`. `None`, for a sequence that has ended, leaves it out.
 pub(crate) fn display<'a>(id: impl Into<Option<&'a RequestId>>) -> Option<DisplayValue<&'a RequestId>> {

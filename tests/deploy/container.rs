@@ -16,14 +16,15 @@ const LIBRARIES: [&str; 5] =
     ["ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libc.so.6", "libgcc_s.so.1", "libm.so.6"];
 
 /// One stage: its name, its base, and its instructions.
-struct Stage {
-    name: String,
-    from: String,
-    lines: Vec<(String, String)>,
+pub(crate) struct Stage {
+    pub(crate) name: String,
+    pub(crate) from: String,
+    pub(crate) lines: Vec<(String, String)>,
 }
 
-fn stages() -> Vec<Stage> {
-    let text = read(&ours("deploy/container/Dockerfile")).replace("\\\n", " ");
+/// The stages of a Dockerfile.
+pub(crate) fn stages(file: &str) -> Vec<Stage> {
+    let text = read(&ours(file)).replace("\\\n", " ");
     let mut stages: Vec<Stage> = Vec::new();
     for line in text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {
         let (word, rest) = line.split_once(' ').expect("an instruction and its arguments");
@@ -39,7 +40,7 @@ fn stages() -> Vec<Stage> {
 }
 
 /// The arguments of a stage's instruction, or of the same instruction in its base.
-fn instruction<'a>(stages: &'a [Stage], name: &str, word: &str) -> Option<&'a str> {
+pub(crate) fn instruction<'a>(stages: &'a [Stage], name: &str, word: &str) -> Option<&'a str> {
     let stage = stages.iter().find(|stage| stage.name == name)?;
     let own = stage.lines.iter().rev().find(|(other, _)| other == word);
     own.map(|(_, rest)| rest.as_str()).or_else(|| instruction(stages, &stage.from, word))
@@ -52,7 +53,7 @@ fn json_words(text: &str) -> Vec<String> {
 
 #[test]
 fn every_image_runs_as_non_root_with_a_health_check_and_without_a_toolkit() {
-    let stages = stages();
+    let stages = stages("deploy/container/Dockerfile");
     let names: Vec<_> = stages.iter().map(|stage| stage.name.as_str()).collect();
     assert_eq!(names, ["build", "rootfs", "router", "engine-cpu", "engine-cuda"]);
     for (target, command, health) in [

@@ -34,6 +34,18 @@ const READ_BY: &[(&str, &str, &str, &str)] = &[
         "the_routers_image_is_small_and_has_nothing_that_it_does_not_need",
         "\"deploy/container/rootfs.sh\"",
     ),
+    (
+        "container/vllm.Dockerfile",
+        "vllm",
+        "the_connectors_image_has_the_installed_package",
+        "\"deploy/container/vllm.Dockerfile\"",
+    ),
+    (
+        "container/vllm.Dockerfile.dockerignore",
+        "vllm",
+        "the_connectors_image_has_the_installed_package",
+        "\"deploy/container/vllm.Dockerfile.dockerignore\"",
+    ),
     ("dashboards/baton.json", "metrics", "the_dashboard_is_valid", "\"deploy/dashboards/baton.json\""),
     ("kubernetes/base/*", "manifests", "every_file_is_part_of_an_overlay", "\"deploy/kubernetes\""),
     ("kubernetes/components/*", "manifests", "every_file_is_part_of_an_overlay", "\"deploy/kubernetes\""),

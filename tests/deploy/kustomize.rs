@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 use crate::{documents, files_below, installed, ours, parsed, read, run, skipped};
 
 /// The overlays for a cluster.
-pub(crate) const OVERLAYS: [&str; 3] = ["baton", "baton-edge", "vllm"];
+pub(crate) const OVERLAYS: [&str; 4] = ["baton", "baton-edge", "vllm", "vllm-baton"];
 
 /// The used part of `kustomization.yaml`. Any other key is a mistake, or a reason to extend this file.
 #[derive(Deserialize)]
@@ -148,7 +148,10 @@ fn generate(objects: &mut Vec<Value>, kind: &str, made: &Generator, content: imp
 }
 
 fn containers_mut(object: &mut Value) -> impl Iterator<Item = &mut Value> {
-    object.pointer_mut("/spec/template/spec/containers").and_then(Value::as_array_mut).into_iter().flatten()
+    let pod = object.pointer_mut("/spec/template/spec").and_then(Value::as_object_mut);
+    let fields = pod.into_iter().flat_map(|pod| pod.iter_mut());
+    let lists = fields.filter(|(key, _)| matches!(key.as_str(), "initContainers" | "containers"));
+    lists.filter_map(|(_, list)| list.as_array_mut()).flatten()
 }
 
 /// A strategic merge: maps by key, lists of items with a name (or a mount path) by that, other lists as a whole.
@@ -160,11 +163,15 @@ fn merge(into: &mut Value, patch: &Value) {
             }
         }
         (Value::Array(into), Value::Array(patch)) if patch.iter().all(|item| merge_key(item).is_some()) => {
+            let mut inserted = 0;
             for item in patch {
                 match into.iter_mut().find(|other| merge_key(other) == merge_key(item)) {
                     Some(other) => merge(other, item),
-                    // kustomize inserts new items at the front.
-                    None => into.insert(0, item.clone()),
+                    // kustomize inserts new items at the front, in their order.
+                    None => {
+                        into.insert(inserted, item.clone());
+                        inserted += 1;
+                    }
                 }
             }
         }
@@ -221,13 +228,13 @@ fn overlays_match_kubectl_and_fail_without_secrets() {
         assert!(!rendered && printed.contains("secrets/"), "{overlay} without secrets: {printed}");
     }
     // The script expects its folders and creates files in them.
-    for below in ["base", "overlays/baton", "overlays/vllm"] {
+    for below in ["base", "overlays/baton", "overlays/vllm", "overlays/vllm-baton"] {
         fs::create_dir_all(folder.path().join(below).join("secrets")).expect("a folder of the test");
     }
     let (made, printed) = run(&mut Command::new(folder.path().join("secrets.sh")));
-    assert!(made && printed.matches(": made").count() == 3, "{printed}");
+    assert!(made && printed.matches(": made").count() == 4, "{printed}");
     let (kept, printed) = run(&mut Command::new(folder.path().join("secrets.sh")));
-    assert!(kept && printed.matches(": kept").count() == 3, "{printed}");
+    assert!(kept && printed.matches(": kept").count() == 4, "{printed}");
     for overlay in OVERLAYS {
         let (rendered, text) = render(overlay);
         assert!(rendered, "{overlay}: {text}");

@@ -14,6 +14,7 @@
 //! | `doctor` | `baton doctor --strict` passes for a router and engines with the example's configuration |
 //! | `collector`, `traces` | the OpenTelemetry collector's configuration; one request's trace, from its client to both engines |
 //! | `files` | the test that reads each file: every file has one |
+//! | `vllm` | the overlay, the image and the pages of the connector for vLLM agree with its package |
 //! | `runbook` | everything that the runbook names exists |
 //!
 //! A check that a machine cannot run prints `SKIPPED` and the reason.
@@ -37,6 +38,7 @@ mod references;
 mod runbook;
 mod systemd;
 mod traces;
+mod vllm;
 
 use std::fs;
 use std::path::{Path, PathBuf};

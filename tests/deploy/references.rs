@@ -249,7 +249,10 @@ fn network_policies_let_through_what_must_pass_and_nothing_else() {
             (ROUTER, "decode", 8000),
             ("decode", "prefill", 5600),
         ];
-        for (from, to, port) in yes {
+        // Engines with Baton's connector have a channel of their own beside NIXL's.
+        let channels: &[u64] = if fleet.name == "vllm-baton" { &[7700] } else { &[] };
+        let of_channels = channels.iter().map(|port| ("decode", "prefill", *port));
+        for (from, to, port) in yes.into_iter().chain(of_channels) {
             assert!(reaches(from, to, port), "{}: {from} must reach {to}:{port}", fleet.name);
         }
         let no = [
@@ -263,7 +266,9 @@ fn network_policies_let_through_what_must_pass_and_nothing_else() {
             ("decode", ROUTER, 8081),
             ("prefill", ROUTER, 8080),
         ];
-        for (from, to, port) in no {
+        let strangers = [stranger, "monitoring", ROUTER];
+        let of_channels = channels.iter().flat_map(|port| strangers.map(|from| (from, "prefill", *port)));
+        for (from, to, port) in no.into_iter().chain(of_channels) {
             assert!(!reaches(from, to, port), "{}: {from} reaches {to}:{port}", fleet.name);
         }
     }
@@ -393,8 +398,8 @@ fn termination_grace_periods_cover_the_drain() {
                 let stop = list(&container["args"])
                     .find_map(|arg| arg.as_str()?.strip_prefix("--shutdown-timeout="));
                 let stop: u64 = stop.expect("it is said").parse().expect("seconds");
-                // Stock vLLM does not wait for leases. On Baton's engines they are part of the shutdown.
-                let leases = if fleet.name == "vllm" && name == "prefill" { 30 } else { 0 };
+                // vLLM does not wait for leases. On Baton's engines they are part of the shutdown.
+                let leases = if fleet.name.starts_with("vllm") && name == "prefill" { 30 } else { 0 };
                 let sleep = sleep.unwrap_or_else(|| panic!("{name}: routers must hear of it first"));
                 assert!(sleep >= 10 + leases, "{}: {name}: {sleep}", fleet.name);
                 sleep + stop + 15

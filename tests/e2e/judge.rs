@@ -163,7 +163,7 @@ pub(crate) fn simulated(fault: Option<&str>) -> SimDeployment {
 }
 
 /// The same, with options of the engines.
-fn simulated_like(fault: Option<&str>, engine: &[&str]) -> SimDeployment {
+pub(crate) fn simulated_like(fault: Option<&str>, engine: &[&str]) -> SimDeployment {
     simulated_at("127.0.0.1", fault, engine, "")
 }
 
@@ -174,8 +174,11 @@ pub(crate) fn simulated_at(listen: &str, fault: Option<&str>, engine: &[&str], m
     let config = config.to_str().expect("a path");
     let at = format!("{listen}:0");
     let place = ["--router-config", config, "--router-listen", &at, "--router-admin", "127.0.0.1:0"];
-    let mut sim = vec!["bench", "sim", "--dialect", "baton", "--kv-lease-duration", "4"];
+    let mut sim = vec!["bench", "sim", "--kv-lease-duration", "4"];
     sim.extend(place);
+    if !engine.contains(&"--dialect") {
+        sim.extend(["--dialect", "baton"]);
+    }
     sim.extend(fault.iter().flat_map(|fault| ["--fault", fault]));
     sim.extend(engine);
     let started = |name: &str, arguments: &[&str]| {
@@ -236,6 +239,29 @@ fn blocks_stranded_in_the_gap_are_found() {
     let expected = ["gap_stranded", "refused_stranded", "leases_expired"];
     let summary = is_found("strands-gap", "gap", &expected, &["stranded"]);
     assert!(summary["all"]["expired"].as_u64() > Some(0), "{:#}", summary["all"]);
+}
+
+/// A reply window far longer than the router waits for the reply of an abandoned prefill.
+pub(crate) const REPLY_WINDOW: [&str; 2] = ["--reply-delay-ms", "150"];
+
+#[test]
+fn a_stock_engine_that_drops_replies_is_found_and_one_with_an_abort_by_id_passes() {
+    let run = |dialect| {
+        let engines = [&["--dialect", dialect], &REPLY_WINDOW[..]].concat();
+        let summary = judged_like(None, &engines, &["--phases", "reply"]);
+        let rows = summary["phases"].as_array().expect("phases");
+        let reply = rows.iter().find(|row| row["phase"] == "reply").expect("a row").clone();
+        (summary, reply)
+    };
+    let (summary, reply) = run("vllm");
+    // An abort of the prefill may arrive in the window, and a reply may be written as the client leaves.
+    let allowed = ["stranded", "gap_stranded"];
+    is_judged("stock", &summary, &["reply_stranded", "leases_expired"], &allowed);
+    assert!(reply["stranded"].as_u64() > Some(0) && reply["expired"].as_u64() > Some(0), "{reply:#}");
+    let (summary, reply) = run("baton");
+    is_judged("with an abort by id", &summary, &[], &[]);
+    assert!(reply["cancelled"].as_u64() > Some(0), "no cancel hit the window: {reply:#}");
+    assert_eq!(reply["stranded"], 0, "{reply:#}");
 }
 
 #[test]

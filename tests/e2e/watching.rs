@@ -6,7 +6,7 @@ use std::process::Command;
 use serde_json::{Value, json};
 
 use crate::harness::{AT_ONCE, Cluster, GenerateRequest, PATIENCE, eventually};
-use crate::judge::simulated;
+use crate::judge::{REPLY_WINDOW, simulated, simulated_like};
 
 /// Runs `baton` with these arguments. Returns its exit code and its output.
 fn baton(args: &[&str]) -> (Option<i32>, String) {
@@ -38,7 +38,9 @@ impl DoctorReport {
     /// The lines of a check with this mark.
     fn marked(&self, mark: &str, check: &str) -> Vec<String> {
         let is = |line: &&Value| line["mark"] == mark && line["check"] == check;
-        self.checks.iter().filter(is).map(|line| format!("{} {}", line["of"], line["told"])).collect()
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let line = |line: &Value| format!("{} {}", text(&line["of"]), text(&line["told"]));
+        self.checks.iter().filter(is).map(line).collect()
     }
 }
 
@@ -75,7 +77,7 @@ fn the_doctor_cancels_in_every_phase_and_proves_that_blocks_are_freed() {
     assert_eq!(report.code, Some(0), "{}", report.text);
     let proved = report.marked("OK", "disconnect");
     let skipped = report.marked("SKIPPED", "disconnect");
-    assert_eq!(proved.len() + skipped.len(), 7, "every phase has its line: {}", report.text);
+    assert_eq!(proved.len() + skipped.len(), 8, "every phase has its line: {}", report.text);
     for phase in ["queued", "prefill", "gap", "mid-stream", "unary"] {
         assert!(proved.iter().any(|line| line.contains(phase)), "{phase}: {}", report.text);
     }
@@ -107,6 +109,8 @@ fn a_doctor_with_metrics_only_proves_what_they_show() {
     for phase in ["before first token", "mid-stream", "unary"] {
         assert!(proved.iter().any(|line| line.contains(phase)), "{phase}: {}", report.text);
     }
+    let invisible = "reply not visible in metrics".to_owned();
+    assert!(report.marked("SKIPPED", "disconnect").contains(&invisible), "{}", report.text);
     cluster.settled(AT_ONCE * 5);
     let broken = simulated(Some("never-aborts-decode"));
     let report = DoctorReport::at(&broken.url, &broken.admin, &["--metrics-only", "--free-within", "1"]);
@@ -116,6 +120,26 @@ fn a_doctor_with_metrics_only_proves_what_they_show() {
         "{}",
         report.text
     );
+}
+
+#[test]
+fn the_doctor_finds_the_reply_window_of_a_stock_engine() {
+    let of = |dialect, more: &[&str]| {
+        let site = simulated_like(None, &[&["--dialect", dialect], &REPLY_WINDOW[..]].concat());
+        DoctorReport::at(&site.url, &site.admin, &[&["--free-within", "1"], more].concat())
+    };
+    let is_named = |line: &String| line.ends_with("(the reply window)");
+    let report = of("vllm", &[]);
+    let failed = report.marked("FAIL", "disconnect");
+    assert!(report.code == Some(1) && failed.len() == 1 && is_named(&failed[0]), "{}", report.text);
+    // Metrics do not show the phase. They show blocks that no request holds.
+    let report = of("vllm", &["--metrics-only"]);
+    assert!(report.marked("FAIL", "disconnect").iter().any(is_named), "{}", report.text);
+    // An abort by id frees these blocks.
+    let report = of("baton", &[]);
+    let proved = report.marked("OK", "disconnect");
+    assert!(report.marked("FAIL", "disconnect").is_empty(), "{}", report.text);
+    assert!(proved.iter().any(|line| line.starts_with("reply ")), "{}", report.text);
 }
 
 #[test]

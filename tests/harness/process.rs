@@ -67,7 +67,10 @@ impl Process {
         let mut child = command
             .args(args)
             .arg("--until-stdin-ends")
-            .env("RUST_LOG", "baton=info,baton_engine=debug,baton_router=debug,warn")
+            .env(
+                "RUST_LOG",
+                "baton=info,baton_connector_leases=debug,baton_engine=debug,baton_router=debug,warn",
+            )
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(stderr)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `baton router` in front of a stock vLLM pair. Prints SKIPPED without vLLM or nixl. See README.md.
+# `baton router` in front of a vLLM pair, stock or with the BatonConnector. Prints SKIPPED without vLLM. See README.md.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 vllm=${VLLM:-vllm}

@@ -11,12 +11,19 @@ use super::{assert_none, files, sources};
 const LAYERS: &[(&str, &[&str])] = &[
     ("bench/src/", &["common", "load", "sim", "parts", "systems", "disconnect", "ops", "chart"]),
     ("connector/src/", &["limits", "time", "id", "labels", "memory", "handoff", "machines", "transport"]),
+    ("connector/leases/src/", &["log_span", "event_log", "service", "rank"]),
+    (
+        "connector/vllm/src/",
+        &[
+            "signals", "ids", "config", "ops", "metrics", "pool", "channel", "producer", "consumer", "http",
+            "assembly", "abi",
+        ],
+    ),
     ("engine/check/src/", &["software", "open", "golden_text", "parity", "kernels"]),
     (
         "engine/src/",
         &[
             "log_span",
-            "event_log",
             "model",
             "sampling",
             "compute",

@@ -5,7 +5,7 @@ use baton_connector::lease::CloseCause;
 use super::analyse::dist::{Dist, DurationSamples};
 use super::analyse::run_data::RunData;
 use super::analyse::summary;
-use super::analyse::summary::Summary;
+use super::analyse::summary::{Finding, Summary};
 use super::plan::phase::{CancelKind, Phase};
 use super::record::raw::{
     self, CallRecord, CancelPlan, EngineRecord, EngineState, EventRecord, Record, RunRecord, SegmentKind,
@@ -123,7 +123,7 @@ impl Script {
                 computed: (kind == "ended").then_some(100),
                 outcome: text(&["ended"]),
                 reason: text(&["lease_ended", "abort"]),
-                result: text(&["fetched"]),
+                result: text(&["fetched", "replied"]),
                 ..EventRecord::default()
             }));
         }

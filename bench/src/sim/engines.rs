@@ -35,7 +35,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use baton_engine::event_log::EventLog;
+use baton_connector_leases::event_log::EventLog;
 use engine::{Engine, EngineDirectory};
 
 /// Engines that find each other, each on its own thread. Dropping stops them.

@@ -158,7 +158,6 @@ fn handoff(fields: &Map<String, Value>) -> Result<Handoff, HandoffError> {
     let number = |field, range, expected| get(field).number(field, range, expected);
     let request = RequestId::new(&text("remote_request_id")?)
         .map_err(|_| malformed("remote_request_id", "a request id"))?;
-    let epoch = text("remote_epoch")?.parse();
     let blocks = block_table(fields)?;
     let tokens = number("remote_num_tokens", 1..=usize::MAX, "a positive integer")?
         .ok_or(HandoffError::Missing("remote_num_tokens"))?;
@@ -171,7 +170,7 @@ fn handoff(fields: &Map<String, Value>) -> Result<Handoff, HandoffError> {
     let cached = number("remote_prefill_cached_tokens", 0..=usize::MAX, "a number of tokens")?;
     Ok(Handoff {
         handle: get("remote_handle").handle("remote_handle")?,
-        epoch: epoch.map_err(|_| malformed("remote_epoch", "16 hexadecimal digits"))?,
+        epoch: get("remote_epoch").epoch("remote_epoch")?,
         engine_id: text("remote_engine_id")?,
         request,
         host: text("remote_host")?,
@@ -270,7 +269,8 @@ mod tests {
         let reply = sample().to_reply();
         assert_eq!(KvIntent::parse(&reply), Ok(Some(KvIntent::Consume(Box::new(sample())))));
         let facts = ReplyFacts::check(&reply.to_string()).expect("complete");
-        assert_eq!((facts.handle, facts.tokens), (Some(sample().handle), Some(20)));
+        let expected = (Some(sample().handle), Some(sample().epoch), Some(20));
+        assert_eq!((facts.handle, facts.epoch, facts.tokens), expected);
     }
 
     #[test]
@@ -367,6 +367,9 @@ mod tests {
             KvIntent::parse(&serde_json::from_str(KvIntent::PRODUCE_REQUEST).expect("JSON")),
             Ok(Some(KvIntent::Produce { consumers: 1 }))
         );
+        let mut named: Value = serde_json::from_str(KvIntent::PRODUCE_REQUEST).expect("JSON");
+        named["router_request_id"] = json!("r-1");
+        assert_eq!(KvIntent::parse(&named), Ok(Some(KvIntent::Produce { consumers: 1 })), "ignored");
         assert_eq!(KvIntent::parse(&json!("x")), Err(HandoffError::NotAnObject));
         let both = json!({"do_remote_decode": true, "do_remote_prefill": true});
         assert_eq!(KvIntent::parse(&both), Err(HandoffError::BothDirections));

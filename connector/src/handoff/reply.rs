@@ -12,14 +12,16 @@ use serde::Deserialize;
 use super::HandoffError;
 use super::block_list::BlockList;
 use super::scalar::Scalar;
-use crate::Handle;
 use crate::limits::{CONSUMERS_MAX, RANKS_MAX};
+use crate::{Epoch, Handle};
 
 /// The values of a producer's reply that the router uses. The router forwards the reply itself unchanged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReplyFacts {
-    /// The handle of the lease. Only Baton engines send one.
+    /// The handle of the lease. Only engines with the lease contract send one.
     pub handle: Option<Handle>,
+    /// The epoch of the producer, from the same engines.
+    pub epoch: Option<Epoch>,
     /// Number of prefilled tokens.
     pub tokens: Option<u64>,
     /// Remaining lease duration at the time of the reply.
@@ -49,6 +51,7 @@ struct Fields<'a> {
     remote_blocks_expiry_time: Scalar<'a>,
     transfer_mode: Scalar<'a>,
     remote_handle: Scalar<'a>,
+    remote_epoch: Scalar<'a>,
     remote_lease_left_ms: Scalar<'a>,
 }
 
@@ -108,8 +111,13 @@ impl ReplyFacts {
             Scalar::Absent => None,
             handle => Some(handle.handle("remote_handle")?),
         };
+        let epoch = match &fields.remote_epoch {
+            Scalar::Absent => None,
+            epoch => Some(epoch.epoch("remote_epoch")?),
+        };
         Ok(Self {
             handle,
+            epoch,
             tokens: tokens.map(|tokens| tokens as u64),
             lease_left: fields.remote_lease_left_ms.milliseconds("remote_lease_left_ms")?,
         })

@@ -9,7 +9,7 @@ use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, SeqAcce
 use serde_json::Value;
 
 use super::HandoffError;
-use crate::Handle;
+use crate::{Epoch, Handle};
 
 /// Bytes of a text in a handoff.
 const TEXT_BYTES_MAX: usize = 512;
@@ -59,6 +59,11 @@ impl<'a> Scalar<'a> {
 
     pub(super) fn handle(&self, field: &'static str) -> Result<Handle, HandoffError> {
         let malformed = HandoffError::Malformed { field, expected: "32 hexadecimal digits" };
+        self.text(field)?.parse().map_err(|_| malformed)
+    }
+
+    pub(super) fn epoch(&self, field: &'static str) -> Result<Epoch, HandoffError> {
+        let malformed = HandoffError::Malformed { field, expected: "16 hexadecimal digits" };
         self.text(field)?.parse().map_err(|_| malformed)
     }
 

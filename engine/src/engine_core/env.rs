@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use baton_connector::ledger::{LeaseOpenError, LeaseSpec};
 use baton_connector::offload::TransferId;
 use baton_connector::{BlockId, Epoch, Handle, RequestId};
+use baton_connector_leases::event_log::RequestEvent;
 
 use super::ProducerAddress;
 use crate::engine_core::fetch_target::FetchTarget;
-use crate::event_log::RequestEvent;
 use crate::offload::OffloadOrder;
 use crate::scheduler::sequence::{FinishReason, SeqId};
 

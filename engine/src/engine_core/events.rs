@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use baton_connector::RequestId;
 use baton_connector::fetch::{Event, FailureKind, Verification};
+use baton_connector_leases::event_log::RequestEvent;
 
 use super::{EngineCore, EngineEnv, LiveSequence};
-use crate::event_log::RequestEvent;
 use crate::scheduler::StepPart;
 use crate::scheduler::sequence::{FinishReason, NewSequence, Purpose, SeqId, Sequence};
 

@@ -31,6 +31,7 @@ use baton_connector::fetch::{Event, ReleaseReason};
 use baton_connector::ledger::ClosedLease;
 use baton_connector::limits::DRAIN_DEADLINE;
 use baton_connector::{BlockId, RequestId};
+use baton_connector_leases::event_log::RequestEvent;
 use tokio::sync::mpsc::Sender;
 
 use self::early_aborts::EarlyAborts;
@@ -44,7 +45,6 @@ use crate::blocks::pool::BlockUsage;
 use crate::compute::{Executor, LogitsRequest, SeqStep};
 use crate::engine_core::fetch_target::FetchTarget;
 use crate::engine_core::mailbox::{LegFilter, MailBatch};
-use crate::event_log::RequestEvent;
 use crate::log_span::request_span;
 use crate::offload::{OffloadFault, OffloadReport};
 use crate::sampling::{Draw, SamplingParams, TokenCounts, TokenPosition};

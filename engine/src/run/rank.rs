@@ -16,6 +16,9 @@ use std::time::Instant;
 use baton_connector::lease::LeaseTerms;
 use baton_connector::transport::Producer;
 use baton_connector::{EngineId, Epoch, Rank};
+use baton_connector_leases::event_log::{EventLog, RankLog};
+use baton_connector_leases::rank::LeasedRank;
+use baton_connector_leases::service::LeaseService;
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions};
 use tokio_util::sync::CancellationToken;
 
@@ -25,10 +28,9 @@ use crate::compute::degraded::DegradedExecutor;
 use crate::engine_core::ProducerAddress;
 use crate::engine_core::mailbox::Mailbox;
 use crate::engine_core::status::SharedStatus;
-use crate::event_log::{EventLog, RankLog};
 use crate::handoff::consumer::{HandoffConsumer, LocalCache};
 use crate::handoff::kv_rank::KvRank;
-use crate::handoff::producer::LeaseService;
+use crate::handoff::producer::EngineLeaseOwner;
 use crate::handoff::transport::{self, NixlState, SideChannel};
 use crate::metrics::EngineMetrics;
 use crate::offload::open::OpenTiers;
@@ -139,14 +141,8 @@ impl RankContext<'_> {
         log: &RankLog,
     ) -> Arc<LeaseService> {
         let terms = LeaseTerms { duration: self.options.kv_lease_duration, ..LeaseTerms::default() };
-        Arc::new(LeaseService::new(
-            terms,
-            self.epoch,
-            self.fingerprint,
-            Arc::clone(mailbox),
-            Arc::clone(metrics),
-            log.clone(),
-        ))
+        let owner = Arc::new(EngineLeaseOwner::new(Arc::clone(mailbox), Arc::clone(metrics)));
+        Arc::new(LeaseService::new(terms, self.epoch, self.fingerprint, owner, log.clone()))
     }
 
     /// Starts a side channel for each KV rank.
@@ -159,9 +155,8 @@ impl RankContext<'_> {
         let pool = cache.shared_pool.as_ref();
         let mut servers = Vec::with_capacity(sides.len());
         for ((side, rank), region) in sides.into_iter().zip(cache.geometry.each_rank()).zip(&cache.regions) {
-            let producer =
-                KvRank::new(Arc::clone(leases), cache.geometry, rank, region.clone(), pool.cloned());
-            let producer: Arc<dyn Producer> = Arc::new(producer);
+            let memory = KvRank::new(cache.geometry, rank, region.clone(), pool.cloned());
+            let producer: Arc<dyn Producer> = Arc::new(LeasedRank::new(Arc::clone(leases), memory));
             let limits = ServerOptions { secret: self.secret.clone(), ..ServerOptions::default() };
             let transport = self.options.kv_transport;
             let server = SideChannel::start(transport, self.nixl, side, &producer, pool, &limits);

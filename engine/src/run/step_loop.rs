@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 use baton_connector::ledger::{LeaseOpenError, LeaseSpec};
 use baton_connector::offload::TransferId;
 use baton_connector::{BlockId, Epoch, Handle, RequestId};
+use baton_connector_leases::event_log::{RankLog, RequestEvent};
+use baton_connector_leases::service::LeaseService;
 
 use crate::compute::Executor;
 use crate::engine_core::fetch_target::FetchTarget;
 use crate::engine_core::mailbox::Mailbox;
 use crate::engine_core::status::SharedStatus;
 use crate::engine_core::{CoreEvent, EngineCore, EngineEnv, ProducerAddress};
-use crate::event_log::{RankLog, RequestEvent};
 use crate::handoff::consumer::HandoffConsumer;
-use crate::handoff::producer::LeaseService;
 use crate::metrics::{EngineMetrics, TierMetrics};
 use crate::offload::OffloadOrder;
 use crate::offload::workers::OffloadWorkers;

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use baton_connector::RequestId;
 use baton_connector::fetch::Fetch;
+use baton_connector_leases::event_log;
 use baton_openai::{ApiError, Code, GenerateRequest, Input};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
@@ -14,7 +15,6 @@ use super::guard::HandoffGuard;
 use super::transfer_params::{PARAMS, TransferIntent};
 use crate::blocks::hash::prompt_fingerprint;
 use crate::engine_core::{SeqEvent, Submission};
-use crate::event_log;
 use crate::run::options::Role;
 use crate::run::rank::RequestGuard;
 use crate::sampling::SamplingParams;

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use baton_connector::lease::State;
 use baton_connector::ledger::LeaseView;
+use baton_connector_leases::event_log::EventPage;
 use baton_openai::ApiError;
 use hyper::body::Incoming;
 use hyper::{Request, StatusCode};
@@ -14,7 +15,6 @@ use serde_json::{Value, json};
 use super::Frontend;
 use super::access::{authorize, query_field};
 use super::reply::{self, Reply};
-use crate::event_log::EventPage;
 use crate::offload::{OffloadCounts, OffloadFault, TierCounts};
 use crate::run::rank::DpRank;
 

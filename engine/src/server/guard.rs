@@ -6,12 +6,12 @@ use std::task::{Context, Poll};
 
 use baton_connector::fetch::ReleaseReason;
 use baton_connector::{Handle, RequestId};
+use baton_connector_leases::event_log::RequestEvent;
 use baton_openai::ApiError;
 use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 
 use crate::engine_core::fetch_target::FetchTarget;
-use crate::event_log::RequestEvent;
 use crate::run::rank::{DpRank, RequestGuard};
 use crate::scheduler::sequence::{FinishReason, SeqId};
 

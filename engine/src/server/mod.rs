@@ -39,6 +39,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use baton_connector::fetch::LoadFailurePolicy;
+use baton_connector_leases::event_log::EventLog;
 use baton_openai::ParseLimits;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -47,7 +48,6 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use crate::event_log::EventLog;
 use crate::metrics::EngineMetrics;
 use crate::run::options::Role;
 use crate::run::rank::DpRank;

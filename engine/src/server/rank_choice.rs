@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use baton_connector::ledger::ReleaseReply;
 use baton_connector::{Handle, RequestId};
+use baton_connector_leases::event_log::RequestEvent;
 use baton_openai::{ApiError, Code};
 use hyper::header::HeaderMap;
 
 use super::Frontend;
 use crate::engine_core::mailbox::{LegFilter, MailboxError};
-use crate::event_log::RequestEvent;
 use crate::run::rank::{DpRank, RequestGuard};
 
 /// Pins a request to one data-parallel rank.

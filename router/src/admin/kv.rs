@@ -278,7 +278,13 @@ async fn fetch(
     most: usize,
 ) -> Result<(StatusCode, bytes::Bytes), String> {
     let request = EngineRequest::get(path);
-    let reply = async { engine.call(&request, |_| {}).await?.read_whole(most).await };
+    let reply = async {
+        let reply = match request.path.starts_with("/debug/kv") {
+            true => engine.call_control(&request).await?,
+            false => engine.call(&request, |_| {}).await?,
+        };
+        reply.read_whole(most).await
+    };
     match tokio::time::timeout(ENGINE_TIMEOUT, reply).await {
         Ok(Ok(answer)) => Ok((answer.status, answer.body)),
         Ok(Err(CallError::NotConnected)) => Err("it cannot be reached".to_owned()),

@@ -24,8 +24,8 @@ pub struct DiscoverConfig {
     /// The EndpointSlices of a Kubernetes service. Default: none.
     #[garde(dive)]
     pub kubernetes: Option<KubernetesConfig>,
-    /// Keys of every discovered engine: those of a listed engine, except `url`. Labels and weights of a
-    /// source take precedence.
+    /// Keys of every discovered engine: those of a listed engine, except `url` and `control_url`. Labels and
+    /// weights of a source take precedence.
     #[garde(dive)]
     pub template: EngineTemplate,
 }
@@ -135,12 +135,15 @@ pub enum PortName {
     Name(String),
 }
 
-/// The keys of an engine without its URL.
+/// The keys of an engine without its addresses.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineTemplate(EngineConfig);
 
 /// URL of the engine inside a template; [`EngineTemplate::engine`] replaces it.
 const PLACEHOLDER_URL: &str = "http://0.0.0.0:1";
+
+/// Keys that a template does not have: they differ between engines.
+const OF_ONE_ENGINE: [&str; 2] = ["url", "control_url"];
 
 impl EngineTemplate {
     /// The file with the API key of every discovered engine.
@@ -173,6 +176,9 @@ impl<'de> Deserialize<'de> for EngineTemplate {
         if keys.insert("url".into(), PLACEHOLDER_URL.into()).is_some() {
             return Err(de::Error::custom("a template has no `url`: engines are found"));
         }
+        if keys.contains_key("control_url") {
+            return Err(de::Error::custom("a template has no `control_url`: each engine needs its own"));
+        }
         serde_json::from_value(keys.into()).map(Self).map_err(de::Error::custom)
     }
 }
@@ -180,7 +186,9 @@ impl<'de> Deserialize<'de> for EngineTemplate {
 impl Serialize for EngineTemplate {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut keys = serde_json::to_value(&self.0).map_err(ser::Error::custom)?;
-        keys.as_object_mut().map(|keys| keys.remove("url"));
+        if let Some(keys) = keys.as_object_mut() {
+            OF_ONE_ENGINE.iter().for_each(|key| drop(keys.remove(*key)));
+        }
         keys.serialize(serializer)
     }
 }
@@ -195,7 +203,7 @@ impl JsonSchema for EngineTemplate {
         let keys = schema.ensure_object();
         keys.remove("required");
         if let Some(properties) = keys.get_mut("properties").and_then(|p| p.as_object_mut()) {
-            properties.remove("url");
+            OF_ONE_ENGINE.iter().for_each(|key| drop(properties.remove(*key)));
         }
         // The generated reference page links to the keys of an engine instead of repeating them.
         keys.insert("x-keys-of".into(), "EngineConfig".into());

@@ -1,4 +1,4 @@
-//! One engine of a pool: its address, weight, labels, limits, and how its leases are released.
+//! One engine of a pool: its addresses, weight, labels, limits, and how its leases are released.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -55,13 +55,19 @@ pub struct EngineConfig {
     #[serde(default = "default_ranks")]
     #[garde(range(min = 1, max = 256))]
     pub data_parallel_size: u16,
+    /// The address at which the engine answers `/abort_requests`, `/kv/release` and `/debug/kv`, if it is not
+    /// `url`: same form, same secrets. The same in every pool; discovered engines have none. Default: `url`.
+    #[serde(default)]
+    #[garde(skip)]
+    pub control_url: Option<EngineUrl>,
 }
 
 /// How the router ends a lease that no engine will read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ReleaseMode {
-    /// By the release verb, if the engine has it (tested once); otherwise as `refused_decode`.
+    /// By the release verb, if P's reply has a handle or the engine has the verb (tested once); otherwise as
+    /// `refused_decode`.
     #[default]
     Auto,
     /// By the release verb (`POST /kv/release`, `POST /abort_requests`) or not at all.

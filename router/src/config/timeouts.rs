@@ -54,6 +54,11 @@ pub struct TimeoutsConfig {
     /// 1 to 60,000; default 5,000.
     #[garde(range(min = 1, max = 60_000))]
     pub settle_ms: u64,
+    /// Longest wait for the reply of a prefill engine without the abort verb, if the client leaves when that
+    /// reply is due. Then the router half-closes the connection. A stock engine drops a reply that it has not
+    /// written before, and its blocks stay pinned. 0 (no wait) to 10,000; default 20.
+    #[garde(range(max = 10_000))]
+    pub abandon_wait_ms: u64,
     /// An idle connection to an engine is not used again after this. Engines must keep idle connections for
     /// longer (vLLM: 5 s). 0 to 3,600,000; default 4,000.
     #[garde(range(max = 3_600_000))]
@@ -141,6 +146,7 @@ impl Default for TimeoutsConfig {
             liveness_probe_ms: 5_000,
             stream_silence_ms: 60_000,
             settle_ms: 5_000,
+            abandon_wait_ms: 20,
             engine_idle_ms: 4_000,
             request_ms: 0,
         }

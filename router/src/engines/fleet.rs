@@ -210,6 +210,7 @@ mod tests {
             tls: None,
             health: state::tests::TERMS,
             release: ReleaseMode::default(),
+            control: None,
         }
     }
 

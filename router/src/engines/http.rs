@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use baton_connector::Time;
 use hyper::header::HeaderValue;
 
@@ -35,12 +35,14 @@ use crate::config::{EngineUrl, ReleaseMode};
 use crate::engines::caches::{CacheIds, KnownCaches};
 use crate::engines::health::{self, FailureKind, Health, HealthState, HealthTimers, LoadReading};
 use crate::engines::listeners::CapacityNotify;
+use crate::engines::prefill_times::PrefillTimes;
 use crate::engines::probe::SharedProbe;
 use crate::engines::redact::AddressRedactor;
 use crate::metrics::log_limiter::EngineLogLimiters;
 use crate::metrics::{EngineMetrics, Leg};
 use activity::EngineActivity;
 pub(crate) use addresses::Addresses;
+use connection::IdleConnections;
 pub(crate) use connection::{Connection, ConnectionHandle};
 pub(crate) use connection_error::ConnectionError;
 pub use connection_terms::TermsError;
@@ -54,7 +56,8 @@ pub(crate) use reply::{Reply, ReplyReservation, WholeReply};
 use reply_head::ReplyHead;
 pub(crate) use request::EngineRequest;
 use usage_option::UsageOption;
-pub(crate) use verbs::{Support, Verb, VerbSupport};
+use verbs::ControlAddress;
+pub(crate) use verbs::{LeaseIdentity, Support, Verb, VerbSupport};
 
 /// One engine.
 pub(crate) struct Engine {
@@ -89,8 +92,10 @@ struct EngineAddress {
 struct Connections {
     addresses: Addresses,
     terms: ArcSwap<ConnectionTerms>,
-    idle: std::sync::Mutex<Vec<Connection>>,
+    idle: IdleConnections,
     activity: Arc<EngineActivity>,
+    /// Where the engine answers verbs and snapshot queries, if not at its own address.
+    control: ArcSwapOption<ControlAddress>,
 }
 
 /// The structures that are notified when an engine changes.
@@ -147,12 +152,14 @@ impl Engine {
         let health = Health::new(&terms.health, id, timers);
         let authority: Arc<str> = url.authority().into();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
+        let control = terms.control.as_ref().map(|control| Arc::new(ControlAddress::new(&control.url)));
         Self {
             connections: Connections {
                 addresses: Addresses::new(url.host(), url.port()),
                 terms: ArcSwap::from_pointee(terms),
-                idle: std::sync::Mutex::default(),
+                idle: IdleConnections::default(),
                 activity: Arc::default(),
+                control: ArcSwapOption::new(control),
             },
             address: EngineAddress { url, id, authority, host },
             load: LoadCounters::new(capacity),
@@ -171,6 +178,7 @@ impl Engine {
     /// Replaces the terms of new connections.
     pub(crate) fn set_terms(&self, terms: ConnectionTerms) {
         let health = terms.health;
+        self.set_control(terms.control.as_ref().map(|control| &control.url));
         self.connections.terms.store(Arc::new(terms));
         // The drain key and the check interval may have changed.
         self.health.change(&self.address.authority, &health, |_, _| ());
@@ -195,6 +203,11 @@ impl Engine {
     /// The verbs that the engine is known to support.
     pub(crate) fn verbs(&self) -> &VerbSupport {
         &self.verbs
+    }
+
+    /// The times of its prefills, recorded while it returns no handles.
+    pub(crate) fn prefill_times(&self) -> &PrefillTimes {
+        &self.load.prefill_times
     }
 
     /// Whether requests to it have a key of the router's own, not the client's.
@@ -223,8 +236,8 @@ impl Engine {
     /// Records that the engine failed a request of a leg.
     pub(crate) fn failed(&self, leg: Leg, kind: FailureKind) {
         if kind == FailureKind::Unreachable {
-            // The next process at this address may be another version.
-            self.verbs.forget();
+            // The next process at this address may be another version, or another kind of engine.
+            self.verbs.forget_missing();
         }
         self.health.failed(leg, kind, &self.address.authority, &self.connections.terms.load().health);
         self.changed();

@@ -9,6 +9,7 @@ pub(crate) mod health;
 pub(crate) mod http;
 pub(crate) mod listeners;
 pub(crate) mod pool_members;
+pub(crate) mod prefill_times;
 pub(crate) mod presence;
 pub(crate) mod probe;
 pub(crate) mod redact;

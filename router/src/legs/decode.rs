@@ -3,12 +3,13 @@
 //! The head of a stream proves nothing: stock vLLM sends it before it begins, and reports missing blocks and its own
 //! failure within the stream. A streamed request therefore counts as accepted at its first event. If that event
 //! contains an error, it counts as a refusal: the client has received nothing yet, so another engine can use the same
-//! handoff.
+//! handoff. The same holds for a reply that only reports the engine's own abort (`message/engine_abort.rs`).
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::exchange::Failure;
+use baton_openai::Endpoint;
 use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use memchr::memmem;
@@ -16,12 +17,16 @@ use memchr::memmem;
 use super::{ErrorClass, Fault, Refusal, Verdict, classify_unreadable, log_unsupported_endpoint};
 use crate::engines::http::{CallError, ConnectionError, Engine, EngineRequest, Reply, Support, WholeReply};
 use crate::legs::liveness::wait_while_alive;
+use crate::message::engine_abort::{ABORT_ERROR, ReplyStart, START_BYTES_MAX};
 use crate::message::payload::Payload;
 use crate::message::sse;
 use crate::metrics::log_span::request_span;
 
 /// Limit on the body of a refusal; a larger one is classified by its status.
 const REFUSAL_BYTES_MAX: usize = 64 * 1024;
+/// Longest wait for the part of a reply that shows whether the engine aborted the request. Engines write it together
+/// with the part before.
+const START_TIMEOUT: Duration = Duration::from_millis(10);
 
 /// The result of an attempt.
 pub(crate) enum DecodeResult {
@@ -76,12 +81,15 @@ pub(crate) async fn ask(
             return reply.read_whole_or_head(REFUSAL_BYTES_MAX).await.map(Err);
         }
         admitted();
+        let mut start = Bytes::new();
         if reply.is_stream() {
-            let first = first_frames(&mut reply).await?;
-            if let Some(embedded) = sse::first_error(&first) {
+            start = first_frames(&mut reply).await?;
+            if let Some(embedded) = sse::first_error(&start) {
                 return Ok(Err(reply.error_reply(embedded.status, embedded.error)));
             }
-            reply.put_back(first);
+        }
+        if is_aborted(&mut reply, &outgoing.path, start).await {
+            return Ok(Err(reply.error_reply(StatusCode::SERVICE_UNAVAILABLE, ABORT_ERROR.into())));
         }
         Ok(Ok(reply))
     };
@@ -137,6 +145,44 @@ fn may_be_for_usage(engine: &Engine, refusal: &WholeReply) -> bool {
         || names("include_usage")
         || engine.usage_option.is_taken() != Some(true)
             && Verdict::of(refusal, engine.redactor()).class == ErrorClass::Refused
+}
+
+/// Whether a successful reply only reports that the engine aborted the request. `start` is the part that was read; it
+/// is put back with what is read here.
+async fn is_aborted(reply: &mut Reply, path: &str, mut start: Bytes) -> bool {
+    let generates = [Endpoint::Completions, Endpoint::Chat].iter().any(|endpoint| endpoint.path() == path);
+    let result = match reply.is_stream() {
+        _ if !generates => ReplyStart::Usual,
+        true => {
+            start = read_on(reply, start, |bytes| ReplyStart::of_stream(bytes) != ReplyStart::Role).await;
+            ReplyStart::of_stream(&start)
+        }
+        false => {
+            start = read_on(reply, start, |bytes| bytes.trim_ascii_end().ends_with(b"}")).await;
+            ReplyStart::of_whole(&start)
+        }
+    };
+    if !start.is_empty() {
+        reply.put_back(start);
+    }
+    result == ReplyStart::Aborted
+}
+
+/// Reads until the start of a reply is long enough to be judged, or for a short time. An error is put back.
+async fn read_on(reply: &mut Reply, mut start: Bytes, is_enough: impl Fn(&[u8]) -> bool) -> Bytes {
+    let until = tokio::time::Instant::now() + START_TIMEOUT;
+    while start.len() <= START_BYTES_MAX && !is_enough(&start) {
+        match tokio::time::timeout_at(until, reply.chunk()).await {
+            Ok(Some(Ok(piece))) if start.is_empty() => start = piece,
+            Ok(Some(Ok(piece))) => start = [start, piece].concat().into(),
+            Ok(Some(Err(error))) => {
+                reply.put_back_error(error);
+                break;
+            }
+            Ok(None) | Err(_) => break,
+        }
+    }
+    start
 }
 
 /// Everything up to the first end of an event, or the part received when it exceeds the limit of a refusal.

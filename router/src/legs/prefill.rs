@@ -5,6 +5,7 @@ mod tail;
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use baton_connector::Handle;
 use baton_connector::exchange::{Attempt, Event, Failure};
@@ -16,8 +17,8 @@ use serde_json::Value;
 
 use super::{Fault, Refusal, Verdict, classify_unreadable, log_unsupported_endpoint};
 use crate::engines::http::{
-    CallError, ConnectionError, ConnectionHandle, Engine, EngineRequest, EngineRequestGuard, Reply,
-    ReplyReservation, WholeReply,
+    CallError, ConnectionError, ConnectionHandle, Engine, EngineRequest, EngineRequestGuard, LeaseIdentity,
+    Reply, ReplyReservation, WholeReply,
 };
 use crate::engines::redact::AddressRedactor;
 use crate::message::embedded_error::EmbeddedError;
@@ -46,6 +47,9 @@ enum FirstResponse {
 pub(crate) struct PrefillCall {
     attempt: Attempt,
     load: EngineRequestGuard,
+    sent_at: Instant,
+    /// The size of its body.
+    bytes: usize,
     /// The socket of the request, once it is sent.
     socket: Arc<Mutex<Option<Arc<ConnectionHandle>>>>,
     /// Never locked: the mutex only makes the future `Sync`, which pingora requires of a context.
@@ -57,7 +61,7 @@ pub(crate) struct PrefillCall {
 pub(crate) enum PrefillResult {
     /// The engine opened a lease: its checked `kv_transfer_params`, unchanged, and the rest of its reply if it still
     /// computes.
-    Leased(Arc<str>, Option<Handle>, Option<ReplyTail>),
+    Leased(Arc<str>, LeaseIdentity, Option<ReplyTail>),
     /// The engine responded without a lease.
     NoLease,
     /// The engine refused the request itself.
@@ -70,6 +74,7 @@ impl PrefillCall {
     pub(crate) fn start(attempt: Attempt, load: EngineRequestGuard, outgoing: EngineRequest) -> Self {
         let socket = Arc::<Mutex<Option<Arc<ConnectionHandle>>>>::default();
         let (on, at) = (Arc::clone(&socket), Arc::clone(load.engine()));
+        let bytes = outgoing.body.pieces().iter().map(Bytes::len).sum();
         let answer = async move {
             let sent = |socket| *on.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
             let response = first_response(&at, &outgoing, sent).await;
@@ -81,7 +86,8 @@ impl PrefillCall {
             }
             response
         };
-        Self { attempt, load, socket, answer: Mutex::new(Box::pin(answer)) }
+        let sent_at = Instant::now();
+        Self { attempt, load, sent_at, bytes, socket, answer: Mutex::new(Box::pin(answer)) }
     }
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {
@@ -112,6 +118,12 @@ impl PrefillCall {
         }
     }
 
+    /// Whether the sending side of the connection is closed.
+    pub(crate) fn is_half_closed(&self) -> bool {
+        let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        socket.as_ref().is_some_and(|socket| socket.is_half_closed())
+    }
+
     /// Waits for the engine's response.
     ///
     /// # Cancel safety
@@ -121,14 +133,17 @@ impl PrefillCall {
         match answer.as_mut().await {
             Ok(FirstResponse::Whole(whole)) => {
                 let prefilled = interpret(&whole, self.engine().redactor());
-                if let PrefillResult::Refused(refusal) = &prefilled {
-                    log_unsupported_endpoint(self.engine(), refusal);
+                match &prefilled {
+                    PrefillResult::Leased(_, lease, _) => self.record_lease(*lease),
+                    PrefillResult::Refused(refusal) => log_unsupported_endpoint(self.engine(), refusal),
+                    PrefillResult::NoLease | PrefillResult::Failed(..) => {}
                 }
                 prefilled
             }
             Ok(FirstResponse::Event(event, reply)) => match interpret(&event, self.engine().redactor()) {
-                PrefillResult::Leased(params, handle, _) => {
-                    PrefillResult::Leased(params, handle, Some(ReplyTail(reply)))
+                PrefillResult::Leased(params, lease, _) => {
+                    self.engine().verbs().received_handoff(lease);
+                    PrefillResult::Leased(params, lease, Some(ReplyTail(reply)))
                 }
                 // The first event must contain a handoff.
                 PrefillResult::NoLease => {
@@ -155,9 +170,27 @@ impl PrefillCall {
         }
     }
 
+    /// Whether the engine's reply is due within `bound`, by the times of its earlier prefills.
+    pub(crate) fn is_reply_due(&self, bound: Duration) -> bool {
+        let estimate = self.engine().prefill_times().estimate(self.bytes);
+        estimate.is_some_and(|estimate| estimate.is_worth_wait(self.sent_at.elapsed(), bound))
+    }
+
     /// The attempt's number in the exchange.
     pub(crate) fn attempt(&self) -> Attempt {
         self.attempt
+    }
+
+    /// Records what a whole reply with a lease shows of its engine. Times are needed of stock engines only.
+    fn record_lease(&self, lease: LeaseIdentity) {
+        let engine = self.engine();
+        engine.verbs().received_handoff(lease);
+        if lease.handle.is_none() {
+            let took = self.sent_at.elapsed();
+            if let Some(estimate) = engine.prefill_times().record(self.bytes, took) {
+                engine.metrics.record_estimate_error(estimate.error(took));
+            }
+        }
     }
 }
 
@@ -165,7 +198,7 @@ impl PrefillResult {
     /// The event for the exchange.
     pub(crate) fn exchange_event(&self, attempt: Attempt) -> Event {
         match self {
-            Self::Leased(_, handle, _) => Event::PrefillLeased(attempt, *handle),
+            Self::Leased(_, lease, _) => Event::PrefillLeased(attempt, lease.handle),
             Self::NoLease => Event::PrefillEmpty(attempt),
             Self::Refused(_) => Event::PrefillRefused(attempt),
             Self::Failed(failure, ..) => Event::PrefillFailed(attempt, *failure),
@@ -246,7 +279,9 @@ fn interpret(reply: &WholeReply, hosts: &AddressRedactor) -> PrefillResult {
     };
     match ReplyFacts::check(params) {
         // A copy, because a slice would keep the whole reply until the response ends.
-        Ok(facts) => PrefillResult::Leased(params.into(), facts.handle, None),
+        Ok(ReplyFacts { handle, epoch, .. }) => {
+            PrefillResult::Leased(params.into(), LeaseIdentity { handle, epoch }, None)
+        }
         Err(error) => {
             tracing::debug!(
                 event = "prefill_response_unusable", %error,

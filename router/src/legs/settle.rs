@@ -1,13 +1,7 @@
 //! Settles requests: bounded workers send aborts and releases with a bounded number of attempts.
 //!
 //! ```text
-//! abort to P ──▶ POST /abort_requests ─ confirmed ──▶ read P's connection for a bounded time ──▶ release
-//!    │                                └ unsupported, failed ─▶ half-close it first            late handles
-//!    └ P lacks the verb ──▶ half-close the connection at once: this aborts, and a crossing reply still arrives
-//!
-//! A prefill without a confirmed abort may run to its end. Its reply is therefore read for as long as a prefill may
-//! take: the reply is the only copy of the handle, and without it the blocks stay pinned for the whole lease. Such a
-//! reader occupies no settlement worker, and delays a shutdown by one attempt's timeout at most.
+//! abort to P, and P's reply ──▶ see `abandoned_prefill.rs`
 //!
 //! release to P ─▶ POST /kv/release, or the abort by request id if P returned no handle
 //!    └ P lacks the verb ──▶ a decode request that must be refused (`refused_decode.rs`), or the lease's expiry
@@ -15,24 +9,26 @@
 //! ```
 //!
 //! An engine's `release` setting selects the method of a release. Both verbs are idempotent, so every failed attempt is
-//! repeated. An engine that lacks a verb (404, 405, 501) does not receive it for a minute, or until a connection
-//! attempt to its address fails (`engines/http/verbs.rs`). An engine that once had the verb counts as lacking it only
-//! if every attempt reports so.
+//! repeated. An engine that lacks a verb (404, 405, 501) does not receive it for a minute, or until another process
+//! answers at its address (`engines/http/verbs.rs`). A lease with a handle is always released by the verb first: its
+//! engine has just shown that it is no stock engine. A process that once had the verb counts as lacking it only if
+//! every attempt reports so.
 //!
 //! At most `limits.settlements` settlements run at once. Further ones wait in a queue, releases before aborts. The
 //! queue has two places per request in flight: if all clients disconnect at once, each request needs one abort and one
 //! release at most. A settlement beyond the limit is counted, and its lease ends by expiry. The drain at shutdown
 //! includes the queue.
 
+mod abandoned_prefill;
 mod refused_decode;
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
-use baton_connector::exchange::{Attempt, Exchange, PrefillLease, Settlement, SettlementCause};
+use baton_connector::exchange::{Exchange, PrefillLease, SettlementCause};
 use baton_connector::{Handle, RequestId};
 use bytes::Bytes;
 use hyper::StatusCode;
@@ -43,7 +39,7 @@ use tokio_util::task::TaskTracker;
 use super::clock::Clock;
 use crate::config::ReleaseMode;
 use crate::engines::http::{Engine, EngineRequest, Support, Verb};
-use crate::legs::prefill::{PrefillCall, PrefillResult};
+use crate::legs::prefill::PrefillCall;
 use crate::metrics::log_limiter::LogLimiter;
 use crate::metrics::log_span::request_span;
 use crate::metrics::{Leg, Metrics, ReleaseMethod, SettlementResult};
@@ -65,6 +61,8 @@ pub(crate) struct SettlementTerms {
     pub waiting: usize,
     pub tries: u16,
     pub try_timeout: Duration,
+    /// Longest wait for a due reply before the half-close, at engines without the abort verb.
+    pub abandon_wait: Duration,
 }
 
 /// Settles requests in the background.
@@ -177,18 +175,10 @@ impl Drop for SettlementWorker {
     }
 }
 
-/// One of the [`Settler::active_readers`].
-struct ReaderGuard(Arc<Settler>);
-
-impl Drop for ReaderGuard {
-    fn drop(&mut self) {
-        self.0.active_readers.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
 impl Settler {
     /// Must be called on the runtime that will run the settlements.
     pub(crate) fn new(terms: SettlementTerms, metrics: Arc<Metrics>, clock: Clock) -> Arc<Self> {
+        metrics.legs.abandon_wait_bound.set(terms.abandon_wait.as_secs_f64());
         Arc::new(Self {
             terms: ArcSwap::from_pointee(terms),
             backlog: Mutex::default(),
@@ -205,23 +195,9 @@ impl Settler {
 
     /// Replaces the limits for new settlements.
     pub(crate) fn set_terms(self: &Arc<Self>, terms: SettlementTerms) {
+        self.metrics.legs.abandon_wait_bound.set(terms.abandon_wait.as_secs_f64());
         self.terms.store(Arc::new(terms));
         self.start_workers();
-    }
-
-    /// Aborts a prefill by request id and keeps reading its connection, so that a late handle is released: the reply in
-    /// transit is its only copy.
-    pub(crate) fn abort_and_read(self: &Arc<Self>, call: PrefillCall, context: SettlementContext) {
-        self.metrics.count_abort(Leg::Prefill);
-        if !call.was_sent() {
-            return;
-        }
-        call.disable_replay();
-        if !may_support(call.engine(), Verb::Abort) {
-            // The half-close is the only abort for this engine, so it is sent at once.
-            call.half_close();
-        }
-        self.enqueue(SettlementJob::AbandonedPrefill(call, context));
     }
 
     /// Releases a lease.
@@ -330,112 +306,6 @@ impl Settler {
         }
     }
 
-    async fn settle_abandoned_prefill(self: &Arc<Self>, mut call: PrefillCall, context: SettlementContext) {
-        let engine = Arc::clone(call.engine());
-        let abort = self.abort_leg(&engine, &context.request, Leg::Prefill);
-        tokio::pin!(abort);
-        // If the reply arrives first, the abort continues, because the engine may receive no other command.
-        let (mut result, mut reply, mut late) = (None, None, false);
-        let deadline = tokio::time::sleep(self.terms.load().try_timeout);
-        tokio::pin!(deadline);
-        while reply.is_none() && !(late && result.is_some()) {
-            tokio::select! {
-                biased;
-                prefilled = call.receive_response() => reply = Some(prefilled),
-                done = &mut abort, if result.is_none() => {
-                    if done != SettlementResult::Confirmed {
-                        call.half_close();
-                    }
-                    result = Some(done);
-                }
-                // After this time the half-close aborts as well.
-                () = &mut deadline, if !late => {
-                    late = true;
-                    call.half_close();
-                }
-            }
-        }
-        let unanswered = match reply {
-            Some(prefilled) => {
-                let attempt = call.attempt();
-                drop(call);
-                self.release_reply(&engine, attempt, prefilled, &context).await;
-                None
-            }
-            None => Some(call),
-        };
-        let result = match result {
-            Some(result) => result,
-            None => abort.await,
-        };
-        let is_read = unanswered
-            .filter(|_| result != SettlementResult::Confirmed)
-            .is_none_or(|call| self.read_late_reply(call, context.clone()));
-        self.metrics.legs.count_settlement(if is_read { result } else { SettlementResult::Refused });
-    }
-
-    /// Reads the reply of a prefill that its engine may still compute. `false` if too many readers run.
-    fn read_late_reply(self: &Arc<Self>, mut call: PrefillCall, context: SettlementContext) -> bool {
-        let Some(model) = context.model.clone() else { return true };
-        call.half_close();
-        let reading = ReaderGuard(Arc::clone(self));
-        if self.active_readers.fetch_add(1, Ordering::Relaxed) >= self.terms.load().at_once {
-            if let Some(held_back) = self.late_response_log.allow() {
-                tracing::warn!(
-                    parent: request_span!(&context.request), event = "late_response_not_read", held_back,
-                    "too many pending responses, lease ends by expiry"
-                );
-            }
-            return false;
-        }
-        let settler = Arc::clone(self);
-        let rest = async move {
-            let engine = Arc::clone(call.engine());
-            let reply = tokio::time::timeout(model.bounds.prefill_silence, call.receive_response()).await;
-            let attempt = call.attempt();
-            drop(call);
-            if let Ok(prefilled) = reply {
-                let settling = Arc::clone(&settler);
-                let settle = async move {
-                    // The reader's slot is held until the reply's lease is released.
-                    let _reading = reading;
-                    settling.release_reply(&engine, attempt, prefilled, &context).await;
-                };
-                settler.tasks.spawn_on(settle, &settler.runtime);
-            }
-        };
-        self.readers.spawn_on(rest, &self.runtime);
-        true
-    }
-
-    /// Releases the lease of an abandoned prefill's reply.
-    async fn release_reply(
-        self: &Arc<Self>,
-        engine: &Arc<Engine>,
-        attempt: Attempt,
-        prefilled: PrefillResult,
-        context: &SettlementContext,
-    ) {
-        let event = prefilled.exchange_event(attempt);
-        let params = match prefilled {
-            PrefillResult::Leased(params, ..) => Some(params),
-            PrefillResult::NoLease | PrefillResult::Refused(_) | PrefillResult::Failed(..) => None,
-        };
-        let now = self.clock.now();
-        let step = context.exchange.lock().unwrap_or_else(PoisonError::into_inner).apply(event, now);
-        for settlement in step.settlements {
-            match settlement {
-                Settlement::ReleasePrefill(lease, cause) => {
-                    let params = params.clone();
-                    self.release_lease(engine, LeaseRelease { lease, params, cause }, context).await;
-                }
-                Settlement::AbortPrefill(_) | Settlement::AbortDecode(_) => {
-                    unreachable!("a late reply brings nothing but a handle")
-                }
-            }
-        }
-    }
-
     async fn release_lease(&self, engine: &Arc<Engine>, release: LeaseRelease, context: &SettlementContext) {
         let LeaseRelease { lease, params, cause } = release;
         let (via, result) = self.try_release(engine, lease, cause, params.as_deref(), context).await;
@@ -458,14 +328,15 @@ impl Settler {
     ) -> (ReleaseMethod, SettlementResult) {
         let mode = engine.release_mode();
         if matches!(mode, ReleaseMode::Auto | ReleaseMode::Verb) {
-            let (via, verb, message) = match lease.handle {
+            let (via, result) = match lease.handle {
                 Some(handle) => {
-                    (ReleaseMethod::Release, Verb::Release, release_message(handle, cause, &context.request))
+                    let message = release_message(handle, cause, &context.request);
+                    let result = self.send_with_retries(engine, Verb::Release, &message).await;
+                    (ReleaseMethod::Release, result)
                 }
                 // An engine maps a request id to the lease opened for that request.
-                None => (ReleaseMethod::Abort, Verb::Abort, abort_message(&context.request, Leg::Prefill)),
+                None => (ReleaseMethod::Abort, self.send_abort(engine, &context.request, Leg::Prefill).await),
             };
-            let result = self.send_with_retries(engine, verb, &message).await;
             if result != SettlementResult::Unsupported {
                 return (via, result);
             }
@@ -487,11 +358,19 @@ impl Settler {
 
     async fn abort_leg(&self, engine: &Arc<Engine>, request: &RequestId, leg: Leg) -> SettlementResult {
         let begun = Instant::now();
-        let result = self.send_with_retries(engine, Verb::Abort, &abort_message(request, leg)).await;
+        let result = self.send_abort(engine, request, leg).await;
         if result == SettlementResult::Confirmed {
             self.metrics.record_abort_propagation(leg, begun.elapsed());
         }
         result
+    }
+
+    /// Aborts by request id, if the engine may have the verb.
+    async fn send_abort(&self, engine: &Arc<Engine>, request: &RequestId, leg: Leg) -> SettlementResult {
+        if !may_support(engine, Verb::Abort) {
+            return SettlementResult::Unsupported;
+        }
+        self.send_with_retries(engine, Verb::Abort, &abort_message(request, leg)).await
     }
 
     async fn send_with_retries(
@@ -500,13 +379,10 @@ impl Settler {
         verb: Verb,
         message: &EngineRequest,
     ) -> SettlementResult {
-        if !may_support(engine, verb) {
-            return SettlementResult::Unsupported;
-        }
         let SettlementTerms { tries, try_timeout, .. } = **self.terms.load();
         let mut missing = 0;
         for (left, pause) in (0..tries).rev().zip(retry_pauses()) {
-            let call = async { engine.call(message, |_| {}).await?.read_whole(ANSWER_BYTES_MAX).await };
+            let call = async { engine.call_control(message).await?.read_whole(ANSWER_BYTES_MAX).await };
             match tokio::time::timeout(try_timeout, call).await {
                 Ok(Ok(answer)) if answer.status.is_success() => {
                     engine.verbs().learn(verb, Support::Present, Instant::now());

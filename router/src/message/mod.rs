@@ -3,6 +3,7 @@
 
 pub(crate) mod block_chain;
 pub(crate) mod embedded_error;
+pub(crate) mod engine_abort;
 pub(crate) mod estimate;
 pub(crate) mod features;
 pub(crate) mod hex;

@@ -4,6 +4,7 @@
 //! vLLM 0.32 decode engine, and a well-formed one reads another client's blocks. [`RawBody`] decides which bytes
 //! are passed unchanged. This module decides which names are internal.
 
+use baton_connector::RequestId;
 use baton_connector::handoff::KvIntent;
 use baton_openai::{FieldLevel, InternalFields, RawBody};
 use serde_json::{Map, Value};
@@ -134,19 +135,30 @@ impl RouterFields {
     }
 }
 
-/// The body of the prefill leg: one token, not streamed, with a lease for the holder of the handle.
+/// Bytes of a `user` that the prefill leg's transfer parameters repeat, with its quotes. Engines use it as a tag.
+const TAG_JSON_BYTES_MAX: usize = 66;
+
+/// The body of the prefill leg: one token, not streamed, with a lease for the holder of the handle. The transfer
+/// parameters contain the router's id of the request and a short `user`, because not every front end passes these to
+/// its engine.
 pub(crate) fn prefill_body(
     dialect: Dialect,
     body: &RawBody,
     router_fields: &RouterFields,
     model: &ModelName,
+    request: &RequestId,
 ) -> Payload {
+    let params = KvIntent::PRODUCE_REQUEST.strip_suffix('}').expect("it is a JSON object");
+    let tag = body.field("user").filter(|user| user.starts_with(b"\"") && user.len() <= TAG_JSON_BYTES_MAX);
+    let tag = tag.and_then(|user| std::str::from_utf8(user).ok());
+    let tag = tag.map_or_else(String::new, |user| format!(",\"router_user\":{user}"));
+    let params = format!("{params},\"router_request_id\":{}{tag}}}", json(request.as_str()));
     let mut added: Vec<(&str, &[u8])> = Vec::with_capacity(ROUTER_FIELDS_MAX);
     added.extend([
         ("model", model.as_json().as_bytes()),
         ("stream", b"false"),
         (dialect.length_field(), b"1"),
-        ("kv_transfer_params", KvIntent::PRODUCE_REQUEST.as_bytes()),
+        ("kv_transfer_params", params.as_bytes()),
     ]);
     // Only fields of the client: older engines refuse unknown fields.
     for name in ["max_completion_tokens", "max_output_tokens", "n", "best_of"] {
@@ -212,6 +224,10 @@ mod tests {
         ModelName::new("m")
     }
 
+    fn id() -> RequestId {
+        RequestId::new("r-1").expect("an id")
+    }
+
     fn read(payload: &Payload) -> Value {
         serde_json::from_slice(&payload.pieces().concat()).expect("JSON")
     }
@@ -239,7 +255,7 @@ mod tests {
             "model": "alias", "prompt": "x", "stream": true, "stream_options": {"include_usage": true},
             "max_tokens": 64, "min_tokens": 5, "n": 3, "temperature": 0.5, "mystery": [1],
         }));
-        let sent = read(&prefill_body(COMPLETIONS, &body, &RouterFields::default(), &model()));
+        let sent = read(&prefill_body(COMPLETIONS, &body, &RouterFields::default(), &model(), &id()));
         assert_eq!(sent["model"], "m");
         assert_eq!((&sent["stream"], &sent["max_tokens"], &sent["n"]), (&json!(false), &json!(1), &json!(1)));
         for gone in ["stream_options", "min_tokens", "max_completion_tokens"] {
@@ -250,9 +266,35 @@ mod tests {
     }
 
     #[test]
+    fn the_prefill_leg_contains_the_routers_request_id_and_none_of_a_client() {
+        let params = json!({"router_request_id": "MARK", "do_remote_decode": true});
+        let body = body(&json!({"prompt": "x", "kv_transfer_params": params}));
+        let id = RequestId::new("a\"quoted\\id").expect("printable");
+        let sent = read(&prefill_body(COMPLETIONS, &body, &RouterFields::default(), &model(), &id));
+        let params = &sent["kv_transfer_params"];
+        assert_eq!(params["router_request_id"], id.as_str());
+        assert_eq!(KvIntent::parse(params), Ok(Some(KvIntent::Produce { consumers: 1 })));
+    }
+
+    #[test]
+    fn a_short_user_is_repeated_for_the_engine_and_a_long_or_other_one_is_not() {
+        let repeated = |user: Value| {
+            let body = body(&json!({"prompt": "x", "user": user}));
+            let sent = read(&prefill_body(COMPLETIONS, &body, &RouterFields::default(), &model(), &id()));
+            sent["kv_transfer_params"].get("router_user").cloned()
+        };
+        for user in [json!("d-17"), json!("say \"hi\""), json!("x".repeat(64))] {
+            assert_eq!(repeated(user.clone()), Some(user));
+        }
+        for user in [json!("x".repeat(65)), json!(7), json!(null), json!(["a"])] {
+            assert_eq!(repeated(user), None);
+        }
+    }
+
+    #[test]
     fn the_prefill_leg_of_a_response_is_short_and_not_stored() {
         let body = body(&json!({"input": "x", "store": true, "max_output_tokens": 9, "stream": true}));
-        let sent = read(&prefill_body(Dialect::Responses, &body, &RouterFields::default(), &model()));
+        let sent = read(&prefill_body(Dialect::Responses, &body, &RouterFields::default(), &model(), &id()));
         assert_eq!((&sent["max_output_tokens"], &sent["store"]), (&json!(1), &json!(false)));
         assert_eq!((sent.get("background"), sent.get("max_tokens")), (None, None));
     }
@@ -301,7 +343,8 @@ mod tests {
                 decode_body(&raw, &RouterFields::default(), &model, None),
                 decode_body(&any, &RouterFields::default(), &model, None),
             ];
-            sent.extend(dialect.map(|dialect| prefill_body(dialect, &raw, &RouterFields::default(), &model)));
+            let prefill = |dialect| prefill_body(dialect, &raw, &RouterFields::default(), &model, &id());
+            sent.extend(dialect.map(prefill));
             for sent in sent {
                 let sent = sent.pieces().concat();
                 assert!(!is_marked(&sent), "{number}: {body}\n{}", String::from_utf8_lossy(&sent));

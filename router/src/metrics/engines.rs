@@ -1,6 +1,7 @@
 //! Metrics by engine address: attempts, failures and times. The series of an engine end with its last reference.
 
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use baton_connector::exchange::Failure;
 
@@ -11,6 +12,10 @@ use super::requests::FIRST_TOKEN;
 /// Seconds, from loopback to the longest connect timeout.
 const CONNECT: &[f64] =
     &[0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 60.0];
+
+/// Seconds, from a prefill at its usual time to one that waited behind many others.
+const ESTIMATE_ERROR: &[f64] =
+    &[0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0];
 
 families! {
     counter REQUESTS("baton_router_engine_requests_total", ["engine", "leg"]).of_engines(1):
@@ -25,6 +30,11 @@ families! {
         "From an attempt to a prefill engine's response, or to the head of a decode engine's successful response.";
     histogram CONNECT_SECONDS("baton_router_engine_connect_seconds", ["engine"], CONNECT).of_engines(1):
         "Time to open a connection to an engine.";
+    histogram ESTIMATE_ERROR_SECONDS(
+        "baton_router_prefill_estimate_error_seconds", ["engine"], ESTIMATE_ERROR
+    ).of_engines(1):
+        "Difference between the time of a stock engine's prefill and its estimate, which decides about waits for \
+         replies of cancelled prefills.";
     counter REPLAYS("baton_router_engine_replays_total", ["engine"]).of_engines(1):
         "Requests sent again on a new connection, because the engine closed the kept connection before its first \
          byte. Such a request is one attempt.";
@@ -79,6 +89,8 @@ pub(crate) struct EngineMetrics {
     pub connect: Histogram,
     /// Created at the first replay: most engines never have one.
     replays: OnceLock<Counter>,
+    /// Created at the second prefill of one size: only stock prefill engines have one.
+    estimate_error: OnceLock<Histogram>,
 }
 
 /// The metrics of one engine in one leg.
@@ -97,12 +109,21 @@ impl EngineMetrics {
             legs: Default::default(),
             connect: registry.histogram(&CONNECT_SECONDS, &[engine]),
             replays: OnceLock::new(),
+            estimate_error: OnceLock::new(),
         }
     }
 
     /// Counts a request that is sent again because its idle connection was closed.
     pub(crate) fn count_replay(&self) {
         self.replays.get_or_init(|| self.registry.counter(&REPLAYS, &[self.engine.as_str()])).increment(1);
+    }
+
+    /// Records the difference between a prefill's time and its estimate.
+    pub(crate) fn record_estimate_error(&self, error: Duration) {
+        let labels = [self.engine.as_str()];
+        self.estimate_error
+            .get_or_init(|| self.registry.histogram(&ESTIMATE_ERROR_SECONDS, &labels))
+            .record(error);
     }
 
     pub(crate) fn leg(&self, leg: Leg) -> &EngineLegMetrics {

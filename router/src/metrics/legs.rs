@@ -1,5 +1,7 @@
 //! The two legs of requests and their settlement: retries, aborts and releases.
 
+use std::time::Duration;
+
 use baton_connector::exchange::SettlementCause;
 
 use super::registry::{Counter, Family, Gauge, Histogram, Registry, families};
@@ -52,9 +54,24 @@ baton_connector::labelled! {
     }
 }
 
+baton_connector::labelled! {
+    /// How the wait for the reply of a cancelled prefill ended.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum AbandonWaitResult {
+        /// The engine replied, or closed its connection.
+        Reply => "reply",
+        /// The bound was reached, and the connection was half-closed.
+        Timeout => "timeout",
+    }
+}
+
 /// Seconds, from a loopback abort (0.1 ms) to an abort that needs every attempt.
 const PROPAGATION: &[f64] =
     &[0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0];
+
+/// Seconds, up to the longest bound.
+const ABANDON_WAIT: &[f64] =
+    &[0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0];
 
 families! {
     counter RETRIES("baton_router_retries_total", ["leg"]): "Attempts of a leg after the first.";
@@ -65,6 +82,13 @@ families! {
     counter ABORTS("baton_router_aborts_total", ["leg"]): "Aborted legs.";
     histogram PROPAGATION_SECONDS("baton_router_abort_propagation_seconds", ["leg"], PROPAGATION):
         "From the decision to abort a leg to the engine's confirmation.";
+    counter ABANDON_WAITS("baton_router_abandon_waits_total", ["result"]):
+        "Waits for the due reply of a cancelled prefill at an engine without the abort verb, by their end: P \
+         answered or failed (`reply`), or the bound (`timeout`).";
+    histogram ABANDON_WAIT_SECONDS("baton_router_abandon_wait_seconds", [], ABANDON_WAIT):
+        "Duration of waits for the due reply of a cancelled prefill. Until its end the engine computes for no client.";
+    gauge ABANDON_WAIT_BOUND_SECONDS("baton_router_abandon_wait_bound_seconds", []):
+        "Bound of a wait for the due reply of a cancelled prefill (`timeouts.abandon_wait_ms`).";
     counter RELEASES("baton_router_releases_total", ["cause", "via"]):
         "Leases that the router released, by cause and method.";
     counter SETTLEMENTS("baton_router_settlements_total", ["result"]):
@@ -83,6 +107,9 @@ pub(crate) struct LegMetrics {
     pub propagation: [Histogram; 2],
     pub settling: Gauge,
     pub settlements_waiting: Gauge,
+    pub abandon_wait_bound: Gauge,
+    abandon_wait: Histogram,
+    abandon_waits: [Counter; AbandonWaitResult::ALL.len()],
     releases: [[Counter; ReleaseMethod::ALL.len()]; SettlementCause::ALL.len()],
     settlements: [Counter; SettlementResult::ALL.len()],
 }
@@ -98,6 +125,10 @@ impl LegMetrics {
             propagation: Leg::BOTH.map(|leg| registry.histogram(&PROPAGATION_SECONDS, &[leg.label()])),
             settling: registry.gauge(&SETTLING, &[]),
             settlements_waiting: registry.gauge(&SETTLEMENTS_WAITING, &[]),
+            abandon_wait_bound: registry.gauge(&ABANDON_WAIT_BOUND_SECONDS, &[]),
+            abandon_wait: registry.histogram(&ABANDON_WAIT_SECONDS, &[]),
+            abandon_waits: AbandonWaitResult::ALL
+                .map(|result| registry.counter(&ABANDON_WAITS, &[result.label()])),
             releases: SettlementCause::ALL.map(|cause| {
                 ReleaseMethod::ALL.map(|via| registry.counter(&RELEASES, &[cause.label(), via.label()]))
             }),
@@ -108,6 +139,11 @@ impl LegMetrics {
 
     pub(crate) fn count_release(&self, cause: SettlementCause, via: ReleaseMethod) {
         self.releases[cause as usize][via as usize].increment(1);
+    }
+
+    pub(crate) fn record_abandon_wait(&self, result: AbandonWaitResult, took: Duration) {
+        self.abandon_waits[result as usize].increment(1);
+        self.abandon_wait.record(took);
     }
 
     pub(crate) fn count_settlement(&self, result: SettlementResult) {

@@ -30,7 +30,7 @@ use std::time::Duration;
 
 pub(crate) use config::{DiscoveryMetrics, STALE};
 pub(crate) use engines::{AttemptFailure, EngineMetrics, IN_FLIGHT, POOL, READY};
-pub(crate) use legs::{Leg, ReleaseMethod, SettlementResult};
+pub(crate) use legs::{AbandonWaitResult, Leg, ReleaseMethod, SettlementResult};
 pub(crate) use page::{PageFormat, Scrape};
 pub(crate) use registry::{Counter, Family, Registry};
 pub(crate) use requests::{ModelMetrics, RequestOutcome};

@@ -4,6 +4,7 @@
 //! Not a public interface. `tests/fuzz/` calls these under a fuzzer, and `tests/fuzz.rs` of this crate replays the
 //! corpus.
 
+use baton_connector::RequestId;
 use baton_connector::handoff::KvIntent;
 use baton_openai::{Endpoint, ParseLimits, RawBody, parse_object, strip};
 use bytes::{Bytes, BytesMut};
@@ -38,7 +39,8 @@ pub fn request_json(bytes: &[u8]) {
         }
         if let Ok((body, _)) = read {
             let (dialect, model) = (Dialect::OpenAi(endpoint), ModelName::new("m"));
-            let sent = prefill_body(dialect, &body, &RouterFields::default(), &model).pieces().concat();
+            let id = RequestId::new("r").expect("an id");
+            let sent = prefill_body(dialect, &body, &RouterFields::default(), &model, &id).pieces().concat();
             assert_eq!(parse_object(&sent, &limits).expect("one object")["stream"], false);
         }
     }

@@ -156,6 +156,7 @@ impl Generation {
             tls: None,
             health: config.health.terms(),
             release: ReleaseMode::default(),
+            control: None,
         };
         let before = previous.map(|previous| &previous.terms);
         let terms = EngineTerms::new(&config, &members, terms, keys, engine_tls.as_ref(), before)?;
@@ -203,6 +204,7 @@ impl Generation {
             waiting: self.config.limits.in_flight.saturating_mul(2),
             tries: self.config.attempts.settle,
             try_timeout: Duration::from_millis(self.config.timeouts.settle_ms),
+            abandon_wait: Duration::from_millis(self.config.timeouts.abandon_wait_ms),
         }
     }
 }

@@ -11,9 +11,9 @@ use crate::disconnect::analyse::summary::{
 };
 use crate::disconnect::analyse::uncancelled;
 use crate::disconnect::analyse::vanished::{VanishOutcome, vanish_outcome};
-use crate::disconnect::plan::phase::Phase;
+use crate::disconnect::plan::phase::{Phase, REPLY_DROPPED};
 use crate::disconnect::record::raw::{CallRecord, SegmentKind};
-use crate::disconnect::record::timeline::LegTimeline;
+use crate::disconnect::record::timeline::{LegTimeline, Timeline};
 
 /// A lower share of requests is chance.
 const RARE: f64 = 0.02;
@@ -121,7 +121,7 @@ fn stranded(data: &RunData, cancelled: &[CancelledCall<'_>], findings: &mut Vec<
                 "{stranded} of {all} requests cancelled between prefill and decode stranded their blocks for more than {seconds} s: {why}"
             ),
             Some(_) => format!(
-                "{stranded} of {all} requests cancelled after the prefill and before its reply was written stranded their blocks for more than {seconds} s: the engine's server dropped the reply, the only copy of the handoff"
+                "{stranded} of {all} requests cancelled after the prefill and before its reply was written stranded their blocks for more than {seconds} s: {why}"
             ),
             None => format!(
                 "{stranded} of {all} requests cancelled in the other phases stranded their blocks for more than {seconds} s: {why}"
@@ -150,9 +150,9 @@ fn vanished_stranded(data: &RunData, vanished: &[CancelledCall<'_>], findings: &
     findings.push(Finding::new("vanished_stranded", says, tags.len() as u64, &tags));
 }
 
-/// Counts the reasons of stranded blocks: no abort, an abort too late, or an abort without effect.
+/// Counts the reasons of stranded blocks: a dropped reply, no abort, an abort too late, or an abort without effect.
 fn describe_stranded(held: &[&CancelledCall<'_>], limit: u64) -> String {
-    let (mut without_abort, mut late, mut kept) = (0, 0, 0);
+    let (mut dropped, mut without_abort, mut late, mut kept) = (0, 0, 0, 0);
     for CancelledCall { timeline, cancelled_at, .. } in held.iter().copied() {
         let legs = timeline.iter().flat_map(|timeline| &timeline.legs);
         let freed = |leg: &LegTimeline| leg.freed_at().unwrap_or(u64::MAX);
@@ -163,12 +163,14 @@ fn describe_stranded(held: &[&CancelledCall<'_>], limit: u64) -> String {
             aborted.is_some_and(|aborted| freed.saturating_sub(aborted) <= limit)
         };
         match () {
+            () if timeline.is_some_and(Timeline::dropped_reply) => dropped += 1,
             () if aborts.iter().any(|(aborted, _)| aborted.is_none()) => without_abort += 1,
             () if aborts.iter().all(soon) => late += 1,
             () => kept += 1,
         }
     }
     let counts = [
+        (dropped, REPLY_DROPPED),
         (without_abort, "an engine's event log has no abort"),
         (late, "engines received the abort later and freed the blocks then"),
         (kept, "engines received the abort and did not free the blocks in time"),

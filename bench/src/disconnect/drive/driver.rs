@@ -198,7 +198,7 @@ impl CallDriver {
         let began = Instant::now();
         let phase = leaves.phase.unwrap_or_else(|| {
             // Any phase, each with the same probability.
-            Phase::COMMON[rng.below(Phase::COMMON.len() as u64 - 1) as usize]
+            Phase::STORM[rng.below(Phase::STORM.len() as u64) as usize]
         });
         let whole = streaming == Streaming::Whole;
         let phase = if phase == Phase::Stream && whole { Phase::Unary } else { phase };

@@ -29,6 +29,8 @@ const TIMER_IS_LATE: Duration = Duration::from_micros(1_300);
 #[derive(Default)]
 pub(crate) struct PhaseTimes {
     seen: HashMap<Phase, VecDeque<(u64, u64)>>,
+    /// The prefill engine logs when its reply is written.
+    logs_replies: bool,
 }
 
 /// When to cancel.
@@ -49,6 +51,7 @@ impl PhaseTimes {
         };
         let stream =
             client.first_token.zip(client.last_token).map(|(first, last)| (Phase::Stream, first, last));
+        self.logs_replies |= timeline.is_some_and(Timeline::logs_reply);
         for (phase, from, to) in spans.into_iter().chain(stream) {
             let seen = self.seen.entry(phase).or_default();
             if seen.len() == REMEMBERED {
@@ -90,7 +93,7 @@ impl PhaseTimes {
             Phase::Queued => Milestone::Queued,
             Phase::Prefill => Milestone::PrefillStarted,
             Phase::Reply => Milestone::Lent,
-            Phase::Gap if self.seen.contains_key(&Phase::Reply) => Milestone::Replied,
+            Phase::Gap if self.logs_replies => Milestone::Replied,
             Phase::Gap => Milestone::Lent,
             Phase::Fetch => Milestone::Fetching,
             Phase::FirstToken => Milestone::Fetched,
@@ -203,6 +206,8 @@ mod tests {
         times.learn(&seen, Some(&known));
         let us = Duration::from_micros;
         assert_eq!(times.median(Phase::Gap), Some((us(20_200), us(20_500))));
+        // The engine does not log its reply, which the decode engine has at 21.3 ms.
+        assert_eq!(times.median(Phase::Reply), Some((us(20_200), us(20_300))));
         for _ in 0..100 {
             let Some(CancelPoint::After(Milestone::PrefillStarted, delay)) =
                 times.at(Phase::Prefill, true, &mut rng)
@@ -218,6 +223,35 @@ mod tests {
         }
         // Without engine events only the time since the start is used.
         assert!(matches!(times.at(Phase::Prefill, false, &mut rng), Some(CancelPoint::At(_))));
+    }
+
+    #[test]
+    fn a_long_gap_begins_with_the_reply_if_the_engine_logs_it() {
+        for logs in [false, true] {
+            let mut events = vec![
+                (0, "queued", 1_100),
+                (0, "started", 1_200),
+                (0, "ended", 5_000),
+                (0, "lease_opened", 5_000),
+            ];
+            events.extend([(1, "queued", 40_000), (1, "fetching", 60_000)]);
+            let mut known = timeline(&events);
+            if logs {
+                let (kind, result) = ("replied".into(), Some("sent".into()));
+                known.apply(&EventRecord { at_us: 30_000, kind, result, ..EventRecord::default() });
+            }
+            let (mut times, mut rng) = (PhaseTimes::default(), Rng::new(1));
+            times.learn(&ClientTimes { began: 1_000, stream: true, ..ClientTimes::default() }, Some(&known));
+            let milestone = |point| match point {
+                Some(CancelPoint::After(milestone, _)) => Some(milestone),
+                _ => None,
+            };
+            let begin = if logs { Milestone::Replied } else { Milestone::Lent };
+            assert_eq!(milestone(times.at(Phase::Gap, true, &mut rng)), Some(begin));
+            // A reply that is not logged is aimed at: it is written soon after its lease is opened.
+            let logged = logs.then_some(Milestone::Lent);
+            assert_eq!(milestone(times.at(Phase::Reply, true, &mut rng)), logged);
+        }
     }
 
     #[test]

@@ -166,7 +166,7 @@ impl<'a> LiveRun<'a> {
         };
         match phase {
             Phase::Queued | Phase::Prefill | Phase::FirstToken | Phase::Stream | Phase::Unary => true,
-            // Without event logs these phases are unknown. Engines that do not log their replies have no such phase.
+            // Without event logs these phases are unknown. A reply is a phase only of a prefill for another engine.
             Phase::Reply => self.driver.exact && is_seen(),
             Phase::Gap | Phase::Fetch => self.driver.exact,
         }

@@ -37,9 +37,9 @@ impl Phase {
         Self::Stream,
         Self::Unary,
     ];
-    /// The phases of every engine. Few engines log when a reply is written.
-    pub(crate) const COMMON: [Self; 7] =
-        [Self::Queued, Self::Prefill, Self::Gap, Self::Fetch, Self::FirstToken, Self::Stream, Self::Unary];
+    /// The phases of cancels in a storm. A reply is written too soon for a cancel under load to hit that instant.
+    pub(crate) const STORM: [Self; 6] =
+        [Self::Queued, Self::Prefill, Self::Gap, Self::Fetch, Self::FirstToken, Self::Stream];
 
     /// The name in reports.
     pub(crate) fn label(self) -> &'static str {
@@ -55,6 +55,10 @@ impl Phase {
         }
     }
 }
+
+/// Why blocks stay leased after a cancel in [`Phase::Reply`]. `docs/how-to/stuck-blocks.md` explains the reply window.
+pub(crate) const REPLY_DROPPED: &str =
+    "the engine's server dropped the reply, the only copy of the handoff (the reply window)";
 
 /// How a client cancels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ValueEnum)]

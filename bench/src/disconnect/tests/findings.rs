@@ -26,6 +26,38 @@ fn a_lease_that_ends_by_expiry_is_a_finding() {
 }
 
 #[test]
+fn a_reply_that_is_dropped_is_a_finding_of_its_own_phase() {
+    let mut script = storm();
+    script.segment("phase reply", SegmentKind::Phase, 2_000, 40_000, |script, segment| {
+        for tag in ["lost", "aborted", "written"] {
+            script.cancelled(segment, tag, 1_021, CancelKind::Fin, Phase::Reply, 0);
+        }
+    });
+    script.engine_events(P, "lost", &prefill_leg(CloseCause::Expired.label(), 31_020));
+    script.engine_events(P, "lost", &[("replied", 1_025, 0, "dropped")]);
+    // No `replied`: the abort by id shows that the router had no reply.
+    script.engine_events(P, "aborted", &prefill_leg("aborted", 1_024));
+    // This reply was written before the cancel, which therefore counts for the gap.
+    script.engine_events(P, "written", &prefill_leg("client_gone", 1_024));
+    script.engine_events(P, "written", &[("replied", 1_020, 0, "sent")]);
+    let summary = script.summary();
+    assert_eq!(names(&summary), ["reply_stranded", "leases_expired"]);
+    let Finding { says, shown_by, .. } = &summary.findings[0];
+    assert!(says.contains("1 of 2 requests") && says.ends_with("(the reply window)"), "{says}");
+    assert_eq!(*shown_by, ["lost"]);
+    let row = |phase| summary.phases.iter().find(|row| row.phase == phase).expect("a row");
+    let (reply, gap) = (row(Phase::Reply), row(Phase::Gap));
+    assert_eq!((reply.aimed, reply.group.cancelled, reply.group.stranded), (3, 2, 1));
+    assert_eq!((gap.aimed, gap.group.cancelled, gap.group.stranded), (0, 2, 0));
+    let json = serde_json::to_value(&summary).expect("JSON");
+    let phases = json["phases"].as_array().expect("phases");
+    assert!(phases.iter().any(|row| row["phase"] == "reply" && row["stranded"] == 1), "{phases:#?}");
+    let (text, page) = (report::text(&summary), report::page(&summary));
+    assert!(text.lines().any(|line| line.starts_with("reply ")), "{text}");
+    assert!(page.contains("<tr><td>reply</td>"), "{page}");
+}
+
+#[test]
 fn stranded_blocks_are_split_by_whether_the_abort_arrived() {
     let mut script = storm();
     script.segment("phase gap", SegmentKind::Phase, 2_000, 40_000, |script, segment| {

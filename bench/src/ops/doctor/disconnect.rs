@@ -7,6 +7,10 @@
 //! The gap between prefill and decode is the shortest phase, and the one that gateways forget. If timing alone does
 //! not hit the gap, decode engines compute another prompt just before the handoff, which delays its acceptance. The
 //! client then disconnects when the prefill engine reports the lease ([`occupy`]).
+//!
+//! Before the gap is the reply window, in which the prefill engine's reply is on its way. An engine that logs `replied`
+//! shows both of its ends. On other engines an abort by request id that ends the lease shows that the router had no
+//! reply.
 
 mod occupy;
 
@@ -19,7 +23,7 @@ use serde_json::{Map, json};
 use super::checkup::Checkup;
 use super::engine::EngineInfo;
 use crate::disconnect::drive::phase_times::{CancelPoint, PhaseTimes};
-use crate::disconnect::plan::phase::Phase;
+use crate::disconnect::plan::phase::{Phase, REPLY_DROPPED};
 use crate::disconnect::record::raw::ClientTimes;
 use crate::disconnect::record::recorder::Recorder;
 use crate::disconnect::record::timeline::Timeline;
@@ -92,6 +96,7 @@ pub(super) async fn probe_phases(
         prefix,
         number: 0,
         words: terms.words,
+        short_words: None,
         aims: PhaseTimes::default(),
         proofs: BTreeMap::new(),
         occupier: DecodeOccupier::of(engines, &terms.model),
@@ -100,12 +105,11 @@ pub(super) async fn probe_phases(
     if !doctor.calm(checkup).await {
         return;
     }
-    for phase in Phase::COMMON {
+    for phase in Phase::ALL {
         if !doctor.phase(phase, checkup).await {
             // Blocks that are not freed would distort later phases.
             let failed = |of: &Phase| checkup.has_failed("disconnect", of.label());
-            let rest: Vec<_> =
-                Phase::COMMON.into_iter().filter(|rest| *rest > phase && !failed(rest)).collect();
+            let rest: Vec<_> = Phase::ALL.into_iter().filter(|rest| *rest > phase && !failed(rest)).collect();
             for rest in rest {
                 checkup.skip("disconnect", rest.label(), "not tried: another phase failed");
             }
@@ -122,6 +126,8 @@ struct DisconnectProbe<'a> {
     number: u64,
     /// Words of a prompt.
     words: usize,
+    /// Words of a prompt that is leased when complete, if longer ones have an early handoff.
+    short_words: Option<usize>,
     aims: PhaseTimes,
     proofs: BTreeMap<Phase, PhaseProof>,
     occupier: DecodeOccupier,
@@ -190,7 +196,7 @@ impl DisconnectProbe<'_> {
         let mut hit: BTreeMap<&'static str, u32> = BTreeMap::new();
         self.actions.clear();
         self.words = self.terms.words;
-        if phase == Phase::Gap {
+        if matches!(phase, Phase::Reply | Phase::Gap) {
             self.find_a_gap().await;
         }
         for attempt in 0..self.terms.tries {
@@ -221,7 +227,9 @@ impl DisconnectProbe<'_> {
             let open = self.open(&made.line);
             if !open.is_empty() {
                 let within = self.terms.within.as_secs();
-                let message = format!("{within} s after the disconnect: {}", open.join("; "));
+                let dropped = made.line.dropped_reply();
+                let cause = if dropped { format!("; {REPLY_DROPPED}") } else { String::new() };
+                let message = format!("{within} s after the disconnect: {}{cause}", open.join("; "));
                 checkup.fail("disconnect", was.label(), message);
                 return false;
             }
@@ -229,14 +237,17 @@ impl DisconnectProbe<'_> {
         }
         if phase == Phase::Gap {
             self.note_occupancy();
-            self.words = self.terms.words;
         }
         self.report_phase(phase, &hit, checkup);
         true
     }
 
-    /// A request with an early handoff has no gap. A shorter prompt, computed in one step, has one.
+    /// A request with an early handoff has neither a gap nor a reply after its prefill. A shorter prompt, computed in
+    /// one step, has both.
     async fn find_a_gap(&mut self) {
+        if let Some(words) = self.short_words {
+            return self.shorten_to(words);
+        }
         for _ in 0..HALVED {
             if self.aims.median(Phase::Gap).is_some() || self.words / 2 < WORDS_MIN {
                 return;
@@ -247,11 +258,15 @@ impl DisconnectProbe<'_> {
                 break;
             }
             if self.aims.median(Phase::Gap).is_some() {
-                self.actions.push(format!("with prompts of {} words, leased when complete", self.words));
-                return;
+                return self.shorten_to(self.words);
             }
         }
         self.words = self.terms.words;
+    }
+
+    fn shorten_to(&mut self, words: usize) {
+        (self.words, self.short_words) = (words, Some(words));
+        self.actions.push(format!("with prompts of {words} words, leased when complete"));
     }
 
     /// Makes a call whose client disconnects as soon as its blocks are leased, while decode engines compute another

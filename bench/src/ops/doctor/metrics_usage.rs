@@ -26,6 +26,10 @@ const LOOKS_BACK: u32 = 5;
 /// Usage counts as freed if it exceeds the earlier value by at most this. Metrics have few digits.
 const USAGE_SLACK: f64 = 0.000_5;
 
+/// Why leases may be left without an event log that shows it. `docs/how-to/stuck-blocks.md` explains the reply window.
+const LEASED: &str = ": a release was lost, or a stock engine's server dropped a reply, the only copy of the handoff (the \
+                      reply window)";
+
 /// Sums over the engines' metrics.
 #[derive(Clone, Copy, Debug, Default)]
 struct MetricsUsage {
@@ -211,7 +215,7 @@ pub(super) async fn probe_by_metrics(
     let probe = UsageProbe { client, engines, terms, prefix: format!("baton-doctor-{:x}-", now_us()) };
     let Some(times) = probe.measure(&idle, checkup).await else { return };
     let mut expired = None;
-    for (number, phase) in (1..).zip(Phase::COMMON) {
+    for (number, phase) in (1..).zip(Phase::ALL) {
         let Some((streaming, leave)) = times.cancel(phase) else {
             checkup.skip("disconnect", phase.label(), "not visible in metrics");
             continue;
@@ -248,7 +252,7 @@ pub(super) async fn probe_by_metrics(
     let after = MetricsUsage::of(&probe.engines).await.map_or(0.0, |usage| usage.expired);
     let ended = after - expired.unwrap_or(after);
     if ended > 0.0 {
-        checkup.fail("expiries", "", format!("{ended:.0} leases ended by expiry meanwhile"));
+        checkup.fail("expiries", "", format!("{ended:.0} leases ended by expiry meanwhile{LEASED}"));
     }
 }
 
@@ -275,9 +279,11 @@ fn describe_used(now: Option<MetricsUsage>, before: &MetricsUsage, within_s: u64
     let Some(now) = now else {
         return format!("{within_s} s after the disconnect: no usage metrics");
     };
+    // Blocks that no request holds are leased.
+    let leased = if now.requests <= before.requests { LEASED } else { "" };
     format!(
         "{within_s} s after the disconnect: usage is {:.2} % of a pool higher, with {:+.0} requests: blocks are not freed, \
-         or another client uses the deployment (the phase is the intended one)",
+         or another client uses the deployment (the phase is the intended one){leased}",
         (now.kv - before.kv).max(0.0) * 100.0,
         now.requests - before.requests,
     )

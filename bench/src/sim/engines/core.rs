@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_engine::event_log::{EventLog, RequestEvent};
+use baton_connector_leases::event_log::{EventLog, RequestEvent};
 use tokio::sync::Notify;
 
 use super::leases::{ClosedLease, Lease, LeaseKey, Leases};

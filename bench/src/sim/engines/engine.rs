@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use baton_connector::Epoch;
-use baton_engine::event_log::EventLog;
+use baton_connector_leases::event_log::EventLog;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 

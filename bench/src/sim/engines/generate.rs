@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use baton_connector::RequestId;
-use baton_engine::event_log::{RequestEvent, tag};
+use baton_connector_leases::event_log::{RequestEvent, tag};
 use baton_openai::limits::COMPLETIONS_MAX_TOKENS_DEFAULT;
 use baton_openai::{
     ApiError, ChoiceDelta, ChunkEncoder, Code, Endpoint, Finish, FinishReason, FinishedChoice,
@@ -290,9 +290,11 @@ fn release_source(engine: &Engine, source: &Source, refused: &Refusal, settles: 
 }
 
 impl ActiveRequest<'_> {
-    /// Waits for new output.
+    /// Waits for new output. Output that exists precedes the caller's end, so that a finished request gets a reply,
+    /// written or dropped.
     async fn wait_for_output(&self, connection: &mut ServerConnection) -> io::Result<()> {
         tokio::select! {
+            biased;
             () = self.progress.notified() => Ok(()),
             () = connection.wait_until_closed() => Err(io::ErrorKind::ConnectionAborted.into()),
         }

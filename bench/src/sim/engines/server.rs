@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_engine::event_log::EventPage;
+use baton_connector_leases::event_log::EventPage;
 use baton_openai::response::{ModelCard, TokenizeReply, models};
 use baton_openai::{ApiError, Endpoint, ParseLimits, TokenizeRequest, parse_object};
 use tokio::net::{TcpListener, TcpStream};

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_engine::event_log::EventLog;
+use baton_connector_leases::event_log::EventLog;
 use serde::Serialize;
 use serde_json::Value;
 use tokio_util::sync::CancellationToken;

@@ -21,6 +21,7 @@ use baton_connector::region::Region;
 use baton_connector::slice::{Geometry, Slice, SliceError};
 use baton_connector::transport::{Part, Peer, ReadOrder, Transport, TransportError, Verdict};
 use baton_connector::{BlockId, Rank, Reader};
+use baton_connector_leases::lease_span;
 
 use super::Producer;
 use super::producer_turns::Turns;
@@ -28,7 +29,6 @@ use crate::compute::cuda::device::DeviceError;
 use crate::compute::cuda::shared_kv_pool::SharedKvPool;
 use crate::engine_core::fetch_target::FetchTarget;
 use crate::engine_core::mailbox::Mailbox;
-use crate::log_span::lease_span;
 use crate::metrics::EngineMetrics;
 use crate::scheduler::sequence::SeqId;
 

@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 use baton_connector::Rank;
 use baton_connector::limits::KV_LEASE_DURATION;
 use baton_connector::transport::{Transport, TransportError};
+use baton_connector_leases::lease_span;
 
 use super::Producer;
 use super::producer_turns::Turns;
 use crate::engine_core::fetch_target::FetchTarget;
-use crate::log_span::lease_span;
 use crate::metrics::{EngineMetrics, UNDELIVERED};
 
 /// Limit of the notices that wait for an answer. A further one is dropped with a log line; its lease then expires.

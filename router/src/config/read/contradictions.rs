@@ -15,6 +15,7 @@ pub(crate) fn find(config: &RouterConfig) -> Vec<(String, String)> {
     names(&config.models, &mut found);
     publishers(config, &mut found);
     releases(&config.models, &mut found);
+    controls(&config.models, &mut found);
     for (at, model) in config.models.iter().enumerate() {
         if model.decode.engines.is_empty() && model.decode.discover.is_none() {
             found.push((format!("models[{at}].decode"), "needs at least one engine, or `discover`".into()));
@@ -151,6 +152,34 @@ fn releases(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
     }
 }
 
+/// Reports engines with two control addresses, and engines that share one: a verb would end another engine's request.
+fn controls(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
+    let (mut seen, mut owners) = (BTreeMap::new(), BTreeMap::<String, String>::new());
+    let engines =
+        || models.iter().flat_map(|model| [&model.prefill, &model.decode]).flat_map(|pool| &pool.engines);
+    let urls: BTreeSet<String> = engines().map(|engine| engine.url.authority()).collect();
+    for (at, model) in models.iter().enumerate() {
+        for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
+            for (n, engine) in pool.engines.iter().enumerate() {
+                let Some(control) = &engine.control_url else { continue };
+                let path = format!("models[{at}].{side}.engines[{n}].control_url");
+                let (own, address) = (engine.url.authority(), control.authority());
+                let owner = owners.entry(address.clone()).or_insert_with(|| own.clone());
+                if *owner != own || (address != own && urls.contains(&address)) {
+                    found.push((path.clone(), format!("{address} is the address of another engine")));
+                }
+                match seen.get(&engine.url.authority()) {
+                    Some((first, known)) if *known != control => {
+                        found.push((path, format!("the same engine has another `control_url` at {first}")));
+                    }
+                    Some(_) => {}
+                    None => drop(seen.insert(engine.url.authority(), (path, control))),
+                }
+            }
+        }
+    }
+}
+
 /// Warns of keys without an effect.
 fn without_effect(config: &RouterConfig, warnings: &mut Vec<String>) {
     let load = &config.health.load;
@@ -179,7 +208,10 @@ fn without_effect(config: &RouterConfig, warnings: &mut Vec<String>) {
         }
     }
     let pools = || config.models.iter().flat_map(|model| [&model.prefill, &model.decode]);
-    let listed = pools().any(|pool| pool.engines.iter().any(|engine| engine.url.is_tls()));
+    let is_tls = |engine: &EngineConfig| {
+        engine.url.is_tls() || engine.control_url.as_ref().is_some_and(EngineUrl::is_tls)
+    };
+    let listed = pools().any(|pool| pool.engines.iter().any(is_tls));
     // A file may contain any address.
     let found = |pool: &PoolConfig| {
         pool.discover.as_ref().is_some_and(|discover| discover.finds_https() || discover.file.is_some())
@@ -226,9 +258,13 @@ fn plain(pool: &PoolConfig, path: &str, found: &mut Vec<(String, String)>) {
             found.push((format!("{path}.discover.{source}.scheme"), what.into()));
         }
     }
-    for (at, engine) in pool.engines.iter().enumerate().filter(|(_, engine)| engine.url.is_tls()) {
-        let what = format!("`{}` needs `engine_tls.ca`: the roots of the engines' certificates", engine.url);
-        found.push((format!("{path}.engines[{at}].url"), what));
+    for (at, engine) in pool.engines.iter().enumerate() {
+        let control = engine.control_url.as_ref().map(|url| ("control_url", url));
+        let urls = std::iter::once(("url", &engine.url)).chain(control);
+        for (key, url) in urls.filter(|(_, url)| url.is_tls()) {
+            let what = format!("`{url}` needs `engine_tls.ca`: the roots of the engines' certificates");
+            found.push((format!("{path}.engines[{at}].{key}"), what));
+        }
     }
 }
 

@@ -9,8 +9,6 @@ use super::{
 };
 use crate::engines::health::FailureKind;
 
-/// Maximum idle connections per engine. One engine batches no more requests.
-const IDLE_MAX: usize = 256;
 /// Limit of the retry on a new connection. An idle connection that breaks so soon after a request was sent on it
 /// had been closed before. One that breaks later lost the request.
 const STALE_CONNECTION_WINDOW: Duration = Duration::from_secs(1);
@@ -31,7 +29,8 @@ impl Engine {
         sent: impl Fn(Arc<ConnectionHandle>),
     ) -> Result<Reply, CallError> {
         let mut lost = None;
-        if let Some(mut idle) = self.take_idle() {
+        let idle_timeout = self.connections.terms.load().idle_timeout;
+        if let Some(mut idle) = self.connections.idle.take(idle_timeout) {
             let (socket, begun) = (idle.handle(), Instant::now());
             sent(Arc::clone(&socket));
             match idle.send(self.head(request), request.pieces(), request.is_work()).await {
@@ -77,37 +76,17 @@ impl Engine {
         }
     }
 
-    /// An idle connection that still seems to be open.
-    fn take_idle(&self) -> Option<Connection> {
-        let idle_timeout = self.connections.terms.load().idle_timeout;
-        loop {
-            let mut idle = self.idle_connections().pop()?;
-            if idle.idle_for() < idle_timeout && idle.is_ready() {
-                return Some(idle);
-            }
-        }
-    }
-
-    pub(super) fn store_idle(&self, mut connection: Connection) {
-        if !connection.is_ready() {
-            return;
-        }
-        connection.mark_idle(Instant::now());
-        let mut pool = self.idle_connections();
-        if pool.len() == IDLE_MAX {
-            pool.remove(0);
-        }
-        pool.push(connection);
+    pub(super) fn store_idle(&self, connection: Connection) {
+        self.connections.idle.store(connection);
     }
 
     /// Closes connections that were idle for too long.
     pub(crate) fn close_idle(&self) {
         let idle_timeout = self.connections.terms.load().idle_timeout;
-        self.idle_connections().retain(|idle| idle.idle_for() < idle_timeout);
-    }
-
-    pub(super) fn idle_connections(&self) -> std::sync::MutexGuard<'_, Vec<Connection>> {
-        self.connections.idle.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.connections.idle.close_old(idle_timeout);
+        if let Some(control) = self.connections.control.load().as_deref() {
+            control.idle().close_old(idle_timeout);
+        }
     }
 
     /// Sends a liveness probe on a connection of its own, and waits for the head of the reply.

@@ -2,8 +2,8 @@
 
 use std::future::poll_fn;
 use std::net::{Shutdown, SocketAddr};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
@@ -13,11 +13,14 @@ use tokio::net::TcpStream;
 
 use super::activity::EngineActivity;
 use super::connection_error::ConnectionError;
-use super::connection_terms::ConnectionTerms;
 use super::http1::Http1;
 use super::reply_head::ReplyHead;
 use super::transport::{self, Transport};
 use crate::engines::presence;
+use crate::tls::client::EngineTlsConnector;
+
+/// Maximum idle connections to one address. One engine batches no more requests.
+const IDLE_MAX: usize = 256;
 
 /// A handle that abandons a connection while its reply is awaited. It has no descriptor: its commands are carried
 /// out at the next poll of the reply.
@@ -43,12 +46,21 @@ pub(crate) struct Connection {
     waits: bool,
 }
 
+/// Idle connections to one address.
+#[derive(Debug, Default)]
+pub(super) struct IdleConnections(Mutex<Vec<Connection>>);
+
 impl ConnectionHandle {
     /// Closes the sending side. The reply can still be read, and must be awaited. Stock vLLM aborts a request at a
     /// half-close just as at a close, and a reply that crosses it still arrives.
     pub(crate) fn half_close(&self) {
         self.abandon();
         self.half_closed.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether the sending side is closed, or will be at the next poll.
+    pub(crate) fn is_half_closed(&self) -> bool {
+        self.half_closed.load(Ordering::SeqCst)
     }
 
     /// The request must not be sent again, however its connection ends. The engine gets no message.
@@ -62,16 +74,17 @@ impl ConnectionHandle {
 }
 
 impl Connection {
-    /// Connects to the first address that accepts, with TLS if the terms contain it.
+    /// Connects to the first address that accepts, with `tls` if it is set.
     pub(super) async fn dial(
         addresses: &[SocketAddr],
-        terms: &ConnectionTerms,
+        tls: Option<&EngineTlsConnector>,
+        lost_after: Duration,
         activity: &Arc<EngineActivity>,
     ) -> std::io::Result<Self> {
         let stream = TcpStream::connect(addresses).await?;
         stream.set_nodelay(true)?;
-        presence::set_lost_timeout(&stream, terms.lost_after);
-        let stream = match &terms.tls {
+        presence::set_lost_timeout(&stream, lost_after);
+        let stream = match tls {
             None => Transport::Left(stream),
             Some(name) => Transport::Right(Box::new(name.connect(stream).await?)),
         };
@@ -158,6 +171,45 @@ impl Connection {
 
     pub(crate) fn idle_for(&self) -> Duration {
         self.idle_since.elapsed()
+    }
+}
+
+impl IdleConnections {
+    /// The last one that seems to be open and was idle for a shorter time.
+    pub(super) fn take(&self, idle_timeout: Duration) -> Option<Connection> {
+        loop {
+            let mut idle = self.lock().pop()?;
+            if idle.idle_for() < idle_timeout && idle.is_ready() {
+                return Some(idle);
+            }
+        }
+    }
+
+    /// Keeps a connection for the next request. The oldest one is closed if there are too many.
+    pub(super) fn store(&self, mut connection: Connection) {
+        if !connection.is_ready() {
+            return;
+        }
+        connection.mark_idle(Instant::now());
+        let mut pool = self.lock();
+        if pool.len() == IDLE_MAX {
+            pool.remove(0);
+        }
+        pool.push(connection);
+    }
+
+    /// Closes those that were idle for too long.
+    pub(super) fn close_old(&self, idle_timeout: Duration) {
+        self.lock().retain(|idle| idle.idle_for() < idle_timeout);
+    }
+
+    /// Closes those whose other end has closed.
+    pub(super) fn close_unready(&self) {
+        self.lock().retain_mut(Connection::is_ready);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Connection>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

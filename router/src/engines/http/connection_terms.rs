@@ -32,6 +32,16 @@ pub(crate) struct ConnectionTerms {
     pub health: health::HealthTerms,
     /// How leases that are no longer needed are ended there.
     pub release: ReleaseMode,
+    /// Where it answers verbs and snapshot queries, if not at its own address.
+    pub control: Option<ControlTerms>,
+}
+
+/// An engine's control address.
+#[derive(Clone, Debug)]
+pub(crate) struct ControlTerms {
+    pub url: EngineUrl,
+    /// For an `https://` address.
+    pub tls: Option<EngineTlsConnector>,
 }
 
 /// Why the terms of an engine are unusable.
@@ -100,6 +110,15 @@ fn read_key(file: &Path) -> Result<HeaderValue, TermsError> {
     Ok(header)
 }
 
+/// TLS for an address; `None` without `https`.
+fn tls_of(url: &EngineUrl, tls: Option<&Arc<EngineTls>>) -> Result<Option<EngineTlsConnector>, TlsError> {
+    if !url.is_tls() {
+        return Ok(None);
+    }
+    let tls = tls.ok_or_else(|| TlsError::NoRoots(url.to_string()))?;
+    tls.named(url).map(Some)
+}
+
 impl EngineTerms {
     /// # Errors
     /// [`TermsError`] names the invalid file or address, which the configuration itself contains.
@@ -130,6 +149,12 @@ impl EngineTerms {
                 }
             }
         }
+        for engine in members.engines() {
+            let Some(url) = &engine.control_url else { continue };
+            let tls = tls_of(url, tls)?;
+            let own = terms.own.entry(engine.url.clone()).or_insert_with(|| terms.common.clone());
+            own.control = Some(ControlTerms { url: url.clone(), tls });
+        }
         Ok(terms)
     }
 
@@ -146,10 +171,7 @@ impl EngineTerms {
         if let Some(file) = &engine.api_key_file {
             terms.api_key = Some(self.keys.of(file)?);
         }
-        if engine.url.is_tls() {
-            let tls = tls.ok_or_else(|| TlsError::NoRoots(engine.url.to_string()))?;
-            terms.tls = Some(tls.named(&engine.url)?);
-        }
+        terms.tls = tls_of(&engine.url, tls)?;
         Ok(Some(terms))
     }
 

@@ -32,7 +32,8 @@ impl Engine {
         let terms = self.connections.terms.load_full();
         let dialled = tokio::time::timeout(within, async {
             let addresses = self.connections.addresses.get().await.map_err(|_| DialError::Unresolved)?;
-            let failed = match Connection::dial(&addresses, &terms, &self.connections.activity).await {
+            let (tls, activity) = (terms.tls.as_ref(), &self.connections.activity);
+            let failed = match Connection::dial(&addresses, tls, terms.lost_after, activity).await {
                 Ok(connection) => return Ok(connection),
                 Err(error) if connection::is_local_error(&error) => {
                     return Err(DialError::OutOfResources(error));
@@ -46,7 +47,7 @@ impl Engine {
             .await;
             let failed = match moved.ok().flatten() {
                 None => failed,
-                Some(moved) => match Connection::dial(&moved, &terms, &self.connections.activity).await {
+                Some(moved) => match Connection::dial(&moved, tls, terms.lost_after, activity).await {
                     Ok(connection) => return Ok(connection),
                     Err(error) => error,
                 },
@@ -75,7 +76,7 @@ impl Engine {
 
     /// Records that no process listens at the engine's address.
     fn refused(&self) {
-        self.idle_connections().retain_mut(Connection::is_ready);
+        self.connections.idle.close_unready();
         if self.connections.activity.connections() == 0 {
             // The process is gone, and its successor has an empty cache.
             self.known_caches.forget_routed(self.cache_ids());

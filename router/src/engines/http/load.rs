@@ -8,6 +8,7 @@ use arc_swap::ArcSwap;
 use super::Engine;
 use crate::engines::health::TrialSlot;
 use crate::engines::listeners::{CapacityNotify, LoadSubscription};
+use crate::engines::prefill_times::PrefillTimes;
 use crate::metrics::Leg;
 
 /// Data-parallel ranks with separate load and cache: as many as a configuration may have.
@@ -43,6 +44,8 @@ pub(super) struct LoadCounters {
     pub(super) subscriptions: ArcSwap<Vec<LoadSubscription>>,
     /// Notified when a request ends here, so that a waiting request may take its place.
     pub(super) capacity: Arc<CapacityNotify>,
+    /// How long prefills take there, under its present load.
+    pub(super) prefill_times: PrefillTimes,
 }
 
 impl LoadCounters {
@@ -52,6 +55,7 @@ impl LoadCounters {
             ranks: OnceLock::new(),
             subscriptions: ArcSwap::default(),
             capacity,
+            prefill_times: PrefillTimes::default(),
         }
     }
 

@@ -9,7 +9,7 @@ use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use hyper::header::HeaderValue;
 
-use super::connection::Connection;
+use super::connection::{Connection, IdleConnections};
 use super::content_coding::Decoder;
 use super::reply_head::ReplyHead;
 use super::{CallError, Engine};
@@ -40,10 +40,14 @@ pub(crate) struct Reply {
     head: ReplyHead,
     /// A piece that was put back.
     ahead: Option<Bytes>,
+    /// An error that was put back behind it.
+    error_ahead: Option<CallError>,
     connection: Connection,
     /// Set if the reply is compressed.
     decoder: Option<Box<Decoder>>,
     engine: Arc<Engine>,
+    /// Where the connection is kept, if not at the engine.
+    pool: Option<Arc<IdleConnections>>,
 }
 
 /// A whole reply.
@@ -60,7 +64,12 @@ pub(crate) struct WholeReply {
 impl Reply {
     pub(super) fn new(head: ReplyHead, connection: Connection, engine: Arc<Engine>) -> Self {
         let decoder = Decoder::of(head.coding);
-        Self { head, ahead: None, connection, decoder, engine }
+        Self { head, ahead: None, error_ahead: None, connection, decoder, engine, pool: None }
+    }
+
+    /// Returns the connection to this pool instead of the engine's.
+    pub(super) fn with_pool(self, pool: Arc<IdleConnections>) -> Self {
+        Self { pool: Some(pool), ..self }
     }
 
     pub(crate) fn status(&self) -> StatusCode {
@@ -79,7 +88,8 @@ impl Reply {
     /// Whether every byte of the body has been read.
     pub(crate) fn is_ended(&self) -> bool {
         let decoded = self.decoder.as_ref().is_none_or(|decoder| decoder.is_done());
-        self.ahead.is_none() && self.connection.is_ended() && decoded
+        let is_held = self.ahead.is_some() || self.error_ahead.is_some();
+        !is_held && self.connection.is_ended() && decoded
     }
 
     /// Whether the reply is a stream of server-sent events.
@@ -94,6 +104,11 @@ impl Reply {
     /// Puts a piece back. It becomes the next one.
     pub(crate) fn put_back(&mut self, piece: Bytes) {
         self.ahead = Some(piece);
+    }
+
+    /// Puts an error back, behind a piece that is put back.
+    pub(crate) fn put_back_error(&mut self, error: CallError) {
+        self.error_ahead = Some(error);
     }
 
     /// The error of an event, as a reply in place of the stream.
@@ -134,17 +149,25 @@ impl Reply {
 
     /// As [`Self::chunk`].
     pub(crate) fn poll_chunk(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, CallError>>> {
-        let Self { ahead, connection, decoder, .. } = self;
-        match (ahead.take(), decoder) {
-            (Some(ahead), _) => Poll::Ready(Some(Ok(ahead))),
-            (None, None) => connection.poll_piece(context).map_err(CallError::Broken),
-            (None, Some(decoder)) => decoder.poll_piece(context, |context| connection.poll_piece(context)),
+        let Self { ahead, error_ahead, connection, decoder, .. } = self;
+        if let Some(ahead) = ahead.take() {
+            return Poll::Ready(Some(Ok(ahead)));
+        }
+        if let Some(error) = error_ahead.take() {
+            return Poll::Ready(Some(Err(error)));
+        }
+        match decoder {
+            None => connection.poll_piece(context).map_err(CallError::Broken),
+            Some(decoder) => decoder.poll_piece(context, |context| connection.poll_piece(context)),
         }
     }
 
     /// Returns the connection to the pool after the end of the body.
     pub(crate) fn finish(self) {
-        self.engine.store_idle(self.connection);
+        match self.pool {
+            Some(pool) => pool.store(self.connection),
+            None => self.engine.store_idle(self.connection),
+        }
     }
 
     /// As [`Self::read_whole`]. A reply that is too large, or cannot be decoded, is returned without its body.

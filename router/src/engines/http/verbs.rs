@@ -1,8 +1,23 @@
-//! Which settlement verbs an engine supports, learnt from its replies. A missing verb is remembered for a minute
-//! only: the reply may have come from a proxy, or from an engine that was still starting.
+//! Settlement verbs: which of them an engine supports, and the address at which it answers them.
+//!
+//! Support is learnt from replies. A missing verb is remembered for a minute only: the reply may have come from a proxy,
+//! or from an engine that was still starting. Everything is forgotten when another process answers at the address. Its
+//! signs are a refused connection, a handoff of another epoch, and handles that appear or disappear.
+//!
+//! An engine may answer verbs and snapshot queries at a control address of its own (`control_url`). A failure there
+//! shows nothing about the engine's health.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use baton_connector::{Epoch, Handle};
+use hyper::header::HeaderValue;
+
+use super::activity::EngineActivity;
+use super::connection::{IdleConnections, is_local_error};
+use super::{Addresses, CallError, Connection, ConnectionError, Engine, EngineRequest, Reply, head};
+use crate::config::EngineUrl;
 
 /// Time for which an engine gets no request for a missing verb. Each check costs one settlement a useless request.
 const RECHECK_INTERVAL: Duration = Duration::from_secs(60);
@@ -23,29 +38,159 @@ pub(crate) enum Support {
     Missing,
 }
 
+/// The identity of a lease, as its producer returned it. Stock engines return none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct LeaseIdentity {
+    pub handle: Option<Handle>,
+    pub epoch: Option<Epoch>,
+}
+
 /// The learnt values with their times; empty at first.
 #[derive(Debug, Default)]
-pub(crate) struct VerbSupport(Mutex<[Option<(bool, Instant)>; 2]>);
+pub(crate) struct VerbSupport {
+    known: Mutex<[Option<(bool, Instant)>; 2]>,
+    /// The process that sent the last handoff: 0 before the first, then [`LeaseIdentity::process`].
+    process: AtomicU64,
+}
+
+impl LeaseIdentity {
+    /// Differs between processes: without a handle, with one, or by the epoch.
+    fn process(self) -> u64 {
+        self.epoch.map_or(1 + u64::from(self.handle.is_some()), |Epoch(epoch)| epoch.max(3))
+    }
+}
 
 impl VerbSupport {
     /// Whether the engine supports a verb, if known.
     pub(crate) fn has(&self, verb: Verb, now: Instant) -> Option<bool> {
-        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner)[verb as usize];
+        let known = self.known()[verb as usize];
         let is_fresh =
             |(has, since): &(bool, Instant)| *has || now.saturating_duration_since(*since) < RECHECK_INTERVAL;
         known.filter(is_fresh).map(|(has, _)| has)
     }
 
     pub(crate) fn learn(&self, verb: Verb, support: Support, now: Instant) {
-        let has = support == Support::Present;
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)[verb as usize] = Some((has, now));
+        self.known()[verb as usize] = Some((support == Support::Present, now));
     }
 
-    /// Forgets missing verbs when the engine has gone, because its successor may support them. Supported verbs
-    /// stay: one reply of a proxy that starts first must not remove them.
+    /// Forgets which verbs are missing: the process that answers next may be of another version.
+    pub(crate) fn forget_missing(&self) {
+        self.known().iter_mut().for_each(|known| *known = known.filter(|(has, _)| *has));
+    }
+
+    /// Forgets everything, because another process may answer at the engine's address: of another version, or another
+    /// kind of engine.
     pub(crate) fn forget(&self) {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        known.iter_mut().for_each(|known| *known = known.filter(|(has, _)| *has));
+        *self.known() = Default::default();
+    }
+
+    /// Records a handoff of the engine. Everything is forgotten if the one before was of another process.
+    pub(crate) fn received_handoff(&self, of: LeaseIdentity) {
+        let process = of.process();
+        // The usual case takes no lock and writes nothing.
+        let before = self.process.load(Ordering::Relaxed);
+        if before != process {
+            self.process.store(process, Ordering::Relaxed);
+            if before != 0 {
+                self.forget();
+            }
+        }
+    }
+
+    fn known(&self) -> MutexGuard<'_, [Option<(bool, Instant)>; 2]> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The control address of an engine, with idle connections to it.
+pub(super) struct ControlAddress {
+    url: EngineUrl,
+    host: HeaderValue,
+    addresses: Addresses,
+    idle: Arc<IdleConnections>,
+    /// Not the engine's own: a reply here is no sign of life of the engine.
+    activity: Arc<EngineActivity>,
+}
+
+impl ControlAddress {
+    pub(super) fn new(url: &EngineUrl) -> Self {
+        Self {
+            url: url.clone(),
+            host: HeaderValue::from_str(&url.authority()).expect("an EngineUrl is printable ASCII"),
+            addresses: Addresses::new(url.host(), url.port()),
+            idle: Arc::default(),
+            activity: Arc::default(),
+        }
+    }
+
+    /// # Cancel safety
+    /// Dropping the future cuts the connection.
+    async fn call(&self, engine: &Arc<Engine>, request: &EngineRequest) -> Result<Reply, CallError> {
+        let terms = engine.connections.terms.load_full();
+        let head = || head::request(&self.host, terms.secret.as_ref(), terms.api_key.as_ref(), request);
+        let reply = |head, connection| {
+            Reply::new(head, connection, Arc::clone(engine)).with_pool(Arc::clone(&self.idle))
+        };
+        if let Some(mut idle) = self.idle.take(terms.idle_timeout) {
+            match idle.send(head(), request.pieces(), false).await {
+                Ok(head) => return Ok(reply(head, idle)),
+                // The connection was closed before. Verbs and queries can be repeated.
+                Err(ConnectionError::Unanswered) => {}
+                Err(error) => return Err(CallError::Broken(error)),
+            }
+        }
+        let dial = async {
+            let addresses = self.addresses.get().await.map_err(|_| CallError::NotConnected)?;
+            let own = terms.control.as_ref().filter(|control| control.url == self.url);
+            let tls = own.and_then(|control| control.tls.as_ref());
+            if self.url.is_tls() && tls.is_none() {
+                // The terms are those of another address: a reload is in progress. No secret is sent in clear.
+                return Err(CallError::NotConnected);
+            }
+            let dialled = Connection::dial(&addresses, tls, terms.lost_after, &self.activity).await;
+            dialled.map_err(|error| {
+                if error.kind() == std::io::ErrorKind::ConnectionRefused {
+                    engine.verbs.forget_missing();
+                }
+                match is_local_error(&error) {
+                    true => CallError::OutOfResources(error),
+                    false => CallError::NotConnected,
+                }
+            })
+        };
+        let dialled = tokio::time::timeout(terms.connect_timeout, dial).await;
+        let mut fresh = dialled.unwrap_or(Err(CallError::NotConnected))?;
+        match fresh.send(head(), request.pieces(), false).await {
+            Ok(head) => Ok(reply(head, fresh)),
+            Err(error) => Err(CallError::Broken(error)),
+        }
+    }
+
+    /// The idle connections.
+    pub(super) fn idle(&self) -> &IdleConnections {
+        &self.idle
+    }
+}
+
+impl Engine {
+    /// Sends a verb or a snapshot query: to the engine's control address, if it has one.
+    ///
+    /// # Cancel safety
+    /// Dropping the future cuts the connection.
+    pub(crate) async fn call_control(self: &Arc<Self>, request: &EngineRequest) -> Result<Reply, CallError> {
+        match self.connections.control.load_full() {
+            Some(control) => control.call(self, request).await,
+            None => self.call(request, |_| {}).await,
+        }
+    }
+
+    /// Replaces the control address if it has changed. The verbs at the new one are not known yet.
+    pub(super) fn set_control(&self, url: Option<&EngineUrl>) {
+        let current = self.connections.control.load_full();
+        if current.as_deref().map(|control| &control.url) != url {
+            self.connections.control.store(url.map(|url| Arc::new(ControlAddress::new(url))));
+            self.verbs.forget();
+        }
     }
 }
 
@@ -53,20 +198,57 @@ impl VerbSupport {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_missing_verb_is_cached_for_a_minute_and_a_present_one_forever() {
-        let (verbs, now) = (VerbSupport::default(), Instant::now());
-        assert_eq!(verbs.has(Verb::Abort, now), None);
+    fn learnt(now: Instant) -> VerbSupport {
+        let verbs = VerbSupport::default();
         verbs.learn(Verb::Abort, Support::Missing, now);
         verbs.learn(Verb::Release, Support::Present, now);
+        verbs
+    }
+
+    #[test]
+    fn a_missing_verb_is_cached_for_a_minute_and_a_present_one_until_the_engine_is_another() {
+        let now = Instant::now();
+        assert_eq!(VerbSupport::default().has(Verb::Abort, now), None);
+        let verbs = learnt(now);
         let later = |seconds| now + Duration::from_secs(seconds);
         assert_eq!(verbs.has(Verb::Abort, later(59)), Some(false));
         assert_eq!(verbs.has(Verb::Abort, later(60)), None, "it is asked again");
         assert_eq!(verbs.has(Verb::Release, later(1 << 20)), Some(true));
         verbs.learn(Verb::Abort, Support::Missing, later(60));
         assert_eq!(verbs.has(Verb::Abort, later(119)), Some(false));
+        verbs.forget_missing();
+        assert_eq!(verbs.has(Verb::Abort, later(119)), None, "the next process may have it");
+        assert_eq!(verbs.has(Verb::Release, now), Some(true), "one refused connection shows no other engine");
         verbs.forget();
-        assert_eq!(verbs.has(Verb::Abort, later(119)), None, "what comes up may have it");
-        assert_eq!(verbs.has(Verb::Release, now), Some(true), "and one that had it is not doubted");
+        assert_eq!(verbs.has(Verb::Release, now), None);
+    }
+
+    #[test]
+    fn support_is_forgotten_when_handoffs_are_of_another_process() {
+        let now = Instant::now();
+        let of = |handle: Option<u128>, epoch: Option<u64>| LeaseIdentity {
+            handle: handle.map(Handle),
+            epoch: epoch.map(Epoch),
+        };
+        let (stock, bare) = (of(None, None), of(Some(7), None));
+        let (old, new) = (of(Some(7), Some(1 << 40)), of(Some(8), Some(1 << 41)));
+        for (before, after, forgets) in [
+            (stock, stock, false),
+            (bare, bare, false),
+            (old, LeaseIdentity { handle: Some(Handle(9)), ..old }, false),
+            (stock, bare, true),
+            (bare, stock, true),
+            (old, new, true),
+            (stock, old, true),
+            (old, stock, true),
+        ] {
+            let verbs = learnt(now);
+            verbs.received_handoff(before);
+            assert_eq!(verbs.has(Verb::Release, now), Some(true), "the first handoff is no change");
+            verbs.received_handoff(after);
+            let expected = if forgets { (None, None) } else { (Some(false), Some(true)) };
+            let known = (verbs.has(Verb::Abort, now), verbs.has(Verb::Release, now));
+            assert_eq!(known, expected, "{before:?} {after:?}");
+        }
     }
 }

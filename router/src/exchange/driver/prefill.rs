@@ -103,6 +103,7 @@ impl ExchangeDriver {
                 &request.body,
                 &request.owned,
                 &request.model.name_in_bodies,
+                &self.settlement.request,
             ),
         );
         // A recomputed prompt has no third round.

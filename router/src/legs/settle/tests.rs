@@ -16,13 +16,20 @@ fn without_verbs() -> ConnectionTerms {
         tls: None,
         health: health::state::tests::TERMS,
         release: ReleaseMode::Lease,
+        control: None,
     }
 }
 
 #[tokio::test]
 async fn settlements_of_a_panicked_worker_are_made_by_another() {
     let metrics = Arc::new(Metrics::new());
-    let terms = SettlementTerms { at_once: 1, waiting: 10, tries: 1, try_timeout: Duration::from_secs(1) };
+    let terms = SettlementTerms {
+        at_once: 1,
+        waiting: 10,
+        tries: 1,
+        try_timeout: Duration::from_secs(1),
+        abandon_wait: Duration::ZERO,
+    };
     let settler = Settler::new(terms, Arc::clone(&metrics), Clock::start());
     let url = "http://engine:8000".parse().expect("an address");
     let engine = Fleet::new(metrics).engine(&url, &without_verbs());

@@ -30,6 +30,7 @@ fn terms() -> ConnectionTerms {
         tls: None,
         health: state::tests::TERMS,
         release: ReleaseMode::default(),
+        control: None,
     }
 }
 

@@ -5,6 +5,7 @@ pub(crate) mod accounting;
 pub(crate) mod admin;
 pub(crate) mod config;
 pub(crate) mod configuration_page;
+pub(crate) mod control_url;
 pub(crate) mod discovery;
 pub(crate) mod explain;
 pub(crate) mod health;

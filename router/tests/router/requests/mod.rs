@@ -3,11 +3,13 @@
 pub(crate) mod admission;
 pub(crate) mod early_handoff;
 pub(crate) mod endpoints;
+pub(crate) mod engine_abort;
 pub(crate) mod failures;
 pub(crate) mod liveness;
 pub(crate) mod load;
 pub(crate) mod main_path;
 pub(crate) mod policies;
+pub(crate) mod reply_window;
 pub(crate) mod restarts;
 pub(crate) mod resume;
 pub(crate) mod stock_engine;

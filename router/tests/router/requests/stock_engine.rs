@@ -14,10 +14,10 @@ use crate::harness::system::TestRouter;
 
 /// Blocks that P pins, by its own id of the request.
 #[derive(Clone, Default)]
-struct PinnedBlocks(Arc<Mutex<BTreeSet<String>>>);
+pub(super) struct PinnedBlocks(Arc<Mutex<BTreeSet<String>>>);
 
 impl PinnedBlocks {
-    fn held(&self) -> usize {
+    pub(super) fn held(&self) -> usize {
         self.0.lock().unwrap().len()
     }
 
@@ -48,7 +48,10 @@ fn refused(body: &Value) -> Option<Action> {
 }
 
 /// P: pins, and answers at once or when the test opens the gate.
-fn produce(pins: &PinnedBlocks, gated: bool) -> impl Fn(&ReceivedRequest) -> Option<Action> + Send + 'static {
+pub(super) fn produce(
+    pins: &PinnedBlocks,
+    gated: bool,
+) -> impl Fn(&ReceivedRequest) -> Option<Action> + Send + 'static {
     let (pins, count) = (pins.clone(), AtomicUsize::new(0));
     move |request| {
         if !request.path.starts_with("/v1/") {
@@ -72,7 +75,7 @@ fn produce(pins: &PinnedBlocks, gated: bool) -> impl Fn(&ReceivedRequest) -> Opt
 }
 
 /// D: releases at P the blocks that it reads or that its handler refuses.
-fn consume(
+pub(super) fn consume(
     pins: &PinnedBlocks,
     then: Action,
 ) -> impl Fn(&ReceivedRequest) -> Option<Action> + Send + 'static {
@@ -93,7 +96,7 @@ async fn pair(pins: &PinnedBlocks, gated: bool, then: Action) -> (FakeEngine, Fa
     (p, d)
 }
 
-fn config(p: &FakeEngine, d: &FakeEngine, release: &str) -> String {
+pub(super) fn config(p: &FakeEngine, d: &FakeEngine, release: &str) -> String {
     format!(
         "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nhealth: {{active: {{interval_ms: 0}}}}\n\
          models: [{{name: m, prefill: {{engines: [{{url: '{}', release: {release}}}]}}, \
@@ -112,7 +115,7 @@ fn verbs(engine: &FakeEngine) -> usize {
 }
 
 /// Requests to generate that were meant to be refused.
-fn refusable(d: &FakeEngine) -> Vec<ReceivedRequest> {
+pub(super) fn refusable(d: &FakeEngine) -> Vec<ReceivedRequest> {
     d.received().into_iter().filter(|request| request.body["temperature"] == json!(-1)).collect()
 }
 
@@ -143,7 +146,9 @@ async fn the_legs_adapt_parameters_that_stock_engines_reject() {
     for field in ["n", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "max_tokens", "stream_options"] {
         assert_eq!(second[field], body[field], "{field} on the decode leg");
     }
-    assert_eq!(p.received()[0].headers["x-request-id"], d.received()[0].headers["x-request-id"]);
+    let id = p.received()[0].headers["x-request-id"].clone();
+    assert_eq!(id, d.received()[0].headers["x-request-id"]);
+    assert_eq!(first["kv_transfer_params"]["router_request_id"], id.to_str().unwrap());
     assert_eq!(pins.held(), 0);
 }
 

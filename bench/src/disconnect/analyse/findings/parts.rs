@@ -130,7 +130,13 @@ pub(super) fn expiries(data: &RunData, summary: &Summary, findings: &mut Vec<Fin
     let on_purpose = if summary.exact { excused.len() as u64 } else { in_parts };
     let expired = counted.saturating_sub(on_purpose).max(tags.len() as u64);
     if expired > 0 {
-        let says = format!("{expired} leases expired: their blocks were neither read nor released");
+        // Event logs show the phase of each cancel, metrics do not.
+        let hint = if summary.exact {
+            ""
+        } else {
+            ". A reply that a stock server dropped has this effect (the reply window)"
+        };
+        let says = format!("{expired} leases expired: their blocks were neither read nor released{hint}");
         findings.push(Finding::new("leases_expired", says, expired, &tags));
     }
 }

@@ -49,6 +49,10 @@ fn engines_unknown(summary: &Summary) -> Vec<String> {
     } else if !summary.exact {
         unknown
             .push("phases, times and blocks of single requests: the engines report metrics only".to_owned());
+        unknown.push(
+            "phases reply, gap and fetch: no client aims at them without event logs; blocks that stay there appear as orphaned blocks and expired leases"
+                .to_owned(),
+        );
     }
     for engine in summary.engines.iter().filter(|engine| !summary.exact && engine.sampled.is_none()) {
         let why = if engine.blocks == 0 {

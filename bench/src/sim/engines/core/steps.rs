@@ -1,6 +1,6 @@
 //! Steps over time: admission, the work of a step and its duration.
 
-use baton_engine::event_log::RequestEvent;
+use baton_connector_leases::event_log::RequestEvent;
 
 use super::{Action, CATCH_UP_US, Core, Leg, RequestEnd, RequestPhase, Step, Ticket, us};
 use crate::sim::engines::pool::BlockHolder;

@@ -62,17 +62,32 @@ async fn after_a_storm_every_block_is_free_and_every_text_is_correct() {
     }
 }
 
-/// A known limit with stock engines: their abort is a half-close, and their server then drops the reply with the
-/// only copy of the handoff.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stock_engine_strands_the_blocks_of_a_caller_that_leaves_in_its_reply_window() {
-    let engine = EnginePlan { reply_delay: Some(PATIENCE * 2), ..EnginePlan::instant() };
+/// A caller that leaves in a reply window that outlasts the test, and the router in front of it.
+async fn leaves_in_the_reply_window(dialect: Dialect) -> (TestFleet, tokio::task::JoinHandle<()>) {
+    let engine = EnginePlan { dialect, reply_delay: Some(PATIENCE * 2), ..EnginePlan::instant() };
     let fleet = TestFleet::with(engine);
     let (address, running) = router(&fleet.fleet).await;
     let caller = TestCaller::post(address, "/v1/completions", &ask(&prompt(1, 40), 5, "mine")).await;
     fleet.event(Role::Prefill, "mine", "lease_opened").await;
     caller.leaves(HangUp::Fin);
+    (fleet, running)
+}
+
+/// A known limit with stock engines: their abort is a half-close, and their server then drops the reply with the
+/// only copy of the handoff.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stock_engine_strands_the_blocks_of_a_caller_that_leaves_in_its_reply_window() {
+    let (fleet, running) = leaves_in_the_reply_window(Dialect::Vllm).await;
     let replied = fleet.event(Role::Prefill, "mine", "replied").await;
     assert_eq!((&replied["result"], fleet.usage(Role::Prefill).leased), (&json!("dropped"), 3));
+    running.abort();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_abort_by_id_frees_the_blocks_of_a_caller_that_leaves_in_the_reply_window() {
+    let (fleet, running) = leaves_in_the_reply_window(Dialect::Baton).await;
+    let ended = fleet.event(Role::Prefill, "mine", "lease_ended").await;
+    assert_eq!((&ended["reason"], &ended["blocks"]), (&json!("aborted"), &json!(3)));
+    fleet.settled().await;
     running.abort();
 }

@@ -60,6 +60,33 @@ impl Subscriber for LogCapture {
     fn exit(&self, _: &Id) {}
 }
 
+/// Records the calls of the service.
+#[derive(Default)]
+struct RecordedOwner {
+    opened: Mutex<Vec<(usize, bool)>>,
+    counted: Mutex<Vec<CloseCause>>,
+    closed: Mutex<Vec<ClosedLease>>,
+    unfinished: Mutex<Vec<Handle>>,
+}
+
+impl LeaseOwner for RecordedOwner {
+    fn lease_opened(&self, blocks: usize, growing: bool) {
+        self.opened.lock().expect("no panic").push((blocks, growing));
+    }
+
+    fn count_closed(&self, lease: &ClosedLease) {
+        self.counted.lock().expect("no panic").push(lease.cause);
+    }
+
+    fn leases_closed(&self, closed: Vec<ClosedLease>) {
+        self.closed.lock().expect("no panic").extend(closed);
+    }
+
+    fn leases_unfinished(&self, handles: Vec<Handle>) {
+        self.unfinished.lock().expect("no panic").extend(handles);
+    }
+}
+
 fn grant(handle: u128, expected: usize) -> LeaseSpec {
     LeaseSpec {
         handle: Handle(handle),
@@ -72,10 +99,9 @@ fn grant(handle: u128, expected: usize) -> LeaseSpec {
 #[test]
 fn only_an_expiry_logs_one_line_and_counts_once() {
     let terms = LeaseTerms { duration: Duration::from_millis(500), ..LeaseTerms::default() };
-    let metrics = Arc::new(EngineMetrics::new("m"));
-    let mailbox = Arc::new(Mailbox::new(1));
+    let owner = Arc::new(RecordedOwner::default());
     let log = RankLog::new(&Arc::default(), 0);
-    let service = LeaseService::new(terms, Epoch(1), 2, Arc::clone(&mailbox), Arc::clone(&metrics), log);
+    let service = LeaseService::new(terms, Epoch(1), 2, Arc::<RecordedOwner>::clone(&owner), log);
     let logs = LogCapture::default();
     tracing::subscriber::with_default(logs.clone(), || {
         for (handle, expected) in [(1, 2), (2, 1), (3, 1)] {
@@ -88,10 +114,8 @@ fn only_an_expiry_logs_one_line_and_counts_once() {
             assert_eq!(service.finish_read(Handle(handle), reader), Verdict::Valid);
         }
         assert_eq!(service.release(Handle(2), "router_release"), ReleaseReply::Released);
-        // The timer holds the ledger while it calls `stop`, so its effect is read from the metrics.
-        service.run_timer(|| {
-            metrics.render().contains("nixl_num_kv_expired_reqs{model_name=\"m\",engine=\"0\"} 1\n")
-        });
+        // The timer holds the ledger while it calls `stop`, so its effect is read from the owner.
+        service.run_timer(|| owner.counted.lock().expect("no panic").contains(&CloseCause::Expired));
         // Late messages change nothing and log nothing more.
         assert_eq!(service.release(Handle(1), "late"), ReleaseReply::Already);
         assert_eq!(service.heartbeat(Handle(1)), HeartbeatReply::Gone);
@@ -110,16 +134,13 @@ fn only_an_expiry_logs_one_line_and_counts_once() {
     ] {
         assert!(line.contains(part), "{part:?} is not in {line}");
     }
-    let text = metrics.render();
-    for series in [
-        "vllm:nixl_num_kv_expired_reqs{model_name=\"m\",engine=\"0\"} 1",
-        "baton_kv_release_total{model_name=\"m\",engine=\"0\",cause=\"lease_expired\"} 1",
-        "baton_lease_held_seconds_count{model_name=\"m\",engine=\"0\",cause=\"lease_expired\"} 1",
-        "baton_lease_held_seconds_count{model_name=\"m\",engine=\"0\",cause=\"released\"} 1",
-        "baton_lease_held_seconds_count{model_name=\"m\",engine=\"0\",cause=\"transfer_done\"} 1",
-    ] {
-        assert!(text.contains(series), "{series} is not in\n{text}");
-    }
-    let settled: usize = mailbox.collect().settled.iter().map(|lease| lease.blocks.len()).sum();
+    assert_eq!(*owner.opened.lock().expect("no panic"), [(3, false); 3]);
+    let causes = [CloseCause::Fetched, CloseCause::Released, CloseCause::Expired];
+    assert_eq!(*owner.counted.lock().expect("no panic"), causes, "each end counts once");
+    let closed = owner.closed.lock().expect("no panic");
+    let ends: Vec<_> = closed.iter().map(|lease| (lease.handle, lease.cause)).collect();
+    assert_eq!(ends, [3, 2, 1].map(Handle).into_iter().zip(causes).collect::<Vec<_>>());
+    let settled: usize = closed.iter().map(|lease| lease.blocks.len()).sum();
     assert_eq!(settled, 9, "every block of the three was freed once");
+    assert!(owner.unfinished.lock().expect("no panic").is_empty(), "every prefill had ended");
 }

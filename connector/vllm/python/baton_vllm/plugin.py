@@ -1,0 +1,354 @@
+"""The endpoint plugin `baton`: the verbs and the state of the engine processes, on vLLM's own address.
+
+vLLM loads it if `VLLM_PLUGINS` names it. Each API server process forwards to the HTTP port of every local EngineCore.
+A handoff that the front end refuses before the engine sees it is given back to its producer.
+"""
+
+import asyncio
+import ipaddress
+import json
+import os
+import pathlib
+
+from .settings import Settings
+
+SECRET_HEADER = "x-baton-cluster-secret"
+ROUTER_SETTLES_HEADER = "x-baton-router-settles"
+BODY_BYTES_MAX = 1 << 20
+# A refused body is read for its handoff up to this size; block tables are long.
+REFUSED_BYTES_MAX = 8 << 20
+FORWARD_TIMEOUT_S = 5.0
+WAIT_MAX_S = 12.0  # of `/debug/kv/events?wait_ms=`
+REFUSALS_MAX = 1024
+# Paths whose requests may have a handoff. vLLM's key check covers all of them.
+GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate")
+# Headers of a proxy: the caller is not on this host, whatever its address is.
+PROXY_HEADERS = ("x-forwarded-for", "forwarded", "x-envoy-external-address", "x-real-ip")
+SUMMED = ("blocks", "requests", "leases", "steps")
+
+
+def plugin():
+    """The entry point."""
+    return BatonPlugin()
+
+
+class BatonPlugin:
+    """vLLM's `EndpointPlugin`."""
+
+    name = "baton"
+    required_tasks = ("generate",)
+
+    def __init__(self):
+        self.cores = Cores()
+
+    def attach_router(self, app):
+        from fastapi import APIRouter, Request
+
+        router, cores = APIRouter(), self.cores
+
+        # FastAPI reads the annotations, and resolves no names of this function.
+        async def release(request):
+            return await cores.forward_post("/kv/release", request)
+
+        async def abort(request):
+            return await cores.forward_post("/abort_requests", request)
+
+        async def state(request):
+            return await cores.state(request)
+
+        async def events(request):
+            return await cores.events(request)
+
+        for path, method, endpoint in [
+            ("/kv/release", "POST", release),
+            ("/abort_requests", "POST", abort),
+            ("/debug/kv", "GET", state),
+            ("/debug/kv/events", "GET", events),
+        ]:
+            endpoint.__annotations__ = {"request": Request}
+            router.add_api_route(path, endpoint, methods=[method], include_in_schema=False)
+        app.include_router(router)
+        app.add_middleware(RefusalMiddleware, cores=cores)
+        app.add_middleware(MetricsMiddleware, cores=cores)
+
+    async def init_state(self, engine_client, state, args):
+        if engine_client is None:
+            return
+        self.cores.configure(engine_client.vllm_config)
+
+
+class Cores:
+    """The HTTP ports of the local EngineCores."""
+
+    def __init__(self):
+        self.urls = []
+        self._secret = None
+        self._session = None
+        self._refusals = 0
+
+    def configure(self, config):
+        """The addresses, from the same settings as in the engine processes."""
+        transfer = config.kv_transfer_config
+        if transfer is None or transfer.kv_connector_module_path != "baton_vllm":
+            return
+        import vllm.envs as envs
+
+        parallel = config.parallel_config
+        first = parallel.data_parallel_index
+        for rank in range(first, first + max(1, parallel.data_parallel_size_local)):
+            settings = Settings.parse(
+                transfer.kv_connector_extra_config or {},
+                envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
+                envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
+                rank,
+            )
+            host, _, port = settings.http.rpartition(":")
+            self.urls.append(f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}")
+            self._secret = read_secret(settings.secret_file or os.environ.get("BATON_CLUSTER_SECRET_FILE"))
+
+    async def call(self, method, url, body=None, headers=None, timeout=FORWARD_TIMEOUT_S):
+        """Status and body of one answer; 503 if there is none."""
+        import aiohttp
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession()
+        try:
+            limit = aiohttp.ClientTimeout(total=timeout)
+            async with self._session.request(method, url, data=body, headers=headers, timeout=limit) as answer:
+                return answer.status, await answer.read()
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            return 503, envelope(f"the engine process does not answer: {type(error).__name__}")
+
+    def refuse_stranger(self, request):
+        """Without a secret, vLLM's own port may be open to clients: only callers of this host are served."""
+        proxied = any(name in request.headers for name in PROXY_HEADERS)
+        if self._secret or (is_loopback(request.client) and not proxied):
+            return None
+        return respond(401, envelope("this path needs a cluster secret (kv_connector_extra_config.baton.secret_file)"))
+
+    async def forward_post(self, path, request):
+        """The first answer that knows the lease or request counts."""
+        if refusal := self.refuse_stranger(request):
+            return refusal
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > BODY_BYTES_MAX:
+                return respond(413, envelope(f"the body has more than {BODY_BYTES_MAX} bytes"))
+        headers = own_headers(request.headers)
+        answers = await asyncio.gather(*(self.call("POST", url + path, bytes(body), headers) for url in self.urls))
+        return respond(*merge_verbs(answers))
+
+    async def state(self, request):
+        if refusal := self.refuse_stranger(request):
+            return refusal
+        headers = own_headers(request.headers)
+        answers = await asyncio.gather(*(self.call("GET", url + "/debug/kv", headers=headers) for url in self.urls))
+        return respond(*merge_states(answers))
+
+    async def events(self, request):
+        if refusal := self.refuse_stranger(request):
+            return refusal
+        if len(self.urls) != 1:
+            return respond(501, envelope("with several data-parallel ranks, ask the HTTP port of each EngineCore"))
+        query = f"?{request.url.query}" if request.url.query else ""
+        return respond(
+            *await self.call("GET", f"{self.urls[0]}/debug/kv/events{query}", headers=own_headers(request.headers), timeout=WAIT_MAX_S)
+        )
+
+    async def metrics(self):
+        """The cores' metrics as text. A core that does not answer has none."""
+        answers = await asyncio.gather(*(self.call("GET", url + "/metrics") for url in self.urls))
+        return b"".join(body for status, body in answers if status == 200)
+
+    def give_back(self, body, status):
+        """Starts to give the handoff of a refused request back to its producer."""
+        params = refused_handoff(body)
+        if params is None or len(self.urls) != 1 or self._refusals >= REFUSALS_MAX:
+            # With several ranks, the one that a request used is not known here.
+            return
+        message = json.dumps({"params": params, "reason": f"refused_{status}"}).encode()
+        headers = {"content-type": "application/json"}
+        if self._secret:
+            headers[SECRET_HEADER] = self._secret
+        call = self.call("POST", self.urls[0] + "/kv/refused", message, headers)
+        task = asyncio.get_running_loop().create_task(call)
+        self._refusals += 1
+        task.add_done_callback(self._given_back)
+
+    def _given_back(self, _task):
+        self._refusals -= 1
+
+
+def read_secret(path):
+    """The cluster secret, as the core reads it: the first line of the file."""
+    return (pathlib.Path(path).read_text().splitlines() or [""])[0].strip() if path else None
+
+
+def is_loopback(client):
+    """Whether a caller is on this host. A Unix socket has no address, and may be a proxy's."""
+    try:
+        return client is not None and ipaddress.ip_address(client.host).is_loopback
+    except ValueError:
+        return False
+
+
+def own_headers(headers):
+    """The headers that a core reads."""
+    kept = {"content-type": "application/json"}
+    if SECRET_HEADER in headers:
+        kept[SECRET_HEADER] = headers[SECRET_HEADER]
+    return kept
+
+
+def envelope(message):
+    return json.dumps({"error": {"message": message, "type": "service_unavailable_error", "code": None, "param": None}}).encode()
+
+
+def respond(status, body):
+    from starlette.responses import Response
+
+    return Response(content=body, status_code=status, media_type="application/json")
+
+
+def merge_verbs(answers):
+    """One answer for all ranks: the first result other than `unknown`, for each request or handle."""
+    if not answers:
+        return 503, envelope("this vLLM has no BatonConnector")
+    if len(answers) == 1:
+        return answers[0]
+    merged = None
+    for status, body in answers:
+        if status != 200:
+            return status, body
+        reply = json.loads(body)
+        if merged is None:
+            merged = reply
+        elif "results" in reply:
+            for name, result in reply["results"].items():
+                merged["results"][name] = better(merged["results"].get(name), result)
+        else:
+            merged["result"] = better(merged.get("result"), reply.get("result"))
+    return 200, json.dumps(merged).encode()
+
+
+def better(one, other):
+    """The word that says more. A rank that knows nothing of a request says `unknown`, or remembers it."""
+    order = {None: 0, "unknown": 1, "remembered": 2}
+    return other if order.get(other, 3) > order.get(one, 3) else one
+
+
+def merge_states(answers):
+    """The sums over the ranks, as a Baton engine with several ranks reports them."""
+    if not answers:
+        return 503, envelope("this vLLM has no BatonConnector")
+    for status, body in answers:
+        if status != 200:
+            return status, body
+    states = [json.loads(body) for _, body in answers]
+    merged = states[0]
+    for state in states[1:]:
+        for part in SUMMED:
+            merged[part] = add(merged.get(part), state.get(part))
+        merged["oldest_leases"] += state["oldest_leases"]
+        merged["cores"] += state["cores"]
+        merged["failed"] = merged["failed"] or state["failed"]
+    if len(states) > 1:
+        # The sums belong to no rank.
+        merged.pop("rank", None)
+    merged["engine"]["data_parallel_size"] = len(states)
+    return 200, json.dumps(merged).encode()
+
+
+def add(left, right):
+    if isinstance(left, dict):
+        return {key: add(value, right.get(key)) for key, value in left.items()}
+    return left + (right or 0) if isinstance(left, int) else left
+
+
+def refused_handoff(body):
+    """The handoff of a refused request, if it has one with a handle."""
+    try:
+        params = json.loads(body).get("kv_transfer_params")
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    if isinstance(params, dict) and params.get("do_remote_prefill") is True and isinstance(params.get("remote_handle"), str):
+        return params
+    return None
+
+
+class RefusalMiddleware:
+    """Gives handoffs back that the front end refuses: malformed bodies, unknown models, a stream that never starts."""
+
+    def __init__(self, app, cores):
+        self.app = app
+        self.cores = cores
+
+    async def __call__(self, scope, receive, send):
+        watched = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in GENERATE_PATHS
+        if not watched or not self.cores.urls or settles_itself(scope):
+            return await self.app(scope, receive, send)
+        request = ObservedRequest(receive, send)
+        try:
+            await self.app(scope, request.receive, request.send)
+        finally:
+            if request.is_refused():
+                self.cores.give_back(bytes(request.body), request.status or 499)
+
+
+def settles_itself(scope):
+    """Whether a router says that it releases the handoff of a refused request, or tries another engine with it."""
+    return any(name == ROUTER_SETTLES_HEADER.encode() for name, _ in scope["headers"])
+
+
+class ObservedRequest:
+    """The body of one request, and how its answer begins."""
+
+    def __init__(self, receive, send):
+        self._receive = receive
+        self._send = send
+        self.body = bytearray()
+        self.status = None
+        self.body_sent = False
+
+    async def receive(self):
+        message = await self._receive()
+        if message["type"] == "http.request" and not self.body_sent and len(self.body) <= REFUSED_BYTES_MAX:
+            self.body += message.get("body", b"")
+        return message
+
+    async def send(self, message):
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if self.status < 400:
+                # Its body is not needed.
+                self.body_sent = True
+                self.body.clear()
+        await self._send(message)
+
+    def is_refused(self):
+        """Whether no answer of the engine began. The core ignores a handoff that a request of its engine has used."""
+        return not self.body_sent and len(self.body) <= REFUSED_BYTES_MAX
+
+
+class MetricsMiddleware:
+    """Appends the cores' metrics to the answer of `/metrics`."""
+
+    def __init__(self, app, cores):
+        self.app = app
+        self.cores = cores
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http" or scope["path"] != "/metrics" or not self.cores.urls:
+            return await self.app(scope, receive, send)
+
+        async def send_with_ours(message):
+            if message["type"] == "http.response.start":
+                # The length changes, and the text must not be compressed.
+                message = dict(message, headers=[h for h in message["headers"] if h[0].lower() != b"content-length"])
+            elif message["type"] == "http.response.body" and not message.get("more_body"):
+                message = dict(message, body=message.get("body", b"") + await self.cores.metrics())
+            await send(message)
+
+        scope = dict(scope, headers=[h for h in scope["headers"] if h[0].lower() != b"accept-encoding"])
+        await self.app(scope, receive, send_with_ours)

@@ -1,0 +1,117 @@
+"""Settings: defaults, ranks, and every wrong value refused by name."""
+
+import types
+
+import pytest
+
+from baton_vllm.settings import Settings, SettingsError
+from harness import connector  # noqa: F401  (puts vLLM or its stubs in place)
+
+from baton_vllm.connector import refuse_unsupported
+
+
+def parse(baton=..., host="localhost", port=5600, rank=0):
+    return Settings.parse({} if baton is ... else {"baton": baton}, host, port, rank)
+
+
+def test_defaults():
+    settings = parse()
+    assert (settings.http, settings.channel) == ("127.0.0.1:7600", "127.0.0.1:7700")
+    assert settings.strict_peers and settings.require_abort and settings.nap
+    assert not settings.allow_untested and settings.secret_file is None
+    assert parse(None) == parse({}) == settings
+
+
+@pytest.mark.parametrize("host, channel", [
+    ("localhost", "127.0.0.1:7700"),
+    ("127.0.0.2", "127.0.0.1:7700"),
+    ("::1", "127.0.0.1:7700"),
+    ("10.0.0.5", "0.0.0.0:7700"),
+    ("0.0.0.0", "0.0.0.0:7700"),
+    ("p-0.engines.svc", "0.0.0.0:7700"),
+])
+def test_the_side_channel_follows_vllms(host, channel):
+    assert parse(host=host).channel == channel
+    assert parse(host=host).http == "127.0.0.1:7600", "the HTTP port stays on loopback"
+
+
+def test_each_rank_has_ports_of_its_own():
+    assert (parse(rank=3).http, parse(rank=3).channel) == ("127.0.0.1:7603", "127.0.0.1:7703")
+    given = parse({"http": "10.0.0.5:80", "channel": "[::1]:90"}, rank=2)
+    assert (given.http, given.channel) == ("10.0.0.5:82", "[::1]:92")
+    assert parse({"http": "127.0.0.1:0"}, rank=2).http == "127.0.0.1:0"
+
+
+def test_given_values():
+    settings = parse({
+        "secret_file": "/s", "peers": "any", "require_abort": False, "allow_untested": True, "nap": False
+    })
+    assert settings.secret_file == "/s" and settings.allow_untested
+    assert not (settings.strict_peers or settings.require_abort or settings.nap)
+
+
+@pytest.mark.parametrize("baton, named", [
+    ([1], "baton must be an object"),
+    ("strict", "baton must be an object"),
+    (7, "baton must be an object"),
+    ({"htp": "x"}, "baton.htp is unknown"),
+    ({"strict_peers": True}, "baton.strict_peers is unknown"),
+    ({"peers": "all"}, "baton.peers"),
+    ({"peers": None}, "baton.peers"),
+    ({"peers": ["strict"]}, "baton.peers"),
+    ({"nap": 1}, "baton.nap"),
+    ({"require_abort": "no"}, "baton.require_abort"),
+    ({"allow_untested": None}, "baton.allow_untested"),
+    ({"secret_file": 7}, "baton.secret_file"),
+    ({"http": 7600}, "baton.http must be IP:PORT"),
+    ({"http": None}, "baton.http must be IP:PORT"),
+    ({"http": "127.0.0.1"}, "baton.http must be IP:PORT"),
+    ({"http": ":7600"}, "baton.http must be IP:PORT"),
+    ({"http": "127.0.0.1:"}, "baton.http must be IP:PORT"),
+    ({"http": "127.0.0.1:-1"}, "baton.http must be IP:PORT"),
+    ({"http": "127.0.0.1:http"}, "baton.http must be IP:PORT"),
+    ({"channel": "127.0.0.1:65536"}, "baton.channel: port 65536"),
+])
+def test_wrong_values_are_refused_by_name(baton, named):
+    with pytest.raises(SettingsError, match=named.replace(".", r"\.")):
+        parse(baton)
+
+
+def test_ports_beyond_the_range():
+    with pytest.raises(SettingsError, match="port 65537 is above 65535; set a lower one"):
+        parse(port=63537)
+    with pytest.raises(SettingsError, match="port 65536"):
+        parse({"http": "127.0.0.1:65535"}, rank=1)
+
+
+# Settings of vLLM
+
+
+def vllm_config(dcp=1, pcp=1, pp=1, bidirectional=False, name="BatonConnector"):
+    parallel = types.SimpleNamespace(
+        decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp, pipeline_parallel_size=pp
+    )
+    transfer = types.SimpleNamespace(
+        kv_connector=name, get_from_extra_config={"bidirectional_kv_xfer": bidirectional}.get
+    )
+    return types.SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
+
+
+def test_supported_settings_of_vllm():
+    refuse_unsupported(vllm_config(), parse())
+    refuse_unsupported(vllm_config(pp=2, name="MultiConnector"), parse({"allow_untested": True}))
+
+
+@pytest.mark.parametrize("change, named", [
+    ({"dcp": 2}, "decode_context_parallel_size"),
+    ({"pcp": 2}, "prefill_context_parallel_size"),
+    ({"bidirectional": True}, "bidirectional_kv_xfer"),
+    ({"pp": 2}, "pipeline_parallel_size"),
+    ({"name": "MultiConnector"}, "MultiConnector"),
+])
+@pytest.mark.parametrize("allow", [False, True])
+def test_unsupported_settings_of_vllm(change, named, allow):
+    if allow and named in ("pipeline_parallel_size", "MultiConnector"):
+        return
+    with pytest.raises(RuntimeError, match=named):
+        refuse_unsupported(vllm_config(**change), parse({"allow_untested": allow}))

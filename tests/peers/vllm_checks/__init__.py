@@ -1,0 +1,1 @@
+"""The checks of ../vllm_pair.py. Standard library only."""
