@@ -159,10 +159,10 @@ class FakeCore:
         self.loads[id] = self.hold
         return {"params": dict(params), "load": True}
 
-    def op_state(self, id, wait_us=0):
+    def op_state(self, id, wait_us):
         return {"state": self.loads.get(id, "none")}
 
-    def op_begin(self, id, count):
+    def op_begin(self, id):
         assert self.loads[id] != "read", "a load begins once"
         return {}
 

@@ -41,7 +41,7 @@ def test_valid_within_the_step(ranks):
     request = bench.decode()
     bench.step()
     assert request.status == Status.WAITING_FOR_REMOTE_KVS
-    assert bench.core.named("begin") == [{"id": request.request_id, "count": 2}]
+    assert bench.core.named("begin") == [{"id": request.request_id}]
     for rank in range(ranks):
         assert not bench.core.named("done")
         bench.land(request, [rank])
@@ -115,6 +115,18 @@ def test_nothing_of_a_handoff_reaches_nixl_before_the_producer_has_answered():
     bench.drain()
     assert request.status == Status.FINISHED_LENGTH_CAPPED and results(bench, request) == ["landed"]
     bench.check_empty()
+
+
+def test_silent_producers_delay_a_step_once():
+    bench = Bench()
+    bench.core.hold = "holding"
+    for k in range(4):
+        bench.add(f"{k}_cmpl-y-0-00000002", params=fakes.handoff(2 * BLOCK), max_tokens=2)
+    for _ in range(3):
+        bench.core.calls.clear()
+        bench.step()
+        waits = [call["wait_us"] for call in bench.core.named("state")]
+        assert len(waits) == 4 and sorted(waits)[:3] == [0, 0, 0] and max(waits) > 0
 
 
 def test_gone_between_the_match_and_the_allocation():

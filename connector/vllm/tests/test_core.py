@@ -237,7 +237,7 @@ def test_expiry(start):
 def test_unknown_ids_are_counted_and_no_error(start):
     core = start()
     for op in ("acked", "freed", "late", "aborted", "state", "begin", "leave"):
-        extra = {"freed": {"blocks": 1}, "begin": {"count": 1}, "leave": {"reason": "x"}}.get(op, {})
+        extra = {"freed": {"blocks": 1}, "leave": {"reason": "x"}}.get(op, {})
         core.call(op, id="cmpl-unknown", **extra)
     core.call("events", events=[{"id": "cmpl-unknown", "kind": "first_token"}])
     core.call("beat", ids=["cmpl-unknown"])
@@ -290,7 +290,7 @@ def test_a_read_of_a_live_lease_is_valid(start):
     assert reply["load"] is True and reply["params"]["remote_block_ids"] == [[5, 6, 7]]
     assert "remote_handle" not in reply["params"]
     until(lambda: consumer.call("state", id="cmpl-y-0-0a1b2c3d")["state"] == "live")
-    consumer.call("begin", id="cmpl-y-0-0a1b2c3d", count=3)
+    consumer.call("begin", id="cmpl-y-0-0a1b2c3d")
     assert verdict(consumer) == "valid"
     assert until(lambda: producer.call("take")["ended"])[0]["id"] == "cmpl-x-0-0a1b2c3d"
 
@@ -308,7 +308,7 @@ def test_a_read_of_a_lease_that_is_over_is_gone(start, when):
         until(lambda: consumer.call("state", id="cmpl-y-0-0a1b2c3d")["state"] == "gone")
     if when == "before the read":
         post(producer, "/kv/release", handle=lease["handle"])
-    consumer.call("begin", id="cmpl-y-0-0a1b2c3d", count=3)
+    consumer.call("begin", id="cmpl-y-0-0a1b2c3d")
     if when == "before done":
         # An open read is drained for a while; only its end decides.
         post(producer, "/kv/release", handle=lease["handle"])

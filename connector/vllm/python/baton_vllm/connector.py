@@ -49,7 +49,7 @@ class BatonConnector(NixlPullConnector):
             {
                 "http": settings.http,
                 "channel": settings.channel,
-                "channel_host": None,
+                "channel_host": self.connector_scheduler.side_channel_host,
                 "secret_file": settings.secret_file or os.environ.get("BATON_CLUSTER_SECRET_FILE"),
                 "lease_s": transfer.get_from_extra_config("kv_lease_duration", 30),
                 "rank": rank,

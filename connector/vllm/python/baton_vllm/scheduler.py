@@ -19,7 +19,7 @@ logger = logging.getLogger("vllm.baton")
 # The core is asked for verdicts within a step for this long. Later ones take effect in a later step.
 VERDICT_WAIT_US = 2000
 
-# The core is asked for the producer's first answer within a step for this long.
+# The core is asked for a producer's first answer for this long, once per step: a silent producer delays no other work.
 HOLD_WAIT_US = 500
 
 # The longest nap. Heartbeats of the NixlConnector, which only a step sends, need one from time to time.
@@ -100,6 +100,7 @@ class SchedulerHalf:
         self.orders = WorkerOrders()
         self.events = []
         self.steps_without_nap = 0
+        self.hold_wait_us = HOLD_WAIT_US  # what is left of it in this step
         self.cached = self.cached_at = 0
         self.warned = set()
         self._news = collections.deque()  # what `take` returned, not yet applied
@@ -177,7 +178,8 @@ class SchedulerHalf:
         tracked = self.requests.get(request.request_id)
         if tracked is None or tracked.stage is not Stage.QUEUED:
             return None
-        return self.ask("state", id=request.request_id, wait_us=HOLD_WAIT_US)["state"]
+        wait, self.hold_wait_us = self.hold_wait_us, 0
+        return self.ask("state", id=request.request_id, wait_us=wait)["state"]
 
     def drop_load(self, request):
         """The request computes its prompt itself."""
@@ -212,7 +214,7 @@ class SchedulerHalf:
         tracked.stage = Stage.READING
         count = sum(len(group) for group in entry[1])
         self.events.append({"id": request_id, "kind": "fetching", "blocks": count})
-        self.ask("begin", id=request_id, count=count)
+        self.ask("begin", id=request_id)
 
     def begin_unverified(self, request, tracked):
         """A stock producer's handoff: the workers read, and notify the producer as the stock half does."""
@@ -464,6 +466,7 @@ class SchedulerHalf:
             if stage is Stage.READING and recv.remote is not None:
                 # The core reports the end of this read. The workers' notification becomes one that means nothing.
                 recv.remote.request_id = HEARTBEAT + recv.remote.request_id
+        self.hold_wait_us = HOLD_WAIT_US
         orders, self.orders = self.orders, WorkerOrders()
         if orders:
             self.steps_without_nap = STEPS_AFTER_ORDER
