@@ -13,7 +13,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use baton_connector::lease::{CloseCause, LeaseTerms};
+use baton_connector::lease::{CloseCause, LeaseTerms, State};
 use baton_connector::ledger::{
     ClosedLease, HeartbeatReply, LeaseOpenError, LeaseSpec, LeaseView, Ledger, LedgerCounts, ReadError,
     ReleaseReply,
@@ -21,9 +21,13 @@ use baton_connector::ledger::{
 use baton_connector::multi::first_reply;
 use baton_connector::transport::{Readiness, TransportError, Verdict};
 use baton_connector::{BlockId, Epoch, Handle, Reader, RequestId, Time};
+use serde_json::{Value, json};
 
 use crate::event_log::{RankLog, RequestEvent};
 use crate::lease_span;
+
+/// Limit of the leases in an answer to `GET /debug/kv`.
+const LEASES_SHOWN: usize = 1_000;
 
 /// The engine behind the leases: it counts them and owns their blocks.
 ///
@@ -384,6 +388,29 @@ impl LeaseService {
         };
         self.first_that_knows(beat).unwrap_or(HeartbeatReply::Gone)
     }
+}
+
+/// The first leases of [`LeaseService::view`], as `GET /debug/kv` shows them.
+#[must_use]
+pub fn oldest_leases(leases: &[LeaseView]) -> Vec<Value> {
+    leases.iter().take(LEASES_SHOWN).map(lease_json).collect()
+}
+
+fn lease_json(lease: &LeaseView) -> Value {
+    let state = match lease.state {
+        State::Growing => "growing",
+        State::Offered => "offered",
+        State::Reading => "reading",
+        State::Draining(_) => "draining",
+        State::Closed(_) => "closed",
+    };
+    // A growing lease has no time limit.
+    let left = (lease.state != State::Growing).then_some(lease.remaining.as_millis() as u64);
+    json!({
+        "request_id": lease.request.as_str(), "blocks": lease.blocks, "state": state,
+        "age_ms": lease.age.as_millis() as u64, "left_ms": left,
+        "readers_done": lease.readers.0, "readers_expected": lease.readers.1,
+    })
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 //!
 //! Pure: bytes in, types out, and back. No sockets, no clock, no model. The router works on the JSON object itself
 //! ([`parse_object`]), so that unknown fields pass through unchanged, and checks it with [`GenerateRequest::from_map`].
-//! The engine reads the same type and answers through [`ReplyHead`].
+//! The engine reads the same type and answers through [`ReplyHead`]. [`cluster`] has the requests of routers and tools.
 //!
 //! ```text
 //!  body ──▶ parse_object ──▶ Map ──▶ GenerateRequest::from_map ──▶ engine
@@ -18,6 +18,7 @@
 //!   is the same as absent, and `16.0` is the integer 16.
 
 pub mod body;
+pub mod cluster;
 pub mod code;
 pub mod error;
 mod field;

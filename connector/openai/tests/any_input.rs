@@ -1,6 +1,7 @@
 //! Generated requests: no input panics, every refusal is a 4xx that can be sent, and every accepted request is within
 //! the documented bounds.
 
+use baton_openai::cluster::{self, EventQuery};
 use baton_openai::{
     ApiError, Endpoint, GenerateRequest, Object, ParseLimits, TokenizeRequest, parse, parse_object,
 };
@@ -190,6 +191,28 @@ proptest! {
                     prop_assert!(error.param.is_some() || error.code.as_deref() == Some("malformed_body"));
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_request_of_the_cluster_is_read_or_refused(
+        name in prop::sample::select(vec!["handle", "request_id", "reason", "request_ids", "leg"]),
+        value in any_value(),
+        query in "(after|wait_ms|limit|[a-z&=]{0,3})(=(latest|[-+0-9]{0,22}|.{0,9}))?(&limit=[0-9]{0,6})?",
+    ) {
+        let map: Object = [(name.to_owned(), value)].into_iter().collect();
+        let read = |id: &str| (!id.is_empty()).then(|| id.to_owned());
+        let errors = [
+            cluster::handle::<u128>(&map).err(),
+            cluster::request_id(&map, read).err(),
+            cluster::reason(&map, "none").err(),
+            cluster::request_ids(&map, read).err(),
+            cluster::legs(&map).err(),
+            EventQuery::parse(&query).err(),
+        ];
+        for error in errors.iter().flatten() {
+            is_sendable(error)?;
+            prop_assert!(error.param.is_some());
         }
     }
 

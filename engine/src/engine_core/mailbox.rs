@@ -16,6 +16,7 @@ use std::time::Instant;
 use baton_connector::fetch::Event;
 use baton_connector::ledger::ClosedLease;
 use baton_connector::{Handle, RequestId};
+pub use baton_openai::cluster::LegFilter;
 
 use crate::blocks::digests::{DIGEST_REQUESTS_MAX, DigestRequest};
 use crate::engine_core::Submission;
@@ -24,17 +25,6 @@ use crate::scheduler::sequence::{FinishReason, SeqId};
 
 /// Limit of the aborts by request id that wait for the step loop. Further ones are refused with 503.
 pub const ABORTS_MAX: usize = 16_384;
-
-/// Which sequences of a request an abort applies to: one engine can hold both legs of a request under one name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LegFilter {
-    /// The prefill legs.
-    Prefill,
-    /// The decode legs.
-    Decode,
-    /// All.
-    Both,
-}
 
 /// All messages since the last look.
 #[derive(Debug, Default)]

@@ -8,33 +8,28 @@
 use std::sync::Arc;
 
 use baton_connector::{Handle, RequestId};
+use baton_openai::cluster;
 use baton_openai::path::model_at;
 use baton_openai::response::{DetokenizeReply, TokenizeReply, models as model_list};
 use baton_openai::{ApiError, DetokenizeRequest, Object, TokenizeRequest, parse_object};
 use hyper::body::Incoming;
 use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, StatusCode};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use tokio::sync::oneshot;
 
 use super::Frontend;
-use super::access::{authorize, bare_id, query_field};
+use super::access::{authorize, bare_id};
 use super::reply::{self, Reply, read_body};
 use crate::blocks::digests::{BlockDigest, DigestRequest};
 use crate::blocks::hash::BlockHash;
-use crate::engine_core::mailbox::{LegFilter, MailboxError};
+use crate::engine_core::mailbox::MailboxError;
 use crate::model::tokenizer::DecodeMode;
 use crate::run::rank::DpRank;
 
 /// Limit of the bytes of a control message.
 const CONTROL_BODY_MAX: usize = 1 << 20;
-
-/// Limit of the request ids in one abort.
-const ABORT_IDS_MAX: usize = 1_024;
-
-/// Limit of the bytes of a release reason.
-const REASON_BYTES_MAX: usize = 64;
 
 async fn control_object(frontend: &Frontend, request: Request<Incoming>) -> Result<Object, ApiError> {
     authorize(frontend, request.headers())?;
@@ -52,18 +47,8 @@ fn named(frontend: &Frontend, headers: &HeaderMap) -> Result<Option<Arc<DpRank>>
 pub(super) async fn release(frontend: Arc<Frontend>, request: Request<Incoming>) -> Result<Reply, ApiError> {
     let named = named(&frontend, request.headers())?;
     let fields = control_object(&frontend, request).await?;
-    let handle: Handle = fields
-        .get("handle")
-        .and_then(Value::as_str)
-        .and_then(|text| text.parse().ok())
-        .ok_or_else(|| ApiError::invalid("handle", "`handle` must be 32 hexadecimal digits"))?;
-    let reason = fields.get("reason").and_then(Value::as_str).unwrap_or("router_release");
-    if !reason.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_') || reason.len() > REASON_BYTES_MAX {
-        return Err(ApiError::invalid(
-            "reason",
-            format!("`reason` must be at most {REASON_BYTES_MAX} letters, digits and `_`"),
-        ));
-    }
+    let handle: Handle = cluster::handle(&fields)?;
+    let reason = cluster::reason(&fields, "router_release")?;
     let reply = frontend.release(named.as_ref(), handle, reason);
     Ok(reply::json(StatusCode::OK, json!({"result": reply.label()}).to_string()))
 }
@@ -74,25 +59,9 @@ pub(super) async fn release(frontend: Arc<Frontend>, request: Request<Incoming>)
 pub(super) async fn abort(frontend: Arc<Frontend>, request: Request<Incoming>) -> Result<Reply, ApiError> {
     let named = named(&frontend, request.headers())?;
     let fields = control_object(&frontend, request).await?;
-    let malformed = || {
-        ApiError::invalid(
-            "request_ids",
-            format!("`request_ids` must be a list of 1 to {ABORT_IDS_MAX} request ids"),
-        )
-    };
-    let ids = fields.get("request_ids").and_then(Value::as_array).ok_or_else(malformed)?;
-    if ids.is_empty() || ids.len() > ABORT_IDS_MAX {
-        return Err(malformed());
-    }
-    let name = |id: &Value| id.as_str().map(bare_id).and_then(|id| RequestId::new(id).ok());
-    let ids = ids.iter().map(name).collect::<Option<Vec<_>>>().ok_or_else(malformed)?;
-    let legs = match fields.get("leg").map(|leg| leg.as_str()) {
-        None => LegFilter::Both,
-        Some(Some("prefill")) => LegFilter::Prefill,
-        Some(Some("decode")) => LegFilter::Decode,
-        Some(_) => return Err(ApiError::invalid("leg", "`leg` must be \"prefill\" or \"decode\"")),
-    };
-    let mut results = serde_json::Map::new();
+    let ids = cluster::request_ids(&fields, |id| RequestId::new(bare_id(id)).ok())?;
+    let legs = cluster::legs(&fields)?;
+    let mut results = Map::new();
     for id in ids {
         let result = frontend.abort(named.as_ref(), &id, legs).map_err(|_| {
             ApiError::unavailable("too many aborts are waiting", std::time::Duration::from_secs(1))
@@ -109,7 +78,7 @@ pub(super) fn reset_prefix_cache(
 ) -> Result<Reply, ApiError> {
     authorize(frontend, request.headers())?;
     let query = request.uri().query().unwrap_or_default();
-    let tiers_too = match query_field(query, "reset_external") {
+    let tiers_too = match cluster::query_field(query, "reset_external") {
         None | Some("false") => false,
         Some("true") => true,
         Some(_) => return Err(ApiError::invalid("reset_external", "`reset_external` must be true or false")),
@@ -136,8 +105,8 @@ pub(super) async fn kv_digests(
 ) -> Result<Reply, ApiError> {
     authorize(&frontend, request.headers())?;
     let query = request.uri().query().unwrap_or_default();
-    let after = query_field(query, "after");
-    let rank = query_field(query, "rank").map_or(Some(0), |rank| rank.parse::<usize>().ok());
+    let after = cluster::query_field(query, "after");
+    let rank = cluster::query_field(query, "rank").map_or(Some(0), |rank| rank.parse::<usize>().ok());
     let core = rank.and_then(|rank| frontend.cores.get(rank)).ok_or_else(|| {
         ApiError::invalid("rank", format!("`rank` must be from 0 to {}", frontend.cores.len() - 1))
     })?;

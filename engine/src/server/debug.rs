@@ -2,24 +2,20 @@
 //! core by itself. `GET /debug/kv/events`: the event log.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use baton_connector::lease::State;
-use baton_connector::ledger::LeaseView;
 use baton_connector_leases::event_log::EventPage;
+use baton_connector_leases::service::oldest_leases;
 use baton_openai::ApiError;
+use baton_openai::cluster::EventQuery;
 use hyper::body::Incoming;
 use hyper::{Request, StatusCode};
 use serde_json::{Value, json};
 
 use super::Frontend;
-use super::access::{authorize, query_field};
+use super::access::authorize;
 use super::reply::{self, Reply};
 use crate::offload::{OffloadCounts, OffloadFault, TierCounts};
 use crate::run::rank::DpRank;
-
-/// Limit of the leases of each core in an answer, the oldest first.
-const LEASES_SHOWN: usize = 1_000;
 
 /// The members that are summed over the cores.
 const SUMMED: [&str; 5] = ["blocks", "requests", "leases", "offload", "steps"];
@@ -79,38 +75,22 @@ fn rank_status(core: &DpRank) -> Value {
             "stopping": load.stopping,
         },
         "leases": {"live": leases.len(), "opened": counts.opened, "late": counts.late, "unknown": counts.unknown},
-        "oldest_leases": leases.iter().take(LEASES_SHOWN).map(lease_json).collect::<Vec<_>>(),
+        "oldest_leases": oldest_leases(&leases),
         "offload": load.tiers.map(|tiers| offload(load.offloading, &tiers)),
         "steps": status.steps,
         "failed": status.failed,
     })
 }
 
-/// The longest wait of an event request.
-const EVENTS_WAIT_MAX: Duration = Duration::from_secs(10);
-/// Limit of the events that a request may ask for.
-const EVENTS_ASKED_MAX: usize = 10_000;
-/// Limit of the events of one answer. The next request gets the following ones.
-const EVENTS_SHOWN: usize = 2_000;
-
 /// `GET /debug/kv/events?after=SEQ&wait_ms=MS&limit=N`: the events after number `after` (0: the oldest retained;
 /// `latest`: none, but the latest number), as soon as there is one or after `wait_ms`.
 pub(super) async fn events(frontend: Arc<Frontend>, request: Request<Incoming>) -> Result<Reply, ApiError> {
     authorize(&frontend, request.headers())?;
-    let query = request.uri().query().unwrap_or_default();
-    let field = |name: &str| query_field(query, name);
-    let number = |name: &'static str, default: u64, most: u64| match field(name).map(str::parse::<u64>) {
-        None => Ok(default),
-        Some(Ok(number)) if number <= most => Ok(number),
-        Some(_) => Err(ApiError::invalid(name, format!("`{name}` must be a number of at most {most}"))),
-    };
-    let wait = Duration::from_millis(number("wait_ms", 0, EVENTS_WAIT_MAX.as_millis() as u64)?);
-    let limit = number("limit", EVENTS_SHOWN as u64, EVENTS_ASKED_MAX as u64)? as usize;
-    let limit = limit.clamp(1, EVENTS_SHOWN);
+    let query = EventQuery::parse(request.uri().query().unwrap_or_default())?;
     let log = &frontend.log;
-    let page = match field("after") {
-        Some("latest") => EventPage { next: log.latest(), lost: 0, events: Vec::new() },
-        _ => log.page_within(number("after", 0, u64::MAX)?, limit, wait).await,
+    let page = match query.after {
+        None => EventPage { next: log.latest(), lost: 0, events: Vec::new() },
+        Some(after) => log.page_within(after, query.limit, query.wait).await,
     };
     let leases = &frontend.cores[0].leases;
     let body = json!({
@@ -136,23 +116,6 @@ fn offload(in_flight: usize, counts: &OffloadCounts) -> Value {
         "in_flight": in_flight, "host": tier(counts.host), "disk": tier(counts.disk),
         "hit_tokens": counts.hit_tokens, "not_stored": counts.not_stored, "not_written": counts.not_written,
         "disk_suspended": counts.disk_suspended, "failures": Value::Object(faults.collect()),
-    })
-}
-
-fn lease_json(lease: &LeaseView) -> Value {
-    let held_because = match lease.state {
-        State::Growing => "growing",
-        State::Offered => "offered",
-        State::Reading => "reading",
-        State::Draining(_) => "draining",
-        State::Closed(_) => "closed",
-    };
-    // A growing lease has no time limit.
-    let left = (lease.state != State::Growing).then_some(lease.remaining.as_millis() as u64);
-    json!({
-        "request_id": lease.request.as_str(), "blocks": lease.blocks, "state": held_because,
-        "age_ms": lease.age.as_millis() as u64, "left_ms": left,
-        "readers_done": lease.readers.0, "readers_expected": lease.readers.1,
     })
 }
 

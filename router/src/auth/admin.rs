@@ -10,8 +10,9 @@ use std::path::{Path, PathBuf};
 use arc_swap::ArcSwap;
 use hyper::header::{HOST, HeaderMap, ORIGIN};
 use hyper::http::uri::Authority;
+use subtle::ConstantTimeEq;
 
-use crate::auth::{bearer, equal_in_constant_time};
+use crate::auth::bearer;
 use crate::config::file_watch::FileWatch;
 use crate::config::read::first_line_of;
 use crate::config::{AdminConfig, ConfigError};
@@ -82,9 +83,8 @@ impl AdminAccess {
     pub(crate) fn allows(&self, path: &str, headers: &HeaderMap) -> bool {
         let Some(expected) = &self.token else { return true };
         let has_token = || {
-            bearer(headers).is_some_and(|token| {
-                equal_in_constant_time(token.as_bytes(), expected.current.load().as_bytes())
-            })
+            let expected = expected.current.load();
+            bearer(headers).is_some_and(|token| token.as_bytes().ct_eq(expected.as_bytes()).into())
         };
         matches!(path, "/health" | "/ready" | "/top") || has_token()
     }

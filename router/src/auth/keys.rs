@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use hyper::header::{AUTHORIZATION, HeaderMap};
 use sha2::{Digest, Sha256};
+use subtle::ConstantTimeEq;
 
 use crate::message::random;
 
@@ -79,7 +80,7 @@ impl<T> DigestMap<T> {
 
     fn at(&self, digest: &[u8; 32]) -> Option<&Arc<T>> {
         let entries = self.0.get(&first(digest))?;
-        entries.iter().find(|(known, _)| equal_in_constant_time(known, digest)).map(|(_, entry)| entry)
+        entries.iter().find(|(known, _)| bool::from(known.ct_eq(digest))).map(|(_, entry)| entry)
     }
 }
 
@@ -93,12 +94,6 @@ pub(crate) fn bearer(headers: &HeaderMap) -> Option<&str> {
     let (scheme, token) = value.split_once(' ')?;
     let token = token.trim();
     (scheme.eq_ignore_ascii_case("bearer") && !token.is_empty()).then_some(token)
-}
-
-/// Whether both are equal, in a time that depends on their length alone.
-pub(crate) fn equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
-    let differing = a.iter().zip(b).fold(0, |differing, (a, b)| differing | (a ^ b));
-    a.len() == b.len() && std::hint::black_box(differing) == 0
 }
 
 pub(crate) fn hex(bytes: &[u8]) -> String {

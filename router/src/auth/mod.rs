@@ -36,7 +36,7 @@ use crate::metrics::tenants::UnauthorizedReason;
 
 use bucket::Meter;
 pub use keys::NewKey;
-pub(crate) use keys::{bearer, equal_in_constant_time};
+pub(crate) use keys::bearer;
 pub(crate) use limits::Permit;
 use salt::SaltKey;
 use table::KeyTable;
