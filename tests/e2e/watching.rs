@@ -5,7 +5,9 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::harness::{AT_ONCE, Cluster, GenerateRequest, PATIENCE, eventually};
+use crate::harness::{
+    AT_ONCE, Cluster, GenerateRequest, MODEL, PATIENCE, PendingCall, Process, Proxy, eventually,
+};
 use crate::judge::{REPLY_WINDOW, simulated, simulated_like};
 
 /// Runs `baton` with these arguments. Returns its exit code and its output.
@@ -97,6 +99,54 @@ fn the_doctor_cancels_in_every_phase_and_proves_that_blocks_are_freed() {
         baton(&["doctor", &url, "--admin", &format!("http://{}", cluster.admin), "--no-requests"]);
     assert_eq!(code, Some(0), "{text}");
     assert!(text.contains("\nhealthy: ") && text.contains("SKIPPED  disconnects"), "{text}");
+}
+
+#[test]
+fn the_doctor_reads_engines_at_their_control_addresses() {
+    let cluster = Cluster::new().start();
+    let proxy = |target: &str| {
+        let any = std::net::SocketAddr::from(([127, 0, 0, 1], 0));
+        Proxy::start(any, target.parse().expect("an address")).expect("a free port")
+    };
+    // What arrives at `url` and at `control_url` of the prefill engine, then of the decode engine.
+    let links = [&cluster.prefill[0], &cluster.decode[0]].map(|of| (proxy(&of.address), proxy(&of.address)));
+    let named = links.each_ref().map(|(own, control)| {
+        let (url, control) = (format!("http://{}", own.address), format!("http://{}", control.address));
+        (json!({"engines": [{"url": url, "control_url": control}]}), format!("{url},{control}"))
+    });
+    let config = json!({
+        "listen": "127.0.0.1:0", "admin": {"listen": "127.0.0.1:0"},
+        "models": [{"name": MODEL, "prefill": named[0].0, "decode": named[1].0}],
+    });
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = folder.path().join("router.yaml");
+    std::fs::write(&file, config.to_string()).expect("the test's folder can be written");
+    let args = ["router", "--config", &file.display().to_string()].map(str::to_owned);
+    let mut router = Process::start("router", &args, folder.path());
+    router.wait_ready();
+    let (url, admin) = (router.fact("http"), router.fact("admin"));
+    eventually(PATIENCE, "every engine is known to the router", || {
+        let shown = PendingCall::new(&admin, "GET", "/engines", b"").reply().json();
+        let mut engines = shown["engines"].as_array().into_iter().flatten();
+        if engines.all(|engine| engine["known"] == true) { Ok(()) } else { Err(shown.to_string()) }
+    });
+    let (url, admin) = (format!("http://{url}"), format!("http://{admin}"));
+    let report = DoctorReport::at(&url, &admin, &["--requests-per-phase", "5"]);
+    assert_eq!(report.code, Some(0), "{}", report.text);
+    let proved = report.marked("OK", "disconnect");
+    assert!(proved.iter().any(|line| line.contains("all blocks")), "by the event logs: {}", report.text);
+    for (own, control) in &links {
+        let (own, control) = (own.received(), control.received());
+        assert!(own.contains("GET /metrics ") && !own.contains("/debug/kv") && !own.contains("/kv/release"));
+        assert!(control.contains("GET /debug/kv/events?after=latest ") && !control.contains("/v1/"));
+    }
+    // Without the router, the options name both addresses.
+    let before = links[0].1.received().len();
+    let (code, text) =
+        baton(&["doctor", &url, "--no-requests", "--engine", &named[0].1, "--engine", &named[1].1]);
+    assert!(code == Some(0) && text.contains("prefill, version"), "{code:?} {text}");
+    let first = links.each_ref().map(|(own, control)| (own.received(), control.received()));
+    assert!(first[0].1.len() > before && first.iter().all(|(own, _)| !own.contains("/debug/kv")), "{text}");
 }
 
 #[test]

@@ -57,6 +57,8 @@ impl WebError {
 #[derive(Clone, Debug)]
 pub(crate) struct ServiceClient {
     authority: String,
+    /// `HOST:PORT` at which an engine answers its verbs and `/debug/kv` (`control_url`), if it is another one.
+    control: Option<String>,
     bearer: Option<String>,
     /// The cluster's secret, which engines require.
     secret: Option<String>,
@@ -69,17 +71,35 @@ impl ServiceClient {
     /// # Errors
     /// If the text is neither.
     pub(crate) fn parse(url: &str) -> Result<Self, WebError> {
-        let authority = url.strip_prefix("http://").unwrap_or(url).trim_end_matches('/').to_owned();
-        let parsed = authority.parse::<hyper::http::uri::Authority>();
-        if !parsed.is_ok_and(|authority| authority.port().is_some()) {
-            return Err(WebError::Url(url.to_owned()));
-        }
         Ok(Self {
-            authority,
+            authority: authority_of(url)?,
+            control: None,
             bearer: None,
             secret: None,
             client: Client::builder(TokioExecutor::new()).build_http(),
         })
+    }
+
+    /// An engine as options name it: `URL` or `URL,CONTROL_URL`.
+    ///
+    /// # Errors
+    /// As [`Self::parse`].
+    pub(crate) fn engine(option: &str) -> Result<Self, WebError> {
+        let (url, control) = option.split_once(',').map_or((option, None), |(url, at)| (url, Some(at)));
+        let mut engine = Self::parse(url)?;
+        engine.set_control(control)?;
+        Ok(engine)
+    }
+
+    /// Sets the engine's `control_url`, unless an option has set it.
+    ///
+    /// # Errors
+    /// As [`Self::parse`].
+    pub(crate) fn set_control(&mut self, url: Option<&str>) -> Result<(), WebError> {
+        if self.control.is_none() {
+            self.control = url.map(authority_of).transpose()?;
+        }
+        Ok(())
     }
 
     /// Sends the first line of this file as a bearer token.
@@ -103,6 +123,11 @@ impl ServiceClient {
     /// `HOST:PORT`.
     pub(crate) fn authority(&self) -> &str {
         &self.authority
+    }
+
+    /// `HOST:PORT` of the verbs and `/debug/kv`.
+    pub(crate) fn control_authority(&self) -> &str {
+        self.control.as_deref().unwrap_or(&self.authority)
     }
 
     /// The body of a response of status 200.
@@ -148,7 +173,10 @@ impl ServiceClient {
     }
 
     fn url(&self, path: &str) -> String {
-        format!("http://{}{path}", self.authority)
+        let is_control =
+            ["/debug/kv", "/kv/release", "/abort_requests"].iter().any(|of| path.starts_with(of));
+        let authority = if is_control { self.control_authority() } else { self.authority() };
+        format!("http://{authority}{path}")
     }
 
     async fn ask(
@@ -188,6 +216,16 @@ impl ServiceClient {
         };
         tokio::time::timeout(patience, answer).await.map_err(|_| WebError::Late(url.clone(), patience))?
     }
+}
+
+/// `HOST:PORT` of `http://HOST:PORT` or `HOST:PORT`.
+fn authority_of(url: &str) -> Result<String, WebError> {
+    let authority = url.strip_prefix("http://").unwrap_or(url).trim_end_matches('/').to_owned();
+    let parsed = authority.parse::<hyper::http::uri::Authority>();
+    if !parsed.is_ok_and(|authority| authority.port().is_some()) {
+        return Err(WebError::Url(url.to_owned()));
+    }
+    Ok(authority)
 }
 
 /// The root cause of an error. The errors above only name the layer.
@@ -340,6 +378,27 @@ mod tests {
         }
         for bad in ["", "http://", "localhost", "https://a:1", "http://a:1/x", "a b:1"] {
             assert!(ServiceClient::parse(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn verbs_and_debug_kv_of_an_engine_are_at_its_control_address() {
+        let mut engine = ServiceClient::engine("http://a:1,http://b:2/").expect("two addresses");
+        // An option takes precedence over a router.
+        engine.set_control(Some("c:3")).expect("an address");
+        for path in ["/debug/kv", "/debug/kv/events?after=1", "/kv/release", "/abort_requests"] {
+            assert_eq!(engine.url(path), format!("http://b:2{path}"));
+        }
+        for path in ["/metrics", "/health", "/version", "/v1/models", "/v1/completions"] {
+            assert_eq!(engine.url(path), format!("http://a:1{path}"));
+        }
+        let mut engine = ServiceClient::engine("a:1").expect("an address");
+        engine.set_control(None).expect("no address");
+        assert_eq!(engine.url("/debug/kv"), "http://a:1/debug/kv");
+        engine.set_control(Some("http://c:3")).expect("an address");
+        assert_eq!((engine.url("/debug/kv").as_str(), engine.authority()), ("http://c:3/debug/kv", "a:1"));
+        for bad in ["a:1,", ",b:2", "a:1,b", "a:1,https://b:2"] {
+            assert!(ServiceClient::engine(bad).is_err(), "{bad}");
         }
     }
 }

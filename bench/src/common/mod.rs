@@ -5,3 +5,5 @@ pub(crate) mod machine;
 pub(crate) mod processes;
 pub(crate) mod report;
 pub(crate) mod stats;
+#[cfg(test)]
+pub(crate) mod test_server;

@@ -45,7 +45,7 @@ pub struct DoctorArgs {
     #[arg(long, value_name = "URL", env = "BATON_ADMIN")]
     admin: Vec<String>,
     /// Further engine, besides those that the routers list (repeatable)
-    #[arg(long, value_name = "URL")]
+    #[arg(long, value_name = "URL[,CONTROL_URL]")]
     engine: Vec<String>,
     /// Model to request [default: the first that is listed]
     #[arg(long, value_name = "NAME")]
@@ -140,7 +140,7 @@ fn doctor_targets(args: &DoctorArgs) -> Result<DoctorTargets, BenchError> {
     let admins = named.map(|url| ServiceClient::parse(url)?.with_token_file(token));
     let secret = args.cluster_secret_file.clone();
     let engines =
-        args.engine.iter().map(|url| ServiceClient::parse(url)?.with_secret_file(secret.as_deref()));
+        args.engine.iter().map(|url| ServiceClient::engine(url)?.with_secret_file(secret.as_deref()));
     Ok(DoctorTargets {
         // An endpoint with TLS or below a path is reachable by the load client only.
         endpoint: Target::parse(&args.url)?.plain().map(|place| ServiceClient::parse(&place)).transpose()?,

@@ -43,7 +43,7 @@ pub struct TopArgs {
     #[arg(long, value_name = "URL", env = "BATON_ADMIN")]
     admin: Vec<String>,
     /// Engine to query directly (repeatable); without --admin no router is queried
-    #[arg(long, value_name = "URL")]
+    #[arg(long, value_name = "URL[,CONTROL_URL]")]
     engine: Vec<String>,
     /// File with the token of the admin listeners
     #[arg(long, value_name = "FILE", env = "BATON_ADMIN_TOKEN_FILE")]

@@ -63,8 +63,8 @@ pub enum RequestEvent {
         /// Until the lease expires; `None` while the lease grows.
         left: Option<Duration>,
     },
-    /// What became of the reply: `sent`, or `dropped` because the caller had left. Only simulated engines log this
-    /// event.
+    /// What became of a unary reply with a handoff: `sent` once its connection has it, or `dropped` because the
+    /// connection had ended. vLLM with Baton's connector does not log this event.
     Replied(&'static str),
     /// A lease has ended.
     LeaseEnded {

@@ -332,8 +332,12 @@ impl Drop for GenerateTask {
                 Err(TryRecvError::Disconnected) => break,
             }
         }
-        let handle = self.handoff.take().map(|handoff| handoff.handle);
-        drop(LeaseGuard::new(self.guard.core(), handle));
+        let Some(handoff) = self.handoff.take() else { return };
+        // A growing handoff is the first event of a stream.
+        drop(match self.request.stream || handoff.growing {
+            true => LeaseGuard::of_stream(self.guard.core(), Some(handoff.handle)),
+            false => LeaseGuard::of_unary(self.guard.core(), &handoff),
+        });
     }
 }
 
@@ -366,8 +370,8 @@ fn load_failure(kind: FailureKind) -> Code {
 }
 
 /// A producer's reply: the only copy of its handle.
-fn handoff_reply(core: &Arc<DpRank>, handoff: &Handoff, bytes: Bytes) -> Reply {
-    let mut reply = Response::new(LeaseReplyBody::new(core, handoff.handle, bytes).boxed());
+fn handoff_reply(core: &DpRank, handoff: &Handoff, bytes: Bytes) -> Reply {
+    let mut reply = Response::new(LeaseReplyBody::new(core, handoff, bytes).boxed());
     reply.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     reply
 }

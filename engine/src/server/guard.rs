@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use baton_connector::fetch::ReleaseReason;
-use baton_connector::{Handle, RequestId};
-use baton_connector_leases::event_log::RequestEvent;
+use baton_connector::{Handle, Handoff, RequestId};
+use baton_connector_leases::event_log::{RankLog, RequestEvent};
+use baton_connector_leases::service::LeaseService;
 use baton_openai::ApiError;
 use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
@@ -96,25 +97,43 @@ impl Drop for HandoffGuard {
 /// A lease whose handle has not been sent yet. If it is dropped before that, no client can use the handle, and the
 /// lease is released.
 pub(super) struct LeaseGuard {
-    core: Arc<DpRank>,
+    leases: Arc<LeaseService>,
     handle: Option<Handle>,
+    /// The log and the request of a unary reply. An event stream has no `replied`.
+    unary: Option<(RankLog, RequestId)>,
 }
 
 impl LeaseGuard {
-    pub(super) fn new(core: &Arc<DpRank>, handle: Option<Handle>) -> Self {
-        Self { core: Arc::clone(core), handle }
+    /// The lease of an event stream.
+    pub(super) fn of_stream(core: &DpRank, handle: Option<Handle>) -> Self {
+        Self { leases: Arc::clone(&core.leases), handle, unary: None }
+    }
+
+    /// The lease of a unary reply.
+    pub(super) fn of_unary(core: &DpRank, handoff: &Handoff) -> Self {
+        let unary = Some((core.log.clone(), handoff.request.clone()));
+        Self { leases: Arc::clone(&core.leases), handle: Some(handoff.handle), unary }
     }
 
     /// The connection now has the handle.
     pub(super) fn mark_delivered(&mut self) {
-        self.handle = None;
+        if self.handle.take().is_some() {
+            self.log_reply("sent");
+        }
+    }
+
+    fn log_reply(&self, result: &'static str) {
+        if let Some((log, request)) = &self.unary {
+            log.emit(request, 0, RequestEvent::Replied(result));
+        }
     }
 }
 
 impl Drop for LeaseGuard {
     fn drop(&mut self) {
         if let Some(handle) = self.handle.take() {
-            self.core.leases.release_here(handle, "client_gone");
+            self.log_reply("dropped");
+            self.leases.release_here(handle, "client_gone");
         }
     }
 }
@@ -126,8 +145,8 @@ pub(super) struct LeaseReplyBody {
 }
 
 impl LeaseReplyBody {
-    pub(super) fn new(core: &Arc<DpRank>, handle: Handle, bytes: Bytes) -> Self {
-        Self { lease: LeaseGuard::new(core, Some(handle)), bytes: Some(bytes) }
+    pub(super) fn new(core: &DpRank, handoff: &Handoff, bytes: Bytes) -> Self {
+        Self { lease: LeaseGuard::of_unary(core, handoff), bytes: Some(bytes) }
     }
 }
 
@@ -195,5 +214,55 @@ impl RejectionCause {
             (_, Some("kv_unsupported")) => Self::of_request("unsupported"),
             _ => Self::of_request("invalid"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::Waker;
+
+    use baton_connector::lease::LeaseTerms;
+    use baton_connector::ledger::LeaseSpec;
+    use baton_connector::{BlockId, Epoch};
+    use baton_connector_leases::event_log::EventLog;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::engine_core::mailbox::Mailbox;
+    use crate::handoff::producer::EngineLeaseOwner;
+    use crate::metrics::EngineMetrics;
+
+    /// The events of a lease whose reply is read by the connection or not, with their results and reasons.
+    fn events(is_unary: bool, is_read: bool) -> Vec<Value> {
+        let (log, handle) = (Arc::<EventLog>::default(), Handle(7));
+        let request = RequestId::new("a").expect("an id");
+        let rank = RankLog::new(&log, 0);
+        let owner = EngineLeaseOwner::new(Arc::new(Mailbox::new(1)), Arc::new(EngineMetrics::new("m")));
+        let leases = LeaseService::new(LeaseTerms::default(), Epoch(1), 2, Arc::new(owner), rank.clone());
+        let blocks = vec![BlockId(0)];
+        leases.open(LeaseSpec { handle, request: request.clone(), blocks, expected: 1 }).expect("room");
+        let unary = is_unary.then_some((rank, request));
+        let lease = LeaseGuard { leases: Arc::new(leases), handle: Some(handle), unary };
+        let mut body = LeaseReplyBody { lease, bytes: Some(Bytes::from_static(b"{}")) };
+        let mut context = Context::from_waker(Waker::noop());
+        let frames: &[bool] = if is_read { &[true, false] } else { &[] };
+        for has_bytes in frames {
+            let frame = Pin::new(&mut body).poll_frame(&mut context);
+            assert_eq!(matches!(frame, Poll::Ready(Some(Ok(_)))), *has_bytes, "one frame, then the end");
+        }
+        drop(body);
+        let found = log.page(0, 10).events;
+        found.iter().map(|event| json!([event["kind"], event["result"], event["reason"]])).collect()
+    }
+
+    #[test]
+    fn a_unary_reply_is_sent_when_the_connection_reads_it_and_dropped_otherwise() {
+        let opened = json!(["lease_opened", null, null]);
+        let (sent, dropped) = (json!(["replied", "sent", null]), json!(["replied", "dropped", null]));
+        let ended = json!(["lease_ended", null, "client_gone"]);
+        assert_eq!(events(true, true), [opened.clone(), sent]);
+        assert_eq!(events(true, false), [opened.clone(), dropped, ended.clone()]);
+        // The lease of a stream.
+        assert_eq!((events(false, true), events(false, false)), (vec![opened.clone()], vec![opened, ended]));
     }
 }

@@ -61,6 +61,7 @@ fn describe(engine: &Arc<Engine>, shared: &Shared, generation: &Generation) -> V
     json!({
         "engine": engine.authority(),
         "url": engine.url(),
+        "control_url": engine.control_url(),
         "pools": pools,
         "legs": legs,
         "reasons": health.reasons(&terms),

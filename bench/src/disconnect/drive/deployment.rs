@@ -40,11 +40,12 @@ pub(crate) async fn deployment(
         return Ok(Deployment { url: local.url()?, engines, local: Some(local) });
     };
     let secret = options.cluster_secret_file.as_deref();
-    let engine = |name: &str, role: Option<&str>, url: &str| -> Result<_, BenchError> {
-        let service = ServiceClient::parse(url)?.with_secret_file(secret)?;
-        Ok(EngineEndpoint { name: name.to_owned(), role: role.map(str::to_owned), service })
+    let engine = |role: Option<&str>, url: &str| -> Result<_, BenchError> {
+        let service = ServiceClient::engine(url)?.with_secret_file(secret)?;
+        let name = service.authority().to_owned();
+        Ok(EngineEndpoint { name, role: role.map(str::to_owned), service })
     };
-    let mut engines = Vec::new();
+    let mut engines: Vec<EngineEndpoint> = Vec::new();
     for named in &options.engines {
         let (role, url) = match named.split_once('=') {
             Some((role @ ("prefill" | "decode" | "both"), url)) => (Some(role), url),
@@ -56,21 +57,68 @@ pub(crate) async fn deployment(
             }
             None => (None, named.as_str()),
         };
-        engines.push(engine(url.trim_start_matches("http://"), role, url)?);
+        engines.push(engine(role, url)?);
     }
     if let Some(admin) = &options.admin {
         let admin = ServiceClient::parse(admin)?.with_token_file(options.admin_token_file.as_deref())?;
         let listed = admin.get_json("/engines", PATIENCE).await?;
         for one in listed["engines"].as_array().into_iter().flatten() {
             let Some(place) = one["engine"].as_str() else { continue };
-            engines.push(engine(place, None, place)?);
+            // An engine of the options keeps its role.
+            let known = engines.iter().position(|known| known.service.authority() == place);
+            let at = known.unwrap_or(engines.len());
+            if known.is_none() {
+                engines.push(engine(None, place)?);
+            }
+            engines[at].service.set_control(one["control_url"].as_str())?;
         }
     }
     if engines.is_empty() && options.admin.is_some() {
         return Err("the router knows no engine".into());
     }
-    // An engine may be in the options and in the router's list. The first entry counts.
+    // Options may repeat an engine. The first one counts.
     let mut seen = std::collections::BTreeSet::new();
     engines.retain(|engine| seen.insert(engine.service.authority().to_owned()));
     Ok(Deployment { url: url.clone(), engines, local: None })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Args as _, FromArgMatches as _};
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::common::test_server::serve;
+
+    #[tokio::test]
+    async fn engines_are_observed_at_the_control_addresses_of_options_and_router() {
+        let listed = |engine: &str, control: Value| json!({"engine": engine, "control_url": control});
+        let engines = [
+            listed("p:1", json!("http://p:2")),
+            listed("d:1", json!("http://d:2")),
+            listed("stock:1", Value::Null),
+            // As from an older router.
+            json!({"engine": "old:1"}),
+        ];
+        let admin = serve(&[("/engines", json!({"engines": engines}))]).await;
+        let named = ["prefill=http://p:1", "decode=http://d:1/,http://d:3", "x:1,x:2"];
+        let mut arguments = vec!["disconnect", "--url", "http://router:1", "--admin", &admin];
+        arguments.extend(named.iter().flat_map(|engine| ["--engine", engine]));
+        let command = DisconnectOptions::augment_args(clap::Command::new("disconnect"));
+        let options = DisconnectOptions::from_arg_matches(&command.get_matches_from(arguments));
+        let options = options.expect("valid options");
+        let found = deployment(&options, Ipv4Addr::LOCALHOST, &Progress::new(true)).await.expect("engines");
+        let seen = found
+            .engines
+            .iter()
+            .map(|engine| (engine.name.as_str(), engine.service.control_authority(), engine.role.as_deref()));
+        let expected = [
+            ("p:1", "p:2", Some("prefill")),
+            ("d:1", "d:3", Some("decode")),
+            ("x:1", "x:2", None),
+            ("stock:1", "stock:1", None),
+            ("old:1", "old:1", None),
+        ];
+        assert_eq!(seen.collect::<Vec<_>>(), expected);
+    }
 }

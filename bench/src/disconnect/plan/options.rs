@@ -21,7 +21,7 @@ pub struct DisconnectOptions {
     #[arg(long, value_name = "URL", requires = "url")]
     pub(crate) admin: Option<String>,
     /// Engine to observe; ROLE is `prefill`, `decode` or `both` (repeatable)
-    #[arg(long = "engine", value_name = "[ROLE=]URL", requires = "url")]
+    #[arg(long = "engine", value_name = "[ROLE=]URL[,CONTROL_URL]", requires = "url")]
     pub(crate) engines: Vec<String>,
     /// Model to request [default: the first that the endpoint lists]
     #[arg(long, value_name = "NAME")]

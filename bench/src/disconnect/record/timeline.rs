@@ -29,7 +29,7 @@ pub(crate) struct LegTimeline {
     pub(crate) aborts: Vec<u64>,
     /// Time and blocks.
     pub(crate) leased: Option<(u64, u64)>,
-    /// When the reply was written or dropped; `true` if it was written. Few engines log this event.
+    /// When the reply was written or dropped; `true` if it was written. Not every engine logs this event.
     pub(crate) replied: Option<(u64, bool)>,
     /// Time until the unread lease expires, microseconds, if the engine logs it.
     pub(crate) lease_time: Option<u64>,

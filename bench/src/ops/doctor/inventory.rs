@@ -56,7 +56,7 @@ pub(super) async fn inspect(targets: &DoctorTargets, checkup: &mut Checkup) -> I
     if targets.admins.is_empty() {
         checkup.skip("admin", "", "no admin listener is known: add --admin to check the router");
     }
-    for (name, KnownEngine { service, pools }) in engines {
+    for (name, KnownEngine { service, control, pools }) in engines {
         let service = service.map_or_else(
             || {
                 ServiceClient::parse(&name)
@@ -64,6 +64,7 @@ pub(super) async fn inspect(targets: &DoctorTargets, checkup: &mut Checkup) -> I
             },
             Ok,
         );
+        let service = service.and_then(|mut known| known.set_control(control.as_deref()).map(|()| known));
         match service {
             Ok(service) => inventory.engines.push(engine(service, pools, checkup).await),
             Err(WebError::Url(url)) => {
@@ -131,6 +132,8 @@ type KnownEngines = BTreeMap<String, KnownEngine>;
 struct KnownEngine {
     /// Its client, if the address was given.
     service: Option<ServiceClient>,
+    /// Its `control_url`, if a router lists one.
+    control: Option<String>,
     pools: BTreeSet<EnginePool>,
 }
 
@@ -180,6 +183,7 @@ fn known_engine(entry: &Value, engines: &mut KnownEngines, checkup: &mut Checkup
     let pools = pools.map(|pool| EnginePool { model: text(&pool["model"]), leg: text(&pool["leg"]) });
     let known = engines.entry(name.clone()).or_default();
     known.pools.extend(pools);
+    known.control = entry["control_url"].as_str().map(str::to_owned).or(known.control.take());
     if known.service.is_none() && entry["url"].as_str().is_some_and(|url| url.starts_with("https://")) {
         checkup.skip("engine", &name, "uses TLS: checked through the router only");
     }
@@ -358,12 +362,13 @@ async fn read_debug_kv(engine: &mut EngineInfo, checkup: &mut Checkup) -> bool {
 
 /// Whether an engine beyond loopback requires no credentials.
 async fn check_authentication(engine: &EngineInfo, checkup: &mut Checkup) {
-    let host = engine.name.rsplit_once(':').map_or(engine.name.as_str(), |(host, _)| host);
+    let control = engine.service.control_authority();
+    let host = control.rsplit_once(':').map_or(control, |(host, _)| host);
     let host = host.trim_start_matches('[').trim_end_matches(']');
     if host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback()) {
         return;
     }
-    let open = match ServiceClient::parse(&engine.name) {
+    let open = match ServiceClient::parse(control) {
         Ok(stranger) => stranger.get("/debug/kv", PATIENCE).await.is_ok(),
         Err(_) => false,
     };
@@ -518,3 +523,6 @@ async fn check_stranded(admin: &ServiceClient, checkup: &mut Checkup) {
         _ => checkup.skip("stranded", name, "unknown: not every engine or router responds"),
     }
 }
+
+#[cfg(test)]
+mod tests;

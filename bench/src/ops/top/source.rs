@@ -38,7 +38,7 @@ impl Sources {
         secret: Option<&Path>,
     ) -> Result<Self, WebError> {
         let admins = admins.iter().map(|url| ServiceClient::parse(url)?.with_token_file(token));
-        let engines = engines.iter().map(|url| ServiceClient::parse(url)?.with_secret_file(secret));
+        let engines = engines.iter().map(|url| ServiceClient::engine(url)?.with_secret_file(secret));
         Ok(Self { admins: admins.collect::<Result<_, _>>()?, engines: engines.collect::<Result<_, _>>()? })
     }
 

@@ -27,7 +27,8 @@ impl EarlyBody {
     /// The body of a task that has just received its early handoff.
     pub(super) fn new(mut task: GenerateTask) -> Self {
         let params = json!({ "kv_transfer_params": task.params() });
-        let lease = LeaseGuard::new(task.guard.core(), task.handoff.take().map(|handoff| handoff.handle));
+        let handle = task.handoff.take().map(|handoff| handoff.handle);
+        let lease = LeaseGuard::of_stream(task.guard.core(), handle);
         let rest = async move { task.collect(GenerateProgress::Nothing).await.map(|(reply, _)| reply) };
         let frames = VecDeque::from([sse::frame(params.to_string().as_bytes())]);
         Self { lease, frames, rest: Some(Box::pin(rest)) }

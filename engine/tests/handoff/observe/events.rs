@@ -6,6 +6,7 @@ use std::time::Duration;
 use baton_engine::run::options::Role;
 use serde_json::{Value, json};
 
+use crate::early::Early;
 use crate::harness::cluster::{Cluster, LLAMA, Node, greedy, options, prefill_leg, prompt, with};
 use crate::harness::http;
 
@@ -43,6 +44,7 @@ fn events_cover_both_legs_from_arrival_to_the_last_freed_block() {
         "first_token",
         "ended",
         "lease_opened",
+        "replied",
         "lease_ended",
         "freed",
     ];
@@ -53,9 +55,10 @@ fn events_cover_both_legs_from_arrival_to_the_last_freed_block() {
     assert_eq!((&p[2]["tokens"], &p[3]["tokens"]), (&json!(64), &json!(100)));
     assert_eq!(p[5]["computed"], 100);
     assert_eq!(
-        (&p[6]["blocks"], &p[7]["reason"], &p[8]["blocks"]),
+        (&p[6]["blocks"], &p[8]["reason"], &p[9]["blocks"]),
         (&json!(13), &json!("transfer_done"), &json!(13))
     );
+    assert_eq!(p[7]["result"], "sent");
     assert_eq!((&d[0]["leg"], &d[2]["result"]), (&json!("decode"), &json!("landed")));
     assert_eq!((&d[6]["outcome"], &d[6]["generated"]), (&json!("length"), &json!(4)));
     for events in [&p, &d] {
@@ -102,6 +105,18 @@ fn events_contain_the_cancel_and_the_last_freed_block() {
         assert_eq!(events[at("ended").expect("it ended")]["outcome"], "abort");
         assert_eq!(kinds(&events).iter().filter(|kind| **kind == "freed").count(), 1, "{events:?}");
     }
+}
+
+#[test]
+fn the_handoff_in_an_event_stream_has_no_replied_event() {
+    let p = Node::start(options(LLAMA, Role::Prefill));
+    let early = Early::begin(&p, &with(&greedy(&prompt(1, 96), 4), "user", json!("early")));
+    let handle = early.params["remote_handle"].clone();
+    early.end();
+    p.post("/kv/release", &json!({"handle": handle})).ok();
+    p.is_clean();
+    let events = events_of(&p, "early");
+    assert!(kinds(&events).contains(&"lease_ended") && !kinds(&events).contains(&"replied"), "{events:?}");
 }
 
 #[test]

@@ -184,6 +184,11 @@ impl Engine {
         }
     }
 
+    /// The control address; `None` if it is the engine's own address.
+    pub(crate) fn control_url(&self) -> Option<EngineUrl> {
+        self.connections.control.load_full().map(|control| control.url.clone())
+    }
+
     /// Replaces the control address if it has changed. The verbs at the new one are not known yet.
     pub(super) fn set_control(&self, url: Option<&EngineUrl>) {
         let current = self.connections.control.load_full();

@@ -196,7 +196,7 @@ fn event_text(event: &Value) -> String {
         "started" | "first_token" => String::new(),
         "computed" => format!("{} tokens of the prompt", number("tokens")),
         "fetching" | "freed" => blocks(number("blocks")),
-        "fetched" => text("result"),
+        "fetched" | "replied" => text("result"),
         "refused" => text("reason"),
         "abort" => format!("by {}", text("how")),
         "lease_opened" if event["growing"].as_bool() == Some(true) => {

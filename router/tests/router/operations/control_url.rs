@@ -87,6 +87,12 @@ async fn snapshots_are_read_at_the_control_address() {
     assert_eq!((&view["source"], &view["blocks_total"]), (&json!("debug_kv"), &json!(100)), "{snapshot:#}");
     assert!(!p.all().iter().any(is_control), "its own address has only the metrics");
     assert!(control.all().iter().all(|request| request.path.starts_with("/debug/kv")));
+    let listed = get(system.admin, "/engines").await.json();
+    let control_of = |of: &FakeEngine| {
+        let mut engines = listed["engines"].as_array().unwrap().iter();
+        engines.find(|engine| engine["engine"] == of.address.to_string()).unwrap()["control_url"].clone()
+    };
+    assert_eq!((control_of(&p), control_of(&d)), (json!(control.url()), json!(null)), "{listed:#}");
 }
 
 #[tokio::test]
