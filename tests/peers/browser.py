@@ -16,14 +16,18 @@ from processes import ROOT, ask, free_port, running
 
 CONTRAST_MIN = 4.5
 WIDTHS, SCHEMES = (1280, 390), ("light", "dark")
-# A4 at 96 dots per inch, less the report's margins of 12 mm. Blink lays out up to half as much again and shrinks it; what is wider is cut.
+# A4 at 96 dots per inch, less the report's margins of 12 mm. Blink lays out up to half as much again and shrinks it;
+# what is wider is cut.
 PAPER, SHRINKS = 703, 1.5
 # Of /top under load: lists have a bound, which is lower on a phone.
 HIGH_MAX = 8000
 OVERFLOW = "document.scrollingElement.scrollWidth - document.scrollingElement.clientWidth"
-WRONG = """<!doctype html><meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src *">
-<style>body{background:#777;color:#888}</style><div style="width:3000px">hardly to be read</div><img src="http://127.0.0.1:9/x.png">
-<svg width="0" height="0"></svg><script>console.error("planted"); fetch("http://127.0.0.1:9/y").catch(() => 0); throw new Error("thrown")</script>"""
+WRONG = """<!doctype html><meta http-equiv="Content-Security-Policy"
+content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src *">
+<style>body{background:#777;color:#888}</style>
+<div style="width:3000px">hardly to be read</div><img src="http://127.0.0.1:9/x.png">
+<svg width="0" height="0"></svg>
+<script>console.error("planted"); fetch("http://127.0.0.1:9/y").catch(() => 0); throw new Error("thrown")</script>"""
 
 
 def luminance(colour):
@@ -44,7 +48,8 @@ def wrong(page, allowed, room=0):
     found += [f"asks {url}" for url in page.requests() if not url.startswith(allowed)]
     beyond = page.ask(OVERFLOW)
     if beyond > room:
-        widest = page.ask("""[...document.body.querySelectorAll("*")].map((e) => [e.getBoundingClientRect().right, e.tagName + "." + e.className])
+        widest = page.ask("""[...document.body.querySelectorAll("*")]
+            .map((e) => [e.getBoundingClientRect().right, e.tagName + "." + e.className])
             .sort((a, b) => b[0] - a[0])[0].join(" ")""")
         found.append(f"is {beyond} px wider than the window: {widest}")
     colours = page.ask(COLOURS)
@@ -56,7 +61,8 @@ def wrong(page, allowed, room=0):
 
 
 def flat_svgs(page):
-    return page.ask("""[...document.querySelectorAll("svg")].map((e) => e.getBoundingClientRect()).filter((r) => !(r.width > 0 && r.height > 0)).length""")
+    return page.ask("""[...document.querySelectorAll("svg")].map((e) => e.getBoundingClientRect())
+        .filter((r) => !(r.width > 0 && r.height > 0)).length""")
 
 
 def sees_what_is_planted(browser, folder):
@@ -68,8 +74,8 @@ def sees_what_is_planted(browser, folder):
         page.until("the exception is told", lambda: len(page.complaints()) >= 3)
         found, _ = wrong(page, planted.as_uri())
         text = "\n".join(found)
-        for sign in ("console: planted", "exception: Error: thrown", "ecurity", "asks http://127.0.0.1:9/y", "px wider", "on [119, 119, 119] has a contrast",
-                     "`hardly to be read` has a contrast"):
+        for sign in ("console: planted", "exception: Error: thrown", "ecurity", "asks http://127.0.0.1:9/y", "px wider",
+                     "on [119, 119, 119] has a contrast", "`hardly to be read` has a contrast"):
             if sign not in text:
                 raise Failed(f"the planted page is called well of `{sign}`: {text}")
         if flat_svgs(page) != 1:
@@ -92,7 +98,8 @@ class Looks:
                 said = more(page) or ""
                 found, colours = wrong(page, allowed, room=width * (SHRINKS - 1) if medium == "print" else 0)
                 self.seen[name, width, scheme] = colours["ground"], colours["ink"]
-                said += f", contrast {contrast(colours['ink'], colours['ground']):.1f} (of {colours['texts']} texts {colours['worst'][0][0]} or more)"
+                said += (f", contrast {contrast(colours['ink'], colours['ground']):.1f} "
+                         f"(of {colours['texts']} texts {colours['worst'][0][0]} or more)")
             except Failed as failed:
                 found = [str(failed), *page.complaints()]
             picture = f"{name}-{scheme}-{width}.png"
@@ -101,7 +108,8 @@ class Looks:
                 page.picture(self.out / picture, whole=not page.ask('Boolean(document.querySelector("dialog[open]"))'))
         for one in found:
             self.found.append(f"{name}, {scheme}, {width} px: {one}")
-        print(f"{'FAIL' if found else 'ok  '} {name}, {scheme}, {width} px: {'; '.join(found) or said.lstrip(', ')}", flush=True)
+        word, text = "FAIL" if found else "ok  ", "; ".join(found) or said.lstrip(", ")
+        print(f"{word} {name}, {scheme}, {width} px: {text}", flush=True)
 
     def schemes_differ(self, name):
         for width in WIDTHS:
@@ -158,8 +166,10 @@ def top(looks, admin):
 
     def lives(page):
         page.until("engines have bars", lambda: page.ask(
-            'document.querySelectorAll("#engines .engine").length === 2 && [...document.querySelectorAll("#engines .engine .bar")].every((bar) => '
-            '[...bar.children].some((part) => part.getBoundingClientRect().width > 0 && bar.getBoundingClientRect().height > 0))'))
+            'document.querySelectorAll("#engines .engine").length === 2 && '
+            '[...document.querySelectorAll("#engines .engine .bar")].every((bar) => '
+            '[...bar.children].some((part) => '
+            'part.getBoundingClientRect().width > 0 && bar.getBoundingClientRect().height > 0))'))
         numbers = 'document.querySelector("main").innerText.replace(/[^0-9.]+/g, " ")'
         polls = lambda: sum(asked.endswith("/debug/kv") for asked in page.requests())
         before, asked = page.ask(numbers), polls()
@@ -171,7 +181,8 @@ def top(looks, admin):
 
     def shown(page):
         """The timeline that is open: its request and how many moments."""
-        return page.ask('(() => { const open = document.querySelector("#timeline[open]"); const moments = document.querySelectorAll("#timeline .moment").length;'
+        return page.ask('(() => { const open = document.querySelector("#timeline[open]"); '
+                        'const moments = document.querySelectorAll("#timeline .moment").length;'
                         'return open && moments ? [open.querySelector(".mono").textContent, moments] : null; })()')
 
     def chosen(page):
@@ -179,8 +190,10 @@ def top(looks, admin):
         said = lives(page)
         for _ in range(10):
             place = page.until("requests are in flight", lambda: page.ask(
-                '(() => { const link = document.querySelector("#requests button.link"); if (!link) return null; link.scrollIntoView({block: "center"});'
-                'const r = link.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2, link.textContent]; })()'))
+                '(() => { const link = document.querySelector("#requests button.link"); if (!link) return null; '
+                'link.scrollIntoView({block: "center"});'
+                'const r = link.getBoundingClientRect(); '
+                'return [r.x + r.width / 2, r.y + r.height / 2, link.textContent]; })()'))
             page.click(*place[:2])
             try:
                 request, moments = page.until("a timeline is open", lambda: shown(page), 3)
@@ -207,10 +220,13 @@ def top(looks, admin):
         if request != name:
             raise Failed(f"{request} is shown where {name} was linked")
         # Also from its end, on a screen that has no Escape.
-        place = page.ask("""(() => { const open = document.getElementById("timeline"); open.scrollTop = open.scrollHeight;
-            const r = open.querySelector(".head button").getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()""")
+        place = page.ask("""(() => {
+            const open = document.getElementById("timeline"); open.scrollTop = open.scrollHeight;
+            const r = open.querySelector(".head button").getBoundingClientRect();
+            return [r.x + r.width / 2, r.y + r.height / 2]; })()""")
         page.click(*place)
-        page.until("Close closes it", lambda: page.ask('!document.querySelector("dialog[open]") && location.hash === ""'))
+        page.until("Close closes it",
+                   lambda: page.ask('!document.querySelector("dialog[open]") && location.hash === ""'))
         return f"#request={name} shows {moments} moments, and closes"
 
     looks.at("top-linked", f"{url}#request={name}", origin, WIDTHS[1], "light", linked)
@@ -234,8 +250,10 @@ def up(baton, folder, processes):
     else:
         sys.exit(f"baton up ended:\n{(folder / 'up.log').read_text()[-2000:]}")
     threading.Thread(target=process.stdout.read, daemon=True).start()
-    words = [baton, "bench", "serve", "--url", url, "--duration", "900", "--max-concurrency", "3", "--input-len", "120", "--output-len", "400", "--json"]
-    load = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=open(folder / "load.log", "w"))
+    words = [baton, "bench", "serve", "--url", url, "--duration", "900", "--max-concurrency", "3",
+             "--input-len", "120", "--output-len", "400", "--json"]
+    load = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                            stderr=open(folder / "load.log", "w"))
     processes.append(load)
     end = time.monotonic() + 60
     while not ask(admin, "GET", "/debug/kv")["requests"]["in_flight"]:
@@ -253,8 +271,10 @@ def newest_report():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("baton", nargs="?", default=os.environ.get("BATON_BIN") or str(ROOT / "target/release/baton"))
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="keep pictures of the pages here, and the printed report")
-    parser.add_argument("--report", type=pathlib.Path, metavar="FILE", default=newest_report(), help="the newest that is committed, by default")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR",
+                        help="keep pictures of the pages here, and the printed report")
+    parser.add_argument("--report", type=pathlib.Path, metavar="FILE", default=newest_report(),
+                        help="the newest that is committed, by default")
     options = parser.parse_args()
     if not os.access(options.baton, os.X_OK):
         sys.exit(f"no {options.baton}: cargo build --release first, or name the binary")

@@ -17,8 +17,9 @@ import time
 PATIENCE_S = 60
 ANSWER_BYTES_MAX = 256 << 20
 OPTIONS = [
-    "--headless=new", "--remote-debugging-pipe", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
-    "--no-default-browser-check", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--headless=new", "--remote-debugging-pipe", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+    "--hide-scrollbars", "--no-default-browser-check", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
     "--disable-extensions", "--disable-default-apps", "--metrics-recording-only", "--mute-audio",
     # As on a dark screen, without an emulated scheme.
     "--blink-settings=preferredColorScheme=0",
@@ -28,18 +29,26 @@ OPTIONS = [
 # Every visible text with its colour and background: the worst contrasts.
 COLOURS = """(() => {
   const parse = (text) => { const n = (text.match(/[\\d.]+/g) || []).map(Number);
-    return text.startsWith("rgb") ? [n[0], n[1], n[2], n[3] ?? 1] : text.startsWith("color(srgb") ? [n[0] * 255, n[1] * 255, n[2] * 255, n[3] ?? 1] : null; };
-  const luminance = (c) => { const [r, g, b] = c.map((v) => { v /= 255; return v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4; });
+    return text.startsWith("rgb") ? [n[0], n[1], n[2], n[3] ?? 1]
+      : text.startsWith("color(srgb") ? [n[0] * 255, n[1] * 255, n[2] * 255, n[3] ?? 1] : null; };
+  const linear = (v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+  const luminance = (c) => { const [r, g, b] = c.map((v) => linear(v / 255));
     return .2126 * r + .7152 * g + .0722 * b; };
   const over = (top, below) => [0, 1, 2].map((at) => top[at] * top[3] + below[at] * (1 - top[3]));
-  const canvas = matchMedia("(prefers-color-scheme: dark)").matches && getComputedStyle(document.documentElement).colorScheme.includes("dark") ? [18, 18, 18] : [255, 255, 255];
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches
+    && getComputedStyle(document.documentElement).colorScheme.includes("dark");
+  const canvas = dark ? [18, 18, 18] : [255, 255, 255];
   const behind = (node) => { const layers = [];
-    for (let at = node; at; at = at.parentElement) { const c = parse(getComputedStyle(at).backgroundColor); if (c && c[3] > 0) { layers.push(c); if (c[3] === 1) break; } }
+    for (let at = node; at; at = at.parentElement) {
+      const c = parse(getComputedStyle(at).backgroundColor);
+      if (c && c[3] > 0) { layers.push(c); if (c[3] === 1) break; }
+    }
     return layers.reverse().reduce((below, top) => over(top, below), canvas); };
   const texts = [], walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let text = walk.nextNode(); text; text = walk.nextNode()) {
     const node = text.parentElement, style = getComputedStyle(node);
-    if (!text.data.trim() || ["SCRIPT", "STYLE", "NOSCRIPT", "TITLE"].includes(node.tagName) || style.visibility !== "visible") continue;
+    if (!text.data.trim() || ["SCRIPT", "STYLE", "NOSCRIPT", "TITLE"].includes(node.tagName)) continue;
+    if (style.visibility !== "visible") continue;
     if (!node.getClientRects().length) continue;
     const ink = parse(node instanceof SVGElement ? style.fill : style.color), ground = behind(node);
     if (!ink) continue;
@@ -47,7 +56,8 @@ COLOURS = """(() => {
     texts.push([Math.round(100 * (a + .05) / (b + .05)) / 100, text.data.trim().slice(0, 40)]);
   }
   texts.sort((x, y) => x[0] - y[0]);
-  return { ground: behind(document.body).map(Math.round), ink: parse(getComputedStyle(document.body).color).slice(0, 3), texts: texts.length, worst: texts.slice(0, 3) };
+  return { ground: behind(document.body).map(Math.round), ink: parse(getComputedStyle(document.body).color).slice(0, 3),
+    texts: texts.length, worst: texts.slice(0, 3) };
 })()"""
 
 
@@ -70,7 +80,8 @@ class Browser:
         root = ["--no-sandbox"] if os.geteuid() == 0 else []
         words = [command, *OPTIONS, *root, f"--user-data-dir={self.folder.name}/profile"]
         shell = ["bash", "-c", f'exec "$@" 3<&{read} 4>&{write}', "bash", *words]
-        self.process = subprocess.Popen(shell, pass_fds=(read, write), stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
+        self.process = subprocess.Popen(shell, pass_fds=(read, write), stdin=subprocess.DEVNULL, stdout=self.log,
+                                        stderr=self.log)
         os.close(read)
         os.close(write)
         self.number, self.rest, self.events = 0, b"", collections.defaultdict(list)
@@ -137,8 +148,8 @@ class Page:
         for domain in ("Page", "Runtime", "Log", "Network", "Audits"):
             self.call(domain + ".enable")
         phone = width < 600
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=844 if phone else 900, deviceScaleFactor=2 if phone else 1,
-                  mobile=phone)
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=844 if phone else 900,
+                  deviceScaleFactor=2 if phone else 1, mobile=phone)
         features = [{"name": "prefers-color-scheme", "value": scheme}] if scheme in ("light", "dark") else []
         self.call("Emulation.setEmulatedMedia", media=medium, features=features)
 
@@ -196,7 +207,8 @@ class Page:
         found = []
         for name, told in self.told():
             if name == "Runtime.consoleAPICalled" and told["type"] in ("error", "assert"):
-                found.append("console: " + " ".join(str(word.get("value", word.get("description"))) for word in told["args"]))
+                words = (str(word.get("value", word.get("description"))) for word in told["args"])
+                found.append("console: " + " ".join(words))
             elif name == "Runtime.exceptionThrown":
                 details = told["exceptionDetails"]
                 found.append("exception: " + details.get("exception", {}).get("description", details["text"]))

@@ -1,7 +1,9 @@
-"""Checks the dashboard against Grafana's own types: see grafana.sh. Writes a TypeScript file that gives every part of the dashboard its type.
+"""Checks the dashboard against Grafana's own types: see grafana.sh. Writes a TypeScript file that gives every part of
+the dashboard its type.
 
-The types are those of the package `@grafana/schema`. Their enumerations become unions of the values that stand in a board's JSON, so that
-the compiler compares values and not only kinds; a key that a type does not know is refused, as in every literal."""
+The types are those of the package `@grafana/schema`. Their enumerations become unions of the values that stand in a
+board's JSON, so that the compiler compares values and not only kinds; a key that a type does not know is refused, as
+in every literal."""
 
 import json
 import pathlib
@@ -10,7 +12,8 @@ import sys
 
 TYPES = pathlib.Path("node_modules/@grafana/schema/dist/esm")
 # The types of a panel's options and of its fields' options, by the panel's type; missing if it has none.
-PANELS = {"timeseries": ("TimeSeriesPanelCfg", "timeseries"), "stat": ("StatPanelCfg", "stat"), "table": ("TablePanelCfg", "table")}
+PANELS = {"timeseries": ("TimeSeriesPanelCfg", "timeseries"), "stat": ("StatPanelCfg", "stat"),
+          "table": ("TablePanelCfg", "table")}
 
 
 def as_unions():
@@ -25,7 +28,8 @@ def as_unions():
         new = re.sub(r"export declare (?:const )?enum (\w+) \{(.*?)\}", union, text, flags=re.S)
         # Grafana has defaults for the required fields of a panel. A dashboard contains only other values.
         if "panelcfg" in path.parts:
-            new = new.replace("import * as common from '@grafana/schema'", "import * as common from '../../../../../common/common.gen'")
+            new = new.replace("import * as common from '@grafana/schema'",
+                              "import * as common from '../../../../../common/common.gen'")
         if new != text:
             path.write_text(new)
 
@@ -40,7 +44,8 @@ def main():
     at = "./node_modules/@grafana/schema/dist/esm"
     lines = [f"import type * as d from '{at}/raw/dashboard/x/dashboard_types.gen';",
              "type Deep<T> = T extends (infer U)[] ? Deep<U>[] : T extends object ? {[K in keyof T]?: Deep<T[K]>} : T;",
-             "type Target = {refId: string; datasource: d.DataSourceRef; expr: string; legendFormat?: string; instant?: boolean; format?: 'table' | 'time_series' | 'heatmap'};"]
+             "type Target = {refId: string; datasource: d.DataSourceRef; expr: string; legendFormat?: string; "
+             "instant?: boolean; format?: 'table' | 'time_series' | 'heatmap'};"]
     for kind, (file, folder) in PANELS.items():
         lines.append(f"import type * as {kind} from '{at}/raw/composable/{folder}/panelcfg/x/{file}_types.gen';")
     whole = {key: value for key, value in board.items() if key != "panels"}

@@ -1,4 +1,4 @@
-"""A router with deploy/otel/router.yaml, two engines, and rotel as the collector. Checks rotel's output. See otel.sh."""
+"""A router with deploy/otel/router.yaml, two engines and rotel as the collector. Checks its output: see otel.sh."""
 
 import re
 import signal
@@ -11,8 +11,8 @@ from processes import MODEL, ROOT, ask, engine, free_port, running, send, start,
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SERVER = "POST /v1/completions"
 # Each span's parent and kind.
-TREE = {SERVER: (None, "SERVER"), "queue": (SERVER, "INTERNAL"), "prefill": (SERVER, "CLIENT"), "gap": (SERVER, "INTERNAL"),
-        "decode": (SERVER, "CLIENT"), "fetch": ("decode", "INTERNAL")}
+TREE = {SERVER: (None, "SERVER"), "queue": (SERVER, "INTERNAL"), "prefill": (SERVER, "CLIENT"),
+        "gap": (SERVER, "INTERNAL"), "decode": (SERVER, "CLIENT"), "fetch": ("decode", "INTERNAL")}
 
 
 def listens(port):
@@ -26,8 +26,9 @@ def spans(text):
     for block in re.split(r"^Span #\d+$", text, flags=re.M)[1:]:
         field = lambda name: (re.search(rf"^\s*{name}\s*: ?(.*)$", block, re.M) or ["", ""])[1].strip()
         attributes = dict(re.findall(r"^\s*-> (\S+): \w+\((.*)\)$", block, re.M))
-        found.append({"trace": field("Trace ID"), "parent": field("Parent ID"), "id": field(r"ID"), "name": field("Name"),
-                      "kind": field("Kind").removeprefix("SPAN_KIND_"), "attributes": attributes, "text": block})
+        found.append({"trace": field("Trace ID"), "parent": field("Parent ID"), "id": field(r"ID"),
+                      "name": field("Name"), "kind": field("Kind").removeprefix("SPAN_KIND_"),
+                      "attributes": attributes, "text": block})
     return found
 
 
@@ -55,8 +56,8 @@ def check(baton, agent, folder, processes):
     decode, d = start(engine(baton, "decode"), folder, "decode")
     processes.append(decode)
     config = (ROOT / "deploy/otel/router.yaml").read_text()
-    for theirs, ours in (("127.0.0.1:4318", f"127.0.0.1:{port}"), ("127.0.0.1:9001", p["http"]), ("127.0.0.1:9002", d["http"]),
-                         ("my-model", MODEL), ("/var/log/baton", str(folder))):
+    for theirs, ours in (("127.0.0.1:4318", f"127.0.0.1:{port}"), ("127.0.0.1:9001", p["http"]),
+                         ("127.0.0.1:9002", d["http"]), ("my-model", MODEL), ("/var/log/baton", str(folder))):
         assert config.count(theirs) == 1, theirs
         config = config.replace(theirs, ours)
     (folder / "router.yaml").write_text(config + "listen: 127.0.0.1:0\nadmin: {listen: '127.0.0.1:0'}\n")

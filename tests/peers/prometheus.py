@@ -71,7 +71,8 @@ def check(baton, folder, processes):
     targets = {"baton-router": r["admin"], "prefill": p["http"], "decode": d["http"]}
     scrapes = [{"job_name": job, "static_configs": [{"targets": [target]}]} for job, target in targets.items()]
     rules = [str(path) for path in sorted((ROOT / "deploy/alerts").glob("*.yaml"))]
-    settings = {"global": {"scrape_interval": "1s", "evaluation_interval": "1s"}, "rule_files": rules, "scrape_configs": scrapes}
+    settings = {"global": {"scrape_interval": "1s", "evaluation_interval": "1s"}, "rule_files": rules,
+                "scrape_configs": scrapes}
     (folder / "prometheus.yml").write_text(json.dumps(settings))
     log = open(folder / "prometheus.log", "w")
     processes.append(subprocess.Popen(

@@ -26,8 +26,8 @@ from vllm_checks.package import Package
 from vllm_checks.pair import Pair
 
 COST_S = 3600
-# Checks that end or restart engines come last.
-CONTRACT = ["release", "n4", "stale", "equal", "cancel", "idle", "doctor", "malformed", "longstep", "restart"]
+# The doctor counts expired leases since an engine's start. Checks that end or restart engines come last.
+CONTRACT = ["doctor", "release", "n4", "stale", "equal", "cancel", "idle", "malformed", "longstep", "restart"]
 
 
 def parse():
@@ -37,7 +37,8 @@ def parse():
     add("--vllm", default=os.environ.get("VLLM", "vllm"), help="the vllm command")
     add("--baton", default=os.environ.get("BATON_BIN", str(ROOT / "target/release/baton")))
     add("--model", type=pathlib.Path, default=ROOT / "engine/models/demo")
-    add("--connector", choices=[STOCK, BATON, "both"], default=STOCK, help="connector of the engines; both: one after the other")
+    add("--connector", choices=[STOCK, BATON, "both"], default=STOCK,
+        help="connector of the engines; both: one after the other")
     add("--package", type=pathlib.Path, help="sources of baton-vllm (connector/vllm), instead of an installed wheel")
     add("--only", action="append", default=[], metavar="NAME", help=f"only this check (repeatable): {', '.join(names)}")
     add("--out", type=pathlib.Path, help="FILE.json, or a folder for results.json; outputs of the tools are beside it")
@@ -45,6 +46,8 @@ def parse():
     add("--lease", type=int, default=30, help="vLLM's kv_lease_duration, in seconds")
     add("--seed", type=int, default=1)
     add("--decodes", type=int, default=1, help="decode engines")
+    add("--prefill-ranks", type=int, default=1, help="tensor-parallel ranks of P")
+    add("--decode-ranks", type=int, default=1, help="tensor-parallel ranks of each D")
     add("--policy", choices=["recompute", "fail", "both"], default="both", help="failure policies of D (stale)")
     add("--cancels", type=int, default=500, help="clients that leave, half of them under load (cancel)")
     add("--p99-ms", type=float, default=50, help="target from a disconnect to P's free blocks (cancel)")
@@ -55,9 +58,12 @@ def parse():
     add("--equal", type=int, default=1000, help="compared requests (equal)")
     add("--concurrency", type=int, default=1, help="clients of the comparison (equal)")
     add("--disconnect-options", default="", metavar="TEXT", help="further options of `baton bench disconnect` (doctor)")
+    add("--few-cores", action="store_true",
+        help="loops of vLLM and NIXL without a wait get a short one; needed below six cores")
     add("--turns", type=int, default=5, help="runs of each pair (cost)")
     add("--cost-limit", type=float, default=0.02, help="allowed difference (cost)")
-    add("--cost-pairs", default=f"{STOCK},{BATON}", help="the compared connectors; stock,stock measures the noise (cost)")
+    add("--cost-pairs", default=f"{STOCK},{BATON}",
+        help="the compared connectors; stock,stock measures the noise (cost)")
     options = parser.parse_args()
     for name in options.only:
         if name not in names:
@@ -95,7 +101,8 @@ class Results:
             "machine": machine(),
             "versions": {"python": platform.python_version(), "baton_vllm": package.version,
                          "nixl": package.version_of("nixl")},
-            "options": {k: v if isinstance(v, (int, float, list)) or v is None else str(v) for k, v in vars(options).items()},
+            "options": {k: v if isinstance(v, (int, float, list)) or v is None else str(v)
+                        for k, v in vars(options).items()},
             "results": {},
         }
 
@@ -139,13 +146,15 @@ class Results:
 
 
 def commit():
-    done = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True)
+    command = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip() or None
 
 
 def machine():
     """Processor, cores and memory."""
-    names = [line.split(":", 1)[1].strip() for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {"cpu": names[0] if names else platform.machine(), "cores": os.cpu_count(), "memory_gib": round(memory, 1)}
 
@@ -157,7 +166,8 @@ def run_pair(options, connector, environment, results):
     pair = Pair(options, connector, environment)
     try:
         results.data["versions"].update(pair.versions())
-        about = f"{connector} connector" + (f", baton-vllm {results.data['versions']['baton_vllm']}" if pair.is_baton else "")
+        package = f", baton-vllm {results.data['versions']['baton_vllm']}" if pair.is_baton else ""
+        about = f"{connector} connector{package}"
         print(f"vLLM {pair.versions()['vllm']}, {about}, lease {options.lease} s", flush=True)
         for check in checks:
             try:
@@ -194,7 +204,7 @@ def main():
     # An ended script must stop its engines.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     connectors = [STOCK, BATON] if options.connector == "both" else [options.connector]
-    package = Package(options.vllm, options.package and options.package.resolve(), ROOT)
+    package = Package(options.vllm, options.package and options.package.resolve(), ROOT, options.few_cores)
     environments = {STOCK: package.stock()}
     if BATON in connectors or (wants_cost(options) and BATON in options.cost_pairs):
         try:

@@ -91,7 +91,8 @@ def run_tool(pair, name, *arguments, seconds):
     file = pair.options.folder / f"{pair.connector}-{name}.txt"
     with open(file, "w") as out:
         try:
-            code = subprocess.run([pair.options.baton, *arguments], stdout=out, stderr=subprocess.STDOUT, timeout=seconds).returncode
+            command = [pair.options.baton, *arguments]
+            code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=seconds).returncode
         except subprocess.TimeoutExpired:
             code = f"not within {seconds} s"
     lines = file.read_text(errors="replace").strip().splitlines()

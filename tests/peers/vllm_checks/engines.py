@@ -29,13 +29,14 @@ class Setup:
     lease: int
     connector: str
     environment: dict
+    dtype: str
 
 
 class Engine:
     """One vLLM server. It keeps its ports when it is restarted."""
 
-    def __init__(self, setup, name, policy=None):
-        self.setup, self.name = setup, name
+    def __init__(self, setup, name, policy=None, ranks=1):
+        self.setup, self.name, self.ranks = setup, name, ranks
         self.port, self.side, self.http, self.channel = (free_port() for _ in range(4))
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = tempfile.NamedTemporaryFile(prefix=f"vllm-{setup.connector}-{name}-", suffix=".log", delete=False)
@@ -77,6 +78,7 @@ class Engine:
             [self.setup.vllm, "serve", str(self.setup.model), "--served-model-name", "demo", "--host", "127.0.0.1",
              "--port", str(self.port), "--enforce-eager", "--block-size", str(BLOCK),
              "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "1536",
+             "--tensor-parallel-size", str(self.ranks), "--dtype", self.setup.dtype,
              "--kv-transfer-config", json.dumps(self.transfer_config(policy))],
             env=environment, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True,
         )
@@ -229,9 +231,10 @@ def generated(answer):
     return [(choice["text"], choice.get("token_ids")) for choice in json.loads(answer)["choices"]]
 
 
-def alone(engine, prompt, tokens=16, salt="reference"):
+def alone(engine, prompt, tokens=16, salt="reference", **more):
     """What one engine generates from a computed prompt. The salt keeps it apart from the handoff's cache."""
-    status, answer = post(engine.url + "/v1/completions", decode_body(prompt, tokens=tokens, cache_salt=salt))
+    body = {**decode_body(prompt, tokens=tokens, cache_salt=salt), **more}
+    status, answer = post(engine.url + "/v1/completions", body)
     expect(status == 200, f"reference: {status}: {answer}")
     return generated(answer)
 

@@ -95,7 +95,8 @@ def restart_limit(options):
     return options.restarts * len(PHASES) * (240 + options.lease)
 
 
-@check("restart", "P and D killed and restarted in every phase: right answer or error, blocks freed", limit_s=restart_limit)
+@check("restart", "P and D killed and restarted in every phase: right answer or error, blocks freed",
+       limit_s=restart_limit)
 def restart(pair):
     report = Report("")
     for phase in PHASES * pair.options.restarts:
@@ -133,8 +134,8 @@ class LongStep:
     def run(self):
         pair = self.pair
         # D is full, so that it admits handoffs and cannot read them yet.
-        filling = [Background(attempt, pair.decode.url + "/v1/completions", decode_body(pair.prompt(38), tokens=240), 240)
-                   for _ in range(2)]
+        url = pair.decode.url + "/v1/completions"
+        filling = [Background(attempt, url, decode_body(pair.prompt(38), tokens=240), 240) for _ in range(2)]
         wait_until("D is full", lambda: pair.decode.pinned() > BLOCKS - HELD_BLOCKS, 30)
         prompts = [pair.prompt(HELD_BLOCKS) for _ in range(HELD)]
         mark = pair.prefill.mark() if pair.is_baton else None
@@ -202,7 +203,8 @@ def longstep_limit(options):
     return 600 + 3 * options.lease
 
 
-@check("longstep", "a step that outlasts the lease: renewed leases stay, release and expiry take effect", limit_s=longstep_limit)
+@check("longstep", "a step that outlasts the lease: renewed leases stay, release and expiry take effect",
+       limit_s=longstep_limit)
 def longstep(pair):
     report, before = Report(""), pair.prefill.expired()
     pair.usable()  # so that the engines have exchanged their memory

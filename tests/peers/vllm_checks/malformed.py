@@ -76,7 +76,8 @@ def whole_variants():
     deep = 1
     for _ in range(200):
         deep = [deep]
-    return {"text": "x", "number": 7, "list": [1], "empty": {}, "deep": {"do_remote_prefill": True, "remote_block_ids": deep},
+    return {"text": "x", "number": 7, "list": [1], "empty": {},
+            "deep": {"do_remote_prefill": True, "remote_block_ids": deep},
             "only the flag": {"do_remote_prefill": True}}
 
 
@@ -185,7 +186,8 @@ def limit(options):
     return 600 + options.malformed * 4 + 2 * options.lease
 
 
-@check("malformed", "malformed and forged handoffs: no engine ends, every text is right, blocks are freed", limit_s=limit)
+@check("malformed", "malformed and forged handoffs: no engine ends, every text is right, blocks are freed",
+       limit_s=limit)
 def malformed(pair):
     report, total, source = Report(""), pair.options.malformed, random.Random(pair.options.seed)
     sample = prefill(pair.prefill, pair.prompt(3))

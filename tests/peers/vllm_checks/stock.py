@@ -13,7 +13,8 @@ def limit(options):
     return 240 + options.rounds * 3 + 2 * options.lease
 
 
-@check("texts", "the model's held-out prompts are answered exactly, every prompt token by transfer", kind="stock", limit_s=limit)
+@check("texts", "the model's held-out prompts are answered exactly, every prompt token by transfer", kind="stock",
+       limit_s=limit)
 def texts(pair):
     before = pair.decode_metric("vllm:nixl_xfer_time_seconds_count")
     computed = pair.decode_metric("vllm:prompt_tokens_by_source_total", source="local_compute")
@@ -39,7 +40,9 @@ def texts(pair):
     return f"{right} of {len(prompts)} right, {transfers:.0f} transfers, {moved:.0f} tokens moved, 0 computed by D"
 
 
-@check("parameters", "min_tokens, n, best_of, stop, ignore_eos, max_completion_tokens, stream_options reach D, not P's limits", kind="stock", limit_s=limit)
+@check("parameters",
+       "min_tokens, n, best_of, stop, ignore_eos, max_completion_tokens, stream_options reach D, not P's limits",
+       kind="stock", limit_s=limit)
 def parameters(pair):
     done = []
     for more in (
@@ -49,7 +52,8 @@ def parameters(pair):
         {"stop": ["."], "max_tokens": 16},
         {"ignore_eos": True, "max_tokens": 12},
     ):
-        status, answer = post(pair.url + "/v1/completions", {"model": "demo", "prompt": pair.prompt(2), "temperature": 0, **more})
+        body = {"model": "demo", "prompt": pair.prompt(2), "temperature": 0, **more}
+        status, answer = post(pair.url + "/v1/completions", body)
         expect(status == 200, f"{more}: {status}: {answer}")
         usage = json.loads(answer)["usage"]["completion_tokens"]
         if "min_tokens" in more or "ignore_eos" in more:
@@ -58,19 +62,24 @@ def parameters(pair):
             expect(len(json.loads(answer)["choices"]) == 2, answer)
         done.append("+".join(more))
     messages = [{"role": "user", "content": "Bob has a dog named Rex. What is the name of the dog?"}]
-    status, answer = post(pair.url + "/v1/chat/completions", {"model": "demo", "messages": messages, "max_completion_tokens": 6, "stream": True, "stream_options": {"include_usage": True}})
+    body = {"model": "demo", "messages": messages, "max_completion_tokens": 6, "stream": True,
+            "stream_options": {"include_usage": True}}
+    status, answer = post(pair.url + "/v1/chat/completions", body)
     expect(status == 200 and '"usage":{' in answer and answer.rstrip().endswith("data: [DONE]"), answer[-300:])
     return ", ".join(done + ["max_completion_tokens+stream_options"])
 
 
-@check("leaving-prefill", "leaving while P computes: blocks are back, not stranded for the lease", kind="stock", limit_s=limit)
+@check("leaving-prefill", "leaving while P computes: blocks are back, not stranded for the lease", kind="stock",
+       limit_s=limit)
 def leaving_prefill(pair):
     times = []
     for _ in range(pair.rounds):
-        pair.leave({"model": "demo", "prompt": pair.prompt(16), "max_tokens": 64, "temperature": 0}, pair.random.uniform(0, 0.12))
+        body = {"model": "demo", "prompt": pair.prompt(16), "max_tokens": 64, "temperature": 0}
+        pair.leave(body, pair.random.uniform(0, 0.12))
         times.append(pair.home())
     stranded = sum(t > RELEASED_S for t in times)
-    told = f"{pair.rounds} left after 0 to 120 ms; back after {sorted(times)[len(times) // 2]:.2f} s (median), {max(times):.2f} s (longest); stranded {stranded}"
+    told = (f"{pair.rounds} left after 0 to 120 ms; back after {sorted(times)[len(times) // 2]:.2f} s (median), "
+            f"{max(times):.2f} s (longest); stranded {stranded}")
     # vLLM itself can drop a finished reply in the instant in which it sees the hang-up (1 of 24, measured).
     expect(stranded * 12 <= pair.rounds, told)
     return told
@@ -80,10 +89,12 @@ def leaving_prefill(pair):
 def leaving_stream(pair):
     times = []
     for _ in range(max(2, pair.rounds // 2)):
-        pair.leave({"model": "demo", "prompt": pair.prompt(5), "max_tokens": 900, "ignore_eos": True, "stream": True}, 0, frames=3)
+        body = {"model": "demo", "prompt": pair.prompt(5), "max_tokens": 900, "ignore_eos": True, "stream": True}
+        pair.leave(body, 0, frames=3)
         times.append(pair.home())
     expect(max(times) < RELEASED_S, f"{max(times):.2f} s until every block was back")
-    return f"{len(times)} left; back after {sorted(times)[len(times) // 2]:.2f} s (median), {max(times):.2f} s (longest)"
+    median = sorted(times)[len(times) // 2]
+    return f"{len(times)} left; back after {median:.2f} s (median), {max(times):.2f} s (longest)"
 
 
 @check("refused", "bodies that D's parser would refuse reach no engine", kind="stock", limit_s=limit)
@@ -122,7 +133,9 @@ def refused_by_decode(pair):
 
 @check("hostile", "a client's kv_transfer_params end no engine", kind="stock", limit_s=limit)
 def hostile(pair):
-    for params in ({"do_remote_prefill": True, "remote_engine_id": "x", "remote_host": "127.0.0.1", "remote_port": 1, "remote_block_ids": [[1]]}, "text", {"do_remote_prefill": True}):
+    forged = {"do_remote_prefill": True, "remote_engine_id": "x", "remote_host": "127.0.0.1", "remote_port": 1,
+              "remote_block_ids": [[1]]}
+    for params in (forged, "text", {"do_remote_prefill": True}):
         body = {"model": "demo", "prompt": "Bob has a dog named Rex.", "max_tokens": 4, "kv_transfer_params": params}
         status, answer = post(pair.url + "/v1/completions", body)
         expect(status == 200, f"{params}: {status}: {answer}")
