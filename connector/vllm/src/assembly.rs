@@ -161,7 +161,7 @@ impl Core {
     pub(crate) fn call(&self, op: &str) -> Result<Value, String> {
         let op: Op = serde_json::from_str(op).map_err(|error| format!("operation: {error}"))?;
         match op {
-            Op::Layout { layout } => self.serve_channel(&layout),
+            Op::Layout { layout } => self.serve_channel(&layout).map(|()| json!({})),
             Op::Queued(op) => Ok(json!({"released": self.producer.queued(&op)})),
             Op::Events { events } => Ok(empty(|| self.producer.events(&events))),
             Op::Offer { id, blocks, consumers } => Ok(self.offer(&id, &blocks, consumers)),
@@ -170,13 +170,13 @@ impl Core {
             Op::Beat { ids } => Ok(empty(|| self.producer.beat(&ids))),
             Op::Freed { id, blocks } => Ok(empty(|| self.producer.freed(&id, blocks))),
             Op::Pool(counts) => Ok(empty(|| self.report(counts))),
+            Op::Draining => Ok(empty(|| self.signals.begin_drain())),
             Op::Aborted { id } => Ok(json!({"by_verb": self.producer.is_aborted_by_verb(&id)})),
             Op::Unverified { used } => Ok(empty(|| self.metrics.unverified(used))),
             Op::Late {} => Ok(empty(|| self.metrics.late())),
             Op::Admit(op) => Ok(self.admit(&op)),
             Op::State { id, wait_us } => {
-                let hold = self.consumer.hold_within(&id, Duration::from_micros(wait_us));
-                Ok(json!({"state": hold_word(hold)}))
+                Ok(hold_json(self.consumer.hold_within(&id, Duration::from_micros(wait_us))))
             }
             Op::Begin { id } => Ok(empty(|| self.consumer.begin(&id))),
             Op::Done { ids, wait_us } => {
@@ -191,13 +191,13 @@ impl Core {
     }
 
     /// Begins to serve the side channel, once.
-    fn serve_channel(&self, text: &str) -> Result<Value, String> {
+    fn serve_channel(&self, text: &str) -> Result<(), String> {
         let wrong = || format!("`layout` must be 16 hexadecimal digits, found `{text}`");
         let layout = consumer::layout(text).ok_or_else(wrong)?;
-        let (mut channel, reply) = (self.channel(), json!({"channel_port": self.channel_port}));
+        let mut channel = self.channel();
         if let Channel::Serving { layout: known, .. } = &*channel {
             let other = || format!("`layout` is {known:016x} already, found {layout:016x}");
-            return if *known == layout { Ok(reply) } else { Err(other()) };
+            return if *known == layout { Ok(()) } else { Err(other()) };
         }
         let Channel::Bound(socket) = std::mem::replace(&mut *channel, Channel::Stopped) else {
             return Err("the core is stopping".into());
@@ -211,7 +211,7 @@ impl Core {
             .map_err(|error| address_error("channel", self.config.channel, &error))?;
         self.consumer.set_layout(layout);
         *channel = Channel::Serving { layout, server };
-        Ok(reply)
+        Ok(())
     }
 
     fn offer(&self, id: &str, groups: &[Vec<u32>], consumers: u64) -> Value {
@@ -219,7 +219,6 @@ impl Core {
         match self.producer.offer(id, blocks, consumers) {
             Ok(lease) => json!({
                 "handle": lease.handle.to_string(), "epoch": self.epoch.to_string(), "left_ms": lease.left_ms,
-                "channel_port": self.channel_port,
             }),
             Err(refused) => json!({"refused": refused}),
         }
@@ -280,6 +279,7 @@ impl Core {
 
     /// Releases every lease, leaves every load and ends the threads. Takes about a second at most.
     pub(crate) fn stop(&self) {
+        self.signals.begin_drain();
         self.signals.raise(signals::STOPPING);
         self.producer.stop();
         self.consumer.stop();
@@ -347,13 +347,14 @@ fn address_error(key: &str, address: SocketAddr, error: &std::io::Error) -> Stri
     format!("`{key}` {address}: {error}")
 }
 
-fn hold_word(hold: Option<Hold>) -> &'static str {
-    match hold {
-        None => "none",
-        Some(Hold::Asking) => "holding",
-        Some(Hold::Live) => "live",
-        Some(Hold::Gone(_)) => "gone",
-    }
+fn hold_json(hold: Option<Hold>) -> Value {
+    let (state, reason) = match hold {
+        None => ("none", None),
+        Some(Hold::Asking) => ("holding", None),
+        Some(Hold::Live) => ("live", None),
+        Some(Hold::Gone(reason)) => ("gone", Some(reason)),
+    };
+    json!({"state": state, "reason": reason})
 }
 
 fn verdict_json(id: &str, verdict: Option<LoadVerdict>) -> Value {

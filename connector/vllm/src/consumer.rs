@@ -36,7 +36,8 @@ use crate::metrics::CoreMetrics;
 use crate::ops::AdmitOp;
 use crate::signals::{self, Signals};
 
-/// Threads that talk to producers. A silent producer occupies one.
+/// Threads that talk to producers. A silent producer occupies one, and all of those that have not answered occupy at
+/// most half of them.
 const WORKERS_MAX: usize = 32;
 
 /// Longest wait for verdicts in one call.
@@ -66,7 +67,6 @@ pub(crate) struct ConsumerSide {
     caller: Caller,
     /// This engine's, once it is known.
     layout: OnceLock<u64>,
-    policy: &'static str,
     signals: Arc<Signals>,
     metrics: Arc<CoreMetrics>,
     stop: AtomicBool,
@@ -101,7 +101,6 @@ impl ConsumerSide {
             answered: Condvar::new(),
             caller: Caller::new(config.secret.as_ref()),
             layout: OnceLock::new(),
-            policy: config.policy,
             signals,
             metrics,
             stop: AtomicBool::new(false),
@@ -180,14 +179,14 @@ impl ConsumerSide {
         }
         let verdicts: Vec<_> = ids.iter().map(|id| state.table.collect(id)).collect();
         drop(state);
-        verdicts.iter().flatten().for_each(|verdict| self.count(*verdict));
+        self.count_valid(verdicts.iter().flatten());
         verdicts
     }
 
     /// Verdicts that [`Self::done`] did not return, each once. The caller has cleared the signal.
     pub(crate) fn take(&self) -> Vec<(Arc<str>, LoadVerdict)> {
         let verdicts = self.lock().table.take_verdicts();
-        verdicts.iter().for_each(|(_, verdict)| self.count(*verdict));
+        self.count_valid(verdicts.iter().map(|(_, verdict)| verdict));
         verdicts
     }
 
@@ -210,9 +209,10 @@ impl ConsumerSide {
             return Err(Invalid::field("remote_layout", "the layout of this engine"));
         }
         let consumer = random().map(u64::from_ne_bytes).map_err(|why| Invalid { why, stock: false })?;
-        self.metrics.rejected(reason);
         let mut state = self.lock();
-        state.table.give_back(target, consumer, "consumer_rejected", Instant::now());
+        if state.table.give_back(&target, consumer, "consumer_rejected", Instant::now()) {
+            self.metrics.rejected(reason);
+        }
         self.wake(&mut state);
         Ok(())
     }
@@ -348,12 +348,9 @@ impl ConsumerSide {
         self.answered.notify_all();
     }
 
-    fn count(&self, verdict: LoadVerdict) {
-        if verdict.valid {
-            self.metrics.loaded();
-        } else if verdict.reason != "unknown" {
-            self.metrics.load_failed(self.policy);
-        }
+    /// Counts used loads. The Python half reports failed ones, with those that were never asked about.
+    fn count_valid<'a>(&self, verdicts: impl Iterator<Item = &'a LoadVerdict>) {
+        verdicts.filter(|verdict| verdict.valid).for_each(|_| self.metrics.loaded());
     }
 
     fn lock(&self) -> MutexGuard<'_, ConsumerState> {

@@ -6,10 +6,11 @@
 //! | `POST /abort_requests` | ends requests by name |
 //! | `POST /kv/refused` | gives the lease of a refused request back to its producer |
 //! | `GET /debug/kv`, `/debug/kv/events` | state, for the cluster |
-//! | `GET /health`, `/metrics` | for operators |
+//! | `GET /health`, `/metrics` | for operators. With `wait_ms` in the query, `/health` waits for the engine's drain |
 //!
 //! The port is for routers, tools and vLLM's front end, never for clients. If a cluster secret is configured (beyond
-//! loopback it must be), callers need it in the header `x-baton-cluster-secret`, except for health and metrics.
+//! loopback it must be), callers need it in the header `x-baton-cluster-secret`, except for metrics and for health
+//! without a wait.
 
 mod state;
 mod verbs;
@@ -21,6 +22,7 @@ use std::time::Duration;
 
 use baton_connector::Epoch;
 use baton_connector_leases::event_log::EventLog;
+use baton_openai::cluster::{self, SECRET_HEADER};
 use baton_openai::{ApiError, Code, path};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
@@ -37,7 +39,7 @@ use crate::consumer::ConsumerSide;
 use crate::metrics::CoreMetrics;
 use crate::pool::PoolView;
 use crate::producer::ProducerSide;
-use crate::signals::{STOPPING, Signals};
+use crate::signals::Signals;
 
 /// Limit of the concurrent connections; a further one waits in the listener's backlog.
 const CONNECTIONS_MAX: usize = 64;
@@ -51,14 +53,14 @@ const BODY_BYTES_MAX: usize = 1 << 20;
 /// Limit of a refused handoff with a long block table.
 const REFUSED_BYTES_MAX: usize = 8 << 20;
 
+/// When a client may retry a request that a draining engine refuses, as with Baton's engine.
+const DRAINING_RETRY: Duration = Duration::from_secs(1);
+
 /// Pause after a failure to accept.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 
 /// How long requests in progress may take at the stop.
 const STOP_WAIT: Duration = Duration::from_millis(100);
-
-/// The header with the cluster secret.
-const CLUSTER_SECRET_HEADER: &str = "x-baton-cluster-secret";
 
 /// The response type of all endpoints.
 type Reply = Response<Full<Bytes>>;
@@ -154,7 +156,13 @@ async fn dispatch(context: &HttpContext, request: Request<Incoming>) -> Result<R
             authorize(context, request.headers())?;
             state::events(context, request.uri().query().unwrap_or_default()).await
         }
-        (&Method::GET, "/health") => health(context),
+        (&Method::GET, "/health") => {
+            let wait = cluster::wait(request.uri().query().unwrap_or_default())?;
+            if !wait.is_zero() {
+                authorize(context, request.headers())?;
+            }
+            health(context, wait).await
+        }
         (&Method::GET, "/metrics") => Ok(state::metrics(context)),
         (_, known) => Err(match allowed(known) {
             Some(allowed) => ApiError::method_not_allowed(method.as_str(), allowed),
@@ -171,10 +179,11 @@ fn allowed(path: &str) -> Option<&'static str> {
     }
 }
 
-/// 200 while the core's threads serve, 503 while they stop.
-fn health(context: &HttpContext) -> Result<Reply, ApiError> {
-    if context.signals.pending() & STOPPING != 0 {
-        return Err(ApiError::unavailable("the engine is shutting down", MESSAGE_TIMEOUT));
+/// 200 while the engine takes requests, 503 as soon as it drains.
+async fn health(context: &HttpContext, wait: Duration) -> Result<Reply, ApiError> {
+    if context.signals.drains_within(wait).await {
+        let error = ApiError::unavailable("the engine is shutting down", DRAINING_RETRY);
+        return Err(error.with_code(Code::Draining));
     }
     Ok(json(StatusCode::OK, "{\"status\":\"ok\"}"))
 }
@@ -182,14 +191,8 @@ fn health(context: &HttpContext) -> Result<Reply, ApiError> {
 /// Refuses a caller without the cluster secret.
 fn authorize(context: &HttpContext, headers: &HeaderMap) -> Result<(), ApiError> {
     let Some(secret) = &context.config.secret else { return Ok(()) };
-    let shown = headers.get(CLUSTER_SECRET_HEADER).map(HeaderValue::as_bytes).unwrap_or_default();
-    if secret.matches(shown) {
-        return Ok(());
-    }
-    // A code of its own: a router must not report it as a wrong API key of the client.
-    let mut error = ApiError::unauthorized().with_code(Code::InvalidClusterSecret);
-    error.message = format!("missing or wrong cluster secret in the header {CLUSTER_SECRET_HEADER}");
-    Err(error)
+    let shown = headers.get(SECRET_HEADER).map(HeaderValue::as_bytes).unwrap_or_default();
+    cluster::check_secret(shown, &secret.text)
 }
 
 /// Authorizes a caller and reads its body.

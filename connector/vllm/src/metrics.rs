@@ -1,4 +1,5 @@
-//! Counters of one core, and the text of `/metrics`: names and labels as Baton's engine has them.
+//! Counters of one core, and the text of `/metrics`: names and labels as Baton's engine has them, and the reason of a
+//! failed load.
 //!
 //! All names begin with `baton_`, so that the text can follow vLLM's own page. Labels come from fixed lists: a text of
 //! a peer counts as `other`.
@@ -7,9 +8,10 @@ use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use baton_connector::exchange;
+use baton_connector::fetch::{FailureKind, ReleaseReason};
 use baton_connector::lease::CloseCause;
 use baton_connector::ledger::ClosedLease;
-use baton_connector::{exchange, fetch};
 
 use crate::config::Identity;
 
@@ -34,16 +36,31 @@ const REFUSALS: [&str; 11] = [
     "consumer_rejected",
 ];
 
+/// Reasons of handoffs that are not loaded: malformed or not for this engine, and of a producer without the contract.
+/// The prompt is computed here, whatever the policy.
+const NOT_LOADED: [&str; 2] = ["invalid", "stock"];
+
 /// The result of a notice that was not delivered before the lease's expiry.
 pub(crate) const UNDELIVERED: &str = "undelivered";
 
 /// The label of a reason.
 pub(crate) fn known_reason(reason: &str) -> &'static str {
     let of_leases = CloseCause::ALL.map(CloseCause::label);
-    let of_consumers = fetch::ReleaseReason::ALL.map(fetch::ReleaseReason::label);
+    let of_consumers = ReleaseReason::ALL.map(ReleaseReason::label);
     let of_routers = exchange::SettlementCause::ALL.map(exchange::SettlementCause::label);
     let known = OWN_REASONS.into_iter().chain(of_leases).chain(of_consumers).chain(of_routers);
     known.into_iter().find(|known| *known == reason).unwrap_or("other")
+}
+
+/// The label of a failed load, as Baton's engine names the failures of a fetch.
+fn failure_label(reason: &str) -> &'static str {
+    let label = match reason {
+        "lease_over" | "wait_expired" => FailureKind::Gone.label(),
+        "forged" => FailureKind::Refused.label(),
+        other => other,
+    };
+    let known = FailureKind::ALL.map(FailureKind::label).into_iter().chain(NOT_LOADED);
+    known.into_iter().find(|known| *known == label).unwrap_or("other")
 }
 
 /// See the module's documentation.
@@ -51,6 +68,8 @@ pub(crate) fn known_reason(reason: &str) -> &'static str {
 pub(crate) struct CoreMetrics {
     /// In exposition format.
     labels: String,
+    /// The handling of a load that failed.
+    policy: &'static str,
     counts: Mutex<Counts>,
 }
 
@@ -62,7 +81,8 @@ struct Counts {
     held: BTreeMap<&'static str, HeldSeconds>,
     /// Blocks times seconds of expired leases.
     stranded: f64,
-    load_failures: BTreeMap<&'static str, u64>,
+    /// By policy and reason.
+    load_failures: BTreeMap<(&'static str, &'static str), u64>,
     transfers: u64,
     /// Loads from stock producers, used and refused.
     unverified: [u64; 2],
@@ -95,15 +115,15 @@ impl CoreMetrics {
         let model = identity.model.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
         let counts = Counts {
             released: CloseCause::ALL.into_iter().map(|cause| (cause.label(), 0)).collect(),
-            load_failures: BTreeMap::from([(policy, 0)]),
-            notices: fetch::ReleaseReason::ALL
+            load_failures: FailureKind::ALL.into_iter().map(|kind| ((policy, kind.label()), 0)).collect(),
+            notices: ReleaseReason::ALL
                 .into_iter()
                 .map(|reason| ((reason.label(), UNDELIVERED), 0))
                 .collect(),
             ..Counts::default()
         };
         let labels = format!("model_name=\"{model}\",engine=\"{}\"", identity.rank);
-        Self { labels, counts: Mutex::new(counts) }
+        Self { labels, policy, counts: Mutex::new(counts) }
     }
 
     /// A lease was opened over this many blocks.
@@ -136,9 +156,11 @@ impl CoreMetrics {
         self.lock().unverified[usize::from(!used)] += 1;
     }
 
-    /// A load has failed; `policy` is its handling.
-    pub(crate) fn load_failed(&self, policy: &'static str) {
-        *self.lock().load_failures.entry(policy).or_default() += 1;
+    /// A handoff was not loaded, or its blocks are not used.
+    pub(crate) fn load_failed(&self, reason: &str) {
+        let reason = failure_label(reason);
+        let policy = if NOT_LOADED.contains(&reason) { "recompute" } else { self.policy };
+        *self.lock().load_failures.entry((policy, reason)).or_default() += 1;
     }
 
     /// A request with a handoff was refused before the scheduler knew it.
@@ -185,7 +207,10 @@ impl CoreMetrics {
         page.single("baton_kv_leases", "gauge", "Live leases.", levels.leases);
         page.single("baton_kv_leases_opened_total", "counter", "Leases opened.", counts.leases_opened);
         page.family("baton_kv_load_failures_total", "counter", "Failed fetches.");
-        page.by_label("baton_kv_load_failures_total", "policy", &counts.load_failures);
+        for ((policy, reason), count) in &counts.load_failures {
+            let labels = format!(",policy=\"{policy}\",reason=\"{reason}\"");
+            page.line("baton_kv_load_failures_total", &labels, count);
+        }
         page.family("baton_kv_release_total", "counter", "Ended leases by cause.");
         page.by_label("baton_kv_release_total", "cause", &counts.released);
         let help = "Blocks times seconds of leases that ended by expiry.";
@@ -273,7 +298,7 @@ mod tests {
     #[test]
     fn a_page_has_every_family_with_bounded_labels() {
         let identity = Identity { model: "a \"b\"".into(), rank: 2, ..Identity::default() };
-        let metrics = CoreMetrics::new(&identity, "recompute");
+        let metrics = CoreMetrics::new(&identity, "fail");
         metrics.lease_opened(3);
         metrics.lease_closed(&ClosedLease {
             handle: Handle(1),
@@ -289,6 +314,9 @@ mod tests {
         metrics.notice("load_failed", "released");
         metrics.late();
         metrics.unverified(false);
+        for reason in ["lease_over", "wait_expired", "forged", "stock", "a peer's own words"] {
+            metrics.load_failed(reason);
+        }
         let page = metrics.render(&Levels { leases: 4, late: 2, blocks: [9, 8, 7, 6, 5] });
         let labels = r#"model_name="a \"b\"",engine="2""#;
         for line in [
@@ -303,7 +331,11 @@ mod tests {
             format!("baton_release_notices_total{{{labels},reason=\"load_failed\",result=\"released\"}} 1"),
             format!("baton_kv_unverified_loads_total{{{labels},result=\"refused\"}} 1"),
             format!("baton_late_events_total{{{labels}}} 3"),
-            format!("baton_kv_load_failures_total{{{labels},policy=\"recompute\"}} 0"),
+            format!("baton_kv_load_failures_total{{{labels},policy=\"fail\",reason=\"unreachable\"}} 0"),
+            format!("baton_kv_load_failures_total{{{labels},policy=\"fail\",reason=\"gone\"}} 2"),
+            format!("baton_kv_load_failures_total{{{labels},policy=\"fail\",reason=\"refused\"}} 1"),
+            format!("baton_kv_load_failures_total{{{labels},policy=\"fail\",reason=\"other\"}} 1"),
+            format!("baton_kv_load_failures_total{{{labels},policy=\"recompute\",reason=\"stock\"}} 1"),
         ] {
             assert!(page.lines().any(|found| found == line), "{line} is not in\n{page}");
         }

@@ -25,6 +25,8 @@ pub(crate) enum Op {
     Freed { id: String, blocks: usize },
     /// Blocks by state.
     Pool(PoolCounts),
+    /// The engine has begun to drain: it takes no new request.
+    Draining,
     /// Whether the abort of a request came by a verb, so that its caller still waits for an answer.
     Aborted { id: String },
     /// An id that the Python half does not know was ignored.
@@ -74,7 +76,7 @@ pub(crate) struct EventOp {
     pub(crate) kind: EventKind,
 }
 
-/// The kinds of events, with the words of the Python half.
+/// The kinds of events, with the words of the Python half. A load with a reason has failed.
 #[derive(Debug, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub(crate) enum EventKind {
@@ -82,7 +84,7 @@ pub(crate) enum EventKind {
     Computed { tokens: usize },
     FirstToken,
     Fetching { blocks: usize },
-    Fetched { result: String },
+    Fetched { result: String, reason: Option<String> },
     Abort { how: String },
     Refused { reason: String },
     Ended { outcome: String, generated: usize, computed: usize, blocks: usize },
@@ -134,8 +136,12 @@ mod tests {
             r#"{"op":"queued","id":"a","request_id":null,"leg":"whole","prompt":3,"tag":null}"#,
             r#"{"op":"events","events":[{"id":"a","kind":"started","cached":1},{"id":"a","kind":"first_token"},
                 {"id":"a","kind":"ended","outcome":"stop","generated":1,"computed":2,"blocks":3}]}"#,
+            r#"{"op":"events","events":[{"id":"a","kind":"fetched","result":"landed"},
+                {"id":"a","kind":"fetched","result":"landed","reason":null},
+                {"id":"a","kind":"fetched","result":"gone","reason":"lease_over"}]}"#,
             r#"{"op":"offer","id":"a","blocks":[[1,2],[]],"consumers":1}"#,
             r#"{"op":"take"}"#,
+            r#"{"op":"draining"}"#,
             r#"{"op":"pool","free":1,"cached":2,"active":3,"landing":4,"waiting":5,"running":6}"#,
             r#"{"op":"late","id":"a"}"#,
             r#"{"op":"unverified","id":"a","used":true}"#,

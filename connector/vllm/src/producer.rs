@@ -21,12 +21,13 @@ use baton_connector::limits::CONSUMERS_MAX;
 use baton_connector::{BlockId, Handle, RequestId};
 use baton_connector_leases::event_log::{RankLog, RequestEvent, tag};
 use baton_connector_leases::service::{LeaseOwner, LeaseService};
+use baton_openai::cluster::LegFilter;
 
 use crate::ids::random;
 use crate::metrics::CoreMetrics;
 use crate::ops::{EventKind, EventOp, QueuedOp};
 use crate::signals::{self, Signals};
-pub(crate) use requests::{Leg, LegFilter};
+pub(crate) use requests::Leg;
 use requests::{RequestTable, known};
 
 /// The placeholder block of vLLM's pool, which stands for blocks outside of a sliding window.
@@ -191,6 +192,9 @@ impl ProducerSide {
     }
 
     fn event(&self, requests: &mut RequestTable, op: &EventOp) {
+        if let EventKind::Fetched { reason: Some(reason), .. } = &op.kind {
+            self.metrics.load_failed(reason);
+        }
         let Some(entry) = requests.get_mut(&op.id) else {
             if let EventKind::Refused { reason } = &op.kind {
                 // Refused before it was queued.
@@ -207,7 +211,9 @@ impl ProducerSide {
             EventKind::Computed { tokens } => RequestEvent::Computed(*tokens),
             EventKind::FirstToken => RequestEvent::FirstToken,
             EventKind::Fetching { blocks } => RequestEvent::Fetching(*blocks),
-            EventKind::Fetched { result } => RequestEvent::Fetched(known(result, requests::FETCH_RESULTS)),
+            EventKind::Fetched { result, .. } => {
+                RequestEvent::Fetched(known(result, requests::FETCH_RESULTS))
+            }
             // The verb that named the request was logged when it arrived.
             EventKind::Abort { .. } if entry.aborted => return,
             EventKind::Abort { how } => RequestEvent::Abort(known(how, requests::ABORTS)),

@@ -1,9 +1,11 @@
 //! The bits that a core raises for its Python half: what [`crate::ops::Op::Take`] and [`crate::ops::Op::Pool`] will
-//! find.
+//! find. And the engine's drain, which the Python half reports to callers of the HTTP port.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use tokio::sync::watch;
 
 /// Leases have ended.
 pub(crate) const ENDED: u32 = 1;
@@ -24,6 +26,8 @@ pub(crate) struct Signals {
     /// Bits that a wait has returned since they were raised.
     announced: Mutex<u32>,
     raised: Condvar,
+    /// True from the begin of the drain.
+    draining: watch::Sender<bool>,
 }
 
 impl Signals {
@@ -62,6 +66,17 @@ impl Signals {
             }
             announced = self.raised.wait_timeout(announced, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// The engine takes no new request from now on.
+    pub(crate) fn begin_drain(&self) {
+        self.draining.send_replace(true);
+    }
+
+    /// Whether the engine drains, now or within this time.
+    pub(crate) async fn drains_within(&self, timeout: Duration) -> bool {
+        let mut draining = self.draining.subscribe();
+        tokio::time::timeout(timeout, draining.wait_for(|draining| *draining)).await.is_ok()
     }
 
     fn lock(&self) -> MutexGuard<'_, u32> {

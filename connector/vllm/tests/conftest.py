@@ -13,6 +13,7 @@ import test_core  # noqa: E402
 
 
 def pytest_terminal_summary(terminalreporter):
-    for reason in (harness.REASON and f"vLLM's own classes ({harness.REASON}); stubs took their place", test_core.MISSING):
+    stubs = harness.REASON and f"vLLM's own classes ({harness.REASON}); stubs took their place"
+    for reason in (stubs, test_core.MISSING):
         if reason:
             terminalreporter.write_sep("!", f"NOT CHECKED: {reason}", red=True, bold=True)

@@ -16,6 +16,9 @@ DEPTH_MAX = 127  # of JSON that the core parses
 
 EVENTS = {"started", "computed", "first_token", "fetching", "fetched", "abort", "refused", "ended", "freed"}
 FETCHED = {"landed", "gone", "failed", "stopped"}
+# Why loads fail: words of the core, and those of the connector.
+REASONS = {"lease_over", "wait_expired", "forged", "unreachable"}
+REASONS |= {"refused", "transfer", "unverified", "invalid", "stock"}
 
 
 def depth(value):
@@ -29,7 +32,7 @@ def depth(value):
 class FakeCore:
     """Leases, tombstones, holds and verdicts of one engine, without threads and without network."""
 
-    epoch, http = EPOCH, "127.0.0.1:1"
+    epoch, http, channel_port = EPOCH, "127.0.0.1:1", 7700
 
     def __init__(self):
         self.calls = []  # (op, fields)
@@ -46,6 +49,10 @@ class FakeCore:
         self.invalid = None  # reply of `admit`
         self.acks_end = True  # `take` reports a lease that an acknowledgement ended
         self.late = 0
+        self.begun = set()  # loads whose read is open
+        self.abandoned = set()  # reads whose request has ended
+        self.failures = []  # (id, reason) of failed loads
+        self.unverified = []  # (id, used)
         self.history = []  # events
         self.news = {"ended": [], "aborts": [], "verdicts": []}
         self.asked = set()  # loads whose `done` is pending
@@ -84,7 +91,7 @@ class FakeCore:
     # Operations
 
     def op_layout(self, layout):
-        return {"channel_port": 7700}
+        return {}
 
     def op_queued(self, id, request_id, leg, prompt, tag):
         assert id not in self.table, "each request is queued once"
@@ -96,7 +103,11 @@ class FakeCore:
     def op_events(self, events):
         for event in events:
             assert event["kind"] in EVENTS, event
-            assert event["kind"] != "fetched" or event["result"] in FETCHED, event
+            if event["kind"] == "fetched":
+                assert event["result"] in FETCHED and event["reason"] in {None, *REASONS}, event
+                assert bool(event["reason"]) == (event["result"] in ("gone", "failed")), event
+                if event["reason"]:
+                    self.failures.append((event["id"], event["reason"]))
             self.history.append(event)
             if event["kind"] in ("ended", "freed"):
                 self.finish_part(event["id"], event["kind"])
@@ -121,7 +132,7 @@ class FakeCore:
             return {"refused": self.refuse_offer}
         assert id not in self.leases, "one lease per request"
         self.leases[id] = None
-        return {"handle": f"{len(self.leases):032x}", "epoch": EPOCH, "left_ms": 30000, "channel_port": 7700}
+        return {"handle": f"{len(self.leases):032x}", "epoch": EPOCH, "left_ms": 30000}
 
     def op_take(self):
         news, self.news = self.news, {"ended": [], "aborts": [], "verdicts": []}
@@ -160,10 +171,12 @@ class FakeCore:
         return {"params": dict(params), "load": True}
 
     def op_state(self, id, wait_us):
-        return {"state": self.loads.get(id, "none")}
+        state = self.loads.get(id, "none")
+        return {"state": state, "reason": "lease_over" if state == "gone" else None}
 
     def op_begin(self, id):
-        assert self.loads[id] != "read", "a load begins once"
+        assert id in self.loads and id not in self.begun, "a load begins once"
+        self.begun.add(id)
         return {}
 
     def op_done(self, ids, wait_us):
@@ -171,7 +184,7 @@ class FakeCore:
         for id in ids:
             assert id in self.loads, id
             verdict = self.answers.get(id, "valid")
-            verdicts.append({"id": id, "verdict": verdict, "reason": "expired" if verdict == "gone" else None})
+            verdicts.append({"id": id, "verdict": verdict, "reason": "lease_over" if verdict == "gone" else None})
             if verdict == "pending":
                 self.asked.add(id)
             else:
@@ -181,6 +194,12 @@ class FakeCore:
     def op_leave(self, id, reason):
         if self.loads.pop(id, None) is not None:
             self.left.append((id, reason))
+            if id in self.begun and id not in self.asked and reason != "load_failed":
+                self.abandoned.add(id)
+        elif id in self.abandoned:
+            self.abandoned.discard(id)
+        else:
+            self.late += 1
         self.asked.discard(id)
         return {}
 
@@ -188,7 +207,10 @@ class FakeCore:
         return {"by_verb": id in self.by_verb or self.table.get(id) in self.released}
 
     def op_unverified(self, id, used):
-        self.unverified = [*getattr(self, "unverified", []), (id, used)]
+        self.unverified.append((id, used))
+        return {}
+
+    def op_draining(self):
         return {}
 
     def op_late(self, id):
@@ -225,12 +247,12 @@ class FakeCore:
         self.released.add(request_id)
         return "remembered"
 
-    def decide(self, id, verdict):
+    def decide(self, id, verdict, reason="lease_over"):
         """P's answer to `done` arrives."""
         if id in self.asked:
             self.asked.discard(id)
             self.loads.pop(id, None)
-            self.announce("verdicts", {"id": id, "verdict": verdict, "reason": "expired"}, bits.VERDICTS)
+            self.announce("verdicts", {"id": id, "verdict": verdict, "reason": reason}, bits.VERDICTS)
         else:
             self.answers[id] = verdict
 
@@ -273,10 +295,10 @@ class FakeBlocks:
     """vLLM's `KVCacheBlocks`."""
 
     def __init__(self, groups, hashed):
-        self.blocks = tuple(
-            [types.SimpleNamespace(block_id=n, block_hash=i < hashed or None, is_null=False) for i, n in enumerate(group)]
-            for group in groups
-        )
+        def block(i, n):
+            return types.SimpleNamespace(block_id=n, block_hash=i < hashed or None, is_null=False)
+
+        self.blocks = tuple([block(i, n) for i, n in enumerate(group)] for group in groups)
 
     def get_unhashed_block_ids_all_groups(self):
         return [[b.block_id for b in group if b.block_hash is None] for group in self.blocks]
@@ -287,6 +309,7 @@ class FakeEngine:
 
     can_nap = True
     batch_in_flight = False
+    is_draining = False
 
     def __init__(self):
         self.aborts = []

@@ -16,7 +16,14 @@ from vllm.v1.request import RequestStatus
 
 from scheduler_model import SchedulerModel
 
-__all__ = ["Aggregator", "KVConnectorOutput", "RequestStatus", "make_scheduler", "make_stock_scheduler", "make_stock_worker"]
+__all__ = [
+    "Aggregator",
+    "KVConnectorOutput",
+    "RequestStatus",
+    "make_scheduler",
+    "make_stock_scheduler",
+    "make_stock_worker",
+]
 
 
 def install():

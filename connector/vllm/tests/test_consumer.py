@@ -24,14 +24,22 @@ def check_loaded(bench, request):
     assert request.status == Status.FINISHED_LENGTH_CAPPED
     assert request.request_id in bench.pool.hashed
     assert results(bench, request) == ["landed"] and reason(bench, request) == []
+    check_failures(bench, [])
     bench.check_empty()
 
 
-def check_not_loaded(bench, request, recompute, result="gone"):
+def check_failures(bench, expected):
+    """Each load that did not deliver counts once, and no failure is a late event."""
+    assert bench.core.failures == expected
+    assert bench.core.late == len(bench.core.named("late"))
+
+
+def check_not_loaded(bench, request, recompute, result="gone", why="lease_over"):
     """The prompt was computed here, or the request failed. Nothing unverified entered the prefix cache."""
     assert request.status == (Status.FINISHED_LENGTH_CAPPED if recompute else Status.FINISHED_ERROR)
     assert request.request_id not in bench.pool.hashed
     assert results(bench, request) == [result]
+    check_failures(bench, [(request.request_id, why)])
     bench.check_empty()
 
 
@@ -68,16 +76,25 @@ def test_pending_then_valid(delay):
 
 
 @POLICIES
-def test_pending_then_gone(recompute):
+@pytest.mark.parametrize(
+    "word, why",
+    [
+        ("lease_over", "lease_over"),
+        ("forged", "forged"),
+        ("timeout", "unverified"),
+        ("unreachable", "unverified"),
+    ],
+)
+def test_pending_then_gone(recompute, word, why):
     bench = Bench(recompute=recompute)
     request = bench.decode()
     bench.core.answers[request.request_id] = "pending"
     bench.step()
     bench.land(request)
     bench.step(3)
-    bench.core.decide(request.request_id, "gone")
+    bench.core.decide(request.request_id, "gone", word)
     bench.drain()
-    check_not_loaded(bench, request, recompute)
+    check_not_loaded(bench, request, recompute, why=why)
 
 
 @POLICIES
@@ -189,7 +206,7 @@ def test_failed_transfer(recompute, ranks):
     bench.land(request, [rank for rank in (0, 1) if rank not in ranks])
     bench.drain()
     assert not bench.core.named("done")
-    check_not_loaded(bench, request, recompute, "failed")
+    check_not_loaded(bench, request, recompute, "failed", "transfer")
 
 
 # Aborts
@@ -356,10 +373,11 @@ def test_forged_lengths_are_never_read(case, recompute):
         # vLLM's scheduler half asserts that nothing is loaded then.
         assert request.kv_transfer_params is None
         bench.drain()
+        check_failures(bench, [(request.request_id, "invalid")])
         return
     bench.drain()
     assert not bench.nixl[0].all_reads and not bench.core.named("begin")
-    check_not_loaded(bench, request, recompute, "failed")
+    check_not_loaded(bench, request, recompute, "failed", "refused")
 
 
 def test_a_prompt_that_ends_within_a_block_fits():
@@ -414,20 +432,24 @@ def test_a_stock_handoff_is_not_read_under_strict():
     assert request.kv_transfer_params is None
     bench.drain()
     assert request.status == Status.FINISHED_LENGTH_CAPPED and not bench.nixl[0].all_reads
+    check_failures(bench, [(request.request_id, "stock")])
     bench.check_empty()
 
 
+@POLICIES
 @pytest.mark.parametrize("ok", [True, False])
-def test_a_stock_handoff_is_read_as_by_vllm_under_any(ok):
-    bench = Bench(peers="any")
+def test_a_stock_handoff_is_read_as_by_vllm_under_any(recompute, ok):
+    bench = Bench(peers="any", recompute=recompute)
     request = bench.decode(remote_handle=...)
     bench.step()
     assert bench.nixl[0].reads[request.request_id].remote.request_id == "cmpl-p-0-00000000"
     bench.land(request, ok=ok)
     bench.drain()
-    assert request.status == Status.FINISHED_LENGTH_CAPPED
+    assert request.status == (Status.FINISHED_LENGTH_CAPPED if ok or recompute else Status.FINISHED_ERROR)
     assert bench.nixl[0].notifications == (["cmpl-p-0-00000000:1"] if ok else [])
     assert not bench.core.named("begin") and not bench.core.named("done")
+    assert bench.core.unverified == ([(request.request_id, True)] if ok else [])
+    check_failures(bench, [] if ok else [(request.request_id, "transfer")])
     bench.check_empty()
 
 
@@ -443,6 +465,7 @@ def test_a_late_read_from_a_stock_producer_is_not_used(recompute):
     assert bench.core.unverified == [(request.request_id, False)]
     assert results(bench, request) == ["gone"]
     assert request.status == (Status.FINISHED_LENGTH_CAPPED if recompute else Status.FINISHED_ERROR)
+    check_failures(bench, [(request.request_id, "unverified")])
     bench.check_empty()
 
 
@@ -478,6 +501,7 @@ def test_a_malformed_handoff_is_not_read_under_any():
     request = bench.decode(remote_handle=...)
     bench.drain()
     assert request.kv_transfer_params is None and not bench.nixl[0].all_reads
+    check_failures(bench, [(request.request_id, "invalid")])
     bench.check_empty()
 
 
@@ -486,6 +510,7 @@ def test_a_stock_handoff_with_forged_lengths_is_not_read_under_any():
     request = bench.decode(remote_handle=..., remote_block_ids=[[100]])
     bench.drain()
     assert request.status == Status.FINISHED_LENGTH_CAPPED and not bench.nixl[0].all_reads
+    check_failures(bench, [(request.request_id, "refused")])
     bench.check_empty()
 
 
@@ -563,4 +588,5 @@ def test_incomplete_stock_handoffs_are_not_read_under_any(name, values):
         request = bench.decode(remote_handle=..., **{name: copy.deepcopy(value)})
         bench.drain()
         assert request.status == Status.FINISHED_LENGTH_CAPPED and not bench.nixl[0].all_reads, value
+        check_failures(bench, [(request.request_id, "invalid")])
         bench.check_empty()

@@ -104,7 +104,7 @@ def handoff(producer, lease, **changes):
         "remote_handle": lease["handle"],
         "remote_epoch": lease["epoch"],
         "remote_lease_left_ms": lease["left_ms"],
-        "remote_channel_port": lease["channel_port"],
+        "remote_channel_port": producer.channel_port,
         "remote_layout": LAYOUT,
         "remote_prompt": PROMPT,
         "remote_consumers": 1,
@@ -171,7 +171,7 @@ def test_errors_and_the_end(start):
 @needs_core
 def test_many_replies_are_freed(start):
     core = start()
-    text = json.dumps(handoff(core, {"handle": "x", "epoch": "x", "left_ms": 1, "channel_port": 1}) | {"pad": "x" * 3000})
+    text = json.dumps(handoff(core, {"handle": "x", "epoch": "x", "left_ms": 1}, pad="x" * 3000))
     for _ in range(200):
         core.call("admit", id="a", params=text, prompt="", tokens=1, block_tokens=1, groups=1)
     before = resident()
@@ -271,6 +271,30 @@ def test_state_and_metrics(start):
 
 
 @needs_core
+def test_the_drain_is_reported(start):
+    core = start()
+    assert json.loads(get(core, "/health")) == {"status": "ok"}
+    core.call("draining")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        get(core, "/health?wait_ms=10000")
+    assert refused.value.code == 503 and refused.value.headers["retry-after"] == "1"
+    assert json.load(refused.value)["error"]["code"] == "draining"
+
+
+@needs_core
+def test_a_failed_load_has_a_reason(start):
+    core = start()
+    queue(core, "cmpl-y-0-0a1b2c3d", "y", "decode")
+    for reason in ("lease_over", "a word of no list"):
+        event = {"id": "cmpl-y-0-0a1b2c3d", "kind": "fetched", "result": "gone", "reason": reason}
+        core.call("events", events=[event])
+    page = get(core, "/metrics")
+    for label in ("gone", "other"):
+        labels = f'model_name="m",engine="0",policy="recompute",reason="{label}"'
+        assert f"baton_kv_load_failures_total{{{labels}}} 1" in page
+
+
+@needs_core
 def test_the_secret(start, tmp_path):
     file = tmp_path / "secret"
     file.write_text("a secret of some length\n")
@@ -339,9 +363,9 @@ def test_a_refused_handoff_goes_back(start):
 @pytest.mark.parametrize("value", [None, True, -1, 1.5, 1 << 62, "", "x" * 600, [], {}, [[]], [[[1]]], {"a": [1]}])
 def test_hostile_handoffs_are_refused_or_harmless(start, value):
     core = start()
-    lease = {"handle": "ab" * 16, "epoch": "0" * 16, "left_ms": 1000, "channel_port": 9}
+    lease = {"handle": "ab" * 16, "epoch": "0" * 16, "left_ms": 1000}
     for i, name in enumerate(sorted(handoff(core, lease))):
-        reply = admit(core, handoff(core, lease, **{name: value}), id=f"cmpl-y{i}-0-0a1b2c3d")
+        reply = admit(core, handoff(core, lease, **{"remote_channel_port": 9, name: value}), id=f"cmpl-y{i}-0-0a1b2c3d")
         assert ("invalid" in reply) != ("params" in reply)
         core.call("leave", id=f"cmpl-y{i}-0-0a1b2c3d", reason="request_ended")
     assert admit(core, handoff(core, lease, remote_handle=None), id="cmpl-s-0-0a1b2c3d").get("stock") is True

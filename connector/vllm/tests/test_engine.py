@@ -61,6 +61,30 @@ def test_a_nap_ends_with_the_next_message():
 
 
 @needs_vllm
+def test_an_engine_drains_from_the_signal_on():
+    from vllm.v1.engine.core import EngineShutdownState
+
+    wrapper, core = engine()
+    assert not wrapper.is_draining, "a harness without the state"
+    for state in EngineShutdownState:
+        core.shutdown_state = state
+        assert wrapper.is_draining == (state.name != "RUNNING")
+
+
+def test_the_core_learns_of_the_drain_once():
+    bench = harness.Bench()
+    request = bench.prefill()
+    bench.step(2)
+    assert bench.core.named("draining") == []
+    bench.engine.is_draining = True
+    bench.step(3)
+    assert bench.core.named("draining") == [{}]
+    bench.core.end_lease(request.request_id, "released")
+    bench.drain()
+    bench.check_empty()
+
+
+@needs_vllm
 def test_an_engine_is_found_only_while_it_constructs():
     from vllm.v1.engine.core import EngineCore
 
@@ -106,7 +130,9 @@ def test_the_waiter_passes_news_on_until_the_core_stops():
     assert not waiter.is_alive() and seen == [bits.ENDED, bits.POOL | bits.ABORTS]
 
 
-@pytest.mark.parametrize("error", [fakes.CoreError("no core 1"), KeyError("x"), RuntimeError("dictionary changed size")])
+@pytest.mark.parametrize(
+    "error", [fakes.CoreError("no core 1"), KeyError("x"), RuntimeError("dictionary changed size")]
+)
 def test_a_fault_does_not_end_the_waiter(error):
     seen = []
 

@@ -52,7 +52,8 @@ def test_integers():
 def test_orders_survive_a_pickle_and_are_false_when_empty():
     orders = WorkerOrders(ended=["a"], landed=["b"], failed=["c"])
     assert pickle.loads(pickle.dumps(orders)) == orders
-    assert not WorkerOrders() and all([WorkerOrders(ended=["a"]), WorkerOrders(landed=["a"]), WorkerOrders(failed=["a"])])
+    assert not WorkerOrders()
+    assert all([WorkerOrders(ended=["a"]), WorkerOrders(landed=["a"]), WorkerOrders(failed=["a"])])
 
 
 def stock():
@@ -77,7 +78,8 @@ def test_strict_peers_have_another_hash_however_often_it_is_sealed():
     half.seal_handshake()
     assert half.stock.compat_hash == half.stock.xfer_handshake_metadata.compatibility_hash == "hash.baton1"
     # vLLM makes both again when it registers its caches again.
-    half.stock.compat_hash, half.stock.xfer_handshake_metadata = "other", types.SimpleNamespace(compatibility_hash="other")
+    half.stock.compat_hash = "other"
+    half.stock.xfer_handshake_metadata = types.SimpleNamespace(compatibility_hash="other")
     half.seal_handshake()
     assert half.stock.compat_hash == half.stock.xfer_handshake_metadata.compatibility_hash == "other.baton1"
     free = WorkerHalf(stock(), strict_peers=False)

@@ -168,7 +168,9 @@ class Recorder(Cores):
         return [json.loads(body) for _, url, body, _ in self.calls if url.endswith("/kv/refused")]
 
 
-async def run_app(middleware, body=b"", headers=(), method="POST", path="/v1/completions", chunk=1 << 20, disconnect=False):
+async def run_app(
+    middleware, body=b"", headers=(), method="POST", path="/v1/completions", chunk=1 << 20, disconnect=False
+):
     """The messages of one exchange."""
     chunks = [body[i : i + chunk] for i in range(0, len(body), chunk)] or [b""]
     messages = [{"type": "http.request", "body": part, "more_body": True} for part in chunks]
@@ -240,6 +242,66 @@ def test_a_router_that_settles_itself():
     assert not cores.calls
 
 
+# The drain
+
+DRAINING = json.dumps({"error": {"message": "m", "type": "t", "param": None, "code": "draining"}}).encode()
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_a_draining_engine_refuses_and_the_handoff_goes_back(settles):
+    cores = Recorder()
+    cores.draining = DRAINING
+    headers = [(b"x-baton-router-settles", b"1")] if settles else []
+    start, answer = exchange(answering(200), cores, body=BODY, chunk=7, headers=headers)
+    assert start["status"] == 503 and answer["body"] == DRAINING
+    assert {(b"retry-after", b"1"), (b"content-length", str(len(DRAINING)).encode())} <= set(start["headers"])
+    assert cores.given_back == ([] if settles else [{"params": GOOD, "reason": "refused_503"}])
+    # Other paths are answered on.
+    assert exchange(answering(200), cores, method="GET", path="/v1/models")[0]["status"] == 200
+
+
+def test_a_draining_engine_reads_long_bodies_to_the_bound_only():
+    cores = Recorder()
+    cores.draining = DRAINING
+    received = []
+
+    async def run():
+        async def receive():
+            received.append(1)
+            return {"type": "http.request", "body": b"x" * (1 << 20), "more_body": True}
+
+        async def send(message):
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        await RefusalMiddleware(None, cores)(scope, receive, send)
+
+    asyncio.run(run())
+    assert len(received) == (REFUSED_BYTES_MAX >> 20) + 1 and not cores.calls
+
+
+def test_the_drain_of_one_core_refuses_new_requests(monkeypatch):
+    monkeypatch.setattr(plugin, "DRAIN_PAUSE_S", 0)
+    answers = [(200, b"{}"), (503, plugin.envelope("no answer")), (503, b"[]"), (503, b"")]
+    answers += [(401, DRAINING), (503, DRAINING)]
+
+    class Scripted(Recorder):
+        async def call(self, method, url, body=None, headers=None, timeout=None):
+            await super().call(method, url, body, headers)
+            return answers.pop(0) if url.startswith("http://b/") else (200, b"{}")
+
+    async def run():
+        cores = Scripted(["http://a", "http://b"])
+        cores._secret = "hush"
+        cores.watch_drain()
+        await asyncio.gather(*cores._watches)
+        return cores
+
+    cores = asyncio.run(run())
+    assert cores.draining == DRAINING and not answers
+    assert cores.calls[0] == ("GET", "http://a/health?wait_ms=10000", None, {SECRET_HEADER: "hush"})
+
+
 @pytest.mark.parametrize("how", ["get", "no cores", "no handoff", "websocket"])
 def test_exchanges_of_no_concern(how):
     cores = Recorder(urls=() if how == "no cores" else ("http://core",))
@@ -252,7 +314,8 @@ def test_exchanges_of_no_concern(how):
         asyncio.run(RefusalMiddleware(app, cores)({"type": "websocket"}, None, None))
         assert seen == ["websocket"]
     else:
-        exchange(answering(400), cores, body=b"{}" if how == "no handoff" else BODY, method="GET" if how == "get" else "POST")
+        body, method = b"{}" if how == "no handoff" else BODY, "GET" if how == "get" else "POST"
+        exchange(answering(400), cores, body=body, method=method)
     assert not cores.calls
 
 
@@ -375,7 +438,8 @@ def test_a_deep_handoff_ends_no_exchange():
 def metrics_app(parts, status=200):
     async def app(scope, receive, send):
         app.scope = scope
-        await send({"type": "http.response.start", "status": status, "headers": [(b"Content-Length", b"9"), (b"x", b"y")]})
+        headers = [(b"Content-Length", b"9"), (b"x", b"y")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         for i, part in enumerate(parts):
             await send({"type": "http.response.body", "body": part, "more_body": i + 1 < len(parts)})
 
@@ -470,10 +534,14 @@ def test_the_routes_on_a_real_application():
         assert http.post("/v1/completions", content=BODY).status_code == 400
         assert made.cores.given_back == [{"params": GOOD, "reason": "refused_400"}]
         # Without a secret, other hosts reach none of the paths.
-        paths = [("POST", "/kv/release"), ("POST", "/abort_requests"), ("GET", "/debug/kv"), ("GET", "/debug/kv/events")]
+        paths = [("POST", "/kv/release"), ("POST", "/abort_requests")]
+        paths += [("GET", "/debug/kv"), ("GET", "/debug/kv/events")]
         assert [foreign.request(method, path).status_code for method, path in paths] == [401] * 4
         made.cores._secret = "0123456789abcdef"
         assert foreign.get("/debug/kv/events").status_code == 200
+        made.cores.draining = DRAINING
+        refused = http.post("/v1/completions", content=BODY)
+        assert (refused.status_code, refused.headers["retry-after"], refused.content) == (503, "1", DRAINING)
         made.cores.urls = []
         assert http.post("/kv/release", json={}).status_code == 503
         assert http.get("/debug/kv/events").status_code == 501

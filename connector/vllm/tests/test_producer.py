@@ -86,7 +86,8 @@ def test_without_an_engine_a_tombstone_still_lends_nothing():
 
 def test_abort_by_verb_answers_the_front_end_and_by_client_does_not(bench):
     for name, by_verb in (("v", True), ("c", False)):
-        request = bench.add(f"cmpl-{name}-0-00000000", 80 * BLOCK // 4, {"do_remote_decode": True, "router_request_id": name})
+        params = {"do_remote_decode": True, "router_request_id": name}
+        request = bench.add(f"cmpl-{name}-0-00000000", 80 * BLOCK // 4, params)
         bench.scheduler.budget = BLOCK
         bench.step()
         if by_verb:
@@ -253,6 +254,8 @@ def test_parameters_of_no_use_are_ignored(bench, params):
     bench.step()
     assert request.status == Status.FINISHED_LENGTH_CAPPED
     assert bench.scheduler.replies[request.request_id] is None
+    # A read-back is a handoff that is not loaded.
+    assert bench.core.failures == ([(request.request_id, "invalid")] if isinstance(params, dict) else [])
     bench.drain()
     bench.check_empty()
 

@@ -143,10 +143,15 @@ def test_the_hash_is_the_same_in_every_version_of_python(python, tmp_path):
     if found is None:
         pytest.skip(f"no Python {python}")
     (tmp_path / "source.py").write_text(SOURCE)
-    script = "import ast,sys,seams; print(seams.read_function(ast.parse(open(sys.argv[1]).read()), 'Owner.used')['hash'])"
+    tree = "ast.parse(open(sys.argv[1]).read())"
+    script = f"import ast,sys,seams; print(seams.read_function({tree}, 'Owner.used')['hash'])"
     package = pathlib.Path(seams.__file__).parent
     done = subprocess.run(
-        [found, "-c", script, tmp_path / "source.py"], cwd=package, env={"PYTHONPATH": str(package)}, capture_output=True, text=True
+        [found, "-c", script, tmp_path / "source.py"],
+        cwd=package,
+        env={"PYTHONPATH": str(package)},
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.strip() == digest(SOURCE), done.stderr
 
@@ -186,7 +191,10 @@ def test_the_module_prints_the_table(unpacked):
         version.write_text("__version__ = version = '0.32.0'\n")
     package = pathlib.Path(seams.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, "-m", "baton_vllm.seams", unpacked], env={"PYTHONPATH": str(package)}, capture_output=True, text=True
+        [sys.executable, "-m", "baton_vllm.seams", unpacked],
+        env={"PYTHONPATH": str(package)},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert ast.literal_eval(done.stdout.replace("null", "None"))["0.32"] == VERSIONS["0.32"]

@@ -2,7 +2,8 @@
 
 vLLM loads the class by `kv_connector_module_path`:
 
-    --kv-transfer-config '{"kv_connector": "BatonConnector", "kv_connector_module_path": "baton_vllm", "kv_role": "kv_both"}'
+    --kv-transfer-config '{"kv_connector": "BatonConnector", "kv_connector_module_path": "baton_vllm",
+                           "kv_role": "kv_both"}'
 """
 
 __version__ = "0.1.0"

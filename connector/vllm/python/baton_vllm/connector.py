@@ -120,6 +120,7 @@ class BatonConnector(NixlPullConnector):
 
     def build_connector_meta(self, scheduler_output):
         half = self._scheduler_half
+        half.report_drain()
         half.progress(scheduler_output)
         half.maybe_nap(scheduler_output)
         meta = super().build_connector_meta(scheduler_output)

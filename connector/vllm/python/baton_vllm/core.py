@@ -53,6 +53,7 @@ class Core:
         self.number = reply["core"]
         self.epoch = reply["epoch"]
         self.http = reply["http"]
+        self.channel_port = reply["channel_port"]
 
     def call(self, op, **fields):
         """Runs one operation; raises `CoreError` if the core refuses it."""

@@ -41,7 +41,7 @@ class Engine:
         self._core.input_queue.put_nowait((self._types.WAKEUP, None))
 
     def abort(self, request_ids):
-        """Aborts as the engine's own socket thread does: the first queue is read before a step's results are applied."""
+        """Aborts as the engine's own socket thread does: the first queue is read before a step's results apply."""
         queue = getattr(self._core, "aborts_queue", None)
         if queue is not None:
             queue.put_nowait(list(request_ids))
@@ -64,6 +64,11 @@ class Engine:
         from vllm.v1.engine.core import DPEngineCoreProc
 
         return not isinstance(self._core, DPEngineCoreProc)
+
+    @property
+    def is_draining(self):
+        """Whether a signal ends the engine. From then on it answers each new request as aborted."""
+        return bool(getattr(self._core, "shutdown_state", 0))
 
     @property
     def batch_in_flight(self):

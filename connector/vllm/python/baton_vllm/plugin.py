@@ -1,7 +1,8 @@
 """The endpoint plugin `baton`: the verbs and the state of the engine processes, on vLLM's own address.
 
 vLLM loads it if `VLLM_PLUGINS` names it. Each API server process forwards to the HTTP port of every local EngineCore.
-A handoff that the front end refuses before the engine sees it is given back to its producer.
+A handoff that the front end refuses before the engine sees it is given back to its producer. While the engine drains,
+each request is refused.
 """
 
 import asyncio
@@ -18,10 +19,13 @@ BODY_BYTES_MAX = 1 << 20
 # A refused body is read for its handoff up to this size; block tables are long.
 REFUSED_BYTES_MAX = 8 << 20
 FORWARD_TIMEOUT_S = 5.0
-WAIT_MAX_S = 12.0  # of `/debug/kv/events?wait_ms=`
+WAIT_MAX_S = 12.0  # of `wait_ms`, which is at most 10 s
+DRAIN_PAUSE_S = 0.1  # between two waits for the drain
 REFUSALS_MAX = 1024
 # Paths whose requests may have a handoff. vLLM's key check covers all of them.
 GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate")
+# As Baton's engine sends them with its 503.
+RETRY_HEADERS = [(b"retry-after", b"1"), (b"retry-after-ms", b"1000")]
 # Headers of a proxy: the caller is not on this host, whatever its address is.
 PROXY_HEADERS = ("x-forwarded-for", "forwarded", "x-envoy-external-address", "x-real-ip")
 SUMMED = ("blocks", "requests", "leases", "steps")
@@ -75,6 +79,7 @@ class BatonPlugin:
         if engine_client is None:
             return
         self.cores.configure(engine_client.vllm_config)
+        self.cores.watch_drain()
 
 
 class Cores:
@@ -82,6 +87,8 @@ class Cores:
 
     def __init__(self):
         self.urls = []
+        self.draining = None  # the answer to new requests, once an engine process has begun to drain
+        self._watches = []
         self._secret = None
         self._session = None
         self._refusals = 0
@@ -118,6 +125,22 @@ class Cores:
                 return answer.status, await answer.read()
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             return 503, envelope(f"the engine process does not answer: {type(error).__name__}")
+
+    def watch_drain(self):
+        """Starts to wait for the drain, which vLLM begins in all its engine processes."""
+        loop = asyncio.get_running_loop()
+        self._watches = [loop.create_task(self.wait_for_drain(url)) for url in self.urls]
+
+    async def wait_for_drain(self, url):
+        while not self.draining:
+            status, body = await self.call("GET", url + "/health?wait_ms=10000", headers=self.secret_header(), timeout=WAIT_MAX_S)
+            if status == 503 and error_code(body) == "draining":
+                self.draining = body
+            else:
+                await asyncio.sleep(DRAIN_PAUSE_S)
+
+    def secret_header(self):
+        return {SECRET_HEADER: self._secret} if self._secret else {}
 
     def refuse_stranger(self, request):
         """Without a secret, vLLM's own port may be open to clients: only callers of this host are served."""
@@ -168,9 +191,7 @@ class Cores:
             # With several ranks, the one that a request used is not known here.
             return
         message = json.dumps({"params": params, "reason": f"refused_{status}"}).encode()
-        headers = {"content-type": "application/json"}
-        if self._secret:
-            headers[SECRET_HEADER] = self._secret
+        headers = {"content-type": "application/json", **self.secret_header()}
         call = self.call("POST", self.urls[0] + "/kv/refused", message, headers)
         task = asyncio.get_running_loop().create_task(call)
         self._refusals += 1
@@ -203,6 +224,13 @@ def own_headers(headers):
 
 def envelope(message):
     return json.dumps({"error": {"message": message, "type": "service_unavailable_error", "code": None, "param": None}}).encode()
+
+
+def error_code(body):
+    try:
+        return json.loads(body)["error"]["code"]
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def respond(status, body):
@@ -278,7 +306,10 @@ def refused_handoff(body):
 
 
 class RefusalMiddleware:
-    """Gives handoffs back that the front end refuses: malformed bodies, unknown models, a stream that never starts."""
+    """Gives handoffs back that the front end refuses: malformed bodies, unknown models, a stream that never starts.
+
+    A draining engine answers a new request as aborted. The 503 here takes its place.
+    """
 
     def __init__(self, app, cores):
         self.app = app
@@ -286,13 +317,17 @@ class RefusalMiddleware:
 
     async def __call__(self, scope, receive, send):
         watched = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in GENERATE_PATHS
-        if not watched or not self.cores.urls or settles_itself(scope):
+        draining = self.cores.draining
+        if not watched or not self.cores.urls or (settles_itself(scope) and not draining):
             return await self.app(scope, receive, send)
         request = ObservedRequest(receive, send)
         try:
-            await self.app(scope, request.receive, request.send)
+            if draining:
+                await request.refuse(draining)
+            else:
+                await self.app(scope, request.receive, request.send)
         finally:
-            if request.is_refused():
+            if request.is_refused() and not settles_itself(scope):
                 self.cores.give_back(bytes(request.body), request.status or 499)
 
 
@@ -325,6 +360,15 @@ class ObservedRequest:
                 self.body_sent = True
                 self.body.clear()
         await self._send(message)
+
+    async def refuse(self, body):
+        """Reads the request, because its handoff goes back, and answers 503."""
+        more = True
+        while more and len(self.body) <= REFUSED_BYTES_MAX:
+            more = (await self.receive()).get("more_body", False)
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *RETRY_HEADERS]
+        await self.send({"type": "http.response.start", "status": 503, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
 
     def is_refused(self):
         """Whether no answer of the engine began. The core ignores a handoff that a request of its engine has used."""

@@ -22,11 +22,15 @@ VERDICT_WAIT_US = 2000
 # The core is asked for a producer's first answer for this long, once per step: a silent producer delays no other work.
 HOLD_WAIT_US = 500
 
-# The longest nap. Heartbeats of the NixlConnector, which only a step sends, need one from time to time.
-NAP_S = 0.5
+# The longest nap. A lease's end, an abort and a request end a nap early. vLLM's workers spin for a second after each
+# step.
+NAP_S = 30
 
 # Steps without a nap after an order to the workers, until all ranks have reported.
 STEPS_AFTER_ORDER = 3
+
+# Why the core has no verdict on a complete read.
+NO_VERDICT = ("timeout", "unreachable", "transfer", "stopped", "unknown")
 
 # A read from a stock producer counts if it ends within this share of the lease after the handoff arrived.
 UNVERIFIED_SHARE = 1 / 3
@@ -43,7 +47,7 @@ CONSUMERS_MAX = 16
 # The replies if the core fails: nothing is lent, and no load is used.
 REPLIES_WITHOUT_CORE = {
     "queued": {"released": False},
-    "state": {"state": "gone"},
+    "state": {"state": "gone", "reason": "unverified"},
     "offer": {"refused": "core"},
     "done": {"verdicts": []},
     "aborted": {"by_verb": False},
@@ -77,6 +81,7 @@ class Tracked:
     first_token: bool = False
     acknowledged: bool = False  # by a consumer, before it was lent: the workers report it no more
     stage: Stage | None = None  # of its load, if it has one
+    reason: str | None = None  # why its lease cannot be read
 
 
 class SchedulerHalf:
@@ -93,6 +98,7 @@ class SchedulerHalf:
         self.lease_s = lease_s
         self.pool = None
         self.layout = None
+        self.draining = False  # the engine ends, and the core knows
         self.requests = {}  # id -> Tracked
         self.lent = {}  # id -> blocks; its lease is open, or its blocks are on their way back
         self.abandoned = {}  # id -> blocks and stage; its load ends after its request
@@ -128,6 +134,7 @@ class SchedulerHalf:
         tracked = self.requests[request.request_id] = Tracked(request)
         if produces and consumes:
             # A read-back from a decode engine: not supported, and refused by the core in both directions.
+            self.report_fetch(request.request_id, "failed", "invalid")
             request.kv_transfer_params = None
         elif produces:
             request.kv_transfer_params = producer_params(params)
@@ -158,8 +165,11 @@ class SchedulerHalf:
             if stock_is_complete(params, len(self.groups)):
                 return
             reply["stock"] = False
-        what = "a handoff without the contract" if reply.get("stock") else "an invalid handoff"
-        self.warn_once("admit", "request %s has %s (%s); this engine computes its prompt", request.request_id, what, reply["invalid"])
+        stock = reply.get("stock")
+        what = "a handoff without the contract" if stock else "an invalid handoff"
+        message = "request %s has %s (%s); this engine computes its prompt"
+        self.warn_once("admit", message, request.request_id, what, reply["invalid"])
+        self.report_fetch(request.request_id, "failed", "stock" if stock else "invalid")
         request.kv_transfer_params = None
 
     # The consumer
@@ -179,14 +189,16 @@ class SchedulerHalf:
         if tracked is None or tracked.stage is not Stage.QUEUED:
             return None
         wait, self.hold_wait_us = self.hold_wait_us, 0
-        return self.ask("state", id=request.request_id, wait_us=wait)["state"]
+        reply = self.ask("state", id=request.request_id, wait_us=wait)
+        tracked.reason = reply["reason"]
+        return reply["state"]
 
     def drop_load(self, request):
         """The request computes its prompt itself."""
         tracked = self.requests[request.request_id]
         tracked.stage = None
         request.kv_transfer_params["do_remote_prefill"] = False
-        self.events.append({"id": request.request_id, "kind": "fetched", "result": "gone"})
+        self.report_fetch(request.request_id, "gone", tracked.reason)
         self.ask("leave", id=request.request_id, reason="lease_gone")
         self.stock._stop_heartbeat(request.request_id)
 
@@ -209,7 +221,9 @@ class SchedulerHalf:
         entry = self.stock._reqs_need_recv.get(request_id)
         if gone or entry is None or not self.fits(request, entry[1]):
             self.stock._reqs_need_recv.pop(request_id, None)
-            self.fail_load(request_id, tracked, "gone" if gone else "failed")
+            self.ask("leave", id=request_id, reason="load_failed")
+            result, reason = ("gone", tracked.reason) if gone else ("failed", "refused")
+            self.fail_load(request_id, tracked, result, reason)
             return
         tracked.stage = Stage.READING
         count = sum(len(group) for group in entry[1])
@@ -222,7 +236,7 @@ class SchedulerHalf:
         entry = self.stock._reqs_need_recv.get(request_id)
         if entry is None or not self.fits(request, entry[1]):
             self.stock._reqs_need_recv.pop(request_id, None)
-            self.fail_load(request_id, tracked, "failed")
+            self.fail_load(request_id, tracked, "failed", "refused")
             return
         tracked.stage = Stage.UNVERIFIED
         self.events.append({"id": request_id, "kind": "fetching", "blocks": sum(map(len, entry[1]))})
@@ -239,12 +253,15 @@ class SchedulerHalf:
         expected = self.stock._get_remote_prefill_token_count(request.num_prompt_tokens)
         return max(map(len, remote)) == -(-expected // self.block_size)
 
-    def fail_load(self, request_id, tracked, result):
+    def fail_load(self, request_id, tracked, result, reason):
         """A load without a read, or with one that must not be used: the workers report its failure."""
         tracked.stage = Stage.FAILED
         self.orders.failed.append(request_id)
-        self.events.append({"id": request_id, "kind": "fetched", "result": result})
-        self.ask("leave", id=request_id, reason="load_failed")
+        self.report_fetch(request_id, result, reason)
+
+    def report_fetch(self, request_id, result, reason=None):
+        """The end of a load, once. With a reason, the core counts it as failed."""
+        self.events.append({"id": request_id, "kind": "fetched", "result": result, "reason": reason})
 
     def on_received(self, received, failed):
         """The ids of `finished_recving` that the scheduler may see."""
@@ -271,7 +288,7 @@ class SchedulerHalf:
                 tracked.stage = Stage.PASSED
                 passed.add(request_id)
             elif request_id in failed:
-                self.events.append({"id": request_id, "kind": "fetched", "result": "failed"})
+                self.report_fetch(request_id, "failed", "transfer")
                 self.ask("leave", id=request_id, reason="load_failed")
                 tracked.stage = Stage.PASSED
                 passed.add(request_id)
@@ -282,21 +299,29 @@ class SchedulerHalf:
                 self.count_late(request_id, "finished_recving")
         if asked:
             verdicts = self.ask("done", ids=asked, wait_us=VERDICT_WAIT_US)["verdicts"]
-            for verdict in verdicts or [{"id": request_id, "verdict": "gone"} for request_id in asked]:
+            if not verdicts:
+                # The core has failed, and may still have these loads.
+                verdicts = [{"id": request_id, "verdict": "gone", "reason": "unverified"} for request_id in asked]
+                for request_id in asked:
+                    self.ask("leave", id=request_id, reason="load_failed")
+            for verdict in verdicts:
                 if self.apply_verdict(verdict, within_step=True):
                     passed.add(verdict["id"])
         return passed
 
     def receive_unverified(self, request_id, tracked, failed):
         """A stock producer confirms nothing. Its lease was certainly live for a while after the handoff arrived."""
-        in_time = time.monotonic() - tracked.arrived <= self.lease_s * UNVERIFIED_SHARE
-        self.ask("unverified", id=request_id, used=in_time and not failed)
-        if not in_time and not failed:
-            self.fail_load(request_id, tracked, "gone")
-            return False
-        self.events.append({"id": request_id, "kind": "fetched", "result": "failed" if failed else "landed"})
         tracked.stage = Stage.PASSED
-        return True
+        if failed:
+            self.report_fetch(request_id, "failed", "transfer")
+            return True
+        in_time = time.monotonic() - tracked.arrived <= self.lease_s * UNVERIFIED_SHARE
+        self.ask("unverified", id=request_id, used=in_time)
+        if in_time:
+            self.report_fetch(request_id, "landed")
+        else:
+            self.fail_load(request_id, tracked, "gone", "unverified")
+        return in_time
 
     def apply_verdict(self, verdict, within_step):
         """True if the load is verified and may pass in this step."""
@@ -305,10 +330,11 @@ class SchedulerHalf:
         if tracked is None or tracked.stage is not Stage.VERIFYING or verdict["verdict"] == "pending":
             return False
         if verdict["verdict"] != "valid":
-            logger.warning("the blocks of request %s are not used: %s", request_id, verdict.get("reason") or "lease over")
-            self.fail_load(request_id, tracked, "gone")
+            logger.warning("the blocks of request %s are not used: %s", request_id, verdict["reason"])
+            reason = "unverified" if verdict["reason"] in NO_VERDICT else verdict["reason"]
+            self.fail_load(request_id, tracked, "gone", reason)
             return False
-        self.events.append({"id": request_id, "kind": "fetched", "result": "landed"})
+        self.report_fetch(request_id, "landed")
         if within_step:
             tracked.stage = Stage.PASSED
             return True
@@ -327,7 +353,7 @@ class SchedulerHalf:
         if delay:
             # The log has the end of the prefill before its lease.
             self.flush_events()
-            delay, params = self.lend(request, params, tracked is not None and tracked.acknowledged)
+            delay, params = self.lend(request, params, tracked)
         if request.status.name == "FINISHED_ABORTED" and self.engine and self.ask("aborted", id=request_id)["by_verb"]:
             self.engine.answer_aborted(request_id, request.client_index)
         if not delay and request_id not in self.abandoned:
@@ -335,14 +361,14 @@ class SchedulerHalf:
         self.flush_events()
         return delay, params
 
-    def lend(self, request, params, acknowledged):
+    def lend(self, request, params, tracked):
         """Opens the lease. A refused one frees the blocks now, as the stock half does for an aborted request."""
         request_id, stock = request.request_id, self.stock
         groups = [list(group) for group in params["remote_block_ids"]]
         given = request.kv_transfer_params
         blocks = sum(map(len, groups))
-        reply = {"refused": "acknowledged"}
-        if not acknowledged:
+        reply = {"refused": "acknowledged or unknown"}
+        if tracked is not None and not tracked.acknowledged:
             reply = self.ask("offer", id=request_id, blocks=groups, consumers=given["remote_consumers"])
         if "refused" in reply:
             stock._reqs_need_send.pop(request_id, None)
@@ -357,7 +383,7 @@ class SchedulerHalf:
             remote_handle=reply["handle"],
             remote_epoch=reply["epoch"],
             remote_lease_left_ms=reply["left_ms"],
-            remote_channel_port=reply["channel_port"],
+            remote_channel_port=self.core.channel_port,
             remote_layout=self.layout,
             remote_prompt=prompt_fingerprint(tokens[:count] if tokens is not None else None, extras(request)),
             remote_block_size=self.block_size,
@@ -381,15 +407,18 @@ class SchedulerHalf:
         # An entry of a load that is about to begin stays: the workers read and report, as those of a begun one.
         self.abandoned[request_id] = (self.blocks_held(request), stage)
         if stage not in (Stage.VERIFIED, Stage.FAILED):
+            # With the policy `fail`, vLLM ends the request before it reports the failed transfer.
             failed = request.status.name == "FINISHED_ERROR"
-            self.events.append({"id": request_id, "kind": "fetched", "result": "failed" if failed else "stopped"})
+            result, reason = ("failed", "transfer") if failed else ("stopped", None)
+            self.report_fetch(request_id, result, reason)
         if stage is Stage.VERIFYING:
             # The workers have reported it, and were not believed. They report it again.
             self.orders.landed.append(request_id)
 
     def report_end(self, request, tracked):
         request_id, name = request.request_id, request.status.name
-        outcome = {"FINISHED_STOPPED": "stop", "FINISHED_ABORTED": "abort", "FINISHED_ERROR": "error"}.get(name, "length")
+        outcomes = {"FINISHED_STOPPED": "stop", "FINISHED_ABORTED": "abort", "FINISHED_ERROR": "error"}
+        outcome = outcomes.get(name, "length")
         if outcome == "abort":
             self.events.append({"id": request_id, "kind": "abort", "how": "disconnect"})
         if tracked and not tracked.first_token and request.num_output_tokens > 0:
@@ -431,6 +460,12 @@ class SchedulerHalf:
             self.ask("beat", ids=sorted(report.beats))
 
     # Steps
+
+    def report_drain(self):
+        """Once, after the signal that ends the engine: it refuses each request that arrives from now on."""
+        if self.engine and not self.draining and self.engine.is_draining:
+            self.draining = True
+            self.ask("draining")
 
     def on_news(self, bits):
         """The waiter's thread: takes what the core has, aborts, answers snapshots and ends a nap."""
@@ -608,4 +643,5 @@ def extras(request):
 
 def text(value):
     """The value if it is a text of printable ASCII and of a sane length."""
-    return value if isinstance(value, str) and 0 < len(value) <= 512 and value.isascii() and value.isprintable() else None
+    is_text = isinstance(value, str) and 0 < len(value) <= 512 and value.isascii() and value.isprintable()
+    return value if is_text else None

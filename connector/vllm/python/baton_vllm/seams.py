@@ -68,6 +68,7 @@ FUNCTIONS = {
         "EngineCoreProc._process_input_queue",
         "EngineCoreProc._process_engine_step",
         "EngineCoreProc._handle_client_request",
+        "EngineCoreProc._reject_add_in_shutdown",
         "EngineCoreProc._send_abort_outputs_to_client",
     ],
 }
@@ -164,5 +165,6 @@ def check(version, allow_untested):
 if __name__ == "__main__":
     tables = {}
     for given in sys.argv[1:]:
-        tables[minor((pathlib.Path(given) / "vllm/_version.py").read_text().split("__version__ = version = '")[1])] = read_sources(given)
+        version = (pathlib.Path(given) / "vllm/_version.py").read_text().split("__version__ = version = '")[1]
+        tables[minor(version)] = read_sources(given)
     print(json.dumps(tables, indent=1))

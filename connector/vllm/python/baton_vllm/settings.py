@@ -33,7 +33,8 @@ class Settings:
         known = {field.name for field in dataclasses.fields(cls)} - {"strict_peers"} | {"peers"}
         for key in given:
             if key not in known:
-                raise SettingsError(f"kv_connector_extra_config.baton.{key} is unknown; known: {', '.join(sorted(known))}")
+                names = ", ".join(sorted(known))
+                raise SettingsError(f"kv_connector_extra_config.baton.{key} is unknown; known: {names}")
         peers = given.get("peers", "strict")
         if peers not in ("strict", "any"):
             raise SettingsError('kv_connector_extra_config.baton.peers must be "strict" or "any"')

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use baton_connector::Handle;
 use baton_connector::limits::{HEARTBEATS_PER_LEASE, LEASES_MAX, RENEWAL_DURATIONS_MAX};
+use baton_connector_leases::lease_span;
 
 use super::check::Invalid;
 use super::queues::{Job, JobKind, Notice, NoticeKind, ProducerQueues};
@@ -43,8 +44,14 @@ const LOADS_MAX: usize = LEASES_MAX;
 const RECENT_TIME: Duration = Duration::from_secs(120);
 const RECENT_MAX: usize = 16_384;
 
+/// The producer's first answer must arrive within this time, or before the lease's expiry.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// The producer has ended the lease.
 pub(super) const LEASE_OVER: &str = "lease_over";
+
+/// The producer has not answered, or there is no connection to it.
+pub(super) const UNREACHABLE: &str = "unreachable";
 
 /// The reason of a release after a read whose blocks are not used.
 pub(super) const LOAD_FAILED: &str = "load_failed";
@@ -54,7 +61,7 @@ pub(super) const LOAD_FAILED: &str = "load_failed";
 pub(crate) struct LoadVerdict {
     /// The blocks may be used.
     pub(crate) valid: bool,
-    /// Why, for the log.
+    /// Why, for the log and the metrics.
     pub(crate) reason: &'static str,
 }
 
@@ -108,8 +115,7 @@ pub(super) struct Load {
     /// Its only member asks the producer for the verdict. No other one joins.
     finishing: bool,
     last_arrival: Instant,
-    /// The lease is given up then if its read has not begun.
-    hold_until: Option<Instant>,
+    admitted: Instant,
 }
 
 impl Load {
@@ -118,12 +124,18 @@ impl Load {
         (self.target.lease / HEARTBEATS_PER_LEASE).max(INTERVAL_MIN)
     }
 
-    /// Whether the lease is renewed further.
+    /// Whether the lease is renewed further. A read that does not begin in time is given up.
     pub(super) fn renews(&mut self, now: Instant) -> bool {
-        if self.hold_until.is_some_and(|until| until <= now) && !self.has_begun() {
+        let until = self.admitted.checked_add(self.target.lease.max(LINGER) * RENEWAL_DURATIONS_MAX);
+        if until.is_some_and(|until| until <= now) && !self.has_begun() {
             self.hold = Hold::Gone("wait_expired");
         }
         !matches!(self.hold, Hold::Gone(_))
+    }
+
+    /// When the load is given up without a first answer of its producer.
+    fn answer_due(&self) -> Instant {
+        self.admitted + ANSWER_TIMEOUT.min(self.target.lease.max(LINGER))
     }
 
     /// Whether the producer may have granted the read.
@@ -190,6 +202,8 @@ pub(super) struct LoadTable {
     verdicts: Vec<(Arc<str>, LoadVerdict)>,
     /// Verified loads without members, until "done" is sent.
     lingering: BTreeSet<(Instant, u64)>,
+    /// Loads without a first answer, until they are given up. Answered ones are ignored.
+    unanswered: BTreeSet<(Instant, u64)>,
     abandoned: HashMap<Arc<str>, AbandonedRead>,
     recent: RecentHandles,
     pub(super) queues: ProducerQueues,
@@ -232,7 +246,6 @@ impl LoadTable {
         self.next += 1;
         let (number, handle) = (self.next, target.handle);
         let load = Load {
-            hold_until: now.checked_add(target.lease.max(LINGER) * RENEWAL_DURATIONS_MAX),
             target: Arc::new(target),
             consumer,
             hold: Hold::Asking,
@@ -242,8 +255,10 @@ impl LoadTable {
             verified: false,
             finishing: false,
             last_arrival: now,
+            admitted: now,
         };
         self.queues.renew(&load.target.producer, now, number);
+        self.unanswered.insert((load.answer_due(), number));
         self.loads.insert(number, load);
         self.by_handle.insert(handle, number);
         self.members.insert(Arc::clone(id), number);
@@ -378,6 +393,7 @@ impl LoadTable {
 
     fn remove(&mut self, number: u64) -> Option<Load> {
         let load = self.loads.remove(&number)?;
+        self.unanswered.remove(&(load.answer_due(), number));
         if self.by_handle.get(&load.target.handle) == Some(&number) {
             self.by_handle.remove(&load.target.handle);
         }
@@ -411,17 +427,24 @@ impl LoadTable {
     fn end_abandoned(&mut self, id: &str, now: Instant) -> Result<(), UnknownLoad> {
         let read = self.abandoned.remove(id).ok_or(UnknownLoad)?;
         let AbandonedRead { target, consumer, .. } = read;
-        self.queues.notify(Notice::new(target, consumer, NoticeKind::GiveUp, "consumer_aborted", now));
+        self.queues.notify(Notice::new(&target, consumer, NoticeKind::GiveUp, "consumer_aborted", now));
         Ok(())
     }
 
-    /// A lease of a request that was refused before it was admitted: the producer gets it back.
-    pub(super) fn give_back(&mut self, target: LoadTarget, consumer: u64, reason: &str, now: Instant) {
-        if self.recent.known.contains(&target.handle) {
-            // A request of this engine has or had it, and has settled it or will.
-            return;
+    /// A lease of a request that was refused before it was admitted: the producer gets it back. False: a request of
+    /// this engine has or had it, and has settled it or will.
+    pub(super) fn give_back(
+        &mut self,
+        target: &LoadTarget,
+        consumer: u64,
+        reason: &str,
+        now: Instant,
+    ) -> bool {
+        let is_unknown = !self.recent.known.contains(&target.handle);
+        if is_unknown {
+            self.queues.notify(Notice::new(target, consumer, NoticeKind::Leave, reason, now));
         }
-        self.queues.notify(Notice::new(Arc::new(target), consumer, NoticeKind::Leave, reason, now));
+        is_unknown
     }
 
     /// The producer has answered "done" for the only request of a load, which may have left meanwhile.
@@ -432,11 +455,23 @@ impl LoadTable {
         self.end_load(number, verdict.reason, Some(LOAD_FAILED), now);
     }
 
-    /// Applies passed deadlines: verdicts that are too late, and "done" for lingering loads.
+    /// Applies passed deadlines: verdicts and first answers that are too late, and "done" for lingering loads.
     pub(super) fn tick(&mut self, now: Instant) {
         let late: Vec<_> =
             self.asked.iter().filter(|(_, asked)| asked.until <= now).map(|(id, _)| Arc::clone(id)).collect();
         late.iter().for_each(|id| self.settle(id, LoadVerdict::gone("timeout"), now));
+        while let Some(entry) = self.unanswered.first().copied().filter(|(due, _)| *due <= now) {
+            self.unanswered.remove(&entry);
+            let Some(load) = self.loads.get_mut(&entry.1) else { continue };
+            if load.hold == Hold::Asking && !load.has_begun() {
+                load.hold = Hold::Gone(UNREACHABLE);
+                tracing::warn!(
+                    parent: lease_span!(load.target.handle), event = "handoff_producer_silent",
+                    producer = &*load.target.producer.host, port = load.target.producer.port,
+                    "handoff given up, no answer of its producer in time"
+                );
+            }
+        }
         while let Some((due, number)) = self.lingering.first().copied().filter(|(due, _)| *due <= now) {
             self.lingering.remove(&(due, number));
             if let Some(load) = self.remove(number) {
@@ -449,7 +484,8 @@ impl LoadTable {
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         let asked = self.asked.values().map(|asked| asked.until).min();
         let lingering = self.lingering.first().map(|(due, _)| *due);
-        asked.into_iter().chain(lingering).min()
+        let unanswered = self.unanswered.first().map(|(due, _)| *due);
+        asked.into_iter().chain(lingering).chain(unanswered).min()
     }
 
     /// Ends every load, at shutdown.
@@ -473,5 +509,66 @@ impl LoadTable {
 
 /// A notice about a load.
 fn notice(load: &Load, kind: NoticeKind, reason: &str, now: Instant) -> Notice {
-    Notice::new(Arc::clone(&load.target), load.consumer, kind, reason, now)
+    Notice::new(&load.target, load.consumer, kind, reason, now)
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_connector::Epoch;
+
+    use super::super::target::ProducerKey;
+    use super::*;
+
+    fn target(lease: Duration) -> LoadTarget {
+        LoadTarget {
+            handle: Handle(1),
+            producer: ProducerKey { host: "p".into(), port: 1, epoch: Epoch(1), fingerprint: 1 },
+            several_consumers: false,
+            layout: 1,
+            lease,
+            blocks: Arc::default(),
+        }
+    }
+
+    #[test]
+    fn a_load_without_an_answer_is_given_up_after_five_seconds_or_its_lease() {
+        let (now, moment) = (Instant::now(), Duration::from_millis(1));
+        for (lease_ms, timeout_ms) in [(30_000, 5_000), (500, 500)] {
+            for (hold, after) in [(Hold::Asking, Hold::Gone(UNREACHABLE)), (Hold::Live, Hold::Live)] {
+                let (mut table, timeout) = (LoadTable::default(), Duration::from_millis(timeout_ms));
+                let target = target(Duration::from_millis(lease_ms));
+                table.admit(&Arc::from("a"), false, target, 1, now).expect("an empty table");
+                table.loads.get_mut(&1).expect("the load").hold = hold;
+                assert_eq!(table.next_deadline(), Some(now + timeout));
+                table.tick(now + timeout - moment);
+                assert_eq!(table.hold("a"), Some(hold));
+                table.tick(now + timeout);
+                assert_eq!(table.hold("a"), Some(after));
+                assert_eq!(table.next_deadline(), None);
+            }
+        }
+    }
+
+    #[test]
+    fn the_deadline_of_an_ended_load_is_removed() {
+        let (mut table, now) = (LoadTable::default(), Instant::now());
+        table.admit(&Arc::from("a"), false, target(Duration::from_secs(30)), 1, now).expect("an empty table");
+        table.leave(&Arc::from("a"), "lease_gone", now).expect("the load");
+        assert_eq!(table.next_deadline(), None);
+    }
+
+    #[test]
+    fn a_held_load_whose_read_does_not_begin_is_given_up() {
+        let (mut table, now, lease) = (LoadTable::default(), Instant::now(), Duration::from_secs(30));
+        table.admit(&Arc::from("a"), false, target(lease), 1, now).expect("an empty table");
+        let load = table.loads.get_mut(&1).expect("the load");
+        load.hold = Hold::Live;
+        let until = now + lease * RENEWAL_DURATIONS_MAX;
+        assert!(load.renews(until - Duration::from_millis(1)));
+        load.read = ReadProgress::Open;
+        assert!(load.renews(until), "a read that has begun is renewed");
+        load.read = ReadProgress::None;
+        assert!(!load.renews(until));
+        assert_eq!(load.hold, Hold::Gone("wait_expired"));
+    }
 }

@@ -3,16 +3,27 @@
 //! A worker serves one queue at a time, so a silent producer occupies one worker and delays no other producer. Jobs of
 //! one queue are in order: a "done" follows its read's answer. Notices are repeated until answered, or until the lease
 //! has expired.
+//!
+//! A producer that has not answered is tried: on its first exchange, and after one without an answer. Tries share half
+//! of the workers, so a producer that answers never waits for silent ones.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use baton_connector::Handle;
 use baton_connector::limits::{HEARTBEAT_HANDLES_MAX, KV_LEASE_DURATION};
 use baton_connector_leases::lease_span;
 
+use super::WORKERS_MAX;
 use super::target::{LoadTarget, ProducerKey};
+
+/// Limit of the exchanges in progress with producers that have not answered.
+const TRIES_MAX: usize = WORKERS_MAX / 2;
+
+/// Limit of the producers that are remembered because they answered. A further one replaces all.
+const ANSWERED_MAX: usize = 4_096;
 
 /// Limit of the notices that wait for an answer. A further one is dropped, and its lease ends by expiry.
 const NOTICES_MAX: usize = 16_384;
@@ -53,10 +64,12 @@ pub(super) enum JobKind {
     Confirm(Arc<str>),
 }
 
-/// A message that is repeated until it is answered.
+/// A message that is repeated until it is answered. It waits without the block table of its lease.
 #[derive(Debug)]
 pub(super) struct Notice {
-    pub(super) target: Arc<LoadTarget>,
+    producer: ProducerKey,
+    pub(super) handle: Handle,
+    pub(super) several_consumers: bool,
     pub(super) consumer: u64,
     pub(super) kind: NoticeKind,
     pub(super) reason: Box<str>,
@@ -77,7 +90,7 @@ pub(super) enum NoticeKind {
 impl Notice {
     /// A notice that is repeated until the lease has expired.
     pub(super) fn new(
-        target: Arc<LoadTarget>,
+        target: &LoadTarget,
         consumer: u64,
         kind: NoticeKind,
         reason: &str,
@@ -85,7 +98,9 @@ impl Notice {
     ) -> Self {
         // Heartbeats may have renewed the lease since the handoff arrived.
         let give_up = now + target.lease.max(KV_LEASE_DURATION);
-        Self { target, consumer, kind, reason: reason.into(), give_up }
+        let LoadTarget { producer, handle, several_consumers, .. } = target;
+        let (producer, handle, several_consumers) = (producer.clone(), *handle, *several_consumers);
+        Self { producer, handle, several_consumers, consumer, kind, reason: reason.into(), give_up }
     }
 }
 
@@ -116,11 +131,15 @@ struct ProducerQueue {
     notice_due: Instant,
     pause: Duration,
     busy: bool,
+    /// Whether the producer answered the last time. Does not change while the queue is busy.
+    answered: bool,
+    /// The queue that waits longest has the lowest.
+    turn: u64,
     address: Option<SocketAddr>,
 }
 
 impl ProducerQueue {
-    fn new(now: Instant) -> Self {
+    fn new(now: Instant, answered: bool, turn: u64) -> Self {
         Self {
             jobs: VecDeque::new(),
             renewals: BTreeSet::new(),
@@ -128,12 +147,16 @@ impl ProducerQueue {
             notice_due: now,
             pause: PAUSE_FIRST,
             busy: false,
+            answered,
+            turn,
             address: None,
         }
     }
 
-    fn is_ready(&self, now: Instant) -> bool {
-        !self.busy && (!self.jobs.is_empty() || self.next_due().is_some_and(|due| due <= now))
+    /// Whether an exchange can begin. `tries_left`: also with a producer that has not answered.
+    fn is_ready(&self, now: Instant, tries_left: bool) -> bool {
+        let is_due = !self.jobs.is_empty() || self.next_due().is_some_and(|due| due <= now);
+        !self.busy && (self.answered || tries_left) && is_due
     }
 
     /// When a renewal or a notice is due.
@@ -170,6 +193,11 @@ impl ProducerQueue {
 #[derive(Debug, Default)]
 pub(super) struct ProducerQueues {
     queues: HashMap<ProducerKey, ProducerQueue>,
+    /// Hosts and ports that answered the last time.
+    answered: HashSet<(Box<str>, u16)>,
+    /// Exchanges in progress with other ones.
+    tries: usize,
+    turns: u64,
     /// Notices in all queues, including those in flight.
     notices: usize,
     dropped: u64,
@@ -188,35 +216,43 @@ impl ProducerQueues {
 
     /// Adds a notice, within the bounds.
     pub(super) fn notify(&mut self, notice: Notice) {
-        let target = Arc::clone(&notice.target);
-        let of_one = self.queues.get(&target.producer).map_or(0, |queue| queue.notices.len());
+        let of_one = self.queues.get(&notice.producer).map_or(0, |queue| queue.notices.len());
         if self.notices >= NOTICES_MAX || of_one >= NOTICES_OF_ONE_MAX {
             self.dropped += 1;
             tracing::warn!(
-                parent: lease_span!(target.handle), event = "release_notice_dropped", reason = &*notice.reason,
+                parent: lease_span!(notice.handle), event = "release_notice_dropped", reason = &*notice.reason,
                 "release notice dropped, lease ends by expiry"
             );
             return;
         }
         self.notices += 1;
-        self.queue(&target.producer, Instant::now()).notices.push_back(notice);
+        self.queue(&notice.producer, Instant::now()).notices.push_back(notice);
     }
 
     fn queue(&mut self, producer: &ProducerKey, now: Instant) -> &mut ProducerQueue {
-        self.queues.entry(producer.clone()).or_insert_with(|| ProducerQueue::new(now))
+        self.turns += 1;
+        self.queues.entry(producer.clone()).or_insert_with(|| {
+            let answered = self.answered.contains(&(producer.host.clone(), producer.port));
+            ProducerQueue::new(now, answered, self.turns)
+        })
     }
 
-    /// Takes the next exchange with any producer that has no other one in progress.
+    /// Takes the next exchange with the producer that waits longest and has no other one in progress.
     pub(super) fn pick(&mut self, now: Instant) -> Option<PickedTask> {
-        let (producer, queue) = self.queues.iter_mut().find(|(_, queue)| queue.is_ready(now))?;
+        let tries_left = self.tries < TRIES_MAX;
+        let ready = self.queues.iter_mut().filter(|(_, queue)| queue.is_ready(now, tries_left));
+        let (producer, queue) = ready.min_by_key(|(_, queue)| queue.turn)?;
         let kind = queue.take(now)?;
-        queue.busy = true;
+        self.turns += 1;
+        self.tries += usize::from(!queue.answered);
+        (queue.busy, queue.turn) = (true, self.turns);
         Some(PickedTask { producer: producer.clone(), address: queue.address, kind })
     }
 
     /// Whether an exchange can begin now.
     pub(super) fn has_ready(&self, now: Instant) -> bool {
-        self.queues.values().any(|queue| queue.is_ready(now))
+        let tries_left = self.tries < TRIES_MAX;
+        self.queues.values().any(|queue| queue.is_ready(now, tries_left))
     }
 
     /// When the next renewal or notice is due that waits for time only.
@@ -225,11 +261,28 @@ impl ProducerQueues {
         waiting.filter_map(ProducerQueue::next_due).filter(|due| *due > now).min()
     }
 
-    /// The exchange with this producer is over. `address` is where it was reached.
+    /// The exchange with this producer is over. `address` is where it has answered.
     pub(super) fn release(&mut self, producer: &ProducerKey, address: Option<SocketAddr>) {
+        self.put_back(producer);
+        let place = (producer.host.clone(), producer.port);
+        if address.is_none() {
+            self.answered.remove(&place);
+        } else {
+            if self.answered.len() >= ANSWERED_MAX && !self.answered.contains(&place) {
+                self.answered.clear();
+            }
+            self.answered.insert(place);
+        }
+        if let Some(queue) = self.queues.get_mut(producer) {
+            (queue.answered, queue.address) = (address.is_some(), address);
+        }
+    }
+
+    /// The exchange with this producer was not needed.
+    pub(super) fn put_back(&mut self, producer: &ProducerKey) {
         let Some(queue) = self.queues.get_mut(producer) else { return };
         queue.busy = false;
-        queue.address = address;
+        self.tries -= usize::from(!queue.answered);
         if queue.is_empty() {
             self.queues.remove(producer);
         }
@@ -272,5 +325,48 @@ impl ProducerQueues {
     /// Whether nothing is in progress and no notice waits.
     pub(super) fn is_idle(&self) -> bool {
         self.notices == 0 && self.queues.values().all(|queue| !queue.busy && queue.jobs.is_empty())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_connector::Epoch;
+
+    use super::*;
+
+    fn producer(port: u16) -> ProducerKey {
+        ProducerKey { host: "p".into(), port, epoch: Epoch(1), fingerprint: 1 }
+    }
+
+    fn picked(queues: &mut ProducerQueues, now: Instant) -> Vec<u16> {
+        std::iter::from_fn(|| queues.pick(now)).map(|task| task.producer.port).collect()
+    }
+
+    #[test]
+    fn producers_that_have_not_answered_leave_half_of_the_workers() {
+        let (mut queues, now) = (ProducerQueues::default(), Instant::now());
+        let (healthy, silent) = (producer(1), 2..3 + u16::try_from(TRIES_MAX).expect("a small number"));
+        queues.renew(&healthy, now, 1);
+        assert_eq!(picked(&mut queues, now), [1]);
+        queues.release(&healthy, Some(SocketAddr::from(([127, 0, 0, 1], 1))));
+        assert!(queues.queues.is_empty(), "the answer is remembered without a queue");
+        silent.clone().for_each(|port| queues.renew(&producer(port), now, 1));
+        assert_eq!(picked(&mut queues, now), silent.clone().take(TRIES_MAX).collect::<Vec<_>>());
+        assert!(!queues.has_ready(now), "no worker is woken for the last one");
+        queues.renew(&healthy, now, 1);
+        assert!(queues.has_ready(now));
+        assert_eq!(picked(&mut queues, now), [1]);
+        // A job that is settled without an exchange changes nothing.
+        queues.put_back(&healthy);
+        queues.renew(&healthy, now, 1);
+        assert_eq!(picked(&mut queues, now), [1]);
+        // After an exchange without an answer, it waits its turn.
+        queues.release(&healthy, None);
+        queues.renew(&healthy, now, 1);
+        assert!(!queues.has_ready(now));
+        queues.release(&producer(2), None);
+        assert_eq!(picked(&mut queues, now), [silent.end - 1], "the one that waits longest");
+        queues.release(&producer(3), None);
+        assert_eq!((picked(&mut queues, now), queues.tries), (vec![1], TRIES_MAX));
     }
 }

@@ -15,7 +15,7 @@ use baton_connector::{Handle, Reader};
 use baton_connector_channel::{Client, ClientOptions};
 use baton_connector_leases::lease_span;
 
-use super::loads::{Hold, LEASE_OVER, LoadTable, LoadVerdict, ReadProgress};
+use super::loads::{Hold, LEASE_OVER, LoadTable, LoadVerdict, ReadProgress, UNREACHABLE};
 use super::queues::{Job, JobKind, Notice, NoticeKind, PickedKind, PickedTask};
 use super::target::{LoadTarget, ProducerKey};
 use crate::channel::{BlockNameDialer, FORGED, empty_region};
@@ -68,7 +68,7 @@ pub(super) fn next_exchange(table: &mut LoadTable, now: Instant) -> Option<Excha
         };
         match task {
             Some(task) => return Some(Exchange { producer, address, task }),
-            None => table.queues.release(&producer, address),
+            None => table.queues.put_back(&producer),
         }
     }
 }
@@ -249,14 +249,15 @@ impl Caller {
                 })
             }
         };
-        let failed = match &result {
-            TaskResult::Read(Err(reason)) => *reason == UNREACHABLE,
-            TaskResult::Verdict(verdict) => verdict.reason == UNREACHABLE,
-            TaskResult::Renewed(Err(error)) | TaskResult::Delivered(Err(error)) => word(error) == UNREACHABLE,
-            TaskResult::Read(Ok(())) | TaskResult::Renewed(Ok(_)) | TaskResult::Delivered(Ok(_)) => false,
+        let reason = match &result {
+            TaskResult::Read(Err(reason)) => *reason,
+            TaskResult::Verdict(verdict) => verdict.reason,
+            TaskResult::Renewed(Err(error)) | TaskResult::Delivered(Err(error)) => word(error),
+            TaskResult::Read(Ok(())) | TaskResult::Renewed(Ok(_)) | TaskResult::Delivered(Ok(_)) => "",
         };
         // A name may have another address later.
-        let address = peer.ok().map(|peer| peer.address).filter(|_| !failed);
+        let answered = reason != UNREACHABLE && reason != TRANSFER;
+        let address = peer.ok().map(|peer| peer.address).filter(|_| answered);
         Answer { address, result }
     }
 
@@ -321,12 +322,12 @@ impl Caller {
     }
 
     fn deliver(&self, peer: &Peer, notice: &Notice) -> Result<&'static str, TransportError> {
-        let Notice { target, consumer, kind, reason, .. } = notice;
-        let (handle, reader) = (target.handle, Reader::sole(*consumer));
+        let Notice { handle, consumer, kind, reason, .. } = notice;
+        let (handle, reader) = (*handle, Reader::sole(*consumer));
         match kind {
             NoticeKind::Done => self.client.finish(peer, handle, reader).map(|_| "done"),
             NoticeKind::GiveUp => self.client.give_up(peer, handle, reader).map(|()| "done"),
-            NoticeKind::Leave if target.several_consumers => {
+            NoticeKind::Leave if notice.several_consumers => {
                 self.client.leave(peer, handle, *consumer, reason).map(ReleaseReply::label)
             }
             NoticeKind::Leave => self.client.release(peer, handle, reason).map(ReleaseReply::label),
@@ -337,8 +338,8 @@ impl Caller {
 /// Words of answers that a repetition does not change.
 const REFUSALS: [&str; 3] = [LEASE_OVER, "forged", "refused"];
 
-/// The word of an error without a connection.
-const UNREACHABLE: &str = "unreachable";
+/// The word of an exchange that broke off, or that the producer did not answer.
+const TRANSFER: &str = "transfer";
 
 /// The word of an error, for verdicts.
 fn word(error: &TransportError) -> &'static str {
@@ -347,7 +348,7 @@ fn word(error: &TransportError) -> &'static str {
         TransportError::Refused(why) if **why == *FORGED => "forged",
         TransportError::Refused(_) => "refused",
         TransportError::Handshake(..) => UNREACHABLE,
-        TransportError::Transfer(_) => "transfer",
+        TransportError::Transfer(_) => TRANSFER,
         TransportError::Stopped => "stopped",
     }
 }

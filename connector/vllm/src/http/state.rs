@@ -1,11 +1,9 @@
 //! `GET /debug/kv`, `GET /debug/kv/events` and `GET /metrics`, in the form of Baton's engine.
 
-use std::time::Duration;
-
-use baton_connector::lease::State;
-use baton_connector::ledger::LeaseView;
 use baton_connector_leases::event_log::EventPage;
+use baton_connector_leases::service::oldest_leases;
 use baton_openai::ApiError;
+use baton_openai::cluster::EventQuery;
 use hyper::StatusCode;
 use hyper::header::{CONTENT_TYPE, HeaderValue};
 use serde_json::{Value, json};
@@ -13,16 +11,6 @@ use serde_json::{Value, json};
 use super::{HttpContext, Reply, json as json_reply};
 use crate::metrics::Levels;
 use crate::pool::PoolReading;
-
-/// Limit of the leases in an answer, the oldest first.
-const LEASES_SHOWN: usize = 1_000;
-
-/// The longest wait of an event request.
-const EVENTS_WAIT_MAX: Duration = Duration::from_secs(10);
-/// Limit of the events that a request may ask for.
-const EVENTS_ASKED_MAX: usize = 10_000;
-/// Limit of the events of one answer. The next request gets the following ones.
-const EVENTS_SHOWN: usize = 2_000;
 
 /// Blocks of a reading by state: free, cached, active, leased, landing. They add up to the pool (invariant 1).
 fn blocks(context: &HttpContext, reading: &PoolReading) -> [usize; 5] {
@@ -57,7 +45,7 @@ pub(super) async fn debug_kv(context: &HttpContext) -> Reply {
             "loading": 0, "stopping": 0,
         },
         "leases": {"live": leases.len(), "opened": counts.opened, "late": counts.late, "unknown": counts.unknown},
-        "oldest_leases": leases.iter().take(LEASES_SHOWN).map(lease_json).collect::<Vec<_>>(),
+        "oldest_leases": oldest_leases(&leases),
         "offload": null,
         "steps": null,
         "failed": null,
@@ -76,19 +64,11 @@ pub(super) async fn debug_kv(context: &HttpContext) -> Reply {
 /// `?after=SEQ&wait_ms=MS&limit=N`: the events after number `after` (0: the oldest retained; `latest`: none, but the
 /// latest number), as soon as there is one or after `wait_ms`.
 pub(super) async fn events(context: &HttpContext, query: &str) -> Result<Reply, ApiError> {
-    let field = |name: &str| query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
-    let number = |name: &'static str, default: u64, most: u64| match field(name).map(str::parse::<u64>) {
-        None => Ok(default),
-        Some(Ok(number)) if number <= most => Ok(number),
-        Some(_) => Err(ApiError::invalid(name, format!("`{name}` must be a number of at most {most}"))),
-    };
-    let wait = Duration::from_millis(number("wait_ms", 0, EVENTS_WAIT_MAX.as_millis() as u64)?);
-    let limit = number("limit", EVENTS_SHOWN as u64, EVENTS_ASKED_MAX as u64)? as usize;
-    let limit = limit.clamp(1, EVENTS_SHOWN);
+    let query = EventQuery::parse(query)?;
     let log = &context.log;
-    let page = match field("after") {
-        Some("latest") => EventPage { next: log.latest(), lost: 0, events: Vec::new() },
-        _ => log.page_within(number("after", 0, u64::MAX)?, limit, wait).await,
+    let page = match query.after {
+        None => EventPage { next: log.latest(), lost: 0, events: Vec::new() },
+        Some(after) => log.page_within(after, query.limit, query.wait).await,
     };
     let identity = &context.config.identity;
     let body = json!({
@@ -110,19 +90,4 @@ pub(super) fn metrics(context: &HttpContext) -> Reply {
     let text = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
     reply.headers_mut().insert(CONTENT_TYPE, text);
     reply
-}
-
-fn lease_json(lease: &LeaseView) -> Value {
-    let state = match lease.state {
-        State::Growing => "growing",
-        State::Offered => "offered",
-        State::Reading => "reading",
-        State::Draining(_) => "draining",
-        State::Closed(_) => "closed",
-    };
-    json!({
-        "request_id": lease.request.as_str(), "blocks": lease.blocks, "state": state,
-        "age_ms": lease.age.as_millis() as u64, "left_ms": lease.remaining.as_millis() as u64,
-        "readers_done": lease.readers.0, "readers_expected": lease.readers.1,
-    })
 }

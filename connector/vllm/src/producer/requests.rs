@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use baton_connector::limits::{LEASES_MAX, TOMBSTONE_TTL, TOMBSTONES_MAX};
 use baton_connector::{Handle, RequestId};
+use baton_openai::cluster::LegFilter;
 
 use crate::ids::RequestName;
 
@@ -55,20 +56,10 @@ impl Leg {
             Self::Other => "other",
         }
     }
-}
 
-/// The legs that a verb names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LegFilter {
-    Prefill,
-    Decode,
-    Both,
-}
-
-impl LegFilter {
-    /// As at Baton's engine, a whole request counts as a decode leg.
-    fn includes(self, leg: Leg) -> bool {
-        self == Self::Both || (self == Self::Prefill) == (leg == Leg::Prefill)
+    /// Whether a verb for these legs ends this one. As at Baton's engine, a whole request counts as a decode leg.
+    fn is_in(self, legs: LegFilter) -> bool {
+        legs == LegFilter::Both || (legs == LegFilter::Prefill) == (self == Self::Prefill)
     }
 }
 
@@ -139,7 +130,7 @@ impl RequestTable {
         let mut found = false;
         for id in self.by_request.get(request).into_iter().flatten() {
             let Some(entry) = self.by_internal.get_mut(id) else { continue };
-            if entry.ended || entry.lent.is_some() || !legs.includes(entry.leg) {
+            if entry.ended || entry.lent.is_some() || !entry.leg.is_in(legs) {
                 continue;
             }
             found = true;

@@ -1,5 +1,6 @@
 //! Two cores in one process, as producer and consumer.
 
+use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -13,8 +14,7 @@ const D: &str = "cmpl-x-0-1a1b2c3d";
 /// A core whose side channel is served.
 fn core(settings: &Value) -> TestCore {
     let core = TestCore::start(settings);
-    let port = core.call(&json!({"op": "layout", "layout": LAYOUT}))["channel_port"].as_u64();
-    assert_eq!(port, Some(core.channel_port));
+    core.call(&json!({"op": "layout", "layout": LAYOUT}));
     core
 }
 
@@ -32,7 +32,7 @@ fn lend(producer: &TestCore, id: &str, consumers: u64) -> Value {
         "remote_engine_id": "e", "remote_request_id": id, "remote_host": "127.0.0.1", "remote_port": 5600,
         "tp_size": 1, "remote_num_tokens": 33, "remote_handle": lease["handle"],
         "remote_epoch": lease["epoch"], "remote_lease_left_ms": lease["left_ms"],
-        "remote_channel_port": lease["channel_port"], "remote_layout": LAYOUT, "remote_prompt": PROMPT,
+        "remote_channel_port": producer.channel_port, "remote_layout": LAYOUT, "remote_prompt": PROMPT,
         "remote_block_size": 16, "remote_consumers": consumers,
     })
 }
@@ -135,11 +135,27 @@ fn a_lease_that_is_released_before_the_read_is_gone() {
     producer.verb("/kv/release", &json!({"handle": params["remote_handle"]}));
     assert_eq!(admit(&consumer, D, &params)["load"], true);
     until("the producer has answered", || state(&consumer, D) == "gone");
+    assert_eq!(consumer.call(&json!({"op": "state", "id": D}))["reason"], "lease_over");
+    consumer.queued(D, "r", "decode");
     begin(&consumer, D);
     assert_eq!(done(&consumer, &[D]), [gone("lease_over")]);
+    consumer.events(&json!([{"id": D, "kind": "fetched", "result": "gone", "reason": "lease_over"}]));
     let (_, metrics) = consumer.http("GET", "/metrics", "");
-    let failures = "baton_kv_load_failures_total{model_name=\"m\",engine=\"0\",policy=\"recompute\"} 1";
-    assert!(metrics.contains(failures), "{metrics}");
+    let labels = "model_name=\"m\",engine=\"0\",policy=\"recompute\",reason=\"gone\"";
+    let failures = format!("baton_kv_load_failures_total{{{labels}}} 1\n");
+    assert!(metrics.contains(&failures), "once, by the report of the Python half:\n{metrics}");
+}
+
+#[test]
+fn a_producer_that_never_answers_is_given_up_when_its_lease_has_expired() {
+    let (producer, consumer) = pair();
+    let mut params = lend(&producer, P, 1);
+    let closed = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+    params["remote_channel_port"] = json!(closed.expect("a free port").port());
+    params["remote_lease_left_ms"] = json!(300);
+    admit(&consumer, D, &params);
+    until("the load is given up", || state(&consumer, D) == "gone");
+    assert_eq!(consumer.call(&json!({"op": "state", "id": D}))["reason"], "unreachable");
 }
 
 #[test]
@@ -401,6 +417,8 @@ fn a_handoff_that_the_front_end_refused_is_given_back() {
         (consumer.stats()["notices"].as_u64(), producer.stats()["leases"].as_u64()),
         (Some(0), Some(1))
     );
+    let (_, metrics) = consumer.http("GET", "/metrics", "");
+    assert!(!metrics.contains("refused_499"), "it was not refused early:\n{metrics}");
 }
 
 #[test]

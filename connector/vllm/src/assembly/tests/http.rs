@@ -23,6 +23,7 @@ fn malformed_requests_get_the_envelope_of_the_engine() {
         ("/kv/release", r#"{"handle": 7, "request_id": "r"}"#),
         ("/kv/release", r#"{"request_id": "a b"}"#),
         ("/kv/release", r#"{"request_id": "r", "reason": "no spaces"}"#),
+        ("/kv/release", r#"{"request_id": "r", "reason": 7}"#),
         ("/abort_requests", r#"{"request_ids": []}"#),
         ("/abort_requests", r#"{"request_ids": ["a", 1]}"#),
         ("/abort_requests", r#"{"request_ids": ["a"], "leg": "both"}"#),
@@ -47,6 +48,22 @@ fn malformed_requests_get_the_envelope_of_the_engine() {
 }
 
 #[test]
+fn health_reports_the_drain_to_a_waiting_caller() {
+    let core = TestCore::start(&json!({}));
+    assert_eq!(core.http("GET", "/health?wait_ms=1", "").0, 200);
+    assert_eq!(core.http("GET", "/health?wait_ms=10001", "").0, 400);
+    let (status, answer) = std::thread::scope(|scope| {
+        let caller = scope.spawn(|| core.http("GET", "/health?wait_ms=10000", ""));
+        core.call(&json!({"op": "draining"}));
+        caller.join().expect("no panic")
+    });
+    assert_eq!((status, code(&answer)), (503, json!("draining")));
+    assert_eq!(core.http("GET", "/health", "").0, 503);
+    // What has begun goes on, and leases end as before.
+    assert_eq!(core.http("POST", "/kv/release", r#"{"request_id": "r"}"#).0, 200);
+}
+
+#[test]
 fn a_core_with_a_secret_answers_only_its_callers() {
     let mut file = tempfile::NamedTempFile::new().expect("a file");
     writeln!(file, "a secret of this cluster").expect("it is written");
@@ -63,6 +80,8 @@ fn a_core_with_a_secret_answers_only_its_callers() {
     assert_eq!(core.http_with("POST", "/kv/release", right, body).0, 200);
     assert_eq!(core.http_with("GET", "/debug/kv", right, "").0, 200);
     assert_eq!(core.http("GET", "/metrics", "").0, 200);
+    assert_eq!(core.http("GET", "/health", "").0, 200);
+    assert_eq!(core.http("GET", "/health?wait_ms=1", "").0, 401);
 }
 
 #[test]

@@ -76,10 +76,7 @@ fn a_released_lease_ends_once_and_its_blocks_are_freed_once() {
     core.queued(ID, "r", "prefill");
     let lease = core.offer(ID, &json!([[1, 2], [3, 0]]), 1);
     assert_eq!(lease["epoch"], core.epoch.as_str());
-    assert_eq!(
-        (lease["left_ms"].as_u64(), &lease["channel_port"]),
-        (Some(30_000), &json!(core.channel_port))
-    );
+    assert_eq!(lease["left_ms"], 30_000);
     let again = core.call(&json!({"op": "offer", "id": ID, "blocks": [[1]], "consumers": 1}));
     assert_eq!(again["refused"], "released", "lent once");
     let stats = core.stats();
