@@ -15,7 +15,7 @@ use baton_connector_leases::event_log::{EventLog, RankLog};
 use baton_connector_leases::service::{LeaseOwner, LeaseService};
 use serde_json::{Value, json};
 use socket2::Socket;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore};
 use tracing_subscriber::EnvFilter;
 
 use crate::channel::{self, NixlName};
@@ -131,6 +131,7 @@ impl Core {
             log,
             metrics: Arc::clone(&self.metrics),
             signals: Arc::clone(&self.signals),
+            waits: Semaphore::new(http::WAITS_MAX),
         });
         let stop_http = Arc::clone(&self.threads.stop_http);
         self.threads.spawn("baton-http", move || {

@@ -8,6 +8,9 @@
 //! | `GET /debug/kv`, `/debug/kv/events` | state, for the cluster |
 //! | `GET /health`, `/metrics` | for operators. With `wait_ms` in the query, `/health` waits for the engine's drain |
 //!
+//! Up to half of the connections wait for the drain or an event. A further request is answered as after its wait, and
+//! its connection ends, so that verbs find a free one.
+//!
 //! The port is for routers, tools and vLLM's front end, never for clients. If a cluster secret is configured (beyond
 //! loopback it must be), callers need it in the header `x-baton-cluster-secret`, except for metrics and for health
 //! without a wait.
@@ -22,17 +25,17 @@ use std::time::Duration;
 
 use baton_connector::Epoch;
 use baton_connector_leases::event_log::EventLog;
-use baton_openai::cluster::{self, SECRET_HEADER};
+use baton_openai::cluster::{self, EventQuery, SECRET_HEADER};
 use baton_openai::{ApiError, Code, path};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::body::{Body as _, Incoming};
-use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
+use hyper::header::{CONNECTION, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::{Notify, Semaphore, SemaphorePermit};
 
 use crate::config::Config;
 use crate::consumer::ConsumerSide;
@@ -43,6 +46,9 @@ use crate::signals::Signals;
 
 /// Limit of the concurrent connections; a further one waits in the listener's backlog.
 const CONNECTIONS_MAX: usize = 64;
+
+/// Limit of the requests that wait for the drain or an event.
+pub(crate) const WAITS_MAX: usize = CONNECTIONS_MAX / 2;
 
 /// The head of a request, and its body, must arrive within this time each.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -75,6 +81,8 @@ pub(crate) struct HttpContext {
     pub(crate) log: Arc<EventLog>,
     pub(crate) metrics: Arc<CoreMetrics>,
     pub(crate) signals: Arc<Signals>,
+    /// Of [`WAITS_MAX`] permits.
+    pub(crate) waits: Semaphore,
 }
 
 /// Serves until `stop`, on the calling thread.
@@ -154,14 +162,19 @@ async fn dispatch(context: &HttpContext, request: Request<Incoming>) -> Result<R
         }
         (&Method::GET, "/debug/kv/events") => {
             authorize(context, request.headers())?;
-            state::events(context, request.uri().query().unwrap_or_default()).await
+            let query = EventQuery::parse(request.uri().query().unwrap_or_default())?;
+            let slot = WaitSlot::take(&context.waits, query.wait);
+            let reply = state::events(context, &EventQuery { wait: slot.wait, ..query }).await;
+            Ok(slot.end(reply))
         }
         (&Method::GET, "/health") => {
             let wait = cluster::wait(request.uri().query().unwrap_or_default())?;
             if !wait.is_zero() {
                 authorize(context, request.headers())?;
             }
-            health(context, wait).await
+            let slot = WaitSlot::take(&context.waits, wait);
+            let reply = health(context, slot.wait).await?;
+            Ok(slot.end(reply))
         }
         (&Method::GET, "/metrics") => Ok(state::metrics(context)),
         (_, known) => Err(match allowed(known) {
@@ -176,6 +189,30 @@ fn allowed(path: &str) -> Option<&'static str> {
         "/kv/release" | "/abort_requests" | "/kv/refused" => Some("POST"),
         "/debug/kv" | "/debug/kv/events" | "/health" | "/metrics" => Some("GET"),
         _ => None,
+    }
+}
+
+/// Occupied while a request waits.
+struct WaitSlot<'a> {
+    /// Zero if the limit is reached.
+    wait: Duration,
+    is_refused: bool,
+    _permit: Option<SemaphorePermit<'a>>,
+}
+
+impl<'a> WaitSlot<'a> {
+    fn take(waits: &'a Semaphore, asked: Duration) -> Self {
+        let permit = waits.try_acquire().ok().filter(|_| !asked.is_zero());
+        let wait = if permit.is_some() { asked } else { Duration::ZERO };
+        Self { wait, is_refused: wait != asked, _permit: permit }
+    }
+
+    /// The answer. The caller of a refused wait asks again soon, and must not keep its connection until then.
+    fn end(&self, mut reply: Reply) -> Reply {
+        if self.is_refused {
+            reply.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+        }
+        reply
     }
 }
 
@@ -232,4 +269,24 @@ fn error_reply(error: &ApiError) -> Reply {
         }
     }
     reply
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_beyond_the_limit_does_not_wait_and_ends_its_connection() {
+        let (waits, asked) = (Semaphore::new(1), Duration::from_secs(10));
+        let none = WaitSlot::take(&waits, Duration::ZERO);
+        let first = WaitSlot::take(&waits, asked);
+        let second = WaitSlot::take(&waits, asked);
+        assert_eq!((none.wait, first.wait, second.wait), (Duration::ZERO, asked, Duration::ZERO));
+        for (slot, ends) in [(&none, false), (&first, false), (&second, true)] {
+            let reply = slot.end(json(StatusCode::OK, ""));
+            assert_eq!(reply.headers().contains_key(CONNECTION), ends);
+        }
+        drop(first);
+        assert_eq!(WaitSlot::take(&waits, asked).wait, asked);
+    }
 }

@@ -86,6 +86,9 @@ impl Signals {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::pin;
+    use std::task::{Context, Poll, Waker};
+
     use super::*;
 
     #[test]
@@ -118,5 +121,15 @@ mod tests {
         };
         signals.raise(VERDICTS);
         assert_eq!(waiting.join().expect("no panic"), VERDICTS);
+    }
+
+    #[tokio::test]
+    async fn a_caller_waits_for_the_drain() {
+        let signals = Signals::default();
+        let mut waiting = pin!(signals.drains_within(Duration::from_secs(10)));
+        let mut context = Context::from_waker(Waker::noop());
+        assert_eq!(waiting.as_mut().poll(&mut context), Poll::Pending);
+        signals.begin_drain();
+        assert_eq!(waiting.as_mut().poll(&mut context), Poll::Ready(true));
     }
 }

@@ -308,7 +308,7 @@ class FakeEngine:
     """The queues of an EngineCore."""
 
     can_nap = True
-    batch_in_flight = False
+    batches_max = 0
     is_draining = False
 
     def __init__(self):

@@ -1,5 +1,6 @@
 """The queues of an EngineCore, and the thread that waits for the core."""
 
+import collections
 import queue
 import threading
 import time
@@ -92,9 +93,9 @@ def test_an_engine_is_found_only_while_it_constructs():
     made = EngineCore.__new__(EngineCore)
     made.input_queue = queue.Queue()
     found = construct(made)
-    assert found._core is made and found.can_nap and not found.batch_in_flight
-    made.batch_queue = [1]
-    assert found.batch_in_flight
+    assert found._core is made and found.can_nap and found.batches_max == 0
+    made.batch_queue = collections.deque(maxlen=2)
+    assert found.batches_max == 2
     del made.input_queue
     assert construct(made) is None
 

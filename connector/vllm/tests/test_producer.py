@@ -2,6 +2,7 @@
 
 import pytest
 
+import fakes
 from harness import BLOCK, Bench, Status
 
 
@@ -62,6 +63,12 @@ def test_a_refused_lease_frees_at_once_and_replies_without_a_handoff(bench, refu
     assert bench.pool.get_num_free_blocks() == bench.total
     bench.drain()
     bench.check_empty()
+
+
+def test_a_request_that_was_not_queued_gets_no_lease(bench):
+    request = fakes.FakeRequest(Status.FINISHED_LENGTH_CAPPED, "x", 2 * BLOCK, {"do_remote_decode": True})
+    assert bench.connector.request_finished_all_groups(request, ([1, 2],)) == (False, None)
+    assert not bench.stock._reqs_need_send and not bench.half.lent
 
 
 def test_a_tombstone_aborts_the_request_when_it_arrives(bench):
@@ -289,12 +296,27 @@ def test_an_idle_engine_with_leases_naps_until_there_is_news():
     bench.check_empty()
 
 
-@pytest.mark.parametrize("setting", ["any", "off", "running", "batch"])
+def test_batches_in_flight_are_empty_before_a_nap():
+    steps = {}
+    for batches in (0, 2):
+        bench = Bench(nap=True)
+        bench.engine.batches_max = batches
+        request = bench.prefill()
+        steps[batches] = 0
+        while not bench.engine.naps:
+            bench.step()
+            steps[batches] += 1
+        bench.core.end_lease(request.request_id, "released")
+        bench.drain()
+        bench.check_empty()
+    assert steps[0] > 1 and steps[2] == steps[0] + 2
+
+
+@pytest.mark.parametrize("setting", ["any", "off", "running"])
 def test_no_nap(setting):
     bench = Bench(nap=setting != "off", peers="any" if setting == "any" else "strict")
     request = bench.prefill()
     bench.step()
-    bench.engine.batch_in_flight = setting == "batch"
     if setting == "running":
         bench.add("cmpl-w-0-00000003", max_tokens=1000)
     bench.step(10)

@@ -12,6 +12,8 @@ PROMPT_BLOCKS, TOKENS = 12, 48
 # A request that P has not queued within this time after its client left is not expected any more.
 ARRIVAL_S = 1.5
 QUIET_S = 0.7
+# Allowance for the step that has the blocks when a client leaves, under load.
+STEP_MS_MAX = 150
 
 
 class Collector(threading.Thread):
@@ -246,7 +248,8 @@ def settle(pair, report, name, numbers):
     report.need(not numbers["load"]["failed"], f"{name}: {numbers['load']['failed']} uncancelled requests failed")
     report.need(took < 5, f"{name}: blocks were in use {took:.1f} s after the last client")
     late, step = numbers.get("free_after_ms", {}).get("p99"), numbers.get("step_ms", {}).get("p99", 0)
-    allowed = pair.options.p99_ms + (step if name == "load" else 0)
+    # A step that hangs must not raise its own limit.
+    allowed = pair.options.p99_ms + (min(step, STEP_MS_MAX) if name == "load" else 0)
     in_time = late is None or late <= allowed
     report.need(in_time, f"{name}: P's blocks free after {late} ms (p99), allowed {allowed:.0f} ms")
     report.need(not numbers.get("never_freed"), f"{name}: not freed: {numbers.get('never_freed')}")

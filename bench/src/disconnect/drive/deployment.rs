@@ -70,7 +70,14 @@ pub(crate) async fn deployment(
             if known.is_none() {
                 engines.push(engine(None, place)?);
             }
-            engines[at].service.set_control(one["control_url"].as_str())?;
+            let control = one["control_url"].as_str();
+            if engines[at].service.set_control(control).is_err() {
+                let control = control.unwrap_or_default();
+                progress.print_status(&format!(
+                    "warning: {place} is observed at its own address: control_url {control:?} is not \
+                     http://HOST:PORT"
+                ));
+            }
         }
     }
     if engines.is_empty() && options.admin.is_some() {
@@ -97,6 +104,8 @@ mod tests {
             listed("p:1", json!("http://p:2")),
             listed("d:1", json!("http://d:2")),
             listed("stock:1", Value::Null),
+            // With `engine_tls.ca`.
+            listed("tls:1", json!("https://tls:2")),
             // As from an older router.
             json!({"engine": "old:1"}),
         ];
@@ -117,6 +126,7 @@ mod tests {
             ("d:1", "d:3", Some("decode")),
             ("x:1", "x:2", None),
             ("stock:1", "stock:1", None),
+            ("tls:1", "tls:1", None),
             ("old:1", "old:1", None),
         ];
         assert_eq!(seen.collect::<Vec<_>>(), expected);

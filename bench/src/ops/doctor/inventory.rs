@@ -64,9 +64,17 @@ pub(super) async fn inspect(targets: &DoctorTargets, checkup: &mut Checkup) -> I
             },
             Ok,
         );
-        let service = service.and_then(|mut known| known.set_control(control.as_deref()).map(|()| known));
         match service {
-            Ok(service) => inventory.engines.push(engine(service, pools, checkup).await),
+            Ok(mut service) => {
+                if service.set_control(control.as_deref()).is_err() {
+                    let control = control.unwrap_or_default();
+                    let message = format!(
+                        "is observed at its own address: control_url {control:?} is not http://HOST:PORT"
+                    );
+                    checkup.skip("engine", &name, message);
+                }
+                inventory.engines.push(engine(service, pools, checkup).await);
+            }
             Err(WebError::Url(url)) => {
                 checkup.skip("engine", &name, format!("{url} is not an address that can be checked"))
             }
@@ -181,11 +189,13 @@ fn known_engine(entry: &Value, engines: &mut KnownEngines, checkup: &mut Checkup
     let name = text(&entry["engine"]);
     let pools = entry["pools"].as_array().into_iter().flatten();
     let pools = pools.map(|pool| EnginePool { model: text(&pool["model"]), leg: text(&pool["leg"]) });
-    let known = engines.entry(name.clone()).or_default();
-    known.pools.extend(pools);
-    known.control = entry["control_url"].as_str().map(str::to_owned).or(known.control.take());
-    if known.service.is_none() && entry["url"].as_str().is_some_and(|url| url.starts_with("https://")) {
+    let is_tls = entry["url"].as_str().is_some_and(|url| url.starts_with("https://"));
+    if is_tls && !engines.contains_key(&name) {
         checkup.skip("engine", &name, "uses TLS: checked through the router only");
+    } else {
+        let known = engines.entry(name.clone()).or_default();
+        known.pools.extend(pools);
+        known.control = entry["control_url"].as_str().map(str::to_owned).or(known.control.take());
     }
     for (leg, standing) in entry["legs"].as_object().into_iter().flatten() {
         match standing["standing"].as_str() {
@@ -360,24 +370,36 @@ async fn read_debug_kv(engine: &mut EngineInfo, checkup: &mut Checkup) -> bool {
     engine.up
 }
 
-/// Whether an engine beyond loopback requires no credentials.
+/// Whether an address of the engine beyond loopback requires no credentials. The verbs may be at both addresses.
 async fn check_authentication(engine: &EngineInfo, checkup: &mut Checkup) {
-    let control = engine.service.control_authority();
-    let host = control.rsplit_once(':').map_or(control, |(host, _)| host);
-    let host = host.trim_start_matches('[').trim_end_matches(']');
-    if host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback()) {
-        return;
+    let mut addresses = vec![engine.service.authority(), engine.service.control_authority()];
+    addresses.dedup();
+    addresses.retain(|address| !is_loopback(address));
+    let mut open = Vec::new();
+    for address in &addresses {
+        if let Ok(stranger) = ServiceClient::parse(address)
+            && stranger.get("/debug/kv", PATIENCE).await.is_ok()
+        {
+            open.push(*address);
+        }
     }
-    let open = match ServiceClient::parse(control) {
-        Ok(stranger) => stranger.get("/debug/kv", PATIENCE).await.is_ok(),
-        Err(_) => false,
-    };
-    if open {
-        let message = "any client can release its blocks: start it with --cluster-secret-file";
+    if !open.is_empty() {
+        let message = format!(
+            "any client can release its blocks at {}: start it with --cluster-secret-file",
+            open.join(" and ")
+        );
         checkup.fail("exposure", &engine.name, message);
-    } else {
-        checkup.ok("exposure", &engine.name, "requires the cluster secret");
+    } else if !addresses.is_empty() {
+        let message = "answers no /debug/kv beyond loopback without the cluster secret";
+        checkup.ok("exposure", &engine.name, message);
     }
+}
+
+/// Whether `HOST:PORT` is on loopback.
+fn is_loopback(address: &str) -> bool {
+    let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
 async fn clock(engine: &mut EngineInfo, checkup: &mut Checkup) {

@@ -71,8 +71,10 @@ class Engine:
         return bool(getattr(self._core, "shutdown_state", 0))
 
     @property
-    def batch_in_flight(self):
-        return bool(getattr(self._core, "batch_queue", None))
+    def batches_max(self):
+        """Batches in flight with asynchronous scheduling or pipeline stages; 0 if each step ends with its results."""
+        queue = getattr(self._core, "batch_queue", None)
+        return 0 if queue is None else queue.maxlen
 
 
 class Waiter(threading.Thread):

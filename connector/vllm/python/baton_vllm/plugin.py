@@ -8,10 +8,13 @@ each request is refused.
 import asyncio
 import ipaddress
 import json
+import logging
 import os
 import pathlib
 
 from .settings import Settings
+
+logger = logging.getLogger("vllm.baton")
 
 SECRET_HEADER = "x-baton-cluster-secret"
 ROUTER_SETTLES_HEADER = "x-baton-router-settles"
@@ -20,7 +23,8 @@ BODY_BYTES_MAX = 1 << 20
 REFUSED_BYTES_MAX = 8 << 20
 FORWARD_TIMEOUT_S = 5.0
 WAIT_MAX_S = 12.0  # of `wait_ms`, which is at most 10 s
-DRAIN_PAUSE_S = 0.1  # between two waits for the drain
+# Between two waits for the drain, doubled after each failure.
+DRAIN_PAUSE_S, DRAIN_PAUSE_MAX_S = 0.1, 5.0
 REFUSALS_MAX = 1024
 # Paths whose requests may have a handoff. vLLM's key check covers all of them.
 GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate")
@@ -132,12 +136,17 @@ class Cores:
         self._watches = [loop.create_task(self.wait_for_drain(url)) for url in self.urls]
 
     async def wait_for_drain(self, url):
+        pause = DRAIN_PAUSE_S
         while not self.draining:
-            status, body = await self.call("GET", url + "/health?wait_ms=10000", headers=self.secret_header(), timeout=WAIT_MAX_S)
+            headers = self.secret_header()
+            status, body = await self.call("GET", url + "/health?wait_ms=10000", headers=headers, timeout=WAIT_MAX_S)
             if status == 503 and error_code(body) == "draining":
                 self.draining = body
-            else:
-                await asyncio.sleep(DRAIN_PAUSE_S)
+                return
+            if status == 401 and pause == DRAIN_PAUSE_S:
+                logger.warning("Baton: %s refuses the cluster secret; a drain of the engine is not noticed", url)
+            pause = DRAIN_PAUSE_S if status == 200 else min(2 * pause, DRAIN_PAUSE_MAX_S)
+            await asyncio.sleep(pause)
 
     def secret_header(self):
         return {SECRET_HEADER: self._secret} if self._secret else {}
@@ -184,10 +193,10 @@ class Cores:
         answers = await asyncio.gather(*(self.call("GET", url + "/metrics") for url in self.urls))
         return b"".join(body for status, body in answers if status == 200)
 
-    def give_back(self, body, status):
-        """Starts to give the handoff of a refused request back to its producer."""
+    def give_back(self, body, status, unseen=False):
+        """Starts to give the handoff of a refused request back to its producer. `unseen`: no engine process has it."""
         params = refused_handoff(body)
-        if params is None or len(self.urls) != 1 or self._refusals >= REFUSALS_MAX:
+        if params is None or self._refusals >= REFUSALS_MAX or (len(self.urls) != 1 and not unseen):
             # With several ranks, the one that a request used is not known here.
             return
         message = json.dumps({"params": params, "reason": f"refused_{status}"}).encode()
@@ -328,7 +337,7 @@ class RefusalMiddleware:
                 await self.app(scope, request.receive, request.send)
         finally:
             if request.is_refused() and not settles_itself(scope):
-                self.cores.give_back(bytes(request.body), request.status or 499)
+                self.cores.give_back(bytes(request.body), request.status or 499, unseen=bool(draining))
 
 
 def settles_itself(scope):

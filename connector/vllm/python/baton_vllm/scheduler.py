@@ -26,7 +26,7 @@ HOLD_WAIT_US = 500
 # step.
 NAP_S = 30
 
-# Steps without a nap after an order to the workers, until all ranks have reported.
+# Steps without a nap after an order to the workers, until all ranks have reported. Batches in flight add theirs.
 STEPS_AFTER_ORDER = 3
 
 # Why the core has no verdict on a complete read.
@@ -51,6 +51,7 @@ REPLIES_WITHOUT_CORE = {
     "offer": {"refused": "core"},
     "done": {"verdicts": []},
     "aborted": {"by_verb": False},
+    "draining": None,
     "take": {"ended": [], "aborts": [], "verdicts": []},
 }
 
@@ -464,8 +465,7 @@ class SchedulerHalf:
     def report_drain(self):
         """Once, after the signal that ends the engine: it refuses each request that arrives from now on."""
         if self.engine and not self.draining and self.engine.is_draining:
-            self.draining = True
-            self.ask("draining")
+            self.draining = self.ask("draining") is not None
 
     def on_news(self, bits):
         """The waiter's thread: takes what the core has, aborts, answers snapshots and ends a nap."""
@@ -504,7 +504,7 @@ class SchedulerHalf:
         self.hold_wait_us = HOLD_WAIT_US
         orders, self.orders = self.orders, WorkerOrders()
         if orders:
-            self.steps_without_nap = STEPS_AFTER_ORDER
+            self.stay_awake()
         return orders
 
     def progress(self, scheduler_output):
@@ -533,13 +533,17 @@ class SchedulerHalf:
             events, self.events = self.events, []
             self.ask("events", events=events)
 
+    def stay_awake(self):
+        """Afterwards every batch in flight is empty."""
+        self.steps_without_nap = STEPS_AFTER_ORDER + (self.engine.batches_max if self.engine else 0)
+
     def maybe_nap(self, scheduler_output):
         """Leases without work need no steps: vLLM would step without pause while blocks are lent."""
         if not (self.settings.nap and self.engine and self.engine.can_nap and self.settings.strict_peers):
             return
         idle = not scheduler_output.total_num_scheduled_tokens and not self.requests and not self.abandoned
-        if not idle or not self.lent or self.engine.batch_in_flight:
-            self.steps_without_nap = STEPS_AFTER_ORDER
+        if not idle or not self.lent:
+            self.stay_awake()
             return
         if self.steps_without_nap > 0:
             self.steps_without_nap -= 1

@@ -5,7 +5,9 @@
 //! has expired.
 //!
 //! A producer that has not answered is tried: on its first exchange, and after one without an answer. Tries share half
-//! of the workers, so a producer that answers never waits for silent ones.
+//! of the workers, so a producer that answers never waits for silent ones. Within that half each [`Standing`] has a
+//! limit of its own. So no first try waits for producers that have failed, and no second try for those that fail
+//! repeatedly.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
@@ -18,9 +20,6 @@ use baton_connector_leases::lease_span;
 
 use super::WORKERS_MAX;
 use super::target::{LoadTarget, ProducerKey};
-
-/// Limit of the exchanges in progress with producers that have not answered.
-const TRIES_MAX: usize = WORKERS_MAX / 2;
 
 /// Limit of the producers that are remembered because they answered. A further one replaces all.
 const ANSWERED_MAX: usize = 4_096;
@@ -122,6 +121,40 @@ pub(super) enum PickedKind {
     Notice(Notice),
 }
 
+/// How the last exchanges with a producer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Standing {
+    /// The last one was answered.
+    Answered,
+    /// There was none since the queue exists.
+    New,
+    /// The last one was not answered. It was the first, or the one before was answered.
+    FailedOnce,
+    /// Several in a row were not answered.
+    FailedRepeatedly,
+}
+
+impl Standing {
+    /// Limit of the exchanges in progress with such producers.
+    const fn limit(self) -> usize {
+        match self {
+            Self::Answered => WORKERS_MAX,
+            Self::New => WORKERS_MAX / 4,
+            Self::FailedOnce | Self::FailedRepeatedly => WORKERS_MAX / 8,
+        }
+    }
+
+    const fn after_failure(self) -> Self {
+        match self {
+            Self::Answered | Self::New => Self::FailedOnce,
+            Self::FailedOnce | Self::FailedRepeatedly => Self::FailedRepeatedly,
+        }
+    }
+}
+
+/// Exchanges in progress, by [`Standing`].
+type InProgress = [usize; 4];
+
 #[derive(Debug)]
 struct ProducerQueue {
     jobs: VecDeque<Job>,
@@ -131,15 +164,15 @@ struct ProducerQueue {
     notice_due: Instant,
     pause: Duration,
     busy: bool,
-    /// Whether the producer answered the last time. Does not change while the queue is busy.
-    answered: bool,
+    /// Does not change while the queue is busy.
+    standing: Standing,
     /// The queue that waits longest has the lowest.
     turn: u64,
     address: Option<SocketAddr>,
 }
 
 impl ProducerQueue {
-    fn new(now: Instant, answered: bool, turn: u64) -> Self {
+    fn new(now: Instant, standing: Standing, turn: u64) -> Self {
         Self {
             jobs: VecDeque::new(),
             renewals: BTreeSet::new(),
@@ -147,16 +180,16 @@ impl ProducerQueue {
             notice_due: now,
             pause: PAUSE_FIRST,
             busy: false,
-            answered,
+            standing,
             turn,
             address: None,
         }
     }
 
-    /// Whether an exchange can begin. `tries_left`: also with a producer that has not answered.
-    fn is_ready(&self, now: Instant, tries_left: bool) -> bool {
+    /// Whether an exchange can begin beside those in progress.
+    fn is_ready(&self, now: Instant, in_progress: &InProgress) -> bool {
         let is_due = !self.jobs.is_empty() || self.next_due().is_some_and(|due| due <= now);
-        !self.busy && (self.answered || tries_left) && is_due
+        !self.busy && in_progress[self.standing as usize] < self.standing.limit() && is_due
     }
 
     /// When a renewal or a notice is due.
@@ -195,8 +228,7 @@ pub(super) struct ProducerQueues {
     queues: HashMap<ProducerKey, ProducerQueue>,
     /// Hosts and ports that answered the last time.
     answered: HashSet<(Box<str>, u16)>,
-    /// Exchanges in progress with other ones.
-    tries: usize,
+    in_progress: InProgress,
     turns: u64,
     /// Notices in all queues, including those in flight.
     notices: usize,
@@ -233,26 +265,26 @@ impl ProducerQueues {
         self.turns += 1;
         self.queues.entry(producer.clone()).or_insert_with(|| {
             let answered = self.answered.contains(&(producer.host.clone(), producer.port));
-            ProducerQueue::new(now, answered, self.turns)
+            let standing = if answered { Standing::Answered } else { Standing::New };
+            ProducerQueue::new(now, standing, self.turns)
         })
     }
 
     /// Takes the next exchange with the producer that waits longest and has no other one in progress.
     pub(super) fn pick(&mut self, now: Instant) -> Option<PickedTask> {
-        let tries_left = self.tries < TRIES_MAX;
-        let ready = self.queues.iter_mut().filter(|(_, queue)| queue.is_ready(now, tries_left));
+        let in_progress = self.in_progress;
+        let ready = self.queues.iter_mut().filter(|(_, queue)| queue.is_ready(now, &in_progress));
         let (producer, queue) = ready.min_by_key(|(_, queue)| queue.turn)?;
         let kind = queue.take(now)?;
         self.turns += 1;
-        self.tries += usize::from(!queue.answered);
+        self.in_progress[queue.standing as usize] += 1;
         (queue.busy, queue.turn) = (true, self.turns);
         Some(PickedTask { producer: producer.clone(), address: queue.address, kind })
     }
 
     /// Whether an exchange can begin now.
     pub(super) fn has_ready(&self, now: Instant) -> bool {
-        let tries_left = self.tries < TRIES_MAX;
-        self.queues.values().any(|queue| queue.is_ready(now, tries_left))
+        self.queues.values().any(|queue| queue.is_ready(now, &self.in_progress))
     }
 
     /// When the next renewal or notice is due that waits for time only.
@@ -274,7 +306,9 @@ impl ProducerQueues {
             self.answered.insert(place);
         }
         if let Some(queue) = self.queues.get_mut(producer) {
-            (queue.answered, queue.address) = (address.is_some(), address);
+            queue.standing =
+                if address.is_some() { Standing::Answered } else { queue.standing.after_failure() };
+            queue.address = address;
         }
     }
 
@@ -282,7 +316,7 @@ impl ProducerQueues {
     pub(super) fn put_back(&mut self, producer: &ProducerKey) {
         let Some(queue) = self.queues.get_mut(producer) else { return };
         queue.busy = false;
-        self.tries -= usize::from(!queue.answered);
+        self.in_progress[queue.standing as usize] -= 1;
         if queue.is_empty() {
             self.queues.remove(producer);
         }
@@ -342,16 +376,23 @@ mod tests {
         std::iter::from_fn(|| queues.pick(now)).map(|task| task.producer.port).collect()
     }
 
+    /// An address of a producer that has answered.
+    fn address() -> Option<SocketAddr> {
+        Some(SocketAddr::from(([127, 0, 0, 1], 1)))
+    }
+
     #[test]
     fn producers_that_have_not_answered_leave_half_of_the_workers() {
-        let (mut queues, now) = (ProducerQueues::default(), Instant::now());
-        let (healthy, silent) = (producer(1), 2..3 + u16::try_from(TRIES_MAX).expect("a small number"));
+        let tries = [Standing::New, Standing::FailedOnce, Standing::FailedRepeatedly].map(Standing::limit);
+        assert_eq!(tries.iter().sum::<usize>(), WORKERS_MAX / 2);
+        let (mut queues, now, first_tries) = (ProducerQueues::default(), Instant::now(), tries[0]);
+        let (healthy, silent) = (producer(1), 2..3 + u16::try_from(first_tries).expect("a small number"));
         queues.renew(&healthy, now, 1);
         assert_eq!(picked(&mut queues, now), [1]);
-        queues.release(&healthy, Some(SocketAddr::from(([127, 0, 0, 1], 1))));
+        queues.release(&healthy, address());
         assert!(queues.queues.is_empty(), "the answer is remembered without a queue");
         silent.clone().for_each(|port| queues.renew(&producer(port), now, 1));
-        assert_eq!(picked(&mut queues, now), silent.clone().take(TRIES_MAX).collect::<Vec<_>>());
+        assert_eq!(picked(&mut queues, now), silent.clone().take(first_tries).collect::<Vec<_>>());
         assert!(!queues.has_ready(now), "no worker is woken for the last one");
         queues.renew(&healthy, now, 1);
         assert!(queues.has_ready(now));
@@ -367,6 +408,39 @@ mod tests {
         queues.release(&producer(2), None);
         assert_eq!(picked(&mut queues, now), [silent.end - 1], "the one that waits longest");
         queues.release(&producer(3), None);
-        assert_eq!((picked(&mut queues, now), queues.tries), (vec![1], TRIES_MAX));
+        assert_eq!(picked(&mut queues, now), [1]);
+        assert_eq!(queues.in_progress, [0, first_tries, 0, 0]);
+    }
+
+    #[test]
+    fn first_tries_wait_for_no_producer_that_has_failed_and_second_ones_for_none_that_fails_repeatedly() {
+        let (mut queues, now) = (ProducerQueues::default(), Instant::now());
+        let later = now + Duration::from_secs(1);
+        let (repeatedly, once) = (100..160, 200..205);
+        for (ports, failures) in [(repeatedly.clone(), 2), (once.clone(), 1)] {
+            for port in ports {
+                queues.renew(&producer(port), later, 1);
+                for _ in 0..failures {
+                    queues.renew(&producer(port), now, 2);
+                    assert_eq!(picked(&mut queues, now), [port]);
+                    queues.release(&producer(port), None);
+                }
+            }
+        }
+        queues.renew(&producer(1), later, 1);
+        let tries = repeatedly.take(Standing::FailedRepeatedly.limit());
+        let tries = tries.chain(once.take(Standing::FailedOnce.limit())).chain([1]);
+        assert_eq!(picked(&mut queues, later), tries.collect::<Vec<_>>());
+        // An answer makes room for the next try, and needs none itself.
+        queues.renew(&producer(100), later, 3);
+        queues.release(&producer(100), address());
+        assert_eq!(picked(&mut queues, later), [104, 100]);
+        // After an answer, one failure does not count as repeated.
+        queues.renew(&producer(100), later, 4);
+        queues.release(&producer(100), None);
+        assert!(!queues.has_ready(later));
+        queues.release(&producer(200), address());
+        queues.release(&producer(201), address());
+        assert_eq!(picked(&mut queues, later), [204, 100]);
     }
 }

@@ -2,7 +2,6 @@
 
 use baton_connector_leases::event_log::EventPage;
 use baton_connector_leases::service::oldest_leases;
-use baton_openai::ApiError;
 use baton_openai::cluster::EventQuery;
 use hyper::StatusCode;
 use hyper::header::{CONTENT_TYPE, HeaderValue};
@@ -63,8 +62,7 @@ pub(super) async fn debug_kv(context: &HttpContext) -> Reply {
 
 /// `?after=SEQ&wait_ms=MS&limit=N`: the events after number `after` (0: the oldest retained; `latest`: none, but the
 /// latest number), as soon as there is one or after `wait_ms`.
-pub(super) async fn events(context: &HttpContext, query: &str) -> Result<Reply, ApiError> {
-    let query = EventQuery::parse(query)?;
+pub(super) async fn events(context: &HttpContext, query: &EventQuery) -> Reply {
     let log = &context.log;
     let page = match query.after {
         None => EventPage { next: log.latest(), lost: 0, events: Vec::new() },
@@ -75,7 +73,7 @@ pub(super) async fn events(context: &HttpContext, query: &str) -> Result<Reply, 
         "engine": {"epoch": context.epoch.to_string(), "role": identity.role, "model": identity.model},
         "now_us": log.now_us(), "next": page.next, "lost": page.lost, "events": page.events,
     });
-    Ok(json_reply(StatusCode::OK, body.to_string()))
+    json_reply(StatusCode::OK, body.to_string())
 }
 
 /// The metrics, in Prometheus' text format.

@@ -55,7 +55,52 @@ async fn an_engine_is_read_at_its_control_address() {
         assert_eq!(seen, (true, follows, follows.then_some("prefill")), "{}", checkup.text());
         assert_eq!(matches!(engine.run, Some(Incarnation::Epoch(_))), follows, "{}", checkup.text());
     }
+    // A control address with TLS cannot be read.
     let (inventory, checkup) = inspected(&[], &front, json!("https://core:7600")).await;
-    assert!(inventory.engines.is_empty(), "its event log cannot be read: {}", checkup.text());
-    assert!(checkup.text().contains("https://core:7600 is not an address that can be checked"));
+    let seen = inventory.engines.iter().map(|engine| (engine.service.control_authority(), engine.up));
+    assert_eq!(seen.collect::<Vec<_>>(), [(front.as_str(), true)], "{}", checkup.text());
+    let skipped = "is observed at its own address: control_url \"https://core:7600\" is not http://HOST:PORT";
+    assert!(checkup.text().contains(skipped), "{}", checkup.text());
+}
+
+#[test]
+fn an_engine_with_tls_is_checked_through_the_router_only() {
+    let (mut engines, mut checkup) = (KnownEngines::new(), Checkup::new(CheckupOptions::default()));
+    let legs = json!({"decode": {"standing": "ejected"}});
+    let listed = json!({"engine": "core:1", "url": "https://core:1", "legs": legs});
+    known_engine(&listed, &mut engines, &mut checkup);
+    assert!(engines.is_empty() && checkup.text().contains("uses TLS: checked through the router only"));
+    assert!(checkup.has_failed("standing", "core:1"), "{}", checkup.text());
+    // An engine of the options is at that address in plain text.
+    let service = Some(ServiceClient::engine("core:1").expect("an engine"));
+    engines.insert("core:1".to_owned(), KnownEngine { service, ..KnownEngine::default() });
+    known_engine(&listed, &mut engines, &mut checkup);
+    assert_eq!(engines.len(), 1);
+    assert_eq!(checkup.text().matches("uses TLS").count(), 1, "{}", checkup.text());
+}
+
+#[tokio::test]
+async fn an_open_address_is_found_at_the_url_and_at_the_control_address() {
+    let open = serve(&[("/debug/kv", json!({}))]).await;
+    let (other, closed) = (serve(&[("/debug/kv", json!({}))]).await, serve(&[]).await);
+    // The same listener by an address that is not loopback.
+    let [far_open, far_other, far_closed] =
+        [&open, &other, &closed].map(|address| address.replace("127.0.0.1", "0.0.0.0"));
+    let open_at = |addresses: &str| format!("any client can release its blocks at {addresses}: ");
+    for (option, expected) in [
+        (open.clone(), String::new()),
+        (format!("{open},{other}"), String::new()),
+        (format!("{far_closed},{open}"), "answers no /debug/kv beyond loopback".to_owned()),
+        (format!("{far_open},{open}"), open_at(&far_open)),
+        (format!("{far_open},{far_closed}"), open_at(&far_open)),
+        (format!("{far_closed},{far_open}"), open_at(&far_open)),
+        (format!("{far_open},{far_other}"), open_at(&format!("{far_open} and {far_other}"))),
+    ] {
+        let engine = EngineInfo::at(ServiceClient::engine(&option).expect("an engine"));
+        let mut checkup = Checkup::new(CheckupOptions::default());
+        check_authentication(&engine, &mut checkup).await;
+        let text = checkup.text();
+        assert_eq!(text.contains("exposure"), !expected.is_empty(), "{option}: {text}");
+        assert!(text.contains(&expected), "{option}: {text}");
+    }
 }

@@ -1,10 +1,12 @@
 //! The HTTP port, over sockets.
 
 use std::io::Write;
+use std::sync::mpsc;
 
 use serde_json::{Value, json};
 
 use super::{TestCore, until};
+use crate::http::WAITS_MAX;
 use crate::signals::POOL;
 
 fn code(answer: &str) -> Value {
@@ -48,19 +50,35 @@ fn malformed_requests_get_the_envelope_of_the_engine() {
 }
 
 #[test]
-fn health_reports_the_drain_to_a_waiting_caller() {
+fn health_reports_the_drain() {
     let core = TestCore::start(&json!({}));
     assert_eq!(core.http("GET", "/health?wait_ms=1", "").0, 200);
     assert_eq!(core.http("GET", "/health?wait_ms=10001", "").0, 400);
-    let (status, answer) = std::thread::scope(|scope| {
-        let caller = scope.spawn(|| core.http("GET", "/health?wait_ms=10000", ""));
-        core.call(&json!({"op": "draining"}));
-        caller.join().expect("no panic")
-    });
+    core.call(&json!({"op": "draining"}));
+    let (status, answer) = core.http("GET", "/health?wait_ms=10000", "");
     assert_eq!((status, code(&answer)), (503, json!("draining")));
     assert_eq!(core.http("GET", "/health", "").0, 503);
     // What has begun goes on, and leases end as before.
     assert_eq!(core.http("POST", "/kv/release", r#"{"request_id": "r"}"#).0, 200);
+}
+
+#[test]
+fn waits_for_the_drain_and_for_events_share_a_limit() {
+    let core = TestCore::start(&json!({}));
+    let (answered, answers) = mpsc::sync_channel(WAITS_MAX + 1);
+    std::thread::scope(|scope| {
+        for caller in 0..=WAITS_MAX {
+            let path = ["/health?wait_ms=10000", "/debug/kv/events?wait_ms=10000"][caller % 2];
+            let (core, answered) = (&core, answered.clone());
+            scope.spawn(move || answered.send(core.http("GET", path, "")).expect("the test receives it"));
+        }
+        let (status, body) = answers.recv().expect("one caller does not wait");
+        assert!(status == 200 && !body.contains("queued"), "{body}");
+        core.queued("cmpl-x-0-0a1b2c3d", "r", "whole");
+        core.call(&json!({"op": "draining"}));
+    });
+    let waited = answers.try_iter().filter(|(status, body)| *status == 503 || body.contains("queued"));
+    assert_eq!(waited.count(), WAITS_MAX);
 }
 
 #[test]
