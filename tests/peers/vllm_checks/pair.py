@@ -109,10 +109,18 @@ class Pair:
         return len(dead)
 
     def usable(self, seconds=120):
-        """Waits until a request through the router is answered with 200."""
+        """Waits until the router is ready and answers a request with 200."""
         body = {"model": "demo", "prompt": self.prompt(2), "max_tokens": 2}
         wait_until("a response through the router",
                    lambda: attempt(self.url + "/v1/completions", body, 30)[0] == 200, seconds, 0.5)
+        wait_until("a ready router", self.is_ready, seconds, 0.5)
+
+    def is_ready(self):
+        try:
+            get(self.url + "/ready", 5)
+        except NO_ANSWER:
+            return False
+        return True
 
     def pinned(self):
         return [engine.pinned() for engine in self.engines if engine.process.poll() is None]
