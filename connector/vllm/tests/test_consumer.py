@@ -1,6 +1,7 @@
 """The consumer: blocks count only after P's word, every load ends once, and client input ends no engine."""
 
 import copy
+import types
 
 import pytest
 
@@ -590,3 +591,13 @@ def test_incomplete_stock_handoffs_are_not_read_under_any(name, values):
         assert request.status == Status.FINISHED_LENGTH_CAPPED and not bench.nixl[0].all_reads, value
         check_failures(bench, [(request.request_id, "invalid")])
         bench.check_empty()
+
+
+def test_a_notice_of_a_refused_request_is_no_request():
+    bench = Bench()
+    notice = types.SimpleNamespace(
+        request_id="cmpl-r", kv_transfer_params={"do_remote_prefill": True}, abort_immediately=True
+    )
+    bench.half.on_new_request(notice)
+    assert notice.kv_transfer_params is None and not bench.half.requests
+    assert not bench.core.named("queued") and not bench.core.named("admit") and not bench.half.events

@@ -118,6 +118,10 @@ class SchedulerHalf:
     def on_new_request(self, request):
         """Registers a request, and replaces its transfer parameters by checked ones."""
         params = request.kv_transfer_params
+        if getattr(request, "abort_immediately", False):
+            # vLLM's notice of a refused or cancelled request. It has no blocks, and the plugin gives the handoff back.
+            request.kv_transfer_params = None
+            return
         if params is not None and not isinstance(params, dict):
             self.warn_once("params", "kv_transfer_params of request %s is no object and is ignored", request.request_id)
             params = request.kv_transfer_params = None
