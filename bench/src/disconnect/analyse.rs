@@ -19,7 +19,7 @@ use std::collections::HashSet;
 
 use self::abort_delivery::AbortDelays;
 use self::dist::Dist;
-use self::groups::{cancel_group, service, service_of, wrong_answers};
+use self::groups::{cancel_group, service, service_of, wrong_answers, wrong_in_parallel};
 use self::load::RunLoad;
 use self::run_data::{CancelledCall, RunData};
 use self::summary::{
@@ -239,5 +239,6 @@ fn texts(data: &RunData) -> TextComparison {
         texts.wrong += 1;
         texts.wrong_in_calm += u64::from(calm(tag));
     }
+    (texts.wrong_in_parallel, texts.compared_in_parallel) = wrong_in_parallel(data);
     texts
 }

@@ -67,7 +67,17 @@ class WaitingCore(fakes.FakeCore):
 
 
 class ContractCore(WaitingCore):
-    """Every handoff has the contract, and its lease is live."""
+    """Every handoff has the contract, and its lease is live. Leases of this engine end by time."""
+
+    def __init__(self, lease_s):
+        super().__init__()
+        self.lease_s = lease_s
+
+    def op_offer(self, id, **fields):
+        timer = threading.Timer(self.lease_s, self.end_lease, [id, "expired"])
+        timer.daemon = True
+        timer.start()
+        return super().op_offer(id, **fields)
 
     def op_admit(self, id, params, **fields):
         self.loads[id] = self.hold
@@ -106,7 +116,7 @@ def pytest_configure(config):
     scheduler.SchedulerHalf.fits = lambda self, request, local: True
     scheduler.stock_is_complete = lambda params, groups: True
     if handoffs == "baton":
-        connector.Core = lambda given: ContractCore()
+        connector.Core = lambda given: ContractCore(given["lease_s"])
     elif not os.environ.get("BATON_VLLM_CORE"):
         connector.Core = lambda given: WaitingCore()
     KVConnectorFactory._registry["NixlConnector"] = lambda: TestedConnector

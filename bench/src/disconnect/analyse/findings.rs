@@ -184,7 +184,8 @@ fn describe_stranded(held: &[&CancelledCall<'_>], limit: u64) -> String {
 }
 
 /// Responses that differ from those without load. If batching may change responses (engines without an event log, and
-/// engines that report it), only an excess over the calm beyond chance counts.
+/// engines that report it), only an excess beyond chance counts, over the calm and over repetitions in parallel. Batches
+/// are small in the calm, and large after a fault, when clients have waited.
 fn wrong_texts(data: &RunData, summary: &Summary, findings: &mut Vec<Finding>) {
     let tags: Vec<_> = wrong_answers(data).collect();
     let texts = &summary.texts;
@@ -209,9 +210,13 @@ fn wrong_texts(data: &RunData, summary: &Summary, findings: &mut Vec<Finding>) {
     let calm = WrongCount { wrong: texts.wrong_in_calm, compared: texts.compared_in_calm };
     let (wrong, compared) = (texts.wrong - calm.wrong, texts.compared - calm.compared);
     let others = WrongCount { wrong, compared };
+    let parallel = WrongCount { wrong: texts.wrong_in_parallel, compared: texts.compared_in_parallel };
+    let is_chance = |count| {
+        by_chance(count, calm) >= CHANCE || parallel.compared > 0 && by_chance(count, parallel) >= CHANCE
+    };
     // With too few compared responses of the calm, only more than batching can explain.
     let gross = calm.compared < COMPARED_FEW && wrong >= GROSS && wrong * 10 > compared;
-    if wrong > 0 && (gross || by_chance(others, calm) < CHANCE) {
+    if wrong > 0 && (gross || !is_chance(others)) {
         return findings.push(Finding::new("wrong_texts", others.describe(""), wrong, &tags));
     }
     // Wrong responses after one kind of fault would be lost among all others.
@@ -222,7 +227,7 @@ fn wrong_texts(data: &RunData, summary: &Summary, findings: &mut Vec<Finding>) {
         let tags: Vec<_> = tags.iter().copied().filter(|tag| of_segment(tag)).collect();
         let wrong = tags.len() as u64;
         let count = WrongCount { wrong, compared };
-        if wrong > 0 && by_chance(count, calm) < CHANCE {
+        if wrong > 0 && !is_chance(count) {
             let says = count.describe(&format!(" in segment {}", segment.name));
             findings.push(Finding::new("wrong_texts", says, wrong, &tags));
         }

@@ -134,8 +134,23 @@ pub(super) fn expired_during(data: &RunData, engine: usize, segment: &Segment) -
 pub(crate) fn wrong_answers(data: &RunData) -> impl Iterator<Item = &str> {
     data.replays.iter().filter_map(|(tag, text, expected)| {
         let (text, expected) = (text.as_ref()?, expected.as_ref()?);
-        let whole = data.calls.iter().any(|call| call.tag == *tag && call.outcome == "done");
-        let right = if whole { text == expected } else { expected.starts_with(text.as_str()) };
+        let right = if is_whole(data, tag) { text == expected } else { expected.starts_with(text.as_str()) };
         (!right).then_some(tag.as_str())
     })
+}
+
+/// How many repetitions beside others differ from those without load, and how many there are. Of a cancelled request's
+/// response only the part counts that it received in the run.
+pub(crate) fn wrong_in_parallel(data: &RunData) -> (u64, u64) {
+    let differ = data.parallel_replays.iter().filter_map(|(tag, repeated)| {
+        let (_, text, expected) = data.replays.iter().find(|(of, ..)| of == tag)?;
+        let (text, expected) = (text.as_ref()?, expected.as_ref()?);
+        let compared = if is_whole(data, tag) { usize::MAX } else { text.len() };
+        Some(!expected.bytes().take(compared).eq(repeated.bytes().take(compared)))
+    });
+    differ.fold((0, 0), |(wrong, all), differs| (wrong + u64::from(differs), all + 1))
+}
+
+fn is_whole(data: &RunData, tag: &str) -> bool {
+    data.calls.iter().any(|call| call.tag == tag && call.outcome == "done")
 }

@@ -25,6 +25,8 @@ pub(crate) struct RunData {
     pub(crate) faults: Vec<FaultEvent>,
     /// Tag, response in the run, and expected response.
     pub(crate) replays: Vec<(String, Option<String>, Option<String>)>,
+    /// Tag, and the response of a repetition beside others.
+    pub(crate) parallel_replays: Vec<(String, String)>,
     /// Tags of prompts with two different responses without load. `unanswered`: prompts without a response.
     pub(crate) nondeterministic: Vec<String>,
     pub(crate) unanswered: u64,
@@ -134,6 +136,9 @@ impl RunData {
                         data.nondeterministic.push(tag.clone());
                     }
                     data.replays.push((tag.clone(), text.clone(), said.clone()));
+                }
+                Record::ParallelReplay { tag, text } => {
+                    data.parallel_replays.push((tag.clone(), text.clone()));
                 }
             }
         }

@@ -338,6 +338,9 @@ pub(crate) struct TextComparison {
     /// Compared responses from before the first cancel: differences among them are an effect of batching alone.
     pub(crate) compared_in_calm: u64,
     pub(crate) wrong_in_calm: u64,
+    /// Repetitions beside others: their differences are an effect of large batches alone.
+    pub(crate) compared_in_parallel: u64,
+    pub(crate) wrong_in_parallel: u64,
     /// Responses that differ from a prompt with two different responses without load. The expected response is unknown,
     /// so they are not compared.
     pub(crate) nondeterministic: u64,

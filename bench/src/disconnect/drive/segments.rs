@@ -4,6 +4,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use futures::StreamExt;
 use tokio::task::JoinSet;
 
 use crate::BenchError;
@@ -35,6 +36,8 @@ const TRIES: usize = 12;
 /// Requests that the decode engine has to refuse.
 const REFUSED: usize = 20;
 const REFUSED_AT_ONCE: usize = 2;
+/// As many repeated prompts are computed at once as after a fault, when all waiting clients are served.
+const VERIFIED_AT_ONCE: usize = 64;
 /// More than any context has.
 const TOO_MANY_TOKENS: u32 = 1 << 24;
 /// The usual time until an engine's event is known here.
@@ -331,10 +334,12 @@ impl SegmentRunner<'_> {
     }
 
     /// Repeats the prompts of these calls without load and records the expected responses. If a response differs, the
-    /// prompt is repeated once more. If these two differ, the expected response is unknown.
+    /// prompt is repeated once more. If these two differ, the expected response is unknown. With wrong responses all
+    /// prompts are repeated in parallel too, which shows what batching alone changes.
     pub(crate) async fn verify(&self, calls: &[&CallRecord], within: Duration) {
         self.progress.print_status("verifying texts");
         let until = Instant::now() + within;
+        let (mut repeated, mut any_wrong) = (Vec::new(), false);
         for (turn, call) in calls.iter().enumerate().take_while(|_| Instant::now() < until) {
             let Some(number) = self.driver.number_of(&call.tag) else { continue };
             let salt = format!("{}verify-{turn}", self.driver.prefix);
@@ -349,9 +354,34 @@ impl SegmentRunner<'_> {
                     None => (right, unanswered) = (None, true),
                 }
             }
+            if let Some(right) = &right {
+                any_wrong |= !agrees(right);
+                repeated.push((number, *call));
+            }
             let (tag, text) = (call.tag.clone(), Some(call.text.clone()));
             self.driver.recorder.put(&Record::Replay { tag, text, said: right, answers, unanswered });
         }
+        if any_wrong {
+            self.verify_in_parallel(&repeated, within).await;
+        }
+    }
+
+    async fn verify_in_parallel(&self, calls: &[(u64, &CallRecord)], within: Duration) {
+        self.progress.print_status("verifying texts in parallel");
+        let until = Instant::now() + within;
+        let repeat = |(turn, &(number, call)): (usize, &(u64, &CallRecord))| {
+            let (salt, tag) = (format!("{}parallel-{turn}", self.driver.prefix), call.tag.clone());
+            let call = call.clone();
+            async move {
+                if Instant::now() >= until {
+                    return;
+                }
+                if let Some(text) = self.driver.verify_prompt(number, &call, &salt).await {
+                    self.driver.recorder.put(&Record::ParallelReplay { tag, text });
+                }
+            }
+        };
+        futures::stream::iter(calls.iter().enumerate()).for_each_concurrent(VERIFIED_AT_ONCE, repeat).await;
     }
 }
 

@@ -90,7 +90,7 @@ pub struct DisconnectOptions {
     /// Maximum seconds for engines to become idle at the end; long enough for a lease to expire
     #[arg(long, value_name = "SECONDS", default_value_t = 35.0)]
     pub(crate) final_wait: f64,
-    /// Maximum seconds to repeat prompts and compare their responses
+    /// Maximum seconds to repeat prompts and compare their responses; as long again in parallel after a difference
     #[arg(long, value_name = "SECONDS", default_value_t = 20.0)]
     pub(crate) verify_seconds: f64,
     /// Use only the engines' metrics, as if they had no event log

@@ -71,6 +71,8 @@ pub(crate) enum Record {
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         unanswered: bool,
     },
+    /// A prompt that was repeated beside others, without cancels and faults.
+    ParallelReplay { tag: String, text: String },
 }
 
 /// The configuration and the machine of a run.

@@ -180,6 +180,14 @@ fn numbers(summary: &Summary, out: &mut String) {
     }
     let unsteady = count(summary.texts.nondeterministic);
     rows.push(("responses that cannot be compared: the prompt has several without load".into(), unsteady));
+    let TextComparison { compared_in_parallel, wrong_in_parallel, .. } = summary.texts;
+    if compared_in_parallel > 0 {
+        let many = format!("{} of {}", count(wrong_in_parallel), count(compared_in_parallel));
+        rows.push((
+            "responses that differ if prompts are repeated in parallel, without cancels and faults".into(),
+            many,
+        ));
+    }
     if !summary.engines.is_empty() {
         let expired: u64 = summary.engines.iter().map(|engine| engine.expired).sum();
         let excused = match summary.excused_leases {

@@ -161,6 +161,12 @@ fn notes(summary: &Summary) -> Vec<String> {
         "texts: {} of {} compared responses are wrong; {} more cannot be compared because their prompt has several responses without load",
         texts.wrong, texts.compared, texts.nondeterministic
     ));
+    if texts.compared_in_parallel > 0 {
+        lines.push(format!(
+            "texts in parallel, without cancels and faults: {} of {} differ",
+            texts.wrong_in_parallel, texts.compared_in_parallel
+        ));
+    }
     if summary.compared_with.is_none() {
         lines.push(NOT_COMPARED.into());
     }

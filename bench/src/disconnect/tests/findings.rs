@@ -289,6 +289,21 @@ fn wrong_texts_are_named_and_what_was_seen_of_one_must_be_its_beginning() {
     let summary = broken.summary();
     let found = summary.findings.iter().find(|found| found.name == "wrong_texts").expect("it is named");
     assert!(found.shown_by.iter().all(|tag| !tag.starts_with('c')), "{:?}", found.shown_by);
+    // Not if as many differ when the prompts are repeated in parallel.
+    let parallel = |wrong: usize| {
+        let repeated = (0..60).map(|number| Record::ParallelReplay {
+            tag: format!("calm-{number}"),
+            text: if number < wrong { "other" } else { "word" }.to_owned(),
+        });
+        Script(broken.0.iter().cloned().chain(repeated).collect()).summary()
+    };
+    let summary = parallel(12);
+    assert_eq!((summary.texts.wrong_in_parallel, summary.texts.compared_in_parallel), (12, 60));
+    assert!(!names(&summary).contains(&"wrong_texts"));
+    assert!(
+        report::text(&summary).contains("texts in parallel, without cancels and faults: 12 of 60 differ")
+    );
+    assert!(names(&parallel(1)).contains(&"wrong_texts"));
     change(&mut script, |engine| (engine.events, engine.batching_shows) = (false, false));
     assert!(!names(&script.summary()).contains(&"wrong_texts"));
 }
