@@ -21,10 +21,10 @@ def library_path():
     return pathlib.Path(named) if named else pathlib.Path(__file__).with_name(LIBRARY)
 
 
-def load_library():
+def load_library(loader=ctypes.CDLL):
     path = library_path()
     try:
-        library = ctypes.CDLL(str(path))
+        library = loader(str(path))
     except OSError as error:
         raise CoreError(
             f"baton-vllm: cannot load {path}: {error}. Install the wheel, or build it: connector/vllm/README.md"
@@ -45,10 +45,15 @@ def load_library():
 
 
 class Core:
-    """One core: leases, events, HTTP port and side channel of one EngineCore."""
+    """One core: leases, events, HTTP port and side channel of one EngineCore.
+
+    Only functions that wait release the GIL. In the middle of a step another thread of EngineCore would take it, and the
+    step would wait for that thread.
+    """
 
     def __init__(self, config):
         self._library = load_library()
+        self._with_gil = load_library(ctypes.PyDLL)
         reply = self._take(self._library.baton_vllm_start(json.dumps(config).encode()))
         self.number = reply["core"]
         self.epoch = reply["epoch"]
@@ -57,12 +62,13 @@ class Core:
 
     def call(self, op, **fields):
         """Runs one operation; raises `CoreError` if the core refuses it."""
+        library = self._library if fields.get("wait_us") else self._with_gil
         fields["op"] = op
-        return self._take(self._library.baton_vllm_call(self.number, json.dumps(fields).encode()))
+        return self._take(library.baton_vllm_call(self.number, json.dumps(fields).encode()))
 
     def pending(self):
         """What waits for `take` and `pool`, as bits."""
-        return self._library.baton_vllm_pending(self.number)
+        return self._with_gil.baton_vllm_pending(self.number)
 
     def wait(self, timeout_ms):
         """As `pending`, after something new arrives or the time is over."""
@@ -76,7 +82,7 @@ class Core:
         try:
             reply = json.loads(ctypes.string_at(pointer))
         finally:
-            self._library.baton_vllm_free(pointer)
+            self._with_gil.baton_vllm_free(pointer)
         if "error" in reply:
             raise CoreError(reply["error"])
         return reply
