@@ -1,5 +1,6 @@
 """The Rust core itself, if `BATON_VLLM_CORE` names its library: two cores in one process as producer and consumer."""
 
+import ctypes
 import json
 import os
 import time
@@ -132,6 +133,23 @@ def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setenv("BATON_VLLM_CORE", "/nowhere/libbaton_vllm_core.so")
     with pytest.raises(CoreError, match="cannot load /nowhere/libbaton_vllm_core.so"):
         load_library()
+
+
+@needs_core
+def test_only_calls_that_wait_release_the_gil(start):
+    core = start()
+    # Functions of a PyDLL keep the GIL.
+    assert type(core._library) is ctypes.CDLL and type(core._with_gil) is ctypes.PyDLL
+    waiting, core._library = core._library, None
+    try:
+        assert core.pending() == 0 and core.call("take")["aborts"] == []
+        with pytest.raises(AttributeError):
+            core.wait(0)
+        with pytest.raises(AttributeError):
+            core.call("done", ids=[], wait_us=1)
+    finally:
+        core._library = waiting
+    assert core.call("done", ids=[], wait_us=1)["verdicts"] == []
 
 
 @needs_core
