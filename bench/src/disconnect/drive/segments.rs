@@ -369,19 +369,17 @@ impl SegmentRunner<'_> {
     async fn verify_in_parallel(&self, calls: &[(u64, &CallRecord)], within: Duration) {
         self.progress.print_status("verifying texts in parallel");
         let until = Instant::now() + within;
-        let repeat = |(turn, &(number, call)): (usize, &(u64, &CallRecord))| {
-            let (salt, tag) = (format!("{}parallel-{turn}", self.driver.prefix), call.tag.clone());
-            let call = call.clone();
-            async move {
-                if Instant::now() >= until {
-                    return;
-                }
-                if let Some(text) = self.driver.verify_prompt(number, &call, &salt).await {
-                    self.driver.recorder.put(&Record::ParallelReplay { tag, text });
-                }
+        let calls = futures::stream::iter(calls.iter().enumerate());
+        let repeated = calls.for_each_concurrent(VERIFIED_AT_ONCE, |(turn, &(number, call))| async move {
+            if Instant::now() >= until {
+                return;
             }
-        };
-        futures::stream::iter(calls.iter().enumerate()).for_each_concurrent(VERIFIED_AT_ONCE, repeat).await;
+            let salt = format!("{}parallel-{turn}", self.driver.prefix);
+            if let Some(text) = self.driver.verify_prompt(number, call, &salt).await {
+                self.driver.recorder.put(&Record::ParallelReplay { tag: call.tag.clone(), text });
+            }
+        });
+        repeated.await;
     }
 }
 
