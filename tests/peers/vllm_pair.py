@@ -62,6 +62,8 @@ def parse():
         help="loops of vLLM and NIXL without a wait get a short one; needed below six cores")
     add("--turns", type=int, default=5, help="runs of each pair (cost)")
     add("--cost-limit", type=float, default=0.02, help="allowed difference (cost)")
+    add("--cost-model", choices=["demo", "larger"], default="demo",
+        help="larger: 71 million random weights, a step takes about 10 ms (cost)")
     add("--cost-pairs", default=f"{STOCK},{BATON}",
         help="the compared connectors; stock,stock measures the noise (cost)")
     options = parser.parse_args()
@@ -190,7 +192,7 @@ def run_cost(options, environments, results):
     pairs, check = [], argparse.Namespace(name="cost", kind="cost")
     try:
         for connector in options.cost_pairs.split(","):
-            pairs.append(Pair(options, connector, environments[connector]))
+            pairs.append(Pair(options, connector, environments[connector], cost.arguments(options.cost_model)))
             pairs[-1].usable()
             pairs[-1].suspend()
         results.run(options.cost_pairs, check, lambda: cost.cost(pairs, options), COST_S)

@@ -14,6 +14,14 @@ IDLE_S = 8
 IDLE_SHARE_MAX = 0.05
 WARM_UP, SERIAL, PARALLEL, CONCURRENCY = 6, 40, 60, 4
 PROMPT_BLOCKS, TOKENS = 10, 32
+# 71 million random weights: a step takes about 10 ms on one core.
+LARGER = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 12,
+          "num_key_value_heads": 4}
+
+
+def arguments(model):
+    """vLLM's arguments for the model of --cost-model."""
+    return ("--load-format", "dummy", "--hf-overrides", json.dumps(LARGER)) if model == "larger" else ()
 
 
 @check("idle", "CPU time of EngineCore and its worker with one idle lease: below 5 % of a core", limit_s=300)

@@ -30,6 +30,7 @@ class Setup:
     connector: str
     environment: dict
     dtype: str
+    arguments: tuple = ()
 
 
 class Engine:
@@ -78,7 +79,7 @@ class Engine:
             [self.setup.vllm, "serve", str(self.setup.model), "--served-model-name", "demo", "--host", "127.0.0.1",
              "--port", str(self.port), "--enforce-eager", "--block-size", str(BLOCK),
              "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "1536",
-             "--tensor-parallel-size", str(self.ranks), "--dtype", self.setup.dtype,
+             "--tensor-parallel-size", str(self.ranks), "--dtype", self.setup.dtype, *self.setup.arguments,
              "--kv-transfer-config", json.dumps(self.transfer_config(policy))],
             env=environment, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True,
         )

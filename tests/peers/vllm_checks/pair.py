@@ -15,15 +15,15 @@ from .engines import ROOT, Engine, Setup
 
 
 class Pair:
-    """`options` are the command line's; `connector` is that of all engines."""
+    """`options` are the command line's; `connector` and `arguments` are those of all engines."""
 
-    def __init__(self, options, connector, environment):
+    def __init__(self, options, connector, environment, arguments=()):
         self.options, self.connector = options, connector
         self.lease, self.rounds = options.lease, options.rounds
         self.random = random.Random(options.seed)
         # In float32, engines with different numbers of ranks round to the same tokens.
         dtype = "auto" if options.prefill_ranks == options.decode_ranks else "float32"
-        self.setup = Setup(options.vllm, options.model, options.lease, connector, environment, dtype)
+        self.setup = Setup(options.vllm, options.model, options.lease, connector, environment, dtype, arguments)
         self.prompts = json.loads((ROOT / "engine/models/demo/prompts.json").read_text())
         self.router = self.file = None
         self.engines = []
