@@ -250,7 +250,7 @@ fn network_policies_let_through_what_must_pass_and_nothing_else() {
             ("decode", "prefill", 5600),
         ];
         // Engines with Baton's connector have a channel of their own beside NIXL's.
-        let channels: &[u64] = if fleet.name == "vllm-baton" { &[7700] } else { &[] };
+        let channels: &[u64] = if fleet.name == "vllm-baton" { &[9600] } else { &[] };
         let of_channels = channels.iter().map(|port| ("decode", "prefill", *port));
         for (from, to, port) in yes.into_iter().chain(of_channels) {
             assert!(reaches(from, to, port), "{}: {from} must reach {to}:{port}", fleet.name);

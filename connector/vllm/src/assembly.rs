@@ -22,7 +22,7 @@ use crate::channel::{self, NixlName};
 use crate::config::Config;
 use crate::consumer::{self, ConsumerSide, Hold, Invalid, LoadVerdict};
 use crate::http::{self, HttpContext};
-use crate::ids::random;
+use crate::ids::{HandleFacts, random};
 use crate::metrics::CoreMetrics;
 use crate::ops::{AdmitOp, Op, PoolCounts};
 use crate::pool::PoolView;
@@ -165,7 +165,7 @@ impl Core {
             Op::Layout { layout } => self.serve_channel(&layout).map(|()| json!({})),
             Op::Queued(op) => Ok(json!({"released": self.producer.queued(&op)})),
             Op::Events { events } => Ok(empty(|| self.producer.events(&events))),
-            Op::Offer { id, blocks, consumers } => Ok(self.offer(&id, &blocks, consumers)),
+            Op::Offer { id, blocks, consumers, prompt } => Ok(self.offer(&id, &blocks, consumers, &prompt)),
             Op::Take => Ok(self.take()),
             Op::Acked { id } => Ok(json!({"draining": self.producer.acked(&id)})),
             Op::Beat { ids } => Ok(empty(|| self.producer.beat(&ids))),
@@ -176,6 +176,9 @@ impl Core {
             Op::Unverified { used } => Ok(empty(|| self.metrics.unverified(used))),
             Op::Late {} => Ok(empty(|| self.metrics.late())),
             Op::Admit(op) => Ok(self.admit(&op)),
+            Op::GiveBack { params } => {
+                self.consumer.give_back(&params).map(|_| json!({})).map_err(|invalid| invalid.why)
+            }
             Op::State { id, wait_us } => {
                 Ok(hold_json(self.consumer.hold_within(&id, Duration::from_micros(wait_us))))
             }
@@ -215,9 +218,12 @@ impl Core {
         Ok(())
     }
 
-    fn offer(&self, id: &str, groups: &[Vec<u32>], consumers: u64) -> Value {
+    fn offer(&self, id: &str, groups: &[Vec<u32>], consumers: u64, prompt: &str) -> Value {
         let blocks = groups.iter().flatten().map(|block| BlockId(*block)).collect();
-        match self.producer.offer(id, blocks, consumers) {
+        let groups: Vec<_> = groups.iter().map(Vec::len).collect();
+        let block_tokens = self.config.identity.block_tokens;
+        let facts = HandleFacts { id, prompt, block_tokens, groups: &groups };
+        match self.producer.offer(&facts, blocks, consumers) {
             Ok(lease) => json!({
                 "handle": lease.handle.to_string(), "epoch": self.epoch.to_string(), "left_ms": lease.left_ms,
             }),

@@ -115,8 +115,17 @@ impl ConsumerSide {
     /// Checks a handoff, and begins to renew its lease. Returns the parameters for vLLM's connector.
     ///
     /// # Errors
-    /// [`Invalid`]: the handoff is not used.
+    /// [`Invalid`]: the handoff is not used, and the producer gets its lease back.
     pub(crate) fn admit(self: &Arc<Self>, op: &AdmitOp) -> Result<Value, Invalid> {
+        let admitted = self.check_and_admit(op);
+        if admitted.is_err() {
+            // This engine computes the prompt itself. The handoff may name no lease.
+            let _ = self.give_back(&op.params);
+        }
+        admitted
+    }
+
+    fn check_and_admit(self: &Arc<Self>, op: &AdmitOp) -> Result<Value, Invalid> {
         let checked = check::check(op, self.layout.get().copied())?;
         let consumer = random().map(u64::from_ne_bytes).map_err(|why| Invalid { why, stock: false })?;
         let mut state = self.lock();
@@ -199,22 +208,18 @@ impl ConsumerSide {
         self.wake(&mut state);
     }
 
-    /// Gives the lease of a handoff back whose request was refused before the scheduler knew it.
+    /// Gives the lease of a handoff back whose request was refused before the scheduler knew it. False: a request of
+    /// this engine has used it.
     ///
     /// # Errors
     /// [`Invalid`]: the handoff names no lease.
-    pub(crate) fn give_back(self: &Arc<Self>, params: &Value, reason: &str) -> Result<(), Invalid> {
+    pub(crate) fn give_back(self: &Arc<Self>, params: &Value) -> Result<bool, Invalid> {
         let target = check::lease_of(params)?;
-        if self.layout.get() != Some(&target.layout) {
-            return Err(Invalid::field("remote_layout", "the layout of this engine"));
-        }
         let consumer = random().map(u64::from_ne_bytes).map_err(|why| Invalid { why, stock: false })?;
         let mut state = self.lock();
-        if state.table.give_back(&target, consumer, "consumer_rejected", Instant::now()) {
-            self.metrics.rejected(reason);
-        }
+        let given = state.table.give_back(&target, consumer, "consumer_rejected", Instant::now());
         self.wake(&mut state);
-        Ok(())
+        Ok(given)
     }
 
     /// Loads, notices that wait, and notices that were dropped.

@@ -1,4 +1,4 @@
-//! vLLM's internal request ids, and the router's request id in them.
+//! vLLM's internal request ids, the router's request id in them, and the handles of leases.
 //!
 //! | internal id | made by | the router's id |
 //! |---|---|---|
@@ -9,8 +9,9 @@
 //!
 //! A last group of digits of `chatcmpl-<X>` stays: the last group of one UUID in 280 has no letter.
 
-use baton_connector::RequestId;
 use baton_connector::limits::REQUEST_ID_MAX_BYTES;
+use baton_connector::{Handle, RequestId};
+use sha2::{Digest, Sha256};
 
 /// Digits of the random suffix that vLLM appends to an id.
 const SUFFIX_DIGITS: usize = 8;
@@ -86,6 +87,34 @@ fn printable(text: &str) -> RequestId {
     })
 }
 
+/// What a handle proves: a consumer recomputes it from the handoff and from its own prompt, and refuses another one
+/// (invariant 8).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HandleFacts<'a> {
+    /// The producer's internal id.
+    pub(crate) id: &'a str,
+    /// The fingerprint of the prompt.
+    pub(crate) prompt: &'a str,
+    pub(crate) block_tokens: usize,
+    /// Blocks of each KV cache group.
+    pub(crate) groups: &'a [usize],
+}
+
+impl HandleFacts<'_> {
+    /// A handle: one half is random, the other one depends on it and on the facts.
+    pub(crate) fn handle(&self, random: u64) -> Handle {
+        let Self { id, prompt, block_tokens, groups } = self;
+        let digest = Sha256::digest(format!("{random:016x} {prompt} {block_tokens} {groups:?} {id}"));
+        let proof = u64::from_be_bytes(digest[..8].try_into().expect("a digest has 32 bytes"));
+        Handle(u128::from(random) << 64 | u128::from(proof))
+    }
+
+    /// Whether a producer has made this handle for these facts.
+    pub(crate) fn are_of(&self, handle: Handle) -> bool {
+        self.handle((handle.0 >> 64) as u64) == handle
+    }
+}
+
 /// Random bytes of the system.
 ///
 /// # Errors
@@ -99,6 +128,23 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N], String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_handle_is_of_its_facts_only() {
+        let facts = HandleFacts { id: "a", prompt: "cc", block_tokens: 16, groups: &[5, 10] };
+        let handle = facts.handle(7);
+        assert!(facts.are_of(handle) && handle != facts.handle(8));
+        assert!(!facts.are_of(Handle(handle.0 ^ 1)) && !facts.are_of(Handle(handle.0 ^ 1 << 64)));
+        for other in [
+            HandleFacts { id: "b", ..facts },
+            HandleFacts { prompt: "cd", ..facts },
+            HandleFacts { block_tokens: 32, ..facts },
+            HandleFacts { groups: &[10, 5], ..facts },
+            HandleFacts { groups: &[5, 10, 0], ..facts },
+        ] {
+            assert!(!other.are_of(handle), "{other:?}");
+        }
+    }
 
     #[test]
     fn the_routers_id_is_found_in_every_form() {

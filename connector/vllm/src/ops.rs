@@ -14,7 +14,7 @@ pub(crate) enum Op {
     /// Events of requests, in order.
     Events { events: Vec<EventOp> },
     /// A finished request's blocks are lent, unless the request was released before.
-    Offer { id: String, blocks: Vec<Vec<u32>>, consumers: u64 },
+    Offer { id: String, blocks: Vec<Vec<u32>>, consumers: u64, prompt: String },
     /// Returns ended leases, aborts and verdicts, each once.
     Take,
     /// Consumers of the NixlConnector have acknowledged on every rank.
@@ -35,6 +35,8 @@ pub(crate) enum Op {
     Unverified { used: bool },
     /// A request with a handoff has arrived.
     Admit(AdmitOp),
+    /// vLLM's notice of a refused request with this handoff.
+    GiveBack { params: Value },
     /// The state of a load's lease, after the producer's answer or at most this time.
     State {
         id: String,
@@ -139,13 +141,14 @@ mod tests {
             r#"{"op":"events","events":[{"id":"a","kind":"fetched","result":"landed"},
                 {"id":"a","kind":"fetched","result":"landed","reason":null},
                 {"id":"a","kind":"fetched","result":"gone","reason":"lease_over"}]}"#,
-            r#"{"op":"offer","id":"a","blocks":[[1,2],[]],"consumers":1}"#,
+            r#"{"op":"offer","id":"a","blocks":[[1,2],[]],"consumers":1,"prompt":""}"#,
             r#"{"op":"take"}"#,
             r#"{"op":"draining"}"#,
             r#"{"op":"pool","free":1,"cached":2,"active":3,"landing":4,"waiting":5,"running":6}"#,
             r#"{"op":"late","id":"a"}"#,
             r#"{"op":"unverified","id":"a","used":true}"#,
             r#"{"op":"admit","id":"a","params":[],"prompt":"","tokens":1,"block_tokens":2,"groups":1}"#,
+            r#"{"op":"give_back","params":{}}"#,
             r#"{"op":"state","id":"a"}"#,
             r#"{"op":"state","id":"a","wait_us":1000}"#,
             r#"{"op":"begin","id":"a","count":3}"#,
@@ -154,7 +157,9 @@ mod tests {
         ] {
             serde_json::from_str::<Op>(text).unwrap_or_else(|error| panic!("{text}: {error}"));
         }
-        for text in ["{}", r#"{"op":"none"}"#, r#"{"op":"offer","id":"a","blocks":[[-1]],"consumers":1}"#] {
+        for text in
+            ["{}", r#"{"op":"none"}"#, r#"{"op":"offer","id":"a","blocks":[[-1]],"consumers":1,"prompt":""}"#]
+        {
             assert!(serde_json::from_str::<Op>(text).is_err(), "{text}");
         }
     }

@@ -23,7 +23,7 @@ use baton_connector_leases::event_log::{RankLog, RequestEvent, tag};
 use baton_connector_leases::service::{LeaseOwner, LeaseService};
 use baton_openai::cluster::LegFilter;
 
-use crate::ids::random;
+use crate::ids::{HandleFacts, random};
 use crate::metrics::CoreMetrics;
 use crate::ops::{EventKind, EventOp, QueuedOp};
 use crate::signals::{self, Signals};
@@ -245,10 +245,11 @@ impl ProducerSide {
     /// The word of the refusal: the blocks are freed now.
     pub(crate) fn offer(
         &self,
-        id: &str,
+        facts: &HandleFacts<'_>,
         blocks: Vec<BlockId>,
         consumers: u64,
     ) -> Result<OpenedLease, &'static str> {
+        let id = facts.id;
         let mut requests = self.requests();
         let closing = requests.closing;
         let Some(entry) = requests.get_mut(id) else {
@@ -258,7 +259,7 @@ impl ProducerSide {
         if entry.aborted || closing || entry.lent.is_some() {
             return Err("released");
         }
-        let handle = Handle(u128::from_ne_bytes(random().map_err(|_| "full")?));
+        let handle = facts.handle(u64::from_ne_bytes(random().map_err(|_| "full")?));
         let (request, expected) = (entry.name.request.clone(), consumers.clamp(1, CONSUMERS_MAX as u64));
         self.lent.insert(handle, Arc::from(id), &blocks);
         let spec = LeaseSpec { handle, request, blocks, expected: expected as usize };

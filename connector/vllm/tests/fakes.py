@@ -122,7 +122,7 @@ class FakeCore:
         if len(self.over[id]) == 2:
             del self.table[id], self.over[id]
 
-    def op_offer(self, id, blocks, consumers):
+    def op_offer(self, id, blocks, consumers, prompt):
         if not (isinstance(consumers, int) and 1 <= consumers <= 16):
             raise CoreError("consumers: expected a number from 1 to 16")
         assert all(isinstance(block, int) for group in blocks for block in group)
@@ -210,6 +210,9 @@ class FakeCore:
         self.unverified.append((id, used))
         return {}
 
+    def op_give_back(self, params):
+        return {}
+
     def op_draining(self):
         return {}
 
@@ -264,7 +267,7 @@ class FakeCore:
 class FakeRequest:
     """What the connector reads of vLLM's `Request`."""
 
-    def __init__(self, status, request_id, tokens, params=None, max_tokens=1, cached=0):
+    def __init__(self, status, request_id, tokens, params=None, max_tokens=1, cached=0, notice=False):
         self.request_id = request_id
         self.prompt_token_ids = list(range(tokens))
         self._all_token_ids = list(range(tokens))
@@ -278,6 +281,7 @@ class FakeRequest:
         self.kv_transfer_params = params
         self.client_index = 0
         self.cached = cached  # tokens of its prompt in the local prefix cache
+        self.abort_immediately = notice
         self.status = status
 
     @property

@@ -34,7 +34,7 @@ def construct(policy="recompute", served="m", **baton):
     extra = {"kv_lease_duration": 12, "baton": baton}
     config = fake_config(fakes.BLOCK)
     config.parallel_config.prefill_context_parallel_size = 1
-    config.model_config = types.SimpleNamespace(served_model_name=served, model="path/m")
+    config.model_config = types.SimpleNamespace(served_model_name=served, model="path/m", enable_sleep_mode=False)
     vars(config.kv_transfer_config).update(
         engine_id="e", kv_connector="BatonConnector", kv_connector_extra_config=extra, kv_load_failure_policy=policy
     )
@@ -56,6 +56,20 @@ def test_without_an_engine_it_is_refused(made):
     with pytest.raises(RuntimeError, match="require_abort"):
         construct()
     assert not made, "no core is left behind"
+
+
+def test_a_child_of_multi_connector_is_refused(made):
+    class MultiConnector:
+        def __init__(self):
+            construct(require_abort=False)
+
+    class Derived(MultiConnector):
+        pass
+
+    for multi in (MultiConnector, Derived):
+        with pytest.raises(RuntimeError, match="MultiConnector"):
+            multi()
+    assert not made
 
 
 def test_the_core_gets_vllms_settings(made):

@@ -593,11 +593,41 @@ def test_incomplete_stock_handoffs_are_not_read_under_any(name, values):
         bench.check_empty()
 
 
-def test_a_notice_of_a_refused_request_is_no_request():
+def notice(bench, params):
+    """What vLLM's front end adds and ends when it has refused a request."""
+    request = bench.add("cmpl-r", tokens=1, params=params, notice=True)
+    bench.abort(request)
+    bench.drain()
+    assert bench.core.late == 0 and {op for op, _ in bench.core.calls} <= {"give_back", "pool", "take"}
+    bench.check_empty()
+    return bench.core.named("give_back")
+
+
+@pytest.mark.parametrize("peers", ["strict", "any"])
+def test_the_lease_of_a_refused_request_goes_back(peers):
+    params = fakes.handoff(2 * BLOCK)
+    assert notice(Bench(peers=peers), dict(params)) == [{"params": params}]
+    # A router settles its own requests, and a prefill has nothing to give back.
+    assert not notice(Bench(peers=peers), dict(params, router_request_id="y"))
+    for other in (None, "x", {}, {"do_remote_decode": True}, {"do_remote_prefill": True}):
+        assert not notice(Bench(peers=peers), other)
+
+
+@pytest.mark.parametrize("peers", ["strict", "any"])
+def test_a_refused_stock_handoff_notifies_its_producer_under_any(peers):
+    bench = Bench(peers=peers, ranks=1)
+    assert not notice(bench, fakes.handoff(2 * BLOCK, remote_handle=...))
+    assert bench.nixl[0].notifications == (["cmpl-p-0-00000000:1"] if peers == "any" else [])
+    bench = Bench(peers=peers, ranks=1)
+    assert not notice(bench, fakes.handoff(2 * BLOCK, remote_handle=..., remote_port="no"))
+    assert not bench.nixl[0].notifications
+
+
+@pytest.mark.parametrize("params", [{"remote_block_ids": [[0] * 70000]}, {"remote_host": "x" * 1000}])
+def test_a_handoff_of_another_size_does_not_reach_the_core(params):
     bench = Bench()
-    notice = types.SimpleNamespace(
-        request_id="cmpl-r", kv_transfer_params={"do_remote_prefill": True}, abort_immediately=True
-    )
-    bench.half.on_new_request(notice)
-    assert notice.kv_transfer_params is None and not bench.half.requests
-    assert not bench.core.named("queued") and not bench.core.named("admit") and not bench.half.events
+    request = bench.decode(**params)
+    bench.drain()
+    assert request.status == Status.FINISHED_LENGTH_CAPPED and not bench.core.named("admit")
+    check_failures(bench, [(request.request_id, "invalid")])
+    bench.check_empty()

@@ -18,7 +18,7 @@ MISSING = None if LIBRARY and os.path.exists(LIBRARY) else "the Rust core (BATON
 needs_core = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 LAYOUT = "00000000000000bb"
-PROMPT = "00000000000000cc"
+PROMPT = "00000000000000cc00000000000000dd"
 
 
 def config(**changes):
@@ -87,7 +87,7 @@ def queue(core, id="cmpl-x-0-0a1b2c3d", request_id="x", leg="prefill"):
 
 def lend(core, id="cmpl-x-0-0a1b2c3d", request_id="x", blocks=(5, 6, 7)):
     assert queue(core, id, request_id) is False
-    return core.call("offer", id=id, blocks=[list(blocks)], consumers=1)
+    return core.call("offer", id=id, blocks=[list(blocks)], consumers=1, prompt=PROMPT)
 
 
 def handoff(producer, lease, **changes):
@@ -107,7 +107,7 @@ def handoff(producer, lease, **changes):
         "remote_lease_left_ms": lease["left_ms"],
         "remote_channel_port": producer.channel_port,
         "remote_layout": LAYOUT,
-        "remote_prompt": PROMPT,
+        "remote_prompt": PROMPT[:16],
         "remote_consumers": 1,
     }
     params.update(changes)
@@ -227,7 +227,7 @@ def test_a_release_before_the_request_and_before_the_finish(start):
     core = start()
     assert post(core, "/kv/release", request_id="x") == (200, {"result": "remembered"})
     assert queue(core) is True
-    assert "refused" in core.call("offer", id="cmpl-x-0-0a1b2c3d", blocks=[[1]], consumers=1)
+    assert "refused" in core.call("offer", id="cmpl-x-0-0a1b2c3d", blocks=[[1]], consumers=1, prompt="")
     queue(core, "cmpl-z-0-0a1b2c3d", "z")
     assert post(core, "/abort_requests", request_ids=["z"]) == (200, {"results": {"z": "aborting"}})
     assert core.wait(1000) & bits.ABORTS
@@ -378,10 +378,26 @@ def test_a_refused_handoff_goes_back(start):
 
 
 @needs_core
+def test_a_handle_of_another_prompt_is_refused_and_goes_back(start):
+    producer, consumer = start(), start()
+    params = handoff(producer, lend(producer))
+    reply = consumer.call(
+        "admit", id="cmpl-y-0-0a1b2c3d", params=params, prompt=PROMPT[:16] + "0" * 16, tokens=40, block_tokens=16, groups=1
+    )
+    assert "remote_handle" in reply["invalid"]
+    assert until(lambda: producer.call("take")["ended"])
+    # vLLM's notice of a refused request.
+    params = handoff(producer, lend(producer, "cmpl-z-0-0a1b2c3d"), remote_request_id="cmpl-z-0-0a1b2c3d")
+    assert consumer.call("give_back", params=params) == {}
+    assert until(lambda: producer.call("take")["ended"])
+
+
+@needs_core
 @pytest.mark.parametrize("value", [None, True, -1, 1.5, 1 << 62, "", "x" * 600, [], {}, [[]], [[[1]]], {"a": [1]}])
 def test_hostile_handoffs_are_refused_or_harmless(start, value):
     core = start()
-    lease = {"handle": "ab" * 16, "epoch": "0" * 16, "left_ms": 1000}
+    lease = lend(core)
+    assert "params" in admit(core, handoff(core, lease, remote_channel_port=9))
     for i, name in enumerate(sorted(handoff(core, lease))):
         reply = admit(core, handoff(core, lease, **{"remote_channel_port": 9, name: value}), id=f"cmpl-y{i}-0-0a1b2c3d")
         assert ("invalid" in reply) != ("params" in reply)

@@ -46,6 +46,21 @@ def test_aborts_reach_both_queues_as_from_vllms_socket_thread():
 
 
 @needs_vllm
+def test_notices_of_refused_requests_have_ids_of_their_own():
+    wrapper, core = engine()
+    core.preprocess_add_request = lambda request: (request, 7)
+    wrapper.rename_notices()
+
+    def add(notice):
+        return core.preprocess_add_request(types.SimpleNamespace(request_id="a", abort_immediately=notice))
+
+    plain, wave = add(False)
+    assert (plain.request_id, wave) == ("a", 7)
+    ids = {add(True)[0].request_id for _ in range(3)}
+    assert len(ids) == 3 and "a" not in ids
+
+
+@needs_vllm
 def test_a_nap_ends_with_the_next_message():
     wrapper, core = engine()
     wrapper.wake()

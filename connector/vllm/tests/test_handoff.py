@@ -5,7 +5,16 @@ import types
 
 import pytest
 
-from baton_vllm.handoff import WorkerOrders, integer, layout_fingerprint, prompt_fingerprint
+from baton_vllm.handoff import (
+    BLOCKS_MAX,
+    HANDOFF_KEYS,
+    TEXT_MAX,
+    WorkerOrders,
+    bounded_handoff,
+    integer,
+    layout_fingerprint,
+    prompt_fingerprint,
+)
 from baton_vllm.scheduler import extras
 from baton_vllm.worker import ACKNOWLEDGED_MAX, WorkerHalf
 
@@ -14,13 +23,12 @@ def test_a_prompts_fingerprint_goes_by_its_tokens():
     assert prompt_fingerprint([1, 2, 3]) == prompt_fingerprint((1, 2, 3)) == prompt_fingerprint(range(1, 4))
     assert len({prompt_fingerprint(tokens) for tokens in ([], [0], [0, 0], [1, 2], [2, 1], [256], [1, 0])}) == 7
     for tokens in ([], [1], None):
-        assert len(prompt_fingerprint(tokens)) == 16 and int(prompt_fingerprint(tokens), 16) >= 0
-    assert prompt_fingerprint(None) == "0" * 16
+        assert len(prompt_fingerprint(tokens)) == 32 and int(prompt_fingerprint(tokens), 16) >= 0
 
 
 @pytest.mark.parametrize("tokens", [[-1], [1 << 64]])
 def test_token_ids_that_no_model_has_end_no_engine(tokens):
-    assert len(prompt_fingerprint(tokens)) == 16
+    assert len(prompt_fingerprint(tokens)) == 32
 
 
 def test_layouts():
@@ -38,6 +46,41 @@ def test_the_fingerprint_covers_what_else_the_kv_depends_on():
         fingerprint(mm_features=[image]),
     ]
     assert len({plain, *others}) == 4 and plain == fingerprint(lora_request=None, cache_salt=None, mm_features=[])
+
+
+def test_the_fingerprint_covers_prompt_embeddings():
+    torch = pytest.importorskip("torch")
+    values = [torch.zeros(2, 3, dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(3, 2)]
+    found = [prompt_fingerprint(None, extras(types.SimpleNamespace(prompt_embeds=embeds))) for embeds in values]
+    assert len(set(found)) == 3
+    assert found[1] == prompt_fingerprint(None, extras(types.SimpleNamespace(prompt_embeds=values[1].clone())))
+
+
+@pytest.mark.parametrize("blocks", [[[5, 6], []], [5, 6], [], [["x", None, 1.5]], "x", None, [[0] * BLOCKS_MAX]])
+def test_a_handoff_keeps_the_keys_that_the_core_reads(blocks):
+    params = {key: 1 for key in HANDOFF_KEYS} | {"remote_block_ids": blocks, "remote_host": "x" * TEXT_MAX}
+    assert bounded_handoff(params | {"unknown": ["x"] * 10}) == params
+    assert bounded_handoff({"unknown": 1}) == {}
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("remote_block_ids", [0] * (BLOCKS_MAX + 1)),
+        ("remote_block_ids", [[0] * BLOCKS_MAX, [0]]),
+        ("remote_block_ids", [[]] * (BLOCKS_MAX + 1)),
+        ("remote_block_ids", [[[1]]]),
+        ("remote_block_ids", {"a": 1}),
+        ("remote_block_ids", [["x" * (TEXT_MAX + 1)]]),
+        ("remote_host", "x" * (TEXT_MAX + 1)),
+        ("remote_port", [1]),
+        ("remote_epoch", {}),
+        ("tp_size", 1 << 64),
+    ],
+)
+def test_a_handoff_whose_check_would_take_long_is_refused(key, value):
+    with pytest.raises(ValueError, match=key):
+        bounded_handoff({key: value})
 
 
 def fingerprint(**request):

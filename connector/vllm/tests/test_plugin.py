@@ -151,9 +151,10 @@ def test_only_the_headers_that_a_core_reads_are_forwarded():
 class Recorder(Cores):
     """Cores that record what would be sent."""
 
-    def __init__(self, urls=("http://core",), fails=False):
+    def __init__(self, urls=("http://core",), fails=False, silent=()):
         super().__init__()
         self.urls = list(urls)
+        self.silent = silent
         self.calls = []
         self.fails = fails
 
@@ -161,6 +162,8 @@ class Recorder(Cores):
         self.calls.append((method, url, body, headers or {}))
         if self.fails:
             raise RuntimeError("a fault")
+        if url.startswith(tuple(self.silent)):
+            return 503, b"{}"
         return (200, b"baton_kv_leases 1\n") if url.endswith("/metrics") else (200, b"{}")
 
     @property
@@ -245,6 +248,17 @@ def test_a_router_that_settles_itself():
 # The drain
 
 DRAINING = json.dumps({"error": {"message": "m", "type": "t", "param": None, "code": "draining"}}).encode()
+
+
+def test_a_drain_gives_handoffs_back_through_a_rank_that_answers():
+    cores = Recorder(urls=["http://a", "http://b", "http://c"], silent=["http://a"])
+    cores.draining = DRAINING
+    exchange(answering(200), cores, body=BODY)
+    assert [url for _, url, *_ in cores.calls] == ["http://a/kv/refused", "http://b/kv/refused"]
+    # Without a drain one of the ranks may have used it.
+    cores.calls, cores.draining = [], None
+    exchange(answering(400), cores, body=BODY)
+    assert not cores.calls
 
 
 @pytest.mark.parametrize("settles", [False, True])

@@ -19,6 +19,7 @@ def test_lend_gives_a_handoff_and_keeps_the_blocks(bench):
     assert reply["remote_consumers"] == 3 and reply["remote_block_size"] == BLOCK
     assert reply["router_request_id"] == "x" and reply["router_user"] == "u"
     assert reply["remote_lease_left_ms"] == 30000 and len(reply["remote_prompt"]) == 16
+    assert bench.core.named("offer")[0]["prompt"].startswith(reply["remote_prompt"])
     bench.step(5)
     assert bench.pool.get_num_free_blocks() == bench.total - 2
     assert bench.workers[0].connector_worker._reqs_to_send[request.request_id] == float("inf")

@@ -16,19 +16,19 @@ def parse(baton=..., host="localhost", port=5600, rank=0):
 
 def test_defaults():
     settings = parse()
-    assert (settings.http, settings.channel) == ("127.0.0.1:7600", "127.0.0.1:7700")
+    assert (settings.http, settings.channel) == ("127.0.0.1:7600", "127.0.0.1:9600")
     assert settings.strict_peers and settings.require_abort and settings.nap
     assert not settings.allow_untested and settings.secret_file is None
     assert parse(None) == parse({}) == settings
 
 
 @pytest.mark.parametrize("host, channel", [
-    ("localhost", "127.0.0.1:7700"),
-    ("127.0.0.2", "127.0.0.1:7700"),
-    ("::1", "127.0.0.1:7700"),
-    ("10.0.0.5", "0.0.0.0:7700"),
-    ("0.0.0.0", "0.0.0.0:7700"),
-    ("p-0.engines.svc", "0.0.0.0:7700"),
+    ("localhost", "127.0.0.1:9600"),
+    ("127.0.0.2", "127.0.0.1:9600"),
+    ("::1", "127.0.0.1:9600"),
+    ("10.0.0.5", "0.0.0.0:9600"),
+    ("0.0.0.0", "0.0.0.0:9600"),
+    ("p-0.engines.svc", "0.0.0.0:9600"),
 ])
 def test_the_side_channel_follows_vllms(host, channel):
     assert parse(host=host).channel == channel
@@ -36,7 +36,7 @@ def test_the_side_channel_follows_vllms(host, channel):
 
 
 def test_each_rank_has_ports_of_its_own():
-    assert (parse(rank=3).http, parse(rank=3).channel) == ("127.0.0.1:7603", "127.0.0.1:7703")
+    assert (parse(rank=3).http, parse(rank=3).channel) == ("127.0.0.1:7603", "127.0.0.1:9603")
     given = parse({"http": "10.0.0.5:80", "channel": "[::1]:90"}, rank=2)
     assert (given.http, given.channel) == ("10.0.0.5:82", "[::1]:92")
     assert parse({"http": "127.0.0.1:0"}, rank=2).http == "127.0.0.1:0"
@@ -87,19 +87,18 @@ def test_ports_beyond_the_range():
 # Settings of vLLM
 
 
-def vllm_config(dcp=1, pcp=1, pp=1, bidirectional=False, name="BatonConnector"):
+def vllm_config(dcp=1, pcp=1, pp=1, bidirectional=False, sleep=False):
     parallel = types.SimpleNamespace(
         decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp, pipeline_parallel_size=pp
     )
-    transfer = types.SimpleNamespace(
-        kv_connector=name, get_from_extra_config={"bidirectional_kv_xfer": bidirectional}.get
-    )
-    return types.SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
+    transfer = types.SimpleNamespace(get_from_extra_config={"bidirectional_kv_xfer": bidirectional}.get)
+    model = types.SimpleNamespace(enable_sleep_mode=sleep)
+    return types.SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, model_config=model)
 
 
 def test_supported_settings_of_vllm():
-    refuse_unsupported(vllm_config(), parse())
-    refuse_unsupported(vllm_config(pp=2, name="MultiConnector"), parse({"allow_untested": True}))
+    refuse_unsupported(vllm_config(), parse(), False)
+    refuse_unsupported(vllm_config(pp=2), parse({"allow_untested": True}), False)
 
 
 @pytest.mark.parametrize("change, named", [
@@ -107,11 +106,11 @@ def test_supported_settings_of_vllm():
     ({"pcp": 2}, "prefill_context_parallel_size"),
     ({"bidirectional": True}, "bidirectional_kv_xfer"),
     ({"pp": 2}, "pipeline_parallel_size"),
-    ({"name": "MultiConnector"}, "MultiConnector"),
+    ({"sleep": True}, "enable_sleep_mode"),
 ])
 @pytest.mark.parametrize("allow", [False, True])
 def test_unsupported_settings_of_vllm(change, named, allow):
-    if allow and named in ("pipeline_parallel_size", "MultiConnector"):
+    if allow and named == "pipeline_parallel_size":
         return
     with pytest.raises(RuntimeError, match=named):
-        refuse_unsupported(vllm_config(**change), parse({"allow_untested": allow}))
+        refuse_unsupported(vllm_config(**change), parse({"allow_untested": allow}), False)

@@ -185,7 +185,7 @@ fn describe_stranded(held: &[&CancelledCall<'_>], limit: u64) -> String {
 
 /// Responses that differ from those without load. If batching may change responses (engines without an event log, and
 /// engines that report it), only an excess beyond chance counts, over the calm and over repetitions in parallel. Batches
-/// are small in the calm, and large after a fault, when clients have waited.
+/// are small in the calm, and can be large after a fault, when clients have waited.
 fn wrong_texts(data: &RunData, summary: &Summary, findings: &mut Vec<Finding>) {
     let tags: Vec<_> = wrong_answers(data).collect();
     let texts = &summary.texts;
@@ -211,12 +211,15 @@ fn wrong_texts(data: &RunData, summary: &Summary, findings: &mut Vec<Finding>) {
     let (wrong, compared) = (texts.wrong - calm.wrong, texts.compared - calm.compared);
     let others = WrongCount { wrong, compared };
     let parallel = WrongCount { wrong: texts.wrong_in_parallel, compared: texts.compared_in_parallel };
-    let is_chance = |count| {
-        by_chance(count, calm) >= CHANCE || parallel.compared > 0 && by_chance(count, parallel) >= CHANCE
+    // A sample that is too small excuses nothing.
+    let in_parallel = |count: WrongCount| {
+        let known = parallel.compared >= COMPARED_FEW && 2 * parallel.compared >= count.compared;
+        known && by_chance(count, parallel) >= CHANCE
     };
+    let is_chance = |count| by_chance(count, calm) >= CHANCE || in_parallel(count);
     // With too few compared responses of the calm, only more than batching can explain.
     let gross = calm.compared < COMPARED_FEW && wrong >= GROSS && wrong * 10 > compared;
-    if wrong > 0 && (gross || !is_chance(others)) {
+    if wrong > 0 && (gross && !in_parallel(others) || !is_chance(others)) {
         return findings.push(Finding::new("wrong_texts", others.describe(""), wrong, &tags));
     }
     // Wrong responses after one kind of fault would be lost among all others.

@@ -338,7 +338,7 @@ pub(crate) struct TextComparison {
     /// Compared responses from before the first cancel: differences among them are an effect of batching alone.
     pub(crate) compared_in_calm: u64,
     pub(crate) wrong_in_calm: u64,
-    /// Repetitions beside others: their differences are an effect of large batches alone.
+    /// Repetitions beside others: their differences are no effect of a cancel or fault.
     pub(crate) compared_in_parallel: u64,
     pub(crate) wrong_in_parallel: u64,
     /// Responses that differ from a prompt with two different responses without load. The expected response is unknown,

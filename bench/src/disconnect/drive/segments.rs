@@ -335,7 +335,7 @@ impl SegmentRunner<'_> {
 
     /// Repeats the prompts of these calls without load and records the expected responses. If a response differs, the
     /// prompt is repeated once more. If these two differ, the expected response is unknown. With wrong responses all
-    /// prompts are repeated in parallel too, which shows what batching alone changes.
+    /// prompts are repeated in parallel too, which shows what load without cancels and faults changes.
     pub(crate) async fn verify(&self, calls: &[&CallRecord], within: Duration) {
         self.progress.print_status("verifying texts");
         let until = Instant::now() + within;

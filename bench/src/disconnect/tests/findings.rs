@@ -290,20 +290,44 @@ fn wrong_texts_are_named_and_what_was_seen_of_one_must_be_its_beginning() {
     let found = summary.findings.iter().find(|found| found.name == "wrong_texts").expect("it is named");
     assert!(found.shown_by.iter().all(|tag| !tag.starts_with('c')), "{:?}", found.shown_by);
     // Not if as many differ when the prompts are repeated in parallel.
-    let parallel = |wrong: usize| {
-        let repeated = (0..60).map(|number| Record::ParallelReplay {
+    let parallel = |wrong: usize, of: usize| {
+        let repeated = (0..of).map(|number| Record::ParallelReplay {
             tag: format!("calm-{number}"),
             text: if number < wrong { "other" } else { "word" }.to_owned(),
         });
         Script(broken.0.iter().cloned().chain(repeated).collect()).summary()
     };
-    let summary = parallel(12);
+    let summary = parallel(12, 60);
     assert_eq!((summary.texts.wrong_in_parallel, summary.texts.compared_in_parallel), (12, 60));
     assert!(!names(&summary).contains(&"wrong_texts"));
+    let text = report::text(&summary);
+    assert!(text.contains("texts in parallel, without cancels and faults: 12 of 60 differ"));
     assert!(
-        report::text(&summary).contains("texts in parallel, without cancels and faults: 12 of 60 differ")
+        text.contains("not judged: 14 of 125 responses, which differ: 12 of 60 also differ in parallel"),
+        "{text}"
     );
-    assert!(names(&parallel(1)).contains(&"wrong_texts"));
+    let summary = parallel(1, 60);
+    assert!(names(&summary).contains(&"wrong_texts"));
+    assert!(!report::text(&summary).contains("also differ in parallel"));
+    // Few repetitions excuse nothing.
+    assert!(names(&parallel(6, 19)).contains(&"wrong_texts"));
+    assert!(names(&parallel(6, 31)).contains(&"wrong_texts"));
+    assert!(!names(&parallel(6, 32)).contains(&"wrong_texts"));
+    // With few responses of the calm many differences are a finding, if repetitions in parallel have less.
+    let few = |wrong: usize| {
+        let mut few = Script(script.0.clone());
+        for number in 0..60 {
+            let tag = format!("storm-{number}");
+            few.stayed("storm", &tag, 1_110, &[1_140], "done");
+            let expected = if number < 12 { "other" } else { "word" };
+            few.0.push(replay(&tag, "word", Some(expected)));
+            let text = if number < wrong { "drow" } else { expected }.to_owned();
+            few.0.push(Record::ParallelReplay { tag, text });
+        }
+        few.summary()
+    };
+    assert!(names(&few(1)).contains(&"wrong_texts"));
+    assert!(!names(&few(12)).contains(&"wrong_texts"));
     change(&mut script, |engine| (engine.events, engine.batching_shows) = (false, false));
     assert!(!names(&script.summary()).contains(&"wrong_texts"));
 }

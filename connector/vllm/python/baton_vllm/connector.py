@@ -9,7 +9,7 @@ from vllm.version import __version__ as VLLM_VERSION
 
 from . import seams
 from .core import Core
-from .engine import Engine, Waiter
+from .engine import Engine, Waiter, is_child_of_multi_connector
 from .handoff import WorkerOrders, layout_fingerprint
 from .scheduler import SchedulerHalf
 from .settings import Settings
@@ -27,7 +27,7 @@ class BatonConnector(NixlPullConnector):
 
         rank = vllm_config.parallel_config.data_parallel_index
         settings = Settings.parse(extra, envs.VLLM_NIXL_SIDE_CHANNEL_HOST, envs.VLLM_NIXL_SIDE_CHANNEL_PORT, rank)
-        refuse_unsupported(vllm_config, settings)
+        refuse_unsupported(vllm_config, settings, is_child_of_multi_connector())
         seams.check(VLLM_VERSION, settings.allow_untested)
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler_half = self._worker_half = self._waiter = None
@@ -43,6 +43,8 @@ class BatonConnector(NixlPullConnector):
                 "baton-vllm: no EngineCore constructs this connector, so requests cannot be aborted by id. "
                 "Set kv_connector_extra_config.baton.require_abort to false to go on without."
             )
+        if engine is not None:
+            engine.rename_notices()
         transfer, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
         policy = transfer.kv_load_failure_policy
         core = Core(
@@ -179,17 +181,18 @@ class BatonConnector(NixlPullConnector):
         super().shutdown()
 
 
-def refuse_unsupported(vllm_config, settings):
+def refuse_unsupported(vllm_config, settings, in_multi_connector):
     """Settings of vLLM in which the contract is not kept. `allow_untested` admits those that are only untested."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     refused = {
         "decode_context_parallel_size above 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size above 1": parallel.prefill_context_parallel_size > 1,
         "bidirectional_kv_xfer": transfer.get_from_extra_config("bidirectional_kv_xfer", False),
+        "a child of MultiConnector": in_multi_connector,
+        "enable_sleep_mode": vllm_config.model_config.enable_sleep_mode,
     }
     untested = {
         "pipeline_parallel_size above 1": parallel.pipeline_parallel_size > 1,
-        "a child of MultiConnector": transfer.kv_connector == "MultiConnector",
     }
     names = [name for name, given in refused.items() if given]
     names += [name for name, given in untested.items() if given and not settings.allow_untested]

@@ -1,4 +1,4 @@
-"""The Rust core: a `cdylib` with six functions. Requests and replies are JSON, and a call releases the GIL."""
+"""The Rust core: a `cdylib` with six functions. Requests and replies are JSON."""
 
 import ctypes
 import json

@@ -6,10 +6,27 @@ vLLM gives a connector no reference to its engine. The constructor finds it in i
 import logging
 import sys
 import threading
+import uuid
 
 logger = logging.getLogger("vllm.baton")
 
 FRAMES_MAX = 32
+
+
+def callers():
+    """The objects whose methods construct the connector, the innermost first."""
+    frame = sys._getframe(1)
+    for _ in range(FRAMES_MAX):
+        if frame is None:
+            return
+        if "self" in frame.f_locals:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+def is_child_of_multi_connector():
+    """Its other children would need ids that this connector's checks drop."""
+    return any(base.__name__ == "MultiConnector" for caller in callers() for base in type(caller).__mro__)
 
 
 class Engine:
@@ -26,15 +43,24 @@ class Engine:
         """The EngineCore that is constructing the connector; None in another harness."""
         from vllm.v1.engine.core import EngineCore
 
-        frame = sys._getframe(1)
-        for _ in range(FRAMES_MAX):
-            if frame is None:
-                return None
-            candidate = frame.f_locals.get("self")
-            if isinstance(candidate, EngineCore) and hasattr(candidate, "input_queue"):
-                return cls(candidate)
-            frame = frame.f_back
+        for caller in callers():
+            if isinstance(caller, EngineCore) and hasattr(caller, "input_queue"):
+                return cls(caller)
         return None
+
+    def rename_notices(self):
+        """Gives the front end's notices of refused requests ids of their own.
+
+        Their ids are the client's. The scheduler asserts on one that it knows, which ends the engine.
+        """
+        preprocess = self._core.preprocess_add_request
+
+        def renamed(request):
+            if request.abort_immediately:
+                request.request_id = f"refused-{uuid.uuid4().hex}"
+            return preprocess(request)
+
+        self._core.preprocess_add_request = renamed
 
     def wake(self):
         """Ends a nap."""
@@ -60,7 +86,7 @@ class Engine:
 
     @property
     def can_nap(self):
-        """Ranks of a data-parallel engine step together, and a batch in flight must be collected."""
+        """Ranks of a data-parallel engine step together."""
         from vllm.v1.engine.core import DPEngineCoreProc
 
         return not isinstance(self._core, DPEngineCoreProc)

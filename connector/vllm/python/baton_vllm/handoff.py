@@ -7,6 +7,39 @@ import hashlib
 # Stock peers compare this suffix of the compatibility hash, and refuse each other with it.
 HASH_SUFFIX = ".baton1"
 
+# Digits of a prompt's fingerprint in a handoff.
+PROMPT_DIGITS = 16
+
+# Limits of what a client can make a step read.
+BLOCKS_MAX, TEXT_MAX = 65536, 512
+
+# The keys of a handoff that the core reads.
+HANDOFF_KEYS = (
+    "do_remote_prefill",
+    "do_remote_decode",
+    "remote_block_ids",
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "tp_size",
+    "dcp_size",
+    "pp_size",
+    "remote_num_tokens",
+    "remote_block_size",
+    "remote_blocks_expiry_time",
+    "remote_prefill_cached_tokens",
+    "remote_registration_generation",
+    "transfer_mode",
+    "remote_handle",
+    "remote_epoch",
+    "remote_lease_left_ms",
+    "remote_channel_port",
+    "remote_layout",
+    "remote_prompt",
+    "remote_consumers",
+)
+
 # A NIXL notification with this prefix is a heartbeat. Every producer ignores one for an unknown id.
 HEARTBEAT = "HB:"
 
@@ -41,18 +74,41 @@ def without_suffix(compatibility_hash):
 
 
 def prompt_fingerprint(token_ids, extras=""):
-    """16 hexadecimal digits for the tokens whose KV a handoff holds, and what else the KV depends on.
+    """32 hexadecimal digits for the tokens whose KV a handoff holds, and what else the KV depends on.
 
-    Without token ids (prompt embeddings) all are zero.
+    A handoff has the first 16. Its handle proves all of them.
     """
-    if token_ids is None:
-        return "0" * 16
     try:
-        data = array.array("Q", token_ids).tobytes()
+        data = array.array("Q", () if token_ids is None else token_ids).tobytes()
     except OverflowError:
         # No model has such a token, but a client may send one.
         data = repr(list(token_ids)).encode()
-    return hashlib.blake2b(data + extras.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(data + extras.encode(), digest_size=16).hexdigest()
+
+
+def bounded_handoff(params):
+    """The keys of a handoff that the core reads. Raises `ValueError` for one whose check would take long."""
+    kept = {key: params[key] for key in HANDOFF_KEYS if key in params}
+    for key, value in kept.items():
+        if not (is_table(value) if key == "remote_block_ids" else is_small(value)):
+            raise ValueError(f"kv_transfer_params.{key} is malformed or too long")
+    return kept
+
+
+def is_table(value):
+    """A list of block ids, or one for each group. The core checks other values than lists."""
+    if not isinstance(value, list):
+        return is_small(value)
+    if len(value) > BLOCKS_MAX:
+        return False
+    groups = [group if isinstance(group, list) else [group] for group in value]
+    return sum(map(len, groups)) <= BLOCKS_MAX and all(is_small(block) for group in groups for block in group)
+
+
+def is_small(value):
+    if isinstance(value, str):
+        return len(value) <= TEXT_MAX
+    return value is None or isinstance(value, (bool, float)) or (type(value) is int and value.bit_length() <= 64)
 
 
 def layout_fingerprint(compatibility_hash):

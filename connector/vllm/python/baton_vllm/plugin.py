@@ -197,14 +197,20 @@ class Cores:
         """Starts to give the handoff of a refused request back to its producer. `unseen`: no engine process has it."""
         params = refused_handoff(body)
         if params is None or self._refusals >= REFUSALS_MAX or (len(self.urls) != 1 and not unseen):
-            # With several ranks, the one that a request used is not known here.
+            # With several ranks, the one that a request used is not known here. vLLM tells that rank of most refusals.
             return
         message = json.dumps({"params": params, "reason": f"refused_{status}"}).encode()
         headers = {"content-type": "application/json", **self.secret_header()}
-        call = self.call("POST", self.urls[0] + "/kv/refused", message, headers)
-        task = asyncio.get_running_loop().create_task(call)
+        task = asyncio.get_running_loop().create_task(self.send_back(message, headers))
         self._refusals += 1
         task.add_done_callback(self._given_back)
+
+    async def send_back(self, message, headers):
+        """Through one engine process. In a drain, ranks end one after the other."""
+        for url in self.urls:
+            status, _ = await self.call("POST", url + "/kv/refused", message, headers)
+            if status < 500:
+                return
 
     def _given_back(self, _task):
         self._refusals -= 1

@@ -5,14 +5,16 @@ core does, on threads of its own. The class knows vLLM's objects only by the att
 """
 
 import collections
+import contextlib
 import dataclasses
 import enum
+import hashlib
 import logging
 import threading
 import time
 
 from . import core as core_bits
-from .handoff import HEARTBEAT, WorkerOrders, integer, prompt_fingerprint
+from .handoff import HEARTBEAT, PROMPT_DIGITS, WorkerOrders, bounded_handoff, integer, prompt_fingerprint
 
 logger = logging.getLogger("vllm.baton")
 
@@ -32,7 +34,8 @@ STEPS_AFTER_ORDER = 3
 # Why the core has no verdict on a complete read.
 NO_VERDICT = ("timeout", "unreachable", "transfer", "stopped", "unknown")
 
-# A read from a stock producer counts if it ends within this share of the lease after the handoff arrived.
+# A read from a stock producer counts if it ends within this share of the lease after the handoff arrived. A gateway that
+# keeps the handoff for most of the lease before is not noticed.
 UNVERIFIED_SHARE = 1 / 3
 
 # Blocks of a pool that every snapshot counts.
@@ -118,9 +121,8 @@ class SchedulerHalf:
     def on_new_request(self, request):
         """Registers a request, and replaces its transfer parameters by checked ones."""
         params = request.kv_transfer_params
-        if getattr(request, "abort_immediately", False):
-            # vLLM's notice of a refused or cancelled request. It has no blocks, and the plugin gives the handoff back.
-            request.kv_transfer_params = None
+        if is_notice(request):
+            self.give_back(request)
             return
         if params is not None and not isinstance(params, dict):
             self.warn_once("params", "kv_transfer_params of request %s is no object and is ignored", request.request_id)
@@ -148,19 +150,35 @@ class SchedulerHalf:
         if reply["released"] and self.engine:
             self.engine.abort([request.request_id])
 
+    def give_back(self, request):
+        """Returns the lease of a refused or cancelled request to its producer."""
+        params, request.kv_transfer_params = request.kv_transfer_params, None
+        if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+            return
+        if text(params.get("remote_handle")):
+            # A router releases the handoff itself, or tries another engine with it.
+            if not text(params.get("router_request_id")):
+                with contextlib.suppress(ValueError):
+                    self.ask("give_back", params=bounded_handoff(params))
+        elif not self.settings.strict_peers and stock_is_complete(params, len(self.groups)):
+            # The stock half notifies its producer.
+            request.kv_transfer_params = params
+
     def admit(self, request, tracked, params):
         """Checks a handoff. An invalid one is dropped: the engine computes the prompt itself."""
         expected = self.stock._get_remote_prefill_token_count(request.num_prompt_tokens)
-        tokens = request.prompt_token_ids
-        reply = self.ask(
-            "admit",
-            id=request.request_id,
-            params=params,
-            prompt=prompt_fingerprint(tokens[:expected] if tokens is not None else None, extras(request)),
-            tokens=expected,
-            block_tokens=self.block_size,
-            groups=len(self.groups),
-        )
+        try:
+            reply = self.ask(
+                "admit",
+                id=request.request_id,
+                params=bounded_handoff(params),
+                prompt=fingerprint(request, expected),
+                tokens=expected,
+                block_tokens=self.block_size,
+                groups=len(self.groups),
+            )
+        except ValueError as error:
+            reply = {"invalid": str(error)}
         if "params" in reply:
             request.kv_transfer_params = reply["params"]
             if reply.get("load", True):
@@ -315,7 +333,7 @@ class SchedulerHalf:
         return passed
 
     def receive_unverified(self, request_id, tracked, failed):
-        """A stock producer confirms nothing. Its lease was certainly live for a while after the handoff arrived."""
+        """A stock producer confirms nothing. A read counts if it ends soon after the handoff arrived."""
         tracked.stage = Stage.PASSED
         if failed:
             self.report_fetch(request_id, "failed", "transfer")
@@ -351,6 +369,8 @@ class SchedulerHalf:
 
     def on_finished(self, request, delay, params):
         """After `request_finished` of the stock half: lends the blocks, and ends what the request had open."""
+        if is_notice(request):
+            return delay, params
         request_id = request.request_id
         tracked = self.requests.pop(request_id, None)
         self.end_load(request, tracked)
@@ -372,9 +392,10 @@ class SchedulerHalf:
         groups = [list(group) for group in params["remote_block_ids"]]
         given = request.kv_transfer_params
         blocks = sum(map(len, groups))
+        prompt = fingerprint(request, params["remote_num_tokens"])
         reply = {"refused": "acknowledged or unknown"}
         if tracked is not None and not tracked.acknowledged:
-            reply = self.ask("offer", id=request_id, blocks=groups, consumers=given["remote_consumers"])
+            reply = self.ask("offer", id=request_id, blocks=groups, consumers=given["remote_consumers"], prompt=prompt)
         if "refused" in reply:
             stock._reqs_need_send.pop(request_id, None)
             stock._reqs_not_processed.add(request_id)
@@ -382,15 +403,13 @@ class SchedulerHalf:
         # The core ends the lease; the workers' own deadline never does.
         stock._reqs_need_send[request_id] = float("inf")
         self.lent[request_id] = blocks
-        tokens = request.prompt_token_ids
-        count = params["remote_num_tokens"]
         params.update(
             remote_handle=reply["handle"],
             remote_epoch=reply["epoch"],
             remote_lease_left_ms=reply["left_ms"],
             remote_channel_port=self.core.channel_port,
             remote_layout=self.layout,
-            remote_prompt=prompt_fingerprint(tokens[:count] if tokens is not None else None, extras(request)),
+            remote_prompt=prompt[:PROMPT_DIGITS],
             remote_block_size=self.block_size,
             remote_consumers=given["remote_consumers"],
         )
@@ -615,6 +634,11 @@ class SchedulerHalf:
             logger.warning(message + " (further ones are counted only)", *arguments)
 
 
+def is_notice(request):
+    """Whether vLLM only announces that it has refused or cancelled this request, which has no blocks."""
+    return getattr(request, "abort_immediately", False)
+
+
 def producer_params(params):
     """The parameters of a prefill that are used. vLLM would also act on a client's block list, as for a read-back."""
     consumers = integer(params.get("remote_consumers"), 1) or 1
@@ -639,6 +663,12 @@ def stock_is_complete(params, groups):
     )
 
 
+def fingerprint(request, count):
+    """The fingerprint of the first tokens of a request's prompt."""
+    tokens = request.prompt_token_ids
+    return prompt_fingerprint(None if tokens is None else tokens[:count], extras(request))
+
+
 def extras(request):
     """What the KV depends on beside the tokens, as in vLLM's own block hashes."""
     lora, features = getattr(request, "lora_request", None), getattr(request, "mm_features", None) or ()
@@ -646,6 +676,12 @@ def extras(request):
     for feature in features:
         place = feature.mm_position
         names += [feature.identifier, place.offset, place.length]
+    embeds = getattr(request, "prompt_embeds", None)
+    if embeds is not None:
+        import torch
+
+        data = embeds.detach().cpu().contiguous().view(torch.uint8).numpy()
+        names.append(hashlib.blake2b(data, digest_size=16).hexdigest())
     return repr(names) if any(name is not None for name in names) else ""
 
 

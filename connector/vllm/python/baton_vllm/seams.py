@@ -65,6 +65,7 @@ FUNCTIONS = {
     ],
     "vllm/v1/engine/core.py": [
         "EngineCore._process_aborts_queue",
+        "EngineCore.preprocess_add_request",
         "EngineCoreProc._process_input_queue",
         "EngineCoreProc._process_engine_step",
         "EngineCoreProc._handle_client_request",

@@ -5,7 +5,7 @@ import ipaddress
 
 # Distances from the port of vLLM's NIXL side channel, which is unique per engine on a host.
 HTTP_PORT_OFFSET = 2000
-CHANNEL_PORT_OFFSET = 2100
+CHANNEL_PORT_OFFSET = 4000
 
 
 class SettingsError(ValueError):

@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const LAYOUT: &str = "00000000000000bb";
 
 /// The fingerprint of the prompts of a test.
-const PROMPT: &str = "00000000000000cc";
+const PROMPT: &str = "00000000000000cc00000000000000dd";
 
 /// A core that is stopped with its test.
 struct TestCore {
@@ -73,7 +73,9 @@ impl TestCore {
     fn offer(&self, id: &str, blocks: &Value, consumers: u64) -> Value {
         self.events(&json!([{"id": id, "kind": "ended", "outcome": "length", "generated": 1, "computed": 33,
             "blocks": 3}]));
-        self.call(&json!({"op": "offer", "id": id, "blocks": blocks, "consumers": consumers}))
+        self.call(
+            &json!({"op": "offer", "id": id, "blocks": blocks, "consumers": consumers, "prompt": PROMPT}),
+        )
     }
 
     fn events(&self, events: &Value) {

@@ -5,15 +5,19 @@ use std::time::Duration;
 
 use baton_connector::BlockId;
 use baton_connector::handoff::ReplyFacts;
-use baton_connector::limits::{BLOCK_TOKENS_MAX, KV_LEASE_DURATION};
+use baton_connector::limits::KV_LEASE_DURATION;
 use serde_json::{Map, Value, json};
 
 use super::target::{LoadTarget, ProducerKey};
 use crate::channel::{NixlName, fingerprint};
+use crate::ids::HandleFacts;
 use crate::ops::AdmitOp;
 
 /// The largest block id. vLLM's workers multiply ids by the kernel blocks of one block, in 32 bits.
 const BLOCK_ID_MAX: u32 = (1 << 24) - 1;
+
+/// Digits of a prompt's fingerprint in a handoff. The handle proves all of them.
+const PROMPT_DIGITS: usize = 16;
 
 /// Bytes of a host name.
 const HOST_BYTES_MAX: usize = 253;
@@ -60,7 +64,7 @@ pub(super) fn check(op: &AdmitOp, layout: Option<u64>) -> Result<CheckedHandoff,
     if layout != Some(target.layout) {
         return Err(Invalid::field("remote_layout", "the layout of this engine"));
     }
-    if fields.text("remote_prompt")? != op.prompt {
+    if op.prompt.get(..PROMPT_DIGITS) != Some(fields.text("remote_prompt")?) {
         return Err(Invalid::field("remote_prompt", "the fingerprint of this prompt's tokens"));
     }
     let tokens =
@@ -70,19 +74,22 @@ pub(super) fn check(op: &AdmitOp, layout: Option<u64>) -> Result<CheckedHandoff,
     }
     let size = "remote_block_size";
     let block_tokens = fields.count(size, 1)?.ok_or_else(|| Invalid::missing(size))?;
-    let fits = |a: usize, b: usize| b > 0 && a.is_multiple_of(b);
-    let related = fits(block_tokens, op.block_tokens) || fits(op.block_tokens, block_tokens);
-    if block_tokens > BLOCK_TOKENS_MAX || !related {
-        return Err(Invalid::field(size, "a multiple or a fraction of this engine's block size"));
+    if block_tokens != op.block_tokens {
+        return Err(Invalid::field(size, "the block size of this engine"));
     }
     let groups = groups(fields.0.get("remote_block_ids"));
     if groups.len() != op.groups {
         return Err(Invalid::field("remote_block_ids", "one list for each KV cache group of this engine"));
     }
     // Groups with a sliding window have fewer blocks.
-    let longest = groups.iter().map(Vec::len).max().unwrap_or(0);
-    if longest < op.tokens.div_ceil(block_tokens) {
+    let lengths: Vec<_> = groups.iter().map(Vec::len).collect();
+    if lengths.iter().max() != Some(&op.tokens.div_ceil(block_tokens)) {
         return Err(Invalid::field("remote_block_ids", "as many blocks as the prompt's tokens need"));
+    }
+    let id = fields.text("remote_request_id")?;
+    let facts = HandleFacts { id, prompt: &op.prompt, block_tokens, groups: &lengths };
+    if !facts.are_of(target.handle) {
+        return Err(Invalid::field("remote_handle", "that of this prompt, request and block table"));
     }
     // The connector refuses vLLM's sleep mode, so this engine never needs a later registration.
     fields.count("remote_registration_generation", 0)?;
@@ -91,7 +98,7 @@ pub(super) fn check(op: &AdmitOp, layout: Option<u64>) -> Result<CheckedHandoff,
         "do_remote_decode": false,
         "remote_block_ids": groups,
         "remote_engine_id": fields.text("remote_engine_id")?,
-        "remote_request_id": fields.text("remote_request_id")?,
+        "remote_request_id": id,
         "remote_host": fields.text("remote_host")?,
         "remote_port": fields.port("remote_port")?,
         "tp_size": fields.count("tp_size", 1)?.unwrap_or(1),
@@ -199,7 +206,15 @@ impl<'a> HandoffFields<'a> {
 
 #[cfg(test)]
 mod tests {
+    use baton_connector::Handle;
+
     use super::*;
+
+    const PROMPT: &str = "00000000000000cc00000000000000dd";
+
+    fn handle(groups: &[usize]) -> Handle {
+        HandleFacts { id: "cmpl-x-0-0a1b2c3d", prompt: PROMPT, block_tokens: 16, groups }.handle(7)
+    }
 
     fn sample() -> Value {
         json!({
@@ -207,7 +222,7 @@ mod tests {
             "remote_engine_id": "p", "remote_request_id": "cmpl-x-0-0a1b2c3d", "remote_host": "127.0.0.1",
             "remote_port": 5600, "tp_size": 1, "dcp_size": 1, "pp_size": 1, "remote_num_tokens": 33,
             "remote_blocks_expiry_time": null, "transfer_mode": "pull", "remote_prefill_cached_tokens": 0,
-            "remote_registration_generation": 0, "remote_handle": "0123456789abcdef0011223344556677",
+            "remote_registration_generation": 0, "remote_handle": handle(&[3]).to_string(),
             "remote_epoch": "00000000000000aa", "remote_lease_left_ms": 30000, "remote_channel_port": 7700,
             "remote_layout": "00000000000000bb", "remote_prompt": "00000000000000cc", "remote_block_size": 16,
             "remote_consumers": 1, "router_request_id": "x", "unknown": {"a": [1]},
@@ -218,7 +233,7 @@ mod tests {
         AdmitOp {
             id: "cmpl-y-0-0a1b2c3d".into(),
             params,
-            prompt: "00000000000000cc".into(),
+            prompt: PROMPT.into(),
             tokens: 33,
             block_tokens: 16,
             groups: 1,
@@ -316,8 +331,10 @@ mod tests {
             ("remote_prompt", json!("00000000000000cd")),
             ("remote_num_tokens", json!(32)),
             ("remote_block_size", json!(24)),
-            ("remote_block_size", json!(2048)),
+            ("remote_block_size", json!(32)),
             ("remote_block_ids", json!([[5, 6]])),
+            ("remote_block_ids", json!([[5, 6, 7, 8]])),
+            ("remote_handle", json!("0123456789abcdef0011223344556677")),
             ("remote_block_ids", json!([[5, 6, 7], [8]])),
             ("remote_block_ids", json!([[5, 6, BLOCK_ID_MAX + 1]])),
             ("pp_size", json!(2)),
@@ -334,6 +351,20 @@ mod tests {
             let invalid = checked(params).expect_err("it does not fit");
             assert!(invalid.why.contains(field), "{field} {value}: {}", invalid.why);
         }
+        // The handle of another request, or of a prompt whose fingerprint begins alike.
+        let mut other = sample();
+        other["remote_request_id"] = json!("cmpl-z-0-0a1b2c3d");
+        assert!(checked(other).expect_err("another request").why.contains("remote_handle"));
+        let alike = AdmitOp { prompt: PROMPT.replace("dd", "de"), ..op(sample()) };
+        assert!(check(&alike, Some(0xbb)).expect_err("another prompt").why.contains("remote_handle"));
+        // Groups of the same blocks with other boundaries.
+        let mut groups = sample();
+        groups["remote_block_ids"] = json!([[5, 6, 7], [8, 9], [10]]);
+        groups["remote_handle"] = json!(handle(&[3, 2, 1]).to_string());
+        assert!(check(&AdmitOp { groups: 3, ..op(groups.clone()) }, Some(0xbb)).is_ok());
+        groups["remote_block_ids"] = json!([[5, 6, 7], [8], [9, 10]]);
+        let invalid = check(&AdmitOp { groups: 3, ..op(groups) }, Some(0xbb)).expect_err("moved");
+        assert!(invalid.why.contains("remote_handle"));
         assert!(check(&op(sample()), None).expect_err("no layout yet").why.contains("remote_layout"));
         let mut stock = sample();
         stock.as_object_mut().expect("an object").remove("remote_handle");

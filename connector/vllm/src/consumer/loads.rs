@@ -4,16 +4,17 @@
 //! admit ─▶ held: renewed from now on ─ begin ─▶ read asked ─▶ open, or broken
 //!   done ─▶ one request: Done at the producer ─────────────▶ verdict
 //!           several requests of one lease: a renewal each ─▶ verdict; Done after the last one
-//!   leave ─▶ the last request: Leave or Release at the producer
+//!   leave ─▶ the last request: Leave or Release at the producer, and GiveUp after the last read
 //! ```
 //!
 //! Several requests of this engine with one handle (`n > 1`) are one consumer at the producer. A Done of one of them
 //! would end the lease below the others. So each is verified by a renewal: a lease never reopens, so a live lease was
-//! live during the whole read.
+//! live during the whole read. Workers read on after their request has ended: Done and GiveUp wait for the last of these
+//! reads, so the producer frees no block below one.
 //!
 //! The table decides. [`super::workers`] talks to producers without the table's lock.
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -108,6 +109,12 @@ pub(super) struct Load {
     pub(super) hold: Hold,
     pub(super) read: ReadProgress,
     members: BTreeSet<Arc<str>>,
+    /// Requests whose workers read, also after the request has ended.
+    readers: BTreeSet<Arc<str>>,
+    /// All requests have left. What remains are reads of ended requests.
+    left: bool,
+    /// Its entry in [`LoadTable::lingering`].
+    lingers_until: Option<Instant>,
     /// More than one request has this lease, or will have.
     several: bool,
     /// A member was verified.
@@ -156,23 +163,22 @@ struct Asked {
     announce: bool,
 }
 
-/// A read whose request has ended.
-#[derive(Debug)]
-struct AbandonedRead {
-    target: Arc<LoadTarget>,
-    consumer: u64,
-    until: Instant,
+/// What became of a handle at this engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum HandleUse {
+    Admitted,
+    GivenBack,
 }
 
-/// Handles of this engine's loads, for a while after their admission.
+/// Handles that this engine admitted or gave back, for a while.
 #[derive(Debug, Default)]
 struct RecentHandles {
     order: VecDeque<(Instant, Handle)>,
-    known: HashSet<Handle>,
+    known: HashMap<Handle, HandleUse>,
 }
 
 impl RecentHandles {
-    fn insert(&mut self, handle: Handle, now: Instant) {
+    fn insert(&mut self, handle: Handle, used: HandleUse, now: Instant) {
         let old = |at: Instant| now.saturating_duration_since(at) > RECENT_TIME;
         while let Some((at, first)) = self.order.front().copied() {
             if self.order.len() < RECENT_MAX && !old(at) {
@@ -181,7 +187,7 @@ impl RecentHandles {
             self.order.pop_front();
             self.known.remove(&first);
         }
-        if self.known.insert(handle) {
+        if self.known.insert(handle, used).is_none() {
             self.order.push_back((now, handle));
         }
     }
@@ -200,11 +206,12 @@ pub(super) struct LoadTable {
     answered: HashMap<Arc<str>, LoadVerdict>,
     /// For `take`.
     verdicts: Vec<(Arc<str>, LoadVerdict)>,
-    /// Verified loads without members, until "done" is sent.
+    /// Loads without members: verified ones until "done" is sent, others until the last read of an ended request is over.
     lingering: BTreeSet<(Instant, u64)>,
     /// Loads without a first answer, until they are given up. Answered ones are ignored.
     unanswered: BTreeSet<(Instant, u64)>,
-    abandoned: HashMap<Arc<str>, AbandonedRead>,
+    /// Requests that have ended while their workers read, and their loads.
+    abandoned: HashMap<Arc<str>, u64>,
     recent: RecentHandles,
     pub(super) queues: ProducerQueues,
 }
@@ -238,11 +245,13 @@ impl LoadTable {
             load.members.insert(Arc::clone(id));
             load.several = true;
             load.last_arrival = now;
-            self.lingering.retain(|(_, lingering)| *lingering != number);
+            if let Some(due) = load.lingers_until.take() {
+                self.lingering.remove(&(due, number));
+            }
             self.members.insert(Arc::clone(id), number);
             return Ok(());
         }
-        self.recent.insert(target.handle, now);
+        self.recent.insert(target.handle, HandleUse::Admitted, now);
         self.next += 1;
         let (number, handle) = (self.next, target.handle);
         let load = Load {
@@ -251,6 +260,9 @@ impl LoadTable {
             hold: Hold::Asking,
             read: ReadProgress::None,
             members: BTreeSet::from([Arc::clone(id)]),
+            readers: BTreeSet::new(),
+            left: false,
+            lingers_until: None,
             several: child,
             verified: false,
             finishing: false,
@@ -270,9 +282,13 @@ impl LoadTable {
         self.members.get(id).and_then(|load| self.loads.get(load)).map(|load| load.hold)
     }
 
-    /// Asks the producer to begin the read, once per lease.
+    /// The workers begin to read. The producer is asked once per lease.
     pub(super) fn begin(&mut self, id: &str) -> Result<(), UnknownLoad> {
-        let number = *self.members.get(id).ok_or(UnknownLoad)?;
+        let (id, number) = self.members.get_key_value(id).ok_or(UnknownLoad)?;
+        let (id, number) = (Arc::clone(id), *number);
+        if let Some(load) = self.loads.get_mut(&number) {
+            load.readers.insert(id);
+        }
         self.begin_load(number);
         Ok(())
     }
@@ -298,6 +314,7 @@ impl LoadTable {
         self.asked.insert(Arc::clone(id), Asked { until: now + VERDICT_TIMEOUT, announce: false });
         self.begin_load(number);
         let Some(load) = self.loads.get_mut(&number) else { return Err(UnknownLoad) };
+        load.readers.remove(id);
         // An open read of a draining lease may still be confirmed.
         let broken = match (load.read, load.hold) {
             (ReadProgress::Broken(reason), _) | (ReadProgress::None, Hold::Gone(reason)) => Some(reason),
@@ -369,12 +386,24 @@ impl LoadTable {
     /// Ends a load without members. `reason` is that of the last failure. `discard` is the reason of the release if the
     /// read is over, and `None` if the workers may still read.
     fn end_load(&mut self, number: u64, reason: &str, discard: Option<&str>, now: Instant) {
-        let Some(load) = self.loads.get(&number) else { return };
+        let Some(load) = self.loads.get_mut(&number) else { return };
         let finished = load.finishing && load.verified;
         let over = load.hold == Hold::Gone(LEASE_OVER) || (reason == LEASE_OVER && !load.verified);
         if load.verified && !finished && !over {
-            let due = if load.several { now.max(load.last_arrival + LINGER) } else { now };
-            self.lingering.insert((due, number));
+            let done = if load.several { now.max(load.last_arrival + LINGER) } else { now };
+            let due = if load.readers.is_empty() { done } else { now + ABANDONED_KEPT };
+            self.linger(number, due);
+            return;
+        }
+        if !load.readers.is_empty() {
+            // The lease drains at the producer until the last read is over.
+            (load.left, load.hold) = (true, Hold::Gone(LEASE_OVER));
+            let leave = notice(load, NoticeKind::Leave, discard.unwrap_or(reason), now);
+            self.forget_handle(number);
+            self.linger(number, now + ABANDONED_KEPT);
+            if !over {
+                self.queues.notify(leave);
+            }
             return;
         }
         let Some(load) = self.remove(number) else { return };
@@ -391,11 +420,31 @@ impl LoadTable {
         self.queues.notify(notice(&load, NoticeKind::Leave, discard.unwrap_or(reason), now));
     }
 
-    fn remove(&mut self, number: u64) -> Option<Load> {
-        let load = self.loads.remove(&number)?;
+    fn linger(&mut self, number: u64, due: Instant) {
+        let Some(load) = self.loads.get_mut(&number) else { return };
+        if let Some(before) = load.lingers_until.replace(due) {
+            self.lingering.remove(&(before, number));
+        }
+        self.lingering.insert((due, number));
+    }
+
+    /// No further request joins, and no first answer is waited for.
+    fn forget_handle(&mut self, number: u64) {
+        let Some(load) = self.loads.get(&number) else { return };
         self.unanswered.remove(&(load.answer_due(), number));
         if self.by_handle.get(&load.target.handle) == Some(&number) {
             self.by_handle.remove(&load.target.handle);
+        }
+    }
+
+    fn remove(&mut self, number: u64) -> Option<Load> {
+        self.forget_handle(number);
+        let load = self.loads.remove(&number)?;
+        if let Some(due) = load.lingers_until {
+            self.lingering.remove(&(due, number));
+        }
+        for id in &load.readers {
+            self.abandoned.remove(id);
         }
         Some(load)
     }
@@ -406,33 +455,39 @@ impl LoadTable {
         self.asked.remove(id);
         let Some(load) = self.loads.get_mut(&number) else { return Ok(()) };
         load.members.remove(id);
-        if !load.members.is_empty() || load.finishing {
-            // The verdict that is on its way ends a finishing load.
+        let discard = (reason == LOAD_FAILED).then_some(reason);
+        if discard.is_some() || self.abandoned.len() >= LOADS_MAX {
+            load.readers.remove(id);
+        } else if load.readers.contains(id) {
+            self.abandoned.insert(Arc::clone(id), number);
+        }
+        if load.members.is_empty() && !load.finishing {
+            // Otherwise the verdict that is on its way ends the load.
+            self.end_load(number, reason, discard, now);
+        }
+        Ok(())
+    }
+
+    /// The workers' read of a request that has ended is over. After the last one the producer need not wait any more.
+    fn end_abandoned(&mut self, id: &str, now: Instant) -> Result<(), UnknownLoad> {
+        let number = self.abandoned.remove(id).ok_or(UnknownLoad)?;
+        let Some(load) = self.loads.get_mut(&number) else { return Ok(()) };
+        load.readers.remove(id);
+        if !load.members.is_empty() || !load.readers.is_empty() {
             return Ok(());
         }
-        let discard = (reason == LOAD_FAILED).then_some(reason);
-        if load.has_begun() && discard.is_none() && !load.verified && load.hold != Hold::Gone(LEASE_OVER) {
-            self.abandoned.retain(|_, read| read.until > now);
-            if self.abandoned.len() < LOADS_MAX {
-                let (target, consumer) = (Arc::clone(&load.target), load.consumer);
-                let read = AbandonedRead { target, consumer, until: now + ABANDONED_KEPT };
-                self.abandoned.insert(Arc::clone(id), read);
+        if load.left {
+            if let Some(load) = self.remove(number) {
+                self.queues.notify(notice(&load, NoticeKind::GiveUp, "consumer_aborted", now));
             }
+        } else {
+            self.end_load(number, LEASE_OVER, Some(LOAD_FAILED), now);
         }
-        self.end_load(number, reason, discard, now);
         Ok(())
     }
 
-    /// The workers' read of a request that has ended is over: the producer need not wait for it.
-    fn end_abandoned(&mut self, id: &str, now: Instant) -> Result<(), UnknownLoad> {
-        let read = self.abandoned.remove(id).ok_or(UnknownLoad)?;
-        let AbandonedRead { target, consumer, .. } = read;
-        self.queues.notify(Notice::new(&target, consumer, NoticeKind::GiveUp, "consumer_aborted", now));
-        Ok(())
-    }
-
-    /// A lease of a request that was refused before it was admitted: the producer gets it back. False: a request of
-    /// this engine has or had it, and has settled it or will.
+    /// A lease of a request that was refused before it was admitted: the producer gets it back, once. False: a request
+    /// of this engine has or had it, and has settled it or will.
     pub(super) fn give_back(
         &mut self,
         target: &LoadTarget,
@@ -440,11 +495,18 @@ impl LoadTable {
         reason: &str,
         now: Instant,
     ) -> bool {
-        let is_unknown = !self.recent.known.contains(&target.handle);
-        if is_unknown {
-            self.queues.notify(Notice::new(target, consumer, NoticeKind::Leave, reason, now));
+        if self.by_handle.contains_key(&target.handle) {
+            return false;
         }
-        is_unknown
+        match self.recent.known.get(&target.handle) {
+            Some(HandleUse::Admitted) => return false,
+            Some(HandleUse::GivenBack) => {}
+            None => {
+                self.recent.insert(target.handle, HandleUse::GivenBack, now);
+                self.queues.notify(Notice::new(target, consumer, NoticeKind::Leave, reason, now));
+            }
+        }
+        true
     }
 
     /// The producer has answered "done" for the only request of a load, which may have left meanwhile.
@@ -474,7 +536,7 @@ impl LoadTable {
         }
         while let Some((due, number)) = self.lingering.first().copied().filter(|(due, _)| *due <= now) {
             self.lingering.remove(&(due, number));
-            if let Some(load) = self.remove(number) {
+            if let Some(load) = self.remove(number).filter(|load| !load.left) {
                 self.queues.notify(notice(&load, NoticeKind::Done, "transfer_done", now));
             }
         }
@@ -547,6 +609,16 @@ mod tests {
                 assert_eq!(table.next_deadline(), None);
             }
         }
+    }
+
+    #[test]
+    fn the_lease_of_an_old_load_is_not_given_back() {
+        let (mut table, now, lease) = (LoadTable::default(), Instant::now(), Duration::from_secs(30));
+        table.admit(&Arc::from("a"), false, target(lease), 1, now).expect("an empty table");
+        table.recent = RecentHandles::default();
+        assert!(!table.give_back(&target(lease), 2, "consumer_rejected", now));
+        table.leave(&Arc::from("a"), "lease_gone", now).expect("the load");
+        assert!(table.give_back(&target(lease), 2, "consumer_rejected", now));
     }
 
     #[test]

@@ -7,7 +7,7 @@
 //! A producer that has not answered is tried: on its first exchange, and after one without an answer. Tries share half
 //! of the workers, so a producer that answers never waits for silent ones. Within that half each [`Standing`] has a
 //! limit of its own. So no first try waits for producers that have failed, and no second try for those that fail
-//! repeatedly.
+//! repeatedly. An empty queue is forgotten with its standing.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
@@ -29,6 +29,9 @@ const NOTICES_MAX: usize = 16_384;
 
 /// Limit of the notices to one producer, so that a dead producer leaves capacity for the others.
 const NOTICES_OF_ONE_MAX: usize = NOTICES_MAX / 4;
+
+/// The longest time that a notice waits for an answer: a handoff's own lease may be forged.
+const NOTICE_KEPT_MAX: Duration = Duration::from_secs(120);
 
 /// Pause after the first failure of a notice; doubled each time up to [`PAUSE_MAX`].
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
@@ -87,7 +90,7 @@ pub(super) enum NoticeKind {
 }
 
 impl Notice {
-    /// A notice that is repeated until the lease has expired.
+    /// A notice that is repeated until the lease has expired, or for two minutes.
     pub(super) fn new(
         target: &LoadTarget,
         consumer: u64,
@@ -96,7 +99,7 @@ impl Notice {
         now: Instant,
     ) -> Self {
         // Heartbeats may have renewed the lease since the handoff arrived.
-        let give_up = now + target.lease.max(KV_LEASE_DURATION);
+        let give_up = now + target.lease.clamp(KV_LEASE_DURATION, NOTICE_KEPT_MAX);
         let LoadTarget { producer, handle, several_consumers, .. } = target;
         let (producer, handle, several_consumers) = (producer.clone(), *handle, *several_consumers);
         Self { producer, handle, several_consumers, consumer, kind, reason: reason.into(), give_up }
@@ -249,6 +252,9 @@ impl ProducerQueues {
     /// Adds a notice, within the bounds.
     pub(super) fn notify(&mut self, notice: Notice) {
         let of_one = self.queues.get(&notice.producer).map_or(0, |queue| queue.notices.len());
+        if self.notices >= NOTICES_MAX {
+            self.evict(&notice.producer);
+        }
         if self.notices >= NOTICES_MAX || of_one >= NOTICES_OF_ONE_MAX {
             self.dropped += 1;
             tracing::warn!(
@@ -259,6 +265,18 @@ impl ProducerQueues {
         }
         self.notices += 1;
         self.queue(&notice.producer, Instant::now()).notices.push_back(notice);
+    }
+
+    /// Makes room for a notice to a producer that has answered: the last one to a producer that has not is dropped.
+    fn evict(&mut self, producer: &ProducerKey) {
+        if !self.answered.contains(&(producer.host.clone(), producer.port)) {
+            return;
+        }
+        let mut silent = self.queues.values_mut().filter(|queue| queue.standing != Standing::Answered);
+        if silent.any(|queue| queue.notices.pop_back().is_some()) {
+            self.notices -= 1;
+            self.dropped += 1;
+        }
     }
 
     fn queue(&mut self, producer: &ProducerKey, now: Instant) -> &mut ProducerQueue {
@@ -442,5 +460,26 @@ mod tests {
         queues.release(&producer(200), address());
         queues.release(&producer(201), address());
         assert_eq!(picked(&mut queues, later), [204, 100]);
+    }
+
+    #[test]
+    fn notices_to_silent_producers_make_room_for_those_to_one_that_answers() {
+        let (mut queues, now) = (ProducerQueues::default(), Instant::now());
+        let notice = |port| Notice {
+            producer: producer(port),
+            handle: Handle(1),
+            several_consumers: false,
+            consumer: 1,
+            kind: NoticeKind::Leave,
+            reason: "x".into(),
+            give_up: now + NOTICE_KEPT_MAX,
+        };
+        (2..10).cycle().take(NOTICES_MAX).for_each(|port| queues.notify(notice(port)));
+        queues.notify(notice(1));
+        assert_eq!(queues.notices(), (NOTICES_MAX, 1), "an unknown producer");
+        queues.answered.insert((producer(1).host, 1));
+        queues.notify(notice(1));
+        assert_eq!(queues.notices(), (NOTICES_MAX, 2));
+        assert_eq!(queues.queues[&producer(1)].notices.len(), 1);
     }
 }

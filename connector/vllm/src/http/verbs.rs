@@ -45,8 +45,10 @@ pub(super) fn refused(context: &HttpContext, body: &[u8]) -> Result<Reply, ApiEr
     let fields = object(context, body)?;
     let params = fields.get("params").ok_or_else(|| ApiError::invalid("params", "`params` is missing"))?;
     let reason = cluster::reason(&fields, "consumer_rejected")?;
-    let given = context.consumer.give_back(params, reason);
-    given.map_err(|invalid| ApiError::invalid("params", invalid.why))?;
+    let given = context.consumer.give_back(params);
+    if given.map_err(|invalid| ApiError::invalid("params", invalid.why))? {
+        context.metrics.rejected(reason);
+    }
     Ok(json_reply(StatusCode::OK, json!({"result": "accepted"}).to_string()))
 }
 

@@ -101,6 +101,13 @@ fn texts_unknown(summary: &Summary) -> Vec<String> {
             unknown.push(format!("{count} of {all} responses: the same prompt has {why}"));
         }
     }
+    let TextComparison { wrong, compared_in_parallel, wrong_in_parallel, .. } = summary.texts;
+    if wrong > 0 && wrong_in_parallel > 0 && !summary.findings.iter().any(|found| found.name == "wrong_texts")
+    {
+        unknown.push(format!(
+            "{wrong} of {compared} responses, which differ: {wrong_in_parallel} of {compared_in_parallel} also differ in parallel without cancels and faults, by batching or a defect under load"
+        ));
+    }
     unknown
 }
 

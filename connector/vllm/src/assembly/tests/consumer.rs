@@ -32,14 +32,14 @@ fn lend(producer: &TestCore, id: &str, consumers: u64) -> Value {
         "remote_engine_id": "e", "remote_request_id": id, "remote_host": "127.0.0.1", "remote_port": 5600,
         "tp_size": 1, "remote_num_tokens": 33, "remote_handle": lease["handle"],
         "remote_epoch": lease["epoch"], "remote_lease_left_ms": lease["left_ms"],
-        "remote_channel_port": producer.channel_port, "remote_layout": LAYOUT, "remote_prompt": PROMPT,
+        "remote_channel_port": producer.channel_port, "remote_layout": LAYOUT, "remote_prompt": PROMPT[..16],
         "remote_block_size": 16, "remote_consumers": consumers,
     })
 }
 
 fn admit(consumer: &TestCore, id: &str, params: &Value) -> Value {
-    consumer.call(&json!({"op": "admit", "id": id, "params": params, "prompt": PROMPT, "tokens": 33,
-        "block_tokens": 16, "groups": 1}))
+    consumer.call(&json!({"op": "admit", "id": id, "params": params, "prompt": PROMPT,
+        "tokens": params["remote_num_tokens"], "block_tokens": 16, "groups": 1}))
 }
 
 fn begin(consumer: &TestCore, id: &str) {
@@ -110,6 +110,8 @@ fn many_blocks_are_compared_in_batches() {
         params[key] = lease[of_lease].clone();
     }
     params["remote_block_ids"] = json!([blocks]);
+    params["remote_num_tokens"] = json!(16 * blocks.len());
+    params["remote_request_id"] = json!(P);
     assert_eq!(admit(&consumer, D, &params)["load"], true);
     begin(&consumer, D);
     assert_eq!(done(&consumer, &[D]), [valid()]);
@@ -122,6 +124,7 @@ fn many_blocks_are_compared_in_batches() {
     let mut other = blocks;
     *other.last_mut().expect("an id") = 0;
     params["remote_handle"] = lease["handle"].clone();
+    params["remote_request_id"] = json!("cmpl-third-0-0a1b2c3d");
     params["remote_block_ids"] = json!([other]);
     assert_eq!(admit(&consumer, D, &params)["load"], true);
     begin(&consumer, D);
@@ -268,6 +271,11 @@ fn a_handoff_that_names_another_engine_to_nixl_is_gone_before_a_read() {
 fn handoffs_that_do_not_fit_are_refused_by_name() {
     let (producer, consumer) = pair();
     let params = lend(&producer, P, 1);
+    // An engine that computes the prompt itself gives the lease back.
+    let mut other = lend(&producer, "cmpl-z-0-0a1b2c3d", 1);
+    other["remote_prompt"] = json!("00000000000000cd");
+    assert!(admit(&consumer, D, &other)["invalid"].is_string());
+    assert_eq!(producer.ended()[0]["reason"], "consumer_rejected");
     for (field, value) in [
         ("remote_layout", json!("00000000000000bc")),
         ("remote_prompt", json!("00000000000000cd")),
@@ -302,11 +310,38 @@ fn children_of_one_request_are_each_verified_and_the_lease_ends_after_the_last()
     assert_eq!(done(&consumer, &children[..1]), [valid()]);
     assert_eq!(producer.stats()["leases"], 1, "the others still read");
     assert_eq!(done(&consumer, &children[1..2]), [valid()]);
-    // The last one leaves: the lease was read by this engine all the same.
+    // The last one leaves: the lease was read by this engine all the same. Its workers read on.
     leave(&consumer, children[2], "request_ended");
+    let left = Instant::now();
+    until("a Done would have arrived", || left.elapsed() > Duration::from_millis(600));
+    assert_eq!(producer.stats()["leases"], 1, "the last one still reads");
+    leave(&consumer, children[2], "load_failed");
     assert_eq!(producer.ended()[0]["cause"], "transfer_done");
     assert_eq!(producer.stats()["channel"]["reads"], 1, "one read for all");
     assert_eq!(consumer.stats()["loads"], 0);
+}
+
+#[test]
+fn a_lease_drains_until_the_last_read_of_an_ended_request_is_over() {
+    let (producer, consumer) = pair();
+    let params = lend(&producer, P, 1);
+    let children = ["0_cmpl-x-0-1a1b2c3d", "1_cmpl-x-0-1a1b2c3d"];
+    for child in children {
+        admit(&consumer, child, &params);
+        begin(&consumer, child);
+    }
+    // The read may not be open yet.
+    children.iter().for_each(|child| leave(&consumer, child, "request_ended"));
+    let is_draining = || producer.http("GET", "/debug/kv", "").1.contains("\"draining\"");
+    until("the lease drains", is_draining);
+    leave(&consumer, children[0], "load_failed");
+    until("no notice waits", || consumer.stats()["notices"] == 0);
+    assert!(is_draining(), "the second one still reads");
+    assert_eq!(
+        consumer.call(&json!({"op": "done", "ids": [children[1]], "wait_us": 0}))["verdicts"][0]["verdict"],
+        "gone"
+    );
+    assert_eq!(producer.ended()[0]["reason"], "consumer_aborted");
 }
 
 #[test]
@@ -406,6 +441,14 @@ fn a_handoff_that_the_front_end_refused_is_given_back() {
     let (_, metrics) = consumer.http("GET", "/metrics", "");
     let rejections = "baton_early_rejections_total{model_name=\"m\",engine=\"0\",reason=\"refused_404\"} 1";
     assert!(metrics.contains(rejections), "{metrics}");
+    // vLLM's own notice of the same refusal adds nothing. Without the plugin it is the only one.
+    let notices = || consumer.http("GET", "/metrics", "").1.matches("consumer_rejected").count();
+    let before = notices();
+    consumer.call(&json!({"op": "give_back", "params": params}));
+    assert_eq!((consumer.stats()["notices"].as_u64(), notices()), (Some(0), before));
+    let params = lend(&producer, "cmpl-v-0-0a1b2c3d", 1);
+    consumer.call(&json!({"op": "give_back", "params": params}));
+    assert_eq!(producer.ended()[0]["reason"], "consumer_rejected");
     // A request of this engine has another one: a refusal that the front end reports later ends no lease.
     let params = lend(&producer, "cmpl-z-0-0a1b2c3d", 2);
     admit(&consumer, D, &params);

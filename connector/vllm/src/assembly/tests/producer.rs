@@ -77,7 +77,7 @@ fn a_released_lease_ends_once_and_its_blocks_are_freed_once() {
     let lease = core.offer(ID, &json!([[1, 2], [3, 0]]), 1);
     assert_eq!(lease["epoch"], core.epoch.as_str());
     assert_eq!(lease["left_ms"], 30_000);
-    let again = core.call(&json!({"op": "offer", "id": ID, "blocks": [[1]], "consumers": 1}));
+    let again = core.call(&json!({"op": "offer", "id": ID, "blocks": [[1]], "consumers": 1, "prompt": ""}));
     assert_eq!(again["refused"], "released", "lent once");
     let stats = core.stats();
     assert_eq!((&stats["leases"], &stats["leased_blocks"]), (&json!(1), &json!(3)));
