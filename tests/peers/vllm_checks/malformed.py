@@ -167,6 +167,15 @@ class Attack:
             if (number + 1) % CHECKED_EVERY == 0 and not self.check(name):
                 return
 
+    def run_refused(self, handoff):
+        """Requests that the front end refuses, with the id of a request whose blocks are lent."""
+        for _ in range(2):
+            body = {**decode_body("x"), "model": "unknown", "request_id": handoff["remote_request_id"],
+                    "kv_transfer_params": {"do_remote_prefill": True}}
+            self.sent += 1
+            self.statuses.append(attempt(self.consumer.url + "/v1/completions", body, 10)[0])
+        self.check("a refused request with the id of a lent one")
+
     def check(self, name):
         if not self.alive():
             self.ended = f"after {self.sent} handoffs, the last {CHECKED_EVERY} until {name!r}"
@@ -204,6 +213,13 @@ def malformed(pair):
     report.numbers["prefill_legs"] = last.numbers()
     if last.ended:
         last.consumer.restart()
+    known = Attack(pair, pair.decode, pair.prefill, source)
+    lent = prefill(pair.prefill, pair.prompt(3))
+    known.run_refused(lent)
+    give_back(pair, lent)
+    report.numbers["known_ids"] = known.numbers()
+    if known.ended:
+        known.consumer.restart()
     for name, numbers in report.numbers.items():
         report.need(not numbers["engine_ended"], f"{name}: the engine ended {numbers['engine_ended']}")
         report.need(not numbers["wrong"], f"{name}: wrong text: {numbers['wrong']}")
