@@ -548,7 +548,7 @@ fn failed_requests_and_lost_engines_are_findings() {
         script.stayed(segment, "again", 2_000, &[], "refused");
         script.cancelled(segment, "held", 2_100, CancelKind::Fin, Phase::Gap, 0);
     });
-    script.0.push(Record::Restarted { engine: D, at_us: 3_000_000 });
+    script.0.push(Record::Restarted { engine: D, at_us: 3_000_000, seen_us: None });
     script.engine_state(P, 9_000, 0, 2, 0);
     let summary = script.summary();
     assert_eq!(names(&summary), ["requests_failed", "engine_restarted", "engine_gone"]);

@@ -8,7 +8,7 @@
 use crate::disconnect::analyse::groups::{
     all_free_after, cancel_group, expired_during, is_uncancelled, service, wrong_answers,
 };
-use crate::disconnect::analyse::run_data::{CancelledCall, RunData, Segment};
+use crate::disconnect::analyse::run_data::{CancelledCall, Restart, RunData, Segment};
 use crate::disconnect::analyse::summary::FaultRow;
 use crate::disconnect::analyse::units::us_to_ms;
 use crate::disconnect::record::in_flight::{FaultContext, InFlight};
@@ -37,15 +37,16 @@ pub(crate) fn fault_segments(data: &RunData) -> Vec<FaultSegment<'_>> {
     let of = |segment: &'_ Segment| {
         let broken = breaks().find(|fault| fault.segment == segment.name)?;
         let recovered = data.faults.iter().rfind(|fault| fault.segment == segment.name && fault.recovered);
-        // The last fault before the engine restarted.
-        let ours = |at: u64| {
-            breaks().rfind(|fault| fault.at <= at).is_some_and(|fault| fault.segment == segment.name)
+        // The first fault after the last answer of the process before. A new process may be noticed after the next
+        // fault. Without one, the last fault before the engine restarted.
+        let ours = |Restart { at, seen, .. }: &Restart| {
+            let after = breaks().find(|fault| *seen < fault.at && fault.at <= *at);
+            let fault = after.or_else(|| breaks().rfind(|fault| fault.at <= *at));
+            fault.is_some_and(|fault| fault.segment == segment.name)
         };
-        let killed = data
-            .restarts
-            .iter()
-            .filter(|(_, at)| ours(*at) && *at <= segment.ended.saturating_add(NOTICED_WITHIN_US));
-        let mut engines: Vec<usize> = killed.map(|(engine, _)| *engine).collect();
+        let in_time = |restart: &Restart| restart.at <= segment.ended.saturating_add(NOTICED_WITHIN_US);
+        let killed = data.restarts.iter().filter(|restart| ours(restart) && in_time(restart));
+        let mut engines: Vec<usize> = killed.map(|restart| restart.engine).collect();
         let looked_at = |engine: usize| {
             data.engine_states.iter().any(|state| {
                 state.engine == engine && state.at_us > broken.at && state.at_us <= segment.ended

@@ -296,7 +296,7 @@ fn failures(data: &RunData, summary: &Summary, findings: &mut Vec<Finding>) {
             })
         };
         let restarts =
-            data.restarts.iter().filter(|(of, at)| *of == engine.engine && !on_purpose(*at)).count();
+            data.restarts.iter().filter(|of| of.engine == engine.engine && !on_purpose(of.at)).count();
         if restarts > 0 {
             let says = format!("{name} restarted {restarts} times without an injected fault");
             findings.push(Finding::new("engine_restarted", says, restarts as u64, &[]));

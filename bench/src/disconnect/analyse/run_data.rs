@@ -39,8 +39,17 @@ pub(crate) struct RunData {
     pub(crate) interrupted: Option<u64>,
     /// Why the run failed.
     pub(crate) failed: Option<String>,
-    /// Restarted engines, and when.
-    pub(crate) restarts: Vec<(usize, u64)>,
+    pub(crate) restarts: Vec<Restart>,
+}
+
+/// An engine runs in another process than before.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Restart {
+    pub(crate) engine: usize,
+    /// When this was noticed.
+    pub(crate) at: u64,
+    /// The last answer of the process before, or `at` in older files. Its events are not later.
+    pub(crate) seen: u64,
 }
 
 /// A segment of the run.
@@ -110,10 +119,11 @@ impl RunData {
                 Record::EngineState(state) => data.engine_states.push(state.clone()),
                 Record::Interrupted { at_us } => data.interrupted = Some(*at_us),
                 Record::Failed { why, .. } => data.failed = Some(why.clone()),
-                Record::Restarted { engine, at_us } => {
+                Record::Restarted { engine, at_us, seen_us } => {
                     // A restarted engine begins its event numbers again.
                     seen.retain(|(of, _)| of != engine);
-                    data.restarts.push((*engine, *at_us));
+                    let (engine, at) = (*engine, *at_us);
+                    data.restarts.push(Restart { engine, at, seen: seen_us.unwrap_or(at) });
                 }
                 Record::NotPlayed { kind, why } => {
                     data.not_played.push(UnavailableKind { kind: *kind, why: why.clone() });

@@ -52,7 +52,14 @@ pub(crate) enum Record {
     /// The run failed.
     Failed { at_us: u64, why: String },
     /// An engine runs in another process than before.
-    Restarted { engine: usize, at_us: u64 },
+    Restarted {
+        engine: usize,
+        /// When this was noticed.
+        at_us: u64,
+        /// The last answer of the process before. Missing in older files.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        seen_us: Option<u64>,
+    },
     /// A kind of cancel that is not possible here, and the reason.
     NotPlayed { kind: CancelKind, why: String },
     /// The output of `baton bench compare --json` for other gateways.

@@ -335,6 +335,7 @@ impl WatchedEngine {
     async fn follow(&self, terms: &WatchOptions, feed: &TimelineFeed, recorder: &Recorder) {
         let (mut epoch, mut after) = self.met_at.clone();
         let (mut restarts, mut tags) = (0, TagIndex::default());
+        let mut seen_us = Moment::now().us();
         loop {
             let path =
                 format!("/debug/kv/events?after={after}&wait_ms={LONG_POLL_MS}&limit={EVENTS_OF_ONE_ANSWER}");
@@ -358,9 +359,12 @@ impl WatchedEngine {
                 let _ = self.read_clock().await;
                 recorder.put(&Record::Engine(self.record()));
                 let engine = self.record().engine;
-                recorder.put(&Record::Restarted { engine, at_us: Moment::now().us() });
+                let at_us = Moment::now().us();
+                recorder.put(&Record::Restarted { engine, at_us, seen_us: Some(seen_us) });
+                seen_us = at_us;
                 continue;
             }
+            seen_us = Moment::now().us();
             let record = self.record();
             if let Some(events) = page["lost"].as_u64().filter(|lost| *lost > 0) {
                 recorder.put(&Record::Lost { engine: record.engine, events });

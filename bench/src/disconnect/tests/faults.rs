@@ -59,7 +59,7 @@ fn killed() -> Script {
     }
     script.engine_events(D, "whole", &[("ended", 2_999, 2, "length"), ("freed", 2_999, 8, "")]);
     script.engine_events(P, "held", &prefill_leg("consumer_failed", 3_900));
-    script.0.push(Record::Restarted { engine: D, at_us: 4_050_000 });
+    script.0.push(Record::Restarted { engine: D, at_us: 4_050_000, seen_us: None });
     script
 }
 
@@ -222,9 +222,47 @@ fn leases_of_other_requests_are_not_excused_by_a_router_kill() {
         }
         script.engine_state(D, 20_600, 0, 0, 0);
     });
-    script.0.push(Record::Restarted { engine: P, at_us: 21_050_000 });
+    script.0.push(Record::Restarted { engine: P, at_us: 21_050_000, seen_us: None });
     let (found, excused, _) = held(&script, 24_000, 7);
     assert_eq!((found, excused), (vec!["blocks_not_freed"], 0));
+}
+
+/// An engine that starts reads a request, and its abort, long after the client has left.
+#[test]
+fn a_request_holds_nothing_before_its_engine_has_it() {
+    for (freed, named) in [(13_000, vec![]), (14_100, vec!["fault_stranded"])] {
+        let mut script = storm();
+        super::findings::broken(&mut script, "prefill engine killed", |script, segment| {
+            script.cancelled(segment, "left", 8_500, CancelKind::Fin, Phase::Prefill, 0);
+        });
+        let leg = [("queued", 13_000, 0, "prefill"), ("started", 13_000, 0, ""), ("freed", freed, 7, "")];
+        script.engine_events(P, "left", &leg);
+        assert_eq!(names(&script.summary()), named, "freed at {freed}");
+    }
+}
+
+/// The new process of P is noticed after the next fault: P is not an engine that this fault has killed.
+#[test]
+fn a_restart_belongs_to_the_fault_after_the_last_answer() {
+    for (seen_us, named) in [(Some(1_994_000), vec![]), (None, vec!["fault_stranded"])] {
+        let mut script = storm();
+        script.segment("fault prefill", SegmentKind::Fault, 1_990, 2_000, |script, segment| {
+            for (at_us, recovered) in [(1_995_000, false), (1_998_000, true)] {
+                let (segment, fault) = (segment.to_owned(), "prefill engine killed".to_owned());
+                script.0.push(Record::Fault { segment, fault, at_us, recovered, struck: None });
+            }
+        });
+        super::findings::broken(&mut script, "router", |script, segment| {
+            script.stayed(segment, "lost", 2_980, &[3_001], "broken");
+        });
+        let leased = prefill_leg("", 0).map(|(kind, at, number, word)| (kind, at + 1_975, number, word));
+        script.0.push(Record::Restarted { engine: P, at_us: 3_050_000, seen_us });
+        script.engine_events(P, "lost", &leased[..6]);
+        script.engine_state(P, 16_000, 7, 2, 0);
+        script.engine_state(P, 33_500, 0, 2, 0);
+        script.engine_state(D, 33_500, 0, 0, 0);
+        assert_eq!(names(&script.summary()), named, "{seen_us:?}");
+    }
 }
 
 /// Leases of a killed engine are not in the state of its successor.
@@ -236,7 +274,7 @@ fn leases_of_a_killed_engine_do_not_excuse_its_successor() {
     });
     script.engine_events(P, "lost", &prefill_leg("", 0)[..6]);
     script.engine_state(P, 18_000, 7, 2, 0);
-    script.0.push(Record::Restarted { engine: P, at_us: 8_050_000 });
+    script.0.push(Record::Restarted { engine: P, at_us: 8_050_000, seen_us: None });
     let (found, excused, _) = held(&script, 21_000, 7);
     assert_eq!((found, excused), (vec!["fault_stranded", "blocks_not_freed"], 0));
 }

@@ -161,7 +161,7 @@ fn blocks_held_for_a_killed_engine_are_a_finding() {
     script.engine_events(D, "a", &[("queued", 1_022, 0, "decode"), ("fetching", 1_025, 7, "")]);
     // Blocks that are freed when the fault is detected are no finding, however late that is in the segment.
     script.engine_events(P, "b", &prefill_leg("consumer_failed", 8_100));
-    script.0.push(Record::Restarted { engine: D, at_us: 9_000_000 });
+    script.0.push(Record::Restarted { engine: D, at_us: 9_000_000, seen_us: None });
     let summary = script.summary();
     assert_eq!(names(&summary), [""; 0], "{:?}", summary.findings);
     let mut held = Script(script.0.clone());
@@ -188,7 +188,7 @@ fn a_repeated_event_counts_once() {
     let freed =
         script.0.iter().rposition(|record| matches!(record, Record::Event(event) if event.kind == "freed"));
     let mut again = script.0[freed.expect("something was freed")].clone();
-    script.0.push(Record::Restarted { engine: D, at_us: 1_900_000 });
+    script.0.push(Record::Restarted { engine: D, at_us: 1_900_000, seen_us: None });
     script.0.push(again.clone());
     assert!(names(&script.summary()).contains(&"freed_twice"));
     script.0.truncate(script.0.len() - 2);

@@ -20,9 +20,11 @@ pub(super) fn stranded(data: &RunData, findings: &mut Vec<Finding>) {
             // After the end of a lease its engine has to free the blocks.
             let kept =
                 leg.lease_ended.as_ref().is_some_and(|(ended, _)| freed_at.saturating_sub(*ended) > limit);
+            // A request that waited for an engine to start held nothing meanwhile.
+            let since = data.present_until(call).max(broken.recovered_us()).max(leg.queued.unwrap_or(0));
             (leg.held() > 0 || leg.is_at_work())
                 && (kept || !broken.excuses(call, leg))
-                && freed_at.saturating_sub(data.present_until(call).max(broken.recovered_us())) > limit
+                && freed_at.saturating_sub(since) > limit
         };
         let of = broken.calls(data).filter(|(call, legs)| legs.iter().any(|leg| behind(call, leg)));
         let tags: Vec<_> = of.map(|(call, _)| call.tag.as_str()).collect();
@@ -74,7 +76,7 @@ fn excused<'a>(
     let ours = move |leg: &LegTimeline| leg.engine == engine && !broken.killed(engine);
     let of_another = move |leg: &LegTimeline| {
         let since = leg.leased.map_or(0, |(leased_at, _)| leased_at);
-        data.restarts.iter().any(|(other, when)| *other == engine && since <= *when && *when <= at)
+        data.restarts.iter().any(|other| other.engine == engine && since <= other.seen && other.at <= at)
     };
     legs.filter(move |(call, leg)| ours(leg) && broken.excuses(call, leg))
         .map(|(_, leg)| leg)
