@@ -27,7 +27,7 @@ from vllm_checks.pair import Pair
 
 COST_S = 3600
 # The doctor counts expired leases since an engine's start. Checks that end or restart engines come last.
-CONTRACT = ["doctor", "release", "n4", "stale", "equal", "cancel", "idle", "malformed", "longstep", "restart"]
+CONTRACT = ["doctor", "release", "n4", "stale", "equal", "cancel", "idle", "malformed", "longstep", "restart", "drain"]
 
 
 def parse():

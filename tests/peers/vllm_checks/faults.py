@@ -1,6 +1,7 @@
 """Engines that are killed in every phase, and steps that take longer than a lease."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -8,7 +9,7 @@ import time
 
 from .base import Report, attempt, check, counted, expect, get_json, wait_until
 from .clients import Background, Call
-from .engines import BLOCKS, alone, decode_body, generated, overwrite, prefill
+from .engines import BLOCKS, Engine, alone, decode_body, generated, overwrite, prefill
 
 PHASES = ["P computing", "P offered", "P reading", "P decoding", "D reading", "D decoding", "D absent"]
 PROMPT_BLOCKS, TOKENS = 30, 60
@@ -230,3 +231,39 @@ def longstep(pair):
         report.numbers["expired"] = pair.prefill.expired() - before
     report.text = json.dumps(report.numbers)
     return report
+
+
+@check("drain", "SIGTERM with --shutdown-timeout: P refuses new requests, D reads the open lease, then P ends", limit_s=400)
+def drain(pair):
+    report, prompt = Report(""), pair.prompt(8)
+    right = alone(pair.decode, prompt)
+    producer = Engine(dataclasses.replace(pair.setup, arguments=("--shutdown-timeout", "60")), "drain")
+    try:
+        producer.wait()
+        handoff = prefill(producer, prompt)
+        producer.process.send_signal(signal.SIGTERM)
+
+        def refusal():
+            status, answer = attempt(producer.url + "/v1/completions", decode_body("x", tokens=1), 10)
+            return (status, answer) if status != 200 else None
+
+        status, answer = wait_until("a refusal", refusal, 20, 0.1)
+        report.numbers["refusal"] = [status, "draining" if "draining" in answer else answer[:100]]
+        report.need(report.numbers["refusal"] == [503, "draining"], f"a new request: {status}: {answer[:100]}")
+        report.need(producer.process.poll() is None, "P has ended before its lease")
+        before = read_loads(pair)
+        status, answer = attempt(pair.decode.url + "/v1/completions", decode_body(prompt, handoff), 30)
+        report.need(status == 200 and generated(answer) == right, f"D: {status}: {answer[:100]}")
+        report.need(read_loads(pair) == before + pair.is_baton, "D has not read the lease")
+        begun = time.monotonic()
+        producer.process.wait(45)
+        report.numbers["ended_after_s"] = round(time.monotonic() - begun, 1)
+    finally:
+        producer.stop()
+    report.text = json.dumps(report.numbers)
+    return report
+
+
+def read_loads(pair):
+    """Leases that D has read; a stock engine does not count them."""
+    return pair.decode.metric("baton_kv_transfers_total") if pair.is_baton else 0
