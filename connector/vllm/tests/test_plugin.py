@@ -250,6 +250,18 @@ def test_a_router_that_settles_itself():
 DRAINING = json.dumps({"error": {"message": "m", "type": "t", "param": None, "code": "draining"}}).encode()
 
 
+def test_a_shutdown_of_the_front_end_is_a_drain():
+    seen = []
+    cores = Recorder()
+    client = types.SimpleNamespace(shutdown=lambda timeout: seen.append((timeout, cores.draining is not None)))
+    cores.notice_shutdown(client)
+    assert cores.draining is None
+    client.shutdown(timeout=3)
+    assert seen == [(3, True)]
+    start, answer = exchange(answering(500), cores, body=BODY)
+    assert start["status"] == 503 and json.loads(answer["body"])["error"]["code"] == "draining"
+
+
 def test_a_drain_gives_handoffs_back_through_a_rank_that_answers():
     cores = Recorder(urls=["http://a", "http://b", "http://c"], silent=["http://a"])
     cores.draining = DRAINING

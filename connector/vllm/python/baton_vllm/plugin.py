@@ -83,7 +83,9 @@ class BatonPlugin:
         if engine_client is None:
             return
         self.cores.configure(engine_client.vllm_config)
-        self.cores.watch_drain()
+        if self.cores.urls:
+            self.cores.notice_shutdown(engine_client)
+            self.cores.watch_drain()
 
 
 class Cores:
@@ -129,6 +131,16 @@ class Cores:
                 return answer.status, await answer.read()
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             return 503, envelope(f"the engine process does not answer: {type(error).__name__}")
+
+    def notice_shutdown(self, engine_client):
+        """The front end shuts its tokenizers down before the engine drains, and would answer 500 meanwhile."""
+        shutdown = engine_client.shutdown
+
+        def draining(*arguments, **named):
+            self.draining = self.draining or envelope("the engine is shutting down", code="draining")
+            return shutdown(*arguments, **named)
+
+        engine_client.shutdown = draining
 
     def watch_drain(self):
         """Starts to wait for the drain, which vLLM begins in all its engine processes."""
@@ -237,8 +249,8 @@ def own_headers(headers):
     return kept
 
 
-def envelope(message):
-    return json.dumps({"error": {"message": message, "type": "service_unavailable_error", "code": None, "param": None}}).encode()
+def envelope(message, code=None):
+    return json.dumps({"error": {"message": message, "type": "service_unavailable_error", "code": code, "param": None}}).encode()
 
 
 def error_code(body):
