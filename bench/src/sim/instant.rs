@@ -148,7 +148,8 @@ impl CannedResponses {
         );
         Self {
             lent: json_response(LENT),
-            small: json_response("{}"),
+            // The answer of the verbs, too.
+            small: json_response(r#"{"result":"released","results":{}}"#),
             models: json_response(MODELS),
             whole: json_response(&whole),
             stream_head: STREAM_HEAD,

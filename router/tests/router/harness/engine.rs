@@ -89,7 +89,7 @@ struct FakeEngineState {
     cut: AtomicUsize,
     connections: AtomicUsize,
     open: AtomicUsize,
-    /// The status of answers to abort and release: 0 for 200.
+    /// The status of answers to abort and release: 0 for 200 with the contract's answer.
     verbs: std::sync::atomic::AtomicU16,
     health_hangs: std::sync::atomic::AtomicBool,
     unwell: std::sync::atomic::AtomicBool,
@@ -208,7 +208,7 @@ impl FakeEngine {
         self
     }
 
-    /// Answers release and abort with this status from now on; with 1 not at all.
+    /// Answers release and abort with this status from now on; with 1 not at all, and with 200 as vLLM's own path.
     pub(crate) fn verbs_answer(&self, status: u16) {
         self.inner.verbs.store(status, Ordering::SeqCst);
     }
@@ -356,7 +356,13 @@ async fn answer(
             std::future::pending::<()>().await;
         }
         work.done();
-        return Ok(whole(if status == 0 { 200 } else { status }, &json!({"path": path, "count": 3})));
+        let body = match (verb, status) {
+            (true, 0) => json!({"result": "released", "results": {}}),
+            // vLLM's own path in its development mode.
+            (true, 200) => json!({"status": "aborted", "aborted": 1}),
+            _ => json!({"path": path, "count": 3}),
+        };
+        return Ok(whole(if status == 0 { 200 } else { status }, &body));
     }
     let action = inner.script.lock().unwrap().pop_front();
     let action = action.or_else(|| inner.last.lock().unwrap().clone()).unwrap();

@@ -255,8 +255,18 @@ async fn a_shutdown_releases_the_late_lease_of_an_abandoned_prefill() {
 
 #[tokio::test]
 async fn a_missing_abort_verb_is_tried_once_and_then_replaced_by_a_half_close() {
+    replaced_by_a_half_close(404).await;
+}
+
+#[tokio::test]
+async fn an_abort_path_that_is_not_the_contracts_is_a_missing_verb() {
+    replaced_by_a_half_close(200).await;
+}
+
+async fn replaced_by_a_half_close(status: u16) {
     let pins = PinnedBlocks::default();
     let (p, d) = pair(&pins, true, Action::Whole(1)).await;
+    p.verbs_answer(status);
     let system = TestRouter::of(&config(&p, &d, "auto")).await;
     let mut verbs_sent = 0;
     for round in 1..=4 {
