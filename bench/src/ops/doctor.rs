@@ -158,6 +158,7 @@ async fn examine(args: &DoctorArgs, targets: DoctorTargets, target: Target) -> R
         Checkup::new(checkup::CheckupOptions { strict, no_requests, ignored: args.ignore.clone() });
     let inventory = inventory::inspect(&targets, &mut checkup).await;
     let tried = try_out(args, &inventory, target, &mut checkup).await;
+    inventory::missing_verbs(&targets.admins, &inventory, &mut checkup).await;
     epochs::check_epochs(&inventory.engines, &targets.admins, &mut checkup).await;
     tried.map(|()| checkup)
 }

@@ -69,6 +69,7 @@ fn describe(engine: &Arc<Engine>, shared: &Shared, generation: &Generation) -> V
         "in_flight": engine.load(None),
         "load": load,
         "kv_events": kv_events,
+        "handles": engine.verbs().returns_handles(),
         "verbs": {"abort": engine.verbs().has(Verb::Abort, now), "release": engine.verbs().has(Verb::Release, now)},
     })
 }

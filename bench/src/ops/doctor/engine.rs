@@ -22,6 +22,8 @@ pub(super) struct EngineInfo {
     pub(super) run: Option<Incarnation>,
     pub(super) models: BTreeSet<String>,
     pub(super) layout: Option<String>,
+    /// vLLM with Baton's connector.
+    pub(super) has_connector: bool,
     pub(super) block_size: Option<u64>,
     /// The engine has an event log.
     pub(super) events: bool,
@@ -57,6 +59,7 @@ impl EngineInfo {
             run: None,
             models: BTreeSet::new(),
             layout: None,
+            has_connector: false,
             block_size: None,
             events: false,
             pools: BTreeSet::new(),

@@ -210,6 +210,26 @@ fn known_engine(entry: &Value, engines: &mut KnownEngines, checkup: &mut Checkup
     }
 }
 
+/// Engines whose leases can be released by the verbs only, which they do not answer: after the requests of the other
+/// checks the routers have seen their handoffs.
+pub(super) async fn missing_verbs(admins: &[ServiceClient], inventory: &Inventory, checkup: &mut Checkup) {
+    let mut found = BTreeSet::new();
+    for admin in admins {
+        let Ok(page) = admin.get_json("/engines", PATIENCE).await else { continue };
+        let listed = page["engines"].as_array().into_iter().flatten();
+        found.extend(
+            listed.filter(|entry| entry["handles"] == true).filter_map(|entry| text(&entry["engine"])),
+        );
+    }
+    for engine in inventory.engines.iter().filter(|engine| engine.up && engine.role.is_none()) {
+        if found.contains(&engine.name) {
+            let message = "returns handles, but answers neither /debug/kv nor the verbs: load vLLM's plugin \
+                           (VLLM_PLUGINS=baton), or name the port of its engine process as control_url";
+            checkup.fail("engine", &engine.name, message);
+        }
+    }
+}
+
 /// What clients without credentials can reach.
 async fn exposure(admin: &ServiceClient, config: &Value, checkup: &mut Checkup) {
     let beyond = |key: &Value| {
@@ -354,6 +374,7 @@ async fn read_debug_kv(engine: &mut EngineInfo, checkup: &mut Checkup) -> bool {
             engine.up = true;
             engine.role = text(&page["engine"]["role"]);
             engine.run = Incarnation::from_page(&page);
+            engine.has_connector = page["cores"].is_array();
             if let Some(why) = text(&page["failed"]) {
                 checkup.fail("engine", &engine.name, format!("its device has failed: {why}"));
             }

@@ -1,7 +1,7 @@
 //! Opens a lease and checks its duration against the router's timeouts, and whether its side channel can be reached.
 //! The lease is released at once.
 //!
-//! Only Baton engines are probed: a stock engine would keep the blocks until its lease expires.
+//! Only Baton engines and vLLM engines with its connector are probed: a stock engine would keep the blocks until its lease expires.
 
 use std::time::Duration;
 
@@ -28,7 +28,7 @@ pub(super) async fn leases(inventory: &Inventory, checkup: &mut Checkup) {
     // Only an engine that reports its blocks' layout returns handles, which are needed to release a lease.
     let lends = |engine: &&EngineInfo| {
         let prefills = matches!(engine.role.as_deref(), Some("prefill" | "both"));
-        engine.up && prefills && engine.layout.is_some()
+        engine.up && prefills && (engine.layout.is_some() || engine.has_connector)
     };
     let mut probed = 0;
     for engine in inventory.engines.iter().filter(lends) {
@@ -111,7 +111,13 @@ async fn side_channel(name: &str, lent: &Value, checkup: &mut Checkup) {
     let (Some(host), Some(port)) = (lent["remote_host"].as_str(), lent["remote_port"].as_u64()) else {
         return checkup.fail("side channel", name, "its handoff contains no address");
     };
-    let port = u16::try_from(port).unwrap_or(0);
+    // vLLM's connector has a channel of its own beside NIXL's.
+    for port in [Some(port), lent["remote_channel_port"].as_u64()].into_iter().flatten() {
+        reach(name, host, u16::try_from(port).unwrap_or(0), checkup).await;
+    }
+}
+
+async fn reach(name: &str, host: &str, port: u16, checkup: &mut Checkup) {
     let place = format!("{host}:{port}");
     match tokio::time::timeout(CONNECT, tokio::net::TcpStream::connect((host, port))).await {
         Ok(Ok(_)) => checkup.ok("side channel", name, format!("{place} is reachable from here")),

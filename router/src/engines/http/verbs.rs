@@ -97,6 +97,13 @@ impl VerbSupport {
         }
     }
 
+    /// Whether its last handoff had a handle; `None` before the first.
+    pub(crate) fn returns_handles(&self) -> Option<bool> {
+        let process = self.process.load(Ordering::Relaxed);
+        let without = LeaseIdentity::default().process();
+        (process != 0).then_some(process != without)
+    }
+
     fn known(&self) -> MutexGuard<'_, [Option<(bool, Instant)>; 2]> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -248,7 +255,9 @@ mod tests {
             (old, stock, true),
         ] {
             let verbs = learnt(now);
+            assert_eq!(verbs.returns_handles(), None);
             verbs.received_handoff(before);
+            assert_eq!(verbs.returns_handles(), Some(before.handle.is_some()));
             assert_eq!(verbs.has(Verb::Release, now), Some(true), "the first handoff is no change");
             verbs.received_handoff(after);
             let expected = if forgets { (None, None) } else { (Some(false), Some(true)) };

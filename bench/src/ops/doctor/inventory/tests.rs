@@ -63,6 +63,18 @@ async fn an_engine_is_read_at_its_control_address() {
     assert!(checkup.text().contains(skipped), "{}", checkup.text());
 }
 
+#[tokio::test]
+async fn an_engine_with_handles_and_without_verbs_is_found() {
+    let front = serve(&[("/health", json!({})), ("/version", json!({})), ("/v1/models", json!({}))]).await;
+    for (handles, fails) in [(json!(true), true), (json!(false), false), (Value::Null, false)] {
+        let listed = json!({"engine": front, "url": format!("http://{front}"), "handles": handles});
+        let admin = serve(&[("/engines", json!({"engines": [listed]}))]).await;
+        let (inventory, mut checkup) = inspected(&[], &front, Value::Null).await;
+        missing_verbs(&[ServiceClient::parse(&admin).expect("an address")], &inventory, &mut checkup).await;
+        assert_eq!(checkup.has_failed("engine", &front), fails, "{handles}: {}", checkup.text());
+    }
+}
+
 #[test]
 fn an_engine_with_tls_is_checked_through_the_router_only() {
     let (mut engines, mut checkup) = (KnownEngines::new(), Checkup::new(CheckupOptions::default()));
