@@ -14,9 +14,11 @@ import json
 import pathlib
 import random
 import re
+import socket
 import subprocess
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -48,13 +50,17 @@ def wait(process, url):
 
 
 def study(what, command, url, tokens):
+    with socket.socket() as probe:
+        if probe.connect_ex((urllib.parse.urlsplit(url).hostname, urllib.parse.urlsplit(url).port)) == 0:
+            raise SystemExit(f"another server answers at {url}")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait(process, url)
-        first = [ask(url, prompt, tokens) for prompt in prompts()]
+        asked = prompts()
+        first = [ask(url, prompt, tokens) for prompt in asked]
         for clients in CLIENTS:
             with concurrent.futures.ThreadPoolExecutor(clients) as pool:
-                texts = list(pool.map(lambda prompt: ask(url, prompt, tokens), prompts()))
+                texts = list(pool.map(lambda prompt: ask(url, prompt, tokens), asked))
             differ = sum(text != before for text, before in zip(texts, first))
             print(f"{what:6} {clients:3} clients  {differ:3} of {len(first)} differ", flush=True)
     finally:

@@ -5,7 +5,7 @@ mod parts;
 pub(crate) use self::parts::{excused_at_end, excused_leases};
 use crate::disconnect::analyse::abort_delivery::{self, AbortDelays};
 use crate::disconnect::analyse::groups::wrong_answers;
-use crate::disconnect::analyse::run_data::{CancelledCall, RunData, Segment};
+use crate::disconnect::analyse::run_data::{CancelledCall, Restart, RunData, Segment};
 use crate::disconnect::analyse::summary::{
     Finding, Measure, NOT_RECEIVED_FEW, SLOWER, ServiceLevels, Summary, WorkRow,
 };
@@ -290,13 +290,15 @@ fn failures(data: &RunData, summary: &Summary, findings: &mut Vec<Finding>) {
     }
     for engine in data.engines.iter() {
         let name = &engine.name;
-        let on_purpose = |at: u64| {
-            data.segments.iter().any(|segment| {
-                segment.what == SegmentKind::Fault && segment.began <= at && at <= segment.ended
-            })
+        let on_purpose = |Restart { at, seen, .. }: &Restart| {
+            let in_segment = data.segments.iter().any(|segment| {
+                segment.what == SegmentKind::Fault && segment.began <= *at && *at <= segment.ended
+            });
+            // The new process may be noticed after the segment.
+            in_segment || data.faults.iter().any(|fault| *seen < fault.at && fault.at <= *at)
         };
-        let restarts =
-            data.restarts.iter().filter(|of| of.engine == engine.engine && !on_purpose(of.at)).count();
+        let ours = data.restarts.iter().filter(|restart| restart.engine == engine.engine);
+        let restarts = ours.filter(|restart| !on_purpose(restart)).count();
         if restarts > 0 {
             let says = format!("{name} restarted {restarts} times without an injected fault");
             findings.push(Finding::new("engine_restarted", says, restarts as u64, &[]));

@@ -265,6 +265,18 @@ fn a_restart_belongs_to_the_fault_after_the_last_answer() {
     }
 }
 
+#[test]
+fn a_restart_that_is_noticed_after_its_segment_had_a_fault() {
+    for (seen_us, named) in [(2_990_000, vec![]), (20_050_000, vec!["engine_restarted"])] {
+        let mut script = storm();
+        super::findings::broken(&mut script, "prefill engine killed", |_, _| {});
+        script.0.push(Record::Restarted { engine: P, at_us: 20_100_000, seen_us: Some(seen_us) });
+        script.engine_state(P, 21_000, 0, 2, 0);
+        script.engine_state(D, 21_000, 0, 0, 0);
+        assert_eq!(names(&script.summary()), named, "seen at {seen_us}");
+    }
+}
+
 /// Leases of a killed engine are not in the state of its successor.
 #[test]
 fn leases_of_a_killed_engine_do_not_excuse_its_successor() {

@@ -14,7 +14,7 @@ import threading
 import time
 
 from . import core as core_bits
-from .handoff import HEARTBEAT, PROMPT_DIGITS, WorkerOrders, bounded_handoff, integer, prompt_fingerprint
+from .handoff import HEARTBEAT, PROMPT_DIGITS, TEXT_MAX, WorkerOrders, bounded_handoff, integer, prompt_fingerprint
 
 logger = logging.getLogger("vllm.baton")
 
@@ -687,5 +687,5 @@ def extras(request):
 
 def text(value):
     """The value if it is a text of printable ASCII and of a sane length."""
-    is_text = isinstance(value, str) and 0 < len(value) <= 512 and value.isascii() and value.isprintable()
+    is_text = isinstance(value, str) and 0 < len(value) <= TEXT_MAX and value.isascii() and value.isprintable()
     return value if is_text else None

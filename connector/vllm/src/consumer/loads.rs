@@ -245,9 +245,7 @@ impl LoadTable {
             load.members.insert(Arc::clone(id));
             load.several = true;
             load.last_arrival = now;
-            if let Some(due) = load.lingers_until.take() {
-                self.lingering.remove(&(due, number));
-            }
+            self.linger(number, None);
             self.members.insert(Arc::clone(id), number);
             return Ok(());
         }
@@ -392,7 +390,7 @@ impl LoadTable {
         if load.verified && !finished && !over {
             let done = if load.several { now.max(load.last_arrival + LINGER) } else { now };
             let due = if load.readers.is_empty() { done } else { now + ABANDONED_KEPT };
-            self.linger(number, due);
+            self.linger(number, Some(due));
             return;
         }
         if !load.readers.is_empty() {
@@ -400,7 +398,7 @@ impl LoadTable {
             (load.left, load.hold) = (true, Hold::Gone(LEASE_OVER));
             let leave = notice(load, NoticeKind::Leave, discard.unwrap_or(reason), now);
             self.forget_handle(number);
-            self.linger(number, now + ABANDONED_KEPT);
+            self.linger(number, Some(now + ABANDONED_KEPT));
             if !over {
                 self.queues.notify(leave);
             }
@@ -420,12 +418,13 @@ impl LoadTable {
         self.queues.notify(notice(&load, NoticeKind::Leave, discard.unwrap_or(reason), now));
     }
 
-    fn linger(&mut self, number: u64, due: Instant) {
+    /// Changes when a load without members ends.
+    fn linger(&mut self, number: u64, due: Option<Instant>) {
         let Some(load) = self.loads.get_mut(&number) else { return };
-        if let Some(before) = load.lingers_until.replace(due) {
+        if let Some(before) = std::mem::replace(&mut load.lingers_until, due) {
             self.lingering.remove(&(before, number));
         }
-        self.lingering.insert((due, number));
+        self.lingering.extend(due.map(|due| (due, number)));
     }
 
     /// No further request joins, and no first answer is waited for.
@@ -439,10 +438,8 @@ impl LoadTable {
 
     fn remove(&mut self, number: u64) -> Option<Load> {
         self.forget_handle(number);
+        self.linger(number, None);
         let load = self.loads.remove(&number)?;
-        if let Some(due) = load.lingers_until {
-            self.lingering.remove(&(due, number));
-        }
         for id in &load.readers {
             self.abandoned.remove(id);
         }
