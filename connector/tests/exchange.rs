@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, HashSet, VecDeque};
 use std::fmt::Write as _;
 
 use baton_connector::exchange::{
-    Attempt, Event, EventEffect, Exchange, Failure, Settlement, SettlementCause, Span, State,
+    Attempt, Event, EventEffect, Exchange, Failure, PrefillHalf, Settlement, SettlementCause, Span, State,
 };
 use baton_connector::{Handle, Time};
 
@@ -41,6 +41,7 @@ fn alphabet() -> Vec<Event> {
         events.extend(failures.map(|f| Event::DecodeFailed(d, f)));
         events.extend([Event::FirstChunk(d), Event::StreamEnded(d)]);
         events.extend([Event::StreamBroken(d), Event::StreamCut(d)]);
+        events.extend(P.map(|p| Event::PairSent(p, d)));
     }
     events
 }
@@ -56,6 +57,8 @@ struct EngineModel {
     leases: BTreeSet<Attempt>,
     aborted: BTreeSet<Attempt>,
     released: BTreeSet<Attempt>,
+    /// Prefills whose pair has completed its response: they end by themselves.
+    finishing: BTreeSet<Attempt>,
     ended: bool,
 }
 
@@ -64,6 +67,7 @@ impl EngineModel {
     fn possible(&self, event: Event) -> bool {
         match event {
             Event::PrefillSent(a) | Event::DecodeSent(a) => !self.used.contains(&a),
+            Event::PairSent(p, d) => !self.used.contains(&p) && !self.used.contains(&d),
             Event::PrefillEnded(a) => self.used.contains(&a) && !self.working.contains(&a),
             Event::PrefillLeased(a, _)
             | Event::PrefillEmpty(a)
@@ -93,6 +97,19 @@ impl EngineModel {
                 self.used.insert(a);
                 self.working.insert(a);
             }
+            Event::PairSent(p, d) => {
+                self.used.extend([p, d]);
+                self.working.extend([p, d]);
+            }
+            // The decode engine has read the blocks of a completed pair.
+            Event::PrefillLeased(a, _) if self.finishing.contains(&a) => drop(self.working.remove(&a)),
+            // It settles with the prefill engine from its acceptance on.
+            Event::PrefillLeased(a, _)
+                if matches!(before, State::Accepted(_, half) | State::Streaming(_, half)
+                    if half == PrefillHalf::Computing(a)) =>
+            {
+                self.working.remove(&a);
+            }
             Event::PrefillLeased(a, _) | Event::PrefillFailed(a, Failure::Unusable(_)) => {
                 self.working.remove(&a);
                 self.leases.insert(a);
@@ -106,11 +123,18 @@ impl EngineModel {
             | Event::PrefillRefused(a)
             | Event::PrefillFailed(a, _)
             | Event::DecodeRefused(a)
-            | Event::DecodeFailed(a, _)
-            | Event::StreamEnded(a) => drop(self.working.remove(&a)),
+            | Event::DecodeFailed(a, _) => drop(self.working.remove(&a)),
+            Event::StreamEnded(a) => {
+                self.working.remove(&a);
+                if let State::Accepted(_, PrefillHalf::Computing(p))
+                | State::Streaming(_, PrefillHalf::Computing(p)) = before
+                {
+                    self.finishing.insert(p);
+                }
+            }
             // From here on the decode engine settles with the prefill engine.
             Event::DecodeAccepted(_) => {
-                if let State::Decoding(_, Some(lease)) = before {
+                if let State::Decoding(_, PrefillHalf::Leased(lease)) = before {
                     self.leases.remove(&lease.attempt);
                 }
             }
@@ -173,7 +197,8 @@ fn every_end_of_a_request_makes_each_due_settlement_once() {
             assert_eq!(exchange.outcome().is_some(), model.ended);
             if model.ended {
                 assert!(exchange.pending_settlements(SettlementCause::Late).is_empty());
-                let stopped = model.working.iter().all(|a| model.aborted.contains(a));
+                let ends = |a| model.aborted.contains(a) || model.finishing.contains(a);
+                let stopped = model.working.iter().all(ends);
                 assert!(stopped, "left working: {model:?}");
                 assert!(model.leases.is_empty(), "left leased: {model:?}");
             }
@@ -315,7 +340,8 @@ fn an_early_handoff_prefill_lasts_until_its_end() {
 /// Every kind of state with every event. `BLESS=1 cargo test -p baton-connector` rewrites the file.
 #[test]
 fn the_transition_table_matches_its_golden_file() {
-    let prefixes: [&[Event]; 9] = [
+    let pair = Event::PairSent(P[0], D[0]);
+    let prefixes: [&[Event]; 13] = [
         &[],
         &[Event::PrefillSent(P[0])],
         &[Event::PrefillSent(P[0]), Event::PrefillFailed(P[0], Failure::Unknown)],
@@ -336,6 +362,10 @@ fn the_transition_table_matches_its_golden_file() {
             Event::FirstChunk(D[0]),
         ],
         &[Event::PrefillSent(P[0]), Event::ClientGone],
+        &[pair],
+        &[pair, Event::DecodeAccepted(D[0])],
+        &[pair, Event::DecodeAccepted(D[0]), Event::FirstChunk(D[0])],
+        &[pair, Event::DecodeAccepted(D[0]), Event::StreamEnded(D[0])],
     ];
     let mut table =
         String::from("# state ─ event ─▶ state | settlements. Attempts 1, 2 prefill; 3, 4 decode.\n");

@@ -46,6 +46,7 @@ mod message;
 mod metrics;
 mod observe;
 mod process;
+mod protocol;
 mod routing;
 mod service;
 mod simulate;

@@ -128,9 +128,8 @@ impl Router {
     /// The lease of the current handoff.
     fn handoff(&self) -> Option<LeaseName> {
         match self.exchange.state() {
-            State::ReadyToDecode(lent) | State::Decoding(_, lent) => {
-                lent.and_then(|lent| lent.handle).map(LeaseName::of)
-            }
+            State::ReadyToDecode(lent) => lent.and_then(|lent| lent.handle).map(LeaseName::of),
+            State::Decoding(_, half) => half.lease().and_then(|lent| lent.handle).map(LeaseName::of),
             _ => None,
         }
     }

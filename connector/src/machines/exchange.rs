@@ -11,6 +11,10 @@
 //!        ReadyToDecode(none) ◀─ cut: another decode engine continues ──┴─────────────────────────┘
 //! Accepted(D) ─ failed before the first chunk ─▶ ReadyToDecode(lease): some engines report a failure only then
 //! any state but Done ─ client gone, dropped ─▶ Done
+//!
+//! Both legs at once, for protocols whose decode engine needs no reply of the prefill engine:
+//! Choosing ─ pair sent ─▶ Decoding(D, P computes) ─ P answered ─▶ Decoding(D), then as above
+//!    ◀── P or D failed before the first chunk: the other leg is aborted ──┘
 //! ```
 //!
 //! A settlement is pending while an engine may work or keep blocks for the request. The end of the request executes it:
@@ -21,17 +25,21 @@
 //! | ReadyToDecode(lease of P) | release to P |
 //! | Decoding(D) | abort to D and release to P: D may not have admitted the request yet |
 //! | Accepted(D), Streaming(D) | abort to D, which settles with P; if D itself broke, release to P too |
+//! | the last three while P computes | abort to D and abort to P |
 //!
 //! Invariants:
-//! - Exactly one [`Step::ended`] is `Some` in the life of an exchange. After it nothing is pending, except the release
-//!   of a handle that an aborted prefill still delivers.
+//! - Exactly one [`Step::ended`] is `Some` in the life of an exchange. After it nothing is pending, with two exceptions:
+//!   the release of a handle that an aborted prefill still delivers, and the abort of a prefill that falls silent after
+//!   its pair's response is complete.
 //! - Each settlement is returned at most once.
 //! - Every event is allowed in every state. An event that does not fit returns [`EventEffect::Ignored`].
 //!
 //! The table of every state and event is a golden file, `connector/tests/golden/exchange.txt`.
 
+mod event;
 mod timeline;
 
+pub use event::{Event, Failure, Outcome, Phase, SettlementCause};
 pub use timeline::{Span, Timeline};
 
 use crate::{Handle, Time};
@@ -52,6 +60,38 @@ pub struct PrefillLease {
     pub handle: Option<Handle>,
 }
 
+/// The prefill half of a request whose decode engine has the request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PrefillHalf {
+    /// It holds nothing.
+    Ended,
+    /// It holds blocks under a lease.
+    Leased(PrefillLease),
+    /// Both legs were sent at once, and the prefill engine has not answered yet.
+    Computing(Attempt),
+}
+
+impl From<Option<PrefillLease>> for PrefillHalf {
+    fn from(lease: Option<PrefillLease>) -> Self {
+        lease.map_or(Self::Ended, Self::Leased)
+    }
+}
+
+impl PrefillHalf {
+    /// The lease, if any.
+    #[must_use]
+    pub fn lease(self) -> Option<PrefillLease> {
+        match self {
+            Self::Leased(lease) => Some(lease),
+            Self::Ended | Self::Computing(_) => None,
+        }
+    }
+
+    fn is_computing(self, attempt: Attempt) -> bool {
+        self == Self::Computing(attempt)
+    }
+}
+
 /// State of an exchange.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum State {
@@ -63,144 +103,13 @@ pub enum State {
     /// Ready for a decode engine. Without a lease the decode engine computes everything.
     ReadyToDecode(Option<PrefillLease>),
     /// A decode engine has the request and has not accepted it yet.
-    Decoding(Attempt, Option<PrefillLease>),
+    Decoding(Attempt, PrefillHalf),
     /// A decode engine accepted the request; no byte of the response has arrived yet.
-    Accepted(Attempt, Option<PrefillLease>),
+    Accepted(Attempt, PrefillHalf),
     /// The response is forwarded to the client.
-    Streaming(Attempt, Option<PrefillLease>),
+    Streaming(Attempt, PrefillHalf),
     /// Ended.
     Done(Outcome),
-}
-
-crate::labelled! {
-    /// The phase of a request, as metrics name it.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-    pub enum Phase {
-        /// Before the prefill is sent.
-        Queue => "queue",
-        /// While a prefill engine works.
-        Prefill => "prefill",
-        /// Between the prefill engine's reply and the decode request.
-        Gap => "gap",
-        /// While a decode engine works, before the first byte of the response.
-        DecodePreFirst => "decode_pre_first",
-        /// While the response is forwarded.
-        DecodeStream => "decode_stream",
-    }
-}
-
-/// How an exchange ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Outcome {
-    /// The complete response was forwarded.
-    Completed,
-    /// A prefill engine refused the request because of its content; any other engine would too.
-    PrefillRefused,
-    /// The router did not admit the request: its queue was full, or the wait too long.
-    NotAdmitted,
-    /// A leg had no usable engine: none is known, or all are drained or ejected.
-    NoEngine,
-    /// Every prefill attempt failed, and recomputing on the decode engine is not configured.
-    PrefillExhausted,
-    /// A decode engine refused the request because of its content; any other engine would too.
-    DecodeRefused,
-    /// No decode engine accepted the request.
-    DecodeExhausted,
-    /// The decode engine failed in the middle of the response.
-    StreamBroken,
-    /// The client disconnected.
-    ClientGone(Phase),
-    /// The router dropped the request: shutdown, or a defect of the router.
-    Dropped(Phase),
-}
-
-/// How a leg failed, and therefore what the engine may still be doing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Failure {
-    /// The engine never received the request.
-    NotReached,
-    /// The engine responded with an error. It keeps nothing.
-    Answered,
-    /// Silence or a broken connection. The engine may still be working.
-    Unknown,
-    /// A prefill reply without a usable handoff, with its handle if that could be read.
-    Unusable(Option<Handle>),
-}
-
-/// What can happen to an exchange.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Event {
-    /// The router does not admit the request: its queue is full, or the wait too long.
-    NotAdmitted,
-    /// A leg of the request has no usable engine, and waiting would not help.
-    NoEngine,
-    /// The prefill is sent to an engine.
-    PrefillSent(Attempt),
-    /// The prefill engine opened a lease.
-    PrefillLeased(Attempt, Option<Handle>),
-    /// The prefill engine replied without a lease; the decode engine computes everything.
-    PrefillEmpty(Attempt),
-    /// The prefill engine refused the request because of its content.
-    PrefillRefused(Attempt),
-    /// The prefill attempt failed.
-    PrefillFailed(Attempt, Failure),
-    /// No prefill is sent, or no further one.
-    PrefillSkipped,
-    /// The request is sent to a decode engine.
-    DecodeSent(Attempt),
-    /// The decode engine accepted the request: the head of a successful response is here.
-    DecodeAccepted(Attempt),
-    /// The decode engine refused the request because of its content.
-    DecodeRefused(Attempt),
-    /// The prefill that opened the current lease before its end has ended normally.
-    PrefillEnded(Attempt),
-    /// The decode attempt failed before the first byte of the response.
-    DecodeFailed(Attempt, Failure),
-    /// The first byte of the response.
-    FirstChunk(Attempt),
-    /// The response is complete.
-    StreamEnded(Attempt),
-    /// The decode engine died, or fell silent, in the middle of the response.
-    StreamBroken(Attempt),
-    /// As `StreamBroken`, but another decode engine continues. It recomputes everything it needs.
-    StreamCut(Attempt),
-    /// No decode engine can use the handoff: the lease is released, and the prompt is recomputed.
-    HandoffUnusable,
-    /// No engine is left to try, or the retry budget is spent.
-    Exhausted,
-    /// As `Exhausted`, with the cause that the release carries.
-    ExhaustedFor(SettlementCause),
-    /// The client closed its connection.
-    ClientGone,
-    /// The router's context of this request was dropped.
-    Dropped,
-}
-
-crate::labelled! {
-    /// Why a lease is released: the `reason` of `POST /kv/release`, and a metric label.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-    pub enum SettlementCause {
-        /// The client disconnected.
-        ClientGone => "client_gone",
-        /// A decode engine refused the request because of its content.
-        DecodeRefused => "decode_refused",
-        /// No decode engine could be reached.
-        DecodeUnreachable => "decode_unreachable",
-        /// Every decode attempt failed, and no decode engine is left.
-        DecodeFailed => "decode_failed",
-        /// The remaining decode engines had no capacity for as long as the request could wait.
-        DecodeBusy => "decode_busy",
-        /// The deadline of the request passed.
-        OutOfTime => "out_of_time",
-        /// The decode engine failed in the middle of the response.
-        DecodeBroken => "decode_broken",
-        /// The handoff could not be handed on.
-        Unusable => "unusable_handoff",
-        /// The reply arrived after the router had aborted the attempt.
-        Late => "late_reply",
-        /// The router dropped the request.
-        RouterShutdown => "router_shutdown",
-    }
 }
 
 /// One command to an engine that the owner of the exchange executes.
@@ -241,6 +150,8 @@ pub struct Exchange {
     state: State,
     /// Prefills that were aborted and whose reply may still bring a handle.
     aborted_prefills: Vec<Attempt>,
+    /// The prefill of a completed pair, if it has not answered yet.
+    unanswered: Option<Attempt>,
     timeline: Timeline,
 }
 
@@ -283,10 +194,14 @@ impl Exchange {
             State::Choosing | State::Done(_) => Vec::new(),
             State::Prefilling(on) => vec![Settlement::AbortPrefill(on)],
             State::ReadyToDecode(lease) => release(lease).into_iter().collect(),
-            State::Decoding(on, lease) => {
-                std::iter::once(Settlement::AbortDecode(on)).chain(release(lease)).collect()
+            State::Decoding(on, prefill) => {
+                std::iter::once(Settlement::AbortDecode(on)).chain(end_prefill(prefill, cause)).collect()
             }
-            State::Accepted(on, _) | State::Streaming(on, _) => vec![Settlement::AbortDecode(on)],
+            State::Accepted(on, prefill) | State::Streaming(on, prefill) => {
+                let computes = prefill.lease().is_none();
+                let prefill = end_prefill(prefill, cause).filter(|_| computes);
+                std::iter::once(Settlement::AbortDecode(on)).chain(prefill).collect()
+            }
         }
     }
 
@@ -299,10 +214,14 @@ impl Exchange {
 
     fn transition(&mut self, event: Event) -> Step {
         use Event as E;
+        use PrefillHalf as P;
         use State as S;
         match (self.state, event) {
             (S::Choosing, E::PrefillSent(to)) if !self.aborted_prefills.contains(&to) => {
                 self.enter(S::Prefilling(to))
+            }
+            (S::Choosing, E::PairSent(prefill, decode)) if !self.aborted_prefills.contains(&prefill) => {
+                self.enter(S::Decoding(decode, P::Computing(prefill)))
             }
             (S::Choosing, E::PrefillSkipped) => self.enter(S::ReadyToDecode(None)),
             (S::Choosing, E::NotAdmitted) => {
@@ -326,7 +245,7 @@ impl Exchange {
                 self.prefill_failed(by, failure)
             }
 
-            (S::ReadyToDecode(lease), E::DecodeSent(to)) => self.enter(S::Decoding(to, lease)),
+            (S::ReadyToDecode(lease), E::DecodeSent(to)) => self.enter(S::Decoding(to, lease.into())),
             (S::ReadyToDecode(Some(lease)), E::HandoffUnusable) => {
                 self.state = S::Choosing;
                 applied(vec![Settlement::ReleasePrefill(lease, SettlementCause::Unusable)])
@@ -338,30 +257,82 @@ impl Exchange {
                 self.end(Outcome::DecodeExhausted, cause)
             }
 
-            (S::Decoding(on, lease), E::DecodeAccepted(by)) if on == by => self.enter(S::Accepted(on, lease)),
-            (S::Decoding(on, lease) | S::Accepted(on, lease), E::DecodeRefused(by)) if on == by => {
-                self.state = S::ReadyToDecode(lease);
+            (S::Decoding(on, prefill), E::DecodeAccepted(by)) if on == by => {
+                self.enter(S::Accepted(on, prefill))
+            }
+            (S::Decoding(on, prefill) | S::Accepted(on, prefill), E::DecodeRefused(by)) if on == by => {
+                // The decode engine has ended, so the prefill half is all that is left.
+                self.state = match prefill {
+                    P::Computing(prefill) => S::Prefilling(prefill),
+                    P::Ended | P::Leased(_) => S::ReadyToDecode(prefill.lease()),
+                };
                 self.end(Outcome::DecodeRefused, SettlementCause::DecodeRefused)
             }
             // Also after acceptance: some engines report a failure only in the response.
-            (S::Decoding(on, lease) | S::Accepted(on, lease), E::DecodeFailed(by, failure)) if on == by => {
-                self.state = S::ReadyToDecode(lease);
-                applied(match failure {
+            (S::Decoding(on, prefill) | S::Accepted(on, prefill), E::DecodeFailed(by, failure))
+                if on == by =>
+            {
+                let mut settlements = match failure {
                     Failure::Unknown => vec![Settlement::AbortDecode(by)],
                     Failure::NotReached | Failure::Answered | Failure::Unusable(_) => Vec::new(),
-                })
+                };
+                self.state = S::ReadyToDecode(prefill.lease());
+                if let P::Computing(prefill) = prefill {
+                    // The next pair is a new one.
+                    self.state = S::Choosing;
+                    self.track_aborted_prefill(prefill);
+                    settlements.push(Settlement::AbortPrefill(prefill));
+                }
+                applied(settlements)
+            }
+
+            // Answers of the prefill half of a pair.
+            (S::Decoding(on, half), E::PrefillLeased(..) | E::PrefillEmpty(_)) if answers(half, event) => {
+                self.enter(S::Decoding(on, answered(event)))
+            }
+            (S::Accepted(on, half), E::PrefillLeased(..) | E::PrefillEmpty(_)) if answers(half, event) => {
+                self.enter(S::Accepted(on, answered(event)))
+            }
+            (S::Streaming(on, half), E::PrefillLeased(..) | E::PrefillEmpty(_)) if answers(half, event) => {
+                self.enter(S::Streaming(on, answered(event)))
+            }
+            (S::Decoding(on, half) | S::Accepted(on, half), E::PrefillRefused(by))
+                if half.is_computing(by) =>
+            {
+                self.state = S::Decoding(on, P::Ended);
+                self.end(Outcome::PrefillRefused, SettlementCause::DecodeUnreachable)
+            }
+            (S::Decoding(on, half) | S::Accepted(on, half), E::PrefillFailed(by, failure))
+                if half.is_computing(by) =>
+            {
+                // The blocks that the decode engine waits for do not arrive.
+                self.state = S::Choosing;
+                let mut step = self.prefill_failed(by, failure);
+                step.settlements.insert(0, Settlement::AbortDecode(on));
+                step
+            }
+            // The response has begun, so the decode engine has all blocks.
+            (S::Streaming(on, half), E::PrefillRefused(by)) if half.is_computing(by) => {
+                self.enter(S::Streaming(on, P::Ended))
+            }
+            (S::Streaming(on, half), E::PrefillFailed(by, failure)) if half.is_computing(by) => {
+                self.state = S::Streaming(on, P::Ended);
+                self.prefill_failed(by, failure)
             }
 
             (
                 S::ReadyToDecode(Some(lease))
-                | S::Decoding(_, Some(lease))
-                | S::Accepted(_, Some(lease))
-                | S::Streaming(_, Some(lease)),
+                | S::Decoding(_, P::Leased(lease))
+                | S::Accepted(_, P::Leased(lease))
+                | S::Streaming(_, P::Leased(lease)),
                 E::PrefillEnded(by),
             ) if lease.attempt == by => applied(Vec::new()),
 
             (S::Accepted(on, lease), E::FirstChunk(by)) if on == by => self.enter(S::Streaming(on, lease)),
-            (S::Accepted(on, _) | S::Streaming(on, _), E::StreamEnded(by)) if on == by => {
+            (S::Accepted(on, half) | S::Streaming(on, half), E::StreamEnded(by)) if on == by => {
+                if let P::Computing(prefill) = half {
+                    self.unanswered = Some(prefill);
+                }
                 self.state = S::Done(Outcome::Completed);
                 Step { ended: Some(Outcome::Completed), ..applied(Vec::new()) }
             }
@@ -374,6 +345,7 @@ impl Exchange {
                 // As if the request ended for this engine. The continuation does not use the first prefill.
                 self.state = S::Decoding(on, lease);
                 let settlements = self.pending_settlements(SettlementCause::DecodeBroken);
+                self.track_aborts(&settlements);
                 self.state = S::ReadyToDecode(None);
                 applied(settlements)
             }
@@ -396,6 +368,18 @@ impl Exchange {
                 self.end(Outcome::Dropped(phase), SettlementCause::RouterShutdown)
             }
 
+            (S::Done(_), E::PrefillLeased(by, _) | E::PrefillEmpty(by) | E::PrefillRefused(by))
+                if self.unanswered == Some(by) =>
+            {
+                // The decode engine has read all blocks.
+                self.unanswered = None;
+                applied(Vec::new())
+            }
+            (S::Done(_), E::PrefillFailed(by, failure)) if self.unanswered == Some(by) => {
+                self.unanswered = None;
+                self.prefill_failed(by, failure)
+            }
+
             // A late reply of an aborted prefill: its handle is released, in any state.
             (_, E::PrefillLeased(by, handle)) => self.settle_late_reply(by, Some(handle)),
             (_, E::PrefillFailed(by, Failure::Unusable(handle))) => self.settle_late_reply(by, Some(handle)),
@@ -409,6 +393,7 @@ impl Exchange {
                 | E::NoEngine
                 | E::PrefillEnded(_)
                 | E::PrefillSent(_)
+                | E::PairSent(..)
                 | E::PrefillSkipped
                 | E::DecodeSent(_)
                 | E::DecodeAccepted(_)
@@ -430,7 +415,9 @@ impl Exchange {
     pub fn phase(&self) -> Option<Phase> {
         match self.state {
             State::Choosing => Some(Phase::Queue),
-            State::Prefilling(_) => Some(Phase::Prefill),
+            State::Prefilling(_)
+            | State::Decoding(_, PrefillHalf::Computing(_))
+            | State::Accepted(_, PrefillHalf::Computing(_)) => Some(Phase::Prefill),
             State::ReadyToDecode(_) => Some(Phase::Gap),
             State::Decoding(..) | State::Accepted(..) => Some(Phase::DecodePreFirst),
             State::Streaming(..) => Some(Phase::DecodeStream),
@@ -445,13 +432,17 @@ impl Exchange {
 
     fn end(&mut self, outcome: Outcome, cause: SettlementCause) -> Step {
         let settlements = self.pending_settlements(cause);
-        for settlement in &settlements {
+        self.track_aborts(&settlements);
+        self.state = State::Done(outcome);
+        Step { ended: Some(outcome), ..applied(settlements) }
+    }
+
+    fn track_aborts(&mut self, settlements: &[Settlement]) {
+        for settlement in settlements {
             if let Settlement::AbortPrefill(on) = settlement {
                 self.track_aborted_prefill(*on);
             }
         }
-        self.state = State::Done(outcome);
-        Step { ended: Some(outcome), ..applied(settlements) }
     }
 
     fn prefill_failed(&mut self, by: Attempt, failure: Failure) -> Step {
@@ -492,6 +483,10 @@ impl Exchange {
         let line = &mut self.timeline;
         match event {
             Event::PrefillSent(_) => drop(line.prefill_sent.get_or_insert(now)),
+            Event::PairSent(..) => {
+                line.prefill_sent.get_or_insert(now);
+                line.decode_sent.get_or_insert(now);
+            }
             Event::PrefillLeased(..) | Event::PrefillEmpty(_) => drop(line.prefilled.get_or_insert(now)),
             Event::PrefillEnded(_) => line.prefill_ended = Some(now),
             Event::DecodeSent(_) => drop(line.decode_sent.get_or_insert(now)),
@@ -519,29 +514,32 @@ impl Exchange {
     }
 }
 
+/// The settlement that ends the prefill half of a request in decode.
+fn end_prefill(half: PrefillHalf, cause: SettlementCause) -> Option<Settlement> {
+    match half {
+        PrefillHalf::Ended => None,
+        PrefillHalf::Leased(lease) => Some(Settlement::ReleasePrefill(lease, cause)),
+        PrefillHalf::Computing(on) => Some(Settlement::AbortPrefill(on)),
+    }
+}
+
+/// Whether a reply is that of the prefill half.
+fn answers(half: PrefillHalf, event: Event) -> bool {
+    matches!(event, Event::PrefillLeased(by, _) | Event::PrefillEmpty(by) if half.is_computing(by))
+}
+
+/// The prefill half after its reply.
+fn answered(event: Event) -> PrefillHalf {
+    match event {
+        Event::PrefillLeased(attempt, handle) => PrefillHalf::Leased(PrefillLease { attempt, handle }),
+        _ => PrefillHalf::Ended,
+    }
+}
+
 fn applied(settlements: Vec<Settlement>) -> Step {
     Step { settlements, ended: None, effect: EventEffect::Applied }
 }
 
 fn ignored() -> Step {
     Step { settlements: Vec::new(), ended: None, effect: EventEffect::Ignored }
-}
-
-impl Outcome {
-    /// The metric label, without the phase.
-    #[must_use]
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Completed => "completed",
-            Self::NotAdmitted => "not_admitted",
-            Self::NoEngine => "no_engine",
-            Self::PrefillRefused => "prefill_refused",
-            Self::PrefillExhausted => "prefill_exhausted",
-            Self::DecodeRefused => "decode_refused",
-            Self::DecodeExhausted => "decode_exhausted",
-            Self::StreamBroken => "stream_broken",
-            Self::ClientGone(_) => "client_gone",
-            Self::Dropped(_) => "dropped",
-        }
-    }
 }

@@ -13,8 +13,9 @@ use serde_json::{Map, Value, json};
 use super::AdminResponse;
 use crate::engines::fleet::OrdersTransferredError;
 use crate::engines::health::OperatorOrder;
-use crate::engines::http::{Engine, Verb};
+use crate::engines::http::Engine;
 use crate::metrics::Leg;
+use crate::protocol::Verb;
 use crate::state::generation::Generation;
 use crate::state::shared::Shared;
 

@@ -55,6 +55,17 @@ pub struct EngineConfig {
     #[serde(default = "default_ranks")]
     #[garde(range(min = 1, max = 256))]
     pub data_parallel_size: u16,
+    /// SGLang only: the port of a prefill engine's bootstrap server. 1 to 65,535. Default: what the engine's
+    /// `/server_info` reports, or else 8998.
+    #[serde(default)]
+    #[garde(inner(range(min = 1)))]
+    #[schemars(range(min = 1))]
+    pub bootstrap_port: Option<u16>,
+    /// SGLang only: the host of a prefill engine's bootstrap server, as decode engines reach it. Default: the
+    /// host of `url`.
+    #[serde(default)]
+    #[garde(inner(length(bytes, min = 1, max = 253)))]
+    pub bootstrap_host: Option<String>,
     /// The address at which the engine answers `/abort_requests`, `/kv/release` and `/debug/kv`, if it is not
     /// `url`: same form, same secrets. The same in every pool; discovered engines have none. Default: `url`.
     #[serde(default)]

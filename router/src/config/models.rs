@@ -30,7 +30,12 @@ pub struct ModelConfig {
     /// The engines that decode. At least one.
     #[garde(dive)]
     pub decode: PoolConfig,
-    /// What happens if no prefill engine is available. Default `aggregate`.
+    /// The protocol between the router and the model's engines. Default `auto`.
+    #[serde(default)]
+    #[garde(skip)]
+    pub protocol: ProtocolSetting,
+    /// What happens if no prefill engine is available. SGLang's prefill and decode engines serve no request
+    /// alone, so there it is `none` whatever the value. Default `aggregate`.
     #[serde(default)]
     #[garde(skip)]
     pub fallback: Fallback,
@@ -67,6 +72,21 @@ pub struct ModelConfig {
 
 fn yes() -> bool {
     true
+}
+
+/// The protocol between the router and a model's engines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ProtocolSetting {
+    /// Learned from each engine: SGLang's engines have a `/server_info`. With an API key on that path the key
+    /// must be in `api_key_file`.
+    #[default]
+    Auto,
+    /// vLLM's pull protocol, and that of Baton's engines: first the prefill leg, then the decode leg with the
+    /// handoff of its reply.
+    Vllm,
+    /// SGLang's protocol: both legs at once, with the same bootstrap room.
+    Sglang,
 }
 
 /// What happens if no prefill engine is available.

@@ -46,6 +46,12 @@ impl EngineUrl {
         self.host.trim_start_matches('[').trim_end_matches(']')
     }
 
+    /// The host as a URL contains it: an IPv6 address is in brackets.
+    #[must_use]
+    pub fn bracketed_host(&self) -> &str {
+        &self.host
+    }
+
     /// The port.
     #[must_use]
     pub fn port(&self) -> u16 {

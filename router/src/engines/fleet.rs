@@ -198,6 +198,7 @@ mod tests {
     use crate::engines::health::{FailureKind, Standing, state};
     use crate::engines::http::TrialRule;
     use crate::engines::probe::ProbeResult;
+    use crate::engines::protocol::ProtocolTerms;
     use crate::metrics::Leg;
 
     fn terms() -> ConnectionTerms {
@@ -210,6 +211,7 @@ mod tests {
             tls: None,
             health: state::tests::TERMS,
             release: ReleaseMode::default(),
+            protocol: ProtocolTerms::default(),
             control: None,
         }
     }

@@ -37,9 +37,11 @@ use crate::engines::health::{self, FailureKind, Health, HealthState, HealthTimer
 use crate::engines::listeners::CapacityNotify;
 use crate::engines::prefill_times::PrefillTimes;
 use crate::engines::probe::SharedProbe;
+use crate::engines::protocol::LearnedProtocol;
 use crate::engines::redact::AddressRedactor;
 use crate::metrics::log_limiter::EngineLogLimiters;
 use crate::metrics::{EngineMetrics, Leg};
+use crate::protocol::{Bootstrap, Protocol, ProtocolKind};
 use activity::EngineActivity;
 pub(crate) use addresses::Addresses;
 use connection::IdleConnections;
@@ -57,7 +59,7 @@ use reply_head::ReplyHead;
 pub(crate) use request::EngineRequest;
 use usage_option::UsageOption;
 use verbs::ControlAddress;
-pub(crate) use verbs::{LeaseIdentity, Support, Verb, VerbSupport};
+pub(crate) use verbs::{LeaseIdentity, Support, VerbSupport};
 
 /// One engine.
 pub(crate) struct Engine {
@@ -71,6 +73,7 @@ pub(crate) struct Engine {
     /// The addresses of all engines.
     redactor: Arc<AddressRedactor>,
     verbs: VerbSupport,
+    protocol: LearnedProtocol,
     /// Whether the engine takes a stream's usage option.
     pub usage_option: UsageOption,
     /// The engine's list at `/v1/models`.
@@ -168,6 +171,7 @@ impl Engine {
             known_caches,
             redactor,
             verbs: VerbSupport::default(),
+            protocol: LearnedProtocol::default(),
             usage_option: UsageOption::default(),
             model_cards: ModelCards::default(),
             metrics,
@@ -219,6 +223,25 @@ impl Engine {
         self.connections.terms.load().release
     }
 
+    /// The protocol of its legs, if it is configured or learned.
+    pub(crate) fn known_protocol(&self) -> Option<ProtocolKind> {
+        self.protocol.kind(&self.connections.terms.load().protocol)
+    }
+
+    /// The protocol of its legs; vLLM's while it is not known.
+    pub(crate) fn protocol(&self) -> &'static dyn Protocol {
+        self.known_protocol().unwrap_or_default().protocol()
+    }
+
+    /// A new meeting place at this prefill engine, with one room per prompt.
+    pub(crate) fn bootstrap(&self, prompts: usize, rank: Option<u16>) -> Bootstrap {
+        let terms = self.connections.terms.load();
+        let terms = &terms.protocol;
+        let host =
+            terms.bootstrap_host.clone().unwrap_or_else(|| self.address.url.bracketed_host().to_owned());
+        Bootstrap::new(host, self.protocol.bootstrap_port(terms), prompts, rank, terms.ranks)
+    }
+
     /// Records that the engine sent a response head or refused a request of a leg, `after` this time.
     pub(crate) fn responded(&self, leg: Leg, after: Duration) {
         if self.health.responded(leg, after, &self.address.authority, &self.connections.terms.load().health) {
@@ -238,6 +261,7 @@ impl Engine {
         if kind == FailureKind::Unreachable {
             // The next process at this address may be another version, or another kind of engine.
             self.verbs.forget_missing();
+            self.protocol.forget();
         }
         self.health.failed(leg, kind, &self.address.authority, &self.connections.terms.load().health);
         self.changed();

@@ -12,4 +12,5 @@ pub(crate) mod pool_members;
 pub(crate) mod prefill_times;
 pub(crate) mod presence;
 pub(crate) mod probe;
+pub(crate) mod protocol;
 pub(crate) mod redact;

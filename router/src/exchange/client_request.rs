@@ -10,6 +10,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use baton_connector::RequestId;
 use baton_openai::{ApiError, Code, RawBody, RequestOutline};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
@@ -26,6 +27,7 @@ use crate::message::features::{FeatureInput, Features, RoutingFeatures};
 use crate::message::path::Dialect;
 use crate::message::rewrite::{ClientRules, RouterFields};
 use crate::message::sse::{StreamReadOptions, TokenCountRule};
+use crate::protocol::LegInput;
 use crate::routing::disaggregation::DisaggregationInputs;
 use crate::routing::models::Model;
 use crate::state::generation::Generation;
@@ -39,9 +41,8 @@ pub(crate) struct ClientRequest {
     pub model: Arc<Model>,
     /// The client's body without internal fields.
     pub body: RawBody,
-    /// A decode engine computes the whole request, because it has several prompts and one handoff is one sequence of
-    /// blocks.
-    pub aggregate: bool,
+    /// How many prompts it has. One handoff is one sequence of blocks.
+    pub prompts: usize,
     /// A decode engine computes the whole request, because the response contains log probabilities of the prompt. A
     /// stock decode engine computes the whole prompt for them even with a handoff, and a prefill engine's reply would
     /// hold all of them.
@@ -109,7 +110,6 @@ impl ClientRequest {
             _ => unserved_model_error(body, generation).unwrap_or(error),
         })?;
         let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
-        let aggregate = outline.prompts > 1;
         let prompt_logprobs = has_prompt_logprobs(&body, outline.request.stream)?;
         let priority = priority(&body);
         let non_text = NonTextParts::of(&body);
@@ -143,7 +143,7 @@ impl ClientRequest {
             model,
             body,
             owned,
-            aggregate,
+            prompts: outline.prompts,
             prompt_logprobs,
             tokens,
             prompt_tokens,
@@ -162,9 +162,21 @@ impl ClientRequest {
     /// The inputs of the disaggregation decision; `cached` is the part of the prompt that the decode engine has cached.
     pub(crate) fn disaggregation_inputs(&self, cached: CachedPrefix) -> DisaggregationInputs {
         DisaggregationInputs {
-            several_prompts: self.aggregate,
+            several_prompts: self.prompts > 1,
             prompt_logprobs: self.prompt_logprobs,
             ..DisaggregationInputs::new(&self.model, &self.routing_features(), cached)
+        }
+    }
+
+    /// The request as its legs need it, under this id.
+    pub(crate) fn leg_input<'a>(&'a self, request: &'a RequestId) -> LegInput<'a> {
+        LegInput {
+            dialect: self.dialect,
+            body: &self.body,
+            fields: &self.owned,
+            model: &self.model.name_in_bodies,
+            request,
+            prompts: self.prompts,
         }
     }
 

@@ -7,6 +7,7 @@
 mod continuation;
 mod decode;
 mod faults;
+mod pair;
 mod prefill;
 mod response_memory;
 mod selection;
@@ -35,6 +36,7 @@ use crate::message::trace_context::TraceContext;
 use crate::metrics::Leg;
 use crate::observe::in_flight::InFlightRequest;
 use crate::observe::progress::RequestProgress;
+use crate::protocol::{Protocol, ProtocolKind};
 use crate::routing::explain::Explanation;
 use crate::routing::models::Model;
 use crate::state::generation::Generation;
@@ -72,6 +74,8 @@ pub(crate) struct ExchangeDriver {
     shared: Arc<Shared>,
     generation: Arc<Generation>,
     pub model: Arc<Model>,
+    /// The protocol of the request's engines: that of the first decode engine.
+    protocol: &'static dyn Protocol,
     settlement: SettlementContext,
     attempts: Attempts,
     selection: Selection,
@@ -99,6 +103,7 @@ impl ExchangeDriver {
             shared,
             generation,
             model,
+            protocol: ProtocolKind::default().protocol(),
             settlement: SettlementContext { request, exchange, model: None, authorization: None },
             attempts: Attempts::default(),
             selection: Selection::default(),
@@ -209,11 +214,14 @@ impl ExchangeDriver {
         let context = self.settlement.clone();
         let settler = &self.shared.settler;
         match settlement {
-            Settlement::AbortPrefill(attempt) => match self.prefill.call.take() {
-                Some(call) => settler.abort_and_read(call, context),
-                // The connection broke, so there is no response to read.
-                None => settler.abort(self.attempts.engine(attempt), Leg::Prefill, context),
-            },
+            Settlement::AbortPrefill(attempt) => {
+                match (self.prefill.call.take(), self.prefill.pending.take()) {
+                    (Some(call), _) => settler.abort_and_read(call, context),
+                    (None, Some(pending)) => pending.abort(),
+                    // The connection broke, so there is no response to read.
+                    (None, None) => settler.abort(self.attempts.engine(attempt), Leg::Prefill, context),
+                }
+            }
             Settlement::ReleasePrefill(lease, cause) => {
                 let params = self.prefill.lease.as_ref().filter(|(attempt, _)| *attempt == lease.attempt);
                 let params = params.map(|(_, params)| Arc::clone(params));

@@ -4,7 +4,7 @@
 //! streamed. A lease lasts for seconds. Silence on the request's own connection therefore proves nothing, and its bound
 //! cannot be short. Bytes on any other connection of the engine prove that the engine is alive.
 //!
-//! Without such bytes the router sends a liveness probe: a live engine answers `GET /health` outside its step loop,
+//! Without such bytes the router sends a liveness probe: a live engine answers its health path outside its step loop,
 //! with any result. An engine that leaves two consecutive probes unanswered has stopped, hangs or is unreachable. The
 //! attempt ends while the request's lease is still valid, and another engine gets the handoff. The engine's health
 //! determines whether the engine is unresponsive for all requests or only while it handles this one.
@@ -110,10 +110,10 @@ pub(crate) async fn probe(engine: &Arc<Engine>, within: Duration) -> ProbeResult
     }
 }
 
-/// One `GET /health` on a new connection; idle connections are for requests. Suppose a stopped engine had such a
+/// One request of the protocol's health path on a new connection; idle connections are for requests. Suppose a stopped engine had such a
 /// request on an idle connection: if the router dies before the engine continues, the engine never reads that request.
 async fn send_probe(engine: Arc<Engine>, within: Duration) -> ProbeResult {
-    let request = EngineRequest::get("/health");
+    let request = EngineRequest::get(engine.protocol().health_path());
     let call = async {
         let connection = match engine.dial(within).await {
             Ok(connection) => connection,

@@ -20,6 +20,7 @@
 //! includes the queue.
 
 mod abandoned_prefill;
+mod pending_prefill;
 mod refused_decode;
 
 use std::collections::VecDeque;
@@ -28,22 +29,22 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
+use baton_connector::RequestId;
 use baton_connector::exchange::{Exchange, PrefillLease, SettlementCause};
-use baton_connector::{Handle, RequestId};
-use bytes::Bytes;
 use hyper::StatusCode;
 use hyper::header::HeaderValue;
-use serde_json::json;
 use tokio_util::task::TaskTracker;
 
 use super::clock::Clock;
 use crate::config::ReleaseMode;
-use crate::engines::http::{Engine, EngineRequest, Support, Verb};
+use crate::engines::http::{Engine, EngineRequest, Support};
 use crate::legs::prefill::PrefillCall;
 use crate::metrics::log_limiter::LogLimiter;
 use crate::metrics::log_span::request_span;
 use crate::metrics::{Leg, Metrics, ReleaseMethod, SettlementResult};
+use crate::protocol::{Command, Verb};
 use crate::routing::models::Model;
+pub(crate) use pending_prefill::PendingPrefill;
 use refused_decode::RefusedDecode;
 
 /// First pause between two attempts, doubled up to the longest. A lease expires after about half a minute; longer
@@ -330,8 +331,12 @@ impl Settler {
         if matches!(mode, ReleaseMode::Auto | ReleaseMode::Verb) {
             let (via, result) = match lease.handle {
                 Some(handle) => {
-                    let message = release_message(handle, cause, &context.request);
-                    let result = self.send_with_retries(engine, Verb::Release, &message).await;
+                    let command = engine.protocol().release(handle, cause);
+                    let command = command.map(|command| request_of(command, &context.request));
+                    let result = match command {
+                        Some(message) => self.send_with_retries(engine, Verb::Release, &message).await,
+                        None => SettlementResult::Unsupported,
+                    };
                     (ReleaseMethod::Release, result)
                 }
                 // An engine maps a request id to the lease opened for that request.
@@ -370,7 +375,8 @@ impl Settler {
         if !may_support(engine, Verb::Abort) {
             return SettlementResult::Unsupported;
         }
-        self.send_with_retries(engine, Verb::Abort, &abort_message(request, leg)).await
+        let message = request_of(engine.protocol().abort(request, leg), request);
+        self.send_with_retries(engine, Verb::Abort, &message).await
     }
 
     async fn send_with_retries(
@@ -384,7 +390,9 @@ impl Settler {
         for (left, pause) in (0..tries).rev().zip(retry_pauses()) {
             let call = async { engine.call_control(message).await?.read_whole(ANSWER_BYTES_MAX).await };
             match tokio::time::timeout(try_timeout, call).await {
-                Ok(Ok(answer)) if answer.status.is_success() && is_answer(verb, &answer.body) => {
+                Ok(Ok(answer))
+                    if answer.status.is_success() && engine.protocol().confirms(verb, &answer.body) =>
+                {
                     engine.verbs().learn(verb, Support::Present, Instant::now());
                     return SettlementResult::Confirmed;
                 }
@@ -435,32 +443,12 @@ fn supports(engine: &Engine, verb: Verb) -> Option<bool> {
     engine.verbs().has(verb, Instant::now())
 }
 
-/// Whether this is the contract's answer. In its development mode vLLM has a path of the same name, which answers 200 for
-/// every id and ends no lease.
-fn is_answer(verb: Verb, body: &[u8]) -> bool {
-    let Ok(answer) = serde_json::from_slice::<serde_json::Value>(body) else { return false };
-    match verb {
-        Verb::Abort => answer["results"].is_object(),
-        Verb::Release => answer["result"].is_string(),
-    }
-}
-
 fn is_missing(status: StatusCode) -> bool {
     matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED)
 }
 
-fn release_message(handle: Handle, cause: SettlementCause, request: &RequestId) -> EngineRequest {
-    let body = json!({"handle": handle.to_string(), "reason": cause.label()});
-    verb_message("/kv/release", &body, request)
-}
-
-/// Both legs have the same id, so an engine that serves both needs the leg.
-fn abort_message(request: &RequestId, leg: Leg) -> EngineRequest {
-    verb_message("/abort_requests", &json!({"request_ids": [request.as_str()], "leg": leg.label()}), request)
-}
-
-fn verb_message(path: &'static str, body: &serde_json::Value, request: &RequestId) -> EngineRequest {
-    EngineRequest { id: Some(request.clone()), ..EngineRequest::post(path, Bytes::from(body.to_string())) }
+fn request_of(command: Command, request: &RequestId) -> EngineRequest {
+    EngineRequest { id: Some(request.clone()), ..EngineRequest::post(command.path, command.body) }
 }
 
 #[cfg(test)]

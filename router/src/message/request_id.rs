@@ -26,6 +26,12 @@ pub(crate) fn next_round(id: &RequestId) -> RequestId {
     derived(id, "-2")
 }
 
+/// The id of one attempt at a pair of engines. All have the same length: SGLang aborts every request whose id begins
+/// with the given one.
+pub(crate) fn of_pair(id: &RequestId, number: u8) -> RequestId {
+    derived(id, &format!("-p{number:02x}"))
+}
+
 /// A minted id with a suffix.
 pub(crate) fn derived(id: &RequestId, suffix: &str) -> RequestId {
     let text = [id.as_str(), suffix].concat();
@@ -50,6 +56,8 @@ pub fn bare_id(id: &str) -> &str {
         }
         None => id,
     };
+    let is_pair = |mark: &str| mark.len() == 2 && mark.bytes().all(|digit| digit.is_ascii_hexdigit());
+    let id = id.rsplit_once("-p").filter(|(_, mark)| is_pair(mark)).map_or(id, |(id, _)| id);
     id.trim_end_matches("-r").trim_end_matches("-2")
 }
 
@@ -80,7 +88,16 @@ mod tests {
 
     #[test]
     fn all_ids_of_one_request_have_the_same_base() {
-        for name in ["a-1", "a-1-2", "a-1-2-2", "cmpl-a-1", "a-1-2-r", "chatcmpl-a-1-2.0123456789abcdef"] {
+        for name in [
+            "a-1",
+            "a-1-2",
+            "a-1-p0a",
+            "chatcmpl-a-1-p01.0123456789abcdef",
+            "a-1-2-2",
+            "cmpl-a-1",
+            "a-1-2-r",
+            "chatcmpl-a-1-2.0123456789abcdef",
+        ] {
             assert_eq!(bare_id(name), "a-1", "{name}");
         }
     }

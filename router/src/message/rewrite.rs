@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 
 use crate::message::path::Dialect;
 use crate::message::payload::Payload;
+use crate::metrics::Leg;
 
 /// Removed at any depth of the body. Stock vLLM also reads these from inside `vllm_xargs`.
 const INTERNAL_FIELDS: [&str; 3] = ["kv_transfer_params", "ec_transfer_params", "disaggregated_params"];
@@ -128,6 +129,24 @@ impl RouterFields {
     /// The same for an engine that refuses the usage option.
     pub(crate) fn without_usage(&self) -> Self {
         Self { stream_options: None, ..self.clone() }
+    }
+
+    /// Appends the fields for one leg of a protocol without transfer parameters.
+    pub(crate) fn add_to<'a>(&'a self, added: &mut Vec<(&'a str, &'a [u8])>, leg: Leg) {
+        added.extend(self.fields());
+        if let (Leg::Decode, Some(options)) = (leg, &self.stream_options) {
+            added.push(("stream_options", options.as_bytes()));
+        }
+    }
+
+    /// The client's fields that one leg of such a protocol does not get.
+    pub(crate) fn unset(&self, leg: Leg) -> &'static [&'static str] {
+        match (leg, self.without_priority) {
+            (Leg::Prefill, true) => &["stream_options", "priority"],
+            (Leg::Prefill, false) => &["stream_options"],
+            (Leg::Decode, true) => &["priority"],
+            (Leg::Decode, false) => &[],
+        }
     }
 
     fn fields(&self) -> impl Iterator<Item = (&str, &[u8])> {

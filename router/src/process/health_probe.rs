@@ -59,6 +59,8 @@ pub(crate) async fn run(shared: Arc<Shared>) {
             if probe {
                 wait_for_slot(&mut probes).await;
                 probes.spawn(async move {
+                    // The path of the probe depends on the protocol.
+                    engine.learn_protocol().await;
                     let result = liveness::probe(&engine, within).await;
                     engine.update_health(|health, now, terms| health.record_probe(result, now, terms));
                 });
@@ -100,7 +102,7 @@ fn jitter() -> f64 {
 }
 
 async fn read_load_of(engine: Arc<Engine>, within: Duration) {
-    let request = EngineRequest::get("/metrics");
+    let request = EngineRequest::get(engine.protocol().load_path());
     let own_before = engine.own_requests();
     let reply = async { engine.call(&request, |_| {}).await?.read_whole(METRICS_BYTES_MAX).await };
     let Ok(Ok(reply)) = tokio::time::timeout(within, reply).await else { return };

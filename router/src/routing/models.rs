@@ -16,6 +16,7 @@ use crate::engines::fleet::Fleet;
 use crate::engines::health::HealthTerms;
 use crate::engines::http::{ConnectionTerms, EngineTerms};
 use crate::engines::pool_members::PoolMembers;
+use crate::engines::protocol::ProtocolTerms;
 use crate::message::features::FeatureNeeds;
 use crate::message::rewrite::ModelName;
 use crate::metrics::{Leg, ModelMetrics};
@@ -45,19 +46,22 @@ pub(crate) struct Model {
     pub metrics: ModelMetrics,
 }
 
-/// The release mode of each engine.
-type ReleaseModes<'a> = HashMap<&'a EngineUrl, ReleaseMode>;
+/// How each engine ends leases, and its protocol.
+type SettlementTerms<'a> = HashMap<&'a EngineUrl, (ReleaseMode, ProtocolTerms)>;
 
-/// An engine has one release mode in all pools: that of its first prefill pool, because leases are opened there, or
-/// else that of its first decode pool. The configuration is refused if it lists contradictory modes for one engine.
-fn releases<'a>(config: &RouterConfig, members: &'a PoolMembers) -> ReleaseModes<'a> {
-    let mut releases = HashMap::new();
+/// An engine has one release mode and one protocol in all pools: those of its first prefill pool, because leases are
+/// opened there, or else those of its first decode pool. The configuration is refused if it lists contradictory ones.
+fn settlement_terms<'a>(config: &RouterConfig, members: &'a PoolMembers) -> SettlementTerms<'a> {
+    let mut terms = HashMap::new();
     for leg in [Leg::Prefill, Leg::Decode] {
-        for engine in config.models.iter().flat_map(|model| members.of(&model.name, leg)) {
-            releases.entry(&engine.url).or_insert(engine.release);
+        for model in &config.models {
+            for engine in members.of(&model.name, leg) {
+                let protocol = || ProtocolTerms::new(model.protocol, engine);
+                terms.entry(&engine.url).or_insert_with(|| (engine.release, protocol()));
+            }
         }
     }
-    releases
+    terms
 }
 
 /// All models by all their names.
@@ -74,7 +78,7 @@ impl Model {
         all: &RouterConfig,
         members: &PoolMembers,
         terms: &EngineTerms,
-        releases: &ReleaseModes<'_>,
+        settlement: &SettlementTerms<'_>,
         context: &BuildContext<'_>,
         previous: Option<&Arc<Self>>,
     ) -> Self {
@@ -88,8 +92,8 @@ impl Model {
             let ranks = |engine: &EngineConfig| -> Vec<Arc<PoolMember>> {
                 // An engine has one health, in however many pools it is.
                 let health = HealthTerms { drain: members.drains(&engine.url), ..all.health.terms() };
-                let release = releases.get(&engine.url).copied().unwrap_or(engine.release);
-                let terms = ConnectionTerms { health, release, ..terms.of(&engine.url).clone() };
+                let (release, protocol) = settlement[&engine.url].clone();
+                let terms = ConnectionTerms { health, release, protocol, ..terms.of(&engine.url).clone() };
                 let known = fleet.engine(&engine.url, &terms);
                 let member = || PoolMember::new(engine, Arc::clone(&known), pool, &config.pair_by);
                 match engine.data_parallel_size {
@@ -151,14 +155,14 @@ impl Models {
         previous: Option<&Self>,
     ) -> Self {
         let (mut list, mut by_name) = (Vec::<Arc<Model>>::new(), HashMap::new());
-        let releases = releases(config, members);
+        let settlement = settlement_terms(config, members);
         for model in &config.models {
             let served = Arc::new(Model::new(
                 model,
                 config,
                 members,
                 terms,
-                &releases,
+                &settlement,
                 context,
                 previous.and_then(|p| p.by_name.get(&model.name)),
             ));

@@ -16,6 +16,7 @@ use crate::config::{ConfigError, ReleaseMode, RouterConfig};
 use crate::engines::fleet::Fleet;
 use crate::engines::http::{ApiKeys, ConnectionTerms, EngineTerms, TermsError};
 use crate::engines::pool_members::PoolMembers;
+use crate::engines::protocol::ProtocolTerms;
 use crate::legs::settle::SettlementTerms;
 use crate::observe::observers::{ObserverError, Observers};
 use crate::routing::models::{BuildContext, Models};
@@ -156,6 +157,7 @@ impl Generation {
             tls: None,
             health: config.health.terms(),
             release: ReleaseMode::default(),
+            protocol: ProtocolTerms::default(),
             control: None,
         };
         let before = previous.map(|previous| &previous.terms);

@@ -397,8 +397,8 @@ impl FleetSim<'_> {
 
     /// Whether the lease may still be readable, as far as the router knows.
     fn has_handoff(&self, slot: usize) -> bool {
-        use baton_connector::exchange::State;
-        matches!(self.clients[slot].exchange.state(), State::Decoding(_, Some(_)))
+        use baton_connector::exchange::{PrefillHalf, State};
+        matches!(self.clients[slot].exchange.state(), State::Decoding(_, PrefillHalf::Leased(_)))
     }
 
     fn recompute(&mut self, slot: usize) {

@@ -61,10 +61,10 @@ impl Timeline {
         Span::between(self.prefill_sent, ended)
     }
 
-    /// From the prefill reply to the first decode attempt.
+    /// From the prefill reply to the first decode attempt. Legs that were sent at once have no gap.
     #[must_use]
     pub fn gap(&self) -> Option<Span> {
-        Span::between(self.prefilled, self.decode_sent)
+        Span::between(self.prefilled, self.decode_sent).filter(|gap| gap.to.is_none_or(|to| gap.from <= to))
     }
 
     /// From the first decode attempt to the acceptance by a decode engine.

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::config::{
-    EngineConfig, EngineUrl, Fallback, KvEventsConfig, ModelConfig, PoolConfig, PortName, RouterConfig,
-    Scheme,
+    DisaggregateConfig, EngineConfig, EngineUrl, Fallback, KvEventsConfig, ModelConfig, PoolConfig, PortName,
+    ProtocolSetting, RouterConfig, Scheme,
 };
 
 /// Every contradiction: the path of the key that the problem names, and its description.
@@ -16,6 +16,7 @@ pub(crate) fn find(config: &RouterConfig) -> Vec<(String, String)> {
     publishers(config, &mut found);
     releases(&config.models, &mut found);
     controls(&config.models, &mut found);
+    protocols(&config.models, &mut found);
     for (at, model) in config.models.iter().enumerate() {
         if model.decode.engines.is_empty() && model.decode.discover.is_none() {
             found.push((format!("models[{at}].decode"), "needs at least one engine, or `discover`".into()));
@@ -147,6 +148,33 @@ fn releases(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
                 }
                 Some(_) => {}
                 None => drop(seen.insert(engine.url.authority(), (path, engine.release))),
+            }
+        }
+    }
+}
+
+/// Reports engines with two protocols, and settings that SGLang's engines cannot serve: a decode engine of a pair
+/// computes no prompt.
+fn protocols(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
+    let mut seen = BTreeMap::new();
+    for (at, model) in models.iter().enumerate() {
+        let path = format!("models[{at}].protocol");
+        for engine in model.prefill.engines.iter().chain(&model.decode.engines) {
+            let (first, known) =
+                seen.entry(engine.url.authority()).or_insert_with(|| (path.clone(), model.protocol));
+            if *known != model.protocol {
+                let message = format!("{} has another `protocol` at {first}", engine.url.authority());
+                found.push((path.clone(), message));
+            }
+        }
+        if model.protocol == ProtocolSetting::Sglang {
+            if model.resume {
+                let message = "SGLang's decode engines cannot continue a stream";
+                found.push((format!("models[{at}].resume"), message.into()));
+            }
+            if model.disaggregate != DisaggregateConfig::default() {
+                let message = "with `protocol: sglang` every request has both legs";
+                found.push((format!("models[{at}].disaggregate"), message.into()));
             }
         }
     }

@@ -1,26 +1,45 @@
-//! An engine's reported load, read from its `/metrics`. Pure.
+//! An engine's reported load, read from vLLM's `/metrics` or SGLang's `/v1/loads`. Pure.
 //!
-//! The names are vLLM's, which Baton's engines use too. Samples of several ranks or models are added up. The
-//! cache's usage is the maximum.
+//! Baton's engines use vLLM's names. Samples of several ranks or models are added up. The cache's usage is the maximum.
 
 use std::time::{Duration, Instant};
+
+use serde::Deserialize;
 
 /// One reading.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct EngineLoad {
-    /// `vllm:num_requests_running`.
+    /// `vllm:num_requests_running`, or `num_running_reqs`.
     pub running: u32,
-    /// `vllm:num_requests_waiting`.
+    /// `vllm:num_requests_waiting`, or `num_waiting_reqs`.
     pub waiting: u32,
-    /// `vllm:kv_cache_usage_perc`: 0 to 1, although its name says percent.
+    /// `vllm:kv_cache_usage_perc`, 0 to 1 although its name says percent, or `token_usage`.
     pub kv_usage: f32,
     /// When it was read.
     pub at: Instant,
 }
 
+/// SGLang's `/v1/loads`.
+#[derive(Deserialize)]
+struct SglangLoads {
+    loads: Vec<SglangLoad>,
+}
+
+/// The load of one data-parallel rank.
+#[derive(Deserialize)]
+struct SglangLoad {
+    num_running_reqs: u32,
+    num_waiting_reqs: u32,
+    #[serde(default)]
+    token_usage: f32,
+}
+
 impl EngineLoad {
-    /// Reads Prometheus text; `None` if it contains neither count.
+    /// Reads Prometheus text or SGLang's JSON; `None` if it contains neither count.
     pub(crate) fn read(text: &str, at: Instant) -> Option<Self> {
+        if text.starts_with('{') {
+            return Self::read_sglang(text, at);
+        }
         let mut load = Self { running: 0, waiting: 0, kv_usage: 0.0, at };
         let mut found = false;
         for line in text.lines() {
@@ -45,6 +64,18 @@ impl EngineLoad {
             }
         }
         found.then_some(load)
+    }
+
+    fn read_sglang(text: &str, at: Instant) -> Option<Self> {
+        let SglangLoads { loads } = serde_json::from_str(text).ok()?;
+        let sum = |count: fn(&SglangLoad) -> u32| loads.iter().map(count).fold(0, u32::saturating_add);
+        let usage = loads.iter().map(|load| load.token_usage).fold(0.0, f32::max);
+        (!loads.is_empty()).then(|| Self {
+            running: sum(|load| load.num_running_reqs),
+            waiting: sum(|load| load.num_waiting_reqs),
+            kv_usage: usage.clamp(0.0, 1.0),
+            at,
+        })
     }
 
     /// The load, unless it is stale.
@@ -72,6 +103,18 @@ mod tests {
         assert_eq!((load.running, load.waiting, load.kv_usage), (7, 2, 0.5));
         assert_eq!(EngineLoad::read("up 1\n", now), None);
         assert_eq!(EngineLoad::read("vllm:num_requests_running NaN\n", now), None, "nonsense is no reading");
+    }
+
+    #[test]
+    fn sglangs_loads_are_read_and_ranks_are_added_up() {
+        let text = r#"{"timestamp": "x", "loads": [
+            {"dp_rank": 0, "num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.25},
+            {"dp_rank": 1, "num_running_reqs": 4, "num_waiting_reqs": 1, "token_usage": 0.5, "other": null}]}"#;
+        let load = EngineLoad::read(text, Instant::now()).expect("a reading");
+        assert_eq!((load.running, load.waiting, load.kv_usage), (7, 2, 0.5));
+        for odd in ["{}", r#"{"loads": []}"#, r#"{"loads": [{"num_running_reqs": -1}]}"#] {
+            assert_eq!(EngineLoad::read(odd, Instant::now()), None, "{odd}");
+        }
     }
 
     #[test]

@@ -3,17 +3,70 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytes::BytesMut;
+use hyper::StatusCode;
+
 use super::{
     CallError, Connection, ConnectionError, ConnectionHandle, DialError, Engine, EngineRequest, Reply,
     ReplyHead, head,
 };
 use crate::engines::health::FailureKind;
+use crate::protocol::ServerInfo;
 
 /// Limit of the retry on a new connection. An idle connection that breaks so soon after a request was sent on it
 /// had been closed before. One that breaks later lost the request.
 const STALE_CONNECTION_WINDOW: Duration = Duration::from_secs(1);
 
+/// Maximum wait for `/server_info`, and its maximum size.
+const SERVER_INFO_TIMEOUT: Duration = Duration::from_secs(1);
+const SERVER_INFO_BYTES_MAX: usize = 1 << 20;
+
 impl Engine {
+    /// Learns the engine's protocol from `/server_info` if it is open. Concurrent callers wait for one query.
+    pub(crate) async fn learn_protocol(self: &Arc<Self>) {
+        let is_due = |engine: &Self| {
+            let terms = engine.connections.terms.load();
+            engine.protocol.is_query_due(&terms.protocol, Instant::now())
+        };
+        if !is_due(self) {
+            return;
+        }
+        let query = async {
+            let _one_at_a_time = self.protocol.query_lock.lock().await;
+            if !is_due(self) {
+                return;
+            }
+            // Until the reply arrives, so that a dropped query counts.
+            self.protocol.failed(Instant::now());
+            match self.server_info().await {
+                Some((status, body)) if status.is_success() => self.protocol.learn(ServerInfo::read(&body)),
+                Some((
+                    StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED,
+                    _,
+                )) => {
+                    self.protocol.learn(None);
+                }
+                _ => {}
+            }
+        };
+        let _ = tokio::time::timeout(SERVER_INFO_TIMEOUT, query).await;
+    }
+
+    /// The engine's `/server_info`, over a connection of its own: idle connections are for requests.
+    async fn server_info(self: &Arc<Self>) -> Option<(StatusCode, BytesMut)> {
+        let connection = self.dial(SERVER_INFO_TIMEOUT).await.ok()?;
+        let mut reply = self.call_on(connection, &EngineRequest::get("/server_info")).await.ok()?;
+        let mut body = BytesMut::new();
+        while let Some(chunk) = reply.chunk().await {
+            let chunk = chunk.ok()?;
+            if body.len() + chunk.len() > SERVER_INFO_BYTES_MAX {
+                return None;
+            }
+            body.extend_from_slice(&chunk);
+        }
+        Some((reply.status(), body))
+    }
+
     /// Sends a request and waits for the head of the reply.
     ///
     /// `sent` is called with the socket each time the request is sent on one. An idle connection that the engine

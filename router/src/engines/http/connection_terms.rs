@@ -14,6 +14,7 @@ use crate::config::read::first_line_of;
 use crate::config::{ConfigError, EngineConfig, EngineUrl, ReleaseMode, RouterConfig};
 use crate::engines::health;
 use crate::engines::pool_members::PoolMembers;
+use crate::engines::protocol::ProtocolTerms;
 use crate::tls::TlsError;
 use crate::tls::client::{EngineTls, EngineTlsConnector};
 
@@ -32,6 +33,8 @@ pub(crate) struct ConnectionTerms {
     pub health: health::HealthTerms,
     /// How leases that are no longer needed are ended there.
     pub release: ReleaseMode,
+    /// The protocol of its legs.
+    pub protocol: ProtocolTerms,
     /// Where it answers verbs and snapshot queries, if not at its own address.
     pub control: Option<ControlTerms>,
 }

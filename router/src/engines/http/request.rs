@@ -9,6 +9,7 @@ use hyper::header::HeaderValue;
 
 use crate::message::payload::Payload;
 use crate::message::trace_context::TraceParent;
+use crate::protocol::COMMAND_PATHS;
 
 /// A request. It is cheap to clone, so that it can be sent to another engine.
 #[derive(Clone, Debug)]
@@ -51,7 +52,7 @@ impl EngineRequest {
 
     /// Whether the request is work, and neither a settlement nor a query.
     pub(super) fn is_work(&self) -> bool {
-        self.id.is_some() && !matches!(&*self.path, "/abort_requests" | "/kv/release")
+        self.id.is_some() && !COMMAND_PATHS.contains(&&*self.path)
     }
 
     pub(super) fn pieces(&self) -> &[Bytes] {

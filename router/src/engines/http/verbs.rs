@@ -18,18 +18,10 @@ use super::activity::EngineActivity;
 use super::connection::{IdleConnections, is_local_error};
 use super::{Addresses, CallError, Connection, ConnectionError, Engine, EngineRequest, Reply, head};
 use crate::config::EngineUrl;
+use crate::protocol::Verb;
 
 /// Time for which an engine gets no request for a missing verb. Each check costs one settlement a useless request.
 const RECHECK_INTERVAL: Duration = Duration::from_secs(60);
-
-/// A settlement verb.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Verb {
-    /// `POST /abort_requests`.
-    Abort,
-    /// `POST /kv/release`.
-    Release,
-}
 
 /// Whether an engine supports a verb or an option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -61,7 +61,7 @@ impl ClientRequest {
         Ok(Self {
             dialect: Dialect::Passthrough(path),
             model,
-            aggregate: false,
+            prompts: 1,
             prompt_logprobs: false,
             owned,
             tokens,

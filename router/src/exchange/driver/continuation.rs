@@ -16,9 +16,10 @@ use crate::exchange::client_request::ClientRequest;
 use crate::legs::decode::PlainBody;
 use crate::legs::request_error::RequestError;
 use crate::message::payload::Payload;
-use crate::message::{request_id, rewrite};
+use crate::message::request_id;
 use crate::metrics::log_span::request_span;
 use crate::metrics::{Leg, ResumeResult};
+use crate::protocol::Link;
 
 /// The request to another decode engine.
 pub(crate) enum Continuation {
@@ -95,8 +96,8 @@ impl ExchangeDriver {
     ) -> Option<EngineRequest> {
         match rest {
             Continuation::Everything => {
-                let body =
-                    rewrite::decode_body(&request.body, &request.owned, &request.model.name_in_bodies, None);
+                let leg = request.leg_input(&self.settlement.request);
+                let body = self.protocol.decode_body(&leg, Link::None);
                 Some(self.engine_request(request, Leg::Decode, body))
             }
             Continuation::After { body, tokens } => {

@@ -17,8 +17,9 @@ use crate::legs::decode::{self, DecodeResult, PlainBody};
 use crate::legs::prefill::unless_failed;
 use crate::legs::request_error::RequestError;
 use crate::legs::{ErrorClass, Refusal};
-use crate::message::{request_id, rewrite};
+use crate::message::request_id;
 use crate::metrics::Leg;
+use crate::protocol::{LegInput, Link};
 use crate::routing::pool::EngineReservation;
 
 /// A decode engine's response, and its attempt.
@@ -98,10 +99,12 @@ impl ExchangeDriver {
         handoff: Option<Arc<str>>,
     ) -> Result<Option<DecodeResponse>, RequestError> {
         let recompute = handoff.is_some() && self.retry.is_first_round();
-        let name = &request.model.name_in_bodies;
-        let body = rewrite::decode_body(&request.body, &request.owned, name, handoff.as_deref());
+        let (protocol, id) = (self.protocol, self.settlement.request.clone());
+        let leg = request.leg_input(&id);
+        let link = handoff.as_deref().map_or(Link::None, Link::Handoff);
+        let body = protocol.decode_body(&leg, link);
         let plain_body =
-            || rewrite::decode_body(&request.body, &request.owned.without_usage(), name, handoff.as_deref());
+            || protocol.decode_body(&LegInput { fields: &request.owned.without_usage(), ..leg }, link);
         let plain_body = request.owned.asks_for_usage().then_some(&plain_body as PlainBody<'_>);
         let mut engine_request = self.engine_request(request, Leg::Decode, body);
         engine_request.router_settles = handoff.is_some();

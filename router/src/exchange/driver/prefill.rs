@@ -17,9 +17,10 @@ use crate::legs::Refusal;
 use crate::legs::liveness::wait_while_alive;
 use crate::legs::prefill::{PrefillCall, PrefillResult, PrefillTail, PrefillTimeouts};
 use crate::legs::request_error::RequestError;
-use crate::message::rewrite;
+use crate::legs::settle::PendingPrefill;
 use crate::metrics::Leg;
 use crate::metrics::routing::DisaggregationReason;
+use crate::protocol::Link;
 use crate::routing::pool::EngineReservation;
 
 /// The prefill of one request.
@@ -29,6 +30,8 @@ pub(super) struct PrefillLeg {
     pub call: Option<PrefillCall>,
     /// The rest of a call whose engine leased its blocks early.
     pub tail: Option<PrefillTail>,
+    /// The call of a pair whose decode engine has begun its response.
+    pub pending: Option<PendingPrefill>,
     /// The last lease and its transfer parameters, for the release.
     pub lease: Option<(Attempt, Arc<str>)>,
     /// A prefill engine failed after it leased its blocks early.
@@ -98,13 +101,7 @@ impl ExchangeDriver {
         let mut engine_request = self.engine_request(
             request,
             Leg::Prefill,
-            rewrite::prefill_body(
-                request.dialect,
-                &request.body,
-                &request.owned,
-                &request.model.name_in_bodies,
-                &self.settlement.request,
-            ),
+            self.protocol.prefill_body(&request.leg_input(&self.settlement.request), Link::None),
         );
         // A recomputed prompt has no third round.
         engine_request.early_handoff = request.model.early_handoff && self.retry.is_first_round();

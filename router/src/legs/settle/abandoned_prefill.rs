@@ -22,14 +22,14 @@ use std::time::{Duration, Instant};
 
 use baton_connector::RequestId;
 use baton_connector::exchange::{Attempt, Settlement, SettlementCause};
-use serde_json::json;
 
-use super::{LeaseRelease, SettlementContext, SettlementJob, Settler, may_support, supports, verb_message};
+use super::{LeaseRelease, SettlementContext, SettlementJob, Settler, may_support, request_of, supports};
 use crate::config::ReleaseMode;
-use crate::engines::http::{Engine, Verb};
+use crate::engines::http::Engine;
 use crate::legs::prefill::{PrefillCall, PrefillResult};
 use crate::metrics::log_span::request_span;
 use crate::metrics::{AbandonWaitResult, Leg, SettlementResult};
+use crate::protocol::Verb;
 
 /// One of the [`Settler::active_readers`].
 struct ReaderGuard(Arc<Settler>);
@@ -126,8 +126,10 @@ impl Settler {
         if aborted != SettlementResult::Unsupported || !has_release_verb(engine) {
             return (aborted, Verb::Abort);
         }
-        let body = json!({"request_id": request.as_str(), "reason": SettlementCause::Late.label()});
-        let message = verb_message("/kv/release", &body, request);
+        let Some(command) = engine.protocol().release_by_request(request, SettlementCause::Late) else {
+            return (aborted, Verb::Abort);
+        };
+        let message = request_of(command, request);
         (self.send_with_retries(engine, Verb::Release, &message).await, Verb::Release)
     }
 

@@ -8,6 +8,7 @@ use crate::config::{PoolConfig, ReleaseMode};
 use crate::engines::fleet::Fleet;
 use crate::engines::health::{EngineLoad, FailureKind, LoadReading, OperatorOrder, state};
 use crate::engines::http::ConnectionTerms;
+use crate::engines::protocol::ProtocolTerms;
 
 const POLICIES: [&str; 8] = [
     "round_robin",
@@ -30,6 +31,7 @@ fn terms() -> ConnectionTerms {
         tls: None,
         health: state::tests::TERMS,
         release: ReleaseMode::default(),
+        protocol: ProtocolTerms::default(),
         control: None,
     }
 }

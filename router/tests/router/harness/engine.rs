@@ -183,8 +183,10 @@ impl FakeEngine {
             .collect()
     }
 
+    /// All requests, without the router's query for the engine's protocol.
     pub(crate) fn all(&self) -> Vec<ReceivedRequest> {
-        self.inner.requests.lock().unwrap().clone()
+        let requests = self.inner.requests.lock().unwrap();
+        requests.iter().filter(|request| request.path != "/server_info").cloned().collect()
     }
 
     /// Number of requests whose connection was closed before the end of the response.

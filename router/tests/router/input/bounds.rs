@@ -133,7 +133,7 @@ async fn connections_to_engines_are_kept_for_as_long_as_they_may_be_idle() {
     for (idle_ms, made) in [(0, 3), (3_600_000, 1)] {
         let decode = FakeEngine::always(Action::Whole(1)).await;
         let top = format!("timeouts: {{engine_idle_ms: {idle_ms}}}");
-        let system = TestRouter::with(&[], &[&decode], "", &top).await;
+        let system = TestRouter::with(&[], &[&decode], "    protocol: vllm", &top).await;
         for _ in 0..3 {
             assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
         }

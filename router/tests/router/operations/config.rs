@@ -73,6 +73,22 @@ fn a_problem_is_reported_by_line_and_column() {
              prefill: {engines: [{url: 'http://p:1'}]}\n",
             "7:25: `models[1].prefill.engines[0].release`: the same engine has another `release` at models[0].prefill",
         ),
+        (
+            "    prefill: {engines: [{url: 'http://127.0.0.1:1'}]}\n",
+            "    protocol: vllm\n    decode: {engines: [{url: 'http://p:1'}]}\n  - name: n\n    \
+             protocol: sglang\n    prefill: {engines: [{url: 'http://p:1'}]}\n",
+            "7:15: `models[1].protocol`: p:1 has another `protocol` at models[0].protocol",
+        ),
+        (
+            "name: m",
+            "name: m\n    protocol: sglang\n    resume: true",
+            "5:13: `models[0].resume`: SGLang's decode engines cannot continue a stream",
+        ),
+        (
+            "name: m",
+            "name: m\n    protocol: sglang\n    disaggregate: {always: true}",
+            "5:19: `models[0].disaggregate`: with `protocol: sglang` every request has both legs",
+        ),
         ("name: m", "name: m\n    name: n", "4:5: the key `name` is given twice, first in line 3"),
         (
             "name: m",

@@ -12,6 +12,7 @@ pub(crate) mod policies;
 pub(crate) mod reply_window;
 pub(crate) mod restarts;
 pub(crate) mod resume;
+pub(crate) mod sglang;
 pub(crate) mod stock_engine;
 pub(crate) mod time;
 pub(crate) mod unstreamed;

@@ -1,0 +1,347 @@
+//! Both legs at once, for protocols whose engines exchange the blocks by themselves. A failed leg ends the other one,
+//! and the next attempt is a new pair under a new id.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use baton_connector::RequestId;
+use baton_connector::exchange::{Attempt, Event, Failure, SettlementCause};
+use baton_openai::ApiError;
+
+use super::selection::EngineSelection;
+use super::{DecodeResponse, ExchangeDriver};
+use crate::admission::Unavailable;
+use crate::client::disconnect::race;
+use crate::client::session::{ClientGone, Session};
+use crate::engines::http::{Engine, EngineRequest, EngineRequestGuard, Reply};
+use crate::exchange::client_request::ClientRequest;
+use crate::legs::Refusal;
+use crate::legs::decode::{self, DecodeResult};
+use crate::legs::liveness::{ProbeError, wait_while_alive};
+use crate::legs::prefill::{PrefillCall, PrefillResult, PrefillTimeouts};
+use crate::legs::request_error::RequestError;
+use crate::message::request_id;
+use crate::metrics::Leg;
+use crate::metrics::routing::DisaggregationReason;
+use crate::protocol::{LegOrder, Link};
+use crate::routing::pool::EngineReservation;
+
+/// Wait for the prefill engine's own error after the decode engine's. Both engines fail together, so it is due at once.
+const PREFILL_GRACE: Duration = Duration::from_millis(100);
+
+/// The engines that failed the request, per leg.
+#[derive(Default)]
+struct FailedEngines {
+    prefill: Vec<Arc<Engine>>,
+    decode: Vec<Arc<Engine>>,
+}
+
+/// The attempts of one pair, with their engines.
+struct Pair {
+    prefill: (Attempt, Arc<Engine>),
+    decode: (Attempt, Arc<Engine>),
+    sent_at: Instant,
+    /// Counts the request at the decode engine.
+    load: EngineRequestGuard,
+}
+
+/// The outcome of one pair.
+enum PairOutcome {
+    Accepted(DecodeResponse),
+    /// The leg failed; another pair may be tried.
+    Failed(Leg, Refusal, SettlementCause),
+}
+
+/// What happens first while both legs are open.
+enum PairEvent {
+    Prefill(Result<PrefillResult, ProbeError>),
+    Decode(DecodeResult),
+}
+
+impl ExchangeDriver {
+    /// Whether both legs of the request are sent at once. The protocol is that of the reserved decode engine.
+    ///
+    /// # Errors
+    /// The client has disconnected.
+    pub(crate) async fn sends_pairs(
+        &mut self,
+        session: &mut Session,
+        request: &ClientRequest,
+    ) -> Result<bool, RequestError> {
+        let Some(reserved) = self.selection.reserved.as_ref().filter(|_| request.dialect.generates()) else {
+            return Ok(false);
+        };
+        let engine = Arc::clone(reserved.engine());
+        if race(session, engine.learn_protocol()).await.is_err() {
+            return Err(self.cancel());
+        }
+        self.protocol = engine.protocol();
+        Ok(self.protocol.order() == LegOrder::Concurrent && !request.model.prefill.is_empty())
+    }
+
+    /// Both legs: the head of a decode engine's successful response.
+    pub(crate) async fn decode_as_pair(
+        &mut self,
+        session: &mut Session,
+        request: &ClientRequest,
+    ) -> Result<DecodeResponse, RequestError> {
+        self.shared.metrics.routing.count_disaggregation(DisaggregationReason::Always);
+        let base = self.settlement.request.clone();
+        let (mut failed, mut last) = (FailedEngines::default(), Refusal::none_left());
+        let mut cause = SettlementCause::DecodeUnreachable;
+        let attempts = self.generation.config.attempts.decode.max(self.generation.config.attempts.prefill);
+        for number in 1..=u8::try_from(attempts).unwrap_or(u8::MAX) {
+            let decode = match self.selection.reserved.take() {
+                Some(reserved) => EngineSelection::Engine(reserved),
+                None => match self.select_decode(session, request, &failed.decode).await {
+                    Ok(selection) => selection,
+                    Err(ClientGone) => return Err(self.cancel()),
+                },
+            };
+            let decode = match decode {
+                EngineSelection::Engine(reserved) => reserved,
+                EngineSelection::Unavailable(_) => break,
+                EngineSelection::Busy(busy) => return Err(self.refuse_busy(busy)),
+            };
+            let Ok(prefill) = self.select_prefill(session, request, &failed.prefill).await else {
+                return Err(self.cancel());
+            };
+            let prefill = match prefill {
+                EngineSelection::Engine(reserved) => reserved,
+                EngineSelection::Unavailable(Unavailable::NoEngine) => break,
+                EngineSelection::Unavailable(Unavailable::Full) => {
+                    self.apply(Event::NotAdmitted);
+                    return Err(RequestError::Refused(Refusal::all_busy()));
+                }
+                EngineSelection::Busy(busy) => return Err(self.refuse_busy(busy)),
+            };
+            if !self.take_retry(session, Leg::Decode, usize::from(number) - 1).await? {
+                break;
+            }
+            self.settlement.request = request_id::of_pair(&base, number);
+            let engines = [Arc::clone(prefill.engine()), Arc::clone(decode.engine())];
+            match self.attempt_pair(session, request, prefill, decode).await? {
+                PairOutcome::Accepted(response) => return Ok(response),
+                PairOutcome::Failed(leg, refusal, why) => {
+                    let [prefill, decode] = engines;
+                    match leg {
+                        Leg::Prefill => failed.prefill.push(prefill),
+                        Leg::Decode => failed.decode.push(decode),
+                    }
+                    (last, cause) = (refusal, why);
+                    if self.faults.has_reached_unresponsive_limit() {
+                        break;
+                    }
+                }
+            }
+        }
+        self.apply(if self.attempts.engines.is_empty() {
+            Event::NoEngine
+        } else {
+            Event::ExhaustedFor(cause)
+        });
+        Err(RequestError::Refused(last))
+    }
+
+    fn refuse_busy(&mut self, busy: ApiError) -> RequestError {
+        self.apply(Event::NotAdmitted);
+        busy.into()
+    }
+
+    /// One pair: both legs, until the decode engine accepts the request or a leg fails.
+    async fn attempt_pair(
+        &mut self,
+        session: &mut Session,
+        request: &ClientRequest,
+        prefill: EngineReservation,
+        decode: EngineReservation,
+    ) -> Result<PairOutcome, RequestError> {
+        let [prefill_request, decode_request] =
+            self.pair_requests(session, request, &prefill, &decode).await?;
+        let engines = [Arc::clone(prefill.engine()), Arc::clone(decode.engine())];
+        let [prefill_engine, decode_engine] = engines;
+        let pair = Pair {
+            prefill: (self.attempts.add(Leg::Prefill, &prefill_engine), prefill_engine),
+            decode: (self.attempts.add(Leg::Decode, &decode_engine), decode_engine),
+            sent_at: Instant::now(),
+            load: decode.load,
+        };
+        let bounds = request.model.bounds;
+        let probe_interval = Duration::from_millis(self.generation.config.timeouts.liveness_probe_ms);
+        // The decode engine waits for the prefill, which has a time limit of its own.
+        let first_byte = bounds.decode_first_byte.saturating_add(bounds.prefill_silence);
+        let timeouts =
+            PrefillTimeouts { sent_at: pair.sent_at, silence: bounds.prefill_silence, probe_interval };
+        self.apply(Event::PairSent(pair.prefill.0, pair.decode.0));
+        self.prefill.call = Some(PrefillCall::start(pair.prefill.0, prefill.load, prefill_request));
+        let decode_engine = Arc::clone(&pair.decode.1);
+        let response = decode::ask(&decode_engine, &decode_request, first_byte, probe_interval, None, || ());
+        let mut response = std::pin::pin!(response);
+        loop {
+            let call = self.prefill.call.as_mut();
+            let next = async {
+                let Some(call) = call else { return PairEvent::Decode(response.as_mut().await) };
+                let prefilled = wait_while_alive(
+                    &pair.prefill.1,
+                    probe_interval,
+                    timeouts.silence,
+                    call.receive_response(),
+                );
+                tokio::select! {
+                    biased;
+                    prefilled = prefilled => PairEvent::Prefill(prefilled),
+                    decoded = response.as_mut() => PairEvent::Decode(decoded),
+                }
+            };
+            match race(session, next).await {
+                Err(ClientGone) => return Err(self.cancel()),
+                Ok(PairEvent::Prefill(prefilled)) => {
+                    if let Some(outcome) = self.end_prefill_of_pair(&pair, prefilled)? {
+                        return Ok(outcome);
+                    }
+                }
+                Ok(PairEvent::Decode(DecodeResult::Accepted(reply))) => {
+                    return Ok(PairOutcome::Accepted(self.accept_pair(pair, reply, timeouts)));
+                }
+                Ok(PairEvent::Decode(decoded)) => {
+                    if let Some(prefilled) = self.prefill_failure(&decoded).await
+                        && let Some(outcome) = self.end_prefill_of_pair(&pair, Ok(prefilled))?
+                    {
+                        return Ok(outcome);
+                    }
+                    return self.fail_decode_of_pair(&pair, decoded);
+                }
+            }
+        }
+    }
+
+    /// The prefill engine's failure, if a decode engine's error may only report it: an engine whose transfer fails
+    /// answers 500, whatever the reason.
+    async fn prefill_failure(&mut self, decoded: &DecodeResult) -> Option<PrefillResult> {
+        let DecodeResult::Failed(Failure::Answered, ..) = decoded else { return None };
+        let call = self.prefill.call.as_mut()?;
+        let result = tokio::time::timeout(PREFILL_GRACE, call.receive_response()).await.ok()?;
+        match result {
+            PrefillResult::Refused(_) | PrefillResult::Failed(..) => Some(result),
+            PrefillResult::NoLease | PrefillResult::Leased(..) => {
+                self.prefill.call = None;
+                None
+            }
+        }
+    }
+
+    /// The requests of both legs.
+    async fn pair_requests(
+        &mut self,
+        session: &mut Session,
+        request: &ClientRequest,
+        prefill: &EngineReservation,
+        decode: &EngineReservation,
+    ) -> Result<[EngineRequest; 2], RequestError> {
+        // The port of the bootstrap server may not be known yet.
+        if race(session, prefill.engine().learn_protocol()).await.is_err() {
+            return Err(self.cancel());
+        }
+        let protocol = self.protocol;
+        let id: RequestId = self.settlement.request.clone();
+        let leg = request.leg_input(&id);
+        if let Err(error) = protocol.check(&leg) {
+            self.apply(Event::NotAdmitted);
+            return Err(error.into());
+        }
+        let bootstrap = prefill.engine().bootstrap(request.prompts, prefill.member.rank);
+        let link = Link::Bootstrap(&bootstrap);
+        let prefill_body = protocol.prefill_body(&leg, link);
+        let decode_body = protocol.decode_body(&leg, link);
+        let rank = |reserved: &EngineReservation| reserved.member.rank;
+        Ok([
+            EngineRequest { rank: rank(prefill), ..self.engine_request(request, Leg::Prefill, prefill_body) },
+            EngineRequest { rank: rank(decode), ..self.engine_request(request, Leg::Decode, decode_body) },
+        ])
+    }
+
+    /// The prefill half has answered, or it never will. `None`: the decode half continues.
+    fn end_prefill_of_pair(
+        &mut self,
+        pair: &Pair,
+        prefilled: Result<PrefillResult, ProbeError>,
+    ) -> Result<Option<PairOutcome>, RequestError> {
+        let (attempt, engine) = &pair.prefill;
+        let failed = |refusal| PairOutcome::Failed(Leg::Prefill, refusal, SettlementCause::DecodeFailed);
+        let result = match prefilled {
+            Err(error) => {
+                // The call is still open: its abort reads the reply.
+                self.record_fault(engine, Leg::Prefill, error.fault());
+                self.progress.timed_out = true;
+                self.apply(Event::PrefillFailed(*attempt, Failure::Unknown));
+                return Ok(Some(failed(Refusal::timed_out())));
+            }
+            Ok(result) => result,
+        };
+        // The reply ends the call.
+        self.prefill.call = None;
+        match &result {
+            PrefillResult::Leased(..) | PrefillResult::NoLease => {
+                self.record_prefill(engine, pair.sent_at.elapsed());
+            }
+            PrefillResult::Refused(_) => self.record_refusal(engine, Leg::Prefill, pair.sent_at.elapsed()),
+            PrefillResult::Failed(..) => {}
+        }
+        self.apply(result.exchange_event(*attempt));
+        match result {
+            PrefillResult::NoLease => Ok(None),
+            PrefillResult::Leased(params, ..) => {
+                self.prefill.lease = Some((*attempt, params));
+                Ok(None)
+            }
+            PrefillResult::Refused(refusal) => Err(RequestError::Refused(refusal)),
+            PrefillResult::Failed(_, refusal, fault) => {
+                self.log_misconfigured(engine, Leg::Prefill, &refusal);
+                self.record_fault(engine, Leg::Prefill, fault);
+                Ok(Some(failed(refusal)))
+            }
+        }
+    }
+
+    /// The decode engine has accepted the request. A prefill that has not answered yet is read to its end.
+    fn accept_pair(&mut self, pair: Pair, reply: Box<Reply>, timeouts: PrefillTimeouts) -> DecodeResponse {
+        let Pair { decode: (attempt, engine), sent_at, load, .. } = pair;
+        self.record_acceptance(&engine, sent_at.elapsed());
+        self.apply(Event::DecodeAccepted(attempt));
+        if let Some(call) = self.prefill.call.take() {
+            // From now on a failure of the prefill ends nothing.
+            self.apply(Event::FirstChunk(attempt));
+            let settler = &self.shared.settler;
+            self.prefill.pending = Some(settler.follow_prefill(call, timeouts, self.settlement.clone()));
+        }
+        DecodeResponse { attempt, reply, load }
+    }
+
+    /// The decode half has failed, which ends the prefill half.
+    fn fail_decode_of_pair(
+        &mut self,
+        pair: &Pair,
+        decoded: DecodeResult,
+    ) -> Result<PairOutcome, RequestError> {
+        let (attempt, engine) = &pair.decode;
+        match decoded {
+            DecodeResult::Accepted(_) => unreachable!("the caller handles acceptance"),
+            DecodeResult::Refused(refusal) => {
+                self.record_refusal(engine, Leg::Decode, pair.sent_at.elapsed());
+                self.apply(Event::DecodeRefused(*attempt));
+                Err(RequestError::Refused(refusal))
+            }
+            DecodeResult::Failed(failure, refusal, _class, fault) => {
+                self.progress.timed_out = refusal == Refusal::timed_out();
+                self.apply(Event::DecodeFailed(*attempt, failure));
+                self.record_fault(engine, Leg::Decode, fault);
+                self.log_misconfigured(engine, Leg::Decode, &refusal);
+                let cause = match failure {
+                    Failure::NotReached => SettlementCause::DecodeUnreachable,
+                    _ => SettlementCause::DecodeFailed,
+                };
+                Ok(PairOutcome::Failed(Leg::Decode, refusal, cause))
+            }
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! vLLM's pull protocol, which Baton's engines speak too: the prefill engine's reply contains the handoff, and the decode
+//! engine reads the blocks. The verbs are those of the contract (docs/reference/contract.md).
+
+use baton_connector::exchange::SettlementCause;
+use baton_connector::{Handle, RequestId};
+use baton_openai::ApiError;
+use bytes::Bytes;
+use serde_json::{Value, json};
+
+use super::{Command, LegInput, LegOrder, Link, Protocol, Verb};
+use crate::message::payload::Payload;
+use crate::message::rewrite;
+use crate::metrics::Leg;
+
+#[derive(Debug)]
+pub(super) struct Vllm;
+
+impl Protocol for Vllm {
+    fn order(&self) -> LegOrder {
+        LegOrder::PrefillFirst
+    }
+
+    fn check(&self, _leg: &LegInput<'_>) -> Result<(), ApiError> {
+        Ok(())
+    }
+
+    fn prefill_body(&self, leg: &LegInput<'_>, _link: Link<'_>) -> Payload {
+        rewrite::prefill_body(leg.dialect, leg.body, leg.fields, leg.model, leg.request)
+    }
+
+    fn decode_body(&self, leg: &LegInput<'_>, link: Link<'_>) -> Payload {
+        let handoff = match link {
+            Link::Handoff(handoff) => Some(handoff),
+            Link::None | Link::Bootstrap(_) => None,
+        };
+        rewrite::decode_body(leg.body, leg.fields, leg.model, handoff)
+    }
+
+    /// Both legs have the same id, so an engine that serves both needs the leg.
+    fn abort(&self, request: &RequestId, leg: Leg) -> Command {
+        command("/abort_requests", &json!({"request_ids": [request.as_str()], "leg": leg.label()}))
+    }
+
+    /// In its development mode vLLM has a path of the same name, which answers 200 for every id and ends no lease.
+    fn confirms(&self, verb: Verb, body: &[u8]) -> bool {
+        let Ok(answer) = serde_json::from_slice::<Value>(body) else { return false };
+        match verb {
+            Verb::Abort => answer["results"].is_object(),
+            Verb::Release => answer["result"].is_string(),
+        }
+    }
+
+    fn release(&self, handle: Handle, cause: SettlementCause) -> Option<Command> {
+        Some(command("/kv/release", &json!({"handle": handle.to_string(), "reason": cause.label()})))
+    }
+
+    fn release_by_request(&self, request: &RequestId, cause: SettlementCause) -> Option<Command> {
+        Some(command("/kv/release", &json!({"request_id": request.as_str(), "reason": cause.label()})))
+    }
+
+    fn health_path(&self) -> &'static str {
+        "/health"
+    }
+
+    fn load_path(&self) -> &'static str {
+        "/metrics"
+    }
+}
+
+fn command(path: &'static str, body: &Value) -> Command {
+    Command { path, body: Bytes::from(body.to_string()) }
+}
