@@ -87,7 +87,7 @@ fn a_problem_is_reported_by_line_and_column() {
         (
             "name: m",
             "name: m\n    protocol: sglang\n    disaggregate: {always: true}",
-            "5:19: `models[0].disaggregate`: with `protocol: sglang` every request has both legs",
+            "5:5: `models[0].disaggregate`: with `protocol: sglang` every request has both legs",
         ),
         ("name: m", "name: m\n    name: n", "4:5: the key `name` is given twice, first in line 3"),
         (
