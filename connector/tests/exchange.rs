@@ -41,7 +41,6 @@ fn alphabet() -> Vec<Event> {
         events.extend(failures.map(|f| Event::DecodeFailed(d, f)));
         events.extend([Event::FirstChunk(d), Event::StreamEnded(d)]);
         events.extend([Event::StreamBroken(d), Event::StreamCut(d)]);
-        events.extend(P.map(|p| Event::PairSent(p, d)));
     }
     events
 }
@@ -67,7 +66,6 @@ impl EngineModel {
     fn possible(&self, event: Event) -> bool {
         match event {
             Event::PrefillSent(a) | Event::DecodeSent(a) => !self.used.contains(&a),
-            Event::PairSent(p, d) => !self.used.contains(&p) && !self.used.contains(&d),
             Event::PrefillEnded(a) => self.used.contains(&a) && !self.working.contains(&a),
             Event::PrefillLeased(a, _)
             | Event::PrefillEmpty(a)
@@ -96,10 +94,6 @@ impl EngineModel {
             Event::PrefillSent(a) | Event::DecodeSent(a) => {
                 self.used.insert(a);
                 self.working.insert(a);
-            }
-            Event::PairSent(p, d) => {
-                self.used.extend([p, d]);
-                self.working.extend([p, d]);
             }
             // The decode engine has read the blocks of a completed pair.
             Event::PrefillLeased(a, _) if self.finishing.contains(&a) => drop(self.working.remove(&a)),
@@ -340,7 +334,7 @@ fn an_early_handoff_prefill_lasts_until_its_end() {
 /// Every kind of state with every event. `BLESS=1 cargo test -p baton-connector` rewrites the file.
 #[test]
 fn the_transition_table_matches_its_golden_file() {
-    let pair = Event::PairSent(P[0], D[0]);
+    let [p, d] = [Event::PrefillSent(P[0]), Event::DecodeSent(D[0])];
     let prefixes: [&[Event]; 13] = [
         &[],
         &[Event::PrefillSent(P[0])],
@@ -362,10 +356,10 @@ fn the_transition_table_matches_its_golden_file() {
             Event::FirstChunk(D[0]),
         ],
         &[Event::PrefillSent(P[0]), Event::ClientGone],
-        &[pair],
-        &[pair, Event::DecodeAccepted(D[0])],
-        &[pair, Event::DecodeAccepted(D[0]), Event::FirstChunk(D[0])],
-        &[pair, Event::DecodeAccepted(D[0]), Event::StreamEnded(D[0])],
+        &[p, d],
+        &[p, d, Event::DecodeAccepted(D[0])],
+        &[p, d, Event::DecodeAccepted(D[0]), Event::FirstChunk(D[0])],
+        &[p, d, Event::DecodeAccepted(D[0]), Event::StreamEnded(D[0])],
     ];
     let mut table =
         String::from("# state ─ event ─▶ state | settlements. Attempts 1, 2 prefill; 3, 4 decode.\n");

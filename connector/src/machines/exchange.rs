@@ -13,8 +13,8 @@
 //! any state but Done ─ client gone, dropped ─▶ Done
 //!
 //! Both legs at once, for protocols whose decode engine needs no reply of the prefill engine:
-//! Choosing ─ pair sent ─▶ Decoding(D, P computes) ─ P answered ─▶ Decoding(D), then as above
-//!    ◀── P or D failed before the first chunk: the other leg is aborted ──┘
+//! Prefilling(P) ─ decode sent ─▶ Decoding(D, P computes) ─ P answered ─▶ Decoding(D), then as above
+//!    Choosing ◀── P or D failed before the first chunk: the other leg is aborted ──┘
 //! ```
 //!
 //! A settlement is pending while an engine may work or keep blocks for the request. The end of the request executes it:
@@ -217,17 +217,23 @@ impl Exchange {
         use PrefillHalf as P;
         use State as S;
         match (self.state, event) {
-            (S::Choosing, E::PrefillSent(to)) if !self.aborted_prefills.contains(&to) => {
+            // Also for the next pair, after the decode engine of an answered prefill failed.
+            (S::Choosing | S::ReadyToDecode(None), E::PrefillSent(to))
+                if !self.aborted_prefills.contains(&to) =>
+            {
                 self.enter(S::Prefilling(to))
             }
-            (S::Choosing, E::PairSent(prefill, decode)) if !self.aborted_prefills.contains(&prefill) => {
-                self.enter(S::Decoding(decode, P::Computing(prefill)))
-            }
+            // Both legs at once.
+            (S::Prefilling(on), E::DecodeSent(to)) => self.enter(S::Decoding(to, P::Computing(on))),
             (S::Choosing, E::PrefillSkipped) => self.enter(S::ReadyToDecode(None)),
             (S::Choosing, E::NotAdmitted) => {
                 self.end(Outcome::NotAdmitted, SettlementCause::DecodeUnreachable)
             }
             (S::Choosing, E::NoEngine) => self.end(Outcome::NoEngine, SettlementCause::DecodeUnreachable),
+            // Every pair failed, the last one at its decode engine.
+            (S::Choosing, E::ExhaustedFor(cause @ SettlementCause::DecodeFailed)) => {
+                self.end(Outcome::DecodeExhausted, cause)
+            }
             (S::Choosing | S::Prefilling(_), E::Exhausted | E::ExhaustedFor(_)) => {
                 self.end(Outcome::PrefillExhausted, SettlementCause::DecodeUnreachable)
             }
@@ -393,7 +399,6 @@ impl Exchange {
                 | E::NoEngine
                 | E::PrefillEnded(_)
                 | E::PrefillSent(_)
-                | E::PairSent(..)
                 | E::PrefillSkipped
                 | E::DecodeSent(_)
                 | E::DecodeAccepted(_)
@@ -483,10 +488,6 @@ impl Exchange {
         let line = &mut self.timeline;
         match event {
             Event::PrefillSent(_) => drop(line.prefill_sent.get_or_insert(now)),
-            Event::PairSent(..) => {
-                line.prefill_sent.get_or_insert(now);
-                line.decode_sent.get_or_insert(now);
-            }
             Event::PrefillLeased(..) | Event::PrefillEmpty(_) => drop(line.prefilled.get_or_insert(now)),
             Event::PrefillEnded(_) => line.prefill_ended = Some(now),
             Event::DecodeSent(_) => drop(line.decode_sent.get_or_insert(now)),

@@ -233,6 +233,11 @@ impl Engine {
         self.known_protocol().unwrap_or_default().protocol()
     }
 
+    /// What its replies have shown of its process.
+    pub(crate) fn learned_protocol(&self) -> &LearnedProtocol {
+        &self.protocol
+    }
+
     /// A new meeting place at this prefill engine, with one room per prompt.
     pub(crate) fn bootstrap(&self, prompts: usize, rank: Option<u16>) -> Bootstrap {
         let terms = self.connections.terms.load();

@@ -1,10 +1,11 @@
 //! The protocol of an engine: configured, or learned from its `/server_info`.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::config::{EngineConfig, ProtocolSetting};
-use crate::protocol::{ProtocolKind, ServerInfo};
+use crate::protocol::{ProtocolKind, PushIdentity, ServerInfo};
 
 /// Time after a failed query until the next one.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
@@ -35,6 +36,8 @@ impl ProtocolTerms {
 #[derive(Debug, Default)]
 pub(crate) struct LearnedProtocol {
     state: Mutex<Learned>,
+    /// Where decode engines register with a pushing prefill engine, by data-parallel rank.
+    identities: Mutex<HashMap<Option<u16>, Arc<PushIdentity>>>,
     /// Held by the task that queries.
     pub(crate) query_lock: tokio::sync::Mutex<()>,
 }
@@ -45,6 +48,9 @@ struct Learned {
     bootstrap_port: Option<u16>,
     failed_at: Option<Instant>,
 }
+
+/// Most data-parallel ranks whose identities are kept.
+const IDENTITIES_MAX: usize = 256;
 
 impl LearnedProtocol {
     /// The protocol under these terms; `None` if it is not known yet.
@@ -83,9 +89,34 @@ impl LearnedProtocol {
         self.state().failed_at = Some(now);
     }
 
+    /// The identity of a pushing engine's rank.
+    pub(crate) fn identity(&self, rank: Option<u16>) -> Option<Arc<PushIdentity>> {
+        self.identities().get(&rank).cloned()
+    }
+
+    /// Records the identity in a reply.
+    pub(crate) fn set_identity(&self, rank: Option<u16>, identity: PushIdentity) {
+        let mut identities = self.identities();
+        if identities.get(&rank).is_none_or(|known| **known != identity)
+            && (identities.len() < IDENTITIES_MAX || identities.contains_key(&rank))
+        {
+            identities.insert(rank, Arc::new(identity));
+        }
+    }
+
+    /// Forgets the identity of a rank: its process may have been replaced.
+    pub(crate) fn forget_identity(&self, rank: Option<u16>) {
+        self.identities().remove(&rank);
+    }
+
     /// Forgets everything: another process may answer at the engine's address.
     pub(crate) fn forget(&self) {
         *self.state() = Learned::default();
+        self.identities().clear();
+    }
+
+    fn identities(&self) -> MutexGuard<'_, HashMap<Option<u16>, Arc<PushIdentity>>> {
+        self.identities.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn state(&self) -> MutexGuard<'_, Learned> {

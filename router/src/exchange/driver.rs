@@ -104,7 +104,13 @@ impl ExchangeDriver {
             generation,
             model,
             protocol: ProtocolKind::default().protocol(),
-            settlement: SettlementContext { request, exchange, model: None, authorization: None },
+            settlement: SettlementContext {
+                request,
+                exchange,
+                model: None,
+                authorization: None,
+                ends_by_write: false,
+            },
             attempts: Attempts::default(),
             selection: Selection::default(),
             prefill: PrefillLeg::default(),
@@ -158,6 +164,9 @@ impl ExchangeDriver {
             }
         }
         let step = self.exchange(|exchange| exchange.apply(event, now));
+        // The decode engine may hold blocks.
+        let ends_decode = step.settlements.iter().any(|one| matches!(one, Settlement::AbortDecode(_)));
+        self.settlement.ends_by_write |= ends_decode && self.protocol.write_frees_decode();
         for settlement in step.settlements {
             self.settle(settlement);
         }
@@ -217,6 +226,8 @@ impl ExchangeDriver {
             Settlement::AbortPrefill(attempt) => {
                 match (self.prefill.call.take(), self.prefill.pending.take()) {
                     (Some(call), _) => settler.abort_and_read(call, context),
+                    // Without the abort the prefill runs to its end.
+                    (None, Some(_)) if context.ends_by_write => {}
                     (None, Some(pending)) => pending.abort(),
                     // The connection broke, so there is no response to read.
                     (None, None) => settler.abort(self.attempts.engine(attempt), Leg::Prefill, context),

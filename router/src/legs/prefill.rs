@@ -14,6 +14,7 @@ use baton_openai::{ParseLimits, RawBody, recover_member};
 use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use serde_json::Value;
+use tokio::sync::Notify;
 
 use super::{Fault, Refusal, Verdict, classify_unreadable, log_unsupported_endpoint};
 use crate::engines::http::{
@@ -52,6 +53,8 @@ pub(crate) struct PrefillCall {
     bytes: usize,
     /// The socket of the request, once it is sent.
     socket: Arc<Mutex<Option<Arc<ConnectionHandle>>>>,
+    /// Notified when it is sent.
+    sent: Arc<Notify>,
     /// Never locked: the mutex only makes the future `Sync`, which pingora requires of a context.
     answer: Mutex<Pin<Box<ResponseFuture>>>,
 }
@@ -73,10 +76,14 @@ pub(crate) enum PrefillResult {
 impl PrefillCall {
     pub(crate) fn start(attempt: Attempt, load: EngineRequestGuard, outgoing: EngineRequest) -> Self {
         let socket = Arc::<Mutex<Option<Arc<ConnectionHandle>>>>::default();
-        let (on, at) = (Arc::clone(&socket), Arc::clone(load.engine()));
+        let sent = Arc::new(Notify::new());
+        let (on, at, notify) = (Arc::clone(&socket), Arc::clone(load.engine()), Arc::clone(&sent));
         let bytes = outgoing.body.pieces().iter().map(Bytes::len).sum();
         let answer = async move {
-            let sent = |socket| *on.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
+            let sent = |socket| {
+                *on.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
+                notify.notify_one();
+            };
             let response = first_response(&at, &outgoing, sent).await;
             if let Err(error @ (CallError::Broken(_) | CallError::TooLarge(_))) = &response {
                 tracing::debug!(
@@ -87,7 +94,7 @@ impl PrefillCall {
             response
         };
         let sent_at = Instant::now();
-        Self { attempt, load, sent_at, bytes, socket, answer: Mutex::new(Box::pin(answer)) }
+        Self { attempt, load, sent_at, bytes, socket, sent, answer: Mutex::new(Box::pin(answer)) }
     }
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {
@@ -122,6 +129,20 @@ impl PrefillCall {
     pub(crate) fn is_half_closed(&self) -> bool {
         let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
         socket.as_ref().is_some_and(|socket| socket.is_half_closed())
+    }
+
+    /// Waits until the request is on its way, or has failed before: then the response, as
+    /// [`Self::receive_response`] returns it.
+    ///
+    /// # Cancel safety
+    /// Cancel-safe; [`Self::receive_response`] follows.
+    pub(crate) async fn wait_until_sent(&mut self) -> Option<PrefillResult> {
+        let sent = Arc::clone(&self.sent);
+        tokio::select! {
+            biased;
+            () = sent.notified() => None,
+            response = self.receive_response() => Some(response),
+        }
     }
 
     /// Waits for the engine's response.

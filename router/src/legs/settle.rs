@@ -91,6 +91,9 @@ pub(crate) struct SettlementContext {
     pub model: Option<Arc<Model>>,
     /// The client's credentials, which engines may require.
     pub authorization: Option<HeaderValue>,
+    /// A decode engine may hold blocks that only the prefill engine's write frees: the prefill runs to its end, and no
+    /// release precedes its write.
+    pub ends_by_write: bool,
 }
 
 /// A lease to release, with its engine's handoff parameters if they were readable.
@@ -208,6 +211,10 @@ impl Settler {
         release: LeaseRelease,
         context: SettlementContext,
     ) {
+        if context.ends_by_write {
+            self.metrics.legs.count_release(release.cause, ReleaseMethod::Lease);
+            return;
+        }
         self.enqueue(SettlementJob::Release(engine, release, context));
     }
 

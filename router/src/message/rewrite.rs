@@ -154,6 +154,15 @@ impl RouterFields {
     }
 }
 
+/// Whether the prefill leg names the transfer. vLLM's push connector will match its legs by this id (vLLM's
+/// docs/design/nixl_kv_push_connector.md), and 0.33 ignores it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TransferId {
+    None,
+    /// The id of the request.
+    Request,
+}
+
 /// Bytes of a `user` that the prefill leg's transfer parameters repeat, with its quotes. Engines use it as a tag.
 const TAG_JSON_BYTES_MAX: usize = 66;
 
@@ -166,12 +175,18 @@ pub(crate) fn prefill_body(
     router_fields: &RouterFields,
     model: &ModelName,
     request: &RequestId,
+    transfer: TransferId,
 ) -> Payload {
     let params = KvIntent::PRODUCE_REQUEST.strip_suffix('}').expect("it is a JSON object");
     let tag = body.field("user").filter(|user| user.starts_with(b"\"") && user.len() <= TAG_JSON_BYTES_MAX);
     let tag = tag.and_then(|user| std::str::from_utf8(user).ok());
     let tag = tag.map_or_else(String::new, |user| format!(",\"router_user\":{user}"));
-    let params = format!("{params},\"router_request_id\":{}{tag}}}", json(request.as_str()));
+    let id = json(request.as_str());
+    let transfer = match transfer {
+        TransferId::None => String::new(),
+        TransferId::Request => format!(",\"transfer_id\":{id}"),
+    };
+    let params = format!("{params},\"router_request_id\":{id}{transfer}{tag}}}");
     let mut added: Vec<(&str, &[u8])> = Vec::with_capacity(ROUTER_FIELDS_MAX);
     added.extend([
         ("model", model.as_json().as_bytes()),
@@ -274,7 +289,14 @@ mod tests {
             "model": "alias", "prompt": "x", "stream": true, "stream_options": {"include_usage": true},
             "max_tokens": 64, "min_tokens": 5, "n": 3, "temperature": 0.5, "mystery": [1],
         }));
-        let sent = read(&prefill_body(COMPLETIONS, &body, &RouterFields::default(), &model(), &id()));
+        let sent = read(&prefill_body(
+            COMPLETIONS,
+            &body,
+            &RouterFields::default(),
+            &model(),
+            &id(),
+            TransferId::None,
+        ));
         assert_eq!(sent["model"], "m");
         assert_eq!((&sent["stream"], &sent["max_tokens"], &sent["n"]), (&json!(false), &json!(1), &json!(1)));
         for gone in ["stream_options", "min_tokens", "max_completion_tokens"] {
@@ -289,7 +311,14 @@ mod tests {
         let params = json!({"router_request_id": "MARK", "do_remote_decode": true});
         let body = body(&json!({"prompt": "x", "kv_transfer_params": params}));
         let id = RequestId::new("a\"quoted\\id").expect("printable");
-        let sent = read(&prefill_body(COMPLETIONS, &body, &RouterFields::default(), &model(), &id));
+        let sent = read(&prefill_body(
+            COMPLETIONS,
+            &body,
+            &RouterFields::default(),
+            &model(),
+            &id,
+            TransferId::None,
+        ));
         let params = &sent["kv_transfer_params"];
         assert_eq!(params["router_request_id"], id.as_str());
         assert_eq!(KvIntent::parse(params), Ok(Some(KvIntent::Produce { consumers: 1 })));
@@ -299,7 +328,14 @@ mod tests {
     fn a_short_user_is_repeated_for_the_engine_and_a_long_or_other_one_is_not() {
         let repeated = |user: Value| {
             let body = body(&json!({"prompt": "x", "user": user}));
-            let sent = read(&prefill_body(COMPLETIONS, &body, &RouterFields::default(), &model(), &id()));
+            let sent = read(&prefill_body(
+                COMPLETIONS,
+                &body,
+                &RouterFields::default(),
+                &model(),
+                &id(),
+                TransferId::None,
+            ));
             sent["kv_transfer_params"].get("router_user").cloned()
         };
         for user in [json!("d-17"), json!("say \"hi\""), json!("x".repeat(64))] {
@@ -313,7 +349,14 @@ mod tests {
     #[test]
     fn the_prefill_leg_of_a_response_is_short_and_not_stored() {
         let body = body(&json!({"input": "x", "store": true, "max_output_tokens": 9, "stream": true}));
-        let sent = read(&prefill_body(Dialect::Responses, &body, &RouterFields::default(), &model(), &id()));
+        let sent = read(&prefill_body(
+            Dialect::Responses,
+            &body,
+            &RouterFields::default(),
+            &model(),
+            &id(),
+            TransferId::None,
+        ));
         assert_eq!((&sent["max_output_tokens"], &sent["store"]), (&json!(1), &json!(false)));
         assert_eq!((sent.get("background"), sent.get("max_tokens")), (None, None));
     }
@@ -362,7 +405,9 @@ mod tests {
                 decode_body(&raw, &RouterFields::default(), &model, None),
                 decode_body(&any, &RouterFields::default(), &model, None),
             ];
-            let prefill = |dialect| prefill_body(dialect, &raw, &RouterFields::default(), &model, &id());
+            let prefill = |dialect| {
+                prefill_body(dialect, &raw, &RouterFields::default(), &model, &id(), TransferId::None)
+            };
             sent.extend(dialect.map(prefill));
             for sent in sent {
                 let sent = sent.pieces().concat();

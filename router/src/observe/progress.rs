@@ -48,10 +48,6 @@ impl RequestProgress {
         let (attempt, leg, reason) = match event {
             Event::PrefillSent(to) => return self.record_sent(now, at(to), Leg::Prefill),
             Event::DecodeSent(to) => return self.record_sent(now, at(to), Leg::Decode),
-            Event::PairSent(prefill, decode) => {
-                self.record_sent(now, at(prefill), Leg::Prefill);
-                return self.record_sent(now, at(decode), Leg::Decode);
-            }
             Event::PrefillLeased(by, _) | Event::PrefillEmpty(by) => {
                 return self.record_response(now, at(by), Leg::Prefill);
             }

@@ -6,10 +6,12 @@
 //! | protocol | order | handoff | abort | release |
 //! |---|---|---|---|---|
 //! | [`vllm`] | prefill first | `kv_transfer_params` of P's reply | `POST /abort_requests` | `POST /kv/release` |
+//! | [`vllm_push`] | both legs at once | P's identity, the same request id | as [`vllm`] | as [`vllm`], before D has the request |
 //! | [`sglang`] | both legs at once | `bootstrap_*` in both bodies | `POST /abort_request` by `rid` | none: no lease |
 
 mod sglang;
 mod vllm;
+mod vllm_push;
 
 use std::fmt;
 
@@ -24,6 +26,7 @@ use crate::message::payload::Payload;
 use crate::message::rewrite::{ModelName, RouterFields};
 use crate::metrics::Leg;
 pub(crate) use sglang::{Bootstrap, ServerInfo};
+pub(crate) use vllm_push::{PushIdentity, VllmPush};
 
 /// The paths of all commands.
 pub(crate) const COMMAND_PATHS: [&str; 3] = ["/abort_requests", "/kv/release", "/abort_request"];
@@ -89,6 +92,12 @@ pub(crate) trait Protocol: Send + Sync + fmt::Debug {
     /// # Errors
     /// The client's error for a request that the protocol cannot carry.
     fn check(&self, leg: &LegInput<'_>) -> Result<(), ApiError>;
+
+    /// Whether the prefill engine writes the blocks, and only the end of its write frees the decode engine's blocks. Then
+    /// a prefill whose decode engine may hold blocks runs to its end, whatever happens to the request.
+    fn write_frees_decode(&self) -> bool {
+        false
+    }
 
     /// The body of the prefill leg.
     fn prefill_body(&self, leg: &LegInput<'_>, link: Link<'_>) -> Payload;

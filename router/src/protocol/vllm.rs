@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::{Command, LegInput, LegOrder, Link, Protocol, Verb};
 use crate::message::payload::Payload;
-use crate::message::rewrite;
+use crate::message::rewrite::{self, TransferId};
 use crate::metrics::Leg;
 
 #[derive(Debug)]
@@ -25,7 +25,7 @@ impl Protocol for Vllm {
     }
 
     fn prefill_body(&self, leg: &LegInput<'_>, _link: Link<'_>) -> Payload {
-        rewrite::prefill_body(leg.dialect, leg.body, leg.fields, leg.model, leg.request)
+        rewrite::prefill_body(leg.dialect, leg.body, leg.fields, leg.model, leg.request, TransferId::None)
     }
 
     fn decode_body(&self, leg: &LegInput<'_>, link: Link<'_>) -> Payload {

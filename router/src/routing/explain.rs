@@ -168,11 +168,8 @@ impl Explanation {
                 Some(what) => Step::AttemptResult(leg, engine, what),
             }
         };
-        if let Event::PairSent(prefill, _) = *event {
-            self.record(step(prefill, Prefill, None));
-        }
         self.record(match *event {
-            Event::PairSent(_, to) | Event::DecodeSent(to) => step(to, Decode, None),
+            Event::DecodeSent(to) => step(to, Decode, None),
             Event::PrefillSent(to) => step(to, Prefill, None),
             Event::PrefillLeased(by, _) => step(by, Prefill, Some("opened a lease")),
             Event::PrefillEmpty(by) => step(by, Prefill, Some("opened no lease")),

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use baton_openai::ApiError;
@@ -33,6 +34,8 @@ pub(crate) struct Model {
     pub decode: Pool,
     pub fallback: Fallback,
     pub early_handoff: bool,
+    /// A prefill engine has shown that it writes blocks to decode engines.
+    pub pushes: AtomicBool,
     /// Another engine continues a stream whose decode engine fails.
     pub resume: bool,
     /// Time limits of its requests.
@@ -121,6 +124,7 @@ impl Model {
             decode: pool(Leg::Decode, &config.decode, for_decode),
             fallback: config.fallback,
             early_handoff: config.early_handoff,
+            pushes: AtomicBool::new(previous.is_some_and(|previous| previous.pushes.load(Ordering::Relaxed))),
             resume: config.resume && config.fallback == Fallback::Aggregate,
             bounds: all.timeouts.of(&config.timeouts),
             disaggregate: config.disaggregate.clone(),

@@ -12,8 +12,6 @@ pub enum Event {
     NoEngine,
     /// The prefill is sent to an engine.
     PrefillSent(Attempt),
-    /// Both legs are sent at once: the prefill and the decode attempt.
-    PairSent(Attempt, Attempt),
     /// The prefill engine opened a lease.
     PrefillLeased(Attempt, Option<Handle>),
     /// The prefill engine replied and holds nothing. If its leg was sent before the decode leg, the decode engine
@@ -25,7 +23,7 @@ pub enum Event {
     PrefillFailed(Attempt, Failure),
     /// No prefill is sent, or no further one.
     PrefillSkipped,
-    /// The request is sent to a decode engine.
+    /// The request is sent to a decode engine. While a prefill engine works, both legs are sent at once.
     DecodeSent(Attempt),
     /// The decode engine accepted the request: the head of a successful response is here.
     DecodeAccepted(Attempt),

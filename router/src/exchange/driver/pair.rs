@@ -2,10 +2,11 @@
 //! and the next attempt is a new pair under a new id.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use baton_connector::RequestId;
-use baton_connector::exchange::{Attempt, Event, Failure, SettlementCause};
+use baton_connector::exchange::{Attempt, Event, Failure, SettlementCause, State};
 use baton_openai::ApiError;
 
 use super::selection::EngineSelection;
@@ -23,7 +24,7 @@ use crate::legs::request_error::RequestError;
 use crate::message::request_id;
 use crate::metrics::Leg;
 use crate::metrics::routing::DisaggregationReason;
-use crate::protocol::{LegOrder, Link};
+use crate::protocol::{LegOrder, Link, PushIdentity, VllmPush};
 use crate::routing::pool::EngineReservation;
 
 /// Wait for the prefill engine's own error after the decode engine's. Both engines fail together, so it is due at once.
@@ -76,15 +77,53 @@ impl ExchangeDriver {
             return Err(self.cancel());
         }
         self.protocol = engine.protocol();
-        Ok(self.protocol.order() == LegOrder::Concurrent && !request.model.prefill.is_empty())
+        if request.model.prefill.is_empty() {
+            return Ok(false);
+        }
+        match self.protocol.order() {
+            LegOrder::Concurrent => Ok(true),
+            LegOrder::PrefillFirst => self.sends_push(session, request).await,
+        }
     }
 
-    /// Both legs: the head of a decode engine's successful response.
+    /// Whether a prefill engine writes the blocks, and its identity is known. The engine is reserved.
+    async fn sends_push(
+        &mut self,
+        session: &mut Session,
+        request: &ClientRequest,
+    ) -> Result<bool, RequestError> {
+        if !request.model.pushes.load(Ordering::Relaxed) || !self.would_disaggregate(request) {
+            return Ok(false);
+        }
+        let Ok(selection) = self.select_prefill(session, request, &[]).await else {
+            return Err(self.cancel());
+        };
+        // The first leg selects again, and reports why there is no engine.
+        let EngineSelection::Engine(reserved) = selection else { return Ok(false) };
+        let knows = reserved.engine().learned_protocol().identity(reserved.member.rank).is_some();
+        self.selection.reserved_prefill = Some(reserved);
+        if knows {
+            self.protocol = &VllmPush;
+        }
+        Ok(knows)
+    }
+
+    /// Learns from a prefill engine's reply that it writes the blocks, and where decode engines register.
+    pub(super) fn learn_identity(&mut self, engine: &Engine, rank: Option<u16>, params: &str) {
+        if let Some(identity) = PushIdentity::read(params) {
+            engine.learned_protocol().set_identity(rank, identity);
+            self.model.pushes.store(true, Ordering::Relaxed);
+            self.protocol = &VllmPush;
+        }
+    }
+
+    /// Both legs: the head of a decode engine's successful response. `None`: the legs of the next attempt are sent one
+    /// after the other, to the reserved engines, because the prefill engine's identity is not known.
     pub(crate) async fn decode_as_pair(
         &mut self,
         session: &mut Session,
         request: &ClientRequest,
-    ) -> Result<DecodeResponse, RequestError> {
+    ) -> Result<Option<DecodeResponse>, RequestError> {
         self.shared.metrics.routing.count_disaggregation(DisaggregationReason::Always);
         let base = self.settlement.request.clone();
         let (mut failed, mut last) = (FailedEngines::default(), Refusal::none_left());
@@ -103,8 +142,12 @@ impl ExchangeDriver {
                 EngineSelection::Unavailable(_) => break,
                 EngineSelection::Busy(busy) => return Err(self.refuse_busy(busy)),
             };
-            let Ok(prefill) = self.select_prefill(session, request, &failed.prefill).await else {
-                return Err(self.cancel());
+            let prefill = match self.selection.reserved_prefill.take() {
+                Some(reserved) => EngineSelection::Engine(reserved),
+                None => match self.select_prefill(session, request, &failed.prefill).await {
+                    Ok(selection) => selection,
+                    Err(ClientGone) => return Err(self.cancel()),
+                },
             };
             let prefill = match prefill {
                 EngineSelection::Engine(reserved) => reserved,
@@ -118,27 +161,40 @@ impl ExchangeDriver {
             if !self.take_retry(session, Leg::Decode, usize::from(number) - 1).await? {
                 break;
             }
+            if matches!(self.exchange(|exchange| exchange.state()), State::ReadyToDecode(Some(_))) {
+                // A handoff belongs to one pair.
+                self.apply(Event::HandoffUnusable);
+            }
             self.settlement.request = request_id::of_pair(&base, number);
+            self.settlement.ends_by_write = false;
+            if self.protocol.write_frees_decode()
+                && prefill.engine().learned_protocol().identity(prefill.member.rank).is_none()
+            {
+                (self.selection.reserved, self.selection.reserved_prefill) = (Some(decode), Some(prefill));
+                return Ok(None);
+            }
             let engines = [Arc::clone(prefill.engine()), Arc::clone(decode.engine())];
+            let prefill_rank = prefill.member.rank;
             match self.attempt_pair(session, request, prefill, decode).await? {
-                PairOutcome::Accepted(response) => return Ok(response),
+                PairOutcome::Accepted(response) => return Ok(Some(response)),
                 PairOutcome::Failed(leg, refusal, why) => {
-                    let [prefill, decode] = engines;
                     match leg {
-                        Leg::Prefill => failed.prefill.push(prefill),
-                        Leg::Decode => failed.decode.push(decode),
+                        Leg::Prefill => failed.prefill.push(Arc::clone(&engines[0])),
+                        Leg::Decode => failed.decode.push(Arc::clone(&engines[1])),
                     }
                     (last, cause) = (refusal, why);
+                    // Its process may be another one.
+                    engines[0].learned_protocol().forget_identity(prefill_rank);
                     if self.faults.has_reached_unresponsive_limit() {
                         break;
                     }
                 }
             }
         }
-        self.apply(if self.attempts.engines.is_empty() {
-            Event::NoEngine
-        } else {
-            Event::ExhaustedFor(cause)
+        self.apply(match (self.attempts.engines.is_empty(), cause) {
+            (true, _) => Event::NoEngine,
+            (false, SettlementCause::DecodeFailed) => Event::ExhaustedFor(cause),
+            (false, _) => Event::Exhausted,
         });
         Err(RequestError::Refused(last))
     }
@@ -172,8 +228,20 @@ impl ExchangeDriver {
         let first_byte = bounds.decode_first_byte.saturating_add(bounds.prefill_silence);
         let timeouts =
             PrefillTimeouts { sent_at: pair.sent_at, silence: bounds.prefill_silence, probe_interval };
-        self.apply(Event::PairSent(pair.prefill.0, pair.decode.0));
-        self.prefill.call = Some(PrefillCall::start(pair.prefill.0, prefill.load, prefill_request));
+        self.apply(Event::PrefillSent(pair.prefill.0));
+        let call = PrefillCall::start(pair.prefill.0, prefill.load, prefill_request);
+        let call = self.prefill.call.insert(call);
+        // A decode engine without its prefill would wait for minutes.
+        let unsent = match race(session, call.wait_until_sent()).await {
+            Err(ClientGone) => return Err(self.cancel()),
+            Ok(unsent) => unsent,
+        };
+        if let Some(result) = unsent
+            && let Some(outcome) = self.end_prefill_of_pair(&pair, Ok(result))?
+        {
+            return Ok(outcome);
+        }
+        self.apply(Event::DecodeSent(pair.decode.0));
         let decode_engine = Arc::clone(&pair.decode.1);
         let response = decode::ask(&decode_engine, &decode_request, first_byte, probe_interval, None, || ());
         let mut response = std::pin::pin!(response);
@@ -249,8 +317,17 @@ impl ExchangeDriver {
             self.apply(Event::NotAdmitted);
             return Err(error.into());
         }
-        let bootstrap = prefill.engine().bootstrap(request.prompts, prefill.member.rank);
-        let link = Link::Bootstrap(&bootstrap);
+        let (bootstrap, params);
+        let link = match prefill.engine().learned_protocol().identity(prefill.member.rank) {
+            Some(identity) if protocol.write_frees_decode() => {
+                params = identity.decode_params(&id);
+                Link::Handoff(&params)
+            }
+            _ => {
+                bootstrap = prefill.engine().bootstrap(request.prompts, prefill.member.rank);
+                Link::Bootstrap(&bootstrap)
+            }
+        };
         let prefill_body = protocol.prefill_body(&leg, link);
         let decode_body = protocol.decode_body(&leg, link);
         let rank = |reserved: &EngineReservation| reserved.member.rank;

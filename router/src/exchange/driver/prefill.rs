@@ -108,8 +108,12 @@ impl ExchangeDriver {
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
-            let Ok(selection) = self.select_prefill(session, request, &tried).await else {
-                return Err(self.cancel());
+            let selection = match self.selection.reserved_prefill.take() {
+                Some(reserved) => EngineSelection::Engine(reserved),
+                None => match self.select_prefill(session, request, &tried).await {
+                    Ok(selection) => selection,
+                    Err(ClientGone) => return Err(self.cancel()),
+                },
             };
             let reservation = match selection {
                 EngineSelection::Engine(reservation) => reservation,
@@ -145,8 +149,8 @@ impl ExchangeDriver {
         let silence = request.model.bounds.prefill_silence;
         let probe_interval = Duration::from_millis(self.generation.config.timeouts.liveness_probe_ms);
         let EngineReservation { member, load, .. } = reservation;
-        let engine = Arc::clone(&member.engine);
-        engine_request.rank = member.rank;
+        let (engine, rank) = (Arc::clone(&member.engine), member.rank);
+        engine_request.rank = rank;
         let sent_at = Instant::now();
         let attempt = self.attempts.add(Leg::Prefill, &engine);
         self.apply(Event::PrefillSent(attempt));
@@ -179,6 +183,7 @@ impl ExchangeDriver {
         self.apply(result.exchange_event(attempt));
         match result {
             PrefillResult::Leased(params, _, rest) => {
+                self.learn_identity(&engine, rank, &params);
                 self.prefill.tail = rest.zip(load).map(|(rest, load)| {
                     let timeouts = PrefillTimeouts { sent_at, silence, probe_interval };
                     self.exchange(Exchange::computes_on);

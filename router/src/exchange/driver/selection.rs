@@ -40,6 +40,8 @@ pub(super) enum EngineSelection {
 pub(super) struct Selection {
     /// The decode engine, reserved before a prefill is sent.
     pub reserved: Option<EngineReservation>,
+    /// The prefill engine, if it is reserved before the order of the legs is known.
+    pub reserved_prefill: Option<EngineReservation>,
     /// Set by [`ExchangeDriver::reserve`].
     admission: Option<AdmissionRequest>,
 }
@@ -222,6 +224,13 @@ impl ExchangeDriver {
                 reserved => reserved.ok(),
             }
         })
+    }
+
+    /// Whether another engine would prefill, without a record of the decision.
+    pub(super) fn would_disaggregate(&self, request: &ClientRequest) -> bool {
+        let cached = self.selection.reserved.as_ref().map(|reserved| reserved.cached).unwrap_or_default();
+        disaggregation::decide(&request.model.disaggregate, &request.disaggregation_inputs(cached))
+            .is_remote()
     }
 
     /// Decides whether another engine prefills, given the reserved decode engine.

@@ -28,7 +28,7 @@ use crate::config::ReleaseMode;
 use crate::engines::http::Engine;
 use crate::legs::prefill::{PrefillCall, PrefillResult};
 use crate::metrics::log_span::request_span;
-use crate::metrics::{AbandonWaitResult, Leg, SettlementResult};
+use crate::metrics::{AbandonWaitResult, Leg, ReleaseMethod, SettlementResult};
 use crate::protocol::Verb;
 
 /// One of the [`Settler::active_readers`].
@@ -49,6 +49,10 @@ impl Settler {
             return;
         }
         call.disable_replay();
+        if context.ends_by_write {
+            self.read_late_reply(call, context);
+            return;
+        }
         let engine = call.engine();
         let has_verb = may_support(engine, Verb::Abort) || has_release_verb(engine);
         if !has_verb && self.reply_wait(&call).is_none() {
@@ -113,9 +117,10 @@ impl Settler {
             Some(result) => result,
             None => abort.await.0,
         };
-        let is_read = unanswered
-            .filter(|_| result != SettlementResult::Confirmed)
-            .is_none_or(|call| self.read_late_reply(call, context.clone()));
+        let is_read = unanswered.filter(|_| result != SettlementResult::Confirmed).is_none_or(|call| {
+            call.half_close();
+            self.read_late_reply(call, context.clone())
+        });
         self.metrics.legs.count_settlement(if is_read { result } else { SettlementResult::Refused });
     }
 
@@ -151,7 +156,6 @@ impl Settler {
     /// Reads the reply of a prefill that its engine may still compute. `false` if too many readers run.
     fn read_late_reply(self: &Arc<Self>, mut call: PrefillCall, context: SettlementContext) -> bool {
         let Some(model) = context.model.clone() else { return true };
-        call.half_close();
         let reading = ReaderGuard(Arc::clone(self));
         if self.active_readers.fetch_add(1, Ordering::Relaxed) >= self.terms.load().at_once {
             if let Some(held_back) = self.late_response_log.allow() {
@@ -201,6 +205,10 @@ impl Settler {
             match settlement {
                 Settlement::ReleasePrefill(lease, cause) => {
                     let params = params.clone();
+                    if context.ends_by_write {
+                        self.metrics.legs.count_release(cause, ReleaseMethod::Lease);
+                        continue;
+                    }
                     self.release_lease(engine, LeaseRelease { lease, params, cause }, context).await;
                 }
                 Settlement::AbortPrefill(_) | Settlement::AbortDecode(_) => {

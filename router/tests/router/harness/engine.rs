@@ -66,6 +66,8 @@ pub(crate) enum Action {
     Refuse(u16, Value),
     /// Never answers.
     Hang,
+    /// Closes the connection without an answer, after the test opens the gate.
+    HangGated,
     /// Closes the connection without an answer.
     Close,
 }
@@ -426,6 +428,11 @@ async fn perform(
         }
         Action::Refuse(status, body) => whole(status, &body),
         Action::Hang => std::future::pending().await,
+        Action::HangGated => {
+            inner.gate.0.acquire().await.unwrap().forget();
+            work.done();
+            return Err(std::io::Error::other("closed"));
+        }
         Action::Close => {
             work.done();
             return Err(std::io::Error::other("closed"));

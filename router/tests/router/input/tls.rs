@@ -363,7 +363,7 @@ async fn engines_are_reached_by_mutual_tls_and_their_certificates_are_checked() 
     foreign.install("own", &foreign.signs(&["router.test"], None));
     let yaml = |by: &Authority, own: &Authority, name: &str| {
         format!(
-            "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels: [{{name: m, decode: {{engines: [{{url: \
+            "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels: [{{name: m, protocol: vllm, decode: {{engines: [{{url: \
              'https://{proxy}'}}]}}}}]\nengine_tls: {{ca: '{}', {}, server_name: {name}}}\nattempts: {{decode: 1}}\n\
              health: {{active: {{interval_ms: 0}}}}\n",
             by.path("ca.pem").display(),

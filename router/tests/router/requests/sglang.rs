@@ -145,28 +145,27 @@ async fn a_refusal_of_the_prefill_engine_ends_the_decode_leg_and_is_the_answer()
 async fn a_failed_leg_ends_the_other_and_the_next_pair_has_a_new_room() {
     let failure = || Action::Refuse(500, json!({"error": {"message": "Decode transfer failed"}}));
     for p_fails in [true, false] {
-        let (bad, good, d, other);
-        if p_fails {
-            bad = engine("prefill", Action::Close).await;
-            good = prefill().await;
-            d = engine("decode", Action::Hang).await;
-            other = engine("decode", Action::Stream(2)).await;
-        } else {
-            bad = gated_prefill().await;
-            good = prefill().await;
-            d = engine("decode", failure()).await;
-            other = engine("decode", Action::Stream(2)).await;
-        }
+        let (bad_action, d_action) = match p_fails {
+            true => (Action::HangGated, Action::Hang),
+            false => (Action::ReplyGated(Value::Null), failure()),
+        };
+        let (bad, good) = (engine("prefill", bad_action).await, prefill().await);
+        let (d, other) = (engine("decode", d_action).await, engine("decode", Action::Stream(2)).await);
         let system = TestRouter::start(&[&bad, &good], &[&d, &other]).await;
-        let answer = post(system.address, "/v1/completions", &completion(true)).await;
+        let mut client = Client::connect(system.address).await;
+        client.post("/v1/completions", &completion(true)).await;
+        await_requests(&bad, 1).await;
+        await_requests(&d, 1).await;
+        if p_fails {
+            bad.open_gate();
+        }
+        let answer = client.answer().await;
         assert_eq!(answer.status, 200, "{}", answer.text());
-        let survivor = if p_fails { &d } else { &bad };
-        aborted(survivor).await;
+        aborted(if p_fails { &d } else { &bad }).await;
         bad.open_gate();
         system.settled().await;
-        let rooms: Vec<_> =
-            [&bad, &good].map(|p| p.received()[0].body["bootstrap_room"].clone()).into_iter().collect();
-        assert_ne!(rooms[0], rooms[1], "a room is used once");
+        let room = |p: &FakeEngine| p.received()[0].body["bootstrap_room"].clone();
+        assert_ne!(room(&bad), room(&good), "a room is used once");
         let (first, second) = (rid(&bad, 0), rid(&good, 0));
         assert_ne!(first, second);
         assert_eq!(first.len(), second.len(), "no rid begins with another");
@@ -292,4 +291,24 @@ async fn a_configured_bootstrap_address_is_sent_to_both_engines() {
         let rank: u64 = p.received()[0].headers["x-data-parallel-rank"].to_str().unwrap().parse().unwrap();
         assert_eq!(body["bootstrap_room"].as_u64().expect("a room") % 4, rank);
     }
+}
+
+#[tokio::test]
+async fn a_decode_engine_that_fails_behind_an_answered_prefill_costs_a_new_pair() {
+    let (p, d) = (prefill().await, engine("decode", Action::HangGated).await);
+    let other = engine("decode", Action::Stream(2)).await;
+    let system = TestRouter::start(&[&p], &[&d, &other]).await;
+    let mut client = Client::connect(system.address).await;
+    client.post("/v1/completions", &completion(true)).await;
+    await_requests(&d, 1).await;
+    let in_flight = format!("baton_router_engine_requests_in_flight{{engine=\"{}\"}}", p.address);
+    system.counts(&in_flight, 0.0).await;
+    // The connection breaks without an answer.
+    d.open_gate();
+    let answer = client.answer().await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    system.settled().await;
+    assert_eq!((p.received().len(), other.received().len()), (2, 1));
+    assert_eq!(rids(&d), [rid(&d, 0)], "only the failed decode leg is aborted");
+    assert!(rids(&p).is_empty() && rids(&other).is_empty());
 }

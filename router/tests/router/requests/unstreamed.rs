@@ -48,7 +48,7 @@ async fn an_unrequested_compression_is_removed_for_the_client() {
     for (coding, bytes) in coded(answer.to_string().as_bytes()) {
         let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
         let d = FakeEngine::always(Action::Answer(200, json_in(coding), bytes)).await;
-        let system = TestRouter::start(&[&p], &[&d]).await;
+        let system = TestRouter::with(&[&p], &[&d], "    protocol: vllm", "").await;
         for path in [PATH, "/v1/embeddings"] {
             let read = post(system.address, path, &json!({"model": "m", "prompt": "x", "input": "x"})).await;
             assert_eq!((read.status, read.json()), (200, answer.clone()), "{coding} {path}");
