@@ -4,6 +4,8 @@
 //! alike, and so does a half-close. Bytes of the client's next request are stored until this one is over. Beyond a
 //! bound they stay unread, and the kernel is queried for an end behind them.
 //!
+//! Every wait of a stream is one of these, so the comments of a waiting stream are sent here too.
+//!
 //! The race must stop once the last byte of the response was read from the engine: a client with the whole
 //! response may close.
 
@@ -17,7 +19,7 @@ use crate::client::session::{ClientGone, Session};
 ///
 /// # Cancel safety
 /// `work` is dropped when the client disconnects. Pass `&mut future` to keep it.
-pub(crate) async fn race<F: Future>(session: &Session, work: F) -> Result<F::Output, ClientGone> {
+pub(crate) async fn race<F: Future>(session: &mut Session, work: F) -> Result<F::Output, ClientGone> {
     let mut work = pin!(work);
     poll_fn(|context| match work.as_mut().poll(context) {
         Poll::Ready(done) => Poll::Ready(Ok(done)),

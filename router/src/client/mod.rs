@@ -1,6 +1,8 @@
-//! A client's connection: the strict HTTP reader, pingora's session, disconnect detection, the client's address.
+//! A client's connection: the strict HTTP reader, pingora's session, disconnect detection, the client's address, and
+//! comments in streams that wait.
 
 pub(crate) mod address;
 pub(crate) mod disconnect;
 pub(crate) mod http;
 pub(crate) mod session;
+pub(crate) mod stream_comments;

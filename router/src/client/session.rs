@@ -17,6 +17,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::BytesMut;
+use futures::FutureExt as _;
 use hyper::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
 use hyper::{Method, Version};
 use pingora::http::{RequestHeader, ResponseHeader};
@@ -24,6 +25,7 @@ use pingora::protocols::http::v1::server::HttpSession;
 use tokio::time::Sleep;
 
 use crate::client::http::ClientConnection;
+use crate::client::stream_comments::{DueComment, StreamComments};
 
 /// The largest size in hexadecimal digits, and a line end.
 const SIZE_LINE_BYTES: usize = 18;
@@ -41,6 +43,8 @@ pub(crate) struct Session {
     keep_alive: bool,
     /// The whole response was sent.
     is_complete: bool,
+    /// Sent while the response waits; `None` if it is not streamed or comments are not configured.
+    comments: Option<Box<StreamComments>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +83,7 @@ impl Session {
             body_bytes: 0,
             keep_alive: false,
             is_complete: false,
+            comments: None,
         })
     }
 
@@ -125,13 +130,32 @@ impl Session {
         self.send_pieces(&mut [], &mut 0).await.map(drop)
     }
 
-    /// Begins the response. The head is sent with the first bytes of its body.
+    /// Sends comments while the response waits. The first one begins the response.
+    pub(crate) fn send_comments(&mut self, comments: Option<StreamComments>) {
+        self.comments = comments.map(Box::new);
+    }
+
+    /// Holds comments back while a part of an event was sent.
+    pub(crate) fn set_inside_event(&mut self, is_inside: bool) {
+        if let Some(comments) = &mut self.comments {
+            comments.set_inside_event(is_inside);
+        }
+    }
+
+    /// Whether the response has begun.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.http.is_none()
+    }
+
+    /// Begins the response, unless a comment has begun it. The head is sent with the first bytes of its body.
     pub(crate) async fn write_head(
         &mut self,
         mut head: ResponseHeader,
         length: ResponseLength,
     ) -> Result<(), ClientGone> {
-        let Some(mut http) = self.http.take() else { return Err(ClientGone) };
+        let Some(mut http) = self.http.take() else {
+            return self.comments.as_ref().map(drop).ok_or(ClientGone);
+        };
         // The rest of an unread body would be parsed as the next request.
         if self.connection.is_unread() {
             http.set_server_keepalive(None);
@@ -180,6 +204,9 @@ impl Session {
         let mut sent = 0;
         let waited = self.send_pieces(&mut pieces, &mut sent).await;
         self.body_bytes += sent.saturating_sub(size.len()).min(data.len()) as u64;
+        if let Some(comments) = &mut self.comments {
+            comments.sent();
+        }
         self.is_complete = last && waited.is_ok();
         waited
     }
@@ -214,9 +241,48 @@ impl Session {
         .await
     }
 
-    /// Ready once the client has disconnected.
-    pub(crate) fn poll_gone(&self, context: &mut Context<'_>) -> Poll<()> {
-        self.connection.poll_gone(context)
+    /// Ready once the client has disconnected. Until then it sends the comments that are due.
+    pub(crate) fn poll_gone(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        if self.connection.poll_gone(context).is_ready() {
+            return Poll::Ready(());
+        }
+        self.poll_comments(context)
+    }
+
+    /// Ready if a comment cannot be sent, because the client has disconnected.
+    fn poll_comments(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        let Some(mut comments) = self.comments.take() else { return Poll::Pending };
+        let mut result = Ok(());
+        while let Poll::Ready(due) = comments.poll_due(context) {
+            result = result.and_then(|()| self.queue_comment(due));
+        }
+        if result.is_ok() && comments.is_sending() {
+            match self.connection.poll_send(context, &[]) {
+                Poll::Ready(Ok(_)) => comments.sent(),
+                Poll::Ready(Err(_)) => result = Err(ClientGone),
+                Poll::Pending => {}
+            }
+        }
+        self.comments = Some(comments);
+        if result.is_ok() { Poll::Pending } else { Poll::Ready(()) }
+    }
+
+    /// Queues a comment behind the response's head.
+    fn queue_comment(&mut self, DueComment { head, line }: DueComment) -> Result<(), ClientGone> {
+        if let Some(head) = head.filter(|_| !self.has_begun()) {
+            // The connection buffers the head, so this never waits.
+            self.write_head(*head, ResponseLength::Unknown).now_or_never().unwrap_or(Err(ClientGone))?;
+        }
+        let mut size = [0; SIZE_LINE_BYTES];
+        match self.framing {
+            ResponseFraming::None => {}
+            ResponseFraming::Plain => self.connection.queue(&[line]),
+            ResponseFraming::Chunked => {
+                self.connection.queue(&[size_line(line.len(), &mut size), line, b"\r\n"]);
+            }
+        }
+        self.body_bytes += line.len() as u64;
+        Ok(())
     }
 }
 

@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 
 pub use address::{AddressError, Cidr, CidrError, listen_address};
 pub use caches::{KvEventsConfig, PrefixIndexConfig};
+pub use cors::CorsConfig;
 pub use discover::{
     DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineTemplate, KubernetesConfig, PortName, Scheme,
 };
@@ -51,6 +52,7 @@ pub(crate) use tenants::moment;
 
 mod address;
 mod caches;
+mod cors;
 mod discover;
 mod engine;
 mod error;
@@ -88,6 +90,10 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(length(max = 256))]
     pub trusted_proxies: Vec<Cidr>,
+    /// Pages of other origins that may call the client listener from a browser (CORS). Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub cors: Option<CorsConfig>,
     /// TLS towards engines whose address is `https://`. Default: none.
     #[serde(default)]
     #[garde(dive)]

@@ -6,6 +6,9 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+/// Comments more often than this only cost bytes: clients and proxies wait for seconds.
+const SSE_KEEPALIVE_MIN: Duration = Duration::from_millis(100);
+
 /// How long each part of a request may take or be silent, in milliseconds.
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
@@ -50,6 +53,12 @@ pub struct TimeoutsConfig {
     /// A decode engine between two pieces of its response. 1 to 3,600,000; default 60,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub stream_silence_ms: u64,
+    /// A streamed response that sends nothing for this time, from its request on, gets an SSE comment (`: ka`), so that
+    /// proxies and clients keep the connection. The first one also sends status 200: a later error is an event of the
+    /// stream, and clients do not retry it. See docs/how-to/long-silences.md. 0 (no comments) to 3,600,000, at least
+    /// 100; default 0.
+    #[garde(range(max = 3_600_000))]
+    pub sse_keepalive_ms: u64,
     /// One try of a settlement.
     /// 1 to 60,000; default 5,000.
     #[garde(range(min = 1, max = 60_000))]
@@ -86,6 +95,10 @@ pub struct ModelTimeouts {
     #[garde(inner(range(min = 1, max = 3_600_000)))]
     #[schemars(range(min = 1, max = 3_600_000))]
     pub stream_silence_ms: Option<u64>,
+    /// Silence of a stream before a comment. 0 (no comments) to 3,600,000, at least 100.
+    #[garde(inner(range(max = 3_600_000)))]
+    #[schemars(range(max = 3_600_000))]
+    pub sse_keepalive_ms: Option<u64>,
     /// A whole request. 0 (no bound) to 86,400,000.
     #[garde(inner(range(max = 86_400_000)))]
     #[schemars(range(max = 86_400_000))]
@@ -107,10 +120,12 @@ impl TimeoutsConfig {
     pub(crate) fn of(&self, model: &ModelTimeouts) -> RequestTimeouts {
         let ms = |of_model: Option<u64>, general: u64| Duration::from_millis(of_model.unwrap_or(general));
         let request = ms(model.request_ms, self.request_ms);
+        let comments = ms(model.sse_keepalive_ms, self.sse_keepalive_ms);
         RequestTimeouts {
             prefill_silence: ms(model.prefill_silence_ms, self.prefill_silence_ms),
             decode_first_byte: ms(model.decode_first_byte_ms, self.decode_first_byte_ms),
             stream_silence: ms(model.stream_silence_ms, self.stream_silence_ms),
+            sse_keepalive: (!comments.is_zero()).then(|| comments.max(SSE_KEEPALIVE_MIN)),
             request: (!request.is_zero()).then_some(request),
         }
     }
@@ -127,6 +142,8 @@ pub(crate) struct RequestTimeouts {
     pub prefill_silence: Duration,
     pub decode_first_byte: Duration,
     pub stream_silence: Duration,
+    /// Between comments in a silent stream; `None`: no comments.
+    pub sse_keepalive: Option<Duration>,
     /// From the request's head to the end of its response; `None`: no bound.
     pub request: Option<Duration>,
 }
@@ -145,6 +162,7 @@ impl Default for TimeoutsConfig {
             decode_first_byte_ms: 600_000,
             liveness_probe_ms: 5_000,
             stream_silence_ms: 60_000,
+            sse_keepalive_ms: 0,
             settle_ms: 5_000,
             abandon_wait_ms: 20,
             engine_idle_ms: 4_000,

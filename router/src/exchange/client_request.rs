@@ -204,6 +204,11 @@ impl ClientRequest {
         StreamReadOptions { counts, without_usage: self.owned.asks_for_usage() }
     }
 
+    /// Whether the client asks for a stream.
+    pub(crate) fn is_streamed(&self) -> bool {
+        self.dialect.generates() && self.body.field("stream") == Some(b"true")
+    }
+
     /// Frees the body's memory once the response has begun; later steps do not need the body.
     pub(crate) fn drop_body(&mut self) {
         self.body = RawBody::default();

@@ -20,6 +20,9 @@ const MESSAGE_BYTES_MAX: usize = 1024;
 /// Addresses are redacted up to here; the rest is cut off, however short the redacted addresses are.
 const READ_BYTES_MAX: usize = 4 * MESSAGE_BYTES_MAX;
 
+/// Dynamo's and Anthropic's status for shed load.
+const OVERLOADED: u16 = 529;
+
 /// An error response for the client.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Refusal(pub ApiError);
@@ -88,7 +91,10 @@ impl Verdict {
 impl EngineError<'_> {
     fn classify(&self, answer: &WholeReply) -> (ErrorClass, Fault) {
         let by_status = match answer.status.as_u16() {
-            408 | 429 => (ErrorClass::Retryable, Fault::None),
+            408 | 429 | OVERLOADED => (ErrorClass::Retryable, Fault::None),
+            // Answered before inference, and not about the request: a vLLM engine changes its role (409, `pd_role`), or
+            // llm-d's picker finds no cached prefix at the engine (412).
+            409 | 412 => (ErrorClass::Retryable, Fault::None),
             400..=499 => (ErrorClass::Refused, Fault::None),
             500 => (ErrorClass::InternalError, Fault::Engine),
             501.. => (ErrorClass::Retryable, Fault::Engine),
@@ -230,8 +236,10 @@ impl Refusal {
         Self(match (class, answer.status) {
             (ErrorClass::Misconfigured, _) => return Self::misconfigured(),
             (ErrorClass::WrongModel, _) => return Self::wrong_model(),
-            (_, StatusCode::TOO_MANY_REQUESTS) => ApiError::overloaded("every engine asked is full", after()),
-            (_, StatusCode::SERVICE_UNAVAILABLE) => {
+            (_, status) if matches!(status.as_u16(), 429 | OVERLOADED) => {
+                ApiError::overloaded("every engine asked is full", after())
+            }
+            (_, StatusCode::SERVICE_UNAVAILABLE | StatusCode::CONFLICT | StatusCode::PRECONDITION_FAILED) => {
                 ApiError::unavailable("no engine of this model is available", after())
             }
             (ErrorClass::Refused, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
@@ -384,6 +392,9 @@ mod tests {
             (400, "kv_layout_mismatch", Fault::Layout),
             (401, "invalid_cluster_secret", Fault::None),
             (429, "", Fault::None),
+            (529, "", Fault::None),
+            (409, "", Fault::None),
+            (412, "", Fault::None),
             (302, "", Fault::None),
         ] {
             let body = serde_json::json!({"error": {"code": code}}).to_string();
@@ -433,6 +444,9 @@ mod tests {
             (401, "invalid_cluster_secret", ErrorClass::Misconfigured),
             (429, "overloaded", ErrorClass::Retryable),
             (408, "", ErrorClass::Retryable),
+            (529, "", ErrorClass::Retryable),
+            (409, "", ErrorClass::Retryable),
+            (412, "", ErrorClass::Retryable),
             (500, "", ErrorClass::InternalError),
             (502, "", ErrorClass::Retryable),
             (503, "draining", ErrorClass::Retryable),
@@ -455,7 +469,7 @@ mod tests {
                 answer(status, &serde_json::json!({"error": {"code": code, "message": "x"}}).to_string());
             let Verdict { class, refusal: Refusal(error), .. } = verdict(&answer);
             assert_eq!(class, expected, "{status} {code}");
-            let is_server_error = expected != ErrorClass::Refused && !matches!(status, 408 | 429);
+            let is_server_error = expected != ErrorClass::Refused && !matches!(status, 408 | 429 | 529);
             assert_eq!(error.status >= 500, is_server_error, "{status} {code}: the client gets {error}");
         }
     }

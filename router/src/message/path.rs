@@ -43,6 +43,14 @@ impl Dialect {
         }
     }
 
+    /// What a stream sends while it waits: a comment without a blank line, which readers skip. To readers that take each
+    /// blank line for the end of an event, it is a line of the next event.
+    pub(crate) fn comment(self) -> &'static [u8] {
+        match self {
+            Self::OpenAi(_) | Self::Responses | Self::Passthrough(_) => b": ka\n",
+        }
+    }
+
     /// Whether a stream ends with `[DONE]`. Otherwise it ends with its body.
     pub(crate) fn says_done(self) -> bool {
         matches!(self, Self::OpenAi(_))

@@ -5,6 +5,7 @@
 //! in every open stream.
 
 mod context;
+mod cors;
 mod models;
 mod response;
 
@@ -19,12 +20,13 @@ use serde_json::json;
 
 use crate::admission::{AdmissionRequest, Claim, deadline};
 use crate::auth::{Identity, Permit};
-use crate::client::session::Session;
+use crate::client::session::{ClientGone, Session};
 use crate::config::Priority;
 use crate::engines::body_budget::BudgetShare;
 use crate::exchange::client_request::{self, ClientRequest};
 use crate::exchange::driver::ExchangeDriver;
 use crate::exchange::resume;
+use crate::legs::Refusal;
 use crate::legs::request_error::RequestError;
 use crate::message::path::Route;
 use crate::message::request_id;
@@ -48,6 +50,10 @@ impl ClientService {
             context.ids.common_headers.id = echoed;
         }
         context.read_head(session);
+        if let Some(config) = &context.generation.config.cors {
+            let head = session.req_header();
+            context.ids.common_headers.cors = cors::headers(config, &head.method, &head.headers);
+        }
         if let Err(ended) = self.serve(session, &mut context).await {
             context.accounting.status = match ended {
                 RequestError::ClientGone => 499,
@@ -114,7 +120,12 @@ impl ClientService {
                 )?;
                 context.limit(&request)?;
                 context.accounting.passed = !dialect.generates();
-                self.ask(session, context, request).await
+                match self.ask(session, context, request).await {
+                    Err(RequestError::Refused(refusal)) if session.has_begun() => {
+                        end_stream(session, context, &refusal).await
+                    }
+                    ended => ended,
+                }
             }
         }
     }
@@ -146,6 +157,9 @@ impl ClientService {
             &context.accounting.trace,
             context.client.in_flight.as_ref().map(|guard| &guard.entry),
         );
+        if let Some(interval) = bounds.sse_keepalive.filter(|_| request.is_streamed()) {
+            session.send_comments(response::comments(&context.ids.common_headers, request.dialect, interval));
+        }
         if let Err(refused) = driver.reserve(session, &request, admission).await {
             context.client.permit.iter_mut().for_each(Permit::return_tokens);
             return Err(refused);
@@ -255,6 +269,19 @@ impl ClientService {
         let sent = response::send_whole(session, status, &headers, &context.ids.common_headers, body).await;
         sent.map_err(|_| RequestError::ClientGone)
     }
+}
+
+/// Ends a stream that a comment has begun. Its status is the 200 that the client has received.
+async fn end_stream(
+    session: &mut Session,
+    context: &mut RequestContext,
+    refusal: &Refusal,
+) -> Result<(), RequestError> {
+    if let Some(driver) = &mut context.driver {
+        driver.progress.streamed = true;
+    }
+    context.accounting.status = 200;
+    response::end_with_error(session, &refusal.0).await.map_err(|ClientGone| RequestError::ClientGone)
 }
 
 /// The request's claim in the queue.

@@ -9,21 +9,25 @@ mod stream;
 
 use std::time::Duration;
 
-use baton_openai::ApiError;
+use baton_openai::{ApiError, sse};
 use bytes::Bytes;
 use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue};
 use pingora::http::ResponseHeader;
 
 use crate::client::session::{BodyPiece, ClientGone, ResponseLength, Session};
+use crate::client::stream_comments::StreamComments;
 use crate::exchange::driver::{DecodeResponse, ExchangeDriver};
 use crate::exchange::resume::ResumeState;
 use crate::legs::Refusal;
 use crate::legs::request_error::RequestError;
 use crate::message::path::Dialect;
-use stream::{IdleTimer, ResponsePump};
+use crate::message::sse::FrameBuffer;
+use stream::{IdleTimer, ResponsePump, StreamError};
 
 /// Describes the format of vLLM's binary embeddings.
 const METADATA: HeaderName = HeaderName::from_static("metadata");
+
+const NO_CACHE: HeaderValue = HeaderValue::from_static("no-cache");
 
 /// The time limits of a response.
 #[derive(Clone, Copy, Debug)]
@@ -40,12 +44,14 @@ pub(crate) struct CommonHeaders {
     pub id: HeaderValue,
     /// `x-ratelimit-*`, if the client has limits.
     pub limits: Vec<(HeaderName, HeaderValue)>,
+    /// For pages of other origins.
+    pub cors: Vec<(HeaderName, HeaderValue)>,
 }
 
 impl CommonHeaders {
     fn insert_into(&self, head: &mut ResponseHeader) -> pingora::Result<()> {
         head.insert_header("x-request-id", &self.id)?;
-        for (name, value) in &self.limits {
+        for (name, value) in self.limits.iter().chain(&self.cors) {
             head.insert_header(name, value)?;
         }
         Ok(())
@@ -76,6 +82,31 @@ fn whole_head(
     }
     common.insert_into(&mut head)?;
     Ok(head)
+}
+
+/// The head and the comments of a stream that waits.
+pub(crate) fn comments(
+    common: &CommonHeaders,
+    dialect: Dialect,
+    interval: Duration,
+) -> Option<StreamComments> {
+    let head = whole_head(200, &[], common).and_then(|mut head| {
+        head.insert_header(CONTENT_TYPE, sse::CONTENT_TYPE)?;
+        head.insert_header(CACHE_CONTROL, NO_CACHE)?;
+        Ok(head)
+    });
+    // Without comments the stream is valid, too.
+    Some(StreamComments::new(head.ok()?, dialect.comment(), interval))
+}
+
+/// Ends a stream that has begun: one typed error at a frame boundary.
+pub(crate) async fn end_with_error(session: &mut Session, error: &ApiError) -> Result<(), ClientGone> {
+    session.send(&last_events(error), BodyPiece::Last).await.map(drop)
+}
+
+/// The end of a stream that failed.
+fn last_events(error: &ApiError) -> Bytes {
+    [error.to_sse(), sse::DONE].concat().into()
 }
 
 /// Sends an error.
@@ -115,12 +146,14 @@ pub(crate) async fn relay(
             head.insert_header("server-timing", timing)?;
         }
         if streamed {
-            head.insert_header(CACHE_CONTROL, HeaderValue::from_static("no-cache"))?;
+            head.insert_header(CACHE_CONTROL, NO_CACHE)?;
         }
         Ok(head)
     };
     let head = head().map_err(|_| Refusal::broken())?;
-    driver.progress.streamed = streamed;
+    // A comment may have begun a stream.
+    let has_begun = session.has_begun();
+    driver.progress.streamed = streamed || has_begun;
     driver.progress.passes = !dialect.generates();
     let (reply, load) = (Some(reply), Some(load));
     let mut pump = ResponsePump {
@@ -136,7 +169,12 @@ pub(crate) async fn relay(
     };
     if streamed {
         pump.relay_stream(head).await?;
+    } else if has_begun {
+        // The engine's response is no stream.
+        pump.end_with_error(StreamError::EngineDied, &FrameBuffer::default()).await?;
+        return Ok(200);
     } else {
+        pump.session.send_comments(None);
         pump.relay_buffered(head).await?;
     }
     Ok(status)

@@ -182,6 +182,12 @@ impl ClientConnection {
         }
     }
 
+    /// Adds bytes to those that the next [`Self::poll_send`] sends first.
+    pub(crate) fn queue(&self, pieces: &[&[u8]]) {
+        let unsent = &mut self.lock().unsent;
+        pieces.iter().for_each(|piece| unsent.extend_from_slice(piece));
+    }
+
     /// Ready once the client's end of the connection is closed or broken. To be called after the request's body
     /// was read.
     ///

@@ -109,6 +109,7 @@ impl ResponsePump<'_> {
         self.commit(head, ResponseLength::Unknown).await?;
         let mut frames = FrameBuffer::new(self.driver.progress.reading);
         loop {
+            self.session.set_inside_event(frames.is_inside());
             let error = match self.next_chunk().await? {
                 Ok(Some(chunk)) => {
                     let whole = frames.pass(chunk);
@@ -256,8 +257,7 @@ impl ResponsePump<'_> {
         if frames.is_inside() {
             last.extend_from_slice(b"\n\n");
         }
-        last.extend_from_slice(&error.refusal().0.to_sse());
-        last.extend_from_slice(&DONE);
+        last.extend_from_slice(&super::last_events(&error.refusal().0));
         self.write(last.freeze(), BodyPiece::Last).await
     }
 

@@ -5,6 +5,7 @@ use serde_json::json;
 use crate::harness::client::{Client, completion, get, post};
 use crate::harness::engine::{Action, FakeEngine, ReceivedRequest, event};
 use crate::harness::system::TestRouter;
+use crate::operations::health::standing;
 
 const HANDLE: u128 = 0xabc;
 
@@ -39,7 +40,7 @@ async fn a_decode_refusal_is_forwarded_and_the_lease_released() {
 #[tokio::test]
 async fn a_failed_decode_engine_is_replaced_with_the_same_handoff() {
     let no = |status| Action::Refuse(status, json!({"error": {"message": "x"}}));
-    for trouble in [no(500), no(503), no(429), Action::Close] {
+    for trouble in [no(500), no(503), no(429), no(529), no(409), no(412), Action::Close] {
         let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
         let first = FakeEngine::always(trouble.clone()).await;
         let second = FakeEngine::always(Action::Whole(5)).await;
@@ -100,17 +101,36 @@ async fn full_decode_engines_are_429_with_retry_after() {
 #[tokio::test]
 async fn retry_after_is_parsed_in_seconds_or_as_a_date() {
     for (retry_after, expected) in [("7", "7"), ("Fri, 31 Dec 9999 23:59:59 GMT", "3600"), ("soon", "1")] {
-        for status in [429, 503] {
+        for (status, sent) in [(429, 429), (503, 503), (529, 429), (409, 503), (412, 503)] {
             let full = Action::Answer(status, vec![("retry-after", retry_after)], b"{}".to_vec());
             let d = FakeEngine::always(full).await;
             let system = TestRouter::start(&[], &[&d]).await;
             let answer = post(system.address, "/v1/completions", &completion(false)).await;
             assert_eq!(
                 (answer.status, answer.header("retry-after")),
-                (status, Some(expected)),
-                "{retry_after}"
+                (sent, Some(expected)),
+                "{status} {retry_after}"
             );
         }
+    }
+}
+
+#[tokio::test]
+async fn shed_load_ejects_no_engine() {
+    for status in [529, 409, 412] {
+        let d = FakeEngine::always(Action::Refuse(status, json!({"error": {"message": "x"}}))).await;
+        let breaker = "{failures: 2, cool_down_ms: 600000, cool_down_max_ms: 600000}";
+        let top = format!("health: {{active: {{interval_ms: 0}}, breaker: {breaker}}}");
+        let system = TestRouter::with(&[], &[&d], "", &top).await;
+        for source in ["a", "b", "c", "d"] {
+            let mut client = Client::connect(system.address).await;
+            let key = format!("Authorization: Bearer {source}\r\n");
+            client.post_bytes("/v1/completions", &key, completion(false).to_string().as_bytes()).await;
+            assert!(client.answer().await.status >= 429);
+        }
+        system.settled().await;
+        assert_eq!(standing(&system, &d, "decode").await, "usable", "{status}");
+        assert_eq!(d.received().len(), 4);
     }
 }
 
@@ -129,7 +149,7 @@ async fn a_silent_decode_engine_is_aborted_and_replaced() {
 #[tokio::test]
 async fn an_unreachable_or_failing_prefill_engine_is_replaced() {
     let no = |status| Action::Refuse(status, json!({"error": {"message": "x"}}));
-    for trouble in [no(500), no(503), no(429), Action::Close] {
+    for trouble in [no(500), no(503), no(429), no(529), no(409), no(412), Action::Close] {
         let first = FakeEngine::always(trouble).await;
         let second = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
         let d = FakeEngine::always(Action::Whole(1)).await;

@@ -7,6 +7,7 @@ pub(crate) mod engine_abort;
 pub(crate) mod failures;
 pub(crate) mod liveness;
 pub(crate) mod load;
+pub(crate) mod long_silence;
 pub(crate) mod main_path;
 pub(crate) mod policies;
 pub(crate) mod push;
