@@ -22,6 +22,7 @@ mod plan;
 mod pool;
 mod role;
 mod server;
+mod sglang;
 #[cfg(test)]
 mod tests;
 mod text;

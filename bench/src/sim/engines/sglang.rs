@@ -1,0 +1,5 @@
+//! Simulated SGLang engines.
+mod message;
+mod plan;
+mod rank;
+mod rooms;
